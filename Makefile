@@ -1,0 +1,36 @@
+# make test    lint aside, everything CI checks: parity and edge in parallel, then the benchmarks one by one, ungated
+# make perf    the benchmarks, compared with the baseline stored for this device
+# make aot     compile every kernel for GPUs that need not be there
+# make lint    ruff and mypy
+# Each makes .venv first, unless PYTHON=… names an interpreter to use as it is: then nothing is installed.
+
+WORKERS ?= auto
+
+ifdef PYTHON
+READY :=
+else
+PYTHON := .venv/bin/python
+READY := .venv/ready
+endif
+
+.PHONY: test perf aot lint
+test: $(READY)
+	$(PYTHON) -m pytest -m "not perf" -n $(WORKERS) --benchmark-disable
+	$(PYTHON) -m pytest -m perf
+
+perf: $(READY)
+	$(PYTHON) -m pytest -m perf --benchmark-compare
+
+aot: $(READY)
+	$(PYTHON) -m pytest -m aot
+
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+
+# The stamp comes last, so a broken installation is made again.
+.venv/ready: pyproject.toml constraints.txt
+	@echo "setting up .venv (once; minutes where torch has to be downloaded)"
+	@python3 -m venv .venv || { echo "python3 cannot make a virtualenv (Debian, Ubuntu: apt-get install python3-venv)"; exit 1; }
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[test,report,dev]"
+	@touch $@

@@ -1,0 +1,65 @@
+"""Chooses the lane before Triton is imported, because Triton reads TRITON_INTERPRET when a kernel is defined.
+
+GPU lane: torch sees an NVIDIA GPU, and neither NSA_TEST_TRITON_SEL=0 nor TRITON_INTERPRET=1 keeps the suite off it;
+each xdist worker is pinned to one GPU. Else the interpreter lane: kernels run on the CPU, the GPUs are hidden.
+"""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest_plugins = ["nsa.testing.plugin"]
+
+
+def _choose_lane() -> str | None:
+    """Set the environment of the lane; returns what is wrong with this machine, if anything is."""
+    switch = os.environ.get("NSA_TEST_TRITON_SEL", "1")
+    if switch not in ("0", "1"):
+        return f"NSA_TEST_TRITON_SEL={switch!r}: expected 0 (keep the suite off the GPU) or 1"
+    if switch == "0" or os.environ.get("TRITON_INTERPRET") == "1":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["TRITON_INTERPRET"] = "1"
+        return None
+    _pin_worker(os.environ.get("PYTEST_XDIST_WORKER", ""))
+    if torch.cuda.is_available():
+        return None
+    os.environ["TRITON_INTERPRET"] = "1"
+    device = _visible_device()
+    if device is None:
+        return None
+    cuda = torch.version.cuda
+    cause = "is built without CUDA" if cuda is None else f"(CUDA {cuda}) finds no usable driver"
+    return (
+        f"an NVIDIA GPU is visible ({device}), but torch {torch.__version__} {cause}: "
+        "install a build of torch that fits the driver, or set NSA_TEST_TRITON_SEL=0 to test on the CPU"
+    )
+
+
+def _pin_worker(worker: str) -> None:
+    """Leave xdist worker `gw<n>` one GPU, in turn. Counting them asks NVML, which does not start CUDA."""
+    if not worker:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [str(i) for i in range(torch.cuda.device_count())] if visible is None else visible.split(",")
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
+
+
+def _visible_device() -> str | None:
+    """The first NVIDIA device file of this machine, unless CUDA_VISIBLE_DEVICES hides them all."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible):
+        return None
+    devices = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/proc/driver/nvidia/gpus").glob("*")]
+    return str(min(devices)) if devices else None
+
+
+_PROBLEM = _choose_lane()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if _PROBLEM is not None:
+        raise pytest.UsageError(_PROBLEM)

@@ -1,0 +1,34 @@
+"""NSA selection attention: kernels, their reference and routing. Importing this imports no Triton."""
+
+from nsa.attention import selection_attention
+from nsa.dispatch import RouteRecord, routes
+from nsa.rows import (
+    grouped_selection_attention_packed,
+    sel_attn_fwd_dense,
+    sel_attn_fwd_dense_group,
+    sel_attn_fwd_varlen,
+    sel_attn_fwd_varlen_group,
+    selection_attention_triton,
+)
+from nsa.settings import Settings, configure
+from nsa.spans import PackedRows, merge_ranges, pack_rows, ranges_from_blocks
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PackedRows",
+    "RouteRecord",
+    "Settings",
+    "configure",
+    "grouped_selection_attention_packed",
+    "merge_ranges",
+    "pack_rows",
+    "ranges_from_blocks",
+    "routes",
+    "sel_attn_fwd_dense",
+    "sel_attn_fwd_dense_group",
+    "sel_attn_fwd_varlen",
+    "sel_attn_fwd_varlen_group",
+    "selection_attention",
+    "selection_attention_triton",
+]

@@ -1,0 +1,153 @@
+"""The front door: selection attention over spans or blocks.
+
+Shape glossary. ``B`` batch, ``S`` query positions, ``T`` tokens of a varlen batch, ``S_kv`` keys, ``HQ`` query heads,
+``HKV`` KV heads, ``G = HQ // HKV``, ``D`` query and key head dim, ``Dv`` value head dim, ``n`` spans or blocks per row,
+``L`` keys selected in a row. A *row* is one (batch, query position, KV head): ``G`` query heads and one list of spans.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from nsa import dispatch, ops, settings
+from nsa.validate import Signature, meta
+
+CuSeqlens = Tensor | tuple[Tensor, Tensor]
+
+
+@overload
+def selection_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ranges: Tensor | None = ...,
+    block_indices: Tensor | None = ...,
+    block_size: int | None = ...,
+    causal: bool = ...,
+    q_positions: Tensor | None = ...,
+    scale: float | None = ...,
+    cu_seqlens: CuSeqlens | None = ...,
+    max_selected: int | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+    schedule: str = ...,
+    out: Tensor | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def selection_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ranges: Tensor | None = ...,
+    block_indices: Tensor | None = ...,
+    block_size: int | None = ...,
+    causal: bool = ...,
+    q_positions: Tensor | None = ...,
+    scale: float | None = ...,
+    cu_seqlens: CuSeqlens | None = ...,
+    max_selected: int | None = ...,
+    return_lse: Literal[True],
+    backend: str = ...,
+    schedule: str = ...,
+    out: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def selection_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ranges: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_size: int | None = None,
+    causal: bool = True,
+    q_positions: Tensor | None = None,
+    scale: float | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    max_selected: int | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    schedule: str = "auto",
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of each query over the keys its row selected: NSA's selection branch (arXiv 2502.11089, section 3.3.2).
+
+    Args:
+        q: ``[B, S, HQ, D]``, or ``[T, HQ, D]`` with ``cu_seqlens``; fp16, bf16, fp32 or (reference, sdpa) fp64. Any
+            strides, last dim contiguous. ``HQ = G * HKV`` with ``G`` from 1 to 128; ``D`` and ``Dv`` from 16 to 256.
+        k: ``[B, S_kv, HKV, D]`` or ``[T_kv, HKV, D]``.
+        v: ``[B, S_kv, HKV, Dv]`` or ``[T_kv, HKV, Dv]``.
+        ranges: ``[B, S, HKV, n, 2]`` (varlen ``[T, HKV, n, 2]``) int32 or int64, half-open key spans, local to the
+            row's sequence. Any values: spans are clamped to the sequence; a key listed twice counts twice.
+        block_indices: ``[B, S, HKV, n]`` (varlen ``[T, HKV, n]``) int32 or int64, instead of ``ranges``; block ``b`` is
+            ``[b * block_size, (b + 1) * block_size)``, negative is padding, in any slot.
+        block_size: keys per block; with ``block_indices`` only.
+        causal: clamp each span's end to ``t + 1``, where query ``s`` sits at ``t = S_kv - S + s`` (bottom-right).
+        q_positions: ``[B, S]`` (varlen ``[T]``) int, ``t`` of each query instead.
+        scale: of the scores; ``1 / sqrt(D)`` if None.
+        cu_seqlens: ``[B + 1]`` int cumulative lengths of varlen sequences, or a pair ``(cu_seqlens_q, cu_seqlens_k)``.
+        max_selected: host bound on ``L``, the keys of a row; decides route, tiles and splits, and saves packed SDPA its
+            device sync. More keys than promised: undefined result, but no read outside the tensors.
+        return_lse: also return the natural log-sum-exp of the scaled scores.
+        backend: ``auto`` routes and falls back; ``triton``, ``sdpa`` (packed) and ``reference`` never fall back.
+        schedule: of the Triton kernels: ``query_major`` holds the group in a program, ``per_head`` one head.
+        out: ``[..., HQ, Dv]`` to write to.
+
+    Returns:
+        ``O`` ``[B, S, HQ, Dv]`` or ``[T, HQ, Dv]`` in ``q``'s dtype; with ``return_lse`` also ``LSE`` fp32
+        ``[B, S, HQ]`` or ``[T, HQ]`` (fp64 for fp64). A row that selects nothing gives ``O = 0``, ``LSE = -inf``.
+
+    Raises:
+        ValueError, TypeError: a shape, dtype, device or option is not as above; says expected and got.
+        RuntimeError: ``backend="triton"`` cannot serve the call; or packing without ``max_selected`` under
+            ``torch.compile`` or CUDA graph capture.
+    """
+    cu_q, cu_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if torch.compiler.is_compiling() and not needs_grad and backend in ("auto", "triton"):
+        o, lse = torch.ops.nsa.selection_attention(
+            q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, max_selected,
+            backend, schedule,
+        )  # fmt: skip
+        o = o if out is None else out.copy_(o)
+        return (o, lse) if return_lse else o
+    signature = Signature(
+        meta("q", q),
+        meta("k", k),
+        meta("v", v),
+        None if ranges is None else meta("ranges", ranges),
+        None if block_indices is None else meta("block_indices", block_indices),
+        block_size,
+        causal,
+        None if q_positions is None else meta("q_positions", q_positions),
+        None if cu_q is None else meta("cu_seqlens_q", cu_q),
+        None if cu_k is None else meta("cu_seqlens_k", cu_k),
+        max_selected,
+        None if out is None else meta("out", out),
+        backend,
+        schedule,
+    )
+    plan = dispatch.make_plan if torch.compiler.is_compiling() else dispatch.plan
+    planned = plan(signature, settings.get(), needs_grad)
+    o, lse = dispatch.run(
+        planned,
+        dispatch.Call(
+            q, k, v, ranges, block_indices, block_size, causal, q_positions, scale,
+            None if cu_q is None or cu_k is None else (cu_q, cu_k), return_lse, out,
+        ),
+    )  # fmt: skip
+    if return_lse:
+        assert lse is not None
+        return o, lse
+    return o
+
+
+assert ops  # registers torch.ops.nsa

@@ -1,0 +1,284 @@
+"""Which implementation a call runs on: the route, the sticky fallback, and the log of both.
+
+Decisions see metadata and settings only, never the device. A kernel that failed to compile or launch is remembered by
+signature and not tried again. An implementation asked for by name never falls back: it raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import time
+from collections import Counter
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa import reference, settings
+from nsa.validate import Dims, Signature, check
+
+logger = logging.getLogger("nsa")
+
+MIN_CAPABILITY = 80
+
+
+class Call(NamedTuple):
+    """The tensors and numbers of one call, in FlashAttention layout."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ranges: Tensor | None
+    block_indices: Tensor | None
+    block_size: int | None
+    causal: bool
+    q_positions: Tensor | None
+    scale: float | None
+    cu_seqlens: tuple[Tensor, Tensor] | None
+    return_lse: bool
+    out: Tensor | None
+
+
+class Plan(NamedTuple):
+    """What will run for a signature, and why."""
+
+    dims: Dims
+    route: str
+    reason: str
+    named: bool  # asked for by name: no fallback
+    kernel: tuple[Any, ...]  # what a broken kernel is remembered by
+    per_head: bool
+    pipelined: bool
+    fallback: str
+    sdpa_layout: str
+    debug: bool
+
+
+class RouteRecord(NamedTuple):
+    """How often a route was taken for one reason."""
+
+    route: str
+    reason: str
+    calls: int
+
+
+Result = tuple[Tensor, Tensor | None]
+
+_taken: Counter[tuple[str, str]] = Counter()
+_broken: dict[tuple[Any, ...], str] = {}
+
+
+def routes() -> list[RouteRecord]:
+    """What ran in this process and why, most frequent first. Names are those of ``spec``: ``ranges``, ``sdpa``, …"""
+    return [RouteRecord(route, reason, calls) for (route, reason), calls in _taken.most_common()]
+
+
+def reset() -> None:
+    """Forget the route log and the failures of kernels: they are tried again."""
+    _taken.clear()
+    _broken.clear()
+
+
+@lru_cache(maxsize=64)
+def why_not_triton(device: torch.device) -> str | None:
+    """Why Triton cannot run on ``device``, or None if it can."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major * 10 + minor < MIN_CAPABILITY:
+            return f"Triton route needs compute capability 8.0 or newer, {device} has {major}.{minor}"
+        return None
+    if device.type == "cpu" and settings.interpreter():
+        return None
+    return f"Triton route needs a CUDA device, got {device}"
+
+
+def _obstacle(sig: Signature, needs_grad: bool) -> str | None:
+    """Why the Triton forward cannot serve this call, or None."""
+    if sig.q.dtype == torch.float64:
+        return "Triton route takes float16, bfloat16 and float32, got float64"
+    if sig.q.dtype == torch.bfloat16 and sig.q.device.type == "cpu":
+        return "Triton's interpreter computes bfloat16 wrong"
+    if needs_grad:
+        return "Triton route has no backward yet, and an input requires grad"
+    return why_not_triton(sig.q.device)
+
+
+def make_plan(sig: Signature, current: settings.Settings, needs_grad: bool) -> Plan:
+    """Validate a signature and choose its route.
+
+    Raises:
+        ValueError, TypeError: from :func:`nsa.validate.check`.
+        RuntimeError: ``backend="triton"`` where Triton cannot serve the call.
+    """
+    dims = check(sig)
+    device = sig.q.device
+    per_head = sig.schedule == "per_head" or (sig.schedule == "auto" and not current.sel_triton_group)
+    triton_route = "per_head" if per_head else "ranges" if sig.ranges is not None else "blocks"
+    fallback = "sdpa" if current.use_sel_pack else "reference"
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    obstacle = _obstacle(sig, needs_grad)
+
+    if sig.backend == "triton":
+        if obstacle is not None:
+            raise RuntimeError(f"backend='triton': {obstacle}")
+        route, reason = triton_route, "backend='triton' asked for"
+    elif sig.backend != "auto":
+        route, reason = sig.backend, f"backend={sig.backend!r} asked for"
+    elif current.force_parity:
+        route, reason = "reference", "force_parity is set"
+    elif not current.use_triton_sel:
+        route, reason = fallback, "use_triton_sel is off"
+    elif obstacle is not None:
+        route, reason = fallback, obstacle
+    else:
+        min_L = settings.DEFAULT_MIN_L if current.sel_triton_min_L is None else current.sel_triton_min_L
+        if device_name is not None:
+            min_L = settings.min_L_for(device_name)
+        if dims.bound is not None and dims.bound < min_L:
+            route, reason = fallback, f"rows select at most {dims.bound} keys, sel_triton_min_L is {min_L}"
+        else:
+            route, reason = triton_route, "rows are long enough for Triton"
+    config = settings.device_config(device_name) if device_name is not None else None
+    layout = (config.sdpa_layout if config is not None else None) or "heads_as_queries"
+    return Plan(
+        dims=dims,
+        route=route,
+        reason=reason,
+        named=sig.backend != "auto",
+        kernel=(triton_route, device, sig.q.dtype, dims.G, dims.D, dims.Dv, sig.causal, dims.varlen),
+        per_head=per_head,
+        pipelined=current.sel_triton_db,
+        fallback=fallback,
+        sdpa_layout=layout,
+        debug=current.debug_timing or current.debug_compare or current.debug_shapes,
+    )
+
+
+plan = lru_cache(maxsize=4096)(make_plan)
+"""Remembered :func:`make_plan`: a repeated call pays a look-up."""
+
+
+@lru_cache(maxsize=1)
+def failures() -> tuple[type[BaseException], ...]:
+    """The errors compiling or launching a kernel raises. Nothing else is taken for a broken kernel."""
+    compile_errors: tuple[type[BaseException], ...] = ()
+    try:
+        from triton.compiler.errors import CompilationError
+        from triton.runtime.errors import OutOfResources
+
+        compile_errors = (CompilationError, OutOfResources)
+    except ImportError:
+        pass  # no Triton here: that is the failure, and ImportError says so
+    # RuntimeError: the MLIR pass manager, ptxas and the driver; OSError and CalledProcessError: the launcher's C
+    # compiler.
+    return (*compile_errors, ImportError, RuntimeError, OSError, subprocess.CalledProcessError)
+
+
+def _is_kernel_failure(error: BaseException) -> bool:
+    """Whether a caught error speaks of the kernel. Out of memory does not, nor does a lost CUDA context."""
+    if isinstance(error, RuntimeError) and type(error).__module__.startswith("torch"):
+        return False
+    text = str(error).lower()
+    return not (isinstance(error, RuntimeError) and ("out of memory" in text or "cuda error" in text))
+
+
+def run(what: Plan, call: Call) -> Result:
+    """Run a planned call."""
+    if what.debug:
+        return _run_debug(what, call)
+    return _run(what, call)
+
+
+def _run(what: Plan, call: Call) -> Result:
+    if what.route in ("sdpa", "reference"):
+        return _plain(what.route, what.reason, what, call)
+    if what.named:
+        return _triton(what, call)
+    known = _broken.get(what.kernel)
+    if known is None:
+        try:
+            return _triton(what, call)
+        except failures() as error:
+            if not _is_kernel_failure(error):
+                raise
+            known = f"{what.route} kernel failed: {type(error).__name__}: {str(error).strip() or 'no message'}"
+            _broken[what.kernel] = known
+            logger.warning("%s; %s serves this signature from now on", known, what.fallback)
+    return _plain(what.fallback, known, what, call)
+
+
+def _triton(what: Plan, call: Call) -> Result:
+    from nsa.kernels.query_major import forward
+
+    cu_q, cu_k = call.cu_seqlens or (None, None)
+    result = forward(
+        call.q,
+        call.k,
+        call.v,
+        route=what.route,
+        selection=call.block_indices if call.ranges is None else call.ranges,
+        block_size=call.block_size,
+        causal=call.causal,
+        q_positions=call.q_positions,
+        scale=call.scale,
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+        bound=what.dims.bound,
+        per_head=what.per_head,
+        pipelined=what.pipelined,
+        return_lse=call.return_lse,
+        out=call.out,
+    )
+    _taken[what.route, what.reason] += 1
+    return result
+
+
+def _plain(route: str, reason: str, what: Plan, call: Call) -> Result:
+    """Packed SDPA or the reference."""
+    _taken[route, reason] += 1
+    keywords: dict[str, Any] = {
+        "ranges": call.ranges,
+        "block_indices": call.block_indices,
+        "block_size": call.block_size,
+        "causal": call.causal,
+        "q_positions": call.q_positions,
+        "scale": call.scale,
+        "cu_seqlens": call.cu_seqlens,
+        "return_lse": call.return_lse,
+    }
+    if route == "sdpa":
+        result = reference.packed_sdpa(
+            call.q, call.k, call.v, **keywords, max_selected=what.dims.bound, layout=what.sdpa_layout
+        )
+    else:
+        result = reference.selection_reference(call.q, call.k, call.v, **keywords)
+    o, lse = result if isinstance(result, tuple) else (result, None)
+    return (o if call.out is None else call.out.copy_(o)), lse
+
+
+def _run_debug(what: Plan, call: Call) -> Result:
+    """Run with whatever the ``debug_*`` settings ask to have logged. Synchronizes."""
+    current = settings.get()
+    if current.debug_shapes:
+        named = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
+        logger.info("shapes: %s", ", ".join(f"{k} {list(x.shape)} strides {x.stride()}" for k, x in named.items()))
+    _synchronize(call.q)
+    began = time.perf_counter()
+    result = _run(what, call)
+    _synchronize(call.q)
+    if current.debug_timing:
+        elapsed = (time.perf_counter() - began) * 1e3
+        logger.info("route %s (%s): %.3f ms, host and device", what.route, what.reason, elapsed)
+    if current.debug_compare:
+        exact = _plain("reference", "debug_compare is set", what, call._replace(return_lse=False, out=None))[0]
+        error = (result[0].double() - exact.double()).abs()
+        worst = error.max().item() if error.numel() else 0.0  # a debug setting: may read the device
+        logger.info("route %s against the reference: max error %.3e", what.route, worst)
+    return result
+
+
+def _synchronize(x: Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)

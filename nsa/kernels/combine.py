@@ -1,0 +1,76 @@
+"""Merge partial attention results by their log-sum-exp."""
+
+import torch
+import triton
+import triton.language as tl
+
+from nsa.kernels import launches
+from nsa.kernels.tiles import MAX_SPLITS
+
+
+@triton.jit(do_not_specialize=["S", "HQ", "splits", "heads", "stride_ob", "stride_os", "stride_oh"])
+def _combine_kernel(
+    part_ptr,
+    part_lse_ptr,
+    o_ptr,
+    lse_ptr,
+    S,
+    HQ,
+    splits,
+    heads,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    Dv: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One program per (token, head): ``O = sum_i exp(lse_i - lse) O_i`` with ``lse = logsumexp_i lse_i``."""
+    row = tl.program_id(0)  # token * HQ + head
+    token = row // HQ
+    split = tl.arange(0, SPLITS)
+    dv = tl.arange(0, BLOCK_DV)
+    part = split.to(tl.int64) * heads + row
+    lse = tl.load(part_lse_ptr + part, mask=split < splits, other=float("-inf"))  # [SPLITS]
+    m = tl.max(lse, 0)
+    weight = tl.exp(lse - tl.where(m == float("-inf"), 0.0, m))
+    total = tl.sum(weight, 0)
+    total = tl.where(total == 0.0, 1.0, total)  # an empty row: O = 0, LSE = m = -inf
+    mask = (split[:, None] < splits) & (dv[None, :] < Dv)  # [SPLITS, BLOCK_DV]
+    o = tl.load(part_ptr + part[:, None] * Dv + dv[None, :], mask=mask, other=0.0)
+    o = tl.sum(o * weight[:, None], 0) / total
+    o_row = (token // S).to(tl.int64) * stride_ob + (token % S).to(tl.int64) * stride_os
+    o_row += (row % HQ).to(tl.int64) * stride_oh
+    tl.store(o_ptr + o_row + dv, o.to(o_ptr.dtype.element_ty), mask=dv < Dv)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, m + tl.log(total))
+
+
+def combine(part: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Merge ``part [splits, tokens, HQ, Dv]`` fp32 with ``part_lse [splits, tokens, HQ]`` into ``out`` (and ``lse``).
+
+    Args:
+        out: ``[B, S, HQ, Dv]`` or ``[T, HQ, Dv]``, last dim contiguous.
+        lse: contiguous fp32 like ``out`` without its last dim, or None.
+    """
+    splits, tokens, HQ, Dv = part.shape
+    stride_ob, S = (out.stride(0), out.shape[1]) if out.dim() == 4 else (0, tokens)
+    launches["combine"] += 1
+    _combine_kernel[(tokens * HQ,)](
+        part,
+        part_lse,
+        out,
+        lse,
+        S,
+        HQ,
+        splits,
+        tokens * HQ,
+        stride_ob,
+        out.stride(-3),
+        out.stride(-2),
+        Dv=Dv,
+        BLOCK_DV=triton.next_power_of_2(Dv),
+        SPLITS=MAX_SPLITS,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )

@@ -1,0 +1,83 @@
+"""The pieces forward and backward kernels share: whose row this is, which keys it reads, one softmax step."""
+
+import triton
+import triton.language as tl
+
+# Where a row's keys are listed. WHOLE: it reads its sequence from the first key on.
+WHOLE = tl.constexpr(0)
+RANGES = tl.constexpr(1)
+BLOCKS = tl.constexpr(2)
+
+# How a row finds its sequence. BATCH: [B, S_kv, ...]. VARLEN: cu_seqlens over tokens. PACKED: row i is sequence i.
+BATCH = tl.constexpr(0)
+VARLEN = tl.constexpr(1)
+PACKED = tl.constexpr(2)
+
+
+@triton.jit
+def find_sequence(cu_seqlens_ptr, B, token, CHUNK: tl.constexpr):
+    """Index of the sequence that holds ``token``: how many sequences end at or before it. ``B`` if none holds it."""
+    seq = tl.full([], 0, tl.int32)
+    for first in range(0, B, CHUNK):
+        j = first + tl.arange(0, CHUNK)  # [CHUNK]
+        ends = tl.load(cu_seqlens_ptr + 1 + j, mask=j < B, other=2147483647)
+        seq += tl.sum((ends <= token).to(tl.int32), 0)
+    return seq
+
+
+@triton.jit
+def load_span(sel_ptr, j, n, limit, block_size, SOURCE: tl.constexpr):
+    """Spans ``j`` of one row, clamped to ``[0, limit]``: ``(start, end)`` int32, empty for ``j`` outside [0, n)."""
+    inside = (j >= 0) & (j < n)
+    if SOURCE == RANGES:
+        # Clamped in the dtype that came: int64 spans may be anything.
+        begin = tl.load(sel_ptr + 2 * j, mask=inside, other=0)
+        stop = tl.load(sel_ptr + 2 * j + 1, mask=inside, other=0)
+        start = tl.minimum(tl.maximum(begin, 0), limit).to(tl.int32)
+        end = tl.minimum(tl.maximum(stop, 0), limit).to(tl.int32)
+        end = tl.maximum(start, end)
+    else:
+        block = tl.load(sel_ptr + j, mask=inside, other=-1)
+        listed = (block >= 0) & (block < (limit + block_size - 1) // block_size)
+        start = tl.where(listed, block, 0).to(tl.int32) * block_size
+        end = tl.where(listed, tl.minimum(start + block_size, limit), start)
+    return start, end
+
+
+@triton.jit
+def load_spans(sel_ptr, first, n, limit, block_size, SOURCE: tl.constexpr, SPANS: tl.constexpr):
+    """``SPANS`` spans of one row from number ``first`` on, for :func:`key_positions`.
+
+    Returns ``before [SPANS]`` (keys selected by earlier spans of this chunk), ``jump [SPANS]`` (where the span starts,
+    less where the one before ended) and ``total`` (keys selected in this chunk).
+    """
+    j = first + tl.arange(0, SPANS)  # [SPANS]
+    start, end = load_span(sel_ptr, j, n, limit, block_size, SOURCE)
+    # Lane 0 has no predecessor: index -1 loads as the empty span at 0.
+    _, end_before = load_span(sel_ptr, tl.where(j == first, -1, j - 1), n, limit, block_size, SOURCE)
+    length = end - start
+    before = tl.cumsum(length, 0) - length
+    return before, start - end_before, tl.sum(length, 0)
+
+
+@triton.jit
+def key_positions(slot, before, jump):
+    """Key of each selected slot: ``slot`` plus the jumps of all spans that begin at or before it. ``[BLOCK_L]``.
+
+    Jumps telescope, so empty spans need no care; a slot past the last key yields a position that must be masked.
+    """
+    begun = before[None, :] <= slot[:, None]  # [BLOCK_L, SPANS]
+    return slot + tl.sum(tl.where(begun, jump[None, :], 0), 1)
+
+
+@triton.jit
+def softmax_step(scores, m, l, acc):
+    """One step of the online softmax in base 2: new maximum, sum and rescaled accumulator, and this tile's weights.
+
+    scores ``[BLOCK_G, BLOCK_L]``, ``-inf`` where masked; m, l ``[BLOCK_G]``; acc ``[BLOCK_G, BLOCK_DV]``.
+    """
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
+    p = tl.exp2(scores - m_safe[:, None])  # [BLOCK_G, BLOCK_L]
+    alpha = tl.exp2(m - m_safe)
+    return m_new, l * alpha + tl.sum(p, 1), acc * alpha[:, None], p

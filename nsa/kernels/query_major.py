@@ -1,0 +1,337 @@
+"""Query-major forward: a program holds the query heads of one row and walks the row's keys where they lie.
+
+One kernel, four span sources (dense rows, ``cu_seqlens`` rows, ranges, blocks): they differ in how a program learns its
+next tile of key positions (``primitives``), the loop is written once. Source: NSA, arXiv 2502.11089, section 3.4 and
+figure 3 (group-centric data loading); online softmax as in FlashAttention.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.kernels import launches, tiles
+from nsa.kernels.combine import combine
+from nsa.kernels.primitives import (
+    BATCH,
+    BLOCKS,
+    PACKED,
+    RANGES,
+    VARLEN,
+    WHOLE,
+    find_sequence,
+    key_positions,
+    load_spans,
+    softmax_step,
+)
+
+# What varies from batch to batch must not compile a new kernel. Strides arrive divided by STRIDE_UNIT, which keeps
+# what vector loads need to know of them without one variant per combination.
+RUNTIME = [
+    *("B", "S", "S_kv", "HKV", "n", "block_size", "stride_split"),
+    *(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()),
+]
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    lse_ptr,
+    sel_ptr,
+    pos_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    B,
+    S,
+    S_kv,
+    HKV,
+    n,
+    block_size,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    stride_split,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    Dv: tl.constexpr,
+    SOURCE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    SPANS: tl.constexpr,
+):
+    HEAD_TILES: tl.constexpr = (G + HEADS - 1) // HEADS
+    row = tl.program_id(0) // HEAD_TILES
+    head_tile = tl.program_id(0) % HEAD_TILES
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    token = row // HKV
+    head_kv = row % HKV
+
+    # Whose row it is: where its query lies, and the keys of its sequence, [k_first, k_first + seqlen_k).
+    if LAYOUT == BATCH:
+        batch = (token // S).to(tl.int64)
+        s = token % S
+        q_off = batch * stride_qb + s.to(tl.int64) * stride_qs
+        o_off = batch * stride_ob + s.to(tl.int64) * stride_os
+        k_off = batch * stride_kb
+        v_off = batch * stride_vb
+        seqlen_k = S_kv
+        t = S_kv - S + s  # bottom-right: the last query sees the last key
+    else:
+        seq = token
+        if LAYOUT == VARLEN:
+            seq = find_sequence(cu_q_ptr, B, token, 128)
+        known = seq < B
+        q_off = token.to(tl.int64) * stride_qs
+        o_off = token.to(tl.int64) * stride_os
+        k_first = tl.load(cu_k_ptr + seq, mask=known, other=0).to(tl.int64)
+        k_last = tl.load(cu_k_ptr + seq + 1, mask=known, other=0).to(tl.int64)
+        k_first = tl.minimum(tl.maximum(k_first, 0), S_kv)
+        k_last = tl.minimum(tl.maximum(k_last, k_first), S_kv)
+        k_off = k_first * stride_kn
+        v_off = k_first * stride_vn
+        seqlen_k = (k_last - k_first).to(tl.int32)
+        t = seqlen_k - 1
+        if CAUSAL:
+            q_last = tl.load(cu_q_ptr + seq + 1, mask=known, other=0)
+            t = (seqlen_k - q_last + token).to(tl.int32)
+    limit = seqlen_k
+    if CAUSAL:
+        if pos_ptr is None:
+            limit = tl.maximum(tl.minimum(t, seqlen_k - 1), -1) + 1
+        else:
+            position = tl.load(pos_ptr + token)
+            limit = (tl.maximum(tl.minimum(position, seqlen_k - 1), -1) + 1).to(tl.int32)
+
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    lane = tl.arange(0, BLOCK_L)
+    in_group = (g < HEADS) & (head_tile * HEADS + g < G)
+    head = head_kv * G + head_tile * HEADS + g  # [BLOCK_G]
+
+    q_ptrs = q_ptr + (q_off + head.to(tl.int64) * stride_qh)[:, None] * STRIDE_UNIT + d[None, :]
+    q = tl.load(q_ptrs, mask=in_group[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_G, BLOCK_D]
+    k_off += head_kv.to(tl.int64) * stride_kh
+    v_off += head_kv.to(tl.int64) * stride_vh
+    k_base = k_ptr + k_off * STRIDE_UNIT
+    v_base = v_ptr + v_off * STRIDE_UNIT
+
+    m = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
+
+    chunks = 1 if SOURCE == WHOLE else (n + SPANS - 1) // SPANS
+    for chunk in range(0, chunks):
+        if SOURCE == WHOLE:
+            total = limit
+        else:
+            sel_row = sel_ptr + row.to(tl.int64) * n * (2 if SOURCE == RANGES else 1)
+            before, jump, total = load_spans(sel_row, chunk * SPANS, n, limit, block_size, SOURCE, SPANS)
+        # This program's share of the chunk's selected slots, in whole tiles.
+        share = tl.cdiv(tl.cdiv(total, BLOCK_L), splits) * BLOCK_L
+        first = tl.minimum(split * share, total)
+        last = tl.minimum(first + share, total)
+        for begin in range(first, last, BLOCK_L):
+            slot = begin + lane
+            valid = slot < last
+            if SOURCE == WHOLE:
+                key = slot
+            else:
+                key = key_positions(slot, before, jump)
+            key = key.to(tl.int64)
+            k_ptrs = k_base + (key * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
+            k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_L, BLOCK_D]
+            scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
+            scores = tl.where(valid[None, :], scores, float("-inf"))  # [BLOCK_G, BLOCK_L]
+            m, l, acc, p = softmax_step(scores, m, l, acc)
+            v_ptrs = v_base + (key * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
+            v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
+
+    # A row that selected nothing has m = -inf and l = 0: O = 0, LSE = -inf. A NaN sum stays NaN.
+    l = tl.where(l == 0.0, 1.0, l)
+    o = acc / l[:, None]
+    if SPLIT:
+        o_off += split.to(tl.int64) * stride_split
+    o_ptrs = o_ptr + (o_off + head.to(tl.int64) * stride_oh)[:, None] * STRIDE_UNIT + dv[None, :]
+    tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=in_group[:, None] & (dv[None, :] < Dv))
+    if lse_ptr is not None:
+        lse = m * 0.6931471805599453 + tl.log(l)
+        part = token.to(tl.int64) + split.to(tl.int64) * (tl.num_programs(0) // (HKV * HEAD_TILES))
+        tl.store(lse_ptr + part * HKV * G + head, lse, mask=in_group)
+
+
+class Launch(NamedTuple):
+    """Everything about a launch that shapes alone decide."""
+
+    constexprs: dict[str, object]
+    options: dict[str, int]
+    programs: int
+    splits: int
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    device: torch.device,
+    dtype: torch.dtype,
+    source: int,
+    layout: int,
+    causal: bool,
+    G: int,
+    D: int,
+    Dv: int,
+    n: int,
+    S_kv: int,
+    rows: int,
+    bound: int | None,
+    per_head: bool,
+    pipelined: bool,
+) -> Launch:
+    """Tiles, splits and grid of a call; remembered, because calls repeat."""
+    longest = S_kv if bound is None else bound
+    capability, processors = device_limits(device)
+    spans = 1 if source == WHOLE.value else tiles.span_bucket(n, S_kv)
+    programs = rows * -(-G // tiles.group_heads(G, per_head))
+    splits = tiles.split_count(programs, longest, (D + Dv) * dtype.itemsize, processors)
+    fill = tiles.fill_bucket(programs * splits, processors)
+    tile = tiles.select(capability, dtype.itemsize, G, D, Dv, -(-longest // splits), spans, fill, per_head, pipelined)
+    constexprs = tile._asdict()
+    options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}
+    constexprs.update(
+        G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, SPLIT=splits > 1, INPUT_PRECISION="ieee"
+    )
+    return Launch(constexprs, options, programs, splits)
+
+
+@lru_cache(maxsize=64)
+def device_limits(device: torch.device) -> tuple[int, int]:
+    """Compute capability times ten and number of multiprocessors; the interpreter stands in for an H100."""
+    if device.type != "cuda":
+        return 90, 132
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major * 10 + properties.minor, properties.multi_processor_count
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    route: str,
+    selection: Tensor | None = None,
+    block_size: int | None = None,
+    causal: bool = False,
+    q_positions: Tensor | None = None,
+    scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    bound: int | None = None,
+    per_head: bool = False,
+    pipelined: bool = True,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch the forward kernel on validated arguments.
+
+    Args:
+        q: ``[B, S, HQ, D]``, or ``[T, HQ, D]`` with ``cu_seqlens_k``. k, v: ``[B, S_kv, HKV, D | Dv]`` or 3-D likewise.
+        route: name counted in :data:`nsa.kernels.launches`.
+        selection: ranges ``[..., HKV, n, 2]``, or block indices ``[..., HKV, n]`` with ``block_size``; None reads the
+            whole sequence.
+        cu_seqlens_q: None with ``cu_seqlens_k`` given: row ``i`` is sequence ``i``.
+        bound: host bound on the keys of a row.
+        out: ``[..., HQ, Dv]`` to write to.
+
+    Returns:
+        ``(O, LSE)``, LSE fp32 ``q.shape[:-1]`` or None.
+    """
+    HQ, D = q.shape[-2:]
+    S_kv, HKV, Dv = k.shape[-3], k.shape[-2], v.shape[-1]
+    batched = q.dim() == 4
+    B, S = q.shape[:2] if batched else (0, q.shape[0])
+    tokens = B * S if batched else S
+    if out is None:
+        out = q.new_empty((*q.shape[:-1], Dv))
+    lse = torch.empty(q.shape[:-1], device=q.device, dtype=torch.float32) if return_lse else None
+    if tokens == 0:
+        return out, lse
+    source, n = WHOLE.value, 0
+    if selection is not None:
+        source, n = (RANGES.value, selection.shape[-2]) if block_size is None else (BLOCKS.value, selection.shape[-1])
+        selection = selection.contiguous()
+    layout = BATCH.value
+    if cu_seqlens_k is not None:
+        layout = PACKED.value if cu_seqlens_q is None else VARLEN.value
+        B = cu_seqlens_k.shape[0] - 1
+        cu_seqlens_k = cu_seqlens_k.contiguous()
+    launch = plan(
+        q.device, q.dtype, source, layout, causal, HQ // HKV, D, Dv, n, S_kv, tokens * HKV, bound, per_head, pipelined
+    )
+    target, target_lse = out, lse
+    if launch.splits > 1:
+        target = torch.empty((launch.splits, *out.shape), device=q.device, dtype=torch.float32)
+        target_lse = torch.empty((launch.splits, tokens, HQ), device=q.device, dtype=torch.float32)
+    strides = _strides(q, k, v, target[0] if launch.splits > 1 else target)
+    split_stride = target.stride(0) if launch.splits > 1 else 0
+    unit = math.gcd(16, split_stride, *strides)
+    launches[route] += 1
+    _fwd_kernel[(launch.programs, launch.splits)](
+        q,
+        k,
+        v,
+        target,
+        target_lse,
+        selection,
+        q_positions if q_positions is None else q_positions.contiguous(),
+        cu_seqlens_q if cu_seqlens_q is None else cu_seqlens_q.contiguous(),
+        cu_seqlens_k,
+        B,
+        S,
+        S_kv,
+        HKV,
+        n,
+        min(block_size or 1, max(S_kv, 1)),
+        *(s // unit for s in strides),
+        split_stride // unit,
+        1.0 / math.sqrt(D) if scale is None else float(scale),
+        STRIDE_UNIT=unit,
+        enable_fp_fusion=True,
+        **launch.constexprs,
+        **launch.options,
+    )
+    if launch.splits > 1:
+        combine(target.view(launch.splits, tokens, HQ, Dv), target_lse, out, lse)
+    return out, lse
+
+
+def _strides(q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> list[int]:
+    """Strides ``(b, s, h)`` of each tensor; a 3-D tensor has no batch."""
+    return [s for x in (q, k, v, o) for s in ((0,) if x.dim() == 3 else ()) + x.stride()[:-1]]

@@ -1,0 +1,201 @@
+"""Two plain-torch implementations: the fp64 gather oracle, and packed SDPA (fallback and yardstick).
+
+They share nothing but the clamping of spans to what a token may see: the oracle looks every selected key up span by
+span, packed SDPA walks along rows. What both compute is equations 5 to 12 of arXiv 2502.11089 with the selection given.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa import spans as sp
+
+WORKSPACE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 25}  # CPU: packed chunks stay near the cache
+ORACLE_BYTES = 1 << 28
+MAX_ROWS_PER_CALL = 32768  # SDPA's batch is a CUDA grid dimension of at most 65,535
+SDPA_LAYOUTS = ("heads_as_queries", "expanded", "enable_gqa")
+
+
+def call_spans(
+    q: Tensor,
+    k: Tensor,
+    ranges: Tensor | None,
+    block_indices: Tensor | None,
+    block_size: int | None,
+    causal: bool,
+    q_positions: Tensor | None,
+    cu_seqlens: tuple[Tensor, Tensor] | None,
+) -> sp.RowSpans:
+    """Clamped spans of a call in FlashAttention layout."""
+    cu_q, cu_k = cu_seqlens or (None, None)
+    tokens = q[..., 0, 0].numel()
+    limits = sp.key_limits(
+        tokens, q.shape[-3], k.shape[-3], causal=causal, device=q.device,
+        q_positions=q_positions, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
+    )  # fmt: skip
+    return sp.row_spans(ranges, block_indices, block_size, *limits)
+
+
+def selection_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ranges: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_size: int | None = None,
+    causal: bool = True,
+    q_positions: Tensor | None = None,
+    scale: float | None = None,
+    cu_seqlens: tuple[Tensor, Tensor] | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The oracle: gather each row's keys, then softmax attention in fp64.
+
+    Args are those of :func:`nsa.selection_attention`. Pass fp64 tensors to get the oracle's full precision.
+
+    Returns:
+        ``O`` like ``q`` with ``Dv`` last, in ``q``'s dtype; with ``return_lse`` also ``LSE`` ``q.shape[:-1]`` (fp64
+        for fp64 inputs, else fp32).
+    """
+    spans = call_spans(q, k, ranges, block_indices, block_size, causal, q_positions, cu_seqlens)
+    if k.dim() == 3:
+        k, v = k[None], v[None]
+    HKV, G, D, Dv = k.shape[2], q.shape[-2] // k.shape[2], q.shape[-1], v.shape[-1]
+    scale = 1.0 / math.sqrt(D) if scale is None else scale
+    queries = q.reshape(-1, HKV, G, D)
+    lengths = spans.lengths()
+    L = int(lengths.max()) if lengths.numel() else 0
+    outs, lses = [], []
+    per_token = max(1, HKV * L * (8 * (D + Dv) + 9 * spans.starts.shape[-1]))
+    for chunk in torch.arange(queries.shape[0], device=q.device).split(max(1, ORACLE_BYTES // per_token)):
+        starts, ends = spans.starts[chunk].long(), spans.ends[chunk].long()  # [t, HKV, n]
+        # Selected slot p belongs to the span before whose end p keys have been counted.
+        counted = (ends - starts).cumsum(-1)
+        p = torch.arange(L, device=q.device)
+        slot = (p[:, None] >= counted[:, :, None, :]).sum(-1)  # [t, HKV, L]
+        valid = p < lengths[chunk][..., None]
+        slot = slot.clamp(max=max(starts.shape[-1] - 1, 0))
+        if L:
+            key = starts.gather(-1, slot) + p - (counted - (ends - starts)).gather(-1, slot)
+            key = torch.where(valid, key, 0) + spans.offset[chunk][:, None, None]
+        else:
+            key = torch.zeros_like(slot)
+        batch = spans.batch[chunk][:, None, None]
+        head = torch.arange(HKV, device=q.device)[:, None]
+        # What was not selected may be NaN: it is replaced, not multiplied by zero.
+        K = k[batch, key, head].double().masked_fill(~valid[..., None], 0.0)  # [t, HKV, L, D]
+        V = v[batch, key, head].double().masked_fill(~valid[..., None], 0.0)
+        scores = torch.einsum("thgd,thld->thgl", queries[chunk].double(), K) * scale
+        scores = scores.masked_fill(~valid[:, :, None], -math.inf)
+        lse = torch.logsumexp(scores, -1)
+        empty = (lengths[chunk] == 0)[..., None]
+        weights = torch.exp(scores - lse.masked_fill(empty, 0.0)[..., None])
+        outs.append(torch.einsum("thgl,thld->thgd", weights, V))
+        lses.append(lse)
+    out = torch.cat(outs).to(q.dtype) if outs else q.new_zeros(0, HKV, G, Dv)
+    out = out.reshape(*q.shape[:-1], Dv)
+    if not return_lse:
+        return out
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = torch.cat(lses).to(lse_dtype) if lses else q.new_zeros(0, HKV, G, dtype=lse_dtype)
+    return out, lse.reshape(q.shape[:-1])
+
+
+def sdpa_rows(q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None, scale: float, layout: str) -> Tensor:
+    """SDPA over packed rows.
+
+    Args:
+        q: ``[N, H, D]``. K: ``[N, L, D]``. V: ``[N, L, Dv]``. mask: ``[N, L]`` bool, or None where all slots are keys.
+        layout: how ``H`` heads share one KV head: as the queries of one head, as heads over expanded K and V, or by
+            SDPA's ``enable_gqa``.
+
+    Returns:
+        ``[N, H, Dv]``. The spans are causal already, hence ``is_causal=False``: with one query SDPA's causal mask is
+        top-left and would leave a single key.
+    """
+    K, V = K[:, None], V[:, None]
+    attn_mask = None if mask is None else mask[:, None, None, :]
+    if layout == "heads_as_queries":
+        return F.scaled_dot_product_attention(q[:, None], K, V, attn_mask, is_causal=False, scale=scale)[:, 0]
+    q = q[:, :, None]
+    if layout == "expanded":
+        K, V = (x.expand(-1, q.shape[1], -1, -1) for x in (K, V))
+    out = F.scaled_dot_product_attention(
+        q, K, V, attn_mask, is_causal=False, scale=scale, enable_gqa=layout == "enable_gqa"
+    )
+    return out[:, :, 0]
+
+
+def packed_sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ranges: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_size: int | None = None,
+    causal: bool = True,
+    q_positions: Tensor | None = None,
+    scale: float | None = None,
+    cu_seqlens: tuple[Tensor, Tensor] | None = None,
+    max_selected: int | None = None,
+    return_lse: bool = False,
+    layout: str = "heads_as_queries",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Packed SDPA: copy each row's keys side by side, then one SDPA call per chunk of rows. Differentiable.
+
+    Args are those of :func:`nsa.selection_attention`; ``layout`` is one of ``SDPA_LAYOUTS``. The workspace stays below
+    ``WORKSPACE_BYTES`` as long as one row's keys fit it.
+
+    Raises:
+        RuntimeError: without a bound (``max_selected``, or blocks) under ``torch.compile`` or CUDA graph capture.
+    """
+    spans = call_spans(q, k, ranges, block_indices, block_size, causal, q_positions, cu_seqlens)
+    if block_indices is not None and block_size is not None and max_selected is None:
+        max_selected = block_indices.shape[-1] * block_size
+    HKV, D, Dv = k.shape[-2], q.shape[-1], v.shape[-1]
+    G = q.shape[-2] // HKV
+    scale = 1.0 / math.sqrt(D) if scale is None else scale
+    queries = q.reshape(-1, G, D)
+    N = queries.shape[0]
+    lengths = spans.lengths().view(-1)
+    L, masked = sp.max_length(lengths, max_selected)
+    out = q.new_zeros(N, G, Dv)
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = torch.full((N, G), -math.inf, device=q.device, dtype=lse_dtype) if return_lse else None
+    if L == 0 or N == 0:
+        return _shaped(q, out, lse)
+
+    if masked:
+        L = -(-L // 8) * 8  # SDPA wants masks of whole 16-byte rows
+    gather = sp.gather_for(k, v, spans)
+    per_row = L * ((D + Dv) * k.element_size() * 2 + 48 + return_lse * (D * 4 + G * 8))
+    chunk = max(1, min(MAX_ROWS_PER_CALL, WORKSPACE_BYTES.get(q.device.type, 1 << 30) // per_row))
+    keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    pieces = []
+    for begin in range(0, N, chunk):
+        rows = slice(begin, min(begin + chunk, N))
+        K, V, valid = gather.pack(rows, L, masked)
+        empty = (lengths[rows] == 0)[:, None]
+        # An empty row attends to zeros and is zeroed afterwards: no NaN, forward or backward.
+        mask = valid | empty if masked else None
+        o = sdpa_rows(queries[rows], K, V, mask, scale, layout)
+        o = o.masked_fill(empty[..., None], 0) if masked else o
+        if keep:
+            pieces.append(o)
+        else:
+            out[rows] = o
+        if lse is not None:
+            scores = torch.bmm(queries[rows].to(lse.dtype), K.to(lse.dtype).transpose(1, 2)).mul_(scale)
+            lse[rows] = torch.logsumexp(scores.masked_fill(~valid[:, None], -math.inf), -1)
+    return _shaped(q, torch.cat(pieces) if keep else out, lse)
+
+
+def _shaped(q: Tensor, out: Tensor, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    out = out.view(*q.shape[:-1], out.shape[-1])
+    return out if lse is None else (out, lse.view(q.shape[:-1]))

@@ -1,0 +1,192 @@
+"""Packed rows and the original wrapper's layout: views onto the same kernels.
+
+The direct entry points (``sel_attn_fwd_*``) run Triton or raise; the wrappers in the original layout route and fall
+back. ``N`` rows of ``H`` query heads each; row ``i`` reads every key it is given.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa import settings
+from nsa.attention import selection_attention
+from nsa.dispatch import why_not_triton
+from nsa.validate import check_rows
+
+
+def _direct(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    cu_seqlens: Tensor | None,
+    route: str,
+    max_selected: int | None,
+    scale: float | None,
+    return_lse: bool,
+    out: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    check_rows(Q, K, V, cu_seqlens, out, max_selected)
+    obstacle = why_not_triton(Q.device)
+    if obstacle is not None:
+        raise RuntimeError(obstacle)
+    if torch.is_grad_enabled() and (Q.requires_grad or K.requires_grad or V.requires_grad):
+        raise RuntimeError("Triton route has no backward yet, and an input requires grad")
+    from nsa.kernels.query_major import forward
+
+    current = settings.get()
+    dense = cu_seqlens is None
+    o, lse = forward(
+        Q[:, None] if dense else Q,
+        K.unsqueeze(-2),
+        V.unsqueeze(-2),
+        route=route,
+        cu_seqlens_k=cu_seqlens,
+        scale=scale,
+        bound=K.shape[1] if dense else max_selected,
+        per_head=route == "per_head",
+        pipelined=current.sel_triton_db,
+        return_lse=return_lse,
+        out=out[:, None] if dense and out is not None else out,
+    )
+    if dense:
+        o, lse = o[:, 0], None if lse is None else lse[:, 0]
+    return o if lse is None else (o, lse)
+
+
+def sel_attn_fwd_dense(
+    Q: Tensor, K: Tensor, V: Tensor, *, scale: float | None = None, return_lse: bool = False, out: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Rows with ``L`` keys each, one query head a program (route ``per_head``, for comparison).
+
+    Args:
+        Q: ``[N, H, D]``. K: ``[N, L, D]``. V: ``[N, L, Dv]``.
+        scale: of the scores; ``1 / sqrt(D)`` if None.
+        return_lse: also return the natural log-sum-exp ``[N, H]`` fp32.
+        out: ``[N, H, Dv]`` to write to.
+
+    Returns:
+        ``[N, H, Dv]`` in ``Q``'s dtype.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit.
+        RuntimeError: Triton cannot run here. It never falls back.
+    """
+    return _direct(Q, K, V, None, "per_head", None, scale, return_lse, out)
+
+
+def sel_attn_fwd_dense_group(
+    Q: Tensor, K: Tensor, V: Tensor, *, scale: float | None = None, return_lse: bool = False, out: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Rows with ``L`` keys each, the whole group a program; as :func:`sel_attn_fwd_dense` otherwise."""
+    return _direct(Q, K, V, None, "dense_group", None, scale, return_lse, out)
+
+
+def sel_attn_fwd_varlen(
+    Q: Tensor,
+    K_all: Tensor,
+    V_all: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    max_selected: int | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Rows of different lengths, one query head a program (route ``per_head``, for comparison).
+
+    Args:
+        Q: ``[N, H, D]``. K_all: ``[sum L, D]``. V_all: ``[sum L, Dv]``.
+        cu_seqlens: ``[N + 1]`` int32 or int64; row ``i`` reads keys ``[cu_seqlens[i], cu_seqlens[i + 1])``, clamped to
+            the tensor.
+        max_selected: host bound on the longest row; decides tiles and splits only.
+        scale, return_lse, out: as in :func:`sel_attn_fwd_dense`.
+
+    Returns, Raises: as :func:`sel_attn_fwd_dense`.
+    """
+    return _direct(Q, K_all, V_all, cu_seqlens, "per_head", max_selected, scale, return_lse, out)
+
+
+def sel_attn_fwd_varlen_group(
+    Q: Tensor,
+    K_all: Tensor,
+    V_all: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    max_selected: int | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Rows of different lengths, the whole group a program; as :func:`sel_attn_fwd_varlen` otherwise."""
+    return _direct(Q, K_all, V_all, cu_seqlens, "varlen_group", max_selected, scale, return_lse, out)
+
+
+def selection_attention_triton(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    ranges: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    max_selected: int | None = None,
+) -> Tensor:
+    """The original wrapper: routes as ``backend="auto"`` does, and falls back.
+
+    Args:
+        Q: ``[B, S, HKV, G, D]``. K: ``[B, HKV, S_kv, D]``. V: ``[B, HKV, S_kv, Dv]``.
+        ranges: ``[B, S, HKV, n, 2]``, taken as given (the original's spans are causal already); ``causal=True`` clamps
+            them as :func:`nsa.selection_attention` does.
+        scale, max_selected: as in :func:`nsa.selection_attention`.
+
+    Returns:
+        ``[B, S, HKV, G, Dv]``.
+    """
+    return _original_layout(Q, K, V, ranges, causal, scale, max_selected, "auto")
+
+
+def grouped_selection_attention_packed(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    ranges: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    max_selected: int | None = None,
+) -> Tensor:
+    """Packed SDPA in the original wrapper's layout: reference and fallback. Arguments and result as
+    :func:`selection_attention_triton`.
+    """
+    return _original_layout(Q, K, V, ranges, causal, scale, max_selected, "sdpa")
+
+
+def _original_layout(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    ranges: Tensor,
+    causal: bool,
+    scale: float | None,
+    max_selected: int | None,
+    backend: str,
+) -> Tensor:
+    for name, x, layout in (
+        ("Q", Q, "[B, S, HKV, G, D]"),
+        ("K", K, "[B, HKV, S_kv, D]"),
+        ("V", V, "[B, HKV, S_kv, Dv]"),
+    ):
+        if x.dim() != layout.count(",") + 1:
+            raise ValueError(f"{name}: expected {layout}, got shape {list(x.shape)}")
+    o = selection_attention(
+        Q.flatten(2, 3),
+        K.transpose(1, 2),
+        V.transpose(1, 2),
+        ranges=ranges,
+        causal=causal,
+        scale=scale,
+        max_selected=max_selected,
+        backend=backend,
+    )
+    return o.view(*Q.shape[:-1], V.shape[-1])

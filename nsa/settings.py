@@ -1,0 +1,282 @@
+"""What `nsa` may do at run time, and the thresholds measured per GPU.
+
+Settings come in layers, the later one wins: defaults < YAML (`nsa/configs/base.yaml`, then the file named by
+`NSA_CONFIG`) < environment (`NSA_<NAME>`) < argument (`nsa.configure`). The first three are read once, at the first
+`get()`; after that `get()` is a read of one module global, because it sits on the hot path of every call.
+
+That global belongs to the process, not to a thread: a backward pass runs in autograd's own threads and must see what
+the forward saw.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+logger = logging.getLogger("nsa")
+
+DEFAULT_MIN_L = 2048  # keys; a safe guess where nobody measured: packed SDPA is never far off for shorter rows
+TRITON_OFF = sys.maxsize  # keys; the threshold of a GPU on which Triton never won: no row is that long
+SDPA_LAYOUTS = ("heads_as_queries", "expanded", "enable_gqa")
+PROVENANCE = ("gpu", "torch", "triton", "date", "commit", "margin")
+
+_CONFIGS = Path(__file__).parent / "configs"
+_BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """One consistent set of run-time settings; the environment name of each is `NSA_` and the name in capitals."""
+
+    use_triton_sel: bool = True  # Triton may be used at all
+    sel_triton_min_L: int | None = None  # rows whose bound is shorter use packed SDPA; None: measured per GPU
+    sel_triton_group: bool = True  # a whole GQA group per program, or one head (for comparison)
+    sel_triton_db: bool = True  # software pipelining (num_stages > 1)
+    use_sel_pack: bool = True  # the fallback is packed SDPA, else the gather reference
+    force_parity: bool = False  # always the reference
+    debug_timing: bool = False  # log route and kernel time
+    debug_compare: bool = False  # log the error against the reference
+    debug_shapes: bool = False  # log shapes and strides
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceConfig:
+    """What was measured on one GPU model, and how (`provenance`: gpu, torch, triton, date, commit, margin)."""
+
+    sel_triton_min_L: int  # keys; TRITON_OFF where Triton never reached the margin
+    sdpa_layout: str | None  # fastest packed SDPA layout, one of SDPA_LAYOUTS; None: not measured
+    provenance: Mapping[str, str]
+    path: Path
+
+
+NAMES = tuple(field.name for field in dataclasses.fields(Settings))
+Value = bool | int | None  # of one setting
+
+_lock = threading.RLock()
+_loaded: tuple[Settings, dict[str, str]] | None = None  # the first three layers and where each value came from
+_arguments: list[dict[str, Value]] = []  # one entry for each `configure` block being executed, innermost last
+_current: Settings | None = None
+
+
+def get() -> Settings:
+    """The settings in force. Reads files and environment at the first call only (see `reload`).
+
+    Raises ValueError naming file or variable, value and what is accepted, if one of them cannot be parsed.
+    """
+    current = _current
+    return _refresh() if current is None else current
+
+
+def sources() -> dict[str, str]:
+    """For each setting, where its present value came from: `default`, a file, a variable or `nsa.configure`."""
+    get()
+    with _lock:
+        assert _loaded is not None
+        argued = {name: "nsa.configure" for layer in _arguments for name in layer}
+        return {**_loaded[1], **argued}
+
+
+def configure(**values: Value) -> AbstractContextManager[Settings]:
+    """Change settings inside a `with` block; blocks nest, and leaving one restores what it covered.
+
+    Process-wide: other threads see the change too, and two threads that set the same name contend for it.
+
+    Raises TypeError for an unknown name or a value of the wrong type and ValueError for a negative length, at once.
+    """
+    for name, value in values.items():
+        if name not in NAMES:
+            raise TypeError(f"unknown setting {name!r}, expected one of: {', '.join(NAMES)}")
+        if not _valid_type(name, value):
+            raise TypeError(f"{name}: expected {_expected(name)}, got {value!r}")
+        if not _valid(name, value):
+            raise ValueError(f"{name}: expected {_expected(name)}, got {value!r}")
+    return _argument_layer(dict(values))
+
+
+def reload() -> None:
+    """Forget what was read, so that the next `get()` reads files and environment again. Open blocks stay in force."""
+    global _loaded, _current
+    with _lock:
+        _loaded = _current = None
+        device_config.cache_clear()
+        _measured_min_L.cache_clear()
+
+
+def device_slug(name: str) -> str:
+    """The one file and folder name of a device: `NVIDIA H100 80GB HBM3` is `nvidia-h100-80gb-hbm3`."""
+    plain = re.sub(r"\((r|tm|c)\)", " ", name.lower())
+    return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
+
+
+def min_L_for(device_name: str) -> int:
+    """Keys a row must have for Triton on this GPU: an explicit setting, else the measured value, else 2048.
+
+    An unmeasured GPU is named once in a warning, with the command that measures it.
+    """
+    explicit = get().sel_triton_min_L
+    return _measured_min_L(device_name) if explicit is None else explicit
+
+
+@functools.cache
+def device_config(device_name: str) -> DeviceConfig | None:
+    """What was measured on this GPU model: the user's file before the packaged one; None where there is neither.
+
+    Looked for as `<slug>.yaml` in `$XDG_CONFIG_HOME/nsa/devices` (`~/.config` if unset), then in
+    `nsa/configs/devices`. Raises ValueError naming the file and the key that is wrong.
+    """
+    config_home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    for folder in (Path(config_home).expanduser() / "nsa" / "devices", _CONFIGS / "devices"):
+        path = folder / f"{device_slug(device_name)}.yaml"
+        if path.is_file():
+            return _parse_device(path)
+    return None
+
+
+@functools.cache
+def _measured_min_L(device_name: str) -> int:
+    """`min_L_for` without an explicit setting. Cached, so that the warning comes once per device."""
+    config = device_config(device_name)
+    if config is not None:
+        return config.sel_triton_min_L
+    logger.warning(
+        "%s: nobody measured when Triton pays here, so rows of fewer than %d keys use packed SDPA; Triton is probably "
+        "faster: `python -m nsa calibrate` measures it (under a minute)",
+        device_name,
+        DEFAULT_MIN_L,
+    )
+    return DEFAULT_MIN_L
+
+
+@contextmanager
+def _argument_layer(values: dict[str, Value]) -> Iterator[Settings]:
+    with _lock:
+        _arguments.append(values)
+        settings = _refresh()
+    try:
+        yield settings
+    finally:
+        with _lock:
+            # By identity, not popped: blocks of two threads need not end in the order in which they began.
+            _arguments[:] = [layer for layer in _arguments if layer is not values]
+            _refresh()
+
+
+def _refresh() -> Settings:
+    global _loaded, _current
+    with _lock:
+        if _loaded is None:
+            _loaded = _load()
+        settings = _loaded[0]
+        for layer in _arguments:
+            settings = dataclasses.replace(settings, **layer)  # type: ignore[arg-type]
+        _current = settings
+        return settings
+
+
+def _load() -> tuple[Settings, dict[str, str]]:
+    values: dict[str, Value] = {}
+    origin = dict.fromkeys(NAMES, "default")
+    files = [_CONFIGS / "base.yaml"]
+    user_file = os.environ.get("NSA_CONFIG")
+    if user_file:
+        files.append(Path(user_file))
+        if not files[-1].is_file():
+            raise ValueError(f"NSA_CONFIG={user_file!r}: expected the path of a YAML file, found none there")
+    for path in files:
+        for name, value in _parse_runtime(path).items():
+            values[name], origin[name] = value, str(path)
+    for name in NAMES:
+        variable = f"NSA_{name.upper()}"
+        text = os.environ.get(variable)
+        if text is not None:
+            values[name], origin[name] = _parse_variable(name, variable, text), variable
+    return Settings(**values), origin  # type: ignore[arg-type]
+
+
+def _parse_variable(name: str, variable: str, text: str) -> Value:
+    if name == "sel_triton_min_L":
+        if not re.fullmatch(r"[0-9]+", text.strip()):
+            raise ValueError(f"{variable}={text!r}: expected a non-negative integer")
+        return int(text)
+    if text.strip().lower() not in _BOOLS:
+        raise ValueError(f"{variable}={text!r}: expected one of 1, 0, true, false, yes, no, on, off")
+    return _BOOLS[text.strip().lower()]
+
+
+def _parse_runtime(path: Path) -> dict[str, Value]:
+    document = _read_yaml(path)
+    _reject_unknown(path, "", document, ("runtime",))
+    runtime = document.get("runtime") or {}
+    if not isinstance(runtime, dict):
+        raise ValueError(f"{path}: runtime: expected a mapping, got {runtime!r}")
+    _reject_unknown(path, "runtime.", runtime, NAMES)
+    for name, value in runtime.items():
+        if not _valid(name, value):
+            raise ValueError(f"{path}: runtime.{name}: expected {_expected(name, yaml=True)}, got {value!r}")
+    return runtime
+
+
+def _parse_device(path: Path) -> DeviceConfig:
+    document = _read_yaml(path)
+    _reject_unknown(path, "", document, ("sel_triton_min_L", "sdpa_layout", "provenance"))
+    if "sel_triton_min_L" not in document:
+        raise ValueError(f"{path}: sel_triton_min_L: expected a non-negative integer, null or off, found no such key")
+    min_L, layout = document["sel_triton_min_L"], document.get("sdpa_layout")
+    if min_L is None or min_L is False:  # YAML reads a bare `off` as false
+        min_L = TRITON_OFF
+    if not isinstance(min_L, int) or not _valid("sel_triton_min_L", min_L):
+        raise ValueError(f"{path}: sel_triton_min_L: expected a non-negative integer, null or off, got {min_L!r}")
+    if layout is not None and (not isinstance(layout, str) or layout not in SDPA_LAYOUTS):
+        raise ValueError(f"{path}: sdpa_layout: expected one of {', '.join(SDPA_LAYOUTS)}, got {layout!r}")
+    provenance = document.get("provenance")
+    if not isinstance(provenance, dict) or set(provenance) != set(PROVENANCE):
+        raise ValueError(f"{path}: provenance: expected the keys {', '.join(PROVENANCE)}, got {provenance!r}")
+    return DeviceConfig(min_L, layout, {key: str(value) for key, value in provenance.items()}, path)
+
+
+def _read_yaml(path: Path) -> dict[str, object]:
+    import yaml  # only where a file is read: `import nsa` stays light
+
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: expected YAML: {error}") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{path}: expected a mapping of settings, got {document!r}")
+    return document
+
+
+def _reject_unknown(path: Path, prefix: str, keys: Mapping[str, object], accepted: tuple[str, ...]) -> None:
+    for key in keys:
+        if key not in accepted:
+            raise ValueError(f"{path}: unknown key {prefix}{key}, expected one of: {', '.join(accepted)}")
+
+
+def _valid_type(name: str, value: object) -> bool:
+    if name == "sel_triton_min_L":
+        return value is None or (isinstance(value, int) and not isinstance(value, bool))
+    return isinstance(value, bool)
+
+
+def _valid(name: str, value: object) -> bool:
+    return _valid_type(name, value) and (not isinstance(value, int) or value >= 0)
+
+
+def _expected(name: str, *, yaml: bool = False) -> str:
+    if name == "sel_triton_min_L":
+        return f"a non-negative integer or {'null' if yaml else 'None'}"
+    return "true or false" if yaml else "True or False"
+
+
+@functools.cache
+def interpreter() -> bool:
+    """Whether Triton runs kernels in its interpreter in this process (Triton's own switch, read once)."""
+    return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes")

@@ -1,0 +1,296 @@
+"""Which keys each row reads: ranges, blocks and ``cu_seqlens`` as clamped spans, and utilities over them.
+
+A *row* is one (query token, KV head). Everything here runs on the device of its inputs, without a Python loop over
+rows. Spans are half-open ``[start, end)``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa.validate import INDEX_DTYPES
+
+
+class RowSpans(NamedTuple):
+    """Clamped spans of every row of a call.
+
+    Attributes:
+        starts: ``[tokens, HKV, n]`` int32, first key of each span, local to the row's sequence.
+        ends: ``[tokens, HKV, n]`` int32, ``ends >= starts`` (an empty span has ``ends == starts``).
+        batch: ``[tokens]`` int64, batch entry of K that the row reads (0 for varlen).
+        offset: ``[tokens]`` int64, key at which the row's sequence begins (0 unless varlen).
+    """
+
+    starts: Tensor
+    ends: Tensor
+    batch: Tensor
+    offset: Tensor
+
+    def lengths(self) -> Tensor:
+        """``[tokens, HKV]`` int64: the number of selected keys ``L``, duplicates counted."""
+        return (self.ends - self.starts).sum(-1, dtype=torch.int64)
+
+
+def key_limits(
+    tokens: int,
+    S: int,
+    S_kv: int,
+    *,
+    causal: bool,
+    device: torch.device,
+    q_positions: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Per query token: how many keys of its sequence it may see, and where that sequence lies.
+
+    Returns:
+        ``limit``, ``batch`` and ``offset`` (see :class:`RowSpans`), each ``[tokens]`` int64. A token outside every
+        sequence of ``cu_seqlens`` sees nothing.
+    """
+    token = torch.arange(tokens, device=device)
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        seqlen_k = torch.full_like(token, S_kv)
+        seqlen_q = torch.full_like(token, S)
+        s = token % max(S, 1)
+        batch, offset = token // max(S, 1), torch.zeros_like(token)
+    else:
+        B = cu_seqlens_q.shape[0] - 1
+        if B == 0:
+            zero = torch.zeros_like(token)
+            return zero, zero, zero
+        seq = torch.searchsorted(cu_seqlens_q[1:].long().contiguous(), token, right=True)
+        inside = seq < B
+        seq = seq.clamp(max=B - 1)
+        begin_q, begin_k = (c.long()[:-1][seq] for c in (cu_seqlens_q, cu_seqlens_k))
+        batch, offset = torch.zeros_like(token), begin_k.clamp(0, S_kv)
+        seqlen_k = (cu_seqlens_k.long()[1:][seq].clamp(0, S_kv) - offset).clamp(min=0) * inside
+        seqlen_q = cu_seqlens_q.long()[1:][seq] - begin_q
+        s = token - begin_q
+    if not causal:
+        return seqlen_k, batch, offset
+    t = seqlen_k - seqlen_q + s if q_positions is None else q_positions.reshape(-1).long()
+    return torch.minimum(t, seqlen_k - 1).clamp(min=-1) + 1, batch, offset
+
+
+def row_spans(
+    ranges: Tensor | None,
+    block_indices: Tensor | None,
+    block_size: int | None,
+    limit: Tensor,
+    batch: Tensor,
+    offset: Tensor,
+) -> RowSpans:
+    """Clamp a selection to what each token may see.
+
+    Args:
+        ranges: ``[..., HKV, n, 2]`` int32 or int64; any values, also reversed, negative or past the end.
+        block_indices: ``[..., HKV, n]``; negative = padding, in any slot.
+        block_size: keys per block.
+        limit, batch, offset: from :func:`key_limits`.
+    """
+    if ranges is None:
+        assert block_indices is not None and block_size is not None
+        ranges = ranges_from_blocks(block_indices, block_size, None)
+    flat = ranges.reshape(-1, *ranges.shape[-3:])  # [tokens, HKV, n, 2]
+    # Clamp in the dtype that came (int64 spans may be anything), only then narrow.
+    top = limit.to(flat.dtype).view(-1, 1, 1)
+    starts = torch.minimum(flat[..., 0].clamp(min=0), top)
+    ends = torch.maximum(torch.minimum(flat[..., 1].clamp(min=0), top), starts)
+    return RowSpans(starts.int(), ends.int(), batch, offset)
+
+
+def gather_positions(starts: Tensor, ends: Tensor, L: int) -> tuple[Tensor, Tensor]:
+    """Key position of each selected slot.
+
+    Args:
+        starts, ends: ``[R, n]`` int32 clamped spans.
+        L: slots per row; rows with fewer keys are padded, rows with more are cut.
+
+    Returns:
+        ``positions [R, L]`` int64 (0 where padded) and ``lengths [R]`` int64.
+    """
+    R, n = starts.shape
+    spans = (ends - starts).long()
+    after = spans.cumsum(-1)
+    lengths = after[:, -1] if n else after.new_zeros(R)
+    if n == 0 or L == 0:
+        return after.new_zeros(R, L), lengths
+    # Walking along a row the key grows by 1, and at a span's first slot it jumps from the previous span's end to the
+    # span's start. Jumps of empty spans fall on the same slot and add up.
+    jump = starts.long()
+    jump[:, 1:] -= ends[:, :-1]
+    steps = torch.ones(R, L + 1, dtype=torch.int64, device=starts.device)
+    steps[:, 0] = 0
+    steps.scatter_add_(1, (after - spans).clamp(max=L), jump)
+    positions = steps[:, :L].cumsum(-1)
+    slot = torch.arange(L, device=starts.device)
+    return positions.masked_fill_(slot >= lengths[:, None], 0), lengths
+
+
+def flat_rows(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+    """View ``[B, S, H, D]`` as ``[B * S * H, D]`` in memory order: no copy as long as the memory is dense.
+
+    Returns:
+        ``rows`` and factors ``(fb, fs, fh)``: the vector at ``[b, s, h]`` is ``rows[b * fb + s * fs + h * fh]``.
+    """
+    strides = x.stride()
+    order = sorted(range(3), key=lambda i: -strides[i])
+    factors, step = [0, 0, 0], 1
+    for i in reversed(order):
+        factors[i] = step
+        step *= x.shape[i]
+    return x.permute(*order, 3).reshape(step, x.shape[3]), (factors[0], factors[1], factors[2])
+
+
+def max_length(lengths: Tensor, max_selected: int | None) -> tuple[int, bool]:
+    """The longest row, and whether shorter ones need a mask.
+
+    With ``max_selected`` nothing is read from the device. Without it this is the one sync of a packed call, which
+    CUDA graph capture and ``torch.compile`` forbid.
+    """
+    if max_selected is not None:
+        return max_selected, True
+    if lengths.numel() == 0:
+        return 0, False
+    if torch.compiler.is_compiling() or (lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
+        raise RuntimeError(
+            "packing needs the longest row on the host: expected max_selected=<int> under torch.compile or CUDA graph "
+            "capture, got None"
+        )
+    shortest, longest = torch.stack(lengths.aminmax()).tolist()  # the one sync
+    return int(longest), bool(shortest != longest)
+
+
+class PackedRows(NamedTuple):
+    """Rows with their selected keys side by side.
+
+    Attributes:
+        K: ``[N, L, D]``, zero past a row's length; ``N = B * S * HKV`` rows ordered batch, position, head.
+        V: ``[N, L, Dv]``, likewise.
+        lengths: ``[N]`` int64.
+    """
+
+    K: Tensor
+    V: Tensor
+    lengths: Tensor
+
+
+class Gather(NamedTuple):
+    """What packing needs of one call, for any slice of its rows."""
+
+    starts: Tensor  # [N, n]
+    ends: Tensor  # [N, n]
+    K: Tensor  # [rows of K, D]
+    V: Tensor  # [rows of V, Dv]
+    k_first: Tensor  # [N], row of K at which a row's sequence begins
+    v_first: Tensor
+    k_step: int
+    v_step: int
+
+    def pack(self, rows: slice, L: int, masked: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """``(K [R, L, D], V [R, L, Dv], valid [R, L])`` of some rows; unselected slots are zero if ``masked``."""
+        positions, lengths = gather_positions(self.starts[rows], self.ends[rows], L)
+        valid = torch.arange(L, device=positions.device) < lengths[:, None]
+        packed = []
+        for x, first, step in ((self.K, self.k_first, self.k_step), (self.V, self.v_first, self.v_step)):
+            index = (positions * step).add_(first[rows, None])
+            if x.shape[0] == 0:  # no key to point at: nothing can be selected
+                packed.append(x.new_zeros(*index.shape, x.shape[1]))
+                continue
+            out = x.index_select(0, index.view(-1)).view(*index.shape, x.shape[1])
+            # Padding must not let a key that was not selected (it may be NaN) meet a zero weight.
+            packed.append(out.masked_fill_(~valid[..., None], 0) if masked else out)
+        return packed[0], packed[1], valid
+
+
+def gather_for(k: Tensor, v: Tensor, spans: RowSpans) -> Gather:
+    """Prepare packing of ``spans`` from ``k`` and ``v``, ``[B, S_kv, HKV, D]`` or ``[T, HKV, D]``."""
+    k4, v4 = (x if x.dim() == 4 else x[None] for x in (k, v))
+    HKV, n = spans.starts.shape[1:]
+    head = torch.arange(HKV, device=k.device)
+    flat = []
+    for x in (k4, v4):
+        rows, (fb, fs, fh) = flat_rows(x)
+        first = (spans.batch * fb + spans.offset * fs)[:, None] + head * fh
+        flat.append((rows, first.reshape(-1), fs))
+    (K, k_first, k_step), (V, v_first, v_step) = flat
+    return Gather(spans.starts.reshape(-1, n), spans.ends.reshape(-1, n), K, V, k_first, v_first, k_step, v_step)
+
+
+def pack_rows(k: Tensor, v: Tensor, ranges: Tensor, *, max_selected: int | None = None) -> PackedRows:
+    """Copy each row's selected keys and values next to each other.
+
+    Args:
+        k: ``[B, S_kv, HKV, D]``. v: ``[B, S_kv, HKV, Dv]``.
+        ranges: ``[B, S, HKV, n, 2]`` half-open spans, clamped to ``[0, S_kv]`` (not causally).
+        max_selected: host bound on the keys of a row; ``L`` of the result. Without it, one device sync.
+
+    Raises:
+        RuntimeError: without ``max_selected`` under ``torch.compile`` or CUDA graph capture.
+    """
+    if ranges.dim() != 5 or ranges.shape[-1] != 2:
+        raise ValueError(f"ranges: expected [B, S, HKV, n, 2], got shape {list(ranges.shape)}")
+    B, S = ranges.shape[:2]
+    limit, batch, offset = key_limits(B * S, S, k.shape[1], causal=False, device=k.device)
+    spans = row_spans(ranges, None, None, limit, batch, offset)
+    lengths = spans.lengths().view(-1)
+    L, masked = max_length(lengths, max_selected)
+    K, V, _ = gather_for(k, v, spans).pack(slice(None), L, masked)
+    return PackedRows(K, V, lengths)
+
+
+def ranges_from_blocks(block_indices: Tensor, block_size: int, seqlen_k: int | None = None) -> Tensor:
+    """Spans of blocks: block ``b`` is ``[b * block_size, (b + 1) * block_size)``.
+
+    Args:
+        block_indices: ``[..., n]`` int32 or int64; negative = padding, in any slot, becomes the empty span ``[0, 0)``.
+        block_size: keys per block.
+        seqlen_k: clamp ends to this, and drop blocks that begin past it.
+
+    Returns:
+        ``[..., n, 2]`` in the dtype of ``block_indices``.
+    """
+    if block_indices.dtype not in INDEX_DTYPES:
+        raise TypeError(f"block_indices: expected dtype int32, int64, got {block_indices.dtype}")
+    if block_size < 1:
+        raise ValueError(f"block_size: expected an int >= 1, got {block_size}")
+    top = torch.iinfo(block_indices.dtype).max if seqlen_k is None else seqlen_k
+    # A block so far out that its end would overflow lies past any tensor: it is empty, as is padding.
+    inside = (block_indices >= 0) & (block_indices < top // block_size + (seqlen_k is not None))
+    start = torch.where(inside, block_indices, 0) * block_size
+    end = torch.where(inside, start + block_size, start)
+    return torch.stack((start.clamp(max=top), end.clamp(max=top)), -1)
+
+
+def merge_ranges(ranges: Tensor) -> Tensor:
+    """The set of keys each row's spans cover, as sorted, disjoint, non-adjacent spans.
+
+    Args:
+        ranges: ``[..., n, 2]`` int32 or int64, half-open; empty and reversed spans cover nothing.
+
+    Returns:
+        ``[..., n, 2]``, the merged spans first, then empty spans ``[0, 0)``.
+    """
+    if ranges.shape[-1:] != (2,) or ranges.dtype not in INDEX_DTYPES:
+        raise ValueError(f"ranges: expected int32 or int64 [..., n, 2], got {ranges.dtype} {list(ranges.shape)}")
+    flat = ranges.reshape(-1, *ranges.shape[-2:])
+    if flat.numel() == 0:
+        return torch.zeros_like(ranges)
+    big = torch.iinfo(ranges.dtype).max
+    small = torch.iinfo(ranges.dtype).min
+    start, end = flat.unbind(-1)
+    empty = end <= start
+    start, order = start.masked_fill(empty, big).sort(-1)  # empty spans go last
+    end = end.masked_fill(empty, small).gather(-1, order)
+    reach = end.cummax(-1).values
+    opens = torch.ones_like(start, dtype=torch.bool)
+    opens[:, 1:] = start[:, 1:] > reach[:, :-1]
+    group = opens.cumsum(-1) - 1
+    merged_start = torch.full_like(start, big).scatter_reduce_(-1, group, start, "amin")
+    merged_end = torch.full_like(end, small).scatter_reduce_(-1, group, end, "amax")
+    used = merged_end > merged_start
+    return torch.stack((merged_start * used, merged_end * used), -1).view(ranges.shape)

@@ -1,0 +1,199 @@
+"""Compile our kernels for GPUs that are not there, and read what the compilers say of them.
+
+One child process per architecture (`python -m nsa.testing.aot 90`): an MLIR abort kills the process it happens in, and
+Triton does not compile where TRITON_INTERPRET is set. The child calls the real launchers on meta tensors with Triton's
+launch replaced by its warm-up, so every kernel is specialised and configured exactly as on that GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PROCESSORS = {80: 108, 89: 128, 90: 132}  # multiprocessors, which decide whether keys are split: A100, RTX 4090, H100
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One call of the forward launcher: which kernel it compiles follows from the shapes."""
+
+    source: str  # dense, varlen, ranges or blocks
+    dtype: str
+    G: int
+    D: int
+    Dv: int
+    rows: int  # B * S, with one KV head
+    L: int  # keys a row may read
+    n: int = 1  # spans
+    causal: bool = False
+    options: tuple[str, ...] = ()  # of cu_seqlens, q_positions, int64, per_head, unpipelined
+
+    @property
+    def id(self) -> str:
+        words = ["causal"] * self.causal + list(self.options)
+        return "-".join(
+            [self.source, self.dtype, f"G{self.G}", f"D{self.D}", f"Dv{self.Dv}", f"N{self.rows}", f"L{self.L}", *words]
+        )
+
+
+POINTS = (
+    Point("dense", "bf16", 8, 128, 128, 1024, 512),
+    Point("dense", "bf16", 4, 64, 64, 1024, 16),
+    Point("dense", "fp16", 8, 128, 64, 64, 1024),  # few rows: split, and combined
+    Point("dense", "bf16", 128, 256, 256, 1024, 1024),  # the largest tiles there are
+    Point("varlen", "bf16", 8, 128, 128, 1024, 512),
+    Point("ranges", "bf16", 8, 128, 128, 1024, 1024, n=8),
+    Point("ranges", "fp16", 3, 96, 100, 1024, 256, n=8, causal=True, options=("int64", "unpipelined")),
+    Point("ranges", "bf16", 4, 64, 128, 4096, 1024, n=16, causal=True, options=("cu_seqlens",)),
+    Point("ranges", "fp32", 16, 256, 256, 1024, 1024, n=64, causal=True, options=("q_positions",)),
+    Point("blocks", "bf16", 16, 128, 128, 65536, 1024, n=16, causal=True),
+    Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True),  # decode: split
+    Point("blocks", "bf16", 8, 128, 128, 1024, 1024, n=16, causal=True, options=("per_head",)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compilers said of one kernel."""
+
+    point: str
+    kernel: str
+    shared: int  # bytes of shared memory
+    registers: int  # of a thread
+    spills: int  # bytes a thread stores to local memory because registers ran out
+    mma: bool  # whether the tensor cores are used
+
+
+def compile_for(capability: int, timeout: float = 300) -> list[Compiled]:
+    """Compile `POINTS` for `capability` (90 for sm_90) in a child process; `timeout` in seconds.
+
+    Raises RuntimeError with the point being compiled and the end of the child's output if that process fails or dies.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = str(Path(__file__).parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "nsa.testing.aot", str(capability)]
+    with tempfile.TemporaryDirectory() as cache:
+        environment["TRITON_CACHE_DIR"] = cache  # empty: the assembler's report is not cached
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    if done.returncode != 0:
+        tail = "\n".join(done.stderr.splitlines()[-25:])
+        raise RuntimeError(f"{' '.join(command[1:])} exited with {done.returncode}:\n{tail}")
+    return [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def main(capability: int) -> None:
+    """The child: one JSON line per kernel on stdout, the point being compiled on stderr."""
+    kernels, reports = _pretend(capability)
+    for point in POINTS:
+        print(f"compiling {point.id} for sm_{capability}", file=sys.stderr, flush=True)
+        _call(point)
+        for kernel, report in zip(kernels, reports, strict=True):
+            print(json.dumps(dataclasses.asdict(_describe(point, kernel, report))), flush=True)
+        kernels.clear()
+        reports.clear()
+
+
+def _call(point: Point) -> None:
+    from nsa.kernels.query_major import forward
+
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[point.dtype]
+    index = torch.int64 if "int64" in point.options else torch.int32
+
+    def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows, G, D, Dv = point.rows, point.G, point.D, point.Dv
+    keys: dict[str, Any] = {"route": point.source, "bound": point.L, "causal": point.causal}
+    keys.update(per_head="per_head" in point.options, pipelined="unpipelined" not in point.options)
+    sequences = meta(rows + 1, dtype=torch.int32)
+    if point.source == "dense":
+        forward(meta(rows, 1, G, D), meta(rows, point.L, 1, D), meta(rows, point.L, 1, Dv), **keys)
+    elif point.source == "varlen":
+        keys.update(cu_seqlens_k=sequences, return_lse=True)
+        forward(meta(rows, G, D), meta(rows * point.L, 1, D), meta(rows * point.L, 1, Dv), **keys)
+    else:
+        lead = (rows,) if "cu_seqlens" in point.options else (1, rows)
+        if point.source == "ranges":
+            keys["selection"] = meta(*lead, 1, point.n, 2, dtype=index)
+        else:
+            keys.update(selection=meta(*lead, 1, point.n, dtype=index), block_size=point.L // point.n)
+        if "cu_seqlens" in point.options:
+            keys.update(cu_seqlens_q=sequences, cu_seqlens_k=sequences)
+        if "q_positions" in point.options:
+            keys["q_positions"] = meta(*lead, dtype=torch.int64)
+        cache = (*lead[:-1], max(rows, 8192), 1)
+        forward(meta(*lead, G, D), meta(*cache, D), meta(*cache, Dv), return_lse=True, **keys)
+
+
+def _pretend(capability: int) -> tuple[list[Any], list[str]]:
+    """Make this process believe in a GPU of `capability`, and launch nothing.
+
+    Returns the lists to which each kernel compiled from now on is added, and what `ptxas -v` said of it.
+    """
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from nsa.kernels import query_major
+
+    kernels: list[Any] = []
+    reports: list[str] = []
+    launch, run = JITFunction.run, subprocess.run
+
+    def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> Any:
+        compiled = len(reports)
+        kernel = launch(self, *args, grid=grid, warmup=True, **keywords)
+        if len(reports) > compiled:  # else this process has compiled it before
+            kernels.append(kernel)
+        return kernel
+
+    def overhear(command: Any, *args: Any, **keywords: Any) -> Any:
+        done = run(command, *args, **keywords)
+        if "-v" in command and "ptxas" in Path(command[0]).name:
+            reports.append(Path(keywords["stderr"].name).read_text())
+        return done
+
+    driver.set_active(_AbsentGPU(capability))
+    JITFunction.run = warm_up
+    subprocess.run = overhear  # type: ignore[assignment]
+    query_major.device_limits = lambda device: (capability, PROCESSORS[capability])  # type: ignore[assignment]
+    return kernels, reports
+
+
+class _AbsentGPU:
+    """As much of Triton's driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _describe(point: Point, kernel: Any, report: str) -> Compiled:
+    registers, spills = (re.search(words, report) for words in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
+    if registers is None or spills is None:
+        raise RuntimeError(f"expected ptxas -v to report registers and spills, got {report!r}")
+    mma = re.search(r"\b(wgmma\.)?mma[._]", kernel.asm["ptx"]) is not None
+    return Compiled(point.id, kernel.metadata.name, kernel.metadata.shared, int(registers[1]), int(spills[1]), mma)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

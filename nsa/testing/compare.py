@@ -1,0 +1,164 @@
+"""Is an output right? Bounded by what SDPA gets wrong in the same dtype over the same keys (spec.md, Acceptance).
+
+`err ≤ 2·err_SDPA + 4·eps(dtype)·max|ref|`, all against an fp64 oracle. That alone would pass a kernel that agrees with
+a wrong oracle less badly than SDPA does, so SDPA must also agree with the oracle to within its dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa.reference import selection_reference
+from nsa.testing.problem import Problem
+
+Result = Tensor | tuple[Tensor, Tensor]
+MAE = 1e-3  # for N(0,1) inputs and rows of at least 16 keys
+MAE_MIN_L = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Oracle:
+    """What the right answer is, and how well SDPA gets it.
+
+    `out [B,S,HQ,Dv]` and `lse [B,S,HQ]` in fp64; `sdpa` like `out`, in the problem's dtype; `err_sdpa`: its largest
+    absolute error; `lse_atol`: how far an fp32 LSE may be off.
+    """
+
+    problem: Problem
+    out: Tensor
+    lse: Tensor
+    sdpa: Tensor
+    err_sdpa: float
+    peak: float
+    lse_atol: float
+
+    @property
+    def bound(self) -> float:
+        """The largest absolute error allowed."""
+        return 2 * self.err_sdpa + 4 * torch.finfo(self.problem.q.dtype).eps * self.peak
+
+    @classmethod
+    def of(cls, p: Problem) -> Oracle:
+        """Compute both.
+
+        Raises:
+            AssertionError: SDPA in the problem's dtype is farther from the oracle than rounding explains.
+        """
+        out, lse = fp64(p)
+        sdpa = sdpa_same_keys(p)
+        peak = float(out.abs().max()) if out.numel() else 0.0
+        err = float((sdpa.double() - out).abs().max()) if out.numel() else 0.0
+        rounding = max(16 * torch.finfo(p.q.dtype).eps, 1e-4 if p.q.dtype == torch.float32 else 0.0) * max(1.0, peak)
+        if not err <= rounding:
+            raise AssertionError(
+                f"{describe(p)}: the fp64 oracle and SDPA over the same keys differ by {err:.3g}, rounding explains "
+                f"{rounding:.3g}: one of the two is wrong"
+            )
+        return cls(p, out, lse, sdpa, err, peak, lse_atol(p))
+
+
+def fp64(p: Problem) -> tuple[Tensor, Tensor]:
+    """`selection_reference` in full fp64: `(out [B,S,HQ,Dv], lse [B,S,HQ])`."""
+    selection = p.selection | {"cu_seqlens": None if p.cu_seqlens is None else (p.cu_seqlens, p.cu_seqlens)}
+    result = selection_reference(p.q.double(), p.k, p.v, **selection, return_lse=True)
+    assert isinstance(result, tuple)
+    return result
+
+
+def sdpa_same_keys(p: Problem) -> Tensor:
+    """SDPA in the problem's dtype over each row's keys, packed by the suite's own index. Empty rows are zero."""
+    Q, K, V, lengths = p.rows
+    if not Q.shape[0] or not K.shape[1]:
+        return p.q.new_zeros(*p.q.shape[:-1], p.case.Dv)
+    ragged = bool((lengths != K.shape[1]).any())
+    mask = None
+    if ragged:
+        valid = torch.arange(K.shape[1], device=K.device) < lengths[:, None]
+        mask = (valid | (lengths == 0)[:, None])[:, None, None, :]  # an empty row would be NaN; zeroed below
+    out = F.scaled_dot_product_attention(Q[:, None], K[:, None], V[:, None], mask, scale=p.scale)[:, 0]
+    return p.unpack(out.masked_fill((lengths == 0)[:, None, None], 0) if ragged else out)
+
+
+def lse_atol(p: Problem) -> float:
+    """Allowed absolute error of an fp32 LSE.
+
+    LSE is 1-Lipschitz in the scores, and a score is a sum of D products accumulated in fp32 (products of fp16 or bf16
+    are exact there), so it is off by at most D·2⁻²³·scale·|q||k| (truncating accumulators included); exp, log and the
+    running maximum add a few ulp of the LSE itself.
+    """
+    if not p.q.numel() or not p.k.numel():
+        return 0.0
+    D = p.q.shape[-1]
+    scale = 1 / math.sqrt(D) if p.scale is None else abs(p.scale)
+    q, k = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).nan_to_num(0.0, 0.0) for x in (p.q, p.k))
+    norms = float(q.max()) * float(k.max())
+    return 2.0**-23 * (D * scale * norms + 16 * (scale * norms + 16))
+
+
+def assert_parity(result: Result, oracle: Oracle, name: str = "output") -> None:
+    """Check one implementation's output, and its LSE if it comes as a pair.
+
+    Raises:
+        AssertionError: naming shape, seed, dtype, the worst place, got, expected and bound.
+    """
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    p = oracle.problem
+    head = f"{name} on {describe(p)}"
+    assert out.shape == oracle.out.shape, f"{head}: expected shape {tuple(oracle.out.shape)}, got {tuple(out.shape)}"
+    assert out.dtype == p.q.dtype, f"{head}: expected {p.q.dtype}, got {out.dtype}"
+    if lse is not None:
+        assert_lse(lse, oracle, head)
+    if not out.numel():
+        return
+    diff = (out.double() - oracle.out).abs()
+    worst = torch.where(diff.isnan(), math.inf, diff)
+    err, at = float(worst.max()), int(worst.argmax())
+    if not err <= oracle.bound:
+        raise AssertionError(
+            f"{head}: error {err:.4g} > bound {oracle.bound:.4g} = 2*{oracle.err_sdpa:.3g} (SDPA) + 4*eps*"
+            f"{oracle.peak:.3g}; {_place(out, oracle.out, at)}, SDPA {float(oracle.sdpa.flatten()[at]):.6g}, "
+            f"{int((worst > oracle.bound).sum())} of {out.numel()} off, {int(out.isnan().sum())} NaN"
+        )
+    mae = mean_abs_error(out, oracle)
+    assert mae <= MAE, (
+        f"{head}: mean absolute error {mae:.4g} > {MAE} (error {err:.4g} within bound {oracle.bound:.4g})"
+    )
+    empty = p.unpack((p.key_index[1] == 0)[:, None].expand(-1, p.case.H))
+    assert not bool(out[empty].any()), f"{head}: rows that select no key must be exactly 0"
+
+
+def assert_lse(lse: Tensor, oracle: Oracle, head: str) -> None:
+    """LSE: fp32 `[B,S,HQ]`, -inf exactly where nothing is selected, within `lse_atol` elsewhere."""
+    want = oracle.lse
+    assert lse.shape == want.shape, f"{head}: expected LSE shape {tuple(want.shape)}, got {tuple(lse.shape)}"
+    assert lse.dtype in (torch.float32, torch.float64), f"{head}: expected LSE in float32, got {lse.dtype}"
+    if not lse.numel():
+        return
+    same = (lse.double() == want) & want.isinf()
+    diff = torch.where(same, 0.0, (lse.double() - want).abs())
+    worst = torch.where(diff.isnan(), math.inf, diff)
+    err, at = float(worst.max()), int(worst.argmax())
+    assert err <= oracle.lse_atol, f"{head}: LSE error {err:.4g} > bound {oracle.lse_atol:.4g}; {_place(lse, want, at)}"
+
+
+def mean_abs_error(out: Tensor, oracle: Oracle) -> float:
+    """MAE over the rows of at least 16 keys, where averaging makes 1e-3 a fair bound; 0 if there are none."""
+    p = oracle.problem
+    rows = p.unpack((p.key_index[1] >= MAE_MIN_L)[:, None].expand(-1, p.case.H))
+    diff = (out.double() - oracle.out)[rows]
+    return float(diff.abs().mean()) if diff.numel() else 0.0
+
+
+def describe(p: Problem) -> str:
+    """Shape, seed and dtype, as every message begins."""
+    return f"{p.case.id} [q {tuple(p.q.shape)}, k {tuple(p.k.shape)}, {p.case.dtype}, seed {p.seed}]"
+
+
+def _place(got: Tensor, want: Tensor, at: int) -> str:
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), got.shape))
+    return f"at {index} got {float(got.flatten()[at]):.6g}, expected {float(want.flatten()[at]):.6g}"

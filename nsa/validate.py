@@ -1,0 +1,249 @@
+"""What a call may look like: one function from the metadata of its arguments to its dimensions, or an error.
+
+Checks see shapes, dtypes, devices and strides only, never values, so they cost no device read. They are a pure function
+of a hashable :class:`Signature`; ``dispatch`` remembers the answer, so a repeated call pays a dictionary look-up.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INDEX_DTYPES = (torch.int32, torch.int64)
+BACKENDS = ("auto", "triton", "sdpa", "reference")
+SCHEDULES = ("auto", "query_major", "per_head")
+MAX_GROUP = 128
+HEAD_DIMS = (16, 256)
+
+
+class Meta(NamedTuple):
+    """Everything the checks may know of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    unit_stride: bool
+
+
+class Signature(NamedTuple):
+    """The metadata of one call; hashable, and equal for calls that take the same path."""
+
+    q: Meta
+    k: Meta
+    v: Meta
+    ranges: Meta | None
+    block_indices: Meta | None
+    block_size: int | None
+    causal: bool
+    q_positions: Meta | None
+    cu_seqlens_q: Meta | None
+    cu_seqlens_k: Meta | None
+    max_selected: int | None
+    out: Meta | None
+    backend: str
+    schedule: str
+
+
+class Dims(NamedTuple):
+    """Sizes of a valid call. A varlen call has ``B`` sequences and ``S = T`` tokens in all; else ``tokens = B * S``."""
+
+    B: int
+    S: int
+    S_kv: int
+    HQ: int
+    HKV: int
+    G: int
+    D: int
+    Dv: int
+    n: int
+    tokens: int
+    varlen: bool
+    bound: int | None
+
+
+def meta(name: str, x: Any) -> Meta:
+    """Metadata of a tensor argument; ``TypeError`` if it is not a tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    return Meta(x.shape, x.dtype, x.device, x.dim() == 0 or x.stride(-1) == 1)
+
+
+def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "[" + ", ".join(str(int(s)) for s in shape) + "]"
+
+
+def _check_ndim(name: str, m: Meta, layout: str) -> None:
+    if len(m.shape) != layout.count(",") + 1:
+        raise ValueError(f"{name}: expected {layout}, got shape {_shape(m.shape)}")
+
+
+def _check_shape(name: str, m: Meta, layout: str, expected: tuple[int, ...]) -> None:
+    if tuple(m.shape) != expected:
+        raise ValueError(f"{name}: expected {layout} = {_shape(expected)}, got {_shape(m.shape)}")
+
+
+def _check_device(name: str, m: Meta, device: torch.device) -> None:
+    if m.device != device:
+        raise ValueError(f"{name}: expected device {device} (that of q), got {m.device}")
+
+
+def _check_index(name: str, m: Meta, device: torch.device) -> None:
+    if m.dtype not in INDEX_DTYPES:
+        raise TypeError(f"{name}: expected dtype {_dtypes(INDEX_DTYPES)}, got {_dtypes((m.dtype,))}")
+    _check_device(name, m, device)
+
+
+def _check_choice(name: str, value: str, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise ValueError(f"{name}: expected one of {', '.join(accepted)}, got {value!r}")
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name}: expected an int >= {least}, got {value}")
+
+
+def _check_floats(sig: Signature) -> None:
+    q = sig.q
+    if q.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"q: expected dtype {_dtypes(FLOAT_DTYPES)}, got {_dtypes((q.dtype,))}")
+    for name, m in (("k", sig.k), ("v", sig.v), ("out", sig.out)):
+        if m is None:
+            continue
+        if m.dtype != q.dtype:
+            raise TypeError(f"{name}: expected dtype {_dtypes((q.dtype,))} (that of q), got {_dtypes((m.dtype,))}")
+        _check_device(name, m, q.device)
+    for name, m in (("q", q), ("k", sig.k), ("v", sig.v), ("out", sig.out)):
+        if m is not None and not m.unit_stride:
+            raise ValueError(f"{name}: expected a contiguous last dimension (stride 1), got a strided one")
+
+
+def _check_sequences(sig: Signature) -> int:
+    """Check ``cu_seqlens``; returns the number of sequences."""
+    assert sig.cu_seqlens_q is not None and sig.cu_seqlens_k is not None
+    for name, m in (("cu_seqlens_q", sig.cu_seqlens_q), ("cu_seqlens_k", sig.cu_seqlens_k)):
+        if len(m.shape) != 1 or m.shape[0] < 1:
+            raise ValueError(f"{name}: expected [B + 1] with B >= 0, got shape {_shape(m.shape)}")
+        _check_index(name, m, sig.q.device)
+    if sig.cu_seqlens_q.shape != sig.cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k: expected {_shape(sig.cu_seqlens_q.shape)} (that of cu_seqlens_q), "
+            f"got {_shape(sig.cu_seqlens_k.shape)}"
+        )
+    return int(sig.cu_seqlens_q.shape[0]) - 1
+
+
+def _check_selection(sig: Signature, lead: tuple[int, ...], lead_name: str, HKV: int) -> tuple[int, int | None]:
+    """Check the one selection given; returns ``(n, bound)`` where ``bound`` is what the host knows about ``L``."""
+    if (sig.ranges is None) == (sig.block_indices is None):
+        got = "neither" if sig.ranges is None else "both"
+        raise ValueError(f"selection: expected exactly one of ranges and block_indices, got {got}")
+    bound = sig.max_selected
+    if bound is not None:
+        _check_count("max_selected", bound, 0)
+    if sig.ranges is not None:
+        if sig.block_size is not None:
+            raise ValueError(f"block_size: expected None with ranges, got {sig.block_size}")
+        layout = f"[{lead_name}, HKV, n, 2]"
+        _check_ndim("ranges", sig.ranges, layout)
+        _check_shape("ranges", sig.ranges, layout, (*lead, HKV, int(sig.ranges.shape[-2]), 2))
+        _check_index("ranges", sig.ranges, sig.q.device)
+        return int(sig.ranges.shape[-2]), bound
+    assert sig.block_indices is not None
+    if sig.block_size is None:
+        raise ValueError("block_size: expected an int >= 1 with block_indices, got None")
+    _check_count("block_size", sig.block_size, 1)
+    layout = f"[{lead_name}, HKV, n]"
+    _check_ndim("block_indices", sig.block_indices, layout)
+    n = int(sig.block_indices.shape[-1])
+    _check_shape("block_indices", sig.block_indices, layout, (*lead, HKV, n))
+    _check_index("block_indices", sig.block_indices, sig.q.device)
+    return n, n * sig.block_size if bound is None else min(bound, n * sig.block_size)
+
+
+def check(sig: Signature) -> Dims:
+    """Dimensions of a call, or ``ValueError`` / ``TypeError`` saying what was expected and what came."""
+    _check_choice("backend", sig.backend, BACKENDS)
+    _check_choice("schedule", sig.schedule, SCHEDULES)
+    if sig.schedule != "auto" and sig.backend in ("sdpa", "reference"):
+        raise ValueError(f"schedule: expected auto with backend={sig.backend!r}, got {sig.schedule!r}")
+    varlen = sig.cu_seqlens_q is not None
+    lead_name = "T" if varlen else "B, S"
+    kv_name = "T_kv" if varlen else "B, S_kv"
+    _check_ndim("q", sig.q, f"[{lead_name}, HQ, D]")
+    _check_ndim("k", sig.k, f"[{kv_name}, HKV, D]")
+    _check_ndim("v", sig.v, f"[{kv_name}, HKV, Dv]")
+    _check_floats(sig)
+
+    lead = tuple(int(s) for s in sig.q.shape[:-2])
+    HQ, D = (int(s) for s in sig.q.shape[-2:])
+    S_kv, HKV = (int(s) for s in sig.k.shape[-3:-1])
+    Dv = int(sig.v.shape[-1])
+    k_lead = (S_kv,) if varlen else (lead[0], S_kv)
+    _check_shape("k", sig.k, f"[{kv_name}, HKV, D]", (*k_lead, HKV, D))
+    _check_shape("v", sig.v, f"[{kv_name}, HKV, Dv]", (*k_lead, HKV, Dv))
+    for name, dim in (("D", D), ("Dv", Dv)):
+        if not HEAD_DIMS[0] <= dim <= HEAD_DIMS[1]:
+            raise ValueError(f"head dim {name}: expected {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, got {dim}")
+    if HKV == 0 or HQ % HKV or not 1 <= HQ // HKV <= MAX_GROUP:
+        raise ValueError(f"heads: expected HQ = G * HKV with G from 1 to {MAX_GROUP}, got HQ={HQ}, HKV={HKV}")
+
+    B = _check_sequences(sig) if varlen else lead[0]
+    n, bound = _check_selection(sig, lead, lead_name, HKV)
+    if sig.q_positions is not None:
+        _check_shape("q_positions", sig.q_positions, f"[{lead_name}]", lead)
+        _check_index("q_positions", sig.q_positions, sig.q.device)
+    if sig.out is not None:
+        _check_shape("out", sig.out, f"[{lead_name}, HQ, Dv]", (*lead, HQ, Dv))
+    tokens = lead[0] if varlen else lead[0] * lead[1]
+    return Dims(B, lead[-1], S_kv, HQ, HKV, HQ // HKV, D, Dv, n, tokens, varlen, bound)
+
+
+def check_rows(Q: Any, K: Any, V: Any, cu_seqlens: Any | None, out: Any | None, max_selected: int | None) -> None:
+    """Check packed rows: ``Q [N, H, D]`` with ``K [N, L, D]``, or ``K_all [sum L, D]`` and ``cu_seqlens [N + 1]``.
+
+    They are checked as the call they are a view of, so there is one set of rules and texts.
+    """
+    metas = {"q": meta("Q", Q), "k": meta("K", K), "v": meta("V", V)}
+    _check_ndim("Q", metas["q"], "[N, H, D]")
+    kv_layout = "[N, L, D]" if cu_seqlens is None else "[sum L, D]"
+    _check_ndim("K", metas["k"], kv_layout)
+    _check_ndim("V", metas["v"], kv_layout.replace("D", "Dv"))
+    N, H, _ = metas["q"].shape
+
+    def view(m: Meta, axis: int) -> Meta:
+        return m._replace(shape=(*m.shape[:axis], 1, *m.shape[axis:]))
+
+    cu = None if cu_seqlens is None else meta("cu_seqlens", cu_seqlens)
+    o = None if out is None else meta("out", out)
+    if cu is not None and cu.shape != (N + 1,):
+        raise ValueError(f"cu_seqlens: expected [N + 1] = [{N + 1}], got {_shape(cu.shape)}")
+    if metas["q"].dtype == torch.float64:
+        raise TypeError("Q: expected dtype float16, bfloat16, float32, got float64")
+    dense = cu is None
+    check(
+        Signature(
+            q=view(metas["q"], 1) if dense else metas["q"],
+            k=view(metas["k"], 2 if dense else 1),
+            v=view(metas["v"], 2 if dense else 1),
+            ranges=Meta((N, 1, 1, 0, 2) if dense else (N, 1, 0, 2), torch.int32, metas["q"].device, True),
+            block_indices=None,
+            block_size=None,
+            causal=False,
+            q_positions=None,
+            cu_seqlens_q=cu,
+            cu_seqlens_k=cu,
+            max_selected=max_selected,
+            out=o if o is None or not dense else view(o, 1),
+            backend="auto",
+            schedule="auto",
+        )
+    )

@@ -1,0 +1,126 @@
+"""What the edge lane shares: every way to run a call, small tensors, and the comparison with the fp64 oracle.
+
+The tensors are small because an interpreted Triton program costs about ten milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nsa
+from nsa import dispatch
+from nsa.reference import selection_reference
+from nsa.testing.plugin import current_lane
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "triton": {"backend": "triton"},
+    "per_head": {"backend": "triton", "schedule": "per_head"},
+    "sdpa": {"backend": "sdpa"},
+    "reference": {"backend": "reference"},
+}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# The interpreter computes bf16 wrong; on the GPU bf16 is the type that matters.
+LANE_DTYPES = ("fp32", "fp16") if current_lane() == "interpreter" else ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Attend:
+    """`nsa.selection_attention` on one backend, never falling back."""
+
+    name: str
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return nsa.selection_attention(*args, **self.keywords, **keywords)
+
+    @property
+    def triton(self) -> bool:
+        return self.keywords["backend"] == "triton"
+
+
+@pytest.fixture(params=list(ROUTES))
+def attend(request) -> Attend:
+    """Every backend and schedule in turn."""
+    return Attend(request.param, ROUTES[request.param])
+
+
+@pytest.fixture(params=["sdpa", "reference"])
+def attend_plain(request) -> Attend:
+    """The backends that are differentiable and take fp64."""
+    return Attend(request.param, ROUTES[request.param])
+
+
+@pytest.fixture(params=LANE_DTYPES)
+def dtype(request) -> torch.dtype:
+    return DTYPES[request.param]
+
+
+@pytest.fixture
+def draw(device):
+    """`draw(B, S, S_kv, …) -> (q, k, v)` in FlashAttention layout; drawn on the CPU, so equal on every device."""
+
+    def make(B=1, S=3, S_kv=24, HKV=2, G=2, D=16, Dv=16, dtype=torch.float32, seed=0, varlen=False):
+        g = torch.Generator().manual_seed(seed)
+        shapes = (B, S, HKV * G, D), (B, S_kv, HKV, D), (B, S_kv, HKV, Dv)
+        tensors = [torch.randn(s[1:] if varlen else s, generator=g).to(device, dtype) for s in shapes]
+        return tuple(tensors)
+
+    return make
+
+
+@pytest.fixture
+def same(device):
+    """`same(spans, *lead)`: the same spans (or block indices) for every row, `[*lead, n, 2]` (or `[*lead, n]`)."""
+
+    def make(spans, *lead, dtype=torch.int32):
+        one = torch.tensor(spans, dtype=dtype, device=device)
+        return one.expand(*lead, *one.shape).contiguous()
+
+    return make
+
+
+def tolerance(dtype: torch.dtype, peak: float) -> float:
+    """Rounding of the output and of the weights in the input dtype; a wrong key moves the LSE by far more."""
+    return max(6 * torch.finfo(dtype).eps, 1e-5) * max(1.0, peak)
+
+
+def compare(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
+    """Outputs within rounding, LSE within fp32's, infinities and zero rows exactly."""
+    (o, lse), (o_want, lse_want) = got, want
+    assert o.dtype == dtype
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    peak = float(o_want.abs().max()) if o_want.numel() else 0.0
+    torch.testing.assert_close(o.double(), o_want, rtol=0, atol=tolerance(dtype, peak))
+    torch.testing.assert_close(lse.double(), lse_want, rtol=1e-5, atol=2e-5)
+    empty = lse_want == -math.inf
+    assert not o[empty].any(), "rows that select nothing must be exactly 0"
+
+
+@pytest.fixture
+def agrees():
+    """`agrees(attend, q, k, v, **selection) -> (O, LSE)`, after comparing both with the fp64 oracle."""
+
+    def check(attend: Attend, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = None, **selection: Any):
+        got = attend(q, k, v, **selection, out=out, return_lse=True)
+        selection.pop("max_selected", None)  # the oracle needs no bound
+        cu = selection.pop("cu_seqlens", None)
+        cu = (cu, cu) if isinstance(cu, Tensor) else cu
+        want = selection_reference(q.double(), k, v, **selection, cu_seqlens=cu, return_lse=True)
+        compare(got, want, q.dtype)
+        return got
+
+    return check
+
+
+@pytest.fixture
+def fresh_routes():
+    """An empty route log and no remembered failures, before and after."""
+    dispatch.reset()
+    yield
+    dispatch.reset()

@@ -1,0 +1,220 @@
+"""The suite's plugin and the root conftest.py, run on small projects of their own with the real configuration."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa.testing import plugin
+
+pytest_plugins = ["pytester"]
+ROOT = Path(plugin.__file__).parents[2]
+
+
+@pytest.fixture
+def project(pytester, monkeypatch):
+    """A rootdir with this repository's conftest.py and pyproject.toml, on the CPU lane, outside any xdist worker."""
+    for name in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, pytester.path)
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "NSA_COMMIT", "TRITON_INTERPRET"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("NSA_TEST_TRITON_SEL", "0")
+    return pytester
+
+
+def write(project, path, text):
+    file = project.path / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+MARKS = "def test_marks(request):\n    assert [mark.name for mark in request.node.iter_markers()] == [{!r}]\n"
+FAILS = "import pytest\n@pytest.mark.parametrize('case', ['H8-D128'])\ndef test_fails(case):\n    assert False\n"
+NEEDS_GPU = "import pytest\n@pytest.mark.gpu\ndef test_gpu():\n    pass\n"
+LANE = (
+    "import os, torch\ndef test_lane(lane, device):\n"
+    "    assert (lane, device.type, os.environ['TRITON_INTERPRET']) == ('interpreter', 'cpu', '1')\n"
+    "    assert not torch.cuda.is_available()\n"
+)
+PROFILE = "import hypothesis\ndef test_profile():\n    assert hypothesis.settings().max_examples == {}\n"
+BENCHMARK = "def test_bench(benchmark):\n    benchmark(sum, range(100))\n"
+
+
+def test_folders_mark_header_skips_and_replay(project):
+    write(project, "tests/parity/test_a.py", MARKS.format("parity") + FAILS)
+    write(project, "tests/parity/deep/test_b.py", MARKS.format("parity") + LANE)
+    write(project, "tests/edge/test_a.py", MARKS.format("edge") + NEEDS_GPU + PROFILE.format(25))
+    write(project, "tests/perf/test_a.py", "def test_deselected():\n    assert False\n")
+    write(project, "tests/other/test_a.py", "def test_deselected():\n    assert False\n")
+    result = project.runpytest_subprocess("-m", "parity or edge", "--nsa-seed", "7")
+    result.assert_outcomes(passed=5, failed=1, skipped=1, deselected=2)
+    result.stdout.fnmatch_lines(
+        [
+            "nsa lane: CPU: Triton interpreter, fp32/fp16 on small shapes",
+            f"nsa: torch {torch.__version__}, triton {plugin.triton_version()}, seed 7, commit *",
+            "*= replay one failure =*",
+            'NSA_TEST_TRITON_SEL=0 pytest "tests/parity/test_a.py::test_fails[[]H8-D128[]]" --nsa-seed 7',
+            "SKIPPED * needs an NVIDIA GPU: NSA_TEST_TRITON_SEL=0 keeps the suite off it",
+        ]
+    )
+
+
+def test_xdist_runs_parity_and_replays(project):
+    write(project, "tests/parity/test_a.py", MARKS.format("parity") + FAILS + LANE)
+    write(project, "tests/perf/test_a.py", BENCHMARK)
+    threads = "import torch\ndef test_threads():\n    assert torch.get_num_threads() == max(1, {} // 2)\n"
+    write(project, "tests/edge/test_a.py", threads.format(len(plugin.os.sched_getaffinity(0))))
+    result = project.runpytest_subprocess("-m", "not perf", "-n", "2", "--benchmark-disable")
+    result.assert_outcomes(passed=3, failed=1)
+    result.stdout.fnmatch_lines(['*pytest "tests/parity/test_a.py::test_fails[[]H8-D128[]]"'])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "2", "--benchmark-compare"], "compare needs benchmarks, and under xdist there are none: leave out -n"),
+        (["--benchmark-disable", "--benchmark-save=x"], "save needs benchmarks: leave out --benchmark-disable"),
+    ],
+    ids=["xdist", "disabled"],
+)
+def test_benchmarks_that_would_not_run_are_refused(project, arguments, message):
+    write(project, "tests/perf/test_a.py", BENCHMARK)
+    result = project.runpytest_subprocess("-m", "perf", *arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: --benchmark-{message}"])
+
+
+def test_lane_switch_must_be_0_or_1(project, monkeypatch):
+    write(project, "tests/edge/test_a.py", LANE)
+    monkeypatch.setenv("NSA_TEST_TRITON_SEL", "off")
+    result = project.runpytest_subprocess()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: NSA_TEST_TRITON_SEL='off': expected 0 (keep the suite off the GPU) or 1"])
+
+
+def test_baselines_missing_recorded_and_compared(project, monkeypatch):
+    write(project, "tests/perf/test_a.py", BENCHMARK)
+    missing = project.runpytest_subprocess("-m", "perf", "--benchmark-compare")
+    assert missing.ret == 0
+    missing.stdout.fnmatch_lines(
+        [
+            f"not compared: no baseline for *threads in {project.path}/tests/perf/baselines",
+            "record one with: pytest -m perf --benchmark-save=NAME",
+            "*= 1 passed in *",
+        ]
+    )
+    assert not list(project.path.rglob("*.json"))  # nothing is saved unless asked for
+
+    monkeypatch.setenv("NSA_COMMIT", "abc123")
+    assert project.runpytest_subprocess("-m", "perf", "--benchmark-save=first").ret == 0
+    [saved] = project.path.glob("tests/perf/baselines/*/0001_first.json")
+    recorded = json.loads(saved.read_text())
+    machine = recorded["machine_info"]
+    assert machine["device"] == saved.parent.name
+    assert saved.parent.name.endswith(f"-{machine['threads']}threads")
+    assert (machine["gpu"], machine["torch"], machine["triton"]) == (None, torch.__version__, plugin.triton_version())
+    assert recorded["commit_info"]["id"] == "abc123"
+
+    machine["torch"] = "2.5.0"
+    saved.write_text(json.dumps(recorded))
+    elsewhere = project.mkdir("elsewhere")
+    monkeypatch.chdir(elsewhere)  # upstream raises when the storage is outside the working directory
+    compared = project.runpytest_subprocess("-m", "perf", "--benchmark-compare", "--", f"{project.path}/tests")
+    assert compared.ret == 0
+    compared.stdout.fnmatch_lines(["test_bench (NOW)*"])
+    compared.stdout.fnmatch_lines([f"the baseline was recorded with torch 2.5.0, this run has {torch.__version__}"])
+    compared.stdout.no_fnmatch_line("*machine_info is different*")
+    assert not list(elsewhere.iterdir())
+
+
+def test_hypothesis_profile_deep(project):
+    write(project, "tests/edge/test_a.py", PROFILE.format(10_000))
+    project.runpytest_subprocess("--hypothesis-profile=deep").assert_outcomes(passed=1)
+
+
+# --- the root conftest.py, as a module --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root_conftest(monkeypatch):
+    """The root conftest.py loaded once more; whatever it does to the environment is undone."""
+    for name in ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("NSA_TEST_TRITON_SEL", "0")
+    spec = importlib.util.spec_from_file_location("root_conftest", ROOT / "conftest.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "NSA_TEST_TRITON_SEL", "PYTEST_XDIST_WORKER"):
+        monkeypatch.delenv(name, raising=False)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("visible", "worker", "pinned"),
+    [(None, "gw0", "0"), (None, "gw4", "1"), ("5,7", "gw1", "7"), ("GPU-a,GPU-b", "gw2", "GPU-a"), ("5,7", "", "5,7")],
+)
+def test_worker_is_pinned_to_one_gpu(root_conftest, monkeypatch, visible, worker, pinned):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    root_conftest._pin_worker(worker)
+    assert root_conftest.os.environ["CUDA_VISIBLE_DEVICES"] == pinned
+
+
+@pytest.mark.parametrize(
+    ("cuda", "cause"), [(None, "is built without CUDA"), ("13.0", "(CUDA 13.0) finds no usable driver")]
+)
+def test_gpu_that_torch_cannot_use_is_an_error(root_conftest, monkeypatch, cuda, cause):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(root_conftest.Path, "glob", lambda self, pattern: [Path(f"{self}/nvidia0")])
+    assert root_conftest._choose_lane() == (
+        f"an NVIDIA GPU is visible (/dev/nvidia0), but torch {torch.__version__} {cause}: "
+        "install a build of torch that fits the driver, or set NSA_TEST_TRITON_SEL=0 to test on the CPU"
+    )
+
+
+@pytest.mark.parametrize(
+    "environment", [{"NSA_TEST_TRITON_SEL": "0"}, {"TRITON_INTERPRET": "1"}, {"CUDA_VISIBLE_DEVICES": "-1"}]
+)
+def test_gpu_kept_out_on_purpose_is_no_error(root_conftest, monkeypatch, environment):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(root_conftest.Path, "glob", lambda self, pattern: [Path(f"{self}/nvidia0")])
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert root_conftest._choose_lane() is None
+    assert root_conftest.os.environ["TRITON_INTERPRET"] == "1"
+
+
+# --- requirements -----------------------------------------------------------------------------------------------------
+
+
+class FakeGPU:
+    name, major, minor, total_memory = "NVIDIA A100", 8, 0, 40 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("needs", "reason"),
+    [
+        ({}, None),
+        ({"capability": (8, 0), "memory_gib": 40}, None),
+        ({"capability": (9, 0)}, "needs compute capability 9.0: NVIDIA A100 has 8.0"),
+        ({"memory_gib": 60}, "needs 60 GiB of GPU memory: NVIDIA A100 has 40"),
+    ],
+)
+def test_gpu_requirement_says_what_is_missing(monkeypatch, needs, reason):
+    monkeypatch.setattr(plugin, "current_lane", lambda: "gpu")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: FakeGPU)
+    assert plugin.missing_gpu(**needs) == reason
+
+
+def test_auto_workers_share_gpus(monkeypatch):
+    monkeypatch.setattr(plugin, "current_lane", lambda: "gpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(plugin.os, "sched_getaffinity", lambda pid: range(128))
+    monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
+    assert plugin.pytest_xdist_auto_num_workers(config=None) == 8

@@ -1,0 +1,305 @@
+"""Settings: defaults < YAML < environment < argument, thresholds per GPU, and the exact words of each error."""
+
+import logging
+import re
+import threading
+import timeit
+from pathlib import Path
+
+import pytest
+
+import nsa.settings as settings
+
+BASE = str(Path(settings.__file__).parent / "configs" / "base.yaml")
+NAMES = (
+    "use_triton_sel, sel_triton_min_L, sel_triton_group, sel_triton_db, use_sel_pack, force_parity, "
+    "debug_timing, debug_compare, debug_shapes"
+)
+INTEGER = "expected a non-negative integer"
+PROVENANCE = "provenance: {gpu: G, torch: 2.11.0, triton: 3.6.0, date: 2026-01-31, commit: abc, margin: 1.2}\n"
+
+
+@pytest.fixture(autouse=True)
+def pristine(monkeypatch, tmp_path):
+    """No NSA_* variable, an empty user configuration, nothing cached; and the same for the tests that follow."""
+    for name in settings.NAMES:
+        monkeypatch.delenv(f"NSA_{name.upper()}", raising=False)
+    monkeypatch.delenv("NSA_CONFIG", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    settings.reload()
+    yield
+    monkeypatch.undo()
+    settings.reload()
+
+
+@pytest.fixture
+def user_yaml(monkeypatch, tmp_path):
+    def write(text):
+        path = tmp_path / "mine.yaml"
+        path.write_text(text)
+        monkeypatch.setenv("NSA_CONFIG", str(path))
+        settings.reload()
+        return path
+
+    return write
+
+
+@pytest.fixture
+def device_yaml(tmp_path):
+    def write(text, slug="some-gpu"):
+        path = tmp_path / "config" / "nsa" / "devices" / f"{slug}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def raises_exactly(kind, text):
+    return pytest.raises(kind, match=f"^{re.escape(text)}$")
+
+
+def test_defaults():
+    assert settings.get() == settings.Settings()
+    assert settings.sources() == dict.fromkeys(settings.NAMES, BASE)
+
+
+def test_precedence_yaml_environment_argument(monkeypatch, user_yaml):
+    path = user_yaml("runtime:\n  use_triton_sel: off\n  sel_triton_min_L: 100\n  debug_shapes: true\n")
+    monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "200")
+    monkeypatch.setenv("NSA_DEBUG_SHAPES", "no")
+    settings.reload()
+    with settings.configure(debug_shapes=True) as inside:
+        assert inside is settings.get()
+        assert inside == settings.Settings(use_triton_sel=False, sel_triton_min_L=200, debug_shapes=True)
+        assert settings.sources() == {
+            **dict.fromkeys(settings.NAMES, BASE),
+            "use_triton_sel": str(path),
+            "sel_triton_min_L": "NSA_SEL_TRITON_MIN_L",
+            "debug_shapes": "nsa.configure",
+        }
+    assert settings.get().debug_shapes is False
+
+
+@pytest.mark.parametrize("name", settings.NAMES)
+def test_every_setting_has_an_environment_name(monkeypatch, name):
+    monkeypatch.setenv(f"NSA_{name.upper()}", "0")
+    settings.reload()
+    assert getattr(settings.get(), name) == 0
+    assert settings.sources()[name] == f"NSA_{name.upper()}"
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("ON", True), ("yes", True), ("False", False), ("0", False)])
+def test_environment_booleans(monkeypatch, text, value):
+    monkeypatch.setenv("NSA_FORCE_PARITY", text)
+    settings.reload()
+    assert settings.get().force_parity is value
+
+
+def test_read_once(monkeypatch):
+    settings.get()
+    monkeypatch.setenv("NSA_FORCE_PARITY", "1")
+    assert settings.get().force_parity is False
+
+
+def test_get_is_a_module_global_read():
+    settings.get()
+    seconds = min(timeit.repeat(settings.get, number=10_000, repeat=5)) / 10_000
+    assert seconds < 1e-6  # 0.03 µs where it was written; loose, as this machine may be busy
+
+
+@pytest.mark.parametrize("text", ["maybe", "", "2"])
+def test_environment_boolean_error(monkeypatch, text):
+    monkeypatch.setenv("NSA_FORCE_PARITY", text)
+    settings.reload()
+    with raises_exactly(ValueError, f"NSA_FORCE_PARITY={text!r}: expected one of 1, 0, true, false, yes, no, on, off"):
+        settings.get()
+
+
+@pytest.mark.parametrize("text", ["-1", "1e3", "off", "", "None"])
+def test_environment_integer_error(monkeypatch, text):
+    monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", text)
+    settings.reload()
+    with raises_exactly(ValueError, f"NSA_SEL_TRITON_MIN_L={text!r}: expected a non-negative integer"):
+        settings.get()
+
+
+def test_config_file_missing(monkeypatch):
+    monkeypatch.setenv("NSA_CONFIG", "/nowhere.yaml")
+    settings.reload()
+    with raises_exactly(ValueError, "NSA_CONFIG='/nowhere.yaml': expected the path of a YAML file, found none there"):
+        settings.get()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("runtime: {fast: 1}", f"unknown key runtime.fast, expected one of: {NAMES}"),
+        ("debug: 1", "unknown key debug, expected one of: runtime"),
+        ("runtime: {force_parity: maybe}", "runtime.force_parity: expected true or false, got 'maybe'"),
+        ("runtime: {force_parity: 1}", "runtime.force_parity: expected true or false, got 1"),
+        ("runtime: {sel_triton_min_L: -1}", f"runtime.sel_triton_min_L: {INTEGER} or null, got -1"),
+        ("runtime: {sel_triton_min_L: on}", f"runtime.sel_triton_min_L: {INTEGER} or null, got True"),
+        ("runtime: 3", "runtime: expected a mapping, got 3"),
+        ("[]", "expected a mapping of settings, got []"),
+    ],
+)
+def test_yaml_error(user_yaml, text, message):
+    path = user_yaml(text)
+    with raises_exactly(ValueError, f"{path}: {message}"):
+        settings.get()
+
+
+def test_yaml_that_is_none(user_yaml):
+    path = user_yaml("runtime: {")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: expected YAML: "):
+        settings.get()
+
+
+def test_configure_nests_and_restores():
+    with settings.configure(sel_triton_min_L=5, sel_triton_db=False):
+        with settings.configure(sel_triton_min_L=None):
+            assert settings.get() == settings.Settings(sel_triton_db=False)
+        assert settings.get() == settings.Settings(sel_triton_min_L=5, sel_triton_db=False)
+    assert settings.get() == settings.Settings()
+
+
+def fail_inside(**values):
+    with settings.configure(**values):
+        raise KeyError("inside")
+
+
+def test_configure_restores_after_an_exception():
+    with pytest.raises(KeyError, match="inside"):
+        fail_inside(force_parity=True)
+    assert settings.get() == settings.Settings()
+
+
+def test_configure_blocks_may_end_out_of_order():
+    first, second = settings.configure(force_parity=True), settings.configure(debug_timing=True)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert settings.get() == settings.Settings(debug_timing=True)
+    second.__exit__(None, None, None)
+    assert settings.get() == settings.Settings()
+
+
+def test_configure_reaches_other_threads():
+    seen = []
+    with settings.configure(force_parity=True):
+        thread = threading.Thread(target=lambda: seen.append(settings.get().force_parity))
+        thread.start()
+        thread.join()
+    assert seen == [True]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "message"),
+    [
+        ({"fast": True}, TypeError, f"unknown setting 'fast', expected one of: {NAMES}"),
+        ({"force_parity": "yes"}, TypeError, "force_parity: expected True or False, got 'yes'"),
+        ({"force_parity": 1}, TypeError, "force_parity: expected True or False, got 1"),
+        ({"force_parity": None}, TypeError, "force_parity: expected True or False, got None"),
+        ({"sel_triton_min_L": 1.5}, TypeError, f"sel_triton_min_L: {INTEGER} or None, got 1.5"),
+        ({"sel_triton_min_L": True}, TypeError, f"sel_triton_min_L: {INTEGER} or None, got True"),
+        ({"sel_triton_min_L": -1}, ValueError, f"sel_triton_min_L: {INTEGER} or None, got -1"),
+    ],
+)
+def test_configure_error_comes_without_with(values, kind, message):
+    with raises_exactly(kind, message):
+        settings.configure(**values)
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"),
+        ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090"),
+        ("Intel(R) Xeon(R) CPU @ 2.20GHz 2threads", "intel-xeon-cpu-2-20ghz-2threads"),
+    ],
+)
+def test_device_slug(name, slug):
+    assert settings.device_slug(name) == slug
+
+
+def test_unmeasured_gpu_says_so_once(caplog):
+    with caplog.at_level(logging.WARNING, logger="nsa"):
+        assert [settings.min_L_for("Some GPU") for _ in range(3)] == [2048] * 3
+    assert [(record.name, record.getMessage()) for record in caplog.records] == [
+        (
+            "nsa",
+            "Some GPU: nobody measured when Triton pays here, so rows of fewer than 2048 keys use packed SDPA; Triton "
+            "is probably faster: `python -m nsa calibrate` measures it (under a minute)",
+        )
+    ]
+
+
+def test_measured_gpu(caplog, device_yaml):
+    path = device_yaml("sel_triton_min_L: 64\nsdpa_layout: expanded\n" + PROVENANCE)
+    assert settings.min_L_for("Some GPU") == 64
+    config = settings.device_config("Some GPU")
+    assert (config.sdpa_layout, config.path) == ("expanded", path)
+    assert config.provenance == {
+        "gpu": "G", "torch": "2.11.0", "triton": "3.6.0", "date": "2026-01-31", "commit": "abc", "margin": "1.2",
+    }  # fmt: skip
+    assert not caplog.records
+
+
+def test_explicit_threshold_beats_the_measured_one(device_yaml, caplog):
+    device_yaml("sel_triton_min_L: 64\n" + PROVENANCE)
+    with settings.configure(sel_triton_min_L=0):
+        assert settings.min_L_for("Some GPU") == 0
+        assert settings.min_L_for("Unmeasured GPU") == 0
+    assert settings.min_L_for("Some GPU") == 64
+    assert not caplog.records
+
+
+def test_packaged_threshold(monkeypatch, device_yaml, tmp_path):
+    (tmp_path / "packaged" / "devices").mkdir(parents=True)
+    (tmp_path / "packaged" / "devices" / "some-gpu.yaml").write_text("sel_triton_min_L: 32\n" + PROVENANCE)
+    monkeypatch.setattr(settings, "_CONFIGS", tmp_path / "packaged")
+    assert settings.device_config("Some GPU").sel_triton_min_L == 32
+    settings.device_config.cache_clear()
+    device_yaml("sel_triton_min_L: 64\n" + PROVENANCE)  # the user's comes first
+    assert settings.device_config("Some GPU").sel_triton_min_L == 64
+
+
+@pytest.mark.parametrize("value", ["null", "off"])
+def test_triton_that_never_pays_stays_off(device_yaml, value):
+    device_yaml(f"sel_triton_min_L: {value}\n" + PROVENANCE)
+    assert settings.min_L_for("Some GPU") == settings.TRITON_OFF
+    assert settings.TRITON_OFF >= 2**62  # keys: more than any row
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (PROVENANCE, f"sel_triton_min_L: {INTEGER}, null or off, found no such key"),
+        ("sel_triton_min_L: x\n" + PROVENANCE, f"sel_triton_min_L: {INTEGER}, null or off, got 'x'"),
+        ("sel_triton_min_L: on\n" + PROVENANCE, f"sel_triton_min_L: {INTEGER}, null or off, got True"),
+        (
+            "sel_triton_min_L: 1\nsdpa_layout: best\n" + PROVENANCE,
+            "sdpa_layout: expected one of heads_as_queries, expanded, enable_gqa, got 'best'",
+        ),
+        (
+            "sel_triton_min_L: 1\n",
+            "provenance: expected the keys gpu, torch, triton, date, commit, margin, got None",
+        ),
+        (
+            "sel_triton_min_L: 1\nspeed: 2\n" + PROVENANCE,
+            "unknown key speed, expected one of: sel_triton_min_L, sdpa_layout, provenance",
+        ),
+    ],
+)
+def test_device_file_error(device_yaml, text, message):
+    path = device_yaml(text)
+    with raises_exactly(ValueError, f"{path}: {message}"):
+        settings.device_config("Some GPU")
+
+
+def test_every_packaged_device_file_is_valid():
+    for path in Path(BASE).parent.glob("devices/*.yaml"):
+        config = settings.device_config(path.stem)
+        assert config.path == path
+        assert settings.device_slug(config.provenance["gpu"]) == path.stem

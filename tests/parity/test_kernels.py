@@ -1,0 +1,82 @@
+"""Every Triton route over the lane's matrix, against the fp64 oracle; each proves that its own kernel was launched."""
+
+import pytest
+
+from nsa.testing.cases import Case
+from nsa.testing.compare import Oracle, assert_parity
+from nsa.testing.fixtures import over
+from nsa.testing.impls import OURS
+
+
+def check(name: str, oracle: Oracle) -> None:
+    impl, case = OURS[name], oracle.problem.case
+    # With and without LSE are two kernels. Over the full matrix each shape compiles one of them: few rows with LSE.
+    modes = (case.N == 64,) if case.N in (64, 256, 1024) and case.HKV == 1 else (False, True)
+    for return_lse in modes if impl.lse else (False,):
+        result, launched = impl.run_counted(oracle.problem, return_lse)
+        assert_parity(result, oracle, name)
+        assert impl.route is None or set(launched) - {"combine"} == {impl.route}, f"{name} launched {launched}"
+
+
+def few(case: Case) -> bool:
+    """All of `small`; of the full matrix a part that has each head count, dim and tile once, and every geometry."""
+    return case.N < 64 or case.HKV > 1 or (case.N == 64 and case.dtype != "fp16" and case.L in (64, 200, 1024))
+
+
+@over(lambda c: c.source == "rows")
+def test_triton_sel_parity_dense(oracle: Oracle) -> None:
+    check("dense_group", oracle)
+
+
+@over(lambda c: c.source == "varlen")
+def test_triton_sel_parity_varlen(oracle: Oracle) -> None:
+    check("varlen_group", oracle)
+
+
+@over(lambda c: c.source == "ranges")
+def test_triton_sel_parity_ranges(oracle: Oracle) -> None:
+    check("ranges", oracle)
+
+
+@over(lambda c: c.source == "blocks")
+def test_triton_sel_parity_blocks(oracle: Oracle) -> None:
+    check("blocks", oracle)
+
+
+@over(lambda c: c.source == "rows" and few(c))
+def test_triton_sel_parity_dense_per_head(oracle: Oracle) -> None:
+    check("dense_per_head", oracle)
+
+
+@over(lambda c: c.source == "varlen" and few(c))
+def test_triton_sel_parity_varlen_per_head(oracle: Oracle) -> None:
+    check("varlen_per_head", oracle)
+
+
+@over(lambda c: c.source == "ranges" and few(c))
+def test_triton_sel_parity_ranges_per_head(oracle: Oracle) -> None:
+    check("ranges_per_head", oracle)
+
+
+@over(lambda c: c.source != "ranges" and few(c))
+def test_triton_sel_parity_ranges_any_source(oracle: Oracle) -> None:
+    """Rows, varlen rows and blocks are spans too."""
+    check("ranges", oracle)
+
+
+@over(lambda c: c.source == "ranges" and few(c))
+def test_triton_sel_parity_ranges_unbounded(oracle: Oracle) -> None:
+    """Without the host's bound on L every row counts as long."""
+    check("ranges_unbounded", oracle)
+
+
+@over(few)
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_unbounded", "reference"])
+def test_fallback_parity(oracle: Oracle, name: str) -> None:
+    check(name, oracle)
+
+
+@over(lambda c: few(c) and OURS["original"].supports(c) is None)
+@pytest.mark.parametrize("name", ["original", "original_packed"])
+def test_original_layout_parity(oracle: Oracle, name: str) -> None:
+    check(name, oracle)

@@ -1,0 +1,49 @@
+"""Few rows and many keys: the keys of a row are shared among programs and merged by LSE. And nothing wobbles."""
+
+import dataclasses
+
+import torch
+
+from nsa.testing.cases import Case
+from nsa.testing.compare import Oracle, assert_parity
+from nsa.testing.fixtures import over
+from nsa.testing.impls import OURS
+from nsa.testing.problem import Problem
+
+LONG = [
+    Case(4, 64, 64, 1024, 1, "few", "fp16"),
+    Case(2, 64, 32, 1000, 2, "few", "fp32"),
+    Case(4, 64, 64, 1024, 2, "few", "fp16", source="varlen"),
+    Case(4, 64, 64, 1000, 1, "many", "fp16"),
+    Case(3, 64, 100, 1024, 2, "decode", "fp32", HKV=2, S_kv=1500),
+]
+OF = {"rows": "dense_group", "varlen": "varlen_group", "ranges": "ranges", "blocks": "blocks"}
+
+
+@over(LONG)
+def test_triton_sel_parity_split(oracle: Oracle) -> None:
+    name = OF[oracle.problem.case.source]
+    for return_lse in (False, True):
+        result, launched = OURS[name].run_counted(oracle.problem, return_lse)
+        assert launched == {name: 1, "combine": 1}
+        assert_parity(result, oracle, name)
+
+
+@over([LONG[3]])
+def test_triton_sel_parity_split_with_empty_parts(problem: Problem) -> None:
+    """The host's bound says long, the row is short or empty: most parts have no key."""
+    for ends in (0, 5):
+        short = dataclasses.replace(problem, ranges=problem.ranges.clone().fill_(0))
+        short.ranges[..., 0, 1] = ends
+        result, launched = OURS["ranges"].run_counted(short, return_lse=True)
+        assert launched["combine"] == 1
+        assert_parity(result, Oracle.of(short), "ranges")
+
+
+@over([*LONG, Case(8, 64, 64, 100, 8, "mixed", "fp16", S_kv=128), Case(4, 64, 64, 100, 9, "few", "fp32")])
+def test_runs_are_bitwise_equal(problem: Problem) -> None:
+    impl = OURS[OF[problem.case.source]]
+    first = impl.run(problem, return_lse=True)
+    for _ in range(3):
+        for a, b in zip(first, impl.run(problem, return_lse=True), strict=True):
+            assert torch.equal(a, b)
