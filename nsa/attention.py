@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa import dispatch, ops, settings
-from nsa.validate import Signature, meta
+from nsa.validate import check_tensors, raw
 
 CuSeqlens = Tensor | tuple[Tensor, Tensor]
 
@@ -111,7 +111,11 @@ def selection_attention(
             ``torch.compile`` or CUDA graph capture.
     """
     cu_q, cu_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    try:
+        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    except AttributeError:
+        check_tensors(q=q, k=k, v=v)
+        raise
     if torch.compiler.is_compiling() and not needs_grad and backend in ("auto", "triton"):
         o, lse = torch.ops.nsa.selection_attention(
             q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, max_selected,
@@ -119,24 +123,19 @@ def selection_attention(
         )  # fmt: skip
         o = o if out is None else out.copy_(o)
         return (o, lse) if return_lse else o
-    signature = Signature(
-        meta("q", q),
-        meta("k", k),
-        meta("v", v),
-        None if ranges is None else meta("ranges", ranges),
-        None if block_indices is None else meta("block_indices", block_indices),
-        block_size,
-        causal,
-        None if q_positions is None else meta("q_positions", q_positions),
-        None if cu_q is None else meta("cu_seqlens_q", cu_q),
-        None if cu_k is None else meta("cu_seqlens_k", cu_k),
-        max_selected,
-        None if out is None else meta("out", out),
-        backend,
-        schedule,
-    )
     plan = dispatch.make_plan if torch.compiler.is_compiling() else dispatch.plan
-    planned = plan(signature, settings.get(), needs_grad)
+    try:
+        planned = plan(
+            settings.get(), needs_grad, raw(q), raw(k), raw(v), raw(ranges), raw(block_indices), block_size, causal,
+            raw(q_positions), raw(cu_q), raw(cu_k), max_selected, raw(out), backend, schedule,
+        )  # fmt: skip
+    except AttributeError:
+        optional = {
+            "ranges": ranges, "block_indices": block_indices, "q_positions": q_positions, "cu_seqlens_q": cu_q,
+            "cu_seqlens_k": cu_k, "out": out,
+        }  # fmt: skip
+        check_tensors(q=q, k=k, v=v, **{name: x for name, x in optional.items() if x is not None})
+        raise
     o, lse = dispatch.run(
         planned,
         dispatch.Call(

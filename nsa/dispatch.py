@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nsa import reference, settings
-from nsa.validate import Dims, Signature, check
+from nsa.validate import Dims, Raw, Signature, check, meta, optional
 
 logger = logging.getLogger("nsa")
 
@@ -105,13 +105,35 @@ def _obstacle(sig: Signature, needs_grad: bool) -> str | None:
     return why_not_triton(sig.q.device)
 
 
-def make_plan(sig: Signature, current: settings.Settings, needs_grad: bool) -> Plan:
-    """Validate a signature and choose its route.
+def make_plan(
+    current: settings.Settings,
+    needs_grad: bool,
+    q: Raw | None,
+    k: Raw | None,
+    v: Raw | None,
+    ranges: Raw | None,
+    block_indices: Raw | None,
+    block_size: int | None,
+    causal: bool,
+    q_positions: Raw | None,
+    cu_seqlens_q: Raw | None,
+    cu_seqlens_k: Raw | None,
+    max_selected: int | None,
+    out: Raw | None,
+    backend: str,
+    schedule: str,
+) -> Plan:
+    """Validate the metadata of a call and choose its route.
 
     Raises:
         ValueError, TypeError: from :func:`nsa.validate.check`.
         RuntimeError: ``backend="triton"`` where Triton cannot serve the call.
     """
+    assert q is not None and k is not None and v is not None  # the caller read requires_grad of each
+    sig = Signature(
+        meta(q), meta(k), meta(v), optional(ranges), optional(block_indices), block_size, causal, optional(q_positions),
+        optional(cu_seqlens_q), optional(cu_seqlens_k), max_selected, optional(out), backend, schedule,
+    )  # fmt: skip
     dims = check(sig)
     device = sig.q.device
     per_head = sig.schedule == "per_head" or (sig.schedule == "auto" and not current.sel_triton_group)
@@ -186,9 +208,7 @@ def _is_kernel_failure(error: BaseException) -> bool:
 
 def run(what: Plan, call: Call) -> Result:
     """Run a planned call."""
-    if what.debug:
-        return _run_debug(what, call)
-    return _run(what, call)
+    return _run_debug(what, call) if what.debug else _run(what, call)
 
 
 def _run(what: Plan, call: Call) -> Result:

@@ -32,7 +32,7 @@ def call_spans(
 ) -> sp.RowSpans:
     """Clamped spans of a call in FlashAttention layout."""
     cu_q, cu_k = cu_seqlens or (None, None)
-    tokens = q[..., 0, 0].numel()
+    tokens = math.prod(q.shape[:-2])
     limits = sp.key_limits(
         tokens, q.shape[-3], k.shape[-3], causal=causal, device=q.device,
         q_positions=q_positions, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
@@ -67,7 +67,7 @@ def selection_reference(
         k, v = k[None], v[None]
     HKV, G, D, Dv = k.shape[2], q.shape[-2] // k.shape[2], q.shape[-1], v.shape[-1]
     scale = 1.0 / math.sqrt(D) if scale is None else scale
-    queries = q.reshape(-1, HKV, G, D)
+    queries = q.reshape(spans.batch.shape[0], HKV, G, D)
     lengths = spans.lengths()
     L = int(lengths.max()) if lengths.numel() else 0
     outs, lses = [], []
@@ -161,7 +161,7 @@ def packed_sdpa(
     HKV, D, Dv = k.shape[-2], q.shape[-1], v.shape[-1]
     G = q.shape[-2] // HKV
     scale = 1.0 / math.sqrt(D) if scale is None else scale
-    queries = q.reshape(-1, G, D)
+    queries = q.reshape(spans.batch.shape[0] * HKV, G, D)
     N = queries.shape[0]
     lengths = spans.lengths().view(-1)
     L, masked = sp.max_length(lengths, max_selected)

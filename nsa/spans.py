@@ -68,6 +68,7 @@ def key_limits(
         begin_q, begin_k = (c.long()[:-1][seq] for c in (cu_seqlens_q, cu_seqlens_k))
         batch, offset = torch.zeros_like(token), begin_k.clamp(0, S_kv)
         seqlen_k = (cu_seqlens_k.long()[1:][seq].clamp(0, S_kv) - offset).clamp(min=0) * inside
+        offset = offset * (seqlen_k > 0)  # a sequence without keys may begin past the last one: it points nowhere
         seqlen_q = cu_seqlens_q.long()[1:][seq] - begin_q
         s = token - begin_q
     if not causal:
@@ -95,7 +96,7 @@ def row_spans(
     if ranges is None:
         assert block_indices is not None and block_size is not None
         ranges = ranges_from_blocks(block_indices, block_size, None)
-    flat = ranges.reshape(-1, *ranges.shape[-3:])  # [tokens, HKV, n, 2]
+    flat = ranges.reshape(limit.shape[0], *ranges.shape[-3:])  # [tokens, HKV, n, 2]
     # Clamp in the dtype that came (int64 spans may be anything), only then narrow.
     top = limit.to(flat.dtype).view(-1, 1, 1)
     starts = torch.minimum(flat[..., 0].clamp(min=0), top)
@@ -218,7 +219,8 @@ def gather_for(k: Tensor, v: Tensor, spans: RowSpans) -> Gather:
         first = (spans.batch * fb + spans.offset * fs)[:, None] + head * fh
         flat.append((rows, first.reshape(-1), fs))
     (K, k_first, k_step), (V, v_first, v_step) = flat
-    return Gather(spans.starts.reshape(-1, n), spans.ends.reshape(-1, n), K, V, k_first, v_first, k_step, v_step)
+    N = k_first.shape[0]
+    return Gather(spans.starts.reshape(N, n), spans.ends.reshape(N, n), K, V, k_first, v_first, k_step, v_step)
 
 
 def pack_rows(k: Tensor, v: Tensor, ranges: Tensor, *, max_selected: int | None = None) -> PackedRows:
@@ -277,9 +279,9 @@ def merge_ranges(ranges: Tensor) -> Tensor:
     """
     if ranges.shape[-1:] != (2,) or ranges.dtype not in INDEX_DTYPES:
         raise ValueError(f"ranges: expected int32 or int64 [..., n, 2], got {ranges.dtype} {list(ranges.shape)}")
-    flat = ranges.reshape(-1, *ranges.shape[-2:])
-    if flat.numel() == 0:
+    if ranges.numel() == 0:
         return torch.zeros_like(ranges)
+    flat = ranges.reshape(-1, *ranges.shape[-2:])
     big = torch.iinfo(ranges.dtype).max
     small = torch.iinfo(ranges.dtype).min
     start, end = flat.unbind(-1)

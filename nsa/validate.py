@@ -63,11 +63,30 @@ class Dims(NamedTuple):
     bound: int | None
 
 
-def meta(name: str, x: Any) -> Meta:
-    """Metadata of a tensor argument; ``TypeError`` if it is not a tensor."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-    return Meta(x.shape, x.dtype, x.device, x.dim() == 0 or x.stride(-1) == 1)
+Raw = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...]]
+
+
+def raw(x: Any) -> Raw | None:
+    """What a :class:`Meta` is made of, as cheaply as Python allows: this runs on every call."""
+    return None if x is None else (x.shape, x.dtype, x.device, x.stride())
+
+
+def meta(x: Raw) -> Meta:
+    """The checks' view of a tensor."""
+    shape, dtype, device, stride = x
+    return Meta(shape, dtype, device, not stride or stride[-1] == 1)
+
+
+def optional(x: Raw | None) -> Meta | None:
+    """:func:`meta` of an argument that may be absent."""
+    return None if x is None else meta(x)
+
+
+def check_tensors(**named: Any) -> None:
+    """``TypeError`` for the first argument that is not a tensor (or None where that is no tensor's place)."""
+    for name, x in named.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
 
 
 def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -212,29 +231,30 @@ def check_rows(Q: Any, K: Any, V: Any, cu_seqlens: Any | None, out: Any | None, 
 
     They are checked as the call they are a view of, so there is one set of rules and texts.
     """
-    metas = {"q": meta("Q", Q), "k": meta("K", K), "v": meta("V", V)}
-    _check_ndim("Q", metas["q"], "[N, H, D]")
+    given = {"Q": Q, "K": K, "V": V, "cu_seqlens": cu_seqlens, "out": out}
+    check_tensors(**{name: x for name, x in given.items() if x is not None or name in "QKV"})
+    q, k, v, cu, o = (optional(raw(x)) for x in given.values())
+    assert q is not None and k is not None and v is not None
+    _check_ndim("Q", q, "[N, H, D]")
     kv_layout = "[N, L, D]" if cu_seqlens is None else "[sum L, D]"
-    _check_ndim("K", metas["k"], kv_layout)
-    _check_ndim("V", metas["v"], kv_layout.replace("D", "Dv"))
-    N, H, _ = metas["q"].shape
+    _check_ndim("K", k, kv_layout)
+    _check_ndim("V", v, kv_layout.replace("D", "Dv"))
+    N, H, _ = q.shape
 
     def view(m: Meta, axis: int) -> Meta:
         return m._replace(shape=(*m.shape[:axis], 1, *m.shape[axis:]))
 
-    cu = None if cu_seqlens is None else meta("cu_seqlens", cu_seqlens)
-    o = None if out is None else meta("out", out)
     if cu is not None and cu.shape != (N + 1,):
         raise ValueError(f"cu_seqlens: expected [N + 1] = [{N + 1}], got {_shape(cu.shape)}")
-    if metas["q"].dtype == torch.float64:
+    if q.dtype == torch.float64:
         raise TypeError("Q: expected dtype float16, bfloat16, float32, got float64")
     dense = cu is None
     check(
         Signature(
-            q=view(metas["q"], 1) if dense else metas["q"],
-            k=view(metas["k"], 2 if dense else 1),
-            v=view(metas["v"], 2 if dense else 1),
-            ranges=Meta((N, 1, 1, 0, 2) if dense else (N, 1, 0, 2), torch.int32, metas["q"].device, True),
+            q=view(q, 1) if dense else q,
+            k=view(k, 2 if dense else 1),
+            v=view(v, 2 if dense else 1),
+            ranges=Meta((N, 1, 1, 0, 2) if dense else (N, 1, 0, 2), torch.int32, q.device, True),
             block_indices=None,
             block_size=None,
             causal=False,

@@ -66,13 +66,6 @@ def device(lane: Lane) -> torch.device:
     return torch.device("cuda", 0) if lane == "gpu" else torch.device("cpu")
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    for mark in item.iter_markers("gpu"):
-        reason = missing_gpu(*mark.args, **mark.kwargs)
-        if reason is not None:
-            pytest.skip(reason)
-
-
 # --- what this run is made of ----------------------------------------------------------------------------------------
 
 
@@ -181,8 +174,12 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
-    """The folder is the mark. First, so that `-m` sees it."""
+    """The folder is the mark. First, so that `-m` sees it. And what needs a GPU that is not there is skipped."""
     for item in items:
+        for mark in item.iter_markers("gpu"):
+            reason = missing_gpu(*mark.args, **mark.kwargs)
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
         if item.path.is_relative_to(config.rootpath):
             folders = item.path.relative_to(config.rootpath).parts[:-1]
             for folder in FOLDERS:

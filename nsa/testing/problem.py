@@ -6,6 +6,7 @@ clamp would be wrong on both sides of a comparison.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,7 +57,7 @@ class Problem:
     q_positions: Tensor | None = None
     cu_seqlens: Tensor | None = None
     scale: float | None = None
-    extra: dict[str, Any] = field(default_factory=dict)  # what an implementation precomputes, untimed
+    extra: dict[str, Any] = field(default_factory=dict)  # precomputed and untimed; shared with clones
 
     @property
     def selection(self) -> dict[str, Any]:
@@ -146,6 +147,16 @@ class Problem:
     def flops(self) -> int:
         """Multiply-adds counted as two, of the two matrix products."""
         return 2 * int(self.key_index[1].sum()) * self.case.H * (self.case.D + self.case.Dv)
+
+    def clone(self) -> Problem:
+        """The same values in memory of their own: another buffer to rotate through."""
+        other = dataclasses.replace(self, q=self.q.clone(), k=self.k.clone(), v=self.v.clone())
+        known: dict[str, Any] = {"key_index": self.key_index, "unique_bytes": self.unique_bytes, "flops": self.flops}
+        if self.case.source != "rows":
+            rows = self.rows
+            known["rows"] = Rows(other.q.view_as(rows.Q), rows.K.clone(), rows.V.clone(), rows.lengths)
+        other.__dict__.update(known)  # where cached_property keeps them
+        return other
 
     def unpack(self, rows: Tensor) -> Tensor:
         """`[N, H, …]` in row order (b, s, hkv) as `[B, S, HQ, …]`."""

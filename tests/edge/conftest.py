@@ -44,9 +44,15 @@ class Attend:
         return self.keywords["backend"] == "triton"
 
 
-@pytest.fixture(params=list(ROUTES))
+@pytest.fixture(params=["triton", "sdpa", "reference"])
 def attend(request) -> Attend:
-    """Every backend and schedule in turn."""
+    """Every backend in turn."""
+    return Attend(request.param, ROUTES[request.param])
+
+
+@pytest.fixture(params=list(ROUTES))
+def attend_all(request) -> Attend:
+    """Every backend and every schedule of Triton's."""
     return Attend(request.param, ROUTES[request.param])
 
 

@@ -58,7 +58,7 @@ def test_folders_mark_header_skips_and_replay(project):
             f"nsa: torch {torch.__version__}, triton {plugin.triton_version()}, seed 7, commit *",
             "*= replay one failure =*",
             'NSA_TEST_TRITON_SEL=0 pytest "tests/parity/test_a.py::test_fails[[]H8-D128[]]" --nsa-seed 7',
-            "SKIPPED * needs an NVIDIA GPU: NSA_TEST_TRITON_SEL=0 keeps the suite off it",
+            "SKIPPED [[]1[]] tests/edge/test_a.py:*: needs an NVIDIA GPU: NSA_TEST_TRITON_SEL=0 keeps the suite off it",
         ]
     )
 

@@ -3,13 +3,14 @@
 import dataclasses
 
 import torch
-from hypothesis import given
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from nsa.testing import strategies
 from nsa.testing.cases import Case
 from nsa.testing.compare import Oracle, assert_parity
 from nsa.testing.impls import OURS
+from nsa.testing.plugin import current_lane
 
 KEYS, SPANS = 72, 4
 # L is the host's bound: every span may be as long as the cache.
@@ -18,9 +19,13 @@ BLOCKS = Case(4, 32, 16, 16 * 5, 4, "prefill", "fp16", HKV=2, S=2, S_kv=KEYS, bl
 PACKED = dataclasses.replace(RANGES, N=8, S=1, seqlens=(1, 3))
 VARLEN = Case(2, 32, 32, 100, 3, "few", "fp32", source="varlen")
 
+# An interpreted example takes a tenth of a second, and shrinking tries thousands: there the failure as found must do.
+phases = settings.default.phases if current_lane() == "gpu" else (Phase.explicit, Phase.reuse, Phase.generate)
+lane_settings = settings(phases=phases)
 lead = (RANGES.B, RANGES.S, RANGES.HKV)
 
 
+@lane_settings
 @given(strategies.ranges(lead, SPANS, KEYS), strategies.seeds(), st.booleans())
 def test_triton_sel_parity_ranges_any_spans(device: torch.device, spans: torch.Tensor, seed: int, causal: bool) -> None:
     problem = dataclasses.replace(RANGES.make(device, seed), ranges=spans.to(device), causal=causal)
@@ -28,6 +33,7 @@ def test_triton_sel_parity_ranges_any_spans(device: torch.device, spans: torch.T
     check("sdpa", problem)
 
 
+@lane_settings
 @given(strategies.ranges((4, RANGES.HKV), SPANS, 5), strategies.seeds())
 def test_triton_sel_parity_ranges_any_spans_packed_batch(device: torch.device, spans: torch.Tensor, seed: int) -> None:
     problem = dataclasses.replace(PACKED.make(device, seed), ranges=spans.to(device))
@@ -35,6 +41,7 @@ def test_triton_sel_parity_ranges_any_spans_packed_batch(device: torch.device, s
     check("sdpa", problem)
 
 
+@lane_settings
 @given(strategies.block_indices(lead, BLOCKS.n, -(-KEYS // 16)), strategies.seeds(), st.booleans())
 def test_triton_sel_parity_blocks_any_indices(
     device: torch.device, blocks: torch.Tensor, seed: int, causal: bool
@@ -47,6 +54,7 @@ def test_triton_sel_parity_blocks_any_indices(
     check("sdpa", drawn)
 
 
+@lane_settings
 @given(st.lists(st.integers(0, VARLEN.L), min_size=VARLEN.N, max_size=VARLEN.N), strategies.seeds())
 def test_triton_sel_parity_varlen_any_lengths(device: torch.device, lengths: list[int], seed: int) -> None:
     problem = VARLEN.make(device, seed)

@@ -1,0 +1,98 @@
+"""What the GPU can do, measured here and now, and the check that no measurement claims more.
+
+A time that beats the hardware is a wrong time: work left out, data found in cache, a clock misread. It must not become
+a result (trap 2 of spec.md: a published table that read at 8.3 TB/s from a 1.0 TB/s card).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from nsa.testing.timing import Timing, time_gpu
+
+SLACK = 1.05
+STREAM_BYTES = 2 << 30  # far larger than any L2
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured limits of one GPU: bytes per second of a copy (read + written) and of a read, bf16 FLOP per second."""
+
+    copy: float
+    read: float
+    matmul: float
+
+    @property
+    def memory(self) -> float:
+        """The most bytes per second that any stream reached."""
+        return max(self.copy, self.read)
+
+
+class InvalidMeasurement(AssertionError):
+    """A time that this hardware cannot have taken."""
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _read_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Sum one block: reads `4 * BLOCK` bytes, writes 4."""
+    block = tl.program_id(0).to(tl.int64)
+    x = tl.load(x_ptr + block * BLOCK + tl.arange(0, BLOCK))  # [BLOCK]
+    tl.store(out_ptr + block, tl.sum(x))
+
+
+@functools.lru_cache(maxsize=8)
+def ceilings(device: torch.device) -> Ceilings:
+    """Measure once per process: about half a second and 4 GiB of GPU memory (less where less is free)."""
+    free = torch.cuda.mem_get_info(device)[0]
+    n = min(STREAM_BYTES, free // 4) // 4 // 65536 * 65536
+    source = torch.ones(n, device=device, dtype=torch.float32)
+    target = torch.empty_like(source)
+
+    def read(block: int) -> Callable[[], object]:
+        return lambda: _read_kernel[(n // block,)](source, target, BLOCK=block, num_warps=8)
+
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    c = torch.empty_like(a)
+    times = time_gpu(
+        {
+            "copy": [lambda: target.copy_(source)],
+            **{f"read{block}": [read(block)] for block in (4096, 8192, 16384)},
+            "matmul": [lambda: torch.mm(a, b, out=c)],
+        },
+        iters=20,
+        replay_s=2e-3,
+    )
+    reads = min(min(t.samples) for name, t in times.items() if name.startswith("read"))
+    # The best sample, not the median: it is a limit that is asked for.
+    return Ceilings(
+        copy=8 * n / min(times["copy"].samples), read=4 * n / reads, matmul=2 * 8192**3 / min(times["matmul"].samples)
+    )
+
+
+def guard(name: str, timing: Timing, nbytes: int, flops: int, limits: Ceilings) -> None:
+    """Reject a time that beats memory (cold buffers only: L2 is faster) or the matrix units by more than `SLACK`.
+
+    Args:
+        nbytes: unique bytes of a call, each read or written once.
+        flops: of its matrix products.
+
+    Raises:
+        InvalidMeasurement: naming the claim and the limit.
+    """
+    bandwidth, rate = nbytes / timing.median, flops / timing.median
+    if timing.cold and bandwidth > SLACK * limits.memory:
+        raise InvalidMeasurement(
+            f"invalid measurement: {name} took {timing.median * 1e6:.2f} us for {nbytes} unique bytes, "
+            f"{bandwidth / 1e9:.0f} GB/s; this GPU's memory was measured at {limits.memory / 1e9:.0f} GB/s"
+        )
+    if rate > SLACK * limits.matmul:
+        raise InvalidMeasurement(
+            f"invalid measurement: {name} took {timing.median * 1e6:.2f} us for {flops} FLOP, {rate / 1e12:.0f} "
+            f"TFLOP/s; this GPU's matrix units were measured at {limits.matmul / 1e12:.0f} TFLOP/s"
+        )

@@ -1,0 +1,233 @@
+"""Times of calls: CUDA graphs over cold, rotated buffers on a GPU, the host's clock elsewhere; and their statistics.
+
+Implementations that are to be compared are sampled in turn, in one process: noise lies between runs, and a clock that
+drifts moves both sides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from nsa.testing.problem import Problem
+
+Fn = Callable[[], object]
+LEAST = 10  # samples, whatever the budget says
+COLD = 3.0  # a rotation touches this many times the L2 cache between two uses of the same buffer
+MOST_SETS = 512
+REPLAY_S = 5e-4  # a sample is long against the few microseconds by which events enclose it
+SAMPLE_S = 1e-3  # likewise on the host
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Samples of one implementation, seconds per call.
+
+    how: "graph", "eager" (GPU, not capturable) or "host". cold: no call finds its inputs in L2. sets: buffer sets that
+    were rotated. calls: calls in a sample.
+    """
+
+    samples: list[float]
+    how: str
+    cold: bool
+    sets: int
+    calls: int
+
+    @property
+    def median(self) -> float:
+        """Seconds per call."""
+        return statistics.median(self.samples)
+
+    def interval(self, confidence: float = 0.95, draws: int = 1000) -> tuple[float, float]:
+        """Bootstrap interval of the median, seconds. Repeatable: its draws have a fixed seed."""
+        x = torch.tensor(self.samples, dtype=torch.float64)
+        g = torch.Generator().manual_seed(0)
+        medians = x[torch.randint(len(x), (draws, len(x)), generator=g)].quantile(0.5, dim=1)
+        tail = (1 - confidence) / 2
+        low, high = medians.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+        return low, high
+
+
+def buffer_sets(p: Problem, memory_share: float = 0.4) -> tuple[list[Problem], bool]:
+    """Copies of a problem to rotate through, and whether that makes every call cold.
+
+    Enough copies that what a rotation reads is `COLD` times the L2 cache, two at least, as far as memory goes.
+    """
+    if p.q.device.type != "cuda":
+        return [p], False
+    cache = torch.cuda.get_device_properties(p.q.device).L2_cache_size
+    footprint = sum(x.numel() * x.element_size() for x in (p.q, p.k, p.v))
+    if p.case.source != "rows":  # the packed copy that SDPA reads
+        footprint += sum(x.numel() * x.element_size() for x in p.rows[1:3])
+    unused = torch.cuda.memory_reserved(p.q.device) - torch.cuda.memory_allocated(p.q.device)
+    room = int((torch.cuda.mem_get_info(p.q.device)[0] + unused) * memory_share / max(footprint, 1))
+    wanted = max(2, math.ceil(COLD * cache / max(p.unique_bytes, 1)))
+    sets = max(1, min(wanted, room, MOST_SETS))
+    return [p, *(p.clone() for _ in range(sets - 1))], sets >= 2 and sets * p.unique_bytes >= COLD * cache * 0.99
+
+
+def time_gpu(
+    fns: dict[str, Sequence[Fn]],
+    *,
+    iters: int = 50,
+    warmup: int = 5,
+    budget_s: float = 0.15,
+    cold: bool = False,
+    replay_s: float = REPLAY_S,
+) -> dict[str, Timing]:
+    """Time calls on the current GPU by replaying CUDA graphs, implementations in turn.
+
+    Args:
+        fns: per implementation one call per buffer set. A graph goes through them in order, as often as it takes to
+            last `replay_s`.
+        iters: samples of each; fewer where they would take longer than `budget_s`, never under `LEAST`.
+        warmup: replays before the first sample.
+        cold: what `buffer_sets` said, for the record.
+    """
+    runs = {name: _replayable(calls, replay_s) for name, calls in fns.items()}
+    counts = {name: max(LEAST, min(iters, int(budget_s / run.estimate_s))) for name, run in runs.items()}
+    for run in runs.values():
+        for _ in range(warmup):
+            run.replay()
+    torch.cuda.synchronize()
+    # Keep the GPU busy until the host is ahead of it: an event recorded on an idle GPU would time the launch.
+    torch.cuda._sleep(4_000_000)
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
+    for name in _in_turn(counts):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        runs[name].replay()
+        end.record()
+        events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {
+        name: Timing(
+            [a.elapsed_time(b) / 1e3 / run.calls for a, b in events[name]], run.how, cold, len(fns[name]), run.calls
+        )
+        for name, run in runs.items()
+    }
+
+
+@dataclasses.dataclass
+class _Run:
+    replay: Fn
+    how: str
+    calls: int
+    estimate_s: float
+
+
+def _replayable(calls: Sequence[Fn], replay_s: float) -> _Run:
+    """Capture a rotation over the buffer sets, repeated until it lasts; eager calls where capture is refused."""
+    for call in calls[:2]:  # compile and allocate before capture
+        call()
+    torch.cuda.synchronize()
+    try:
+        replay: Fn = _capture(calls, 1)
+        how = "graph"
+    except RuntimeError:  # a sync or an allocation inside the call: a third party's, or torch's own math
+        torch.cuda.synchronize()
+
+        def replay() -> None:
+            for call in calls:
+                call()
+
+        how = "eager"
+    replay()
+    once = min(_elapsed(replay) for _ in range(2))
+    cycles = max(1, math.ceil(replay_s / once)) if how == "graph" else 1
+    if cycles > 1:
+        replay = _capture(calls, cycles)
+    return _Run(replay, how, cycles * len(calls), cycles * once)
+
+
+def _capture(calls: Sequence[Fn], cycles: int) -> Fn:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(cycles):
+            for call in calls:
+                call()
+    return graph.replay
+
+
+def _elapsed(replay: Fn) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    replay()
+    end.record()
+    end.synchronize()
+    return max(float(start.elapsed_time(end)) / 1e3, 1e-6)
+
+
+def _in_turn(counts: dict[str, int]) -> Iterator[str]:
+    """Names in rounds; what is sampled less often is spread evenly over the rounds."""
+    most = max(counts.values())
+    for i in range(most):
+        yield from (name for name, n in counts.items() if (i + 1) * n // most != i * n // most)
+
+
+def time_host(
+    fns: dict[str, Fn],
+    *,
+    iters: int = 50,
+    warmup: int = 5,
+    budget_s: float = 0.5,
+    sample_s: float = SAMPLE_S,
+    sync: Fn | None = None,
+) -> dict[str, Timing]:
+    """Time calls by the host's clock, implementations in turn. A sample repeats its call until it lasts `sample_s`.
+
+    With `sync` (say `torch.cuda.synchronize`), called after each sample and not timed, this is the latency of an eager
+    call: what the host spends, while the GPU works behind it.
+    """
+    repeats, counts = {}, {}
+    for name, fn in fns.items():
+        fn()
+        once = min(_host_sample(fn, 1, sync) for _ in range(2))
+        repeats[name] = max(1, min(10_000, math.ceil(sample_s / max(once, 1e-7))))
+        counts[name] = max(LEAST, min(iters, int(budget_s / (once * repeats[name]))))
+        for _ in range(min(warmup, max(1, int(0.2 * budget_s / (once * repeats[name]))))):
+            _host_sample(fn, repeats[name], sync)
+    samples: dict[str, list[float]] = {name: [] for name in fns}
+    for name in _in_turn(counts):
+        samples[name].append(_host_sample(fns[name], repeats[name], sync))
+    return {name: Timing(samples[name], "host", False, 1, repeats[name]) for name in fns}
+
+
+def _host_sample(fn: Fn, repeats: int, sync: Fn | None) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        fn()
+    elapsed = time.perf_counter() - start
+    if sync is not None:
+        sync()
+    return elapsed / repeats
+
+
+class _VirtualClock:
+    """A clock that stands still until it is told what time it is."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+clock = _VirtualClock()
+"""The timer of every benchmark that replays samples: `pytestmark = pytest.mark.benchmark(timer=timing.clock)`."""
+
+
+def feed(benchmark: Any, timing: Timing) -> None:
+    """Replay samples through pytest-benchmark, so that its tables, files and comparisons see exactly these."""
+    samples = iter(timing.samples)
+
+    def step() -> None:
+        clock.now += next(samples)
+
+    benchmark.pedantic(step, rounds=len(timing.samples), iterations=1)

@@ -1,0 +1,56 @@
+"""Group sizes from 1 to 128 and head dims from 16 to 256, powers of two or not, D and Dv independent."""
+
+import pytest
+import torch
+
+GROUPS = (1, 2, 3, 7, 16, 33, 64, 100, 128)
+DIMS = ((16, 256), (256, 16), (17, 33), (24, 40), (64, 64), (64, 100), (96, 64), (100, 192), (128, 128), (192, 24))
+LIST = [(3, 9), (12, 17), (13, 14)]
+
+
+@pytest.mark.parametrize("HKV", [1, 2], ids=["one-kv-head", "two-kv-heads"])
+@pytest.mark.parametrize("G", GROUPS, ids=lambda G: f"G{G}")
+def test_group_sizes(attend_all, agrees, draw, same, G, HKV):
+    if attend_all.name == "per_head" and G * HKV > 32:
+        pytest.skip("as many programs as heads, and the schedule is the same for each of them")
+    q, k, v = draw(S=1, HKV=HKV, G=G, seed=G)
+    agrees(attend_all, q, k, v, ranges=same(LIST, 1, 1, HKV), max_selected=12)
+
+
+@pytest.mark.parametrize("G", GROUPS[::2], ids=lambda G: f"G{G}")
+def test_group_sizes_over_blocks(attend, agrees, draw, same, dtype, G):
+    q, k, v = draw(S=1, HKV=1, G=G, dtype=dtype)
+    agrees(attend, q, k, v, block_indices=same([1, -1, 0], 1, 1, 1), block_size=7)
+
+
+@pytest.mark.parametrize(("D", "Dv"), DIMS, ids=lambda d: str(d))
+def test_head_dims(attend, agrees, draw, same, dtype, D, Dv):
+    q, k, v = draw(S=2, HKV=1, D=D, Dv=Dv, dtype=dtype)
+    o, _ = agrees(attend, q, k, v, ranges=same(LIST, 1, 2, 1))
+    assert o.shape == (1, 2, 2, Dv)
+
+
+@pytest.mark.parametrize("G", [3, 128], ids=lambda G: f"G{G}")
+def test_largest_of_everything(attend, agrees, draw, same, dtype, G):
+    """Where shared memory is short."""
+    q, k, v = draw(S=1, S_kv=90, HKV=1, G=G, D=256, Dv=256, dtype=dtype)
+    agrees(attend, q, k, v, ranges=same([(0, 90)], 1, 1, 1), max_selected=90)
+
+
+@pytest.mark.parametrize("shape", [{"G": 100, "D": 24}, {"G": 3, "D": 24, "Dv": 100}], ids=["G100", "Dv100"])
+def test_split_among_programs(attend, agrees, draw, same, dtype, shape):
+    """Heads and dims that are not powers of two, merged from parts."""
+    q, k, v = draw(S=1, S_kv=300, HKV=1, **shape, dtype=dtype)
+    agrees(attend, q, k, v, ranges=same([(0, 150), (170, 290)], 1, 1, 1), max_selected=270)
+
+
+def test_bf16_on_plain_backends(attend_plain, agrees, draw, same):
+    """On every lane; Triton's bf16 needs a GPU."""
+    q, k, v = draw(dtype=torch.bfloat16)
+    agrees(attend_plain, q, k, v, ranges=same(LIST, 1, 3, 2))
+
+
+def test_fp64_on_plain_backends(attend_plain, agrees, draw, same):
+    q, k, v = draw(dtype=torch.float64)
+    o, lse = agrees(attend_plain, q, k, v, ranges=same(LIST, 1, 3, 2))
+    assert (o.dtype, lse.dtype) == (torch.float64, torch.float64)

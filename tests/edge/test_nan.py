@@ -1,0 +1,181 @@
+"""NaN and infinity: what a row did not select never reaches it; what it selected propagates as in SDPA."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# NumPy says so when the interpreter computes with infinities.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+KEYS = 20
+POISON = {"nan": math.nan, "inf": math.inf, "minus-inf": -math.inf}
+
+
+def check_untouched(attend, qkv, poisoned, selection):
+    """Outputs are bitwise those of the clean tensors."""
+    want = attend(*qkv, **selection, return_lse=True)
+    got = attend(*poisoned, **selection, return_lse=True)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("poison", POISON)
+def test_unselected_keys_do_not_matter(attend_all, draw, same, dtype, poison):
+    """Between, before and after spans, inside the tiles that hold selected keys."""
+    q, k, v = draw(S=2, S_kv=KEYS, HKV=1, dtype=dtype)
+    bad_k, bad_v = k.clone(), v.clone()
+    for x in (bad_k, bad_v):
+        x[:, [0, 1, 5, 6, 12, 18, 19]] = POISON[poison]
+    selection = {"ranges": same([(7, 12), (2, 5), (13, 18)], 1, 2, 1), "causal": False}
+    check_untouched(attend_all, (q, k, v), (q, bad_k, bad_v), selection)
+
+
+@pytest.mark.parametrize("source", ["ranges", "blocks"])
+def test_keys_past_the_limit_do_not_matter(attend_all, draw, same, device, dtype, source):
+    """Clamped away by causality, in the span and the block a row did select."""
+    q, k, v = draw(S=2, S_kv=KEYS, HKV=1, dtype=dtype)
+    bad_k, bad_v = k.clone(), v.clone()
+    bad_k[:, 11:], bad_v[:, 11:] = math.nan, math.inf
+    selection = {"q_positions": torch.tensor([[10, 7]], device=device)}
+    if source == "ranges":
+        selection |= {"ranges": same([(0, 3), (5, KEYS)], 1, 2, 1)}
+    else:
+        selection |= {"block_indices": same([1, 0, -1], 1, 2, 1), "block_size": 6}
+    check_untouched(attend_all, (q, k, v), (q, bad_k, bad_v), selection)
+
+
+def test_other_rows_heads_and_batches_do_not_matter(attend, draw, same, dtype):
+    """The query, the keys and the values of everybody else may be NaN."""
+    q, k, v = draw(B=2, S=3, S_kv=KEYS, dtype=dtype)
+    ranges = same([(0, KEYS)], 2, 3, 2)
+    want = attend(q, k, v, ranges=ranges, return_lse=True)
+    bad_q, bad_k, bad_v = (torch.full_like(x, math.nan) for x in (q, k, v))
+    bad_q[1, 1, :2], bad_k[1, :, 0], bad_v[1, :, 0] = q[1, 1, :2], k[1, :, 0], v[1, :, 0]
+    o, lse = attend(bad_q, bad_k, bad_v, ranges=ranges, return_lse=True)
+    assert torch.equal(o[1, 1, :2], want[0][1, 1, :2])
+    assert torch.equal(lse[1, 1, :2], want[1][1, 1, :2])
+    assert o.isnan().sum() == o.numel() - 2 * 16
+
+
+def test_other_sequences_do_not_matter(attend, draw, same, device):
+    q, k, v = draw(S=5, S_kv=24, varlen=True)
+    pair = tuple(torch.tensor(c, dtype=torch.int32, device=device) for c in ([0, 2, 4, 5], [0, 7, 19, 24]))
+    selection = {"ranges": same([(-9, 3), (5, 99)], 5, 2), "cu_seqlens": pair}
+    want = attend(q, k, v, **selection, return_lse=True)
+    for x in (k, v):
+        x[:7], x[19:] = math.nan, math.nan
+    for a, b in zip(attend(q, k, v, **selection, return_lse=True), want, strict=True):
+        assert torch.equal(a[2:4], b[2:4])
+        assert a[[0, 1, 4]].isnan().all()
+
+
+def test_split_keys_do_not_matter(attend, draw, same):
+    """Programs that share a row's keys, one of them with none."""
+    q, k, v = draw(S=1, S_kv=400, HKV=1, G=2)
+    bad_k, bad_v = k.clone(), v.clone()
+    bad_k[:, 100:260], bad_v[:, 100:260] = math.nan, math.nan
+    selection = {"ranges": same([(30, 100), (260, 390)], 1, 1, 1), "max_selected": 400}
+    check_untouched(attend, (q, k, v), (q, bad_k, bad_v), selection)
+
+
+@pytest.mark.parametrize("where", ["keys", "values"])
+def test_nan_reaches_exactly_the_rows_that_selected_it(attend_all, draw, device, dtype, where):
+    """Rows of one cache with spans of their own: which outputs are NaN is decided key by key."""
+    q, k, v = draw(S=6, S_kv=KEYS, HKV=1, dtype=dtype)
+    g = torch.Generator().manual_seed(2)
+    start = torch.randint(0, KEYS, (1, 6, 1, 2), generator=g)
+    ranges = torch.stack((start, start + torch.tensor([3, 2])), -1)
+    bad = (4, 13)
+    (k if where == "keys" else v)[:, list(bad), 0, 3] = math.nan
+    hit = [any(a <= j < b for a, b in row for j in bad) for row in ranges[0, :, 0].tolist()]
+    assert 0 < sum(hit) < 6
+    o, lse = attend_all(q, k, v, ranges=ranges.to(device), causal=False, return_lse=True)
+    hit = torch.tensor(hit, device=device)
+    if where == "keys":
+        assert torch.equal(o[0].isnan(), hit[:, None, None].expand_as(o[0]))
+        assert torch.equal(lse[0].isnan(), hit[:, None].expand_as(lse[0]))
+    else:
+        assert torch.equal(o[0, :, :, 3].isnan(), hit[:, None].expand(6, 2))
+        assert o.isnan().sum() == 2 * hit.sum()
+        assert lse.isfinite().all()
+
+
+def sdpa(q, k, v):
+    """What SDPA says of one row, `q [1, 1, G, D]` over all keys of `k [1, L, 1, D]`: its plain definition, in fp64.
+
+    Its fused CPU kernels disagree with that and with each other (torch 2.13: zeros for a NaN query without a mask).
+    """
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*(x.double().cpu().transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+INFINITIES = {
+    "plus-inf-key": ("k", [(6, 3, math.inf)]),
+    "minus-inf-key": ("k", [(6, 3, -math.inf)]),
+    "nan-key": ("k", [(6, 3, math.nan)]),
+    "two-inf-keys": ("k", [(6, 3, math.inf), (9, 3, math.inf)]),
+    "inf-minus-inf-in-a-key": ("k", [(6, 3, math.inf), (6, 4, -math.inf)]),
+    "plus-inf-value": ("v", [(6, 3, math.inf)]),
+    "minus-inf-value": ("v", [(6, 3, -math.inf)]),
+    "inf-minus-inf-values": ("v", [(6, 3, math.inf), (9, 3, -math.inf)]),
+    "inf-in-other-columns": ("v", [(6, 3, math.inf), (9, 4, -math.inf)]),
+    "nan-value": ("v", [(6, 3, math.nan)]),
+    "inf-query": ("q", [(0, 3, math.inf)]),
+    "nan-query": ("q", [(0, 3, math.nan)]),
+}
+
+
+@pytest.mark.parametrize("L", [12, 100], ids=lambda L: f"L{L}")
+@pytest.mark.parametrize("kind", INFINITIES)
+def test_selected_infinities_propagate_as_in_sdpa(attend, draw, same, dtype, kind, L):
+    """One head sees the key with a positive, one with a negative sign. Within one tile, and across several."""
+    which, places = INFINITIES[kind]
+    q, k, v = draw(S=1, S_kv=L, HKV=1, dtype=dtype)
+    q[0, 0, :, 3], q[0, 0, :, 4] = torch.tensor([0.5, -0.5]).to(q), torch.tensor([0.25, 0.25]).to(q)
+    for key, column, value in places:
+        {"q": q, "k": k, "v": v}[which][:, key, 0, column] = value
+    with sdpa_kernel(SDPBackend.MATH):
+        o = attend(q, k, v, ranges=same([(0, L)], 1, 1, 1), causal=False)
+    want = sdpa(q, k, v)
+    torch.testing.assert_close(o.double().cpu(), want, rtol=0, atol=3e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_all_selected_scores_are_minus_infinity(attend, draw, same, dtype, n):
+    """SDPA gives such a row zeros, as if it had selected nothing."""
+    q, k, v = draw(S=1, S_kv=n, HKV=1, dtype=dtype)
+    q[..., 3], k[..., 3] = 1.0, -math.inf
+    with sdpa_kernel(SDPBackend.MATH):
+        o = attend(q, k, v, ranges=same([(0, n)], 1, 1, 1), causal=False)
+    torch.testing.assert_close(o.double().cpu(), sdpa(q, k, v), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("source", ["ranges", "blocks"])
+def test_no_read_leaves_the_tensor(attend_all, draw, same, dtype, source):
+    """Q, K and V are slices in every dimension of buffers full of NaN, the output is a slice too."""
+    q, k, v = draw(S=2, S_kv=KEYS, HKV=1, D=24, Dv=40, dtype=dtype)
+    arenas = [x.new_full([s + 4 for s in x.shape], math.nan) for x in (q, k, v)]
+    views = [a[2:-2, 2:-2, 2:-2, 2:-2] for a in arenas]
+    for view, x in zip(views, (q, k, v), strict=True):
+        view.copy_(x)
+    if source == "ranges":
+        wide = [(-(2**31), 2**31 - 1), (-30, 4), (17, 60), (25, 28), (-5, -1)]
+        selection = {"ranges": same(wide, 1, 2, 1), "max_selected": 80}
+    else:
+        selection = {"block_indices": same([2, -1, 3, 0, 2**31 - 1], 1, 2, 1), "block_size": 7}
+    want = attend_all(q, k, v, **selection, return_lse=True)
+    got = attend_all(*views, **selection, return_lse=True)
+    for a, b in zip(got, want, strict=True):
+        assert not a.isnan().any()
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_bound_that_was_broken_reads_nothing_outside(attend, draw, same):
+    """More keys than `max_selected` promised: any result, but from the tensors."""
+    q, k, v = draw(S=2, S_kv=KEYS, HKV=1)
+    k, v = (torch.cat((x * math.nan, x, x * math.nan), 1)[:, KEYS : 2 * KEYS] for x in (k, v))
+    o = attend(q, k, v, ranges=same([(0, KEYS), (3, 99)], 1, 2, 1), max_selected=5)
+    assert not o.isnan().any()
