@@ -6,12 +6,14 @@ A conftest.py imports the fixtures it wants; a test names its cases with `over`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from nsa.testing.cases import Case, parity, small
 from nsa.testing.compare import Oracle
+from nsa.testing.impls import Impl, load
 from nsa.testing.plugin import current_lane
 from nsa.testing.problem import Problem
 
@@ -29,8 +31,13 @@ def over(cases: list[Case] | Callable[[Case], bool]) -> pytest.MarkDecorator:
     Parameters are ids, not `Case`s: pytest-benchmark stores parameters as JSON, and `-k` sees the words.
     """
     chosen = [c for c in lane_cases() if cases(c)] if callable(cases) else cases
-    _by_id.update((c.id, c) for c in chosen)
-    return pytest.mark.parametrize("case", [c.id for c in chosen], indirect=True, scope="module")
+    return pytest.mark.parametrize("case", register(chosen), indirect=True, scope="module")
+
+
+def register(cases: list[Case]) -> list[str]:
+    """Their ids, which the fixture `case` will know from now on."""
+    _by_id.update((c.id, c) for c in cases)
+    return [c.id for c in cases]
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +58,24 @@ def problem(case: Case, device: torch.device, request: pytest.FixtureRequest) ->
 def oracle(problem: Problem) -> Oracle:
     """The fp64 answer, and SDPA's error."""
     return Oracle.of(problem)
+
+
+def over_third_parties(metafunc: pytest.Metafunc, cases: list[Case]) -> None:
+    """Run a test that asks for `third_party` and `case` once per `--nsa-impl` and case that it takes.
+
+    Where there is none, one skip says so. To be called from a conftest's `pytest_generate_tests`.
+    """
+    specs = metafunc.config.getoption("nsa_impl")
+    pairs = [(spec, c) for spec in specs for impl in [load(spec)] for c in cases if impl.supports(c) is None]
+    params: list[Any] = [(spec, c.id) for spec, c in pairs]
+    if not pairs:
+        reason = "no --nsa-impl given" if not specs else "takes none of this lane's cases"
+        params = [pytest.param("none", cases[0].id, marks=pytest.mark.skip(reason=reason))]
+    register(cases)
+    metafunc.parametrize("third_party,case", params, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def third_party(request: pytest.FixtureRequest) -> Impl:
+    """Somebody else's kernel, from `--nsa-impl`."""
+    return load(request.param)

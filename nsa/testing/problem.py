@@ -235,9 +235,8 @@ def _visible(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _select(case: Case, g: torch.Generator) -> tuple[Tensor, Tensor | None]:
     """`ranges [B,S,HKV,n,2]` (int64), and `block_indices [B,S,HKV,n]` (int32) where the source is blocks."""
-    visible, total = (x.repeat_interleave(case.HKV) for x in _visible(case, g.device))
-    # A row that may see L keys gets its spans among those, so that L is exact; others get some clamped away.
-    extent = torch.where(visible >= case.L, visible, total)
+    # Spans lie anywhere in the row's sequence: exact L for S = 1, which sees it all; else causality clamps some away.
+    visible, extent = (x.repeat_interleave(case.HKV) for x in _visible(case, g.device))
     lead = (sum(case.seqlens), case.HKV) if case.seqlens else (case.B, case.S, case.HKV)
     if case.source == "blocks":
         blocks = _blocks(case, visible, extent, g).view(*lead, -1)

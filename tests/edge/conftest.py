@@ -125,6 +125,17 @@ def agrees():
 
 
 @pytest.fixture
+def split(monkeypatch):
+    """Every row's keys are shared among 3 programs and merged, whatever the shape: that is decided by measurements."""
+    from nsa.kernels import query_major, tiles
+
+    monkeypatch.setattr(tiles, "split_count", lambda *_: 3)
+    query_major.plan.cache_clear()
+    yield
+    query_major.plan.cache_clear()
+
+
+@pytest.fixture
 def fresh_routes():
     """An empty route log and no remembered failures, before and after."""
     dispatch.reset()

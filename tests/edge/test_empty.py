@@ -67,10 +67,15 @@ def test_empty_rows_among_full_ones(attend, agrees, draw, same, dtype):
     assert lse.isfinite().sum() == 12
 
 
-def test_split_among_programs(attend, draw, same):
-    """A long bound splits a row's keys among programs; a row without keys gives each of them nothing."""
-    q, k, v = draw(S=1, S_kv=2048, HKV=1, G=1)
-    is_nothing(*attend(q, k, v, ranges=same([(7, 7)], 1, 1, 1), max_selected=2048, return_lse=True))
+@pytest.mark.usefixtures("split")
+def test_split_among_programs(attend, agrees, draw, same):
+    """No program finds a key, or only the first does."""
+    q, k, v = draw(S=2, HKV=1)
+    ranges = same([(7, 7)], 1, 2, 1)
+    is_nothing(*attend(q, k, v, ranges=ranges, return_lse=True))
+    ranges[0, 1, 0, 0, 1] = 9
+    _, lse = agrees(attend, q, k, v, ranges=ranges)
+    assert lse.isfinite().sum() == 2
 
 
 def test_no_keys_at_all(attend, draw, same, dtype):

@@ -40,13 +40,14 @@ def test_large_scores_do_not_overflow(attend, draw, same, scale):
     torch.testing.assert_close(lse.double(), want, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.usefixtures("split")
 @pytest.mark.parametrize("source", ["ranges", "blocks"])
 def test_split_among_programs(attend, agrees, draw, same, dtype, source):
-    q, k, v = draw(S=1, S_kv=320, HKV=1, dtype=dtype)
+    q, k, v = draw(S=1, S_kv=60, HKV=1, dtype=dtype)
     if source == "ranges":
-        selection = {"ranges": same([(7, 150), (160, 300)], 1, 1, 1), "max_selected": 283}
+        selection = {"ranges": same([(7, 25), (30, 57)], 1, 1, 1)}
     else:
-        selection = {"block_indices": same([0, 4, 1, 3], 1, 1, 1), "block_size": 64}
+        selection = {"block_indices": same([0, 3, 1, 4], 1, 1, 1), "block_size": 13}
     before = nsa.kernels.launches["combine"]
     agrees(attend, q, k, v, **selection, causal=False)
     if attend.triton:

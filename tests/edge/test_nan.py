@@ -72,13 +72,26 @@ def test_other_sequences_do_not_matter(attend, draw, same, device):
         assert a[[0, 1, 4]].isnan().all()
 
 
+@pytest.mark.usefixtures("split")
 def test_split_keys_do_not_matter(attend, draw, same):
     """Programs that share a row's keys, one of them with none."""
-    q, k, v = draw(S=1, S_kv=400, HKV=1, G=2)
+    q, k, v = draw(S=1, S_kv=40, HKV=1, G=2)
     bad_k, bad_v = k.clone(), v.clone()
-    bad_k[:, 100:260], bad_v[:, 100:260] = math.nan, math.nan
-    selection = {"ranges": same([(30, 100), (260, 390)], 1, 1, 1), "max_selected": 400}
+    bad_k[:, 10:26], bad_v[:, 10:26] = math.nan, math.nan
+    selection = {"ranges": same([(3, 10), (26, 39)], 1, 1, 1)}
     check_untouched(attend, (q, k, v), (q, bad_k, bad_v), selection)
+
+
+@pytest.mark.usefixtures("split")
+@pytest.mark.parametrize("where", ["keys", "values"])
+def test_nan_in_one_part_reaches_the_row(attend, draw, same, where):
+    """A maximum that ignores NaN must not lose it when parts are merged."""
+    q, k, v = draw(S=1, S_kv=40, HKV=1)
+    for key in (0, 39):
+        bad = {"k": k.clone(), "v": v.clone()}
+        bad[where[0]][:, key] = math.nan
+        o = attend(q, **bad, ranges=same([(0, 40)], 1, 1, 1))
+        assert o.isnan().all()
 
 
 @pytest.mark.parametrize("where", ["keys", "values"])

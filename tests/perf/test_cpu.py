@@ -1,0 +1,102 @@
+"""Benchmarks of real work without a GPU: packed SDPA, packing, span utilities, routing. No Triton is timed here."""
+
+import pytest
+import torch
+
+import nsa
+from nsa.reference import packed_sdpa
+from nsa.testing import timing
+from nsa.testing.cases import Case
+from nsa.testing.fixtures import over
+from nsa.testing.impls import END_TO_END, OURS
+from nsa.testing.measure import measure, run_facts
+from nsa.testing.plugin import Lane, current_lane
+from nsa.testing.problem import Problem
+
+pytestmark = [
+    pytest.mark.benchmark(timer=timing.clock),
+    pytest.mark.skipif(current_lane() == "gpu", reason="CPU benchmarks belong to the CPU lane"),
+]
+BUDGET_S = 0.3
+PACKED_SDPA = [
+    *(Case(8, D, D, L, 16, "few", "fp32", source="ranges") for D in (64, 128) for L in (64, 256, 1024)),
+    *(Case(8, 128, 128, L, 16, dist, "fp32") for dist in ("many", "mixed") for L in (64, 256, 1024)),
+    *(Case(16, 128, 128, 1024, 4 * B, "decode", "fp32", HKV=4, S_kv=2048) for B in (1, 4)),
+    Case(8, 128, 64, 256, 16, "mixed", "bf16"),
+    Case(8, 64, 128, 256, 16, "many", "fp16"),
+]
+PACKING = [Case(8, 128, 128, L, 32, d, t) for d in ("many", "mixed") for L in (64, 256, 1024) for t in ("fp32", "bf16")]
+
+
+@over(PACKED_SDPA)
+@pytest.mark.parametrize("bound", ["bounded", "unbounded"])
+def test_packed_sdpa(problem: Problem, bound: str, publish, sampling: dict[str, int]) -> None:
+    """The fallback from spans to output, told the longest row or not."""
+    impl = OURS["sdpa" if bound == "bounded" else "sdpa_unbounded"]
+    result = measure(problem, impl, END_TO_END.values(), budget_s=BUDGET_S, **sampling)
+    publish(f"packed SDPA, {bound}", result.ours, result.info([], result.best(END_TO_END)))
+
+
+@over(PACKING)
+def test_pack_rows(problem: Problem, publish, sampling: dict[str, int]) -> None:
+    p = problem
+    index = p.key_index[0].flatten()
+    k, v = p.k.flatten(0, 2), p.v.flatten(0, 2)
+    packed = nsa.pack_rows(p.k, p.v, p.ranges, max_selected=p.case.L)
+    assert torch.equal(packed.K, p.rows.K)
+    assert torch.equal(packed.V, p.rows.V)
+    fns = {
+        "ours": lambda: nsa.pack_rows(p.k, p.v, p.ranges, max_selected=p.case.L),
+        "index_select": lambda: (k.index_select(0, index), v.index_select(0, index)),
+    }
+    publish_against("packing", "index_select", fns, p.case.fields() | {"seed": p.seed}, publish, sampling)
+
+
+@pytest.mark.parametrize("spans", ["8", "16", "64"])
+def test_merge_ranges(spans: str, publish, sampling: dict[str, int]) -> None:
+    g = torch.Generator().manual_seed(0)
+    start = torch.randint(0, 8192, (4096, int(spans)), generator=g)
+    ranges = torch.stack((start, start + torch.randint(1, 256, start.shape, generator=g)), -1)
+    covered = nsa.merge_ranges(ranges).diff(dim=-1).sum()
+    expected = sum(len({j for a, b in row for j in range(a, b)}) for row in ranges[:64].tolist())
+    assert nsa.merge_ranges(ranges[:64]).diff(dim=-1).sum() == expected
+    assert covered > 0
+
+    def sort() -> None:
+        """The least that merging takes: sort by start, carry ends along, run a maximum."""
+        order = ranges[..., 0].sort(-1)[1]
+        ranges[..., 1].gather(-1, order).cummax(-1)
+
+    fns = {"ours": lambda: nsa.merge_ranges(ranges), "sort": sort}
+    publish_against("merge_ranges", "sort", fns, {"rows": 4096, "n": int(spans)}, publish, sampling)
+
+
+@over([Case(4, 64, 64, 16, 1, "many", "fp32", S_kv=64), Case(4, 64, 64, 64, 1, "decode", "fp32", S_kv=256)])
+def test_routing(problem: Problem, publish, sampling: dict[str, int], lane: Lane) -> None:
+    """A routed call over the packed SDPA it ends in, on a problem so small that the difference is visible."""
+    p = problem
+    args = p.selection | {"max_selected": p.case.L}
+    assert torch.equal(nsa.selection_attention(p.q, p.k, p.v, **args), packed_sdpa(p.q, p.k, p.v, **args))
+    fns = {
+        "ours": lambda: nsa.selection_attention(p.q, p.k, p.v, **args),
+        "direct_sdpa": lambda: packed_sdpa(p.q, p.k, p.v, **args),
+    }
+    times = timing.time_host(fns, budget_s=1.0, sample_s=5e-3, **sampling)
+    ours, direct = times["ours"].median, times["direct_sdpa"].median
+    cost = (ours - direct) * 1e6
+    publish(
+        "routing",
+        times["ours"],
+        run_facts(p.q.device) | p.case.fields() | {
+            "control": "direct_sdpa", "control_median": direct, "ratio_to_control": ours / direct,
+            "overhead_us": cost,
+            "note": f"routing costs {cost:.1f} us over a direct call of {direct * 1e6:.0f} us ({p.case.source})",
+        },
+    )  # fmt: skip
+
+
+def publish_against(group: str, control: str, fns, facts, publish, sampling: dict[str, int]) -> None:
+    times = timing.time_host(fns, budget_s=BUDGET_S, **sampling)
+    ours, median = times["ours"].median, times[control].median
+    ratio = {"control": control, "control_median": median, "ratio_to_control": ours / median}
+    publish(group, times["ours"], run_facts(torch.device("cpu")) | facts | ratio)

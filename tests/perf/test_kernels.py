@@ -1,0 +1,35 @@
+"""Our kernels, and third parties', over core: CUDA-graph replay on cold buffers, SDPA in every layout beside them."""
+
+import pytest
+import torch
+
+from nsa.testing import timing
+from nsa.testing.impls import END_TO_END, OURS, PACKED, Impl, packed_layouts
+from nsa.testing.measure import measure
+from nsa.testing.problem import Problem
+
+pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
+OF = {"rows": "dense_group", "varlen": "varlen_group", "ranges": "ranges", "blocks": "blocks"}
+BUDGET_S = 0.06  # of samples for each implementation: core has about 126 cases and 2 minutes
+
+
+def test_selection(problem: Problem, publish, sampling: dict[str, int]) -> None:
+    compare(OURS[OF[problem.case.source]], problem, publish, sampling)
+
+
+def test_selection_third_party(third_party: Impl, problem: Problem, publish, sampling: dict[str, int]) -> None:
+    try:
+        compare(third_party, problem, publish, sampling)
+    except NotImplementedError as e:
+        pytest.skip(f"unsupported: {problem.case.id}: {e}")
+
+
+def compare(impl: Impl, problem: Problem, publish, sampling: dict[str, int]) -> None:
+    layouts = {"packed": PACKED} | packed_layouts(problem.q.device)
+    # From the cache, a fallback has to pack first; rows lie packed already.
+    ends = {} if problem.case.source == "rows" else END_TO_END | {"sdpa": OURS["sdpa"]}
+    torch.cuda.empty_cache()  # graphs of the case before hold pools of their own
+    result = measure(problem, impl, [*layouts.values(), *ends.values()], budget_s=BUDGET_S, **sampling)
+    control = result.best(layouts) if problem.case.source == "rows" else result.best(END_TO_END)
+    name = f"{problem.case.dist}, {problem.case.source}" + ("" if impl.route else f", {impl.name}")
+    publish(name, result.ours, result.info(layouts, control))
