@@ -178,8 +178,8 @@ def make_plan(
     )
 
 
-plan = lru_cache(maxsize=4096)(make_plan)
-"""Remembered :func:`make_plan`: a repeated call pays a look-up."""
+plan = lru_cache(maxsize=4096, typed=True)(make_plan)
+"""Remembered :func:`make_plan`: a repeated call pays a look-up. Typed, because ``True == 1 == 1.0``."""
 
 
 @lru_cache(maxsize=1)

@@ -93,8 +93,8 @@ def selection_reference(
         scores = torch.einsum("thgd,thld->thgl", queries[chunk].double(), K) * scale
         scores = scores.masked_fill(~valid[:, :, None], -math.inf)
         lse = torch.logsumexp(scores, -1)
-        empty = (lengths[chunk] == 0)[..., None]
-        weights = torch.exp(scores - lse.masked_fill(empty, 0.0)[..., None])
+        # No key, or none of a finite score: weights of 0, not exp(-inf + inf) = NaN. SDPA does the same.
+        weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
         outs.append(torch.einsum("thgl,thld->thgd", weights, V))
         lses.append(lse)
     out = torch.cat(outs).to(q.dtype) if outs else q.new_zeros(0, HKV, G, Dv)
@@ -161,7 +161,9 @@ def packed_sdpa(
     HKV, D, Dv = k.shape[-2], q.shape[-1], v.shape[-1]
     G = q.shape[-2] // HKV
     scale = 1.0 / math.sqrt(D) if scale is None else scale
-    queries = q.reshape(spans.batch.shape[0] * HKV, G, D)
+    queries = _aligned(q.reshape(spans.batch.shape[0] * HKV, G, D))
+    if scale <= 0:  # SDPA's CUDA kernels take the maximum of unscaled scores
+        queries, scale = (-queries, -scale) if scale < 0 else (queries * 0, 1.0)
     N = queries.shape[0]
     lengths = spans.lengths().view(-1)
     L, masked = sp.max_length(lengths, max_selected)
@@ -173,7 +175,7 @@ def packed_sdpa(
 
     if masked:
         L = -(-L // 8) * 8  # SDPA wants masks of whole 16-byte rows
-    gather = sp.gather_for(k, v, spans)
+    gather = sp.gather_for(k, v, spans, L)
     per_row = L * ((D + Dv) * k.element_size() * 2 + 48 + return_lse * (D * 4 + G * 8))
     chunk = max(1, min(MAX_ROWS_PER_CALL, WORKSPACE_BYTES.get(q.device.type, 1 << 30) // per_row))
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -194,6 +196,13 @@ def packed_sdpa(
             scores = torch.bmm(queries[rows].to(lse.dtype), K.to(lse.dtype).transpose(1, 2)).mul_(scale)
             lse[rows] = torch.logsumexp(scores.masked_fill(~valid[:, None], -math.inf), -1)
     return _shaped(q, torch.cat(pieces) if keep else out, lse)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous and on a 16-byte boundary, as SDPA's CUDA kernels need; a copy only where it is not."""
+    if x.is_contiguous() and (x.storage_offset() * x.element_size()) % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _shaped(q: Tensor, out: Tensor, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:

@@ -50,7 +50,7 @@ def _direct(
         out=out[:, None] if dense and out is not None else out,
     )
     if dense:
-        o, lse = o[:, 0], None if lse is None else lse[:, 0]
+        o, lse = o[:, 0] if out is None else out, None if lse is None else lse[:, 0]
     return o if lse is None else (o, lse)
 
 

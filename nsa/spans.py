@@ -191,36 +191,55 @@ class Gather(NamedTuple):
     v_first: Tensor
     k_step: int
     v_step: int
+    zero_row: bool  # the last row of K and of V is zero, for padding to point at
 
     def pack(self, rows: slice, L: int, masked: bool) -> tuple[Tensor, Tensor, Tensor]:
         """``(K [R, L, D], V [R, L, Dv], valid [R, L])`` of some rows; unselected slots are zero if ``masked``."""
         positions, lengths = gather_positions(self.starts[rows], self.ends[rows], L)
         valid = torch.arange(L, device=positions.device) < lengths[:, None]
+        # Padding must not let a key that was not selected (it may be NaN) meet a zero weight.
+        padding = ~valid if masked else None
         packed = []
         for x, first, step in ((self.K, self.k_first, self.k_step), (self.V, self.v_first, self.v_step)):
             index = (positions * step).add_(first[rows, None])
-            if x.shape[0] == 0:  # no key to point at: nothing can be selected
-                packed.append(x.new_zeros(*index.shape, x.shape[1]))
-                continue
-            out = x.index_select(0, index.view(-1)).view(*index.shape, x.shape[1])
-            # Padding must not let a key that was not selected (it may be NaN) meet a zero weight.
-            packed.append(out.masked_fill_(~valid[..., None], 0) if masked else out)
+            if padding is not None and self.zero_row:
+                index.masked_fill_(padding, x.shape[0] - 1)
+            out = take_rows(x, index)
+            packed.append(out.masked_fill_(padding[..., None], 0) if padding is not None and not self.zero_row else out)
         return packed[0], packed[1], valid
 
 
-def gather_for(k: Tensor, v: Tensor, spans: RowSpans) -> Gather:
-    """Prepare packing of ``spans`` from ``k`` and ``v``, ``[B, S_kv, HKV, D]`` or ``[T, HKV, D]``."""
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """``x[index]`` for contiguous ``x [rows, D]``: ``[*index.shape, D]``, bitwise repeatable in its gradient too."""
+    flat = index.reshape(-1)
+    if x.requires_grad and torch.is_grad_enabled():
+        out = x[flat]  # index_select's gradient adds with atomics on a GPU
+    elif x.is_cuda and (x.shape[1] * x.element_size()) % 16 == 0 and (x.storage_offset() * x.element_size()) % 16 == 0:
+        # The copy goes element by element: make each 16 bytes long.
+        out = x.view(torch.complex128).index_select(0, flat).view(x.dtype)
+    else:
+        out = x.index_select(0, flat)
+    return out.view(*index.shape, x.shape[1])
+
+
+def gather_for(k: Tensor, v: Tensor, spans: RowSpans, L: int) -> Gather:
+    """Prepare packing ``L`` slots a row of ``spans`` from ``k`` and ``v``, ``[B, S_kv, HKV, D]`` or ``[T, HKV, D]``."""
     k4, v4 = (x if x.dim() == 4 else x[None] for x in (k, v))
     HKV, n = spans.starts.shape[1:]
     head = torch.arange(HKV, device=k.device)
+    N = spans.batch.shape[0] * HKV
+    # A zero row costs a copy of K and V; without it the packed copy is masked, which is a pass over that.
+    zero_row = k4[..., 0].numel() * 2 <= N * L
     flat = []
     for x in (k4, v4):
         rows, (fb, fs, fh) = flat_rows(x)
         first = (spans.batch * fb + spans.offset * fs)[:, None] + head * fh
+        if zero_row or rows.shape[0] == 0:
+            rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
         flat.append((rows, first.reshape(-1), fs))
     (K, k_first, k_step), (V, v_first, v_step) = flat
-    N = k_first.shape[0]
-    return Gather(spans.starts.reshape(N, n), spans.ends.reshape(N, n), K, V, k_first, v_first, k_step, v_step)
+    starts, ends = spans.starts.reshape(N, n), spans.ends.reshape(N, n)
+    return Gather(starts, ends, K, V, k_first, v_first, k_step, v_step, zero_row)
 
 
 def pack_rows(k: Tensor, v: Tensor, ranges: Tensor, *, max_selected: int | None = None) -> PackedRows:
@@ -241,7 +260,7 @@ def pack_rows(k: Tensor, v: Tensor, ranges: Tensor, *, max_selected: int | None 
     spans = row_spans(ranges, None, None, limit, batch, offset)
     lengths = spans.lengths().view(-1)
     L, masked = max_length(lengths, max_selected)
-    K, V, _ = gather_for(k, v, spans).pack(slice(None), L, masked)
+    K, V, _ = gather_for(k, v, spans, L).pack(slice(None), L, masked)
     return PackedRows(K, V, lengths)
 
 
@@ -261,6 +280,7 @@ def ranges_from_blocks(block_indices: Tensor, block_size: int, seqlen_k: int | N
     if block_size < 1:
         raise ValueError(f"block_size: expected an int >= 1, got {block_size}")
     top = torch.iinfo(block_indices.dtype).max if seqlen_k is None else seqlen_k
+    block_size = min(block_size, max(top, 1))
     # A block so far out that its end would overflow lies past any tensor: it is empty, as is padding.
     inside = (block_indices >= 0) & (block_indices < top // block_size + (seqlen_k is not None))
     start = torch.where(inside, block_indices, 0) * block_size

@@ -267,6 +267,7 @@ def pytest_benchmark_update_commit_info(commit_info: dict[str, Any]) -> None:
 # --- the end of a run ------------------------------------------------------------------------------------------------
 
 
+@pytest.hookimpl(trylast=True)  # below pytest-benchmark's tables, where it is seen
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     commands = _replay_commands(terminalreporter, config)
     if commands:

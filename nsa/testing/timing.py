@@ -6,7 +6,9 @@ drifts moves both sides.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import math
 import statistics
 import time
@@ -20,7 +22,7 @@ from nsa.testing.problem import Problem
 Fn = Callable[[], object]
 LEAST = 10  # samples, whatever the budget says; calls of seconds may ask for fewer
 COLD = 3.0  # a rotation touches this many times the L2 cache between two uses of the same buffer
-MOST_SETS = 512
+MOST_SETS = 1280
 REPLAY_S = 5e-4  # a sample is long against the few microseconds by which events enclose it
 SAMPLE_S = 1e-3  # likewise on the host
 
@@ -90,7 +92,8 @@ def time_gpu(
         warmup: replays before the first sample.
         cold: what `buffer_sets` said, for the record.
     """
-    runs = {name: _replayable(calls, replay_s) for name, calls in fns.items()}
+    pool = torch.cuda.graph_pool_handle()
+    runs = {name: _replayable(calls, replay_s, pool) for name, calls in fns.items()}
     counts = {name: max(LEAST, min(iters, int(budget_s / run.estimate_s))) for name, run in runs.items()}
     for run in runs.values():
         for _ in range(warmup):
@@ -122,13 +125,13 @@ class _Run:
     estimate_s: float
 
 
-def _replayable(calls: Sequence[Fn], replay_s: float) -> _Run:
+def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any) -> _Run:
     """Capture a rotation over the buffer sets, repeated until it lasts; eager calls where capture is refused."""
     for call in calls[:2]:  # compile and allocate before capture
         call()
     torch.cuda.synchronize()
     try:
-        replay: Fn = _capture(calls, 1)
+        replay: Fn = _capture(calls, 1, pool)
         how = "graph"
     except RuntimeError:  # a sync or an allocation inside the call: a third party's, or torch's own math
         torch.cuda.synchronize()
@@ -142,16 +145,36 @@ def _replayable(calls: Sequence[Fn], replay_s: float) -> _Run:
     once = min(_elapsed(replay) for _ in range(2))
     cycles = max(1, math.ceil(replay_s / once)) if how == "graph" else 1
     if cycles > 1:
-        replay = _capture(calls, cycles)
+        replay = _capture(calls, cycles, pool)
     return _Run(replay, how, cycles * len(calls), cycles * once)
 
 
-def _capture(calls: Sequence[Fn], cycles: int) -> Fn:
+def _capture(calls: Sequence[Fn], cycles: int, pool: Any) -> Fn:
+    """`torch.cuda.graph` without its `gc.collect()` and `empty_cache()`, which would take longer than the timing.
+
+    All graphs share a memory pool: they are replayed one after the other and nobody reads their outputs.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(cycles):
-            for call in calls:
-                call()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    collecting = gc.isenabled()
+    gc.disable()  # what it frees during capture could be a CUDA object, which capture forbids
+    try:
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool)
+            try:
+                for _ in range(cycles):
+                    for call in calls:
+                        call()
+            except RuntimeError:
+                with contextlib.suppress(RuntimeError):  # says once more that capture failed
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    finally:
+        if collecting:
+            gc.enable()
+    torch.cuda.current_stream().wait_stream(stream)
     return graph.replay
 
 

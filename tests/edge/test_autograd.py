@@ -1,0 +1,130 @@
+"""Gradients: exact against finite differences and against the fp64 oracle, zero where nothing was selected."""
+
+import math
+
+import pytest
+import torch
+
+import nsa
+from nsa.reference import selection_reference
+
+
+@pytest.fixture(params=["ranges", "blocks", "positions", "varlen"])
+def problem(request, draw, same, device):
+    """`(q, k, v), selection`: overlapping spans, keys that several rows share, keys that nobody selects."""
+    shape = {"S": 3, "S_kv": 7, "HKV": 1, "G": 2, "dtype": torch.float64}
+    if request.param == "varlen":
+        cu = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
+        spans = same([(0, 2), (1, 4)], 3, 1)
+        return draw(varlen=True, **shape), {"ranges": spans, "cu_seqlens": (cu, cu * 2)}
+    if request.param == "blocks":
+        return draw(**shape), {"block_indices": same([1, -1, 0, 1], 1, 3, 1), "block_size": 2}
+    selection = {"ranges": same([(0, 2), (1, 4)], 1, 3, 1)}
+    if request.param == "positions":
+        selection["q_positions"] = torch.tensor([[0, 3, 2]], device=device)
+    return draw(**shape), selection
+
+
+@pytest.mark.parametrize("bound", [None, 9], ids=["unbounded", "bound"])
+def test_finite_differences(problem, attend_plain, bound):
+    """Of O and LSE."""
+    qkv, selection = problem
+    leaves = [x.requires_grad_() for x in qkv]
+
+    def call(q, k, v):
+        return attend_plain(q, k, v, **selection, max_selected=bound, return_lse=True)
+
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "auto"])
+@pytest.mark.parametrize("bound", [None, 9], ids=["unbounded", "bound"])
+def test_gradients_of_a_training_dtype(problem, dtype, backend, bound):
+    """Against the oracle's fp64 gradients of the same (rounded) inputs."""
+    qkv, selection = problem
+    g = torch.randn(*qkv[0].shape, generator=torch.Generator().manual_seed(1)).to(qkv[0].device)
+
+    def gradients(call, *leaves):
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        return torch.autograd.grad(call(*leaves, **selection), leaves, g.to(leaves[0].dtype))
+
+    rounded = [x.to(dtype) for x in qkv]
+    got = gradients(lambda *a, **kw: nsa.selection_attention(*a, **kw, max_selected=bound, backend=backend), *rounded)
+    want = gradients(selection_reference, *(x.double() for x in rounded))
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=max(1e-5, 16 * torch.finfo(dtype).eps) * b.abs().max())
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v"])
+def test_gradient_of_one_input(problem, attend_plain, wanted):
+    qkv, selection = problem
+    leaf = qkv["qkv".index(wanted)].requires_grad_()
+    full = [x.detach().requires_grad_() for x in qkv]
+    (got,) = torch.autograd.grad(attend_plain(*qkv, **selection).sum(), leaf)
+    want = torch.autograd.grad(selection_reference(*full, **selection).sum(), full)["qkv".index(wanted)]
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_keys_that_nobody_selects_get_zero(draw, same, attend_plain):
+    q, k, v = (x.requires_grad_() for x in draw(S=2))
+    attend_plain(q, k, v, ranges=same([(3, 7), (9, 12)], 1, 2, 2)).sum().backward()
+    selected = torch.zeros(24, dtype=torch.bool, device=q.device)
+    selected[[*range(3, 7), *range(9, 12)]] = True
+    for x in (k, v):
+        assert not x.grad[:, ~selected].any()
+        assert x.grad[:, selected].abs().amax((0, 2, 3)).gt(0).all()
+
+
+@pytest.mark.parametrize("bound", [None, 12], ids=["unbounded", "bound"])
+@pytest.mark.parametrize("rows", ["one", "all"])
+def test_empty_rows_have_zero_gradients(draw, same, attend_plain, rows, bound):
+    """Zero, not NaN; also for K and V that only empty rows could read, and also through the LSE."""
+    q, k, v = (x.requires_grad_() for x in draw(S=2))
+    ranges = same([(3, 7), (9, 12)], 1, 2, 2)
+    ranges[:, 0 if rows == "one" else slice(None)] = 0
+    for lse_too in (False, True):
+        o, lse = attend_plain(q, k, v, ranges=ranges, max_selected=bound, return_lse=True)
+        loss = o.sum() + (lse.clamp(min=-9).sum() if lse_too else 0)
+        gradients = torch.autograd.grad(loss, (q, k, v))
+        assert all(x.isfinite().all() for x in gradients)
+        assert not gradients[0][:, 0].any()
+        if rows == "all":
+            assert not any(x.any() for x in gradients)
+
+
+def test_unselected_nan_does_not_reach_gradients(draw, same, attend_plain):
+    q, k, v = draw(S=2)
+    ranges = same([(3, 7)], 1, 2, 2)
+    ranges[:, 1, 1] = 0
+    want = None
+    for poison in (0.0, math.nan):
+        bad = [x.clone() for x in (k, v)]
+        for x in bad:
+            x[:, :3], x[:, 7:] = poison, poison
+        leaves = [x.requires_grad_() for x in (q.clone(), *bad)]
+        got = torch.autograd.grad(attend_plain(*leaves, ranges=ranges, max_selected=9).sum(), leaves)
+        want = want or got
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_no_grad_and_detached_inputs_need_none(draw, same):
+    q, k, v = draw()
+    ranges = same([(3, 7)], 1, 3, 2)
+    assert not nsa.selection_attention(q, k, v, ranges=ranges).requires_grad
+    q.requires_grad_()
+    with torch.no_grad():
+        assert not nsa.selection_attention(q, k, v, ranges=ranges).requires_grad
+    assert nsa.selection_attention(q, k, v, ranges=ranges).requires_grad
+
+
+def test_double_use_of_one_tensor(draw, same, attend_plain):
+    """K is V: both gradients add up."""
+    q, k, _ = draw(dtype=torch.float64)
+    ranges = same([(3, 7)], 1, 3, 2)
+    both = [x.clone().requires_grad_() for x in (k, k)]
+    want = sum(torch.autograd.grad(attend_plain(q, *both, ranges=ranges).sum(), both))
+    k.requires_grad_()
+    (got,) = torch.autograd.grad(attend_plain(q, k, k, ranges=ranges).sum(), k)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)

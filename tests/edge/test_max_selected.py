@@ -1,0 +1,188 @@
+"""`max_selected`, the host's bound on the keys of a row: with it no call waits for the device."""
+
+import contextlib
+import re
+
+import pytest
+import torch
+
+import nsa
+from nsa import settings
+from nsa.testing.plugin import current_lane
+
+# The oracle may read the device, and the interpreter reads what it computes.
+NEVER_SYNC = ["sdpa"] if current_lane() == "interpreter" else ["triton", "per_head", "sdpa"]
+NEEDS_BOUND = (
+    "packing needs the longest row on the host: expected max_selected=<int> under torch.compile or CUDA graph capture, "
+    "got None"
+)
+READS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__index__", "__float__")
+
+
+@pytest.fixture
+def no_sync(monkeypatch):
+    """`with no_sync():` makes reading a tensor's values on the host an error."""
+
+    @contextlib.contextmanager
+    def guard():
+        def refuse(name):
+            def read(*args, **kwargs):
+                raise AssertionError(f"Tensor.{name} reads the device")
+
+            return read
+
+        with monkeypatch.context() as patch:
+            for name in READS:
+                patch.setattr(torch.Tensor, name, refuse(name))
+            if torch.cuda.is_available():
+                patch.setattr(torch.cuda, "synchronize", refuse("synchronize"))
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                yield
+            finally:
+                if torch.cuda.is_available():
+                    torch.cuda.set_sync_debug_mode("default")
+
+    return guard
+
+
+@pytest.fixture(params=["batch", "varlen", "positions"])
+def problem(request, draw, same, device):
+    """`(q, k, v), selection` without a bound; rows select 0 to 11 keys."""
+    if request.param == "varlen":
+        cu = torch.tensor([0, 1, 3], dtype=torch.int32, device=device)
+        ranges = same([(0, 7), (9, 13)], 3, 2)
+        ranges[1] = 0
+        pair = cu, cu * 7
+        return draw(S=3, S_kv=21, varlen=True), {"ranges": ranges, "cu_seqlens": pair}
+    ranges = same([(0, 7), (9, 13)], 2, 3, 2)
+    ranges[0, 1] = 0
+    selection = {"ranges": ranges}
+    if request.param == "positions":
+        selection["q_positions"] = torch.tensor([[3, 0, 23], [9, 1, 5]], device=device)
+    return draw(B=2), selection
+
+
+@pytest.mark.parametrize("attend_all", NEVER_SYNC, indirect=True)
+@pytest.mark.parametrize("return_lse", [True, False], ids=["lse", "no-lse"])
+def test_no_sync_with_a_bound(problem, attend_all, no_sync, return_lse):
+    qkv, selection = problem
+    call = dict(selection, max_selected=11, return_lse=return_lse)
+    attend_all(*qkv, **call)  # compiles
+    with no_sync():
+        attend_all(*qkv, **call)
+
+
+def test_no_sync_with_blocks(draw, same, no_sync):
+    """Their bound is `n * block_size`."""
+    q, k, v = draw()
+    call = {"block_indices": same([1, -1, 0], 1, 3, 2), "block_size": 7, "backend": "sdpa"}
+    nsa.selection_attention(q, k, v, **call)
+    with no_sync():
+        nsa.selection_attention(q, k, v, **call)
+
+
+def test_no_sync_in_training(problem, no_sync):
+    qkv, selection = problem
+    for x in qkv:
+        x.requires_grad_()
+    g = torch.ones_like(qkv[0])
+    for guard in (contextlib.nullcontext, no_sync):  # the first one compiles
+        with guard():
+            o = nsa.selection_attention(*qkv, **selection, max_selected=11)
+            torch.autograd.grad(o, qkv, g)
+
+
+def test_one_sync_without_a_bound(problem, monkeypatch):
+    """One for the call, not one per row."""
+    qkv, selection = problem
+    reads, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: reads.append(x.numel()) or tolist(x))
+    for name in ("item", "cpu", "nonzero", "__bool__", "__int__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *a, name=name: pytest.fail(f"Tensor.{name}"))
+    nsa.selection_attention(*qkv, **selection, backend="sdpa")
+    assert reads == [2]  # the shortest and the longest row
+
+
+@pytest.mark.parametrize("bound", [11, 12, 64, 1000])
+def test_bound_does_not_change_the_result(problem, attend, agrees, bound):
+    qkv, selection = problem
+    want = attend(*qkv, **selection, return_lse=True)
+    got = agrees(attend, *qkv, **selection, max_selected=bound)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_pack_rows_with_a_bound_does_not_sync(draw, same, no_sync):
+    _, k, v = draw()
+    ranges = same([(0, 7), (9, 13)], 1, 3, 2)
+    free = nsa.pack_rows(k, v, ranges)
+    with no_sync():
+        bound = nsa.pack_rows(k, v, ranges, max_selected=16)
+    assert bound.K.shape == (6, 16, 16)
+    assert torch.equal(bound.K[:, :11], free.K)
+    assert torch.equal(bound.V[:, :11], free.V)
+    assert not bound.K[:, 11:].any()
+    assert not bound.V[:, 11:].any()
+    assert torch.equal(bound.lengths, free.lengths)
+
+
+# --- torch.compile and graph capture ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "auto"])
+def test_unbounded_packing_under_torch_compile_says_what_to_pass(draw, same, backend):
+    """`auto` packs where gradients are needed."""
+    q, k, v = draw()
+    q.requires_grad_(backend == "auto")
+    ranges = same([(0, 7)], 1, 3, 2)
+
+    def call(q, k, v):
+        return nsa.selection_attention(q, k, v, ranges=ranges, backend=backend)
+
+    settings.get()
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=re.escape(NEEDS_BOUND)):  # noqa: B017, PT011 - dynamo wraps it as it likes
+        torch.compile(call, backend="eager", fullgraph=True)(q, k, v)
+
+
+def test_unbounded_pack_rows_under_torch_compile_says_what_to_pass(draw, same):
+    _, k, v = draw()
+    ranges = same([(0, 7)], 1, 3, 2)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=re.escape(NEEDS_BOUND)):  # noqa: B017, PT011 - dynamo wraps it as it likes
+        torch.compile(lambda k, v: nsa.pack_rows(k, v, ranges), backend="eager", fullgraph=True)(k, v)
+
+
+@pytest.mark.gpu
+def test_unbounded_packing_under_capture_says_what_to_pass(draw, same):
+    q, k, v = draw()
+    ranges = same([(0, 7)], 1, 3, 2)
+    nsa.selection_attention(q, k, v, ranges=ranges, backend="sdpa")
+    with pytest.raises(RuntimeError, match=f"^{re.escape(NEEDS_BOUND)}$"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        nsa.selection_attention(q, k, v, ranges=ranges, backend="sdpa")
+    with pytest.raises(RuntimeError, match=f"^{re.escape(NEEDS_BOUND)}$"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        nsa.pack_rows(k, v, ranges)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attend_all", ["triton", "per_head", "sdpa"], indirect=True)
+def test_capture_with_a_bound_replays_on_new_inputs(draw, same, attend_all):
+    q, k, v = draw()
+    ranges = same([(0, 7), (9, 13)], 1, 3, 2)
+    call = {"ranges": ranges, "max_selected": 11, "return_lse": True}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        attend_all(q, k, v, **call)  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = attend_all(q, k, v, **call)
+    for x in (q, k, v):
+        x.mul_(-0.5)
+    ranges[0, 1] = torch.tensor([[4, 9], [0, 0]], device=ranges.device)
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(got, attend_all(q, k, v, **call), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
