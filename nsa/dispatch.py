@@ -22,6 +22,11 @@ from nsa.validate import Dims, Raw, Signature, check, meta, optional
 logger = logging.getLogger("nsa")
 
 MIN_CAPABILITY = 80
+# A launch that reports one of these met memory that is full, or a context that an earlier kernel broke.
+NOT_THE_KERNEL = (
+    *("out of memory", "cuda error", "illegal memory access", "misaligned address", "illegal instruction"),
+    *("launch failure", "device-side assert"),
+)
 
 
 class Call(NamedTuple):
@@ -94,15 +99,16 @@ def why_not_triton(device: torch.device) -> str | None:
     return f"Triton route needs a CUDA device, got {device}"
 
 
-def _obstacle(sig: Signature, needs_grad: bool) -> str | None:
-    """Why the Triton forward cannot serve this call, or None."""
-    if sig.q.dtype == torch.float64:
+def obstacle(dtype: torch.dtype, device: torch.device, needs_grad: bool) -> str | None:
+    """Why the Triton forward cannot serve such a call, or None."""
+    if dtype == torch.float64:
         return "Triton route takes float16, bfloat16 and float32, got float64"
-    if sig.q.dtype == torch.bfloat16 and sig.q.device.type == "cpu":
-        return "Triton's interpreter computes bfloat16 wrong"
     if needs_grad:
         return "Triton route has no backward yet, and an input requires grad"
-    return why_not_triton(sig.q.device)
+    reason = why_not_triton(device)
+    if reason is None and dtype == torch.bfloat16 and device.type == "cpu":
+        return "Triton's interpreter computes bfloat16 wrong"
+    return reason
 
 
 def make_plan(
@@ -140,11 +146,11 @@ def make_plan(
     triton_route = "per_head" if per_head else "ranges" if sig.ranges is not None else "blocks"
     fallback = "sdpa" if current.use_sel_pack else "reference"
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    obstacle = _obstacle(sig, needs_grad)
+    why_not = obstacle(sig.q.dtype, device, needs_grad)
 
     if sig.backend == "triton":
-        if obstacle is not None:
-            raise RuntimeError(f"backend='triton': {obstacle}")
+        if why_not is not None:
+            raise RuntimeError(f"backend='triton': {why_not}")
         route, reason = triton_route, "backend='triton' asked for"
     elif sig.backend != "auto":
         route, reason = sig.backend, f"backend={sig.backend!r} asked for"
@@ -152,8 +158,8 @@ def make_plan(
         route, reason = "reference", "force_parity is set"
     elif not current.use_triton_sel:
         route, reason = fallback, "use_triton_sel is off"
-    elif obstacle is not None:
-        route, reason = fallback, obstacle
+    elif why_not is not None:
+        route, reason = fallback, why_not
     else:
         min_L = settings.DEFAULT_MIN_L if current.sel_triton_min_L is None else current.sel_triton_min_L
         if device_name is not None:
@@ -203,7 +209,7 @@ def _is_kernel_failure(error: BaseException) -> bool:
     if isinstance(error, RuntimeError) and type(error).__module__.startswith("torch"):
         return False
     text = str(error).lower()
-    return not (isinstance(error, RuntimeError) and ("out of memory" in text or "cuda error" in text))
+    return not (isinstance(error, RuntimeError) and any(words in text for words in NOT_THE_KERNEL))
 
 
 def run(what: Plan, call: Call) -> Result:
@@ -284,18 +290,20 @@ def _run_debug(what: Plan, call: Call) -> Result:
     if current.debug_shapes:
         named = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
         logger.info("shapes: %s", ", ".join(f"{k} {list(x.shape)} strides {x.stride()}" for k, x in named.items()))
+    before = _taken.copy()
     _synchronize(call.q)
     began = time.perf_counter()
     result = _run(what, call)
     _synchronize(call.q)
+    route, reason = next(iter(_taken - before))
     if current.debug_timing:
         elapsed = (time.perf_counter() - began) * 1e3
-        logger.info("route %s (%s): %.3f ms, host and device", what.route, what.reason, elapsed)
+        logger.info("route %s (%s): %.3f ms, host and device", route, reason, elapsed)
     if current.debug_compare:
         exact = _plain("reference", "debug_compare is set", what, call._replace(return_lse=False, out=None))[0]
         error = (result[0].double() - exact.double()).abs()
         worst = error.max().item() if error.numel() else 0.0  # a debug setting: may read the device
-        logger.info("route %s against the reference: max error %.3e", what.route, worst)
+        logger.info("route %s against the reference: max error %.3e", route, worst)
     return result
 
 

@@ -170,17 +170,17 @@ def packed_sdpa(
     out = q.new_zeros(N, G, Dv)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.full((N, G), -math.inf, device=q.device, dtype=lse_dtype) if return_lse else None
-    if L == 0 or N == 0:
+    keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if (L == 0 or N == 0) and not keep:
         return _shaped(q, out, lse)
 
-    if masked:
-        L = -(-L // 8) * 8  # SDPA wants masks of whole 16-byte rows
+    if masked or L == 0:
+        masked, L = True, max(8, -(-L // 8) * 8)  # SDPA wants masks of whole 16-byte rows
     gather = sp.gather_for(k, v, spans, L)
     per_row = L * ((D + Dv) * k.element_size() * 2 + 48 + return_lse * (D * 4 + G * 8))
     chunk = max(1, min(MAX_ROWS_PER_CALL, WORKSPACE_BYTES.get(q.device.type, 1 << 30) // per_row))
-    keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     pieces = []
-    for begin in range(0, N, chunk):
+    for begin in range(0, max(N, 1), chunk):
         rows = slice(begin, min(begin + chunk, N))
         K, V, valid = gather.pack(rows, L, masked)
         empty = (lengths[rows] == 0)[:, None]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nsa import settings
 from nsa.attention import selection_attention
-from nsa.dispatch import why_not_triton
-from nsa.validate import check_rows
+from nsa.dispatch import obstacle
+from nsa.validate import check_rows, check_tensors
 
 
 def _direct(
@@ -27,11 +27,10 @@ def _direct(
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     check_rows(Q, K, V, cu_seqlens, out, max_selected)
-    obstacle = why_not_triton(Q.device)
-    if obstacle is not None:
-        raise RuntimeError(obstacle)
-    if torch.is_grad_enabled() and (Q.requires_grad or K.requires_grad or V.requires_grad):
-        raise RuntimeError("Triton route has no backward yet, and an input requires grad")
+    needs_grad = torch.is_grad_enabled() and (Q.requires_grad or K.requires_grad or V.requires_grad)
+    why_not = obstacle(Q.dtype, Q.device, needs_grad)
+    if why_not is not None:
+        raise RuntimeError(why_not)
     from nsa.kernels.query_major import forward
 
     current = settings.get()
@@ -172,6 +171,7 @@ def _original_layout(
     max_selected: int | None,
     backend: str,
 ) -> Tensor:
+    check_tensors(Q=Q, K=K, V=V)
     for name, x, layout in (
         ("Q", Q, "[B, S, HKV, G, D]"),
         ("K", K, "[B, HKV, S_kv, D]"),

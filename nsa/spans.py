@@ -256,6 +256,9 @@ def pack_rows(k: Tensor, v: Tensor, ranges: Tensor, *, max_selected: int | None 
     if ranges.dim() != 5 or ranges.shape[-1] != 2:
         raise ValueError(f"ranges: expected [B, S, HKV, n, 2], got shape {list(ranges.shape)}")
     B, S = ranges.shape[:2]
+    if ranges.shape[:3:2] != k.shape[:3:2]:
+        expected = [k.shape[0], S, k.shape[2], ranges.shape[3], 2]
+        raise ValueError(f"ranges: expected [B, S, HKV, n, 2] = {expected}, got {list(ranges.shape)}")
     limit, batch, offset = key_limits(B * S, S, k.shape[1], causal=False, device=k.device)
     spans = row_spans(ranges, None, None, limit, batch, offset)
     lengths = spans.lengths().view(-1)

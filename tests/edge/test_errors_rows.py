@@ -120,7 +120,7 @@ def test_rows_need_no_gradient(device):
 
 
 def test_rows_never_fall_back(device, monkeypatch):
-    monkeypatch.setattr("nsa.rows.why_not_triton", lambda device: f"Triton route needs a CUDA device, got {device}")
+    monkeypatch.setattr("nsa.dispatch.why_not_triton", lambda device: f"Triton route needs a CUDA device, got {device}")
     Q, K, V = (x.to(device) for x in (rand(3, 4, 16), rand(3, 9, 16), rand(3, 9, 24)))
     for use in (True, False):
         with nsa.configure(use_triton_sel=use):

@@ -36,8 +36,9 @@ def no_sync(monkeypatch):
                 patch.setattr(torch.Tensor, name, refuse(name))
             if torch.cuda.is_available():
                 patch.setattr(torch.cuda, "synchronize", refuse("synchronize"))
-                torch.cuda.set_sync_debug_mode("error")
             try:
+                if torch.cuda.is_available():
+                    torch.cuda.set_sync_debug_mode("error")
                 yield
             finally:
                 if torch.cuda.is_available():

@@ -1,0 +1,108 @@
+"""Which variants of the forward kernel a stream of batches would compile. Run as a script it prints them as JSON.
+
+The script needs neither a GPU nor a compiler: for launches on tensors without data it takes the key under which Triton's
+JIT looks them up, from the JIT's own binder. It must not run in Triton's interpreter, hence a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+
+import torch
+
+import nsa
+
+HKV, G, D, DV = 2, 4, 64, 64
+
+
+def batches(count: int, seed: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Random `(B, S, S_kv, n, L)`: batch sizes, lengths, spans and bounds as they vary from batch to batch.
+
+    Few rows and many, short and long ones, few spans and many, so that 50 of them meet every tile there is for such
+    shapes; and ones, odd numbers and multiples of 16, each of which Triton could specialize on.
+    """
+    draw = random.Random(seed)
+    for _ in range(count):
+        S_kv = draw.choice((1, draw.randint(2, 300), 16 * draw.randint(1, 40)))
+        n = draw.choice((1, draw.randint(2, 4), draw.randint(5, 16), 16))
+        B, S = draw.choice(((1, 1), (2, draw.randint(1, 3)), (16, 16), (16, draw.randint(17, 40))))
+        yield B, S, S_kv, n, draw.choice((draw.randint(1, 16), 16, draw.randint(300, 600), 512))
+
+
+def launch(batch: tuple[int, int, int, int, int], source: str, device: torch.device, dtype: torch.dtype) -> None:
+    """One call; the tensors are fresh, so their addresses are aligned as the allocator aligns."""
+    B, S, S_kv, n, L = batch
+    q = torch.empty(B, S, HKV * G, D, dtype=dtype, device=device)
+    k, v = (torch.empty(B, S_kv, HKV, d, dtype=dtype, device=device) for d in (D, DV))
+    if source == "ranges":
+        selection = {"ranges": torch.zeros(B, S, HKV, n, 2, dtype=torch.int32, device=device), "max_selected": L}
+    else:
+        blocks = torch.zeros(B, S, HKV, n, dtype=torch.int32, device=device)
+        selection = {"block_indices": blocks, "block_size": max(1, L // n), "max_selected": L}
+    nsa.selection_attention(q, k, v, **selection, backend="triton")
+
+
+def watch_tiles(seen: set[object]) -> Callable[[], None]:
+    """Collect the entries of the tile table that launches use, into `seen`; returns what ends it."""
+    from nsa.kernels import query_major, tiles
+
+    select = tiles.select
+
+    def watched(*args: object) -> object:
+        seen.add(select(*args))
+        return select(*args)
+
+    def stop() -> None:
+        tiles.select = select
+        query_major.plan.cache_clear()
+
+    query_major.plan.cache_clear()
+    tiles.select = watched
+    return stop
+
+
+def main() -> None:
+    """Print, per source, the number of tile entries and keys after 50 batches, and of keys after 50 more."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from nsa import dispatch
+    from nsa.kernels import combine, query_major
+
+    class Driver:
+        """A GPU that is not there: all the binder asks is which one."""
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+    driver.set_active(Driver())
+    binder = query_major._fwd_kernel.create_binder()[-1]
+    keys: set[str] = set()
+
+    def run(*args: object, grid: object, warmup: bool, **keywords: object) -> None:
+        _, specialization, options = binder(*args, **keywords)
+        keys.add(str((specialization, options)))
+
+    query_major._fwd_kernel.run = run
+    combine._combine_kernel.run = lambda *args, **keywords: None
+    query_major.device_limits = lambda device: (90, 132)
+    dispatch.why_not_triton = lambda device: None
+    report = {}
+    for source in ("ranges", "blocks"):
+        keys.clear()
+        entries: set[object] = set()
+        stop = watch_tiles(entries)
+        for batch in batches(50, seed=1):
+            launch(batch, source, torch.device("meta"), torch.bfloat16)
+        first, used = len(keys), len(entries)
+        for batch in batches(50, seed=2):
+            launch(batch, source, torch.device("meta"), torch.bfloat16)
+        stop()
+        report[source] = {"entries": used, "first": first, "more": len(keys) - first, "keys": sorted(keys)}
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Importing nsa imports no Triton, and a process without Triton's interpreter or a GPU has packed SDPA.
+
+Each script runs in a process of its own, with every GPU hidden and the interpreter off.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nsa
+
+ROOT = Path(nsa.__file__).parents[1]
+
+
+def run(script):
+    """Standard output of a child; what it writes to standard error is part of a failure."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+NO_TRITON = """
+import sys
+def loaded():
+    return sorted(name for name in sys.modules if name.partition(".")[0] in ("triton", "yaml"))
+import torch
+before = loaded()
+import nsa, nsa.kernels, nsa.kernels.tiles, nsa.reference, nsa.rows, nsa.ops
+assert loaded() == before, set(loaded()) - set(before)
+assert "nsa.kernels.query_major" not in sys.modules
+
+q, k = torch.randn(1, 3, 4, 16), torch.randn(1, 9, 2, 16)
+ranges = torch.tensor([0, 5], dtype=torch.int32).expand(1, 3, 2, 1, 2)
+o = nsa.selection_attention(q, k, k, ranges=ranges)
+assert torch.equal(o, nsa.selection_attention(q, k, k, ranges=ranges, backend="sdpa"))
+nsa.merge_ranges(ranges), nsa.pack_rows(k, k, ranges)
+assert "triton" not in "".join(loaded()), loaded()
+for record in nsa.routes():
+    print(*record, sep="|")
+for call in (
+    lambda: nsa.selection_attention(q, k, k, ranges=ranges, backend="triton"),
+    lambda: nsa.sel_attn_fwd_dense(q[0], k[0, :3], k[0, :3]),
+):
+    try:
+        call()
+    except RuntimeError as error:
+        print(error)
+assert "triton" not in "".join(loaded()), loaded()
+"""
+
+
+def test_without_gpu_and_interpreter():
+    out, err = run(NO_TRITON)
+    assert out.splitlines() == [
+        "sdpa|Triton route needs a CUDA device, got cpu|1",
+        "sdpa|backend='sdpa' asked for|1",
+        "backend='triton': Triton route needs a CUDA device, got cpu",
+        "Triton route needs a CUDA device, got cpu",
+    ]
+    assert err == ""
+
+
+TRITON_MISSING = """
+import sys
+sys.modules["triton"] = None  # importing it raises ImportError
+import torch, nsa, nsa.dispatch
+nsa.dispatch.why_not_triton = lambda device: None  # as on a GPU
+q, k = torch.randn(1, 3, 4, 16), torch.randn(1, 9, 2, 16)
+ranges = torch.tensor([0, 5], dtype=torch.int32).expand(1, 3, 2, 1, 2)
+with nsa.configure(sel_triton_min_L=0):
+    for _ in range(2):
+        nsa.selection_attention(q, k, k, ranges=ranges)
+    try:
+        nsa.selection_attention(q, k, k, ranges=ranges, backend="triton")
+    except ImportError as error:
+        print(type(error).__name__)
+for record in nsa.routes():
+    print(*record, sep="|")
+"""
+
+
+def test_without_triton_installed():
+    """Where its wheels do not exist: said once, and packed SDPA."""
+    out, err = run(TRITON_MISSING)
+    named, record = out.splitlines()
+    assert named == "ModuleNotFoundError"
+    assert record.startswith("sdpa|ranges kernel failed: ModuleNotFoundError: import of triton")
+    assert record.endswith("|2")
+    assert err.count("sdpa serves this signature from now on") == 1
+
+
+@pytest.mark.parametrize("name", nsa.__all__)
+def test_public_names_are_documented(name):
+    assert getattr(nsa, name).__doc__
