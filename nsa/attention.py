@@ -123,11 +123,12 @@ def selection_attention(
         )  # fmt: skip
         o = o if out is None else out.copy_(o)
         return (o, lse) if return_lse else o
-    plan = dispatch.make_plan if torch.compiler.is_compiling() else dispatch.plan
+    tracing = torch.compiler.is_compiling()
+    plan = dispatch.make_plan if tracing else dispatch.plan
     try:
         planned = plan(
-            settings.get(), needs_grad, raw(q), raw(k), raw(v), raw(ranges), raw(block_indices), block_size, causal,
-            raw(q_positions), raw(cu_q), raw(cu_k), max_selected, raw(out), backend, schedule,
+            None if tracing else settings.get(), needs_grad, raw(q), raw(k), raw(v), raw(ranges), raw(block_indices),
+            block_size, causal, raw(q_positions), raw(cu_q), raw(cu_k), max_selected, raw(out), backend, schedule,
         )  # fmt: skip
     except AttributeError:
         optional = {

@@ -99,20 +99,19 @@ def why_not_triton(device: torch.device) -> str | None:
     return f"Triton route needs a CUDA device, got {device}"
 
 
-def obstacle(dtype: torch.dtype, device: torch.device, needs_grad: bool) -> str | None:
-    """Why the Triton forward cannot serve such a call, or None."""
+def obstacle(dtype: torch.dtype, device: torch.device, needs_grad: bool, no_triton: str | None) -> str | None:
+    """Why the Triton forward cannot serve such a call, or None; ``no_triton`` comes from :func:`why_not_triton`."""
     if dtype == torch.float64:
         return "Triton route takes float16, bfloat16 and float32, got float64"
     if needs_grad:
         return "Triton route has no backward yet, and an input requires grad"
-    reason = why_not_triton(device)
-    if reason is None and dtype == torch.bfloat16 and device.type == "cpu":
+    if no_triton is None and dtype == torch.bfloat16 and device.type == "cpu":
         return "Triton's interpreter computes bfloat16 wrong"
-    return reason
+    return no_triton
 
 
 def make_plan(
-    current: settings.Settings,
+    current: settings.Settings | None,
     needs_grad: bool,
     q: Raw | None,
     k: Raw | None,
@@ -131,6 +130,9 @@ def make_plan(
 ) -> Plan:
     """Validate the metadata of a call and choose its route.
 
+    ``current`` is None while a compiler traces the call, which can look up neither settings nor the device: only plain
+    torch comes here then.
+
     Raises:
         ValueError, TypeError: from :func:`nsa.validate.check`.
         RuntimeError: ``backend="triton"`` where Triton cannot serve the call.
@@ -142,11 +144,16 @@ def make_plan(
     )  # fmt: skip
     dims = check(sig)
     device = sig.q.device
+    if current is None:
+        if sig.backend == "triton":
+            raise RuntimeError(f"backend='triton': {obstacle(sig.q.dtype, device, needs_grad, None)}")
+        route, reason = ("sdpa" if sig.backend == "auto" else sig.backend), "traced by torch.compile"
+        return Plan(dims, route, reason, True, (), False, True, route, "heads_as_queries", False)
     per_head = sig.schedule == "per_head" or (sig.schedule == "auto" and not current.sel_triton_group)
     triton_route = "per_head" if per_head else "ranges" if sig.ranges is not None else "blocks"
     fallback = "sdpa" if current.use_sel_pack else "reference"
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    why_not = obstacle(sig.q.dtype, device, needs_grad)
+    device_name, layout, no_triton = _device_facts(device)
+    why_not = obstacle(sig.q.dtype, device, needs_grad, no_triton)
 
     if sig.backend == "triton":
         if why_not is not None:
@@ -168,8 +175,6 @@ def make_plan(
             route, reason = fallback, f"rows select at most {dims.bound} keys, sel_triton_min_L is {min_L}"
         else:
             route, reason = triton_route, "rows are long enough for Triton"
-    config = settings.device_config(device_name) if device_name is not None else None
-    layout = (config.sdpa_layout if config is not None else None) or "heads_as_queries"
     return Plan(
         dims=dims,
         route=route,
@@ -182,6 +187,14 @@ def make_plan(
         sdpa_layout=layout,
         debug=current.debug_timing or current.debug_compare or current.debug_shapes,
     )
+
+
+def _device_facts(device: torch.device) -> tuple[str | None, str, str | None]:
+    """``(name, packed SDPA layout, why Triton cannot run there)``."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    config = settings.device_config(name) if name is not None else None
+    layout = (config.sdpa_layout if config is not None else None) or "heads_as_queries"
+    return name, layout, why_not_triton(device)
 
 
 plan = lru_cache(maxsize=4096, typed=True)(make_plan)

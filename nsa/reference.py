@@ -199,8 +199,11 @@ def packed_sdpa(
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Contiguous and on a 16-byte boundary, as SDPA's CUDA kernels need; a copy only where it is not."""
-    if x.is_contiguous() and (x.storage_offset() * x.element_size()) % 16 == 0:
+    """Contiguous and on a 16-byte boundary, as SDPA's CUDA kernels need; a copy only where it is not.
+
+    A compiler cannot ask for the offset: it always copies.
+    """
+    if not torch.compiler.is_compiling() and x.is_contiguous() and (x.storage_offset() * x.element_size()) % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

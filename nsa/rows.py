@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa import settings
+from nsa import dispatch, settings
 from nsa.attention import selection_attention
-from nsa.dispatch import obstacle
 from nsa.validate import check_rows, check_tensors
 
 
@@ -28,7 +27,7 @@ def _direct(
 ) -> Tensor | tuple[Tensor, Tensor]:
     check_rows(Q, K, V, cu_seqlens, out, max_selected)
     needs_grad = torch.is_grad_enabled() and (Q.requires_grad or K.requires_grad or V.requires_grad)
-    why_not = obstacle(Q.dtype, Q.device, needs_grad)
+    why_not = dispatch.obstacle(Q.dtype, Q.device, needs_grad, dispatch.why_not_triton(Q.device))
     if why_not is not None:
         raise RuntimeError(why_not)
     from nsa.kernels.query_major import forward

@@ -148,6 +148,7 @@ def test_named_backend_raises_the_original_error(call, break_kernel, caplog, kin
 
 PASSED_ON = {
     "out-of-memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "out-of-memory-by-type": torch.OutOfMemoryError("allocation failed"),
     "out-of-memory-of-the-driver": RuntimeError("Triton Error [CUDA]: out of memory"),
     "lost-context": RuntimeError("CUDA error: an illegal memory access was encountered"),
     "lost-context-of-triton": RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),

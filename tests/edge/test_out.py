@@ -57,11 +57,11 @@ def test_strided_out_leaves_its_gaps_alone(attend, problem, view):
 @pytest.mark.usefixtures("split")
 def test_split_rows_into_a_strided_out(attend, draw, same, dtype):
     """The kernel that merges parts writes strides of its own."""
-    q, k, v = draw(B=2, S=1, S_kv=40, HKV=1, Dv=24, dtype=dtype)
-    selection = {"ranges": same([(10, 38)], 2, 1, 1)}
+    q, k, v = draw(B=2, S=2, S_kv=40, HKV=1, Dv=24, dtype=dtype)
+    selection = {"ranges": same([(10, 38)], 2, 2, 1)}
     want, want_lse = attend(q, k, v, **selection, return_lse=True)
     buffer = torch.full((2, 4, 3, 40), -7.0, dtype=dtype, device=q.device)
-    out = buffer.transpose(1, 2)[:, 1:2, 2:, 8:32]
+    out = buffer.transpose(1, 2)[:, 1:3, 2:, 8:32]
     got, lse = attend(q, k, v, **selection, out=out, return_lse=True)
     assert got is out
     assert torch.equal(out, want)

@@ -1,0 +1,71 @@
+"""How many variants of the forward kernel batches of changing shape compile: per tile entry a few, and then no more.
+
+A variant costs a second at its first call; one per batch would cost all of training.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import nsa
+
+SCRIPT = Path(__file__).with_name("launch_keys.py")
+ROOT = Path(nsa.__file__).parents[1]
+PER_ENTRY = 4
+
+
+@pytest.fixture(scope="module")
+def report():
+    """Keys under which the JIT would look up the launches of 100 batches, in a process without the interpreter."""
+    pytest.importorskip("triton", minversion="3.3", reason="the binder's interface is that of Triton 3.3 and newer")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("source", ["ranges", "blocks"])
+def test_variants_by_key(report, source):
+    counted = report[source]
+    assert counted["entries"] >= 4, "the batches meet too few tiles to show anything"
+    assert counted["first"] <= PER_ENTRY * counted["entries"]
+    assert counted["more"] == 0
+    # What Triton would do by itself; if this is not many more, the batches vary too little.
+    assert counted["naive"] > PER_ENTRY * counted["entries"]
+
+
+@pytest.mark.gpu
+def test_variants_compiled(device):
+    """The same count, in the cache of the kernel that ran."""
+    from nsa.kernels.query_major import _fwd_kernel
+
+    spec = importlib.util.spec_from_file_location("launch_keys", SCRIPT)
+    launch_keys = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(launch_keys)
+
+    def compiled():
+        if hasattr(_fwd_kernel, "device_caches"):
+            return len(_fwd_kernel.device_caches[device.index][0])
+        return len(_fwd_kernel.cache[device.index])
+
+    entries = set()
+    stop = launch_keys.watch_tiles(entries)
+    try:
+        before = compiled()
+        for batch in launch_keys.batches(50, seed=1):
+            launch_keys.launch(batch, "ranges", device, torch.float16)
+        first = compiled() - before
+        for batch in launch_keys.batches(50, seed=2):
+            launch_keys.launch(batch, "ranges", device, torch.float16)
+        torch.cuda.synchronize()
+    finally:
+        stop()
+    assert 0 < first <= PER_ENTRY * len(entries)
+    assert compiled() == before + first

@@ -1,0 +1,135 @@
+"""Packed SDPA in chunks: the same result whatever fits the workspace, and no chunk larger than it."""
+
+import pytest
+import torch
+
+import nsa
+from nsa import reference, spans
+
+LAYOUTS = reference.SDPA_LAYOUTS
+
+
+@pytest.fixture
+def problem(draw, device):
+    """24 rows of 0 to about 60 keys."""
+    q, k, v = draw(B=2, S=6, S_kv=40, Dv=24)
+    g = torch.Generator().manual_seed(0)
+    start = torch.randint(-4, 40, (2, 6, 2, 3), generator=g)
+    ranges = torch.stack((start, start + torch.randint(-2, 25, start.shape, generator=g)), -1)
+    ranges[0, 1] = 0
+    return (q, k, v), {"ranges": ranges.to(device), "causal": False}
+
+
+@pytest.fixture
+def workspace(monkeypatch):
+    """`chunks = workspace(size)` sets the budget in bytes; `chunks` lists what each packs, as `(rows, bytes)`."""
+
+    def make(size):
+        monkeypatch.setattr(reference, "WORKSPACE_BYTES", {"cuda": size, "cpu": size})
+        chunks, pack = [], spans.Gather.pack
+
+        def watched(self, rows, L, masked):
+            packed = pack(self, rows, L, masked)
+            chunks.append((packed[0].shape[0], sum(x.numel() * x.element_size() for x in packed)))
+            return packed
+
+        monkeypatch.setattr(spans.Gather, "pack", watched)
+        return chunks
+
+    return make
+
+
+def run(problem, **keywords):
+    qkv, selection = problem
+    return reference.packed_sdpa(*qkv, **selection, return_lse=True, **keywords)
+
+
+@pytest.mark.parametrize("bound", [None, 75], ids=["unbounded", "bound"])
+@pytest.mark.parametrize("size", [1, 100_000, 400_000, 2**30], ids=["row-by-row", "few-rows", "half", "all"])
+def test_result_does_not_depend_on_the_workspace(problem, workspace, bound, size):
+    want = reference.selection_reference(problem[0][0].double(), *problem[0][1:], **problem[1], return_lse=True)
+    chunks = workspace(size)
+    for a, b in zip(run(problem, max_selected=bound), want, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-5)
+    rows = [n for n, _ in chunks]
+    assert sum(rows) == 24
+    assert (max(rows) == 1) == (size == 1)
+    assert (len(rows) == 1) == (size == 2**30)
+
+
+@pytest.mark.parametrize("size", [100_000, 200_000, 400_000])
+def test_chunks_fit_the_workspace_and_use_it(problem, workspace, size):
+    """As many rows as fit: what is packed stays below the budget, and is not a small part of it."""
+    chunks = workspace(size)
+    run(problem)
+    assert max(used for _, used in chunks) <= size
+    if len(chunks) > 1:
+        assert chunks[0][1] >= size / 8
+        assert all(rows == chunks[0][0] for rows, _ in chunks[:-1])
+
+
+def test_row_larger_than_the_workspace_is_packed_alone(problem, workspace):
+    chunks = workspace(1000)
+    run(problem)
+    assert {rows for rows, _ in chunks} == {1}
+    assert min(used for _, used in chunks) > 1000
+
+
+def test_rows_per_call_are_limited(problem, workspace, monkeypatch):
+    """SDPA's batch is a grid dimension of a kernel."""
+    monkeypatch.setattr(reference, "MAX_ROWS_PER_CALL", 7)
+    chunks = workspace(2**30)
+    want = reference.selection_reference(*problem[0], **problem[1], return_lse=True)
+    for a, b in zip(run(problem), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+    assert [rows for rows, _ in chunks] == [7, 7, 7, 3]
+
+
+def test_gradients_do_not_depend_on_the_workspace(problem, workspace):
+    qkv, selection = problem
+    leaves = [x.requires_grad_() for x in qkv]
+
+    def gradients():
+        o, lse = reference.packed_sdpa(*leaves, **selection, return_lse=True)
+        return torch.autograd.grad(o.square().sum() + lse.clamp(min=-5).sum(), leaves)
+
+    want = gradients()
+    chunks = workspace(100_000)
+    for a, b in zip(gradients(), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+    assert len(chunks) > 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bound", [None, 75], ids=["unbounded", "bound"])
+def test_layouts_agree(problem, layout, bound):
+    """However SDPA is told that the group shares a KV head."""
+    want = reference.selection_reference(problem[0][0].double(), *problem[0][1:], **problem[1], return_lse=True)
+    for a, b in zip(run(problem, layout=layout, max_selected=bound), want, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-5)
+
+
+def test_oracle_in_chunks(problem, monkeypatch):
+    qkv, selection = problem
+    want = reference.selection_reference(*qkv, **selection, return_lse=True)
+    monkeypatch.setattr(reference, "ORACLE_BYTES", 1)
+    for a, b in zip(reference.selection_reference(*qkv, **selection, return_lse=True), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.gpu(memory_gib=8)
+def test_memory_of_a_large_call(device):
+    """64 Ki rows of 512 keys would take 16 GiB packed at once."""
+    B, S, KEYS, D = 1, 65536, 1024, 64
+    q = torch.randn(B, S, 2, D, device=device, dtype=torch.bfloat16)
+    k, v = (torch.randn(B, KEYS, 1, D, device=device, dtype=torch.bfloat16) for _ in range(2))
+    start = torch.randint(0, KEYS - 512, (B, S, 1, 1), device=device)
+    ranges = torch.stack((start, start + 512), -1)
+    nsa.selection_attention(q[:, :8], k, v, ranges=ranges[:, :8], causal=False, max_selected=512, backend="sdpa")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    o = nsa.selection_attention(q, k, v, ranges=ranges, causal=False, max_selected=512, backend="sdpa")
+    torch.cuda.synchronize()
+    used = torch.cuda.max_memory_allocated() - before - o.numel() * o.element_size()
+    assert used <= 1.25 * reference.WORKSPACE_BYTES["cuda"]
