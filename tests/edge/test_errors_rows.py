@@ -22,7 +22,11 @@ def ints(*shape, dtype=torch.int32):
 
 
 def move(x, device):
-    return x.to(device) if isinstance(x, torch.Tensor) and x.device != META else x
+    """To the device with its strides, which `to` would straighten where they leave gaps."""
+    if not isinstance(x, torch.Tensor) or x.device == META:
+        return x
+    storage = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    return storage.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def refuses(error, text, device, call, *args, **keywords):
