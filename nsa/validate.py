@@ -6,6 +6,7 @@ of a hashable :class:`Signature`; ``dispatch`` remembers the answer, so a repeat
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -231,12 +232,22 @@ def check_rows(Q: Any, K: Any, V: Any, cu_seqlens: Any | None, out: Any | None, 
 
     They are checked as the call they are a view of, so there is one set of rules and texts.
     """
-    given = {"Q": Q, "K": K, "V": V, "cu_seqlens": cu_seqlens, "out": out}
-    check_tensors(**{name: x for name, x in given.items() if x is not None or name in "QKV"})
-    q, k, v, cu, o = (optional(raw(x)) for x in given.values())
+    try:
+        _check_rows(raw(Q), raw(K), raw(V), raw(cu_seqlens), raw(out), max_selected)
+    except (AttributeError, AssertionError):
+        given = {"Q": Q, "K": K, "V": V, "cu_seqlens": cu_seqlens, "out": out}
+        check_tensors(**{name: x for name, x in given.items() if x is not None or name in "QKV"})
+        raise
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _check_rows(
+    Q: Raw | None, K: Raw | None, V: Raw | None, cu_seqlens: Raw | None, out: Raw | None, max_selected: int | None
+) -> None:
+    q, k, v, cu, o = (optional(x) for x in (Q, K, V, cu_seqlens, out))
     assert q is not None and k is not None and v is not None
     _check_ndim("Q", q, "[N, H, D]")
-    kv_layout = "[N, L, D]" if cu_seqlens is None else "[sum L, D]"
+    kv_layout = "[N, L, D]" if cu is None else "[sum L, D]"
     _check_ndim("K", k, kv_layout)
     _check_ndim("V", v, kv_layout.replace("D", "Dv"))
     N, H, _ = q.shape

@@ -90,8 +90,9 @@ def test_nan_in_one_part_reaches_the_row(attend, draw, same, where):
     for key in (0, 39):
         bad = {"k": k.clone(), "v": v.clone()}
         bad[where[0]][:, key] = math.nan
-        o = attend(q, **bad, ranges=same([(0, 40)], 1, 1, 1))
+        o, lse = attend(q, **bad, ranges=same([(0, 40)], 1, 1, 1), return_lse=True)
         assert o.isnan().all()
+        assert lse.isnan().all() if where == "keys" else lse.isfinite().all()
 
 
 @pytest.mark.parametrize("where", ["keys", "values"])
