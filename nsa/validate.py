@@ -196,6 +196,8 @@ def check(sig: Signature) -> Dims:
     if sig.schedule != "auto" and sig.backend in ("sdpa", "reference"):
         raise ValueError(f"schedule: expected auto with backend={sig.backend!r}, got {sig.schedule!r}")
     varlen = sig.cu_seqlens_q is not None
+    if varlen != (sig.cu_seqlens_k is not None):
+        raise TypeError("cu_seqlens: expected a tensor or a pair of tensors, got a pair with None")
     lead_name = "T" if varlen else "B, S"
     kv_name = "T_kv" if varlen else "B, S_kv"
     _check_ndim("q", sig.q, f"[{lead_name}, HQ, D]")

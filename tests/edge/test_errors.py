@@ -176,6 +176,11 @@ DTYPES = {
     ),
     "positions": (BATCH, {"q_positions": rand(B, S)}, "q_positions: expected dtype int32, int64, got float32"),
     "cu": (VARLEN, {"cu_seqlens": rand(3)}, "cu_seqlens_q: expected dtype int32, int64, got float32"),
+    "half-a-pair": (
+        VARLEN,
+        {"cu_seqlens": (None, ints(3))},
+        "cu_seqlens: expected a tensor or a pair of tensors, got a pair with None",
+    ),
     "cu-k": (
         VARLEN,
         {"cu_seqlens": (ints(3), ints(3, dtype=torch.int8))},
