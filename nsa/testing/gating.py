@@ -287,7 +287,7 @@ def report(gate: Gate, ran: Iterable[str]) -> list[str]:
     kinds = {kind: [v for v in gate.verdicts if v.kind == kind] for kind in names}
     bad, noisy = [*kinds["FAIL"], *kinds["AMBIGUOUS"]], [v for v in gate.verdicts if v.reason]
     files = len(gate.baseline.paths)
-    lines = [f"baseline: {gate.key}: {', '.join(path.name for path in gate.baseline.paths)}"]
+    lines = [f"baseline: {gate.key}: {', '.join(path.name[:4] for path in gate.baseline.paths)}"]
     if files < baselines.FILES:
         lines.append(f"{files} of {baselines.FILES} recordings: spreads are not known; --nsa-save-baseline makes 3")
     lines += table(bad) if bad else []

@@ -67,5 +67,5 @@ def undetectable(benchmarks: Mapping[str, Mapping[str, Any]]) -> list[str]:
         shares
     )
     for name, share in shares.items():
-        lines.append(f"  {'no limit known' if share is None else f'{share:6.1%} of the limit'}  {name}")
+        lines.append(f"  {'no limit known' if share is None else f'{share:6.1%}'}  {name}")
     return lines

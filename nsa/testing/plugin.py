@@ -195,7 +195,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Iterable[pytest.
                     item.add_marker(folder)
 
 
-# --- what pytest-benchmark stores --------------------------------------------------------------------------------------
+# --- what pytest-benchmark stores ------------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -38,7 +38,7 @@ def test_packed_sdpa(problem: Problem, bound: str, publish, sampling: dict[str, 
     impl = OURS["sdpa" if bound == "bounded" else "sdpa_unbounded"]
 
     def take() -> tuple[timing.Timing, dict[str, Any]]:
-        result = measure(problem, impl, [CONTROL], budget_s=BUDGET_S, **sampling)
+        result = measure(problem, impl, END_TO_END.values(), budget_s=BUDGET_S, **sampling)
         return result.ours, result.info([], CONTROL.name)
 
     publish(f"packed SDPA, {bound}", *take(), again=take)
