@@ -14,11 +14,15 @@ from typing import Any
 
 import torch
 
+import nsa
 from nsa.testing.compare import Oracle, assert_parity, mean_abs_error
 from nsa.testing.impls import Impl
+from nsa.testing.physics import Ceilings, detectable, guard
 from nsa.testing.plugin import commit, device_name, triton_version
 from nsa.testing.problem import Problem
-from nsa.testing.timing import Timing, buffer_sets, time_gpu, time_host
+from nsa.testing.timing import Timing, buffer_sets, time_gpu, time_host, time_streams
+
+LATENCY_BUDGET_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,10 @@ class Measurement:
     name: str
     times: dict[str, Timing]
     left_out: dict[str, str]
-    mae: float
-    ceilings: Any = None  # roofline.Ceilings, on a GPU
+    mae: float | None  # None: nobody checked (--nsa-no-check)
+    ceilings: Ceilings | None = None  # on a GPU
     extra: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Timing] = field(default_factory=dict)  # call_latency, packing, concurrency: not kernel time
 
     @property
     def ours(self) -> Timing:
@@ -75,12 +80,25 @@ class Measurement:
             "control": control,
             "control_median": self.times[control].median if control in self.times else None,
             "ratio_to_control": ours.median / self.times[control].median if control in self.times else None,
+            "gate_ratio": ours.steady / self.times[control].steady if control in self.times else None,
             "ci95": list(ours.interval()),
             "timing": {"how": ours.how, "cold": ours.cold, "sets": ours.sets, "calls_per_sample": ours.calls},
             "medians": {name: t.median for name, t in self.times.items()},
             "left_out": self.left_out,
         }
-        return info | self.extra
+        return info | self._figures() | self.extra
+
+    def _figures(self) -> dict[str, Any]:
+        """`figures`: kernel time, call latency, packing and concurrency, each with its own interval."""
+        figures = {name: t.figure() for name, t in self.figures.items()}
+        figures = {"kernel" if self.ours.how != "host" else "call_latency": self.ours.figure()} | figures
+        if "concurrency" in self.figures:
+            together = self.figures["concurrency"]
+            streams = int(self.extra["streams"])
+            figures["concurrency"] |= {"streams": streams, "gain": streams * self.ours.median / together.median}
+        limits = self.ceilings
+        claim = detectable(self.ours, self.problem.unique_bytes, self.problem.flops, limits) if limits else None
+        return {"figures": figures, "checked": self.mae is not None, "share_of_guard": claim}
 
 
 def run_facts(device: torch.device) -> dict[str, Any]:
@@ -113,9 +131,24 @@ def verdict(impl: Impl, oracle: Oracle) -> str | None:
 
 
 def measure(
-    p: Problem, ours: Impl, others: Iterable[Impl], *, iters: int, warmup: int, budget_s: float, least: int = 10
+    p: Problem,
+    ours: Impl,
+    others: Iterable[Impl],
+    *,
+    iters: int,
+    warmup: int,
+    budget_s: float,
+    least: int = 10,
+    hot: bool = False,
+    streams: int = 1,
+    check: bool = True,
 ) -> Measurement:
     """Check, then time `ours` and `others` on `p`, in turn.
+
+    Args:
+        hot: one buffer set, found in L2, instead of cold rotated ones.
+        streams: with 2 or more, also the wall time of that many CUDA streams at once.
+        check: False leaves `ours` unchecked, to see what the physics guard alone refuses.
 
     Raises:
         AssertionError: `ours` is wrong, or a time is impossible on this hardware (`InvalidMeasurement`).
@@ -123,8 +156,10 @@ def measure(
     """
     oracle = Oracle.of(p)
     result = ours.run(p)
-    assert_parity(result, oracle, ours.name)
-    mae = mean_abs_error(result[0] if isinstance(result, tuple) else result, oracle)
+    mae = None
+    if check:
+        assert_parity(result, oracle, ours.name)
+        mae = mean_abs_error(result[0] if isinstance(result, tuple) else result, oracle)
     reasons = {impl.name: verdict(impl, oracle) for impl in others}
     impls = [ours, *(impl for impl in others if reasons[impl.name] is None)]
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
@@ -134,14 +169,50 @@ def measure(
         times = time_host(fns, iters=iters, warmup=warmup, budget_s=budget_s, least=least)
         return Measurement(p, ours.name, times, left_out, mae)
 
-    from nsa.testing.roofline import ceilings, guard  # needs Triton and a GPU
+    from nsa.testing.roofline import ceilings  # needs Triton and a GPU
 
-    sets, cold = buffer_sets(p)
+    sets, cold = buffer_sets(p, hot=hot)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rotations = {impl.name: [partial(impl.run, s) for s in sets] for impl in impls}
-        times = time_gpu(rotations, iters=iters, warmup=warmup, budget_s=budget_s, cold=cold)
+        rotated = time_gpu(rotations | _packing(sets), iters=iters, warmup=warmup, budget_s=budget_s, cold=cold)
+        sampling = {"iters": iters, "warmup": warmup}
+        figures = {} if "packing" not in rotated else {"packing": rotated.pop("packing")}
+        figures |= time_host(
+            {"call_latency": rotations[ours.name][0]},
+            **sampling, budget_s=LATENCY_BUDGET_S, sync=torch.cuda.synchronize,
+        )  # fmt: skip
+        if streams > 1:
+            together = time_streams(rotations[ours.name], streams, **sampling, budget_s=budget_s, cold=cold)
+            figures |= {} if together is None else {"concurrency": together}
     limits = ceilings(p.q.device)
-    for name, timing in times.items():
+    for name, timing in rotated.items():
         guard(name, timing, p.unique_bytes, p.flops, limits)
-    return Measurement(p, ours.name, times, left_out, mae, limits)
+        timing.resolved(name)
+    if "concurrency" in figures:
+        name, many = f"{ours.name} on {streams} streams", figures["concurrency"]
+        guard(name, many, streams * p.unique_bytes, streams * p.flops, limits)
+    return Measurement(p, ours.name, rotated, left_out, mae, limits, {"streams": streams}, figures)
+
+
+def _packing(sets: list[Problem]) -> dict[str, list[Any]]:
+    """Packing alone, from cache and spans: a figure of its own, part of nobody's kernel time."""
+    p = sets[0]
+    if p.case.source in ("rows", "varlen") or p.cu_seqlens is not None or p.q_positions is not None:
+        return {}
+    L = p.key_index[0].shape[1]
+    return {"packing": [partial(nsa.pack_rows, s.k, s.v, s.ranges, max_selected=L) for s in sets]}
+
+
+def gate_figures(times: dict[str, Timing], control: str, ours: str = "ours") -> dict[str, Any]:
+    """The fields by which a benchmark is gated: its control, and ratios to it."""
+    mine, other = times[ours], times[control]
+    return {
+        "control": control,
+        "control_median": other.median,
+        "ratio_to_control": mine.median / other.median,
+        "gate_ratio": mine.steady / other.steady,
+        "ci95": list(mine.interval()),
+        "timing": {"how": mine.how, "cold": mine.cold, "sets": mine.sets, "calls_per_sample": mine.calls},
+        "figures": {"call_latency": mine.figure()},
+    }

@@ -1,4 +1,4 @@
-"""The pytest plugin of the suite: lanes, marks by folder, skip reasons, replay commands, and where baselines live.
+"""The pytest plugin of the suite: lanes, marks by folder, skip reasons, replay commands.
 
 The lane itself is chosen by the root `conftest.py`, which runs before Triton is imported.
 """
@@ -9,7 +9,6 @@ import functools
 import os
 import platform
 import subprocess
-import warnings
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -18,16 +17,14 @@ from typing import Any, Literal
 import hypothesis
 import pytest
 import torch
-from pytest_benchmark.storage.file import FileStorage
 
 from nsa.settings import device_slug
 
 Lane = Literal["gpu", "interpreter"]
+pytest_plugins = ["nsa.testing.gating"]
 FOLDERS = ("parity", "edge", "perf")
 WORKERS_PER_GPU = 4  # compiling is CPU work, so several share a GPU; each CUDA context takes about half a GiB
-UPSTREAM_STORAGE = "file://./.benchmarks"  # pytest-benchmark's default, which means: not given
 
-_compare_key = pytest.StashKey[Any]()  # what --benchmark-compare said
 _notes_key = pytest.StashKey[list[str]]()  # lines for the end of a run
 
 
@@ -124,6 +121,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--nsa-iters", type=int, default=50, metavar="N", help="samples per benchmark (default: 50)")
     group.addoption("--nsa-warmup", type=int, default=5, metavar="N", help="warm-ups per benchmark (default: 5)")
     group.addoption("--nsa-seed", type=int, default=0, metavar="N", help="added to each case's own seed (default: 0)")
+    group.addoption("--nsa-hot", action="store_true", help="time on buffers that lie in L2, not on cold, rotated ones")
+    group.addoption(
+        "--nsa-streams", type=int, default=1, metavar="N", help="also time N CUDA streams at once (default: 1)"
+    )
+    group.addoption(
+        "--nsa-no-check",
+        action="store_true",
+        help="time without checking results first, to see which wrong kernels the physics guard alone refuses",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -135,9 +141,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.reportchars = reportchars + "s"
     if hasattr(config, "workerinput"):
         _share_cores(int(config.workerinput["workercount"]))
-    elif config.pluginmanager.hasplugin("benchmark"):
-        _refuse_silent_benchmarks(config)
-        _take_over_storage(config)
 
 
 def _set_hypothesis_profiles() -> None:
@@ -169,7 +172,12 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     else:
         where = "CPU: Triton interpreter, fp32/fp16 on small shapes"
     versions = f"torch {torch.__version__}, triton {triton_version()}"
-    return [f"nsa lane: {where}", f"nsa: {versions}, seed {config.getoption('nsa_seed')}, commit {commit()}"]
+    lines = [f"nsa lane: {where}", f"nsa: {versions}, seed {config.getoption('nsa_seed')}, commit {commit()}"]
+    if config.option.nsa_hot:
+        lines.append("nsa: HOT buffers (--nsa-hot): times are of data in L2, bandwidths are no verdict")
+    if config.option.nsa_no_check:
+        lines.append("nsa: RESULTS ARE NOT CHECKED (--nsa-no-check): only the physics guard refuses a wrong kernel")
+    return lines
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -187,66 +195,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Iterable[pytest.
                     item.add_marker(folder)
 
 
-# --- baselines: pytest-benchmark's files, in one folder per device ----------------------------------------------------
-
-
-class _BaselineStorage(FileStorage):
-    @property
-    def location(self) -> str:
-        return str(self.path)  # upstream's is relative to the working directory, and raises when that is elsewhere
-
-
-def _refuse_silent_benchmarks(config: pytest.Config) -> None:
-    """pytest-benchmark disables itself under xdist: a comparison would then pass without having compared."""
-    names = ("compare", "compare_fail", "save", "autosave")
-    asked = [f"--benchmark-{name.replace('_', '-')}" for name in names if config.getoption(f"benchmark_{name}")]
-    if not asked:
-        return
-    if config.getoption("dist", "no") != "no":
-        raise pytest.UsageError(f"{asked[0]} needs benchmarks, and under xdist there are none: leave out -n")
-    if config.getoption("benchmark_disable") and not config.getoption("benchmark_enable"):
-        raise pytest.UsageError(f"{asked[0]} needs benchmarks: leave out --benchmark-disable")
-
-
-def _take_over_storage(config: pytest.Config) -> None:
-    """Before pytest-benchmark's session exists; `pytest_sessionstart` does the rest, once it does."""
-    config.stash[_compare_key] = config.option.benchmark_compare
-    config.option.benchmark_compare = []  # or it would load from the folder of Python and operating system
-    if config.option.benchmark_storage == UPSTREAM_STORAGE:
-        config.option.benchmark_storage = f"file://{config.rootpath / 'tests' / 'perf' / 'baselines'}"
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    config = session.config
-    benchmarks = getattr(config, "_benchmarksession", None)  # the object pytest-benchmark's own hooks are given
-    if benchmarks is None or _compare_key not in config.stash:
-        return
-    benchmarks.machine_id = device_slug(device_name())
-    if isinstance(benchmarks.storage, FileStorage):
-        path, logger = benchmarks.storage.path, benchmarks.logger
-        benchmarks.storage = _BaselineStorage(path, logger, benchmarks.machine_id)  # type: ignore[no-untyped-call]
-    compare = config.option.benchmark_compare = config.stash[_compare_key]
-    if compare is True and isinstance(benchmarks.storage, FileStorage) and not list(benchmarks.storage.load()):
-        config.stash[_notes_key] += [
-            f"not compared: no baseline for {benchmarks.machine_id} in {benchmarks.storage.location}",
-            "record one with: pytest -m perf --benchmark-save=NAME",
-        ]
-    elif compare:
-        benchmarks.compare = compare
-        with warnings.catch_warnings():
-            # Two machine descriptions in full on one line; what can matter is noted by the hook below.
-            warnings.filterwarnings("ignore", "Benchmark machine_info is different")
-            benchmarks.handle_loading()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_benchmark_compare_machine_info(
-    config: pytest.Config, machine_info: dict[str, Any], compared_benchmark: dict[str, Any]
-) -> None:
-    for name in ("torch", "triton"):
-        then, now = compared_benchmark["machine_info"].get(name), machine_info[name]
-        if then != now:
-            config.stash[_notes_key].append(f"the baseline was recorded with {name} {then}, this run has {now}")
+# --- what pytest-benchmark stores ------------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(optionalhook=True)

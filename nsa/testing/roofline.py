@@ -1,41 +1,18 @@
-"""What the GPU can do, measured here and now, and the check that no measurement claims more.
-
-A time that beats the hardware is a wrong time: work left out, data found in cache, a clock misread. It must not become
-a result (trap 2 of spec.md: a published table that read at 8.3 TB/s from a 1.0 TB/s card).
-"""
+"""What the GPU can do, measured here and now: a copy, a read and a matrix product, once per session."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from nsa.testing.timing import Timing, time_gpu
+from nsa.testing.physics import Ceilings
+from nsa.testing.timing import time_gpu
 
-SLACK = 1.05
 STREAM_BYTES = 2 << 30  # far larger than any L2
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """Measured limits of one GPU: bytes per second of a copy (read + written) and of a read, bf16 FLOP per second."""
-
-    copy: float
-    read: float
-    matmul: float
-
-    @property
-    def memory(self) -> float:
-        """The most bytes per second that any stream reached."""
-        return max(self.copy, self.read)
-
-
-class InvalidMeasurement(AssertionError):
-    """A time that this hardware cannot have taken."""
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -73,26 +50,3 @@ def ceilings(device: torch.device) -> Ceilings:
     return Ceilings(
         copy=8 * n / min(times["copy"].samples), read=4 * n / reads, matmul=2 * 8192**3 / min(times["matmul"].samples)
     )
-
-
-def guard(name: str, timing: Timing, nbytes: int, flops: int, limits: Ceilings) -> None:
-    """Reject a time that beats memory (cold buffers only: L2 is faster) or the matrix units by more than `SLACK`.
-
-    Args:
-        nbytes: unique bytes of a call, each read or written once.
-        flops: of its matrix products.
-
-    Raises:
-        InvalidMeasurement: naming the claim and the limit.
-    """
-    bandwidth, rate = nbytes / timing.median, flops / timing.median
-    if timing.cold and bandwidth > SLACK * limits.memory:
-        raise InvalidMeasurement(
-            f"invalid measurement: {name} took {timing.median * 1e6:.2f} us for {nbytes} unique bytes, "
-            f"{bandwidth / 1e9:.0f} GB/s; this GPU's memory was measured at {limits.memory / 1e9:.0f} GB/s"
-        )
-    if rate > SLACK * limits.matmul:
-        raise InvalidMeasurement(
-            f"invalid measurement: {name} took {timing.median * 1e6:.2f} us for {flops} FLOP, {rate / 1e12:.0f} "
-            f"TFLOP/s; this GPU's matrix units were measured at {limits.matmul / 1e12:.0f} TFLOP/s"
-        )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nsa.testing import timing
+from nsa.testing import gating, timing
 from nsa.testing.cases import core, full
 from nsa.testing.fixtures import case, over_third_parties, problem, register, third_party
 from nsa.testing.plugin import current_lane
@@ -39,14 +39,27 @@ def sampling(request: pytest.FixtureRequest) -> dict[str, int]:
 
 
 @pytest.fixture
-def publish(request: pytest.FixtureRequest, benchmark: Any) -> Callable[..., None]:
-    """Hand samples and what they mean to pytest-benchmark and to the summary, under a group's name."""
+def machine_sampling(request: pytest.FixtureRequest, sampling: dict[str, int]) -> dict[str, Any]:
+    """`sampling`, and how `measure` is to use the GPU: `--nsa-hot`, `--nsa-streams`, `--nsa-no-check`."""
+    option = request.config.option
+    return sampling | {"hot": option.nsa_hot, "streams": option.nsa_streams, "check": not option.nsa_no_check}
 
-    def publish(group: str, samples: timing.Timing, info: dict[str, Any]) -> None:
+
+@pytest.fixture
+def publish(request: pytest.FixtureRequest, benchmark: Any) -> Callable[..., None]:
+    """Hand samples and what they mean to pytest-benchmark and to the summary, under a group's name.
+
+    `again()` measures once more: a gated run calls it before it calls a benchmark a regression.
+    """
+    config, name = request.config, request.node.nodeid
+
+    def publish(group: str, samples: timing.Timing, info: dict[str, Any], again: gating.Again | None = None) -> None:
+        samples, info = gating.gated(config, name, samples, info, again)
         benchmark.group = group
         benchmark.extra_info.update(info)
         timing.feed(benchmark, samples)
-        request.config.stash[published_key].append(info | {"group": group, "median": samples.median})
+        config.stash[published_key].append(info | {"group": group, "median": samples.median})
+        gating.enforce(config, name)
 
     return publish
 

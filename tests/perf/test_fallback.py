@@ -1,6 +1,7 @@
 """Packed SDPA against what it replaced, a Python loop over rows: 4 KV heads of 16 query heads, 16 spans of 64."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from nsa.testing import timing
 from nsa.testing.cases import Case
 from nsa.testing.compare import Oracle, assert_parity
 from nsa.testing.impls import OURS, ROW_LOOP
-from nsa.testing.measure import run_facts
+from nsa.testing.measure import gate_figures, run_facts
 from nsa.testing.plugin import Lane
 
 pytestmark = pytest.mark.benchmark(timer=timing.clock)
@@ -32,13 +33,19 @@ def test_packed_sdpa_against_row_loop(
     for impl in impls.values():
         assert_parity(impl.run(problem), oracle, impl.name)
     fns = {name: lambda impl=impl: (impl.run(problem), sync()) for name, impl in impls.items()}
-    times = timing.time_host(fns, budget_s=1.0, least=3, **sampling)
-    medians = {name: t.median for name, t in times.items()}
-    gain = medians["row_loop"] / medians["sdpa"]
-    info = run_facts(device) | case.fields() | {
-        "impl": "sdpa", "control": "row_loop", "control_median": medians["row_loop"], "ratio_to_control": 1 / gain,
-        "medians": medians, "speedup_vs_row_loop": gain,
-        "note": f"packed SDPA is {gain:.1f}x a per-row loop: S={case.S}, 4 KV heads of 16 query heads, 16 spans of 64",
-    }  # fmt: skip
-    publish("fallback", times["sdpa"], info)
+
+    def take() -> tuple[timing.Timing, dict[str, Any]]:
+        times = timing.time_host(fns, budget_s=1.0, least=3, **sampling)
+        medians = {name: t.median for name, t in times.items()}
+        gain = medians["row_loop"] / medians["sdpa"]
+        where = f"S={case.S}, 4 KV heads of 16 query heads, 16 spans of 64"
+        info = run_facts(device) | case.fields() | gate_figures(times, "row_loop", "sdpa") | {
+            "impl": "sdpa", "medians": medians, "speedup_vs_row_loop": gain,
+            "note": f"packed SDPA is {gain:.1f}x a per-row loop: {where}",
+        }  # fmt: skip
+        return times["sdpa"], info
+
+    samples, info = take()
+    gain = info["speedup_vs_row_loop"]
+    publish("fallback", samples, info, again=take)
     assert gain >= GAIN[lane], f"expected packed SDPA at least {GAIN[lane]:g}x a per-row loop, got {gain:.2f}x"

@@ -1,5 +1,7 @@
 """Our kernels, and third parties', over core: CUDA-graph replay on cold buffers, SDPA in every layout beside them."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,23 +15,27 @@ OF = {"rows": "dense_group", "varlen": "varlen_group", "ranges": "ranges", "bloc
 BUDGET_S = 0.06  # of samples for each implementation: core has about 126 cases and 2 minutes
 
 
-def test_selection(problem: Problem, publish, sampling: dict[str, int]) -> None:
-    compare(OURS[OF[problem.case.source]], problem, publish, sampling)
+def test_selection(problem: Problem, publish, machine_sampling: dict[str, Any]) -> None:
+    compare(OURS[OF[problem.case.source]], problem, publish, machine_sampling)
 
 
-def test_selection_third_party(third_party: Impl, problem: Problem, publish, sampling: dict[str, int]) -> None:
+def test_selection_third_party(third_party: Impl, problem: Problem, publish, machine_sampling: dict[str, Any]) -> None:
     try:
-        compare(third_party, problem, publish, sampling)
+        compare(third_party, problem, publish, machine_sampling)
     except NotImplementedError as e:
         pytest.skip(f"unsupported: {problem.case.id}: {e}")
 
 
-def compare(impl: Impl, problem: Problem, publish, sampling: dict[str, int]) -> None:
+def compare(impl: Impl, problem: Problem, publish, sampling: dict[str, Any]) -> None:
     layouts = {"packed": PACKED} | packed_layouts(problem.q.device)
     # From the cache, a fallback has to pack first; rows lie packed already.
     ends = {} if problem.case.source == "rows" else END_TO_END | {"sdpa": OURS["sdpa"]}
-    torch.cuda.empty_cache()  # graphs of the case before hold pools of their own
-    result = measure(problem, impl, [*layouts.values(), *ends.values()], budget_s=BUDGET_S, **sampling)
-    control = result.best(layouts) if problem.case.source == "rows" else result.best(END_TO_END)
+
+    def take() -> tuple[timing.Timing, dict[str, Any]]:
+        torch.cuda.empty_cache()  # graphs of the case before hold pools of their own
+        result = measure(problem, impl, [*layouts.values(), *ends.values()], budget_s=BUDGET_S, **sampling)
+        control = result.best(layouts) if problem.case.source == "rows" else result.best(END_TO_END)
+        return result.ours, result.info(layouts, control)
+
     name = f"{problem.case.dist}, {problem.case.source}" + ("" if impl.route else f", {impl.name}")
-    publish(name, result.ours, result.info(layouts, control))
+    publish(name, *take(), again=take)

@@ -1,0 +1,185 @@
+"""Baselines on disk: which files belong to this device and these versions, and how new ones are recorded.
+
+A baseline is three files of pytest-benchmark, `<storage>/<device>/NNNN_*.json`, from three processes. They appear
+together, whole, or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nsa.testing.gate import Figures, Stored
+
+FILES = 3  # processes of one recording, and files the gate reads
+
+
+class Key(NamedTuple):
+    """What has to agree for figures to be comparable. Versions are minor ones: "2.11"."""
+
+    device: str
+    torch: str
+    triton: str
+
+    @classmethod
+    def of(cls, machine: Mapping[str, Any]) -> Key:
+        """From pytest-benchmark's `machine_info`, as the plugin completes it."""
+        return cls(str(machine.get("device")), _minor(machine.get("torch")), _minor(machine.get("triton")))
+
+    def __str__(self) -> str:
+        return f"{self.device}, torch {self.torch}, triton {self.triton}"
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The last files of one key, oldest first, and what they say by benchmark."""
+
+    key: Key
+    paths: list[Path]
+    benchmarks: dict[str, Stored]
+
+
+def _minor(version: object) -> str:
+    found = re.match(r"\d+\.\d+", str(version))
+    return found.group() if found else str(version)
+
+
+def find(folder: Path, key: Key) -> Baseline | None:
+    """The baseline of `key` in the folder of its device; else the newest of other versions; else None.
+
+    Raises:
+        ValueError: a file that cannot be read, by name.
+    """
+    newest: Key | None = None
+    groups: dict[Key, list[tuple[Path, dict[str, Any]]]] = {}
+    for path in sorted(folder.glob("[0-9][0-9][0-9][0-9]_*.json"), reverse=True):
+        document = read(path)
+        owner = Key.of(document["machine_info"])
+        newest = newest or owner
+        groups.setdefault(owner, []).append((path, document))
+        if len(groups.get(key, ())) == FILES:
+            break
+    found = key if key in groups else newest
+    if found is None:
+        return None
+    files = groups[found][:FILES][::-1]
+    runs: dict[str, list[Figures]] = {}
+    for _, document in files:
+        for b in document["benchmarks"]:
+            runs.setdefault(b["fullname"], []).append(Figures.of(b["extra_info"], b["stats"]["median"]))
+    return Baseline(found, [path for path, _ in files], {name: Stored.of(them) for name, them in runs.items()})
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A file that pytest-benchmark wrote.
+
+    Raises:
+        ValueError: it is not whole, or something else.
+    """
+    try:
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        Key.of(document["machine_info"])
+        [(b["fullname"], b["extra_info"], b["stats"]["median"]) for b in document["benchmarks"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{path}: expected the JSON of a pytest-benchmark run, got {type(e).__name__}: {e}") from e
+    return document
+
+
+class NotSaved(RuntimeError):
+    """Why a recording was not kept; `status` is what pytest exits with."""
+
+    def __init__(self, reason: str, status: int = 1) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+def record(storage: Path, arguments: Sequence[str], cwd: Path, label: str) -> list[Path]:
+    """Run pytest `FILES` times, one fresh process after the other, and keep what they wrote if all were green.
+
+    Args:
+        arguments: of pytest; each process also gets `--benchmark-json`.
+        label: of the files, after their number.
+
+    Raises:
+        NotSaved: a run was red, or wrote nothing that can be read; nothing was kept.
+        KeyboardInterrupt: interrupted or terminated; nothing was kept.
+    """
+    storage.mkdir(parents=True, exist_ok=True)
+    # On the storage's own file system: what was written there whole can be renamed, which cannot fail half-way.
+    work = Path(tempfile.mkdtemp(prefix=".recording-", dir=storage))
+    try:
+        with _terminated_is_interrupted():
+            files = [_run(work / f"{i}.json", arguments, cwd, i) for i in range(1, FILES + 1)]
+            keys = {Key.of(read(file)["machine_info"]) for file in files}
+            names = [{b["fullname"] for b in read(file)["benchmarks"]} for file in files]
+            if len(keys) != 1 or not names[0] or any(n != names[0] for n in names):
+                raise NotSaved("the runs do not hold the same benchmarks of the same machine")
+            return _move(files, storage / keys.pop().device, label)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _run(file: Path, arguments: Sequence[str], cwd: Path, number: int) -> Path:
+    print(f"recording {number} of {FILES}", flush=True)
+    command = [sys.executable, "-m", "pytest", f"--benchmark-json={file}", *arguments]
+    with subprocess.Popen(command, cwd=cwd) as process:
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:  # Ctrl-C reaches the child too, which then ends by itself
+            process.terminate()
+            raise
+    if status:
+        raise NotSaved(f"run {number} of {FILES} was red (exit status {status})", status if status > 0 else 1)
+    try:
+        read(file)
+    except ValueError as e:
+        raise NotSaved(f"run {number} of {FILES}: {e}") from e
+    return file
+
+
+def _move(files: Sequence[Path], folder: Path, label: str) -> list[Path]:
+    """All of them, under consecutive numbers, or none."""
+    folder.mkdir(exist_ok=True)
+    taken = [int(path.name[:4]) for path in folder.glob("[0-9][0-9][0-9][0-9]_*.json")]
+    first = max(taken, default=0) + 1
+    day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d")
+    targets = [folder / f"{first + i:04}_{day}-{label}.json" for i in range(len(files))]
+    for file in files:
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())  # a name must not outlive its contents
+    moved: list[Path] = []
+    try:
+        for file, target in zip(files, targets, strict=True):
+            moved.append(target)
+            file.rename(target)
+    except BaseException:
+        for target in moved:
+            target.unlink(missing_ok=True)
+        raise
+    return targets
+
+
+@contextlib.contextmanager
+def _terminated_is_interrupted() -> Iterator[None]:
+    """CI cancels by SIGTERM: clean up as after Ctrl-C."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

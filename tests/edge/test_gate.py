@@ -1,0 +1,360 @@
+"""The gate, run on small projects whose samples a JSON file holds: what it says, and what pytest exits with."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa.testing import baselines, plugin
+
+pytest_plugins = ["pytester"]
+ROOT = Path(plugin.__file__).parents[2]
+ALIKE = {name: {"ours": [2.0], "control": 1.0} for name in ("alpha", "beta", "gamma", "delta")}  # ms, by attempt
+INJECTED = """
+import json, pathlib, pytest
+from nsa.testing.measure import gate_figures
+from nsa.testing.timing import Timing, clock
+
+pytestmark = pytest.mark.benchmark(timer=clock)
+DATA = json.loads(pathlib.Path(__file__).with_name("samples.json").read_text())
+
+def timing(ms):
+    return Timing([ms * 1e-3 * (1 + i * 1e-4) for i in range(20)], "host", False, 1, 1)
+
+@pytest.mark.parametrize("name", DATA)
+def test_bench(name, publish):
+    ours = iter(DATA[name]["ours"])
+
+    def take():
+        times = {"ours": timing(next(ours)), "control": timing(DATA[name]["control"])}
+        return times["ours"], gate_figures(times, "control")
+
+    publish("injected", *take(), again=take)
+    assert not DATA[name].get("wrong"), "wrong result"
+"""
+
+
+def lay_out(path, samples):
+    """A rootdir with this repository's configuration and perf lane, and one file of benchmarks."""
+    perf = path / "tests" / "perf"
+    perf.mkdir(parents=True)
+    for name in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, path)
+    shutil.copy(ROOT / "tests" / "perf" / "conftest.py", perf)
+    (perf / "test_injected.py").write_text(INJECTED)
+    inject(path, samples)
+
+
+def inject(path, samples):
+    (path / "tests" / "perf" / "samples.json").write_text(json.dumps(samples))
+
+
+def environment():
+    dropped = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_ADDOPTS", "TRITON_INTERPRET")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    return kept | {"PYTHONPATH": str(ROOT), "NSA_TEST_TRITON_SEL": "0", "NSA_COMMIT": "abc1234567"}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Three files as `--nsa-save-baseline` leaves them, and what it printed."""
+    path = tmp_path_factory.mktemp("recorded")
+    lay_out(path, ALIKE)
+    command = [sys.executable, "-m", "pytest", "-m", "perf", "--nsa-save-baseline"]
+    done = subprocess.run(command, cwd=path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted((path / "tests" / "perf" / "baselines").rglob("*.json")), done.stdout
+
+
+@pytest.fixture
+def project(pytester, monkeypatch, recorded):
+    """The same project with that baseline; `project.baseline` are its own copies of the files."""
+    lay_out(pytester.path, ALIKE)
+    for name in set(os.environ) - set(environment()):
+        monkeypatch.delenv(name)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    folder = pytester.path / "tests" / "perf" / "baselines" / recorded[0][0].parent.name
+    shutil.copytree(recorded[0][0].parent, folder)
+    pytester.baseline = sorted(folder.iterdir())
+    return pytester
+
+
+def change(files, edit):
+    """Edit stored documents."""
+    for i, file in enumerate(files):
+        document = json.loads(file.read_text())
+        edit(i, document)
+        file.write_text(json.dumps(document))
+
+
+def spread(name, ratios):
+    def edit(i, document):
+        for b in document["benchmarks"]:
+            if b["name"] == f"test_bench[{name}]":
+                b["extra_info"]["gate_ratio"] = ratios[i]
+
+    return edit
+
+
+def compare(project, *arguments):
+    return project.runpytest_subprocess("-m", "perf", "--benchmark-compare", *arguments)
+
+
+def section(result):
+    """The lines of the gate."""
+    lines = result.outlines
+    start = next(i for i, line in enumerate(lines) if " gate " in line and line.startswith("="))
+    stop = next((i for i in range(start + 1, len(lines)) if lines[i].startswith("=")), len(lines))
+    return lines[start + 1 : stop]
+
+
+def named(result):
+    """The benchmarks that the gate's lines name."""
+    return [name for name in ALIKE for line in section(result) if f"[{name}]" in line]
+
+
+def test_recording_is_three_files_of_three_processes(recorded):
+    files, printed = recorded
+    assert [f.name[:5] for f in files] == ["0001_", "0002_", "0003_"]
+    assert all(f.name.endswith("-abc1234.json") for f in files)
+    documents = [json.loads(f.read_text()) for f in files]
+    assert len({d["datetime"] for d in documents}) == 3
+    assert all(d["machine_info"]["torch"] == torch.__version__ for d in documents)
+    assert all(len(d["benchmarks"]) == 4 for d in documents)
+    assert not list(files[0].parents[1].glob(".recording-*"))
+    assert "first recording for" in printed
+    assert "baseline saved:" in printed
+
+
+def test_the_same_again_passes(project):
+    result = compare(project)
+    assert result.ret == 0
+    assert section(result)[-1] == "gate: 4 pass, 0 FAIL, 0 AMBIGUOUS, 0 cannot gate"
+    assert not named(result)
+
+
+def test_15_percent_slower_fails_and_is_the_only_one_named(project):
+    inject(project.path, ALIKE | {"beta": {"ours": [2.3, 2.32], "control": 1.0}})
+    result = compare(project, "--junit-xml=out.xml")
+    assert result.ret == 1
+    result.assert_outcomes(passed=3, failed=1)
+    assert named(result) == ["beta"]
+    result.stdout.fnmatch_lines(
+        [
+            "performance regression: 2.0000 -> 2.3000 times its control, measured again 2.3200 (+15.0%, spread 0.0%)",
+            "verdict *old ratio *new *again *change *spread *old time *new time*",
+            "tests/perf/test_injected.py::test_bench[[]beta[]]",
+            "  FAIL *2.0000 *2.3000 *2.3200 *+15.0% *0.0% *2.002 ms *2.302 ms*",
+        ]
+    )
+    [suite] = ET.parse(project.path / "out.xml").getroot().iter("testsuite")
+    assert (suite.get("failures"), suite.get("errors"), suite.get("tests")) == ("1", "0", "4")
+    assert max(map(len, section(result))) <= 100
+
+
+def test_5_percent_slower_passes(project):
+    inject(project.path, ALIKE | {"beta": {"ours": [2.1], "control": 1.0}})
+    result = compare(project)
+    assert result.ret == 0
+    assert not named(result)
+
+
+def test_slower_once_only_is_measured_again_and_passes(project):
+    inject(project.path, ALIKE | {"beta": {"ours": [3.0, 2.05], "control": 1.0}})
+    result = compare(project, "--benchmark-json=out.json")
+    assert result.ret == 0
+    assert section(result)[-1].endswith("; 1 passed when measured again")
+    [beta] = [b for b in json.loads((project.path / "out.json").read_text())["benchmarks"] if "beta" in b["name"]]
+    assert beta["stats"]["median"] == pytest.approx(2.05e-3, rel=2e-3)
+    assert beta["extra_info"]["gate"]["first"] == pytest.approx(1.5 * beta["extra_info"]["gate"]["old"])
+
+
+def test_a_slower_machine_passes_and_is_told(project):
+    inject(project.path, {name: {"ours": [2.8], "control": 1.4} for name in ALIKE})
+    result = compare(project)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(
+        ["this machine is 40% slower than when the baseline was recorded (median of 4 controls)"]
+    )
+    assert not named(result)
+
+
+@pytest.mark.parametrize("strict", [[], ["--nsa-strict"]], ids=["lenient", "strict"])
+def test_within_twice_the_spread_is_ambiguous(project, strict):
+    change(project.baseline, spread("beta", [1.92, 2.0, 2.08]))  # 8%
+    inject(project.path, ALIKE | {"beta": {"ours": [2.3, 2.3], "control": 1.0}})
+    result = compare(project, *strict)
+    assert result.ret == (1 if strict else 0)
+    result.assert_outcomes(passed=3 if strict else 4, failed=1 if strict else 0)
+    result.stdout.fnmatch_lines(["  AMBIGUOUS *2.0000 *2.3000 *2.3000 *+15.0% *8.0%*"])
+    assert set(named(result)) == {"beta"}
+
+
+def test_a_noisy_benchmark_cannot_be_gated_but_a_catastrophe_is_one(project):
+    change(project.baseline, spread("beta", [1.92, 2.0, 2.08]))
+    result = compare(project)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["cannot gate: *test_bench[[]beta[]]: spread 8.0%", "gate: 3 pass, * 1 cannot gate"])
+    inject(project.path, ALIKE | {"beta": {"ours": [4.0, 4.0], "control": 1.0}})
+    assert compare(project).ret == 1
+
+
+def test_missing_on_either_side_is_listed(project):
+    inject(project.path, {k: v for k, v in ALIKE.items() if k != "beta"} | {"epsilon": ALIKE["beta"]})
+    result = compare(project)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(
+        [
+            "in the baseline, not in this run: tests/perf/test_injected.py::test_bench[[]beta[]]",
+            "in this run, not in the baseline: tests/perf/test_injected.py::test_bench[[]epsilon[]]",
+            "gate: 3 pass, 0 FAIL, 0 AMBIGUOUS, 0 cannot gate",
+        ]
+    )
+
+
+@pytest.mark.parametrize("strict", [[], ["--nsa-strict"]], ids=["lenient", "strict"])
+def test_no_baseline(project, strict):
+    shutil.rmtree(project.baseline[0].parent)
+    inject(project.path, ALIKE | {"beta": {"ours": [9.0], "control": 1.0}})
+    result = compare(project, *strict)
+    assert result.ret == len(strict)
+    result.assert_outcomes(passed=4)
+    record = "; record one with pytest -m perf --nsa-save-baseline"
+    result.stdout.fnmatch_lines([f"not gated: no baseline for *threads, torch *, triton *{record}"])
+
+
+@pytest.mark.parametrize("strict", [[], ["--nsa-strict"]], ids=["lenient", "strict"])
+def test_other_versions_stand_side_by_side_ungated(project, strict):
+    change(project.baseline, lambda i, document: document["machine_info"].update(torch="2.5.1+cu124"))
+    inject(project.path, ALIKE | {"beta": {"ours": [9.0], "control": 1.0}})
+    result = compare(project, *strict)
+    assert result.ret == len(strict)
+    result.assert_outcomes(passed=4)
+    result.stdout.fnmatch_lines(
+        [
+            "not gated: no baseline for *",
+            "side by side with *torch 2.5, *ungated:",
+            "  not gated *2.0000 *9.0000*+350.0%*",
+        ]
+    )
+
+
+def test_a_file_of_other_versions_in_between_is_no_part_of_the_baseline(project):
+    change(project.baseline[-1:], lambda i, document: document["machine_info"].update(triton="3.1.0"))
+    result = compare(project)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["2 of 3 recordings: spreads are not known; *", "gate: 4 pass*"])
+
+
+def test_a_damaged_file_is_an_error(project):
+    project.baseline[1].write_text(project.baseline[1].read_text()[:500])
+    result = compare(project)
+    assert result.ret == 1
+    assert "0002_" in result.stdout.str() + result.stderr.str()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["-n", "2"], "--benchmark-compare needs benchmarks, and under xdist there are none: leave out -n"),
+        (["--benchmark-disable"], "--benchmark-compare needs benchmarks: leave out --benchmark-disable"),
+        (["--benchmark-skip"], "--benchmark-compare needs benchmarks: leave out --benchmark-skip"),
+        (["--nsa-hot"], "--benchmark-compare: baselines are of cold buffers: leave out --nsa-hot"),
+        (["--nsa-no-check"], "--benchmark-compare: what nobody checked is neither gated nor recorded: *"),
+    ],
+    ids=["xdist", "disabled", "skipped", "hot", "unchecked"],
+)
+def test_what_would_pass_without_comparing_is_refused(project, arguments, reason):
+    result = compare(project, *arguments)
+    assert result.ret == 1
+    result.stderr.fnmatch_lines([f"*{reason}"])
+
+
+def test_without_compare_nothing_is_gated(project):
+    inject(project.path, ALIKE | {"beta": {"ours": [9.0], "control": 1.0}})
+    result = project.runpytest_subprocess("-m", "perf")
+    assert result.ret == 0
+    result.stdout.no_fnmatch_line("*= gate =*")
+
+
+def test_a_users_own_compare_fail_works_on_top(project):
+    inject(project.path, ALIKE | {"beta": {"ours": [2.1], "control": 1.0}})  # fine for the gate
+    result = compare(project, "--benchmark-compare-fail=median:3%")
+    assert result.ret != 0
+    assert "Performance has regressed" in result.stdout.str() + result.stderr.str()
+
+
+# --- saving ----------------------------------------------------------------------------------------------------------
+
+
+def left(project):
+    """Every file under the baselines, but for what was there before."""
+    found = (project.path / "tests" / "perf" / "baselines").rglob("*")
+    return sorted(path.name for path in found if path.is_file() and path not in project.baseline)
+
+
+@pytest.mark.parametrize("accept", [[], ["--nsa-accept-regression"]], ids=["refused", "accepted"])
+def test_a_regression_is_saved_only_if_accepted(project, accept):
+    inject(project.path, ALIKE | {"beta": {"ours": [2.3, 2.3], "control": 1.0}})
+    result = project.runpytest_subprocess("-m", "perf", "--nsa-save-baseline", *accept)
+    assert result.ret == (0 if accept else 1)
+    assert [name[:5] for name in left(project)] == (["0004_", "0005_", "0006_"] if accept else [])
+    if accept:
+        result.stdout.fnmatch_lines(["accepted by --nsa-accept-regression"])
+    else:
+        result.stderr.fnmatch_lines(["no baseline saved: run 1 of 3 was red (exit status 1)"])
+
+
+def test_a_wrong_result_is_not_saved_whatever_is_accepted(project):
+    inject(project.path, ALIKE | {"beta": {"ours": [2.0], "control": 1.0, "wrong": True}})
+    assert project.runpytest_subprocess("-m", "perf", "--nsa-save-baseline", "--nsa-accept-regression").ret == 1
+    assert left(project) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
+def test_an_interrupted_recording_leaves_nothing(project, number):
+    slow = INJECTED + "\n\ndef test_slow():\n    import time\n    print('slow', flush=True)\n    time.sleep(60)\n"
+    (project.path / "tests" / "perf" / "test_injected.py").write_text(slow)
+    command = [sys.executable, "-m", "pytest", "-m", "perf", "-s", "--nsa-save-baseline"]
+    with subprocess.Popen(command, cwd=project.path, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        assert any(line.strip().endswith("slow") for line in process.stdout)
+        assert list((project.path / "tests" / "perf" / "baselines").glob(".recording-*"))
+        before = time.monotonic()
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+        assert process.wait(timeout=30) == pytest.ExitCode.INTERRUPTED
+    assert time.monotonic() - before < 30
+    assert left(project) == []
+    assert not list((project.path / "tests" / "perf" / "baselines").glob(".recording-*"))
+
+
+def test_a_full_disk_while_recording_leaves_nothing(project):
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"  # bytes a file may have
+    (project.path / "tests" / "perf" / "test_injected.py").write_text(limit + INJECTED)
+    assert project.runpytest_subprocess("-m", "perf", "-p", "no:cacheprovider", "--nsa-save-baseline").ret == 1
+    assert left(project) == []
+
+
+def test_a_failing_rename_takes_back_the_files_before_it(tmp_path, monkeypatch):
+    files = [tmp_path / f"{i}.json" for i in range(3)]
+    for file in files:
+        file.write_text("{}")
+    rename = Path.rename
+
+    def once_full(self, target):
+        if self == files[2]:
+            raise OSError(28, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", once_full)
+    with pytest.raises(OSError, match="No space left"):
+        baselines._move(files, tmp_path / "device", "label")
+    assert list((tmp_path / "device").iterdir()) == []

@@ -1,0 +1,120 @@
+"""The gate's rules and the physics guard as functions of numbers, on a recorded H100 run where that says more."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nsa.testing.gate import Figures, Stored, judge, machine
+from nsa.testing.physics import Ceilings, detectable, guard, undetectable
+from nsa.testing.timing import InvalidMeasurement, Timing
+
+H100 = json.loads((Path(__file__).parent / "data" / "h100_core.json").read_text())
+LIMITS = Ceilings(copy=3.0e12, read=3.1e12, matmul=0.8e15)
+
+
+def stored(*ratios, control=1e-5):
+    return Stored.of([Figures(ratio, ratio * control, control) for ratio in ratios])
+
+
+def verdict(old, new, *again):
+    later = iter(again)
+    return judge("x", old, Figures(new, new * 1e-5, 1e-5), lambda: next(later)).kind
+
+
+@pytest.mark.parametrize(
+    ("ratios", "new", "again", "kind"),
+    [
+        ((1.0, 1.0, 1.0), 1.099, [], "pass"),
+        ((1.0, 1.0, 1.0), 0.2, [], "pass"),
+        ((1.0, 1.0, 1.0), 1.11, [1.11], "FAIL"),
+        ((1.0, 1.0, 1.0), 1.5, [1.09], "pass"),
+        ((1.0, 1.0, 1.0), 1.11, [3.0], "FAIL"),
+        ((0.98, 1.0, 1.03), 1.12, [1.12], "FAIL"),  # twice 5% is less than 12%
+        ((0.96, 1.0, 1.04), 1.09, [], "cannot gate"),
+        ((0.96, 1.0, 1.04), 1.15, [1.15], "AMBIGUOUS"),
+        ((0.96, 1.0, 1.04), 1.5, [1.15], "AMBIGUOUS"),
+        ((0.96, 1.0, 1.04), 1.17, [1.18], "FAIL"),
+        ((0.5, 1.0, 2.0), 3.0, [3.0], "AMBIGUOUS"),
+    ],
+)
+def test_rule(ratios, new, again, kind):
+    assert verdict(stored(*ratios), new, *again) == kind
+
+
+def test_spread_and_ratio_are_of_the_files():
+    old = stored(1.02, 0.99, 1.0)
+    assert old.ratio == 1.0
+    assert old.spread == pytest.approx(0.03)
+
+
+def test_no_control_cannot_be_gated():
+    assert judge("x", Stored(None, 1.0, None, 0.0, 3), Figures(1.0, 1.0, 1.0)).reason == "no control in the baseline"
+    assert judge("x", stored(1.0), Figures(None, 1.0, None)).reason == "no control in this run"
+
+
+def test_machine_speaks_only_of_what_moved_together():
+    def moved(*factors):
+        return machine(judge("x", stored(1.0), Figures(1.0, f * 1e-5, f * 1e-5)) for f in factors)
+
+    assert "40% slower" in moved(1.4, 1.4, 1.4, 1.4)
+    assert "25% faster" in moved(0.8, 0.8, 0.8, 0.8)
+    assert moved(1.4, 1.0, 1.0, 1.0) is None
+    assert moved(1.4, 1.4, 1.4, 0.7, 0.7) is None
+    assert moved(1.03, 1.03) is None
+
+
+# --- the guard -------------------------------------------------------------------------------------------------------
+
+
+def timing(seconds, cold=True):
+    return Timing([seconds] * 10, "graph", cold, 2, 100, 5e-7)
+
+
+def test_memory_and_matrix_rates_are_limits():
+    guard("x", timing(1e-5), int(3.2e12 * 1e-5), 0, LIMITS)  # within the slack
+    with pytest.raises(InvalidMeasurement, match="x took 10.00 us for 33000000 unique bytes, 3300 GB/s"):
+        guard("x", timing(1e-5), int(3.3e12 * 1e-5), 0, LIMITS)
+    guard("x", timing(1e-5, cold=False), int(9e12 * 1e-5), 0, LIMITS)  # L2 is no verdict
+    with pytest.raises(InvalidMeasurement, match="900 TFLOP/s"):
+        guard("x", timing(1e-5, cold=False), 0, int(9e15 * 1e-6), LIMITS)
+
+
+def sixty_four(info):
+    """What attending to the first 64 keys would have taken: the run's own time at L = 64."""
+    return next(
+        b for b in H100 if b["L"] == 64 and all(b[k] == info[k] for k in ("H", "D", "Dv", "N", "dist"))
+    )["median"]  # fmt: skip
+
+
+def test_recorded_h100_run_is_within_the_limits():
+    for b in H100:
+        guard(b["case"], timing(b["median"]), b["bytes"], b["flops"], LIMITS)
+
+
+def test_a_kernel_that_sees_64_keys_is_refused_where_its_rate_is_impossible_and_else_listed():
+    refused, infos = [], {}
+    for b in H100:
+        t = timing(sixty_four(b))
+        infos[b["case"]] = {"checked": False, "share_of_guard": detectable(t, b["bytes"], b["flops"], LIMITS)}
+        try:
+            guard(b["case"], t, b["bytes"], b["flops"], LIMITS)
+        except InvalidMeasurement:
+            refused.append(b["case"])
+            del infos[b["case"]]
+        else:
+            assert b["bytes"] / t.median <= 1.05 * LIMITS.memory
+    assert "H8-D128-Dv128-L1024-N1024-few-bf16" in refused
+    assert "H8-D128-Dv128-L64-N1024-few-bf16" not in refused
+    lines = undetectable(infos)
+    assert lines[0].startswith(f"undetectable by speed: {len(infos)} of {len(infos)}")
+    assert all(any(case in line for line in lines) for case in infos)
+
+
+def test_a_kernel_that_launches_nothing_is_refused_everywhere():
+    nothing = Timing([2e-6 / 64000] * 10, "graph", True, 1280, 64000, 5e-7)  # an empty graph takes 2 us
+    for b in H100:
+        with pytest.raises(InvalidMeasurement):
+            guard(b["case"], nothing, b["bytes"], b["flops"], LIMITS)
+    with pytest.raises(InvalidMeasurement, match="for 64000 calls, and its timer ticks every 0.50 us"):
+        nothing.resolved("nothing")

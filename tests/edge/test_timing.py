@@ -1,0 +1,55 @@
+"""Samples and their statistics on the host."""
+
+import time
+
+import pytest
+
+from nsa.testing import timing
+from nsa.testing.timing import InvalidMeasurement, Timing, time_host
+
+
+def test_iters_warmup_and_resolution():
+    calls = {"a": 0, "b": 0}
+
+    def call(name):
+        calls[name] += 1
+        time.sleep(2e-3)
+
+    times = time_host({n: lambda n=n: call(n) for n in calls}, iters=17, warmup=3, budget_s=10)
+    assert {n: len(t.samples) for n, t in times.items()} == {"a": 17, "b": 17}
+    assert calls == {"a": 23, "b": 23}  # one before all, two to estimate, three to warm up
+    assert all(t.resolution < 0.01 for t in times.values())
+
+
+def test_short_calls_are_repeated_inside_a_sample():
+    t = time_host({"pass": lambda: None}, iters=10, budget_s=0.1)["pass"]
+    assert t.calls > 1000
+    assert t.resolution < 0.01
+
+
+def test_a_sample_its_timer_cannot_tell_is_invalid():
+    Timing([1e-4] * 3, "host", False, 1, 1, tick=1e-6).resolved("fine")
+    with pytest.raises(InvalidMeasurement, match="short took 99.00 us for 1 calls"):
+        Timing([9.9e-5] * 3, "host", False, 1, 1, tick=1e-6).resolved("short")
+
+
+def test_waiting_for_a_core_is_not_counted_but_sleeping_is(monkeypatch):
+    waits = iter([0.0, 0.004])
+    monkeypatch.setattr(timing, "_waited", lambda: next(waits))
+    assert timing._host_sample(lambda: time.sleep(0.01), 1, None) == pytest.approx(0.006, abs=0.002)
+    monkeypatch.undo()
+    assert timing._host_sample(lambda: time.sleep(0.01), 1, None) >= 0.009
+
+
+def test_one_thread_while_timing_and_as_many_as_before_afterwards():
+    before, seen = timing.torch.get_num_threads(), []
+    time_host({"x": lambda: seen.append(timing.torch.get_num_threads())}, iters=10, budget_s=0.01)
+    assert set(seen) == {1}
+    assert timing.torch.get_num_threads() == before
+
+
+def test_interval_and_quartile():
+    t = Timing([1.0] * 30 + [2.0] * 10, "host", False, 1, 1)
+    assert (t.median, t.steady, t.interval()) == (1.0, 1.0, (1.0, 1.0))
+    assert t.figure()["ci95_s"] == [1.0, 1.0]
+    assert Timing([3.0], "host", False, 1, 1).steady == 3.0
