@@ -32,7 +32,7 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
     decision, on_packed = thresholds.decide(now.facts), thresholds.decide(now.facts, against="best")
     cases = [_case_row(fact) for fact in now.facts if "layouts" not in fact]
     sections = [
-        Section("Summary", header=SUMMARY_HEADER, rows=summary_rows(now.facts)),
+        Section("Summary", "Speedups over what the column names.", header=SUMMARY_HEADER, rows=summary_rows(now.facts)),
         Section(
             "Speedup over L",
             "Ratios of medians from one run, implementations sampled in turn. Bars: the ends of the two 95% bootstrap "
@@ -60,8 +60,8 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
 
 
 SUMMARY_HEADER = (
-    "distribution", "cases", "vs replaced path: geomean", "worst", "vs best SDPA, packed rows: geomean", "worst",
-    "vs expanded SDPA: geomean", "worst", "vs control: geomean", "worst", "best GB/s", "of ceiling",
+    "benchmarks", "cases", "replaced path: geomean", "worst", "best SDPA on packed rows: geomean", "worst",
+    "expanded SDPA: geomean", "worst", "control: geomean", "worst", "best GB/s", "of ceiling",
 )  # fmt: skip
 CASE_HEADER = ("case", "group", "median", "95% interval", "GB/s", "of ceiling", "vs replaced", "vs best SDPA", "MAE")
 ORDINALS = ("before", "after")
@@ -137,7 +137,7 @@ def _change(before: Recording, after: Recording) -> Section:
     return Section(
         "Before and after",
         f"{len(pairs)} benchmarks in both, {len(names[0] - names[1])} only before, {len(names[1] - names[0])} only "
-        f"after; all moved by {geomean(p[2] for p in pairs) or 1:.3f}× together, {len(moved)} by more than 10%.",
+        f"after. Geometric mean of the changes {geomean(p[2] for p in pairs) or 1:.3f}×; {len(moved)} above 10%.",
         [picture] if picture else [],
         ("benchmark", "group", "change, to control", "before", "after"),
         [(n, g, f"{ratio - 1:+.1%}", summary.seconds(old), summary.seconds(new)) for n, g, ratio, old, new in moved],

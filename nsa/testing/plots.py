@@ -15,6 +15,7 @@ from nsa.testing.recording import Fact, kernels, speedup
 from nsa.testing.thresholds import MARGIN
 
 COLORS = {64: "#7fb2d9", 256: "#2f7fb8", 1024: "#0b3c5d"}  # by N, light to dark
+DIST_MARKS = {"few": "o", "many": "^", "mixed": "v", "decode": "s", "prefill": "D"}
 DIST_COLORS = {"few": "#0b3c5d", "many": "#d1741f", "mixed": "#3c8d5a", "decode": "#a03a78", "prefill": "#777777"}
 PANEL = (3.0, 3.1)  # inches
 REPLACED, BEST = "sdpa", "best"
@@ -51,7 +52,9 @@ def speedup_over_L(facts: list[Fact], against: str) -> str | None:
     for ax in axes.flat[len(series) :]:
         ax.set_axis_off()
     order = sorted(handles, key=lambda label: [int(n) for n in re.findall(r"\d+", label)])
-    figure.legend([handles[n] for n in order], order, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    columns = {1: 3, 2: 3}.get(wide, 6)
+    drawn = [handles[name] for name in order]
+    figure.legend(drawn, order, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     figure.suptitle(f"{TITLES[against]}  (dotted: {MARGIN:g}×)", fontsize=11)
     return _svg(figure)
 
@@ -100,7 +103,8 @@ def roofline(facts: list[Fact]) -> str | None:
     intensity = [fact["flops"] / fact["bytes"] for fact in known]
     for dist in dict.fromkeys(fact["dist"] for fact in known):
         some = [fact for fact in known if fact["dist"] == dist]
-        style: dict[str, Any] = {"s": 16, "color": DIST_COLORS[dist], "alpha": 0.75, "label": dist, "linewidths": 0}
+        style: dict[str, Any] = {"color": DIST_COLORS[dist], "marker": DIST_MARKS[dist], "label": dist}
+        style |= {"s": 18, "alpha": 0.75, "linewidths": 0}
         rate = [fact["flops"] / fact["median"] / 1e12 for fact in some]
         left.scatter([fact["flops"] / fact["bytes"] for fact in some], rate, **style)
         right.scatter([fact["bytes"] / 2**20 for fact in some], [fact["gbps"] for fact in some], **style)
@@ -115,8 +119,10 @@ def roofline(facts: list[Fact]) -> str | None:
     right.set_ylim(0, roof * 1.12)
     for ax in (left, right):
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-        ax.grid(alpha=0.25, lw=0.6, which="both" if ax is left else "major")
+        ax.grid(alpha=0.25, lw=0.6)
         ax.legend(fontsize=8, frameon=False, loc="lower right")
+    left.xaxis.set_major_locator(FixedLocator([2.0**i for i in range(-2, 11) if span[0] <= 2.0**i <= span[1]]))
+    left.xaxis.set_minor_formatter(NullFormatter())
     left.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     return _svg(figure)
 

@@ -156,7 +156,7 @@ def rationale(decision: Decision, on_packed: Decision | None = None) -> list[str
         ]
     margin = f"{decision.margin:g}x"
     unknown = sum(p.low is None for p in decision.points)
-    part = f" (of the {len(decision.groups)} combinations of heads, dims and distribution measured)"
+    part = f", in the {len(decision.groups)} combinations of heads, dims and distribution measured here"
     scope = "" if not decision.missing else part
     if unknown == len(decision.points):
         first = (
@@ -174,7 +174,7 @@ def rationale(decision: Decision, on_packed: Decision | None = None) -> list[str
     if decision.min_L is not None and decision.blocker is not None:
         second = f"It is not lower because of {decision.blocker}; from there on the slowest is {slowest}."
     elif decision.min_L is not None:
-        second = f"No shorter rows were measured in every combination, and the slowest point is {slowest}."
+        second = f"Shorter rows were not measured in every combination; the slowest point is {slowest}."
     else:
         second = f"What stands against it is {decision.blocker}; the slowest point is {slowest}."
     return [first, second, _packed_sentence(on_packed)]
@@ -184,7 +184,7 @@ def _packed_sentence(on_packed: Decision | None) -> str:
     if on_packed is None or not on_packed.points:
         return "Against the best SDPA call on rows already packed nothing was measured."
     ratios = [p.speedup for p in on_packed.points]
-    start = "nowhere reaches the margin for good" if on_packed.min_L is None else f"holds from L = {on_packed.min_L} on"
+    start = "is nowhere reached for good" if on_packed.min_L is None else f"holds from L = {on_packed.min_L} on"
     return (
         f"Against the best SDPA call on rows already packed, the spans read from the cache, {on_packed.margin:g}x "
         f"{start} (geomean {geomean(ratios):.2f}x, worst {min(ratios):.2f}x)."
