@@ -118,7 +118,8 @@ def main() -> int:
     print(f"parity: {len(PARITY)} kernels agree with the fp64 oracle")
     for sentence in thresholds.rationale(decision, on_packed):
         print(sentence)
-    print(f"sel_triton_min_L = {decision.min_L or 'off'}, written to {path} ({time.monotonic() - began:.0f} s)")
+    value = "off" if decision.min_L is None else str(decision.min_L)
+    print(f"sel_triton_min_L = {value}, written to {path} ({time.monotonic() - began:.0f} s)")
     return 0
 
 

@@ -97,37 +97,49 @@ def this_run(facts: list[Fact]) -> Recording:
 def finish(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]], exitstatus: int) -> list[str]:
     """Write what was asked for; returns lines that say where it is, or why it is not.
 
-    A run that wrote no thresholds although it was asked to ends red.
+    A green run that could not write what it was asked for ends red.
     """
-    config, notes = session.config, []
-    if config.getoption("nsa_csv") and rows:
-        from nsa.testing.byhand import write_csv
-
-        write_csv(Path(config.getoption("nsa_csv")), rows)
-        notes.append(f"csv: {config.getoption('nsa_csv')}")
-    if config.getoption("nsa_update_thresholds"):
-        written, note = _update_thresholds(facts, exitstatus)
-        notes.append(note)
-        if not written and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    if config.getoption("nsa_report") and facts:
-        from nsa.testing.report import write
-
-        before = []
-        if config.getoption("benchmark_compare", None):
-            folder = config.rootpath / "tests" / "perf" / "baselines" / settings.device_slug(device_name())
-            before = newest(folder)[:1]
-        notes.append(f"report: {write([*before, this_run(facts)], Path(config.getoption('nsa_report')))}")
+    asked = (("csv", _write_csv), ("update_thresholds", _update_thresholds), ("report", _write_report))
+    notes = []
+    for name, write in asked:
+        if not session.config.getoption(f"nsa_{name}"):
+            continue
+        try:
+            notes.append(write(session.config, facts, rows, exitstatus))
+        except (ValueError, OSError) as error:
+            notes.append(f"--nsa-{name.replace('_', '-')}: {error}")
+            if session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
     return notes
 
 
-def _update_thresholds(facts: list[Fact], exitstatus: int) -> tuple[bool, str]:
+def _write_csv(config: pytest.Config, facts: list[Fact], rows: list[dict[str, Any]], exitstatus: int) -> str:
+    from nsa.testing.byhand import write_csv
+
+    if not rows:
+        raise ValueError("nothing was measured")
+    write_csv(Path(config.getoption("nsa_csv")), rows)
+    return f"csv: {config.getoption('nsa_csv')}"
+
+
+def _write_report(config: pytest.Config, facts: list[Fact], rows: list[dict[str, Any]], exitstatus: int) -> str:
+    from nsa.testing.report import write
+
+    if not facts:
+        raise ValueError("nothing was measured")
+    before = []
+    if config.getoption("benchmark_compare", None):
+        baselines = config.rootpath / "tests" / "perf" / "baselines" / settings.device_slug(device_name())
+        before = newest(baselines)[:1]
+    return f"report: {write([*before, this_run(facts)], Path(config.getoption('nsa_report')))}"
+
+
+def _update_thresholds(config: pytest.Config, facts: list[Fact], rows: list[dict[str, Any]], exitstatus: int) -> str:
     from nsa.testing import thresholds
 
     if exitstatus != 0:
-        return False, "thresholds not written: only a green run may change them"
+        raise ValueError("thresholds not written: only a green run may change them")
     decision = thresholds.decide(facts)
-    if decision.missing or not decision.points:
-        return False, f"thresholds not written: {thresholds.incomplete(decision)}"
-    path = thresholds.write(decision, thresholds.best_layout(facts), facts[0], settings.packaged_devices())
-    return True, f"thresholds: sel_triton_min_L = {decision.min_L or 'off'} written to {path}"
+    run = next((fact for fact in facts if fact.get("gpu")), {})
+    path = thresholds.write(decision, thresholds.best_layout(facts), run, settings.packaged_devices())
+    return f"thresholds: sel_triton_min_L = {'off' if decision.min_L is None else decision.min_L} written to {path}"

@@ -91,6 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
         _share_cores(int(config.workerinput["workercount"]))
     elif config.pluginmanager.hasplugin("benchmark"):
         _refuse_silent_benchmarks(config)
+        outputs.check(config)
         _take_over_storage(config)
 
 

@@ -21,7 +21,6 @@ notes_key = pytest.StashKey[list[str]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[published_key], config.stash[rows_key] = [], []
-    outputs.check(config)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -57,7 +56,9 @@ def publish(request: pytest.FixtureRequest, benchmark: Any) -> Callable[..., Non
         benchmark.group = group
         benchmark.extra_info.update(info)
         timing.feed(benchmark, samples)
-        request.config.stash[published_key].append(info | {"group": group, "median": samples.median})
+        request.config.stash[published_key].append(
+            info | {"group": group, "name": request.node.name, "median": samples.median}
+        )
 
     return publish
 
@@ -78,6 +79,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     config.stash[notes_key] = outputs.finish(session, config.stash[published_key], config.stash[rows_key], exitstatus)
 
 
+@pytest.hookimpl(trylast=True)  # below pytest-benchmark's tables, where it is seen
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     published, notes = config.stash.get(published_key, []), config.stash.get(notes_key, [])
     if not published and not notes:

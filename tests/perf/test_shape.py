@@ -15,7 +15,7 @@ def test_shape(problem: Problem, lane: Lane, publish, by_hand, sampling: dict[st
     streams = request.config.getoption("nsa_streams", 1)
     try:
         result, layouts = measure_shape(problem, budget_s=BUDGET_S, **sampling)
-    except AssertionError as e:
+    except (AssertionError, RuntimeError) as e:
         by_hand(row(problem, None, f"failed: {str(e).splitlines()[0]}", streams))
         raise
     info = result.info(layouts, None if lane == "interpreter" else reference_of(problem.case).name)
