@@ -45,9 +45,10 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
         sections.append(_change(recordings[0], now))
     if decision.points:
         sections.append(_threshold_section(decision, on_packed))
+    columns = ORDINALS if len(recordings) == 2 else ("this run",)
     sections += [
         Section("All benchmarks", header=CASE_HEADER, rows=cases, folded=True),
-        Section("Environment", header=("", *ORDINALS[-len(recordings) :]), rows=_environment(recordings)),
+        Section("Environment", header=("", *columns), rows=_environment(recordings)),
         Section("How to reproduce", code=_commands(recordings)),
     ]
     return {
@@ -70,7 +71,7 @@ ORDINALS = ("before", "after")
 def verdict(decision: thresholds.Decision) -> str:
     """The threshold in a line."""
     if not decision.points:
-        return "No threshold."
+        return "sel_triton_min_L: not measured."
     value = "off" if decision.min_L is None else str(decision.min_L)
     if all(p.low is None for p in decision.points):
         value = "undecided"
@@ -82,7 +83,7 @@ def summary_rows(facts: list[Fact]) -> list[Sequence[str]]:
     """One row per benchmark group."""
     rows: list[Sequence[str]] = []
     for name, infos in grouped(fact for fact in facts if "layouts" not in fact).items():
-        ratios = [[fact.get(key) for fact in infos] for key in summary.VERSUS.values()]
+        ratios = [[fact.get(key) for fact in infos if not summary.fallback(fact)] for key in summary.VERSUS.values()]
         ratios.append([1 / fact["ratio_to_control"] if fact.get("ratio_to_control") else None for fact in infos])
         top = max(kernels(infos), key=lambda fact: float(fact["gbps"]), default=None)
         cells = [_times(function(values)) for values in ratios for function in (geomean, worst)]
@@ -173,7 +174,7 @@ def _case_row(fact: Fact) -> Sequence[str]:
     known = bool(fact.get("share_of_ceiling"))
     ends = tuple(_times((speedup(fact, name) or (None,))[0]) for name in (thresholds.REPLACED, fact.get("sdpa_best")))
     name = str(fact["case"] if known else fact["name"])
-    if fact.get("impl") == thresholds.REPLACED:
+    if summary.fallback(fact):
         ends = ("-", "-")
     return (
         name, str(fact["group"]), summary.seconds(fact["median"]),
@@ -190,10 +191,11 @@ def _environment(recordings: Sequence[Recording]) -> list[Sequence[str]]:
 
 def _commands(recordings: Sequence[Recording]) -> str:
     now = recordings[-1]
+    revision, _, dirty = now.commit.partition("-")
     files = " ".join(r.source for r in recordings if r.source != "this run") or "run.json"
     return "\n".join(
         [
-            f"git checkout {now.commit}",
+            f"git checkout {revision}{'   # there were uncommitted changes' if dirty else ''}",
             f"pip install -e '.[test,report]' torch=={now.torch.partition('+')[0]}   # Triton {now.triton}",
             "pytest -m perf --benchmark-json=run.json" + " --nsa-update-thresholds" * (now.gpu is not None),
             f"python -m nsa.testing.report {files} -o report",

@@ -120,9 +120,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         done = _update_readme() if args.readme else str(write([load(p) for p in args.json] or _newest_one(), args.o))
     except ModuleNotFoundError as error:
-        if error.name not in ("matplotlib", "jinja2"):
+        name = str(error.name).partition(".")[0]
+        if name not in ("matplotlib", "jinja2"):
             raise
-        print(f"error: {EXTRA_MISSING.format(error.name)}", file=sys.stderr)
+        print(f"error: {EXTRA_MISSING.format(name)}", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -85,13 +85,20 @@ def _threshold(facts: list[Fact]) -> list[str]:
     here = "off" if decision.min_L is None else str(decision.min_L)
     if not decision.points:
         here = "not measured"
+    elif all(point.low is None for point in decision.points):
+        here = "undecided, without intervals"
     elif decision.missing:
-        here += f" ({len(decision.missing)} combinations not measured)"
+        here += f", {len(decision.missing)} combinations missing"
     beside = "never" if on_packed.min_L is None else f"from L = {on_packed.min_L}"
     return [
-        f"threshold: this run says {here}; in force: {in_force(gpu)}",
+        f"sel_triton_min_L: {here}; in force: {in_force(gpu)}",
         f"  {decision.margin:g}x the best SDPA call on rows already packed: {beside}",
     ]
+
+
+def fallback(fact: Fact) -> bool:
+    """Whether a benchmark times the path that Triton would replace."""
+    return fact.get("impl") == thresholds.REPLACED
 
 
 def in_force(gpu: str) -> str:
@@ -100,7 +107,7 @@ def in_force(gpu: str) -> str:
     if explicit is not None:
         return f"{explicit} ({settings.sources()['sel_triton_min_L']})"
     if config is None:
-        return f"{settings.DEFAULT_MIN_L} (default: nobody measured this GPU)"
+        return f"{settings.DEFAULT_MIN_L} (nobody measured this GPU)"
     value = "off" if config.sel_triton_min_L == settings.TRITON_OFF else str(config.sel_triton_min_L)
     return f"{value} (measured {config.provenance['date']}, {config.path.name})"
 
