@@ -125,6 +125,17 @@ def min_L_for(device_name: str) -> int:
     return _measured_min_L(device_name) if explicit is None else explicit
 
 
+def user_devices() -> Path:
+    """The folder of this user's own measurements, which `python -m nsa calibrate` writes."""
+    config_home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(config_home).expanduser() / "nsa" / "devices"
+
+
+def packaged_devices() -> Path:
+    """The folder of measurements that ship with the package, which `--nsa-update-thresholds` writes."""
+    return _CONFIGS / "devices"
+
+
 @functools.cache
 def device_config(device_name: str) -> DeviceConfig | None:
     """What was measured on this GPU model: the user's file before the packaged one; None where there is neither.
@@ -132,8 +143,7 @@ def device_config(device_name: str) -> DeviceConfig | None:
     Looked for as `<slug>.yaml` in `$XDG_CONFIG_HOME/nsa/devices` (`~/.config` if unset), then in
     `nsa/configs/devices`. Raises ValueError naming the file and the key that is wrong.
     """
-    config_home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    for folder in (Path(config_home).expanduser() / "nsa" / "devices", _CONFIGS / "devices"):
+    for folder in (user_devices(), packaged_devices()):
         path = folder / f"{device_slug(device_name)}.yaml"
         if path.is_file():
             return _parse_device(path)

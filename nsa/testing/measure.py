@@ -17,8 +17,8 @@ import torch
 import nsa
 from nsa.testing.compare import Oracle, assert_parity, mean_abs_error
 from nsa.testing.impls import Impl
+from nsa.testing.machine import commit, device_name, triton_version
 from nsa.testing.physics import Ceilings, detectable, guard
-from nsa.testing.plugin import commit, device_name, triton_version
 from nsa.testing.problem import Problem
 from nsa.testing.timing import Timing, buffer_sets, time_gpu, time_host, time_streams
 
@@ -82,6 +82,7 @@ class Measurement:
             "ratio_to_control": ours.median / self.times[control].median if control in self.times else None,
             "gate_ratio": ours.steady / self.times[control].steady if control in self.times else None,
             "ci95": list(ours.interval()),
+            "intervals": {name: list(t.interval()) for name, t in self.times.items()},
             "timing": {"how": ours.how, "cold": ours.cold, "sets": ours.sets, "calls_per_sample": ours.calls},
             "medians": {name: t.median for name, t in self.times.items()},
             "left_out": self.left_out,

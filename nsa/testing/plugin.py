@@ -5,22 +5,22 @@ The lane itself is chosen by the root `conftest.py`, which runs before Triton is
 
 from __future__ import annotations
 
-import functools
 import os
-import platform
-import subprocess
 from collections.abc import Iterable
-from importlib import metadata
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
 from nsa.settings import device_slug
+from nsa.testing import outputs
+from nsa.testing.machine import Lane as Lane
+from nsa.testing.machine import commit as commit
+from nsa.testing.machine import current_lane as current_lane
+from nsa.testing.machine import device_name as device_name
+from nsa.testing.machine import triton_version as triton_version
 
-Lane = Literal["gpu", "interpreter"]
 pytest_plugins = ["nsa.testing.gating"]
 FOLDERS = ("parity", "edge", "perf")
 WORKERS_PER_GPU = 4  # compiling is CPU work, so several share a GPU; each CUDA context takes about half a GiB
@@ -29,12 +29,6 @@ _notes_key = pytest.StashKey[list[str]]()  # lines for the end of a run
 
 
 # --- lane ------------------------------------------------------------------------------------------------------------
-
-
-def current_lane() -> Lane:
-    """The lane of this process, as the root conftest.py left it."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return "interpreter" if interpreted or not torch.cuda.is_available() else "gpu"
 
 
 def missing_gpu(capability: tuple[int, int] | None = None, memory_gib: float | None = None) -> str | None:
@@ -63,47 +57,6 @@ def device(lane: Lane) -> torch.device:
     return torch.device("cuda", 0) if lane == "gpu" else torch.device("cpu")
 
 
-# --- what this run is made of ----------------------------------------------------------------------------------------
-
-
-def triton_version() -> str:
-    """Read from the installed package: importing Triton here would fix the lane of whoever asks."""
-    try:
-        return metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        return "none"
-
-
-def device_name() -> str:
-    """The GPU's name, or on the CPU lane the processor's brand and the threads torch uses: `AMD EPYC 2threads`."""
-    if current_lane() == "gpu":
-        return torch.cuda.get_device_name(0)
-    return f"{_cpu_brand()} {torch.get_num_threads()}threads"
-
-
-@functools.cache
-def _cpu_brand() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-@functools.cache
-def commit() -> str:
-    """The revision under test: NSA_COMMIT if set (a machine may hold a copy without git), else git's, else unknown."""
-    named = os.environ.get("NSA_COMMIT")
-    if named:
-        return named
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    except FileNotFoundError:  # no git
-        return "unknown"
-    return done.stdout.strip() or "unknown"
-
-
 # --- options and configuration ---------------------------------------------------------------------------------------
 
 
@@ -130,6 +83,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="time without checking results first, to see which wrong kernels the physics guard alone refuses",
     )
+    outputs.add_options(group)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -141,6 +95,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.reportchars = reportchars + "s"
     if hasattr(config, "workerinput"):
         _share_cores(int(config.workerinput["workercount"]))
+    elif config.pluginmanager.hasplugin("benchmark"):
+        outputs.check(config)
 
 
 def _set_hypothesis_profiles() -> None:

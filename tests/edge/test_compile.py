@@ -39,7 +39,7 @@ def test_forward_compiles(capability):
 
 
 def test_child_that_dies_names_its_point():
-    unknown = re.escape("-m nsa.testing.aot 12 exited with 1:\n" f"compiling {aot.POINTS[0].id} for sm_12")
+    unknown = re.escape(f"-m nsa.testing.aot 12 exited with 1:\ncompiling {aot.POINTS[0].id} for sm_12")
     with pytest.raises(RuntimeError, match=f"^{unknown}"):
         aot.compile_for(12)
 

@@ -92,9 +92,7 @@ def test_oracle_blocks(qkv, device, size):
     q, k, v = qkv
     blocks = drawn(B, S, HKV, 5, low=-2, high=-(-S_KV // size) + 1, seed=size)
     blocks[0, 0, 0, 1], blocks[1, 2, 1, 0] = HUGE, -HUGE
-    got = selection_reference(
-        q, k, v, block_indices=blocks.to(device), block_size=size, scale=-0.7, return_lse=True
-    )
+    got = selection_reference(q, k, v, block_indices=blocks.to(device), block_size=size, scale=-0.7, return_lse=True)
     limits = [S_KV - S + s + 1 for s in range(S)] * B
     whole = [(b, 0, S_KV) for b in range(B) for _ in range(S)]
     spans = spans_of_blocks(blocks.flatten(0, 1).tolist(), size)

@@ -1,0 +1,203 @@
+"""What a report says of one recording, or of two: verdict, tables and pictures, in the order of the page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nsa.testing import summary, thresholds
+from nsa.testing.recording import Fact, Recording, geomean, grouped, kernels, speedup, worst
+
+
+@dataclass
+class Section:
+    """A heading with whichever of text, pictures (SVG), table and code it has."""
+
+    title: str
+    text: str = ""
+    pictures: list[str] = field(default_factory=list)
+    header: Sequence[str] = ()
+    rows: list[Sequence[str]] = field(default_factory=list)
+    code: str = ""
+    folded: bool = False
+
+
+def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
+    """What the templates show: title, verdict, rationale and sections."""
+    from nsa.testing import plots
+
+    now = recordings[-1]
+    decision, on_packed = thresholds.decide(now.facts), thresholds.decide(now.facts, against="best")
+    cases = [_case_row(fact) for fact in now.facts if "layouts" not in fact]
+    sections = [
+        Section("Summary", "Speedups over what the column names.", header=SUMMARY_HEADER, rows=summary_rows(now.facts)),
+        Section(
+            "Speedup over L",
+            "Ratios of medians from one run, implementations sampled in turn. Bars: the ends of the two 95% bootstrap "
+            "intervals divided" + _interval_note(now.facts),
+            [p for p in (plots.speedup_over_L(now.facts, name) for name in (plots.REPLACED, plots.BEST)) if p],
+        ),
+        Section("Roofline", _timing_note(now.facts), [p for p in [plots.roofline(now.facts)] if p]),
+    ]
+    if len(recordings) == 2:
+        sections.append(_change(recordings[0], now))
+    if decision.points:
+        sections.append(_threshold_section(decision, on_packed))
+    columns = ORDINALS if len(recordings) == 2 else ("this run",)
+    sections += [
+        Section("All benchmarks", header=CASE_HEADER, rows=cases, folded=True),
+        Section("Environment", header=("", *columns), rows=_environment(recordings)),
+        Section("How to reproduce", code=_commands(recordings)),
+    ]
+    return {
+        "title": f"Selection attention on {now.gpu or now.device}",
+        "subtitle": f"torch {now.torch}, Triton {now.triton}, commit {now.commit}, {now.environment['date']}",
+        "verdict": verdict(decision),
+        "rationale": thresholds.rationale(decision, on_packed),
+        "sections": [s for s in sections if s.pictures or s.rows or s.code],
+    }
+
+
+SUMMARY_HEADER = (
+    "benchmarks", "cases", "replaced path: geomean", "worst", "best SDPA on packed rows: geomean", "worst",
+    "expanded SDPA: geomean", "worst", "control: geomean", "worst", "best GB/s", "of ceiling",
+)  # fmt: skip
+CASE_HEADER = ("case", "group", "median", "95% interval", "GB/s", "of ceiling", "vs replaced", "vs best SDPA", "MAE")
+ORDINALS = ("before", "after")
+
+
+def verdict(decision: thresholds.Decision) -> str:
+    """The threshold in a line."""
+    if not decision.points:
+        return "sel_triton_min_L: not measured."
+    value = "off" if decision.min_L is None else str(decision.min_L)
+    if all(p.low is None for p in decision.points):
+        value = "undecided"
+    note = f", provisional: {thresholds.incomplete(decision)}" if decision.missing else ""
+    return f"sel_triton_min_L: {value}{note}."
+
+
+def summary_rows(facts: list[Fact]) -> list[Sequence[str]]:
+    """One row per benchmark group."""
+    rows: list[Sequence[str]] = []
+    for name, infos in grouped(fact for fact in facts if "layouts" not in fact).items():
+        ratios = [[fact.get(key) for fact in infos if not summary.fallback(fact)] for key in summary.VERSUS.values()]
+        ratios.append([1 / fact["ratio_to_control"] if fact.get("ratio_to_control") else None for fact in infos])
+        top = max(kernels(infos), key=lambda fact: float(fact["gbps"]), default=None)
+        cells = [_times(function(values)) for values in ratios for function in (geomean, worst)]
+        best = ["-", "-"] if top is None else [f"{top['gbps']:.0f}", f"{top['share_of_ceiling']:.1%}"]
+        rows.append([name, str(len(infos)), *cells, *best])
+    return rows
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}×"
+
+
+def _interval_note(facts: list[Fact]) -> str:
+    known = [fact for fact in kernels(facts) if fact.get("medians")]
+    if known and not any(fact.get("intervals") for fact in known):
+        return "; this recording holds no intervals of the comparators, so it has no bars."
+    return ", so never too narrow; most are smaller than the marks."
+
+
+def _timing_note(facts: list[Fact]) -> str:
+    how = {"graph": "CUDA graph replay", "eager": "eager calls", "host": "the host's clock"}
+    timings = [t for fact in kernels(facts) if (t := fact.get("timing"))]
+    counts = Counter(f"{how[t['how']]}, {'cold rotated' if t['cold'] else 'hot'} buffers" for t in timings)
+    words = [f"{name} ({n} benchmarks)" for name, n in counts.most_common()]
+    return f"Timed by {'; '.join(words)}. Ceilings were measured in the same run." if words else ""
+
+
+def changes(before: Recording, after: Recording) -> list[tuple[str, str, float, float, float]]:
+    """`(name, group, new over old ratio to control, old median, new median)` of benchmarks that both have.
+
+    Ratios to the control decide, because machines differ from day to day; medians where there is no control.
+    """
+    old = {fact["name"]: fact for fact in before.facts}
+    found = []
+    for fact in after.facts:
+        then = old.get(fact["name"])
+        if then is None:
+            continue
+        both = then.get("ratio_to_control") and fact.get("ratio_to_control")
+        ratio = fact["ratio_to_control"] / then["ratio_to_control"] if both else fact["median"] / then["median"]
+        found.append((fact["name"], fact["group"], ratio, then["median"], fact["median"]))
+    return found
+
+
+def _change(before: Recording, after: Recording) -> Section:
+    from nsa.testing import plots
+
+    pairs = changes(before, after)
+    picture = plots.before_after([(name, group, ratio) for name, group, ratio, _, _ in pairs])
+    moved = sorted((p for p in pairs if abs(p[2] - 1) > 0.1), key=lambda p: -p[2])
+    names = [{fact["name"] for fact in r.facts} for r in (before, after)]
+    return Section(
+        "Before and after",
+        f"{len(pairs)} benchmarks in both, {len(names[0] - names[1])} only before, {len(names[1] - names[0])} only "
+        f"after. Geometric mean of the changes {geomean(p[2] for p in pairs) or 1:.3f}×; {len(moved)} above 10%.",
+        [picture] if picture else [],
+        ("benchmark", "group", "change, to control", "before", "after"),
+        [(n, g, f"{ratio - 1:+.1%}", summary.seconds(old), summary.seconds(new)) for n, g, ratio, old, new in moved],
+    )
+
+
+def _threshold_section(decision: thresholds.Decision, on_packed: thresholds.Decision) -> Section:
+    rows: list[Sequence[str]] = []
+    for key, L in sorted(decision.groups.items(), key=lambda item: (item[0][3], item[0])):
+        mine = [p for p in decision.points if p.key == key]
+        least = min(mine, key=lambda p: p.speedup)
+        interval = "not recorded" if least.low is None else f"{least.low:.2f}–{least.high:.2f}"
+        packed = on_packed.groups.get(key)
+        lengths = ", ".join(str(n) for n in sorted({p.L for p in mine}))
+        unknown = all(p.low is None for p in mine)
+        starts = ["undecided" if unknown else _never(start) for start in (L, packed)]
+        cells = (starts[0], f"{least.speedup:.2f}×", interval, str(least.L), starts[1])
+        rows.append((key[3], *(str(n) for n in key[:3]), lengths, *cells))
+    header = (
+        "distribution", "H", "D", "Dv", "L measured", f"{decision.margin:g}× the replaced path from L", "slowest",
+        "95% interval", "at L", f"{decision.margin:g}× the best SDPA on packed rows from L",
+    )  # fmt: skip
+    text = "Only selections read from the cache count: packed rows replace nothing."
+    return Section("Threshold", text, [], header, rows)
+
+
+def _never(L: int | None) -> str:
+    return "never" if L is None else str(L)
+
+
+def _case_row(fact: Fact) -> Sequence[str]:
+    interval = " – ".join(summary.seconds(end) for end in fact.get("ci95") or ())
+    known = bool(fact.get("share_of_ceiling"))
+    ends = tuple(_times((speedup(fact, name) or (None,))[0]) for name in (thresholds.REPLACED, fact.get("sdpa_best")))
+    name = str(fact["case"] if known else fact["name"])
+    if summary.fallback(fact):
+        ends = ("-", "-")
+    return (
+        name, str(fact["group"]), summary.seconds(fact["median"]),
+        interval or "-",
+        f"{fact['gbps']:.0f}" if known else "-", f"{fact['share_of_ceiling']:.1%}" if known else "-",
+        *ends, f"{fact['mae']:.1e}" if fact.get("mae") else "-",
+    )  # fmt: skip
+
+
+def _environment(recordings: Sequence[Recording]) -> list[Sequence[str]]:
+    columns = [recording.environment for recording in recordings]
+    return [(name, *(column[name] for column in columns)) for name in columns[0]]
+
+
+def _commands(recordings: Sequence[Recording]) -> str:
+    now = recordings[-1]
+    revision, _, dirty = now.commit.partition("-")
+    files = " ".join(r.source for r in recordings if r.source != "this run") or "run.json"
+    return "\n".join(
+        [
+            f"git checkout {revision}{'   # there were uncommitted changes' if dirty else ''}",
+            f"pip install -e '.[test,report]' torch=={now.torch.partition('+')[0]}   # Triton {now.triton}",
+            "pytest -m perf --benchmark-json=run.json" + " --nsa-update-thresholds" * (now.gpu is not None),
+            f"python -m nsa.testing.report {files} -o report",
+        ]
+    )

@@ -1,0 +1,145 @@
+"""What a perf run leaves behind when asked: a CSV, thresholds, a report. The options, and what the end of a run does.
+
+`tests/perf/conftest.py` calls `check` when pytest is configured and `finish` when it ends.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa import settings
+from nsa.testing.machine import commit, current_lane, device_name, triton_version
+from nsa.testing.recording import Fact, Recording, newest
+
+DEFAULT_SHAPE = "L=64:1024"
+
+
+def add_options(group: Any) -> None:
+    """The options of this module, for the plugin's `pytest_addoption`."""
+    group.addoption(
+        "--nsa-shape",
+        action="append",
+        metavar="SHAPE",
+        help="benchmark only these shapes: N=1024,H=8,D=128,Dv=128,L=64:1024 (powers of two), N=64,256,H=8 (a list), "
+        "dtype=fp16; what is left out has a default (repeatable)",
+    )
+    group.addoption("--nsa-dist", metavar="DIST,…", help="few, many, mixed or a list, for --nsa-shape (default: many)")
+    group.addoption("--nsa-decode", action="store_true", help="the shapes by hand also as decode steps")
+    group.addoption("--nsa-csv", metavar="FILE", help="write the shapes by hand as CSV, the old columns first")
+    group.addoption(
+        "--nsa-update-thresholds",
+        action="store_true",
+        help="also time what a threshold needs, and write it to nsa/configs/devices/<gpu>.yaml (GPU only)",
+    )
+    group.addoption("--nsa-report", metavar="DIR", help="write report.md, report.csv and report.html there")
+
+
+def by_hand(config: pytest.Config) -> bool:
+    """Whether this run is of shapes by hand only."""
+    return any(config.getoption(name) for name in ("nsa_shape", "nsa_dist", "nsa_decode", "nsa_csv"))
+
+
+def shapes(config: pytest.Config) -> list[Any]:
+    """The cases of the shapes by hand, none if there are none. Raises ValueError naming option and value."""
+    from nsa.testing.byhand import parse_dists, shape_cases
+
+    if not by_hand(config):
+        return []
+    dists = parse_dists(config.getoption("nsa_dist") or "many")
+    dtype = "bf16" if current_lane() == "gpu" else "fp32"
+    given = config.getoption("nsa_shape") or [DEFAULT_SHAPE]
+    cases = [c for shape in given for c in shape_cases(shape, dists, config.getoption("nsa_decode"), dtype)]
+    return list(dict.fromkeys(cases))
+
+
+def check(config: pytest.Config) -> None:
+    """Refuse at once what could only fail at the end. Raises pytest.UsageError."""
+    try:
+        shapes(config)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+    asked = [name for name in ("csv", "report", "update_thresholds") if config.getoption(f"nsa_{name}")]
+    if not asked:
+        return
+    option = f"--nsa-{asked[0].replace('_', '-')}"
+    if config.getoption("dist", "no") != "no" or hasattr(config, "workerinput"):
+        raise pytest.UsageError(f"{option} needs benchmarks, and under xdist there are none: leave out -n")
+    if config.getoption("benchmark_disable", False) and not config.getoption("benchmark_enable", False):
+        raise pytest.UsageError(f"{option} needs benchmarks: leave out --benchmark-disable")
+    if "update_thresholds" in asked:
+        if current_lane() != "gpu":
+            raise pytest.UsageError("--nsa-update-thresholds needs an NVIDIA GPU: Triton is not timed on a CPU")
+        if by_hand(config):
+            raise pytest.UsageError("--nsa-update-thresholds needs its own cases: leave out --nsa-shape")
+    missing = [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]
+    if "report" in asked and missing:
+        raise pytest.UsageError(f"--nsa-report needs {' and '.join(missing)}: pip install 'nsa[report]'")
+    for name in ("csv", "report"):
+        value = config.getoption(f"nsa_{name}")
+        if value and not Path(value).absolute().parent.is_dir():
+            raise pytest.UsageError(f"--nsa-{name}={value}: there is no folder {Path(value).absolute().parent}")
+
+
+def this_run(facts: list[Fact]) -> Recording:
+    """The facts of a running session, as if it had been recorded."""
+    lane = current_lane()
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat()
+    torch_version = str(facts[0].get("torch")) if facts else ""
+    gpu = device_name() if lane == "gpu" else None
+    return Recording(facts, device_name(), gpu, torch_version, triton_version(), commit(), now, "this run")
+
+
+def finish(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]], exitstatus: int) -> list[str]:
+    """Write what was asked for; returns lines that say where it is, or why it is not.
+
+    A green run that could not write what it was asked for ends red.
+    """
+    asked = (("csv", _write_csv), ("update_thresholds", _update_thresholds), ("report", _write_report))
+    notes = []
+    for name, write in asked:
+        if not session.config.getoption(f"nsa_{name}"):
+            continue
+        try:
+            notes.append(write(session.config, facts, rows, exitstatus))
+        except (ValueError, OSError) as error:
+            notes.append(f"--nsa-{name.replace('_', '-')}: {error}")
+            if session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    return notes
+
+
+def _write_csv(config: pytest.Config, facts: list[Fact], rows: list[dict[str, Any]], exitstatus: int) -> str:
+    from nsa.testing.byhand import write_csv
+
+    if not rows:
+        raise ValueError("nothing was measured")
+    write_csv(Path(config.getoption("nsa_csv")), rows)
+    return f"csv: {config.getoption('nsa_csv')}"
+
+
+def _write_report(config: pytest.Config, facts: list[Fact], rows: list[dict[str, Any]], exitstatus: int) -> str:
+    from nsa.testing.report import write
+
+    if not facts:
+        raise ValueError("nothing was measured")
+    before = []
+    if config.getoption("benchmark_compare", None):
+        baselines = config.rootpath / "tests" / "perf" / "baselines" / settings.device_slug(device_name())
+        before = newest(baselines)[:1]
+    return f"report: {write([*before, this_run(facts)], Path(config.getoption('nsa_report')))}"
+
+
+def _update_thresholds(config: pytest.Config, facts: list[Fact], rows: list[dict[str, Any]], exitstatus: int) -> str:
+    from nsa.testing import thresholds
+
+    if exitstatus != 0:
+        raise ValueError("thresholds not written: only a green run may change them")
+    decision = thresholds.decide(facts)
+    run = next((fact for fact in facts if fact.get("gpu")), {})
+    path = thresholds.write(decision, thresholds.best_layout(facts), run, settings.packaged_devices())
+    return f"thresholds: sel_triton_min_L = {'off' if decision.min_L is None else decision.min_L} written to {path}"

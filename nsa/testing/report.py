@@ -1,0 +1,143 @@
+"""The report: `python -m nsa.testing.report [JSON…] -o DIR`, and `--readme` for the table in README.md.
+
+One recording gives a report of it, two also what changed between them (before, after). Markdown, CSV and a
+self-contained HTML page; they need matplotlib and jinja2 (`pip install 'nsa[report]'`), the README's table does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nsa.testing import thresholds
+from nsa.testing.digest import describe, summary_rows
+from nsa.testing.recording import Fact, Recording, load, newest, speedup
+
+ROOT = Path(__file__).parents[2]
+BASELINES = ROOT / "tests" / "perf" / "baselines"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+COLUMNS = (
+    "group", "case", "dist", "source", "H", "D", "Dv", "L", "N", "dtype", "impl", "median_us", "ci95_low_us",
+    "ci95_high_us", "gbps", "share_of_ceiling", "speedup_vs_fallback", "fallback_low", "fallback_high",
+    "speedup_vs_sdpa_best", "sdpa_best", "speedup_vs_sdpa_expanded", "control", "ratio_to_control", "mae", "seed",
+    "how", "cold", "device", "torch", "triton", "commit",
+)  # fmt: skip
+EXTRA_MISSING = "the report needs {}: pip install 'nsa[report]'"
+
+
+def write(recordings: Sequence[Recording], folder: Path) -> Path:
+    """Write report.md, report.csv and report.html of the last recording; returns the page's path.
+
+    Args:
+        recordings: one, or before and after.
+
+    Raises:
+        ModuleNotFoundError: matplotlib or jinja2 is missing.
+        OSError: the folder cannot be written.
+    """
+    from jinja2 import Environment, PackageLoader
+
+    context = describe(recordings)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, escape in (("report.md", False), ("report.html", True)):
+        options: dict[str, Any] = {"autoescape": escape, "trim_blocks": True, "lstrip_blocks": True}
+        template = Environment(loader=PackageLoader("nsa.testing"), **options).get_template(f"{name}.j2")
+        (folder / name).write_text(template.render(context) + "\n", encoding="utf-8")
+    with (folder / "report.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(_line(fact) for fact in recordings[-1].facts if not fact.get("layouts"))
+    return folder / "report.html"
+
+
+def _line(fact: Fact) -> dict[str, Any]:
+    """A line of report.csv; times in microseconds."""
+    line = {name: fact.get(name, "") for name in COLUMNS} | {"median_us": fact["median"] * 1e6}
+    for name, end in zip(("ci95_low_us", "ci95_high_us"), fact.get("ci95") or (), strict=False):
+        line[name] = end * 1e6
+    ends = speedup(fact, thresholds.REPLACED)
+    if ends is not None:
+        line |= {"fallback_low": ends[1], "fallback_high": ends[2]}
+    timing = fact.get("timing") or {}
+    return line | {"case": fact.get("case") or fact["name"], "how": timing.get("how"), "cold": timing.get("cold")}
+
+
+# --- README ----------------------------------------------------------------------------------------------------------
+
+
+def readme_block(recordings: Sequence[Recording]) -> str:
+    """The measured results for README.md, from the newest baseline of each device. GPUs only, if there is one."""
+    shown = [r for r in recordings if r.gpu] or list(recordings)
+    text = []
+    for recording in shown:
+        where = f"**{recording.gpu or recording.device}**, torch {recording.torch}, Triton {recording.triton}"
+        text += [f"{where}, commit {recording.commit[:12]}, {recording.date[:10]}; geometric mean (worst):", ""]
+        text += ["| benchmarks | cases | vs what it replaces | vs best SDPA on packed rows | of memory ceiling |"]
+        text += ["| --- | --- | --- | --- | --- |"]
+        for name, cases, *cells in summary_rows(recording.facts):
+            replaced, best, control = (_both(cells[i : i + 2]) for i in (0, 2, 6))
+            first = replaced if replaced != "-" else "-" if cells[-1] != "-" else f"{control} (control)"
+            text.append(f"| {name} | {cases} | {first} | {best} | {cells[-1]} |")
+        text.append("")
+    return "\n".join([BEGIN, *text, END])
+
+
+def _both(cells: Sequence[str]) -> str:
+    return "-" if cells[0] == "-" else f"{cells[0]} ({cells[1]})"
+
+
+def with_block(readme: str, block: str) -> str:
+    """`readme` with what stands between the markers replaced. Raises ValueError if they are not there once each."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
+        raise ValueError(f"README.md: expected one {BEGIN} and one {END}")
+    return readme[: readme.index(BEGIN)] + block + readme[readme.index(END) + len(END) :]
+
+
+def _update_readme() -> str:
+    recordings = newest(BASELINES)
+    if not recordings:
+        raise ValueError(f"no baseline in {BASELINES}; record one with: pytest -m perf --nsa-save-baseline")
+    path = ROOT / "README.md"
+    path.write_text(with_block(path.read_text(encoding="utf-8"), readme_block(recordings)), encoding="utf-8")
+    return str(path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m nsa.testing.report", description=__doc__)
+    parser.add_argument("json", nargs="*", type=Path, help="one recording, or before and after; default: the baselines")
+    parser.add_argument("-o", metavar="DIR", type=Path, help="where report.md, report.csv and report.html go")
+    parser.add_argument("--readme", action="store_true", help="rewrite the measured results in README.md")
+    args = parser.parse_args(argv)
+    if len(args.json) > 2:
+        parser.error(f"expected one recording, or before and after, got {len(args.json)} files")
+    if args.readme == (args.o is not None):
+        parser.error("expected either -o DIR or --readme")
+    try:
+        done = _update_readme() if args.readme else str(write([load(p) for p in args.json] or _newest_one(), args.o))
+    except ModuleNotFoundError as error:
+        name = str(error.name).partition(".")[0]
+        if name not in ("matplotlib", "jinja2"):
+            raise
+        print(f"error: {EXTRA_MISSING.format(name)}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"written: {done}")
+    return 0
+
+
+def _newest_one() -> list[Recording]:
+    recordings = newest(BASELINES)[:1]
+    if not recordings:
+        raise ValueError(f"no JSON given, and no baseline in {BASELINES}")
+    return recordings
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""The terminal's summary of a perf run: what a person reads in ten seconds, at most 100 columns wide."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from nsa import settings
+from nsa.testing import thresholds
+from nsa.testing.recording import Fact, geomean, grouped, kernels, worst
+
+WIDTH = 100
+VERSUS = {
+    "replaced": "speedup_vs_fallback",  # packed SDPA with its packing: what routing would run instead
+    "best SDPA": "speedup_vs_sdpa_best",  # of all layouts, on rows already packed
+    "expanded": "speedup_vs_sdpa_expanded",  # on rows already packed, K and V expanded to heads
+}
+
+
+def lines(facts: list[Fact]) -> list[str]:
+    """The summary; notes of the run (regressions, thresholds written, report) are the caller's."""
+    ours = kernels(facts)
+    named = {id(fact) for fact in ours}
+    others = [fact for fact in facts if id(fact) not in named and not fact.get("layouts")]
+    text = [*_kernel_table(ours), *_control_table(others), *_left_out(facts), *_threshold(facts)]
+    return [line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…" for line in text]
+
+
+def _kernel_table(facts: list[Fact]) -> list[str]:
+    """Speedups as geometric mean and worst, for each distribution."""
+    if not facts:
+        return []
+    heads = "".join(f"{name:>14}" for name in VERSUS)
+    text = [
+        f"{'speedup: geomean, worst':28}{'cases':>5}{heads}{'best GB/s':>12}{'of ceiling':>12}",
+    ]
+    for name, infos in grouped(facts).items():
+        cells = "".join(f"{_pair(fact.get(key) for fact in infos):>14}" for key in VERSUS.values())
+        top = max(infos, key=lambda fact: float(fact["gbps"]))
+        text.append(f"{name[:28]:28}{len(infos):>5}{cells}{top['gbps']:>12.0f}{top['share_of_ceiling']:>12.1%}")
+    slow = [fact for fact in facts if 0 < (fact.get("speedup_vs_sdpa_best") or 0) < 1]
+    if slow:
+        least = min(slow, key=lambda fact: float(fact["speedup_vs_sdpa_best"]))
+        text.append(
+            f"slower than the best SDPA call on packed rows: {len(slow)} of {len(facts)}, worst "
+            f"{least['speedup_vs_sdpa_best']:.2f} {least['case']}"
+        )
+    return text
+
+
+def _control_table(facts: list[Fact]) -> list[str]:
+    """Benchmarks without a byte count, over the plain-torch call that does the same."""
+    if not facts:
+        return []
+    text = [f"{'speedup: geomean, worst':28}{'cases':>5}{'over control':>14}{'fastest':>10}{'slowest':>10}  control"]
+    for name, infos in grouped(facts).items():
+        ratios = [1 / fact["ratio_to_control"] if fact.get("ratio_to_control") else None for fact in infos]
+        times = [float(fact["median"]) for fact in infos]
+        controls = ", ".join(dict.fromkeys(str(fact["control"]) for fact in infos if fact.get("control")))
+        text.append(
+            f"{name[:28]:28}{len(infos):>5}{_pair(ratios):>14}{seconds(min(times)):>10}{seconds(max(times)):>10}"
+            f"  {controls or '-'}"
+        )
+    text += [f"  {fact['note']}" for fact in facts if "note" in fact]
+    return text
+
+
+def _left_out(facts: list[Fact]) -> list[str]:
+    """Comparators without a time, by verdict; the three most frequent."""
+    counts = Counter(
+        f"{name}, {reason.partition(':')[0]}" for fact in facts for name, reason in (fact.get("left_out") or {}).items()
+    )
+    text = [f"{why} in {n}" for why, n in counts.most_common(3)]
+    more = f" and {len(counts) - 3} more" if len(counts) > 3 else ""
+    return [f"comparators not timed: {'; '.join(text)}{more}"] if text else []
+
+
+def _threshold(facts: list[Fact]) -> list[str]:
+    """What this run says of `sel_triton_min_L`, and what is in force."""
+    gpu = next((str(fact["gpu"]) for fact in facts if fact.get("gpu")), None)
+    if gpu is None:
+        return []
+    decision = thresholds.decide(facts)
+    on_packed = thresholds.decide(facts, against="best")
+    here = "off" if decision.min_L is None else str(decision.min_L)
+    if not decision.points:
+        here = "not measured"
+    elif all(point.low is None for point in decision.points):
+        here = "undecided, without intervals"
+    elif decision.missing:
+        here += f", {len(decision.missing)} combinations missing"
+    beside = "never" if on_packed.min_L is None else f"from L = {on_packed.min_L}"
+    return [
+        f"sel_triton_min_L: {here}; in force: {in_force(gpu)}",
+        f"  {decision.margin:g}x the best SDPA call on rows already packed: {beside}",
+    ]
+
+
+def fallback(fact: Fact) -> bool:
+    """Whether a benchmark times the path that Triton would replace."""
+    return fact.get("impl") == thresholds.REPLACED
+
+
+def in_force(gpu: str) -> str:
+    """The `sel_triton_min_L` that routing uses on a GPU, and where it comes from."""
+    explicit, config = settings.get().sel_triton_min_L, settings.device_config(gpu)
+    if explicit is not None:
+        return f"{explicit} ({settings.sources()['sel_triton_min_L']})"
+    if config is None:
+        return f"{settings.DEFAULT_MIN_L} (nobody measured this GPU)"
+    value = "off" if config.sel_triton_min_L == settings.TRITON_OFF else str(config.sel_triton_min_L)
+    return f"{value} (measured {config.provenance['date']}, {config.path.name})"
+
+
+def _pair(ratios: Iterable[float | None]) -> str:
+    known = [ratio for ratio in ratios if ratio]
+    mean, least = geomean(known), worst(known)
+    return "-" if mean is None or least is None else f"{mean:.2f} {least:.2f}"
+
+
+def seconds(value: float) -> str:
+    """`1.25 ms`: three digits and a unit."""
+    scale, unit = next((s, u) for s, u in ((1, "s"), (1e-3, "ms"), (1e-6, "us")) if value >= s or u == "us")
+    return f"{value / scale:.3g} {unit}"

@@ -1,0 +1,154 @@
+"""Shapes by hand: what the syntax means, what the CSV holds, and the whole command on the CPU lane."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa.testing import byhand
+from nsa.testing.cases import Case
+from nsa.testing.measure import Measurement
+from nsa.testing.timing import Timing
+
+ROOT = Path(byhand.__file__).parents[2]
+OLD = "mode,N,H,D,Dv,L,nspans,streams,tri_ms,ref_ms,speedup,mae,status"
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("N=1024,H=8,Dv=128,L=64:1024", {"N": [1024], "H": [8], "Dv": [128], "L": [64, 128, 256, 512, 1024]}),
+        ("N=64,256,H=8", {"N": [64, 256], "H": [8]}),
+        ("L=100,64:256,7", {"L": [100, 64, 128, 256, 7]}),
+        ("L=65:1000", {"L": [128, 256, 512]}),
+        (" N=1 , dtype=fp16,fp32", {"N": [1], "dtype": ["fp16", "fp32"]}),
+    ],
+    ids=["as-documented", "list", "list-and-range", "range-between-powers", "dtypes"],
+)
+def test_shape_syntax(text, values):
+    assert byhand.parse_shape(text) == values
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("64,N=2", "cannot read '64'"),
+        ("N=4,M=2", "cannot read 'M=2'"),
+        ("N=4,N=2", "N is given twice"),
+        ("N=0", "expected a positive number or a range, got '0'"),
+        ("L=64-128", "expected a positive number or a range, got '64-128'"),
+        ("L=65:100", "no power of two in 65:100"),
+        ("dtype=int8", "expected one of fp16, bf16, fp32, fp64, got 'int8'"),
+        ("", "cannot read ''"),
+    ],
+)
+def test_shape_that_cannot_be_read_is_named(text, message):
+    with pytest.raises(ValueError, match="--nsa-shape") as caught:
+        byhand.parse_shape(text)
+    assert message in str(caught.value)
+
+
+def test_cases_are_the_product_in_every_distribution():
+    cases = byhand.shape_cases("N=4,8,D=64,L=64,100", ["few", "many"], False, "bf16")
+    assert {(c.N, c.H, c.D, c.Dv, c.L, c.dist, c.source, c.S_kv) for c in cases} == {
+        (N, 8, 64, 64, L, dist, source, L if dist == "few" else 2048)
+        for N in (4, 8) for L in (64, 100) for dist, source in (("few", "rows"), ("many", "ranges"))
+    }  # fmt: skip
+    [long] = byhand.shape_cases("N=1,L=4096", ["many"], False, "bf16")
+    assert long.S_kv == 4096  # the cache holds what the row selects
+
+
+def test_decode_adds_steps_over_blocks():
+    cases = byhand.shape_cases("N=4,L=64:128", ["many"], True, "bf16")
+    assert [(c.dist, c.L, c.n, c.S_kv) for c in cases if c.source == "blocks"] == [
+        ("decode", 64, 1, 8192), ("decode", 128, 2, 8192),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="blocks of 64 keys, got 100"):
+        byhand.shape_cases("L=100", ["many"], True, "bf16")
+
+
+def test_distributions_are_named():
+    assert byhand.parse_dists("few,mixed") == ["few", "mixed"]
+    with pytest.raises(ValueError, match="--nsa-dist 'some': expected a list of few, many, mixed, got 'some'"):
+        byhand.parse_dists("some")
+
+
+def test_row_of_a_measured_kernel():
+    """Injected times: 10 us ours, 25 us the path it would replace."""
+    problem = Case(4, 64, 64, 64, 2, "many", "fp32").make("cpu")
+    times = {name: Timing([t] * 10, "host", False, 1, 1) for name, t in (("ranges", 1e-5), ("sdpa", 2.5e-5))}
+    fact = Measurement(problem, "ranges", times, {}, 2e-4).info([], "sdpa")
+    fact["share_of_ceiling"] = 0.5  # a GPU's
+    row = byhand.row(problem, fact, "ok", 1)
+    assert ",".join(row) == ",".join((OLD, *byhand.OUR_COLUMNS))
+    assert [str(row[name]) for name in OLD.split(",")] == [
+        "ranges", "2", "4", "64", "64", "64", "8", "1", "0.01", "0.025", "2.5", "0.0002", "ok",
+    ]  # fmt: skip
+
+
+def test_row_of_a_kernel_that_failed_has_no_times():
+    problem = Case(4, 64, 64, 64, 2, "many", "fp32").make("cpu")
+    row = byhand.row(problem, None, "failed: wrong", 2)
+    assert [row[name] for name in ("tri_ms", "ref_ms", "speedup", "mae", "status", "streams")] == [
+        "", "", "", "", "failed: wrong", 2,
+    ]  # fmt: skip
+
+
+def run(*arguments, cwd=ROOT):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST") and k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "pytest", "tests/perf", "-m", "perf", "-p", "no:cacheprovider", *arguments]
+    environment["NSA_TEST_TRITON_SEL"] = "0"
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_command_on_the_cpu_lane(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    file, folder = tmp_path / "out.csv", tmp_path / "report"
+    shape = ["--nsa-shape", "N=2,H=4,D=64,Dv=64,L=64:128", "--nsa-dist", "few,many", "--nsa-decode"]
+    done = run(*shape, "--nsa-iters", "10", "--nsa-warmup", "1", "--nsa-csv", str(file), "--nsa-report", str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6 passed" in done.stdout  # two lengths, three kinds, and nothing else of the perf lane
+    assert f"csv: {file}" in done.stdout
+    assert f"report: {folder / 'report.html'}" in done.stdout
+    assert file.read_text().startswith(OLD + ",dist,")
+    rows = list(csv.DictReader(file.read_text().splitlines()))
+    assert [row["mode"] for row in rows].count("decode") == 2
+    for row in rows:
+        assert (row["tri_ms"], row["speedup"], row["mae"], row["status"]) == ("", "", "", byhand.NO_TRITON)
+        assert float(row["ref_ms"]) > 0
+        assert row["torch"] == torch.__version__
+    assert (folder / "report.md").read_text().startswith("# Selection attention on ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nsa-shape", "N=4,M=2"], "ERROR: --nsa-shape 'N=4,M=2': cannot read 'M=2'"),
+        (["--nsa-shape", "N=4", "--nsa-dist", "some"], "ERROR: --nsa-dist 'some': expected"),
+        (["--nsa-update-thresholds"], "ERROR: --nsa-update-thresholds needs an NVIDIA GPU"),
+        (["--nsa-csv", "/nowhere/out.csv"], "ERROR: --nsa-csv=/nowhere/out.csv: there is no folder /nowhere"),
+        (["--nsa-report", "x", "-n", "2"], "ERROR: --nsa-report needs benchmarks, and under xdist there are none"),
+        (["--nsa-report", "x", "--benchmark-disable"], "ERROR: --nsa-report needs benchmarks: leave out"),
+    ],
+    ids=["shape", "dist", "thresholds", "csv", "xdist", "disabled"],
+)
+def test_what_would_fail_at_the_end_is_refused_at_once(arguments, message):
+    done = run(*arguments)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert message in done.stderr
+
+
+def test_a_report_that_cannot_be_written_turns_a_green_run_red(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    (tmp_path / "report").write_text("a file where the folder should go")
+    shape = ["--nsa-shape", "N=1,H=4,D=64,L=16", "--nsa-iters", "10"]
+    done = run(*shape, "--nsa-report", str(tmp_path / "report"))
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "1 passed" in done.stdout
+    assert "--nsa-report: [Errno 17]" in done.stdout

@@ -1,0 +1,171 @@
+"""The report made from a recorded H100 run, the terminal's summary, and the table in README.md."""
+
+import copy
+import csv
+import json
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa.testing import digest, report, summary
+from nsa.testing.recording import load, newest
+
+ROOT = Path(report.__file__).parents[2]
+DATA = Path(__file__).parent / "data" / "h100-core-trimmed.json"  # an H100 run as recorded, some benchmarks and keys
+BASELINES = ROOT / "tests" / "perf" / "baselines"
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return json.loads(DATA.read_text())
+
+
+def many_figures(recorded):
+    """Geomean and worst of what was recorded for `many`, worked out here."""
+    infos = [b["extra_info"] for b in recorded["benchmarks"] if b["group"] == "many, ranges"]
+    keys = ("speedup_vs_fallback", "speedup_vs_sdpa_best", "speedup_vs_sdpa_expanded")
+    columns = [[info[key] for info in infos] for key in keys]
+    return [f"{f(column):.2f}" for column in columns for f in (statistics.geometric_mean, min)]
+
+
+@pytest.fixture
+def slowed(recorded, tmp_path):
+    """The same run with one benchmark 30% slower, one gone and one new; ours alone, the control stands."""
+    changed = copy.deepcopy(recorded)
+    slow, gone = changed["benchmarks"][10], changed["benchmarks"].pop(20)
+    slow["stats"]["median"] *= 1.3
+    slow["extra_info"]["ratio_to_control"] *= 1.3
+    changed["benchmarks"].append(copy.deepcopy(slow) | {"name": "test_selection[new]"})
+    path = tmp_path / "after.json"
+    path.write_text(json.dumps(changed))
+    return path, slow["name"], gone["name"]
+
+
+def test_report_from_a_recording(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    assert report.main([str(DATA), "-o", str(tmp_path / "out")]) == 0
+    out = tmp_path / "out"
+    assert capsys.readouterr().out == f"written: {out / 'report.html'}\n"
+    assert {p.name for p in out.iterdir()} == {"report.html", "report.md", "report.csv"}
+    page, text = (out / "report.html").read_text(), (out / "report.md").read_text()
+    assert page.count("<svg") == 3  # over the replaced path, over the best SDPA, roofline
+    assert not re.search(r'(src|href)="(?!#)', page.replace("xlink:href", ""))  # self-contained
+    assert len(re.findall(r'id="([^"]+)"', page)) > 50
+    expected = ("NVIDIA H100 80GB HBM3", "2.11.0+cu130", "3.6.0", "How to reproduce", "sel_triton_min_L: undecided")
+    assert [words for words in expected if words not in page or words not in text] == []
+    with (out / "report.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 48
+    row = next(r for r in rows if r["case"] == "H8-D64-Dv64-L256-N64-many-bf16")
+    assert float(row["median_us"]) == pytest.approx(6.7535, rel=1e-4)
+    assert float(row["speedup_vs_fallback"]) == pytest.approx(22.3546, rel=1e-4)
+
+
+def test_pictures_do_not_share_ids(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    pictures = [p for section in digest.describe([load(DATA)])["sections"] for p in section.pictures]
+    clips = [set(re.findall(r'clipPath id="([^"]+)"', picture)) for picture in pictures]
+    assert all(clips)
+    assert len(set.union(*clips)) == sum(map(len, clips))
+
+
+def test_before_and_after_names_what_moved(slowed):
+    path, slow, gone = slowed
+    changes = digest.changes(load(DATA), load(path))
+    assert [(name, round(ratio, 6)) for name, _, ratio, _, _ in changes if abs(ratio - 1) > 0.1] == [(slow, 1.3)]
+    assert gone not in [name for name, *_ in changes]
+    pytest.importorskip("matplotlib")
+    sections = {s.title: s for s in digest.describe([load(DATA), load(path)])["sections"]}
+    change = sections["Before and after"]
+    assert change.text.startswith("47 benchmarks in both, 1 only before, 1 only after.")
+    assert [row[0] for row in change.rows] == [slow]
+    assert change.rows[0][2] == "+30.0%"
+    assert len(change.pictures) == 1
+
+
+def test_machine_that_slowed_as_a_whole_changes_nothing(recorded, tmp_path):
+    """Ratios to the control are compared, not times."""
+    slower = copy.deepcopy(recorded)
+    for benchmark in slower["benchmarks"]:
+        benchmark["stats"]["median"] *= 1.4
+    path = tmp_path / "slower.json"
+    path.write_text(json.dumps(slower))
+    assert {round(ratio, 6) for _, _, ratio, _, _ in digest.changes(load(DATA), load(path))} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "expected the JSON of a pytest"), ("{}", "KeyError('machine_info')"), (None, "cannot be read")],
+)
+def test_unreadable_recording_is_one_line(tmp_path, capsys, text, message):
+    path = tmp_path / "run.json"
+    if text is not None:
+        path.write_text(text)
+    assert report.main([str(path), "-o", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {path}: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_without_the_extra_the_report_says_what_to_install(tmp_path):
+    block = "import sys; sys.modules[{!r}] = None; from nsa.testing.report import main; sys.exit(main({!r}))"
+    for name in ("matplotlib", "jinja2"):
+        program = block.format(name, [str(DATA), "-o", str(tmp_path)])
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (1, f"error: the report needs {name}: pip install 'nsa[report]'\n")
+
+
+def test_summary_is_narrow_and_says_what_counts(recorded):
+    lines = summary.lines(load(DATA).facts)
+    assert max(map(len, lines)) <= 100
+    text = "\n".join(lines)
+    assert "sel_triton_min_L: undecided, without intervals; in force: " in text
+    [many] = [line for line in lines if line.startswith("many, ranges")]
+    assert many.split()[2:] == ["12", *many_figures(recorded)[:6], "2923", "92.1%"]
+    assert len(lines) <= 15
+
+
+def test_summary_cuts_what_is_too_wide():
+    long = {"group": "g" * 60, "case": "c" * 90, "median": 1.0, "note": "n" * 200, "control": "x" * 90}
+    assert max(map(len, summary.lines([long]))) == 100
+
+
+# --- README ----------------------------------------------------------------------------------------------------------
+
+
+def test_readme_block_replaces_only_what_is_between_the_markers(recorded):
+    block = report.readme_block([load(DATA)])
+    text = report.with_block(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n", block)
+    assert text.startswith("before\n<!-- measured: begin -->\n**NVIDIA H100 80GB HBM3**")
+    assert text.endswith("<!-- measured: end -->\nafter\n")
+    assert "old" not in text
+    a, b, c, d = many_figures(recorded)[:4]
+    assert f"| many, ranges | 12 | {a}× ({b}×) | {c}× ({d}×) | 92.1% |" in text
+    assert report.with_block(text, block) == text
+    with pytest.raises(ValueError, match="expected one"):
+        report.with_block("no markers", block)
+
+
+def test_newest_recording_of_each_device(recorded, tmp_path):
+    for number, date in (("0001", "2026-01-01"), ("0002", "2026-03-01"), ("0003", "2026-02-01")):
+        folder = tmp_path / "nvidia-h100-80gb-hbm3"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{number}_x.json").write_text(json.dumps(recorded | {"datetime": date}))
+    assert [r.date for r in newest(tmp_path)] == ["2026-03-01"]
+    assert newest(tmp_path / "nothing") == []
+
+
+def test_readme_shows_the_committed_baseline():
+    recordings = newest(BASELINES)
+    if not recordings:
+        pytest.skip("no baseline is committed")
+    readme = (ROOT / "README.md").read_text()
+    expected = report.with_block(readme, report.readme_block(recordings))
+    assert readme == expected, "README.md is out of date: python -m nsa.testing.report --readme"

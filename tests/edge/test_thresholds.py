@@ -1,0 +1,167 @@
+"""The threshold's rule on injected figures: margin, intervals, coverage; and the file it ends in."""
+
+import itertools
+import logging
+from pathlib import Path
+
+import pytest
+
+from nsa import settings
+from nsa.testing import thresholds
+from nsa.testing.recording import load, speedup
+
+DATA = Path(__file__).parent / "data" / "h100-core-trimmed.json"  # an H100 run as recorded, some benchmarks and keys
+FACTS = {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.11.0+cu130", "triton": "3.6.0", "commit": "abc123"}
+
+
+def fact(ratio, L, *, H=8, D=128, dist="many", noise=0.01, best=1.0, source="ranges"):
+    """A benchmark `ratio` times faster than the path it replaces; each interval is `noise` wide to both sides."""
+    ours, medians = 1e-5, {"ranges": 1e-5, "sdpa": ratio * 1e-5, "enable_gqa": best * 1e-5}
+    interval = {name: [t * (1 - noise), t * (1 + noise)] for name, t in medians.items()}
+    return {
+        "impl": "ranges", "source": source, "H": H, "D": D, "Dv": D, "L": L, "N": 64, "dist": dist, "median": ours,
+        "medians": medians, "intervals": interval, "ci95": interval["ranges"], "sdpa_best": "enable_gqa",
+        "case": f"H{H}-D{D}-L{L}-{dist}", **FACTS,
+    }  # fmt: skip
+
+
+def everywhere(ratio=5.0, lengths=thresholds.LENGTHS, **keywords):
+    """Every required group at every length."""
+    facts = []
+    for (H, D, Dv, dist), L in itertools.product(thresholds.required(), lengths):
+        facts.append(fact(ratio, L, H=H, D=D, dist=dist, **keywords) | {"Dv": Dv})
+    return facts
+
+
+def test_fast_everywhere_is_on_from_the_shortest_length():
+    decision = thresholds.decide(everywhere())
+    assert (decision.min_L, decision.missing, decision.blocker) == (16, [], None)
+    assert set(decision.groups.values()) == {16}
+
+
+def test_one_slow_group_keeps_the_threshold_above_it():
+    facts = everywhere() + [fact(1.1, 128, H=4, D=64, dist="mixed")]
+    decision = thresholds.decide(facts)
+    assert decision.min_L == 256
+    assert decision.groups[4, 64, 64, "mixed"] == 256
+    assert decision.groups[8, 64, 64, "mixed"] == 16
+    assert decision.blocker.case == "H4-D64-L128-mixed"
+
+
+def test_fast_again_below_a_slow_length_does_not_count():
+    """`From L on`: a win at 16 says nothing if 512 loses."""
+    assert thresholds.decide([*everywhere(), fact(0.9, 512)]).min_L == 1024
+
+
+@pytest.mark.parametrize(("noise", "min_L"), [(0.001, 16), (0.02, 256)], ids=["clear", "within-noise"])
+def test_a_margin_inside_the_noise_is_not_reached(noise, min_L):
+    facts = [*everywhere(noise=0.001), fact(1.22, 128, noise=noise)]
+    assert thresholds.decide(facts).min_L == min_L
+
+
+def test_slow_at_the_longest_rows_keeps_triton_off():
+    decision = thresholds.decide([*everywhere(), fact(1.19, 1024)])
+    assert decision.min_L is None
+    assert thresholds.rationale(decision)[0].startswith("Triton stays off: there is no L from which on it is 1.2x")
+
+
+def test_no_interval_decides_nothing():
+    facts = [f | {"intervals": {}} for f in everywhere(ratio=50)]
+    decision = thresholds.decide(facts)
+    assert decision.min_L is None
+    assert "no confidence interval" in thresholds.rationale(decision)[0]
+
+
+def test_only_lengths_that_all_groups_measured_qualify():
+    """Decode at 1024 alone neither raises the threshold nor vouches for shorter rows of others."""
+    facts = everywhere(lengths=(64, 256, 1024)) + [fact(5, 16), fact(5, 1024, H=16, dist="decode")]
+    assert thresholds.decide(facts).min_L == 64
+    slow_decode = fact(1.0, 512, H=16, dist="decode")
+    assert thresholds.decide([*facts, slow_decode]).min_L == 1024
+
+
+def test_packed_rows_replace_nothing():
+    assert thresholds.points([fact(5, 64, source="rows") | {"impl": "dense_group"}], "sdpa") == []
+
+
+def test_verdict_on_packed_rows_is_its_own():
+    facts = everywhere(best=0.9)
+    assert thresholds.decide(facts).min_L == 16
+    on_packed = thresholds.decide(facts, against="best")
+    assert on_packed.min_L is None
+    assert "rows already packed" in thresholds.rationale(thresholds.decide(facts), on_packed)[2]
+    assert "worst 0.90x" in thresholds.rationale(thresholds.decide(facts), on_packed)[2]
+
+
+def test_interval_divides_the_far_ends():
+    ratio, low, high = speedup(fact(2, 64, noise=0.1), "sdpa")
+    assert (ratio, low, high) == pytest.approx((2, 2 * 0.9 / 1.1, 2 * 1.1 / 0.9))
+
+
+def test_cases_cover_what_is_required():
+    """Whatever `cases` times, `decide` calls complete; square dims are enough for calibration."""
+    for dims in (thresholds.DIMS, thresholds.SQUARE):
+        cases = thresholds.cases(dims, (1024,))
+        assert {(c.H, c.D, c.Dv, c.dist) for c in cases} == set(thresholds.required(dims))
+        assert {c.L for c in cases} == set(thresholds.LENGTHS)
+        assert {(c.source, c.S_kv) for c in cases} == {("ranges", 2048)}  # the packing is part of what is replaced
+
+
+def test_layout_needs_masked_and_unmasked():
+    plain = {"masked": False, "layouts": {"heads_as_queries": 1.0, "expanded": 4.0, "enable_gqa": 2.0}}
+    masked = {"masked": True, "layouts": {"heads_as_queries": 9.0, "expanded": 4.0, "enable_gqa": 2.0}}
+    assert thresholds.best_layout([plain]) is None
+    assert thresholds.best_layout([plain, masked]) == "enable_gqa"  # geomeans 3, 4, 2
+    unable = {"masked": True, "layouts": {"heads_as_queries": 9.0}}
+    assert thresholds.best_layout([plain, masked, unable]) == "heads_as_queries"
+
+
+@pytest.mark.parametrize(("slow", "min_L"), [([], 16), ([fact(0.5, 1024)], settings.TRITON_OFF)], ids=["on", "off"])
+def test_written_file_is_what_settings_read(tmp_path, monkeypatch, caplog, slow, min_L):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("NSA_SEL_TRITON_MIN_L", raising=False)
+    settings.reload()
+    decision = thresholds.decide(everywhere() + slow)
+    path = thresholds.write(decision, "enable_gqa", FACTS, settings.user_devices())
+    assert path == tmp_path / "nsa" / "devices" / "nvidia-h100-80gb-hbm3.yaml"
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    with caplog.at_level(logging.WARNING, logger="nsa"):
+        assert settings.min_L_for(FACTS["gpu"]) == min_L
+    assert not caplog.records
+    config = settings.device_config(FACTS["gpu"])
+    assert config.sdpa_layout == "enable_gqa"
+    assert config.provenance["commit"] == "abc123"
+    assert config.provenance["margin"].startswith("1.2x packed SDPA with its packing")
+    assert "H4-D64-Dv128-mixed" in path.read_text()  # each combination's own threshold, as a comment
+    settings.reload()
+
+
+def test_incomplete_or_undecided_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="23 combinations were not measured"):
+        thresholds.write(thresholds.decide([fact(5, 64)]), None, FACTS, tmp_path)
+    undecided = thresholds.decide([f | {"intervals": {}} for f in everywhere()])
+    with pytest.raises(ValueError, match="no confidence interval"):
+        thresholds.write(undecided, None, FACTS, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    decision = thresholds.decide(everywhere())
+    path = thresholds.write(decision, None, FACTS, tmp_path)
+    before = path.read_text()
+    monkeypatch.setattr(thresholds.os, "replace", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        thresholds.write(decision, "expanded", FACTS, tmp_path)
+    assert path.read_text() == before
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_recorded_h100_core_is_not_enough():
+    """As recorded: 13x and more, but no interval of packed SDPA, and H = 4 or `few` never read from the cache."""
+    decision = thresholds.decide(load(DATA).facts)
+    assert decision.min_L is None
+    assert min(p.speedup for p in decision.points) > 12
+    assert (4, 64, 64, "many") in decision.missing
+    assert (8, 64, 64, "few") in decision.missing
+    with pytest.raises(ValueError, match="not measured"):
+        thresholds.write(decision, None, FACTS, Path("/nonexistent"))

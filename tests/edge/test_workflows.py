@@ -1,0 +1,115 @@
+"""The workflows have the shape GitHub accepts, and run what exists. The rules are those of its schema that we use."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = {path.stem: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
+TOP = {"name", "on", "permissions", "env", "defaults", "concurrency", "jobs"}
+JOB = {"name", "needs", "if", "runs-on", "permissions", "env", "strategy", "timeout-minutes", "steps", "outputs"}
+STEP = {"name", "id", "if", "uses", "with", "run", "env", "shell", "working-directory", "timeout-minutes"}
+EVENTS = {"push", "pull_request", "workflow_dispatch", "schedule"}
+INPUT = {"description", "type", "default", "required", "options"}
+CONTEXTS = {"github", "matrix", "inputs", "secrets", "needs", "env", "runner"}
+
+
+def problems(text):
+    """What is wrong with a workflow, as lines; none if nothing is."""
+    document = yaml.safe_load(text)
+    document["on"] = document.pop(True, document.get("on"))  # YAML 1.1 reads `on` as true
+    found = [f"unknown key {key}" for key in document.keys() - TOP]
+    events = document["on"] if isinstance(document["on"], dict) else dict.fromkeys(document["on"] or [])
+    found += [f"unknown event {event}" for event in events.keys() - EVENTS] + ["no event"] * (not events)
+    for name, spec in ((events.get("workflow_dispatch") or {}).get("inputs") or {}).items():
+        found += [f"input {name}: unknown key {key}" for key in spec.keys() - INPUT]
+        kind = {"boolean": bool, "string": str, "number": int, "choice": str}.get(spec.get("type"))
+        if kind is None or not isinstance(spec.get("default", kind()), kind):
+            found.append(f"input {name}: expected a known type and a default of it")
+    jobs = document.get("jobs") or {}
+    for name, job in jobs.items():
+        found += [f"{name}: unknown key {key}" for key in job.keys() - JOB]
+        found += [f"{name}: no {key}" for key in ("runs-on", "timeout-minutes", "steps") if not job.get(key)]
+        needs = job.get("needs", [])
+        found += [f"{name}: needs {n}" for n in ([needs] if isinstance(needs, str) else needs) if n not in jobs]
+        for i, step in enumerate(job.get("steps") or []):
+            where = f"{name}, step {i}"
+            found += [f"{where}: unknown key {key}" for key in step.keys() - STEP]
+            if ("uses" in step) == ("run" in step):
+                found.append(f"{where}: expected one of uses and run")
+            if "uses" in step and not re.fullmatch(r"[\w.-]+/[\w./-]+@(v\d+|[0-9a-f]{40})", step["uses"]):
+                found.append(f"{where}: expected owner/action@version, got {step['uses']}")
+            if "with" in step and "uses" not in step:
+                found.append(f"{where}: with belongs to uses")
+    for expression in re.findall(r"\$\{\{(.*?)\}\}", text):
+        if not re.fullmatch(r" (" + "|".join(CONTEXTS) + r")(\.[\w-]+)+ ", expression):
+            found.append(f"expression ${{{{{expression}}}}}")
+    if text.count("${{") != text.count("}}"):
+        found.append("an expression is not closed")
+    return found
+
+
+def runs(text):
+    return [step["run"] for job in yaml.safe_load(text)["jobs"].values() for step in job["steps"] if "run" in step]
+
+
+def syntax_error(script):
+    return subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False).stderr
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_workflow_has_the_shape_github_accepts(name):
+    assert problems(WORKFLOWS[name].read_text()) == []
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_workflow_runs_scripts_that_exist(name):
+    for run in runs(WORKFLOWS[name].read_text()):
+        assert "${{" not in run, "untrusted text must not become part of a script: pass it in env"
+        assert syntax_error(run) == ""
+        for script in re.findall(r"\.ci/\w+", run):
+            assert os.access(ROOT / script, os.X_OK), f"expected {script} to be executable"
+            assert syntax_error((ROOT / script).read_text()) == ""
+
+
+def test_both_lanes_have_a_workflow():
+    assert set(WORKFLOWS) == {"ci", "gpu"}
+    ci, gpu = (yaml.safe_load(WORKFLOWS[name].read_text()) for name in ("ci", "gpu"))
+    assert {"push", "pull_request"} <= ci[True].keys()
+    assert ".ci/run" in runs(WORKFLOWS["ci"].read_text())
+    assert set(gpu[True]) == {"workflow_dispatch"}
+    assert gpu["jobs"]["gpu"]["runs-on"] == ["self-hosted", "gpu"]
+    steps = {step.get("uses", "").partition("@")[0]: step for job in gpu["jobs"].values() for step in job["steps"]}
+    up, down = (steps[f"actions/{way}-artifact"] for way in ("upload", "download"))
+    assert up["if"] == "always()"  # a red gate needs its report most
+    assert up["with"]["name"] == down["with"]["name"]
+    assert f".ci/gpu {up['with']['path']}" in runs(WORKFLOWS["gpu"].read_text())
+    assert gpu["jobs"]["propose"]["permissions"] == {"contents": "write", "pull-requests": "write"}
+
+
+def test_script_for_gpu_boxes_does_every_step():
+    script = (ROOT / ".ci" / "gpu").read_text()
+    for words in ("-m parity", "--benchmark-compare", "--nsa-update-thresholds", "--nsa-report", "--junitxml"):
+        assert words in script
+
+
+BROKEN = {
+    "misspelt-key": ("timeout-minutes", "timeout_minutes", "unknown key timeout_minutes"),
+    "unpinned": ("actions/checkout@v4", "actions/checkout", "expected owner/action@version"),
+    "nothing-to-do": ("- run: .ci/run", "- name: nothing", "expected one of uses and run"),
+    "unclosed": ("matrix.python }}", "matrix.python", "an expression is not closed"),
+    "unknown-context": ("matrix.python", "matrx.python", "expression"),
+    "unknown-event": ("pull_request", "pullrequest", "unknown event pullrequest"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_workflow_is_noticed(how):
+    right, wrong, message = BROKEN[how]
+    text = WORKFLOWS["ci"].read_text()
+    assert right in text
+    assert any(message in problem for problem in problems(text.replace(right, wrong)))

@@ -1,0 +1,23 @@
+"""Shapes by hand, `--nsa-shape`: our kernel beside the path it would replace, on the CPU lane that path alone."""
+
+import pytest
+
+from nsa.testing import timing
+from nsa.testing.byhand import NO_TRITON, measure_shape, reference_of, row
+from nsa.testing.plugin import Lane
+from nsa.testing.problem import Problem
+
+pytestmark = pytest.mark.benchmark(timer=timing.clock)
+BUDGET_S = 1.0  # few cases, and somebody waits for them: as many samples as were asked for
+
+
+def test_shape(problem: Problem, lane: Lane, publish, by_hand, machine_sampling, request) -> None:
+    streams = request.config.getoption("nsa_streams")
+    try:
+        result, layouts = measure_shape(problem, budget_s=BUDGET_S, **machine_sampling)
+    except (AssertionError, RuntimeError) as e:
+        by_hand(row(problem, None, f"failed: {str(e).splitlines()[0]}", streams))
+        raise
+    info = result.info(layouts, None if lane == "interpreter" else reference_of(problem.case).name)
+    publish(f"by hand: {problem.case.dist}", result.ours, info)
+    by_hand(row(problem, info, "ok" if lane == "gpu" else NO_TRITON, streams))

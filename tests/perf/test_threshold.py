@@ -1,0 +1,33 @@
+"""What `--nsa-update-thresholds` decides from: Triton from the cache beside what it would replace, and the layouts."""
+
+import pytest
+import torch
+
+from nsa.testing import timing
+from nsa.testing.calibrate import LAYOUT_SHAPES, layout_times
+from nsa.testing.fixtures import over
+from nsa.testing.impls import OURS, PACKED, packed_layouts
+from nsa.testing.measure import measure, run_facts
+from nsa.testing.problem import Problem
+from nsa.testing.thresholds import cases
+
+pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
+BUDGET_S = 0.03  # of samples for each implementation
+
+
+@over(cases())
+def test_threshold(problem: Problem, publish, sampling: dict[str, int]) -> None:
+    layouts = {"packed": PACKED} | packed_layouts(problem.q.device)
+    torch.cuda.empty_cache()
+    result = measure(problem, OURS["ranges"], [OURS["sdpa"], *layouts.values()], budget_s=BUDGET_S, **sampling)
+    publish(f"threshold: {problem.case.dist}", result.ours, result.info(layouts, "sdpa"))
+
+
+@pytest.mark.parametrize("mask", ["masked", "unmasked"])
+@pytest.mark.parametrize("shape", LAYOUT_SHAPES)
+def test_packed_layout(shape: str, mask: str, device: torch.device, publish, sampling: dict[str, int]) -> None:
+    times = layout_times(shape, mask == "masked", device, budget_s=BUDGET_S, **sampling)
+    fastest = min(times.values(), key=lambda t: t.median)
+    medians = {name: t.median for name, t in times.items()}
+    facts = {"layouts": medians, "masked": mask == "masked", "shape": shape}
+    publish("packed SDPA layouts", fastest, run_facts(device) | facts)
