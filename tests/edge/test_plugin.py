@@ -73,6 +73,21 @@ def test_xdist_runs_parity_and_replays(project):
     result.stdout.fnmatch_lines(['*pytest "tests/parity/test_a.py::test_fails[[]H8-D128[]]"'])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "2", "--benchmark-compare"], "compare needs benchmarks, and under xdist there are none: leave out -n"),
+        (["--benchmark-disable", "--benchmark-save=x"], "save needs benchmarks: leave out --benchmark-disable"),
+    ],
+    ids=["xdist", "disabled"],
+)
+def test_benchmarks_that_would_not_run_are_refused(project, arguments, message):
+    write(project, "tests/perf/test_a.py", BENCHMARK)
+    result = project.runpytest_subprocess("-m", "perf", *arguments)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stderr.fnmatch_lines([f"*--benchmark-{message}"])
+
+
 def test_lane_switch_must_be_0_or_1(project, monkeypatch):
     write(project, "tests/edge/test_a.py", LANE)
     monkeypatch.setenv("NSA_TEST_TRITON_SEL", "off")
@@ -87,7 +102,7 @@ def test_baselines_missing_recorded_and_compared(project, monkeypatch):
     assert missing.ret == 0
     missing.stdout.fnmatch_lines(
         [
-            "not gated: no baseline for *threads, torch *; record one with pytest -m perf --nsa-save-baseline",
+            "not gated: no baseline for *threads, *; record one with pytest -m perf --nsa-save-baseline",
             "*= 1 passed in *",
         ]
     )
@@ -102,6 +117,17 @@ def test_baselines_missing_recorded_and_compared(project, monkeypatch):
     assert saved.parent.name.endswith(f"-{machine['threads']}threads")
     assert (machine["gpu"], machine["torch"], machine["triton"]) == (None, torch.__version__, plugin.triton_version())
     assert recorded["commit_info"]["id"] == "abc123"
+
+    machine["torch"] = "2.5.0"
+    saved.write_text(json.dumps(recorded))
+    elsewhere = project.mkdir("elsewhere")
+    monkeypatch.chdir(elsewhere)  # upstream raises when the storage is outside the working directory
+    compared = project.runpytest_subprocess("-m", "perf", "--benchmark-compare", "--", f"{project.path}/tests")
+    assert compared.ret == 0
+    compared.stdout.fnmatch_lines(["test_bench (NOW)*"])
+    compared.stdout.fnmatch_lines(["not gated: no baseline for *", "side by side with *torch 2.5, *ungated:"])
+    compared.stdout.no_fnmatch_line("*machine_info is different*")
+    assert not list(elsewhere.iterdir())
 
 
 def test_hypothesis_profile_deep(project):
