@@ -74,6 +74,10 @@ def check(config: pytest.Config) -> None:
     if "update_thresholds" in asked:
         if current_lane() != "gpu":
             raise pytest.UsageError("--nsa-update-thresholds needs an NVIDIA GPU: Triton is not timed on a CPU")
+        wrong = [name for name in ("hot", "no_check") if config.getoption(f"nsa_{name}", False)]
+        if wrong:
+            option = f"--nsa-{wrong[0].replace('_', '-')}"
+            raise pytest.UsageError(f"--nsa-update-thresholds needs cold, checked measurements: leave out {option}")
         if by_hand(config):
             raise pytest.UsageError("--nsa-update-thresholds needs its own cases: leave out --nsa-shape")
     missing = [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]
@@ -94,7 +98,7 @@ def this_run(facts: list[Fact]) -> Recording:
     return Recording(facts, device_name(), gpu, torch_version, triton_version(), commit(), now, "this run")
 
 
-def finish(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]], exitstatus: int) -> list[str]:
+def finish(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> list[str]:
     """Write what was asked for; returns lines that say where it is, or why it is not.
 
     A green run that could not write what it was asked for ends red.
@@ -105,7 +109,7 @@ def finish(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]
         if not session.config.getoption(f"nsa_{name}"):
             continue
         try:
-            notes.append(write(session.config, facts, rows, exitstatus))
+            notes.append(write(session, facts, rows))
         except (ValueError, OSError) as error:
             notes.append(f"--nsa-{name.replace('_', '-')}: {error}")
             if session.exitstatus == pytest.ExitCode.OK:
@@ -113,31 +117,32 @@ def finish(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]
     return notes
 
 
-def _write_csv(config: pytest.Config, facts: list[Fact], rows: list[dict[str, Any]], exitstatus: int) -> str:
+def _write_csv(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
     from nsa.testing.byhand import write_csv
 
     if not rows:
         raise ValueError("nothing was measured")
-    write_csv(Path(config.getoption("nsa_csv")), rows)
-    return f"csv: {config.getoption('nsa_csv')}"
+    path = Path(session.config.getoption("nsa_csv"))
+    write_csv(path, rows)
+    return f"csv: {path}"
 
 
-def _write_report(config: pytest.Config, facts: list[Fact], rows: list[dict[str, Any]], exitstatus: int) -> str:
+def _write_report(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
     from nsa.testing.report import write
 
     if not facts:
         raise ValueError("nothing was measured")
-    before = []
+    config, before = session.config, []
     if config.getoption("benchmark_compare", None):
         baselines = config.rootpath / "tests" / "perf" / "baselines" / settings.device_slug(device_name())
         before = newest(baselines)[:1]
     return f"report: {write([*before, this_run(facts)], Path(config.getoption('nsa_report')))}"
 
 
-def _update_thresholds(config: pytest.Config, facts: list[Fact], rows: list[dict[str, Any]], exitstatus: int) -> str:
+def _update_thresholds(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
     from nsa.testing import thresholds
 
-    if exitstatus != 0:
+    if session.exitstatus != pytest.ExitCode.OK:  # the gate has had its say: this hook runs last
         raise ValueError("thresholds not written: only a green run may change them")
     decision = thresholds.decide(facts)
     run = next((fact for fact in facts if fact.get("gpu")), {})

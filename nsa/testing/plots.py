@@ -152,7 +152,7 @@ def _svg(figure: Figure) -> str:
 
     text = io.StringIO()
     title = figure.get_suptitle() or figure.axes[0].get_title()
-    with rc_context({"svg.hashsalt": title}):  # else all pictures of a page share the ids of their clip paths
+    with rc_context({"svg.hashsalt": title}):  # else ids are random, and no two reports compare equal
         figure.savefig(text, format="svg", metadata={"Date": None})
     body = text.getvalue()
     return body[body.index("<svg") :]

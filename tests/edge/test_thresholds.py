@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nsa import settings
-from nsa.testing import thresholds
+from nsa.testing import outputs, thresholds
 from nsa.testing.recording import load, speedup
 
 DATA = Path(__file__).parent / "data" / "h100-core-trimmed.json"  # an H100 run as recorded, some benchmarks and keys
@@ -165,3 +165,43 @@ def test_recorded_h100_core_is_not_enough():
     assert (8, 64, 64, "few") in decision.missing
     with pytest.raises(ValueError, match="not measured"):
         thresholds.write(decision, None, FACTS, Path("/nonexistent"))
+
+
+# --- at the end of a run ----------------------------------------------------------------------------------------------
+
+
+class Session:
+    """As much of a pytest session as the end of a run asks for."""
+
+    def __init__(self, exitstatus=pytest.ExitCode.OK, **options):
+        self.exitstatus, self.config = exitstatus, self
+        self.options = {"nsa_csv": None, "nsa_update_thresholds": True, "nsa_report": None} | options
+
+    def getoption(self, name, default=None):
+        return self.options.get(name, default)
+
+
+def test_green_run_updates_the_packaged_thresholds(tmp_path, monkeypatch):
+    monkeypatch.setattr(settings, "packaged_devices", lambda: tmp_path)
+    session = Session()
+    [note] = outputs.finish(session, everywhere(), [])
+    assert note == f"thresholds: sel_triton_min_L = 16 written to {tmp_path / 'nvidia-h100-80gb-hbm3.yaml'}"
+    assert session.exitstatus == pytest.ExitCode.OK
+
+
+def test_red_or_incomplete_run_updates_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(settings, "packaged_devices", lambda: tmp_path)
+    red = Session(pytest.ExitCode.TESTS_FAILED)
+    assert "only a green run" in outputs.finish(red, everywhere(), [])[0]
+    incomplete = Session()
+    assert "combinations were not measured" in outputs.finish(incomplete, [fact(5, 64)], [])[0]
+    assert incomplete.exitstatus == pytest.ExitCode.TESTS_FAILED
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["nsa_hot", "nsa_no_check", "nsa_shape"])
+def test_thresholds_need_cold_checked_cases_of_their_own(monkeypatch, option):
+    monkeypatch.setattr(outputs, "current_lane", lambda: "gpu")
+    value = ["L=64"] if option == "nsa_shape" else True
+    with pytest.raises(pytest.UsageError, match=f"leave out --{option.replace('_', '-')}"):
+        outputs.check(Session(dist="no", **{option: value}))

@@ -85,9 +85,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
-    config.stash[notes_key] = outputs.finish(session, config.stash[published_key], config.stash[rows_key], exitstatus)
+    config.stash[notes_key] = outputs.finish(session, config.stash[published_key], config.stash[rows_key])
 
 
 @pytest.hookimpl(trylast=True)  # below pytest-benchmark's tables, where it is seen
