@@ -128,7 +128,6 @@ def row(p: Problem, fact: dict[str, Any] | None, status: str, streams: int) -> d
         line["ref_ms"] = _ms(ref)
         if fact["impl"] == KERNEL[case.source]:
             ours, best = fact["medians"][fact["impl"]], fact.get("sdpa_best")
-            mae = "" if fact["mae"] is None else f"{fact['mae']:.3g}"
             low, high = fact["ci95"]
             mae = "" if fact["mae"] is None else f"{fact['mae']:.3g}"
             together = (fact.get("figures") or {}).get("concurrency") or {}
