@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from nsa.testing import baselines, plugin
 
@@ -65,13 +66,18 @@ def environment():
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Three files as `--nsa-save-baseline` leaves them, and what it printed."""
-    path = tmp_path_factory.mktemp("recorded")
-    lay_out(path, ALIKE)
-    command = [sys.executable, "-m", "pytest", "-m", "perf", "--nsa-save-baseline"]
-    done = subprocess.run(command, cwd=path, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return sorted((path / "tests" / "perf" / "baselines").rglob("*.json")), done.stdout
+    """Three files as `--nsa-save-baseline` leaves them, and what it printed; recorded once for all xdist workers."""
+    base = tmp_path_factory.getbasetemp()
+    path = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "recorded"
+    with FileLock(f"{path}.lock"):
+        if not (path / "printed").exists():
+            shutil.rmtree(path, ignore_errors=True)
+            lay_out(path, ALIKE)
+            command = [sys.executable, "-m", "pytest", "-m", "perf", "--nsa-save-baseline"]
+            done = subprocess.run(command, cwd=path, env=environment(), capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
+            (path / "printed").write_text(done.stdout)
+    return sorted((path / "tests" / "perf" / "baselines").rglob("*.json")), (path / "printed").read_text()
 
 
 @pytest.fixture
