@@ -330,7 +330,10 @@ def test_a_wrong_result_is_not_saved_whatever_is_accepted(project):
 def test_an_interrupted_recording_leaves_nothing(project, number):
     slow = INJECTED + "\n\ndef test_slow():\n    import time\n    print('slow', flush=True)\n    time.sleep(60)\n"
     (project.path / "tests" / "perf" / "test_injected.py").write_text(slow)
-    command = [sys.executable, "-m", "pytest", "-m", "perf", "-s", "--nsa-save-baseline"]
+    # A shell's background job ignores Ctrl-C, and so would all that it starts, this test's children among them.
+    hears = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); import pytest; "
+    program = hears + "sys.exit(pytest.main(['-m', 'perf', '-s', '--nsa-save-baseline']))"
+    command = [sys.executable, "-c", program]
     with subprocess.Popen(command, cwd=project.path, stdout=subprocess.PIPE, text=True, process_group=0) as process:
         assert any(line.strip().endswith("slow") for line in process.stdout)
         assert list((project.path / "tests" / "perf" / "baselines").glob(".recording-*"))
