@@ -199,6 +199,7 @@ def _device_facts(device: torch.device) -> tuple[str | None, str, str | None]:
 
 plan = lru_cache(maxsize=4096, typed=True)(make_plan)
 """Remembered :func:`make_plan`: a repeated call pays a look-up. Typed, because ``True == 1 == 1.0``."""
+settings.ON_RELOAD.append(plan.cache_clear)
 
 
 @lru_cache(maxsize=1)

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa import spans as sp
+from nsa.settings import SDPA_LAYOUTS as SDPA_LAYOUTS
 
-WORKSPACE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 25}  # CPU: packed chunks stay near the cache
+WORKSPACE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 24}  # CPU: packed chunks stay near the cache
 ORACLE_BYTES = 1 << 28
 MAX_ROWS_PER_CALL = 32768  # SDPA's batch is a CUDA grid dimension of at most 65,535
-SDPA_LAYOUTS = ("heads_as_queries", "expanded", "enable_gqa")
 
 
 def call_spans(
@@ -180,9 +180,10 @@ def packed_sdpa(
     per_row = L * ((D + Dv) * k.element_size() * 2 + 48 + return_lse * (D * 4 + G * 8))
     chunk = max(1, min(MAX_ROWS_PER_CALL, WORKSPACE_BYTES.get(q.device.type, 1 << 30) // per_row))
     pieces = []
+    into = None if keep or q.is_cuda else gather.buffers(min(chunk, N), L)
     for begin in range(0, max(N, 1), chunk):
         rows = slice(begin, min(begin + chunk, N))
-        K, V, valid = gather.pack(rows, L, masked)
+        K, V, valid = gather.pack(rows, L, masked, into)
         empty = (lengths[rows] == 0)[:, None]
         # An empty row attends to zeros and is zeroed afterwards: no NaN, forward or backward.
         mask = valid | empty if masked else None

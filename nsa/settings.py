@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -25,6 +25,7 @@ logger = logging.getLogger("nsa")
 
 DEFAULT_MIN_L = 2048  # keys; a safe guess where nobody measured: packed SDPA is never far off for shorter rows
 TRITON_OFF = sys.maxsize  # keys; the threshold of a GPU on which Triton never won: no row is that long
+ON_RELOAD: list[Callable[[], None]] = []  # what others remember of files that were read
 SDPA_LAYOUTS = ("heads_as_queries", "expanded", "enable_gqa")
 PROVENANCE = ("gpu", "torch", "triton", "date", "commit", "margin")
 
@@ -108,6 +109,8 @@ def reload() -> None:
         _loaded = _current = None
         device_config.cache_clear()
         _measured_min_L.cache_clear()
+    for forget in ON_RELOAD:
+        forget()
 
 
 def device_slug(name: str) -> str:

@@ -193,24 +193,35 @@ class Gather(NamedTuple):
     v_step: int
     zero_row: bool  # the last row of K and of V is zero, for padding to point at
 
-    def pack(self, rows: slice, L: int, masked: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def buffers(self, rows: int, L: int) -> tuple[Tensor, Tensor]:
+        """Memory for :meth:`pack` to write ``rows`` rows to, again and again: on a CPU new pages cost as much."""
+        return self.K.new_empty(rows * L, self.K.shape[1]), self.V.new_empty(rows * L, self.V.shape[1])
+
+    def pack(
+        self, rows: slice, L: int, masked: bool, into: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """``(K [R, L, D], V [R, L, Dv], valid [R, L])`` of some rows; unselected slots are zero if ``masked``."""
         positions, lengths = gather_positions(self.starts[rows], self.ends[rows], L)
         valid = torch.arange(L, device=positions.device) < lengths[:, None]
         # Padding must not let a key that was not selected (it may be NaN) meet a zero weight.
         padding = ~valid if masked else None
         packed = []
-        for x, first, step in ((self.K, self.k_first, self.k_step), (self.V, self.v_first, self.v_step)):
+        for i, (x, first, step) in enumerate(
+            ((self.K, self.k_first, self.k_step), (self.V, self.v_first, self.v_step))
+        ):
             index = (positions * step).add_(first[rows, None])
             if padding is not None and self.zero_row:
                 index.masked_fill_(padding, x.shape[0] - 1)
-            out = take_rows(x, index)
+            out = take_rows(x, index, None if into is None else into[i][: index.numel()])
             packed.append(out.masked_fill_(padding[..., None], 0) if padding is not None and not self.zero_row else out)
         return packed[0], packed[1], valid
 
 
-def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """``x[index]`` for contiguous ``x [rows, D]``: ``[*index.shape, D]``, bitwise repeatable in its gradient too."""
+def take_rows(x: Tensor, index: Tensor, into: Tensor | None = None) -> Tensor:
+    """``x[index]`` for contiguous ``x [rows, D]``: ``[*index.shape, D]``, bitwise repeatable in its gradient too.
+
+    ``into``: ``[index.numel(), D]``, memory for the result where no gradient is wanted.
+    """
     flat = index.reshape(-1)
     if x.requires_grad and torch.is_grad_enabled():
         out = x[flat]  # index_select's gradient adds with atomics on a GPU
@@ -219,7 +230,7 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
         # takes a kernel with one row a block and reaches 0.4 to 0.8.
         out = torch.take_along_dim(x.view(torch.complex128), flat[:, None], 0).view(x.dtype)
     else:
-        out = x.index_select(0, flat)
+        out = torch.index_select(x, 0, flat, out=into)
     return out.view(*index.shape, x.shape[1])
 
 

@@ -7,8 +7,11 @@ import timeit
 from pathlib import Path
 
 import pytest
+import torch
 
+import nsa
 import nsa.settings as settings
+from nsa import dispatch
 
 BASE = str(Path(settings.__file__).parent / "configs" / "base.yaml")
 NAMES = (
@@ -303,3 +306,14 @@ def test_every_packaged_device_file_is_valid():
         config = settings.device_config(path.stem)
         assert config.path == path
         assert settings.device_slug(config.provenance["gpu"]) == path.stem
+
+
+def test_reload_makes_calls_look_again(monkeypatch):
+    """A threshold file written by this very process must reach shapes that were planned before."""
+    settings.get()
+    before = dispatch.plan.cache_info().currsize
+    q = k = torch.zeros(1, 1, 1, 16)
+    nsa.selection_attention(q, k, k, ranges=torch.zeros(1, 1, 1, 1, 2, dtype=torch.int32))
+    assert dispatch.plan.cache_info().currsize >= max(before, 1)
+    settings.reload()
+    assert dispatch.plan.cache_info().currsize == 0

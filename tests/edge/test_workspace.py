@@ -28,8 +28,8 @@ def workspace(monkeypatch):
         monkeypatch.setattr(reference, "WORKSPACE_BYTES", {"cuda": size, "cpu": size})
         chunks, pack = [], spans.Gather.pack
 
-        def watched(self, rows, L, masked):
-            packed = pack(self, rows, L, masked)
+        def watched(self, rows, L, masked, into=None):
+            packed = pack(self, rows, L, masked, into)
             chunks.append((packed[0].shape[0], sum(x.numel() * x.element_size() for x in packed)))
             return packed
 

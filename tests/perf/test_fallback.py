@@ -15,7 +15,7 @@ from nsa.testing.plugin import Lane
 
 pytestmark = pytest.mark.benchmark(timer=timing.clock)
 SHAPE = Case(16, 128, 128, 1024, 4 * 1024, "prefill", "bf16", HKV=4, S=1024, S_kv=4096)
-GAIN = {"gpu": 100.0, "interpreter": 0.9}  # what the fallback owes; on CPU no slower, less a tenth for noise
+GAIN = {"gpu": 100.0, "interpreter": 1.0}  # what the fallback owes: on a CPU, being no slower
 
 
 def test_packed_sdpa_against_row_loop(
