@@ -2,6 +2,8 @@
 
 import itertools
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -205,3 +207,14 @@ def test_thresholds_need_cold_checked_cases_of_their_own(monkeypatch, option):
     value = ["L=64"] if option == "nsa_shape" else True
     with pytest.raises(pytest.UsageError, match=f"leave out --{option.replace('_', '-')}"):
         outputs.check(Session(dist="no", **{option: value}))
+
+
+def test_every_case_it_needs_is_collected(request):
+    """A GPU is needed to time them, not to list them: a folder that cannot be collected shows here, without one."""
+    command = [sys.executable, "-m", "pytest", "tests/perf", "--collect-only", "-q", "--nsa-update-thresholds"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"], cwd=request.config.rootpath, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout
+    listed = sum("test_threshold.py::test_threshold[" in line for line in done.stdout.splitlines())
+    assert listed == len(thresholds.cases())

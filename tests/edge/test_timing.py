@@ -24,7 +24,7 @@ def test_iters_warmup_and_resolution():
 
 def test_short_calls_are_repeated_inside_a_sample():
     t = time_host({"pass": lambda: None}, iters=10, budget_s=0.1)["pass"]
-    assert t.calls > 1000
+    assert t.calls > 50  # about 10,000 on an idle core
     assert t.resolution < 0.01
 
 

@@ -32,8 +32,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     cases = cases if current_lane() == "gpu" else cases[:1]
     if "third_party" in metafunc.fixturenames:
         over_third_parties(metafunc, cases)
-    elif metafunc.definition.get_closest_marker("gpu") and "case" in metafunc.fixturenames:
+    elif _without_cases(metafunc):
         metafunc.parametrize("case", register(cases), indirect=True, scope="module")
+
+
+def _without_cases(metafunc: pytest.Metafunc) -> bool:
+    """Whether a kernel benchmark leaves it to this file what it runs over."""
+    if not metafunc.definition.get_closest_marker("gpu") or "case" not in metafunc.fixturenames:
+        return False
+    return all(mark.args[0] != "case" for mark in metafunc.definition.iter_markers("parametrize"))
 
 
 @pytest.fixture
