@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa import spans as sp
-from nsa.settings import SDPA_LAYOUTS as SDPA_LAYOUTS
 
 WORKSPACE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 23}  # CPU: a packed chunk stays in the cache
 ORACLE_BYTES = 1 << 28
@@ -149,8 +148,8 @@ def packed_sdpa(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Packed SDPA: copy each row's keys side by side, then one SDPA call per chunk of rows. Differentiable.
 
-    Args are those of :func:`nsa.selection_attention`; ``layout`` is one of ``SDPA_LAYOUTS``. The workspace stays below
-    ``WORKSPACE_BYTES`` as long as one row's keys fit it.
+    Args are those of :func:`nsa.selection_attention`; ``layout`` is one of ``settings.SDPA_LAYOUTS``. The workspace
+    stays below ``WORKSPACE_BYTES`` as long as one row's keys fit it.
 
     Raises:
         RuntimeError: without a bound (``max_selected``, or blocks) under ``torch.compile`` or CUDA graph capture.

@@ -205,16 +205,17 @@ class Gather(NamedTuple):
         valid = torch.arange(L, device=positions.device) < lengths[:, None]
         # Padding must not let a key that was not selected (it may be NaN) meet a zero weight.
         padding = ~valid if masked else None
-        packed = []
-        for i, (x, first, step) in enumerate(
-            ((self.K, self.k_first, self.k_step), (self.V, self.v_first, self.v_step))
-        ):
+
+        def packed(x: Tensor, first: Tensor, step: int, memory: Tensor | None) -> Tensor:
             index = (positions * step).add_(first[rows, None])
             if padding is not None and self.zero_row:
                 index.masked_fill_(padding, x.shape[0] - 1)
-            out = take_rows(x, index, None if into is None else into[i][: index.numel()])
-            packed.append(out.masked_fill_(padding[..., None], 0) if padding is not None and not self.zero_row else out)
-        return packed[0], packed[1], valid
+            out = take_rows(x, index, None if memory is None else memory[: index.numel()])
+            return out.masked_fill_(padding[..., None], 0) if padding is not None and not self.zero_row else out
+
+        k_memory, v_memory = into or (None, None)
+        K = packed(self.K, self.k_first, self.k_step, k_memory)
+        return K, packed(self.V, self.v_first, self.v_step, v_memory), valid
 
 
 def take_rows(x: Tensor, index: Tensor, into: Tensor | None = None) -> Tensor:

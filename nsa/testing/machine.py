@@ -12,13 +12,14 @@ from typing import Literal
 
 import torch
 
+from nsa import settings
+
 Lane = Literal["gpu", "interpreter"]
 
 
 def current_lane() -> Lane:
     """The lane of this process, as the root conftest.py left it."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return "interpreter" if interpreted or not torch.cuda.is_available() else "gpu"
+    return "interpreter" if settings.interpreter() or not torch.cuda.is_available() else "gpu"
 
 
 def triton_version() -> str:

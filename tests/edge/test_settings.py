@@ -308,7 +308,7 @@ def test_every_packaged_device_file_is_valid():
         assert settings.device_slug(config.provenance["gpu"]) == path.stem
 
 
-def test_reload_makes_calls_look_again(monkeypatch):
+def test_reload_makes_calls_look_again():
     """A threshold file written by this very process must reach shapes that were planned before."""
     settings.get()
     before = dispatch.plan.cache_info().currsize

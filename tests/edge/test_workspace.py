@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import nsa
-from nsa import reference, spans
+from nsa import reference, settings, spans
 
-LAYOUTS = reference.SDPA_LAYOUTS
+LAYOUTS = settings.SDPA_LAYOUTS
 
 
 @pytest.fixture
