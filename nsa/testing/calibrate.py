@@ -18,10 +18,11 @@ from nsa.reference import sdpa_rows
 from nsa.testing import thresholds
 from nsa.testing.cases import Case
 from nsa.testing.compare import Oracle, assert_parity
-from nsa.testing.impls import OURS, packed_layouts
+from nsa.testing.graphs import time_gpu
+from nsa.testing.impls import OURS, Impl, packed_layouts
 from nsa.testing.measure import measure, run_facts
 from nsa.testing.recording import Fact
-from nsa.testing.timing import Timing, time_gpu
+from nsa.testing.timing import Timing
 
 # The larger problem only: there Triton's lead is smallest (H100, 2026-11-21: 13.6x at N = 1024 against 18x at N = 64).
 ROWS = (1024,)
@@ -60,6 +61,11 @@ def layout_times(shape: str, masked: bool, device: torch.device, **sampling: Any
     return time_gpu(calls, **sampling)
 
 
+def fast_layouts(device: torch.device) -> dict[str, Impl]:
+    """Two of the five SDPA layouts: what was the best on packed rows in all of core (H100), and one for older torch."""
+    return {n: i for n, i in packed_layouts(device).items() if n in ("enable_gqa", "heads_as_queries_flash")}
+
+
 def check_parity(device: torch.device) -> None:
     """One case per kernel source. Raises AssertionError naming the kernel that is wrong, and where."""
     for name, case in PARITY.items():
@@ -69,7 +75,7 @@ def check_parity(device: torch.device) -> None:
 
 def time_thresholds(device: torch.device) -> list[Fact]:
     """The facts that a threshold over square dims rests on. On packed rows two SDPA layouts are timed, not five."""
-    layouts = {n: i for n, i in packed_layouts(device).items() if n in ("enable_gqa", "heads_as_queries_flash")}
+    layouts = fast_layouts(device)
     facts = []
     for case in thresholds.cases(thresholds.SQUARE, ROWS):
         others = [OURS[thresholds.REPLACED], *layouts.values()]

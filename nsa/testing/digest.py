@@ -61,8 +61,9 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
 
 
 SUMMARY_HEADER = (
-    "benchmarks", "cases", "replaced path: geomean", "worst", "best SDPA on packed rows: geomean", "worst",
-    "expanded SDPA: geomean", "worst", "control: geomean", "worst", "best GB/s", "of ceiling",
+    "benchmarks", "cases", "replaced path: geomean", "worst", "gather + SDPA, index given: geomean", "worst",
+    "best SDPA on packed rows: geomean", "worst", "expanded SDPA: geomean", "worst", "control: geomean", "worst",
+    "best GB/s", "of ceiling",
 )  # fmt: skip
 CASE_HEADER = ("case", "group", "median", "95% interval", "GB/s", "of ceiling", "vs replaced", "vs best SDPA", "MAE")
 ORDINALS = ("before", "after")

@@ -16,11 +16,12 @@ import torch
 
 import nsa
 from nsa.testing.compare import Oracle, assert_parity, mean_abs_error
+from nsa.testing.graphs import buffer_sets, time_gpu, time_streams
 from nsa.testing.impls import Impl
 from nsa.testing.machine import commit, device_name, triton_version
 from nsa.testing.physics import Ceilings, detectable, guard
 from nsa.testing.problem import Problem
-from nsa.testing.timing import Timing, buffer_sets, time_gpu, time_host, time_streams
+from nsa.testing.timing import Timing, time_host
 
 LATENCY_BUDGET_S = 0.02
 
@@ -70,6 +71,7 @@ class Measurement:
             "gbps": bandwidth / 1e9,
             "share_of_ceiling": bandwidth / self.ceilings.memory if self.ceilings else None,
             "ceiling_gbps": self.ceilings.memory / 1e9 if self.ceilings else None,
+            "ceiling_tflops": self.ceilings.matmul / 1e12 if self.ceilings else None,
             "speedup_vs_sdpa_packed": self.speedup("packed"),
             "speedup_vs_sdpa_expanded": self.speedup("expanded_flash"),
             "speedup_vs_sdpa_best": self.speedup(best),

@@ -23,7 +23,8 @@ from nsa.testing.machine import triton_version as triton_version
 
 pytest_plugins = ["nsa.testing.gating"]
 FOLDERS = ("parity", "edge", "perf")
-WORKERS_PER_GPU = 4  # compiling is CPU work, so several share a GPU; each CUDA context takes about half a GiB
+WORKERS_PER_GPU = 8  # compiling is CPU work, so several share a GPU
+GIB_PER_WORKER = 6  # its CUDA context, and a packed SDPA with its workspace of 1 GiB and what that is checked with
 
 _notes_key = pytest.StashKey[list[str]]()  # lines for the end of a run
 
@@ -124,7 +125,9 @@ def _share_cores(workers: int) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     if current_lane() == "interpreter" or os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
         return None  # xdist's own answer
-    return min(len(os.sched_getaffinity(0)), WORKERS_PER_GPU * torch.cuda.device_count())
+    memory = torch.cuda.get_device_properties(0).total_memory
+    each = max(1, min(WORKERS_PER_GPU, memory // (GIB_PER_WORKER << 30)))
+    return min(len(os.sched_getaffinity(0)), each * torch.cuda.device_count())
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

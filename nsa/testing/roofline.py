@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nsa.testing.graphs import time_gpu
 from nsa.testing.physics import Ceilings
-from nsa.testing.timing import time_gpu
 
 STREAM_BYTES = 2 << 30  # far larger than any L2
 

@@ -285,6 +285,13 @@ def test_what_would_pass_without_comparing_is_refused(project, arguments, reason
     result.stderr.fnmatch_lines([f"*{reason}"])
 
 
+def test_a_baseline_is_of_core_only(project):
+    for option in ("--nsa-full", "--nsa-update-thresholds"):
+        result = project.runpytest_subprocess("-m", "perf", "--nsa-save-baseline", option)
+        assert result.ret == 1
+        result.stderr.fnmatch_lines([f"*--nsa-save-baseline: a baseline is of core: leave out {option}*"])
+
+
 def test_without_compare_nothing_is_gated(project):
     inject(project.path, ALIKE | {"beta": {"ours": [9.0], "control": 1.0}})
     result = project.runpytest_subprocess("-m", "perf")

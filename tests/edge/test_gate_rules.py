@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from nsa.testing.baselines import Baseline, Key
 from nsa.testing.gate import Figures, Stored, judge, machine
+from nsa.testing.gated_run import Gate, report
 from nsa.testing.physics import Ceilings, detectable, guard, undetectable
 from nsa.testing.timing import InvalidMeasurement, Timing
 
@@ -109,6 +111,14 @@ def test_a_kernel_that_sees_64_keys_is_refused_where_its_rate_is_impossible_and_
     lines = undetectable(infos)
     assert lines[0].startswith(f"undetectable by speed: {len(infos)} of {len(infos)}")
     assert all(any(case in line for line in lines) for case in infos)
+
+
+def test_what_a_threshold_needs_is_not_listed_as_missing():
+    key = Key("gpu", "2.11", "3.6")
+    gate = Gate(key, Baseline(key, [Path("0001_x.json")], {}), False, False, False)
+    ran = ["tests/perf/test_threshold.py::test_threshold[x]", "tests/perf/test_kernels.py::test_new"]
+    listed = [line for line in report(gate, ran) if line.startswith("in this run")]
+    assert listed == ["in this run, not in the baseline: tests/perf/test_kernels.py::test_new"]
 
 
 def test_a_kernel_that_launches_nothing_is_refused_everywhere():

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+import types
 from pathlib import Path
 
 import pytest
@@ -216,4 +217,7 @@ def test_auto_workers_share_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(plugin.os, "sched_getaffinity", lambda pid: range(128))
     monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
-    assert plugin.pytest_xdist_auto_num_workers(config=None) == 8
+    for gib, workers in ((80, 16), (24, 8), (4, 2)):
+        gpu = types.SimpleNamespace(total_memory=gib << 30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, gpu=gpu: gpu)
+        assert plugin.pytest_xdist_auto_num_workers(config=None) == workers

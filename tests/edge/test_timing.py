@@ -22,6 +22,12 @@ def test_iters_warmup_and_resolution():
     assert all(t.resolution < 0.01 for t in times.values())
 
 
+def test_a_call_over_its_budget_is_not_made_in_vain():
+    calls = []
+    t = time_host({"slow": lambda: (calls.append(0), time.sleep(0.02))}, iters=10, budget_s=0.01, least=3)["slow"]
+    assert (len(t.samples), len(calls)) == (3, 4)  # the first of all may compile
+
+
 def test_short_calls_are_repeated_inside_a_sample():
     t = time_host({"pass": lambda: None}, iters=10, budget_s=0.1)["pass"]
     assert t.calls > 50  # about 10,000 on an idle core

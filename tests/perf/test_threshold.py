@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from nsa.testing import timing
-from nsa.testing.calibrate import LAYOUT_SHAPES, layout_times
+from nsa.testing.calibrate import LAYOUT_SHAPES, fast_layouts, layout_times
 from nsa.testing.fixtures import over
-from nsa.testing.impls import OURS, PACKED, packed_layouts
+from nsa.testing.impls import OURS
 from nsa.testing.measure import measure, run_facts
 from nsa.testing.problem import Problem
 from nsa.testing.thresholds import cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
-BUDGET_S = 0.03  # of samples for each implementation
+BUDGET_S = 0.02  # of samples for each implementation
 
 
 @over(cases())
 def test_threshold(problem: Problem, publish, sampling: dict[str, int]) -> None:
-    layouts = {"packed": PACKED} | packed_layouts(problem.q.device)
+    layouts = fast_layouts(problem.q.device)
 
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         torch.cuda.empty_cache()

@@ -1,0 +1,212 @@
+"""Times of calls on a GPU: CUDA graphs replayed over cold, rotated buffers, one stream or several.
+
+Implementations that are to be compared are sampled in turn, as on the host (`timing.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nsa.testing.problem import Problem
+from nsa.testing.timing import LEAST, Fn, Timing, in_turn
+
+COLD = 3.0  # a rotation touches this many times the L2 cache between two uses of the same buffer
+MOST_SETS = 1280
+REPLAY_S = 5e-4  # a sample is long against the few microseconds by which events enclose it
+EVENT_TICK_S = 5e-7  # what CUDA documents for the resolution of event times
+
+
+def buffer_sets(p: Problem, memory_share: float = 0.4, hot: bool = False) -> tuple[list[Problem], bool]:
+    """Copies of a problem to rotate through, and whether that makes every call cold.
+
+    Enough copies that what a rotation reads is `COLD` times the L2 cache, two at least, as far as memory goes. `hot`:
+    one set, read from L2 as far as it fits.
+    """
+    if p.q.device.type != "cuda" or hot:
+        return [p], False
+    cache = torch.cuda.get_device_properties(p.q.device).L2_cache_size
+    footprint = sum(x.numel() * x.element_size() for x in (p.q, p.k, p.v))
+    if p.case.source != "rows":  # the packed copy that SDPA reads
+        footprint += sum(x.numel() * x.element_size() for x in p.rows[1:3])
+    unused = torch.cuda.memory_reserved(p.q.device) - torch.cuda.memory_allocated(p.q.device)
+    room = int((torch.cuda.mem_get_info(p.q.device)[0] + unused) * memory_share / max(footprint, 1))
+    wanted = max(2, math.ceil(COLD * cache / max(p.unique_bytes, 1)))
+    sets = max(1, min(wanted, room, MOST_SETS))
+    return [p, *(p.clone() for _ in range(sets - 1))], sets >= 2 and sets * p.unique_bytes >= COLD * cache * 0.99
+
+
+def time_gpu(
+    fns: Mapping[str, Sequence[Fn]],
+    *,
+    iters: int = 50,
+    warmup: int = 5,
+    budget_s: float = 0.15,
+    cold: bool = False,
+    replay_s: float = REPLAY_S,
+) -> dict[str, Timing]:
+    """Time calls on the current GPU by replaying CUDA graphs, implementations in turn.
+
+    Args:
+        fns: per implementation one call per buffer set. A graph goes through them in order, as often as it takes to
+            last `replay_s`.
+        iters: samples of each; fewer where they would take longer than `budget_s`, never under `LEAST`.
+        warmup: replays before the first sample, fewer where there are few samples.
+        cold: what `buffer_sets` said, for the record.
+    """
+    pool = torch.cuda.graph_pool_handle()
+    runs = {name: _replayable(calls, replay_s, pool) for name, calls in fns.items()}
+    counts = {name: max(LEAST, min(iters, int(budget_s / run.estimate_s))) for name, run in runs.items()}
+    for name, run in runs.items():
+        for _ in range(min(warmup, counts[name] // LEAST + 1)):  # it ran three times already
+            run.replay()
+    torch.cuda.synchronize()
+    # Keep the GPU busy until the host is ahead of it: an event recorded on an idle GPU would time the launch.
+    torch.cuda._sleep(4_000_000)
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
+    for name in in_turn(counts):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        runs[name].replay()
+        end.record()
+        events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {
+        name: Timing(
+            [a.elapsed_time(b) / 1e3 / run.calls for a, b in events[name]],
+            run.how, cold, len(fns[name]), run.calls, EVENT_TICK_S,
+        )
+        for name, run in runs.items()
+    }  # fmt: skip
+
+
+def time_streams(
+    calls: Sequence[Fn],
+    streams: int = 2,
+    *,
+    iters: int = 50,
+    warmup: int = 5,
+    budget_s: float = 0.15,
+    cold: bool = False,
+    replay_s: float = REPLAY_S,
+) -> Timing | None:
+    """Wall time of one call on each of `streams` CUDA streams at once: of all together, not a sum.
+
+    Every stream replays a graph of its own over its own share of the buffer sets, all behind one event; the sample ends
+    when the last one has. None where the call cannot be captured.
+
+    Args:
+        calls: one per buffer set, as for `time_gpu`.
+    """
+    shares = [calls[i::streams] or calls for i in range(streams)]
+    length = min(map(len, shares))  # the same work on each
+    shares = [share[:length] for share in shares]
+    # Graphs that run at the same time must not share memory.
+    first = _replayable(shares[0], replay_s, torch.cuda.graph_pool_handle())
+    if first.how != "graph":
+        return None
+    cycles = first.calls // length
+    replays = [first.replay, *(_capture(s, cycles, torch.cuda.graph_pool_handle()) for s in shares[1:])]
+    lanes = [torch.cuda.Stream() for _ in range(streams)]
+
+    def together() -> None:
+        main = torch.cuda.current_stream()
+        for lane, replay in zip(lanes, replays, strict=True):
+            lane.wait_stream(main)
+            with torch.cuda.stream(lane):
+                replay()
+        for lane in lanes:
+            main.wait_stream(lane)
+
+    for _ in range(max(1, warmup)):
+        together()
+    torch.cuda.synchronize()
+    count = max(LEAST, min(iters, int(budget_s / _elapsed(together))))
+    samples = [_elapsed(together) / first.calls for _ in range(count)]
+    return Timing(samples, "graph", cold, length * streams, first.calls, EVENT_TICK_S)
+
+
+@dataclass
+class _Run:
+    replay: Fn
+    how: str
+    calls: int
+    estimate_s: float
+
+
+def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any) -> _Run:
+    """Capture a rotation over the buffer sets, repeated until it lasts; eager calls where capture is refused."""
+    for call in calls[:2]:  # compile and allocate before capture
+        call()
+    torch.cuda.synchronize()
+    try:
+        replay: Fn = _capture(calls, 1, pool)
+        how = "graph"
+    except RuntimeError:  # a sync or an allocation inside the call: a third party's, or torch's own math
+        torch.cuda.synchronize()
+
+        def replay() -> None:
+            for call in calls:
+                call()
+
+        how = "eager"
+    replay()
+    once = min(_elapsed(replay) for _ in range(2))
+    cycles = max(1, math.ceil(replay_s / once))
+    if cycles > 1 and how == "graph":
+        replay = _capture(calls, cycles, pool)
+    elif cycles > 1:
+        replay = _repeat(replay, cycles)
+    return _Run(replay, how, cycles * len(calls), cycles * once)
+
+
+def _repeat(fn: Fn, times: int) -> Fn:
+    def repeated() -> None:
+        for _ in range(times):
+            fn()
+
+    return repeated
+
+
+def _capture(calls: Sequence[Fn], cycles: int, pool: Any) -> Fn:
+    """`torch.cuda.graph` without its `gc.collect()` and `empty_cache()`, which would take longer than the timing.
+
+    All graphs share a memory pool: they are replayed one after the other and nobody reads their outputs.
+    """
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    collecting = gc.isenabled()
+    gc.disable()  # what it frees during capture could be a CUDA object, which capture forbids
+    try:
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool)
+            try:
+                for _ in range(cycles):
+                    for call in calls:
+                        call()
+            except RuntimeError:
+                with contextlib.suppress(RuntimeError):  # says once more that capture failed
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    finally:
+        if collecting:
+            gc.enable()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph.replay
+
+
+def _elapsed(replay: Fn) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    replay()
+    end.record()
+    end.synchronize()
+    return max(float(start.elapsed_time(end)) / 1e3, 1e-6)
