@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,33 +56,42 @@ def time_gpu(
     """Time calls on the current GPU by replaying CUDA graphs, implementations in turn.
 
     Args:
-        fns: per implementation one call per buffer set. A graph goes through them in order, as often as it takes to
-            last `replay_s`.
+        fns: per implementation one call per buffer set, the one under test first. A sample goes through them in
+            order as often as it takes to last `replay_s`; where one rotation takes that long several times over, it is
+            cut into parts, and a sample is one of them.
         iters: samples of each; fewer where they would take longer than `budget_s`, never under `LEAST`.
         warmup: replays before the first sample, fewer where there are few samples.
         cold: what `buffer_sets` said, for the record.
     """
     pool = torch.cuda.graph_pool_handle()
-    runs = {name: _replayable(calls, replay_s, pool) for name, calls in fns.items()}
+    runs: dict[str, _Run] = {}
+    parts = 1
+    for name, calls in fns.items():
+        if not runs:  # by the first, which is the one under test, the rotation is cut for all
+            parts = max(1, min(len(calls), int(_replayable(calls, replay_s, pool).rotation_s / replay_s)))
+        runs[name] = _replayable(calls, replay_s, pool, parts)
     counts = {name: max(LEAST, min(iters, int(budget_s / run.estimate_s))) for name, run in runs.items()}
+    # Whoever comes next replays the next part, so that a whole rotation lies between two uses of the same buffers.
+    part = itertools.cycle(range(parts))
     for name, run in runs.items():
         for _ in range(min(warmup, counts[name] // LEAST + 1)):  # it ran three times already
-            run.replay()
+            run.replays[next(part)]()
     torch.cuda.synchronize()
     # Keep the GPU busy until the host is ahead of it: an event recorded on an idle GPU would time the launch.
     torch.cuda._sleep(4_000_000)
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
+    samples: dict[str, list[tuple[int, torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
     for name in in_turn(counts):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        here = next(part)
         start.record()
-        runs[name].replay()
+        runs[name].replays[here]()
         end.record()
-        events[name].append((start, end))
+        samples[name].append((runs[name].calls[here], start, end))
     torch.cuda.synchronize()
     return {
         name: Timing(
-            [a.elapsed_time(b) / 1e3 / run.calls for a, b in events[name]],
-            run.how, cold, len(fns[name]), run.calls, EVENT_TICK_S,
+            [start.elapsed_time(end) / 1e3 / calls for calls, start, end in samples[name]],
+            run.how, cold, len(fns[name]), min(run.calls), EVENT_TICK_S,
         )
         for name, run in runs.items()
     }  # fmt: skip
@@ -111,8 +122,8 @@ def time_streams(
     first = _replayable(shares[0], replay_s, torch.cuda.graph_pool_handle())
     if first.how != "graph":
         return None
-    cycles = first.calls // length
-    replays = [first.replay, *(_capture(s, cycles, torch.cuda.graph_pool_handle()) for s in shares[1:])]
+    cycles = first.calls[0] // length
+    replays = [first.replays[0], *(_capture(s, cycles, torch.cuda.graph_pool_handle()) for s in shares[1:])]
     lanes = [torch.cuda.Stream() for _ in range(streams)]
 
     def together() -> None:
@@ -128,42 +139,46 @@ def time_streams(
         together()
     torch.cuda.synchronize()
     count = max(LEAST, min(iters, int(budget_s / _elapsed(together))))
-    samples = [_elapsed(together) / first.calls for _ in range(count)]
-    return Timing(samples, "graph", cold, length * streams, first.calls, EVENT_TICK_S)
+    samples = [_elapsed(together) / first.calls[0] for _ in range(count)]
+    return Timing(samples, "graph", cold, length * streams, first.calls[0], EVENT_TICK_S)
 
 
 @dataclass
 class _Run:
-    replay: Fn
+    replays: list[Fn]  # one per part of the rotation
+    calls: list[int]  # in each
     how: str
-    calls: int
-    estimate_s: float
+    estimate_s: float  # of a replay
+    rotation_s: float  # all buffer sets once
 
 
-def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any) -> _Run:
-    """Capture a rotation over the buffer sets, repeated until it lasts; eager calls where capture is refused."""
+def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any, parts: int = 1) -> _Run:
+    """Capture a rotation over the buffer sets; eager calls where capture is refused.
+
+    In one part it is repeated until it lasts `replay_s`.
+    """
+    bounds = [i * len(calls) // parts for i in range(parts + 1)]
+    pieces = [calls[a:b] for a, b in itertools.pairwise(bounds)]
     for call in calls[:2]:  # compile and allocate before capture
         call()
     torch.cuda.synchronize()
     try:
-        replay: Fn = _capture(calls, 1, pool)
+        replays: list[Fn] = [_capture(piece, 1, pool) for piece in pieces]
         how = "graph"
     except RuntimeError:  # a sync or an allocation inside the call: a third party's, or torch's own math
         torch.cuda.synchronize()
+        replays, how = [partial(_each, piece) for piece in pieces], "eager"
+    replays[0]()
+    once = min(_elapsed(replays[0]) for _ in range(2))
+    cycles = max(1, math.ceil(replay_s / once)) if parts == 1 else 1
+    if cycles > 1:
+        replays = [_capture(calls, cycles, pool) if how == "graph" else _repeat(replays[0], cycles)]
+    return _Run(replays, [cycles * len(piece) for piece in pieces], how, cycles * once, once * parts)
 
-        def replay() -> None:
-            for call in calls:
-                call()
 
-        how = "eager"
-    replay()
-    once = min(_elapsed(replay) for _ in range(2))
-    cycles = max(1, math.ceil(replay_s / once))
-    if cycles > 1 and how == "graph":
-        replay = _capture(calls, cycles, pool)
-    elif cycles > 1:
-        replay = _repeat(replay, cycles)
-    return _Run(replay, how, cycles * len(calls), cycles * once)
+def _each(calls: Sequence[Fn]) -> None:
+    for call in calls:
+        call()
 
 
 def _repeat(fn: Fn, times: int) -> Fn:

@@ -1,0 +1,74 @@
+"""How samples on a GPU are cut and rotated, on a pretended one: a clock that calls move on."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from nsa.testing import graphs
+
+
+class FakeGPU:
+    """What `graphs.py` asks of `torch.cuda`, and a log of which implementation read which buffer set."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.log = []
+
+    def Event(self, enable_timing):
+        event = SimpleNamespace(at=None, synchronize=lambda: None)
+        event.record = lambda: setattr(event, "at", self.now)
+        event.elapsed_time = lambda end: (end.at - event.at) * 1e3
+        return event
+
+    def calls(self, name, sets, seconds):
+        def call(i):
+            self.log.append((name, i))
+            self.now += seconds
+
+        return [lambda i=i: call(i) for i in range(sets)]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = FakeGPU()
+
+    def capture(calls, cycles, pool):
+        return lambda: [call() for _ in range(cycles) for call in calls]
+
+    cuda = SimpleNamespace(
+        Event=gpu.Event, graph_pool_handle=lambda: None, synchronize=lambda: None, _sleep=lambda cycles: gpu.log.clear()
+    )
+    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(graphs, "_capture", capture)
+    return gpu
+
+
+def test_short_rotations_are_repeated_until_they_last(gpu):
+    times = graphs.time_gpu({"ours": gpu.calls("ours", 2, 1.1e-5), "slow": gpu.calls("slow", 2, 4e-4)})
+    assert {name: (t.calls, t.sets) for name, t in times.items()} == {"ours": (46, 2), "slow": (2, 2)}
+    assert {name: t.median for name, t in times.items()} == pytest.approx({"ours": 1.1e-5, "slow": 4e-4})
+
+
+def test_long_rotations_are_cut_and_still_every_buffer_is_cold(gpu):
+    """A call of 5 us over 1,001 sets takes 5 ms: ten samples' worth, for the call of 1 ms beside it a second."""
+    sets, seconds = 1001, {"ours": 5e-6, "slow": 1e-3, "other": 7e-6}
+    times = graphs.time_gpu({name: gpu.calls(name, sets, s) for name, s in seconds.items()}, budget_s=0.06)
+    assert {name: t.median for name, t in times.items()} == pytest.approx(seconds)
+    assert {t.calls for t in times.values()} == {100}
+    assert len(times["slow"].samples) == graphs.LEAST
+    assert {i for name, i in gpu.log if name == "ours"} == set(range(sets))
+    last = {}
+    for at, (_, i) in enumerate(gpu.log):
+        assert at - last.get(i, -math.inf) >= sets - 1, "a buffer was read again before the rest of the rotation"
+        last[i] = at
+
+
+def test_what_cannot_be_captured_is_called_eagerly(gpu, monkeypatch):
+    def refuse(calls, cycles, pool):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs, "_capture", refuse)
+    timing = graphs.time_gpu({"ours": gpu.calls("ours", 40, 1e-4)}, replay_s=9e-4)["ours"]
+    assert (timing.how, timing.calls) == ("eager", 10)
+    assert timing.median == pytest.approx(1e-4)
