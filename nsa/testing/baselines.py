@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nsa.testing.gate import Figures, Stored
+from nsa.testing.gate import Figures, Stored, pooled
 
 FILES = 3  # processes of one recording, and files the gate reads
 
@@ -79,7 +79,7 @@ def find(folder: Path, key: Key) -> Baseline | None:
     for _, document in files:
         for b in document["benchmarks"]:
             runs.setdefault(b["fullname"], []).append(Figures.of(b["extra_info"], b["stats"]["median"]))
-    return Baseline(found, [path for path, _ in files], {name: Stored.of(them) for name, them in runs.items()})
+    return Baseline(found, [path for path, _ in files], pooled({name: Stored.of(them) for name, them in runs.items()}))
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nsa.testing.baselines import Baseline, Key
-from nsa.testing.gate import Figures, Stored, judge, machine
+from nsa.testing.gate import Figures, Stored, judge, machine, pooled
 from nsa.testing.gated_run import Gate, report
 from nsa.testing.physics import Ceilings, detectable, guard, undetectable
 from nsa.testing.timing import InvalidMeasurement, Timing
@@ -111,6 +111,15 @@ def test_a_kernel_that_sees_64_keys_is_refused_where_its_rate_is_impossible_and_
     lines = undetectable(infos)
     assert lines[0].startswith(f"undetectable by speed: {len(infos)} of {len(infos)}")
     assert all(any(case in line for line in lines) for case in infos)
+
+
+def test_a_spread_is_at_least_what_is_usual_for_its_test():
+    """Three recordings that agree by luck, among benchmarks that do not, are no quiet benchmark."""
+    noisy = {f"test_a[{i}]": stored(1.0 - s / 2, 1.0, 1.0 + s / 2) for i, s in enumerate((0.01, 0.1, 0.12, 0.3))}
+    quiet = {f"test_b[{i}]": stored(0.999, 1.0, 1.001) for i in range(3)}
+    spreads = {name: old.spread for name, old in pooled(noisy | quiet).items()}
+    assert [spreads[name] for name in noisy] == pytest.approx([0.11, 0.11, 0.12, 0.3])
+    assert [spreads[name] for name in quiet] == pytest.approx([0.002] * 3)
 
 
 def test_what_a_threshold_needs_is_not_listed_as_missing():
