@@ -1,11 +1,14 @@
 """Merge partial attention results by their log-sum-exp."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
 from nsa.kernels import launches
-from nsa.kernels.tiles import MAX_SPLITS
+from nsa.kernels.launch import INT32_MAX, Variant, aligned
+from nsa.kernels.tiles import MAX_SPLITS, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["S", "HQ", "splits", "heads", "stride_ob", "stride_os", "stride_oh"])
@@ -56,21 +59,18 @@ def combine(part: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: 
     splits, tokens, HQ, Dv = part.shape
     stride_ob, S = (out.stride(0), out.shape[1]) if out.dim() == 4 else (0, tokens)
     launches["combine"] += 1
-    _combine_kernel[(tokens * HQ,)](
-        part,
-        part_lse,
-        out,
-        lse,
-        S,
-        HQ,
-        splits,
-        tokens * HQ,
-        stride_ob,
-        out.stride(-3),
-        out.stride(-2),
-        Dv=Dv,
-        BLOCK_DV=triton.next_power_of_2(Dv),
-        SPLITS=MAX_SPLITS,
-        num_warps=4,
-        enable_fp_fusion=True,
+    key = None
+    if aligned(part, part_lse, out, lse) and max(stride_ob, S, tokens * HQ) <= INT32_MAX:
+        key = lse is None
+    _variant(out.device, out.dtype, Dv).launch(
+        (tokens * HQ, 1, 1),
+        out.device,
+        key,
+        (part, part_lse, out, lse, S, HQ, splits, tokens * HQ, stride_ob, out.stride(-3), out.stride(-2)),
     )
+
+
+@lru_cache(maxsize=64)
+def _variant(device: torch.device, dtype: torch.dtype, Dv: int) -> Variant:
+    constexprs = {"Dv": Dv, "BLOCK_DV": next_power_of_2(Dv), "SPLITS": MAX_SPLITS}
+    return Variant(_combine_kernel, constexprs, {"num_warps": 4})

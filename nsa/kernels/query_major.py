@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nsa.kernels import launches, tiles
 from nsa.kernels.combine import combine
+from nsa.kernels.launch import INT32_MAX, Variant, aligned
 from nsa.kernels.primitives import (
     BATCH,
     BLOCKS,
@@ -192,8 +193,7 @@ def _fwd_kernel(
 class Launch(NamedTuple):
     """Everything about a launch that shapes alone decide."""
 
-    constexprs: dict[str, object]
-    options: dict[str, int]
+    variant: Variant
     programs: int
     splits: int
 
@@ -223,12 +223,27 @@ def plan(
     splits = tiles.split_count(programs, longest, (D + Dv) * dtype.itemsize, processors)
     fill = tiles.fill_bucket(programs * splits, processors)
     tile = tiles.select(capability, dtype.itemsize, G, D, Dv, -(-longest // splits), spans, fill, per_head, pipelined)
+    return Launch(_variant(device, dtype, tile, source, layout, causal, G, D, Dv, splits > 1), programs, splits)
+
+
+@lru_cache(maxsize=1024)
+def _variant(
+    device: torch.device,
+    dtype: torch.dtype,
+    tile: tiles.Tile,
+    source: int,
+    layout: int,
+    causal: bool,
+    G: int,
+    D: int,
+    Dv: int,
+    split: bool,
+) -> Variant:
+    """Shared by all plans that differ in sizes only, so that a longer cache does not launch slowly the first time."""
     constexprs = tile._asdict()
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}
-    constexprs.update(
-        G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, SPLIT=splits > 1, INPUT_PRECISION="ieee"
-    )
-    return Launch(constexprs, options, programs, splits)
+    constexprs.update(G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, SPLIT=split, INPUT_PRECISION="ieee")
+    return Variant(_fwd_kernel, constexprs, options)
 
 
 @lru_cache(maxsize=64)
@@ -299,39 +314,42 @@ def forward(
     if launch.splits > 1:
         target = torch.empty((launch.splits, *out.shape), device=q.device, dtype=torch.float32)
         target_lse = torch.empty((launch.splits, tokens, HQ), device=q.device, dtype=torch.float32)
-    strides = _strides(q, k, v, target[0] if launch.splits > 1 else target)
-    split_stride = target.stride(0) if launch.splits > 1 else 0
-    unit = math.gcd(16, split_stride, *strides)
+    unit, strides = _in_units(
+        *(_strides(x) for x in (q, k, v, out if launch.splits == 1 else target[0])),
+        0 if launch.splits == 1 else target.stride(0),
+    )
+    q_positions, cu_seqlens_q = (x if x is None else x.contiguous() for x in (q_positions, cu_seqlens_q))
+    key = None
+    given = selection, q_positions, cu_seqlens_q, cu_seqlens_k
+    if aligned(q, k, v, target, target_lse, *given) and max(B, S, S_kv, *strides) <= INT32_MAX:
+        key = (unit, target_lse is None, *[None if x is None else x.dtype for x in given])
     launches[route] += 1
-    _fwd_kernel[(launch.programs, launch.splits)](
-        q,
-        k,
-        v,
-        target,
-        target_lse,
-        selection,
-        q_positions if q_positions is None else q_positions.contiguous(),
-        cu_seqlens_q if cu_seqlens_q is None else cu_seqlens_q.contiguous(),
-        cu_seqlens_k,
-        B,
-        S,
-        S_kv,
-        HKV,
-        n,
-        min(block_size or 1, max(S_kv, 1)),
-        *(s // unit for s in strides),
-        split_stride // unit,
-        1.0 / math.sqrt(D) if scale is None else float(scale),
+    launch.variant.launch(
+        (launch.programs, launch.splits, 1),
+        q.device,
+        key,
+        (
+            *(q, k, v, target, target_lse, *given),
+            *(B, S, S_kv, HKV, n, min(block_size or 1, max(S_kv, 1)), *strides),
+            1.0 / math.sqrt(D) if scale is None else float(scale),
+        ),
         STRIDE_UNIT=unit,
-        enable_fp_fusion=True,
-        **launch.constexprs,
-        **launch.options,
     )
     if launch.splits > 1:
         combine(target.view(launch.splits, tokens, HQ, Dv), target_lse, out, lse)
     return out, lse
 
 
-def _strides(q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> list[int]:
-    """Strides ``(b, s, h)`` of each tensor; a 3-D tensor has no batch."""
-    return [s for x in (q, k, v, o) for s in ((0,) if x.dim() == 3 else ()) + x.stride()[:-1]]
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """Strides ``(b, s, h)``; a 3-D tensor has no batch."""
+    return x.stride()[:-1] if x.dim() == 4 else (0, *x.stride()[:-1])
+
+
+@lru_cache(maxsize=1024)
+def _in_units(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], o: tuple[int, ...], split: int
+) -> tuple[int, tuple[int, ...]]:
+    """``STRIDE_UNIT``, and all strides divided by it in the kernel's order."""
+    strides = (*q, *k, *v, *o, split)
+    unit = math.gcd(16, *strides)
+    return unit, tuple(stride // unit for stride in strides)

@@ -125,8 +125,8 @@ def test_pipelining_off_means_one_stage(draw, ranges, monkeypatch):
     for on in (True, False):
         with nsa.configure(**LONG, sel_triton_db=on):
             ran(front_door(draw(), ranges))
-    assert seen[0].options["num_stages"] > 1
-    assert seen[1].options["num_stages"] == 1
+    assert seen[0].variant.options["num_stages"] > 1
+    assert seen[1].variant.options["num_stages"] == 1
 
 
 def test_settings_hold_for_their_block_only(draw, ranges):
