@@ -191,31 +191,50 @@ def _fwd_kernel(
 
 
 class Launch(NamedTuple):
-    """Everything about a launch that shapes alone decide."""
+    """Everything about a launch that shapes and strides decide."""
 
     variant: Variant
-    programs: int
+    grid: tuple[int, int, int]
     splits: int
+    tokens: int
+    unit: int  # STRIDE_UNIT
+    sizes: tuple[int, ...]  # the kernel's run-time ints: sizes, then strides in units
+    narrow: bool  # they fit int32
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def plan(
     device: torch.device,
     dtype: torch.dtype,
-    source: int,
-    layout: int,
-    causal: bool,
-    G: int,
-    D: int,
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
     Dv: int,
-    n: int,
-    S_kv: int,
-    rows: int,
+    strides: tuple[tuple[int, ...], ...],
+    out_stride: tuple[int, ...] | None,
+    selection_shape: tuple[int, ...] | None,
+    block_size: int | None,
+    causal: bool,
+    sequences: int | None,
+    packed: bool,
     bound: int | None,
     per_head: bool,
     pipelined: bool,
 ) -> Launch:
-    """Tiles, splits and grid of a call; remembered, because calls repeat."""
+    """Tiles, splits, grid and run-time sizes of a call; remembered, because calls repeat.
+
+    Args:
+        q_shape, k_shape: of ``q`` and ``k``. strides: of ``q, k, v``. out_stride: of ``out``; None: it is new.
+        sequences: of ``cu_seqlens_k``, None without. packed: row ``i`` is sequence ``i``.
+    """
+    S_kv, HKV = k_shape[-3:-1]
+    HQ, D = q_shape[-2:]
+    B, S = q_shape[:2] if len(q_shape) == 4 else (sequences or 0, q_shape[0])
+    tokens = math.prod(q_shape[:-2])
+    rows, G = tokens * HKV, HQ // HKV
+    layout = BATCH.value if sequences is None else PACKED.value if packed else VARLEN.value
+    source, n = WHOLE.value, 0
+    if selection_shape is not None:
+        source, n = (RANGES.value, selection_shape[-2]) if block_size is None else (BLOCKS.value, selection_shape[-1])
     longest = S_kv if bound is None else bound
     capability, processors = device_limits(device)
     spans = 1 if source == WHOLE.value else tiles.span_bucket(n, S_kv)
@@ -223,7 +242,19 @@ def plan(
     splits = tiles.split_count(programs, longest, (D + Dv) * dtype.itemsize, processors)
     fill = tiles.fill_bucket(programs * splits, processors)
     tile = tiles.select(capability, dtype.itemsize, G, D, Dv, -(-longest // splits), spans, fill, per_head, pipelined)
-    return Launch(_variant(device, dtype, tile, source, layout, causal, G, D, Dv, splits > 1), programs, splits)
+    fresh = _contiguous((*q_shape[:-1], Dv))
+    split_stride = tokens * HQ * Dv if splits > 1 else 0  # partial results: [splits, *out.shape]
+    written = fresh if splits > 1 or out_stride is None else out_stride
+    # Strides (b, s, h) of each; a 3-D tensor has no batch.
+    all_strides = [s for x in (*strides, written) for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]
+    unit = math.gcd(16, split_stride, *all_strides)
+    sizes = (B, S, S_kv, HKV, n, min(block_size or 1, max(S_kv, 1)), *(s // unit for s in (*all_strides, split_stride)))
+    variant = _variant(device, dtype, tile, source, layout, causal, G, D, Dv, splits > 1)
+    return Launch(variant, (programs, splits, 1), splits, tokens, unit, sizes, max(sizes) <= INT32_MAX)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 @lru_cache(maxsize=1024)
@@ -288,68 +319,34 @@ def forward(
     Returns:
         ``(O, LSE)``, LSE fp32 ``q.shape[:-1]`` or None.
     """
-    HQ, D = q.shape[-2:]
-    S_kv, HKV, Dv = k.shape[-3], k.shape[-2], v.shape[-1]
-    batched = q.dim() == 4
-    B, S = q.shape[:2] if batched else (0, q.shape[0])
-    tokens = B * S if batched else S
-    if out is None:
-        out = q.new_empty((*q.shape[:-1], Dv))
-    lse = torch.empty(q.shape[:-1], device=q.device, dtype=torch.float32) if return_lse else None
-    if tokens == 0:
-        return out, lse
-    source, n = WHOLE.value, 0
-    if selection is not None:
-        source, n = (RANGES.value, selection.shape[-2]) if block_size is None else (BLOCKS.value, selection.shape[-1])
-        selection = selection.contiguous()
-    layout = BATCH.value
-    if cu_seqlens_k is not None:
-        layout = PACKED.value if cu_seqlens_q is None else VARLEN.value
-        B = cu_seqlens_k.shape[0] - 1
-        cu_seqlens_k = cu_seqlens_k.contiguous()
+    Dv = v.shape[-1]
     launch = plan(
-        q.device, q.dtype, source, layout, causal, HQ // HKV, D, Dv, n, S_kv, tokens * HKV, bound, per_head, pipelined
-    )
+        q.device, q.dtype, q.shape, k.shape, Dv, (q.stride(), k.stride(), v.stride()),
+        None if out is None else out.stride(), None if selection is None else selection.shape, block_size, causal,
+        None if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1, cu_seqlens_q is None, bound, per_head, pipelined,
+    )  # fmt: skip
+    if out is None:
+        same = Dv == q.shape[-1] and q.is_contiguous()
+        out = torch.empty_like(q) if same else q.new_empty((*q.shape[:-1], Dv))
+    lse = torch.empty(q.shape[:-1], device=q.device, dtype=torch.float32) if return_lse else None
+    if launch.tokens == 0:
+        return out, lse
     target, target_lse = out, lse
     if launch.splits > 1:
-        target = torch.empty((launch.splits, *out.shape), device=q.device, dtype=torch.float32)
-        target_lse = torch.empty((launch.splits, tokens, HQ), device=q.device, dtype=torch.float32)
-    unit, strides = _in_units(
-        *(_strides(x) for x in (q, k, v, out if launch.splits == 1 else target[0])),
-        0 if launch.splits == 1 else target.stride(0),
+        HQ = q.shape[-2]
+        target = torch.empty((launch.splits, launch.tokens, HQ, Dv), device=q.device, dtype=torch.float32)
+        target_lse = torch.empty((launch.splits, launch.tokens, HQ), device=q.device, dtype=torch.float32)
+    given = tuple(
+        x if x is None or x.is_contiguous() else x.contiguous()
+        for x in (selection, q_positions, cu_seqlens_q, cu_seqlens_k)
     )
-    q_positions, cu_seqlens_q = (x if x is None else x.contiguous() for x in (q_positions, cu_seqlens_q))
     key = None
-    given = selection, q_positions, cu_seqlens_q, cu_seqlens_k
-    if aligned(q, k, v, target, target_lse, *given) and max(B, S, S_kv, *strides) <= INT32_MAX:
-        key = (unit, target_lse is None, *[None if x is None else x.dtype for x in given])
+    if launch.narrow and aligned(q, k, v, target, target_lse, *given):
+        key = (launch.unit, target_lse is None, *[None if x is None else x.dtype for x in given])
     launches[route] += 1
-    launch.variant.launch(
-        (launch.programs, launch.splits, 1),
-        q.device,
-        key,
-        (
-            *(q, k, v, target, target_lse, *given),
-            *(B, S, S_kv, HKV, n, min(block_size or 1, max(S_kv, 1)), *strides),
-            1.0 / math.sqrt(D) if scale is None else float(scale),
-        ),
-        STRIDE_UNIT=unit,
-    )
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    args = (q, k, v, target, target_lse, *given, *launch.sizes, scale)
+    launch.variant.launch(launch.grid, q.device, key, args, STRIDE_UNIT=launch.unit)
     if launch.splits > 1:
-        combine(target.view(launch.splits, tokens, HQ, Dv), target_lse, out, lse)
+        combine(target, target_lse, out, lse)
     return out, lse
-
-
-def _strides(x: Tensor) -> tuple[int, ...]:
-    """Strides ``(b, s, h)``; a 3-D tensor has no batch."""
-    return x.stride()[:-1] if x.dim() == 4 else (0, *x.stride()[:-1])
-
-
-@lru_cache(maxsize=1024)
-def _in_units(
-    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], o: tuple[int, ...], split: int
-) -> tuple[int, tuple[int, ...]]:
-    """``STRIDE_UNIT``, and all strides divided by it in the kernel's order."""
-    strides = (*q, *k, *v, *o, split)
-    unit = math.gcd(16, *strides)
-    return unit, tuple(stride // unit for stride in strides)
