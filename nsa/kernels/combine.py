@@ -8,6 +8,7 @@ import triton.language as tl
 
 from nsa.kernels import launches
 from nsa.kernels.launch import INT32_MAX, Variant, aligned
+from nsa.kernels.primitives import gdc_wait
 from nsa.kernels.tiles import MAX_SPLITS, next_power_of_2
 
 
@@ -27,8 +28,11 @@ def _combine_kernel(
     Dv: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program per (token, head): ``O = sum_i exp(lse_i - lse) O_i`` with ``lse = logsumexp_i lse_i``."""
+    if OVERLAP:
+        gdc_wait()  # launched before the kernel that writes the parts had ended
     row = tl.program_id(0)  # token * HQ + head
     token = row // HQ
     split = tl.arange(0, SPLITS)
@@ -49,12 +53,15 @@ def _combine_kernel(
         tl.store(lse_ptr + row, m + tl.log(total))
 
 
-def combine(part: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+def combine(
+    part: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, overlap: bool = False
+) -> None:
     """Merge ``part [splits, tokens, HQ, Dv]`` fp32 with ``part_lse [splits, tokens, HQ]`` into ``out`` (and ``lse``).
 
     Args:
         out: ``[B, S, HQ, Dv]`` or ``[T, HQ, Dv]``, last dim contiguous.
         lse: contiguous fp32 like ``out`` without its last dim, or None.
+        overlap: the kernel before this one on the stream let it be launched early.
     """
     splits, tokens, HQ, Dv = part.shape
     stride_ob, S = (out.stride(0), out.shape[1]) if out.dim() == 4 else (0, tokens)
@@ -62,7 +69,7 @@ def combine(part: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: 
     key = None
     if aligned(part, part_lse, out, lse) and max(stride_ob, S, tokens * HQ) <= INT32_MAX:
         key = lse is None
-    _variant(out.device, out.dtype, Dv).launch(
+    _variant(out.device, out.dtype, Dv, overlap).launch(
         (tokens * HQ, 1, 1),
         out.device,
         key,
@@ -71,6 +78,6 @@ def combine(part: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: 
 
 
 @lru_cache(maxsize=64)
-def _variant(device: torch.device, dtype: torch.dtype, Dv: int) -> Variant:
-    constexprs = {"Dv": Dv, "BLOCK_DV": next_power_of_2(Dv), "SPLITS": MAX_SPLITS}
-    return Variant(_combine_kernel, constexprs, {"num_warps": 4})
+def _variant(device: torch.device, dtype: torch.dtype, Dv: int, overlap: bool) -> Variant:
+    constexprs = {"Dv": Dv, "BLOCK_DV": next_power_of_2(Dv), "SPLITS": MAX_SPLITS, "OVERLAP": overlap}
+    return Variant(_combine_kernel, constexprs, {"num_warps": 4} | ({"launch_pdl": True} if overlap else {}))

@@ -3,6 +3,11 @@
 import triton
 import triton.language as tl
 
+try:  # programmatic dependent launch: a kernel is set up while the one before it still runs
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # Triton before 3.4
+    gdc_launch_dependents = gdc_wait = None
+
 # Where a row's keys are listed. WHOLE: it reads its sequence from the first key on.
 WHOLE = tl.constexpr(0)
 RANGES = tl.constexpr(1)

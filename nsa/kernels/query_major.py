@@ -27,6 +27,7 @@ from nsa.kernels.primitives import (
     VARLEN,
     WHOLE,
     find_sequence,
+    gdc_launch_dependents,
     key_positions,
     load_spans,
     softmax_step,
@@ -86,7 +87,10 @@ def _fwd_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_L: tl.constexpr,
     SPANS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()  # the merge may be set up; it waits for this kernel's end before it reads
     HEAD_TILES: tl.constexpr = (G + HEADS - 1) // HEADS
     row = tl.program_id(0) // HEAD_TILES
     head_tile = tl.program_id(0) % HEAD_TILES
@@ -249,7 +253,8 @@ def plan(
     all_strides = [s for x in (*strides, written) for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]
     unit = math.gcd(16, split_stride, *all_strides)
     sizes = (B, S, S_kv, HKV, n, min(block_size or 1, max(S_kv, 1)), *(s // unit for s in (*all_strides, split_stride)))
-    variant = _variant(device, dtype, tile, source, layout, causal, G, D, Dv, splits > 1)
+    overlap = splits > 1 and capability >= 90 and device.type != "cpu" and gdc_launch_dependents is not None
+    variant = _variant(device, dtype, tile, source, layout, causal, G, D, Dv, splits > 1, overlap)
     return Launch(variant, (programs, splits, 1), splits, tokens, unit, sizes, max(sizes) <= INT32_MAX)
 
 
@@ -269,11 +274,13 @@ def _variant(
     D: int,
     Dv: int,
     split: bool,
+    overlap: bool,
 ) -> Variant:
     """Shared by all plans that differ in sizes only, so that a longer cache does not launch slowly the first time."""
     constexprs = tile._asdict()
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}
-    constexprs.update(G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, SPLIT=split, INPUT_PRECISION="ieee")
+    constexprs.update(G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, INPUT_PRECISION="ieee")
+    constexprs.update(SPLIT=split, OVERLAP=overlap)
     return Variant(_fwd_kernel, constexprs, options)
 
 
@@ -348,5 +355,5 @@ def forward(
     args = (q, k, v, target, target_lse, *given, *launch.sizes, scale)
     launch.variant.launch(launch.grid, q.device, key, args, STRIDE_UNIT=launch.unit)
     if launch.splits > 1:
-        combine(target, target_lse, out, lse)
+        combine(target, target_lse, out, lse, bool(launch.variant.constexprs["OVERLAP"]))
     return out, lse
