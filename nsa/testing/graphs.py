@@ -64,12 +64,12 @@ def time_gpu(
         cold: what `buffer_sets` said, for the record.
     """
     pool = torch.cuda.graph_pool_handle()
-    runs: dict[str, _Run] = {}
-    parts = 1
-    for name, calls in fns.items():
-        if not runs:  # by the first, which is the one under test, the rotation is cut for all
-            parts = max(1, min(len(calls), int(_replayable(calls, replay_s, pool).rotation_s / replay_s)))
-        runs[name] = _replayable(calls, replay_s, pool, parts)
+    first = next(iter(fns.values()))
+    whole = _replayable(first, replay_s, pool)  # kept until all are captured: the pool dies with its last graph
+    # By the first, which is the one under test, the rotation is cut for all.
+    parts = max(1, min(len(first), int(whole.rotation_s / replay_s)))
+    runs = {name: _replayable(calls, replay_s, pool, parts) for name, calls in fns.items()}
+    del whole
     counts = {name: max(LEAST, min(iters, int(budget_s / run.estimate_s))) for name, run in runs.items()}
     # Whoever comes next replays the next part, so that a whole rotation lies between two uses of the same buffers.
     part = itertools.cycle(range(parts))
@@ -91,7 +91,7 @@ def time_gpu(
     return {
         name: Timing(
             [start.elapsed_time(end) / 1e3 / calls for calls, start, end in samples[name]],
-            run.how, cold, len(fns[name]), min(run.calls), EVENT_TICK_S,
+            run.how, cold, len(fns[name]), min(run.calls), EVENT_TICK_S, run.refused,
         )
         for name, run in runs.items()
     }  # fmt: skip
@@ -150,6 +150,7 @@ class _Run:
     how: str
     estimate_s: float  # of a replay
     rotation_s: float  # all buffer sets once
+    refused: str  # why it was not captured
 
 
 def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any, parts: int = 1) -> _Run:
@@ -162,18 +163,20 @@ def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any, parts: int = 1)
     for call in calls[:2]:  # compile and allocate before capture
         call()
     torch.cuda.synchronize()
+    refused = ""
     try:
         replays: list[Fn] = [_capture(piece, 1, pool) for piece in pieces]
         how = "graph"
-    except RuntimeError:  # a sync or an allocation inside the call: a third party's, or torch's own math
+    except RuntimeError as error:  # a sync or an allocation inside the call: a third party's, or torch's own math
         torch.cuda.synchronize()
         replays, how = [partial(_each, piece) for piece in pieces], "eager"
+        refused = str(error).partition("\n")[0]
     replays[0]()
     once = min(_elapsed(replays[0]) for _ in range(2))
     cycles = max(1, math.ceil(replay_s / once)) if parts == 1 else 1
     if cycles > 1:
         replays = [_capture(calls, cycles, pool) if how == "graph" else _repeat(replays[0], cycles)]
-    return _Run(replays, [cycles * len(piece) for piece in pieces], how, cycles * once, once * parts)
+    return _Run(replays, [cycles * len(piece) for piece in pieces], how, cycles * once, once * parts, refused)
 
 
 def _each(calls: Sequence[Fn]) -> None:
@@ -201,8 +204,8 @@ def _capture(calls: Sequence[Fn], cycles: int, pool: Any) -> Fn:
     gc.disable()  # what it frees during capture could be a CUDA object, which capture forbids
     try:
         with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool)
             try:
+                graph.capture_begin(pool=pool)
                 for _ in range(cycles):
                     for call in calls:
                         call()

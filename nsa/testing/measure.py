@@ -21,7 +21,7 @@ from nsa.testing.impls import Impl
 from nsa.testing.machine import commit, device_name, triton_version
 from nsa.testing.physics import Ceilings, detectable, guard
 from nsa.testing.problem import Problem
-from nsa.testing.timing import Timing, time_host
+from nsa.testing.timing import InvalidMeasurement, Timing, time_host
 
 LATENCY_BUDGET_S = 0.02
 
@@ -188,6 +188,8 @@ def measure(
         if streams > 1:
             together = time_streams(rotations[ours.name], streams, **sampling, budget_s=budget_s, cold=cold)
             figures |= {} if together is None else {"concurrency": together}
+    if ours.route and rotated[ours.name].how != "graph":  # an eager call is the host's time, not the kernel's
+        raise InvalidMeasurement(f"invalid measurement: {ours.name} was not captured: {rotated[ours.name].refused}")
     limits = ceilings(p.q.device)
     for name, timing in rotated.items():
         guard(name, timing, p.unique_bytes, p.flops, limits)

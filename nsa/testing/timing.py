@@ -35,7 +35,8 @@ class Timing:
     """Samples of one implementation, seconds per call.
 
     how: "graph", "eager" (GPU, not capturable) or "host". cold: no call finds its inputs in L2. sets: buffer sets that
-    were rotated. calls: calls in a sample. tick: resolution of the timer, seconds.
+    were rotated. calls: calls in a sample. tick: resolution of the timer, seconds. refused: why CUDA did not
+    capture the call, if it is not timed as a graph.
     """
 
     samples: list[float]
@@ -44,6 +45,7 @@ class Timing:
     sets: int
     calls: int
     tick: float = 0.0
+    refused: str = ""
 
     @property
     def median(self) -> float:

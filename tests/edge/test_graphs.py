@@ -33,14 +33,32 @@ class FakeGPU:
 def gpu(monkeypatch):
     gpu = FakeGPU()
 
-    def capture(calls, cycles, pool):
-        return lambda: [call() for _ in range(cycles) for call in calls]
+    class Graph:
+        """As torch's: a memory pool dies with the last graph that uses it, and nothing can be captured into it then."""
+
+        def __init__(self, calls, cycles, pool):
+            if pool["dead"]:
+                raise RuntimeError("the pool is gone")
+            pool["graphs"] += 1
+            self.calls, self.cycles, self.pool = calls, cycles, pool
+
+        def __call__(self):
+            for _ in range(self.cycles):
+                for call in self.calls:
+                    call()
+
+        def __del__(self):
+            self.pool["graphs"] -= 1
+            self.pool["dead"] |= self.pool["graphs"] == 0
 
     cuda = SimpleNamespace(
-        Event=gpu.Event, graph_pool_handle=lambda: None, synchronize=lambda: None, _sleep=lambda cycles: gpu.log.clear()
+        Event=gpu.Event,
+        graph_pool_handle=lambda: {"graphs": 0, "dead": False},
+        synchronize=lambda: None,
+        _sleep=lambda cycles: gpu.log.clear(),
     )
     monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(graphs, "_capture", capture)
+    monkeypatch.setattr(graphs, "_capture", Graph)
     return gpu
 
 
@@ -55,7 +73,7 @@ def test_long_rotations_are_cut_and_still_every_buffer_is_cold(gpu):
     sets, seconds = 1001, {"ours": 5e-6, "slow": 1e-3, "other": 7e-6}
     times = graphs.time_gpu({name: gpu.calls(name, sets, s) for name, s in seconds.items()}, budget_s=0.06)
     assert {name: t.median for name, t in times.items()} == pytest.approx(seconds)
-    assert {t.calls for t in times.values()} == {100}
+    assert {(t.how, t.calls) for t in times.values()} == {("graph", 100)}
     assert len(times["slow"].samples) == graphs.LEAST
     assert {i for name, i in gpu.log if name == "ours"} == set(range(sets))
     last = {}
@@ -71,4 +89,5 @@ def test_what_cannot_be_captured_is_called_eagerly(gpu, monkeypatch):
     monkeypatch.setattr(graphs, "_capture", refuse)
     timing = graphs.time_gpu({"ours": gpu.calls("ours", 40, 1e-4)}, replay_s=9e-4)["ours"]
     assert (timing.how, timing.calls) == ("eager", 10)
+    assert timing.refused == "operation not permitted when stream is capturing"
     assert timing.median == pytest.approx(1e-4)
