@@ -223,12 +223,13 @@ def plan(
     bound: int | None,
     per_head: bool,
     pipelined: bool,
+    choice: tiles.Choice | None,
 ) -> Launch:
     """Tiles, splits, grid and run-time sizes of a call; remembered, because calls repeat.
 
     Args:
         q_shape, k_shape: of ``q`` and ``k``. strides: of ``q, k, v``. out_stride: of ``out``; None: it is new.
-        sequences: of ``cu_seqlens_k``, None without. packed: row ``i`` is sequence ``i``.
+        sequences: of ``cu_seqlens_k``, None without. packed: row ``i`` is sequence ``i``. choice: what a sweep tries.
     """
     S_kv, HKV = k_shape[-3:-1]
     HQ, D = q_shape[-2:]
@@ -242,10 +243,11 @@ def plan(
     longest = S_kv if bound is None else bound
     capability, processors = device_limits(device)
     spans = 1 if source == WHOLE.value else tiles.span_bucket(n, S_kv)
-    programs = rows * -(-G // tiles.group_heads(G, per_head))
-    splits = tiles.split_count(programs, longest, (D + Dv) * dtype.itemsize, processors)
-    fill = tiles.fill_bucket(programs * splits, processors)
-    tile = tiles.select(capability, dtype.itemsize, G, D, Dv, -(-longest // splits), spans, fill, per_head, pipelined)
+    tile, splits = tiles.choose(
+        gpu_name(device), capability, processors, dtype.itemsize, G, D, Dv, longest, spans, rows, per_head, pipelined,
+        choice,
+    )  # fmt: skip
+    programs = rows * -(-G // tile.HEADS)
     fresh = _contiguous((*q_shape[:-1], Dv))
     split_stride = tokens * HQ * Dv if splits > 1 else 0  # partial results: [splits, *out.shape]
     written = fresh if splits > 1 or out_stride is None else out_stride
@@ -293,6 +295,12 @@ def device_limits(device: torch.device) -> tuple[int, int]:
     return properties.major * 10 + properties.minor, properties.multi_processor_count
 
 
+@lru_cache(maxsize=64)
+def gpu_name(device: torch.device) -> str | None:
+    """By which a table of tiles is found."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -331,6 +339,7 @@ def forward(
         q.device, q.dtype, q.shape, k.shape, Dv, (q.stride(), k.stride(), v.stride()),
         None if out is None else out.stride(), None if selection is None else selection.shape, block_size, causal,
         None if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1, cu_seqlens_q is None, bound, per_head, pipelined,
+        tiles.forced,
     )  # fmt: skip
     if out is None:
         same = Dv == q.shape[-1] and q.is_contiguous()

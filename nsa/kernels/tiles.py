@@ -1,13 +1,17 @@
-"""Tile sizes: a pure function of what the host knows of a call. Imports no Triton.
+"""Tile sizes and splits: a pure function of what the host knows of a call. Imports no Triton.
 
-The numbers come from sweeps on the GPUs named beside them; an architecture nobody swept gets the rules that follow
-from its shared memory.
+A GPU that was swept (`pytest -m perf --nsa-sweep`) has a table in `nsa/configs/tiles/`: the nearest measured shape
+decides. Everything else gets rules, whose numbers come from an H100 and from each architecture's shared memory.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nsa.settings import device_slug
 
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
 """Shared memory one program may use, by compute capability; the smallest stands for an unknown one."""
@@ -18,6 +22,23 @@ SPAN_BUCKETS = (4, 16, 64)
 MAX_SPLITS = 32
 MAX_HEADS = 64
 """Query heads one program holds; larger groups take several programs."""
+
+
+TABLES = Path(__file__).parent.parent / "configs" / "tiles"
+
+
+class Choice(NamedTuple):
+    """What a sweep varies, and a table holds."""
+
+    splits: int  # parts into which the keys of a row are split
+    head_tiles: int  # programs a group of query heads is dealt to
+    BLOCK_L: int
+    num_warps: int
+    num_stages: int
+
+
+forced: Choice | None = None
+"""What a sweep wants launched next, whatever tables and rules say."""
 
 
 class Tile(NamedTuple):
@@ -81,6 +102,7 @@ def select(
     fill: int,
     per_head: bool = False,
     pipelined: bool = True,
+    choice: Choice | None = None,
 ) -> Tile:
     """Tile of the query-major forward kernel.
 
@@ -92,11 +114,15 @@ def select(
         fill: from :func:`fill_bucket`.
         per_head: one head a program instead of the group.
         pipelined: whether loads may run ahead (``num_stages`` > 1).
+        choice: measured, instead of the rules; cut to what shared memory holds all the same.
     """
     heads = group_heads(G, per_head)
+    if choice is not None and not per_head:
+        heads = min(heads, -(-G // choice.head_tiles))
     block_g = max(16, next_power_of_2(heads))
     block_d, block_dv = max(16, next_power_of_2(D)), max(16, next_power_of_2(Dv))
-    block_l, num_warps, stages = _shape(itemsize, block_g, max(block_d, block_dv), spans, fill)
+    rule = _shape(itemsize, block_g, max(block_d, block_dv), spans, fill)
+    block_l, num_warps, stages = rule if choice is None else choice[2:]
     block_l = min(block_l, max(16, next_power_of_2(bound)))
     stages = stages if pipelined else 1
     key_bytes = (block_d + block_dv) * itemsize
@@ -107,6 +133,94 @@ def select(
     while block_l > 16 and max(stages - 1, 1) * block_l * key_bytes > budget:
         block_l //= 2
     return Tile(heads, block_g, block_d, block_dv, block_l, spans, num_warps, stages)
+
+
+def choose(
+    name: str | None,
+    capability: int,
+    processors: int,
+    itemsize: int,
+    G: int,
+    D: int,
+    Dv: int,
+    bound: int,
+    spans: int,
+    rows: int,
+    per_head: bool = False,
+    pipelined: bool = True,
+    choice: Choice | None = None,
+) -> tuple[Tile, int]:
+    """Tile and splits of a launch.
+
+    Args:
+        name: of the GPU, as CUDA tells it; None where there is none.
+        processors: multiprocessors of the device.
+        rows: (token, KV head) pairs.
+        choice: what a sweep tries; None asks the GPU's table, then the rules.
+
+    Others as for :func:`select`.
+    """
+    if choice is None and not per_head:
+        choice = measured(name, itemsize, G, D, Dv, bound, spans == 1, rows)
+    if choice is not None:
+        splits = min(choice.splits, MAX_SPLITS)
+        part = -(-bound // splits)
+        return select(capability, itemsize, G, D, Dv, part, spans, 0, per_head, pipelined, choice), splits
+    programs = rows * -(-G // group_heads(G, per_head))
+    splits = split_count(programs, bound, (D + Dv) * itemsize, processors)
+    fill = fill_bucket(programs * splits, processors)
+    return select(capability, itemsize, G, D, Dv, -(-bound // splits), spans, fill, per_head, pipelined), splits
+
+
+class Point(NamedTuple):
+    """A measured shape of one table bucket."""
+
+    G: int
+    rows: int
+    L: int
+
+
+def measured(
+    name: str | None, itemsize: int, G: int, D: int, Dv: int, bound: int, one_span: bool, rows: int
+) -> Choice | None:
+    """The choice of the nearest shape that a sweep measured on this GPU; None if none is near."""
+    if name is None or itemsize != 2 or G > MAX_HEADS:
+        return None
+    points = table(name).get((one_span, max(16, next_power_of_2(D)), max(16, next_power_of_2(Dv))), {})
+    known = [p for p in points if bound <= 2 * p.L and 2 * rows >= p.rows and 4 * G >= p.G >= G / 4]
+    if not known or bound > 2 * max(p.L for p in points):
+        return None
+
+    def distance(p: Point) -> float:
+        return sum(abs(math.log2(a / max(b, 1))) for a, b in ((p.L, bound), (p.rows, rows), (p.G, G)))
+
+    nearest = min(known, key=lambda p: (distance(p), p))
+    # More rows than ever measured want no split; long rows of few programs do want their own.
+    return None if points[nearest].splits > 1 and rows > 2 * nearest.rows else points[nearest]
+
+
+@lru_cache(maxsize=16)
+def table(name: str) -> dict[tuple[bool, int, int], dict[Point, Choice]]:
+    """The best choices of a GPU by (one span, BLOCK_D, BLOCK_DV); empty if nobody swept it.
+
+    Raises:
+        ValueError: naming the file and what is wrong with it.
+    """
+    path = TABLES / f"{device_slug(name)}.yaml"
+    if not path.exists():
+        return {}
+    import yaml
+
+    found: dict[tuple[bool, int, int], dict[Point, Choice]] = {}
+    try:
+        document: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for entry in document["shapes"]:
+            choice = Choice(*(int(entry["best"][0][field]) for field in Choice._fields))
+            bucket = bool(entry["one_span"]), int(entry["D"]), int(entry["Dv"])
+            found.setdefault(bucket, {})[Point(*(int(entry[field]) for field in Point._fields))] = choice
+    except (yaml.YAMLError, KeyError, TypeError, IndexError, ValueError) as error:
+        raise ValueError(f"{path}: expected a table that --nsa-sweep wrote, got {error!r}") from error
+    return found
 
 
 def group_heads(G: int, per_head: bool) -> int:

@@ -74,6 +74,8 @@ def refusal(config: pytest.Config) -> str | None:
         return f"{first}: what nobody checked is neither gated nor recorded: leave out --nsa-no-check"
     if baseline and option.nsa_full:
         return f"{first}: a baseline is of core: leave out --nsa-full (--benchmark-json keeps everything)"
+    if baseline and option.nsa_sweep:
+        return f"{first}: a sweep is no baseline: leave out --nsa-sweep"
     if baseline and option.nsa_update_thresholds:
         return f"{first}: a baseline is of core: leave out --nsa-update-thresholds"
     return None

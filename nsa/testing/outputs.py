@@ -36,6 +36,11 @@ def add_options(group: Any) -> None:
         action="store_true",
         help="also time what a threshold needs, and write it to nsa/configs/devices/<gpu>.yaml (GPU only)",
     )
+    group.addoption(
+        "--nsa-sweep",
+        action="store_true",
+        help="instead of the benchmarks, try tiles and splits and write nsa/configs/tiles/<gpu>.yaml (GPU only)",
+    )
     group.addoption("--nsa-report", metavar="DIR", help="write report.md, report.csv and report.html there")
 
 
@@ -63,7 +68,7 @@ def check(config: pytest.Config) -> None:
         shapes(config)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
-    asked = [name for name in ("csv", "report", "update_thresholds") if config.getoption(f"nsa_{name}")]
+    asked = [n for n in ("csv", "report", "update_thresholds", "sweep") if config.getoption(f"nsa_{n}")]
     if not asked:
         return
     option = f"--nsa-{asked[0].replace('_', '-')}"
@@ -71,15 +76,13 @@ def check(config: pytest.Config) -> None:
         raise pytest.UsageError(f"{option} needs benchmarks, and under xdist there are none: leave out -n")
     if config.getoption("benchmark_disable", False) and not config.getoption("benchmark_enable", False):
         raise pytest.UsageError(f"{option} needs benchmarks: leave out --benchmark-disable")
-    if "update_thresholds" in asked:
-        if current_lane() != "gpu" and not config.option.collectonly:
-            raise pytest.UsageError("--nsa-update-thresholds needs an NVIDIA GPU: Triton is not timed on a CPU")
-        wrong = [name for name in ("hot", "no_check") if config.getoption(f"nsa_{name}", False)]
-        if wrong:
-            option = f"--nsa-{wrong[0].replace('_', '-')}"
-            raise pytest.UsageError(f"--nsa-update-thresholds needs cold, checked measurements: leave out {option}")
-        if by_hand(config):
-            raise pytest.UsageError("--nsa-update-thresholds needs its own cases: leave out --nsa-shape")
+    for name in ("update_thresholds", "sweep"):
+        if name in asked:
+            _check_own_cases(config, f"--nsa-{name.replace('_', '-')}")
+    if {"update_thresholds", "sweep"} <= set(asked):
+        raise pytest.UsageError("--nsa-sweep changes what thresholds rest on: leave out --nsa-update-thresholds")
+    if "sweep" in asked and config.getoption("benchmark_compare", None):
+        raise pytest.UsageError("--nsa-sweep runs no benchmark of a baseline: leave out --benchmark-compare")
     missing = [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]
     if "report" in asked and missing:
         raise pytest.UsageError(f"--nsa-report needs {' and '.join(missing)}: pip install 'nsa[report]'")
@@ -87,6 +90,18 @@ def check(config: pytest.Config) -> None:
         value = config.getoption(f"nsa_{name}")
         if value and not Path(value).absolute().parent.is_dir():
             raise pytest.UsageError(f"--nsa-{name}={value}: there is no folder {Path(value).absolute().parent}")
+
+
+def _check_own_cases(config: pytest.Config, option: str) -> None:
+    """What decides for everybody is measured on a GPU, cold, checked, on its own cases."""
+    if current_lane() != "gpu" and not config.option.collectonly:
+        raise pytest.UsageError(f"{option} needs an NVIDIA GPU: Triton is not timed on a CPU")
+    wrong = [name for name in ("hot", "no_check") if config.getoption(f"nsa_{name}", False)]
+    if wrong:
+        other = f"--nsa-{wrong[0].replace('_', '-')}"
+        raise pytest.UsageError(f"{option} needs cold, checked measurements: leave out {other}")
+    if by_hand(config):
+        raise pytest.UsageError(f"{option} needs its own cases: leave out --nsa-shape")
 
 
 def this_run(facts: list[Fact]) -> Recording:
@@ -105,7 +120,12 @@ def finish(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]
     """
     if session.config.getoption("collectonly", False):
         return []
-    asked = (("csv", _write_csv), ("update_thresholds", _update_thresholds), ("report", _write_report))
+    asked = (
+        ("csv", _write_csv),
+        ("update_thresholds", _update_thresholds),
+        ("sweep", _write_tiles),
+        ("report", _write_report),
+    )
     notes = []
     for name, write in asked:
         if not session.config.getoption(f"nsa_{name}"):
@@ -150,3 +170,12 @@ def _update_thresholds(session: pytest.Session, facts: list[Fact], rows: list[di
     run = next((fact for fact in facts if fact.get("gpu")), {})
     path = thresholds.write(decision, thresholds.best_layout(facts), run, settings.packaged_devices())
     return f"thresholds: sel_triton_min_L = {'off' if decision.min_L is None else decision.min_L} written to {path}"
+
+
+def _write_tiles(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
+    from nsa.testing import sweep
+
+    if session.exitstatus != pytest.ExitCode.OK:
+        raise ValueError("tiles not written: only a green run may change them")
+    entries = [fact["tiles"] for fact in facts if fact.get("tiles")]
+    return f"tiles: {len(entries)} shapes written to {sweep.write(entries, facts[0] if facts else {})}"

@@ -85,8 +85,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Shapes by hand run alone, and are nobody's business otherwise; what thresholds need is timed on request."""
     if collection_path.parent != Path(__file__).parent or not collection_path.name.startswith("test_"):
         return None
-    wanted = outputs.by_hand(config) == (collection_path.name == "test_shape.py")
-    if collection_path.name == "test_threshold.py":
+    name = collection_path.name
+    if config.getoption("nsa_sweep") or name == "test_sweep.py":
+        return None if config.getoption("nsa_sweep") and name == "test_sweep.py" else True
+    wanted = outputs.by_hand(config) == (name == "test_shape.py")
+    if name == "test_threshold.py":
         wanted = wanted and config.getoption("nsa_update_thresholds")
     return None if wanted else True
 

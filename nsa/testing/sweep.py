@@ -1,0 +1,177 @@
+"""`--nsa-sweep`: try tiles and splits on the hot shapes, right ones only, and write the GPU's table for `tiles.py`.
+
+Each candidate is compiled in a process of its own kind (many at once; one that kills the compiler kills a child), run
+against the fp64 oracle, and timed like every benchmark. What failed is recorded with its cause, and fails nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nsa import settings
+from nsa.dispatch import failures
+from nsa.kernels import tiles
+from nsa.kernels.tiles import Choice
+from nsa.testing.cases import Case
+from nsa.testing.compare import Oracle, assert_parity
+from nsa.testing.graphs import buffer_sets, time_gpu
+from nsa.testing.impls import OURS, Impl
+from nsa.testing.recording import Fact
+from nsa.testing.timing import Timing
+
+KEPT = 3  # best choices of a shape in the table; the first is used
+FINALISTS = 6  # timed again, properly
+COARSE = {"iters": 10, "warmup": 1, "budget_s": 0.004}
+FINE = {"iters": 50, "warmup": 3, "budget_s": 0.05}
+WAVES = 8  # programs per multiprocessor beyond which more splits are pointless
+FAILURES: tuple[type[BaseException], ...] = (*failures(), AssertionError)
+KERNEL = {"rows": "dense_group", "ranges": "ranges", "blocks": "blocks"}
+
+
+def cases() -> list[Case]:
+    """The hot shapes: core's rows and spans at H = 8, and its decode steps. bf16."""
+    lengths = (16, 32, 64, 128, 256, 512, 1024)
+    return [
+        *(Case(8, D, D, L, N, "few", "bf16") for D in (64, 128) for N in (64, 256, 1024) for L in lengths),
+        *(Case(8, D, D, L, N, "many", "bf16") for D in (64, 128) for N in (64, 256, 1024) for L in (64, 256, 1024)),
+        *(Case(16, 128, 128, 1024, 4 * B, "decode", "bf16", HKV=4, S_kv=8192) for B in (1, 8, 64)),
+        *(Case(4, 64, 64, 512, B, "decode", "bf16", S_kv=8192) for B in (1, 8, 64)),
+    ]
+
+
+def candidates(case: Case, processors: int) -> list[Choice]:
+    """What to try on a shape: every combination that gives each program a tile and the chip no more than it can use."""
+    found = []
+    for head_tiles in (1, 2) if case.H >= 16 else (1,):
+        for splits in (1, 2, 4, 8, 16, 32):
+            part = -(-case.L // splits)
+            if splits > 1 and (part < 16 or case.N * head_tiles * splits > WAVES * processors):
+                continue
+            for block_l in (16, 32, 64, 128):
+                if block_l > max(16, tiles.next_power_of_2(part)):
+                    continue
+                stages = (2, 3, 4) if part > 2 * block_l else (2,)
+                warps = [w for w in (1, 2, 4, 8) if 8 <= block_l // w <= 64]
+                found += [Choice(splits, head_tiles, block_l, w, s) for w in warps for s in stages]
+    return found
+
+
+@contextlib.contextmanager
+def forced(choice: Choice | None) -> Iterator[None]:
+    """Have every launch use `choice`."""
+    before, tiles.forced = tiles.forced, choice
+    try:
+        yield
+    finally:
+        tiles.forced = before
+
+
+def _compile(case: Case, choices: Sequence[Choice]) -> None:
+    """In a child: leave compiled kernels in Triton's cache. What fails here fails again in the parent, with a cause."""
+    problem = case.make(torch.device("cuda", 0))
+    for choice in choices:
+        with forced(choice), contextlib.suppress(*FAILURES):
+            OURS[KERNEL[case.source]].run(problem)
+
+
+def compile_all(work: Iterable[tuple[Case, Sequence[Choice]]], processes: int) -> None:
+    """Compile what a sweep will try, `processes` at a time."""
+    context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        for job in [pool.submit(_compile, case, choices) for case, choices in work]:
+            with contextlib.suppress(BrokenProcessPool):  # whatever killed it is met again below, one at a time
+                job.result()
+
+
+def sweep(case: Case, choices: Sequence[Choice], device: torch.device) -> tuple[Timing, list[Fact]]:
+    """Check and time every choice on one shape.
+
+    Returns:
+        The timing of the best, and one fact per choice, best first: its fields with `us` (and `us_now` of what ran
+        without it), or with `error`.
+    """
+    impl, problem = OURS[KERNEL[case.source]], case.make(device)
+    oracle, sets = Oracle.of(problem), buffer_sets(problem)
+    errors: dict[Choice, str] = {}
+    for choice in choices:
+        try:
+            with forced(choice):
+                assert_parity(impl.run(problem), oracle, str(choice))
+        except FAILURES as error:  # does not compile, does not fit, or is wrong
+            errors[choice] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    right: list[Choice | None] = [choice for choice in choices if choice not in errors]
+    coarse = _time(impl, [None, *right], sets, COARSE)
+    ranked = sorted((c for c in right), key=lambda c: coarse[c].median)[:FINALISTS]
+    fine = _time(impl, [None, *ranked], sets, FINE)
+    times = coarse | fine
+    now = times[None].median * 1e6
+    order = [*sorted(ranked, key=lambda c: fine[c].median), *(c for c in right if c not in ranked)]
+    facts = [c._asdict() | {"us": times[c].median * 1e6, "us_now": now} for c in order if c is not None]
+    facts += [c._asdict() | {"error": why} for c, why in errors.items()]
+    return times[order[0]] if order else times[None], facts
+
+
+def _time(
+    impl: Impl, choices: Sequence[Choice | None], sets: tuple[list[Any], bool], sampling: dict[str, Any]
+) -> dict[Choice | None, Timing]:
+    def call(choice: Choice | None, s: Any) -> None:
+        with forced(choice):
+            impl.run(s)
+
+    fns = {str(choice): [partial(call, choice, s) for s in sets[0]] for choice in choices}
+    times = time_gpu(fns, cold=sets[1], **sampling)
+    return {choice: times[str(choice)] for choice in choices}
+
+
+def entry(case: Case, facts: Sequence[Fact]) -> Fact | None:
+    """A shape's entry of the table; None if nothing was right."""
+    best = [fact for fact in facts if "us" in fact][:KEPT]
+    if not best:
+        return None
+    return {
+        "one_span": case.source == "rows", "D": case.D, "Dv": case.Dv, "G": case.H, "rows": case.N, "L": case.L,
+        "best": [fact | {"us": round(fact["us"], 3), "us_now": round(fact["us_now"], 3)} for fact in best],
+    }  # fmt: skip
+
+
+def write(entries: Sequence[Fact], facts: Fact, folder: Path = tiles.TABLES) -> Path:
+    """Write the table of the GPU of `facts`, whole or not at all.
+
+    Raises:
+        ValueError: there is nothing to write.
+        OSError: the folder cannot be written.
+    """
+    import yaml
+
+    if not entries:
+        raise ValueError("tiles not written: no shape was swept")
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    provenance = {name: str(facts[name]) for name in ("gpu", "torch", "triton", "commit")} | {"date": today}
+    text = yaml.safe_dump({"provenance": provenance, "shapes": list(entries)}, sort_keys=False, width=160)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{settings.device_slug(str(facts['gpu']))}.yaml"
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(
+                "# Measured, not written by hand: `pytest -m perf --nsa-sweep`. us: with it; us_now: before.\n" + text
+            )
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+    tiles.table.cache_clear()
+    return path

@@ -1,0 +1,175 @@
+"""The sweep without a GPU: candidates, what a wrong one does, the table it writes and how tiles are found in it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import nsa
+from nsa.kernels import query_major, tiles
+from nsa.kernels.tiles import Choice, Point
+from nsa.testing import sweep
+from nsa.testing.cases import Case
+from nsa.testing.timing import Timing
+
+H100 = "NVIDIA H100 80GB HBM3"
+FACTS = {"gpu": H100, "torch": "2.11.0", "triton": "3.6.0", "commit": "abc"}
+CASE = Case(4, 32, 32, 64, 2, "many", "fp32", S_kv=128)
+
+
+@pytest.fixture
+def table(monkeypatch, tmp_path):
+    """`table([(one_span, D, Dv, G, rows, L, choice), …])` makes that the H100's."""
+
+    def make(shapes):
+        keys = ("one_span", "D", "Dv", "G", "rows", "L")
+        entries = [
+            dict(zip(keys, shape[:-1], strict=True)) | {"best": [shape[-1]._asdict() | {"us": 1.0}]} for shape in shapes
+        ]
+        monkeypatch.setattr(tiles, "TABLES", tmp_path)
+        return sweep.write(entries, FACTS, tmp_path)
+
+    yield make
+    tiles.table.cache_clear()
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    """Timing that prefers few splits, then small tiles, and calls everything once."""
+
+    def time_gpu(fns, **sampling):
+        times = {}
+        for name, (call, *_) in fns.items():
+            call()
+            ran = seen[-1].variant.constexprs["BLOCK_L"] * 1e-6 + seen[-1].splits * 1e-3
+            times[name] = Timing([ran], "graph", True, 1, 1)
+        return times
+
+    seen, plan = [], query_major.plan
+    monkeypatch.setattr(query_major, "plan", lambda *args: seen.append(plan(*args)) or seen[-1])
+    monkeypatch.setattr(sweep, "time_gpu", time_gpu)
+    monkeypatch.setattr(sweep, "buffer_sets", lambda problem: ([problem], True))
+    return seen
+
+
+def test_candidates_give_every_program_a_tile():
+    for case in sweep.cases():
+        found = sweep.candidates(case, 132)
+        assert len(found) == len(set(found)) >= 2
+        for c in found:
+            assert c.splits == 1 or case.L // c.splits >= 16
+            assert c.BLOCK_L <= max(16, case.L // c.splits)
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+def test_the_best_right_candidate_wins_and_a_failure_is_recorded(device, monkeypatch):
+    choices = [Choice(2, 1, 32, 4, 2), Choice(1, 1, 64, 4, 2), Choice(1, 1, 32, 4, 2), Choice(1, 1, 16, 4, 2)]
+    wrong, right = choices[3], sweep.assert_parity
+
+    def check(result, oracle, name):
+        assert name != str(wrong), "off by a lot"
+        right(result, oracle, name)
+
+    monkeypatch.setattr(sweep, "assert_parity", check)
+    best, facts = sweep.sweep(CASE, choices, device)
+    assert [(f["splits"], f["BLOCK_L"]) for f in facts] == [(1, 32), (1, 64), (2, 32), (1, 16)]
+    assert facts[-1]["error"] == "AssertionError: off by a lot"
+    assert "us" not in facts[-1]
+    assert best.median == pytest.approx(1.032e-3)
+    assert sweep.entry(CASE, facts)["best"][0]["us"] == pytest.approx(1032)
+    assert sweep.entry(CASE, facts[-1:]) is None
+
+
+def test_every_candidate_is_right(device):
+    """What the sweep would try on a small shape, each against the oracle, with LSE; two programs a group included."""
+    case = Case(16, 32, 32, 128, 2, "many", "fp32", S_kv=256)
+    impl, problem = sweep.OURS["ranges"], case.make(device)
+    oracle = sweep.Oracle.of(problem)
+    choices = [c for c in sweep.candidates(case, 132) if c.num_stages == 2 and c.num_warps in (2, 4)]
+    assert {c.head_tiles for c in choices} == {1, 2}
+    for choice in choices:
+        with sweep.forced(choice):
+            sweep.assert_parity(impl.run(problem, return_lse=True), oracle, str(choice))
+
+
+def test_forced_holds_for_its_block_only(device, pretend_gpu):
+    q, k = torch.zeros(1, 1, 4, 16, device=device), torch.zeros(1, 64, 1, 16, device=device)
+    ranges = torch.tensor([[[[[0, 64]]]]], dtype=torch.int32, device=device)
+    for choice in (Choice(2, 2, 32, 4, 2), None):
+        with sweep.forced(choice):
+            nsa.selection_attention(q, k, k, ranges=ranges, backend="triton")
+    assert [launch.splits for launch in pretend_gpu] == [2, 1]
+    assert [launch.grid[0] for launch in pretend_gpu] == [2, 1]
+
+
+def test_the_nearest_measured_shape_decides(table):
+    near, far = Choice(2, 1, 32, 2, 3), Choice(1, 1, 64, 4, 2)
+    path = table([(False, 128, 128, 8, 64, 256, near), (False, 128, 128, 8, 1024, 1024, far)])
+    assert path.name == "nvidia-h100-80gb-hbm3.yaml"
+
+    def found(rows, bound, one_span=False, D=100, G=8, itemsize=2, name=H100):
+        return tiles.measured(name, itemsize, G, D, 128, bound, one_span, rows)
+
+    assert found(64, 256) == found(80, 200) == found(64, 16) == near
+    assert found(900, 700) == found(4096, 1024) == far  # unsplit: fine for any number of rows
+    assert found(1024, 4096) is None  # rows four times as long as any measured
+    assert found(8, 256) is None  # fewer rows than measured: they want more splits
+    assert found(64, 256, one_span=True) is None
+    assert found(64, 256, D=64) is None
+    assert found(64, 256, G=64) is None
+    assert found(64, 256, itemsize=4) is None
+    assert found(64, 256, name="NVIDIA A100") is found(64, 256, name=None) is None
+
+
+def test_a_tile_of_the_table_is_used_and_cut_to_shared_memory(table):
+    table([(True, 128, 128, 8, 64, 1024, Choice(4, 1, 128, 8, 4))])
+    arguments = (132, 2, 8, 128, 128, 1024, 1, 64)  # processors, itemsize, G, D, Dv, bound, spans, rows
+    tile, splits = tiles.choose(H100, 90, *arguments)
+    assert (splits, tile.BLOCK_L, tile.num_warps, tile.num_stages) == (4, 128, 8, 4)
+    tile, _ = tiles.choose(H100, 89, *arguments)
+    assert (tile.num_stages - 1) * tile.BLOCK_L * 512 < tiles.SHARED_BYTES[89]
+    rules = tiles.choose(None, 90, *arguments)
+    assert tiles.choose(H100, 90, *arguments, per_head=True)[0].HEADS == 1
+    assert rules[0] != tile
+
+
+def test_a_damaged_table_is_an_error_that_names_it(table):
+    path = table([(True, 128, 128, 8, 64, 1024, Choice(4, 1, 128, 8, 4))])
+    path.write_text("shapes: [{D: 128}]")
+    tiles.table.cache_clear()
+    with pytest.raises(ValueError, match=r"nvidia-h100-80gb-hbm3.yaml: expected a table that --nsa-sweep wrote"):
+        tiles.table(H100)
+
+
+def test_nothing_swept_writes_nothing(tmp_path):
+    with pytest.raises(ValueError, match="no shape was swept"):
+        sweep.write([], FACTS, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_committed_tables_are_whole():
+    for path in tiles.TABLES.glob("*.yaml"):
+        tables = tiles.table(path.stem)
+        assert sum(map(len, tables.values())) >= len(sweep.cases())
+        assert all(isinstance(p, Point) for points in tables.values() for p in points)
+
+
+def test_children_that_die_do_not_end_a_sweep(monkeypatch):
+    class Pool:
+        def __init__(self, processes, mp_context):
+            self.jobs = []
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def submit(self, f, *args):
+            def die():
+                raise sweep.BrokenProcessPool("a child was aborted")
+
+            return SimpleNamespace(result=die)
+
+    monkeypatch.setattr(sweep, "ProcessPoolExecutor", Pool)
+    sweep.compile_all([(CASE, [])] * 3, 2)

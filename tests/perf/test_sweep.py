@@ -1,0 +1,38 @@
+"""`--nsa-sweep`: tiles and splits on the hot shapes; the best of each goes to the GPU's table at the end of the run."""
+
+import os
+
+import pytest
+import torch
+
+from nsa.testing import sweep, timing
+from nsa.testing.cases import Case
+from nsa.testing.fixtures import over
+from nsa.testing.measure import run_facts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
+
+
+@pytest.fixture(scope="module")
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@pytest.fixture(scope="module")
+def compiled(processors: int, request: pytest.FixtureRequest) -> None:
+    """Everything this run will try, compiled on all cores: one after the other it would take most of an hour."""
+    chosen = {item.callspec.params["case"] for item in request.session.items if hasattr(item, "callspec")}
+    work = [(case, sweep.candidates(case, processors)) for case in sweep.cases() if case.id in chosen]
+    sweep.compile_all(work, max(1, len(os.sched_getaffinity(0)) - 2))
+
+
+@over(sweep.cases())
+def test_sweep(case: Case, compiled: None, processors: int, device: torch.device, publish) -> None:
+    torch.cuda.empty_cache()
+    best, facts = sweep.sweep(case, sweep.candidates(case, processors), device)
+    failed = sum("error" in fact for fact in facts)
+    assert failed < len(facts), f"none of {len(facts)} candidates is right: {facts[0]['error']}"
+    us, now = facts[0]["us"], facts[0]["us_now"]
+    note = f"{case.id}: {now:.2f} -> {us:.2f} us, {len(facts)} tried, {failed} failed"
+    info = run_facts(device) | case.fields() | {"impl": "sweep", "note": note, "sweep": facts}
+    publish(f"sweep: {case.dist}", best, info | {"tiles": sweep.entry(case, facts)})
