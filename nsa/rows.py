@@ -33,22 +33,20 @@ def _direct(
     from nsa.kernels.query_major import forward
 
     current = settings.get()
-    dense = cu_seqlens is None
     o, lse = forward(
-        Q[:, None] if dense else Q,
-        K.unsqueeze(-2),
-        V.unsqueeze(-2),
+        Q,
+        K,
+        V,
         route=route,
         cu_seqlens_k=cu_seqlens,
         scale=scale,
-        bound=K.shape[1] if dense else max_selected,
+        bound=K.shape[1] if cu_seqlens is None else max_selected,
         per_head=route == "per_head",
         pipelined=current.sel_triton_db,
         return_lse=return_lse,
-        out=out[:, None] if dense and out is not None else out,
+        out=out,
+        rows_only=True,
     )
-    if dense:
-        o, lse = o[:, 0] if out is None else out, None if lse is None else lse[:, 0]
     return o if lse is None else (o, lse)
 
 

@@ -224,13 +224,22 @@ def plan(
     per_head: bool,
     pipelined: bool,
     choice: tiles.Choice | None,
+    rows_only: bool = False,
 ) -> Launch:
     """Tiles, splits, grid and run-time sizes of a call; remembered, because calls repeat.
 
     Args:
         q_shape, k_shape: of ``q`` and ``k``. strides: of ``q, k, v``. out_stride: of ``out``; None: it is new.
         sequences: of ``cu_seqlens_k``, None without. packed: row ``i`` is sequence ``i``. choice: what a sweep tries.
+        rows_only: shapes are those of packed rows, see :func:`forward`.
     """
+    out_shape = (*q_shape[:-1], Dv)
+    written = _contiguous(out_shape) if out_stride is None else out_stride
+    if rows_only:  # one KV head, and without sequences one position: axes of size 1
+        k_shape, strides = (*k_shape[:-1], 1, k_shape[-1]), (strides[0], *((*x[:-1], 0, x[-1]) for x in strides[1:]))
+        if sequences is None:
+            q_shape, strides = (q_shape[0], 1, *q_shape[1:]), (_with_position(strides[0]), *strides[1:])
+            written = _with_position(written)
     S_kv, HKV = k_shape[-3:-1]
     HQ, D = q_shape[-2:]
     B, S = q_shape[:2] if len(q_shape) == 4 else (sequences or 0, q_shape[0])
@@ -248,9 +257,9 @@ def plan(
         choice,
     )  # fmt: skip
     programs = rows * -(-G // tile.HEADS)
-    fresh = _contiguous((*q_shape[:-1], Dv))
-    split_stride = tokens * HQ * Dv if splits > 1 else 0  # partial results: [splits, *out.shape]
-    written = fresh if splits > 1 or out_stride is None else out_stride
+    split_stride = 0
+    if splits > 1:  # partial results: [splits, tokens, HQ, Dv]
+        split_stride, written = tokens * HQ * Dv, _contiguous((*q_shape[:-1], Dv))
     # Strides (b, s, h) of each; a 3-D tensor has no batch.
     all_strides = [s for x in (*strides, written) for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]
     unit = math.gcd(16, split_stride, *all_strides)
@@ -258,6 +267,11 @@ def plan(
     overlap = splits > 1 and capability >= 90 and device.type != "cpu" and gdc_launch_dependents is not None
     variant = _variant(device, dtype, tile, source, layout, causal, G, D, Dv, splits > 1, overlap)
     return Launch(variant, (programs, splits, 1), splits, tokens, unit, sizes, max(sizes) <= INT32_MAX)
+
+
+def _with_position(stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a packed row's query or output, with the position axis it lacks."""
+    return (stride[0], 0, *stride[1:])
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -319,6 +333,7 @@ def forward(
     pipelined: bool = True,
     return_lse: bool = False,
     out: Tensor | None = None,
+    rows_only: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the forward kernel on validated arguments.
 
@@ -330,6 +345,7 @@ def forward(
         cu_seqlens_q: None with ``cu_seqlens_k`` given: row ``i`` is sequence ``i``.
         bound: host bound on the keys of a row.
         out: ``[..., HQ, Dv]`` to write to.
+        rows_only: packed rows as they are, ``q [N, H, D]`` with ``k [N, L, D]``, or ``[sum L, D]`` and sequences.
 
     Returns:
         ``(O, LSE)``, LSE fp32 ``q.shape[:-1]`` or None.
@@ -339,7 +355,7 @@ def forward(
         q.device, q.dtype, q.shape, k.shape, Dv, (q.stride(), k.stride(), v.stride()),
         None if out is None else out.stride(), None if selection is None else selection.shape, block_size, causal,
         None if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1, cu_seqlens_q is None, bound, per_head, pipelined,
-        tiles.forced,
+        tiles.forced, rows_only,
     )  # fmt: skip
     if out is None:
         same = Dv == q.shape[-1] and q.is_contiguous()

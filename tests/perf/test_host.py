@@ -1,16 +1,19 @@
 """What the host spends on an eager call while the GPU works behind it: most of a decode step that is not captured."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from nsa.kernels.launch import Variant
 from nsa.testing import timing
 from nsa.testing.cases import Case
 from nsa.testing.impls import OURS, PACKED
 from nsa.testing.measure import gate_figures, run_facts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
+MAX_OVER_LAUNCHES = 1.3  # what a call may take the host, in times of what its bare Triton launches take
 CASES = {
     "dense_group": Case(4, 64, 64, 64, 16, "few", "bf16"),
     "varlen_group": Case(4, 64, 64, 64, 16, "few", "bf16", source="varlen"),
@@ -25,11 +28,36 @@ def test_eager_call(name: str, device: torch.device, publish, sampling: dict[str
     case = CASES[name]
     problem, rows = case.make(device), Case(4, 64, 64, 64, 16, "few", "bf16").make(device)
     problem.rows, problem.varlen  # noqa: B018  (packing is not what is timed)
+    bare = bare_launches(lambda: OURS[name].run(problem))
     fns = {"ours": lambda: OURS[name].run(problem), "direct_sdpa": lambda: PACKED.run(rows)}
+    if bare:
+        fns["bare_launches"] = lambda: [launch() for launch in bare]
 
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         times = timing.time_host(fns, sync=torch.cuda.synchronize, budget_s=0.3, **sampling)
-        facts = {"impl": name} | gate_figures(times, "direct_sdpa")
+        facts: dict[str, Any] = {"impl": name} | gate_figures(times, "direct_sdpa")
+        if bare:
+            ours, launches = (times[side].median * 1e6 for side in ("ours", "bare_launches"))
+            facts |= {"us": ours, "over_bare_launches": ours / launches}
+            facts["note"] = f"{name}: {ours:.1f} us a call, its Triton launches alone {launches:.1f} us"
         return times["ours"], run_facts(device) | case.fields() | facts
 
-    publish("eager call, host", *take(), again=take)
+    samples, info = take()
+    publish("eager call, host", samples, info, again=take)
+    assert info.get("over_bare_launches", 0) <= MAX_OVER_LAUNCHES
+
+
+def bare_launches(call: Callable[[], object]) -> list[Callable[[], object]]:
+    """The launches of a call as anybody would write them, `kernel[grid](...)`, on its own arguments."""
+    found: list[Callable[[], object]] = []
+    launch = Variant.launch
+
+    def spy(self: Variant, grid: Any, device: Any, key: Any, args: Any, **constexprs: object) -> None:
+        keywords = self.constexprs | constexprs | self.options | {"enable_fp_fusion": True}
+        found.append(lambda: self.kernel[grid](*args, **keywords))
+        launch(self, grid, device, key, args, **constexprs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Variant, "launch", spy)
+        call()
+    return found
