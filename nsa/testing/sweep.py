@@ -62,7 +62,7 @@ def candidates(case: Case, processors: int) -> list[Choice]:
             for block_l in (16, 32, 64, 128):
                 if block_l > max(16, tiles.next_power_of_2(part)):
                     continue
-                stages = (2, 3, 4) if part > 2 * block_l else (2,)
+                stages = (2, 3, 4)[: -(-part // block_l)]  # no more than there are tiles
                 warps = [w for w in (1, 2, 4, 8) if 8 <= block_l // w <= 64]
                 found += [Choice(splits, head_tiles, block_l, w, s) for w in warps for s in stages]
     return found
