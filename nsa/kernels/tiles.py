@@ -16,7 +16,7 @@ from nsa.settings import device_slug
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
 """Shared memory one program may use, by compute capability; the smallest stands for an unknown one."""
 
-SPAN_BUCKETS = (4, 8, 16, 64)
+SPAN_BUCKETS = (8, 16, 64)
 """Spans a program holds in registers at a time; rows with more are read in chunks of the largest."""
 
 MAX_SPLITS = 32
