@@ -67,7 +67,7 @@ def combine(
     stride_ob, S = (out.stride(0), out.shape[1]) if out.dim() == 4 else (0, tokens)
     launches["combine"] += 1
     key = None
-    if aligned(part, part_lse, out, lse) and max(stride_ob, S, tokens * HQ) <= INT32_MAX:
+    if aligned(part, part_lse, out, lse) and max(stride_ob, *out.stride()[-3:-1], S, tokens * HQ) <= INT32_MAX:
         key = lse is None
     _variant(out.device, out.dtype, Dv, overlap).launch(
         (tokens * HQ, 1, 1),

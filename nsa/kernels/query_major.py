@@ -264,7 +264,8 @@ def plan(
     all_strides = [s for x in (*strides, written) for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]
     unit = math.gcd(16, split_stride, *all_strides)
     sizes = (B, S, S_kv, HKV, n, min(block_size or 1, max(S_kv, 1)), *(s // unit for s in (*all_strides, split_stride)))
-    overlap = splits > 1 and capability >= 90 and device.type != "cpu" and gdc_launch_dependents is not None
+    nvidia = device.type != "cpu" and torch.version.hip is None
+    overlap = splits > 1 and nvidia and capability >= 90 and gdc_launch_dependents is not None
     variant = _variant(device, dtype, tile, source, layout, causal, G, D, Dv, splits > 1, overlap)
     return Launch(variant, (programs, splits, 1), splits, tokens, unit, sizes, max(sizes) <= INT32_MAX)
 

@@ -188,7 +188,7 @@ def measured(
         return None
     points = table(name).get((one_span, max(16, next_power_of_2(D)), max(16, next_power_of_2(Dv))), {})
     known = [p for p in points if bound <= 2 * p.L and 2 * rows >= p.rows and 4 * G >= p.G >= G / 4]
-    if not known or bound > 2 * max(p.L for p in points):
+    if not known:
         return None
 
     def distance(p: Point) -> float:

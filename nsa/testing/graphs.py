@@ -68,30 +68,41 @@ def time_gpu(
     whole = _replayable(first, replay_s, pool)  # kept until all are captured: the pool dies with its last graph
     # By the first, which is the one under test, the rotation is cut for all.
     parts = max(1, min(len(first), int(whole.rotation_s / replay_s)))
-    runs = {name: _replayable(calls, replay_s, pool, parts) for name, calls in fns.items()}
+    runs: dict[str, _Run] = {}
+    for name, calls in fns.items():
+        if whole.refused or any(run.refused for run in runs.values()):
+            pool = torch.cuda.graph_pool_handle()  # what refused may have left the other one recording
+        runs[name] = _replayable(calls, replay_s, pool, parts)
     del whole
     counts = {name: max(LEAST, min(iters, int(budget_s / run.estimate_s))) for name, run in runs.items()}
     # Whoever comes next replays the next part, so that a whole rotation lies between two uses of the same buffers.
     part = itertools.cycle(range(parts))
     for name, run in runs.items():
-        for _ in range(min(warmup, counts[name] // LEAST + 1)):  # it ran three times already
+        for _ in range(max(parts, min(warmup, counts[name] // LEAST + 1))):  # a graph's first launch uploads it
             run.replays[next(part)]()
     torch.cuda.synchronize()
     # Keep the GPU busy until the host is ahead of it: an event recorded on an idle GPU would time the launch.
     torch.cuda._sleep(4_000_000)
+    # Replays between rounds that nobody times: without them an implementation would meet the same few parts for ever.
+    extra = next(k for k in range(parts + 1) if math.gcd(sum(run.replayed for run in runs.values()) + k, parts) == 1)
     samples: dict[str, list[tuple[int, torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
-    for name in in_turn(counts):
+    for i, name in enumerate(in_turn(counts)):
+        run = runs[name]
+        for _ in range(extra if i and name == next(iter(runs)) else 0):
+            run.replays[next(part)]()
+        here = [next(part) for _ in range(run.replayed)]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        here = next(part)
         start.record()
-        runs[name].replays[here]()
+        for index in here:
+            run.replays[index]()
         end.record()
-        samples[name].append((runs[name].calls[here], start, end))
+        samples[name].append((sum(run.calls[index] for index in here), start, end))
     torch.cuda.synchronize()
     return {
         name: Timing(
             [start.elapsed_time(end) / 1e3 / calls for calls, start, end in samples[name]],
-            run.how, cold, len(fns[name]), min(run.calls), EVENT_TICK_S, run.refused,
+            run.how, cold, len(fns[name]), min(run.calls) * run.replayed, EVENT_TICK_S,
+            run.refused,
         )
         for name, run in runs.items()
     }  # fmt: skip
@@ -148,7 +159,8 @@ class _Run:
     replays: list[Fn]  # one per part of the rotation
     calls: list[int]  # in each
     how: str
-    estimate_s: float  # of a replay
+    replayed: int  # parts of a sample: a call much faster than the one under test needs several to last
+    estimate_s: float  # of a sample
     rotation_s: float  # all buffer sets once
     refused: str  # why it was not captured
 
@@ -176,7 +188,9 @@ def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any, parts: int = 1)
     cycles = max(1, math.ceil(replay_s / once)) if parts == 1 else 1
     if cycles > 1:
         replays = [_capture(calls, cycles, pool) if how == "graph" else _repeat(replays[0], cycles)]
-    return _Run(replays, [cycles * len(piece) for piece in pieces], how, cycles * once, once * parts, refused)
+    replayed = min(parts, math.ceil(replay_s / once)) if parts > 1 else 1
+    calls_each = [cycles * len(piece) for piece in pieces]
+    return _Run(replays, calls_each, how, replayed, cycles * replayed * once, once * parts, refused)
 
 
 def _each(calls: Sequence[Fn]) -> None:

@@ -1,7 +1,8 @@
 """`--nsa-sweep`: try tiles and splits on the hot shapes, right ones only, and write the GPU's table for `tiles.py`.
 
-Each candidate is compiled in a process of its own kind (many at once; one that kills the compiler kills a child), run
-against the fp64 oracle, and timed like every benchmark. What failed is recorded with its cause, and fails nothing.
+Candidates are compiled in child processes first, many at once, so that one that kills the compiler kills a child and is
+known. The others are run against the fp64 oracle, with LSE, into poisoned outputs, counting launches, and timed like
+every benchmark. What failed is recorded with its cause, and fails nothing.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import datetime
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from nsa.testing.impls import OURS, Impl
 from nsa.testing.recording import Fact
 from nsa.testing.timing import Timing
 
+SHAPE = ("one_span", "D", "Dv", "G", "rows", "L")  # what tells the entries of a table apart
 KEPT = 3  # best choices of a shape in the table; the first is used
 FINALISTS = 6  # timed again, properly
 COARSE = {"iters": 10, "warmup": 1, "budget_s": 0.004}
@@ -63,7 +65,7 @@ def candidates(case: Case, processors: int) -> list[Choice]:
                 if block_l > max(16, tiles.next_power_of_2(part)):
                     continue
                 stages = (2, 3, 4)[: -(-part // block_l)]  # no more than there are tiles
-                warps = [w for w in (1, 2, 4, 8) if 8 <= block_l // w <= 64]
+                warps = [w for w in (1, 2, 4, 8) if 4 <= block_l // w <= 64]
                 found += [Choice(splits, head_tiles, block_l, w, s) for w in warps for s in stages]
     return found
 
@@ -86,17 +88,33 @@ def _compile(case: Case, choices: Sequence[Choice]) -> None:
             OURS[KERNEL[case.source]].run(problem)
 
 
-def compile_all(work: Iterable[tuple[Case, Sequence[Choice]]], processes: int) -> None:
-    """Compile what a sweep will try, `processes` at a time."""
+def survivors(case: Case, choices: Sequence[Choice]) -> dict[Choice, str]:
+    """Compile in a child; which choices killed theirs, found by halving."""
     context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        for job in [pool.submit(_compile, case, choices) for case, choices in work]:
-            with contextlib.suppress(BrokenProcessPool):  # whatever killed it is met again below, one at a time
-                job.result()
+    try:
+        with ProcessPoolExecutor(1, mp_context=context) as child:
+            child.submit(_compile, case, choices).result()
+    except BrokenProcessPool:
+        if len(choices) == 1:
+            return {choices[0]: "killed the process that compiled it"}
+        half = len(choices) // 2
+        return survivors(case, choices[:half]) | survivors(case, choices[half:])
+    except FAILURES:
+        pass  # of the child as a whole, say of its memory: nothing is known against a choice
+    return {}
 
 
-def sweep(case: Case, choices: Sequence[Choice], device: torch.device) -> tuple[Timing, list[Fact]]:
-    """Check and time every choice on one shape.
+def compile_all(work: Sequence[tuple[Case, Sequence[Choice]]], processes: int) -> dict[Case, dict[Choice, str]]:
+    """Compile what a sweep will try, `processes` at a time. Returns what must not be tried here, by case."""
+    with ThreadPoolExecutor(processes) as threads:
+        deadly = threads.map(lambda job: survivors(*job), work)
+    return {case: found for (case, _), found in zip(work, deadly, strict=True)}
+
+
+def sweep(
+    case: Case, choices: Sequence[Choice], device: torch.device, deadly: Mapping[Choice, str] | None = None
+) -> tuple[Timing, list[Fact]]:
+    """Check and time every choice on one shape, but for the `deadly` ones.
 
     Returns:
         The timing of the best, and one fact per choice, best first: its fields with `us` (and `us_now` of what ran
@@ -104,11 +122,13 @@ def sweep(case: Case, choices: Sequence[Choice], device: torch.device) -> tuple[
     """
     impl, problem = OURS[KERNEL[case.source]], case.make(device)
     oracle, sets = Oracle.of(problem), buffer_sets(problem)
-    errors: dict[Choice, str] = {}
-    for choice in choices:
+    errors = dict(deadly or {})
+    for choice in (c for c in choices if c not in errors):
         try:
             with forced(choice):
-                assert_parity(impl.run(problem), oracle, str(choice))
+                result, launched = impl.run_counted(problem, return_lse=True)
+            assert_parity(result, oracle, str(choice))
+            assert launched[str(impl.route)] == 1, f"{choice} launched {dict(launched)}"
         except FAILURES as error:  # does not compile, does not fit, or is wrong
             errors[choice] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     right: list[Choice | None] = [choice for choice in choices if choice not in errors]
@@ -116,6 +136,10 @@ def sweep(case: Case, choices: Sequence[Choice], device: torch.device) -> tuple[
     ranked = sorted((c for c in right), key=lambda c: coarse[c].median)[:FINALISTS]
     fine = _time(impl, [None, *ranked], sets, FINE)
     times = coarse | fine
+    for choice in [c for c in right if c is not None and times[c].how != "graph"]:
+        errors[choice] = f"not captured: {times[choice].refused}"
+        right.remove(choice)
+        ranked = [c for c in ranked if c != choice]
     now = times[None].median * 1e6
     order = [*sorted(ranked, key=lambda c: fine[c].median), *(c for c in right if c not in ranked)]
     facts = [c._asdict() | {"us": times[c].median * 1e6, "us_now": now} for c in order if c is not None]
@@ -147,7 +171,7 @@ def entry(case: Case, facts: Sequence[Fact]) -> Fact | None:
 
 
 def write(entries: Sequence[Fact], facts: Fact, folder: Path = tiles.TABLES) -> Path:
-    """Write the table of the GPU of `facts`, whole or not at all.
+    """Write the table of the GPU of `facts`, whole or not at all; shapes that were not swept now keep their entries.
 
     Raises:
         ValueError: there is nothing to write.
@@ -159,9 +183,12 @@ def write(entries: Sequence[Fact], facts: Fact, folder: Path = tiles.TABLES) -> 
         raise ValueError("tiles not written: no shape was swept")
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     provenance = {name: str(facts[name]) for name in ("gpu", "torch", "triton", "commit")} | {"date": today}
-    text = yaml.safe_dump({"provenance": provenance, "shapes": list(entries)}, sort_keys=False, width=160)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{settings.device_slug(str(facts['gpu']))}.yaml"
+    known = yaml.safe_load(path.read_text(encoding="utf-8"))["shapes"] if path.exists() else []
+    shapes = {tuple(e[name] for name in SHAPE): e | {"provenance": provenance} for e in entries}
+    shapes = {tuple(e[name] for name in SHAPE): e for e in known} | shapes
+    text = yaml.safe_dump({"shapes": list(shapes.values())}, sort_keys=False, width=160)
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -82,6 +82,22 @@ def test_long_rotations_are_cut_and_still_every_buffer_is_cold(gpu):
         last[i] = at
 
 
+def test_a_comparator_much_faster_than_ours_still_lasts_a_sample(gpu):
+    times = graphs.time_gpu({"ours": gpu.calls("ours", 1000, 2e-4), "fast": gpu.calls("fast", 1000, 4e-6)}, iters=20)
+    assert times["fast"].median == pytest.approx(4e-6)
+    assert times["fast"].calls * 4e-6 >= graphs.REPLAY_S * 0.99
+
+
+@pytest.mark.parametrize("names", [1, 2, 5, 10, 11, 20])
+def test_everybody_meets_every_buffer(gpu, names):
+    """However many take turns: with a common factor of names and parts each would meet the same parts for ever."""
+    sets = 1000  # ten parts of 0.5 ms
+    fns = {str(i): gpu.calls(str(i), sets, 5.01e-6) for i in range(names)}
+    graphs.time_gpu(fns, iters=40)
+    for name in fns:
+        assert {i for who, i in gpu.log if who == name} == set(range(sets))
+
+
 def test_what_cannot_be_captured_is_called_eagerly(gpu, monkeypatch):
     def refuse(calls, cycles, pool):
         raise RuntimeError("operation not permitted when stream is capturing")

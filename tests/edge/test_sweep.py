@@ -1,5 +1,6 @@
 """The sweep without a GPU: candidates, what a wrong one does, the table it writes and how tiles are found in it."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -154,10 +155,13 @@ def test_committed_tables_are_whole():
         assert all(isinstance(p, Point) for points in tables.values() for p in points)
 
 
-def test_children_that_die_do_not_end_a_sweep(monkeypatch):
-    class Pool:
+def test_a_choice_that_kills_the_compiler_is_found_and_not_tried_here(device, monkeypatch, pretend_gpu):
+    choices = [Choice(1, 1, 32, w, s) for w in (1, 2) for s in (2, 3)]
+    deadly = choices[2]
+
+    class Child:
         def __init__(self, processes, mp_context):
-            self.jobs = []
+            assert (processes, mp_context.get_start_method()) == (1, "spawn")
 
         def __enter__(self):
             return self
@@ -165,11 +169,40 @@ def test_children_that_die_do_not_end_a_sweep(monkeypatch):
         def __exit__(self, *_):
             return None
 
-        def submit(self, f, *args):
+        def submit(self, f, case, choices):
             def die():
                 raise sweep.BrokenProcessPool("a child was aborted")
 
-            return SimpleNamespace(result=die)
+            return SimpleNamespace(result=die if deadly in choices else lambda: None)
 
-    monkeypatch.setattr(sweep, "ProcessPoolExecutor", Pool)
-    sweep.compile_all([(CASE, [])] * 3, 2)
+    monkeypatch.setattr(sweep, "ProcessPoolExecutor", Child)
+    other = dataclasses.replace(CASE, L=32)
+    found = sweep.compile_all([(CASE, choices), (other, choices[:2])], 2)
+    assert found == {CASE: {deadly: "killed the process that compiled it"}, other: {}}
+    _, facts = sweep.sweep(CASE, choices, device, found[CASE])
+    assert len(facts) == 4
+    assert facts[-1]["error"] == "killed the process that compiled it"
+    tried = {(x.variant.options["num_warps"], x.variant.options["num_stages"]) for x in pretend_gpu}
+    assert deadly[3:] not in tried
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+def test_a_kernel_that_leaves_rows_unwritten_is_wrong(device, monkeypatch):
+    """Also where its output memory still holds the right answer of the candidate before."""
+    launch = query_major.Variant.launch
+
+    def half(self, grid, *args, **keywords):
+        launch(self, (grid[0] // (2 if self.constexprs["BLOCK_L"] == 16 else 1), *grid[1:]), *args, **keywords)
+
+    monkeypatch.setattr(query_major.Variant, "launch", half)
+    _, facts = sweep.sweep(CASE, [Choice(1, 1, 32, 4, 2), Choice(1, 1, 16, 4, 2)], device)
+    assert [f["BLOCK_L"] for f in facts if "us" in f] == [32]
+    assert facts[-1]["error"].startswith("AssertionError: Choice(splits=1, head_tiles=1, BLOCK_L=16")
+
+
+def test_a_partial_sweep_keeps_the_other_shapes(table):
+    old, new = Choice(2, 1, 32, 2, 3), Choice(1, 1, 64, 4, 2)
+    table([(False, 128, 128, 8, 64, 256, old), (False, 128, 128, 8, 1024, 1024, old)])
+    table([(False, 128, 128, 8, 64, 256, new)])
+    found = tiles.table(H100)[False, 128, 128]
+    assert found == {Point(8, 64, 256): new, Point(8, 1024, 1024): old}

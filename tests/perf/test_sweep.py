@@ -5,10 +5,12 @@ import os
 import pytest
 import torch
 
+from nsa.kernels.tiles import Choice
 from nsa.testing import sweep, timing
 from nsa.testing.cases import Case
 from nsa.testing.fixtures import over
 from nsa.testing.measure import run_facts
+from nsa.testing.plugin import GIB_PER_WORKER
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 
@@ -19,17 +21,18 @@ def processors(device: torch.device) -> int:
 
 
 @pytest.fixture(scope="module")
-def compiled(processors: int, request: pytest.FixtureRequest) -> None:
+def deadly(processors: int, device: torch.device, request: pytest.FixtureRequest) -> dict[Case, dict[Choice, str]]:
     """Everything this run will try, compiled on all cores: one after the other it would take most of an hour."""
     chosen = {item.callspec.params["case"] for item in request.session.items if hasattr(item, "callspec")}
     work = [(case, sweep.candidates(case, processors)) for case in sweep.cases() if case.id in chosen]
-    sweep.compile_all(work, max(1, len(os.sched_getaffinity(0)) - 2))
+    memory = torch.cuda.get_device_properties(device).total_memory // (GIB_PER_WORKER << 30)
+    return sweep.compile_all(work, max(1, min(memory, len(os.sched_getaffinity(0)) - 2)))
 
 
 @over(sweep.cases())
-def test_sweep(case: Case, compiled: None, processors: int, device: torch.device, publish) -> None:
+def test_sweep(case: Case, deadly, processors: int, device: torch.device, publish) -> None:
     torch.cuda.empty_cache()
-    best, facts = sweep.sweep(case, sweep.candidates(case, processors), device)
+    best, facts = sweep.sweep(case, sweep.candidates(case, processors), device, deadly[case])
     failed = sum("error" in fact for fact in facts)
     assert failed < len(facts), f"none of {len(facts)} candidates is right: {facts[0]['error']}"
     us, now = facts[0]["us"], facts[0]["us_now"]
