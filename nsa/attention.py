@@ -116,19 +116,21 @@ def selection_attention(
     except AttributeError:
         check_tensors(q=q, k=k, v=v)
         raise
-    if torch.compiler.is_compiling() and not needs_grad and backend in ("auto", "triton"):
+    tracing = torch.compiler.is_compiling()
+    if tracing and not needs_grad and backend in ("auto", "triton"):
         o, lse = torch.ops.nsa.selection_attention(
             q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, max_selected,
             backend, schedule,
         )  # fmt: skip
         o = o if out is None else out.copy_(o)
         return (o, lse) if return_lse else o
-    tracing = torch.compiler.is_compiling()
     plan = dispatch.make_plan if tracing else dispatch.plan
     try:
         planned = plan(
-            None if tracing else settings.get(), needs_grad, raw(q), raw(k), raw(v), raw(ranges), raw(block_indices),
-            block_size, causal, raw(q_positions), raw(cu_q), raw(cu_k), max_selected, raw(out), backend, schedule,
+            None if tracing else settings.get(), needs_grad, raw(q), raw(k), raw(v),
+            None if ranges is None else raw(ranges), None if block_indices is None else raw(block_indices),
+            block_size, causal, None if q_positions is None else raw(q_positions), None if cu_q is None else raw(cu_q),
+            None if cu_k is None else raw(cu_k), max_selected, None if out is None else raw(out), backend, schedule,
         )  # fmt: skip
     except AttributeError:
         optional = {

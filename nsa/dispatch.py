@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nsa import reference, settings
+from nsa.kernels import tiles
 from nsa.validate import Dims, Raw, Signature, check, meta, optional
 
 logger = logging.getLogger("nsa")
@@ -59,6 +60,7 @@ class Plan(NamedTuple):
     fallback: str
     sdpa_layout: str
     debug: bool
+    launches: dict[Any, Any]  # how the kernel is launched, by what a sweep wants tried; None: no sweep
 
 
 class RouteRecord(NamedTuple):
@@ -113,9 +115,9 @@ def obstacle(dtype: torch.dtype, device: torch.device, needs_grad: bool, no_trit
 def make_plan(
     current: settings.Settings | None,
     needs_grad: bool,
-    q: Raw | None,
-    k: Raw | None,
-    v: Raw | None,
+    q: Raw,
+    k: Raw,
+    v: Raw,
     ranges: Raw | None,
     block_indices: Raw | None,
     block_size: int | None,
@@ -137,7 +139,6 @@ def make_plan(
         ValueError, TypeError: from :func:`nsa.validate.check`.
         RuntimeError: ``backend="triton"`` where Triton cannot serve the call.
     """
-    assert q is not None and k is not None and v is not None  # the caller read requires_grad of each
     sig = Signature(
         meta(q), meta(k), meta(v), optional(ranges), optional(block_indices), block_size, causal, optional(q_positions),
         optional(cu_seqlens_q), optional(cu_seqlens_k), max_selected, optional(out), backend, schedule,
@@ -148,7 +149,7 @@ def make_plan(
         if sig.backend == "triton":
             raise RuntimeError(f"backend='triton': {obstacle(sig.q.dtype, device, needs_grad, None)}")
         route, reason = ("sdpa" if sig.backend == "auto" else sig.backend), "traced by torch.compile"
-        return Plan(dims, route, reason, True, (), False, True, route, "heads_as_queries", False)
+        return Plan(dims, route, reason, True, (), False, True, route, "heads_as_queries", False, {})
     per_head = sig.schedule == "per_head" or (sig.schedule == "auto" and not current.sel_triton_group)
     triton_route = "per_head" if per_head else "ranges" if sig.ranges is not None else "blocks"
     fallback = "sdpa" if current.use_sel_pack else "reference"
@@ -186,6 +187,7 @@ def make_plan(
         fallback=fallback,
         sdpa_layout=layout,
         debug=current.debug_timing or current.debug_compare or current.debug_shapes,
+        launches={},
     )
 
 
@@ -250,24 +252,38 @@ def _run(what: Plan, call: Call) -> Result:
 
 
 def _triton(what: Plan, call: Call) -> Result:
-    from nsa.kernels.query_major import forward
+    from nsa.kernels.query_major import forward, launch_for
 
     cu_q, cu_k = call.cu_seqlens or (None, None)
+    selection = call.block_indices if call.ranges is None else call.ranges
+    launch = what.launches.get(tiles.forced)
+    if launch is None:
+        launch = what.launches[tiles.forced] = launch_for(
+            call.q,
+            call.k,
+            call.v,
+            selection=selection,
+            block_size=call.block_size,
+            causal=call.causal,
+            q_positions=call.q_positions,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_k,
+            bound=what.dims.bound,
+            per_head=what.per_head,
+            pipelined=what.pipelined,
+            out=call.out,
+        )
     result = forward(
+        launch,
         call.q,
         call.k,
         call.v,
         route=what.route,
-        selection=call.block_indices if call.ranges is None else call.ranges,
-        block_size=call.block_size,
-        causal=call.causal,
+        selection=selection,
         q_positions=call.q_positions,
         scale=call.scale,
         cu_seqlens_q=cu_q,
         cu_seqlens_k=cu_k,
-        bound=what.dims.bound,
-        per_head=what.per_head,
-        pipelined=what.pipelined,
         return_lse=call.return_lse,
         out=call.out,
     )

@@ -6,12 +6,16 @@ back. ``N`` rows of ``H`` query heads each; row ``i`` reads every key it is give
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from nsa import dispatch, settings
 from nsa.attention import selection_attention
-from nsa.validate import check_rows, check_tensors
+from nsa.kernels import tiles
+from nsa.validate import Raw, check_rows, check_tensors, raw
 
 
 def _direct(
@@ -25,29 +29,51 @@ def _direct(
     return_lse: bool,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
+    pipelined = settings.get().sel_triton_db
+    try:
+        needs_grad = torch.is_grad_enabled() and (Q.requires_grad or K.requires_grad or V.requires_grad)
+        launches = _checked(
+            raw(Q), raw(K), raw(V), None if cu_seqlens is None else raw(cu_seqlens), None if out is None else raw(out),
+            max_selected, route, pipelined, needs_grad,
+        )  # fmt: skip
+    except AttributeError:
+        given = {"Q": Q, "K": K, "V": V, "cu_seqlens": cu_seqlens, "out": out}
+        check_tensors(**{name: x for name, x in given.items() if x is not None or name in "QKV"})
+        raise
+    from nsa.kernels.query_major import forward, launch_for
+
+    launch = launches.get(tiles.forced)
+    if launch is None:
+        launch = launches[tiles.forced] = launch_for(
+            Q,
+            K,
+            V,
+            cu_seqlens_k=cu_seqlens,
+            bound=K.shape[1] if cu_seqlens is None else max_selected,
+            per_head=route == "per_head",
+            pipelined=pipelined,
+            out=out,
+            rows_only=True,
+        )
+    o, lse = forward(launch, Q, K, V, route=route, cu_seqlens_k=cu_seqlens, scale=scale, return_lse=return_lse, out=out)
+    return o if lse is None else (o, lse)
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _checked(
+    Q: Raw, K: Raw, V: Raw, cu_seqlens: Raw | None, out: Raw | None, max_selected: int | None, route: str,
+    pipelined: bool, needs_grad: bool,
+) -> dict[Any, Any]:  # fmt: skip
+    """Where to keep how such rows are launched, once they are found valid. The arguments are all that decides it."""
     check_rows(Q, K, V, cu_seqlens, out, max_selected)
-    needs_grad = torch.is_grad_enabled() and (Q.requires_grad or K.requires_grad or V.requires_grad)
-    why_not = dispatch.obstacle(Q.dtype, Q.device, needs_grad, dispatch.why_not_triton(Q.device))
+    dtype, device = Q[1:3]
+    why_not = dispatch.obstacle(dtype, device, needs_grad, dispatch.why_not_triton(device))
     if why_not is not None:
         raise RuntimeError(why_not)
-    from nsa.kernels.query_major import forward
+    return {}
 
-    current = settings.get()
-    o, lse = forward(
-        Q,
-        K,
-        V,
-        route=route,
-        cu_seqlens_k=cu_seqlens,
-        scale=scale,
-        bound=K.shape[1] if cu_seqlens is None else max_selected,
-        per_head=route == "per_head",
-        pipelined=current.sel_triton_db,
-        return_lse=return_lse,
-        out=out,
-        rows_only=True,
-    )
-    return o if lse is None else (o, lse)
+
+settings.ON_RELOAD.append(_checked.cache_clear)
 
 
 def sel_attn_fwd_dense(

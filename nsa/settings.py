@@ -47,6 +47,13 @@ class Settings:
     debug_compare: bool = False  # log the error against the reference
     debug_shapes: bool = False  # log shapes and strides
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(dataclasses.astuple(self)))
+
+    def __hash__(self) -> int:
+        """Computed once: every call looks up its route by the settings in force."""
+        return self._hash  # type: ignore[attr-defined, no-any-return]
+
 
 @dataclasses.dataclass(frozen=True)
 class DeviceConfig:

@@ -6,7 +6,6 @@ of a hashable :class:`Signature`; ``dispatch`` remembers the answer, so a repeat
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -67,9 +66,13 @@ class Dims(NamedTuple):
 Raw = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...]]
 
 
-def raw(x: Any) -> Raw | None:
-    """What a :class:`Meta` is made of, as cheaply as Python allows: this runs on every call."""
-    return None if x is None else (x.shape, x.dtype, x.device, x.stride())
+def raw(x: Any) -> Raw:
+    """What a :class:`Meta` is made of, as cheaply as Python allows: this runs on every call.
+
+    Raises:
+        AttributeError: ``x`` is no tensor.
+    """
+    return x.shape, x.dtype, x.device, x.stride()
 
 
 def meta(x: Raw) -> Meta:
@@ -229,25 +232,13 @@ def check(sig: Signature) -> Dims:
     return Dims(B, lead[-1], S_kv, HQ, HKV, HQ // HKV, D, Dv, n, tokens, varlen, bound)
 
 
-def check_rows(Q: Any, K: Any, V: Any, cu_seqlens: Any | None, out: Any | None, max_selected: int | None) -> None:
+def check_rows(Q: Raw, K: Raw, V: Raw, cu_seqlens: Raw | None, out: Raw | None, max_selected: int | None) -> None:
     """Check packed rows: ``Q [N, H, D]`` with ``K [N, L, D]``, or ``K_all [sum L, D]`` and ``cu_seqlens [N + 1]``.
 
     They are checked as the call they are a view of, so there is one set of rules and texts.
     """
-    try:
-        _check_rows(raw(Q), raw(K), raw(V), raw(cu_seqlens), raw(out), max_selected)
-    except (AttributeError, AssertionError):
-        given = {"Q": Q, "K": K, "V": V, "cu_seqlens": cu_seqlens, "out": out}
-        check_tensors(**{name: x for name, x in given.items() if x is not None or name in "QKV"})
-        raise
-
-
-@lru_cache(maxsize=1024, typed=True)
-def _check_rows(
-    Q: Raw | None, K: Raw | None, V: Raw | None, cu_seqlens: Raw | None, out: Raw | None, max_selected: int | None
-) -> None:
-    q, k, v, cu, o = (optional(x) for x in (Q, K, V, cu_seqlens, out))
-    assert q is not None and k is not None and v is not None
+    q, k, v = meta(Q), meta(K), meta(V)
+    cu, o = optional(cu_seqlens), optional(out)
     _check_ndim("Q", q, "[N, H, D]")
     kv_layout = "[N, L, D]" if cu is None else "[sum L, D]"
     _check_ndim("K", k, kv_layout)

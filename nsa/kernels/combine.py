@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels import launches
-from nsa.kernels.launch import INT32_MAX, Variant, aligned
+from nsa.kernels.launch import INT32_MAX, Variant
 from nsa.kernels.primitives import gdc_wait
 from nsa.kernels.tiles import MAX_SPLITS, next_power_of_2
 
@@ -66,18 +66,14 @@ def combine(
     splits, tokens, HQ, Dv = part.shape
     stride_ob, S = (out.stride(0), out.shape[1]) if out.dim() == 4 else (0, tokens)
     launches["combine"] += 1
-    key = None
-    if aligned(part, part_lse, out, lse) and max(stride_ob, *out.stride()[-3:-1], S, tokens * HQ) <= INT32_MAX:
-        key = lse is None
-    _variant(out.device, out.dtype, Dv, overlap).launch(
-        (tokens * HQ, 1, 1),
-        out.device,
-        key,
-        (part, part_lse, out, lse, S, HQ, splits, tokens * HQ, stride_ob, out.stride(-3), out.stride(-2)),
+    sizes = (S, HQ, splits, tokens * HQ, stride_ob, out.stride(-3), out.stride(-2))
+    _variant(out.device, out.dtype, Dv, overlap, lse is None).launch(
+        (tokens * HQ, 1, 1), out.device, (part, part_lse, out, lse), sizes, max(sizes) <= INT32_MAX
     )
 
 
 @lru_cache(maxsize=64)
-def _variant(device: torch.device, dtype: torch.dtype, Dv: int, overlap: bool) -> Variant:
+def _variant(device: torch.device, dtype: torch.dtype, Dv: int, overlap: bool, no_lse: bool) -> Variant:
     constexprs = {"Dv": Dv, "BLOCK_DV": next_power_of_2(Dv), "SPLITS": MAX_SPLITS, "OVERLAP": overlap}
-    return Variant(_combine_kernel, constexprs, {"num_warps": 4} | ({"launch_pdl": True} if overlap else {}))
+    options = {"num_warps": 4} | ({"launch_pdl": True} if overlap else {})
+    return Variant(_combine_kernel, constexprs, options, (dtype, no_lse))

@@ -1,74 +1,84 @@
 """Launching a kernel again for a fraction of what Triton's own launch costs the host.
 
-``kernel[grid](...)`` works out with every call which variant of the kernel its arguments need, and looks that up by a
-key made of text. Here the caller says what the variant depends on, in a short key; the compiled kernel that Triton
-returned the first time is launched directly from then on.
+``kernel[grid](...)`` works out with every call which variant of the kernel its arguments need, looks that up by a key
+made of text, asks the driver about every pointer and calls hooks that are hardly ever there. Here the caller says which
+variant it means, and what Triton compiled for it the first time is launched directly from then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 import triton
 
-# From 3.3 on a compiled kernel takes all arguments, compile-time ones too. Before, launches stay Triton's.
-DIRECT = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 3)
+# Launching what is compiled takes the same arguments since 3.5. Before, and on ROCm, launches stay Triton's.
+DIRECT = tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 5) and torch.version.hip is None
 INT32_MAX = 2**31 - 1
 
 
 class Variant:
-    """Compile-time choices of a kernel, and the kernels compiled for them by what else they depend on.
+    """A kernel with everything that decides how it is compiled, but for what `common` says of a launch.
 
     Args:
         kernel: the ``@triton.jit`` function; its compile-time arguments come last.
         constexprs: values of compile-time arguments.
         options: ``num_warps`` and what else Triton takes.
+        what: whatever else of a launch makes Triton compile anew, as dtypes and absent tensors do; not looked at, but
+            two launches of one variant must agree on it.
     """
 
-    def __init__(self, kernel: Any, constexprs: dict[str, object], options: dict[str, Any]) -> None:
+    def __init__(
+        self, kernel: Any, constexprs: dict[str, object], options: dict[str, Any], what: object = None
+    ) -> None:
         self.kernel = kernel
         self.constexprs = constexprs
         self.options = options
-        self._ready: dict[Hashable, tuple[Any, tuple[object, ...]]] = {}
+        self.what = what
+        self._compiled: tuple[Any, ...] | None = None
 
     def launch(
         self,
         grid: tuple[int, int, int],
         device: torch.device,
-        key: Hashable,
-        args: tuple[Any, ...],
-        **constexprs: object,
+        tensors: tuple[torch.Tensor | None, ...],
+        numbers: tuple[int | float, ...],
+        common: bool = True,
     ) -> None:
         """Launch on ``device``'s current stream.
 
         Args:
-            key: everything but ``self`` that Triton would compile anew for: dtypes, which arguments are None, and
-                ``constexprs``. None: what this call needs is rare, and Triton finds out by itself.
-            args: the run-time arguments, in the kernel's order. Where ``key`` is given, addresses are multiples of 16
-                and ints fit int32.
-            constexprs: more compile-time values, which vary between calls.
+            tensors, numbers: the run-time arguments, in the kernel's order.
+            common: the ints fit int32. A launch where they do not, or where an address is no multiple of 16, is
+                another variant, and rare: Triton finds out by itself.
         """
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                return self.launch(grid, device, key, args, **constexprs)
-        known = self._ready.get(key)
-        if known is not None:
-            kernel, last = known
-            kernel[grid](*args, *last)
+                return self.launch(grid, device, tensors, numbers, common)
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        union = 0
+        for address in addresses:
+            union |= address
+        common = common and union & 15 == 0
+        compiled = self._compiled
+        if compiled is not None and common and not _watched():
+            run, function, metadata, last = compiled
+            stream = _current_stream(device.index)
+            run(*grid, stream, function, metadata, None, None, None, *addresses, *numbers, *last)
             return None
-        values = self.constexprs | constexprs
-        kernel = self.kernel[grid](*args, **values, **self.options, enable_fp_fusion=True)
-        if DIRECT and key is not None and device.type == "cuda" and kernel is not None:
-            self._ready[key] = kernel, tuple(values[name] for name in self.kernel.arg_names[len(args) :])
+        kernel = self.kernel[grid](*tensors, *numbers, **self.constexprs, **self.options, enable_fp_fusion=True)
+        if DIRECT and common and device.type == "cuda" and kernel is not None:
+            given = len(tensors) + len(numbers)
+            last = tuple(self.constexprs[name] for name in self.kernel.arg_names[given:])
+            self._compiled = kernel.run, kernel.function, kernel.packed_metadata, last
         return None
 
 
-def aligned(*tensors: torch.Tensor | None) -> bool:
-    """Whether every address is a multiple of 16, as Triton's vector loads want to know."""
-    addresses = 0
-    for x in tensors:
-        if x is not None:
-            addresses |= x.data_ptr()
-    return addresses & 15 == 0
+def _watched() -> bool:
+    """Whether a profiler asked Triton to tell it of launches."""
+    runtime = triton.knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
+def _current_stream(index: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(index)  # type: ignore[no-any-return]

@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa import settings
 from nsa.kernels import launches, tiles
 from nsa.kernels.combine import combine
-from nsa.kernels.launch import INT32_MAX, Variant, aligned
+from nsa.kernels.launch import INT32_MAX, Variant
 from nsa.kernels.primitives import (
     BATCH,
     BLOCKS,
@@ -195,15 +196,18 @@ def _fwd_kernel(
 
 
 class Launch(NamedTuple):
-    """Everything about a launch that shapes and strides decide."""
+    """Everything about a launch that shapes, strides and dtypes decide."""
 
     variant: Variant
+    variant_lse: Variant  # the one that also writes LSE
+    device: torch.device
     grid: tuple[int, int, int]
     splits: int
     tokens: int
-    unit: int  # STRIDE_UNIT
     sizes: tuple[int, ...]  # the kernel's run-time ints: sizes, then strides in units
     narrow: bool  # they fit int32
+    scale: float  # where the call names none
+    like_q: bool  # a new output has the shape and strides of q
 
 
 @lru_cache(maxsize=4096)
@@ -224,15 +228,18 @@ def plan(
     per_head: bool,
     pipelined: bool,
     choice: tiles.Choice | None,
-    rows_only: bool = False,
+    rows_only: bool,
+    kinds: tuple[torch.dtype | None, ...],
 ) -> Launch:
     """Tiles, splits, grid and run-time sizes of a call; remembered, because calls repeat.
 
     Args:
         q_shape, k_shape: of ``q`` and ``k``. strides: of ``q, k, v``. out_stride: of ``out``; None: it is new.
         sequences: of ``cu_seqlens_k``, None without. packed: row ``i`` is sequence ``i``. choice: what a sweep tries.
-        rows_only: shapes are those of packed rows, see :func:`forward`.
+        rows_only: shapes are those of packed rows, see :func:`launch_for`.
+        kinds: dtypes of selection, positions and both ``cu_seqlens``, None where there is none.
     """
+    like_q = Dv == q_shape[-1] and strides[0] == _contiguous(q_shape)
     out_shape = (*q_shape[:-1], Dv)
     written = _contiguous(out_shape) if out_stride is None else out_stride
     if rows_only:  # one KV head, and without sequences one position: axes of size 1
@@ -266,8 +273,17 @@ def plan(
     sizes = (B, S, S_kv, HKV, n, min(block_size or 1, max(S_kv, 1)), *(s // unit for s in (*all_strides, split_stride)))
     nvidia = device.type != "cpu" and torch.version.hip is None
     overlap = splits > 1 and nvidia and capability >= 90 and gdc_launch_dependents is not None
-    variant = _variant(device, dtype, tile, source, layout, causal, G, D, Dv, splits > 1, overlap)
-    return Launch(variant, (programs, splits, 1), splits, tokens, unit, sizes, max(sizes) <= INT32_MAX)
+    variant, variant_lse = (
+        _variant(device, dtype, tile, source, layout, causal, G, D, Dv, splits > 1, overlap, unit, (*kinds, with_lse))
+        for with_lse in (splits > 1, True)  # parts of a row are merged by it
+    )
+    return Launch(
+        variant, variant_lse, device, (programs, splits, 1), splits, tokens, sizes, max(sizes) <= INT32_MAX,
+        1.0 / math.sqrt(D), like_q,
+    )  # fmt: skip
+
+
+settings.ON_RELOAD.append(plan.cache_clear)
 
 
 def _with_position(stride: tuple[int, ...]) -> tuple[int, ...]:
@@ -292,13 +308,15 @@ def _variant(
     Dv: int,
     split: bool,
     overlap: bool,
+    unit: int,
+    what: tuple[object, ...],
 ) -> Variant:
     """Shared by all plans that differ in sizes only, so that a longer cache does not launch slowly the first time."""
     constexprs = tile._asdict()
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}
     constexprs.update(G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, INPUT_PRECISION="ieee")
-    constexprs.update(SPLIT=split, OVERLAP=overlap)
-    return Variant(_fwd_kernel, constexprs, options)
+    constexprs.update(SPLIT=split, OVERLAP=overlap, STRIDE_UNIT=unit)
+    return Variant(_fwd_kernel, constexprs, options, (dtype, *what))
 
 
 @lru_cache(maxsize=64)
@@ -316,70 +334,94 @@ def gpu_name(device: torch.device) -> str | None:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
-def forward(
+def launch_for(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    route: str,
     selection: Tensor | None = None,
     block_size: int | None = None,
     causal: bool = False,
     q_positions: Tensor | None = None,
-    scale: float | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     bound: int | None = None,
     per_head: bool = False,
     pipelined: bool = True,
-    return_lse: bool = False,
     out: Tensor | None = None,
     rows_only: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Launch the forward kernel on validated arguments.
+) -> Launch:
+    """How such a call is launched; holds for every call whose arguments agree in shape, strides, dtype and device.
 
     Args:
         q: ``[B, S, HQ, D]``, or ``[T, HQ, D]`` with ``cu_seqlens_k``. k, v: ``[B, S_kv, HKV, D | Dv]`` or 3-D likewise.
-        route: name counted in :data:`nsa.kernels.launches`.
         selection: ranges ``[..., HKV, n, 2]``, or block indices ``[..., HKV, n]`` with ``block_size``; None reads the
             whole sequence.
         cu_seqlens_q: None with ``cu_seqlens_k`` given: row ``i`` is sequence ``i``.
         bound: host bound on the keys of a row.
         out: ``[..., HQ, Dv]`` to write to.
         rows_only: packed rows as they are, ``q [N, H, D]`` with ``k [N, L, D]``, or ``[sum L, D]`` and sequences.
+    """
+    return plan(
+        q.device, q.dtype, q.shape, k.shape, v.shape[-1], (q.stride(), k.stride(), v.stride()),
+        None if out is None else out.stride(), None if selection is None else selection.shape, block_size, causal,
+        None if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1, cu_seqlens_q is None, bound, per_head, pipelined,
+        tiles.forced, rows_only,
+        tuple(None if x is None else x.dtype for x in (selection, q_positions, cu_seqlens_q, cu_seqlens_k)),
+    )  # fmt: skip
+
+
+def forward(
+    launch: Launch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    route: str,
+    selection: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch the forward kernel on validated arguments.
+
+    Args:
+        launch: of :func:`launch_for` for these arguments, which says what they are.
+        route: name counted in :data:`nsa.kernels.launches`.
 
     Returns:
         ``(O, LSE)``, LSE fp32 ``q.shape[:-1]`` or None.
     """
-    Dv = v.shape[-1]
-    launch = plan(
-        q.device, q.dtype, q.shape, k.shape, Dv, (q.stride(), k.stride(), v.stride()),
-        None if out is None else out.stride(), None if selection is None else selection.shape, block_size, causal,
-        None if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1, cu_seqlens_q is None, bound, per_head, pipelined,
-        tiles.forced, rows_only,
-    )  # fmt: skip
     if out is None:
-        same = Dv == q.shape[-1] and q.is_contiguous()
-        out = torch.empty_like(q) if same else q.new_empty((*q.shape[:-1], Dv))
-    lse = torch.empty(q.shape[:-1], device=q.device, dtype=torch.float32) if return_lse else None
+        out = torch.empty_like(q) if launch.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = torch.empty(q.shape[:-1], device=launch.device, dtype=torch.float32) if return_lse else None
     if launch.tokens == 0:
         return out, lse
     target, target_lse = out, lse
     if launch.splits > 1:
-        HQ = q.shape[-2]
-        target = torch.empty((launch.splits, launch.tokens, HQ, Dv), device=q.device, dtype=torch.float32)
-        target_lse = torch.empty((launch.splits, launch.tokens, HQ), device=q.device, dtype=torch.float32)
-    given = tuple(
-        x if x is None or x.is_contiguous() else x.contiguous()
-        for x in (selection, q_positions, cu_seqlens_q, cu_seqlens_k)
-    )
-    key = None
-    if launch.narrow and aligned(q, k, v, target, target_lse, *given):
-        key = (launch.unit, target_lse is None, *[None if x is None else x.dtype for x in given])
+        parts = (launch.splits, launch.tokens, q.shape[-2])
+        target = torch.empty((*parts, v.shape[-1]), device=launch.device, dtype=torch.float32)
+        target_lse = torch.empty(parts, device=launch.device, dtype=torch.float32)
+    if selection is not None and not selection.is_contiguous():
+        selection = selection.contiguous()
+    if q_positions is not None and not q_positions.is_contiguous():
+        q_positions = q_positions.contiguous()
+    if cu_seqlens_k is not None:
+        cu_seqlens_k = cu_seqlens_k.contiguous()
+        cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
     launches[route] += 1
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    args = (q, k, v, target, target_lse, *given, *launch.sizes, scale)
-    launch.variant.launch(launch.grid, q.device, key, args, STRIDE_UNIT=launch.unit)
+    variant = launch.variant if target_lse is None else launch.variant_lse
+    variant.launch(
+        launch.grid,
+        launch.device,
+        (q, k, v, target, target_lse, selection, q_positions, cu_seqlens_q, cu_seqlens_k),
+        (*launch.sizes, launch.scale if scale is None else float(scale)),
+        launch.narrow,
+    )
     if launch.splits > 1:
-        combine(target, target_lse, out, lse, bool(launch.variant.constexprs["OVERLAP"]))
+        assert target_lse is not None
+        combine(target, target_lse, out, lse, bool(variant.constexprs["OVERLAP"]))
     return out, lse

@@ -109,7 +109,7 @@ def main(capability: int) -> None:
 
 
 def _call(point: Point) -> None:
-    from nsa.kernels.query_major import forward
+    from nsa.kernels.query_major import forward, launch_for
 
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[point.dtype]
     index = torch.int64 if "int64" in point.options else torch.int32
@@ -118,26 +118,33 @@ def _call(point: Point) -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     rows, G, D, Dv = point.rows, point.G, point.D, point.Dv
-    keys: dict[str, Any] = {"route": point.source, "bound": point.L, "causal": point.causal}
-    keys.update(per_head="per_head" in point.options, pipelined="unpipelined" not in point.options)
+    lead: tuple[int, ...]
+    cache: tuple[int, ...]
     sequences = meta(rows + 1, dtype=torch.int32)
+    tensors: dict[str, Any] = {}
+    block_size = None
     if point.source == "dense":
-        forward(meta(rows, 1, G, D), meta(rows, point.L, 1, D), meta(rows, point.L, 1, Dv), **keys)
+        lead, cache = (rows, 1), (rows, point.L, 1)
     elif point.source == "varlen":
-        keys.update(cu_seqlens_k=sequences, return_lse=True)
-        forward(meta(rows, G, D), meta(rows * point.L, 1, D), meta(rows * point.L, 1, Dv), **keys)
+        lead, cache = (rows,), (rows * point.L, 1)
+        tensors["cu_seqlens_k"] = sequences
     else:
         lead = (rows,) if "cu_seqlens" in point.options else (1, rows)
-        if point.source == "ranges":
-            keys["selection"] = meta(*lead, 1, point.n, 2, dtype=index)
-        else:
-            keys.update(selection=meta(*lead, 1, point.n, dtype=index), block_size=point.L // point.n)
-        if "cu_seqlens" in point.options:
-            keys.update(cu_seqlens_q=sequences, cu_seqlens_k=sequences)
-        if "q_positions" in point.options:
-            keys["q_positions"] = meta(*lead, dtype=torch.int64)
         cache = (*lead[:-1], max(rows, 8192), 1)
-        forward(meta(*lead, G, D), meta(*cache, D), meta(*cache, Dv), return_lse=True, **keys)
+        if point.source == "ranges":
+            tensors["selection"] = meta(*lead, 1, point.n, 2, dtype=index)
+        else:
+            tensors["selection"], block_size = meta(*lead, 1, point.n, dtype=index), point.L // point.n
+        if "cu_seqlens" in point.options:
+            tensors.update(cu_seqlens_q=sequences, cu_seqlens_k=sequences)
+        if "q_positions" in point.options:
+            tensors["q_positions"] = meta(*lead, dtype=torch.int64)
+    q, k, v = meta(*lead, G, D), meta(*cache, D), meta(*cache, Dv)
+    launch = launch_for(
+        q, k, v, **tensors, block_size=block_size, causal=point.causal, bound=point.L,
+        per_head="per_head" in point.options, pipelined="unpipelined" not in point.options,
+    )  # fmt: skip
+    forward(launch, q, k, v, **tensors, route=point.source, return_lse=point.source != "dense")
 
 
 def _pretend(capability: int) -> tuple[list[Any], list[str]]:

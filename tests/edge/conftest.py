@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import nsa
-from nsa import dispatch
+from nsa import dispatch, settings
 from nsa.reference import selection_reference
 from nsa.testing.plugin import current_lane
 
@@ -125,15 +125,22 @@ def agrees():
 
 
 @pytest.fixture
-def split(monkeypatch):
+def fresh_plans():
+    """Whatever is remembered about calls by their metadata is worked out anew, in the test and after it."""
+    for forget in settings.ON_RELOAD:
+        forget()
+    yield
+    for forget in settings.ON_RELOAD:
+        forget()
+
+
+@pytest.fixture
+def split(monkeypatch, fresh_plans):
     """Every row's keys are shared among 3 programs and merged, whatever the shape: that is decided by measurements."""
-    from nsa.kernels import query_major, tiles
+    from nsa.kernels import tiles
 
     monkeypatch.setattr(tiles, "split_count", lambda *_: 3)
     monkeypatch.setattr(tiles, "measured", lambda *_: None)
-    query_major.plan.cache_clear()
-    yield
-    query_major.plan.cache_clear()
 
 
 @pytest.fixture

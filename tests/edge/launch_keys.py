@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import nsa
+from nsa import settings
 
 HKV, G, D, DV = 3, 5, 40, 72  # strides that are multiples of 16 in some batches, and in others not
 
@@ -46,7 +47,7 @@ def launch(batch: tuple[int, int, int, int, int], source: str, device: torch.dev
 
 def watch_tiles(seen: set[object]) -> Callable[[], None]:
     """Collect the entries of the tile table that launches use, into `seen`; returns what ends it."""
-    from nsa.kernels import query_major, tiles
+    from nsa.kernels import tiles
 
     select = tiles.select
 
@@ -56,9 +57,9 @@ def watch_tiles(seen: set[object]) -> Callable[[], None]:
 
     def stop() -> None:
         tiles.select = select
-        query_major.plan.cache_clear()
+        settings.reload()
 
-    query_major.plan.cache_clear()
+    settings.reload()
     tiles.select = watched
     return stop
 

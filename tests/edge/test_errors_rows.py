@@ -123,7 +123,7 @@ def test_rows_need_no_gradient(device):
         nsa.sel_attn_fwd_dense_group(Q, K, V)
 
 
-def test_rows_never_fall_back(device, monkeypatch):
+def test_rows_never_fall_back(device, monkeypatch, fresh_plans):
     monkeypatch.setattr("nsa.dispatch.why_not_triton", lambda device: f"Triton route needs a CUDA device, got {device}")
     Q, K, V = (x.to(device) for x in (rand(3, 4, 16), rand(3, 9, 16), rand(3, 9, 24)))
     for use in (True, False):

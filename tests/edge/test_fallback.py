@@ -39,7 +39,7 @@ def break_kernel(monkeypatch):
     def make(error):
         tries = []
 
-        def forward(q, *args, **keywords):
+        def forward(launch, q, *args, **keywords):
             tries.append(q.dtype)
             raise error
 

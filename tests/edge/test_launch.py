@@ -9,66 +9,84 @@ import torch
 
 import nsa
 from nsa.kernels import launch
-from nsa.kernels.launch import Variant, aligned
+from nsa.kernels.launch import Variant
 
 triton = partial(nsa.selection_attention, backend="triton")
 CUDA = torch.device("cuda", 0)
+STREAM = 77
 
 
 class Kernel:
     """A `@triton.jit` function and its compiled kernels, as far as launching goes."""
 
-    arg_names = ("x", "n", "FIRST", "SECOND")
+    arg_names = ("x", "y", "n", "FIRST", "SECOND")
+    constexprs = {"SECOND": 2, "FIRST": 1}  # noqa: RUF012
+    function, packed_metadata = 55, (4, 1, 0)
 
     def __init__(self):
         self.log = []
 
     def __getitem__(self, grid):
-        def run(*args, **keywords):
+        def by_triton(*args, **keywords):
             self.log.append(("triton", grid, args, keywords))
-            return Compiled(self.log)
+            return self
 
-        return run
+        return by_triton
 
-
-class Compiled:
-    def __init__(self, log):
-        self.log = log
-
-    def __getitem__(self, grid):
-        return lambda *args: self.log.append(("direct", grid, args))
+    def run(self, *args):
+        self.log.append(("direct", *args))
 
 
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_current_stream", lambda index: STREAM + index)
+    monkeypatch.setattr(launch, "_watched", lambda: False)
     monkeypatch.setattr(launch, "DIRECT", True)
     return Kernel()
 
 
+def pointer(address):
+    return SimpleNamespace(data_ptr=lambda: address)
+
+
 def test_the_second_launch_is_direct(kernel):
-    variant = Variant(kernel, {"SECOND": 2}, {"num_warps": 4})
+    variant = Variant(kernel, kernel.constexprs, {"num_warps": 4})
+    x = pointer(4096)
     for n in (5, 6):
-        variant.launch((n, 1, 1), CUDA, "key", ("x", n), FIRST=1)
+        variant.launch((n, 1, 1), CUDA, (x, None), (n,))
     options = {"FIRST": 1, "SECOND": 2, "num_warps": 4, "enable_fp_fusion": True}
-    assert kernel.log == [("triton", (5, 1, 1), ("x", 5), options), ("direct", (6, 1, 1), ("x", 6, 1, 2))]
+    by_triton = ("triton", (5, 1, 1), (x, None, 5), options)
+    direct = ("direct", 6, 1, 1, STREAM, 55, (4, 1, 0), None, None, None, 4096, 0, 6, 1, 2)
+    assert kernel.log == [by_triton, direct]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["common first", "rare first"])
+@pytest.mark.parametrize(
+    "rare", [{"address": 4104}, {"common": False}, {"watched": True}], ids=["misaligned", "int64", "profiler"]
+)
+def test_a_rare_launch_is_tritons_and_changes_nothing(kernel, monkeypatch, rare, first):
+    variant = Variant(kernel, kernel.constexprs, {})
+
+    def go(address=4096, common=True, watched=False):
+        monkeypatch.setattr(launch, "_watched", lambda: watched)
+        variant.launch((1, 1, 1), CUDA, (pointer(address), None), (1,), common)
+        return kernel.log[-1][0]
+
+    if first:
+        assert [go(), go(**rare), go()] == ["triton", "triton", "direct"]
+    else:  # what a profiler sees the first time is the common kernel all the same
+        assert [go(**rare), go(), go()] == ["triton", "direct" if "watched" in rare else "triton", "direct"]
 
 
 @pytest.mark.parametrize(
-    ("keys", "device", "direct"),
-    [
-        (("a", "b"), CUDA, True),
-        ((None, None), CUDA, True),
-        (("a", "a"), torch.device("cpu"), True),  # the interpreter compiles nothing
-        (("a", "a"), CUDA, False),
-    ],
-    ids=["other key", "rare", "interpreter", "old Triton"],
+    ("device", "direct"), [(torch.device("cpu"), True), (CUDA, False)], ids=["interpreter", "old Triton"]
 )
-def test_else_triton_launches(kernel, monkeypatch, keys, device, direct):
+def test_else_triton_launches(kernel, monkeypatch, device, direct):
     monkeypatch.setattr(launch, "DIRECT", direct)
-    variant = Variant(kernel, {}, {})
-    for key in keys:
-        variant.launch((1, 1, 1), device, key, ("x", 1), FIRST=1, SECOND=2)
+    variant = Variant(kernel, kernel.constexprs, {})
+    for _ in range(2):
+        variant.launch((1, 1, 1), device, (pointer(4096), None), (1,))
     assert [entry[0] for entry in kernel.log] == ["triton", "triton"]
 
 
@@ -87,17 +105,26 @@ def test_a_kernel_runs_on_the_device_of_its_tensors(kernel, monkeypatch):
             monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
     monkeypatch.setattr(torch.cuda, "device", Guard)
-    variant = Variant(kernel, {}, {})
-    for index in (0, 1, 0):
-        variant.launch((1, 1, 1), torch.device("cuda", index), index, ("x", 1), FIRST=1, SECOND=2)
-    assert entered == [torch.device("cuda", 1)]
-    assert [entry[0] for entry in kernel.log] == ["triton", "triton", "direct"]
+    variant = Variant(kernel, kernel.constexprs, {})
+    for _ in range(2):
+        variant.launch((1, 1, 1), torch.device("cuda", 1), (pointer(4096), None), (1,))
+    assert entered == [torch.device("cuda", 1)] * 2
+    assert [entry[0] for entry in kernel.log] == ["triton", "direct"]
+    assert kernel.log[1][4] == STREAM + 1
 
 
-def test_aligned():
-    pointer = lambda address: SimpleNamespace(data_ptr=lambda: address)  # noqa: E731
-    assert aligned(pointer(32), None, pointer(4096))
-    assert not aligned(pointer(32), pointer(40))
+def test_a_profiler_is_noticed():
+    """By the hooks that Triton's own launch would call."""
+    if not launch.DIRECT:
+        pytest.skip("this Triton launches everything itself")
+    hooks = launch.triton.knobs.runtime
+    for chain in (hooks.launch_enter_hook, hooks.launch_exit_hook):
+        assert not launch._watched()
+        chain.add(print)
+        try:
+            assert launch._watched()
+        finally:
+            chain.remove(print)
 
 
 def test_calls_that_differ_in_what_triton_compiles_do_not_mix(draw, agrees):

@@ -75,15 +75,13 @@ def test_blocks_bound_themselves(draw, blocks, bound, min_L, route, reason):
         assert ran(front_door(draw(), blocks, max_selected=bound)) == (route, reason)
 
 
-def test_default_threshold_where_nobody_measured(draw, ranges, monkeypatch):
+def test_default_threshold_where_nobody_measured(draw, ranges, monkeypatch, fresh_plans):
     """2048 keys. (The GPU lane may have a measured one: it is asked for that of a GPU that does not exist.)"""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Nobody 1")
-    nsa.dispatch.plan.cache_clear()
     with nsa.configure(sel_triton_min_L=None):
         want = "rows select at most 2047 keys, sel_triton_min_L is 2048"
         assert ran(front_door(draw(), ranges, max_selected=2047)) == ("sdpa", want)
         assert ran(front_door(draw(), ranges, max_selected=2048)) == ("ranges", "rows are long enough for Triton")
-    nsa.dispatch.plan.cache_clear()
 
 
 # --- switches ---------------------------------------------------------------------------------------------------------
@@ -116,7 +114,7 @@ def test_fallback_of_short_rows_without_packing(draw, ranges):
         assert ran(front_door(draw(), ranges, max_selected=BOUND)) == ("reference", want)
 
 
-def test_pipelining_off_means_one_stage(draw, ranges, monkeypatch):
+def test_pipelining_off_means_one_stage(draw, ranges, monkeypatch, fresh_plans):
     from nsa.kernels import query_major
 
     seen = []
@@ -166,7 +164,7 @@ def test_interpreted_bf16_is_packed(draw, ranges):
         assert ran(front_door(draw(dtype=torch.bfloat16), ranges)) == want
 
 
-def test_old_gpu_is_packed(draw, ranges, monkeypatch):
+def test_old_gpu_is_packed(draw, ranges, monkeypatch, fresh_plans):
     text = "Triton route needs compute capability 8.0 or newer, cuda:0 has 7.5"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     nsa.dispatch.why_not_triton.cache_clear()
@@ -174,13 +172,11 @@ def test_old_gpu_is_packed(draw, ranges, monkeypatch):
     nsa.dispatch.why_not_triton.cache_clear()
 
     monkeypatch.setattr(nsa.dispatch, "why_not_triton", lambda device: text)
-    nsa.dispatch.plan.cache_clear()
     with nsa.configure(**LONG):
         assert ran(front_door(draw(), ranges)) == ("sdpa", text)
         with pytest.raises(RuntimeError) as raised:
             nsa.selection_attention(*draw(), **ranges, backend="triton")
     assert str(raised.value) == f"backend='triton': {text}"
-    nsa.dispatch.plan.cache_clear()
 
 
 # --- by name ----------------------------------------------------------------------------------------------------------

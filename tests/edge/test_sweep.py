@@ -35,7 +35,7 @@ def table(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def pretend_gpu(monkeypatch):
+def pretend_gpu(monkeypatch, fresh_plans):
     """Timing that prefers few splits, then small tiles, and calls everything once."""
 
     def time_gpu(fns, **sampling):

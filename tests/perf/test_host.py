@@ -58,10 +58,10 @@ def bare_launches(call: Callable[[], object]) -> list[Callable[[], object]]:
     found: list[Callable[[], object]] = []
     launch = Variant.launch
 
-    def spy(self: Variant, grid: Any, device: Any, key: Any, args: Any, **constexprs: object) -> None:
-        keywords = self.constexprs | constexprs | self.options | {"enable_fp_fusion": True}
-        found.append(lambda: self.kernel[grid](*args, **keywords))
-        launch(self, grid, device, key, args, **constexprs)
+    def spy(self: Variant, grid: Any, device: Any, tensors: Any, numbers: Any, common: bool = True) -> None:
+        keywords = self.constexprs | self.options | {"enable_fp_fusion": True}
+        found.append(lambda: self.kernel[grid](*tensors, *numbers, **keywords))
+        launch(self, grid, device, tensors, numbers, common)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Variant, "launch", spy)
