@@ -1,6 +1,6 @@
 """Chooses the lane before Triton is imported, because Triton reads TRITON_INTERPRET when a kernel is defined.
 
-GPU lane: torch sees an NVIDIA GPU, and neither NSA_TEST_TRITON_SEL=0 nor TRITON_INTERPRET=1 keeps the suite off it;
+GPU lane: torch sees an NVIDIA GPU, and neither NSA_TEST_TRITON_SEL=0 nor TRITON_INTERPRET keeps the suite off it;
 each xdist worker is pinned to one GPU. Else the interpreter lane: kernels run on the CPU, the GPUs are hidden.
 """
 
@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from nsa import settings
+
 pytest_plugins = ["nsa.testing.plugin"]
 
 
@@ -19,14 +21,14 @@ def _choose_lane() -> str | None:
     switch = os.environ.get("NSA_TEST_TRITON_SEL", "1")
     if switch not in ("0", "1"):
         return f"NSA_TEST_TRITON_SEL={switch!r}: expected 0 (keep the suite off the GPU) or 1"
-    if switch == "0" or os.environ.get("TRITON_INTERPRET") == "1":
+    if switch == "0" or settings.interpreter():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        os.environ["TRITON_INTERPRET"] = "1"
+        _interpret()
         return None
     _pin_worker(os.environ.get("PYTEST_XDIST_WORKER", ""))
     if torch.cuda.is_available():
         return None
-    os.environ["TRITON_INTERPRET"] = "1"
+    _interpret()
     device = _visible_device()
     if device is None:
         return None
@@ -36,6 +38,11 @@ def _choose_lane() -> str | None:
         f"an NVIDIA GPU is visible ({device}), but torch {torch.__version__} {cause}: "
         "install a build of torch that fits the driver, or set NSA_TEST_TRITON_SEL=0 to test on the CPU"
     )
+
+
+def _interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    settings.interpreter.cache_clear()
 
 
 def _pin_worker(worker: str) -> None:

@@ -40,7 +40,7 @@ def speedup_over_L(facts: list[Fact], against: str) -> str | None:
     figure = Figure(figsize=(max(PANEL[0] * wide, 6.5), PANEL[1] * deep + 0.7), layout="constrained")
     axes = figure.subplots(deep, wide, sharey=True, squeeze=False)
     handles: dict[str, Any] = {}
-    for ax, ((dist, H), lines) in zip(axes.flat, series.items(), strict=False):
+    for ax, ((dist, H), lines) in zip(axes.flat, sorted(series.items()), strict=False):
         for (N, D, Dv), found in sorted(lines.items()):
             label = f"N={N}, D={D}" + (f", Dv={Dv}" if Dv != D else "")
             handles[label] = _line(ax, sorted(found), N, D, Dv)

@@ -28,10 +28,21 @@ def test_a_call_over_its_budget_is_not_made_in_vain():
     assert (len(t.samples), len(calls)) == (3, 4)  # the first of all may compile
 
 
-def test_short_calls_are_repeated_inside_a_sample():
-    t = time_host({"pass": lambda: None}, iters=10, budget_s=0.1)["pass"]
-    assert t.calls > 50  # about 10,000 on an idle core
-    assert t.resolution < 0.01
+def test_short_calls_are_repeated_inside_a_sample(monkeypatch):
+    """A call of 4 us, on a clock that only this call moves: 250 of them last the millisecond of a sample."""
+    now = [0.0]
+
+    def call():
+        now[0] += 4e-6
+
+    clock = SimpleNamespace(perf_counter=lambda: now[0], get_clock_info=time.get_clock_info)
+    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(timing, "_waited", lambda: 0.0)
+    monkeypatch.setattr(timing, "_clock_cost", lambda: 1e-7)
+    t = time_host({"short": call}, iters=10, budget_s=0.1)["short"]
+    assert t.calls in (250, 251)  # the sum of 4e-6 is not exact
+    assert t.samples == pytest.approx([4e-6] * 10)
+    assert t.resolution == pytest.approx(1e-4, rel=0.01)
 
 
 def test_a_sample_its_timer_cannot_tell_is_invalid():
