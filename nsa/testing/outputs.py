@@ -118,7 +118,7 @@ def finish(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]
 
     A green run that could not write what it was asked for ends red.
     """
-    if session.config.option.collectonly:
+    if session.config.getoption("collectonly", False):
         return []
     asked = (
         ("csv", _write_csv),
