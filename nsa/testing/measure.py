@@ -167,17 +167,16 @@ def measure(
     impls = [ours, *(impl for impl in others if reasons[impl.name] is None)]
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
     del oracle, result  # memory for the buffer sets
+    sets, cold = buffer_sets(p, hot=hot)
+    rotations = {impl.name: [partial(impl.run, s) for s in sets] for impl in impls}
     if p.q.device.type != "cuda":
-        fns = {impl.name: partial(impl.run, p) for impl in impls}
-        times = time_host(fns, iters=iters, warmup=warmup, budget_s=budget_s, least=least)
+        times = time_host(rotations, iters=iters, warmup=warmup, budget_s=budget_s, least=least)
         return Measurement(p, ours.name, times, left_out, mae)
 
     from nsa.testing.roofline import ceilings  # needs Triton and a GPU
 
-    sets, cold = buffer_sets(p, hot=hot)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        rotations = {impl.name: [partial(impl.run, s) for s in sets] for impl in impls}
         rotated = time_gpu(rotations | _packing(sets), iters=iters, warmup=warmup, budget_s=budget_s, cold=cold)
         sampling = {"iters": iters, "warmup": warmup}
         figures = {} if "packing" not in rotated else {"packing": rotated.pop("packing")}

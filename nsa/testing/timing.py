@@ -13,7 +13,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def in_turn(counts: dict[str, int]) -> Iterator[str]:
 
 
 def time_host(
-    fns: Mapping[str, Fn],
+    fns: Mapping[str, Fn | Sequence[Fn]],
     *,
     iters: int = 50,
     warmup: int = 5,
@@ -115,6 +115,8 @@ def time_host(
     sync: Fn | None = None,
 ) -> dict[str, Timing]:
     """Time calls by the host's clock, implementations in turn. A sample repeats its call until it lasts `sample_s`.
+
+    Given one call per buffer set, a sample goes through all of them, and repeats that.
 
     With `sync` (say `torch.cuda.synchronize`), called after each sample and not timed, this is the latency of an eager
     call: what the host spends, while the GPU works behind it.
@@ -126,43 +128,54 @@ def time_host(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _time_host(fns, iters, warmup, budget_s, sample_s, least, sync)
+        rotations = {name: [fn] if callable(fn) else list(fn) for name, fn in fns.items()}
+        return _time_host(rotations, iters, warmup, budget_s, sample_s, least, sync)
     finally:
         torch.set_num_threads(threads)
 
 
 def _time_host(
-    fns: Mapping[str, Fn], iters: int, warmup: int, budget_s: float, sample_s: float, least: int, sync: Fn | None
+    fns: Mapping[str, Sequence[Fn]],
+    iters: int,
+    warmup: int,
+    budget_s: float,
+    sample_s: float,
+    least: int,
+    sync: Fn | None,
 ) -> dict[str, Timing]:
     repeats, counts = {}, {}
     samples: dict[str, list[float]] = {}
-    for name, fn in fns.items():
-        fn()
-        once = _host_sample(fn, 1, sync)
-        samples[name] = [once] if once >= budget_s else []  # a call of seconds is not made in vain
-        once = min(once, _host_sample(fn, 1, sync)) if once < 0.1 * budget_s else once
+    for name, calls in fns.items():
+        calls[0]()
+        once = _host_sample(calls, 1, sync) * len(calls)  # seconds of a rotation
+        samples[name] = [once / len(calls)] if once >= budget_s else []  # a call of seconds is not made in vain
+        once = min(once, _host_sample(calls, 1, sync) * len(calls)) if once < 0.1 * budget_s else once
         repeats[name] = max(1, min(10_000, math.ceil(sample_s / max(once, 1e-7))))
         counts[name] = max(least, min(iters, int(budget_s / (once * repeats[name]))))
         for _ in range(min(warmup, int(0.2 * budget_s / (once * repeats[name])))):
-            _host_sample(fn, repeats[name], sync)
+            _host_sample(calls, repeats[name], sync)
     for name in in_turn({name: count - len(samples[name]) for name, count in counts.items()}):
         samples[name].append(_host_sample(fns[name], repeats[name], sync))
     tick = max(time.get_clock_info("perf_counter").resolution, _clock_cost())
     return {
-        name: Timing(samples[name], "host", False, 1, repeats[name], tick).resolved(name) for name in fns
+        name: Timing(
+            samples[name], "host", False, len(calls), repeats[name] * len(calls), tick
+        ).resolved(name)
+        for name, calls in fns.items()
     }  # fmt: skip
 
 
-def _host_sample(fn: Fn, repeats: int, sync: Fn | None) -> float:
+def _host_sample(calls: Sequence[Fn], repeats: int, sync: Fn | None) -> float:
     """Wall time of a call, less what this thread waited for a core because another process had it."""
     before, start = _waited(), time.perf_counter()
     for _ in range(repeats):
-        fn()
+        for call in calls:
+            call()
     elapsed = time.perf_counter() - start
     waited = _waited() - before
     if sync is not None:
         sync()
-    return max(elapsed - waited, 0.1 * elapsed) / repeats
+    return max(elapsed - waited, 0.1 * elapsed) / (repeats * len(calls))
 
 
 def _waited() -> float:

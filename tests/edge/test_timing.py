@@ -45,6 +45,16 @@ def test_short_calls_are_repeated_inside_a_sample(monkeypatch):
     assert t.resolution == pytest.approx(1e-4, rel=0.01)
 
 
+def test_a_sample_goes_through_all_buffer_sets_and_is_told_per_call():
+    """Sets of 2 and 6 ms: 4 ms a call, in each sample."""
+    seen = []
+    calls = [lambda ms=ms: (seen.append(ms), time.sleep(ms / 1e3)) for ms in (2, 6)]
+    t = time_host({"x": calls}, iters=10, warmup=0, budget_s=1)["x"]
+    assert (t.sets, t.calls) == (2, 2)
+    assert seen[1:] == [2, 6] * (len(seen) // 2)  # the first of all may compile
+    assert 0.004 <= t.median < 0.006
+
+
 def test_a_sample_its_timer_cannot_tell_is_invalid():
     Timing([1e-4] * 3, "host", False, 1, 1, tick=1e-6).resolved("fine")
     with pytest.raises(InvalidMeasurement, match="short took 99.00 us for 1 calls"):
@@ -56,8 +66,8 @@ def test_waiting_for_a_core_is_not_counted_but_sleeping_is(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(timing, "_waited", lambda: next(waits))
         patch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-        assert timing._host_sample(lambda: None, 1, None) == pytest.approx(0.006)
-    assert timing._host_sample(lambda: time.sleep(0.01), 1, None) >= 0.009
+        assert timing._host_sample([lambda: None], 1, None) == pytest.approx(0.006)
+    assert timing._host_sample([lambda: time.sleep(0.01)], 1, None) >= 0.009
 
 
 def test_one_thread_while_timing_and_as_many_as_before_afterwards():

@@ -1,6 +1,7 @@
 """Benchmarks of real work without a GPU: packed SDPA, packing, span utilities, routing. No Triton is timed here."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from nsa.reference import packed_sdpa
 from nsa.testing import timing
 from nsa.testing.cases import Case
 from nsa.testing.fixtures import over
+from nsa.testing.graphs import HOST_SETS, buffer_sets
 from nsa.testing.impls import END_TO_END, FROM_SPANS, OURS
 from nsa.testing.measure import gate_figures, measure, run_facts
 from nsa.testing.plugin import current_lane
@@ -48,19 +50,19 @@ def test_packed_sdpa(problem: Problem, bound: str, publish, sampling: dict[str, 
 @over(PACKING)
 def test_pack_rows(problem: Problem, publish, sampling: dict[str, int]) -> None:
     p = problem
-    k, v = p.k.flatten(0, 2), p.v.flatten(0, 2)
     packed = nsa.pack_rows(p.k, p.v, p.ranges, max_selected=p.case.L)
     assert torch.equal(packed.K, p.rows.K)
     assert torch.equal(packed.V, p.rows.V)
 
-    def index_select() -> tuple[torch.Tensor, torch.Tensor]:
+    def index_select(s: Problem) -> tuple[torch.Tensor, torch.Tensor]:
         """The index made in plain torch, then the same bytes."""
-        index = dataclasses.replace(p).key_index[0].flatten()
-        return k.index_select(0, index), v.index_select(0, index)
+        index = dataclasses.replace(s).key_index[0].flatten()
+        return s.k.flatten(0, 2).index_select(0, index), s.v.flatten(0, 2).index_select(0, index)
 
+    sets, _ = buffer_sets(p)
     fns = {
-        "ours": lambda: nsa.pack_rows(p.k, p.v, p.ranges, max_selected=p.case.L),
-        "index_select": index_select,
+        "ours": [partial(nsa.pack_rows, s.k, s.v, s.ranges, max_selected=p.case.L) for s in sets],
+        "index_select": [partial(index_select, s) for s in sets],
     }
     publish_against("packing", "index_select", fns, p.case.fields() | {"seed": p.seed}, publish, sampling)
 
@@ -75,12 +77,13 @@ def test_merge_ranges(spans: str, publish, sampling: dict[str, int]) -> None:
     assert nsa.merge_ranges(ranges[:64]).diff(dim=-1).sum() == expected
     assert covered > 0
 
-    def sort() -> None:
+    def sort(ranges: torch.Tensor) -> None:
         """The least that merging takes: sort by start, carry ends along, run a maximum."""
         order = ranges[..., 0].sort(-1)[1]
         ranges[..., 1].gather(-1, order).cummax(-1)
 
-    fns = {"ours": lambda: nsa.merge_ranges(ranges), "sort": sort}
+    sets = [ranges.clone() for _ in range(HOST_SETS)]
+    fns = {"ours": [partial(nsa.merge_ranges, s) for s in sets], "sort": [partial(sort, s) for s in sets]}
     publish_against("merge_ranges", "sort", fns, {"rows": 4096, "n": int(spans)}, publish, sampling)
 
 
