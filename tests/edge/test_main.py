@@ -86,6 +86,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(calibrate, "run_facts", lambda device: facts)
     monkeypatch.setattr(calibrate, "time_thresholds", lambda device: injected())
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(settings, "packaged_devices", lambda: tmp_path / "nothing packaged")
     monkeypatch.delenv("NSA_SEL_TRITON_MIN_L", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

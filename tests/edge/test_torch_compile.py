@@ -87,7 +87,8 @@ def test_gradients_equal_those_of_eager(problem, backend, return_lse):
             loss = loss + lse.masked_fill(lse.isinf(), 0).sum()
         results.append((o.detach(), *torch.autograd.grad(loss, leaves)))
     for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+        # An eager call takes the SDPA layout measured on this GPU, a traced one does not: other sums, other rounding.
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6 * max(1.0, float(b.abs().max())))
 
 
 def test_forward_on_sdpa_by_name(problem):
