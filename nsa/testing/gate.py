@@ -103,6 +103,9 @@ class Verdict:
 def judge(name: str, old: Stored, new: Figures, again: Callable[[], float | None] | None = None) -> Verdict:
     """More than 10% worse, twice, is a FAIL beyond twice the stored spread and AMBIGUOUS within it.
 
+    Nor does a ratio fail within what its control has moved by itself: that is plain torch of the same version, so the
+    machine has changed, and then two kinds of work need not change alike.
+
     A spread above 5% cannot resolve 10%: the benchmark is listed as "cannot gate" as long as it is not AMBIGUOUS, and
     fails beyond twice its spread only.
 
@@ -120,7 +123,13 @@ def judge(name: str, old: Stored, new: Figures, again: Callable[[], float | None
     worse = min(new.ratio, second or new.ratio) / old.ratio - 1
     if worse <= LIMIT:
         return Verdict(fine, name, old, new, second, noisy)
-    return Verdict("FAIL" if worse > 2 * old.spread else "AMBIGUOUS", name, old, new, second, noisy)
+    doubt = max(2 * old.spread, _moved(old.control, new.control))
+    return Verdict("FAIL" if worse > doubt else "AMBIGUOUS", name, old, new, second, noisy)
+
+
+def _moved(old: float | None, new: float | None) -> float:
+    """By how much a control is faster or slower; 0.25 is a quarter more time, or a fifth less."""
+    return max(new / old, old / new) - 1 if old and new else 0.0
 
 
 def machine(verdicts: Iterable[Verdict]) -> str | None:

@@ -194,6 +194,14 @@ def test_a_slower_machine_passes_and_is_told(project):
     assert not named(result)
 
 
+def test_15_percent_on_a_machine_that_changed_as_much_is_named_and_passes(project):
+    inject(project.path, ALIKE | {"beta": {"ours": [2.3 * 1.2, 2.3 * 1.2], "control": 1.2}})
+    result = compare(project)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["  AMBIGUOUS *2.0000 *2.3000 *2.3000 *+15.0% *0.0% * +20.0%"])
+    assert set(named(result)) == {"beta"}
+
+
 @pytest.mark.parametrize("strict", [[], ["--nsa-strict"]], ids=["lenient", "strict"])
 def test_within_twice_the_spread_is_ambiguous(project, strict):
     change(project.baseline, spread("beta", [1.92, 2.0, 2.08]))  # 8%

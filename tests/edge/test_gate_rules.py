@@ -44,6 +44,22 @@ def test_rule(ratios, new, again, kind):
     assert verdict(stored(*ratios), new, *again) == kind
 
 
+@pytest.mark.parametrize(
+    ("worse", "control", "kind"),
+    [
+        (1.20, 0.75, "AMBIGUOUS"),  # with work that does not gain from faster memory, a ratio may rise by a third
+        (1.20, 1.25, "AMBIGUOUS"),
+        (1.32, 0.75, "AMBIGUOUS"),
+        (1.35, 0.75, "FAIL"),
+        (1.15, 1.10, "FAIL"),
+        (1.09, 0.50, "pass"),
+    ],
+)
+def test_what_its_control_moved_by_itself_is_no_regression(worse, control, kind):
+    new = Figures(worse, worse * control * 1e-5, control * 1e-5)
+    assert judge("x", stored(1.0, 1.0, 1.0), new, lambda: worse).kind == kind
+
+
 def test_spread_and_ratio_are_of_the_files():
     old = stored(1.02, 0.99, 1.0)
     assert old.ratio == 1.0
