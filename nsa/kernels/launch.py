@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import triton
 
+TRITON = tuple(int(x) for x in triton.__version__.split(".")[:2])
+
 # Launching what is compiled takes the same arguments since 3.5. Before, and on ROCm, launches stay Triton's.
-DIRECT = tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 5) and torch.version.hip is None
+DIRECT = TRITON >= (3, 5) and torch.version.hip is None
 INT32_MAX = 2**31 - 1
 
 

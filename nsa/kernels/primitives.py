@@ -3,9 +3,11 @@
 import triton
 import triton.language as tl
 
+from nsa.kernels.launch import TRITON
+
 # Programmatic dependent launch: a kernel is set up while the one before it still runs. Triton 3.4 has these calls too,
 # but they do not compile.
-if tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 5):
+if TRITON >= (3, 5):
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 else:
     gdc_launch_dependents = gdc_wait = None
