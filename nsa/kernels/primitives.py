@@ -70,23 +70,33 @@ def load_spans(sel_ptr, first, n, limit, block_size, SOURCE: tl.constexpr, SPANS
 
 
 @triton.jit
-def key_positions(slot, before, jump):
-    """Key of each selected slot: ``slot`` plus the jumps of all spans that begin at or before it. ``[BLOCK_L]``.
+def key_positions(slot, before, jump, AXIS: tl.constexpr):
+    """Key of each selected slot: ``slot`` plus the jumps of all spans that begin at or before it, in its shape.
 
     Jumps telescope, so empty spans need no care; a slot past the last key yields a position that must be masked.
+    ``AXIS``: the number of axes of ``slot``.
     """
-    begun = before[None, :] <= slot[:, None]  # [BLOCK_L, SPANS]
-    return slot + tl.sum(tl.where(begun, jump[None, :], 0), 1)
+    begun = before <= tl.expand_dims(slot, AXIS)  # [..., SPANS]
+    return slot + tl.sum(tl.where(begun, jump, 0), AXIS)
 
 
 @triton.jit
-def softmax_step(scores, m, l, acc):
+def softmax_step(scores, m, l, acc, AXIS: tl.constexpr):
     """One step of the online softmax in base 2: new maximum, sum and rescaled accumulator, and this tile's weights.
 
-    scores ``[BLOCK_G, BLOCK_L]``, ``-inf`` where masked; m, l ``[BLOCK_G]``; acc ``[BLOCK_G, BLOCK_DV]``.
+    scores ``[BLOCK_G, BLOCK_L]``, ``-inf`` where masked; m, l ``[BLOCK_G]``; acc ``[BLOCK_G, BLOCK_DV]``; or each with
+    an axis of lanes before. ``AXIS``: that of the keys, the last of ``scores``.
     """
-    m_new = tl.maximum(m, tl.max(scores, 1))
+    m_new = tl.maximum(m, tl.max(scores, AXIS))
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
-    p = tl.exp2(scores - m_safe[:, None])  # [BLOCK_G, BLOCK_L]
+    p = tl.exp2(scores - tl.expand_dims(m_safe, AXIS))
     alpha = tl.exp2(m - m_safe)
-    return m_new, l * alpha + tl.sum(p, 1), acc * alpha[:, None], p
+    return m_new, l * alpha + tl.sum(p, AXIS), acc * tl.expand_dims(alpha, AXIS), p
+
+
+@triton.jit
+def merge_lanes(m, l, acc):
+    """One softmax of several over different keys: m, l ``[LANES, BLOCK_G]``, acc ``[LANES, BLOCK_G, BLOCK_DV]``."""
+    m_new = tl.max(m, 0)
+    weight = tl.exp2(m - tl.where(m_new == float("-inf"), 0.0, m_new)[None, :])  # [LANES, BLOCK_G]
+    return m_new, tl.sum(l * weight, 0), tl.sum(acc * weight[:, :, None], 0)

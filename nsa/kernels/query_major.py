@@ -31,6 +31,7 @@ from nsa.kernels.primitives import (
     gdc_launch_dependents,
     key_positions,
     load_spans,
+    merge_lanes,
     softmax_step,
 )
 
@@ -87,6 +88,7 @@ def _fwd_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    LANES: tl.constexpr,
     SPANS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -139,7 +141,6 @@ def _fwd_kernel(
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    lane = tl.arange(0, BLOCK_L)
     in_group = (g < HEADS) & (head_tile * HEADS + g < G)
     head = head_kv * G + head_tile * HEADS + g  # [BLOCK_G]
 
@@ -150,9 +151,18 @@ def _fwd_kernel(
     k_base = k_ptr + k_off * STRIDE_UNIT
     v_base = v_ptr + v_off * STRIDE_UNIT
 
+    # With lanes each warp has keys and a softmax of its own, so warps need not wait for each other; merged at the end.
+    AXIS: tl.constexpr = 1 if LANES == 1 else 2  # of the keys in the scores
+    place = tl.arange(0, BLOCK_L)
     m = tl.full([BLOCK_G], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
+    if LANES > 1:
+        q = tl.broadcast_to(q[None, :, :], [LANES, BLOCK_G, BLOCK_D])
+        place = tl.reshape(place, [LANES, BLOCK_L // LANES])
+        m = tl.full([LANES, BLOCK_G], float("-inf"), tl.float32)
+        l = tl.zeros([LANES, BLOCK_G], tl.float32)
+        acc = tl.zeros([LANES, BLOCK_G, BLOCK_DV], tl.float32)
 
     chunks = 1 if SOURCE == WHOLE else (n + SPANS - 1) // SPANS
     for chunk in range(0, chunks):
@@ -166,22 +176,26 @@ def _fwd_kernel(
         first = tl.minimum(split * share, total)
         last = tl.minimum(first + share, total)
         for begin in range(first, last, BLOCK_L):
-            slot = begin + lane
+            slot = begin + place
             valid = slot < last
             if SOURCE == WHOLE:
                 key = slot
             else:
-                key = key_positions(slot, before, jump)
+                key = key_positions(slot, before, jump, AXIS)
             key = key.to(tl.int64)
-            k_ptrs = k_base + (key * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
-            k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_L, BLOCK_D]
-            scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
-            scores = tl.where(valid[None, :], scores, float("-inf"))  # [BLOCK_G, BLOCK_L]
-            m, l, acc, p = softmax_step(scores, m, l, acc)
-            v_ptrs = v_base + (key * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
-            v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
+            listed = tl.expand_dims(valid, AXIS)
+            k_ptrs = k_base + tl.expand_dims(key * stride_kn, AXIS) * STRIDE_UNIT + d
+            k = tl.load(k_ptrs, mask=listed & (d < D), other=0.0)  # [BLOCK_L, BLOCK_D]
+            k = tl.trans(k) if LANES == 1 else tl.permute(k, (0, 2, 1))
+            scores = tl.dot(q, k, input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
+            scores = tl.where(tl.expand_dims(valid, AXIS - 1), scores, float("-inf"))  # [BLOCK_G, BLOCK_L]
+            m, l, acc, p = softmax_step(scores, m, l, acc, AXIS)
+            v_ptrs = v_base + tl.expand_dims(key * stride_vn, AXIS) * STRIDE_UNIT + dv
+            v = tl.load(v_ptrs, mask=listed & (dv < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
 
+    if LANES > 1:
+        m, l, acc = merge_lanes(m, l, acc)
     # A row that selected nothing has m = -inf and l = 0: O = 0, LSE = -inf. A NaN sum stays NaN.
     l = tl.where(l == 0.0, 1.0, l)
     o = acc / l[:, None]

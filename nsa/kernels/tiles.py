@@ -35,6 +35,7 @@ class Choice(NamedTuple):
     BLOCK_L: int
     num_warps: int
     num_stages: int
+    LANES: int = 1
 
 
 forced: Choice | None = None
@@ -49,6 +50,7 @@ class Tile(NamedTuple):
     BLOCK_D: int
     BLOCK_DV: int
     BLOCK_L: int  # keys of a tile
+    LANES: int  # parts of a tile with a softmax of their own: 1, or one a warp
     SPANS: int
     num_warps: int
     num_stages: int
@@ -122,7 +124,7 @@ def select(
     block_g = max(16, next_power_of_2(heads))
     block_d, block_dv = max(16, next_power_of_2(D)), max(16, next_power_of_2(Dv))
     rule = _shape(itemsize, block_g, max(block_d, block_dv), spans, fill)
-    block_l, num_warps, stages = rule if choice is None else choice[2:]
+    block_l, num_warps, stages, lanes = (*rule, 1) if choice is None else choice[2:]
     block_l = min(block_l, max(16, next_power_of_2(bound)))
     stages = stages if pipelined else 1
     key_bytes = (block_d + block_dv) * itemsize
@@ -132,7 +134,8 @@ def select(
         stages -= 1
     while block_l > 16 and max(stages - 1, 1) * block_l * key_bytes > budget:
         block_l //= 2
-    return Tile(heads, block_g, block_d, block_dv, block_l, spans, num_warps, stages)
+    lanes = min(lanes, block_l // 16)  # what the tensor cores take
+    return Tile(heads, block_g, block_d, block_dv, block_l, lanes, spans, num_warps, stages)
 
 
 def choose(

@@ -10,6 +10,7 @@ from nsa.testing import thresholds
 from nsa.testing.recording import Fact, geomean, grouped, kernels, worst
 
 WIDTH = 100
+PEERS = ("fla",)  # names of nsa.testing.peers
 VERSUS = {
     "replaced": "speedup_vs_fallback",  # packed SDPA with its packing: what routing would run instead
     "gather+SDPA": "speedup_vs_sdpa_end_to_end",  # from cache and spans, its index made beforehand
@@ -23,7 +24,7 @@ def lines(facts: list[Fact]) -> list[str]:
     ours = kernels(facts)
     named = {id(fact) for fact in ours}
     others = [fact for fact in facts if id(fact) not in named and not fact.get("layouts")]
-    text = [*_kernel_table(ours), *_control_table(others), *_left_out(facts), *_threshold(facts)]
+    text = [*_kernel_table(ours), *_peers(ours), *_control_table(others), *_left_out(facts), *_threshold(facts)]
     return [line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…" for line in text]
 
 
@@ -46,6 +47,16 @@ def _kernel_table(facts: list[Fact]) -> list[str]:
             f"slower than the best SDPA call on packed rows: {len(slow)} of {len(facts)}, worst "
             f"{least['speedup_vs_sdpa_best']:.2f} {least['case']}"
         )
+    return text
+
+
+def _peers(facts: list[Fact]) -> list[str]:
+    """How much faster than other people's kernels, where they ran."""
+    text = []
+    for name in PEERS:
+        ratios = [fact["medians"][name] / fact["median"] for fact in facts if name in fact.get("medians", {})]
+        if ratios:
+            text.append(f"beside {name}: {len(ratios)} cases, {_pair(ratios)} times as fast (geomean, worst)")
     return text
 
 

@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import multiprocessing
 import os
+import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -37,7 +38,7 @@ KEPT = 3  # best choices of a shape in the table; the first is used
 FINALISTS = 6  # timed again, properly
 COARSE = {"iters": 10, "warmup": 1, "budget_s": 0.004}
 FINE = {"iters": 50, "warmup": 3, "budget_s": 0.05}
-WAVES = 8  # programs per multiprocessor beyond which more splits are pointless
+WAVES = 4  # programs per multiprocessor beyond which more splits are pointless
 FAILURES: tuple[type[BaseException], ...] = (*failures(), AssertionError)
 KERNEL = {"rows": "dense_group", "ranges": "ranges", "blocks": "blocks"}
 
@@ -65,8 +66,10 @@ def candidates(case: Case, processors: int) -> list[Choice]:
                 if block_l > max(16, tiles.next_power_of_2(part)):
                     continue
                 stages = (2, 3, 4)[: -(-part // block_l)]  # no more than there are tiles
-                warps = [w for w in (1, 2, 4, 8) if 4 <= block_l // w <= 64]
+                warps = [w for w in (1, 2, 4, 8) if 8 <= block_l // w <= 64]
                 found += [Choice(splits, head_tiles, block_l, w, s) for w in warps for s in stages]
+                lanes = [w for w in (2, 4, 8) if 16 <= block_l // w <= 32]
+                found += [Choice(splits, head_tiles, block_l, w, s, w) for w in lanes for s in stages]
     return found
 
 
@@ -106,8 +109,10 @@ def survivors(case: Case, choices: Sequence[Choice]) -> dict[Choice, str]:
 
 def compile_all(work: Sequence[tuple[Case, Sequence[Choice]]], processes: int) -> dict[Case, dict[Choice, str]]:
     """Compile what a sweep will try, `processes` at a time. Returns what must not be tried here, by case."""
+    # Shapes share kernels: children that went through them in one order would all compile the same ones at a time.
+    orders = [(case, random.Random(i).sample(choices, len(choices))) for i, (case, choices) in enumerate(work)]
     with ThreadPoolExecutor(processes) as threads:
-        deadly = threads.map(lambda job: survivors(*job), work)
+        deadly = threads.map(lambda job: survivors(*job), orders)
     return {case: found for (case, _), found in zip(work, deadly, strict=True)}
 
 

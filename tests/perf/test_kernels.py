@@ -8,6 +8,7 @@ import torch
 from nsa.testing import timing
 from nsa.testing.impls import END_TO_END, OURS, PACKED, Impl, packed_layouts
 from nsa.testing.measure import measure
+from nsa.testing.peers import peers
 from nsa.testing.problem import Problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
@@ -30,10 +31,13 @@ def compare(impl: Impl, problem: Problem, publish, sampling: dict[str, Any]) -> 
     layouts = {"packed": PACKED} | packed_layouts(problem.q.device)
     # From the cache, a fallback has to pack first; rows lie packed already.
     ends = {} if problem.case.source == "rows" else END_TO_END | {"sdpa": OURS["sdpa"]}
+    beside = peers() if problem.case.source == "blocks" else {}
 
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         torch.cuda.empty_cache()  # graphs of the case before hold pools of their own
-        result = measure(problem, impl, [*layouts.values(), *ends.values()], budget_s=BUDGET_S, **sampling)
+        result = measure(
+            problem, impl, [*layouts.values(), *ends.values(), *beside.values()], budget_s=BUDGET_S, **sampling
+        )
         control = result.best(layouts) if problem.case.source == "rows" else result.best(END_TO_END)
         return result.ours, result.info(layouts, control)
 

@@ -1,0 +1,61 @@
+"""Other people's kernels for the same work, timed beside ours where they are installed (`pip install 'nsa[peers]'`).
+
+They are checked against the oracle like everybody else. What one does not take is said in the results, not left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from nsa.kernels.tiles import next_power_of_2
+from nsa.testing.cases import Case
+from nsa.testing.impls import Impl
+from nsa.testing.problem import Problem
+
+FLA = "fla.ops.nsa.parallel"
+
+
+@functools.cache
+def installed(module: str) -> Any:
+    """The module, or None. What it says while it is imported, of optional parts that it lacks, is not ours to fix."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(module)
+    except ImportError:
+        return None
+
+
+def peers() -> dict[str, Impl]:
+    """The peers that can be imported here, by name."""
+    found: dict[str, Impl] = {}
+    fla = installed(FLA)
+    if fla is not None:
+        found["fla"] = Impl("fla", _fla(fla.parallel_nsa_fwd), supports=_fla_supports)
+    return found
+
+
+def _fla(forward: Callable[..., tuple[Tensor, Tensor]]) -> Any:
+    """fla-core's selection kernel: one program a row, key blocks one after the other, always causal."""
+
+    def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
+        scale = p.scale or p.case.D**-0.5
+        result = forward(p.q, p.k, p.v, p.block_indices, p.case.n, p.block_size, scale)
+        return result if return_lse else result[0]
+
+    return call
+
+
+def _fla_supports(case: Case) -> str | None:
+    if case.source != "blocks" or case.seqlens or case.positions or not case.causal:
+        return f"takes causal blocks of a batch, not {case.source}"
+    powers = all(x == next_power_of_2(x) for x in (case.H, case.block_size))
+    if case.H < 16 or not powers:
+        return f"needs a group of 16, 32, … and blocks of a power of 2, got {case.H} and {case.block_size}"
+    return None

@@ -1,0 +1,65 @@
+"""Peers beside ours: what they are given, and what is said where they do not fit or are not there."""
+
+import dataclasses
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from nsa.reference import selection_reference
+from nsa.testing import peers
+from nsa.testing.cases import Case
+from nsa.testing.compare import Oracle, assert_parity
+
+DECODE = Case(16, 32, 32, 64, 4, "decode", "fp32", HKV=2, S_kv=128, block_size=16)
+
+
+@pytest.fixture
+def fla(monkeypatch):
+    """fla-core's selection forward, in plain torch: its order of arguments, causal from the last key back."""
+
+    def parallel_nsa_fwd(q, k, v, block_indices, block_counts, block_size, scale):
+        assert block_counts == block_indices.shape[-1]
+        return selection_reference(
+            q, k, v, block_indices=block_indices, block_size=block_size, causal=True, scale=scale, return_lse=True
+        )
+
+    module = ModuleType(peers.FLA)
+    module.parallel_nsa_fwd = parallel_nsa_fwd
+    for name in ("fla", "fla.ops", "fla.ops.nsa"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, peers.FLA, module)
+    peers.installed.cache_clear()
+    yield peers.peers()["fla"]
+    peers.installed.cache_clear()
+
+
+def test_who_is_not_installed_is_not_beside_us(monkeypatch):
+    monkeypatch.setitem(sys.modules, peers.FLA, None)
+    peers.installed.cache_clear()
+    assert peers.peers() == {}
+    peers.installed.cache_clear()
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_fla_is_given_the_same_problem(fla, device, scale):
+    problem = dataclasses.replace(DECODE.make(device), scale=scale)
+    assert fla.supports(problem.case) is None
+    assert_parity(fla.run(problem, return_lse=True), Oracle.of(problem), "fla")
+    assert isinstance(fla.run(problem), torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (
+            Case(4, 64, 64, 512, 1, "decode", "bf16"),
+            "needs a group of 16, 32, … and blocks of a power of 2, got 4 and 64",
+        ),
+        (Case(16, 64, 64, 64, 16, "many", "bf16"), "takes causal blocks of a batch, not ranges"),
+    ],
+    ids=["small group", "ranges"],
+)
+def test_what_fla_does_not_take_is_said(fla, case, reason):
+    assert fla.supports(case) == reason
