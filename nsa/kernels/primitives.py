@@ -12,10 +12,12 @@ if TRITON >= (3, 5):
 else:
     gdc_launch_dependents = gdc_wait = None
 
-# Where a row's keys are listed. WHOLE: it reads its sequence from the first key on.
+# Where a row's keys are listed. WHOLE: it reads its sequence from the first key on. TILED: as blocks of whole tiles, so
+# that a tile lies in one block.
 WHOLE = tl.constexpr(0)
 RANGES = tl.constexpr(1)
 BLOCKS = tl.constexpr(2)
+TILED = tl.constexpr(3)
 
 # How a row finds its sequence. BATCH: [B, S_kv, ...]. VARLEN: cu_seqlens over tokens. PACKED: row i is sequence i.
 BATCH = tl.constexpr(0)
@@ -67,6 +69,26 @@ def load_spans(sel_ptr, first, n, limit, block_size, SOURCE: tl.constexpr, SPANS
     length = end - start
     before = tl.cumsum(length, 0) - length
     return before, start - end_before, tl.sum(length, 0)
+
+
+@triton.jit
+def load_blocks(sel_ptr, first, n, limit, block_size, SPANS: tl.constexpr):
+    """First keys of ``SPANS`` blocks of one row from number ``first`` on, and the slots up to the last one listed.
+
+    Padding, and what lies past ``limit``, starts at ``limit``.
+    """
+    j = tl.arange(0, SPANS)  # [SPANS]
+    block = tl.load(sel_ptr + first + j, mask=first + j < n, other=-1)
+    listed = (block >= 0) & (block < (limit + block_size - 1) // block_size)
+    start = tl.where(listed, block, 0).to(tl.int32) * block_size
+    return tl.where(listed, start, limit), tl.max(tl.where(listed, j + 1, 0), 0) * block_size
+
+
+@triton.jit
+def tile_start(starts, begin, block_size, SPANS: tl.constexpr):
+    """First key of the tile at slot ``begin``, which lies in one block of those that start at ``starts``."""
+    here = tl.arange(0, SPANS) == begin // block_size
+    return tl.sum(tl.where(here, starts, 0), 0) + begin % block_size
 
 
 @triton.jit

@@ -25,14 +25,17 @@ from nsa.kernels.primitives import (
     BLOCKS,
     PACKED,
     RANGES,
+    TILED,
     VARLEN,
     WHOLE,
     find_sequence,
     gdc_launch_dependents,
     key_positions,
+    load_blocks,
     load_spans,
     merge_lanes,
     softmax_step,
+    tile_start,
 )
 
 # What varies from batch to batch must not compile a new kernel. Strides arrive divided by STRIDE_UNIT, which keeps
@@ -170,7 +173,10 @@ def _fwd_kernel(
             total = limit
         else:
             sel_row = sel_ptr + row.to(tl.int64) * n * (2 if SOURCE == RANGES else 1)
-            before, jump, total = load_spans(sel_row, chunk * SPANS, n, limit, block_size, SOURCE, SPANS)
+            if SOURCE == TILED:
+                total = load_blocks(sel_row, chunk * SPANS, n, limit, block_size, SPANS)
+            else:
+                before, jump, total = load_spans(sel_row, chunk * SPANS, n, limit, block_size, SOURCE, SPANS)
         # This program's share of the chunk's selected slots, in whole tiles.
         share = tl.cdiv(tl.cdiv(total, BLOCK_L), splits) * BLOCK_L
         first = tl.minimum(split * share, total)
@@ -180,6 +186,9 @@ def _fwd_kernel(
             valid = slot < last
             if SOURCE == WHOLE:
                 key = slot
+            elif SOURCE == TILED:
+                key = tile_start(sel_row + chunk * SPANS, begin, limit, block_size) + lane
+                valid = key < limit
             else:
                 key = key_positions(slot, before, jump, AXIS)
             key = key.to(tl.int64)
@@ -277,6 +286,8 @@ def plan(
         gpu_name(device), capability, processors, dtype.itemsize, G, D, Dv, longest, spans, rows, per_head, pipelined,
         choice,
     )  # fmt: skip
+    if source == BLOCKS.value and (block_size or 1) % tile.BLOCK_L == 0 and tile.SPANS * (block_size or 1) < 2**31:
+        source = TILED.value
     programs = rows * -(-G // tile.HEADS)
     split_stride = 0
     if splits > 1:  # partial results: [splits, tokens, HQ, Dv]
