@@ -286,7 +286,8 @@ def plan(
         gpu_name(device), capability, processors, dtype.itemsize, G, D, Dv, longest, spans, rows, per_head, pipelined,
         choice,
     )  # fmt: skip
-    if source == BLOCKS.value and (block_size or 1) % tile.BLOCK_L == 0 and tile.SPANS * (block_size or 1) < 2**31:
+    size = min(block_size or 1, max(S_kv, 1))  # a block reaches no further than the cache
+    if source == BLOCKS.value and size % tile.BLOCK_L == 0:
         source = TILED.value
     programs = rows * -(-G // tile.HEADS)
     split_stride = 0
@@ -295,7 +296,7 @@ def plan(
     # Strides (b, s, h) of each; a 3-D tensor has no batch.
     all_strides = [s for x in (*strides, written) for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]
     unit = math.gcd(16, split_stride, *all_strides)
-    sizes = (B, S, S_kv, HKV, n, min(block_size or 1, max(S_kv, 1)), *(s // unit for s in (*all_strides, split_stride)))
+    sizes = (B, S, S_kv, HKV, n, size, *(s // unit for s in (*all_strides, split_stride)))
     nvidia = device.type != "cpu" and torch.version.hip is None
     overlap = splits > 1 and nvidia and capability >= 90 and gdc_launch_dependents is not None
     variant, variant_lse = (
