@@ -174,7 +174,7 @@ def _fwd_kernel(
         else:
             sel_row = sel_ptr + row.to(tl.int64) * n * (2 if SOURCE == RANGES else 1)
             if SOURCE == TILED:
-                total = load_blocks(sel_row, chunk * SPANS, n, limit, block_size, SPANS)
+                starts, total = load_blocks(sel_row, chunk * SPANS, n, limit, block_size, SPANS)
             else:
                 before, jump, total = load_spans(sel_row, chunk * SPANS, n, limit, block_size, SOURCE, SPANS)
         # This program's share of the chunk's selected slots, in whole tiles.
@@ -187,7 +187,7 @@ def _fwd_kernel(
             if SOURCE == WHOLE:
                 key = slot
             elif SOURCE == TILED:
-                key = tile_start(sel_row + chunk * SPANS, begin, limit, block_size) + lane
+                key = tile_start(starts, begin, block_size, SPANS) + place
                 valid = key < limit
             else:
                 key = key_positions(slot, before, jump, AXIS)
@@ -286,9 +286,9 @@ def plan(
         gpu_name(device), capability, processors, dtype.itemsize, G, D, Dv, longest, spans, rows, per_head, pipelined,
         choice,
     )  # fmt: skip
-    size = min(block_size or 1, max(S_kv, 1))  # a block reaches no further than the cache
-    if source == BLOCKS.value and size % tile.BLOCK_L == 0:
-        source = TILED.value
+    size = min(block_size or 1, max(S_kv, 1))  # of a block, which reaches no further than the cache
+    if source == BLOCKS.value and block_size is not None and block_size % tile.BLOCK_L == 0:
+        source, size = TILED.value, min(block_size, max(-(-S_kv // tile.BLOCK_L), 1) * tile.BLOCK_L)
     programs = rows * -(-G // tile.HEADS)
     split_stride = 0
     if splits > 1:  # partial results: [splits, tokens, HQ, Dv]
