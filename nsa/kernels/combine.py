@@ -11,6 +11,8 @@ from nsa.kernels.launch import INT32_MAX, Variant
 from nsa.kernels.primitives import gdc_wait
 from nsa.kernels.tiles import MAX_SPLITS, next_power_of_2
 
+FEW = 8  # splits of most launches
+
 
 @triton.jit(do_not_specialize=["S", "HQ", "splits", "heads", "stride_ob", "stride_os", "stride_oh"])
 def _combine_kernel(
@@ -39,12 +41,12 @@ def _combine_kernel(
     dv = tl.arange(0, BLOCK_DV)
     part = split.to(tl.int64) * heads + row
     lse = tl.load(part_lse_ptr + part, mask=split < splits, other=float("-inf"))  # [SPLITS]
+    mask = (split[:, None] < splits) & (dv[None, :] < Dv)  # [SPLITS, BLOCK_DV]
+    o = tl.load(part_ptr + part[:, None] * Dv + dv[None, :], mask=mask, other=0.0)
     m = tl.max(lse, 0)
     weight = tl.exp(lse - tl.where(m == float("-inf"), 0.0, m))
     total = tl.sum(weight, 0)
     total = tl.where(total == 0.0, 1.0, total)  # an empty row: O = 0, LSE = m = -inf
-    mask = (split[:, None] < splits) & (dv[None, :] < Dv)  # [SPLITS, BLOCK_DV]
-    o = tl.load(part_ptr + part[:, None] * Dv + dv[None, :], mask=mask, other=0.0)
     o = tl.sum(o * weight[:, None], 0) / total
     o_row = (token // S).to(tl.int64) * stride_ob + (token % S).to(tl.int64) * stride_os
     o_row += (row % HQ).to(tl.int64) * stride_oh
@@ -67,13 +69,15 @@ def combine(
     stride_ob, S = (out.stride(0), out.shape[1]) if out.dim() == 4 else (0, tokens)
     launches["combine"] += 1
     sizes = (S, HQ, splits, tokens * HQ, stride_ob, out.stride(-3), out.stride(-2))
-    _variant(out.device, out.dtype, Dv, overlap, lse is None).launch(
+    _variant(out.device, out.dtype, Dv, splits <= FEW, overlap, lse is None).launch(
         (tokens * HQ, 1, 1), out.device, (part, part_lse, out, lse), sizes, max(sizes) <= INT32_MAX
     )
 
 
 @lru_cache(maxsize=64)
-def _variant(device: torch.device, dtype: torch.dtype, Dv: int, overlap: bool, no_lse: bool) -> Variant:
-    constexprs = {"Dv": Dv, "BLOCK_DV": next_power_of_2(Dv), "SPLITS": MAX_SPLITS, "OVERLAP": overlap}
-    options = {"num_warps": 4} | ({"launch_pdl": True} if overlap else {})
+def _variant(device: torch.device, dtype: torch.dtype, Dv: int, few: bool, overlap: bool, no_lse: bool) -> Variant:
+    block, splits = next_power_of_2(Dv), FEW if few else MAX_SPLITS
+    constexprs = {"Dv": Dv, "BLOCK_DV": block, "SPLITS": splits, "OVERLAP": overlap}
+    # A warp that holds all parts of its columns adds them up without waiting for others.
+    options = {"num_warps": max(1, block * splits // 4096)} | ({"launch_pdl": True} if overlap else {})
     return Variant(_combine_kernel, constexprs, options, (dtype, no_lse))
