@@ -34,6 +34,7 @@ from nsa.kernels.primitives import (
     load_blocks,
     load_spans,
     merge_lanes,
+    prefetch_rows,
     softmax_step,
     tile_start,
 )
@@ -92,6 +93,7 @@ def _fwd_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_L: tl.constexpr,
     LANES: tl.constexpr,
+    PREFETCH: tl.constexpr,
     SPANS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -147,8 +149,9 @@ def _fwd_kernel(
     in_group = (g < HEADS) & (head_tile * HEADS + g < G)
     head = head_kv * G + head_tile * HEADS + g  # [BLOCK_G]
 
-    q_ptrs = q_ptr + (q_off + head.to(tl.int64) * stride_qh)[:, None] * STRIDE_UNIT + d[None, :]
-    q = tl.load(q_ptrs, mask=in_group[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_G, BLOCK_D]
+    q_rows = q_ptr + (q_off + head.to(tl.int64) * stride_qh) * STRIDE_UNIT  # [BLOCK_G]
+    if PREFETCH and SOURCE != WHOLE:
+        prefetch_rows(tl.where(in_group, q_rows, q_ptr + q_off * STRIDE_UNIT), D)
     k_off += head_kv.to(tl.int64) * stride_kh
     v_off += head_kv.to(tl.int64) * stride_vh
     k_base = k_ptr + k_off * STRIDE_UNIT
@@ -161,7 +164,6 @@ def _fwd_kernel(
     l = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
     if LANES > 1:
-        q = tl.broadcast_to(q[None, :, :], [LANES, BLOCK_G, BLOCK_D])
         place = tl.reshape(place, [LANES, BLOCK_L // LANES])
         m = tl.full([LANES, BLOCK_G], float("-inf"), tl.float32)
         l = tl.zeros([LANES, BLOCK_G], tl.float32)
@@ -181,6 +183,17 @@ def _fwd_kernel(
         share = tl.cdiv(tl.cdiv(total, BLOCK_L), splits) * BLOCK_L
         first = tl.minimum(split * share, total)
         last = tl.minimum(first + share, total)
+        if PREFETCH and SOURCE == WHOLE:
+            if last > first:
+                ahead = tl.minimum(first + tl.arange(0, 2 * BLOCK_L), last - 1).to(tl.int64)
+                prefetch_rows(k_base + ahead * stride_kn * STRIDE_UNIT, D)
+                prefetch_rows(v_base + ahead * stride_vn * STRIDE_UNIT, Dv)
+        # Not before: a program waits for its queries before it asks for anything that comes after them. What is added
+        # is 0; a load that does not depend on the loop would be moved out of it.
+        q_ptrs = (q_rows + tl.minimum(chunk, 0) * 16)[:, None] + d[None, :]
+        q = tl.load(q_ptrs, mask=in_group[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_G, BLOCK_D]
+        if LANES > 1:
+            q = tl.broadcast_to(q[None, :, :], [LANES, BLOCK_G, BLOCK_D])
         for begin in range(first, last, BLOCK_L):
             slot = begin + place
             valid = slot < last
@@ -299,6 +312,7 @@ def plan(
     sizes = (B, S, S_kv, HKV, n, size, *(s // unit for s in (*all_strides, split_stride)))
     nvidia = device.type != "cpu" and torch.version.hip is None
     overlap = splits > 1 and nvidia and capability >= 90 and gdc_launch_dependents is not None
+    tile = tile._replace(PREFETCH=tile.PREFETCH and nvidia)
     variant, variant_lse = (
         _variant(device, dtype, tile, source, layout, causal, G, D, Dv, splits > 1, overlap, unit, (*kinds, with_lse))
         for with_lse in (splits > 1, True)  # parts of a row are merged by it
