@@ -140,12 +140,8 @@ def selection_attention(
         check_tensors(q=q, k=k, v=v, **{name: x for name, x in optional.items() if x is not None})
         raise
     o, lse = dispatch.run(
-        planned,
-        dispatch.Call(
-            q, k, v, ranges, block_indices, block_size, causal, q_positions, scale,
-            None if cu_q is None or cu_k is None else (cu_q, cu_k), return_lse, out,
-        ),
-    )  # fmt: skip
+        planned, q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, return_lse, out
+    )
     if return_lse:
         assert lse is not None
         return o, lse

@@ -42,7 +42,8 @@ class Call(NamedTuple):
     causal: bool
     q_positions: Tensor | None
     scale: float | None
-    cu_seqlens: tuple[Tensor, Tensor] | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
     return_lse: bool
     out: Tensor | None
 
@@ -228,64 +229,69 @@ def _is_kernel_failure(error: BaseException) -> bool:
     return not (isinstance(error, RuntimeError) and any(words in text for words in NOT_THE_KERNEL))
 
 
-def run(what: Plan, call: Call) -> Result:
-    """Run a planned call."""
-    return _run_debug(what, call) if what.debug else _run(what, call)
+def run(what: Plan, *call: Any) -> Result:
+    """Run a planned call, given what :class:`Call` holds, in its order."""
+    if what.debug:
+        return _run_debug(what, Call(*call))
+    return _run(what, call)
 
 
-def _run(what: Plan, call: Call) -> Result:
+def _run(what: Plan, call: tuple[Any, ...]) -> Result:
     if what.route in ("sdpa", "reference"):
-        return _plain(what.route, what.reason, what, call)
+        return _plain(what.route, what.reason, what, Call(*call))
     if what.named:
-        return _triton(what, call)
-    known = _broken.get(what.kernel)
+        return _triton(what, *call)
+    known = _broken.get(what.kernel) if _broken else None
     if known is None:
         try:
-            return _triton(what, call)
+            return _triton(what, *call)
         except failures() as error:
             if not _is_kernel_failure(error):
                 raise
             known = f"{what.route} kernel failed: {type(error).__name__}: {str(error).strip() or 'no message'}"
             _broken[what.kernel] = known
             logger.warning("%s; %s serves this signature from now on", known, what.fallback)
-    return _plain(what.fallback, known, what, call)
+    return _plain(what.fallback, known, what, Call(*call))
 
 
-def _triton(what: Plan, call: Call) -> Result:
+def _triton(
+    what: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: Tensor | None,
+    block_indices: Tensor | None,
+    block_size: int | None,
+    causal: bool,
+    q_positions: Tensor | None,
+    scale: float | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    return_lse: bool,
+    out: Tensor | None,
+) -> Result:
     from nsa.kernels.query_major import forward, launch_for
 
-    cu_q, cu_k = call.cu_seqlens or (None, None)
-    selection = call.block_indices if call.ranges is None else call.ranges
+    selection = block_indices if ranges is None else ranges
     launch = what.launches.get(tiles.forced)
     if launch is None:
         launch = what.launches[tiles.forced] = launch_for(
-            call.q,
-            call.k,
-            call.v,
+            q,
+            k,
+            v,
             selection=selection,
-            block_size=call.block_size,
-            causal=call.causal,
-            q_positions=call.q_positions,
-            cu_seqlens_q=cu_q,
-            cu_seqlens_k=cu_k,
+            block_size=block_size,
+            causal=causal,
+            q_positions=q_positions,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
             bound=what.dims.bound,
             per_head=what.per_head,
             pipelined=what.pipelined,
-            out=call.out,
+            out=out,
         )
     result = forward(
-        launch,
-        call.q,
-        call.k,
-        call.v,
-        route=what.route,
-        selection=selection,
-        q_positions=call.q_positions,
-        scale=call.scale,
-        cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k,
-        return_lse=call.return_lse,
-        out=call.out,
+        launch, q, k, v, what.route, selection, q_positions, scale, cu_seqlens_q, cu_seqlens_k, return_lse, out
     )
     _taken[what.route, what.reason] += 1
     return result
@@ -301,7 +307,7 @@ def _plain(route: str, reason: str, what: Plan, call: Call) -> Result:
         "causal": call.causal,
         "q_positions": call.q_positions,
         "scale": call.scale,
-        "cu_seqlens": call.cu_seqlens,
+        "cu_seqlens": None if call.cu_seqlens_q is None else (call.cu_seqlens_q, call.cu_seqlens_k),
         "return_lse": call.return_lse,
     }
     if route == "sdpa":
@@ -323,7 +329,7 @@ def _run_debug(what: Plan, call: Call) -> Result:
     before = _taken.copy()
     _synchronize(call.q)
     began = time.perf_counter()
-    result = _run(what, call)
+    result = _run(what, tuple(call))
     _synchronize(call.q)
     route, reason = next(iter(_taken - before))
     if current.debug_timing:

@@ -18,6 +18,13 @@ TRITON = tuple(int(x) for x in triton.__version__.split(".")[:2])
 DIRECT = TRITON >= (3, 5) and torch.version.hip is None
 INT32_MAX = 2**31 - 1
 
+# What Triton and torch ask for the same, without what they do around it; a build for the CPU has neither.
+current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+current_stream = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
+knobs: Any = triton.knobs.runtime if DIRECT else None
+
 
 class Variant:
     """A kernel with everything that decides how it is compiled, but for what `common` says of a launch.
@@ -54,7 +61,8 @@ class Variant:
             common: the ints fit int32. A launch where they do not, or where an address is no multiple of 16, is
                 another variant, and rare: Triton finds out by itself.
         """
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
+        cuda = device.type == "cuda"
+        if cuda and device.index != current_device():
             with torch.cuda.device(device):
                 return self.launch(grid, device, tensors, numbers, common)
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
@@ -63,24 +71,15 @@ class Variant:
             union |= address
         common = common and union & 15 == 0
         compiled = self._compiled
-        if compiled is not None and common and not _watched():
+        if compiled is not None and common:
             run, function, metadata, last = compiled
-            stream = _current_stream(device.index)
-            run(*grid, stream, function, metadata, None, None, None, *addresses, *numbers, *last)
-            return None
+            if not (knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls):  # a profiler's
+                stream = current_stream(device.index)
+                run(*grid, stream, function, metadata, None, None, None, *addresses, *numbers, *last)
+                return None
         kernel = self.kernel[grid](*tensors, *numbers, **self.constexprs, **self.options, enable_fp_fusion=True)
-        if DIRECT and common and device.type == "cuda" and kernel is not None:
+        if DIRECT and common and cuda and kernel is not None:
             given = len(tensors) + len(numbers)
             last = tuple(self.constexprs[name] for name in self.kernel.arg_names[given:])
             self._compiled = kernel.run, kernel.function, kernel.packed_metadata, last
         return None
-
-
-def _watched() -> bool:
-    """Whether a profiler asked Triton to tell it of launches."""
-    runtime = triton.knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
-
-
-def _current_stream(index: int) -> int:
-    return torch._C._cuda_getCurrentRawStream(index)  # type: ignore[no-any-return]

@@ -301,7 +301,9 @@ def plan(
     )  # fmt: skip
     size = min(block_size or 1, max(S_kv, 1))  # of a block, which reaches no further than the cache
     if source == BLOCKS.value and block_size is not None and block_size % tile.BLOCK_L == 0:
-        source, size = TILED.value, min(block_size, max(-(-S_kv // tile.BLOCK_L), 1) * tile.BLOCK_L)
+        whole = min(block_size, max(-(-S_kv // tile.BLOCK_L), 1) * tile.BLOCK_L)
+        if max(spans * whole, S_kv + whole) <= INT32_MAX:  # slots, and keys past the last one, are counted in int32
+            source, size = TILED.value, whole
     programs = rows * -(-G // tile.HEADS)
     split_stride = 0
     if splits > 1:  # partial results: [splits, tokens, HQ, Dv]
@@ -416,7 +418,6 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     route: str,
     selection: Tensor | None = None,
     q_positions: Tensor | None = None,

@@ -39,11 +39,16 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(launch, "_current_stream", lambda index: STREAM + index)
-    monkeypatch.setattr(launch, "_watched", lambda: False)
+    monkeypatch.setattr(launch, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "current_stream", lambda index: STREAM + index)
+    monkeypatch.setattr(launch, "knobs", knobs())
     monkeypatch.setattr(launch, "DIRECT", True)
     return Kernel()
+
+
+def knobs(*hooks):
+    """Triton's, as far as launches are concerned."""
+    return SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=hooks), launch_exit_hook=SimpleNamespace(calls=()))
 
 
 def pointer(address):
@@ -69,7 +74,7 @@ def test_a_rare_launch_is_tritons_and_changes_nothing(kernel, monkeypatch, rare,
     variant = Variant(kernel, kernel.constexprs, {})
 
     def go(address=4096, common=True, watched=False):
-        monkeypatch.setattr(launch, "_watched", lambda: watched)
+        monkeypatch.setattr(launch, "knobs", knobs(*[print] * watched))
         variant.launch((1, 1, 1), CUDA, (pointer(address), None), (1,), common)
         return kernel.log[-1][0]
 
@@ -99,10 +104,10 @@ def test_a_kernel_runs_on_the_device_of_its_tensors(kernel, monkeypatch):
 
         def __enter__(self):
             entered.append(self.device)
-            monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device.index)
+            monkeypatch.setattr(launch, "current_device", lambda: self.device.index)
 
         def __exit__(self, *_):
-            monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+            monkeypatch.setattr(launch, "current_device", lambda: 0)
 
     monkeypatch.setattr(torch.cuda, "device", Guard)
     variant = Variant(kernel, kernel.constexprs, {})
@@ -117,14 +122,11 @@ def test_a_profiler_is_noticed():
     """By the hooks that Triton's own launch would call."""
     if not launch.DIRECT:
         pytest.skip("this Triton launches everything itself")
-    hooks = launch.triton.knobs.runtime
-    for chain in (hooks.launch_enter_hook, hooks.launch_exit_hook):
-        assert not launch._watched()
+    for chain in (launch.knobs.launch_enter_hook, launch.knobs.launch_exit_hook):
+        assert not chain.calls
         chain.add(print)
-        try:
-            assert launch._watched()
-        finally:
-            chain.remove(print)
+        assert chain.calls
+        chain.remove(print)
 
 
 def test_calls_that_differ_in_what_triton_compiles_do_not_mix(draw, agrees):
