@@ -127,6 +127,11 @@ def core() -> list[Case]:
     return few + cache + decode
 
 
+def long_context() -> list[Case]:
+    """Decode at 128k keys, which reads as much as at 8k. Timed with the full matrix; 2 GiB of cache at B = 8."""
+    return [Case(16, 128, 128, 1024, 4 * B, "decode", "bf16", HKV=4, S_kv=131_072) for B in (1, 8)]
+
+
 def full() -> list[Case]:
     """Everything in spec.md's matrix, fp16 and bf16."""
     dims = [(64, 64), (64, 128), (128, 64), (128, 128)]

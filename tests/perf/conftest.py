@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nsa.testing import gating, outputs, summary, timing
-from nsa.testing.cases import core, full
+from nsa.testing.cases import core, full, long_context
 from nsa.testing.fixtures import case, over_third_parties, problem, register, third_party
 from nsa.testing.plugin import current_lane
 
@@ -28,7 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "by_hand" in metafunc.fixturenames:
         shapes = outputs.shapes(metafunc.config)
         return metafunc.parametrize("case", register(shapes), indirect=True, scope="module")
-    cases = full() if metafunc.config.getoption("nsa_full") else core()
+    cases = full() + long_context() if metafunc.config.getoption("nsa_full") else core()
     cases = cases if current_lane() == "gpu" else cases[:1]
     if "third_party" in metafunc.fixturenames:
         over_third_parties(metafunc, cases)
