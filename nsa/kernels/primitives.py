@@ -26,12 +26,12 @@ PACKED = tl.constexpr(2)
 
 
 @triton.jit
-def prefetch_rows(rows_ptr, width: tl.constexpr):
-    """Have L2 fetch ``width`` elements from each of ``rows_ptr [n]`` on, and wait for nothing. NVIDIA only."""
-    size: tl.constexpr = rows_ptr.dtype.element_ty.primitive_bitwidth // 8
-    step: tl.constexpr = 128 // size  # elements of a cache line
-    lines: tl.constexpr = triton.next_power_of_2((width + step - 1) // step)
-    at = tl.minimum(tl.arange(0, lines) * step, width - 1)
+def prefetch_rows(rows_ptr, width: tl.constexpr, padded: tl.constexpr, line: tl.constexpr):
+    """Have L2 fetch ``width`` elements from each of ``rows_ptr [n]`` on, and wait for nothing. NVIDIA only.
+
+    ``padded``: ``width`` as a power of 2; ``line``: elements of a cache line.
+    """
+    at = tl.minimum(tl.arange(0, (padded + line - 1) // line) * line, width - 1)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [rows_ptr[:, None] + at[None, :]], tl.int32, False, 1
     )

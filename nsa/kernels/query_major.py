@@ -151,7 +151,7 @@ def _fwd_kernel(
 
     q_rows = q_ptr + (q_off + head.to(tl.int64) * stride_qh) * STRIDE_UNIT  # [BLOCK_G]
     if PREFETCH and SOURCE != WHOLE:
-        prefetch_rows(tl.where(in_group, q_rows, q_ptr + q_off * STRIDE_UNIT), D)
+        prefetch_rows(tl.where(in_group, q_rows, q_ptr + q_off * STRIDE_UNIT), D, BLOCK_D, PREFETCH)
     k_off += head_kv.to(tl.int64) * stride_kh
     v_off += head_kv.to(tl.int64) * stride_vh
     k_base = k_ptr + k_off * STRIDE_UNIT
@@ -186,8 +186,8 @@ def _fwd_kernel(
         if PREFETCH and SOURCE == WHOLE:
             if last > first:
                 ahead = tl.minimum(first + tl.arange(0, 2 * BLOCK_L), last - 1).to(tl.int64)
-                prefetch_rows(k_base + ahead * stride_kn * STRIDE_UNIT, D)
-                prefetch_rows(v_base + ahead * stride_vn * STRIDE_UNIT, Dv)
+                prefetch_rows(k_base + ahead * stride_kn * STRIDE_UNIT, D, BLOCK_D, PREFETCH)
+                prefetch_rows(v_base + ahead * stride_vn * STRIDE_UNIT, Dv, BLOCK_DV, PREFETCH)
         # Not before: a program waits for its queries before it asks for anything that comes after them. What is added
         # is 0; a load that does not depend on the loop would be moved out of it.
         q_ptrs = (q_rows + tl.minimum(chunk, 0) * 16)[:, None] + d[None, :]
@@ -314,7 +314,7 @@ def plan(
     sizes = (B, S, S_kv, HKV, n, size, *(s // unit for s in (*all_strides, split_stride)))
     nvidia = device.type != "cpu" and torch.version.hip is None
     overlap = splits > 1 and nvidia and capability >= 90 and gdc_launch_dependents is not None
-    tile = tile._replace(PREFETCH=tile.PREFETCH and nvidia)
+    tile = tile._replace(PREFETCH=128 // dtype.itemsize if tile.PREFETCH and nvidia else 0)
     variant, variant_lse = (
         _variant(device, dtype, tile, source, layout, causal, G, D, Dv, splits > 1, overlap, unit, (*kinds, with_lse))
         for with_lse in (splits > 1, True)  # parts of a row are merged by it

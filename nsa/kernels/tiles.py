@@ -51,7 +51,7 @@ class Tile(NamedTuple):
     BLOCK_DV: int
     BLOCK_L: int  # keys of a tile
     LANES: int  # parts of a tile with a softmax of their own: 1, or one a warp
-    PREFETCH: bool  # ask L2 for what comes first: where programs are few, nothing else hides its latency
+    PREFETCH: int  # ask L2 for what comes first: where programs are few, nothing else hides its latency
     SPANS: int
     num_warps: int
     num_stages: int
@@ -136,7 +136,7 @@ def select(
     while block_l > 16 and max(stages - 1, 1) * block_l * key_bytes > budget:
         block_l //= 2
     lanes = min(lanes, block_l // 16)  # what the tensor cores take
-    return Tile(heads, block_g, block_d, block_dv, block_l, lanes, fill < 2, spans, num_warps, stages)
+    return Tile(heads, block_g, block_d, block_dv, block_l, lanes, int(fill < 2), spans, num_warps, stages)
 
 
 def choose(
