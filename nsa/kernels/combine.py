@@ -80,4 +80,4 @@ def _variant(device: torch.device, dtype: torch.dtype, Dv: int, few: bool, overl
     constexprs = {"Dv": Dv, "BLOCK_DV": block, "SPLITS": splits, "OVERLAP": overlap}
     # A warp that holds all parts of its columns adds them up without waiting for others.
     options = {"num_warps": max(1, block * splits // 4096)} | ({"launch_pdl": True} if overlap else {})
-    return Variant(_combine_kernel, constexprs, options, (dtype, no_lse))
+    return Variant(_combine_kernel, constexprs, options)

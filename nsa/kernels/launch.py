@@ -33,17 +33,15 @@ class Variant:
         kernel: the ``@triton.jit`` function; its compile-time arguments come last.
         constexprs: values of compile-time arguments.
         options: ``num_warps`` and what else Triton takes.
-        what: whatever else of a launch makes Triton compile anew, as dtypes and absent tensors do; not looked at, but
-            two launches of one variant must agree on it.
+
+    Whatever else of a launch makes Triton compile anew, as dtypes and absent tensors do, must be the same in all
+    launches of one variant; nobody looks.
     """
 
-    def __init__(
-        self, kernel: Any, constexprs: dict[str, object], options: dict[str, Any], what: object = None
-    ) -> None:
+    def __init__(self, kernel: Any, constexprs: dict[str, object], options: dict[str, Any]) -> None:
         self.kernel = kernel
         self.constexprs = constexprs
         self.options = options
-        self.what = what
         self._compiled: tuple[Any, ...] | None = None
 
     def launch(

@@ -61,9 +61,9 @@ def load_span(sel_ptr, j, n, limit, block_size, SOURCE: tl.constexpr):
         end = tl.maximum(start, end)
     else:
         block = tl.load(sel_ptr + j, mask=inside, other=-1)
-        listed = (block >= 0) & (block < (limit + block_size - 1) // block_size)
+        listed = (block >= 0) & (block <= (limit - 1) // block_size)
         start = tl.where(listed, block, 0).to(tl.int32) * block_size
-        end = tl.where(listed, tl.minimum(start + block_size, limit), start)
+        end = start + tl.where(listed, tl.minimum(block_size, limit - start), 0)
     return start, end
 
 
@@ -84,23 +84,25 @@ def load_spans(sel_ptr, first, n, limit, block_size, SOURCE: tl.constexpr, SPANS
 
 
 @triton.jit
-def load_blocks(sel_ptr, first, n, limit, block_size, SPANS: tl.constexpr):
-    """First keys of ``SPANS`` blocks of one row from number ``first`` on, and the slots up to the last one listed.
+def load_blocks(sel_ptr, first, n, limit, block_size, SPANS: tl.constexpr, BLOCK_L: tl.constexpr):
+    """``SPANS`` blocks of one row from number ``first`` on, for :func:`tile_start`; each takes slots in whole tiles.
 
-    Padding, and what lies past ``limit``, starts at ``limit``.
+    Returns ``start [SPANS]`` (first key), ``before [SPANS]`` (slots of earlier blocks of this chunk), ``slots [SPANS]``
+    and their ``total``. Padding, and what lies past ``limit``, takes none.
     """
     j = tl.arange(0, SPANS)  # [SPANS]
     block = tl.load(sel_ptr + first + j, mask=first + j < n, other=-1)
-    listed = (block >= 0) & (block < (limit + block_size - 1) // block_size)
+    listed = (block >= 0) & (block <= (limit - 1) // block_size)
     start = tl.where(listed, block, 0).to(tl.int32) * block_size
-    return tl.where(listed, start, limit), tl.max(tl.where(listed, j + 1, 0), 0) * block_size
+    slots = tl.where(listed, tl.cdiv(tl.minimum(block_size, limit - start), BLOCK_L) * BLOCK_L, 0)
+    return start, tl.cumsum(slots, 0) - slots, slots, tl.sum(slots, 0)
 
 
 @triton.jit
-def tile_start(starts, begin, block_size, SPANS: tl.constexpr):
-    """First key of the tile at slot ``begin``, which lies in one block of those that start at ``starts``."""
-    here = tl.arange(0, SPANS) == begin // block_size
-    return tl.sum(tl.where(here, starts, 0), 0) + begin % block_size
+def tile_start(start, before, slots, begin):
+    """First key of the tile at slot ``begin``, which lies in one of the blocks of :func:`load_blocks`."""
+    here = (before <= begin) & (begin < before + slots)
+    return tl.sum(tl.where(here, start + (begin - before), 0), 0)
 
 
 @triton.jit

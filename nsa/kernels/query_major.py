@@ -19,7 +19,7 @@ from torch import Tensor
 from nsa import settings
 from nsa.kernels import launches, tiles
 from nsa.kernels.combine import combine
-from nsa.kernels.launch import INT32_MAX, Variant
+from nsa.kernels.launch import INT32_MAX, TRITON, Variant
 from nsa.kernels.primitives import (
     BATCH,
     BLOCKS,
@@ -176,7 +176,7 @@ def _fwd_kernel(
         else:
             sel_row = sel_ptr + row.to(tl.int64) * n * (2 if SOURCE == RANGES else 1)
             if SOURCE == TILED:
-                starts, total = load_blocks(sel_row, chunk * SPANS, n, limit, block_size, SPANS)
+                start, before, slots, total = load_blocks(sel_row, chunk * SPANS, n, limit, block_size, SPANS, BLOCK_L)
             else:
                 before, jump, total = load_spans(sel_row, chunk * SPANS, n, limit, block_size, SOURCE, SPANS)
         # This program's share of the chunk's selected slots, in whole tiles.
@@ -200,7 +200,7 @@ def _fwd_kernel(
             if SOURCE == WHOLE:
                 key = slot
             elif SOURCE == TILED:
-                key = tile_start(starts, begin, block_size, SPANS) + place
+                key = tile_start(start, before, slots, begin) + place
                 valid = key < limit
             else:
                 key = key_positions(slot, before, jump, AXIS)
@@ -315,6 +315,8 @@ def plan(
     nvidia = device.type != "cpu" and torch.version.hip is None
     overlap = splits > 1 and nvidia and capability >= 90 and gdc_launch_dependents is not None
     tile = tile._replace(PREFETCH=128 // dtype.itemsize if tile.PREFETCH and nvidia else 0)
+    if TRITON < (3, 3):  # whose compiler a dot product with lanes aborts
+        tile = tile._replace(LANES=1)
     variant, variant_lse = (
         _variant(device, dtype, tile, source, layout, causal, G, D, Dv, splits > 1, overlap, unit, (*kinds, with_lse))
         for with_lse in (splits > 1, True)  # parts of a row are merged by it
@@ -358,7 +360,7 @@ def _variant(
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}
     constexprs.update(G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, INPUT_PRECISION="ieee")
     constexprs.update(SPLIT=split, OVERLAP=overlap, STRIDE_UNIT=unit)
-    return Variant(_fwd_kernel, constexprs, options, (dtype, *what))
+    return Variant(_fwd_kernel, constexprs, options)
 
 
 @lru_cache(maxsize=64)

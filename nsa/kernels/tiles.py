@@ -23,6 +23,8 @@ MAX_SPLITS = 32
 MAX_HEADS = 64
 """Query heads one program holds; larger groups take several programs."""
 
+LANE_REGISTERS = 64
+"""Registers of a thread that the accumulators of lanes may take; with more, ptxas spills."""
 
 TABLES = Path(__file__).parent.parent / "configs" / "tiles"
 
@@ -126,7 +128,10 @@ def select(
     block_d, block_dv = max(16, next_power_of_2(D)), max(16, next_power_of_2(Dv))
     rule = _shape(itemsize, block_g, max(block_d, block_dv), spans, fill)
     block_l, num_warps, stages, lanes = (*rule, 1) if choice is None else choice[2:]
-    block_l = min(block_l, max(16, next_power_of_2(bound)))
+    longest = max(16, next_power_of_2(bound))
+    if choice is not None and block_l > longest:  # measured on longer rows: as many keys a warp
+        num_warps = max(1, num_warps * longest // block_l)
+    block_l = min(block_l, longest)
     stages = stages if pipelined else 1
     key_bytes = (block_d + block_dv) * itemsize
     # Room for Q and the weights beside the tiles in flight.
@@ -136,6 +141,8 @@ def select(
     while block_l > 16 and max(stages - 1, 1) * block_l * key_bytes > budget:
         block_l //= 2
     lanes = min(lanes, block_l // 16)  # what the tensor cores take
+    while lanes > 1 and lanes * block_g * block_dv > LANE_REGISTERS * 32 * num_warps:
+        lanes //= 2
     return Tile(heads, block_g, block_d, block_dv, block_l, lanes, int(fill < 2), spans, num_warps, stages)
 
 
@@ -192,7 +199,8 @@ def measured(
     if name is None or itemsize != 2 or G > MAX_HEADS:
         return None
     points = table(name).get((one_span, max(16, next_power_of_2(D)), max(16, next_power_of_2(Dv))), {})
-    known = [p for p in points if bound <= 2 * p.L and 2 * rows >= p.rows and 4 * G >= p.G >= G / 4]
+    padded = max(16, next_power_of_2(G))
+    known = [p for p in points if bound <= 2 * p.L and 2 * rows >= p.rows and max(16, next_power_of_2(p.G)) == padded]
     if not known:
         return None
 
@@ -220,7 +228,8 @@ def table(name: str) -> dict[tuple[bool, int, int], dict[Point, Choice]]:
     try:
         document: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
         for entry in document["shapes"]:
-            choice = Choice(*(int(entry["best"][0][field]) for field in Choice._fields))
+            best = Choice._field_defaults | entry["best"][0]
+            choice = Choice(*(int(best[field]) for field in Choice._fields))
             bucket = bool(entry["one_span"]), int(entry["D"]), int(entry["Dv"])
             found.setdefault(bucket, {})[Point(*(int(entry[field]) for field in Point._fields))] = choice
     except (yaml.YAMLError, KeyError, TypeError, IndexError, ValueError) as error:
