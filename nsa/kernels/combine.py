@@ -8,7 +8,7 @@ import triton.language as tl
 
 from nsa.kernels import launches
 from nsa.kernels.launch import INT32_MAX, Variant
-from nsa.kernels.primitives import gdc_wait
+from nsa.kernels.primitives import gdc_wait, merge_parts
 from nsa.kernels.tiles import MAX_SPLITS, next_power_of_2
 
 FEW = 8  # splits of most launches
@@ -32,27 +32,18 @@ def _combine_kernel(
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per (token, head): ``O = sum_i exp(lse_i - lse) O_i`` with ``lse = logsumexp_i lse_i``."""
+    """One program per (token, head)."""
     if OVERLAP:
         gdc_wait()  # launched before the kernel that writes the parts had ended
-    row = tl.program_id(0)  # token * HQ + head
+    row = tl.program_id(0) + tl.arange(0, 1)  # token * HQ + head
     token = row // HQ
-    split = tl.arange(0, SPLITS)
     dv = tl.arange(0, BLOCK_DV)
-    part = split.to(tl.int64) * heads + row
-    lse = tl.load(part_lse_ptr + part, mask=split < splits, other=float("-inf"))  # [SPLITS]
-    mask = (split[:, None] < splits) & (dv[None, :] < Dv)  # [SPLITS, BLOCK_DV]
-    o = tl.load(part_ptr + part[:, None] * Dv + dv[None, :], mask=mask, other=0.0)
-    m = tl.max(lse, 0)
-    weight = tl.exp(lse - tl.where(m == float("-inf"), 0.0, m))
-    total = tl.sum(weight, 0)
-    total = tl.where(total == 0.0, 1.0, total)  # an empty row: O = 0, LSE = m = -inf
-    o = tl.sum(o * weight[:, None], 0) / total
+    o, lse = merge_parts(part_ptr, part_lse_ptr, row, row < heads, heads, splits, Dv, BLOCK_DV, SPLITS)
     o_row = (token // S).to(tl.int64) * stride_ob + (token % S).to(tl.int64) * stride_os
     o_row += (row % HQ).to(tl.int64) * stride_oh
-    tl.store(o_ptr + o_row + dv, o.to(o_ptr.dtype.element_ty), mask=dv < Dv)
+    tl.store(o_ptr + o_row[:, None] + dv, o.to(o_ptr.dtype.element_ty), mask=dv[None, :] < Dv)
     if lse_ptr is not None:
-        tl.store(lse_ptr + row, m + tl.log(total))
+        tl.store(lse_ptr + row, lse)
 
 
 def combine(

@@ -33,15 +33,18 @@ class Variant:
         kernel: the ``@triton.jit`` function; its compile-time arguments come last.
         constexprs: values of compile-time arguments.
         options: ``num_warps`` and what else Triton takes.
+        cluster: so many programs in a row, along the first axis of the grid, run at the same time and can wait for
+            each other; the grid counts clusters. Only on a GPU that has them. 0: without.
 
     Whatever else of a launch makes Triton compile anew, as dtypes and absent tensors do, must be the same in all
     launches of one variant; nobody looks.
     """
 
-    def __init__(self, kernel: Any, constexprs: dict[str, object], options: dict[str, Any]) -> None:
+    def __init__(self, kernel: Any, constexprs: dict[str, object], options: dict[str, Any], cluster: int = 0) -> None:
         self.kernel = kernel
         self.constexprs = constexprs
         self.options = options
+        self.cluster = cluster
         self._compiled: tuple[Any, ...] | None = None
 
     def launch(
@@ -75,9 +78,22 @@ class Variant:
                 stream = current_stream(device.index)
                 run(*grid, stream, function, metadata, None, None, None, *addresses, *numbers, *last)
                 return None
-        kernel = self.kernel[grid](*tensors, *numbers, **self.constexprs, **self.options, enable_fp_fusion=True)
-        if DIRECT and common and cuda and kernel is not None:
-            given = len(tensors) + len(numbers)
-            last = tuple(self.constexprs[name] for name in self.kernel.arg_names[given:])
-            self._compiled = kernel.run, kernel.function, kernel.packed_metadata, last
+        keywords = self.constexprs | self.options | {"enable_fp_fusion": True}
+        if not self.cluster:
+            kernel = self.kernel[grid](*tensors, *numbers, **keywords)
+        else:
+            kernel = self.kernel.warmup(*tensors, *numbers, **keywords, grid=grid)
+        if not cuda or kernel is None:
+            return None
+        given = len(tensors) + len(numbers)
+        last = tuple(self.constexprs[name] for name in self.kernel.arg_names[given:])
+        run, metadata = kernel.run, kernel.packed_metadata
+        if self.cluster:  # compiled as a kernel without, launched with clusters
+            metadata = (metadata[0], self.cluster, *metadata[2:])
+            stream, arguments = current_stream(device.index), (*addresses, *numbers, *last)
+            about = kernel.launch_metadata(grid, stream, *tensors, *numbers, *last)
+            hooks = knobs.launch_enter_hook, knobs.launch_exit_hook
+            run(*grid, stream, kernel.function, metadata, about, *hooks, *arguments)
+        if DIRECT and common:
+            self._compiled = run, kernel.function, metadata, last
         return None

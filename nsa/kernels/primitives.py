@@ -26,18 +26,6 @@ PACKED = tl.constexpr(2)
 
 
 @triton.jit
-def prefetch_rows(rows_ptr, width: tl.constexpr, padded: tl.constexpr, line: tl.constexpr):
-    """Have L2 fetch ``width`` elements from each of ``rows_ptr [n]`` on, and wait for nothing. NVIDIA only.
-
-    ``padded``: ``width`` as a power of 2; ``line``: elements of a cache line.
-    """
-    at = tl.minimum(tl.arange(0, (padded + line - 1) // line) * line, width - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [rows_ptr[:, None] + at[None, :]], tl.int32, False, 1
-    )
-
-
-@triton.jit
 def find_sequence(cu_seqlens_ptr, B, token, CHUNK: tl.constexpr):
     """Index of the sequence that holds ``token``: how many sequences end at or before it. ``B`` if none holds it."""
     seq = tl.full([], 0, tl.int32)
@@ -50,8 +38,8 @@ def find_sequence(cu_seqlens_ptr, B, token, CHUNK: tl.constexpr):
 
 @triton.jit
 def load_span(sel_ptr, j, n, limit, block_size, SOURCE: tl.constexpr):
-    """Spans ``j`` of one row, clamped to ``[0, limit]``: ``(start, end)`` int32, empty for ``j`` outside [0, n)."""
-    inside = (j >= 0) & (j < n)
+    """Spans ``j`` of one row, clamped to ``[0, limit]``: ``(start, end)`` int32, empty from ``n`` on."""
+    inside = j < n
     if SOURCE == RANGES:
         # Clamped in the dtype that came: int64 spans may be anything.
         begin = tl.load(sel_ptr + 2 * j, mask=inside, other=0)
@@ -68,71 +56,81 @@ def load_span(sel_ptr, j, n, limit, block_size, SOURCE: tl.constexpr):
 
 
 @triton.jit
-def load_spans(sel_ptr, first, n, limit, block_size, SOURCE: tl.constexpr, SPANS: tl.constexpr):
+def load_spans(sel_ptr, first, n, limit, block_size, SOURCE: tl.constexpr, SPANS: tl.constexpr, BLOCK_L: tl.constexpr):
     """``SPANS`` spans of one row from number ``first`` on, for :func:`key_positions`.
 
-    Returns ``before [SPANS]`` (keys selected by earlier spans of this chunk), ``jump [SPANS]`` (where the span starts,
-    less where the one before ended) and ``total`` (keys selected in this chunk).
+    A selected key takes a slot. Blocks of whole tiles (``TILED``) take slots in whole tiles, for :func:`tile_start`.
+
+    Returns ``start [SPANS]`` (first key), ``before [SPANS]`` (slots of earlier spans of this chunk), ``length [SPANS]``
+    and ``total`` (slots of this chunk).
     """
-    j = first + tl.arange(0, SPANS)  # [SPANS]
-    start, end = load_span(sel_ptr, j, n, limit, block_size, SOURCE)
-    # Lane 0 has no predecessor: index -1 loads as the empty span at 0.
-    _, end_before = load_span(sel_ptr, tl.where(j == first, -1, j - 1), n, limit, block_size, SOURCE)
+    start, end = load_span(sel_ptr, first + tl.arange(0, SPANS), n, limit, block_size, SOURCE)
     length = end - start
-    before = tl.cumsum(length, 0) - length
-    return before, start - end_before, tl.sum(length, 0)
+    if SOURCE == TILED:
+        length = tl.cdiv(length, BLOCK_L) * BLOCK_L
+    return start, tl.cumsum(length, 0) - length, length, tl.sum(length, 0)
 
 
 @triton.jit
-def load_blocks(sel_ptr, first, n, limit, block_size, SPANS: tl.constexpr, BLOCK_L: tl.constexpr):
-    """``SPANS`` blocks of one row from number ``first`` on, for :func:`tile_start`; each takes slots in whole tiles.
-
-    Returns ``start [SPANS]`` (first key), ``before [SPANS]`` (slots of earlier blocks of this chunk), ``slots [SPANS]``
-    and their ``total``. Padding, and what lies past ``limit``, takes none.
-    """
-    j = tl.arange(0, SPANS)  # [SPANS]
-    block = tl.load(sel_ptr + first + j, mask=first + j < n, other=-1)
-    listed = (block >= 0) & (block <= (limit - 1) // block_size)
-    start = tl.where(listed, block, 0).to(tl.int32) * block_size
-    slots = tl.where(listed, tl.cdiv(tl.minimum(block_size, limit - start), BLOCK_L) * BLOCK_L, 0)
-    return start, tl.cumsum(slots, 0) - slots, slots, tl.sum(slots, 0)
+def tile_start(slot, start, before, length):
+    """First key of the tile at ``slot``, which lies in one span."""
+    here = (before <= slot) & (slot < before + length)
+    return tl.sum(tl.where(here, start + (slot - before), 0), 0)
 
 
 @triton.jit
-def tile_start(start, before, slots, begin):
-    """First key of the tile at slot ``begin``, which lies in one of the blocks of :func:`load_blocks`."""
-    here = (before <= begin) & (begin < before + slots)
-    return tl.sum(tl.where(here, start + (begin - before), 0), 0)
+def key_positions(slot, start, before, length):
+    """Key of each of ``slot [BLOCK_L]``; that of a slot past the last one must be masked."""
+    slot = slot[:, None]
+    here = (before <= slot) & (slot < before + length)  # [BLOCK_L, SPANS]
+    return tl.sum(tl.where(here, start + (slot - before), 0), 1)
 
 
 @triton.jit
-def key_positions(slot, before, jump, AXIS: tl.constexpr):
-    """Key of each selected slot: ``slot`` plus the jumps of all spans that begin at or before it, in its shape.
-
-    Jumps telescope, so empty spans need no care; a slot past the last key yields a position that must be masked.
-    ``AXIS``: the number of axes of ``slot``.
-    """
-    begun = before <= tl.expand_dims(slot, AXIS)  # [..., SPANS]
-    return slot + tl.sum(tl.where(begun, jump, 0), AXIS)
-
-
-@triton.jit
-def softmax_step(scores, m, l, acc, AXIS: tl.constexpr):
+def softmax_step(scores, m, l, acc):
     """One step of the online softmax in base 2: new maximum, sum and rescaled accumulator, and this tile's weights.
 
-    scores ``[BLOCK_G, BLOCK_L]``, ``-inf`` where masked; m, l ``[BLOCK_G]``; acc ``[BLOCK_G, BLOCK_DV]``; or each with
-    an axis of lanes before. ``AXIS``: that of the keys, the last of ``scores``.
+    scores ``[BLOCK_G, BLOCK_L]``, ``-inf`` where masked; m, l ``[BLOCK_G]``; acc ``[BLOCK_G, BLOCK_DV]``.
     """
-    m_new = tl.maximum(m, tl.max(scores, AXIS))
+    m_new = tl.maximum(m, tl.max(scores, 1))
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
-    p = tl.exp2(scores - tl.expand_dims(m_safe, AXIS))
+    p = tl.exp2(scores - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
-    return m_new, l * alpha + tl.sum(p, AXIS), acc * tl.expand_dims(alpha, AXIS), p
+    return m_new, l * alpha + tl.sum(p, 1), acc * alpha[:, None], p
 
 
 @triton.jit
-def merge_lanes(m, l, acc):
-    """One softmax of several over different keys: m, l ``[LANES, BLOCK_G]``, acc ``[LANES, BLOCK_G, BLOCK_DV]``."""
-    m_new = tl.max(m, 0)
-    weight = tl.exp2(m - tl.where(m_new == float("-inf"), 0.0, m_new)[None, :])  # [LANES, BLOCK_G]
-    return m_new, tl.sum(l * weight, 0), tl.sum(acc * weight[:, :, None], 0)
+def merge_parts(
+    part_ptr, part_lse_ptr, rows, mask, heads, splits, Dv: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Merge partial results by their log-sum-exp: ``O = sum_i exp(lse_i - lse) O_i`` with ``lse = logsumexp_i lse_i``.
+
+    part ``[splits, heads, Dv]`` and part_lse ``[splits, heads]``, fp32; rows, mask ``[R]``: which of ``heads``.
+    Returns ``o [R, BLOCK_DV]`` and ``lse [R]``, fp32.
+    """
+    split = tl.arange(0, SPLITS)
+    dv = tl.arange(0, BLOCK_DV)
+    at = split.to(tl.int64)[:, None] * heads + rows[None, :]  # [SPLITS, R]
+    there = (split < splits)[:, None] & mask[None, :]
+    # Not from L1: another multiprocessor may have written them just now.
+    lse = tl.load(part_lse_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+    there = there[:, :, None] & (dv < Dv)
+    o = tl.load(part_ptr + at[:, :, None] * Dv + dv, mask=there, other=0.0, cache_modifier=".cg")
+    m = tl.max(lse, 0)
+    weight = tl.exp(lse - tl.where(m == float("-inf"), 0.0, m)[None, :])
+    total = tl.sum(weight, 0)
+    total = tl.where(total == 0.0, 1.0, total)  # an empty row: O = 0, LSE = m = -inf
+    return tl.sum(o * weight[:, :, None], 0) / total[:, None], m + tl.log(total)
+
+
+@triton.jit
+def cluster_barrier():
+    """Wait for all programs of the cluster, and see what they wrote. NVIDIA, sm_90 and newer."""
+    tl.inline_asm_elementwise(
+        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.u32 $0, 0;",
+        "=r",
+        [],
+        tl.int32,
+        False,
+        1,
+    )

@@ -28,21 +28,24 @@ from nsa.kernels.primitives import (
     TILED,
     VARLEN,
     WHOLE,
+    cluster_barrier,
     find_sequence,
     gdc_launch_dependents,
     key_positions,
-    load_blocks,
     load_spans,
-    merge_lanes,
-    prefetch_rows,
+    merge_parts,
     softmax_step,
     tile_start,
 )
 
+# Programs that may be launched as a cluster: those that share a row, to merge their results in the same kernel. Before
+# Triton 3.6 launches tell of clusters in another way.
+LARGEST_CLUSTER = 16 if TRITON >= (3, 6) else 0
+
 # What varies from batch to batch must not compile a new kernel. Strides arrive divided by STRIDE_UNIT, which keeps
 # what vector loads need to know of them without one variant per combination.
 RUNTIME = [
-    *("B", "S", "S_kv", "HKV", "n", "block_size", "stride_split"),
+    *("B", "S", "S_kv", "HKV", "n", "block_size"),
     *(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()),
 ]
 
@@ -54,6 +57,8 @@ def _fwd_kernel(
     v_ptr,
     o_ptr,
     lse_ptr,
+    part_ptr,
+    part_lse_ptr,
     sel_ptr,
     pos_ptr,
     cu_q_ptr,
@@ -76,7 +81,6 @@ def _fwd_kernel(
     stride_ob,
     stride_os,
     stride_oh,
-    stride_split,
     scale,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -92,18 +96,26 @@ def _fwd_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_L: tl.constexpr,
-    LANES: tl.constexpr,
-    PREFETCH: tl.constexpr,
     SPANS: tl.constexpr,
+    STREAM_Q: tl.constexpr,
+    CLUSTER: tl.constexpr,
+    MINE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
         gdc_launch_dependents()  # the merge may be set up; it waits for this kernel's end before it reads
     HEAD_TILES: tl.constexpr = (G + HEADS - 1) // HEADS
-    row = tl.program_id(0) // HEAD_TILES
-    head_tile = tl.program_id(0) % HEAD_TILES
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
+    if CLUSTER:  # the programs that share a row are neighbours
+        split = program % CLUSTER
+        splits = CLUSTER
+        program = program // CLUSTER
+        programs = programs // CLUSTER
+    row = program // HEAD_TILES
+    head_tile = program % HEAD_TILES
     token = row // HKV
     head_kv = row % HKV
 
@@ -149,25 +161,16 @@ def _fwd_kernel(
     in_group = (g < HEADS) & (head_tile * HEADS + g < G)
     head = head_kv * G + head_tile * HEADS + g  # [BLOCK_G]
 
-    q_rows = q_ptr + (q_off + head.to(tl.int64) * stride_qh) * STRIDE_UNIT  # [BLOCK_G]
-    if PREFETCH and SOURCE != WHOLE:
-        prefetch_rows(tl.where(in_group, q_rows, q_ptr + q_off * STRIDE_UNIT), D, BLOCK_D, PREFETCH)
+    q_ptrs = q_ptr + (q_off + head.to(tl.int64) * stride_qh)[:, None] * STRIDE_UNIT + d[None, :]
+    q_mask = in_group[:, None] & (d[None, :] < D)
     k_off += head_kv.to(tl.int64) * stride_kh
     v_off += head_kv.to(tl.int64) * stride_vh
     k_base = k_ptr + k_off * STRIDE_UNIT
     v_base = v_ptr + v_off * STRIDE_UNIT
 
-    # With lanes each warp has keys and a softmax of its own, so warps need not wait for each other; merged at the end.
-    AXIS: tl.constexpr = 1 if LANES == 1 else 2  # of the keys in the scores
-    place = tl.arange(0, BLOCK_L)
     m = tl.full([BLOCK_G], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
-    if LANES > 1:
-        place = tl.reshape(place, [LANES, BLOCK_L // LANES])
-        m = tl.full([LANES, BLOCK_G], float("-inf"), tl.float32)
-        l = tl.zeros([LANES, BLOCK_G], tl.float32)
-        acc = tl.zeros([LANES, BLOCK_G, BLOCK_DV], tl.float32)
 
     chunks = 1 if SOURCE == WHOLE else (n + SPANS - 1) // SPANS
     for chunk in range(0, chunks):
@@ -175,60 +178,60 @@ def _fwd_kernel(
             total = limit
         else:
             sel_row = sel_ptr + row.to(tl.int64) * n * (2 if SOURCE == RANGES else 1)
-            if SOURCE == TILED:
-                start, before, slots, total = load_blocks(sel_row, chunk * SPANS, n, limit, block_size, SPANS, BLOCK_L)
-            else:
-                before, jump, total = load_spans(sel_row, chunk * SPANS, n, limit, block_size, SOURCE, SPANS)
+            start, before, length, total = load_spans(
+                sel_row, chunk * SPANS, n, limit, block_size, SOURCE, SPANS, BLOCK_L
+            )
         # This program's share of the chunk's selected slots, in whole tiles.
         share = tl.cdiv(tl.cdiv(total, BLOCK_L), splits) * BLOCK_L
         first = tl.minimum(split * share, total)
         last = tl.minimum(first + share, total)
-        if PREFETCH and SOURCE == WHOLE:
-            if last > first:
-                ahead = tl.minimum(first + tl.arange(0, 2 * BLOCK_L), last - 1).to(tl.int64)
-                prefetch_rows(k_base + ahead * stride_kn * STRIDE_UNIT, D, BLOCK_D, PREFETCH)
-                prefetch_rows(v_base + ahead * stride_vn * STRIDE_UNIT, Dv, BLOCK_DV, PREFETCH)
-        # Not before: a program waits for its queries before it asks for anything that comes after them. What is added
-        # is 0; a load that does not depend on the loop would be moved out of it.
-        q_ptrs = (q_rows + tl.minimum(chunk, 0) * 16)[:, None] + d[None, :]
-        q = tl.load(q_ptrs, mask=in_group[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_G, BLOCK_D]
-        if LANES > 1:
-            q = tl.broadcast_to(q[None, :, :], [LANES, BLOCK_G, BLOCK_D])
+        # A program waits for its queries before it asks for what comes after them, so they come last; or with every
+        # tile, on their way together with its keys. What is added is 0: else they would be loaded before the loop.
+        if not STREAM_Q:
+            q = tl.load(q_ptrs + tl.minimum(chunk, 0) * 16, mask=q_mask, other=0.0)  # [BLOCK_G, BLOCK_D]
         for begin in range(first, last, BLOCK_L):
-            slot = begin + place
+            if STREAM_Q:
+                q = tl.load(q_ptrs + tl.minimum(begin, 0) * 16, mask=q_mask, other=0.0)
+            slot = begin + tl.arange(0, BLOCK_L)
             valid = slot < last
             if SOURCE == WHOLE:
                 key = slot
             elif SOURCE == TILED:
-                key = tile_start(start, before, slots, begin) + place
+                key = tile_start(begin, start, before, length) + tl.arange(0, BLOCK_L)
                 valid = key < limit
             else:
-                key = key_positions(slot, before, jump, AXIS)
+                key = key_positions(slot, start, before, length)
             key = key.to(tl.int64)
-            listed = tl.expand_dims(valid, AXIS)
-            k_ptrs = k_base + tl.expand_dims(key * stride_kn, AXIS) * STRIDE_UNIT + d
-            k = tl.load(k_ptrs, mask=listed & (d < D), other=0.0)  # [BLOCK_L, BLOCK_D]
-            k = tl.trans(k) if LANES == 1 else tl.permute(k, (0, 2, 1))
-            scores = tl.dot(q, k, input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
-            scores = tl.where(tl.expand_dims(valid, AXIS - 1), scores, float("-inf"))  # [BLOCK_G, BLOCK_L]
-            m, l, acc, p = softmax_step(scores, m, l, acc, AXIS)
-            v_ptrs = v_base + tl.expand_dims(key * stride_vn, AXIS) * STRIDE_UNIT + dv
-            v = tl.load(v_ptrs, mask=listed & (dv < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
+            k_ptrs = k_base + (key * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
+            k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_L, BLOCK_D]
+            scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
+            scores = tl.where(valid[None, :], scores, float("-inf"))  # [BLOCK_G, BLOCK_L]
+            m, l, acc, p = softmax_step(scores, m, l, acc)
+            v_ptrs = v_base + (key * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
+            v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
 
-    if LANES > 1:
-        m, l, acc = merge_lanes(m, l, acc)
     # A row that selected nothing has m = -inf and l = 0: O = 0, LSE = -inf. A NaN sum stays NaN.
     l = tl.where(l == 0.0, 1.0, l)
     o = acc / l[:, None]
+    lse = m * 0.6931471805599453 + tl.log(l)
     if SPLIT:
-        o_off += split.to(tl.int64) * stride_split
-    o_ptrs = o_ptr + (o_off + head.to(tl.int64) * stride_oh)[:, None] * STRIDE_UNIT + dv[None, :]
-    tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=in_group[:, None] & (dv[None, :] < Dv))
-    if lse_ptr is not None:
-        lse = m * 0.6931471805599453 + tl.log(l)
-        part = token.to(tl.int64) + split.to(tl.int64) * (tl.num_programs(0) // (HKV * HEAD_TILES))
-        tl.store(lse_ptr + part * HKV * G + head, lse, mask=in_group)
+        heads = (programs // HEAD_TILES).to(tl.int64) * G
+        part = split * heads + token.to(tl.int64) * HKV * G + head
+        tl.store(part_ptr + part[:, None] * Dv + dv[None, :], o, mask=in_group[:, None] & (dv[None, :] < Dv))
+        tl.store(part_lse_ptr + part, lse, mask=in_group)
+        if CLUSTER:  # each of its programs merges some heads
+            cluster_barrier()
+            g = split + CLUSTER * tl.arange(0, MINE)
+            in_group = (g < HEADS) & (head_tile * HEADS + g < G)
+            head = head_kv * G + head_tile * HEADS + g  # [MINE]
+            rows = token.to(tl.int64) * HKV * G + head
+            o, lse = merge_parts(part_ptr, part_lse_ptr, rows, in_group, heads, splits, Dv, BLOCK_DV, CLUSTER)
+    if CLUSTER or not SPLIT:
+        o_ptrs = o_ptr + (o_off + head.to(tl.int64) * stride_oh)[:, None] * STRIDE_UNIT + dv[None, :]
+        tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=in_group[:, None] & (dv[None, :] < Dv))
+        if lse_ptr is not None:
+            tl.store(lse_ptr + token.to(tl.int64) * HKV * G + head, lse, mask=in_group)
 
 
 class Launch(NamedTuple):
@@ -239,6 +242,7 @@ class Launch(NamedTuple):
     device: torch.device
     grid: tuple[int, int, int]
     splits: int
+    merged: bool  # by the same kernel
     tokens: int
     sizes: tuple[int, ...]  # the kernel's run-time ints: sizes, then strides in units
     narrow: bool  # they fit int32
@@ -305,25 +309,25 @@ def plan(
         if max(spans * whole, S_kv + whole) <= INT32_MAX:  # slots, and keys past the last one, are counted in int32
             source, size = TILED.value, whole
     programs = rows * -(-G // tile.HEADS)
-    split_stride = 0
-    if splits > 1:  # partial results: [splits, tokens, HQ, Dv]
-        split_stride, written = tokens * HQ * Dv, _contiguous((*q_shape[:-1], Dv))
     # Strides (b, s, h) of each; a 3-D tensor has no batch.
     all_strides = [s for x in (*strides, written) for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]
-    unit = math.gcd(16, split_stride, *all_strides)
-    sizes = (B, S, S_kv, HKV, n, size, *(s // unit for s in (*all_strides, split_stride)))
-    nvidia = device.type != "cpu" and torch.version.hip is None
-    overlap = splits > 1 and nvidia and capability >= 90 and gdc_launch_dependents is not None
-    tile = tile._replace(PREFETCH=128 // dtype.itemsize if tile.PREFETCH and nvidia else 0)
-    if TRITON < (3, 3):  # whose compiler a dot product with lanes aborts
-        tile = tile._replace(LANES=1)
-    variant, variant_lse = (
-        _variant(device, dtype, tile, source, layout, causal, G, D, Dv, splits > 1, overlap, unit, (*kinds, with_lse))
-        for with_lse in (splits > 1, True)  # parts of a row are merged by it
+    unit = math.gcd(16, *all_strides)
+    sizes = (B, S, S_kv, HKV, n, size, *(s // unit for s in all_strides))
+    merged = 1 < splits <= largest_cluster(device, capability)
+    overlap = (
+        splits > 1 and not merged and device.type != "cpu" and capability >= 90 and gdc_launch_dependents is not None
     )
+    variant, variant_lse = (
+        _variant(
+            device, dtype, tile, source, layout, causal, G, D, Dv, splits > 1, splits if merged else 0, overlap, unit,
+            (*kinds, with_lse),
+        )
+        for with_lse in (False, True)
+    )  # fmt: skip
+    grid = (programs, 1, 1) if merged else (programs, splits, 1)
     return Launch(
-        variant, variant_lse, device, (programs, splits, 1), splits, tokens, sizes, max(sizes) <= INT32_MAX,
-        1.0 / math.sqrt(D), like_q,
+        variant, variant_lse, device, grid, splits, merged, tokens, sizes, max(sizes) <= INT32_MAX, 1.0 / math.sqrt(D),
+        like_q,
     )  # fmt: skip
 
 
@@ -351,6 +355,7 @@ def _variant(
     D: int,
     Dv: int,
     split: bool,
+    cluster: int,
     overlap: bool,
     unit: int,
     what: tuple[object, ...],
@@ -359,8 +364,9 @@ def _variant(
     constexprs = tile._asdict()
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}
     constexprs.update(G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, INPUT_PRECISION="ieee")
-    constexprs.update(SPLIT=split, OVERLAP=overlap, STRIDE_UNIT=unit)
-    return Variant(_fwd_kernel, constexprs, options)
+    mine = tiles.next_power_of_2(-(-tile.HEADS // max(cluster, 1)))
+    constexprs.update(SPLIT=split, CLUSTER=cluster, MINE=mine, OVERLAP=overlap, STRIDE_UNIT=unit)
+    return Variant(_fwd_kernel, constexprs, options, cluster)
 
 
 @lru_cache(maxsize=64)
@@ -370,6 +376,11 @@ def device_limits(device: torch.device) -> tuple[int, int]:
         return 90, 132
     properties = torch.cuda.get_device_properties(device)
     return properties.major * 10 + properties.minor, properties.multi_processor_count
+
+
+def largest_cluster(device: torch.device, capability: int) -> int:
+    """How many programs may wait for each other on such a device; 0 if none."""
+    return LARGEST_CLUSTER if device.type != "cpu" and torch.version.hip is None and capability >= 90 else 0
 
 
 @lru_cache(maxsize=64)
@@ -443,11 +454,11 @@ def forward(
     lse = torch.empty(q.shape[:-1], device=launch.device, dtype=torch.float32) if return_lse else None
     if launch.tokens == 0:
         return out, lse
-    target, target_lse = out, lse
+    parts = parts_lse = None
     if launch.splits > 1:
-        parts = (launch.splits, launch.tokens, q.shape[-2])
-        target = torch.empty((*parts, v.shape[-1]), device=launch.device, dtype=torch.float32)
-        target_lse = torch.empty(parts, device=launch.device, dtype=torch.float32)
+        shape = (launch.splits, launch.tokens, q.shape[-2])
+        parts = torch.empty((*shape, v.shape[-1]), device=launch.device, dtype=torch.float32)
+        parts_lse = torch.empty(shape, device=launch.device, dtype=torch.float32)
     if selection is not None and not selection.is_contiguous():
         selection = selection.contiguous()
     if q_positions is not None and not q_positions.is_contiguous():
@@ -456,15 +467,16 @@ def forward(
         cu_seqlens_k = cu_seqlens_k.contiguous()
         cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
     launches[route] += 1
-    variant = launch.variant if target_lse is None else launch.variant_lse
+    separate = parts is not None and not launch.merged
+    variant = launch.variant if lse is None or separate else launch.variant_lse
     variant.launch(
         launch.grid,
         launch.device,
-        (q, k, v, target, target_lse, selection, q_positions, cu_seqlens_q, cu_seqlens_k),
+        (q, k, v, out, None if separate else lse, parts, parts_lse, selection, q_positions, cu_seqlens_q, cu_seqlens_k),
         (*launch.sizes, launch.scale if scale is None else float(scale)),
         launch.narrow,
     )
-    if launch.splits > 1:
-        assert target_lse is not None
-        combine(target, target_lse, out, lse, bool(variant.constexprs["OVERLAP"]))
+    if separate:
+        assert parts is not None and parts_lse is not None
+        combine(parts, parts_lse, out, lse, bool(variant.constexprs["OVERLAP"]))
     return out, lse

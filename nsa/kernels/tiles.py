@@ -23,9 +23,6 @@ MAX_SPLITS = 32
 MAX_HEADS = 64
 """Query heads one program holds; larger groups take several programs."""
 
-LANE_REGISTERS = 64
-"""Registers of a thread that the accumulators of lanes may take; with more, ptxas spills."""
-
 TABLES = Path(__file__).parent.parent / "configs" / "tiles"
 
 
@@ -37,7 +34,6 @@ class Choice(NamedTuple):
     BLOCK_L: int
     num_warps: int
     num_stages: int
-    LANES: int = 1
 
 
 forced: Choice | None = None
@@ -52,9 +48,8 @@ class Tile(NamedTuple):
     BLOCK_D: int
     BLOCK_DV: int
     BLOCK_L: int  # keys of a tile
-    LANES: int  # parts of a tile with a softmax of their own: 1, or one a warp
-    PREFETCH: int  # ask L2 for what comes first: where programs are few, nothing else hides its latency
     SPANS: int
+    STREAM_Q: bool  # queries come with every tile, instead of before them
     num_warps: int
     num_stages: int
 
@@ -95,6 +90,10 @@ def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int) ->
     return 128, 8 if wide and spans > 1 else 4, 3
 
 
+STREAMED = 4
+"""Tiles of a program up to which queries come with each: latency is saved, and little is read again."""
+
+
 @lru_cache(maxsize=4096)
 def select(
     capability: int,
@@ -127,7 +126,7 @@ def select(
     block_g = max(16, next_power_of_2(heads))
     block_d, block_dv = max(16, next_power_of_2(D)), max(16, next_power_of_2(Dv))
     rule = _shape(itemsize, block_g, max(block_d, block_dv), spans, fill)
-    block_l, num_warps, stages, lanes = (*rule, 1) if choice is None else choice[2:]
+    block_l, num_warps, stages = rule if choice is None else choice[2:]
     longest = max(16, next_power_of_2(bound))
     if choice is not None and block_l > longest:  # measured on longer rows: as many keys a warp
         num_warps = max(1, num_warps * longest // block_l)
@@ -140,10 +139,8 @@ def select(
         stages -= 1
     while block_l > 16 and max(stages - 1, 1) * block_l * key_bytes > budget:
         block_l //= 2
-    lanes = min(lanes, block_l // 16)  # what the tensor cores take
-    while lanes > 1 and lanes * block_g * block_dv > LANE_REGISTERS * 32 * num_warps:
-        lanes //= 2
-    return Tile(heads, block_g, block_d, block_dv, block_l, lanes, int(fill < 2), spans, num_warps, stages)
+    stream_q = stages > 1 and bound <= STREAMED * block_l and block_g <= 16
+    return Tile(heads, block_g, block_d, block_dv, block_l, spans, stream_q, num_warps, stages)
 
 
 def choose(
@@ -228,8 +225,7 @@ def table(name: str) -> dict[tuple[bool, int, int], dict[Point, Choice]]:
     try:
         document: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
         for entry in document["shapes"]:
-            best = Choice._field_defaults | entry["best"][0]
-            choice = Choice(*(int(best[field]) for field in Choice._fields))
+            choice = Choice(*(int(entry["best"][0][field]) for field in Choice._fields))
             bucket = bool(entry["one_span"]), int(entry["D"]), int(entry["Dv"])
             found.setdefault(bucket, {})[Point(*(int(entry[field]) for field in Point._fields))] = choice
     except (yaml.YAMLError, KeyError, TypeError, IndexError, ValueError) as error:

@@ -68,8 +68,6 @@ def candidates(case: Case, processors: int) -> list[Choice]:
                 stages = (2, 3, 4)[: -(-part // block_l)]  # no more than there are tiles
                 warps = [w for w in (1, 2, 4, 8) if 8 <= block_l // w <= 64]
                 found += [Choice(splits, head_tiles, block_l, w, s) for w in warps for s in stages]
-                lanes = [w for w in (2, 4, 8) if 16 <= block_l // w <= 32]
-                found += [Choice(splits, head_tiles, block_l, w, s, w) for w in lanes for s in stages]
     return found
 
 
