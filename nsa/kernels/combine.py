@@ -38,7 +38,7 @@ def _combine_kernel(
     row = tl.program_id(0) + tl.arange(0, 1)  # token * HQ + head
     token = row // HQ
     dv = tl.arange(0, BLOCK_DV)
-    o, lse = merge_parts(part_ptr, part_lse_ptr, row, row < heads, heads, splits, Dv, BLOCK_DV, SPLITS)
+    o, lse = merge_parts(part_ptr, part_lse_ptr, row, row < heads, heads, splits, Dv, dv, SPLITS)
     o_row = (token // S).to(tl.int64) * stride_ob + (token % S).to(tl.int64) * stride_os
     o_row += (row % HQ).to(tl.int64) * stride_oh
     tl.store(o_ptr + o_row[:, None] + dv, o.to(o_ptr.dtype.element_ty), mask=dv[None, :] < Dv)
@@ -69,6 +69,5 @@ def combine(
 def _variant(device: torch.device, dtype: torch.dtype, Dv: int, few: bool, overlap: bool, no_lse: bool) -> Variant:
     block, splits = next_power_of_2(Dv), FEW if few else MAX_SPLITS
     constexprs = {"Dv": Dv, "BLOCK_DV": block, "SPLITS": splits, "OVERLAP": overlap}
-    # A warp that holds all parts of its columns adds them up without waiting for others.
-    options = {"num_warps": max(1, block * splits // 4096)} | ({"launch_pdl": True} if overlap else {})
+    options = {"num_warps": 1} | ({"launch_pdl": True} if overlap else {})
     return Variant(_combine_kernel, constexprs, options)

@@ -100,27 +100,31 @@ def softmax_step(scores, m, l, acc):
 
 
 @triton.jit
-def merge_parts(
-    part_ptr, part_lse_ptr, rows, mask, heads, splits, Dv: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr
-):
+def merge_parts(part_ptr, part_lse_ptr, rows, mask, heads, splits, Dv: tl.constexpr, dv, SPLITS: tl.constexpr):
     """Merge partial results by their log-sum-exp: ``O = sum_i exp(lse_i - lse) O_i`` with ``lse = logsumexp_i lse_i``.
 
-    part ``[splits, heads, Dv]`` and part_lse ``[splits, heads]``, fp32; rows, mask ``[R]``: which of ``heads``.
-    Returns ``o [R, BLOCK_DV]`` and ``lse [R]``, fp32.
+    part ``[splits, heads, Dv]`` and part_lse ``[splits, heads]``, fp32; rows, mask ``[R]``: which of ``heads``; dv
+    ``[BLOCK_DV]``. Returns ``o [R, BLOCK_DV]`` and ``lse [R]``, fp32. Each thread adds up all parts of its elements.
     """
-    split = tl.arange(0, SPLITS)
-    dv = tl.arange(0, BLOCK_DV)
-    at = split.to(tl.int64)[:, None] * heads + rows[None, :]  # [SPLITS, R]
-    there = (split < splits)[:, None] & mask[None, :]
-    # Not from L1: another multiprocessor may have written them just now.
-    lse = tl.load(part_lse_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-    there = there[:, :, None] & (dv < Dv)
-    o = tl.load(part_ptr + at[:, :, None] * Dv + dv, mask=there, other=0.0, cache_modifier=".cg")
-    m = tl.max(lse, 0)
-    weight = tl.exp(lse - tl.where(m == float("-inf"), 0.0, m)[None, :])
-    total = tl.sum(weight, 0)
+    m = tl.full(rows.shape, float("-inf"), tl.float32)
+    total = tl.zeros(rows.shape, tl.float32)
+    o = tl.zeros([rows.shape[0], dv.shape[0]], tl.float32)
+    for i in tl.static_range(SPLITS):
+        split = tl.full(rows.shape, i, tl.int64)
+        at = split * heads + rows
+        there = mask & (split < splits)
+        # Not from L1: another multiprocessor has written them just now.
+        part_lse = tl.load(part_lse_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        part = part_ptr + at[:, None] * Dv + dv[None, :]
+        part = tl.load(part, mask=there[:, None] & (dv[None, :] < Dv), other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, part_lse)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        old, new = tl.exp(m - m_safe), tl.exp(part_lse - m_safe)
+        total = total * old + new
+        o = o * old[:, None] + part * new[:, None]
+        m = m_new
     total = tl.where(total == 0.0, 1.0, total)  # an empty row: O = 0, LSE = m = -inf
-    return tl.sum(o * weight[:, :, None], 0) / total[:, None], m + tl.log(total)
+    return o / total[:, None], m + tl.log(total)
 
 
 @triton.jit

@@ -226,7 +226,7 @@ def _fwd_kernel(
             in_group = (g < HEADS) & (head_tile * HEADS + g < G)
             head = head_kv * G + head_tile * HEADS + g  # [MINE]
             rows = token.to(tl.int64) * HKV * G + head
-            o, lse = merge_parts(part_ptr, part_lse_ptr, rows, in_group, heads, splits, Dv, BLOCK_DV, CLUSTER)
+            o, lse = merge_parts(part_ptr, part_lse_ptr, rows, in_group, heads, splits, Dv, dv, CLUSTER)
     if CLUSTER or not SPLIT:
         o_ptrs = o_ptr + (o_off + head.to(tl.int64) * stride_oh)[:, None] * STRIDE_UNIT + dv[None, :]
         tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=in_group[:, None] & (dv[None, :] < Dv))
