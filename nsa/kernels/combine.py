@@ -33,11 +33,11 @@ def _combine_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program per (token, head)."""
-    if OVERLAP:
-        gdc_wait()  # launched before the kernel that writes the parts had ended
     row = tl.program_id(0) + tl.arange(0, 1)  # token * HQ + head
     token = row // HQ
     dv = tl.arange(0, BLOCK_DV)
+    if OVERLAP:
+        gdc_wait()  # launched before the kernel that writes the parts had ended
     o, lse = merge_parts(part_ptr, part_lse_ptr, row, row < heads, heads, splits, Dv, dv, SPLITS)
     o_row = (token // S).to(tl.int64) * stride_ob + (token % S).to(tl.int64) * stride_os
     o_row += (row % HQ).to(tl.int64) * stride_oh

@@ -90,13 +90,14 @@ def key_positions(slot, start, before, length):
 def softmax_step(scores, m, l, acc):
     """One step of the online softmax in base 2: new maximum, sum and rescaled accumulator, and this tile's weights.
 
-    scores ``[BLOCK_G, BLOCK_L]``, ``-inf`` where masked; m, l ``[BLOCK_G]``; acc ``[BLOCK_G, BLOCK_DV]``.
+    scores ``[BLOCK_G, BLOCK_L]``, ``-inf`` where masked; m ``[BLOCK_G]``; l ``[BLOCK_G, BLOCK_L]``, not yet added
+    up: that would cost every tile two barriers; acc ``[BLOCK_G, BLOCK_DV]``.
     """
     m_new = tl.maximum(m, tl.max(scores, 1))
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
     p = tl.exp2(scores - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
-    return m_new, l * alpha + tl.sum(p, 1), acc * alpha[:, None], p
+    return m_new, l * alpha[:, None] + p, acc * alpha[:, None], p
 
 
 @triton.jit

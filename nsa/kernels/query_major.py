@@ -169,7 +169,7 @@ def _fwd_kernel(
     v_base = v_ptr + v_off * STRIDE_UNIT
 
     m = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_G], tl.float32)
+    l = tl.zeros([BLOCK_G, BLOCK_L], tl.float32)  # added up over a tile's keys in the end
     acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
 
     chunks = 1 if SOURCE == WHOLE else (n + SPANS - 1) // SPANS
@@ -204,13 +204,14 @@ def _fwd_kernel(
             key = key.to(tl.int64)
             k_ptrs = k_base + (key * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
             k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_L, BLOCK_D]
+            v_ptrs = v_base + (key * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
+            v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
             scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
             scores = tl.where(valid[None, :], scores, float("-inf"))  # [BLOCK_G, BLOCK_L]
             m, l, acc, p = softmax_step(scores, m, l, acc)
-            v_ptrs = v_base + (key * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
-            v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
 
+    l = tl.sum(l, 1)
     # A row that selected nothing has m = -inf and l = 0: O = 0, LSE = -inf. A NaN sum stays NaN.
     l = tl.where(l == 0.0, 1.0, l)
     o = acc / l[:, None]

@@ -139,7 +139,7 @@ def select(
         stages -= 1
     while block_l > 16 and max(stages - 1, 1) * block_l * key_bytes > budget:
         block_l //= 2
-    stream_q = stages > 1 and bound <= STREAMED * block_l and block_g <= 16
+    stream_q = bound <= STREAMED * block_l and block_g <= 16
     return Tile(heads, block_g, block_d, block_dv, block_l, spans, stream_q, num_warps, stages)
 
 
