@@ -101,6 +101,15 @@ def softmax_step(scores, m, l, acc):
 
 
 @triton.jit
+def not_before(x):
+    """``x``, 16 bit, with nothing done to it before this point. NVIDIA only.
+
+    A load that is not pipelined is otherwise waited for where it stands, before the next one is issued.
+    """
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 2)
+
+
+@triton.jit
 def merge_parts(part_ptr, part_lse_ptr, rows, mask, heads, splits, Dv: tl.constexpr, dv, SPLITS: tl.constexpr):
     """Merge partial results by their log-sum-exp: ``O = sum_i exp(lse_i - lse) O_i`` with ``lse = logsumexp_i lse_i``.
 

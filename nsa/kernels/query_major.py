@@ -34,6 +34,7 @@ from nsa.kernels.primitives import (
     key_positions,
     load_spans,
     merge_parts,
+    not_before,
     softmax_step,
     tile_start,
 )
@@ -98,6 +99,7 @@ def _fwd_kernel(
     BLOCK_L: tl.constexpr,
     SPANS: tl.constexpr,
     STREAM_Q: tl.constexpr,
+    UPFRONT: tl.constexpr,
     CLUSTER: tl.constexpr,
     MINE: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -190,8 +192,6 @@ def _fwd_kernel(
         if not STREAM_Q:
             q = tl.load(q_ptrs + tl.minimum(chunk, 0) * 16, mask=q_mask, other=0.0)  # [BLOCK_G, BLOCK_D]
         for begin in range(first, last, BLOCK_L):
-            if STREAM_Q:
-                q = tl.load(q_ptrs + tl.minimum(begin, 0) * 16, mask=q_mask, other=0.0)
             slot = begin + tl.arange(0, BLOCK_L)
             valid = slot < last
             if SOURCE == WHOLE:
@@ -206,9 +206,15 @@ def _fwd_kernel(
             k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_L, BLOCK_D]
             v_ptrs = v_base + (key * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
             v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
+            if STREAM_Q:
+                q = tl.load(q_ptrs + tl.minimum(begin, 0) * 16, mask=q_mask, other=0.0)
+            if UPFRONT:
+                k = not_before(k)
             scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
             scores = tl.where(valid[None, :], scores, float("-inf"))  # [BLOCK_G, BLOCK_L]
             m, l, acc, p = softmax_step(scores, m, l, acc)
+            if UPFRONT:
+                v = not_before(v)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
 
     l = tl.sum(l, 1)
@@ -366,6 +372,8 @@ def _variant(
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}
     constexprs.update(G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, INPUT_PRECISION="ieee")
     mine = tiles.next_power_of_2(-(-tile.HEADS // max(cluster, 1)))
+    upfront = options["num_stages"] == 1 and device.type != "cpu" and torch.version.hip is None
+    constexprs["UPFRONT"] = upfront and dtype.itemsize == 2
     constexprs.update(SPLIT=split, CLUSTER=cluster, MINE=mine, OVERLAP=overlap, STRIDE_UNIT=unit)
     return Variant(_fwd_kernel, constexprs, options, cluster)
 
