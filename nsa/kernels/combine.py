@@ -8,7 +8,7 @@ import triton.language as tl
 
 from nsa.kernels import launches
 from nsa.kernels.launch import INT32_MAX, Variant
-from nsa.kernels.primitives import gdc_wait, merge_parts
+from nsa.kernels.primitives import finish, gdc_wait, merge_parts
 from nsa.kernels.tiles import MAX_SPLITS, next_power_of_2
 
 FEW = 8  # splits of most launches
@@ -38,12 +38,13 @@ def _combine_kernel(
     dv = tl.arange(0, BLOCK_DV)
     if OVERLAP:
         gdc_wait()  # launched before the kernel that writes the parts had ended
-    o, lse = merge_parts(part_ptr, part_lse_ptr, row, row < heads, heads, splits, Dv, dv, SPLITS)
+    o, total, m = merge_parts(part_ptr, part_lse_ptr, row, row < heads, heads, splits, dv, Dv, 0, SPLITS)
+    o, total = finish(o, total)
     o_row = (token // S).to(tl.int64) * stride_ob + (token % S).to(tl.int64) * stride_os
     o_row += (row % HQ).to(tl.int64) * stride_oh
     tl.store(o_ptr + o_row[:, None] + dv, o.to(o_ptr.dtype.element_ty), mask=dv[None, :] < Dv)
     if lse_ptr is not None:
-        tl.store(lse_ptr + row, lse)
+        tl.store(lse_ptr + row, m + tl.log(total))
 
 
 def combine(

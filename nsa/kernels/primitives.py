@@ -49,7 +49,8 @@ def load_span(sel_ptr, j, n, limit, block_size, SOURCE: tl.constexpr):
         end = tl.maximum(start, end)
     else:
         block = tl.load(sel_ptr + j, mask=inside, other=-1)
-        listed = (block >= 0) & (block <= (limit - 1) // block_size)
+        # Clamped before it is multiplied; a division would take longer.
+        listed = (block >= 0) & (tl.minimum(block, 2147483647).to(tl.int64) * block_size < limit)
         start = tl.where(listed, block, 0).to(tl.int32) * block_size
         end = start + tl.where(listed, tl.minimum(block_size, limit - start), 0)
     return start, end
@@ -110,31 +111,43 @@ def not_before(x):
 
 
 @triton.jit
-def merge_parts(part_ptr, part_lse_ptr, rows, mask, heads, splits, Dv: tl.constexpr, dv, SPLITS: tl.constexpr):
+def merge_parts(
+    part_ptr, part_lse_ptr, rows, mask, heads, splits, dv, Dv: tl.constexpr, FIRST: tl.constexpr, SPLITS: tl.constexpr
+):
     """Merge partial results by their log-sum-exp: ``O = sum_i exp(lse_i - lse) O_i`` with ``lse = logsumexp_i lse_i``.
 
     part ``[splits, heads, Dv]`` and part_lse ``[splits, heads]``, fp32; rows, mask ``[R]``: which of ``heads``; dv
-    ``[BLOCK_DV]``. Returns ``o [R, BLOCK_DV]`` and ``lse [R]``, fp32. Each thread adds up all parts of its elements.
+    ``[BLOCK_DV]``. Merges ``SPLITS`` parts from number ``FIRST`` on, in pairs: each thread all parts of its elements.
+
+    Returns ``o [R, BLOCK_DV]``, ``total [R]`` and ``m [R]``: O is ``o / total``, LSE ``m + log(total)``.
     """
-    m = tl.full(rows.shape, float("-inf"), tl.float32)
-    total = tl.zeros(rows.shape, tl.float32)
-    o = tl.zeros([rows.shape[0], dv.shape[0]], tl.float32)
-    for i in tl.static_range(SPLITS):
-        split = tl.full(rows.shape, i, tl.int64)
+    if SPLITS == 1:
+        split = tl.full(rows.shape, FIRST, tl.int64)
         at = split * heads + rows
         there = mask & (split < splits)
         # Not from L1: another multiprocessor has written them just now.
-        part_lse = tl.load(part_lse_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        m = tl.load(part_lse_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
         part = part_ptr + at[:, None] * Dv + dv[None, :]
-        part = tl.load(part, mask=there[:, None] & (dv[None, :] < Dv), other=0.0, cache_modifier=".cg")
-        m_new = tl.maximum(m, part_lse)
+        o = tl.load(part, mask=there[:, None] & (dv[None, :] < Dv), other=0.0, cache_modifier=".cg")
+        total = tl.where(m == float("-inf"), 0.0, 1.0)
+    else:
+        HALF: tl.constexpr = SPLITS // 2
+        o, total, m = merge_parts(part_ptr, part_lse_ptr, rows, mask, heads, splits, dv, Dv, FIRST, HALF)
+        o_b, total_b, m_b = merge_parts(part_ptr, part_lse_ptr, rows, mask, heads, splits, dv, Dv, FIRST + HALF, HALF)
+        m_new = tl.maximum(m, m_b)
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        old, new = tl.exp(m - m_safe), tl.exp(part_lse - m_safe)
-        total = total * old + new
-        o = o * old[:, None] + part * new[:, None]
+        weight, weight_b = tl.exp(m - m_safe), tl.exp(m_b - m_safe)
+        o = o * weight[:, None] + o_b * weight_b[:, None]
+        total = total * weight + total_b * weight_b
         m = m_new
-    total = tl.where(total == 0.0, 1.0, total)  # an empty row: O = 0, LSE = m = -inf
-    return o / total[:, None], m + tl.log(total)
+    return o, total, m
+
+
+@triton.jit
+def finish(o, total):
+    """``o [R, BLOCK_DV] / total [R]``; a row that selected nothing has total 0, and O = 0. And that total, made 1."""
+    total = tl.where(total == 0.0, 1.0, total)
+    return o * (1.0 / total)[:, None], total
 
 
 @triton.jit

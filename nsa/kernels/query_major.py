@@ -30,6 +30,7 @@ from nsa.kernels.primitives import (
     WHOLE,
     cluster_barrier,
     find_sequence,
+    finish,
     gdc_launch_dependents,
     key_positions,
     load_spans,
@@ -88,6 +89,8 @@ def _fwd_kernel(
     Dv: tl.constexpr,
     SOURCE: tl.constexpr,
     LAYOUT: tl.constexpr,
+    HKV_MANY: tl.constexpr,
+    S_MANY: tl.constexpr,
     CAUSAL: tl.constexpr,
     SPLIT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
@@ -118,15 +121,15 @@ def _fwd_kernel(
         programs = programs // CLUSTER
     row = program // HEAD_TILES
     head_tile = program % HEAD_TILES
-    token = row // HKV
-    head_kv = row % HKV
+    token = row // HKV if HKV_MANY else row
+    head_kv = row % HKV if HKV_MANY else 0
 
     # Whose row it is: where its query lies, and the keys of its sequence, [k_first, k_first + seqlen_k).
     if LAYOUT == BATCH:
-        batch = (token // S).to(tl.int64)
-        s = token % S
-        q_off = batch * stride_qb + s.to(tl.int64) * stride_qs
-        o_off = batch * stride_ob + s.to(tl.int64) * stride_os
+        batch = (token // S if S_MANY else token).to(tl.int64)
+        s = token % S if S_MANY else 0
+        q_off = batch * stride_qb + tl.cast(s, tl.int64) * stride_qs
+        o_off = batch * stride_ob + tl.cast(s, tl.int64) * stride_os
         k_off = batch * stride_kb
         v_off = batch * stride_vb
         seqlen_k = S_kv
@@ -165,8 +168,8 @@ def _fwd_kernel(
 
     q_ptrs = q_ptr + (q_off + head.to(tl.int64) * stride_qh)[:, None] * STRIDE_UNIT + d[None, :]
     q_mask = in_group[:, None] & (d[None, :] < D)
-    k_off += head_kv.to(tl.int64) * stride_kh
-    v_off += head_kv.to(tl.int64) * stride_vh
+    k_off += tl.cast(head_kv, tl.int64) * stride_kh
+    v_off += tl.cast(head_kv, tl.int64) * stride_vh
     k_base = k_ptr + k_off * STRIDE_UNIT
     v_base = v_ptr + v_off * STRIDE_UNIT
 
@@ -217,10 +220,8 @@ def _fwd_kernel(
                 v = not_before(v)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
 
-    l = tl.sum(l, 1)
     # A row that selected nothing has m = -inf and l = 0: O = 0, LSE = -inf. A NaN sum stays NaN.
-    l = tl.where(l == 0.0, 1.0, l)
-    o = acc / l[:, None]
+    o, l = finish(acc, tl.sum(l, 1))
     lse = m * 0.6931471805599453 + tl.log(l)
     if SPLIT:
         heads = (programs // HEAD_TILES).to(tl.int64) * G
@@ -233,7 +234,9 @@ def _fwd_kernel(
             in_group = (g < HEADS) & (head_tile * HEADS + g < G)
             head = head_kv * G + head_tile * HEADS + g  # [MINE]
             rows = token.to(tl.int64) * HKV * G + head
-            o, lse = merge_parts(part_ptr, part_lse_ptr, rows, in_group, heads, splits, Dv, dv, CLUSTER)
+            o, total, m = merge_parts(part_ptr, part_lse_ptr, rows, in_group, heads, splits, dv, Dv, 0, CLUSTER)
+            o, total = finish(o, total)
+            lse = m + tl.log(total)
     if CLUSTER or not SPLIT:
         o_ptrs = o_ptr + (o_off + head.to(tl.int64) * stride_oh)[:, None] * STRIDE_UNIT + dv[None, :]
         tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=in_group[:, None] & (dv[None, :] < Dv))
@@ -326,8 +329,8 @@ def plan(
     )
     variant, variant_lse = (
         _variant(
-            device, dtype, tile, source, layout, causal, G, D, Dv, splits > 1, splits if merged else 0, overlap, unit,
-            (*kinds, with_lse),
+            device, dtype, tile, source, layout, HKV > 1, S > 1, causal, G, D, Dv, splits > 1,
+            splits if merged else 0, overlap, unit, (*kinds, with_lse),
         )
         for with_lse in (False, True)
     )  # fmt: skip
@@ -357,6 +360,8 @@ def _variant(
     tile: tiles.Tile,
     source: int,
     layout: int,
+    hkv_many: bool,
+    s_many: bool,
     causal: bool,
     G: int,
     D: int,
@@ -371,6 +376,7 @@ def _variant(
     constexprs = tile._asdict()
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}
     constexprs.update(G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, INPUT_PRECISION="ieee")
+    constexprs.update(HKV_MANY=hkv_many, S_MANY=s_many)
     mine = tiles.next_power_of_2(-(-tile.HEADS // max(cluster, 1)))
     upfront = options["num_stages"] == 1 and device.type != "cpu" and torch.version.hip is None
     constexprs["UPFRONT"] = upfront and dtype.itemsize == 2
