@@ -38,7 +38,7 @@ def _combine_kernel(
     dv = tl.arange(0, BLOCK_DV)
     if OVERLAP:
         gdc_wait()  # launched before the kernel that writes the parts had ended
-    o, total, m = merge_parts(part_ptr, part_lse_ptr, row, row < heads, heads, splits, dv, Dv, 0, SPLITS)
+    o, total, m = merge_parts(part_ptr, part_lse_ptr, row, row < heads, heads, splits, dv, Dv, SPLITS)
     o, total = finish(o, total)
     o_row = (token // S).to(tl.int64) * stride_ob + (token % S).to(tl.int64) * stride_os
     o_row += (row % HQ).to(tl.int64) * stride_oh

@@ -111,35 +111,36 @@ def not_before(x):
 
 
 @triton.jit
-def merge_parts(
-    part_ptr, part_lse_ptr, rows, mask, heads, splits, dv, Dv: tl.constexpr, FIRST: tl.constexpr, SPLITS: tl.constexpr
-):
-    """Merge partial results by their log-sum-exp: ``O = sum_i exp(lse_i - lse) O_i`` with ``lse = logsumexp_i lse_i``.
+def merge_step(o, total, m, part, part_lse):
+    """Add a partial result to merged ones: ``O = sum_i exp(lse_i - lse) O_i`` with ``lse = logsumexp_i lse_i``.
+
+    o, part ``[R, BLOCK_DV]``; total, m, part_lse ``[R]``; fp32. O is ``o / total``, LSE ``m + log(total)``.
+    """
+    m_new = tl.maximum(m, part_lse)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    old, new = tl.exp(m - m_safe), tl.exp(part_lse - m_safe)
+    return o * old[:, None] + part * new[:, None], total * old + new, m_new
+
+
+@triton.jit
+def merge_parts(part_ptr, part_lse_ptr, rows, mask, heads, splits, dv, Dv: tl.constexpr, SPLITS: tl.constexpr):
+    """Merge partial results from memory, each thread all parts of its elements.
 
     part ``[splits, heads, Dv]`` and part_lse ``[splits, heads]``, fp32; rows, mask ``[R]``: which of ``heads``; dv
-    ``[BLOCK_DV]``. Merges ``SPLITS`` parts from number ``FIRST`` on, in pairs: each thread all parts of its elements.
-
-    Returns ``o [R, BLOCK_DV]``, ``total [R]`` and ``m [R]``: O is ``o / total``, LSE ``m + log(total)``.
+    ``[BLOCK_DV]``. Returns what :func:`merge_step` does.
     """
-    if SPLITS == 1:
-        split = tl.full(rows.shape, FIRST, tl.int64)
+    m = tl.full(rows.shape, float("-inf"), tl.float32)
+    total = tl.zeros(rows.shape, tl.float32)
+    o = tl.zeros([rows.shape[0], dv.shape[0]], tl.float32)
+    for i in tl.static_range(SPLITS):
+        split = tl.full(rows.shape, i, tl.int64)
         at = split * heads + rows
         there = mask & (split < splits)
         # Not from L1: another multiprocessor has written them just now.
-        m = tl.load(part_lse_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        part_lse = tl.load(part_lse_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
         part = part_ptr + at[:, None] * Dv + dv[None, :]
-        o = tl.load(part, mask=there[:, None] & (dv[None, :] < Dv), other=0.0, cache_modifier=".cg")
-        total = tl.where(m == float("-inf"), 0.0, 1.0)
-    else:
-        HALF: tl.constexpr = SPLITS // 2
-        o, total, m = merge_parts(part_ptr, part_lse_ptr, rows, mask, heads, splits, dv, Dv, FIRST, HALF)
-        o_b, total_b, m_b = merge_parts(part_ptr, part_lse_ptr, rows, mask, heads, splits, dv, Dv, FIRST + HALF, HALF)
-        m_new = tl.maximum(m, m_b)
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight, weight_b = tl.exp(m - m_safe), tl.exp(m_b - m_safe)
-        o = o * weight[:, None] + o_b * weight_b[:, None]
-        total = total * weight + total_b * weight_b
-        m = m_new
+        part = tl.load(part, mask=there[:, None] & (dv[None, :] < Dv), other=0.0, cache_modifier=".cg")
+        o, total, m = merge_step(o, total, m, part, part_lse)
     return o, total, m
 
 
