@@ -3,4 +3,5 @@
 from collections import Counter
 
 launches: Counter[str] = Counter()
-"""Kernel launches of this process by route name, counted where the launch happens (``combine`` counts merges)."""
+"""Kernel launches of this process by route name, counted where the launch happens; ``split`` counts those that shared
+each row among programs."""

@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa.kernels import launches
 from nsa.kernels.launch import INT32_MAX, Variant
 from nsa.kernels.primitives import finish, gdc_wait, merge_parts
 from nsa.kernels.tiles import MAX_SPLITS, next_power_of_2
@@ -59,7 +58,6 @@ def combine(
     """
     splits, tokens, HQ, Dv = part.shape
     stride_ob, S = (out.stride(0), out.shape[1]) if out.dim() == 4 else (0, tokens)
-    launches["combine"] += 1
     sizes = (S, HQ, splits, tokens * HQ, stride_ob, out.stride(-3), out.stride(-2))
     _variant(out.device, out.dtype, Dv, splits <= FEW, overlap, lse is None).launch(
         (tokens * HQ, 1, 1), out.device, (part, part_lse, out, lse), sizes, max(sizes) <= INT32_MAX

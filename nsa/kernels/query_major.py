@@ -252,7 +252,7 @@ class Launch(NamedTuple):
     device: torch.device
     grid: tuple[int, int, int]
     splits: int
-    merged: bool  # by the same kernel
+    merged: bool  # by the same kernel, in clusters
     tokens: int
     sizes: tuple[int, ...]  # the kernel's run-time ints: sizes, then strides in units
     narrow: bool  # they fit int32
@@ -309,9 +309,9 @@ def plan(
     longest = S_kv if bound is None else bound
     capability, processors = device_limits(device)
     spans = 1 if source == WHOLE.value else tiles.span_bucket(n, S_kv)
-    tile, splits = tiles.choose(
+    tile, splits, merged = tiles.choose(
         gpu_name(device), capability, processors, dtype.itemsize, G, D, Dv, longest, spans, rows, per_head, pipelined,
-        choice,
+        choice, largest_cluster(device, capability),
     )  # fmt: skip
     size = min(block_size or 1, max(S_kv, 1))  # of a block, which reaches no further than the cache
     if source == BLOCKS.value and block_size is not None and block_size % tile.BLOCK_L == 0:
@@ -323,10 +323,9 @@ def plan(
     all_strides = [s for x in (*strides, written) for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]
     unit = math.gcd(16, *all_strides)
     sizes = (B, S, S_kv, HKV, n, size, *(s // unit for s in all_strides))
-    merged = 1 < splits <= largest_cluster(device, capability)
-    overlap = (
-        splits > 1 and not merged and device.type != "cpu" and capability >= 90 and gdc_launch_dependents is not None
-    )
+    nvidia = device.type != "cpu" and torch.version.hip is None
+    tile = tile._replace(UPFRONT=tile.UPFRONT and nvidia)
+    overlap = splits > 1 and not merged and nvidia and capability >= 90 and gdc_launch_dependents is not None
     variant, variant_lse = (
         _variant(
             device, dtype, tile, source, layout, HKV > 1, S > 1, causal, G, D, Dv, splits > 1,
@@ -378,8 +377,6 @@ def _variant(
     constexprs.update(G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, INPUT_PRECISION="ieee")
     constexprs.update(HKV_MANY=hkv_many, S_MANY=s_many)
     mine = tiles.next_power_of_2(-(-tile.HEADS // max(cluster, 1)))
-    upfront = options["num_stages"] == 1 and device.type != "cpu" and torch.version.hip is None
-    constexprs["UPFRONT"] = upfront and dtype.itemsize == 2
     constexprs.update(SPLIT=split, CLUSTER=cluster, MINE=mine, OVERLAP=overlap, STRIDE_UNIT=unit)
     return Variant(_fwd_kernel, constexprs, options, cluster)
 
@@ -482,6 +479,8 @@ def forward(
         cu_seqlens_k = cu_seqlens_k.contiguous()
         cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
     launches[route] += 1
+    if launch.splits > 1:
+        launches["split"] += 1
     separate = parts is not None and not launch.merged
     variant = launch.variant if lse is None or separate else launch.variant_lse
     variant.launch(

@@ -34,6 +34,7 @@ class Choice(NamedTuple):
     BLOCK_L: int
     num_warps: int
     num_stages: int
+    cluster: int = 1  # whether the programs that share a row merge their results, where they can; else a kernel does
 
 
 forced: Choice | None = None
@@ -50,6 +51,7 @@ class Tile(NamedTuple):
     BLOCK_L: int  # keys of a tile
     SPANS: int
     STREAM_Q: bool  # queries come with every tile, instead of before them
+    UPFRONT: bool  # a tile that is not pipelined asks for all it needs before it waits for any of it
     num_warps: int
     num_stages: int
 
@@ -74,9 +76,9 @@ def fill_bucket(programs: int, processors: int) -> int:
 def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int) -> tuple[int, int, int]:
     """``(BLOCK_L, num_warps, num_stages)`` before the bound and shared memory cut it.
 
-    Swept on an H100 in bf16 at G = 8, D = 64 and 128 (CONTRIBUTING.md, "What was tried"): many rows want small tiles
+    Measured on an H100 in bf16 at G = 8, D = 64 and 128 (CONTRIBUTING.md, "What was tried"): many rows want small tiles
     of one or two warps, so that a multiprocessor holds many programs; few rows want long tiles, so that one program
-    keeps enough bytes in flight.
+    keeps enough bytes in flight. Where keys must be looked up first, the tiles of few rows are better not that long.
     """
     wide = head_dim > 64
     if itemsize > 2:
@@ -85,10 +87,15 @@ def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int) ->
         return (64 if head_dim <= 128 else 32), 4, 3
     if fill == 2:
         return 16, 1 if spans == 1 else 2, 2 if wide else 3
+    if spans > 1:
+        return 64, 4, 3
     if fill == 1:
-        return (32, 2 if spans == 1 else 4, 3) if wide else (64, 4, 3)
-    return 128, 8 if wide and spans > 1 else 4, 3
+        return (32, 2, 3) if wide else (64, 4, 3)
+    return 128, 4, 3
 
+
+UPFRONT_REGISTERS = 128
+"""Registers of a thread that the keys and values of a tile may take."""
 
 STREAMED = 4
 """Tiles of a program up to which queries come with each: latency is saved, and little is read again."""
@@ -126,12 +133,13 @@ def select(
     block_g = max(16, next_power_of_2(heads))
     block_d, block_dv = max(16, next_power_of_2(D)), max(16, next_power_of_2(Dv))
     rule = _shape(itemsize, block_g, max(block_d, block_dv), spans, fill)
-    block_l, num_warps, stages = rule if choice is None else choice[2:]
+    block_l, num_warps, stages = rule if choice is None else choice[2:5]
     longest = max(16, next_power_of_2(bound))
     if choice is not None and block_l > longest:  # measured on longer rows: as many keys a warp
         num_warps = max(1, num_warps * longest // block_l)
     block_l = min(block_l, longest)
-    stages = stages if pipelined else 1
+    single = block_l >= bound and choice is None  # one tile: nothing to load ahead of
+    stages = stages if pipelined and not single else 1
     key_bytes = (block_d + block_dv) * itemsize
     # Room for Q and the weights beside the tiles in flight.
     budget = SHARED_BYTES.get(capability, min(SHARED_BYTES.values())) - block_g * (block_d + block_l) * itemsize - 4096
@@ -140,7 +148,8 @@ def select(
     while block_l > 16 and max(stages - 1, 1) * block_l * key_bytes > budget:
         block_l //= 2
     stream_q = bound <= STREAMED * block_l and block_g <= 16
-    return Tile(heads, block_g, block_d, block_dv, block_l, spans, stream_q, num_warps, stages)
+    upfront = stages == 1 and itemsize == 2 and block_l * key_bytes <= UPFRONT_REGISTERS * 4 * 32 * num_warps
+    return Tile(heads, block_g, block_d, block_dv, block_l, spans, stream_q, upfront, num_warps, stages)
 
 
 def choose(
@@ -157,14 +166,16 @@ def choose(
     per_head: bool = False,
     pipelined: bool = True,
     choice: Choice | None = None,
-) -> tuple[Tile, int]:
-    """Tile and splits of a launch.
+    largest: int = 0,
+) -> tuple[Tile, int, bool]:
+    """Tile and splits of a launch, and whether the programs that share a row are a cluster.
 
     Args:
         name: of the GPU, as CUDA tells it; None where there is none.
         processors: multiprocessors of the device.
         rows: (token, KV head) pairs.
         choice: what a sweep tries; None asks the GPU's table, then the rules.
+        largest: number of programs of a cluster; 0 where there are none.
 
     Others as for :func:`select`.
     """
@@ -174,11 +185,13 @@ def choose(
         splits = min(choice.splits, MAX_SPLITS)
         part = -(-bound // splits)
         fill = fill_bucket(rows * choice.head_tiles * splits, processors)
-        return select(capability, itemsize, G, D, Dv, part, spans, fill, per_head, pipelined, choice), splits
+        tile = select(capability, itemsize, G, D, Dv, part, spans, fill, per_head, pipelined, choice)
+        return tile, splits, bool(choice.cluster) and 1 < splits <= largest
     programs = rows * -(-G // group_heads(G, per_head))
-    splits = split_count(programs, bound, (D + Dv) * itemsize, processors)
+    splits = split_count(programs, bound, (D + Dv) * itemsize, processors, largest)
     fill = fill_bucket(programs * splits, processors)
-    return select(capability, itemsize, G, D, Dv, -(-bound // splits), spans, fill, per_head, pipelined), splits
+    tile = select(capability, itemsize, G, D, Dv, -(-bound // splits), spans, fill, per_head, pipelined)
+    return tile, splits, fits_clusters(programs, splits, processors, largest)
 
 
 class Point(NamedTuple):
@@ -225,7 +238,8 @@ def table(name: str) -> dict[tuple[bool, int, int], dict[Point, Choice]]:
     try:
         document: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
         for entry in document["shapes"]:
-            choice = Choice(*(int(entry["best"][0][field]) for field in Choice._fields))
+            best = Choice._field_defaults | entry["best"][0]
+            choice = Choice(*(int(best[field]) for field in Choice._fields))
             bucket = bool(entry["one_span"]), int(entry["D"]), int(entry["Dv"])
             found.setdefault(bucket, {})[Point(*(int(entry[field]) for field in Point._fields))] = choice
     except (yaml.YAMLError, KeyError, TypeError, IndexError, ValueError) as error:
@@ -238,15 +252,27 @@ def group_heads(G: int, per_head: bool) -> int:
     return 1 if per_head else min(G, MAX_HEADS)
 
 
+def fits_clusters(programs: int, splits: int, processors: int, largest: int) -> bool:
+    """Whether the programs that share a row had better be a cluster. ``programs``: of an unsplit launch.
+
+    A cluster lies in one GPC. Those do not all have a multiple of 4 multiprocessors: of an H100's 132, clusters of 4
+    fill 120 at a time, and what is left over waits.
+    """
+    return 1 < splits <= largest and (splits == 2 or 4 * programs * splits <= 3 * processors)
+
+
 # What the split decision weighs, measured on an H100: bytes per nanosecond that one program streams and that one
-# multiprocessor's share of the memory is, and the nanoseconds that merging partial results costs.
+# multiprocessor's share of the memory is, and the nanoseconds that a key takes a program, and that merging partial
+# results takes in a cluster and by a kernel of its own.
 PROGRAM_RATE = 37.0
 PROCESSOR_RATE = 23.5
-MERGE_NS = 4500.0
+KEY_NS = 4.0
+CLUSTER_NS = 1250.0
+MERGE_NS = 3000.0
 MIN_SPLIT = 64  # keys; a split reads at least a tile
 
 
-def split_count(programs: int, bound: int, key_bytes: int, processors: int) -> int:
+def split_count(programs: int, bound: int, key_bytes: int, processors: int, largest: int = 0) -> int:
     """Into how many parts the keys of a row are split so that few rows fill the chip; 1 = no split.
 
     Args:
@@ -254,12 +280,14 @@ def split_count(programs: int, bound: int, key_bytes: int, processors: int) -> i
         bound: host bound on the keys of a row.
         key_bytes: bytes of one key and its value.
         processors: multiprocessors of the device.
+        largest: number of programs of a cluster; 0 where there are none.
     """
-    row_bytes = bound * key_bytes
-    stream = programs * row_bytes / (PROCESSOR_RATE * processors)
+    row_ns = bound * (key_bytes / PROGRAM_RATE + KEY_NS)
+    stream = programs * bound * key_bytes / (PROCESSOR_RATE * processors)
 
     def cost(splits: int) -> float:
         waves = -(-programs * splits // (2 * processors))
-        return max(waves * row_bytes / splits / PROGRAM_RATE, stream) + (MERGE_NS if splits > 1 else 0.0)
+        merge = CLUSTER_NS if fits_clusters(programs, splits, processors, largest) else MERGE_NS
+        return max(waves * row_ns / splits, stream) + (merge if splits > 1 else 0.0)
 
     return min((s for s in (1, 2, 4, 8, 16, MAX_SPLITS) if s == 1 or bound >= s * MIN_SPLIT), key=cost)

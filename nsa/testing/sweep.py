@@ -65,9 +65,11 @@ def candidates(case: Case, processors: int) -> list[Choice]:
             for block_l in (16, 32, 64, 128):
                 if block_l > max(16, tiles.next_power_of_2(part)):
                     continue
-                stages = (2, 3, 4)[: -(-part // block_l)]  # no more than there are tiles
-                warps = [w for w in (1, 2, 4, 8) if 8 <= block_l // w <= 64]
-                found += [Choice(splits, head_tiles, block_l, w, s) for w in warps for s in stages]
+                tiled = -(-part // block_l)
+                stages = (1, 2) if tiled == 1 else (2, 3, 4)[:tiled]  # no more than there are tiles
+                warps = [w for w in (1, 2, 4, 8) if 8 <= block_l // w <= 32]
+                clusters = (0, 1) if 4 <= splits <= 16 else (int(splits == 2),)
+                found += [Choice(splits, head_tiles, block_l, w, s, c) for w in warps for s in stages for c in clusters]
     return found
 
 

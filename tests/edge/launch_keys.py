@@ -15,13 +15,14 @@ import torch
 import nsa
 from nsa import settings
 
+BATCHES = 400
 HKV, G, D, DV = 3, 5, 40, 72  # strides that are multiples of 16 in some batches, and in others not
 
 
 def batches(count: int, seed: int) -> Iterator[tuple[int, int, int, int, int]]:
     """Random `(B, S, S_kv, n, L)`: batch sizes, lengths, spans and bounds as they vary from batch to batch.
 
-    Few rows and many, short and long ones, few spans and many, so that 50 of them meet every tile there is for such
+    Few rows and many, short and long ones, few spans and many, so that a few hundred of them meet every tile there is for such
     shapes; and ones, odd numbers and multiples of 16, each of which Triton could specialize on.
     """
     draw = random.Random(seed)
@@ -41,7 +42,8 @@ def launch(batch: tuple[int, int, int, int, int], source: str, device: torch.dev
         selection = {"ranges": torch.zeros(B, S, HKV, n, 2, dtype=torch.int32, device=device), "max_selected": L}
     else:
         blocks = torch.zeros(B, S, HKV, n, dtype=torch.int32, device=device)
-        selection = {"block_indices": blocks, "block_size": 16, "max_selected": L}  # a model has one
+        size = 16 if source == "blocks" else 16 * (1 + (S_kv + L) % 4)  # a model has one
+        selection = {"block_indices": blocks, "block_size": size, "max_selected": L}
     nsa.selection_attention(q, k, v, **selection, backend="triton")
 
 
@@ -65,7 +67,7 @@ def watch_tiles(seen: set[object]) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Print, per source: tile entries used, keys after 50 batches, after 50 more, and without `do_not_specialize`."""
+    """Print, per source: tile entries used, keys after `BATCHES`, after as many more, and without `do_not_specialize`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -94,15 +96,15 @@ def main() -> None:
     query_major.device_limits = lambda device: (90, 132)
     dispatch.why_not_triton = lambda device: None
     report = {}
-    for source in ("ranges", "blocks"):
+    for source in ("ranges", "blocks", "blocks of all sizes"):
         keys.clear()
         naive_keys.clear()
         entries: set[object] = set()
         stop = watch_tiles(entries)
-        for batch in batches(50, seed=1):
+        for batch in batches(BATCHES, seed=1):
             launch(batch, source, torch.device("meta"), torch.bfloat16)
         report[source] = {"entries": len(entries), "first": len(keys), "naive": len(naive_keys)}
-        for batch in batches(50, seed=2):
+        for batch in batches(BATCHES, seed=2):
             launch(batch, source, torch.device("meta"), torch.bfloat16)
         stop()
         report[source]["more"] = len(keys) - report[source]["first"]

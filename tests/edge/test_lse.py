@@ -48,10 +48,10 @@ def test_split_among_programs(attend, agrees, draw, same, dtype, source):
         selection = {"ranges": same([(7, 25), (30, 57)], 1, 1, 1)}
     else:
         selection = {"block_indices": same([0, 3, 1, 4], 1, 1, 1), "block_size": 13}
-    before = nsa.kernels.launches["combine"]
+    before = nsa.kernels.launches["split"]
     agrees(attend, q, k, v, **selection, causal=False)
     if attend.triton:
-        assert nsa.kernels.launches["combine"] == before + 1
+        assert nsa.kernels.launches["split"] == before + 1
 
 
 def test_output_does_not_depend_on_the_lse(attend_all, draw, same, dtype):

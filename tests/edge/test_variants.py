@@ -22,7 +22,7 @@ PER_ENTRY = 4
 
 @pytest.fixture(scope="module")
 def report():
-    """Keys under which the JIT would look up the launches of 100 batches, in a process without the interpreter."""
+    """Keys under which the JIT would look up the launches of all batches, in a process without the interpreter."""
     pytest.importorskip("triton", minversion="3.3", reason="the binder's interface is that of Triton 3.3 and newer")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
@@ -31,7 +31,7 @@ def report():
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("source", ["ranges", "blocks"])
+@pytest.mark.parametrize("source", ["ranges", "blocks", "blocks of all sizes"])
 def test_variants_by_key(report, source):
     counted = report[source]
     assert counted["entries"] >= 4, "the batches meet too few tiles to show anything"
@@ -59,10 +59,10 @@ def test_variants_compiled(device):
     stop = launch_keys.watch_tiles(entries)
     try:
         before = compiled()
-        for batch in launch_keys.batches(50, seed=1):
+        for batch in launch_keys.batches(launch_keys.BATCHES, seed=1):
             launch_keys.launch(batch, "ranges", device, torch.float16)
         first = compiled() - before
-        for batch in launch_keys.batches(50, seed=2):
+        for batch in launch_keys.batches(launch_keys.BATCHES, seed=2):
             launch_keys.launch(batch, "ranges", device, torch.float16)
         torch.cuda.synchronize()
     finally:

@@ -1,9 +1,13 @@
 """Few rows and many keys: the keys of a row are shared among programs and merged by LSE. And nothing wobbles."""
 
 import dataclasses
+from collections.abc import Iterator
 
+import pytest
 import torch
 
+from nsa import settings
+from nsa.kernels import query_major, tiles
 from nsa.testing.cases import Case
 from nsa.testing.compare import Oracle, assert_parity
 from nsa.testing.fixtures import over
@@ -20,15 +24,32 @@ LONG = [
 OF = {"rows": "dense_group", "varlen": "varlen_group", "ranges": "ranges", "blocks": "blocks"}
 
 
+@pytest.fixture(params=["kernel", "cluster"])
+def merged(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Parts merged by a kernel of their own, and where the GPU has clusters in those."""
+    largest = query_major.largest_cluster(device, query_major.device_limits(device)[0])
+    if request.param == "cluster" and not largest:
+        pytest.skip("needs clusters: NVIDIA, sm_90 or newer, Triton 3.6 or newer")
+    monkeypatch.setattr(tiles, "fits_clusters", lambda programs, splits, *_: request.param == "cluster" and splits > 1)
+    monkeypatch.setattr(tiles, "measured", lambda *_: None)
+    for forget in settings.ON_RELOAD:
+        forget()
+    yield
+    for forget in settings.ON_RELOAD:
+        forget()
+
+
+@pytest.mark.usefixtures("merged")
 @over(LONG)
 def test_triton_sel_parity_split(oracle: Oracle) -> None:
     name = OF[oracle.problem.case.source]
     for return_lse in (False, True):
         result, launched = OURS[name].run_counted(oracle.problem, return_lse)
-        assert launched in ({name: 1, "combine": 1}, {name: 1})
+        assert launched == {name: 1, "split": 1}
         assert_parity(result, oracle, name)
 
 
+@pytest.mark.usefixtures("merged")
 @over([LONG[3]])
 def test_triton_sel_parity_split_with_empty_parts(problem: Problem) -> None:
     """The host's bound says long, the row is short or empty: most parts have no key."""
@@ -36,9 +57,11 @@ def test_triton_sel_parity_split_with_empty_parts(problem: Problem) -> None:
         short = dataclasses.replace(problem, ranges=problem.ranges.clone().fill_(0))
         short.ranges[..., 0, 1] = ends
         result, launched = OURS["ranges"].run_counted(short, return_lse=True)
+        assert launched["split"] == 1
         assert_parity(result, Oracle.of(short), "ranges")
 
 
+@pytest.mark.usefixtures("merged")
 @over([*LONG, Case(8, 64, 64, 100, 8, "mixed", "fp16", S_kv=128), Case(4, 64, 64, 100, 9, "few", "fp32")])
 def test_runs_are_bitwise_equal(problem: Problem) -> None:
     impl = OURS[OF[problem.case.source]]
