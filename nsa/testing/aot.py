@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from nsa.kernels import tiles
+
 PROCESSORS = {80: 108, 89: 128, 90: 132}  # multiprocessors, which decide whether keys are split: A100, RTX 4090, H100
 NAMES = {90: "NVIDIA H100 80GB HBM3"}  # whose table of tiles is compiled
 
@@ -37,10 +39,11 @@ class Point:
     n: int = 1  # spans
     causal: bool = False
     options: tuple[str, ...] = ()  # of cu_seqlens, q_positions, int64, per_head, unpipelined
+    choice: tiles.Choice | None = None  # as a sweep forces it; else the tables and rules of `tiles`
 
     @property
     def id(self) -> str:
-        words = ["causal"] * self.causal + list(self.options)
+        words = ["causal"] * self.causal + list(self.options) + [str(x) for x in self.choice or ()]
         return "-".join(
             [self.source, self.dtype, f"G{self.G}", f"D{self.D}", f"Dv{self.Dv}", f"N{self.rows}", f"L{self.L}", *words]
         )
@@ -59,6 +62,10 @@ POINTS = (
     Point("blocks", "bf16", 16, 128, 128, 65536, 1024, n=16, causal=True),
     Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True),  # decode: split
     Point("blocks", "bf16", 8, 128, 128, 1024, 1024, n=16, causal=True, options=("per_head",)),
+    Point("dense", "bf16", 8, 128, 128, 64, 128, choice=tiles.Choice(1, 1, 128, 4, 1)),  # a tile's loads all at once
+    Point("ranges", "bf16", 8, 128, 128, 64, 256, n=8, choice=tiles.Choice(2, 1, 64, 4, 3)),  # clusters where there are
+    Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, choice=tiles.Choice(16, 1, 64, 4, 2)),
+    Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, choice=tiles.Choice(8, 1, 128, 8, 1, 0)),
 )
 
 
@@ -140,6 +147,7 @@ def _call(point: Point) -> None:
         if "q_positions" in point.options:
             tensors["q_positions"] = meta(*lead, dtype=torch.int64)
     q, k, v = meta(*lead, G, D), meta(*cache, D), meta(*cache, Dv)
+    tiles.forced = point.choice
     launch = launch_for(
         q, k, v, **tensors, block_size=block_size, causal=point.causal, bound=point.L,
         per_head="per_head" in point.options, pipelined="unpipelined" not in point.options,

@@ -22,8 +22,8 @@ HKV, G, D, DV = 3, 5, 40, 72  # strides that are multiples of 16 in some batches
 def batches(count: int, seed: int) -> Iterator[tuple[int, int, int, int, int]]:
     """Random `(B, S, S_kv, n, L)`: batch sizes, lengths, spans and bounds as they vary from batch to batch.
 
-    Few rows and many, short and long ones, few spans and many, so that a few hundred of them meet every tile there is for such
-    shapes; and ones, odd numbers and multiples of 16, each of which Triton could specialize on.
+    Few rows and many, short and long ones, few spans and many, so that a few hundred of them meet every tile there is
+    for such shapes; and ones, odd numbers and multiples of 16, each of which Triton could specialize on.
     """
     draw = random.Random(seed)
     for _ in range(count):
@@ -67,7 +67,7 @@ def watch_tiles(seen: set[object]) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Print, per source: tile entries used, keys after `BATCHES`, after as many more, and without `do_not_specialize`."""
+    """Print, per source: tile entries used, keys after `BATCHES`, how many more after as many again, and naive ones."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver

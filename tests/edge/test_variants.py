@@ -35,8 +35,9 @@ def report():
 def test_variants_by_key(report, source):
     counted = report[source]
     assert counted["entries"] >= 4, "the batches meet too few tiles to show anything"
-    assert counted["first"] <= PER_ENTRY * counted["entries"]
-    assert counted["more"] == 0
+    assert counted["first"] + counted["more"] <= PER_ENTRY * counted["entries"]
+    if source != "blocks of all sizes":  # whose combinations are too many to meet them all
+        assert counted["more"] == 0
     # What Triton would do by itself; if this is not many more, the batches vary too little.
     assert counted["naive"] > PER_ENTRY * counted["entries"]
 
