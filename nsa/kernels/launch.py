@@ -79,21 +79,22 @@ class Variant:
                 run(*grid, stream, function, metadata, None, None, None, *addresses, *numbers, *last)
                 return None
         keywords = self.constexprs | self.options | {"enable_fp_fusion": True}
+        last = tuple(self.constexprs[name] for name in self.kernel.arg_names[len(tensors) + len(numbers) :])
         if not self.cluster:
             kernel = self.kernel[grid](*tensors, *numbers, **keywords)
-        else:
-            kernel = self.kernel.warmup(*tensors, *numbers, **keywords, grid=grid)
-        if not cuda or kernel is None:
+            if DIRECT and common and cuda and kernel is not None:
+                self._compiled = kernel.run, kernel.function, kernel.packed_metadata, last
             return None
-        given = len(tensors) + len(numbers)
-        last = tuple(self.constexprs[name] for name in self.kernel.arg_names[given:])
-        run, metadata = kernel.run, kernel.packed_metadata
-        if self.cluster:  # compiled as a kernel without, launched with clusters
-            metadata = (metadata[0], self.cluster, *metadata[2:])
-            stream, arguments = current_stream(device.index), (*addresses, *numbers, *last)
-            about = kernel.launch_metadata(grid, stream, *tensors, *numbers, *last)
-            hooks = knobs.launch_enter_hook, knobs.launch_exit_hook
-            run(*grid, stream, kernel.function, metadata, about, *hooks, *arguments)
-        if DIRECT and common:
+        kernel = self.kernel.warmup(*tensors, *numbers, **keywords, grid=grid)
+        if not cuda:  # of a GPU that is not there
+            return None
+        # Compiled as if programs were on their own: Triton's clusters share tensors. The launch says how many are one.
+        run, (warps, _, *rest) = kernel.run, kernel.packed_metadata
+        metadata = (warps, self.cluster, *rest)
+        stream = current_stream(device.index)
+        about = kernel.launch_metadata(grid, stream, *tensors, *numbers, *last)
+        hooks = knobs.launch_enter_hook, knobs.launch_exit_hook
+        run(*grid, stream, kernel.function, metadata, about, *hooks, *addresses, *numbers, *last)
+        if common:
             self._compiled = run, kernel.function, metadata, last
         return None

@@ -33,6 +33,13 @@ class Kernel:
 
         return by_triton
 
+    def warmup(self, *args, grid, **keywords):
+        self.log.append(("compiled", grid, args, keywords))
+        return self
+
+    def launch_metadata(self, grid, stream, *args):
+        return ("about", grid, stream, *args)
+
     def run(self, *args):
         self.log.append(("direct", *args))
 
@@ -46,9 +53,11 @@ def kernel(monkeypatch):
     return Kernel()
 
 
-def knobs(*hooks):
+def knobs(enter=(), leave=()):
     """Triton's, as far as launches are concerned."""
-    return SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=hooks), launch_exit_hook=SimpleNamespace(calls=()))
+    return SimpleNamespace(
+        launch_enter_hook=SimpleNamespace(calls=enter), launch_exit_hook=SimpleNamespace(calls=leave)
+    )
 
 
 def pointer(address):
@@ -68,13 +77,15 @@ def test_the_second_launch_is_direct(kernel):
 
 @pytest.mark.parametrize("first", [True, False], ids=["common first", "rare first"])
 @pytest.mark.parametrize(
-    "rare", [{"address": 4104}, {"common": False}, {"watched": True}], ids=["misaligned", "int64", "profiler"]
+    "rare",
+    [{"address": 4104}, {"common": False}, {"watched": {"enter": [print]}}, {"watched": {"leave": [print]}}],
+    ids=["misaligned", "int64", "profiler", "profiler at the end"],
 )
 def test_a_rare_launch_is_tritons_and_changes_nothing(kernel, monkeypatch, rare, first):
     variant = Variant(kernel, kernel.constexprs, {})
 
-    def go(address=4096, common=True, watched=False):
-        monkeypatch.setattr(launch, "knobs", knobs(*[print] * watched))
+    def go(address=4096, common=True, watched=None):
+        monkeypatch.setattr(launch, "knobs", knobs(**watched or {}))
         variant.launch((1, 1, 1), CUDA, (pointer(address), None), (1,), common)
         return kernel.log[-1][0]
 
@@ -125,8 +136,30 @@ def test_a_profiler_is_noticed():
     for chain in (launch.knobs.launch_enter_hook, launch.knobs.launch_exit_hook):
         assert not chain.calls
         chain.add(print)
-        assert chain.calls
-        chain.remove(print)
+        try:
+            assert chain.calls
+        finally:
+            chain.remove(print)
+
+
+def test_clusters_are_said_by_the_launch(kernel, monkeypatch):
+    """The kernel is compiled without; what is launched is a grid of clusters, also where a launch is rare."""
+    variant = Variant(kernel, kernel.constexprs, {"num_warps": 4}, cluster=8)
+    for n in (5, 6):
+        variant.launch((n, 1, 1), CUDA, (pointer(4096), None), (n,))
+    monkeypatch.setattr(launch, "knobs", watching := knobs(enter=[print]))
+    variant.launch((7, 1, 1), CUDA, (pointer(4096), None), (7,))
+    monkeypatch.setattr(launch, "knobs", knobs())
+    variant.launch((8, 1, 1), CUDA, (pointer(4104), None), (8,))
+    assert [entry[0] for entry in kernel.log] == ["compiled", "direct", "direct", *["compiled", "direct"] * 2]
+    launched = [entry for entry in kernel.log if entry[0] == "direct"]
+    assert [entry[1:4] for entry in launched] == [(n, 1, 1) for n in (5, 6, 7, 8)]
+    assert {entry[4:7] for entry in launched} == {(STREAM, 55, (4, 8, 0))}
+    assert launched[1][7:] == (None, None, None, 4096, 0, 6, 1, 2)
+    about, *hooks = launched[2][7:10]
+    assert about[:3] == ("about", (7, 1, 1), STREAM)
+    assert hooks == [watching.launch_enter_hook, watching.launch_exit_hook]
+    assert launched[3][10:] == (4104, 0, 8, 1, 2)
 
 
 def test_calls_that_differ_in_what_triton_compiles_do_not_mix(draw, agrees):
