@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import nsa
+from nsa.dispatch import failures
 from nsa.testing.compare import Oracle, assert_parity, mean_abs_error
 from nsa.testing.graphs import buffer_sets, time_gpu, time_streams
 from nsa.testing.impls import Impl
@@ -24,6 +25,8 @@ from nsa.testing.problem import Problem
 from nsa.testing.timing import InvalidMeasurement, Timing, time_host
 
 LATENCY_BUDGET_S = 0.02
+# Of a comparator. The last two: another version takes other arguments.
+FAILURES: tuple[type[BaseException], ...] = (*failures(), TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -128,8 +131,8 @@ def verdict(impl: Impl, oracle: Oracle) -> str | None:
         return f"unsupported: {e}"
     except AssertionError as e:
         return f"wrong: {e}"
-    except RuntimeError as e:
-        return f"cannot run: {str(e).splitlines()[0][:150]}"
+    except FAILURES as e:
+        return f"cannot run: {type(e).__name__}: {(str(e).splitlines() or ['no message'])[0][:150]}"
     return None
 
 

@@ -35,9 +35,9 @@ def installed(module: str) -> Any:
 def peers() -> dict[str, Impl]:
     """The peers that can be imported here, by name."""
     found: dict[str, Impl] = {}
-    fla = installed(FLA)
-    if fla is not None:
-        found["fla"] = Impl("fla", _fla(fla.parallel_nsa_fwd), supports=_fla_supports)
+    forward = getattr(installed(FLA), "parallel_nsa_fwd", None)
+    if forward is not None:
+        found["fla"] = Impl("fla", _fla(forward), supports=_fla_supports)
     return found
 
 
@@ -56,6 +56,6 @@ def _fla_supports(case: Case) -> str | None:
     if case.source != "blocks" or case.seqlens or case.positions or not case.causal:
         return f"takes causal blocks of a batch, not {case.source}"
     powers = all(x == next_power_of_2(x) for x in (case.H, case.block_size))
-    if case.H < 16 or not powers:
-        return f"needs a group of 16, 32, … and blocks of a power of 2, got {case.H} and {case.block_size}"
+    if min(case.H, case.block_size) < 16 or not powers:
+        return f"needs a group and blocks of 16, 32, 64, …, got {case.H} and {case.block_size}"
     return None

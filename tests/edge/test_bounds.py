@@ -1,10 +1,16 @@
 """What a selection may say: any span and any block, sound or not, selects exactly the keys it names that exist."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
+import nsa
+from nsa.kernels import tiles
+from nsa.testing import sweep
+
+triton = partial(nsa.selection_attention, backend="triton")
 KEYS = 24
 BIG = 2**62
 # What is written, and the sane spans that select the same keys (in the same order) out of 24.
@@ -71,6 +77,35 @@ def test_many_spans_of_a_row(attend, agrees, draw, device):
     start = torch.randint(-2, 40, (1, 1, 1, 150), generator=g)
     ranges = torch.stack((start, start + torch.randint(-1, 3, start.shape, generator=g)), -1).to(device)
     agrees(attend, q, k, v, ranges=ranges, causal=False)
+
+
+@pytest.mark.parametrize("choice", [(1, 1, 16, 1, 2), (1, 1, 32, 2, 2), (3, 1, 16, 1, 2), (1, 1, 16, 1, 1)], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
+def test_blocks_of_whole_tiles(agrees, draw, device, monkeypatch, fresh_plans, choice, causal):
+    """Blocks of one tile or two, more than a program holds at a time, with padding, blocks past the end, and a block
+    that the end cuts: only what exists is walked.
+    """
+    from nsa.kernels import query_major
+    from nsa.kernels.primitives import TILED
+
+    launched, variant = [], query_major.Variant
+    monkeypatch.setattr(query_major, "Variant", lambda *args: launched.append(args[1]) or variant(*args))
+    query_major._variant.cache_clear()
+    q, k, v = draw(S=2, HKV=1, S_kv=100)
+    g = torch.Generator().manual_seed(0)
+    blocks = torch.randint(-2, 6, (1, 2, 1, 70), generator=g).to(device)
+    blocks[:, 0, :, :66] = -1
+    with sweep.forced(tiles.Choice(*choice)):
+        agrees(triton, q, k, v, block_indices=blocks, block_size=32, causal=causal)
+    assert launched
+    assert {constexprs["SOURCE"] for constexprs in launched} == {TILED.value}
+
+
+def test_huge_blocks_cost_what_they_hold(agrees, draw, same, fresh_plans):
+    """Of a block of 2^20 keys ten exist: with a tile walked for every key that it might hold this would not end."""
+    q, k, v = draw(S=1, HKV=1, S_kv=10)
+    with sweep.forced(tiles.Choice(1, 1, 16, 1, 2)):
+        agrees(triton, q, k, v, block_indices=same([-1] * 7 + [0], 1, 1, 1), block_size=2**20)
 
 
 @pytest.mark.parametrize("source", ["ranges", "blocks"])

@@ -11,6 +11,8 @@ from nsa.reference import selection_reference
 from nsa.testing import peers
 from nsa.testing.cases import Case
 from nsa.testing.compare import Oracle, assert_parity
+from nsa.testing.impls import Impl
+from nsa.testing.measure import verdict
 
 DECODE = Case(16, 32, 32, 64, 4, "decode", "fp32", HKV=2, S_kv=128, block_size=16)
 
@@ -51,11 +53,22 @@ def test_fla_is_given_the_same_problem(fla, device, scale):
 
 
 @pytest.mark.parametrize(
+    "error", [RuntimeError("no kernel image\nfor this GPU"), TypeError("another version"), OSError()]
+)
+def test_a_peer_that_breaks_is_listed_not_raised(device, error):
+    def call(*_):
+        raise error
+
+    said = verdict(Impl("broken", call), Oracle.of(DECODE.make(device)))
+    assert said == f"cannot run: {type(error).__name__}: {str(error).partition(chr(10))[0] or 'no message'}"
+
+
+@pytest.mark.parametrize(
     ("case", "reason"),
     [
         (
             Case(4, 64, 64, 512, 1, "decode", "bf16"),
-            "needs a group of 16, 32, … and blocks of a power of 2, got 4 and 64",
+            "needs a group and blocks of 16, 32, 64, …, got 4 and 64",
         ),
         (Case(16, 64, 64, 64, 16, "many", "bf16"), "takes causal blocks of a batch, not ranges"),
     ],

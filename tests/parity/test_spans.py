@@ -6,7 +6,8 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from nsa.testing import strategies
+from nsa.kernels import tiles
+from nsa.testing import strategies, sweep
 from nsa.testing.cases import Case
 from nsa.testing.compare import Oracle, assert_parity
 from nsa.testing.impls import OURS
@@ -41,16 +42,26 @@ def test_triton_sel_parity_ranges_any_spans_packed_batch(device: torch.device, s
     check("sdpa", problem)
 
 
+# By the rules; and with tiles that a block holds one of, split or not.
+CHOICES = (None, tiles.Choice(1, 1, 16, 1, 2), tiles.Choice(2, 1, 16, 1, 1))
+
+
 @lane_settings
-@given(strategies.block_indices(lead, BLOCKS.n, -(-KEYS // 16)), strategies.seeds(), st.booleans())
+@given(
+    strategies.block_indices(lead, BLOCKS.n, -(-KEYS // 16)),
+    strategies.seeds(),
+    st.booleans(),
+    st.sampled_from(CHOICES),
+)
 def test_triton_sel_parity_blocks_any_indices(
-    device: torch.device, blocks: torch.Tensor, seed: int, causal: bool
+    device: torch.device, blocks: torch.Tensor, seed: int, causal: bool, choice: tiles.Choice | None
 ) -> None:
     start = blocks.to(torch.int64) * 16
     spans = torch.stack((start, start + 16), -1).masked_fill(blocks[..., None] < 0, 0)
     problem = BLOCKS.make(device, seed)
     drawn = dataclasses.replace(problem, ranges=spans.to(device), block_indices=blocks.to(device), causal=causal)
-    check("blocks", drawn)
+    with sweep.forced(choice):
+        check("blocks", drawn)
     check("sdpa", drawn)
 
 
