@@ -16,7 +16,6 @@ FEW = 8  # splits of most launches
 @triton.jit(do_not_specialize=["S", "HQ", "splits", "heads", "stride_ob", "stride_os", "stride_oh"])
 def _combine_kernel(
     part_ptr,
-    part_lse_ptr,
     o_ptr,
     lse_ptr,
     S,
@@ -37,7 +36,7 @@ def _combine_kernel(
     dv = tl.arange(0, BLOCK_DV)
     if OVERLAP:
         gdc_wait()  # launched before the kernel that writes the parts had ended
-    o, total, m = merge_parts(part_ptr, part_lse_ptr, row, row < heads, heads, splits, dv, Dv, SPLITS)
+    o, total, m = merge_parts(part_ptr, row, row < heads, heads, splits, dv, Dv, SPLITS)
     o, total = finish(o, total)
     o_row = (token // S).to(tl.int64) * stride_ob + (token % S).to(tl.int64) * stride_os
     o_row += (row % HQ).to(tl.int64) * stride_oh
@@ -47,20 +46,22 @@ def _combine_kernel(
 
 
 def combine(
-    part: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, overlap: bool = False
+    parts: torch.Tensor, splits: int, out: torch.Tensor, lse: torch.Tensor | None, overlap: bool = False
 ) -> None:
-    """Merge ``part [splits, tokens, HQ, Dv]`` fp32 with ``part_lse [splits, tokens, HQ]`` into ``out`` (and ``lse``).
+    """Merge partial results into ``out`` (and ``lse``).
 
     Args:
+        parts: fp32, ``[splits, tokens, HQ, Dv]`` outputs and then ``[splits, tokens, HQ]`` LSEs, one after the other.
         out: ``[B, S, HQ, Dv]`` or ``[T, HQ, Dv]``, last dim contiguous.
         lse: contiguous fp32 like ``out`` without its last dim, or None.
         overlap: the kernel before this one on the stream let it be launched early.
     """
-    splits, tokens, HQ, Dv = part.shape
+    HQ, Dv = out.shape[-2:]
+    tokens = out.numel() // (HQ * Dv)
     stride_ob, S = (out.stride(0), out.shape[1]) if out.dim() == 4 else (0, tokens)
     sizes = (S, HQ, splits, tokens * HQ, stride_ob, out.stride(-3), out.stride(-2))
     _variant(out.device, out.dtype, Dv, splits <= FEW, overlap, lse is None).launch(
-        (tokens * HQ, 1, 1), out.device, (part, part_lse, out, lse), sizes, max(sizes) <= INT32_MAX
+        (tokens * HQ, 1, 1), out.device, (parts, out, lse), sizes, max(sizes) <= INT32_MAX
     )
 
 

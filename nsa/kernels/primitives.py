@@ -123,12 +123,13 @@ def merge_step(o, total, m, part, part_lse):
 
 
 @triton.jit
-def merge_parts(part_ptr, part_lse_ptr, rows, mask, heads, splits, dv, Dv: tl.constexpr, SPLITS: tl.constexpr):
+def merge_parts(part_ptr, rows, mask, heads, splits, dv, Dv: tl.constexpr, SPLITS: tl.constexpr):
     """Merge partial results from memory, each thread all parts of its elements.
 
-    part ``[splits, heads, Dv]`` and part_lse ``[splits, heads]``, fp32; rows, mask ``[R]``: which of ``heads``; dv
-    ``[BLOCK_DV]``. Returns what :func:`merge_step` does.
+    part ``[splits, heads, Dv]`` and after it LSEs ``[splits, heads]``, fp32; rows, mask ``[R]``: which of ``heads``;
+    dv ``[BLOCK_DV]``. Returns what :func:`merge_step` does.
     """
+    part_lse_ptr = part_ptr + tl.cast(heads, tl.int64) * splits * Dv
     m = tl.full(rows.shape, float("-inf"), tl.float32)
     total = tl.zeros(rows.shape, tl.float32)
     o = tl.zeros([rows.shape[0], dv.shape[0]], tl.float32)

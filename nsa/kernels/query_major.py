@@ -60,7 +60,6 @@ def _fwd_kernel(
     o_ptr,
     lse_ptr,
     part_ptr,
-    part_lse_ptr,
     sel_ptr,
     pos_ptr,
     cu_q_ptr,
@@ -225,6 +224,7 @@ def _fwd_kernel(
     lse = m * 0.6931471805599453 + tl.log(l)
     if SPLIT:
         heads = (programs // HEAD_TILES).to(tl.int64) * G
+        part_lse_ptr = part_ptr + splits * heads * Dv  # after all parts
         part = split * heads + token.to(tl.int64) * HKV * G + head
         tl.store(part_ptr + part[:, None] * Dv + dv[None, :], o, mask=in_group[:, None] & (dv[None, :] < Dv))
         tl.store(part_lse_ptr + part, lse, mask=in_group)
@@ -234,7 +234,7 @@ def _fwd_kernel(
             in_group = (g < HEADS) & (head_tile * HEADS + g < G)
             head = head_kv * G + head_tile * HEADS + g  # [MINE]
             rows = token.to(tl.int64) * HKV * G + head
-            o, total, m = merge_parts(part_ptr, part_lse_ptr, rows, in_group, heads, splits, dv, Dv, CLUSTER)
+            o, total, m = merge_parts(part_ptr, rows, in_group, heads, splits, dv, Dv, CLUSTER)
             o, total = finish(o, total)
             lse = m + tl.log(total)
     if CLUSTER or not SPLIT:
@@ -466,11 +466,10 @@ def forward(
     lse = torch.empty(q.shape[:-1], device=launch.device, dtype=torch.float32) if return_lse else None
     if launch.tokens == 0:
         return out, lse
-    parts = parts_lse = None
+    parts = None
     if launch.splits > 1:
-        shape = (launch.splits, launch.tokens, q.shape[-2])
-        parts = torch.empty((*shape, v.shape[-1]), device=launch.device, dtype=torch.float32)
-        parts_lse = torch.empty(shape, device=launch.device, dtype=torch.float32)
+        heads = launch.splits * launch.tokens * q.shape[-2]
+        parts = torch.empty(heads * (v.shape[-1] + 1), device=launch.device, dtype=torch.float32)
     if selection is not None and not selection.is_contiguous():
         selection = selection.contiguous()
     if q_positions is not None and not q_positions.is_contiguous():
@@ -486,11 +485,11 @@ def forward(
     variant.launch(
         launch.grid,
         launch.device,
-        (q, k, v, out, None if separate else lse, parts, parts_lse, selection, q_positions, cu_seqlens_q, cu_seqlens_k),
+        (q, k, v, out, None if separate else lse, parts, selection, q_positions, cu_seqlens_q, cu_seqlens_k),
         (*launch.sizes, launch.scale if scale is None else float(scale)),
         launch.narrow,
     )
     if separate:
-        assert parts is not None and parts_lse is not None
-        combine(parts, parts_lse, out, lse, bool(variant.constexprs["OVERLAP"]))
+        assert parts is not None
+        combine(parts, launch.splits, out, lse, bool(variant.constexprs["OVERLAP"]))
     return out, lse

@@ -16,7 +16,7 @@ def check(name: str, oracle: Oracle) -> None:
     for return_lse in modes if impl.lse else (False,):
         result, launched = impl.run_counted(oracle.problem, return_lse)
         assert_parity(result, oracle, name)
-        assert impl.route is None or set(launched) - {"combine"} == {impl.route}, f"{name} launched {launched}"
+        assert impl.route is None or set(launched) - {"split"} == {impl.route}, f"{name} launched {launched}"
 
 
 def few(case: Case) -> bool:
