@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.testing.cases import CACHE, DTYPES, Case
-from nsa.testing.impls import END_TO_END, OURS, PACKED, Impl, packed_layouts
+from nsa.testing.impls import END_TO_END, OF, OURS, PACKED, Impl, packed_layouts
 from nsa.testing.machine import current_lane
 from nsa.testing.measure import Measurement, measure, run_facts
 from nsa.testing.problem import Problem
@@ -28,7 +28,6 @@ OUR_COLUMNS = (
     "dist", "dtype", "seed", "ref", "tri_ci95_low_ms", "tri_ci95_high_ms", "best_sdpa", "best_sdpa_ms", "gbps",
     "share_of_ceiling", "streams_wall_ms", "device", "torch", "triton", "commit",
 )  # fmt: skip
-KERNEL = {"rows": "dense_group", "ranges": "ranges", "blocks": "blocks"}
 MODE = {"rows": "dense", "ranges": "ranges", "blocks": "decode"}
 NO_TRITON = "no Triton time: CPU lane"
 
@@ -114,7 +113,7 @@ def measure_shape(p: Problem, *, budget_s: float, **sampling: Any) -> tuple[Meas
     layouts = packed_layouts(p.q.device)
     plain = [] if case.source == "rows" else list(END_TO_END.values())
     others = [reference, *layouts.values(), *plain]
-    return measure(p, OURS[KERNEL[case.source]], others, budget_s=budget_s, **sampling), list(layouts)
+    return measure(p, OURS[OF[case.source]], others, budget_s=budget_s, **sampling), list(layouts)
 
 
 def row(p: Problem, fact: dict[str, Any] | None, status: str, streams: int) -> dict[str, Any]:
@@ -126,7 +125,7 @@ def row(p: Problem, fact: dict[str, Any] | None, status: str, streams: int) -> d
     if fact is not None:
         ref = fact["medians"].get(line["ref"])
         line["ref_ms"] = _ms(ref)
-        if fact["impl"] == KERNEL[case.source]:
+        if fact["impl"] == OF[case.source]:
             ours, best = fact["medians"][fact["impl"]], fact.get("sdpa_best")
             low, high = fact["ci95"]
             mae = "" if fact["mae"] is None else f"{fact['mae']:.3g}"

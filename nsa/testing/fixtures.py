@@ -5,7 +5,7 @@ A conftest.py imports the fixtures it wants; a test names its cases with `over`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -38,6 +38,11 @@ def register(cases: list[Case]) -> list[str]:
     """Their ids, which the fixture `case` will know from now on."""
     _by_id.update((c.id, c) for c in cases)
     return [c.id for c in cases]
+
+
+def known(ids: Iterable[str]) -> list[Case]:
+    """The cases of these ids, each once."""
+    return [_by_id[name] for name in dict.fromkeys(ids)]
 
 
 @pytest.fixture(scope="module")

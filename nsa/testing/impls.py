@@ -129,6 +129,9 @@ def _plain(case: Case) -> str | None:
     return "has neither cu_seqlens nor q_positions" if case.seqlens or case.positions else None
 
 
+OF = {"rows": "dense_group", "varlen": "varlen_group", "ranges": "ranges", "blocks": "blocks"}
+"""Our implementation that is timed, by where keys come from."""
+
 OURS = {
     impl.name: impl
     for impl in (

@@ -29,7 +29,7 @@ from nsa.kernels.tiles import Choice
 from nsa.testing.cases import Case
 from nsa.testing.compare import Oracle, assert_parity
 from nsa.testing.graphs import buffer_sets, time_gpu
-from nsa.testing.impls import OURS, Impl
+from nsa.testing.impls import OF, OURS, Impl
 from nsa.testing.recording import Fact
 from nsa.testing.timing import Timing
 
@@ -40,7 +40,6 @@ COARSE = {"iters": 10, "warmup": 1, "budget_s": 0.004}
 FINE = {"iters": 50, "warmup": 3, "budget_s": 0.05}
 WAVES = 4  # programs per multiprocessor beyond which more splits are pointless
 FAILURES: tuple[type[BaseException], ...] = (*failures(), AssertionError)
-KERNEL = {"rows": "dense_group", "ranges": "ranges", "blocks": "blocks"}
 
 
 def cases() -> list[Case]:
@@ -88,7 +87,7 @@ def _compile(case: Case, choices: Sequence[Choice]) -> None:
     problem = case.make(torch.device("cuda", 0))
     for choice in choices:
         with forced(choice), contextlib.suppress(*FAILURES):
-            OURS[KERNEL[case.source]].run(problem)
+            OURS[OF[case.source]].run(problem)
 
 
 def survivors(case: Case, choices: Sequence[Choice]) -> dict[Choice, str]:
@@ -125,7 +124,7 @@ def sweep(
         The timing of the best, and one fact per choice, best first: its fields with `us` (and `us_now` of what ran
         without it), or with `error`.
     """
-    impl, problem = OURS[KERNEL[case.source]], case.make(device)
+    impl, problem = OURS[OF[case.source]], case.make(device)
     oracle, sets = Oracle.of(problem), buffer_sets(problem)
     errors = dict(deadly or {})
     for choice in (c for c in choices if c not in errors):

@@ -6,10 +6,9 @@ import torch
 from nsa.testing.cases import Case
 from nsa.testing.compare import Oracle, assert_parity
 from nsa.testing.fixtures import over
-from nsa.testing.impls import OURS
+from nsa.testing.impls import OF, OURS
 
 pytestmark = pytest.mark.gpu
-OF = {"rows": "dense_group", "varlen": "varlen_group", "ranges": "ranges", "blocks": "blocks"}
 ONE_EACH = [
     Case(8, 128, 128, 512, 256, "few", "bf16"),
     Case(8, 128, 128, 512, 64, "few", "bf16", source="varlen"),

@@ -11,7 +11,7 @@ from nsa.kernels import query_major, tiles
 from nsa.testing.cases import Case
 from nsa.testing.compare import Oracle, assert_parity
 from nsa.testing.fixtures import over
-from nsa.testing.impls import OURS
+from nsa.testing.impls import OF, OURS
 from nsa.testing.problem import Problem
 
 LONG = [
@@ -21,7 +21,6 @@ LONG = [
     Case(4, 64, 64, 1000, 1, "many", "fp16"),
     Case(3, 64, 100, 1024, 2, "decode", "fp32", HKV=2, S_kv=1500),
 ]
-OF = {"rows": "dense_group", "varlen": "varlen_group", "ranges": "ranges", "blocks": "blocks"}
 
 
 @pytest.fixture(params=["kernel", "cluster"])

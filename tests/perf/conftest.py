@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from nsa.testing import gating, outputs, summary, timing
+from nsa.testing import ahead, gating, outputs, summary, timing
 from nsa.testing.cases import core, full, long_context
-from nsa.testing.fixtures import case, over_third_parties, problem, register, third_party
+from nsa.testing.fixtures import case, known, over_third_parties, problem, register, third_party
 from nsa.testing.plugin import current_lane
 
 __all__ = ["case", "problem", "third_party"]
@@ -41,6 +41,16 @@ def _without_cases(metafunc: pytest.Metafunc) -> bool:
     if not metafunc.definition.get_closest_marker("gpu") or "case" not in metafunc.fixturenames:
         return False
     return all(mark.args[0] != "case" for mark in metafunc.definition.iter_markers("parametrize"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_ahead(request: pytest.FixtureRequest) -> None:
+    """Kernels that many benchmarks of this run need, compiled before the first of them."""
+    items = [item for item in request.session.items if item.get_closest_marker("gpu") and hasattr(item, "callspec")]
+    cases = known(item.callspec.params["case"] for item in items if "case" in item.callspec.params)
+    if current_lane() == "gpu" and len(cases) >= ahead.WORTH and not request.config.getoption("nsa_sweep"):
+        device = request.getfixturevalue("device")
+        ahead.compile_ahead(cases, device, ahead.processes(device))
 
 
 @pytest.fixture

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from nsa.testing import timing
-from nsa.testing.impls import END_TO_END, OURS, PACKED, Impl, packed_layouts
+from nsa.testing.impls import END_TO_END, OF, OURS, PACKED, Impl, packed_layouts
 from nsa.testing.measure import measure
 from nsa.testing.peers import peers
 from nsa.testing.problem import Problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
-OF = {"rows": "dense_group", "varlen": "varlen_group", "ranges": "ranges", "blocks": "blocks"}
 BUDGET_S = 0.015  # of samples for each implementation: core has about 126 cases and 2 minutes
 
 

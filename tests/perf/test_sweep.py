@@ -1,16 +1,13 @@
 """`--nsa-sweep`: tiles and splits on the hot shapes; the best of each goes to the GPU's table at the end of the run."""
 
-import os
-
 import pytest
 import torch
 
 from nsa.kernels.tiles import Choice
-from nsa.testing import sweep, timing
+from nsa.testing import ahead, sweep, timing
 from nsa.testing.cases import Case
 from nsa.testing.fixtures import over
 from nsa.testing.measure import run_facts
-from nsa.testing.plugin import GIB_PER_WORKER
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 
@@ -25,8 +22,7 @@ def deadly(processors: int, device: torch.device, request: pytest.FixtureRequest
     """Everything this run will try, compiled on all cores: one after the other it would take most of an hour."""
     chosen = {item.callspec.params["case"] for item in request.session.items if hasattr(item, "callspec")}
     work = [(case, sweep.candidates(case, processors)) for case in sweep.cases() if case.id in chosen]
-    memory = torch.cuda.get_device_properties(device).total_memory // (GIB_PER_WORKER << 30)
-    return sweep.compile_all(work, max(1, min(memory, len(os.sched_getaffinity(0)) - 2)))
+    return sweep.compile_all(work, ahead.processes(device))
 
 
 @over(sweep.cases())

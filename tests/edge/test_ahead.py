@@ -1,0 +1,53 @@
+"""Compiling ahead: every case runs once, in other processes, and what breaks there breaks nothing here."""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+
+from nsa.testing import ahead
+from nsa.testing.cases import Case
+
+CASE = Case(4, 16, 16, 32, 2, "many", "fp32", S_kv=128)
+CPU = torch.device("cpu")
+
+
+def leave_a_trace(case, device):
+    """In a child, which imports this file."""
+    if case.L == 48:
+        os._exit(1)
+    path = os.path.join(os.environ["NSA_TRACES"], str(case.L))
+    with open(path, "x") as file:
+        file.write(str(os.getpid()))
+
+
+@pytest.fixture
+def traces(monkeypatch, tmp_path):
+    monkeypatch.setenv("NSA_TRACES", str(tmp_path))
+    monkeypatch.setattr(ahead, "_run", leave_a_trace)
+    return tmp_path
+
+
+def test_every_case_in_a_child(traces):
+    ahead.compile_ahead([dataclasses.replace(CASE, L=L) for L in (16, 32, 64)], CPU, 2)
+    assert {path.name for path in traces.iterdir()} == {"16", "32", "64"}
+    assert str(os.getpid()) not in {path.read_text() for path in traces.iterdir()}
+
+
+def test_a_child_that_dies_is_survived(traces):
+    ahead.compile_ahead([dataclasses.replace(CASE, L=L) for L in (16, 48)], CPU, 1)
+    assert {path.name for path in traces.iterdir()} <= {"16"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("PassManager::run failed"), AssertionError("wrong")])
+def test_a_case_that_fails_is_left_to_the_run(monkeypatch, error):
+    ran = []
+
+    def make(case, device):
+        ran.append((case, device))
+        raise error
+
+    monkeypatch.setattr(Case, "make", make)
+    ahead._run(CASE, "cpu")
+    assert ran == [(CASE, CPU)]
