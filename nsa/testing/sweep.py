@@ -36,8 +36,8 @@ from nsa.testing.timing import Timing
 SHAPE = ("one_span", "D", "Dv", "G", "rows", "L")  # what tells the entries of a table apart
 KEPT = 3  # best choices of a shape in the table; the first is used
 FINALISTS = 6  # timed again, properly
-COARSE = {"iters": 10, "warmup": 1, "budget_s": 0.004}
-FINE = {"iters": 50, "warmup": 3, "budget_s": 0.05}
+COARSE: dict[str, Any] = {"iters": 10, "warmup": 1, "budget_s": 0.004}
+FINE: dict[str, Any] = {"iters": 50, "warmup": 3, "budget_s": 0.05}
 WAVES = 4  # programs per multiprocessor beyond which more splits are pointless
 FAILURES: tuple[type[BaseException], ...] = (*failures(), AssertionError)
 

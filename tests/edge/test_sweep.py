@@ -10,7 +10,7 @@ import torch
 import nsa
 from nsa.kernels import query_major, tiles
 from nsa.kernels.tiles import Choice, Point
-from nsa.testing import sweep
+from nsa.testing import sweep, tilings
 from nsa.testing.cases import Case
 from nsa.testing.timing import Timing
 
@@ -243,3 +243,14 @@ def test_a_partial_sweep_keeps_the_other_shapes(table):
     table([(False, 128, 128, 8, 64, 256, new)])
     found = tiles.table(H100)[False, 128, 128]
     assert found == {Point(8, 64, 256): new, Point(8, 1024, 1024): old}
+
+
+def test_pieces_of_head_dimensions_are_right(device):
+    """The kernel that is timed for the record."""
+    case = Case(4, 32, 64, 100, 3, "few", "fp32")
+    problem = case.make(device)
+    oracle = sweep.Oracle.of(problem)
+    assert tilings.pieces(case) == [(32, 64), (16, 64), (32, 32), (16, 32), (16, 16)]
+    for pair in tilings.pieces(case):
+        result = tilings.run(problem, *pair).view(*problem.q.shape[:-1], case.Dv)
+        sweep.assert_parity(result, oracle, str(pair))

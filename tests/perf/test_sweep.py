@@ -1,10 +1,12 @@
-"""`--nsa-sweep`: tiles and splits on the hot shapes; the best of each goes to the GPU's table at the end of the run."""
+"""`--nsa-sweep`: tiles and splits on the hot shapes, the best of each goes to the GPU's table at the end of the run;
+and, for the record, head dimensions in pieces.
+"""
 
 import pytest
 import torch
 
 from nsa.kernels.tiles import Choice
-from nsa.testing import ahead, sweep, timing
+from nsa.testing import ahead, sweep, tilings, timing
 from nsa.testing.cases import Case
 from nsa.testing.fixtures import over
 from nsa.testing.measure import run_facts
@@ -35,3 +37,17 @@ def test_sweep(case: Case, deadly, processors: int, device: torch.device, publis
     note = f"{case.id}: {now:.2f} -> {us:.2f} us, {len(facts)} tried, {failed} failed"
     info = run_facts(device) | case.fields() | {"impl": "sweep", "note": note, "sweep": facts}
     publish(f"sweep: {case.dist}", best, info | {"tiles": sweep.entry(case, facts)})
+
+
+PIECES = [Case(8, 128, 128, L, N, "few", "bf16") for N, L in ((64, 1024), (1024, 64), (1024, 1024))]
+
+
+@over(PIECES)
+def test_tilings(case: Case, device: torch.device, publish) -> None:
+    torch.cuda.empty_cache()
+    whole, facts = tilings.compare(case, device)
+    tried = ", ".join(f"{f['BLOCK_D']}x{f['BLOCK_DV']} {f['us']:.2f}" for f in facts)
+    note = f"{case.id}: D x Dv in pieces, us: {tried}"
+    publish(
+        "sweep: pieces", whole, run_facts(device) | case.fields() | {"impl": "tilings", "note": note, "tilings": facts}
+    )
