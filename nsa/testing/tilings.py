@@ -86,7 +86,7 @@ def pieces(case: Case) -> list[tuple[int, int]]:
 
 
 def compare(case: Case, device: torch.device) -> tuple[Timing, list[Fact]]:
-    """Check and time all pieces on packed rows: the timing of whole dimensions; one fact for each, `us` and `slower`."""
+    """Check and time all pieces on packed rows: the timing of whole dimensions, and for each a fact with its `us`."""
     problem = case.make(device)
     oracle, (sets, cold) = Oracle.of(problem), buffer_sets(problem)
     tried = pieces(case)
