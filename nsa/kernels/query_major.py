@@ -185,10 +185,12 @@ def _fwd_kernel(
             start, before, length, total = load_spans(
                 sel_row, chunk * SPANS, n, limit, block_size, SOURCE, SPANS, BLOCK_L
             )
-        # This program's share of the chunk's selected slots, in whole tiles.
-        share = tl.cdiv(tl.cdiv(total, BLOCK_L), splits) * BLOCK_L
-        first = tl.minimum(split * share, total)
-        last = tl.minimum(first + share, total)
+        first = 0
+        last = total
+        if SPLIT:  # this program's share of the chunk's selected slots, in whole tiles
+            share = tl.cdiv(tl.cdiv(total, BLOCK_L), splits) * BLOCK_L
+            first = tl.minimum(split * share, total)
+            last = tl.minimum(first + share, total)
         # A program waits for its queries before it asks for what comes after them, so they come last; or with every
         # tile, on their way together with its keys. What is added is 0: else they would be loaded before the loop.
         if not STREAM_Q:
