@@ -61,7 +61,7 @@ class Plan(NamedTuple):
     fallback: str
     sdpa_layout: str
     debug: bool
-    launches: dict[Any, Any]  # how the kernel is launched, by what a sweep wants tried; None: no sweep
+    launches: dict[Any, Any]  # kernel and launch, see `attach`, by what a sweep wants tried; None: no sweep
 
 
 class RouteRecord(NamedTuple):
@@ -233,10 +233,6 @@ def run(what: Plan, *call: Any) -> Result:
     """Run a planned call, given what :class:`Call` holds, in its order."""
     if what.debug:
         return _run_debug(what, Call(*call))
-    return _run(what, call)
-
-
-def _run(what: Plan, call: tuple[Any, ...]) -> Result:
     if what.route in ("sdpa", "reference"):
         return _plain(what.route, what.reason, what, Call(*call))
     if what.named:
@@ -252,6 +248,14 @@ def _run(what: Plan, call: tuple[Any, ...]) -> Result:
             _broken[what.kernel] = known
             logger.warning("%s; %s serves this signature from now on", known, what.fallback)
     return _plain(what.fallback, known, what, Call(*call))
+
+
+def attach(launches: dict[Any, Any], q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Any, Any]:
+    """Remember in ``launches`` the kernel's module, which imports Triton, and what its ``launch_for`` says of calls."""
+    from nsa.kernels import query_major
+
+    found = launches[tiles.forced] = query_major, query_major.launch_for(q, k, v, **how)
+    return found
 
 
 def _triton(
@@ -270,27 +274,24 @@ def _triton(
     return_lse: bool,
     out: Tensor | None,
 ) -> Result:
-    from nsa.kernels.query_major import forward, launch_for
-
     selection = block_indices if ranges is None else ranges
-    launch = what.launches.get(tiles.forced)
-    if launch is None:
-        launch = what.launches[tiles.forced] = launch_for(
-            q,
-            k,
-            v,
-            selection=selection,
-            block_size=block_size,
-            causal=causal,
-            q_positions=q_positions,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            bound=what.dims.bound,
-            per_head=what.per_head,
-            pipelined=what.pipelined,
-            out=out,
-        )
-    result = forward(
+    kernel, launch = what.launches.get(tiles.forced) or attach(
+        what.launches,
+        q,
+        k,
+        v,
+        selection=selection,
+        block_size=block_size,
+        causal=causal,
+        q_positions=q_positions,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        bound=what.dims.bound,
+        per_head=what.per_head,
+        pipelined=what.pipelined,
+        out=out,
+    )
+    result: Result = kernel.forward(
         launch, q, k, v, what.route, selection, q_positions, scale, cu_seqlens_q, cu_seqlens_k, return_lse, out
     )
     _taken[what.route, what.reason] += 1
@@ -329,7 +330,7 @@ def _run_debug(what: Plan, call: Call) -> Result:
     before = _taken.copy()
     _synchronize(call.q)
     began = time.perf_counter()
-    result = _run(what, tuple(call))
+    result = run(what._replace(debug=False), *call)
     _synchronize(call.q)
     route, reason = next(iter(_taken - before))
     if current.debug_timing:

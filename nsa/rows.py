@@ -40,22 +40,21 @@ def _direct(
         given = {"Q": Q, "K": K, "V": V, "cu_seqlens": cu_seqlens, "out": out}
         check_tensors(**{name: x for name, x in given.items() if x is not None or name in "QKV"})
         raise
-    from nsa.kernels.query_major import forward, launch_for
-
-    launch = launches.get(tiles.forced)
-    if launch is None:
-        launch = launches[tiles.forced] = launch_for(
-            Q,
-            K,
-            V,
-            cu_seqlens_k=cu_seqlens,
-            bound=K.shape[1] if cu_seqlens is None else max_selected,
-            per_head=route == "per_head",
-            pipelined=pipelined,
-            out=out,
-            rows_only=True,
-        )
-    o, lse = forward(launch, Q, K, V, route=route, cu_seqlens_k=cu_seqlens, scale=scale, return_lse=return_lse, out=out)
+    kernel, launch = launches.get(tiles.forced) or dispatch.attach(
+        launches,
+        Q,
+        K,
+        V,
+        cu_seqlens_k=cu_seqlens,
+        bound=K.shape[1] if cu_seqlens is None else max_selected,
+        per_head=route == "per_head",
+        pipelined=pipelined,
+        out=out,
+        rows_only=True,
+    )
+    o, lse = kernel.forward(
+        launch, Q, K, V, route=route, cu_seqlens_k=cu_seqlens, scale=scale, return_lse=return_lse, out=out
+    )
     return o if lse is None else (o, lse)
 
 

@@ -57,9 +57,11 @@ def candidates(case: Case, processors: int) -> list[Choice]:
     """What to try on a shape: every combination that gives each program a tile and the chip no more than it can use."""
     found = []
     for head_tiles in (1, 2) if case.H >= 16 else (1,):
-        for splits in (1, 2, 4, 8, 16, 32):
+        programs = case.N * head_tiles
+        thirds = (3,) if 2 * programs <= processors < 5 * programs else ()  # clusters of 4 do not fill the chip
+        for splits in (1, 2, *thirds, 4, 8, 16, 32):
             part = -(-case.L // splits)
-            if splits > 1 and (part < 16 or case.N * head_tiles * splits > WAVES * processors):
+            if splits > 1 and (part < 16 or programs * splits > WAVES * processors):
                 continue
             for block_l in (16, 32, 64, 128):
                 if block_l > max(16, tiles.next_power_of_2(part)):
@@ -67,7 +69,7 @@ def candidates(case: Case, processors: int) -> list[Choice]:
                 tiled = -(-part // block_l)
                 stages = (1, 2) if tiled == 1 else (2, 3, 4)[:tiled]  # no more than there are tiles
                 warps = [w for w in (1, 2, 4, 8) if 8 <= block_l // w <= 32]
-                clusters = (0, 1) if 4 <= splits <= 16 else (int(splits == 2),)
+                clusters = (0, 1) if 4 <= splits <= 16 else (int(splits in (2, 3)),)
                 found += [Choice(splits, head_tiles, block_l, w, s, c) for w in warps for s in stages for c in clusters]
     return found
 
