@@ -58,13 +58,15 @@ def candidates(case: Case, processors: int) -> list[Choice]:
     found = []
     for head_tiles in (1, 2) if case.H >= 16 else (1,):
         programs = case.N * head_tiles
-        thirds = (3,) if 2 * programs <= processors < 5 * programs else ()  # clusters of 4 do not fill the chip
+        thirds = (3,) if 3 * programs <= processors < 5 * programs else ()  # clusters of 4 do not fill the chip
         for splits in (1, 2, *thirds, 4, 8, 16, 32):
             part = -(-case.L // splits)
             if splits > 1 and (part < 16 or programs * splits > WAVES * processors):
                 continue
             for block_l in (16, 32, 64, 128):
                 if block_l > max(16, tiles.next_power_of_2(part)):
+                    continue
+                if head_tiles > 1 and block_l != 64:  # it reads every key twice: for the record
                     continue
                 tiled = -(-part // block_l)
                 stages = (1, 2) if tiled == 1 else (2, 3, 4)[:tiled]  # no more than there are tiles
