@@ -8,19 +8,16 @@ import triton.language as tl
 
 from nsa.kernels.launch import INT32_MAX, Variant
 from nsa.kernels.primitives import finish, gdc_wait, merge_parts
-from nsa.kernels.tiles import MAX_SPLITS, next_power_of_2
-
-FEW = 8  # splits of most launches
+from nsa.kernels.tiles import next_power_of_2
 
 
-@triton.jit(do_not_specialize=["S", "HQ", "splits", "heads", "stride_ob", "stride_os", "stride_oh"])
+@triton.jit(do_not_specialize=["S", "HQ", "heads", "stride_ob", "stride_os", "stride_oh"])
 def _combine_kernel(
     part_ptr,
     o_ptr,
     lse_ptr,
     S,
     HQ,
-    splits,
     heads,
     stride_ob,
     stride_os,
@@ -36,7 +33,7 @@ def _combine_kernel(
     dv = tl.arange(0, BLOCK_DV)
     if OVERLAP:
         gdc_wait()  # launched before the kernel that writes the parts had ended
-    o, total, m = merge_parts(part_ptr, row, row < heads, heads, splits, dv, Dv, SPLITS)
+    o, total, m = merge_parts(part_ptr, row, row < heads, heads, dv, Dv, SPLITS)
     o, total = finish(o, total)
     o_row = (token // S).to(tl.int64) * stride_ob + (token % S).to(tl.int64) * stride_os
     o_row += (row % HQ).to(tl.int64) * stride_oh
@@ -59,15 +56,14 @@ def combine(
     HQ, Dv = out.shape[-2:]
     tokens = out.numel() // (HQ * Dv)
     stride_ob, S = (out.stride(0), out.shape[1]) if out.dim() == 4 else (0, tokens)
-    sizes = (S, HQ, splits, tokens * HQ, stride_ob, out.stride(-3), out.stride(-2))
-    _variant(out.device, out.dtype, Dv, splits <= FEW, overlap, lse is None).launch(
+    sizes = (S, HQ, tokens * HQ, stride_ob, out.stride(-3), out.stride(-2))
+    _variant(out.device, out.dtype, Dv, splits, overlap, lse is None).launch(
         (tokens * HQ, 1, 1), out.device, (parts, out, lse), sizes, max(sizes) <= INT32_MAX
     )
 
 
 @lru_cache(maxsize=64)
-def _variant(device: torch.device, dtype: torch.dtype, Dv: int, few: bool, overlap: bool, no_lse: bool) -> Variant:
-    block, splits = next_power_of_2(Dv), FEW if few else MAX_SPLITS
-    constexprs = {"Dv": Dv, "BLOCK_DV": block, "SPLITS": splits, "OVERLAP": overlap}
+def _variant(device: torch.device, dtype: torch.dtype, Dv: int, splits: int, overlap: bool, no_lse: bool) -> Variant:
+    constexprs = {"Dv": Dv, "BLOCK_DV": next_power_of_2(Dv), "SPLITS": splits, "OVERLAP": overlap}
     options = {"num_warps": 1} | ({"launch_pdl": True} if overlap else {})
     return Variant(_combine_kernel, constexprs, options)

@@ -123,24 +123,23 @@ def merge_step(o, total, m, part, part_lse):
 
 
 @triton.jit
-def merge_parts(part_ptr, rows, mask, heads, splits, dv, Dv: tl.constexpr, SPLITS: tl.constexpr):
+def merge_parts(part_ptr, rows, mask, heads, dv, Dv: tl.constexpr, SPLITS: tl.constexpr):
     """Merge partial results from memory, each thread all parts of its elements.
 
-    part ``[splits, heads, Dv]`` and after it LSEs ``[splits, heads]``, fp32; rows, mask ``[R]``: which of ``heads``;
+    part ``[SPLITS, heads, Dv]`` and after it LSEs ``[SPLITS, heads]``, fp32; rows, mask ``[R]``: which of ``heads``;
     dv ``[BLOCK_DV]``. Returns what :func:`merge_step` does.
     """
-    part_lse_ptr = part_ptr + tl.cast(heads, tl.int64) * splits * Dv
+    part_lse_ptr = part_ptr + tl.cast(heads, tl.int64) * SPLITS * Dv
     m = tl.full(rows.shape, float("-inf"), tl.float32)
     total = tl.zeros(rows.shape, tl.float32)
     o = tl.zeros([rows.shape[0], dv.shape[0]], tl.float32)
     for i in tl.static_range(SPLITS):
         split = tl.full(rows.shape, i, tl.int64)
         at = split * heads + rows
-        there = mask & (split < splits)
         # Not from L1: another multiprocessor has written them just now.
-        part_lse = tl.load(part_lse_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        part_lse = tl.load(part_lse_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
         part = part_ptr + at[:, None] * Dv + dv[None, :]
-        part = tl.load(part, mask=there[:, None] & (dv[None, :] < Dv), other=0.0, cache_modifier=".cg")
+        part = tl.load(part, mask=mask[:, None] & (dv[None, :] < Dv), other=0.0, cache_modifier=".cg")
         o, total, m = merge_step(o, total, m, part, part_lse)
     return o, total, m
 

@@ -236,7 +236,7 @@ def _fwd_kernel(
             in_group = (g < HEADS) & (head_tile * HEADS + g < G)
             head = head_kv * G + head_tile * HEADS + g  # [MINE]
             rows = token.to(tl.int64) * HKV * G + head
-            o, total, m = merge_parts(part_ptr, rows, in_group, heads, splits, dv, Dv, CLUSTER)
+            o, total, m = merge_parts(part_ptr, rows, in_group, heads, dv, Dv, CLUSTER)
             o, total = finish(o, total)
             lse = m + tl.log(total)
     if CLUSTER or not SPLIT:
