@@ -86,11 +86,13 @@ class Variant:
                 self._compiled = kernel.run, kernel.function, kernel.packed_metadata, last
             return None
         kernel = self.kernel.warmup(*tensors, *numbers, **keywords, grid=grid)
-        if not cuda:  # of a GPU that is not there
+        if not cuda or kernel is None:  # of a GPU that is not there, or somebody's hook has it compiled elsewhere
             return None
         # Compiled as if programs were on their own: Triton's clusters share tensors. The launch says how many are one.
-        run, (warps, _, *rest) = kernel.run, kernel.packed_metadata
-        metadata = (warps, self.cluster, *rest)
+        run, packed = kernel.run, kernel.packed_metadata
+        if len(packed) != 3 or packed[1] != 1:
+            raise RuntimeError(f"expected (warps, 1, shared memory) to say how a kernel is launched, got {packed}")
+        metadata = (packed[0], self.cluster, packed[2])
         stream = current_stream(device.index)
         about = kernel.launch_metadata(grid, stream, *tensors, *numbers, *last)
         hooks = knobs.launch_enter_hook, knobs.launch_exit_hook

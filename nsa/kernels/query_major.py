@@ -40,9 +40,7 @@ from nsa.kernels.primitives import (
     tile_start,
 )
 
-# Programs that may be launched as a cluster: those that share a row, to merge their results in the same kernel. Before
-# Triton 3.6 launches tell of clusters in another way.
-LARGEST_CLUSTER = 16 if TRITON >= (3, 6) else 0
+CLUSTERS = TRITON >= (3, 6)  # before, launches tell of them in another way
 
 # What varies from batch to batch must not compile a new kernel. Strides arrive divided by STRIDE_UNIT, which keeps
 # what vector loads need to know of them without one variant per combination.
@@ -313,7 +311,7 @@ def plan(
     spans = 1 if source == WHOLE.value else tiles.span_bucket(n, S_kv)
     tile, splits, merged = tiles.choose(
         gpu_name(device), capability, processors, dtype.itemsize, G, D, Dv, longest, spans, rows, per_head, pipelined,
-        choice, largest_cluster(device, capability),
+        choice, largest_cluster(device, capability, processors),
     )  # fmt: skip
     size = min(block_size or 1, max(S_kv, 1))  # of a block, which reaches no further than the cache
     if source == BLOCKS.value and block_size is not None and block_size % tile.BLOCK_L == 0:
@@ -325,12 +323,11 @@ def plan(
     all_strides = [s for x in (*strides, written) for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]
     unit = math.gcd(16, *all_strides)
     sizes = (B, S, S_kv, HKV, n, size, *(s // unit for s in all_strides))
-    nvidia = device.type != "cpu" and torch.version.hip is None
-    tile = tile._replace(UPFRONT=tile.UPFRONT and nvidia)
-    overlap = splits > 1 and not merged and nvidia and capability >= 90 and gdc_launch_dependents is not None
+    tile = tile._replace(UPFRONT=tile.UPFRONT and runs_ptx(device))
+    overlap = splits > 1 and not merged and runs_ptx(device) and capability >= 90 and gdc_launch_dependents is not None
     variant, variant_lse = (
         _variant(
-            device, dtype, tile, source, layout, HKV > 1, S > 1, causal, G, D, Dv, splits > 1,
+            device, dtype, tile, source, layout, HKV > 1, S > 1 and layout == BATCH.value, causal, G, D, Dv, splits > 1,
             splits if merged else 0, overlap, unit, (*kinds, with_lse),
         )
         for with_lse in (False, True)
@@ -392,9 +389,19 @@ def device_limits(device: torch.device) -> tuple[int, int]:
     return properties.major * 10 + properties.minor, properties.multi_processor_count
 
 
-def largest_cluster(device: torch.device, capability: int) -> int:
-    """How many programs may wait for each other on such a device; 0 if none."""
-    return LARGEST_CLUSTER if device.type != "cpu" and torch.version.hip is None and capability >= 90 else 0
+def runs_ptx(device: torch.device) -> bool:
+    """Whether kernels for ``device`` may contain NVIDIA's assembly."""
+    return device.type != "cpu" and torch.version.hip is None and not settings.interpreter()
+
+
+def largest_cluster(device: torch.device, capability: int, processors: int) -> int:
+    """How many programs may be a cluster, those that share a row, to merge their results in the same kernel; 0 if none.
+
+    8 is what every GPU with clusters promises; 16 fits a GPC of a whole H100 or B200. A slice (MIG) promises less.
+    """
+    if not (CLUSTERS and runs_ptx(device)) or capability < 90 or processors < 78:
+        return 0
+    return 16 if capability in (90, 100) and processors >= 128 else 8
 
 
 @lru_cache(maxsize=64)

@@ -63,7 +63,7 @@ def next_power_of_2(x: int) -> int:
 def span_bucket(n: int, S_kv: int) -> int:
     """Spans held at a time. Slots of a chunk are counted in int32, hence fewer spans over enormous caches."""
     bucket = next((b for b in SPAN_BUCKETS if n <= b), SPAN_BUCKETS[-1])
-    while bucket > 1 and bucket * S_kv >= 2**31:
+    while bucket > 1 and bucket * S_kv >= 2**31 - 256:  # and a tile beyond
         bucket //= 2
     return bucket
 
@@ -122,7 +122,7 @@ def select(
         itemsize: bytes of an element of K.
         bound: host bound on the keys of a row (``S_kv`` where nothing better is known).
         spans: from :func:`span_bucket`; 1 for rows that read one span from its start.
-        fill: from :func:`fill_bucket`.
+        fill: from :func:`fill_bucket`; of no matter where there is a `choice`.
         per_head: one head a program instead of the group.
         pipelined: whether loads may run ahead (``num_stages`` > 1).
         choice: measured, instead of the rules; cut to what shared memory holds all the same.
@@ -184,8 +184,7 @@ def choose(
     if choice is not None:
         splits = min(choice.splits, MAX_SPLITS)
         part = -(-bound // splits)
-        fill = fill_bucket(rows * choice.head_tiles * splits, processors)
-        tile = select(capability, itemsize, G, D, Dv, part, spans, fill, per_head, pipelined, choice)
+        tile = select(capability, itemsize, G, D, Dv, part, spans, 0, per_head, pipelined, choice)
         return tile, splits, bool(choice.cluster) and 1 < splits <= largest
     programs = rows * -(-G // group_heads(G, per_head))
     splits = split_count(programs, bound, (D + Dv) * itemsize, processors, largest)
@@ -238,7 +237,7 @@ def table(name: str) -> dict[tuple[bool, int, int], dict[Point, Choice]]:
     try:
         document: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
         for entry in document["shapes"]:
-            best = Choice._field_defaults | entry["best"][0]
+            best = {"cluster": 0} | entry["best"][0]  # older tables measured without
             choice = Choice(*(int(best[field]) for field in Choice._fields))
             bucket = bool(entry["one_span"]), int(entry["D"]), int(entry["Dv"])
             found.setdefault(bucket, {})[Point(*(int(entry[field]) for field in Point._fields))] = choice

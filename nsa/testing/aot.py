@@ -34,16 +34,18 @@ class Point:
     G: int
     D: int
     Dv: int
-    rows: int  # B * S, with one KV head
+    rows: int  # B * S
     L: int  # keys a row may read
     n: int = 1  # spans
     causal: bool = False
+    HKV: int = 1
     options: tuple[str, ...] = ()  # of cu_seqlens, q_positions, int64, per_head, unpipelined
     choice: tiles.Choice | None = None  # as a sweep forces it; else the tables and rules of `tiles`
 
     @property
     def id(self) -> str:
-        words = ["causal"] * self.causal + list(self.options) + [str(x) for x in self.choice or ()]
+        words = ["causal"] * self.causal + [f"HKV{self.HKV}"] * (self.HKV > 1)
+        words += [*self.options, *(str(x) for x in self.choice or ())]
         return "-".join(
             [self.source, self.dtype, f"G{self.G}", f"D{self.D}", f"Dv{self.Dv}", f"N{self.rows}", f"L{self.L}", *words]
         )
@@ -57,9 +59,9 @@ POINTS = (
     Point("varlen", "bf16", 8, 128, 128, 1024, 512),
     Point("ranges", "bf16", 8, 128, 128, 1024, 1024, n=8),
     Point("ranges", "fp16", 3, 96, 100, 1024, 256, n=8, causal=True, options=("int64", "unpipelined")),
-    Point("ranges", "bf16", 4, 64, 128, 4096, 1024, n=16, causal=True, options=("cu_seqlens",)),
+    Point("ranges", "bf16", 4, 64, 128, 4096, 1024, n=16, causal=True, HKV=2, options=("cu_seqlens",)),
     Point("ranges", "fp32", 16, 256, 256, 1024, 1024, n=64, causal=True, options=("q_positions",)),
-    Point("blocks", "bf16", 16, 128, 128, 65536, 1024, n=16, causal=True),
+    Point("blocks", "bf16", 16, 128, 128, 65536, 1024, n=16, causal=True, HKV=4),
     Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True),  # decode: split
     Point("blocks", "bf16", 8, 128, 128, 1024, 1024, n=16, causal=True, options=("per_head",)),
     Point("dense", "bf16", 8, 128, 128, 64, 128, choice=tiles.Choice(1, 1, 128, 4, 1)),  # a tile's loads all at once
@@ -79,6 +81,7 @@ class Compiled:
     registers: int  # of a thread
     spills: int  # bytes a thread stores to local memory because registers ran out
     mma: bool  # whether the tensor cores are used
+    cluster: bool  # whether programs of a cluster wait for each other
 
 
 def compile_for(capability: int, timeout: float = 300) -> list[Compiled]:
@@ -124,29 +127,29 @@ def _call(point: Point) -> None:
     def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    rows, G, D, Dv = point.rows, point.G, point.D, point.Dv
+    rows, HKV, G, D, Dv = point.rows, point.HKV, point.G, point.D, point.Dv
     lead: tuple[int, ...]
     cache: tuple[int, ...]
     sequences = meta(rows + 1, dtype=torch.int32)
     tensors: dict[str, Any] = {}
     block_size = None
     if point.source == "dense":
-        lead, cache = (rows, 1), (rows, point.L, 1)
+        lead, cache = (rows, 1), (rows, point.L, HKV)
     elif point.source == "varlen":
-        lead, cache = (rows,), (rows * point.L, 1)
+        lead, cache = (rows,), (rows * point.L, HKV)
         tensors["cu_seqlens_k"] = sequences
     else:
         lead = (rows,) if "cu_seqlens" in point.options else (1, rows)
-        cache = (*lead[:-1], max(rows, 8192), 1)
+        cache = (*lead[:-1], max(rows, 8192), HKV)
         if point.source == "ranges":
-            tensors["selection"] = meta(*lead, 1, point.n, 2, dtype=index)
+            tensors["selection"] = meta(*lead, HKV, point.n, 2, dtype=index)
         else:
-            tensors["selection"], block_size = meta(*lead, 1, point.n, dtype=index), point.L // point.n
+            tensors["selection"], block_size = meta(*lead, HKV, point.n, dtype=index), point.L // point.n
         if "cu_seqlens" in point.options:
             tensors.update(cu_seqlens_q=sequences, cu_seqlens_k=sequences)
         if "q_positions" in point.options:
             tensors["q_positions"] = meta(*lead, dtype=torch.int64)
-    q, k, v = meta(*lead, G, D), meta(*cache, D), meta(*cache, Dv)
+    q, k, v = meta(*lead, HKV * G, D), meta(*cache, D), meta(*cache, Dv)
     tiles.forced = point.choice
     launch = launch_for(
         q, k, v, **tensors, block_size=block_size, causal=point.causal, bound=point.L,
@@ -213,7 +216,9 @@ def _describe(point: Point, kernel: Any, report: str) -> Compiled:
     if registers is None or spills is None:
         raise RuntimeError(f"expected ptxas -v to report registers and spills, got {report!r}")
     mma = re.search(r"\b(wgmma\.)?mma[._]", kernel.asm["ptx"]) is not None
-    return Compiled(point.id, kernel.metadata.name, kernel.metadata.shared, int(registers[1]), int(spills[1]), mma)
+    cluster = "barrier.cluster" in kernel.asm["ptx"]
+    sizes = kernel.metadata.shared, int(registers[1]), int(spills[1])
+    return Compiled(point.id, kernel.metadata.name, *sizes, mma, cluster)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,6 @@ from nsa.testing.problem import Problem
 from nsa.testing.timing import InvalidMeasurement, Timing, time_host
 
 LATENCY_BUDGET_S = 0.02
-# Of a comparator. The last two: another version takes other arguments.
-FAILURES: tuple[type[BaseException], ...] = (*failures(), TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ def verdict(impl: Impl, oracle: Oracle) -> str | None:
         return f"unsupported: {e}"
     except AssertionError as e:
         return f"wrong: {e}"
-    except FAILURES as e:
+    except failures() as e:
         return f"cannot run: {type(e).__name__}: {(str(e).splitlines() or ['no message'])[0][:150]}"
     return None
 

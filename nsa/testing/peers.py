@@ -13,12 +13,15 @@ from typing import Any
 
 from torch import Tensor
 
+from nsa.dispatch import failures
 from nsa.kernels.tiles import next_power_of_2
 from nsa.testing.cases import Case
 from nsa.testing.impls import Impl
 from nsa.testing.problem import Problem
 
 FLA = "fla.ops.nsa.parallel"
+# What importing a peer raises that does not go with this torch or Triton: then it is not here either.
+UNUSABLE: tuple[type[BaseException], ...] = (*failures(), AttributeError, TypeError)
 
 
 @functools.cache
@@ -28,7 +31,7 @@ def installed(module: str) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module(module)
-    except ImportError:
+    except UNUSABLE:
         return None
 
 
@@ -46,7 +49,10 @@ def _fla(forward: Callable[..., tuple[Tensor, Tensor]]) -> Any:
 
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
         scale = p.scale or p.case.D**-0.5
-        result = forward(p.q, p.k, p.v, p.block_indices, p.case.n, p.block_size, scale)
+        try:
+            result = forward(p.q, p.k, p.v, p.block_indices, p.case.n, p.block_size, scale)
+        except (TypeError, AttributeError) as error:
+            raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
         return result if return_lse else result[0]
 
     return call

@@ -53,8 +53,11 @@ def cases() -> list[Case]:
     ]
 
 
-def candidates(case: Case, processors: int) -> list[Choice]:
-    """What to try on a shape: every combination that gives each program a tile and the chip no more than it can use."""
+def candidates(case: Case, processors: int, largest: int = 16) -> list[Choice]:
+    """What to try on a shape: every combination that gives each program a tile and the chip no more than it can use.
+
+    ``largest``: programs of a cluster, 0 where there are none.
+    """
     found = []
     for head_tiles in (1, 2) if case.H >= 16 else (1,):
         programs = case.N * head_tiles
@@ -71,7 +74,7 @@ def candidates(case: Case, processors: int) -> list[Choice]:
                 tiled = -(-part // block_l)
                 stages = (1, 2) if tiled == 1 else (2, 3, 4)[:tiled]  # no more than there are tiles
                 warps = [w for w in (1, 2, 4, 8) if 8 <= block_l // w <= 32]
-                clusters = (0, 1) if 4 <= splits <= 16 else (int(splits in (2, 3)),)
+                clusters = (0,) if not 1 < splits <= largest else (1,) if splits < 4 else (0, 1)
                 found += [Choice(splits, head_tiles, block_l, w, s, c) for w in warps for s in stages for c in clusters]
     return found
 

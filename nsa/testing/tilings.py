@@ -72,7 +72,7 @@ def run(p: Problem, block_d: int, block_dv: int, out: torch.Tensor | None = None
     G, D, Dv = p.case.H, p.case.D, p.case.Dv
     out = torch.empty(*Q.shape[:-1], Dv, dtype=Q.dtype, device=Q.device) if out is None else out
     block_g = max(16, triton.next_power_of_2(G))
-    options = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
+    options = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES, "enable_fp_fusion": True}
     _tiled_kernel[len(Q), Dv // block_dv](
         Q, K, V, out, K.shape[1], p.scale or D**-0.5, G, D, Dv, block_g, block_d, block_dv, BLOCK_L, **options
     )

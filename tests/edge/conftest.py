@@ -134,11 +134,13 @@ def fresh_plans():
         forget()
 
 
-@pytest.fixture
-def split(monkeypatch, fresh_plans):
+@pytest.fixture(params=["kernel", "cluster"] if current_lane() == "gpu" else ["kernel"])
+def split(request, monkeypatch, fresh_plans):
     """Every row's keys are shared among 3 programs and merged, whatever the shape: that is decided by measurements."""
     from nsa.kernels import tiles
 
+    together = request.param == "cluster"
+    monkeypatch.setattr(tiles, "fits_clusters", lambda programs, splits, _, largest: together and splits <= largest)
     monkeypatch.setattr(tiles, "split_count", lambda *_: 3)
     monkeypatch.setattr(tiles, "measured", lambda *_: None)
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from nsa.kernels.launch import TRITON
 from nsa.kernels.tiles import SHARED_BYTES
 from nsa.testing import aot
 
@@ -28,6 +29,13 @@ def complaints(capability, compiled):
         yield "no mma instruction in its PTX: the dot products do not reach the tensor cores"
 
 
+def waits_for_its_cluster(capability, compiled):
+    """Of the points that force a choice: whether it has parts that are merged where they were made."""
+    choice = next(point.choice for point in aot.POINTS if point.id == compiled.point)
+    split = choice is not None and choice.splits > 1 and bool(choice.cluster)
+    return split and capability >= 90 and TRITON >= (3, 6) and compiled.kernel == "_fwd_kernel"
+
+
 @pytest.mark.parametrize("capability", [80, 89, 90], ids=lambda capability: f"sm_{capability}")
 def test_forward_compiles(capability):
     kernels = aot.compile_for(capability)
@@ -36,6 +44,9 @@ def test_forward_compiles(capability):
     assert {compiled.point for compiled in kernels} == {point.id for point in aot.POINTS}
     assert {compiled.kernel for compiled in kernels} == {"_fwd_kernel", "_combine_kernel"}
     assert [(k.point, k.kernel, why) for k in kernels for why in complaints(capability, k)] == []
+    forced = {point.id for point in aot.POINTS if point.choice is not None}
+    for kernel in (k for k in kernels if k.point in forced):
+        assert kernel.cluster == waits_for_its_cluster(capability, kernel), kernel
 
 
 def test_child_that_dies_names_its_point():
@@ -53,6 +64,6 @@ def test_child_that_dies_names_its_point():
     ],
 )
 def test_what_is_complained_of(change, complaint):
-    fine = aot.Compiled("dense-bf16", "_fwd_kernel", shared=101_376, registers=255, spills=64, mma=True)
+    fine = aot.Compiled("dense-bf16", "_fwd_kernel", shared=101_376, registers=255, spills=64, mma=True, cluster=False)
     assert not list(complaints(89, fine))
     assert list(complaints(89, dataclasses.replace(fine, **change))) == [complaint]

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton as triton_language
 
 import nsa
 from nsa.kernels import launch
-from nsa.kernels.launch import Variant
+from nsa.kernels.launch import TRITON, Variant
 
 triton = partial(nsa.selection_attention, backend="triton")
 CUDA = torch.device("cuda", 0)
@@ -129,17 +130,36 @@ def test_a_kernel_runs_on_the_device_of_its_tensors(kernel, monkeypatch):
     assert kernel.log[1][4] == STREAM + 1
 
 
-def test_a_profiler_is_noticed():
-    """By the hooks that Triton's own launch would call."""
-    if not launch.DIRECT:
-        pytest.skip("this Triton launches everything itself")
-    for chain in (launch.knobs.launch_enter_hook, launch.knobs.launch_exit_hook):
-        assert not chain.calls
-        chain.add(print)
-        try:
-            assert chain.calls
-        finally:
-            chain.remove(print)
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profiler_is_noticed(kernel, monkeypatch, hook):
+    """By the hooks that Triton's own launch would call, those of this Triton."""
+    real = triton_language.knobs.runtime if TRITON >= (3, 5) else pytest.skip("this Triton launches everything itself")
+    monkeypatch.setattr(launch, "knobs", real)
+    variant = Variant(kernel, kernel.constexprs, {})
+
+    def go():
+        variant.launch((1, 1, 1), CUDA, (pointer(4096), None), (1,))
+        return kernel.log[-1][0]
+
+    assert [go(), go()] == ["triton", "direct"]
+    getattr(real, hook).add(print)
+    try:
+        assert go() == "triton"
+    finally:
+        getattr(real, hook).remove(print)
+    assert go() == "direct"
+
+
+def test_a_cluster_is_not_launched_on_a_guess(kernel, monkeypatch):
+    """Where Triton says otherwise how kernels are launched, or a hook has them compiled elsewhere."""
+    variant = Variant(kernel, kernel.constexprs, {}, cluster=8)
+    for unknown in ((4, 0), (4, 2, 0), (4, 1, 0, 1, 1, 1)):
+        monkeypatch.setattr(kernel, "packed_metadata", unknown, raising=False)
+        with pytest.raises(RuntimeError, match=r"expected \(warps, 1, shared memory\)"):
+            variant.launch((1, 1, 1), CUDA, (pointer(4096), None), (1,))
+    monkeypatch.setattr(kernel, "warmup", lambda *args, **keywords: None)
+    variant.launch((1, 1, 1), CUDA, (pointer(4096), None), (1,))
+    assert not [entry for entry in kernel.log if entry[0] == "direct"]
 
 
 def test_clusters_are_said_by_the_launch(kernel, monkeypatch):

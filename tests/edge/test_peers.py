@@ -52,9 +52,23 @@ def test_fla_is_given_the_same_problem(fla, device, scale):
     assert isinstance(fla.run(problem), torch.Tensor)
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("no kernel image\nfor this GPU"), TypeError("another version"), OSError()]
-)
+def test_who_cannot_be_imported_is_not_beside_us(monkeypatch):
+    def broken(module):
+        raise RuntimeError("0 active drivers")
+
+    monkeypatch.setattr(peers.importlib, "import_module", broken)
+    peers.installed.cache_clear()
+    assert peers.peers() == {}
+    peers.installed.cache_clear()
+
+
+def test_a_peer_of_another_version_says_so(fla, device, monkeypatch):
+    monkeypatch.setattr(sys.modules[peers.FLA], "parallel_nsa_fwd", lambda q, k, v: None)
+    said = verdict(peers.peers()["fla"], Oracle.of(DECODE.make(device)))
+    assert said.startswith("unsupported: another version: TypeError: ")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no kernel image\nfor this GPU"), OSError()])
 def test_a_peer_that_breaks_is_listed_not_raised(device, error):
     def call(*_):
         raise error

@@ -8,10 +8,12 @@ import torch
 
 from nsa import settings
 from nsa.kernels import query_major, tiles
+from nsa.kernels.launch import TRITON
 from nsa.testing.cases import Case
 from nsa.testing.compare import Oracle, assert_parity
 from nsa.testing.fixtures import over
 from nsa.testing.impls import OF, OURS
+from nsa.testing.plugin import current_lane
 from nsa.testing.problem import Problem
 
 LONG = [
@@ -26,15 +28,19 @@ LONG = [
 @pytest.fixture(params=["kernel", "cluster"])
 def merged(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Parts merged by a kernel of their own, and where the GPU has clusters in those."""
-    largest = query_major.largest_cluster(device, query_major.device_limits(device)[0])
-    if request.param == "cluster" and not largest:
-        pytest.skip("needs clusters: NVIDIA, sm_90 or newer, Triton 3.6 or newer")
-    limit = largest if request.param == "cluster" else 0
+    if request.param == "cluster" and (current_lane() != "gpu" or torch.cuda.get_device_capability(device) < (9, 0)):
+        pytest.skip("needs clusters: an NVIDIA GPU, sm_90 or newer")
+    if request.param == "cluster" and TRITON < (3, 6):
+        pytest.skip("needs clusters: Triton 3.6 or newer")
+    limit = 8 if request.param == "cluster" else 0
     monkeypatch.setattr(tiles, "fits_clusters", lambda programs, splits, *_: 1 < splits <= limit)
     monkeypatch.setattr(tiles, "measured", lambda *_: None)
     for forget in settings.ON_RELOAD:
         forget()
+    planned, plan = [], query_major.plan
+    monkeypatch.setattr(query_major, "plan", lambda *args: planned.append(plan(*args)) or planned[-1])
     yield
+    assert all(launch.merged == (request.param == "cluster") for launch in planned if launch.splits > 1)
     for forget in settings.ON_RELOAD:
         forget()
 

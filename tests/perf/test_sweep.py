@@ -5,6 +5,7 @@ and, for the record, head dimensions in pieces.
 import pytest
 import torch
 
+from nsa.kernels import query_major
 from nsa.kernels.tiles import Choice
 from nsa.testing import ahead, sweep, tilings, timing
 from nsa.testing.cases import Case
@@ -20,17 +21,24 @@ def processors(device: torch.device) -> int:
 
 
 @pytest.fixture(scope="module")
-def deadly(processors: int, device: torch.device, request: pytest.FixtureRequest) -> dict[Case, dict[Choice, str]]:
+def largest(processors: int, device: torch.device) -> int:
+    return query_major.largest_cluster(device, query_major.device_limits(device)[0], processors)
+
+
+@pytest.fixture(scope="module")
+def deadly(
+    processors: int, largest: int, device: torch.device, request: pytest.FixtureRequest
+) -> dict[Case, dict[Choice, str]]:
     """Everything this run will try, compiled on all cores: one after the other it would take most of an hour."""
     chosen = {item.callspec.params["case"] for item in request.session.items if hasattr(item, "callspec")}
-    work = [(case, sweep.candidates(case, processors)) for case in sweep.cases() if case.id in chosen]
+    work = [(case, sweep.candidates(case, processors, largest)) for case in sweep.cases() if case.id in chosen]
     return sweep.compile_all(work, ahead.processes(device))
 
 
 @over(sweep.cases())
-def test_sweep(case: Case, deadly, processors: int, device: torch.device, publish) -> None:
+def test_sweep(case: Case, deadly, processors: int, largest: int, device: torch.device, publish) -> None:
     torch.cuda.empty_cache()
-    best, facts = sweep.sweep(case, sweep.candidates(case, processors), device, deadly[case])
+    best, facts = sweep.sweep(case, sweep.candidates(case, processors, largest), device, deadly[case])
     failed = sum("error" in fact for fact in facts)
     assert failed < len(facts), f"none of {len(facts)} candidates is right: {facts[0]['error']}"
     us, now = facts[0]["us"], facts[0]["us_now"]
