@@ -1,4 +1,4 @@
-"""Merge partial attention results by their log-sum-exp."""
+"""Merge partial attention results."""
 
 from functools import lru_cache
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.launch import INT32_MAX, Variant
-from nsa.kernels.primitives import finish, gdc_wait, merge_parts
+from nsa.kernels.primitives import gdc_wait, merge_parts
 from nsa.kernels.tiles import next_power_of_2
 
 
@@ -33,13 +33,12 @@ def _combine_kernel(
     dv = tl.arange(0, BLOCK_DV)
     if OVERLAP:
         gdc_wait()  # launched before the kernel that writes the parts had ended
-    o, total, m = merge_parts(part_ptr, row, row < heads, heads, dv, Dv, SPLITS)
-    o, total = finish(o, total)
+    o, lse = merge_parts(part_ptr, row, row < heads, heads, dv, Dv, SPLITS)
     o_row = (token // S).to(tl.int64) * stride_ob + (token % S).to(tl.int64) * stride_os
     o_row += (row % HQ).to(tl.int64) * stride_oh
     tl.store(o_ptr + o_row[:, None] + dv, o.to(o_ptr.dtype.element_ty), mask=dv[None, :] < Dv)
     if lse_ptr is not None:
-        tl.store(lse_ptr + row, m + tl.log(total))
+        tl.store(lse_ptr + row, lse)
 
 
 def combine(
@@ -48,7 +47,7 @@ def combine(
     """Merge partial results into ``out`` (and ``lse``).
 
     Args:
-        parts: fp32, ``[splits, tokens, HQ, Dv]`` outputs and then ``[splits, tokens, HQ]`` LSEs, one after the other.
+        parts: fp32, what :func:`nsa.kernels.primitives.merge_parts` reads, of ``tokens * HQ`` heads.
         out: ``[B, S, HQ, Dv]`` or ``[T, HQ, Dv]``, last dim contiguous.
         lse: contiguous fp32 like ``out`` without its last dim, or None.
         overlap: the kernel before this one on the stream let it be launched early.

@@ -111,44 +111,40 @@ def not_before(x):
 
 
 @triton.jit
-def merge_step(o, total, m, part, part_lse):
-    """Add a partial result to merged ones: ``O = sum_i exp(lse_i - lse) O_i`` with ``lse = logsumexp_i lse_i``.
+def finish(m, l, acc):
+    """``(O [R, BLOCK_DV], LSE [R])`` of maximum, sum and accumulator.
 
-    o, part ``[R, BLOCK_DV]``; total, m, part_lse ``[R]``; fp32. O is ``o / total``, LSE ``m + log(total)``.
+    A row that selected nothing has m = -inf and l = 0: O = 0, LSE = -inf. A NaN sum stays NaN.
     """
-    m_new = tl.maximum(m, part_lse)
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    old, new = tl.exp(m - m_safe), tl.exp(part_lse - m_safe)
-    return o * old[:, None] + part * new[:, None], total * old + new, m_new
+    l = tl.where(l == 0.0, 1.0, l)
+    return acc * (1.0 / l)[:, None], m * 0.6931471805599453 + tl.log(l)
 
 
 @triton.jit
 def merge_parts(part_ptr, rows, mask, heads, dv, Dv: tl.constexpr, SPLITS: tl.constexpr):
-    """Merge partial results from memory, each thread all parts of its elements.
+    """``(O [R, BLOCK_DV], LSE [R])`` of partial results, each thread merging all parts of its elements.
 
-    part ``[SPLITS, heads, Dv]`` and after it LSEs ``[SPLITS, heads]``, fp32; rows, mask ``[R]``: which of ``heads``;
-    dv ``[BLOCK_DV]``. Returns what :func:`merge_step` does.
+    acc ``[SPLITS, heads, Dv]``, m ``[SPLITS, heads]`` and l ``[SPLITS, heads]`` lie one after the other, fp32.
+    rows, mask ``[R]``: which of ``heads``; dv ``[BLOCK_DV]``.
     """
-    part_lse_ptr = part_ptr + tl.cast(heads, tl.int64) * SPLITS * Dv
+    parts = tl.cast(heads, tl.int64) * SPLITS
     m = tl.full(rows.shape, float("-inf"), tl.float32)
-    total = tl.zeros(rows.shape, tl.float32)
-    o = tl.zeros([rows.shape[0], dv.shape[0]], tl.float32)
+    l = tl.zeros(rows.shape, tl.float32)
+    acc = tl.zeros([rows.shape[0], dv.shape[0]], tl.float32)
     for i in tl.static_range(SPLITS):
-        split = tl.full(rows.shape, i, tl.int64)
-        at = split * heads + rows
+        at = tl.full(rows.shape, i, tl.int64) * heads + rows
         # Not from L1: another multiprocessor has written them just now.
-        part_lse = tl.load(part_lse_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        part_m = tl.load(part_ptr + parts * Dv + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        part_l = tl.load(part_ptr + parts * (Dv + 1) + at, mask=mask, other=0.0, cache_modifier=".cg")
         part = part_ptr + at[:, None] * Dv + dv[None, :]
         part = tl.load(part, mask=mask[:, None] & (dv[None, :] < Dv), other=0.0, cache_modifier=".cg")
-        o, total, m = merge_step(o, total, m, part, part_lse)
-    return o, total, m
-
-
-@triton.jit
-def finish(o, total):
-    """``o [R, BLOCK_DV] / total [R]``; a row that selected nothing has total 0, and O = 0. And that total, made 1."""
-    total = tl.where(total == 0.0, 1.0, total)
-    return o * (1.0 / total)[:, None], total
+        m_new = tl.maximum(m, part_m)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        old, new = tl.exp2(m - m_safe), tl.exp2(part_m - m_safe)
+        l = l * old + part_l * new
+        acc = acc * old[:, None] + part * new[:, None]
+        m = m_new
+    return finish(m, l, acc)
 
 
 @triton.jit

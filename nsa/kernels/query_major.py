@@ -219,24 +219,22 @@ def _fwd_kernel(
                 v = not_before(v)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
 
-    # A row that selected nothing has m = -inf and l = 0: O = 0, LSE = -inf. A NaN sum stays NaN.
-    o, l = finish(acc, tl.sum(l, 1))
-    lse = m * 0.6931471805599453 + tl.log(l)
     if SPLIT:
         heads = (programs // HEAD_TILES).to(tl.int64) * G
-        part_lse_ptr = part_ptr + splits * heads * Dv  # after all parts
         part = split * heads + token.to(tl.int64) * HKV * G + head
-        tl.store(part_ptr + part[:, None] * Dv + dv[None, :], o, mask=in_group[:, None] & (dv[None, :] < Dv))
-        tl.store(part_lse_ptr + part, lse, mask=in_group)
+        tl.store(part_ptr + part[:, None] * Dv + dv[None, :], acc, mask=in_group[:, None] & (dv[None, :] < Dv))
+        part += splits * heads * Dv  # m and l lie after all parts
+        tl.store(part_ptr + part, m, mask=in_group)
+        tl.store(part_ptr + splits * heads + part, tl.sum(l, 1), mask=in_group)
         if CLUSTER:  # each of its programs merges some heads
             cluster_barrier()
             g = split + CLUSTER * tl.arange(0, MINE)
             in_group = (g < HEADS) & (head_tile * HEADS + g < G)
             head = head_kv * G + head_tile * HEADS + g  # [MINE]
             rows = token.to(tl.int64) * HKV * G + head
-            o, total, m = merge_parts(part_ptr, rows, in_group, heads, dv, Dv, CLUSTER)
-            o, total = finish(o, total)
-            lse = m + tl.log(total)
+            o, lse = merge_parts(part_ptr, rows, in_group, heads, dv, Dv, CLUSTER)
+    else:
+        o, lse = finish(m, tl.sum(l, 1), acc)
     if CLUSTER or not SPLIT:
         o_ptrs = o_ptr + (o_off + head.to(tl.int64) * stride_oh)[:, None] * STRIDE_UNIT + dv[None, :]
         tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=in_group[:, None] & (dv[None, :] < Dv))
@@ -478,7 +476,7 @@ def forward(
     parts = None
     if launch.splits > 1:
         heads = launch.splits * launch.tokens * q.shape[-2]
-        parts = torch.empty(heads * (v.shape[-1] + 1), device=launch.device, dtype=torch.float32)
+        parts = torch.empty(heads * (v.shape[-1] + 2), device=launch.device, dtype=torch.float32)
     if selection is not None and not selection.is_contiguous():
         selection = selection.contiguous()
     if q_positions is not None and not q_positions.is_contiguous():

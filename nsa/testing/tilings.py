@@ -62,7 +62,7 @@ def _tiled_kernel(
         scores = tl.where(valid[None, :], scores * (scale * 1.4426950408889634), float("-inf"))
         m, l, acc, p = softmax_step(scores, m, l, acc)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-    o, _ = finish(acc, tl.sum(l, 1))
+    o, _ = finish(m, tl.sum(l, 1), acc)
     tl.store(o_ptr + (row * G + g)[:, None] * Dv + dv[None, :], o.to(o_ptr.dtype.element_ty), mask=g[:, None] < G)
 
 
