@@ -1,14 +1,15 @@
 """`--nsa-sweep`: try tiles and splits on the hot shapes, right ones only, and write the GPU's table for `tiles.py`.
 
 Candidates are compiled in child processes first, many at once, so that one that kills the compiler kills a child and is
-known. The others are run against the fp64 oracle, with LSE, into poisoned outputs, counting launches, and timed like
-every benchmark. What failed is recorded with its cause, and fails nothing.
+known. The others are run against the fp64 oracle, into poisoned outputs, counting launches, and timed like every
+benchmark. What failed is recorded with its cause, and fails nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import multiprocessing
 import os
 import random
@@ -38,6 +39,7 @@ KEPT = 3  # best choices of a shape in the table; the first is used
 FINALISTS = 6  # timed again, properly
 COARSE: dict[str, Any] = {"iters": 10, "warmup": 1, "budget_s": 0.004}
 FINE: dict[str, Any] = {"iters": 50, "warmup": 3, "budget_s": 0.05}
+WARPS = {16: (1, 2), 32: (1, 2, 4), 64: (2, 4), 128: (4, 8)}  # by BLOCK_L; on an H100 none outside of these was best
 WAVES = 4  # programs per multiprocessor beyond which more splits are pointless
 FAILURES: tuple[type[BaseException], ...] = (*failures(), AssertionError)
 
@@ -72,10 +74,12 @@ def candidates(case: Case, processors: int, largest: int = 16) -> list[Choice]:
                 if head_tiles > 1 and block_l != 64:  # it reads every key twice: for the record
                     continue
                 tiled = -(-part // block_l)
-                stages = (1, 2) if tiled == 1 else (2, 3, 4)[:tiled]  # no more than there are tiles
-                warps = [w for w in (1, 2, 4, 8) if 8 <= block_l // w <= 32]
+                stages = (1,) if tiled == 1 else range(2, min(tiled + 1, 4 if block_l <= 32 else 3) + 1)
                 clusters = (0,) if not 1 < splits <= largest else (1,) if splits < 4 else (0, 1)
-                found += [Choice(splits, head_tiles, block_l, w, s, c) for w in warps for s in stages for c in clusters]
+                found += [
+                    Choice(splits, head_tiles, block_l, *rest)
+                    for rest in itertools.product(WARPS[block_l], stages, clusters)
+                ]
     return found
 
 
@@ -137,7 +141,7 @@ def sweep(
     for choice in (c for c in choices if c not in errors):
         try:
             with forced(choice):
-                result, launched = impl.run_counted(problem, return_lse=True)
+                result, launched = impl.run_counted(problem)
             assert_parity(result, oracle, str(choice))
             assert launched[str(impl.route)] == 1, f"{choice} launched {dict(launched)}"
         except FAILURES as error:  # does not compile, does not fit, or is wrong
