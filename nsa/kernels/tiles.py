@@ -205,7 +205,7 @@ def measured(
     name: str | None, itemsize: int, G: int, D: int, Dv: int, bound: int, one_span: bool, rows: int
 ) -> Choice | None:
     """The choice of the nearest shape that a sweep measured on this GPU; None if none is near."""
-    if name is None or itemsize != 2 or G > MAX_HEADS:
+    if name is None or itemsize != 2 or G > MAX_HEADS or bound == 0 or rows == 0:
         return None
     points = table(name).get((one_span, max(16, next_power_of_2(D)), max(16, next_power_of_2(Dv))), {})
     padded = max(16, next_power_of_2(G))
@@ -214,11 +214,12 @@ def measured(
         return None
 
     def distance(p: Point) -> float:
-        return sum(abs(math.log2(a / max(b, 1))) for a, b in ((p.L, bound), (p.rows, rows), (p.G, G)))
+        return sum(abs(math.log2(a / b)) for a, b in ((p.L, bound), (p.rows, rows), (p.G, G)))
 
     nearest = min(known, key=lambda p: (distance(p), p))
-    # More rows than ever measured want no split; long rows of few programs do want their own.
-    return None if points[nearest].splits > 1 and rows > 2 * nearest.rows else points[nearest]
+    # Parts that were right for a shape are right for its like only: fewer keys make them short, more rows overfill.
+    alike = abs(math.log2(nearest.L / bound)) <= 0.5 and abs(math.log2(nearest.rows / rows)) <= 0.5
+    return points[nearest] if alike or points[nearest].splits == 1 else None
 
 
 @lru_cache(maxsize=16)
