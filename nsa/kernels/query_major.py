@@ -32,6 +32,7 @@ from nsa.kernels.primitives import (
     find_sequence,
     finish,
     gdc_launch_dependents,
+    gdc_wait,
     key_positions,
     load_spans,
     merge_parts,
@@ -102,6 +103,7 @@ def _fwd_kernel(
     UPFRONT: tl.constexpr,
     CLUSTER: tl.constexpr,
     MINE: tl.constexpr,
+    EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -120,6 +122,12 @@ def _fwd_kernel(
     head_tile = program % HEAD_TILES
     token = row // HKV if HKV_MANY else row
     head_kv = row % HKV if HKV_MANY else 0
+
+    # Launched before the kernel before it on the stream has ended, a program waits for that before it touches memory,
+    # and does what it can until then. Waiting again costs nothing.
+    if EARLY:
+        if LAYOUT != BATCH or pos_ptr is not None:
+            gdc_wait()
 
     # Whose row it is: where its query lies, and the keys of its sequence, [k_first, k_first + seqlen_k).
     if LAYOUT == BATCH:
@@ -174,8 +182,15 @@ def _fwd_kernel(
     l = tl.zeros([BLOCK_G, BLOCK_L], tl.float32)  # added up over a tile's keys in the end
     acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
 
-    chunks = 1 if SOURCE == WHOLE else (n + SPANS - 1) // SPANS
+    if SOURCE != WHOLE:
+        chunks = (n + SPANS - 1) // SPANS
+    elif UPFRONT:
+        chunks = n + 1  # 1, but the compiler does not know: addresses are computed before the loop, and the wait
+    else:
+        chunks = 1
     for chunk in range(0, chunks):
+        if EARLY:
+            gdc_wait()
         if SOURCE == WHOLE:
             total = limit
         else:
@@ -219,6 +234,8 @@ def _fwd_kernel(
                 v = not_before(v)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
 
+    if EARLY:
+        gdc_wait()  # a row of no spans has not
     if SPLIT:
         heads = (programs // HEAD_TILES).to(tl.int64) * G
         part = split * heads + token.to(tl.int64) * HKV * G + head
@@ -322,11 +339,11 @@ def plan(
     unit = math.gcd(16, *all_strides)
     sizes = (B, S, S_kv, HKV, n, size, *(s // unit for s in all_strides))
     tile = tile._replace(UPFRONT=tile.UPFRONT and runs_ptx(device))
-    overlap = splits > 1 and not merged and runs_ptx(device) and capability >= 90 and gdc_launch_dependents is not None
+    early = runs_ptx(device) and capability >= 90 and gdc_wait is not None
     variant, variant_lse = (
         _variant(
             device, dtype, tile, source, layout, HKV > 1, S > 1 and layout == BATCH.value, causal, G, D, Dv, splits > 1,
-            splits if merged else 0, overlap, unit, (*kinds, with_lse),
+            splits if merged else 0, early, unit, (*kinds, with_lse),
         )
         for with_lse in (False, True)
     )  # fmt: skip
@@ -364,7 +381,7 @@ def _variant(
     Dv: int,
     split: bool,
     cluster: int,
-    overlap: bool,
+    early: bool,
     unit: int,
     what: tuple[object, ...],
 ) -> Variant:
@@ -374,7 +391,10 @@ def _variant(
     constexprs.update(G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, INPUT_PRECISION="ieee")
     constexprs.update(HKV_MANY=hkv_many, S_MANY=s_many)
     mine = tiles.next_power_of_2(-(-tile.HEADS // max(cluster, 1)))
-    constexprs.update(SPLIT=split, CLUSTER=cluster, MINE=mine, OVERLAP=overlap, STRIDE_UNIT=unit)
+    constexprs.update(SPLIT=split, CLUSTER=cluster, MINE=mine, STRIDE_UNIT=unit)
+    constexprs.update(EARLY=early, OVERLAP=early and split and not cluster)
+    if early:
+        options["launch_pdl"] = True
     return Variant(_fwd_kernel, constexprs, options, cluster)
 
 

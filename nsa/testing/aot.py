@@ -82,6 +82,8 @@ class Compiled:
     spills: int  # bytes a thread stores to local memory because registers ran out
     mma: bool  # whether the tensor cores are used
     cluster: bool  # whether programs of a cluster wait for each other
+    early: bool  # whether it may be launched before the kernel before it has ended
+    hasty: bool  # whether it is, and touches memory before it has waited
 
 
 def compile_for(capability: int, timeout: float = 300) -> list[Compiled]:
@@ -215,10 +217,14 @@ def _describe(point: Point, kernel: Any, report: str) -> Compiled:
     registers, spills = (re.search(words, report) for words in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
     if registers is None or spills is None:
         raise RuntimeError(f"expected ptxas -v to report registers and spills, got {report!r}")
-    mma = re.search(r"\b(wgmma\.)?mma[._]", kernel.asm["ptx"]) is not None
-    cluster = "barrier.cluster" in kernel.asm["ptx"]
+    ptx = kernel.asm["ptx"]
+    mma = re.search(r"\b(wgmma\.)?mma[._]", ptx) is not None
+    cluster = "barrier.cluster" in ptx
+    early = bool(getattr(kernel.metadata, "launch_pdl", False))
+    first = re.search(r"griddepcontrol\.wait|\b(ld|st|atom|red)\.\S*global|cp\.async\.c[ag]\b", ptx)
+    hasty = early and (first is None or first[0] != "griddepcontrol.wait")
     sizes = kernel.metadata.shared, int(registers[1]), int(spills[1])
-    return Compiled(point.id, kernel.metadata.name, *sizes, mma, cluster)
+    return Compiled(point.id, kernel.metadata.name, *sizes, mma, cluster, early, hasty)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ def complaints(capability, compiled):
         yield f"spills {compiled.spills} bytes a thread, the budget is {budget}"
     if compiled.kernel == "_fwd_kernel" and "fp32" not in compiled.point and not compiled.mma:
         yield "no mma instruction in its PTX: the dot products do not reach the tensor cores"
+    if compiled.hasty:
+        yield "is launched early, and touches memory before it has waited for the kernel before it"
 
 
 def waits_for_its_cluster(capability, compiled):
@@ -44,6 +46,7 @@ def test_forward_compiles(capability):
     assert {compiled.point for compiled in kernels} == {point.id for point in aot.POINTS}
     assert {compiled.kernel for compiled in kernels} == {"_fwd_kernel", "_combine_kernel"}
     assert [(k.point, k.kernel, why) for k in kernels for why in complaints(capability, k)] == []
+    assert {k.early for k in kernels} == {capability >= 90 and TRITON >= (3, 5)}
     forced = {point.id for point in aot.POINTS if point.choice is not None}
     for kernel in (k for k in kernels if k.point in forced):
         assert kernel.cluster == waits_for_its_cluster(capability, kernel), kernel
@@ -60,10 +63,11 @@ def test_child_that_dies_names_its_point():
     [
         ({"shared": 101_377}, "101377 bytes of shared memory, sm_89 has 101376"),
         ({"spills": 65}, "spills 65 bytes a thread, the budget is 64"),
+        ({"hasty": True}, "is launched early, and touches memory before it has waited for the kernel before it"),
         ({"mma": False}, "no mma instruction in its PTX: the dot products do not reach the tensor cores"),
     ],
 )
 def test_what_is_complained_of(change, complaint):
-    fine = aot.Compiled("dense-bf16", "_fwd_kernel", shared=101_376, registers=255, spills=64, mma=True, cluster=False)
+    fine = aot.Compiled("dense-bf16", "_fwd_kernel", 101_376, 255, 64, mma=True, cluster=False, early=True, hasty=False)
     assert not list(complaints(89, fine))
     assert list(complaints(89, dataclasses.replace(fine, **change))) == [complaint]

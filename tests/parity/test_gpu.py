@@ -2,11 +2,17 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from nsa.kernels import tiles
+from nsa.kernels.primitives import gdc_launch_dependents
+from nsa.kernels.tiles import Choice
 from nsa.testing.cases import Case
 from nsa.testing.compare import Oracle, assert_parity
 from nsa.testing.fixtures import over
 from nsa.testing.impls import OF, OURS
+from nsa.testing.problem import Problem
 
 pytestmark = pytest.mark.gpu
 ONE_EACH = [
@@ -67,3 +73,41 @@ def test_triton_sel_parity_gpu_int64_addresses(oracle: Oracle) -> None:
 def test_triton_sel_parity_gpu_prefill(oracle: Oracle, name: str) -> None:
     result, _ = OURS[name].run_counted(oracle.problem, return_lse=True)
     assert_parity(result, oracle, name)
+
+
+@triton.jit
+def _writes_late(x_ptr, y_ptr, n, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+    """Let the next kernel begin, and copy x to y a good while later."""
+    gdc_launch_dependents()
+    for _ in range(300):
+        tl.inline_asm_elementwise("nanosleep.u32 1000; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1)
+    for begin in range(tl.program_id(0) * BLOCK, n, PROGRAMS * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < n), mask=at < n)
+
+
+@pytest.mark.skipif(gdc_launch_dependents is None, reason="needs programmatic dependent launch: Triton 3.5 or newer")
+@pytest.mark.parametrize(
+    "choice", [None, Choice(1, 1, 128, 4, 1), Choice(2, 1, 64, 4, 3, 1), Choice(4, 1, 64, 4, 2, 0)], ids=str
+)
+@over(ONE_EACH)
+def test_triton_sel_parity_gpu_waits(
+    problem: Problem, choice: Choice | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that may begin before the one before it has ended sees what that one wrote last."""
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        pytest.skip("needs programmatic dependent launch: sm_90 or newer")
+    p = problem
+    impl, oracle = OURS[OF[p.case.source]], Oracle.of(p)
+    keys = {"rows": p.rows, "varlen": p.varlen}.get(p.case.source, (p.q, p.k))[1]
+    monkeypatch.setattr(tiles, "forced", choice)
+    assert keys.is_contiguous()
+    saved = keys.clone()
+    impl.run(p)
+    for _ in range(3):
+        keys.zero_()
+        torch.cuda.synchronize()
+        _writes_late[32,](saved, keys, keys.numel(), 32, 1024)
+        result = impl.run(p)
+        torch.cuda.synchronize()
+        assert_parity(result, oracle, f"after a kernel that writes late, {choice}")
