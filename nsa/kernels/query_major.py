@@ -124,7 +124,7 @@ def _fwd_kernel(
     head_kv = row % HKV if HKV_MANY else 0
 
     # Launched before the kernel before it on the stream has ended, a program waits for that before it touches memory,
-    # and does what it can until then. Waiting again costs nothing.
+    # and does what it can until then.
     if EARLY:
         if LAYOUT != BATCH or pos_ptr is not None:
             gdc_wait()
