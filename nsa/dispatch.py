@@ -58,6 +58,7 @@ class Plan(NamedTuple):
     kernel: tuple[Any, ...]  # what a broken kernel is remembered by
     per_head: bool
     pipelined: bool
+    invariant: bool
     fallback: str
     sdpa_layout: str
     debug: bool
@@ -150,7 +151,7 @@ def make_plan(
         if sig.backend == "triton":
             raise RuntimeError(f"backend='triton': {obstacle(sig.q.dtype, device, needs_grad, None)}")
         route, reason = ("sdpa" if sig.backend == "auto" else sig.backend), "traced by torch.compile"
-        return Plan(dims, route, reason, True, (), False, True, route, "heads_as_queries", False, {})
+        return Plan(dims, route, reason, True, (), False, True, False, route, "heads_as_queries", False, {})
     per_head = sig.schedule == "per_head" or (sig.schedule == "auto" and not current.sel_triton_group)
     triton_route = "per_head" if per_head else "ranges" if sig.ranges is not None else "blocks"
     fallback = "sdpa" if current.use_sel_pack else "reference"
@@ -185,6 +186,7 @@ def make_plan(
         kernel=(triton_route, device, sig.q.dtype, dims.G, dims.D, dims.Dv, sig.causal, dims.varlen),
         per_head=per_head,
         pipelined=current.sel_triton_db,
+        invariant=current.batch_invariant,
         fallback=fallback,
         sdpa_layout=layout,
         debug=current.debug_timing or current.debug_compare or current.debug_shapes,
@@ -289,6 +291,7 @@ def _triton(
         bound=what.dims.bound,
         per_head=what.per_head,
         pipelined=what.pipelined,
+        invariant=what.invariant,
         out=out,
     )
     result: Result = kernel.forward(

@@ -29,12 +29,13 @@ def _direct(
     return_lse: bool,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    pipelined = settings.get().sel_triton_db
+    current = settings.get()
+    pipelined, invariant = current.sel_triton_db, current.batch_invariant
     try:
         needs_grad = torch.is_grad_enabled() and (Q.requires_grad or K.requires_grad or V.requires_grad)
         launches = _checked(
             raw(Q), raw(K), raw(V), None if cu_seqlens is None else raw(cu_seqlens), None if out is None else raw(out),
-            max_selected, route, pipelined, needs_grad,
+            max_selected, route, pipelined, invariant, needs_grad,
         )  # fmt: skip
     except AttributeError:
         given = {"Q": Q, "K": K, "V": V, "cu_seqlens": cu_seqlens, "out": out}
@@ -49,6 +50,7 @@ def _direct(
         bound=K.shape[1] if cu_seqlens is None else max_selected,
         per_head=route == "per_head",
         pipelined=pipelined,
+        invariant=invariant,
         out=out,
         rows_only=True,
     )
@@ -61,7 +63,7 @@ def _direct(
 @lru_cache(maxsize=4096, typed=True)
 def _checked(
     Q: Raw, K: Raw, V: Raw, cu_seqlens: Raw | None, out: Raw | None, max_selected: int | None, route: str,
-    pipelined: bool, needs_grad: bool,
+    pipelined: bool, invariant: bool, needs_grad: bool,
 ) -> dict[Any, Any]:  # fmt: skip
     """Where to keep how such rows are launched, once they are found valid. The arguments are all that decides it."""
     check_rows(Q, K, V, cu_seqlens, out, max_selected)

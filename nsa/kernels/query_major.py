@@ -292,6 +292,7 @@ def plan(
     bound: int | None,
     per_head: bool,
     pipelined: bool,
+    invariant: bool,
     choice: tiles.Choice | None,
     rows_only: bool,
     kinds: tuple[torch.dtype | None, ...],
@@ -326,7 +327,7 @@ def plan(
     spans = 1 if source == WHOLE.value else tiles.span_bucket(n, S_kv)
     tile, splits, merged = tiles.choose(
         gpu_name(device), capability, processors, dtype.itemsize, G, D, Dv, longest, spans, rows, per_head, pipelined,
-        choice, largest_cluster(device, capability, processors),
+        choice, largest_cluster(device, capability, processors), invariant,
     )  # fmt: skip
     size = min(block_size or 1, max(S_kv, 1))  # of a block, which reaches no further than the cache
     if source == BLOCKS.value and block_size is not None and block_size % tile.BLOCK_L == 0:
@@ -442,6 +443,7 @@ def launch_for(
     bound: int | None = None,
     per_head: bool = False,
     pipelined: bool = True,
+    invariant: bool = False,
     out: Tensor | None = None,
     rows_only: bool = False,
 ) -> Launch:
@@ -453,6 +455,7 @@ def launch_for(
             whole sequence.
         cu_seqlens_q: None with ``cu_seqlens_k`` given: row ``i`` is sequence ``i``.
         bound: host bound on the keys of a row.
+        invariant: few rows are launched like many.
         out: ``[..., HQ, Dv]`` to write to.
         rows_only: packed rows as they are, ``q [N, H, D]`` with ``k [N, L, D]``, or ``[sum L, D]`` and sequences.
     """
@@ -460,7 +463,7 @@ def launch_for(
         q.device, q.dtype, q.shape, k.shape, v.shape[-1], (q.stride(), k.stride(), v.stride()),
         None if out is None else out.stride(), None if selection is None else selection.shape, block_size, causal,
         None if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1, cu_seqlens_q is None, bound, per_head, pipelined,
-        tiles.forced, rows_only,
+        invariant, tiles.forced, rows_only,
         tuple(None if x is None else x.dtype for x in (selection, q_positions, cu_seqlens_q, cu_seqlens_k)),
     )  # fmt: skip
 

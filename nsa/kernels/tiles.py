@@ -68,6 +68,10 @@ def span_bucket(n: int, S_kv: int) -> int:
     return bucket
 
 
+FULL = 2
+"""Rows a multiprocessor from which on a launch counts as full, and their number decides nothing any more."""
+
+
 def fill_bucket(programs: int, processors: int) -> int:
     """How well a launch fills the chip: 0 less than a program per multiprocessor, 1 a few, 2 four or more."""
     return 0 if programs < processors else 1 if programs < 4 * processors else 2
@@ -167,6 +171,7 @@ def choose(
     pipelined: bool = True,
     choice: Choice | None = None,
     largest: int = 0,
+    invariant: bool = False,
 ) -> tuple[Tile, int, bool]:
     """Tile and splits of a launch, and whether the programs that share a row are a cluster.
 
@@ -176,19 +181,22 @@ def choose(
         rows: (token, KV head) pairs.
         choice: what a sweep tries; None asks the GPU's table, then the rules.
         largest: number of programs of a cluster; 0 where there are none.
+        invariant: few rows are launched like many.
 
-    Others as for :func:`select`.
+    From :data:`FULL` rows a multiprocessor on, their number decides nothing: a row's result is the same, bit by bit,
+    whichever others share the call. Others as for :func:`select`.
     """
+    full = invariant or rows >= FULL * processors
     if choice is None and not per_head:
-        choice = measured(name, itemsize, G, D, Dv, bound, spans == 1, rows)
+        choice = measured(name, itemsize, G, D, Dv, bound, spans == 1, None if full else rows, FULL * processors)
     if choice is not None:
         splits = min(choice.splits, MAX_SPLITS)
         part = -(-bound // splits)
         tile = select(capability, itemsize, G, D, Dv, part, spans, 0, per_head, pipelined, choice)
         return tile, splits, bool(choice.cluster) and 1 < splits <= largest
     programs = rows * -(-G // group_heads(G, per_head))
-    splits = split_count(programs, bound, (D + Dv) * itemsize, processors, largest)
-    fill = fill_bucket(programs * splits, processors)
+    splits = 1 if full else split_count(programs, bound, (D + Dv) * itemsize, processors, largest)
+    fill = 2 if full else fill_bucket(programs * splits, processors)
     tile = select(capability, itemsize, G, D, Dv, -(-bound // splits), spans, fill, per_head, pipelined)
     return tile, splits, fits_clusters(programs, splits, processors, largest)
 
@@ -202,23 +210,30 @@ class Point(NamedTuple):
 
 
 def measured(
-    name: str | None, itemsize: int, G: int, D: int, Dv: int, bound: int, one_span: bool, rows: int
+    name: str | None, itemsize: int, G: int, D: int, Dv: int, bound: int, one_span: bool, rows: int | None, full: int
 ) -> Choice | None:
-    """The choice of the nearest shape that a sweep measured on this GPU; None if none is near."""
+    """The choice of the nearest shape that a sweep measured on this GPU; None if none is near.
+
+    ``rows`` None: of shapes with at least ``full`` rows, whatever their number.
+    """
     if name is None or itemsize != 2 or G > MAX_HEADS or bound == 0 or rows == 0:
         return None
     points = table(name).get((one_span, max(16, next_power_of_2(D)), max(16, next_power_of_2(Dv))), {})
     padded = max(16, next_power_of_2(G))
-    known = [p for p in points if bound <= 2 * p.L and 2 * rows >= p.rows and max(16, next_power_of_2(p.G)) == padded]
+    known = [p for p in points if bound <= 2 * p.L and max(16, next_power_of_2(p.G)) == padded]
+    if rows is None:
+        known = [p for p in known if p.rows >= full and points[p].splits == 1]
+    else:
+        known = [p for p in known if p.rows <= 2 * rows]
     if not known:
         return None
 
     def distance(p: Point) -> float:
-        return sum(abs(math.log2(a / b)) for a, b in ((p.L, bound), (p.rows, rows), (p.G, G)))
+        return sum(abs(math.log2(a / b)) for a, b in ((p.L, bound), (p.rows, rows or p.rows), (p.G, G)))
 
     nearest = min(known, key=lambda p: (distance(p), p))
     # Parts that were right for a shape are right for its like only: fewer keys make them short, more rows overfill.
-    alike = abs(math.log2(nearest.L / bound)) <= 0.5 and abs(math.log2(nearest.rows / rows)) <= 0.5
+    alike = abs(math.log2(nearest.L / bound)) <= 0.5 and abs(math.log2(nearest.rows / (rows or nearest.rows))) <= 0.5
     return points[nearest] if alike or points[nearest].splits == 1 else None
 
 

@@ -15,7 +15,7 @@ from nsa import dispatch
 
 BASE = str(Path(settings.__file__).parent / "configs" / "base.yaml")
 NAMES = (
-    "use_triton_sel, sel_triton_min_L, sel_triton_group, sel_triton_db, use_sel_pack, force_parity, "
+    "use_triton_sel, sel_triton_min_L, sel_triton_group, sel_triton_db, batch_invariant, use_sel_pack, force_parity, "
     "debug_timing, debug_compare, debug_shapes"
 )
 INTEGER = "expected a non-negative integer"

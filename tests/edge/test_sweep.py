@@ -143,9 +143,10 @@ def test_the_nearest_measured_shape_decides(table):
     assert path.name == "nvidia-h100-80gb-hbm3.yaml"
 
     def found(rows, bound, one_span=False, D=100, G=8, itemsize=2, name=H100):
-        return tiles.measured(name, itemsize, G, D, 128, bound, one_span, rows)
+        return tiles.measured(name, itemsize, G, D, 128, bound, one_span, rows, 264)
 
     assert found(64, 256) == found(80, 200) == near
+    assert found(None, 256) == far  # a full launch: only what was measured on one
     assert found(64, 16) is found(128, 256) is None  # parts of 8 keys; twice as many programs
     assert found(900, 700) == found(4096, 1024) == far  # unsplit: fine for any number of rows
     assert found(1024, 4096) is None  # rows four times as long as any measured

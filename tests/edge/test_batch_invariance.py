@@ -1,0 +1,93 @@
+"""A row's result does not depend on how many others share the call, bit by bit, from two rows a multiprocessor on; and
+with `batch_invariant` never.
+"""
+
+import pytest
+import torch
+
+import nsa
+from nsa.kernels import tiles
+from nsa.testing.plugin import current_lane
+
+H100 = "NVIDIA H100 80GB HBM3"
+SMS = 132
+SHAPES = [  # itemsize, G, D, Dv, bound, spans
+    (2, 8, 128, 128, 1024, 1),
+    (2, 8, 128, 128, 65536, 1),
+    (2, 4, 64, 64, 200, 8),
+    (2, 16, 128, 128, 1024, 16),
+    (2, 3, 96, 100, 700, 8),
+    (2, 64, 128, 128, 1024, 64),
+    (4, 8, 64, 64, 512, 1),
+]
+
+
+def chosen(shape, rows, **how):
+    return tiles.choose(how.pop("name", H100), 90, SMS, *shape, rows, largest=16, **how)
+
+
+@pytest.mark.parametrize("name", [H100, None], ids=["table", "rules"])
+@pytest.mark.parametrize("per_head", [False, True], ids=["group", "per-head"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_full_launch_is_chosen_without_its_rows(shape, per_head, name):
+    many = chosen(shape, 10**7, name=name, per_head=per_head)
+    assert many[1:] == (1, False)
+    for rows in (2 * SMS, 300, 4 * SMS, 1000, 5000, 10**5):
+        assert chosen(shape, rows, name=name, per_head=per_head) == many
+    for rows in (1, 8, 64, 2 * SMS - 1):
+        assert chosen(shape, rows, name=name, per_head=per_head, invariant=True) == many
+
+
+def test_few_rows_are_split_unless_forbidden():
+    assert chosen(SHAPES[0], 8)[1] > 1
+    assert chosen(SHAPES[0], 8, invariant=True)[1] == 1
+
+
+def bitwise(want, got):
+    return all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize("schedule", ["query_major", "per_head"])
+@pytest.mark.parametrize("source", ["ranges", "blocks"])
+@pytest.mark.usefixtures("fresh_plans")
+def test_alone_and_in_company(draw, device, monkeypatch, source, schedule):
+    """Rows in a call of their own; one row is dealt to three programs, unless the setting forbids it."""
+    monkeypatch.setattr(tiles, "measured", lambda *_: None)
+    monkeypatch.setattr(tiles, "split_count", lambda programs, *_: 3 if programs <= 4 else 1)
+    q, k, v = draw(B=3, S=1, S_kv=1000, HKV=1, G=4)
+    if source == "ranges":
+        selection = {"ranges": torch.tensor([[[[[3, 400], [390, 1000]]]]], device=device).repeat(3, 1, 1, 1, 1)}
+    else:
+        selection = {"block_indices": torch.tensor([[[[0, 7, 3, 14]]]], device=device).repeat(3, 1, 1, 1)}
+
+    def call(rows):
+        own = {name: x[rows] for name, x in selection.items()} | ({"block_size": 64} if source == "blocks" else {})
+        how = {"backend": "triton", "schedule": schedule, "return_lse": True, "max_selected": 1010}
+        return nsa.selection_attention(q[rows], k[rows], v[rows], **own, **how)
+
+    with nsa.configure(batch_invariant=True):
+        together = call(slice(0, 3))
+        for row in range(3):
+            assert bitwise([x[row : row + 1] for x in together], call(slice(row, row + 1)))
+    before = nsa.kernels.launches["split"]
+    alone = call(slice(0, 1))
+    assert nsa.kernels.launches["split"] == before + 1, "else there was nothing to forbid"
+    assert all(torch.allclose(a[:1], b, atol=1e-4) for a, b in zip(together, alone, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_crowd_of_any_size(device, dtype):
+    """No setting: a full launch, half of it, and the same rows among ten times as many."""
+    assert current_lane() == "gpu"
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    g = torch.Generator(device).manual_seed(0)
+    rows = 20 * sms
+    q = torch.randn(1, rows, 8, 128, generator=g, device=device, dtype=dtype)
+    k, v = (torch.randn(1, 8192, 1, 128, generator=g, device=device, dtype=dtype) for _ in range(2))
+    blocks = torch.randint(0, 128, (1, rows, 1, 16), generator=g, device=device, dtype=torch.int32)
+    how = {"block_size": 64, "causal": False, "backend": "triton", "return_lse": True}
+    everybody = nsa.selection_attention(q, k, v, block_indices=blocks, **how)
+    for first, last in ((0, 2 * sms), (7, 7 + 2 * sms), (100, 100 + 5 * sms), (3 * sms, 19 * sms)):
+        some = nsa.selection_attention(q[:, first:last], k, v, block_indices=blocks[:, first:last], **how)
+        assert bitwise([x[:, first:last] for x in everybody], some)
