@@ -1,6 +1,7 @@
 # make test    lint aside, everything CI checks: parity and edge in parallel, then the benchmarks one by one, ungated
 # make perf    the benchmarks, compared with the baseline stored for this device
 # make aot     compile every kernel for GPUs that need not be there
+# make sanitize  compute-sanitizer over our kernels (NVIDIA GPU and CUDA toolkit)
 # make lint    ruff and mypy
 # Each makes .venv first, unless PYTHON=… names an interpreter to use as it is: then nothing is installed.
 
@@ -13,7 +14,7 @@ PYTHON := .venv/bin/python
 READY := .venv/ready
 endif
 
-.PHONY: test perf aot lint
+.PHONY: test perf aot sanitize lint
 test: $(READY)
 	$(PYTHON) -m pytest -m "not perf" -n $(WORKERS) --benchmark-disable
 	$(PYTHON) -m pytest -m perf
@@ -23,6 +24,9 @@ perf: $(READY)
 
 aot: $(READY)
 	$(PYTHON) -m pytest -m aot
+
+sanitize: $(READY)
+	$(PYTHON) -m nsa.testing.sanitize
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

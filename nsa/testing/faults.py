@@ -1,0 +1,35 @@
+"""Faults planted on purpose: a tool that is to find such in our kernels is shown to find these."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _planted_read(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    """The last of `BLOCK` elements lie past the end of x."""
+    at = tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.load(x_ptr + n - BLOCK // 2 + at))
+
+
+@triton.jit
+def _planted_race(y_ptr, BLOCK: tl.constexpr):
+    """Every thread stores to the first word of shared memory and reads it, and nobody waits."""
+    at = tl.arange(0, BLOCK)
+    total = tl.sum(at, 0)  # among warps: this takes shared memory
+    raced = tl.inline_asm_elementwise(
+        "st.shared.b32 [0], $1; ld.shared.b32 $0, [0];", "=r,r", [at + total], tl.int32, is_pure=False, pack=1
+    )
+    tl.store(y_ptr + at, raced)
+
+
+def plant(what: str, device: torch.device) -> None:
+    """Commit the fault that `what`, a tool of compute-sanitizer, looks for."""
+    y = torch.empty(256, dtype=torch.int32, device=device)
+    if what == "memcheck":
+        x = torch.zeros(1024, dtype=torch.int32, device=device)
+        _planted_read[(1,)](x, y, x.numel(), 256)
+    else:
+        _planted_race[(1,)](y, 256, num_warps=8)

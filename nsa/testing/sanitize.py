@@ -1,0 +1,105 @@
+"""`python -m nsa.testing.sanitize`: compute-sanitizer over a small matrix of our kernels, on a GPU.
+
+memcheck looks for reads and writes outside of what was allocated (every tensor an allocation of its own), racecheck for
+shared memory that is used before it is ready. A tool that finds nothing must have found a planted fault first.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import torch
+
+TOOLS = {"memcheck": "Invalid __global__ read", "racecheck": "hazard"}  # and what it says of its planted fault
+FOUND = 77  # exit status of a tool that has reports
+LIMIT = 600  # seconds a run may take
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run every tool, first on its planted fault; 0 if all is as it must be. Raises SystemExit without the tool."""
+    if arguments:
+        return _child(arguments[0])
+    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if tool is None:
+        raise SystemExit("compute-sanitizer is not installed: it comes with the CUDA toolkit")
+    good = True
+    for name, words in TOOLS.items():
+        for what in (name, "matrix"):
+            done = _sanitized(tool, name, what)
+            text = done.stdout + done.stderr
+            reports = [line for line in text.splitlines() if line.startswith("=========")]
+            if what == "matrix":
+                fine = done.returncode == 0
+                verdict = next((line for line in done.stdout.splitlines() if line.startswith("checked")), "")
+            else:
+                fine = done.returncode == FOUND and words in text and "_planted" in text
+                verdict = "planted fault " + ("caught" if fine else "NOT caught")
+            print(f"{name}, {what}: {'ok' if fine else 'FAILED'}, exit {done.returncode}, {verdict}", flush=True)
+            if not fine:
+                print("\n".join((reports or text.splitlines())[:60]), flush=True)
+            good = good and fine
+    return 0 if good else 1
+
+
+def _sanitized(tool: str, name: str, what: str) -> subprocess.CompletedProcess[str]:
+    command = [tool, "--tool", name, "--error-exitcode", str(FOUND), "--target-processes", "all", "--print-limit", "20"]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command += [sys.executable, "-m", "nsa.testing.sanitize", what]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
+
+
+def _child(what: str) -> int:
+    device = torch.device("cuda", 0)
+    if what == "matrix":
+        print(f"checked {_matrix(device)} calls")
+        return 0
+    from nsa.testing.faults import plant
+
+    plant(what, device)
+    torch.cuda.synchronize()
+    return 0
+
+
+def _matrix(device: torch.device) -> int:
+    """Every source and dtype, by the rules and with forced splits and tiles, each call compared; how many."""
+    from nsa.kernels.tiles import Choice
+    from nsa.testing.cases import Case
+    from nsa.testing.compare import Oracle, assert_parity
+    from nsa.testing.impls import OF, OURS
+    from nsa.testing.sweep import forced
+
+    cases = [
+        Case(8, 128, 128, 256, 3, "few", "bf16"),
+        Case(3, 96, 100, 70, 5, "few", "fp32"),
+        Case(8, 64, 64, 256, 3, "few", "fp16", source="varlen"),
+        Case(8, 128, 128, 256, 3, "mixed", "bf16"),
+        Case(5, 64, 128, 200, 4, "many", "fp32"),
+        Case(16, 128, 128, 1024, 4, "decode", "bf16", HKV=4, S_kv=2048),
+        Case(2, 64, 64, 96, 24, "prefill", "fp16", HKV=2, S=12, S_kv=333, block_size=16),
+    ]
+    choices = [
+        None,
+        Choice(1, 1, 64, 4, 1),
+        Choice(1, 1, 32, 2, 3),
+        Choice(2, 1, 64, 4, 2, 1),
+        Choice(4, 1, 32, 4, 2, 0),
+    ]
+    calls = 0
+    for case in cases:
+        problem = case.make(device)
+        oracle = Oracle.of(problem)
+        for choice in choices:
+            for return_lse in (False, True):
+                with forced(choice):
+                    result, _ = OURS[OF[case.source]].run_counted(problem, return_lse)
+                assert_parity(result, oracle, f"{case.id} {choice}")
+                calls += 1
+    return calls
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

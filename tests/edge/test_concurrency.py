@@ -1,0 +1,155 @@
+"""Several threads, streams, processes and GPUs at once; and 200 times the same under load."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import nsa
+from nsa.kernels.tiles import Choice
+from nsa.testing import sweep
+from nsa.testing.plugin import current_lane
+
+ROOT = Path(nsa.__file__).parents[1]
+REPEATS = 200
+
+
+def problem(device, seed, N=24, S_kv=700, dtype=torch.float32):
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(*shape, 64, generator=g) for shape in ((1, N, 8), (1, S_kv, 2), (1, S_kv, 2)))
+    ranges = torch.randint(-9, S_kv + 9, (1, N, 2, 6, 2), generator=g)
+    return [x.to(device, dtype) for x in (q, k, v)], ranges.to(device)
+
+
+def attend(qkv, ranges, backend):
+    return nsa.selection_attention(*qkv, ranges=ranges, backend=backend, max_selected=4200, return_lse=True)
+
+
+def bitwise(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# Triton's interpreter patches the language while a kernel runs, for the whole process: one thread only.
+BACKENDS = ("triton", "sdpa") if current_lane() == "gpu" else ("sdpa", "reference")
+
+
+@pytest.mark.usefixtures("fresh_plans")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_eight_threads_and_four_streams(device, backend):
+    """Each thread its own problem, shape and stream; the first calls, which compile, at the same time as well."""
+    work = [problem(device, seed, N=20 + seed) for seed in range(8)]
+    streams = [torch.cuda.Stream() for _ in range(4)] if device.type == "cuda" else [None] * 4
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+    def run(i):
+        with torch.cuda.stream(streams[i % 4]):
+            return [attend(*work[i], backend) for _ in range(10)]
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(run, range(8)))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    for results, one in zip(found, work, strict=True):
+        want = attend(*one, backend)
+        assert all(bitwise(want, got) for got in results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "choice", [None, Choice(1, 1, 64, 4, 3), Choice(4, 1, 64, 4, 2, 1), Choice(4, 1, 64, 4, 2, 0)], ids=str
+)
+@pytest.mark.parametrize("source", ["ranges", "blocks", "rows"])
+def test_repeats_under_load(device, source, choice):
+    """Bitwise the same, however busy the GPU is with something else."""
+    g = torch.Generator(device).manual_seed(0)
+    q = torch.randn(1, 40, 16, 128, generator=g, device=device).bfloat16()
+    k, v = (torch.randn(1, 4096, 2, 128, generator=g, device=device).bfloat16() for _ in range(2))
+    if source == "rows":
+        Q, K, V = q.view(80, 8, 128), k.view(2, 4096, 128)[:, :1000], v.view(2, 4096, 128)[:, :1000]
+        K, V = K.repeat(40, 1, 1), V.repeat(40, 1, 1)
+        call = lambda: nsa.sel_attn_fwd_dense_group(Q, K, V, return_lse=True)  # noqa: E731
+    else:
+        start = torch.randint(0, 64, (1, 40, 2, 16), generator=g, device=device)
+        ranges = torch.stack((start * 64, start * 64 + 64), -1)
+        selection = {"ranges": ranges} if source == "ranges" else {"block_indices": start, "block_size": 64}
+        how = {"max_selected": 1024, "causal": False, "backend": "triton", "return_lse": True}
+        call = lambda: nsa.selection_attention(q, k, v, **selection, **how)  # noqa: E731
+    load = torch.randn(4096, 4096, device=device).bfloat16()
+    other = torch.cuda.Stream()
+    with sweep.forced(choice):
+        want = call()
+        torch.cuda.synchronize()
+        different = torch.zeros((), dtype=torch.int64, device=device)
+        for _ in range(REPEATS):
+            with torch.cuda.stream(other):
+                load @ load
+            for a, b in zip(call(), want, strict=True):
+                different += (a != b).sum()
+        torch.cuda.synchronize()
+    assert different.item() == 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs (without -n: a worker sees one)")
+@pytest.mark.parametrize("choice", [None, Choice(4, 1, 64, 4, 2, 1), Choice(4, 1, 64, 4, 2, 0)], ids=str)
+def test_tensors_of_another_gpu(choice):
+    """`cuda:1` while `cuda:0` is current."""
+    with sweep.forced(choice):
+        want = attend(*problem(torch.device("cuda", 0), 3), "triton")
+        qkv, ranges = problem(torch.device("cuda", 1), 3)
+        assert torch.cuda.current_device() == 0
+        got = attend(qkv, ranges, "triton")
+    assert torch.cuda.current_device() == 0
+    assert {x.device.index for x in got} == {1}
+    assert bitwise([x.cpu() for x in want], [x.cpu() for x in got])
+
+
+def _child(seed):
+    device = torch.device("cuda", 0) if current_lane() == "gpu" else torch.device("cpu")
+    torch.set_num_threads(1)  # a fork has lost the threads of its parent's pool
+    return [x.cpu() for x in attend(*problem(device, seed), BACKENDS[0])]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_processes_after_import(tmp_path, how):
+    """`nsa` is imported, and children call it. A fresh parent: one that has used CUDA cannot be forked."""
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import sys, torch, multiprocessing, nsa\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import test_concurrency as t\n"
+        "if __name__ == '__main__':\n"
+        f"    with multiprocessing.get_context({how!r}).Pool(2) as pool:\n"
+        "        torch.save(pool.map(t._child, [1, 2]), sys.argv[1])\n"
+    )
+    out = tmp_path / "results.pt"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, str(script), str(out)], env=environment, check=True, timeout=300)
+    for seed, got in zip((1, 2), torch.load(out), strict=True):
+        assert bitwise(_child(seed), got)
+
+
+@pytest.mark.parametrize("visible", ["", "0"], ids=["no GPU", "one GPU"])
+def test_visible_devices(visible):
+    """A process that sees no GPU, or one of them, routes by what it sees."""
+    script = (
+        "import nsa, torch; d = 'cuda' if torch.cuda.is_available() else 'cpu';"
+        "q = torch.randn(1, 2, 4, 64, device=d); k = torch.randn(1, 50, 1, 64, device=d);"
+        "r = torch.tensor([[0, 50]], device=d).expand(1, 2, 1, 1, 2);"
+        "nsa.selection_attention(q, k, k, ranges=r).cpu(); print(torch.cuda.device_count(), nsa.routes()[0].route)"
+    )
+    # Set to 0 or not at all: which it is decides whether kernels are interpreted.
+    environment = {
+        name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET" and not name.startswith("NSA_")
+    }
+    environment |= {"CUDA_VISIBLE_DEVICES": visible, "PYTHONPATH": str(ROOT), "NSA_SEL_TRITON_MIN_L": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=300
+    )
+    gpus = 1 if visible and current_lane() == "gpu" else 0
+    assert done.stdout.split() == [str(gpus), "ranges" if gpus else "sdpa"]

@@ -1,0 +1,70 @@
+"""What the sanitizer's runner makes of what a tool says; the tool is a script here."""
+
+import stat
+
+import pytest
+
+from nsa.testing import sanitize
+
+CAUGHT = {
+    "memcheck": "========= Invalid __global__ read of size 4 bytes\n=========     at _planted_read+0x90",
+    "racecheck": "========= Error: Race reported: Write-after-write hazard in _planted_race",
+}
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """`tool(planted=…, matrix=…)`: exit status of a run on the planted fault, and of one on our kernels."""
+
+    def make(planted=sanitize.FOUND, matrix=0, said=None):
+        path = tmp_path / "compute-sanitizer"
+        words = CAUGHT if said is None else said
+        path.write_text(
+            '#!/bin/sh\ntest "$PYTORCH_NO_CUDA_MEMORY_CACHING" = 1 || exit 9\n'
+            'for last; do :; done\ncase "$last" in\n'
+            + "".join(f"{name}) echo '{text}'; exit {planted};;\n" for name, text in words.items())
+            + f"matrix) echo '========= Invalid __global__ write'; echo checked 70 calls; exit {matrix};;\nesac\n"
+        )
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    return make
+
+
+def test_all_clean(tool, capsys):
+    tool()
+    assert sanitize.main([]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"memcheck, memcheck: ok, exit {sanitize.FOUND}, planted fault caught",
+        "memcheck, matrix: ok, exit 0, checked 70 calls",
+        f"racecheck, racecheck: ok, exit {sanitize.FOUND}, planted fault caught",
+        "racecheck, matrix: ok, exit 0, checked 70 calls",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ({"planted": 0}, "memcheck, memcheck: FAILED, exit 0, planted fault NOT caught"),
+        (
+            {"said": dict.fromkeys(CAUGHT, "========= some other error")},
+            "racecheck: FAILED, exit 77, planted fault NOT",
+        ),
+        (
+            {"matrix": sanitize.FOUND},
+            "memcheck, matrix: FAILED, exit 77, checked 70 calls\n========= Invalid __global__ w",
+        ),
+        ({"matrix": 1}, "racecheck, matrix: FAILED, exit 1"),
+    ],
+    ids=["blind", "other fault", "reports", "crash"],
+)
+def test_what_is_wrong_is_shown(tool, capsys, how, line):
+    tool(**how)
+    assert sanitize.main([]) == 1
+    assert line in capsys.readouterr().out
+
+
+def test_without_the_tool(tmp_path, monkeypatch):
+    monkeypatch.setattr(sanitize.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(SystemExit, match="compute-sanitizer is not installed"):
+        sanitize.main([])
