@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import nsa
+from nsa.reference import selection_reference
 
 KEYS, D = 2**24 + 64, 128  # 2^31 + 8192 elements, 4 GiB in bf16
 TAIL = 40
@@ -79,3 +80,65 @@ def test_output(attend_all, cache):
     assert out.stride(2) * 7 > 2**30
     assert attend_all(q, k, k, ranges=ranges, max_selected=64, out=out) is out
     agree((out,), (attend_all(q, k, k, ranges=ranges, max_selected=64),))
+
+
+def far_end(q, k, v, rows, **selection):
+    """The oracle's `(O, LSE)` of some rows of a prefill, `[1, T, …]`, told where they stand."""
+    selection = {name: x[:, rows] if isinstance(x, torch.Tensor) else x for name, x in selection.items()}
+    where = torch.arange(q.shape[1], device=q.device)[None, rows]
+    return selection_reference(q[:, rows].double(), k, v, **selection, q_positions=where, return_lse=True)
+
+
+@pytest.mark.parametrize("schedule", ["query_major", "per_head"])
+def test_prefill_of_262144_tokens(device, schedule):
+    """64 heads in a buffer of 66: offsets into Q and O pass 2^31 long before the last token."""
+    T, g = 262_144, torch.Generator(device).manual_seed(0)
+    q = torch.empty(1, T, 66, D, device=device, dtype=torch.bfloat16)
+    q.copy_(torch.randn(1, 1, 66, D, generator=g, device=device).bfloat16() * torch.rand(T, 1, 1, device=device))
+    q, out = q[:, :, 2:], torch.full_like(q, math.nan)[:, :, 2:]
+    k, v = (torch.randn(1, T, 4, D, generator=g, device=device).bfloat16() for _ in range(2))
+    seen = torch.arange(T, device=device)[:, None, None] // 64 + 1
+    blocks = (torch.rand(1, T, 4, 16, generator=g, device=device) * seen).to(torch.int32)
+    selection = {"block_indices": blocks, "block_size": 64}
+    assert q.stride(1) * (T - 1) > 2**31
+    o, lse = nsa.selection_attention(
+        q, k, v, **selection, backend="triton", schedule=schedule, out=out, return_lse=True
+    )
+    assert not o.isnan().any()
+    crossing = 2**31 // q.stride(1)
+    for rows in (slice(0, 8), slice(crossing - 8, crossing + 8), slice(T - 16, T)):
+        agree((o[:, rows], lse[:, rows]), far_end(q, k, v, rows, **selection))
+
+
+def test_selection_past_two_billion_entries(device):
+    """1,024 spans for each of a million rows; the last one of each row says something."""
+    T, n = 262_144 + 64, 1024
+    g = torch.Generator(device).manual_seed(0)
+    q, k, v = (torch.randn(1, T, 4, 16, generator=g, device=device).bfloat16() for _ in range(3))
+    ranges = torch.zeros(1, T, 4, n, 2, device=device, dtype=torch.int32)
+    token = torch.arange(T, device=device, dtype=torch.int32)[:, None]
+    ranges[0, :, :, -1, 0], ranges[0, :, :, -1, 1] = token - 30, token - 3
+    assert ranges.numel() > 2**31
+    o, lse = nsa.selection_attention(q, k, v, ranges=ranges, max_selected=27, backend="triton", return_lse=True)
+    for rows in (slice(0, 40), slice(T - 40, T)):
+        agree((o[:, rows], lse[:, rows]), far_end(q, k, v, rows, ranges=ranges))
+
+
+def test_more_rows_times_heads_than_int32_counts(device):
+    """Batch x heads x tokens pass 2^31: so do offsets into LSE. Q is one query, and O one place to write to."""
+    S, g = 2**23 + 64, torch.Generator(device).manual_seed(0)
+    q = torch.randn(1, 1, 128, 16, generator=g, device=device).bfloat16().expand(2, S, 128, 16)
+    k, v = (torch.randn(2, 40, 1, 16, generator=g, device=device).bfloat16() for _ in range(2))
+    ranges = torch.tensor([[3, 9]], device=device, dtype=torch.int32).repeat(2, S, 1, 1, 1)
+    ranges[-1, -2:] = torch.tensor([[1, 30]], device=device, dtype=torch.int32)
+    out = torch.empty(1, 1, 128, 16, device=device, dtype=torch.bfloat16).expand(2, S, 128, 16)
+    how = {"max_selected": 32, "causal": False}
+    _, lse = nsa.selection_attention(q, k, v, ranges=ranges, **how, backend="triton", out=out, return_lse=True)
+    assert lse.numel() > 2**31
+    some = [(b, s) for b in (0, 1) for s in (0, 1, S // 2, S - 3, S - 2, S - 1)]
+    for b, s in some:
+        at = slice(b, b + 1), slice(s, s + 1)
+        own = q[at].double(), k[b : b + 1], v[b : b + 1]
+        _, want = selection_reference(*own, ranges=ranges[at], causal=False, return_lse=True)
+        torch.testing.assert_close(lse[at].double(), want, rtol=0, atol=2e-2)
+    assert (lse[0] == lse[0, 0]).all(), "equal rows, equal numbers"
