@@ -110,7 +110,7 @@ POINTS = (
     Point("ranges", "fp16", 8, 256, 256, 1024, 4096, n=64, causal=True, options=("int64", "cu_seqlens")),
     Point("blocks", "bf16", 4, 64, 64, 32768, 1024, n=16, causal=True, HKV=8),
     Point("blocks", "fp16", 8, 128, 128, 32768, 1024, n=16, causal=True, HKV=8, options=("int64", "cu_seqlens")),
-    Point("blocks", "bf16", 16, 192, 128, 16384, 1024, n=16, causal=True),
+    Point("blocks", "bf16", 16, 192, 192, 16384, 1024, n=16, causal=True),
     Point("blocks", "bf16", 64, 128, 128, 64, 1024, n=16, causal=True),
     Point("blocks", "fp32", 16, 128, 128, 1024, 1024, n=16, causal=True),
     Point("blocks", "bf16", 16, 128, 128, 64, 768, n=16, causal=True, options=("q_positions",)),  # blocks of no tiles
