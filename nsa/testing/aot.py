@@ -148,14 +148,14 @@ def _judge(
 
 def _summary(kernels: list[Compiled]) -> str:
     largest = [
-        f"{max(values)} {what}" if values else f"no report of {what}"
+        f"up to {max(values)} {what}" if values else f"no report of {what}"
         for what, values in (
             ("registers", [k.registers for k in kernels if k.registers is not None]),
             ("bytes spilled", [k.spills for k in kernels if k.spills is not None]),
             ("bytes shared", [k.shared for k in kernels]),
         )
     ]
-    return f"{len(kernels)} kernels, at most {', '.join(largest)}"
+    return f"{len(kernels)} kernels, {', '.join(largest)}"
 
 
 def _uncommitted() -> bool:
