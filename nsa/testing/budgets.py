@@ -24,9 +24,10 @@ SPILLS = 64
 are left, and which ones differs from version to version."""
 
 SPILLS_KNOWN = {
+    "ranges-fp32-G16-D256-Dv256-N1024-L1024-n64-causal-q_positions": 8192,  # 7772 on sm_89, Triton 3.3
     "varlen-fp32-G3-D100-Dv96-N256-L256-n1": 512,  # 440 on sm_90, Triton 3.6
     "blocks-fp32-G16-D128-Dv128-N1024-L1024-n16-causal": 512,  # 436 on sm_89, Triton 3.7
-    "dense-bf16-G128-D256-Dv256-N1024-L1024-n1": 384,  # 320 on sm_120, Triton 3.3
+    "dense-bf16-G128-D256-Dv256-N1024-L1024-n1": 384,  # 332 on sm_80, Triton 3.3
     "ranges-bf16-G128-D192-Dv128-N4096-L1024-n16-causal": 256,  # 196 on sm_100, Triton 3.7
     "blocks-bf16-G64-D128-Dv128-N64-L1024-n16-causal": 256,  # 160 on sm_100, Triton 3.6
 }
@@ -100,8 +101,11 @@ def notes(architecture: Architecture, kernels: list[Compiled], limits: Limits, r
         return [f"{where}: compiled only: this Triton does not let the assembler's report be read"]
     if not limits:
         return [f"{where}: no budgets of this release: only absolute limits hold; {COMMAND.format(architecture.name)}"]
-    fewer = [k for k in kernels if k.name in limits and (k.registers, k.spills) != limits[k.name]]
-    return [f"{where}: {len(fewer)} kernels need less than budgeted: {COMMAND.format(architecture.name)}"] * bool(fewer)
+    fewer = 0
+    for k in kernels:
+        registers, spills = limits.get(k.name, (0, 0))
+        fewer += (k.registers or 0) < registers or (k.spills or 0) < spills
+    return [f"{where}: {fewer} kernels need less than budgeted: {COMMAND.format(architecture.name)}"] * bool(fewer)
 
 
 def update(release: str, architecture: str, kernels: list[Compiled], path: Path = BUDGETS) -> None:
