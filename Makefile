@@ -1,6 +1,6 @@
 # make test    lint aside, everything CI checks: parity and edge in parallel, then the benchmarks one by one, ungated
 # make perf    the benchmarks, compared with the baseline stored for this device
-# make aot     compile every kernel for GPUs that need not be there
+# make aot     compile the kernels for every architecture there need not be; .ci/aot VERSION: with another Triton
 # make sanitize  compute-sanitizer over our kernels (NVIDIA GPU and CUDA toolkit)
 # make lint    ruff and mypy
 # Each makes .venv first, unless PYTHON=… names an interpreter to use as it is: then nothing is installed.
@@ -23,7 +23,7 @@ perf: $(READY)
 	$(PYTHON) -m pytest -m perf --benchmark-compare
 
 aot: $(READY)
-	$(PYTHON) -m pytest -m aot
+	$(PYTHON) -m pytest -m aot -n $(WORKERS) --benchmark-disable
 
 sanitize: $(READY)
 	$(PYTHON) -m nsa.testing.sanitize

@@ -405,6 +405,8 @@ def device_limits(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 90, 132
     properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:  # an MI250 says 9.0, too
+        return tiles.AMD, properties.multi_processor_count
     return properties.major * 10 + properties.minor, properties.multi_processor_count
 
 

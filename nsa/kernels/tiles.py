@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 
 from nsa.settings import device_slug
 
-SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
+AMD = 942
+"""Stands for every AMD GPU where a compute capability is asked for: none has less shared memory than a gfx942."""
+
+SHARED_BYTES = {
+    **{80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448},
+    **{100: 232_448, 103: 232_448, 110: 232_448, 120: 101_376, 121: 101_376},
+    AMD: 65_536,
+}
 """Shared memory one program may use, by compute capability; the smallest stands for an unknown one."""
 
 SPAN_BUCKETS = (8, 16, 64)

@@ -187,8 +187,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     commands = _replay_commands(terminalreporter, config)
     if commands:
         terminalreporter.section("replay one failure")
-    for line in [*commands, *config.stash[_notes_key]]:
+    for line in [*commands, *config.stash[_notes_key], *_notes_of_tests(terminalreporter)]:
         terminalreporter.write_line(line)
+
+
+def _notes_of_tests(reporter: pytest.TerminalReporter) -> list[str]:
+    """What tests recorded as `nsa_note`: what a green run does not show, also from xdist's workers."""
+    reports = [report for outcome in ("passed", "failed") for report in reporter.stats.get(outcome, ())]
+    return [str(text) for report in reports for name, text in report.user_properties if name == "nsa_note"]
 
 
 def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -> list[str]:

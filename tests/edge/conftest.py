@@ -6,6 +6,7 @@ The tensors are small because an interpreted Triton program costs about ten mill
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,21 @@ ROUTES: dict[str, dict[str, Any]] = {
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # The interpreter computes bf16 wrong; on the GPU bf16 is the type that matters.
 LANE_DTYPES = ("fp32", "fp16") if current_lane() == "interpreter" else ("fp32", "bf16")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The compile matrix is `full` where `-m` asks for aot, `quick` elsewhere; a test named by its id is left alone."""
+    if any("::" in argument for argument in config.args):
+        return
+    unwanted = "quick" if re.search(r"(?<!not )\baot\b", config.option.markexpr) else "full"
+    left_out = [item for item in items if _extent(item) == unwanted]
+    if left_out:
+        items[:] = [item for item in items if _extent(item) != unwanted]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _extent(item: pytest.Item) -> str | None:
+    return item.callspec.params.get("extent") if hasattr(item, "callspec") else None
 
 
 @dataclass(frozen=True)

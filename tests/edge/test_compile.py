@@ -1,73 +1,113 @@
-"""The forward kernel compiles for GPUs that are not there, as `tiles.py` configures it, within what they have."""
+"""The kernels compile for GPUs that are not there, as `tiles.py` configures them, within what those have.
 
-import dataclasses
-import re
+`pytest -m aot` compiles everything; any other run the quick part of it for two architectures (`conftest.py`).
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from nsa.kernels.launch import TRITON
-from nsa.kernels.tiles import SHARED_BYTES
-from nsa.testing import aot
+from nsa.kernels import query_major, tiles
+from nsa.testing import aot, budgets
+from nsa.testing.aot_points import ARCHITECTURES, MOST, POINTS, QUICK, points
 
 pytestmark = pytest.mark.aot
 
-# Bytes a thread may spill. ptxas parks a few loop invariants even where registers are left, and which ones differs from
-# version to version; what is worth a budget of its own is named here with the number seen (Triton 3.9.0).
-SPILLS = 64
-SPILL_BUDGET = {
-    (89, "ranges-fp32-G16-D256-Dv256-N1024-L1024-causal-q_positions"): 8192,  # 7832
-}
+RELEASE = aot.minor()
+TRITON = ".".join(map(str, RELEASE))
+MATRIX = [
+    *(pytest.param(name, "quick", id=f"{name}-quick") for name in ("sm_89", "sm_90")),
+    *(pytest.param(name, "full", id=name) for name in ARCHITECTURES),
+]
 
 
-def complaints(capability, compiled):
-    if compiled.shared > SHARED_BYTES[capability]:
-        yield f"{compiled.shared} bytes of shared memory, sm_{capability} has {SHARED_BYTES[capability]}"
-    budget = SPILL_BUDGET.get((capability, compiled.point), SPILLS)
-    if compiled.spills > budget:
-        yield f"spills {compiled.spills} bytes a thread, the budget is {budget}"
-    if compiled.kernel == "_fwd_kernel" and "fp32" not in compiled.point and not compiled.mma:
-        yield "no mma instruction in its PTX: the dot products do not reach the tensor cores"
-    if compiled.hasty:
-        yield "is launched early, and touches memory before it has waited for the kernel before it"
-
-
-def waits_for_its_cluster(capability, compiled):
+def waits_for_its_cluster(architecture, compiled):
     """Of the points that force a choice: whether it has parts that are merged where they were made."""
-    choice = next(point.choice for point in aot.POINTS if point.id == compiled.point)
-    split = choice is not None and choice.splits > 1 and bool(choice.cluster)
-    return split and capability >= 90 and TRITON >= (3, 6) and compiled.kernel == "_fwd_kernel"
+    choice = next(point.choice for point in QUICK if point.id == compiled.point)
+    split = bool(choice.cluster) and 1 < choice.splits <= architecture.largest_cluster
+    return split and RELEASE >= (3, 6) and compiled.kernel == "_fwd_kernel"
 
 
-@pytest.mark.parametrize("capability", [80, 89, 90], ids=lambda capability: f"sm_{capability}")
-def test_forward_compiles(capability):
-    kernels = aot.compile_for(capability)
+@pytest.mark.parametrize(("name", "extent"), MATRIX)
+def test_kernels_compile(name, extent, record_property):
+    architecture = ARCHITECTURES[name]
+    reason = aot.unsupported(architecture, RELEASE)
+    if reason is not None:
+        pytest.skip(reason)
+    kernels = aot.compile_for(name, extent)
     for compiled in kernels:
         print(compiled)
-    assert {compiled.point for compiled in kernels} == {point.id for point in aot.POINTS}
-    assert {compiled.kernel for compiled in kernels} == {"_fwd_kernel", "_combine_kernel"}
-    assert [(k.point, k.kernel, why) for k in kernels for why in complaints(capability, k)] == []
-    assert {k.early for k in kernels} == {capability >= 90 and TRITON >= (3, 5)}
-    forced = {point.id for point in aot.POINTS if point.choice is not None}
+    limits = budgets.load().of(TRITON, name)
+    for note in budgets.notes(architecture, kernels, limits, TRITON):
+        record_property("nsa_note", note)
+    if extent == "quick":  # the rest of the budgets is of what is not compiled
+        limits = {k.name: limits[k.name] for k in kernels if k.name in limits}
+    complaints = budgets.all_complaints(architecture, kernels, limits)
+    assert not complaints, "\n".join(complaints)
+    assert len(kernels) <= MOST
+    assert {k.point for k in kernels} == {point.id for point in points(architecture, extent)}
+    assert {k.kernel for k in kernels} == {"_fwd_kernel", "_combine_kernel"}
+    assert {k.registers is None for k in kernels} == {RELEASE < aot.OVERHEARD}
+    assert {k.early for k in kernels} == {architecture.capability >= 90 and name != "gfx942" and RELEASE >= (3, 5)}
+    forced = {point.id for point in QUICK if point.choice is not None}
     for kernel in (k for k in kernels if k.point in forced):
-        assert kernel.cluster == waits_for_its_cluster(capability, kernel), kernel
+        assert kernel.cluster == waits_for_its_cluster(architecture, kernel), kernel
 
 
-def test_child_that_dies_names_its_point():
-    unknown = re.escape(f"-m nsa.testing.aot 12 exited with 1:\ncompiling {aot.POINTS[0].id} for sm_12")
-    with pytest.raises(RuntimeError, match=f"^{unknown}"):
-        aot.compile_for(12)
+def test_child_that_dies_names_its_point(monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_MANAGER", "nowhere:nothing")  # the first kernel finds no place to go
+    said = rf"-m nsa\.testing\.aot_child sm_89 quick exited with 1, compiling {QUICK[0].id} for sm_89:\n"
+    with pytest.raises(RuntimeError, match=f"^{said}"):
+        aot.compile_for("sm_89", "quick")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_matrix_is_bounded_and_its_ids_are_unique(name):
+    architecture = ARCHITECTURES[name]
+    ids = [point.id for point in points(architecture, "full")]
+    assert len(set(ids)) == len(ids) <= MOST
+    assert len(points(architecture, "full")) > len(POINTS) or architecture.gpu is None  # its table adds some
+    assert set(points(architecture, "quick")) < set(points(architecture, "full"))
+
+
+def test_architecture_is_refused_by_releases_before_the_first_that_knows_it():
+    assert aot.unsupported(ARCHITECTURES["sm_100"], (3, 3)) is None
+    refused = aot.unsupported(ARCHITECTURES["sm_100"], (3, 2))
+    assert refused == "sm_100 is not supported by Triton 3.2: first by 3.3"
+    assert aot.minor("3.10.1+git") == (3, 10)
+
+
+def test_amd_gets_its_own_shared_memory_and_nothing_of_nvidia(monkeypatch):
+    mi250 = SimpleNamespace(major=9, minor=0, multi_processor_count=104)  # the compute capability of an H100
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mi250)
+    device = torch.device("cuda", 0)
+    limits = query_major.device_limits.__wrapped__
+    assert limits(device) == (90, 104)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert limits(device) == (tiles.AMD, 104)
+    assert not query_major.runs_ptx(device)
+    assert query_major.largest_cluster(device, tiles.AMD, 304) == 0
+    assert tiles.SHARED_BYTES[tiles.AMD] == 65_536
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("arguments", "ids"),
     [
-        ({"shared": 101_377}, "101377 bytes of shared memory, sm_89 has 101376"),
-        ({"spills": 65}, "spills 65 bytes a thread, the budget is 64"),
-        ({"hasty": True}, "is launched early, and touches memory before it has waited for the kernel before it"),
-        ({"mma": False}, "no mma instruction in its PTX: the dot products do not reach the tensor cores"),
+        (["-m", "aot"], list(ARCHITECTURES)),
+        (["-m", "not perf"], ["sm_89-quick", "sm_90-quick"]),
     ],
+    ids=["aot", "not-perf"],
 )
-def test_what_is_complained_of(change, complaint):
-    fine = aot.Compiled("dense-bf16", "_fwd_kernel", 101_376, 255, 64, mma=True, cluster=False, early=True, hasty=False)
-    assert not list(complaints(89, fine))
-    assert list(complaints(89, dataclasses.replace(fine, **change))) == [complaint]
+def test_only_a_run_for_aot_compiles_everything(arguments, ids):
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *arguments, str(Path(__file__))]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    root = Path(__file__).parents[2]
+    listed = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False).stdout
+    assert [line for line in listed.splitlines() if "::test_kernels_compile" in line] == [
+        f"tests/edge/test_compile.py::test_kernels_compile[{name}]" for name in ids
+    ], listed

@@ -77,7 +77,7 @@ def test_workflow_runs_scripts_that_exist(name):
 
 
 def test_both_lanes_have_a_workflow():
-    assert set(WORKFLOWS) == {"ci", "gpu"}
+    assert set(WORKFLOWS) == {"ci", "gpu", "nightly"}
     ci, gpu = (yaml.safe_load(WORKFLOWS[name].read_text()) for name in ("ci", "gpu"))
     assert {"push", "pull_request"} <= ci[True].keys()
     assert ".ci/run" in runs(WORKFLOWS["ci"].read_text())
@@ -95,6 +95,30 @@ def test_script_for_gpu_boxes_does_every_step():
     script = (ROOT / ".ci" / "gpu").read_text()
     for words in ("-m parity", "--benchmark-compare", "--nsa-update-thresholds", "--nsa-report", "--junitxml"):
         assert words in script
+
+
+def test_every_triton_that_must_work_compiles_the_kernels_every_night():
+    nightly = yaml.safe_load(WORKFLOWS["nightly"].read_text())
+    assert len(nightly[True]["schedule"]) == 1
+    assert re.fullmatch(r"\d+ \d+ \* \* \*", nightly[True]["schedule"][0]["cron"])
+    job = nightly["jobs"]["aot"]
+    assert job["strategy"] == {
+        "fail-fast": False,
+        "matrix": {"triton": ["3.1.0", "3.5.1", "3.6.0", "3.7.1", "newest"]},
+    }
+    (step,) = (step for step in job["steps"] if "run" in step)
+    assert step["run"] == '.ci/aot "$TRITON"'
+    assert step["env"]["TRITON"] == "${{ matrix.triton }}"
+    assert step["env"]["PIP_EXTRA_INDEX_URL"].endswith("/cpu")  # a build of torch for CUDA pins its own Triton
+    script = (ROOT / ".ci" / "aot").read_text()
+    for words in ("-m venv", "-c constraints.txt", "triton==$version", "-m pytest -m aot"):
+        assert words in script
+
+
+def test_nightly_script_asks_for_a_version():
+    done = subprocess.run([ROOT / ".ci" / "aot"], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "expected a version of Triton, or newest" in done.stderr
 
 
 BROKEN = {

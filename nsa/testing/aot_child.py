@@ -1,0 +1,177 @@
+"""The process that compiles for one GPU that is not there: `python -m nsa.testing.aot_child sm_90 full`.
+
+It calls the real launchers on meta tensors with Triton's launch replaced by its warm-up, so every kernel is specialised
+and configured exactly as on that GPU. One JSON line per kernel on stdout, the point being compiled on stderr.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nsa.kernels import tiles
+from nsa.testing.aot import OVERHEARD, Compiled, minor
+from nsa.testing.aot_points import ARCHITECTURES, Architecture, Point, points
+
+
+def main(name: str, extent: str) -> None:
+    architecture = ARCHITECTURES[name]
+    kernels, reports = _pretend(architecture)
+    seen: set[str] = set()
+    for point in points(architecture, extent):
+        print(f"compiling {point.id} for {name}", file=sys.stderr, flush=True)
+        _call(point)
+        if not kernels:
+            raise RuntimeError(f"expected {point.id} to launch a kernel")
+        fresh = [kernel for kernel in kernels if kernel.hash not in seen]
+        for i, kernel in enumerate(fresh):
+            report = reports[i] if len(reports) == len(fresh) else None
+            print(json.dumps(dataclasses.asdict(_describe(architecture, point, kernel, report))), flush=True)
+        seen.update(kernel.hash for kernel in fresh)
+        kernels.clear()
+        reports.clear()
+
+
+def _call(point: Point) -> None:
+    from nsa.kernels.query_major import forward, launch_for
+
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[point.dtype]
+    index = torch.int64 if "int64" in point.options else torch.int32
+
+    def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows, HKV, G, D, Dv = point.rows, point.HKV, point.G, point.D, point.Dv
+    lead: tuple[int, ...]
+    cache: tuple[int, ...]
+    sequences = meta(rows + 1, dtype=torch.int32)
+    tensors: dict[str, Any] = {}
+    block_size = None
+    if point.source == "dense":
+        lead, cache = (rows, 1), (rows, point.L, HKV)
+    elif point.source == "varlen":
+        lead, cache = (rows,), (rows * point.L, HKV)
+        tensors["cu_seqlens_k"] = sequences
+    else:
+        lead = (rows,) if "cu_seqlens" in point.options else (1, rows)
+        cache = (*lead[:-1], max(rows, 8192), HKV)
+        if point.source == "ranges":
+            tensors["selection"] = meta(*lead, HKV, point.n, 2, dtype=index)
+        else:
+            tensors["selection"], block_size = meta(*lead, HKV, point.n, dtype=index), point.L // point.n
+        if "cu_seqlens" in point.options:
+            tensors.update(cu_seqlens_q=sequences, cu_seqlens_k=sequences)
+        if "q_positions" in point.options:
+            tensors["q_positions"] = meta(*lead, dtype=torch.int64)
+    q, k, v = meta(*lead, HKV * G, D), meta(*cache, D), meta(*cache, Dv)
+    tiles.forced = point.choice
+    launch = launch_for(
+        q, k, v, **tensors, block_size=block_size, causal=point.causal, bound=point.L,
+        per_head="per_head" in point.options, pipelined="unpipelined" not in point.options,
+    )  # fmt: skip
+    forward(launch, q, k, v, **tensors, route=point.source, return_lse=point.source != "dense")
+
+
+def _pretend(architecture: Architecture) -> tuple[list[Any], list[str]]:
+    """Make this process believe in a GPU of `architecture`, and launch nothing.
+
+    Returns the lists to which each kernel launched from now on is added, and what `ptxas -v` said of each it compiled.
+    """
+    if architecture.backend == "hip":
+        torch.version.hip = "6.4"  # before our kernels are imported, which ask for it
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from nsa.kernels import query_major
+
+    kernels: list[Any] = []
+    reports: list[str] = []
+    launch, run = JITFunction.run, subprocess.run
+
+    def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> Any:
+        kernels.append(launch(self, *args, grid=grid, warmup=True, **keywords))
+        return kernels[-1]
+
+    def overhear(command: Any, *args: Any, **keywords: Any) -> Any:
+        done = run(command, *args, **keywords)
+        if "-v" in command and Path(command[0]).name.startswith("ptxas"):  # or ptxas-blackwell
+            reports.append(Path(keywords["stderr"].name).read_text())
+        return done
+
+    driver.set_active(_AbsentGPU(architecture))
+    JITFunction.run = warm_up
+    subprocess.run = overhear  # type: ignore[assignment]
+    query_major.device_limits = lambda device: (architecture.capability, architecture.processors)  # type: ignore[assignment]
+    query_major.gpu_name = lambda device: architecture.gpu  # type: ignore[assignment]
+    return kernels, reports
+
+
+class _AbsentGPU:
+    """As much of Triton's driver as compiling asks for."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        self.architecture = architecture
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget(self.architecture.backend, self.architecture.target, self.architecture.warp)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _describe(architecture: Architecture, point: Point, kernel: Any, report: str | None) -> Compiled:
+    if architecture.backend == "hip":
+        return _describe_amd(point, kernel)
+    registers, spills = None, None
+    if minor() >= OVERHEARD:
+        if report is None:
+            raise RuntimeError("the kernel compiled, but this Triton calls ptxas in a way that was not overheard")
+        registers = _number(r"Used (\d+) registers", report)
+        spills = _number(r"(\d+) bytes spill stores", report)
+    ptx = kernel.asm["ptx"]
+    early = bool(getattr(kernel.metadata, "launch_pdl", False))
+    first = re.search(r"griddepcontrol\.wait|\b(ld|st|atom|red)\.\S*global|cp\.async\.c[ag]\b", ptx)
+    return Compiled(
+        point.id,
+        kernel.metadata.name,
+        kernel.metadata.shared,
+        registers,
+        spills,
+        mma=re.search(r"\b(wgmma\.)?mma[._]", ptx) is not None,
+        cluster="barrier.cluster" in ptx,
+        early=early,
+        hasty=early and (first is None or first[0] != "griddepcontrol.wait"),
+    )
+
+
+def _describe_amd(point: Point, kernel: Any) -> Compiled:
+    """From the metadata of the code object. Spills are of vector registers, 4 bytes a thread each."""
+    text = kernel.asm["amdgcn"]
+    shared = max(kernel.metadata.shared, _number(r"\.group_segment_fixed_size: +(\d+)", text))
+    registers = _number(r"\.vgpr_count: +(\d+)", text)
+    spills = 4 * _number(r"\.vgpr_spill_count: +(\d+)", text)
+    mma = "v_mfma" in text
+    return Compiled(point.id, kernel.metadata.name, shared, registers, spills, mma, False, False, False)
+
+
+def _number(words: str, report: str) -> int:
+    found = re.search(words, report)
+    if found is None:
+        raise RuntimeError(f"expected {words!r} in what the assembler said, got {report[-2000:]!r}")
+    return int(found[1])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

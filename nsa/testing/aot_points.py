@@ -1,0 +1,147 @@
+"""What the compile matrix compiles: architectures, and calls that a user of each would make. Imports no Triton."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nsa.kernels import tiles
+
+MOST = 60
+"""Kernels of one architecture; what a table of tiles adds to `POINTS` is cut to that."""
+
+MERGES = 8
+"""Of those, left for kernels that merge parts: more of them where there are no clusters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """What compiling for a GPU that is not there must know of it."""
+
+    name: str  # sm_90, gfx942
+    backend: str  # Triton's: cuda or hip
+    target: int | str
+    capability: int  # as `query_major.device_limits` tells it
+    processors: int  # multiprocessors, which decide whether keys are split
+    since: tuple[int, int]  # the first Triton that compiles for it on any machine
+    gpu: str | None = None  # whose table of tiles is compiled
+    largest_cluster: int = 0
+    warp: int = 32
+
+    @property
+    def shared_bytes(self) -> int:
+        return tiles.SHARED_BYTES[self.capability]
+
+
+def _nvidia(capability: int, processors: int, since: tuple[int, int], **rest: object) -> Architecture:
+    return Architecture(f"sm_{capability}", "cuda", capability, capability, processors, since, **rest)  # type: ignore[arg-type]
+
+
+ARCHITECTURES = {
+    architecture.name: architecture
+    for architecture in (
+        _nvidia(80, 108, (3, 1)),  # A100
+        _nvidia(89, 128, (3, 1)),  # RTX 4090
+        _nvidia(90, 132, (3, 1), gpu="NVIDIA H100 80GB HBM3", largest_cluster=16),
+        _nvidia(100, 148, (3, 3), largest_cluster=16),  # B200
+        _nvidia(120, 170, (3, 3), largest_cluster=8),  # RTX 5090
+        # MI300X. Before 3.5 Triton links with the ld.lld of an installed ROCm.
+        Architecture("gfx942", "hip", "gfx942", tiles.AMD, 304, (3, 5), warp=64),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One call of the forward launcher: which kernel it compiles follows from the shapes."""
+
+    source: str  # dense, varlen, ranges or blocks
+    dtype: str
+    G: int
+    D: int
+    Dv: int
+    rows: int  # B * S
+    L: int  # keys a row may read
+    n: int = 1  # spans
+    causal: bool = False
+    HKV: int = 1
+    options: tuple[str, ...] = ()  # of cu_seqlens, q_positions, int64, per_head, unpipelined
+    choice: tiles.Choice | None = None  # as a sweep forces it; else the tables and rules of `tiles`
+
+    @property
+    def id(self) -> str:
+        words = ["causal"] * self.causal + [f"HKV{self.HKV}"] * (self.HKV > 1)
+        words += [*self.options, *(str(x) for x in self.choice or ())]
+        shape = [f"G{self.G}", f"D{self.D}", f"Dv{self.Dv}", f"N{self.rows}", f"L{self.L}", f"n{self.n}"]
+        return "-".join([self.source, self.dtype, *shape, *words])
+
+
+QUICK = (
+    Point("dense", "bf16", 8, 128, 128, 1024, 512),
+    Point("dense", "bf16", 4, 64, 64, 1024, 16),
+    Point("dense", "fp16", 8, 128, 64, 64, 1024),  # few rows: split, and combined
+    Point("dense", "bf16", 128, 256, 256, 1024, 1024),  # the largest tiles there are
+    Point("varlen", "bf16", 8, 128, 128, 1024, 512),
+    Point("ranges", "bf16", 8, 128, 128, 1024, 1024, n=8),
+    Point("ranges", "fp16", 3, 96, 100, 1024, 256, n=8, causal=True, options=("int64", "unpipelined")),
+    Point("ranges", "bf16", 4, 64, 128, 4096, 1024, n=16, causal=True, HKV=2, options=("cu_seqlens",)),
+    Point("ranges", "fp32", 16, 256, 256, 1024, 1024, n=64, causal=True, options=("q_positions",)),
+    Point("blocks", "bf16", 16, 128, 128, 65536, 1024, n=16, causal=True, HKV=4),
+    Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True),  # decode: split
+    Point("blocks", "bf16", 8, 128, 128, 1024, 1024, n=16, causal=True, options=("per_head",)),
+    Point("dense", "bf16", 8, 128, 128, 64, 128, choice=tiles.Choice(1, 1, 128, 4, 1)),  # a tile's loads all at once
+    Point("ranges", "bf16", 8, 128, 128, 64, 256, n=8, choice=tiles.Choice(2, 1, 64, 4, 3)),  # clusters where there are
+    Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, choice=tiles.Choice(16, 1, 64, 4, 2)),
+    Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, choice=tiles.Choice(8, 1, 128, 8, 1, 0)),
+)
+"""What `make test` compiles."""
+
+POINTS = (
+    *QUICK,
+    Point("dense", "fp16", 4, 100, 64, 1024, 128),
+    Point("dense", "bf16", 16, 192, 128, 256, 512),
+    Point("dense", "bf16", 64, 128, 128, 1024, 1024),
+    Point("dense", "fp32", 4, 64, 64, 64, 1024),
+    Point("varlen", "fp16", 4, 64, 64, 64, 1024),
+    Point("varlen", "fp32", 3, 100, 96, 256, 256),
+    Point("ranges", "bf16", 8, 128, 128, 256, 64, n=4),
+    Point("ranges", "fp16", 16, 128, 128, 8, 1024, n=16, causal=True),
+    Point("ranges", "bf16", 1, 128, 128, 8192, 1024, n=16, causal=True, HKV=16),
+    Point("ranges", "bf16", 128, 192, 128, 4096, 1024, n=16, causal=True),
+    Point("ranges", "fp16", 8, 256, 256, 1024, 4096, n=64, causal=True, options=("int64", "cu_seqlens")),
+    Point("blocks", "bf16", 4, 64, 64, 32768, 1024, n=16, causal=True, HKV=8),
+    Point("blocks", "fp16", 8, 128, 128, 32768, 1024, n=16, causal=True, HKV=8, options=("int64", "cu_seqlens")),
+    Point("blocks", "bf16", 16, 192, 192, 16384, 1024, n=16, causal=True),
+    Point("blocks", "bf16", 64, 128, 128, 64, 1024, n=16, causal=True),
+    Point("blocks", "fp32", 16, 128, 128, 1024, 1024, n=16, causal=True),
+    Point("blocks", "bf16", 16, 128, 128, 64, 768, n=16, causal=True, options=("q_positions",)),  # blocks of no tiles
+)
+"""What every architecture compiles by `make aot`."""
+
+
+def points(architecture: Architecture, extent: str) -> tuple[Point, ...]:
+    """What `architecture` compiles: `quick`, or `full`."""
+    if extent == "quick":
+        return QUICK
+    return (*POINTS, *_of_table(architecture)[: MOST - MERGES - len(POINTS)])
+
+
+def _of_table(architecture: Architecture) -> list[Point]:
+    """A shape for each choice in the GPU's table that `POINTS` have not, those that serve most shapes first."""
+    if architecture.gpu is None:
+        return []
+    known = set()
+    for p in POINTS:
+        spans = p.source in ("ranges", "blocks")
+        choice = tiles.measured(
+            architecture.gpu, 4 if p.dtype == "fp32" else 2, p.G, p.D, p.Dv, p.L, not spans, p.rows * p.HKV
+        )
+        if p.choice is None and choice is not None:
+            known.add((not spans, p.D, p.Dv, choice[2:5]))
+    shapes: dict[object, list[Point]] = {}
+    for (one_span, D, Dv), measured in tiles.table(architecture.gpu).items():
+        for shape, choice in measured.items():
+            source, n = ("dense", 1) if one_span else ("ranges", 8)
+            point = Point(source, "bf16", shape.G, D, Dv, shape.rows, shape.L, n=n)
+            shapes.setdefault((one_span, D, Dv, choice[2:5]), []).append(point)
+    fresh = [same for key, same in shapes.items() if key not in known]
+    return [same[0] for same in sorted(fresh, key=len, reverse=True)]

@@ -1,0 +1,155 @@
+"""What the compile matrix holds kernels to, and its two committed files: register budgets, and what has passed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from nsa.testing.aot_points import Architecture
+
+if TYPE_CHECKING:
+    from nsa.testing.aot import Compiled
+
+PACKAGE = Path(__file__).parents[1]
+BUDGETS = PACKAGE / "kernels" / "budgets.yaml"
+PASSED = PACKAGE / "configs" / "compiled.yaml"
+COMMAND = "python -m nsa.testing.aot {} --update-budgets"
+
+SPILLS = 64
+"""Bytes a thread may spill where nothing is recorded. The assembler parks a few loop invariants even where registers
+are left, and which ones differs from version to version."""
+
+SPILLS_KNOWN = {
+    "ranges-fp32-G16-D256-Dv256-N1024-L1024-n64-causal-q_positions": 8192,  # 7772 on sm_89, Triton 3.3
+    "varlen-fp32-G3-D100-Dv96-N256-L256-n1": 512,  # 440 on sm_90, Triton 3.6
+    "blocks-fp32-G16-D128-Dv128-N1024-L1024-n16-causal": 512,  # 436 on sm_89, Triton 3.7
+    "dense-bf16-G128-D256-Dv256-N1024-L1024-n1": 384,  # 332 on sm_80, Triton 3.3
+    "ranges-bf16-G128-D192-Dv128-N4096-L1024-n16-causal": 256,  # 196 on sm_100, Triton 3.7
+    "blocks-bf16-G64-D128-Dv128-N64-L1024-n16-causal": 256,  # 160 on sm_100, Triton 3.6
+}
+"""What is worth more than that where nothing is recorded, and the most that was seen."""
+
+Limits = dict[str, tuple[int, int]]
+"""Registers and spilled bytes of each kernel, as recorded for one Triton minor release and architecture."""
+
+
+@dataclasses.dataclass
+class Budgets:
+    """The whole file: by architecture, kernel and Triton minor release."""
+
+    entries: dict[str, dict[str, dict[str, list[int]]]]
+
+    def of(self, release: str, architecture: str) -> Limits:
+        """Empty if nothing is recorded for this release."""
+        kernels = self.entries.get(architecture, {})
+        return {name: (seen[release][0], seen[release][1]) for name, seen in kernels.items() if release in seen}
+
+
+def load(path: Path = BUDGETS) -> Budgets:
+    """Raises ValueError, naming the file, if it is not what `update` writes."""
+    entries = (yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None) or {}
+    for architecture, kernels in entries.items():
+        for name, seen in kernels.items():
+            if not all(isinstance(release, str) and len(pair) == 2 for release, pair in seen.items()):
+                where = f"{path}: {architecture} {name}"
+                raise ValueError(f"{where}: expected {{release: [registers, spills]}}, got {seen}")
+    return Budgets(entries)
+
+
+def complaints(architecture: Architecture, compiled: Compiled, limits: Limits) -> Iterator[str]:
+    """What is wrong with one kernel."""
+    if compiled.shared > architecture.shared_bytes:
+        yield f"{compiled.shared} bytes of shared memory, {architecture.name} has {architecture.shared_bytes}"
+    # AMD's matrix cores take fp32 as it is; NVIDIA's do not.
+    multiplies = compiled.kernel == "_fwd_kernel" and (architecture.backend == "hip" or "-fp32-" not in compiled.point)
+    if multiplies and not compiled.mma:
+        yield "no matrix instruction in its assembly: the dot products do not reach the tensor cores"
+    if compiled.hasty:
+        yield "is launched early, and touches memory before it has waited for the kernel before it"
+    if compiled.registers is None or compiled.spills is None:
+        return
+    if not limits:
+        most = SPILLS_KNOWN.get(compiled.point, SPILLS)
+        if compiled.spills > most:
+            yield f"spills {compiled.spills} bytes a thread, {most} may be without a budget of its own"
+    elif compiled.name not in limits:
+        yield f"has no budget: {COMMAND.format(architecture.name)}"
+    else:
+        for what, seen, most in zip(
+            ("registers", "spilled bytes"), (compiled.registers, compiled.spills), limits[compiled.name], strict=True
+        ):
+            if seen > most:
+                yield f"{seen} {what}, the budget is {most}; if that is worth it: {COMMAND.format(architecture.name)}"
+
+
+def all_complaints(architecture: Architecture, kernels: list[Compiled], limits: Limits) -> list[str]:
+    """Of the whole matrix of one architecture; a budget of no kernel is one, too."""
+    found = [f"{k.name}: {line}" for k in kernels for line in complaints(architecture, k, limits)]
+    gone = sorted(limits.keys() - {k.name for k in kernels})
+    command = COMMAND.format(architecture.name)
+    return found + [f"{name}: has a budget, and is compiled no more: {command}" for name in gone]
+
+
+def notes(architecture: Architecture, kernels: list[Compiled], limits: Limits, release: str) -> list[str]:
+    """What whoever reads a green run should know."""
+    where = f"{architecture.name}, Triton {release}"
+    if any(k.registers is None for k in kernels):
+        return [f"{where}: compiled only: this Triton does not let the assembler's report be read"]
+    if not limits:
+        return [f"{where}: no budgets of this release: only absolute limits hold; {COMMAND.format(architecture.name)}"]
+    fewer = 0
+    for k in kernels:
+        registers, spills = limits.get(k.name, (0, 0))
+        fewer += (k.registers or 0) < registers or (k.spills or 0) < spills
+    return [f"{where}: {fewer} kernels need less than budgeted: {COMMAND.format(architecture.name)}"] * bool(fewer)
+
+
+def update(release: str, architecture: str, kernels: list[Compiled], path: Path = BUDGETS) -> None:
+    """Write registers and spills of the whole matrix of one architecture, in place of those of this release.
+
+    Raises:
+        ValueError: if a kernel came without a report.
+    """
+    entries = load(path).entries
+    known = entries.setdefault(architecture, {})
+    for seen in known.values():
+        seen.pop(release, None)
+    for k in kernels:
+        if k.registers is None or k.spills is None:
+            raise ValueError(f"expected a report of registers, Triton {release} gives none")
+        known.setdefault(k.name, {})[release] = [k.registers, k.spills]
+    lines = [
+        "# Registers and spilled bytes of a thread by Triton release, as compiled, not written by hand:",
+        f"# `{COMMAND.format('[ARCH]')}`. More fails the compile matrix.",
+    ]
+    for name in sorted(entries):
+        lines.append(f"{name}:")
+        for kernel, seen in sorted(entries[name].items()):
+            if seen:
+                pairs = ", ".join(f'"{r}": [{seen[r][0]}, {seen[r][1]}]' for r in sorted(seen, key=_order))
+                lines.append(f"  {kernel}: {{{pairs}}}")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def record(release: str, architecture: str, kernels: int, date: str, commit: str, path: Path = PASSED) -> None:
+    """Write that so many kernels have passed, in place of what was said of this pair; 0: it has not passed."""
+    known: list[dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))["passed"] if path.exists() else []
+    known = [entry for entry in known if (entry["triton"], entry["arch"]) != (release, architecture)]
+    if kernels:
+        known.append({"triton": release, "arch": architecture, "kernels": kernels, "date": date, "commit": commit})
+    lines = [
+        "# What the kernels compile for, by Triton release, not written by hand: `python -m nsa.testing.aot --record`.",
+        "passed:" if known else "passed: []",
+    ]
+    for e in sorted(known, key=lambda e: (_order(e["triton"]), e["arch"])):
+        fields = f'triton: "{e["triton"]}", arch: {e["arch"]}, kernels: {e["kernels"]}, date: {e["date"]}'
+        lines.append(f'- {{{fields}, commit: "{e["commit"]}"}}')
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _order(release: str) -> tuple[int, ...]:
+    return tuple(int(x) for x in release.split("."))
