@@ -132,8 +132,10 @@ def _of_table(architecture: Architecture) -> list[Point]:
     known = set()
     for p in POINTS:
         spans = p.source in ("ranges", "blocks")
+        rows, full = p.rows * p.HKV, tiles.FULL * architecture.processors
+        itemsize = 4 if p.dtype == "fp32" else 2
         choice = tiles.measured(
-            architecture.gpu, 4 if p.dtype == "fp32" else 2, p.G, p.D, p.Dv, p.L, not spans, p.rows * p.HKV
+            architecture.gpu, itemsize, p.G, p.D, p.Dv, p.L, not spans, rows if rows < full else None, full
         )
         if p.choice is None and choice is not None:
             known.add((not spans, p.D, p.Dv, choice[2:5]))
