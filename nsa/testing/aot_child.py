@@ -26,6 +26,8 @@ def main(name: str, extent: str) -> None:
     kernels, reports = _pretend(architecture)
     seen: set[str] = set()
     for point in points(architecture, extent):
+        kernels.clear()
+        reports.clear()
         print(f"compiling {point.id} for {name}", file=sys.stderr, flush=True)
         _call(point)
         if not kernels:
@@ -35,8 +37,6 @@ def main(name: str, extent: str) -> None:
             report = reports[i] if len(reports) == len(fresh) else None
             print(json.dumps(dataclasses.asdict(_describe(architecture, point, kernel, report))), flush=True)
         seen.update(kernel.hash for kernel in fresh)
-        kernels.clear()
-        reports.clear()
 
 
 def _call(point: Point) -> None:
