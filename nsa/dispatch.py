@@ -234,7 +234,7 @@ def run(what: Plan, *call: Any) -> Result:
     if what.debug:
         return _run_debug(what, Call(*call))
     if what.route in ("sdpa", "reference"):
-        return _plain(what.route, what.reason, what, Call(*call))
+        return _plain(what.route, what.reason, what, *call)
     if what.named:
         return _triton(what, *call)
     known = _broken.get(what.kernel) if _broken else None
@@ -247,7 +247,7 @@ def run(what: Plan, *call: Any) -> Result:
             known = f"{what.route} kernel failed: {type(error).__name__}: {str(error).strip() or 'no message'}"
             _broken[what.kernel] = known
             logger.warning("%s; %s serves this signature from now on", known, what.fallback)
-    return _plain(what.fallback, known, what, Call(*call))
+    return _plain(what.fallback, known, what, *call)
 
 
 def attach(launches: dict[Any, Any], q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Any, Any]:
@@ -298,27 +298,41 @@ def _triton(
     return result
 
 
-def _plain(route: str, reason: str, what: Plan, call: Call) -> Result:
+def _plain(
+    route: str,
+    reason: str,
+    what: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: Tensor | None,
+    block_indices: Tensor | None,
+    block_size: int | None,
+    causal: bool,
+    q_positions: Tensor | None,
+    scale: float | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    return_lse: bool,
+    out: Tensor | None,
+) -> Result:
     """Packed SDPA or the reference."""
     _taken[route, reason] += 1
-    keywords: dict[str, Any] = {
-        "ranges": call.ranges,
-        "block_indices": call.block_indices,
-        "block_size": call.block_size,
-        "causal": call.causal,
-        "q_positions": call.q_positions,
-        "scale": call.scale,
-        "cu_seqlens": None if call.cu_seqlens_q is None else (call.cu_seqlens_q, call.cu_seqlens_k),
-        "return_lse": call.return_lse,
-    }
-    if route == "sdpa":
+    cu_seqlens = None if cu_seqlens_q is None or cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
+    result: Tensor | tuple[Tensor, Tensor]
+    if route == "sdpa":  # keywords are written out: gathered in a dict, they cost a microsecond
         result = reference.packed_sdpa(
-            call.q, call.k, call.v, **keywords, max_selected=what.dims.bound, layout=what.sdpa_layout
-        )
+            q, k, v, ranges=ranges, block_indices=block_indices, block_size=block_size, causal=causal,
+            q_positions=q_positions, scale=scale, cu_seqlens=cu_seqlens, max_selected=what.dims.bound,
+            return_lse=return_lse, layout=what.sdpa_layout,
+        )  # fmt: skip
     else:
-        result = reference.selection_reference(call.q, call.k, call.v, **keywords)
+        result = reference.selection_reference(
+            q, k, v, ranges=ranges, block_indices=block_indices, block_size=block_size, causal=causal,
+            q_positions=q_positions, scale=scale, cu_seqlens=cu_seqlens, return_lse=return_lse,
+        )  # fmt: skip
     o, lse = result if isinstance(result, tuple) else (result, None)
-    return (o if call.out is None else call.out.copy_(o)), lse
+    return (o if out is None else out.copy_(o)), lse
 
 
 def _run_debug(what: Plan, call: Call) -> Result:
@@ -337,7 +351,7 @@ def _run_debug(what: Plan, call: Call) -> Result:
         elapsed = (time.perf_counter() - began) * 1e3
         logger.info("route %s (%s): %.3f ms, host and device", route, reason, elapsed)
     if current.debug_compare:
-        exact = _plain("reference", "debug_compare is set", what, call._replace(return_lse=False, out=None))[0]
+        exact = _plain("reference", "debug_compare is set", what, *call._replace(return_lse=False, out=None))[0]
         error = (result[0].double() - exact.double()).abs()
         worst = error.max().item() if error.numel() else 0.0  # a debug setting: may read the device
         logger.info("route %s against the reference: max error %.3e", route, worst)
