@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa import reference, settings
+from nsa import probe, reference, settings
 from nsa.kernels import tiles
 from nsa.validate import Dims, Raw, Signature, check, meta, optional
 
@@ -84,9 +84,10 @@ def routes() -> list[RouteRecord]:
 
 
 def reset() -> None:
-    """Forget the route log and the failures of kernels: they are tried again."""
+    """Forget the route log and the failures of kernels: they are tried again. :mod:`nsa.probe` keeps its files."""
     _taken.clear()
     _broken.clear()
+    probe.forget()
 
 
 @lru_cache(maxsize=64)
@@ -223,6 +224,8 @@ def failures() -> tuple[type[BaseException], ...]:
 
 def _is_kernel_failure(error: BaseException) -> bool:
     """Whether a caught error speaks of the kernel. Out of memory does not, nor does a lost CUDA context."""
+    if isinstance(error, probe.ProbeFailed):
+        return True  # whatever its text says happened in another process
     if isinstance(error, RuntimeError) and type(error).__module__.startswith("torch"):
         return False
     text = str(error).lower()
