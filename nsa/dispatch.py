@@ -6,6 +6,7 @@ signature and not tried again. An implementation asked for by name never falls b
 
 from __future__ import annotations
 
+import errno
 import logging
 import subprocess
 import time
@@ -228,6 +229,8 @@ def _is_kernel_failure(error: BaseException) -> bool:
         return True  # whatever its text says happened in another process
     if isinstance(error, RuntimeError) and type(error).__module__.startswith("torch"):
         return False
+    if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN):
+        return False  # no memory, or no process, for the assembler or the launcher's C compiler
     text = str(error).lower()
     return not (isinstance(error, RuntimeError) and any(words in text for words in NOT_THE_KERNEL))
 
