@@ -36,7 +36,7 @@ logger = logging.getLogger("nsa")
 LIMIT_S = 120.0  # seconds until a child is taken to hang; one that compiles needs about ten, mostly to import torch
 REAP_S = 5.0  # seconds for a killed child to be gone
 # Only from a compiler or a kernel; SIGKILL and SIGTERM are somebody else's doing, as when memory is short.
-CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
+CRASHES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP")
 AT_WORK = ("compiling", "running")  # phases in which a death or a hang speaks of the kernel
 
 _CONFIGS = Path(__file__).parent / "configs"
@@ -135,7 +135,10 @@ def passed_pairs() -> frozenset[tuple[str, str]]:
 
     try:
         entries = yaml.safe_load(path.read_text(encoding="utf-8"))["passed"] or []
-        return frozenset((str(entry["triton"]), str(entry["arch"])) for entry in entries)
+        pairs = frozenset((entry["triton"], entry["arch"]) for entry in entries)
+        if not all(isinstance(word, str) for pair in pairs for word in pair):
+            raise TypeError("3.10 without quotes is 3.1")
+        return pairs
     except (yaml.YAMLError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: expected a list `passed` of mappings with triton and arch, got {error!r}") from error
 
@@ -287,7 +290,7 @@ def judge(status: int | None, out: str, err: str) -> Verdict:
     if status < 0:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
         cause = f"killed by {name} while {phase}{_last(err)}"
-        return Verdict(cause, True) if -status in CRASHES and phase in AT_WORK else _unsure(cause)
+        return Verdict(cause, True) if name in CRASHES and phase in AT_WORK else _unsure(cause)
     if status == 0 and "result" in says:
         return Verdict(None if says["result"] == "right" else f"wrong result: {says['result']}", True)
     return _unsure(f"exit status {status} without an answer while {phase}{_last(err)}")

@@ -19,6 +19,7 @@ import nsa
 from nsa import probe, settings
 from nsa.kernels import combine, query_major
 from nsa.reference import selection_reference
+from nsa.testing.plugin import current_lane
 
 pytestmark = pytest.mark.usefixtures("fresh_routes", "fresh_plans", "untried")
 ROOT = Path(nsa.__file__).parents[1]
@@ -42,6 +43,7 @@ def untried(monkeypatch, tmp_path):
     for clear in forget:
         clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("NSA_PROBE", "always")  # of children, who must not probe in their turn
     monkeypatch.setattr(probe, "_told", set())
     with nsa.configure(probe="always", sel_triton_min_L=0):
         yield
@@ -181,6 +183,43 @@ def test_hang(call, inject, monkeypatch, tmp_path, phase):
     assert gone(int(pid.read_text()))
 
 
+def test_a_death_is_no_hang_because_of_what_it_left_behind(call, inject, monkeypatch, tmp_path):
+    """A compiler that the child started, and that holds its output open."""
+    monkeypatch.setattr(probe, "LIMIT_S", 1.5)
+    pid = tmp_path / "pid"
+    text = HANG.format(phase=json.dumps({"nsa": "phase", "says": "compiling"}), pid=str(pid))
+    inject(text.replace("time.sleep(1000)", "import os; os.abort()"), start=True)
+    call()
+    assert nsa.routes()[0].reason == "ranges kernel failed: ProbeFailed: killed by SIGABRT while compiling"
+    assert gone(int(pid.read_text()))
+
+
+def said(*phases, **says):
+    answers = [{"nsa": "phase", "says": phase} for phase in phases] + [{"nsa": k, "says": v} for k, v in says.items()]
+    return "".join(json.dumps(answer) + "\n" for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("status", "out", "err", "verdict"),
+    [
+        (0, said("compiling", "running", "comparing", result="right"), "a warning", (None, True)),
+        (0, said("comparing", result="max error 1"), "", ("wrong result: max error 1", True)),
+        (-11, said("running"), "", ("killed by SIGSEGV while running", True)),
+        (-6, said("compiling"), "a\nassert x\n\n", ("killed by SIGABRT while compiling: assert x", True)),
+        (-6, "", "", (f"killed by SIGABRT while starting{HINT}", False)),
+        (-15, said("compiling"), "", (f"killed by SIGTERM while compiling{HINT}", False)),
+        (-99, said("compiling"), "", (f"killed by signal 99 while compiling{HINT}", False)),
+        (1, said("compiling", error="OSError: no cc"), "", (f"OSError: no cc while compiling{HINT}", False)),
+        (2, "noise", "usage", (f"exit status 2 without an answer while starting: usage{HINT}", False)),
+        (1, said(result="right"), "", (f"exit status 1 without an answer while starting{HINT}", False)),
+        (None, said("running"), "", ("no answer in 120 s while running", True)),
+        (None, "", "", (f"no answer in 120 s while starting{HINT}", False)),
+    ],
+)
+def test_judge(status, out, err, verdict):
+    assert probe.judge(status, out, err) == verdict
+
+
 def gone(pid):
     """Whether a process has ended within a second; nobody may have buried it yet."""
     for _ in range(20):
@@ -216,6 +255,17 @@ def test_what_others_print_is_no_answer(call, inject, asked, tmp_path):
     assert len(asked) == 1
     (path,) = files(tmp_path)
     assert json.loads(path.read_text())["cause"] is None
+
+
+def test_a_child_is_as_this_process_was_started(call, asked, monkeypatch, tmp_path):
+    """Whatever lies in the current folder, and whatever became of the variable that Triton read long ago."""
+    for module in ("json", "torch", "triton", "nsa", "sys"):
+        (tmp_path / f"{module}.py").write_text("raise RuntimeError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRITON_INTERPRET", "0" if current_lane() == "interpreter" else "1")
+    call()
+    assert [record.route for record in nsa.routes()] == ["ranges"]
+    assert [what["interpreted"] for what in asked] == [current_lane() == "interpreter"]
 
 
 def test_no_child_can_be_started(call, monkeypatch, tmp_path):
@@ -343,10 +393,10 @@ def test_the_packaged_list():
     assert not probe.passed("3.60.0", "sm_90")
 
 
-@pytest.mark.parametrize("text", ["[]", "passed: 3", "passed: [3.6]", "passed: [{triton: '3.6'}]", "{", "other: 1"])
-def test_a_list_that_is_none(monkeypatch, tmp_path, text):
+@pytest.mark.parametrize("entries", ["3", "[3.6]", "[{triton: '3.6'}]", "[{triton: 3.10, arch: sm_90}]", "{"])
+def test_a_list_that_is_none(monkeypatch, tmp_path, entries):
     monkeypatch.setattr(probe, "_CONFIGS", tmp_path)
-    (tmp_path / "compiled.yaml").write_text(text)
+    (tmp_path / "compiled.yaml").write_text(f"passed: {entries}")
     with pytest.raises(ValueError, match="compiled.yaml: expected a list `passed`"):
         probe.passed_pairs.__wrapped__()
     (tmp_path / "compiled.yaml").unlink()
