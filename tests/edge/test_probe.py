@@ -3,7 +3,6 @@
 The children are real, and so is what happens to them: a `sitecustomize` that only they import aborts, crashes, hangs.
 """
 
-import errno
 import json
 import logging
 import os
@@ -16,8 +15,7 @@ import pytest
 import torch
 
 import nsa
-from nsa import probe, settings
-from nsa.kernels import combine, query_major
+from nsa import probe
 from nsa.reference import selection_reference
 from nsa.testing.plugin import current_lane
 
@@ -34,21 +32,6 @@ def broken(self, grid, device, tensors, numbers, common=True):
     {body}
 launch.Variant.launch = broken
 """
-
-
-@pytest.fixture
-def untried(monkeypatch, tmp_path):
-    """No kernel was launched or probed; probing is forced, as the interpreter needs none; rows are long."""
-    forget = query_major._variant.cache_clear, combine._variant.cache_clear
-    for clear in forget:
-        clear()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("NSA_PROBE", "always")  # of children, who must not probe in their turn
-    monkeypatch.setattr(probe, "_told", set())
-    with nsa.configure(probe="always", sel_triton_min_L=0):
-        yield
-    for clear in forget:
-        clear()
 
 
 @pytest.fixture
@@ -74,18 +57,6 @@ def asked(monkeypatch):
 
 
 @pytest.fixture
-def answer(monkeypatch):
-    """`answer(verdict) -> whats`: no child at all, but this."""
-
-    def make(verdict):
-        whats = []
-        monkeypatch.setattr(probe, "ask", lambda what, device: whats.append(what) or verdict)
-        return whats
-
-    return make
-
-
-@pytest.fixture
 def call(draw, same):
     """A call, compared with the reference."""
     q, k, v = draw()
@@ -97,11 +68,6 @@ def call(draw, same):
         torch.testing.assert_close(o.double(), want, rtol=0, atol=1e-5)
 
     return make
-
-
-def files(tmp_path):
-    folder = tmp_path / "cache" / "nsa" / "probe"
-    return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 def warnings_of(caplog):
@@ -140,7 +106,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_fault_at_launch(call, inject, asked, caplog, tmp_path, kind):
+def test_fault_at_launch(call, inject, asked, caplog, kind, kept):
     body, cause, lasting = FAULTS[kind]
     inject(body)
     for _ in range(3):
@@ -153,7 +119,7 @@ def test_fault_at_launch(call, inject, asked, caplog, tmp_path, kind):
         with pytest.raises(RuntimeError, match="^" + cause.partition("(")[0]):
             call(backend="triton")
     assert len(asked) == 1
-    assert [json.loads(path.read_text())["cause"] for path in files(tmp_path)] == (
+    assert [json.loads(path.read_text())["cause"] for path in kept()] == (
         [record.reason.removeprefix("ranges kernel failed: ProbeFailed: ")] if lasting else []
     )
 
@@ -168,7 +134,7 @@ time.sleep(1000)
 
 
 @pytest.mark.parametrize("phase", ["starting", "compiling"])
-def test_hang(call, inject, monkeypatch, tmp_path, phase):
+def test_hang(call, inject, monkeypatch, tmp_path, phase, kept):
     """It ends with whatever it started, and speaks of the kernel only if that was being compiled."""
     monkeypatch.setattr(probe, "LIMIT_S", 1.5)
     pid = tmp_path / "pid"
@@ -179,7 +145,7 @@ def test_hang(call, inject, monkeypatch, tmp_path, phase):
     assert nsa.routes()[0].reason == f"ranges kernel failed: ProbeFailed: no answer in 1.5 s while {phase}" + (
         HINT if phase == "starting" else ""
     )
-    assert len(files(tmp_path)) == (phase == "compiling")
+    assert len(kept()) == (phase == "compiling")
     assert gone(int(pid.read_text()))
 
 
@@ -232,28 +198,31 @@ def gone(pid):
     return False
 
 
-def test_import_error(call, inject, tmp_path):
+def test_import_error(call, inject, kept):
     inject("import sys; sys.modules['triton'] = None", start=True)
     call()
     (record,) = nsa.routes()
     assert record.route == "sdpa"
     assert "ModuleNotFoundError: import of triton" in record.reason
     assert record.reason.endswith(f" while starting{HINT}")
-    assert files(tmp_path) == []
+    assert kept() == []
 
 
-NOISE = r"""
-import os
-os.write(1, b'\xff\xfe{"nsa": \n{"nsa": "result"}\n[1]\n{"nsa": "phase", "says": "singing"}\n')
-"""
+NOISE = r"""os.write(1, b'\xff\xfe{"nsa": \n{"nsa": "result"}\n[1]\n{"nsa": "phase", "says": "singing"}\n')"""
+FORGED = """os.write(1, b'{"nsa": "result", "says": "forged"}\\n')"""
 
 
-def test_what_others_print_is_no_answer(call, inject, asked, tmp_path):
-    inject(NOISE, start=True)
+@pytest.mark.parametrize("when", ["start", "end"])
+def test_what_others_print_is_no_answer(call, inject, asked, kept, when):
+    if when == "start":
+        inject(f"import os; {NOISE}", start=True)
+    else:
+        text = "import atexit; atexit.register(lambda: {}); real(self, grid, device, tensors, numbers, common)"
+        inject(text.format(FORGED))
     call()
     assert [record.route for record in nsa.routes()] == ["ranges"]
     assert len(asked) == 1
-    (path,) = files(tmp_path)
+    (path,) = kept()
     assert json.loads(path.read_text())["cause"] is None
 
 
@@ -268,7 +237,7 @@ def test_a_child_is_as_this_process_was_started(call, asked, monkeypatch, tmp_pa
     assert [what["interpreted"] for what in asked] == [current_lane() == "interpreter"]
 
 
-def test_no_child_can_be_started(call, monkeypatch, tmp_path):
+def test_no_child_can_be_started(call, monkeypatch, tmp_path, kept):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
     call()
     (record,) = nsa.routes()
@@ -278,7 +247,7 @@ def test_no_child_can_be_started(call, monkeypatch, tmp_path):
         call(backend="triton")
     with nsa.configure(probe="never"):
         call(backend="triton")
-    assert files(tmp_path) == []
+    assert kept() == []
 
 
 def test_an_interrupt_ends_the_child(call, inject, monkeypatch, tmp_path):
@@ -330,217 +299,3 @@ def test_what_happened_in_the_child_is_no_state_of_this_process(call, answer):
     call()
     assert [(record.route, record.calls) for record in nsa.routes()] == [("sdpa", 2)]
     assert len(whats) == 1
-
-
-# --- when a child is asked --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mode", "device", "pair", "asks"),
-    [
-        ("auto", "cuda", ("3.6", "sm_90"), False),
-        ("auto", "cuda", ("3.6", "sm_89"), True),
-        ("auto", "cuda", ("3.7", "sm_90"), True),
-        ("always", "cuda", ("3.6", "sm_90"), True),
-        ("never", "cuda", ("3.7", "sm_89"), False),
-        ("auto", "cpu", ("3.7", "interpreter"), False),
-        ("always", "cpu", ("3.7", "interpreter"), True),
-        ("always", "meta", ("3.7", "interpreter"), False),
-    ],
-)
-def test_who_is_probed(monkeypatch, mode, device, pair, asks):
-    monkeypatch.setattr(probe, "passed_pairs", lambda: {("3.6", "sm_90")})
-    monkeypatch.setattr(probe, "_triton", lambda: f"{pair[0]}.1")
-    monkeypatch.setattr(probe, "architecture", lambda device: pair[1])
-    monkeypatch.setattr(probe, "describe", lambda *_: {})
-    monkeypatch.setattr(probe, "find_out", lambda *_: "it aborts")
-    with nsa.configure(probe=mode):
-        if not asks:
-            return probe.require(None, torch.device(device), ())
-        with pytest.raises(probe.ProbeFailed, match="^it aborts$"):
-            probe.require(None, torch.device(device), ())
-    return None
-
-
-def test_each_variant_is_tried_once(draw, same, answer):
-    """Whoever launches it. What compiles something else is another one: dtypes, LSE, misaligned tensors."""
-    whats = answer(probe.Verdict(None, True))
-    q, k, v = draw()
-    ranges = same([(0, 7), (9, 13)], 1, 3, 2)
-    padded = torch.empty(q.numel() + 1, dtype=q.dtype, device=q.device)
-    misaligned = padded[1:].view(q.shape).copy_(q)
-    calls = [
-        lambda: nsa.selection_attention(q, k, v, ranges=ranges),
-        lambda: nsa.selection_attention(q, k, v, ranges=ranges, return_lse=True),
-        lambda: nsa.selection_attention(misaligned, k, v, ranges=ranges),
-        lambda: nsa.selection_attention(q, k, v, ranges=ranges.long()),
-        lambda: nsa.selection_attention(q.half(), k.half(), v.half(), ranges=ranges),
-        lambda: nsa.selection_attention(q, k, v, ranges=ranges, causal=False),
-    ]
-    for count, one in enumerate(calls, 1):
-        one()
-        one()
-        assert len(whats) == count
-    nsa.selection_attention(*draw(B=2, S=2, S_kv=17), ranges=same([(0, 7)], 2, 2, 2))  # what varies from batch to batch
-    assert len(whats) == len(calls)
-
-
-def test_the_packaged_list():
-    pairs = probe.passed_pairs()
-    assert ("3.6", "sm_90") in pairs
-    assert probe.passed("3.6.0", "sm_90")
-    assert probe.passed("3.6.1+git123", "sm_90")
-    assert not probe.passed("3.60.0", "sm_90")
-
-
-@pytest.mark.parametrize("entries", ["3", "[3.6]", "[{triton: '3.6'}]", "[{triton: 3.10, arch: sm_90}]", "{"])
-def test_a_list_that_is_none(monkeypatch, tmp_path, entries):
-    monkeypatch.setattr(probe, "_CONFIGS", tmp_path)
-    (tmp_path / "compiled.yaml").write_text(f"passed: {entries}")
-    with pytest.raises(ValueError, match="compiled.yaml: expected a list `passed`"):
-        probe.passed_pairs.__wrapped__()
-    (tmp_path / "compiled.yaml").unlink()
-    assert probe.passed_pairs.__wrapped__() == frozenset()
-
-
-# --- what is remembered -----------------------------------------------------------------------------------------------
-
-WHAT = {"kernel": "_fwd_kernel", "constexprs": {"G": 4}}
-CPU = torch.device("cpu")
-BAD = probe.Verdict("killed by SIGABRT while compiling", True)
-
-
-@pytest.mark.parametrize("cause", [None, BAD.cause], ids=["works", "aborts"])
-def test_another_process_does_not_ask_again(answer, cause):
-    whats = answer(probe.Verdict(cause, True))
-    assert probe.find_out(WHAT, CPU) == cause
-    probe.forget()
-    assert probe.find_out(WHAT, CPU) == cause
-    assert len(whats) == 1
-
-
-def test_what_is_not_about_the_kernel_is_for_this_process_only(answer, tmp_path):
-    whats = answer(probe.Verdict("out of memory", False))
-    for _ in range(2):
-        assert probe.find_out(WHAT, CPU) == "out of memory"
-    assert len(whats) == 1
-    assert files(tmp_path) == []
-    nsa.dispatch.reset()
-    probe.find_out(WHAT, CPU)
-    assert len(whats) == 2
-
-
-def test_the_key_holds_all_that_matters(monkeypatch):
-    key = probe.key_of(WHAT, CPU)
-    assert probe.key_of({"kernel": "_fwd_kernel", "constexprs": {"G": 5}}, CPU) != key
-    for where, name, value in (
-        (probe, "_sources", lambda: "edited"),
-        (probe, "_triton", lambda: "9.9.9"),
-        (torch, "__version__", "9.9.9"),
-        (probe, "architecture", lambda device: "sm_999"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(where, name, value)
-            assert probe.key_of(WHAT, CPU) != key
-    assert probe.key_of(dict(reversed(WHAT.items())), CPU) == key
-
-
-def test_an_edited_kernel_is_another(monkeypatch, tmp_path):
-    """One byte of any file of `nsa/kernels`."""
-    package = tmp_path / "nsa"
-    (package / "kernels").mkdir(parents=True)
-    for source in [*(ROOT / "nsa" / "kernels").glob("*.py"), ROOT / "nsa" / "trial.py"]:
-        (package / source.relative_to(ROOT / "nsa")).write_bytes(source.read_bytes())
-    real = probe._sources.__wrapped__()
-    monkeypatch.setattr(probe, "__file__", str(package / "probe.py"))
-    assert probe._sources.__wrapped__() == real
-    for path in (package / "kernels").iterdir():
-        text = path.read_bytes()
-        path.write_bytes(text + b"#")
-        assert probe._sources.__wrapped__() != real
-        path.write_bytes(text)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(path.read_bytes()[:40]),
-        lambda path: path.write_bytes(b"\xff\xfe\x00"),
-        lambda path: path.write_text("[]"),
-        lambda path: path.write_text(json.dumps({"key": path.stem})),
-        lambda path: path.write_text(json.dumps({"key": path.stem, "cause": 3})),
-        lambda path: path.write_text(json.dumps({"key": "another", "cause": None})),
-        lambda path: path.unlink() or path.mkdir(),
-    ],
-    ids=["empty", "truncated", "binary", "list", "no-cause", "cause-3", "another's", "folder"],
-)
-def test_a_damaged_file_is_no_file(answer, tmp_path, damage):
-    whats = answer(BAD)
-    probe.find_out(WHAT, CPU)
-    (path,) = files(tmp_path)
-    damage(path)
-    probe.forget()
-    assert probe.find_out(WHAT, CPU) == BAD.cause
-    assert len(whats) == 2
-    probe.forget()
-    assert probe.find_out(WHAT, CPU) == BAD.cause
-    assert len(whats) == 2 + path.is_dir(), "mended, but where a folder lies no file can be put"
-
-
-def no_space(handle, *_, **__):
-    os.close(handle)
-    return open("/dev/full", "w")  # noqa: SIM115  (what is written to it is refused for want of space)
-
-
-def read_only(*_, **__):
-    raise OSError(errno.EROFS, "Read-only file system")
-
-
-UNWRITABLE = {
-    "full": lambda patch, tmp_path: patch.setattr(os, "fdopen", no_space),
-    "read-only": lambda patch, tmp_path: patch.setattr(os, "mkdir", read_only),
-    "read-only-below": lambda patch, tmp_path: patch.setattr(probe.tempfile, "mkstemp", read_only),
-    "refused": lambda patch, tmp_path: patch.setenv("XDG_CACHE_HOME", "/proc"),
-    "a-file-in-its-place": lambda patch, tmp_path: (tmp_path / "cache").write_text(""),
-    "no-home": lambda patch, tmp_path: patch.setattr(settings, "user_probes", lambda: None),
-}
-
-
-@pytest.mark.parametrize("kind", UNWRITABLE)
-def test_a_folder_that_takes_no_files_only_costs_time(answer, monkeypatch, tmp_path, caplog, kind):
-    whats = answer(BAD)
-    UNWRITABLE[kind](monkeypatch, tmp_path)
-    with caplog.at_level(logging.DEBUG, logger="nsa"):
-        for processes in (1, 2):
-            for _ in range(2):
-                assert probe.find_out(WHAT, CPU) == BAD.cause
-            assert len(whats) == processes
-            probe.forget()
-    (said,) = [r.getMessage() for r in caplog.records if r.levelno == logging.DEBUG]
-    assert "not kept for other processes" in said
-    assert files(tmp_path) == []
-
-
-MANY = """
-import sys
-from nsa import probe
-what, whole = {"kernel": "_fwd_kernel"}, set()
-for i in range(300):
-    probe._write("shared", f"cause {i} " + "x" * 20_000, what)
-    found = probe._read("shared")
-    assert found is not None and found.cause.endswith("x" * 20_000), found
-"""
-
-
-def test_many_processes_at_once(tmp_path):
-    """All write and read one file: none ever sees a part of it, and nothing is left over."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    children = [
-        subprocess.Popen([sys.executable, "-c", MANY], env=environment, stderr=subprocess.PIPE, text=True)
-        for _ in range(8)
-    ]
-    errors = [child.communicate()[1] for child in children]
-    assert [child.returncode for child in children] == [0] * 8, errors
-    (path,) = files(tmp_path)
-    assert json.loads(path.read_text())["cause"].endswith("x" * 20_000)
