@@ -7,6 +7,10 @@ import logging
 import platform
 import sys
 from importlib import metadata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,6 +50,7 @@ def doctor() -> list[str]:
         f"versions   nsa {nsa.__version__}, torch {torch.__version__}, triton {_version('triton')}, "
         f"Python {platform.python_version()}",
         f"Triton     {'usable' if why_not is None else f'not used: {why_not}'}",
+        *([f"compiled   {_compiled(torch.device('cuda', 0))}"] if gpus and why_not is None else []),
         "settings",
     ]
     for name in settings.NAMES:
@@ -71,6 +76,20 @@ def doctor() -> list[str]:
     if stale:
         lines.append(f"  measured with another {' and '.join(stale)} than this one")
     return [*lines, f"next       {'python -m nsa calibrate' if stale else 'pytest -m perf --benchmark-compare'}"]
+
+
+def _compiled(device: torch.device) -> str:
+    """Whether kernels are compiled right here, or in a child process first."""
+    from nsa import probe, settings
+
+    pair, mode = (_version("triton"), probe.architecture(device)), settings.get().probe
+    listed = probe.passed(*pair)
+    said = (
+        f"Triton {pair[0]} for {pair[1]}: {'passed the compile matrix' if listed else 'not on the list of the matrix'}"
+    )
+    if mode == "never" or (mode == "auto" and listed):
+        return f"{said}; kernels are compiled in this process{'' if mode == 'auto' else ', probe is never'}"
+    return f"{said}; a child process compiles each kernel first, findings in {settings.user_probes()}"
 
 
 def _version(package: str) -> str:

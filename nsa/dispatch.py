@@ -6,6 +6,7 @@ signature and not tried again. An implementation asked for by name never falls b
 
 from __future__ import annotations
 
+import errno
 import logging
 import subprocess
 import time
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa import reference, settings
+from nsa import probe, reference, settings
 from nsa.kernels import tiles
 from nsa.validate import Dims, Raw, Signature, check, meta, optional
 
@@ -85,9 +86,10 @@ def routes() -> list[RouteRecord]:
 
 
 def reset() -> None:
-    """Forget the route log and the failures of kernels: they are tried again."""
+    """Forget the route log and the failures of kernels: they are tried again. :mod:`nsa.probe` keeps its files."""
     _taken.clear()
     _broken.clear()
+    probe.forget()
 
 
 @lru_cache(maxsize=64)
@@ -225,8 +227,12 @@ def failures() -> tuple[type[BaseException], ...]:
 
 def _is_kernel_failure(error: BaseException) -> bool:
     """Whether a caught error speaks of the kernel. Out of memory does not, nor does a lost CUDA context."""
+    if isinstance(error, probe.ProbeFailed):
+        return True  # whatever its text says happened in another process
     if isinstance(error, RuntimeError) and type(error).__module__.startswith("torch"):
         return False
+    if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN):
+        return False  # no memory, or no process, for the assembler or the launcher's C compiler
     text = str(error).lower()
     return not (isinstance(error, RuntimeError) and any(words in text for words in NOT_THE_KERNEL))
 
@@ -236,7 +242,7 @@ def run(what: Plan, *call: Any) -> Result:
     if what.debug:
         return _run_debug(what, Call(*call))
     if what.route in ("sdpa", "reference"):
-        return _plain(what.route, what.reason, what, Call(*call))
+        return _plain(what.route, what.reason, what, *call)
     if what.named:
         return _triton(what, *call)
     known = _broken.get(what.kernel) if _broken else None
@@ -249,7 +255,7 @@ def run(what: Plan, *call: Any) -> Result:
             known = f"{what.route} kernel failed: {type(error).__name__}: {str(error).strip() or 'no message'}"
             _broken[what.kernel] = known
             logger.warning("%s; %s serves this signature from now on", known, what.fallback)
-    return _plain(what.fallback, known, what, Call(*call))
+    return _plain(what.fallback, known, what, *call)
 
 
 def attach(launches: dict[Any, Any], q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Any, Any]:
@@ -301,27 +307,41 @@ def _triton(
     return result
 
 
-def _plain(route: str, reason: str, what: Plan, call: Call) -> Result:
+def _plain(
+    route: str,
+    reason: str,
+    what: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: Tensor | None,
+    block_indices: Tensor | None,
+    block_size: int | None,
+    causal: bool,
+    q_positions: Tensor | None,
+    scale: float | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    return_lse: bool,
+    out: Tensor | None,
+) -> Result:
     """Packed SDPA or the reference."""
     _taken[route, reason] += 1
-    keywords: dict[str, Any] = {
-        "ranges": call.ranges,
-        "block_indices": call.block_indices,
-        "block_size": call.block_size,
-        "causal": call.causal,
-        "q_positions": call.q_positions,
-        "scale": call.scale,
-        "cu_seqlens": None if call.cu_seqlens_q is None else (call.cu_seqlens_q, call.cu_seqlens_k),
-        "return_lse": call.return_lse,
-    }
-    if route == "sdpa":
+    cu_seqlens = None if cu_seqlens_q is None or cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
+    result: Tensor | tuple[Tensor, Tensor]
+    if route == "sdpa":  # keywords are written out: gathered in a dict, they cost a microsecond
         result = reference.packed_sdpa(
-            call.q, call.k, call.v, **keywords, max_selected=what.dims.bound, layout=what.sdpa_layout
-        )
+            q, k, v, ranges=ranges, block_indices=block_indices, block_size=block_size, causal=causal,
+            q_positions=q_positions, scale=scale, cu_seqlens=cu_seqlens, max_selected=what.dims.bound,
+            return_lse=return_lse, layout=what.sdpa_layout,
+        )  # fmt: skip
     else:
-        result = reference.selection_reference(call.q, call.k, call.v, **keywords)
+        result = reference.selection_reference(
+            q, k, v, ranges=ranges, block_indices=block_indices, block_size=block_size, causal=causal,
+            q_positions=q_positions, scale=scale, cu_seqlens=cu_seqlens, return_lse=return_lse,
+        )  # fmt: skip
     o, lse = result if isinstance(result, tuple) else (result, None)
-    return (o if call.out is None else call.out.copy_(o)), lse
+    return (o if out is None else out.copy_(o)), lse
 
 
 def _run_debug(what: Plan, call: Call) -> Result:
@@ -340,7 +360,7 @@ def _run_debug(what: Plan, call: Call) -> Result:
         elapsed = (time.perf_counter() - began) * 1e3
         logger.info("route %s (%s): %.3f ms, host and device", route, reason, elapsed)
     if current.debug_compare:
-        exact = _plain("reference", "debug_compare is set", what, call._replace(return_lse=False, out=None))[0]
+        exact = _plain("reference", "debug_compare is set", what, *call._replace(return_lse=False, out=None))[0]
         error = (result[0].double() - exact.double()).abs()
         worst = error.max().item() if error.numel() else 0.0  # a debug setting: may read the device
         logger.info("route %s against the reference: max error %.3e", route, worst)

@@ -26,6 +26,7 @@ logger = logging.getLogger("nsa")
 DEFAULT_MIN_L = 2048  # keys; a safe guess where nobody measured: packed SDPA is never far off for shorter rows
 TRITON_OFF = sys.maxsize  # keys; the threshold of a GPU on which Triton never won: no row is that long
 ON_RELOAD: list[Callable[[], None]] = []  # what others remember of files that were read
+PROBE = ("auto", "always", "never")
 SDPA_LAYOUTS = ("heads_as_queries", "expanded", "enable_gqa")
 PROVENANCE = ("gpu", "torch", "triton", "date", "commit", "margin")
 
@@ -44,6 +45,7 @@ class Settings:
     batch_invariant: bool = False  # few rows are launched like many: how many share a call changes no result
     use_sel_pack: bool = True  # the fallback is packed SDPA, else the gather reference
     force_parity: bool = False  # always the reference
+    probe: str = "auto"  # a kernel's first compile in a child process: where nobody has compiled it, always, never
     debug_timing: bool = False  # log route and kernel time
     debug_compare: bool = False  # log the error against the reference
     debug_shapes: bool = False  # log shapes and strides
@@ -67,7 +69,7 @@ class DeviceConfig:
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(Settings))
-Value = bool | int | None  # of one setting
+Value = bool | int | str | None  # of one setting
 
 _lock = threading.RLock()
 _loaded: tuple[Settings, dict[str, str]] | None = None  # the first three layers and where each value came from
@@ -98,7 +100,8 @@ def configure(**values: Value) -> AbstractContextManager[Settings]:
 
     Process-wide: other threads see the change too, and two threads that set the same name contend for it.
 
-    Raises TypeError for an unknown name or a value of the wrong type and ValueError for a negative length, at once.
+    Raises TypeError for an unknown name or a value of the wrong type and ValueError for a negative length or an unknown
+    word, at once.
     """
     for name, value in values.items():
         if name not in NAMES:
@@ -140,6 +143,23 @@ def user_devices() -> Path:
     """The folder of this user's own measurements, which `python -m nsa calibrate` writes."""
     config_home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(config_home).expanduser() / "nsa" / "devices"
+
+
+def user_probes() -> Path | None:
+    """The folder of what `nsa.probe` found out on this user's machines; None where the user has no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nsa" / "probe"
+    except RuntimeError:  # no HOME, and a user id that the system does not know, as in some containers
+        return None
+
+
+def child_environment(interpret: bool) -> dict[str, str]:
+    """This process's environment for a child whose kernels run in Triton's interpreter, or are compiled.
+
+    Whatever became of the variable since Triton read it here.
+    """
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return kept | ({"TRITON_INTERPRET": "1"} if interpret else {})
 
 
 def packaged_devices() -> Path:
@@ -227,6 +247,10 @@ def _parse_variable(name: str, variable: str, text: str) -> Value:
         if not re.fullmatch(r"[0-9]+", text.strip()):
             raise ValueError(f"{variable}={text!r}: expected a non-negative integer")
         return int(text)
+    if name == "probe":
+        if text.strip().lower() not in PROBE:
+            raise ValueError(f"{variable}={text!r}: expected {_expected(name)}")
+        return text.strip().lower()
     if text.strip().lower() not in _BOOLS:
         raise ValueError(f"{variable}={text!r}: expected one of 1, 0, true, false, yes, no, on, off")
     return _BOOLS[text.strip().lower()]
@@ -284,16 +308,20 @@ def _reject_unknown(path: Path, prefix: str, keys: Mapping[str, object], accepte
 def _valid_type(name: str, value: object) -> bool:
     if name == "sel_triton_min_L":
         return value is None or (isinstance(value, int) and not isinstance(value, bool))
-    return isinstance(value, bool)
+    return isinstance(value, str if name == "probe" else bool)
 
 
 def _valid(name: str, value: object) -> bool:
-    return _valid_type(name, value) and (not isinstance(value, int) or value >= 0)
+    if not _valid_type(name, value):
+        return False
+    return value in PROBE if name == "probe" else not isinstance(value, int) or value >= 0
 
 
 def _expected(name: str, *, yaml: bool = False) -> str:
     if name == "sel_triton_min_L":
         return f"a non-negative integer or {'null' if yaml else 'None'}"
+    if name == "probe":
+        return f"one of {', '.join(PROBE)}"
     return "true or false" if yaml else "True or False"
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import triton
 
+from nsa import probe
+
 TRITON = tuple(int(x) for x in triton.__version__.split(".")[:2])
 
 # Launching what is compiled takes the same arguments since 3.5. Before, and on ROCm, launches stay Triton's.
@@ -46,6 +48,7 @@ class Variant:
         self.options = options
         self.cluster = cluster
         self._compiled: tuple[Any, ...] | None = None
+        self._probed: set[tuple[bool, ...]] = set()  # by which tensors are misaligned
 
     def launch(
         self,
@@ -61,6 +64,9 @@ class Variant:
             tensors, numbers: the run-time arguments, in the kernel's order.
             common: the ints fit int32. A launch where they do not, or where an address is no multiple of 16, is
                 another variant, and rare: Triton finds out by itself.
+
+        Raises:
+            nsa.probe.ProbeFailed: Triton would compile, and a child process found that it must not.
         """
         cuda = device.type == "cuda"
         if cuda and device.index != current_device():
@@ -78,6 +84,10 @@ class Variant:
                 stream = current_stream(device.index)
                 run(*grid, stream, function, metadata, None, None, None, *addresses, *numbers, *last)
                 return None
+        misaligned = () if union & 15 == 0 else tuple(address & 15 != 0 for address in addresses)
+        if misaligned not in self._probed:
+            probe.require(self, device, tensors)
+            self._probed.add(misaligned)
         keywords = self.constexprs | self.options | {"enable_fp_fusion": True}
         last = tuple(self.constexprs[name] for name in self.kernel.arg_names[len(tensors) + len(numbers) :])
         if not self.cluster:

@@ -509,9 +509,6 @@ def forward(
     if cu_seqlens_k is not None:
         cu_seqlens_k = cu_seqlens_k.contiguous()
         cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
-    launches[route] += 1
-    if launch.splits > 1:
-        launches["split"] += 1
     separate = parts is not None and not launch.merged
     variant = launch.variant if lse is None or separate else launch.variant_lse
     variant.launch(
@@ -521,6 +518,9 @@ def forward(
         (*launch.sizes, launch.scale if scale is None else float(scale)),
         launch.narrow,
     )
+    launches[route] += 1
+    if launch.splits > 1:
+        launches["split"] += 1
     if separate:
         assert parts is not None
         combine(parts, launch.splits, out, lse, bool(variant.constexprs["OVERLAP"]))

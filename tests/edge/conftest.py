@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import nsa
-from nsa import dispatch, settings
+from nsa import dispatch, probe, settings
 from nsa.reference import selection_reference
 from nsa.testing.plugin import current_lane
 
@@ -167,3 +167,43 @@ def fresh_routes():
     dispatch.reset()
     yield
     dispatch.reset()
+
+
+@pytest.fixture
+def untried(monkeypatch, tmp_path):
+    """No kernel was launched or probed; probing is forced, as the interpreter needs none; rows are long."""
+    from nsa.kernels import combine, query_major
+
+    forget = query_major._variant.cache_clear, combine._variant.cache_clear
+    for clear in forget:
+        clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("NSA_PROBE", "always")  # of children, who must not probe in their turn
+    monkeypatch.setattr(probe, "_told", set())
+    with nsa.configure(probe="always", sel_triton_min_L=0):
+        yield
+    for clear in forget:
+        clear()
+
+
+@pytest.fixture
+def answer(monkeypatch):
+    """`answer(verdict) -> whats`: what `nsa.probe` would ask children, which all find this."""
+
+    def make(verdict):
+        whats = []
+        monkeypatch.setattr(probe, "ask", lambda what, device: whats.append(what) or verdict)
+        return whats
+
+    return make
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """`kept()`: the files in which `nsa.probe` keeps what children found, for other processes."""
+
+    def make():
+        folder = tmp_path / "cache" / "nsa" / "probe"
+        return sorted(folder.iterdir()) if folder.is_dir() else []
+
+    return make

@@ -150,6 +150,8 @@ PASSED_ON = {
     "out-of-memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     "out-of-memory-by-type": torch.OutOfMemoryError("allocation failed"),
     "out-of-memory-of-the-driver": RuntimeError("Triton Error [CUDA]: out of memory"),
+    "out-of-memory-of-the-host": OSError(12, "Cannot allocate memory"),
+    "no-process-for-the-assembler": BlockingIOError(11, "Resource temporarily unavailable"),
     "lost-context": RuntimeError("CUDA error: an illegal memory access was encountered"),
     "lost-context-of-triton": RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
     "value": ValueError("a bug"),
@@ -172,6 +174,29 @@ def test_what_is_no_kernel_failure_is_passed_on(call, break_kernel, caplog, kind
         assert len(tries) == count
     assert warnings_of(caplog) == []
     assert nsa.routes() == []
+
+
+def test_a_thousand_calls_try_it_once(draw, same, break_kernel):
+    """What they cost is timed in the perf lane."""
+    tries = break_kernel(RuntimeError("broken"))
+    q, k, v = draw(S=1)
+    ranges = same([(0, 7)], 1, 1, 2)
+    want = nsa.selection_attention(q, k, v, ranges=ranges, max_selected=7)
+    for _ in range(1000):
+        assert torch.equal(nsa.selection_attention(q, k, v, ranges=ranges, max_selected=7), want)
+    assert len(tries) == 1
+    assert nsa.routes() == [nsa.RouteRecord("sdpa", "ranges kernel failed: RuntimeError: broken", 1001)]
+
+
+def test_memory_may_be_there_next_time(call, break_kernel, monkeypatch):
+    """Out of memory is the caller's to handle, and the kernel runs as soon as there is some."""
+    forward = query_major.forward
+    break_kernel(PASSED_ON["out-of-memory"])
+    with pytest.raises(torch.OutOfMemoryError):
+        call()
+    monkeypatch.setattr(query_major, "forward", forward)
+    call()
+    assert [r.route for r in nsa.routes()] == ["ranges"]
 
 
 def test_out_is_written_by_the_fallback(draw, same, break_kernel):

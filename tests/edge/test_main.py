@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import nsa.__main__
+import nsa.probe
 from nsa import settings
 from nsa.testing import calibrate, thresholds
 from nsa.testing.cases import Case
@@ -92,6 +93,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: GPU)
     monkeypatch.setattr(nsa.dispatch, "why_not_triton", lambda device: None)
+    monkeypatch.setattr(nsa.probe, "architecture", lambda device: "sm_90")
     settings.reload()
     yield tmp_path / "nsa" / "devices" / "nvidia-h100-80gb-hbm3.yaml"
     monkeypatch.undo()
@@ -123,6 +125,24 @@ def test_calibrate_writes_for_this_user_what_the_doctor_then_shows(gpu, monkeypa
     after = "\n".join(nsa.__main__.doctor())
     assert f"measured   sel_triton_min_L = 128, packed SDPA as enable_gqa, {gpu}" in after
     assert "commit             abc123" in after
+
+
+@pytest.mark.parametrize(
+    ("mode", "listed", "text"),
+    [
+        ("auto", True, "passed the compile matrix; kernels are compiled in this process"),
+        ("auto", False, "not on the list of the matrix; a child process compiles each kernel first, findings in {}"),
+        ("always", True, "passed the compile matrix; a child process compiles each kernel first, findings in {}"),
+        ("never", False, "not on the list of the matrix; kernels are compiled in this process, probe is never"),
+    ],
+)
+def test_doctor_says_where_kernels_are_compiled(gpu, monkeypatch, tmp_path, mode, listed, text):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(nsa.__main__, "_version", lambda package: "3.6.0")
+    monkeypatch.setattr(nsa.probe, "passed_pairs", lambda: {("3.6", "sm_90" if listed else "sm_89")})
+    with nsa.configure(probe=mode):
+        (line,) = [line for line in nsa.__main__.doctor() if line.startswith("compiled")]
+    assert line == f"compiled   Triton 3.6.0 for sm_90: {text.format(tmp_path / 'nsa' / 'probe')}"
 
 
 def test_calibrate_writes_nothing_where_parity_fails(gpu, monkeypatch, capsys):

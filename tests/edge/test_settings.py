@@ -1,6 +1,7 @@
 """Settings: defaults < YAML < environment < argument, thresholds per GPU, and the exact words of each error."""
 
 import logging
+import os
 import re
 import threading
 import timeit
@@ -16,7 +17,7 @@ from nsa import dispatch
 BASE = str(Path(settings.__file__).parent / "configs" / "base.yaml")
 NAMES = (
     "use_triton_sel, sel_triton_min_L, sel_triton_group, sel_triton_db, batch_invariant, use_sel_pack, force_parity, "
-    "debug_timing, debug_compare, debug_shapes"
+    "probe, debug_timing, debug_compare, debug_shapes"
 )
 INTEGER = "expected a non-negative integer"
 PROVENANCE = "provenance: {gpu: G, torch: 2.11.0, triton: 3.6.0, date: 2026-01-31, commit: abc, margin: 1.2}\n"
@@ -86,9 +87,10 @@ def test_precedence_yaml_environment_argument(monkeypatch, user_yaml):
 
 @pytest.mark.parametrize("name", settings.NAMES)
 def test_every_setting_has_an_environment_name(monkeypatch, name):
-    monkeypatch.setenv(f"NSA_{name.upper()}", "0")
+    text, value = ("never", "never") if name == "probe" else ("0", 0)
+    monkeypatch.setenv(f"NSA_{name.upper()}", text)
     settings.reload()
-    assert getattr(settings.get(), name) == 0
+    assert getattr(settings.get(), name) == value
     assert settings.sources()[name] == f"NSA_{name.upper()}"
 
 
@@ -127,6 +129,21 @@ def test_environment_integer_error(monkeypatch, text):
         settings.get()
 
 
+@pytest.mark.parametrize("text", ["auto", "ALWAYS", " never "])
+def test_environment_word(monkeypatch, text):
+    monkeypatch.setenv("NSA_PROBE", text)
+    settings.reload()
+    assert settings.get().probe == text.strip().lower()
+
+
+@pytest.mark.parametrize("text", ["off", "1", ""])
+def test_environment_word_error(monkeypatch, text):
+    monkeypatch.setenv("NSA_PROBE", text)
+    settings.reload()
+    with raises_exactly(ValueError, f"NSA_PROBE={text!r}: expected one of auto, always, never"):
+        settings.get()
+
+
 def test_config_file_missing(monkeypatch):
     monkeypatch.setenv("NSA_CONFIG", "/nowhere.yaml")
     settings.reload()
@@ -143,6 +160,8 @@ def test_config_file_missing(monkeypatch):
         ("runtime: {force_parity: 1}", "runtime.force_parity: expected true or false, got 1"),
         ("runtime: {sel_triton_min_L: -1}", f"runtime.sel_triton_min_L: {INTEGER} or null, got -1"),
         ("runtime: {sel_triton_min_L: on}", f"runtime.sel_triton_min_L: {INTEGER} or null, got True"),
+        ("runtime: {probe: off}", "runtime.probe: expected one of auto, always, never, got False"),
+        ("runtime: {probe: often}", "runtime.probe: expected one of auto, always, never, got 'often'"),
         ("runtime: 3", "runtime: expected a mapping, got 3"),
         ("[]", "expected a mapping of settings, got []"),
     ],
@@ -206,6 +225,8 @@ def test_configure_reaches_other_threads():
         ({"force_parity": None}, TypeError, "force_parity: expected True or False, got None"),
         ({"sel_triton_min_L": 1.5}, TypeError, f"sel_triton_min_L: {INTEGER} or None, got 1.5"),
         ({"sel_triton_min_L": True}, TypeError, f"sel_triton_min_L: {INTEGER} or None, got True"),
+        ({"probe": False}, TypeError, "probe: expected one of auto, always, never, got False"),
+        ({"probe": "off"}, ValueError, "probe: expected one of auto, always, never, got 'off'"),
         ({"sel_triton_min_L": -1}, ValueError, f"sel_triton_min_L: {INTEGER} or None, got -1"),
     ],
 )
@@ -317,3 +338,22 @@ def test_reload_makes_calls_look_again():
     assert dispatch.plan.cache_info().currsize >= max(before, 1)
     settings.reload()
     assert dispatch.plan.cache_info().currsize == 0
+
+
+def test_user_probes(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert settings.user_probes() == tmp_path / "nsa" / "probe"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert settings.user_probes() == tmp_path / ".cache" / "nsa" / "probe"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where the user id is unknown
+    assert settings.user_probes() is None
+
+
+def test_child_environment(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert settings.child_environment(True) == dict(os.environ)
+    assert "TRITON_INTERPRET" not in settings.child_environment(False)
+    assert settings.child_environment(False)["CUDA_VISIBLE_DEVICES"] == "3,1"

@@ -1,0 +1,315 @@
+"""The first compile of a kernel, in a child process: a compiler's abort is no exception, it ends the process it is in.
+
+Triton with an architecture that the compile matrix has passed (`nsa/configs/compiled.yaml`) is trusted. With any other,
+before Triton first compiles a variant of a kernel here, a child (`nsa.trial`) compiles that same variant, runs it on
+small tensors and compares the result with the reference. What kills the child, hangs it or is wrong there refuses the
+kernel here. What was found out is remembered by this process, and in one small file per variant by this user's others:
+that a kernel works, crashes, hangs or is wrong. A child that could not say, as without memory or a C compiler, refuses
+the kernel for this process alone.
+
+Launches of what is compiled never come here. Under CUDA graph capture nothing changes: the child captures nothing, and
+this process makes no CUDA call. The operator of `torch.compile` runs, and probes, when the compiled call does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from nsa import settings
+
+logger = logging.getLogger("nsa")
+
+LIMIT_S = 120.0  # seconds until a child is taken to hang; one that compiles needs about ten, mostly to import torch
+REAP_S = 5.0  # seconds for a killed child to be gone
+# Only from a compiler or a kernel; SIGKILL and SIGTERM are somebody else's doing, as when memory is short.
+CRASHES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP")
+AT_WORK = ("compiling", "running")  # phases in which a death or a hang speaks of the kernel
+
+_CONFIGS = Path(__file__).parent / "configs"
+# The child imports what this process would, wherever it was started. stdin is read before anything can be shadowed.
+_BOOT = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; import json; request = json.load(sys.stdin); "
+    "sys.path[:] = request['path']; from nsa.trial import main; main(request)"
+)
+
+
+class ProbeFailed(RuntimeError):
+    """A kernel was refused before it was compiled in this process; the text says why."""
+
+
+class Verdict(NamedTuple):
+    """What a child found out."""
+
+    cause: str | None  # None: the kernel works
+    lasting: bool  # it is about the kernel, not about this moment or this environment
+
+
+_known: dict[str, str | None] = {}  # causes by key
+_told: set[str] = set()  # folders that were said to be of no use
+
+
+def require(variant: Any, device: torch.device, tensors: tuple[torch.Tensor | None, ...]) -> None:
+    """Called before Triton compiles ``variant`` (:class:`nsa.kernels.launch.Variant`) for a launch on ``tensors``.
+
+    Raises:
+        ProbeFailed: the variant must not be compiled in this process.
+    """
+    mode = settings.get().probe
+    if mode == "never" or device.type not in ("cuda", "cpu"):
+        return
+    if mode == "auto" and (device.type == "cpu" or passed(_triton(), architecture(device))):
+        return
+    cause = find_out(describe(variant, tensors), device)
+    if cause is not None:
+        raise ProbeFailed(cause)
+
+
+def describe(variant: Any, tensors: tuple[torch.Tensor | None, ...]) -> dict[str, Any]:
+    """Everything that decides what Triton compiles, as JSON holds it.
+
+    But for integers past 2^31, which make a variant of their own: a child has no tensors that large, and such a launch
+    goes by what was found out about its like.
+    """
+    names = variant.kernel.arg_names
+    return {
+        "kernel": variant.kernel.fn.__name__,
+        "interpreted": not hasattr(variant.kernel, "cache_key"),
+        "constexprs": variant.constexprs,
+        "options": variant.options,
+        "cluster": variant.cluster,
+        "tensors": {name: x if x is None else str(x.dtype) for name, x in zip(names, tensors, strict=False)},
+        "misaligned": [
+            name for name, x in zip(names, tensors, strict=False) if x is not None and x.data_ptr() % 16 != 0
+        ],
+    }
+
+
+def find_out(what: dict[str, Any], device: torch.device) -> str | None:
+    """Why the kernel described by ``what`` must not be compiled here; None if it may. Asks a child at most once."""
+    key = key_of(what, device)
+    if key not in _known:
+        verdict = _read(key)
+        if verdict is None:
+            logger.info("%s: its first compile runs in a child process (NSA_PROBE=never: not)", what["kernel"])
+            verdict = ask(what, device)
+            if verdict.lasting:
+                _write(key, verdict.cause, what)
+        _known[key] = verdict.cause
+    return _known[key]
+
+
+def forget() -> None:
+    """Forget what this process found out; files stay."""
+    _known.clear()
+
+
+def passed(triton: str, arch: str) -> bool:
+    """Whether the compile matrix has passed this Triton (any patch level of it) for this architecture."""
+    return (".".join(triton.split(".")[:2]), arch) in passed_pairs()
+
+
+@functools.cache
+def passed_pairs() -> frozenset[tuple[str, str]]:
+    """(Triton minor version, architecture), as `nsa/configs/compiled.yaml` lists them; none where there is no file.
+
+    Raises ValueError naming the file if it is not as expected.
+    """
+    path = _CONFIGS / "compiled.yaml"
+    if not path.is_file():
+        return frozenset()
+    import yaml
+
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))["passed"] or []
+        pairs = frozenset((entry["triton"], entry["arch"]) for entry in entries)
+        if not all(isinstance(word, str) for pair in pairs for word in pair):
+            raise TypeError("3.10 without quotes is 3.1")
+        return pairs
+    except (yaml.YAMLError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: expected a list `passed` of mappings with triton and arch, got {error!r}") from error
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """`sm_90`, `gfx942`, or `interpreter` on the CPU."""
+    if device.type != "cuda":
+        return "interpreter"
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def _triton() -> str:
+    import triton
+
+    return str(triton.__version__)
+
+
+# --- what is remembered on disk ---------------------------------------------------------------------------------------
+
+
+def key_of(what: dict[str, Any], device: torch.device) -> str:
+    """Of a kernel as described, its source, versions and architecture: the name of the file that remembers it."""
+    versions = {"torch": torch.__version__, "triton": _triton(), "arch": architecture(device)}
+    return hashlib.sha256(json.dumps([_sources(), versions, what], sort_keys=True).encode()).hexdigest()
+
+
+@functools.cache
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted([*Path(__file__).parent.glob("kernels/*.py"), Path(__file__).with_name("trial.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(key: str) -> Verdict | None:
+    """What is remembered; None if nothing is, or nothing that makes sense."""
+    folder = settings.user_probes()
+    if folder is None:
+        return None
+    try:
+        found = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or found.get("key") != key or not isinstance(found.get("cause", 0), str | None):
+        return None
+    return Verdict(found["cause"], True)
+
+
+def _write(key: str, cause: str | None, what: dict[str, Any]) -> None:
+    """Remember for other processes. A folder that takes no files costs them a child each, nothing else."""
+    folder = settings.user_probes()
+    if folder is None:
+        return _say_once("", "no home directory")
+    text = json.dumps({"key": key, "cause": cause, "date": time.strftime("%Y-%m-%d"), "what": what}, indent=1)
+    temporary = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=folder, prefix="unfinished-")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, folder / f"{key}.json")
+    except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        _say_once(str(folder), str(error))
+    return None
+
+
+def _say_once(folder: str, why: str) -> None:
+    if folder not in _told:
+        _told.add(folder)
+        logger.debug("what kernels were found to be is not kept for other processes: %s", why)
+
+
+# --- the child --------------------------------------------------------------------------------------------------------
+
+
+def ask(what: dict[str, Any], device: torch.device) -> Verdict:
+    """Have a child compile and run the kernel, for at most ``LIMIT_S`` seconds."""
+    request = {
+        "what": what,
+        "device": str(device),
+        "arch": architecture(device),
+        "limit_s": LIMIT_S,
+        "path": [entry for entry in sys.path if isinstance(entry, str)],
+    }
+    try:
+        # A process group of its own, to be killed with the compilers it started. Popen starts a new program and does
+        # not fork this one, which CUDA would not survive.
+        child = subprocess.Popen(
+            [sys.executable or "python", "-c", _BOOT], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, env=settings.child_environment(what["interpreted"]), start_new_session=True,
+            text=True, encoding="utf-8", errors="replace",
+        )  # fmt: skip
+    except OSError as error:
+        return _unsure(f"no child process could be started: {error}")
+    out, err, hung = "", "", False
+    try:
+        out, err = child.communicate(json.dumps(request), timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        hung = True
+        _kill(child)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            out, err = child.communicate(timeout=REAP_S)
+    finally:  # also where the caller was interrupted
+        _kill(child)
+        for pipe in (child.stdin, child.stdout, child.stderr):
+            with contextlib.suppress(OSError):
+                assert pipe is not None
+                pipe.close()
+    # One that died, and left behind what kept its output open, has its own status all the same.
+    return judge(None if hung and child.returncode in (None, -signal.SIGKILL) else child.returncode, out, err)
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    """End a child that has not been seen to end, with its group, and forget it."""
+    if child.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(REAP_S)
+
+
+def judge(status: int | None, out: str, err: str) -> Verdict:
+    """What a child's end means.
+
+    Args:
+        status: as ``Popen.returncode``; None: it did not end in time.
+        out, err: what it wrote; ``out`` holds its answers, JSON lines of ``{"nsa": ..., "says": ...}``.
+    """
+    phase, says = "starting", {}
+    for line in out.splitlines():
+        answer = _answer(line)
+        if answer.get("nsa") == "phase":
+            phase = str(answer["says"])
+        elif answer:
+            says[answer["nsa"]] = answer["says"]
+    if status is None:
+        cause = f"no answer in {LIMIT_S:g} s while {phase}"
+        return Verdict(cause, True) if phase in AT_WORK else _unsure(cause)
+    if "error" in says and status > 0:
+        return _unsure(f"{says['error']} while {phase}")
+    if status < 0:
+        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+        cause = f"killed by {name} while {phase}{_last(err)}"
+        return Verdict(cause, True) if name in CRASHES and phase in AT_WORK else _unsure(cause)
+    if status == 0 and "result" in says:
+        return Verdict(None if says["result"] == "right" else f"wrong result: {says['result']}", True)
+    return _unsure(f"exit status {status} without an answer while {phase}{_last(err)}")
+
+
+def _unsure(cause: str) -> Verdict:
+    return Verdict(f"{cause} (NSA_PROBE=never launches it all the same)", False)
+
+
+def _answer(line: str) -> dict[str, Any]:
+    """An answer, or nothing: whatever is imported may print."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) and set(found) == {"nsa", "says"} else {}
+
+
+def _last(text: str) -> str:
+    """The last line that says something, for a cause."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f": {lines[-1][:300]}" if lines else ""

@@ -1,0 +1,231 @@
+"""The child of `nsa.probe`: compiles one variant of a kernel, runs it on small tensors, compares with the reference.
+
+The variant is launched by the real launchers, which are told the tile and find everything else out by the arguments; a
+launch that would compile something else than the parent is about to is an error. Whatever ends this process ends this
+process only. Answers are JSON lines: the phase it is in, an error, the result.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa import probe
+from nsa.reference import selection_reference
+
+Say = Callable[[str, str], None]
+POISON = float("nan")
+
+
+def main(request: dict[str, Any]) -> None:
+    """Try what :func:`nsa.probe.ask` asks."""
+    signal.alarm(math.ceil(request["limit_s"]) + 5)  # should the parent be gone
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what anything prints is no answer
+
+    def say(kind: str, text: str) -> None:
+        print(json.dumps({"nsa": kind, "says": text}), file=answers, flush=True)
+
+    def last_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        say("error", f"{kind.__name__}: {str(error).strip() or 'no message'}")
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = last_words
+    device, what = torch.device(request["device"]), request["what"]
+    if probe.architecture(device) != request["arch"]:
+        raise RuntimeError(f"expected {device} to be {request['arch']}, found {probe.architecture(device)}")
+    torch.zeros(1, device=device)  # CUDA begins: what fails until here is not the kernel
+    seen = _watch(what)
+    wrong = TRIALS[what["kernel"]](what, device, say)
+    if what not in seen:
+        raise RuntimeError(f"expected {what['kernel']} to be launched, saw {len(seen)} other launches")
+    say("result", wrong or "right")
+
+
+def _watch(what: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every launch from now on that has Triton compile, as the parent describes its own. Nothing is probed any more."""
+    seen: list[dict[str, Any]] = []
+
+    def require(variant: Any, device: torch.device, tensors: tuple[Tensor | None, ...]) -> None:
+        found = json.loads(json.dumps(probe.describe(variant, tensors)))
+        if found["kernel"] == what["kernel"] and found != what:
+            other = {key: (what[key], found[key]) for key in what if what[key] != found[key]}
+            raise RuntimeError(f"the child would compile another variant, (expected, got): {other}")
+        seen.append(found)
+
+    probe.require = require
+    return seen
+
+
+# --- forward ----------------------------------------------------------------------------------------------------------
+
+
+def _forward(what: dict[str, Any], device: torch.device, say: Say) -> str | None:
+    """A few rows of every kind: many spans, none, reaching past the end."""
+    from nsa.kernels import primitives, query_major, tiles
+
+    c, given = what["constexprs"], what["tensors"]
+    tile = tiles.Tile(**{field: (c | what["options"])[field] for field in tiles.Tile._fields})
+    splits = c["CLUSTER"] or (2 if c["SPLIT"] else 1)
+    tiles.choose = lambda *_, **__: (tile, splits, c["CLUSTER"] > 0)
+    make = _Maker(what, device)
+
+    HKV, S, L = (2 if c["HKV_MANY"] else 1), (3 if c["S_MANY"] else 1), c["BLOCK_L"]
+    S_kv = L * (splits + tile.num_stages) + 5  # every program meets tiles enough to pipeline, and an end within one
+    batched = c["LAYOUT"] == primitives.BATCH.value
+    packed = c["LAYOUT"] == primitives.PACKED.value
+    lead, cache = ((2, S), (2, S_kv)) if batched else ((5,), (S_kv,))
+    q = make.floats("q_ptr", *lead, HKV * c["G"], c["D"])
+    k = make.floats("k_ptr", *cache, HKV, c["D"])
+    v = make.floats("v_ptr", *cache, HKV, c["Dv"])
+    out = make.floats("o_ptr", *lead, HKV * c["G"], c["Dv"]).fill_(POISON)
+
+    cu_q = cu_k = None
+    if packed:
+        cu_k = make.ints("cu_k_ptr", torch.tensor([0, 7, 7, S_kv - 9, S_kv - 1, S_kv + 3]))
+    elif not batched:
+        cu_q = make.ints("cu_q_ptr", torch.tensor([0, 2, 2, 5]))
+        cu_k = make.ints("cu_k_ptr", torch.tensor([0, S_kv // 3, S_kv // 2, S_kv]))
+    selection, size = None, None
+    if c["SOURCE"] != primitives.WHOLE.value:
+        selection, size = _selection(c, lead, HKV, S_kv, make)
+    positions = None
+    if given["pos_ptr"] is not None:
+        positions = make.ints("pos_ptr", make.draw(lead, -1, S_kv))
+
+    launch = query_major.launch_for(
+        q, k, v, selection=selection, block_size=size, causal=c["CAUSAL"], q_positions=positions, cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k, bound=S_kv, out=out,
+    )  # fmt: skip
+    apart = c["SPLIT"] and not c["CLUSTER"]  # then the parts are merged by a kernel that knows the LSE anyway
+    say("phase", "compiling")
+    _, lse = query_major.forward(
+        launch, q, k, v, "probe", selection, positions, None, cu_q, cu_k, apart or given["lse_ptr"] is not None, out
+    )
+    _finish(device, say)
+
+    q, k, v = q.cpu(), k.cpu(), v.cpu()
+    selection, positions, cu_q, cu_k = (x if x is None else x.cpu() for x in (selection, positions, cu_q, cu_k))
+    if packed:
+        cu_q = torch.arange(lead[0] + 1)
+    if selection is None:
+        selection = torch.tensor([0, 2**31 - 1]).expand(*lead, HKV, 1, 2)
+    keywords = {"ranges": selection} if size is None else {"block_indices": selection, "block_size": size}
+    o_want, lse_want = selection_reference(
+        q.double(), k, v, **keywords, causal=c["CAUSAL"], q_positions=positions,
+        cu_seqlens=None if cu_k is None or cu_q is None else (cu_q, cu_k), return_lse=True,
+    )  # fmt: skip
+    return _wrong(out, o_want, q.dtype) or (None if lse is None else _wrong(lse, lse_want, torch.float32, "LSE "))
+
+
+def _selection(
+    c: dict[str, Any], lead: tuple[int, ...], HKV: int, S_kv: int, make: _Maker
+) -> tuple[Tensor, int | None]:
+    """Spans or blocks, and the size of the latter. One more than a program holds at a time."""
+    from nsa.kernels import primitives
+
+    n, L = c["SPANS"] + 1, c["BLOCK_L"]
+    rows = (*lead, HKV)
+    if c["SOURCE"] == primitives.RANGES.value:
+        start = make.draw((*rows, n), -3, S_kv + 3)
+        spans = torch.stack((start, start + make.draw((*rows, n), -2, 2 * S_kv // n + 2)), -1)
+        spans.view(-1, n, 2)[0, 0] = torch.tensor([-5, S_kv + 5])
+        spans.view(-1, n, 2)[-1] = 0
+        return make.ints("sel_ptr", spans), None
+    size = L if c["SOURCE"] == primitives.TILED.value else max(1, L // 2)
+    blocks = make.draw((*rows, n), -1, -(-S_kv // size) + 1)
+    blocks[..., 8:-1] = -1  # all of 64 would take the interpreter seconds
+    blocks.view(-1, n)[-1] = -1
+    return make.ints("sel_ptr", blocks), size
+
+
+class _Maker:
+    """Tensors of the dtypes, alignments and strides that the parent's have."""
+
+    def __init__(self, what: dict[str, Any], device: torch.device) -> None:
+        self.dtypes = {name: x and getattr(torch, x.removeprefix("torch.")) for name, x in what["tensors"].items()}
+        self.misaligned, self.device = what["misaligned"], device
+        self.unit = what["constexprs"].get("STRIDE_UNIT", 16)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def draw(self, shape: tuple[int, ...], low: int, high: int) -> Tensor:
+        """Integers from ``low`` to ``high``, which is left out."""
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def normal(self, *shape: int) -> Tensor:
+        """N(0, 1) on the host."""
+        return torch.randn(*shape, generator=self.generator)
+
+    def floats(self, name: str, *shape: int) -> Tensor:
+        """N(0, 1); the greatest common divisor of 16 and all strides but the last is that of the parent's."""
+        width = -(-shape[-1] // 16) * 16 + self.unit % 16
+        return self._place(name, self.normal(*shape[:-1], width))[..., : shape[-1]]
+
+    def ints(self, name: str, values: Tensor) -> Tensor:
+        return self._place(name, values)
+
+    def _place(self, name: str, values: Tensor) -> Tensor:
+        offset = int(name in self.misaligned)
+        memory = torch.empty(values.numel() + offset, dtype=self.dtypes[name], device=self.device)
+        return memory[offset:].view(values.shape).copy_(values)
+
+
+# --- merging ----------------------------------------------------------------------------------------------------------
+
+
+def _combine(what: dict[str, Any], device: torch.device, say: Say) -> str | None:
+    """Parts as the forward kernel leaves them, some of them empty."""
+    from nsa.kernels.combine import combine
+
+    c, make = what["constexprs"], _Maker(what, device)
+    splits, Dv = c["SPLITS"], c["Dv"]
+    tokens, HQ = 3, 2
+    heads = tokens * HQ
+    acc, m = make.normal(splits, heads, Dv), make.normal(splits, heads)
+    total = make.normal(splits, heads).abs() + 1
+    m[0, 0], m[:, -1] = -math.inf, -math.inf
+    empty = m == -math.inf
+    acc[empty], total[empty] = 0.0, 0.0
+    out = make.floats("o_ptr", tokens, HQ, Dv).fill_(POISON)
+    lse = None if what["tensors"]["lse_ptr"] is None else torch.full((tokens, HQ), POISON, device=device)
+    parts = torch.cat([x.flatten() for x in (acc, m, total)]).to(device)
+    say("phase", "compiling")
+    combine(parts, splits, out, lse, c["OVERLAP"])
+    _finish(device, say)
+
+    weights = torch.exp2(m.double() - m.double().max(0).values.clamp(min=-1e30))
+    sums = (weights * total).sum(0)
+    o_want = (weights[..., None] * acc).sum(0) / sums.clamp(min=1e-30)[:, None]
+    lse_want = (torch.log2(sums) + m.double().max(0).values) * math.log(2)
+    wrong = _wrong(out, o_want.view(tokens, HQ, Dv), out.dtype)
+    return wrong or (None if lse is None else _wrong(lse, lse_want.view(tokens, HQ), torch.float32, "LSE "))
+
+
+TRIALS = {"_fwd_kernel": _forward, "_combine_kernel": _combine}
+
+
+def _finish(device: torch.device, say: Say) -> None:
+    say("phase", "running")
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    say("phase", "comparing")
+
+
+def _wrong(got: Tensor, want: Tensor, dtype: torch.dtype, of: str = "") -> str | None:
+    """What is wrong beyond rounding; a wrong key or a lost tile is off by far more."""
+    got = got.cpu().double()
+    same = (got == want) & want.isinf()
+    error = torch.where(same, 0.0, (got - want).abs())
+    worst = float(torch.where(error.isnan(), math.inf, error).max())
+    peak = float(want[want.isfinite()].abs().max())
+    bound = max(16 * torch.finfo(dtype).eps, 1e-4 if dtype == torch.float32 else 0.0) * max(1.0, peak)
+    return None if worst <= bound else f"max {of}error {worst:.3g}, rounding explains {bound:.3g}"

@@ -1,0 +1,232 @@
+"""When a child process is asked about a kernel, and what is remembered of its answer."""
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import nsa
+from nsa import probe, settings
+
+pytestmark = pytest.mark.usefixtures("fresh_routes", "fresh_plans", "untried")
+ROOT = Path(nsa.__file__).parents[1]
+
+
+# --- when a child is asked --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "pair", "asks"),
+    [
+        ("auto", "cuda", ("3.6", "sm_90"), False),
+        ("auto", "cuda", ("3.6", "sm_89"), True),
+        ("auto", "cuda", ("3.7", "sm_90"), True),
+        ("always", "cuda", ("3.6", "sm_90"), True),
+        ("never", "cuda", ("3.7", "sm_89"), False),
+        ("auto", "cpu", ("3.7", "interpreter"), False),
+        ("always", "cpu", ("3.7", "interpreter"), True),
+        ("always", "meta", ("3.7", "interpreter"), False),
+    ],
+)
+def test_who_is_probed(monkeypatch, mode, device, pair, asks):
+    monkeypatch.setattr(probe, "passed_pairs", lambda: {("3.6", "sm_90")})
+    monkeypatch.setattr(probe, "_triton", lambda: f"{pair[0]}.1")
+    monkeypatch.setattr(probe, "architecture", lambda device: pair[1])
+    monkeypatch.setattr(probe, "describe", lambda *_: {})
+    monkeypatch.setattr(probe, "find_out", lambda *_: "it aborts")
+    with nsa.configure(probe=mode):
+        if not asks:
+            return probe.require(None, torch.device(device), ())
+        with pytest.raises(probe.ProbeFailed, match="^it aborts$"):
+            probe.require(None, torch.device(device), ())
+    return None
+
+
+def test_each_variant_is_tried_once(draw, same, answer):
+    """Whoever launches it. What compiles something else is another one: dtypes, LSE, misaligned tensors."""
+    whats = answer(probe.Verdict(None, True))
+    q, k, v = draw()
+    ranges = same([(0, 7), (9, 13)], 1, 3, 2)
+    padded = torch.empty(q.numel() + 1, dtype=q.dtype, device=q.device)
+    misaligned = padded[1:].view(q.shape).copy_(q)
+    calls = [
+        lambda: nsa.selection_attention(q, k, v, ranges=ranges),
+        lambda: nsa.selection_attention(q, k, v, ranges=ranges, return_lse=True),
+        lambda: nsa.selection_attention(misaligned, k, v, ranges=ranges),
+        lambda: nsa.selection_attention(q, k, v, ranges=ranges.long()),
+        lambda: nsa.selection_attention(q.half(), k.half(), v.half(), ranges=ranges),
+        lambda: nsa.selection_attention(q, k, v, ranges=ranges, causal=False),
+    ]
+    for count, one in enumerate(calls, 1):
+        one()
+        one()
+        assert len(whats) == count
+    nsa.selection_attention(*draw(B=2, S=2, S_kv=17), ranges=same([(0, 7)], 2, 2, 2))  # what varies from batch to batch
+    assert len(whats) == len(calls)
+
+
+def test_the_packaged_list():
+    pairs = probe.passed_pairs()
+    assert ("3.6", "sm_90") in pairs
+    assert probe.passed("3.6.0", "sm_90")
+    assert probe.passed("3.6.1+git123", "sm_90")
+    assert not probe.passed("3.60.0", "sm_90")
+
+
+@pytest.mark.parametrize("entries", ["3", "[3.6]", "[{triton: '3.6'}]", "[{triton: 3.10, arch: sm_90}]", "{"])
+def test_a_list_that_is_none(monkeypatch, tmp_path, entries):
+    monkeypatch.setattr(probe, "_CONFIGS", tmp_path)
+    (tmp_path / "compiled.yaml").write_text(f"passed: {entries}")
+    with pytest.raises(ValueError, match="compiled.yaml: expected a list `passed`"):
+        probe.passed_pairs.__wrapped__()
+    (tmp_path / "compiled.yaml").unlink()
+    assert probe.passed_pairs.__wrapped__() == frozenset()
+
+
+# --- what is remembered -----------------------------------------------------------------------------------------------
+
+WHAT = {"kernel": "_fwd_kernel", "constexprs": {"G": 4}}
+CPU = torch.device("cpu")
+BAD = probe.Verdict("killed by SIGABRT while compiling", True)
+
+
+@pytest.mark.parametrize("cause", [None, BAD.cause], ids=["works", "aborts"])
+def test_another_process_does_not_ask_again(answer, cause):
+    whats = answer(probe.Verdict(cause, True))
+    assert probe.find_out(WHAT, CPU) == cause
+    probe.forget()
+    assert probe.find_out(WHAT, CPU) == cause
+    assert len(whats) == 1
+
+
+def test_what_is_not_about_the_kernel_is_for_this_process_only(answer, kept):
+    whats = answer(probe.Verdict("out of memory", False))
+    for _ in range(2):
+        assert probe.find_out(WHAT, CPU) == "out of memory"
+    assert len(whats) == 1
+    assert kept() == []
+    nsa.dispatch.reset()
+    probe.find_out(WHAT, CPU)
+    assert len(whats) == 2
+
+
+def test_the_key_holds_all_that_matters(monkeypatch):
+    key = probe.key_of(WHAT, CPU)
+    assert probe.key_of({"kernel": "_fwd_kernel", "constexprs": {"G": 5}}, CPU) != key
+    for where, name, value in (
+        (probe, "_sources", lambda: "edited"),
+        (probe, "_triton", lambda: "9.9.9"),
+        (torch, "__version__", "9.9.9"),
+        (probe, "architecture", lambda device: "sm_999"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, value)
+            assert probe.key_of(WHAT, CPU) != key
+    assert probe.key_of(dict(reversed(WHAT.items())), CPU) == key
+
+
+def test_an_edited_kernel_is_another(monkeypatch, tmp_path):
+    """One byte of any file of `nsa/kernels`."""
+    package = tmp_path / "nsa"
+    (package / "kernels").mkdir(parents=True)
+    for source in [*(ROOT / "nsa" / "kernels").glob("*.py"), ROOT / "nsa" / "trial.py"]:
+        (package / source.relative_to(ROOT / "nsa")).write_bytes(source.read_bytes())
+    real = probe._sources.__wrapped__()
+    monkeypatch.setattr(probe, "__file__", str(package / "probe.py"))
+    assert probe._sources.__wrapped__() == real
+    for path in (package / "kernels").iterdir():
+        text = path.read_bytes()
+        path.write_bytes(text + b"#")
+        assert probe._sources.__wrapped__() != real
+        path.write_bytes(text)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:40]),
+        lambda path: path.write_bytes(b"\xff\xfe\x00"),
+        lambda path: path.write_text("[]"),
+        lambda path: path.write_text(json.dumps({"key": path.stem})),
+        lambda path: path.write_text(json.dumps({"key": path.stem, "cause": 3})),
+        lambda path: path.write_text(json.dumps({"key": "another", "cause": None})),
+        lambda path: path.unlink() or path.mkdir(),
+    ],
+    ids=["empty", "truncated", "binary", "list", "no-cause", "cause-3", "another's", "folder"],
+)
+def test_a_damaged_file_is_no_file(answer, damage, kept):
+    whats = answer(BAD)
+    probe.find_out(WHAT, CPU)
+    (path,) = kept()
+    damage(path)
+    probe.forget()
+    assert probe.find_out(WHAT, CPU) == BAD.cause
+    assert len(whats) == 2
+    probe.forget()
+    assert probe.find_out(WHAT, CPU) == BAD.cause
+    assert len(whats) == 2 + path.is_dir(), "mended, but where a folder lies no file can be put"
+
+
+def no_space(handle, *_, **__):
+    os.close(handle)
+    return open("/dev/full", "w")  # noqa: SIM115  (what is written to it is refused for want of space)
+
+
+def read_only(*_, **__):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+UNWRITABLE = {
+    "full": lambda patch, tmp_path: patch.setattr(os, "fdopen", no_space),
+    "read-only": lambda patch, tmp_path: patch.setattr(os, "mkdir", read_only),
+    "read-only-below": lambda patch, tmp_path: patch.setattr(probe.tempfile, "mkstemp", read_only),
+    "refused": lambda patch, tmp_path: patch.setenv("XDG_CACHE_HOME", "/proc"),
+    "a-file-in-its-place": lambda patch, tmp_path: (tmp_path / "cache").write_text(""),
+    "no-home": lambda patch, tmp_path: patch.setattr(settings, "user_probes", lambda: None),
+}
+
+
+@pytest.mark.parametrize("kind", UNWRITABLE)
+def test_a_folder_that_takes_no_files_only_costs_time(answer, monkeypatch, tmp_path, caplog, kind, kept):
+    whats = answer(BAD)
+    UNWRITABLE[kind](monkeypatch, tmp_path)
+    with caplog.at_level(logging.DEBUG, logger="nsa"):
+        for processes in (1, 2):
+            for _ in range(2):
+                assert probe.find_out(WHAT, CPU) == BAD.cause
+            assert len(whats) == processes
+            probe.forget()
+    (said,) = [r.getMessage() for r in caplog.records if r.levelno == logging.DEBUG]
+    assert "not kept for other processes" in said
+    assert kept() == []
+
+
+MANY = """
+import sys
+from nsa import probe
+what, whole = {"kernel": "_fwd_kernel"}, set()
+for i in range(300):
+    probe._write("shared", f"cause {i} " + "x" * 20_000, what)
+    found = probe._read("shared")
+    assert found is not None and found.cause.endswith("x" * 20_000), found
+"""
+
+
+def test_many_processes_at_once(kept):
+    """All write and read one file: none ever sees a part of it, and nothing is left over."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    children = [
+        subprocess.Popen([sys.executable, "-c", MANY], env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(8)
+    ]
+    errors = [child.communicate()[1] for child in children]
+    assert [child.returncode for child in children] == [0] * 8, errors
+    (path,) = kept()
+    assert json.loads(path.read_text())["cause"].endswith("x" * 20_000)

@@ -1,0 +1,161 @@
+"""The child of a probe compiles what its parent is about to, finds right kernels right, and wrong ones wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import nsa
+from nsa import probe, settings, trial
+from nsa.kernels import combine, query_major, tiles
+from nsa.kernels.launch import Variant
+
+pytestmark = pytest.mark.usefixtures("fresh_routes", "fresh_plans")
+SCRIPT = Path(__file__).with_name("trial_variants.py")
+ROOT = Path(nsa.__file__).parents[1]
+
+
+def test_it_launches_what_the_parent_would():
+    """Every point of the compile matrix, with tensors without data for a GPU that is not there."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert {name: x["differs"] for name, x in report.items() if x["differs"]} == {}
+    assert {name.split()[-1] for name in report} == {"_fwd_kernel", "_combine_kernel"}
+    assert any(x["cluster"] for x in report.values())
+
+
+def fresh():
+    """Nothing is planned, so that a tile given to the trial is not taken for that of the call."""
+    settings.reload()
+    query_major._variant.cache_clear()
+    combine._variant.cache_clear()
+
+
+@pytest.fixture
+def launches_of(monkeypatch):
+    """`launches_of(call)`: what a parent would ask a child about the call."""
+
+    def make(call):
+        asked = []
+        with monkeypatch.context() as patch:
+            patch.setattr(probe, "require", lambda variant, device, tensors: asked.append((variant, tensors)))
+            fresh()
+            call()
+        return [json.loads(json.dumps(probe.describe(*one))) for one in asked]
+
+    return make
+
+
+@pytest.fixture
+def attempt(monkeypatch, device):
+    """`attempt(what)`: what the child would answer, without a process of its own."""
+
+    def make(what):
+        with monkeypatch.context() as patch:
+            patch.setattr(tiles, "choose", tiles.choose)
+            patch.setattr(probe, "require", probe.require)
+            fresh()
+            seen = trial._watch(what)
+            wrong = trial.TRIALS[what["kernel"]](what, device, lambda kind, text: None)
+            assert what in seen
+        fresh()
+        return wrong
+
+    return make
+
+
+def misaligned(x):
+    padded = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+    return padded[1:].view(x.shape).copy_(x)
+
+
+@pytest.fixture
+def calls(draw, same, device):
+    """Calls that compile different variants, by name."""
+    q, k, v = draw()
+    ranges = {"ranges": same([(0, 7), (9, 13)], 1, 3, 2)}
+    blocks = {"block_indices": same([1, -1, 0], 1, 3, 2), "block_size": 16}
+    odd = draw(G=3, D=20, Dv=36, HKV=1)
+    cu = torch.tensor([0, 1, 3], dtype=torch.int32, device=device)
+    packed = draw(S=3, S_kv=21, varlen=True)
+    rows = q[0].flatten(0, 1)[:, None], *(x[0].transpose(0, 1).repeat(6, 1, 1) for x in (k, v))
+    n = torch.arange(rows[0].shape[0] + 1, dtype=torch.int64, device=device) * 3
+    front = nsa.selection_attention
+    return {
+        "ranges": lambda: front(q, k, v, **ranges),
+        "lse": lambda: front(q, k, v, **ranges, return_lse=True),
+        "fp16": lambda: front(q.half(), k.half(), v.half(), **ranges),
+        "int64": lambda: front(q, k, v, ranges=ranges["ranges"].long(), causal=False),
+        "misaligned": lambda: front(misaligned(q), k, misaligned(v), ranges=misaligned(ranges["ranges"])),
+        "positions": lambda: front(q, k, v, **ranges, q_positions=torch.zeros(1, 3, dtype=torch.int64, device=device)),
+        "blocks": lambda: front(q, k, v, block_indices=blocks["block_indices"], block_size=7),
+        "tiled": lambda: front(q, k, v, **blocks),
+        "odd": lambda: front(*odd, ranges=same([(0, 7)], 1, 3, 1)),
+        "one": lambda: front(*draw(S=1, HKV=1), ranges=same([(0, 7)], 1, 1, 1)),
+        "per-head": lambda: front(q, k, v, **ranges, schedule="per_head"),
+        "varlen": lambda: front(*packed, ranges=same([(0, 7), (9, 13)], 3, 2), cu_seqlens=(cu, cu.long() * 7)),
+        "dense": lambda: nsa.sel_attn_fwd_dense_group(*rows, return_lse=True),
+        "packed": lambda: nsa.sel_attn_fwd_varlen_group(
+            rows[0], rows[1].flatten(0, 1), rows[2].flatten(0, 1), n, max_selected=3
+        ),
+    }
+
+
+NAMES = "ranges lse fp16 int64 misaligned positions blocks tiled odd one per-head varlen dense packed".split()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_right_kernels_are_right(calls, launches_of, attempt, name):
+    assert sorted(calls) == sorted(NAMES)
+    with nsa.configure(sel_triton_min_L=0):
+        (what,) = launches_of(calls[name])
+        assert attempt(what) is None
+
+
+def test_split_and_merge(calls, launches_of, attempt, split):
+    with nsa.configure(sel_triton_min_L=0):
+        whats = launches_of(calls["lse"])
+        assert [attempt(what) for what in whats] == [None] * len(whats)
+        assert whats[0]["constexprs"]["SPLIT"]
+
+
+@pytest.fixture(params=["o", "lse"])
+def damaged(request, monkeypatch):
+    """`damaged(attempt, what)`: answers where one element of the result or its LSE is off, or never written."""
+    real = Variant.launch
+
+    def make(attempt, what):
+        for damage in (0.1, float("nan")):
+
+            def launch(self, grid, device, tensors, *rest, damage=damage):
+                real(self, grid, device, tensors, *rest)
+                x = tensors[self.kernel.arg_names.index(f"{request.param}_ptr")]
+                if x is not None and self.kernel.fn.__name__ == what["kernel"]:
+                    x[(0,) * x.dim()] += damage
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Variant, "launch", launch)
+                yield attempt(what), "max error" if request.param == "o" else "max LSE error"
+
+    return make
+
+
+def test_wrong_kernels_are_wrong(calls, launches_of, attempt, damaged):
+    with nsa.configure(sel_triton_min_L=0):
+        (what,) = launches_of(calls["lse"])
+        for wrong, begin in damaged(attempt, what):
+            assert wrong.startswith(begin)
+
+
+def test_a_wrong_merge_is_wrong(calls, launches_of, attempt, damaged, split):
+    with nsa.configure(sel_triton_min_L=0):
+        what = launches_of(calls["lse"])[-1]  # of two kernels, or of one in a cluster
+        for wrong, begin in damaged(attempt, what):
+            assert wrong.startswith(begin)

@@ -1,0 +1,60 @@
+"""For each point of the compile matrix: does the child of a probe launch what its parent is about to launch?
+
+Run as a script it prints, as JSON, for every launch of the parent, where the child's differs. Nothing is compiled: what
+decides that is compared. It must not run in Triton's interpreter, hence a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from nsa import probe, settings, trial
+from nsa.kernels import combine, query_major, tiles
+from nsa.kernels.launch import Variant
+from nsa.testing import aot
+
+
+class Launched(BaseException):
+    """The child need go no further: tensors without data cannot be compared with anything."""
+
+
+def stop(kind: str, text: str) -> None:
+    if text == "running":
+        raise Launched
+
+
+def main() -> None:
+    seen: list[dict[str, object]] = []
+
+    def launch(self: Variant, grid: object, device: object, tensors: tuple[object, ...], *_: object) -> None:
+        seen.append(json.loads(json.dumps(probe.describe(self, tensors))))
+
+    Variant.launch = launch
+    query_major.device_limits = lambda device: (90, 132)
+    query_major.gpu_name = lambda device: aot.NAMES[90]
+    choose, report = tiles.choose, {}
+    for point in aot.POINTS:
+        seen.clear()
+        tiles.choose = choose
+        settings.reload()
+        aot._call(point)
+        for what in list(seen):
+            seen.clear()
+            settings.reload()
+            query_major._variant.cache_clear()
+            combine._variant.cache_clear()
+            try:
+                trial.TRIALS[what["kernel"]](what, torch.device("meta"), stop)
+            except Launched:
+                pass
+            found = [x for x in seen if x["kernel"] == what["kernel"]]
+            (got,) = found
+            differs = {key: (what[key], got[key]) for key in what if what[key] != got[key]}
+            report[f"{point.id} {what['kernel']}"] = {"differs": differs, "cluster": what["cluster"]}
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
