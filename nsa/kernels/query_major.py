@@ -123,11 +123,8 @@ def _fwd_kernel(
     token = row // HKV if HKV_MANY else row
     head_kv = row % HKV if HKV_MANY else 0
 
-    # Launched before the kernel before it on the stream has ended, a program waits for that before it touches memory,
-    # and does what it can until then.
     if EARLY:
-        if LAYOUT != BATCH or pos_ptr is not None:
-            gdc_wait()
+        gdc_wait()  # the kernel before it on the stream may still run: nothing in memory is touched before its end
 
     # Whose row it is: where its query lies, and the keys of its sequence, [k_first, k_first + seqlen_k).
     if LAYOUT == BATCH:
@@ -184,13 +181,9 @@ def _fwd_kernel(
 
     if SOURCE != WHOLE:
         chunks = (n + SPANS - 1) // SPANS
-    elif UPFRONT:
-        chunks = n + 1  # 1, but the compiler does not know: addresses are computed before the loop, and the wait
     else:
         chunks = 1
     for chunk in range(0, chunks):
-        if EARLY:
-            gdc_wait()
         if SOURCE == WHOLE:
             total = limit
         else:
@@ -234,8 +227,6 @@ def _fwd_kernel(
                 v = not_before(v)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
 
-    if EARLY:
-        gdc_wait()  # a row of no spans has not
     if SPLIT:
         heads = (programs // HEAD_TILES).to(tl.int64) * G
         part = split * heads + token.to(tl.int64) * HKV * G + head

@@ -260,8 +260,7 @@ def table(name: str) -> dict[tuple[bool, int, int], dict[Point, Choice]]:
     try:
         document: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
         for entry in document["shapes"]:
-            best = {"cluster": 0} | entry["best"][0]  # older tables measured without
-            choice = Choice(*(int(best[field]) for field in Choice._fields))
+            choice = Choice(*(int(entry["best"][0][field]) for field in Choice._fields))
             bucket = bool(entry["one_span"]), int(entry["D"]), int(entry["Dv"])
             found.setdefault(bucket, {})[Point(*(int(entry[field]) for field in Point._fields))] = choice
     except (yaml.YAMLError, KeyError, TypeError, IndexError, ValueError) as error:
