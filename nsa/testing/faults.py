@@ -20,8 +20,9 @@ def _planted_race(y_ptr, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     total = tl.sum(at, 0)  # among warps: this takes shared memory
     raced = tl.inline_asm_elementwise(
-        "st.shared.b32 [0], $1; ld.shared.b32 $0, [0];", "=r,r", [at + total], tl.int32, is_pure=False, pack=1
-    )
+        "{ .reg .u32 %at; mov.u32 %at, global_smem; st.shared.b32 [%at], $1; ld.shared.b32 $0, [%at]; }",
+        "=r,r", [at + total], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
     tl.store(y_ptr + at, raced)
 
 

@@ -1,5 +1,6 @@
 """Several threads, streams, processes and GPUs at once; and 200 times the same under load."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -15,18 +16,19 @@ from nsa.testing import sweep
 from nsa.testing.plugin import current_lane
 
 ROOT = Path(nsa.__file__).parents[1]
+SCRIPT = Path(__file__).with_name("pooled_calls.py")
 REPEATS = 200
 
 
-def problem(device, seed, N=24, S_kv=700, dtype=torch.float32):
-    g = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(*shape, 64, generator=g) for shape in ((1, N, 8), (1, S_kv, 2), (1, S_kv, 2)))
-    ranges = torch.randint(-9, S_kv + 9, (1, N, 2, 6, 2), generator=g)
-    return [x.to(device, dtype) for x in (q, k, v)], ranges.to(device)
+def load(script):
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def attend(qkv, ranges, backend):
-    return nsa.selection_attention(*qkv, ranges=ranges, backend=backend, max_selected=4200, return_lse=True)
+calls = load(SCRIPT)
+problem, attend = calls.problem, calls.attend
 
 
 def bitwise(a, b):
@@ -108,30 +110,18 @@ def test_tensors_of_another_gpu(choice):
     assert bitwise([x.cpu() for x in want], [x.cpu() for x in got])
 
 
-def _child(seed):
-    device = torch.device("cuda", 0) if current_lane() == "gpu" else torch.device("cpu")
-    torch.set_num_threads(1)  # a fork has lost the threads of its parent's pool
-    return [x.cpu() for x in attend(*problem(device, seed), BACKENDS[0])]
-
-
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_processes_after_import(tmp_path, how):
+def test_processes_after_import(tmp_path, how, device):
     """`nsa` is imported, and children call it. A fresh parent: one that has used CUDA cannot be forked."""
-    script = tmp_path / "parent.py"
-    script.write_text(
-        "import sys, torch, multiprocessing, nsa\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import test_concurrency as t\n"
-        "if __name__ == '__main__':\n"
-        f"    with multiprocessing.get_context({how!r}).Pool(2) as pool:\n"
-        "        torch.save(pool.map(t._child, [1, 2]), sys.argv[1])\n"
-    )
     out = tmp_path / "results.pt"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, str(script), str(out)], env=environment, check=True, timeout=300)
-    for seed, got in zip((1, 2), torch.load(out), strict=True):
-        assert bitwise(_child(seed), got)
+    command = [sys.executable, SCRIPT, how, device.type, BACKENDS[0], out]
+    subprocess.run(command, env=environment, check=True, timeout=300)
+    found = torch.load(out)
+    assert len(found) == 2
+    for seed, got in enumerate(found):
+        assert bitwise(calls.call(device.type, BACKENDS[0], seed), got)
 
 
 @pytest.mark.parametrize("visible", ["", "0"], ids=["no GPU", "one GPU"])

@@ -1,9 +1,14 @@
 """What the sanitizer's runner makes of what a tool says; the tool is a script here."""
 
+import os
 import stat
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+import nsa
 from nsa.testing import sanitize
 
 CAUGHT = {
@@ -52,7 +57,7 @@ def test_all_clean(tool, capsys):
         ),
         (
             {"matrix": sanitize.FOUND},
-            "memcheck, matrix: FAILED, exit 77, checked 70 calls\n========= Invalid __global__ w",
+            "memcheck, matrix: FAILED, exit 77, checked 70 calls\n========= Invalid __global__ write",
         ),
         ({"matrix": 1}, "racecheck, matrix: FAILED, exit 1"),
     ],
@@ -68,3 +73,36 @@ def test_without_the_tool(tmp_path, monkeypatch):
     monkeypatch.setattr(sanitize.shutil, "which", lambda *_, **__: None)
     with pytest.raises(SystemExit, match="compute-sanitizer is not installed"):
         sanitize.main([])
+
+
+def test_a_run_that_does_not_end(tool, monkeypatch, capsys, tmp_path):
+    tool()
+    path = tmp_path / "compute-sanitizer"
+    path.write_text(path.read_text().replace("matrix) echo", "matrix) exec sleep 60; echo"))
+    monkeypatch.setattr(sanitize, "LIMIT", 1)
+    assert sanitize.main([]) == 1
+    assert "memcheck, matrix: FAILED, exit -1, \n\n\nno end in 1 s" in capsys.readouterr().out
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from nsa.testing import faults
+
+for kernel, signature in (
+    (faults._planted_read, {"x_ptr": "*i32", "y_ptr": "*i32", "n": "i32", "BLOCK": "constexpr"}),
+    (faults._planted_race, {"y_ptr": "*i32", "BLOCK": "constexpr"}),
+):
+    source = ASTSource(fn=kernel, signature=signature, constexprs={(len(signature) - 1,): 256})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    assert "cubin" in compiled.asm, kernel
+"""
+
+
+def test_the_faults_compile():
+    pytest.importorskip("triton", minversion="3.3", reason="sources are described as of Triton 3.3 on")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
+    environment |= {"PYTHONPATH": str(Path(nsa.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
