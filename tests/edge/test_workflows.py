@@ -93,7 +93,14 @@ def test_both_lanes_have_a_workflow():
 
 def test_script_for_gpu_boxes_does_every_step():
     script = (ROOT / ".ci" / "gpu").read_text()
-    for words in ("-m parity", "--benchmark-compare", "--nsa-update-thresholds", "--nsa-report", "--junitxml"):
+    for words in (
+        '-m "parity or edge"',
+        "nsa.testing.sanitize",
+        "--benchmark-compare",
+        "--nsa-update-thresholds",
+        "--nsa-report",
+        "--junitxml",
+    ):
         assert words in script
 
 
