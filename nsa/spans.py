@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.validate import INDEX_DTYPES
@@ -225,7 +226,8 @@ def take_rows(x: Tensor, index: Tensor, into: Tensor | None = None) -> Tensor:
     """
     flat = index.reshape(-1)
     if x.requires_grad and torch.is_grad_enabled():
-        out = x[flat]  # index_select's gradient adds with atomics on a GPU
+        # Gradients add with atomics after index_select on a GPU, after indexing in several threads of a CPU.
+        out = x[flat] if x.is_cuda else F.embedding(flat, x)
     elif x.is_cuda and not torch.compiler.is_compiling() and _sixteen_bytes(x):
         # 16 bytes a thread, all threads busy: 2.2 TB/s on an H100, where every index_select of 128 to 256 bytes a row
         # takes a kernel with one row a block and reaches 0.4 to 0.8.

@@ -30,6 +30,16 @@ def test_forward_split_among_programs(attend, draw, same):
     results_are_equal(lambda: attend(q, k, v, ranges=ranges, return_lse=True))
 
 
+@pytest.fixture
+def several_threads():
+    """As outside of pytest-xdist, whose workers have one each on two cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(2, threads))
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("several_threads")
 def test_backward_of_rows_that_share_keys(attend_plain, draw, same, dtype):
     """All rows add to the gradient of the same few keys: any order of additions but a fixed one would show."""
     q, k, v = (x.requires_grad_() for x in draw(B=1, S=64, S_kv=70, HKV=1, G=4, D=32, Dv=32, dtype=dtype))
