@@ -19,6 +19,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,6 +38,7 @@ LIMIT_S = 120.0  # seconds until a child is taken to hang; one that compiles nee
 REAP_S = 5.0  # seconds for a killed child to be gone
 # Only from a compiler or a kernel; SIGKILL and SIGTERM are somebody else's doing, as when memory is short.
 CRASHES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP")
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # exit statuses, of a process and of a shell that started one
 AT_WORK = ("compiling", "running")  # phases in which a death or a hang speaks of the kernel
 
 _CONFIGS = Path(__file__).parent / "configs"
@@ -141,6 +143,24 @@ def passed_pairs() -> frozenset[tuple[str, str]]:
         return pairs
     except (yaml.YAMLError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: expected a list `passed` of mappings with triton and arch, got {error!r}") from error
+
+
+@functools.cache
+def compile_errors() -> tuple[type[BaseException], ...]:
+    """Triton's own: CompilationError, OutOfResources, since 3.3 PTXASError; none where there is no Triton."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return ()
+    return (TritonError,)
+
+
+def starved(error: BaseException) -> bool:
+    """Whether a compiler's process was killed (SIGKILL), as where memory is short: that is no broken kernel."""
+    if isinstance(error, subprocess.CalledProcessError):
+        return error.returncode in KILLED
+    found = re.search(r"`?ptxas`? failed with error code (-?\d+)", str(error))
+    return found is not None and int(found[1]) in KILLED
 
 
 @functools.cache
