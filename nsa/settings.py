@@ -42,7 +42,7 @@ class Settings:
     sel_triton_min_L: int | None = None  # rows whose bound is shorter use packed SDPA; None: measured per GPU
     sel_triton_group: bool = True  # a whole GQA group per program, or one head (for comparison)
     sel_triton_db: bool = True  # software pipelining (num_stages > 1)
-    batch_invariant: bool = False  # few rows are launched like many: how many share a call changes no result
+    batch_invariant: bool = False  # in Triton, what else shares a call changes no row's result: few are as many
     use_sel_pack: bool = True  # the fallback is packed SDPA, else the gather reference
     force_parity: bool = False  # always the reference
     probe: str = "auto"  # a kernel's first compile in a child process: where nobody has compiled it, always, never
