@@ -41,6 +41,9 @@ CRASHES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP")
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # exit statuses, of a process and of a shell that started one
 AT_WORK = ("compiling", "running")  # phases in which a death or a hang speaks of the kernel
 
+KERNEL_SOURCES = ("combine.py", "primitives.py", "query_major.py")
+"""Of `nsa/kernels`: what kernels are compiled from, all files with a `@triton.jit`."""
+
 _CONFIGS = Path(__file__).parent / "configs"
 # The child imports what this process would, wherever it was started. stdin is read before anything can be shadowed.
 _BOOT = (
@@ -128,7 +131,8 @@ def passed(triton: str, arch: str) -> bool:
 def passed_pairs() -> frozenset[tuple[str, str]]:
     """(Triton minor version, architecture), as `nsa/configs/compiled.yaml` lists them; none where there is no file.
 
-    Raises ValueError naming the file if it is not as expected.
+    What other sources of our kernels have passed counts for nothing. Raises ValueError naming the file if it is not as
+    expected.
     """
     path = _CONFIGS / "compiled.yaml"
     if not path.is_file():
@@ -137,12 +141,28 @@ def passed_pairs() -> frozenset[tuple[str, str]]:
 
     try:
         entries = yaml.safe_load(path.read_text(encoding="utf-8"))["passed"] or []
-        pairs = frozenset((entry["triton"], entry["arch"]) for entry in entries)
-        if not all(isinstance(word, str) for pair in pairs for word in pair):
+        listed = [(entry["triton"], entry["arch"], entry["sources"]) for entry in entries]
+        if not all(isinstance(word, str) for words in listed for word in words):
             raise TypeError("3.10 without quotes is 3.1")
-        return pairs
     except (yaml.YAMLError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: expected a list `passed` of mappings with triton and arch, got {error!r}") from error
+        expected = "expected a list `passed` of mappings with triton, arch and sources"
+        raise ValueError(f"{path}: {expected}, got {error!r}") from error
+    ours = kernel_sources()
+    return frozenset((triton, arch) for triton, arch, sources in listed if sources == ours)
+
+
+@functools.cache
+def kernel_sources() -> str:
+    """What the compile matrix has passed is known by this: a short hash of the files our kernels are compiled from."""
+    folder = Path(__file__).parent / "kernels"
+    return _hash_of([folder / name for name in KERNEL_SOURCES])[:12]
+
+
+def _hash_of(paths: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 @functools.cache
@@ -191,10 +211,10 @@ def key_of(what: dict[str, Any], device: torch.device) -> str:
 
 @functools.cache
 def _sources() -> str:
-    digest = hashlib.sha256()
-    for path in sorted([*Path(__file__).parent.glob("kernels/*.py"), Path(__file__).with_name("trial.py")]):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    """Of the kernels, and of what says whether they are right."""
+    package = Path(__file__).parent
+    judges = [package / name for name in ("trial.py", "reference.py", "spans.py")]
+    return _hash_of([*sorted(package.glob("kernels/*.py")), *judges])
 
 
 def _read(key: str) -> Verdict | None:

@@ -79,7 +79,13 @@ def test_the_packaged_list():
     assert not probe.passed("3.60.0", "sm_90")
 
 
-@pytest.mark.parametrize("entries", ["3", "[3.6]", "[{triton: '3.6'}]", "[{triton: 3.10, arch: sm_90}]", "{"])
+ENTRIES = [
+    *("3", "[3.6]", "[{triton: '3.6'}]", "[{triton: '3.10', arch: sm_90}]", "{"),
+    "[{triton: 3.10, arch: sm_90, sources: x}]",
+]
+
+
+@pytest.mark.parametrize("entries", ENTRIES)
 def test_a_list_that_is_none(monkeypatch, tmp_path, entries):
     monkeypatch.setattr(probe, "_CONFIGS", tmp_path)
     (tmp_path / "compiled.yaml").write_text(f"passed: {entries}")
@@ -87,6 +93,16 @@ def test_a_list_that_is_none(monkeypatch, tmp_path, entries):
         probe.passed_pairs.__wrapped__()
     (tmp_path / "compiled.yaml").unlink()
     assert probe.passed_pairs.__wrapped__() == frozenset()
+
+
+def test_what_other_kernels_have_passed_counts_for_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(probe, "_CONFIGS", tmp_path)
+    monkeypatch.setattr(probe, "kernel_sources", lambda: "ours")
+    entries = [
+        f"{{triton: '3.{i}', arch: sm_90, sources: '{sources}'}}" for i, sources in enumerate(("ours", "others", ""))
+    ]
+    (tmp_path / "compiled.yaml").write_text(f"passed: [{', '.join(entries)}]")
+    assert probe.passed_pairs.__wrapped__() == {("3.0", "sm_90")}
 
 
 # --- what is remembered -----------------------------------------------------------------------------------------------
@@ -132,18 +148,21 @@ def test_the_key_holds_all_that_matters(monkeypatch):
 
 
 def test_an_edited_kernel_is_another(monkeypatch, tmp_path):
-    """One byte of any file of `nsa/kernels`."""
+    """One byte of any file of `nsa/kernels`, or of what judges them."""
     package = tmp_path / "nsa"
     (package / "kernels").mkdir(parents=True)
-    for source in [*(ROOT / "nsa" / "kernels").glob("*.py"), ROOT / "nsa" / "trial.py"]:
+    judges = [ROOT / "nsa" / name for name in ("trial.py", "reference.py", "spans.py")]
+    for source in [*(ROOT / "nsa" / "kernels").glob("*.py"), *judges]:
         (package / source.relative_to(ROOT / "nsa")).write_bytes(source.read_bytes())
     real = probe._sources.__wrapped__()
     monkeypatch.setattr(probe, "__file__", str(package / "probe.py"))
     assert probe._sources.__wrapped__() == real
-    for path in (package / "kernels").iterdir():
+    sources = probe.kernel_sources.__wrapped__()
+    for path in [*(package / "kernels").iterdir(), *package.glob("*.py")]:
         text = path.read_bytes()
         path.write_bytes(text + b"#")
         assert probe._sources.__wrapped__() != real
+        assert (probe.kernel_sources.__wrapped__() != sources) == (path.name in probe.KERNEL_SOURCES)
         path.write_bytes(text)
 
 
