@@ -154,12 +154,19 @@ def user_probes() -> Path | None:
 
 
 def child_environment(interpret: bool) -> dict[str, str]:
-    """This process's environment for a child whose kernels run in Triton's interpreter, or are compiled.
+    """This process's environment for a probe's child, whose kernels run in Triton's interpreter, or are compiled.
 
-    Whatever became of the variable since Triton read it here.
+    Whatever became of the variable since Triton read it here. No child probes: where `sys.executable` is an
+    application, its child is the application again, which would have a child of its own.
     """
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return kept | ({"TRITON_INTERPRET": "1"} if interpret else {})
+    return kept | {"NSA_PROBE": "never"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
+
+
+def assemblers() -> dict[str, str]:
+    """Assemblers that Triton was told to use instead of its own, by variable."""
+    names = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 def packaged_devices() -> Path:

@@ -2,7 +2,7 @@
 
 The variant is launched by the real launchers, which are told the tile and find everything else out by the arguments; a
 launch that would compile something else than the parent is about to is an error. Whatever ends this process ends this
-process only. Answers are JSON lines: the phase it is in, an error, the result.
+process only. Answers are JSON lines: the phase it is in, an error (`broken` if Triton cannot compile that), the result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(request: dict[str, Any]) -> None:
         print(json.dumps({"nsa": kind, "says": text}), file=answers, flush=True)
 
     def last_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        say("error", f"{kind.__name__}: {str(error).strip() or 'no message'}")
+        say("broken" if probe.broken(error) else "error", f"{kind.__name__}: {str(error).strip() or 'no message'}")
         sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = last_words
