@@ -97,6 +97,7 @@ def test_script_for_gpu_boxes_does_every_step():
     script = (ROOT / ".ci" / "gpu").read_text()
     for words in (
         '-m "parity or edge"',
+        "-m edge -k another_gpu",
         "nsa.testing.sanitize",
         "--benchmark-compare",
         "--nsa-update-thresholds",
