@@ -1,14 +1,16 @@
 """The first compile of a kernel, in a child process: a compiler's abort is no exception, it ends the process it is in.
 
-Triton with an architecture that the compile matrix has passed (`nsa/configs/compiled.yaml`) is trusted. With any other,
-before Triton first compiles a variant of a kernel here, a child (`nsa.trial`) compiles that same variant, runs it on
-small tensors and compares the result with the reference. What kills the child, hangs it or is wrong there refuses the
-kernel here. What was found out is remembered by this process, and in one small file per variant by this user's others:
-that a kernel works, crashes, hangs or is wrong. A child that could not say, as without memory or a C compiler, refuses
-the kernel for this process alone.
+Triton with an architecture that the compile matrix has passed with these very kernels (`nsa/configs/compiled.yaml`) is
+trusted. With any other, before Triton first compiles a variant of a kernel here, a child (`nsa.trial`) compiles that
+same variant, runs it on small tensors and compares the result with the reference. What kills the child, hangs it or is
+wrong there refuses the kernel here. What was found out is remembered by this process, and in one small file per variant
+by this user's others: that a kernel works, crashes, hangs, is wrong or cannot be compiled. A child that could not say,
+as without memory or a C compiler, refuses the kernel for this call alone; `nsa.dispatch` does not try it again unless
+it is named.
 
 Launches of what is compiled never come here. Under CUDA graph capture nothing changes: the child captures nothing, and
-this process makes no CUDA call. The operator of `torch.compile` runs, and probes, when the compiled call does.
+this process asks CUDA for its version, no more. The operator of `torch.compile` runs, and probes, when the compiled
+call does.
 """
 
 from __future__ import annotations
@@ -118,9 +120,8 @@ def find_out(what: dict[str, Any], device: torch.device) -> str | None:
     if verdict is None or not verdict.lasting:
         with _asking:
             verdict = _known.get(key)
-            if verdict is before:  # nobody has asked while this thread waited
+            if verdict is None or verdict is before:  # nobody has asked while this thread waited
                 verdict = _known[key] = _read(key) or _find_out(key, what, device)
-    assert verdict is not None
     return verdict.cause
 
 

@@ -137,6 +137,19 @@ def test_what_is_not_about_the_kernel_is_not_kept(answer, kept):
     assert len(whats) == 1
 
 
+def test_forgotten_while_waiting(answer):
+    """`nsa.dispatch.reset` in another thread, while this one waits to ask again."""
+    whats = answer(probe.Verdict("out of memory", False))
+    probe.find_out(WHAT, CPU)
+    with ThreadPoolExecutor(1) as thread:
+        with probe._asking:
+            waits = thread.submit(probe.find_out, WHAT, CPU)
+            time.sleep(0.2)
+            probe.forget()
+        assert waits.result() == "out of memory"
+    assert len(whats) == 2
+
+
 @pytest.mark.parametrize("lasting", [True, False], ids=["lasting", "unsure"])
 def test_threads_ask_one_child(monkeypatch, lasting):
     children, ready = [], threading.Barrier(8)
