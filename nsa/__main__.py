@@ -82,7 +82,7 @@ def _compiled(device: torch.device) -> str:
     """Whether kernels are compiled right here, or in a child process first."""
     from nsa import probe, settings
 
-    pair, mode = (_version("triton"), probe.architecture(device)), settings.get().probe
+    pair, mode = (probe.triton_version(), probe.architecture(device)), settings.get().probe
     listed = probe.passed(*pair)
     said = (
         f"Triton {pair[0]} for {pair[1]}: {'passed the compile matrix' if listed else 'not on the list of the matrix'}"

@@ -212,17 +212,9 @@ settings.ON_RELOAD.append(plan.cache_clear)
 @lru_cache(maxsize=1)
 def failures() -> tuple[type[BaseException], ...]:
     """The errors compiling or launching a kernel raises. Nothing else is taken for a broken kernel."""
-    compile_errors: tuple[type[BaseException], ...] = ()
-    try:
-        from triton.compiler.errors import CompilationError
-        from triton.runtime.errors import OutOfResources
-
-        compile_errors = (CompilationError, OutOfResources)
-    except ImportError:
-        pass  # no Triton here: that is the failure, and ImportError says so
-    # RuntimeError: the MLIR pass manager, ptxas and the driver; OSError and CalledProcessError: the launcher's C
-    # compiler.
-    return (*compile_errors, ImportError, RuntimeError, OSError, subprocess.CalledProcessError)
+    # ImportError: no Triton here; RuntimeError: the MLIR pass manager and the driver; OSError and CalledProcessError:
+    # the launcher's C compiler.
+    return (*probe.compile_errors(), ImportError, RuntimeError, OSError, subprocess.CalledProcessError)
 
 
 def _is_kernel_failure(error: BaseException) -> bool:
@@ -233,6 +225,8 @@ def _is_kernel_failure(error: BaseException) -> bool:
         return False
     if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN):
         return False  # no memory, or no process, for the assembler or the launcher's C compiler
+    if probe.starved(error):
+        return False
     text = str(error).lower()
     return not (isinstance(error, RuntimeError) and any(words in text for words in NOT_THE_KERNEL))
 

@@ -1,14 +1,16 @@
 """The first compile of a kernel, in a child process: a compiler's abort is no exception, it ends the process it is in.
 
-Triton with an architecture that the compile matrix has passed (`nsa/configs/compiled.yaml`) is trusted. With any other,
-before Triton first compiles a variant of a kernel here, a child (`nsa.trial`) compiles that same variant, runs it on
-small tensors and compares the result with the reference. What kills the child, hangs it or is wrong there refuses the
-kernel here. What was found out is remembered by this process, and in one small file per variant by this user's others:
-that a kernel works, crashes, hangs or is wrong. A child that could not say, as without memory or a C compiler, refuses
-the kernel for this process alone.
+Triton with an architecture that the compile matrix has passed with these very kernels (`nsa/configs/compiled.yaml`) is
+trusted. With any other, before Triton first compiles a variant of a kernel here, a child (`nsa.trial`) compiles that
+same variant, runs it on small tensors and compares the result with the reference. What kills the child, hangs it or is
+wrong there refuses the kernel here. What was found out is remembered by this process, and in one small file per variant
+by this user's others: that a kernel works, crashes, hangs, is wrong or cannot be compiled. A child that could not say,
+as without memory or a C compiler, refuses the kernel for this call alone; `nsa.dispatch` does not try it again unless
+it is named.
 
 Launches of what is compiled never come here. Under CUDA graph capture nothing changes: the child captures nothing, and
-this process makes no CUDA call. The operator of `torch.compile` runs, and probes, when the compiled call does.
+this process asks CUDA for its version, no more. The operator of `torch.compile` runs, and probes, when the compiled
+call does.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ import hashlib
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -33,11 +38,17 @@ from nsa import settings
 
 logger = logging.getLogger("nsa")
 
-LIMIT_S = 120.0  # seconds until a child is taken to hang; one that compiles needs about ten, mostly to import torch
+START_S = 300.0  # seconds a child may take to import torch, from a cold file system, and to find its GPU
+LIMIT_S = 120.0  # seconds from then on until it is taken to hang; it needs a few
+POLL_S = 0.02  # seconds between two looks at a child
 REAP_S = 5.0  # seconds for a killed child to be gone
 # Only from a compiler or a kernel; SIGKILL and SIGTERM are somebody else's doing, as when memory is short.
 CRASHES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP")
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # exit statuses, of a process and of a shell that started one
 AT_WORK = ("compiling", "running")  # phases in which a death or a hang speaks of the kernel
+
+KERNEL_SOURCES = ("combine.py", "primitives.py", "query_major.py")
+"""Of `nsa/kernels`: what kernels are compiled from, all files with a `@triton.jit`."""
 
 _CONFIGS = Path(__file__).parent / "configs"
 # The child imports what this process would, wherever it was started. stdin is read before anything can be shadowed.
@@ -58,7 +69,8 @@ class Verdict(NamedTuple):
     lasting: bool  # it is about the kernel, not about this moment or this environment
 
 
-_known: dict[str, str | None] = {}  # causes by key
+_known: dict[str, Verdict] = {}  # by key
+_asking = threading.RLock()  # held while a child is asked
 _told: set[str] = set()  # folders that were said to be of no use
 
 
@@ -71,7 +83,7 @@ def require(variant: Any, device: torch.device, tensors: tuple[torch.Tensor | No
     mode = settings.get().probe
     if mode == "never" or device.type not in ("cuda", "cpu"):
         return
-    if mode == "auto" and (device.type == "cpu" or passed(_triton(), architecture(device))):
+    if mode == "auto" and (device.type == "cpu" or passed(triton_version(), architecture(device))):
         return
     cause = find_out(describe(variant, tensors), device)
     if cause is not None:
@@ -99,17 +111,26 @@ def describe(variant: Any, tensors: tuple[torch.Tensor | None, ...]) -> dict[str
 
 
 def find_out(what: dict[str, Any], device: torch.device) -> str | None:
-    """Why the kernel described by ``what`` must not be compiled here; None if it may. Asks a child at most once."""
+    """Why the kernel described by ``what`` must not be compiled here; None if it may.
+
+    Asks a child once, whichever threads want to know. Again only where the last one could not say.
+    """
     key = key_of(what, device)
-    if key not in _known:
-        verdict = _read(key)
-        if verdict is None:
-            logger.info("%s: its first compile runs in a child process (NSA_PROBE=never: not)", what["kernel"])
-            verdict = ask(what, device)
-            if verdict.lasting:
-                _write(key, verdict.cause, what)
-        _known[key] = verdict.cause
-    return _known[key]
+    verdict = before = _known.get(key)
+    if verdict is None or not verdict.lasting:
+        with _asking:
+            verdict = _known.get(key)
+            if verdict is None or verdict is before:  # nobody has asked while this thread waited
+                verdict = _known[key] = _read(key) or _find_out(key, what, device)
+    return verdict.cause
+
+
+def _find_out(key: str, what: dict[str, Any], device: torch.device) -> Verdict:
+    logger.info("%s: its first compile runs in a child process (NSA_PROBE=never: not)", what["kernel"])
+    verdict = ask(what, device)
+    if verdict.lasting:
+        _write(key, verdict.cause, what)
+    return verdict
 
 
 def forget() -> None:
@@ -126,7 +147,8 @@ def passed(triton: str, arch: str) -> bool:
 def passed_pairs() -> frozenset[tuple[str, str]]:
     """(Triton minor version, architecture), as `nsa/configs/compiled.yaml` lists them; none where there is no file.
 
-    Raises ValueError naming the file if it is not as expected.
+    What other sources of our kernels have passed counts for nothing. Raises ValueError naming the file if it is not as
+    expected.
     """
     path = _CONFIGS / "compiled.yaml"
     if not path.is_file():
@@ -135,12 +157,52 @@ def passed_pairs() -> frozenset[tuple[str, str]]:
 
     try:
         entries = yaml.safe_load(path.read_text(encoding="utf-8"))["passed"] or []
-        pairs = frozenset((entry["triton"], entry["arch"]) for entry in entries)
-        if not all(isinstance(word, str) for pair in pairs for word in pair):
+        listed = [(entry["triton"], entry["arch"], entry["sources"]) for entry in entries]
+        if not all(isinstance(word, str) for words in listed for word in words):
             raise TypeError("3.10 without quotes is 3.1")
-        return pairs
     except (yaml.YAMLError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: expected a list `passed` of mappings with triton and arch, got {error!r}") from error
+        expected = "expected a list `passed` of mappings with triton, arch and sources"
+        raise ValueError(f"{path}: {expected}, got {error!r}") from error
+    ours = kernel_sources()
+    return frozenset((triton, arch) for triton, arch, sources in listed if sources == ours)
+
+
+@functools.cache
+def kernel_sources() -> str:
+    """What the compile matrix has passed is known by this: a short hash of the files our kernels are compiled from."""
+    folder = Path(__file__).parent / "kernels"
+    return _hash_of([folder / name for name in KERNEL_SOURCES])[:12]
+
+
+def _hash_of(paths: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def compile_errors() -> tuple[type[BaseException], ...]:
+    """Triton's own: CompilationError, OutOfResources, since 3.3 PTXASError; none where there is no Triton."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return ()
+    return (TritonError,)
+
+
+def broken(error: BaseException) -> bool:
+    """Whether an error says that Triton cannot compile a kernel, here and at any other time."""
+    of_triton = isinstance(error, compile_errors()) or "PassManager::run failed" in str(error)
+    return of_triton and not starved(error)
+
+
+def starved(error: BaseException) -> bool:
+    """Whether a compiler's process was killed (SIGKILL), as where memory is short: that is no broken kernel."""
+    if isinstance(error, subprocess.CalledProcessError):
+        return error.returncode in KILLED
+    found = re.search(r"`?ptxas`? failed with error code (-?\d+)", str(error))
+    return found is not None and int(found[1]) in KILLED
 
 
 @functools.cache
@@ -154,7 +216,15 @@ def architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-def _triton() -> str:
+@functools.cache
+def driver_version() -> int | None:
+    """As CUDA counts, 12040 for 12.4; None where torch does not tell."""
+    ask_driver = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return None if ask_driver is None else int(ask_driver())
+
+
+def triton_version() -> str:
+    """Of the Triton that is imported, whatever its package is called."""
     import triton
 
     return str(triton.__version__)
@@ -165,16 +235,22 @@ def _triton() -> str:
 
 def key_of(what: dict[str, Any], device: torch.device) -> str:
     """Of a kernel as described, its source, versions and architecture: the name of the file that remembers it."""
-    versions = {"torch": torch.__version__, "triton": _triton(), "arch": architecture(device)}
+    versions = {
+        "torch": torch.__version__,
+        "triton": triton_version(),
+        "driver": driver_version() if device.type == "cuda" else None,
+        "assemblers": settings.assemblers(),
+        "arch": architecture(device),
+    }
     return hashlib.sha256(json.dumps([_sources(), versions, what], sort_keys=True).encode()).hexdigest()
 
 
 @functools.cache
 def _sources() -> str:
-    digest = hashlib.sha256()
-    for path in sorted([*Path(__file__).parent.glob("kernels/*.py"), Path(__file__).with_name("trial.py")]):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    """Of the kernels, and of what says whether they are right."""
+    package = Path(__file__).parent
+    judges = [package / name for name in ("trial.py", "reference.py", "spans.py")]
+    return _hash_of([*sorted(package.glob("kernels/*.py")), *judges])
 
 
 def _read(key: str) -> Verdict | None:
@@ -184,7 +260,7 @@ def _read(key: str) -> Verdict | None:
         return None
     try:
         found = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or found.get("key") != key or not isinstance(found.get("cause", 0), str | None):
         return None
@@ -222,50 +298,67 @@ def _say_once(folder: str, why: str) -> None:
 
 
 def ask(what: dict[str, Any], device: torch.device) -> Verdict:
-    """Have a child compile and run the kernel, for at most ``LIMIT_S`` seconds."""
+    """Have a child compile and run the kernel, for at most ``LIMIT_S`` seconds once it has started."""
     request = {
         "what": what,
         "device": str(device),
         "arch": architecture(device),
-        "limit_s": LIMIT_S,
+        "limit_s": START_S + LIMIT_S,
         "path": [entry for entry in sys.path if isinstance(entry, str)],
     }
-    try:
-        # A process group of its own, to be killed with the compilers it started. Popen starts a new program and does
-        # not fork this one, which CUDA would not survive.
-        child = subprocess.Popen(
-            [sys.executable or "python", "-c", _BOOT], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, env=settings.child_environment(what["interpreted"]), start_new_session=True,
-            text=True, encoding="utf-8", errors="replace",
-        )  # fmt: skip
-    except OSError as error:
-        return _unsure(f"no child process could be started: {error}")
-    out, err, hung = "", "", False
-    try:
-        out, err = child.communicate(json.dumps(request), timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        hung = True
-        _kill(child)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            out, err = child.communicate(timeout=REAP_S)
-    finally:  # also where the caller was interrupted
-        _kill(child)
-        for pipe in (child.stdin, child.stdout, child.stderr):
-            with contextlib.suppress(OSError):
-                assert pipe is not None
-                pipe.close()
-    # One that died, and left behind what kept its output open, has its own status all the same.
-    return judge(None if hung and child.returncode in (None, -signal.SIGKILL) else child.returncode, out, err)
+    with contextlib.ExitStack() as stack:
+        try:
+            # Files, no pipes: whatever a child leaves behind can hold them open, and nothing waits for that.
+            asked, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+            asked.write(json.dumps(request).encode())
+            asked.seek(0)
+            # A process group of its own, to be killed with the compilers it started. Popen starts a new program and
+            # does not fork this one, which CUDA would not survive.
+            child = subprocess.Popen(
+                [sys.executable or "python", "-c", _BOOT], stdin=asked, stdout=out, stderr=err,
+                env=settings.child_environment(what["interpreted"]), start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            return _unsure(f"no child process could be started: {error}")
+        try:
+            in_time = _wait(child, out)
+        finally:  # also where the caller was interrupted
+            _end(child)
+        return judge(child.returncode if in_time else None, _text(out), _text(err))
 
 
-def _kill(child: subprocess.Popen[str]) -> None:
-    """End a child that has not been seen to end, with its group, and forget it."""
-    if child.returncode is not None:
-        return
+def _wait(child: subprocess.Popen[bytes], out: IO[bytes]) -> bool:
+    """Whether a child ended in time. What it does before it compiles, as importing torch, has a time of its own."""
+    began, limit = time.monotonic(), START_S
+    while not _ended(child):
+        if limit == START_S and _phase(_text(out)) != "starting":
+            began, limit = time.monotonic(), LIMIT_S
+        if time.monotonic() - began > limit:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _ended(child: subprocess.Popen[bytes]) -> bool:
+    """Whether a child has ended. It is not buried yet: nobody else gets its number, which is that of its group."""
+    try:
+        return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+    except ChildProcessError:  # this process has others bury its children
+        return True
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill a child and what it started, or what it left behind; then bury it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(REAP_S)
+
+
+def _text(file: IO[bytes]) -> str:
+    """All of a file, whose position stays where the child writes next."""
+    handle = file.fileno()
+    return os.pread(handle, os.fstat(handle).st_size, 0).decode("utf-8", "replace")
 
 
 def judge(status: int | None, out: str, err: str) -> Verdict:
@@ -275,18 +368,14 @@ def judge(status: int | None, out: str, err: str) -> Verdict:
         status: as ``Popen.returncode``; None: it did not end in time.
         out, err: what it wrote; ``out`` holds its answers, JSON lines of ``{"nsa": ..., "says": ...}``.
     """
-    phase, says = "starting", {}
-    for line in out.splitlines():
-        answer = _answer(line)
-        if answer.get("nsa") == "phase":
-            phase = str(answer["says"])
-        elif answer:
-            says[answer["nsa"]] = answer["says"]
+    phase, says = _phase(out), dict(_answers(out))
     if status is None:
-        cause = f"no answer in {LIMIT_S:g} s while {phase}"
+        cause = f"no answer in {START_S if phase == 'starting' else LIMIT_S:g} s while {phase}"
         return Verdict(cause, True) if phase in AT_WORK else _unsure(cause)
-    if "error" in says and status > 0:
-        return _unsure(f"{says['error']} while {phase}")
+    error = says.get("broken", says.get("error"))
+    if error is not None and status > 0:
+        cause = f"{error} while {phase}"
+        return Verdict(cause, True) if "broken" in says and phase == "compiling" else _unsure(cause)
     if status < 0:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
         cause = f"killed by {name} while {phase}{_last(err)}"
@@ -300,13 +389,24 @@ def _unsure(cause: str) -> Verdict:
     return Verdict(f"{cause} (NSA_PROBE=never launches it all the same)", False)
 
 
-def _answer(line: str) -> dict[str, Any]:
-    """An answer, or nothing: whatever is imported may print."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) and set(found) == {"nsa", "says"} else {}
+def _phase(out: str) -> str:
+    """The last that a child said it is in."""
+    return dict(_answers(out)).get("phase", "starting")
+
+
+def _answers(out: str) -> Iterator[tuple[str, str]]:
+    """(Kind, text) of each line that is an answer: whatever is imported may print."""
+    for line in out.splitlines():
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if (
+            isinstance(found, dict)
+            and set(found) == {"nsa", "says"}
+            and all(isinstance(x, str) for x in found.values())
+        ):
+            yield found["nsa"], found["says"]
 
 
 def _last(text: str) -> str:

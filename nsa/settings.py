@@ -42,7 +42,7 @@ class Settings:
     sel_triton_min_L: int | None = None  # rows whose bound is shorter use packed SDPA; None: measured per GPU
     sel_triton_group: bool = True  # a whole GQA group per program, or one head (for comparison)
     sel_triton_db: bool = True  # software pipelining (num_stages > 1)
-    batch_invariant: bool = False  # few rows are launched like many: how many share a call changes no result
+    batch_invariant: bool = False  # in Triton, what else shares a call changes no row's result: few are as many
     use_sel_pack: bool = True  # the fallback is packed SDPA, else the gather reference
     force_parity: bool = False  # always the reference
     probe: str = "auto"  # a kernel's first compile in a child process: where nobody has compiled it, always, never
@@ -154,12 +154,19 @@ def user_probes() -> Path | None:
 
 
 def child_environment(interpret: bool) -> dict[str, str]:
-    """This process's environment for a child whose kernels run in Triton's interpreter, or are compiled.
+    """This process's environment for a probe's child, whose kernels run in Triton's interpreter, or are compiled.
 
-    Whatever became of the variable since Triton read it here.
+    Whatever became of the variable since Triton read it here. No child probes: where `sys.executable` is an
+    application, its child is the application again, which would have a child of its own.
     """
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return kept | ({"TRITON_INTERPRET": "1"} if interpret else {})
+    return kept | {"NSA_PROBE": "never"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
+
+
+def assemblers() -> dict[str, str]:
+    """Assemblers that Triton was told to use instead of its own, by variable."""
+    names = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 def packaged_devices() -> Path:

@@ -313,7 +313,7 @@ def plan(
     source, n = WHOLE.value, 0
     if selection_shape is not None:
         source, n = (RANGES.value, selection_shape[-2]) if block_size is None else (BLOCKS.value, selection_shape[-1])
-    longest = S_kv if bound is None else bound
+    longest = bound if bound is not None else tiles.UNBOUNDED if invariant else S_kv
     capability, processors = device_limits(device)
     spans = 1 if source == WHOLE.value else tiles.span_bucket(n, S_kv)
     tile, splits, merged = tiles.choose(
@@ -448,7 +448,7 @@ def launch_for(
             whole sequence.
         cu_seqlens_q: None with ``cu_seqlens_k`` given: row ``i`` is sequence ``i``.
         bound: host bound on the keys of a row.
-        invariant: few rows are launched like many.
+        invariant: few rows are launched like many, and without a bound like rows of a fixed length.
         out: ``[..., HQ, Dv]`` to write to.
         rows_only: packed rows as they are, ``q [N, H, D]`` with ``k [N, L, D]``, or ``[sum L, D]`` and sequences.
     """

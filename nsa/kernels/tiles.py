@@ -30,6 +30,10 @@ MAX_SPLITS = 32
 MAX_HEADS = 64
 """Query heads one program holds; larger groups take several programs."""
 
+UNBOUNDED = 1024
+"""Keys a row is taken to have where nothing bounds them and its result must not depend on the others of the call, whose
+keys lie in the same tensor. Tables are measured to that length."""
+
 TABLES = Path(__file__).parent.parent / "configs" / "tiles"
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from nsa import probe
 from nsa.testing.aot_points import Architecture
 
 if TYPE_CHECKING:
@@ -136,18 +137,19 @@ def update(release: str, architecture: str, kernels: list[Compiled], path: Path 
 
 
 def record(release: str, architecture: str, kernels: int, date: str, commit: str, path: Path = PASSED) -> None:
-    """Write that so many kernels have passed, in place of what was said of this pair; 0: it has not passed."""
+    """Write that so many kernels of these sources have passed, in place of what was said of this pair; 0: none has."""
     known: list[dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))["passed"] if path.exists() else []
     known = [entry for entry in known if (entry["triton"], entry["arch"]) != (release, architecture)]
     if kernels:
-        known.append({"triton": release, "arch": architecture, "kernels": kernels, "date": date, "commit": commit})
+        found = {"kernels": kernels, "date": date, "commit": commit, "sources": probe.kernel_sources()}
+        known.append({"triton": release, "arch": architecture} | found)
     lines = [
         "# What the kernels compile for, by Triton release, not written by hand: `python -m nsa.testing.aot --record`.",
         "passed:" if known else "passed: []",
     ]
     for e in sorted(known, key=lambda e: (_order(e["triton"]), e["arch"])):
         fields = f'triton: "{e["triton"]}", arch: {e["arch"]}, kernels: {e["kernels"]}, date: {e["date"]}'
-        lines.append(f'- {{{fields}, commit: "{e["commit"]}"}}')
+        lines.append(f'- {{{fields}, commit: "{e["commit"]}", sources: "{e.get("sources", "")}"}}')
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -178,7 +178,6 @@ def untried(monkeypatch, tmp_path):
     for clear in forget:
         clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("NSA_PROBE", "always")  # of children, who must not probe in their turn
     monkeypatch.setattr(probe, "_told", set())
     with nsa.configure(probe="always", sel_triton_min_L=0):
         yield

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nsa
-from nsa.kernels import tiles
+from nsa.kernels import query_major, tiles
 from nsa.testing.plugin import current_lane
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -73,6 +73,39 @@ def test_alone_and_in_company(draw, device, monkeypatch, source, schedule):
     alone = call(slice(0, 1))
     assert nsa.kernels.launches["split"] == before + 1, "else there was nothing to forbid"
     assert all(torch.allclose(a[:1], b, atol=1e-4) for a, b in zip(together, alone, strict=True))
+
+
+@pytest.mark.parametrize("source", ["ranges", "rows", "batch"])
+@pytest.mark.usefixtures("fresh_plans")
+def test_beside_a_longer_row(monkeypatch, device, source):
+    """Keys of all rows lie in one tensor, whose length would choose tiles where no `max_selected` is given."""
+    monkeypatch.setattr(query_major, "gpu_name", lambda device: H100)
+    n = [100, 900]
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 64, generator=g).half().to(device)
+    k, v = (torch.randn(sum(n), 64, generator=g).half().to(device) for _ in range(2))
+    cu = torch.tensor([0, n[0], sum(n)], dtype=torch.int32, device=device)
+    ranges = torch.tensor([[0, n[0]], [0, n[1]]], dtype=torch.int32, device=device)[:, None, None]
+
+    def call(rows, keys):
+        own = q[:rows], k[:keys], v[:keys]
+        if source == "rows":
+            return nsa.sel_attn_fwd_varlen_group(*own, cu[: rows + 1], return_lse=True)
+        own = q[:rows], k[:keys, None], v[:keys, None]
+        how = {"ranges": ranges[:rows], "causal": False, "backend": "triton", "return_lse": True}
+        if source == "batch":
+            return [
+                x[0] for x in nsa.selection_attention(*(x[None] for x in own), **how | {"ranges": ranges[None, :rows]})
+            ]
+        queries = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        return nsa.selection_attention(*own, **how, cu_seqlens=(queries, cu[: rows + 1]))
+
+    with nsa.configure(batch_invariant=True):
+        assert bitwise([x[:1] for x in call(2, sum(n))], call(1, n[0]))
+    alone, together = (
+        chosen((2, 4, 64, 64, keys, 1 if source == "rows" else 8), 1, invariant=True) for keys in (n[0], 1000)
+    )
+    assert alone != together, "else there was nothing to forbid"
 
 
 @pytest.mark.gpu

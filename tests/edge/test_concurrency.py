@@ -96,6 +96,7 @@ def test_repeats_under_load(device, source, choice):
     assert different.item() == 0
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs (without -n: a worker sees one)")
 @pytest.mark.parametrize("choice", [None, Choice(4, 1, 64, 4, 2, 1), Choice(4, 1, 64, 4, 2, 0)], ids=str)
 def test_tensors_of_another_gpu(choice):

@@ -7,6 +7,7 @@ import subprocess
 import pytest
 import torch
 from triton.compiler.errors import CompilationError
+from triton.runtime import errors
 from triton.runtime.errors import OutOfResources
 
 import nsa
@@ -15,9 +16,13 @@ from nsa.reference import selection_reference
 
 pytestmark = pytest.mark.usefixtures("fresh_routes")
 
+PTXASError = getattr(errors, "PTXASError", RuntimeError)  # before Triton 3.3 it is one
+
 FAILURES = {
     "compilation": CompilationError("a = b", ast.parse("a").body[0], "it does not compile"),
     "resources": OutOfResources(300_000, 232_448, "shared memory"),
+    "assembler": PTXASError("`ptxas` failed with error code 255"),
+    "assembler-crashed": PTXASError("`ptxas` raised SIGSEGV"),
     "runtime": RuntimeError("PassManager::run failed"),
     "import": ImportError("no module named triton"),
     "os": FileNotFoundError(2, "No such file or directory", "cc"),
@@ -152,6 +157,9 @@ PASSED_ON = {
     "out-of-memory-of-the-driver": RuntimeError("Triton Error [CUDA]: out of memory"),
     "out-of-memory-of-the-host": OSError(12, "Cannot allocate memory"),
     "no-process-for-the-assembler": BlockingIOError(11, "Resource temporarily unavailable"),
+    "assembler-killed": PTXASError("`ptxas` failed with error code -9\n`ptxas` stderr:\n"),
+    "assembler-killed-in-a-shell": RuntimeError("`ptxas` failed with error code 137: \n"),
+    "launcher-killed": subprocess.CalledProcessError(-9, ["cc", "launcher.c"]),
     "lost-context": RuntimeError("CUDA error: an illegal memory access was encountered"),
     "lost-context-of-triton": RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
     "value": ValueError("a bug"),

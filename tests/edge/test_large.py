@@ -29,6 +29,11 @@ def queries(cache, *shape):
     return torch.randn(*shape, D, generator=g, device=cache.device).to(cache)
 
 
+def largest_offset(x):
+    """Elements from the first of a tensor to its last: what a kernel computes of the strides that it is given."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
 def agree(got, want):
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=2e-2)
@@ -54,12 +59,15 @@ def test_blocks_of_one_long_sequence(attend_all, cache):
 
 def test_last_batch_entry(attend_all, cache):
     """And keys that lie far apart: the sequence axis is the slow one."""
-    k = cache.view(KEYS // 8, 8, 1, D).transpose(0, 1)[:, -5:]  # [8 batches, 5 keys, 1, D]
-    q = queries(cache, 8, 1, 4)
+    apart = KEYS // 5  # rows from one key to the next
+    k = cache.as_strided((8, 5, 1, D), ((KEYS - 1 - 4 * apart) // 7 * D, apart * D, D, 1))
+    assert largest_offset(k) > 2**31
+    q, short = queries(cache, 8, 1, 4), queries(cache, 8, 5, 1)
+    nothing = k.clone()
+    k.copy_(short)
     ranges = torch.tensor([[0, 5]], device=k.device).expand(8, 1, 1, 1, 2)
     got = attend_all(q, k, k, ranges=ranges, max_selected=5, return_lse=True)
-    short = k.contiguous()
-    assert not short.isnan().any()
+    k.copy_(nothing)
     agree(got, attend_all(q, short, short, ranges=ranges, max_selected=5, return_lse=True))
 
 
@@ -72,12 +80,13 @@ def test_packed_rows(cache):
 
 
 def test_output(attend_all, cache):
-    """The last rows of an output that lies in such a buffer."""
+    """Its rows are spread over such a buffer, the last head of the last token at its very end."""
     q, k = queries(cache, 1, 2, 4), cache[:TAIL].view(1, TAIL, 1, D)
     ranges = torch.tensor([[0, TAIL]], device=k.device).expand(1, 2, 1, 1, 2)
     buffer = cache.new_empty(KEYS, D)
-    out = buffer.view(1, 2, 4, KEYS // 8, D)[..., -1, :]  # heads lie KEYS / 8 rows apart
-    assert out.stride(2) * 7 > 2**30
+    apart = KEYS // 8  # rows from one head to the next
+    out = buffer.as_strided((1, 2, 4, D), (KEYS * D, (KEYS - 1 - 3 * apart) * D, apart * D, 1))
+    assert largest_offset(out) > 2**31
     assert attend_all(q, k, k, ranges=ranges, max_selected=64, out=out) is out
     agree((out,), (attend_all(q, k, k, ranges=ranges, max_selected=64),))
 

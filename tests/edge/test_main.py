@@ -138,7 +138,8 @@ def test_calibrate_writes_for_this_user_what_the_doctor_then_shows(gpu, monkeypa
 )
 def test_doctor_says_where_kernels_are_compiled(gpu, monkeypatch, tmp_path, mode, listed, text):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(nsa.__main__, "_version", lambda package: "3.6.0")
+    monkeypatch.setattr(nsa.__main__, "_version", lambda package: "not installed")  # triton, by that name
+    monkeypatch.setattr(nsa.probe, "triton_version", lambda: "3.6.0")
     monkeypatch.setattr(nsa.probe, "passed_pairs", lambda: {("3.6", "sm_90" if listed else "sm_89")})
     with nsa.configure(probe=mode):
         (line,) = [line for line in nsa.__main__.doctor() if line.startswith("compiled")]

@@ -6,6 +6,9 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -36,7 +39,7 @@ ROOT = Path(nsa.__file__).parents[1]
 )
 def test_who_is_probed(monkeypatch, mode, device, pair, asks):
     monkeypatch.setattr(probe, "passed_pairs", lambda: {("3.6", "sm_90")})
-    monkeypatch.setattr(probe, "_triton", lambda: f"{pair[0]}.1")
+    monkeypatch.setattr(probe, "triton_version", lambda: f"{pair[0]}.1")
     monkeypatch.setattr(probe, "architecture", lambda device: pair[1])
     monkeypatch.setattr(probe, "describe", lambda *_: {})
     monkeypatch.setattr(probe, "find_out", lambda *_: "it aborts")
@@ -79,7 +82,13 @@ def test_the_packaged_list():
     assert not probe.passed("3.60.0", "sm_90")
 
 
-@pytest.mark.parametrize("entries", ["3", "[3.6]", "[{triton: '3.6'}]", "[{triton: 3.10, arch: sm_90}]", "{"])
+ENTRIES = [
+    *("3", "[3.6]", "[{triton: '3.6'}]", "[{triton: '3.10', arch: sm_90}]", "{"),
+    "[{triton: 3.10, arch: sm_90, sources: x}]",
+]
+
+
+@pytest.mark.parametrize("entries", ENTRIES)
 def test_a_list_that_is_none(monkeypatch, tmp_path, entries):
     monkeypatch.setattr(probe, "_CONFIGS", tmp_path)
     (tmp_path / "compiled.yaml").write_text(f"passed: {entries}")
@@ -87,6 +96,16 @@ def test_a_list_that_is_none(monkeypatch, tmp_path, entries):
         probe.passed_pairs.__wrapped__()
     (tmp_path / "compiled.yaml").unlink()
     assert probe.passed_pairs.__wrapped__() == frozenset()
+
+
+def test_what_other_kernels_have_passed_counts_for_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(probe, "_CONFIGS", tmp_path)
+    monkeypatch.setattr(probe, "kernel_sources", lambda: "ours")
+    entries = [
+        f"{{triton: '3.{i}', arch: sm_90, sources: '{sources}'}}" for i, sources in enumerate(("ours", "others", ""))
+    ]
+    (tmp_path / "compiled.yaml").write_text(f"passed: [{', '.join(entries)}]")
+    assert probe.passed_pairs.__wrapped__() == {("3.0", "sm_90")}
 
 
 # --- what is remembered -----------------------------------------------------------------------------------------------
@@ -105,15 +124,49 @@ def test_another_process_does_not_ask_again(answer, cause):
     assert len(whats) == 1
 
 
-def test_what_is_not_about_the_kernel_is_for_this_process_only(answer, kept):
+def test_what_is_not_about_the_kernel_is_not_kept(answer, kept):
+    """Who asks again, which `auto` does not, has a child look again."""
     whats = answer(probe.Verdict("out of memory", False))
-    for _ in range(2):
+    for count in (1, 2):
         assert probe.find_out(WHAT, CPU) == "out of memory"
-    assert len(whats) == 1
+        assert len(whats) == count
     assert kept() == []
-    nsa.dispatch.reset()
+    whats = answer(probe.Verdict(None, True))
+    for _ in range(2):
+        assert probe.find_out(WHAT, CPU) is None
+    assert len(whats) == 1
+
+
+def test_forgotten_while_waiting(answer):
+    """`nsa.dispatch.reset` in another thread, while this one waits to ask again."""
+    whats = answer(probe.Verdict("out of memory", False))
     probe.find_out(WHAT, CPU)
+    with ThreadPoolExecutor(1) as thread:
+        with probe._asking:
+            waits = thread.submit(probe.find_out, WHAT, CPU)
+            time.sleep(0.2)
+            probe.forget()
+        assert waits.result() == "out of memory"
     assert len(whats) == 2
+
+
+@pytest.mark.parametrize("lasting", [True, False], ids=["lasting", "unsure"])
+def test_threads_ask_one_child(monkeypatch, lasting):
+    children, ready = [], threading.Barrier(8)
+
+    def ask(what, device):
+        children.append(what)
+        time.sleep(0.3)
+        return probe.Verdict("it aborts", lasting)
+
+    def find_out(_):
+        ready.wait()
+        return probe.find_out(WHAT, CPU)
+
+    monkeypatch.setattr(probe, "ask", ask)
+    with ThreadPoolExecutor(8) as threads:
+        assert set(threads.map(find_out, range(8))) == {"it aborts"}
+    assert len(children) == 1
 
 
 def test_the_key_holds_all_that_matters(monkeypatch):
@@ -121,8 +174,9 @@ def test_the_key_holds_all_that_matters(monkeypatch):
     assert probe.key_of({"kernel": "_fwd_kernel", "constexprs": {"G": 5}}, CPU) != key
     for where, name, value in (
         (probe, "_sources", lambda: "edited"),
-        (probe, "_triton", lambda: "9.9.9"),
+        (probe, "triton_version", lambda: "9.9.9"),
         (torch, "__version__", "9.9.9"),
+        (settings, "assemblers", lambda: {"TRITON_PTXAS_PATH": "/opt/ptxas"}),
         (probe, "architecture", lambda device: "sm_999"),
     ):
         with monkeypatch.context() as patch:
@@ -131,19 +185,35 @@ def test_the_key_holds_all_that_matters(monkeypatch):
     assert probe.key_of(dict(reversed(WHAT.items())), CPU) == key
 
 
+def test_the_key_holds_the_driver(monkeypatch):
+    """Which torch tells where it is built for CUDA; the CPU has none."""
+    monkeypatch.setattr(probe, "architecture", lambda device: "sm_90")
+    keys = set()
+    for version in (12040, 12080):
+        monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda version=version: version, raising=False)
+        probe.driver_version.cache_clear()
+        keys |= {probe.key_of(WHAT, torch.device("cuda", 0)), probe.key_of(WHAT, CPU)}
+    monkeypatch.undo()
+    probe.driver_version.cache_clear()
+    assert len(keys) == 3
+
+
 def test_an_edited_kernel_is_another(monkeypatch, tmp_path):
-    """One byte of any file of `nsa/kernels`."""
+    """One byte of any file of `nsa/kernels`, or of what judges them."""
     package = tmp_path / "nsa"
     (package / "kernels").mkdir(parents=True)
-    for source in [*(ROOT / "nsa" / "kernels").glob("*.py"), ROOT / "nsa" / "trial.py"]:
+    judges = [ROOT / "nsa" / name for name in ("trial.py", "reference.py", "spans.py")]
+    for source in [*(ROOT / "nsa" / "kernels").glob("*.py"), *judges]:
         (package / source.relative_to(ROOT / "nsa")).write_bytes(source.read_bytes())
     real = probe._sources.__wrapped__()
     monkeypatch.setattr(probe, "__file__", str(package / "probe.py"))
     assert probe._sources.__wrapped__() == real
-    for path in (package / "kernels").iterdir():
+    sources = probe.kernel_sources.__wrapped__()
+    for path in [*(package / "kernels").iterdir(), *package.glob("*.py")]:
         text = path.read_bytes()
         path.write_bytes(text + b"#")
         assert probe._sources.__wrapped__() != real
+        assert (probe.kernel_sources.__wrapped__() != sources) == (path.name in probe.KERNEL_SOURCES)
         path.write_bytes(text)
 
 
@@ -154,12 +224,13 @@ def test_an_edited_kernel_is_another(monkeypatch, tmp_path):
         lambda path: path.write_bytes(path.read_bytes()[:40]),
         lambda path: path.write_bytes(b"\xff\xfe\x00"),
         lambda path: path.write_text("[]"),
+        lambda path: path.write_text("[" * 200_000),
         lambda path: path.write_text(json.dumps({"key": path.stem})),
         lambda path: path.write_text(json.dumps({"key": path.stem, "cause": 3})),
         lambda path: path.write_text(json.dumps({"key": "another", "cause": None})),
         lambda path: path.unlink() or path.mkdir(),
     ],
-    ids=["empty", "truncated", "binary", "list", "no-cause", "cause-3", "another's", "folder"],
+    ids=["empty", "truncated", "binary", "list", "deep", "no-cause", "cause-3", "another's", "folder"],
 )
 def test_a_damaged_file_is_no_file(answer, damage, kept):
     whats = answer(BAD)

@@ -354,6 +354,15 @@ def test_user_probes(monkeypatch, tmp_path):
 def test_child_environment(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
-    assert settings.child_environment(True) == dict(os.environ)
+    monkeypatch.setenv("NSA_PROBE", "always")
+    assert settings.child_environment(True) == os.environ | {"NSA_PROBE": "never"}
     assert "TRITON_INTERPRET" not in settings.child_environment(False)
     assert settings.child_environment(False)["CUDA_VISIBLE_DEVICES"] == "3,1"
+
+
+def test_assemblers(monkeypatch):
+    for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    assert settings.assemblers() == {}
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/opt/ptxas")
+    assert settings.assemblers() == {"TRITON_PTXAS_PATH": "/opt/ptxas"}

@@ -13,6 +13,7 @@ import nsa
 from nsa import probe, settings, trial
 from nsa.kernels import combine, query_major, tiles
 from nsa.kernels.launch import Variant
+from nsa.testing.aot_points import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("fresh_routes", "fresh_plans")
 SCRIPT = Path(__file__).with_name("trial_variants.py")
@@ -20,13 +21,14 @@ ROOT = Path(nsa.__file__).parents[1]
 
 
 def test_it_launches_what_the_parent_would():
-    """Every point of the compile matrix, with tensors without data for a GPU that is not there."""
+    """Every point of the compile matrix, with tensors without data for GPUs that are not there."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert {name: x["differs"] for name, x in report.items() if x["differs"]} == {}
+    assert {name.split()[0] for name in report} == {name for name in ARCHITECTURES if name.startswith("sm_")}
     assert {name.split()[-1] for name in report} == {"_fwd_kernel", "_combine_kernel"}
     assert any(x["cluster"] for x in report.values())
 
@@ -85,6 +87,7 @@ def calls(draw, same, device):
     odd = draw(G=3, D=20, Dv=36, HKV=1)
     cu = torch.tensor([0, 1, 3], dtype=torch.int32, device=device)
     packed = draw(S=3, S_kv=21, varlen=True)
+    long = [x[:, :, 0].half() for x in draw(B=2, S=1, S_kv=120, HKV=1, G=1, D=128, Dv=128)]
     rows = q[0].flatten(0, 1)[:, None], *(x[0].transpose(0, 1).repeat(6, 1, 1) for x in (k, v))
     n = torch.arange(rows[0].shape[0] + 1, dtype=torch.int64, device=device) * 3
     front = nsa.selection_attention
@@ -92,6 +95,7 @@ def calls(draw, same, device):
         "ranges": lambda: front(q, k, v, **ranges),
         "lse": lambda: front(q, k, v, **ranges, return_lse=True),
         "fp16": lambda: front(q.half(), k.half(), v.half(), **ranges),
+        "long": lambda: nsa.sel_attn_fwd_dense_group(*long),
         "int64": lambda: front(q, k, v, ranges=ranges["ranges"].long(), causal=False),
         "misaligned": lambda: front(misaligned(q), k, misaligned(v), ranges=misaligned(ranges["ranges"])),
         "positions": lambda: front(q, k, v, **ranges, q_positions=torch.zeros(1, 3, dtype=torch.int64, device=device)),
@@ -108,7 +112,7 @@ def calls(draw, same, device):
     }
 
 
-NAMES = "ranges lse fp16 int64 misaligned positions blocks tiled odd one per-head varlen dense packed".split()
+NAMES = "ranges lse fp16 long int64 misaligned positions blocks tiled odd one per-head varlen dense packed".split()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -159,3 +163,51 @@ def test_a_wrong_merge_is_wrong(calls, launches_of, attempt, damaged, split):
         what = launches_of(calls["lse"])[-1]  # of two kernels, or of one in a cluster
         for wrong, begin in damaged(attempt, what):
             assert wrong.startswith(begin)
+
+
+def lost_tail(c, tensors, numbers):
+    """The end of the cache, less than a tile."""
+    at = 2  # S_kv
+    assert 0 < numbers[at] % c["BLOCK_L"]
+    return tensors, (*numbers[:at], numbers[at] - numbers[at] % c["BLOCK_L"], *numbers[at + 1 :])
+
+
+def lost_first_key(c, tensors, numbers):
+    """Of the cache."""
+    q, k, v, *rest = tensors
+    return (q, k[:, 1:], v[:, 1:], *rest), (*numbers[:2], numbers[2] - 1, *numbers[3:])
+
+
+def dropped_element(c, tensors, numbers):
+    """The last of a query's head dimension, and with it of the keys'."""
+    tensors[0][..., -1] = 0
+    return tensors, numbers
+
+
+def wrong_scale(c, tensors, numbers):
+    return tensors, (*numbers[:-1], numbers[-1] * 1.03)
+
+
+@pytest.mark.parametrize("mutate", [lost_tail, lost_first_key, dropped_element, wrong_scale])
+@pytest.mark.parametrize("name", ["fp16", "long"])
+def test_a_kernel_that_is_hardly_wrong_is_wrong(calls, launches_of, attempt, monkeypatch, name, mutate):
+    """The real kernel, given something else than the reference is."""
+    real = Variant.launch
+
+    def launch(self, grid, device, tensors, numbers, *rest):
+        q = tensors[0].clone(memory_format=torch.preserve_format)
+        real(self, grid, device, *mutate(self.constexprs, tensors, numbers), *rest)
+        tensors[0].copy_(q)
+
+    with nsa.configure(sel_triton_min_L=0):
+        (what,) = launches_of(calls[name])
+        monkeypatch.setattr(Variant, "launch", launch)
+        assert what["tensors"]["lse_ptr"] is None
+        assert attempt(what).startswith("max error")
+
+
+def test_nothing_but_zeros_is_compared_too():
+    nothing = torch.zeros(2, 3, dtype=torch.float64)
+    assert trial._wrong(nothing.half(), nothing, torch.float16) is None
+    assert trial._wrong(nothing.half() + 0.01, nothing, torch.float16).startswith("max error 0.01")
+    assert trial._wrong(nothing - torch.inf, nothing - torch.inf, torch.float32) is None

@@ -1,4 +1,4 @@
-"""For each point of the compile matrix: does the child of a probe launch what its parent is about to launch?
+"""For each point of the compile matrix, on each of its NVIDIA GPUs: does a probe's child launch what its parent will?
 
 Run as a script it prints, as JSON, for every launch of the parent, where the child's differs. Nothing is compiled: what
 decides that is compared. It must not run in Triton's interpreter, hence a process of its own.
@@ -32,10 +32,11 @@ def main() -> None:
         seen.append(json.loads(json.dumps(probe.describe(self, tensors))))
 
     Variant.launch = launch
-    query_major.device_limits = lambda device: (90, 132)
-    query_major.gpu_name = lambda device: "NVIDIA H100 80GB HBM3"
     choose, report = tiles.choose, {}
-    for point in aot_points.QUICK:
+    gpus = [chip for chip in aot_points.ARCHITECTURES.values() if chip.backend == "cuda"]
+    for chip, point in [(gpu, point) for gpu in gpus for point in aot_points.points(gpu, "full")]:
+        query_major.device_limits = lambda device, chip=chip: (chip.capability, chip.processors)
+        query_major.gpu_name = lambda device, chip=chip: chip.gpu
         seen.clear()
         tiles.choose = choose
         settings.reload()
@@ -52,7 +53,7 @@ def main() -> None:
             found = [x for x in seen if x["kernel"] == what["kernel"]]
             (got,) = found
             differs = {key: (what[key], got[key]) for key in what if what[key] != got[key]}
-            report[f"{point.id} {what['kernel']}"] = {"differs": differs, "cluster": what["cluster"]}
+            report[f"{chip.name} {point.id} {what['kernel']}"] = {"differs": differs, "cluster": what["cluster"]}
     print(json.dumps(report))
 
 
