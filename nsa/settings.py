@@ -154,9 +154,9 @@ def user_probes() -> Path | None:
 
 
 def child_environment(interpret: bool) -> dict[str, str]:
-    """This process's environment for a probe's child, whose kernels run in Triton's interpreter, or are compiled.
+    """This process's environment for a child whose kernels run in Triton's interpreter, or are compiled.
 
-    Whatever became of the variable since Triton read it here. No child probes: where `sys.executable` is an
+    Whatever became of the variable since Triton read it here. No child probes in its turn: where `sys.executable` is an
     application, its child is the application again, which would have a child of its own.
     """
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -18,6 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from nsa import settings
 from nsa.testing.aot_points import ARCHITECTURES, Architecture
 from nsa.testing.machine import commit, triton_version
 
@@ -73,7 +74,7 @@ def compile_for(name: str, extent: str = "full", timeout: float = 900) -> list[C
     Raises:
         RuntimeError: with the point being compiled and the end of the child's output, if that process fails or dies.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = settings.child_environment(interpret=False)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "nsa.testing.aot_child", name, extent]
     with tempfile.TemporaryDirectory() as cache:

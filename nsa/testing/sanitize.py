@@ -6,7 +6,6 @@ shared memory that is used before it is ready. A tool that finds nothing must ha
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from nsa import settings
 
 TOOLS = {"memcheck": "Invalid __global__ read", "racecheck": "hazard"}  # and what it says of its planted fault
 FOUND = 77  # exit status of a tool that has reports
@@ -52,7 +53,7 @@ def _judge(name: str, what: str, done: subprocess.CompletedProcess[str]) -> tupl
 
 def _sanitized(tool: str, name: str, what: str) -> subprocess.CompletedProcess[str]:
     command = [tool, "--tool", name, "--error-exitcode", str(FOUND), "--target-processes", "all", "--print-limit", "20"]
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = settings.child_environment(interpret=False) | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command += [sys.executable, "-m", "nsa.testing.sanitize", what]
     try:
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
