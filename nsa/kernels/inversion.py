@@ -1,0 +1,207 @@
+"""Who reads a key block: the selection turned round on the device, by a counting sort without a host sync.
+
+A *unit* is a key block that a row (token, KV head) reads: of a block list each slot, of ranges each piece of a span that
+lies in one block of the grid. Per window of tokens and KV head, units are listed block by block, and cut into work for
+programs of :mod:`nsa.kernels.key_kernels`. Within a block their order is as atomics had it; no result depends on it.
+"""
+
+import triton
+import triton.language as tl
+
+from nsa.kernels.primitives import BATCH, RANGES, VARLEN, find_sequence, load_span
+
+UNUSED = tl.constexpr(-1)  # a slot of a row that reads nothing
+OVERFULL = tl.constexpr(-2)  # in the first slot of a row that reads nothing, because it has more units than slots
+
+RUNTIME = ["B", "S", "S_kv", "HKV", "n", "size", "slots", "blocks", "first", "tokens", "window", "work", "slot_bits"]
+
+
+@triton.jit
+def visible_keys(token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr):
+    """Of one token: ``(seq, k_first, limit)``, its sequence, that one's first key, and how many of its keys it may read."""
+    if LAYOUT == BATCH:
+        seq = token // S
+        k_first = tl.zeros([], tl.int64)
+        seqlen_k = S_kv
+        t = S_kv - S + token % S
+    else:
+        seq = find_sequence(cu_q_ptr, B, token, 128)
+        k_first, seqlen_k = sequence_keys(seq, B, S_kv, cu_k_ptr)
+        t = (seqlen_k - tl.load(cu_q_ptr + seq + 1, mask=seq < B, other=0) + token).to(tl.int32)
+    limit = seqlen_k
+    if CAUSAL:
+        if pos_ptr is None:
+            limit = tl.maximum(tl.minimum(t, seqlen_k - 1), -1) + 1
+        else:
+            position = tl.load(pos_ptr + token)
+            limit = (tl.maximum(tl.minimum(position, seqlen_k - 1), -1) + 1).to(tl.int32)
+    return seq, k_first, limit
+
+
+@triton.jit
+def sequence_keys(seq, B, S_kv, cu_k_ptr):
+    """``(first key, number of keys)`` of a sequence of a packed batch; none of one that is not there."""
+    known = seq < B
+    k_first = tl.load(cu_k_ptr + seq, mask=known, other=0).to(tl.int64)
+    k_last = tl.load(cu_k_ptr + seq + 1, mask=known, other=0).to(tl.int64)
+    k_first = tl.minimum(tl.maximum(k_first, 0), S_kv)
+    k_last = tl.minimum(tl.maximum(k_last, k_first), S_kv)
+    return k_first, (k_last - k_first).to(tl.int32)
+
+
+@triton.jit
+def first_block(seq, k_first, per_sequence, size, LAYOUT: tl.constexpr):
+    """Number, among the blocks of all sequences, of a sequence's first block.
+
+    A packed batch numbers with gaps: sequences that begin within a block get one of their own.
+    """
+    if LAYOUT == BATCH:
+        return seq * per_sequence
+    else:
+        return (k_first // size).to(tl.int32) + seq
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _count_kernel(
+    sel_ptr,
+    pos_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    block_ptr,
+    span_ptr,
+    rank_ptr,
+    count_ptr,
+    B,
+    S,
+    S_kv,
+    HKV,
+    n,
+    size,
+    slots,
+    blocks,
+    first,
+    window,
+    SOURCE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPANS: tl.constexpr,
+):
+    """Block of every unit, and its rank among those of the same window, head and block. A program a token.
+
+    Tokens from ``first`` on, ``window`` at a time; block, rank and, of ranges, span
+    ``[tokens, HKV, slots]``; count ``[windows, HKV, blocks]``, zero before.
+    """
+    token = tl.program_id(0)
+    seq, k_first, limit = visible_keys(first + token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT, CAUSAL)
+    base = first_block(seq, k_first, tl.cdiv(S_kv, size), size, LAYOUT)
+    counts = count_ptr + (token // window) * HKV * blocks + base
+    out = token * HKV * slots
+    if SOURCE != RANGES:
+        row = sel_ptr + (first + token).to(tl.int64) * HKV * n
+        for begin in range(0, HKV * n, CHUNK):
+            i = begin + tl.arange(0, CHUNK)
+            inside = i < HKV * n
+            block = tl.load(row + i, mask=inside, other=-1)
+            listed = (block >= 0) & (tl.minimum(block, 2147483647).to(tl.int64) * size < limit)
+            block = tl.where(listed, block, 0).to(tl.int32)
+            rank = tl.atomic_add(counts + (i // n) * blocks + block, 1, mask=listed, sem="relaxed")
+            tl.store(block_ptr + out + i, tl.where(listed, base + block, UNUSED), mask=inside)
+            tl.store(rank_ptr + out + i, rank, mask=listed)
+    else:
+        for head in range(0, HKV):
+            row = sel_ptr + ((first + token).to(tl.int64) * HKV + head) * n * 2
+            at = out + head * slots
+            needed = tl.zeros([], tl.int64)
+            for begin in range(0, n, SPANS):
+                start, end = load_span(row, begin + tl.arange(0, SPANS), n, limit, size, SOURCE)
+                needed += tl.sum(tl.where(end > start, (end - 1) // size - start // size + 1, 0).to(tl.int64), 0)
+            used = tl.zeros([], tl.int32)
+            if needed <= slots:
+                for begin in range(0, n, SPANS):
+                    j = begin + tl.arange(0, SPANS)  # [SPANS]
+                    start, end = load_span(row, j, n, limit, size, SOURCE)
+                    pieces = tl.where(end > start, (end - 1) // size - start // size + 1, 0)
+                    before = tl.cumsum(pieces, 0) - pieces
+                    total = tl.sum(pieces, 0)
+                    for done in range(0, total, CHUNK):
+                        u = done + tl.arange(0, CHUNK)  # [CHUNK]
+                        here = (before[None, :] <= u[:, None]) & (u[:, None] < (before + pieces)[None, :])
+                        block = tl.sum(tl.where(here, (start // size - before)[None, :], 0), 1) + u
+                        span = tl.sum(tl.where(here, j[None, :], 0), 1)
+                        listed = u < total
+                        rank = tl.atomic_add(counts + head * blocks + block, 1, mask=listed, sem="relaxed")
+                        tl.store(block_ptr + at + used + u, base + block, mask=listed)
+                        tl.store(span_ptr + at + used + u, span, mask=listed)
+                        tl.store(rank_ptr + at + used + u, rank, mask=listed)
+                    used += total
+            for begin in range(0, slots, CHUNK):
+                u = begin + tl.arange(0, CHUNK)
+                nothing = tl.where((u == 0) & (needed > slots), OVERFULL, UNUSED)
+                tl.store(block_ptr + at + u, nothing, mask=(u >= used) & (u < slots))
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _scan_kernel(
+    count_ptr,
+    start_ptr,
+    work_ptr,
+    HKV,
+    blocks,
+    work,
+    SHARE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Where each block's units begin, and the work: at most ``SHARE`` units of one block. A program a window and head.
+
+    count, start ``[windows, HKV, blocks]``; work ``[3, windows, HKV, work]``: block, first unit, units (zero before:
+    no work).
+    """
+    group = tl.program_id(0)
+    all_work = tl.num_programs(0) * work
+    count_ptr += group * blocks
+    start_ptr += group * blocks
+    work_ptr += group * work
+    units = tl.zeros([], tl.int32)
+    shares = tl.zeros([], tl.int32)
+    for begin in range(0, blocks, CHUNK):
+        block = begin + tl.arange(0, CHUNK)
+        count = tl.load(count_ptr + block, mask=block < blocks, other=0)
+        mine = (count + (SHARE - 1)) // SHARE
+        start = units + tl.cumsum(count, 0) - count
+        at = shares + tl.cumsum(mine, 0) - mine
+        tl.store(start_ptr + block, start, mask=block < blocks)
+        for i in range(0, tl.max(mine, 0)):
+            wanted = i < mine
+            tl.store(work_ptr + at + i, block, mask=wanted)
+            tl.store(work_ptr + all_work + at + i, start + i * SHARE, mask=wanted)
+            tl.store(work_ptr + 2 * all_work + at + i, tl.minimum(count - i * SHARE, SHARE), mask=wanted)
+        units += tl.sum(count, 0)
+        shares += tl.sum(mine, 0)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _scatter_kernel(
+    block_ptr,
+    rank_ptr,
+    start_ptr,
+    unit_ptr,
+    HKV,
+    slots,
+    blocks,
+    tokens,
+    window,
+    slot_bits,
+    CHUNK: tl.constexpr,
+):
+    """List the units: token within its window, and slot. A program ``CHUNK`` slots; unit ``[windows, HKV, window * slots]``."""
+    i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    inside = i < tokens * HKV * slots
+    block = tl.load(block_ptr + i, mask=inside, other=UNUSED)
+    rank = tl.load(rank_ptr + i, mask=block >= 0, other=0)
+    row = i // slots
+    token = row // HKV
+    group = (token // window) * HKV + row % HKV
+    start = tl.load(start_ptr + group * blocks + block, mask=block >= 0, other=0)
+    unit = ((token % window) << slot_bits) | (i % slots)
+    tl.store(unit_ptr + group * window * slots + start + rank, unit, mask=block >= 0)

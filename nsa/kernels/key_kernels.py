@@ -1,0 +1,298 @@
+"""Key-major forward: a program holds a key block and takes the queries that chose it; a second kernel merges.
+
+Small groups gain: a block is read once for many queries, where query-major reads it for every row. What it costs is a
+partial result per (row, block), in the dtype of the inputs. Source: NSA, arXiv 2502.11089, section 3.4; the order of
+loops as in FSA, arXiv 2508.18224.
+"""
+
+import triton
+import triton.language as tl
+
+from nsa.kernels.inversion import OVERFULL, first_block, sequence_keys
+from nsa.kernels.primitives import BATCH, RANGES, find_sequence
+
+RUNTIME = [
+    *(
+        "B",
+        "S",
+        "S_kv",
+        "HKV",
+        "n",
+        "size",
+        "slots",
+        "blocks",
+        "first",
+        "window",
+        "index",
+        "windows",
+        "work",
+        "slot_bits",
+    ),
+    *(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()),
+]
+
+
+@triton.jit
+def _units(unit_ptr, i, last, first, slot_bits):
+    """``(token, its number in the window, slot)`` of units ``i``; of those from ``last`` on, anything valid."""
+    unit = tl.load(unit_ptr + tl.minimum(i, last - 1))
+    token = unit >> slot_bits
+    return first + token, token, unit & ((1 << slot_bits) - 1)
+
+
+@triton.jit
+def _query_offset(token, S, stride_b, stride_s, LAYOUT: tl.constexpr, WIDE: tl.constexpr):
+    """Where tokens' queries begin, in units of the strides."""
+    token = token.to(tl.int64) if WIDE else token
+    if LAYOUT == BATCH:
+        return (token // S) * stride_b + (token % S) * stride_s
+    else:
+        return token * stride_s
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _partial_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    part_ptr,
+    lse_ptr,
+    sel_ptr,
+    pos_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    span_ptr,
+    unit_ptr,
+    work_ptr,
+    B,
+    S,
+    S_kv,
+    HKV,
+    n,
+    size,
+    slots,
+    first,
+    window,
+    index,
+    windows,
+    work,
+    slot_bits,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    Dv: tl.constexpr,
+    SOURCE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Partial results of one window's units: ``O`` normalised ``[window, HKV, slots, G, Dv]``, base-2 LSE without Dv.
+
+    A program takes one share of work (:mod:`nsa.kernels.inversion`): units of one block, ``BLOCK_M / HEADS`` of them at
+    a time. ``first``: first token of the window; ``index``: number of the window among those of the lists.
+    """
+    UNITS: tl.constexpr = BLOCK_M // HEADS
+    head_kv = tl.program_id(1)
+    group = index * HKV + head_kv
+    at = group * work + tl.program_id(0)
+    all_work = windows * HKV * work
+    count = tl.load(work_ptr + 2 * all_work + at)
+    if count == 0:
+        return
+    block = tl.load(work_ptr + at)
+    begin = tl.load(work_ptr + all_work + at)
+    unit_ptr += group * window * slots + begin
+
+    # Which keys: those of the block, in its sequence.
+    if LAYOUT == BATCH:
+        per_sequence = tl.cdiv(S_kv, size)
+        seq = block // per_sequence
+        seqlen_k = S_kv
+        k_off = seq.to(tl.int64) * stride_kb
+        v_off = seq.to(tl.int64) * stride_vb
+        shift = S_kv - S - seq * S  # from a token to its position
+        key0 = (block - seq * per_sequence) * size
+    else:
+        token = first + (tl.load(unit_ptr) >> slot_bits)
+        seq = find_sequence(cu_q_ptr, B, token, 128)
+        k_first, seqlen_k = sequence_keys(seq, B, S_kv, cu_k_ptr)
+        k_off = k_first * stride_kn
+        v_off = k_first * stride_vn
+        shift = (seqlen_k - tl.load(cu_q_ptr + seq + 1)).to(tl.int32)
+        key0 = (block - first_block(seq, k_first, 0, size, LAYOUT)) * size
+    stop = tl.minimum(seqlen_k - key0, size) + key0
+    k_off += tl.cast(head_kv, tl.int64) * stride_kh
+    v_off += tl.cast(head_kv, tl.int64) * stride_vh
+
+    row = tl.arange(0, BLOCK_M)
+    g = tl.program_id(2) * HEADS + row % HEADS  # [BLOCK_M]
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    key = tl.arange(0, BLOCK_N)
+    k_ptrs = k_ptr + (k_off + (key0 + key).to(tl.int64) * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
+    v_ptrs = v_ptr + (v_off + (key0 + key).to(tl.int64) * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
+    if ONE_TILE:
+        inside = key0 + key < stop
+        k = tl.load(k_ptrs, mask=inside[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_N, BLOCK_D]
+        v = tl.load(v_ptrs, mask=inside[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
+
+    # Queries come one step ahead: they lie scattered, and are asked for before the step before computes.
+    head_off = (head_kv * G + g) * stride_qh
+    if WIDE:
+        head_off = (head_kv * G + g).to(tl.int64) * stride_qh
+    token, local, slot = _units(unit_ptr, row // HEADS, count, first, slot_bits)
+    q_off = _query_offset(token, S, stride_qb, stride_qs, LAYOUT, WIDE) + head_off
+    q = tl.load(q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=(g < G)[:, None] & (d[None, :] < D), other=0.0)
+    for done in range(0, count, UNITS):
+        unit = done + row // HEADS
+        here = (unit < count) & (g < G)
+        next_token, next_local, next_slot = _units(unit_ptr, unit + UNITS, count, first, slot_bits)
+        q_off = _query_offset(next_token, S, stride_qb, stride_qs, LAYOUT, WIDE) + head_off
+        coming = (unit + UNITS < count) & (g < G)
+        q_next = tl.load(
+            q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=coming[:, None] & (d[None, :] < D), other=0.0
+        )
+
+        low = tl.zeros([BLOCK_M], tl.int32)
+        high = stop + low
+        if CAUSAL:
+            if pos_ptr is None:
+                high = tl.minimum(high, token + shift + 1)
+            else:
+                high = tl.minimum(high, tl.minimum(tl.load(pos_ptr + token), seqlen_k - 1).to(tl.int32) + 1)
+        at_row = (local * HKV + head_kv).to(tl.int64) * slots + slot  # [BLOCK_M] of the window's slots
+        if SOURCE == RANGES:
+            span = tl.load(span_ptr + index.to(tl.int64) * window * HKV * slots + at_row)
+            pair = sel_ptr + ((token.to(tl.int64) * HKV + head_kv) * n + span) * 2
+            low = tl.minimum(tl.maximum(tl.load(pair), 0), seqlen_k).to(tl.int32)
+            high = tl.minimum(tl.minimum(tl.maximum(tl.load(pair + 1), 0), seqlen_k).to(tl.int32), high)
+
+        if ONE_TILE:
+            scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
+            seen = (key0 + key)[None, :] < high[:, None]
+            if SOURCE == RANGES:
+                seen &= (key0 + key)[None, :] >= low[:, None]
+            scores = tl.where(seen, scores, float("-inf"))  # [BLOCK_M, BLOCK_N]
+            m = tl.max(scores, 1)
+            p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None])
+            l = tl.sum(p, 1)
+            acc = tl.dot(p.to(v.dtype), v, input_precision=INPUT_PRECISION)
+        else:
+            m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            l = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+            for ahead in range(0, size, BLOCK_N):
+                inside = key0 + ahead + key < stop
+                k = tl.load(
+                    k_ptrs + (tl.cast(ahead, tl.int64) * stride_kn) * STRIDE_UNIT,
+                    mask=inside[:, None] & (d[None, :] < D), other=0.0,
+                )  # fmt: skip
+                v = tl.load(
+                    v_ptrs + (tl.cast(ahead, tl.int64) * stride_vn) * STRIDE_UNIT,
+                    mask=inside[:, None] & (dv[None, :] < Dv), other=0.0,
+                )  # fmt: skip
+                scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
+                seen = (key0 + ahead + key)[None, :] < high[:, None]
+                if SOURCE == RANGES:
+                    seen &= (key0 + ahead + key)[None, :] >= low[:, None]
+                scores = tl.where(seen, scores, float("-inf"))
+                m_new = tl.maximum(m, tl.max(scores, 1))
+                m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+                p = tl.exp2(scores - m_safe[:, None])
+                alpha = tl.exp2(m - m_safe)
+                l = l * alpha + tl.sum(p, 1)
+                acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=INPUT_PRECISION)
+                m = m_new
+        l = tl.where(l == 0.0, 1.0, l)
+        acc = acc * (1.0 / l)[:, None]
+        at_head = at_row * G + g
+        tl.store(lse_ptr + at_head, m + tl.log2(l), mask=here)
+        part_ptrs = part_ptr + at_head[:, None] * Dv + dv[None, :]
+        tl.store(part_ptrs, acc.to(part_ptr.dtype.element_ty), mask=here[:, None] & (dv[None, :] < Dv))
+        token, local, slot, q = next_token, next_local, next_slot, q_next
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _merge_kernel(
+    part_ptr,
+    part_lse_ptr,
+    block_ptr,
+    o_ptr,
+    lse_ptr,
+    S,
+    HKV,
+    slots,
+    first,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    G: tl.constexpr,
+    Dv: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    CHUNK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Merge one window's partial results: a program some heads of a row. ``block``: from the window's first row on."""
+    row = tl.program_id(0)
+    token = row // HKV
+    g = tl.program_id(1) * HEADS + tl.arange(0, HEADS)  # [HEADS]
+    dv = tl.arange(0, BLOCK_DV)
+    block_ptr += row.to(tl.int64) * slots
+    part_lse_ptr += row.to(tl.int64) * slots * G
+    part_ptr += row.to(tl.int64) * slots * G * Dv
+
+    m = tl.full([HEADS], float("-inf"), tl.float32)
+    for begin in range(0, slots, CHUNK):
+        u = begin + tl.arange(0, CHUNK)  # [CHUNK]
+        used = tl.load(block_ptr + u, mask=u < slots, other=-1) >= 0
+        mask = used[None, :] & (g < G)[:, None]
+        lse = tl.load(part_lse_ptr + u[None, :] * G + g[:, None], mask=mask, other=float("-inf"))
+        m = tl.maximum(m, tl.max(lse, 1))
+    m_safe = tl.where(m == float("-inf"), 0.0, m)
+    l = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, BLOCK_DV], tl.float32)
+    for begin in range(0, slots, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            u = begin + i + tl.zeros([HEADS], tl.int32)  # scalars would do, were masks of them all right everywhere
+            used = tl.load(block_ptr + u, mask=(u < slots) & (g < G), other=-1) >= 0
+            lse = tl.load(part_lse_ptr + u * G + g, mask=used, other=float("-inf"))
+            part = part_ptr + (u * G + g)[:, None] * Dv + dv[None, :]
+            part = tl.load(part, mask=used[:, None] & (dv[None, :] < Dv), other=0.0)
+            weight = tl.exp2(lse - m_safe)
+            l += weight
+            acc += weight[:, None] * part.to(tl.float32)
+    l = tl.where(l == 0.0, 1.0, l)
+    acc = acc * (1.0 / l)[:, None]
+    lse = m * 0.6931471805599453 + tl.log(l)
+    overfull = False
+    if slots > 0:
+        overfull = tl.load(block_ptr) == OVERFULL
+    if overfull:  # loudly: its keys were not counted
+        acc += float("nan")
+        lse += float("nan")
+    o_off = _query_offset(first + token, S, stride_ob, stride_os, LAYOUT, True)
+    head = (row % HKV) * G + g
+    o_ptrs = o_ptr + (o_off + head.to(tl.int64) * stride_oh)[:, None] * STRIDE_UNIT + dv[None, :]
+    tl.store(o_ptrs, acc.to(o_ptr.dtype.element_ty), mask=(g < G)[:, None] & (dv[None, :] < Dv))
+    if lse_ptr is not None:
+        tl.store(lse_ptr + (first + token).to(tl.int64) * HKV * G + head, lse, mask=g < G)

@@ -1,0 +1,259 @@
+"""Key-major forward: invert the selection, take partial results block by block, merge them row by row.
+
+No host sync: every grid comes from shapes, and programs without work leave at once. Tokens go through in windows whose
+partial results share one buffer, so that the workspace is bounded however long the call. Kernels: ``inversion.py`` and
+``key_kernels.py``; the launcher has the interface of :mod:`nsa.kernels.query_major`.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa import settings
+from nsa.kernels import inversion, key_kernels, key_tiles, launches, query_major
+from nsa.kernels.launch import INT32_MAX, Variant
+from nsa.kernels.primitives import BATCH, BLOCKS, RANGES, VARLEN
+from nsa.kernels.tiles import span_bucket
+
+COUNT_CHUNKS = (64, 256)
+ELEMENTS = 1024  # of a program that scans or scatters
+MERGE_CHUNK = 16
+
+
+class Launch(NamedTuple):
+    """Everything about a call that shapes, strides and dtypes decide."""
+
+    count: Variant
+    scan: Variant
+    scatter: Variant
+    partial: Variant
+    merge: Variant
+    merge_lse: Variant
+    device: torch.device
+    windows: key_tiles.Windows
+    tile: key_tiles.Tile
+    tokens: int
+    G: int
+    heads: tuple[int, ...]  # B, S, S_kv, HKV, n, block size: what kernels are told, in this order
+    q_strides: tuple[int, ...]  # of q, k and v, then of the output, in units
+    o_strides: tuple[int, ...]
+    narrow: bool
+    scale: float
+    like_q: bool
+    spans: bool
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    device: torch.device,
+    dtype: torch.dtype,
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    Dv: int,
+    strides: tuple[tuple[int, ...], ...],
+    out_stride: tuple[int, ...] | None,
+    selection_shape: tuple[int, ...],
+    block_size: int | None,
+    causal: bool,
+    sequences: int | None,
+    bound: int | None,
+    choice: key_tiles.Choice | None,
+    kinds: tuple[torch.dtype | None, ...],
+) -> Launch:
+    """Tiles, windows and run-time sizes of a call; arguments as for :func:`nsa.kernels.query_major.plan`."""
+    like_q = Dv == q_shape[-1] and strides[0] == _contiguous(q_shape)
+    written = _contiguous((*q_shape[:-1], Dv)) if out_stride is None else out_stride
+    S_kv, HKV = k_shape[-3:-1]
+    HQ, D = q_shape[-2:]
+    tokens, G = math.prod(q_shape[:-2]), HQ // HKV
+    B, S = q_shape[:2] if len(q_shape) == 4 else (sequences or 0, q_shape[0])
+    spans = block_size is None
+    n = selection_shape[-2] if spans else selection_shape[-1]
+    size = min(key_tiles.GRID if block_size is None else block_size, max(S_kv, 1))
+    blocks = B * -(-S_kv // size) if sequences is None else S_kv // size + B
+    slots = n
+    if spans:
+        slots = n * -(-S_kv // size) if bound is None else min(n * -(-S_kv // size), bound // size + 2 * n)
+    capability, _ = query_major.device_limits(device)
+    tile = key_tiles.select(capability, dtype.itemsize, G, D, Dv, size, choice)
+    windows = key_tiles.windows(tokens, HKV, G, Dv, dtype.itemsize, slots, blocks, tile.share, spans)
+    all_strides = [s for x in (*strides, written) for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]
+    unit = math.gcd(16, *all_strides)
+    farthest = sum((size - 1) * stride for size, stride in zip(q_shape, strides[0], strict=True)) + D
+    layout = BATCH.value if sequences is None else VARLEN.value
+    units = tuple(s // unit for s in all_strides)
+    variants = _variants(
+        device, dtype, tile, RANGES.value if spans else BLOCKS.value, layout, causal, size <= tile.BLOCK_N,
+        farthest > INT32_MAX, COUNT_CHUNKS[HKV * n > COUNT_CHUNKS[0]], span_bucket(n, S_kv), G, D, Dv, unit, kinds,
+    )  # fmt: skip
+    sizes = (B, S, S_kv, HKV, n, size)
+    return Launch(
+        *variants, device, windows, tile, tokens, G, sizes, units[:9], units[9:], max(*sizes, *units) <= INT32_MAX,
+        1.0 / math.sqrt(D), like_q, spans,
+    )  # fmt: skip
+
+
+settings.ON_RELOAD.append(plan.cache_clear)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+@lru_cache(maxsize=1024)
+def _variants(
+    device: torch.device,
+    dtype: torch.dtype,
+    tile: key_tiles.Tile,
+    source: int,
+    layout: int,
+    causal: bool,
+    one_tile: bool,
+    wide: bool,
+    count_chunk: int,
+    spans: int,
+    G: int,
+    D: int,
+    Dv: int,
+    unit: int,
+    kinds: tuple[torch.dtype | None, ...],
+) -> tuple[Variant, ...]:
+    """Shared by all plans that differ in sizes only."""
+    count = {"SOURCE": source, "LAYOUT": layout, "CAUSAL": causal, "CHUNK": count_chunk, "SPANS": spans}
+    partial: dict[str, Any] = {"G": G, "D": D, "Dv": Dv, "SOURCE": source, "LAYOUT": layout, "CAUSAL": causal}
+    partial |= {"ONE_TILE": one_tile, "WIDE": wide, "STRIDE_UNIT": unit, "INPUT_PRECISION": "ieee"}
+    partial |= {name: getattr(tile, name) for name in ("HEADS", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N")}
+    merge: dict[str, Any] = {"G": G, "Dv": Dv, "LAYOUT": layout, "STRIDE_UNIT": unit, "HEADS": tile.merge_heads}
+    merge |= {"BLOCK_DV": tile.BLOCK_DV, "CHUNK": MERGE_CHUNK, "AT_ONCE": tile.at_once}
+    options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": 1 if one_tile else 2}
+    if tile.registers is not None and query_major.runs_ptx(device):
+        options["maxnreg"] = tile.registers
+    return (
+        Variant(inversion._count_kernel, count, {"num_warps": 1}),
+        Variant(inversion._scan_kernel, {"SHARE": tile.share, "CHUNK": ELEMENTS}, {"num_warps": 4}),
+        Variant(inversion._scatter_kernel, {"CHUNK": ELEMENTS}, {"num_warps": 4}),
+        Variant(key_kernels._partial_kernel, partial, options),
+        Variant(key_kernels._merge_kernel, merge, {"num_warps": tile.merge_warps}),
+        Variant(key_kernels._merge_kernel, merge, {"num_warps": tile.merge_warps}),  # with LSE
+    )
+
+
+def launch_for(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    selection: Tensor,
+    block_size: int | None = None,
+    causal: bool = False,
+    q_positions: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    bound: int | None = None,
+    per_head: bool = False,
+    pipelined: bool = True,
+    invariant: bool = False,
+    out: Tensor | None = None,
+) -> Launch:
+    """How such a call is launched; arguments as for :func:`nsa.kernels.query_major.launch_for`.
+
+    A row's result never depends on the rest of the call, so ``invariant`` changes nothing; nor do ``per_head`` and
+    ``pipelined``. Rows of ranges with more than ``bound`` keys may come out as NaN.
+
+    Raises:
+        ValueError: nothing bounds the ranges of a row so that its partial results fit the workspace.
+    """
+    return plan(
+        q.device, q.dtype, q.shape, k.shape, v.shape[-1], (q.stride(), k.stride(), v.stride()),
+        None if out is None else out.stride(), selection.shape, block_size, causal,
+        None if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1, bound, key_tiles.forced,
+        tuple(None if x is None else x.dtype for x in (selection, q_positions, cu_seqlens_q, cu_seqlens_k)),
+    )  # fmt: skip
+
+
+def workspace(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that no kernel may read before it was written; tests fill it with what does harm."""
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def forward(
+    launch: Launch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    route: str,
+    selection: Tensor,
+    q_positions: Tensor | None = None,
+    scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch on validated arguments, as :func:`nsa.kernels.query_major.forward` does.
+
+    Returns:
+        ``(O, LSE)``, LSE fp32 ``q.shape[:-1]`` or None.
+    """
+    if out is None:
+        out = torch.empty_like(q) if launch.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
+    device, w, tile = launch.device, launch.windows, launch.tile
+    lse = torch.empty(q.shape[:-1], device=device, dtype=torch.float32) if return_lse else None
+    launches[route] += 1
+    if launch.tokens == 0:
+        return out, lse
+    selection = selection.contiguous()
+    q_positions, cu_seqlens_q, cu_seqlens_k = (
+        x if x is None else x.contiguous() for x in (q_positions, cu_seqlens_q, cu_seqlens_k)
+    )
+    B, S, S_kv, HKV, n, size = launch.heads
+    row, heads = HKV * w.slots, HKV * w.slots * launch.G
+    most = -(-w.tokens // w.window)  # windows of a pass
+    groups = most * HKV
+    parts = workspace(w.window * heads * v.shape[-1], q.dtype, device)
+    part_lse = workspace(w.window * heads, torch.float32, device)
+    block, rank = (workspace(w.tokens * row, torch.int32, device) for _ in range(2))
+    span = workspace(w.tokens * row, torch.int32, device) if launch.spans else None
+    unit = workspace(most * w.window * row, torch.int32, device)
+    start = workspace(groups * w.blocks, torch.int32, device)
+    counts = workspace(groups * w.blocks, torch.int32, device)
+    work = workspace(3 * groups * w.work, torch.int32, device)
+    about = (q_positions, cu_seqlens_q, cu_seqlens_k)
+    narrow = launch.narrow
+    for first in range(0, launch.tokens, w.tokens):
+        tokens = min(w.tokens, launch.tokens - first)
+        if w.slots:
+            counts.zero_()
+            work[2 * groups * w.work :].zero_()
+            launch.count.launch(
+                (tokens, 1, 1), device, (selection, *about, block, span, rank, counts),
+                (B, S, S_kv, HKV, n, size, w.slots, w.blocks, first, w.window), narrow,
+            )  # fmt: skip
+            launch.scan.launch((groups, 1, 1), device, (counts, start, work), (HKV, w.blocks, w.work), narrow)
+            launch.scatter.launch(
+                (-(-tokens * row // ELEMENTS), 1, 1), device, (block, rank, start, unit),
+                (HKV, w.slots, w.blocks, tokens, w.window, w.slot_bits), narrow,
+            )  # fmt: skip
+        for i in range(-(-tokens // w.window)):
+            here = first + i * w.window
+            if w.slots:
+                launch.partial.launch(
+                    (w.work, HKV, -(-launch.G // tile.HEADS)), device,
+                    (q, k, v, parts, part_lse, selection, *about, span, unit, work),
+                    (
+                        B, S, S_kv, HKV, n, size, w.slots, here, w.window, i, most, w.work, w.slot_bits,
+                        *launch.q_strides, launch.scale if scale is None else float(scale),
+                    ),
+                    narrow,
+                )  # fmt: skip
+            (launch.merge if lse is None else launch.merge_lse).launch(
+                (min(w.window, tokens - i * w.window) * HKV, -(-launch.G // tile.merge_heads), 1), device,
+                (parts, part_lse, block[i * w.window * row :], out, lse),
+                (S, HKV, w.slots, here, *launch.o_strides), narrow,
+            )  # fmt: skip
+    return out, lse
