@@ -1,14 +1,14 @@
 """Who reads a key block: the selection turned round on the device, by a counting sort without a host sync.
 
-A *unit* is a key block that a row (token, KV head) reads: of a block list each slot, of ranges each piece of a span that
-lies in one block of the grid. Per window of tokens and KV head, units are listed block by block, and cut into work for
+A *unit* is a key block that a row (token, KV head) reads: of a block list each slot, of ranges each piece of a span
+that lies in one block of the grid. Per window of tokens and KV head, units are listed block by block, and cut into work for
 programs of :mod:`nsa.kernels.key_kernels`. Within a block their order is as atomics had it; no result depends on it.
 """
 
 import triton
 import triton.language as tl
 
-from nsa.kernels.primitives import BATCH, RANGES, VARLEN, find_sequence, load_span
+from nsa.kernels.primitives import BATCH, RANGES, find_sequence, load_span
 
 UNUSED = tl.constexpr(-1)  # a slot of a row that reads nothing
 OVERFULL = tl.constexpr(-2)  # in the first slot of a row that reads nothing, because it has more units than slots
@@ -18,7 +18,7 @@ RUNTIME = ["B", "S", "S_kv", "HKV", "n", "size", "slots", "blocks", "first", "to
 
 @triton.jit
 def visible_keys(token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr):
-    """Of one token: ``(seq, k_first, limit)``, its sequence, that one's first key, and how many of its keys it may read."""
+    """Of one token: ``(seq, k_first, limit)``, its sequence, that one's first key, and how many keys of it it may read."""
     if LAYOUT == BATCH:
         seq = token // S
         k_first = tl.zeros([], tl.int64)
@@ -99,13 +99,14 @@ def _count_kernel(
     out = token * HKV * slots
     if SOURCE != RANGES:
         row = sel_ptr + (first + token).to(tl.int64) * HKV * n
-        for begin in range(0, HKV * n, CHUNK):
+        for begin in range(0, HKV * slots, CHUNK):  # the first ``slots`` blocks of each of the token's rows
             i = begin + tl.arange(0, CHUNK)
-            inside = i < HKV * n
-            block = tl.load(row + i, mask=inside, other=-1)
+            inside = i < HKV * slots
+            head = i // slots
+            block = tl.load(row + head * n + (i - head * slots), mask=inside, other=-1)
             listed = (block >= 0) & (tl.minimum(block, 2147483647).to(tl.int64) * size < limit)
             block = tl.where(listed, block, 0).to(tl.int32)
-            rank = tl.atomic_add(counts + (i // n) * blocks + block, 1, mask=listed, sem="relaxed")
+            rank = tl.atomic_add(counts + head * blocks + block, 1, mask=listed, sem="relaxed")
             tl.store(block_ptr + out + i, tl.where(listed, base + block, UNUSED), mask=inside)
             tl.store(rank_ptr + out + i, rank, mask=listed)
     else:
@@ -194,7 +195,10 @@ def _scatter_kernel(
     slot_bits,
     CHUNK: tl.constexpr,
 ):
-    """List the units: token within its window, and slot. A program ``CHUNK`` slots; unit ``[windows, HKV, window * slots]``."""
+    """List the units: token within its window, and slot; unit ``[windows, HKV, window * slots]``.
+
+    A program ``CHUNK`` slots.
+    """
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     inside = i < tokens * HKV * slots
     block = tl.load(block_ptr + i, mask=inside, other=UNUSED)

@@ -1,15 +1,26 @@
-"""Key-major forward: a program holds a key block and takes the queries that chose it; a second kernel merges.
+"""Key-major forward: a program holds a key block and takes the queries that chose it; a second kernel merges,
+and reads what is left.
 
-Small groups gain: a block is read once for many queries, where query-major reads it for every row. What it costs is a
-partial result per (row, block), in the dtype of the inputs. Source: NSA, arXiv 2502.11089, section 3.4; the order of
+A block is read once for many queries, where query-major reads it for every row. What it costs is a partial result per
+(row, block), in the dtype of the inputs. Large groups read some of their blocks query-major, in the kernel that merges. Source: NSA, arXiv 2502.11089, section 3.4; the order of
 loops as in FSA, arXiv 2508.18224.
 """
 
 import triton
 import triton.language as tl
 
-from nsa.kernels.inversion import OVERFULL, first_block, sequence_keys
-from nsa.kernels.primitives import BATCH, RANGES, find_sequence
+from nsa.kernels.inversion import OVERFULL, first_block, sequence_keys, visible_keys
+from nsa.kernels.primitives import (
+    BATCH,
+    RANGES,
+    TILED,
+    find_sequence,
+    finish,
+    key_positions,
+    load_spans,
+    softmax_step,
+    tile_start,
+)
 
 RUNTIME = [
     *(
@@ -234,65 +245,142 @@ def _merge_kernel(
     part_ptr,
     part_lse_ptr,
     block_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
     o_ptr,
     lse_ptr,
+    sel_ptr,
+    pos_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    B,
     S,
+    S_kv,
     HKV,
+    n,
+    size,
     slots,
     first,
+    tokens,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
     stride_ob,
     stride_os,
     stride_oh,
+    scale,
     G: tl.constexpr,
+    D: tl.constexpr,
     Dv: tl.constexpr,
+    SOURCE: tl.constexpr,
     LAYOUT: tl.constexpr,
+    CAUSAL: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    WALK: tl.constexpr,
     HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    SPANS: tl.constexpr,
     CHUNK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Merge one window's partial results: a program some heads of a row. ``block``: from the window's first row on."""
-    row = tl.program_id(0)
-    token = row // HKV
-    g = tl.program_id(1) * HEADS + tl.arange(0, HEADS)  # [HEADS]
-    dv = tl.arange(0, BLOCK_DV)
-    block_ptr += row.to(tl.int64) * slots
-    part_lse_ptr += row.to(tl.int64) * slots * G
-    part_ptr += row.to(tl.int64) * slots * G * Dv
+    """Merge one window's partial results: a program some heads of a row. ``block``: from the window's first row on.
 
-    m = tl.full([HEADS], float("-inf"), tl.float32)
+    WALK: the slots of a row from ``slots`` on have no partial results; their keys are read here, as query-major does.
+    Reading keys is bound by L2, reading partial results by memory: programs of one kernel keep both busy.
+    """
+    program = tl.program_id(0)
+    local = program % tokens  # KV heads one after the other: the keys of one may stay in L2
+    head_kv = program // tokens
+    token = first + local
+    row = local.to(tl.int64) * HKV + head_kv
+    g = tl.program_id(1) * HEADS + tl.arange(0, HEADS)  # [HEADS]
+    head = head_kv * G + g
+    dv = tl.arange(0, BLOCK_DV)
+    block_ptr += row * slots
+    part_lse_ptr += row * slots * G
+    part_ptr += row * slots * G * Dv
+
+    # Reduced once, after the loop: Triton 3.6 fails where a loop reduces and its result has several uses.
+    most = tl.full([HEADS, CHUNK], float("-inf"), tl.float32)
     for begin in range(0, slots, CHUNK):
         u = begin + tl.arange(0, CHUNK)  # [CHUNK]
         used = tl.load(block_ptr + u, mask=u < slots, other=-1) >= 0
         mask = used[None, :] & (g < G)[:, None]
-        lse = tl.load(part_lse_ptr + u[None, :] * G + g[:, None], mask=mask, other=float("-inf"))
-        m = tl.maximum(m, tl.max(lse, 1))
+        part_lse = tl.load(part_lse_ptr + u[None, :] * G + g[:, None], mask=mask, other=float("-inf"))
+        most = tl.maximum(most, part_lse)
+    m = tl.max(most, 1)
     m_safe = tl.where(m == float("-inf"), 0.0, m)
-    l = tl.zeros([HEADS], tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, BLOCK_DV], tl.float32)
     for begin in range(0, slots, AT_ONCE):
         for i in tl.static_range(AT_ONCE):
             u = begin + i + tl.zeros([HEADS], tl.int32)  # scalars would do, were masks of them all right everywhere
             used = tl.load(block_ptr + u, mask=(u < slots) & (g < G), other=-1) >= 0
-            lse = tl.load(part_lse_ptr + u * G + g, mask=used, other=float("-inf"))
+            part_lse = tl.load(part_lse_ptr + u * G + g, mask=used, other=float("-inf"))
             part = part_ptr + (u * G + g)[:, None] * Dv + dv[None, :]
-            part = tl.load(part, mask=used[:, None] & (dv[None, :] < Dv), other=0.0)
-            weight = tl.exp2(lse - m_safe)
-            l += weight
+            mask = used[:, None] & (dv[None, :] < Dv)
+            part = tl.load(part, mask=mask, other=0.0, eviction_policy="evict_first")
+            weight = tl.exp2(part_lse - m_safe)
+            total += weight
             acc += weight[:, None] * part.to(tl.float32)
-    l = tl.where(l == 0.0, 1.0, l)
-    acc = acc * (1.0 / l)[:, None]
-    lse = m * 0.6931471805599453 + tl.log(l)
-    overfull = False
-    if slots > 0:
-        overfull = tl.load(block_ptr) == OVERFULL
-    if overfull:  # loudly: its keys were not counted
-        acc += float("nan")
-        lse += float("nan")
-    o_off = _query_offset(first + token, S, stride_ob, stride_os, LAYOUT, True)
-    head = (row % HKV) * G + g
-    o_ptrs = o_ptr + (o_off + head.to(tl.int64) * stride_oh)[:, None] * STRIDE_UNIT + dv[None, :]
+
+    if WALK:
+        seq, k_first, limit = visible_keys(token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT, CAUSAL)
+        if LAYOUT == BATCH:
+            k_base = k_ptr + (tl.cast(seq, tl.int64) * stride_kb + tl.cast(head_kv, tl.int64) * stride_kh) * STRIDE_UNIT
+            v_base = v_ptr + (tl.cast(seq, tl.int64) * stride_vb + tl.cast(head_kv, tl.int64) * stride_vh) * STRIDE_UNIT
+        else:
+            k_base = k_ptr + (k_first * stride_kn + tl.cast(head_kv, tl.int64) * stride_kh) * STRIDE_UNIT
+            v_base = v_ptr + (k_first * stride_vn + tl.cast(head_kv, tl.int64) * stride_vh) * STRIDE_UNIT
+        d = tl.arange(0, BLOCK_D)
+        q_off = _query_offset(token, S, stride_qb, stride_qs, LAYOUT, True) + head.to(tl.int64) * stride_qh
+        q_mask = (g < G)[:, None] & (d[None, :] < D)
+        q = tl.load(q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=q_mask, other=0.0)  # [HEADS, BLOCK_D]
+        l = tl.where(tl.arange(0, BLOCK_L)[None, :] == 0, total[:, None], 0.0)  # [HEADS, BLOCK_L]
+        sel_row = sel_ptr + (token.to(tl.int64) * HKV + head_kv) * n + slots
+        for chunk in range(0, tl.cdiv(n - slots, SPANS)):
+            start, before, length, keys = load_spans(
+                sel_row, chunk * SPANS, n - slots, limit, size, SOURCE, SPANS, BLOCK_L
+            )
+            for begin in range(0, keys, BLOCK_L):
+                at = begin + tl.arange(0, BLOCK_L)
+                valid = at < keys
+                if SOURCE == TILED:
+                    key = tile_start(begin, start, before, length) + tl.arange(0, BLOCK_L)
+                    valid = key < limit
+                else:
+                    key = key_positions(at, start, before, length)
+                key = key.to(tl.int64)
+                k_ptrs = k_base + (key * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
+                k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_L, BLOCK_D]
+                v_ptrs = v_base + (key * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
+                v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
+                scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
+                scores = tl.where(valid[None, :], scores, float("-inf"))
+                m, l, acc, p = softmax_step(scores, m, l, acc)
+                acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
+        total = tl.sum(l, 1)
+
+    acc, lse = finish(m, total, acc)
+    if SOURCE == RANGES:
+        overfull = False
+        if slots > 0:
+            overfull = tl.load(block_ptr) == OVERFULL
+        if overfull:  # loudly: its keys were not counted
+            acc += float("nan")
+            lse += float("nan")
+    o_off = _query_offset(token, S, stride_ob, stride_os, LAYOUT, True) + head.to(tl.int64) * stride_oh
+    o_ptrs = o_ptr + o_off[:, None] * STRIDE_UNIT + dv[None, :]
     tl.store(o_ptrs, acc.to(o_ptr.dtype.element_ty), mask=(g < G)[:, None] & (dv[None, :] < Dv))
     if lse_ptr is not None:
-        tl.store(lse_ptr + (first + token).to(tl.int64) * HKV * G + head, lse, mask=g < G)
+        tl.store(lse_ptr + token.to(tl.int64) * HKV * G + head, lse, mask=g < G)

@@ -17,7 +17,7 @@ from torch import Tensor
 from nsa import settings
 from nsa.kernels import inversion, key_kernels, key_tiles, launches, query_major
 from nsa.kernels.launch import INT32_MAX, Variant
-from nsa.kernels.primitives import BATCH, BLOCKS, RANGES, VARLEN
+from nsa.kernels.primitives import BATCH, BLOCKS, RANGES, TILED, VARLEN
 from nsa.kernels.tiles import span_bucket
 
 COUNT_CHUNKS = (64, 256)
@@ -81,15 +81,20 @@ def plan(
         slots = n * -(-S_kv // size) if bound is None else min(n * -(-S_kv // size), bound // size + 2 * n)
     capability, _ = query_major.device_limits(device)
     tile = key_tiles.select(capability, dtype.itemsize, G, D, Dv, size, choice)
+    walked = 0 if spans else n * tile.walked // 16
+    slots -= walked
     windows = key_tiles.windows(tokens, HKV, G, Dv, dtype.itemsize, slots, blocks, tile.share, spans)
     all_strides = [s for x in (*strides, written) for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]
     unit = math.gcd(16, *all_strides)
     farthest = sum((size - 1) * stride for size, stride in zip(q_shape, strides[0], strict=True)) + D
     layout = BATCH.value if sequences is None else VARLEN.value
     units = tuple(s // unit for s in all_strides)
+    source = RANGES.value if spans else BLOCKS.value
+    bucket = span_bucket(n, S_kv)
+    tiled = size % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
     variants = _variants(
-        device, dtype, tile, RANGES.value if spans else BLOCKS.value, layout, causal, size <= tile.BLOCK_N,
-        farthest > INT32_MAX, COUNT_CHUNKS[HKV * n > COUNT_CHUNKS[0]], span_bucket(n, S_kv), G, D, Dv, unit, kinds,
+        device, dtype, tile, source, TILED.value if tiled else source, layout, causal, size <= tile.BLOCK_N,
+        farthest > INT32_MAX, COUNT_CHUNKS[HKV * slots > COUNT_CHUNKS[0]], bucket, walked > 0, G, D, Dv, unit, kinds,
     )  # fmt: skip
     sizes = (B, S, S_kv, HKV, n, size)
     return Launch(
@@ -111,12 +116,14 @@ def _variants(
     dtype: torch.dtype,
     tile: key_tiles.Tile,
     source: int,
+    walk_source: int,
     layout: int,
     causal: bool,
     one_tile: bool,
     wide: bool,
     count_chunk: int,
     spans: int,
+    walk: bool,
     G: int,
     D: int,
     Dv: int,
@@ -128,8 +135,11 @@ def _variants(
     partial: dict[str, Any] = {"G": G, "D": D, "Dv": Dv, "SOURCE": source, "LAYOUT": layout, "CAUSAL": causal}
     partial |= {"ONE_TILE": one_tile, "WIDE": wide, "STRIDE_UNIT": unit, "INPUT_PRECISION": "ieee"}
     partial |= {name: getattr(tile, name) for name in ("HEADS", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N")}
-    merge: dict[str, Any] = {"G": G, "Dv": Dv, "LAYOUT": layout, "STRIDE_UNIT": unit, "HEADS": tile.merge_heads}
-    merge |= {"BLOCK_DV": tile.BLOCK_DV, "CHUNK": MERGE_CHUNK, "AT_ONCE": tile.at_once}
+    merge = {name: partial[name] for name in ("G", "D", "Dv", "LAYOUT", "CAUSAL", "STRIDE_UNIT", "INPUT_PRECISION")}
+    merge |= {"SOURCE": walk_source if walk else source, "WALK": walk, "HEADS": tile.merge_heads}
+    merge |= {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV, "BLOCK_L": tile.BLOCK_L, "SPANS": spans}
+    merge |= {"CHUNK": MERGE_CHUNK, "AT_ONCE": tile.at_once}
+    merging = {"num_warps": tile.merge_warps, "num_stages": tile.walk_stages if walk else 1}
     options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": 1 if one_tile else 2}
     if tile.registers is not None and query_major.runs_ptx(device):
         options["maxnreg"] = tile.registers
@@ -138,8 +148,8 @@ def _variants(
         Variant(inversion._scan_kernel, {"SHARE": tile.share, "CHUNK": ELEMENTS}, {"num_warps": 4}),
         Variant(inversion._scatter_kernel, {"CHUNK": ELEMENTS}, {"num_warps": 4}),
         Variant(key_kernels._partial_kernel, partial, options),
-        Variant(key_kernels._merge_kernel, merge, {"num_warps": tile.merge_warps}),
-        Variant(key_kernels._merge_kernel, merge, {"num_warps": tile.merge_warps}),  # with LSE
+        Variant(key_kernels._merge_kernel, merge, merging),
+        Variant(key_kernels._merge_kernel, merge, merging),  # with LSE
     )
 
 
@@ -251,9 +261,14 @@ def forward(
                     ),
                     narrow,
                 )  # fmt: skip
+            now = min(w.window, tokens - i * w.window)
             (launch.merge if lse is None else launch.merge_lse).launch(
-                (min(w.window, tokens - i * w.window) * HKV, -(-launch.G // tile.merge_heads), 1), device,
-                (parts, part_lse, block[i * w.window * row :], out, lse),
-                (S, HKV, w.slots, here, *launch.o_strides), narrow,
+                (now * HKV, -(-launch.G // tile.merge_heads), 1), device,
+                (parts, part_lse, block[i * w.window * row :], q, k, v, out, lse, selection, *about),
+                (
+                    B, S, S_kv, HKV, n, size, w.slots, here, now, *launch.q_strides, *launch.o_strides,
+                    launch.scale if scale is None else float(scale),
+                ),
+                narrow,
             )  # fmt: skip
     return out, lse

@@ -10,13 +10,13 @@ from nsa.kernels.tiles import SHARED_BYTES, next_power_of_2
 GRID = 64
 """Keys of a block where ranges are cut into blocks."""
 
-PARTS_BYTES = 640 << 20
+PARTS_BYTES = 768 << 20
 """Partial results of one window of tokens."""
 
-INDEX_BYTES = 192 << 20
+INDEX_BYTES = 160 << 20
 """What lists of units take; longer calls take several passes."""
 
-COUNT_BYTES = 64 << 20
+COUNT_BYTES = 32 << 20
 """Counters of blocks, two ints each, of all windows of a pass."""
 
 
@@ -27,9 +27,12 @@ class Choice(NamedTuple):
     warps: int
     registers: int | None  # of a thread at most
     share: int  # tiles of rows that a program takes of its block
-    merge_heads: int
+    merge_heads: int  # of a program that merges, and reads nothing itself
     merge_warps: int
     at_once: int  # partial results of a head that the merge asks for at once
+    walked: int = 0  # sixteenths of a row's blocks that the kernel which merges reads itself
+    BLOCK_L: int = 32  # keys of a tile of those
+    walk_stages: int = 3
 
 
 forced: Choice | None = None
@@ -53,6 +56,9 @@ class Tile(NamedTuple):
     merge_heads: int
     merge_warps: int
     at_once: int
+    walked: int
+    BLOCK_L: int
+    walk_stages: int
 
 
 @lru_cache(maxsize=4096)
@@ -68,9 +74,11 @@ def select(capability: int, itemsize: int, G: int, D: int, Dv: int, size: int, c
         block_n = max(16, min(block_n, 64))
     heads = min(next_power_of_2(G), rows)
     merge_heads = max(1, min(next_power_of_2(G), chosen.merge_heads * 128 // max(block_dv, 32)))
+    if chosen.walked:
+        merge_heads = max(16, min(next_power_of_2(G), 64))
     return Tile(
         heads, block_d, block_dv, rows, block_n, chosen.warps, chosen.registers, chosen.share * (rows // heads),
-        merge_heads, chosen.merge_warps, chosen.at_once,
+        merge_heads, *chosen[5:],
     )  # fmt: skip
 
 
