@@ -44,11 +44,9 @@ RUNTIME = [
 
 
 @triton.jit
-def _units(unit_ptr, i, last, first, slot_bits):
-    """``(token, its number in the window, slot)`` of units ``i``; of those from ``last`` on, anything valid."""
-    unit = tl.load(unit_ptr + tl.minimum(i, last - 1))
-    token = unit >> slot_bits
-    return first + token, token, unit & ((1 << slot_bits) - 1)
+def _unit(unit_ptr, i, count):
+    """Units ``i``: token of the window and slot; of those past the last, anything valid."""
+    return tl.load(unit_ptr + tl.minimum(i, count - 1))
 
 
 @triton.jit
@@ -113,6 +111,8 @@ def _partial_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HINT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Partial results of one window's units: ``O`` normalised ``[window, HKV, slots, G, Dv]``, base-2 LSE without Dv.
 
@@ -164,22 +164,35 @@ def _partial_kernel(
         k = tl.load(k_ptrs, mask=inside[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_N, BLOCK_D]
         v = tl.load(v_ptrs, mask=inside[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
 
-    # Queries come one step ahead: they lie scattered, and are asked for before the step before computes.
+    # Queries come one step ahead, and which they are two: they lie scattered, and are asked for before a step computes.
     head_off = (head_kv * G + g) * stride_qh
     if WIDE:
         head_off = (head_kv * G + g).to(tl.int64) * stride_qh
-    token, local, slot = _units(unit_ptr, row // HEADS, count, first, slot_bits)
-    q_off = _query_offset(token, S, stride_qb, stride_qs, LAYOUT, WIDE) + head_off
-    q = tl.load(q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=(g < G)[:, None] & (d[None, :] < D), other=0.0)
-    for done in range(0, count, UNITS):
-        unit = done + row // HEADS
-        here = (unit < count) & (g < G)
-        next_token, next_local, next_slot = _units(unit_ptr, unit + UNITS, count, first, slot_bits)
-        q_off = _query_offset(next_token, S, stride_qb, stride_qs, LAYOUT, WIDE) + head_off
-        coming = (unit + UNITS < count) & (g < G)
-        q_next = tl.load(
-            q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=coming[:, None] & (d[None, :] < D), other=0.0
+    unit = _unit(unit_ptr, row // HEADS, count)
+    next_unit = _unit(unit_ptr, UNITS + row // HEADS, count)
+    q_off = _query_offset(first + (unit >> slot_bits), S, stride_qb, stride_qs, LAYOUT, WIDE) + head_off
+    if AHEAD:
+        q = tl.load(
+            q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=(g < G)[:, None] & (d[None, :] < D), other=0.0
         )
+    for done in range(0, count, UNITS):
+        i = done + row // HEADS
+        here = (i < count) & (g < G)
+        coming = (i + UNITS < count) & (g < G)
+        if AHEAD:
+            q_off = _query_offset(first + (next_unit >> slot_bits), S, stride_qb, stride_qs, LAYOUT, WIDE) + head_off
+            q_next = tl.load(
+                q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=coming[:, None] & (d[None, :] < D), other=0.0
+            )
+        else:
+            q_off = _query_offset(first + (unit >> slot_bits), S, stride_qb, stride_qs, LAYOUT, WIDE) + head_off
+            q = tl.load(
+                q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=here[:, None] & (d[None, :] < D), other=0.0
+            )
+        after_next = _unit(unit_ptr, i + 2 * UNITS, count)
+        local = unit >> slot_bits
+        token = first + local
+        slot = unit - (local << slot_bits)
 
         low = tl.zeros([BLOCK_M], tl.int32)
         high = stop + low
@@ -188,9 +201,9 @@ def _partial_kernel(
                 high = tl.minimum(high, token + shift + 1)
             else:
                 high = tl.minimum(high, tl.minimum(tl.load(pos_ptr + token), seqlen_k - 1).to(tl.int32) + 1)
-        at_row = (local * HKV + head_kv).to(tl.int64) * slots + slot  # [BLOCK_M] of the window's slots
+        at_row = (local * HKV + head_kv) * slots + slot  # [BLOCK_M] of the window's slots; elements of parts fit int32
         if SOURCE == RANGES:
-            span = tl.load(span_ptr + index.to(tl.int64) * window * HKV * slots + at_row)
+            span = tl.load(span_ptr + index * window * HKV * slots + at_row)
             pair = sel_ptr + ((token.to(tl.int64) * HKV + head_kv) * n + span) * 2
             low = tl.minimum(tl.maximum(tl.load(pair), 0), seqlen_k).to(tl.int32)
             high = tl.minimum(tl.minimum(tl.maximum(tl.load(pair + 1), 0), seqlen_k).to(tl.int32), high)
@@ -236,8 +249,14 @@ def _partial_kernel(
         at_head = at_row * G + g
         tl.store(lse_ptr + at_head, m + tl.log2(l), mask=here)
         part_ptrs = part_ptr + at_head[:, None] * Dv + dv[None, :]
-        tl.store(part_ptrs, acc.to(part_ptr.dtype.element_ty), mask=here[:, None] & (dv[None, :] < Dv))
-        token, local, slot, q = next_token, next_local, next_slot, q_next
+        mask = here[:, None] & (dv[None, :] < Dv)
+        if HINT == 1:
+            tl.store(part_ptrs, acc.to(part_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+        else:
+            tl.store(part_ptrs, acc.to(part_ptr.dtype.element_ty), mask=mask)
+        unit, next_unit = next_unit, after_next
+        if AHEAD:
+            q = q_next
 
 
 @triton.jit(do_not_specialize=RUNTIME)

@@ -135,6 +135,8 @@ def _variants(
     partial: dict[str, Any] = {"G": G, "D": D, "Dv": Dv, "SOURCE": source, "LAYOUT": layout, "CAUSAL": causal}
     partial |= {"ONE_TILE": one_tile, "WIDE": wide, "STRIDE_UNIT": unit, "INPUT_PRECISION": "ieee"}
     partial |= {name: getattr(tile, name) for name in ("HEADS", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N")}
+    partial["HINT"] = tile.hint & 1
+    partial["AHEAD"] = tile.hint < 2
     merge = {name: partial[name] for name in ("G", "D", "Dv", "LAYOUT", "CAUSAL", "STRIDE_UNIT", "INPUT_PRECISION")}
     merge |= {"SOURCE": walk_source if walk else source, "WALK": walk, "HEADS": tile.merge_heads}
     merge |= {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV, "BLOCK_L": tile.BLOCK_L, "SPANS": spans}
@@ -143,6 +145,8 @@ def _variants(
     options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": 1 if one_tile else 2}
     if tile.registers is not None and query_major.runs_ptx(device):
         options["maxnreg"] = tile.registers
+    if tile.merge_registers is not None and query_major.runs_ptx(device):
+        merging["maxnreg"] = tile.merge_registers
     return (
         Variant(inversion._count_kernel, count, {"num_warps": 1}),
         Variant(inversion._scan_kernel, {"SHARE": tile.share, "CHUNK": ELEMENTS}, {"num_warps": 4}),

@@ -33,6 +33,8 @@ class Choice(NamedTuple):
     walked: int = 0  # sixteenths of a row's blocks that the kernel which merges reads itself
     BLOCK_L: int = 32  # keys of a tile of those
     walk_stages: int = 3
+    merge_registers: int | None = None
+    hint: int = 0
 
 
 forced: Choice | None = None
@@ -59,6 +61,8 @@ class Tile(NamedTuple):
     walked: int
     BLOCK_L: int
     walk_stages: int
+    merge_registers: int | None
+    hint: int
 
 
 @lru_cache(maxsize=4096)
