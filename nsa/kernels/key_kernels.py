@@ -1,9 +1,8 @@
-"""Key-major forward: a program holds a key block and takes the queries that chose it; a second kernel merges,
-and reads what is left.
+"""Key-major forward: a program holds a key block and takes the queries that chose it; a second kernel merges.
 
 A block is read once for many queries, where query-major reads it for every row. What it costs is a partial result per
-(row, block), in the dtype of the inputs. Large groups read some of their blocks query-major, in the kernel that merges. Source: NSA, arXiv 2502.11089, section 3.4; the order of
-loops as in FSA, arXiv 2508.18224.
+(row, block), in the dtype of the inputs. Large groups read some of their blocks query-major, in the kernel that merges.
+Source: NSA, arXiv 2502.11089, section 3.4; the order of loops as in FSA, arXiv 2508.18224.
 """
 
 import triton
@@ -22,25 +21,8 @@ from nsa.kernels.primitives import (
     tile_start,
 )
 
-RUNTIME = [
-    *(
-        "B",
-        "S",
-        "S_kv",
-        "HKV",
-        "n",
-        "size",
-        "slots",
-        "blocks",
-        "first",
-        "window",
-        "index",
-        "windows",
-        "work",
-        "slot_bits",
-    ),
-    *(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()),
-]
+RUNTIME = "B S S_kv HKV n size slots first window index windows work slot_bits tokens passed".split()
+RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()]
 
 
 @triton.jit
@@ -111,7 +93,6 @@ def _partial_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HINT: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """Partial results of one window's units: ``O`` normalised ``[window, HKV, slots, G, Dv]``, base-2 LSE without Dv.
@@ -250,10 +231,8 @@ def _partial_kernel(
         tl.store(lse_ptr + at_head, m + tl.log2(l), mask=here)
         part_ptrs = part_ptr + at_head[:, None] * Dv + dv[None, :]
         mask = here[:, None] & (dv[None, :] < Dv)
-        if HINT == 1:
-            tl.store(part_ptrs, acc.to(part_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-        else:
-            tl.store(part_ptrs, acc.to(part_ptr.dtype.element_ty), mask=mask)
+        # Evicted first: nothing reads it before the whole window is written, and queries had better stay in L2.
+        tl.store(part_ptrs, acc.to(part_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
         unit, next_unit = next_unit, after_next
         if AHEAD:
             q = q_next
@@ -282,6 +261,7 @@ def _merge_kernel(
     slots,
     first,
     tokens,
+    passed,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -312,7 +292,7 @@ def _merge_kernel(
     CHUNK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Merge one window's partial results: a program some heads of a row. ``block``: from the window's first row on.
+    """Merge one window's partial results: a program some heads of a row. ``passed``: tokens of the pass before the window.
 
     WALK: the slots of a row from ``slots`` on have no partial results; their keys are read here, as query-major does.
     Reading keys is bound by L2, reading partial results by memory: programs of one kernel keep both busy.
@@ -325,7 +305,7 @@ def _merge_kernel(
     g = tl.program_id(1) * HEADS + tl.arange(0, HEADS)  # [HEADS]
     head = head_kv * G + g
     dv = tl.arange(0, BLOCK_DV)
-    block_ptr += row * slots
+    block_ptr += (passed.to(tl.int64) * HKV + row) * slots
     part_lse_ptr += row * slots * G
     part_ptr += row * slots * G * Dv
 

@@ -20,7 +20,8 @@ from nsa.kernels.launch import INT32_MAX, Variant
 from nsa.kernels.primitives import BATCH, BLOCKS, RANGES, TILED, VARLEN
 from nsa.kernels.tiles import span_bucket
 
-COUNT_CHUNKS = (64, 256)
+WIDE = INT32_MAX  # elements of q from which on their offsets take 64 bits
+COUNTED = 64  # slots that a program which counts takes at a time
 ELEMENTS = 1024  # of a program that scans or scatters
 MERGE_CHUNK = 16
 
@@ -66,8 +67,8 @@ def plan(
     kinds: tuple[torch.dtype | None, ...],
 ) -> Launch:
     """Tiles, windows and run-time sizes of a call; arguments as for :func:`nsa.kernels.query_major.plan`."""
-    like_q = Dv == q_shape[-1] and strides[0] == _contiguous(q_shape)
-    written = _contiguous((*q_shape[:-1], Dv)) if out_stride is None else out_stride
+    like_q = Dv == q_shape[-1] and strides[0] == query_major._contiguous(q_shape)
+    written = query_major._contiguous((*q_shape[:-1], Dv)) if out_stride is None else out_stride
     S_kv, HKV = k_shape[-3:-1]
     HQ, D = q_shape[-2:]
     tokens, G = math.prod(q_shape[:-2]), HQ // HKV
@@ -94,7 +95,7 @@ def plan(
     tiled = size % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
     variants = _variants(
         device, dtype, tile, source, TILED.value if tiled else source, layout, causal, size <= tile.BLOCK_N,
-        farthest > INT32_MAX, COUNT_CHUNKS[HKV * slots > COUNT_CHUNKS[0]], bucket, walked > 0, G, D, Dv, unit, kinds,
+        farthest > WIDE, bucket, walked > 0, G, D, Dv, unit, kinds,
     )  # fmt: skip
     sizes = (B, S, S_kv, HKV, n, size)
     return Launch(
@@ -104,10 +105,6 @@ def plan(
 
 
 settings.ON_RELOAD.append(plan.cache_clear)
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 @lru_cache(maxsize=1024)
@@ -121,7 +118,6 @@ def _variants(
     causal: bool,
     one_tile: bool,
     wide: bool,
-    count_chunk: int,
     spans: int,
     walk: bool,
     G: int,
@@ -131,22 +127,31 @@ def _variants(
     kinds: tuple[torch.dtype | None, ...],
 ) -> tuple[Variant, ...]:
     """Shared by all plans that differ in sizes only."""
-    count = {"SOURCE": source, "LAYOUT": layout, "CAUSAL": causal, "CHUNK": count_chunk, "SPANS": spans}
+    count = {
+        "SOURCE": source,
+        "LAYOUT": layout,
+        "CAUSAL": causal,
+        "CHUNK": COUNTED,
+        "SPANS": spans if source == RANGES.value else 1,
+    }
     partial: dict[str, Any] = {"G": G, "D": D, "Dv": Dv, "SOURCE": source, "LAYOUT": layout, "CAUSAL": causal}
     partial |= {"ONE_TILE": one_tile, "WIDE": wide, "STRIDE_UNIT": unit, "INPUT_PRECISION": "ieee"}
-    partial |= {name: getattr(tile, name) for name in ("HEADS", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N")}
-    partial["HINT"] = tile.hint & 1
-    partial["AHEAD"] = tile.hint < 2
+    partial |= {name: getattr(tile, name) for name in ("HEADS", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "AHEAD")}
     merge = {name: partial[name] for name in ("G", "D", "Dv", "LAYOUT", "CAUSAL", "STRIDE_UNIT", "INPUT_PRECISION")}
     merge |= {"SOURCE": walk_source if walk else source, "WALK": walk, "HEADS": tile.merge_heads}
-    merge |= {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV, "BLOCK_L": tile.BLOCK_L, "SPANS": spans}
+    merge |= {
+        "BLOCK_D": tile.BLOCK_D,
+        "BLOCK_DV": tile.BLOCK_DV,
+        "BLOCK_L": tile.BLOCK_L,
+        "SPANS": spans if walk else 1,
+    }
     merge |= {"CHUNK": MERGE_CHUNK, "AT_ONCE": tile.at_once}
-    merging = {"num_warps": tile.merge_warps, "num_stages": tile.walk_stages if walk else 1}
-    options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": 1 if one_tile else 2}
+    merging: dict[str, Any] = {"num_warps": 1, "num_stages": tile.walk_stages if walk else 1}
+    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": 1 if one_tile else 2}
     if tile.registers is not None and query_major.runs_ptx(device):
         options["maxnreg"] = tile.registers
-    if tile.merge_registers is not None and query_major.runs_ptx(device):
-        merging["maxnreg"] = tile.merge_registers
+    if tile.walk_registers is not None and query_major.runs_ptx(device):
+        merging["maxnreg"] = tile.walk_registers
     return (
         Variant(inversion._count_kernel, count, {"num_warps": 1}),
         Variant(inversion._scan_kernel, {"SHARE": tile.share, "CHUNK": ELEMENTS}, {"num_warps": 4}),
@@ -268,9 +273,9 @@ def forward(
             now = min(w.window, tokens - i * w.window)
             (launch.merge if lse is None else launch.merge_lse).launch(
                 (now * HKV, -(-launch.G // tile.merge_heads), 1), device,
-                (parts, part_lse, block[i * w.window * row :], q, k, v, out, lse, selection, *about),
+                (parts, part_lse, block, q, k, v, out, lse, selection, *about),
                 (
-                    B, S, S_kv, HKV, n, size, w.slots, here, now, *launch.q_strides, *launch.o_strides,
+                    B, S, S_kv, HKV, n, size, w.slots, here, now, i * w.window, *launch.q_strides, *launch.o_strides,
                     launch.scale if scale is None else float(scale),
                 ),
                 narrow,

@@ -26,63 +26,67 @@ class Choice(NamedTuple):
     rows: int  # query rows of a tile
     warps: int
     registers: int | None  # of a thread at most
+    ahead: bool  # queries are loaded a step ahead, which costs registers
     share: int  # tiles of rows that a program takes of its block
-    merge_heads: int  # of a program that merges, and reads nothing itself
-    merge_warps: int
+    merge_heads: int  # of a program that merges, and reads no keys itself
     at_once: int  # partial results of a head that the merge asks for at once
-    walked: int = 0  # sixteenths of a row's blocks that the kernel which merges reads itself
-    BLOCK_L: int = 32  # keys of a tile of those
+    walked: int = 0  # of sixteen blocks of a row, how many the kernel that merges reads itself
+    BLOCK_L: int = 16  # keys of a tile of those
     walk_stages: int = 3
-    merge_registers: int | None = None
-    hint: int = 0
+    walk_registers: int | None = None
 
 
 forced: Choice | None = None
 """What a sweep wants launched next."""
 
-USUAL = Choice(64, 4, None, 8, 4, 1, 8)
-SINGLE = Choice(32, 4, None, 8, 4, 1, 4)  # fp32: dots on the CUDA cores
+# Measured on an H100, bf16, D = 128 (CONTRIBUTING.md, "Prefill, key-major").
+SMALL = Choice(64, 4, 168, True, 16, 4, 4)
+LARGE = Choice(64, 4, 128, False, 8, 4, 2, 8, 16, 3, 168)  # groups that fill a tensor core's 16 rows
+HUGE = Choice(64, 4, 168, True, 8, 4, 4)  # what walks would not fit registers
+SINGLE = Choice(32, 4, None, False, 8, 4, 4)  # fp32: dots run on the CUDA cores
 
 
 class Tile(NamedTuple):
-    """Compile-time choices of the partial kernel and of the merge."""
+    """Compile-time choices of the kernels, `share` in units; other fields as in :class:`Choice`."""
 
     HEADS: int  # query heads of a unit in a tile
     BLOCK_D: int
     BLOCK_DV: int
     BLOCK_M: int  # query rows of a tile: HEADS of each of its units
     BLOCK_N: int  # keys of a tile
-    num_warps: int
+    AHEAD: bool
+    warps: int
     registers: int | None
-    share: int  # units of one program
+    share: int
     merge_heads: int
-    merge_warps: int
     at_once: int
     walked: int
     BLOCK_L: int
     walk_stages: int
-    merge_registers: int | None
-    hint: int
+    walk_registers: int | None
 
 
 @lru_cache(maxsize=4096)
 def select(capability: int, itemsize: int, G: int, D: int, Dv: int, size: int, choice: Choice | None = None) -> Tile:
     """Tile of a call whose blocks hold ``size`` keys; ``capability`` and ``itemsize`` as for :func:`tiles.select`."""
-    chosen = choice or (USUAL if itemsize == 2 else SINGLE)
     block_d, block_dv = max(16, next_power_of_2(D)), max(16, next_power_of_2(Dv))
+    narrow = max(block_d, block_dv) <= 128
+    rule = SMALL if G <= 8 else LARGE if G <= 16 and narrow else HUGE
+    chosen = choice or (rule if itemsize == 2 else SINGLE)
+    limited = capability == 90 and narrow  # elsewhere nobody has measured limits, and ptxas may fail under them
     rows, block_n = chosen.rows, min(max(16, next_power_of_2(size)), 128)
     budget = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
+    if not narrow:  # scores and results of a tile must leave registers to spare
+        block_n = min(block_n, 64)
     while block_n > 16 and (block_n * (block_d + block_dv) + rows * (block_d + block_n)) * itemsize > budget:
         block_n //= 2
-    if max(block_d, block_dv) * block_n > 64 * 128:  # one tile's scores and results must leave registers to spare
-        block_n = max(16, min(block_n, 64))
-    heads = min(next_power_of_2(G), rows)
-    merge_heads = max(1, min(next_power_of_2(G), chosen.merge_heads * 128 // max(block_dv, 32)))
-    if chosen.walked:
-        merge_heads = max(16, min(next_power_of_2(G), 64))
+    heads = next_power_of_2(G)
+    merge_heads = min(heads, max(1, chosen.merge_heads * 128 // max(block_dv, 64)))
     return Tile(
-        heads, block_d, block_dv, rows, block_n, chosen.warps, chosen.registers, chosen.share * (rows // heads),
-        merge_heads, *chosen[5:],
+        min(heads, rows), block_d, block_dv, rows, block_n, chosen.ahead, chosen.warps,
+        chosen.registers if limited else None, chosen.share * (rows // min(heads, rows)),
+        max(16, min(heads, 64)) if chosen.walked else merge_heads, chosen.at_once, chosen.walked, chosen.BLOCK_L,
+        chosen.walk_stages, chosen.walk_registers if limited else None,
     )  # fmt: skip
 
 
@@ -109,8 +113,8 @@ def windows(
     part = row * G * (Dv * itemsize + 4)
     if part > PARTS_BYTES or row * 16 > INDEX_BYTES:
         raise ValueError(
-            f"key_major: expected rows whose partial results fit {PARTS_BYTES} bytes, got rows of up to {slots} blocks, "
-            f"{part} bytes a token; max_selected bounds them"
+            f"key_major: expected the partial results of a token to fit {PARTS_BYTES} bytes, got {part} bytes for rows of "
+            f"up to {slots} blocks; max_selected bounds them"
         )
     bits = max(slots - 1, 1).bit_length()
     window = min(tokens, PARTS_BYTES // part, (1 << 31 - bits) - 1)
