@@ -38,7 +38,7 @@ def doctor() -> list[str]:
     import torch
 
     import nsa
-    from nsa import settings
+    from nsa import schedules, settings
     from nsa.dispatch import why_not_triton
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -59,6 +59,7 @@ def doctor() -> list[str]:
         lines.append(f"  {name:18} {shown:18} {sources[name]}")
     if not gpus:
         return [*lines, "threshold  none applies: packed SDPA serves every call", "next       pytest -m parity -n auto"]
+    lines.append(f"schedules  {schedules.describe(names[0])}")
     config = settings.device_config(names[0])
     explicit = current.sel_triton_min_L
     if explicit is not None:

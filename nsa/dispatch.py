@@ -7,6 +7,7 @@ signature and not tried again. An implementation asked for by name never falls b
 from __future__ import annotations
 
 import errno
+import importlib
 import logging
 import subprocess
 import time
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa import probe, reference, settings
+from nsa import probe, reference, schedules, settings
 from nsa.kernels import tiles
 from nsa.validate import Dims, Raw, Signature, check, meta, optional
 
@@ -64,6 +65,8 @@ class Plan(NamedTuple):
     sdpa_layout: str
     debug: bool
     launches: dict[Any, Any]  # kernel and launch, see `attach`, by what a sweep wants tried; None: no sweep
+    module: str = "query_major"  # of nsa.kernels, which serves the Triton routes
+    instead: Plan | None = None  # what serves where this kernel is broken, before the fallback does
 
 
 class RouteRecord(NamedTuple):
@@ -154,16 +157,15 @@ def make_plan(
             raise RuntimeError(f"backend='triton': {obstacle(sig.q.dtype, device, needs_grad, None)}")
         route, reason = ("sdpa" if sig.backend == "auto" else sig.backend), "traced by torch.compile"
         return Plan(dims, route, reason, True, (), False, True, False, route, "heads_as_queries", False, {})
-    per_head = sig.schedule == "per_head" or (sig.schedule == "auto" and not current.sel_triton_group)
-    triton_route = "per_head" if per_head else "ranges" if sig.ranges is not None else "blocks"
     fallback = "sdpa" if current.use_sel_pack else "reference"
     device_name, layout, no_triton = _device_facts(device)
     why_not = obstacle(sig.q.dtype, device, needs_grad, no_triton)
+    triton_route, why_triton = schedules.triton_route(sig, dims, current, device_name)
 
     if sig.backend == "triton":
         if why_not is not None:
             raise RuntimeError(f"backend='triton': {why_not}")
-        route, reason = triton_route, "backend='triton' asked for"
+        route, reason = triton_route, f"backend='triton' asked for{f'; {why_triton}' if why_triton else ''}"
     elif sig.backend != "auto":
         route, reason = sig.backend, f"backend={sig.backend!r} asked for"
     elif current.force_parity:
@@ -179,14 +181,15 @@ def make_plan(
         if dims.bound is not None and dims.bound < min_L:
             route, reason = fallback, f"rows select at most {dims.bound} keys, sel_triton_min_L is {min_L}"
         else:
-            route, reason = triton_route, "rows are long enough for Triton"
-    return Plan(
+            route, reason = triton_route, why_triton or "rows are long enough for Triton"
+    signature = device, sig.q.dtype, dims.G, dims.D, dims.Dv, sig.causal, dims.varlen
+    chosen = Plan(
         dims=dims,
         route=route,
         reason=reason,
         named=sig.backend != "auto",
-        kernel=(triton_route, device, sig.q.dtype, dims.G, dims.D, dims.Dv, sig.causal, dims.varlen),
-        per_head=per_head,
+        kernel=(triton_route, *signature),
+        per_head=triton_route == "per_head",
         pipelined=current.sel_triton_db,
         invariant=current.batch_invariant,
         fallback=fallback,
@@ -194,6 +197,13 @@ def make_plan(
         debug=current.debug_timing or current.debug_compare or current.debug_shapes,
         launches={},
     )
+    if triton_route != "key_major":
+        return chosen
+    # Key-major's tiles are made of blocks: a failure speaks of this block size (None: of ranges) only.
+    key_major = chosen._replace(module="key_major", kernel=("key_major", sig.block_size, *signature))
+    if chosen.named or sig.schedule != "auto" or route != "key_major":
+        return key_major
+    return key_major._replace(instead=chosen._replace(route="blocks", kernel=("blocks", *signature), launches={}))
 
 
 def _device_facts(device: torch.device) -> tuple[str | None, str, str | None]:
@@ -237,30 +247,37 @@ def run(what: Plan, *call: Any) -> Result:
         return _run_debug(what, Call(*call))
     if what.route in ("sdpa", "reference"):
         return _plain(what.route, what.reason, what, *call)
+    reason = what.reason
     if what.named:
-        return _triton(what, *call)
-    known = _broken.get(what.kernel) if _broken else None
-    if known is None:
-        try:
-            return _triton(what, *call)
-        except failures() as error:
-            if not _is_kernel_failure(error):
-                raise
-            known = f"{what.route} kernel failed: {type(error).__name__}: {str(error).strip() or 'no message'}"
-            _broken[what.kernel] = known
-            logger.warning("%s; %s serves this signature from now on", known, what.fallback)
-    return _plain(what.fallback, known, what, *call)
+        return _triton(reason, what, *call)
+    while True:
+        known = _broken.get(what.kernel) if _broken else None
+        if known is None:
+            try:
+                return _triton(reason, what, *call)
+            except failures() as error:
+                if not _is_kernel_failure(error):
+                    raise
+                known = f"{what.route} kernel failed: {type(error).__name__}: {str(error).strip() or 'no message'}"
+                _broken[what.kernel] = known
+                server = what.fallback if what.instead is None else what.instead.route
+                logger.warning("%s; %s serves this signature from now on", known, server)
+        if what.instead is None:
+            return _plain(what.fallback, known, what, *call)
+        what, reason = what.instead, known
 
 
-def attach(launches: dict[Any, Any], q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Any, Any]:
+def attach(
+    launches: dict[Any, Any], q: Tensor, k: Tensor, v: Tensor, *, module: str = "query_major", **how: Any
+) -> tuple[Any, Any]:
     """Remember in ``launches`` the kernel's module, which imports Triton, and what its ``launch_for`` says of calls."""
-    from nsa.kernels import query_major
-
-    found = launches[tiles.forced] = query_major, query_major.launch_for(q, k, v, **how)
+    kernel = importlib.import_module(f"nsa.kernels.{module}")
+    found = launches[tiles.forced] = kernel, kernel.launch_for(q, k, v, **how)
     return found
 
 
 def _triton(
+    reason: str,
     what: Plan,
     q: Tensor,
     k: Tensor,
@@ -282,6 +299,7 @@ def _triton(
         q,
         k,
         v,
+        module=what.module,
         selection=selection,
         block_size=block_size,
         causal=causal,
@@ -297,7 +315,7 @@ def _triton(
     result: Result = kernel.forward(
         launch, q, k, v, what.route, selection, q_positions, scale, cu_seqlens_q, cu_seqlens_k, return_lse, out
     )
-    _taken[what.route, what.reason] += 1
+    _taken[what.route, reason] += 1
     return result
 
 

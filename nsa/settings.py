@@ -264,12 +264,12 @@ def _parse_variable(name: str, variable: str, text: str) -> Value:
 
 
 def _parse_runtime(path: Path) -> dict[str, Value]:
-    document = _read_yaml(path)
-    _reject_unknown(path, "", document, ("runtime",))
+    document = read_yaml(path)
+    reject_unknown(path, "", document, ("runtime",))
     runtime = document.get("runtime") or {}
     if not isinstance(runtime, dict):
         raise ValueError(f"{path}: runtime: expected a mapping, got {runtime!r}")
-    _reject_unknown(path, "runtime.", runtime, NAMES)
+    reject_unknown(path, "runtime.", runtime, NAMES)
     for name, value in runtime.items():
         if not _valid(name, value):
             raise ValueError(f"{path}: runtime.{name}: expected {_expected(name, yaml=True)}, got {value!r}")
@@ -277,8 +277,8 @@ def _parse_runtime(path: Path) -> dict[str, Value]:
 
 
 def _parse_device(path: Path) -> DeviceConfig:
-    document = _read_yaml(path)
-    _reject_unknown(path, "", document, ("sel_triton_min_L", "sdpa_layout", "provenance"))
+    document = read_yaml(path)
+    reject_unknown(path, "", document, ("sel_triton_min_L", "sdpa_layout", "provenance"))
     if "sel_triton_min_L" not in document:
         raise ValueError(f"{path}: sel_triton_min_L: expected a non-negative integer, null or off, found no such key")
     min_L, layout = document["sel_triton_min_L"], document.get("sdpa_layout")
@@ -294,19 +294,21 @@ def _parse_device(path: Path) -> DeviceConfig:
     return DeviceConfig(min_L, layout, {key: str(value) for key, value in provenance.items()}, path)
 
 
-def _read_yaml(path: Path) -> dict[str, object]:
+def read_yaml(path: Path) -> dict[str, object]:
+    """A file of settings or measurements. Raises ValueError naming it, if it is no YAML mapping."""
     import yaml  # only where a file is read: `import nsa` stays light
 
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: expected YAML: {error}") from error
     if not isinstance(document, dict):
         raise ValueError(f"{path}: expected a mapping of settings, got {document!r}")
     return document
 
 
-def _reject_unknown(path: Path, prefix: str, keys: Mapping[str, object], accepted: tuple[str, ...]) -> None:
+def reject_unknown(path: Path, prefix: str, keys: Mapping[str, object], accepted: tuple[str, ...]) -> None:
+    """Raises ValueError naming the file and the first key that nothing reads."""
     for key in keys:
         if key not in accepted:
             raise ValueError(f"{path}: unknown key {prefix}{key}, expected one of: {', '.join(accepted)}")

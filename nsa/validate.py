@@ -13,7 +13,7 @@ import torch
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
 BACKENDS = ("auto", "triton", "sdpa", "reference")
-SCHEDULES = ("auto", "query_major", "per_head")
+SCHEDULES = ("auto", "query_major", "key_major", "per_head")
 MAX_GROUP = 128
 HEAD_DIMS = (16, 256)
 

@@ -13,7 +13,8 @@ from nsa.testing.timing import Timing
 
 Info = dict[str, Any]
 Again = Callable[[], tuple[Timing, Info]]
-NOT_CORE = "tests/perf/test_threshold.py::"  # timed on request beside core, in no baseline
+# Timed on request beside core, in no baseline.
+NOT_CORE = ("tests/perf/test_threshold.py::", "tests/perf/test_crossover.py::")
 
 
 @dataclass

@@ -76,8 +76,9 @@ def refusal(config: pytest.Config) -> str | None:
         return f"{first}: a baseline is of core: leave out --nsa-full (--benchmark-json keeps everything)"
     if baseline and option.nsa_sweep:
         return f"{first}: a sweep is no baseline: leave out --nsa-sweep"
-    if baseline and option.nsa_update_thresholds:
-        return f"{first}: a baseline is of core: leave out --nsa-update-thresholds"
+    for name in ("thresholds", "schedules"):
+        if baseline and getattr(option, f"nsa_update_{name}"):
+            return f"{first}: a baseline is of core: leave out --nsa-update-{name}"
     return None
 
 

@@ -37,6 +37,11 @@ def add_options(group: Any) -> None:
         help="also time what a threshold needs, and write it to nsa/configs/devices/<gpu>.yaml (GPU only)",
     )
     group.addoption(
+        "--nsa-update-schedules",
+        action="store_true",
+        help="also time key-major beside query-major, and write nsa/configs/schedules/<gpu>.yaml (GPU only)",
+    )
+    group.addoption(
         "--nsa-sweep",
         action="store_true",
         help="instead of the benchmarks, try tiles and splits and write nsa/configs/tiles/<gpu>.yaml (GPU only)",
@@ -68,7 +73,8 @@ def check(config: pytest.Config) -> None:
         shapes(config)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
-    asked = [n for n in ("csv", "report", "update_thresholds", "sweep") if config.getoption(f"nsa_{n}")]
+    names = ("csv", "report", "update_thresholds", "update_schedules", "sweep")
+    asked = [name for name in names if config.getoption(f"nsa_{name}")]
     if not asked:
         return
     option = f"--nsa-{asked[0].replace('_', '-')}"
@@ -76,11 +82,12 @@ def check(config: pytest.Config) -> None:
         raise pytest.UsageError(f"{option} needs benchmarks, and under xdist there are none: leave out -n")
     if config.getoption("benchmark_disable", False) and not config.getoption("benchmark_enable", False):
         raise pytest.UsageError(f"{option} needs benchmarks: leave out --benchmark-disable")
-    for name in ("update_thresholds", "sweep"):
+    for name in ("update_thresholds", "update_schedules", "sweep"):
         if name in asked:
             _check_own_cases(config, f"--nsa-{name.replace('_', '-')}")
-    if {"update_thresholds", "sweep"} <= set(asked):
-        raise pytest.UsageError("--nsa-sweep changes what thresholds rest on: leave out --nsa-update-thresholds")
+    for what in ("thresholds", "schedules"):
+        if {f"update_{what}", "sweep"} <= set(asked):
+            raise pytest.UsageError(f"--nsa-sweep changes what {what} rest on: leave out --nsa-update-{what}")
     if "sweep" in asked and config.getoption("benchmark_compare", None):
         raise pytest.UsageError("--nsa-sweep runs no benchmark of a baseline: leave out --benchmark-compare")
     missing = [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]
@@ -123,6 +130,7 @@ def finish(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]
     asked = (
         ("csv", _write_csv),
         ("update_thresholds", _update_thresholds),
+        ("update_schedules", _update_schedules),
         ("sweep", _write_tiles),
         ("report", _write_report),
     )
@@ -170,6 +178,14 @@ def _update_thresholds(session: pytest.Session, facts: list[Fact], rows: list[di
     run = next((fact for fact in facts if fact.get("gpu")), {})
     path = thresholds.write(decision, thresholds.best_layout(facts), run, settings.packaged_devices())
     return f"thresholds: sel_triton_min_L = {'off' if decision.min_L is None else decision.min_L} written to {path}"
+
+
+def _update_schedules(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
+    from nsa.testing import crossover
+
+    if session.exitstatus != pytest.ExitCode.OK:
+        raise ValueError("schedules not written: only a green run may change them")
+    return crossover.update(facts)
 
 
 def _write_tiles(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:

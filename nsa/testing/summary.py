@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from nsa import settings
-from nsa.testing import thresholds
+from nsa.testing import crossover, thresholds
 from nsa.testing.recording import Fact, geomean, grouped, kernels, worst
 
 WIDTH = 100
@@ -25,6 +25,7 @@ def lines(facts: list[Fact]) -> list[str]:
     named = {id(fact) for fact in ours}
     others = [fact for fact in facts if id(fact) not in named and not fact.get("layouts")]
     text = [*_kernel_table(ours), *_peers(ours), *_control_table(others), *_left_out(facts), *_threshold(facts)]
+    text += crossover.table(crossover.points(facts))
     return [line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…" for line in text]
 
 

@@ -11,9 +11,7 @@ import contextlib
 import datetime
 import itertools
 import multiprocessing
-import os
 import random
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -29,6 +27,7 @@ from nsa.kernels import tiles
 from nsa.kernels.tiles import Choice
 from nsa.testing.cases import Case
 from nsa.testing.compare import Oracle, assert_parity
+from nsa.testing.files import write_whole
 from nsa.testing.graphs import buffer_sets, time_gpu
 from nsa.testing.impls import OF, OURS, Impl
 from nsa.testing.recording import Fact
@@ -198,22 +197,12 @@ def write(entries: Sequence[Fact], facts: Fact, folder: Path = tiles.TABLES) -> 
         raise ValueError("tiles not written: no shape was swept")
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     provenance = {name: str(facts[name]) for name in ("gpu", "torch", "triton", "commit")} | {"date": today}
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{settings.device_slug(str(facts['gpu']))}.yaml"
     known = yaml.safe_load(path.read_text(encoding="utf-8"))["shapes"] if path.exists() else []
     shapes = {tuple(e[name] for name in SHAPE): e | {"provenance": provenance} for e in entries}
     shapes = {tuple(e[name] for name in SHAPE): e for e in known} | shapes
     text = yaml.safe_dump({"shapes": list(shapes.values())}, sort_keys=False, width=160)
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(
-                "# Measured, not written by hand: `pytest -m perf --nsa-sweep`. us: with it; us_now: before.\n" + text
-            )
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+    head = "# Measured, not written by hand: `pytest -m perf --nsa-sweep`. us: with it; us_now: before.\n"
+    write_whole(path, head + text)
     tiles.table.cache_clear()
     return path

@@ -8,16 +8,14 @@ A point counts as reached when the lower end of its 95% interval clears the marg
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from nsa import settings
 from nsa.testing.cases import Case
+from nsa.testing.files import write_whole
 from nsa.testing.recording import Fact, geomean, speedup
 
 MARGIN = 1.2
@@ -226,17 +224,8 @@ def write(decision: Decision, layout: str | None, facts: Fact, folder: Path) -> 
         *(f"#   {_name(key)}: {'never' if L is None else L}" for key, L in sorted(decision.groups.items(), key=str)),
         yaml.safe_dump(document, sort_keys=False, width=110, allow_unicode=True),
     ]
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{settings.device_slug(str(facts['gpu']))}.yaml"
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write("\n".join(lines))
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+    write_whole(path, "\n".join(lines))
     settings.reload()
     return path
 

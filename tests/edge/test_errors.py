@@ -286,10 +286,14 @@ def test_values(attend, device, case):
 OPTIONS = {
     "backend": ({"backend": "cuda"}, "backend: expected one of auto, triton, sdpa, reference, got 'cuda'"),
     "backend-none": ({"backend": None}, "backend: expected one of auto, triton, sdpa, reference, got None"),
-    "schedule": ({"schedule": "fast"}, "schedule: expected one of auto, query_major, per_head, got 'fast'"),
+    "schedule": ({"schedule": "fast"}, "schedule: expected one of auto, query_major, key_major, per_head, got 'fast'"),
     "schedule-of-sdpa": (
         {"backend": "sdpa", "schedule": "per_head"},
         "schedule: expected auto with backend='sdpa', got 'per_head'",
+    ),
+    "key-major-of-sdpa": (
+        {"backend": "sdpa", "schedule": "key_major"},
+        "schedule: expected auto with backend='sdpa', got 'key_major'",
     ),
     "schedule-of-reference": (
         {"backend": "reference", "schedule": "query_major"},

@@ -294,7 +294,7 @@ def test_what_would_pass_without_comparing_is_refused(project, arguments, reason
 
 
 def test_a_baseline_is_of_core_only(project):
-    for option in ("--nsa-full", "--nsa-update-thresholds"):
+    for option in ("--nsa-full", "--nsa-update-thresholds", "--nsa-update-schedules"):
         result = project.runpytest_subprocess("-m", "perf", "--nsa-save-baseline", option)
         assert result.ret == 1
         result.stderr.fnmatch_lines([f"*--nsa-save-baseline: a baseline is of core: leave out {option}*"])

@@ -12,7 +12,7 @@ import torch
 
 import nsa.__main__
 import nsa.probe
-from nsa import settings
+from nsa import schedules, settings
 from nsa.testing import calibrate, thresholds
 from nsa.testing.cases import Case
 from nsa.testing.impls import OURS
@@ -144,6 +144,13 @@ def test_doctor_says_where_kernels_are_compiled(gpu, monkeypatch, tmp_path, mode
     with nsa.configure(probe=mode):
         (line,) = [line for line in nsa.__main__.doctor() if line.startswith("compiled")]
     assert line == f"compiled   Triton 3.6.0 for sm_90: {text.format(tmp_path / 'nsa' / 'probe')}"
+
+
+def test_doctor_says_from_where_key_major_is_used(gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(schedules, "FOLDER", tmp_path)
+    schedules.measured.cache_clear()
+    (line,) = [line for line in nsa.__main__.doctor() if line.startswith("schedules")]
+    assert line == "schedules  query-major everywhere: nobody measured key-major"
 
 
 def test_calibrate_writes_nothing_where_parity_fails(gpu, monkeypatch, capsys):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nsa import settings
-from nsa.testing import outputs, thresholds
+from nsa.testing import files, outputs, thresholds
 from nsa.testing.recording import load, speedup
 
 DATA = Path(__file__).parent / "data" / "h100-core-trimmed.json"  # an H100 run as recorded, some benchmarks and keys
@@ -151,7 +151,7 @@ def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     decision = thresholds.decide(everywhere())
     path = thresholds.write(decision, None, FACTS, tmp_path)
     before = path.read_text()
-    monkeypatch.setattr(thresholds.os, "replace", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(files.os, "replace", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         thresholds.write(decision, "expanded", FACTS, tmp_path)
     assert path.read_text() == before

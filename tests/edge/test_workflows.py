@@ -101,6 +101,8 @@ def test_script_for_gpu_boxes_does_every_step():
         "nsa.testing.sanitize",
         "--benchmark-compare",
         "--nsa-update-thresholds",
+        "--nsa-update-schedules",
+        "devices:thresholds schedules:schedules",
         "--nsa-report",
         "--junitxml",
     ):

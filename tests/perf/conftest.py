@@ -14,6 +14,7 @@ from nsa.testing.fixtures import case, known, over_third_parties, problem, regis
 from nsa.testing.plugin import current_lane
 
 __all__ = ["case", "problem", "third_party"]
+ON_REQUEST = {"nsa_update_thresholds": "test_threshold.py", "nsa_update_schedules": "test_crossover.py"}
 published_key = pytest.StashKey[list[dict[str, Any]]]()
 rows_key = pytest.StashKey[list[dict[str, Any]]]()  # of the CSV of shapes by hand
 notes_key = pytest.StashKey[list[str]]()
@@ -92,15 +93,15 @@ def publish(request: pytest.FixtureRequest, benchmark: Any) -> Callable[..., Non
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Shapes by hand run alone, and are nobody's business otherwise; what thresholds need is timed on request."""
+    """Shapes by hand run alone, and are nobody's business otherwise; what routing rests on is timed on request."""
     if collection_path.parent != Path(__file__).parent or not collection_path.name.startswith("test_"):
         return None
     name = collection_path.name
     if config.getoption("nsa_sweep") or name == "test_sweep.py":
         return None if config.getoption("nsa_sweep") and name == "test_sweep.py" else True
     wanted = outputs.by_hand(config) == (name == "test_shape.py")
-    if name == "test_threshold.py":
-        wanted = wanted and config.getoption("nsa_update_thresholds")
+    for asked, needed in ON_REQUEST.items():
+        wanted = wanted and (name != needed or config.getoption(asked))
     return None if wanted else True
 
 

@@ -1,0 +1,159 @@
+"""From where the key-major kernel serves a prefill: measured per GPU, decided from shapes.
+
+Query-major reads the selected keys anew for every query. Key-major reads a block once for all queries that selected it
+and merges partial results afterwards: that pays for small groups and many queries. From how many queries on is measured
+(`pytest -m perf tests/perf/test_crossover.py --nsa-update-schedules`) and committed in `nsa/configs/schedules/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from nsa import settings
+from nsa.validate import MAX_GROUP, Dims, Signature
+
+FOLDER = Path(__file__).parent / "configs" / "schedules"
+STAND_IN = "NVIDIA H100 80GB HBM3"
+"""The GPU whose measurements serve one that nobody measured: the crossover moves with the group size far more than with
+the GPU, and a schedule changes how fast a call is, not its result."""
+
+PROVENANCE = ("gpu", "torch", "triton", "date", "commit", "command", "shape")
+DTYPES = (torch.float16, torch.bfloat16)
+# Where the measured crossover says something about a call: it was measured with 16 blocks of 64.
+MIN_SLOTS = 4
+BLOCK_SIZES = (16, 128)
+MIN_BOUND = 512  # keys
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What was measured on one GPU model, and how (`provenance`, with the keys of `PROVENANCE`)."""
+
+    tokens: Mapping[int, int | None]  # by G: queries from which on key-major is faster; None: never
+    provenance: Mapping[str, str]
+    path: Path
+
+    def start(self, G: int) -> int | None:
+        """Queries from which on key-major is faster for `G` heads a KV head; None: never, or nobody knows.
+
+        The nearest measured group that is not smaller decides: the larger a group, the less there is to gain.
+        """
+        return self.tokens[min(g for g in self.tokens if g >= G)] if G <= max(self.tokens) else None
+
+
+def triton_route(
+    sig: Signature, dims: Dims, current: settings.Settings, device_name: str | None
+) -> tuple[str, str | None]:
+    """Which of Triton's routes serves a call, and why where a measurement chose it.
+
+    Args:
+        device_name: of the GPU, as CUDA names it; None where there is none, and key-major runs only if named.
+    """
+    if sig.schedule in ("key_major", "per_head"):
+        return sig.schedule, None
+    if sig.schedule == "auto" and not current.sel_triton_group:
+        return "per_head", None
+    if sig.block_size is None:
+        return "ranges", None
+    # How many queries share a call must not decide what runs where it must not change a result.
+    if sig.schedule == "auto" and device_name is not None and not current.batch_invariant:
+        start = key_major_from(device_name, dims.G)
+        if takes_key_major(start, dims.tokens, sig.q.dtype, dims.n, sig.block_size, dims.bound):
+            return "key_major", _why(device_name, dims.G, start)
+    return "blocks", None
+
+
+def takes_key_major(
+    start: int | None, tokens: int, dtype: torch.dtype, n: int, block_size: int, bound: int | None
+) -> bool:
+    """Whether a call with block indices is one that key-major serves faster.
+
+    Args:
+        start: queries from which on it is faster for calls of this group size; None: never.
+        tokens: query positions of the call, `B * S` or `T`.
+        n: block slots of a row. block_size: keys of a block.
+        bound: what the host knows of the keys of a row, None for nothing.
+
+    Few slots, short rows and odd block sizes are nobody's measurement: query-major reads little there. In fp32 the
+    products, not the reads, take the time.
+    """
+    enough = n >= MIN_SLOTS and bound is not None and bound >= MIN_BOUND
+    usual = dtype in DTYPES and BLOCK_SIZES[0] <= block_size <= BLOCK_SIZES[1]
+    return start is not None and tokens >= start and enough and usual
+
+
+def key_major_from(device_name: str, G: int) -> int | None:
+    """Queries from which on key-major is faster on a GPU, as CUDA names it; None: never, or nobody measured any GPU.
+
+    Raises:
+        ValueError: naming the file and what is wrong with it.
+    """
+    schedule = measured(device_name)
+    return None if schedule is None else schedule.start(G)
+
+
+def _why(device_name: str, G: int, start: int | None) -> str:
+    """The reason that `nsa.routes()` shows of a call served by key-major. Without its size: reasons are counted."""
+    schedule = measured(device_name)
+    assert schedule is not None
+    text = f"{start} queries or more with G = {G}: key-major is faster, measured on {schedule.provenance['gpu']}"
+    return text if _own(schedule, device_name) else f"{text} (nobody measured {device_name})"
+
+
+def describe(device_name: str) -> str:
+    """From where key-major is used on a GPU, in a line for people."""
+    schedule = measured(device_name)
+    if schedule is None:
+        return "query-major everywhere: nobody measured key-major"
+    pays = [f"{start} queries at G = {G}" for G, start in schedule.tokens.items() if start is not None]
+    never = [str(G) for G, start in schedule.tokens.items() if start is None]
+    text = f"key-major from {', '.join(pays)}" if pays else "query-major everywhere"
+    text += f"; never at G = {', '.join(never)}" if pays and never else ""
+    by = "" if _own(schedule, device_name) else f" on {schedule.provenance['gpu']}, not on this GPU,"
+    return f"{text}; measured{by} {schedule.provenance['date']}, {schedule.path}"
+
+
+def _own(schedule: Schedule, device_name: str) -> bool:
+    return schedule.path.stem == settings.device_slug(device_name)
+
+
+@lru_cache(maxsize=64)
+def measured(device_name: str) -> Schedule | None:
+    """What was measured on this GPU model, else on the stand-in; None where there is neither.
+
+    Raises:
+        ValueError: naming the file and what is wrong with it.
+    """
+    for name in (device_name, STAND_IN):
+        path = FOLDER / f"{settings.device_slug(name)}.yaml"
+        if path.is_file():
+            return _parse(path)
+    return None
+
+
+settings.ON_RELOAD.append(measured.cache_clear)
+
+
+def _parse(path: Path) -> Schedule:
+    document = settings.read_yaml(path)
+    settings.reject_unknown(path, "", document, ("key_major_from", "provenance"))
+    table, provenance = document.get("key_major_from"), document.get("provenance")
+    if not isinstance(table, dict) or not table:
+        raise ValueError(f"{path}: key_major_from: expected queries by group size, got {table!r}")
+    for G, start in table.items():
+        if not _count(G) or G > MAX_GROUP:
+            raise ValueError(f"{path}: key_major_from: expected group sizes from 1 to {MAX_GROUP}, got {G!r}")
+        if start is not None and not _count(start):
+            raise ValueError(f"{path}: key_major_from.{G}: expected a positive integer or null, got {start!r}")
+    if not isinstance(provenance, dict) or set(provenance) != set(PROVENANCE):
+        raise ValueError(f"{path}: provenance: expected the keys {', '.join(PROVENANCE)}, got {provenance!r}")
+    return Schedule(dict(sorted(table.items())), {key: str(value) for key, value in provenance.items()}, path)
+
+
+def _count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

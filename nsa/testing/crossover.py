@@ -1,0 +1,200 @@
+"""From how many queries on key-major is faster than query-major, by group size: what `schedule="auto"` routes by.
+
+Both kernels forced on prefills of the usual shape, checked against each other before they are timed; and the rule that
+makes `nsa/configs/schedules/<gpu>.yaml` of the times.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import nsa
+import nsa.kernels
+from nsa import schedules, settings
+from nsa.testing.cases import Case
+from nsa.testing.files import write_whole
+from nsa.testing.graphs import COLD, MOST_SETS, time_gpu
+from nsa.testing.recording import Fact
+from nsa.testing.timing import InvalidMeasurement, Timing
+
+HEADS = {1: (16, 16), 2: (32, 16), 4: (32, 8), 8: (32, 4), 16: (64, 4), 64: (128, 2)}  # (HQ, HKV) by G
+TOKENS = tuple(2**i for i in range(6, 15))
+D, BLOCK, SLOTS = 128, 64, 16
+MARGIN = 1.02
+"""How much faster key-major has to be: below that nobody notices, and a GPU's clock decides."""
+
+LSE_ATOL = 2e-4  # of a few hundred keys, one key more or less moves it further
+ROUTES = {"key_major": "key_major", "query_major": "blocks"}  # the launch that each schedule has to make
+COMMAND = "pytest -m perf tests/perf/test_crossover.py --nsa-update-schedules"
+SHAPE = (
+    f"B = 1, S = S_kv from {TOKENS[0]} to {TOKENS[-1]}, D = Dv = {D}, bf16, causal, block {BLOCK}, top-{SLOTS} with "
+    f"the first and the own block; HQ over HKV {', '.join(f'{HQ}/{HKV}' for HQ, HKV in HEADS.values())}"
+)
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, block_indices
+
+
+@dataclass(frozen=True)
+class Point:
+    """Seconds per call of both kernels at one group size and number of queries."""
+
+    G: int
+    tokens: int
+    query_major: float
+    key_major: float
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast key-major is."""
+        return self.query_major / self.key_major
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def case(G: int, tokens: int, dtype: str = "bf16") -> Case:
+    """The prefill of one point, `tokens` queries of one sequence."""
+    HQ, HKV = HEADS[G]
+    assert HQ == G * HKV
+    n = tokens * HKV
+    return Case(G, D, D, BLOCK * SLOTS, n, "prefill", dtype, HKV=HKV, S=tokens, S_kv=tokens, block_size=BLOCK)
+
+
+def attend(schedule: str, inputs: Inputs, return_lse: bool = False) -> Any:
+    """The front door, this schedule forced."""
+    q, k, v, blocks = inputs
+    how = {"backend": "triton", "schedule": schedule}
+    return nsa.selection_attention(q, k, v, block_indices=blocks, block_size=BLOCK, return_lse=return_lse, **how)  # type: ignore[call-overload]
+
+
+def check(inputs: Inputs) -> None:
+    """Both kernels are launched, and agree. Raises AssertionError saying in what they do not."""
+    found = {}
+    for schedule, route in ROUTES.items():
+        before = nsa.kernels.launches.copy()
+        found[schedule] = attend(schedule, inputs, return_lse=True)
+        launched = nsa.kernels.launches - before
+        assert launched[route] == 1, f"schedule {schedule}: expected a launch of {route}, got {dict(launched)}"
+    (o, lse), (o_want, lse_want) = found["key_major"], found["query_major"]
+    # Partial results are rounded to the input dtype: the bound is a few roundings of the largest number of a head.
+    bound = 4 * torch.finfo(o.dtype).eps * o_want.abs().amax(-1, keepdim=True).float()
+    error = (o.float() - o_want.float()).abs()
+    assert bool((error <= bound).all()), f"key-major and query-major differ by {float(error.max()):.3g}"
+    off = float((lse - lse_want).abs().max())
+    assert off <= LSE_ATOL, f"LSE of key-major and query-major differ by {off:.3g}"
+
+
+def rotation(inputs: Inputs, cache: int) -> tuple[list[Inputs], bool]:
+    """Copies to rotate through, and whether that makes every call cold. `cache`: bytes of L2.
+
+    Not `buffer_sets`: that packs rows for comparators, which at prefill is many times the cache of keys.
+    """
+    size = sum(x.numel() * x.element_size() for x in inputs)
+    copies = min(max(2, math.ceil(COLD * cache / size)), MOST_SETS)
+    q, k, v, blocks = inputs
+    others: list[Inputs] = [(q.clone(), k.clone(), v.clone(), blocks.clone()) for _ in range(copies - 1)]
+    return [inputs, *others], copies * size >= COLD * cache * 0.99
+
+
+def compare(G: int, tokens: int, device: torch.device, seed: int, **sampling: Any) -> dict[str, Timing]:
+    """Check and time both schedules, in turn. `sampling`: for `time_gpu`.
+
+    Raises:
+        AssertionError: they disagree, or one was not captured, so that its time is the host's.
+    """
+    p = case(G, tokens).make(device, seed)
+    assert p.block_indices is not None
+    inputs = p.q, p.k, p.v, p.block_indices
+    del p  # its spans
+    check(inputs)
+    sets, cold = rotation(inputs, torch.cuda.get_device_properties(device).L2_cache_size)
+    times = time_gpu({name: [partial(attend, name, s) for s in sets] for name in ROUTES}, cold=cold, **sampling)
+    for name, timing in times.items():
+        if timing.how != "graph":
+            raise InvalidMeasurement(f"invalid measurement: {name} was not captured: {timing.refused}")
+        timing.resolved(name)
+    return times
+
+
+# --- deciding ---------------------------------------------------------------------------------------------------------
+
+
+def points(facts: Iterable[Fact]) -> list[Point]:
+    """What a run measured, in order; of a point measured again the last."""
+    found = {(p.G, p.tokens): p for p in (Point(**fact["crossover"]) for fact in facts if fact.get("crossover"))}
+    return [found[key] for key in sorted(found)]
+
+
+def decide(measured: Iterable[Point], margin: float = MARGIN) -> dict[int, int | None]:
+    """By group size the smallest number of queries from which on key-major is faster at all that were measured."""
+    groups: dict[int, list[Point]] = {}
+    for p in measured:
+        groups.setdefault(p.G, []).append(p)
+    return {G: _from(found, margin) for G, found in sorted(groups.items())}
+
+
+def _from(found: list[Point], margin: float) -> int | None:
+    slow = max((p.tokens for p in found if p.speedup < margin), default=0)
+    return min((p.tokens for p in found if p.tokens > slow), default=None)
+
+
+def table(measured: Iterable[Point]) -> list[str]:
+    """How many times as fast key-major is, for a terminal: a row per group size, a column per number of queries."""
+    known = {(p.G, p.tokens): p for p in measured}
+    if not known:
+        return []
+    starts = decide(known.values())
+    lines = [f"key-major over query-major, queries:{'':3}{''.join(f'{t:>6}' for t in TOKENS)}  from"]
+    for G, start in starts.items():
+        cells = "".join(f"{known[G, t].speedup:>6.2f}" if (G, t) in known else f"{'-':>6}" for t in TOKENS)
+        lines.append(f"{f'  G = {G}':39}{cells}  {start or 'never'}")
+    return lines
+
+
+def write(measured: Iterable[Point], facts: Fact, folder: Path) -> Path:
+    """Write `<slug>.yaml` for the GPU of `facts`, whole or not at all, and have it read again.
+
+    Raises:
+        ValueError: not every point was measured.
+        OSError: the folder cannot be written.
+    """
+    import yaml
+
+    found = {(p.G, p.tokens): p for p in measured}
+    missing = [f"G{G}-T{t}" for G in HEADS for t in TOKENS if (G, t) not in found]
+    if missing:
+        names = ", ".join(missing[:3]) + ", …" * (len(missing) > 3)
+        raise ValueError(f"schedules not written: {len(missing)} points were not measured ({names})")
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    provenance = {name: str(facts[name]) for name in ("gpu", "torch", "triton")} | {"date": today}
+    provenance |= {"commit": str(facts["commit"]), "command": COMMAND, "shape": SHAPE}
+    document = {"key_major_from": decide(found.values()), "provenance": provenance}
+    lines = [
+        f"# Measured, not written by hand: `{COMMAND}`.",
+        f"# Queries from which on key-major is {MARGIN:g}x as fast as query-major, by G; null: never.",
+        "# Measured, by queries, us: query-major key-major",
+    ]
+    for G in HEADS:
+        times = (f"{t} {found[G, t].query_major * 1e6:.1f} {found[G, t].key_major * 1e6:.1f}" for t in TOKENS)
+        lines.append(f"#   G = {G}: {', '.join(times)}")
+    path = folder / f"{settings.device_slug(str(facts['gpu']))}.yaml"
+    body = yaml.safe_dump(document, sort_keys=False, width=110, allow_unicode=True)
+    write_whole(path, "\n".join([*lines, body]))
+    settings.reload()
+    return path
+
+
+def update(facts: list[Fact], folder: Path = schedules.FOLDER) -> str:
+    """Write what a run measured; returns a line that says what and where. Raises as `write` does."""
+    measured = points(facts)
+    path = write(measured, next((fact for fact in facts if fact.get("crossover")), {}), folder)
+    starts = ", ".join(f"G = {G} {start or 'never'}" for G, start in decide(measured).items())
+    return f"schedules: key-major from {starts} queries on, written to {path}"

@@ -1,0 +1,296 @@
+"""When key-major serves: the measured file, the conditions, and the routes that follow. No kernel runs here."""
+
+import pytest
+import torch
+
+import nsa
+from nsa import dispatch, schedules, settings
+
+GPU = "NVIDIA Nobody 1"
+PROVENANCE = "{gpu: NVIDIA Nobody 1, torch: '2', triton: '3', date: 2026-12-01, commit: abc, command: c, shape: s}"
+TABLE = "{1: 2, 4: 1024, 16: null}"
+LONG = "rows are long enough for Triton"
+MEASURED = "key-major is faster, measured on NVIDIA Nobody 1"
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path, fresh_plans):
+    """`folder(table, name=…, provenance=…) -> path`: an empty folder of measurements, and a file in it."""
+    monkeypatch.setattr(schedules, "FOLDER", tmp_path)
+
+    def write(table=TABLE, name=GPU, provenance=PROVENANCE):
+        path = tmp_path / f"{settings.device_slug(name)}.yaml"
+        path.write_text(f"key_major_from: {table}\nprovenance: {provenance}\n")
+        return path
+
+    return write
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("G", "start"), [(1, 2), (2, 1024), (3, 1024), (4, 1024), (5, None), (16, None), (17, None), (128, None)]
+)
+def test_the_nearest_group_that_is_not_smaller_decides(folder, G, start):
+    folder()
+    assert schedules.key_major_from(GPU, G) == start
+
+
+def test_order_of_the_file_does_not_matter(folder):
+    folder("{16: null, 4: 1024, 1: 2}")
+    assert [schedules.key_major_from(GPU, G) for G in (1, 2, 8)] == [2, 1024, None]
+
+
+def test_nobody_measured_anything(folder):
+    assert schedules.key_major_from(GPU, 1) is None
+    assert schedules.describe(GPU) == "query-major everywhere: nobody measured key-major"
+
+
+def test_a_gpu_nobody_measured_uses_the_stand_in(folder):
+    folder("{8: 512}", name=schedules.STAND_IN)
+    assert schedules.key_major_from(GPU, 8) == 512
+    folder("{8: 64}")
+    schedules.measured.cache_clear()
+    assert schedules.key_major_from(GPU, 8) == 64
+
+
+WRONG = {
+    "no-mapping": ("[1]", "expected a mapping of settings, got [1]"),
+    "no-yaml": ("{", "expected YAML: "),
+    "unknown-key": ("key_major: {}", "unknown key key_major, expected one of: key_major_from, provenance"),
+    "no-table": ("provenance: {}", "key_major_from: expected queries by group size, got None"),
+    "empty-table": ("key_major_from: {}", "key_major_from: expected queries by group size, got {}"),
+    "group": ("key_major_from: {129: 1}", "key_major_from: expected group sizes from 1 to 128, got 129"),
+    "group-0": ("key_major_from: {0: 1}", "key_major_from: expected group sizes from 1 to 128, got 0"),
+    "group-true": ("key_major_from: {true: 1}", "key_major_from: expected group sizes from 1 to 128, got True"),
+    "group-text": ("key_major_from: {G1: 1}", "key_major_from: expected group sizes from 1 to 128, got 'G1'"),
+    "zero": ("key_major_from: {4: 0}", "key_major_from.4: expected a positive integer or null, got 0"),
+    "text": ("key_major_from: {4: never}", "key_major_from.4: expected a positive integer or null, got 'never'"),
+    "float": ("key_major_from: {4: 1.5}", "key_major_from.4: expected a positive integer or null, got 1.5"),
+    "no-provenance": (
+        "key_major_from: {4: 64}",
+        "provenance: expected the keys gpu, torch, triton, date, commit, command, shape, got None",
+    ),
+    "part-of-a-provenance": (
+        "key_major_from: {4: 64}\nprovenance: {gpu: x}",
+        "provenance: expected the keys gpu, torch, triton, date, commit, command, shape, got {'gpu': 'x'}",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_file_is_named(folder, kind):
+    text, message = WRONG[kind]
+    path = folder()
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"\.yaml: ") as raised:
+        schedules.key_major_from(GPU, 1)
+    assert str(raised.value).startswith(f"{path}: {message}")
+
+
+def test_a_file_that_is_no_text_is_named(folder):
+    path = folder()
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=f"^{path}: expected YAML"):
+        schedules.measured(GPU)
+
+
+def test_committed_files_can_be_read():
+    for path in sorted(schedules.FOLDER.glob("*.yaml")):
+        schedule = schedules._parse(path)
+        assert settings.device_slug(schedule.provenance["gpu"]) == path.stem
+
+
+def test_the_package_ships_them():
+    """What setuptools takes along is a list of patterns: a folder that none names stays behind."""
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    root = schedules.FOLDER.parents[2]
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["nsa"]
+    assert str((schedules.FOLDER / "*.yaml").relative_to(root / "nsa")) in patterns
+
+
+def test_doctor_line(folder):
+    path = folder()
+    text = "key-major from 2 queries at G = 1, 1024 queries at G = 4; never at G = 16; measured"
+    assert schedules.describe(GPU) == f"{text} 2026-12-01, {path}"
+    folder("{1: null}", name=schedules.STAND_IN)
+    path.unlink()
+    schedules.measured.cache_clear()
+    assert schedules.describe(GPU).startswith("query-major everywhere; measured on NVIDIA Nobody 1, not on this GPU, ")
+
+
+# --- the conditions ---------------------------------------------------------------------------------------------------
+
+USUAL = {"start": 64, "tokens": 64, "dtype": torch.bfloat16, "n": 16, "block_size": 64, "bound": 1024}
+
+
+@pytest.mark.parametrize(
+    ("changed", "taken"),
+    [
+        ({}, True),
+        ({"start": None}, False),
+        ({"tokens": 63}, False),
+        ({"tokens": 10**6}, True),
+        ({"dtype": torch.float16}, True),
+        ({"dtype": torch.float32}, False),
+        ({"dtype": torch.float64}, False),
+        ({"n": 4}, True),
+        ({"n": 3}, False),
+        ({"block_size": 16}, True),
+        ({"block_size": 15}, False),
+        ({"block_size": 128}, True),
+        ({"block_size": 129}, False),
+        ({"bound": 512}, True),
+        ({"bound": 511}, False),
+        ({"bound": None}, False),
+    ],
+    ids=str,
+)
+def test_conditions(changed, taken):
+    assert schedules.takes_key_major(**(USUAL | changed)) is taken
+
+
+# --- routes, from metadata alone --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of that name, which can run Triton, wherever tensors lie."""
+    monkeypatch.setattr(dispatch, "_device_facts", lambda device: (GPU, "heads_as_queries", None))
+
+
+def planned(S=64, B=1, G=1, n=16, block_size=64, dtype=torch.bfloat16, blocks=True, varlen=False, **how):
+    """The plan of a call of these shapes on a GPU that need not be there: no tensor is made."""
+    device, HKV, keys = torch.device("cuda", 0), 2, 4096
+
+    def fake(*shape, kind=dtype):
+        return torch.Size(shape), kind, device, (0,) * (len(shape) - 1) + (1,)
+
+    lead, cu = ((B * S,), fake(B + 1, kind=torch.int32)) if varlen else ((B, S), None)
+    kv = (B * keys,) if varlen else (B, keys)
+    options = {"bound": None, "backend": "auto", "schedule": "auto", "needs_grad": False} | how
+    return dispatch.make_plan(
+        settings.get(), options["needs_grad"],
+        fake(*lead, G * HKV, 128), fake(*kv, HKV, 128), fake(*kv, HKV, 128),
+        None if blocks else fake(*lead, HKV, n, 2, kind=torch.int32),
+        fake(*lead, HKV, n, kind=torch.int32) if blocks else None, block_size if blocks else None,
+        True, None, cu, cu, options["bound"], None, options["backend"], options["schedule"],
+    )  # fmt: skip
+
+
+def route(plan):
+    return plan.route, plan.reason, plan.module, plan.named, plan.instead and plan.instead.route
+
+
+KEY_MAJOR = ("key_major", f"2 queries or more with G = 1: {MEASURED}", "key_major", False, "blocks")
+BLOCKS = ("blocks", LONG, "query_major", False, None)
+NAMED = ("key_major", LONG, "key_major", False, None)
+ROUTES = {
+    "prefill": ({}, KEY_MAJOR),
+    "varlen": ({"varlen": True}, KEY_MAJOR),
+    "fp16": ({"dtype": torch.float16}, KEY_MAJOR),
+    "batch-of-one-query-each": ({"S": 1, "B": 2}, KEY_MAJOR),
+    "decode": ({"S": 1}, BLOCKS),
+    "fp32": ({"dtype": torch.float32}, BLOCKS),
+    "few-slots": ({"n": 3}, BLOCKS),
+    "promised-short": ({"bound": 511}, BLOCKS),
+    "small-blocks": ({"block_size": 8, "n": 64}, BLOCKS),
+    "below-its-group": ({"G": 2, "S": 1023}, BLOCKS),
+    "at-its-group": (
+        {"G": 2, "S": 512, "B": 2},
+        ("key_major", f"1024 queries or more with G = 2: {MEASURED}", "key_major", False, "blocks"),
+    ),
+    "never": ({"G": 16, "S": 10**6}, BLOCKS),
+    "larger-than-measured": ({"G": 17, "S": 10**6}, BLOCKS),
+    "ranges": ({"blocks": False}, ("ranges", LONG, "query_major", False, None)),
+    "query-major-named": ({"schedule": "query_major"}, BLOCKS),
+    "per-head-named": ({"schedule": "per_head"}, ("per_head", LONG, "query_major", False, None)),
+    "key-major-named": ({"schedule": "key_major", "S": 1, "n": 1, "block_size": 7}, NAMED),
+    "key-major-named-for-ranges": ({"schedule": "key_major", "blocks": False}, NAMED),
+    "key-major-named-in-fp32": ({"schedule": "key_major", "dtype": torch.float32}, NAMED),
+    "triton-named": (
+        {"backend": "triton"},
+        ("key_major", f"backend='triton' asked for; {KEY_MAJOR[1]}", "key_major", True, None),
+    ),
+    "both-named": (
+        {"backend": "triton", "schedule": "key_major", "S": 1},
+        ("key_major", "backend='triton' asked for", "key_major", True, None),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROUTES)
+def test_routes(folder, gpu, kind):
+    shape, want = ROUTES[kind]
+    folder()
+    with nsa.configure(sel_triton_min_L=0):
+        assert route(planned(**shape)) == want
+
+
+@pytest.mark.parametrize(
+    ("changed", "shape", "want"),
+    [
+        ({"batch_invariant": True}, {}, ("blocks", LONG)),
+        ({"batch_invariant": True}, {"schedule": "key_major"}, ("key_major", LONG)),
+        ({"sel_triton_group": False}, {}, ("per_head", LONG)),
+        ({"sel_triton_group": False}, {"schedule": "key_major"}, ("key_major", LONG)),
+        ({"use_triton_sel": False}, {}, ("sdpa", "use_triton_sel is off")),
+        ({"force_parity": True}, {"schedule": "key_major"}, ("reference", "force_parity is set")),
+        ({"sel_triton_min_L": 1025}, {}, ("sdpa", "rows select at most 1024 keys, sel_triton_min_L is 1025")),
+        (
+            {"sel_triton_min_L": 1025},
+            {"schedule": "key_major"},
+            ("sdpa", "rows select at most 1024 keys, sel_triton_min_L is 1025"),
+        ),
+    ],
+    ids=str,
+)
+def test_settings_come_first(folder, gpu, changed, shape, want):
+    folder()
+    with nsa.configure(**({"sel_triton_min_L": 0} | changed)):
+        plan = planned(**shape)
+    assert (plan.route, plan.reason) == want
+    assert plan.instead is None
+
+
+def test_gradients_are_packed(folder, gpu):
+    folder()
+    with nsa.configure(sel_triton_min_L=0):
+        for schedule in ("auto", "key_major"):
+            assert planned(needs_grad=True, schedule=schedule).route == "sdpa"
+
+
+def test_no_file_means_query_major(folder, gpu):
+    with nsa.configure(sel_triton_min_L=0):
+        assert route(planned(S=10**6)) == BLOCKS
+
+
+def test_the_stand_in_is_said(folder, gpu):
+    provenance = PROVENANCE.replace(GPU, schedules.STAND_IN)
+    folder(name=schedules.STAND_IN, provenance=provenance)
+    with nsa.configure(sel_triton_min_L=0):
+        plan = planned()
+    text = f"2 queries or more with G = 1: key-major is faster, measured on {schedules.STAND_IN}"
+    assert (plan.route, plan.reason) == ("key_major", f"{text} (nobody measured {GPU})")
+
+
+def test_where_there_is_no_gpu_it_runs_by_name_only(folder, monkeypatch):
+    """As in Triton's interpreter."""
+    folder()
+    monkeypatch.setattr(dispatch, "_device_facts", lambda device: (None, "heads_as_queries", None))
+    with nsa.configure(sel_triton_min_L=0):
+        assert route(planned()) == BLOCKS
+        assert route(planned(schedule="key_major")) == NAMED
+
+
+def test_what_a_failure_is_remembered_by(folder, gpu):
+    """One kernel is one signature: key-major's block size makes another, and none is query-major's."""
+    folder()
+    with nsa.configure(sel_triton_min_L=0):
+        key_major, blocks = planned(), planned(schedule="query_major")
+        assert key_major.instead.kernel == blocks.kernel != key_major.kernel
+        assert key_major.kernel == planned(S=4096, n=8).kernel == planned(schedule="key_major").kernel
+        others = [planned(block_size=32), planned(blocks=False, schedule="key_major"), planned(varlen=True)]
+        assert len({p.kernel for p in (key_major, blocks, *others)}) == 5
+        assert key_major.launches is not key_major.instead.launches

@@ -1,0 +1,30 @@
+"""What `--nsa-update-schedules` decides from: key-major beside query-major on prefills, by group size and queries."""
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+from nsa.testing import crossover, timing
+from nsa.testing.measure import gate_figures, run_facts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
+BUDGET_S = 0.02  # of samples for each kernel
+
+
+@pytest.mark.parametrize("tokens", crossover.TOKENS, ids=lambda tokens: f"T{tokens}")
+@pytest.mark.parametrize("G", crossover.HEADS, ids=lambda G: f"G{G}")
+def test_crossover(G: int, tokens: int, device: torch.device, publish, sampling: dict[str, int], pytestconfig) -> None:
+    case = crossover.case(G, tokens)
+    seed = (case.seed + pytestconfig.getoption("nsa_seed")) % 2**32
+    print(f"{case.id}: seed {seed}")
+
+    def take() -> tuple[timing.Timing, dict[str, Any]]:
+        torch.cuda.empty_cache()
+        times = crossover.compare(G, tokens, device, seed, budget_s=BUDGET_S, **sampling)
+        point = crossover.Point(G, tokens, times["query_major"].median, times["key_major"].median)
+        figures = gate_figures(times, "query_major", "key_major")
+        return times["key_major"], run_facts(device) | figures | {"crossover": asdict(point), "seed": seed}
+
+    publish(f"crossover: G = {G}", *take(), again=take)
