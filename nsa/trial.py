@@ -152,7 +152,12 @@ class _Maker:
     """Tensors of the dtypes, alignments and strides that the parent's have."""
 
     def __init__(self, what: dict[str, Any], device: torch.device) -> None:
-        self.dtypes = {name: x and getattr(torch, x.removeprefix("torch.")) for name, x in what["tensors"].items()}
+        usual = {name: torch.int32 for name in ("sel_ptr", "cu_q_ptr", "cu_k_ptr")}  # of what a kernel does not take
+        usual |= {name: torch.float16 for name in ("q_ptr", "k_ptr", "v_ptr", "o_ptr")}
+        told = {name: x and getattr(torch, x.removeprefix("torch.")) for name, x in what["tensors"].items()}
+        if told.get("q_ptr") is not None:
+            usual["o_ptr"] = told["q_ptr"]
+        self.dtypes = usual | told
         self.misaligned, self.device = what["misaligned"], device
         self.unit = what["constexprs"].get("STRIDE_UNIT", 16)
         self.generator = torch.Generator().manual_seed(0)
@@ -210,7 +215,78 @@ def _combine(what: dict[str, Any], device: torch.device, say: Say) -> str | None
     return wrong or (None if lse is None else _wrong(lse, lse_want.view(tokens, HQ), torch.float32, "LSE "))
 
 
+# --- key-major --------------------------------------------------------------------------------------------------------
+
+
+def _key_major(what: dict[str, Any], device: torch.device, say: Say) -> str | None:
+    """A whole call whose kernel of that name is the one asked about; all others are as they come."""
+    from nsa.kernels import key_major, key_tiles, primitives
+
+    c, options, given = what["constexprs"], what["options"], what["tensors"]
+    make = _Maker(what, device)
+    G, D, Dv = c.get("G", 2), c.get("D", 64), c.get("Dv", 64)
+    source, merging = c.get("SOURCE", primitives.BLOCKS.value), what["kernel"] == "_merge_kernel"
+    walk = c.get("WALK", False)
+    named = {"SHARE": "share", "AT_ONCE": "at_once"} | ({"HEADS": "merge_heads"} if merging else {})
+    fields = {named.get(name, name): value for name, value in c.items()}
+    if merging:
+        fields |= {"walked": 8 * walk, "walk_registers": options.get("maxnreg")}
+        fields |= {"walk_stages": options["num_stages"]} if walk else {}
+    elif what["kernel"] == "_partial_kernel":
+        fields |= {"warps": options["num_warps"], "registers": options.get("maxnreg")}
+    real = key_tiles.select
+
+    def select(*arguments: Any) -> key_tiles.Tile:
+        tile = real(*arguments)
+        return tile._replace(**{name: value for name, value in fields.items() if name in key_tiles.Tile._fields})
+
+    key_tiles.select = select  # type: ignore[assignment]
+    key_major.WIDE = -1 if c.get("WIDE", False) else key_major.WIDE
+    n = max(c.get("SPANS", 1), 4)
+    block_l, block_n = c.get("BLOCK_L", 16), c.get("BLOCK_N", 32)
+    size = block_n if c.get("ONE_TILE", True) else 2 * block_n
+    if walk:
+        size = block_l if source == primitives.TILED.value else block_l - 1
+    HKV, S, S_kv = 2, 3, 3 * (key_tiles.GRID if source == primitives.RANGES.value else size) + 5
+    batched = c.get("LAYOUT", primitives.BATCH.value) == primitives.BATCH.value
+    lead, cache = ((2, S), (2, S_kv)) if batched else ((5,), (S_kv,))
+    q = make.floats("q_ptr", *lead, HKV * G, D)
+    k = make.floats("k_ptr", *cache, HKV, D)
+    v = make.floats("v_ptr", *cache, HKV, Dv)
+    out = make.floats("o_ptr", *lead, HKV * G, Dv).fill_(POISON)
+    cu_q = cu_k = None
+    if not batched:
+        cu_q = make.ints("cu_q_ptr", torch.tensor([0, 2, 2, 5]))
+        cu_k = make.ints("cu_k_ptr", torch.tensor([0, S_kv // 3, S_kv // 2, S_kv]))
+    rows = (*lead, HKV)
+    if source == primitives.RANGES.value:
+        start = make.draw((*rows, n), -3, S_kv + 3)
+        selection = make.ints("sel_ptr", torch.stack((start, start + make.draw(start.shape, -9, S_kv // 2)), -1))
+    else:
+        selection = make.ints("sel_ptr", make.draw((*rows, n), -1, -(-S_kv // size) + 1))
+    positions = make.ints("pos_ptr", make.draw(lead, -1, S_kv)) if given.get("pos_ptr") is not None else None
+    causal = c.get("CAUSAL", True)
+    block_size = None if source == primitives.RANGES.value else size
+    launch = key_major.launch_for(
+        q, k, v, selection=selection, block_size=block_size, causal=causal, q_positions=positions, cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k, out=out,
+    )  # fmt: skip
+    say("phase", "compiling")
+    with_lse = not merging or given["lse_ptr"] is not None
+    _, lse = key_major.forward(launch, q, k, v, "probe", selection, positions, None, cu_q, cu_k, with_lse, out)
+    _finish(device, say)
+    positions, cu_q, cu_k = (x if x is None else x.cpu() for x in (positions, cu_q, cu_k))
+    selection = selection.cpu()
+    keywords = {"ranges": selection} if block_size is None else {"block_indices": selection, "block_size": size}
+    o_want, lse_want = selection_reference(
+        q.cpu().double(), k.cpu(), v.cpu(), **keywords, causal=causal, q_positions=positions,
+        cu_seqlens=None if cu_k is None or cu_q is None else (cu_q, cu_k), return_lse=True,
+    )  # fmt: skip
+    return _wrong(out, o_want, q.dtype) or (None if lse is None else _wrong(lse, lse_want, torch.float32, "LSE "))
+
+
 TRIALS = {"_fwd_kernel": _forward, "_combine_kernel": _combine}
+TRIALS |= {f"_{name}_kernel": _key_major for name in ("count", "scan", "scatter", "partial", "merge")}
 
 
 def _finish(device: torch.device, say: Say) -> None:

@@ -2,7 +2,8 @@
 
 A *unit* is a key block that a row (token, KV head) reads: of a block list each slot, of ranges each piece of a span
 that lies in one block of the grid. Per window of tokens and KV head, units are listed block by block, and cut into work
-for programs of :mod:`nsa.kernels.key_kernels`. Within a block their order is as atomics had it; no result depends on it.
+for programs of :mod:`nsa.kernels.key_kernels`. Within a block their order is as atomics had it; no result
+depends on it.
 """
 
 import triton
@@ -18,7 +19,7 @@ RUNTIME = ["B", "S", "S_kv", "HKV", "n", "size", "slots", "blocks", "first", "to
 
 @triton.jit
 def visible_keys(token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr):
-    """Of one token: ``(seq, k_first, limit)``: its sequence, where that begins, and how many of its keys it may read."""
+    """``(seq, k_first, limit)`` of one token: its sequence, where that begins, how many of its keys it may read."""
     if LAYOUT == BATCH:
         seq = token // S
         k_first = tl.zeros([], tl.int64)

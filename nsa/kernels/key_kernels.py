@@ -292,7 +292,7 @@ def _merge_kernel(
     CHUNK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Merge one window's partial results: a program some heads of a row. ``passed``: tokens of the pass before the window.
+    """Merge one window's partial results: a program some heads of a row. ``passed``: tokens of the pass before it.
 
     WALK: the slots of a row from ``slots`` on have no partial results; their keys are read here, as query-major does.
     Reading keys is bound by L2, reading partial results by memory: programs of one kernel keep both busy.

@@ -75,7 +75,7 @@ def plan(
     B, S = q_shape[:2] if len(q_shape) == 4 else (sequences or 0, q_shape[0])
     spans = block_size is None
     n = selection_shape[-2] if spans else selection_shape[-1]
-    size = min(key_tiles.GRID if block_size is None else block_size, max(S_kv, 1))
+    size = key_tiles.GRID if block_size is None else min(block_size, max(S_kv, 1))
     blocks = B * -(-S_kv // size) if sequences is None else S_kv // size + B
     slots = n
     if spans:

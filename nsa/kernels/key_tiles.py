@@ -113,8 +113,8 @@ def windows(
     part = row * G * (Dv * itemsize + 4)
     if part > PARTS_BYTES or row * 16 > INDEX_BYTES:
         raise ValueError(
-            f"key_major: expected the partial results of a token to fit {PARTS_BYTES} bytes, got {part} bytes for rows of "
-            f"up to {slots} blocks; max_selected bounds them"
+            f"key_major: expected the partial results of a token to fit {PARTS_BYTES} bytes, got {part} bytes of "
+            f"{slots} blocks a row; max_selected bounds them"
         )
     bits = max(slots - 1, 1).bit_length()
     window = min(tokens, PARTS_BYTES // part, (1 << 31 - bits) - 1)

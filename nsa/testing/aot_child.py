@@ -40,8 +40,9 @@ def main(name: str, extent: str) -> None:
 
 
 def _call(point: Point) -> None:
-    from nsa.kernels.query_major import forward, launch_for
+    from nsa.kernels import key_major, query_major
 
+    kernel = key_major if "key_major" in point.options else query_major
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[point.dtype]
     index = torch.int64 if "int64" in point.options else torch.int32
 
@@ -72,11 +73,11 @@ def _call(point: Point) -> None:
             tensors["q_positions"] = meta(*lead, dtype=torch.int64)
     q, k, v = meta(*lead, HKV * G, D), meta(*cache, D), meta(*cache, Dv)
     tiles.forced = point.choice
-    launch = launch_for(
+    launch = kernel.launch_for(
         q, k, v, **tensors, block_size=block_size, causal=point.causal, bound=point.L,
         per_head="per_head" in point.options, pipelined="unpipelined" not in point.options,
     )  # fmt: skip
-    forward(launch, q, k, v, **tensors, route=point.source, return_lse=point.source != "dense")
+    kernel.forward(launch, q, k, v, **tensors, route=point.source, return_lse=point.source != "dense")
 
 
 def _pretend(architecture: Architecture) -> tuple[list[Any], list[str]]:

@@ -64,7 +64,7 @@ class Point:
     n: int = 1  # spans
     causal: bool = False
     HKV: int = 1
-    options: tuple[str, ...] = ()  # of cu_seqlens, q_positions, int64, per_head, unpipelined
+    options: tuple[str, ...] = ()  # of cu_seqlens, q_positions, int64, per_head, unpipelined, key_major
     choice: tiles.Choice | None = None  # as a sweep forces it; else the tables and rules of `tiles`
 
     @property
@@ -92,6 +92,9 @@ QUICK = (
     Point("ranges", "bf16", 8, 128, 128, 64, 256, n=8, choice=tiles.Choice(2, 1, 64, 4, 3)),  # clusters where there are
     Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, choice=tiles.Choice(16, 1, 64, 4, 2)),
     Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, choice=tiles.Choice(8, 1, 128, 8, 1, 0)),
+    Point("blocks", "bf16", 16, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("key_major",)),
+    Point("blocks", "bf16", 4, 128, 128, 8192, 1024, n=16, causal=True, HKV=8, options=("key_major",)),
+    Point("ranges", "fp16", 1, 64, 64, 4096, 1024, n=16, causal=True, HKV=16, options=("key_major", "cu_seqlens")),
 )
 """What `make test` compiles."""
 
@@ -114,6 +117,12 @@ POINTS = (
     Point("blocks", "bf16", 64, 128, 128, 64, 1024, n=16, causal=True),
     Point("blocks", "fp32", 16, 128, 128, 1024, 1024, n=16, causal=True),
     Point("blocks", "bf16", 16, 128, 128, 64, 768, n=16, causal=True, options=("q_positions",)),  # blocks of no tiles
+    Point("blocks", "fp16", 8, 128, 64, 4096, 1024, n=16, causal=True, HKV=4, options=("key_major", "cu_seqlens")),
+    Point("blocks", "bf16", 1, 128, 128, 8192, 1024, n=16, causal=True, HKV=16, options=("key_major",)),
+    Point("blocks", "bf16", 3, 100, 96, 1000, 512, n=16, options=("key_major", "q_positions")),
+    Point("blocks", "fp16", 16, 64, 16, 4096, 192, n=8, causal=True, options=("key_major", "int64")),  # blocks of 24
+    Point("blocks", "bf16", 64, 256, 256, 4096, 2048, n=16, causal=True, options=("key_major",)),  # and of 128
+    Point("blocks", "fp32", 4, 128, 128, 4096, 1024, n=16, causal=True, HKV=2, options=("key_major",)),
 )
 """What every architecture compiles by `make aot`."""
 

@@ -34,6 +34,9 @@ SPILLS_KNOWN = {
 }
 """What is worth more than that where nothing is recorded, and the most that was seen."""
 
+MULTIPLY = ("_fwd_kernel", "_partial_kernel")
+"""Kernels that are made of dot products."""
+
 Limits = dict[str, tuple[int, int]]
 """Registers and spilled bytes of each kernel, as recorded for one Triton minor release and architecture."""
 
@@ -66,7 +69,7 @@ def complaints(architecture: Architecture, compiled: Compiled, limits: Limits) -
     if compiled.shared > architecture.shared_bytes:
         yield f"{compiled.shared} bytes of shared memory, {architecture.name} has {architecture.shared_bytes}"
     # AMD's matrix cores take fp32 as it is; NVIDIA's do not.
-    multiplies = compiled.kernel == "_fwd_kernel" and (architecture.backend == "hip" or "-fp32-" not in compiled.point)
+    multiplies = compiled.kernel in MULTIPLY and (architecture.backend == "hip" or "-fp32-" not in compiled.point)
     if multiplies and not compiled.mma:
         yield "no matrix instruction in its assembly: the dot products do not reach the tensor cores"
     if compiled.hasty:

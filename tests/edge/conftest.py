@@ -22,6 +22,7 @@ from nsa.testing.plugin import current_lane
 ROUTES: dict[str, dict[str, Any]] = {
     "triton": {"backend": "triton"},
     "per_head": {"backend": "triton", "schedule": "per_head"},
+    "key_major": {"backend": "triton", "schedule": "key_major"},
     "sdpa": {"backend": "sdpa"},
     "reference": {"backend": "reference"},
 }

@@ -1,5 +1,6 @@
 """The child of a probe compiles what its parent is about to, finds right kernels right, and wrong ones wrong."""
 
+import functools
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ import torch
 
 import nsa
 from nsa import probe, settings, trial
-from nsa.kernels import combine, query_major, tiles
+from nsa.kernels import combine, key_major, key_tiles, query_major, tiles
 from nsa.kernels.launch import Variant
 from nsa.testing.aot_points import ARCHITECTURES
 
@@ -29,7 +30,7 @@ def test_it_launches_what_the_parent_would():
     report = json.loads(done.stdout)
     assert {name: x["differs"] for name, x in report.items() if x["differs"]} == {}
     assert {name.split()[0] for name in report} == {name for name in ARCHITECTURES if name.startswith("sm_")}
-    assert {name.split()[-1] for name in report} == {"_fwd_kernel", "_combine_kernel"}
+    assert {name.split()[-1] for name in report} == set(trial.TRIALS)
     assert any(x["cluster"] for x in report.values())
 
 
@@ -38,6 +39,7 @@ def fresh():
     settings.reload()
     query_major._variant.cache_clear()
     combine._variant.cache_clear()
+    key_major._variants.cache_clear()
 
 
 @pytest.fixture
@@ -62,6 +64,8 @@ def attempt(monkeypatch, device):
     def make(what):
         with monkeypatch.context() as patch:
             patch.setattr(tiles, "choose", tiles.choose)
+            patch.setattr(key_tiles, "select", key_tiles.select)
+            patch.setattr(key_major, "WIDE", key_major.WIDE)
             patch.setattr(probe, "require", probe.require)
             fresh()
             seen = trial._watch(what)
@@ -112,6 +116,7 @@ def calls(draw, same, device):
     }
 
 
+KEY_MAJOR = "ranges blocks odd varlen positions int64 tiled-walk walk".split()
 NAMES = "ranges lse fp16 long int64 misaligned positions blocks tiled odd one per-head varlen dense packed".split()
 
 
@@ -121,6 +126,68 @@ def test_right_kernels_are_right(calls, launches_of, attempt, name):
     with nsa.configure(sel_triton_min_L=0):
         (what,) = launches_of(calls[name])
         assert attempt(what) is None
+
+
+@pytest.fixture
+def key_major_calls(draw, same, device):
+    """Calls of the key-major kernels that compile different variants, by name."""
+    how = {"schedule": "key_major", "return_lse": True}
+    q, k, v = draw()
+    ranges = {"ranges": same([(0, 7), (9, 13)], 1, 3, 2)}
+    blocks = {"block_indices": same([1, -1, 0], 1, 3, 2), "block_size": 16}
+    wide = draw(G=9, HKV=1, D=16)
+    cu = torch.tensor([0, 1, 3], dtype=torch.int32, device=device)
+    packed = draw(S=3, S_kv=21, varlen=True)
+    front = functools.partial(nsa.selection_attention, **how)
+    return {
+        "ranges": lambda: front(q, k, v, **ranges),
+        "blocks": lambda: front(q, k, v, **blocks),
+        "odd": lambda: front(*draw(G=3, D=20, Dv=36), block_indices=blocks["block_indices"], block_size=300),
+        "varlen": lambda: front(*packed, ranges=same([(0, 7), (9, 13)], 3, 2), cu_seqlens=(cu, cu.long() * 7)),
+        "positions": lambda: front(q, k, v, **ranges, q_positions=torch.zeros(1, 3, dtype=torch.int64, device=device)),
+        "int64": lambda: front(q.half(), k.half(), v.half(), ranges=ranges["ranges"].long(), causal=False),
+        "tiled-walk": lambda: front(*(x.half() for x in wide), block_indices=same([1, -1, 0], 1, 3, 1), block_size=16),
+        "walk": lambda: front(*(x.half() for x in wide), block_indices=same([1, -1, 0], 1, 3, 1), block_size=7),
+    }
+
+
+@pytest.mark.parametrize("name", KEY_MAJOR)
+def test_right_key_major_kernels_are_right(key_major_calls, launches_of, attempt, name):
+    assert sorted(key_major_calls) == sorted(KEY_MAJOR)
+    with nsa.configure(sel_triton_min_L=0):
+        whats = launches_of(key_major_calls[name])
+        assert [what["kernel"] for what in whats] == ["_count_kernel", "_scan_kernel", "_scatter_kernel", *LAST]
+        assert whats[-1]["constexprs"]["WALK"] == ("walk" in name)
+        assert [attempt(what) for what in whats] == [None] * len(whats)
+
+
+def test_a_wrong_key_major_merge_is_wrong(key_major_calls, launches_of, attempt, damaged):
+    with nsa.configure(sel_triton_min_L=0):
+        what = launches_of(key_major_calls["blocks"])[-1]
+        for wrong, begin in damaged(attempt, what):
+            assert wrong.startswith(begin)
+
+
+@pytest.mark.parametrize("kernel", ["_scatter_kernel", "_partial_kernel"])
+def test_a_lost_unit_is_wrong(key_major_calls, launches_of, attempt, monkeypatch, kernel):
+    """One unit of many: another takes its place in the list, or its result is off."""
+    real = Variant.launch
+    of = {"_scatter_kernel": "unit_ptr", "_partial_kernel": "part_ptr"}
+
+    def launch(self, grid, device, tensors, *rest):
+        real(self, grid, device, tensors, *rest)
+        if self.kernel.fn.__name__ == kernel:
+            x = tensors[self.kernel.arg_names.index(of[kernel])]
+            x[0] = x[1] if kernel == "_scatter_kernel" else -9
+
+    with nsa.configure(sel_triton_min_L=0):
+        what = next(x for x in launches_of(key_major_calls["blocks"]) if x["kernel"] == kernel)
+        with monkeypatch.context() as patch:
+            patch.setattr(Variant, "launch", launch)
+            assert "max" in attempt(what)
+
+
+LAST = ["_partial_kernel", "_merge_kernel"]
 
 
 def test_split_and_merge(calls, launches_of, attempt, split):

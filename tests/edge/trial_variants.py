@@ -11,7 +11,7 @@ import json
 import torch
 
 from nsa import probe, settings, trial
-from nsa.kernels import combine, query_major, tiles
+from nsa.kernels import combine, key_major, key_tiles, query_major, tiles
 from nsa.kernels.launch import Variant
 from nsa.testing import aot_child, aot_points
 
@@ -32,13 +32,13 @@ def main() -> None:
         seen.append(json.loads(json.dumps(probe.describe(self, tensors))))
 
     Variant.launch = launch
-    choose, report = tiles.choose, {}
+    choose, select, report = tiles.choose, key_tiles.select, {}
     gpus = [chip for chip in aot_points.ARCHITECTURES.values() if chip.backend == "cuda"]
     for chip, point in [(gpu, point) for gpu in gpus for point in aot_points.points(gpu, "full")]:
         query_major.device_limits = lambda device, chip=chip: (chip.capability, chip.processors)
         query_major.gpu_name = lambda device, chip=chip: chip.gpu
         seen.clear()
-        tiles.choose = choose
+        tiles.choose, key_tiles.select = choose, select
         settings.reload()
         aot_child._call(point)
         for what in list(seen):
@@ -46,6 +46,8 @@ def main() -> None:
             settings.reload()
             query_major._variant.cache_clear()
             combine._variant.cache_clear()
+            key_major._variants.cache_clear()
+            key_tiles.select = select
             try:
                 trial.TRIALS[what["kernel"]](what, torch.device("meta"), stop)
             except Launched:
