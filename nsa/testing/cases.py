@@ -273,7 +273,7 @@ def small() -> list[Case]:
 
 
 def _small_prefills() -> list[Case]:
-    """Of `prefills`, as much as the interpreter affords: a few queries, each group size, block size and geometry once."""
+    """Of `prefills`, what the interpreter affords: a few queries, each group size, block size and geometry once."""
     heads = [(1, 2, 16), (2, 1, 32), (3, 2, 16), (4, 1, 64), (8, 1, 16), (16, 1, 16), (64, 1, 32)]  # H, HKV, block
     out = [
         Case(H, 32, 16 if H % 2 else 32, 3 * size, 9 * HKV, "prefill", ("fp32", "fp16")[i % 2], HKV=HKV, S=9,

@@ -110,7 +110,8 @@ def some_queries(p: Problem) -> Tensor:
     edges = torch.randint(1, max(2, S // size), (8,), generator=g) * size
     fixed = torch.cat((torch.tensor([0, 1, size - 1, size, S - 2, S - 1]), edges - 1, edges))
     rest = torch.randint(0, S, (count,), generator=g)[: max(0, count - fixed.numel())]
-    return torch.cat((fixed, rest)).clamp(0, S - 1).unique().to(p.q.device)
+    found: Tensor = torch.cat((fixed, rest)).clamp(0, S - 1).unique()
+    return found.to(p.q.device)
 
 
 def sdpa_same_keys(p: Problem) -> Tensor:

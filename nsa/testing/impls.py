@@ -1,4 +1,4 @@
-"""What can be tested: our kernels by route, SDPA in every layout, and third parties (`--nsa-impl`).
+"""What can be tested: our kernels by route, and SDPA in every layout (third parties: `third_party.py`).
 
 Each is an `Impl`: a name, a call on a `Problem` that returns the output in FlashAttention layout, the route whose
 kernel it must launch (ours only), and which cases it cannot do, with the reason.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +24,23 @@ from nsa.reference import sdpa_rows
 from nsa.testing.cases import Case
 from nsa.testing.compare import Result
 from nsa.testing.problem import Problem
+from nsa.validate import SCHEDULES
 
 Call = Callable[[Problem, bool, "Tensor | None"], Any]
 Support = Callable[[Case], "str | None"]
 
 
-def _always(case: Case) -> str | None:
+def always(case: Case) -> str | None:
     return None
+
+
+class OtherWork(NamedTuple):
+    """Work that something else than the selection is: `flops(p)` of its matrix products, and `check(p, out)`, which
+    raises AssertionError where it is wrong.
+    """
+
+    flops: Callable[[Problem], int]
+    check: Callable[[Problem, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -39,15 +48,16 @@ class Impl:
     """One implementation.
 
     `supports(case)` is None, or why it cannot run that case. `route` names the kernel that has to be launched.
-    `poison`: the call takes `out=`.
+    `poison`: the call takes `out=`. `other`: what it computes, if not the selection.
     """
 
     name: str
     call: Call
     route: str | None = None
-    supports: Support = _always
+    supports: Support = always
     poison: bool = False
     lse: bool = True
+    other: OtherWork | None = None
 
     def run(self, p: Problem, return_lse: bool = False, out: Tensor | None = None) -> Result:
         """`O [B,S,HQ,Dv]`, with `return_lse` also `LSE [B,S,HQ]`; `NotImplementedError` means unsupported."""
@@ -71,7 +81,7 @@ class Impl:
         return self.name
 
 
-def _only(*sources: str) -> Support:
+def only(*sources: str) -> Support:
     def supports(case: Case) -> str | None:
         return None if case.source in sources else f"takes {' or '.join(sources)}, not {case.source}"
 
@@ -124,7 +134,7 @@ def _original(entry: Callable[..., Any]) -> Call:
     return call
 
 
-def _plain(case: Case) -> str | None:
+def plain(case: Case) -> str | None:
     """What the original layout and the contract for third parties know."""
     return "has neither cu_seqlens nor q_positions" if case.seqlens or case.positions else None
 
@@ -132,22 +142,37 @@ def _plain(case: Case) -> str | None:
 OF = {"rows": "dense_group", "varlen": "varlen_group", "ranges": "ranges", "blocks": "blocks"}
 """Our implementation that is timed, by where keys come from."""
 
+
+def _known(schedule: str) -> Support:
+    """Until that schedule is merged: `nsa.validate` knows it."""
+    return lambda _: None if schedule in SCHEDULES else f"schedule {schedule!r} is not known to this version"
+
+
+def _key_major(case: Case) -> str | None:
+    return only("blocks")(case) or _known("key_major")(case)
+
+
 OURS = {
     impl.name: impl
     for impl in (
-        Impl("dense_group", _dense(nsa.sel_attn_fwd_dense_group), "dense_group", _only("rows"), poison=True),
-        Impl("dense_per_head", _dense(nsa.sel_attn_fwd_dense), "per_head", _only("rows"), poison=True),
-        Impl("varlen_group", _varlen(nsa.sel_attn_fwd_varlen_group), "varlen_group", _only("rows", "varlen"), True),
-        Impl("varlen_per_head", _varlen(nsa.sel_attn_fwd_varlen), "per_head", _only("rows", "varlen"), True),
+        Impl("dense_group", _dense(nsa.sel_attn_fwd_dense_group), "dense_group", only("rows"), poison=True),
+        Impl("dense_per_head", _dense(nsa.sel_attn_fwd_dense), "per_head", only("rows"), poison=True),
+        Impl("varlen_group", _varlen(nsa.sel_attn_fwd_varlen_group), "varlen_group", only("rows", "varlen"), True),
+        Impl("varlen_per_head", _varlen(nsa.sel_attn_fwd_varlen), "per_head", only("rows", "varlen"), True),
         Impl("ranges", front_door("triton"), "ranges", poison=True),
         Impl("ranges_unbounded", front_door("triton", bound=False), "ranges", poison=True),
         Impl("ranges_per_head", front_door("triton", "per_head"), "per_head", poison=True),
-        Impl("blocks", front_door("triton", blocks=True), "blocks", _only("blocks"), poison=True),
+        Impl("blocks", front_door("triton", blocks=True), "blocks", only("blocks"), poison=True),
+        Impl("auto", front_door("triton", blocks=True), None, only("blocks"), poison=True),
+        Impl("query_major", front_door("triton", "query_major", blocks=True), "blocks", only("blocks"), poison=True),
+        Impl("query_major_ranges", front_door("triton", "query_major"), "ranges", poison=True),
+        Impl("key_major", front_door("triton", "key_major", blocks=True), "key_major", _key_major, poison=True),
+        Impl("key_major_ranges", front_door("triton", "key_major"), "key_major", _known("key_major"), poison=True),
         Impl("sdpa", front_door("sdpa"), poison=True),
         Impl("sdpa_unbounded", front_door("sdpa", bound=False), poison=True),
         Impl("reference", front_door("reference"), poison=True),
-        Impl("original", _original(nsa.selection_attention_triton), None, _plain, lse=False),
-        Impl("original_packed", _original(nsa.grouped_selection_attention_packed), None, _plain, lse=False),
+        Impl("original", _original(nsa.selection_attention_triton), None, plain, lse=False),
+        Impl("original_packed", _original(nsa.grouped_selection_attention_packed), None, plain, lse=False),
     )
 }
 
@@ -246,40 +271,4 @@ END_TO_END = {
 FROM_SPANS = Impl("index_select_heads", _index_select_heads, supports=_unequal, lse=False)
 """The same with the index made anew: what a CPU, where small calls are most of the time, is compared with."""
 
-ROW_LOOP = Impl("row_loop", _row_loop, supports=_plain, lse=False)
-
-
-def load(spec: str) -> Impl:
-    """A third party's kernel from `package.module:function`, `…@blocks` or `…@dense` (spec.md has the contract).
-
-    Raises:
-        ValueError: the spec is not of that form, or names something that is not there.
-    """
-    path, _, kind = spec.partition("@")
-    module, _, name = path.partition(":")
-    if not module or not name or kind not in ("", "blocks", "dense"):
-        raise ValueError(f"--nsa-impl: expected package.module:function[@blocks|@dense], got {spec!r}")
-    try:
-        f = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as e:
-        raise ValueError(f"--nsa-impl: cannot import {spec!r}: {e}") from e
-
-    def dense(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
-        return f(*p.rows[:3])
-
-    def blocks(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
-        scale = p.scale or p.case.D**-0.5
-        args = {"block_indices": p.block_indices, "block_size": p.block_size}
-        return f(p.q, p.k, p.v, **args, causal=p.causal, scale=scale, return_lse=return_lse)
-
-    def ranges(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
-        scale = p.scale or p.case.D**-0.5
-        return f(p.q, p.k, p.v, ranges=p.ranges, causal=p.causal, scale=scale, return_lse=return_lse)
-
-    call = {"": ranges, "blocks": blocks, "dense": dense}[kind]
-    wanted = {"": _always, "blocks": _only("blocks"), "dense": _only("rows")}[kind]
-
-    def supports(case: Case) -> str | None:
-        return _plain(case) or wanted(case)
-
-    return Impl(spec, call, supports=supports, lse=kind != "dense")
+ROW_LOOP = Impl("row_loop", _row_loop, supports=plain, lse=False)
