@@ -88,7 +88,7 @@ def _prefill_table(facts: list[Fact]) -> list[str]:
             f"{prompt(fact):22}{seconds(fact['median']):>9}{fact['ns_per_token']:>9.1f}{cells}"
             f"{'-' if not share else f'{share:.0%}':>7}  {kernel_of(fact)}"
         )
-    text.append("  how many times as fast as dense attention, fla-core, each of our schedules; share of the matrix rate")
+    text.append("  times as fast as dense attention, fla-core and our schedules by name; share of the matrix rate")
     return text
 
 

@@ -7,6 +7,11 @@ from nsa.testing.compare import Oracle, assert_parity
 from nsa.testing.fixtures import over
 from nsa.testing.impls import OURS
 from nsa.testing.plugin import current_lane
+from nsa.validate import SCHEDULES
+
+without_key_major = pytest.mark.skipif(
+    "key_major" not in SCHEDULES, reason="schedule 'key_major' is not known to this version"
+)
 
 
 def check(name: str, oracle: Oracle) -> None:
@@ -17,6 +22,21 @@ def check(name: str, oracle: Oracle) -> None:
         result, launched = impl.run_counted(oracle.problem, return_lse)
         assert_parity(result, oracle, name)
         assert impl.route is None or set(launched) - {"split"} == {impl.route}, f"{name} launched {launched}"
+
+
+def check_key_major(name: str, oracle: Oracle) -> None:
+    """As `check`, with and without LSE; kernels that sort and merge may run beside it, none of query-major."""
+    impl, others = OURS[name], {impl.route for impl in OURS.values()} - {"key_major"}
+    for return_lse in (False, True):
+        result, launched = impl.run_counted(oracle.problem, return_lse)
+        assert_parity(result, oracle, name)
+        assert launched["key_major"], f"{name} launched {launched}"
+        assert not others & set(launched), f"{name} launched {launched}"
+
+
+def prompts(case: Case) -> bool:
+    """Blocks, and prompts in spans: of the matrix, what has many queries, or each group size and head dim once."""
+    return case.S > 1 or bool(case.seqlens) or (case.source == "blocks" and few(case))
 
 
 def few(case: Case) -> bool:
@@ -43,7 +63,21 @@ def test_triton_sel_parity_ranges(oracle: Oracle) -> None:
 
 @over(lambda c: c.source == "blocks")
 def test_triton_sel_parity_blocks(oracle: Oracle) -> None:
-    check("blocks", oracle)
+    """The schedule by name, whatever routing makes of that many rows."""
+    check("query_major", oracle)
+
+
+@without_key_major
+@over(lambda c: c.source == "blocks" and prompts(c))
+def test_triton_sel_parity_key_major(oracle: Oracle) -> None:
+    check_key_major("key_major", oracle)
+
+
+@without_key_major
+@over(lambda c: c.source != "varlen" and prompts(c))
+def test_triton_sel_parity_key_major_ranges(oracle: Oracle) -> None:
+    """Told spans, of blocks or of any other lengths."""
+    check_key_major("key_major_ranges", oracle)
 
 
 @over(lambda c: c.source == "rows" and few(c))
