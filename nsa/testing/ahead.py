@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -12,10 +13,12 @@ from concurrent.futures.process import BrokenProcessPool
 import torch
 
 from nsa.dispatch import failures
+from nsa.testing import prefill
 from nsa.testing.cases import Case
 from nsa.testing.impls import OF, OURS
 from nsa.testing.plugin import GIB_PER_WORKER
 
+SHORT = 8192  # tokens of a prompt that is still a long one to whoever chooses kernels by shape
 WORTH = 16  # cases from which on it pays to start processes
 
 
@@ -28,14 +31,28 @@ def processes(device: torch.device) -> int:
 def compile_ahead(cases: Sequence[Case], device: torch.device, count: int) -> None:
     """Run our implementation of each case once in ``count`` child processes, for what that leaves in Triton's cache.
 
-    A case that fails in a child, or kills it, fails in the run itself, which says why.
+    A case that fails in a child, or kills it, fails in the run itself, which says why. Long prompts are compiled for on
+    shorter ones of as many heads, which take the same kernels and not gigabytes in each child.
     """
+    cases = list(dict.fromkeys(map(_shorter, cases)))
     context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
     with contextlib.suppress(BrokenProcessPool), ProcessPoolExecutor(count, mp_context=context) as children:
         for _ in children.map(_run, cases, [str(device)] * len(cases)):
             pass
 
 
+def _shorter(case: Case) -> Case:
+    if not case.large:
+        return case
+    S = min(case.S, SHORT)
+    return dataclasses.replace(case, N=case.B * S * case.HKV, S=S, S_kv=S, shared=0.0)
+
+
 def _run(case: Case, device: str) -> None:
+    beside = [impl for impl in prefill.beside() if impl.other is None] if case.dist == "prefill" else []
     with contextlib.suppress(*failures(), AssertionError):
-        OURS[OF[case.source]].run(case.make(torch.device(device)))
+        problem = case.make(torch.device(device))
+        for impl in (OURS[OF[case.source]], *beside):
+            with contextlib.suppress(*failures(), AssertionError):
+                if impl.supports(case) is None:
+                    impl.run(problem)

@@ -1,6 +1,6 @@
 """`Case`: one shape of the selection problem, with an id a person can type, and how its inputs are drawn.
 
-Parity, edge and perf share cases, and so inputs and seeds (drawn in `problem.py`).
+Parity, edge and perf share cases, and so inputs and seeds (drawn in `drawing.py`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa.testing.problem import Problem, draw
+from nsa.testing.drawing import draw
+from nsa.testing.problem import Problem
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CACHE = 2048  # keys each row owns when its spans are read from the cache (spec.md, "The matrix")
+LARGE = 16_384  # rows beyond which nobody packs a problem, and the oracle looks at some of its queries
 _SOURCE = {"few": "rows", "many": "ranges", "mixed": "ranges", "decode": "blocks", "prefill": "blocks"}
 
 
@@ -46,12 +48,14 @@ class Case:
     positions: bool = False  # explicit q_positions
     int64: bool = False  # spans in int64
     seqlens: tuple[int, ...] = ()  # a cu_seqlens batch of sequences this long; N = sum * HKV
+    kv_seqlens: tuple[int, ...] = ()  # keys of each sequence; as many as queries unless given
+    shared: float = 0.0  # prefill: share of its blocks that a query has in common with the one before it
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
         fill(self, "source", self.source or _SOURCE[self.dist])
         usual = {"rows": self.L, "varlen": self.N * self.L}.get(self.source, CACHE)
-        fill(self, "S_kv", self.S_kv or max(self.seqlens, default=usual))
+        fill(self, "S_kv", self.S_kv or max(self.kv_seqlens or self.seqlens, default=usual))
         fill(self, "n", self.n or -(-self.L // self.block_size))
         if self.source == "varlen":
             fill(self, "S", self.N)
@@ -62,6 +66,10 @@ class Case:
             raise ValueError(
                 f"expected N = B*S*HKV with S = {self.S}, HKV = {self.HKV}, seqlens {self.seqlens}, got {self.N}"
             )
+        if self.kv_seqlens and len(self.kv_seqlens) != len(self.seqlens):
+            raise ValueError(f"expected kv_seqlens for {len(self.seqlens)} sequences, got {len(self.kv_seqlens)}")
+        if self.shared and (self.dist != "prefill" or self.positions or self.seqlens or self.n < 2):
+            raise ValueError(f"expected shared = 0 but for a prefill of a batch in order, got {self.shared:g}")
 
     @property
     def B(self) -> int:
@@ -72,6 +80,11 @@ class Case:
     def HQ(self) -> int:
         """Query heads in all."""
         return self.H * self.HKV
+
+    @property
+    def large(self) -> bool:
+        """Whether a packed copy of it, or the oracle's answer for all of it, is more than anybody wants to hold."""
+        return self.N > LARGE
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -93,6 +106,8 @@ class Case:
         words += ["noncausal"] * (self.causal != usual.causal)
         words += ["positions"] * self.positions + ["int64"] * self.int64
         words += ["seqs" + "+".join(map(str, self.seqlens))] * bool(self.seqlens)
+        words += ["kvs" + "+".join(map(str, self.kv_seqlens))] * bool(self.kv_seqlens)
+        words += [f"shared{self.shared:g}"] * bool(self.shared)
         return "-".join(words)
 
     def __str__(self) -> str:
@@ -105,7 +120,8 @@ class Case:
 
     def fields(self) -> dict[str, object]:
         """Every field, as JSON can hold it, and the derived `B`, `HQ` and id."""
-        return dataclasses.asdict(self) | {"B": self.B, "HQ": self.HQ, "seqlens": list(self.seqlens), "case": self.id}
+        lists = {"seqlens": list(self.seqlens), "kv_seqlens": list(self.kv_seqlens)}
+        return dataclasses.asdict(self) | lists | {"B": self.B, "HQ": self.HQ, "case": self.id}
 
     def make(self, device: torch.device | str, seed: int | None = None) -> Problem:
         """Draw the inputs (N(0,1)) and the selection. Same numbers on every run of the same device type."""
@@ -113,7 +129,7 @@ class Case:
 
 
 def core() -> list[Case]:
-    """The cases that baselines and gates mean: 84 `few`, 36 `many` and `mixed` from the cache, 6 decode; bf16."""
+    """What baselines and gates mean: 84 `few`, 36 `many` and `mixed` from the cache, 6 decode, 8 prefill; bf16."""
     few = [
         Case(H, D, D, L, N, "few", "bf16")
         for N in (64, 256, 1024) for H in (4, 8) for D in (64, 128) for L in (16, 32, 64, 128, 256, 512, 1024)
@@ -124,12 +140,26 @@ def core() -> list[Case]:
     ]  # fmt: skip
     decode = [Case(16, 128, 128, 1024, 4 * B, "decode", "bf16", HKV=4, S_kv=8192) for B in (1, 8, 64)]
     decode += [Case(4, 64, 64, 512, B, "decode", "bf16", S_kv=8192) for B in (1, 8, 64)]
-    return few + cache + decode
+    return few + cache + decode + [prefill(T, *heads) for T in (8192, 65_536) for heads in PREFILL_HEADS]
+
+
+PREFILL_HEADS = ((64, 4), (32, 4), (32, 8), (16, 16))  # HQ, HKV: groups of 16, 8, 4 and 1
+
+
+def prefill(T: int, HQ: int, HKV: int, shared: float = 0.0) -> Case:
+    """A whole prompt of `T` tokens in bf16: D = 128, 16 blocks of 64 a row."""
+    return Case(HQ // HKV, 128, 128, 1024, T * HKV, "prefill", "bf16", HKV=HKV, S=T, S_kv=T, shared=shared)
 
 
 def long_context() -> list[Case]:
-    """Decode at 128k keys, which reads as much as at 8k. Timed with the full matrix; 2 GiB of cache at B = 8."""
-    return [Case(16, 128, 128, 1024, 4 * B, "decode", "bf16", HKV=4, S_kv=131_072) for B in (1, 8)]
+    """What is timed with the full matrix beside core: decode at 128k keys, and prefill in between and beyond.
+
+    Decode reads as much as at 8k (2 GiB of cache at B = 8). Prefills tell the time per token over 16k to 128k, and how
+    much neighbours gain that share blocks, as those of trained models do.
+    """
+    decode = [Case(16, 128, 128, 1024, 4 * B, "decode", "bf16", HKV=4, S_kv=131_072) for B in (1, 8)]
+    lengths = [prefill(T, *heads) for T in (16_384, 32_768, 131_072) for heads in PREFILL_HEADS]
+    return decode + lengths + [prefill(65_536, *heads, shared=f) for f in (0.5, 0.9) for heads in PREFILL_HEADS]
 
 
 def full() -> list[Case]:
@@ -151,13 +181,13 @@ def full() -> list[Case]:
 
 def parity() -> list[Case]:
     """What parity runs on a GPU: the full matrix, and the group sizes, dims and geometries perf does not time."""
-    base = full()
+    base = [c for c in full() if not c.large]
     varlen = [dataclasses.replace(c, source="varlen", S_kv=0) for c in base if c.source == "rows"]
     blocks = [
         Case(c.H, c.D, c.Dv, c.L, c.N, "many", c.dtype, source="blocks", block_size=min(64, c.L))
         for c in base if c.source == "rows"
     ]  # fmt: skip
-    return list(dict.fromkeys(base + varlen + blocks + _shapes(N=64, L=200) + _sequences()))
+    return list(dict.fromkeys(base + varlen + blocks + _shapes(N=64, L=200) + _sequences() + prefills()))
 
 
 def _shapes(N: int, L: int) -> list[Case]:
@@ -187,6 +217,29 @@ def _sequences() -> list[Case]:
     return wide
 
 
+def prefills() -> list[Case]:
+    """Prompts by group size, block size and geometry: whole, a chunk at the end, packed end to end, in spans.
+
+    No length is a whole number of blocks; sequences have more keys than queries, as many, fewer and none.
+    """
+    found: list[Case] = []
+    for i, H in enumerate((1, 2, 3, 4, 8, 16, 64)):
+        for dtype in ("fp16", "bf16"):
+            D, Dv = ((128, 128), (64, 64), (96, 128), (128, 100))[i % 4]
+            whole = Case(H, D, Dv, 384, 333 * 2, "prefill", dtype, HKV=2, S=333, S_kv=333)
+            found += [whole, dataclasses.replace(whole, dist="mixed", source="ranges", L=150, n=0)]
+            for size in (16, 32, 128):
+                found.append(dataclasses.replace(whole, block_size=size, L=5 * size, n=5, S_kv=1000))
+            lengths = (1, 200, 0, 65, 67, 30), (70, 200, 40, 300, 20, 0)
+            packed = Case(H, D, Dv, 256, 363 * 2, "prefill", dtype, HKV=2, seqlens=lengths[0], kv_seqlens=lengths[1])
+            found += [packed, dataclasses.replace(packed, dist="mixed", source="ranges", L=70, n=0)]
+    some = [c for c in found if c.H in (1, 4, 16) and c.dtype == "bf16" and not c.seqlens]
+    found += [dataclasses.replace(c, causal=False) for c in some] + [
+        dataclasses.replace(c, positions=True) for c in some
+    ]
+    return found + [prefill(1000, 8, 2, shared=0.5), prefill(1000, 8, 2, shared=0.9)]
+
+
 def small() -> list[Case]:
     """What the interpreter affords (10-25 ms a program): every source, fp16 and fp32, tiles with ragged edges."""
     rows = [
@@ -211,8 +264,23 @@ def small() -> list[Case]:
     out += [dataclasses.replace(long, int64=True), dataclasses.replace(long, S=1, N=2, S_kv=2048, L=1024, dist="many")]
     out += [Case(3, 64, 64, 10, 12, "mixed", "fp32", source="ranges", HKV=2, seqlens=(1, 4, 0, 1))]
     out += [Case(3, 64, 64, 32, 12, "prefill", "fp32", HKV=2, block_size=16, seqlens=(1, 4, 0, 1))]
+    out += _small_prefills()
     out += [
         Case(16, 128, 128, 192, 2, "decode", "fp16", HKV=2, S_kv=500),
         Case(4, 64, 64, 128, 1, "decode", "fp32", S_kv=100, n=3),
     ]
     return out
+
+
+def _small_prefills() -> list[Case]:
+    """Of `prefills`, what the interpreter affords: a few queries, each group size, block size and geometry once."""
+    heads = [(1, 2, 16), (2, 1, 32), (3, 2, 16), (4, 1, 64), (8, 1, 16), (16, 1, 16), (64, 1, 32)]  # H, HKV, block
+    out = [
+        Case(H, 32, 16 if H % 2 else 32, 3 * size, 9 * HKV, "prefill", ("fp32", "fp16")[i % 2], HKV=HKV, S=9,
+             S_kv=9 if i % 3 else 70, block_size=size)
+        for i, (H, HKV, size) in enumerate(heads)
+    ]  # fmt: skip
+    lengths = (1, 5, 0, 2, 3), (20, 5, 4, 70, 0)
+    packed = Case(2, 32, 32, 32, 22, "prefill", "fp32", HKV=2, block_size=16, seqlens=lengths[0], kv_seqlens=lengths[1])
+    out += [packed, dataclasses.replace(packed, dist="mixed", source="ranges", L=6, n=0)]
+    return out + [Case(2, 32, 32, 64, 40, "prefill", "fp16", HKV=2, S=20, S_kv=100, block_size=16, shared=0.75)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from nsa.testing.problem import Problem
 Result = Tensor | tuple[Tensor, Tensor]
 MAE = 1e-3  # for N(0,1) inputs and rows of at least 16 keys
 MAE_MIN_L = 16
+SAMPLED = 2048  # rows of a large problem that are compared: 1 GiB of keys and values at D = 128 and L = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +29,9 @@ class Oracle:
 
     `out [B,S,HQ,Dv]` and `lse [B,S,HQ]` in fp64; `sdpa` like `out`, in the problem's dtype; `err_sdpa`: its largest
     absolute error; `lse_atol`: how far an fp32 LSE may be off.
+
+    Of a large problem (`Case.large`) it knows the answer for some queries: `at [s]` are their positions, `seen` is the
+    problem with no others, and `S` above is `s`.
     """
 
     problem: Problem
@@ -36,6 +41,12 @@ class Oracle:
     err_sdpa: float
     peak: float
     lse_atol: float
+    seen: Problem
+    at: Tensor | None = None
+
+    def pick(self, x: Tensor) -> Tensor:
+        """Of `[B,S,…]` the queries whose answer is known."""
+        return x if self.at is None else x[:, self.at]
 
     @property
     def bound(self) -> float:
@@ -44,13 +55,15 @@ class Oracle:
 
     @classmethod
     def of(cls, p: Problem) -> Oracle:
-        """Compute both.
+        """Compute both, of a large problem for `some_queries` of it.
 
         Raises:
             AssertionError: SDPA in the problem's dtype is farther from the oracle than rounding explains.
         """
-        out, lse = fp64(p)
-        sdpa = sdpa_same_keys(p)
+        at = some_queries(p) if p.case.large and p.cu_seqlens is None else None
+        seen = p if at is None else p.at(at)
+        out, lse = fp64(p) if at is None else reference_at(p.q, p.k, p.v, at, **p.selection)
+        sdpa = sdpa_same_keys(seen)
         peak = float(out.abs().max()) if out.numel() else 0.0
         err = float((sdpa.double() - out).abs().max()) if out.numel() else 0.0
         rounding = max(16 * torch.finfo(p.q.dtype).eps, 1e-4 if p.q.dtype == torch.float32 else 0.0) * max(1.0, peak)
@@ -59,15 +72,46 @@ class Oracle:
                 f"{describe(p)}: the fp64 oracle and SDPA over the same keys differ by {err:.3g}, rounding explains "
                 f"{rounding:.3g}: one of the two is wrong"
             )
-        return cls(p, out, lse, sdpa, err, peak, lse_atol(p))
+        return cls(p, out, lse, sdpa, err, peak, lse_atol(p), seen, at)
 
 
 def fp64(p: Problem) -> tuple[Tensor, Tensor]:
     """`selection_reference` in full fp64: `(out [B,S,HQ,Dv], lse [B,S,HQ])`."""
-    selection = p.selection | {"cu_seqlens": None if p.cu_seqlens is None else (p.cu_seqlens, p.cu_seqlens)}
+    selection = p.selection | {"cu_seqlens": p.cu_seqlens_pair}
     result = selection_reference(p.q.double(), p.k, p.v, **selection, return_lse=True)
     assert isinstance(result, tuple)
     return result
+
+
+def reference_at(q: Tensor, k: Tensor, v: Tensor, at: slice | Tensor, **selection: Any) -> tuple[Tensor, Tensor]:
+    """The oracle's `(out [B,s,HQ,Dv], lse [B,s,HQ])` of the queries `at`, told where they stand.
+
+    Args:
+        selection: of the whole batch, as keywords of `nsa.selection_attention`; no `cu_seqlens`.
+    """
+    selection = {name: x[:, at] if isinstance(x, Tensor) else x for name, x in selection.items()}
+    if selection.get("q_positions") is None:
+        where = torch.arange(q.shape[1], device=q.device)[at] + k.shape[1] - q.shape[1]
+        selection["q_positions"] = where.expand(q.shape[0], -1)
+    result = selection_reference(q[:, at].double(), k, v, **selection, return_lse=True)
+    assert isinstance(result, tuple)
+    return result
+
+
+def some_queries(p: Problem) -> Tensor:
+    """Positions `[s]`, sorted and each once, of the queries of a large problem that are compared: the same each time.
+
+    The first and the last, the last of a block and the first of the next at a few places, and random ones between, as
+    many as make about `SAMPLED` rows, and 64 at least.
+    """
+    S, size = p.q.shape[1], p.block_size or 64
+    count = min(S, max(64, SAMPLED // (p.case.B * p.case.HKV)))
+    g = torch.Generator().manual_seed(p.seed)
+    edges = torch.randint(1, max(2, S // size), (8,), generator=g) * size
+    fixed = torch.cat((torch.tensor([0, 1, size - 1, size, S - 2, S - 1]), edges - 1, edges))
+    rest = torch.randint(0, S, (count,), generator=g)[: max(0, count - fixed.numel())]
+    found: Tensor = torch.cat((fixed, rest)).clamp(0, S - 1).unique()
+    return found.to(p.q.device)
 
 
 def sdpa_same_keys(p: Problem) -> Tensor:
@@ -101,20 +145,25 @@ def lse_atol(p: Problem) -> float:
 
 
 def assert_parity(result: Result, oracle: Oracle, name: str = "output") -> None:
-    """Check one implementation's output, and its LSE if it comes as a pair.
+    """Check one implementation's output, and its LSE if it comes as a pair; of a large problem the queries known.
 
     Raises:
         AssertionError: naming shape, seed, dtype, the worst place, got, expected and bound.
     """
     out, lse = result if isinstance(result, tuple) else (result, None)
-    p = oracle.problem
-    head = f"{name} on {describe(p)}"
-    assert out.shape == oracle.out.shape, f"{head}: expected shape {tuple(oracle.out.shape)}, got {tuple(out.shape)}"
+    p = oracle.seen
+    head = f"{name} on {describe(oracle.problem)}"
+    shape = (*oracle.problem.q.shape[:-1], p.case.Dv)
+    assert out.shape == shape, f"{head}: expected shape {shape}, got {tuple(out.shape)}"
     assert out.dtype == p.q.dtype, f"{head}: expected {p.q.dtype}, got {out.dtype}"
     if lse is not None:
         assert_lse(lse, oracle, head)
     if not out.numel():
         return
+    mae = mean_abs_error(out, oracle)
+    if oracle.at is not None:  # what the others are is not known, but N(0,1) inputs give no NaN
+        assert not bool(out.isnan().any()), f"{head}: {int(out.isnan().sum())} NaN"
+        out = oracle.pick(out)
     diff = (out.double() - oracle.out).abs()
     worst = torch.where(diff.isnan(), math.inf, diff)
     err, at = float(worst.max()), int(worst.argmax())
@@ -124,21 +173,21 @@ def assert_parity(result: Result, oracle: Oracle, name: str = "output") -> None:
             f"{oracle.peak:.3g}; {_place(out, oracle.out, at)}, SDPA {float(oracle.sdpa.flatten()[at]):.6g}, "
             f"{int((worst > oracle.bound).sum())} of {out.numel()} off, {int(out.isnan().sum())} NaN"
         )
-    mae = mean_abs_error(out, oracle)
     assert mae <= MAE, (
         f"{head}: mean absolute error {mae:.4g} > {MAE} (error {err:.4g} within bound {oracle.bound:.4g})"
     )
-    empty = p.unpack((p.key_index[1] == 0)[:, None].expand(-1, p.case.H))
+    empty = p.unpack((p.lengths == 0)[:, None].expand(-1, p.case.H))
     assert not bool(out[empty].any()), f"{head}: rows that select no key must be exactly 0"
 
 
 def assert_lse(lse: Tensor, oracle: Oracle, head: str) -> None:
     """LSE: fp32 `[B,S,HQ]`, -inf exactly where nothing is selected, within `lse_atol` elsewhere."""
-    want = oracle.lse
-    assert lse.shape == want.shape, f"{head}: expected LSE shape {tuple(want.shape)}, got {tuple(lse.shape)}"
+    want, shape = oracle.lse, oracle.problem.q.shape[:-1]
+    assert lse.shape == shape, f"{head}: expected LSE shape {tuple(shape)}, got {tuple(lse.shape)}"
     assert lse.dtype in (torch.float32, torch.float64), f"{head}: expected LSE in float32, got {lse.dtype}"
     if not lse.numel():
         return
+    lse = oracle.pick(lse)
     same = (lse.double() == want) & want.isinf()
     diff = torch.where(same, 0.0, (lse.double() - want).abs())
     worst = torch.where(diff.isnan(), math.inf, diff)
@@ -148,9 +197,9 @@ def assert_lse(lse: Tensor, oracle: Oracle, head: str) -> None:
 
 def mean_abs_error(out: Tensor, oracle: Oracle) -> float:
     """MAE over the rows of at least 16 keys, where averaging makes 1e-3 a fair bound; 0 if there are none."""
-    p = oracle.problem
-    rows = p.unpack((p.key_index[1] >= MAE_MIN_L)[:, None].expand(-1, p.case.H))
-    diff = (out.double() - oracle.out)[rows]
+    p = oracle.seen
+    rows = p.unpack((p.lengths >= MAE_MIN_L)[:, None].expand(-1, p.case.H))
+    diff = (oracle.pick(out).double() - oracle.out)[rows]
     return float(diff.abs().mean()) if diff.numel() else 0.0
 
 

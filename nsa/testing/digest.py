@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nsa.testing import summary, thresholds
-from nsa.testing.recording import Fact, Recording, geomean, grouped, kernels, speedup, worst
+from nsa.testing.recording import Fact, Recording, geomean, grouped, kernels, prefills, speedup, worst
 
 
 @dataclass
@@ -39,6 +39,7 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
             "intervals divided" + _interval_note(now.facts),
             [p for p in (plots.speedup_over_L(now.facts, name) for name in (plots.REPLACED, plots.BEST)) if p],
         ),
+        Section("Prefill", PREFILL_TEXT, header=PREFILL_HEADER, rows=prefill_rows(now.facts)),
         Section("Roofline", _timing_note(now.facts), [p for p in [plots.roofline(now.facts)] if p]),
     ]
     if len(recordings) == 2:
@@ -65,6 +66,15 @@ SUMMARY_HEADER = (
     "best SDPA on packed rows: geomean", "worst", "expanded SDPA: geomean", "worst", "control: geomean", "worst",
     "best GB/s", "of ceiling",
 )  # fmt: skip
+PREFILL_TEXT = (
+    "Forward, 16 blocks of 64 a row, milliseconds. Dense: causal SDPA over all keys of the same prompt. Ratios: how "
+    "many times as fast ours is, medians of one run. Shared: blocks that neighbouring queries have in common."
+)
+PREFILL_OTHERS = ("query_major", "key_major", "fla", "dense_cudnn", "dense_flash")
+PREFILL_HEADER = (
+    "HQ/HKV", "T", "shared", "kernel", "ours", "ns/token", "query-major", "key-major", "fla-core", "dense cuDNN",
+    "dense flash", "vs cuDNN", "vs flash", "vs fla-core", "of matrix rate",
+)  # fmt: skip
 CASE_HEADER = ("case", "group", "median", "95% interval", "GB/s", "of ceiling", "vs replaced", "vs best SDPA", "MAE")
 ORDINALS = ("before", "after")
 
@@ -90,6 +100,23 @@ def summary_rows(facts: list[Fact]) -> list[Sequence[str]]:
         cells = [_times(function(values)) for values in ratios for function in (geomean, worst)]
         best = ["-", "-"] if top is None else [f"{top['gbps']:.0f}", f"{top['share_of_ceiling']:.1%}"]
         rows.append([name, str(len(infos)), *cells, *best])
+    return rows
+
+
+def prefill_rows(facts: list[Fact]) -> list[Sequence[str]]:
+    """One row per prompt; milliseconds of those who ran, and how many times as fast as each ours is."""
+    rows: list[Sequence[str]] = []
+    for fact in prefills(facts):
+        medians = fact.get("medians") or {}
+        others = [f"{medians[name] * 1e3:.2f}" if name in medians else "-" for name in PREFILL_OTHERS]
+        ratios = [_times(fact.get(key)) for key in list(summary.PREFILL_VERSUS.values())[:3]]
+        share = fact.get("share_of_matmul")
+        heads = f"{fact['HQ']}/{fact['HKV']}"
+        rows.append(
+            [heads, str(fact["S"]), f"{fact['shared']:.0%}" if fact.get("shared") else "-", summary.kernel_of(fact),
+             f"{fact['median'] * 1e3:.2f}", f"{fact['ns_per_token']:.1f}", *others, *ratios,
+             "-" if not share else f"{share:.1%}"]
+        )  # fmt: skip
     return rows
 
 

@@ -13,9 +13,10 @@ import torch
 
 from nsa.testing.cases import Case, parity, small
 from nsa.testing.compare import Oracle
-from nsa.testing.impls import Impl, load
+from nsa.testing.impls import Impl
 from nsa.testing.plugin import current_lane
 from nsa.testing.problem import Problem
+from nsa.testing.third_party import load
 
 _by_id: dict[str, Case] = {}
 

@@ -20,6 +20,7 @@ from nsa.testing.problem import Problem
 from nsa.testing.timing import LEAST, Fn, Timing, in_turn
 
 COLD = 3.0  # a rotation touches this many times the L2 cache between two uses of the same buffer
+ALONE = 2.0  # a call that touches this many times the L2 cache finds nothing of the call before it there
 MOST_SETS = 1280
 HOST_SETS = 6
 REPLAY_S = 5e-4  # a sample is long against the few microseconds by which events enclose it
@@ -29,12 +30,16 @@ EVENT_TICK_S = 5e-7  # what CUDA documents for the resolution of event times
 def buffer_sets(p: Problem, memory_share: float = 0.4, hot: bool = False) -> tuple[list[Problem], bool]:
     """Copies of a problem to rotate through, and whether that makes every call cold.
 
-    On a GPU enough copies that what a rotation reads is `COLD` times the L2 cache, two at least, as far as memory goes.
+    On a GPU enough copies that what a rotation reads is `COLD` times the L2 cache, two at least, as far as memory goes;
+    a large problem (`Case.large`) alone.
     On a CPU a few: where tensors happen to lie moves the times of a whole process, by a quarter at times. `hot`: one
     set, on a GPU read from L2 as far as it fits.
     """
     if hot:
         return [p], False
+    if p.case.large:  # what a call touches is more than the cache holds, and nobody has memory for copies
+        cache = torch.cuda.get_device_properties(p.q.device).L2_cache_size if p.q.device.type == "cuda" else 0
+        return [p], p.q.device.type == "cuda" and p.unique_bytes >= ALONE * cache
     if p.q.device.type != "cuda":
         return [p, *(p.clone() for _ in range(HOST_SETS - 1))], False
     cache = torch.cuda.get_device_properties(p.q.device).L2_cache_size

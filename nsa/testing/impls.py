@@ -1,4 +1,4 @@
-"""What can be tested: our kernels by route, SDPA in every layout, and third parties (`--nsa-impl`).
+"""What can be tested: our kernels by route, and SDPA in every layout (third parties: `third_party.py`).
 
 Each is an `Impl`: a name, a call on a `Problem` that returns the output in FlashAttention layout, the route whose
 kernel it must launch (ours only), and which cases it cannot do, with the reason.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +29,17 @@ Call = Callable[[Problem, bool, "Tensor | None"], Any]
 Support = Callable[[Case], "str | None"]
 
 
-def _always(case: Case) -> str | None:
+def always(case: Case) -> str | None:
     return None
+
+
+class OtherWork(NamedTuple):
+    """Work that something else than the selection is: `flops(p)` of its matrix products, and `check(p, out)`, which
+    raises AssertionError where it is wrong.
+    """
+
+    flops: Callable[[Problem], int]
+    check: Callable[[Problem, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -39,15 +47,16 @@ class Impl:
     """One implementation.
 
     `supports(case)` is None, or why it cannot run that case. `route` names the kernel that has to be launched.
-    `poison`: the call takes `out=`.
+    `poison`: the call takes `out=`. `other`: what it computes, if not the selection.
     """
 
     name: str
     call: Call
     route: str | None = None
-    supports: Support = _always
+    supports: Support = always
     poison: bool = False
     lse: bool = True
+    other: OtherWork | None = None
 
     def run(self, p: Problem, return_lse: bool = False, out: Tensor | None = None) -> Result:
         """`O [B,S,HQ,Dv]`, with `return_lse` also `LSE [B,S,HQ]`; `NotImplementedError` means unsupported."""
@@ -61,7 +70,8 @@ class Impl:
         """Run into an output full of NaN (where the call takes one), and count which kernels that launched."""
         before = nsa.kernels.launches.copy()
         out = p.poisoned() if self.poison else None
-        result = self.run(p, return_lse and self.lse, out)
+        with _poisoned_workspace() if self.route == "key_major" else contextlib.nullcontext():
+            result = self.run(p, return_lse and self.lse, out)
         if out is not None:
             got = result[0] if isinstance(result, tuple) else result
             assert got.data_ptr() == out.data_ptr(), f"{self.name}: expected the result in out=, got another tensor"
@@ -71,11 +81,28 @@ class Impl:
         return self.name
 
 
-def _only(*sources: str) -> Support:
+def only(*sources: str) -> Support:
     def supports(case: Case) -> str | None:
         return None if case.source in sources else f"takes {' or '.join(sources)}, not {case.source}"
 
     return supports
+
+
+@contextlib.contextmanager
+def _poisoned_workspace() -> Iterator[None]:
+    """What the key-major kernels allocate is full of NaN, and of integers far out of bounds."""
+    from nsa.kernels import key_major
+
+    real = key_major.workspace
+
+    def poisoned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return real(size, dtype, device).fill_(float("nan") if dtype.is_floating_point else 0x3F3F3F3F)
+
+    key_major.workspace = poisoned
+    try:
+        yield
+    finally:
+        key_major.workspace = real
 
 
 def _heads(out: Tensor | None, p: Problem) -> Tensor | None:
@@ -124,7 +151,7 @@ def _original(entry: Callable[..., Any]) -> Call:
     return call
 
 
-def _plain(case: Case) -> str | None:
+def plain(case: Case) -> str | None:
     """What the original layout and the contract for third parties know."""
     return "has neither cu_seqlens nor q_positions" if case.seqlens or case.positions else None
 
@@ -132,22 +159,28 @@ def _plain(case: Case) -> str | None:
 OF = {"rows": "dense_group", "varlen": "varlen_group", "ranges": "ranges", "blocks": "blocks"}
 """Our implementation that is timed, by where keys come from."""
 
+
 OURS = {
     impl.name: impl
     for impl in (
-        Impl("dense_group", _dense(nsa.sel_attn_fwd_dense_group), "dense_group", _only("rows"), poison=True),
-        Impl("dense_per_head", _dense(nsa.sel_attn_fwd_dense), "per_head", _only("rows"), poison=True),
-        Impl("varlen_group", _varlen(nsa.sel_attn_fwd_varlen_group), "varlen_group", _only("rows", "varlen"), True),
-        Impl("varlen_per_head", _varlen(nsa.sel_attn_fwd_varlen), "per_head", _only("rows", "varlen"), True),
+        Impl("dense_group", _dense(nsa.sel_attn_fwd_dense_group), "dense_group", only("rows"), poison=True),
+        Impl("dense_per_head", _dense(nsa.sel_attn_fwd_dense), "per_head", only("rows"), poison=True),
+        Impl("varlen_group", _varlen(nsa.sel_attn_fwd_varlen_group), "varlen_group", only("rows", "varlen"), True),
+        Impl("varlen_per_head", _varlen(nsa.sel_attn_fwd_varlen), "per_head", only("rows", "varlen"), True),
         Impl("ranges", front_door("triton"), "ranges", poison=True),
         Impl("ranges_unbounded", front_door("triton", bound=False), "ranges", poison=True),
         Impl("ranges_per_head", front_door("triton", "per_head"), "per_head", poison=True),
-        Impl("blocks", front_door("triton", blocks=True), "blocks", _only("blocks"), poison=True),
+        Impl("blocks", front_door("triton", "query_major", blocks=True), "blocks", only("blocks"), poison=True),
+        Impl("auto", front_door("triton", blocks=True), None, only("blocks"), poison=True),
+        Impl("query_major", front_door("triton", "query_major", blocks=True), "blocks", only("blocks"), poison=True),
+        Impl("query_major_ranges", front_door("triton", "query_major"), "ranges", poison=True),
+        Impl("key_major", front_door("triton", "key_major", blocks=True), "key_major", only("blocks"), poison=True),
+        Impl("key_major_ranges", front_door("triton", "key_major"), "key_major", poison=True),
         Impl("sdpa", front_door("sdpa"), poison=True),
         Impl("sdpa_unbounded", front_door("sdpa", bound=False), poison=True),
         Impl("reference", front_door("reference"), poison=True),
-        Impl("original", _original(nsa.selection_attention_triton), None, _plain, lse=False),
-        Impl("original_packed", _original(nsa.grouped_selection_attention_packed), None, _plain, lse=False),
+        Impl("original", _original(nsa.selection_attention_triton), None, plain, lse=False),
+        Impl("original_packed", _original(nsa.grouped_selection_attention_packed), None, plain, lse=False),
     )
 }
 
@@ -246,40 +279,4 @@ END_TO_END = {
 FROM_SPANS = Impl("index_select_heads", _index_select_heads, supports=_unequal, lse=False)
 """The same with the index made anew: what a CPU, where small calls are most of the time, is compared with."""
 
-ROW_LOOP = Impl("row_loop", _row_loop, supports=_plain, lse=False)
-
-
-def load(spec: str) -> Impl:
-    """A third party's kernel from `package.module:function`, `…@blocks` or `…@dense` (spec.md has the contract).
-
-    Raises:
-        ValueError: the spec is not of that form, or names something that is not there.
-    """
-    path, _, kind = spec.partition("@")
-    module, _, name = path.partition(":")
-    if not module or not name or kind not in ("", "blocks", "dense"):
-        raise ValueError(f"--nsa-impl: expected package.module:function[@blocks|@dense], got {spec!r}")
-    try:
-        f = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as e:
-        raise ValueError(f"--nsa-impl: cannot import {spec!r}: {e}") from e
-
-    def dense(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
-        return f(*p.rows[:3])
-
-    def blocks(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
-        scale = p.scale or p.case.D**-0.5
-        args = {"block_indices": p.block_indices, "block_size": p.block_size}
-        return f(p.q, p.k, p.v, **args, causal=p.causal, scale=scale, return_lse=return_lse)
-
-    def ranges(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
-        scale = p.scale or p.case.D**-0.5
-        return f(p.q, p.k, p.v, ranges=p.ranges, causal=p.causal, scale=scale, return_lse=return_lse)
-
-    call = {"": ranges, "blocks": blocks, "dense": dense}[kind]
-    wanted = {"": _always, "blocks": _only("blocks"), "dense": _only("rows")}[kind]
-
-    def supports(case: Case) -> str | None:
-        return _plain(case) or wanted(case)
-
-    return Impl(spec, call, supports=supports, lse=kind != "dense")
+ROW_LOOP = Impl("row_loop", _row_loop, supports=plain, lse=False)

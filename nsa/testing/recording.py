@@ -97,6 +97,11 @@ def kernels(facts: Iterable[Fact]) -> list[Fact]:
     return [fact for fact in facts if fact.get("share_of_ceiling")]
 
 
+def prefills(facts: Iterable[Fact]) -> list[Fact]:
+    """Those of whole prompts, which have a time per token; recordings from before they were timed have none."""
+    return [fact for fact in facts if fact.get("ns_per_token")]
+
+
 def geomean(values: Iterable[float | None]) -> float | None:
     """Geometric mean of what is known; None if nothing is."""
     known = [value for value in values if value]

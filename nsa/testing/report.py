@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa.testing import thresholds
-from nsa.testing.digest import describe, summary_rows
-from nsa.testing.recording import Fact, Recording, load, newest, speedup
+from nsa.testing.digest import PREFILL_HEADER, describe, prefill_rows, summary_rows
+from nsa.testing.recording import Fact, Recording, load, newest, prefills, speedup
 
 ROOT = Path(__file__).parents[2]
 BASELINES = ROOT / "tests" / "perf" / "baselines"
@@ -23,9 +23,15 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 COLUMNS = (
     "group", "case", "dist", "source", "H", "D", "Dv", "L", "N", "dtype", "impl", "median_us", "ci95_low_us",
     "ci95_high_us", "gbps", "share_of_ceiling", "speedup_vs_fallback", "fallback_low", "fallback_high",
-    "speedup_vs_sdpa_best", "sdpa_best", "speedup_vs_sdpa_expanded", "control", "ratio_to_control", "mae", "seed",
+    "speedup_vs_sdpa_best", "sdpa_best", "speedup_vs_sdpa_expanded", "HQ", "HKV", "S", "S_kv", "shared", "ns_per_token",
+    "share_of_matmul", "speedup_vs_cudnn", "speedup_vs_flash", "speedup_vs_fla", "speedup_vs_query_major",
+    "speedup_vs_key_major", "control", "ratio_to_control", "mae", "seed",
     "how", "cold", "device", "torch", "triton", "commit",
 )  # fmt: skip
+README_PREFILL = (
+    *("HQ/HKV", "T", "ours", "ns/token", "fla-core", "dense cuDNN", "dense flash"),
+    *("vs fla-core", "vs cuDNN", "vs flash"),
+)
 EXTRA_MISSING = "the report needs {}: pip install 'nsa[report]'"
 
 
@@ -81,11 +87,18 @@ def readme_block(recordings: Sequence[Recording]) -> str:
             *("vs gather + SDPA", "vs best SDPA on packed rows"),
         )
         text += [f"| {' | '.join(columns)} | of memory ceiling |", "| --- | --- | --- | --- | --- | --- |"]
-        for name, cases, *cells in summary_rows(recording.facts):
+        prompts = prefills(recording.facts)
+        for name, cases, *cells in summary_rows([fact for fact in recording.facts if fact not in prompts]):
             replaced, gather, best, control = (_both(cells[i : i + 2]) for i in (0, 2, 4, 8))
             first = replaced if replaced != "-" else "-" if cells[-1] != "-" else f"{control} (control)"
             text.append(f"| {name} | {cases} | {first} | {gather} | {best} | {cells[-1]} |")
         text.append("")
+        if prompts:
+            text += ["Prefill, forward, 16 blocks of 64, D = 128, milliseconds, and how many times as fast:", ""]
+            text += [f"| {' | '.join(README_PREFILL)} |", f"|{' --- |' * len(README_PREFILL)}"]
+            named = [dict(zip(PREFILL_HEADER, row, strict=True)) for row in prefill_rows(recording.facts)]
+            text += [f"| {' | '.join(row[name] for name in README_PREFILL)} |" for row in named]
+            text.append("")
     return "\n".join([BEGIN, *text, END])
 
 

@@ -7,9 +7,16 @@ from collections.abc import Iterable
 
 from nsa import settings
 from nsa.testing import crossover, thresholds
-from nsa.testing.recording import Fact, geomean, grouped, kernels, worst
+from nsa.testing.recording import Fact, geomean, grouped, kernels, prefills, worst
 
 WIDTH = 100
+PREFILL_VERSUS = {
+    "cuDNN": "speedup_vs_cudnn",  # dense causal attention, which reads all keys
+    "flash": "speedup_vs_flash",
+    "fla": "speedup_vs_fla",
+    "q-major": "speedup_vs_query_major",  # our schedules, asked for by name
+    "k-major": "speedup_vs_key_major",
+}
 PEERS = ("fla",)  # names of nsa.testing.peers
 VERSUS = {
     "replaced": "speedup_vs_fallback",  # packed SDPA with its packing: what routing would run instead
@@ -21,10 +28,18 @@ VERSUS = {
 
 def lines(facts: list[Fact]) -> list[str]:
     """The summary; notes of the run (regressions, thresholds written, report) are the caller's."""
-    ours = kernels(facts)
-    named = {id(fact) for fact in ours}
+    prompts = prefills(facts)
+    named = {id(fact) for fact in (*kernels(facts), *prompts)}
+    ours = [fact for fact in kernels(facts) if not fact.get("ns_per_token")]
     others = [fact for fact in facts if id(fact) not in named and not fact.get("layouts")]
-    text = [*_kernel_table(ours), *_peers(ours), *_control_table(others), *_left_out(facts), *_threshold(facts)]
+    text = [
+        *_kernel_table(ours),
+        *_peers(ours),
+        *_prefill_table(prompts),
+        *_control_table(others),
+        *_left_out(facts),
+        *_threshold(facts),
+    ]
     text += crossover.table(crossover.points(facts))
     return [line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…" for line in text]
 
@@ -59,6 +74,37 @@ def _peers(facts: list[Fact]) -> list[str]:
         if ratios:
             text.append(f"beside {name}: {len(ratios)} cases, {_pair(ratios)} times as fast (geomean, worst)")
     return text
+
+
+def _prefill_table(facts: list[Fact]) -> list[str]:
+    """A line for each prompt: what it took, by which kernel, and how many times as fast as others that is."""
+    if not facts:
+        return []
+    heads = "".join(f"{name:>8}" for name in PREFILL_VERSUS)
+    text = [f"{'prefill, HQ/HKV, T':22}{'time':>9}{'ns/token':>9}{heads}{'matrix':>7}  kernel"]
+    for fact in facts:
+        cells = "".join(f"{_ratio(fact.get(key)):>8}" for key in PREFILL_VERSUS.values())
+        share = fact.get("share_of_matmul")
+        text.append(
+            f"{prompt(fact):22}{seconds(fact['median']):>9}{fact['ns_per_token']:>9.1f}{cells}"
+            f"{'-' if not share else f'{share:.0%}':>7}  {kernel_of(fact)}"
+        )
+    text.append("  times as fast as dense attention, fla-core and our schedules by name; share of the matrix rate")
+    return text
+
+
+def prompt(fact: Fact) -> str:
+    """`64/4, 65536`, and what neighbours share if that was asked for."""
+    return f"{fact['HQ']}/{fact['HKV']}, {fact['S']}" + (f", {fact['shared']:.0%}" if fact.get("shared") else "")
+
+
+def kernel_of(fact: Fact) -> str:
+    """Which of our kernels ran, by its route, or whose kernel it was."""
+    return ", ".join(sorted(fact.get("launched") or ())) or str(fact.get("impl", "-"))
+
+
+def _ratio(value: float | None) -> str:
+    return f"{value:.2f}" if value else "-"
 
 
 def _control_table(facts: list[Fact]) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nsa.testing import ahead
-from nsa.testing.cases import Case
+from nsa.testing.cases import Case, prefill
 
 CASE = Case(4, 16, 16, 32, 2, "many", "fp32", S_kv=128)
 CPU = torch.device("cpu")
@@ -38,6 +38,15 @@ def test_every_case_in_a_child(traces):
 def test_a_child_that_dies_is_survived(traces):
     ahead.compile_ahead([dataclasses.replace(CASE, L=L) for L in (16, 48)], CPU, 1)
     assert {path.name for path in traces.iterdir()} <= {"16"}
+
+
+def test_long_prompts_are_compiled_for_on_shorter_ones(monkeypatch, traces):
+    """Once for all lengths of a group, whatever their selections share."""
+    ran = []
+    monkeypatch.setattr(ahead.ProcessPoolExecutor, "map", lambda _, f, cases, devices: ran.extend(cases) or ())
+    long = [prefill(T, 32, HKV, shared=f) for T in (8192, 65_536) for HKV in (4, 8) for f in (0.0, 0.9)]
+    ahead.compile_ahead([*long, CASE], CPU, 1)
+    assert ran == [prefill(8192, 32, 4), prefill(8192, 32, 8), CASE]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("PassManager::run failed"), AssertionError("wrong")])

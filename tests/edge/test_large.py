@@ -7,6 +7,7 @@ import torch
 
 import nsa
 from nsa.reference import selection_reference
+from nsa.testing.compare import reference_at
 
 KEYS, D = 2**24 + 64, 128  # 2^31 + 8192 elements, 4 GiB in bf16
 TAIL = 40
@@ -91,13 +92,6 @@ def test_output(attend_all, cache):
     agree((out,), (attend_all(q, k, k, ranges=ranges, max_selected=64),))
 
 
-def far_end(q, k, v, rows, **selection):
-    """The oracle's `(O, LSE)` of some rows of a prefill, `[1, T, …]`, told where they stand."""
-    selection = {name: x[:, rows] if isinstance(x, torch.Tensor) else x for name, x in selection.items()}
-    where = torch.arange(q.shape[1], device=q.device)[None, rows]
-    return selection_reference(q[:, rows].double(), k, v, **selection, q_positions=where, return_lse=True)
-
-
 @pytest.mark.parametrize("schedule", ["query_major", "per_head"])
 def test_prefill_of_262144_tokens(device, schedule):
     """64 heads in a buffer of 66: offsets into Q and O pass 2^31 long before the last token."""
@@ -116,7 +110,7 @@ def test_prefill_of_262144_tokens(device, schedule):
     assert not o.isnan().any()
     crossing = 2**31 // q.stride(1)
     for rows in (slice(0, 8), slice(crossing - 8, crossing + 8), slice(T - 16, T)):
-        agree((o[:, rows], lse[:, rows]), far_end(q, k, v, rows, **selection))
+        agree((o[:, rows], lse[:, rows]), reference_at(q, k, v, rows, **selection))
 
 
 def test_selection_past_two_billion_entries(device):
@@ -130,7 +124,7 @@ def test_selection_past_two_billion_entries(device):
     assert ranges.numel() > 2**31
     o, lse = nsa.selection_attention(q, k, v, ranges=ranges, max_selected=27, backend="triton", return_lse=True)
     for rows in (slice(0, 40), slice(T - 40, T)):
-        agree((o[:, rows], lse[:, rows]), far_end(q, k, v, rows, ranges=ranges))
+        agree((o[:, rows], lse[:, rows]), reference_at(q, k, v, rows, ranges=ranges))
 
 
 def test_more_rows_times_heads_than_int32_counts(device):

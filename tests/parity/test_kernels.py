@@ -19,6 +19,21 @@ def check(name: str, oracle: Oracle) -> None:
         assert impl.route is None or set(launched) - {"split"} == {impl.route}, f"{name} launched {launched}"
 
 
+def check_key_major(name: str, oracle: Oracle) -> None:
+    """As `check`, with and without LSE; kernels that sort and merge may run beside it, none of query-major."""
+    impl, others = OURS[name], {impl.route for impl in OURS.values()} - {"key_major"}
+    for return_lse in (False, True):
+        result, launched = impl.run_counted(oracle.problem, return_lse)
+        assert_parity(result, oracle, name)
+        assert launched["key_major"], f"{name} launched {launched}"
+        assert not others & set(launched), f"{name} launched {launched}"
+
+
+def prompts(case: Case) -> bool:
+    """Blocks, and prompts in spans: of the matrix, what has many queries, or each group size and head dim once."""
+    return case.S > 1 or bool(case.seqlens) or (case.source == "blocks" and few(case))
+
+
 def few(case: Case) -> bool:
     """All of `small`; of the full matrix a part that has each dim and tile once, and every group size and geometry."""
     if current_lane() == "interpreter" or case.HKV > 1 or case.L == 200:
@@ -43,7 +58,19 @@ def test_triton_sel_parity_ranges(oracle: Oracle) -> None:
 
 @over(lambda c: c.source == "blocks")
 def test_triton_sel_parity_blocks(oracle: Oracle) -> None:
-    check("blocks", oracle)
+    """The schedule by name, whatever routing makes of that many rows."""
+    check("query_major", oracle)
+
+
+@over(lambda c: c.source == "blocks" and prompts(c))
+def test_triton_sel_parity_key_major(oracle: Oracle) -> None:
+    check_key_major("key_major", oracle)
+
+
+@over(lambda c: c.source != "varlen" and prompts(c))
+def test_triton_sel_parity_key_major_ranges(oracle: Oracle) -> None:
+    """Told spans, of blocks or of any other lengths."""
+    check_key_major("key_major_ranges", oracle)
 
 
 @over(lambda c: c.source == "rows" and few(c))

@@ -15,6 +15,7 @@ PLAIN = [
     Case(3, 24, 16, 20, 6, "many", "fp32", HKV=3, S=1, S_kv=33, causal=False),
     Case(1, 16, 16, 32, 12, "prefill", "fp32", HKV=2, S=3, S_kv=30, block_size=8),
     Case(2, 16, 16, 16, 14, "prefill", "fp32", HKV=2, block_size=8, seqlens=(3, 0, 4)),
+    Case(2, 16, 16, 16, 14, "prefill", "fp32", HKV=2, block_size=8, seqlens=(3, 0, 4), kv_seqlens=(9, 5, 2)),
     Case(4, 16, 16, 9, 3, "few", "fp32", source="varlen"),
 ]
 
@@ -24,15 +25,15 @@ def plain(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = (x.double().cpu() for x in (p.q, p.k, p.v))
     out, lse = q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -math.inf)
     HKV, G = k.shape[-2], q.shape[-2] // k.shape[-2]
-    sequence = {}  # token of a packed batch -> (its sequence's first key, its length)
+    sequence = {}  # token of a packed batch -> (where it stands, its sequence's first key and last)
     if p.cu_seqlens is not None:
-        cu = p.cu_seqlens.tolist()
-        sequence = {t: (a, b - a) for a, b in zip(cu, cu[1:], strict=False) for t in range(a, b)}
+        cu_q, cu_k = p.cu_seqlens.tolist(), (p.cu_seqlens if p.cu_seqlens_k is None else p.cu_seqlens_k).tolist()
+        for a, b, first, last in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+            sequence |= {t: (last - first - (b - t), first, last) for t in range(a, b)}
     for token in map(tuple, torch.ones(q.shape[:-2]).nonzero().tolist()):
         if sequence:
-            first, S_kv = sequence[token[0]]
-            t, keys = token[0] - first, k[first : first + S_kv]
-            values = v[first : first + S_kv]
+            t, first, last = sequence[token[0]]
+            keys, values, S_kv = k[first:last], v[first:last], last - first
         else:
             keys, values, S_kv = k[token[0]], v[token[0]], k.shape[1]
             t = S_kv - q.shape[1] + token[1]

@@ -1,0 +1,114 @@
+"""Cases and how they are drawn: prompts above all, whose selections are too large to be packed or compared whole."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from nsa.testing import cases
+from nsa.testing.cases import PREFILL_HEADS, Case, core, full, long_context, parity, prefill, small
+from nsa.testing.compare import SAMPLED, Oracle, assert_parity, fp64, some_queries
+
+SMALL = Case(2, 16, 16, 64, 400, "prefill", "fp32", HKV=2, S=100, S_kv=130, block_size=16)
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Every problem counts as large."""
+    monkeypatch.setattr(cases, "LARGE", 0)
+
+
+def test_core_holds_eight_prefills():
+    found = [c for c in core() if c.dist == "prefill"]
+    assert [(c.HQ, c.HKV, c.S) for c in found] == [(*h, T) for T in (8192, 65_536) for h in PREFILL_HEADS]
+    assert all(c.large and (c.D, c.Dv, c.block_size, c.n, c.B) == (128, 128, 64, 16, 1) for c in found)
+    assert len(core()) == 84 + 36 + 6 + 8
+
+
+@pytest.mark.parametrize("matrix", [core, full, long_context, parity, small])
+def test_ids_tell_cases_apart(matrix):
+    found = matrix()
+    assert len({c.id for c in found}) == len(found)
+    assert all(c.large == (c.dist == "prefill" and c.S >= 8192) for c in found)
+
+
+def test_parity_leaves_out_what_the_oracle_cannot_hold():
+    assert not any(c.large for c in parity())
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.5, 0.9])
+def test_blocks_of_a_long_prompt(device, shared):
+    """The first and the own block always; causal, none twice, as many as there are; the same again by the same seed."""
+    case = prefill(8192, 4, 2, shared=shared)
+    blocks = case.make(device).block_indices
+    assert torch.equal(blocks, case.make(device).block_indices)
+    assert not torch.equal(blocks, case.make(device, case.seed + 1).block_indices)
+    own = torch.arange(case.S, device=device)[:, None] // 64
+    used = blocks >= 0
+    assert torch.equal(used.sum(-1)[0], (own + 1).clamp(max=16).expand(-1, 2))
+    assert bool((blocks <= own[..., None]).all())
+    assert bool(((blocks == 0).any(-1) & (blocks == own[..., None]).any(-1)).all())
+    assert bool((blocks.diff(dim=-1) > 0)[used[..., :-1]].all()), "sorted, none twice"
+    seen = torch.zeros(128, device=device).index_add_(0, blocks[used].long(), torch.ones_like(blocks[used].float()))
+    random = seen[1:64] / seen[1:64].mean()  # of blocks that all queries of the second half may draw
+    assert bool((random > 0.2).all())
+
+
+@pytest.mark.parametrize("shared", [0.5, 0.9])
+def test_neighbours_share_as_many_blocks_as_asked_for(device, shared):
+    blocks = prefill(8192, 4, 2, shared=shared).make(device).block_indices[0, 4096:]
+    common = (blocks[1:, :, :, None] == blocks[:-1, :, None, :]).any(-1).float().mean()
+    assert float(common) == pytest.approx(shared, abs=0.02)
+
+
+@pytest.mark.parametrize("wrong", [{"dist": "decode"}, {"positions": True}, {"n": 1, "L": 16}])
+def test_who_cannot_share_says_so(wrong):
+    with pytest.raises(ValueError, match="expected shared = 0"):
+        dataclasses.replace(SMALL, shared=0.5, **wrong)
+    with pytest.raises(ValueError, match="expected kv_seqlens for 0 sequences, got 1"):
+        dataclasses.replace(SMALL, kv_seqlens=(9,))
+
+
+@pytest.mark.parametrize("case", small()[::3], ids=str)
+def test_unique_bytes_count_each_key_once(device, case):
+    """Against one entry per key selected."""
+    p = case.make(device)
+    index, lengths = p.key_index
+    HKV, each = case.HKV, (case.D + case.Dv) * p.q.element_size()
+    pairs = {(k, row % HKV) for row, n in enumerate(lengths.tolist()) for k in index[row, :n].tolist()}
+    assert p.unique_bytes == (len(pairs) + p.q.numel() // case.D) * each
+    assert p.flops == 2 * int(lengths.sum()) * case.H * (case.D + case.Dv)
+
+
+def test_a_large_problem_is_compared_at_some_queries(device, large):
+    """Block edges and both ends among them, and never packed whole."""
+    p = SMALL.make(device)
+    oracle = Oracle.of(p)
+    at = oracle.at.tolist()
+    assert {0, 1, 15, 16, 98, 99} <= set(at)
+    assert at == sorted(set(at))
+    assert len(at) < 100
+    assert torch.equal(oracle.at, some_queries(p))
+    assert not {"rows", "varlen", "key_index"} & set(p.__dict__)
+    out, lse = (x.to(p.q.dtype) for x in fp64(p))
+    assert torch.equal(oracle.out, fp64(p)[0][:, oracle.at])
+    assert_parity((out, lse), oracle)
+    longest = dataclasses.replace(p, case=prefill(65_536, 16, 16), q=p.q.new_empty(1).expand(1, 65_536, 16, 128))
+    assert SAMPLED // 2 <= len(some_queries(longest)) * 16 <= 2 * SAMPLED
+
+
+@pytest.mark.parametrize("positions", [False, True])
+def test_a_wrong_query_of_those_is_found(device, large, positions):
+    p = dataclasses.replace(SMALL, positions=positions, S_kv=100).make(device)
+    oracle, out = Oracle.of(p), fp64(p)[0].to(p.q.dtype)
+    assert_parity(out, oracle)
+    for place in (0, 15, 16, 99):
+        wrong = out.clone()
+        wrong[0, place, 0, 0] += 0.1
+        with pytest.raises(AssertionError, match="of .* off"):
+            assert_parity(wrong, oracle)
+    unwritten = next(s for s in range(100) if s not in oracle.at)
+    wrong = out.clone()
+    wrong[0, unwritten] = float("nan")
+    with pytest.raises(AssertionError, match="NaN"):
+        assert_parity(wrong, oracle)

@@ -1,0 +1,104 @@
+"""What a prefill is timed beside, and how: dense attention with an oracle of its own, and nothing packed."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+
+from nsa.testing import cases, measure, prefill
+from nsa.testing.cases import Case
+from nsa.testing.compare import Oracle
+from nsa.testing.graphs import buffer_sets
+from nsa.testing.impls import OURS
+
+CASE = Case(2, 32, 32, 64, 128, "prefill", "fp32", HKV=2, S=64, S_kv=64, block_size=16)
+DENSE = {impl.name: impl for impl in prefill.beside() if impl.other is not None}
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Every problem counts as large."""
+    monkeypatch.setattr(cases, "LARGE", 0)
+
+
+@pytest.fixture
+def problem(monkeypatch):
+    monkeypatch.setattr(prefill, "_chosen", {})
+    return CASE.make("cpu")
+
+
+def attend(p, **how):
+    """Dense attention by torch's own choice of kernel."""
+    q, k, v = (x.transpose(1, 2) for x in (p.q, p.k, p.v))
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **how).transpose(1, 2)
+
+
+@pytest.mark.parametrize("gqa", [True, False])
+def test_dense_attention_heads_grouped_or_expanded(problem, gqa):
+    got = prefill._attend(problem, SDPBackend.MATH, gqa)
+    torch.testing.assert_close(got, attend(problem, is_causal=True), rtol=0, atol=1e-5)
+    assert ("expanded" in problem.extra) == (not gqa)
+
+
+def test_wrong_dense_attention_is_listed_as_wrong(problem):
+    """One that is not causal agrees with the right one at the last query alone."""
+    oracle, flash = Oracle.of(problem), DENSE["dense_flash"]
+    impl = dataclasses.replace(flash, call=lambda p, *_: attend(p, is_causal=True))
+    assert measure.verdict(impl, oracle) is None
+    for wrong in (lambda p, *_: attend(p), lambda p, *_: attend(p, is_causal=True, scale=1.0)):
+        said = measure.verdict(dataclasses.replace(flash, call=wrong), oracle)
+        assert said.startswith("wrong: dense attention on H2-D32-Dv32-L64-N128-prefill")
+
+
+def test_a_backend_that_refuses_is_listed(problem, monkeypatch):
+    monkeypatch.setattr(prefill, "_seconds", lambda *_: None)
+    said = measure.verdict(DENSE["dense_cudnn"], Oracle.of(problem))
+    assert said == "cannot run: RuntimeError: CUDNN_ATTENTION takes heads neither grouped nor expanded"
+
+
+def test_heads_are_laid_out_as_is_fast_and_tried_once(problem, monkeypatch):
+    tried = []
+
+    def seconds(p, backend, gqa):
+        tried.append((backend, gqa))
+        return {SDPBackend.MATH: 2.0 - gqa, SDPBackend.EFFICIENT_ATTENTION: None if gqa else 1.0}.get(
+            backend, 1.0 + gqa
+        )
+
+    monkeypatch.setattr(prefill, "_seconds", seconds)
+    backends = (SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION)
+    for _ in range(2):
+        assert [prefill._with_gqa(problem, backend) for backend in backends] == [True, False, False]
+    assert len(tried) == 6
+    assert not prefill._with_gqa(dataclasses.replace(CASE, H=1).make("cpu"), SDPBackend.MATH)
+
+
+@pytest.mark.parametrize("change", [{"causal": False}, {"positions": True}, {"S_kv": 70}])
+def test_dense_attention_is_of_whole_prompts(change):
+    assert DENSE["dense_flash"].supports(CASE) is None
+    assert "whole prompts" in DENSE["dense_flash"].supports(dataclasses.replace(CASE, **change))
+
+
+def test_flops_of_dense_attention(problem):
+    """Each query of each head sees the keys up to its own."""
+    pairs = sum(s + 1 for s in range(CASE.S)) * CASE.HQ * CASE.B
+    assert prefill.DENSE.flops(problem) == 2 * pairs * (CASE.D + CASE.Dv)
+
+
+def test_a_large_problem_is_measured_as_it_lies(large, problem):
+    """No copies, nothing packed; the dense call is what ours is compared with."""
+    calls = {"dense_cudnn": attend, "dense_flash": attend}
+    others = [dataclasses.replace(DENSE[n], call=lambda p, *_, f=f: f(p, is_causal=True)) for n, f in calls.items()]
+    result = measure.measure(problem, OURS["reference"], others, iters=3, warmup=1, budget_s=0.01, least=3)
+    assert not {"rows", "varlen", "key_index"} & set(problem.__dict__)
+    assert buffer_sets(problem)[0] == [problem]
+    control = result.best(prefill.BACKENDS)
+    info = result.info([], control) | prefill.facts(result)
+    assert info["control"] == control
+    assert info["ratio_to_control"] == pytest.approx(1 / info[f"speedup_vs_{control[6:]}"])
+    assert info["speedup_vs_key_major"] is None
+    assert info["ns_per_token"] == pytest.approx(info["ms"] * 1e6 / CASE.S / CASE.B)
+    assert info["launched"] == {}
+    assert measure._packing([problem]) == {}

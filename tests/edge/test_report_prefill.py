@@ -1,0 +1,113 @@
+"""Prefill in what is told of a run: the terminal, the report, README.md; and baselines from before there was any."""
+
+import copy
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from nsa.testing import baselines, digest, report, summary, thresholds
+from nsa.testing.cases import core, prefill
+from nsa.testing.gated_run import Gate
+from nsa.testing.gated_run import report as gate_report
+from nsa.testing.recording import load
+from nsa.testing.timing import Timing
+
+DATA = Path(__file__).parent / "data" / "h100-core-trimmed.json"
+BASELINES = Path(report.__file__).parents[2] / "tests" / "perf" / "baselines"
+OTHERS = {"dense_cudnn": 5.0, "dense_flash": 9.0, "query_major": 1.5, "key_major": 1.0, "fla": 2.0}
+
+
+def benchmark(like, case, median=12.5e-3):
+    """As `test_prefill` stores it: whoever is beside ours takes a multiple of its time; fla-core from G = 16 on."""
+    found = copy.deepcopy(like)
+    ran = {name: ratio for name, ratio in OTHERS.items() if name != "fla" or case.H >= 16}
+    words = {"dense_cudnn": "cudnn", "dense_flash": "flash"}
+    found |= {"group": "prefill", "name": f"test_prefill[{case.id}]"}
+    found["fullname"] = f"tests/perf/test_prefill.py::{found['name']}"
+    found["stats"] = found["stats"] | {"median": median}
+    found["extra_info"] |= case.fields() | {
+        "impl": "auto", "launched": {"key_major": 1}, "ns_per_token": median * 1e9 / case.S, "ms": median * 1e3,
+        "medians": {"auto": median} | {name: median * ratio for name, ratio in ran.items()},
+        "intervals": {}, "ci95": [median, median], "bytes": 2 << 30, "flops": 10**12, "share_of_ceiling": 0.06,
+        "gbps": 180.0, "share_of_matmul": 0.231, "control": "dense_cudnn", "ratio_to_control": 1 / 5.0,
+        "left_out": {} if case.H >= 16 else {"fla": "unsupported: needs a group of 16"}, "sdpa_best": None,
+        **{f"speedup_vs_{words.get(name, name)}": ran.get(name) for name in OTHERS},
+        **{f"speedup_vs_{name}": None for name in ("fallback", "sdpa_best", "sdpa_end_to_end", "sdpa_expanded")},
+    }  # fmt: skip
+    return found
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A recorded run of core with its eight prompts, and one whose neighbours share blocks."""
+    document = json.loads(DATA.read_text())
+    like = next(b for b in document["benchmarks"] if "share_of_ceiling" in b["extra_info"])
+    prompts = [*(c for c in core() if c.dist == "prefill"), prefill(65_536, 64, 4, shared=0.9)]
+    document["benchmarks"] += [benchmark(like, case) for case in prompts]
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(document))
+    return load(path)
+
+
+def test_terminal_shows_each_prompt(recorded):
+    lines = summary.lines(recorded.facts)
+    assert max(map(len, lines)) <= 100
+    start = next(i for i, line in enumerate(lines) if line.startswith("prefill, HQ/HKV, T"))
+    words = [line.split() for line in lines[start + 1 : start + 10]]
+    assert words[0] == "64/4, 8192 12.5 ms 1525.9 5.00 9.00 2.00 1.50 1.00 23% key_major".split()
+    assert words[7] == "16/16, 65536 12.5 ms 190.7 5.00 9.00 - 1.50 1.00 23% key_major".split()
+    assert words[8][:3] == ["64/4,", "65536,", "90%"]
+    before = summary.lines(load(DATA).facts)
+    assert [line for line in before if line not in lines and "comparators" not in line] == []
+    assert not any("prefill" in line for line in before)
+
+
+def test_report_has_a_table_of_prompts(recorded, tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    sections = {s.title: s for s in digest.describe([recorded])["sections"]}
+    row = dict(zip(digest.PREFILL_HEADER, sections["Prefill"].rows[0], strict=True))
+    assert row == {
+        "HQ/HKV": "64/4", "T": "8192", "shared": "-", "kernel": "key_major", "ours": "12.50", "ns/token": "1525.9",
+        "query-major": "18.75", "key-major": "12.50", "fla-core": "25.00", "dense cuDNN": "62.50",
+        "dense flash": "112.50", "vs cuDNN": "5.00×", "vs flash": "9.00×", "vs fla-core": "2.00×",
+        "of matrix rate": "23.1%",
+    }  # fmt: skip
+    assert [r[2] for r in sections["Prefill"].rows] == ["-"] * 8 + ["90%"]
+    assert len(sections["Speedup over L"].pictures) == 2
+    report.write([recorded], tmp_path / "out")
+    assert "| 64/4 | 8192 |" in (tmp_path / "out" / "report.md").read_text()
+    with (tmp_path / "out" / "report.csv").open() as file:
+        line = next(r for r in csv.DictReader(file) if r["group"] == "prefill")
+    assert (line["HKV"], line["S"], line["speedup_vs_cudnn"], line["impl"]) == ("4", "8192", "5.0", "auto")
+    assert "Prefill" not in {s.title for s in digest.describe([load(DATA)])["sections"]}
+
+
+def test_readme_has_a_table_of_prompts(recorded):
+    block, before = report.readme_block([recorded]), report.readme_block([load(DATA)])
+    assert "| 32/8 | 65536 | 12.50 | 190.7 | - | 62.50 | 112.50 | - | 5.00× | 9.00× |" in block
+    assert "| prefill |" not in block, "no row among speedups over packed SDPA"
+    assert [line for line in before.splitlines() if line not in block.splitlines()] == []
+
+
+def test_prompts_decide_no_threshold(recorded):
+    assert thresholds.decide(recorded.facts) == thresholds.decide(load(DATA).facts)
+
+
+def test_a_baseline_without_prompts_gates_the_rest(recorded):
+    """What it does not hold is listed by name, and judged by nobody."""
+    files = [path for path in sorted(BASELINES.rglob("*.json")) if "test_prefill" not in path.read_text()]
+    if not files:
+        pytest.skip("no baseline from before prefill is committed")
+    key = baselines.Key.of(baselines.read(files[-1])["machine_info"])
+    baseline = baselines.find(files[-1].parent, key)
+    gate = Gate(key, baseline, recording=False, accept=False, strict=True)
+    known, new = next(iter(baseline.benchmarks)), "tests/perf/test_prefill.py::test_prefill[new]"
+    samples = Timing([1.0], "graph", True, 1, 1)
+    for name in (known, new):
+        gate.judge(name, samples, {"gate_ratio": baseline.benchmarks[known].ratio}, None)
+    assert [v.name for v in gate.verdicts] == [known]
+    assert f"in this run, not in the baseline: {new}" in gate_report(gate, [*baseline.benchmarks, new])
+    assert gate.failure(new) is None
