@@ -122,8 +122,7 @@ def _partial_kernel(
         shift = S_kv - S - seq * S  # from a token to its position
         key0 = (block - seq * per_sequence) * size
     else:
-        token = first + (tl.load(unit_ptr) >> slot_bits)
-        seq = find_sequence(cu_q_ptr, B, token, 128)
+        seq = find_sequence(cu_q_ptr, B, first + (tl.load(unit_ptr) >> slot_bits), 128)
         k_first, seqlen_k = sequence_keys(seq, B, S_kv, cu_k_ptr)
         k_off = k_first * stride_kn
         v_off = k_first * stride_vn

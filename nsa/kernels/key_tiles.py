@@ -10,13 +10,13 @@ from nsa.kernels.tiles import SHARED_BYTES, next_power_of_2
 GRID = 64
 """Keys of a block where ranges are cut into blocks."""
 
-PARTS_BYTES = 768 << 20
+PARTS_BYTES = 864 << 20
 """Partial results of one window of tokens."""
 
-INDEX_BYTES = 160 << 20
+INDEX_BYTES = 96 << 20
 """What lists of units take; longer calls take several passes."""
 
-COUNT_BYTES = 32 << 20
+COUNT_BYTES = 24 << 20
 """Counters of blocks, two ints each, of all windows of a pass."""
 
 
@@ -42,8 +42,9 @@ forced: Choice | None = None
 # Measured on an H100, bf16, D = 128 (CONTRIBUTING.md, "Prefill, key-major").
 SMALL = Choice(64, 4, 168, True, 16, 4, 4)
 LARGE = Choice(64, 4, 128, False, 8, 4, 2, 8, 16, 3, 168)  # groups that fill a tensor core's 16 rows
-HUGE = Choice(64, 4, 168, True, 8, 4, 4)  # what walks would not fit registers
-SINGLE = Choice(32, 4, None, False, 8, 4, 4)  # fp32: dots run on the CUDA cores
+HUGE = Choice(64, 4, 168, True, 8, 4, 4)  # groups too large to read keys for in one warp
+WIDE = Choice(64, 8, None, False, 8, 4, 4)  # D or Dv above 128
+SINGLE = Choice(16, 4, None, False, 8, 4, 4)  # fp32: dots run on the CUDA cores
 
 
 class Tile(NamedTuple):
@@ -71,13 +72,13 @@ def select(capability: int, itemsize: int, G: int, D: int, Dv: int, size: int, c
     """Tile of a call whose blocks hold ``size`` keys; ``capability`` and ``itemsize`` as for :func:`tiles.select`."""
     block_d, block_dv = max(16, next_power_of_2(D)), max(16, next_power_of_2(Dv))
     narrow = max(block_d, block_dv) <= 128
-    rule = SMALL if G <= 8 else LARGE if G <= 16 and narrow else HUGE
+    rule = WIDE if not narrow else SMALL if G <= 8 else LARGE if G <= 16 else HUGE
     chosen = choice or (rule if itemsize == 2 else SINGLE)
     limited = capability == 90 and narrow  # elsewhere nobody has measured limits, and ptxas may fail under them
     rows, block_n = chosen.rows, min(max(16, next_power_of_2(size)), 128)
     budget = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
-    if not narrow:  # scores and results of a tile must leave registers to spare
-        block_n = min(block_n, 64)
+    # Scores and results of a tile must leave registers to spare.
+    block_n = min(block_n, (32 if narrow else 16) if itemsize > 2 else (128 if narrow else 64))
     while block_n > 16 and (block_n * (block_d + block_dv) + rows * (block_d + block_n)) * itemsize > budget:
         block_n //= 2
     heads = next_power_of_2(G)

@@ -32,7 +32,7 @@ def main(name: str, extent: str) -> None:
         _call(point)
         if not kernels:
             raise RuntimeError(f"expected {point.id} to launch a kernel")
-        fresh = [kernel for kernel in kernels if kernel.hash not in seen]
+        fresh = list({kernel.hash: kernel for kernel in kernels if kernel.hash not in seen}.values())
         for i, kernel in enumerate(fresh):
             report = reports[i] if len(reports) == len(fresh) else None
             print(json.dumps(dataclasses.asdict(_describe(architecture, point, kernel, report))), flush=True)

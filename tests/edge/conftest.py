@@ -73,6 +73,12 @@ def attend_all(request) -> Attend:
     return Attend(request.param, ROUTES[request.param])
 
 
+@pytest.fixture(params=[name for name in ROUTES if name != "key_major"])
+def attend_exact(request) -> Attend:
+    """Every one that takes keys one by one: to key-major a block is whole, see `test_nan.py`."""
+    return Attend(request.param, ROUTES[request.param])
+
+
 @pytest.fixture(params=["sdpa", "reference"])
 def attend_plain(request) -> Attend:
     """The backends that are differentiable and take fp64."""

@@ -43,8 +43,11 @@ def test_spans_are_clamped(attend_all, agrees, draw, same, kind):
     ranges = same(given, 1, 1, 1, dtype=torch.int64 if wide else torch.int32)
     o, lse = agrees(attend_all, q, k, v, ranges=ranges, causal=False)
     o_sane, lse_sane = attend_all(q, k, v, ranges=same(sane, 1, 1, 1), causal=False, return_lse=True)
-    assert torch.equal(o, o_sane)
-    assert torch.equal(lse, lse_sane)
+    if attend_all.name == "key_major":  # merges what each span gave
+        torch.testing.assert_close((o, lse), (o_sane, lse_sane), rtol=0, atol=1e-5)
+    else:
+        assert torch.equal(o, o_sane)
+        assert torch.equal(lse, lse_sane)
 
 
 @pytest.mark.parametrize("kind", OVERLAPS)
