@@ -1,0 +1,157 @@
+"""The key-major schedule: windows and passes change nothing, the workspace is bounded, surplus units are loud."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+import nsa
+from nsa import settings
+from nsa.kernels import key_major, key_tiles
+from nsa.kernels.primitives import TILED
+from nsa.testing.plugin import current_lane
+
+GIB = 1 << 30
+ROUTE = {"backend": "triton", "schedule": "key_major"}
+KEY_MAJOR = ROUTE | {"return_lse": True}
+
+
+def forget():
+    """Whatever is planned."""
+    for cache_clear in settings.ON_RELOAD:
+        cache_clear()
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """`small(parts, index)`: so few bytes for partial results and for lists."""
+
+    def make(parts=key_tiles.PARTS_BYTES, index=key_tiles.INDEX_BYTES):
+        monkeypatch.setattr(key_tiles, "PARTS_BYTES", parts)
+        monkeypatch.setattr(key_tiles, "INDEX_BYTES", index)
+        forget()
+
+    yield make
+    forget()
+
+
+def assert_same_bits(a, b):
+    """NumPy's product of matrices, the interpreter's, depends on where in a tile a row stands; tensor cores' does not."""
+    if current_lane() == "gpu":
+        assert torch.equal(a, b)
+    else:
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.fixture
+def call(draw, device):
+    """24 queries of 2 sequences, each with 5 slots."""
+    q, k, v = draw(B=2, S=12, S_kv=60, HKV=2, G=2)
+    g = torch.Generator().manual_seed(1)
+    blocks = torch.randint(-1, 5, (2, 12, 2, 5), generator=g, dtype=torch.int32).to(device)
+    return lambda: nsa.selection_attention(q, k, v, block_indices=blocks, block_size=16, **KEY_MAJOR)
+
+
+# A token has 2 KV heads, 5 slots, 2 heads a group, 16 fp32 and an LSE; a slot of the lists takes 12 bytes.
+PART, LISTED = 2 * 5 * 2 * (16 * 4 + 4), 2 * 5 * 12
+
+
+@pytest.mark.parametrize(("parts", "index"), [(24, 24), (7, 24), (24, 5), (1, 14)])
+def test_windows_and_passes_change_nothing(call, small, monkeypatch, parts, index):
+    want = call()
+    small(parts * PART, index * LISTED)
+    seen = []
+    windows = key_tiles.windows
+    monkeypatch.setattr(key_tiles, "windows", lambda *args: seen.append(windows(*args)) or seen[-1])
+    for a, b in zip(call(), want, strict=True):
+        assert_same_bits(a, b)
+    (w,) = seen
+    assert w.window <= min(parts, index)
+    assert w.window <= w.tokens <= max(index, w.window)
+    assert (w.window == 24) == (parts == index == 24)
+
+
+SHAPES = [(64, 4), (32, 4), (32, 8), (16, 16), (128, 1), (8, 8), (3, 1)]
+
+
+@pytest.mark.parametrize(("HQ", "HKV"), SHAPES, ids=lambda x: str(x))
+@pytest.mark.parametrize("spans", [False, True], ids=["blocks", "ranges"])
+def test_workspace_is_below_a_gib(HQ, HKV, spans):
+    """Whatever the length, the number of slots and the size of blocks."""
+    G = HQ // HKV
+    for T, slots, size, Dv in itertools.product((64, 8192, 65_536, 1_048_576), (1, 16, 64), (16, 64), (64, 128, 256)):
+        tile = key_tiles.select(90, 2, G, Dv, Dv, size)
+        blocks = -(-T // size)
+        w = key_tiles.windows(T, HKV, G, Dv, 2, slots, blocks, tile.share, spans)
+        used = key_tiles.workspace_bytes(w, HKV, G, Dv, 2, spans)
+        assert used <= GIB, (T, slots, size, Dv, w)
+        assert 0 < w.window <= w.tokens <= T
+        assert w.window << w.slot_bits < 2**31
+        assert w.tokens * HKV * w.slots < 2**31
+        assert w.work >= -(-w.window * slots // tile.share)
+
+
+def test_workspace_counted_is_what_is_allocated(call, monkeypatch):
+    allocated, real, planned = [], key_major.workspace, []
+    windows = key_tiles.windows
+    monkeypatch.setattr(key_tiles, "windows", lambda *args: planned.append((windows(*args), args)) or planned[-1][0])
+    forget()
+
+    def workspace(size, dtype, device):
+        allocated.append(size * dtype.itemsize)
+        return real(size, dtype, device)
+
+    monkeypatch.setattr(key_major, "workspace", workspace)
+    call()
+    ((w, args),) = planned
+    _, HKV, G, Dv, itemsize, *_, spans = args
+    assert sum(allocated) == key_tiles.workspace_bytes(w, HKV, G, Dv, itemsize, spans)
+
+
+def test_nothing_bounds_the_ranges_of_a_row(draw, same, small):
+    small(parts=1000)
+    q, k, v = draw(S=1, S_kv=600, HKV=1)
+    call = {"ranges": same([(0, 7), (9, 13)], 1, 1, 1)} | KEY_MAJOR
+    with pytest.raises(ValueError, match=r"^key_major: expected the partial results of a token to fit .*max_selected"):
+        nsa.selection_attention(q, k, v, **call)
+
+
+def test_a_bound_that_was_broken_is_loud(draw, same, device):
+    """A row with more units than slots is NaN as a whole; others are right."""
+    q, k, v = draw(S=2, S_kv=300, HKV=1)
+    ranges = torch.cat((same([(0, 300), (0, 300)], 1, 1, 1), same([(3, 9), (11, 12)], 1, 1, 1)), 1)
+    how = {"ranges": ranges, "causal": False, "max_selected": 7}
+    o, lse = nsa.selection_attention(q, k, v, **how, **KEY_MAJOR)
+    assert o[:, 0].isnan().all()
+    assert lse[:, 0].isnan().all()
+    want = nsa.selection_attention(q, k, v, **how, backend="reference", return_lse=True)
+    torch.testing.assert_close(o[:, 1], want[0][:, 1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse[:, 1], want[1][:, 1], rtol=0, atol=1e-5)
+
+
+def test_a_row_does_not_depend_on_the_others(draw, device):
+    """Bit by bit, alone and in company: no setting is needed for that."""
+    q, k, v = draw(B=1, S=12, S_kv=70, HKV=1, G=2)
+    g = torch.Generator().manual_seed(2)
+    blocks = torch.randint(-1, 5, (1, 12, 1, 4), generator=g, dtype=torch.int32).to(device)
+    how = {"block_size": 16, "causal": False} | KEY_MAJOR
+    o, lse = nsa.selection_attention(q, k, v, block_indices=blocks, **how)
+    for s in (0, 11):
+        alone = nsa.selection_attention(q[:, s : s + 1], k, v, block_indices=blocks[:, s : s + 1], **how)
+        assert_same_bits(alone[0][:, 0], o[:, s])
+        assert_same_bits(alone[1][:, 0], lse[:, s])
+
+
+@pytest.mark.parametrize("size", [16, 24])
+def test_large_groups_read_some_blocks_where_parts_are_merged(draw, device, agrees, size):
+    """G = 16 walks half of the slots: padding among either, duplicates across both."""
+    dtype = torch.float16 if current_lane() == "interpreter" else torch.bfloat16
+    q, k, v = draw(B=1, S=3, S_kv=75, HKV=1, G=16, dtype=dtype)
+    blocks = torch.tensor([[0, -1, 2, 1], [-1, -1, -1, 1], [1, 1, 1, -1]], dtype=torch.int32, device=device)
+    blocks = blocks.view(1, 3, 1, 4)
+    launch = key_major.launch_for(q, k, v, selection=blocks, block_size=size, causal=True)
+    assert launch.tile.walked == 8
+    assert launch.windows.slots == 2
+    assert (launch.merge.constexprs["SOURCE"] == TILED.value) == (size == 16)
+    agrees(functools.partial(nsa.selection_attention, **ROUTE), q, k, v, block_indices=blocks, block_size=size)
