@@ -37,7 +37,7 @@ def small(monkeypatch):
 
 
 def assert_same_bits(a, b):
-    """NumPy's product of matrices, the interpreter's, depends on where in a tile a row stands; tensor cores' does not."""
+    """NumPy's products, the interpreter's, depend on where in a tile a row stands; tensor cores' do not."""
     if current_lane() == "gpu":
         assert torch.equal(a, b)
     else:
