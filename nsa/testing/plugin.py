@@ -6,12 +6,15 @@ The lane itself is chosen by the root `conftest.py`, which runs before Triton is
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
+from filelock import FileLock
 
 from nsa.settings import device_slug
 from nsa.testing import outputs
@@ -159,6 +162,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Iterable[pytest.
             for folder in FOLDERS:
                 if folder in folders:
                     item.add_marker(folder)
+
+
+def large_tests_lock() -> Path:
+    """What a test holds that needs much of the GPU's memory."""
+    slug = device_slug(torch.cuda.get_device_properties(0).name)
+    return Path(tempfile.gettempdir()) / f"nsa-large-tests-{slug}-{os.getuid()}.lock"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Tests that name the GPU memory they need take turns, across workers too, and leave none of it in torch's cache."""
+    needs = [mark.kwargs.get("memory_gib") for mark in item.iter_markers("gpu")]
+    if not any(needs) or current_lane() != "gpu":
+        return (yield)
+    with FileLock(large_tests_lock()):
+        try:
+            return (yield)
+        finally:
+            torch.cuda.empty_cache()
 
 
 # --- what pytest-benchmark stores ------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ shared memory that is used before it is ready. A tool that finds nothing must ha
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -109,6 +110,12 @@ def _matrix(device: torch.device) -> int:
                 with forced(choice):
                     result, _ = OURS[OF[case.source]].run_counted(problem, return_lse)
                 assert_parity(result, oracle, f"{case.id} {choice}")
+                calls += 1
+    for case in (cases[3], cases[6], dataclasses.replace(cases[6], H=16), dataclasses.replace(cases[6], S_kv=1000)):
+        oracle = Oracle.of(case.make(device))
+        for name in ("key_major", "key_major_ranges"):
+            if OURS[name].supports(case) is None:
+                assert_parity(OURS[name].run_counted(oracle.problem, True)[0], oracle, f"{case.id} {name}")
                 calls += 1
     return calls
 

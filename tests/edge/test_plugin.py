@@ -1,5 +1,6 @@
 """The suite's plugin and the root conftest.py, run on small projects of their own with the real configuration."""
 
+import contextlib
 import importlib.util
 import json
 import shutil
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 
 from nsa.testing import plugin
 
@@ -210,6 +212,24 @@ def test_gpu_requirement_says_what_is_missing(monkeypatch, needs, reason):
     monkeypatch.setattr(plugin, "current_lane", lambda: "gpu")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: FakeGPU)
     assert plugin.missing_gpu(**needs) == reason
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_large_tests_take_turns(monkeypatch, large):
+    """And only they: the lock is held while such a test runs, and memory is given back after it."""
+    emptied, held = [], []
+    monkeypatch.setattr(plugin, "current_lane", lambda: "gpu")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: FakeGPU)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    mark = pytest.mark.gpu(memory_gib=24).mark if large else pytest.mark.gpu.mark
+    item = types.SimpleNamespace(iter_markers=lambda name: [mark])
+    run = plugin.pytest_runtest_protocol(item)
+    next(run)
+    with contextlib.suppress(Timeout), FileLock(plugin.large_tests_lock(), timeout=0):
+        held.append("free")
+    with pytest.raises(StopIteration):
+        run.send(None)
+    assert (held, emptied) == (([], [True]) if large else (["free"], []))
 
 
 def test_auto_workers_share_gpus(monkeypatch):
