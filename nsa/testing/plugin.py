@@ -172,7 +172,7 @@ def large_tests_lock() -> Path:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Tests that name the GPU memory they need take turns, across workers too, and leave none of it in torch's cache."""
+    """Tests that name the GPU memory they need take turns, across workers too, and leave nothing in torch's cache."""
     needs = [mark.kwargs.get("memory_gib") for mark in item.iter_markers("gpu")]
     if not any(needs) or current_lane() != "gpu":
         return (yield)
