@@ -10,13 +10,13 @@ from nsa.kernels.tiles import SHARED_BYTES, next_power_of_2
 GRID = 64
 """Keys of a block where ranges are cut into blocks."""
 
-PARTS_BYTES = 864 << 20
-"""Partial results of one window of tokens."""
+PARTS_BYTES = 920 << 20
+"""Partial results of one window of tokens: the longer it is, the less often all keys are read."""
 
-INDEX_BYTES = 96 << 20
+INDEX_BYTES = 56 << 20
 """What lists of units take; longer calls take several passes."""
 
-COUNT_BYTES = 24 << 20
+COUNT_BYTES = 16 << 20
 """Counters of blocks, two ints each, of all windows of a pass."""
 
 
