@@ -28,6 +28,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 MIN_SLOTS = 4
 BLOCK_SIZES = (16, 128)
 MIN_BOUND = 512  # keys
+MAX_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,13 @@ def triton_route(
     # How many queries share a call must not decide what runs where it must not change a result.
     if sig.schedule == "auto" and device_name is not None and not current.batch_invariant:
         start = key_major_from(device_name, dims.G)
-        if takes_key_major(start, dims.tokens, sig.q.dtype, dims.n, sig.block_size, dims.bound):
+        if takes_key_major(start, dims.tokens, sig.q.dtype, dims.n, sig.block_size, dims.bound, max(dims.D, dims.Dv)):
             return "key_major", _why(device_name, dims.G, start)
     return "blocks", None
 
 
 def takes_key_major(
-    start: int | None, tokens: int, dtype: torch.dtype, n: int, block_size: int, bound: int | None
+    start: int | None, tokens: int, dtype: torch.dtype, n: int, block_size: int, bound: int | None, head_dim: int
 ) -> bool:
     """Whether a call with block indices is one that key-major serves faster.
 
@@ -77,14 +78,14 @@ def takes_key_major(
         start: queries from which on it is faster for calls of this group size; None: never.
         tokens: query positions of the call, `B * S` or `T`.
         n: block slots of a row. block_size: keys of a block.
-        bound: what the host knows of the keys of a row, None for nothing.
+        bound: what the host knows of the keys of a row, None for nothing. head_dim: the larger of D and Dv.
 
     Few slots, short rows and odd block sizes are nobody's measurement: query-major reads little there. In fp32 the
-    products, not the reads, take the time.
+    products, not the reads, take the time. Head dims above 128 have tiles of their own, which nobody has timed.
     """
     enough = n >= MIN_SLOTS and bound is not None and bound >= MIN_BOUND
     usual = dtype in DTYPES and BLOCK_SIZES[0] <= block_size <= BLOCK_SIZES[1]
-    return start is not None and tokens >= start and enough and usual
+    return start is not None and tokens >= start and enough and usual and head_dim <= MAX_HEAD_DIM
 
 
 def key_major_from(device_name: str, G: int) -> int | None:

@@ -123,6 +123,7 @@ def test_doctor_line(folder):
 # --- the conditions ---------------------------------------------------------------------------------------------------
 
 USUAL = {"start": 64, "tokens": 64, "dtype": torch.bfloat16, "n": 16, "block_size": 64, "bound": 1024}
+USUAL |= {"head_dim": 128}
 
 
 @pytest.mark.parametrize(
@@ -144,6 +145,7 @@ USUAL = {"start": 64, "tokens": 64, "dtype": torch.bfloat16, "n": 16, "block_siz
         ({"bound": 512}, True),
         ({"bound": 511}, False),
         ({"bound": None}, False),
+        ({"head_dim": 129}, False),
     ],
     ids=str,
 )
@@ -294,3 +296,18 @@ def test_what_a_failure_is_remembered_by(folder, gpu):
         others = [planned(block_size=32), planned(blocks=False, schedule="key_major"), planned(varlen=True)]
         assert len({p.kernel for p in (key_major, blocks, *others)}) == 5
         assert key_major.launches is not key_major.instead.launches
+
+
+# --- what is committed ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA Somebody"])
+def test_prompts_on_an_h100_and_on_what_nobody_measured(monkeypatch, name):
+    """Routes that the packaged measurement makes. Its figures may move when it is recorded anew, these calls not."""
+    schedules.measured.cache_clear()
+    monkeypatch.setattr(dispatch, "_device_facts", lambda device: (name, "heads_as_queries", None))
+    for G in (1, 2, 3, 4, 8, 16):
+        assert planned(G=G, S=4096, backend="triton").route == "key_major"
+        assert planned(G=G, S=1, backend="triton").route == "blocks"
+        assert planned(G=G, S=4096, blocks=False, backend="triton").route == "ranges"
+    assert planned(G=64, S=4096, backend="triton").route == "blocks"
