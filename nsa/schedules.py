@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from nsa import settings
+from nsa.kernels import key_tiles
 from nsa.validate import MAX_GROUP, Dims, Signature
 
 FOLDER = Path(__file__).parent / "configs" / "schedules"
@@ -64,7 +65,10 @@ def triton_route(
     # How many queries share a call must not decide what runs where it must not change a result.
     if sig.schedule == "auto" and device_name is not None and not current.batch_invariant:
         start = key_major_from(device_name, dims.G)
-        if takes_key_major(start, dims.tokens, sig.q.dtype, dims.n, sig.block_size, dims.bound, max(dims.D, dims.Dv)):
+        queries = dims.tokens // max(dims.B, 1)  # of a sequence, or their mean: only those may share a block
+        S_kv = dims.S_kv // max(dims.B, 1) if dims.varlen else dims.S_kv
+        usual = takes_key_major(start, queries, sig.q.dtype, dims.n, sig.block_size, dims.bound, max(dims.D, dims.Dv))
+        if usual and key_tiles.pays(queries, S_kv, dims.HKV, dims.n, sig.block_size):
             return "key_major", _why(device_name, dims.G, start)
     return "blocks", None
 
@@ -76,7 +80,7 @@ def takes_key_major(
 
     Args:
         start: queries from which on it is faster for calls of this group size; None: never.
-        tokens: query positions of the call, `B * S` or `T`.
+        tokens: query positions of a sequence.
         n: block slots of a row. block_size: keys of a block.
         bound: what the host knows of the keys of a row, None for nothing. head_dim: the larger of D and Dv.
 

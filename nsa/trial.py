@@ -234,6 +234,8 @@ def _key_major(what: dict[str, Any], device: torch.device, say: Say) -> str | No
         fields |= {"walk_stages": options["num_stages"]} if walk else {}
     elif what["kernel"] == "_partial_kernel":
         fields |= {"warps": options["num_warps"], "registers": options.get("maxnreg")}
+    if c.get("SPANS", 1) > 1:  # over an enormous cache fewer are held than their number asks for
+        key_major.span_bucket = lambda n, S_kv: c["SPANS"]  # type: ignore[attr-defined]
     real = key_tiles.select
 
     def select(*arguments: Any) -> key_tiles.Tile:

@@ -73,6 +73,11 @@ def plan(
     HQ, D = q_shape[-2:]
     tokens, G = math.prod(q_shape[:-2]), HQ // HKV
     B, S = q_shape[:2] if len(q_shape) == 4 else (sequences or 0, q_shape[0])
+    if S_kv > key_tiles.MOST_KEYS or HKV > key_tiles.MOST_HEADS:
+        raise ValueError(
+            f"key_major: expected at most {key_tiles.MOST_KEYS} keys and {key_tiles.MOST_HEADS} KV heads, "
+            f"got {S_kv} and {HKV}"
+        )
     spans = block_size is None
     n = selection_shape[-2] if spans else selection_shape[-1]
     size = key_tiles.GRID if block_size is None else min(block_size, max(S_kv, 1))
@@ -185,7 +190,8 @@ def launch_for(
     ``pipelined``. Rows of ranges with more than ``bound`` keys may come out as NaN.
 
     Raises:
-        ValueError: nothing bounds the ranges of a row so that its partial results fit the workspace.
+        ValueError: a token's partial results, or the counters of blocks, do not fit the workspace (ranges of a row that
+            nothing bounds, say), or there are more keys or KV heads than the kernels count.
     """
     return plan(
         q.device, q.dtype, q.shape, k.shape, v.shape[-1], (q.stride(), k.stride(), v.stride()),
@@ -223,9 +229,9 @@ def forward(
         out = torch.empty_like(q) if launch.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
     device, w, tile = launch.device, launch.windows, launch.tile
     lse = torch.empty(q.shape[:-1], device=device, dtype=torch.float32) if return_lse else None
-    launches[route] += 1
     if launch.tokens == 0:
         return out, lse
+    launches[route] += 1
     selection = selection.contiguous()
     q_positions, cu_seqlens_q, cu_seqlens_k = (
         x if x is None else x.contiguous() for x in (q_positions, cu_seqlens_q, cu_seqlens_k)

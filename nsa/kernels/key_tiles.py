@@ -17,7 +17,16 @@ INDEX_BYTES = 56 << 20
 """What lists of units take; longer calls take several passes."""
 
 COUNT_BYTES = 16 << 20
-"""Counters of blocks, two ints each, of all windows of a pass."""
+"""Counters of blocks, two ints each, of all windows of a pass; where those of one window take more, a pass has one."""
+
+MOST_COUNT_BYTES = 1 << 30
+MOST_KEYS = 2**31 - 1 - 256  # of a sequence: a tile that begins at the last one ends within int32
+MOST_HEADS = 65_535  # KV heads, an axis of a CUDA grid
+
+MAX_SLOTS = 64
+MIN_REUSE = 64  # a tile of the smallest group
+"""What routing asks of a call beside its size: windows of thousands of tokens, and enough rows that read each block.
+The crossover was measured at 16 slots and a thousand rows a block; nobody has measured where that stops to pay."""
 
 
 class Choice(NamedTuple):
@@ -91,6 +100,16 @@ def select(capability: int, itemsize: int, G: int, D: int, Dv: int, size: int, c
     )  # fmt: skip
 
 
+def pays(queries: int, S_kv: int, HKV: int, n: int, block_size: int) -> bool:
+    """Whether a call is of the kind that was measured: many rows for each block, few blocks for each row.
+
+    Args:
+        queries, S_kv: of one sequence, or their means.
+    """
+    blocks = -(-S_kv // block_size)
+    return n <= MAX_SLOTS and queries * n >= MIN_REUSE * blocks and S_kv <= MOST_KEYS and HKV <= MOST_HEADS
+
+
 class Windows(NamedTuple):
     """How a call's tokens are dealt with: in passes, and each in windows of which partial results are kept."""
 
@@ -115,14 +134,19 @@ def windows(
     if part > PARTS_BYTES or row * 16 > INDEX_BYTES:
         raise ValueError(
             f"key_major: expected the partial results of a token to fit {PARTS_BYTES} bytes, got {part} bytes of "
-            f"{slots} blocks a row; max_selected bounds them"
+            f"{slots} blocks a row{'; max_selected bounds them' if spans else ''}"
+        )
+    if 8 * HKV * blocks > MOST_COUNT_BYTES:
+        raise ValueError(
+            f"key_major: expected counters of blocks to fit {MOST_COUNT_BYTES} bytes, got {8 * HKV * blocks} bytes of "
+            f"{blocks} blocks and {HKV} KV heads"
         )
     bits = max(slots - 1, 1).bit_length()
     window = min(tokens, PARTS_BYTES // part, (1 << 31 - bits) - 1)
     if window < tokens:
         window = _even(tokens, window)
     listed = min(tokens, INDEX_BYTES // (row * (16 if spans else 12)))
-    at_once = max(1, min(listed // window, COUNT_BYTES // max(8 * HKV * blocks, 1)))
+    at_once = max(1, min(listed // max(window, 1), COUNT_BYTES // max(8 * HKV * blocks, 1)))
     window = min(window, listed)
     units = window * slots
     return Windows(slots, bits, blocks, min(tokens, at_once * window), window, -(-units // share) + min(blocks, units))

@@ -61,9 +61,9 @@ class Attend:
         return self.keywords["backend"] == "triton"
 
 
-@pytest.fixture(params=["triton", "sdpa", "reference"])
+@pytest.fixture(params=["triton", "key_major", "sdpa", "reference"])
 def attend(request) -> Attend:
-    """Every backend in turn."""
+    """Every backend in turn, and both of Triton's kernels."""
     return Attend(request.param, ROUTES[request.param])
 
 
@@ -179,9 +179,9 @@ def fresh_routes():
 @pytest.fixture
 def untried(monkeypatch, tmp_path):
     """No kernel was launched or probed; probing is forced, as the interpreter needs none; rows are long."""
-    from nsa.kernels import combine, query_major
+    from nsa.kernels import combine, key_major, query_major
 
-    forget = query_major._variant.cache_clear, combine._variant.cache_clear
+    forget = query_major._variant.cache_clear, combine._variant.cache_clear, key_major._variants.cache_clear
     for clear in forget:
         clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import nsa
+import nsa.kernels
 from nsa import settings
 from nsa.kernels import key_major, key_tiles
 from nsa.kernels.primitives import TILED
@@ -107,6 +108,35 @@ def test_workspace_counted_is_what_is_allocated(call, monkeypatch):
     ((w, args),) = planned
     _, HKV, G, Dv, itemsize, *_, spans = args
     assert sum(allocated) == key_tiles.workspace_bytes(w, HKV, G, Dv, itemsize, spans)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"S_kv": 2**31 - 1, "block_size": 64}, "expected at most 2147483391 keys"),
+        ({"HKV": 65_536}, "and 65535 KV heads, got 64 and 65536"),
+        ({"HKV": 64, "S_kv": 2**22, "block_size": 1}, "expected counters of blocks to fit"),
+    ],
+    ids=["keys", "heads", "blocks"],
+)
+def test_what_is_not_counted_is_refused(sizes, message):
+    """Tensors without data: shapes decide."""
+    at = {"S_kv": 64, "HKV": 1, "block_size": 16} | sizes
+    q, k = torch.empty(1, 1, 1, 16, device="meta"), torch.empty(1, 1, 1, 16, device="meta")
+    q, k = q.expand(1, 1, at["HKV"], 16), k.expand(1, at["S_kv"], at["HKV"], 16)
+    blocks = torch.empty(1, 1, at["HKV"], 2, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match=message):
+        key_major.launch_for(q, k, k, selection=blocks, block_size=at["block_size"], causal=True)
+
+
+@pytest.mark.parametrize("lead", [(1, 0), (0, 3)], ids=str)
+def test_no_queries(device, lead):
+    q, k = torch.empty(*lead, 4, 16, device=device), torch.randn(lead[0], 32, 2, 16, device=device)
+    blocks = torch.zeros(*lead, 2, 3, dtype=torch.int32, device=device)
+    before = nsa.kernels.launches["key_major"]
+    o, lse = nsa.selection_attention(q, k, k, block_indices=blocks, block_size=16, **KEY_MAJOR)
+    assert (o.shape, lse.shape) == ((*lead, 4, 16), (*lead, 4))
+    assert nsa.kernels.launches["key_major"] == before
 
 
 def test_nothing_bounds_the_ranges_of_a_row(draw, same, small):

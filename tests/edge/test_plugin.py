@@ -215,12 +215,13 @@ def test_gpu_requirement_says_what_is_missing(monkeypatch, needs, reason):
 
 
 @pytest.mark.parametrize("large", [True, False])
-def test_large_tests_take_turns(monkeypatch, large):
+def test_large_tests_take_turns(monkeypatch, tmp_path, large):
     """And only they: the lock is held while such a test runs, and memory is given back after it."""
     emptied, held = [], []
     monkeypatch.setattr(plugin, "current_lane", lambda: "gpu")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: FakeGPU)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    monkeypatch.setattr(plugin.tempfile, "gettempdir", lambda: str(tmp_path))
     mark = pytest.mark.gpu(memory_gib=24).mark if large else pytest.mark.gpu.mark
     item = types.SimpleNamespace(iter_markers=lambda name: [mark])
     run = plugin.pytest_runtest_protocol(item)

@@ -13,7 +13,7 @@ import torch
 import nsa
 import nsa.kernels
 from nsa import dispatch, schedules
-from nsa.kernels import query_major
+from nsa.kernels import key_tiles, query_major
 from nsa.reference import selection_reference
 
 GPU = "NVIDIA Nobody 1"
@@ -57,6 +57,7 @@ def kernels(monkeypatch, tmp_path, fresh_plans, fresh_routes):
 
     stub.launch_for, stub.forward = launch_for, key_major
     monkeypatch.setattr(query_major, "forward", forward)
+    monkeypatch.setattr(key_tiles, "MIN_REUSE", 1)
     with nsa.configure(sel_triton_min_L=0):
         yield state
 

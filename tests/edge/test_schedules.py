@@ -162,9 +162,11 @@ def gpu(monkeypatch):
     monkeypatch.setattr(dispatch, "_device_facts", lambda device: (GPU, "heads_as_queries", None))
 
 
-def planned(S=64, B=1, G=1, n=16, block_size=64, dtype=torch.bfloat16, blocks=True, varlen=False, **how):
+def planned(
+    S=64, B=1, G=1, n=16, block_size=64, dtype=torch.bfloat16, blocks=True, varlen=False, keys=1024, HKV=2, **how
+):
     """The plan of a call of these shapes on a GPU that need not be there: no tensor is made."""
-    device, HKV, keys = torch.device("cuda", 0), 2, 4096
+    device = torch.device("cuda", 0)
 
     def fake(*shape, kind=dtype):
         return torch.Size(shape), kind, device, (0,) * (len(shape) - 1) + (1,)
@@ -192,15 +194,24 @@ ROUTES = {
     "prefill": ({}, KEY_MAJOR),
     "varlen": ({"varlen": True}, KEY_MAJOR),
     "fp16": ({"dtype": torch.float16}, KEY_MAJOR),
-    "batch-of-one-query-each": ({"S": 1, "B": 2}, KEY_MAJOR),
+    "batch-of-prompts": ({"B": 3}, KEY_MAJOR),
+    "batch-of-sequences": ({"varlen": True, "B": 3}, KEY_MAJOR),
+    "batch-of-decode": ({"S": 1, "B": 4096}, BLOCKS),
+    "rows-that-share-little": ({"keys": 1025}, BLOCKS),  # 60 rows a block
+    "few-queries-of-a-long-cache": ({"S": 512, "keys": 2**20}, BLOCKS),
+    "64-slots": ({"n": 64}, KEY_MAJOR),
+    "65-slots": ({"n": 65}, BLOCKS),
+    "more-keys-than-are-counted": ({"S": 2**30, "n": 64, "keys": 2**31 - 1}, BLOCKS),
+    "more-heads-than-a-grid-has": ({"HKV": 65_536}, BLOCKS),
     "decode": ({"S": 1}, BLOCKS),
     "fp32": ({"dtype": torch.float32}, BLOCKS),
     "few-slots": ({"n": 3}, BLOCKS),
     "promised-short": ({"bound": 511}, BLOCKS),
     "small-blocks": ({"block_size": 8, "n": 64}, BLOCKS),
     "below-its-group": ({"G": 2, "S": 1023}, BLOCKS),
+    "two-sequences-below-it": ({"G": 2, "S": 512, "B": 2}, BLOCKS),
     "at-its-group": (
-        {"G": 2, "S": 512, "B": 2},
+        {"G": 2, "S": 1024},
         ("key_major", f"1024 queries or more with G = 2: {MEASURED}", "key_major", False, "blocks"),
     ),
     "never": ({"G": 16, "S": 10**6}, BLOCKS),
@@ -293,7 +304,7 @@ def test_what_a_failure_is_remembered_by(folder, gpu):
         key_major, blocks = planned(), planned(schedule="query_major")
         assert key_major.instead.kernel == blocks.kernel != key_major.kernel
         assert key_major.kernel == planned(S=4096, n=8).kernel == planned(schedule="key_major").kernel
-        others = [planned(block_size=32), planned(blocks=False, schedule="key_major"), planned(varlen=True)]
+        others = [planned(block_size=32, keys=512), planned(blocks=False, schedule="key_major"), planned(varlen=True)]
         assert len({p.kernel for p in (key_major, blocks, *others)}) == 5
         assert key_major.launches is not key_major.instead.launches
 

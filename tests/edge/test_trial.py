@@ -66,6 +66,7 @@ def attempt(monkeypatch, device):
             patch.setattr(tiles, "choose", tiles.choose)
             patch.setattr(key_tiles, "select", key_tiles.select)
             patch.setattr(key_major, "WIDE", key_major.WIDE)
+            patch.setattr(key_major, "span_bucket", key_major.span_bucket)
             patch.setattr(probe, "require", probe.require)
             fresh()
             seen = trial._watch(what)

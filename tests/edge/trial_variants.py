@@ -32,13 +32,13 @@ def main() -> None:
         seen.append(json.loads(json.dumps(probe.describe(self, tensors))))
 
     Variant.launch = launch
-    choose, select, report = tiles.choose, key_tiles.select, {}
+    choose, select, bucket, report = tiles.choose, key_tiles.select, key_major.span_bucket, {}
     gpus = [chip for chip in aot_points.ARCHITECTURES.values() if chip.backend == "cuda"]
     for chip, point in [(gpu, point) for gpu in gpus for point in aot_points.points(gpu, "full")]:
         query_major.device_limits = lambda device, chip=chip: (chip.capability, chip.processors)
         query_major.gpu_name = lambda device, chip=chip: chip.gpu
         seen.clear()
-        tiles.choose, key_tiles.select = choose, select
+        tiles.choose, key_tiles.select, key_major.span_bucket = choose, select, bucket
         settings.reload()
         aot_child._call(point)
         for what in list(seen):
@@ -47,7 +47,7 @@ def main() -> None:
             query_major._variant.cache_clear()
             combine._variant.cache_clear()
             key_major._variants.cache_clear()
-            key_tiles.select = select
+            key_tiles.select, key_major.span_bucket = select, bucket
             try:
                 trial.TRIALS[what["kernel"]](what, torch.device("meta"), stop)
             except Launched:
