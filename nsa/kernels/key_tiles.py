@@ -52,7 +52,7 @@ forced: Choice | None = None
 SMALL = Choice(64, 4, 168, True, 16, 4, 4)
 LARGE = Choice(64, 4, 128, False, 8, 4, 2, 8, 16, 3, 168)  # groups that fill a tensor core's 16 rows
 HUGE = Choice(64, 4, 168, True, 8, 4, 4)  # groups too large to read keys for in one warp
-WIDE = Choice(64, 8, None, False, 8, 4, 4)  # D or Dv above 128
+WIDE = Choice(64, 4, None, False, 8, 4, 4)  # D or Dv above 128; with 8 warps Triton 3.1 aborts for sm_90
 SINGLE = Choice(16, 4, None, False, 8, 4, 4)  # fp32: dots run on the CUDA cores
 
 
@@ -87,7 +87,7 @@ def select(capability: int, itemsize: int, G: int, D: int, Dv: int, size: int, c
     rows, block_n = chosen.rows, min(max(16, next_power_of_2(size)), 128)
     budget = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
     # Scores and results of a tile must leave registers to spare.
-    block_n = min(block_n, (32 if narrow else 16) if itemsize > 2 else (128 if narrow else 64))
+    block_n = min(block_n, (32 if narrow else 16) if itemsize > 2 else (128 if narrow else 32))
     while block_n > 16 and (block_n * (block_d + block_dv) + rows * (block_d + block_n)) * itemsize > budget:
         block_n //= 2
     heads = next_power_of_2(G)
