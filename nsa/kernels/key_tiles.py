@@ -52,7 +52,7 @@ forced: Choice | None = None
 SMALL = Choice(64, 4, 168, True, 16, 4, 4)
 LARGE = Choice(64, 4, 128, False, 8, 4, 2, 8, 16, 3, 168)  # groups that fill a tensor core's 16 rows
 HUGE = Choice(64, 4, 168, True, 8, 4, 4)  # groups too large to read keys for in one warp
-WIDE = Choice(64, 4, None, False, 8, 4, 4)  # D or Dv above 128; with 8 warps Triton 3.1 aborts for sm_90
+WIDE = Choice(32, 4, None, False, 8, 4, 4)  # D or Dv above 128; with 8 warps Triton 3.1 aborts for sm_90
 SINGLE = Choice(16, 4, None, False, 8, 4, 4)  # fp32: dots run on the CUDA cores
 
 
