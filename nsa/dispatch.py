@@ -57,7 +57,7 @@ class Plan(NamedTuple):
     route: str
     reason: str
     named: bool  # asked for by name: no fallback
-    kernel: tuple[Any, ...]  # what a broken kernel is remembered by
+    kernel: str  # what a broken kernel is remembered by; a string knows its hash
     per_head: bool
     pipelined: bool
     invariant: bool
@@ -80,7 +80,7 @@ class RouteRecord(NamedTuple):
 Result = tuple[Tensor, Tensor | None]
 
 _taken: Counter[tuple[str, str]] = Counter()
-_broken: dict[tuple[Any, ...], str] = {}
+_broken: dict[str, str] = {}
 
 
 def routes() -> list[RouteRecord]:
@@ -156,7 +156,7 @@ def make_plan(
         if sig.backend == "triton":
             raise RuntimeError(f"backend='triton': {obstacle(sig.q.dtype, device, needs_grad, None)}")
         route, reason = ("sdpa" if sig.backend == "auto" else sig.backend), "traced by torch.compile"
-        return Plan(dims, route, reason, True, (), False, True, False, route, "heads_as_queries", False, {})
+        return Plan(dims, route, reason, True, "", False, True, False, route, "heads_as_queries", False, {})
     fallback = "sdpa" if current.use_sel_pack else "reference"
     device_name, layout, no_triton = _device_facts(device)
     why_not = obstacle(sig.q.dtype, device, needs_grad, no_triton)
@@ -188,7 +188,7 @@ def make_plan(
         route=route,
         reason=reason,
         named=sig.backend != "auto",
-        kernel=(triton_route, *signature),
+        kernel=f"{triton_route} {signature}",
         per_head=triton_route == "per_head",
         pipelined=current.sel_triton_db,
         invariant=current.batch_invariant,
@@ -200,10 +200,10 @@ def make_plan(
     if triton_route != "key_major":
         return chosen
     # Key-major's tiles are made of blocks: a failure speaks of this block size (None: of ranges) only.
-    key_major = chosen._replace(module="key_major", kernel=("key_major", sig.block_size, *signature))
+    key_major = chosen._replace(module="key_major", kernel=f"key_major {sig.block_size} {signature}")
     if chosen.named or sig.schedule != "auto" or route != "key_major":
         return key_major
-    return key_major._replace(instead=chosen._replace(route="blocks", kernel=("blocks", *signature), launches={}))
+    return key_major._replace(instead=chosen._replace(route="blocks", kernel=f"blocks {signature}", launches={}))
 
 
 def _device_facts(device: torch.device) -> tuple[str | None, str, str | None]:

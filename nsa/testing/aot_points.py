@@ -7,10 +7,10 @@ import dataclasses
 from nsa.kernels import tiles
 
 MOST = 60
-"""Kernels of one architecture; what a table of tiles adds to `POINTS` is cut to that."""
+"""Points of one architecture; what a table of tiles adds to `POINTS` is cut to that."""
 
 MERGES = 8
-"""Of those, left for kernels that merge parts: more of them where there are no clusters."""
+"""So many fewer, since some launch a kernel that merges parts, too: more of them where there are no clusters."""
 
 
 @dataclasses.dataclass(frozen=True)
