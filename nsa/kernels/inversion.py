@@ -2,8 +2,9 @@
 
 A *unit* is a key block that a row (token, KV head) reads: of a block list each slot, of ranges each piece of a span
 that lies in one block of the grid. Per window of tokens and KV head, units are listed block by block, and cut into work
-for programs of :mod:`nsa.kernels.key_kernels`. Within a block their order is as atomics had it; no result
-depends on it.
+for programs of :mod:`nsa.kernels.key_kernels`. Within a block their order is as atomics had it; no result of a forward
+pass depends on it. Sums over a block's units do: for :mod:`nsa.kernels.backward_kernels` they are listed in the order
+of tokens and slots.
 """
 
 import triton
@@ -14,7 +15,7 @@ from nsa.kernels.primitives import BATCH, RANGES, find_sequence, load_span
 UNUSED = tl.constexpr(-1)  # a slot of a row that reads nothing
 OVERFULL = tl.constexpr(-2)  # in the first slot of a row that reads nothing, because it has more units than slots
 
-RUNTIME = ["B", "S", "S_kv", "HKV", "n", "size", "slots", "blocks", "first", "tokens", "window", "work", "slot_bits"]
+RUNTIME = "B S S_kv HKV n size slots blocks first tokens window work slot_bits strip strips".split()
 
 
 @triton.jit
@@ -113,34 +114,145 @@ def _count_kernel(
     else:
         for head in range(0, HKV):
             row = sel_ptr + ((first + token).to(tl.int64) * HKV + head) * n * 2
-            at = out + head * slots
-            needed = tl.zeros([], tl.int64)
-            for begin in range(0, n, SPANS):
-                start, end = load_span(row, begin + tl.arange(0, SPANS), n, limit, size, SOURCE)
-                needed += tl.sum(tl.where(end > start, (end - 1) // size - start // size + 1, 0).to(tl.int64), 0)
-            used = tl.zeros([], tl.int32)
-            if needed <= slots:
-                for begin in range(0, n, SPANS):
-                    j = begin + tl.arange(0, SPANS)  # [SPANS]
-                    start, end = load_span(row, j, n, limit, size, SOURCE)
-                    pieces = tl.where(end > start, (end - 1) // size - start // size + 1, 0)
-                    before = tl.cumsum(pieces, 0) - pieces
-                    total = tl.sum(pieces, 0)
-                    for done in range(0, total, CHUNK):
-                        u = done + tl.arange(0, CHUNK)  # [CHUNK]
-                        here = (before[None, :] <= u[:, None]) & (u[:, None] < (before + pieces)[None, :])
-                        block = tl.sum(tl.where(here, (start // size - before)[None, :], 0), 1) + u
-                        span = tl.sum(tl.where(here, j[None, :], 0), 1)
-                        listed = u < total
-                        rank = tl.atomic_add(counts + head * blocks + block, 1, mask=listed, sem="relaxed")
-                        tl.store(block_ptr + at + used + u, base + block, mask=listed)
-                        tl.store(span_ptr + at + used + u, span, mask=listed)
-                        tl.store(rank_ptr + at + used + u, rank, mask=listed)
-                    used += total
+            _count_spans(
+                row, counts + head * blocks, block_ptr, span_ptr, rank_ptr, out + head * slots, base, n, limit, size,
+                slots, CHUNK, SPANS, False,
+            )  # fmt: skip
+
+
+@triton.jit
+def _count_spans(
+    row,
+    counts,
+    block_ptr,
+    span_ptr,
+    rank_ptr,
+    at,
+    base,
+    n,
+    limit,
+    size,
+    slots,
+    CHUNK: tl.constexpr,
+    SPANS: tl.constexpr,
+    ORDERED: tl.constexpr,
+):
+    """Units of the spans at ``row``, of one row, from number ``at`` on; ``counts`` of its head, from ``base`` on."""
+    needed = tl.zeros([], tl.int64)
+    for begin in range(0, n, SPANS):
+        start, end = load_span(row, begin + tl.arange(0, SPANS), n, limit, size, RANGES)
+        needed += tl.sum(tl.where(end > start, (end - 1) // size - start // size + 1, 0).to(tl.int64), 0)
+    used = tl.zeros([], tl.int32)
+    if needed <= slots:
+        for begin in range(0, n, SPANS):
+            j = begin + tl.arange(0, SPANS)  # [SPANS]
+            start, end = load_span(row, j, n, limit, size, RANGES)
+            pieces = tl.where(end > start, (end - 1) // size - start // size + 1, 0)
+            before = tl.cumsum(pieces, 0) - pieces
+            total = tl.sum(pieces, 0)
+            for done in range(0, total, CHUNK):
+                u = done + tl.arange(0, CHUNK)  # [CHUNK]
+                here = (before[None, :] <= u[:, None]) & (u[:, None] < (before + pieces)[None, :])
+                block = tl.sum(tl.where(here, (start // size - before)[None, :], 0), 1) + u
+                span = tl.sum(tl.where(here, j[None, :], 0), 1)
+                listed = u < total
+                if ORDERED:
+                    rank = _rank_in_order(counts, block, listed, CHUNK)
+                else:
+                    rank = tl.atomic_add(counts + block, 1, mask=listed, sem="relaxed")
+                tl.store(block_ptr + at + used + u, base + block, mask=listed)
+                tl.store(span_ptr + at + used + u, span, mask=listed)
+                tl.store(rank_ptr + at + used + u, rank, mask=listed)
+            used += total
+    for begin in range(0, slots, CHUNK):
+        u = begin + tl.arange(0, CHUNK)
+        nothing = tl.where((u == 0) & (needed > slots), OVERFULL, UNUSED)
+        tl.store(block_ptr + at + u, nothing, mask=(u >= used) & (u < slots))
+
+
+@triton.jit
+def _rank_in_order(counts, block, listed, CHUNK: tl.constexpr):
+    """Ranks of ``block [CHUNK]`` behind what this program has counted before, and among each other as they stand."""
+    i = tl.arange(0, CHUNK)
+    ahead = (block[None, :] == block[:, None]) & (i[None, :] < i[:, None]) & listed[None, :]
+    rank = tl.atomic_add(counts + block, 0, mask=listed, sem="relaxed")  # a load could be of what L1 remembers
+    tl.debug_barrier()
+    tl.atomic_add(counts + block, 1, mask=listed, sem="relaxed")
+    tl.debug_barrier()
+    return rank + tl.sum(ahead.to(tl.int32), 1)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _order_kernel(
+    sel_ptr,
+    pos_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    block_ptr,
+    span_ptr,
+    rank_ptr,
+    count_ptr,
+    B,
+    S,
+    S_kv,
+    HKV,
+    n,
+    size,
+    slots,
+    blocks,
+    first,
+    tokens,
+    strip,
+    SOURCE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPANS: tl.constexpr,
+):
+    """As :func:`_count_kernel`, but ranks are in the order of tokens and slots, within a strip of ``strip`` tokens.
+
+    A program a strip and head; count ``[strips, HKV, blocks]``, zero before.
+    """
+    head = tl.program_id(1)
+    begin_token = tl.program_id(0) * strip
+    counts = count_ptr + (tl.program_id(0) * HKV + head) * blocks
+    for token in range(begin_token, tl.minimum(begin_token + strip, tokens)):
+        seq, k_first, limit = visible_keys(first + token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT, CAUSAL)
+        base = first_block(seq, k_first, tl.cdiv(S_kv, size), size, LAYOUT)
+        at = (token * HKV + head) * slots
+        if SOURCE == RANGES:
+            row = sel_ptr + ((first + token).to(tl.int64) * HKV + head) * n * 2
+            _count_spans(
+                row, counts + base, block_ptr, span_ptr, rank_ptr, at, base, n, limit, size, slots, CHUNK, SPANS, True
+            )
+        else:
+            row = sel_ptr + ((first + token).to(tl.int64) * HKV + head) * n
             for begin in range(0, slots, CHUNK):
-                u = begin + tl.arange(0, CHUNK)
-                nothing = tl.where((u == 0) & (needed > slots), OVERFULL, UNUSED)
-                tl.store(block_ptr + at + u, nothing, mask=(u >= used) & (u < slots))
+                i = begin + tl.arange(0, CHUNK)
+                block = tl.load(row + i, mask=i < slots, other=-1)
+                listed = (block >= 0) & (tl.minimum(block, 2147483647).to(tl.int64) * size < limit)
+                block = tl.where(listed, block, 0).to(tl.int32)
+                rank = _rank_in_order(counts + base, block, listed, CHUNK)
+                tl.store(block_ptr + at + i, tl.where(listed, base + block, UNUSED), mask=i < slots)
+                tl.store(rank_ptr + at + i, rank, mask=listed)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _strip_kernel(count_ptr, total_ptr, HKV, blocks, strips, CHUNK: tl.constexpr):
+    """Units of each block in the strips before, in place of those in the strip; total ``[HKV, blocks]``.
+
+    A program ``CHUNK`` blocks of a head.
+    """
+    head = tl.program_id(1)
+    block = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    inside = block < blocks
+    total = tl.zeros([CHUNK], tl.int32)
+    for i in range(0, strips):
+        at = count_ptr + (i * HKV + head) * blocks + block
+        count = tl.load(at, mask=inside, other=0)
+        tl.store(at, total, mask=inside)
+        total += count
+    tl.store(total_ptr + head * blocks + block, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -148,6 +260,7 @@ def _scan_kernel(
     count_ptr,
     start_ptr,
     work_ptr,
+    part_ptr,
     HKV,
     blocks,
     work,
@@ -157,7 +270,8 @@ def _scan_kernel(
     """Where each block's units begin, and the work: at most ``SHARE`` units of one block. A program a window and head.
 
     count, start ``[windows, HKV, blocks]``; work ``[3, windows, HKV, work]``: block, first unit, units (zero before:
-    no work).
+    no work); part ``[windows, HKV, blocks]`` or None: where the partial sums of a block begin, among those of all blocks
+    that take several shares.
     """
     group = tl.program_id(0)
     all_work = tl.num_programs(0) * work
@@ -166,6 +280,7 @@ def _scan_kernel(
     work_ptr += group * work
     units = tl.zeros([], tl.int32)
     shares = tl.zeros([], tl.int32)
+    parts = tl.zeros([], tl.int32)
     for begin in range(0, blocks, CHUNK):
         block = begin + tl.arange(0, CHUNK)
         count = tl.load(count_ptr + block, mask=block < blocks, other=0)
@@ -178,6 +293,11 @@ def _scan_kernel(
             tl.store(work_ptr + at + i, block, mask=wanted)
             tl.store(work_ptr + all_work + at + i, start + i * SHARE, mask=wanted)
             tl.store(work_ptr + 2 * all_work + at + i, tl.minimum(count - i * SHARE, SHARE), mask=wanted)
+        if part_ptr is not None:
+            several = tl.where(mine > 1, mine, 0)
+            part = parts + tl.cumsum(several, 0) - several
+            tl.store(part_ptr + group * blocks + block, part, mask=block < blocks)
+            parts += tl.sum(several, 0)
         units += tl.sum(count, 0)
         shares += tl.sum(mine, 0)
 
@@ -187,12 +307,14 @@ def _scatter_kernel(
     block_ptr,
     rank_ptr,
     start_ptr,
+    strip_ptr,
     unit_ptr,
     HKV,
     slots,
     blocks,
     tokens,
     window,
+    strip,
     slot_bits,
     CHUNK: tl.constexpr,
 ):
@@ -208,5 +330,8 @@ def _scatter_kernel(
     token = row // HKV
     group = (token // window) * HKV + row % HKV
     start = tl.load(start_ptr + group * blocks + block, mask=block >= 0, other=0)
+    if strip_ptr is not None:  # ranks are within a strip of tokens
+        at = (token // strip * HKV + row % HKV) * blocks + block
+        start += tl.load(strip_ptr + at, mask=block >= 0, other=0)
     unit = ((token % window) << slot_bits) | (i % slots)
     tl.store(unit_ptr + group * window * slots + start + rank, unit, mask=block >= 0)

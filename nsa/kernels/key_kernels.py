@@ -26,13 +26,13 @@ RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".s
 
 
 @triton.jit
-def _unit(unit_ptr, i, count):
+def load_unit(unit_ptr, i, count):
     """Units ``i``: token of the window and slot; of those past the last, anything valid."""
     return tl.load(unit_ptr + tl.minimum(i, count - 1))
 
 
 @triton.jit
-def _query_offset(token, S, stride_b, stride_s, LAYOUT: tl.constexpr, WIDE: tl.constexpr):
+def query_offset(token, S, stride_b, stride_s, LAYOUT: tl.constexpr, WIDE: tl.constexpr = True):
     """Where tokens' queries begin, in units of the strides."""
     token = token.to(tl.int64) if WIDE else token
     if LAYOUT == BATCH:
@@ -148,9 +148,9 @@ def _partial_kernel(
     head_off = (head_kv * G + g) * stride_qh
     if WIDE:
         head_off = (head_kv * G + g).to(tl.int64) * stride_qh
-    unit = _unit(unit_ptr, row // HEADS, count)
-    next_unit = _unit(unit_ptr, UNITS + row // HEADS, count)
-    q_off = _query_offset(first + (unit >> slot_bits), S, stride_qb, stride_qs, LAYOUT, WIDE) + head_off
+    unit = load_unit(unit_ptr, row // HEADS, count)
+    next_unit = load_unit(unit_ptr, UNITS + row // HEADS, count)
+    q_off = query_offset(first + (unit >> slot_bits), S, stride_qb, stride_qs, LAYOUT, WIDE) + head_off
     if AHEAD:
         q = tl.load(
             q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=(g < G)[:, None] & (d[None, :] < D), other=0.0
@@ -160,16 +160,16 @@ def _partial_kernel(
         here = (i < count) & (g < G)
         coming = (i + UNITS < count) & (g < G)
         if AHEAD:
-            q_off = _query_offset(first + (next_unit >> slot_bits), S, stride_qb, stride_qs, LAYOUT, WIDE) + head_off
+            q_off = query_offset(first + (next_unit >> slot_bits), S, stride_qb, stride_qs, LAYOUT, WIDE) + head_off
             q_next = tl.load(
                 q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=coming[:, None] & (d[None, :] < D), other=0.0
             )
         else:
-            q_off = _query_offset(first + (unit >> slot_bits), S, stride_qb, stride_qs, LAYOUT, WIDE) + head_off
+            q_off = query_offset(first + (unit >> slot_bits), S, stride_qb, stride_qs, LAYOUT, WIDE) + head_off
             q = tl.load(
                 q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=here[:, None] & (d[None, :] < D), other=0.0
             )
-        after_next = _unit(unit_ptr, i + 2 * UNITS, count)
+        after_next = load_unit(unit_ptr, i + 2 * UNITS, count)
         local = unit >> slot_bits
         token = first + local
         slot = unit - (local << slot_bits)
@@ -341,7 +341,7 @@ def _merge_kernel(
             k_base = k_ptr + (k_first * stride_kn + tl.cast(head_kv, tl.int64) * stride_kh) * STRIDE_UNIT
             v_base = v_ptr + (k_first * stride_vn + tl.cast(head_kv, tl.int64) * stride_vh) * STRIDE_UNIT
         d = tl.arange(0, BLOCK_D)
-        q_off = _query_offset(token, S, stride_qb, stride_qs, LAYOUT, True) + head.to(tl.int64) * stride_qh
+        q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT, True) + head.to(tl.int64) * stride_qh
         q_mask = (g < G)[:, None] & (d[None, :] < D)
         q = tl.load(q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=q_mask, other=0.0)  # [HEADS, BLOCK_D]
         l = tl.where(tl.arange(0, BLOCK_L)[None, :] == 0, total[:, None], 0.0)  # [HEADS, BLOCK_L]
@@ -377,7 +377,7 @@ def _merge_kernel(
         if overfull:  # loudly: its keys were not counted
             acc += float("nan")
             lse += float("nan")
-    o_off = _query_offset(token, S, stride_ob, stride_os, LAYOUT, True) + head.to(tl.int64) * stride_oh
+    o_off = query_offset(token, S, stride_ob, stride_os, LAYOUT, True) + head.to(tl.int64) * stride_oh
     o_ptrs = o_ptr + o_off[:, None] * STRIDE_UNIT + dv[None, :]
     tl.store(o_ptrs, acc.to(o_ptr.dtype.element_ty), mask=(g < G)[:, None] & (dv[None, :] < Dv))
     if lse_ptr is not None:

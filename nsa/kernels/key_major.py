@@ -259,10 +259,10 @@ def forward(
                 (tokens, 1, 1), device, (selection, *about, block, span, rank, counts),
                 (B, S, S_kv, HKV, n, size, w.slots, w.blocks, first, w.window), narrow,
             )  # fmt: skip
-            launch.scan.launch((groups, 1, 1), device, (counts, start, work), (HKV, w.blocks, w.work), narrow)
+            launch.scan.launch((groups, 1, 1), device, (counts, start, work, None), (HKV, w.blocks, w.work), narrow)
             launch.scatter.launch(
-                (-(-tokens * row // ELEMENTS), 1, 1), device, (block, rank, start, unit),
-                (HKV, w.slots, w.blocks, tokens, w.window, w.slot_bits), narrow,
+                (-(-tokens * row // ELEMENTS), 1, 1), device, (block, rank, start, None, unit),
+                (HKV, w.slots, w.blocks, tokens, w.window, w.window, w.slot_bits), narrow,
             )  # fmt: skip
         for i in range(-(-tokens // w.window)):
             here = first + i * w.window

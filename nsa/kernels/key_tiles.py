@@ -144,7 +144,7 @@ def windows(
     bits = max(slots - 1, 1).bit_length()
     window = min(tokens, PARTS_BYTES // part, (1 << 31 - bits) - 1)
     if window < tokens:
-        window = _even(tokens, window)
+        window = even(tokens, window)
     listed = min(tokens, INDEX_BYTES // (row * (16 if spans else 12)))
     at_once = max(1, min(listed // max(window, 1), COUNT_BYTES // max(8 * HKV * blocks, 1)))
     window = min(window, listed)
@@ -152,7 +152,7 @@ def windows(
     return Windows(slots, bits, blocks, min(tokens, at_once * window), window, -(-units // share) + min(blocks, units))
 
 
-def _even(tokens: int, most: int) -> int:
+def even(tokens: int, most: int) -> int:
     """Tokens of a window: windows alike, so that none is a remnant, of a multiple of 64 where that is possible."""
     pieces = -(-tokens // most)
     even = -(-tokens // pieces)

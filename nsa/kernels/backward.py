@@ -1,0 +1,299 @@
+"""Backward: turn the selection round, sum dK and dV block by block, take dQ from the same blocks or row by row.
+
+No host sync and no float atomics: grids come from shapes, and every sum has an order, so gradients are equal bit by bit
+from run to run. Tokens go through in windows, which bounds the workspace. Kernels: ``inversion.py`` and
+``backward_kernels.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa import settings
+from nsa.kernels import backward_kernels, backward_tiles, inversion, key_tiles, launches, query_major
+from nsa.kernels.launch import INT32_MAX, Variant
+from nsa.kernels.primitives import BATCH, BLOCKS, RANGES, TILED, VARLEN
+from nsa.kernels.tiles import span_bucket
+
+COUNTED = 32  # slots that a program which counts takes at a time
+ELEMENTS = 1024  # of a program that scans or scatters
+STATS_ROWS = 4
+SUM_ROWS = 16  # keys of a program that adds partial sums
+
+
+class Launch(NamedTuple):
+    """Everything about a call that shapes, strides and dtypes decide."""
+
+    variants: dict[str, Variant]
+    device: torch.device
+    windows: backward_tiles.Windows
+    tile: backward_tiles.Tile
+    tokens: int
+    keys: int  # of all sequences
+    G: int
+    sizes: dict[str, int]  # run-time arguments by name, but for what varies from window to window
+    narrow: bool
+    scale: float
+    spans: bool
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    device: torch.device,
+    dtype: torch.dtype,
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    Dv: int,
+    strides: tuple[tuple[int, ...], ...],
+    selection_shape: tuple[int, ...],
+    block_size: int | None,
+    causal: bool,
+    sequences: int | None,
+    bound: int | None,
+    choice: backward_tiles.Choice | None,
+    kinds: tuple[torch.dtype | None, ...],
+) -> Launch:
+    """Tiles, windows and run-time sizes of a call; arguments as for :func:`nsa.kernels.query_major.plan`."""
+    S_kv, HKV = k_shape[-3:-1]
+    HQ, D = q_shape[-2:]
+    tokens, G = math.prod(q_shape[:-2]), HQ // HKV
+    B, S = q_shape[:2] if len(q_shape) == 4 else (sequences or 0, q_shape[0])
+    if S_kv > key_tiles.MOST_KEYS or HKV > key_tiles.MOST_HEADS:
+        raise ValueError(
+            f"backward: expected at most {key_tiles.MOST_KEYS} keys and {key_tiles.MOST_HEADS} KV heads, "
+            f"got {S_kv} and {HKV}"
+        )
+    spans = block_size is None
+    n = selection_shape[-2] if spans else selection_shape[-1]
+    size = key_tiles.GRID if block_size is None else min(block_size, max(S_kv, 1))
+    blocks = B * -(-S_kv // size) if sequences is None else S_kv // size + B
+    slots = n
+    if spans:
+        slots = n * -(-S_kv // size) if bound is None else min(n * -(-S_kv // size), bound // size + 2 * n)
+    capability, _ = query_major.device_limits(device)
+    tile = backward_tiles.select(capability, dtype.itemsize, G, D, Dv, size, spans, choice)
+    windows = backward_tiles.windows(
+        tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, size, tile.share, tile.keep_dq, spans
+    )
+    all_strides = [s for x in strides for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]
+    unit = math.gcd(16, *all_strides)
+    bucket = span_bucket(n, S_kv)
+    source = RANGES.value if spans else BLOCKS.value
+    tiled = not spans and size % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
+    layout = BATCH.value if sequences is None else VARLEN.value
+    w = windows
+    sizes = {"B": B, "S": S, "S_kv": S_kv, "HKV": HKV, "n": n, "size": size, "slots": w.slots, "blocks": w.blocks}
+    sizes |= {"rows": tokens * HQ, "window": w.window, "work": w.work, "slot_bits": w.slot_bits, "strip": w.strip}
+    sizes |= {"several": w.several, "tokens": tokens}
+    names = "qb qs qh kb kn kh vb vn vh".split()
+    sizes |= {f"stride_{name}": s // unit for name, s in zip(names, all_strides, strict=True)}
+    variants = _variants(
+        device, dtype, tile, source, TILED.value if tiled else source, layout, causal, bucket, G, D, Dv, unit, kinds
+    )
+    keys = math.prod(k_shape[:-2])
+    return Launch(
+        variants, device, windows, tile, tokens, keys, G, sizes, max(sizes.values()) <= INT32_MAX, 1.0 / math.sqrt(D),
+        spans,
+    )  # fmt: skip
+
+
+settings.ON_RELOAD.append(plan.cache_clear)
+
+
+@lru_cache(maxsize=1024)
+def _variants(
+    device: torch.device,
+    dtype: torch.dtype,
+    tile: backward_tiles.Tile,
+    source: int,
+    walk_source: int,
+    layout: int,
+    causal: bool,
+    spans: int,
+    G: int,
+    D: int,
+    Dv: int,
+    unit: int,
+    kinds: tuple[object, ...],
+) -> dict[str, Variant]:
+    """Shared by all plans that differ in sizes only."""
+    order = {"SOURCE": source, "LAYOUT": layout, "CAUSAL": causal, "CHUNK": COUNTED}
+    order |= {"SPANS": spans if source == RANGES.value else 1}
+    wide = {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV}
+    shared: dict[str, Any] = {"G": G, "D": D, "Dv": Dv, "LAYOUT": layout, "CAUSAL": causal, "STRIDE_UNIT": unit}
+    shared |= {"INPUT_PRECISION": "ieee", **wide}
+    dkdv = shared | {"SOURCE": source, "HEADS": tile.HEADS, "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
+    dq = shared | {"SOURCE": walk_source, "HEADS": tile.dq_heads, "BLOCK_G": tile.BLOCK_G, "BLOCK_L": tile.BLOCK_L}
+    delta = {"Dv": Dv, "BLOCK_DV": tile.BLOCK_DV, "ROWS": STATS_ROWS}
+    heads = min(tile.dq_heads, 4)
+    total = {"D": D, "Dv": Dv, "LAYOUT": layout, "BLOCK_N": min(SUM_ROWS, tile.BLOCK_N), "SHARE": tile.share} | wide
+    return {
+        "order": Variant(inversion._order_kernel, order, {"num_warps": 1}),
+        "strip": Variant(inversion._strip_kernel, {"CHUNK": 64}, {"num_warps": 2}),
+        "scan": Variant(inversion._scan_kernel, {"SHARE": tile.share, "CHUNK": ELEMENTS}, {"num_warps": 4}),
+        "scatter": Variant(inversion._scatter_kernel, {"CHUNK": ELEMENTS}, {"num_warps": 4}),
+        "delta": Variant(backward_kernels._delta_kernel, delta, {"num_warps": 1}),
+        "delta_lse": Variant(backward_kernels._delta_kernel, delta, {"num_warps": 1}),
+        "dq": Variant(
+            backward_kernels._dq_kernel,
+            dq | {"SPANS": spans},
+            {"num_warps": tile.dq_warps, "num_stages": tile.dq_stages},
+        ),
+        "dkdv": Variant(
+            backward_kernels._dkdv_kernel,
+            dkdv | {"SHARE": tile.share},
+            {"num_warps": tile.warps, "num_stages": tile.stages},
+        ),
+        "sum": Variant(backward_kernels._sum_kernel, total, {"num_warps": 4}),
+        "gather": Variant(
+            backward_kernels._gather_kernel,
+            {"G": G, "D": D, "HEADS": heads, "BLOCK_D": tile.BLOCK_D, "AT_ONCE": 4},
+            {"num_warps": 1},
+        ),
+    }
+
+
+def launch_for(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    selection: Tensor,
+    block_size: int | None = None,
+    causal: bool = False,
+    q_positions: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    bound: int | None = None,
+) -> Launch:
+    """How the backward pass of such a call is launched; arguments as for :func:`nsa.kernels.query_major.launch_for`.
+
+    Raises:
+        ValueError: the lists of one token, or the counters of blocks, do not fit the workspace (ranges of a row that
+            nothing bounds, say), or there are more keys or KV heads than the kernels count.
+    """
+    return plan(
+        q.device, q.dtype, q.shape, k.shape, v.shape[-1], (q.stride(), k.stride(), v.stride()), selection.shape,
+        block_size, causal, None if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1, bound, backward_tiles.forced,
+        tuple(None if x is None else x.dtype for x in (selection, q_positions, cu_seqlens_q, cu_seqlens_k)),
+    )  # fmt: skip
+
+
+def workspace(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that no kernel may read before it was written; tests fill it with what does harm."""
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def backward(
+    launch: Launch,
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    route: str,
+    selection: Tensor,
+    q_positions: Tensor | None = None,
+    scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a forward call, on validated arguments.
+
+    Args:
+        launch: of :func:`launch_for` for these arguments.
+        do: gradient of ``o``, like it. dlse: of ``lse``, fp32 ``q.shape[:-1]``, or None.
+        o, lse: what the forward call returned; ``lse`` natural log.
+        route: name counted in :data:`nsa.kernels.launches`.
+
+    Returns:
+        ``(dq, dk, dv)``, contiguous, in the shapes and dtypes of ``q, k, v``.
+    """
+    device, D, Dv = launch.device, q.shape[-1], v.shape[-1]
+    w, tile, sizes = launch.windows, launch.tile, launch.sizes
+    HKV = sizes["HKV"]
+    dq = torch.empty(q.shape, dtype=q.dtype, device=device)
+    dk = torch.zeros((launch.keys, HKV, D), dtype=torch.float32, device=device)
+    dv = torch.zeros((launch.keys, HKV, Dv), dtype=torch.float32, device=device)
+    if launch.tokens == 0 or launch.keys == 0:
+        return dq.zero_(), dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype)
+    launches[route] += 1
+    do, o, lse, selection = (x.contiguous() for x in (do, o, lse, selection))
+    dlse, *about = (x if x is None else x.contiguous() for x in (dlse, q_positions, cu_seqlens_q, cu_seqlens_k))
+    scale = launch.scale if scale is None else float(scale)
+    run = _Run(launch, sizes)
+
+    rows = sizes["rows"]
+    stats = workspace(2 * rows, torch.float32, device)
+    run("delta" if dlse is None else "delta_lse", (-(-rows // STATS_ROWS), 1, 1), (o, do, lse, dlse, stats), "rows")
+    if not tile.keep_dq:
+        grid = (launch.tokens * HKV, -(-launch.G // tile.dq_heads), 1)
+        run("dq", grid, (q, k, v, do, stats, dq, selection, *about), f"B S S_kv HKV n size tokens {STRIDES}", scale)
+
+    row, blocks = HKV * w.slots, HKV * w.blocks
+    block, rank, unit = (workspace(w.window * row, torch.int32, device) for _ in range(3))
+    span = workspace(w.window * row, torch.int32, device) if launch.spans else None
+    strips = -(-w.window // w.strip)
+    counted = workspace(strips * blocks, torch.int32, device)
+    count, start, part = (workspace(blocks, torch.int32, device) for _ in range(3))
+    work = workspace(3 * HKV * w.work, torch.int32, device)
+    dk_part = workspace(HKV * w.several * sizes["size"] * D, torch.float32, device)
+    dv_part = workspace(HKV * w.several * sizes["size"] * Dv, torch.float32, device)
+    dq_part = workspace(w.window * row * launch.G * D, q.dtype, device) if tile.keep_dq else None
+    key_tiles_of_block = -(-sizes["size"] // tile.BLOCK_N)
+    sum_rows = launch.variants["sum"].constexprs["BLOCK_N"]
+    for first in range(0, launch.tokens, w.window):
+        now = min(w.window, launch.tokens - first)
+        run = _Run(launch, sizes | {"first": first, "now": now, "strips": -(-now // w.strip)})
+        counted.zero_()
+        work[2 * HKV * w.work :].zero_()
+        run(
+            "order", (-(-now // w.strip), HKV, 1), (selection, *about, block, span, rank, counted),
+            "B S S_kv HKV n size slots blocks first now strip",
+        )  # fmt: skip
+        run("strip", (-(-w.blocks // 64), HKV, 1), (counted, count), "HKV blocks strips")
+        run("scan", (HKV, 1, 1), (count, start, work, part), "HKV blocks work")
+        run(
+            "scatter", (-(-now * row // ELEMENTS), 1, 1), (block, rank, start, counted, unit),
+            "HKV slots blocks now window strip slot_bits",
+        )  # fmt: skip
+        run(
+            "dkdv", (w.work, HKV, key_tiles_of_block),
+            (
+                q, k, v, do, stats, dk, dv, dk_part, dv_part, dq_part, selection, *about, span, unit, count, start,
+                part, work,
+            ),
+            f"B S S_kv HKV n size slots blocks first tokens window work slot_bits several {STRIDES}", scale,
+        )  # fmt: skip
+        run(
+            "sum", (w.blocks, HKV, -(-sizes["size"] // sum_rows)),
+            (dk_part, dv_part, dk, dv, unit, count, start, part, *about[1:]),
+            "B S_kv HKV size slots blocks first window slot_bits several",
+        )  # fmt: skip
+        if dq_part is not None:
+            heads = launch.variants["gather"].constexprs["HEADS"]
+            run("gather", (now * HKV, -(-launch.G // heads), 1), (dq_part, block, dq), "HKV slots first now", scale)
+    return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype)
+
+
+STRIDES = " ".join(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split())
+
+
+class _Run:
+    """Launches kernels of a call by name, with run-time arguments by name."""
+
+    def __init__(self, launch: Launch, sizes: dict[str, int]) -> None:
+        self.launch, self.sizes = launch, sizes
+
+    def __call__(
+        self, name: str, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], sizes: str, *more: float
+    ) -> None:
+        numbers = (*(self.sizes[size] for size in sizes.split()), *more)
+        self.launch.variants[name].launch(grid, self.launch.device, tensors, numbers, self.launch.narrow)

@@ -1,0 +1,167 @@
+"""Tiles and windows of the backward kernels: pure functions of what the host knows of a call. Imports no Triton."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from nsa.kernels.key_tiles import MOST_COUNT_BYTES, even
+from nsa.kernels.tiles import SHARED_BYTES, next_power_of_2
+
+DQ_BYTES = 640 << 20
+"""What a window's tokens keep of dQ, a part for each of a row's blocks."""
+
+SUM_BYTES = 256 << 20
+"""Partial sums of dK and dV of blocks that several programs share."""
+
+INDEX_BYTES = 56 << 20
+"""Lists of a window's units."""
+
+STRIP_BYTES = 64 << 20
+"""Counters of blocks, one for each strip of tokens."""
+
+STRIP = 64
+"""Tokens of a strip at least: a program counts them one after the other."""
+
+MOST_PARTS_G = 16
+"""Heads of a group up to which dQ is taken from key blocks, as are dK and dV. Above, the parts are too many, and
+reading keys again for every query costs less."""
+
+
+class Choice(NamedTuple):
+    """What a sweep varies."""
+
+    rows: int  # query rows of a tile
+    warps: int
+    stages: int
+    share: int  # tiles of rows that a program takes of its block
+    keep_dq: bool  # dQ comes from key blocks, where a block is one tile
+    BLOCK_L: int  # keys of a tile of the query-major dQ
+    dq_warps: int
+    dq_stages: int
+
+
+forced: Choice | None = None
+"""What a sweep wants launched next."""
+
+# Not measured: registers and shared memory as the compile matrix has them.
+SMALL = Choice(64, 4, 1, 32, True, 32, 1, 2)
+LARGE = Choice(64, 4, 1, 32, False, 32, 4, 2)
+WIDE = Choice(32, 8, 1, 32, False, 16, 4, 1)  # D or Dv above 128
+SINGLE = Choice(16, 4, 1, 32, False, 16, 4, 1)  # fp32: dots run on the CUDA cores
+
+
+class Tile(NamedTuple):
+    """Compile-time choices of the kernels; ``share`` in units."""
+
+    HEADS: int  # query heads of a unit in a tile
+    BLOCK_D: int
+    BLOCK_DV: int
+    BLOCK_M: int
+    BLOCK_N: int  # keys of a tile
+    warps: int
+    stages: int
+    share: int
+    keep_dq: bool
+    dq_heads: int  # of a program that walks a row's keys
+    BLOCK_G: int  # those, padded for dot products
+    BLOCK_L: int
+    dq_warps: int
+    dq_stages: int
+
+
+@lru_cache(maxsize=4096)
+def select(
+    capability: int, itemsize: int, G: int, D: int, Dv: int, size: int, spans: bool, choice: Choice | None = None
+) -> Tile:
+    """Tile of a call whose blocks hold ``size`` keys; ``capability`` and ``itemsize`` as for :func:`tiles.select`."""
+    block_d, block_dv = max(16, next_power_of_2(D)), max(16, next_power_of_2(Dv))
+    narrow = max(block_d, block_dv) <= 128
+    rule = WIDE if not narrow else SMALL if G <= MOST_PARTS_G else LARGE
+    chosen = choice or (rule if itemsize == 2 else SINGLE)
+    budget = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
+    rows, block_n = chosen.rows, min(max(16, next_power_of_2(size)), 64 if narrow and itemsize == 2 else 32)
+    if itemsize > 2 and not narrow:
+        block_n = 16
+    # Keys and values stay; queries, their gradients and the weights of both pass through.
+    width = block_d + block_dv
+    while rows + block_n > 32 and itemsize * (
+        (block_n + rows * chosen.stages) * width + 2 * rows * block_n
+    ) > budget:  # fmt: skip
+        rows, block_n = (rows // 2, block_n) if rows >= block_n else (rows, block_n // 2)
+    heads = next_power_of_2(G)
+    in_tile = min(heads, rows)
+    dq_heads = min(heads, 64 if narrow else 16)
+    return Tile(
+        in_tile, block_d, block_dv, rows, block_n, chosen.warps, chosen.stages, chosen.share * (rows // in_tile),
+        chosen.keep_dq and not spans and size <= block_n, dq_heads, max(16, dq_heads), chosen.BLOCK_L,
+        chosen.dq_warps if dq_heads <= 16 else 4, chosen.dq_stages,
+    )  # fmt: skip
+
+
+class Windows(NamedTuple):
+    """How a call's tokens are dealt with: in windows of which lists and partial results are kept."""
+
+    slots: int  # units a row may have
+    slot_bits: int
+    blocks: int  # of all sequences
+    window: int  # tokens
+    work: int  # shares of one head at most
+    several: int  # of those, shares of blocks that have more than one
+    strip: int  # tokens that a program counts
+
+
+def windows(
+    tokens: int,
+    HKV: int,
+    G: int,
+    D: int,
+    Dv: int,
+    itemsize: int,
+    slots: int,
+    blocks: int,
+    size: int,
+    share: int,
+    keep_dq: bool,
+    spans: bool,
+) -> Windows:
+    """Windows whose lists and partial results stay within what the constants above allow.
+
+    Raises:
+        ValueError: what one token needs is more than that.
+    """
+    slots = max(slots, 1)
+    row = HKV * slots
+    index = row * (16 if spans else 12)
+    dq = row * G * D * itemsize if keep_dq else 0
+    sums = 2 * row * size * (D + Dv) * 4  # of a share of units
+    if index > INDEX_BYTES or dq > DQ_BYTES:
+        raise ValueError(
+            f"backward: expected the lists of a token to fit {INDEX_BYTES} bytes, got {index} bytes of {slots} blocks "
+            f"a row{'; max_selected bounds them' if spans else ''}"
+        )
+    bits = max(slots - 1, 1).bit_length()
+    most = min(tokens, INDEX_BYTES // index, (1 << 31 - bits) - 1, max(1, SUM_BYTES * share // sums))
+    most = min(most, DQ_BYTES // dq) if dq else most
+    window = even(tokens, most) if most < tokens else tokens
+    strip = STRIP
+    while strip < window and -(-window // strip) * HKV * blocks * 4 > STRIP_BYTES:
+        strip *= 2
+    counted = -(-window // strip) * HKV * blocks * 4
+    if counted > MOST_COUNT_BYTES:
+        raise ValueError(
+            f"backward: expected counters of blocks to fit {MOST_COUNT_BYTES} bytes, got {counted} bytes of "
+            f"{blocks} blocks and {HKV} KV heads"
+        )
+    units = window * slots
+    work = -(-units // share) + min(blocks, units)
+    return Windows(slots, bits, blocks, window, work, max(1, 2 * units // share), strip)
+
+
+def workspace_bytes(w: Windows, HKV: int, G: int, D: int, Dv: int, itemsize: int, size: int, keep_dq: bool) -> int:
+    """What a call allocates beside its results and the fp32 sums of dK and dV."""
+    row = HKV * w.slots
+    dq = w.window * row * G * D * itemsize if keep_dq else 0
+    sums = HKV * w.several * size * (D + Dv) * 4
+    counters = (-(-w.window // w.strip) + 3) * HKV * w.blocks * 4
+    return dq + sums + w.window * row * 16 + counters + 12 * HKV * w.work
