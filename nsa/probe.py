@@ -47,7 +47,9 @@ CRASHES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP")
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # exit statuses, of a process and of a shell that started one
 AT_WORK = ("compiling", "running")  # phases in which a death or a hang speaks of the kernel
 
-KERNEL_SOURCES = ("combine.py", "inversion.py", "key_kernels.py", "primitives.py", "query_major.py")
+KERNEL_SOURCES = tuple(
+    f"{name}.py" for name in ("backward_kernels", "combine", "inversion", "key_kernels", "primitives", "query_major")
+)
 """Of `nsa/kernels`: what kernels are compiled from, all files with a `@triton.jit`."""
 
 _CONFIGS = Path(__file__).parent / "configs"

@@ -45,10 +45,10 @@ def main(request: dict[str, Any]) -> None:
         raise RuntimeError(f"expected {device} to be {request['arch']}, found {probe.architecture(device)}")
     torch.zeros(1, device=device)  # CUDA begins: what fails until here is not the kernel
     seen = _watch(what)
-    wrong = TRIALS[what["kernel"]](what, device, say)
+    found = TRIALS[what["kernel"]](what, device, say)
     if what not in seen:
         raise RuntimeError(f"expected {what['kernel']} to be launched, saw {len(seen)} other launches")
-    say("result", wrong or "right")
+    say("result", found or "right")
 
 
 def _watch(what: dict[str, Any]) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ def _forward(what: dict[str, Any], device: torch.device, say: Say) -> str | None
     tile = tiles.Tile(**{field: (c | what["options"])[field] for field in tiles.Tile._fields})
     splits = c["CLUSTER"] or (2 if c["SPLIT"] else 1)
     tiles.choose = lambda *_, **__: (tile, splits, c["CLUSTER"] > 0)
-    make = _Maker(what, device)
+    make = Maker(what, device)
 
     HKV, S, L = (2 if c["HKV_MANY"] else 1), (3 if c["S_MANY"] else 1), c["BLOCK_L"]
     S_kv = L * (splits + tile.num_stages) + 5  # every program meets tiles enough to pipeline, and an end within one
@@ -111,7 +111,7 @@ def _forward(what: dict[str, Any], device: torch.device, say: Say) -> str | None
     _, lse = query_major.forward(
         launch, q, k, v, "probe", selection, positions, None, cu_q, cu_k, apart or given["lse_ptr"] is not None, out
     )
-    _finish(device, say)
+    finish(device, say)
 
     q, k, v = q.cpu(), k.cpu(), v.cpu()
     selection, positions, cu_q, cu_k = (x if x is None else x.cpu() for x in (selection, positions, cu_q, cu_k))
@@ -124,12 +124,12 @@ def _forward(what: dict[str, Any], device: torch.device, say: Say) -> str | None
         q.double(), k, v, **keywords, causal=c["CAUSAL"], q_positions=positions,
         cu_seqlens=None if cu_k is None or cu_q is None else (cu_q, cu_k), return_lse=True,
     )  # fmt: skip
-    return _wrong(out, o_want, q.dtype) or (None if lse is None else _wrong(lse, lse_want, torch.float32, "LSE "))
+    return beyond_rounding(out, o_want, q.dtype) or (
+        None if lse is None else beyond_rounding(lse, lse_want, torch.float32, "LSE ")
+    )
 
 
-def _selection(
-    c: dict[str, Any], lead: tuple[int, ...], HKV: int, S_kv: int, make: _Maker
-) -> tuple[Tensor, int | None]:
+def _selection(c: dict[str, Any], lead: tuple[int, ...], HKV: int, S_kv: int, make: Maker) -> tuple[Tensor, int | None]:
     """Spans or blocks, and the size of the latter. One more than a program holds at a time."""
     from nsa.kernels import primitives
 
@@ -148,7 +148,7 @@ def _selection(
     return make.ints("sel_ptr", blocks), size
 
 
-class _Maker:
+class Maker:
     """Tensors of the dtypes, alignments and strides that the parent's have."""
 
     def __init__(self, what: dict[str, Any], device: torch.device) -> None:
@@ -191,7 +191,7 @@ def _combine(what: dict[str, Any], device: torch.device, say: Say) -> str | None
     """Parts as the forward kernel leaves them, some of them empty."""
     from nsa.kernels.combine import combine
 
-    c, make = what["constexprs"], _Maker(what, device)
+    c, make = what["constexprs"], Maker(what, device)
     splits, Dv = c["SPLITS"], c["Dv"]
     tokens, HQ = 3, 2
     heads = tokens * HQ
@@ -205,14 +205,13 @@ def _combine(what: dict[str, Any], device: torch.device, say: Say) -> str | None
     parts = torch.cat([x.flatten() for x in (acc, m, total)]).to(device)
     say("phase", "compiling")
     combine(parts, splits, out, lse, c["OVERLAP"])
-    _finish(device, say)
+    finish(device, say)
 
     weights = torch.exp2(m.double() - m.double().max(0).values.clamp(min=-1e30))
     sums = (weights * total).sum(0)
     o_want = (weights[..., None] * acc).sum(0) / sums.clamp(min=1e-30)[:, None]
     lse_want = (torch.log2(sums) + m.double().max(0).values) * math.log(2)
-    wrong = _wrong(out, o_want.view(tokens, HQ, Dv), out.dtype)
-    return wrong or (None if lse is None else _wrong(lse, lse_want.view(tokens, HQ), torch.float32, "LSE "))
+    return _off(out, o_want.view(tokens, HQ, Dv), lse, lse_want.view(tokens, HQ))
 
 
 # --- key-major --------------------------------------------------------------------------------------------------------
@@ -223,7 +222,7 @@ def _key_major(what: dict[str, Any], device: torch.device, say: Say) -> str | No
     from nsa.kernels import key_major, key_tiles, primitives
 
     c, options, given = what["constexprs"], what["options"], what["tensors"]
-    make = _Maker(what, device)
+    make = Maker(what, device)
     G, D, Dv = c.get("G", 2), c.get("D", 64), c.get("Dv", 64)
     source, merging = c.get("SOURCE", primitives.BLOCKS.value), what["kernel"] == "_merge_kernel"
     walk = c.get("WALK", False)
@@ -276,7 +275,7 @@ def _key_major(what: dict[str, Any], device: torch.device, say: Say) -> str | No
     say("phase", "compiling")
     with_lse = not merging or given["lse_ptr"] is not None
     _, lse = key_major.forward(launch, q, k, v, "probe", selection, positions, None, cu_q, cu_k, with_lse, out)
-    _finish(device, say)
+    finish(device, say)
     positions, cu_q, cu_k = (x if x is None else x.cpu() for x in (positions, cu_q, cu_k))
     selection = selection.cpu()
     keywords = {"ranges": selection} if block_size is None else {"block_indices": selection, "block_size": size}
@@ -284,21 +283,44 @@ def _key_major(what: dict[str, Any], device: torch.device, say: Say) -> str | No
         q.cpu().double(), k.cpu(), v.cpu(), **keywords, causal=causal, q_positions=positions,
         cu_seqlens=None if cu_k is None or cu_q is None else (cu_q, cu_k), return_lse=True,
     )  # fmt: skip
-    return _wrong(out, o_want, q.dtype) or (None if lse is None else _wrong(lse, lse_want, torch.float32, "LSE "))
+    return beyond_rounding(out, o_want, q.dtype) or (
+        None if lse is None else beyond_rounding(lse, lse_want, torch.float32, "LSE ")
+    )
 
 
 TRIALS = {"_fwd_kernel": _forward, "_combine_kernel": _combine}
-TRIALS |= {f"_{name}_kernel": _key_major for name in ("count", "scan", "scatter", "partial", "merge")}
+TRIALS |= {f"_{name}_kernel": _key_major for name in ("count", "partial", "merge")}
 
 
-def _finish(device: torch.device, say: Say) -> None:
+def _backward(what: dict[str, Any], device: torch.device, say: Say) -> str | None:
+    from nsa.trial_backward import try_backward
+
+    return try_backward(what, device, say)
+
+
+def _either(what: dict[str, Any], device: torch.device, say: Say) -> str | None:
+    """Of a kernel of both directions."""
+    backward = any(what["tensors"].get(name) is not None for name in ("part_ptr", "strip_ptr"))
+    return (_backward if backward else _key_major)(what, device, say)
+
+
+TRIALS |= {f"_{name}_kernel": _backward for name in ("order", "strip", "delta", "dq", "dkdv", "sum", "gather")}
+TRIALS |= {f"_{name}_kernel": _either for name in ("scan", "scatter")}
+
+
+def _off(out: Tensor, o_want: Tensor, lse: Tensor | None, lse_want: Tensor) -> str | None:
+    wrong = beyond_rounding(out, o_want, out.dtype)
+    return wrong or (None if lse is None else beyond_rounding(lse, lse_want, torch.float32, "LSE "))
+
+
+def finish(device: torch.device, say: Say) -> None:
     say("phase", "running")
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     say("phase", "comparing")
 
 
-def _wrong(got: Tensor, want: Tensor, dtype: torch.dtype, of: str = "") -> str | None:
+def beyond_rounding(got: Tensor, want: Tensor, dtype: torch.dtype, of: str = "") -> str | None:
     """What is wrong beyond rounding, which is within two units in the last place of the largest value there is.
 
     One key of a few hundred lost, one element of a head dimension or a scale 3% off is further off than that.

@@ -344,7 +344,7 @@ def _sum_kernel(
     BLOCK_N: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Add the partial sums of blocks that took several shares, in their order. A program ``BLOCK_N`` keys of a block."""
+    """Add up the partial sums of blocks that took several shares, in order. A program ``BLOCK_N`` keys of a block."""
     block = tl.program_id(0)
     head_kv = tl.program_id(1)
     of_block = head_kv * blocks + block

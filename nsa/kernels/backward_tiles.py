@@ -44,9 +44,9 @@ class Choice(NamedTuple):
 forced: Choice | None = None
 """What a sweep wants launched next."""
 
-# Not measured: registers and shared memory as the compile matrix has them.
-SMALL = Choice(64, 4, 1, 32, True, 32, 1, 2)
-LARGE = Choice(64, 4, 1, 32, False, 32, 4, 2)
+# Not measured: chosen by registers and shared memory, as the compile matrix has them.
+SMALL = Choice(64, 8, 2, 32, True, 32, 1, 2)
+LARGE = Choice(64, 8, 2, 32, False, 32, 4, 2)
 WIDE = Choice(32, 8, 1, 32, False, 16, 4, 1)  # D or Dv above 128
 SINGLE = Choice(16, 4, 1, 32, False, 16, 4, 1)  # fp32: dots run on the CUDA cores
 

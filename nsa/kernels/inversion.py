@@ -270,8 +270,8 @@ def _scan_kernel(
     """Where each block's units begin, and the work: at most ``SHARE`` units of one block. A program a window and head.
 
     count, start ``[windows, HKV, blocks]``; work ``[3, windows, HKV, work]``: block, first unit, units (zero before:
-    no work); part ``[windows, HKV, blocks]`` or None: where the partial sums of a block begin, among those of all blocks
-    that take several shares.
+    no work); part ``[windows, HKV, blocks]`` or None: where the partial sums of a block begin, among those of all
+    blocks that take several shares.
     """
     group = tl.program_id(0)
     all_work = tl.num_programs(0) * work

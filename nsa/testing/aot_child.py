@@ -40,7 +40,7 @@ def main(name: str, extent: str) -> None:
 
 
 def _call(point: Point) -> None:
-    from nsa.kernels import key_major, query_major
+    from nsa.kernels import backward, key_major, query_major
 
     kernel = key_major if "key_major" in point.options else query_major
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[point.dtype]
@@ -72,6 +72,11 @@ def _call(point: Point) -> None:
         if "q_positions" in point.options:
             tensors["q_positions"] = meta(*lead, dtype=torch.int64)
     q, k, v = meta(*lead, HKV * G, D), meta(*cache, D), meta(*cache, Dv)
+    if "backward" in point.options:
+        out, lse = meta(*lead, HKV * G, Dv), meta(*lead, HKV * G, dtype=torch.float32)
+        planned = backward.launch_for(q, k, v, **tensors, block_size=block_size, causal=point.causal, bound=point.L)
+        backward.backward(planned, out, lse, q, k, v, out, lse, **tensors, route="backward")
+        return
     tiles.forced = point.choice
     launch = kernel.launch_for(
         q, k, v, **tensors, block_size=block_size, causal=point.causal, bound=point.L,

@@ -7,10 +7,8 @@ import dataclasses
 from nsa.kernels import tiles
 
 MOST = 60
-"""Points of one architecture; what a table of tiles adds to `POINTS` is cut to that."""
-
-MERGES = 8
-"""So many fewer, since some launch a kernel that merges parts, too: more of them where there are no clusters."""
+"""Points of one architecture, each a configuration that `tiles.py` or its like returns for a call; one may launch
+several kernels. What a table of tiles adds to `POINTS` is cut to that."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Point:
     n: int = 1  # spans
     causal: bool = False
     HKV: int = 1
-    options: tuple[str, ...] = ()  # of cu_seqlens, q_positions, int64, per_head, unpipelined, key_major
+    options: tuple[str, ...] = ()  # of cu_seqlens, q_positions, int64, per_head, unpipelined, key_major, backward
     choice: tiles.Choice | None = None  # as a sweep forces it; else the tables and rules of `tiles`
 
     @property
@@ -95,6 +93,8 @@ QUICK = (
     Point("blocks", "bf16", 16, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("key_major",)),
     Point("blocks", "bf16", 4, 128, 128, 8192, 1024, n=16, causal=True, HKV=8, options=("key_major",)),
     Point("ranges", "fp16", 1, 64, 64, 4096, 1024, n=16, causal=True, HKV=16, options=("key_major", "cu_seqlens")),
+    Point("blocks", "bf16", 16, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("backward",)),
+    Point("ranges", "fp16", 1, 64, 64, 4096, 1024, n=16, causal=True, HKV=16, options=("backward", "cu_seqlens")),
 )
 """What `make test` compiles."""
 
@@ -123,6 +123,14 @@ POINTS = (
     Point("blocks", "fp16", 16, 64, 16, 4096, 192, n=8, causal=True, options=("key_major", "int64")),  # blocks of 24
     Point("blocks", "bf16", 64, 256, 256, 4096, 2048, n=16, causal=True, options=("key_major",)),  # and of 128
     Point("blocks", "fp32", 4, 128, 128, 4096, 1024, n=16, causal=True, HKV=2, options=("key_major",)),
+    Point("blocks", "bf16", 4, 128, 128, 8192, 1024, n=16, causal=True, HKV=8, options=("backward",)),
+    Point("blocks", "bf16", 1, 128, 128, 8192, 1024, n=16, causal=True, HKV=16, options=("backward",)),
+    Point("blocks", "fp16", 8, 128, 64, 4096, 1024, n=16, causal=True, HKV=4, options=("backward", "cu_seqlens")),
+    Point("blocks", "bf16", 3, 100, 96, 1000, 512, n=16, options=("backward", "q_positions", "int64")),
+    Point("blocks", "bf16", 64, 128, 128, 4096, 1024, n=16, causal=True, options=("backward",)),
+    Point("blocks", "bf16", 128, 256, 256, 4096, 2048, n=16, causal=True, options=("backward",)),  # blocks of 128
+    Point("ranges", "bf16", 16, 192, 128, 4096, 1024, n=16, causal=True, options=("backward",)),
+    Point("blocks", "fp32", 4, 128, 128, 4096, 1024, n=16, causal=True, HKV=2, options=("backward",)),
 )
 """What every architecture compiles by `make aot`."""
 
@@ -131,7 +139,7 @@ def points(architecture: Architecture, extent: str) -> tuple[Point, ...]:
     """What `architecture` compiles: `quick`, or `full`."""
     if extent == "quick":
         return QUICK
-    return (*POINTS, *_of_table(architecture)[: MOST - MERGES - len(POINTS)])
+    return (*POINTS, *_of_table(architecture)[: MOST - len(POINTS)])
 
 
 def _of_table(architecture: Architecture) -> list[Point]:

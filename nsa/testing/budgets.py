@@ -34,7 +34,7 @@ SPILLS_KNOWN = {
 }
 """What is worth more than that where nothing is recorded, and the most that was seen."""
 
-MULTIPLY = ("_fwd_kernel", "_partial_kernel")
+MULTIPLY = ("_fwd_kernel", "_partial_kernel", "_dkdv_kernel", "_dq_kernel")
 """Kernels that are made of dot products."""
 
 Limits = dict[str, tuple[int, int]]

@@ -12,7 +12,7 @@ import torch
 
 import nsa
 from nsa import probe, settings, trial
-from nsa.kernels import combine, key_major, key_tiles, query_major, tiles
+from nsa.kernels import backward, backward_tiles, combine, key_major, key_tiles, query_major, tiles
 from nsa.kernels.launch import Variant
 from nsa.testing.aot_points import ARCHITECTURES
 
@@ -40,6 +40,7 @@ def fresh():
     query_major._variant.cache_clear()
     combine._variant.cache_clear()
     key_major._variants.cache_clear()
+    backward._variants.cache_clear()
 
 
 @pytest.fixture
@@ -67,6 +68,8 @@ def attempt(monkeypatch, device):
             patch.setattr(key_tiles, "select", key_tiles.select)
             patch.setattr(key_major, "WIDE", key_major.WIDE)
             patch.setattr(key_major, "span_bucket", key_major.span_bucket)
+            patch.setattr(backward_tiles, "select", backward_tiles.select)
+            patch.setattr(backward, "span_bucket", backward.span_bucket)
             patch.setattr(probe, "require", probe.require)
             fresh()
             seen = trial._watch(what)
@@ -191,6 +194,73 @@ def test_a_lost_unit_is_wrong(key_major_calls, launches_of, attempt, monkeypatch
 LAST = ["_partial_kernel", "_merge_kernel"]
 
 
+@pytest.fixture
+def backward_calls(draw, same, device):
+    """Backward passes that compile different variants, by name."""
+    cu = torch.tensor([0, 1, 3], dtype=torch.int32, device=device)
+    ranges, blocks = same([(0, 7), (9, 13)], 1, 3, 2), same([1, -1, 0], 1, 3, 2)
+
+    def passing(qkv, selection, block_size=None, with_lse=False, **about):
+        def call():
+            q, k, v = qkv
+            launch = backward.launch_for(q, k, v, selection=selection, block_size=block_size, **about)
+            about.pop("causal", None)
+            do = torch.ones(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=device)
+            lse = torch.ones(q.shape[:-1], device=device)
+            backward.backward(launch, do, lse if with_lse else None, q, k, v, do, lse, "backward", selection, **about)
+
+        return call
+
+    halves = [x.half() for x in draw(G=3, D=20, Dv=36)]
+    packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu.long() * 7, "causal": True}
+    where = torch.zeros(1, 3, dtype=torch.int64, device=device)
+    return {
+        "ranges": passing(draw(), ranges, causal=True, q_positions=where),
+        "blocks": passing(halves, blocks, 16, with_lse=True),
+        "large-blocks": passing([x.half() for x in draw(S_kv=200)], blocks.long(), 96, causal=True),
+        "varlen": passing(draw(S=3, S_kv=21, varlen=True), ranges[0], **packed),
+    }
+
+
+@pytest.mark.parametrize("name", ["ranges", "blocks", "large-blocks", "varlen"])
+def test_right_backward_kernels_are_right(backward_calls, launches_of, attempt, name):
+    whats = launches_of(backward_calls[name])
+    dq = ["_gather_kernel"] if name == "blocks" else ["_dq_kernel"]
+    index = ["_order_kernel", "_strip_kernel", "_scan_kernel", "_scatter_kernel"]
+    assert sorted(what["kernel"] for what in whats) == sorted(
+        ["_delta_kernel", *index, "_dkdv_kernel", "_sum_kernel", *dq]
+    )
+    alike = ("_delta_kernel", "_strip_kernel", "_scan_kernel", "_scatter_kernel")  # tried once is enough
+    tried = [what for what in whats if name == "blocks" or what["kernel"] not in alike]
+    assert [attempt(what) for what in tried] == [None] * len(tried)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tensor", "said"),
+    [
+        ("_delta_kernel", "stats_ptr", "max d"),
+        ("_dkdv_kernel", "dk_ptr", "max dk error"),
+        ("_dkdv_kernel", "dv_ptr", "max dv error"),
+        ("_gather_kernel", "dq_ptr", "max dq error"),
+        ("_scatter_kernel", "unit_ptr", "max d"),
+    ],
+)
+def test_wrong_backward_kernels_are_wrong(backward_calls, launches_of, attempt, monkeypatch, kernel, tensor, said):
+    """One element of what it writes is off; of the list of units another takes its place."""
+    real = Variant.launch
+
+    def launch(self, grid, device, tensors, *rest):
+        real(self, grid, device, tensors, *rest)
+        if self.kernel.fn.__name__ == kernel:
+            x = tensors[self.kernel.arg_names.index(tensor)].view(-1)
+            x[0] = x[1] if kernel == "_scatter_kernel" else x[0] + 0.5
+
+    what = next(x for x in launches_of(backward_calls["blocks"]) if x["kernel"] == kernel)
+    with monkeypatch.context() as patch:
+        patch.setattr(Variant, "launch", launch)
+        assert attempt(what).startswith(said)
+
+
 def test_split_and_merge(calls, launches_of, attempt, split):
     with nsa.configure(sel_triton_min_L=0):
         whats = launches_of(calls["lse"])
@@ -278,6 +348,6 @@ def test_a_kernel_that_is_hardly_wrong_is_wrong(calls, launches_of, attempt, mon
 
 def test_nothing_but_zeros_is_compared_too():
     nothing = torch.zeros(2, 3, dtype=torch.float64)
-    assert trial._wrong(nothing.half(), nothing, torch.float16) is None
-    assert trial._wrong(nothing.half() + 0.01, nothing, torch.float16).startswith("max error 0.01")
-    assert trial._wrong(nothing - torch.inf, nothing - torch.inf, torch.float32) is None
+    assert trial.beyond_rounding(nothing.half(), nothing, torch.float16) is None
+    assert trial.beyond_rounding(nothing.half() + 0.01, nothing, torch.float16).startswith("max error 0.01")
+    assert trial.beyond_rounding(nothing - torch.inf, nothing - torch.inf, torch.float32) is None

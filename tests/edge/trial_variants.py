@@ -11,7 +11,7 @@ import json
 import torch
 
 from nsa import probe, settings, trial
-from nsa.kernels import combine, key_major, key_tiles, query_major, tiles
+from nsa.kernels import backward, backward_tiles, combine, key_major, key_tiles, query_major, tiles
 from nsa.kernels.launch import Variant
 from nsa.testing import aot_child, aot_points
 
@@ -32,13 +32,21 @@ def main() -> None:
         seen.append(json.loads(json.dumps(probe.describe(self, tensors))))
 
     Variant.launch = launch
-    choose, select, bucket, report = tiles.choose, key_tiles.select, key_major.span_bucket, {}
+    real = [(tiles, "choose"), (key_tiles, "select"), (key_major, "span_bucket")]
+    real += [(backward_tiles, "select"), (backward, "span_bucket")]
+    as_it_is = [(module, name, getattr(module, name)) for module, name in real]
+
+    def restore() -> None:
+        for module, name, value in as_it_is:
+            setattr(module, name, value)
+
+    report = {}
     gpus = [chip for chip in aot_points.ARCHITECTURES.values() if chip.backend == "cuda"]
     for chip, point in [(gpu, point) for gpu in gpus for point in aot_points.points(gpu, "full")]:
         query_major.device_limits = lambda device, chip=chip: (chip.capability, chip.processors)
         query_major.gpu_name = lambda device, chip=chip: chip.gpu
         seen.clear()
-        tiles.choose, key_tiles.select, key_major.span_bucket = choose, select, bucket
+        restore()
         settings.reload()
         aot_child._call(point)
         for what in list(seen):
@@ -47,7 +55,8 @@ def main() -> None:
             query_major._variant.cache_clear()
             combine._variant.cache_clear()
             key_major._variants.cache_clear()
-            key_tiles.select, key_major.span_bucket = select, bucket
+            backward._variants.cache_clear()
+            restore()
             try:
                 trial.TRIALS[what["kernel"]](what, torch.device("meta"), stop)
             except Launched:

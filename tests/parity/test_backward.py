@@ -1,0 +1,76 @@
+"""Gradients of the backward kernels over the lane's matrix, against fp64, bounded by dense SDPA's in the same dtype."""
+
+import pytest
+import torch
+
+import nsa.kernels
+from nsa.kernels import backward, backward_tiles
+from nsa.testing.cases import Case
+from nsa.testing.fixtures import over
+from nsa.testing.gradients import GradientOracle, assert_gradients
+from nsa.testing.plugin import current_lane
+
+
+def trained(case: Case) -> bool:
+    """Prompts: many queries, blocks or spans. Of the interpreter's each group size and geometry once."""
+    if case.source not in ("ranges", "blocks") or case.large:
+        return False
+    if current_lane() == "gpu":
+        return case.S > 1 or bool(case.seqlens)
+    return (case.S > 2 or bool(case.seqlens)) and case.H * case.D <= 1024 and not case.shared
+
+
+@pytest.fixture(scope="module")
+def gradients(problem) -> GradientOracle:
+    return GradientOracle.of(problem)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What the kernels allocate is full of NaN, and of integers far out of bounds."""
+    real = backward.workspace
+
+    def workspace(size, dtype, device):
+        return real(size, dtype, device).fill_(float("nan") if dtype.is_floating_point else 0x3F3F3F3F)
+
+    monkeypatch.setattr(backward, "workspace", workspace)
+
+
+def run(oracle: GradientOracle) -> tuple[torch.Tensor, ...]:
+    p = oracle.problem
+    cu_q, cu_k = p.cu_seqlens_pair or (None, None)
+    selection = p.ranges if p.block_indices is None else p.block_indices
+    launch = backward.launch_for(
+        p.q, p.k, p.v, selection=selection, block_size=p.block_size, causal=p.causal, q_positions=p.q_positions,
+        cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, bound=p.case.L if p.block_indices is None else None,
+    )  # fmt: skip
+    before = nsa.kernels.launches["backward"]
+    got = backward.backward(
+        launch, oracle.do, None, p.q, p.k, p.v, oracle.o, oracle.lse, "backward", selection, p.q_positions, p.scale,
+        cu_q, cu_k,
+    )  # fmt: skip
+    assert nsa.kernels.launches["backward"] == before + 1
+    return got
+
+
+@over(trained)
+def test_triton_sel_parity_backward(gradients: GradientOracle) -> None:
+    assert_gradients(run(gradients), gradients, "backward")
+
+
+@over(lambda c: trained(c) and c.source == "blocks" and c.H in (1, 4, 16) and c.dtype != "fp32")
+def test_triton_sel_parity_backward_other_dq(gradients: GradientOracle, monkeypatch) -> None:
+    """dQ query-major where it comes from key blocks, and the other way round; in small shares, merged in order."""
+    case = gradients.problem.case
+    usual = backward_tiles.select(90, 2, case.H, case.D, case.Dv, case.block_size, False)
+    choice = backward_tiles.Choice(32, 4, 1, 1, not usual.keep_dq, 16, 1, 1)
+    monkeypatch.setattr(backward_tiles, "forced", choice)
+    assert_gradients(run(gradients), gradients, str(choice))
+
+
+@over(lambda c: trained(c) and c.H in (2, 8) and c.dtype != "fp32")
+def test_gradients_are_bitwise_equal(gradients: GradientOracle, monkeypatch) -> None:
+    """Twice, in many shares: sums have an order."""
+    monkeypatch.setattr(backward_tiles, "forced", backward_tiles.Choice(32, 4, 1, 1, False, 16, 1, 1))
+    first, second = run(gradients), run(gradients)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
