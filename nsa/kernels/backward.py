@@ -222,7 +222,7 @@ def backward(
     dq = torch.empty(q.shape, dtype=q.dtype, device=device)
     dk = torch.zeros((launch.keys, HKV, D), dtype=torch.float32, device=device)
     dv = torch.zeros((launch.keys, HKV, Dv), dtype=torch.float32, device=device)
-    if launch.tokens == 0 or launch.keys == 0:
+    if launch.tokens == 0 or launch.keys == 0 or sizes["n"] == 0:
         return dq.zero_(), dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype)
     launches[route] += 1
     do, o, lse, selection = (x.contiguous() for x in (do, o, lse, selection))

@@ -1,0 +1,278 @@
+"""The backward kernels where calls are odd: lists in order, windows, shares, duplicates, nothing to read, too much."""
+
+import math
+
+import pytest
+import torch
+
+from nsa.kernels import backward, backward_tiles
+from nsa.kernels.launch import Variant
+from nsa.reference import selection_reference
+from nsa.testing.plugin import current_lane
+
+Choice = backward_tiles.Choice
+SHARES = Choice(16, 4, 1, 1, True, 16, 1, 1)  # one tile a share
+LIMITS = {"DQ_BYTES", "SUM_BYTES", "INDEX_BYTES", "STRIP_BYTES", "STRIP"}
+
+
+@pytest.fixture
+def limit(monkeypatch, fresh_plans):
+    """`limit(DQ_BYTES=…)` for one test; plans that knew others are forgotten."""
+
+    def make(**limits):
+        assert set(limits) <= LIMITS
+        for name, value in limits.items():
+            monkeypatch.setattr(backward_tiles, name, value)
+        backward.plan.cache_clear()
+
+    return make
+
+
+@pytest.fixture
+def gradients(monkeypatch):
+    """`gradients(q, k, v, do, dlse=None, choice=None, **selection) -> (dq, dk, dv)`, of NaN where nobody wrote."""
+    real = backward.workspace
+
+    def workspace(size, dtype, device):
+        return real(size, dtype, device).fill_(math.nan if dtype.is_floating_point else 0x3F3F3F3F)
+
+    def make(q, k, v, do, dlse=None, choice=None, causal=True, **selection):
+        monkeypatch.setattr(backward, "workspace", workspace)
+        monkeypatch.setattr(backward_tiles, "forced", choice)
+        cu = selection.get("cu_seqlens")
+        o, lse = selection_reference(q.double(), k, v, **selection, causal=causal, return_lse=True)
+        about = {
+            "q_positions": selection.get("q_positions"),
+            "cu_seqlens_q": cu and cu[0],
+            "cu_seqlens_k": cu and cu[1],
+        }
+        blocks = selection.get("block_indices")
+        picked = selection["ranges"] if blocks is None else blocks
+        launch = backward.launch_for(
+            q, k, v, selection=picked, block_size=selection.get("block_size"), causal=causal, **about
+        )
+        scale = about | {"scale": selection.get("scale")}
+        return backward.backward(launch, do, dlse, q, k, v, o.to(q.dtype), lse.float(), "backward", picked, **scale)
+
+    return make
+
+
+def exact(q, k, v, do, dlse=None, **selection):
+    """Gradients of the oracle in fp64."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    o, lse = selection_reference(*leaves, **selection, return_lse=True)
+    loss = (o * do.double()).sum()
+    if dlse is not None:
+        loss = loss + (lse.masked_fill(lse.isinf(), 0) * dlse.double()).sum()
+    return torch.autograd.grad(loss, leaves)
+
+
+def close(got, want):
+    for x, y in zip(got, want, strict=True):
+        eps = torch.finfo(x.dtype).eps
+        torch.testing.assert_close(x.double(), y, rtol=0, atol=max(16 * eps, 1e-5) * float(y.abs().max().clamp(min=1)))
+
+
+def random_blocks(seed, blocks, *shape, device):
+    """Random block indices, some of them padding, some too far, some twice."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(-1, blocks + 1, shape, generator=g).int().to(device)
+
+
+@pytest.fixture
+def like(draw):
+    """`like(x)`: N(0, 1) of its shape and dtype."""
+    return lambda x, seed=7: torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x)
+
+
+@pytest.mark.parametrize("source", ["blocks", "ranges"])
+def test_units_are_listed_in_order(draw, device, like, gradients, limit, monkeypatch, source):
+    """Of tokens, then of slots, block by block, whatever the strips: what sums go by."""
+    S, n, size, S_kv = (3000, 16, 16, 3000) if current_lane() == "gpu" else (19, 3, 8, 40)
+    limit(STRIP=4 if current_lane() == "interpreter" else 64)
+    q, k, v = draw(S=S, S_kv=S_kv)
+    taken = {}
+    real = Variant.launch
+
+    def launch(self, grid, device, tensors, numbers, *rest):
+        real(self, grid, device, tensors, numbers, *rest)
+        if self.kernel.fn.__name__ == "_scatter_kernel":
+            taken.update(zip(("block", "rank", "start", "strips", "unit"), tensors, strict=True))
+
+    monkeypatch.setattr(Variant, "launch", launch)
+    blocks = random_blocks(0, -(-S_kv // size), 1, S, 2, n, device=device)
+    selection = {"block_indices": blocks, "block_size": size}
+    if source == "ranges":  # two spans of a row share a block
+        start = blocks.clamp(min=0) * size
+        selection = {"ranges": torch.stack((start, start + blocks % 3 * size), -1)}
+    gradients(q, k, v, like(q), **selection)
+    block, unit = taken["block"].cpu().view(S, 2, -1), taken["unit"].cpu().view(2, -1)
+    bits = max(block.shape[-1] - 1, 1).bit_length()
+    for head in range(2):
+        of_head = block[:, head].flatten()
+        order = torch.sort(of_head, stable=True).indices
+        order = order[of_head[order] >= 0]
+        assert order.numel() > S
+        want = (order // block.shape[-1] << bits) | order % block.shape[-1]
+        assert torch.equal(unit[head, : want.numel()].long(), want)
+
+
+WINDOWS = {"one": {}, "strips": {"STRIP": 4}, "index": {"INDEX_BYTES": 12 * 2 * 3 * 5}, "sums": {"SUM_BYTES": 1}}
+
+
+@pytest.mark.parametrize("limits", WINDOWS)
+def test_windows_and_strips_change_nothing(draw, device, like, gradients, limit, limits):
+    """Seven queries a strip or window, shares of one tile: sums go on from window to window."""
+    limit(**WINDOWS[limits])
+    q, k, v = (x.half() for x in draw(S=12, S_kv=40))
+    selection = {"block_indices": random_blocks(1, 5, 1, 12, 2, 3, device=device), "block_size": 8}
+    launch = backward.launch_for(q, k, v, selection=selection["block_indices"], block_size=8, causal=True)
+    assert (launch.windows.window < 12) == (limits in ("index", "sums"))
+    assert (launch.windows.strip < 12) == (limits == "strips")
+    do = like(q)
+    close(gradients(q, k, v, do, choice=SHARES, **selection), exact(q, k, v, do, **selection))
+
+
+def test_keys_of_dq_in_windows(draw, device, like, gradients, limit):
+    limit(DQ_BYTES=2 * 3 * 2 * 16 * 2 * 5)  # of five tokens
+    q, k, v = (x.half() for x in draw(S=12, S_kv=40))
+    selection = {"block_indices": random_blocks(1, 5, 1, 12, 2, 3, device=device), "block_size": 8}
+    launch = backward.launch_for(q, k, v, selection=selection["block_indices"], block_size=8, causal=True)
+    assert launch.tile.keep_dq
+    assert launch.windows.window == 5
+    do = like(q)
+    close(gradients(q, k, v, do, **selection), exact(q, k, v, do, **selection))
+
+
+@pytest.mark.parametrize("G", [1, 40, 128])
+def test_heads_in_tiles(draw, device, like, gradients, G):
+    """A unit's heads are one tile, several or a part of one."""
+    q, k, v = (x.half() for x in draw(S=3, HKV=1, G=G))
+    selection = {"block_indices": random_blocks(2, 3, 1, 3, 1, 2, device=device), "block_size": 8}
+    do = like(q)
+    for choice in (None, SHARES):
+        close(gradients(q, k, v, do, choice=choice, **selection), exact(q, k, v, do, **selection))
+
+
+@pytest.mark.parametrize("source", ["blocks", "ranges"])
+def test_keys_listed_twice_count_twice(draw, same, like, gradients, source, dtype):
+    q, k, v = draw(dtype=dtype)
+    selection = {"block_indices": same([1, 0, 1, 1], 1, 3, 2), "block_size": 8}
+    if source == "ranges":
+        selection = {"ranges": same([(0, 9), (3, 7), (8, 20), (3, 7)], 1, 3, 2)}
+    do = like(q)
+    close(gradients(q, k, v, do, **selection), exact(q, k, v, do, **selection))
+
+
+@pytest.mark.parametrize("source", ["blocks", "ranges"])
+def test_gradient_of_the_lse(draw, same, like, gradients, source, dtype):
+    """Also of a row that reads nothing, whose LSE is -inf."""
+    q, k, v = draw(dtype=dtype, Dv=24)
+    selection = {"block_indices": same([1, 0], 1, 3, 2), "block_size": 8}
+    if source == "ranges":
+        selection = {"ranges": same([(0, 9), (3, 7)], 1, 3, 2)}
+    next(iter(selection.values()))[0, 1, 0] = -1
+    do, dlse = like(q[..., :1].expand(*q.shape[:-1], 24)), like(q[..., 0].float(), 8)
+    got = gradients(q, k, v, do, dlse, **selection)
+    close(got, exact(q, k, v, do, dlse, **selection))
+    assert not got[0][0, 1, :2].any()
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.2, 0.0])
+def test_scale(draw, same, like, gradients, scale):
+    q, k, v = draw()
+    selection = {"block_indices": same([1, 0], 1, 3, 2), "block_size": 8, "scale": scale}
+    do = like(q)
+    close(gradients(q, k, v, do, **selection), exact(q, k, v, do, **selection))
+
+
+@pytest.mark.parametrize("what", ["tokens", "keys", "slots", "selected"])
+def test_nothing_to_do(draw, same, like, gradients, what):
+    """No token, no key, no slot, or nothing in them: gradients are zero."""
+    q, k, v = draw(S=0 if what == "tokens" else 3, S_kv=0 if what == "keys" else 24)
+    blocks = same([-1, 99], 1, q.shape[1], 2)
+    blocks = blocks[..., :0] if what == "slots" else blocks
+    got = gradients(q, k, v, like(q), block_indices=blocks, block_size=8)
+    for x, y in zip(got, (q, k, v), strict=True):
+        assert x.shape == y.shape
+        assert not x.any()
+
+
+def test_strides(draw, same, like, gradients):
+    """Inputs as views; the gradient of a sum has strides of 0."""
+    q, k, v = draw(S=4)
+    views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    selection = {"block_indices": same([1, 0], 1, 4, 2), "block_size": 8}
+    do = q.new_ones(1).expand(q.shape)
+    close(gradients(*views, do, **selection), exact(q, k, v, do, **selection))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of inf * 0
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_what_nobody_reads_reaches_no_gradient(draw, same, like, gradients, poison):
+    """NaN and inf in keys that no span holds, in the same block of the grid: to spans keys are single ones."""
+    q, k, v = draw(S=4, S_kv=24)
+    selection = {"ranges": same([(3, 7)], 1, 4, 2)}
+    do = like(q)
+    want = gradients(q, k, v, do, **selection)
+    bad = [x.clone() for x in (k, v)]
+    for x in bad:
+        x[:, :3], x[:, 7:] = poison, poison
+    for a, b in zip(gradients(q, *bad, do, **selection), want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_bad_query_spoils_only_what_it_reads(draw, same, like, gradients):
+    """dK and dV of keys in blocks that the query with the NaN did not select are as without it."""
+    q, k, v = draw(S=2, S_kv=24, HKV=1)
+    blocks = same([0], 1, 2, 1)
+    blocks[0, 1] = 2
+    selection = {"block_indices": blocks, "block_size": 8, "causal": False}
+    do = like(q)
+    want = gradients(q, k, v, do, **selection)
+    q[0, 0] = math.nan
+    dq, dk, dv = gradients(q, k, v, do, **selection)
+    assert dq[0, 0].isnan().all()
+    assert torch.equal(dq[0, 1], want[0][0, 1])
+    assert torch.equal(dk[0, 8:], want[1][0, 8:])
+    assert torch.equal(dv[0, 8:], want[2][0, 8:])
+
+
+def test_too_much_to_count_is_refused(device):
+    def ask(S_kv=64, HKV=1, S=1, n=4, size=None):
+        q, k = (torch.empty(1, s, HKV, 16, device="meta") for s in (S, S_kv))
+        shape = (1, S, HKV, n) if size else (1, S, HKV, n, 2)
+        backward.launch_for(q, k, k, selection=torch.empty(shape, device="meta"), block_size=size)
+
+    with pytest.raises(ValueError, match=r"backward: expected at most 2147483391 keys"):
+        ask(S_kv=2**31)
+    with pytest.raises(ValueError, match=r"65535 KV heads, got 64 and 70000"):
+        ask(HKV=70_000)
+    with pytest.raises(ValueError, match=r"lists of a token to fit .* max_selected bounds them"):
+        ask(S_kv=2**29)
+    with pytest.raises(ValueError, match=r"counters of blocks to fit"):
+        ask(S_kv=2**31 - 1000, size=1)
+
+
+@pytest.mark.parametrize("T", [8192, 65_536, 131_072, 1 << 20])
+@pytest.mark.parametrize(("HQ", "HKV"), [(64, 4), (32, 4), (32, 8), (16, 16)])
+def test_workspace_is_bounded(T, HQ, HKV):
+    """1 GiB beside the results and the fp32 sums of dK and dV, at any length."""
+    tile = backward_tiles.select(90, 2, HQ // HKV, 128, 128, 64, False)
+    blocks = -(-T // 64)
+    w = backward_tiles.windows(T, HKV, HQ // HKV, 128, 128, 2, 16, blocks, 64, tile.share, tile.keep_dq, False)
+    assert 0 < w.window <= T
+    assert w.window * 16 * HKV * HQ // HKV * 128 < 2**31, "offsets of parts of dQ are int32"
+    assert backward_tiles.workspace_bytes(w, HKV, HQ // HKV, 128, 128, 2, 64, tile.keep_dq) <= 1 << 30
+    assert 2**w.slot_bits * w.window <= 2**31
+
+
+def test_tiles_fit_every_architecture():
+    for capability in (80, 89, 90, 100, 120, 9):
+        for itemsize in (2, 4):
+            for G in (1, 3, 16, 128):
+                for D in (16, 100, 256):
+                    tile = backward_tiles.select(capability, itemsize, G, D, D, 64, False)
+                    assert tile.BLOCK_M % tile.HEADS == 0
+                    assert min(tile.BLOCK_M, tile.BLOCK_N) >= 16
+                    assert not tile.keep_dq or tile.BLOCK_N >= 64
