@@ -22,6 +22,7 @@ from nsa.kernels.tiles import span_bucket
 
 COUNTED = 32  # slots that a program which counts takes at a time
 ELEMENTS = 1024  # of a program that scans or scatters
+STRIPPED = 32  # blocks of a program that adds up strips
 STATS_ROWS = 4
 SUM_ROWS = 16  # keys of a program that adds partial sums
 
@@ -134,7 +135,7 @@ def _variants(
     total = {"D": D, "Dv": Dv, "LAYOUT": layout, "BLOCK_N": min(SUM_ROWS, tile.BLOCK_N), "SHARE": tile.share} | wide
     return {
         "order": Variant(inversion._order_kernel, order, {"num_warps": 1}),
-        "strip": Variant(inversion._strip_kernel, {"CHUNK": 64}, {"num_warps": 2}),
+        "strip": Variant(inversion._strip_kernel, {"CHUNK": STRIPPED, "AT_ONCE": 32}, {"num_warps": 4}),
         "scan": Variant(inversion._scan_kernel, {"SHARE": tile.share, "CHUNK": ELEMENTS}, {"num_warps": 4}),
         "scatter": Variant(inversion._scatter_kernel, {"CHUNK": ELEMENTS}, {"num_warps": 4}),
         "delta": Variant(backward_kernels._delta_kernel, delta, {"num_warps": 1}),
@@ -258,7 +259,7 @@ def backward(
             "order", (-(-now // w.strip), HKV, 1), (selection, *about, block, span, rank, counted),
             "B S S_kv HKV n size slots blocks first now strip",
         )  # fmt: skip
-        run("strip", (-(-w.blocks // 64), HKV, 1), (counted, count), "HKV blocks strips")
+        run("strip", (-(-w.blocks // STRIPPED), HKV, 1), (counted, count), "HKV blocks strips")
         run("scan", (HKV, 1, 1), (count, start, work, part), "HKV blocks work")
         run(
             "scatter", (-(-now * row // ELEMENTS), 1, 1), (block, rank, start, counted, unit),

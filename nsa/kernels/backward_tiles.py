@@ -20,7 +20,7 @@ INDEX_BYTES = 56 << 20
 STRIP_BYTES = 64 << 20
 """Counters of blocks, one for each strip of tokens."""
 
-STRIP = 64
+STRIP = 16
 """Tokens of a strip at least: a program counts them one after the other."""
 
 MOST_PARTS_G = 16

@@ -238,21 +238,22 @@ def _order_kernel(
 
 
 @triton.jit(do_not_specialize=RUNTIME)
-def _strip_kernel(count_ptr, total_ptr, HKV, blocks, strips, CHUNK: tl.constexpr):
+def _strip_kernel(count_ptr, total_ptr, HKV, blocks, strips, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr):
     """Units of each block in the strips before, in place of those in the strip; total ``[HKV, blocks]``.
 
-    A program ``CHUNK`` blocks of a head.
+    A program ``CHUNK`` blocks of a head, ``AT_ONCE`` strips at a time.
     """
     head = tl.program_id(1)
     block = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    inside = block < blocks
     total = tl.zeros([CHUNK], tl.int32)
-    for i in range(0, strips):
-        at = count_ptr + (i * HKV + head) * blocks + block
-        count = tl.load(at, mask=inside, other=0)
-        tl.store(at, total, mask=inside)
-        total += count
-    tl.store(total_ptr + head * blocks + block, total, mask=inside)
+    for begin in range(0, strips, AT_ONCE):
+        strip = begin + tl.arange(0, AT_ONCE)
+        at = count_ptr + ((strip * HKV + head) * blocks)[:, None] + block[None, :]
+        mask = (strip < strips)[:, None] & (block < blocks)[None, :]
+        count = tl.load(at, mask=mask, other=0)  # [AT_ONCE, CHUNK]
+        tl.store(at, total[None, :] + tl.cumsum(count, 0) - count, mask=mask)
+        total += tl.sum(count, 0)
+    tl.store(total_ptr + head * blocks + block, total, mask=block < blocks)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
