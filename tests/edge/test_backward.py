@@ -117,15 +117,15 @@ def test_units_are_listed_in_order(draw, device, like, gradients, limit, monkeyp
         assert torch.equal(unit[head, : want.numel()].long(), want)
 
 
-WINDOWS = {"one": {}, "strips": {"STRIP": 4}, "index": {"INDEX_BYTES": 12 * 2 * 3 * 5}, "sums": {"SUM_BYTES": 1}}
+WINDOWS = {"one": {}, "strips": {"STRIP": 4}, "index": {"INDEX_BYTES": 12 * 2 * 6 * 5}, "sums": {"SUM_BYTES": 1}}
 
 
 @pytest.mark.parametrize("limits", WINDOWS)
 def test_windows_and_strips_change_nothing(draw, device, like, gradients, limit, limits):
-    """Seven queries a strip or window, shares of one tile: sums go on from window to window."""
+    """A few queries a strip or window, several shares a block: sums go on from share to share and window to window."""
     limit(**WINDOWS[limits])
     q, k, v = (x.half() for x in draw(S=12, S_kv=40))
-    selection = {"block_indices": random_blocks(1, 5, 1, 12, 2, 3, device=device), "block_size": 8}
+    selection = {"block_indices": random_blocks(1, 5, 1, 12, 2, 6, device=device), "block_size": 8}
     launch = backward.launch_for(q, k, v, selection=selection["block_indices"], block_size=8, causal=True)
     assert (launch.windows.window < 12) == (limits in ("index", "sums"))
     assert (launch.windows.strip < 12) == (limits == "strips")
@@ -220,6 +220,35 @@ def test_what_nobody_reads_reaches_no_gradient(draw, same, like, gradients, pois
         x[:, :3], x[:, 7:] = poison, poison
     for a, b in zip(gradients(q, *bad, do, **selection), want, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of an overflow
+@pytest.mark.parametrize("source", ["blocks", "ranges"])
+def test_scores_far_below_zero(draw, same, like, gradients, source):
+    """What a weight of a masked key would be is not finite."""
+    q, k, v = draw(S=4, S_kv=20)
+    q, k = q.abs() + 30, -k.abs() - 30
+    selection = {"block_indices": same([2, 0], 1, 4, 2), "block_size": 13}
+    if source == "ranges":
+        selection = {"ranges": same([(0, 9), (17, 20)], 1, 4, 2)}
+    do = like(q)
+    for choice in (None, SHARES):
+        got = gradients(q, k, v, do, choice=choice, **selection)
+        for x, y in zip(got, exact(q, k, v, do, **selection), strict=True):
+            torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-2 * float(y.abs().max()))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of inf - inf
+def test_no_finite_score_adds_nothing_to_dv(draw, same, like, gradients):
+    """The row's LSE is -inf, as that of one that reads nothing."""
+    q, k, v = draw(S=2, S_kv=16, HKV=1)
+    q = q.abs()
+    k[:, :8] = -math.inf
+    blocks = same([0], 1, 2, 1)
+    blocks[0, 1] = 1
+    dv = gradients(q, k, v, like(q), block_indices=blocks, block_size=8, causal=False)[2]
+    assert not dv[:, :8].any()
+    assert dv[:, 8:].all()
 
 
 def test_a_bad_query_spoils_only_what_it_reads(draw, same, like, gradients):
