@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa import settings
 from nsa.kernels import backward_kernels, backward_tiles, inversion, key_tiles, launches, query_major
-from nsa.kernels.launch import INT32_MAX, Variant
+from nsa.kernels.launch import INT32_MAX, TRITON, Variant
 from nsa.kernels.primitives import BATCH, BLOCKS, RANGES, TILED, VARLEN
 from nsa.kernels.tiles import span_bucket
 
@@ -25,6 +25,7 @@ ELEMENTS = 1024  # of a program that scans or scatters
 STRIPPED = 32  # blocks of a program that adds up strips
 STATS_ROWS = 4
 SUM_ROWS = 16  # keys of a program that adds partial sums
+PIPELINES = TRITON >= (3, 3)  # 3.1 says of loads whose address was loaded that it scheduled them wrongly
 
 
 class Launch(NamedTuple):
@@ -148,7 +149,7 @@ def _variants(
         "dkdv": Variant(
             backward_kernels._dkdv_kernel,
             dkdv | {"SHARE": tile.share},
-            {"num_warps": tile.warps, "num_stages": tile.stages},
+            {"num_warps": tile.warps, "num_stages": tile.stages if PIPELINES else 1},
         ),
         "sum": Variant(backward_kernels._sum_kernel, total, {"num_warps": 4}),
         "gather": Variant(
