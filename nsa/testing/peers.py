@@ -40,7 +40,7 @@ def peers() -> dict[str, Impl]:
     found: dict[str, Impl] = {}
     forward = getattr(installed(FLA), "parallel_nsa_fwd", None)
     if forward is not None:
-        found["fla"] = Impl("fla", _fla(forward), supports=_fla_supports)
+        found["fla"] = Impl("fla", _fla(forward), supports=fla_supports)
     return found
 
 
@@ -58,7 +58,8 @@ def _fla(forward: Callable[..., tuple[Tensor, Tensor]]) -> Any:
     return call
 
 
-def _fla_supports(case: Case) -> str | None:
+def fla_supports(case: Case) -> str | None:
+    """Why fla-core's kernels do not take a case; None if they do."""
     if case.source != "blocks" or case.seqlens or case.positions or not case.causal:
         return f"takes causal blocks of a batch, not {case.source}"
     powers = all(x == next_power_of_2(x) for x in (case.H, case.block_size))

@@ -33,7 +33,7 @@ _chosen: dict[Geometry, bool] = {}  # whether `enable_gqa` is faster than heads 
 
 def beside() -> list[Impl]:
     """Everybody who is timed beside our front door: dense SDPA, our schedules by name, other people's kernels."""
-    dense = [Impl(name, _call(backend), supports=_plain, lse=False, other=DENSE) for name, backend in BACKENDS.items()]
+    dense = [Impl(name, _call(backend), supports=plain, lse=False, other=DENSE) for name, backend in BACKENDS.items()]
     return [*dense, *(OURS[name] for name in SCHEDULES), *peers().values()]
 
 
@@ -51,7 +51,7 @@ def facts(result: Measurement) -> dict[str, Any]:
     }
 
 
-def _plain(case: Case) -> str | None:
+def plain(case: Case) -> str | None:
     """SDPA's own causal mask is meant for as many queries as keys."""
     whole = case.causal and case.S == case.S_kv and not case.positions and not case.seqlens
     return None if whole else "is dense causal attention over a batch of whole prompts"
@@ -89,6 +89,16 @@ def _call(backend: SDPBackend) -> Any:
         return _attend(p, backend, _with_gqa(p, backend))
 
     return call
+
+
+def attend(p: Problem, backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Dense causal attention, differentiable; heads laid out as is faster, expanded within the call."""
+    gqa = _with_gqa(p, backend)
+    if not gqa and p.case.H > 1:
+        k, v = (x.repeat_interleave(p.case.H, 2) for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=p.scale, enable_gqa=gqa).transpose(1, 2)
 
 
 def _attend(p: Problem, backend: SDPBackend, gqa: bool) -> Tensor:

@@ -30,7 +30,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         shapes = outputs.shapes(metafunc.config)
         return metafunc.parametrize("case", register(shapes), indirect=True, scope="module")
     cases = full() + long_context() if metafunc.config.getoption("nsa_full") else core()
-    prompts = metafunc.definition.path.name == "test_prefill.py"  # timed beside dense attention, not beside packing
+    # Timed beside dense attention, not beside packing.
+    prompts = metafunc.definition.path.name in ("test_prefill.py", "test_training.py")
     cases = [case for case in cases if (case.dist == "prefill") == prompts]
     cases = cases if current_lane() == "gpu" else cases[:1]
     if "third_party" in metafunc.fixturenames:

@@ -1,0 +1,108 @@
+"""How training is measured: gradients are checked before they are timed, also where not all of them are computed."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nsa.testing import cases, training
+from nsa.testing.cases import Case
+from nsa.testing.timing import Timing
+from nsa.testing.training import Trainee
+
+CASE = Case(2, 16, 16, 32, 128, "prefill", "fp32", HKV=2, S=64, S_kv=64, block_size=8)
+ALWAYS = {"supports": lambda case: None}
+
+
+@pytest.fixture(params=["whole", "large"])
+def problem(request, monkeypatch):
+    """Also as one that counts as large, of which some queries and blocks are looked at."""
+    if request.param == "large":
+        monkeypatch.setattr(cases, "LARGE", 0)
+    return CASE.make("cpu")
+
+
+def dense(p, q, k, v):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def test_everybody_is_timed(problem):
+    others = [Trainee(name, dense, **ALWAYS, selects=False) for name in ("dense_cudnn", "dense_flash")]
+    result = training.train(problem, [training.ours("sdpa"), *others], iters=3, warmup=1, budget_s=0.01)
+    assert set(result.times) == set(training.WHAT)
+    assert not result.left_out
+    for what in training.WHAT:
+        control = training.best_dense(result.times[what])
+        facts = training.facts(result, what)
+        fastest = min(facts["speedup_vs_cudnn"], facts["speedup_vs_flash"])
+        assert fastest == pytest.approx(facts["medians"][control] / facts["medians"]["ours"])
+        assert facts["speedup_vs_fla"] is None
+        assert facts["ns_per_query"] == pytest.approx(facts["ms"] * 1e6 / CASE.S / CASE.B)
+
+
+@pytest.mark.parametrize("which", range(3), ids=["dq", "dk", "dv"])
+@pytest.mark.parametrize("damage", [0.1, float("nan")])
+def test_a_wrong_gradient_is_noticed(problem, which, damage):
+    """In the last query, or the last block."""
+    do = training.draw_do(problem)
+    got = list(training._gradients(training.ours("sdpa"), problem, do))
+    training.check_gradients(problem, do, got, "right")
+    got[which][0, -1, 0] += damage
+    with pytest.raises(AssertionError, match=rf"wrong on H2-D16.*: {['dq', 'dk', 'dv'][which]}"):
+        training.check_gradients(problem, do, got, "wrong")
+
+
+def test_who_is_wrong_or_cannot_is_left_out(problem):
+    def attend(p, q, k, v):
+        return training.ours("sdpa").attend(p, q, k * 1.01, v)
+
+    def refuse(p, q, k, v):
+        raise NotImplementedError("not today")
+
+    def broken(p, q, k, v):
+        raise RuntimeError("no kernel\nmore")
+
+    others = [
+        Trainee("wrong", attend, **ALWAYS),
+        Trainee("refuses", refuse, **ALWAYS),
+        Trainee("broken", broken, **ALWAYS),
+        Trainee("never", attend, supports=lambda case: "takes nothing"),
+    ]
+    result = training.train(problem, [training.ours("sdpa"), *others], iters=1, warmup=0, budget_s=0.0)
+    assert result.left_out.pop("wrong").startswith("wrong: wrong on H2-D16")
+    assert result.left_out == {
+        "refuses": "unsupported: not today",
+        "broken": "cannot run: RuntimeError: no kernel",
+        "never": "unsupported: takes nothing",
+    }
+    assert set(result.times["step"]) == {"ours"}
+
+
+def test_ours_wrong_is_an_error(problem):
+    wrong = dataclasses.replace(training.ours("sdpa"), attend=lambda p, q, k, v: dense(p, q, k, v))
+    with pytest.raises(AssertionError, match="dq"):
+        training.train(problem, [wrong], iters=1, warmup=0, budget_s=0.0)
+
+
+def test_control_is_the_faster_dense_attention():
+    def timing(seconds):
+        return Timing([seconds], "eager", False, 1, 1)
+
+    times = {"ours": timing(1.0), "dense_cudnn": timing(3.0), "dense_flash": timing(2.0)}
+    assert training.best_dense(times) == "dense_flash"
+    assert training.best_dense({"ours": timing(1.0)}) is None
+
+
+def test_exact_gradients_of_a_part(problem):
+    """Of queries that nobody else joins: of keys that only they read, they are the gradients of the whole."""
+    do = training.draw_do(problem)
+    whole = training._exact(problem, do, torch.arange(CASE.S), slice(None))
+    block = CASE.S // CASE.block_size - 2
+    readers = (problem.block_indices[:, :, 1] == block).any(-1).any(0).nonzero()[:, 0]
+    assert 0 < readers.numel() < CASE.S
+    part = training._exact(problem, do, readers, slice(1, 2))
+    keys = slice(block * CASE.block_size, (block + 1) * CASE.block_size)
+    for which in (1, 2):
+        torch.testing.assert_close(part[which][:, keys, 0], whole[which][:, keys, 1], rtol=0, atol=1e-12)
