@@ -107,7 +107,8 @@ def selection_attention(
         out: ``[..., HQ, Dv]`` to write to.
 
     Gradients: of ``q``, ``k`` and ``v`` through both ``O`` and ``LSE``, in the dtype of each; the selection has none.
-    Only ``reference`` (and ``sdpa``, where torch's SDPA can) is differentiable twice; ``torch.vmap`` is refused.
+    Only ``reference`` (and ``sdpa`` under ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``) is differentiable
+    twice. ``torch.vmap`` is refused; other transforms of ``torch.func`` are served by ``sdpa`` or ``reference``.
 
     Under ``torch.autocast`` ``q``, ``k`` and ``v`` (not fp64) are cast to its dtype, as for SDPA.
 

@@ -93,7 +93,7 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
 def _twice(ctx: Any, *_: Tensor | None) -> NoReturn:
     raise RuntimeError(
         "the gradient of selection_attention cannot be differentiated: differentiate twice with "
-        'backend="reference" or backend="sdpa"'
+        'backend="reference", or with backend="sdpa" under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)'
     )
 
 

@@ -37,6 +37,21 @@ def test_finite_differences(problem, attend_plain, bound):
     assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
 
 
+@pytest.mark.parametrize("bound", [None, 9], ids=["unbounded", "bound"])
+def test_finite_differences_of_odd_rows(draw, same, attend_plain, bound):
+    """Keys listed twice, a row without keys, one with a single key, and values of another dim than keys."""
+    ranges = same([(0, 3), (1, 4), (2, 3)], 1, 3, 1)
+    ranges[:, 1] = 0
+    ranges[:, 2] = torch.tensor([(5, 6), (6, 2), (9, 9)])
+    leaves = [x.requires_grad_() for x in draw(S_kv=7, HKV=1, Dv=24, dtype=torch.float64)]
+
+    def call(q, k, v):
+        o, lse = attend_plain(q, k, v, ranges=ranges, max_selected=bound, return_lse=True)
+        return o, lse[:, ::2]  # of the empty row it is -inf, which has no differences
+
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
+
+
 @pytest.mark.parametrize("backend", ["sdpa", "auto"])
 @pytest.mark.parametrize("bound", [None, 9], ids=["unbounded", "bound"])
 def test_gradients_of_a_training_dtype(problem, dtype, backend, bound):
