@@ -122,7 +122,10 @@ def selection_attention(
             is mapped by ``torch.vmap``; or packing without ``max_selected`` under
             ``torch.compile`` or CUDA graph capture.
     """
-    cu_q, cu_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    if cu_seqlens is None:
+        cu_q = cu_k = None
+    else:
+        cu_q, cu_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
     if is_compiling() or any_autocast_enabled() or transforms_active():
         served = _transformed(
             q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, max_selected,
@@ -132,8 +135,10 @@ def selection_attention(
             return served
     try:
         needs_grad = is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        # `raw` of each, written out for those that are always there: a call costs what autocast's question does.
         planned = dispatch.plan(
-            settings.get(), raw(q), raw(k), raw(v), None if ranges is None else raw(ranges),
+            settings.get(), (q.shape, q.dtype, q.device, q.stride()), (k.shape, k.dtype, k.device, k.stride()),
+            (v.shape, v.dtype, v.device, v.stride()), None if ranges is None else raw(ranges),
             None if block_indices is None else raw(block_indices), block_size, causal,
             None if q_positions is None else raw(q_positions), None if cu_q is None else raw(cu_q),
             None if cu_k is None else raw(cu_k), max_selected, None if out is None else raw(out), backend, schedule,
@@ -146,7 +151,7 @@ def selection_attention(
         check_tensors(q=q, k=k, v=v, **{name: x for name, x in optional.items() if x is not None})
         raise
     # A subclass, as FakeTensor, may have no memory to launch a kernel on: the operator knows what to do with it.
-    if (needs_grad or type(q) is not Tensor) and planned.route not in dispatch.PLAIN:
+    if (needs_grad or q.__class__ is not Tensor) and planned.route not in dispatch.PLAIN:
         return _operator(
             q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, max_selected,
             return_lse, backend, schedule, out,

@@ -76,18 +76,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of what :func:`_forward` takes; None for what needs none."""
-    needed = ctx.needs_input_grad
+    """Gradients of what :func:`_forward` takes: q, k and v."""
+    arguments = len(ctx.needs_input_grad)
     if do is None and dlse is None:
-        return (None,) * len(needed)
+        return (None,) * arguments
     q, k, v, o, lse, ranges, block_indices, q_positions, cu_q, cu_k = ctx.saved_tensors
     block_size, causal, scale, how = ctx.call
     found = torch.ops.nsa.selection_attention_backward(
         torch.zeros_like(o) if do is None else do, dlse, q, k, v, o, lse, ranges, block_indices, block_size, causal,
         q_positions, scale, cu_q, cu_k, *how,
     )  # fmt: skip
-    wanted = (x if need else None for x, need in zip(found, needed, strict=False))
-    return (*wanted, *(None,) * (len(needed) - len(found)))
+    return (*found, *(None,) * (arguments - len(found)))
 
 
 def _twice(ctx: Any, *_: Tensor | None) -> NoReturn:
