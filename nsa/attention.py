@@ -10,9 +10,11 @@ from __future__ import annotations
 from typing import Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 
 from nsa import dispatch, ops, settings
+from nsa.transforms import any_autocast_enabled, autocast_dtype, cast, transformed, transforms_active
 from nsa.validate import check_tensors, raw
 
 CuSeqlens = Tensor | tuple[Tensor, Tensor]
@@ -104,35 +106,41 @@ def selection_attention(
             selected may reach it there, even if that key is clamped away for it.
         out: ``[..., HQ, Dv]`` to write to.
 
+    Gradients: of ``q``, ``k`` and ``v`` through both ``O`` and ``LSE``, in the dtype of each; the selection has none.
+    Only ``reference`` (and ``sdpa`` under ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``) is differentiable
+    twice. ``torch.vmap`` is refused; other transforms of ``torch.func`` are served by ``sdpa`` or ``reference``.
+
+    Under ``torch.autocast`` ``q``, ``k`` and ``v`` (not fp64) are cast to its dtype, as for SDPA.
+
     Returns:
         ``O`` ``[B, S, HQ, Dv]`` or ``[T, HQ, Dv]`` in ``q``'s dtype; with ``return_lse`` also ``LSE`` fp32
         ``[B, S, HQ]`` or ``[T, HQ]`` (fp64 for fp64). A row that selects nothing gives ``O = 0``, ``LSE = -inf``.
 
     Raises:
         ValueError, TypeError: a shape, dtype, device or option is not as above; says expected and got.
-        RuntimeError: ``backend="triton"`` cannot serve the call; or packing without ``max_selected`` under
+        RuntimeError: ``backend="triton"`` cannot serve the call; a kernel's gradient is differentiated again; a tensor
+            is mapped by ``torch.vmap``; or packing without ``max_selected`` under
             ``torch.compile`` or CUDA graph capture.
     """
-    cu_q, cu_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
-    try:
-        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    except AttributeError:
-        check_tensors(q=q, k=k, v=v)
-        raise
-    tracing = torch.compiler.is_compiling()
-    if tracing and not needs_grad and backend in ("auto", "triton"):
-        o, lse = torch.ops.nsa.selection_attention(
+    if cu_seqlens is None:
+        cu_q = cu_k = None
+    else:
+        cu_q, cu_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    if is_compiling() or any_autocast_enabled() or transforms_active():
+        served = _transformed(
             q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, max_selected,
-            backend, schedule,
+            return_lse, backend, schedule, out,
         )  # fmt: skip
-        o = o if out is None else out.copy_(o)
-        return (o, lse) if return_lse else o
-    plan = dispatch.make_plan if tracing else dispatch.plan
+        if served is not None:
+            return served
     try:
-        planned = plan(
-            None if tracing else settings.get(), needs_grad, raw(q), raw(k), raw(v),
-            None if ranges is None else raw(ranges), None if block_indices is None else raw(block_indices),
-            block_size, causal, None if q_positions is None else raw(q_positions), None if cu_q is None else raw(cu_q),
+        needs_grad = is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        # `raw` of each, written out for those that are always there: a call costs what autocast's question does.
+        planned = dispatch.plan(
+            settings.get(), (q.shape, q.dtype, q.device, q.stride()), (k.shape, k.dtype, k.device, k.stride()),
+            (v.shape, v.dtype, v.device, v.stride()), None if ranges is None else raw(ranges),
+            None if block_indices is None else raw(block_indices), block_size, causal,
+            None if q_positions is None else raw(q_positions), None if cu_q is None else raw(cu_q),
             None if cu_k is None else raw(cu_k), max_selected, None if out is None else raw(out), backend, schedule,
         )  # fmt: skip
     except AttributeError:
@@ -142,6 +150,12 @@ def selection_attention(
         }  # fmt: skip
         check_tensors(q=q, k=k, v=v, **{name: x for name, x in optional.items() if x is not None})
         raise
+    # A subclass, as FakeTensor, may have no memory to launch a kernel on: the operator knows what to do with it.
+    if (needs_grad or q.__class__ is not Tensor) and planned.route not in dispatch.PLAIN:
+        return _operator(
+            q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, max_selected,
+            return_lse, backend, schedule, out,
+        )  # fmt: skip
     o, lse = dispatch.run(
         planned, q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, return_lse, out
     )
@@ -149,6 +163,86 @@ def selection_attention(
         assert lse is not None
         return o, lse
     return o
+
+
+def _operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: Tensor | None,
+    block_indices: Tensor | None,
+    block_size: int | None,
+    causal: bool,
+    q_positions: Tensor | None,
+    scale: float | None,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    max_selected: int | None,
+    return_lse: bool,
+    backend: str,
+    schedule: str,
+    out: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Through PyTorch's dispatcher, which knows the gradient and needs no memory to trace."""
+    o, lse = torch.ops.nsa.selection_attention(
+        q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, max_selected, backend,
+        schedule,
+    )  # fmt: skip
+    o = o if out is None else out.copy_(o)
+    return (o, lse) if return_lse else o
+
+
+def _transformed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: Tensor | None,
+    block_indices: Tensor | None,
+    block_size: int | None,
+    causal: bool,
+    q_positions: Tensor | None,
+    scale: float | None,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    max_selected: int | None,
+    return_lse: bool,
+    backend: str,
+    schedule: str,
+    out: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor] | None:
+    """A call that is compiled, under autocast or inside a transform of ``torch.func``; None: it is as any other."""
+    check_tensors(q=q, k=k, v=v)
+    tracing = is_compiling()
+    wrapped = not tracing and transformed(q, k, v, ranges, block_indices, q_positions, cu_q, cu_k, out)
+    dtype = autocast_dtype(q.device)
+    if dtype is not None:
+        with torch.autocast(q.device.type, enabled=False):  # it is done: what runs inside takes what it is given
+            return selection_attention(  # type: ignore[call-overload, misc, no-any-return]
+                cast(q, dtype), cast(k, dtype), cast(v, dtype), ranges=ranges, block_indices=block_indices,
+                block_size=block_size, causal=causal, q_positions=q_positions, scale=scale,
+                cu_seqlens=None if cu_q is None else (cu_q, cu_k), max_selected=max_selected, return_lse=return_lse,
+                backend=backend, schedule=schedule, out=out,
+            )  # fmt: skip
+    if not (tracing or wrapped):
+        return None
+    if tracing and backend in ("auto", "triton"):
+        return _operator(
+            q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, max_selected,
+            return_lse, backend, schedule, out,
+        )  # fmt: skip
+    plan = dispatch.make_plan if tracing else dispatch.plan
+    planned = plan(
+        None if tracing else settings.get(), raw(q), raw(k), raw(v), None if ranges is None else raw(ranges),
+        None if block_indices is None else raw(block_indices), block_size, causal,
+        None if q_positions is None else raw(q_positions), None if cu_q is None else raw(cu_q),
+        None if cu_k is None else raw(cu_k), max_selected, None if out is None else raw(out), backend, schedule,
+    )  # fmt: skip
+    if wrapped:
+        planned = dispatch.transformed(planned)
+    o, lse = dispatch.run(
+        planned, q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, return_lse, out
+    )
+    return o if lse is None else (o, lse)
 
 
 assert ops  # registers torch.ops.nsa

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from nsa import probe, reference, schedules, settings
 from nsa.kernels import tiles
-from nsa.validate import Dims, Raw, Signature, check, meta, optional
+from nsa.validate import Dims, Raw, Signature, check, meta, optional, raw
 
 logger = logging.getLogger("nsa")
 
 MIN_CAPABILITY = 80
+PLAIN = ("sdpa", "reference")  # routes of plain torch, which differentiates them
 # A launch that reports one of these met memory that is full, or a context that an earlier kernel broke.
 NOT_THE_KERNEL = (
     *("out of memory", "cuda error", "illegal memory access", "misaligned address", "illegal instruction"),
@@ -65,6 +66,8 @@ class Plan(NamedTuple):
     sdpa_layout: str
     debug: bool
     launches: dict[Any, Any]  # kernel and launch, see `attach`, by what a sweep wants tried; None: no sweep
+    backward: str  # what a broken backward kernel is remembered by
+    backward_launches: dict[Any, Any]
     module: str = "query_major"  # of nsa.kernels, which serves the Triton routes
     instead: Plan | None = None  # what serves where this kernel is broken, before the fallback does
 
@@ -108,12 +111,10 @@ def why_not_triton(device: torch.device) -> str | None:
     return f"Triton route needs a CUDA device, got {device}"
 
 
-def obstacle(dtype: torch.dtype, device: torch.device, needs_grad: bool, no_triton: str | None) -> str | None:
-    """Why the Triton forward cannot serve such a call, or None; ``no_triton`` comes from :func:`why_not_triton`."""
+def obstacle(dtype: torch.dtype, device: torch.device, no_triton: str | None) -> str | None:
+    """Why Triton cannot serve such a call, or None; ``no_triton`` comes from :func:`why_not_triton`."""
     if dtype == torch.float64:
         return "Triton route takes float16, bfloat16 and float32, got float64"
-    if needs_grad:
-        return "Triton route has no backward yet, and an input requires grad"
     if no_triton is None and dtype == torch.bfloat16 and device.type == "cpu":
         return "Triton's interpreter computes bfloat16 wrong"
     return no_triton
@@ -121,7 +122,6 @@ def obstacle(dtype: torch.dtype, device: torch.device, needs_grad: bool, no_trit
 
 def make_plan(
     current: settings.Settings | None,
-    needs_grad: bool,
     q: Raw,
     k: Raw,
     v: Raw,
@@ -137,10 +137,10 @@ def make_plan(
     backend: str,
     schedule: str,
 ) -> Plan:
-    """Validate the metadata of a call and choose its route.
+    """Validate the metadata of a call and choose its route. The forward and the backward pass share it.
 
     ``current`` is None while a compiler traces the call, which can look up neither settings nor the device: only plain
-    torch comes here then.
+    torch, asked for by name, comes here then.
 
     Raises:
         ValueError, TypeError: from :func:`nsa.validate.check`.
@@ -153,13 +153,11 @@ def make_plan(
     dims = check(sig)
     device = sig.q.device
     if current is None:
-        if sig.backend == "triton":
-            raise RuntimeError(f"backend='triton': {obstacle(sig.q.dtype, device, needs_grad, None)}")
-        route, reason = ("sdpa" if sig.backend == "auto" else sig.backend), "traced by torch.compile"
-        return Plan(dims, route, reason, True, "", False, True, False, route, "heads_as_queries", False, {})
+        route, reason = sig.backend, "traced by torch.compile"
+        return Plan(dims, route, reason, True, "", False, True, False, route, "heads_as_queries", False, {}, "", {})
     fallback = "sdpa" if current.use_sel_pack else "reference"
     device_name, layout, no_triton = _device_facts(device)
-    why_not = obstacle(sig.q.dtype, device, needs_grad, no_triton)
+    why_not = obstacle(sig.q.dtype, device, no_triton)
     triton_route, why_triton = schedules.triton_route(sig, dims, current, device_name)
 
     if sig.backend == "triton":
@@ -196,6 +194,9 @@ def make_plan(
         sdpa_layout=layout,
         debug=current.debug_timing or current.debug_compare or current.debug_shapes,
         launches={},
+        # As key-major, it works by blocks of keys: a failure speaks of this block size only.
+        backward=f"backward {sig.block_size} {signature}",
+        backward_launches={},
     )
     if triton_route != "key_major":
         return chosen
@@ -217,6 +218,45 @@ def _device_facts(device: torch.device) -> tuple[str | None, str, str | None]:
 plan = lru_cache(maxsize=4096, typed=True)(make_plan)
 """Remembered :func:`make_plan`: a repeated call pays a look-up. Typed, because ``True == 1 == 1.0``."""
 settings.ON_RELOAD.append(plan.cache_clear)
+
+
+def plan_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: Tensor | None,
+    block_indices: Tensor | None,
+    block_size: int | None,
+    causal: bool,
+    q_positions: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_selected: int | None,
+    backend: str,
+    schedule: str,
+) -> Plan:
+    """:data:`plan` of a call that comes as tensors: what the operators are given."""
+    ranges_, blocks, positions, cu_q, cu_k = (
+        None if x is None else raw(x) for x in (ranges, block_indices, q_positions, cu_seqlens_q, cu_seqlens_k)
+    )
+    return plan(
+        settings.get(), raw(q), raw(k), raw(v), ranges_, blocks, block_size, causal, positions, cu_q, cu_k,
+        max_selected, None, backend, schedule,
+    )  # fmt: skip
+
+
+def transformed(what: Plan) -> Plan:
+    """The plan of a call that ``torch.func`` transforms: its tensors have no memory to launch a kernel on.
+
+    Raises:
+        RuntimeError: Triton was asked for by name.
+    """
+    if what.route in PLAIN:
+        return what
+    reason = "torch.func transforms the call, which Triton's kernels do not know"
+    if what.named:
+        raise RuntimeError(f"backend='triton': {reason}")
+    return what._replace(route=what.fallback, reason=reason)
 
 
 @lru_cache(maxsize=1)
@@ -241,12 +281,36 @@ def _is_kernel_failure(error: BaseException) -> bool:
     return not (isinstance(error, RuntimeError) and any(words in text for words in NOT_THE_KERNEL))
 
 
+def known_failure(kernel: str) -> str | None:
+    """How a kernel failed in this process, if it did; ``kernel`` is what a :class:`Plan` remembers it by."""
+    return _broken.get(kernel)
+
+
+def remember(kernel: str, route: str, error: BaseException, server: str) -> str:
+    """Note that a kernel is broken, say so once, and return the reason of all that ``server`` serves in its place.
+
+    Raises:
+        ``error``, where it says nothing about the kernel.
+    """
+    if not _is_kernel_failure(error):
+        raise error
+    cause = f"{route} kernel failed: {type(error).__name__}: {str(error).strip() or 'no message'}"
+    _broken[kernel] = cause
+    logger.warning("%s; %s serves this signature from now on", cause, server)
+    return cause
+
+
+def count(route: str, reason: str) -> None:
+    """Enter a call in the route log."""
+    _taken[route, reason] += 1
+
+
 def run(what: Plan, *call: Any) -> Result:
     """Run a planned call, given what :class:`Call` holds, in its order."""
     if what.debug:
         return _run_debug(what, Call(*call))
-    if what.route in ("sdpa", "reference"):
-        return _plain(what.route, what.reason, what, *call)
+    if what.route in PLAIN:
+        return plain(what.route, what.reason, what, *call)
     reason = what.reason
     if what.named:
         return _triton(reason, what, *call)
@@ -256,14 +320,10 @@ def run(what: Plan, *call: Any) -> Result:
             try:
                 return _triton(reason, what, *call)
             except failures() as error:
-                if not _is_kernel_failure(error):
-                    raise
-                known = f"{what.route} kernel failed: {type(error).__name__}: {str(error).strip() or 'no message'}"
-                _broken[what.kernel] = known
                 server = what.fallback if what.instead is None else what.instead.route
-                logger.warning("%s; %s serves this signature from now on", known, server)
+                known = remember(what.kernel, what.route, error, server)
         if what.instead is None:
-            return _plain(what.fallback, known, what, *call)
+            return plain(what.fallback, known, what, *call)
         what, reason = what.instead, known
 
 
@@ -319,7 +379,7 @@ def _triton(
     return result
 
 
-def _plain(
+def plain(
     route: str,
     reason: str,
     what: Plan,
@@ -372,7 +432,7 @@ def _run_debug(what: Plan, call: Call) -> Result:
         elapsed = (time.perf_counter() - began) * 1e3
         logger.info("route %s (%s): %.3f ms, host and device", route, reason, elapsed)
     if current.debug_compare:
-        exact = _plain("reference", "debug_compare is set", what, *call._replace(return_lse=False, out=None))[0]
+        exact = plain("reference", "debug_compare is set", what, *call._replace(return_lse=False, out=None))[0]
         error = (result[0].double() - exact.double()).abs()
         worst = error.max().item() if error.numel() else 0.0  # a debug setting: may read the device
         logger.info("route %s against the reference: max error %.3e", route, worst)

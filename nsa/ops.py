@@ -1,19 +1,37 @@
-"""The operator ``torch.compile`` sees: one boundary around a whole call, no maths."""
+"""The operators PyTorch sees, one for each direction: a boundary around a whole call, no maths.
+
+``torch.compile`` traces neither routing nor kernels, autograd finds the gradient's formula here, and what PyTorch does
+to tensors (fake ones, subclasses, vmap) is answered here.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("nsa", "DEF")
-_library.define(
-    "selection_attention(Tensor q, Tensor k, Tensor v, Tensor? ranges, Tensor? block_indices, int? block_size, "
-    "bool causal, Tensor? q_positions, float? scale, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int? max_selected, "
-    "str backend, str schedule) -> (Tensor, Tensor)"
+from nsa import dispatch, gradients
+from nsa.transforms import vmap_refused
+
+_QKV = "Tensor q, Tensor k, Tensor v"
+_CALL = (
+    "Tensor? ranges, Tensor? block_indices, int? block_size, bool causal, Tensor? q_positions, float? scale, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int? max_selected, str backend, str schedule"
 )
+_SCHEMAS = {
+    "selection_attention": f"({_QKV}, {_CALL}) -> (Tensor, Tensor)",
+    "selection_attention_backward": (
+        f"(Tensor do, Tensor? dlse, {_QKV}, Tensor o, Tensor lse, {_CALL}) -> (Tensor, Tensor, Tensor)"
+    ),
+}
+# Kernels want contiguous head dims: a compiler may not choose other strides for what it hands over.
+_TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
+_library = torch.library.Library("nsa", "DEF")
 
 
-def _eager(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -29,33 +47,65 @@ def _eager(
     backend: str,
     schedule: str,
 ) -> tuple[Tensor, Tensor]:
-    from nsa.attention import selection_attention
-
-    cu_seqlens = None if cu_seqlens_q is None or cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
-    o, lse = selection_attention(
-        q,
-        k,
-        v,
-        ranges=ranges,
-        block_indices=block_indices,
-        block_size=block_size,
-        causal=causal,
-        q_positions=q_positions,
-        scale=scale,
-        cu_seqlens=cu_seqlens,
-        max_selected=max_selected,
-        return_lse=True,
-        backend=backend,
-        schedule=schedule,
-    )
+    what = dispatch.plan_of(
+        q, k, v, ranges, block_indices, block_size, causal, q_positions, cu_seqlens_q, cu_seqlens_k, max_selected,
+        backend, schedule,
+    )  # fmt: skip
+    o, lse = dispatch.run(
+        what, q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_seqlens_q, cu_seqlens_k, True,
+        None,
+    )  # fmt: skip
+    assert lse is not None
     return o, lse
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=lse_dtype)
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("selection_attention", _eager, _key)
-torch.library.register_fake("nsa::selection_attention", _fake, lib=_library)
+def _backward_fake(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: object) -> gradients.Gradients:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, *how = inputs
+    ctx.set_materialize_grads(False)  # an output nobody uses costs nothing
+    ctx.save_for_backward(q, k, v, *output, ranges, block_indices, q_positions, cu_q, cu_k)
+    ctx.call = block_size, causal, scale, how
+
+
+def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of what :func:`_forward` takes: q, k and v."""
+    arguments = len(ctx.needs_input_grad)
+    if do is None and dlse is None:
+        return (None,) * arguments
+    q, k, v, o, lse, ranges, block_indices, q_positions, cu_q, cu_k = ctx.saved_tensors
+    block_size, causal, scale, how = ctx.call
+    found = torch.ops.nsa.selection_attention_backward(
+        torch.zeros_like(o) if do is None else do, dlse, q, k, v, o, lse, ranges, block_indices, block_size, causal,
+        q_positions, scale, cu_q, cu_k, *how,
+    )  # fmt: skip
+    return (*found, *(None,) * (arguments - len(found)))
+
+
+def _twice(ctx: Any, *_: Tensor | None) -> NoReturn:
+    raise RuntimeError(
+        "the gradient of selection_attention cannot be differentiated: differentiate twice with "
+        'backend="reference", or with backend="sdpa" under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)'
+    )
+
+
+_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "selection_attention": (_forward, _forward_fake),
+    "selection_attention_backward": (gradients.backward, _backward_fake),
+}
+for _name, _schema in _SCHEMAS.items():
+    _library.define(_name + _schema, tags=_TAGS)
+    _real, _fake = _IMPLEMENTATIONS[_name]
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _real, _key)
+    torch.library.register_fake(f"nsa::{_name}", _fake, lib=_library)
+    torch.library.register_vmap(f"nsa::{_name}", vmap_refused, lib=_library)
+torch.library.register_autograd("nsa::selection_attention", _differentiate, setup_context=_save, lib=_library)
+torch.library.register_autograd("nsa::selection_attention_backward", _twice, lib=_library)

@@ -68,7 +68,9 @@ def _checked(
     """Where to keep how such rows are launched, once they are found valid. The arguments are all that decides it."""
     check_rows(Q, K, V, cu_seqlens, out, max_selected)
     dtype, device = Q[1:3]
-    why_not = dispatch.obstacle(dtype, device, needs_grad, dispatch.why_not_triton(device))
+    why_not = dispatch.obstacle(dtype, device, dispatch.why_not_triton(device))
+    if why_not is None and needs_grad:
+        why_not = "packed rows have no backward, and an input requires grad: use selection_attention"
     if why_not is not None:
         raise RuntimeError(why_not)
     return {}

@@ -140,7 +140,8 @@ def flat_rows(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
         ``rows`` and factors ``(fb, fs, fh)``: the vector at ``[b, s, h]`` is ``rows[b * fb + s * fs + h * fh]``.
     """
     strides = x.stride()
-    order = sorted(range(3), key=lambda i: -strides[i])
+    # Dynamo cannot sort symbols: a traced call copies what is not in the usual order.
+    order = [0, 1, 2] if torch.compiler.is_compiling() else sorted(range(3), key=lambda i: -strides[i])
     factors, step = [0, 0, 0], 1
     for i in reversed(order):
         factors[i] = step

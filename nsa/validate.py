@@ -78,7 +78,7 @@ def raw(x: Any) -> Raw:
 def meta(x: Raw) -> Meta:
     """The checks' view of a tensor."""
     shape, dtype, device, stride = x
-    return Meta(shape, dtype, device, not stride or stride[-1] == 1)
+    return Meta(shape, dtype, device, len(stride) == 0 or stride[-1] == 1)  # dynamo knows no `not` of symbols
 
 
 def optional(x: Raw | None) -> Meta | None:

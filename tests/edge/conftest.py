@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import re
+import sys
+import types
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,6 +180,43 @@ def fresh_routes():
     dispatch.reset()
     yield
     dispatch.reset()
+
+
+@dataclass
+class BackwardKernel:
+    """Stands in for `nsa.kernels.backward`: its gradients are `MARK` throughout, and it fails at will."""
+
+    MARK = 7.0
+    error: BaseException | None = None  # of a launch
+    misfit: str | None = None  # why no call fits its workspace
+    calls: list[tuple[Tensor, Tensor | None, str]] = field(default_factory=list)  # (dO, dLSE, route) of each launch
+    how: dict[str, Any] = field(default_factory=dict)  # what the last plan was made for
+    planned: int = 0
+
+    def launch_for(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> str:
+        self.how, self.planned = how, self.planned + 1
+        if self.misfit is not None:
+            raise ValueError(self.misfit)
+        return "launch"
+
+    def backward(self, launch: str, do: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+        q, k, v, o, lse, route = args[:6]
+        assert launch == "launch"
+        assert (do.shape, do.dtype, lse.shape, lse.dtype) == (o.shape, o.dtype, q.shape[:-1], torch.float32)
+        self.calls.append((do, dlse, route))
+        if self.error is not None:
+            raise self.error
+        return tuple(torch.full_like(x, self.MARK, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+@pytest.fixture
+def backward_kernel(monkeypatch, fresh_plans, fresh_routes):
+    """A :class:`BackwardKernel` in the place of the real one, and long rows. The forward's kernels stay."""
+    kernel, module = BackwardKernel(), types.ModuleType("nsa.kernels.backward")
+    module.launch_for, module.backward = kernel.launch_for, kernel.backward
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with nsa.configure(sel_triton_min_L=0):
+        yield kernel
 
 
 @pytest.fixture

@@ -37,6 +37,21 @@ def test_finite_differences(problem, attend_plain, bound):
     assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
 
 
+@pytest.mark.parametrize("bound", [None, 9], ids=["unbounded", "bound"])
+def test_finite_differences_of_odd_rows(draw, same, attend_plain, bound):
+    """Keys listed twice, a row without keys, one with a single key, and values of another dim than keys."""
+    ranges = same([(0, 3), (1, 4), (2, 3)], 1, 3, 1)
+    ranges[:, 1] = 0
+    ranges[:, 2] = torch.tensor([(5, 6), (6, 2), (9, 9)])
+    leaves = [x.requires_grad_() for x in draw(S_kv=7, HKV=1, Dv=24, dtype=torch.float64)]
+
+    def call(q, k, v):
+        o, lse = attend_plain(q, k, v, ranges=ranges, max_selected=bound, return_lse=True)
+        return o, lse[:, ::2]  # of the empty row it is -inf, which has no differences
+
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
+
+
 @pytest.mark.parametrize("backend", ["sdpa", "auto"])
 @pytest.mark.parametrize("bound", [None, 9], ids=["unbounded", "bound"])
 def test_gradients_of_a_training_dtype(problem, dtype, backend, bound):
@@ -91,6 +106,21 @@ def test_empty_rows_have_zero_gradients(draw, same, attend_plain, rows, bound):
         assert not gradients[0][:, 0].any()
         if rows == "all":
             assert not any(x.any() for x in gradients)
+
+
+@pytest.mark.parametrize("bound", [None, 9], ids=["unbounded", "bound"])
+def test_keys_listed_twice_get_both_gradients(draw, same, attend_plain, bound):
+    """As if they stood in memory twice."""
+    q, *kv = draw(S=2, S_kv=7, Dv=24, dtype=torch.float64)
+    listed = [1, 2, 3, 2, 3, 4, 2]
+    twice, spans = [], same([(1, 4), (2, 5), (2, 3)], 1, 2, 2)
+    for keys, ranges in ((list(range(7)), spans), (listed, same([(0, 7)], 1, 2, 2))):
+        leaves = [x.detach().requires_grad_() for x in (q, *kv)]
+        K, V = (x[:, keys] for x in leaves[1:])
+        o, lse = attend_plain(leaves[0], K, V, ranges=ranges, causal=False, max_selected=bound, return_lse=True)
+        twice.append((o, lse, *torch.autograd.grad((o * torch.arange(24, device=o.device)).sum() + lse.sum(), leaves)))
+    for a, b in zip(*twice, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
 def test_unselected_nan_does_not_reach_gradients(draw, same, attend_plain):

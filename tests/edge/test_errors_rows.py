@@ -115,12 +115,15 @@ def test_varlen_rows(device, case):
         refuses(error, text, device, call, **(good | changes))
 
 
-def test_rows_need_no_gradient(device):
-    Q, K, V = (x.to(device).requires_grad_() for x in (rand(3, 4, 16), rand(3, 9, 16), rand(3, 9, 24)))
-    text = "Triton route has no backward yet, and an input requires grad"
-    refuses(RuntimeError, text, device, nsa.sel_attn_fwd_dense_group, Q, K, V)
+@pytest.mark.parametrize("leaf", [0, 1, 2], ids=["Q", "K", "V"])
+def test_rows_have_no_gradient(device, leaf):
+    rows = [x.to(device) for x in (rand(3, 4, 16), rand(3, 9, 16), rand(3, 9, 24))]
+    rows[leaf].requires_grad_()
+    text = "packed rows have no backward, and an input requires grad: use selection_attention"
+    for call in (nsa.sel_attn_fwd_dense, nsa.sel_attn_fwd_dense_group):
+        refuses(RuntimeError, text, device, call, *rows)
     with torch.no_grad():
-        nsa.sel_attn_fwd_dense_group(Q, K, V)
+        nsa.sel_attn_fwd_dense_group(*rows)
 
 
 def test_rows_never_fall_back(device, monkeypatch, fresh_plans):

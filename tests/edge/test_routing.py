@@ -141,14 +141,14 @@ def test_settings_hold_for_their_block_only(draw, ranges):
 
 
 @pytest.mark.parametrize("leaf", [0, 1, 2], ids=["q", "k", "v"])
-def test_gradients_are_packed(draw, ranges, leaf):
+def test_gradients_change_no_route(draw, ranges, leaf):
     tensors = draw()
     tensors[leaf].requires_grad_()
-    reason = "Triton route has no backward yet, and an input requires grad"
-    with nsa.configure(**LONG):
-        assert ran(front_door(tensors, ranges)) == ("sdpa", reason)
-        with torch.no_grad():
-            assert ran(front_door(tensors, ranges))[0] == "ranges"
+    for min_L, route in ((0, "ranges"), (BOUND + 1, "sdpa")):
+        with nsa.configure(sel_triton_min_L=min_L):
+            assert ran(front_door(tensors, ranges, max_selected=BOUND))[0] == route
+            with torch.no_grad():
+                assert ran(front_door(tensors, ranges, max_selected=BOUND))[0] == route
 
 
 def test_fp64_is_packed(draw, ranges):
@@ -200,21 +200,14 @@ def test_named_schedule_wins_over_the_setting(draw, ranges):
         assert ran(front_door(draw(), ranges, schedule="per_head"))[0] == "per_head"
 
 
-@pytest.mark.parametrize(
-    ("leaf", "dtype", "text"),
-    [
-        (0, torch.float32, "backend='triton': Triton route has no backward yet, and an input requires grad"),
-        (None, torch.float64, "backend='triton': Triton route takes float16, bfloat16 and float32, got float64"),
-    ],
-    ids=["gradients", "fp64"],
-)
-def test_named_triton_raises_what_auto_would_avoid(draw, ranges, leaf, dtype, text):
-    tensors = draw(dtype=dtype)
+@pytest.mark.parametrize("leaf", [None, 0], ids=["forward", "gradients"])
+def test_named_triton_raises_what_auto_would_avoid(draw, ranges, leaf):
+    tensors = draw(dtype=torch.float64)
     if leaf is not None:
         tensors[leaf].requires_grad_()
     with pytest.raises(RuntimeError) as raised:
         nsa.selection_attention(*tensors, **ranges, backend="triton")
-    assert str(raised.value) == text
+    assert str(raised.value) == "backend='triton': Triton route takes float16, bfloat16 and float32, got float64"
     assert nsa.routes() == []
 
 

@@ -173,9 +173,9 @@ def planned(
 
     lead, cu = ((B * S,), fake(B + 1, kind=torch.int32)) if varlen else ((B, S), None)
     kv = (B * keys,) if varlen else (B, keys)
-    options = {"bound": None, "backend": "auto", "schedule": "auto", "needs_grad": False} | how
+    options = {"bound": None, "backend": "auto", "schedule": "auto"} | how
     return dispatch.make_plan(
-        settings.get(), options["needs_grad"],
+        settings.get(),
         fake(*lead, G * HKV, 128), fake(*kv, HKV, 128), fake(*kv, HKV, 128),
         None if blocks else fake(*lead, HKV, n, 2, kind=torch.int32),
         fake(*lead, HKV, n, kind=torch.int32) if blocks else None, block_size if blocks else None,
@@ -267,13 +267,6 @@ def test_settings_come_first(folder, gpu, changed, shape, want):
     assert plan.instead is None
 
 
-def test_gradients_are_packed(folder, gpu):
-    folder()
-    with nsa.configure(sel_triton_min_L=0):
-        for schedule in ("auto", "key_major"):
-            assert planned(needs_grad=True, schedule=schedule).route == "sdpa"
-
-
 def test_no_file_means_query_major(folder, gpu):
     with nsa.configure(sel_triton_min_L=0):
         assert route(planned(S=10**6)) == BLOCKS
@@ -307,6 +300,17 @@ def test_what_a_failure_is_remembered_by(folder, gpu):
         others = [planned(block_size=32, keys=512), planned(blocks=False, schedule="key_major"), planned(varlen=True)]
         assert len({p.kernel for p in (key_major, blocks, *others)}) == 5
         assert key_major.launches is not key_major.instead.launches
+
+
+def test_what_a_backward_failure_is_remembered_by(folder, gpu):
+    """Whatever the forward's schedule; by block size, as its kernels work by blocks of keys."""
+    folder()
+    with nsa.configure(sel_triton_min_L=0):
+        key_major, blocks = planned(), planned(schedule="query_major")
+        assert key_major.backward == key_major.instead.backward == blocks.backward == planned(S=4096, n=8).backward
+        others = [planned(block_size=32, keys=512), planned(blocks=False), planned(varlen=True), planned(G=2)]
+        assert len({p.backward for p in (key_major, *others)}) == 5
+        assert not {p.kernel for p in (key_major, blocks, *others)} & {p.backward for p in (key_major, *others)}
 
 
 # --- what is committed ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""torch.compile: one graph, the same numbers as eager, forward on `auto` and with gradients on packed SDPA.
+"""torch.compile: one graph, the same numbers as eager; on `auto` one operator for each direction.
 
 `aot_eager` traces and differentiates as every compiler backend does, without generating code.
 """
@@ -113,7 +113,9 @@ def test_inside_a_larger_graph(draw, same):
 
 def test_lengths_change_without_compiling_for_each(draw, same):
     """A batch of another length is served by the same graph, once dimensions count as dynamic."""
-    count = torch._dynamo.testing.CompileCounter()
+    from torch._dynamo.testing import CompileCounter
+
+    count = CompileCounter()
     graph = torch.compile(lambda q, k, v, r: nsa.selection_attention(q, k, v, ranges=r), backend=count, fullgraph=True)
     for S in (2, 3, 4, 5, 6):
         q, k, v = draw(S=S, S_kv=10 + S)
@@ -123,12 +125,90 @@ def test_lengths_change_without_compiling_for_each(draw, same):
     assert count.frame_count <= 2
 
 
-def test_operator_is_registered_as_torch_wants_it(draw, same):
-    """Schema, and shapes and dtypes of the fake kernel."""
-    q, k, v = draw(S=2, Dv=24)
-    args = (q, k, v, same([(0, 7)], 1, 2, 2), None, None, True, None, None, None, None, 7, "auto", "auto")
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.nsa.selection_attention.default, args, test_utils=checks)
+@pytest.mark.parametrize("kind", ["ranges", "blocks", "varlen"])
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_training_lengths_change_without_compiling_for_each(draw, same, device, kind, backend):
+    """Lengths above 1, which is a graph of its own everywhere in torch; that of no other axis, or torch takes them for
+    the same. Packed SDPA asked for by name is traced itself: without a break, but once for each length.
+    """
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    count = CompileCounterWithBackend("aot_eager")
+
+    def call(q, k, v, selection, cu):
+        how = {"block_indices": selection, "block_size": 4} if kind == "blocks" else {"ranges": selection}
+        cu_seqlens = cu if kind == "varlen" else None
+        return nsa.selection_attention(q, k, v, **how, cu_seqlens=cu_seqlens, max_selected=8, backend=backend)
+
+    graph = torch.compile(call, backend=count, fullgraph=True, dynamic=True)
+    for S in (5, 6, 9, 7) if backend == "auto" else (5, 6):
+        varlen = kind == "varlen"
+        tensors = draw(S=S, S_kv=7 + S if not varlen else S, HKV=1, varlen=varlen)
+        lead = (S, 1) if varlen else (1, S, 1)
+        selection = same([1, 0], *lead) if kind == "blocks" else same([(0, 4), (3, 7)], *lead)
+        cu = torch.tensor([0, 1, S], dtype=torch.int32, device=device)
+        results = []
+        for attend in (graph, call):
+            leaves = [x.clone().requires_grad_() for x in tensors]
+            o = attend(*leaves, selection, cu)
+            weights = torch.arange(o.shape[-1], device=o.device)
+            results.append((o.detach(), *torch.autograd.grad((o * weights).sum(), leaves)))
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6 * max(1.0, float(b.abs().max())))
+    assert count.frame_count == (1 if backend == "auto" else 2)
+
+
+@pytest.mark.parametrize("return_lse", [True, False], ids=["lse", "no-lse"])
+def test_one_operator_for_each_direction(problem, return_lse):
+    """And nothing else that reads keys: what is routed and launched inside is not traced."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs = []
+
+    def keep_graph(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    keep = aot_autograd(fw_compiler=keep_graph, bw_compiler=keep_graph)
+    qkv, tensors, keywords = problem
+    call, _ = compiled(**keywords, return_lse=return_lse)
+    leaves = [x.requires_grad_() for x in qkv]
+    got = torch.compile(call, backend=keep, fullgraph=True)(*leaves, **tensors)
+    o = got[0] if return_lse else got
+    o.sum().backward()
+    found = [[str(node.target) for node in g.graph.nodes if node.op == "call_function"] for g in graphs]
+    ours = ["nsa.selection_attention.default"], ["nsa.selection_attention_backward.default"]
+    assert tuple([name for name in names if name.startswith("nsa")] for names in found) == ours
+    harmless = ("nsa.", "<built-in function getitem>", "aten.expand", "aten.detach", "aten.full_like", "aten.zeros")
+    assert [name for names in found for name in names if not name.startswith(harmless)] == []
+
+
+def test_gradients_of_fp64_need_no_triton(draw, same):
+    """Nor a bound: what packs is inside the operator."""
+    ranges = same([(0, 7), (9, 24)], 1, 3, 2)
+    results = []
+    for call in compiled():
+        leaves = [x.clone().requires_grad_() for x in draw(dtype=torch.float64)]
+        o = call(*leaves, ranges=ranges)
+        assert o.dtype == torch.float64
+        results.append((o.detach(), *torch.autograd.grad(o.square().sum(), leaves)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_inference_mode_and_no_grad(problem):
+    """The same graph or another, but no gradient and the same numbers."""
+    qkv, tensors, keywords = problem
+    eager, graph = compiled(**keywords)
+    want = eager(*qkv, **tensors)
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            got = graph(*leaves, **tensors)
+        assert not got.requires_grad
+        assert torch.equal(got, want)
+    assert graph(*leaves, **tensors).requires_grad
 
 
 def test_first_call_of_a_process_may_be_compiled(draw, same):
@@ -139,6 +219,14 @@ def test_first_call_of_a_process_may_be_compiled(draw, same):
     _, graph = compiled(max_selected=7)
     settings.reload()
     graph(q, k, v, ranges=ranges)
+
+
+def test_wrong_calls_of_the_operator_say_the_same(draw, same):
+    """When they run: tracing sees shapes only."""
+    q, k, v = draw()
+    _, graph = compiled(max_selected=7)
+    with pytest.raises(ValueError, match=r"ranges: expected \[B, S, HKV, n, 2\]"):
+        graph(q, k, v, ranges=same([(0, 7)], 1, 3))
 
 
 def test_errors_say_the_same(draw, same):

@@ -1,0 +1,50 @@
+"""What PyTorch does to a call from outside: autocast and the transforms of ``torch.func``.
+
+Autocast is obeyed as SDPA obeys it. ``vmap`` is refused; other transforms see plain torch, which they can take apart.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+# Asked on every call, hence what costs least: either is true in few.
+any_autocast_enabled = torch._C._is_any_autocast_enabled
+transforms_active = torch._C._are_functorch_transforms_active
+DEVICES = ("cpu", "cuda")  # of which autocast may be asked: others may not know it
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast makes of floats on ``device``; None where it is off."""
+    kind = device.type
+    return torch.get_autocast_dtype(kind) if kind in DEVICES and torch.is_autocast_enabled(kind) else None
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` as autocast hands it to SDPA: fp64 stays. Its gradient comes back in its own dtype."""
+    return x if x.dtype == torch.float64 else x.to(dtype)
+
+
+def transformed(*tensors: Tensor | None) -> bool:
+    """Whether ``torch.func`` transforms one of them, so that it has no memory of its own.
+
+    Raises:
+        RuntimeError: one is mapped by ``vmap``, at any level of nested transforms.
+    """
+    functorch, found = torch._C._functorch, False
+    for x in tensors:
+        while x is not None and functorch.is_functorch_wrapped_tensor(x):
+            if functorch.is_batchedtensor(x):
+                vmap_refused()
+            x, found = functorch.get_unwrapped(x), True
+    return found
+
+
+def vmap_refused(*_: object) -> NoReturn:
+    """A kernel has one batch axis, and a loop over the mapped one would hide what it costs."""
+    raise RuntimeError(
+        "selection_attention has no vmap rule: fold the mapped axis into the batch, as in q.flatten(0, 1), and unfold "
+        "the result"
+    )

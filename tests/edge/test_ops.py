@@ -1,0 +1,178 @@
+"""The operators `torch.ops.nsa.selection_attention` and `…_backward`, as PyTorch wants them and as people call them."""
+
+import pytest
+import torch
+
+import nsa
+import nsa.kernels
+from nsa.reference import selection_reference
+
+FORWARD = torch.ops.nsa.selection_attention
+BACKWARD = torch.ops.nsa.selection_attention_backward
+ALL_CHECKS = {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
+BACKENDS = ["auto", "triton", "sdpa", "reference"]
+
+
+@pytest.fixture(autouse=True)
+def long_rows(fresh_routes):
+    with nsa.configure(sel_triton_min_L=0):
+        yield
+
+
+@pytest.fixture(params=["ranges", "blocks", "varlen"])
+def problem(request, draw, same, device):
+    """`(q, k, v), selection`, where `selection` is all that follows in the schema, up to `backend`."""
+    if request.param == "varlen":
+        cu = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
+        spans = same([(0, 4), (2, 7)], 2, 1)
+        return draw(S=2, S_kv=18, HKV=1, Dv=24, varlen=True), (spans, None, None, True, None, None, cu, cu * 9, 9)
+    if request.param == "blocks":
+        blocks = same([1, -1, 0], 1, 2, 1)
+        return draw(S=2, S_kv=9, HKV=1, Dv=24), (None, blocks, 4, True, None, 0.3, None, None, None)
+    positions = torch.tensor([[3, 8]], device=device)
+    spans = same([(0, 4), (2, 7)], 1, 2, 1)
+    return draw(S=2, S_kv=9, HKV=1, Dv=24), (spans, None, None, True, positions, None, None, None, 9)
+
+
+def want(qkv, selection, do, dlse):
+    """Gradients by the oracle."""
+    names = "ranges", "block_indices", "block_size", "causal", "q_positions", "scale"
+    cu = None if selection[6] is None else selection[6:8]
+    leaves = [x.detach().double().requires_grad_() for x in qkv]
+    o, lse = selection_reference(
+        *leaves, **dict(zip(names, selection[:6], strict=True)), cu_seqlens=cu, return_lse=True
+    )
+    return torch.autograd.grad((o * do).sum() + (lse * dlse).sum(), leaves)
+
+
+def close(got, want):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-5 * max(1.0, float(b.abs().max())))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("leaves", [False, True], ids=["forward", "gradients"])
+def test_forward_is_as_torch_wants_it(problem, backend, leaves):
+    qkv, selection = problem
+    args = *(x.requires_grad_(leaves) for x in qkv), *selection, backend, "auto"
+    assert dict.fromkeys(ALL_CHECKS, "SUCCESS") == torch.library.opcheck(FORWARD.default, args)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("lse", [False, True], ids=["no-lse", "lse"])
+def test_backward_is_as_torch_wants_it(problem, backend, lse):
+    """An expanded dO, as `sum()` makes it."""
+    qkv, selection = problem
+    outputs = FORWARD(*qkv, *selection, backend, "auto")
+    gradients = outputs[0].new_ones(()).expand_as(outputs[0]), torch.ones_like(outputs[1]) if lse else None
+    args = *gradients, *qkv, *outputs, *selection, backend, "auto"
+    assert dict.fromkeys(ALL_CHECKS, "SUCCESS") == torch.library.opcheck(BACKWARD.default, args)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("used", ["o", "lse", "both"])
+def test_gradients(problem, backend, used):
+    """Through either output or both, by every backend that somebody may ask the operator for."""
+    qkv, selection = problem
+    leaves = [x.requires_grad_() for x in qkv]
+    o, lse = FORWARD(*leaves, *selection, backend, "auto")
+    do = torch.arange(o.numel(), device=o.device).view(o.shape).cos() * (used != "lse")
+    dlse = torch.arange(lse.numel(), device=o.device).view(lse.shape).sin() * (used != "o")
+    loss = (o * do).sum() if used != "lse" else 0
+    got = torch.autograd.grad(loss + (lse * dlse).sum() if used != "o" else loss, leaves)
+    assert all(x.is_contiguous() and x.dtype == torch.float32 for x in got)
+    close(got, want(qkv, selection, do, dlse))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_strided_inputs(draw, same, backend):
+    """Fakes promise contiguous gradients."""
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in draw(S=2, S_kv=9))
+    selection = same([(0, 4)], 1, 2, 2), None, None, True, None, None, None, None, 4
+    o, lse = FORWARD(q, k, v, *selection, backend, "auto")
+    do = torch.ones_like(o).transpose(1, 2).contiguous().transpose(1, 2)
+    got = BACKWARD(do, None, q.detach(), k.detach(), v.detach(), o, lse, *selection, backend, "auto")
+    assert all(x.is_contiguous() for x in got)
+    close(got, want((q, k, v), selection, do, torch.zeros_like(lse)))
+
+
+def test_kernel_is_launched_once_and_counted(problem):
+    """The kernel that the package has. (Another one stands in for it below.)"""
+    pytest.importorskip("nsa.kernels.backward")
+    qkv, selection = problem
+    leaves = [x.requires_grad_() for x in qkv]
+    o, _ = FORWARD(*leaves, *selection, "auto", "auto")
+    before = nsa.kernels.launches.copy()
+    torch.autograd.grad(o.sum(), leaves)
+    assert nsa.kernels.launches - before == {"backward": 1}
+    reason = "rows are long enough for Triton"
+    assert nsa.routes()[1:] == [nsa.RouteRecord("backward", reason, 1)]
+
+
+# --- what reaches a kernel: see `BackwardKernel` ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("used", ["o", "lse", "both"])
+def test_unused_outputs_have_no_gradient(problem, backward_kernel, used):
+    """No zeros are made for an unused LSE; an unused O has zeros."""
+    qkv, selection = problem
+    leaves = [x.requires_grad_() for x in qkv]
+    o, lse = FORWARD(*leaves, *selection, "auto", "auto")
+    used_outputs = {"o": (o,), "lse": (lse,), "both": (o, lse)}[used]
+    got = torch.autograd.grad(sum(2 * x.sum() for x in used_outputs), leaves)
+    assert all(x.eq(backward_kernel.MARK).all() for x in got)
+    ((do, dlse, route),) = backward_kernel.calls
+    assert route == "backward"
+    assert do.eq(0 if used == "lse" else 2).all()
+    assert (dlse is None) == (used == "o")
+    assert dlse is None or dlse.eq(2).all()
+
+
+@pytest.mark.parametrize("leaf", [0, 1, 2], ids=["q", "k", "v"])
+def test_only_what_requires_grad_gets_one(problem, backward_kernel, leaf):
+    qkv, selection = problem
+    qkv[leaf].requires_grad_()
+    o, _ = FORWARD(*qkv, *selection, "auto", "auto")
+    o.sum().backward()
+    assert [x.grad is None for x in qkv] == [i != leaf for i in range(3)]
+    assert qkv[leaf].grad.eq(backward_kernel.MARK).all()
+
+
+def test_what_the_plan_is_made_from(problem, backward_kernel):
+    """Once for a signature: a second call of it plans nothing."""
+    qkv, selection = problem
+    for _ in range(2):
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        FORWARD(*leaves, *selection, "auto", "auto")[0].sum().backward()
+    assert backward_kernel.planned == 1
+    ranges, blocks, block_size, causal, positions, _, cu_q, cu_k, bound = selection
+    bound = bound if blocks is None else 12
+    how = backward_kernel.how
+    names = "selection", "q_positions", "cu_seqlens_q", "cu_seqlens_k"
+    for name, x in zip(names, (blocks if ranges is None else ranges, positions, cu_q, cu_k), strict=True):
+        assert (how[name] is None) == (x is None)
+        assert x is None or torch.equal(how[name], x)
+    rest = {name: x for name, x in how.items() if name not in names}
+    assert rest == {"block_size": block_size, "causal": causal, "bound": bound}
+
+
+def test_no_gradient_runs_no_backward(problem, backward_kernel):
+    qkv, selection = problem
+    o, lse = FORWARD(*qkv, *selection, "auto", "auto")
+    assert not o.requires_grad
+    assert not lse.requires_grad
+    qkv[0].requires_grad_()
+    with torch.no_grad():
+        assert not FORWARD(*qkv, *selection, "auto", "auto")[0].requires_grad
+    assert FORWARD(*qkv, *selection, "auto", "auto")[0].requires_grad
+    assert backward_kernel.calls == []
+
+
+def test_changed_inputs_are_noticed(problem, backward_kernel):
+    """A selection written to between forward and backward would give the gradient of another call."""
+    qkv, selection = problem
+    leaves = [x.requires_grad_() for x in qkv]
+    o, _ = FORWARD(*leaves, *selection, "auto", "auto")
+    (selection[1] if selection[0] is None else selection[0]).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()

@@ -1,0 +1,236 @@
+"""What wraps a call in a model: checkpointing, inference mode, fake tensors, `torch.func`, second gradients."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import nsa
+from nsa.reference import selection_reference
+
+BACKENDS = ["auto", "triton", "sdpa", "reference"]
+PLAIN = ["sdpa", "reference"]
+
+
+@pytest.fixture(autouse=True)
+def long_rows(fresh_routes):
+    with nsa.configure(sel_triton_min_L=0):
+        yield
+
+
+@pytest.fixture
+def qkv(draw):
+    return draw(S=2, S_kv=9, HKV=1, Dv=24)
+
+
+@pytest.fixture
+def attend(same):
+    """`attend(*tensors, backend=…) -> O`; other spans where they are given."""
+    spans = same([(0, 4), (2, 7)], 1, 2, 1)
+    return lambda *qkv, ranges=spans, **how: nsa.selection_attention(*qkv, ranges=ranges, max_selected=9, **how)
+
+
+def gradients(call, qkv):
+    leaves = [x.detach().clone().requires_grad_() for x in qkv]
+    o = call(*leaves)
+    (o * torch.arange(o.shape[-1], device=o.device)).sum().backward()  # reentrant checkpoints know no `grad`
+    return [x.grad for x in leaves]
+
+
+def close(got, want, atol=1e-5):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=atol * max(1.0, float(b.abs().max())))
+
+
+# --- checkpointing ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_checkpoint(qkv, attend, backend, reentrant):
+    """The forward runs again in the backward, and the same bits come out."""
+    forwards = []
+
+    def call(q, k, v):
+        forwards.append(torch.is_grad_enabled())
+        return attend(q * 2, k, v, backend=backend)
+
+    got = gradients(lambda *qkv: checkpoint(call, *qkv, use_reentrant=reentrant), qkv)
+    assert forwards == [not reentrant, True]
+    for a, b in zip(got, gradients(call, qkv), strict=True):
+        assert torch.equal(a, b)
+
+
+# --- modes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("leaf", [False, True], ids=["plain", "requires-grad"])
+def test_inference_mode(qkv, attend, backend, leaf):
+    want = attend(*qkv, backend=backend)
+    inputs = [x.clone().requires_grad_(leaf) for x in qkv]
+    with torch.inference_mode():
+        got = attend(*inputs, backend=backend)
+        again = attend(*(x.clone() for x in qkv), backend=backend)  # tensors born there
+    assert got.is_inference()
+    assert not got.requires_grad
+    assert torch.equal(got, want)
+    assert torch.equal(again, want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_grad_costs_no_operator(qkv, attend, backend, monkeypatch):
+    """Nor does a call in which nothing requires a gradient: it is launched at once."""
+    monkeypatch.setattr(nsa.attention, "_operator", lambda *_: pytest.fail("went through the dispatcher"))
+    want = attend(*qkv, backend=backend)
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    with torch.no_grad():
+        assert torch.equal(attend(*leaves, backend=backend), want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_out_with_gradients(qkv, attend, backend):
+    want = gradients(lambda *qkv: attend(*qkv, backend=backend), qkv)
+    outs = []
+
+    def call(q, k, v):
+        outs.append(q.new_full((*q.shape[:-1], v.shape[-1]), float("nan")))
+        o = attend(q, k, v, backend=backend, out=outs[0])
+        assert o is outs[0]
+        return o
+
+    close(gradients(call, qkv), want, atol=0)
+    assert torch.equal(outs[0].detach(), attend(*qkv, backend=backend))
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "sdpa"])
+@pytest.mark.parametrize("leaf", [False, True], ids=["forward", "gradients"])
+def test_fake_tensors(draw, same, attend, backend, leaf):
+    """Their shapes go through, and no kernel is launched on memory that is not there, nor held to be broken."""
+    mode = FakeTensorMode()
+    ranges = mode.from_tensor(same([(0, 4), (2, 7)], 1, 2, 1))
+    q, k, v = (mode.from_tensor(x).requires_grad_(leaf) for x in draw(S=2, S_kv=9, HKV=1, Dv=24))
+    with mode:
+        o, lse = attend(q, k, v, ranges=ranges, backend=backend, return_lse=True)
+        assert (o.shape, o.dtype, o.requires_grad) == ((1, 2, 2, 24), torch.float32, leaf)
+        assert (lse.shape, lse.dtype) == ((1, 2, 2), torch.float32)
+        if leaf:
+            assert [x.shape for x in torch.autograd.grad(o.sum(), (q, k, v))] == [x.shape for x in (q, k, v)]
+    assert not any("failed" in record.reason for record in nsa.routes())
+
+
+# --- gradients of gradients -------------------------------------------------------------------------------------------
+
+TWICE = (
+    "the gradient of selection_attention cannot be differentiated: differentiate twice with "
+    'backend="reference", or with backend="sdpa" under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)'
+)
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("through", ["q", "do"])
+def test_second_gradients_of_kernels_are_refused(qkv, attend, backend, through):
+    """When they are taken, not when `create_graph=True` allows for them."""
+    leaves = [x.requires_grad_() for x in qkv]
+    o = attend(*leaves, backend=backend)
+    do = torch.ones_like(o).requires_grad_(through == "do")
+    first = torch.autograd.grad(o, leaves, do, create_graph=True)
+    close(first, gradients_of_sum(leaves))
+    with pytest.raises(RuntimeError) as raised:
+        torch.autograd.grad(first[0].square().sum(), leaves[0] if through == "q" else do)
+    assert str(raised.value) == TWICE
+
+
+def gradients_of_sum(leaves):
+    detached = [x.detach().requires_grad_() for x in leaves]
+    spans = torch.tensor([(0, 4), (2, 7)], dtype=torch.int32, device=leaves[0].device).expand(1, 2, 1, 2, 2)
+    return torch.autograd.grad(selection_reference(*detached, ranges=spans).sum(), detached)
+
+
+@pytest.mark.parametrize("backend", PLAIN)
+def test_second_gradients_of_plain_torch(draw, attend, backend):
+    """As the error above says. (SDPA's fast kernels are differentiable once.)"""
+    leaves = [x.requires_grad_() for x in draw(S=2, S_kv=9, HKV=1, dtype=torch.float64)]
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.autograd.gradgradcheck(lambda *qkv: attend(*qkv, backend=backend), leaves, fast_mode=True)
+
+
+# --- torch.func -------------------------------------------------------------------------------------------------------
+
+NO_VMAP = (
+    "selection_attention has no vmap rule: fold the mapped axis into the batch, as in q.flatten(0, 1), and unfold the "
+    "result"
+)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mapped", ["q", "k", "v", "ranges"])
+def test_vmap_is_refused(qkv, attend, same, backend, mapped):
+    """Before anything ran: no kernel is held to be broken."""
+    tensors = dict(zip("qkv", qkv, strict=True)) | {"ranges": same([(0, 4), (2, 7)], 1, 2, 1)}
+
+    def call(x):
+        given = tensors | {mapped: x}
+        return attend(given["q"], given["k"], given["v"], ranges=given["ranges"], backend=backend)
+
+    with pytest.raises(RuntimeError) as raised:
+        torch.vmap(call)(torch.stack([tensors[mapped]] * 3))
+    assert str(raised.value) == NO_VMAP
+    assert nsa.routes() == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("order", ["vmap-of-grad", "grad-of-vmap"])
+def test_vmap_is_refused_at_any_level(qkv, attend, backend, order):
+    q, k, v = qkv
+
+    def loss(q):
+        return attend(q, k, v, backend=backend).sum()
+
+    nested = torch.vmap(torch.func.grad(loss)) if order == "vmap-of-grad" else torch.func.grad(
+        lambda qs: torch.vmap(loss)(qs).sum()
+    )  # fmt: skip
+    with pytest.raises(RuntimeError) as raised:
+        nested(torch.stack([q] * 3))
+    assert str(raised.value) == NO_VMAP
+
+
+def test_vmap_of_something_else(qkv, attend):
+    """What is not mapped is a call as any other."""
+    want = attend(*qkv)
+    got = torch.vmap(lambda x: attend(*qkv) + x)(torch.zeros(3, device=want.device))
+    assert torch.equal(got, want.expand(3, *want.shape))
+    assert [record.route for record in nsa.routes()] == ["ranges"]
+
+
+@pytest.mark.parametrize("operator", ["selection_attention", "selection_attention_backward"])
+def test_vmap_of_the_operators_is_refused(qkv, same, operator):
+    call = *qkv, same([(0, 4)], 1, 2, 1), None, None, True, None, None, None, None, 9, "auto", "auto"
+    outputs = torch.ops.nsa.selection_attention(*call)
+    before = () if operator == "selection_attention" else (outputs[0], None, *call[:3], *outputs)
+    rest = call[1:] if operator == "selection_attention" else call[3:]
+    first, before = (before[0], before[1:]) if before else (call[0], ())
+    with pytest.raises(RuntimeError) as raised:
+        torch.vmap(lambda x: getattr(torch.ops.nsa, operator)(x, *before, *rest))(torch.stack([first] * 3))
+    assert str(raised.value) == NO_VMAP
+
+
+@pytest.mark.parametrize("backend", ["auto", *PLAIN])
+def test_functional_gradient(qkv, attend, backend):
+    """Served by plain torch, which `torch.func` can take apart."""
+    want = gradients(lambda *qkv: attend(*qkv, backend="reference"), qkv)
+    weights = torch.arange(24, device=qkv[0].device)
+    got = torch.func.grad(lambda *qkv: (attend(*qkv, backend=backend) * weights).sum(), argnums=(0, 1, 2))(*qkv)
+    close(got, want)
+    if backend == "auto":
+        reason = "torch.func transforms the call, which Triton's kernels do not know"
+        assert nsa.RouteRecord("sdpa", reason, 1) in nsa.routes()
+
+
+def test_functional_gradient_of_named_triton_is_refused(qkv, attend):
+    q, k, v = qkv
+    with pytest.raises(RuntimeError) as raised:
+        torch.func.grad(lambda q: attend(q, k, v, backend="triton").sum())(q)
+    assert str(raised.value) == "backend='triton': torch.func transforms the call, which Triton's kernels do not know"
+    assert nsa.routes() == []
