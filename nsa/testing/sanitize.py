@@ -18,6 +18,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa import settings
+from nsa.testing.cases import Case
 
 TOOLS = {"memcheck": "Invalid __global__ read", "racecheck": "hazard"}  # and what it says of its planted fault
 FOUND = 77  # exit status of a tool that has reports
@@ -80,7 +81,6 @@ def _child(what: str) -> int:
 def _matrix(device: torch.device) -> int:
     """Every source and dtype, by the rules and with forced splits and tiles, each call compared; how many."""
     from nsa.kernels.tiles import Choice
-    from nsa.testing.cases import Case
     from nsa.testing.compare import Oracle, assert_parity
     from nsa.testing.impls import OF, OURS
     from nsa.testing.sweep import forced
@@ -117,7 +117,20 @@ def _matrix(device: torch.device) -> int:
             if OURS[name].supports(case) is None:
                 assert_parity(OURS[name].run_counted(oracle.problem, True)[0], oracle, f"{case.id} {name}")
                 calls += 1
+        calls += _gradients(case, device)
     return calls
+
+
+def _gradients(case: Case, device: torch.device) -> int:
+    """Gradients of one case by the kernels, compared; how many calls that is."""
+    from nsa.testing.gradients import GradientOracle, assert_gradients
+    from nsa.testing.training import ours
+
+    exact = GradientOracle.of(case.make(device))
+    leaves = [x.detach().requires_grad_() for x in (exact.problem.q, exact.problem.k, exact.problem.v)]
+    got = torch.autograd.grad(ours().attend(exact.problem, *leaves), leaves, exact.do)
+    assert_gradients(got, exact, f"{case.id} backward")
+    return 1
 
 
 if __name__ == "__main__":

@@ -44,6 +44,14 @@ def test_random_blocks_do_not_learn(backend, device):
     assert final_loss(Selection(CHOSEN, backend, score), device) > 0.8 * CHANCE
 
 
+def test_curves_of_both_backends_agree(device):
+    """Step by step, from the same weights on the same sequences. The interpreter affords two steps of one sequence."""
+    short = {"steps": 2, "B": 1} if device.type == "cpu" else {"steps": 30}
+    packed, kernels = (recall.train(Selection(CHOSEN, x), seed=0, device=device, **short) for x in ("sdpa", "triton"))
+    assert packed[-1] != packed[0]
+    assert kernels == pytest.approx(packed, rel=1e-3)
+
+
 @pytest.mark.parametrize("name", ["dense", *BACKENDS])
 def test_training_is_deterministic(name, device):
     """On the GPU torch's own backward passes (of embeddings, of memory-efficient attention) may add in any order."""

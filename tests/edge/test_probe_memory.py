@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,6 +81,20 @@ def test_the_packaged_list():
     assert probe.passed("3.6.0", "sm_90")
     assert probe.passed("3.6.1+git123", "sm_90")
     assert not probe.passed("3.60.0", "sm_90")
+
+
+@pytest.mark.parametrize("name", ["_fwd_kernel", "_dkdv_kernel"])
+def test_what_compiles_but_no_gpu_has_run_is_tried(monkeypatch, name):
+    """With a Triton and a GPU that the compile matrix has passed."""
+    asked = []
+    kernel = SimpleNamespace(fn=SimpleNamespace(__name__=name), arg_names=())
+    variant = SimpleNamespace(kernel=kernel, constexprs={}, options={}, cluster=0)
+    monkeypatch.setattr(probe, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(probe, "passed", lambda triton, arch: True)
+    monkeypatch.setattr(probe, "find_out", lambda what, device: asked.append(what["kernel"]))
+    with nsa.configure(probe="auto"):
+        probe.require(variant, torch.device("cuda", 0), ())
+    assert asked == [name] * (name in probe.UNSEEN)
 
 
 ENTRIES = [
