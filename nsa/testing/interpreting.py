@@ -5,7 +5,8 @@ What kernels compute is the same bit by bit (`tests/edge/test_interpreting.py`):
 - every sum, difference and product of integers is computed once more in 64 bits, for an assertion on overflow that
   nobody makes where `options.debug` is off, as it always is in the interpreter;
 - every call of one jitted function by another replaces the whole language by NumPy's, which the first has done;
-- the table from Triton's types to NumPy's is built anew for every load and every cast.
+- the table from Triton's types to NumPy's is built anew for every load and every cast;
+- every value wraps the numbers of its shape one by one, twice, and its type checks them and writes out its own name.
 
 Where another release of Triton does these things otherwise, it is left alone.
 """
@@ -26,7 +27,7 @@ def quicken() -> tuple[str, ...]:
     """Quicken the interpreter of this process; returns what was quickened."""
     from triton.runtime import interpreter
 
-    steps = {"overflow": _overflow, "calls": _calls, "types": _types}
+    steps = {"overflow": _overflow, "calls": _calls, "types": _types, "shapes": _shapes}
     return tuple(name for name, step in steps.items() if step(interpreter))
 
 
@@ -105,4 +106,44 @@ def _types(interpreter: Any) -> bool:
         return known[scalar]
 
     _change(interpreter, "_get_np_dtype", finding)
+    return True
+
+
+def _shapes(interpreter: Any) -> bool:
+    """What a type and a value hold of their shape is never changed, so those of equal shapes share it."""
+    from triton.language import core
+
+    Shape: Any = getattr(core, "tuple", None)
+    if Shape is None or not hasattr(interpreter, "_LangPatchScope"):
+        return False
+    block_type: Any = core.block_type.__init__
+    tensor: Any = core.tensor.__init__
+    types: dict[tuple[Any, ...], tuple[Any, dict[str, Any]]] = {}  # with the element type, lest its id be reused
+    shapes: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def typing(self: Any, element_ty: Any, shape: Any) -> None:
+        if type(shape) is Shape:
+            key = id(element_ty), *shape.values
+        elif type(shape) is list:
+            key = id(element_ty), *shape
+        else:
+            block_type(self, element_ty, shape)
+            return
+        if key not in types:
+            block_type(self, element_ty, shape)
+            types[key] = element_ty, dict(self.__dict__)
+        else:
+            self.__dict__.update(types[key][1])
+
+    def holding(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in shapes:
+            tensor(self, handle, type)
+            shapes[key] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = shapes[key]
+
+    _change(core.block_type, "__init__", typing)
+    _change(core.tensor, "__init__", holding)
     return True
