@@ -5,11 +5,16 @@ The tensors are small because an interpreted Triton program costs about ten mill
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import re
+import subprocess
 import sys
+import time
 import types
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +24,13 @@ from torch import Tensor
 import nsa
 from nsa import dispatch, probe, settings
 from nsa.reference import selection_reference
+from nsa.testing.interpreting import quicken
 from nsa.testing.plugin import current_lane
+
+pytest_plugins = ["pytester"]
+
+if current_lane() == "interpreter":
+    quicken()
 
 ROUTES: dict[str, dict[str, Any]] = {
     "triton": {"backend": "triton"},
@@ -256,3 +267,56 @@ def kept(tmp_path):
         return sorted(folder.iterdir()) if folder.is_dir() else []
 
     return make
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory):
+    """A folder of this run, the same for all of its xdist workers."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+
+
+@pytest.fixture(scope="session")
+def forking(shared_folder):
+    """A process that forks itself for each run of pytest, see `forked_pytest.py`; started for whoever asks first."""
+    script = Path(__file__).with_name("forked_pytest.py")
+    command = [sys.executable, str(script), str(shared_folder / "bytecode")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def run_pytest(forking, tmp_path_factory):
+    """`run_pytest(*arguments, cwd=…, environment=…)`: `python -m pytest` as a process of its own, without the seconds
+    in which it imports torch. Returns what `subprocess.run` does; unless given, the environment is this process's.
+    """
+
+    def run(*arguments, cwd, environment=None):
+        folder = tmp_path_factory.mktemp("pytest", numbered=True)
+        out, err = folder / "out", folder / "err"
+        request = {"arguments": [str(x) for x in arguments], "cwd": str(cwd), "out": str(out), "err": str(err)}
+        request["environment"] = dict(os.environ if environment is None else environment)
+        print(json.dumps(request), file=forking.stdin, flush=True)
+        status = int(forking.stdout.readline())
+        return subprocess.CompletedProcess(["pytest", *arguments], status, out.read_text(), err.read_text())
+
+    return run
+
+
+@pytest.fixture
+def forked_project(run_pytest, pytester, monkeypatch, tmp_path_factory):
+    """`pytester`, whose `runpytest_subprocess` forks; `Pytester.runpytest_subprocess` still starts a process anew."""
+
+    def run(*arguments):
+        began = time.monotonic()
+        base = tmp_path_factory.mktemp("inner", numbered=True)
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
+        done = run_pytest(f"--basetemp={base}", *arguments, cwd=Path.cwd(), environment=environment)
+        print(done.stdout, done.stderr, sep="\n")
+        lines = done.stdout.splitlines(), done.stderr.splitlines()
+        return pytest.RunResult(done.returncode, *lines, time.monotonic() - began)
+
+    monkeypatch.setattr(pytester, "runpytest_subprocess", run)
+    return pytester

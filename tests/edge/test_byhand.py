@@ -2,8 +2,6 @@
 
 import csv
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -98,14 +96,19 @@ def test_row_of_a_kernel_that_failed_has_no_times():
     ]  # fmt: skip
 
 
-def run(*arguments, cwd=ROOT):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST") and k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pytest", "tests/perf", "-m", "perf", "-p", "no:cacheprovider", *arguments]
-    environment["NSA_TEST_TRITON_SEL"] = "0"
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+@pytest.fixture
+def run(run_pytest):
+    """`run(*arguments)`: the perf lane of this repository, outside any xdist worker."""
+
+    def make(*arguments):
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST") and k != "TRITON_INTERPRET"}
+        kept["NSA_TEST_TRITON_SEL"] = "0"
+        return run_pytest("tests/perf", "-m", "perf", "-p", "no:cacheprovider", *arguments, cwd=ROOT, environment=kept)
+
+    return make
 
 
-def test_command_on_the_cpu_lane(tmp_path):
+def test_command_on_the_cpu_lane(run, tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")
     file, folder = tmp_path / "out.csv", tmp_path / "report"
@@ -138,13 +141,13 @@ def test_command_on_the_cpu_lane(tmp_path):
     ],
     ids=["shape", "dist", "thresholds", "schedules", "csv", "xdist", "disabled"],
 )
-def test_what_would_fail_at_the_end_is_refused_at_once(arguments, message):
+def test_what_would_fail_at_the_end_is_refused_at_once(run, arguments, message):
     done = run(*arguments)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert message in done.stderr
 
 
-def test_a_report_that_cannot_be_written_turns_a_green_run_red(tmp_path):
+def test_a_report_that_cannot_be_written_turns_a_green_run_red(run, tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")
     (tmp_path / "report").write_text("a file where the folder should go")

@@ -4,8 +4,6 @@
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -108,11 +106,11 @@ def test_amd_gets_its_own_shared_memory_and_nothing_of_nvidia(monkeypatch):
     ],
     ids=["aot", "not-perf"],
 )
-def test_only_a_run_for_aot_compiles_everything(arguments, ids):
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *arguments, str(Path(__file__))]
+def test_only_a_run_for_aot_compiles_everything(run_pytest, arguments, ids):
+    command = ["--collect-only", "-q", *arguments, __file__]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     root = Path(__file__).parents[2]
-    listed = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False).stdout
+    listed = run_pytest(*command, cwd=root, environment=environment).stdout
     assert [line for line in listed.splitlines() if "::test_kernels_compile" in line] == [
         f"tests/edge/test_compile.py::test_kernels_compile[{name}]" for name in ids
     ], listed

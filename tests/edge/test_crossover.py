@@ -1,8 +1,6 @@
 """From times of both schedules to the file that routing reads: the rule on made-up figures, and what guards them."""
 
 import dataclasses
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -208,24 +206,27 @@ def test_rotation_is_cold_where_it_can_be():
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def pytest_run(request, *arguments):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(command, cwd=request.config.rootpath, capture_output=True, text=True, timeout=120)
-    return done.returncode, done.stdout
+@pytest.fixture
+def pytest_run(run_pytest, request):
+    def make(*arguments):
+        done = run_pytest("-q", "-p", "no:cacheprovider", *arguments, cwd=request.config.rootpath)
+        return done.returncode, done.stdout
+
+    return make
 
 
-def test_it_is_collected_on_request_only(request):
-    code, listed = pytest_run(request, "tests/perf", "--collect-only", "--nsa-update-schedules")
+def test_it_is_collected_on_request_only(pytest_run):
+    code, listed = pytest_run("tests/perf", "--collect-only", "--nsa-update-schedules")
     assert code == 0, listed
     assert listed.count("test_crossover.py::test_crossover[") == len(HEADS) * len(TOKENS)
     assert "test_crossover[G4-T1024]" in listed
     assert "test_threshold.py" not in listed
-    assert "test_crossover.py" not in pytest_run(request, "tests/perf", "--collect-only")[1]
+    assert "test_crossover.py" not in pytest_run("tests/perf", "--collect-only")[1]
 
 
 @pytest.mark.skipif(current_lane() == "gpu", reason="there it is timed")
-def test_named_by_path_it_skips_without_a_gpu(request):
-    code, printed = pytest_run(request, "tests/perf/test_crossover.py")
+def test_named_by_path_it_skips_without_a_gpu(pytest_run):
+    code, printed = pytest_run("tests/perf/test_crossover.py")
     assert code == 0, printed
     assert f"{len(HEADS) * len(TOKENS)} skipped" in printed
 

@@ -16,7 +16,6 @@ from filelock import FileLock
 
 from nsa.testing import baselines, plugin
 
-pytest_plugins = ["pytester"]
 ROOT = Path(plugin.__file__).parents[2]
 ALIKE = {name: {"ours": [2.0], "control": 1.0} for name in ("alpha", "beta", "gamma", "delta")}  # ms, by attempt
 INJECTED = """
@@ -65,10 +64,9 @@ def environment():
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
+def recorded(shared_folder):
     """Three files as `--nsa-save-baseline` leaves them, and what it printed; recorded once for all xdist workers."""
-    base = tmp_path_factory.getbasetemp()
-    path = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "recorded"
+    path = shared_folder / "recorded"
     with FileLock(f"{path}.lock"):
         if not (path / "printed").exists():
             shutil.rmtree(path, ignore_errors=True)
@@ -81,8 +79,9 @@ def recorded(tmp_path_factory):
 
 
 @pytest.fixture
-def project(pytester, monkeypatch, recorded):
+def project(forked_project, monkeypatch, recorded):
     """The same project with that baseline; `project.baseline` are its own copies of the files."""
+    pytester = forked_project
     lay_out(pytester.path, ALIKE)
     for name in set(os.environ) - set(environment()):
         monkeypatch.delenv(name)

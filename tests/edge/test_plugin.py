@@ -13,13 +13,13 @@ from filelock import FileLock, Timeout
 
 from nsa.testing import plugin
 
-pytest_plugins = ["pytester"]
 ROOT = Path(plugin.__file__).parents[2]
 
 
 @pytest.fixture
-def project(pytester, monkeypatch):
+def project(forked_project, monkeypatch):
     """A rootdir with this repository's conftest.py and pyproject.toml, on the CPU lane, outside any xdist worker."""
+    pytester = forked_project
     for name in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / name, pytester.path)
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "NSA_COMMIT", "TRITON_INTERPRET"):
@@ -71,7 +71,7 @@ def test_xdist_runs_parity_and_replays(project):
     write(project, "tests/perf/test_a.py", BENCHMARK)
     threads = "import torch\ndef test_threads():\n    assert torch.get_num_threads() == max(1, {} // 2)\n"
     write(project, "tests/edge/test_a.py", threads.format(len(plugin.os.sched_getaffinity(0))))
-    result = project.runpytest_subprocess("-m", "not perf", "-n", "2", "--benchmark-disable")
+    result = pytest.Pytester.runpytest_subprocess(project, "-m", "not perf", "-n", "2", "--benchmark-disable")
     result.assert_outcomes(passed=3, failed=1)
     result.stdout.fnmatch_lines(['*pytest "tests/parity/test_a.py::test_fails[[]H8-D128[]]"'])
 

@@ -2,8 +2,6 @@
 
 import itertools
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -209,12 +207,10 @@ def test_thresholds_need_cold_checked_cases_of_their_own(monkeypatch, option):
         outputs.check(Session(dist="no", **{option: value}))
 
 
-def test_every_case_it_needs_is_collected(request):
+def test_every_case_it_needs_is_collected(run_pytest, request):
     """A GPU is needed to time them, not to list them: a folder that cannot be collected shows here, without one."""
-    command = [sys.executable, "-m", "pytest", "tests/perf", "--collect-only", "-q", "--nsa-update-thresholds"]
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider"], cwd=request.config.rootpath, capture_output=True, text=True, timeout=120
-    )
+    arguments = ["tests/perf", "--collect-only", "-q", "--nsa-update-thresholds", "-p", "no:cacheprovider"]
+    done = run_pytest(*arguments, cwd=request.config.rootpath)
     assert done.returncode == 0, done.stdout
     listed = sum("test_threshold.py::test_threshold[" in line for line in done.stdout.splitlines())
     assert listed == len(thresholds.cases())

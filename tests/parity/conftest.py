@@ -1,6 +1,11 @@
 import pytest
 
 from nsa.testing.fixtures import case, lane_cases, oracle, over_third_parties, problem, third_party
+from nsa.testing.interpreting import quicken
+from nsa.testing.plugin import current_lane
+
+if current_lane() == "interpreter":
+    quicken()
 
 __all__ = ["case", "oracle", "problem", "third_party"]
 

@@ -1,6 +1,8 @@
 """Benchmarks of real work without a GPU: packed SDPA, packing, span utilities, routing. No Triton is timed here."""
 
 import dataclasses
+import functools
+import inspect
 from functools import partial
 from typing import Any
 
@@ -24,6 +26,7 @@ pytestmark = [
 ]
 BUDGET_S = 0.3
 MAX_FALLBACK_US = 5.0  # on a machine that takes PYTHON_US for `python` below; 4.5 were measured
+TAKES = 3  # of a measurement that is above its limit, before it is believed
 PYTHON_US = 2.7  # of the machine where this was written, when nobody else used it
 MAX_ROUTING_US = 20.0  # the goal is 5; a busy 2-core machine reads up to twice what an idle one does
 PACKED_SDPA = [
@@ -163,9 +166,16 @@ def test_after_a_failure(problem: Problem, publish, sampling: dict[str, int], mo
     assert record.reason.endswith(" kernel failed: RuntimeError: PassManager::run failed")
     whole = timing.time_host({"ours": call, "sdpa": direct}, budget_s=BUDGET_S, **sampling)
 
-    def stand_in(*_: Any, **__: Any) -> torch.Tensor:
+    @functools.wraps(packed_sdpa)
+    def stand_in(
+        q, k, v, *, ranges=None, block_indices=None, block_size=None, causal=True, q_positions=None, scale=None,
+        cu_seqlens=None, max_selected=None, return_lse=False, layout="heads_as_queries",
+    ):  # fmt: skip
         return want
 
+    assert inspect.signature(stand_in, follow_wrapped=False).parameters.keys() == (
+        inspect.signature(packed_sdpa).parameters.keys()
+    )
     monkeypatch.setattr(nsa.reference, "packed_sdpa", stand_in)
     fns = {
         "ours": call,
@@ -175,20 +185,38 @@ def test_after_a_failure(problem: Problem, publish, sampling: dict[str, int], mo
 
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         times = timing.time_host(fns, budget_s=BUDGET_S, sample_s=5e-3, **sampling)
-        cost, python = (times["ours"].median - times["direct_sdpa"].median) * 1e6, times["python"].median * 1e6
+        cost, limit, python = typical(rounds(times, "ours", "direct_sdpa", "python"))
         both = ", ".join(f"{name} {t.median * 1e6:.1f} us" for name, t in whole.items())
         info = run_facts(p.q.device) | p.case.fields() | gate_figures(times, "python") | {
-            "overhead_us": cost, "python_us": python, "limit_us": MAX_FALLBACK_US * max(1.0, python / PYTHON_US),
+            "overhead_us": cost, "python_us": python, "limit_us": limit,
             "note": f"after a failure a call costs {cost:.1f} us more than the SDPA behind it ({both})",
         }  # fmt: skip
         return times["ours"], info
 
     samples, info = take()
-    if info["overhead_us"] >= info["limit_us"]:
-        samples, info = take()  # as the gate does: what is slow once may be a neighbour's doing
+    for _ in range(TAKES - 1):  # as the gate does: what is slow once may be a neighbour's doing
+        if info["overhead_us"] < info["limit_us"]:
+            break
+        samples, info = take()
     publish("after a failure", samples, info, again=take)
     assert len(failing) == 1
     assert info["overhead_us"] < info["limit_us"], info["note"]
+
+
+def rounds(times: dict[str, timing.Timing], *names: str) -> list[list[float]]:
+    """Samples taken side by side, microseconds: a neighbour slows all of a round, and none is compared with another's.
+
+    What was sampled less often was spread evenly over the rounds.
+    """
+    samples = [times[name].samples for name in names]
+    count = min(map(len, samples))
+    return [[1e6 * some[i * len(some) // count] for some in samples] for i in range(count)]
+
+
+def typical(found: list[list[float]]) -> tuple[float, float, float]:
+    """Cost, limit and speed of Python in the round whose cost is the median part of the limit of its own round."""
+    facts = [(ours - direct, MAX_FALLBACK_US * max(1.0, python / PYTHON_US), python) for ours, direct, python in found]
+    return sorted(facts, key=lambda fact: fact[0] / fact[1])[len(facts) // 2]
 
 
 def publish_against(group: str, control: str, fns, facts, publish, sampling: dict[str, int]) -> None:

@@ -1,0 +1,149 @@
+"""Triton's interpreter without the work whose result it throws away, which is more than half of its time.
+
+What kernels compute is the same bit by bit (`tests/edge/test_interpreting.py`):
+
+- every sum, difference and product of integers is computed once more in 64 bits, for an assertion on overflow that
+  nobody makes where `options.debug` is off, as it always is in the interpreter;
+- every call of one jitted function by another replaces the whole language by NumPy's, which the first has done;
+- the table from Triton's types to NumPy's is built anew for every load and every cast;
+- every value wraps the numbers of its shape one by one, twice, and its type checks them and writes out its own name.
+
+Where another release of Triton does these things otherwise, it is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_changes: list[tuple[Any, str, Any, Any]] = []  # object, attribute, as released, quick
+
+
+@functools.cache
+def quicken() -> tuple[str, ...]:
+    """Quicken the interpreter of this process; returns what was quickened."""
+    from triton.runtime import interpreter
+
+    steps = {"overflow": _overflow, "calls": _calls, "types": _types, "shapes": _shapes}
+    return tuple(name for name, step in steps.items() if step(interpreter))
+
+
+@contextlib.contextmanager
+def as_released() -> Iterator[None]:
+    """Triton's own interpreter, for comparison."""
+    for owner, name, released, _ in _changes:
+        setattr(owner, name, released)
+    try:
+        yield
+    finally:
+        for owner, name, _, quick in _changes:
+            setattr(owner, name, quick)
+
+
+def _change(owner: Any, name: str, quick: Any) -> None:
+    _changes.append((owner, name, getattr(owner, name), quick))
+    setattr(owner, name, quick)
+
+
+def _overflow(interpreter: Any) -> bool:
+    options = getattr(interpreter.interpreter_builder, "options", None)
+    if getattr(options, "debug", True) or not getattr(options, "sanitize_overflow", False):
+        return False
+    assert dataclasses.is_dataclass(options)
+    assert not isinstance(options, type)
+    _change(interpreter.interpreter_builder, "options", dataclasses.replace(options, sanitize_overflow=False))
+    return True
+
+
+def _calls(interpreter: Any) -> bool:
+    """Within one launch, the language is replaced once for each module whose functions run."""
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return False
+    launch: Callable[..., Any] = interpreter.GridExecutor.__call__
+    patch: Callable[[Any], Any] = interpreter._patch_lang
+    seen: set[int] = set()  # the modules, by their globals
+    launches: list[Any] = []  # under way
+
+    @functools.wraps(launch)
+    def launching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launches.append(self)
+        seen.clear()
+        try:
+            return launch(self, *args, **kwargs)
+        finally:
+            launches.pop()
+
+    def patching(fn: Any) -> Any:
+        module = id(fn.__globals__)
+        if launches and module in seen:
+            return interpreter._LangPatchScope()  # nothing to restore
+        seen.add(module)
+        return patch(fn)
+
+    _change(interpreter.GridExecutor, "__call__", launching)
+    _change(interpreter, "_patch_lang", patching)
+    return True
+
+
+def _types(interpreter: Any) -> bool:
+    """Types are equal by name; those of pointers have no hash, and no need of a table either."""
+    find = getattr(interpreter, "_get_np_dtype", None)
+    if find is None:
+        return False
+    from triton.language import dtype
+
+    known: dict[Any, Any] = {}
+
+    def finding(kind: Any) -> Any:
+        scalar = kind.scalar
+        if type(scalar) is not dtype:
+            return find(kind)
+        if scalar not in known:
+            known[scalar] = find(kind)
+        return known[scalar]
+
+    _change(interpreter, "_get_np_dtype", finding)
+    return True
+
+
+def _shapes(interpreter: Any) -> bool:
+    """What a type and a value hold of their shape is never changed, so those of equal shapes share it."""
+    from triton.language import core
+
+    Shape: Any = getattr(core, "tuple", None)
+    if Shape is None or not hasattr(interpreter, "_LangPatchScope"):
+        return False
+    block_type: Any = core.block_type.__init__
+    tensor: Any = core.tensor.__init__
+    types: dict[tuple[Any, ...], tuple[Any, dict[str, Any]]] = {}  # with the element type, lest its id be reused
+    shapes: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def typing(self: Any, element_ty: Any, shape: Any) -> None:
+        if type(shape) is Shape:
+            key = id(element_ty), *shape.values
+        elif type(shape) is list:
+            key = id(element_ty), *shape
+        else:
+            block_type(self, element_ty, shape)
+            return
+        if key not in types:
+            block_type(self, element_ty, shape)
+            types[key] = element_ty, dict(self.__dict__)
+        else:
+            self.__dict__.update(types[key][1])
+
+    def holding(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in shapes:
+            tensor(self, handle, type)
+            shapes[key] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = shapes[key]
+
+    _change(core.block_type, "__init__", typing)
+    _change(core.tensor, "__init__", holding)
+    return True

@@ -1,0 +1,79 @@
+"""The quickened interpreter computes what Triton's own does, bit by bit, in every kernel."""
+
+import pytest
+import torch
+
+import nsa
+from nsa.testing import interpreting
+from nsa.testing.plugin import current_lane, triton_version
+
+pytestmark = pytest.mark.skipif(current_lane() == "gpu", reason="nothing is interpreted on a GPU")
+
+CALLS = {
+    "ranges": {},
+    "per_head": {"schedule": "per_head"},
+    "key_major": {"schedule": "key_major"},
+    "blocks": {"block_size": 16},
+    "key_major-blocks": {"schedule": "key_major", "block_size": 16},
+}
+
+
+@pytest.fixture(params=["fp32", "fp16"])
+def call(request, draw, device):
+    """`call(**keywords) -> (O, LSE)`: rows of random spans, or of blocks of keys if there is a block size."""
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}[request.param]
+    q, k, v = draw(B=1, S=2, S_kv=50, D=24, Dv=16, dtype=dtype)
+    g = torch.Generator().manual_seed(0)
+    spans = torch.randint(-3, 60, (1, 2, 2, 3, 2), generator=g, dtype=torch.int32)
+    blocks = torch.randint(-1, 4, (1, 2, 2, 3), generator=g, dtype=torch.int32)
+
+    def make(**keywords):
+        selection = {"block_indices": blocks} if "block_size" in keywords else {"ranges": spans}
+        return nsa.selection_attention(q, k, v, **selection, backend="triton", return_lse=True, **keywords)
+
+    return make
+
+
+def assert_same(call, **keywords):
+    quick = call(**keywords)
+    with interpreting.as_released():
+        released = call(**keywords)
+    for a, b in zip(quick, released, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_same_bits(call, kind):
+    assert_same(call, **CALLS[kind])
+
+
+@pytest.mark.usefixtures("split")
+def test_same_bits_of_merged_parts(call):
+    assert_same(call)
+
+
+@pytest.mark.skipif(not triton_version().startswith("3.9."), reason="other releases work otherwise")
+def test_everything_is_quickened():
+    """A release that renames what is quickened would have the suite take twice as long, and nothing else say so."""
+    assert interpreting.quicken() == ("overflow", "calls", "types", "shapes")
+
+
+def test_overflow_is_not_asserted_by_triton_either(device):
+    """The assertion that is dropped is one that never fired: a sum that overflows wraps around in both."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def double(ptr):
+        tl.store(ptr + 1, tl.load(ptr) * 2 + 1)
+
+    found = []
+    for _ in range(2):
+        x = torch.tensor([2**30 + 5, 0], dtype=torch.int32)
+        with interpreting.as_released():
+            double[(1,)](x)
+        found.append(x.tolist())
+        x = torch.tensor([2**30 + 5, 0], dtype=torch.int32)
+        double[(1,)](x)
+        found.append(x.tolist())
+    assert found == [[2**30 + 5, -(2**31) + 11]] * 4
