@@ -27,8 +27,6 @@ from nsa.reference import selection_reference
 from nsa.testing.interpreting import quicken
 from nsa.testing.plugin import current_lane
 
-pytest_plugins = ["pytester"]
-
 if current_lane() == "interpreter":
     quicken()
 

@@ -16,6 +16,7 @@ from filelock import FileLock
 
 from nsa.testing import baselines, plugin
 
+pytest_plugins = ["pytester"]
 ROOT = Path(plugin.__file__).parents[2]
 ALIKE = {name: {"ours": [2.0], "control": 1.0} for name in ("alpha", "beta", "gamma", "delta")}  # ms, by attempt
 INJECTED = """

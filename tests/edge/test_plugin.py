@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from nsa.testing import plugin
 
+pytest_plugins = ["pytester"]
 ROOT = Path(plugin.__file__).parents[2]
 
 
