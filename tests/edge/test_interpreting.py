@@ -47,6 +47,20 @@ def test_same_bits(call, kind):
     assert_same(call, **CALLS[kind])
 
 
+@pytest.mark.parametrize("block_size", [None, 16], ids=["ranges", "blocks"])
+def test_same_bits_of_gradients(draw, same, block_size):
+    q, k, v = (x.half().requires_grad_() for x in draw(B=1, S=2, S_kv=50, D=24, Dv=16))
+    selection = {"ranges": same([(0, 9), (3, 40)], 1, 2, 2)}
+    if block_size is not None:
+        selection = {"block_indices": same([1, 0], 1, 2, 2), "block_size": block_size}
+
+    def gradients():
+        o, lse = nsa.selection_attention(q, k, v, **selection, backend="triton", return_lse=True)
+        return torch.autograd.grad(o.float().sum() + lse.sum(), (q, k, v))
+
+    assert_same(gradients)
+
+
 @pytest.mark.usefixtures("split")
 def test_same_bits_of_merged_parts(call):
     assert_same(call)
