@@ -5,6 +5,7 @@ Decided as the forward is, from the same plan; kernels of the two directions fai
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from nsa import dispatch
 from nsa.dispatch import Plan
-from nsa.kernels import tiles
+from nsa.kernels import backward_tiles
 
 ROUTE = "backward"
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -107,25 +108,17 @@ def _triton(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
 ) -> Gradients:
-    found = what.backward_launches.get(tiles.forced)
+    found = what.backward_launches.get(backward_tiles.forced)
     if found is None:
+        kernel = importlib.import_module("nsa.kernels.backward")  # which imports Triton
         try:
-            found = dispatch.attach(
-                what.backward_launches,
-                q,
-                k,
-                v,
-                module="backward",
-                selection=selection,
-                block_size=block_size,
-                causal=causal,
-                q_positions=q_positions,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k,
-                bound=what.dims.bound,
-            )
+            launch = kernel.launch_for(
+                q, k, v, selection=selection, block_size=block_size, causal=causal, q_positions=q_positions,
+                cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bound=what.dims.bound,
+            )  # fmt: skip
         except ValueError as error:
             raise _DoesNotFit(str(error)) from error
+        found = what.backward_launches[backward_tiles.forced] = kernel, launch
     kernel, launch = found
     result: Gradients = kernel.backward(
         launch, do, dlse, q, k, v, o, lse, ROUTE, selection, q_positions, scale, cu_seqlens_q, cu_seqlens_k

@@ -259,7 +259,7 @@ def key_of(what: dict[str, Any], device: torch.device) -> str:
 def _sources() -> str:
     """Of the kernels, and of what says whether they are right."""
     package = Path(__file__).parent
-    judges = [package / name for name in ("trial.py", "reference.py", "spans.py")]
+    judges = [package / name for name in ("trial.py", "trial_backward.py", "reference.py", "spans.py")]
     return _hash_of([*sorted(package.glob("kernels/*.py")), *judges])
 
 

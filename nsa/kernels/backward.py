@@ -281,7 +281,7 @@ def backward(
         )  # fmt: skip
         if dq_part is not None:
             heads = launch.variants["gather"].constexprs["HEADS"]
-            run("gather", (now * HKV, -(-launch.G // heads), 1), (dq_part, block, dq), "HKV slots first now", scale)
+            run("gather", (now * HKV, -(-launch.G // heads), 1), (dq_part, block, dq), "HKV slots first")
     return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype)
 
 

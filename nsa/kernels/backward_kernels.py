@@ -200,7 +200,7 @@ def _dkdv_kernel(
 
     A program takes one share of work, as in the forward pass, and ``BLOCK_N`` keys of its block. It alone has this
     block, and adds to the sums; or several do, and each leaves a partial sum ``[HKV, several, size, D | Dv]`` fp32 for
-    :func:`_sum_kernel`. dq_part ``[window, HKV, slots, G, D]`` in the dtype of the queries, without the scale.
+    :func:`_sum_kernel`. dq_part ``[window, HKV, slots, G, D]`` in the dtype of the queries.
     """
     UNITS: tl.constexpr = BLOCK_M // HEADS
     HEAD_TILES: tl.constexpr = (G + HEADS - 1) // HEADS  # more than one: a unit is a tile's only one
@@ -250,6 +250,8 @@ def _dkdv_kernel(
     k = tl.load(k_ptrs, mask=inside[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_N, BLOCK_D]
     v = tl.load(v_ptrs, mask=inside[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
 
+    if dq_part_ptr is not None:  # what is not finite must not reach queries that may not see it: 0 * NaN
+        k_seen = tl.where(tl.abs(k) < float("inf"), k, 0.0).to(k.dtype)  # those that may have it in their weights
     dk_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for done in range(0, count * HEAD_TILES, UNITS):
@@ -294,7 +296,7 @@ def _dkdv_kernel(
         ds = tl.where(seen, p * (dp - delta[None, :]), 0.0).to(q.dtype)
         dk_sum = tl.dot(ds, q, dk_sum, input_precision=INPUT_PRECISION)
         if dq_part_ptr is not None:
-            dq = tl.dot(tl.trans(ds), k, input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_D]
+            dq = tl.dot(tl.trans(ds), k_seen, input_precision=INPUT_PRECISION) * scale  # [BLOCK_M, BLOCK_D]
             dq_ptrs = dq_part_ptr + (at_row * G + g)[:, None] * D + d[None, :]
             mask = here[:, None] & (d[None, :] < D)
             tl.store(dq_ptrs, dq.to(dq_part_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
@@ -391,8 +393,6 @@ def _gather_kernel(
     HKV,
     slots,
     first,
-    tokens,
-    scale,
     G: tl.constexpr,
     D: tl.constexpr,
     HEADS: tl.constexpr,
@@ -418,4 +418,4 @@ def _gather_kernel(
             dq += part.to(tl.float32)
     at = ((first + local).to(tl.int64) * HKV + head_kv) * G + g
     mask = (g < G)[:, None] & (d[None, :] < D)
-    tl.store(dq_ptr + at[:, None] * D + d[None, :], (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask)
+    tl.store(dq_ptr + at[:, None] * D + d[None, :], dq.to(dq_ptr.dtype.element_ty), mask=mask)

@@ -224,6 +224,34 @@ def test_what_nobody_reads_reaches_no_gradient(draw, same, like, gradients, pois
         assert torch.equal(a, b)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of inf * 0
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("keep_dq", [True, False])
+def test_the_future_reaches_no_gradient(draw, same, device, like, gradients, poison, keep_dq):
+    """NaN and inf in keys of a selected block that causality clamps away for every row, whichever way dQ is taken."""
+    q, k, v = (x.half() for x in draw(S=4, S_kv=16))
+    where = torch.arange(4, device=device)[None]
+    selection = {"block_indices": same([0], 1, 4, 2), "block_size": 16, "q_positions": where}
+    do = like(q)
+    choice = SHARES._replace(keep_dq=keep_dq)
+    want = gradients(q, k, v, do, choice=choice, **selection)
+    for x in (k, v):
+        x[:, 4:] = poison
+    for a, b in zip(gradients(q, k, v, do, choice=choice, **selection), want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("keep_dq", [True, False])
+def test_dq_overflows_no_sooner_than_it_must(draw, same, like, gradients, keep_dq):
+    """In fp16: 65,504 is the largest number there is, and the scale comes before the rounding."""
+    q, k, v = (x.half() for x in draw(S=3, S_kv=16, D=64, Dv=64))
+    k, selection = k * 30, {"block_indices": same([0], 1, 3, 2), "block_size": 16, "scale": 1 / 64}
+    do = like(q) * 1000
+    want = exact(q, k, v, do, **selection)
+    assert 65_504 / 64 < want[0].abs().max() < 65_504
+    close(gradients(q, k, v, do, choice=SHARES._replace(keep_dq=keep_dq), **selection), want)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of an overflow
 @pytest.mark.parametrize("source", ["blocks", "ranges"])
 def test_scores_far_below_zero(draw, same, like, gradients, source):

@@ -69,8 +69,9 @@ def test_triton_sel_parity_backward_other_dq(gradients: GradientOracle, monkeypa
 
 
 @over(lambda c: trained(c) and c.H in (2, 8) and c.dtype != "fp32")
-def test_gradients_are_bitwise_equal(gradients: GradientOracle, monkeypatch) -> None:
-    """Twice, in many shares: sums have an order."""
-    monkeypatch.setattr(backward_tiles, "forced", backward_tiles.Choice(32, 4, 1, 1, False, 16, 1, 1))
+@pytest.mark.parametrize("keep_dq", [True, False])
+def test_gradients_are_bitwise_equal(gradients: GradientOracle, monkeypatch, keep_dq: bool) -> None:
+    """Twice, in many shares, whichever way dQ is taken: sums have an order."""
+    monkeypatch.setattr(backward_tiles, "forced", backward_tiles.Choice(32, 4, 1, 1, keep_dq, 16, 1, 1))
     first, second = run(gradients), run(gradients)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
