@@ -108,8 +108,8 @@ def selection_attention(
 
     Gradients: of ``q``, ``k`` and ``v`` through both ``O`` and ``LSE``, in the dtype of each; the selection has none.
     Only ``reference`` (and ``sdpa`` under ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``) is differentiable
-    twice. They are the same bit by bit from run to run. A NaN or inf of a query or of ``dO`` may reach dK and dV of keys
-    that are clamped away for that query, in a block that it selected. Long prompts with ``ranges`` want
+    twice. They are the same bit by bit from run to run. A NaN or inf of a query or of ``dO`` may reach dK and dV of
+    keys that are clamped away for that query, in a block that it selected. Long prompts with ``ranges`` want
     ``max_selected``, or the backward pass takes them in many small windows. ``torch.vmap`` is refused; other transforms
     of ``torch.func`` are served by ``sdpa`` or ``reference``.
 

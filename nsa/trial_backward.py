@@ -50,7 +50,14 @@ def try_backward(what: dict[str, Any], device: torch.device, say: Say) -> str | 
     n = max(c.get("SPANS", 1), 4)
     HKV, S, S_kv = 2, 3, 3 * (key_tiles.GRID if source == primitives.RANGES.value else size) + 5
     batched = given.get("cu_k_ptr") is None
-    lead, cache = ((2, S), (2, S_kv)) if batched else ((5,), (S_kv,))
+    backward_tiles.STRIP = 1
+    crowded = name in ("_dkdv_kernel", "_sum_kernel")  # then everybody reads the first block, in several shares
+    if crowded:
+        n, HKV, S = max(n, 64), 1, c["SHARE"] // 64 + 3
+        S_kv += 2 * S
+        backward_tiles.INDEX_BYTES = 2 << 30
+    B = 1 if crowded else 2
+    lead, cache = ((B, S), (B, S_kv)) if batched else ((S + 2,), (S_kv,))
     q = make.floats("q_ptr", *lead, HKV * G, D)
     k = make.floats("k_ptr", *cache, HKV, D)
     v = make.floats("v_ptr", *cache, HKV, Dv)
@@ -58,7 +65,7 @@ def try_backward(what: dict[str, Any], device: torch.device, say: Say) -> str | 
     dlse = make.ints("dlse_ptr", make.normal(*lead, HKV * G)) if given.get("dlse_ptr") is not None else None
     cu_q = cu_k = None
     if not batched:
-        cu_q = make.ints("cu_q_ptr", torch.tensor([0, 2, 2, 5]))
+        cu_q = make.ints("cu_q_ptr", torch.tensor([0, 2, 2, S + 2]))
         cu_k = make.ints("cu_k_ptr", torch.tensor([0, S_kv // 3, S_kv // 2, S_kv]))
     rows = (*lead, HKV)
     if source == primitives.RANGES.value:
@@ -66,6 +73,10 @@ def try_backward(what: dict[str, Any], device: torch.device, say: Say) -> str | 
         selection = make.ints("sel_ptr", torch.stack((start, start + make.draw(start.shape, -9, S_kv // 2)), -1))
     else:
         selection = make.ints("sel_ptr", make.draw((*rows, n), -1, -(-S_kv // size) + 1))
+    if crowded:
+        selection[..., 2:] = 0
+        if source == primitives.RANGES.value:
+            selection[..., 2:, 1] = 3
     positions = make.ints("pos_ptr", make.draw(lead, -1, S_kv)) if given.get("pos_ptr") is not None else None
     causal = c.get("CAUSAL", True)
     block_size = None if source == primitives.RANGES.value else size

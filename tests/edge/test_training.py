@@ -54,6 +54,16 @@ def test_a_wrong_gradient_is_noticed(problem, which, damage):
         training.check_gradients(problem, do, got, "wrong")
 
 
+@pytest.mark.parametrize("which", [1, 2], ids=["dk", "dv"])
+def test_a_wrong_first_block_is_noticed(problem, which):
+    """It has too many readers to be computed as the others are."""
+    do = training.draw_do(problem)
+    got = list(training._gradients(training.ours("sdpa"), problem, do))
+    got[which][0, 1, 1] *= 1.01
+    with pytest.raises(AssertionError, match=rf"{['dq', 'dk', 'dv'][which]} of the first block, KV head 1"):
+        training.check_gradients(problem, do, got, "wrong")
+
+
 def test_who_is_wrong_or_cannot_is_left_out(problem):
     def attend(p, q, k, v):
         return training.ours("sdpa").attend(p, q, k * 1.01, v)

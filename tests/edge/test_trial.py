@@ -68,7 +68,8 @@ def attempt(monkeypatch, device):
             patch.setattr(key_tiles, "select", key_tiles.select)
             patch.setattr(key_major, "WIDE", key_major.WIDE)
             patch.setattr(key_major, "span_bucket", key_major.span_bucket)
-            patch.setattr(backward_tiles, "select", backward_tiles.select)
+            for name in ("select", "STRIP", "INDEX_BYTES"):
+                patch.setattr(backward_tiles, name, getattr(backward_tiles, name))
             patch.setattr(backward, "span_bucket", backward.span_bucket)
             patch.setattr(probe, "require", probe.require)
             fresh()
@@ -243,6 +244,8 @@ def test_right_backward_kernels_are_right(backward_calls, launches_of, attempt, 
         ("_dkdv_kernel", "dv_ptr", "max dv error"),
         ("_gather_kernel", "dq_ptr", "max dq error"),
         ("_scatter_kernel", "unit_ptr", "max d"),
+        ("_sum_kernel", "dk_ptr", "max dk error"),
+        ("_sum_kernel", "dv_ptr", "max dv error"),
     ],
 )
 def test_wrong_backward_kernels_are_wrong(backward_calls, launches_of, attempt, monkeypatch, kernel, tensor, said):
@@ -253,7 +256,7 @@ def test_wrong_backward_kernels_are_wrong(backward_calls, launches_of, attempt, 
         real(self, grid, device, tensors, *rest)
         if self.kernel.fn.__name__ == kernel:
             x = tensors[self.kernel.arg_names.index(tensor)].view(-1)
-            x[0] = x[1] if kernel == "_scatter_kernel" else x[0] + 0.5
+            x[0] = x[1] if tensor == "unit_ptr" else x[0] + 0.5
 
     what = next(x for x in launches_of(backward_calls["blocks"]) if x["kernel"] == kernel)
     with monkeypatch.context() as patch:

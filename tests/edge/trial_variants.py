@@ -33,7 +33,7 @@ def main() -> None:
 
     Variant.launch = launch
     real = [(tiles, "choose"), (key_tiles, "select"), (key_major, "span_bucket")]
-    real += [(backward_tiles, "select"), (backward, "span_bucket")]
+    real += [(backward, "span_bucket"), *((backward_tiles, name) for name in ("select", "STRIP", "INDEX_BYTES"))]
     as_it_is = [(module, name, getattr(module, name)) for module, name in real]
 
     def restore() -> None:
