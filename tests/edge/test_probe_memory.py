@@ -25,6 +25,12 @@ ROOT = Path(nsa.__file__).parents[1]
 # --- when a child is asked --------------------------------------------------------------------------------------------
 
 
+def variant_of(name):
+    """As much of a :class:`nsa.kernels.launch.Variant` as the probe looks at."""
+    kernel = SimpleNamespace(fn=SimpleNamespace(__name__=name), arg_names=())
+    return SimpleNamespace(kernel=kernel, constexprs={}, options={}, cluster=0)
+
+
 @pytest.mark.parametrize(
     ("mode", "device", "pair", "asks"),
     [
@@ -46,9 +52,9 @@ def test_who_is_probed(monkeypatch, mode, device, pair, asks):
     monkeypatch.setattr(probe, "find_out", lambda *_: "it aborts")
     with nsa.configure(probe=mode):
         if not asks:
-            return probe.require(None, torch.device(device), ())
+            return probe.require(variant_of("_fwd_kernel"), torch.device(device), ())
         with pytest.raises(probe.ProbeFailed, match="^it aborts$"):
-            probe.require(None, torch.device(device), ())
+            probe.require(variant_of("_fwd_kernel"), torch.device(device), ())
     return None
 
 
@@ -87,13 +93,11 @@ def test_the_packaged_list():
 def test_what_compiles_but_no_gpu_has_run_is_tried(monkeypatch, name):
     """With a Triton and a GPU that the compile matrix has passed."""
     asked = []
-    kernel = SimpleNamespace(fn=SimpleNamespace(__name__=name), arg_names=())
-    variant = SimpleNamespace(kernel=kernel, constexprs={}, options={}, cluster=0)
     monkeypatch.setattr(probe, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(probe, "passed", lambda triton, arch: True)
     monkeypatch.setattr(probe, "find_out", lambda what, device: asked.append(what["kernel"]))
     with nsa.configure(probe="auto"):
-        probe.require(variant, torch.device("cuda", 0), ())
+        probe.require(variant_of(name), torch.device("cuda", 0), ())
     assert asked == [name] * (name in probe.UNSEEN)
 
 
@@ -217,7 +221,7 @@ def test_an_edited_kernel_is_another(monkeypatch, tmp_path):
     """One byte of any file of `nsa/kernels`, or of what judges them."""
     package = tmp_path / "nsa"
     (package / "kernels").mkdir(parents=True)
-    judges = [ROOT / "nsa" / name for name in ("trial.py", "reference.py", "spans.py")]
+    judges = [ROOT / "nsa" / name for name in ("trial.py", "trial_backward.py", "reference.py", "spans.py")]
     for source in [*(ROOT / "nsa" / "kernels").glob("*.py"), *judges]:
         (package / source.relative_to(ROOT / "nsa")).write_bytes(source.read_bytes())
     real = probe._sources.__wrapped__()
