@@ -73,18 +73,9 @@ def plan(
     HQ, D = q_shape[-2:]
     tokens, G = math.prod(q_shape[:-2]), HQ // HKV
     B, S = q_shape[:2] if len(q_shape) == 4 else (sequences or 0, q_shape[0])
-    if S_kv > key_tiles.MOST_KEYS or HKV > key_tiles.MOST_HEADS:
-        raise ValueError(
-            f"key_major: expected at most {key_tiles.MOST_KEYS} keys and {key_tiles.MOST_HEADS} KV heads, "
-            f"got {S_kv} and {HKV}"
-        )
     spans = block_size is None
     n = selection_shape[-2] if spans else selection_shape[-1]
-    size = key_tiles.GRID if block_size is None else min(block_size, max(S_kv, 1))
-    blocks = B * -(-S_kv // size) if sequences is None else S_kv // size + B
-    slots = n
-    if spans:
-        slots = n * -(-S_kv // size) if bound is None else min(n * -(-S_kv // size), bound // size + 2 * n)
+    size, blocks, slots = key_tiles.grid("key_major", B, S_kv, HKV, n, block_size, sequences is not None, bound)
     capability, _ = query_major.device_limits(device)
     tile = key_tiles.select(capability, dtype.itemsize, G, D, Dv, size, choice)
     walked = 0 if spans else n * tile.walked // 16

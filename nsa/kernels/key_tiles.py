@@ -110,6 +110,30 @@ def pays(queries: int, S_kv: int, HKV: int, n: int, block_size: int) -> bool:
     return n <= MAX_SLOTS and queries * n >= MIN_REUSE * blocks and S_kv <= MOST_KEYS and HKV <= MOST_HEADS
 
 
+class Grid(NamedTuple):
+    """The key blocks of a call."""
+
+    size: int  # keys of one
+    blocks: int  # of all sequences
+    slots: int  # blocks a row may read
+
+
+def grid(of: str, B: int, S_kv: int, HKV: int, n: int, block_size: int | None, packed: bool, bound: int | None) -> Grid:
+    """Blocks as the call lists them, or of `GRID` keys where ``n`` ranges of a row with ``bound`` keys are cut.
+
+    Raises:
+        ValueError: ``of`` names who asks; there are more keys or KV heads than the kernels count.
+    """
+    if S_kv > MOST_KEYS or HKV > MOST_HEADS:
+        raise ValueError(f"{of}: expected at most {MOST_KEYS} keys and {MOST_HEADS} KV heads, got {S_kv} and {HKV}")
+    size = GRID if block_size is None else min(block_size, max(S_kv, 1))
+    blocks = S_kv // size + B if packed else B * -(-S_kv // size)
+    if block_size is not None:
+        return Grid(size, blocks, n)
+    slots = n * -(-S_kv // size)
+    return Grid(size, blocks, slots if bound is None else min(slots, bound // size + 2 * n))
+
+
 class Windows(NamedTuple):
     """How a call's tokens are dealt with: in passes, and each in windows of which partial results are kept."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ class Impl:
         """Run into an output full of NaN (where the call takes one), and count which kernels that launched."""
         before = nsa.kernels.launches.copy()
         out = p.poisoned() if self.poison else None
-        with _poisoned_workspace() if self.route == "key_major" else contextlib.nullcontext():
+        with poisoned_workspace("key_major") if self.route == "key_major" else contextlib.nullcontext():
             result = self.run(p, return_lse and self.lse, out)
         if out is not None:
             got = result[0] if isinstance(result, tuple) else result
@@ -89,20 +90,20 @@ def only(*sources: str) -> Support:
 
 
 @contextlib.contextmanager
-def _poisoned_workspace() -> Iterator[None]:
-    """What the key-major kernels allocate is full of NaN, and of integers far out of bounds."""
-    from nsa.kernels import key_major
-
-    real = key_major.workspace
+def poisoned_workspace(name: str) -> Iterator[None]:
+    """What the kernels of `nsa.kernels.<name>` allocate is full of NaN, and of integers far out of bounds."""
+    kernels: Any = importlib.import_module(f"nsa.kernels.{name}")  # which imports Triton
+    real = kernels.workspace
 
     def poisoned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return real(size, dtype, device).fill_(float("nan") if dtype.is_floating_point else 0x3F3F3F3F)
+        x: Tensor = real(size, dtype, device)
+        return x.fill_(float("nan") if dtype.is_floating_point else 0x3F3F3F3F)
 
-    key_major.workspace = poisoned
+    kernels.workspace = poisoned
     try:
         yield
     finally:
-        key_major.workspace = real
+        kernels.workspace = real
 
 
 def _heads(out: Tensor | None, p: Problem) -> Tensor | None:

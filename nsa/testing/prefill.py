@@ -96,9 +96,7 @@ def attend(p: Problem, backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> 
     gqa = _with_gqa(p, backend)
     if not gqa and p.case.H > 1:
         k, v = (x.repeat_interleave(p.case.H, 2) for x in (k, v))
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=p.scale, enable_gqa=gqa).transpose(1, 2)
+    return _dense(p, backend, q, k, v, gqa)
 
 
 def _attend(p: Problem, backend: SDPBackend, gqa: bool) -> Tensor:
@@ -108,7 +106,11 @@ def _attend(p: Problem, backend: SDPBackend, gqa: bool) -> Tensor:
         if "expanded" not in p.extra:
             p.extra["expanded"] = tuple(x.repeat_interleave(p.case.H, 2) for x in (k, v))
         k, v = p.extra["expanded"]
-    q, k, v = (x.transpose(1, 2) for x in (p.q, k, v))
+    return _dense(p, backend, p.q, k, v, gqa)
+
+
+def _dense(p: Problem, backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=p.scale, enable_gqa=gqa).transpose(1, 2)
 

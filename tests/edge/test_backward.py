@@ -8,6 +8,7 @@ import torch
 from nsa.kernels import backward, backward_tiles
 from nsa.kernels.launch import Variant
 from nsa.reference import selection_reference
+from nsa.testing.impls import poisoned_workspace
 from nsa.testing.plugin import current_lane
 
 Choice = backward_tiles.Choice
@@ -31,13 +32,8 @@ def limit(monkeypatch, fresh_plans):
 @pytest.fixture
 def gradients(monkeypatch):
     """`gradients(q, k, v, do, dlse=None, choice=None, **selection) -> (dq, dk, dv)`, of NaN where nobody wrote."""
-    real = backward.workspace
-
-    def workspace(size, dtype, device):
-        return real(size, dtype, device).fill_(math.nan if dtype.is_floating_point else 0x3F3F3F3F)
 
     def make(q, k, v, do, dlse=None, choice=None, causal=True, **selection):
-        monkeypatch.setattr(backward, "workspace", workspace)
         monkeypatch.setattr(backward_tiles, "forced", choice)
         cu = selection.get("cu_seqlens")
         o, lse = selection_reference(q.double(), k, v, **selection, causal=causal, return_lse=True)
@@ -52,7 +48,8 @@ def gradients(monkeypatch):
             q, k, v, selection=picked, block_size=selection.get("block_size"), causal=causal, **about
         )
         scale = about | {"scale": selection.get("scale")}
-        return backward.backward(launch, do, dlse, q, k, v, o.to(q.dtype), lse.float(), "backward", picked, **scale)
+        with poisoned_workspace("backward"):
+            return backward.backward(launch, do, dlse, q, k, v, o.to(q.dtype), lse.float(), "backward", picked, **scale)
 
     return make
 

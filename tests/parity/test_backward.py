@@ -8,6 +8,7 @@ from nsa.kernels import backward, backward_tiles
 from nsa.testing.cases import Case
 from nsa.testing.fixtures import over
 from nsa.testing.gradients import GradientOracle, assert_gradients
+from nsa.testing.impls import poisoned_workspace
 from nsa.testing.plugin import current_lane
 
 
@@ -26,14 +27,9 @@ def gradients(problem) -> GradientOracle:
 
 
 @pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """What the kernels allocate is full of NaN, and of integers far out of bounds."""
-    real = backward.workspace
-
-    def workspace(size, dtype, device):
-        return real(size, dtype, device).fill_(float("nan") if dtype.is_floating_point else 0x3F3F3F3F)
-
-    monkeypatch.setattr(backward, "workspace", workspace)
+def poisoned():
+    with poisoned_workspace("backward"):
+        yield
 
 
 def run(oracle: GradientOracle) -> tuple[torch.Tensor, ...]:
