@@ -124,7 +124,8 @@ def _variants(
     dq = shared | {"SOURCE": walk_source, "HEADS": tile.dq_heads, "BLOCK_G": tile.BLOCK_G, "BLOCK_L": tile.BLOCK_L}
     delta = {"Dv": Dv, "BLOCK_DV": tile.BLOCK_DV, "ROWS": STATS_ROWS}
     heads = min(tile.dq_heads, 4)
-    total = {"D": D, "Dv": Dv, "LAYOUT": layout, "BLOCK_N": min(SUM_ROWS, tile.BLOCK_N), "SHARE": tile.share} | wide
+    total: dict[str, Any] = {"AT_ONCE": 4} | wide
+    total |= {"D": D, "Dv": Dv, "LAYOUT": layout, "BLOCK_N": min(SUM_ROWS, tile.BLOCK_N), "SHARE": tile.share}
     return {
         "order": Variant(inversion._order_kernel, order, {"num_warps": 1}),
         "strip": Variant(inversion._strip_kernel, {"CHUNK": STRIPPED, "AT_ONCE": 32}, {"num_warps": 4}),

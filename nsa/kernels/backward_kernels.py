@@ -219,12 +219,14 @@ def _dkdv_kernel(
     unit_ptr += head_kv * window * slots + begin
 
     seq = 0
+    q_first = tl.zeros([], tl.int64)  # of token 0, if the sequence began there
     if LAYOUT == BATCH:
         per_sequence = tl.cdiv(S_kv, size)
         seq = block // per_sequence
         seqlen_k = S_kv
         k_off = seq.to(tl.int64) * stride_kb
         v_off = seq.to(tl.int64) * stride_vb
+        q_first = seq.to(tl.int64) * (stride_qb - S.to(tl.int64) * stride_qs)
         shift = S_kv - S - seq * S  # from a token to its position
         key0 = (block - seq * per_sequence) * size
         row0 = seq.to(tl.int64) * S_kv + key0
@@ -254,16 +256,18 @@ def _dkdv_kernel(
         k_seen = tl.where(tl.abs(k) < float("inf"), k, 0.0).to(k.dtype)  # those that may have it in their weights
     dk_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    upcoming = load_unit(unit_ptr, (row // HEADS) // HEAD_TILES, count)  # a tile ahead: addresses wait for it
     for done in range(0, count * HEAD_TILES, UNITS):
         i = (done + row // HEADS) // HEAD_TILES  # [BLOCK_M]
         g = (done % HEAD_TILES) * HEADS + row % HEADS
         here = (i < count) & (g < G)
-        unit = load_unit(unit_ptr, i, count)
+        unit = upcoming
+        upcoming = load_unit(unit_ptr, (done + UNITS + row // HEADS) // HEAD_TILES, count)
         local = unit >> slot_bits
         token = first + local
         slot = unit - (local << slot_bits)
         head = head_kv * G + g
-        q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT) + head.to(tl.int64) * stride_qh
+        q_off = q_first + token.to(tl.int64) * stride_qs + head.to(tl.int64) * stride_qh
         q_ptrs = q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :]
         q = tl.load(q_ptrs, mask=here[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_M, BLOCK_D]
         at_head = token.to(tl.int64) * HKV * G + head  # [BLOCK_M]
@@ -296,7 +300,10 @@ def _dkdv_kernel(
         ds = tl.where(seen, p * (dp - delta[None, :]), 0.0).to(q.dtype)
         dk_sum = tl.dot(ds, q, dk_sum, input_precision=INPUT_PRECISION)
         if dq_part_ptr is not None:
-            dq = tl.dot(tl.trans(ds), k_seen, input_precision=INPUT_PRECISION) * scale  # [BLOCK_M, BLOCK_D]
+            if BLOCK_M < 64:  # wgmma takes 64 rows and no fewer of its left operand
+                dq = tl.trans(tl.dot(tl.trans(k_seen), ds, input_precision=INPUT_PRECISION) * scale)
+            else:
+                dq = tl.dot(tl.trans(ds), k_seen, input_precision=INPUT_PRECISION) * scale  # [BLOCK_M, BLOCK_D]
             dq_ptrs = dq_part_ptr + (at_row * G + g)[:, None] * D + d[None, :]
             mask = here[:, None] & (d[None, :] < D)
             tl.store(dq_ptrs, dq.to(dq_part_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
@@ -345,6 +352,7 @@ def _sum_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHARE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """Add up the partial sums of blocks that took several shares, in order. A program ``BLOCK_N`` keys of a block."""
     block = tl.program_id(0)
@@ -377,10 +385,15 @@ def _sum_kernel(
     dk_sum = tl.load(dk_ptrs, mask=dk_mask, other=0.0)
     dv_sum = tl.load(dv_ptrs, mask=dv_mask, other=0.0)
     part = tl.cast(head_kv, tl.int64) * several + tl.load(part_ptr + of_block)
-    for i in range(0, shares):
-        at_part = (part + i) * size + key  # [BLOCK_N]
-        dk_sum += tl.load(dk_part_ptr + at_part[:, None] * D + d[None, :], mask=dk_mask, other=0.0)
-        dv_sum += tl.load(dv_part_ptr + at_part[:, None] * Dv + dv[None, :], mask=dv_mask, other=0.0)
+    for begin in range(0, shares, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            share = begin + i + tl.zeros([BLOCK_N], tl.int32)  # as in `key_kernels._merge_kernel`
+            here = (share < shares)[:, None]
+            at_part = (part + share) * size + key  # [BLOCK_N]
+            dk_part_ptrs = dk_part_ptr + at_part[:, None] * D + d[None, :]
+            dk_sum += tl.load(dk_part_ptrs, mask=dk_mask & here, other=0.0)
+            dv_part_ptrs = dv_part_ptr + at_part[:, None] * Dv + dv[None, :]
+            dv_sum += tl.load(dv_part_ptrs, mask=dv_mask & here, other=0.0)
     tl.store(dk_ptrs, dk_sum, mask=dk_mask)
     tl.store(dv_ptrs, dv_sum, mask=dv_mask)
 

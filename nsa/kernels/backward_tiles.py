@@ -8,8 +8,9 @@ from typing import NamedTuple
 from nsa.kernels.key_tiles import MOST_COUNT_BYTES, even
 from nsa.kernels.tiles import SHARED_BYTES, next_power_of_2
 
-DQ_BYTES = 640 << 20
-"""What a window's tokens keep of dQ, a part for each of a row's blocks."""
+DQ_BYTES = 1280 << 20
+"""What a window's tokens keep of dQ, a part for each of a row's blocks. dK and dV are read and written once a window:
+half as much makes an H100 take 2 to 3 ms longer for 65,536 tokens."""
 
 SUM_BYTES = 256 << 20
 """Partial sums of dK and dV of blocks that several programs share."""
@@ -44,6 +45,10 @@ class Choice(NamedTuple):
 forced: Choice | None = None
 """What a sweep wants launched next."""
 
+# Swept on an H100 with G of 1 to 64; CONTRIBUTING.md has what lost.
+HOPPER_FEW = Choice(32, 4, 2, 64, True, 32, 1, 2)  # G below 4
+HOPPER_SMALL = Choice(32, 4, 2, 128, True, 32, 1, 2)
+HOPPER_LARGE = Choice(32, 4, 2, 128, False, 64, 4, 2)
 # Not measured: chosen by registers and shared memory, as the compile matrix has them.
 SMALL = Choice(64, 8, 2, 32, True, 32, 1, 2)
 LARGE = Choice(64, 8, 2, 32, False, 32, 4, 2)
@@ -77,8 +82,7 @@ def select(
     """Tile of a call whose blocks hold ``size`` keys; ``capability`` and ``itemsize`` as for :func:`tiles.select`."""
     block_d, block_dv = max(16, next_power_of_2(D)), max(16, next_power_of_2(Dv))
     narrow = max(block_d, block_dv) <= 128
-    rule = WIDE if not narrow else SMALL if G <= MOST_PARTS_G else LARGE
-    chosen = choice or (rule if itemsize == 2 else SINGLE)
+    chosen = choice or _rule(capability, itemsize, G, narrow)
     budget = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
     rows, block_n = chosen.rows, min(max(16, next_power_of_2(size)), 64 if narrow and itemsize == 2 else 32)
     if itemsize > 2 and not narrow:
@@ -97,6 +101,14 @@ def select(
         chosen.keep_dq and not spans and size <= block_n, dq_heads, max(16, dq_heads), chosen.BLOCK_L,
         chosen.dq_warps if dq_heads <= 16 else 4, chosen.dq_stages,
     )  # fmt: skip
+
+
+def _rule(capability: int, itemsize: int, G: int, narrow: bool) -> Choice:
+    if itemsize > 2 or not narrow:
+        return SINGLE if itemsize > 2 else WIDE
+    if capability == 90:
+        return HOPPER_FEW if G < 4 else HOPPER_SMALL if G <= MOST_PARTS_G else HOPPER_LARGE
+    return SMALL if G <= MOST_PARTS_G else LARGE
 
 
 class Windows(NamedTuple):
