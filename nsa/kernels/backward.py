@@ -7,6 +7,7 @@ from run to run. Tokens go through in windows, which bounds the workspace. Kerne
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -80,7 +81,17 @@ def plan(
     tiled = not spans and size % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
     layout = BATCH.value if sequences is None else VARLEN.value
     w = windows
-    sizes = {"B": B, "S": S, "S_kv": S_kv, "HKV": HKV, "n": n, "size": size, "slots": w.slots, "blocks": w.blocks}
+    sizes = {
+        "B": B,
+        "S": S,
+        "S_kv": S_kv,
+        "HKV": HKV,
+        "heads": w.heads,
+        "n": n,
+        "size": size,
+        "slots": w.slots,
+        "blocks": w.blocks,
+    }
     sizes |= {"rows": tokens * HQ, "window": w.window, "work": w.work, "slot_bits": w.slot_bits, "strip": w.strip}
     sizes |= {"several": w.several, "tokens": tokens}
     names = "qb qs qh kb kn kh vb vn vh".split()
@@ -231,49 +242,51 @@ def backward(
         grid = (launch.tokens * HKV, -(-launch.G // tile.dq_heads), 1)
         run("dq", grid, (q, k, v, do, stats, dq, selection, *about), f"B S S_kv HKV n size tokens {STRIDES}", scale)
 
-    row, blocks = HKV * w.slots, HKV * w.blocks
+    heads = w.heads
+    row, blocks = heads * w.slots, heads * w.blocks
     block, rank, unit = (workspace(w.window * row, torch.int32, device) for _ in range(3))
     span = workspace(w.window * row, torch.int32, device) if launch.spans else None
     strips = -(-w.window // w.strip)
     counted = workspace(strips * blocks, torch.int32, device)
     count, start, part = (workspace(blocks, torch.int32, device) for _ in range(3))
-    work = workspace(3 * HKV * w.work, torch.int32, device)
-    dk_part = workspace(HKV * w.several * sizes["size"] * D, torch.float32, device)
-    dv_part = workspace(HKV * w.several * sizes["size"] * Dv, torch.float32, device)
+    work = workspace(3 * heads * w.work, torch.int32, device)
+    dk_part = workspace(heads * w.several * sizes["size"] * D, torch.float32, device)
+    dv_part = workspace(heads * w.several * sizes["size"] * Dv, torch.float32, device)
     dq_part = workspace(w.window * row * launch.G * D, q.dtype, device) if tile.keep_dq else None
     key_tiles_of_block = -(-sizes["size"] // tile.BLOCK_N)
     sum_rows = launch.variants["sum"].constexprs["BLOCK_N"]
-    for first in range(0, launch.tokens, w.window):
+    gathered = launch.variants["gather"].constexprs["HEADS"]
+    for head0, first in itertools.product(range(0, HKV, heads), range(0, launch.tokens, w.window)):
         now = min(w.window, launch.tokens - first)
-        run = _Run(launch, sizes | {"first": first, "now": now, "strips": -(-now // w.strip)})
+        run = _Run(launch, sizes | {"head0": head0, "first": first, "now": now, "strips": -(-now // w.strip)})
         counted.zero_()
-        work[2 * HKV * w.work :].zero_()
+        work[2 * heads * w.work :].zero_()
         run(
-            "order", (-(-now // w.strip), HKV, 1), (selection, *about, block, span, rank, counted),
-            "B S S_kv HKV n size slots blocks first now strip",
+            "order", (-(-now // w.strip), heads, 1), (selection, *about, block, span, rank, counted),
+            "B S S_kv HKV heads head0 n size slots blocks first now strip",
         )  # fmt: skip
-        run("strip", (-(-w.blocks // STRIPPED), HKV, 1), (counted, count), "HKV blocks strips")
-        run("scan", (HKV, 1, 1), (count, start, work, part), "HKV blocks work")
+        run("strip", (-(-w.blocks // STRIPPED), heads, 1), (counted, count), "heads blocks strips")
+        run("scan", (heads, 1, 1), (count, start, work, part), "blocks work")
         run(
             "scatter", (-(-now * row // ELEMENTS), 1, 1), (block, rank, start, counted, unit),
-            "HKV slots blocks now window strip slot_bits",
+            "heads slots blocks now window strip slot_bits",
         )  # fmt: skip
         run(
-            "dkdv", (w.work, HKV, key_tiles_of_block),
+            "dkdv", (w.work, heads, key_tiles_of_block),
             (
                 q, k, v, do, stats, dk, dv, dk_part, dv_part, dq_part, selection, *about, span, unit, count, start,
                 part, work,
             ),
-            f"B S S_kv HKV n size slots blocks first tokens window work slot_bits several {STRIDES}", scale,
+            "B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits several " + STRIDES, scale,
         )  # fmt: skip
         run(
-            "sum", (w.blocks, HKV, -(-sizes["size"] // sum_rows)),
+            "sum", (w.blocks, heads, -(-sizes["size"] // sum_rows)),
             (dk_part, dv_part, dk, dv, unit, count, start, part, *about[1:]),
-            "B S_kv HKV size slots blocks first window slot_bits several",
+            "B S_kv HKV head0 size slots blocks first window slot_bits several",
         )  # fmt: skip
         if dq_part is not None:
-            heads = launch.variants["gather"].constexprs["HEADS"]
-            run("gather", (now * HKV, -(-launch.G // heads), 1), (dq_part, block, dq), "HKV slots first")
+            grid = (now * heads, -(-launch.G // gathered), 1)
+            run("gather", grid, (dq_part, block, dq), "HKV heads head0 slots first")
     return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype)
 
 

@@ -13,7 +13,7 @@ from nsa.kernels.inversion import first_block, sequence_keys, visible_keys
 from nsa.kernels.key_kernels import load_unit, query_offset
 from nsa.kernels.primitives import BATCH, RANGES, TILED, find_sequence, key_positions, load_spans, tile_start
 
-RUNTIME = "rows B S S_kv HKV n size slots blocks first tokens window work slot_bits share several".split()
+RUNTIME = "rows B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits share several".split()
 RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split()]
 
 
@@ -161,6 +161,8 @@ def _dkdv_kernel(
     S,
     S_kv,
     HKV,
+    heads,
+    head0,
     n,
     size,
     slots,
@@ -199,24 +201,25 @@ def _dkdv_kernel(
     """What one window's units add to dK and dV ``[keys, HKV, D | Dv]`` fp32; and to dQ, if there is where to keep it.
 
     A program takes one share of work, as in the forward pass, and ``BLOCK_N`` keys of its block. It alone has this
-    block, and adds to the sums; or several do, and each leaves a partial sum ``[HKV, several, size, D | Dv]`` fp32 for
-    :func:`_sum_kernel`. dq_part ``[window, HKV, slots, G, D]`` in the dtype of the queries.
+    block, and adds to the sums; or several do, and each leaves a partial sum ``[heads, several, size, D | Dv]`` fp32
+    for :func:`_sum_kernel`. dq_part ``[window, heads, slots, G, D]`` in the dtype of the queries.
     """
     UNITS: tl.constexpr = BLOCK_M // HEADS
     HEAD_TILES: tl.constexpr = (G + HEADS - 1) // HEADS  # more than one: a unit is a tile's only one
-    head_kv = tl.program_id(1)
-    at = head_kv * work + tl.program_id(0)
-    all_work = HKV * work
+    head_local = tl.program_id(1)
+    head_kv = head0 + head_local
+    at = head_local * work + tl.program_id(0)
+    all_work = heads * work
     count = tl.load(work_ptr + 2 * all_work + at)
     if count == 0:
         return
     block = tl.load(work_ptr + at)
     begin = tl.load(work_ptr + all_work + at)
-    of_block = head_kv * blocks + block
+    of_block = head_local * blocks + block
     shares = tl.cdiv(tl.load(count_ptr + of_block), SHARE)
     share = (begin - tl.load(start_ptr + of_block)) // SHARE
     part = tl.load(part_ptr + of_block) + share
-    unit_ptr += head_kv * window * slots + begin
+    unit_ptr += head_local * window * slots + begin
 
     seq = 0
     q_first = tl.zeros([], tl.int64)  # of token 0, if the sequence began there
@@ -276,7 +279,7 @@ def _dkdv_kernel(
         lse = tl.load(stats_ptr + at_head, mask=here, other=float("inf"))
         delta = tl.load(stats_ptr + tl.cast(tokens, tl.int64) * HKV * G + at_head, mask=here, other=0.0)
 
-        at_row = (local * HKV + head_kv) * slots + slot  # of the window's slots
+        at_row = (local * heads + head_local) * slots + slot  # of the window's slots
         high = stop + tl.zeros([BLOCK_M], tl.int32)
         if CAUSAL:
             if pos_ptr is None:
@@ -312,7 +315,7 @@ def _dkdv_kernel(
     dk_mask = inside[:, None] & (d[None, :] < D)
     dv_mask = inside[:, None] & (dv[None, :] < Dv)
     if shares > 1:
-        at_key = (tl.cast(head_kv, tl.int64) * several + part) * size + key  # [BLOCK_N]
+        at_key = (tl.cast(head_local, tl.int64) * several + part) * size + key  # [BLOCK_N]
         tl.store(dk_part_ptr + at_key[:, None] * D + d[None, :], dk_sum, mask=dk_mask)
         tl.store(dv_part_ptr + at_key[:, None] * Dv + dv[None, :], dv_sum, mask=dv_mask)
     else:
@@ -338,6 +341,7 @@ def _sum_kernel(
     B,
     S_kv,
     HKV,
+    head0,
     size,
     slots,
     blocks,
@@ -356,8 +360,9 @@ def _sum_kernel(
 ):
     """Add up the partial sums of blocks that took several shares, in order. A program ``BLOCK_N`` keys of a block."""
     block = tl.program_id(0)
-    head_kv = tl.program_id(1)
-    of_block = head_kv * blocks + block
+    head_local = tl.program_id(1)
+    head_kv = head0 + head_local
+    of_block = head_local * blocks + block
     shares = tl.cdiv(tl.load(count_ptr + of_block), SHARE)
     if shares < 2:
         return
@@ -368,7 +373,7 @@ def _sum_kernel(
         row0 = seq.to(tl.int64) * S_kv + key0
         seqlen_k = S_kv
     else:
-        unit = tl.load(unit_ptr + head_kv * window * slots + tl.load(start_ptr + of_block))
+        unit = tl.load(unit_ptr + head_local * window * slots + tl.load(start_ptr + of_block))
         seq = find_sequence(cu_q_ptr, B, first + (unit >> slot_bits), 128)
         k_first, seqlen_k = sequence_keys(seq, B, S_kv, cu_k_ptr)
         key0 = (block - first_block(seq, k_first, 0, size, LAYOUT)) * size
@@ -384,7 +389,7 @@ def _sum_kernel(
     dv_ptrs = dv_ptr + at_key[:, None] * Dv + dv[None, :]
     dk_sum = tl.load(dk_ptrs, mask=dk_mask, other=0.0)
     dv_sum = tl.load(dv_ptrs, mask=dv_mask, other=0.0)
-    part = tl.cast(head_kv, tl.int64) * several + tl.load(part_ptr + of_block)
+    part = tl.cast(head_local, tl.int64) * several + tl.load(part_ptr + of_block)
     for begin in range(0, shares, AT_ONCE):
         for i in tl.static_range(AT_ONCE):
             share = begin + i + tl.zeros([BLOCK_N], tl.int32)  # as in `key_kernels._merge_kernel`
@@ -404,6 +409,8 @@ def _gather_kernel(
     block_ptr,
     dq_ptr,
     HKV,
+    heads,
+    head0,
     slots,
     first,
     G: tl.constexpr,
@@ -414,9 +421,9 @@ def _gather_kernel(
 ):
     """dQ of one window from what each of a row's blocks adds to it. A program ``HEADS`` heads of a row."""
     program = tl.program_id(0)
-    local = program // HKV
-    head_kv = program % HKV
-    row = local.to(tl.int64) * HKV + head_kv
+    local = program // heads
+    head_kv = head0 + program % heads
+    row = local.to(tl.int64) * heads + program % heads
     g = tl.program_id(1) * HEADS + tl.arange(0, HEADS)  # [HEADS]
     d = tl.arange(0, BLOCK_D)
     block_ptr += row * slots

@@ -5,12 +5,15 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from nsa.kernels.key_tiles import MOST_COUNT_BYTES, even
+from nsa.kernels.key_tiles import MOST_COUNT_BYTES, even, heads_at_once
 from nsa.kernels.tiles import SHARED_BYTES, next_power_of_2
 
-DQ_BYTES = 1280 << 20
-"""What a window's tokens keep of dQ, a part for each of a row's blocks. dK and dV are read and written once a window:
-half as much makes an H100 take 2 to 3 ms longer for 65,536 tokens."""
+DQ_BYTES = 640 << 20
+"""What a window's tokens keep of dQ: a part for each of a row's blocks. The longer a window, the less often dK and dV
+are read and written."""
+
+HEAD_BYTES = 48 << 20
+"""Queries and gradients of one KV head in a window, as :data:`key_tiles.HEAD_BYTES`."""
 
 SUM_BYTES = 256 << 20
 """Partial sums of dK and dV of blocks that several programs share."""
@@ -117,6 +120,7 @@ class Windows(NamedTuple):
     slots: int  # units a row may have
     slot_bits: int
     blocks: int  # of all sequences
+    heads: int  # KV heads that go through at once
     window: int  # tokens
     work: int  # shares of one head at most
     several: int  # of those, shares of blocks that have more than one
@@ -143,37 +147,41 @@ def windows(
         ValueError: what one token needs is more than that.
     """
     slots = max(slots, 1)
-    row = HKV * slots
-    index = row * (16 if spans else 12)
-    dq = row * G * D * itemsize if keep_dq else 0
-    sums = 2 * row * size * (D + Dv) * 4  # of a share of units
-    if index > INDEX_BYTES or dq > DQ_BYTES:
+    bits = max(slots - 1, 1).bit_length()
+    index = slots * (16 if spans else 12)  # of one head of a token, as the next two
+    dq = slots * G * D * itemsize if keep_dq else 0
+    sums = 2 * slots * size * (D + Dv) * 4  # of a share of units
+
+    def most(heads: int) -> int:
+        tokens = min(INDEX_BYTES // (heads * index), (1 << 31 - bits) - 1)
+        tokens = min(tokens, max(1, SUM_BYTES * share // (heads * sums)))
+        return min(tokens, DQ_BYTES // (heads * dq)) if dq else tokens
+
+    if most(1) == 0:
         raise ValueError(
             f"backward: expected the lists of a token to fit {INDEX_BYTES} bytes, got {index} bytes of {slots} blocks "
             f"a row{'; max_selected bounds them' if spans else ''}"
         )
-    bits = max(slots - 1, 1).bit_length()
-    most = min(tokens, INDEX_BYTES // index, (1 << 31 - bits) - 1, max(1, SUM_BYTES * share // sums))
-    most = min(most, DQ_BYTES // dq) if dq else most
-    window = even(tokens, most) if most < tokens else tokens
+    heads = heads_at_once(HKV, tokens, most, HEAD_BYTES // (G * (D + Dv) * itemsize))
+    window = even(tokens, most(heads)) if most(heads) < tokens else tokens
     strip = STRIP
-    while strip < window and -(-window // strip) * HKV * blocks * 4 > STRIP_BYTES:
+    while strip < window and -(-window // strip) * heads * blocks * 4 > STRIP_BYTES:
         strip *= 2
-    counted = -(-window // strip) * HKV * blocks * 4
+    counted = -(-window // strip) * heads * blocks * 4
     if counted > MOST_COUNT_BYTES:
         raise ValueError(
             f"backward: expected counters of blocks to fit {MOST_COUNT_BYTES} bytes, got {counted} bytes of "
-            f"{blocks} blocks and {HKV} KV heads"
+            f"{blocks} blocks and {heads} KV heads"
         )
     units = window * slots
     work = -(-units // share) + min(blocks, units)
-    return Windows(slots, bits, blocks, window, work, max(1, 2 * units // share), strip)
+    return Windows(slots, bits, blocks, heads, window, work, max(1, 2 * units // share), strip)
 
 
-def workspace_bytes(w: Windows, HKV: int, G: int, D: int, Dv: int, itemsize: int, size: int, keep_dq: bool) -> int:
+def workspace_bytes(w: Windows, G: int, D: int, Dv: int, itemsize: int, size: int, keep_dq: bool) -> int:
     """What a call allocates beside its results and the fp32 sums of dK and dV."""
-    row = HKV * w.slots
+    row = w.heads * w.slots
     dq = w.window * row * G * D * itemsize if keep_dq else 0
-    sums = HKV * w.several * size * (D + Dv) * 4
-    counters = (-(-w.window // w.strip) + 3) * HKV * w.blocks * 4
-    return dq + sums + w.window * row * 16 + counters + 12 * HKV * w.work
+    sums = w.heads * w.several * size * (D + Dv) * 4
+    counters = (-(-w.window // w.strip) + 3) * w.heads * w.blocks * 4
+    return dq + sums + w.window * row * 16 + counters + 12 * w.heads * w.work

@@ -2,7 +2,8 @@
 
 A *unit* is a key block that a row (token, KV head) reads: of a block list each slot, of ranges each piece of a span
 that lies in one block of the grid. Per window of tokens and KV head, units are listed block by block, and cut into work
-for programs of :mod:`nsa.kernels.key_kernels`. Within a block their order is as atomics had it; no result of a forward
+for programs of :mod:`nsa.kernels.key_kernels`. KV heads may go through a few at a time, ``heads`` from ``head0``
+on: lists know only those. Within a block their order is as atomics had it; no result of a forward
 pass depends on it. Sums over a block's units do: for :mod:`nsa.kernels.backward_kernels` they are listed in the order
 of tokens and slots.
 """
@@ -15,7 +16,7 @@ from nsa.kernels.primitives import BATCH, RANGES, find_sequence, load_span
 UNUSED = tl.constexpr(-1)  # a slot of a row that reads nothing
 OVERFULL = tl.constexpr(-2)  # in the first slot of a row that reads nothing, because it has more units than slots
 
-RUNTIME = "B S S_kv HKV n size slots blocks first tokens window work slot_bits strip strips".split()
+RUNTIME = "B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits strip strips".split()
 
 
 @triton.jit
@@ -77,6 +78,8 @@ def _count_kernel(
     S,
     S_kv,
     HKV,
+    heads,
+    head0,
     n,
     size,
     slots,
@@ -91,19 +94,19 @@ def _count_kernel(
 ):
     """Block of every unit, and its rank among those of the same window, head and block. A program a token.
 
-    Tokens from ``first`` on, ``window`` at a time; block, rank and, of ranges, span
-    ``[tokens, HKV, slots]``; count ``[windows, HKV, blocks]``, zero before.
+    Tokens from ``first`` on, ``window`` at a time, and ``heads`` of the HKV KV heads, from ``head0`` on; block, rank
+    and, of ranges, span ``[tokens, heads, slots]``; count ``[windows, heads, blocks]``, zero before.
     """
     token = tl.program_id(0)
     seq, k_first, limit = visible_keys(first + token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT, CAUSAL)
     base = first_block(seq, k_first, tl.cdiv(S_kv, size), size, LAYOUT)
-    counts = count_ptr + (token // window) * HKV * blocks + base
-    out = token * HKV * slots
+    counts = count_ptr + (token // window) * heads * blocks + base
+    out = token * heads * slots
     if SOURCE != RANGES:
-        row = sel_ptr + (first + token).to(tl.int64) * HKV * n
-        for begin in range(0, HKV * slots, CHUNK):  # the first ``slots`` blocks of each of the token's rows
+        row = sel_ptr + ((first + token).to(tl.int64) * HKV + head0) * n
+        for begin in range(0, heads * slots, CHUNK):  # the first ``slots`` blocks of each of the token's rows
             i = begin + tl.arange(0, CHUNK)
-            inside = i < HKV * slots
+            inside = i < heads * slots
             head = i // slots
             block = tl.load(row + head * n + (i - head * slots), mask=inside, other=-1)
             listed = (block >= 0) & (tl.minimum(block, 2147483647).to(tl.int64) * size < limit)
@@ -112,8 +115,8 @@ def _count_kernel(
             tl.store(block_ptr + out + i, tl.where(listed, base + block, UNUSED), mask=inside)
             tl.store(rank_ptr + out + i, rank, mask=listed)
     else:
-        for head in range(0, HKV):
-            row = sel_ptr + ((first + token).to(tl.int64) * HKV + head) * n * 2
+        for head in range(0, heads):
+            row = sel_ptr + ((first + token).to(tl.int64) * HKV + head0 + head) * n * 2
             _count_spans(
                 row, counts + head * blocks, block_ptr, span_ptr, rank_ptr, out + head * slots, base, n, limit, size,
                 slots, CHUNK, SPANS, False,
@@ -196,6 +199,8 @@ def _order_kernel(
     S,
     S_kv,
     HKV,
+    heads,
+    head0,
     n,
     size,
     slots,
@@ -211,22 +216,22 @@ def _order_kernel(
 ):
     """As :func:`_count_kernel`, but ranks are in the order of tokens and slots, within a strip of ``strip`` tokens.
 
-    A program a strip and head; count ``[strips, HKV, blocks]``, zero before.
+    A program a strip and head; count ``[strips, heads, blocks]``, zero before.
     """
     head = tl.program_id(1)
     begin_token = tl.program_id(0) * strip
-    counts = count_ptr + (tl.program_id(0) * HKV + head) * blocks
+    counts = count_ptr + (tl.program_id(0) * heads + head) * blocks
     for token in range(begin_token, tl.minimum(begin_token + strip, tokens)):
         seq, k_first, limit = visible_keys(first + token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT, CAUSAL)
         base = first_block(seq, k_first, tl.cdiv(S_kv, size), size, LAYOUT)
-        at = (token * HKV + head) * slots
+        at = (token * heads + head) * slots
         if SOURCE == RANGES:
-            row = sel_ptr + ((first + token).to(tl.int64) * HKV + head) * n * 2
+            row = sel_ptr + ((first + token).to(tl.int64) * HKV + head0 + head) * n * 2
             _count_spans(
                 row, counts + base, block_ptr, span_ptr, rank_ptr, at, base, n, limit, size, slots, CHUNK, SPANS, True
             )
         else:
-            row = sel_ptr + ((first + token).to(tl.int64) * HKV + head) * n
+            row = sel_ptr + ((first + token).to(tl.int64) * HKV + head0 + head) * n
             for begin in range(0, slots, CHUNK):
                 i = begin + tl.arange(0, CHUNK)
                 block = tl.load(row + i, mask=i < slots, other=-1)
@@ -238,8 +243,8 @@ def _order_kernel(
 
 
 @triton.jit(do_not_specialize=RUNTIME)
-def _strip_kernel(count_ptr, total_ptr, HKV, blocks, strips, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Units of each block in the strips before, in place of those in the strip; total ``[HKV, blocks]``.
+def _strip_kernel(count_ptr, total_ptr, heads, blocks, strips, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Units of each block in the strips before, in place of those in the strip; total ``[heads, blocks]``.
 
     A program ``CHUNK`` blocks of a head, ``AT_ONCE`` strips at a time.
     """
@@ -248,7 +253,7 @@ def _strip_kernel(count_ptr, total_ptr, HKV, blocks, strips, CHUNK: tl.constexpr
     total = tl.zeros([CHUNK], tl.int32)
     for begin in range(0, strips, AT_ONCE):
         strip = begin + tl.arange(0, AT_ONCE)
-        at = count_ptr + ((strip * HKV + head) * blocks)[:, None] + block[None, :]
+        at = count_ptr + ((strip * heads + head) * blocks)[:, None] + block[None, :]
         mask = (strip < strips)[:, None] & (block < blocks)[None, :]
         count = tl.load(at, mask=mask, other=0)  # [AT_ONCE, CHUNK]
         tl.store(at, total[None, :] + tl.cumsum(count, 0) - count, mask=mask)
@@ -262,7 +267,6 @@ def _scan_kernel(
     start_ptr,
     work_ptr,
     part_ptr,
-    HKV,
     blocks,
     work,
     SHARE: tl.constexpr,
@@ -270,9 +274,9 @@ def _scan_kernel(
 ):
     """Where each block's units begin, and the work: at most ``SHARE`` units of one block. A program a window and head.
 
-    count, start ``[windows, HKV, blocks]``; work ``[3, windows, HKV, work]``: block, first unit, units (zero before:
-    no work); part ``[windows, HKV, blocks]`` or None: where the partial sums of a block begin, among those of all
-    blocks that take several shares.
+    count, start ``[windows, heads, blocks]``; work ``[3, windows, heads, work]``: block, first unit, units (zero
+    before: no work); part ``[windows, heads, blocks]`` or None: where the partial sums of a block begin, among those of
+    all blocks that take several shares.
     """
     group = tl.program_id(0)
     all_work = tl.num_programs(0) * work
@@ -310,7 +314,7 @@ def _scatter_kernel(
     start_ptr,
     strip_ptr,
     unit_ptr,
-    HKV,
+    heads,
     slots,
     blocks,
     tokens,
@@ -319,20 +323,20 @@ def _scatter_kernel(
     slot_bits,
     CHUNK: tl.constexpr,
 ):
-    """List the units: token within its window, and slot; unit ``[windows, HKV, window * slots]``.
+    """List the units: token within its window, and slot; unit ``[windows, heads, window * slots]``.
 
     A program ``CHUNK`` slots.
     """
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    inside = i < tokens * HKV * slots
+    inside = i < tokens * heads * slots
     block = tl.load(block_ptr + i, mask=inside, other=UNUSED)
     rank = tl.load(rank_ptr + i, mask=block >= 0, other=0)
     row = i // slots
-    token = row // HKV
-    group = (token // window) * HKV + row % HKV
+    token = row // heads
+    group = (token // window) * heads + row % heads
     start = tl.load(start_ptr + group * blocks + block, mask=block >= 0, other=0)
     if strip_ptr is not None:  # ranks are within a strip of tokens
-        at = (token // strip * HKV + row % HKV) * blocks + block
+        at = (token // strip * heads + row % heads) * blocks + block
         start += tl.load(strip_ptr + at, mask=block >= 0, other=0)
     unit = ((token % window) << slot_bits) | (i % slots)
     tl.store(unit_ptr + group * window * slots + start + rank, unit, mask=block >= 0)

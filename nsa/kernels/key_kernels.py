@@ -21,7 +21,7 @@ from nsa.kernels.primitives import (
     tile_start,
 )
 
-RUNTIME = "B S S_kv HKV n size slots first window index windows work slot_bits tokens passed".split()
+RUNTIME = "B S S_kv HKV heads head0 n size slots first window index windows work slot_bits tokens passed".split()
 RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()]
 
 
@@ -59,6 +59,8 @@ def _partial_kernel(
     S,
     S_kv,
     HKV,
+    heads,
+    head0,
     n,
     size,
     slots,
@@ -95,16 +97,17 @@ def _partial_kernel(
     BLOCK_N: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Partial results of one window's units: ``O`` normalised ``[window, HKV, slots, G, Dv]``, base-2 LSE without Dv.
+    """Partial results of one window's units: ``O`` normalised ``[window, heads, slots, G, Dv]``, base-2 LSE without Dv.
 
     A program takes one share of work (:mod:`nsa.kernels.inversion`): units of one block, ``BLOCK_M / HEADS`` of them at
     a time. ``first``: first token of the window; ``index``: number of the window among those of the lists.
     """
     UNITS: tl.constexpr = BLOCK_M // HEADS
-    head_kv = tl.program_id(1)
-    group = index * HKV + head_kv
+    head = tl.program_id(1)
+    head_kv = head0 + head
+    group = index * heads + head
     at = group * work + tl.program_id(0)
-    all_work = windows * HKV * work
+    all_work = windows * heads * work
     count = tl.load(work_ptr + 2 * all_work + at)
     if count == 0:
         return
@@ -181,9 +184,9 @@ def _partial_kernel(
                 high = tl.minimum(high, token + shift + 1)
             else:
                 high = tl.minimum(high, tl.minimum(tl.load(pos_ptr + token), seqlen_k - 1).to(tl.int32) + 1)
-        at_row = (local * HKV + head_kv) * slots + slot  # [BLOCK_M] of the window's slots; elements of parts fit int32
+        at_row = (local * heads + head) * slots + slot  # [BLOCK_M] of the window's slots; elements of parts fit int32
         if SOURCE == RANGES:
-            span = tl.load(span_ptr + index * window * HKV * slots + at_row)
+            span = tl.load(span_ptr + index * window * heads * slots + at_row)
             pair = sel_ptr + ((token.to(tl.int64) * HKV + head_kv) * n + span) * 2
             low = tl.minimum(tl.maximum(tl.load(pair), 0), seqlen_k).to(tl.int32)
             high = tl.minimum(tl.minimum(tl.maximum(tl.load(pair + 1), 0), seqlen_k).to(tl.int32), high)
@@ -255,6 +258,8 @@ def _merge_kernel(
     S,
     S_kv,
     HKV,
+    heads,
+    head0,
     n,
     size,
     slots,
@@ -298,13 +303,13 @@ def _merge_kernel(
     """
     program = tl.program_id(0)
     local = program % tokens  # KV heads one after the other: the keys of one may stay in L2
-    head_kv = program // tokens
+    head_kv = head0 + program // tokens
     token = first + local
-    row = local.to(tl.int64) * HKV + head_kv
+    row = local.to(tl.int64) * heads + program // tokens
     g = tl.program_id(1) * HEADS + tl.arange(0, HEADS)  # [HEADS]
     head = head_kv * G + g
     dv = tl.arange(0, BLOCK_DV)
-    block_ptr += (passed.to(tl.int64) * HKV + row) * slots
+    block_ptr += (passed.to(tl.int64) * heads + row) * slots
     part_lse_ptr += row * slots * G
     part_ptr += row * slots * G * Dv
 

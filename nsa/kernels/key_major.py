@@ -7,6 +7,7 @@ partial results share one buffer, so that the workspace is bounded however long 
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -80,7 +81,7 @@ def plan(
     tile = key_tiles.select(capability, dtype.itemsize, G, D, Dv, size, choice)
     walked = 0 if spans else n * tile.walked // 16
     slots -= walked
-    windows = key_tiles.windows(tokens, HKV, G, Dv, dtype.itemsize, slots, blocks, tile.share, spans)
+    windows = key_tiles.windows(tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, tile.share, spans)
     all_strides = [s for x in (*strides, written) for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]
     unit = math.gcd(16, *all_strides)
     farthest = sum((size - 1) * stride for size, stride in zip(q_shape, strides[0], strict=True)) + D
@@ -228,11 +229,12 @@ def forward(
         x if x is None else x.contiguous() for x in (q_positions, cu_seqlens_q, cu_seqlens_k)
     )
     B, S, S_kv, HKV, n, size = launch.heads
-    row, heads = HKV * w.slots, HKV * w.slots * launch.G
+    heads = w.heads
+    row = heads * w.slots
     most = -(-w.tokens // w.window)  # windows of a pass
-    groups = most * HKV
-    parts = workspace(w.window * heads * v.shape[-1], q.dtype, device)
-    part_lse = workspace(w.window * heads, torch.float32, device)
+    groups = most * heads
+    parts = workspace(w.window * row * launch.G * v.shape[-1], q.dtype, device)
+    part_lse = workspace(w.window * row * launch.G, torch.float32, device)
     block, rank = (workspace(w.tokens * row, torch.int32, device) for _ in range(2))
     span = workspace(w.tokens * row, torch.int32, device) if launch.spans else None
     unit = workspace(most * w.window * row, torch.int32, device)
@@ -241,38 +243,39 @@ def forward(
     work = workspace(3 * groups * w.work, torch.int32, device)
     about = (q_positions, cu_seqlens_q, cu_seqlens_k)
     narrow = launch.narrow
-    for first in range(0, launch.tokens, w.tokens):
+    for head0, first in itertools.product(range(0, HKV, heads), range(0, launch.tokens, w.tokens)):
         tokens = min(w.tokens, launch.tokens - first)
+        sizes = (B, S, S_kv, HKV, heads, head0, n, size, w.slots)
         if w.slots:
             counts.zero_()
             work[2 * groups * w.work :].zero_()
             launch.count.launch(
                 (tokens, 1, 1), device, (selection, *about, block, span, rank, counts),
-                (B, S, S_kv, HKV, n, size, w.slots, w.blocks, first, w.window), narrow,
+                (*sizes, w.blocks, first, w.window), narrow,
             )  # fmt: skip
-            launch.scan.launch((groups, 1, 1), device, (counts, start, work, None), (HKV, w.blocks, w.work), narrow)
+            launch.scan.launch((groups, 1, 1), device, (counts, start, work, None), (w.blocks, w.work), narrow)
             launch.scatter.launch(
                 (-(-tokens * row // ELEMENTS), 1, 1), device, (block, rank, start, None, unit),
-                (HKV, w.slots, w.blocks, tokens, w.window, w.window, w.slot_bits), narrow,
+                (heads, w.slots, w.blocks, tokens, w.window, w.window, w.slot_bits), narrow,
             )  # fmt: skip
         for i in range(-(-tokens // w.window)):
             here = first + i * w.window
             if w.slots:
                 launch.partial.launch(
-                    (w.work, HKV, -(-launch.G // tile.HEADS)), device,
+                    (w.work, heads, -(-launch.G // tile.HEADS)), device,
                     (q, k, v, parts, part_lse, selection, *about, span, unit, work),
                     (
-                        B, S, S_kv, HKV, n, size, w.slots, here, w.window, i, most, w.work, w.slot_bits,
-                        *launch.q_strides, launch.scale if scale is None else float(scale),
+                        *sizes, here, w.window, i, most, w.work, w.slot_bits, *launch.q_strides,
+                        launch.scale if scale is None else float(scale),
                     ),
                     narrow,
                 )  # fmt: skip
             now = min(w.window, tokens - i * w.window)
             (launch.merge if lse is None else launch.merge_lse).launch(
-                (now * HKV, -(-launch.G // tile.merge_heads), 1), device,
+                (now * heads, -(-launch.G // tile.merge_heads), 1), device,
                 (parts, part_lse, block, q, k, v, out, lse, selection, *about),
                 (
-                    B, S, S_kv, HKV, n, size, w.slots, here, now, i * w.window, *launch.q_strides, *launch.o_strides,
+                    *sizes, here, now, i * w.window, *launch.q_strides, *launch.o_strides,
                     launch.scale if scale is None else float(scale),
                 ),
                 narrow,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,6 +16,10 @@ PARTS_BYTES = 920 << 20
 
 INDEX_BYTES = 56 << 20
 """What lists of units take; longer calls take several passes."""
+
+HEAD_BYTES = 24 << 20
+"""Queries of one KV head in a window: those programs read again and again, and L2 had better keep them. Where fewer do,
+fewer KV heads go through at once, so that a window has more tokens and keys are read less often."""
 
 COUNT_BYTES = 16 << 20
 """Counters of blocks, two ints each, of all windows of a pass; where those of one window take more, a pass has one."""
@@ -140,24 +145,31 @@ class Windows(NamedTuple):
     slots: int  # units a row may have
     slot_bits: int
     blocks: int  # of all sequences
+    heads: int  # KV heads that go through at once
     tokens: int  # of a pass
     window: int  # tokens
     work: int  # shares of one window and head at most
 
 
 def windows(
-    tokens: int, HKV: int, G: int, Dv: int, itemsize: int, slots: int, blocks: int, share: int, spans: bool
+    tokens: int, HKV: int, G: int, D: int, Dv: int, itemsize: int, slots: int, blocks: int, share: int, spans: bool
 ) -> Windows:
     """Windows whose partial results, and passes whose lists, stay within what the constants above allow.
 
     Raises:
         ValueError: one token's partial results are more than that.
     """
-    row = HKV * max(slots, 1)
-    part = row * G * (Dv * itemsize + 4)
-    if part > PARTS_BYTES or row * 16 > INDEX_BYTES:
+    slots = max(slots, 1)
+    bits = max(slots - 1, 1).bit_length()
+    listed_bytes = slots * (16 if spans else 12)
+    part_bytes = slots * G * (Dv * itemsize + 4)  # of one head of a token
+
+    def most(heads: int) -> int:
+        return min(PARTS_BYTES // (heads * part_bytes), INDEX_BYTES // (heads * listed_bytes), (1 << 31 - bits) - 1)
+
+    if most(1) == 0:
         raise ValueError(
-            f"key_major: expected the partial results of a token to fit {PARTS_BYTES} bytes, got {part} bytes of "
+            f"key_major: expected the partial results of a token to fit {PARTS_BYTES} bytes, got {part_bytes} bytes of "
             f"{slots} blocks a row{'; max_selected bounds them' if spans else ''}"
         )
     if 8 * HKV * blocks > MOST_COUNT_BYTES:
@@ -165,15 +177,29 @@ def windows(
             f"key_major: expected counters of blocks to fit {MOST_COUNT_BYTES} bytes, got {8 * HKV * blocks} bytes of "
             f"{blocks} blocks and {HKV} KV heads"
         )
-    bits = max(slots - 1, 1).bit_length()
-    window = min(tokens, PARTS_BYTES // part, (1 << 31 - bits) - 1)
-    if window < tokens:
-        window = even(tokens, window)
-    listed = min(tokens, INDEX_BYTES // (row * (16 if spans else 12)))
-    at_once = max(1, min(listed // max(window, 1), COUNT_BYTES // max(8 * HKV * blocks, 1)))
-    window = min(window, listed)
+    heads = heads_at_once(HKV, tokens, most, HEAD_BYTES // (G * D * itemsize))
+    window = even(tokens, most(heads)) if most(heads) < tokens else tokens
+    listed = min(tokens, INDEX_BYTES // (heads * listed_bytes))
+    at_once = max(1, min(listed // max(window, 1), COUNT_BYTES // max(8 * heads * blocks, 1)))
     units = window * slots
-    return Windows(slots, bits, blocks, min(tokens, at_once * window), window, -(-units // share) + min(blocks, units))
+    work = -(-units // share) + min(blocks, units)
+    return Windows(slots, bits, blocks, heads, min(tokens, at_once * window), window, work)
+
+
+def heads_at_once(HKV: int, tokens: int, most: Callable[[int], int], wanted: int) -> int:
+    """How many of ``HKV`` KV heads go through at once: a divisor.
+
+    Args:
+        most: tokens of a window at most, of so many heads; not fewer of fewer heads.
+        wanted: tokens of a window at most, where more heads would do.
+    """
+    divisors = [heads for heads in range(HKV, 0, -1) if HKV % heads == 0]
+    found = next(heads for heads in divisors if most(heads) > 0 or heads == 1)
+    for heads in divisors[divisors.index(found) :]:
+        if most(found) >= tokens or most(heads) > wanted:
+            break
+        found = heads
+    return found
 
 
 def even(tokens: int, most: int) -> int:
@@ -184,9 +210,10 @@ def even(tokens: int, most: int) -> int:
     return rounded if rounded <= most else max(most // 64 * 64, 1) if most >= 64 else most
 
 
-def workspace_bytes(w: Windows, HKV: int, G: int, Dv: int, itemsize: int, spans: bool) -> int:
+def workspace_bytes(w: Windows, G: int, Dv: int, itemsize: int, spans: bool) -> int:
     """What a call allocates beside its results."""
     count = -(-w.tokens // w.window)
-    parts = w.window * HKV * w.slots * G * (Dv * itemsize + 4)
-    lists = w.tokens * HKV * w.slots * (12 if spans else 8) + count * w.window * HKV * w.slots * 4
-    return parts + lists + count * HKV * (8 * w.blocks + 12 * w.work)
+    row = w.heads * w.slots
+    parts = w.window * row * G * (Dv * itemsize + 4)
+    lists = w.tokens * row * (12 if spans else 8) + count * w.window * row * 4
+    return parts + lists + count * w.heads * (8 * w.blocks + 12 * w.work)

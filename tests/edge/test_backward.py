@@ -13,7 +13,7 @@ from nsa.testing.plugin import current_lane
 
 Choice = backward_tiles.Choice
 SHARES = Choice(16, 4, 1, 1, True, 16, 1, 1)  # one tile a share
-LIMITS = {"DQ_BYTES", "SUM_BYTES", "INDEX_BYTES", "STRIP_BYTES", "STRIP"}
+LIMITS = {"DQ_BYTES", "HEAD_BYTES", "SUM_BYTES", "INDEX_BYTES", "STRIP_BYTES", "STRIP"}
 
 
 @pytest.fixture
@@ -119,26 +119,30 @@ def test_units_are_listed_in_order(draw, device, like, gradients, limit, monkeyp
 WINDOWS = {"one": {}, "strips": {"STRIP": 4}, "index": {"INDEX_BYTES": 12 * 2 * 6 * 5}, "sums": {"SUM_BYTES": 1}}
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["heads together", "each head alone"])
 @pytest.mark.parametrize("limits", WINDOWS)
-def test_windows_and_strips_change_nothing(draw, device, like, gradients, limit, limits):
+def test_windows_and_strips_change_nothing(draw, device, like, gradients, limit, limits, alone):
     """A few queries a strip or window, several shares a block: sums go on from share to share and window to window."""
-    limit(**WINDOWS[limits])
+    limit(**WINDOWS[limits], HEAD_BYTES=backward_tiles.HEAD_BYTES if alone else 0)
     q, k, v = (x.half() for x in draw(S=12, S_kv=40))
     selection = {"block_indices": random_blocks(1, 5, 1, 12, 2, 6, device=device), "block_size": 8}
     launch = backward.launch_for(q, k, v, selection=selection["block_indices"], block_size=8, causal=True)
+    assert launch.windows.heads == (1 if alone and limits in ("index", "sums") else 2)
     assert (launch.windows.window < 12) == (limits in ("index", "sums"))
     assert (launch.windows.strip < 12) == (limits == "strips")
     do = like(q)
     close(gradients(q, k, v, do, choice=SHARES, **selection), exact(q, k, v, do, **selection))
 
 
-def test_keys_of_dq_in_windows(draw, device, like, gradients, limit):
-    limit(DQ_BYTES=2 * 3 * 2 * 16 * 2 * 5)  # of five tokens
+@pytest.mark.parametrize("alone", [False, True], ids=["heads together", "each head alone"])
+def test_keys_of_dq_in_windows(draw, device, like, gradients, limit, alone):
+    # Of five tokens, or ten of one head.
+    limit(DQ_BYTES=2 * 3 * 2 * 16 * 2 * 5, HEAD_BYTES=backward_tiles.HEAD_BYTES if alone else 0)
     q, k, v = (x.half() for x in draw(S=12, S_kv=40))
     selection = {"block_indices": random_blocks(1, 5, 1, 12, 2, 3, device=device), "block_size": 8}
     launch = backward.launch_for(q, k, v, selection=selection["block_indices"], block_size=8, causal=True)
     assert launch.tile.keep_dq
-    assert launch.windows.window == 5
+    assert launch.windows.window == (10 if alone else 5)
     do = like(q)
     close(gradients(q, k, v, do, **selection), exact(q, k, v, do, **selection))
 
@@ -313,13 +317,13 @@ def test_too_much_to_count_is_refused(device):
 @pytest.mark.parametrize("T", [8192, 65_536, 131_072, 1 << 20])
 @pytest.mark.parametrize(("HQ", "HKV"), [(64, 4), (32, 4), (32, 8), (16, 16)])
 def test_workspace_is_bounded(T, HQ, HKV):
-    """1.75 GiB beside the results and the fp32 sums of dK and dV, at any length."""
+    """1 GiB beside the results and the fp32 sums of dK and dV, at any length."""
     tile = backward_tiles.select(90, 2, HQ // HKV, 128, 128, 64, False)
     blocks = -(-T // 64)
     w = backward_tiles.windows(T, HKV, HQ // HKV, 128, 128, 2, 16, blocks, 64, tile.share, tile.keep_dq, False)
     assert 0 < w.window <= T
-    assert w.window * 16 * HKV * HQ // HKV * 128 < 2**31, "offsets of parts of dQ are int32"
-    assert backward_tiles.workspace_bytes(w, HKV, HQ // HKV, 128, 128, 2, 64, tile.keep_dq) <= 7 << 28
+    assert w.window * 16 * w.heads * HQ // HKV * 128 < 2**31, "offsets of parts of dQ are int32"
+    assert backward_tiles.workspace_bytes(w, HQ // HKV, 128, 128, 2, 64, tile.keep_dq) <= 1 << 30
     assert 2**w.slot_bits * w.window <= 2**31
 
 

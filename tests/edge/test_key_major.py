@@ -26,9 +26,10 @@ def forget():
 
 @pytest.fixture
 def small(monkeypatch):
-    """`small(parts, index)`: so few bytes for partial results and for lists."""
+    """`small(parts, index, head)`: so few bytes for partial results, for lists, and for queries of one KV head."""
 
-    def make(parts=key_tiles.PARTS_BYTES, index=key_tiles.INDEX_BYTES):
+    def make(parts=key_tiles.PARTS_BYTES, index=key_tiles.INDEX_BYTES, head=key_tiles.HEAD_BYTES):
+        monkeypatch.setattr(key_tiles, "HEAD_BYTES", head)
         monkeypatch.setattr(key_tiles, "PARTS_BYTES", parts)
         monkeypatch.setattr(key_tiles, "INDEX_BYTES", index)
         forget()
@@ -59,18 +60,20 @@ PART, LISTED = 2 * 5 * 2 * (16 * 4 + 4), 2 * 5 * 12
 
 
 @pytest.mark.parametrize(("parts", "index"), [(24, 24), (7, 24), (24, 5), (1, 14)])
-def test_windows_and_passes_change_nothing(call, small, monkeypatch, parts, index):
+@pytest.mark.parametrize("alone", [False, True], ids=["heads together", "each head alone"])
+def test_windows_and_passes_change_nothing(call, small, monkeypatch, parts, index, alone):
     want = call()
-    small(parts * PART, index * LISTED)
+    small(parts * PART, index * LISTED, key_tiles.HEAD_BYTES if alone else 0)
     seen = []
     windows = key_tiles.windows
     monkeypatch.setattr(key_tiles, "windows", lambda *args: seen.append(windows(*args)) or seen[-1])
     for a, b in zip(call(), want, strict=True):
         assert_same_bits(a, b)
     (w,) = seen
-    assert w.window <= min(parts, index)
-    assert w.window <= w.tokens <= max(index, w.window)
-    assert (w.window == 24) == (parts == index == 24)
+    assert w.heads == (1 if alone and min(parts, index) < 24 else 2)
+    assert w.window <= min(parts, index) * 2 // w.heads
+    assert w.window <= w.tokens <= max(index * 2 // w.heads, w.window)
+    assert (w.window == 24) == (min(parts, index) * 2 // w.heads >= 24)
 
 
 SHAPES = [(64, 4), (32, 4), (32, 8), (16, 16), (128, 1), (8, 8), (3, 1)]
@@ -84,12 +87,13 @@ def test_workspace_is_below_a_gib(HQ, HKV, spans):
     for T, slots, size, Dv in itertools.product((64, 8192, 65_536, 1_048_576), (1, 16, 64), (16, 64), (64, 128, 256)):
         tile = key_tiles.select(90, 2, G, Dv, Dv, size)
         blocks = -(-T // size)
-        w = key_tiles.windows(T, HKV, G, Dv, 2, slots, blocks, tile.share, spans)
-        used = key_tiles.workspace_bytes(w, HKV, G, Dv, 2, spans)
+        w = key_tiles.windows(T, HKV, G, Dv, Dv, 2, slots, blocks, tile.share, spans)
+        used = key_tiles.workspace_bytes(w, G, Dv, 2, spans)
         assert used <= GIB, (T, slots, size, Dv, w)
         assert 0 < w.window <= w.tokens <= T
         assert w.window << w.slot_bits < 2**31
-        assert w.tokens * HKV * w.slots < 2**31
+        assert w.tokens * w.heads * w.slots < 2**31
+        assert w.window * w.heads * w.slots * G * Dv < 2**31, "elements of partial results are int32"
         assert w.work >= -(-w.window * slots // tile.share)
 
 
@@ -106,8 +110,8 @@ def test_workspace_counted_is_what_is_allocated(call, monkeypatch):
     monkeypatch.setattr(key_major, "workspace", workspace)
     call()
     ((w, args),) = planned
-    _, HKV, G, Dv, itemsize, *_, spans = args
-    assert sum(allocated) == key_tiles.workspace_bytes(w, HKV, G, Dv, itemsize, spans)
+    _, _, G, _, Dv, itemsize, *_, spans = args
+    assert sum(allocated) == key_tiles.workspace_bytes(w, G, Dv, itemsize, spans)
 
 
 @pytest.mark.parametrize(
