@@ -8,9 +8,9 @@ from typing import NamedTuple
 from nsa.kernels.key_tiles import MOST_COUNT_BYTES, even, heads_at_once
 from nsa.kernels.tiles import SHARED_BYTES, next_power_of_2
 
-DQ_BYTES = 640 << 20
+DQ_BYTES = 1280 << 20
 """What a window's tokens keep of dQ: a part for each of a row's blocks. The longer a window, the less often dK and dV
-are read and written."""
+are read and written; half as much costs an H100 3 of 32 ms at 64/4 and 65,536 tokens."""
 
 HEAD_BYTES = 48 << 20
 """Queries and gradients of one KV head in a window, as :data:`key_tiles.HEAD_BYTES`."""
@@ -26,6 +26,9 @@ STRIP_BYTES = 64 << 20
 
 STRIP = 16
 """Tokens of a strip at least: a program counts them one after the other."""
+
+STRIPS = 2048
+"""Of all heads, where strips may be longer: each has counters of all blocks, and more programs do not count faster."""
 
 MOST_PARTS_G = 16
 """Heads of a group up to which dQ is taken from key blocks, as are dK and dV. Above, the parts are too many, and
@@ -165,7 +168,7 @@ def windows(
     heads = heads_at_once(HKV, tokens, most, HEAD_BYTES // (G * (D + Dv) * itemsize))
     window = even(tokens, most(heads)) if most(heads) < tokens else tokens
     strip = STRIP
-    while strip < window and -(-window // strip) * heads * blocks * 4 > STRIP_BYTES:
+    while strip < window and -(-window // strip) * heads > min(STRIPS, STRIP_BYTES // (4 * max(blocks, 1))):
         strip *= 2
     counted = -(-window // strip) * heads * blocks * 4
     if counted > MOST_COUNT_BYTES:

@@ -17,9 +17,12 @@ PARTS_BYTES = 920 << 20
 INDEX_BYTES = 56 << 20
 """What lists of units take; longer calls take several passes."""
 
-HEAD_BYTES = 24 << 20
-"""Queries of one KV head in a window: those programs read again and again, and L2 had better keep them. Where fewer do,
-fewer KV heads go through at once, so that a window has more tokens and keys are read less often."""
+HEAD_BYTES = 16 << 20
+"""Queries of one KV head in a window, at most, where fewer KV heads go through at once so that windows are longer:
+programs read them again and again, and L2 had better keep them."""
+
+REREAD = 4
+"""Windows get longer while reading all keys in each takes more than a fourth as many bytes as partial results do."""
 
 COUNT_BYTES = 16 << 20
 """Counters of blocks, two ints each, of all windows of a pass; where those of one window take more, a pass has one."""
@@ -177,7 +180,8 @@ def windows(
             f"key_major: expected counters of blocks to fit {MOST_COUNT_BYTES} bytes, got {8 * HKV * blocks} bytes of "
             f"{blocks} blocks and {HKV} KV heads"
         )
-    heads = heads_at_once(HKV, tokens, most, HEAD_BYTES // (G * D * itemsize))
+    enough = min(tokens, REREAD * tokens // (slots * G))
+    heads = heads_at_once(HKV, enough, most, HEAD_BYTES // (G * D * itemsize))
     window = even(tokens, most(heads)) if most(heads) < tokens else tokens
     listed = min(tokens, INDEX_BYTES // (heads * listed_bytes))
     at_once = max(1, min(listed // max(window, 1), COUNT_BYTES // max(8 * heads * blocks, 1)))
@@ -186,17 +190,18 @@ def windows(
     return Windows(slots, bits, blocks, heads, min(tokens, at_once * window), window, work)
 
 
-def heads_at_once(HKV: int, tokens: int, most: Callable[[int], int], wanted: int) -> int:
+def heads_at_once(HKV: int, enough: int, most: Callable[[int], int], longest: int) -> int:
     """How many of ``HKV`` KV heads go through at once: a divisor.
 
     Args:
-        most: tokens of a window at most, of so many heads; not fewer of fewer heads.
-        wanted: tokens of a window at most, where more heads would do.
+        enough: tokens of a window from which on it need not be longer.
+        most: tokens that a window may have of so many heads; not fewer of fewer heads.
+        longest: window for the sake of which heads are separated.
     """
     divisors = [heads for heads in range(HKV, 0, -1) if HKV % heads == 0]
     found = next(heads for heads in divisors if most(heads) > 0 or heads == 1)
     for heads in divisors[divisors.index(found) :]:
-        if most(found) >= tokens or most(heads) > wanted:
+        if most(found) >= enough or most(heads) > longest:
             break
         found = heads
     return found
