@@ -162,10 +162,9 @@ def windows(
     Raises:
         ValueError: one token's partial results are more than that.
     """
-    slots = max(slots, 1)
     bits = max(slots - 1, 1).bit_length()
-    listed_bytes = slots * (16 if spans else 12)
-    part_bytes = slots * G * (Dv * itemsize + 4)  # of one head of a token
+    listed_bytes = max(slots, 1) * (16 if spans else 12)
+    part_bytes = max(slots, 1) * G * (Dv * itemsize + 4)  # of one head of a token
 
     def most(heads: int) -> int:
         return min(PARTS_BYTES // (heads * part_bytes), INDEX_BYTES // (heads * listed_bytes), (1 << 31 - bits) - 1)
@@ -180,7 +179,7 @@ def windows(
             f"key_major: expected counters of blocks to fit {MOST_COUNT_BYTES} bytes, got {8 * HKV * blocks} bytes of "
             f"{blocks} blocks and {HKV} KV heads"
         )
-    enough = min(tokens, REREAD * tokens // (slots * G))
+    enough = min(tokens, REREAD * tokens // (max(slots, 1) * G))
     heads = heads_at_once(HKV, enough, most, HEAD_BYTES // (G * D * itemsize))
     window = even(tokens, most(heads)) if most(heads) < tokens else tokens
     listed = min(tokens, INDEX_BYTES // (heads * listed_bytes))

@@ -17,7 +17,7 @@ import torch
 from filelock import FileLock
 
 from nsa.settings import device_slug
-from nsa.testing import outputs
+from nsa.testing import bounds, outputs
 from nsa.testing.machine import Lane as Lane
 from nsa.testing.machine import commit as commit
 from nsa.testing.machine import current_lane as current_lane
@@ -181,6 +181,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
             return (yield)
         finally:
             torch.cuda.empty_cache()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Interpreted kernels must stay inside their tensors, whatever becomes of the error."""
+    bounds.outside.clear()
+    result = yield
+    if bounds.outside:
+        pytest.fail(f"out of bounds: {bounds.outside[0]}", pytrace=False)
+    return result
 
 
 # --- what pytest-benchmark stores ------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
 import pytest
 
+from nsa.testing import bounds
 from nsa.testing.fixtures import case, lane_cases, oracle, over_third_parties, problem, third_party
 from nsa.testing.interpreting import quicken
 from nsa.testing.plugin import current_lane
 
 if current_lane() == "interpreter":
     quicken()
+    bounds.watch()
 
 __all__ = ["case", "oracle", "problem", "third_party"]
 
