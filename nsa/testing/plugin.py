@@ -5,6 +5,7 @@ The lane itself is chosen by the root `conftest.py`, which runs before Triton is
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -180,7 +181,20 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         try:
             return (yield)
         finally:
-            torch.cuda.empty_cache()
+            with contextlib.suppress(RuntimeError):  # of a context that is lost, which `pytest_runtest_makereport` says
+                torch.cuda.empty_cache()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """After an illegal access nothing works on this GPU any more: stop, and say where it was."""
+    report = yield
+    if call.excinfo is not None and current_lane() == "gpu":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            item.session.shouldfail = f"{item.nodeid} lost the CUDA context: {str(error).splitlines()[0]}"
+    return report
 
 
 @pytest.hookimpl(wrapper=True)

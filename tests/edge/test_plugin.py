@@ -67,6 +67,33 @@ def test_folders_mark_header_skips_and_replay(project):
     )
 
 
+LOST = """
+import torch
+from nsa.testing import plugin
+
+def lost():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered\\nCompile with ...")
+
+def test_fine():
+    pass
+
+def test_bad():
+    plugin.current_lane, torch.cuda.synchronize = lambda: "gpu", lost
+    assert False
+
+def test_later():
+    assert False
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_lost_context_stops_the_run_and_names_the_test(project, workers):
+    write(project, "tests/edge/test_a.py", LOST)
+    result = project.runpytest_subprocess("-n", workers, "--dist", "loadfile", "--benchmark-disable")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*test_a.py::test_bad lost the CUDA context: CUDA error: an illegal memory access*"])
+
+
 def test_xdist_runs_parity_and_replays(project):
     write(project, "tests/parity/test_a.py", MARKS.format("parity") + FAILS + LANE)
     write(project, "tests/perf/test_a.py", BENCHMARK)
