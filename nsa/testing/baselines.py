@@ -44,7 +44,10 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Baseline:
-    """The last files of one key, oldest first, and what they say by benchmark."""
+    """The last files of one key, oldest first, and what they say by benchmark: the last `FILES` that hold it.
+
+    A recording may be of some benchmarks (`-k`, a file): of the others, what was recorded before stays in force.
+    """
 
     key: Key
     paths: list[Path]
@@ -69,17 +72,18 @@ def find(folder: Path, key: Key) -> Baseline | None:
         owner = Key.of(document["machine_info"])
         newest = newest or owner
         groups.setdefault(owner, []).append((path, document))
-        if len(groups.get(key, ())) == FILES:
-            break
     found = key if key in groups else newest
     if found is None:
         return None
-    files = groups[found][:FILES][::-1]
+    paths: list[Path] = []
     runs: dict[str, list[Figures]] = {}
-    for _, document in files:
-        for b in document["benchmarks"]:
+    for path, document in groups[found]:
+        wanted = [b for b in document["benchmarks"] if len(runs.get(b["fullname"], ())) < FILES]
+        for b in wanted:
             runs.setdefault(b["fullname"], []).append(Figures.of(b["extra_info"], b["stats"]["median"]))
-    return Baseline(found, [path for path, _ in files], pooled({name: Stored.of(them) for name, them in runs.items()}))
+        if wanted or not document["benchmarks"]:
+            paths.append(path)
+    return Baseline(found, paths[::-1], pooled({name: Stored.of(them[::-1]) for name, them in runs.items()}))
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def report(gate: Gate, ran: Iterable[str]) -> list[str]:
     names = ("pass", "FAIL", "AMBIGUOUS", "cannot gate")
     kinds = {kind: [v for v in gate.verdicts if v.kind == kind] for kind in names}
     bad, noisy = [*kinds["FAIL"], *kinds["AMBIGUOUS"]], [v for v in gate.verdicts if v.reason]
-    files = len(gate.baseline.paths)
+    files = min((stored.files for stored in gate.baseline.benchmarks.values()), default=0)
     lines = [f"baseline: {gate.key}: {', '.join(path.name[:4] for path in gate.baseline.paths)}"]
     if files < baselines.FILES:
         lines.append(f"{files} of {baselines.FILES} recordings: spreads are not known; --nsa-save-baseline makes 3")

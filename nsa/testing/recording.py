@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,19 @@ class Recording:
     source: str  # the file, or "this run"
 
     @property
+    def commits(self) -> str:
+        """Of its benchmarks, in order of appearance."""
+        found = dict.fromkeys(str(fact.get("commit") or self.commit)[:12] for fact in self.facts)
+        return ", ".join(found) or self.commit[:12]
+
+    @property
     def environment(self) -> dict[str, str]:
         """What a reader needs to know about where the figures come from."""
         return {
             "device": self.gpu or self.device,
             "torch": self.torch,
             "triton": self.triton,
-            "commit": self.commit,
+            "commit": self.commits,
             "date": self.date[:19].replace("T", " ") + " UTC",
             "recorded in": self.source,
         }
@@ -74,13 +80,18 @@ def load(path: Path) -> Recording:
 
 
 def newest(folder: Path) -> list[Recording]:
-    """The newest recording of each device below `folder`, GPUs first."""
+    """The newest recording of each device below `folder`, GPUs first.
+
+    Benchmarks that it does not hold come from older ones of the same versions of torch and Triton.
+    """
     latest: dict[str, Recording] = {}
-    for path in sorted(folder.rglob("*.json")):
-        recording = load(path)
-        known = latest.get(recording.device)
-        if known is None or known.date <= recording.date:
-            latest[recording.device] = recording
+    for recording in sorted(map(load, sorted(folder.rglob("*.json"))), key=lambda r: r.date, reverse=True):
+        known = latest.setdefault(recording.device, recording)
+        if (known.torch, known.triton) == (recording.torch, recording.triton):
+            names = {fact["name"] for fact in known.facts}
+            older = [fact for fact in recording.facts if fact["name"] not in names]
+            if older:
+                latest[recording.device] = replace(known, facts=known.facts + older)
     return sorted(latest.values(), key=lambda r: (r.gpu is None, r.device))
 
 

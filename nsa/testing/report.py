@@ -81,7 +81,7 @@ def readme_block(recordings: Sequence[Recording]) -> str:
     text = []
     for recording in shown:
         where = f"**{recording.gpu or recording.device}**, torch {recording.torch}, Triton {recording.triton}"
-        text += [f"{where}, commit {recording.commit[:12]}, {recording.date[:10]}; geometric mean (worst):", ""]
+        text += [f"{where}, commit {recording.commits}, {recording.date[:10]}; geometric mean (worst):", ""]
         columns = (
             *("benchmarks", "cases", "vs what it replaces"),
             *("vs gather + SDPA", "vs best SDPA on packed rows"),

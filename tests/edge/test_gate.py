@@ -269,6 +269,17 @@ def test_a_file_of_other_versions_in_between_is_no_part_of_the_baseline(project)
     result.stdout.fnmatch_lines(["2 of 3 recordings: spreads are not known; *", "gate: 4 pass*"])
 
 
+def test_a_recording_of_some_benchmarks_leaves_the_others_in_force(project):
+    result = project.runpytest_subprocess("-m", "perf", "--nsa-save-baseline", "-k", "beta")
+    assert result.ret == 0
+    files = sorted(project.baseline[0].parent.iterdir())
+    assert [len(json.loads(f.read_text())["benchmarks"]) for f in files] == [4, 4, 4, 1, 1, 1]
+    change(files[:3], spread("beta", [0.1, 0.1, 0.1]))  # would fail, were it still in force
+    result = compare(project)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["baseline: *: 0001, 0002, 0003, 0004, 0005, 0006", "gate: 4 pass, 0 FAIL*"])
+
+
 def test_a_damaged_file_is_an_error(project):
     project.baseline[1].write_text(project.baseline[1].read_text()[:500])
     result = compare(project)

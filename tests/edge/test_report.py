@@ -157,7 +157,27 @@ def test_newest_recording_of_each_device(recorded, tmp_path):
         folder.mkdir(exist_ok=True)
         (folder / f"{number}_x.json").write_text(json.dumps(recorded | {"datetime": date}))
     assert [r.date for r in newest(tmp_path)] == ["2026-03-01"]
+    assert newest(tmp_path)[0].facts == load(tmp_path / "nvidia-h100-80gb-hbm3" / "0002_x.json").facts
     assert newest(tmp_path / "nothing") == []
+
+
+def test_recordings_of_parts_make_one(recorded, tmp_path):
+    """The newest figures of each benchmark; other versions of Triton do not count."""
+    whole, part, other = (json.loads(json.dumps(recorded)) for _ in range(3))
+    names = [b["name"] for b in whole["benchmarks"]]
+    part["benchmarks"] = part["benchmarks"][:2]
+    for b in part["benchmarks"]:
+        b["extra_info"]["commit"] = "fedcba9876543210"
+        b["stats"]["median"] = 1.5
+    other["benchmarks"][-1]["name"] = "of another Triton"
+    other["machine_info"]["triton"] = "3.1.0"
+    for number, document, date in ((1, whole, "2026-01-01"), (2, other, "2026-02-01"), (3, part, "2026-03-01")):
+        (tmp_path / f"000{number}_x.json").write_text(json.dumps(document | {"datetime": date}))
+    (found,) = newest(tmp_path)
+    assert [fact["name"] for fact in found.facts] == names
+    assert [fact["median"] == 1.5 for fact in found.facts] == [True, True] + [False] * (len(names) - 2)
+    assert found.commits == f"fedcba987654, {load(tmp_path / '0001_x.json').commit[:12]}"
+    assert f"commit {found.commits}, 2026-03-01;" in report.readme_block([found])
 
 
 def test_readme_shows_the_committed_baseline():
