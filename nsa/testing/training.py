@@ -7,6 +7,7 @@ CUDA events around eager calls, in turn: they take milliseconds, and the host is
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ Attend = Callable[[Problem, Tensor, Tensor, Tensor], Tensor]
 Gradients = tuple[Tensor, ...]
 WHAT = ("backward", "step")
 BLOCKS = 3  # of a large problem, whose dK and dV are compared
+SLOW_S, FEW = 0.1, 5  # dense attention over 65,536 tokens takes half a second
 CLOCK_TICK_S = 5e-7  # what CUDA documents for the resolution of event times
 
 
@@ -52,6 +54,7 @@ class Training:
     left_out: dict[str, str] = field(default_factory=dict)
 
 
+@functools.cache
 def ours(backend: str = "triton") -> Trainee:
     """The front door."""
 
@@ -63,7 +66,8 @@ def ours(backend: str = "triton") -> Trainee:
     return Trainee("ours", attend, lambda case: None)
 
 
-def beside() -> list[Trainee]:
+@functools.cache
+def beside() -> tuple[Trainee, ...]:
     """Dense causal attention by cuDNN and flash, and fla-core where it is installed."""
     found = [Trainee(name, _dense(name), prefill.plain, selects=False) for name in prefill.BACKENDS]
     function = getattr(installed(FLA), "ParallelNSAFunction", None)
@@ -79,7 +83,7 @@ def beside() -> list[Trainee]:
             return o
 
         found.append(Trainee("fla", fla, fla_supports))
-    return found
+    return tuple(found)
 
 
 def _dense(name: str) -> Attend:
@@ -108,11 +112,15 @@ def train(
     first, *others = trainees
     do = draw_do(p)
     left_out: dict[str, str] = {}
-    if check:
+    if check and (first, describe(p)) not in _verdicts:
         check_gradients(p, do, _gradients(first, p, do), first.name)
+        _verdicts[first, describe(p)] = None
     kept = [first]
     for one in others:
-        reason = verdict(one, p, do)
+        key = one, describe(p)
+        if key not in _verdicts:
+            _verdicts[key] = verdict(one, p, do)
+        reason = _verdicts[key]
         if reason is None:
             kept.append(one)
         else:
@@ -124,6 +132,10 @@ def train(
         times[each] = _time(calls, p, iters, warmup, budget_s)
         del calls  # and the graphs that backward passes keep
     return Training(p, times, peaks, left_out)
+
+
+_verdicts: dict[tuple[Trainee, str], str | None] = {}
+"""Of this process: exact gradients take longer than what is timed, and a backward pass and a step have the same."""
 
 
 def draw_do(p: Problem) -> Tensor:
@@ -181,13 +193,14 @@ def _peak(one: Trainee, p: Problem, do: Tensor) -> int:
 def _time(
     calls: dict[str, Callable[[], object]], p: Problem, iters: int, warmup: int, budget_s: float
 ) -> dict[str, Timing]:
-    """Seconds a call, in turn; `budget_s` of samples for each, `LEAST` at least."""
+    """Seconds a call, in turn; `budget_s` of samples for each, `LEAST` at least; `FEW` of others that are slow."""
     clock = _event_s if p.q.is_cuda else _host_s
     counts: dict[str, int] = {}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for name, call in calls.items():
         once = min(clock(call) for _ in range(2))
-        counts[name] = max(LEAST, min(iters, int(budget_s / max(once, 1e-9))))
+        least = FEW if once > SLOW_S and name != next(iter(calls)) else LEAST
+        counts[name] = max(least, min(iters, int(budget_s / max(once, 1e-9))))
         for _ in range(min(warmup, counts[name] // LEAST)):
             clock(call)
     for name in in_turn(counts):

@@ -19,7 +19,7 @@ MEMORY_VS_FLASH = 1.5  # bytes of a step at 32,768 tokens, 64/4, over those of f
 def test_training(what: str, problem: Problem, publish, sampling: dict[str, int]) -> None:
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         torch.cuda.empty_cache()
-        everybody = [training.ours(), *training.beside()]
+        everybody = training.ours(), *training.beside()
         result = training.train(problem, everybody, budget_s=BUDGET_S, what=(what,), **sampling)
         times = result.times[what]
         control = training.best_dense(times)
