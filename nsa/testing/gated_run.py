@@ -110,7 +110,17 @@ def _missing(gate: Gate, ran: list[str]) -> list[str]:
     if gate.baseline is None or gate.why_not is not None:
         return []
     stored, judged = gate.baseline.benchmarks, {v.name for v in gate.verdicts}
-    lines = [f"in the baseline, not in this run: {name}" for name in stored if name not in ran and name not in judged]
+    missing = [name for name in stored if name not in ran and name not in judged]
+    files = {name.partition("::")[0] for name in (*ran, *judged)}
+    whole: dict[str, int] = {}  # files of which nothing ran
+    lines = []
+    for name in missing:
+        file = name.partition("::")[0]
+        if file in files:
+            lines.append(f"in the baseline, not in this run: {name}")
+        else:
+            whole[file] = whole.get(file, 0) + 1
+    lines += [f"in the baseline, not in this run: {file}, all {count}" for file, count in whole.items()]
     new = [name for name in ran if name not in stored and not name.startswith(NOT_CORE)]
     lines += [f"in this run, not in the baseline: {name}" for name in new]
     return lines + [f"cannot gate: {name}: no control" for name in ran if name in stored and name not in judged]

@@ -280,6 +280,19 @@ def test_a_recording_of_some_benchmarks_leaves_the_others_in_force(project):
     result.stdout.fnmatch_lines(["baseline: *: 0001, 0002, 0003, 0004, 0005, 0006", "gate: 4 pass, 0 FAIL*"])
 
 
+def test_a_file_that_was_left_out_is_one_line(project):
+    """As benchmarks are that take minutes and run where they are named."""
+
+    def move(i, document):
+        for b in document["benchmarks"][:2]:
+            b["fullname"] = b["fullname"].replace("test_injected.py", "test_other.py")
+
+    change(project.baseline, move)
+    result = compare(project)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["in the baseline, not in this run: tests/perf/test_other.py, all 2"])
+
+
 def test_a_damaged_file_is_an_error(project):
     project.baseline[1].write_text(project.baseline[1].read_text()[:500])
     result = compare(project)

@@ -15,6 +15,7 @@ from nsa.testing.plugin import current_lane
 
 __all__ = ["case", "problem", "third_party"]
 ON_REQUEST = {"nsa_update_thresholds": "test_threshold.py", "nsa_update_schedules": "test_crossover.py"}
+MINUTES = "test_training.py"  # more than all of core, which is to take two; where it is named, or with --nsa-full
 published_key = pytest.StashKey[list[dict[str, Any]]]()
 rows_key = pytest.StashKey[list[dict[str, Any]]]()  # of the CSV of shapes by hand
 notes_key = pytest.StashKey[list[str]]()
@@ -105,6 +106,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     wanted = outputs.by_hand(config) == (name == "test_shape.py")
     for asked, needed in ON_REQUEST.items():
         wanted = wanted and (name != needed or config.getoption(asked))
+    if name == MINUTES:
+        wanted = wanted and config.getoption("nsa_full")
     return None if wanted else True
 
 
