@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 import torch
 
 from nsa.dispatch import failures
-from nsa.testing import prefill
+from nsa.testing import prefill, training
 from nsa.testing.cases import Case
 from nsa.testing.impls import OF, OURS
 from nsa.testing.plugin import GIB_PER_WORKER
@@ -28,17 +28,21 @@ def processes(device: torch.device) -> int:
     return max(1, min(memory, len(os.sched_getaffinity(0)) - 2))
 
 
-def compile_ahead(cases: Sequence[Case], device: torch.device, count: int) -> None:
+def compile_ahead(cases: Sequence[Case], device: torch.device, count: int, trained: Sequence[Case] = ()) -> None:
     """Run our implementation of each case once in ``count`` child processes, for what that leaves in Triton's cache.
 
     A case that fails in a child, or kills it, fails in the run itself, which says why. Long prompts are compiled for on
     shorter ones of as many heads, which take the same kernels and not gigabytes in each child.
+
+    Args:
+        trained: cases of which gradients are timed.
     """
-    cases = list(dict.fromkeys(map(_shorter, cases)))
+    forward, both = (list(dict.fromkeys(map(_shorter, some))) for some in (cases, trained))
     context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
     with contextlib.suppress(BrokenProcessPool), ProcessPoolExecutor(count, mp_context=context) as children:
-        for _ in children.map(_run, cases, [str(device)] * len(cases)):
-            pass
+        jobs = [*((_train, case) for case in both), *((_run, case) for case in forward if case not in both)]
+        for done in [children.submit(job, case, str(device)) for job, case in jobs]:
+            done.result()
 
 
 def _shorter(case: Case) -> Case:
@@ -46,6 +50,15 @@ def _shorter(case: Case) -> Case:
         return case
     S = min(case.S, SHORT)
     return dataclasses.replace(case, N=case.B * S * case.HKV, S=S, S_kv=S, shared=0.0)
+
+
+def _train(case: Case, device: str) -> None:
+    with contextlib.suppress(*failures(), AssertionError):
+        problem = case.make(torch.device(device))
+        for one in (training.ours(), *training.beside()):
+            with contextlib.suppress(*failures(), AssertionError, NotImplementedError):
+                if one.supports(case) is None:
+                    training.gradients(one, problem, training.draw_do(problem))
 
 
 def _run(case: Case, device: str) -> None:

@@ -113,7 +113,7 @@ def train(
     do = draw_do(p)
     left_out: dict[str, str] = {}
     if check and (first, describe(p)) not in _verdicts:
-        check_gradients(p, do, _gradients(first, p, do), first.name)
+        check_gradients(p, do, gradients(first, p, do), first.name)
         _verdicts[first, describe(p)] = None
     kept = [first]
     for one in others:
@@ -150,7 +150,7 @@ def verdict(one: Trainee, p: Problem, do: Tensor) -> str | None:
     if reason is not None:
         return f"unsupported: {reason}"
     try:
-        got = _gradients(one, p, do)
+        got = gradients(one, p, do)
         if one.selects:
             check_gradients(p, do, got, one.name)
     except NotImplementedError as error:
@@ -166,14 +166,15 @@ def _leaves(p: Problem) -> list[Tensor]:
     return [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
 
 
-def _gradients(one: Trainee, p: Problem, do: Tensor) -> Gradients:
+def gradients(one: Trainee, p: Problem, do: Tensor) -> Gradients:
+    """``(dq, dk, dv)`` of ``sum(O * do)``, through autograd."""
     leaves = _leaves(p)
     return torch.autograd.grad(one.attend(p, *leaves), leaves, do)
 
 
 def _call(what: str, one: Trainee, p: Problem, do: Tensor) -> Callable[[], object]:
     if what == "step":
-        return lambda: _gradients(one, p, do)
+        return lambda: gradients(one, p, do)
     leaves = _leaves(p)
     o = one.attend(p, *leaves)
     return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
@@ -185,7 +186,7 @@ def _peak(one: Trainee, p: Problem, do: Tensor) -> int:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(p.q.device)
     torch.cuda.reset_peak_memory_stats(p.q.device)
-    _gradients(one, p, do)
+    gradients(one, p, do)
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated(p.q.device) - before
 

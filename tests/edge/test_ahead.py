@@ -2,11 +2,12 @@
 
 import dataclasses
 import os
+from concurrent.futures import Future
 
 import pytest
 import torch
 
-from nsa.testing import ahead
+from nsa.testing import ahead, training
 from nsa.testing.cases import Case, prefill
 
 CASE = Case(4, 16, 16, 32, 2, "many", "fp32", S_kv=128)
@@ -43,10 +44,25 @@ def test_a_child_that_dies_is_survived(traces):
 def test_long_prompts_are_compiled_for_on_shorter_ones(monkeypatch, traces):
     """Once for all lengths of a group, whatever their selections share."""
     ran = []
-    monkeypatch.setattr(ahead.ProcessPoolExecutor, "map", lambda _, f, cases, devices: ran.extend(cases) or ())
+
+    def submit(pool, job, case, device):
+        ran.append((job, case))
+        return Future()
+
+    monkeypatch.setattr(Future, "result", lambda self: None)
+    monkeypatch.setattr(ahead.ProcessPoolExecutor, "submit", submit)
     long = [prefill(T, 32, HKV, shared=f) for T in (8192, 65_536) for HKV in (4, 8) for f in (0.0, 0.9)]
-    ahead.compile_ahead([*long, CASE], CPU, 1)
-    assert ran == [prefill(8192, 32, 4), prefill(8192, 32, 8), CASE]
+    ahead.compile_ahead([*long, CASE], CPU, 1, [prefill(65_536, 32, 8)])
+    assert ran == [(ahead._train, prefill(8192, 32, 8)), (ahead._run, prefill(8192, 32, 4)), (ahead._run, CASE)]
+
+
+def test_gradients_are_taken_of_what_is_trained(monkeypatch):
+    taken = []
+    monkeypatch.setattr(ahead.training, "ours", lambda: training.Trainee("ours", None, lambda case: None))
+    monkeypatch.setattr(ahead.training, "beside", lambda: (training.Trainee("other", None, lambda case: "no"),))
+    monkeypatch.setattr(ahead.training, "gradients", lambda one, problem, do: taken.append((one.name, do.shape)))
+    ahead._train(CASE, "cpu")
+    assert taken == [("ours", CASE.make("cpu").q.shape)]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("PassManager::run failed"), AssertionError("wrong")])

@@ -60,7 +60,7 @@ def test_everybody_is_timed(problem):
 def test_a_wrong_gradient_is_noticed(problem, which, damage):
     """In the last query, or the last block."""
     do = training.draw_do(problem)
-    got = list(training._gradients(training.ours("sdpa"), problem, do))
+    got = list(training.gradients(training.ours("sdpa"), problem, do))
     training.check_gradients(problem, do, got, "right")
     got[which][0, -1, 0] += damage
     with pytest.raises(AssertionError, match=rf"wrong on H2-D16.*: {['dq', 'dk', 'dv'][which]}"):
@@ -71,7 +71,7 @@ def test_a_wrong_gradient_is_noticed(problem, which, damage):
 def test_a_wrong_first_block_is_noticed(problem, which):
     """It has too many readers to be computed as the others are."""
     do = training.draw_do(problem)
-    got = list(training._gradients(training.ours("sdpa"), problem, do))
+    got = list(training.gradients(training.ours("sdpa"), problem, do))
     got[which][0, 1, 1] *= 1.01
     with pytest.raises(AssertionError, match=rf"{['dq', 'dk', 'dv'][which]} of the first block, KV head 1"):
         training.check_gradients(problem, do, got, "wrong")

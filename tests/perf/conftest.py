@@ -52,10 +52,13 @@ def _without_cases(metafunc: pytest.Metafunc) -> bool:
 def compiled_ahead(request: pytest.FixtureRequest) -> None:
     """Kernels that many benchmarks of this run need, compiled before the first of them."""
     items = [item for item in request.session.items if item.get_closest_marker("gpu") and hasattr(item, "callspec")]
-    cases = known(item.callspec.params["case"] for item in items if "case" in item.callspec.params)
-    if current_lane() == "gpu" and len(cases) >= ahead.WORTH and not request.config.getoption("nsa_sweep"):
+    items = [item for item in items if "case" in item.callspec.params]
+    cases = known(item.callspec.params["case"] for item in items)
+    trained = known(item.callspec.params["case"] for item in items if item.path.name == MINUTES)
+    worth = len(cases) >= ahead.WORTH or len(trained) > 1
+    if current_lane() == "gpu" and worth and not request.config.getoption("nsa_sweep"):
         device = request.getfixturevalue("device")
-        ahead.compile_ahead(cases, device, ahead.processes(device))
+        ahead.compile_ahead(cases, device, ahead.processes(device), trained)
 
 
 @pytest.fixture
