@@ -135,6 +135,20 @@ def test_windows_and_strips_change_nothing(draw, device, like, gradients, limit,
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["heads together", "each head alone"])
+def test_windows_of_ranges_change_nothing(draw, device, like, gradients, limit, alone):
+    q, k, v = (x.half() for x in draw(B=2, S=9, S_kv=150))
+    g = torch.Generator().manual_seed(2)
+    selection = {"ranges": torch.randint(-9, 160, (2, 9, 2, 2, 2), generator=g, dtype=torch.int32).to(device)}
+    slots = 2 * 3  # two spans, three blocks of the grid
+    limit(INDEX_BYTES=2 * slots * 16 * 4, HEAD_BYTES=backward_tiles.HEAD_BYTES if alone else 0)
+    launch = backward.launch_for(q, k, v, selection=selection["ranges"], causal=True)
+    w = launch.windows
+    assert (w.slots, w.heads, w.window) == (slots, *((1, 8) if alone else (2, 4)))
+    do = like(q)
+    close(gradients(q, k, v, do, choice=SHARES, **selection), exact(q, k, v, do, **selection))
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["heads together", "each head alone"])
 def test_keys_of_dq_in_windows(draw, device, like, gradients, limit, alone):
     # Of five tokens, or ten of one head.
     limit(DQ_BYTES=2 * 3 * 2 * 16 * 2 * 5, HEAD_BYTES=backward_tiles.HEAD_BYTES if alone else 0)

@@ -77,6 +77,29 @@ def test_windows_and_passes_change_nothing(call, small, monkeypatch, parts, inde
     assert (w.window == 24) == (min(parts, index) * 2 // w.heads >= 24)
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["heads together", "each head alone"])
+def test_windows_of_ranges_change_nothing(draw, device, small, monkeypatch, alone):
+    """Several windows a pass, and several passes: which span a unit is of is listed for the heads at hand, too."""
+    q, k, v = draw(B=2, S=12, S_kv=150, HKV=2, G=2)
+    g = torch.Generator().manual_seed(2)
+    ranges = torch.randint(-9, 160, (2, 12, 2, 2, 2), generator=g, dtype=torch.int32).to(device)
+
+    def call():
+        return nsa.selection_attention(q, k, v, ranges=ranges, **KEY_MAJOR)
+
+    want = call()
+    slots, seen = 2 * 3, []  # two spans, three blocks of the grid
+    small(2 * slots * 2 * (16 * 4 + 4) * 3, 2 * slots * 16 * 7, key_tiles.HEAD_BYTES if alone else 0)
+    monkeypatch.setattr(key_tiles, "REREAD", 1000)
+    windows = key_tiles.windows
+    monkeypatch.setattr(key_tiles, "windows", lambda *args: seen.append(windows(*args)) or seen[-1])
+    for a, b in zip(call(), want, strict=True):
+        assert_same_bits(a, b)
+    (w,) = seen
+    assert (w.slots, w.heads) == (slots, 1 if alone else 2)
+    assert w.window < w.tokens < 24
+
+
 SHAPES = [(64, 4), (32, 4), (32, 8), (16, 16), (128, 1), (8, 8), (3, 1)]
 
 
