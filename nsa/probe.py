@@ -53,8 +53,8 @@ KERNEL_SOURCES = tuple(
 """Of `nsa/kernels`: what kernels are compiled from, all files with a `@triton.jit`."""
 
 UNSEEN = frozenset(f"_{name}_kernel" for name in ("order", "strip", "delta", "dq", "dkdv", "sum", "gather"))
-"""Kernels that no GPU has run yet: whatever the compile matrix says, a child tries them first, on every GPU. To be
-emptied once the GPU lane has passed."""
+"""Kernels as they are here, with which the GPU lane has not passed yet: whatever the compile matrix says, a child tries
+them first, on every GPU. To be emptied once it has."""
 
 _CONFIGS = Path(__file__).parent / "configs"
 # The child imports what this process would, wherever it was started. stdin is read before anything can be shadowed.

@@ -156,14 +156,14 @@ def windows(
     sums = 2 * slots * size * (D + Dv) * 4  # of a share of units
 
     def most(heads: int) -> int:
-        tokens = min(INDEX_BYTES // (heads * index), (1 << 31 - bits) - 1)
-        tokens = min(tokens, max(1, SUM_BYTES * share // (heads * sums)))
-        return min(tokens, DQ_BYTES // (heads * dq)) if dq else tokens
+        longest = min(INDEX_BYTES // (heads * index), (1 << 31 - bits) - 1, max(tokens, 1))
+        longest = min(longest, max(1, SUM_BYTES * share // (heads * sums)))
+        return min(longest, DQ_BYTES // (heads * dq)) if dq else longest
 
     if most(1) == 0:
         raise ValueError(
-            f"backward: expected the lists of a token to fit {INDEX_BYTES} bytes, got {index} bytes of {slots} blocks "
-            f"a row{'; max_selected bounds them' if spans else ''}"
+            f"backward: expected the lists of a row to fit {INDEX_BYTES} bytes, and its parts of dQ {DQ_BYTES}, got "
+            f"{index} and {dq} bytes of {slots} blocks{'; max_selected bounds them' if spans else ''}"
         )
     heads = heads_at_once(HKV, tokens, most, HEAD_BYTES // (G * (D + Dv) * itemsize))
     window = even(tokens, most(heads)) if most(heads) < tokens else tokens

@@ -167,11 +167,12 @@ def windows(
     part_bytes = max(slots, 1) * G * (Dv * itemsize + 4)  # of one head of a token
 
     def most(heads: int) -> int:
-        return min(PARTS_BYTES // (heads * part_bytes), INDEX_BYTES // (heads * listed_bytes), (1 << 31 - bits) - 1)
+        longest = min(PARTS_BYTES // (heads * part_bytes), INDEX_BYTES // (heads * listed_bytes), (1 << 31 - bits) - 1)
+        return min(longest, max(tokens, 1))
 
     if most(1) == 0:
         raise ValueError(
-            f"key_major: expected the partial results of a token to fit {PARTS_BYTES} bytes, got {part_bytes} bytes of "
+            f"key_major: expected the partial results of a row to fit {PARTS_BYTES} bytes, got {part_bytes} bytes of "
             f"{slots} blocks a row{'; max_selected bounds them' if spans else ''}"
         )
     if 8 * HKV * blocks > MOST_COUNT_BYTES:

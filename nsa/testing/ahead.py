@@ -35,12 +35,13 @@ def compile_ahead(cases: Sequence[Case], device: torch.device, count: int, train
     shorter ones of as many heads, which take the same kernels and not gigabytes in each child.
 
     Args:
-        trained: cases of which gradients are timed.
+        cases: of which the forward pass is timed.
+        trained: of which gradients are.
     """
     forward, both = (list(dict.fromkeys(map(_shorter, some))) for some in (cases, trained))
     context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
     with contextlib.suppress(BrokenProcessPool), ProcessPoolExecutor(count, mp_context=context) as children:
-        jobs = [*((_train, case) for case in both), *((_run, case) for case in forward if case not in both)]
+        jobs = [*((_train, case) for case in both), *((_run, case) for case in forward)]
         for done in [children.submit(job, case, str(device)) for job, case in jobs]:
             done.result()
 

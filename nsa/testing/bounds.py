@@ -15,8 +15,6 @@ import torch
 outside: list[str] = []
 """What kernels of this process reached outside their tensors, until somebody clears it."""
 
-ACCESSES = ("load", "store", "atomic_rmw", "atomic_cas", "atomic_load", "atomic_store")
-
 
 class OutOfBounds(RuntimeError):
     """A kernel reached outside the tensors it was given."""

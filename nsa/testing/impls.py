@@ -89,15 +89,21 @@ def only(*sources: str) -> Support:
     return supports
 
 
+AROUND = 64  # elements: addresses stay multiples of 16
+
+
 @contextlib.contextmanager
 def poisoned_workspace(name: str) -> Iterator[None]:
-    """What the kernels of `nsa.kernels.<name>` allocate is full of NaN, and of integers far out of bounds."""
+    """What the kernels of `nsa.kernels.<name>` allocate is full of NaN, and of integers far out of bounds.
+
+    So is what lies around it, which no kernel may read either: the interpreter says so (`bounds.py`).
+    """
     kernels: Any = importlib.import_module(f"nsa.kernels.{name}")  # which imports Triton
     real = kernels.workspace
 
     def poisoned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        x: Tensor = real(size, dtype, device)
-        return x.fill_(float("nan") if dtype.is_floating_point else 0x3F3F3F3F)
+        x: Tensor = real(size + 2 * AROUND, dtype, device)
+        return x.fill_(float("nan") if dtype.is_floating_point else 0x3F3F3F3F)[AROUND : AROUND + size]
 
     kernels.workspace = poisoned
     try:

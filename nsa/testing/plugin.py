@@ -187,7 +187,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """After an illegal access nothing works on this GPU any more: stop, and say where it was."""
+    """After an illegal access nothing works on this GPU any more: stop, and say which test was the first to fail."""
     report = yield
     if call.excinfo is not None and current_lane() == "gpu":
         try:
@@ -197,10 +197,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    bounds.outside.clear()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Interpreted kernels must stay inside their tensors, whatever becomes of the error."""
-    bounds.outside.clear()
+    """Interpreted kernels must stay inside their tensors, in fixtures too, whatever becomes of the error."""
     result = yield
     if bounds.outside:
         pytest.fail(f"out of bounds: {bounds.outside[0]}", pytrace=False)

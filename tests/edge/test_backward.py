@@ -148,6 +148,34 @@ def test_windows_of_ranges_change_nothing(draw, device, like, gradients, limit, 
     close(gradients(q, k, v, do, choice=SHARES, **selection), exact(q, k, v, do, **selection))
 
 
+@pytest.mark.parametrize("ranges", [False, True], ids=["blocks", "ranges"])
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "varlen"])
+def test_two_of_four_heads_at_once(draw, device, like, gradients, limit, ranges, packed):
+    """Lists and parts of dQ are of the two, all else of the four; 7 + 9 tokens in windows of six."""
+    q, k, v = (x.half() for x in draw(B=1, S=16, S_kv=60, HKV=4, G=3, D=16, Dv=24, varlen=packed))
+    lead, g = q.shape[:-2], torch.Generator().manual_seed(3)
+    selection = {"block_indices": torch.randint(-1, 8, (*lead, 4, 3), generator=g, dtype=torch.int32).to(device)}
+    selection["block_size"] = 8
+    if ranges:
+        spans = torch.randint(-9, 70, (*lead, 4, 3, 2), generator=g, dtype=torch.int32)
+        selection = {"ranges": spans.to(device)}
+    if packed:
+        selection["cu_seqlens"] = tuple(
+            torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 7, 16], [0, 25, 60])
+        )
+    limit(INDEX_BYTES=4 * 3 * 3 * (16 if ranges else 12), HEAD_BYTES=6 * 3 * (16 + 24) * 2)
+    picked = selection["ranges" if ranges else "block_indices"]
+    cu = selection.get("cu_seqlens", (None, None))
+    launch = backward.launch_for(
+        q, k, v, selection=picked, block_size=selection.get("block_size"), causal=True, cu_seqlens_q=cu[0],
+        cu_seqlens_k=cu[1],
+    )  # fmt: skip
+    w = launch.windows
+    assert (w.heads, w.window, launch.tile.keep_dq) == (2, 6, not ranges)
+    do = like(q.new_empty((*q.shape[:-1], 24)))
+    close(gradients(q, k, v, do, choice=SHARES, **selection), exact(q, k, v, do, **selection))
+
+
 @pytest.mark.parametrize("alone", [False, True], ids=["heads together", "each head alone"])
 def test_keys_of_dq_in_windows(draw, device, like, gradients, limit, alone):
     # Of five tokens, or ten of one head.
@@ -322,7 +350,7 @@ def test_too_much_to_count_is_refused(device):
         ask(S_kv=2**31)
     with pytest.raises(ValueError, match=r"65535 KV heads, got 64 and 70000"):
         ask(HKV=70_000)
-    with pytest.raises(ValueError, match=r"lists of a token to fit .* max_selected bounds them"):
+    with pytest.raises(ValueError, match=r"lists of a row to fit .* max_selected bounds them"):
         ask(S_kv=2**29)
     with pytest.raises(ValueError, match=r"counters of blocks to fit"):
         ask(S_kv=2**31 - 1000, size=1)

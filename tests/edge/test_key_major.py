@@ -100,6 +100,35 @@ def test_windows_of_ranges_change_nothing(draw, device, small, monkeypatch, alon
     assert w.window < w.tokens < 24
 
 
+@pytest.mark.parametrize("ranges", [False, True], ids=["blocks", "ranges"])
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "varlen"])
+def test_two_of_four_heads_at_once(draw, device, small, monkeypatch, ranges, packed):
+    """Lists and partial results are of the two, all else of the four; 7 + 9 tokens in windows of six."""
+    q, k, v = draw(B=1, S=16, S_kv=150, HKV=4, G=3, D=16, Dv=24, varlen=packed)
+    lead, g = q.shape[:-2], torch.Generator().manual_seed(3)
+    selection = {"block_indices": torch.randint(-1, 10, (*lead, 4, 6), generator=g, dtype=torch.int32).to(device)}
+    selection["block_size"] = 16
+    if ranges:
+        spans = torch.randint(-9, 160, (*lead, 4, 2, 2), generator=g, dtype=torch.int32)
+        selection = {"ranges": spans.to(device)}
+    if packed:
+        selection["cu_seqlens"] = tuple(
+            torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 7, 16], [0, 70, 150])
+        )
+    seen, windows = [], key_tiles.windows
+    monkeypatch.setattr(key_tiles, "windows", lambda *args: seen.append(windows(*args)) or seen[-1])
+    forget()
+    want = nsa.selection_attention(q, k, v, **selection, **KEY_MAJOR)
+    slots = seen.pop().slots
+    part, listed = slots * 3 * (24 * 4 + 4), slots * (16 if ranges else 12)
+    small(4 * 3 * part, 2 * 13 * listed, 6 * 3 * 16 * 4)
+    monkeypatch.setattr(key_tiles, "REREAD", 1000)
+    for a, b in zip(nsa.selection_attention(q, k, v, **selection, **KEY_MAJOR), want, strict=True):
+        assert_same_bits(a, b)
+    (w,) = seen
+    assert (w.heads, w.window, w.tokens) == (2, 6, 12)
+
+
 SHAPES = [(64, 4), (32, 4), (32, 8), (16, 16), (128, 1), (8, 8), (3, 1)]
 
 
@@ -171,7 +200,7 @@ def test_nothing_bounds_the_ranges_of_a_row(draw, same, small):
     small(parts=1000)
     q, k, v = draw(S=1, S_kv=600, HKV=1)
     call = {"ranges": same([(0, 7), (9, 13)], 1, 1, 1)} | KEY_MAJOR
-    with pytest.raises(ValueError, match=r"^key_major: expected the partial results of a token to fit .*max_selected"):
+    with pytest.raises(ValueError, match=r"^key_major: expected the partial results of a row to fit .*max_selected"):
         nsa.selection_attention(q, k, v, **call)
 
 

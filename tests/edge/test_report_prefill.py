@@ -98,8 +98,12 @@ def test_prompts_decide_no_threshold(recorded):
 
 def test_a_baseline_without_prompts_gates_the_rest(recorded, tmp_path):
     """What it does not hold is listed by name, and judged by nobody."""
-    document = baselines.read(max(BASELINES.rglob("*.json")))
-    document["benchmarks"] = [b for b in document["benchmarks"] if "test_prefill" not in b["fullname"]]
+    documents = [baselines.read(path) for path in sorted(BASELINES.rglob("*.json"), reverse=True)]
+    for document in documents:
+        document["benchmarks"] = [b for b in document["benchmarks"] if "test_kernels" in b["fullname"]]
+    document = next((document for document in documents if document["benchmarks"]), None)
+    if document is None:
+        pytest.skip("no baseline is committed")
     (tmp_path / "0001_without.json").write_text(json.dumps(document))
     key = baselines.Key.of(document["machine_info"])
     baseline = baselines.find(tmp_path, key)

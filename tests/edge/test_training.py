@@ -15,6 +15,12 @@ CASE = Case(2, 16, 16, 32, 128, "prefill", "fp32", HKV=2, S=64, S_kv=64, block_s
 ALWAYS = {"supports": lambda case: None}
 
 
+@pytest.fixture(autouse=True)
+def unknown(monkeypatch):
+    """Nobody has looked at anybody's gradients yet."""
+    monkeypatch.setattr(training, "_verdicts", {})
+
+
 @pytest.fixture(params=["whole", "large"])
 def problem(request, monkeypatch):
     """Also as one that counts as large, of which some queries and blocks are looked at."""

@@ -53,8 +53,8 @@ def compiled_ahead(request: pytest.FixtureRequest) -> None:
     """Kernels that many benchmarks of this run need, compiled before the first of them."""
     items = [item for item in request.session.items if item.get_closest_marker("gpu") and hasattr(item, "callspec")]
     items = [item for item in items if "case" in item.callspec.params]
-    cases = known(item.callspec.params["case"] for item in items)
     trained = known(item.callspec.params["case"] for item in items if item.path.name == MINUTES)
+    cases = known(item.callspec.params["case"] for item in items if item.path.name != MINUTES)
     worth = len(cases) >= ahead.WORTH or len(trained) > 1
     if current_lane() == "gpu" and worth and not request.config.getoption("nsa_sweep"):
         device = request.getfixturevalue("device")
