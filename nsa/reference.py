@@ -11,10 +11,13 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from nsa import spans as sp
+from nsa.transforms import transforms_active
 
 WORKSPACE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 23}  # CPU: a packed chunk stays in the cache
+KEPT_BYTES = 1 << 30  # packed keys that autograd may keep
 ORACLE_BYTES = 1 << 28
 MAX_ROWS_PER_CALL = 32768  # SDPA's batch is a CUDA grid dimension of at most 65,535
 
@@ -149,7 +152,8 @@ def packed_sdpa(
     """Packed SDPA: copy each row's keys side by side, then one SDPA call per chunk of rows. Differentiable.
 
     Args are those of :func:`nsa.selection_attention`; ``layout`` is one of ``settings.SDPA_LAYOUTS``. The workspace
-    stays below ``WORKSPACE_BYTES`` as long as one row's keys fit it.
+    stays below ``WORKSPACE_BYTES`` as long as one row's keys fit it. Autograd keeps up to ``KEPT_BYTES`` of packed
+    keys, and packs again where there are more; compilers and ``torch.func`` keep all of them.
 
     Raises:
         RuntimeError: without a bound (``max_selected``, or blocks) under ``torch.compile`` or CUDA graph capture.
@@ -180,21 +184,31 @@ def packed_sdpa(
     chunk = max(1, min(MAX_ROWS_PER_CALL, WORKSPACE_BYTES.get(q.device.type, 1 << 30) // per_row))
     pieces = []
     into = None if keep or q.is_cuda else gather.buffers(min(chunk, N), L)
-    for begin in range(0, max(N, 1), chunk):
-        rows = slice(begin, min(begin + chunk, N))
+
+    def attend(rows: slice) -> tuple[Tensor, Tensor | None]:
         K, V, valid = gather.pack(rows, L, masked, into)
         empty = (lengths[rows] == 0)[:, None]
         # An empty row attends to zeros and is zeroed afterwards: no NaN, forward or backward.
         mask = valid | empty if masked else None
         o = sdpa_rows(queries[rows], K, V, mask, scale, layout)
         o = o.masked_fill(empty[..., None], 0) if masked else o
+        if lse is None:
+            return o, None
+        scores = torch.bmm(queries[rows].to(lse.dtype), K.to(lse.dtype).transpose(1, 2)).mul_(scale)
+        return o, torch.logsumexp(scores.masked_fill(~valid[:, None], -math.inf), -1)
+
+    # Autograd would keep the packed keys of every chunk. Where they are many, each is packed again for its gradient.
+    much = N * per_row > KEPT_BYTES
+    again = keep and much and not torch.compiler.is_compiling() and not transforms_active()
+    for begin in range(0, max(N, 1), chunk):
+        rows = slice(begin, min(begin + chunk, N))
+        o, lse_rows = checkpoint(attend, rows, use_reentrant=False, preserve_rng_state=False) if again else attend(rows)
         if keep:
             pieces.append(o)
         else:
             out[rows] = o
-        if lse is not None:
-            scores = torch.bmm(queries[rows].to(lse.dtype), K.to(lse.dtype).transpose(1, 2)).mul_(scale)
-            lse[rows] = torch.logsumexp(scores.masked_fill(~valid[:, None], -math.inf), -1)
+        if lse is not None and lse_rows is not None:
+            lse[rows] = lse_rows
     return _shaped(q, torch.cat(pieces) if keep else out, lse)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import nsa
+from nsa import dispatch, reference
 from nsa.reference import selection_reference
 
 
@@ -158,3 +159,53 @@ def test_double_use_of_one_tensor(draw, same, attend_plain):
     k.requires_grad_()
     (got,) = torch.autograd.grad(attend_plain(q, k, k, ranges=ranges).sum(), k)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def broken(*args):
+    raise RuntimeError("PassManager::run failed")
+
+
+@pytest.mark.parametrize("route", ["sdpa", "fallback"])
+def test_packed_keys_of_many_rows_are_not_kept(draw, device, monkeypatch, route):
+    """Autograd keeps less than one chunk of them, and gradients are the same."""
+    q, k, v = draw(S=32, S_kv=40, HKV=2, G=2)
+    blocks = torch.randint(-1, 5, (1, 32, 2, 3), generator=torch.Generator().manual_seed(0)).to(device)
+    selection, kept = {"block_indices": blocks, "block_size": 8}, []
+
+    def gradients():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes) or x, lambda x: x):
+            o, lse = nsa.selection_attention(*leaves, **selection, backend="sdpa", return_lse=True)
+        return torch.autograd.grad(o.sum() + lse.clamp(min=-100).sum(), leaves)
+
+    want = gradients()
+    assert sum(kept) > 64 * 24 * 16 * 4 * 2, "packed keys and values of 64 rows"
+    monkeypatch.setitem(reference.WORKSPACE_BYTES, device.type, 1 << 14)
+    monkeypatch.setattr(reference, "KEPT_BYTES", 1 << 15)
+    if route == "fallback":  # what a broken backward kernel leads to
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with nsa.configure(sel_triton_min_L=0):
+            o, lse = nsa.selection_attention(*leaves, **selection, return_lse=True)
+            monkeypatch.setattr("nsa.gradients._triton", broken)
+            got = torch.autograd.grad(o.sum() + lse.clamp(min=-100).sum(), leaves)
+        dispatch.reset()
+    else:
+        got = gradients()
+        assert sum(kept) < 64 * 24 * 16 * 4
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+
+
+def test_torch_func_differentiates_many_rows(draw, device, monkeypatch):
+    """Which cannot forget what it has packed."""
+    q, k, v = draw(S=32, S_kv=40, HKV=2, G=2)
+    blocks = torch.randint(-1, 5, (1, 32, 2, 3), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def loss(q):
+        return nsa.selection_attention(q, k, v, block_indices=blocks, block_size=8, backend="sdpa").sum()
+
+    want = torch.func.grad(loss)(q)
+    monkeypatch.setitem(reference.WORKSPACE_BYTES, device.type, 1 << 14)
+    monkeypatch.setattr(reference, "KEPT_BYTES", 1 << 15)
+    torch.testing.assert_close(torch.func.grad(loss)(q), want, rtol=0, atol=2e-5)
