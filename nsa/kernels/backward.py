@@ -81,17 +81,8 @@ def plan(
     tiled = not spans and size % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
     layout = BATCH.value if sequences is None else VARLEN.value
     w = windows
-    sizes = {
-        "B": B,
-        "S": S,
-        "S_kv": S_kv,
-        "HKV": HKV,
-        "heads": w.heads,
-        "n": n,
-        "size": size,
-        "slots": w.slots,
-        "blocks": w.blocks,
-    }
+    sizes = {"B": B, "S": S, "S_kv": S_kv, "HKV": HKV, "n": n, "size": size}
+    sizes |= {"heads": w.heads, "slots": w.slots, "blocks": w.blocks}
     sizes |= {"rows": tokens * HQ, "window": w.window, "work": w.work, "slot_bits": w.slot_bits, "strip": w.strip}
     sizes |= {"several": w.several, "tokens": tokens}
     names = "qb qs qh kb kn kh vb vn vh".split()

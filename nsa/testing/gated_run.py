@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,21 +106,19 @@ def _not_gated(gate: Gate) -> list[str]:
     return lines
 
 
+def _file(name: str) -> str:
+    return name.partition("::")[0]
+
+
 def _missing(gate: Gate, ran: list[str]) -> list[str]:
     """Benchmarks on one side only, by name."""
     if gate.baseline is None or gate.why_not is not None:
         return []
     stored, judged = gate.baseline.benchmarks, {v.name for v in gate.verdicts}
     missing = [name for name in stored if name not in ran and name not in judged]
-    files = {name.partition("::")[0] for name in (*ran, *judged)}
-    whole: dict[str, int] = {}  # files of which nothing ran
-    lines = []
-    for name in missing:
-        file = name.partition("::")[0]
-        if file in files:
-            lines.append(f"in the baseline, not in this run: {name}")
-        else:
-            whole[file] = whole.get(file, 0) + 1
+    files = {_file(name) for name in (*ran, *judged)}
+    lines = [f"in the baseline, not in this run: {name}" for name in missing if _file(name) in files]
+    whole = Counter(_file(name) for name in missing if _file(name) not in files)  # of which nothing ran
     lines += [f"in the baseline, not in this run: {file}, all {count}" for file, count in whole.items()]
     new = [name for name in ran if name not in stored and not name.startswith(NOT_CORE)]
     lines += [f"in this run, not in the baseline: {name}" for name in new]

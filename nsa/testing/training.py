@@ -30,7 +30,6 @@ Attend = Callable[[Problem, Tensor, Tensor, Tensor], Tensor]
 Gradients = tuple[Tensor, ...]
 WHAT = ("backward", "step")
 BLOCKS = 3  # of a large problem, whose dK and dV are compared
-SLOW_S, FEW = 0.1, 5  # dense attention over 65,536 tokens takes half a second
 CLOCK_TICK_S = 5e-7  # what CUDA documents for the resolution of event times
 
 
@@ -194,14 +193,13 @@ def _peak(one: Trainee, p: Problem, do: Tensor) -> int:
 def _time(
     calls: dict[str, Callable[[], object]], p: Problem, iters: int, warmup: int, budget_s: float
 ) -> dict[str, Timing]:
-    """Seconds a call, in turn; `budget_s` of samples for each, `LEAST` at least; `FEW` of others that are slow."""
+    """Seconds a call, in turn; `budget_s` of samples for each, `LEAST` at least."""
     clock = _event_s if p.q.is_cuda else _host_s
     counts: dict[str, int] = {}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for name, call in calls.items():
         once = min(clock(call) for _ in range(2))
-        least = FEW if once > SLOW_S and name != next(iter(calls)) else LEAST
-        counts[name] = max(least, min(iters, int(budget_s / max(once, 1e-9))))
+        counts[name] = max(LEAST, min(iters, int(budget_s / max(once, 1e-9))))
         for _ in range(min(warmup, counts[name] // LEAST)):
             clock(call)
     for name in in_turn(counts):
