@@ -180,7 +180,7 @@ def packed_sdpa(
     if masked or L == 0:
         masked, L = True, max(8, -(-L // 8) * 8)  # SDPA wants masks of whole 16-byte rows
     gather = sp.gather_for(k, v, spans, L)
-    per_row = L * ((D + Dv) * k.element_size() * 2 + 48 + return_lse * (D * 4 + G * 8))
+    per_row = L * ((D + Dv) * k.element_size() * 2 + 48 + (D * 4 + G * 8 if return_lse else 0))
     chunk = max(1, min(MAX_ROWS_PER_CALL, WORKSPACE_BYTES.get(q.device.type, 1 << 30) // per_row))
     pieces = []
     into = None if keep or q.is_cuda else gather.buffers(min(chunk, N), L)

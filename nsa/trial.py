@@ -7,12 +7,14 @@ process only. Answers are JSON lines: the phase it is in, an error (`broken` if 
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import math
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +26,7 @@ from nsa.reference import selection_reference
 
 Say = Callable[[str, str], None]
 POISON = float("nan")
+AROUND = 64  # elements: addresses stay multiples of 16
 
 
 def main(request: dict[str, Any]) -> None:
@@ -217,6 +220,27 @@ def _combine(what: dict[str, Any], device: torch.device, say: Say) -> str | None
 # --- key-major --------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def poisoned_workspace(name: str) -> Iterator[None]:
+    """What the kernels of `nsa.kernels.<name>` allocate is full of NaN, and of integers far out of bounds.
+
+    So is what lies around it, which no kernel may read either. Memory as it comes may hold what an earlier call rightly
+    left there.
+    """
+    kernels: Any = importlib.import_module(f"nsa.kernels.{name}")  # which imports Triton
+    real = kernels.workspace
+
+    def poisoned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        x: Tensor = real(size + 2 * AROUND, dtype, device)
+        return x.fill_(POISON if dtype.is_floating_point else 0x3F3F3F3F)[AROUND : AROUND + size]
+
+    kernels.workspace = poisoned
+    try:
+        yield
+    finally:
+        kernels.workspace = real
+
+
 def _key_major(what: dict[str, Any], device: torch.device, say: Say) -> str | None:
     """A whole call whose kernel of that name is the one asked about; all others are as they come."""
     from nsa.kernels import key_major, key_tiles, primitives
@@ -274,7 +298,8 @@ def _key_major(what: dict[str, Any], device: torch.device, say: Say) -> str | No
     )  # fmt: skip
     say("phase", "compiling")
     with_lse = not merging or given["lse_ptr"] is not None
-    _, lse = key_major.forward(launch, q, k, v, "probe", selection, positions, None, cu_q, cu_k, with_lse, out)
+    with poisoned_workspace("key_major"):
+        _, lse = key_major.forward(launch, q, k, v, "probe", selection, positions, None, cu_q, cu_k, with_lse, out)
     finish(device, say)
     positions, cu_q, cu_k = (x if x is None else x.cpu() for x in (positions, cu_q, cu_k))
     selection = selection.cpu()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa.reference import selection_reference
-from nsa.trial import Maker, Say, beyond_rounding, finish
+from nsa.trial import Maker, Say, beyond_rounding, finish, poisoned_workspace
 
 FROM_TILE = {"HEADS": "HEADS", "BLOCK_M": "BLOCK_M", "BLOCK_N": "BLOCK_N", "SHARE": "share"}
 OF_DQ = {"HEADS": "dq_heads", "BLOCK_G": "BLOCK_G", "BLOCK_L": "BLOCK_L"}
@@ -98,7 +98,9 @@ def try_backward(what: dict[str, Any], device: torch.device, say: Say) -> str | 
         o, lse, want = _exact(*given_to_kernel, **_on_host(keywords))
         o, lse = make.ints("o_ptr", o), make.ints("lse_ptr", lse)
     say("phase", "compiling")
-    gradients = backward.backward(launch, do, dlse, q, k, v, o, lse, "probe", selection, positions, None, cu_q, cu_k)
+    how = (selection, positions, None, cu_q, cu_k)
+    with poisoned_workspace("backward"):
+        gradients = backward.backward(launch, do, dlse, q, k, v, o, lse, "probe", *how)
     finish(device, say)
     for letter, got, exact in zip("qkv", gradients, want, strict=True):
         said = beyond_rounding(got, exact, q.dtype, f"d{letter} ")

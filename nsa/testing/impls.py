@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from nsa.reference import sdpa_rows
 from nsa.testing.cases import Case
 from nsa.testing.compare import Result
 from nsa.testing.problem import Problem
+from nsa.trial import poisoned_workspace
 
 Call = Callable[[Problem, bool, "Tensor | None"], Any]
 Support = Callable[[Case], "str | None"]
@@ -87,29 +87,6 @@ def only(*sources: str) -> Support:
         return None if case.source in sources else f"takes {' or '.join(sources)}, not {case.source}"
 
     return supports
-
-
-AROUND = 64  # elements: addresses stay multiples of 16
-
-
-@contextlib.contextmanager
-def poisoned_workspace(name: str) -> Iterator[None]:
-    """What the kernels of `nsa.kernels.<name>` allocate is full of NaN, and of integers far out of bounds.
-
-    So is what lies around it, which no kernel may read either: the interpreter says so (`bounds.py`).
-    """
-    kernels: Any = importlib.import_module(f"nsa.kernels.{name}")  # which imports Triton
-    real = kernels.workspace
-
-    def poisoned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        x: Tensor = real(size + 2 * AROUND, dtype, device)
-        return x.fill_(float("nan") if dtype.is_floating_point else 0x3F3F3F3F)[AROUND : AROUND + size]
-
-    kernels.workspace = poisoned
-    try:
-        yield
-    finally:
-        kernels.workspace = real
 
 
 def _heads(out: Tensor | None, p: Problem) -> Tensor | None:

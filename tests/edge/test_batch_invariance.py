@@ -110,8 +110,9 @@ def test_beside_a_longer_row(monkeypatch, device, source):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_crowd_of_any_size(device, dtype):
-    """No setting: a full launch, half of it, and the same rows among ten times as many."""
+@pytest.mark.parametrize("schedule", ["query_major", "key_major", "auto"])
+def test_a_crowd_of_any_size(device, dtype, schedule):
+    """A full launch, half of it, and the same rows among ten times as many. No setting where the schedule is named."""
     assert current_lane() == "gpu"
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     g = torch.Generator(device).manual_seed(0)
@@ -119,8 +120,13 @@ def test_a_crowd_of_any_size(device, dtype):
     q = torch.randn(1, rows, 8, 128, generator=g, device=device, dtype=dtype)
     k, v = (torch.randn(1, 8192, 1, 128, generator=g, device=device, dtype=dtype) for _ in range(2))
     blocks = torch.randint(0, 128, (1, rows, 1, 16), generator=g, device=device, dtype=torch.int32)
-    how = {"block_size": 64, "causal": False, "backend": "triton", "return_lse": True}
-    everybody = nsa.selection_attention(q, k, v, block_indices=blocks, **how)
-    for first, last in ((0, 2 * sms), (7, 7 + 2 * sms), (100, 100 + 5 * sms), (3 * sms, 19 * sms)):
-        some = nsa.selection_attention(q[:, first:last], k, v, block_indices=blocks[:, first:last], **how)
-        assert bitwise([x[:, first:last] for x in everybody], some)
+    how = {"block_size": 64, "causal": False, "backend": "triton", "schedule": schedule}
+
+    def call(first, last):
+        own = q[:, first:last], k, v
+        return nsa.selection_attention(*own, block_indices=blocks[:, first:last], **how, return_lse=True)
+
+    with nsa.configure(batch_invariant=schedule == "auto"):
+        everybody = call(0, rows)
+        for first, last in ((0, 2 * sms), (7, 7 + 2 * sms), (100, 100 + 5 * sms), (3 * sms, 19 * sms)):
+            assert bitwise([x[:, first:last] for x in everybody], call(first, last))

@@ -8,8 +8,8 @@ from nsa.kernels import backward, backward_tiles
 from nsa.testing.cases import Case
 from nsa.testing.fixtures import over
 from nsa.testing.gradients import GradientOracle, assert_gradients
-from nsa.testing.impls import poisoned_workspace
 from nsa.testing.plugin import current_lane
+from nsa.trial import poisoned_workspace
 
 
 def trained(case: Case) -> bool:
