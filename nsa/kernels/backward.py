@@ -70,7 +70,7 @@ def plan(
     n = selection_shape[-2] if spans else selection_shape[-1]
     size, blocks, slots = key_tiles.grid("backward", B, S_kv, HKV, n, block_size, sequences is not None, bound)
     capability, _ = query_major.device_limits(device)
-    tile = backward_tiles.select(capability, dtype.itemsize, G, D, Dv, size, spans, choice)
+    tile = backward_tiles.select(capability, dtype.itemsize, G, D, Dv, size, spans, choice, PIPELINES)
     windows = backward_tiles.windows(
         tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, size, tile.share, tile.keep_dq, spans
     )
@@ -143,7 +143,7 @@ def _variants(
         "dkdv": Variant(
             backward_kernels._dkdv_kernel,
             dkdv | {"SHARE": tile.share},
-            {"num_warps": tile.warps, "num_stages": tile.stages if PIPELINES else 1},
+            {"num_warps": tile.warps, "num_stages": tile.stages},
         ),
         "sum": Variant(backward_kernels._sum_kernel, total, {"num_warps": 4}),
         "gather": Variant(

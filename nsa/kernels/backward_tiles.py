@@ -83,9 +83,21 @@ class Tile(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def select(
-    capability: int, itemsize: int, G: int, D: int, Dv: int, size: int, spans: bool, choice: Choice | None = None
+    capability: int,
+    itemsize: int,
+    G: int,
+    D: int,
+    Dv: int,
+    size: int,
+    spans: bool,
+    choice: Choice | None = None,
+    pipelines: bool = True,
 ) -> Tile:
-    """Tile of a call whose blocks hold ``size`` keys; ``capability`` and ``itemsize`` as for :func:`tiles.select`."""
+    """Tile of a call whose blocks hold ``size`` keys; ``capability`` and ``itemsize`` as for :func:`tiles.select`.
+
+    Args:
+        pipelines: whether this Triton can load a tile ahead here.
+    """
     block_d, block_dv = max(16, next_power_of_2(D)), max(16, next_power_of_2(Dv))
     narrow = max(block_d, block_dv) <= 128
     chosen = choice or _rule(capability, itemsize, G, narrow)
@@ -93,18 +105,19 @@ def select(
     rows, block_n = chosen.rows, min(max(16, next_power_of_2(size)), 64 if narrow and itemsize == 2 else 32)
     if itemsize > 2 and not narrow:
         block_n = 16
+    stages = chosen.stages if pipelines else 1
     # Keys and values stay; queries, their gradients and the weights of both pass through.
     width = block_d + block_dv
-    while rows + block_n > 32 and itemsize * (
-        (block_n + rows * chosen.stages) * width + 2 * rows * block_n
-    ) > budget:  # fmt: skip
+    while rows + block_n > 32 and itemsize * ((block_n + rows * stages) * width + 2 * rows * block_n) > budget:
         rows, block_n = (rows // 2, block_n) if rows >= block_n else (rows, block_n // 2)
     heads = next_power_of_2(G)
     in_tile = min(heads, rows)
     dq_heads = min(heads, 64 if narrow else 16)
+    # Without a pipeline dO and dS lie at one address, and ptxas for sm_90 may lose it (`aot_child.mixed`).
+    lost = capability == 90 and itemsize == 2 and stages == 1
     return Tile(
-        in_tile, block_d, block_dv, rows, block_n, chosen.warps, chosen.stages, chosen.share * (rows // in_tile),
-        chosen.keep_dq and not spans and size <= block_n, dq_heads, max(16, dq_heads), chosen.BLOCK_L,
+        in_tile, block_d, block_dv, rows, block_n, chosen.warps, stages, chosen.share * (rows // in_tile),
+        chosen.keep_dq and not spans and size <= block_n and not lost, dq_heads, max(16, dq_heads), chosen.BLOCK_L,
         chosen.dq_warps if dq_heads <= 16 else 4, chosen.dq_stages,
     )  # fmt: skip
 

@@ -40,6 +40,7 @@ class Compiled:
     cluster: bool  # whether programs of a cluster wait for each other
     early: bool  # whether it may be launched before the kernel before it has ended
     hasty: bool  # whether it is, and touches memory before it has waited
+    mixed: bool = False  # whether matrices that are swizzled differently take turns at one address of shared memory
 
     @property
     def name(self) -> str:

@@ -20,6 +20,9 @@ from nsa.kernels import tiles
 from nsa.testing.aot import OVERHEARD, Compiled, minor
 from nsa.testing.aot_points import ARCHITECTURES, Architecture, Point, points
 
+DESCRIPTOR = re.compile(r"(?:or\.b64|add\.s64)\s+%rd\d+, (%rd\d+), (-?\d{18,20});")
+"""An address, and constants above it: bits 62 and 63 say how the matrix is swizzled."""
+
 
 def main(name: str, extent: str) -> None:
     architecture = ARCHITECTURES[name]
@@ -159,7 +162,21 @@ def _describe(architecture: Architecture, point: Point, kernel: Any, report: str
         cluster="barrier.cluster" in ptx,
         early=early,
         hasty=early and (first is None or first[0] != "griddepcontrol.wait"),
+        mixed=mixed(ptx),
     )
+
+
+def mixed(ptx: str) -> bool:
+    """Whether descriptors for `wgmma` of matrices that are swizzled differently are made from one address.
+
+    ptxas 12.8 may then lose the address, and add the constants of the second to whatever a register holds: dQ of
+    `_dkdv_kernel` without a pipeline came out wrong on an H100, or read past shared memory.
+    """
+    swizzles: dict[str, set[int]] = {}
+    if "wgmma" in ptx:
+        for address, constant in DESCRIPTOR.findall(ptx):
+            swizzles.setdefault(address, set()).add(int(constant) >> 62 & 3)
+    return any(len(kinds) > 1 for kinds in swizzles.values())
 
 
 def _describe_amd(point: Point, kernel: Any) -> Compiled:

@@ -89,6 +89,8 @@ def complaints(architecture: Architecture, compiled: Compiled, limits: Limits) -
         yield "no matrix instruction in its assembly: the dot products do not reach the tensor cores"
     if compiled.hasty:
         yield "is launched early, and touches memory before it has waited for the kernel before it"
+    if compiled.mixed:
+        yield "matrices swizzled differently share an address, which ptxas 12.8 may lose (`aot_child.mixed`)"
     if compiled.registers is None or compiled.spills is None:
         return
     if not limits:

@@ -12,7 +12,7 @@ from nsa.testing.plugin import current_lane
 from nsa.trial import poisoned_workspace
 
 Choice = backward_tiles.Choice
-SHARES = Choice(16, 4, 1, 1, True, 16, 1, 1)  # one tile a share
+SHARES = Choice(16, 4, 2, 1, True, 16, 1, 1)  # one tile a share
 LIMITS = {"DQ_BYTES", "HEAD_BYTES", "SUM_BYTES", "INDEX_BYTES", "STRIP_BYTES", "STRIP"}
 
 
@@ -378,3 +378,19 @@ def test_tiles_fit_every_architecture():
                     assert tile.BLOCK_M % tile.HEADS == 0
                     assert min(tile.BLOCK_M, tile.BLOCK_N) >= 16
                     assert not tile.keep_dq or tile.BLOCK_N >= 64
+
+
+@pytest.mark.parametrize(
+    ("capability", "itemsize", "stages", "pipelines", "keeps"),
+    [
+        (90, 2, 2, True, True),
+        (90, 2, 1, True, False),
+        (90, 2, 2, False, False),
+        (90, 4, 1, True, True),
+        (80, 2, 1, False, True),
+    ],
+)
+def test_dq_is_not_taken_from_key_blocks_where_ptxas_loses_it(capability, itemsize, stages, pipelines, keeps):
+    choice = Choice(32, 4, stages, 1, True, 16, 1, 1)
+    tile = backward_tiles.select(capability, itemsize, 2, 64, 64, 32, False, choice, pipelines)
+    assert (tile.keep_dq, tile.stages) == (keeps, stages if pipelines else 1)

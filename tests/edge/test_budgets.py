@@ -29,6 +29,10 @@ def complaints(change, limits=None, architecture=ADA):
         ({"shared": 101_377}, "101377 bytes of shared memory, sm_89 has 101376"),
         ({"spills": 65}, "spills 65 bytes a thread, 64 may be without a budget of its own"),
         ({"hasty": True}, "is launched early, and touches memory before it has waited for the kernel before it"),
+        (
+            {"mixed": True},
+            "matrices swizzled differently share an address, which ptxas 12.8 may lose (`aot_child.mixed`)",
+        ),
         ({"mma": False}, "no matrix instruction in its assembly: the dot products do not reach the tensor cores"),
     ],
 )

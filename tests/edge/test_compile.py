@@ -12,6 +12,7 @@ import torch
 
 from nsa.kernels import query_major, tiles
 from nsa.testing import aot, budgets
+from nsa.testing.aot_child import mixed
 from nsa.testing.aot_points import ARCHITECTURES, MOST, POINTS, QUICK, points
 from nsa.trial import TRIALS
 
@@ -114,3 +115,17 @@ def test_only_a_run_for_aot_compiles_everything(run_pytest, arguments, ids):
     assert [line for line in listed.splitlines() if "::test_kernels_compile" in line] == [
         f"tests/edge/test_compile.py::test_kernels_compile[{name}]" for name in ids
     ], listed
+
+
+SHARED = [  # of `_dkdv_kernel` for sm_90 without a pipeline, by Triton 3.6: dO and then dS lie there
+    "or.b64 \t%rd129, %rd96, 4611686293305294848;",
+    "add.s64 \t%rd131, %rd96, 4611686293305294850;",
+    "or.b64 \t%rd140, %rd96, -9223371899415822336;",
+]
+OTHERS = ["or.b64 \t%rd140, %rd97, -9223371899415822336;", "add.s64 \t%rd98, %rd96, 16;", "wgmma.fence.sync.aligned;"]
+
+
+def test_descriptors_of_one_address_that_are_swizzled_differently_are_found():
+    assert mixed("\n".join(SHARED + OTHERS))
+    assert not mixed("\n".join(SHARED[:2] + OTHERS))
+    assert not mixed("\n".join(SHARED)), "without wgmma no descriptors"

@@ -59,7 +59,7 @@ def test_triton_sel_parity_backward_other_dq(gradients: GradientOracle, monkeypa
     """dQ query-major where it comes from key blocks, and the other way round; in small shares, merged in order."""
     case = gradients.problem.case
     usual = backward_tiles.select(90, 2, case.H, case.D, case.Dv, case.block_size, False)
-    choice = backward_tiles.Choice(32, 4, 1, 1, not usual.keep_dq, 16, 1, 1)
+    choice = backward_tiles.Choice(32, 4, 2, 1, not usual.keep_dq, 16, 1, 1)
     monkeypatch.setattr(backward_tiles, "forced", choice)
     assert_gradients(run(gradients), gradients, str(choice))
 
@@ -67,7 +67,8 @@ def test_triton_sel_parity_backward_other_dq(gradients: GradientOracle, monkeypa
 @over(lambda c: trained(c) and c.H in (2, 8) and c.dtype != "fp32")
 @pytest.mark.parametrize("keep_dq", [True, False])
 def test_gradients_are_bitwise_equal(gradients: GradientOracle, monkeypatch, keep_dq: bool) -> None:
-    """Twice, in many shares, whichever way dQ is taken: sums have an order."""
-    monkeypatch.setattr(backward_tiles, "forced", backward_tiles.Choice(32, 4, 1, 1, keep_dq, 16, 1, 1))
+    """Twice, in many shares, whichever way dQ is taken: sums have an order. And right, which twice wrong is not."""
+    monkeypatch.setattr(backward_tiles, "forced", backward_tiles.Choice(32, 4, 2, 1, keep_dq, 16, 1, 1))
     first, second = run(gradients), run(gradients)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert_gradients(first, gradients, f"keep_dq={keep_dq}")
