@@ -105,14 +105,16 @@ def select(
     rows, block_n = chosen.rows, min(max(16, next_power_of_2(size)), 64 if narrow and itemsize == 2 else 32)
     if itemsize > 2 and not narrow:
         block_n = 16
-    stages = chosen.stages if pipelines else 1
     # Keys and values stay; queries, their gradients and the weights of both pass through.
     width = block_d + block_dv
-    while rows + block_n > 32 and itemsize * ((block_n + rows * stages) * width + 2 * rows * block_n) > budget:
+    while rows + block_n > 32 and itemsize * (
+        (block_n + rows * chosen.stages) * width + 2 * rows * block_n
+    ) > budget:  # fmt: skip
         rows, block_n = (rows // 2, block_n) if rows >= block_n else (rows, block_n // 2)
     heads = next_power_of_2(G)
     in_tile = min(heads, rows)
     dq_heads = min(heads, 64 if narrow else 16)
+    stages = chosen.stages if pipelines else 1
     # Without a pipeline dO and dS lie at one address, and ptxas for sm_90 may lose it (`aot_child.mixed`).
     lost = capability == 90 and itemsize == 2 and stages == 1
     return Tile(
