@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
-from nsa import dispatch, ops, settings
+from nsa import dispatch, ops
 from nsa.transforms import any_autocast_enabled, autocast_dtype, cast, transformed, transforms_active
 from nsa.validate import check_tensors, raw
 
@@ -137,14 +137,9 @@ def selection_attention(
         if served is not None:
             return served
     try:
-        needs_grad = is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        # `raw` of each, written out for those that are always there: a call costs what autocast's question does.
         planned = dispatch.plan(
-            settings.get(), (q.shape, q.dtype, q.device, q.stride()), (k.shape, k.dtype, k.device, k.stride()),
-            (v.shape, v.dtype, v.device, v.stride()), None if ranges is None else raw(ranges),
-            None if block_indices is None else raw(block_indices), block_size, causal,
-            None if q_positions is None else raw(q_positions), None if cu_q is None else raw(cu_q),
-            None if cu_k is None else raw(cu_k), max_selected, None if out is None else raw(out), backend, schedule,
+            q, k, v, ranges, block_indices, block_size, causal, q_positions, cu_q, cu_k, max_selected, out, backend,
+            schedule,
         )  # fmt: skip
     except AttributeError:
         optional = {
@@ -154,14 +149,15 @@ def selection_attention(
         check_tensors(q=q, k=k, v=v, **{name: x for name, x in optional.items() if x is not None})
         raise
     # A subclass, as FakeTensor, may have no memory to launch a kernel on: the operator knows what to do with it.
-    if (needs_grad or q.__class__ is not Tensor) and planned.route not in dispatch.PLAIN:
+    if planned.route not in dispatch.PLAIN and (
+        q.__class__ is not Tensor or (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    ):
         return _operator(
             q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, max_selected,
             return_lse, backend, schedule, out,
         )  # fmt: skip
-    o, lse = dispatch.run(
-        planned, q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, return_lse, out
-    )
+    given = q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, return_lse, out
+    o, lse = dispatch.run(planned, given)
     if return_lse:
         assert lse is not None
         return o, lse
@@ -233,18 +229,22 @@ def _transformed(
             q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, max_selected,
             return_lse, backend, schedule, out,
         )  # fmt: skip
-    plan = dispatch.make_plan if tracing else dispatch.plan
-    planned = plan(
-        None if tracing else settings.get(), raw(q), raw(k), raw(v), None if ranges is None else raw(ranges),
-        None if block_indices is None else raw(block_indices), block_size, causal,
-        None if q_positions is None else raw(q_positions), None if cu_q is None else raw(cu_q),
-        None if cu_k is None else raw(cu_k), max_selected, None if out is None else raw(out), backend, schedule,
-    )  # fmt: skip
+    if tracing:  # which can look up nothing
+        planned = dispatch.make_plan(
+            None, raw(q), raw(k), raw(v), None if ranges is None else raw(ranges),
+            None if block_indices is None else raw(block_indices), block_size, causal,
+            None if q_positions is None else raw(q_positions), None if cu_q is None else raw(cu_q),
+            None if cu_k is None else raw(cu_k), max_selected, None if out is None else raw(out), backend, schedule,
+        )  # fmt: skip
+    else:
+        planned = dispatch.plan(
+            q, k, v, ranges, block_indices, block_size, causal, q_positions, cu_q, cu_k, max_selected, out, backend,
+            schedule,
+        )  # fmt: skip
     if wrapped:
         planned = dispatch.transformed(planned)
-    o, lse = dispatch.run(
-        planned, q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, return_lse, out
-    )
+    given = q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, return_lse, out
+    o, lse = dispatch.run(planned, given)
     return o if lse is None else (o, lse)
 
 

@@ -34,7 +34,7 @@ NOT_THE_KERNEL = (
 
 
 class Call(NamedTuple):
-    """The tensors and numbers of one call, in FlashAttention layout."""
+    """The tensors and numbers of one call, in FlashAttention layout. They travel as a plain tuple, made in a tenth."""
 
     q: Tensor
     k: Tensor
@@ -49,6 +49,11 @@ class Call(NamedTuple):
     cu_seqlens_k: Tensor | None
     return_lse: bool
     out: Tensor | None
+
+
+_T = Tensor | None
+Given = tuple[Tensor, Tensor, Tensor, _T, _T, int | None, bool, _T, float | None, _T, _T, bool, _T]
+"""What a :class:`Call` holds, in its order."""
 
 
 class Plan(NamedTuple):
@@ -82,6 +87,10 @@ class RouteRecord(NamedTuple):
 
 Result = tuple[Tensor, Tensor | None]
 
+MAX_PLANS = 4096
+
+_plans: dict[Any, Plan] = {}  # by the metadata of a call and the settings in force
+settings.ON_RELOAD.append(_plans.clear)
 _taken: Counter[tuple[str, str]] = Counter()
 _broken: dict[str, str] = {}
 
@@ -215,12 +224,7 @@ def _device_facts(device: torch.device) -> tuple[str | None, str, str | None]:
     return name, layout, why_not_triton(device)
 
 
-plan = lru_cache(maxsize=4096, typed=True)(make_plan)
-"""Remembered :func:`make_plan`: a repeated call pays a look-up. Typed, because ``True == 1 == 1.0``."""
-settings.ON_RELOAD.append(plan.cache_clear)
-
-
-def plan_of(
+def plan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -232,17 +236,41 @@ def plan_of(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     max_selected: int | None,
+    out: Tensor | None,
     backend: str,
     schedule: str,
 ) -> Plan:
-    """:data:`plan` of a call that comes as tensors: what the operators are given."""
-    ranges_, blocks, positions, cu_q, cu_k = (
-        None if x is None else raw(x) for x in (ranges, block_indices, q_positions, cu_seqlens_q, cu_seqlens_k)
-    )
-    return plan(
-        settings.get(), raw(q), raw(k), raw(v), ranges_, blocks, block_size, causal, positions, cu_q, cu_k,
-        max_selected, None, backend, schedule,
+    """Remembered :func:`make_plan`: a repeated call pays a look-up.
+
+    ``lru_cache`` would take half a microsecond more of every call: it hashes what is nested, and the type of each.
+
+    Raises:
+        AttributeError: what should be a tensor is none.
+        ValueError, TypeError, RuntimeError: from :func:`make_plan`.
+    """
+    # Types, of those that may be of another: True == 1 == 1.0.
+    key = (
+        settings.get(), q.shape, q.dtype, q.device, q.stride(), k.shape, k.dtype, k.device, k.stride(),
+        v.shape, v.dtype, v.device, v.stride(), None if ranges is None else raw(ranges),
+        None if block_indices is None else raw(block_indices), block_size, block_size.__class__, causal,
+        causal.__class__, None if q_positions is None else raw(q_positions),
+        None if cu_seqlens_q is None else raw(cu_seqlens_q), None if cu_seqlens_k is None else raw(cu_seqlens_k),
+        max_selected, max_selected.__class__, None if out is None else raw(out), backend, schedule,
     )  # fmt: skip
+    found = _plans.get(key)
+    if found is not None:
+        return found
+    made = make_plan(
+        settings.get(), raw(q), raw(k), raw(v), _raw(ranges), _raw(block_indices), block_size, causal,
+        _raw(q_positions), _raw(cu_seqlens_q), _raw(cu_seqlens_k), max_selected, _raw(out), backend, schedule,
+    )  # fmt: skip
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()  # shapes that come once: those in use are back at their next call
+    return _plans.setdefault(key, made)
+
+
+def _raw(x: Tensor | None) -> Raw | None:
+    return None if x is None else raw(x)
 
 
 def transformed(what: Plan) -> Plan:
@@ -305,25 +333,25 @@ def count(route: str, reason: str) -> None:
     _taken[route, reason] += 1
 
 
-def run(what: Plan, *call: Any) -> Result:
-    """Run a planned call, given what :class:`Call` holds, in its order."""
+def run(what: Plan, call: Given) -> Result:
+    """Run a planned call."""
     if what.debug:
         return _run_debug(what, Call(*call))
     if what.route in PLAIN:
-        return plain(what.route, what.reason, what, *call)
+        return plain(what.route, what.reason, what, call)
     reason = what.reason
     if what.named:
-        return _triton(reason, what, *call)
+        return _triton(reason, what, call)
     while True:
         known = _broken.get(what.kernel) if _broken else None
         if known is None:
             try:
-                return _triton(reason, what, *call)
+                return _triton(reason, what, call)
             except failures() as error:
                 server = what.fallback if what.instead is None else what.instead.route
                 known = remember(what.kernel, what.route, error, server)
         if what.instead is None:
-            return plain(what.fallback, known, what, *call)
+            return plain(what.fallback, known, what, call)
         what, reason = what.instead, known
 
 
@@ -336,23 +364,11 @@ def attach(
     return found
 
 
-def _triton(
-    reason: str,
-    what: Plan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ranges: Tensor | None,
-    block_indices: Tensor | None,
-    block_size: int | None,
-    causal: bool,
-    q_positions: Tensor | None,
-    scale: float | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    return_lse: bool,
-    out: Tensor | None,
-) -> Result:
+def _triton(reason: str, what: Plan, call: Given) -> Result:
+    (
+        q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_seqlens_q, cu_seqlens_k, return_lse,
+        out,
+    ) = call  # fmt: skip
     selection = block_indices if ranges is None else ranges
     kernel, launch = what.launches.get(tiles.forced) or attach(
         what.launches,
@@ -379,25 +395,12 @@ def _triton(
     return result
 
 
-def plain(
-    route: str,
-    reason: str,
-    what: Plan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ranges: Tensor | None,
-    block_indices: Tensor | None,
-    block_size: int | None,
-    causal: bool,
-    q_positions: Tensor | None,
-    scale: float | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    return_lse: bool,
-    out: Tensor | None,
-) -> Result:
+def plain(route: str, reason: str, what: Plan, call: Given) -> Result:
     """Packed SDPA or the reference."""
+    (
+        q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_seqlens_q, cu_seqlens_k, return_lse,
+        out,
+    ) = call  # fmt: skip
     _taken[route, reason] += 1
     cu_seqlens = None if cu_seqlens_q is None or cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
     result: Tensor | tuple[Tensor, Tensor]
@@ -425,14 +428,14 @@ def _run_debug(what: Plan, call: Call) -> Result:
     before = _taken.copy()
     _synchronize(call.q)
     began = time.perf_counter()
-    result = run(what._replace(debug=False), *call)
+    result = run(what._replace(debug=False), call)
     _synchronize(call.q)
     route, reason = next(iter(_taken - before))
     if current.debug_timing:
         elapsed = (time.perf_counter() - began) * 1e3
         logger.info("route %s (%s): %.3f ms, host and device", route, reason, elapsed)
     if current.debug_compare:
-        exact = plain("reference", "debug_compare is set", what, *call._replace(return_lse=False, out=None))[0]
+        exact = plain("reference", "debug_compare is set", what, call._replace(return_lse=False, out=None))[0]
         error = (result[0].double() - exact.double()).abs()
         worst = error.max().item() if error.numel() else 0.0  # a debug setting: may read the device
         logger.info("route %s against the reference: max error %.3e", route, worst)

@@ -60,8 +60,8 @@ def backward(
         ValueError: ``backend="triton"`` and the call does not fit the kernels' workspace.
         RuntimeError and others: ``backend="triton"`` and the kernel failed.
     """
-    what = dispatch.plan_of(
-        q, k, v, ranges, block_indices, block_size, causal, q_positions, cu_seqlens_q, cu_seqlens_k, max_selected,
+    what = dispatch.plan(
+        q, k, v, ranges, block_indices, block_size, causal, q_positions, cu_seqlens_q, cu_seqlens_k, max_selected, None,
         backend, schedule,
     )  # fmt: skip
     selection = block_indices if ranges is None else ranges
@@ -142,7 +142,7 @@ def _recompute(
     with _recorded(q.device.type):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         again: tuple[Any, ...] = (*leaves, *call, dlse is not None, None)
-        outputs = dispatch.plain(route, reason, what, *again)
+        outputs = dispatch.plain(route, reason, what, again)
         pairs = [(x, g) for x, g in zip(outputs, (do, dlse), strict=True) if x is not None]
         dq, dk, dv = torch.autograd.grad(
             [x for x, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True, materialize_grads=True

@@ -47,14 +47,14 @@ def _forward(
     backend: str,
     schedule: str,
 ) -> tuple[Tensor, Tensor]:
-    what = dispatch.plan_of(
-        q, k, v, ranges, block_indices, block_size, causal, q_positions, cu_seqlens_q, cu_seqlens_k, max_selected,
+    what = dispatch.plan(
+        q, k, v, ranges, block_indices, block_size, causal, q_positions, cu_seqlens_q, cu_seqlens_k, max_selected, None,
         backend, schedule,
     )  # fmt: skip
-    o, lse = dispatch.run(
-        what, q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_seqlens_q, cu_seqlens_k, True,
-        None,
+    given = (
+        q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_seqlens_q, cu_seqlens_k, True, None,
     )  # fmt: skip
+    o, lse = dispatch.run(what, given)
     assert lse is not None
     return o, lse
 

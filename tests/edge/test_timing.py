@@ -61,12 +61,37 @@ def test_a_sample_its_timer_cannot_tell_is_invalid():
         Timing([9.9e-5] * 3, "host", False, 1, 1, tick=1e-6).resolved("short")
 
 
-def test_waiting_for_a_core_is_not_counted_but_sleeping_is(monkeypatch):
-    waits, clock = iter([0.0, 0.004]), iter([1.0, 1.01])
+@pytest.mark.parametrize("where", ["before", "inside", "after"])
+def test_waiting_for_a_core_is_not_counted_but_sleeping_is(monkeypatch, where):
+    """A call of 6 ms and a wait of 4 ms: in the call, or between a reading of the clock and one of the waits."""
+    now, waits = [0.0], [0.0]
+
+    def wait():
+        now[0] += 0.004
+        waits[0] += 0.004
+
+    def waited():
+        seen = waits[0]
+        if where == "before" and now[0] == 0:
+            wait()
+        return seen
+
+    def perf_counter():
+        seen = now[0]
+        if where == "after" and seen == pytest.approx(0.006) and not waits[0]:
+            wait()
+        return seen
+
+    def call():
+        now[0] += 0.006
+        if where == "inside":
+            wait()
+
     with monkeypatch.context() as patch:
-        patch.setattr(timing, "_waited", lambda: next(waits))
-        patch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-        assert timing._host_sample([lambda: None], 1, None) == pytest.approx(0.006)
+        patch.setattr(timing, "_waited", waited)
+        patch.setattr(timing, "time", SimpleNamespace(perf_counter=perf_counter))
+        assert timing._host_sample([call], 1, None) == pytest.approx(0.006)
+        assert waits == [0.004]
     assert timing._host_sample([lambda: time.sleep(0.01)], 1, None) >= 0.009
 
 
