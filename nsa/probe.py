@@ -52,9 +52,9 @@ KERNEL_SOURCES = tuple(
 )
 """Of `nsa/kernels`: what kernels are compiled from, all files with a `@triton.jit`."""
 
-UNSEEN = frozenset(f"_{name}_kernel" for name in ("order", "strip", "delta", "dq", "dkdv", "sum", "gather"))
-"""Kernels as they are here, with which the GPU lane has not passed yet: whatever the compile matrix says, a child tries
-them first, on every GPU. To be emptied once it has."""
+UNSEEN: frozenset[str] = frozenset()
+"""Kernels, by name, with which the GPU lane has not passed yet: whatever the compile matrix says, a child tries them
+first, on every GPU. A new kernel begins here."""
 
 _CONFIGS = Path(__file__).parent / "configs"
 # The child imports what this process would, wherever it was started. stdin is read before anything can be shadowed.
