@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nsa.testing import summary, thresholds
-from nsa.testing.recording import Fact, Recording, geomean, grouped, kernels, prefills, speedup, worst
+from nsa.testing.recording import Fact, Recording, geomean, grouped, kernels, prefills, speedup, trainings, worst
 
 
 @dataclass
@@ -40,6 +40,7 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
             [p for p in (plots.speedup_over_L(now.facts, name) for name in (plots.REPLACED, plots.BEST)) if p],
         ),
         Section("Prefill", PREFILL_TEXT, header=PREFILL_HEADER, rows=prefill_rows(now.facts)),
+        Section("Training", TRAINING_TEXT, header=TRAINING_HEADER, rows=training_rows(now.facts)),
         Section("Roofline", _timing_note(now.facts), [p for p in [plots.roofline(now.facts)] if p]),
     ]
     if len(recordings) == 2:
@@ -74,6 +75,15 @@ PREFILL_OTHERS = ("query_major", "key_major", "fla", "dense_cudnn", "dense_flash
 PREFILL_HEADER = (
     "HQ/HKV", "T", "shared", "kernel", "ours", "ns/token", "query-major", "key-major", "fla-core", "dense cuDNN",
     "dense flash", "vs cuDNN", "vs flash", "vs fla-core", "of matrix rate",
+)  # fmt: skip
+TRAINING_TEXT = (
+    "dQ, dK and dV of the prompts above, alone and with the forward pass before, milliseconds. Memory: the most that a "
+    "step takes beside inputs, outputs and gradients, as a multiple of what dense flash attention takes."
+)
+TRAINING_OTHERS = ("fla", "dense_cudnn", "dense_flash")
+TRAINING_HEADER = (
+    "HQ/HKV", "T", "timed", "ours", "ns/token", "fla-core", "dense cuDNN", "dense flash", "vs fla-core", "vs cuDNN",
+    "vs flash", "memory vs flash",
 )  # fmt: skip
 CASE_HEADER = ("case", "group", "median", "95% interval", "GB/s", "of ceiling", "vs replaced", "vs best SDPA", "MAE")
 ORDINALS = ("before", "after")
@@ -116,6 +126,20 @@ def prefill_rows(facts: list[Fact]) -> list[Sequence[str]]:
             [heads, str(fact["S"]), f"{fact['shared']:.0%}" if fact.get("shared") else "-", summary.kernel_of(fact),
              f"{fact['median'] * 1e3:.2f}", f"{fact['ns_per_token']:.1f}", *others, *ratios,
              "-" if not share else f"{share:.1%}"]
+        )  # fmt: skip
+    return rows
+
+
+def training_rows(facts: list[Fact]) -> list[Sequence[str]]:
+    """One row per prompt and what was timed of it, as :func:`prefill_rows`."""
+    rows: list[Sequence[str]] = []
+    for fact in trainings(facts):
+        medians = fact.get("medians") or {}
+        others = [f"{medians[name] * 1e3:.2f}" if name in medians else "-" for name in TRAINING_OTHERS]
+        ratios = [_times(fact.get(f"speedup_vs_{word}")) for word in ("fla", "cudnn", "flash")]
+        rows.append(
+            [f"{fact['HQ']}/{fact['HKV']}", str(fact["S"]), str(fact["group"]), f"{fact['median'] * 1e3:.2f}",
+             f"{fact['ns_per_query']:.1f}", *others, *ratios, _times(fact.get("memory_vs_flash"))]
         )  # fmt: skip
     return rows
 

@@ -113,6 +113,11 @@ def prefills(facts: Iterable[Fact]) -> list[Fact]:
     return [fact for fact in facts if fact.get("ns_per_token")]
 
 
+def trainings(facts: Iterable[Fact]) -> list[Fact]:
+    """Those of backward passes and of training steps."""
+    return [fact for fact in facts if fact.get("ns_per_query")]
+
+
 def geomean(values: Iterable[float | None]) -> float | None:
     """Geometric mean of what is known; None if nothing is."""
     known = [value for value in values if value]

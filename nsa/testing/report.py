@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from nsa.testing import thresholds
-from nsa.testing.digest import PREFILL_HEADER, describe, prefill_rows, summary_rows
-from nsa.testing.recording import Fact, Recording, load, newest, prefills, speedup
+from nsa.testing.digest import (
+    PREFILL_HEADER,
+    TRAINING_HEADER,
+    describe,
+    prefill_rows,
+    summary_rows,
+    training_rows,
+)
+from nsa.testing.recording import Fact, Recording, load, newest, prefills, speedup, trainings
 
 ROOT = Path(__file__).parents[2]
 BASELINES = ROOT / "tests" / "perf" / "baselines"
@@ -24,7 +31,8 @@ COLUMNS = (
     "group", "case", "dist", "source", "H", "D", "Dv", "L", "N", "dtype", "impl", "median_us", "ci95_low_us",
     "ci95_high_us", "gbps", "share_of_ceiling", "speedup_vs_fallback", "fallback_low", "fallback_high",
     "speedup_vs_sdpa_best", "sdpa_best", "speedup_vs_sdpa_expanded", "HQ", "HKV", "S", "S_kv", "shared", "ns_per_token",
-    "share_of_matmul", "speedup_vs_cudnn", "speedup_vs_flash", "speedup_vs_fla", "speedup_vs_query_major",
+    "ns_per_query", "memory_vs_flash", "share_of_matmul",
+    "speedup_vs_cudnn", "speedup_vs_flash", "speedup_vs_fla", "speedup_vs_query_major",
     "speedup_vs_key_major", "control", "ratio_to_control", "mae", "seed",
     "how", "cold", "device", "torch", "triton", "commit",
 )  # fmt: skip
@@ -32,6 +40,7 @@ README_PREFILL = (
     *("HQ/HKV", "T", "ours", "ns/token", "fla-core", "dense cuDNN", "dense flash"),
     *("vs fla-core", "vs cuDNN", "vs flash"),
 )
+README_TRAINING = tuple(name for name in TRAINING_HEADER if name != "ns/token")
 EXTRA_MISSING = "the report needs {}: pip install 'nsa[report]'"
 
 
@@ -87,19 +96,27 @@ def readme_block(recordings: Sequence[Recording]) -> str:
             *("vs gather + SDPA", "vs best SDPA on packed rows"),
         )
         text += [f"| {' | '.join(columns)} | of memory ceiling |", "| --- | --- | --- | --- | --- | --- |"]
-        prompts = prefills(recording.facts)
-        for name, cases, *cells in summary_rows([fact for fact in recording.facts if fact not in prompts]):
+        prompts, trained = prefills(recording.facts), trainings(recording.facts)
+        others = [fact for fact in recording.facts if fact not in prompts and fact not in trained]
+        for name, cases, *cells in summary_rows(others):
             replaced, gather, best, control = (_both(cells[i : i + 2]) for i in (0, 2, 4, 8))
             first = replaced if replaced != "-" else "-" if cells[-1] != "-" else f"{control} (control)"
             text.append(f"| {name} | {cases} | {first} | {gather} | {best} | {cells[-1]} |")
         text.append("")
         if prompts:
             text += ["Prefill, forward, 16 blocks of 64, D = 128, milliseconds, and how many times as fast:", ""]
-            text += [f"| {' | '.join(README_PREFILL)} |", f"|{' --- |' * len(README_PREFILL)}"]
-            named = [dict(zip(PREFILL_HEADER, row, strict=True)) for row in prefill_rows(recording.facts)]
-            text += [f"| {' | '.join(row[name] for name in README_PREFILL)} |" for row in named]
-            text.append("")
+            text += _table(README_PREFILL, PREFILL_HEADER, prefill_rows(prompts))
+        if trained:
+            text += ["Training on the same prompts (dQ, dK and dV, alone and with the forward pass before):", ""]
+            text += _table(README_TRAINING, TRAINING_HEADER, training_rows(trained))
     return "\n".join([BEGIN, *text, END])
+
+
+def _table(columns: Sequence[str], header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Markdown of some columns of a table, and an empty line."""
+    named = [dict(zip(header, row, strict=True)) for row in rows]
+    lines = [f"| {' | '.join(row[name] for name in columns)} |" for row in named]
+    return [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}", *lines, ""]
 
 
 def _both(cells: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from nsa import settings
 from nsa.testing import crossover, thresholds
-from nsa.testing.recording import Fact, geomean, grouped, kernels, prefills, worst
+from nsa.testing.recording import Fact, geomean, grouped, kernels, prefills, trainings, worst
 
 WIDTH = 100
 PREFILL_VERSUS = {
@@ -29,13 +29,15 @@ VERSUS = {
 def lines(facts: list[Fact]) -> list[str]:
     """The summary; notes of the run (regressions, thresholds written, report) are the caller's."""
     prompts = prefills(facts)
-    named = {id(fact) for fact in (*kernels(facts), *prompts)}
+    trained = trainings(facts)
+    named = {id(fact) for fact in (*kernels(facts), *prompts, *trained)}
     ours = [fact for fact in kernels(facts) if not fact.get("ns_per_token")]
     others = [fact for fact in facts if id(fact) not in named and not fact.get("layouts")]
     text = [
         *_kernel_table(ours),
         *_peers(ours),
         *_prefill_table(prompts),
+        *_training_table(trained),
         *_control_table(others),
         *_left_out(facts),
         *_threshold(facts),
@@ -90,6 +92,22 @@ def _prefill_table(facts: list[Fact]) -> list[str]:
             f"{'-' if not share else f'{share:.0%}':>7}  {kernel_of(fact)}"
         )
     text.append("  times as fast as dense attention, fla-core and our schedules by name; share of the matrix rate")
+    return text
+
+
+def _training_table(facts: list[Fact]) -> list[str]:
+    """As :func:`_prefill_table`, of backward passes and steps."""
+    if not facts:
+        return []
+    heads = {name: key for name, key in PREFILL_VERSUS.items() if "major" not in name}
+    text = [
+        f"{'training, HQ/HKV, T':22}{'time':>9}{'ns/token':>9}{''.join(f'{name:>8}' for name in heads)}{'memory':>8}"
+    ]
+    for fact in facts:
+        cells = "".join(f"{_ratio(fact.get(key)):>8}" for key in heads.values())
+        memory = f"{_ratio(fact.get('memory_vs_flash')):>8}  {fact['group']}"
+        text.append(f"{prompt(fact):22}{seconds(fact['median']):>9}{fact['ns_per_query']:>9.1f}{cells}{memory}")
+    text.append("  times as fast as dense attention and fla-core; memory of a step over that of dense flash attention")
     return text
 
 

@@ -1,4 +1,4 @@
-"""Prefill in what is told of a run: the terminal, the report, README.md; and baselines from before there was any."""
+"""Prefill and training in what is told of a run: terminal, report, README.md; baselines from before there was any."""
 
 import copy
 import csv
@@ -39,6 +39,23 @@ def benchmark(like, case, median=12.5e-3):
     return found
 
 
+def trained(like, case, median=25e-3):
+    """As `test_training` stores it."""
+    found = copy.deepcopy(like)
+    ran = {name: ratio for name, ratio in OTHERS.items() if "major" not in name and (name != "fla" or case.H >= 16)}
+    words = {"dense_cudnn": "cudnn", "dense_flash": "flash"}
+    found |= {"group": "backward", "name": f"test_training[{case.id}-backward]"}
+    found["stats"] = found["stats"] | {"median": median}
+    facts = ("gpu", "device", "torch", "triton", "commit")
+    found["extra_info"] = {name: found["extra_info"][name] for name in facts} | case.fields() | {
+        "ns_per_query": median * 1e9 / case.S, "ms": median * 1e3, "ci95": [median, median],
+        "medians": {"ours": median} | {name: median * ratio for name, ratio in ran.items()}, "intervals": {},
+        "control": "dense_cudnn", "ratio_to_control": 1 / 5.0, "left_out": {}, "memory_vs_flash": 0.82,
+        **{f"speedup_vs_{words.get(name, name)}": ran.get(name) for name in OTHERS if "major" not in name},
+    }  # fmt: skip
+    return found
+
+
 @pytest.fixture
 def recorded(tmp_path):
     """A recorded run of core with its eight prompts, and one whose neighbours share blocks."""
@@ -46,6 +63,7 @@ def recorded(tmp_path):
     like = next(b for b in document["benchmarks"] if "share_of_ceiling" in b["extra_info"])
     prompts = [*(c for c in core() if c.dist == "prefill"), prefill(65_536, 64, 4, shared=0.9)]
     document["benchmarks"] += [benchmark(like, case) for case in prompts]
+    document["benchmarks"] += [trained(like, case) for case in prompts[:2]]
     path = tmp_path / "run.json"
     path.write_text(json.dumps(document))
     return load(path)
@@ -90,6 +108,32 @@ def test_readme_has_a_table_of_prompts(recorded):
     assert "| 32/8 | 65536 | 12.50 | 190.7 | - | 62.50 | 112.50 | - | 5.00× | 9.00× |" in block
     assert "| prefill |" not in block, "no row among speedups over packed SDPA"
     assert [line for line in before.splitlines() if line not in block.splitlines()] == []
+
+
+def test_training_is_shown_beside_dense_attention(recorded):
+    lines = summary.lines(recorded.facts)
+    start = next(i for i, line in enumerate(lines) if line.startswith("training, HQ/HKV, T"))
+    assert lines[start].split()[3:] == ["time", "ns/token", "cuDNN", "flash", "fla", "memory"]
+    assert lines[start + 1].split() == "64/4, 8192 25 ms 3051.8 5.00 9.00 2.00 0.82 backward".split()
+    assert lines[start + 2].split() == "32/4, 8192 25 ms 3051.8 5.00 9.00 - 0.82 backward".split()
+    assert not any(line.startswith("backward") for line in lines), "no row among what is timed beside plain torch"
+    block = report.readme_block([recorded])
+    assert "| 64/4 | 8192 | backward | 25.00 | 50.00 | 125.00 | 225.00 | 2.00× | 5.00× | 9.00× | 0.82× |" in block
+    assert not any(line.startswith("| backward |") for line in block.splitlines())
+
+
+def test_report_has_a_table_of_training(recorded, tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    sections = {s.title: s for s in digest.describe([recorded])["sections"]}
+    assert [row[:5] for row in sections["Training"].rows] == [
+        ["64/4", "8192", "backward", "25.00", "3051.8"],
+        ["32/4", "8192", "backward", "25.00", "3051.8"],
+    ]
+    report.write([recorded], tmp_path / "out")
+    with (tmp_path / "out" / "report.csv").open() as file:
+        line = next(r for r in csv.DictReader(file) if r["group"] == "backward")
+    assert (line["HQ"], line["memory_vs_flash"], line["speedup_vs_cudnn"]) == ("64", "0.82", "5.0")
 
 
 def test_prompts_decide_no_threshold(recorded):
