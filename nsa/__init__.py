@@ -2,6 +2,7 @@
 
 from nsa.attention import selection_attention
 from nsa.dispatch import RouteRecord, routes
+from nsa.kvcache import selection_attention_with_kvcache
 from nsa.rows import (
     grouped_selection_attention_packed,
     sel_attn_fwd_dense,
@@ -31,4 +32,5 @@ __all__ = [
     "sel_attn_fwd_varlen_group",
     "selection_attention",
     "selection_attention_triton",
+    "selection_attention_with_kvcache",
 ]

@@ -156,7 +156,9 @@ def selection_attention(
             q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, max_selected,
             return_lse, backend, schedule, out,
         )  # fmt: skip
-    given = q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, return_lse, out
+    given = (
+        q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, return_lse, out, None, None,
+    )  # fmt: skip
     o, lse = dispatch.run(planned, given)
     if return_lse:
         assert lse is not None
@@ -243,7 +245,9 @@ def _transformed(
         )  # fmt: skip
     if wrapped:
         planned = dispatch.transformed(planned)
-    given = q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, return_lse, out
+    given = (
+        q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, return_lse, out, None, None,
+    )  # fmt: skip
     o, lse = dispatch.run(planned, given)
     return o if lse is None else (o, lse)
 

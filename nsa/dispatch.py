@@ -49,10 +49,12 @@ class Call(NamedTuple):
     cu_seqlens_k: Tensor | None
     return_lse: bool
     out: Tensor | None
+    cache_seqlens: Tensor | None
+    block_table: Tensor | None
 
 
 _T = Tensor | None
-Given = tuple[Tensor, Tensor, Tensor, _T, _T, int | None, bool, _T, float | None, _T, _T, bool, _T]
+Given = tuple[Tensor, Tensor, Tensor, _T, _T, int | None, bool, _T, float | None, _T, _T, bool, _T, _T, _T]
 """What a :class:`Call` holds, in its order."""
 
 
@@ -145,6 +147,8 @@ def make_plan(
     out: Raw | None,
     backend: str,
     schedule: str,
+    cache_seqlens: Raw | None = None,
+    block_table: Raw | None = None,
 ) -> Plan:
     """Validate the metadata of a call and choose its route. The forward and the backward pass share it.
 
@@ -158,6 +162,7 @@ def make_plan(
     sig = Signature(
         meta(q), meta(k), meta(v), optional(ranges), optional(block_indices), block_size, causal, optional(q_positions),
         optional(cu_seqlens_q), optional(cu_seqlens_k), max_selected, optional(out), backend, schedule,
+        optional(cache_seqlens), optional(block_table),
     )  # fmt: skip
     dims = check(sig)
     device = sig.q.device
@@ -189,7 +194,9 @@ def make_plan(
             route, reason = fallback, f"rows select at most {dims.bound} keys, sel_triton_min_L is {min_L}"
         else:
             route, reason = triton_route, why_triton or "rows are long enough for Triton"
-    signature = device, sig.q.dtype, dims.G, dims.D, dims.Dv, sig.causal, dims.varlen
+    # Caches have kernels of their own, one for each size of pages.
+    cache = None if sig.cache_seqlens is None else 0 if sig.block_table is None else sig.k.shape[1]
+    signature = device, sig.q.dtype, dims.G, dims.D, dims.Dv, sig.causal, dims.varlen, cache
     chosen = Plan(
         dims=dims,
         route=route,
@@ -239,6 +246,8 @@ def plan(
     out: Tensor | None,
     backend: str,
     schedule: str,
+    cache_seqlens: Tensor | None = None,
+    block_table: Tensor | None = None,
 ) -> Plan:
     """Remembered :func:`make_plan`: a repeated call pays a look-up.
 
@@ -256,6 +265,7 @@ def plan(
         causal.__class__, None if q_positions is None else raw(q_positions),
         None if cu_seqlens_q is None else raw(cu_seqlens_q), None if cu_seqlens_k is None else raw(cu_seqlens_k),
         max_selected, max_selected.__class__, None if out is None else raw(out), backend, schedule,
+        None if cache_seqlens is None else raw(cache_seqlens), None if block_table is None else raw(block_table),
     )  # fmt: skip
     found = _plans.get(key)
     if found is not None:
@@ -263,6 +273,7 @@ def plan(
     made = make_plan(
         settings.get(), raw(q), raw(k), raw(v), _raw(ranges), _raw(block_indices), block_size, causal,
         _raw(q_positions), _raw(cu_seqlens_q), _raw(cu_seqlens_k), max_selected, _raw(out), backend, schedule,
+        _raw(cache_seqlens), _raw(block_table),
     )  # fmt: skip
     if len(_plans) >= MAX_PLANS:
         _plans.clear()  # shapes that come once: those in use are back at their next call
@@ -367,9 +378,10 @@ def attach(
 def _triton(reason: str, what: Plan, call: Given) -> Result:
     (
         q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_seqlens_q, cu_seqlens_k, return_lse,
-        out,
+        out, cache_seqlens, block_table,
     ) = call  # fmt: skip
     selection = block_indices if ranges is None else ranges
+    cache = {} if cache_seqlens is None else {"cache_seqlens": cache_seqlens, "block_table": block_table}
     kernel, launch = what.launches.get(tiles.forced) or attach(
         what.launches,
         q,
@@ -387,9 +399,10 @@ def _triton(reason: str, what: Plan, call: Given) -> Result:
         pipelined=what.pipelined,
         invariant=what.invariant,
         out=out,
+        **cache,
     )
     result: Result = kernel.forward(
-        launch, q, k, v, what.route, selection, q_positions, scale, cu_seqlens_q, cu_seqlens_k, return_lse, out
+        launch, q, k, v, what.route, selection, q_positions, scale, cu_seqlens_q, cu_seqlens_k, return_lse, out, **cache
     )
     _taken[what.route, reason] += 1
     return result
@@ -399,7 +412,7 @@ def plain(route: str, reason: str, what: Plan, call: Given) -> Result:
     """Packed SDPA or the reference."""
     (
         q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_seqlens_q, cu_seqlens_k, return_lse,
-        out,
+        out, cache_seqlens, block_table,
     ) = call  # fmt: skip
     _taken[route, reason] += 1
     cu_seqlens = None if cu_seqlens_q is None or cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
@@ -408,12 +421,13 @@ def plain(route: str, reason: str, what: Plan, call: Given) -> Result:
         result = reference.packed_sdpa(
             q, k, v, ranges=ranges, block_indices=block_indices, block_size=block_size, causal=causal,
             q_positions=q_positions, scale=scale, cu_seqlens=cu_seqlens, max_selected=what.dims.bound,
-            return_lse=return_lse, layout=what.sdpa_layout,
+            return_lse=return_lse, layout=what.sdpa_layout, cache_seqlens=cache_seqlens, block_table=block_table,
         )  # fmt: skip
     else:
         result = reference.selection_reference(
             q, k, v, ranges=ranges, block_indices=block_indices, block_size=block_size, causal=causal,
             q_positions=q_positions, scale=scale, cu_seqlens=cu_seqlens, return_lse=return_lse,
+            cache_seqlens=cache_seqlens, block_table=block_table,
         )  # fmt: skip
     o, lse = result if isinstance(result, tuple) else (result, None)
     return (o if out is None else out.copy_(o)), lse

@@ -141,7 +141,7 @@ def _recompute(
     """Run packed SDPA or the reference once more, this time recorded, and differentiate it."""
     with _recorded(q.device.type):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        again: tuple[Any, ...] = (*leaves, *call, dlse is not None, None)
+        again: tuple[Any, ...] = (*leaves, *call, dlse is not None, None, None, None)
         outputs = dispatch.plain(route, reason, what, again)
         pairs = [(x, g) for x, g in zip(outputs, (do, dlse), strict=True) if x is not None]
         dq, dk, dv = torch.autograd.grad(

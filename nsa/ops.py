@@ -25,6 +25,10 @@ _SCHEMAS = {
     "selection_attention_backward": (
         f"(Tensor do, Tensor? dlse, {_QKV}, Tensor o, Tensor lse, {_CALL}) -> (Tensor, Tensor, Tensor)"
     ),
+    "selection_attention_with_kvcache": (
+        f"({_QKV}, Tensor cache_seqlens, Tensor? ranges, Tensor? block_indices, int? block_size, Tensor? block_table, "
+        "bool causal, float? scale, int? max_selected, str backend, str schedule) -> (Tensor, Tensor)"
+    ),
 }
 # Kernels want contiguous head dims: a compiler may not choose other strides for what it hands over.
 _TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
@@ -53,6 +57,35 @@ def _forward(
     )  # fmt: skip
     given = (
         q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_seqlens_q, cu_seqlens_k, True, None,
+        None, None,
+    )  # fmt: skip
+    o, lse = dispatch.run(what, given)
+    assert lse is not None
+    return o, lse
+
+
+def _with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    ranges: Tensor | None,
+    block_indices: Tensor | None,
+    block_size: int | None,
+    block_table: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    max_selected: int | None,
+    backend: str,
+    schedule: str,
+) -> tuple[Tensor, Tensor]:
+    what = dispatch.plan(
+        q, k_cache, v_cache, ranges, block_indices, block_size, causal, None, None, None, max_selected, None, backend,
+        schedule, cache_seqlens, block_table,
+    )  # fmt: skip
+    given = (
+        q, k_cache, v_cache, ranges, block_indices, block_size, causal, None, scale, None, None, True, None,
+        cache_seqlens, block_table,
     )  # fmt: skip
     o, lse = dispatch.run(what, given)
     assert lse is not None
@@ -96,9 +129,14 @@ def _twice(ctx: Any, *_: Tensor | None) -> NoReturn:
     )
 
 
+def _no_gradient(ctx: Any, *_: Tensor | None) -> NoReturn:
+    raise RuntimeError("selection_attention_with_kvcache has no gradient: train with selection_attention")
+
+
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "selection_attention": (_forward, _forward_fake),
     "selection_attention_backward": (gradients.backward, _backward_fake),
+    "selection_attention_with_kvcache": (_with_kvcache, _forward_fake),
 }
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema, tags=_TAGS)
@@ -109,3 +147,4 @@ for _name, _schema in _SCHEMAS.items():
     torch.library.register_vmap(f"nsa::{_name}", vmap_refused, lib=_library)
 torch.library.register_autograd("nsa::selection_attention", _differentiate, setup_context=_save, lib=_library)
 torch.library.register_autograd("nsa::selection_attention_backward", _twice, lib=_library)
+torch.library.register_autograd("nsa::selection_attention_with_kvcache", _no_gradient, lib=_library)

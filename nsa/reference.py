@@ -31,13 +31,16 @@ def call_spans(
     causal: bool,
     q_positions: Tensor | None,
     cu_seqlens: tuple[Tensor, Tensor] | None,
+    cache_seqlens: Tensor | None = None,
+    block_table: Tensor | None = None,
 ) -> sp.RowSpans:
     """Clamped spans of a call in FlashAttention layout."""
     cu_q, cu_k = cu_seqlens or (None, None)
     tokens = math.prod(q.shape[:-2])
+    S_kv = k.shape[-3] if block_table is None else k.shape[1] * block_table.shape[1]
     limits = sp.key_limits(
-        tokens, q.shape[-3], k.shape[-3], causal=causal, device=q.device,
-        q_positions=q_positions, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
+        tokens, q.shape[-3], S_kv, causal=causal, device=q.device, q_positions=q_positions, cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k, cache_seqlens=cache_seqlens,
     )  # fmt: skip
     return sp.row_spans(ranges, block_indices, block_size, *limits)
 
@@ -54,17 +57,22 @@ def selection_reference(
     q_positions: Tensor | None = None,
     scale: float | None = None,
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
+    cache_seqlens: Tensor | None = None,
+    block_table: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The oracle: gather each row's keys, then softmax attention in fp64.
 
-    Args are those of :func:`nsa.selection_attention`. Pass fp64 tensors to get the oracle's full precision.
+    Args are those of :func:`nsa.selection_attention`, and ``cache_seqlens`` and ``block_table`` those of
+    :func:`nsa.selection_attention_with_kvcache`. Pass fp64 tensors to get the oracle's full precision.
 
     Returns:
         ``O`` like ``q`` with ``Dv`` last, in ``q``'s dtype; with ``return_lse`` also ``LSE`` ``q.shape[:-1]`` (fp64
         for fp64 inputs, else fp32).
     """
-    spans = call_spans(q, k, ranges, block_indices, block_size, causal, q_positions, cu_seqlens)
+    spans = call_spans(
+        q, k, ranges, block_indices, block_size, causal, q_positions, cu_seqlens, cache_seqlens, block_table
+    )
     if k.dim() == 3:
         k, v = k[None], v[None]
     HKV, G, D, Dv = k.shape[2], q.shape[-2] // k.shape[2], q.shape[-1], v.shape[-1]
@@ -89,6 +97,8 @@ def selection_reference(
             key = torch.zeros_like(slot)
         batch = spans.batch[chunk][:, None, None]
         head = torch.arange(HKV, device=q.device)[:, None]
+        if block_table is not None:
+            batch, key, valid = sp.in_pages(block_table, k.shape[0], k.shape[1], batch, key, valid)
         # What was not selected may be NaN: it is replaced, not multiplied by zero.
         K = k[batch, key, head].double().masked_fill(~valid[..., None], 0.0)  # [t, HKV, L, D]
         V = v[batch, key, head].double().masked_fill(~valid[..., None], 0.0)
@@ -145,20 +155,24 @@ def packed_sdpa(
     q_positions: Tensor | None = None,
     scale: float | None = None,
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
+    cache_seqlens: Tensor | None = None,
+    block_table: Tensor | None = None,
     max_selected: int | None = None,
     return_lse: bool = False,
     layout: str = "heads_as_queries",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Packed SDPA: copy each row's keys side by side, then one SDPA call per chunk of rows. Differentiable.
 
-    Args are those of :func:`nsa.selection_attention`; ``layout`` is one of ``settings.SDPA_LAYOUTS``. The workspace
+    Args are those of :func:`selection_reference`; ``layout`` is one of ``settings.SDPA_LAYOUTS``. The workspace
     stays below ``WORKSPACE_BYTES`` as long as one row's keys fit it. Autograd keeps up to ``KEPT_BYTES`` of packed
     keys, and packs again where there are more; compilers and ``torch.func`` keep all of them.
 
     Raises:
         RuntimeError: without a bound (``max_selected``, or blocks) under ``torch.compile`` or CUDA graph capture.
     """
-    spans = call_spans(q, k, ranges, block_indices, block_size, causal, q_positions, cu_seqlens)
+    spans = call_spans(
+        q, k, ranges, block_indices, block_size, causal, q_positions, cu_seqlens, cache_seqlens, block_table
+    )
     if block_indices is not None and block_size is not None and max_selected is None:
         max_selected = block_indices.shape[-1] * block_size
     HKV, D, Dv = k.shape[-2], q.shape[-1], v.shape[-1]
@@ -177,9 +191,9 @@ def packed_sdpa(
     if (L == 0 or N == 0) and not keep:
         return _shaped(q, out, lse)
 
-    if masked or L == 0:
+    if masked or L == 0 or block_table is not None:  # whose pages may not exist
         masked, L = True, max(8, -(-L // 8) * 8)  # SDPA wants masks of whole 16-byte rows
-    gather = sp.gather_for(k, v, spans, L)
+    gather = sp.gather_for(k, v, spans, L, block_table)
     per_row = L * ((D + Dv) * k.element_size() * 2 + 48 + (D * 4 + G * 8 if return_lse else 0))
     chunk = max(1, min(MAX_ROWS_PER_CALL, WORKSPACE_BYTES.get(q.device.type, 1 << 30) // per_row))
     pieces = []
@@ -187,7 +201,7 @@ def packed_sdpa(
 
     def attend(rows: slice) -> tuple[Tensor, Tensor | None]:
         K, V, valid = gather.pack(rows, L, masked, into)
-        empty = (lengths[rows] == 0)[:, None]
+        empty = (lengths[rows] == 0 if block_table is None else ~valid.any(-1))[:, None]
         # An empty row attends to zeros and is zeroed afterwards: no NaN, forward or backward.
         mask = valid | empty if masked else None
         o = sdpa_rows(queries[rows], K, V, mask, scale, layout)

@@ -23,6 +23,7 @@ STAND_IN = "NVIDIA H100 80GB HBM3"
 """The GPU whose measurements serve one that nobody measured: the crossover moves with the group size far more than with
 the GPU, and a schedule changes how fast a call is, not its result."""
 
+TABLES = ("key_major_from", "chunk_key_major_from")
 PROVENANCE = ("gpu", "torch", "triton", "date", "commit", "command", "shape")
 DTYPES = (torch.float16, torch.bfloat16)
 # Where the measured crossover says something about a call: it was measured with 16 blocks of 64.
@@ -30,6 +31,8 @@ MIN_SLOTS = 4
 BLOCK_SIZES = (16, 128)
 MIN_BOUND = 512  # keys
 MAX_HEAD_DIM = 128
+CHUNK = 8
+"""Times as many keys as queries from which on a call is a chunk of a longer prompt, which was measured by itself."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +40,17 @@ class Schedule:
     """What was measured on one GPU model, and how (`provenance`, with the keys of `PROVENANCE`)."""
 
     tokens: Mapping[int, int | None]  # by G: queries from which on key-major is faster; None: never
+    chunk: Mapping[int, int | None]  # of a chunk, likewise
     provenance: Mapping[str, str]
     path: Path
 
-    def start(self, G: int) -> int | None:
+    def start(self, G: int, chunk: bool = False) -> int | None:
         """Queries from which on key-major is faster for `G` heads a KV head; None: never, or nobody knows.
 
         The nearest measured group that is not smaller decides: the larger a group, the less there is to gain.
         """
-        return self.tokens[min(g for g in self.tokens if g >= G)] if G <= max(self.tokens) else None
+        table = self.chunk if chunk else self.tokens
+        return table[min(g for g in table if g >= G)] if G <= max(table) else None
 
 
 def triton_route(
@@ -64,9 +69,9 @@ def triton_route(
         return "ranges", None
     # How many queries share a call must not decide what runs where it must not change a result.
     if sig.schedule == "auto" and device_name is not None and not current.batch_invariant:
-        start = key_major_from(device_name, dims.G)
         queries = dims.tokens // max(dims.B, 1)  # of a sequence, or their mean: only those may share a block
         S_kv = dims.S_kv // max(dims.B, 1) if dims.varlen else dims.S_kv
+        start = key_major_from(device_name, dims.G, S_kv >= CHUNK * queries)
         usual = takes_key_major(start, queries, sig.q.dtype, dims.n, sig.block_size, dims.bound, max(dims.D, dims.Dv))
         if usual and key_tiles.pays(queries, S_kv, dims.HKV, dims.n, sig.block_size):
             return "key_major", _why(device_name, dims.G, start)
@@ -92,14 +97,14 @@ def takes_key_major(
     return start is not None and tokens >= start and enough and usual and head_dim <= MAX_HEAD_DIM
 
 
-def key_major_from(device_name: str, G: int) -> int | None:
+def key_major_from(device_name: str, G: int, chunk: bool = False) -> int | None:
     """Queries from which on key-major is faster on a GPU, as CUDA names it; None: never, or nobody measured any GPU.
 
     Raises:
         ValueError: naming the file and what is wrong with it.
     """
     schedule = measured(device_name)
-    return None if schedule is None else schedule.start(G)
+    return None if schedule is None else schedule.start(G, chunk)
 
 
 def _why(device_name: str, G: int, start: int | None) -> str:
@@ -146,18 +151,23 @@ settings.ON_RELOAD.append(measured.cache_clear)
 
 def _parse(path: Path) -> Schedule:
     document = settings.read_yaml(path)
-    settings.reject_unknown(path, "", document, ("key_major_from", "provenance"))
-    table, provenance = document.get("key_major_from"), document.get("provenance")
-    if not isinstance(table, dict) or not table:
-        raise ValueError(f"{path}: key_major_from: expected queries by group size, got {table!r}")
-    for G, start in table.items():
-        if not _count(G) or G > MAX_GROUP:
-            raise ValueError(f"{path}: key_major_from: expected group sizes from 1 to {MAX_GROUP}, got {G!r}")
-        if start is not None and not _count(start):
-            raise ValueError(f"{path}: key_major_from.{G}: expected a positive integer or null, got {start!r}")
+    settings.reject_unknown(path, "", document, (*TABLES, "provenance"))
+    provenance = document.get("provenance")
+    tables = []
+    for name in TABLES:
+        table = document.get(name)
+        if not isinstance(table, dict) or not table:
+            raise ValueError(f"{path}: {name}: expected queries by group size, got {table!r}")
+        for G, start in table.items():
+            if not _count(G) or G > MAX_GROUP:
+                raise ValueError(f"{path}: {name}: expected group sizes from 1 to {MAX_GROUP}, got {G!r}")
+            if start is not None and not _count(start):
+                raise ValueError(f"{path}: {name}.{G}: expected a positive integer or null, got {start!r}")
+        tables.append(dict(sorted(table.items())))
     if not isinstance(provenance, dict) or set(provenance) != set(PROVENANCE):
         raise ValueError(f"{path}: provenance: expected the keys {', '.join(PROVENANCE)}, got {provenance!r}")
-    return Schedule(dict(sorted(table.items())), {key: str(value) for key, value in provenance.items()}, path)
+    starts, chunks = tables
+    return Schedule(starts, chunks, {key: str(value) for key, value in provenance.items()}, path)
 
 
 def _count(value: object) -> bool:

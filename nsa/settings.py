@@ -49,6 +49,7 @@ class Settings:
     debug_timing: bool = False  # log route and kernel time
     debug_compare: bool = False  # log the error against the reference
     debug_shapes: bool = False  # log shapes and strides
+    debug_cache: bool = False  # log lengths and pages that a KV cache cannot have
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash(dataclasses.astuple(self)))

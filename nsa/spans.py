@@ -45,8 +45,11 @@ def key_limits(
     q_positions: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Per query token: how many keys of its sequence it may see, and where that sequence lies.
+
+    ``cache_seqlens``: ``[B]``, how many of the ``S_kv`` places of each batch entry hold keys.
 
     Returns:
         ``limit``, ``batch`` and ``offset`` (see :class:`RowSpans`), each ``[tokens]`` int64. A token outside every
@@ -58,6 +61,8 @@ def key_limits(
         seqlen_q = torch.full_like(token, S)
         s = token % max(S, 1)
         batch, offset = token // max(S, 1), torch.zeros_like(token)
+        if cache_seqlens is not None:
+            seqlen_k = cache_seqlens.long().clamp(0, S_kv)[batch]
     else:
         B = cu_seqlens_q.shape[0] - 1
         if B == 0:
@@ -133,6 +138,25 @@ def gather_positions(starts: Tensor, ends: Tensor, L: int) -> tuple[Tensor, Tens
     return positions.masked_fill_(slot >= lengths[:, None], 0), lengths
 
 
+def in_pages(
+    block_table: Tensor, pages: int, page_size: int, batch: Tensor, position: Tensor, valid: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where keys of a paged cache lie: page, place in it, and which of them do.
+
+    Args:
+        block_table: ``[B, width]``, pages of each sequence. pages: how many there are. page_size: keys of one.
+        batch, position: which sequence, and which key of it. valid: which of them count.
+
+    Returns:
+        ``page`` and ``place`` int64 (0 where there is none) and ``valid``, without the keys whose page does not exist.
+    """
+    if block_table.shape[1] == 0:
+        return torch.zeros_like(position), torch.zeros_like(position), torch.zeros_like(valid)
+    page = block_table.long()[batch.expand_as(position), position // page_size]
+    valid = valid & (page >= 0) & (page < pages)
+    return torch.where(valid, page, 0), position % page_size, valid
+
+
 def flat_rows(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     """View ``[B, S, H, D]`` as ``[B * S * H, D]`` in memory order: no copy as long as the memory is dense.
 
@@ -182,6 +206,17 @@ class PackedRows(NamedTuple):
     lengths: Tensor
 
 
+class Pages(NamedTuple):
+    """Of a paged cache: what turns a key's position into the page it lies in."""
+
+    table: Tensor  # [B, width]
+    pages: int
+    page_size: int
+    batch: Tensor  # [N], whose page table a row reads
+    k_jump: int  # rows of K from page to page
+    v_jump: int
+
+
 class Gather(NamedTuple):
     """What packing needs of one call, for any slice of its rows."""
 
@@ -194,6 +229,7 @@ class Gather(NamedTuple):
     k_step: int
     v_step: int
     zero_row: bool  # the last row of K and of V is zero, for padding to point at
+    pages: Pages | None = None
 
     def buffers(self, rows: int, L: int) -> tuple[Tensor, Tensor]:
         """Memory for :meth:`pack` to write ``rows`` rows to, again and again: on a CPU new pages cost as much."""
@@ -205,19 +241,26 @@ class Gather(NamedTuple):
         """``(K [R, L, D], V [R, L, Dv], valid [R, L])`` of some rows; unselected slots are zero if ``masked``."""
         positions, lengths = gather_positions(self.starts[rows], self.ends[rows], L)
         valid = torch.arange(L, device=positions.device) < lengths[:, None]
+        page, pages = None, self.pages
+        if pages is not None:
+            batch = pages.batch[rows, None]
+            page, positions, valid = in_pages(pages.table, pages.pages, pages.page_size, batch, positions, valid)
         # Padding must not let a key that was not selected (it may be NaN) meet a zero weight.
         padding = ~valid if masked else None
 
-        def packed(x: Tensor, first: Tensor, step: int, memory: Tensor | None) -> Tensor:
+        def packed(x: Tensor, first: Tensor, step: int, jump: int, memory: Tensor | None) -> Tensor:
             index = (positions * step).add_(first[rows, None])
+            if page is not None:
+                index.add_(page, alpha=jump)
             if padding is not None and self.zero_row:
                 index.masked_fill_(padding, x.shape[0] - 1)
             out = take_rows(x, index, None if memory is None else memory[: index.numel()])
             return out.masked_fill_(padding[..., None], 0) if padding is not None and not self.zero_row else out
 
         k_memory, v_memory = into or (None, None)
-        K = packed(self.K, self.k_first, self.k_step, k_memory)
-        return K, packed(self.V, self.v_first, self.v_step, v_memory), valid
+        k_jump, v_jump = (0, 0) if pages is None else (pages.k_jump, pages.v_jump)
+        K = packed(self.K, self.k_first, self.k_step, k_jump, k_memory)
+        return K, packed(self.V, self.v_first, self.v_step, v_jump, v_memory), valid
 
 
 def take_rows(x: Tensor, index: Tensor, into: Tensor | None = None) -> Tensor:
@@ -243,24 +286,32 @@ def _sixteen_bytes(x: Tensor) -> bool:
     return (x.shape[1] * x.element_size()) % 16 == 0 and (x.storage_offset() * x.element_size()) % 16 == 0
 
 
-def gather_for(k: Tensor, v: Tensor, spans: RowSpans, L: int) -> Gather:
-    """Prepare packing ``L`` slots a row of ``spans`` from ``k`` and ``v``, ``[B, S_kv, HKV, D]`` or ``[T, HKV, D]``."""
+def gather_for(k: Tensor, v: Tensor, spans: RowSpans, L: int, block_table: Tensor | None = None) -> Gather:
+    """Prepare packing ``L`` slots a row of ``spans`` from ``k`` and ``v``, ``[B, S_kv, HKV, D]`` or ``[T, HKV, D]``.
+
+    With ``block_table`` they are ``[pages, page_size, HKV, D]``, and rows must be packed ``masked``.
+    """
     k4, v4 = (x if x.dim() == 4 else x[None] for x in (k, v))
     HKV, n = spans.starts.shape[1:]
     head = torch.arange(HKV, device=k.device)
     N = spans.batch.shape[0] * HKV
     # A zero row costs a copy of K and V; without it the packed copy is masked, which is a pass over that.
     zero_row = k4[..., 0].numel() * 2 <= N * L
-    flat = []
+    flat, jumps = [], []
     for x in (k4, v4):
         rows, (fb, fs, fh) = flat_rows(x)
-        first = (spans.batch * fb + spans.offset * fs)[:, None] + head * fh
+        entry = spans.batch * fb if block_table is None else torch.zeros_like(spans.batch)
+        first = (entry + spans.offset * fs)[:, None] + head * fh
+        jumps.append(fb)
         if zero_row or rows.shape[0] == 0:
             rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
         flat.append((rows, first.reshape(-1), fs))
     (K, k_first, k_step), (V, v_first, v_step) = flat
     starts, ends = spans.starts.reshape(N, n), spans.ends.reshape(N, n)
-    return Gather(starts, ends, K, V, k_first, v_first, k_step, v_step, zero_row)
+    pages = None
+    if block_table is not None:
+        pages = Pages(block_table, k.shape[0], k.shape[1], spans.batch.repeat_interleave(HKV), jumps[0], jumps[1])
+    return Gather(starts, ends, K, V, k_first, v_first, k_step, v_step, zero_row, pages)
 
 
 def pack_rows(k: Tensor, v: Tensor, ranges: Tensor, *, max_selected: int | None = None) -> PackedRows:

@@ -84,16 +84,22 @@ def _forward(what: dict[str, Any], device: torch.device, say: Say) -> str | None
 
     HKV, S, L = (2 if c["HKV_MANY"] else 1), (3 if c["S_MANY"] else 1), c["BLOCK_L"]
     S_kv = L * (splits + tile.num_stages) + 5  # every program meets tiles enough to pipeline, and an end within one
-    batched = c["LAYOUT"] == primitives.BATCH.value
+    cached, page = c["LAYOUT"] == primitives.CACHE.value, c["PAGE"]
+    batched = cached or c["LAYOUT"] == primitives.BATCH.value
     packed = c["LAYOUT"] == primitives.PACKED.value
     lead, cache = ((2, S), (2, S_kv)) if batched else ((5,), (S_kv,))
+    width = -(-S_kv // page) if page else 0
+    if page:  # of more pages than are needed, some of which the table does not name
+        cache, S_kv = (2 * width + 1, page), width * page
     q = make.floats("q_ptr", *lead, HKV * c["G"], c["D"])
     k = make.floats("k_ptr", *cache, HKV, c["D"])
     v = make.floats("v_ptr", *cache, HKV, c["Dv"])
     out = make.floats("o_ptr", *lead, HKV * c["G"], c["Dv"]).fill_(POISON)
 
-    cu_q = cu_k = None
-    if packed:
+    cu_q = cu_k = lengths = table = None
+    if cached:
+        lengths, table = make.cache(S_kv, page, width)
+    elif packed:
         cu_k = make.ints("cu_k_ptr", torch.tensor([0, 7, 7, S_kv - 9, S_kv - 1, S_kv + 3]))
     elif not batched:
         cu_q = make.ints("cu_q_ptr", torch.tensor([0, 2, 2, 5]))
@@ -107,17 +113,32 @@ def _forward(what: dict[str, Any], device: torch.device, say: Say) -> str | None
 
     launch = query_major.launch_for(
         q, k, v, selection=selection, block_size=size, causal=c["CAUSAL"], q_positions=positions, cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k, bound=S_kv, out=out,
+        cu_seqlens_k=cu_k, cache_seqlens=lengths, block_table=table, bound=S_kv, out=out,
     )  # fmt: skip
     apart = c["SPLIT"] and not c["CLUSTER"]  # then the parts are merged by a kernel that knows the LSE anyway
     say("phase", "compiling")
     _, lse = query_major.forward(
-        launch, q, k, v, "probe", selection, positions, None, cu_q, cu_k, apart or given["lse_ptr"] is not None, out
+        launch,
+        q,
+        k,
+        v,
+        "probe",
+        selection,
+        positions,
+        None,
+        cu_q,
+        cu_k,
+        apart or given["lse_ptr"] is not None,
+        out,
+        lengths,
+        table,
     )
     finish(device, say)
 
     q, k, v = q.cpu(), k.cpu(), v.cpu()
-    selection, positions, cu_q, cu_k = (x if x is None else x.cpu() for x in (selection, positions, cu_q, cu_k))
+    selection, positions, cu_q, cu_k, lengths, table = (
+        x if x is None else x.cpu() for x in (selection, positions, cu_q, cu_k, lengths, table)
+    )
     if packed:
         cu_q = torch.arange(lead[0] + 1)
     if selection is None:
@@ -125,7 +146,8 @@ def _forward(what: dict[str, Any], device: torch.device, say: Say) -> str | None
     keywords = {"ranges": selection} if size is None else {"block_indices": selection, "block_size": size}
     o_want, lse_want = selection_reference(
         q.double(), k, v, **keywords, causal=c["CAUSAL"], q_positions=positions,
-        cu_seqlens=None if cu_k is None or cu_q is None else (cu_q, cu_k), return_lse=True,
+        cu_seqlens=None if cu_k is None or cu_q is None else (cu_q, cu_k), cache_seqlens=lengths, block_table=table,
+        return_lse=True,
     )  # fmt: skip
     return beyond_rounding(out, o_want, q.dtype) or (
         None if lse is None else beyond_rounding(lse, lse_want, torch.float32, "LSE ")
@@ -155,7 +177,8 @@ class Maker:
     """Tensors of the dtypes, alignments and strides that the parent's have."""
 
     def __init__(self, what: dict[str, Any], device: torch.device) -> None:
-        usual = {name: torch.int32 for name in ("sel_ptr", "cu_q_ptr", "cu_k_ptr")}  # of what a kernel does not take
+        indices = ("sel_ptr", "cu_q_ptr", "cu_k_ptr", "table_ptr")
+        usual = dict.fromkeys(indices, torch.int32)  # of what a kernel does not take
         usual |= {name: torch.float16 for name in ("q_ptr", "k_ptr", "v_ptr", "o_ptr")}
         told = {name: x and getattr(torch, x.removeprefix("torch.")) for name, x in what["tensors"].items()}
         if told.get("q_ptr") is not None:
@@ -180,6 +203,15 @@ class Maker:
 
     def ints(self, name: str, values: Tensor) -> Tensor:
         return self._place(name, values)
+
+    def cache(self, room: int, page: int, width: int) -> tuple[Tensor, Tensor | None]:
+        """Lengths of two sequences, one beyond the ``room``, and their page table, two of whose pages do not exist."""
+        lengths = self.ints("cu_k_ptr", torch.tensor([room - 7, room + 3]))
+        if not page:
+            return lengths, None
+        order = torch.randperm(2 * width, generator=self.generator).view(2, width)
+        order[0, 0], order[1, -1] = -1, 2 * width + 1
+        return lengths, self.ints("table_ptr", order)
 
     def _place(self, name: str, values: Tensor) -> Tensor:
         offset = int(name in self.misaligned)
@@ -273,13 +305,19 @@ def _key_major(what: dict[str, Any], device: torch.device, say: Say) -> str | No
     if walk:
         size = block_l if source == primitives.TILED.value else block_l - 1
     HKV, S, S_kv = 2, 3, 3 * (key_tiles.GRID if source == primitives.RANGES.value else size) + 5
-    batched = c.get("LAYOUT", primitives.BATCH.value) == primitives.BATCH.value
+    layout, page = c.get("LAYOUT", primitives.BATCH.value), c.get("PAGE", 0)
+    cached = layout == primitives.CACHE.value
+    batched = cached or layout == primitives.BATCH.value
     lead, cache = ((2, S), (2, S_kv)) if batched else ((5,), (S_kv,))
+    width = -(-S_kv // page) if page else 0
+    if page:
+        cache, S_kv = (2 * width + 1, page), width * page
     q = make.floats("q_ptr", *lead, HKV * G, D)
     k = make.floats("k_ptr", *cache, HKV, D)
     v = make.floats("v_ptr", *cache, HKV, Dv)
     out = make.floats("o_ptr", *lead, HKV * G, Dv).fill_(POISON)
     cu_q = cu_k = None
+    lengths, table = make.cache(S_kv, page, width) if cached else (None, None)
     if not batched:
         cu_q = make.ints("cu_q_ptr", torch.tensor([0, 2, 2, 5]))
         cu_k = make.ints("cu_k_ptr", torch.tensor([0, S_kv // 3, S_kv // 2, S_kv]))
@@ -294,19 +332,24 @@ def _key_major(what: dict[str, Any], device: torch.device, say: Say) -> str | No
     block_size = None if source == primitives.RANGES.value else size
     launch = key_major.launch_for(
         q, k, v, selection=selection, block_size=block_size, causal=causal, q_positions=positions, cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k, out=out,
+        cu_seqlens_k=cu_k, cache_seqlens=lengths, block_table=table, out=out,
     )  # fmt: skip
     say("phase", "compiling")
     with_lse = not merging or given["lse_ptr"] is not None
     with poisoned_workspace("key_major"):
-        _, lse = key_major.forward(launch, q, k, v, "probe", selection, positions, None, cu_q, cu_k, with_lse, out)
+        _, lse = key_major.forward(
+            launch, q, k, v, "probe", selection, positions, None, cu_q, cu_k, with_lse, out, lengths, table
+        )
     finish(device, say)
-    positions, cu_q, cu_k = (x if x is None else x.cpu() for x in (positions, cu_q, cu_k))
+    positions, cu_q, cu_k, lengths, table = (
+        x if x is None else x.cpu() for x in (positions, cu_q, cu_k, lengths, table)
+    )
     selection = selection.cpu()
     keywords = {"ranges": selection} if block_size is None else {"block_indices": selection, "block_size": size}
     o_want, lse_want = selection_reference(
         q.cpu().double(), k.cpu(), v.cpu(), **keywords, causal=causal, q_positions=positions,
-        cu_seqlens=None if cu_k is None or cu_q is None else (cu_q, cu_k), return_lse=True,
+        cu_seqlens=None if cu_k is None or cu_q is None else (cu_q, cu_k), cache_seqlens=lengths, block_table=table,
+        return_lse=True,
     )  # fmt: skip
     return beyond_rounding(out, o_want, q.dtype) or (
         None if lse is None else beyond_rounding(lse, lse_want, torch.float32, "LSE ")

@@ -44,6 +44,8 @@ class Signature(NamedTuple):
     out: Meta | None
     backend: str
     schedule: str
+    cache_seqlens: Meta | None = None
+    block_table: Meta | None = None
 
 
 class Dims(NamedTuple):
@@ -192,6 +194,22 @@ def _check_selection(sig: Signature, lead: tuple[int, ...], lead_name: str, HKV:
     return n, n * sig.block_size if bound is None else min(bound, n * sig.block_size)
 
 
+def _check_cache(sig: Signature, B: int, S_kv: int) -> int:
+    """Check what only a cache has; returns how many keys a sequence may have."""
+    lengths, table = sig.cache_seqlens, sig.block_table
+    assert lengths is not None
+    _check_shape("cache_seqlens", lengths, "[B]", (B,))
+    _check_index("cache_seqlens", lengths, sig.q.device)
+    if table is None:
+        return S_kv
+    _check_ndim("block_table", table, "[B, width]")
+    _check_shape("block_table", table, "[B, width]", (B, int(table.shape[1])))
+    _check_index("block_table", table, sig.q.device)
+    if S_kv < 1:
+        raise ValueError(f"k_cache: expected pages of one key or more, got {_shape(sig.k.shape)}")
+    return S_kv * int(table.shape[1])
+
+
 def check(sig: Signature) -> Dims:
     """Dimensions of a call, or ``ValueError`` / ``TypeError`` saying what was expected and what came."""
     _check_choice("backend", sig.backend, BACKENDS)
@@ -212,7 +230,9 @@ def check(sig: Signature) -> Dims:
     HQ, D = (int(s) for s in sig.q.shape[-2:])
     S_kv, HKV = (int(s) for s in sig.k.shape[-3:-1])
     Dv = int(sig.v.shape[-1])
-    k_lead = (S_kv,) if varlen else (lead[0], S_kv)
+    k_lead: tuple[int, ...] = (S_kv,) if varlen else (lead[0], S_kv)
+    if sig.block_table is not None:
+        k_lead, kv_name = tuple(int(s) for s in sig.k.shape[:2]), "pages, page_size"
     _check_shape("k", sig.k, f"[{kv_name}, HKV, D]", (*k_lead, HKV, D))
     _check_shape("v", sig.v, f"[{kv_name}, HKV, Dv]", (*k_lead, HKV, Dv))
     for name, dim in (("D", D), ("Dv", Dv)):
@@ -222,6 +242,8 @@ def check(sig: Signature) -> Dims:
         raise ValueError(f"heads: expected HQ = G * HKV with G from 1 to {MAX_GROUP}, got HQ={HQ}, HKV={HKV}")
 
     B = _check_sequences(sig) if varlen else lead[0]
+    if sig.cache_seqlens is not None:
+        S_kv = _check_cache(sig, B, S_kv)
     n, bound = _check_selection(sig, lead, lead_name, HKV)
     if sig.q_positions is not None:
         _check_shape("q_positions", sig.q_positions, f"[{lead_name}]", lead)

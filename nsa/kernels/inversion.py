@@ -11,7 +11,7 @@ of tokens and slots.
 import triton
 import triton.language as tl
 
-from nsa.kernels.primitives import BATCH, RANGES, find_sequence, load_span
+from nsa.kernels.primitives import BATCH, CACHE, RANGES, filled_keys, find_sequence, load_span
 
 UNUSED = tl.constexpr(-1)  # a slot of a row that reads nothing
 OVERFULL = tl.constexpr(-2)  # in the first slot of a row that reads nothing, because it has more units than slots
@@ -22,11 +22,13 @@ RUNTIME = "B S S_kv HKV heads head0 n size slots blocks first tokens window work
 @triton.jit
 def visible_keys(token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr):
     """``(seq, k_first, limit)`` of one token: its sequence, where that begins, how many of its keys it may read."""
-    if LAYOUT == BATCH:
+    if LAYOUT == BATCH or LAYOUT == CACHE:
         seq = token // S
         k_first = tl.zeros([], tl.int64)
         seqlen_k = S_kv
-        t = S_kv - S + token % S
+        if LAYOUT == CACHE:
+            seqlen_k = filled_keys(seq, S_kv, cu_k_ptr)
+        t = seqlen_k - S + token % S
     else:
         seq = find_sequence(cu_q_ptr, B, token, 128)
         k_first, seqlen_k = sequence_keys(seq, B, S_kv, cu_k_ptr)
@@ -58,7 +60,7 @@ def first_block(seq, k_first, per_sequence, size, LAYOUT: tl.constexpr):
 
     A packed batch numbers with gaps: sequences that begin within a block get one of their own.
     """
-    if LAYOUT == BATCH:
+    if LAYOUT == BATCH or LAYOUT == CACHE:
         return seq * per_sequence
     else:
         return (k_first // size).to(tl.int32) + seq

@@ -11,17 +11,20 @@ import triton.language as tl
 from nsa.kernels.inversion import OVERFULL, first_block, sequence_keys, visible_keys
 from nsa.kernels.primitives import (
     BATCH,
+    CACHE,
     RANGES,
     TILED,
+    filled_keys,
     find_sequence,
     finish,
+    in_page,
     key_positions,
     load_spans,
     softmax_step,
     tile_start,
 )
 
-RUNTIME = "B S S_kv HKV heads head0 n size slots first window index windows work slot_bits tokens passed".split()
+RUNTIME = "B S S_kv HKV heads head0 n size slots first window index windows work slot_bits tokens passed pages".split()
 RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()]
 
 
@@ -35,7 +38,7 @@ def load_unit(unit_ptr, i, count):
 def query_offset(token, S, stride_b, stride_s, LAYOUT: tl.constexpr, WIDE: tl.constexpr = True):
     """Where tokens' queries begin, in units of the strides."""
     token = token.to(tl.int64) if WIDE else token
-    if LAYOUT == BATCH:
+    if LAYOUT == BATCH or LAYOUT == CACHE:
         return (token // S) * stride_b + (token % S) * stride_s
     else:
         return token * stride_s
@@ -52,6 +55,7 @@ def _partial_kernel(
     pos_ptr,
     cu_q_ptr,
     cu_k_ptr,
+    table_ptr,
     span_ptr,
     unit_ptr,
     work_ptr,
@@ -70,6 +74,7 @@ def _partial_kernel(
     windows,
     work,
     slot_bits,
+    pages,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -85,6 +90,7 @@ def _partial_kernel(
     Dv: tl.constexpr,
     SOURCE: tl.constexpr,
     LAYOUT: tl.constexpr,
+    PAGE: tl.constexpr,
     CAUSAL: tl.constexpr,
     ONE_TILE: tl.constexpr,
     WIDE: tl.constexpr,
@@ -116,13 +122,19 @@ def _partial_kernel(
     unit_ptr += group * window * slots + begin
 
     # Which keys: those of the block, in its sequence.
-    if LAYOUT == BATCH:
+    if LAYOUT == BATCH or LAYOUT == CACHE:
         per_sequence = tl.cdiv(S_kv, size)
         seq = block // per_sequence
         seqlen_k = S_kv
+        if LAYOUT == CACHE:
+            seqlen_k = filled_keys(seq, S_kv, cu_k_ptr)
         k_off = seq.to(tl.int64) * stride_kb
         v_off = seq.to(tl.int64) * stride_vb
-        shift = S_kv - S - seq * S  # from a token to its position
+        if PAGE:
+            k_off = tl.zeros([], tl.int64)
+            v_off = tl.zeros([], tl.int64)
+            table_row = table_ptr + seq.to(tl.int64) * (S_kv // PAGE)
+        shift = seqlen_k - S - seq * S  # from a token to its position
         key0 = (block - seq * per_sequence) * size
     else:
         seq = find_sequence(cu_q_ptr, B, first + (tl.load(unit_ptr) >> slot_bits), 128)
@@ -140,10 +152,15 @@ def _partial_kernel(
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     key = tl.arange(0, BLOCK_N)
-    k_ptrs = k_ptr + (k_off + (key0 + key).to(tl.int64) * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
-    v_ptrs = v_ptr + (v_off + (key0 + key).to(tl.int64) * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
+    if not PAGE:
+        k_ptrs = k_ptr + (k_off + (key0 + key).to(tl.int64) * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
+        v_ptrs = v_ptr + (v_off + (key0 + key).to(tl.int64) * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
     if ONE_TILE:
         inside = key0 + key < stop
+        if PAGE:
+            page, place, inside = in_page(table_row, (key0 + key).to(tl.int64), inside, pages, PAGE)
+            k_ptrs = k_ptr + (k_off + page * stride_kb + place * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
+            v_ptrs = v_ptr + (v_off + page * stride_vb + place * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
         k = tl.load(k_ptrs, mask=inside[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_N, BLOCK_D]
         v = tl.load(v_ptrs, mask=inside[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
 
@@ -196,6 +213,8 @@ def _partial_kernel(
             seen = (key0 + key)[None, :] < high[:, None]
             if SOURCE == RANGES:
                 seen &= (key0 + key)[None, :] >= low[:, None]
+            if PAGE:
+                seen &= inside[None, :]
             scores = tl.where(seen, scores, float("-inf"))  # [BLOCK_M, BLOCK_N]
             m = tl.max(scores, 1)
             p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None])
@@ -207,18 +226,21 @@ def _partial_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
             for ahead in range(0, size, BLOCK_N):
                 inside = key0 + ahead + key < stop
-                k = tl.load(
-                    k_ptrs + (tl.cast(ahead, tl.int64) * stride_kn) * STRIDE_UNIT,
-                    mask=inside[:, None] & (d[None, :] < D), other=0.0,
-                )  # fmt: skip
-                v = tl.load(
-                    v_ptrs + (tl.cast(ahead, tl.int64) * stride_vn) * STRIDE_UNIT,
-                    mask=inside[:, None] & (dv[None, :] < Dv), other=0.0,
-                )  # fmt: skip
+                if PAGE:
+                    page, place, inside = in_page(table_row, (key0 + ahead + key).to(tl.int64), inside, pages, PAGE)
+                    k_here = k_ptr + (k_off + page * stride_kb + place * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
+                    v_here = v_ptr + (v_off + page * stride_vb + place * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
+                else:
+                    k_here = k_ptrs + (tl.cast(ahead, tl.int64) * stride_kn) * STRIDE_UNIT
+                    v_here = v_ptrs + (tl.cast(ahead, tl.int64) * stride_vn) * STRIDE_UNIT
+                k = tl.load(k_here, mask=inside[:, None] & (d[None, :] < D), other=0.0)
+                v = tl.load(v_here, mask=inside[:, None] & (dv[None, :] < Dv), other=0.0)
                 scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
                 seen = (key0 + ahead + key)[None, :] < high[:, None]
                 if SOURCE == RANGES:
                     seen &= (key0 + ahead + key)[None, :] >= low[:, None]
+                if PAGE:
+                    seen &= inside[None, :]
                 scores = tl.where(seen, scores, float("-inf"))
                 m_new = tl.maximum(m, tl.max(scores, 1))
                 m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -254,6 +276,7 @@ def _merge_kernel(
     pos_ptr,
     cu_q_ptr,
     cu_k_ptr,
+    table_ptr,
     B,
     S,
     S_kv,
@@ -266,6 +289,7 @@ def _merge_kernel(
     first,
     tokens,
     passed,
+    pages,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -284,6 +308,7 @@ def _merge_kernel(
     Dv: tl.constexpr,
     SOURCE: tl.constexpr,
     LAYOUT: tl.constexpr,
+    PAGE: tl.constexpr,
     CAUSAL: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -339,7 +364,11 @@ def _merge_kernel(
 
     if WALK:
         seq, k_first, limit = visible_keys(token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT, CAUSAL)
-        if LAYOUT == BATCH:
+        if PAGE:
+            k_base = k_ptr + tl.cast(head_kv, tl.int64) * stride_kh * STRIDE_UNIT
+            v_base = v_ptr + tl.cast(head_kv, tl.int64) * stride_vh * STRIDE_UNIT
+            table_row = table_ptr + tl.cast(seq, tl.int64) * (S_kv // PAGE)
+        elif LAYOUT == BATCH or LAYOUT == CACHE:
             k_base = k_ptr + (tl.cast(seq, tl.int64) * stride_kb + tl.cast(head_kv, tl.int64) * stride_kh) * STRIDE_UNIT
             v_base = v_ptr + (tl.cast(seq, tl.int64) * stride_vb + tl.cast(head_kv, tl.int64) * stride_vh) * STRIDE_UNIT
         else:
@@ -358,15 +387,28 @@ def _merge_kernel(
             for begin in range(0, keys, BLOCK_L):
                 at = begin + tl.arange(0, BLOCK_L)
                 valid = at < keys
-                if SOURCE == TILED:
+                if SOURCE == TILED and PAGE and PAGE % BLOCK_L == 0:
+                    key = tile_start(begin, start, before, length)
+                    stop = limit - key
+                    page, key, exists = in_page(table_row, key, stop > 0, pages, PAGE)
+                    valid = tl.arange(0, BLOCK_L) < tl.where(exists, stop, 0)
+                    key = key + tl.arange(0, BLOCK_L)
+                elif SOURCE == TILED:
                     key = tile_start(begin, start, before, length) + tl.arange(0, BLOCK_L)
                     valid = key < limit
                 else:
                     key = key_positions(at, start, before, length)
+                if PAGE and (SOURCE != TILED or PAGE % BLOCK_L != 0):
+                    page, key, valid = in_page(table_row, key, valid, pages, PAGE)
                 key = key.to(tl.int64)
-                k_ptrs = k_base + (key * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
+                k_at = key * stride_kn
+                v_at = key * stride_vn
+                if PAGE:
+                    k_at += page * stride_kb
+                    v_at += page * stride_vb
+                k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
                 k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_L, BLOCK_D]
-                v_ptrs = v_base + (key * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
+                v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
                 v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
                 scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
                 scores = tl.where(valid[None, :], scores, float("-inf"))

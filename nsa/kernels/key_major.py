@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa import settings
 from nsa.kernels import inversion, key_kernels, key_tiles, launches, query_major
 from nsa.kernels.launch import INT32_MAX, Variant
-from nsa.kernels.primitives import BATCH, BLOCKS, RANGES, TILED, VARLEN
+from nsa.kernels.primitives import BATCH, BLOCKS, CACHE, RANGES, TILED, VARLEN
 from nsa.kernels.tiles import span_bucket
 
 WIDE = INT32_MAX  # elements of q from which on their offsets take 64 bits
@@ -48,6 +48,7 @@ class Launch(NamedTuple):
     scale: float
     like_q: bool
     spans: bool
+    pages: int
 
 
 @lru_cache(maxsize=1024)
@@ -66,11 +67,16 @@ def plan(
     bound: int | None,
     choice: key_tiles.Choice | None,
     kinds: tuple[torch.dtype | None, ...],
+    cache: bool = False,
+    width: int | None = None,
+    invariant: bool = False,
 ) -> Launch:
     """Tiles, windows and run-time sizes of a call; arguments as for :func:`nsa.kernels.query_major.plan`."""
     like_q = Dv == q_shape[-1] and strides[0] == query_major._contiguous(q_shape)
     written = query_major._contiguous((*q_shape[:-1], Dv)) if out_stride is None else out_stride
     S_kv, HKV = k_shape[-3:-1]
+    pages, page = (0, 0) if width is None else (k_shape[0], S_kv)
+    S_kv = S_kv if width is None else S_kv * width
     HQ, D = q_shape[-2:]
     tokens, G = math.prod(q_shape[:-2]), HQ // HKV
     B, S = q_shape[:2] if len(q_shape) == 4 else (sequences or 0, q_shape[0])
@@ -78,26 +84,27 @@ def plan(
     n = selection_shape[-2] if spans else selection_shape[-1]
     size, blocks, slots = key_tiles.grid("key_major", B, S_kv, HKV, n, block_size, sequences is not None, bound)
     capability, _ = query_major.device_limits(device)
-    tile = key_tiles.select(capability, dtype.itemsize, G, D, Dv, size, choice)
+    walk = key_tiles.walks(S, S_kv, invariant)
+    tile = key_tiles.select(capability, dtype.itemsize, G, D, Dv, size, choice, walk)
     walked = 0 if spans else n * tile.walked // 16
     slots -= walked
     windows = key_tiles.windows(tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, tile.share, spans)
     all_strides = [s for x in (*strides, written) for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]
     unit = math.gcd(16, *all_strides)
     farthest = sum((size - 1) * stride for size, stride in zip(q_shape, strides[0], strict=True)) + D
-    layout = BATCH.value if sequences is None else VARLEN.value
+    layout = CACHE.value if cache else BATCH.value if sequences is None else VARLEN.value
     units = tuple(s // unit for s in all_strides)
     source = RANGES.value if spans else BLOCKS.value
     bucket = span_bucket(n, S_kv)
     tiled = size % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
     variants = _variants(
-        device, dtype, tile, source, TILED.value if tiled else source, layout, causal, size <= tile.BLOCK_N,
+        device, dtype, tile, source, TILED.value if tiled else source, layout, page, causal, size <= tile.BLOCK_N,
         farthest > WIDE, bucket, walked > 0, G, D, Dv, unit, kinds,
     )  # fmt: skip
     sizes = (B, S, S_kv, HKV, n, size)
     return Launch(
         *variants, device, windows, tile, tokens, G, sizes, units[:9], units[9:], max(*sizes, *units) <= INT32_MAX,
-        1.0 / math.sqrt(D), like_q, spans,
+        1.0 / math.sqrt(D), like_q, spans, pages,
     )  # fmt: skip
 
 
@@ -112,6 +119,7 @@ def _variants(
     source: int,
     walk_source: int,
     layout: int,
+    page: int,
     causal: bool,
     one_tile: bool,
     wide: bool,
@@ -132,9 +140,11 @@ def _variants(
         "SPANS": spans if source == RANGES.value else 1,
     }
     partial: dict[str, Any] = {"G": G, "D": D, "Dv": Dv, "SOURCE": source, "LAYOUT": layout, "CAUSAL": causal}
-    partial |= {"ONE_TILE": one_tile, "WIDE": wide, "STRIDE_UNIT": unit, "INPUT_PRECISION": "ieee"}
+    partial |= {"PAGE": page, "ONE_TILE": one_tile, "WIDE": wide, "STRIDE_UNIT": unit, "INPUT_PRECISION": "ieee"}
     partial |= {name: getattr(tile, name) for name in ("HEADS", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "AHEAD")}
-    merge = {name: partial[name] for name in ("G", "D", "Dv", "LAYOUT", "CAUSAL", "STRIDE_UNIT", "INPUT_PRECISION")}
+    merge = {
+        name: partial[name] for name in ("G", "D", "Dv", "LAYOUT", "PAGE", "CAUSAL", "STRIDE_UNIT", "INPUT_PRECISION")
+    }
     merge |= {"SOURCE": walk_source if walk else source, "WALK": walk, "HEADS": tile.merge_heads}
     merge |= {
         "BLOCK_D": tile.BLOCK_D,
@@ -170,6 +180,8 @@ def launch_for(
     q_positions: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
+    block_table: Tensor | None = None,
     bound: int | None = None,
     per_head: bool = False,
     pipelined: bool = True,
@@ -178,8 +190,8 @@ def launch_for(
 ) -> Launch:
     """How such a call is launched; arguments as for :func:`nsa.kernels.query_major.launch_for`.
 
-    A row's result never depends on the rest of the call, so ``invariant`` changes nothing; nor do ``per_head`` and
-    ``pipelined``. Rows of ranges with more than ``bound`` keys may come out as NaN.
+    A row's result never depends on what the rest of the call holds; with ``invariant`` not on how long that is, either.
+    ``per_head`` and ``pipelined`` change nothing. Rows of ranges with more than ``bound`` keys may come out as NaN.
 
     Raises:
         ValueError: a token's partial results, or the counters of blocks, do not fit the workspace (ranges of a row that
@@ -189,7 +201,11 @@ def launch_for(
         q.device, q.dtype, q.shape, k.shape, v.shape[-1], (q.stride(), k.stride(), v.stride()),
         None if out is None else out.stride(), selection.shape, block_size, causal,
         None if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1, bound, key_tiles.forced,
-        tuple(None if x is None else x.dtype for x in (selection, q_positions, cu_seqlens_q, cu_seqlens_k)),
+        tuple(
+            None if x is None else x.dtype
+            for x in (selection, q_positions, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table)
+        ),
+        cache_seqlens is not None, None if block_table is None else block_table.shape[1], invariant,
     )  # fmt: skip
 
 
@@ -211,6 +227,8 @@ def forward(
     cu_seqlens_k: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch on validated arguments, as :func:`nsa.kernels.query_major.forward` does.
 
@@ -228,6 +246,9 @@ def forward(
     q_positions, cu_seqlens_q, cu_seqlens_k = (
         x if x is None else x.contiguous() for x in (q_positions, cu_seqlens_q, cu_seqlens_k)
     )
+    if cache_seqlens is not None:
+        cu_seqlens_k = cache_seqlens.contiguous()
+        block_table = None if block_table is None else block_table.contiguous()
     B, S, S_kv, HKV, n, size = launch.heads
     heads = w.heads
     row = heads * w.slots
@@ -263,9 +284,9 @@ def forward(
             if w.slots:
                 launch.partial.launch(
                     (w.work, heads, -(-launch.G // tile.HEADS)), device,
-                    (q, k, v, parts, part_lse, selection, *about, span, unit, work),
+                    (q, k, v, parts, part_lse, selection, *about, block_table, span, unit, work),
                     (
-                        *sizes, here, w.window, i, most, w.work, w.slot_bits, *launch.q_strides,
+                        *sizes, here, w.window, i, most, w.work, w.slot_bits, launch.pages, *launch.q_strides,
                         launch.scale if scale is None else float(scale),
                     ),
                     narrow,
@@ -273,9 +294,9 @@ def forward(
             now = min(w.window, tokens - i * w.window)
             (launch.merge if lse is None else launch.merge_lse).launch(
                 (now * heads, -(-launch.G // tile.merge_heads), 1), device,
-                (parts, part_lse, block, q, k, v, out, lse, selection, *about),
+                (parts, part_lse, block, q, k, v, out, lse, selection, *about, block_table),
                 (
-                    *sizes, here, now, i * w.window, *launch.q_strides, *launch.o_strides,
+                    *sizes, here, now, i * w.window, launch.pages, *launch.q_strides, *launch.o_strides,
                     launch.scale if scale is None else float(scale),
                 ),
                 narrow,

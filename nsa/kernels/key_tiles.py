@@ -32,9 +32,9 @@ MOST_KEYS = 2**31 - 1 - 256  # of a sequence: a tile that begins at the last one
 MOST_HEADS = 65_535  # KV heads, an axis of a CUDA grid
 
 MAX_SLOTS = 64
-MIN_REUSE = 64  # a tile of the smallest group
-"""What routing asks of a call beside its size: windows of thousands of tokens, and enough rows that read each block.
-The crossover was measured at 16 slots and a thousand rows a block; nobody has measured where that stops to pay."""
+MIN_REUSE = 4  # rows that read a block
+"""What routing asks of a call beside its size: windows of thousands of tokens, and enough rows that read each block. At
+one row a block query-major was faster on an H100, at two sometimes, at four never (CONTRIBUTING.md, "Serving")."""
 
 
 class Choice(NamedTuple):
@@ -85,12 +85,17 @@ class Tile(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def select(capability: int, itemsize: int, G: int, D: int, Dv: int, size: int, choice: Choice | None = None) -> Tile:
-    """Tile of a call whose blocks hold ``size`` keys; ``capability`` and ``itemsize`` as for :func:`tiles.select`."""
+def select(
+    capability: int, itemsize: int, G: int, D: int, Dv: int, size: int, choice: Choice | None = None, walk: bool = True
+) -> Tile:
+    """Tile of a call whose blocks hold ``size`` keys; ``capability`` and ``itemsize`` as for :func:`tiles.select`.
+
+    walk: :func:`walks` says so.
+    """
     block_d, block_dv = max(16, next_power_of_2(D)), max(16, next_power_of_2(Dv))
     narrow = max(block_d, block_dv) <= 128
     rule = WIDE if not narrow else SMALL if G <= 8 else LARGE if G <= 16 else HUGE
-    chosen = choice or (rule if itemsize == 2 else SINGLE)
+    chosen = choice or (rule if itemsize == 2 else SINGLE)._replace(**({} if walk else {"walked": 0}))
     limited = capability == 90 and narrow  # elsewhere nobody has measured limits, and ptxas may fail under them
     rows, block_n = chosen.rows, min(max(16, next_power_of_2(size)), 128)
     budget = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
@@ -106,6 +111,15 @@ def select(capability: int, itemsize: int, G: int, D: int, Dv: int, size: int, c
         max(16, min(heads, 64)) if chosen.walked else merge_heads, chosen.at_once, chosen.walked, chosen.BLOCK_L,
         chosen.walk_stages, chosen.walk_registers if limited else None,
     )  # fmt: skip
+
+
+def walks(queries: int, S_kv: int, invariant: bool) -> bool:
+    """Whether the merge may read keys itself: they come from L2, unless few queries read a long context.
+
+    On an H100, HQ/HKV 64/4, it took 1.07 times as long to do without at 2,048 queries of 4,096 keys, as long at 8,192,
+    and 0.91 times at 65,536. ``invariant``: what shares the call must not change how a row is rounded.
+    """
+    return invariant or 2 * queries >= S_kv
 
 
 def pays(queries: int, S_kv: int, HKV: int, n: int, block_size: int) -> bool:

@@ -20,9 +20,11 @@ BLOCKS = tl.constexpr(2)
 TILED = tl.constexpr(3)
 
 # How a row finds its sequence. BATCH: [B, S_kv, ...]. VARLEN: cu_seqlens over tokens. PACKED: row i is sequence i.
+# CACHE: as BATCH, but not all of S_kv is there, and it may lie in pages.
 BATCH = tl.constexpr(0)
 VARLEN = tl.constexpr(1)
 PACKED = tl.constexpr(2)
+CACHE = tl.constexpr(3)
 
 
 @triton.jit
@@ -85,6 +87,40 @@ def key_positions(slot, start, before, length):
     slot = slot[:, None]
     here = (before <= slot) & (slot < before + length)  # [BLOCK_L, SPANS]
     return tl.sum(tl.where(here, start + (slot - before), 0), 1)
+
+
+@triton.jit
+def in_page(table_row, key, inside, pages, PAGE: tl.constexpr):
+    """``(page int64, place, inside)`` of keys, a block or one, by the page table of their sequence.
+
+    What lies in a page that does not exist is not ``inside``.
+    """
+    page = tl.load(table_row + key // PAGE, mask=inside, other=-1)
+    inside = inside & (page >= 0) & (page < pages)
+    return tl.where(inside, page, 0).to(tl.int64), key % PAGE, inside
+
+
+@triton.jit
+def tile_in_pages(table_row, key, limit, pages, stride_k, stride_v, PAGE: tl.constexpr, BLOCK_L: tl.constexpr):
+    """``(K's offset int64, V's, place, inside)`` of the tile of keys from ``key`` on, which holds whole pages.
+
+    Offsets of pages, places within them. Pages are looked up one by one: a block of them would be pipelined in the
+    place of keys.
+    """
+    i = tl.arange(0, BLOCK_L)
+    k_at = tl.zeros([BLOCK_L], tl.int64)
+    v_at = tl.zeros([BLOCK_L], tl.int64)
+    stop = tl.zeros([BLOCK_L], tl.int32)
+    for j in tl.static_range(BLOCK_L // PAGE):
+        at = key + j * PAGE
+        found = tl.load(table_row + at // PAGE, mask=at < limit, other=-1)
+        exists = (found >= 0) & (found < pages)
+        page = tl.where(exists, found, 0).to(tl.int64)
+        here = i // PAGE == j
+        k_at = tl.where(here, page * stride_k, k_at)
+        v_at = tl.where(here, page * stride_v, v_at)
+        stop = tl.where(here, tl.where(exists, limit - key, 0), stop)
+    return k_at, v_at, i % PAGE, i < stop
 
 
 @triton.jit
@@ -158,3 +194,19 @@ def cluster_barrier():
         False,
         1,
     )
+
+
+@triton.jit
+def expect_table(table_row, width):
+    """Ask for a page table's row, so that look-ups find it in L2. NVIDIA only. Of a long one its first 128 lines."""
+    LINE: tl.constexpr = 1024 // table_row.dtype.element_ty.primitive_bitwidth  # entries of one
+    at = tl.minimum(tl.arange(0, 128) * LINE, tl.maximum(width - 1, 0))
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(table_row + at).to(tl.int64)], tl.int32, False, 1
+    )
+
+
+@triton.jit
+def filled_keys(seq, S_kv, cache_seqlens_ptr):
+    """Keys that a cache with room for ``S_kv`` of a sequence holds of it."""
+    return tl.minimum(tl.maximum(tl.load(cache_seqlens_ptr + seq), 0), S_kv).to(tl.int32)

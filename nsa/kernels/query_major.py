@@ -23,21 +23,25 @@ from nsa.kernels.launch import INT32_MAX, TRITON, Variant
 from nsa.kernels.primitives import (
     BATCH,
     BLOCKS,
+    CACHE,
     PACKED,
     RANGES,
     TILED,
     VARLEN,
     WHOLE,
     cluster_barrier,
+    expect_table,
     find_sequence,
     finish,
     gdc_launch_dependents,
     gdc_wait,
+    in_page,
     key_positions,
     load_spans,
     merge_parts,
     not_before,
     softmax_step,
+    tile_in_pages,
     tile_start,
 )
 
@@ -46,7 +50,7 @@ CLUSTERS = TRITON >= (3, 6)  # before, launches tell of them in another way
 # What varies from batch to batch must not compile a new kernel. Strides arrive divided by STRIDE_UNIT, which keeps
 # what vector loads need to know of them without one variant per combination.
 RUNTIME = [
-    *("B", "S", "S_kv", "HKV", "n", "block_size"),
+    *("B", "S", "S_kv", "HKV", "n", "block_size", "pages"),
     *(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()),
 ]
 
@@ -63,12 +67,14 @@ def _fwd_kernel(
     pos_ptr,
     cu_q_ptr,
     cu_k_ptr,
+    table_ptr,
     B,
     S,
     S_kv,
     HKV,
     n,
     block_size,
+    pages,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -87,6 +93,7 @@ def _fwd_kernel(
     Dv: tl.constexpr,
     SOURCE: tl.constexpr,
     LAYOUT: tl.constexpr,
+    PAGE: tl.constexpr,
     HKV_MANY: tl.constexpr,
     S_MANY: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -127,13 +134,19 @@ def _fwd_kernel(
         gdc_wait()  # the kernel before it on the stream may still run: nothing in memory is touched before its end
 
     # Whose row it is: where its query lies, and the keys of its sequence, [k_first, k_first + seqlen_k).
-    if LAYOUT == BATCH:
+    if LAYOUT == BATCH or LAYOUT == CACHE:
         batch = (token // S if S_MANY else token).to(tl.int64)
         s = token % S if S_MANY else 0
         q_off = batch * stride_qb + tl.cast(s, tl.int64) * stride_qs
         o_off = batch * stride_ob + tl.cast(s, tl.int64) * stride_os
         k_off = batch * stride_kb
         v_off = batch * stride_vb
+        if PAGE:
+            k_off = tl.zeros([], tl.int64)
+            v_off = tl.zeros([], tl.int64)
+            table_row = table_ptr + batch * (S_kv // PAGE)
+            if EARLY:
+                expect_table(table_row, S_kv // PAGE)
         seqlen_k = S_kv
         t = S_kv - S + s  # bottom-right: the last query sees the last key
     else:
@@ -184,12 +197,18 @@ def _fwd_kernel(
     else:
         chunks = 1
     for chunk in range(0, chunks):
+        visible = limit
         if SOURCE == WHOLE:
             total = limit
         else:
             sel_row = sel_ptr + row.to(tl.int64) * n * (2 if SOURCE == RANGES else 1)
+            if LAYOUT == CACHE:  # cu_k says how much of it is there: asked for here, together with the selection
+                filled = tl.load(cu_k_ptr + batch + tl.minimum(chunk, 0))
+                visible = tl.minimum(tl.maximum(filled, 0), S_kv).to(tl.int32)
+                if CAUSAL:
+                    visible = tl.maximum(visible - S + s + 1, 0)
             start, before, length, total = load_spans(
-                sel_row, chunk * SPANS, n, limit, block_size, SOURCE, SPANS, BLOCK_L
+                sel_row, chunk * SPANS, n, visible, block_size, SOURCE, SPANS, BLOCK_L
             )
         first = 0
         last = total
@@ -207,14 +226,38 @@ def _fwd_kernel(
             if SOURCE == WHOLE:
                 key = slot
             elif SOURCE == TILED:
-                key = tile_start(begin, start, before, length) + tl.arange(0, BLOCK_L)
-                valid = key < limit
+                key = tile_start(begin, start, before, length)
+                if PAGE and PAGE % BLOCK_L == 0:
+                    stop = visible - key
+                    page, key, exists = in_page(table_row, key, stop > 0, pages, PAGE)
+                    valid = tl.arange(0, BLOCK_L) < tl.where(exists, stop, 0)
+                    key = key + tl.arange(0, BLOCK_L)
+                elif PAGE and BLOCK_L % PAGE == 0:
+                    k_page, v_page, key, valid = tile_in_pages(
+                        table_row, key, visible, pages, stride_kb, stride_vb, PAGE, BLOCK_L
+                    )
+                else:
+                    key = key + tl.arange(0, BLOCK_L)
+                    valid = key < visible
+                    if PAGE:
+                        page, key, valid = in_page(table_row, key, valid, pages, PAGE)
             else:
                 key = key_positions(slot, start, before, length)
+                if PAGE:
+                    page, key, valid = in_page(table_row, key, valid, pages, PAGE)
             key = key.to(tl.int64)
-            k_ptrs = k_base + (key * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
+            k_at = key * stride_kn
+            v_at = key * stride_vn
+            if PAGE:
+                if SOURCE == TILED and PAGE % BLOCK_L != 0 and BLOCK_L % PAGE == 0:
+                    k_at += k_page
+                    v_at += v_page
+                else:
+                    k_at += page * stride_kb
+                    v_at += page * stride_vb
+            k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
             k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_L, BLOCK_D]
-            v_ptrs = v_base + (key * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
+            v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
             v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
             if STREAM_Q:
                 q = tl.load(q_ptrs + tl.minimum(begin, 0) * 16, mask=q_mask, other=0.0)
@@ -287,6 +330,8 @@ def plan(
     choice: tiles.Choice | None,
     rows_only: bool,
     kinds: tuple[torch.dtype | None, ...],
+    cache: bool = False,
+    width: int | None = None,
 ) -> Launch:
     """Tiles, splits, grid and run-time sizes of a call; remembered, because calls repeat.
 
@@ -294,7 +339,8 @@ def plan(
         q_shape, k_shape: of ``q`` and ``k``. strides: of ``q, k, v``. out_stride: of ``out``; None: it is new.
         sequences: of ``cu_seqlens_k``, None without. packed: row ``i`` is sequence ``i``. choice: what a sweep tries.
         rows_only: shapes are those of packed rows, see :func:`launch_for`.
-        kinds: dtypes of selection, positions and both ``cu_seqlens``, None where there is none.
+        kinds: dtypes of selection, positions, both ``cu_seqlens``, lengths and page table, None where there is none.
+        cache: ``k`` may hold fewer keys than it has room for. width: of the page table, None without.
     """
     like_q = Dv == q_shape[-1] and strides[0] == _contiguous(q_shape)
     out_shape = (*q_shape[:-1], Dv)
@@ -305,11 +351,15 @@ def plan(
             q_shape, strides = (q_shape[0], 1, *q_shape[1:]), (_with_position(strides[0]), *strides[1:])
             written = _with_position(written)
     S_kv, HKV = k_shape[-3:-1]
+    pages, page = (0, 0) if width is None else (k_shape[0], S_kv)
+    S_kv = S_kv if width is None else S_kv * width
     HQ, D = q_shape[-2:]
     B, S = q_shape[:2] if len(q_shape) == 4 else (sequences or 0, q_shape[0])
     tokens = math.prod(q_shape[:-2])
     rows, G = tokens * HKV, HQ // HKV
     layout = BATCH.value if sequences is None else PACKED.value if packed else VARLEN.value
+    if cache:
+        layout = CACHE.value
     source, n = WHOLE.value, 0
     if selection_shape is not None:
         source, n = (RANGES.value, selection_shape[-2]) if block_size is None else (BLOCKS.value, selection_shape[-1])
@@ -329,13 +379,13 @@ def plan(
     # Strides (b, s, h) of each; a 3-D tensor has no batch.
     all_strides = [s for x in (*strides, written) for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]
     unit = math.gcd(16, *all_strides)
-    sizes = (B, S, S_kv, HKV, n, size, *(s // unit for s in all_strides))
+    sizes = (B, S, S_kv, HKV, n, size, pages, *(s // unit for s in all_strides))
     tile = tile._replace(UPFRONT=tile.UPFRONT and runs_ptx(device))
     early = runs_ptx(device) and capability >= 90 and gdc_wait is not None
     variant, variant_lse = (
         _variant(
-            device, dtype, tile, source, layout, HKV > 1, S > 1 and layout == BATCH.value, causal, G, D, Dv, splits > 1,
-            splits if merged else 0, early, unit, (*kinds, with_lse),
+            device, dtype, tile, source, layout, page, HKV > 1, S > 1 and sequences is None, causal, G, D, Dv,
+            splits > 1, splits if merged else 0, early, unit, (*kinds, with_lse),
         )
         for with_lse in (False, True)
     )  # fmt: skip
@@ -365,6 +415,7 @@ def _variant(
     tile: tiles.Tile,
     source: int,
     layout: int,
+    page: int,
     hkv_many: bool,
     s_many: bool,
     causal: bool,
@@ -381,7 +432,7 @@ def _variant(
     constexprs = tile._asdict()
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}
     constexprs.update(G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, INPUT_PRECISION="ieee")
-    constexprs.update(HKV_MANY=hkv_many, S_MANY=s_many)
+    constexprs.update(PAGE=page, HKV_MANY=hkv_many, S_MANY=s_many)
     mine = tiles.next_power_of_2(-(-tile.HEADS // max(cluster, 1)))
     constexprs.update(SPLIT=split, CLUSTER=cluster, MINE=mine, STRIDE_UNIT=unit)
     constexprs.update(EARLY=early, OVERLAP=early and split and not cluster)
@@ -433,6 +484,8 @@ def launch_for(
     q_positions: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
+    block_table: Tensor | None = None,
     bound: int | None = None,
     per_head: bool = False,
     pipelined: bool = True,
@@ -447,6 +500,8 @@ def launch_for(
         selection: ranges ``[..., HKV, n, 2]``, or block indices ``[..., HKV, n]`` with ``block_size``; None reads the
             whole sequence.
         cu_seqlens_q: None with ``cu_seqlens_k`` given: row ``i`` is sequence ``i``.
+        cache_seqlens: ``[B]``, keys that each entry of ``k`` holds. block_table: ``[B, width]``, for ``k``
+            ``[pages, page_size, HKV, D]``.
         bound: host bound on the keys of a row.
         invariant: few rows are launched like many, and without a bound like rows of a fixed length.
         out: ``[..., HQ, Dv]`` to write to.
@@ -457,7 +512,11 @@ def launch_for(
         None if out is None else out.stride(), None if selection is None else selection.shape, block_size, causal,
         None if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1, cu_seqlens_q is None, bound, per_head, pipelined,
         invariant, tiles.forced, rows_only,
-        tuple(None if x is None else x.dtype for x in (selection, q_positions, cu_seqlens_q, cu_seqlens_k)),
+        tuple(
+            None if x is None else x.dtype
+            for x in (selection, q_positions, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table)
+        ),
+        cache_seqlens is not None, None if block_table is None else block_table.shape[1],
     )  # fmt: skip
 
 
@@ -474,6 +533,8 @@ def forward(
     cu_seqlens_k: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the forward kernel on validated arguments.
 
@@ -500,12 +561,27 @@ def forward(
     if cu_seqlens_k is not None:
         cu_seqlens_k = cu_seqlens_k.contiguous()
         cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
+    if cache_seqlens is not None:
+        cu_seqlens_k = cache_seqlens.contiguous()
+        block_table = None if block_table is None else block_table.contiguous()
     separate = parts is not None and not launch.merged
     variant = launch.variant if lse is None or separate else launch.variant_lse
     variant.launch(
         launch.grid,
         launch.device,
-        (q, k, v, out, None if separate else lse, parts, selection, q_positions, cu_seqlens_q, cu_seqlens_k),
+        (
+            q,
+            k,
+            v,
+            out,
+            None if separate else lse,
+            parts,
+            selection,
+            q_positions,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            block_table,
+        ),
         (*launch.sizes, launch.scale if scale is None else float(scale)),
         launch.narrow,
     )

@@ -72,6 +72,15 @@ def _call(point: Point) -> None:
             tensors["selection"], block_size = meta(*lead, HKV, point.n, dtype=index), point.L // point.n
         if "cu_seqlens" in point.options:
             tensors.update(cu_seqlens_q=sequences, cu_seqlens_k=sequences)
+        paged = [int(option.removeprefix("page")) for option in point.options if option.startswith("page")]
+        if paged or "cache" in point.options:
+            width = 65536 // paged[0] if paged else 0
+            B = 2 if kernel is key_major else rows
+            lead = (B, rows // B)
+            cache = (B * width, paged[0], HKV) if paged else (B, 65536, HKV)
+            tensors["selection"] = meta(*lead, *tensors["selection"].shape[2:], dtype=index)
+            tensors["cache_seqlens"] = meta(B, dtype=torch.int32)
+            tensors["block_table"] = meta(B, width, dtype=torch.int32) if paged else None
         if "q_positions" in point.options:
             tensors["q_positions"] = meta(*lead, dtype=torch.int64)
     q, k, v = meta(*lead, HKV * G, D), meta(*cache, D), meta(*cache, Dv)

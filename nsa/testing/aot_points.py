@@ -62,7 +62,9 @@ class Point:
     n: int = 1  # spans
     causal: bool = False
     HKV: int = 1
-    options: tuple[str, ...] = ()  # of cu_seqlens, q_positions, int64, per_head, unpipelined, key_major, backward
+    # Of cu_seqlens, q_positions, int64, per_head, unpipelined, key_major, backward; cache, or page64 in such pages:
+    # then 65,536 keys for each of `rows` sequences, or of two with half the rows each where it is key_major.
+    options: tuple[str, ...] = ()
     choice: tiles.Choice | None = None  # as a sweep forces it; else the tables and rules of `tiles`
 
     @property
@@ -90,9 +92,12 @@ QUICK = (
     Point("ranges", "bf16", 8, 128, 128, 64, 256, n=8, choice=tiles.Choice(2, 1, 64, 4, 3)),  # clusters where there are
     Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, choice=tiles.Choice(16, 1, 64, 4, 2)),
     Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, choice=tiles.Choice(8, 1, 128, 8, 1, 0)),
+    Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, HKV=4, options=("page64",)),
+    Point("blocks", "bf16", 16, 128, 128, 64, 1024, n=16, causal=True, HKV=4, options=("page16",)),
     Point("blocks", "bf16", 16, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("key_major",)),
     Point("blocks", "bf16", 4, 128, 128, 8192, 1024, n=16, causal=True, HKV=8, options=("key_major",)),
     Point("ranges", "fp16", 1, 64, 64, 4096, 1024, n=16, causal=True, HKV=16, options=("key_major", "cu_seqlens")),
+    Point("blocks", "bf16", 16, 128, 128, 1024, 1024, n=16, causal=True, HKV=4, options=("key_major", "page64")),
     Point("blocks", "bf16", 16, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("backward",)),
     Point("ranges", "fp16", 1, 64, 64, 4096, 1024, n=16, causal=True, HKV=16, options=("backward", "cu_seqlens")),
 )
@@ -116,9 +121,15 @@ POINTS = (
     Point("blocks", "bf16", 16, 192, 192, 16384, 1024, n=16, causal=True),
     Point("blocks", "bf16", 64, 128, 128, 64, 1024, n=16, causal=True),
     Point("blocks", "fp32", 16, 128, 128, 1024, 1024, n=16, causal=True),
+    Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, HKV=4, options=("cache",)),
+    Point("blocks", "fp16", 4, 64, 128, 1024, 1024, n=16, causal=True, HKV=8, options=("page128",)),
+    Point("ranges", "bf16", 16, 128, 128, 64, 1024, n=16, causal=True, HKV=4, options=("page64",)),
     Point("blocks", "bf16", 16, 128, 128, 64, 768, n=16, causal=True, options=("q_positions",)),  # blocks of no tiles
     Point("blocks", "fp16", 8, 128, 64, 4096, 1024, n=16, causal=True, HKV=4, options=("key_major", "cu_seqlens")),
     Point("blocks", "bf16", 1, 128, 128, 8192, 1024, n=16, causal=True, HKV=16, options=("key_major",)),
+    Point("blocks", "bf16", 4, 128, 128, 1024, 1024, n=16, causal=True, HKV=8, options=("key_major", "cache")),
+    Point("blocks", "fp16", 16, 64, 128, 65536, 1024, n=16, causal=True, HKV=4, options=("key_major", "page16")),
+    Point("ranges", "bf16", 8, 128, 128, 4096, 1024, n=16, causal=True, HKV=4, options=("key_major", "page128")),
     Point("blocks", "bf16", 3, 100, 96, 1000, 512, n=16, options=("key_major", "q_positions")),
     Point("blocks", "fp16", 16, 64, 16, 4096, 192, n=8, causal=True, options=("key_major", "int64")),  # blocks of 24
     Point("blocks", "bf16", 64, 256, 256, 4096, 2048, n=16, causal=True, options=("key_major",)),  # and of 128

@@ -20,6 +20,7 @@ from torch import Tensor
 import nsa
 import nsa.kernels
 from nsa import schedules, settings
+from nsa.kernels import key_tiles
 from nsa.testing.cases import Case
 from nsa.testing.files import write_whole
 from nsa.testing.graphs import COLD, MOST_SETS, time_gpu
@@ -28,6 +29,9 @@ from nsa.testing.timing import InvalidMeasurement, Timing
 
 HEADS = {1: (16, 16), 2: (32, 16), 4: (32, 8), 8: (32, 4), 16: (64, 4), 64: (128, 2)}  # (HQ, HKV) by G
 TOKENS = tuple(2**i for i in range(6, 15))
+CONTEXTS = {4096: TOKENS[:4], 65536: TOKENS[:6]}
+"""Queries of the chunks measured, by the keys of the prompt, themselves included."""
+
 D, BLOCK, SLOTS = 128, 64, 16
 MARGIN = 1.02
 """How much faster key-major has to be: below that nobody notices, and a GPU's clock decides."""
@@ -36,8 +40,10 @@ LSE_ATOL = 2e-4  # of a few hundred keys, one key more or less moves it further
 ROUTES = {"key_major": "key_major", "query_major": "blocks"}  # the launch that each schedule has to make
 COMMAND = "pytest -m perf tests/perf/test_crossover.py --nsa-update-schedules"
 SHAPE = (
-    f"B = 1, S = S_kv from {TOKENS[0]} to {TOKENS[-1]}, D = Dv = {D}, bf16, causal, block {BLOCK}, top-{SLOTS} with "
-    f"the first and the own block; HQ over HKV {', '.join(f'{HQ}/{HKV}' for HQ, HKV in HEADS.values())}"
+    f"B = 1, S = S_kv from {TOKENS[0]} to {TOKENS[-1]}, chunks of {TOKENS[0]} to {CONTEXTS[65536][-1]} at S_kv = "
+    f"{' and '.join(map(str, CONTEXTS))}, their blocks in any order; D = Dv = {D}, bf16, causal, block {BLOCK}, "
+    f"top-{SLOTS} with the first and the own block; "
+    f"HQ over HKV {', '.join(f'{HQ}/{HKV}' for HQ, HKV in HEADS.values())}"
 )
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, block_indices
 
@@ -50,6 +56,12 @@ class Point:
     tokens: int
     query_major: float
     key_major: float
+    context: int | None = None  # keys of a chunk's prompt; None: the queries are the prompt
+
+    @property
+    def reuse(self) -> float:
+        """Rows that read a block."""
+        return self.tokens * SLOTS * BLOCK / (self.context or self.tokens)
 
     @property
     def speedup(self) -> float:
@@ -60,12 +72,14 @@ class Point:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def case(G: int, tokens: int, dtype: str = "bf16") -> Case:
-    """The prefill of one point, `tokens` queries of one sequence."""
+def case(G: int, tokens: int, dtype: str = "bf16", context: int | None = None) -> Case:
+    """The prefill of one point, `tokens` queries of one sequence, the last of `context` positions."""
     HQ, HKV = HEADS[G]
     assert HQ == G * HKV
     n = tokens * HKV
-    return Case(G, D, D, BLOCK * SLOTS, n, "prefill", dtype, HKV=HKV, S=tokens, S_kv=tokens, block_size=BLOCK)
+    return Case(
+        G, D, D, BLOCK * SLOTS, n, "prefill", dtype, HKV=HKV, S=tokens, S_kv=context or tokens, block_size=BLOCK
+    )
 
 
 def attend(schedule: str, inputs: Inputs, return_lse: bool = False) -> Any:
@@ -104,15 +118,21 @@ def rotation(inputs: Inputs, cache: int) -> tuple[list[Inputs], bool]:
     return [inputs, *others], copies * size >= COLD * cache * 0.99
 
 
-def compare(G: int, tokens: int, device: torch.device, seed: int, **sampling: Any) -> dict[str, Timing]:
+def compare(
+    G: int, tokens: int, device: torch.device, seed: int, context: int | None = None, **sampling: Any
+) -> dict[str, Timing]:
     """Check and time both schedules, in turn. `sampling`: for `time_gpu`.
 
     Raises:
         AssertionError: they disagree, or one was not captured, so that its time is the host's.
     """
-    p = case(G, tokens).make(device, seed)
+    p = case(G, tokens, context=context).make(device, seed)
     assert p.block_indices is not None
-    inputs = p.q, p.k, p.v, p.block_indices
+    blocks = p.block_indices
+    if context is not None:  # in any order, as a top-k leaves them: sorted, rows sweep the keys together, and L2 helps
+        order = torch.rand(blocks.shape, generator=torch.Generator(device).manual_seed(seed), device=device).argsort(-1)
+        blocks = blocks.gather(-1, order)
+    inputs = p.q, p.k, p.v, blocks
     del p  # its spans
     check(inputs)
     sets, cold = rotation(inputs, torch.cuda.get_device_properties(device).L2_cache_size)
@@ -129,14 +149,20 @@ def compare(G: int, tokens: int, device: torch.device, seed: int, **sampling: An
 
 def points(facts: Iterable[Fact]) -> list[Point]:
     """What a run measured, in order; of a point measured again the last."""
-    found = {(p.G, p.tokens): p for p in (Point(**fact["crossover"]) for fact in facts if fact.get("crossover"))}
+    made = (Point(**fact["crossover"]) for fact in facts if fact.get("crossover"))
+    found = {(p.G, p.context or 0, p.tokens): p for p in made}
     return [found[key] for key in sorted(found)]
 
 
-def decide(measured: Iterable[Point], margin: float = MARGIN) -> dict[int, int | None]:
-    """By group size the smallest number of queries from which on key-major is faster at all that were measured."""
+def decide(measured: Iterable[Point], margin: float = MARGIN, chunks: bool = False) -> dict[int, int | None]:
+    """By group size the smallest number of queries from which on key-major is faster at all that were measured.
+
+    Of whole prompts, or of ``chunks``: of those whose blocks are read often enough for routing to ask.
+    """
     groups: dict[int, list[Point]] = {}
     for p in measured:
+        if (p.context is not None) != chunks or (chunks and p.reuse < key_tiles.MIN_REUSE):
+            continue
         groups.setdefault(p.G, []).append(p)
     return {G: _from(found, margin) for G, found in sorted(groups.items())}
 
@@ -148,14 +174,16 @@ def _from(found: list[Point], margin: float) -> int | None:
 
 def table(measured: Iterable[Point]) -> list[str]:
     """How many times as fast key-major is, for a terminal: a row per group size, a column per number of queries."""
-    known = {(p.G, p.tokens): p for p in measured}
+    known = {(p.G, p.context, p.tokens): p for p in measured}
     if not known:
         return []
-    starts = decide(known.values())
+    starts = {chunks: decide(known.values(), chunks=chunks) for chunks in (False, True)}
     lines = [f"key-major over query-major, queries:{'':3}{''.join(f'{t:>6}' for t in TOKENS)}  from"]
-    for G, start in starts.items():
-        cells = "".join(f"{known[G, t].speedup:>6.2f}" if (G, t) in known else f"{'-':>6}" for t in TOKENS)
-        lines.append(f"{f'  G = {G}':39}{cells}  {start or 'never'}")
+    for context, G in sorted({(context or 0, G) for G, context, _ in known}):
+        row = [known.get((G, context or None, t)) for t in TOKENS]
+        cells = "".join(f"{'-':>6}" if p is None else f"{p.speedup:>6.2f}" for p in row)
+        start = starts[context > 0].get(G)
+        lines.append(f"{f'  G = {G}' + (f' of {context} keys' if context else ''):39}{cells}  {start or 'never'}")
     return lines
 
 
@@ -168,23 +196,33 @@ def write(measured: Iterable[Point], facts: Fact, folder: Path) -> Path:
     """
     import yaml
 
-    found = {(p.G, p.tokens): p for p in measured}
-    missing = [f"G{G}-T{t}" for G in HEADS for t in TOKENS if (G, t) not in found]
+    found = {(p.G, p.context, p.tokens): p for p in measured}
+    wanted = [(None, t) for t in TOKENS] + [(context, t) for context, chunks in CONTEXTS.items() for t in chunks]
+    missing = [
+        f"G{G}-T{t}{f'-K{context}' if context else ''}"
+        for G in HEADS
+        for context, t in wanted
+        if (G, context, t) not in found
+    ]
     if missing:
         names = ", ".join(missing[:3]) + ", …" * (len(missing) > 3)
         raise ValueError(f"schedules not written: {len(missing)} points were not measured ({names})")
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     provenance = {name: str(facts[name]) for name in ("gpu", "torch", "triton")} | {"date": today}
     provenance |= {"commit": str(facts["commit"]), "command": COMMAND, "shape": SHAPE}
-    document = {"key_major_from": decide(found.values()), "provenance": provenance}
+    tables = zip(schedules.TABLES, (False, True), strict=True)
+    document: dict[str, Any] = {name: decide(found.values(), chunks=chunks) for name, chunks in tables}
+    document["provenance"] = provenance
     lines = [
         f"# Measured, not written by hand: `{COMMAND}`.",
         f"# Queries from which on key-major is {MARGIN:g}x as fast as query-major, by G; null: never.",
         "# Measured, by queries, us: query-major key-major",
     ]
-    for G in HEADS:
-        times = (f"{t} {found[G, t].query_major * 1e6:.1f} {found[G, t].key_major * 1e6:.1f}" for t in TOKENS)
-        lines.append(f"#   G = {G}: {', '.join(times)}")
+    for context, tokens in ((None, TOKENS), *CONTEXTS.items()):
+        for G in HEADS:
+            points = ((t, found[G, context, t]) for t in tokens)
+            times = (f"{t} {p.query_major * 1e6:.1f} {p.key_major * 1e6:.1f}" for t, p in points)
+            lines.append(f"#   G = {G}{f', of {context} keys' if context else ''}: {', '.join(times)}")
     path = folder / f"{settings.device_slug(str(facts['gpu']))}.yaml"
     body = yaml.safe_dump(document, sort_keys=False, width=110, allow_unicode=True)
     write_whole(path, "\n".join([*lines, body]))
@@ -196,5 +234,8 @@ def update(facts: list[Fact], folder: Path = schedules.FOLDER) -> str:
     """Write what a run measured; returns a line that says what and where. Raises as `write` does."""
     measured = points(facts)
     path = write(measured, next((fact for fact in facts if fact.get("crossover")), {}), folder)
-    starts = ", ".join(f"G = {G} {start or 'never'}" for G, start in decide(measured).items())
-    return f"schedules: key-major from {starts} queries on, written to {path}"
+    starts, chunks = (
+        ", ".join(f"G = {G} {start or 'never'}" for G, start in decide(measured, chunks=chunks).items())
+        for chunks in (False, True)
+    )
+    return f"schedules: key-major from {starts} queries on, of chunks {chunks}, written to {path}"

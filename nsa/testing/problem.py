@@ -7,15 +7,18 @@ clamp would be wrong on both sides of a comparison.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from nsa.testing.cases import Case
+
+T = TypeVar("T")
 
 
 class Rows(NamedTuple):
@@ -186,7 +189,16 @@ class Problem:
             rows = self.rows
             known["rows"] = Rows(other.q.view_as(rows.Q), rows.K.clone(), rows.V.clone(), rows.lengths)
         other.__dict__.update(known)  # where cached_property keeps them
+        for make in self.__dict__.get("_derived", {}):
+            other.derived(make)
         return other
+
+    def derived(self, make: Callable[[Problem], T]) -> T:
+        """``make(self)``, made once; a clone makes its own when it is cloned, so that no timed call does."""
+        made = self.__dict__.setdefault("_derived", {})
+        if make not in made:
+            made[make] = make(self)
+        return cast("T", made[make])
 
     def at(self, positions: Tensor) -> Problem:
         """The same keys, and of each batch entry the queries at `positions [s]` only, told where they stand."""

@@ -10,24 +10,30 @@ import nsa
 import nsa.kernels
 from nsa import schedules, settings
 from nsa.testing import crossover, gated_run, outputs, summary
-from nsa.testing.crossover import HEADS, TOKENS, Point
+from nsa.testing.crossover import CONTEXTS, HEADS, TOKENS, Point
 from nsa.testing.plugin import current_lane
 
 FACTS = {"gpu": "NVIDIA Nobody 1", "torch": "2.11.0", "triton": "3.6.0", "commit": "abc123", "device": "x"}
+SHAPES = len(HEADS) * (len(TOKENS) + sum(map(len, CONTEXTS.values())))
 STARTS = {1: 64, 2: 256, 4: 1024, 8: 16384, 16: None, 64: None}
 
 
 def measured(starts=STARTS, ratio=1.5):
     """Every point; key-major is `ratio` times as fast from `starts` on, and 1% before."""
+    shapes = [(t, None) for t in TOKENS] + [(t, context) for context, tokens in CONTEXTS.items() for t in tokens]
     return [
-        Point(G, t, 1e-5 * (ratio if starts[G] is not None and t >= starts[G] else 1.01), 1e-5)
-        for G in HEADS for t in TOKENS
+        Point(G, t, 1e-5 * (ratio if starts[G] is not None and t >= starts[G] else 1.01), 1e-5, context)
+        for G in HEADS for t, context in shapes
     ]  # fmt: skip
 
 
 def facts(points):
     return [
-        {"crossover": dataclasses.asdict(p), "group": f"crossover: G = {p.G}", "name": f"G{p.G}-T{p.tokens}"}
+        {
+            "crossover": dataclasses.asdict(p),
+            "group": f"crossover: G = {p.G}",
+            "name": f"G{p.G}-T{p.tokens}-{p.context}",
+        }
         | {"median": p.key_major, "control": "query_major", "ratio_to_control": 1 / p.speedup, **FACTS}
         for p in points
     ]
@@ -38,6 +44,20 @@ def facts(points):
 
 def test_by_group_size():
     assert crossover.decide(measured()) == STARTS
+
+
+def test_chunks_are_decided_apart():
+    """At every length of prompt at which so few queries read a block often enough that routing would ask."""
+    points = measured()
+    assert crossover.decide(points, chunks=True) == {1: 64, 2: 256, 4: 1024, 8: None, 16: None, 64: None}
+    slow = [
+        dataclasses.replace(p, query_major=p.key_major) if p.context == 4096 and p.tokens == 512 else p for p in points
+    ]
+    assert crossover.decide(slow, chunks=True)[1] == 1024
+    assert crossover.decide(slow) == STARTS
+    seldom = [dataclasses.replace(p, query_major=0.0) if p.context and p.reuse < 4 else p for p in points]
+    assert crossover.decide(seldom, chunks=True) == crossover.decide(points, chunks=True)
+    assert any(p.query_major == 0.0 for p in seldom)
 
 
 @pytest.mark.parametrize(("ratio", "start"), [(1.02, 64), (1.0199, None)])
@@ -79,19 +99,24 @@ def test_written_file_is_what_routing_reads(tmp_path, monkeypatch, fresh_plans):
     said = crossover.update(facts(measured()), tmp_path)
     path = tmp_path / "nvidia-nobody-1.yaml"
     starts = "G = 1 64, G = 2 256, G = 4 1024, G = 8 16384, G = 16 never, G = 64 never"
-    assert said == f"schedules: key-major from {starts} queries on, written to {path}"
+    chunks = "G = 1 64, G = 2 256, G = 4 1024, G = 8 never, G = 16 never, G = 64 never"
+    assert said == f"schedules: key-major from {starts} queries on, of chunks {chunks}, written to {path}"
     schedule = schedules.measured(FACTS["gpu"])
     assert dict(schedule.tokens) == STARTS
+    assert schedule.start(4, chunk=True) == 1024
     assert schedule.path == path
     assert schedule.provenance["commit"] == "abc123"
     assert schedule.provenance["command"] == crossover.COMMAND
-    assert "S = S_kv from 64 to 16384, D = Dv = 128, bf16, causal, block 64, top-16" in schedule.provenance["shape"]
+    shape = schedule.provenance["shape"]
+    assert "S = S_kv from 64 to 16384, chunks of 64 to 2048 at S_kv = 4096 and 65536, " in shape
+    assert "D = Dv = 128, bf16, causal, block 64, top-16" in shape
     assert "#   G = 2: 64 10.1 10.0, 128 10.1 10.0, 256 15.0 10.0, " in path.read_text()
+    assert "#   G = 2, of 4096 keys: 64 10.1 10.0, 128 10.1 10.0, 256 15.0 10.0, 512 15.0 10.0\n" in path.read_text()
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
 def test_incomplete_is_not_written(tmp_path):
-    for points, text in ((measured()[1:], r"1 points were not measured \(G1-T64\)"), ([], "54 points .*G1-T256, …")):
+    for points, text in ((measured()[1:], r"1 points were not measured \(G1-T64\)"), ([], "114 points .*G1-T256, …")):
         with pytest.raises(ValueError, match=text):
             crossover.update(facts(points), tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -127,7 +152,7 @@ def test_green_run_updates_and_red_does_not(updates):
 
 def test_green_run_that_cannot_write_ends_red():
     session = Session()
-    assert "53 points were not measured" in outputs.finish(session, facts(measured()[:1]), [])[0]
+    assert "113 points were not measured" in outputs.finish(session, facts(measured()[:1]), [])[0]
     assert session.exitstatus == pytest.ExitCode.TESTS_FAILED
 
 
@@ -142,7 +167,8 @@ def test_schedules_need_cold_checked_cases_of_their_own(monkeypatch, option):
 
 def test_table_fits_a_terminal():
     lines = crossover.table(measured())
-    assert len(lines) == 1 + len(HEADS)
+    assert len(lines) == 1 + len(HEADS) * (1 + len(CONTEXTS))
+    assert lines[1 + len(HEADS)] == f"{'  G = 1 of 4096 keys':39}{'  1.50' * 4}{'     -' * 5}  64"
     assert lines[2] == f"{'  G = 2':39}  1.01  1.01{'  1.50' * 7}  256"
     assert lines[5].endswith("  never")
     shown = summary.lines(facts(measured()))
@@ -218,7 +244,7 @@ def pytest_run(run_pytest, request):
 def test_it_is_collected_on_request_only(pytest_run):
     code, listed = pytest_run("tests/perf", "--collect-only", "--nsa-update-schedules")
     assert code == 0, listed
-    assert listed.count("test_crossover.py::test_crossover[") == len(HEADS) * len(TOKENS)
+    assert listed.count("test_crossover.py::test_crossover[") == SHAPES
     assert "test_crossover[G4-T1024]" in listed
     assert "test_threshold.py" not in listed
     assert "test_crossover.py" not in pytest_run("tests/perf", "--collect-only")[1]
@@ -228,7 +254,7 @@ def test_it_is_collected_on_request_only(pytest_run):
 def test_named_by_path_it_skips_without_a_gpu(pytest_run):
     code, printed = pytest_run("tests/perf/test_crossover.py")
     assert code == 0, printed
-    assert f"{len(HEADS) * len(TOKENS)} skipped" in printed
+    assert f"{SHAPES} skipped" in printed
 
 
 def test_it_is_in_no_baseline():

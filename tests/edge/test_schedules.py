@@ -9,18 +9,19 @@ from nsa import dispatch, schedules, settings
 GPU = "NVIDIA Nobody 1"
 PROVENANCE = "{gpu: NVIDIA Nobody 1, torch: '2', triton: '3', date: 2026-12-01, commit: abc, command: c, shape: s}"
 TABLE = "{1: 2, 4: 1024, 16: null}"
+CHUNKS = "{1: 64, 4: 256, 16: null}"
 LONG = "rows are long enough for Triton"
 MEASURED = "key-major is faster, measured on NVIDIA Nobody 1"
 
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path, fresh_plans):
-    """`folder(table, name=…, provenance=…) -> path`: an empty folder of measurements, and a file in it."""
+    """`folder(table, name=…, provenance=…, chunks=…) -> path`: an empty folder of measurements, and a file in it."""
     monkeypatch.setattr(schedules, "FOLDER", tmp_path)
 
-    def write(table=TABLE, name=GPU, provenance=PROVENANCE):
+    def write(table=TABLE, name=GPU, provenance=PROVENANCE, chunks=CHUNKS):
         path = tmp_path / f"{settings.device_slug(name)}.yaml"
-        path.write_text(f"key_major_from: {table}\nprovenance: {provenance}\n")
+        path.write_text(f"key_major_from: {table}\nchunk_key_major_from: {chunks}\nprovenance: {provenance}\n")
         return path
 
     return write
@@ -35,6 +36,11 @@ def folder(monkeypatch, tmp_path, fresh_plans):
 def test_the_nearest_group_that_is_not_smaller_decides(folder, G, start):
     folder()
     assert schedules.key_major_from(GPU, G) == start
+
+
+def test_chunks_have_a_table_of_their_own(folder):
+    folder()
+    assert [schedules.key_major_from(GPU, G, chunk=True) for G in (1, 2, 4, 5)] == [64, 256, 256, None]
 
 
 def test_order_of_the_file_does_not_matter(folder):
@@ -58,7 +64,10 @@ def test_a_gpu_nobody_measured_uses_the_stand_in(folder):
 WRONG = {
     "no-mapping": ("[1]", "expected a mapping of settings, got [1]"),
     "no-yaml": ("{", "expected YAML: "),
-    "unknown-key": ("key_major: {}", "unknown key key_major, expected one of: key_major_from, provenance"),
+    "unknown-key": (
+        "key_major: {}",
+        "unknown key key_major, expected one of: key_major_from, chunk_key_major_from, provenance",
+    ),
     "no-table": ("provenance: {}", "key_major_from: expected queries by group size, got None"),
     "empty-table": ("key_major_from: {}", "key_major_from: expected queries by group size, got {}"),
     "group": ("key_major_from: {129: 1}", "key_major_from: expected group sizes from 1 to 128, got 129"),
@@ -68,12 +77,17 @@ WRONG = {
     "zero": ("key_major_from: {4: 0}", "key_major_from.4: expected a positive integer or null, got 0"),
     "text": ("key_major_from: {4: never}", "key_major_from.4: expected a positive integer or null, got 'never'"),
     "float": ("key_major_from: {4: 1.5}", "key_major_from.4: expected a positive integer or null, got 1.5"),
+    "no-chunks": ("key_major_from: {4: 64}", "chunk_key_major_from: expected queries by group size, got None"),
+    "chunk": (
+        "key_major_from: {4: 64}\nchunk_key_major_from: {4: 0}",
+        "chunk_key_major_from.4: expected a positive integer or null, got 0",
+    ),
     "no-provenance": (
-        "key_major_from: {4: 64}",
+        "key_major_from: {4: 64}\nchunk_key_major_from: {4: 64}",
         "provenance: expected the keys gpu, torch, triton, date, commit, command, shape, got None",
     ),
     "part-of-a-provenance": (
-        "key_major_from: {4: 64}\nprovenance: {gpu: x}",
+        "key_major_from: {4: 64}\nchunk_key_major_from: {4: 64}\nprovenance: {gpu: x}",
         "provenance: expected the keys gpu, torch, triton, date, commit, command, shape, got {'gpu': 'x'}",
     ),
 }
@@ -163,7 +177,19 @@ def gpu(monkeypatch):
 
 
 def planned(
-    S=64, B=1, G=1, n=16, block_size=64, dtype=torch.bfloat16, blocks=True, varlen=False, keys=1024, HKV=2, **how
+    S=256,
+    B=1,
+    G=1,
+    n=16,
+    block_size=64,
+    dtype=torch.bfloat16,
+    blocks=True,
+    varlen=False,
+    keys=1024,
+    HKV=2,
+    cache=False,
+    page=None,
+    **how,
 ):
     """The plan of a call of these shapes on a GPU that need not be there: no tensor is made."""
     device = torch.device("cuda", 0)
@@ -172,14 +198,17 @@ def planned(
         return torch.Size(shape), kind, device, (0,) * (len(shape) - 1) + (1,)
 
     lead, cu = ((B * S,), fake(B + 1, kind=torch.int32)) if varlen else ((B, S), None)
-    kv = (B * keys,) if varlen else (B, keys)
+    kv = (B * keys,) if varlen else (B, keys) if page is None else (B * keys // page, page)
+    lengths = fake(B, kind=torch.int32) if cache else None
+    table = fake(B, keys // page, kind=torch.int32) if page else None
     options = {"bound": None, "backend": "auto", "schedule": "auto"} | how
     return dispatch.make_plan(
         settings.get(),
         fake(*lead, G * HKV, 128), fake(*kv, HKV, 128), fake(*kv, HKV, 128),
         None if blocks else fake(*lead, HKV, n, 2, kind=torch.int32),
         fake(*lead, HKV, n, kind=torch.int32) if blocks else None, block_size if blocks else None,
-        True, None, cu, cu, options["bound"], None, options["backend"], options["schedule"],
+        True, None, cu, cu, options["bound"], None, options["backend"], options["schedule"], lengths,
+        table,
     )  # fmt: skip
 
 
@@ -188,6 +217,7 @@ def route(plan):
 
 
 KEY_MAJOR = ("key_major", f"2 queries or more with G = 1: {MEASURED}", "key_major", False, "blocks")
+CHUNK = ("key_major", f"64 queries or more with G = 1: {MEASURED}", "key_major", False, "blocks")
 BLOCKS = ("blocks", LONG, "query_major", False, None)
 NAMED = ("key_major", LONG, "key_major", False, None)
 ROUTES = {
@@ -197,7 +227,15 @@ ROUTES = {
     "batch-of-prompts": ({"B": 3}, KEY_MAJOR),
     "batch-of-sequences": ({"varlen": True, "B": 3}, KEY_MAJOR),
     "batch-of-decode": ({"S": 1, "B": 4096}, BLOCKS),
-    "rows-that-share-little": ({"keys": 1025}, BLOCKS),  # 60 rows a block
+    "part-of-a-prompt": ({"S": 129}, KEY_MAJOR),  # fewer keys than eight times the queries
+    "chunk": ({"S": 128}, CHUNK),
+    "short-chunk": ({"S": 63}, BLOCKS),
+    "chunk-of-a-group-measured-never": ({"G": 16, "keys": 8192}, BLOCKS),
+    "chunk-of-a-cache": ({"keys": 8192, "cache": True}, CHUNK),
+    "chunk-in-pages": ({"keys": 8192, "cache": True, "page": 64}, CHUNK),
+    "decode-from-a-cache": ({"S": 1, "keys": 8192, "cache": True, "page": 64}, BLOCKS),
+    "four-rows-a-block": ({"keys": 2**16}, CHUNK),
+    "rows-that-share-little": ({"keys": 2**16 + 1}, BLOCKS),
     "few-queries-of-a-long-cache": ({"S": 512, "keys": 2**20}, BLOCKS),
     "64-slots": ({"n": 64}, KEY_MAJOR),
     "65-slots": ({"n": 65}, BLOCKS),

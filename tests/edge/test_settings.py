@@ -17,7 +17,7 @@ from nsa import dispatch
 BASE = str(Path(settings.__file__).parent / "configs" / "base.yaml")
 NAMES = (
     "use_triton_sel, sel_triton_min_L, sel_triton_group, sel_triton_db, batch_invariant, use_sel_pack, force_parity, "
-    "probe, debug_timing, debug_compare, debug_shapes"
+    "probe, debug_timing, debug_compare, debug_shapes, debug_cache"
 )
 INTEGER = "expected a non-negative integer"
 PROVENANCE = "provenance: {gpu: G, torch: 2.11.0, triton: 3.6.0, date: 2026-01-31, commit: abc, margin: 1.2}\n"

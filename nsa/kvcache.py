@@ -1,0 +1,189 @@
+"""Serving: selection attention over a KV cache, contiguous or in pages. Letters of shapes as in `attention.py`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal, overload
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
+
+from nsa import dispatch, ops, settings
+from nsa.transforms import transformed, transforms_active
+from nsa.validate import check_tensors
+
+logger = logging.getLogger("nsa")
+MOST_REPORTED = 8  # places of a cache that are wrong, in one line of the log
+
+
+@overload
+def selection_attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    ranges: Tensor | None = ...,
+    block_indices: Tensor | None = ...,
+    block_size: int | None = ...,
+    block_table: Tensor | None = ...,
+    page_size: int | None = ...,
+    causal: bool = ...,
+    scale: float | None = ...,
+    max_selected: int | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+    schedule: str = ...,
+    out: Tensor | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def selection_attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    ranges: Tensor | None = ...,
+    block_indices: Tensor | None = ...,
+    block_size: int | None = ...,
+    block_table: Tensor | None = ...,
+    page_size: int | None = ...,
+    causal: bool = ...,
+    scale: float | None = ...,
+    max_selected: int | None = ...,
+    return_lse: Literal[True],
+    backend: str = ...,
+    schedule: str = ...,
+    out: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def selection_attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    ranges: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_size: int | None = None,
+    block_table: Tensor | None = None,
+    page_size: int | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    max_selected: int | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    schedule: str = "auto",
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`nsa.selection_attention` over the keys a cache holds so far: decode, speculative decode, chunked prefill.
+
+    It reads the caches and writes nothing to them: the caller appends the new keys and values before.
+
+    Args:
+        q: ``[B, S, HQ, D]``, the newest ``S`` positions of each sequence.
+        k_cache: ``[B, S_max, HKV, D]``; with ``block_table`` ``[num_pages, page_size, HKV, D]``.
+        v_cache: ``[B, S_max, HKV, Dv]`` or ``[num_pages, page_size, HKV, Dv]``.
+        cache_seqlens: ``[B]`` int32 or int64, keys of each sequence, those of ``q`` included; may differ, and be 0.
+            Query ``s`` sits at ``t = cache_seqlens[b] - S + s``, and sees nothing where that is negative.
+        ranges: ``[B, S, HKV, n, 2]`` half-open key spans, by position in the sequence, whatever page that lies in.
+        block_indices: ``[B, S, HKV, n]`` with ``block_size``, instead.
+        block_table: ``[B, width]`` int32 or int64, the pages of each sequence in order. Pages need not be in order, nor
+            belong to one sequence.
+        page_size: of the pages, to have it checked; it is ``k_cache.shape[1]``.
+        causal, scale, max_selected, return_lse, backend, schedule, out: as for :func:`nsa.selection_attention`.
+
+    Nothing outside the cache is read, whatever lengths and table say: lengths are clamped to ``[0, S_max]`` (``width *
+    page_size``), and keys of a page outside ``[0, num_pages)`` are left out as if they were not selected. The setting
+    ``debug_cache`` logs such lengths and pages, with their sequence. Lengths, table and selection may change in place
+    between replays of a captured CUDA graph.
+
+    Returns:
+        ``O`` ``[B, S, HQ, Dv]`` in ``q``'s dtype; with ``return_lse`` also ``LSE`` fp32 ``[B, S, HQ]``. No gradient.
+
+    Raises:
+        ValueError, TypeError: a shape, dtype, device or option is not as above; says expected and got.
+        RuntimeError: a gradient is wanted; a tensor is transformed by ``torch.func``; or as
+            :func:`nsa.selection_attention`.
+    """
+    try:
+        if page_size is not None and (block_table is None or page_size != k_cache.shape[1]):
+            found = "no block_table" if block_table is None else f"k_cache.shape[1] = {k_cache.shape[1]}"
+            raise ValueError(f"page_size: expected that of a paged k_cache, got {page_size} with {found}")
+        wants_grad = is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad)
+    except AttributeError:
+        check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+        raise
+    if wants_grad:
+        raise RuntimeError(
+            "selection_attention_with_kvcache has no gradient: call it under torch.no_grad(), or train with "
+            "selection_attention"
+        )
+    optional = {"ranges": ranges, "block_indices": block_indices, "block_table": block_table, "out": out}
+    if is_compiling() or transforms_active() or q.__class__ is not Tensor:
+        check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens)
+        if not is_compiling() and transformed(q, k_cache, v_cache, cache_seqlens, *optional.values()):
+            raise RuntimeError("selection_attention_with_kvcache has no rule for transforms of torch.func")
+        o, lse = torch.ops.nsa.selection_attention_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens, ranges, block_indices, block_size, block_table, causal, scale,
+            max_selected, backend, schedule,
+        )  # fmt: skip
+        o = o if out is None else out.copy_(o)
+        return (o, lse) if return_lse else o
+    try:
+        planned = dispatch.plan(
+            q, k_cache, v_cache, ranges, block_indices, block_size, causal, None, None, None, max_selected, out,
+            backend, schedule, cache_seqlens, block_table,
+        )  # fmt: skip
+    except AttributeError:
+        check_tensors(cache_seqlens=cache_seqlens, **{name: x for name, x in optional.items() if x is not None})
+        raise
+    if settings.get().debug_cache:
+        report(cache_seqlens, block_table, q.shape[1], *k_cache.shape[:2])
+    given = (
+        q, k_cache, v_cache, ranges, block_indices, block_size, causal, None, scale, None, None, return_lse, out,
+        cache_seqlens, block_table,
+    )  # fmt: skip
+    o, lse = dispatch.run(planned, given)
+    if return_lse:
+        assert lse is not None
+        return o, lse
+    return o
+
+
+def report(cache_seqlens: Tensor, block_table: Tensor | None, S: int, pages: int, size: int) -> None:
+    """Log lengths that the cache cannot have, or that are shorter than the ``S`` queries, and pages that do not exist.
+
+    ``size``: keys of a page, or of a contiguous cache's sequence. Synchronizes, so not while a CUDA graph is captured.
+    """
+    if cache_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    room = size if block_table is None else size * block_table.shape[1]
+    lengths = cache_seqlens.long().cpu()
+    bad = ((lengths < 0) | (lengths > room)).nonzero()[:, 0].tolist()
+    _say("cache_seqlens", f"expected 0 to {room}", [f"{lengths[b]} of sequence {b}" for b in bad])
+    short = ((lengths >= 0) & (lengths < S)).nonzero()[:, 0].tolist()
+    _say(
+        "cache_seqlens",
+        f"expected {S} or more, or queries see nothing",
+        [f"{lengths[b]} of sequence {b}" for b in short],
+    )
+    if block_table is None:
+        return
+    table = block_table.long().cpu()
+    used = torch.arange(table.shape[1]) * size < lengths.clamp(0, room)[:, None]
+    wrong = (used & ((table < 0) | (table >= pages))).nonzero().tolist()
+    _say("block_table", f"expected pages 0 to {pages - 1}", [f"{table[b, i]} at [{b}, {i}]" for b, i in wrong])
+
+
+def _say(name: str, expected: str, found: list[str]) -> None:
+    if found:
+        more = f" and {len(found) - MOST_REPORTED} more" if len(found) > MOST_REPORTED else ""
+        logger.warning("%s: %s, got %s%s", name, expected, ", ".join(found[:MOST_REPORTED]), more)
+
+
+assert ops  # registers torch.ops.nsa

@@ -1,0 +1,310 @@
+"""Caches of a live server: lengths and tables that are wrong, stale or change under a graph; what is refused."""
+
+import logging
+import math
+import re
+import threading
+
+import pytest
+import torch
+
+import nsa
+from nsa.testing import caches
+from nsa.testing.plugin import current_lane
+
+from .conftest import compare
+
+ROOM, PAGE = 64, 16
+BACKENDS = ["triton", "sdpa", "reference"]
+graphs = pytest.mark.skipif(current_lane() != "gpu", reason="graphs need a GPU")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+def call(q, cache, backend="triton", **keywords):
+    return nsa.selection_attention_with_kvcache(
+        q, cache.k, cache.v, **(cache.arguments | {"return_lse": True, "backend": backend} | keywords)
+    )
+
+
+def queries(B, S=1, seed=5, device="cpu", HQ=4, D=16):
+    return torch.randn(B, S, HQ, D, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def everything(B, S, device, n=ROOM // PAGE):
+    """Every block of every sequence, and one past the end."""
+    return torch.arange(n + 1, dtype=torch.int32, device=device).expand(B, S, 2, n + 1).contiguous()
+
+
+@pytest.mark.parametrize("size", [8, 16, 32])
+def test_pages_that_do_not_exist_are_not_read(device, backend, size):
+    """In the middle of a sequence, too: their keys are as if nobody had selected them."""
+    cache = caches.draw([50, 64, 33], ROOM, PAGE, device=device)
+    pages = cache.k.shape[0]
+    for place, page in (((0, 1), -1), ((1, 0), pages), ((1, 3), 2**31 - 1), ((2, 0), -(2**31)), ((2, 1), pages + 7)):
+        cache.block_table[place] = page
+    q = queries(3, 2, device=device)
+    blocks = everything(3, 2, device, n=ROOM // size)
+    got = call(q, cache, backend, block_indices=blocks, block_size=size)
+    compare(got, caches.oracle(q, cache, block_indices=blocks, block_size=size), q.dtype)
+
+
+def test_pages_beyond_32_bits(device, backend):
+    cache = caches.draw([50, 64], ROOM, PAGE, index=torch.int64, device=device)
+    cache.block_table[0, 1], cache.block_table[1, 2] = 2**62, -(2**62)
+    q, blocks = queries(2, device=device), everything(2, 1, device)
+    got = call(q, cache, backend, block_indices=blocks, block_size=PAGE)
+    compare(got, caches.oracle(q, cache, block_indices=blocks, block_size=PAGE), q.dtype)
+
+
+@pytest.mark.parametrize("page", [None, PAGE], ids=["contiguous", "paged"])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_lengths_that_cannot_be(device, backend, page, index):
+    """Negative ones are 0, those beyond the cache, or the table, as long as that."""
+    cache = caches.draw([ROOM] * 4, ROOM, page, index=index, device=device)
+    far = torch.iinfo(index).max
+    cache.cache_seqlens.copy_(torch.tensor([-1, -far, ROOM + 1, far]))
+    q, blocks = queries(4, 3, device=device), everything(4, 3, device)
+    o, lse = got = call(q, cache, backend, block_indices=blocks, block_size=PAGE)
+    compare(got, caches.oracle(q, cache, block_indices=blocks, block_size=PAGE), q.dtype)
+    assert not o[:2].any()
+    assert (lse[:2] == -math.inf).all()
+
+
+@pytest.mark.parametrize("page", [None, PAGE], ids=["contiguous", "paged"])
+def test_what_lies_past_a_length_is_never_used(device, backend, page):
+    """It is NaN in `caches.draw`; without causality, and by spans that reach for it, too."""
+    cache = caches.draw([1, 17, 0, 63], ROOM, page, device=device)
+    q = queries(4, 2, device=device)
+    spans = (
+        torch.tensor([[0, 2**31 - 1], [-5, 40]], dtype=torch.int32, device=device).expand(4, 2, 2, 2, 2).contiguous()
+    )
+    for causal in (True, False):
+        got = call(q, cache, backend, ranges=spans, causal=causal)
+        compare(got, caches.oracle(q, cache, ranges=spans, causal=causal), q.dtype)
+
+
+def test_a_page_may_serve_several_sequences(device, backend):
+    """A prompt in common is stored once."""
+    cache = caches.draw([40, 55, 64], ROOM, PAGE, device=device)
+    cache.block_table[1:, :2] = cache.block_table[0, :2]
+    q, blocks = queries(3, device=device), everything(3, 1, device)
+    got = call(q, cache, backend, block_indices=blocks, block_size=PAGE)
+    compare(got, caches.oracle(q, cache, block_indices=blocks, block_size=PAGE), q.dtype)
+
+
+def test_caches_of_any_strides(device, backend):
+    """Heads before keys, and one cache for K and V as servers keep them."""
+    cache = caches.draw([40, 64], ROOM, PAGE, device=device)
+    both = torch.stack((cache.k, cache.v), 1)  # [pages, 2, page, HKV, D]
+    q, blocks = queries(2, device=device), everything(2, 1, device)
+    want = call(q, cache, backend, block_indices=blocks, block_size=PAGE)
+    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (both[:, 0], both[:, 1]))
+    for keys, values in ((both[:, 0], both[:, 1]), (k, v)):
+        other = caches.Cache(keys, values, cache.cache_seqlens, cache.block_table)
+        got = call(q, other, backend, block_indices=blocks, block_size=PAGE)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_no_sequences_no_queries_no_room(device, backend):
+    for B, S, page in ((0, 1, PAGE), (2, 0, None), (2, 1, PAGE)):
+        cache = caches.draw([0] * B, ROOM, page, device=device)
+        if page is not None:
+            cache = caches.Cache(cache.k, cache.v, cache.cache_seqlens, cache.block_table[:, :0])
+        o, lse = call(
+            queries(B, S, device=device), cache, backend, block_indices=everything(B, S, device), block_size=8
+        )
+        assert (o.shape, lse.shape) == ((B, S, 4, 16), (B, S, 4))
+        assert not o.any()
+        assert (lse == -math.inf).all()
+
+
+def test_auto_falls_back_and_says_so(device, fresh_routes):
+    cache = caches.draw([40, 64], ROOM, PAGE, device=device)
+    q, blocks = queries(2, device=device), everything(2, 1, device)
+    got = {}
+    for min_L in (0, 10**6):
+        with nsa.configure(sel_triton_min_L=min_L):
+            got[min_L] = call(q, cache, "auto", block_indices=blocks, block_size=PAGE)
+    assert {record.route for record in nsa.routes()} == {"blocks", "sdpa"}
+    torch.testing.assert_close(got[0], got[10**6])
+
+
+def test_a_broken_kernel_for_pages_does_not_speak_of_other_caches(device, fresh_routes, monkeypatch):
+    from nsa.kernels import query_major
+
+    real = query_major.forward
+
+    def forward(launch, *args, **keywords):
+        if keywords.get("block_table") is not None:
+            raise RuntimeError("PassManager::run failed")
+        return real(launch, *args, **keywords)
+
+    monkeypatch.setattr(query_major, "forward", forward)
+    q, blocks = queries(2, device=device), everything(2, 1, device)
+    with nsa.configure(sel_triton_min_L=0):
+        for page in (PAGE, None, PAGE):
+            cache = caches.draw([40, 64], ROOM, page, device=device)
+            got = call(q, cache, "auto", block_indices=blocks, block_size=PAGE)
+            compare(got, caches.oracle(q, cache, block_indices=blocks, block_size=PAGE), q.dtype)
+    assert {(record.route, record.calls) for record in nsa.routes()} == {("sdpa", 2), ("blocks", 1)}
+
+
+@pytest.mark.parametrize("page", [None, PAGE], ids=["contiguous", "paged"])
+def test_threads(device, page):
+    """Eight at once, each its own lengths: the answers are those of one after the other."""
+    cache = caches.draw([64] * 2, ROOM, page, device=device)
+    q, blocks = queries(2, device=device), everything(2, 1, device)
+    lengths = [torch.tensor([8 * i + 1, 64 - 8 * i], dtype=torch.int32, device=device) for i in range(8)]
+
+    # Triton's interpreter serves one thread only.
+    backend = "triton" if device.type == "cuda" else "sdpa"
+
+    def serve(i):
+        return call(q, cache, backend, block_indices=blocks, block_size=PAGE, cache_seqlens=lengths[i])
+
+    want, got = [serve(i) for i in range(8)], [None] * 8
+
+    def work(i):
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with torch.cuda.stream(stream):
+            got[i] = serve(i)
+            if stream is not None:
+                stream.synchronize()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(a, b) for x, y in zip(got, want, strict=True) for a, b in zip(x, y, strict=True))
+
+
+@graphs
+@pytest.mark.parametrize("page", [None, PAGE, 64], ids=["contiguous", "page16", "page64"])
+def test_a_graph_is_replayed_with_what_changed_in_place(device, page):
+    """Selection, lengths, table, queries and cache; without allocation, sync or compiling."""
+    first, second = (
+        caches.draw(lengths, ROOM, page, device=device, seed=i) for i, lengths in enumerate(([40, 7], [64, 0]))
+    )
+    q = queries(2, device=device)
+    blocks, out = everything(2, 1, device), torch.empty_like(q)
+    selection = {"block_indices": blocks, "block_size": PAGE}
+    call(q, first, **selection, out=out)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, lse = call(q, first, **selection, out=out)
+    graph.replay()
+    compare((out, lse), caches.oracle(q, first, **selection), q.dtype)
+    for x, y in zip(
+        (first.k, first.v, *first.arguments.values()), (second.k, second.v, *second.arguments.values()), strict=True
+    ):
+        if x is not None:
+            x.copy_(y)
+    q.copy_(queries(2, seed=9, device=device))
+    blocks.copy_(blocks.flip(-1))
+    allocated = torch.cuda.memory_stats(device)["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph.replay()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats(device)["allocation.all.allocated"] == allocated
+    compare((out, lse), caches.oracle(q, second, **selection), q.dtype)
+
+
+def test_debug_cache_reports_what_is_wrong_by_its_row(device, caplog):
+    cache = caches.draw([40, 64, 20, 20], ROOM, PAGE, device=device)
+    pages = cache.k.shape[0]
+    cache.block_table[0, 2], cache.block_table[1, 0] = -3, pages
+    cache.cache_seqlens[2:] = torch.tensor([65, 1])
+    q, blocks = queries(4, 2, device=device), everything(4, 2, device)
+    with caplog.at_level(logging.WARNING, "nsa"):
+        call(q, cache, "sdpa", block_indices=blocks, block_size=PAGE)
+        assert not caplog.messages
+        with nsa.configure(debug_cache=True):
+            call(q, cache, "sdpa", block_indices=blocks, block_size=PAGE)
+    lengths, short, table = caplog.messages
+    assert lengths == "cache_seqlens: expected 0 to 64, got 65 of sequence 2"
+    assert short == "cache_seqlens: expected 2 or more, or queries see nothing, got 1 of sequence 3"
+    assert table.startswith(f"block_table: expected pages 0 to {pages - 1}, got -3 at [0, 2], {pages} at [1, 0], ")
+    caplog.clear()
+    with nsa.configure(debug_cache=True):
+        call(queries(1, device=device), caches.draw([64], ROOM, PAGE, device=device), "sdpa",
+             block_indices=everything(1, 1, device), block_size=PAGE)  # fmt: skip
+    assert not caplog.messages
+
+
+# What differs from a call that is right, and what is said.
+LENGTHS, TABLE = "cache_seqlens: expected", "block_table: expected"
+WRONG = {
+    "page-size": ({"page_size": 32}, ValueError, "page_size: expected that of a paged k_cache, got 32"),
+    "page-size-of-none": (
+        {"block_table": None, "page_size": 16, "contiguous": True}, ValueError, "got 16 with no block_table",
+    ),
+    "lengths-shape": ({"cache_seqlens": torch.zeros(3, dtype=torch.int32)}, ValueError, f"{LENGTHS} [B] = [2]"),
+    "lengths-dtype": ({"cache_seqlens": torch.zeros(2)}, TypeError, "cache_seqlens: expected dtype int32, int64"),
+    "lengths-none": ({"cache_seqlens": 5}, TypeError, "cache_seqlens: expected a torch.Tensor, got int"),
+    "table-shape": ({"block_table": torch.zeros(3, 4, dtype=torch.int32)}, ValueError, f"{TABLE} [B, width]"),
+    "table-dtype": ({"block_table": torch.zeros(2, 4)}, TypeError, "block_table: expected dtype"),
+    "table-1d": ({"block_table": torch.zeros(2, dtype=torch.int32)}, ValueError, "block_table: expected [B, width]"),
+    "no-table": ({"block_table": None}, ValueError, "k: expected [B, S_kv, HKV, D]"),
+    "neither": ({"block_indices": None, "block_size": None}, ValueError, "exactly one of ranges and block_indices"),
+    "backend": ({"backend": "fast"}, ValueError, "backend: expected one of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_errors_say_what_was_expected(device, wrong):
+    change, kind, text = WRONG[wrong]
+    change = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in change.items()}
+    cache = caches.draw([40, 64], ROOM, None if change.pop("contiguous", False) else PAGE, device=device)
+    right = {"block_indices": everything(2, 1, device), "block_size": PAGE, "backend": "sdpa"}
+    with pytest.raises(kind, match=re.escape(text)):
+        call(queries(2, device=device), cache, **(right | change))
+
+
+def test_gradients_and_transforms_are_refused(device, backend):
+    cache = caches.draw([40, 64], ROOM, PAGE, device=device)
+    blocks = everything(2, 1, device)
+    q = queries(2, device=device).requires_grad_()
+    selection = {"block_indices": blocks, "block_size": PAGE}
+    with pytest.raises(RuntimeError, match=r"has no gradient: call it under torch.no_grad\(\)"):
+        call(q, cache, backend, **selection)
+    with torch.no_grad():
+        call(q, cache, backend, **selection)
+    with pytest.raises(RuntimeError, match="vmap"):
+        torch.vmap(lambda q: call(q, cache, backend, **selection)[0])(queries(2, device=device)[None])
+    with pytest.raises(RuntimeError, match="has no gradient|no rule for transforms"):
+        torch.func.grad(lambda q: call(q, cache, backend, **selection)[0].sum())(q.detach())
+
+
+@pytest.mark.parametrize("page", [None, PAGE], ids=["contiguous", "paged"])
+def test_the_operator_is_one_and_compiles(device, page):
+    cache = caches.draw([40, 64], ROOM, page, device=device)
+    q, blocks = queries(2, device=device), everything(2, 1, device)
+    backend = "triton" if device.type == "cuda" else "sdpa"
+    arguments = (
+        q,
+        cache.k,
+        cache.v,
+        cache.cache_seqlens,
+        None,
+        blocks,
+        PAGE,
+        cache.block_table,
+        True,
+        None,
+        None,
+        backend,
+    )
+    torch.library.opcheck(
+        torch.ops.nsa.selection_attention_with_kvcache.default, arguments,
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )  # fmt: skip
+    compiled = torch.compile(lambda q: call(q, cache, backend, block_indices=blocks, block_size=PAGE), fullgraph=True)
+    got, want = compiled(q), call(q, cache, backend, block_indices=blocks, block_size=PAGE)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

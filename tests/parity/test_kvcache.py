@@ -1,0 +1,125 @@
+"""Caches of sequences of unequal length, contiguous and in pages, against the oracle that lays them side by side."""
+
+import math
+
+import pytest
+import torch
+
+import nsa
+from nsa.kernels import key_tiles, tiles
+from nsa.testing import caches, sweep
+from nsa.testing.plugin import current_lane
+
+GPU = current_lane() == "gpu"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16} if GPU else {"fp32": torch.float32}
+PAGES = [None, 16, 64, 128]
+ROOM = 256
+LENGTHS = [203, 0, 1, ROOM]  # within a page, nothing, one key, no room left
+# By the rules; keys shared among programs, with tiles that a page holds several of, or that hold several pages.
+CHOICES = {"auto": None, "split": tiles.Choice(2, 1, 32, 4, 2), "wide": tiles.Choice(4, 1, 64, 4, 2, 0)}
+
+
+def check(got, want, dtype):
+    """Outputs within rounding of the inputs' dtype, LSE within fp32's; rows without keys exactly."""
+    (o, lse), (o_want, lse_want) = got, want
+    assert (o.dtype, lse.dtype) == (dtype, torch.float32)
+    peak = max(1.0, float(o_want.abs().max())) if o_want.numel() else 1.0
+    atol = max(6 * torch.finfo(dtype).eps, 1e-5) * peak
+    torch.testing.assert_close(o.double(), o_want, rtol=0, atol=atol)
+    torch.testing.assert_close(lse.double(), lse_want, rtol=1e-5, atol=2e-5)
+    assert not bool(o[lse_want == -math.inf].any()), "rows that select nothing must be exactly 0"
+
+
+def draw_blocks(B, S, HKV, n, size, seed):
+    """Block 0, padding, one past the end, and others; a block may come twice."""
+    g = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(-1, -(-ROOM // size) + 1, (B, S, HKV, n), generator=g)
+    blocks[..., 0] = 0
+    return blocks
+
+
+def draw_ranges(B, S, HKV, n, seed):
+    g = torch.Generator().manual_seed(seed)
+    start = torch.randint(-9, ROOM + 9, (B, S, HKV, n), generator=g)
+    return torch.stack((start, start + torch.randint(-3, 90, start.shape, generator=g)), -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("S", [1, 3], ids=["decode", "S3"])
+@pytest.mark.parametrize("size", [16, 32, 64, 128, 48], ids=lambda size: f"block{size}")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"page{page}")
+def test_triton_sel_parity_kvcache_blocks(device, page, size, S, choice, dtype):
+    cache = caches.draw(LENGTHS, ROOM, page, HKV=2, D=32, Dv=16, dtype=dtype, device=device, seed=size + S)
+    g = torch.Generator().manual_seed(S)
+    q = torch.randn(len(LENGTHS), S, 6, 32, generator=g).to(device, dtype)
+    blocks = draw_blocks(len(LENGTHS), S, 2, 4, size, seed=size).to(device, torch.int32)
+    selection = {"block_indices": blocks, "block_size": size}
+    out = torch.full((*q.shape[:-1], 16), math.nan, dtype=dtype, device=device)
+    with sweep.forced(choice):
+        got = nsa.selection_attention_with_kvcache(
+            q, cache.k, cache.v, **cache.arguments, **selection, backend="triton", return_lse=True, out=out
+        )
+    assert got[0] is out
+    check(got, caches.oracle(q, cache, **selection), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("walked", [0, 8], ids=["parts", "walk"])
+@pytest.mark.parametrize("size", [16, 64, 128, 48, None], ids=lambda size: f"block{size}" if size else "ranges")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"page{page}")
+def test_triton_sel_parity_kvcache_key_major(device, page, size, walked, dtype, monkeypatch):
+    """A chunk of a prompt: partial results of each block, or some of its keys read by the kernel that merges."""
+    cache = caches.draw(LENGTHS, ROOM, page, HKV=2, D=32, Dv=16, dtype=dtype, device=device, seed=7)
+    S = 5
+    q = torch.randn(len(LENGTHS), S, 6, 32, generator=torch.Generator().manual_seed(S)).to(device, dtype)
+    if size is None:
+        selection = {"ranges": draw_ranges(len(LENGTHS), S, 2, 5, seed=3).to(device, torch.int32)}
+    else:
+        blocks = draw_blocks(len(LENGTHS), S, 2, 4, size, seed=9).to(device, torch.int32)
+        selection = {"block_indices": blocks, "block_size": size}
+    out = torch.full((*q.shape[:-1], 16), math.nan, dtype=dtype, device=device)
+    monkeypatch.setattr(key_tiles, "forced", key_tiles.SINGLE._replace(walked=walked))
+    before = nsa.kernels.launches.copy()
+    got = nsa.selection_attention_with_kvcache(
+        q, cache.k, cache.v, **cache.arguments, **selection, backend="triton", schedule="key_major", return_lse=True,
+        out=out,
+    )  # fmt: skip
+    assert (nsa.kernels.launches - before)["key_major"] == 1
+    check(got, caches.oracle(q, cache, **selection), dtype)
+
+
+@pytest.mark.parametrize("backend", ["triton", "sdpa", "reference"])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
+@pytest.mark.parametrize("source", ["ranges", "blocks"])
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"page{page}")
+def test_triton_sel_parity_kvcache_backends(device, page, source, causal, index, backend):
+    dtype = next(iter(DTYPES.values()))
+    cache = caches.draw(LENGTHS, ROOM, page, HKV=2, dtype=dtype, index=index, device=device, seed=1)
+    q = torch.randn(len(LENGTHS), 2, 4, 16, generator=torch.Generator().manual_seed(2)).to(device, dtype)
+    if source == "ranges":
+        selection = {"ranges": draw_ranges(len(LENGTHS), 2, 2, 5, seed=3).to(device, index)}
+    else:
+        selection = {
+            "block_indices": draw_blocks(len(LENGTHS), 2, 2, 5, 32, seed=3).to(device, index),
+            "block_size": 32,
+        }
+    got = nsa.selection_attention_with_kvcache(
+        q, cache.k, cache.v, **cache.arguments, **selection, causal=causal, scale=0.3, backend=backend, return_lse=True
+    )
+    check(got, caches.oracle(q, cache, **selection, causal=causal, scale=0.3), dtype)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"page{page}")
+def test_triton_sel_parity_kvcache_is_the_call_without_one(device, page):
+    """A cache that is full, and the same keys without lengths or pages: the same bits."""
+    dtype = next(iter(DTYPES.values()))
+    cache = caches.draw([ROOM, ROOM], ROOM, page, HKV=2, D=32, Dv=32, dtype=dtype, device=device)
+    q = torch.randn(2, 3, 8, 32, generator=torch.Generator().manual_seed(2)).to(device, dtype)
+    blocks = draw_blocks(2, 3, 2, 4, 64, seed=3).to(device, torch.int32)
+    selection = {"block_indices": blocks, "block_size": 64, "backend": "triton", "return_lse": True}
+    got = nsa.selection_attention_with_kvcache(q, cache.k, cache.v, **cache.arguments, **selection)
+    k, v = (torch.stack([cache.sequence(b)[i] for b in range(2)]) for i in range(2))
+    want = nsa.selection_attention(q, k, v, **selection)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
