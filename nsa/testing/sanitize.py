@@ -118,6 +118,31 @@ def _matrix(device: torch.device) -> int:
                 assert_parity(OURS[name].run_counted(oracle.problem, True)[0], oracle, f"{case.id} {name}")
                 calls += 1
         calls += _gradients(case, device)
+    return calls + _caches(device)
+
+
+def _caches(device: torch.device) -> int:
+    """Caches with lengths beyond their room and pages that do not exist, each call compared; how many."""
+    import nsa
+    from nsa.testing import caches
+
+    calls = 0
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 5, 8, 64, generator=g).to(device, torch.bfloat16)
+    blocks = torch.randint(-2, 12, (3, 5, 2, 6), generator=g).to(device, torch.int32)
+    for page in (None, 16, 64):
+        cache = caches.draw([203, 0, 999], 256, page, D=64, Dv=64, dtype=torch.bfloat16, device=device)
+        if cache.block_table is not None:
+            cache.block_table[0, 1], cache.block_table[2, 0] = -1, 10**6
+        want, lse_want = caches.oracle(q, cache, block_indices=blocks, block_size=32)
+        for schedule in ("query_major", "key_major"):
+            got, lse = nsa.selection_attention_with_kvcache(
+                q, cache.k, cache.v, **cache.arguments, block_indices=blocks, block_size=32, backend="triton",
+                schedule=schedule, return_lse=True,
+            )  # fmt: skip
+            torch.testing.assert_close(got.double(), want, rtol=0, atol=0.03)
+            torch.testing.assert_close(lse.double(), lse_want, rtol=1e-4, atol=1e-3)
+            calls += 1
     return calls
 
 
