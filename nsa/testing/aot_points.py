@@ -6,7 +6,7 @@ import dataclasses
 
 from nsa.kernels import tiles
 
-MOST = 60
+MOST = 90
 """Points of one architecture, each a configuration that `tiles.py` or its like returns for a call; one may launch
 several kernels. What a table of tiles adds to `POINTS` is cut to that."""
 

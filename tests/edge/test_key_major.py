@@ -230,13 +230,28 @@ def test_a_row_does_not_depend_on_the_others(draw, device):
         assert_same_bits(alone[1][:, 0], lse[:, s])
 
 
+@pytest.mark.parametrize(
+    ("queries", "S_kv", "invariant", "walks"),
+    [(512, 1024, False, True), (512, 1025, False, False), (512, 65_536, False, False), (1, 65_536, True, True)],
+)
+def test_a_chunk_of_a_long_prompt_walks_nothing(queries, S_kv, invariant, walks):
+    """Its keys are not in L2; unless the rest of the call may not decide how a row is rounded."""
+    q = torch.empty(1, queries, 16, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(1, S_kv, 1, 128, dtype=torch.bfloat16, device="meta")
+    blocks = torch.empty(1, queries, 1, 16, dtype=torch.int32, device="meta")
+    launch = key_major.launch_for(q, k, k, selection=blocks, block_size=64, causal=True, invariant=invariant)
+    assert (launch.tile.walked, launch.windows.slots) == ((8, 8) if walks else (0, 16))
+
+
 @pytest.mark.parametrize("size", [16, 24])
-def test_large_groups_read_some_blocks_where_parts_are_merged(draw, device, agrees, size):
+def test_large_groups_read_some_blocks_where_parts_are_merged(draw, device, agrees, monkeypatch, size):
     """G = 16 walks half of the slots: padding among either, duplicates across both."""
     dtype = torch.float16 if current_lane() == "interpreter" else torch.bfloat16
     q, k, v = draw(B=1, S=3, S_kv=75, HKV=1, G=16, dtype=dtype)
     blocks = torch.tensor([[0, -1, 2, 1], [-1, -1, -1, 1], [1, 1, 1, -1]], dtype=torch.int32, device=device)
     blocks = blocks.view(1, 3, 1, 4)
+    monkeypatch.setattr(key_tiles, "walks", lambda *_: True)  # three queries of 75 keys are few
+    key_major.plan.cache_clear()
     launch = key_major.launch_for(q, k, v, selection=blocks, block_size=size, causal=True)
     assert launch.tile.walked == 8
     assert launch.windows.slots == 2

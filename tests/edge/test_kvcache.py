@@ -300,6 +300,7 @@ def test_the_operator_is_one_and_compiles(device, page):
         None,
         None,
         backend,
+        "auto",
     )
     torch.library.opcheck(
         torch.ops.nsa.selection_attention_with_kvcache.default, arguments,

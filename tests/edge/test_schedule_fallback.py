@@ -30,7 +30,9 @@ def kernels(monkeypatch, tmp_path, fresh_plans, fresh_routes):
     monkeypatch.setattr(schedules, "FOLDER", tmp_path)
     monkeypatch.setattr(dispatch, "_device_facts", lambda device: (GPU, "heads_as_queries", None))
     provenance = {key: GPU for key in schedules.PROVENANCE}
-    (tmp_path / "nvidia-nobody-1.yaml").write_text(f"key_major_from: {{1: 2}}\nprovenance: {provenance}\n")
+    (tmp_path / "nvidia-nobody-1.yaml").write_text(
+        f"key_major_from: {{1: 2}}\nchunk_key_major_from: {{1: 2}}\nprovenance: {provenance}\n"
+    )
     state = {"key_major": None, "query_major": None, "tried": []}
     stub = types.ModuleType("nsa.kernels.key_major")
     monkeypatch.setitem(sys.modules, stub.__name__, stub)

@@ -100,7 +100,15 @@ def calls(draw, same, device):
     rows = q[0].flatten(0, 1)[:, None], *(x[0].transpose(0, 1).repeat(6, 1, 1) for x in (k, v))
     n = torch.arange(rows[0].shape[0] + 1, dtype=torch.int64, device=device) * 3
     front = nsa.selection_attention
+    lengths = torch.tensor([20], dtype=torch.int32, device=device)
+    pages = [x.view(3, 8, *x.shape[2:]) for x in (k, v)]
+    cached = functools.partial(nsa.selection_attention_with_kvcache, q, cache_seqlens=lengths)
+    table = torch.tensor([[2, 0, 1]], dtype=torch.int32, device=device)
     return {
+        "cache": lambda: cached(k, v, **ranges),
+        "int64-cache": lambda: cached(k, v, **blocks | {"cache_seqlens": lengths.long()}),
+        "pages": lambda: cached(*pages, **blocks, block_table=table),
+        "spans-in-pages": lambda: cached(*pages, **ranges, block_table=table.long(), return_lse=True),
         "ranges": lambda: front(q, k, v, **ranges),
         "lse": lambda: front(q, k, v, **ranges, return_lse=True),
         "fp16": lambda: front(q.half(), k.half(), v.half(), **ranges),
@@ -121,8 +129,9 @@ def calls(draw, same, device):
     }
 
 
-KEY_MAJOR = "ranges blocks odd varlen positions int64 tiled-walk walk".split()
+KEY_MAJOR = "ranges blocks odd varlen positions int64 tiled-walk walk cache-walk pages-walk pages".split()
 NAMES = "ranges lse fp16 long int64 misaligned positions blocks tiled odd one per-head varlen dense packed".split()
+NAMES += ["cache", "int64-cache", "pages", "spans-in-pages"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -140,7 +149,12 @@ def key_major_calls(draw, same, device):
     q, k, v = draw()
     ranges = {"ranges": same([(0, 7), (9, 13)], 1, 3, 2)}
     blocks = {"block_indices": same([1, -1, 0], 1, 3, 2), "block_size": 16}
-    wide = draw(G=9, HKV=1, D=16)
+    wide = [x.half() for x in draw(S=16, S_kv=32, G=9, HKV=1)]
+    walked = same([1, -1, 0], 1, 16, 1)
+    lengths = torch.tensor([27], dtype=torch.int32, device=device)
+    table = torch.tensor([[1, 0]], dtype=torch.int32, device=device)
+    pages = [x.view(2, 16, *x.shape[2:]) for x in wide[1:]]
+    cached = functools.partial(nsa.selection_attention_with_kvcache, wide[0], **how, cache_seqlens=lengths)
     cu = torch.tensor([0, 1, 3], dtype=torch.int32, device=device)
     packed = draw(S=3, S_kv=21, varlen=True)
     front = functools.partial(nsa.selection_attention, **how)
@@ -151,8 +165,11 @@ def key_major_calls(draw, same, device):
         "varlen": lambda: front(*packed, ranges=same([(0, 7), (9, 13)], 3, 2), cu_seqlens=(cu, cu.long() * 7)),
         "positions": lambda: front(q, k, v, **ranges, q_positions=torch.zeros(1, 3, dtype=torch.int64, device=device)),
         "int64": lambda: front(q.half(), k.half(), v.half(), ranges=ranges["ranges"].long(), causal=False),
-        "tiled-walk": lambda: front(*(x.half() for x in wide), block_indices=same([1, -1, 0], 1, 3, 1), block_size=16),
-        "walk": lambda: front(*(x.half() for x in wide), block_indices=same([1, -1, 0], 1, 3, 1), block_size=7),
+        "tiled-walk": lambda: front(*wide, block_indices=walked, block_size=16),
+        "walk": lambda: front(*wide, block_indices=walked, block_size=7),
+        "cache-walk": lambda: cached(*wide[1:], block_indices=walked, block_size=16),
+        "pages-walk": lambda: cached(*pages, block_indices=walked, block_size=16, block_table=table),
+        "pages": lambda: cached(*pages, ranges=same([(0, 7), (9, 30)], 1, 16, 1), block_table=table),
     }
 
 
