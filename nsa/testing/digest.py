@@ -8,7 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nsa.testing import summary, thresholds
-from nsa.testing.recording import Fact, Recording, geomean, grouped, kernels, prefills, speedup, trainings, worst
+from nsa.testing.recording import (
+    Fact,
+    Recording,
+    geomean,
+    grouped,
+    kernels,
+    prefills,
+    servings,
+    speedup,
+    trainings,
+    worst,
+)
 
 
 @dataclass
@@ -41,6 +52,7 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
         ),
         Section("Prefill", PREFILL_TEXT, header=PREFILL_HEADER, rows=prefill_rows(now.facts)),
         Section("Training", TRAINING_TEXT, header=TRAINING_HEADER, rows=training_rows(now.facts)),
+        Section("Serving", SERVING_TEXT, header=SERVING_HEADER, rows=serving_rows(now.facts)),
         Section("Roofline", _timing_note(now.facts), [p for p in [plots.roofline(now.facts)] if p]),
     ]
     if len(recordings) == 2:
@@ -84,6 +96,15 @@ TRAINING_OTHERS = ("fla", "dense_cudnn", "dense_flash")
 TRAINING_HEADER = (
     "HQ/HKV", "T", "timed", "ours", "ns/token", "fla-core", "dense cuDNN", "dense flash", "vs fla-core", "vs cuDNN",
     "vs flash", "memory vs flash",
+)  # fmt: skip
+SERVING_TEXT = (
+    "A decode step, and a chunk of a prompt, over a KV cache: 16 blocks of 64 a query, microseconds. No cache: the "
+    "same keys without lengths or page table. Share: of what the whole prompt takes, as many tokens of it."
+)
+SERVING_OTHERS = {"no cache": "auto", "contiguous": "kvcache", "fla-core": "fla"}
+SERVING_HEADER = (
+    "HQ/HKV", "B", "queries", "keys", "pages", "ours", *SERVING_OTHERS, "over no cache", "over contiguous",
+    "vs fla-core", "over its share",
 )  # fmt: skip
 CASE_HEADER = ("case", "group", "median", "95% interval", "GB/s", "of ceiling", "vs replaced", "vs best SDPA", "MAE")
 ORDINALS = ("before", "after")
@@ -141,6 +162,21 @@ def training_rows(facts: list[Fact]) -> list[Sequence[str]]:
             [f"{fact['HQ']}/{fact['HKV']}", str(fact["S"]), str(fact["group"]), f"{fact['median'] * 1e3:.2f}",
              f"{fact['ns_per_query']:.1f}", *others, *ratios, _times(fact.get("memory_vs_flash"))]
         )  # fmt: skip
+    return rows
+
+
+def serving_rows(facts: list[Fact]) -> list[Sequence[str]]:
+    """One row per step over a cache; "over": how many times as long ours takes, "vs": how many times as fast it is."""
+    rows: list[Sequence[str]] = []
+    for fact in servings(facts):
+        ours, medians = fact["median"], fact.get("medians") or {}
+        medians = {name: t for name, t in medians.items() if name != fact["impl"]}
+        others = [f"{medians[name] * 1e6:.2f}" if name in medians else "-" for name in SERVING_OTHERS.values()]
+        over = [_times(ours / medians[name] if name in medians else None) for name in ("auto", "kvcache")]
+        page = str(fact["impl"]).removeprefix("paged") if fact["impl"] != "kvcache" else "-"
+        where = [f"{fact['HQ']}/{fact['HKV']}", *(str(fact[name]) for name in ("B", "S", "S_kv")), page]
+        faster = _times(medians["fla"] / ours if "fla" in medians else None)
+        rows.append([*where, f"{ours * 1e6:.2f}", *others, *over, faster, _times(fact.get("times_its_share"))])
     return rows
 
 

@@ -118,6 +118,11 @@ def trainings(facts: Iterable[Fact]) -> list[Fact]:
     return [fact for fact in facts if fact.get("ns_per_query")]
 
 
+def servings(facts: Iterable[Fact]) -> list[Fact]:
+    """Those over KV caches."""
+    return [fact for fact in facts if str(fact.get("impl")).startswith(("kvcache", "paged"))]
+
+
 def geomean(values: Iterable[float | None]) -> float | None:
     """Geometric mean of what is known; None if nothing is."""
     known = [value for value in values if value]

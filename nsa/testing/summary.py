@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from nsa import settings
 from nsa.testing import crossover, thresholds
-from nsa.testing.recording import Fact, geomean, grouped, kernels, prefills, trainings, worst
+from nsa.testing.recording import Fact, geomean, grouped, kernels, prefills, servings, trainings, worst
 
 WIDTH = 100
 PREFILL_VERSUS = {
@@ -30,14 +30,17 @@ def lines(facts: list[Fact]) -> list[str]:
     """The summary; notes of the run (regressions, thresholds written, report) are the caller's."""
     prompts = prefills(facts)
     trained = trainings(facts)
-    named = {id(fact) for fact in (*kernels(facts), *prompts, *trained)}
-    ours = [fact for fact in kernels(facts) if not fact.get("ns_per_token")]
+    served = servings(facts)
+    named = {id(fact) for fact in (*kernels(facts), *prompts, *trained, *served)}
+    apart = {id(fact) for fact in (*prompts, *served)}
+    ours = [fact for fact in kernels(facts) if id(fact) not in apart]
     others = [fact for fact in facts if id(fact) not in named and not fact.get("layouts")]
     text = [
         *_kernel_table(ours),
         *_peers(ours),
         *_prefill_table(prompts),
         *_training_table(trained),
+        *_serving_table(served),
         *_control_table(others),
         *_left_out(facts),
         *_threshold(facts),
@@ -108,6 +111,22 @@ def _training_table(facts: list[Fact]) -> list[str]:
         memory = f"{_ratio(fact.get('memory_vs_flash')):>8}  {fact['group']}"
         text.append(f"{prompt(fact):22}{seconds(fact['median']):>9}{fact['ns_per_query']:>9.1f}{cells}{memory}")
     text.append("  times as fast as dense attention and fla-core; memory of a step over that of dense flash attention")
+    return text
+
+
+def _serving_table(facts: list[Fact]) -> list[str]:
+    """A line for each step over a cache, and how many times as long as without one, or without pages, it takes."""
+    if not facts:
+        return []
+    heads = {"no cache": "auto", "contiguous": "kvcache", "fla": "fla"}
+    text = [f"{'serving, HQ/HKV, B, queries':30}{'time':>9}{''.join(f'{name:>12}' for name in heads)}{'share':>8}"]
+    for fact in facts:
+        medians = {name: t for name, t in (fact.get("medians") or {}).items() if name != fact["impl"]}
+        over = [fact["median"] / medians[name] if name in medians else None for name in heads.values()]
+        cells = "".join(f"{_ratio(value):>12}" for value in over)
+        where = f"{fact['HQ']}/{fact['HKV']}, {fact['B']}, {fact['S']} {fact['impl']}"
+        text.append(f"{where:30}{seconds(fact['median']):>9}{cells}{_ratio(fact.get('times_its_share')):>8}")
+    text.append("  times as long as those, and as its share of a whole prompt takes")
     return text
 
 

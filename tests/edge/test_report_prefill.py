@@ -1,4 +1,4 @@
-"""Prefill and training in what is told of a run: terminal, report, README.md; baselines from before there was any."""
+"""Prefill, training and serving in what is told of a run: terminal, report, README.md; baselines without them."""
 
 import copy
 import csv
@@ -56,6 +56,19 @@ def trained(like, case, median=25e-3):
     return found
 
 
+def served(like, case, impl, median=6e-6, **others):
+    """As `test_kvcache` stores it."""
+    found = copy.deepcopy(like)
+    found |= {"group": "decode, pages", "name": f"test_decode[{impl}-{case.id}]"}
+    found["stats"] = found["stats"] | {"median": median}
+    found["extra_info"] |= case.fields() | {
+        "impl": impl, "medians": {impl: median, "auto": 5e-6} | others, "intervals": {}, "ci95": [median, median],
+        "share_of_ceiling": 0.8, "gbps": 2600.0, "control": "auto", "ratio_to_control": 1.2, "left_out": {},
+        **dict.fromkeys(summary.VERSUS.values()), "sdpa_best": None,
+    }  # fmt: skip
+    return found
+
+
 @pytest.fixture
 def recorded(tmp_path):
     """A recorded run of core with its eight prompts, and one whose neighbours share blocks."""
@@ -64,6 +77,14 @@ def recorded(tmp_path):
     prompts = [*(c for c in core() if c.dist == "prefill"), prefill(65_536, 64, 4, shared=0.9)]
     document["benchmarks"] += [benchmark(like, case) for case in prompts]
     document["benchmarks"] += [trained(like, case) for case in prompts[:2]]
+    step = next(c for c in core() if c.dist == "decode" and c.B == 8 and c.HKV == 4)
+    chunk = served(like, prompts[0], "kvcache", 2e-4)
+    chunk["extra_info"]["times_its_share"] = 1.6
+    document["benchmarks"] += [
+        served(like, step, "kvcache", fla=9e-6),
+        served(like, step, "paged16", kvcache=4e-6),
+        chunk,
+    ]
     path = tmp_path / "run.json"
     path.write_text(json.dumps(document))
     return load(path)
@@ -134,6 +155,24 @@ def test_report_has_a_table_of_training(recorded, tmp_path):
     with (tmp_path / "out" / "report.csv").open() as file:
         line = next(r for r in csv.DictReader(file) if r["group"] == "backward")
     assert (line["HQ"], line["memory_vs_flash"], line["speedup_vs_cudnn"]) == ("64", "0.82", "5.0")
+
+
+def test_serving_is_shown_beside_the_call_without_a_cache(recorded, tmp_path):
+    lines = summary.lines(recorded.facts)
+    start = next(i for i, line in enumerate(lines) if line.startswith("serving, HQ/HKV, B, queries"))
+    assert lines[start].split()[4:] == ["time", "no", "cache", "contiguous", "fla", "share"]
+    assert lines[start + 1].split() == "64/4, 8, 1 kvcache 6 us 1.20 - 0.67 -".split()
+    assert lines[start + 2].split() == "64/4, 8, 1 paged16 6 us 1.20 1.50 - -".split()
+    assert lines[start + 3].split() == "64/4, 1, 8192 kvcache 200 us 40.00 - - 1.60".split()
+    assert not any(line.startswith("decode, pages") for line in lines), "no row among speedups over packed SDPA"
+    block = report.readme_block([recorded])
+    assert "| 64/4 | 8 | 1 | 8192 | - | 6.00 | 5.00 | - | 9.00 | 1.20× | - | 1.50× | - |" in block
+    assert "| 64/4 | 8 | 1 | 8192 | 16 | 6.00 | 5.00 | 4.00 | - | 1.20× | 1.50× | - | - |" in block
+    assert "| 1.60× |" in block
+    assert not any(line.startswith("| decode, pages") for line in block.splitlines())
+    pytest.importorskip("matplotlib")
+    sections = {s.title: s for s in digest.describe([recorded])["sections"]}
+    assert [row[4] for row in sections["Serving"].rows] == ["-", "16", "-"]
 
 
 def test_prompts_decide_no_threshold(recorded):
