@@ -90,19 +90,20 @@ class PagedCache:
 
 @torch.no_grad()
 def serve(layer: Layer, prompts: list[Tensor]) -> Tensor:
-    """Tokens ``[B, STEPS]`` that follow prompts of any lengths, from a paged cache."""
+    """Logits ``[B, STEPS, VOCABULARY]`` of the tokens that follow prompts of any lengths, from a paged cache."""
     device = prompts[0].device
     cache = PagedCache(len(prompts), max(map(len, prompts)) + STEPS, device)
-    newest = torch.empty(len(prompts), 1, dtype=torch.int64, device=device)
+    logits = torch.empty(len(prompts), 1, VOCABULARY, device=device)
     for b, prompt in enumerate(prompts):  # prefill: the prompt's own keys, no cache needed yet
         q, k, v = layer.project(prompt[None])
         positions = torch.arange(len(prompt), device=device)[None]
         blocks = select(q, block_means(k), positions)
         attended = nsa.selection_attention(q, k, v, block_indices=blocks, block_size=BLOCK)
-        newest[b] = layer.read(prompt[None], attended)[0, -1].argmax()
+        logits[b, 0] = layer.read(prompt[None], attended)[0, -1]
         cache.append(b, k[0], v[0])
-    tokens = [newest]
+    scores = [logits]
     for _ in range(STEPS - 1):
+        newest = scores[-1].argmax(-1)
         q, k, v = layer.project(newest)
         for b in range(len(prompts)):
             cache.append(b, k[b], v[b])
@@ -111,22 +112,22 @@ def serve(layer: Layer, prompts: list[Tensor]) -> Tensor:
             q, cache.k, cache.v, cache_seqlens=cache.lengths, block_table=cache.table, block_indices=blocks,
             block_size=BLOCK,
         )  # fmt: skip
-        newest = layer.read(newest, attended)[:, -1:].argmax(-1)
-        tokens.append(newest)
-    return torch.cat(tokens, 1)
+        scores.append(layer.read(newest, attended))
+    return torch.cat(scores, 1)
 
 
 @torch.no_grad()
 def recompute(layer: Layer, prompt: Tensor) -> Tensor:
-    """Tokens ``[STEPS]`` that follow one prompt, everything computed again at each step."""
-    tokens = prompt[None]
+    """Logits ``[STEPS, VOCABULARY]`` of the same steps for one prompt, everything computed again at each."""
+    tokens, scores = prompt[None], []
     for _ in range(STEPS):
         q, k, v = layer.project(tokens)
         positions = torch.arange(tokens.shape[1], device=prompt.device)[None]
         blocks = select(q, block_means(k), positions)
         attended = nsa.selection_attention(q, k, v, block_indices=blocks, block_size=BLOCK)
-        tokens = torch.cat((tokens, layer.read(tokens, attended)[:, -1:].argmax(-1)), 1)
-    return tokens[0, len(prompt) :]
+        scores.append(layer.read(tokens, attended)[:, -1])
+        tokens = torch.cat((tokens, scores[-1].argmax(-1, keepdim=True)), 1)
+    return torch.cat(scores)
 
 
 def main() -> None:
@@ -136,9 +137,12 @@ def main() -> None:
     prompts = [torch.randint(0, VOCABULARY, (length,), device=device) for length in (150, 37)]
     served = serve(layer, prompts)
     again = torch.stack([recompute(layer, prompt) for prompt in prompts])
-    same = int((served == again).sum())
-    print(f"{same} of {served.numel()} tokens are those of a run without a cache; routes: {nsa.routes()}")
-    assert torch.equal(served, again)
+    same, off = (served.argmax(-1) == again.argmax(-1)).sum(), (served - again).abs().max()
+    print(
+        f"{same} of {served[..., 0].numel()} tokens are those of a run without a cache, logits within {off:.0e}; "
+        f"routes: {nsa.routes()}"
+    )
+    assert off < 1e-4
 
 
 if __name__ == "__main__":

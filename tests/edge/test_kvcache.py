@@ -324,4 +324,4 @@ def test_the_worked_example_serves_what_a_run_without_a_cache_computes():
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("128 of 128 tokens are those of a run without a cache; routes: "), done.stdout
+    assert done.stdout.startswith("128 of 128 tokens are those of a run without a cache, logits within "), done.stdout
