@@ -115,16 +115,17 @@ def test_published_times_over_the_number_of_keys(document):
 def test_measured_table_shows_the_committed_baselines(document):
     recordings = recording.newest(audit.BASELINES)
     assert "\n" + audit.measured_block(recordings) + "\n" == between(document, "measured"), STALE
-    wanted = [f"test_selection[H8-D128-Dv128-L{L}-N1024-few-bf16]" for L in audit.LENGTHS]
-    shown = {fact["name"]: fact for one in recordings for fact in one.facts if fact["name"] in wanted}
-    for name, row in zip(wanted, audit.table(document, "measured"), strict=True):
-        fact = shown[name]
+    wanted = {f"test_selection[H8-D128-Dv128-L{L}-N1024-few-bf16]" for L in audit.LENGTHS}
+    facts = [fact for one in recordings for fact in one.facts if fact["name"] in wanted and one.gpu]
+    assert len(facts) >= len(wanted)
+    for fact in facts:
         assert fact["checked"]
         assert fact["timing"]["cold"]
-        assert float(row["ours, µs"]) == pytest.approx(fact["median"] * 1e6, rel=5e-3)
-        assert float(row["times as fast"][:-1]) == pytest.approx(fact["speedup_vs_sdpa_best"], rel=1e-2)
-        assert float(row["of memory ceiling"][:-1]) < 105
-        assert float(row["mean abs. error"]) <= 1e-3  # what the suite demands, and the report did
+        best = fact["median"] * fact["speedup_vs_sdpa_best"]
+        cells = (fact["L"], f"{fact['median'] * 1e6:.1f}", f"{best * 1e6:.1f}", f"`{fact['sdpa_best']}`")
+        assert f"| {' | '.join(map(str, cells))} |" in document
+        assert fact["share_of_ceiling"] < 1.05
+        assert fact["mae"] <= 1e-3  # what the suite demands, and the report did
 
 
 def test_compiled_table_claims_no_more_than_the_files(document):
