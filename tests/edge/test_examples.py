@@ -1,0 +1,45 @@
+"""The example of a third party's kernel passes the lane it is written for, and a wrong copy of it does not."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KERNEL = ROOT / "examples" / "your_kernel.py"
+RIGHT = "end = tl.minimum(tl.load(ranges_ptr + (row * n + span) * 2 + 1), limit)"
+ONE_MORE = "end = tl.minimum(tl.load(ranges_ptr + (row * n + span) * 2 + 1) + 1, limit)"
+
+
+@pytest.fixture
+def parity(run_pytest, tmp_path):
+    """`parity(impl)`: pytest's run of a subset of the third parties' lane, modules in `tmp_path` included."""
+
+    def run(impl):
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST") and k != "PYTHONPATH"}
+        environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
+        chosen = ("-m", "parity", "tests/parity/test_third_party.py", "-k", "mixed and fp32", "--nsa-impl", impl)
+        return run_pytest(*chosen, "--benchmark-disable", "-p", "no:cacheprovider", cwd=ROOT, environment=environment)
+
+    return run
+
+
+def test_the_example_is_proved(parity):
+    done = parity("examples.your_kernel:attend")
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"= (\d+) passed, \d+ deselected in", done.stdout)
+    assert passed, done.stdout
+    assert int(passed[1]) >= 5
+
+
+def test_one_key_too_many_is_red_and_named(parity, tmp_path):
+    """Past a span's end, never past the tensor: what is wrong is the result, not the address."""
+    text = KERNEL.read_text(encoding="utf-8")
+    assert text.count(RIGHT) == 1
+    (tmp_path / "one_key_more.py").write_text(text.replace(RIGHT, ONE_MORE), encoding="utf-8")
+    done = parity("one_key_more:attend")
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    assert re.search(r"AssertionError: one_key_more:attend on H\d+-\S+ \[.*\]: error \S+ > bound ", done.stdout)
+    assert re.search(r'pytest "tests/parity/test_third_party.py::\S+" --nsa-impl one_key_more:attend', done.stdout)
+    assert "passed" not in done.stdout.splitlines()[-1]
