@@ -1,0 +1,362 @@
+"""Documents cannot rot: their Python runs, their commands parse, their tables and figures are the code's, their links
+lead somewhere.
+"""
+
+import argparse
+import ast
+import importlib.util
+import os
+import re
+import shlex
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import nsa
+from nsa import __main__ as command_line
+from nsa import settings, validate
+from nsa.testing import baselines, byhand, compare, digest, gate, physics, report
+
+ROOT = Path(__file__).parents[2]
+USING, PROVING = ROOT / "docs" / "using.md", ROOT / "docs" / "proving.md"
+DOCUMENTS = {path.name: path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def fenced(path):
+    """`[(language, first line, text)]` of the fenced blocks of a document."""
+    text = path.read_text(encoding="utf-8")
+    return [(m[1], text.count("\n", 0, m.start()) + 1, m[2]) for m in FENCE.finditer(text)]
+
+
+def prose(text):
+    """A document without its fenced blocks."""
+    return FENCE.sub("", text)
+
+
+def inline(text):
+    """What stands in backticks outside fenced blocks, each on one line."""
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose(text))]
+
+
+def table(path, *header):
+    """The rows of the one table with this header, `[[cell]]`."""
+    text = path.read_text(encoding="utf-8")
+    head = f"| {' | '.join(header)} |\n|{' --- |' * len(header)}\n"
+    assert text.count(head) == 1, f"{path.name}: expected one table {head}"
+    rows = text[text.index(head) + len(head) :].split("\n\n")[0].strip().splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+    assert all(len(row) == len(header) for row in cells), f"{path.name}: expected {len(header)} cells in each row"
+    return cells
+
+
+def names(cells):
+    """What a column holds in backticks, each once."""
+    found = Counter(name for cell in cells for name in re.findall(r"`([^`]+)`", cell))
+    assert max(found.values()) == 1, found
+    return set(found)
+
+
+# --- Python ----------------------------------------------------------------------------------------------------------
+
+# README's reader has a GPU. Without one its example runs on the CPU, where 1,024 queries take 20 seconds; 64 do.
+WITHOUT_GPU = {
+    "README.md": [
+        ('device="cuda"', 'device="cpu"'), ("(1, 1024, 64, ", "(1, 64, 64, "), ("(1, 1024, 4, 8)", "(1, 64, 4, 8)"),
+    ]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, path in DOCUMENTS.items() if any(b[0] == "python" for b in fenced(path))]
+)
+def test_every_python_block_runs(name, lane, monkeypatch, fresh_routes):
+    """In order, as one program: a block may use what blocks above it made."""
+    compiler = torch.compile
+    # Traced and differentiated as by any backend; the code that inductor generates is no document's business.
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compiler(f, **how, backend="aot_eager"))
+    namespace = {"__name__": "document"}
+    changes = WITHOUT_GPU.get(name, []) if lane != "gpu" else []
+    code = [(line, text) for language, line, text in fenced(DOCUMENTS[name]) if language == "python"]
+    for before, _ in changes:
+        assert any(before in text for _, text in code), f"expected {before} in {name}"
+    # The CPU lane is Triton's interpreter, which would take minutes; users without a GPU have packed SDPA.
+    with torch.random.fork_rng(), nsa.configure(use_triton_sel=lane == "gpu"):
+        torch.manual_seed(0)
+        for line, text in code:
+            for before, after in changes:
+                text = text.replace(before, after)
+            exec(compile("\n" * line + text, str(DOCUMENTS[name]), "exec"), namespace)
+    if any("torch.compile(" in text for _, text in code):
+        torch.compiler.reset()
+    assert nsa.routes(), "expected the blocks to call the library"
+
+
+def test_a_block_that_fails_is_named_by_its_line(tmp_path, lane, monkeypatch, fresh_routes):
+    document = tmp_path / "broken.md"
+    document.write_text("# Title\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
+    monkeypatch.setitem(DOCUMENTS, "broken.md", document)
+    with pytest.raises(AssertionError) as error:
+        test_every_python_block_runs("broken.md", lane, monkeypatch, fresh_routes)
+    assert (str(error.traceback[-1].path), error.traceback[-1].lineno + 1) == (str(document), 8)
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def commands(path):
+    """Commands in shell blocks and backticks, without comments and settings of the environment before them."""
+    lines = [line for language, _, text in fenced(path) if language in ("", "sh", "bash") for line in text.splitlines()]
+    for line in [*lines, *inline(path.read_text(encoding="utf-8"))]:
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # an apostrophe: prose, or a pattern
+            continue
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            words = words[1:]
+        if words and "…" not in line:
+            yield words
+
+
+def problems(words, config):
+    """What of a command does not exist, as lines; none if all does, or it is nobody's command here."""
+    program, rest = words[0], words[1:]
+    if program == "make":
+        targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        return [f"no make target {word}" for word in rest if "=" not in word and word not in targets]
+    if program.startswith(".ci/"):
+        return [] if os.access(ROOT / program, os.X_OK) else [f"{program} is no script"]
+    if Path(program).name in ("python", "python3") and rest:
+        if rest[0] != "-m":
+            return [] if rest[0].startswith("-") or (ROOT / rest[0]).is_file() else [f"no file {rest[0]}"]
+        if rest[1] != "pytest":
+            return of_module(rest[1], rest[2:])
+        program, rest = "pytest", rest[2:]
+    return of_pytest(rest, config) if program == "pytest" else []
+
+
+def of_module(module, arguments):
+    if module == "nsa":
+        try:
+            command_line.main([*arguments, "--help"])
+        except SystemExit as end:
+            return [] if end.code == 0 else [f"python -m nsa does not take {arguments}"]
+    if importlib.util.find_spec(module) is None:
+        return [f"no module {module}"]
+    if not module.startswith("nsa."):
+        return []
+    source = Path(importlib.util.find_spec(module).origin).read_text()
+    return [f"{module} has no {word}" for word in arguments if word.startswith("-") and f'"{word}"' not in source]
+
+
+def of_pytest(arguments, config):
+    try:
+        parsed, unknown = config._parser.parse_known_and_unknown_args(arguments)
+    except pytest.UsageError as error:
+        return [str(error)]
+    found = [f"no option {word}" for word in unknown]
+    for path in map(str, parsed.file_or_dir):
+        file, _, function = path.partition("::")
+        if not (ROOT / file).exists():
+            found.append(f"no path {file}")
+        elif function and f"def {function.partition('[')[0]}(" not in (ROOT / file).read_text():
+            found.append(f"no test {path}")
+    marks = {line.partition(":")[0].partition("(")[0] for line in config.getini("markers")}
+    words = set(re.findall(r"\w+", parsed.markexpr or "")) - {"and", "or", "not"}
+    found += [f"no mark {word}" for word in sorted(words - marks)]
+    for shape in parsed.nsa_shape or []:
+        try:
+            byhand.parse_shape(shape)
+        except ValueError as error:
+            found += [str(error)] if "=" in shape else []  # else a placeholder
+    return found
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_commands_exist(name, pytestconfig, capsys):
+    listed = list(commands(DOCUMENTS[name]))
+    assert any(words[0] in ("pytest", "make") for words in listed)
+    assert [f"{shlex.join(words)}: {what}" for words in listed for what in problems(words, pytestconfig)] == []
+
+
+BROKEN = {
+    "option": ("pytest -m perf --nsa-rapport=out", "no option --nsa-rapport"),
+    "value": ("pytest -m perf --nsa-iters", "expected one argument"),
+    "path": ("pytest tests/perf/test_nothing.py", "no path tests/perf/test_nothing.py"),
+    "test": ("pytest tests/edge/test_docs.py::test_nothing", "no test tests/edge/test_docs.py::test_nothing"),
+    "mark": ("pytest -m 'perf and fast'", "no mark fast"),
+    "shape": ("pytest -m perf --nsa-shape N=64,Q=8", "--nsa-shape"),
+    "as-a-module": (".venv/bin/python -m pytest --nsa-rapport", "no option --nsa-rapport"),
+    "target": ("make tests WORKERS=2", "no make target tests"),
+    "sub-command": ("python -m nsa calibrated", "python -m nsa does not take ['calibrated']"),
+    "module": ("python -m nsa.testing.rapport -o out", "no module nsa.testing.rapport"),
+    "module-option": ("python -m nsa.testing.report --out out", "nsa.testing.report has no --out"),
+    "file": ("python examples/paged.py", "no file examples/paged.py"),
+    "script": (".ci/gpus out", ".ci/gpus is no script"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_command_is_noticed(how, pytestconfig, tmp_path, capsys):
+    document = tmp_path / "broken.md"
+    document.write_text(f"```sh\nNSA=1 {BROKEN[how][0]}  # 'comment\n```\n")
+    (words,) = commands(document)
+    (problem,) = problems(words, pytestconfig)
+    assert BROKEN[how][1] in problem
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+OF_OTHERS = re.compile(r"(TRITON|XDG|CUDA|PYTEST)_[A-Z_]+")
+INTERNAL = {
+    "NSA_TRACES": "tests/edge/test_ahead.py tells its own child where to write",
+    "TRITON_CACHE_DIR": "set, not read: the compile matrix gives its children an empty cache",
+    "PYTEST_XDIST_WORKER": "xdist sets it, and nobody else",
+}
+
+
+def variables():
+    """Every variable of the environment that the package, its suite or its scripts read."""
+    python = [ROOT / "conftest.py", *(ROOT / "nsa").rglob("*.py")]
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
+    scripts = [ROOT / "Makefile", *(ROOT / ".ci").iterdir(), *(ROOT / ".github" / "workflows").iterdir()]
+    found = {f"NSA_{name.upper()}" for name in settings.NAMES}
+    for path in (*python, *tests, *scripts):
+        found |= set(re.findall(r"\bNSA_[A-Z]\w*", path.read_text(encoding="utf-8")))
+    for path in python:
+        constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+        found |= {value for value in constants if isinstance(value, str) and OF_OTHERS.fullmatch(value)}
+    return found
+
+
+def test_variables_are_those_that_the_code_reads():
+    rows = table(USING, "variable", "setting", "default", "what it does")
+    read = variables()
+    assert names(row[0] for row in rows) == read - INTERNAL.keys()
+    assert INTERNAL.keys() <= read, "expected what is called internal to be there"
+
+
+def test_settings_and_their_defaults():
+    rows = [row for row in table(USING, "variable", "setting", "default", "what it does") if row[1] != "-"]
+    plain = settings.Settings()
+    shown = {None: "per GPU", True: "true", False: "false"}
+    want = [(name, shown.get(value := getattr(plain, name), value)) for name in settings.NAMES]
+    assert sorted((row[1].strip("`"), row[2]) for row in rows) == sorted(want)
+    assert all(row[0] == f"`NSA_{row[1].strip('`').upper()}`" for row in rows)
+
+
+def test_options_are_those_that_the_suite_registers(pytestconfig):
+    (group,) = (group for group in pytestconfig._parser._groups if group.name == "nsa")
+    registered = {option.names()[0]: option.attrs() for option in group.options}
+    public = {name for name, attributes in registered.items() if attributes["help"] is not argparse.SUPPRESS}
+    rows = table(PROVING, "option", "what it does")
+    assert names(row[0] for row in rows) == public
+    for option, text in rows:
+        attributes = registered[option.strip("`")]
+        if attributes.get("type") is int:
+            assert text.endswith(f", {attributes['default']}")
+
+
+def test_backends_and_schedules():
+    assert names(row[0] for row in table(USING, "`backend=`", "what runs")) == set(validate.BACKENDS)
+    assert names(row[0] for row in table(USING, "`schedule=`", "of the Triton kernels")) == set(validate.SCHEDULES)
+
+
+def test_columns_are_those_of_the_report():
+    page, csv = (part.strip() for part in PROVING.read_text().split("Columns of `report.csv`"))
+    headers = (digest.SUMMARY_HEADER, digest.PREFILL_HEADER, digest.TRAINING_HEADER, digest.CASE_HEADER)
+    change = ("benchmark", "group", "change, to control", "before", "after")
+    for text, wanted in (
+        (page, {name for header in (*headers, change) for name in header}),
+        (csv, set(report.COLUMNS)),
+    ):
+        rows = text.partition("| column | meaning |\n| --- | --- |\n")[2].split("\n\n")[0].splitlines()
+        assert names(row.split(" | ")[0] for row in rows) == wanted
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_figures_are_those_of_the_code():
+    """Where a document quotes a number, it is what the code has."""
+    low, high = validate.HEAD_DIMS
+    bound = "`err <= 2 * err_SDPA + 4 * eps(dtype) * max|ref|`"
+    three = {3: "three"}[baselines.FILES]
+    said = {
+        USING: [
+            f"`G` from 1 to {validate.MAX_GROUP}, `D` and `Dv` from {low} to {high}", bound,
+            f"mean absolute error of at most {compare.MAE:g} for N(0, 1) inputs and rows of {compare.MAE_MIN_L} keys",
+            f"and {settings.DEFAULT_MIN_L} keys where nobody measured",
+        ],
+        PROVING: [
+            bound, f"mean absolute error of at most {compare.MAE:g},", f"A baseline is {three} files",
+            f"| pass | at most {gate.LIMIT:.0%} worse,", f"| FAIL | more than {gate.LIMIT:.0%} worse twice,",
+            f"| AMBIGUOUS | more than {gate.LIMIT:.0%} worse twice,", f"the spread is above {gate.NOISY:.0%}",
+            f"by more than {physics.SLACK - 1:.0%} is an invalid measurement",
+        ],
+    }  # fmt: skip
+    for path, sentences in said.items():
+        text = " ".join(path.read_text(encoding="utf-8").split())
+        assert [sentence for sentence in sentences if sentence not in text] == []
+
+
+def test_the_bound_is_the_one_quoted():
+    class Half:
+        q = torch.empty(0, dtype=torch.float16)
+
+    oracle = compare.Oracle(Half, *[None] * 3, err_sdpa=0.5, peak=3.0, lse_atol=0.0, seen=Half)
+    assert oracle.bound == 2 * 0.5 + 4 * torch.finfo(torch.float16).eps * 3.0
+
+
+# --- links and names -------------------------------------------------------------------------------------------------
+
+
+def anchors(text):
+    """Those that GitHub makes of headings."""
+    found = Counter()
+    for heading in re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+        yield slug if not found[slug] else f"{slug}-{found[slug]}"
+        found[slug] += 1
+
+
+def dead(path):
+    """Relative links of a document that lead nowhere."""
+    text = path.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]+`", "", prose(text))):
+        if re.match(r"\w+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file) if file else path
+        if not target.exists():
+            yield f"{link}: no such file"
+        elif anchor and anchor not in anchors(target.read_text(encoding="utf-8")):
+            yield f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_relative_links_lead_somewhere(name):
+    assert list(dead(DOCUMENTS[name])) == []
+
+
+def test_dead_links_are_noticed(tmp_path):
+    (tmp_path / "there.md").write_text("# One, `two`!\n## One two\n\n```\n# not a heading\n```\n")
+    good = "[a](there.md) [b](there.md#one-two) [c](there.md#one-two-1) [d](https://x.y/z) [e](#here) `[f](code)`"
+    document = tmp_path / "a.md"
+    document.write_text(f"# Here\n{good}\n[g](gone.md) [h](there.md#three) [i](#there) [j](there.md#not-a-heading)\n")
+    assert [problem.partition(":")[0] for problem in dead(document)] == [
+        "gone.md", "there.md#three", "#there", "there.md#not-a-heading",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_files_and_names_that_are_mentioned_exist(name):
+    """Paths from the root, and what `nsa` is said to have."""
+    codes = inline(DOCUMENTS[name].read_text(encoding="utf-8"))
+    paths = [code for code in codes if re.fullmatch(r"(nsa|tests|docs|examples|\.ci|\.github)/[\w./-]+", code)]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    public = {found for code in codes for found in re.findall(r"(?<![\w./-])nsa\.(\w+)", code)}
+    known = {found for found in public if hasattr(nsa, found) or importlib.util.find_spec(f"nsa.{found}")}
+    assert public - known == set()
