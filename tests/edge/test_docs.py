@@ -1,13 +1,12 @@
-"""Documents cannot rot: their Python runs, their commands parse, their tables and figures are the code's, their links
-lead somewhere.
+"""Documents cannot rot: their Python runs, their tables and figures are the code's, their links lead somewhere.
+
+Their commands are in `test_docs_commands.py`.
 """
 
 import argparse
 import ast
 import importlib.util
-import os
 import re
-import shlex
 from collections import Counter
 from pathlib import Path
 
@@ -15,49 +14,10 @@ import pytest
 import torch
 
 import nsa
-from nsa import __main__ as command_line
 from nsa import settings, validate
-from nsa.testing import baselines, byhand, compare, digest, gate, physics, report
+from nsa.testing import baselines, compare, digest, gate, physics, report
 
-ROOT = Path(__file__).parents[2]
-USING, PROVING = ROOT / "docs" / "using.md", ROOT / "docs" / "proving.md"
-DOCUMENTS = {path.name: path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))}
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def fenced(path):
-    """`[(language, first line, text)]` of the fenced blocks of a document."""
-    text = path.read_text(encoding="utf-8")
-    return [(m[1], text.count("\n", 0, m.start()) + 1, m[2]) for m in FENCE.finditer(text)]
-
-
-def prose(text):
-    """A document without its fenced blocks."""
-    return FENCE.sub("", text)
-
-
-def inline(text):
-    """What stands in backticks outside fenced blocks, each on one line."""
-    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose(text))]
-
-
-def table(path, *header):
-    """The rows of the one table with this header, `[[cell]]`."""
-    text = path.read_text(encoding="utf-8")
-    head = f"| {' | '.join(header)} |\n|{' --- |' * len(header)}\n"
-    assert text.count(head) == 1, f"{path.name}: expected one table {head}"
-    rows = text[text.index(head) + len(head) :].split("\n\n")[0].strip().splitlines()
-    cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
-    assert all(len(row) == len(header) for row in cells), f"{path.name}: expected {len(header)} cells in each row"
-    return cells
-
-
-def names(cells):
-    """What a column holds in backticks, each once."""
-    found = Counter(name for cell in cells for name in re.findall(r"`([^`]+)`", cell))
-    assert max(found.values()) == 1, found
-    return set(found)
-
+from .documents import DOCUMENTS, PROVING, ROOT, USING, fenced, inline, names, prose, table
 
 # --- Python ----------------------------------------------------------------------------------------------------------
 
@@ -101,110 +61,6 @@ def test_a_block_that_fails_is_named_by_its_line(tmp_path, lane, monkeypatch, fr
     with pytest.raises(AssertionError) as error:
         test_every_python_block_runs("broken.md", lane, monkeypatch, fresh_routes)
     assert (str(error.traceback[-1].path), error.traceback[-1].lineno + 1) == (str(document), 8)
-
-
-# --- commands --------------------------------------------------------------------------------------------------------
-
-
-def commands(path):
-    """Commands in shell blocks and backticks, without comments and settings of the environment before them."""
-    lines = [line for language, _, text in fenced(path) if language in ("", "sh", "bash") for line in text.splitlines()]
-    for line in [*lines, *inline(path.read_text(encoding="utf-8"))]:
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:  # an apostrophe: prose, or a pattern
-            continue
-        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
-            words = words[1:]
-        if words and "…" not in line:
-            yield words
-
-
-def problems(words, config):
-    """What of a command does not exist, as lines; none if all does, or it is nobody's command here."""
-    program, rest = words[0], words[1:]
-    if program == "make":
-        targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-        return [f"no make target {word}" for word in rest if "=" not in word and word not in targets]
-    if program.startswith(".ci/"):
-        return [] if os.access(ROOT / program, os.X_OK) else [f"{program} is no script"]
-    if Path(program).name in ("python", "python3") and rest:
-        if rest[0] != "-m":
-            return [] if rest[0].startswith("-") or (ROOT / rest[0]).is_file() else [f"no file {rest[0]}"]
-        if rest[1] != "pytest":
-            return of_module(rest[1], rest[2:])
-        program, rest = "pytest", rest[2:]
-    return of_pytest(rest, config) if program == "pytest" else []
-
-
-def of_module(module, arguments):
-    if module == "nsa":
-        try:
-            command_line.main([*arguments, "--help"])
-        except SystemExit as end:
-            return [] if end.code == 0 else [f"python -m nsa does not take {arguments}"]
-    if importlib.util.find_spec(module) is None:
-        return [f"no module {module}"]
-    if not module.startswith("nsa."):
-        return []
-    source = Path(importlib.util.find_spec(module).origin).read_text()
-    return [f"{module} has no {word}" for word in arguments if word.startswith("-") and f'"{word}"' not in source]
-
-
-def of_pytest(arguments, config):
-    try:
-        parsed, unknown = config._parser.parse_known_and_unknown_args(arguments)
-    except pytest.UsageError as error:
-        return [str(error)]
-    found = [f"no option {word}" for word in unknown]
-    for path in map(str, parsed.file_or_dir):
-        file, _, function = path.partition("::")
-        if not (ROOT / file).exists():
-            found.append(f"no path {file}")
-        elif function and f"def {function.partition('[')[0]}(" not in (ROOT / file).read_text():
-            found.append(f"no test {path}")
-    marks = {line.partition(":")[0].partition("(")[0] for line in config.getini("markers")}
-    words = set(re.findall(r"\w+", parsed.markexpr or "")) - {"and", "or", "not"}
-    found += [f"no mark {word}" for word in sorted(words - marks)]
-    for shape in parsed.nsa_shape or []:
-        try:
-            byhand.parse_shape(shape)
-        except ValueError as error:
-            found += [str(error)] if "=" in shape else []  # else a placeholder
-    return found
-
-
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_commands_exist(name, pytestconfig, capsys):
-    listed = list(commands(DOCUMENTS[name]))
-    assert any(words[0] in ("pytest", "make") for words in listed)
-    assert [f"{shlex.join(words)}: {what}" for words in listed for what in problems(words, pytestconfig)] == []
-
-
-BROKEN = {
-    "option": ("pytest -m perf --nsa-rapport=out", "no option --nsa-rapport"),
-    "value": ("pytest -m perf --nsa-iters", "expected one argument"),
-    "path": ("pytest tests/perf/test_nothing.py", "no path tests/perf/test_nothing.py"),
-    "test": ("pytest tests/edge/test_docs.py::test_nothing", "no test tests/edge/test_docs.py::test_nothing"),
-    "mark": ("pytest -m 'perf and fast'", "no mark fast"),
-    "shape": ("pytest -m perf --nsa-shape N=64,Q=8", "--nsa-shape"),
-    "as-a-module": (".venv/bin/python -m pytest --nsa-rapport", "no option --nsa-rapport"),
-    "target": ("make tests WORKERS=2", "no make target tests"),
-    "sub-command": ("python -m nsa calibrated", "python -m nsa does not take ['calibrated']"),
-    "module": ("python -m nsa.testing.rapport -o out", "no module nsa.testing.rapport"),
-    "module-option": ("python -m nsa.testing.report --out out", "nsa.testing.report has no --out"),
-    "file": ("python examples/paged.py", "no file examples/paged.py"),
-    "script": (".ci/gpus out", ".ci/gpus is no script"),
-}
-
-
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_command_is_noticed(how, pytestconfig, tmp_path, capsys):
-    document = tmp_path / "broken.md"
-    document.write_text(f"```sh\nNSA=1 {BROKEN[how][0]}  # 'comment\n```\n")
-    (words,) = commands(document)
-    (problem,) = problems(words, pytestconfig)
-    assert BROKEN[how][1] in problem
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------

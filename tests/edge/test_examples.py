@@ -1,10 +1,12 @@
-"""The example of a third party's kernel passes the lane it is written for, and a wrong copy of it does not."""
+"""The examples: a third party's kernel that parity proves, and a wrong copy that it refuses; serving from pages."""
 
+import importlib.util
 import os
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 KERNEL = ROOT / "examples" / "your_kernel.py"
@@ -43,3 +45,12 @@ def test_one_key_too_many_is_red_and_named(parity, tmp_path):
     assert re.search(r"AssertionError: one_key_more:attend on H\d+-\S+ \[.*\]: error \S+ > bound ", done.stdout)
     assert re.search(r'pytest "tests/parity/test_third_party.py::\S+" --nsa-impl one_key_more:attend', done.stdout)
     assert "passed" not in done.stdout.splitlines()[-1]
+
+
+def test_serving_from_pages_gives_the_tokens_of_a_run_without_a_cache(fresh_routes, capsys):
+    spec = importlib.util.spec_from_file_location("paged_decode", ROOT / "examples" / "paged_decode.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    with torch.random.fork_rng():
+        example.main()  # asserts that they are
+    assert capsys.readouterr().out.startswith(f"{2 * example.STEPS} of {2 * example.STEPS} tokens are those of a run")
