@@ -387,7 +387,7 @@ def _merge_kernel(
             for begin in range(0, keys, BLOCK_L):
                 at = begin + tl.arange(0, BLOCK_L)
                 valid = at < keys
-                if SOURCE == TILED and PAGE and PAGE % BLOCK_L == 0:
+                if SOURCE == TILED and (PAGE and PAGE % BLOCK_L == 0):
                     key = tile_start(begin, start, before, length)
                     stop = limit - key
                     page, key, exists = in_page(table_row, key, stop > 0, pages, PAGE)

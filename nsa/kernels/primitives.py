@@ -95,7 +95,8 @@ def in_page(table_row, key, inside, pages, PAGE: tl.constexpr):
 
     What lies in a page that does not exist is not ``inside``.
     """
-    page = tl.load(table_row + key // PAGE, mask=inside, other=-1)
+    # Not masked: Triton 3.1 cannot pipeline a block of look-ups that are. The table has a first place where any key is.
+    page = tl.load(table_row + tl.where(inside, key // PAGE, 0))
     inside = inside & (page >= 0) & (page < pages)
     return tl.where(inside, page, 0).to(tl.int64), key % PAGE, inside
 

@@ -232,15 +232,17 @@ def _fwd_kernel(
                     page, key, exists = in_page(table_row, key, stop > 0, pages, PAGE)
                     valid = tl.arange(0, BLOCK_L) < tl.where(exists, stop, 0)
                     key = key + tl.arange(0, BLOCK_L)
-                elif PAGE and BLOCK_L % PAGE == 0:
-                    k_page, v_page, key, valid = tile_in_pages(
-                        table_row, key, visible, pages, stride_kb, stride_vb, PAGE, BLOCK_L
-                    )
+                elif PAGE:
+                    if BLOCK_L % PAGE == 0:
+                        k_page, v_page, key, valid = tile_in_pages(
+                            table_row, key, visible, pages, stride_kb, stride_vb, PAGE, BLOCK_L
+                        )
+                    else:
+                        key = key + tl.arange(0, BLOCK_L)
+                        page, key, valid = in_page(table_row, key, key < visible, pages, PAGE)
                 else:
                     key = key + tl.arange(0, BLOCK_L)
                     valid = key < visible
-                    if PAGE:
-                        page, key, valid = in_page(table_row, key, valid, pages, PAGE)
             else:
                 key = key_positions(slot, start, before, length)
                 if PAGE:
@@ -249,7 +251,7 @@ def _fwd_kernel(
             k_at = key * stride_kn
             v_at = key * stride_vn
             if PAGE:
-                if SOURCE == TILED and PAGE % BLOCK_L != 0 and BLOCK_L % PAGE == 0:
+                if SOURCE == TILED and (PAGE % BLOCK_L != 0 and BLOCK_L % PAGE == 0):
                     k_at += k_page
                     v_at += v_page
                 else:
