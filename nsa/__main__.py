@@ -7,10 +7,13 @@ import logging
 import platform
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+MOST_REFUSED = 3  # kernels, each with a line of its own
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,16 +37,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def doctor() -> list[str]:
-    """GPU, versions, settings with their sources, the threshold with its provenance, and the next command."""
+    """GPU, versions, which kernels serve what and why, settings with their sources, the threshold with its provenance,
+    and the next command.
+    """
     import torch
 
     import nsa
-    from nsa import schedules, settings
+    from nsa import outlook, schedules, settings
     from nsa.dispatch import why_not_triton
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [torch.cuda.get_device_name(i) for i in range(gpus)]
     why_not = why_not_triton(torch.device("cuda", 0)) if gpus else f"torch {torch.__version__} finds no NVIDIA GPU"
+    if why_not is None and not outlook.triton_installed():
+        why_not = outlook.NO_TRITON
     current, sources = settings.get(), settings.sources()
     lines = [
         f"GPU        {', '.join(dict.fromkeys(names)) or 'none'}{f' ({gpus} visible)' if gpus > 1 else ''}",
@@ -51,6 +58,12 @@ def doctor() -> list[str]:
         f"Python {platform.python_version()}",
         f"Triton     {'usable' if why_not is None else f'not used: {why_not}'}",
         *([f"compiled   {_compiled(torch.device('cuda', 0))}"] if gpus and why_not is None else []),
+        *(_refused(torch.device("cuda", 0)) if gpus and why_not is None else []),
+        f"kernels    {outlook.SHAPE}",
+        *(
+            f"  {kind:21} {server}: {reason}"
+            for kind, server, reason in outlook.outlook(torch.device("cuda", 0) if gpus else torch.device("cpu"))
+        ),
         "settings",
     ]
     for name in settings.NAMES:
@@ -58,7 +71,8 @@ def doctor() -> list[str]:
         shown = "measured per GPU" if value is None else str(value).lower()
         lines.append(f"  {name:18} {shown:18} {sources[name]}")
     if not gpus:
-        return [*lines, "threshold  none applies: packed SDPA serves every call", "next       pytest -m parity -n auto"]
+        here = "pytest -m parity -n auto" if _checkout() else "python -m nsa, on a machine with an NVIDIA GPU"
+        return [*lines, "threshold  none applies: packed SDPA serves every call", f"next       {here}"]
     lines.append(f"schedules  {schedules.describe(names[0])}")
     config = settings.device_config(names[0])
     explicit = current.sel_triton_min_L
@@ -76,7 +90,10 @@ def doctor() -> list[str]:
     stale = [key for key, version in running.items() if config.provenance[key] != version]
     if stale:
         lines.append(f"  measured with another {' and '.join(stale)} than this one")
-    return [*lines, f"next       {'python -m nsa calibrate' if stale else 'pytest -m perf --benchmark-compare'}"]
+    if stale:
+        return [*lines, "next       python -m nsa calibrate"]
+    after = "pytest -m perf --benchmark-compare" if _checkout() else "nsa.routes() after your calls: what ran, and why"
+    return [*lines, f"next       {after}"]
 
 
 def _compiled(device: torch.device) -> str:
@@ -91,6 +108,24 @@ def _compiled(device: torch.device) -> str:
     if mode == "never" or (mode == "auto" and listed):
         return f"{said}; kernels are compiled in this process{'' if mode == 'auto' else ', probe is never'}"
     return f"{said}; a child process compiles each kernel first, findings in {settings.user_probes()}"
+
+
+def _refused(device: torch.device) -> list[str]:
+    """Kernels that child processes found broken here, in earlier processes of this user, and how."""
+    from nsa import probe, settings
+
+    if settings.get().probe == "never":  # nobody looks at them
+        return []
+    found = probe.refused(device)
+    more = f" and {len(found) - MOST_REFUSED} more" if len(found) > MOST_REFUSED else ""
+    return [f"refused    {kernel}: {cause}" for kernel, cause in found[:MOST_REFUSED]] + [f"          {more}"] * bool(
+        more
+    )
+
+
+def _checkout() -> bool:
+    """Whether the tests are here too, which an installed package has not."""
+    return (Path(__file__).parents[1] / "tests" / "perf").is_dir()
 
 
 def _version(package: str) -> str:

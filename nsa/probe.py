@@ -277,6 +277,23 @@ def _read(key: str) -> Verdict | None:
     return Verdict(found["cause"], True)
 
 
+def refused(device: torch.device) -> list[tuple[str, str]]:
+    """`(kernel, cause)` of what is remembered as broken, with the sources, versions and GPU of this process."""
+    folder = settings.user_probes()
+    found = set()
+    for path in sorted(folder.glob("*.json")) if folder is not None and folder.is_dir() else ():
+        verdict = _read(path.stem)
+        if verdict is None or verdict.cause is None:
+            continue
+        try:
+            what = json.loads(path.read_text(encoding="utf-8"))["what"]
+            if key_of(what, device) == path.stem:
+                found.add((str(what["kernel"]), verdict.cause))
+        except (OSError, ValueError, KeyError, TypeError):  # no file of this package's
+            continue
+    return sorted(found)
+
+
 def _write(key: str, cause: str | None, what: dict[str, Any]) -> None:
     """Remember for other processes. A folder that takes no files costs them a child each, nothing else."""
     folder = settings.user_probes()

@@ -12,7 +12,7 @@ import torch
 
 import nsa.__main__
 import nsa.probe
-from nsa import schedules, settings
+from nsa import outlook, schedules, settings
 from nsa.testing import calibrate, thresholds
 from nsa.testing.cases import Case
 from nsa.testing.impls import OURS
@@ -35,21 +35,30 @@ def test_doctor_says_what_is_here_and_what_is_next():
     assert lines[0] == "GPU        none"
     assert lines[1].startswith(f"versions   nsa {nsa.__version__}, torch {torch.__version__}, triton ")
     assert any(line.split() == ["force_parity", "true", "NSA_FORCE_PARITY"] for line in lines)
-    assert sum(line.startswith("  ") for line in lines) == len(settings.NAMES)
-    assert lines[-1].startswith("next       ")
+    split = lines.index("settings")
+    assert sum(line.startswith("  ") for line in lines[split:]) == len(settings.NAMES)
+    kernels = lines.index(f"kernels    {outlook.SHAPE}")
+    reasons = {line.partition(": ")[2] for line in lines[kernels + 1 : split]}
+    assert reasons == {"force_parity is set", "Triton route needs a CUDA device, got cpu"}
+    assert lines[-1] == "next       pytest -m parity -n auto"
 
 
-def test_doctor_takes_hardly_longer_than_importing_torch():
+def test_doctor_takes_three_seconds_and_hardly_longer_than_importing_torch():
+    """2.9 s on a busy machine of two cores, 2.6 of them torch's import. Where that alone takes longer, 0.5 s more."""
+
     def seconds(*command):
-        """Of processor time: neighbours on a shared machine do not count."""
+        """Of processor time, the least of three: neighbours on a shared machine hardly count."""
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # a driver's start is no doing of ours
-        before = os.times()
-        subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=True, capture_output=True)
-        after = os.times()
-        return after.children_user + after.children_system - before.children_user - before.children_system
+        taken = []
+        for _ in range(3):
+            before = os.times()
+            subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=True, capture_output=True)
+            after = os.times()
+            taken.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        return min(taken)
 
-    bare = min(seconds("-c", "import torch") for _ in range(2))
-    assert min(seconds("-m", "nsa") for _ in range(2)) < bare + 1.0
+    bare = seconds("-c", "import torch")
+    assert seconds("-m", "nsa") < min(bare + 1.0, max(3.0, bare + 0.5))
 
 
 def test_doctor_names_a_setting_that_cannot_be_parsed():
@@ -144,6 +153,102 @@ def test_doctor_says_where_kernels_are_compiled(gpu, monkeypatch, tmp_path, mode
     with nsa.configure(probe=mode):
         (line,) = [line for line in nsa.__main__.doctor() if line.startswith("compiled")]
     assert line == f"compiled   Triton 3.6.0 for sm_90: {text.format(tmp_path / 'nsa' / 'probe')}"
+
+
+ON = {
+    "packed rows": "query-major (dense_group, varlen_group): no threshold, no fallback",
+    "spans": "query-major (ranges): rows are long enough for Triton",
+    "blocks, 8192 queries": "key-major (key_major): 1024 queries or more with G = 16: key-major is faster, measured on",
+    "blocks, 1 query": "query-major (blocks): rows are long enough for Triton",
+    "cache, 1 query": "query-major (blocks): rows are long enough for Triton",
+    "cache, 2048 queries": "key-major (key_major): 512 queries or more with G = 16: key-major is faster, measured on",
+    "backward": "backward kernels: dQ, then dK and dV by key blocks: decided as forward",
+}
+ALL = [kind for kind in ON if kind != "packed rows"]  # that routing decides about
+BLOCKS = "query-major (blocks): rows are long enough for Triton"
+
+
+@pytest.mark.parametrize(
+    ("values", "otherwise"),
+    [
+        ({"sel_triton_min_L": 0}, {}),
+        ({"sel_triton_min_L": 1024}, {}),
+        ({}, dict.fromkeys(ALL, "packed SDPA (sdpa): rows select at most 1024 keys, sel_triton_min_L is 2048")),
+        ({"use_triton_sel": False}, dict.fromkeys(ALL, "packed SDPA (sdpa): use_triton_sel is off")),
+        ({"force_parity": True}, dict.fromkeys(ALL, "the gather reference (reference): force_parity is set")),
+        (
+            {"sel_triton_min_L": 0, "batch_invariant": True},
+            {"blocks, 8192 queries": BLOCKS, "cache, 2048 queries": BLOCKS},
+        ),
+        (
+            {"sel_triton_min_L": 0, "sel_triton_group": False},
+            {
+                kind: "query-major, a head a program (per_head): rows are long enough for Triton"
+                for kind in ALL
+                if kind != "backward"
+            },
+        ),
+    ],
+    ids=["on", "just-on", "unmeasured", "off", "parity", "batch-invariant", "per-head"],
+)
+def test_doctor_says_which_kernel_serves_what(gpu, caplog, values, otherwise):
+    with nsa.configure(**values):
+        lines = nsa.__main__.doctor()
+    first, last = lines.index(f"kernels    {outlook.SHAPE}") + 1, lines.index("settings")
+    found = {line[2:23].strip(): line[24:] for line in lines[first:last]}
+    assert list(found) == list(ON)
+    for kind, text in (ON | otherwise).items():
+        assert found[kind].startswith(text), kind
+    assert caplog.records == [], "the doctor says itself that nobody measured"
+
+
+def test_doctor_knows_when_no_triton_is_installed(gpu, monkeypatch):
+    monkeypatch.setattr(outlook, "triton_installed", lambda: False)
+    with nsa.configure(sel_triton_min_L=0):
+        lines = nsa.__main__.doctor()
+    assert "Triton     not used: no Triton is installed" in lines
+    served = [line.partition(": ")[::2] for line in lines[lines.index("settings") - len(ON) : lines.index("settings")]]
+    assert {reason for _, reason in served} == {"no Triton is installed"}
+    assert {server[24:] for server, _ in served} == {"refused", "packed SDPA (sdpa)"}
+
+
+def test_doctor_names_kernels_that_a_probe_found_broken(gpu, monkeypatch, tmp_path):
+    """Of this Triton and GPU; not what worked, nor what another Triton broke, nor files that are none of ours."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    device = torch.device("cuda", 0)
+
+    def remember(kernel, cause):
+        what = {"kernel": kernel}
+        nsa.probe._write(nsa.probe.key_of(what, device), cause, what)
+
+    monkeypatch.setattr(nsa.probe, "triton_version", lambda: "3.1.0")
+    remember("_dq_kernel", "wrong result: of another Triton")
+    monkeypatch.setattr(nsa.probe, "triton_version", lambda: "3.6.0")
+    remember("_fwd_kernel", "killed by SIGABRT while compiling")
+    remember("_merge_kernel", None)
+    (tmp_path / "nsa" / "probe" / "other.json").write_text("[1]")
+    with nsa.configure(probe="auto"):
+        refused = [line for line in nsa.__main__.doctor() if line.startswith("refused")]
+        assert refused == ["refused    _fwd_kernel: killed by SIGABRT while compiling"]
+        for number in range(4):
+            remember(f"_z{number}", "hangs")
+        lines = nsa.__main__.doctor()
+    assert sum(line.startswith("refused") for line in lines) == 3
+    assert "           and 2 more" in lines
+    with nsa.configure(probe="never"):
+        assert not any(line.startswith("refused") for line in nsa.__main__.doctor())
+
+
+@pytest.mark.parametrize("installed", [False, True], ids=["checkout", "installed"])
+def test_doctor_names_commands_that_can_be_typed(gpu, monkeypatch, installed):
+    """An installed package has no tests to run."""
+    monkeypatch.setattr(nsa.__main__, "_version", lambda package: torch.__version__ if package == "torch" else "3.6.0")
+    assert nsa.__main__.main(["calibrate"]) == 0
+    if installed:
+        monkeypatch.setattr(nsa.__main__, "_checkout", lambda: False)
+    assert ("pytest" in nsa.__main__.doctor()[-1]) != installed
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert ("pytest" in nsa.__main__.doctor()[-1]) != installed
 
 
 def test_doctor_says_from_where_key_major_is_used(gpu, monkeypatch, tmp_path):

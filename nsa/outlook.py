@@ -1,0 +1,111 @@
+"""What would serve the usual kinds of call on this machine, and why: asked of the routing itself, without running any.
+
+The calls are those of the benchmarks: bf16, 64 query heads over 4 KV heads of D = 128, 16 blocks of 64 keys a row.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, NamedTuple
+
+import torch
+
+from nsa import dispatch, settings
+from nsa.validate import Raw
+
+HQ, HKV, D, SLOTS, BLOCK = 64, 4, 128, 16, 64
+LONG = 65_536  # keys
+SHAPE = f"bf16, HQ/HKV {HQ}/{HKV}, D = {D}, {SLOTS} blocks of {BLOCK} keys a row, causal"
+NO_TRITON = "no Triton is installed"
+WORDS = {
+    "ranges": "query-major",
+    "blocks": "query-major",
+    "key_major": "key-major",
+    "per_head": "query-major, a head a program",
+    "sdpa": "packed SDPA",
+    "reference": "the gather reference",
+}
+
+
+class Line(NamedTuple):
+    """What would serve one kind of call."""
+
+    kind: str
+    server: str
+    reason: str
+
+
+def outlook(device: torch.device) -> list[Line]:
+    """One line for each kind of call on ``device``; kernels that a probe or a launch refuses are not known here.
+
+    Raises:
+        ValueError: a file of settings or measurements cannot be parsed; it is named.
+    """
+    # The threshold as an argument: routing would warn that nobody measured this GPU, which the caller says anyway.
+    current, name = settings.get(), torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    config = settings.device_config(name) if name is not None else None
+    measured = settings.DEFAULT_MIN_L if config is None else config.sel_triton_min_L
+    explicit = current.sel_triton_min_L
+    with settings.configure(sel_triton_min_L=measured if explicit is None else explicit):
+        prompt = _plan(device, S=8192)
+        plans = {
+            "spans": _plan(device, S=8192, spans=True),
+            "blocks, 8192 queries": prompt,
+            "blocks, 1 query": _plan(device, S=1, S_kv=LONG),
+            "cache, 1 query": _plan(device, S=1, S_kv=LONG, cache=True),
+            "cache, 2048 queries": _plan(device, S=2048, S_kv=LONG, cache=True),
+        }
+    lines = [_rows(device), *(_line(kind, plan) for kind, plan in plans.items())]
+    server, reason = _serves(prompt)
+    if prompt.route not in dispatch.PLAIN and reason != NO_TRITON:
+        server, reason = "backward kernels: dQ, then dK and dV by key blocks", "decided as forward"
+    return [*lines, Line("backward", server, reason)]
+
+
+def _plan(
+    device: torch.device, S: int, S_kv: int | None = None, spans: bool = False, cache: bool = False
+) -> dispatch.Plan:
+    """What `nsa.dispatch` makes of such a call of one sequence; shapes are all it looks at."""
+
+    def raw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Raw:
+        return torch.Size(shape), dtype, device, (1,)
+
+    kv = raw(1, S if S_kv is None else S_kv, HKV, D)
+    rows: tuple[int, ...] = (1, S, HKV, SLOTS)
+    chosen: dict[str, Any] = {"ranges": None, "block_indices": None, "block_size": None, "max_selected": None}
+    if spans:
+        chosen |= {"ranges": raw(*rows, 2, dtype=torch.int32), "max_selected": SLOTS * BLOCK}
+    else:
+        chosen |= {"block_indices": raw(*rows, dtype=torch.int32), "block_size": BLOCK}
+    return dispatch.make_plan(
+        settings.get(), raw(1, S, HQ, D), kv, kv, **chosen, causal=True, q_positions=None, cu_seqlens_q=None,
+        cu_seqlens_k=None, out=None, backend="auto", schedule="auto",
+        cache_seqlens=raw(1, dtype=torch.int32) if cache else None,
+    )  # fmt: skip
+
+
+def _rows(device: torch.device) -> Line:
+    """Of packed rows (`nsa.sel_attn_fwd_*`), which know neither threshold nor fallback."""
+    why_not = dispatch.obstacle(torch.bfloat16, device, dispatch.why_not_triton(device))
+    why_not = why_not or (None if triton_installed() else NO_TRITON)
+    if why_not is not None:
+        return Line("packed rows", "refused", why_not)
+    return Line("packed rows", "query-major (dense_group, varlen_group)", "no threshold, no fallback")
+
+
+def _line(kind: str, plan: dispatch.Plan) -> Line:
+    return Line(kind, *_serves(plan))
+
+
+def _serves(plan: dispatch.Plan) -> tuple[str, str]:
+    """Who serves, in words and by its route's name, and why."""
+    if plan.route in dispatch.PLAIN:
+        return f"{WORDS[plan.route]} ({plan.route})", plan.reason
+    if not triton_installed():
+        return f"{WORDS[plan.fallback]} ({plan.fallback})", NO_TRITON
+    return f"{WORDS[plan.route]} ({plan.route})", plan.reason
+
+
+def triton_installed() -> bool:
+    """Asked without importing it: a process that only reads the routes is not to pay for that."""
+    return importlib.util.find_spec("triton") is not None
