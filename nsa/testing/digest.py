@@ -151,6 +151,30 @@ def prefill_rows(facts: list[Fact]) -> list[Sequence[str]]:
     return rows
 
 
+def longest_prompts(recording: Recording) -> dict[str, Any] | None:
+    """What README's picture shows: milliseconds of the longest prompts, as in its table; None if none were timed.
+
+    `{"gpu", "T", "torch", "triton", "commits", "milliseconds": {"64/4": {"ours": "1.25", "fla-core": …}}}`
+    """
+    rows = [dict(zip(PREFILL_HEADER, row, strict=True)) for row in prefill_rows(recording.facts)]
+    alone = [row for row in rows if row["shared"] == "-"]
+    if not alone:
+        return None
+    T = max(int(row["T"]) for row in alone)
+    names = ("ours", "fla-core", "dense cuDNN", "dense flash")
+    found = {
+        row["HQ/HKV"]: {name: row[name] for name in names if row[name] != "-"} for row in alone if int(row["T"]) == T
+    }
+    return {
+        "gpu": recording.gpu or recording.device,
+        "T": T,
+        "torch": recording.torch,
+        "triton": recording.triton,
+        "commits": recording.commits,
+        "milliseconds": found,
+    }
+
+
 def training_rows(facts: list[Fact]) -> list[Sequence[str]]:
     """One row per prompt and what was timed of it, as :func:`prefill_rows`."""
     rows: list[Sequence[str]] = []

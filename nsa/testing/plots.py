@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -127,6 +128,51 @@ def roofline(facts: list[Fact]) -> str | None:
     return _svg(figure)
 
 
+PEER_COLORS = {"ours": "#0b3c5d", "fla-core": "#3c8d5a", "dense cuDNN": "#d1741f", "dense flash": "#b8b8b8"}
+
+
+def prefill_bars(shown: dict[str, Any]) -> str:
+    """README's picture of what :func:`nsa.testing.digest.longest_prompts` found, which the SVG carries as JSON.
+
+    Bars from zero, so that their lengths compare; the figures beside them are those of the table.
+    """
+    groups: dict[str, dict[str, str]] = shown["milliseconds"]
+    bars = [(heads, name, value) for heads, found in groups.items() for name, value in found.items()]
+    figure = Figure(
+        figsize=(8.4, 0.23 * len(bars) + 0.18 * len(groups) + 1.25), layout="constrained", facecolor="white"
+    )
+    ax = figure.subplots()
+    y = 0.0
+    place: list[float] = []
+    middle: dict[str, float] = {}
+    for heads, found in groups.items():
+        middle[heads] = y + (len(found) - 1) / 2
+        place += [y + i for i in range(len(found))]
+        y += len(found) + 0.8
+    longest = max(float(value) for _, _, value in bars)
+    for at, (_, name, value) in zip(place, bars, strict=True):
+        ax.barh(at, float(value), height=0.86, color=PEER_COLORS[name])
+        weight = "bold" if name == "ours" else "normal"
+        ax.text(float(value) + longest / 120, at, value, va="center", fontsize=8.5, fontweight=weight)
+    ax.set_yticks(list(middle.values()), [f"HQ/HKV\n{heads}" for heads in middle], fontsize=9)
+    ax.tick_params(axis="y", length=0)
+    ax.invert_yaxis()
+    ax.set_xlim(0, longest * 1.09)
+    ax.set_xlabel(
+        "milliseconds of one forward pass, median; shorter is better\n"
+        "ours, fla-core: 16 blocks of 64 keys a row; dense: causal attention over all keys",
+        fontsize=9,
+    )
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.grid(axis="x", alpha=0.25, lw=0.6)
+    ax.set_axisbelow(True)
+    named = [name for name in PEER_COLORS if any(name == other for _, other, _ in bars)]
+    handles = [ax.barh(0, 0, color=PEER_COLORS[name], label=name) for name in named]
+    ax.legend(handles, named, loc="lower right", fontsize=9, frameon=False)
+    ax.set_title(f"{shown['gpu']}: prefill of {shown['T']} tokens, forward", fontsize=11, loc="left")
+    return _svg(figure, {"Creator": None, "Description": json.dumps(shown)})
+
+
 def before_after(pairs: list[tuple[str, str, float]]) -> str | None:
     """Ratio of new to old, sorted, for `(case, group, ratio)`; the band is the gate's 10%."""
     if not pairs:
@@ -147,12 +193,12 @@ def before_after(pairs: list[tuple[str, str, float]]) -> str | None:
     return _svg(figure)
 
 
-def _svg(figure: Figure) -> str:
+def _svg(figure: Figure, metadata: dict[str, str | None] | None = None) -> str:
     from matplotlib import rc_context
 
     text = io.StringIO()
-    title = figure.get_suptitle() or figure.axes[0].get_title()
+    title = figure.get_suptitle() or figure.axes[0].get_title() or figure.axes[0].get_title(loc="left")
     with rc_context({"svg.hashsalt": title}):  # else ids are random, and no two reports compare equal
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    body = text.getvalue()
+        figure.savefig(text, format="svg", metadata={"Date": None} | (metadata or {}))
+    body = re.sub(" +$", "", text.getvalue(), flags=re.MULTILINE)
     return body[body.index("<svg") :]

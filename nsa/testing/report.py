@@ -1,7 +1,7 @@
-"""The report: `python -m nsa.testing.report [JSON…] -o DIR`, and `--readme` for the table in README.md.
+"""The report: `python -m nsa.testing.report [JSON…] -o DIR`, and `--readme` for the tables and pictures of README.md.
 
 One recording gives a report of it, two also what changed between them (before, after). Markdown, CSV and a
-self-contained HTML page; they need matplotlib and jinja2 (`pip install 'nsa[report]'`), the README's table does not.
+self-contained HTML page. Pictures need matplotlib, pages jinja2 (`pip install 'nsa[report]'`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nsa import settings
 from nsa.testing import thresholds
 from nsa.testing.digest import (
     PREFILL_HEADER,
     SERVING_HEADER,
     TRAINING_HEADER,
     describe,
+    longest_prompts,
     prefill_rows,
     serving_rows,
     summary_rows,
@@ -88,34 +90,77 @@ def _line(fact: Fact) -> dict[str, Any]:
 
 def readme_block(recordings: Sequence[Recording]) -> str:
     """The measured results for README.md, from the newest baseline of each device. GPUs only, if there is one."""
-    shown = [r for r in recordings if r.gpu] or list(recordings)
-    text = []
-    for recording in shown:
+    text: list[str] = []
+    for recording in _shown(recordings):
+        picture = longest_prompts(recording)
+        if picture is not None:
+            text += [f"![{_alternative(picture)}]({picture_path(recording)})", ""]
         where = f"**{recording.gpu or recording.device}**, torch {recording.torch}, Triton {recording.triton}"
-        text += [f"{where}, commit {recording.commits}, {recording.date[:10]}; geometric mean (worst):", ""]
-        columns = (
-            *("benchmarks", "cases", "vs what it replaces"),
-            *("vs gather + SDPA", "vs best SDPA on packed rows"),
-        )
-        text += [f"| {' | '.join(columns)} | of memory ceiling |", "| --- | --- | --- | --- | --- | --- |"]
+        text += [f"{where}, commit {recording.commits}, {recording.date[:10]}; ratios are of one run.", ""]
         prompts, trained = prefills(recording.facts), trainings(recording.facts)
         served = servings(recording.facts)
-        others = [fact for fact in recording.facts if fact not in (*prompts, *trained, *served)]
-        for name, cases, *cells in summary_rows(others):
-            replaced, gather, best, control = (_both(cells[i : i + 2]) for i in (0, 2, 4, 8))
-            first = replaced if replaced != "-" else "-" if cells[-1] != "-" else f"{control} (control)"
-            text.append(f"| {name} | {cases} | {first} | {gather} | {best} | {cells[-1]} |")
-        text.append("")
         if prompts:
             text += ["Prefill, forward, 16 blocks of 64, D = 128, milliseconds, and how many times as fast:", ""]
             text += _table(README_PREFILL, PREFILL_HEADER, prefill_rows(prompts))
         if trained:
-            text += ["Training on the same prompts (dQ, dK and dV, alone and with the forward pass before):", ""]
-            text += _table(README_TRAINING, TRAINING_HEADER, training_rows(trained))
+            title = "Training on the same prompts (dQ, dK and dV, alone and with the forward pass before)"
+            text += _folded(title, _table(README_TRAINING, TRAINING_HEADER, training_rows(trained)))
         if served:
-            text += ["Serving from a KV cache, 16 blocks of 64 a query, D = 128, microseconds, as a graph:", ""]
-            text += _table(SERVING_HEADER, SERVING_HEADER, serving_rows(served))
+            title = "Serving from a KV cache, 16 blocks of 64 a query, D = 128, microseconds, as a graph"
+            text += _folded(title, _table(SERVING_HEADER, SERVING_HEADER, serving_rows(served)))
+        others = _groups([fact for fact in recording.facts if fact not in (*prompts, *trained, *served)])
+        title = "Packed rows, spans and decode: how many times as fast, geometric mean (worst)"
+        text += _folded(title, others) if prompts or trained else [f"{title}:", "", *others]
     return "\n".join([BEGIN, *text, END])
+
+
+def _shown(recordings: Sequence[Recording]) -> list[Recording]:
+    return [r for r in recordings if r.gpu] or list(recordings)
+
+
+def _groups(facts: list[Fact]) -> list[str]:
+    """Markdown of all but prompts: a line for each group of benchmarks."""
+    columns = (
+        *("benchmarks", "cases", "vs what it replaces"),
+        *("vs gather + SDPA", "vs best SDPA on packed rows", "of memory ceiling"),
+    )
+    text = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    for name, cases, *cells in summary_rows(facts):
+        replaced, gather, best, control = (_both(cells[i : i + 2]) for i in (0, 2, 4, 8))
+        first = replaced if replaced != "-" else "-" if cells[-1] != "-" else f"{control} (control)"
+        text.append(f"| {name} | {cases} | {first} | {gather} | {best} | {cells[-1]} |")
+    return [*text, ""]
+
+
+def _folded(title: str, body: list[str]) -> list[str]:
+    """Shown when a reader asks for it."""
+    return ["<details>", f"<summary>{title}</summary>", "", *body, "</details>", ""]
+
+
+def picture_path(recording: Recording) -> str:
+    """Of the picture of a device, from the root of the repository."""
+    return f"docs/{settings.device_slug(recording.gpu or recording.device)}.svg"
+
+
+def pictures(recordings: Sequence[Recording]) -> dict[str, str]:
+    """The SVG files that the block shows, by path.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is missing.
+    """
+    from nsa.testing import plots
+
+    found = {picture_path(recording): longest_prompts(recording) for recording in _shown(recordings)}
+    return {path: plots.prefill_bars(shown) for path, shown in found.items() if shown is not None}
+
+
+def _alternative(shown: dict[str, Any]) -> str:
+    """The picture in words, for whoever cannot see it."""
+    said = [
+        f"{heads} heads: " + ", ".join(f"{name} {value}" for name, value in found.items())
+        for heads, found in shown["milliseconds"].items()
+    ]
+    return f"Prefill of {shown['T']} tokens on {shown['gpu']}, milliseconds. {'; '.join(said)}"
 
 
 def _table(columns: Sequence[str], header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -140,9 +185,13 @@ def _update_readme() -> str:
     recordings = newest(BASELINES)
     if not recordings:
         raise ValueError(f"no baseline in {BASELINES}; record one with: pytest -m perf --nsa-save-baseline")
+    drawn = pictures(recordings)  # first: where they cannot be drawn, nothing is written
     path = ROOT / "README.md"
     path.write_text(with_block(path.read_text(encoding="utf-8"), readme_block(recordings)), encoding="utf-8")
-    return str(path)
+    for name, picture in drawn.items():
+        (ROOT / name).parent.mkdir(exist_ok=True)
+        (ROOT / name).write_text(picture, encoding="utf-8")
+    return ", ".join([str(path), *drawn])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -150,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m nsa.testing.report", description=__doc__)
     parser.add_argument("json", nargs="*", type=Path, help="one recording, or before and after; default: the baselines")
     parser.add_argument("-o", metavar="DIR", type=Path, help="where report.md, report.csv and report.html go")
-    parser.add_argument("--readme", action="store_true", help="rewrite the measured results in README.md")
+    parser.add_argument("--readme", action="store_true", help="rewrite README.md's measured results and pictures")
     args = parser.parse_args(argv)
     if len(args.json) > 2:
         parser.error(f"expected one recording, or before and after, got {len(args.json)} files")

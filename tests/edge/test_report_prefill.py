@@ -2,8 +2,12 @@
 
 import copy
 import csv
+import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -11,11 +15,12 @@ from nsa.testing import baselines, digest, report, summary, thresholds
 from nsa.testing.cases import core, prefill
 from nsa.testing.gated_run import Gate
 from nsa.testing.gated_run import report as gate_report
-from nsa.testing.recording import load
+from nsa.testing.recording import load, newest
 from nsa.testing.timing import Timing
 
 DATA = Path(__file__).parent / "data" / "h100-core-trimmed.json"
-BASELINES = Path(report.__file__).parents[2] / "tests" / "perf" / "baselines"
+ROOT = Path(report.__file__).parents[2]
+BASELINES = ROOT / "tests" / "perf" / "baselines"
 OTHERS = {"dense_cudnn": 5.0, "dense_flash": 9.0, "query_major": 1.5, "key_major": 1.0, "fla": 2.0}
 
 
@@ -128,7 +133,77 @@ def test_readme_has_a_table_of_prompts(recorded):
     block, before = report.readme_block([recorded]), report.readme_block([load(DATA)])
     assert "| 32/8 | 65536 | 12.50 | 190.7 | - | 62.50 | 112.50 | - | 5.00× | 9.00× |" in block
     assert "| prefill |" not in block, "no row among speedups over packed SDPA"
-    assert [line for line in before.splitlines() if line not in block.splitlines()] == []
+    rows = [line for line in before.splitlines() if line.startswith("|")]
+    assert rows
+    assert [line for line in rows if line not in block.splitlines()] == []
+
+
+def test_readme_shows_prompts_first_and_folds_the_rest(recorded):
+    lines = report.readme_block([recorded]).splitlines()
+    assert lines[1].startswith(
+        "![Prefill of 65536 tokens on NVIDIA H100 80GB HBM3, milliseconds. 64/4 heads: ours 12.50"
+    )
+    assert lines[1].endswith("dense cuDNN 62.50, dense flash 112.50](docs/nvidia-h100-80gb-hbm3.svg)")
+    start, end = lines.index("<details>"), len(lines) - 1 - lines[::-1].index("</details>")
+    shown = [line for line in lines[:start] + lines[end:] if line.startswith("|")]
+    assert len(shown) == 2 + 9, "nine prompts"
+    assert lines.count("<details>") == lines.count("</details>") == 2
+    for at, line in enumerate(lines):
+        if line.startswith("<summary>"):
+            assert lines[at + 1] == "", "else a page shows bars instead of a table"
+
+
+def test_picture_shows_the_longest_prompts(recorded):
+    """Not those whose neighbours share blocks; whoever did not run has no bar."""
+    found = digest.longest_prompts(recorded)
+    four = {"ours": "12.50", "fla-core": "25.00", "dense cuDNN": "62.50", "dense flash": "112.50"}
+    three = {name: value for name, value in four.items() if name != "fla-core"}
+    assert found["milliseconds"] == {"64/4": four, "32/4": three, "32/8": three, "16/16": three}
+    assert (found["gpu"], found["T"], found["torch"]) == ("NVIDIA H100 80GB HBM3", 65_536, recorded.torch)
+    assert digest.longest_prompts(load(DATA)) is None
+    assert report.pictures([load(DATA)]) == {}
+
+
+def carried(svg):
+    """What a picture says it shows."""
+    (said,) = ElementTree.fromstring(svg).iter("{http://purl.org/dc/elements/1.1/}description")
+    return json.loads(said.text)
+
+
+def test_picture_is_the_same_each_time_and_carries_what_it_shows(recorded):
+    pytest.importorskip("matplotlib")
+    recorded = dataclasses.replace(recorded, gpu='A <"GPU"> & more')
+    ((path, picture),) = report.pictures([recorded]).items()
+    assert path == "docs/a-gpu-more.svg"
+    assert carried(picture) == digest.longest_prompts(recorded)
+    assert report.pictures([recorded]) == {path: picture}
+    assert "<script" not in picture
+    assert "<text" not in picture, "fonts as paths: a reader's machine need not have them"
+    assert not any(line.endswith(" ") for line in picture.splitlines())
+
+
+def test_committed_pictures_are_current():
+    """By their data: matplotlib's releases draw differently, and the lane may have none."""
+    recordings = newest(BASELINES)
+    want = {report.picture_path(r): digest.longest_prompts(r) for r in recordings if r.gpu}
+    want = {path: shown for path, shown in want.items() if shown is not None}
+    assert want, "the front page shows no proof"
+    for path, shown in want.items():
+        assert carried((ROOT / path).read_text(encoding="utf-8")) == shown, "python -m nsa.testing.report --readme"
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("nvidia-*.svg")} == set(want)
+
+
+def test_readme_without_matplotlib_says_what_to_install_and_writes_nothing(tmp_path):
+    readme = f"{report.BEGIN}\n{report.END}\n"
+    (tmp_path / "README.md").write_text(readme)
+    program = (
+        "import sys; sys.modules['matplotlib'] = None; from pathlib import Path; from nsa.testing import report; "
+        "report.ROOT = Path(sys.argv[1]); sys.exit(report.main(['--readme']))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: the report needs matplotlib: pip install 'nsa[report]'\n")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"README.md": readme}
 
 
 def test_training_is_shown_beside_dense_attention(recorded):
