@@ -32,7 +32,7 @@ WITHOUT_GPU = {
 @pytest.mark.parametrize(
     "name", [name for name, path in DOCUMENTS.items() if any(b[0] == "python" for b in fenced(path))]
 )
-def test_every_python_block_runs(name, lane, monkeypatch, fresh_routes):
+def test_every_python_block_runs(name, lane, monkeypatch, fresh_routes, tmp_path):
     """In order, as one program: a block may use what blocks above it made."""
     compiler = torch.compile
     # Traced and differentiated as by any backend; the code that inductor generates is no document's business.
@@ -42,13 +42,20 @@ def test_every_python_block_runs(name, lane, monkeypatch, fresh_routes):
     code = [(line, text) for language, line, text in fenced(DOCUMENTS[name]) if language == "python"]
     for before, _ in changes:
         assert any(before in text for _, text in code), f"expected {before} in {name}"
+    # In a file of its own, on the lines where it stands in the document: torch.compile reads the file, and prose is no
+    # Python.
+    lines = [""] * (code[-1][0] + code[-1][1].count("\n") + 1)
+    for line, text in code:
+        lines[line : line + text.count("\n")] = text.splitlines()
+    path = tmp_path / f"{name}.py"
+    path.write_text("\n".join(lines))
     # The CPU lane is Triton's interpreter, which would take minutes; users without a GPU have packed SDPA.
     with torch.random.fork_rng(), nsa.configure(use_triton_sel=lane == "gpu"):
         torch.manual_seed(0)
         for line, text in code:
             for before, after in changes:
                 text = text.replace(before, after)
-            exec(compile("\n" * line + text, str(DOCUMENTS[name]), "exec"), namespace)
+            exec(compile("\n" * line + text, str(path), "exec"), namespace)
     if any("torch.compile(" in text for _, text in code):
         torch.compiler.reset()
     assert nsa.routes(), "expected the blocks to call the library"
@@ -59,8 +66,8 @@ def test_a_block_that_fails_is_named_by_its_line(tmp_path, lane, monkeypatch, fr
     document.write_text("# Title\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
     monkeypatch.setitem(DOCUMENTS, "broken.md", document)
     with pytest.raises(AssertionError) as error:
-        test_every_python_block_runs("broken.md", lane, monkeypatch, fresh_routes)
-    assert (str(error.traceback[-1].path), error.traceback[-1].lineno + 1) == (str(document), 8)
+        test_every_python_block_runs("broken.md", lane, monkeypatch, fresh_routes, tmp_path)
+    assert (error.traceback[-1].path.name, error.traceback[-1].lineno + 1) == ("broken.md.py", 8)
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
