@@ -120,12 +120,16 @@ def describe(device_name: str) -> str:
     schedule = measured(device_name)
     if schedule is None:
         return "query-major everywhere: nobody measured key-major"
-    pays = [f"{start} queries at G = {G}" for G, start in schedule.tokens.items() if start is not None]
-    never = [str(G) for G, start in schedule.tokens.items() if start is None]
-    text = f"key-major from {', '.join(pays)}" if pays else "query-major everywhere"
-    text += f"; never at G = {', '.join(never)}" if pays and never else ""
+    text = f"{_starts(schedule.tokens)}; chunks of longer prompts: {_starts(schedule.chunk)}"
     by = "" if _own(schedule, device_name) else f" on {schedule.provenance['gpu']}, not on this GPU,"
     return f"{text}; measured{by} {schedule.provenance['date']}, {schedule.path}"
+
+
+def _starts(table: Mapping[int, int | None]) -> str:
+    pays = [f"{start} queries at G = {G}" for G, start in table.items() if start is not None]
+    never = [str(G) for G, start in table.items() if start is None]
+    text = f"key-major from {', '.join(pays)}" if pays else "query-major everywhere"
+    return text + (f", never at G = {', '.join(never)}" if pays and never else "")
 
 
 def _own(schedule: Schedule, device_name: str) -> bool:

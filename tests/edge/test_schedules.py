@@ -116,22 +116,17 @@ def test_committed_files_can_be_read():
         assert settings.device_slug(schedule.provenance["gpu"]) == path.stem
 
 
-def test_the_package_ships_them():
-    """What setuptools takes along is a list of patterns: a folder that none names stays behind."""
-    tomllib = pytest.importorskip("tomllib")  # Python 3.11
-    root = schedules.FOLDER.parents[2]
-    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["nsa"]
-    assert str((schedules.FOLDER / "*.yaml").relative_to(root / "nsa")) in patterns
-
-
 def test_doctor_line(folder):
     path = folder()
-    text = "key-major from 2 queries at G = 1, 1024 queries at G = 4; never at G = 16; measured"
+    text = "key-major from 2 queries at G = 1, 1024 queries at G = 4, never at G = 16; chunks of longer prompts: "
+    text += "key-major from 64 queries at G = 1, 256 queries at G = 4, never at G = 16; measured"
     assert schedules.describe(GPU) == f"{text} 2026-12-01, {path}"
-    folder("{1: null}", name=schedules.STAND_IN)
+    folder("{1: null}", name=schedules.STAND_IN, chunks="{1: null}")
     path.unlink()
     schedules.measured.cache_clear()
-    assert schedules.describe(GPU).startswith("query-major everywhere; measured on NVIDIA Nobody 1, not on this GPU, ")
+    assert schedules.describe(GPU).startswith(
+        "query-major everywhere; chunks of longer prompts: query-major everywhere; measured on NVIDIA Nobody 1, not on "
+    )
 
 
 # --- the conditions ---------------------------------------------------------------------------------------------------
