@@ -147,7 +147,7 @@ def test_readme_shows_prompts_first_and_folds_the_rest(recorded):
     start, end = lines.index("<details>"), len(lines) - 1 - lines[::-1].index("</details>")
     shown = [line for line in lines[:start] + lines[end:] if line.startswith("|")]
     assert len(shown) == 2 + 9, "nine prompts"
-    assert lines.count("<details>") == lines.count("</details>") == 2
+    assert lines.count("<details>") == lines.count("</details>") == 3
     for at, line in enumerate(lines):
         if line.startswith("<summary>"):
             assert lines[at + 1] == "", "else a page shows bars instead of a table"
