@@ -170,6 +170,7 @@ def test_after_a_failure(problem: Problem, publish, sampling: dict[str, int], mo
     def stand_in(
         q, k, v, *, ranges=None, block_indices=None, block_size=None, causal=True, q_positions=None, scale=None,
         cu_seqlens=None, max_selected=None, return_lse=False, layout="heads_as_queries",
+        cache_seqlens=None, block_table=None,
     ):  # fmt: skip
         return want
 
