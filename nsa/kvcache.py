@@ -111,8 +111,8 @@ def selection_attention_with_kvcache(
             :func:`nsa.selection_attention`.
     """
     try:
-        if page_size is not None and (block_table is None or page_size != k_cache.shape[1]):
-            found = "no block_table" if block_table is None else f"k_cache.shape[1] = {k_cache.shape[1]}"
+        if page_size is not None and (block_table is None or k_cache.shape[1:2] != (page_size,)):
+            found = "no block_table" if block_table is None else f"k_cache of shape {list(k_cache.shape)}"
             raise ValueError(f"page_size: expected that of a paged k_cache, got {page_size} with {found}")
         wants_grad = is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad)
     except AttributeError:
@@ -140,7 +140,8 @@ def selection_attention_with_kvcache(
             backend, schedule, cache_seqlens, block_table,
         )  # fmt: skip
     except AttributeError:
-        check_tensors(cache_seqlens=cache_seqlens, **{name: x for name, x in optional.items() if x is not None})
+        given_too = {name: x for name, x in optional.items() if x is not None}
+        check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens, **given_too)
         raise
     if settings.get().debug_cache:
         report(cache_seqlens, block_table, q.shape[1], *k_cache.shape[:2])

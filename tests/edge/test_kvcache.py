@@ -309,3 +309,19 @@ def test_the_operator_is_one_and_compiles(device, page):
     compiled = torch.compile(lambda q: call(q, cache, backend, block_indices=blocks, block_size=PAGE), fullgraph=True)
     got, want = compiled(q), call(q, cache, backend, block_indices=blocks, block_size=PAGE)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_no_cache_is_named_without_gradients_too(device, name):
+    given = {"k_cache": torch.zeros(1, 4, 1, 16), "v_cache": torch.zeros(1, 4, 1, 16)} | {name: None}
+    lengths, blocks = torch.ones(1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    with torch.no_grad(), pytest.raises(TypeError, match=f"{name}: expected a torch.Tensor, got NoneType"):
+        nsa.selection_attention_with_kvcache(
+            torch.zeros(1, 1, 1, 16), **given, cache_seqlens=lengths, block_indices=blocks, block_size=4
+        )
+
+
+def test_page_size_of_what_is_no_cache():
+    x = torch.zeros(4)
+    with torch.no_grad(), pytest.raises(ValueError, match="page_size: expected that of a paged k_cache, got 16"):
+        nsa.selection_attention_with_kvcache(x, x, x, cache_seqlens=x, block_table=x, page_size=16)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nsa
-from nsa.kernels import key_tiles, tiles
+from nsa.kernels import key_major, key_tiles, tiles
 from nsa.testing import caches, sweep
 from nsa.testing.plugin import current_lane
 
@@ -80,12 +80,20 @@ def test_triton_sel_parity_kvcache_key_major(device, page, size, walked, dtype, 
         selection = {"block_indices": blocks, "block_size": size}
     out = torch.full((*q.shape[:-1], 16), math.nan, dtype=dtype, device=device)
     monkeypatch.setattr(key_tiles, "forced", key_tiles.SINGLE._replace(walked=walked))
+    nsa.settings.reload()  # what is planned, with other tiles, is not planned again
+    merged = []
+    forward = key_major.forward
+    monkeypatch.setattr(
+        key_major, "forward", lambda launch, *a, **how: merged.append(launch) or forward(launch, *a, **how)
+    )
     before = nsa.kernels.launches.copy()
     got = nsa.selection_attention_with_kvcache(
         q, cache.k, cache.v, **cache.arguments, **selection, backend="triton", schedule="key_major", return_lse=True,
         out=out,
     )  # fmt: skip
+    nsa.settings.reload()
     assert (nsa.kernels.launches - before)["key_major"] == 1
+    assert merged[0].merge_lse.constexprs["WALK"] == (walked > 0 and size is not None)
     check(got, caches.oracle(q, cache, **selection), dtype)
 
 
