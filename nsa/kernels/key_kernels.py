@@ -158,9 +158,10 @@ def _partial_kernel(
     if ONE_TILE:
         inside = key0 + key < stop
         if PAGE:
-            page, place, inside = in_page(table_row, (key0 + key).to(tl.int64), inside, pages, PAGE)
-            k_ptrs = k_ptr + (k_off + page * stride_kb + place * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
-            v_ptrs = v_ptr + (v_off + page * stride_vb + place * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
+            place = (key0 + key).to(tl.int64)
+            k_page, v_page, place, inside = in_page(table_row, place, inside, pages, stride_kb, stride_vb, PAGE)
+            k_ptrs = k_ptr + (k_off + k_page + place * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
+            v_ptrs = v_ptr + (v_off + v_page + place * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
         k = tl.load(k_ptrs, mask=inside[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_N, BLOCK_D]
         v = tl.load(v_ptrs, mask=inside[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
 
@@ -227,9 +228,10 @@ def _partial_kernel(
             for ahead in range(0, size, BLOCK_N):
                 inside = key0 + ahead + key < stop
                 if PAGE:
-                    page, place, inside = in_page(table_row, (key0 + ahead + key).to(tl.int64), inside, pages, PAGE)
-                    k_here = k_ptr + (k_off + page * stride_kb + place * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
-                    v_here = v_ptr + (v_off + page * stride_vb + place * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
+                    place = (key0 + ahead + key).to(tl.int64)
+                    k_page, v_page, place, inside = in_page(table_row, place, inside, pages, stride_kb, stride_vb, PAGE)
+                    k_here = k_ptr + (k_off + k_page + place * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
+                    v_here = v_ptr + (v_off + v_page + place * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
                 else:
                     k_here = k_ptrs + (tl.cast(ahead, tl.int64) * stride_kn) * STRIDE_UNIT
                     v_here = v_ptrs + (tl.cast(ahead, tl.int64) * stride_vn) * STRIDE_UNIT
@@ -390,7 +392,7 @@ def _merge_kernel(
                 if SOURCE == TILED and (PAGE and PAGE % BLOCK_L == 0):
                     key = tile_start(begin, start, before, length)
                     stop = limit - key
-                    page, key, exists = in_page(table_row, key, stop > 0, pages, PAGE)
+                    k_page, v_page, key, exists = in_page(table_row, key, stop > 0, pages, stride_kb, stride_vb, PAGE)
                     valid = tl.arange(0, BLOCK_L) < tl.where(exists, stop, 0)
                     key = key + tl.arange(0, BLOCK_L)
                 elif SOURCE == TILED:
@@ -399,13 +401,13 @@ def _merge_kernel(
                 else:
                     key = key_positions(at, start, before, length)
                 if PAGE and (SOURCE != TILED or PAGE % BLOCK_L != 0):
-                    page, key, valid = in_page(table_row, key, valid, pages, PAGE)
+                    k_page, v_page, key, valid = in_page(table_row, key, valid, pages, stride_kb, stride_vb, PAGE)
                 key = key.to(tl.int64)
                 k_at = key * stride_kn
                 v_at = key * stride_vn
                 if PAGE:
-                    k_at += page * stride_kb
-                    v_at += page * stride_vb
+                    k_at += k_page
+                    v_at += v_page
                 k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
                 k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_L, BLOCK_D]
                 v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]

@@ -90,23 +90,25 @@ def key_positions(slot, start, before, length):
 
 
 @triton.jit
-def in_page(table_row, key, inside, pages, PAGE: tl.constexpr):
-    """``(page int64, place, inside)`` of keys, a block or one, by the page table of their sequence.
+def in_page(table_row, key, inside, pages, stride_k, stride_v, PAGE: tl.constexpr):
+    """``(K's offset int64, V's, place, inside)`` of keys, a block or one, by the page table of their sequence.
 
-    What lies in a page that does not exist is not ``inside``.
+    Offsets of pages, places within them. What lies in a page that does not exist is not ``inside``.
     """
-    # Not masked: Triton 3.1 cannot pipeline a block of look-ups that are. The table has a first place where any key is.
-    page = tl.load(table_row + tl.where(inside, key // PAGE, 0))
+    # The look-up is not masked, which Triton 3.1 cannot pipeline, nor is what it adds to the table, of which Triton 3.3
+    # dies. The table has a first place where any key is.
+    key = tl.where(inside, key, 0)
+    page = tl.load(table_row + key // PAGE)
     inside = inside & (page >= 0) & (page < pages)
-    return tl.where(inside, page, 0).to(tl.int64), key % PAGE, inside
+    page = tl.where(inside, page, 0).to(tl.int64)
+    return page * stride_k, page * stride_v, key % PAGE, inside
 
 
 @triton.jit
 def tile_in_pages(table_row, key, limit, pages, stride_k, stride_v, PAGE: tl.constexpr, BLOCK_L: tl.constexpr):
     """``(K's offset int64, V's, place, inside)`` of the tile of keys from ``key`` on, which holds whole pages.
 
-    Offsets of pages, places within them. Pages are looked up one by one: a block of them would be pipelined in the
-    place of keys.
+    As :func:`in_page`, but pages are looked up one by one: a block of them would be pipelined in the place of keys.
     """
     i = tl.arange(0, BLOCK_L)
     k_at = tl.zeros([BLOCK_L], tl.int64)

@@ -229,34 +229,32 @@ def _fwd_kernel(
                 key = tile_start(begin, start, before, length)
                 if PAGE and PAGE % BLOCK_L == 0:
                     stop = visible - key
-                    page, key, exists = in_page(table_row, key, stop > 0, pages, PAGE)
+                    k_page, v_page, key, exists = in_page(table_row, key, stop > 0, pages, stride_kb, stride_vb, PAGE)
                     valid = tl.arange(0, BLOCK_L) < tl.where(exists, stop, 0)
                     key = key + tl.arange(0, BLOCK_L)
                 elif PAGE:
-                    if BLOCK_L % PAGE == 0:
+                    if BLOCK_L % PAGE == 0 and BLOCK_L <= 8 * PAGE:
                         k_page, v_page, key, valid = tile_in_pages(
                             table_row, key, visible, pages, stride_kb, stride_vb, PAGE, BLOCK_L
                         )
                     else:
                         key = key + tl.arange(0, BLOCK_L)
-                        page, key, valid = in_page(table_row, key, key < visible, pages, PAGE)
+                        k_page, v_page, key, valid = in_page(
+                            table_row, key, key < visible, pages, stride_kb, stride_vb, PAGE
+                        )
                 else:
                     key = key + tl.arange(0, BLOCK_L)
                     valid = key < visible
             else:
                 key = key_positions(slot, start, before, length)
                 if PAGE:
-                    page, key, valid = in_page(table_row, key, valid, pages, PAGE)
+                    k_page, v_page, key, valid = in_page(table_row, key, valid, pages, stride_kb, stride_vb, PAGE)
             key = key.to(tl.int64)
             k_at = key * stride_kn
             v_at = key * stride_vn
             if PAGE:
-                if SOURCE == TILED and (PAGE % BLOCK_L != 0 and BLOCK_L % PAGE == 0):
-                    k_at += k_page
-                    v_at += v_page
-                else:
-                    k_at += page * stride_kb
-                    v_at += page * stride_vb
+                k_at += k_page
+                v_at += v_page
             k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
             k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_L, BLOCK_D]
             v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]

@@ -123,6 +123,7 @@ POINTS = (
     Point("blocks", "fp32", 16, 128, 128, 1024, 1024, n=16, causal=True),
     Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, HKV=4, options=("cache",)),
     Point("blocks", "fp16", 4, 64, 128, 1024, 1024, n=16, causal=True, HKV=8, options=("page128",)),
+    Point("blocks", "bf16", 8, 128, 128, 64, 1024, n=16, causal=True, HKV=4, options=("page48",)),  # across pages
     Point("ranges", "bf16", 16, 128, 128, 64, 1024, n=16, causal=True, HKV=4, options=("page64",)),
     Point("blocks", "bf16", 16, 128, 128, 64, 768, n=16, causal=True, options=("q_positions",)),  # blocks of no tiles
     Point("blocks", "fp16", 8, 128, 64, 4096, 1024, n=16, causal=True, HKV=4, options=("key_major", "cu_seqlens")),
