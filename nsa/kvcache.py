@@ -89,7 +89,7 @@ def selection_attention_with_kvcache(
         k_cache: ``[B, S_max, HKV, D]``; with ``block_table`` ``[num_pages, page_size, HKV, D]``.
         v_cache: ``[B, S_max, HKV, Dv]`` or ``[num_pages, page_size, HKV, Dv]``.
         cache_seqlens: ``[B]`` int32 or int64, keys of each sequence, those of ``q`` included; may differ, and be 0.
-            Query ``s`` sits at ``t = cache_seqlens[b] - S + s``, and sees nothing where that is negative.
+            Query ``s`` sits at ``t = cache_seqlens[b] - S + s``; with ``causal`` it sees nothing where that is negative.
         ranges: ``[B, S, HKV, n, 2]`` half-open key spans, by position in the sequence, whatever page that lies in.
         block_indices: ``[B, S, HKV, n]`` with ``block_size``, instead.
         block_table: ``[B, width]`` int32 or int64, the pages of each sequence in order. Pages need not be in order, nor
@@ -103,7 +103,8 @@ def selection_attention_with_kvcache(
     between replays of a captured CUDA graph.
 
     Returns:
-        ``O`` ``[B, S, HQ, Dv]`` in ``q``'s dtype; with ``return_lse`` also ``LSE`` fp32 ``[B, S, HQ]``. No gradient.
+        ``O`` ``[B, S, HQ, Dv]`` in ``q``'s dtype; with ``return_lse`` also ``LSE`` ``[B, S, HQ]``, fp32 (fp64 of fp64).
+        No gradient. ``torch.autocast`` casts nothing here: a cache has the dtype that it was filled in.
 
     Raises:
         ValueError, TypeError: a shape, dtype, device or option is not as above; says expected and got.
@@ -157,7 +158,7 @@ def selection_attention_with_kvcache(
 
 
 def report(cache_seqlens: Tensor, block_table: Tensor | None, S: int, pages: int, size: int) -> None:
-    """Log lengths that the cache cannot have, or that are shorter than the ``S`` queries, and pages that do not exist.
+    """Log lengths that the cache cannot have, or shorter than the ``S`` queries but not 0, and pages that do not exist.
 
     ``size``: keys of a page, or of a contiguous cache's sequence. Synchronizes, so not while a CUDA graph is captured.
     """
@@ -167,7 +168,7 @@ def report(cache_seqlens: Tensor, block_table: Tensor | None, S: int, pages: int
     lengths = cache_seqlens.long().cpu()
     bad = ((lengths < 0) | (lengths > room)).nonzero()[:, 0].tolist()
     _say("cache_seqlens", f"expected 0 to {room}", [f"{lengths[b]} of sequence {b}" for b in bad])
-    short = ((lengths >= 0) & (lengths < S)).nonzero()[:, 0].tolist()
+    short = ((lengths > 0) & (lengths < S)).nonzero()[:, 0].tolist()
     _say(
         "cache_seqlens",
         f"expected {S} or more, or queries see nothing",

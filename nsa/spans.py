@@ -150,9 +150,9 @@ def in_pages(
     Returns:
         ``page`` and ``place`` int64 (0 where there is none) and ``valid``, without the keys whose page does not exist.
     """
-    if block_table.shape[1] == 0:
+    if block_table.shape[1] == 0 or pages == 0:
         return torch.zeros_like(position), torch.zeros_like(position), torch.zeros_like(valid)
-    page = block_table.long()[batch.expand_as(position), position // page_size]
+    page = block_table[batch.expand_as(position), position // page_size].long()
     valid = valid & (page >= 0) & (page < pages)
     return torch.where(valid, page, 0), position % page_size, valid
 

@@ -103,7 +103,7 @@ def plan(
     )  # fmt: skip
     sizes = (B, S, S_kv, HKV, n, size)
     return Launch(
-        *variants, device, windows, tile, tokens, G, sizes, units[:9], units[9:], max(*sizes, *units) <= INT32_MAX,
+        *variants, device, windows, tile, tokens, G, sizes, units[:9], units[9:], max(*sizes, *units, pages) <= INT32_MAX,
         1.0 / math.sqrt(D), like_q, spans, pages,
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -120,7 +121,7 @@ def trainings(facts: Iterable[Fact]) -> list[Fact]:
 
 def servings(facts: Iterable[Fact]) -> list[Fact]:
     """Those over KV caches."""
-    return [fact for fact in facts if str(fact.get("impl")).startswith(("kvcache", "paged"))]
+    return [fact for fact in facts if re.fullmatch(r"kvcache|paged\d+", str(fact.get("impl")))]
 
 
 def geomean(values: Iterable[float | None]) -> float | None:
