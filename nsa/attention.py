@@ -189,7 +189,7 @@ def _operator(
         q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, max_selected, backend,
         schedule,
     )  # fmt: skip
-    o = o if out is None else out.copy_(o)
+    o = ops.into(out, o)
     return (o, lse) if return_lse else o
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Literal, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
-from nsa import dispatch, ops, settings
+from nsa import dispatch, garbage, ops, settings
 from nsa.transforms import transformed, transforms_active
 from nsa.validate import check_tensors
-
-logger = logging.getLogger("nsa")
-MOST_REPORTED = 8  # places of a cache that are wrong, in one line of the log
 
 
 @overload
@@ -89,7 +85,7 @@ def selection_attention_with_kvcache(
         k_cache: ``[B, S_max, HKV, D]``; with ``block_table`` ``[num_pages, page_size, HKV, D]``.
         v_cache: ``[B, S_max, HKV, Dv]`` or ``[num_pages, page_size, HKV, Dv]``.
         cache_seqlens: ``[B]`` int32 or int64, keys of each sequence, those of ``q`` included; may differ, and be 0.
-            Query ``s`` sits at ``t = cache_seqlens[b] - S + s``; with ``causal`` it sees nothing where that is negative.
+            Query ``s`` sits at ``t = cache_seqlens[b] - S + s``; ``causal``, it sees nothing where that is negative.
         ranges: ``[B, S, HKV, n, 2]`` half-open key spans, by position in the sequence, whatever page that lies in.
         block_indices: ``[B, S, HKV, n]`` with ``block_size``, instead.
         block_table: ``[B, width]`` int32 or int64, the pages of each sequence in order. Pages need not be in order, nor
@@ -133,7 +129,7 @@ def selection_attention_with_kvcache(
             q, k_cache, v_cache, cache_seqlens, ranges, block_indices, block_size, block_table, causal, scale,
             max_selected, backend, schedule,
         )  # fmt: skip
-        o = o if out is None else out.copy_(o)
+        o = ops.into(out, o)
         return (o, lse) if return_lse else o
     try:
         planned = dispatch.plan(
@@ -145,7 +141,7 @@ def selection_attention_with_kvcache(
         check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens, **given_too)
         raise
     if settings.get().debug_cache:
-        report(cache_seqlens, block_table, q.shape[1], *k_cache.shape[:2])
+        garbage.report(cache_seqlens, block_table, q.shape[1], *k_cache.shape[:2])
     given = (
         q, k_cache, v_cache, ranges, block_indices, block_size, causal, None, scale, None, None, return_lse, out,
         cache_seqlens, block_table,
@@ -155,37 +151,6 @@ def selection_attention_with_kvcache(
         assert lse is not None
         return o, lse
     return o
-
-
-def report(cache_seqlens: Tensor, block_table: Tensor | None, S: int, pages: int, size: int) -> None:
-    """Log lengths that the cache cannot have, or shorter than the ``S`` queries but not 0, and pages that do not exist.
-
-    ``size``: keys of a page, or of a contiguous cache's sequence. Synchronizes, so not while a CUDA graph is captured.
-    """
-    if cache_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    room = size if block_table is None else size * block_table.shape[1]
-    lengths = cache_seqlens.long().cpu()
-    bad = ((lengths < 0) | (lengths > room)).nonzero()[:, 0].tolist()
-    _say("cache_seqlens", f"expected 0 to {room}", [f"{lengths[b]} of sequence {b}" for b in bad])
-    short = ((lengths > 0) & (lengths < S)).nonzero()[:, 0].tolist()
-    _say(
-        "cache_seqlens",
-        f"expected {S} or more, or queries see nothing",
-        [f"{lengths[b]} of sequence {b}" for b in short],
-    )
-    if block_table is None:
-        return
-    table = block_table.long().cpu()
-    used = torch.arange(table.shape[1]) * size < lengths.clamp(0, room)[:, None]
-    wrong = (used & ((table < 0) | (table >= pages))).nonzero().tolist()
-    _say("block_table", f"expected pages 0 to {pages - 1}", [f"{table[b, i]} at [{b}, {i}]" for b, i in wrong])
-
-
-def _say(name: str, expected: str, found: list[str]) -> None:
-    if found:
-        more = f" and {len(found) - MOST_REPORTED} more" if len(found) > MOST_REPORTED else ""
-        logger.warning("%s: %s, got %s%s", name, expected, ", ".join(found[:MOST_REPORTED]), more)
 
 
 assert ops  # registers torch.ops.nsa

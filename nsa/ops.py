@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from nsa import dispatch, gradients
+from nsa import dispatch, garbage, gradients, settings
 from nsa.transforms import vmap_refused
 
 _QKV = "Tensor q, Tensor k, Tensor v"
@@ -83,6 +83,8 @@ def _with_kvcache(
         q, k_cache, v_cache, ranges, block_indices, block_size, causal, None, None, None, max_selected, None, backend,
         schedule, cache_seqlens, block_table,
     )  # fmt: skip
+    if settings.get().debug_cache:
+        garbage.report(cache_seqlens, block_table, q.shape[1], *k_cache.shape[:2])
     given = (
         q, k_cache, v_cache, ranges, block_indices, block_size, causal, None, scale, None, None, True, None,
         cache_seqlens, block_table,
@@ -90,6 +92,21 @@ def _with_kvcache(
     o, lse = dispatch.run(what, given)
     assert lse is not None
     return o, lse
+
+
+def into(out: Tensor | None, o: Tensor) -> Tensor:
+    """An operator's result where the caller wants it; ``out`` has not been checked where a call is compiled.
+
+    Raises:
+        ValueError: ``out`` is not as ``o``.
+    """
+    if out is None:
+        return o
+    if out.shape != o.shape or out.dtype != o.dtype or out.device != o.device:
+        raise ValueError(
+            f"out: expected {list(o.shape)}, {o.dtype}, {o.device}, got {list(out.shape)}, {out.dtype}, {out.device}"
+        )
+    return out.copy_(o)
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:

@@ -75,6 +75,9 @@ def selection_reference(
     )
     if k.dim() == 3:
         k, v = k[None], v[None]
+    pages = k.shape[0]
+    if block_table is not None and pages == 0:
+        k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))  # for keys that are not there to point at
     HKV, G, D, Dv = k.shape[2], q.shape[-2] // k.shape[2], q.shape[-1], v.shape[-1]
     scale = 1.0 / math.sqrt(D) if scale is None else scale
     queries = q.reshape(spans.batch.shape[0], HKV, G, D)
@@ -98,7 +101,7 @@ def selection_reference(
         batch = spans.batch[chunk][:, None, None]
         head = torch.arange(HKV, device=q.device)[:, None]
         if block_table is not None:
-            batch, key, valid = sp.in_pages(block_table, k.shape[0], k.shape[1], batch, key, valid)
+            batch, key, valid = sp.in_pages(block_table, pages, k.shape[1], batch, key, valid)
         # What was not selected may be NaN: it is replaced, not multiplied by zero.
         K = k[batch, key, head].double().masked_fill(~valid[..., None], 0.0)  # [t, HKV, L, D]
         V = v[batch, key, head].double().masked_fill(~valid[..., None], 0.0)

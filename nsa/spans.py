@@ -6,12 +6,14 @@ rows. Spans are half-open ``[start, end)``.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa.transforms import transforms_active
 from nsa.validate import INDEX_DTYPES
 
 
@@ -158,12 +160,20 @@ def in_pages(
 
 
 def flat_rows(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """View ``[B, S, H, D]`` as ``[B * S * H, D]`` in memory order: no copy as long as the memory is dense.
+    """View ``[B, S, H, D]`` as ``[rows, D]`` in memory order, with what lies between if that is whole rows.
+
+    A copy is made of neither dense memory nor, where no gradient is wanted, of one tensor's half (K and V in one).
 
     Returns:
         ``rows`` and factors ``(fb, fs, fh)``: the vector at ``[b, s, h]`` is ``rows[b * fb + s * fs + h * fh]``.
     """
     strides = x.stride()
+    pitch = math.gcd(*(stride for size, stride in zip(x.shape[:3], strides[:3], strict=True) if size > 1))
+    graph = torch.compiler.is_compiling() or transforms_active() or (torch.is_grad_enabled() and x.requires_grad)
+    if not graph and x.numel() and pitch >= x.shape[3]:  # a lone row has none
+        last = sum((size - 1) * stride for size, stride in zip(x.shape[:3], strides[:3], strict=True))
+        fb, fs, fh = (stride // pitch for stride in strides[:3])
+        return x.as_strided((last // pitch + 1, x.shape[3]), (pitch, 1)), (fb, fs, fh)
     # Dynamo cannot sort symbols: a traced call copies what is not in the usual order.
     order = [0, 1, 2] if torch.compiler.is_compiling() else sorted(range(3), key=lambda i: -strides[i])
     factors, step = [0, 0, 0], 1
@@ -264,7 +274,7 @@ class Gather(NamedTuple):
 
 
 def take_rows(x: Tensor, index: Tensor, into: Tensor | None = None) -> Tensor:
-    """``x[index]`` for contiguous ``x [rows, D]``: ``[*index.shape, D]``, bitwise repeatable in its gradient too.
+    """``x[index]`` for ``x [rows, D]``: ``[*index.shape, D]``, bitwise repeatable in its gradient too.
 
     ``into``: ``[index.numel(), D]``, memory for the result where no gradient is wanted.
     """
@@ -282,8 +292,8 @@ def take_rows(x: Tensor, index: Tensor, into: Tensor | None = None) -> Tensor:
 
 
 def _sixteen_bytes(x: Tensor) -> bool:
-    """Whether contiguous rows begin on 16-byte boundaries."""
-    return (x.shape[1] * x.element_size()) % 16 == 0 and (x.storage_offset() * x.element_size()) % 16 == 0
+    """Whether rows are of whole 16 bytes and begin on such boundaries."""
+    return all(n * x.element_size() % 16 == 0 for n in (x.shape[1], x.stride(0), x.storage_offset()))
 
 
 def gather_for(k: Tensor, v: Tensor, spans: RowSpans, L: int, block_table: Tensor | None = None) -> Gather:

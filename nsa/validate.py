@@ -16,6 +16,7 @@ BACKENDS = ("auto", "triton", "sdpa", "reference")
 SCHEDULES = ("auto", "query_major", "key_major", "per_head")
 MAX_GROUP = 128
 HEAD_DIMS = (16, 256)
+MAX_ROOM = 2**31 - 1  # keys of a sequence that a page table has room for: kernels count them in int32
 
 
 class Meta(NamedTuple):
@@ -136,17 +137,23 @@ def _check_count(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name}: expected an int >= {least}, got {value}")
 
 
+def _cache_names(sig: Signature) -> tuple[str, str]:
+    """What the caller calls keys and values."""
+    return ("k", "v") if sig.cache_seqlens is None else ("k_cache", "v_cache")
+
+
 def _check_floats(sig: Signature) -> None:
     q = sig.q
     if q.dtype not in FLOAT_DTYPES:
         raise TypeError(f"q: expected dtype {_dtypes(FLOAT_DTYPES)}, got {_dtypes((q.dtype,))}")
-    for name, m in (("k", sig.k), ("v", sig.v), ("out", sig.out)):
+    k_name, v_name = _cache_names(sig)
+    for name, m in ((k_name, sig.k), (v_name, sig.v), ("out", sig.out)):
         if m is None:
             continue
         if m.dtype != q.dtype:
             raise TypeError(f"{name}: expected dtype {_dtypes((q.dtype,))} (that of q), got {_dtypes((m.dtype,))}")
         _check_device(name, m, q.device)
-    for name, m in (("q", q), ("k", sig.k), ("v", sig.v), ("out", sig.out)):
+    for name, m in (("q", q), (k_name, sig.k), (v_name, sig.v), ("out", sig.out)):
         if m is not None and not m.unit_stride:
             raise ValueError(f"{name}: expected a contiguous last dimension (stride 1), got a strided one")
 
@@ -207,7 +214,12 @@ def _check_cache(sig: Signature, B: int, S_kv: int) -> int:
     _check_index("block_table", table, sig.q.device)
     if S_kv < 1:
         raise ValueError(f"k_cache: expected pages of one key or more, got {_shape(sig.k.shape)}")
-    return S_kv * int(table.shape[1])
+    room = S_kv * int(table.shape[1])
+    if room > MAX_ROOM:
+        raise ValueError(
+            f"block_table: expected room for {MAX_ROOM} keys or fewer, got {_shape(table.shape)} with pages of {S_kv}"
+        )
+    return room
 
 
 def check(sig: Signature) -> Dims:
@@ -220,10 +232,13 @@ def check(sig: Signature) -> Dims:
     if varlen != (sig.cu_seqlens_k is not None):
         raise TypeError("cu_seqlens: expected a tensor or a pair of tensors, got a pair with None")
     lead_name = "T" if varlen else "B, S"
-    kv_name = "T_kv" if varlen else "B, S_kv"
+    kv_name = "T_kv" if varlen else "B, S_kv" if sig.cache_seqlens is None else "B, S_max"
+    if sig.block_table is not None:
+        kv_name = "num_pages, page_size"
     _check_ndim("q", sig.q, f"[{lead_name}, HQ, D]")
-    _check_ndim("k", sig.k, f"[{kv_name}, HKV, D]")
-    _check_ndim("v", sig.v, f"[{kv_name}, HKV, Dv]")
+    k_name, v_name = _cache_names(sig)
+    _check_ndim(k_name, sig.k, f"[{kv_name}, HKV, D]")
+    _check_ndim(v_name, sig.v, f"[{kv_name}, HKV, Dv]")
     _check_floats(sig)
 
     lead = tuple(int(s) for s in sig.q.shape[:-2])
@@ -232,9 +247,9 @@ def check(sig: Signature) -> Dims:
     Dv = int(sig.v.shape[-1])
     k_lead: tuple[int, ...] = (S_kv,) if varlen else (lead[0], S_kv)
     if sig.block_table is not None:
-        k_lead, kv_name = tuple(int(s) for s in sig.k.shape[:2]), "pages, page_size"
-    _check_shape("k", sig.k, f"[{kv_name}, HKV, D]", (*k_lead, HKV, D))
-    _check_shape("v", sig.v, f"[{kv_name}, HKV, Dv]", (*k_lead, HKV, Dv))
+        k_lead = tuple(int(s) for s in sig.k.shape[:2])
+    _check_shape(k_name, sig.k, f"[{kv_name}, HKV, D]", (*k_lead, HKV, D))
+    _check_shape(v_name, sig.v, f"[{kv_name}, HKV, Dv]", (*k_lead, HKV, Dv))
     for name, dim in (("D", D), ("Dv", Dv)):
         if not HEAD_DIMS[0] <= dim <= HEAD_DIMS[1]:
             raise ValueError(f"head dim {name}: expected {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, got {dim}")

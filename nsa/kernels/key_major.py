@@ -102,9 +102,10 @@ def plan(
         farthest > WIDE, bucket, walked > 0, G, D, Dv, unit, kinds,
     )  # fmt: skip
     sizes = (B, S, S_kv, HKV, n, size)
+    narrow = max(*sizes, *units, pages) <= INT32_MAX
     return Launch(
-        *variants, device, windows, tile, tokens, G, sizes, units[:9], units[9:], max(*sizes, *units, pages) <= INT32_MAX,
-        1.0 / math.sqrt(D), like_q, spans, pages,
+        *variants, device, windows, tile, tokens, G, sizes, units[:9], units[9:], narrow, 1.0 / math.sqrt(D), like_q,
+        spans, pages,
     )  # fmt: skip
 
 

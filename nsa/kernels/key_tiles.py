@@ -122,14 +122,15 @@ def walks(queries: int, S_kv: int, invariant: bool) -> bool:
     return invariant or 2 * queries >= S_kv
 
 
-def pays(queries: int, S_kv: int, HKV: int, n: int, block_size: int) -> bool:
+def pays(sequences: int, queries: int, S_kv: int, HKV: int, n: int, block_size: int) -> bool:
     """Whether a call is of the kind that was measured: many rows for each block, few blocks for each row.
 
     Args:
         queries, S_kv: of one sequence, or their means.
     """
     blocks = -(-S_kv // block_size)
-    return n <= MAX_SLOTS and queries * n >= MIN_REUSE * blocks and S_kv <= MOST_KEYS and HKV <= MOST_HEADS
+    counted = S_kv <= MOST_KEYS and HKV <= MOST_HEADS and 8 * HKV * sequences * (blocks + 1) <= MOST_COUNT_BYTES
+    return counted and n <= MAX_SLOTS and queries * n >= MIN_REUSE * blocks
 
 
 class Grid(NamedTuple):

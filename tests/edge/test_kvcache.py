@@ -15,18 +15,19 @@ from nsa.testing.plugin import current_lane
 from .conftest import compare
 
 ROOM, PAGE = 64, 16
-BACKENDS = ["triton", "sdpa", "reference"]
+BACKENDS = ["triton", "key_major", "sdpa", "reference"]
 graphs = pytest.mark.skipif(current_lane() != "gpu", reason="graphs need a GPU")
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=BACKENDS)  # key_major: of Triton's kernels the ones for chunks
 def backend(request):
     return request.param
 
 
 def call(q, cache, backend="triton", **keywords):
+    how = {"backend": backend} if backend != "key_major" else {"backend": "triton", "schedule": backend}
     return nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, **(cache.arguments | {"return_lse": True, "backend": backend} | keywords)
+        q, cache.k, cache.v, **(cache.arguments | {"return_lse": True} | how | keywords)
     )
 
 
@@ -122,6 +123,34 @@ def test_no_sequences_no_queries_no_room(device, backend):
         assert (lse == -math.inf).all()
 
 
+def test_a_pool_without_pages(device, backend):
+    """Whatever lengths and table say."""
+    q, blocks = queries(2, device=device), everything(2, 1, device)
+    pool = torch.empty(0, PAGE, 2, 16, device=device)
+    lengths = torch.tensor([40, 64], dtype=torch.int32, device=device)
+    cache = caches.Cache(pool, pool, lengths, torch.zeros(2, ROOM // PAGE, dtype=torch.int32, device=device))
+    o, lse = call(q, cache, backend, block_indices=blocks, block_size=PAGE)
+    assert not o.any()
+    assert (lse == -math.inf).all()
+
+
+def test_packing_copies_no_pool(device, monkeypatch):
+    """Where K and V are halves of one tensor, packed SDPA gathers from it as it lies."""
+    from nsa import spans
+
+    cache = caches.draw([40, 64], 4 * ROOM, PAGE, device=device)
+    both = torch.stack((cache.k, cache.v), 1)  # [pages, 2, page, HKV, D]
+    seen, take = [], spans.take_rows
+    monkeypatch.setattr(spans, "take_rows", lambda x, *rest: seen.append(x) or take(x, *rest))
+    q, blocks = queries(2, device=device), everything(2, 1, device, n=1)
+    want = call(q, cache, "sdpa", block_indices=blocks, block_size=PAGE)
+    seen.clear()
+    halves = caches.Cache(both[:, 0], both[:, 1], cache.cache_seqlens, cache.block_table)
+    got = call(q, halves, "sdpa", block_indices=blocks, block_size=PAGE)
+    assert {x.untyped_storage().data_ptr() for x in seen} == {both.untyped_storage().data_ptr()}
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_auto_falls_back_and_says_so(device, fresh_routes):
     cache = caches.draw([40, 64], ROOM, PAGE, device=device)
     q, blocks = queries(2, device=device), everything(2, 1, device)
@@ -184,8 +213,9 @@ def test_threads(device, page):
 
 
 @graphs
+@pytest.mark.parametrize("backend", ["triton", "key_major"])
 @pytest.mark.parametrize("page", [None, PAGE, 64], ids=["contiguous", "page16", "page64"])
-def test_a_graph_is_replayed_with_what_changed_in_place(device, page):
+def test_a_graph_is_replayed_with_what_changed_in_place(device, page, backend):
     """Selection, lengths, table, queries and cache; without allocation, sync or compiling."""
     first, second = (
         caches.draw(lengths, ROOM, page, device=device, seed=i) for i, lengths in enumerate(([40, 7], [64, 0]))
@@ -193,10 +223,10 @@ def test_a_graph_is_replayed_with_what_changed_in_place(device, page):
     q = queries(2, device=device)
     blocks, out = everything(2, 1, device), torch.empty_like(q)
     selection = {"block_indices": blocks, "block_size": PAGE}
-    call(q, first, **selection, out=out)  # compiles
+    call(q, first, backend, **selection, out=out)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _, lse = call(q, first, **selection, out=out)
+        _, lse = call(q, first, backend, **selection, out=out)
     graph.replay()
     compare((out, lse), caches.oracle(q, first, **selection), q.dtype)
     for x, y in zip(
@@ -251,7 +281,7 @@ WRONG = {
     "table-shape": ({"block_table": torch.zeros(3, 4, dtype=torch.int32)}, ValueError, f"{TABLE} [B, width]"),
     "table-dtype": ({"block_table": torch.zeros(2, 4)}, TypeError, "block_table: expected dtype"),
     "table-1d": ({"block_table": torch.zeros(2, dtype=torch.int32)}, ValueError, "block_table: expected [B, width]"),
-    "no-table": ({"block_table": None}, ValueError, "k: expected [B, S_kv, HKV, D]"),
+    "no-table": ({"block_table": None}, ValueError, "k_cache: expected [B, S_max, HKV, D]"),
     "neither": ({"block_indices": None, "block_size": None}, ValueError, "exactly one of ranges and block_indices"),
     "backend": ({"backend": "fast"}, ValueError, "backend: expected one of"),
 }  # fmt: skip
@@ -265,6 +295,18 @@ def test_errors_say_what_was_expected(device, wrong):
     right = {"block_indices": everything(2, 1, device), "block_size": PAGE, "backend": "sdpa"}
     with pytest.raises(kind, match=re.escape(text)):
         call(queries(2, device=device), cache, **(right | change))
+
+
+def test_errors_call_caches_what_the_caller_does(device):
+    cache = caches.draw([40, 64], ROOM, PAGE, device=device)
+    selection = {"block_indices": everything(2, 1, device), "block_size": PAGE}
+    for k, v, said in (
+        (cache.k, cache.v.double(), "v_cache: expected dtype float32"),
+        (cache.k[0], cache.v, "k_cache: expected [num_pages, page_size, HKV, D]"),
+        (cache.k, cache.v[:, 1:], "v_cache: expected [num_pages, page_size, HKV, Dv]"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=re.escape(said)):
+            call(queries(2, device=device), caches.Cache(k, v, cache.cache_seqlens, cache.block_table), **selection)
 
 
 def test_gradients_and_transforms_are_refused(device, backend):
@@ -309,6 +351,33 @@ def test_the_operator_is_one_and_compiles(device, page):
     compiled = torch.compile(lambda q: call(q, cache, backend, block_indices=blocks, block_size=PAGE), fullgraph=True)
     got, want = compiled(q), call(q, cache, backend, block_indices=blocks, block_size=PAGE)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_compiled_calls_report_garbage_and_check_out(device, caplog):
+    """`torch.compile` sees an operator, behind which lengths are at hand as ever."""
+    cache = caches.draw([40, 64], ROOM, PAGE, device=device)
+    cache.cache_seqlens[1] = ROOM + 1
+    q, blocks = queries(2, device=device), everything(2, 1, device)
+    backend = "triton" if device.type == "cuda" else "sdpa"
+
+    @torch.compile(fullgraph=True)
+    def serve(q, out):
+        return call(q, cache, backend, block_indices=blocks, block_size=PAGE, out=out)[0]
+
+    with caplog.at_level(logging.WARNING, "nsa"), nsa.configure(debug_cache=True):
+        got = serve(q, torch.empty_like(q))
+    assert caplog.messages == [f"cache_seqlens: expected 0 to {ROOM}, got {ROOM + 1} of sequence 1"]
+    assert torch.equal(got, call(q, cache, backend, block_indices=blocks, block_size=PAGE)[0])
+    for wrong in (q.new_empty(2, 2, 4, 16), q.double()):
+        with pytest.raises(Exception, match=re.escape("out: expected [2, 1, 4, 16], torch.float32")):
+            serve(q, wrong)
+
+
+def test_a_table_with_room_for_more_keys_than_are_counted(device):
+    cache = caches.draw([40, 64], ROOM, PAGE, device=device)
+    table = cache.block_table[:, :1].expand(2, 2**27)
+    with pytest.raises(ValueError, match=re.escape("block_table: expected room for 2147483647 keys or fewer")):
+        call(queries(2, device=device), cache, block_table=table, block_indices=everything(2, 1, device), block_size=8)
 
 
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])

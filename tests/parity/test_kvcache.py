@@ -119,6 +119,25 @@ def test_triton_sel_parity_kvcache_backends(device, page, source, causal, index,
     check(got, caches.oracle(q, cache, **selection, causal=causal, scale=0.3), dtype)
 
 
+@pytest.mark.parametrize("source", ["ranges", "blocks"])
+@pytest.mark.parametrize("schedule", ["query_major", "key_major"])
+@pytest.mark.parametrize("page", [1, 8, 48], ids=lambda page: f"page{page}")
+def test_triton_sel_parity_kvcache_odd_pages(device, page, schedule, source):
+    """Many to a tile, and ones that no tile is made of."""
+    dtype = next(iter(DTYPES.values()))
+    cache = caches.draw(LENGTHS, -(-ROOM // page) * page, page, HKV=2, dtype=dtype, device=device, seed=4)
+    q = torch.randn(len(LENGTHS), 3, 4, 16, generator=torch.Generator().manual_seed(2)).to(device, dtype)
+    if source == "ranges":
+        selection = {"ranges": draw_ranges(len(LENGTHS), 3, 2, 5, seed=3).to(device, torch.int32)}
+    else:
+        blocks = draw_blocks(len(LENGTHS), 3, 2, 4, 64, seed=3).to(device, torch.int32)
+        selection = {"block_indices": blocks, "block_size": 64}
+    got = nsa.selection_attention_with_kvcache(
+        q, cache.k, cache.v, **cache.arguments, **selection, backend="triton", schedule=schedule, return_lse=True
+    )
+    check(got, caches.oracle(q, cache, **selection), dtype)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"page{page}")
 def test_triton_sel_parity_kvcache_is_the_call_without_one(device, page):
     """A cache that is full, and the same keys without lengths or pages: the same bits."""

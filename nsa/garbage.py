@@ -1,0 +1,42 @@
+"""What `debug_cache` says of a live server's cache: lengths that it cannot have, pages that do not exist."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("nsa")
+MOST_REPORTED = 8  # places of a cache that are wrong, in one line of the log
+
+
+def report(cache_seqlens: Tensor, block_table: Tensor | None, S: int, pages: int, size: int) -> None:
+    """Log lengths that the cache cannot have, or shorter than the ``S`` queries but not 0, and pages that do not exist.
+
+    ``size``: keys of a page, or of a contiguous cache's sequence. Synchronizes, so not while a CUDA graph is captured.
+    """
+    if cache_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    room = size if block_table is None else size * block_table.shape[1]
+    lengths = cache_seqlens.long().cpu()
+    bad = ((lengths < 0) | (lengths > room)).nonzero()[:, 0].tolist()
+    _say("cache_seqlens", f"expected 0 to {room}", [f"{lengths[b]} of sequence {b}" for b in bad])
+    short = ((lengths > 0) & (lengths < S)).nonzero()[:, 0].tolist()
+    _say(
+        "cache_seqlens",
+        f"expected {S} or more, or queries see nothing",
+        [f"{lengths[b]} of sequence {b}" for b in short],
+    )
+    if block_table is None:
+        return
+    table = block_table.long().cpu()
+    used = torch.arange(table.shape[1]) * size < lengths.clamp(0, room)[:, None]
+    wrong = (used & ((table < 0) | (table >= pages))).nonzero().tolist()
+    _say("block_table", f"expected pages 0 to {pages - 1}", [f"{table[b, i]} at [{b}, {i}]" for b, i in wrong])
+
+
+def _say(name: str, expected: str, found: list[str]) -> None:
+    if found:
+        more = f" and {len(found) - MOST_REPORTED} more" if len(found) > MOST_REPORTED else ""
+        logger.warning("%s: %s, got %s%s", name, expected, ", ".join(found[:MOST_REPORTED]), more)
