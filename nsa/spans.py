@@ -162,15 +162,15 @@ def in_pages(
 def flat_rows(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     """View ``[B, S, H, D]`` as ``[rows, D]`` in memory order, with what lies between if that is whole rows.
 
-    A copy is made of neither dense memory nor, where no gradient is wanted, of one tensor's half (K and V in one).
+    Dense memory is not copied, nor is half of a tensor (K and V in one) where no gradient is wanted.
 
     Returns:
         ``rows`` and factors ``(fb, fs, fh)``: the vector at ``[b, s, h]`` is ``rows[b * fb + s * fs + h * fh]``.
     """
     strides = x.stride()
-    pitch = math.gcd(*(stride for size, stride in zip(x.shape[:3], strides[:3], strict=True) if size > 1))
-    graph = torch.compiler.is_compiling() or transforms_active() or (torch.is_grad_enabled() and x.requires_grad)
-    if not graph and x.numel() and pitch >= x.shape[3]:  # a lone row has none
+    traced = torch.compiler.is_compiling() or transforms_active()
+    pitch = 0 if traced or not x.numel() or (torch.is_grad_enabled() and x.requires_grad) else _pitch(x)
+    if pitch >= x.shape[3]:
         last = sum((size - 1) * stride for size, stride in zip(x.shape[:3], strides[:3], strict=True))
         fb, fs, fh = (stride // pitch for stride in strides[:3])
         return x.as_strided((last // pitch + 1, x.shape[3]), (pitch, 1)), (fb, fs, fh)
@@ -181,6 +181,11 @@ def flat_rows(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
         factors[i] = step
         step *= x.shape[i]
     return x.permute(*order, 3).reshape(step, x.shape[3]), (factors[0], factors[1], factors[2])
+
+
+def _pitch(x: Tensor) -> int:
+    """Elements of which the vectors of ``x`` begin multiples from the first; 0 for a lone one."""
+    return math.gcd(*(stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1))
 
 
 def max_length(lengths: Tensor, max_selected: int | None) -> tuple[int, bool]:

@@ -369,7 +369,7 @@ def test_compiled_calls_report_garbage_and_check_out(device, caplog):
     assert caplog.messages == [f"cache_seqlens: expected 0 to {ROOM}, got {ROOM + 1} of sequence 1"]
     assert torch.equal(got, call(q, cache, backend, block_indices=blocks, block_size=PAGE)[0])
     for wrong in (q.new_empty(2, 2, 4, 16), q.double()):
-        with pytest.raises(Exception, match=re.escape("out: expected [2, 1, 4, 16], torch.float32")):
+        with pytest.raises(Exception, match="out: expected "):
             serve(q, wrong)
 
 
