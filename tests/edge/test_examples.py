@@ -8,39 +8,61 @@ from pathlib import Path
 import pytest
 import torch
 
+from nsa.testing.plugin import current_lane
+
 ROOT = Path(__file__).parents[2]
 KERNEL = ROOT / "examples" / "your_kernel.py"
 RIGHT = "end = tl.minimum(tl.load(ranges_ptr + (row * n + span) * 2 + 1), limit)"
+START = "tl.load(ranges_ptr + (row * n + span) * 2)"
+CLAMPED = f"tl.maximum({START}, 0)"
 ONE_MORE = "end = tl.minimum(tl.load(ranges_ptr + (row * n + span) * 2 + 1) + 1, limit)"
 
 
-@pytest.fixture
-def parity(run_pytest, tmp_path):
-    """`parity(impl)`: pytest's run of a subset of the third parties' lane, modules in `tmp_path` included."""
+LANES = {
+    "parity": ("-m", "parity", "tests/parity/test_third_party.py", "-k", "mixed and fp32"),
+    "edge": ("-m", "edge", "tests/edge/test_third_party.py", "-k", "mixed and fp32"),
+}
 
-    def run(impl):
+
+@pytest.fixture
+def prove(run_pytest, tmp_path):
+    """`prove(lane, impl)`: pytest's run of a subset of the third parties' lane, modules in `tmp_path` included."""
+
+    def run(lane, impl):
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST") and k != "PYTHONPATH"}
         environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
-        chosen = ("-m", "parity", "tests/parity/test_third_party.py", "-k", "mixed and fp32", "--nsa-impl", impl)
+        chosen = (*LANES[lane], "--nsa-impl", impl)
         return run_pytest(*chosen, "--benchmark-disable", "-p", "no:cacheprovider", cwd=ROOT, environment=environment)
 
     return run
 
 
-def test_the_example_is_proved(parity):
-    done = parity("examples.your_kernel:attend")
+@pytest.mark.parametrize("lane", LANES)
+def test_the_example_is_proved(prove, lane):
+    done = prove(lane, "examples.your_kernel:attend")
     assert done.returncode == 0, done.stdout + done.stderr
-    passed = re.search(r"= (\d+) passed, \d+ deselected in", done.stdout)
+    passed = re.search(r"= (\d+) passed, (?:1 skipped, )?\d+ deselected in", done.stdout)
     assert passed, done.stdout
     assert int(passed[1]) >= 4
 
 
-def test_one_key_too_many_is_red_and_named(parity, tmp_path):
+@pytest.mark.skipif(current_lane() == "gpu", reason="there it reads what lies before the tensor, or ends the process")
+def test_spans_before_the_first_key_are_red_at_the_edge(prove, tmp_path):
+    """Parity's spans begin at 0 or later: a kernel that reads before the tensor is found by the edge lane alone."""
+    text = KERNEL.read_text(encoding="utf-8")
+    assert text.count(CLAMPED) == 1
+    (tmp_path / "unclamped.py").write_text(text.replace(CLAMPED, START), encoding="utf-8")
+    done = prove("edge", "unclamped:attend")
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    assert re.search(r'pytest "tests/edge/test_third_party.py::\S+noise\S*" --nsa-impl unclamped:attend', done.stdout)
+
+
+def test_one_key_too_many_is_red_and_named(prove, tmp_path):
     """Past a span's end, never past the tensor: what is wrong is the result, not the address."""
     text = KERNEL.read_text(encoding="utf-8")
     assert text.count(RIGHT) == 1
     (tmp_path / "one_key_more.py").write_text(text.replace(RIGHT, ONE_MORE), encoding="utf-8")
-    done = parity("one_key_more:attend")
+    done = prove("parity", "one_key_more:attend")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     assert re.search(r"AssertionError: one_key_more:attend on H\d+-\S+ \[.*\]: error \S+ > bound ", done.stdout)
     assert re.search(r'pytest "tests/parity/test_third_party.py::\S+" --nsa-impl one_key_more:attend', done.stdout)

@@ -8,6 +8,8 @@ import torch
 import nsa
 from nsa.testing.plugin import current_lane
 
+from .conftest import drowned
+
 KEYS = 96
 FAR = 2**62
 # Span sets of a backend; an interpreted program takes ten milliseconds, so there are fewer of those.
@@ -60,17 +62,6 @@ def test_raw_blocks(attend, agrees, draw, device, width):
         some = blocks[first : first + BATCH].to(device)
         q, k, v = draw(B=1, S=len(some) // 2, S_kv=KEYS, HKV=2, seed=first)
         agrees(attend, q, k, v, block_indices=some.view(1, -1, 2, 6), block_size=16)
-
-
-def drowned(x: torch.Tensor, room: int = 3) -> torch.Tensor:
-    """`x` with its values, shape and dtype, in an arena of NaN (integers: huge): before, after and between its rows."""
-    arena_shape = [s + 2 * room for s in x.shape[:-1]] + [x.shape[-1] + 16]
-    poison = math.nan if x.is_floating_point() else torch.iinfo(x.dtype).max // 3
-    arena = torch.full(arena_shape, poison, dtype=x.dtype, device=x.device)
-    inside = arena[(*(slice(room, room + s) for s in x.shape[:-1]), slice(8, 8 + x.shape[-1]))]
-    inside.copy_(x)
-    assert inside.stride(-1) == 1
-    return inside
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
