@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nsa.dispatch import failures
@@ -44,11 +45,35 @@ def peers() -> dict[str, Impl]:
     return found
 
 
+_tuned: dict[str, tuple[torch.Size, ...]] = {}
+
+
+def tune_for(module: str, *tensors: Tensor) -> None:
+    """Let a peer's autotuners choose anew where shapes are not those of the last call: it is timed at its best.
+
+    What fla-core's choice depends on names neither batch nor length. So the first call decided for all that followed,
+    and for other processes, since Triton keeps the choice on disk: tuned for a prompt, decode took 56 us instead of 28.
+    """
+    shapes = tuple(x.shape for x in tensors)
+    if _tuned.get(module) == shapes:
+        return
+    from triton.runtime.autotuner import Autotuner
+
+    for kernel in vars(installed(module)).values():
+        while kernel is not None and not isinstance(kernel, Autotuner):
+            kernel = getattr(kernel, "fn", None)
+        if kernel is not None:
+            kernel.cache.clear()
+            kernel.cache_results = False
+    _tuned[module] = shapes
+
+
 def _fla(forward: Callable[..., tuple[Tensor, Tensor]]) -> Any:
     """fla-core's selection kernel: one program a row, key blocks one after the other, always causal."""
 
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
         scale = p.scale or p.case.D**-0.5
+        tune_for(FLA, p.q, p.k)
         try:
             result = forward(p.q, p.k, p.v, p.block_indices, p.case.n, p.block_size, scale)
         except (TypeError, AttributeError) as error:

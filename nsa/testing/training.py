@@ -22,7 +22,7 @@ from nsa.reference import selection_reference
 from nsa.testing import prefill
 from nsa.testing.cases import Case
 from nsa.testing.compare import describe, some_queries
-from nsa.testing.peers import FLA, fla_supports, installed
+from nsa.testing.peers import FLA, fla_supports, installed, tune_for
 from nsa.testing.problem import Problem
 from nsa.testing.timing import LEAST, Timing, in_turn
 
@@ -74,6 +74,7 @@ def beside() -> tuple[Trainee, ...]:
 
         def fla(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             scale = p.scale or p.case.D**-0.5
+            tune_for(FLA, q, k)
             try:
                 o = function.apply(q, k, v, p.block_indices, p.case.n, p.block_size, scale, None)
             except (TypeError, AttributeError) as error:

@@ -52,6 +52,27 @@ def test_fla_is_given_the_same_problem(fla, device, scale):
     assert isinstance(fla.run(problem), torch.Tensor)
 
 
+def test_a_peer_is_tuned_for_the_shape_at_hand(fla, device):
+    """What fla-core chose for a prompt must not be timed at decode, nor what another process chose."""
+    import triton
+
+    def source(x, BS):
+        pass
+
+    configs = [triton.Config({}, num_warps=warps) for warps in (1, 2)]
+    kernel = triton.heuristics({"TWO": lambda args: True})(
+        triton.autotune(configs=configs, key=["BS"], cache_results=True)(triton.jit(source))
+    )
+    sys.modules[peers.FLA].kernel = kernel
+    tuner = kernel.fn
+    fla.run(DECODE.make(device))
+    assert not tuner.cache_results
+    for case, kept in ((DECODE, True), (dataclasses.replace(DECODE, N=8), False)):
+        tuner.cache["BS"] = configs[0]
+        fla.run(case.make(device))
+        assert ("BS" in tuner.cache) == kept
+
+
 def test_who_cannot_be_imported_is_not_beside_us(monkeypatch):
     def broken(module):
         raise RuntimeError("0 active drivers")
