@@ -11,7 +11,7 @@ logger = logging.getLogger("nsa")
 MOST_REPORTED = 8  # places of a cache that are wrong, in one line of the log
 
 
-def report(cache_seqlens: Tensor, block_table: Tensor | None, S: int, pages: int, size: int) -> None:
+def report(cache_seqlens: Tensor, block_table: Tensor | None, S: int, pages: int, size: int, causal: bool) -> None:
     """Log lengths that the cache cannot have, or shorter than the ``S`` queries but not 0, and pages that do not exist.
 
     ``size``: keys of a page, or of a contiguous cache's sequence. Synchronizes, so not while a CUDA graph is captured.
@@ -22,7 +22,7 @@ def report(cache_seqlens: Tensor, block_table: Tensor | None, S: int, pages: int
     lengths = cache_seqlens.long().cpu()
     bad = ((lengths < 0) | (lengths > room)).nonzero()[:, 0].tolist()
     _say("cache_seqlens", f"expected 0 to {room}", [f"{lengths[b]} of sequence {b}" for b in bad])
-    short = ((lengths > 0) & (lengths < S)).nonzero()[:, 0].tolist()
+    short = ((lengths > 0) & (lengths < S) & causal).nonzero()[:, 0].tolist()
     _say(
         "cache_seqlens",
         f"expected {S} or more, or queries see nothing",

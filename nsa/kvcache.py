@@ -9,7 +9,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
 from nsa import dispatch, garbage, ops, settings
-from nsa.transforms import transformed, transforms_active
+from nsa.transforms import any_autocast_enabled, autocast_dtype, transformed, transforms_active
 from nsa.validate import check_tensors
 
 
@@ -121,8 +121,15 @@ def selection_attention_with_kvcache(
             "selection_attention"
         )
     optional = {"ranges": ranges, "block_indices": block_indices, "block_table": block_table, "out": out}
-    if is_compiling() or transforms_active() or q.__class__ is not Tensor:
+    if is_compiling() or any_autocast_enabled() or transforms_active() or q.__class__ is not Tensor:
         check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens)
+        if not is_compiling() and autocast_dtype(q.device) is not None:
+            with torch.autocast(q.device.type, enabled=False):
+                return selection_attention_with_kvcache(  # type: ignore[call-overload, misc, no-any-return]
+                    q, k_cache, v_cache, cache_seqlens=cache_seqlens, ranges=ranges, block_indices=block_indices,
+                    block_size=block_size, block_table=block_table, page_size=page_size, causal=causal, scale=scale,
+                    max_selected=max_selected, return_lse=return_lse, backend=backend, schedule=schedule, out=out,
+                )  # fmt: skip
         if not is_compiling() and transformed(q, k_cache, v_cache, cache_seqlens, *optional.values()):
             raise RuntimeError("selection_attention_with_kvcache has no rule for transforms of torch.func")
         o, lse = torch.ops.nsa.selection_attention_with_kvcache(
@@ -141,7 +148,7 @@ def selection_attention_with_kvcache(
         check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens, **given_too)
         raise
     if settings.get().debug_cache:
-        garbage.report(cache_seqlens, block_table, q.shape[1], *k_cache.shape[:2])
+        garbage.report(cache_seqlens, block_table, q.shape[1], k_cache.shape[0], k_cache.shape[1], causal)
     given = (
         q, k_cache, v_cache, ranges, block_indices, block_size, causal, None, scale, None, None, return_lse, out,
         cache_seqlens, block_table,

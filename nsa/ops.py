@@ -84,7 +84,7 @@ def _with_kvcache(
         schedule, cache_seqlens, block_table,
     )  # fmt: skip
     if settings.get().debug_cache:
-        garbage.report(cache_seqlens, block_table, q.shape[1], *k_cache.shape[:2])
+        garbage.report(cache_seqlens, block_table, q.shape[1], k_cache.shape[0], k_cache.shape[1], causal)
     given = (
         q, k_cache, v_cache, ranges, block_indices, block_size, causal, None, scale, None, None, True, None,
         cache_seqlens, block_table,

@@ -73,7 +73,7 @@ def triton_route(
         S_kv = dims.S_kv // max(dims.B, 1) if dims.varlen else dims.S_kv
         start = key_major_from(device_name, dims.G, S_kv >= CHUNK * queries)
         usual = takes_key_major(start, queries, sig.q.dtype, dims.n, sig.block_size, dims.bound, max(dims.D, dims.Dv))
-        if usual and key_tiles.pays(dims.B, queries, S_kv, dims.HKV, dims.n, sig.block_size):
+        if usual and key_tiles.pays(dims.B, queries, S_kv, dims.S_kv, dims.HKV, dims.n, sig.block_size):
             return "key_major", _why(device_name, dims.G, start)
     return "blocks", None
 

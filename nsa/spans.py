@@ -159,21 +159,25 @@ def in_pages(
     return torch.where(valid, page, 0), position % page_size, valid
 
 
-def flat_rows(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+def flat_rows(x: Tensor, gaps: bool = True) -> tuple[Tensor, tuple[int, int, int]]:
     """View ``[B, S, H, D]`` as ``[rows, D]`` in memory order, with what lies between if that is whole rows.
 
     Dense memory is not copied, nor is half of a tensor (K and V in one) where no gradient is wanted.
+
+    Args:
+        gaps: rows may lie between those of ``x``; else they are all that there is.
 
     Returns:
         ``rows`` and factors ``(fb, fs, fh)``: the vector at ``[b, s, h]`` is ``rows[b * fb + s * fs + h * fh]``.
     """
     strides = x.stride()
-    traced = torch.compiler.is_compiling() or transforms_active()
-    pitch = 0 if traced or not x.numel() or (torch.is_grad_enabled() and x.requires_grad) else _pitch(x)
+    traced = torch.compiler.is_compiling() or transforms_active() or (torch.is_grad_enabled() and x.requires_grad)
+    pitch = 0 if traced or not x.numel() or strides[3] != 1 else _pitch(x)
     if pitch >= x.shape[3]:
-        last = sum((size - 1) * stride for size, stride in zip(x.shape[:3], strides[:3], strict=True))
-        fb, fs, fh = (stride // pitch for stride in strides[:3])
-        return x.as_strided((last // pitch + 1, x.shape[3]), (pitch, 1)), (fb, fs, fh)
+        last = sum((size - 1) * stride for size, stride in zip(x.shape[:3], strides[:3], strict=True)) // pitch
+        if gaps or last < math.prod(x.shape[:3]):
+            fb, fs, fh = (stride // pitch for stride in strides[:3])
+            return x.as_strided((last + 1, x.shape[3]), (pitch, 1)), (fb, fs, fh)
     # Dynamo cannot sort symbols: a traced call copies what is not in the usual order.
     order = [0, 1, 2] if torch.compiler.is_compiling() else sorted(range(3), key=lambda i: -strides[i])
     factors, step = [0, 0, 0], 1
@@ -314,7 +318,7 @@ def gather_for(k: Tensor, v: Tensor, spans: RowSpans, L: int, block_table: Tenso
     zero_row = k4[..., 0].numel() * 2 <= N * L
     flat, jumps = [], []
     for x in (k4, v4):
-        rows, (fb, fs, fh) = flat_rows(x)
+        rows, (fb, fs, fh) = flat_rows(x, gaps=not zero_row)  # they would be copied, too
         entry = spans.batch * fb if block_table is None else torch.zeros_like(spans.batch)
         first = (entry + spans.offset * fs)[:, None] + head * fh
         jumps.append(fb)

@@ -16,7 +16,7 @@ BACKENDS = ("auto", "triton", "sdpa", "reference")
 SCHEDULES = ("auto", "query_major", "key_major", "per_head")
 MAX_GROUP = 128
 HEAD_DIMS = (16, 256)
-MAX_ROOM = 2**31 - 1  # keys of a sequence that a page table has room for: kernels count them in int32
+MAX_ROOM = 2**30 - 256  # keys of a sequence that a page table has room for: blocks and tiles of them end within int32
 
 
 class Meta(NamedTuple):

@@ -122,14 +122,14 @@ def walks(queries: int, S_kv: int, invariant: bool) -> bool:
     return invariant or 2 * queries >= S_kv
 
 
-def pays(sequences: int, queries: int, S_kv: int, HKV: int, n: int, block_size: int) -> bool:
+def pays(sequences: int, queries: int, S_kv: int, keys: int, HKV: int, n: int, block_size: int) -> bool:
     """Whether a call is of the kind that was measured: many rows for each block, few blocks for each row.
 
     Args:
-        queries, S_kv: of one sequence, or their means.
+        queries, S_kv: of one sequence, or their means. keys: of the longest, packed end to end of all.
     """
     blocks = -(-S_kv // block_size)
-    counted = S_kv <= MOST_KEYS and HKV <= MOST_HEADS and 8 * HKV * sequences * (blocks + 1) <= MOST_COUNT_BYTES
+    counted = keys <= MOST_KEYS and HKV <= MOST_HEADS and 8 * HKV * sequences * (blocks + 1) <= MOST_COUNT_BYTES
     return counted and n <= MAX_SLOTS and queries * n >= MIN_REUSE * blocks
 
 

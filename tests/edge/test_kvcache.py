@@ -151,6 +151,32 @@ def test_packing_copies_no_pool(device, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+def test_packing_copies_of_a_shared_pool_its_own_part(device, monkeypatch):
+    """A row of zeros for padding is appended to a copy of the keys, not of all layers' that lie between them."""
+    from nsa import spans
+
+    cache = caches.draw([40, 64], ROOM, PAGE, device=device)
+    pool = torch.stack((cache.k, cache.v, cache.k, cache.v), 1)  # [pages, layers and K or V, page, HKV, D]
+    seen, take = [], spans.take_rows
+    monkeypatch.setattr(spans, "take_rows", lambda x, *rest: seen.append(x) or take(x, *rest))
+    q, blocks = queries(2, 32, device=device), everything(2, 32, device)
+    want = call(q, cache, "sdpa", block_indices=blocks, block_size=PAGE)
+    seen.clear()
+    layer = caches.Cache(pool[:, 2], pool[:, 3], cache.cache_seqlens, cache.block_table)
+    got = call(q, layer, "sdpa", block_indices=blocks, block_size=PAGE)
+    assert {x.untyped_storage().nbytes() for x in seen} == {(cache.k[..., 0].numel() + 1) * 16 * 4}
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_autocast_casts_nothing(device, backend):
+    cache = caches.draw([40, 64], ROOM, PAGE, device=device)
+    q, selection = queries(2, device=device), {"block_indices": everything(2, 1, device), "block_size": PAGE}
+    want = call(q, cache, backend, **selection)
+    with torch.autocast(device.type, torch.bfloat16):
+        got = call(q, cache, backend, **selection)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_auto_falls_back_and_says_so(device, fresh_routes):
     cache = caches.draw([40, 64], ROOM, PAGE, device=device)
     q, blocks = queries(2, device=device), everything(2, 1, device)
@@ -261,6 +287,11 @@ def test_debug_cache_reports_what_is_wrong_by_its_row(device, caplog):
     assert lengths == "cache_seqlens: expected 0 to 64, got 65 of sequence 2"
     assert short == "cache_seqlens: expected 2 or more, or queries see nothing, got 1 of sequence 3"
     assert table.startswith(f"block_table: expected pages 0 to {pages - 1}, got -3 at [0, 2], {pages} at [1, 0], ")
+    caplog.clear()
+    cache.cache_seqlens[2] = 20
+    with nsa.configure(debug_cache=True):
+        call(q, cache, "sdpa", block_indices=blocks, block_size=PAGE, causal=False)
+    assert [text.split(":")[0] for text in caplog.messages] == ["block_table"]  # all queries see the one key there is
     caplog.clear()
     with nsa.configure(debug_cache=True):
         call(queries(1, device=device), caches.draw([64], ROOM, PAGE, device=device), "sdpa",
@@ -376,7 +407,7 @@ def test_compiled_calls_report_garbage_and_check_out(device, caplog):
 def test_a_table_with_room_for_more_keys_than_are_counted(device):
     cache = caches.draw([40, 64], ROOM, PAGE, device=device)
     table = cache.block_table[:, :1].expand(2, 2**27)
-    with pytest.raises(ValueError, match=re.escape("block_table: expected room for 2147483647 keys or fewer")):
+    with pytest.raises(ValueError, match=re.escape("block_table: expected room for 1073741568 keys or fewer")):
         call(queries(2, device=device), cache, block_table=table, block_indices=everything(2, 1, device), block_size=8)
 
 

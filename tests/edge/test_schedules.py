@@ -5,6 +5,7 @@ import torch
 
 import nsa
 from nsa import dispatch, schedules, settings
+from nsa.kernels import key_tiles
 
 GPU = "NVIDIA Nobody 1"
 PROVENANCE = "{gpu: NVIDIA Nobody 1, torch: '2', triton: '3', date: 2026-12-01, commit: abc, command: c, shape: s}"
@@ -160,6 +161,23 @@ USUAL |= {"head_dim": 128}
 )
 def test_conditions(changed, taken):
     assert schedules.takes_key_major(**(USUAL | changed)) is taken
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "batch"])
+@pytest.mark.parametrize("sequences", [1, 8, 1024])
+@pytest.mark.parametrize("S_kv", [2**16, 2**24, 2**28, 2**31 - 256, 2**31])
+def test_what_pays_fits(sequences, S_kv, packed, block_size):
+    """`auto` must not choose what then raises because keys, or the counters of blocks, are too many."""
+    keys, fits = S_kv * sequences if packed else S_kv, True
+    try:
+        blocks = key_tiles.grid("key_major", sequences, keys, 8, 16, block_size, packed, None).blocks
+        key_tiles.windows(sequences * S_kv, 8, 8, 128, 128, 2, 16, blocks, 8, False)
+    except ValueError:
+        fits = False
+    taken = key_tiles.pays(sequences, S_kv, S_kv, keys, 8, 16, block_size)
+    assert not taken or fits
+    assert taken or sequences * S_kv >= 2**28
 
 
 # --- routes, from metadata alone --------------------------------------------------------------------------------------

@@ -164,6 +164,16 @@ def test_pack_rows_copies_what_the_spans_name(device, ranges, bound, seed):
             assert not got[len(kept) :].any()
 
 
+def test_pack_rows_takes_any_strides(device, draw, same):
+    """The last dimension's, too; gaps between rows; and enough rows that padding points at a row of zeros."""
+    _, k, v = draw(B=2, S_kv=KEYS, D=32, Dv=32)
+    both = torch.stack((k, v), 2)  # [B, S_kv, 2, HKV, D]
+    spans = same([(1, 9), (0, 3)], 2, 40, 2)
+    for keys, values in ((k[..., ::2], v[..., ::2]), (both[:, :, 0], both[:, :, 1]), (k[:1].expand(2, -1, -1, -1), v)):
+        want = nsa.pack_rows(keys.contiguous(), values.contiguous(), spans)
+        assert all(torch.equal(a, b) for a, b in zip(nsa.pack_rows(keys, values, spans), want, strict=True))
+
+
 @pytest.mark.parametrize("width", [torch.int32, torch.int64], ids=["int32", "int64"])
 def test_pack_rows_does_not_clamp_causally(device, same, width):
     k = torch.arange(6.0, device=device).view(1, 6, 1, 1).expand(1, 6, 1, 16).contiguous()

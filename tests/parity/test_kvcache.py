@@ -14,6 +14,8 @@ GPU = current_lane() == "gpu"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16} if GPU else {"fp32": torch.float32}
 PAGES = [None, 16, 64, 128]
 ROOM = 256
+# Queries of a few, and of a chunk, and blocks of a row: an interpreted program takes ten milliseconds and more.
+FEW, CHUNK, SLOTS = (3, 5, 4) if GPU else (2, 3, 3)
 LENGTHS = [203, 0, 1, ROOM]  # within a page, nothing, one key, no room left
 # By the rules; keys shared among programs, with tiles that a page holds several of, or that hold several pages.
 CHOICES = {"auto": None, "split": tiles.Choice(2, 1, 32, 4, 2), "wide": tiles.Choice(4, 1, 64, 4, 2, 0)}
@@ -46,14 +48,14 @@ def draw_ranges(B, S, HKV, n, seed):
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
-@pytest.mark.parametrize("S", [1, 3], ids=["decode", "S3"])
+@pytest.mark.parametrize("S", [1, FEW], ids=["decode", "few"])
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 48], ids=lambda size: f"block{size}")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"page{page}")
 def test_triton_sel_parity_kvcache_blocks(device, page, size, S, choice, dtype):
     cache = caches.draw(LENGTHS, ROOM, page, HKV=2, D=32, Dv=16, dtype=dtype, device=device, seed=size + S)
     g = torch.Generator().manual_seed(S)
     q = torch.randn(len(LENGTHS), S, 6, 32, generator=g).to(device, dtype)
-    blocks = draw_blocks(len(LENGTHS), S, 2, 4, size, seed=size).to(device, torch.int32)
+    blocks = draw_blocks(len(LENGTHS), S, 2, SLOTS, size, seed=size).to(device, torch.int32)
     selection = {"block_indices": blocks, "block_size": size}
     out = torch.full((*q.shape[:-1], 16), math.nan, dtype=dtype, device=device)
     with sweep.forced(choice):
@@ -71,12 +73,12 @@ def test_triton_sel_parity_kvcache_blocks(device, page, size, S, choice, dtype):
 def test_triton_sel_parity_kvcache_key_major(device, page, size, walked, dtype, monkeypatch):
     """A chunk of a prompt: partial results of each block, or some of its keys read by the kernel that merges."""
     cache = caches.draw(LENGTHS, ROOM, page, HKV=2, D=32, Dv=16, dtype=dtype, device=device, seed=7)
-    S = 5
+    S = CHUNK
     q = torch.randn(len(LENGTHS), S, 6, 32, generator=torch.Generator().manual_seed(S)).to(device, dtype)
     if size is None:
         selection = {"ranges": draw_ranges(len(LENGTHS), S, 2, 5, seed=3).to(device, torch.int32)}
     else:
-        blocks = draw_blocks(len(LENGTHS), S, 2, 4, size, seed=9).to(device, torch.int32)
+        blocks = draw_blocks(len(LENGTHS), S, 2, SLOTS, size, seed=9).to(device, torch.int32)
         selection = {"block_indices": blocks, "block_size": size}
     out = torch.full((*q.shape[:-1], 16), math.nan, dtype=dtype, device=device)
     monkeypatch.setattr(key_tiles, "forced", key_tiles.SINGLE._replace(walked=walked))
@@ -121,16 +123,18 @@ def test_triton_sel_parity_kvcache_backends(device, page, source, causal, index,
 
 @pytest.mark.parametrize("source", ["ranges", "blocks"])
 @pytest.mark.parametrize("schedule", ["query_major", "key_major"])
-@pytest.mark.parametrize("page", [1, 8, 48], ids=lambda page: f"page{page}")
+@pytest.mark.parametrize("page", [1, 5, 8, 48], ids=lambda page: f"page{page}")
 def test_triton_sel_parity_kvcache_odd_pages(device, page, schedule, source):
     """Many to a tile, and ones that no tile is made of."""
     dtype = next(iter(DTYPES.values()))
-    cache = caches.draw(LENGTHS, -(-ROOM // page) * page, page, HKV=2, dtype=dtype, device=device, seed=4)
+    room = -(-250 // page) * page  # no whole tiles: the last one reaches past the table
+    cache = caches.draw([203, 0, 1, room], room, page, HKV=2, dtype=dtype, device=device, seed=4)
     q = torch.randn(len(LENGTHS), 3, 4, 16, generator=torch.Generator().manual_seed(2)).to(device, dtype)
     if source == "ranges":
         selection = {"ranges": draw_ranges(len(LENGTHS), 3, 2, 5, seed=3).to(device, torch.int32)}
     else:
         blocks = draw_blocks(len(LENGTHS), 3, 2, 4, 64, seed=3).to(device, torch.int32)
+        blocks[..., 1] = (room - 1) // 64
         selection = {"block_indices": blocks, "block_size": 64}
     got = nsa.selection_attention_with_kvcache(
         q, cache.k, cache.v, **cache.arguments, **selection, backend="triton", schedule=schedule, return_lse=True
