@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import platform
 import sys
 from importlib import metadata
@@ -29,7 +30,9 @@ def main(argv: list[str] | None = None) -> int:
 
         return calibrate()
     try:
-        print("\n".join(doctor()))
+        print("\n".join(doctor()), flush=True)
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ValueError as error:  # a setting that cannot be parsed: it names file or variable
         print(f"nsa: {error}", file=sys.stderr)
         return 1

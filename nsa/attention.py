@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from nsa import dispatch, ops
 from nsa.transforms import any_autocast_enabled, autocast_dtype, cast, transformed, transforms_active
-from nsa.validate import check_tensors, raw
+from nsa.validate import check_scale, check_tensors, raw
 
 CuSeqlens = Tensor | tuple[Tensor, Tensor]
 
@@ -128,7 +128,12 @@ def selection_attention(
     if cu_seqlens is None:
         cu_q = cu_k = None
     else:
-        cu_q, cu_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+        pair = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+        if len(pair) != 2:
+            raise TypeError(f"cu_seqlens: expected a tensor or a pair of tensors, got a tuple of {len(pair)}")
+        cu_q, cu_k = pair
+    if scale is not None and type(scale) is not float:
+        check_scale(scale)
     if is_compiling() or any_autocast_enabled() or transforms_active():
         served = _transformed(
             q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, max_selected,

@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 
 from nsa import dispatch, garbage, ops, settings
 from nsa.transforms import any_autocast_enabled, autocast_dtype, transformed, transforms_active
-from nsa.validate import check_tensors
+from nsa.validate import check_scale, check_tensors
 
 
 @overload
@@ -111,6 +111,10 @@ def selection_attention_with_kvcache(
         if page_size is not None and (block_table is None or k_cache.shape[1:2] != (page_size,)):
             found = "no block_table" if block_table is None else f"k_cache of shape {list(k_cache.shape)}"
             raise ValueError(f"page_size: expected that of a paged k_cache, got {page_size} with {found}")
+        if cache_seqlens is None:  # to the plan that would be a call without a cache
+            check_tensors(cache_seqlens=cache_seqlens)  # type: ignore[unreachable]
+        if scale is not None and type(scale) is not float:
+            check_scale(scale)
         wants_grad = is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad)
     except AttributeError:
         check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)

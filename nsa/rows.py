@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa import dispatch, settings
 from nsa.attention import selection_attention
 from nsa.kernels import tiles
-from nsa.validate import Raw, check_rows, check_tensors, raw
+from nsa.validate import Raw, check_rows, check_scale, check_tensors, raw
 
 
 def _direct(
@@ -29,6 +29,8 @@ def _direct(
     return_lse: bool,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
+    if scale is not None and type(scale) is not float:
+        check_scale(scale)
     current = settings.get()
     pipelined, invariant = current.sel_triton_db, current.batch_invariant
     try:
@@ -38,8 +40,10 @@ def _direct(
             max_selected, route, pipelined, invariant, needs_grad,
         )  # fmt: skip
     except AttributeError:
-        given = {"Q": Q, "K": K, "V": V, "cu_seqlens": cu_seqlens, "out": out}
-        check_tensors(**{name: x for name, x in given.items() if x is not None or name in "QKV"})
+        k_name, v_name = ("K", "V") if cu_seqlens is None else ("K_all", "V_all")
+        check_tensors(**{"Q": Q, k_name: K, v_name: V})
+        given = {"cu_seqlens": cu_seqlens, "out": out}
+        check_tensors(**{name: x for name, x in given.items() if x is not None})
         raise
     kernel, launch = launches.get(tiles.forced) or dispatch.attach(
         launches,
@@ -129,6 +133,7 @@ def sel_attn_fwd_varlen(
 
     Returns, Raises: as :func:`sel_attn_fwd_dense`.
     """
+    check_tensors(cu_seqlens=cu_seqlens)
     return _direct(Q, K_all, V_all, cu_seqlens, "per_head", max_selected, scale, return_lse, out)
 
 
@@ -144,6 +149,7 @@ def sel_attn_fwd_varlen_group(
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Rows of different lengths, the whole group a program; as :func:`sel_attn_fwd_varlen` otherwise."""
+    check_tensors(cu_seqlens=cu_seqlens)
     return _direct(Q, K_all, V_all, cu_seqlens, "varlen_group", max_selected, scale, return_lse, out)
 
 
@@ -205,6 +211,16 @@ def _original_layout(
     ):
         if x.dim() != layout.count(",") + 1:
             raise ValueError(f"{name}: expected {layout}, got shape {list(x.shape)}")
+        if x.dtype != Q.dtype:
+            wanted, got = (str(dtype).removeprefix("torch.") for dtype in (Q.dtype, x.dtype))
+            raise TypeError(f"{name}: expected dtype {wanted} (that of Q), got {got}")
+    B, _, HKV, _, D = Q.shape
+    for name, x, layout, shape in (
+        ("K", K, "[B, HKV, S_kv, D]", [B, HKV, K.shape[2], D]),
+        ("V", V, "[B, HKV, S_kv, Dv]", [B, HKV, K.shape[2], V.shape[3]]),
+    ):
+        if list(x.shape) != shape:
+            raise ValueError(f"{name}: expected {layout} = {shape}, got {list(x.shape)}")
     o = selection_attention(
         Q.flatten(2, 3),
         K.transpose(1, 2),

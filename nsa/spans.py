@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.transforms import transforms_active
-from nsa.validate import INDEX_DTYPES
+from nsa.validate import INDEX_DTYPES, check_tensors
 
 
 class RowSpans(NamedTuple):
@@ -369,6 +369,7 @@ def ranges_from_blocks(block_indices: Tensor, block_size: int, seqlen_k: int | N
     Returns:
         ``[..., n, 2]`` in the dtype of ``block_indices``.
     """
+    check_tensors(block_indices=block_indices)
     if block_indices.dtype not in INDEX_DTYPES:
         raise TypeError(f"block_indices: expected dtype int32, int64, got {block_indices.dtype}")
     if block_size < 1:
@@ -391,7 +392,8 @@ def merge_ranges(ranges: Tensor) -> Tensor:
     Returns:
         ``[..., n, 2]``, the merged spans first, then empty spans ``[0, 0)``.
     """
-    if ranges.shape[-1:] != (2,) or ranges.dtype not in INDEX_DTYPES:
+    check_tensors(ranges=ranges)
+    if ranges.dim() < 2 or ranges.shape[-1] != 2 or ranges.dtype not in INDEX_DTYPES:
         raise ValueError(f"ranges: expected int32 or int64 [..., n, 2], got {ranges.dtype} {list(ranges.shape)}")
     if ranges.numel() == 0:
         return torch.zeros_like(ranges)

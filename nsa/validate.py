@@ -6,6 +6,7 @@ of a hashable :class:`Signature`; ``dispatch`` remembers the answer, so a repeat
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +97,12 @@ def check_tensors(**named: Any) -> None:
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
 
 
+def check_scale(scale: Any) -> None:
+    """``TypeError`` for what is no number; a tensor would be read from its device."""
+    if not isinstance(scale, (numbers.Real, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}")
+
+
 def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
 
@@ -114,15 +121,15 @@ def _check_shape(name: str, m: Meta, layout: str, expected: tuple[int, ...]) -> 
         raise ValueError(f"{name}: expected {layout} = {_shape(expected)}, got {_shape(m.shape)}")
 
 
-def _check_device(name: str, m: Meta, device: torch.device) -> None:
+def _check_device(name: str, m: Meta, device: torch.device, of: str = "q") -> None:
     if m.device != device:
-        raise ValueError(f"{name}: expected device {device} (that of q), got {m.device}")
+        raise ValueError(f"{name}: expected device {device} (that of {of}), got {m.device}")
 
 
-def _check_index(name: str, m: Meta, device: torch.device) -> None:
+def _check_index(name: str, m: Meta, device: torch.device, of: str = "q") -> None:
     if m.dtype not in INDEX_DTYPES:
         raise TypeError(f"{name}: expected dtype {_dtypes(INDEX_DTYPES)}, got {_dtypes((m.dtype,))}")
-    _check_device(name, m, device)
+    _check_device(name, m, device, of)
 
 
 def _check_choice(name: str, value: str, accepted: tuple[str, ...]) -> None:
@@ -142,18 +149,19 @@ def _cache_names(sig: Signature) -> tuple[str, str]:
     return ("k", "v") if sig.cache_seqlens is None else ("k_cache", "v_cache")
 
 
-def _check_floats(sig: Signature) -> None:
-    q = sig.q
+def _check_floats(q_name: str, q: Meta, *named: tuple[str, Meta | None]) -> None:
+    """One dtype and device, that of the queries, and last dimensions that are contiguous."""
     if q.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"q: expected dtype {_dtypes(FLOAT_DTYPES)}, got {_dtypes((q.dtype,))}")
-    k_name, v_name = _cache_names(sig)
-    for name, m in ((k_name, sig.k), (v_name, sig.v), ("out", sig.out)):
+        raise TypeError(f"{q_name}: expected dtype {_dtypes(FLOAT_DTYPES)}, got {_dtypes((q.dtype,))}")
+    for name, m in named:
         if m is None:
             continue
         if m.dtype != q.dtype:
-            raise TypeError(f"{name}: expected dtype {_dtypes((q.dtype,))} (that of q), got {_dtypes((m.dtype,))}")
-        _check_device(name, m, q.device)
-    for name, m in (("q", q), (k_name, sig.k), (v_name, sig.v), ("out", sig.out)):
+            raise TypeError(
+                f"{name}: expected dtype {_dtypes((q.dtype,))} (that of {q_name}), got {_dtypes((m.dtype,))}"
+            )
+        _check_device(name, m, q.device, q_name)
+    for name, m in ((q_name, q), *named):
         if m is not None and not m.unit_stride:
             raise ValueError(f"{name}: expected a contiguous last dimension (stride 1), got a strided one")
 
@@ -239,7 +247,7 @@ def check(sig: Signature) -> Dims:
     k_name, v_name = _cache_names(sig)
     _check_ndim(k_name, sig.k, f"[{kv_name}, HKV, D]")
     _check_ndim(v_name, sig.v, f"[{kv_name}, HKV, Dv]")
-    _check_floats(sig)
+    _check_floats("q", sig.q, (k_name, sig.k), (v_name, sig.v), ("out", sig.out))
 
     lead = tuple(int(s) for s in sig.q.shape[:-2])
     HQ, D = (int(s) for s in sig.q.shape[-2:])
@@ -277,18 +285,27 @@ def check_rows(Q: Raw, K: Raw, V: Raw, cu_seqlens: Raw | None, out: Raw | None, 
     q, k, v = meta(Q), meta(K), meta(V)
     cu, o = optional(cu_seqlens), optional(out)
     _check_ndim("Q", q, "[N, H, D]")
-    kv_layout = "[N, L, D]" if cu is None else "[sum L, D]"
-    _check_ndim("K", k, kv_layout)
-    _check_ndim("V", v, kv_layout.replace("D", "Dv"))
-    N, H, _ = q.shape
+    layout, k_name, v_name = ("[N, L, D]", "K", "V") if cu is None else ("[sum L, D]", "K_all", "V_all")
+    v_layout = layout.replace("D", "Dv")
+    _check_ndim(k_name, k, layout)
+    _check_ndim(v_name, v, v_layout)
+    N, H, D = q.shape
+    keys = k.shape[:-1] if cu is not None else (N, *k.shape[1:-1])
+    _check_shape(k_name, k, layout, (*keys, D))
+    _check_shape(v_name, v, v_layout, (*keys, v.shape[-1]))
+    if q.dtype == torch.float64:
+        raise TypeError("Q: expected dtype float16, bfloat16, float32, got float64")
+    _check_floats("Q", q, (k_name, k), (v_name, v), ("out", o))
+    if o is not None:
+        _check_shape("out", o, "[N, H, Dv]", (N, H, v.shape[-1]))
+    if cu is not None:
+        _check_index("cu_seqlens", cu, q.device, "Q")
 
     def view(m: Meta, axis: int) -> Meta:
         return m._replace(shape=(*m.shape[:axis], 1, *m.shape[axis:]))
 
     if cu is not None and cu.shape != (N + 1,):
         raise ValueError(f"cu_seqlens: expected [N + 1] = [{N + 1}], got {_shape(cu.shape)}")
-    if q.dtype == torch.float64:
-        raise TypeError("Q: expected dtype float16, bfloat16, float32, got float64")
     dense = cu is None
     check(
         Signature(

@@ -15,7 +15,7 @@ from nsa.testing.drawing import draw
 from nsa.testing.problem import Problem
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-CACHE = 2048  # keys each row owns when its spans are read from the cache (spec.md, "The matrix")
+CACHE = 2048  # keys each row owns when its spans are read from the cache
 LARGE = 16_384  # rows beyond which nobody packs a problem, and the oracle looks at some of its queries
 _SOURCE = {"few": "rows", "many": "ranges", "mixed": "ranges", "decode": "blocks", "prefill": "blocks"}
 
@@ -163,7 +163,7 @@ def long_context() -> list[Case]:
 
 
 def full() -> list[Case]:
-    """Everything in spec.md's matrix, fp16 and bf16."""
+    """The whole matrix, fp16 and bf16."""
     dims = [(64, 64), (64, 128), (128, 64), (128, 128)]
     rows = [
         Case(H, D, Dv, L, N, dist, dtype)

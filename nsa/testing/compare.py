@@ -1,4 +1,4 @@
-"""Is an output right? Bounded by what SDPA gets wrong in the same dtype over the same keys (spec.md, Acceptance).
+"""Is an output right? Bounded by what SDPA gets wrong in the same dtype over the same keys (docs/proving.md).
 
 `err ≤ 2·err_SDPA + 4·eps(dtype)·max|ref|`, all against an fp64 oracle. That alone would pass a kernel that agrees with
 a wrong oracle less badly than SDPA does, so SDPA must also agree with the oracle to within its dtype.

@@ -1,7 +1,7 @@
 """The check that no measurement claims more than the hardware can do. A pure function of numbers.
 
 A time that beats the hardware is a wrong time: work left out, data found in cache, a clock misread. It must not become
-a result (trap 2 of spec.md: a published table that read at 8.3 TB/s from a 1.0 TB/s card).
+a result (docs/rtx4090-report.md: a published table reads at 8.3 TB/s from a 1.0 TB/s card).
 """
 
 from __future__ import annotations

@@ -106,6 +106,10 @@ def pytest_configure(config: pytest.Config) -> None:
     reportchars = getattr(config.option, "reportchars", "")
     if not set("sSaAN") & set(reportchars):
         config.option.reportchars = reportchars + "s"
+    asked = ("benchmark_enable", "benchmark_only", "benchmark_skip", "benchmark_compare", "nsa_save_baseline")
+    parallel = hasattr(config, "workerinput") or getattr(config.option, "numprocesses", None)
+    if parallel and not any(getattr(config.option, name, None) for name in asked):
+        config.option.benchmark_disable = True  # pytest-benchmark would warn that it does so
     if hasattr(config, "workerinput"):
         _share_cores(int(config.workerinput["workercount"]))
     elif config.pluginmanager.hasplugin("benchmark"):
@@ -239,8 +243,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     commands = _replay_commands(terminalreporter, config)
     if commands:
         terminalreporter.section("replay one failure")
-    for line in [*commands, *config.stash[_notes_key], *_notes_of_tests(terminalreporter)]:
+    unproved = _unproved(terminalreporter, config)
+    for line in [*commands, *config.stash[_notes_key], *_notes_of_tests(terminalreporter), *unproved]:
         terminalreporter.write_line(line)
+
+
+def _unproved(reporter: pytest.TerminalReporter, config: pytest.Config) -> list[str]:
+    """A kernel that takes none of its cases leaves a green run that says nothing of it."""
+    lines = []
+    for impl in config.getoption("nsa_impl"):
+        count = {
+            outcome: sum(f"[{impl}-" in getattr(report, "nodeid", "") for report in reporter.stats.get(outcome, ()))
+            for outcome in ("passed", "failed", "skipped")
+        }
+        if count["skipped"] and not count["passed"] and not count["failed"]:
+            lines.append(f"--nsa-impl {impl}: none of its {count['skipped']} tests ran to the end: nothing is proved")
+    return lines
 
 
 def _notes_of_tests(reporter: pytest.TerminalReporter) -> list[str]:

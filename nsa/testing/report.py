@@ -45,6 +45,10 @@ README_PREFILL = (
     *("vs fla-core", "vs cuDNN", "vs flash"),
 )
 README_TRAINING = tuple(name for name in TRAINING_HEADER if name != "ns/token")
+SERVING_LEGEND = (
+    "*vs*: how many times as fast. *over*: how many times as long. *no cache*: the same keys without lengths and "
+    "pages; *its share*: the chunk's part of a whole prompt's time."
+)
 EXTRA_MISSING = "the report needs {}: pip install 'nsa[report]'"
 
 
@@ -107,7 +111,7 @@ def readme_block(recordings: Sequence[Recording]) -> str:
             text += _folded(title, _table(README_TRAINING, TRAINING_HEADER, training_rows(trained)))
         if served:
             title = "Serving from a KV cache, 16 blocks of 64 a query, D = 128, microseconds, as a graph"
-            text += _folded(title, _table(SERVING_HEADER, SERVING_HEADER, serving_rows(served)))
+            text += _folded(title, [SERVING_LEGEND, "", *_table(SERVING_HEADER, SERVING_HEADER, serving_rows(served))])
         others = _groups([fact for fact in recording.facts if fact not in (*prompts, *trained, *served)])
         title = "Packed rows, spans and decode: how many times as fast, geometric mean (worst)"
         text += _folded(title, others) if prompts or trained else [f"{title}:", "", *others]

@@ -1,10 +1,13 @@
-"""Somebody else's kernel by name, `--nsa-impl package.module:function` (spec.md has the contract)."""
+"""Somebody else's kernel by name, `--nsa-impl package.module:function` (docs/proving.md has the contract)."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nsa.testing.cases import Case
@@ -25,19 +28,23 @@ def load(spec: str) -> Impl:
     try:
         f = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as e:
-        raise ValueError(f"--nsa-impl: cannot import {spec!r}: {e}") from e
+        raise ValueError(f"--nsa-impl: cannot import {spec!r} (from here, PYTHONPATH or what is installed): {e}") from e
+    if not callable(f):
+        raise ValueError(f"--nsa-impl: expected a function, got {spec!r}, a {type(f).__name__}")
 
     def dense(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
-        return f(*p.rows[:3])
+        return _checked(spec, f(*p.rows[:3]), (*p.rows.Q.shape[:2], p.case.Dv), False)
 
     def blocks(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
         scale = p.scale or p.case.D**-0.5
         args = {"block_indices": p.block_indices, "block_size": p.block_size}
-        return f(p.q, p.k, p.v, **args, causal=p.causal, scale=scale, return_lse=return_lse)
+        result = f(p.q, p.k, p.v, **args, causal=p.causal, scale=scale, return_lse=return_lse)
+        return _checked(spec, result, (*p.q.shape[:-1], p.case.Dv), return_lse)
 
     def ranges(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
         scale = p.scale or p.case.D**-0.5
-        return f(p.q, p.k, p.v, ranges=p.ranges, causal=p.causal, scale=scale, return_lse=return_lse)
+        result = f(p.q, p.k, p.v, ranges=p.ranges, causal=p.causal, scale=scale, return_lse=return_lse)
+        return _checked(spec, result, (*p.q.shape[:-1], p.case.Dv), return_lse)
 
     call = {"": ranges, "blocks": blocks, "dense": dense}[kind]
     wanted = {"": always, "blocks": only("blocks"), "dense": only("rows")}[kind]
@@ -46,3 +53,41 @@ def load(spec: str) -> Impl:
         return plain(case) or wanted(case)
 
     return Impl(spec, call, supports=supports, lse=kind != "dense")
+
+
+def _checked(spec: str, result: Any, shape: tuple[int, ...], return_lse: bool) -> Any:
+    """What came back, if it is what was asked for: `O`, or the pair of `O` and an fp32 `LSE`, of their shapes.
+
+    Raises:
+        AssertionError: it is not.
+    """
+    if return_lse:
+        pair = isinstance(result, tuple) and len(result) == 2
+        assert pair, f"{spec}: expected (O, LSE) with return_lse=True, got {_said(result)}"
+    wanted = (("O", shape), ("LSE", shape[:-1])) if return_lse else (("O", shape),)
+    for (name, expected), x in zip(wanted, result if return_lse else (result,), strict=True):
+        assert isinstance(x, Tensor), f"{spec}: expected a tensor {name}, got {_said(x)}"
+        assert tuple(x.shape) == expected, f"{spec}: expected {name} of shape {expected}, got {tuple(x.shape)}"
+        assert name == "O" or x.dtype == torch.float32, f"{spec}: expected an LSE in float32, got {x.dtype}"
+    return result
+
+
+def _said(x: Any) -> str:
+    return f"a tuple of {len(x)}" if isinstance(x, tuple) else f"a {type(x).__name__}"
+
+
+@contextlib.contextmanager
+def untouched(spec: str, p: Problem) -> Iterator[None]:
+    """A kernel only reads what it is given.
+
+    Raises:
+        AssertionError: it has written to one of `p`'s tensors.
+    """
+    inputs = {
+        name: x for name in ("q", "k", "v", "ranges", "block_indices") for x in [getattr(p, name)] if x is not None
+    }
+    before = {name: x.clone() for name, x in inputs.items()}
+    yield
+    for name, x in inputs.items():
+        same = torch.equal(*(y.contiguous().view(torch.uint8) for y in (x, before[name])))  # NaN, too
+        assert same, f"{spec}: wrote to its input {name}"

@@ -1,4 +1,4 @@
-"""`sel_triton_min_L`: from how many keys on Triton is worth switching on, decided from measurements (spec.md).
+"""`sel_triton_min_L`: from how many keys on Triton is worth switching on, decided from measurements.
 
 The smallest L from which on Triton is at least `MARGIN` times the path it would replace, in every head count, dim and
 distribution. That path is packed SDPA from cache and spans with its packing, so only cases read from the cache count:

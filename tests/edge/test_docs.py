@@ -129,7 +129,13 @@ def test_backends_and_schedules():
 
 def test_columns_are_those_of_the_report():
     page, csv = (part.strip() for part in PROVING.read_text().split("Columns of `report.csv`"))
-    headers = (digest.SUMMARY_HEADER, digest.PREFILL_HEADER, digest.TRAINING_HEADER, digest.CASE_HEADER)
+    headers = (
+        digest.SUMMARY_HEADER,
+        digest.PREFILL_HEADER,
+        digest.TRAINING_HEADER,
+        digest.CASE_HEADER,
+        digest.SERVING_HEADER,
+    )
     change = ("benchmark", "group", "change, to control", "before", "after")
     for text, wanted in (
         (page, {name for header in (*headers, change) for name in header}),

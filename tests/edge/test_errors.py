@@ -192,6 +192,13 @@ DTYPES = {
     "ranges-list": (BATCH, {"ranges": [[0, 4]]}, "ranges: expected a torch.Tensor, got list"),
     "blocks-list": (BLOCKS, {"block_indices": [0]}, "block_indices: expected a torch.Tensor, got list"),
     "positions-int": (BATCH, {"q_positions": 3}, "q_positions: expected a torch.Tensor, got int"),
+    "cu-one": (
+        VARLEN,
+        {"cu_seqlens": (ints(3),)},
+        "cu_seqlens: expected a tensor or a pair of tensors, got a tuple of 1",
+    ),
+    "scale-str": (BATCH, {"scale": "x"}, "scale: expected a number or None, got str"),
+    "scale-tensor": (BATCH, {"scale": torch.ones(1)}, "scale: expected a number or None, got Tensor"),
     "cu-list": (VARLEN, {"cu_seqlens": [0, 1, 3]}, "cu_seqlens_q: expected a torch.Tensor, got list"),
     "out-str": (BATCH, {"out": "here"}, "out: expected a torch.Tensor, got str"),
     "block-size-float": (BLOCKS, {"block_size": 16.5}, "block_size: expected an int, got float"),

@@ -308,6 +308,8 @@ WRONG = {
     ),
     "lengths-shape": ({"cache_seqlens": torch.zeros(3, dtype=torch.int32)}, ValueError, f"{LENGTHS} [B] = [2]"),
     "lengths-dtype": ({"cache_seqlens": torch.zeros(2)}, TypeError, "cache_seqlens: expected dtype int32, int64"),
+    "lengths-forgotten": ({"cache_seqlens": None}, TypeError, "cache_seqlens: expected a torch.Tensor, got NoneType"),
+    "scale": ({"scale": "x"}, TypeError, "scale: expected a number or None, got str"),
     "lengths-none": ({"cache_seqlens": 5}, TypeError, "cache_seqlens: expected a torch.Tensor, got int"),
     "table-shape": ({"block_table": torch.zeros(3, 4, dtype=torch.int32)}, ValueError, f"{TABLE} [B, width]"),
     "table-dtype": ({"block_table": torch.zeros(2, 4)}, TypeError, "block_table: expected dtype"),

@@ -142,6 +142,20 @@ def test_blocks_of_nothing(device, shape):
     assert nsa.ranges_from_blocks(torch.zeros(shape, dtype=torch.int32, device=device), 16).shape == (*shape, 2)
 
 
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: nsa.merge_ranges([[0, 1]]), TypeError, "ranges: expected a torch.Tensor, got list"),
+        (lambda: nsa.merge_ranges(torch.zeros(2, dtype=torch.int32)), ValueError, "ranges: expected int32 or int64"),
+        (lambda: nsa.ranges_from_blocks([0, 1], 16), TypeError, "block_indices: expected a torch.Tensor, got list"),
+    ],
+    ids=["list", "one-span", "blocks"],
+)
+def test_what_is_no_tensor_of_spans_is_named(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
 # --- packing ----------------------------------------------------------------------------------------------------------
 
 
