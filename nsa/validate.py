@@ -280,7 +280,7 @@ def check(sig: Signature) -> Dims:
 def check_rows(Q: Raw, K: Raw, V: Raw, cu_seqlens: Raw | None, out: Raw | None, max_selected: int | None) -> None:
     """Check packed rows: ``Q [N, H, D]`` with ``K [N, L, D]``, or ``K_all [sum L, D]`` and ``cu_seqlens [N + 1]``.
 
-    They are checked as the call they are a view of, so there is one set of rules and texts.
+    What the caller may mix up is checked under the caller's names; all else as the call they are a view of.
     """
     q, k, v = meta(Q), meta(K), meta(V)
     cu, o = optional(cu_seqlens), optional(out)

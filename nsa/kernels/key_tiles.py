@@ -122,6 +122,11 @@ def walks(queries: int, S_kv: int, invariant: bool) -> bool:
     return invariant or 2 * queries >= S_kv
 
 
+def count_bytes(heads: int, blocks: int) -> int:
+    """Of the counters of one window."""
+    return 8 * heads * blocks
+
+
 def pays(sequences: int, queries: int, S_kv: int, keys: int, HKV: int, n: int, block_size: int) -> bool:
     """Whether a call is of the kind that was measured: many rows for each block, few blocks for each row.
 
@@ -129,7 +134,7 @@ def pays(sequences: int, queries: int, S_kv: int, keys: int, HKV: int, n: int, b
         queries, S_kv: of one sequence, or their means. keys: of the longest, packed end to end of all.
     """
     blocks = -(-S_kv // block_size)
-    counted = keys <= MOST_KEYS and HKV <= MOST_HEADS and 8 * HKV * sequences * (blocks + 1) <= MOST_COUNT_BYTES
+    counted = keys <= MOST_KEYS and HKV <= MOST_HEADS and count_bytes(HKV, sequences * (blocks + 1)) <= MOST_COUNT_BYTES
     return counted and n <= MAX_SLOTS and queries * n >= MIN_REUSE * blocks
 
 
@@ -190,16 +195,16 @@ def windows(
             f"key_major: expected the partial results of a row to fit {PARTS_BYTES} bytes, got {part_bytes} bytes of "
             f"{slots} blocks a row{'; max_selected bounds them' if spans else ''}"
         )
-    if 8 * HKV * blocks > MOST_COUNT_BYTES:
+    if count_bytes(HKV, blocks) > MOST_COUNT_BYTES:
         raise ValueError(
-            f"key_major: expected counters of blocks to fit {MOST_COUNT_BYTES} bytes, got {8 * HKV * blocks} bytes of "
-            f"{blocks} blocks and {HKV} KV heads"
+            f"key_major: expected counters of blocks to fit {MOST_COUNT_BYTES} bytes, got {count_bytes(HKV, blocks)} "
+            f"bytes of {blocks} blocks and {HKV} KV heads"
         )
     enough = min(tokens, REREAD * tokens // (max(slots, 1) * G))
     heads = heads_at_once(HKV, enough, most, HEAD_BYTES // (G * D * itemsize))
     window = even(tokens, most(heads)) if most(heads) < tokens else tokens
     listed = min(tokens, INDEX_BYTES // (heads * listed_bytes))
-    at_once = max(1, min(listed // max(window, 1), COUNT_BYTES // max(8 * heads * blocks, 1)))
+    at_once = max(1, min(listed // max(window, 1), COUNT_BYTES // max(count_bytes(heads, blocks), 1)))
     units = window * slots
     work = -(-units // share) + min(blocks, units)
     return Windows(slots, bits, blocks, heads, min(tokens, at_once * window), window, work)

@@ -7,10 +7,12 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from nsa.testing.cases import Case
+from nsa.testing.compare import Oracle, assert_parity
 from nsa.testing.impls import Impl, always, only, plain
 from nsa.testing.problem import Problem
 
@@ -91,3 +93,21 @@ def untouched(spec: str, p: Problem) -> Iterator[None]:
     for name, x in inputs.items():
         same = torch.equal(*(y.contiguous().view(torch.uint8) for y in (x, before[name])))  # NaN, too
         assert same, f"{spec}: wrote to its input {name}"
+
+
+def prove(impl: Impl, p: Problem, oracle: Oracle) -> None:
+    """Run it without and, if it has one, with an LSE; what it does not take is a skip that says so.
+
+    Args:
+        oracle: the answer, of `p` or of a problem with the same one.
+
+    Raises:
+        AssertionError: it is wrong, or wrote to an input.
+    """
+    for return_lse in (False, True) if impl.lse else (False,):
+        try:
+            with untouched(impl.name, p):
+                result = impl.run(p, return_lse)
+        except NotImplementedError as e:
+            pytest.skip(f"unsupported{' with LSE' if return_lse else ''}: {p.case.id}: {e}")
+        assert_parity(result, oracle, impl.name)

@@ -18,6 +18,13 @@ CLAMPED = f"tl.maximum({START}, 0)"
 ONE_MORE = "end = tl.minimum(tl.load(ranges_ptr + (row * n + span) * 2 + 1) + 1, limit)"
 
 
+def write_copy(path, right, wrong):
+    """Of the example, with one thing wrong."""
+    text = KERNEL.read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, wrong), encoding="utf-8")
+
+
 LANES = {
     "parity": (4, "tests/parity/test_third_party.py"),  # how many cases at least
     "edge": (10, "tests/edge/test_third_party.py"),
@@ -49,9 +56,7 @@ def test_the_example_is_proved(prove, lane):
 @pytest.mark.skipif(current_lane() == "gpu", reason="there it reads what lies before the tensor, or ends the process")
 def test_spans_before_the_first_key_are_red_at_the_edge(prove, tmp_path):
     """Parity's spans begin at 0 or later: a kernel that reads before the tensor is found by the edge lane alone."""
-    text = KERNEL.read_text(encoding="utf-8")
-    assert text.count(CLAMPED) == 1
-    (tmp_path / "unclamped.py").write_text(text.replace(CLAMPED, START), encoding="utf-8")
+    write_copy(tmp_path / "unclamped.py", CLAMPED, START)
     done = prove("edge", "unclamped:attend")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     assert re.search(r'pytest "tests/edge/test_third_party.py::\S+noise\S*" --nsa-impl unclamped:attend', done.stdout)
@@ -59,9 +64,7 @@ def test_spans_before_the_first_key_are_red_at_the_edge(prove, tmp_path):
 
 def test_one_key_too_many_is_red_and_named(prove, tmp_path):
     """Past a span's end, never past the tensor: what is wrong is the result, not the address."""
-    text = KERNEL.read_text(encoding="utf-8")
-    assert text.count(RIGHT) == 1
-    (tmp_path / "one_key_more.py").write_text(text.replace(RIGHT, ONE_MORE), encoding="utf-8")
+    write_copy(tmp_path / "one_key_more.py", RIGHT, ONE_MORE)
     done = prove("parity", "one_key_more:attend")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     assert re.search(r"AssertionError: one_key_more:attend on H\d+-\S+ \[.*\]: error \S+ > bound ", done.stdout)

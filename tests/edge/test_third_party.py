@@ -16,7 +16,7 @@ from nsa.testing.fixtures import case, problem, register, third_party
 from nsa.testing.impls import Impl
 from nsa.testing.plugin import current_lane
 from nsa.testing.problem import Problem
-from nsa.testing.third_party import load, untouched
+from nsa.testing.third_party import load, prove
 
 from .conftest import LANE_DTYPES, drowned
 
@@ -148,23 +148,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(names, params, indirect=["third_party", "case"], scope="module")
 
 
-def agrees(impl: Impl, p: Problem, oracle: Oracle) -> None:
-    for return_lse in (False, True) if impl.lse else (False,):
-        try:
-            with untouched(impl.name, p):
-                result = impl.run(p, return_lse)
-        except NotImplementedError as e:
-            pytest.skip(f"unsupported{' with LSE' if return_lse else ''}: {p.case.id}: {e}")
-        assert_parity(result, oracle, impl.name)
-    o, lse = result if isinstance(result, tuple) else (result, None)
-    if lse is not None:
-        assert not o[lse == -math.inf].any(), f"{impl.name}: rows that select nothing must be exactly 0"
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, when the interpreter computes with infinities
 def test_third_party_edge(third_party: Impl, problem: Problem, twist: str) -> None:
     p = TWISTS[twist](problem)
-    agrees(third_party, p, Oracle.of(p))
+    prove(third_party, p, Oracle.of(p))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -177,7 +164,7 @@ def test_third_party_keys_that_nobody_selects(third_party: Impl, problem: Proble
         seen[b, max(start, 0) : max(end, 0), h] = True
     assert not bool(seen.all())
     k, v = (x.masked_fill(~seen[..., None], math.nan) for x in (p.k, p.v))
-    agrees(third_party, dataclasses.replace(p, k=k, v=v, extra={}), Oracle.of(p))
+    prove(third_party, dataclasses.replace(p, k=k, v=v, extra={}), Oracle.of(p))
 
 
 @pytest.mark.skipif(current_lane() != "gpu", reason="streams need a GPU")
