@@ -101,7 +101,6 @@ def _partial_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """Partial results of one window's units: ``O`` normalised ``[window, heads, slots, G, Dv]``, base-2 LSE without Dv.
 
@@ -112,7 +111,10 @@ def _partial_kernel(
     head = tl.program_id(1)
     head_kv = head0 + head
     group = index * heads + head
-    at = group * work + tl.program_id(0)
+    # From the middle of the list on. At its ends stand blocks that most rows chose, the first and the newest, and for a
+    # program of theirs that begins last all would wait.
+    at = tl.program_id(0) + work // 2
+    at = group * work + tl.where(at >= work, at - work, at)
     all_work = windows * heads * work
     count = tl.load(work_ptr + 2 * all_work + at)
     if count == 0:
@@ -121,7 +123,7 @@ def _partial_kernel(
     begin = tl.load(work_ptr + all_work + at)
     unit_ptr += group * window * slots + begin
 
-    # Which keys: those of the block, in its sequence.
+    # Which keys: those of the block, in its sequence; and where that has its queries, so that nothing is divided below.
     if LAYOUT == BATCH or LAYOUT == CACHE:
         per_sequence = tl.cdiv(S_kv, size)
         seq = block // per_sequence
@@ -134,13 +136,17 @@ def _partial_kernel(
             k_off = tl.zeros([], tl.int64)
             v_off = tl.zeros([], tl.int64)
             table_row = table_ptr + seq.to(tl.int64) * (S_kv // PAGE)
-        shift = seqlen_k - S - seq * S  # from a token to its position
+        q_off = seq.to(tl.int64) * stride_qb
+        lead = first - seq * S  # from a token of the window to its query
+        shift = seqlen_k - S  # from there to its position
         key0 = (block - seq * per_sequence) * size
     else:
         seq = find_sequence(cu_q_ptr, B, first + (tl.load(unit_ptr) >> slot_bits), 128)
         k_first, seqlen_k = sequence_keys(seq, B, S_kv, cu_k_ptr)
         k_off = k_first * stride_kn
         v_off = k_first * stride_vn
+        q_off = tl.zeros([], tl.int64)
+        lead = first
         shift = (seqlen_k - tl.load(cu_q_ptr + seq + 1)).to(tl.int32)
         key0 = (block - first_block(seq, k_first, 0, size, LAYOUT)) * size
     stop = tl.minimum(seqlen_k - key0, size) + key0
@@ -148,7 +154,9 @@ def _partial_kernel(
     v_off += tl.cast(head_kv, tl.int64) * stride_vh
 
     row = tl.arange(0, BLOCK_M)
-    g = tl.program_id(2) * HEADS + row % HEADS  # [BLOCK_M]
+    g = row % HEADS  # [BLOCK_M]
+    if HEADS != G:
+        g += tl.program_id(2) * HEADS
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     key = tl.arange(0, BLOCK_N)
@@ -165,32 +173,18 @@ def _partial_kernel(
         k = tl.load(k_ptrs, mask=inside[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_N, BLOCK_D]
         v = tl.load(v_ptrs, mask=inside[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
 
-    # Queries come one step ahead, and which they are two: they lie scattered, and are asked for before a step computes.
-    head_off = (head_kv * G + g) * stride_qh
-    if WIDE:
-        head_off = (head_kv * G + g).to(tl.int64) * stride_qh
-    unit = load_unit(unit_ptr, row // HEADS, count)
-    next_unit = load_unit(unit_ptr, UNITS + row // HEADS, count)
-    q_off = query_offset(first + (unit >> slot_bits), S, stride_qb, stride_qs, LAYOUT, WIDE) + head_off
-    if AHEAD:
-        q = tl.load(
-            q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=(g < G)[:, None] & (d[None, :] < D), other=0.0
-        )
+    q_ptr += (q_off + tl.cast(head_kv, tl.int64) * G * stride_qh) * STRIDE_UNIT
+    head_off = (g.to(tl.int64) if WIDE else g) * stride_qh
+    coming = load_unit(unit_ptr, row // HEADS, count)  # a step ahead: addresses wait for it
     for done in range(0, count, UNITS):
         i = done + row // HEADS
-        here = (i < count) & (g < G)
-        coming = (i + UNITS < count) & (g < G)
-        if AHEAD:
-            q_off = query_offset(first + (next_unit >> slot_bits), S, stride_qb, stride_qs, LAYOUT, WIDE) + head_off
-            q_next = tl.load(
-                q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=coming[:, None] & (d[None, :] < D), other=0.0
-            )
-        else:
-            q_off = query_offset(first + (unit >> slot_bits), S, stride_qb, stride_qs, LAYOUT, WIDE) + head_off
-            q = tl.load(
-                q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=here[:, None] & (d[None, :] < D), other=0.0
-            )
-        after_next = load_unit(unit_ptr, i + 2 * UNITS, count)
+        place = lead + (coming >> slot_bits)
+        if WIDE:
+            place = place.to(tl.int64)
+        q_ptrs = q_ptr + (place * stride_qs + head_off)[:, None] * STRIDE_UNIT + d[None, :]
+        q = tl.load(q_ptrs, mask=(g < G)[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_M, BLOCK_D]
+        coming = load_unit(unit_ptr, i + UNITS, count)
+        unit = load_unit(unit_ptr, i, count)  # again, from L1: kept until here it would take registers
         local = unit >> slot_bits
         token = first + local
         slot = unit - (local << slot_bits)
@@ -199,7 +193,7 @@ def _partial_kernel(
         high = stop + low
         if CAUSAL:
             if pos_ptr is None:
-                high = tl.minimum(high, token + shift + 1)
+                high = tl.minimum(high, lead + local + shift + 1)
             else:
                 high = tl.minimum(high, tl.minimum(tl.load(pos_ptr + token), seqlen_k - 1).to(tl.int32) + 1)
         at_row = (local * heads + head) * slots + slot  # [BLOCK_M] of the window's slots; elements of parts fit int32
@@ -251,6 +245,7 @@ def _partial_kernel(
                 l = l * alpha + tl.sum(p, 1)
                 acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=INPUT_PRECISION)
                 m = m_new
+        here = (i < count) & (g < G)
         l = tl.where(l == 0.0, 1.0, l)
         acc = acc * (1.0 / l)[:, None]
         at_head = at_row * G + g
@@ -259,9 +254,6 @@ def _partial_kernel(
         mask = here[:, None] & (dv[None, :] < Dv)
         # Evicted first: nothing reads it before the whole window is written, and queries had better stay in L2.
         tl.store(part_ptrs, acc.to(part_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-        unit, next_unit = next_unit, after_next
-        if AHEAD:
-            q = q_next
 
 
 @triton.jit(do_not_specialize=RUNTIME)

@@ -142,7 +142,7 @@ def _variants(
     }
     partial: dict[str, Any] = {"G": G, "D": D, "Dv": Dv, "SOURCE": source, "LAYOUT": layout, "CAUSAL": causal}
     partial |= {"PAGE": page, "ONE_TILE": one_tile, "WIDE": wide, "STRIDE_UNIT": unit, "INPUT_PRECISION": "ieee"}
-    partial |= {name: getattr(tile, name) for name in ("HEADS", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "AHEAD")}
+    partial |= {name: getattr(tile, name) for name in ("HEADS", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N")}
     merge = {
         name: partial[name] for name in ("G", "D", "Dv", "LAYOUT", "PAGE", "CAUSAL", "STRIDE_UNIT", "INPUT_PRECISION")
     }
@@ -261,16 +261,16 @@ def forward(
     span = workspace(w.tokens * row, torch.int32, device) if launch.spans else None
     unit = workspace(most * w.window * row, torch.int32, device)
     start = workspace(groups * w.blocks, torch.int32, device)
-    counts = workspace(groups * w.blocks, torch.int32, device)
-    work = workspace(3 * groups * w.work, torch.int32, device)
+    # Shares of work, their units last, and counters of blocks: what must be zero lies together.
+    lists = workspace(groups * (3 * w.work + w.blocks), torch.int32, device)
+    work, counts, zero = (lists[groups * i * w.work :] for i in (0, 3, 2))
     about = (q_positions, cu_seqlens_q, cu_seqlens_k)
     narrow = launch.narrow
     for head0, first in itertools.product(range(0, HKV, heads), range(0, launch.tokens, w.tokens)):
         tokens = min(w.tokens, launch.tokens - first)
         sizes = (B, S, S_kv, HKV, heads, head0, n, size, w.slots)
         if w.slots:
-            counts.zero_()
-            work[2 * groups * w.work :].zero_()
+            zero.zero_()
             launch.count.launch(
                 (tokens, 1, 1), device, (selection, *about, block, span, rank, counts),
                 (*sizes, w.blocks, first, w.window), narrow,

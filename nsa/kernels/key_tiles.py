@@ -43,7 +43,6 @@ class Choice(NamedTuple):
     rows: int  # query rows of a tile
     warps: int
     registers: int | None  # of a thread at most
-    ahead: bool  # queries are loaded a step ahead, which costs registers
     share: int  # tiles of rows that a program takes of its block
     merge_heads: int  # of a program that merges, and reads no keys itself
     at_once: int  # partial results of a head that the merge asks for at once
@@ -57,11 +56,11 @@ forced: Choice | None = None
 """What a sweep wants launched next."""
 
 # Measured on an H100, bf16, D = 128 (CONTRIBUTING.md, "Prefill, key-major").
-SMALL = Choice(64, 4, 168, True, 16, 4, 4)
-LARGE = Choice(64, 4, 128, False, 8, 4, 2, 8, 16, 3, 168)  # groups that fill a tensor core's 16 rows
-HUGE = Choice(64, 4, 168, True, 8, 4, 4)  # groups too large to read keys for in one warp
-WIDE = Choice(32, 4, None, False, 8, 4, 4)  # D or Dv above 128; with 8 warps Triton 3.1 aborts for sm_90
-SINGLE = Choice(16, 4, None, False, 8, 4, 4)  # fp32: dots run on the CUDA cores
+SMALL = Choice(64, 4, 128, 16, 4, 4)
+LARGE = Choice(64, 4, 128, 8, 4, 2, 8, 16, 3, 168)  # groups that fill a tensor core's 16 rows
+HUGE = Choice(64, 4, 128, 8, 4, 4)  # groups too large to read keys for in one warp
+WIDE = Choice(32, 4, None, 8, 4, 4)  # D or Dv above 128; with 8 warps Triton 3.1 aborts for sm_90
+SINGLE = Choice(16, 4, None, 8, 4, 4)  # fp32: dots run on the CUDA cores
 
 
 class Tile(NamedTuple):
@@ -72,7 +71,6 @@ class Tile(NamedTuple):
     BLOCK_DV: int
     BLOCK_M: int  # query rows of a tile: HEADS of each of its units
     BLOCK_N: int  # keys of a tile
-    AHEAD: bool
     warps: int
     registers: int | None
     share: int
@@ -106,7 +104,7 @@ def select(
     heads = next_power_of_2(G)
     merge_heads = min(heads, max(1, chosen.merge_heads * 128 // max(block_dv, 64)))
     return Tile(
-        min(heads, rows), block_d, block_dv, rows, block_n, chosen.ahead, chosen.warps,
+        min(heads, rows), block_d, block_dv, rows, block_n, chosen.warps,
         chosen.registers if limited else None, chosen.share * (rows // min(heads, rows)),
         max(16, min(heads, 64)) if chosen.walked else merge_heads, chosen.at_once, chosen.walked, chosen.BLOCK_L,
         chosen.walk_stages, chosen.walk_registers if limited else None,
@@ -206,7 +204,7 @@ def windows(
     listed = min(tokens, INDEX_BYTES // (heads * listed_bytes))
     at_once = max(1, min(listed // max(window, 1), COUNT_BYTES // max(count_bytes(heads, blocks), 1)))
     units = window * slots
-    work = -(-units // share) + min(blocks, units)
+    work = -(-(-(-units // share) + min(blocks, units)) // 4) * 4  # so that what lies behind the lists is aligned
     return Windows(slots, bits, blocks, heads, min(tokens, at_once * window), window, work)
 
 

@@ -6,12 +6,12 @@ Implementations that are to be compared are sampled in turn, as on the host (`ti
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -144,7 +144,7 @@ def time_streams(
         return None
     cycles = first.calls[0] // length
     replays = [first.replays[0], *(_capture(s, cycles, torch.cuda.graph_pool_handle()) for s in shares[1:])]
-    lanes = [torch.cuda.Stream() for _ in range(streams)]
+    lanes = [_stream(torch.cuda.current_device(), 1 + i) for i in range(streams)]
 
     def together() -> None:
         main = torch.cuda.current_stream()
@@ -190,7 +190,7 @@ def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any, parts: int = 1)
         how = "graph"
     except RuntimeError as error:  # a sync or an allocation inside the call: a third party's, or torch's own math
         torch.cuda.synchronize()
-        replays, how = [partial(_each, piece) for piece in pieces], "eager"
+        replays, how = [functools.partial(_each, piece) for piece in pieces], "eager"
         refused = str(error).partition("\n")[0]
     replays[0]()
     once = min(_elapsed(replays[0]) for _ in range(2))
@@ -215,13 +215,22 @@ def _repeat(fn: Fn, times: int) -> Fn:
     return repeated
 
 
+@functools.cache
+def _stream(device: int, number: int) -> torch.cuda.Stream:
+    """A stream, always the same one: 0 for all captures, as `torch.cuda.graph` has one, others to replay side by side.
+
+    Once a process has used five, every launch on any takes 0.2 us longer (on an H100; CONTRIBUTING.md).
+    """
+    return torch.cuda.Stream(device)
+
+
 def _capture(calls: Sequence[Fn], cycles: int, pool: Any) -> Fn:
     """`torch.cuda.graph` without its `gc.collect()` and `empty_cache()`, which would take longer than the timing.
 
     All graphs share a memory pool: they are replayed one after the other and nobody reads their outputs.
     """
     graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()
+    stream = _stream(torch.cuda.current_device(), 0)
     stream.wait_stream(torch.cuda.current_stream())
     collecting = gc.isenabled()
     gc.disable()  # what it frees during capture could be a CUDA object, which capture forbids
@@ -235,6 +244,7 @@ def _capture(calls: Sequence[Fn], cycles: int, pool: Any) -> Fn:
             except RuntimeError:
                 with contextlib.suppress(RuntimeError):  # says once more that capture failed
                     graph.capture_end()
+                _stream.cache_clear()  # it may still be recording
                 raise
             graph.capture_end()
     finally:

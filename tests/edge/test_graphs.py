@@ -1,5 +1,6 @@
 """How samples on a GPU are cut and rotated, on a pretended one: a clock that calls move on."""
 
+import contextlib
 import math
 from types import SimpleNamespace
 
@@ -107,3 +108,49 @@ def test_what_cannot_be_captured_is_called_eagerly(gpu, monkeypatch):
     assert (timing.how, timing.calls) == ("eager", 10)
     assert timing.refused == "operation not permitted when stream is capturing"
     assert timing.median == pytest.approx(1e-4)
+
+
+def test_captures_share_a_stream_until_one_fails(monkeypatch):
+    made, began = [], []
+
+    class Stream:
+        def __init__(self, device):
+            made.append(device)
+
+        def wait_stream(self, other):
+            pass
+
+    class CUDAGraph:
+        def capture_begin(self, pool):
+            began.append(pool)
+
+        def capture_end(self):
+            pass
+
+        def replay(self):
+            pass
+
+    def refuse():
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    cuda = SimpleNamespace(
+        CUDAGraph=CUDAGraph,
+        Stream=Stream,
+        current_device=lambda: 0,
+        current_stream=lambda: Stream.__new__(Stream),
+        stream=lambda stream: contextlib.nullcontext(),
+    )
+    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda))
+    graphs._stream.cache_clear()
+    try:
+        for _ in range(8):
+            graphs._capture([lambda: None], 2, None)
+        assert made == [0]
+        with pytest.raises(RuntimeError, match="capturing"):
+            graphs._capture([refuse], 1, None)
+        for _ in range(8):
+            graphs._capture([lambda: None], 2, None)
+        assert made == [0, 0]
+        assert len(began) == 17
+    finally:
+        graphs._stream.cache_clear()
