@@ -178,10 +178,10 @@ def _partial_kernel(
     coming = load_unit(unit_ptr, row // HEADS, count)  # a step ahead: addresses wait for it
     for done in range(0, count, UNITS):
         i = done + row // HEADS
-        place = lead + (coming >> slot_bits)
+        query = lead + (coming >> slot_bits)
         if WIDE:
-            place = place.to(tl.int64)
-        q_ptrs = q_ptr + (place * stride_qs + head_off)[:, None] * STRIDE_UNIT + d[None, :]
+            query = query.to(tl.int64)
+        q_ptrs = q_ptr + (query * stride_qs + head_off)[:, None] * STRIDE_UNIT + d[None, :]
         q = tl.load(q_ptrs, mask=(g < G)[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_M, BLOCK_D]
         coming = load_unit(unit_ptr, i + UNITS, count)
         unit = load_unit(unit_ptr, i, count)  # again, from L1: kept until here it would take registers
