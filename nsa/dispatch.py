@@ -285,14 +285,14 @@ def _raw(x: Tensor | None) -> Raw | None:
 
 
 def transformed(what: Plan) -> Plan:
-    """The plan of a call that ``torch.func`` transforms: its tensors have no memory to launch a kernel on.
+    """The plan of a call that is transformed: its tensors have no memory to launch a kernel on, or tangents.
 
     Raises:
         RuntimeError: Triton was asked for by name.
     """
     if what.route in PLAIN:
         return what
-    reason = "torch.func transforms the call, which Triton's kernels do not know"
+    reason = "torch.func or forward-mode AD transforms the call, which Triton's kernels do not know"
     if what.named:
         raise RuntimeError(f"backend='triton': {reason}")
     return what._replace(route=what.fallback, reason=reason)

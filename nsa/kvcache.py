@@ -135,7 +135,9 @@ def selection_attention_with_kvcache(
                     max_selected=max_selected, return_lse=return_lse, backend=backend, schedule=schedule, out=out,
                 )  # fmt: skip
         if not is_compiling() and transformed(q, k_cache, v_cache, cache_seqlens, *optional.values()):
-            raise RuntimeError("selection_attention_with_kvcache has no rule for transforms of torch.func")
+            raise RuntimeError(
+                "selection_attention_with_kvcache has no rule for transforms of torch.func, nor for forward-mode AD"
+            )
         o, lse = torch.ops.nsa.selection_attention_with_kvcache(
             q, k_cache, v_cache, cache_seqlens, ranges, block_indices, block_size, block_table, causal, scale,
             max_selected, backend, schedule,

@@ -1,4 +1,4 @@
-"""What PyTorch does to a call from outside: autocast and the transforms of ``torch.func``.
+"""What PyTorch does to a call from outside: autocast, forward-mode AD and the transforms of ``torch.func``.
 
 Autocast is obeyed as SDPA obeys it. ``vmap`` is refused; other transforms see plain torch, which they can take apart.
 """
@@ -9,11 +9,17 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # Asked on every call, hence what costs least: either is true in few.
 any_autocast_enabled = torch._C._is_any_autocast_enabled
-transforms_active = torch._C._are_functorch_transforms_active
+_functorch_active = torch._C._are_functorch_transforms_active
 DEVICES = ("cpu", "cuda")  # of which autocast may be asked: others may not know it
+
+
+def transforms_active() -> bool:
+    """Whether something is transformed by ``torch.func``, or differentiated in forward mode; perhaps not this call."""
+    return _functorch_active() or forward_ad._current_level >= 0
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -28,7 +34,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def transformed(*tensors: Tensor | None) -> bool:
-    """Whether ``torch.func`` transforms one of them, so that it has no memory of its own.
+    """Whether ``torch.func`` transforms one of them, so that it has no memory of its own, or one has a tangent.
 
     Raises:
         RuntimeError: one is mapped by ``vmap``, at any level of nested transforms.
@@ -39,7 +45,11 @@ def transformed(*tensors: Tensor | None) -> bool:
             if functorch.is_batchedtensor(x):
                 vmap_refused()
             x, found = functorch.get_unwrapped(x), True
-    return found
+    return found or forward_ad._current_level >= 0 and any(map(_has_tangent, tensors))
+
+
+def _has_tangent(x: Tensor | None) -> bool:
+    return x is not None and x.is_floating_point() and forward_ad.unpack_dual(x).tangent is not None
 
 
 def vmap_refused(*_: object) -> NoReturn:

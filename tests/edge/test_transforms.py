@@ -1,8 +1,11 @@
 """What wraps a call in a model: checkpointing, inference mode, fake tensors, `torch.func`, second gradients."""
 
+import contextlib
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -11,6 +14,7 @@ from nsa.reference import selection_reference
 
 BACKENDS = ["auto", "triton", "sdpa", "reference"]
 PLAIN = ["sdpa", "reference"]
+TRANSFORMED = "torch.func or forward-mode AD transforms the call, which Triton's kernels do not know"
 
 
 @pytest.fixture(autouse=True)
@@ -224,13 +228,48 @@ def test_functional_gradient(qkv, attend, backend):
     got = torch.func.grad(lambda *qkv: (attend(*qkv, backend=backend) * weights).sum(), argnums=(0, 1, 2))(*qkv)
     close(got, want)
     if backend == "auto":
-        reason = "torch.func transforms the call, which Triton's kernels do not know"
-        assert nsa.RouteRecord("sdpa", reason, 1) in nsa.routes()
+        assert nsa.RouteRecord("sdpa", TRANSFORMED, 1) in nsa.routes()
 
 
 def test_functional_gradient_of_named_triton_is_refused(qkv, attend):
     q, k, v = qkv
     with pytest.raises(RuntimeError) as raised:
         torch.func.grad(lambda q: attend(q, k, v, backend="triton").sum())(q)
-    assert str(raised.value) == "backend='triton': torch.func transforms the call, which Triton's kernels do not know"
+    assert str(raised.value) == f"backend='triton': {TRANSFORMED}"
     assert nsa.routes() == []
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own forward AD
+@pytest.mark.parametrize("how", ["func", "dual"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tangent_is_right_or_refused(qkv, attend, backend, how):
+    """Forward-mode AD: some of torch's own SDPA kernels raise; nothing comes out without its tangent."""
+    tangents = [torch.randn_like(x) for x in qkv]
+
+    def tangent(backend):
+        if how == "func":
+            return torch.func.jvp(lambda *qkv: attend(*qkv, backend=backend), tuple(qkv), tuple(tangents))[1]
+        with forward_ad.dual_level():
+            dual = attend(*map(forward_ad.make_dual, qkv, tangents), backend=backend)
+            return forward_ad.unpack_dual(dual).tangent
+
+    want = tangent("reference")
+    step = [
+        attend(*(x + h * t for x, t in zip(qkv, tangents, strict=True)), backend="reference") for h in (1e-3, -1e-3)
+    ]
+    close([want], [(step[0] - step[1]) / 2e-3], 1e-2)
+    if backend == "triton":
+        with pytest.raises(RuntimeError) as raised:
+            tangent(backend)
+        assert str(raised.value) == f"backend='triton': {TRANSFORMED}"
+    else:
+        with contextlib.suppress(NotImplementedError):
+            close([tangent(backend)], [want])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_has_no_tangent_is_a_call_as_any_other(qkv, attend, backend):
+    want = attend(*qkv, backend=backend)
+    with forward_ad.dual_level():
+        assert torch.equal(attend(*qkv, backend=backend), want)
+    assert len(nsa.routes()) == 1
