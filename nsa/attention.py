@@ -96,6 +96,7 @@ def selection_attention(
         q_positions: ``[B, S]`` (varlen ``[T]``) int, ``t`` of each query instead.
         scale: of the scores; ``1 / sqrt(D)`` if None.
         cu_seqlens: ``[B + 1]`` int cumulative lengths of varlen sequences, or a pair ``(cu_seqlens_q, cu_seqlens_k)``.
+            Tokens that no sequence holds select nothing; whether there are some is not looked up, which would sync.
         max_selected: host bound on ``L``, the keys of a row; decides route, tiles and splits, and saves packed SDPA its
             device sync. More keys than promised: undefined result, but no read outside the tensors.
         return_lse: also return the natural log-sum-exp of the scaled scores.
@@ -111,7 +112,7 @@ def selection_attention(
     twice. They are the same bit by bit from run to run. A NaN or inf of a query or of ``dO`` may reach dK and dV of
     keys that are clamped away for that query, in a block that it selected. Long prompts with ``ranges`` want
     ``max_selected``, or the backward pass takes them in many small windows. ``torch.vmap`` is refused; other transforms
-    of ``torch.func`` are served by ``sdpa`` or ``reference``.
+    of ``torch.func``, and forward-mode AD, are served by ``sdpa`` or ``reference``, as far as torch can.
 
     Under ``torch.autocast`` ``q``, ``k`` and ``v`` (not fp64) are cast to its dtype, as for SDPA.
 
