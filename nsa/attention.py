@@ -11,6 +11,7 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from nsa import dispatch, ops
@@ -112,7 +113,7 @@ def selection_attention(
     twice. They are the same bit by bit from run to run. A NaN or inf of a query or of ``dO`` may reach dK and dV of
     keys that are clamped away for that query, in a block that it selected. Long prompts with ``ranges`` want
     ``max_selected``, or the backward pass takes them in many small windows. ``torch.vmap`` is refused; other transforms
-    of ``torch.func``, and forward-mode AD, are served by ``sdpa`` or ``reference``, as far as torch can.
+    of ``torch.func`` are served by ``sdpa`` or ``reference``, forward-mode AD by ``reference`` and not compiled.
 
     Under ``torch.autocast`` ``q``, ``k`` and ``v`` (not fp64) are cast to its dtype, as for SDPA.
 
@@ -135,7 +136,7 @@ def selection_attention(
         cu_q, cu_k = pair
     if scale is not None and type(scale) is not float:
         check_scale(scale)
-    if is_compiling() or any_autocast_enabled() or transforms_active():
+    if is_compiling() or any_autocast_enabled() or transforms_active() or forward_ad._current_level >= 0:
         served = _transformed(
             q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, max_selected,
             return_lse, backend, schedule, out,
@@ -217,7 +218,7 @@ def _transformed(
     schedule: str,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor] | None:
-    """A call that is compiled, under autocast or inside a transform of ``torch.func``; None: it is as any other."""
+    """A call compiled, under autocast, in a transform of ``torch.func`` or in forward mode; None: as any other."""
     check_tensors(q=q, k=k, v=v)
     tracing = is_compiling()
     wrapped = not tracing and transformed(q, k, v, ranges, block_indices, q_positions, cu_q, cu_k, out)

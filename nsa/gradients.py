@@ -16,6 +16,7 @@ from torch import Tensor
 from nsa import dispatch
 from nsa.dispatch import Plan
 from nsa.kernels import backward_tiles
+from nsa.transforms import no_tangents
 
 ROUTE = "backward"
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -60,6 +61,7 @@ def backward(
         ValueError: ``backend="triton"`` and the call does not fit the kernels' workspace.
         RuntimeError and others: ``backend="triton"`` and the kernel failed.
     """
+    no_tangents("the gradient", do, dlse, q, k, v)
     what = dispatch.plan(
         q, k, v, ranges, block_indices, block_size, causal, q_positions, cu_seqlens_q, cu_seqlens_k, max_selected, None,
         backend, schedule,

@@ -6,6 +6,7 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from nsa import dispatch, garbage, ops, settings
@@ -104,7 +105,7 @@ def selection_attention_with_kvcache(
 
     Raises:
         ValueError, TypeError: a shape, dtype, device or option is not as above; says expected and got.
-        RuntimeError: a gradient is wanted; a tensor is transformed by ``torch.func``; or as
+        RuntimeError: a gradient is wanted, in reverse or forward mode; ``torch.func`` transforms a tensor; or as
             :func:`nsa.selection_attention`.
     """
     try:
@@ -125,7 +126,8 @@ def selection_attention_with_kvcache(
             "selection_attention"
         )
     optional = {"ranges": ranges, "block_indices": block_indices, "block_table": block_table, "out": out}
-    if is_compiling() or any_autocast_enabled() or transforms_active() or q.__class__ is not Tensor:
+    unusual = is_compiling() or any_autocast_enabled() or transforms_active() or forward_ad._current_level >= 0
+    if unusual or q.__class__ is not Tensor:
         check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens)
         if not is_compiling() and autocast_dtype(q.device) is not None:
             with torch.autocast(q.device.type, enabled=False):

@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from nsa import dispatch, garbage, gradients, settings
-from nsa.transforms import vmap_refused
+from nsa.transforms import no_tangents, vmap_refused
 
 _QKV = "Tensor q, Tensor k, Tensor v"
 _CALL = (
@@ -51,6 +52,7 @@ def _forward(
     backend: str,
     schedule: str,
 ) -> tuple[Tensor, Tensor]:
+    no_tangents("the operator", q, k, v)
     what = dispatch.plan(
         q, k, v, ranges, block_indices, block_size, causal, q_positions, cu_seqlens_q, cu_seqlens_k, max_selected, None,
         backend, schedule,
@@ -79,6 +81,7 @@ def _with_kvcache(
     backend: str,
     schedule: str,
 ) -> tuple[Tensor, Tensor]:
+    no_tangents("selection_attention_with_kvcache", q, k_cache, v_cache)
     what = dispatch.plan(
         q, k_cache, v_cache, ranges, block_indices, block_size, causal, None, None, None, max_selected, None, backend,
         schedule, cache_seqlens, block_table,
@@ -110,6 +113,8 @@ def into(out: Tensor | None, o: Tensor) -> Tensor:
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    if forward_ad._current_level >= 0:  # whether a fake tensor has a tangent, torch does not say
+        raise RuntimeError("selection_attention has no rule for forward-mode AD of compiled calls")
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=lse_dtype)
 

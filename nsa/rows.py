@@ -15,6 +15,7 @@ from torch import Tensor
 from nsa import dispatch, settings
 from nsa.attention import selection_attention
 from nsa.kernels import tiles
+from nsa.transforms import no_tangents
 from nsa.validate import Raw, check_rows, check_scale, check_tensors, raw
 
 
@@ -45,6 +46,7 @@ def _direct(
         given = {"cu_seqlens": cu_seqlens, "out": out}
         check_tensors(**{name: x for name, x in given.items() if x is not None})
         raise
+    no_tangents("packed rows", Q, K, V)
     kernel, launch = launches.get(tiles.forced) or dispatch.attach(
         launches,
         Q,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from nsa.transforms import transforms_active
 from nsa.validate import INDEX_DTYPES, check_tensors
@@ -171,7 +172,8 @@ def flat_rows(x: Tensor, gaps: bool = True) -> tuple[Tensor, tuple[int, int, int
         ``rows`` and factors ``(fb, fs, fh)``: the vector at ``[b, s, h]`` is ``rows[b * fb + s * fs + h * fh]``.
     """
     strides = x.stride()
-    traced = torch.compiler.is_compiling() or transforms_active() or (torch.is_grad_enabled() and x.requires_grad)
+    watched = transforms_active() or forward_ad._current_level >= 0 or (torch.is_grad_enabled() and x.requires_grad)
+    traced = torch.compiler.is_compiling() or watched
     pitch = 0 if traced or not x.numel() or strides[3] != 1 else _pitch(x)
     if pitch >= x.shape[3]:
         last = sum((size - 1) * stride for size, stride in zip(x.shape[:3], strides[:3], strict=True)) // pitch
@@ -288,7 +290,9 @@ def take_rows(x: Tensor, index: Tensor, into: Tensor | None = None) -> Tensor:
     ``into``: ``[index.numel(), D]``, memory for the result where no gradient is wanted.
     """
     flat = index.reshape(-1)
-    if x.requires_grad and torch.is_grad_enabled():
+    if forward_ad._current_level >= 0:  # other ways lose tangents, or refuse them
+        out = x[flat]
+    elif x.requires_grad and torch.is_grad_enabled():
         # Gradients add with atomics after index_select on a GPU, after indexing in several threads of a CPU.
         out = x[flat] if x.is_cuda else F.embedding(flat, x)
     elif x.is_cuda and not torch.compiler.is_compiling() and _sixteen_bytes(x):

@@ -11,15 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-# Asked on every call, hence what costs least: either is true in few.
+# Asked on every call, hence what costs least: either is true in few. So is `forward_ad._current_level >= 0`.
 any_autocast_enabled = torch._C._is_any_autocast_enabled
-_functorch_active = torch._C._are_functorch_transforms_active
+transforms_active = torch._C._are_functorch_transforms_active
 DEVICES = ("cpu", "cuda")  # of which autocast may be asked: others may not know it
-
-
-def transforms_active() -> bool:
-    """Whether something is transformed by ``torch.func``, or differentiated in forward mode; perhaps not this call."""
-    return _functorch_active() or forward_ad._current_level >= 0
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -50,6 +45,16 @@ def transformed(*tensors: Tensor | None) -> bool:
 
 def _has_tangent(x: Tensor | None) -> bool:
     return x is not None and x.is_floating_point() and forward_ad.unpack_dual(x).tangent is not None
+
+
+def no_tangents(what: str, *tensors: Tensor | None) -> None:
+    """Refuse forward-mode AD where it would lose a tangent without a word.
+
+    Raises:
+        RuntimeError: one has a tangent.
+    """
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, tensors)):
+        raise RuntimeError(f"{what} has no rule for forward-mode AD: call selection_attention, and not compiled")
 
 
 def vmap_refused(*_: object) -> NoReturn:

@@ -37,6 +37,11 @@ MIN_REUSE = 4  # rows that read a block
 one row a block query-major was faster on an H100, at two sometimes, at four never (CONTRIBUTING.md, "Serving")."""
 
 
+MEASURED_SIZE = 64
+"""Keys of the blocks for which limits of registers were measured. For blocks of 256, which take several tiles, a limit
+of 128 spills up to 4.5 KB a thread, of 168 up to 0.8 KB (groups of 4 and 64)."""
+
+
 class Choice(NamedTuple):
     """What a sweep varies."""
 
@@ -95,6 +100,8 @@ def select(
     rule = WIDE if not narrow else SMALL if G <= 8 else LARGE if G <= 16 else HUGE
     chosen = choice or (rule if itemsize == 2 else SINGLE)._replace(**({} if walk else {"walked": 0}))
     limited = capability == 90 and narrow  # elsewhere nobody has measured limits, and ptxas may fail under them
+    if choice is None and chosen.registers is not None and size > MEASURED_SIZE:
+        chosen = chosen._replace(registers=max(chosen.registers, 168))
     rows, block_n = chosen.rows, min(max(16, next_power_of_2(size)), 128)
     budget = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
     # Scores and results of a tile must leave registers to spare.

@@ -241,7 +241,7 @@ def _capture(calls: Sequence[Fn], cycles: int, pool: Any) -> Fn:
                 for _ in range(cycles):
                     for call in calls:
                         call()
-            except RuntimeError:
+            except BaseException:
                 with contextlib.suppress(RuntimeError):  # says once more that capture failed
                     graph.capture_end()
                 _stream.cache_clear()  # it may still be recording

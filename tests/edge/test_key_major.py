@@ -257,3 +257,12 @@ def test_large_groups_read_some_blocks_where_parts_are_merged(draw, device, agre
     assert launch.windows.slots == 2
     assert (launch.merge.constexprs["SOURCE"] == TILED.value) == (size == 16)
     agrees(functools.partial(nsa.selection_attention, **ROUTE), q, k, v, block_indices=blocks, block_size=size)
+
+
+@pytest.mark.parametrize("G", [1, 4, 16, 64])
+def test_limits_of_registers_are_those_of_measured_blocks(G):
+    """More scores at once than were measured get more registers; what a sweep asks for it gets."""
+    limits = [key_tiles.select(90, 2, G, 128, 128, size).registers for size in (16, 64, 128, 256)]
+    assert limits == [128, 128, 168, 168]
+    assert key_tiles.select(90, 2, G, 128, 128, 256, key_tiles.SMALL).registers == 128
+    assert key_tiles.select(80, 2, G, 128, 128, 256).registers is None

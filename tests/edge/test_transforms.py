@@ -262,9 +262,51 @@ def test_a_tangent_is_right_or_refused(qkv, attend, backend, how):
         with pytest.raises(RuntimeError) as raised:
             tangent(backend)
         assert str(raised.value) == f"backend='triton': {TRANSFORMED}"
-    else:
-        with contextlib.suppress(NotImplementedError):
+    elif backend == "sdpa":
+        with sdpa_kernel(SDPBackend.MATH):
             close([tangent(backend)], [want])
+        with contextlib.suppress(NotImplementedError):  # as torch's own kernels say
+            close([tangent(backend)], [want])
+    else:
+        close([tangent(backend)], [want])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("inside", [False, True], ids=["dual-given", "jvp-inside"])
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_a_compiled_call_loses_no_tangent(qkv, attend, backend, inside):
+    t = torch.ones_like(qkv[0])
+
+    def call(q):
+        return attend(q, *qkv[1:], backend=backend)
+
+    if inside:
+        compiled = torch.compile(lambda q: torch.func.jvp(call, (q,), (t,))[1], backend="aot_eager")
+        with pytest.raises(RuntimeError, match="forward-mode AD"):
+            compiled(qkv[0])
+    else:
+        compiled = torch.compile(call, backend="aot_eager")
+        compiled(qkv[0])
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode AD"):
+            compiled(forward_ad.make_dual(qkv[0], t))
+
+
+def test_operators_and_packed_rows_refuse_tangents(qkv, same):
+    """Nothing else knows what to do with them, and they would be lost without a word."""
+    q, k, v = qkv
+    call = same([(0, 4)], 1, 2, 1), None, None, True, None, None, None, None, 9, "reference", "auto"
+    o, lse = torch.ops.nsa.selection_attention(q, k, v, *call)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(RuntimeError, match="forward-mode AD"):
+            torch.ops.nsa.selection_attention(dual, k, v, *call)
+        do = forward_ad.make_dual(o, torch.ones_like(o))
+        with pytest.raises(RuntimeError, match="forward-mode AD"):
+            torch.ops.nsa.selection_attention_backward(do, None, q, k, v, o, lse, *call)
+        rows = forward_ad.make_dual(q[0].clone(), torch.ones_like(q[0]))
+        keys = k[:, :, 0].expand(q.shape[1], -1, -1).contiguous()
+        with pytest.raises(RuntimeError, match="forward-mode AD"):
+            nsa.sel_attn_fwd_dense_group(rows, keys, keys)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
