@@ -172,8 +172,8 @@ def flat_rows(x: Tensor, gaps: bool = True) -> tuple[Tensor, tuple[int, int, int
         ``rows`` and factors ``(fb, fs, fh)``: the vector at ``[b, s, h]`` is ``rows[b * fb + s * fs + h * fh]``.
     """
     strides = x.stride()
-    watched = transforms_active() or forward_ad._current_level >= 0 or (torch.is_grad_enabled() and x.requires_grad)
-    traced = torch.compiler.is_compiling() or watched
+    traced = torch.compiler.is_compiling() or transforms_active() or forward_ad._current_level >= 0
+    traced = traced or (torch.is_grad_enabled() and x.requires_grad)
     pitch = 0 if traced or not x.numel() or strides[3] != 1 else _pitch(x)
     if pitch >= x.shape[3]:
         last = sum((size - 1) * stride for size, stride in zip(x.shape[:3], strides[:3], strict=True)) // pitch
