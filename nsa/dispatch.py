@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from nsa import probe, reference, schedules, settings
 from nsa.kernels import tiles
+from nsa.transforms import forward_mode
 from nsa.validate import Dims, Raw, Signature, check, meta, optional, raw
 
 logger = logging.getLogger("nsa")
@@ -291,14 +291,14 @@ def transformed(what: Plan) -> Plan:
     Raises:
         RuntimeError: Triton was asked for by name.
     """
-    forward_mode = forward_ad._current_level >= 0
-    if what.route in PLAIN and (what.named or not forward_mode):
+    forward = forward_mode()
+    if what.route in PLAIN and (what.named or not forward):
         return what
     reason = "torch.func or forward-mode AD transforms the call, which Triton's kernels do not know"
     if what.named:
         raise RuntimeError(f"backend='triton': {reason}")
     # Most of torch's SDPA kernels cannot be differentiated in forward mode.
-    return what._replace(route="reference" if forward_mode else what.fallback, reason=reason)
+    return what._replace(route="reference" if forward else what.fallback, reason=reason)
 
 
 @lru_cache(maxsize=1)

@@ -11,10 +11,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from nsa import dispatch, garbage, gradients, settings
-from nsa.transforms import no_tangents, vmap_refused
+from nsa.transforms import forward_mode, no_tangents, tangents_refused, vmap_refused
 
 _QKV = "Tensor q, Tensor k, Tensor v"
 _CALL = (
@@ -113,8 +112,8 @@ def into(out: Tensor | None, o: Tensor) -> Tensor:
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    if forward_ad._current_level >= 0:  # whether a fake tensor has a tangent, torch does not say
-        raise RuntimeError("selection_attention has no rule for forward-mode AD of compiled calls")
+    if forward_mode():  # whether a fake tensor has a tangent, torch does not say
+        tangents_refused("a compiled call")
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=lse_dtype)
 

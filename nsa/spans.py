@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from nsa.transforms import transforms_active
+from nsa.transforms import forward_mode, transforms_active
 from nsa.validate import INDEX_DTYPES, check_tensors
 
 
@@ -172,7 +171,7 @@ def flat_rows(x: Tensor, gaps: bool = True) -> tuple[Tensor, tuple[int, int, int
         ``rows`` and factors ``(fb, fs, fh)``: the vector at ``[b, s, h]`` is ``rows[b * fb + s * fs + h * fh]``.
     """
     strides = x.stride()
-    traced = torch.compiler.is_compiling() or transforms_active() or forward_ad._current_level >= 0
+    traced = torch.compiler.is_compiling() or transforms_active() or forward_mode()
     traced = traced or (torch.is_grad_enabled() and x.requires_grad)
     pitch = 0 if traced or not x.numel() or strides[3] != 1 else _pitch(x)
     if pitch >= x.shape[3]:
@@ -290,7 +289,7 @@ def take_rows(x: Tensor, index: Tensor, into: Tensor | None = None) -> Tensor:
     ``into``: ``[index.numel(), D]``, memory for the result where no gradient is wanted.
     """
     flat = index.reshape(-1)
-    if forward_ad._current_level >= 0:  # other ways lose tangents, or refuse them
+    if forward_mode():  # other ways lose tangents, or refuse them
         out = x[flat]
     elif x.requires_grad and torch.is_grad_enabled():
         # Gradients add with atomics after index_select on a GPU, after indexing in several threads of a CPU.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-# Asked on every call, hence what costs least: either is true in few. So is `forward_ad._current_level >= 0`.
+# Asked on every call, hence what costs least: either is true in few. The front doors spell `forward_mode` out, too.
 any_autocast_enabled = torch._C._is_any_autocast_enabled
 transforms_active = torch._C._are_functorch_transforms_active
 DEVICES = ("cpu", "cuda")  # of which autocast may be asked: others may not know it
@@ -40,11 +40,16 @@ def transformed(*tensors: Tensor | None) -> bool:
             if functorch.is_batchedtensor(x):
                 vmap_refused()
             x, found = functorch.get_unwrapped(x), True
-    return found or forward_ad._current_level >= 0 and any(map(_has_tangent, tensors))
+    return found or forward_mode() and any(map(_has_tangent, tensors))
 
 
 def _has_tangent(x: Tensor | None) -> bool:
     return x is not None and x.is_floating_point() and forward_ad.unpack_dual(x).tangent is not None
+
+
+def forward_mode() -> bool:
+    """Whether tensors may have tangents: within ``torch.autograd.forward_ad.dual_level``."""
+    return forward_ad._current_level >= 0
 
 
 def no_tangents(what: str, *tensors: Tensor | None) -> None:
@@ -53,8 +58,13 @@ def no_tangents(what: str, *tensors: Tensor | None) -> None:
     Raises:
         RuntimeError: one has a tangent.
     """
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, tensors)):
-        raise RuntimeError(f"{what} has no rule for forward-mode AD: call selection_attention, and not compiled")
+    if forward_mode() and any(map(_has_tangent, tensors)):
+        tangents_refused(what)
+
+
+def tangents_refused(what: str) -> NoReturn:
+    """Say what to do instead."""
+    raise RuntimeError(f"{what} has no rule for forward-mode AD: call selection_attention, and not compiled")
 
 
 def vmap_refused(*_: object) -> NoReturn:

@@ -35,9 +35,9 @@ def load_unit(unit_ptr, i, count):
 
 
 @triton.jit
-def query_offset(token, S, stride_b, stride_s, LAYOUT: tl.constexpr, WIDE: tl.constexpr = True):
+def query_offset(token, S, stride_b, stride_s, LAYOUT: tl.constexpr):
     """Where tokens' queries begin, in units of the strides."""
-    token = token.to(tl.int64) if WIDE else token
+    token = token.to(tl.int64)
     if LAYOUT == BATCH or LAYOUT == CACHE:
         return (token // S) * stride_b + (token % S) * stride_s
     else:
@@ -369,7 +369,7 @@ def _merge_kernel(
             k_base = k_ptr + (k_first * stride_kn + tl.cast(head_kv, tl.int64) * stride_kh) * STRIDE_UNIT
             v_base = v_ptr + (k_first * stride_vn + tl.cast(head_kv, tl.int64) * stride_vh) * STRIDE_UNIT
         d = tl.arange(0, BLOCK_D)
-        q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT, True) + head.to(tl.int64) * stride_qh
+        q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT) + head.to(tl.int64) * stride_qh
         q_mask = (g < G)[:, None] & (d[None, :] < D)
         q = tl.load(q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=q_mask, other=0.0)  # [HEADS, BLOCK_D]
         l = tl.where(tl.arange(0, BLOCK_L)[None, :] == 0, total[:, None], 0.0)  # [HEADS, BLOCK_L]
@@ -418,7 +418,7 @@ def _merge_kernel(
         if overfull:  # loudly: its keys were not counted
             acc += float("nan")
             lse += float("nan")
-    o_off = query_offset(token, S, stride_ob, stride_os, LAYOUT, True) + head.to(tl.int64) * stride_oh
+    o_off = query_offset(token, S, stride_ob, stride_os, LAYOUT) + head.to(tl.int64) * stride_oh
     o_ptrs = o_ptr + o_off[:, None] * STRIDE_UNIT + dv[None, :]
     tl.store(o_ptrs, acc.to(o_ptr.dtype.element_ty), mask=(g < G)[:, None] & (dv[None, :] < Dv))
     if lse_ptr is not None:

@@ -37,11 +37,6 @@ MIN_REUSE = 4  # rows that read a block
 one row a block query-major was faster on an H100, at two sometimes, at four never (CONTRIBUTING.md, "Serving")."""
 
 
-MEASURED_SIZE = 64
-"""Keys of the blocks for which limits of registers were measured. For blocks of 256, which take several tiles, a limit
-of 128 spills up to 4.5 KB a thread, of 168 up to 0.8 KB (groups of 4 and 64)."""
-
-
 class Choice(NamedTuple):
     """What a sweep varies."""
 
@@ -64,6 +59,10 @@ forced: Choice | None = None
 SMALL = Choice(64, 4, 128, 16, 4, 4)
 LARGE = Choice(64, 4, 128, 8, 4, 2, 8, 16, 3, 168)  # groups that fill a tensor core's 16 rows
 HUGE = Choice(64, 4, 128, 8, 4, 4)  # groups too large to read keys for in one warp
+MEASURED_SIZE = 64  # keys of the blocks for which limits of registers were measured
+LARGER_REGISTERS = 168
+"""The limit for larger blocks, which take several tiles: of 256 keys, 128 registers spill up to 4.5 KB a thread, 168 up
+to 0.8 KB (groups of 4 and 64)."""
 WIDE = Choice(32, 4, None, 8, 4, 4)  # D or Dv above 128; with 8 warps Triton 3.1 aborts for sm_90
 SINGLE = Choice(16, 4, None, 8, 4, 4)  # fp32: dots run on the CUDA cores
 
@@ -97,11 +96,8 @@ def select(
     """
     block_d, block_dv = max(16, next_power_of_2(D)), max(16, next_power_of_2(Dv))
     narrow = max(block_d, block_dv) <= 128
-    rule = WIDE if not narrow else SMALL if G <= 8 else LARGE if G <= 16 else HUGE
-    chosen = choice or (rule if itemsize == 2 else SINGLE)._replace(**({} if walk else {"walked": 0}))
+    chosen = choice or rule(itemsize, G, narrow, size, walk)
     limited = capability == 90 and narrow  # elsewhere nobody has measured limits, and ptxas may fail under them
-    if choice is None and chosen.registers is not None and size > MEASURED_SIZE:
-        chosen = chosen._replace(registers=max(chosen.registers, 168))
     rows, block_n = chosen.rows, min(max(16, next_power_of_2(size)), 128)
     budget = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
     # Scores and results of a tile must leave registers to spare.
@@ -116,6 +112,14 @@ def select(
         max(16, min(heads, 64)) if chosen.walked else merge_heads, chosen.at_once, chosen.walked, chosen.BLOCK_L,
         chosen.walk_stages, chosen.walk_registers if limited else None,
     )  # fmt: skip
+
+
+def rule(itemsize: int, G: int, narrow: bool, size: int, walk: bool) -> Choice:
+    """What nothing else forces; ``narrow``: D and Dv of at most 128."""
+    chosen = SINGLE if itemsize > 2 else WIDE if not narrow else SMALL if G <= 8 else LARGE if G <= 16 else HUGE
+    if chosen.registers is not None and size > MEASURED_SIZE:
+        chosen = chosen._replace(registers=LARGER_REGISTERS)
+    return chosen if walk else chosen._replace(walked=0)
 
 
 def walks(queries: int, S_kv: int, invariant: bool) -> bool:
@@ -211,7 +215,8 @@ def windows(
     listed = min(tokens, INDEX_BYTES // (heads * listed_bytes))
     at_once = max(1, min(listed // max(window, 1), COUNT_BYTES // max(count_bytes(heads, blocks), 1)))
     units = window * slots
-    work = -(-(-(-units // share) + min(blocks, units)) // 4) * 4  # so that what lies behind the lists is aligned
+    work = -(-units // share) + min(blocks, units)
+    work = -(-work // 4) * 4  # so that what lies behind the lists is aligned
     return Windows(slots, bits, blocks, heads, min(tokens, at_once * window), window, work)
 
 

@@ -134,6 +134,9 @@ POINTS = (
     Point("blocks", "bf16", 3, 100, 96, 1000, 512, n=16, options=("key_major", "q_positions")),
     Point("blocks", "fp16", 16, 64, 16, 4096, 192, n=8, causal=True, options=("key_major", "int64")),  # blocks of 24
     Point("blocks", "bf16", 64, 256, 256, 4096, 2048, n=16, causal=True, options=("key_major",)),  # and of 128
+    Point("blocks", "bf16", 64, 128, 128, 4096, 1024, n=16, causal=True, options=("key_major",)),
+    Point("blocks", "bf16", 64, 128, 128, 4096, 4096, n=16, causal=True, options=("key_major",)),  # blocks of 256
+    Point("blocks", "bf16", 4, 128, 128, 8192, 4096, n=16, causal=True, HKV=8, options=("key_major", "page64")),
     Point("blocks", "fp32", 4, 128, 128, 4096, 1024, n=16, causal=True, HKV=2, options=("key_major",)),
     Point("blocks", "bf16", 4, 128, 128, 8192, 1024, n=16, causal=True, HKV=8, options=("backward",)),
     Point("blocks", "bf16", 1, 128, 128, 8192, 1024, n=16, causal=True, HKV=16, options=("backward",)),

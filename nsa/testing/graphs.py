@@ -144,7 +144,7 @@ def time_streams(
         return None
     cycles = first.calls[0] // length
     replays = [first.replays[0], *(_capture(s, cycles, torch.cuda.graph_pool_handle()) for s in shares[1:])]
-    lanes = [_stream(torch.cuda.current_device(), 1 + i) for i in range(streams)]
+    lanes = [_lane(torch.cuda.current_device(), i) for i in range(streams)]
 
     def together() -> None:
         main = torch.cuda.current_stream()
@@ -215,12 +215,16 @@ def _repeat(fn: Fn, times: int) -> Fn:
     return repeated
 
 
+# Always the same streams: once a process has used five, every launch takes 0.2 us longer (H100; CONTRIBUTING.md).
 @functools.cache
-def _stream(device: int, number: int) -> torch.cuda.Stream:
-    """A stream, always the same one: 0 for all captures, as `torch.cuda.graph` has one, others to replay side by side.
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """The one that all graphs are captured on, as `torch.cuda.graph` has one."""
+    return torch.cuda.Stream(device)
 
-    Once a process has used five, every launch on any takes 0.2 us longer (on an H100; CONTRIBUTING.md).
-    """
+
+@functools.cache
+def _lane(device: int, number: int) -> torch.cuda.Stream:
+    """One of those that graphs are replayed on side by side."""
     return torch.cuda.Stream(device)
 
 
@@ -230,7 +234,7 @@ def _capture(calls: Sequence[Fn], cycles: int, pool: Any) -> Fn:
     All graphs share a memory pool: they are replayed one after the other and nobody reads their outputs.
     """
     graph = torch.cuda.CUDAGraph()
-    stream = _stream(torch.cuda.current_device(), 0)
+    stream = _capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     collecting = gc.isenabled()
     gc.disable()  # what it frees during capture could be a CUDA object, which capture forbids
@@ -244,7 +248,7 @@ def _capture(calls: Sequence[Fn], cycles: int, pool: Any) -> Fn:
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # says once more that capture failed
                     graph.capture_end()
-                _stream.cache_clear()  # it may still be recording
+                _capture_stream.cache_clear()  # it may still be recording
                 raise
             graph.capture_end()
     finally:

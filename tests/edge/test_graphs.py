@@ -141,7 +141,7 @@ def test_captures_share_a_stream_until_one_fails(monkeypatch):
         stream=lambda stream: contextlib.nullcontext(),
     )
     monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda))
-    graphs._stream.cache_clear()
+    graphs._capture_stream.cache_clear()
     try:
         for _ in range(8):
             graphs._capture([lambda: None], 2, None)
@@ -153,4 +153,4 @@ def test_captures_share_a_stream_until_one_fails(monkeypatch):
         assert made == [0, 0]
         assert len(began) == 17
     finally:
-        graphs._stream.cache_clear()
+        graphs._capture_stream.cache_clear()
