@@ -59,12 +59,14 @@ forced: Choice | None = None
 SMALL = Choice(64, 4, 128, 16, 4, 4)
 LARGE = Choice(64, 4, 128, 8, 4, 2, 8, 16, 3, 168)  # groups that fill a tensor core's 16 rows
 HUGE = Choice(64, 4, 128, 8, 4, 4)  # groups too large to read keys for in one warp
-MEASURED_SIZE = 64  # keys of the blocks for which limits of registers were measured
-LARGER_REGISTERS = 168
-"""The limit for larger blocks, which take several tiles: of 256 keys, 128 registers spill up to 4.5 KB a thread, 168 up
-to 0.8 KB (groups of 4 and 64)."""
 WIDE = Choice(32, 4, None, 8, 4, 4)  # D or Dv above 128; with 8 warps Triton 3.1 aborts for sm_90
 SINGLE = Choice(16, 4, None, 8, 4, 4)  # fp32: dots run on the CUDA cores
+
+LIMITED_SIZE = 64
+"""Keys of the largest blocks for which a limit of registers pays: for those of 128 and 256 none was best on an H100."""
+ONE_TILE = 128
+SEVERAL_TILES = 64
+"""Keys of the largest block that is one tile, and of a tile of larger ones (CONTRIBUTING.md, "Prefill, key-major")."""
 
 
 class Tile(NamedTuple):
@@ -98,7 +100,7 @@ def select(
     narrow = max(block_d, block_dv) <= 128
     chosen = choice or rule(itemsize, G, narrow, size, walk)
     limited = capability == 90 and narrow  # elsewhere nobody has measured limits, and ptxas may fail under them
-    rows, block_n = chosen.rows, min(max(16, next_power_of_2(size)), 128)
+    rows, block_n = chosen.rows, SEVERAL_TILES if size > ONE_TILE else max(16, next_power_of_2(size))
     budget = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
     # Scores and results of a tile must leave registers to spare.
     block_n = min(block_n, (32 if narrow else 16) if itemsize > 2 else (128 if narrow else 32))
@@ -117,8 +119,8 @@ def select(
 def rule(itemsize: int, G: int, narrow: bool, size: int, walk: bool) -> Choice:
     """What nothing else forces; ``narrow``: D and Dv of at most 128."""
     chosen = SINGLE if itemsize > 2 else WIDE if not narrow else SMALL if G <= 8 else LARGE if G <= 16 else HUGE
-    if chosen.registers is not None and size > MEASURED_SIZE:
-        chosen = chosen._replace(registers=LARGER_REGISTERS)
+    if chosen.registers is not None and size > LIMITED_SIZE:
+        chosen = chosen._replace(registers=None)
     return chosen if walk else chosen._replace(walked=0)
 
 
