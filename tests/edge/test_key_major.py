@@ -260,9 +260,10 @@ def test_large_groups_read_some_blocks_where_parts_are_merged(draw, device, agre
 
 
 @pytest.mark.parametrize("G", [1, 4, 16, 64])
-def test_limits_of_registers_are_those_of_measured_blocks(G):
-    """More scores at once than were measured get more registers; what a sweep asks for it gets."""
-    limits = [key_tiles.select(90, 2, G, 128, 128, size).registers for size in (16, 64, 128, 256)]
-    assert limits == [128, 128, 168, 168]
+def test_larger_blocks_come_in_smaller_tiles_and_without_a_limit_of_registers(G):
+    """As measured; what a sweep asks for it gets."""
+    tiles = [key_tiles.select(90, 2, G, 128, 128, size) for size in (16, 64, 65, 128, 129, 256)]
+    assert [tile.registers for tile in tiles] == [128, 128, None, None, None, None]
+    assert [tile.BLOCK_N for tile in tiles] == [16, 64, 128, 128, 64, 64]
     assert key_tiles.select(90, 2, G, 128, 128, 256, key_tiles.SMALL).registers == 128
     assert key_tiles.select(80, 2, G, 128, 128, 256).registers is None
