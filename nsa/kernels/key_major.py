@@ -8,6 +8,7 @@ partial results share one buffer, so that the workspace is bounded however long 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,10 +22,13 @@ from nsa.kernels.launch import INT32_MAX, Variant
 from nsa.kernels.primitives import BATCH, BLOCKS, CACHE, RANGES, TILED, VARLEN
 from nsa.kernels.tiles import span_bucket
 
+logger = logging.getLogger("nsa")
+
 WIDE = INT32_MAX  # elements of q from which on their offsets take 64 bits
 COUNTED = 64  # slots that a program which counts takes at a time
 ELEMENTS = 1024  # of a program that scans or scatters
 MERGE_CHUNK = 16
+SCARCE = (4, 16)  # how many times smaller a workspace gets where there is no memory for it
 
 
 class Launch(NamedTuple):
@@ -37,6 +41,7 @@ class Launch(NamedTuple):
     merge: Variant
     merge_lse: Variant
     device: torch.device
+    sized: tuple[int, ...]  # what windows follow from
     windows: key_tiles.Windows
     tile: key_tiles.Tile
     tokens: int
@@ -88,7 +93,8 @@ def plan(
     tile = key_tiles.select(capability, dtype.itemsize, G, D, Dv, size, choice, walk)
     walked = 0 if spans else n * tile.walked // 16
     slots -= walked
-    windows = key_tiles.windows(tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, tile.share, spans)
+    sized = (tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, tile.share, spans)
+    windows = key_tiles.windows(*sized)
     all_strides = [s for x in (*strides, written) for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]
     unit = math.gcd(16, *all_strides)
     farthest = sum((size - 1) * stride for size, stride in zip(q_shape, strides[0], strict=True)) + D
@@ -104,8 +110,8 @@ def plan(
     sizes = (B, S, S_kv, HKV, n, size)
     narrow = max(*sizes, *units, pages) <= INT32_MAX
     return Launch(
-        *variants, device, windows, tile, tokens, G, sizes, units[:9], units[9:], narrow, 1.0 / math.sqrt(D), like_q,
-        spans, pages,
+        *variants, device, sized, windows, tile, tokens, G, sizes, units[:9], units[9:], narrow, 1.0 / math.sqrt(D),
+        like_q, spans, pages,
     )  # fmt: skip
 
 
@@ -215,6 +221,76 @@ def workspace(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=dtype, device=device)
 
 
+class Memory(NamedTuple):
+    """Workspace of a call, as the kernels name it."""
+
+    parts: Tensor
+    part_lse: Tensor
+    block: Tensor
+    rank: Tensor
+    span: Tensor | None
+    unit: Tensor
+    start: Tensor
+    lists: Tensor  # shares of work, their units last, and counters of blocks: what must be zero lies together
+
+
+def allocate(launch: Launch, w: key_tiles.Windows, dtype: torch.dtype, Dv: int) -> Memory:
+    """Workspace for windows ``w``; launches no kernel."""
+    device, row = launch.device, w.heads * w.slots
+    most = -(-w.tokens // w.window)  # windows of a pass
+    groups = most * w.heads
+    return Memory(
+        workspace(w.window * row * launch.G * Dv, dtype, device),
+        workspace(w.window * row * launch.G, torch.float32, device),
+        workspace(w.tokens * row, torch.int32, device),
+        workspace(w.tokens * row, torch.int32, device),
+        workspace(w.tokens * row, torch.int32, device) if launch.spans else None,
+        workspace(most * w.window * row, torch.int32, device),
+        workspace(groups * w.blocks, torch.int32, device),
+        workspace(groups * (3 * w.work + w.blocks), torch.int32, device),
+    )
+
+
+_scarce: dict[tuple[int, ...], key_tiles.Windows] = {}
+"""Shorter windows, of shapes for which there was no memory once."""
+settings.ON_RELOAD.append(_scarce.clear)
+
+
+def reserve(launch: Launch, dtype: torch.dtype, Dv: int) -> tuple[key_tiles.Windows, Memory]:
+    """Windows of a call and their workspace: shorter ones, and slower, from when on there was no memory for others.
+
+    A row's result is the same, bit by bit. Said once a shape, and longer ones are not tried again: an allocator that
+    fails gives back all it had kept, every time.
+
+    Raises:
+        torch.OutOfMemoryError: there is none for the shortest, either.
+    """
+    while True:
+        w = _scarce.get(launch.sized, launch.windows)
+        try:
+            return w, allocate(launch, w, dtype, Dv)
+        except torch.OutOfMemoryError:
+            if not _shorten(launch.sized, w):
+                raise
+
+
+def _shorten(sized: tuple[int, ...], w: key_tiles.Windows) -> bool:
+    """Whether there are windows shorter than ``w`` for this shape, which serve from now on."""
+    for times in SCARCE:
+        try:
+            found = key_tiles.windows(*sized, times)
+        except ValueError:  # a token's partial results do not fit
+            return False
+        if found.window < w.window or found.tokens < w.tokens:
+            _scarce[sized] = found
+            logger.warning(
+                "key_major: out of memory for its workspace; from now on windows of %d tokens, which is slower",
+                found.window,
+            )
+            return True
+    return False
+
+
 def forward(
     launch: Launch,
     q: Tensor,
@@ -238,10 +314,11 @@ def forward(
     """
     if out is None:
         out = torch.empty_like(q) if launch.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
-    device, w, tile = launch.device, launch.windows, launch.tile
+    device, tile = launch.device, launch.tile
     lse = torch.empty(q.shape[:-1], device=device, dtype=torch.float32) if return_lse else None
     if launch.tokens == 0:
         return out, lse
+    w, (parts, part_lse, block, rank, span, unit, start, lists) = reserve(launch, q.dtype, v.shape[-1])
     launches[route] += 1
     selection = selection.contiguous()
     q_positions, cu_seqlens_q, cu_seqlens_k = (
@@ -255,14 +332,6 @@ def forward(
     row = heads * w.slots
     most = -(-w.tokens // w.window)  # windows of a pass
     groups = most * heads
-    parts = workspace(w.window * row * launch.G * v.shape[-1], q.dtype, device)
-    part_lse = workspace(w.window * row * launch.G, torch.float32, device)
-    block, rank = (workspace(w.tokens * row, torch.int32, device) for _ in range(2))
-    span = workspace(w.tokens * row, torch.int32, device) if launch.spans else None
-    unit = workspace(most * w.window * row, torch.int32, device)
-    start = workspace(groups * w.blocks, torch.int32, device)
-    # Shares of work, their units last, and counters of blocks: what must be zero lies together.
-    lists = workspace(groups * (3 * w.work + w.blocks), torch.int32, device)
     work, counts, zero = (lists[groups * i * w.work :] for i in (0, 3, 2))
     about = (q_positions, cu_seqlens_q, cu_seqlens_k)
     narrow = launch.narrow

@@ -186,24 +186,37 @@ class Windows(NamedTuple):
 
 
 def windows(
-    tokens: int, HKV: int, G: int, D: int, Dv: int, itemsize: int, slots: int, blocks: int, share: int, spans: bool
+    tokens: int,
+    HKV: int,
+    G: int,
+    D: int,
+    Dv: int,
+    itemsize: int,
+    slots: int,
+    blocks: int,
+    share: int,
+    spans: bool,
+    scarce: int = 1,
 ) -> Windows:
     """Windows whose partial results, and passes whose lists, stay within what the constants above allow.
+
+    scarce: they may take one in so many of those bytes.
 
     Raises:
         ValueError: one token's partial results are more than that.
     """
     bits = max(slots - 1, 1).bit_length()
+    parts_bytes, index_bytes = PARTS_BYTES // scarce, INDEX_BYTES // scarce
     listed_bytes = max(slots, 1) * (16 if spans else 12)
     part_bytes = max(slots, 1) * G * (Dv * itemsize + 4)  # of one head of a token
 
     def most(heads: int) -> int:
-        longest = min(PARTS_BYTES // (heads * part_bytes), INDEX_BYTES // (heads * listed_bytes), (1 << 31 - bits) - 1)
+        longest = min(parts_bytes // (heads * part_bytes), index_bytes // (heads * listed_bytes), (1 << 31 - bits) - 1)
         return min(longest, max(tokens, 1))
 
     if most(1) == 0:
         raise ValueError(
-            f"key_major: expected the partial results of a row to fit {PARTS_BYTES} bytes, got {part_bytes} bytes of "
+            f"key_major: expected the partial results of a row to fit {parts_bytes} bytes, got {part_bytes} bytes of "
             f"{slots} blocks a row{'; max_selected bounds them' if spans else ''}"
         )
     if count_bytes(HKV, blocks) > MOST_COUNT_BYTES:
@@ -214,7 +227,7 @@ def windows(
     enough = min(tokens, REREAD * tokens // (max(slots, 1) * G))
     heads = heads_at_once(HKV, enough, most, HEAD_BYTES // (G * D * itemsize))
     window = even(tokens, most(heads)) if most(heads) < tokens else tokens
-    listed = min(tokens, INDEX_BYTES // (heads * listed_bytes))
+    listed = min(tokens, index_bytes // (heads * listed_bytes))
     at_once = max(1, min(listed // max(window, 1), COUNT_BYTES // max(count_bytes(heads, blocks), 1)))
     units = window * slots
     work = -(-units // share) + min(blocks, units)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -165,6 +166,62 @@ def test_workspace_counted_is_what_is_allocated(call, monkeypatch):
     ((w, args),) = planned
     _, _, G, _, Dv, itemsize, *_, spans = args
     assert sum(allocated) == key_tiles.workspace_bytes(w, G, Dv, itemsize, spans)
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """`memory(size)`: bytes that a workspace may take from now on; the list it returns says how much each took."""
+
+    def leave(size):
+        real, held, peaks = key_major.workspace, [], []
+
+        def workspace(elements, dtype, device):
+            taken = sum(x.numel() * x.itemsize for x in (ref() for ref in held) if x is not None)
+            if not taken:  # all that an attempt before got is gone
+                held.clear()
+                peaks.append(0)
+            peaks[-1] = taken + elements * dtype.itemsize
+            if peaks[-1] > size:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            made = real(elements, dtype, device)
+            held.append(weakref.ref(made))
+            return made
+
+        monkeypatch.setattr(key_major, "workspace", workspace)
+        return peaks
+
+    key_major._scarce.clear()
+    yield leave
+    key_major._scarce.clear()
+
+
+def test_where_memory_is_scarce_windows_are_shorter(call, small, memory, caplog):
+    """The same result, bit by bit; what an attempt got is given back before the next."""
+    small(24 * PART, 24 * LISTED)
+    peaks = memory(10**9)
+    want = call()
+    (whole,) = peaks
+    for part in (0.6, 0.2):
+        key_major._scarce.clear()
+        caplog.clear()
+        peaks = memory(int(whole * part))
+        for _ in range(2):
+            for a, b in zip(call(), want, strict=True):
+                assert_same_bits(a, b)
+        tries = 2 if part > 0.25 else 3
+        assert len(peaks) == tries + 1, "the second call asks for what there is"
+        assert max(peaks[-2:]) <= whole * part
+        said = [r.getMessage() for r in caplog.records if r.name == "nsa"]
+        assert len(said) == tries - 1
+        assert all("out of memory for its workspace; from now on windows of" in line for line in said)
+
+
+def test_no_memory_at_all_is_raised(call, small, memory):
+    small(24 * PART, 24 * LISTED)
+    memory(16)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            call()
 
 
 @pytest.mark.parametrize(
