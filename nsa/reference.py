@@ -176,8 +176,10 @@ def packed_sdpa(
     spans = call_spans(
         q, k, ranges, block_indices, block_size, causal, q_positions, cu_seqlens, cache_seqlens, block_table
     )
-    if block_indices is not None and block_size is not None and max_selected is None:
-        max_selected = block_indices.shape[-1] * block_size
+    if block_indices is not None and block_size is not None:
+        room = k.shape[-3] * (1 if block_table is None else block_table.shape[1])
+        held = block_indices.shape[-1] * (room if room < block_size else block_size)  # a block may reach past the end
+        max_selected = held if max_selected is None or held < max_selected else max_selected
     HKV, D, Dv = k.shape[-2], q.shape[-1], v.shape[-1]
     G = q.shape[-2] // HKV
     scale = 1.0 / math.sqrt(D) if scale is None else scale

@@ -90,7 +90,8 @@ def plan(
     size, blocks, slots = key_tiles.grid("key_major", B, S_kv, HKV, n, block_size, sequences is not None, bound)
     capability, _ = query_major.device_limits(device)
     walk = key_tiles.walks(S, S_kv, invariant)
-    tile = key_tiles.select(capability, dtype.itemsize, G, D, Dv, size, choice, walk)
+    listed = block_size or size  # not what fits the keys: how many there are must not change a row's tiles
+    tile = key_tiles.select(capability, dtype.itemsize, G, D, Dv, listed, choice, walk)
     walked = 0 if spans else n * tile.walked // 16
     slots -= walked
     sized = (tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, tile.share, spans)
@@ -102,9 +103,9 @@ def plan(
     units = tuple(s // unit for s in all_strides)
     source = RANGES.value if spans else BLOCKS.value
     bucket = span_bucket(n, S_kv)
-    tiled = size % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
+    tiled = listed % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
     variants = _variants(
-        device, dtype, tile, source, TILED.value if tiled else source, layout, page, causal, size <= tile.BLOCK_N,
+        device, dtype, tile, source, TILED.value if tiled else source, layout, page, causal, listed <= tile.BLOCK_N,
         farthest > WIDE, bucket, walked > 0, G, D, Dv, unit, kinds,
     )  # fmt: skip
     sizes = (B, S, S_kv, HKV, n, size)

@@ -14,6 +14,7 @@ from nsa.testing.recording import (
     geomean,
     grouped,
     kernels,
+    over_control,
     prefills,
     servings,
     speedup,
@@ -126,7 +127,7 @@ def summary_rows(facts: list[Fact]) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = []
     for name, infos in grouped(fact for fact in facts if "layouts" not in fact).items():
         ratios = [[fact.get(key) for fact in infos if not summary.fallback(fact)] for key in summary.VERSUS.values()]
-        ratios.append([1 / fact["ratio_to_control"] if fact.get("ratio_to_control") else None for fact in infos])
+        ratios.append(summary.over_controls(infos))
         top = max(kernels(infos), key=lambda fact: float(fact["gbps"]), default=None)
         cells = [_times(function(values)) for values in ratios for function in (geomean, worst)]
         best = ["-", "-"] if top is None else [f"{top['gbps']:.0f}", f"{top['share_of_ceiling']:.1%}"]
@@ -234,8 +235,8 @@ def changes(before: Recording, after: Recording) -> list[tuple[str, str, float, 
         then = old.get(fact["name"])
         if then is None:
             continue
-        both = then.get("ratio_to_control") and fact.get("ratio_to_control")
-        ratio = fact["ratio_to_control"] / then["ratio_to_control"] if both else fact["median"] / then["median"]
+        was, now = then.get("ratio_to_control"), over_control(fact, then.get("control"))
+        ratio = now / was if was and now else fact["median"] / then["median"]
         found.append((fact["name"], fact["group"], ratio, then["median"], fact["median"]))
     return found
 
@@ -304,12 +305,13 @@ def _environment(recordings: Sequence[Recording]) -> list[Sequence[str]]:
 def _commands(recordings: Sequence[Recording]) -> str:
     now = recordings[-1]
     revision, _, dirty = now.commit.partition("-")
-    files = " ".join(r.source for r in recordings if r.source != "this run") or "run.json"
+    named = [r for r in recordings if not r.merged]  # what is merged are the baselines, which need no name
+    files = " ".join("run.json" if r.source == "this run" else r.source for r in named)
     return "\n".join(
         [
             f"git checkout {revision}{'   # there were uncommitted changes' if dirty else ''}",
             f"pip install -e '.[test,report]' torch=={now.torch.partition('+')[0]}   # Triton {now.triton}",
             "pytest -m perf --benchmark-json=run.json" + " --nsa-update-thresholds" * (now.gpu is not None),
-            f"python -m nsa.testing.report {files} -o report",
+            " ".join(f"python -m nsa.testing.report {files} -o report".split()),
         ]
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 LIMIT = 0.10  # worse than this is a regression
@@ -24,12 +24,21 @@ class Figures:
     ratio: float | None
     median: float
     control: float | None
+    by: str | None = None  # the control's name
+    beside: Mapping[str, float] = field(default_factory=dict)  # medians of all that were timed beside it
 
     @classmethod
     def of(cls, info: Mapping[str, Any], median: float) -> Figures:
         """From what a perf test publishes, or a file's `extra_info`."""
         ratio = info.get("gate_ratio", info.get("ratio_to_control"))
-        return cls(ratio, median, info.get("control_median"))
+        return cls(ratio, median, info.get("control_median"), info.get("control"), info.get("medians") or {})
+
+    def over(self, control: str | None) -> Figures:
+        """The same with this control: the fastest comparator may be another one today. No ratio if it was not timed."""
+        if control is None or self.by is None or control == self.by:
+            return self
+        seconds = self.beside.get(control)
+        return replace(self, ratio=self.median / seconds if seconds else None, control=seconds, by=control)
 
 
 @dataclass(frozen=True)
@@ -41,10 +50,13 @@ class Stored:
     control: float | None
     spread: float
     files: int
+    by: str | None = None  # the control's name
 
     @classmethod
     def of(cls, runs: Sequence[Figures]) -> Stored:
-        """From the same benchmark in each file."""
+        """From the same benchmark in each file, over one control: that of the first."""
+        by = next((run.by for run in runs if run.by), None)
+        runs = [run.over(by) for run in runs]
         ratios = [run.ratio for run in runs if run.ratio]
         controls = [run.control for run in runs if run.control]
         ratio = statistics.median(ratios) if ratios else None
@@ -54,6 +66,7 @@ class Stored:
             control=statistics.median(controls) if controls else None,
             spread=(max(ratios) - min(ratios)) / ratio if ratio else 0.0,
             files=len(runs),
+            by=by,
         )
 
 
@@ -112,9 +125,11 @@ def judge(name: str, old: Stored, new: Figures, again: Callable[[], float | None
     Args:
         again: measures once more and returns the ratio; called only if the first one is more than 10% worse.
     """
+    timed, new = new.by, new.over(old.by)
     if not old.ratio or not new.ratio:
         where = "in the baseline" if not old.ratio else "in this run"
-        return Verdict("cannot gate", name, old, new, reason=f"no control {where}")
+        reason = f"no control {where}" if timed == new.by else f"its control {old.by} was not timed, but {timed}"
+        return Verdict("cannot gate", name, old, new, reason=reason)
     noisy = f"spread {old.spread:.1%}" if old.spread > NOISY else ""
     fine = "cannot gate" if noisy else "pass"
     if new.ratio <= old.ratio * (1 + LIMIT):

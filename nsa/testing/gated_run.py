@@ -10,12 +10,13 @@ from typing import Any
 from nsa.testing import baselines
 from nsa.testing.baselines import Baseline, Key
 from nsa.testing.gate import Figures, Verdict, judge, machine, table
+from nsa.testing.impls import OURS
 from nsa.testing.timing import Timing
 
 Info = dict[str, Any]
 Again = Callable[[], tuple[Timing, Info]]
 # Timed on request beside core, in no baseline.
-NOT_CORE = ("tests/perf/test_threshold.py::", "tests/perf/test_crossover.py::")
+NOT_CORE = tuple(f"tests/perf/test_{name}.py::" for name in ("threshold", "crossover", "shape"))
 
 
 @dataclass
@@ -36,7 +37,13 @@ class Gate:
         return self.why_not is None and self.baseline is not None and self.baseline.key == self.key
 
     def judge(self, name: str, samples: Timing, info: Info, again: Again | None) -> tuple[Timing, Info]:
-        """Compare one benchmark with its baseline. Returns what is to be stored: the last measurement of it."""
+        """Compare one benchmark with its baseline. Returns what is to be stored: the last measurement of it.
+
+        Raises:
+            ValueError: its control is a kernel of ours, or our fallback: what slows both would not show.
+        """
+        if info.get("control") in OURS and not name.startswith(NOT_CORE):
+            raise ValueError(f"control of {name}: expected plain torch, got our own {info['control']}")
         stored = self.baseline.benchmarks.get(name) if self.baseline is not None else None
         if stored is None or self.why_not is not None:
             return samples, info
@@ -46,7 +53,7 @@ class Gate:
             nonlocal kept
             assert again is not None
             kept = again()
-            return Figures.of(kept[1], kept[0].median).ratio
+            return Figures.of(kept[1], kept[0].median).over(stored.by).ratio
 
         new = Figures.of(info, samples.median)
         if not self.on:  # side by side
@@ -75,7 +82,7 @@ def report(gate: Gate, ran: Iterable[str]) -> list[str]:
     assert gate.baseline is not None
     names = ("pass", "FAIL", "AMBIGUOUS", "cannot gate")
     kinds = {kind: [v for v in gate.verdicts if v.kind == kind] for kind in names}
-    bad, noisy = [*kinds["FAIL"], *kinds["AMBIGUOUS"]], [v for v in gate.verdicts if v.reason]
+    bad, noisy = [*kinds["FAIL"], *kinds["AMBIGUOUS"]], [v for v in kinds["cannot gate"] if v.reason]
     files = min((stored.files for stored in gate.baseline.benchmarks.values()), default=0)
     lines = [f"baseline: {gate.key}: {', '.join(path.name[:4] for path in gate.baseline.paths)}"]
     if files < baselines.FILES:

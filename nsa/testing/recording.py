@@ -29,12 +29,20 @@ class Recording:
     commit: str
     date: str  # ISO 8601, UTC
     source: str  # the file, or "this run"
+    merged: bool = False  # with older ones, whose benchmarks it does not hold
 
     @property
     def commits(self) -> str:
         """Of its benchmarks, in order of appearance."""
-        found = dict.fromkeys(str(fact.get("commit") or self.commit)[:12] for fact in self.facts)
-        return ", ".join(found) or self.commit[:12]
+        return ", ".join(self.taken(self.facts, dated=False)) or self.commit[:12]
+
+    def taken(self, facts: Iterable[Fact], dated: bool = True) -> list[str]:
+        """Of which commits some of its benchmarks are, and from when."""
+        found = [
+            str(fact.get("commit") or self.commit)[:12] + f", {str(fact.get('date') or self.date)[:10]}" * dated
+            for fact in facts
+        ]
+        return list(dict.fromkeys(found))
 
     @property
     def environment(self) -> dict[str, str]:
@@ -60,7 +68,7 @@ def load(path: Path) -> Recording:
         machine, benchmarks = document["machine_info"], document["benchmarks"]
         facts = [b["extra_info"] | {k: b[k] for k in ("group", "name")} for b in benchmarks]
         for fact, benchmark in zip(facts, benchmarks, strict=True):
-            fact["median"] = benchmark["stats"]["median"]
+            fact["median"], fact["date"] = benchmark["stats"]["median"], document["datetime"]
         date, commit = document["datetime"], document["commit_info"]["id"]
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
@@ -92,7 +100,7 @@ def newest(folder: Path) -> list[Recording]:
             names = {fact["name"] for fact in known.facts}
             older = [fact for fact in recording.facts if fact["name"] not in names]
             if older:
-                latest[recording.device] = replace(known, facts=known.facts + older)
+                latest[recording.device] = replace(known, facts=known.facts + older, merged=True)
     return sorted(latest.values(), key=lambda r: (r.gpu is None, r.device))
 
 
@@ -133,6 +141,15 @@ def geomean(values: Iterable[float | None]) -> float | None:
 def worst(values: Iterable[float | None]) -> float | None:
     """The smallest of what is known; None if nothing is."""
     return min((value for value in values if value), default=None)
+
+
+def over_control(fact: Fact, control: str | None) -> float | None:
+    """How many times as long it took as the comparator of that name; by its own control where it is not named."""
+    if control is None or control == fact.get("control"):
+        ratio: float | None = fact.get("ratio_to_control")
+        return ratio
+    seconds = (fact.get("medians") or {}).get(control)
+    return fact["median"] / seconds if seconds else None
 
 
 def speedup(fact: Fact, against: str | None) -> tuple[float, float | None, float | None] | None:

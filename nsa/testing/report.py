@@ -100,22 +100,33 @@ def readme_block(recordings: Sequence[Recording]) -> str:
         if picture is not None:
             text += [f"![{_alternative(picture)}]({picture_path(recording)})", ""]
         where = f"**{recording.gpu or recording.device}**, torch {recording.torch}, Triton {recording.triton}"
-        text += [f"{where}, commit {recording.commits}, {recording.date[:10]}; ratios are of one run.", ""]
+        text += [f"{where}; ratios are of one run.", ""]
         prompts, trained = prefills(recording.facts), trainings(recording.facts)
         served = servings(recording.facts)
         if prompts:
-            text += ["Prefill, forward, 16 blocks of 64, D = 128, milliseconds, and how many times as fast:", ""]
+            title = "Prefill, forward, 16 blocks of 64, D = 128, milliseconds, and how many times as fast"
+            text += [f"{title} {_when(recording, prompts)}:", ""]
             text += _table(README_PREFILL, PREFILL_HEADER, prefill_rows(prompts))
         if trained:
             title = "Training on the same prompts (dQ, dK and dV, alone and with the forward pass before)"
-            text += _folded(title, _table(README_TRAINING, TRAINING_HEADER, training_rows(trained)))
+            rows = _table(README_TRAINING, TRAINING_HEADER, training_rows(trained))
+            text += _folded(f"{title} {_when(recording, trained)}", rows)
         if served:
             title = "Serving from a KV cache, 16 blocks of 64 a query, D = 128, microseconds, as a graph"
-            text += _folded(title, [SERVING_LEGEND, "", *_table(SERVING_HEADER, SERVING_HEADER, serving_rows(served))])
-        others = _groups([fact for fact in recording.facts if fact not in (*prompts, *trained, *served)])
-        title = "Packed rows, spans and decode: how many times as fast, geometric mean (worst)"
+            rows = [SERVING_LEGEND, "", *_table(SERVING_HEADER, SERVING_HEADER, serving_rows(served))]
+            text += _folded(f"{title} {_when(recording, served)}", rows)
+        rest = [fact for fact in recording.facts if fact not in (*prompts, *trained, *served)]
+        others = _groups(rest)
+        title = (
+            f"Packed rows, spans and decode: how many times as fast, geometric mean (worst) {_when(recording, rest)}"
+        )
         text += _folded(title, others) if prompts or trained else [f"{title}:", "", *others]
     return "\n".join([BEGIN, *text, END])
+
+
+def _when(recording: Recording, facts: list[Fact]) -> str:
+    """`(commit, date)` of some benchmarks: tables of one README need not be of one day."""
+    return f"({'; '.join(recording.taken(facts))})"
 
 
 def _shown(recordings: Sequence[Recording]) -> list[Recording]:

@@ -1,8 +1,9 @@
 """Training on a prompt: backward pass and whole step of our front door, dense causal attention and other people's.
 
-Everybody goes through autograd, as a model does. Gradients are checked before anything is timed: of small problems all
-(`gradients.py`), of large ones dQ of some queries and dK, dV of some blocks. Time is taken by
-CUDA events around eager calls, in turn: they take milliseconds, and the host is ahead.
+Everybody goes through autograd, as a model does. Gradients of whoever selects are checked before anything is timed: of
+small problems all (`gradients.py`), of large ones dQ of some queries and dK, dV of some blocks. Dense attention is
+torch's own, and refused only where it is impossibly fast. Time is taken by CUDA events around eager calls, in turn:
+they take milliseconds, and the host is ahead.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from nsa.testing import prefill
 from nsa.testing.cases import Case
 from nsa.testing.compare import describe, some_queries
 from nsa.testing.peers import FLA, fla_supports, installed, tune_for
+from nsa.testing.physics import Ceilings, guard
 from nsa.testing.problem import Problem
 from nsa.testing.timing import LEAST, Timing, in_turn
 
@@ -106,7 +108,7 @@ def train(
     """Check everybody's gradients, then time `what` of `WHAT`; the first is the one under test.
 
     Raises:
-        AssertionError: the first one's gradients are wrong.
+        AssertionError: the first one's gradients are wrong, or a time is impossible on this hardware.
         NotImplementedError: it does not do this case.
     """
     first, *others = trainees
@@ -130,8 +132,19 @@ def train(
     for each in what:
         calls = {one.name: _call(each, one, p, do) for one in kept}
         times[each] = _time(calls, p, iters, warmup, budget_s)
+        if p.q.is_cuda:
+            from nsa.testing.roofline import ceilings  # needs Triton and a GPU
+
+            _possible(p, kept, each, times[each], ceilings(p.q.device))
         del calls  # and the graphs that backward passes keep
     return Training(p, times, peaks, left_out)
+
+
+def _possible(p: Problem, timed: list[Trainee], what: str, times: dict[str, Timing], limits: Ceilings) -> None:
+    """Refuse times that matrix units cannot reach: backward multiplies twice as much as forward, at least."""
+    for one in timed:
+        flops = p.flops if one.selects else prefill.DENSE.flops(p)
+        guard(f"{one.name}, {what}", times[one.name], p.unique_bytes, flops * {"backward": 2, "step": 3}[what], limits)
 
 
 _verdicts: dict[tuple[Trainee, str], str | None] = {}

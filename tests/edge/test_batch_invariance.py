@@ -43,6 +43,30 @@ def test_few_rows_are_split_unless_forbidden():
     assert chosen(SHAPES[0], 8, invariant=True)[1] == 1
 
 
+@pytest.mark.parametrize("block_size", [64, 128, 192, 256])
+@pytest.mark.parametrize("cached", [True, False], ids=["room", "company"])
+def test_key_major_does_not_see_what_else_is_there(draw, device, block_size, cached):
+    """A sequence of 100 keys, in a cache with more room, or packed beside a longer one."""
+    q, k, v = draw(B=1, S=4, S_kv=400, HKV=1, G=16, dtype=torch.float16)
+    blocks = torch.zeros(1, 4, 1, 1, dtype=torch.int32, device=device)
+    how = {"block_size": block_size, "backend": "triton", "schedule": "key_major"}
+
+    def alone(keys):
+        lengths = torch.tensor([100], device=device)
+        return nsa.selection_attention_with_kvcache(
+            q, k[:, :keys], v[:, :keys], cache_seqlens=lengths, block_indices=blocks, **how
+        )
+
+    def packed(keys):
+        ends = ([0, 4], [0, 100]) if keys == 100 else ([0, 4, 4], [0, 100, keys])
+        cu = tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in ends)
+        return nsa.selection_attention(q[0], k[0, :keys], v[0, :keys], cu_seqlens=cu, block_indices=blocks[0], **how)
+
+    call = alone if cached else packed
+    with nsa.configure(batch_invariant=True):
+        assert torch.equal(call(100), call(400))
+
+
 def bitwise(want, got):
     return all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 

@@ -66,6 +66,38 @@ def test_spread_and_ratio_are_of_the_files():
     assert old.spread == pytest.approx(0.03)
 
 
+def test_another_control_today_is_no_other_ratio():
+    """The fastest comparator is the control, which may change: over a slower one, twice as slow looks as fast."""
+    slower = {"cudnn": 1e-5, "flash": 2e-5}
+    old = Stored.of([Figures(1.0, 1e-5, 1e-5, "cudnn", slower)] * 3)
+    assert old.by == "cudnn"
+    twice = Figures(1.0, 2e-5, 2e-5, "flash", slower)
+    assert judge("x", old, twice, lambda: 2.0).kind == "FAIL"
+    assert judge("x", old, Figures(0.5, 1e-5, 2e-5, "flash", slower)).kind == "pass"
+    gone = judge("x", old, Figures(1.0, 2e-5, 2e-5, "flash", {"flash": 2e-5}))
+    assert (gone.kind, gone.reason) == ("cannot gate", "its control cudnn was not timed, but flash")
+    mixed = Stored.of([Figures(1.0, 1e-5, 1e-5, "cudnn", slower), Figures(0.5, 1e-5, 2e-5, "flash", slower)])
+    assert (mixed.ratio, mixed.spread) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("control", ["auto", "sdpa"])
+def test_a_control_of_ours_is_refused(control):
+    """What slows both would not show."""
+    key, name = Key("gpu", "2.11", "3.6"), "tests/perf/test_kvcache.py::test_decode[x]"
+    gate = Gate(key, Baseline(key, [Path("0001_x.json")], {name: stored(1.0)}), False, False, False)
+    with pytest.raises(ValueError, match=f"expected plain torch, got our own {control}"):
+        gate.judge(name, timing(1e-5), {"control": control, "ratio_to_control": 1.0}, None)
+
+
+def test_a_noisy_benchmark_that_fails_is_not_listed_as_one_that_cannot_be_gated():
+    key = Key("gpu", "2.11", "3.6")
+    gate = Gate(key, Baseline(key, [Path("0001_x.json")], {"x": stored(0.96, 1.0, 1.04)}), False, False, False)
+    gate.judge("x", timing(2e-5), {"ratio_to_control": 2.0, "control_median": 1e-5}, None)
+    lines = report(gate, ["x"])
+    assert lines[-1] == "gate: 0 pass, 1 FAIL, 0 AMBIGUOUS, 0 cannot gate"
+    assert not [line for line in lines if line.startswith("cannot gate")]
+
+
 def test_no_control_cannot_be_gated():
     assert judge("x", Stored(None, 1.0, None, 0.0, 3), Figures(1.0, 1.0, 1.0)).reason == "no control in the baseline"
     assert judge("x", stored(1.0), Figures(None, 1.0, None)).reason == "no control in this run"

@@ -177,7 +177,8 @@ def test_recordings_of_parts_make_one(recorded, tmp_path):
     assert [fact["name"] for fact in found.facts] == names
     assert [fact["median"] == 1.5 for fact in found.facts] == [True, True] + [False] * (len(names) - 2)
     assert found.commits == f"fedcba987654, {load(tmp_path / '0001_x.json').commit[:12]}"
-    assert f"commit {found.commits}, 2026-03-01;" in report.readme_block([found])
+    both = f"fedcba987654, 2026-03-01; {load(tmp_path / '0001_x.json').commit[:12]}, 2026-01-01"
+    assert f"geometric mean (worst) ({both})" in report.readme_block([found])
 
 
 def test_readme_shows_the_committed_baseline():

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nsa.testing import cases, training
+from nsa.testing import cases, prefill, training
 from nsa.testing.cases import Case
-from nsa.testing.timing import Timing
+from nsa.testing.physics import Ceilings
+from nsa.testing.timing import InvalidMeasurement, Timing
 from nsa.testing.training import Trainee
 
 CASE = Case(2, 16, 16, 32, 128, "prefill", "fp32", HKV=2, S=64, S_kv=64, block_size=8)
@@ -113,6 +114,23 @@ def test_ours_wrong_is_an_error(problem):
     wrong = dataclasses.replace(training.ours("sdpa"), attend=lambda p, q, k, v: dense(p, q, k, v))
     with pytest.raises(AssertionError, match="dq"):
         training.train(problem, [wrong], iters=1, warmup=0, budget_s=0.0)
+
+
+@pytest.mark.parametrize(("name", "selects"), [("ours", True), ("dense_flash", False)])
+def test_an_impossible_time_is_refused(problem, name, selects):
+    """Twice the products of a forward pass, and a step three times; of dense attention its own."""
+    one = Trainee(name, lambda *_: None, lambda case: None, selects)
+    flops = problem.flops if selects else prefill.DENSE.flops(problem)
+    limits = Ceilings(copy=1e30, read=1e30, matmul=1e12)
+    for what, times in (("backward", 2), ("step", 3)):
+        least = times * flops / 1e12
+        for seconds in (least, 0.9 * least):
+            timed = {name: Timing([seconds] * 10, "eager", False, 1, 1, 1e-12)}
+            if seconds == least:
+                training._possible(problem, [one], what, timed, limits)
+                continue
+            with pytest.raises(InvalidMeasurement, match=f"invalid measurement: {name}, {what} took"):
+                training._possible(problem, [one], what, timed, limits)
 
 
 def test_control_is_the_faster_dense_attention():

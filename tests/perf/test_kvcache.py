@@ -4,13 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.testing import caches, timing
 from nsa.testing.cases import Case
 from nsa.testing.compare import reference_at
 from nsa.testing.fixtures import over
-from nsa.testing.impls import OURS, Impl, OtherWork
+from nsa.testing.impls import END_TO_END, OURS, Impl, OtherWork
 from nsa.testing.measure import measure
 from nsa.testing.peers import peers
 from nsa.testing.problem import Problem
@@ -28,12 +30,12 @@ def test_decode(problem: Problem, page: int | None, publish, machine_sampling: d
     ours, without = caches.impl(page), OURS["auto"]
     for size in {None, page}:
         problem.derived(caches.maker(size))
-    beside = [without, *([caches.impl(None)] if page else []), *peers().values()]
+    beside = [without, *([caches.impl(None)] if page else []), *END_TO_END.values(), *peers().values()]
 
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         torch.cuda.empty_cache()
         result = measure(problem, ours, beside, budget_s=BUDGET_S, **machine_sampling)
-        return result.ours, result.info([], without.name)
+        return result.ours, result.info([], result.best(END_TO_END))
 
     publish(f"decode, {'cache' if page is None else 'pages'}", *take(), again=take)
 
@@ -48,12 +50,12 @@ def test_chunk(problem: Problem, page: int | None, publish, machine_sampling: di
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         torch.cuda.empty_cache()
         problem.extra["prompt"] = PROMPT.make(problem.q.device, problem.seed)
-        result = measure(problem, ours, [without, WHOLE], budget_s=BUDGET_S, **machine_sampling)
+        result = measure(problem, ours, [without, WHOLE, DENSE], budget_s=BUDGET_S, **machine_sampling)
         del problem.extra["prompt"]
         share = result.times[WHOLE.name].median * CHUNK.S / PROMPT.S
         times = result.ours.median / share
         note = f"a chunk of {CHUNK.S} takes {times:.2f} times its share of a prompt of {PROMPT.S}"
-        return result.ours, result.info([], without.name) | {"times_its_share": times, "note": note}
+        return result.ours, result.info([], result.best([DENSE.name])) | {"times_its_share": times, "note": note}
 
     publish(f"chunk, {'cache' if page is None else 'pages'}", *take(), again=take)
 
@@ -63,7 +65,7 @@ def _whole(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
     return OURS["auto"].run(p.extra["prompt"])[:, -CHUNK.S :]
 
 
-def _check(p: Problem, out: Tensor) -> None:
+def _check_whole(p: Problem, out: Tensor) -> None:
     prompt: Problem = p.extra["prompt"]
     at = torch.tensor([PROMPT.S - CHUNK.S, PROMPT.S - 100, PROMPT.S - 1], device=out.device)
     want, _ = reference_at(prompt.q, prompt.k, prompt.v, at, **prompt.selection)
@@ -72,4 +74,25 @@ def _check(p: Problem, out: Tensor) -> None:
     assert bool(((got.double() - want).abs() <= limit).all()), "the whole prompt is wrong"
 
 
-WHOLE = Impl("whole_prompt", _whole, lse=False, other=OtherWork(lambda p: p.extra["prompt"].flops, _check))
+def _dense(p: Problem, return_lse: bool, out: Tensor | None) -> Tensor:
+    """Every query over every key, those after it, too: 0.4% of them, and no mask that some backend may not take."""
+    q, k, v = (x.transpose(1, 2) for x in (p.q, p.k, p.v))
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if not p.q.is_cuda else SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, scale=p.scale, enable_gqa=True).transpose(1, 2)
+
+
+def _dense_flops(p: Problem) -> int:
+    return 2 * p.case.B * p.case.HQ * p.case.S * p.case.S_kv * (p.case.D + p.case.Dv)
+
+
+def _check_dense(p: Problem, out: Tensor) -> None:
+    at = torch.tensor([0, p.case.S - 1], device=out.device)
+    everything = torch.tensor([0, p.case.S_kv], device=out.device).expand(p.case.B, p.case.S, p.case.HKV, 1, 2)
+    want, _ = reference_at(p.q, p.k, p.v, at, ranges=everything, causal=False, scale=p.scale)
+    limit = 16 * torch.finfo(out.dtype).eps * want.abs().amax()
+    assert bool(((out.index_select(1, at).double() - want).abs() <= limit).all()), "dense attention is wrong"
+
+
+WHOLE = Impl("whole_prompt", _whole, lse=False, other=OtherWork(lambda p: p.extra["prompt"].flops, _check_whole))
+DENSE = Impl("dense_flash", _dense, lse=False, other=OtherWork(_dense_flops, _check_dense))
+"""What would be done without a selection: dense attention of the chunk over all of the cache."""
