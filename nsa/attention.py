@@ -97,8 +97,8 @@ def selection_attention(
         q_positions: ``[B, S]`` (varlen ``[T]``) int, ``t`` of each query instead.
         scale: of the scores; ``1 / sqrt(D)`` if None.
         cu_seqlens: ``[B + 1]`` int cumulative lengths of varlen sequences, or a pair ``(cu_seqlens_q, cu_seqlens_k)``.
-            The first sequence begins at token 0, whatever stands first; tokens after the last sequence select nothing.
-            What they say is not looked up, which would sync.
+            The first sequence begins at token 0, whatever they say; tokens after the last one select nothing. Neither
+            is looked up, which would sync.
         max_selected: host bound on ``L``, the keys of a row; decides route, tiles and splits, and saves packed SDPA its
             device sync. More keys than promised: undefined result, but no read outside the tensors.
         return_lse: also return the natural log-sum-exp of the scaled scores.
