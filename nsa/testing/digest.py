@@ -91,7 +91,7 @@ PREFILL_HEADER = (
 )  # fmt: skip
 TRAINING_TEXT = (
     "dQ, dK and dV of the prompts above, alone and with the forward pass before, milliseconds. Memory: the most that a "
-    "step takes beside inputs, outputs and gradients, as a multiple of what dense flash attention takes."
+    "step takes beside its inputs (outputs and gradients included), as a multiple of what dense flash attention takes."
 )
 TRAINING_OTHERS = ("fla", "dense_cudnn", "dense_flash")
 TRAINING_HEADER = (

@@ -171,6 +171,13 @@ def test_figures_are_those_of_the_code():
         assert [sentence for sentence in sentences if sentence not in text] == []
 
 
+def test_memory_of_training_is_what_is_measured():
+    """`nsa.testing.training` counts outputs and gradients; the report and the list of its columns say so."""
+    said = "beside its inputs (outputs and gradients included)"
+    assert said in digest.TRAINING_TEXT
+    assert f"| `memory vs flash` | memory of a step {said}, over " in PROVING.read_text(encoding="utf-8")
+
+
 def test_the_bound_is_the_one_quoted():
     class Half:
         q = torch.empty(0, dtype=torch.float16)
