@@ -46,7 +46,7 @@ class Settings:
     use_sel_pack: bool = True  # the fallback is packed SDPA, else the gather reference
     force_parity: bool = False  # always the reference
     probe: str = "auto"  # a kernel's first compile in a child process: where nobody has compiled it, always, never
-    debug_timing: bool = False  # log route and kernel time
+    debug_timing: bool = False  # log route and time of each call, host and device
     debug_compare: bool = False  # log the error against the reference
     debug_shapes: bool = False  # log shapes and strides
     debug_cache: bool = False  # log lengths and pages that a KV cache cannot have

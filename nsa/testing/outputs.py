@@ -1,6 +1,6 @@
 """What a perf run leaves behind when asked: a CSV, thresholds, a report. The options, and what the end of a run does.
 
-`tests/perf/conftest.py` calls `check` when pytest is configured and `finish` when it ends.
+`nsa.testing.plugin` calls `check` when pytest is configured, `tests/perf/conftest.py` calls `finish` when it ends.
 """
 
 from __future__ import annotations
