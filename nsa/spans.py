@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.transforms import forward_mode, transforms_active
-from nsa.validate import INDEX_DTYPES, check_tensors
+from nsa.validate import INDEX_DTYPES, check_blocks, check_packing, check_tensors, raw
 
 
 class RowSpans(NamedTuple):
@@ -218,7 +218,7 @@ class PackedRows(NamedTuple):
     Attributes:
         K: ``[N, L, D]``, zero past a row's length; ``N = B * S * HKV`` rows ordered batch, position, head.
         V: ``[N, L, Dv]``, likewise.
-        lengths: ``[N]`` int64.
+        lengths: ``[N]`` int64, how many keys of each row are in ``K``: at most ``L``.
     """
 
     K: Tensor
@@ -340,25 +340,29 @@ def pack_rows(k: Tensor, v: Tensor, ranges: Tensor, *, max_selected: int | None 
     """Copy each row's selected keys and values next to each other.
 
     Args:
-        k: ``[B, S_kv, HKV, D]``. v: ``[B, S_kv, HKV, Dv]``.
-        ranges: ``[B, S, HKV, n, 2]`` half-open spans, clamped to ``[0, S_kv]`` (not causally).
-        max_selected: host bound on the keys of a row; ``L`` of the result. Without it, one device sync.
+        k: ``[B, S_kv, HKV, D]``. v: ``[B, S_kv, HKV, Dv]``. Floating, of one dtype and device, any strides.
+        ranges: ``[B, S, HKV, n, 2]`` int32 or int64, half-open spans, clamped to ``[0, S_kv]`` (not causally).
+        max_selected: host bound on the keys of a row; ``L`` of the result. Without it, one device sync. Of a row that
+            selects more, the first ``max_selected`` keys are packed.
+
+    Returns:
+        ``K [N, L, D]``, ``V [N, L, Dv]`` and ``lengths [N]`` int64, see :class:`PackedRows`. Keys lie in the order of
+        their spans, as often as these name them. ``L`` is ``max_selected``, or else the longest row.
 
     Raises:
+        TypeError: an argument that is no tensor, or a dtype or ``max_selected`` of another type than said.
+        ValueError: a shape or device that does not fit ``k``, or ``max_selected < 0``.
         RuntimeError: without ``max_selected`` under ``torch.compile`` or CUDA graph capture.
     """
-    if ranges.dim() != 5 or ranges.shape[-1] != 2:
-        raise ValueError(f"ranges: expected [B, S, HKV, n, 2], got shape {list(ranges.shape)}")
+    check_tensors(k=k, v=v, ranges=ranges)
+    check_packing(raw(k), raw(v), raw(ranges), max_selected)
     B, S = ranges.shape[:2]
-    if ranges.shape[:3:2] != k.shape[:3:2]:
-        expected = [k.shape[0], S, k.shape[2], ranges.shape[3], 2]
-        raise ValueError(f"ranges: expected [B, S, HKV, n, 2] = {expected}, got {list(ranges.shape)}")
     limit, batch, offset = key_limits(B * S, S, k.shape[1], causal=False, device=k.device)
     spans = row_spans(ranges, None, None, limit, batch, offset)
     lengths = spans.lengths().view(-1)
     L, masked = max_length(lengths, max_selected)
     K, V, _ = gather_for(k, v, spans, L).pack(slice(None), L, masked)
-    return PackedRows(K, V, lengths)
+    return PackedRows(K, V, lengths.clamp_(max=L))
 
 
 def ranges_from_blocks(block_indices: Tensor, block_size: int, seqlen_k: int | None = None) -> Tensor:
@@ -366,17 +370,17 @@ def ranges_from_blocks(block_indices: Tensor, block_size: int, seqlen_k: int | N
 
     Args:
         block_indices: ``[..., n]`` int32 or int64; negative = padding, in any slot, becomes the empty span ``[0, 0)``.
-        block_size: keys per block.
-        seqlen_k: clamp ends to this, and drop blocks that begin past it.
+        block_size: keys per block, at least 1.
+        seqlen_k: clamp ends to this, 0 or more, and drop blocks that begin past it.
 
     Returns:
         ``[..., n, 2]`` in the dtype of ``block_indices``.
+
+    Raises:
+        TypeError: ``block_indices`` is no tensor or of another dtype, or a number is no int.
+        ValueError: ``block_size < 1`` or ``seqlen_k < 0``.
     """
-    check_tensors(block_indices=block_indices)
-    if block_indices.dtype not in INDEX_DTYPES:
-        raise TypeError(f"block_indices: expected dtype int32, int64, got {block_indices.dtype}")
-    if block_size < 1:
-        raise ValueError(f"block_size: expected an int >= 1, got {block_size}")
+    check_blocks(block_indices, block_size, seqlen_k)
     top = torch.iinfo(block_indices.dtype).max if seqlen_k is None else seqlen_k
     block_size = min(block_size, max(top, 1))
     # A block so far out that its end would overflow lies past any tensor: it is empty, as is padding.
@@ -393,7 +397,11 @@ def merge_ranges(ranges: Tensor) -> Tensor:
         ranges: ``[..., n, 2]`` int32 or int64, half-open; empty and reversed spans cover nothing.
 
     Returns:
-        ``[..., n, 2]``, the merged spans first, then empty spans ``[0, 0)``.
+        ``[..., n, 2]`` in the dtype of ``ranges``, the merged spans first, then empty spans ``[0, 0)``.
+
+    Raises:
+        TypeError: ``ranges`` is no tensor.
+        ValueError: ``ranges`` is of another dtype or shape.
     """
     check_tensors(ranges=ranges)
     if ranges.dim() < 2 or ranges.shape[-1] != 2 or ranges.dtype not in INDEX_DTYPES:

@@ -126,9 +126,13 @@ def _check_device(name: str, m: Meta, device: torch.device, of: str = "q") -> No
         raise ValueError(f"{name}: expected device {device} (that of {of}), got {m.device}")
 
 
+def _check_index_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in INDEX_DTYPES:
+        raise TypeError(f"{name}: expected dtype {_dtypes(INDEX_DTYPES)}, got {_dtypes((dtype,))}")
+
+
 def _check_index(name: str, m: Meta, device: torch.device, of: str = "q") -> None:
-    if m.dtype not in INDEX_DTYPES:
-        raise TypeError(f"{name}: expected dtype {_dtypes(INDEX_DTYPES)}, got {_dtypes((m.dtype,))}")
+    _check_index_dtype(name, m.dtype)
     _check_device(name, m, device, of)
 
 
@@ -138,7 +142,7 @@ def _check_choice(name: str, value: str, accepted: tuple[str, ...]) -> None:
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{name}: expected an int >= {least}, got {value}")
@@ -149,8 +153,8 @@ def _cache_names(sig: Signature) -> tuple[str, str]:
     return ("k", "v") if sig.cache_seqlens is None else ("k_cache", "v_cache")
 
 
-def _check_floats(q_name: str, q: Meta, *named: tuple[str, Meta | None]) -> None:
-    """One dtype and device, that of the queries, and last dimensions that are contiguous."""
+def _check_alike(q_name: str, q: Meta, *named: tuple[str, Meta | None]) -> None:
+    """One floating dtype and one device, those of the first."""
     if q.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{q_name}: expected dtype {_dtypes(FLOAT_DTYPES)}, got {_dtypes((q.dtype,))}")
     for name, m in named:
@@ -161,6 +165,11 @@ def _check_floats(q_name: str, q: Meta, *named: tuple[str, Meta | None]) -> None
                 f"{name}: expected dtype {_dtypes((q.dtype,))} (that of {q_name}), got {_dtypes((m.dtype,))}"
             )
         _check_device(name, m, q.device, q_name)
+
+
+def _check_floats(q_name: str, q: Meta, *named: tuple[str, Meta | None]) -> None:
+    """One dtype and device, that of the queries, and last dimensions that are contiguous."""
+    _check_alike(q_name, q, *named)
     for name, m in ((q_name, q), *named):
         if m is not None and not m.unit_stride:
             raise ValueError(f"{name}: expected a contiguous last dimension (stride 1), got a strided one")
@@ -325,3 +334,28 @@ def check_rows(Q: Raw, K: Raw, V: Raw, cu_seqlens: Raw | None, out: Raw | None, 
             schedule="auto",
         )
     )
+
+
+def check_packing(k: Raw, v: Raw, ranges: Raw, max_selected: int | None) -> None:
+    """Check what ``pack_rows`` is given; strides may be any."""
+    keys, values, spans = meta(k), meta(v), meta(ranges)
+    layout = "[B, S, HKV, n, 2]"
+    _check_ndim("k", keys, "[B, S_kv, HKV, D]")
+    _check_ndim("v", values, "[B, S_kv, HKV, Dv]")
+    _check_ndim("ranges", spans, layout)
+    _check_alike("k", keys, ("v", values))
+    B, S_kv, HKV, _ = keys.shape
+    _check_shape("v", values, "[B, S_kv, HKV, Dv]", (B, S_kv, HKV, values.shape[3]))
+    _check_shape("ranges", spans, layout, (B, spans.shape[1], HKV, spans.shape[3], 2))
+    _check_index("ranges", spans, keys.device, "k")
+    if max_selected is not None:
+        _check_count("max_selected", max_selected, 0)
+
+
+def check_blocks(block_indices: Any, block_size: Any, seqlen_k: Any) -> None:
+    """Check what ``ranges_from_blocks`` is given. Calls of packed SDPA come here, too: it must stay cheap."""
+    check_tensors(block_indices=block_indices)
+    _check_index_dtype("block_indices", block_indices.dtype)
+    _check_count("block_size", block_size, 1)
+    if seqlen_k is not None:
+        _check_count("seqlen_k", seqlen_k, 0)

@@ -205,12 +205,37 @@ UTILITIES = {
     "blocks-float": (
         lambda: nsa.ranges_from_blocks(rand(3), 4),
         TypeError,
-        "block_indices: expected dtype int32, int64, got torch.float32",
+        "block_indices: expected dtype int32, int64, got float32",
     ),
     "blocks-size": (
         lambda: nsa.ranges_from_blocks(ints(3), 0),
         ValueError,
         "block_size: expected an int >= 1, got 0",
+    ),
+    "blocks-list": (
+        lambda: nsa.ranges_from_blocks([3], 4),
+        TypeError,
+        "block_indices: expected a torch.Tensor, got list",
+    ),
+    "blocks-size-float": (
+        lambda: nsa.ranges_from_blocks(ints(3), 16.0),
+        TypeError,
+        "block_size: expected an int, got float",
+    ),
+    "blocks-size-bool": (
+        lambda: nsa.ranges_from_blocks(ints(3), True),
+        TypeError,
+        "block_size: expected an int, got bool",
+    ),
+    "blocks-keys-negative": (
+        lambda: nsa.ranges_from_blocks(ints(3), 4, -5),
+        ValueError,
+        "seqlen_k: expected an int >= 0, got -5",
+    ),
+    "blocks-keys-float": (
+        lambda: nsa.ranges_from_blocks(ints(3), 4, 9.0),
+        TypeError,
+        "seqlen_k: expected an int, got float",
     ),
     "pack-4d": (
         lambda: nsa.pack_rows(rand(1, 9, 2, 16), rand(1, 9, 2, 16), ints(1, 2, 4, 2)),
@@ -223,9 +248,66 @@ UTILITIES = {
         "ranges: expected [B, S, HKV, n, 2] = [1, 3, 2, 5, 2], got [1, 3, 4, 5, 2]",
     ),
 }
+# The good call is k [2, 9, 2, 16], v [2, 9, 2, 24], ranges [2, 3, 2, 5, 2].
+PACKING = {
+    "k-list": ({"k": [1.0]}, TypeError, "k: expected a torch.Tensor, got list"),
+    "v-none": ({"v": None}, TypeError, "v: expected a torch.Tensor, got NoneType"),
+    "ranges-list": ({"ranges": [[0, 4]]}, TypeError, "ranges: expected a torch.Tensor, got list"),
+    "k-3d": ({"k": rand(9, 2, 16)}, ValueError, "k: expected [B, S_kv, HKV, D], got shape [9, 2, 16]"),
+    "v-3d": ({"v": rand(9, 2, 24)}, ValueError, "v: expected [B, S_kv, HKV, Dv], got shape [9, 2, 24]"),
+    "v-heads": (
+        {"v": rand(2, 9, 1, 24)},
+        ValueError,
+        "v: expected [B, S_kv, HKV, Dv] = [2, 9, 2, 24], got [2, 9, 1, 24]",
+    ),
+    "v-keys": (
+        {"v": rand(2, 8, 2, 24)},
+        ValueError,
+        "v: expected [B, S_kv, HKV, Dv] = [2, 9, 2, 24], got [2, 8, 2, 24]",
+    ),
+    "v-batch": (
+        {"v": rand(1, 9, 2, 24)},
+        ValueError,
+        "v: expected [B, S_kv, HKV, Dv] = [2, 9, 2, 24], got [1, 9, 2, 24]",
+    ),
+    "k-int": ({"k": ints(2, 9, 2, 16)}, TypeError, "k: expected dtype float16, bfloat16, float32, float64, got int32"),
+    "v-dtype": ({"v": rand(2, 9, 2, 24).half()}, TypeError, "v: expected dtype float32 (that of k), got float16"),
+    "v-device": ({"v": rand(2, 9, 2, 24).to(META)}, ValueError, "v: expected device {device} (that of k), got meta"),
+    "ranges-batch": (
+        {"ranges": ints(1, 3, 2, 5, 2)},
+        ValueError,
+        "ranges: expected [B, S, HKV, n, 2] = [2, 3, 2, 5, 2], got [1, 3, 2, 5, 2]",
+    ),
+    "ranges-triples": (
+        {"ranges": ints(2, 3, 2, 5, 3)},
+        ValueError,
+        "ranges: expected [B, S, HKV, n, 2] = [2, 3, 2, 5, 2], got [2, 3, 2, 5, 3]",
+    ),
+    "ranges-float": ({"ranges": rand(2, 3, 2, 5, 2)}, TypeError, "ranges: expected dtype int32, int64, got float32"),
+    "ranges-int16": (
+        {"ranges": ints(2, 3, 2, 5, 2, dtype=torch.int16)},
+        TypeError,
+        "ranges: expected dtype int32, int64, got int16",
+    ),
+    "ranges-device": (
+        {"ranges": ints(2, 3, 2, 5, 2).to(META)},
+        ValueError,
+        "ranges: expected device {device} (that of k), got meta",
+    ),
+    "bound-negative": ({"max_selected": -1}, ValueError, "max_selected: expected an int >= 0, got -1"),
+    "bound-float": ({"max_selected": 4.0}, TypeError, "max_selected: expected an int, got float"),
+}
 
 
 @pytest.mark.parametrize("case", UTILITIES)
 def test_span_utilities(device, case):
     call, error, text = UTILITIES[case]
     refuses(error, text, device, call)
+
+
+@pytest.mark.parametrize("case", PACKING)
+def test_packing(device, case):
+    """Also what would be read from another head, or past the last key."""
+    changes, error, text = PACKING[case]
+    good = {"k": rand(2, 9, 2, 16), "v": rand(2, 9, 2, 24), "ranges": ints(2, 3, 2, 5, 2)}
+    refuses(error, text, device, nsa.pack_rows, **(good | changes))

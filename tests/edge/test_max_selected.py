@@ -153,6 +153,16 @@ def test_unbounded_pack_rows_under_torch_compile_says_what_to_pass(draw, same):
         torch.compile(lambda k, v: nsa.pack_rows(k, v, ranges), backend="eager", fullgraph=True)(k, v)
 
 
+def test_pack_rows_with_a_bound_compiles(draw, same):
+    """In one graph, checks and all."""
+    _, k, v = draw()
+    ranges = same([(0, 7), (9, 13)], 1, 3, 2)
+    torch._dynamo.reset()
+    graph = torch.compile(lambda k, v: nsa.pack_rows(k, v, ranges, max_selected=9), backend="eager", fullgraph=True)
+    for got, want in zip(graph(k, v), nsa.pack_rows(k, v, ranges, max_selected=9), strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.gpu
 def test_unbounded_packing_under_capture_says_what_to_pass(draw, same):
     q, k, v = draw()

@@ -137,6 +137,20 @@ def test_padding_becomes_the_empty_span_at_zero(device):
     assert nsa.ranges_from_blocks(blocks, 10, 25).tolist() == [[[0, 0], [20, 25]], [[10, 20], [0, 0]]]
 
 
+def test_blocks_of_as_many_keys_as_a_program_is_given(device):
+    """`seqlen_k` may be a symbol of `torch.export`, which is no int."""
+
+    class Spans(torch.nn.Module):
+        def forward(self, k, blocks):
+            return nsa.ranges_from_blocks(blocks, 16, k.shape[1])
+
+    k, blocks = torch.zeros(1, 40, 1, 16, device=device), torch.tensor([[2, 0, -1]], device=device)
+    lengths = {"k": {1: torch.export.Dim("keys", min=17, max=4096)}, "blocks": None}
+    program = torch.export.export(Spans(), (k, blocks), dynamic_shapes=lengths, strict=False).module()
+    assert program(k, blocks).tolist() == [[[32, 40], [0, 16], [0, 0]]]
+    assert program(k[:, :35], blocks).tolist() == [[[32, 35], [0, 16], [0, 0]]]
+
+
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4)], ids=str)
 def test_blocks_of_nothing(device, shape):
     assert nsa.ranges_from_blocks(torch.zeros(shape, dtype=torch.int32, device=device), 16).shape == (*shape, 2)
@@ -161,7 +175,10 @@ def test_what_is_no_tensor_of_spans_is_named(call, error, text):
 
 @given(strategies.ranges((2, 2, 2), N, KEYS), st.sampled_from([None, 130, 3]), strategies.seeds())
 def test_pack_rows_copies_what_the_spans_name(device, ranges, bound, seed):
-    """Row by row in order batch, position, head; in the order of the spans, as often as they name a key."""
+    """Row by row in order batch, position, head; in the order of the spans, as often as they name a key.
+
+    A row that selects more than the bound is cut, and its length says so.
+    """
     g = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(2, KEYS, 2, d, generator=g).to(device) for d in (16, 24))
     packed = nsa.pack_rows(k, v, ranges.to(device), max_selected=bound)
@@ -169,7 +186,7 @@ def test_pack_rows_copies_what_the_spans_name(device, ranges, bound, seed):
     L = max(map(len, rows)) if bound is None else bound
     assert packed.K.shape == (8, L, 16)
     assert packed.V.shape == (8, L, 24)
-    assert (packed.lengths.tolist(), packed.lengths.dtype) == ([len(row) for row in rows], torch.int64)
+    assert (packed.lengths.tolist(), packed.lengths.dtype) == ([min(len(row), L) for row in rows], torch.int64)
     for i, row in enumerate(rows):
         batch, head = i // 4, i % 2
         for got, source in ((packed.K[i], k), (packed.V[i], v)):
