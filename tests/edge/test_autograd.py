@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import nsa
+import nsa.kernels
 from nsa import dispatch, reference
 from nsa.reference import selection_reference
 
@@ -64,8 +65,12 @@ def test_gradients_of_a_training_dtype(problem, dtype, backend, bound):
         leaves = [x.detach().requires_grad_() for x in leaves]
         return torch.autograd.grad(call(*leaves, **selection), leaves, g.to(leaves[0].dtype))
 
-    rounded = [x.to(dtype) for x in qkv]
-    got = gradients(lambda *a, **kw: nsa.selection_attention(*a, **kw, max_selected=bound, backend=backend), *rounded)
+    rounded, before = [x.to(dtype) for x in qkv], nsa.kernels.launches["backward"]
+    with nsa.configure(sel_triton_min_L=0):
+        got = gradients(
+            lambda *a, **kw: nsa.selection_attention(*a, **kw, max_selected=bound, backend=backend), *rounded
+        )
+    assert nsa.kernels.launches["backward"] - before == (backend == "auto")
     want = gradients(selection_reference, *(x.double() for x in rounded))
     for a, b in zip(got, want, strict=True):
         assert a.dtype == dtype

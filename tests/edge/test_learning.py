@@ -6,6 +6,7 @@ The loss is in nats, the mean of the last `LAST` steps, each on sequences not se
 import pytest
 import torch
 
+import nsa.kernels
 from nsa.testing import recall
 from nsa.testing.plugin import current_lane
 from nsa.testing.recall import CHANCE, Selection, score_randomly
@@ -13,11 +14,21 @@ from nsa.testing.recall import CHANCE, Selection, score_randomly
 CHOSEN = 2  # blocks beside a row's own
 STEPS, LAST = 120, 12
 CLOSE = 0.05  # nats of the final loss: a question in twenty answered by guessing would cost 0.07
-BACKENDS = ["sdpa", "auto"] if current_lane() == "gpu" else ["sdpa"]  # the interpreter is not for training
+BACKENDS = ["sdpa", "triton"] if current_lane() == "gpu" else ["sdpa"]  # the interpreter is not for training
+
+
+def train(attention, steps, **how):
+    """`recall.train`, and that Triton's kernels did it where they were asked to: two layers, there and back."""
+    before = nsa.kernels.launches.copy()
+    losses = recall.train(attention, steps=steps, seed=0, **how)
+    launched = nsa.kernels.launches - before
+    wanted = 2 * steps if attention is not recall.dense and attention.backend == "triton" else 0
+    assert (launched["blocks"] + launched["key_major"], launched["backward"]) == (wanted, wanted)
+    return losses
 
 
 def final_loss(attention, device):
-    losses = recall.train(attention, steps=STEPS, seed=0, device=device)
+    losses = train(attention, STEPS, device=device)
     assert losses[0] > 0.9 * CHANCE, "knows the answer before it learnt anything"
     return sum(losses[-LAST:]) / LAST
 
@@ -47,7 +58,7 @@ def test_random_blocks_do_not_learn(backend, device):
 def test_curves_of_both_backends_agree(device):
     """Step by step, from the same weights on the same sequences. The interpreter affords two steps of one sequence."""
     short = {"steps": 2, "B": 1} if device.type == "cpu" else {"steps": 30}
-    packed, kernels = (recall.train(Selection(CHOSEN, x), seed=0, device=device, **short) for x in ("sdpa", "triton"))
+    packed, kernels = (train(Selection(CHOSEN, x), device=device, **short) for x in ("sdpa", "triton"))
     assert packed[-1] != packed[0]
     assert kernels == pytest.approx(packed, rel=1e-3)
 
@@ -58,7 +69,7 @@ def test_training_is_deterministic(name, device):
     if device.type != "cpu":
         pytest.skip("torch's backward of embeddings and of attention is not deterministic on the GPU")
     attention = recall.dense if name == "dense" else Selection(CHOSEN, name)
-    first, second = (recall.train(attention, steps=4, seed=0, device=device) for _ in range(2))
+    first, second = (train(attention, 4, device=device) for _ in range(2))
     assert first == second
     assert len(set(first)) == 4
 

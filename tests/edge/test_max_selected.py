@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import nsa
+import nsa.kernels
 from nsa import settings
+from nsa.kernels.launch import Variant
 from nsa.testing.plugin import current_lane
 
-# The oracle may read the device, and the interpreter reads what it computes.
-NEVER_SYNC = ["sdpa"] if current_lane() == "interpreter" else ["triton", "per_head", "sdpa"]
+NEVER_SYNC = ["triton", "per_head", "sdpa"]  # the oracle may read the device
 NEEDS_BOUND = (
     "packing needs the longest row on the host: expected max_selected=<int> under torch.compile or CUDA graph capture, "
     "got None"
@@ -21,7 +22,10 @@ READS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__
 
 @pytest.fixture
 def no_sync(monkeypatch):
-    """`with no_sync():` makes reading a tensor's values on the host an error."""
+    """`with no_sync():` makes reading a tensor's values on the host an error.
+
+    Kernels are not run there without a GPU: the interpreter reads what it computes. All that leads to a launch is.
+    """
 
     @contextlib.contextmanager
     def guard():
@@ -34,6 +38,8 @@ def no_sync(monkeypatch):
         with monkeypatch.context() as patch:
             for name in READS:
                 patch.setattr(torch.Tensor, name, refuse(name))
+            if current_lane() == "interpreter":
+                patch.setattr(Variant, "launch", lambda *_: None)
             if torch.cuda.is_available():
                 patch.setattr(torch.cuda, "synchronize", refuse("synchronize"))
             try:
@@ -83,15 +89,18 @@ def test_no_sync_with_blocks(draw, same, no_sync):
         nsa.selection_attention(q, k, v, **call)
 
 
-def test_no_sync_in_training(problem, no_sync):
+@pytest.mark.parametrize("attend_all", NEVER_SYNC, indirect=True)
+def test_no_sync_in_training(problem, attend_all, no_sync):
     qkv, selection = problem
     for x in qkv:
         x.requires_grad_()
     g = torch.ones_like(qkv[0])
+    before = nsa.kernels.launches["backward"]
     for guard in (contextlib.nullcontext, no_sync):  # the first one compiles
         with guard():
-            o = nsa.selection_attention(*qkv, **selection, max_selected=11)
+            o = attend_all(*qkv, **selection, max_selected=11)
             torch.autograd.grad(o, qkv, g)
+    assert nsa.kernels.launches["backward"] - before == 2 * attend_all.triton
 
 
 def test_one_sync_without_a_bound(problem, monkeypatch):
