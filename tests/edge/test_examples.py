@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import nsa
 from nsa.testing.plugin import current_lane
 
 ROOT = Path(__file__).parents[2]
@@ -72,10 +73,12 @@ def test_one_key_too_many_is_red_and_named(prove, tmp_path):
     assert "passed" not in done.stdout.splitlines()[-1]
 
 
-def test_serving_from_pages_gives_the_tokens_of_a_run_without_a_cache(fresh_routes, capsys):
+def test_serving_from_pages_gives_the_tokens_of_a_run_without_a_cache(lane, fresh_routes, capsys):
+    """On a GPU by kernels, whatever its threshold; the interpreter would take minutes."""
     spec = importlib.util.spec_from_file_location("paged_decode", ROOT / "examples" / "paged_decode.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), nsa.configure(**({"sel_triton_min_L": 0} if lane == "gpu" else {})):
         example.main()  # asserts that they are
+    assert ("sdpa" in {record.route for record in nsa.routes()}) == (lane != "gpu")
     assert capsys.readouterr().out.startswith(f"{2 * example.STEPS} of {2 * example.STEPS} tokens are those of a run")

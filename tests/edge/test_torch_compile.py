@@ -3,6 +3,8 @@
 `aot_eager` traces and differentiates as every compiler backend does, without generating code.
 """
 
+import contextlib
+
 import pytest
 import torch
 
@@ -13,11 +15,21 @@ from nsa import settings
 
 @pytest.fixture(autouse=True)
 def no_compiled_code():
-    """Settings are read before tracing, as by any earlier call; nothing compiled is left over."""
-    settings.get()
+    """Settings are read before tracing, as by any earlier call; rows are long; nothing compiled is left over."""
     torch._dynamo.reset()
+    with nsa.configure(sel_triton_min_L=0):
+        yield
+    torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def launching(forward, backward):
+    """So many calls of our kernels are made inside, neither more nor fewer."""
+    before = nsa.kernels.launches.copy()
     yield
-    torch._dynamo.reset()
+    launched = nsa.kernels.launches - before
+    found = launched.total() - launched["backward"] - launched["split"], launched["backward"]
+    assert found == (forward, backward)
 
 
 def compiled(**keywords):
@@ -47,9 +59,8 @@ def test_forward_on_auto(problem, min_L):
     qkv, tensors, keywords = problem
     with nsa.configure(sel_triton_min_L=min_L):
         eager, graph = compiled(**keywords, return_lse=True)
-        before = nsa.kernels.launches.total()
-        got = graph(*qkv, **tensors)
-        assert (nsa.kernels.launches.total() > before) == (min_L == 0)
+        with launching(forward=int(min_L == 0), backward=0):
+            got = graph(*qkv, **tensors)
         for a, b in zip(got, eager(*qkv, **tensors), strict=True):
             assert torch.equal(a, b)
 
@@ -69,7 +80,8 @@ def test_forward_into_out(problem):
     eager, graph = compiled(**keywords)
     want = eager(*qkv, **tensors)
     out = torch.full_like(want, float("nan"))
-    assert torch.equal(graph(*qkv, **tensors, out=out), want)
+    with launching(forward=1, backward=0):
+        assert torch.equal(graph(*qkv, **tensors, out=out), want)
     assert torch.equal(out, want)
 
 
@@ -77,15 +89,16 @@ def test_forward_into_out(problem):
 @pytest.mark.parametrize("return_lse", [True, False], ids=["lse", "no-lse"])
 def test_gradients_equal_those_of_eager(problem, backend, return_lse):
     qkv, tensors, keywords = problem
-    results = []
+    results, ours = [], int(backend == "auto")
     for call in compiled(**keywords, backend=backend, return_lse=return_lse):
         leaves = [x.clone().requires_grad_() for x in qkv]
-        got = call(*leaves, **tensors)
-        o, lse = got if return_lse else (got, None)
-        loss = (o * torch.arange(o.shape[-1], device=o.device)).sum()
-        if lse is not None:
-            loss = loss + lse.masked_fill(lse.isinf(), 0).sum()
-        results.append((o.detach(), *torch.autograd.grad(loss, leaves)))
+        with launching(forward=ours, backward=ours):
+            got = call(*leaves, **tensors)
+            o, lse = got if return_lse else (got, None)
+            loss = (o * torch.arange(o.shape[-1], device=o.device)).sum()
+            if lse is not None:
+                loss = loss + lse.masked_fill(lse.isinf(), 0).sum()
+            results.append((o.detach(), *torch.autograd.grad(loss, leaves)))
     for a, b in zip(*results, strict=True):
         # An eager call takes the SDPA layout measured on this GPU, a traced one does not: other sums, other rounding.
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6 * max(1.0, float(b.abs().max())))
@@ -147,12 +160,13 @@ def test_training_lengths_change_without_compiling_for_each(draw, same, device, 
         lead = (S, 1) if varlen else (1, S, 1)
         selection = same([1, 0], *lead) if kind == "blocks" else same([(0, 4), (3, 7)], *lead)
         cu = torch.tensor([0, 1, S], dtype=torch.int32, device=device)
-        results = []
+        results, ours = [], int(backend == "auto")
         for attend in (graph, call):
             leaves = [x.clone().requires_grad_() for x in tensors]
-            o = attend(*leaves, selection, cu)
-            weights = torch.arange(o.shape[-1], device=o.device)
-            results.append((o.detach(), *torch.autograd.grad((o * weights).sum(), leaves)))
+            with launching(forward=ours, backward=ours):
+                o = attend(*leaves, selection, cu)
+                weights = torch.arange(o.shape[-1], device=o.device)
+                results.append((o.detach(), *torch.autograd.grad((o * weights).sum(), leaves)))
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-6 * max(1.0, float(b.abs().max())))
     assert count.frame_count == (1 if backend == "auto" else 2)
@@ -174,9 +188,10 @@ def test_one_operator_for_each_direction(problem, return_lse):
     qkv, tensors, keywords = problem
     call, _ = compiled(**keywords, return_lse=return_lse)
     leaves = [x.requires_grad_() for x in qkv]
-    got = torch.compile(call, backend=keep, fullgraph=True)(*leaves, **tensors)
-    o = got[0] if return_lse else got
-    o.sum().backward()
+    with launching(forward=1, backward=1):
+        got = torch.compile(call, backend=keep, fullgraph=True)(*leaves, **tensors)
+        o = got[0] if return_lse else got
+        o.sum().backward()
     found = [[str(node.target) for node in g.graph.nodes if node.op == "call_function"] for g in graphs]
     ours = ["nsa.selection_attention.default"], ["nsa.selection_attention_backward.default"]
     assert tuple([name for name in names if name.startswith("nsa")] for names in found) == ours
@@ -204,7 +219,7 @@ def test_inference_mode_and_no_grad(problem):
     want = eager(*qkv, **tensors)
     leaves = [x.clone().requires_grad_() for x in qkv]
     for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
+        with mode(), launching(forward=1, backward=0):
             got = graph(*leaves, **tensors)
         assert not got.requires_grad
         assert torch.equal(got, want)
