@@ -54,8 +54,8 @@ def key_limits(
     ``cache_seqlens``: ``[B]``, how many of the ``S_kv`` places of each batch entry hold keys.
 
     Returns:
-        ``limit``, ``batch`` and ``offset`` (see :class:`RowSpans`), each ``[tokens]`` int64. A token outside every
-        sequence of ``cu_seqlens`` sees nothing.
+        ``limit``, ``batch`` and ``offset`` (see :class:`RowSpans`), each ``[tokens]`` int64. A token after the last
+        sequence of ``cu_seqlens`` sees nothing; the first begins at token 0.
     """
     token = torch.arange(tokens, device=device)
     if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -381,13 +381,15 @@ def ranges_from_blocks(block_indices: Tensor, block_size: int, seqlen_k: int | N
         ValueError: ``block_size < 1`` or ``seqlen_k < 0``.
     """
     check_blocks(block_indices, block_size, seqlen_k)
-    top = torch.iinfo(block_indices.dtype).max if seqlen_k is None else seqlen_k
+    top = torch.iinfo(block_indices.dtype).max
+    if seqlen_k is not None:
+        top = min(top, seqlen_k)
     block_size = min(block_size, max(top, 1))
     # A block so far out that its end would overflow lies past any tensor: it is empty, as is padding.
     inside = (block_indices >= 0) & (block_indices < top // block_size + (seqlen_k is not None))
     start = torch.where(inside, block_indices, 0) * block_size
-    end = torch.where(inside, start + block_size, start)
-    return torch.stack((start.clamp(max=top), end.clamp(max=top)), -1)
+    length = torch.where(inside, (top - start).clamp(max=block_size), 0)
+    return torch.stack((start, start + length), -1)
 
 
 def merge_ranges(ranges: Tensor) -> Tensor:

@@ -137,6 +137,22 @@ def test_padding_becomes_the_empty_span_at_zero(device):
     assert nsa.ranges_from_blocks(blocks, 10, 25).tolist() == [[[0, 0], [20, 25]], [[10, 20], [0, 0]]]
 
 
+@pytest.mark.parametrize(
+    ("block", "block_size", "seqlen_k", "span"),
+    [
+        (2**25 - 1, 64, 2**31 - 1, [2**31 - 64, 2**31 - 1]),
+        (1, 2**30 + 5, 2**31 - 1, [2**30 + 5, 2**31 - 1]),
+        (2**25 - 1, 64, 2**40, [2**31 - 64, 2**31 - 1]),
+        (2**25, 64, 2**31 - 1, [0, 0]),
+        (3, 10, 30, [30, 30]),
+        (0, 10, 0, [0, 0]),
+    ],
+)
+def test_ends_of_blocks_stay_within_int32(device, block, block_size, seqlen_k, span):
+    blocks = torch.tensor([block], dtype=torch.int32, device=device)
+    assert nsa.ranges_from_blocks(blocks, block_size, seqlen_k).tolist() == [span]
+
+
 def test_blocks_of_as_many_keys_as_a_program_is_given(device):
     """`seqlen_k` may be a symbol of `torch.export`, which is no int."""
 
