@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,16 @@ def shapes(config: pytest.Config) -> list[Any]:
     given = config.getoption("nsa_shape") or [DEFAULT_SHAPE]
     cases = [c for shape in given for c in shape_cases(shape, dists, config.getoption("nsa_decode"), dtype)]
     return list(dict.fromkeys(cases))
+
+
+def by_hand_again(config: pytest.Config) -> str:
+    """The options by which another run has the same shapes by hand, for a command line; empty if there are none."""
+    if not by_hand(config):
+        return ""
+    words = [word for shape in config.getoption("nsa_shape") or [DEFAULT_SHAPE] for word in ("--nsa-shape", shape)]
+    words += ["--nsa-dist", config.getoption("nsa_dist")] if config.getoption("nsa_dist") else []
+    words += ["--nsa-decode"] if config.getoption("nsa_decode") else []
+    return f" {shlex.join(words)}"
 
 
 def check(config: pytest.Config) -> None:

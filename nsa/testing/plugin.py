@@ -275,5 +275,6 @@ def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -
         options += f" --nsa-seed {config.getoption('nsa_seed')}"
     if config.getoption("nsa_full"):
         options += " --nsa-full"
+    options += outputs.by_hand_again(config)
     lane = "NSA_TEST_TRITON_SEL=0 " if os.environ.get("NSA_TEST_TRITON_SEL") == "0" else ""
     return [f'{lane}pytest "{config.cwd_relative_nodeid(nodeid)}"{options}' for nodeid in dict.fromkeys(nodeids)]

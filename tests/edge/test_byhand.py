@@ -2,12 +2,15 @@
 
 import csv
 import os
+import re
+import shlex
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from nsa.testing import byhand
+from nsa.testing import byhand, outputs
 from nsa.testing.cases import Case
 from nsa.testing.measure import Measurement
 from nsa.testing.timing import Timing
@@ -97,13 +100,23 @@ def test_row_of_a_kernel_that_failed_has_no_times():
 
 
 @pytest.fixture
-def run(run_pytest):
-    """`run(*arguments)`: the perf lane of this repository, outside any xdist worker."""
+def anywhere(run_pytest):
+    """`anywhere(*arguments)`: pytest in this repository, on the CPU lane and outside any xdist worker."""
 
     def make(*arguments):
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST") and k != "TRITON_INTERPRET"}
         kept["NSA_TEST_TRITON_SEL"] = "0"
-        return run_pytest("tests/perf", "-m", "perf", "-p", "no:cacheprovider", *arguments, cwd=ROOT, environment=kept)
+        return run_pytest("-p", "no:cacheprovider", *arguments, cwd=ROOT, environment=kept)
+
+    return make
+
+
+@pytest.fixture
+def run(anywhere):
+    """`run(*arguments)`: its perf lane."""
+
+    def make(*arguments):
+        return anywhere("tests/perf", "-m", "perf", *arguments)
 
     return make
 
@@ -126,6 +139,45 @@ def test_command_on_the_cpu_lane(run, tmp_path):
         assert float(row["ref_ms"]) > 0
         assert row["torch"] == torch.__version__
     assert (folder / "report.md").read_text().startswith("# Selection attention on ")
+
+
+FAILING = "H2-D8-Dv8-L16-N2-many-fp32"  # SDPA takes no head dimension of 8
+
+
+@pytest.mark.parametrize("others", [[], ["--nsa-shape", "N=1,H=4,D=64,L=16"]], ids=["alone", "beside-a-good-one"])
+def test_a_shape_that_fails_is_in_the_csv(run, tmp_path, others):
+    file = tmp_path / "out.csv"
+    done = run(*others, "--nsa-shape", "N=2,H=2,D=8,L=16", "--nsa-iters", "10", "--nsa-csv", str(file))
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    assert f"csv: {file}" in done.stdout
+    *good, bad = csv.DictReader(file.read_text().splitlines())
+    assert [row["status"] for row in good] == [byhand.NO_TRITON] * (len(others) // 2)
+    assert (bad["D"], bad["ref_ms"], bad["status"]) == ("8", "", "failed: head dim D: expected 16 to 256, got 8")
+
+
+@pytest.mark.parametrize("others", [[], ["--nsa-dist", "few,many", "--nsa-decode"]], ids=["shape", "all"])
+def test_a_shape_that_fails_is_replayed_by_the_command_at_the_end(run, anywhere, others):
+    done = run("--nsa-shape", "N=2,H=2,D=8,L=16", *others, "--nsa-iters", "10", "--nsa-seed", "7")
+    [command] = re.findall(rf"^(.*pytest .*{FAILING}.*)$", done.stdout, re.M)
+    lane, program, *arguments = shlex.split(command)
+    assert (lane, program) == ("NSA_TEST_TRITON_SEL=0", "pytest")
+    again = anywhere(*arguments)
+    assert again.returncode == pytest.ExitCode.TESTS_FAILED, again.stdout + again.stderr
+    assert re.search(r"= 1 failed.* in ", again.stdout), again.stdout
+    assert command in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, ""),
+        ({"nsa_csv": "out.csv"}, " --nsa-shape L=64:1024"),
+        ({"nsa_shape": ["N=2, H=4"]}, " --nsa-shape 'N=2, H=4'"),
+    ],
+    ids=["none", "default", "quoted"],
+)
+def test_shapes_by_hand_as_words(given, words):
+    assert outputs.by_hand_again(types.SimpleNamespace(getoption=given.get)) == words
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from nsa.dispatch import failures
 from nsa.testing import timing
 from nsa.testing.byhand import NO_TRITON, measure_shape, reference_of, row
 from nsa.testing.plugin import Lane
@@ -22,8 +23,8 @@ def test_shape(problem: Problem, lane: Lane, publish, by_hand, machine_sampling,
 
     try:
         samples, info = take()
-    except (AssertionError, RuntimeError) as e:
-        by_hand(row(problem, None, f"failed: {str(e).splitlines()[0]}", streams))
+    except (*failures(), AssertionError, ValueError) as e:  # ValueError: a shape that the path does not take
+        by_hand(row(problem, None, f"failed: {(str(e).splitlines() or [type(e).__name__])[0]}", streams))
         raise
     by_hand(row(problem, info, "ok" if lane == "gpu" else NO_TRITON, streams))
     publish(f"by hand: {problem.case.dist}", samples, info, again=take)
