@@ -16,12 +16,13 @@ import pytest
 from pytest_benchmark.storage.file import FileStorage
 
 from nsa.settings import device_slug
-from nsa.testing import baselines
+from nsa.testing import baselines, outputs
 from nsa.testing.baselines import Key
 from nsa.testing.gated_run import Again, Gate, Info, report
 from nsa.testing.physics import undetectable
 from nsa.testing.timing import Timing
 
+NOT_CORE = ("nsa_full", *outputs.BY_HAND, "nsa_impl", "nsa_update_thresholds", "nsa_update_schedules")
 UPSTREAM_STORAGE = "file://./.benchmarks"  # pytest-benchmark's default, which means: not given
 _compare_key = pytest.StashKey[Any]()  # what --benchmark-compare said
 
@@ -58,7 +59,7 @@ def refusal(config: pytest.Config) -> str | None:
     asked = [name for name in (*names, "nsa_save_baseline", "nsa_recording") if getattr(option, name)]
     if not asked:
         return None
-    first = "--" + asked[0].replace("_", "-")
+    first = outputs.spelled(asked[0])
     if getattr(option, "dist", "no") != "no" or getattr(option, "numprocesses", None):
         return f"{first} needs benchmarks, and under xdist there are none: leave out -n"
     if option.benchmark_disable and not option.benchmark_enable:
@@ -72,13 +73,13 @@ def refusal(config: pytest.Config) -> str | None:
         return f"{first}: baselines are of cold buffers: leave out --nsa-hot"
     if option.nsa_no_check:
         return f"{first}: what nobody checked is neither gated nor recorded: leave out --nsa-no-check"
-    if baseline and option.nsa_full:
-        return f"{first}: a baseline is of core: leave out --nsa-full (--benchmark-json keeps everything)"
     if baseline and option.nsa_sweep:
         return f"{first}: a sweep is no baseline: leave out --nsa-sweep"
-    for name in ("thresholds", "schedules"):
-        if baseline and getattr(option, f"nsa_update_{name}"):
-            return f"{first}: a baseline is of core: leave out --nsa-update-{name}"
+    sampled = [name for name, default in outputs.SAMPLING.items() if getattr(option, name) != default]
+    for what, wrong in (("", [name for name in NOT_CORE if getattr(option, name)]), (", sampled as ever", sampled)):
+        if baseline and wrong:
+            other = outputs.spelled(wrong[0])
+            return f"{first}: a baseline is of core{what}: leave out {other} (--benchmark-json keeps everything)"
     return None
 
 

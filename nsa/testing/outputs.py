@@ -18,6 +18,9 @@ from nsa.testing.machine import commit, current_lane, device_name, triton_versio
 from nsa.testing.recording import Fact, Recording, newest
 
 DEFAULT_SHAPE = "L=64:1024"
+BY_HAND = ("nsa_shape", "nsa_dist", "nsa_decode", "nsa_csv")
+SAMPLING = {"nsa_iters": 50, "nsa_warmup": 5, "nsa_seed": 0, "nsa_streams": 1}
+"""How everything is sampled unless asked for otherwise; baselines always."""
 
 
 def add_options(group: Any) -> None:
@@ -50,9 +53,14 @@ def add_options(group: Any) -> None:
     group.addoption("--nsa-report", metavar="DIR", help="write report.md, report.csv and report.html there")
 
 
+def spelled(name: str) -> str:
+    """An option as it is typed: `--nsa-iters` for `nsa_iters`."""
+    return f"--{name.replace('_', '-')}"
+
+
 def by_hand(config: pytest.Config) -> bool:
     """Whether this run is of shapes by hand only."""
-    return any(config.getoption(name) for name in ("nsa_shape", "nsa_dist", "nsa_decode", "nsa_csv"))
+    return any(config.getoption(name) for name in BY_HAND)
 
 
 def shapes(config: pytest.Config) -> list[Any]:

@@ -77,13 +77,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "block_indices and block_size for @blocks, or on packed rows for @dense (repeatable)",
     )
     group.addoption("--nsa-full", action="store_true", help="benchmark the full matrix, not core")
-    group.addoption("--nsa-iters", type=int, default=50, metavar="N", help="samples per benchmark (default: 50)")
-    group.addoption("--nsa-warmup", type=int, default=5, metavar="N", help="warm-ups per benchmark (default: 5)")
-    group.addoption("--nsa-seed", type=int, default=0, metavar="N", help="added to each case's own seed (default: 0)")
+    for name, what in (
+        ("nsa_iters", "samples per benchmark"),
+        ("nsa_warmup", "warm-ups per benchmark"),
+        ("nsa_seed", "added to each case's own seed"),
+        ("nsa_streams", "also time N CUDA streams at once"),
+    ):
+        default = outputs.SAMPLING[name]
+        text = f"{what} (default: {default})"
+        group.addoption(outputs.spelled(name), type=int, default=default, metavar="N", help=text)
     group.addoption("--nsa-hot", action="store_true", help="time on buffers that lie in L2, not on cold, rotated ones")
-    group.addoption(
-        "--nsa-streams", type=int, default=1, metavar="N", help="also time N CUDA streams at once (default: 1)"
-    )
     group.addoption(
         "--nsa-no-check",
         action="store_true",
