@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from nsa.testing.physics import undetectable
 from nsa.testing.timing import Timing
 
 NOT_CORE = ("nsa_full", *outputs.BY_HAND, "nsa_impl", "nsa_update_thresholds", "nsa_update_schedules")
+STORAGE = "--benchmark-storage"
 UPSTREAM_STORAGE = "file://./.benchmarks"  # pytest-benchmark's default, which means: not given
 _compare_key = pytest.StashKey[Any]()  # what --benchmark-compare said
 
@@ -69,6 +71,9 @@ def refusal(config: pytest.Config) -> str | None:
     baseline = option.nsa_save_baseline or option.nsa_recording
     if not option.benchmark_compare and not baseline:
         return None
+    if not baseline and config.inipath is None and STORAGE in map(str, config.invocation_params.args):
+        folder = option.benchmark_storage
+        return f"{STORAGE} {folder}: pytest takes it for a path of tests: write {STORAGE}={folder}"
     if option.nsa_hot:
         return f"{first}: baselines are of cold buffers: leave out --nsa-hot"
     if option.nsa_no_check:
@@ -100,7 +105,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         print(f"ERROR: {reason}", file=sys.stderr)
         return 1
     params = config.invocation_params
-    arguments = ["--nsa-recording", *(a for a in map(str, params.args) if a != "--nsa-save-baseline")]
+    arguments = ["--nsa-recording", *_one_word(a for a in map(str, params.args) if a != "--nsa-save-baseline")]
     from nsa.testing.plugin import commit
 
     try:
@@ -116,6 +121,19 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         return 1
     print("baseline saved:", *saved, sep="\n  ")
     return 0
+
+
+def _one_word(arguments: Iterable[str]) -> list[str]:
+    """`--benchmark-storage FOLDER` as one word: a word that is a folder counts as a path of tests, and tests would be
+    named from there.
+    """
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1] == STORAGE:
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 # --- pytest-benchmark's storage: one folder per device ---------------------------------------------------------------

@@ -317,11 +317,20 @@ def test_what_would_pass_without_comparing_is_refused(project, arguments, reason
     result.stderr.fnmatch_lines([f"*{reason}"])
 
 
+NOT_CORE = (
+    "--nsa-full", "--nsa-update-thresholds", "--nsa-update-schedules", "--nsa-shape=N=2,L=16", "--nsa-dist=few",
+    "--nsa-decode", "--nsa-csv=out.csv", "--nsa-impl=examples.your_kernel:attend", "--nsa-seed=7", "--nsa-iters=10",
+    "--nsa-warmup=0", "--nsa-streams=2",
+)  # fmt: skip
+
+
 def test_a_baseline_is_of_core_only(project):
-    for option in ("--nsa-full", "--nsa-update-thresholds", "--nsa-update-schedules"):
-        result = project.runpytest_subprocess("-m", "perf", "--nsa-save-baseline", option)
+    for given in NOT_CORE:
+        option = given.partition("=")[0]
+        result = project.runpytest_subprocess("-m", "perf", "--nsa-save-baseline", given)
         assert result.ret == 1
-        result.stderr.fnmatch_lines([f"*--nsa-save-baseline: a baseline is of core: leave out {option}*"])
+        result.stderr.fnmatch_lines([f"*--nsa-save-baseline: a baseline is of core*: leave out {option}*"])
+    assert left(project) == []
 
 
 def test_without_compare_nothing_is_gated(project):
@@ -363,6 +372,34 @@ def test_a_wrong_result_is_not_saved_whatever_is_accepted(project):
     inject(project.path, ALIKE | {"beta": {"ours": [2.0], "control": 1.0, "wrong": True}})
     assert project.runpytest_subprocess("-m", "perf", "--nsa-save-baseline", "--nsa-accept-regression").ret == 1
     assert left(project) == []
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "there"])
+def test_a_storage_elsewhere_is_no_path_of_tests(project, tmp_path_factory, there):
+    """pytest takes the word after an option for a path, if there is one, and names tests from there."""
+    storage = tmp_path_factory.mktemp("elsewhere") / "baselines"
+    if there:
+        storage.mkdir()
+    result = project.runpytest_subprocess("-m", "perf", "--nsa-save-baseline", "--benchmark-storage", str(storage))
+    assert result.ret == 0
+    documents = [json.loads(file.read_text()) for file in storage.rglob("000[123]_*.json")]
+    names = [f"tests/perf/test_injected.py::test_bench[{name}]" for name in ALIKE]
+    assert [[b["fullname"] for b in document["benchmarks"]] for document in documents] == [names] * 3
+    assert left(project) == []
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["two-words", "one-word"])
+def test_a_storage_elsewhere_that_pytest_takes_for_a_path_is_refused(project, tmp_path_factory, joined):
+    storage = tmp_path_factory.mktemp("elsewhere") / "baselines"
+    shutil.move(project.baseline[0].parent.parent, storage)
+    result = compare(
+        project, *([f"--benchmark-storage={storage}"] if joined else ["--benchmark-storage", str(storage)])
+    )
+    if joined:
+        assert section(result)[-1] == "gate: 4 pass, 0 FAIL, 0 AMBIGUOUS, 0 cannot gate"
+    else:
+        assert result.ret == 1
+        result.stderr.fnmatch_lines([f"*pytest takes it for a path of tests: write --benchmark-storage={storage}"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
