@@ -97,11 +97,11 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     option = config.option
     if not option.nsa_save_baseline or option.nsa_recording or option.collectonly:
         return None
-    storage = _storage(config) if config.pluginmanager.hasplugin("benchmark") else None
-    reason = "pytest-benchmark is switched off" if storage is None else refusal(config)
-    if option.benchmark_json if storage is not None else False:
+    folder = storage(config) if config.pluginmanager.hasplugin("benchmark") else None
+    reason = "pytest-benchmark is switched off" if folder is None else refusal(config)
+    if option.benchmark_json if folder is not None else False:
         reason = "--nsa-save-baseline: each process writes its own JSON: leave out --benchmark-json"
-    if reason is not None or storage is None:
+    if reason is not None or folder is None:
         print(f"ERROR: {reason}", file=sys.stderr)
         return 1
     params = config.invocation_params
@@ -109,7 +109,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     from nsa.testing.plugin import commit
 
     try:
-        saved = baselines.record(storage, arguments, params.dir, commit()[:7])
+        saved = baselines.record(folder, arguments, params.dir, commit()[:7])
     except baselines.NotSaved as e:
         print(f"no baseline saved: {e}", file=sys.stderr)
         return e.status
@@ -145,7 +145,7 @@ class _BaselineStorage(FileStorage):
         return str(self.path)  # upstream's is relative to the working directory, and raises when that is elsewhere
 
 
-def _storage(config: pytest.Config) -> Path | None:
+def storage(config: pytest.Config) -> Path | None:
     """The folder of baselines; None if they are kept elsewhere than in files."""
     where = str(config.option.benchmark_storage)
     if where == UPSTREAM_STORAGE:
@@ -166,9 +166,9 @@ def pytest_configure(config: pytest.Config) -> None:
         pytest.exit(reason, returncode=1)
     config.stash[_compare_key] = config.option.benchmark_compare
     config.option.benchmark_compare = []  # or it would load from the folder of Python and operating system
-    storage = _storage(config)
-    if storage is not None:
-        config.option.benchmark_storage = f"file://{storage}"
+    folder = storage(config)
+    if folder is not None:
+        config.option.benchmark_storage = f"file://{folder}"
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

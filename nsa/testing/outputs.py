@@ -177,14 +177,14 @@ def _write_csv(session: pytest.Session, facts: list[Fact], rows: list[dict[str, 
 
 
 def _write_report(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
+    from nsa.testing.gating import storage
     from nsa.testing.report import write
 
     if not facts:
         raise ValueError("nothing was measured")
-    config, before = session.config, []
-    if config.getoption("benchmark_compare", None):
-        baselines = config.rootpath / "tests" / "perf" / "baselines" / settings.device_slug(device_name())
-        before = newest(baselines)[:1]
+    config = session.config
+    baselines = storage(config) if config.getoption("benchmark_compare", None) else None
+    before = [] if baselines is None else newest(baselines / settings.device_slug(device_name()))[:1]
     return f"report: {write([*before, this_run(facts)], Path(config.getoption('nsa_report')))}"
 
 

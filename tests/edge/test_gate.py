@@ -402,6 +402,19 @@ def test_a_storage_elsewhere_that_pytest_takes_for_a_path_is_refused(project, tm
         result.stderr.fnmatch_lines([f"*pytest takes it for a path of tests: write --benchmark-storage={storage}"])
 
 
+def test_the_report_has_what_was_gated_beside_this_run(project, tmp_path_factory):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    storage = tmp_path_factory.mktemp("elsewhere") / "baselines"
+    shutil.copytree(project.baseline[0].parent.parent, storage)
+    change(project.baseline, lambda i, document: document["commit_info"].update(id="0" * 40))  # nobody's business now
+    result = compare(project, f"--benchmark-storage={storage}", "--nsa-report=report")
+    assert result.ret == 0
+    text = (project.path / "report" / "report.md").read_text()
+    assert "4 benchmarks in both" in text
+    assert "000000000000" not in text
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
 def test_an_interrupted_recording_leaves_nothing(project, number):
     slow = INJECTED + "\n\ndef test_slow():\n    import time\n    print('slow', flush=True)\n    time.sleep(60)\n"
