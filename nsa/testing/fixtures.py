@@ -5,7 +5,7 @@ A conftest.py imports the fixtures it wants; a test names its cases with `over`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from nsa.testing.plugin import current_lane
 from nsa.testing.problem import Problem
 from nsa.testing.third_party import load
 
+Of = Callable[[Impl, Case], Iterable[tuple[str, ...]]]
 _by_id: dict[str, Case] = {}
 
 
@@ -66,19 +67,33 @@ def oracle(problem: Problem) -> Oracle:
     return Oracle.of(problem)
 
 
-def over_third_parties(metafunc: pytest.Metafunc, cases: list[Case]) -> None:
-    """Run a test that asks for `third_party` and `case` once per `--nsa-impl` and case that it takes.
+def once(impl: Impl, case: Case) -> list[tuple[str, ...]]:
+    return [()]
 
-    Where there is none, one skip says so. To be called from a conftest's `pytest_generate_tests`.
+
+def over_third_parties(metafunc: pytest.Metafunc, cases: list[Case], names: Sequence[str] = (), of: Of = once) -> None:
+    """Run a test that asks for `third_party` and `case` for each `--nsa-impl` and case that it takes.
+
+    One that takes none has one skip that says so, under its own id: what the end of a run says of it is made from ids.
+    To be called from a `pytest_generate_tests`.
+
+    Args:
+        names: further arguments of the test.
+        of: their values, `of(impl, case)`, one tuple for each test.
     """
-    specs = metafunc.config.getoption("nsa_impl")
-    pairs = [(spec, c) for spec in specs for impl in [load(spec)] for c in cases if impl.supports(c) is None]
-    params: list[Any] = [(spec, c.id) for spec, c in pairs]
-    if not pairs:
-        reason = "no --nsa-impl given" if not specs else "takes none of this lane's cases"
-        params = [pytest.param("none", cases[0].id, marks=pytest.mark.skip(reason=reason))]
+    indirect = ["third_party", "case"]
+
+    def skipped(spec: str, reason: str, id: str | None = None) -> Any:
+        return pytest.param(spec, cases[0].id, *["none"] * len(names), marks=pytest.mark.skip(reason=reason), id=id)
+
+    params: list[Any] = []
+    for spec in metafunc.config.getoption("nsa_impl"):
+        impl = load(spec)
+        taken = [(spec, c.id, *more) for c in cases if impl.supports(c) is None for more in of(impl, c)]
+        params += taken or [skipped(spec, f"{spec} takes none of this test's cases", f"{spec}-none")]
     register(cases)
-    metafunc.parametrize("third_party,case", params, indirect=True, scope="module")
+    params = params or [skipped("none", "no --nsa-impl given")]
+    metafunc.parametrize([*indirect, *names], params, indirect=indirect, scope="module")
 
 
 @pytest.fixture(scope="module")

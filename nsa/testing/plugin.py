@@ -252,16 +252,33 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _unproved(reporter: pytest.TerminalReporter, config: pytest.Config) -> list[str]:
-    """A kernel that takes none of its cases leaves a green run that says nothing of it."""
+    """A kernel that takes none of its cases, or none with an LSE, leaves a green run that says nothing of it.
+
+    Ids tell: they begin with the kernel, and end in `LSE` where `third_party.prove` asked it for one.
+    """
+    ids = [
+        (outcome != "skipped", getattr(report, "nodeid", ""))
+        for outcome in ("passed", "failed", "skipped")
+        for report in reporter.stats.get(outcome, ())
+    ]
     lines = []
-    for impl in config.getoption("nsa_impl"):
-        count = {
-            outcome: sum(f"[{impl}-" in getattr(report, "nodeid", "") for report in reporter.stats.get(outcome, ()))
-            for outcome in ("passed", "failed", "skipped")
-        }
-        if count["skipped"] and not count["passed"] and not count["failed"]:
-            lines.append(f"--nsa-impl {impl}: none of its {count['skipped']} tests ran to the end: nothing is proved")
+    for impl in dict.fromkeys(config.getoption("nsa_impl")):
+        alone, with_lse = (
+            [ran for ran, name in ids if f"[{impl}-" in name and name.endswith("-LSE]") == lse] for lse in (False, True)
+        )
+        said = _none_ran(alone + with_lse, "", "nothing is proved") or [
+            *_none_ran(alone, " without an LSE", "O alone is not proved"),
+            *_none_ran(with_lse, " with an LSE", "its LSE is not proved"),
+        ]
+        lines += [f"--nsa-impl {impl}: {words}" for words in said]
     return lines
+
+
+def _none_ran(ran: list[bool], which: str, verdict: str) -> list[str]:
+    if not ran or any(ran):
+        return []
+    tests = f"none of its {len(ran)} tests{which} ran" if len(ran) > 1 else f"its only test{which} did not run"
+    return [f"{tests} to the end: {verdict}"]
 
 
 def _notes_of_tests(reporter: pytest.TerminalReporter) -> list[str]:

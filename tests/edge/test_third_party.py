@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ from torch import Tensor
 
 from nsa.testing.cases import Case
 from nsa.testing.compare import Oracle, assert_parity
-from nsa.testing.fixtures import case, problem, register, third_party
+from nsa.testing.fixtures import case, over_third_parties, problem, third_party
 from nsa.testing.impls import Impl
 from nsa.testing.plugin import current_lane
 from nsa.testing.problem import Problem
-from nsa.testing.third_party import load, prove
+from nsa.testing.third_party import prove, returns
 
 from .conftest import LANE_DTYPES, drowned
 
@@ -130,32 +131,27 @@ def fits(twist: str, made: Case) -> bool:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "third_party" not in metafunc.fixturenames:
         return
-    register(CASES)
-    specs = metafunc.config.getoption("nsa_impl")
-    params = []
-    for spec, made in [(spec, made) for spec in specs for made in CASES if load(spec).supports(made) is None]:
-        packed = spec.endswith("@dense") or made.source == "rows"
-        if "twist" in metafunc.fixturenames:
-            params += [(spec, made.id, twist) for twist in (OF_ANY if packed else TWISTS) if fits(twist, made)]
-        elif not packed:
-            params.append((spec, made.id))
-    names = ["third_party", "case", *["twist"] * ("twist" in metafunc.fixturenames)]
-    if not params:
-        reason = "no --nsa-impl given" if not specs else "takes no selection"
-        params = [
-            pytest.param("none", CASES[0].id, *["none"] * (len(names) - 2), marks=pytest.mark.skip(reason=reason))
-        ]
-    metafunc.parametrize(names, params, indirect=["third_party", "case"], scope="module")
+    names = [name for name in ("twist", "wanted") if name in metafunc.fixturenames]
+
+    def of(impl: Impl, made: Case) -> Iterable[tuple[str, ...]]:
+        packed = impl.name.endswith("@dense") or made.source == "rows"
+        if "twist" not in names and packed:
+            return []
+        twists = [twist for twist in (OF_ANY if packed else TWISTS) if fits(twist, made)]
+        values = {"twist": twists, "wanted": returns(impl)}
+        return itertools.product(*(values[name] for name in names))
+
+    over_third_parties(metafunc, CASES, names, of)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, when the interpreter computes with infinities
-def test_third_party_edge(third_party: Impl, problem: Problem, twist: str) -> None:
+def test_third_party_edge(third_party: Impl, problem: Problem, twist: str, wanted: str) -> None:
     p = TWISTS[twist](problem)
-    prove(third_party, p, Oracle.of(p))
+    prove(third_party, p, Oracle.of(p), wanted)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_third_party_keys_that_nobody_selects(third_party: Impl, problem: Problem) -> None:
+def test_third_party_keys_that_nobody_selects(third_party: Impl, problem: Problem, wanted: str) -> None:
     """They may be NaN, outside of what rows select and of what they may see; key-major kernels: outside of blocks."""
     p = problem
     seen = torch.zeros(p.k.shape[:3], dtype=torch.bool, device=p.k.device)  # [B, S_kv, HKV]
@@ -164,7 +160,7 @@ def test_third_party_keys_that_nobody_selects(third_party: Impl, problem: Proble
         seen[b, max(start, 0) : max(end, 0), h] = True
     assert not bool(seen.all())
     k, v = (x.masked_fill(~seen[..., None], math.nan) for x in (p.k, p.v))
-    prove(third_party, dataclasses.replace(p, k=k, v=v, extra={}), Oracle.of(p))
+    prove(third_party, dataclasses.replace(p, k=k, v=v, extra={}), Oracle.of(p), wanted)
 
 
 @pytest.mark.skipif(current_lane() != "gpu", reason="streams need a GPU")
