@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nsa.testing.cases import CACHE, DTYPES, Case
 from nsa.testing.impls import END_TO_END, OF, OURS, PACKED, Impl, packed_layouts
 from nsa.testing.machine import current_lane
@@ -116,12 +118,17 @@ def measure_shape(p: Problem, *, budget_s: float, **sampling: Any) -> tuple[Meas
     return measure(p, OURS[OF[case.source]], others, budget_s=budget_s, **sampling), list(layouts)
 
 
-def row(p: Problem, fact: dict[str, Any] | None, status: str, streams: int) -> dict[str, Any]:
-    """A line of the CSV; `fact` is None where nothing could be measured, and `status` says why."""
-    case = p.case
+def row(
+    case: Case, p: Problem | None, fact: dict[str, Any] | None, status: str, streams: int, device: torch.device
+) -> dict[str, Any]:
+    """A line of the CSV; `p` is None where its tensors could not be made, `fact` where nothing could be measured:
+    `status` says why.
+    """
     line: dict[str, Any] = dict.fromkeys((*OLD_COLUMNS, *OUR_COLUMNS), "")
-    fields = {"mode": MODE[case.source], "nspans": p.ranges.shape[-2], "streams": streams, "status": status}
-    line |= case.fields() | run_facts(p.q.device) | {"seed": p.seed, "ref": reference_of(case).name} | fields
+    fields = {"mode": MODE[case.source], "streams": streams, "status": status, "ref": reference_of(case).name}
+    line |= case.fields() | run_facts(device) | fields
+    if p is not None:
+        line |= {"nspans": p.ranges.shape[-2], "seed": p.seed}
     if fact is not None:
         ref = fact["medians"].get(line["ref"])
         line["ref_ms"] = _ms(ref)

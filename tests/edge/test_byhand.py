@@ -84,7 +84,7 @@ def test_row_of_a_measured_kernel():
     times = {name: Timing([t] * 10, "host", False, 1, 1) for name, t in (("ranges", 1e-5), ("sdpa", 2.5e-5))}
     fact = Measurement(problem, "ranges", times, {}, 2e-4).info([], "sdpa")
     fact["share_of_ceiling"] = 0.5  # a GPU's
-    row = byhand.row(problem, fact, "ok", 1)
+    row = byhand.row(problem.case, problem, fact, "ok", 1, problem.q.device)
     assert ",".join(row) == ",".join((OLD, *byhand.OUR_COLUMNS))
     assert [str(row[name]) for name in OLD.split(",")] == [
         "ranges", "2", "4", "64", "64", "64", "8", "1", "0.01", "0.025", "2.5", "0.0002", "ok",
@@ -93,7 +93,7 @@ def test_row_of_a_measured_kernel():
 
 def test_row_of_a_kernel_that_failed_has_no_times():
     problem = Case(4, 64, 64, 64, 2, "many", "fp32").make("cpu")
-    row = byhand.row(problem, None, "failed: wrong", 2)
+    row = byhand.row(problem.case, problem, None, "failed: wrong", 2, problem.q.device)
     assert [row[name] for name in ("tri_ms", "ref_ms", "speedup", "mae", "status", "streams")] == [
         "", "", "", "", "failed: wrong", 2,
     ]  # fmt: skip
@@ -153,6 +153,16 @@ def test_a_shape_that_fails_is_in_the_csv(run, tmp_path, others):
     *good, bad = csv.DictReader(file.read_text().splitlines())
     assert [row["status"] for row in good] == [byhand.NO_TRITON] * (len(others) // 2)
     assert (bad["D"], bad["ref_ms"], bad["status"]) == ("8", "", "failed: head dim D: expected 16 to 256, got 8")
+
+
+def test_a_shape_that_memory_does_not_hold_is_in_the_csv(run, tmp_path):
+    file = tmp_path / "out.csv"
+    done = run("--nsa-shape", "N=1000000000000,H=4,D=64,L=16", "--nsa-csv", str(file))
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    [row] = csv.DictReader(file.read_text().splitlines())
+    assert (row["N"], row["mode"], row["nspans"], row["ref_ms"]) == ("1000000000000", "ranges", "", "")
+    assert "allocate" in row["status"]
+    assert row["torch"] == torch.__version__
 
 
 @pytest.mark.parametrize("others", [[], ["--nsa-dist", "few,many", "--nsa-decode"]], ids=["shape", "all"])

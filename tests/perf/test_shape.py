@@ -3,10 +3,12 @@
 from typing import Any
 
 import pytest
+import torch
 
 from nsa.dispatch import failures
 from nsa.testing import timing
 from nsa.testing.byhand import NO_TRITON, measure_shape, reference_of, row
+from nsa.testing.cases import Case
 from nsa.testing.plugin import Lane
 from nsa.testing.problem import Problem
 
@@ -14,17 +16,20 @@ pytestmark = pytest.mark.benchmark(timer=timing.clock)
 BUDGET_S = 1.0  # few cases, and somebody waits for them: as many samples as were asked for
 
 
-def test_shape(problem: Problem, lane: Lane, publish, by_hand, machine_sampling, request) -> None:
+def test_shape(case: Case, lane: Lane, device: torch.device, publish, by_hand, machine_sampling, request) -> None:
     streams = request.config.getoption("nsa_streams")
+    problem: Problem | None = None
 
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         result, layouts = measure_shape(problem, budget_s=BUDGET_S, **machine_sampling)
-        return result.ours, result.info(layouts, None if lane == "interpreter" else reference_of(problem.case).name)
+        return result.ours, result.info(layouts, None if lane == "interpreter" else reference_of(case).name)
 
     try:
+        problem = request.getfixturevalue("problem")  # here: one that memory does not hold has failed like any other
         samples, info = take()
     except (*failures(), AssertionError, ValueError) as e:  # ValueError: a shape that the path does not take
-        by_hand(row(problem, None, f"failed: {(str(e).splitlines() or [type(e).__name__])[0]}", streams))
+        status = f"failed: {(str(e).splitlines() or [type(e).__name__])[0]}"
+        by_hand(row(case, problem, None, status, streams, device))
         raise
-    by_hand(row(problem, info, "ok" if lane == "gpu" else NO_TRITON, streams))
-    publish(f"by hand: {problem.case.dist}", samples, info, again=take)
+    by_hand(row(case, problem, info, "ok" if lane == "gpu" else NO_TRITON, streams, device))
+    publish(f"by hand: {case.dist}", samples, info, again=take)
