@@ -97,11 +97,11 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     option = config.option
     if not option.nsa_save_baseline or option.nsa_recording or option.collectonly:
         return None
-    folder = storage(config) if config.pluginmanager.hasplugin("benchmark") else None
-    reason = "pytest-benchmark is switched off" if folder is None else refusal(config)
-    if option.benchmark_json if folder is not None else False:
+    storage = _storage(config) if config.pluginmanager.hasplugin("benchmark") else None
+    reason = "pytest-benchmark is switched off" if storage is None else refusal(config)
+    if option.benchmark_json if storage is not None else False:
         reason = "--nsa-save-baseline: each process writes its own JSON: leave out --benchmark-json"
-    if reason is not None or folder is None:
+    if reason is not None or storage is None:
         print(f"ERROR: {reason}", file=sys.stderr)
         return 1
     params = config.invocation_params
@@ -109,7 +109,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     from nsa.testing.plugin import commit
 
     try:
-        saved = baselines.record(folder, arguments, params.dir, commit()[:7])
+        saved = baselines.record(storage, arguments, params.dir, commit()[:7])
     except baselines.NotSaved as e:
         print(f"no baseline saved: {e}", file=sys.stderr)
         return e.status
@@ -145,7 +145,7 @@ class _BaselineStorage(FileStorage):
         return str(self.path)  # upstream's is relative to the working directory, and raises when that is elsewhere
 
 
-def storage(config: pytest.Config) -> Path | None:
+def _storage(config: pytest.Config) -> Path | None:
     """The folder of baselines; None if they are kept elsewhere than in files."""
     where = str(config.option.benchmark_storage)
     if where == UPSTREAM_STORAGE:
@@ -166,9 +166,9 @@ def pytest_configure(config: pytest.Config) -> None:
         pytest.exit(reason, returncode=1)
     config.stash[_compare_key] = config.option.benchmark_compare
     config.option.benchmark_compare = []  # or it would load from the folder of Python and operating system
-    folder = storage(config)
-    if folder is not None:
-        config.option.benchmark_storage = f"file://{folder}"
+    storage = _storage(config)
+    if storage is not None:
+        config.option.benchmark_storage = f"file://{storage}"
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -207,6 +207,12 @@ def _open(benchmarks: Any, option: argparse.Namespace) -> Gate:
     except ValueError as e:
         pytest.exit(f"a baseline cannot be read: {e}", returncode=1)
     return Gate(key, baseline, *flags, "--nsa-full is everything, the gate is for core" if option.nsa_full else None)
+
+
+def compared_with(config: pytest.Config) -> list[Path]:
+    """The files that this run is gated against or shown beside, oldest first; none if there are none."""
+    gate = config.stash.get(gate_key, None)
+    return [] if gate is None or gate.baseline is None else gate.baseline.paths
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------

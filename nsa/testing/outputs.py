@@ -15,7 +15,7 @@ import pytest
 
 from nsa import settings
 from nsa.testing.machine import commit, current_lane, device_name, triton_version
-from nsa.testing.recording import Fact, Recording, newest
+from nsa.testing.recording import Fact, Recording, newest_of
 
 DEFAULT_SHAPE = "L=64:1024"
 BY_HAND = ("nsa_shape", "nsa_dist", "nsa_decode", "nsa_csv")
@@ -177,14 +177,13 @@ def _write_csv(session: pytest.Session, facts: list[Fact], rows: list[dict[str, 
 
 
 def _write_report(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
-    from nsa.testing.gating import storage
+    from nsa.testing.gating import compared_with
     from nsa.testing.report import write
 
     if not facts:
         raise ValueError("nothing was measured")
     config = session.config
-    baselines = storage(config) if config.getoption("benchmark_compare", None) else None
-    before = [] if baselines is None else newest(baselines / settings.device_slug(device_name()))[:1]
+    before = newest_of(compared_with(config))[:1] if config.getoption("benchmark_compare", None) else []
     return f"report: {write([*before, this_run(facts)], Path(config.getoption('nsa_report')))}"
 
 

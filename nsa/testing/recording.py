@@ -89,12 +89,17 @@ def load(path: Path) -> Recording:
 
 
 def newest(folder: Path) -> list[Recording]:
-    """The newest recording of each device below `folder`, GPUs first.
+    """The newest recording of each device below `folder`, as `newest_of` its files."""
+    return newest_of(sorted(folder.rglob("*.json")))
+
+
+def newest_of(files: Iterable[Path]) -> list[Recording]:
+    """The newest recording of each device, GPUs first.
 
     Benchmarks that it does not hold come from older ones of the same versions of torch and Triton.
     """
     latest: dict[str, Recording] = {}
-    for recording in sorted(map(load, sorted(folder.rglob("*.json"))), key=lambda r: r.date, reverse=True):
+    for recording in sorted(map(load, files), key=lambda r: r.date, reverse=True):
         known = latest.setdefault(recording.device, recording)
         if (known.torch, known.triton) == (recording.torch, recording.triton):
             names = {fact["name"] for fact in known.facts}

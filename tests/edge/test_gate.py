@@ -408,11 +408,16 @@ def test_the_report_has_what_was_gated_beside_this_run(project, tmp_path_factory
     storage = tmp_path_factory.mktemp("elsewhere") / "baselines"
     shutil.copytree(project.baseline[0].parent.parent, storage)
     change(project.baseline, lambda i, document: document["commit_info"].update(id="0" * 40))  # nobody's business now
+    [last] = storage.rglob("0003_*.json")
+    newer = shutil.copy(last, last.with_name("0004_newer.json"))  # of other versions: the gate does not read it
+    change([newer], lambda i, document: document["machine_info"].update(triton="3.1.0"))
+    change([newer], lambda i, document: document.update(datetime="2100-01-01T00:00:00"))
     result = compare(project, f"--benchmark-storage={storage}", "--nsa-report=report")
     assert result.ret == 0
     text = (project.path / "report" / "report.md").read_text()
     assert "4 benchmarks in both" in text
     assert "000000000000" not in text
+    assert f"| recorded in | {last} | this run |" in text
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
