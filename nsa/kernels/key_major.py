@@ -252,44 +252,49 @@ def allocate(launch: Launch, w: key_tiles.Windows, dtype: torch.dtype, Dv: int) 
     )
 
 
-_scarce: dict[tuple[int, ...], key_tiles.Windows] = {}
-"""Shorter windows, of shapes for which there was no memory once."""
+_scarce: dict[tuple[torch.device, tuple[int, ...]], key_tiles.Windows] = {}
+"""Windows that take less, of shapes for which a device had no memory once."""
 settings.ON_RELOAD.append(_scarce.clear)
 
 
 def reserve(launch: Launch, dtype: torch.dtype, Dv: int) -> tuple[key_tiles.Windows, Memory]:
-    """Windows of a call and their workspace: shorter ones, and slower, from when on there was no memory for others.
+    """Windows of a call and their workspace: less of it, which is slower, from when on there was no memory for more.
 
-    A row's result is the same, bit by bit. Said once a shape, and longer ones are not tried again: an allocator that
-    fails gives back all it had kept, every time.
+    A row's result is the same, bit by bit. Said once a shape, and more is not tried again: an allocator that fails
+    gives back all it had kept, every time.
 
     Raises:
-        torch.OutOfMemoryError: there is none for the shortest, either.
+        torch.OutOfMemoryError: there is none for the least, either.
     """
+    key = launch.device, launch.sized
     while True:
-        w = _scarce.get(launch.sized, launch.windows)
+        w = _scarce.get(key, launch.windows)
         try:
             return w, allocate(launch, w, dtype, Dv)
         except torch.OutOfMemoryError:
-            if not _shorten(launch.sized, w):
+            less = _less(launch.sized, w)
+            if less is None:
                 raise
+            _scarce[key] = less
 
 
-def _shorten(sized: tuple[int, ...], w: key_tiles.Windows) -> bool:
-    """Whether there are windows shorter than ``w`` for this shape, which serve from now on."""
+def _less(sized: tuple[int, ...], w: key_tiles.Windows) -> key_tiles.Windows | None:
+    """Windows for this shape that take less than ``w``: shorter ones, or fewer KV heads at once. None if none do."""
+    _, _, G, _, Dv, itemsize, *_, spans = sized
+    before = key_tiles.workspace_bytes(w, G, Dv, itemsize, bool(spans))
     for times in SCARCE:
         try:
             found = key_tiles.windows(*sized, times)
         except ValueError:  # a token's partial results do not fit
-            return False
-        if found.window < w.window or found.tokens < w.tokens:
-            _scarce[sized] = found
+            return None
+        taken = key_tiles.workspace_bytes(found, G, Dv, itemsize, bool(spans))
+        if taken < before:
             logger.warning(
-                "key_major: out of memory for its workspace; from now on windows of %d tokens, which is slower",
-                found.window,
-            )
-            return True
-    return False
+                "key_major: out of memory for a workspace of %.0f MiB; from now on %.0f serve, which is slower",
+                before / 2**20, taken / 2**20,
+            )  # fmt: skip
+            return found
+    return None
 
 
 def forward(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nsa.testing import baselines
@@ -45,6 +45,8 @@ class Gate:
         if info.get("control") in OURS and not name.startswith(NOT_CORE):
             raise ValueError(f"control of {name}: expected plain torch, got our own {info['control']}")
         stored = self.baseline.benchmarks.get(name) if self.baseline is not None else None
+        if stored is not None and stored.by in OURS:
+            stored = replace(stored, ratio=None, control=None, by=None)  # as if it had none
         if stored is None or self.why_not is not None:
             return samples, info
         kept = samples, info

@@ -374,12 +374,9 @@ def test_a_wrong_result_is_not_saved_whatever_is_accepted(project):
     assert left(project) == []
 
 
-@pytest.mark.parametrize("there", [False, True], ids=["new", "there"])
-def test_a_storage_elsewhere_is_no_path_of_tests(project, tmp_path_factory, there):
+def test_a_storage_elsewhere_is_no_path_of_tests(project, tmp_path_factory):
     """pytest takes the word after an option for a path, if there is one, and names tests from there."""
-    storage = tmp_path_factory.mktemp("elsewhere") / "baselines"
-    if there:
-        storage.mkdir()
+    storage = tmp_path_factory.mktemp("elsewhere")
     result = project.runpytest_subprocess("-m", "perf", "--nsa-save-baseline", "--benchmark-storage", str(storage))
     assert result.ret == 0
     documents = [json.loads(file.read_text()) for file in storage.rglob("000[123]_*.json")]

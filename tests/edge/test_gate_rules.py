@@ -89,6 +89,17 @@ def test_a_control_of_ours_is_refused(control):
         gate.judge(name, timing(1e-5), {"control": control, "ratio_to_control": 1.0}, None)
 
 
+def test_a_stored_control_of_ours_gates_nothing():
+    """Of recordings from before: else whoever is timed beside would be looked up by its name."""
+    key, name = Key("gpu", "2.11", "3.6"), "tests/perf/test_kvcache.py::test_decode[x]"
+    old = Stored.of([Figures(1.03, 1.03e-5, 1e-5, "auto")] * 3)
+    gate = Gate(key, Baseline(key, [Path("0001_x.json")], {name: old}), False, False, False)
+    info = {"control": "gather_gqa", "ratio_to_control": 0.5, "control_median": 6e-5, "medians": {"auto": 3e-5}}
+    gate.judge(name, timing(3.1e-5), info, None)
+    (verdict,) = gate.verdicts
+    assert (verdict.kind, verdict.reason) == ("cannot gate", "no control in the baseline")
+
+
 def test_a_noisy_benchmark_that_fails_is_not_listed_as_one_that_cannot_be_gated():
     key = Key("gpu", "2.11", "3.6")
     gate = Gate(key, Baseline(key, [Path("0001_x.json")], {"x": stored(0.96, 1.0, 1.04)}), False, False, False)
