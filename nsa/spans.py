@@ -362,7 +362,7 @@ def pack_rows(k: Tensor, v: Tensor, ranges: Tensor, *, max_selected: int | None 
     lengths = spans.lengths().view(-1)
     L, masked = max_length(lengths, max_selected)
     K, V, _ = gather_for(k, v, spans, L).pack(slice(None), L, masked)
-    return PackedRows(K, V, lengths.clamp_(max=L))
+    return PackedRows(K, V, lengths if max_selected is None else lengths.clamp_(max=L))
 
 
 def ranges_from_blocks(block_indices: Tensor, block_size: int, seqlen_k: int | None = None) -> Tensor:

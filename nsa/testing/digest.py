@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nsa.testing import summary, thresholds
+from nsa.testing.gate import Figures
 from nsa.testing.recording import (
     Fact,
     Recording,
     geomean,
     grouped,
     kernels,
-    over_control,
     prefills,
     servings,
     speedup,
@@ -235,10 +235,15 @@ def changes(before: Recording, after: Recording) -> list[tuple[str, str, float, 
         then = old.get(fact["name"])
         if then is None:
             continue
-        was, now = then.get("ratio_to_control"), over_control(fact, then.get("control"))
-        ratio = now / was if was and now else fact["median"] / then["median"]
+        was, now = _figures(then), _figures(fact).over(then.get("control"))
+        ratio = now.ratio / was.ratio if was.ratio and now.ratio else now.median / was.median
         found.append((fact["name"], fact["group"], ratio, then["median"], fact["median"]))
     return found
+
+
+def _figures(fact: Fact) -> Figures:
+    """As the gate has them, but for the ratio, which is of medians."""
+    return replace(Figures.of(fact, fact["median"]), ratio=fact.get("ratio_to_control"))
 
 
 def _change(before: Recording, after: Recording) -> Section:
@@ -305,13 +310,13 @@ def _environment(recordings: Sequence[Recording]) -> list[Sequence[str]]:
 def _commands(recordings: Sequence[Recording]) -> str:
     now = recordings[-1]
     revision, _, dirty = now.commit.partition("-")
-    named = [r for r in recordings if not r.merged]  # what is merged are the baselines, which need no name
-    files = " ".join("run.json" if r.source == "this run" else r.source for r in named)
+    # What is merged are the baselines, which need no name.
+    files = ["run.json" if r.source == "this run" else r.source for r in recordings if not r.merged]
     return "\n".join(
         [
             f"git checkout {revision}{'   # there were uncommitted changes' if dirty else ''}",
             f"pip install -e '.[test,report]' torch=={now.torch.partition('+')[0]}   # Triton {now.triton}",
             "pytest -m perf --benchmark-json=run.json" + " --nsa-update-thresholds" * (now.gpu is not None),
-            " ".join(f"python -m nsa.testing.report {files} -o report".split()),
+            " ".join(("python -m nsa.testing.report", *files, "-o report")),
         ]
     )

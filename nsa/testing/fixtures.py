@@ -68,6 +68,7 @@ def oracle(problem: Problem) -> Oracle:
 
 
 def once(impl: Impl, case: Case) -> list[tuple[str, ...]]:
+    """One test of each case, without further arguments."""
     return [()]
 
 

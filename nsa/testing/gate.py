@@ -1,7 +1,7 @@
 """Is a benchmark slower than its baseline? Verdicts from ratios, and the tables that tell them. Pure functions.
 
-A *ratio* is a benchmark's time over that of its control, the plain-torch call that does the same work, sampled in turn
-in one process. Milliseconds orient; ratios decide.
+A *ratio* is a benchmark's time over that of its control, the plain-torch call that would be made in its place, sampled
+in turn in one process. Milliseconds orient; ratios decide.
 """
 
 from __future__ import annotations

@@ -148,15 +148,6 @@ def worst(values: Iterable[float | None]) -> float | None:
     return min((value for value in values if value), default=None)
 
 
-def over_control(fact: Fact, control: str | None) -> float | None:
-    """How many times as long it took as the comparator of that name; by its own control where it is not named."""
-    if control is None or control == fact.get("control"):
-        ratio: float | None = fact.get("ratio_to_control")
-        return ratio
-    seconds = (fact.get("medians") or {}).get(control)
-    return fact["median"] / seconds if seconds else None
-
-
 def speedup(fact: Fact, against: str | None) -> tuple[float, float | None, float | None] | None:
     """How many times faster than comparator `against`: `(ratio of medians, low, high)`, or None if it was not timed.
 

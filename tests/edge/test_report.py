@@ -87,6 +87,21 @@ def test_before_and_after_names_what_moved(slowed):
     assert len(change.pictures) == 1
 
 
+def test_change_is_over_the_control_of_before(recorded, tmp_path):
+    """The fastest comparator was another one: twice as slow is twice as slow, over a control twice as slow, too."""
+    one = copy.deepcopy(recorded | {"benchmarks": recorded["benchmarks"][10:11]})
+    info = one["benchmarks"][0]["extra_info"]
+    median, other = one["benchmarks"][0]["stats"]["median"], next(n for n in info["medians"] if n != info["control"])
+    info |= {"medians": {info["control"]: median, other: 2 * median}, "ratio_to_control": 1.0}
+    paths = [tmp_path / "before.json", tmp_path / "after.json"]
+    paths[0].write_text(json.dumps(one))
+    one["benchmarks"][0]["stats"]["median"] = 2 * median
+    info["control"] = other
+    paths[1].write_text(json.dumps(one))
+    ((_, _, ratio, _, _),) = digest.changes(*map(load, paths))
+    assert ratio == pytest.approx(2.0)
+
+
 def test_machine_that_slowed_as_a_whole_changes_nothing(recorded, tmp_path):
     """Ratios to the control are compared, not times."""
     slower = copy.deepcopy(recorded)

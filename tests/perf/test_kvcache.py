@@ -77,7 +77,7 @@ def _check_whole(p: Problem, out: Tensor) -> None:
 def _dense(p: Problem, return_lse: bool, out: Tensor | None) -> Tensor:
     """Every query over every key, those after it, too: 0.4% of them, and no mask that some backend may not take."""
     q, k, v = (x.transpose(1, 2) for x in (p.q, p.k, p.v))
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if not p.q.is_cuda else SDPBackend.FLASH_ATTENTION):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return F.scaled_dot_product_attention(q, k, v, scale=p.scale, enable_gqa=True).transpose(1, 2)
 
 
