@@ -23,7 +23,9 @@ COLD = 3.0  # a rotation touches this many times the L2 cache between two uses o
 ALONE = 2.0  # a call that touches this many times the L2 cache finds nothing of the call before it there
 MOST_SETS = 1280
 HOST_SETS = 6
-REPLAY_S = 5e-4  # a sample is long against the few microseconds by which events enclose it
+REPLAY_S = 1e-3  # a sample is long against the microseconds of its events and of a replay's start
+LEAD_S = 1e-2  # what another implementation left in L2 is nothing to a replay of this length
+MOST_CALLS = 4096  # in a sample of calls that take next to no time
 EVENT_TICK_S = 5e-7  # what CUDA documents for the resolution of event times
 
 
@@ -64,6 +66,9 @@ def time_gpu(
 ) -> dict[str, Timing]:
     """Time calls on the current GPU by replaying CUDA graphs, implementations in turn.
 
+    Before a sample its implementation is replayed once without a clock: who begins where another has written pays for
+    what that one left in L2, up to 50 MB on an H100, 16 us of writing.
+
     Args:
         fns: per implementation one call per buffer set, the one under test first. A sample goes through them in
             order as often as it takes to last `replay_s`; where one rotation takes that long several times over, it is
@@ -83,7 +88,7 @@ def time_gpu(
             pool = torch.cuda.graph_pool_handle()  # what refused may have left the other one recording
         runs[name] = _replayable(calls, replay_s, pool, parts)
     del whole
-    counts = {name: max(LEAST, min(iters, int(budget_s / run.estimate_s))) for name, run in runs.items()}
+    counts = {name: max(LEAST, min(iters, int(budget_s / (run.replayed * run.replay_s)))) for name, run in runs.items()}
     # Whoever comes next replays the next part, so that a whole rotation lies between two uses of the same buffers.
     part = itertools.cycle(range(parts))
     for name, run in runs.items():
@@ -92,12 +97,14 @@ def time_gpu(
     torch.cuda.synchronize()
     # Keep the GPU busy until the host is ahead of it: an event recorded on an idle GPU would time the launch.
     torch.cuda._sleep(4_000_000)
-    # Replays between rounds that nobody times: without them an implementation would meet the same few parts for ever.
-    extra = next(k for k in range(parts + 1) if math.gcd(sum(run.replayed for run in runs.values()) + k, parts) == 1)
+    # Between rounds more that nobody times: without them an implementation would meet the same few parts for ever.
+    leads = {name: int(run.replay_s < LEAD_S) for name, run in runs.items()}
+    in_round = sum(run.replayed + leads[name] for name, run in runs.items())
+    extra = next(k for k in range(parts + 1) if math.gcd(in_round + k, parts) == 1)
     samples: dict[str, list[tuple[int, torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
     for i, name in enumerate(in_turn(counts)):
         run = runs[name]
-        for _ in range(extra if i and name == next(iter(runs)) else 0):
+        for _ in range(leads[name] + (extra if i and name == next(iter(runs)) else 0)):
             run.replays[next(part)]()
         here = [next(part) for _ in range(run.replayed)]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -169,7 +176,7 @@ class _Run:
     calls: list[int]  # in each
     how: str
     replayed: int  # parts of a sample: a call much faster than the one under test needs several to last
-    estimate_s: float  # of a sample
+    replay_s: float  # of one part
     rotation_s: float  # all buffer sets once
     refused: str  # why it was not captured
 
@@ -193,13 +200,19 @@ def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any, parts: int = 1)
         replays, how = [functools.partial(_each, piece) for piece in pieces], "eager"
         refused = str(error).partition("\n")[0]
     replays[0]()
-    once = min(_elapsed(replays[0]) for _ in range(2))
-    cycles = max(1, math.ceil(replay_s / once)) if parts == 1 else 1
-    if cycles > 1:
-        replays = [_capture(calls, cycles, pool) if how == "graph" else _repeat(replays[0], cycles)]
-    replayed = min(parts, math.ceil(replay_s / once)) if parts > 1 else 1
+    enough = 0.9 * replay_s
+    once = sample_s = min(_elapsed(replays[0]) for _ in range(2))
+    cycles, once_through = 1, replays[0]
+    for _ in range(2 if parts == 1 else 0):  # from an idle GPU `once` is the host's time as much as the calls'
+        if sample_s >= enough:
+            break
+        cycles = max(1, min(math.ceil(cycles * replay_s / sample_s), MOST_CALLS // len(calls)))
+        replays = [_capture(calls, cycles, pool) if how == "graph" else _repeat(once_through, cycles)]
+        replays[0]()
+        sample_s = min(_elapsed(replays[0]) for _ in range(2))
+    replayed = min(parts, math.ceil(enough / once))
     calls_each = [cycles * len(piece) for piece in pieces]
-    return _Run(replays, calls_each, how, replayed, cycles * replayed * once, once * parts, refused)
+    return _Run(replays, calls_each, how, replayed, sample_s, once * parts, refused)
 
 
 def _each(calls: Sequence[Fn]) -> None:
