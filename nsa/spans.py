@@ -386,7 +386,7 @@ def ranges_from_blocks(block_indices: Tensor, block_size: int, seqlen_k: int | N
         top = min(top, seqlen_k)
     block_size = min(block_size, max(top, 1))
     # A block so far out that its end would overflow lies past any tensor: it is empty, as is padding.
-    inside = (block_indices >= 0) & (block_indices < top // block_size + (seqlen_k is not None))
+    inside = (block_indices >= 0) & (block_indices < top // block_size + int(seqlen_k is not None))
     start = torch.where(inside, block_indices, 0) * block_size
     length = torch.where(inside, (top - start).clamp(max=block_size), 0)
     return torch.stack((start, start + length), -1)
