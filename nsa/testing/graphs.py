@@ -24,7 +24,7 @@ ALONE = 2.0  # a call that touches this many times the L2 cache finds nothing of
 MOST_SETS = 1280
 HOST_SETS = 6
 REPLAY_S = 1e-3  # a sample is long against the microseconds of its events and of a replay's start
-LEAD_S = 1e-2  # what another implementation left in L2 is nothing to a replay of this length
+LEAD_S = 4e-3  # what another implementation left in L2 is next to nothing to a replay of this length
 MOST_CALLS = 4096  # in a sample of calls that take next to no time
 EVENT_TICK_S = 5e-7  # what CUDA documents for the resolution of event times
 

@@ -28,7 +28,8 @@ NAMES |= {"key_major": "key_major"}
 """What a prefill is compared with: by the word its figure is stored under, `speedup_vs_<word>`."""
 Geometry = tuple[str, int, int, int, int, str]  # backend, heads, head dims, dtype
 
-_chosen: dict[Geometry, bool] = {}  # whether `enable_gqa` is faster than heads expanded beforehand
+_chosen: dict[Geometry, bool] = {}  # whether `enable_gqa` is as fast as heads expanded beforehand
+LEVEL = 1.05  # and costs less memory, so that a tie must not be drawn anew in each process
 
 
 def beside() -> list[Impl]:
@@ -116,7 +117,7 @@ def _dense(p: Problem, backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, gqa
 
 
 def _with_gqa(p: Problem, backend: SDPBackend) -> bool:
-    """Whether a backend is faster with `enable_gqa`: tried once per geometry, on the first prompt, which is short.
+    """Whether a backend is as fast with `enable_gqa`: tried once per geometry, on the first prompt, which is short.
 
     Raises:
         RuntimeError: the backend takes neither.
@@ -126,10 +127,10 @@ def _with_gqa(p: Problem, backend: SDPBackend) -> bool:
     if case.H == 1:
         return False
     if key not in _chosen:
-        took = {gqa: _seconds(p, backend, gqa) for gqa in (True, False)}
-        if not any(took.values()):
+        grouped, expanded = (_seconds(p, backend, gqa) for gqa in (True, False))
+        if grouped is None and expanded is None:
             raise RuntimeError(f"{backend.name} takes heads neither grouped nor expanded")
-        _chosen[key] = min((t, gqa) for gqa, t in took.items() if t)[1]
+        _chosen[key] = grouped is not None and (expanded is None or grouped <= LEVEL * expanded)
     return _chosen[key]
 
 

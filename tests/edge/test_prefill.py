@@ -60,18 +60,23 @@ def test_a_backend_that_refuses_is_listed(problem, monkeypatch):
 
 def test_heads_are_laid_out_as_is_fast_and_tried_once(problem, monkeypatch):
     tried = []
+    grouped_and_expanded = {
+        SDPBackend.MATH: (1.0, 2.0),
+        SDPBackend.EFFICIENT_ATTENTION: (None, 1.0),
+        SDPBackend.FLASH_ATTENTION: (1.1, 1.0),
+        SDPBackend.CUDNN_ATTENTION: (1.02, 1.0),  # a tie, which takes less memory
+        SDPBackend.OVERRIDEABLE: (1.0, None),
+    }
 
     def seconds(p, backend, gqa):
         tried.append((backend, gqa))
-        return {SDPBackend.MATH: 2.0 - gqa, SDPBackend.EFFICIENT_ATTENTION: None if gqa else 1.0}.get(
-            backend, 1.0 + gqa
-        )
+        return grouped_and_expanded[backend][0 if gqa else 1]
 
     monkeypatch.setattr(prefill, "_seconds", seconds)
-    backends = (SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION)
     for _ in range(2):
-        assert [prefill._with_gqa(problem, backend) for backend in backends] == [True, False, False]
-    assert len(tried) == 6
+        chosen = [prefill._with_gqa(problem, backend) for backend in grouped_and_expanded]
+        assert chosen == [True, False, False, True, True]
+    assert len(tried) == 10
     assert not prefill._with_gqa(dataclasses.replace(CASE, H=1).make("cpu"), SDPBackend.MATH)
 
 
