@@ -76,6 +76,14 @@ def shapes(config: pytest.Config) -> list[Any]:
     return list(dict.fromkeys(cases))
 
 
+def sampling_again(config: pytest.Config) -> str:
+    """The options by which another run is sampled and checked as this one, for a command line; empty by default."""
+    numbers = {name: config.getoption(name) for name in SAMPLING}
+    options = [f" {spelled(name)} {number}" for name, number in numbers.items() if number != SAMPLING[name]]
+    options += [f" {spelled(name)}" for name in ("nsa_full", "nsa_hot", "nsa_no_check") if config.getoption(name)]
+    return "".join(options)
+
+
 def by_hand_again(config: pytest.Config) -> str:
     """The options by which another run has the same shapes by hand, for a command line; empty if there are none."""
     if not by_hand(config):

@@ -291,10 +291,6 @@ def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -
     failed = [*reporter.stats.get("failed", ()), *reporter.stats.get("error", ())]
     nodeids = [report.nodeid for report in failed if set(FOLDERS) & set(getattr(report, "keywords", ()))]
     options = "".join(f" --nsa-impl {impl}" for impl in config.getoption("nsa_impl"))
-    if config.getoption("nsa_seed"):
-        options += f" --nsa-seed {config.getoption('nsa_seed')}"
-    if config.getoption("nsa_full"):
-        options += " --nsa-full"
-    options += outputs.by_hand_again(config)
+    options += outputs.sampling_again(config) + outputs.by_hand_again(config)
     lane = "NSA_TEST_TRITON_SEL=0 " if os.environ.get("NSA_TEST_TRITON_SEL") == "0" else ""
     return [f'{lane}pytest "{config.cwd_relative_nodeid(nodeid)}"{options}' for nodeid in dict.fromkeys(nodeids)]

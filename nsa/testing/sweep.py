@@ -36,7 +36,7 @@ from nsa.testing.timing import Timing
 SHAPE = ("one_span", "D", "Dv", "G", "rows", "L")  # what tells the entries of a table apart
 KEPT = 3  # best choices of a shape in the table; the first is used
 FINALISTS = 6  # timed again, properly
-COARSE: dict[str, Any] = {"iters": 10, "warmup": 1, "budget_s": 0.004}
+COARSE: dict[str, Any] = {"iters": 10, "warmup": 1, "budget_s": 0.004, "replay_s": 3e-4}
 FINE: dict[str, Any] = {"iters": 50, "warmup": 3, "budget_s": 0.05}
 WARPS = {16: (1, 2), 32: (1, 2, 4), 64: (2, 4), 128: (4, 8)}  # by BLOCK_L; of 24 shapes none was best elsewhere
 WAVES = 4  # programs per multiprocessor beyond which more splits are pointless

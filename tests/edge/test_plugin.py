@@ -94,6 +94,14 @@ def test_a_lost_context_stops_the_run_and_names_the_test(project, workers):
     result.stdout.fnmatch_lines(["*test_a.py::test_bad lost the CUDA context: CUDA error: an illegal memory access*"])
 
 
+def test_a_benchmark_is_replayed_as_it_was_sampled(project):
+    write(project, "tests/perf/test_a.py", "def test_fails():\n    assert False\n")
+    asked = ("--nsa-streams", "3", "--nsa-iters", "20", "--nsa-hot", "--nsa-no-check", "--nsa-full")
+    result = project.runpytest_subprocess("-m", "perf", *asked)
+    said = "--nsa-iters 20 --nsa-streams 3 --nsa-full --nsa-hot --nsa-no-check"
+    result.stdout.fnmatch_lines([f'NSA_TEST_TRITON_SEL=0 pytest "tests/perf/test_a.py::test_fails" {said}'])
+
+
 def test_xdist_runs_parity_and_replays(project):
     write(project, "tests/parity/test_a.py", MARKS.format("parity") + FAILS + LANE)
     write(project, "tests/perf/test_a.py", BENCHMARK)
