@@ -66,14 +66,15 @@ def time_gpu(
 ) -> dict[str, Timing]:
     """Time calls on the current GPU by replaying CUDA graphs, implementations in turn.
 
-    Before a sample its implementation is replayed once without a clock: who begins where another has written pays for
-    what that one left in L2, up to 50 MB on an H100, 16 us of writing.
+    A sample of less than `LEAD_S` is led in by as much again that nobody times: who begins where another has written
+    pays for what that one left in L2, up to 50 MB on an H100, 16 us of writing.
 
     Args:
         fns: per implementation one call per buffer set, the one under test first. A sample goes through them in
             order as often as it takes to last `replay_s`; where one rotation takes that long several times over, it is
-            cut into parts, and a sample is one of them.
-        iters: samples of each; fewer where they would take longer than `budget_s`, never under `LEAST`.
+            cut into parts, and a sample is one of them; several of what is much faster than the one under test.
+        iters: samples of each; fewer where they would take longer than `budget_s`, never under `LEAST`. What leads
+            them in comes on top.
         warmup: replays before the first sample, fewer where there are few samples.
         cold: what `buffer_sets` said, for the record.
     """
@@ -86,9 +87,9 @@ def time_gpu(
     for name, calls in fns.items():
         if whole.refused or any(run.refused for run in runs.values()):
             pool = torch.cuda.graph_pool_handle()  # what refused may have left the other one recording
-        runs[name] = _replayable(calls, replay_s, pool, parts)
+        runs[name] = whole if calls is first and parts == 1 else _replayable(calls, replay_s, pool, parts)
     del whole
-    counts = {name: max(LEAST, min(iters, int(budget_s / (run.replayed * run.replay_s)))) for name, run in runs.items()}
+    counts = {name: max(LEAST, min(iters, int(budget_s / run.sample_s))) for name, run in runs.items()}
     # Whoever comes next replays the next part, so that a whole rotation lies between two uses of the same buffers.
     part = itertools.cycle(range(parts))
     for name, run in runs.items():
@@ -97,8 +98,8 @@ def time_gpu(
     torch.cuda.synchronize()
     # Keep the GPU busy until the host is ahead of it: an event recorded on an idle GPU would time the launch.
     torch.cuda._sleep(4_000_000)
-    # Between rounds more that nobody times: without them an implementation would meet the same few parts for ever.
-    leads = {name: int(run.replay_s < LEAD_S) for name, run in runs.items()}
+    leads = {name: run.replayed if run.sample_s < LEAD_S else 0 for name, run in runs.items()}
+    # More untimed replays between rounds, or those who are sampled in each would meet the same few parts for ever.
     in_round = sum(run.replayed + leads[name] for name, run in runs.items())
     extra = next(k for k in range(parts + 1) if math.gcd(in_round + k, parts) == 1)
     samples: dict[str, list[tuple[int, torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
@@ -176,7 +177,7 @@ class _Run:
     calls: list[int]  # in each
     how: str
     replayed: int  # parts of a sample: a call much faster than the one under test needs several to last
-    replay_s: float  # of one part
+    sample_s: float  # about as long as one takes
     rotation_s: float  # all buffer sets once
     refused: str  # why it was not captured
 
@@ -201,18 +202,19 @@ def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any, parts: int = 1)
         refused = str(error).partition("\n")[0]
     replays[0]()
     enough = 0.9 * replay_s
-    once = sample_s = min(_elapsed(replays[0]) for _ in range(2))
+    once = part_s = min(_elapsed(replays[0]) for _ in range(2))
     cycles, once_through = 1, replays[0]
     for _ in range(2 if parts == 1 else 0):  # from an idle GPU `once` is the host's time as much as the calls'
-        if sample_s >= enough:
+        wanted = min(math.ceil(cycles * replay_s / part_s), MOST_CALLS // len(calls))
+        if part_s >= enough or wanted <= cycles:
             break
-        cycles = max(1, min(math.ceil(cycles * replay_s / sample_s), MOST_CALLS // len(calls)))
+        cycles = wanted
         replays = [_capture(calls, cycles, pool) if how == "graph" else _repeat(once_through, cycles)]
         replays[0]()
-        sample_s = min(_elapsed(replays[0]) for _ in range(2))
-    replayed = min(parts, math.ceil(enough / once))
+        part_s = min(_elapsed(replays[0]) for _ in range(2))
+    replayed = min(parts, math.ceil(enough / part_s))
     calls_each = [cycles * len(piece) for piece in pieces]
-    return _Run(replays, calls_each, how, replayed, sample_s, once * parts, refused)
+    return _Run(replays, calls_each, how, replayed, replayed * part_s, once * parts, refused)
 
 
 def _each(calls: Sequence[Fn]) -> None:
@@ -228,7 +230,7 @@ def _repeat(fn: Fn, times: int) -> Fn:
     return repeated
 
 
-# Always the same streams: once a process has used five, every launch takes 0.2 us longer (H100; CONTRIBUTING.md).
+# Always the same stream: graphs captured on a fifth one take 0.2 us longer a launch (H100; CONTRIBUTING.md).
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
     """The one that all graphs are captured on, as `torch.cuda.graph` has one."""

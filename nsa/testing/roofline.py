@@ -25,7 +25,7 @@ def _read_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untype
 
 @functools.lru_cache(maxsize=8)
 def ceilings(device: torch.device) -> Ceilings:
-    """Measure once per process: about half a second and 4 GiB of GPU memory (less where less is free)."""
+    """Measure once per process: about a second and 4 GiB of GPU memory (less where less is free)."""
     free = torch.cuda.mem_get_info(device)[0]
     n = min(STREAM_BYTES, free // 4) // 4 // 65536 * 65536
     source = torch.ones(n, device=device, dtype=torch.float32)

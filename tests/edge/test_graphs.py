@@ -10,26 +10,46 @@ from nsa.testing import graphs
 
 
 class FakeGPU:
-    """What `graphs.py` asks of `torch.cuda`, and a log of which implementation read which buffer set."""
+    """What `graphs.py` asks of `torch.cuda`, and logs of which implementation read which buffer set."""
 
     def __init__(self):
         self.now = 0.0
-        self.log = []
+        self.log, self.timed = [], []  # all calls, and those between two events
+        self.events = 0
         self.start_s = 0.0  # of a replay, before its first call begins
-        self.left_s = 0.0  # what a call takes longer where another implementation came before it
-        self.before = None
+        self.idle_s = 0.0  # what a call takes longer that an event finds with nothing before it
+        self.left_s = 0.0  # what another implementation leaves to do: a quarter of each call's time, until it is done
+        self.owed, self.before, self.idle, self.ahead = 0.0, None, False, False
 
     def Event(self, enable_timing):
         event = SimpleNamespace(at=None, synchronize=lambda: None)
-        event.record = lambda: setattr(event, "at", self.now)
+
+        def record():
+            event.at = self.now
+            self.events += 1
+            self.idle = not self.ahead
+
+        event.record = record
         event.elapsed_time = lambda end: (end.at - event.at) * 1e3
         return event
 
+    def sleep(self, cycles):
+        """What comes next are samples, and the host is ahead of them."""
+        self.log.clear()
+        self.timed.clear()
+        self.ahead, self.idle = True, False
+
     def calls(self, name, sets, seconds):
         def call(i):
+            assert len(self.log) < 1_000_000, "this takes for ever"
             self.log.append((name, i))
-            self.now += seconds + (self.left_s if self.before != name else 0.0)
-            self.before = name
+            if self.events % 2:
+                self.timed.append((name, i))
+            if self.before != name:
+                self.owed = self.left_s
+            late = min(self.owed, seconds / 4)
+            self.now += seconds + late + self.idle_s * self.idle
+            self.before, self.owed, self.idle = name, self.owed - late, False
 
         return [lambda i=i: call(i) for i in range(sets)]
 
@@ -61,7 +81,7 @@ def gpu(monkeypatch):
         Event=gpu.Event,
         graph_pool_handle=lambda: {"graphs": 0, "dead": False},
         synchronize=lambda: None,
-        _sleep=lambda cycles: gpu.log.clear(),
+        _sleep=gpu.sleep,
     )
     monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(graphs, "_capture", Graph)
@@ -77,15 +97,17 @@ def test_short_rotations_are_repeated_until_they_last(gpu):
 def test_the_start_of_a_replay_is_not_the_calls_time(gpu):
     """It takes a GPU several microseconds: by the time of one call alone samples would be a ninth as long."""
     gpu.start_s = 8e-6
-    times = graphs.time_gpu({"ours": gpu.calls("ours", 1, 1e-6), "large": gpu.calls("large", 2, 5e-5)})
+    calls = {"ours": gpu.calls("ours", 1, 1e-6), "large": gpu.calls("large", 2, 5e-5)}
+    times = graphs.time_gpu(calls, budget_s=0.0155)
     assert {name: t.median for name, t in times.items()} == pytest.approx({"ours": 1e-6, "large": 5e-5}, rel=0.01)
+    assert {name: len(t.samples) for name, t in times.items()} == pytest.approx({"ours": 15, "large": 15}, abs=1)
 
 
 @pytest.mark.parametrize("sets", [2, 400])
 @pytest.mark.parametrize("first", ["ours", "gather", "many"])
 def test_what_another_implementation_left_behind_is_not_our_time(gpu, first, sets):
     gpu.left_s = 1.6e-5
-    seconds = {"ours": 5e-5, "gather": 7e-5, "many": 4e-6}
+    seconds = {"ours": 2e-4, "gather": 7e-5, "many": 4e-6}
     fns = {name: gpu.calls(name, sets, seconds[name]) for name in {first: None, **seconds}}
     times = graphs.time_gpu(fns)
     assert {name: t.median for name, t in times.items()} == pytest.approx(seconds, rel=1e-3)
@@ -103,7 +125,9 @@ def test_long_rotations_are_cut_and_still_every_buffer_is_cold(gpu):
     assert {name: t.median for name, t in times.items()} == pytest.approx(seconds)
     assert {(t.how, t.calls) for t in times.values()} == {("graph", 200)}
     assert len(times["slow"].samples) == graphs.LEAST
-    assert {i for name, i in gpu.log if name == "ours"} == set(range(sets))
+    assert {i for name, i in gpu.timed if name == "ours"} == set(range(sets))
+    slow = [[which for which in log if which[0] == "slow"] for log in (gpu.log, gpu.timed)]
+    assert len(slow[0]) == len(slow[1]), "a sample that takes long was led in"
     last = {}
     for at, (_, i) in enumerate(gpu.log):
         assert at - last.get(i, -math.inf) >= sets - 1, "a buffer was read again before the rest of the rotation"
@@ -111,9 +135,11 @@ def test_long_rotations_are_cut_and_still_every_buffer_is_cold(gpu):
 
 
 def test_a_comparator_much_faster_than_ours_still_lasts_a_sample(gpu):
-    times = graphs.time_gpu({"ours": gpu.calls("ours", 1000, 2e-4), "fast": gpu.calls("fast", 1000, 4e-6)}, iters=20)
+    calls = {"ours": gpu.calls("ours", 1000, 2e-4), "fast": gpu.calls("fast", 1000, 4e-6)}
+    times = graphs.time_gpu(calls, budget_s=0.0155)
     assert times["fast"].median == pytest.approx(4e-6)
     assert times["fast"].calls * 4e-6 >= graphs.REPLAY_S * 0.89
+    assert {name: len(t.samples) for name, t in times.items()} == {"ours": 15, "fast": 17}
 
 
 @pytest.mark.parametrize("names", [1, 2, 5, 10, 11, 20])
@@ -123,18 +149,21 @@ def test_everybody_meets_every_buffer(gpu, names):
     fns = {str(i): gpu.calls(str(i), sets, 1.002e-5) for i in range(names)}
     graphs.time_gpu(fns, iters=40)
     for name in fns:
-        assert {i for who, i in gpu.log if who == name} == set(range(sets))
+        assert {i for who, i in gpu.timed if who == name} == set(range(sets))
 
 
-def test_what_cannot_be_captured_is_called_eagerly(gpu, monkeypatch):
+@pytest.mark.parametrize(("sets", "seconds", "calls"), [(40, 1e-4, 10), (1, 1e-6, 1000)], ids=["cut", "repeated"])
+def test_what_cannot_be_captured_is_called_eagerly(gpu, monkeypatch, sets, seconds, calls):
     def refuse(calls, cycles, pool):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphs, "_capture", refuse)
-    timing = graphs.time_gpu({"ours": gpu.calls("ours", 40, 1e-4)}, replay_s=9e-4)["ours"]
-    assert (timing.how, timing.calls) == ("eager", 10)
+    gpu.idle_s = 8e-6
+    timing = graphs.time_gpu({"ours": gpu.calls("ours", sets, seconds)}, replay_s=1e-3)["ours"]
+    assert timing.how == "eager"
+    assert timing.calls == pytest.approx(calls, rel=0.1)
     assert timing.refused == "operation not permitted when stream is capturing"
-    assert timing.median == pytest.approx(1e-4)
+    assert timing.median == pytest.approx(seconds)
 
 
 def test_captures_share_a_stream_until_one_fails(monkeypatch):

@@ -96,9 +96,8 @@ def test_a_lost_context_stops_the_run_and_names_the_test(project, workers):
 
 def test_a_benchmark_is_replayed_as_it_was_sampled(project):
     write(project, "tests/perf/test_a.py", "def test_fails():\n    assert False\n")
-    asked = ("--nsa-streams", "3", "--nsa-iters", "20", "--nsa-hot", "--nsa-no-check", "--nsa-full")
-    result = project.runpytest_subprocess("-m", "perf", *asked)
-    said = "--nsa-iters 20 --nsa-streams 3 --nsa-full --nsa-hot --nsa-no-check"
+    said = "--nsa-iters 20 --nsa-warmup 2 --nsa-seed 7 --nsa-streams 3 --nsa-full --nsa-hot --nsa-no-check"
+    result = project.runpytest_subprocess("-m", "perf", *said.split())
     result.stdout.fnmatch_lines([f'NSA_TEST_TRITON_SEL=0 pytest "tests/perf/test_a.py::test_fails" {said}'])
 
 
