@@ -10,7 +10,7 @@ import functools
 import gc
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ HOST_SETS = 6
 REPLAY_S = 1e-3  # a sample is long against the microseconds of its events and of a replay's start
 LEAD_S = 4e-3  # what another implementation left in L2 is next to nothing to a replay of this length
 MOST_CALLS = 4096  # in a sample of calls that take next to no time
+SKIPPED = 3  # parts of a rotation, at most, to come to one that an implementation has not met
 EVENT_TICK_S = 5e-7  # what CUDA documents for the resolution of event times
 
 
@@ -99,13 +100,12 @@ def time_gpu(
     # Keep the GPU busy until the host is ahead of it: an event recorded on an idle GPU would time the launch.
     torch.cuda._sleep(4_000_000)
     leads = {name: run.replayed if run.sample_s < LEAD_S else 0 for name, run in runs.items()}
-    # More untimed replays between rounds, or those who are sampled in each would meet the same few parts for ever.
-    in_round = sum(run.replayed + leads[name] for name, run in runs.items())
-    extra = next(k for k in range(parts + 1) if math.gcd(in_round + k, parts) == 1)
     samples: dict[str, list[tuple[int, torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
-    for i, name in enumerate(in_turn(counts)):
+    for name, skipped in _schedule(counts, leads, {name: run.replayed for name, run in runs.items()}, parts):
         run = runs[name]
-        for _ in range(leads[name] + (extra if i and name == next(iter(runs)) else 0)):
+        for _ in range(skipped):  # by the one under test, whose parts are the ones that take no longer than a sample
+            next(iter(runs.values())).replays[next(part)]()
+        for _ in range(leads[name]):
             run.replays[next(part)]()
         here = [next(part) for _ in range(run.replayed)]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -123,6 +123,30 @@ def time_gpu(
         )
         for name, run in runs.items()
     }  # fmt: skip
+
+
+def _schedule(
+    counts: dict[str, int], leads: dict[str, int], replayed: dict[str, int], parts: int
+) -> Iterator[tuple[str, int]]:
+    """Whose samples follow one another, and how many parts are skipped before each.
+
+    As few as bring most of the parts that it has not been timed on, `SKIPPED` at most. Without, where what a round
+    replays and the number of parts have a common factor, an implementation would meet the same few for ever.
+
+    Args:
+        counts: samples of each. leads, replayed: parts replayed before a sample and in it.
+        parts: of the rotation.
+    """
+    met: dict[str, set[int]] = {name: set() for name in counts}
+    at = 0
+    for name in in_turn(counts):
+        begins = at + leads[name]
+        samples = [{(begins + skipped + j) % parts for j in range(replayed[name])} for skipped in range(SKIPPED + 1)]
+        new = [len(sample - met[name]) for sample in samples]
+        skipped = new.index(max(new))
+        met[name] |= samples[skipped]
+        at = begins + skipped + replayed[name]
+        yield name, skipped
 
 
 def time_streams(

@@ -152,6 +152,19 @@ def test_everybody_meets_every_buffer(gpu, names):
         assert {i for who, i in gpu.timed if who == name} == set(range(sets))
 
 
+@pytest.mark.parametrize("slow", [2, 3, 5])
+@pytest.mark.parametrize("parts", [8, 14, 15])
+def test_who_is_sampled_less_often_meets_most_buffers(gpu, parts, slow):
+    """Two of three are sampled ten times, the first more often: rounds are not all alike."""
+    sets = 100 * parts
+    seconds = {"ours": 1.002e-5, "slow": slow * 1e-5, "slower": 2 * slow * 1e-5}
+    times = graphs.time_gpu({name: gpu.calls(name, sets, s) for name, s in seconds.items()}, budget_s=0.0205)
+    assert len(times["ours"].samples) == 20
+    for name, timing in times.items():
+        met = {i // 100 for who, i in gpu.timed if who == name}
+        assert len(met) >= 0.8 * min(parts, len(timing.samples)), name
+
+
 @pytest.mark.parametrize(("sets", "seconds", "calls"), [(40, 1e-4, 10), (1, 1e-6, 1000)], ids=["cut", "repeated"])
 def test_what_cannot_be_captured_is_called_eagerly(gpu, monkeypatch, sets, seconds, calls):
     def refuse(calls, cycles, pool):
