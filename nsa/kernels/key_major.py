@@ -237,8 +237,7 @@ class Memory(NamedTuple):
 
 def allocate(launch: Launch, w: key_tiles.Windows, dtype: torch.dtype, Dv: int) -> Memory:
     """Workspace for windows ``w``; launches no kernel."""
-    device, row = launch.device, w.heads * w.slots
-    most = -(-w.tokens // w.window)  # windows of a pass
+    device, row, most = launch.device, w.row, w.most
     groups = most * w.heads
     return Memory(
         workspace(w.window * row * launch.G * Dv, dtype, device),
@@ -335,8 +334,7 @@ def forward(
         block_table = None if block_table is None else block_table.contiguous()
     B, S, S_kv, HKV, n, size = launch.heads
     heads = w.heads
-    row = heads * w.slots
-    most = -(-w.tokens // w.window)  # windows of a pass
+    row, most = w.row, w.most
     groups = most * heads
     work, counts, zero = (lists[groups * i * w.work :] for i in (0, 3, 2))
     about = (q_positions, cu_seqlens_q, cu_seqlens_k)

@@ -184,6 +184,16 @@ class Windows(NamedTuple):
     window: int  # tokens
     work: int  # shares of one window and head at most
 
+    @property
+    def row(self) -> int:
+        """Units of a token that go through at once."""
+        return self.heads * self.slots
+
+    @property
+    def most(self) -> int:
+        """Windows of a pass."""
+        return -(-self.tokens // self.window)
+
 
 def windows(
     tokens: int,
@@ -262,8 +272,6 @@ def even(tokens: int, most: int) -> int:
 
 def workspace_bytes(w: Windows, G: int, Dv: int, itemsize: int, spans: bool) -> int:
     """What a call allocates beside its results."""
-    count = -(-w.tokens // w.window)
-    row = w.heads * w.slots
-    parts = w.window * row * G * (Dv * itemsize + 4)
-    lists = w.tokens * row * (12 if spans else 8) + count * w.window * row * 4
-    return parts + lists + count * w.heads * (8 * w.blocks + 12 * w.work)
+    parts = w.window * w.row * G * (Dv * itemsize + 4)
+    lists = w.tokens * w.row * (12 if spans else 8) + w.most * w.window * w.row * 4
+    return parts + lists + w.most * w.heads * (8 * w.blocks + 12 * w.work)

@@ -80,7 +80,7 @@ def refusal(config: pytest.Config) -> str | None:
         return f"{first}: what nobody checked is neither gated nor recorded: leave out --nsa-no-check"
     if baseline and option.nsa_sweep:
         return f"{first}: a sweep is no baseline: leave out --nsa-sweep"
-    sampled = [name for name, default in outputs.SAMPLING.items() if getattr(option, name) != default]
+    sampled = list(outputs.sampled_otherwise(config))
     for what, wrong in (("", [name for name in NOT_CORE if getattr(option, name)]), (", sampled as ever", sampled)):
         if baseline and wrong:
             other = outputs.spelled(wrong[0])

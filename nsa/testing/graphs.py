@@ -100,11 +100,12 @@ def time_gpu(
     # Keep the GPU busy until the host is ahead of it: an event recorded on an idle GPU would time the launch.
     torch.cuda._sleep(4_000_000)
     leads = {name: run.replayed if run.sample_s < LEAD_S else 0 for name, run in runs.items()}
+    under_test = next(iter(runs.values()))
     samples: dict[str, list[tuple[int, torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
     for name, skipped in _schedule(counts, leads, {name: run.replayed for name, run in runs.items()}, parts):
         run = runs[name]
-        for _ in range(skipped):  # by the one under test, whose parts are the ones that take no longer than a sample
-            next(iter(runs.values())).replays[next(part)]()
+        for _ in range(skipped):  # of the others a part may take far longer than a sample
+            under_test.replays[next(part)]()
         for _ in range(leads[name]):
             run.replays[next(part)]()
         here = [next(part) for _ in range(run.replayed)]

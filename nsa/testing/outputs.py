@@ -76,10 +76,14 @@ def shapes(config: pytest.Config) -> list[Any]:
     return list(dict.fromkeys(cases))
 
 
+def sampled_otherwise(config: pytest.Config) -> dict[str, int]:
+    """What this run has instead of `SAMPLING`."""
+    return {name: config.getoption(name) for name, usual in SAMPLING.items() if config.getoption(name) != usual}
+
+
 def sampling_again(config: pytest.Config) -> str:
     """The options by which another run is sampled and checked as this one, for a command line; empty by default."""
-    numbers = {name: config.getoption(name) for name in SAMPLING}
-    options = [f" {spelled(name)} {number}" for name, number in numbers.items() if number != SAMPLING[name]]
+    options = [f" {spelled(name)} {number}" for name, number in sampled_otherwise(config).items()]
     options += [f" {spelled(name)}" for name in ("nsa_full", "nsa_hot", "nsa_no_check") if config.getoption(name)]
     return "".join(options)
 
