@@ -17,6 +17,10 @@ from typing import Any
 Fact = dict[str, Any]
 
 
+CORE_DISTS = ("few", "many", "mixed", "decode")
+"""As core lists them; a group of benchmarks is named by its distribution and how the kernel learns the keys."""
+
+
 @dataclass(frozen=True)
 class Recording:
     """One run of the perf lane."""
@@ -110,11 +114,15 @@ def newest_of(files: Iterable[Path]) -> list[Recording]:
 
 
 def grouped(facts: Iterable[Fact]) -> dict[str, list[Fact]]:
-    """Facts by benchmark group, groups in order of appearance."""
+    """Facts by benchmark group: those of core as core lists them, the others after them, in order of appearance.
+
+    What was recorded by parts is read newest part first, which would order a table by who was recorded last.
+    """
     groups: dict[str, list[Fact]] = {}
     for fact in facts:
         groups.setdefault(str(fact["group"]), []).append(fact)
-    return groups
+    rank = {dist: i for i, dist in enumerate(CORE_DISTS)}
+    return dict(sorted(groups.items(), key=lambda item: rank.get(item[0].partition(",")[0], len(rank))))
 
 
 def kernels(facts: Iterable[Fact]) -> list[Fact]:

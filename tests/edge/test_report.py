@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nsa.testing import digest, report, summary
-from nsa.testing.recording import load, newest
+from nsa.testing.recording import grouped, load, newest
 
 ROOT = Path(report.__file__).parents[2]
 DATA = Path(__file__).parent / "data" / "h100-core-trimmed.json"  # an H100 run as recorded, some benchmarks and keys
@@ -194,6 +194,14 @@ def test_recordings_of_parts_make_one(recorded, tmp_path):
     assert found.commits == f"fedcba987654, {load(tmp_path / '0001_x.json').commit[:12]}"
     both = f"fedcba987654, 2026-03-01; {load(tmp_path / '0001_x.json').commit[:12]}, 2026-01-01"
     assert f"geometric mean (worst) ({both})" in report.readme_block([found])
+
+
+def test_groups_are_ordered_as_core_is():
+    """Whatever was recorded last."""
+    facts = load(DATA).facts
+    of_core = ["few, rows", "many, ranges", "mixed, ranges", "decode, blocks"]
+    assert list(grouped(facts)) == [*of_core, "fallback", "eager call, host"]
+    assert list(grouped(reversed(facts))) == [*of_core, "eager call, host", "fallback"]
 
 
 def test_readme_shows_the_committed_baseline():
