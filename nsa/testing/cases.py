@@ -17,7 +17,8 @@ from nsa.testing.problem import Problem
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CACHE = 2048  # keys each row owns when its spans are read from the cache
 LARGE = 16_384  # rows beyond which nobody packs a problem, and the oracle looks at some of its queries
-_SOURCE = {"few": "rows", "many": "ranges", "mixed": "ranges", "decode": "blocks", "prefill": "blocks"}
+SOURCES = {"few": "rows", "many": "ranges", "mixed": "ranges", "decode": "blocks", "prefill": "blocks"}
+"""Distributions as core lists them, and how the kernel learns the keys of each."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Case:
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
-        fill(self, "source", self.source or _SOURCE[self.dist])
+        fill(self, "source", self.source or SOURCES[self.dist])
         usual = {"rows": self.L, "varlen": self.N * self.L}.get(self.source, CACHE)
         fill(self, "S_kv", self.S_kv or max(self.kv_seqlens or self.seqlens, default=usual))
         fill(self, "n", self.n or -(-self.L // self.block_size))
@@ -96,7 +97,7 @@ class Case:
         """`H8-D128-Dv128-L512-N1024-many-bf16`, then a word for all that is not the distribution's default."""
         words = [f"H{self.H}", f"D{self.D}", f"Dv{self.Dv}", f"L{self.L}", f"N{self.N}", self.dist, self.dtype]
         usual = Case(self.H, self.D, self.Dv, self.L, self.N, self.dist, self.dtype, source=self.source)
-        if self.source != _SOURCE[self.dist]:
+        if self.source != SOURCES[self.dist]:
             words.append(self.source)
         words += [f"HKV{self.HKV}"] * (self.HKV != 1) + [f"S{self.S}"] * (self.S != usual.S)
         words += [f"Skv{self.S_kv}"] * (self.S_kv != usual.S_kv and not self.seqlens)

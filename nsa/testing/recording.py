@@ -14,11 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nsa.testing.cases import SOURCES
+
 Fact = dict[str, Any]
-
-
-CORE_DISTS = ("few", "many", "mixed", "decode")
-"""As core lists them; a group of benchmarks is named by its distribution and how the kernel learns the keys."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ def grouped(facts: Iterable[Fact]) -> dict[str, list[Fact]]:
     groups: dict[str, list[Fact]] = {}
     for fact in facts:
         groups.setdefault(str(fact["group"]), []).append(fact)
-    rank = {dist: i for i, dist in enumerate(CORE_DISTS)}
+    rank = {dist: i for i, dist in enumerate(SOURCES)}  # a group's name begins with it
     return dict(sorted(groups.items(), key=lambda item: rank.get(item[0].partition(",")[0], len(rank))))
 
 
