@@ -39,39 +39,66 @@ def find_sequence(cu_seqlens_ptr, B, token, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def load_span(sel_ptr, j, n, limit, block_size, SOURCE: tl.constexpr):
-    """Spans ``j`` of one row, clamped to ``[0, limit]``: ``(start, end)`` int32, empty from ``n`` on."""
+def ask_spans(sel_ptr, j, n, SOURCE: tl.constexpr):
+    """What spans ``j`` of one row are read from, as it lies in memory, for :func:`clamp_span`.
+
+    Two numbers for ranges, one and the same for blocks; nothing is selected from ``n`` on. Apart, so that a program may
+    ask for them before it works out anything else.
+    """
     inside = j < n
     if SOURCE == RANGES:
-        # Clamped in the dtype that came: int64 spans may be anything.
         begin = tl.load(sel_ptr + 2 * j, mask=inside, other=0)
         stop = tl.load(sel_ptr + 2 * j + 1, mask=inside, other=0)
+    else:
+        begin = tl.load(sel_ptr + j, mask=inside, other=-1)
+        stop = begin
+    return begin, stop
+
+
+@triton.jit
+def clamp_span(begin, stop, limit, block_size, SOURCE: tl.constexpr):
+    """Spans of what :func:`ask_spans` returned, clamped to ``[0, limit]``: ``(start, end)`` int32."""
+    if SOURCE == RANGES:
+        # Clamped in the dtype that came: int64 spans may be anything.
         start = tl.minimum(tl.maximum(begin, 0), limit).to(tl.int32)
         end = tl.minimum(tl.maximum(stop, 0), limit).to(tl.int32)
         end = tl.maximum(start, end)
     else:
-        block = tl.load(sel_ptr + j, mask=inside, other=-1)
         # Clamped before it is multiplied; a division would take longer.
-        listed = (block >= 0) & (tl.minimum(block, 2147483647).to(tl.int64) * block_size < limit)
-        start = tl.where(listed, block, 0).to(tl.int32) * block_size
+        listed = (begin >= 0) & (tl.minimum(begin, 2147483647).to(tl.int64) * block_size < limit)
+        start = tl.where(listed, begin, 0).to(tl.int32) * block_size
         end = start + tl.where(listed, tl.minimum(block_size, limit - start), 0)
     return start, end
 
 
 @triton.jit
-def load_spans(sel_ptr, first, n, limit, block_size, SOURCE: tl.constexpr, SPANS: tl.constexpr, BLOCK_L: tl.constexpr):
-    """``SPANS`` spans of one row from number ``first`` on, for :func:`key_positions`.
+def load_span(sel_ptr, j, n, limit, block_size, SOURCE: tl.constexpr):
+    """Spans ``j`` of one row, clamped to ``[0, limit]``: ``(start, end)`` int32, empty from ``n`` on."""
+    begin, stop = ask_spans(sel_ptr, j, n, SOURCE)
+    return clamp_span(begin, stop, limit, block_size, SOURCE)
+
+
+@triton.jit
+def slots_of(begin, stop, limit, block_size, SOURCE: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Spans of one row, of what :func:`ask_spans` returned, for :func:`key_positions`.
 
     A selected key takes a slot. Blocks of whole tiles (``TILED``) take slots in whole tiles, for :func:`tile_start`.
 
     Returns ``start [SPANS]`` (first key), ``before [SPANS]`` (slots of earlier spans of this chunk), ``length [SPANS]``
     and ``total`` (slots of this chunk).
     """
-    start, end = load_span(sel_ptr, first + tl.arange(0, SPANS), n, limit, block_size, SOURCE)
+    start, end = clamp_span(begin, stop, limit, block_size, SOURCE)
     length = end - start
     if SOURCE == TILED:
         length = tl.cdiv(length, BLOCK_L) * BLOCK_L
     return start, tl.cumsum(length, 0) - length, length, tl.sum(length, 0)
+
+
+@triton.jit
+def load_spans(sel_ptr, first, n, limit, block_size, SOURCE: tl.constexpr, SPANS: tl.constexpr, BLOCK_L: tl.constexpr):
+    """:func:`slots_of` the ``SPANS`` spans of one row from number ``first`` on."""
+    begin, stop = ask_spans(sel_ptr, first + tl.arange(0, SPANS), n, SOURCE)
+    return slots_of(begin, stop, limit, block_size, SOURCE, BLOCK_L)
 
 
 @triton.jit

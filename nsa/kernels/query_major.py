@@ -29,6 +29,7 @@ from nsa.kernels.primitives import (
     TILED,
     VARLEN,
     WHOLE,
+    ask_spans,
     cluster_barrier,
     expect_table,
     find_sequence,
@@ -37,9 +38,9 @@ from nsa.kernels.primitives import (
     gdc_wait,
     in_page,
     key_positions,
-    load_spans,
     merge_parts,
     not_before,
+    slots_of,
     softmax_step,
     tile_in_pages,
     tile_start,
@@ -97,6 +98,9 @@ def _fwd_kernel(
     HKV_MANY: tl.constexpr,
     S_MANY: tl.constexpr,
     CAUSAL: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    FAR: tl.constexpr,
+    HOLD_Q: tl.constexpr,
     SPLIT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -132,6 +136,13 @@ def _fwd_kernel(
 
     if EARLY:
         gdc_wait()  # the kernel before it on the stream may still run: nothing in memory is touched before its end
+
+    # First of all what decides which keys are read: the rest is worked out while it comes.
+    if SOURCE != WHOLE:
+        sel_row = sel_ptr + row.to(tl.int64) * n * (2 if SOURCE == RANGES else 1)
+        begin_of, end_of = ask_spans(sel_row, tl.arange(0, SPANS), n, SOURCE)
+    if LAYOUT == CACHE:
+        filled = tl.load(cu_k_ptr + (token // S if S_MANY else token).to(tl.int64))
 
     # Whose row it is: where its query lies, and the keys of its sequence, [k_first, k_first + seqlen_k).
     if LAYOUT == BATCH or LAYOUT == CACHE:
@@ -183,6 +194,8 @@ def _fwd_kernel(
 
     q_ptrs = q_ptr + (q_off + head.to(tl.int64) * stride_qh)[:, None] * STRIDE_UNIT + d[None, :]
     q_mask = in_group[:, None] & (d[None, :] < D)
+    if not STREAM_Q:
+        q = tl.load(q_ptrs, mask=q_mask, other=0.0)  # [BLOCK_G, BLOCK_D]
     k_off += tl.cast(head_kv, tl.int64) * stride_kh
     v_off += tl.cast(head_kv, tl.int64) * stride_vh
     k_base = k_ptr + k_off * STRIDE_UNIT
@@ -192,6 +205,8 @@ def _fwd_kernel(
     l = tl.zeros([BLOCK_G, BLOCK_L], tl.float32)  # added up over a tile's keys in the end
     acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
 
+    # A loop even where one chunk is all: what does not need the spans is worked out before it, while they come. So that
+    # they are not waited for there, what is added to them is 0.
     if SOURCE != WHOLE:
         chunks = (n + SPANS - 1) // SPANS
     else:
@@ -201,14 +216,13 @@ def _fwd_kernel(
         if SOURCE == WHOLE:
             total = limit
         else:
-            sel_row = sel_ptr + row.to(tl.int64) * n * (2 if SOURCE == RANGES else 1)
-            if LAYOUT == CACHE:  # cu_k says how much of it is there: asked for here, together with the selection
-                filled = tl.load(cu_k_ptr + batch + tl.minimum(chunk, 0))
+            if LAYOUT == CACHE:  # no more than is there
                 visible = tl.minimum(tl.maximum(filled, 0), S_kv).to(tl.int32)
                 if CAUSAL:
                     visible = tl.maximum(visible - S + s + 1, 0)
-            start, before, length, total = load_spans(
-                sel_row, chunk * SPANS, n, visible, block_size, SOURCE, SPANS, BLOCK_L
+            here = tl.minimum(chunk, 0)
+            start, before, length, total = slots_of(
+                begin_of + here, end_of + here, visible, block_size, SOURCE, BLOCK_L
             )
         first = 0
         last = total
@@ -216,10 +230,8 @@ def _fwd_kernel(
             share = tl.cdiv(tl.cdiv(total, BLOCK_L), splits) * BLOCK_L
             first = tl.minimum(split * share, total)
             last = tl.minimum(first + share, total)
-        # A program waits for its queries before it asks for what comes after them, so they come last; or with every
-        # tile, on their way together with its keys. What is added is 0: else they would be loaded before the loop.
-        if not STREAM_Q:
-            q = tl.load(q_ptrs + tl.minimum(chunk, 0) * 16, mask=q_mask, other=0.0)  # [BLOCK_G, BLOCK_D]
+        if HOLD_Q:
+            q = not_before(q)  # else it would be waited for before the spans' turn
         for begin in range(first, last, BLOCK_L):
             slot = begin + tl.arange(0, BLOCK_L)
             valid = slot < last
@@ -249,9 +261,10 @@ def _fwd_kernel(
                 key = key_positions(slot, start, before, length)
                 if PAGE:
                     k_page, v_page, key, valid = in_page(table_row, key, valid, pages, stride_kb, stride_vb, PAGE)
-            key = key.to(tl.int64)
-            k_at = key * stride_kn
-            v_at = key * stride_vn
+            if FAR:  # else a key's offset fits int32, in units
+                key = key.to(tl.int64)
+            k_at = (key * stride_kn).to(tl.int64)
+            v_at = (key * stride_vn).to(tl.int64)
             if PAGE:
                 k_at += k_page
                 v_at += v_page
@@ -269,6 +282,8 @@ def _fwd_kernel(
             if UPFRONT:
                 v = not_before(v)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
+        if CHUNKED:
+            begin_of, end_of = ask_spans(sel_row, (chunk + 1) * SPANS + tl.arange(0, SPANS), n, SOURCE)
 
     if SPLIT:
         heads = (programs // HEAD_TILES).to(tl.int64) * G
@@ -382,10 +397,12 @@ def plan(
     sizes = (B, S, S_kv, HKV, n, size, pages, *(s // unit for s in all_strides))
     tile = tile._replace(UPFRONT=tile.UPFRONT and runs_ptx(device))
     early = runs_ptx(device) and capability >= 90 and gdc_wait is not None
+    # Keys of a tile may lie past the last one; nobody loads those.
+    far = (S_kv + size + tile.BLOCK_L) * max(x[-3] for x in strides[1:]) // unit > INT32_MAX
     variant, variant_lse = (
         _variant(
             device, dtype, tile, source, layout, page, HKV > 1, S > 1 and sequences is None, causal, G, D, Dv,
-            splits > 1, splits if merged else 0, early, unit, (*kinds, with_lse),
+            n > spans, far, splits > 1, splits if merged else 0, early, unit, (*kinds, with_lse),
         )
         for with_lse in (False, True)
     )  # fmt: skip
@@ -422,6 +439,8 @@ def _variant(
     G: int,
     D: int,
     Dv: int,
+    chunked: bool,
+    far: bool,
     split: bool,
     cluster: int,
     early: bool,
@@ -434,7 +453,8 @@ def _variant(
     constexprs.update(G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, INPUT_PRECISION="ieee")
     constexprs.update(PAGE=page, HKV_MANY=hkv_many, S_MANY=s_many)
     mine = tiles.next_power_of_2(-(-tile.HEADS // max(cluster, 1)))
-    constexprs.update(SPLIT=split, CLUSTER=cluster, MINE=mine, STRIDE_UNIT=unit)
+    hold = runs_ptx(device) and dtype.itemsize == 2 and source != WHOLE.value and not tile.STREAM_Q
+    constexprs.update(CHUNKED=chunked, FAR=far, HOLD_Q=hold, SPLIT=split, CLUSTER=cluster, MINE=mine, STRIDE_UNIT=unit)
     constexprs.update(EARLY=early, OVERLAP=early and split and not cluster)
     if early:
         options["launch_pdl"] = True
