@@ -101,6 +101,7 @@ def _fwd_kernel(
     CHUNKED: tl.constexpr,
     FAR: tl.constexpr,
     HOLD_Q: tl.constexpr,
+    SINGLE: tl.constexpr,
     SPLIT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -232,7 +233,10 @@ def _fwd_kernel(
             last = tl.minimum(first + share, total)
         if HOLD_Q:
             q = not_before(q)  # else it would be waited for before the spans' turn
-        for begin in range(first, last, BLOCK_L):
+        if SINGLE and SOURCE == TILED:  # no loop leaves out a tile that is not there
+            visible = tl.where(first < last, visible, 0)
+        for tile in range(0 if SINGLE else first, BLOCK_L if SINGLE else last, BLOCK_L):
+            begin = first if SINGLE else tile
             slot = begin + tl.arange(0, BLOCK_L)
             valid = slot < last
             if SOURCE == WHOLE:
@@ -273,8 +277,11 @@ def _fwd_kernel(
             v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
             v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
             if STREAM_Q:
-                q = tl.load(q_ptrs + tl.minimum(begin, 0) * 16, mask=q_mask, other=0.0)
+                q = tl.load(q_ptrs + tl.minimum(tile, 0) * 16, mask=q_mask, other=0.0)
             if UPFRONT:
+                if SINGLE:  # no loop keeps them together, and ptxas would ask for values after keys have come
+                    tl.debug_barrier()
+                    q = not_before(q)
                 k = not_before(k)
             scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
             scores = tl.where(valid[None, :], scores, float("-inf"))  # [BLOCK_G, BLOCK_L]
@@ -397,12 +404,15 @@ def plan(
     sizes = (B, S, S_kv, HKV, n, size, pages, *(s // unit for s in all_strides))
     tile = tile._replace(UPFRONT=tile.UPFRONT and runs_ptx(device))
     early = runs_ptx(device) and capability >= 90 and gdc_wait is not None
+    # What a program reads is one tile, whatever the spans are.
+    most = n * size if source in (TILED.value, BLOCKS.value) else S_kv if layout == BATCH.value else INT32_MAX
+    single = tile.num_stages == 1 and n <= spans and source != RANGES.value and most <= splits * tile.BLOCK_L
     # Keys of a tile may lie past the last one; nobody loads those.
     far = (S_kv + size + tile.BLOCK_L) * max(x[-3] for x in strides[1:]) // unit > INT32_MAX
     variant, variant_lse = (
         _variant(
             device, dtype, tile, source, layout, page, HKV > 1, S > 1 and sequences is None, causal, G, D, Dv,
-            n > spans, far, splits > 1, splits if merged else 0, early, unit, (*kinds, with_lse),
+            n > spans, far, single, splits > 1, splits if merged else 0, early, unit, (*kinds, with_lse),
         )
         for with_lse in (False, True)
     )  # fmt: skip
@@ -441,6 +451,7 @@ def _variant(
     Dv: int,
     chunked: bool,
     far: bool,
+    single: bool,
     split: bool,
     cluster: int,
     early: bool,
@@ -454,7 +465,8 @@ def _variant(
     constexprs.update(PAGE=page, HKV_MANY=hkv_many, S_MANY=s_many)
     mine = tiles.next_power_of_2(-(-tile.HEADS // max(cluster, 1)))
     hold = runs_ptx(device) and dtype.itemsize == 2 and source != WHOLE.value and not tile.STREAM_Q
-    constexprs.update(CHUNKED=chunked, FAR=far, HOLD_Q=hold, SPLIT=split, CLUSTER=cluster, MINE=mine, STRIDE_UNIT=unit)
+    constexprs.update(CHUNKED=chunked, FAR=far, HOLD_Q=hold, SINGLE=single)
+    constexprs.update(SPLIT=split, CLUSTER=cluster, MINE=mine, STRIDE_UNIT=unit)
     constexprs.update(EARLY=early, OVERLAP=early and split and not cluster)
     if early:
         options["launch_pdl"] = True

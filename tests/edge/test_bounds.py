@@ -104,6 +104,39 @@ def test_blocks_of_whole_tiles(agrees, draw, device, monkeypatch, fresh_plans, c
     assert {constexprs["SOURCE"] for constexprs in launched} == {TILED.value}
 
 
+@pytest.mark.parametrize("block_size", [32, 24, 16], ids=lambda size: f"blocks-of-{size}")
+@pytest.mark.parametrize("parts", [1, 2, 6])
+def test_programs_of_one_tile(agrees, draw, device, monkeypatch, fresh_plans, block_size, parts):
+    """As many blocks as their programs' tiles hold, and fewer: some programs have none of them, some a part of one."""
+    from nsa.kernels import query_major
+
+    launched, variant = [], query_major.Variant
+    monkeypatch.setattr(query_major, "Variant", lambda *args: launched.append(args[1]) or variant(*args))
+    query_major._variant.cache_clear()
+    n = 32 * parts // block_size
+    q, k, v = draw(S=6, HKV=1, S_kv=200)
+    blocks = torch.stack([torch.randperm(200 // block_size + 1)[:n] for _ in range(6)]).view(1, 6, 1, n).to(device)
+    blocks[:, 1] = -1
+    blocks[:, 2, :, 1:] = -1
+    blocks[:, 3, :, : n - 1] = -1
+    with sweep.forced(tiles.Choice(parts, 1, 32, 2, 1)):
+        agrees(triton, q, k, v, block_indices=blocks, block_size=block_size, causal=False)
+    assert {constexprs["SINGLE"] for constexprs in launched} == {True}
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_packed_rows_of_one_tile(draw, fresh_plans, parts):
+    """And of one key more, which is another tile."""
+    for L in (1, 32 * parts - 7, 32 * parts, 32 * parts + 1):
+        q, k, v = draw(B=2, S=1, HKV=1, G=3, S_kv=L)
+        want = nsa.selection_attention(
+            q, k, v, ranges=torch.tensor([[0, L]], device=q.device).expand(2, 1, 1, 1, 2), backend="reference"
+        )
+        with sweep.forced(tiles.Choice(parts, 1, 32, 2, 1)):
+            got = nsa.sel_attn_fwd_dense_group(q[:, 0], k[:, :, 0], v[:, :, 0])
+        torch.testing.assert_close(got, want[:, 0], rtol=0, atol=1e-5)
+
+
 def test_huge_blocks_cost_what_they_hold(agrees, draw, same, fresh_plans):
     """Of a block of 2^20 keys ten exist: with a tile walked for every key that it might hold this would not end."""
     q, k, v = draw(S=1, HKV=1, S_kv=10)
