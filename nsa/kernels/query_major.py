@@ -406,7 +406,7 @@ def plan(
     early = runs_ptx(device) and capability >= 90 and gdc_wait is not None
     # What a program reads is one tile, whatever the spans are.
     most = n * size if source in (TILED.value, BLOCKS.value) else S_kv if layout == BATCH.value else INT32_MAX
-    single = tile.num_stages == 1 and n <= spans and source != RANGES.value and most <= splits * tile.BLOCK_L
+    single = tile.num_stages == 1 and source != RANGES.value and most <= splits * tile.BLOCK_L
     # Keys of a tile may lie past the last one; nobody loads those.
     far = (S_kv + size + tile.BLOCK_L) * max(x[-3] for x in strides[1:]) // unit > INT32_MAX
     variant, variant_lse = (
