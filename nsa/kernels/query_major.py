@@ -195,8 +195,8 @@ def _fwd_kernel(
 
     q_ptrs = q_ptr + (q_off + head.to(tl.int64) * stride_qh)[:, None] * STRIDE_UNIT + d[None, :]
     q_mask = in_group[:, None] & (d[None, :] < D)
-    if not STREAM_Q:
-        q = tl.load(q_ptrs, mask=q_mask, other=0.0)  # [BLOCK_G, BLOCK_D]
+    if HOLD_Q:
+        held = tl.load(q_ptrs, mask=q_mask, other=0.0)  # [BLOCK_G, BLOCK_D]
     k_off += tl.cast(head_kv, tl.int64) * stride_kh
     v_off += tl.cast(head_kv, tl.int64) * stride_vh
     k_base = k_ptr + k_off * STRIDE_UNIT
@@ -231,8 +231,12 @@ def _fwd_kernel(
             share = tl.cdiv(tl.cdiv(total, BLOCK_L), splits) * BLOCK_L
             first = tl.minimum(split * share, total)
             last = tl.minimum(first + share, total)
+        # Queries are asked for together with the spans, or with every tile; many heads of them after the spans, or they
+        # would be spilled. What is added is 0: else they would be loaded before the loop.
         if HOLD_Q:
-            q = not_before(q)  # else it would be waited for before the spans' turn
+            q = not_before(held)  # nor is it waited for before the loop
+        elif not STREAM_Q:
+            q = tl.load(q_ptrs + tl.minimum(chunk, 0) * 16, mask=q_mask, other=0.0)
         if SINGLE and SOURCE == TILED:  # no loop leaves out a tile that is not there
             visible = tl.where(first < last, visible, 0)
         for tile in range(0 if SINGLE else first, BLOCK_L if SINGLE else last, BLOCK_L):
@@ -464,7 +468,7 @@ def _variant(
     constexprs.update(G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, INPUT_PRECISION="ieee")
     constexprs.update(PAGE=page, HKV_MANY=hkv_many, S_MANY=s_many)
     mine = tiles.next_power_of_2(-(-tile.HEADS // max(cluster, 1)))
-    hold = runs_ptx(device) and dtype.itemsize == 2 and source != WHOLE.value and not tile.STREAM_Q
+    hold = runs_ptx(device) and dtype.itemsize == 2 and tile.BLOCK_G <= 16 and not tile.STREAM_Q
     constexprs.update(CHUNKED=chunked, FAR=far, HOLD_Q=hold, SINGLE=single)
     constexprs.update(SPLIT=split, CLUSTER=cluster, MINE=mine, STRIDE_UNIT=unit)
     constexprs.update(EARLY=early, OVERLAP=early and split and not cluster)
