@@ -103,14 +103,14 @@ def _trusted(variant: Any, device: torch.device) -> bool:
 def describe(variant: Any, tensors: tuple[torch.Tensor | None, ...]) -> dict[str, Any]:
     """Everything that decides what Triton compiles, as JSON holds it.
 
-    But for integers past 2^31, which make a variant of their own: a child has no tensors that large, and such a launch
-    goes by what was found out about its like.
+    But for integers past 2^31 and keys that far apart (``FAR``), which make variants of their own: a child has no
+    tensors that large, and such a launch goes by what was found out about its like.
     """
     names = variant.kernel.arg_names
     return {
         "kernel": variant.kernel.fn.__name__,
         "interpreted": not hasattr(variant.kernel, "cache_key"),
-        "constexprs": variant.constexprs,
+        "constexprs": variant.constexprs | {name: False for name in ("FAR",) if name in variant.constexprs},
         "options": variant.options,
         "cluster": variant.cluster,
         "tensors": {name: x if x is None else str(x.dtype) for name, x in zip(names, tensors, strict=False)},

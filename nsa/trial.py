@@ -79,11 +79,15 @@ def _forward(what: dict[str, Any], device: torch.device, say: Say) -> str | None
     c, given = what["constexprs"], what["tensors"]
     tile = tiles.Tile(**{field: (c | what["options"])[field] for field in tiles.Tile._fields})
     splits = c["CLUSTER"] or (2 if c["SPLIT"] else 1)
+    if c["SINGLE"] and c["CHUNKED"] and not c["CLUSTER"]:
+        splits = c["SPANS"] + 1 if c["SPLIT"] else 1  # a tile for each of so many blocks
     tiles.choose = lambda *_, **__: (tile, splits, c["CLUSTER"] > 0)
     make = Maker(what, device)
 
     HKV, S, L = (2 if c["HKV_MANY"] else 1), (3 if c["S_MANY"] else 1), c["BLOCK_L"]
     S_kv = L * (splits + tile.num_stages) + 5  # every program meets tiles enough to pipeline, and an end within one
+    if c["SINGLE"] and c["SOURCE"] == primitives.WHOLE.value:
+        S_kv = L * splits - 3
     cached, page = c["LAYOUT"] == primitives.CACHE.value, c["PAGE"]
     batched = cached or c["LAYOUT"] == primitives.BATCH.value
     packed = c["LAYOUT"] == primitives.PACKED.value
@@ -106,7 +110,7 @@ def _forward(what: dict[str, Any], device: torch.device, say: Say) -> str | None
         cu_k = make.ints("cu_k_ptr", torch.tensor([0, S_kv // 3, S_kv // 2, S_kv]))
     selection, size = None, None
     if c["SOURCE"] != primitives.WHOLE.value:
-        selection, size = _selection(c, lead, HKV, S_kv, make)
+        selection, size = _selection(c, lead, HKV, S_kv, make, tile.num_stages, splits)
     positions = None
     if given["pos_ptr"] is not None:
         positions = make.ints("pos_ptr", make.draw(lead, -1, S_kv))
@@ -154,11 +158,13 @@ def _forward(what: dict[str, Any], device: torch.device, say: Say) -> str | None
     )
 
 
-def _selection(c: dict[str, Any], lead: tuple[int, ...], HKV: int, S_kv: int, make: Maker) -> tuple[Tensor, int | None]:
-    """Spans or blocks, and the size of the latter. One more than a program holds at a time."""
+def _selection(
+    c: dict[str, Any], lead: tuple[int, ...], HKV: int, S_kv: int, make: Maker, stages: int, splits: int
+) -> tuple[Tensor, int | None]:
+    """Spans or blocks, and the size of the latter. As many as a program holds at a time, or one more."""
     from nsa.kernels import primitives
 
-    n, L = c["SPANS"] + 1, c["BLOCK_L"]
+    n, L = c["SPANS"] + int(c["CHUNKED"]), c["BLOCK_L"]
     rows = (*lead, HKV)
     if c["SOURCE"] == primitives.RANGES.value:
         start = make.draw((*rows, n), -3, S_kv + 3)
@@ -166,7 +172,13 @@ def _selection(c: dict[str, Any], lead: tuple[int, ...], HKV: int, S_kv: int, ma
         spans.view(-1, n, 2)[0, 0] = torch.tensor([-5, S_kv + 5])
         spans.view(-1, n, 2)[-1] = 0
         return make.ints("sel_ptr", spans), None
-    size = L if c["SOURCE"] == primitives.TILED.value else max(1, L // 2)
+    tiled = c["SOURCE"] == primitives.TILED.value
+    size = L if tiled else max(1, L // 2)
+    if c["SINGLE"]:  # all of them are a tile a program
+        n = n if c["CHUNKED"] else min(n, splits * L // size)
+        size = L if tiled else max(1, min(size, splits * L // n))
+    elif stages == 1:  # and here are not
+        size += L * (splits // n + 1)
     blocks = make.draw((*rows, n), -1, -(-S_kv // size) + 1)
     blocks[..., 8:-1] = -1  # all of 64 would take the interpreter seconds
     blocks.view(-1, n)[-1] = -1

@@ -408,15 +408,17 @@ def plan(
     sizes = (B, S, S_kv, HKV, n, size, pages, *(s // unit for s in all_strides))
     tile = tile._replace(UPFRONT=tile.UPFRONT and runs_ptx(device))
     early = runs_ptx(device) and capability >= 90 and gdc_wait is not None
-    # What a program reads is one tile, whatever the spans are.
-    most = n * size if source in (TILED.value, BLOCKS.value) else S_kv if layout == BATCH.value else INT32_MAX
-    single = tile.num_stages == 1 and source != RANGES.value and most <= splits * tile.BLOCK_L
+    # Whether what a program reads is one tile, whatever the spans are. Not by how much of a block exists: that may be
+    # a matter of who else is in the call. And there is a page to look up.
+    most = INT32_MAX if source == RANGES.value else S_kv if block_size is None else n * block_size
+    single = tile.num_stages == 1 and most <= splits * tile.BLOCK_L and not (page and S_kv == 0)
+    single = single and (source != WHOLE.value or layout == BATCH.value)
     # Keys of a tile may lie past the last one; nobody loads those.
     far = (S_kv + size + tile.BLOCK_L) * max(x[-3] for x in strides[1:]) // unit > INT32_MAX
     variant, variant_lse = (
         _variant(
             device, dtype, tile, source, layout, page, HKV > 1, S > 1 and sequences is None, causal, G, D, Dv,
-            n > spans, far, single, splits > 1, splits if merged else 0, early, unit, (*kinds, with_lse),
+            n > tile.SPANS, far, single, splits > 1, splits if merged else 0, early, unit, (*kinds, with_lse),
         )
         for with_lse in (False, True)
     )  # fmt: skip

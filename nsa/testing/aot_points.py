@@ -62,8 +62,8 @@ class Point:
     n: int = 1  # spans
     causal: bool = False
     HKV: int = 1
-    # Of cu_seqlens, q_positions, int64, per_head, unpipelined, key_major, backward; cache, or page64 in such pages:
-    # then 65,536 keys for each of `rows` sequences, or of two with half the rows each where it is key_major.
+    # Of cu_seqlens, q_positions, int64, per_head, unpipelined, far (apart), key_major, backward; cache, or page64 in
+    # such pages: then 65,536 keys for each of `rows` sequences, or of two with half the rows each if it is key_major.
     options: tuple[str, ...] = ()
     choice: tiles.Choice | None = None  # as a sweep forces it; else the tables and rules of `tiles`
 
@@ -115,6 +115,10 @@ POINTS = (
     Point("ranges", "fp16", 16, 128, 128, 8, 1024, n=16, causal=True),
     Point("ranges", "bf16", 1, 128, 128, 8192, 1024, n=16, causal=True, HKV=16),
     Point("ranges", "bf16", 128, 192, 128, 4096, 1024, n=16, causal=True),
+    Point("ranges", "bf16", 8, 128, 128, 256, 1024, n=150, causal=True),  # more than a program holds at a time
+    Point("blocks", "bf16", 16, 128, 128, 64, 4096, n=128, causal=True),
+    Point("dense", "bf16", 8, 128, 128, 64, 1024, options=("far",)),  # keys further apart than int32 counts
+    Point("ranges", "bf16", 8, 64, 64, 256, 256, n=8, options=("far",)),
     Point("ranges", "fp16", 8, 256, 256, 1024, 4096, n=64, causal=True, options=("int64", "cu_seqlens")),
     Point("blocks", "bf16", 4, 64, 64, 32768, 1024, n=16, causal=True, HKV=8),
     Point("blocks", "fp16", 8, 128, 128, 32768, 1024, n=16, causal=True, HKV=8, options=("int64", "cu_seqlens")),

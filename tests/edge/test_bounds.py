@@ -126,8 +126,13 @@ def test_programs_of_one_tile(agrees, draw, device, monkeypatch, fresh_plans, bl
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_packed_rows_of_one_tile(draw, fresh_plans, parts):
+def test_packed_rows_of_one_tile(draw, fresh_plans, monkeypatch, parts):
     """And of one key more, which is another tile."""
+    from nsa.kernels import query_major
+
+    launched, variant = [], query_major.Variant
+    monkeypatch.setattr(query_major, "Variant", lambda *args: launched.append(args[1]) or variant(*args))
+    query_major._variant.cache_clear()
     for L in (1, 32 * parts - 7, 32 * parts, 32 * parts + 1):
         q, k, v = draw(B=2, S=1, HKV=1, G=3, S_kv=L)
         want = nsa.selection_attention(
@@ -136,6 +141,7 @@ def test_packed_rows_of_one_tile(draw, fresh_plans, parts):
         with sweep.forced(tiles.Choice(parts, 1, 32, 2, 1)):
             got = nsa.sel_attn_fwd_dense_group(q[:, 0], k[:, :, 0], v[:, :, 0])
         torch.testing.assert_close(got, want[:, 0], rtol=0, atol=1e-5)
+        assert launched[-1]["SINGLE"] == (L <= 32 * parts)
 
 
 def test_huge_blocks_cost_what_they_hold(agrees, draw, same, fresh_plans):

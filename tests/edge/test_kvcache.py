@@ -115,12 +115,12 @@ def test_no_sequences_no_queries_no_room(device, backend):
         cache = caches.draw([0] * B, ROOM, page, device=device)
         if page is not None:
             cache = caches.Cache(cache.k, cache.v, cache.cache_seqlens, cache.block_table[:, :0])
-        o, lse = call(
-            queries(B, S, device=device), cache, backend, block_indices=everything(B, S, device), block_size=8
-        )
-        assert (o.shape, lse.shape) == ((B, S, 4, 16), (B, S, 4))
-        assert not o.any()
-        assert (lse == -math.inf).all()
+        for n, size in ((ROOM // PAGE, 8), (0, PAGE)):  # one block may be one tile
+            blocks = everything(B, S, device, n)
+            o, lse = call(queries(B, S, device=device), cache, backend, block_indices=blocks, block_size=size)
+            assert (o.shape, lse.shape) == ((B, S, 4, 16), (B, S, 4))
+            assert not o.any()
+            assert (lse == -math.inf).all()
 
 
 def test_a_pool_without_pages(device, backend):

@@ -105,6 +105,8 @@ def calls(draw, same, device):
     cached = functools.partial(nsa.selection_attention_with_kvcache, q, cache_seqlens=lengths)
     table = torch.tensor([[2, 0, 1]], dtype=torch.int32, device=device)
     return {
+        "more-spans-than-one-holds": lambda: front(q, k, v, ranges=same([(0, 7), (9, 13)] * 40, 1, 3, 2)),
+        "more-blocks-in-one-tile": lambda: front(q, k, v, block_indices=same([1, -1, 0] * 30, 1, 3, 2), block_size=1),
         "cache": lambda: cached(k, v, **ranges),
         "int64-cache": lambda: cached(k, v, **blocks | {"cache_seqlens": lengths.long()}),
         "pages": lambda: cached(*pages, **blocks, block_table=table),
