@@ -133,7 +133,7 @@ def calls(draw, same, device):
 
 KEY_MAJOR = "ranges blocks odd varlen positions int64 tiled-walk walk cache-walk pages-walk pages".split()
 NAMES = "ranges lse fp16 long int64 misaligned positions blocks tiled odd one per-head varlen dense packed".split()
-NAMES += ["cache", "int64-cache", "pages", "spans-in-pages"]
+NAMES += ["cache", "int64-cache", "pages", "spans-in-pages", "more-spans-than-one-holds", "more-blocks-in-one-tile"]
 
 
 @pytest.mark.parametrize("name", NAMES)
