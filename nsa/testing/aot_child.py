@@ -84,8 +84,8 @@ def _call(point: Point) -> None:
         if "q_positions" in point.options:
             tensors["q_positions"] = meta(*lead, dtype=torch.int64)
     q, k, v = meta(*lead, HKV * G, D), meta(*cache, D), meta(*cache, Dv)
-    if "far" in point.options:  # an odd stride is counted in elements
-        k, v = (x.as_strided(x.shape, (*x.stride()[:-3], 2**29 + 1, *x.stride()[-2:])) for x in (k, v))
+    if "far" in point.options:
+        k, v = (x.as_strided(x.shape, (*x.stride()[:-3], 16 * 2**27, *x.stride()[-2:])) for x in (k, v))
     if "backward" in point.options:
         out, lse = meta(*lead, HKV * G, Dv), meta(*lead, HKV * G, dtype=torch.float32)
         planned = backward.launch_for(q, k, v, **tensors, block_size=block_size, causal=point.causal, bound=point.L)
