@@ -231,16 +231,16 @@ def _fwd_kernel(
             share = tl.cdiv(tl.cdiv(total, BLOCK_L), splits) * BLOCK_L
             first = tl.minimum(split * share, total)
             last = tl.minimum(first + share, total)
-        # Queries are asked for together with the spans, or with every tile; many heads of them after the spans, or they
-        # would be spilled. What is added is 0: else they would be loaded before the loop.
-        if HOLD_Q:
-            q = not_before(held)  # nor is it waited for before the loop
-        elif not STREAM_Q:
+        # Queries are asked for together with the spans, or with every tile; else before the keys, but after the spans:
+        # what is added is 0, or they would be loaded before the loop.
+        if not STREAM_Q and not HOLD_Q:
             q = tl.load(q_ptrs + tl.minimum(chunk, 0) * 16, mask=q_mask, other=0.0)
         if SINGLE and SOURCE == TILED:  # no loop leaves out a tile that is not there
             visible = tl.where(first < last, visible, 0)
         for tile in range(0 if SINGLE else first, BLOCK_L if SINGLE else last, BLOCK_L):
             begin = first if SINGLE else tile
+            if HOLD_Q:
+                q = not_before(held)  # nor is it waited for before the loop
             slot = begin + tl.arange(0, BLOCK_L)
             valid = slot < last
             if SOURCE == WHOLE:
@@ -470,7 +470,9 @@ def _variant(
     constexprs.update(G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, INPUT_PRECISION="ieee")
     constexprs.update(PAGE=page, HKV_MANY=hkv_many, S_MANY=s_many)
     mine = tiles.next_power_of_2(-(-tile.HEADS // max(cluster, 1)))
-    hold = runs_ptx(device) and dtype.itemsize == 2 and tile.BLOCK_G <= 16 and not tile.STREAM_Q
+    # More heads would be spilled; and many packed rows are slower by half a percent, which few gain.
+    hold = runs_ptx(device) and dtype.itemsize == 2 and tile.BLOCK_G <= 16
+    hold = hold and not tile.STREAM_Q and source != WHOLE.value
     constexprs.update(CHUNKED=chunked, FAR=far, HOLD_Q=hold, SINGLE=single)
     constexprs.update(SPLIT=split, CLUSTER=cluster, MINE=mine, STRIDE_UNIT=unit)
     constexprs.update(EARLY=early, OVERLAP=early and split and not cluster)

@@ -113,8 +113,7 @@ UPFRONT_REGISTERS = 128
 """Registers of a thread that the keys and values of a tile may take."""
 
 STREAMED = 4
-"""Tiles of a program up to which queries come with each: latency is saved, and little is read again. Where nothing has
-to be looked up before the first tile is asked for, any number: else queries would be waited for first."""
+"""Tiles of a program up to which queries come with each: latency is saved, and little is read again."""
 
 
 @lru_cache(maxsize=4096)
@@ -163,7 +162,7 @@ def select(
         stages -= 1
     while block_l > 16 and max(stages - 1, 1) * block_l * key_bytes > budget:
         block_l //= 2
-    stream_q = (bound <= STREAMED * block_l or spans == 1 and itemsize == 2) and block_g <= 16
+    stream_q = bound <= STREAMED * block_l and block_g <= 16
     upfront = stages == 1 and itemsize == 2 and block_l * key_bytes <= UPFRONT_REGISTERS * 4 * 32 * num_warps
     return Tile(heads, block_g, block_d, block_dv, block_l, spans, stream_q, upfront, num_warps, stages)
 
