@@ -39,6 +39,7 @@ FINALISTS = 6  # timed again, properly
 COARSE: dict[str, Any] = {"iters": 10, "warmup": 1, "budget_s": 0.004, "replay_s": 3e-4}
 FINE: dict[str, Any] = {"iters": 50, "warmup": 3, "budget_s": 0.05}
 WARPS = {16: (1, 2), 32: (1, 2, 4), 64: (2, 4), 128: (4, 8)}  # by BLOCK_L; of 24 shapes none was best elsewhere
+OF_A_CHILD = 24  # choices a child compiles, some 40 s: of a shape with 200 one child took longer than all others
 WAVES = 4  # programs per multiprocessor beyond which more splits are pointless
 FAILURES: tuple[type[BaseException], ...] = (*failures(), AssertionError)
 
@@ -118,11 +119,16 @@ def survivors(case: Case, choices: Sequence[Choice]) -> dict[Choice, str]:
 
 def compile_all(work: Sequence[tuple[Case, Sequence[Choice]]], processes: int) -> dict[Case, dict[Choice, str]]:
     """Compile what a sweep will try, `processes` at a time. Returns what must not be tried here, by case."""
-    # Shapes share kernels: children that went through them in one order would all compile the same ones at a time.
-    orders = [(case, random.Random(i).sample(choices, len(choices))) for i, (case, choices) in enumerate(work)]
+    jobs = []
+    for i, (case, choices) in enumerate(work):
+        # Shapes share kernels: children that went through them in one order would all compile the same ones at a time.
+        order = random.Random(i).sample(choices, len(choices))
+        jobs += [(case, order[j : j + OF_A_CHILD]) for j in range(0, len(order), OF_A_CHILD)]
+    deadly: dict[Case, dict[Choice, str]] = {case: {} for case, _ in work}
     with ThreadPoolExecutor(processes) as threads:
-        deadly = threads.map(lambda job: survivors(*job), orders)
-    return {case: found for (case, _), found in zip(work, deadly, strict=True)}
+        for (case, _), found in zip(jobs, threads.map(lambda job: survivors(*job), jobs), strict=True):
+            deadly[case] |= found
+    return deadly
 
 
 def sweep(

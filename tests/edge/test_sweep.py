@@ -197,6 +197,8 @@ def test_committed_tables_are_whole():
 def test_a_choice_that_kills_the_compiler_is_found_and_not_tried_here(device, monkeypatch, pretend_gpu):
     choices = [Choice(1, 1, 32, w, s) for w in (1, 2) for s in (2, 3)]
     deadly = choices[2]
+    compiled: list[Choice] = []
+    monkeypatch.setattr(sweep, "OF_A_CHILD", 3)
 
     class Child:
         def __init__(self, processes, mp_context):
@@ -209,6 +211,9 @@ def test_a_choice_that_kills_the_compiler_is_found_and_not_tried_here(device, mo
             return None
 
         def submit(self, f, case, choices):
+            assert len(choices) <= 3
+            compiled.extend(choices)
+
             def die():
                 raise sweep.BrokenProcessPool("a child was aborted")
 
@@ -218,6 +223,7 @@ def test_a_choice_that_kills_the_compiler_is_found_and_not_tried_here(device, mo
     other = dataclasses.replace(CASE, L=32)
     found = sweep.compile_all([(CASE, choices), (other, choices[:2])], 2)
     assert found == {CASE: {deadly: "killed the process that compiled it"}, other: {}}
+    assert set(compiled) == {*choices}
     _, facts = sweep.sweep(CASE, choices, device, found[CASE])
     assert len(facts) == 4
     assert facts[-1]["error"] == "killed the process that compiled it"
