@@ -185,6 +185,18 @@ def fresh_plans():
         forget()
 
 
+@pytest.fixture
+def variants(monkeypatch, fresh_plans) -> list[dict[str, Any]]:
+    """The constants of every forward kernel of query-major that the test makes, none of which was made before."""
+    from nsa.kernels import query_major
+
+    made: list[dict[str, Any]] = []
+    make = query_major.Variant
+    monkeypatch.setattr(query_major, "Variant", lambda *args: made.append(args[1]) or make(*args))
+    query_major._variant.cache_clear()
+    return made
+
+
 @pytest.fixture(params=["kernel", "cluster"] if current_lane() == "gpu" else ["kernel"])
 def split(request, monkeypatch, fresh_plans):
     """Every row's keys are shared among 3 programs and merged, whatever the shape: that is decided by measurements."""

@@ -84,36 +84,26 @@ def test_many_spans_of_a_row(attend, agrees, draw, device):
 
 @pytest.mark.parametrize("choice", [(1, 1, 16, 1, 2), (1, 1, 32, 2, 2), (3, 1, 16, 1, 2), (1, 1, 16, 1, 1)], ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
-def test_blocks_of_whole_tiles(agrees, draw, device, monkeypatch, fresh_plans, choice, causal):
+def test_blocks_of_whole_tiles(agrees, draw, device, variants, choice, causal):
     """Blocks of one tile or two, more than a program holds at a time, with padding, blocks past the end, and a block
     that the end cuts: only what exists is walked.
     """
-    from nsa.kernels import query_major
     from nsa.kernels.primitives import TILED
 
-    launched, variant = [], query_major.Variant
-    monkeypatch.setattr(query_major, "Variant", lambda *args: launched.append(args[1]) or variant(*args))
-    query_major._variant.cache_clear()
     q, k, v = draw(S=2, HKV=1, S_kv=100)
     g = torch.Generator().manual_seed(0)
     blocks = torch.randint(-2, 6, (1, 2, 1, 70), generator=g).to(device)
     blocks[:, 0, :, :66] = -1
     with sweep.forced(tiles.Choice(*choice)):
         agrees(triton, q, k, v, block_indices=blocks, block_size=32, causal=causal)
-    assert launched
-    assert {constexprs["SOURCE"] for constexprs in launched} == {TILED.value}
+    assert {made["SOURCE"] for made in variants} == {TILED.value}
 
 
 @pytest.mark.parametrize("block_size", [32, 24, 16], ids=lambda size: f"blocks-of-{size}")
 @pytest.mark.parametrize("parts", [1, 2, 6])
 @pytest.mark.parametrize("more", [0, 1], ids=["all-that-fit", "one-more"])
-def test_programs_of_one_tile(agrees, draw, device, monkeypatch, fresh_plans, block_size, parts, more):
+def test_programs_of_one_tile(agrees, draw, device, variants, block_size, parts, more):
     """As many blocks as their programs' tiles hold, and fewer: some programs have none of them, some a part of one."""
-    from nsa.kernels import query_major
-
-    launched, variant = [], query_major.Variant
-    monkeypatch.setattr(query_major, "Variant", lambda *args: launched.append(args[1]) or variant(*args))
-    query_major._variant.cache_clear()
     n = 32 * parts // block_size + more
     q, k, v = draw(S=6, HKV=1, S_kv=200)
     blocks = torch.stack([torch.randperm(200 // block_size + 1)[:n] for _ in range(6)]).view(1, 6, 1, n).to(device)
@@ -122,17 +112,12 @@ def test_programs_of_one_tile(agrees, draw, device, monkeypatch, fresh_plans, bl
     blocks[:, 3, :, : n - 1] = -1
     with sweep.forced(tiles.Choice(parts, 1, 32, 2, 1)):
         agrees(triton, q, k, v, block_indices=blocks, block_size=block_size, causal=False)
-    assert {constexprs["SINGLE"] for constexprs in launched} == {not more}
+    assert {made["SINGLE"] for made in variants} == {not more}
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_packed_rows_of_one_tile(draw, fresh_plans, monkeypatch, parts):
+def test_packed_rows_of_one_tile(draw, variants, parts):
     """And of one key more, which is another tile."""
-    from nsa.kernels import query_major
-
-    launched, variant = [], query_major.Variant
-    monkeypatch.setattr(query_major, "Variant", lambda *args: launched.append(args[1]) or variant(*args))
-    query_major._variant.cache_clear()
     for L in (1, 32 * parts - 7, 32 * parts, 32 * parts + 1):
         q, k, v = draw(B=2, S=1, HKV=1, G=3, S_kv=L)
         want = nsa.selection_attention(
@@ -141,7 +126,7 @@ def test_packed_rows_of_one_tile(draw, fresh_plans, monkeypatch, parts):
         with sweep.forced(tiles.Choice(parts, 1, 32, 2, 1)):
             got = nsa.sel_attn_fwd_dense_group(q[:, 0], k[:, :, 0], v[:, :, 0])
         torch.testing.assert_close(got, want[:, 0], rtol=0, atol=1e-5)
-        assert launched[-1]["SINGLE"] == (L <= 32 * parts)
+        assert variants[-1]["SINGLE"] == (L <= 32 * parts)
 
 
 def test_huge_blocks_cost_what_they_hold(agrees, draw, same, fresh_plans):
