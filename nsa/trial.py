@@ -84,7 +84,7 @@ def _forward(what: dict[str, Any], device: torch.device, say: Say) -> str | None
     tiles.choose = lambda *_, **__: (tile, splits, c["CLUSTER"] > 0)
     make = Maker(what, device)
 
-    HKV, S, L = (2 if c["HKV_MANY"] else 1), (3 if c["S_MANY"] else 1), c["BLOCK_L"]
+    HKV, S, L = c["HKV"], (3 if c["S_MANY"] else 1), c["BLOCK_L"]
     S_kv = L * (splits + tile.num_stages) + 5  # every program meets tiles enough to pipeline, and an end within one
     if c["SINGLE"] and c["SOURCE"] == primitives.WHOLE.value:
         S_kv = L * splits - 3

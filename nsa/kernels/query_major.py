@@ -51,7 +51,7 @@ CLUSTERS = TRITON >= (3, 6)  # before, launches tell of them in another way
 # What varies from batch to batch must not compile a new kernel. Strides arrive divided by STRIDE_UNIT, which keeps
 # what vector loads need to know of them without one variant per combination.
 RUNTIME = [
-    *("B", "S", "S_kv", "HKV", "n", "block_size", "pages"),
+    *("B", "S", "S_kv", "n", "block_size", "pages"),
     *(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()),
 ]
 
@@ -72,7 +72,6 @@ def _fwd_kernel(
     B,
     S,
     S_kv,
-    HKV,
     n,
     block_size,
     pages,
@@ -95,7 +94,7 @@ def _fwd_kernel(
     SOURCE: tl.constexpr,
     LAYOUT: tl.constexpr,
     PAGE: tl.constexpr,
-    HKV_MANY: tl.constexpr,
+    HKV: tl.constexpr,
     S_MANY: tl.constexpr,
     CAUSAL: tl.constexpr,
     CHUNKED: tl.constexpr,
@@ -132,8 +131,8 @@ def _fwd_kernel(
         programs = programs // CLUSTER
     row = program // HEAD_TILES
     head_tile = program % HEAD_TILES
-    token = row // HKV if HKV_MANY else row
-    head_kv = row % HKV if HKV_MANY else 0
+    token = row // HKV
+    head_kv = row % HKV
 
     if EARLY:
         gdc_wait()  # the kernel before it on the stream may still run: nothing in memory is touched before its end
@@ -405,7 +404,7 @@ def plan(
     # Strides (b, s, h) of each; a 3-D tensor has no batch.
     all_strides = [s for x in (*strides, written) for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]
     unit = math.gcd(16, *all_strides)
-    sizes = (B, S, S_kv, HKV, n, size, pages, *(s // unit for s in all_strides))
+    sizes = (B, S, S_kv, n, size, pages, *(s // unit for s in all_strides))
     tile = tile._replace(UPFRONT=tile.UPFRONT and runs_ptx(device))
     early = runs_ptx(device) and capability >= 90 and gdc_wait is not None
     # Whether what a program reads is one tile, whatever the spans are. Not by how much of a block exists: that may be
@@ -417,7 +416,7 @@ def plan(
     far = (S_kv + size + tile.BLOCK_L) * max(x[-3] for x in strides[1:]) // unit > INT32_MAX
     variant, variant_lse = (
         _variant(
-            device, dtype, tile, source, layout, page, HKV > 1, S > 1 and sequences is None, causal, G, D, Dv,
+            device, dtype, tile, source, layout, page, HKV, S > 1 and sequences is None, causal, G, D, Dv,
             n > tile.SPANS, far, single, splits > 1, splits if merged else 0, early, unit, (*kinds, with_lse),
         )
         for with_lse in (False, True)
@@ -449,7 +448,7 @@ def _variant(
     source: int,
     layout: int,
     page: int,
-    hkv_many: bool,
+    HKV: int,
     s_many: bool,
     causal: bool,
     G: int,
@@ -468,7 +467,7 @@ def _variant(
     constexprs = tile._asdict()
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}
     constexprs.update(G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, INPUT_PRECISION="ieee")
-    constexprs.update(PAGE=page, HKV_MANY=hkv_many, S_MANY=s_many)
+    constexprs.update(PAGE=page, HKV=HKV, S_MANY=s_many)
     mine = tiles.next_power_of_2(-(-tile.HEADS // max(cluster, 1)))
     # More heads would be spilled; and many packed rows are slower by half a percent, which few gain.
     hold = runs_ptx(device) and dtype.itemsize == 2 and tile.BLOCK_G <= 16
