@@ -78,7 +78,7 @@ def _forward(what: dict[str, Any], device: torch.device, say: Say) -> str | None
 
     c, given = what["constexprs"], what["tensors"]
     tile = tiles.Tile(**{field: (c | what["options"])[field] for field in tiles.Tile._fields})
-    splits = c["CLUSTER"] or (2 if c["SPLIT"] else 1)
+    splits = c["CLUSTER"] or (max(2, c["SINGLE"]) if c["SPLIT"] else 1)
     if c["SINGLE"] and c["CHUNKED"] and not c["CLUSTER"]:
         splits = c["SPANS"] + 1 if c["SPLIT"] else 1  # a tile for each of so many blocks
     tiles.choose = lambda *_, **__: (tile, splits, c["CLUSTER"] > 0)
@@ -175,8 +175,9 @@ def _selection(
     tiled = c["SOURCE"] == primitives.TILED.value
     size = L if tiled else max(1, L // 2)
     if c["SINGLE"]:  # all of them are a tile a program
+        size = L * c["SINGLE"] if tiled else size
         n = n if c["CHUNKED"] else min(n, splits * L // size)
-        size = L if tiled else max(1, min(size, splits * L // n))
+        size = size if tiled else max(1, min(size, splits * L // n))
     elif stages == 1:  # and here are not
         size += L * (splits // n + 1)
     blocks = make.draw((*rows, n), -1, -(-S_kv // size) + 1)

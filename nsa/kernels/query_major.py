@@ -30,6 +30,7 @@ from nsa.kernels.primitives import (
     VARLEN,
     WHOLE,
     ask_spans,
+    clamp_span,
     cluster_barrier,
     expect_table,
     find_sequence,
@@ -140,7 +141,10 @@ def _fwd_kernel(
     # First of all what decides which keys are read: the rest is worked out while it comes.
     if SOURCE != WHOLE:
         sel_row = sel_ptr + row.to(tl.int64) * n * (2 if SOURCE == RANGES else 1)
-        begin_of, end_of = ask_spans(sel_row, tl.arange(0, SPANS), n, SOURCE)
+        if SINGLE and SOURCE == TILED:  # a program's tile is of one block, whatever the others are
+            begin_of, end_of = ask_spans(sel_row, split // SINGLE, n, SOURCE)
+        else:
+            begin_of, end_of = ask_spans(sel_row, tl.arange(0, SPANS), n, SOURCE)
     if LAYOUT == CACHE:
         filled = tl.load(cu_k_ptr + (token // S if S_MANY else token).to(tl.int64))
 
@@ -207,10 +211,12 @@ def _fwd_kernel(
 
     # A loop even where one chunk is all: what does not need the spans is worked out before it, while they come. So that
     # they are not waited for there, what is added to them is 0.
-    if SOURCE != WHOLE:
-        chunks = (n + SPANS - 1) // SPANS
-    else:
+    if SOURCE == WHOLE:
         chunks = 1
+    elif SINGLE and SOURCE == TILED:
+        chunks = tl.minimum(n, 1)
+    else:
+        chunks = (n + SPANS - 1) // SPANS
     for chunk in range(0, chunks):
         visible = limit
         if SOURCE == WHOLE:
@@ -221,12 +227,17 @@ def _fwd_kernel(
                 if CAUSAL:
                     visible = tl.maximum(visible - S + s + 1, 0)
             here = tl.minimum(chunk, 0)
-            start, before, length, total = slots_of(
-                begin_of + here, end_of + here, visible, block_size, SOURCE, BLOCK_L
-            )
+            if SINGLE and SOURCE == TILED:
+                start, visible = clamp_span(begin_of + here, end_of + here, visible, block_size, SOURCE)
+                total = BLOCK_L
+            else:
+                start, before, length, total = slots_of(
+                    begin_of + here, end_of + here, visible, block_size, SOURCE, BLOCK_L
+                )
         first = 0
         last = total
-        if SPLIT:  # this program's share of the chunk's selected slots, in whole tiles
+        # This program's share of the chunk's selected slots, in whole tiles.
+        if SPLIT and not (SINGLE and SOURCE == TILED):
             share = tl.cdiv(tl.cdiv(total, BLOCK_L), splits) * BLOCK_L
             first = tl.minimum(split * share, total)
             last = tl.minimum(first + share, total)
@@ -234,8 +245,6 @@ def _fwd_kernel(
         # what is added is 0, or they would be loaded before the loop.
         if not STREAM_Q and not HOLD_Q:
             q = tl.load(q_ptrs + tl.minimum(chunk, 0) * 16, mask=q_mask, other=0.0)
-        if SINGLE and SOURCE == TILED:  # no loop leaves out a tile that is not there
-            visible = tl.where(first < last, visible, 0)
         for tile in range(0 if SINGLE else first, BLOCK_L if SINGLE else last, BLOCK_L):
             begin = first if SINGLE else tile
             if HOLD_Q:
@@ -245,7 +254,10 @@ def _fwd_kernel(
             if SOURCE == WHOLE:
                 key = slot
             elif SOURCE == TILED:
-                key = tile_start(begin, start, before, length)
+                if SINGLE:
+                    key = start + split % SINGLE * BLOCK_L
+                else:
+                    key = tile_start(begin, start, before, length)
                 if PAGE and PAGE % BLOCK_L == 0:
                     stop = visible - key
                     k_page, v_page, key, exists = in_page(table_row, key, stop > 0, pages, stride_kb, stride_vb, PAGE)
@@ -412,12 +424,14 @@ def plan(
     most = INT32_MAX if source == RANGES.value else S_kv if block_size is None else n * block_size
     single = tile.num_stages == 1 and most <= splits * tile.BLOCK_L and not (page and S_kv == 0)
     single = single and (source != WHOLE.value or layout == BATCH.value)
+    direct = size // tile.BLOCK_L if single and source == TILED.value else 0  # tiles of a block, each a program's
     # Keys of a tile may lie past the last one; nobody loads those.
     far = (S_kv + size + tile.BLOCK_L) * max(x[-3] for x in strides[1:]) // unit > INT32_MAX
     variant, variant_lse = (
         _variant(
             device, dtype, tile, source, layout, page, HKV, S > 1 and sequences is None, causal, G, D, Dv,
-            n > tile.SPANS, far, single, splits > 1, splits if merged else 0, early, unit, (*kinds, with_lse),
+            n > tile.SPANS and not direct, far, direct or int(single), splits > 1, splits if merged else 0, early, unit,
+            (*kinds, with_lse),
         )
         for with_lse in (False, True)
     )  # fmt: skip
@@ -456,7 +470,7 @@ def _variant(
     Dv: int,
     chunked: bool,
     far: bool,
-    single: bool,
+    single: int,
     split: bool,
     cluster: int,
     early: bool,
