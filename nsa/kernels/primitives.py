@@ -177,6 +177,12 @@ def not_before(x):
 
 
 @triton.jit
+def nothing_of(x):
+    """0 for ``x >= 0``, int32, which no compiler knows: what it is added to is used here, not before. NVIDIA only."""
+    return tl.inline_asm_elementwise("shr.s32 $0, $1, 31;", "=r,r", [x], tl.int32, True, 1)
+
+
+@triton.jit
 def finish(m, l, acc):
     """``(O [R, BLOCK_DV], LSE [R])`` of maximum, sum and accumulator.
 

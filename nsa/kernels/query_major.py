@@ -41,6 +41,7 @@ from nsa.kernels.primitives import (
     key_positions,
     merge_parts,
     not_before,
+    nothing_of,
     slots_of,
     softmax_step,
     tile_in_pages,
@@ -100,6 +101,7 @@ def _fwd_kernel(
     CAUSAL: tl.constexpr,
     CHUNKED: tl.constexpr,
     FAR: tl.constexpr,
+    HOLD: tl.constexpr,
     HOLD_Q: tl.constexpr,
     SINGLE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -222,11 +224,11 @@ def _fwd_kernel(
         if SOURCE == WHOLE:
             total = limit
         else:
+            here = nothing_of(chunk) if HOLD else 0
             if LAYOUT == CACHE:  # no more than is there
-                visible = tl.minimum(tl.maximum(filled, 0), S_kv).to(tl.int32)
+                visible = tl.minimum(tl.maximum(filled + here, 0), S_kv).to(tl.int32)
                 if CAUSAL:
                     visible = tl.maximum(visible - S + s + 1, 0)
-            here = tl.minimum(chunk, 0)
             if SINGLE and SOURCE == TILED:
                 start, visible = clamp_span(begin_of + here, end_of + here, visible, block_size, SOURCE)
                 total = BLOCK_L
@@ -484,9 +486,9 @@ def _variant(
     constexprs.update(PAGE=page, HKV=HKV, S_MANY=s_many)
     mine = tiles.next_power_of_2(-(-tile.HEADS // max(cluster, 1)))
     # More heads would be spilled; and many packed rows are slower by half a percent, which few gain.
-    hold = runs_ptx(device) and dtype.itemsize == 2 and tile.BLOCK_G <= 16
-    hold = hold and not tile.STREAM_Q and source != WHOLE.value
-    constexprs.update(CHUNKED=chunked, FAR=far, HOLD_Q=hold, SINGLE=single)
+    hold = runs_ptx(device)
+    hold_q = hold and dtype.itemsize == 2 and tile.BLOCK_G <= 16 and not tile.STREAM_Q and source != WHOLE.value
+    constexprs.update(CHUNKED=chunked, FAR=far, HOLD=hold, HOLD_Q=hold_q, SINGLE=single)
     constexprs.update(SPLIT=split, CLUSTER=cluster, MINE=mine, STRIDE_UNIT=unit)
     constexprs.update(EARLY=early, OVERLAP=early and split and not cluster)
     if early:
