@@ -19,6 +19,8 @@ TRITON = tuple(int(x) for x in triton.__version__.split(".")[:2])
 # Launching what is compiled takes the same arguments since 3.5. Before, and on ROCm, launches stay Triton's.
 DIRECT = TRITON >= (3, 5) and torch.version.hip is None
 INT32_MAX = 2**31 - 1
+UNASKED = 48 * 1024
+"""Bytes of shared memory that CUDA gives a kernel for which nobody asked for more; Triton asks where its own are."""
 
 # What Triton and torch ask for the same, without what they do around it; a build for the CPU has neither.
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -37,16 +39,20 @@ class Variant:
         options: ``num_warps`` and what else Triton takes.
         cluster: so many programs in a row, along the first axis of the grid, run at the same time and can wait for
             each other; the grid counts clusters. Only on a GPU that has them. 0: without.
+        static: bytes of shared memory that a cluster's program declares in assembly, where Triton does not see them.
 
     Whatever else of a launch makes Triton compile anew, as dtypes and absent tensors do, must be the same in all
     launches of one variant; nobody looks.
     """
 
-    def __init__(self, kernel: Any, constexprs: dict[str, object], options: dict[str, Any], cluster: int = 0) -> None:
+    def __init__(
+        self, kernel: Any, constexprs: dict[str, object], options: dict[str, Any], cluster: int = 0, static: int = 0
+    ) -> None:
         self.kernel = kernel
         self.constexprs = constexprs
         self.options = options
         self.cluster = cluster
+        self.static = static
         self._compiled: tuple[Any, ...] | None = None
         self._probed: set[tuple[bool, ...]] = set()  # by which tensors are misaligned
 
@@ -103,10 +109,14 @@ class Variant:
         if len(packed) != 3 or packed[1] != 1:
             raise RuntimeError(f"expected (warps, 1, shared memory) to say how a kernel is launched, got {packed}")
         metadata = (packed[0], self.cluster, packed[2])
+        function = kernel.function
+        if packed[2] <= UNASKED < packed[2] + self.static:  # as if it had asked
+            utils = triton.runtime.driver.active.utils
+            function = utils.load_binary(kernel.name, kernel.kernel, UNASKED + 1, device.index)[1]
         stream = current_stream(device.index)
         about = kernel.launch_metadata(grid, stream, *tensors, *numbers, *last)
         hooks = knobs.launch_enter_hook, knobs.launch_exit_hook
-        run(*grid, stream, kernel.function, metadata, about, *hooks, *addresses, *numbers, *last)
+        run(*grid, stream, function, metadata, about, *hooks, *addresses, *numbers, *last)
         if common:
-            self._compiled = run, kernel.function, metadata, last
+            self._compiled = run, function, metadata, last
         return None

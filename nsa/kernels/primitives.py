@@ -210,12 +210,99 @@ def merge_parts(part_ptr, rows, mask, heads, dv, Dv: tl.constexpr, SPLITS: tl.co
         part_l = tl.load(part_ptr + parts * (Dv + 1) + at, mask=mask, other=0.0, cache_modifier=".cg")
         part = part_ptr + at[:, None] * Dv + dv[None, :]
         part = tl.load(part, mask=mask[:, None] & (dv[None, :] < Dv), other=0.0, cache_modifier=".cg")
-        m_new = tl.maximum(m, part_m)
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        old, new = tl.exp2(m - m_safe), tl.exp2(part_m - m_safe)
-        l = l * old + part_l * new
-        acc = acc * old[:, None] + part * new[:, None]
-        m = m_new
+        m, l, acc = merge_part(m, l, acc, part_m, part_l, part)
+    return finish(m, l, acc)
+
+
+@triton.jit
+def merge_part(m, l, acc, part_m, part_l, part):
+    """Maximum, sum and accumulator ``[R], [R], [R, BLOCK_DV]`` with another part of the keys."""
+    m_new = tl.maximum(m, part_m)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    old, new = tl.exp2(m - m_safe), tl.exp2(part_m - m_safe)
+    return m_new, l * old + part_l * new, acc * old[:, None] + part * new[:, None]
+
+
+# A cluster's programs write to each other's shared memory: a third of the way that global memory is. NVIDIA, sm_90 and
+# newer. A program's inbox holds, fp32, acc [CLUSTER, MINE, BLOCK_DV], m [CLUSTER, MINE] and l [CLUSTER, MINE] of the
+# MINE heads that it merges; head g is merged by program g % CLUSTER, as its g // CLUSTER-th.
+
+
+@triton.jit
+def open_inbox(BYTES: tl.constexpr):
+    """Address of a program's inbox in its shared memory, int32. Who sends to it waits for :func:`await_inboxes` first."""
+    inbox = tl.inline_asm_elementwise(
+        f"{{ .shared .align 16 .b8 inbox[{BYTES}]; mov.u32 $0, inbox; }}", "=r", [], tl.int32, False, 1
+    )
+    tl.inline_asm_elementwise("barrier.cluster.arrive.relaxed.aligned; mov.u32 $0, 0;", "=r", [], tl.int32, False, 1)
+    return inbox
+
+
+@triton.jit
+def await_inboxes():
+    """Wait until all programs of the cluster run."""
+    tl.inline_asm_elementwise("barrier.cluster.wait.aligned; mov.u32 $0, 0;", "=r", [], tl.int32, False, 1)
+
+
+@triton.jit
+def inbox_of(inbox, program):
+    """Where ``inbox`` of this program's shared memory is in that of the cluster's ``program``: generic, int64."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b64 a; cvt.u64.u32 a, $1; cvta.shared.u64 a, a; mapa.u64 $0, a, $2; }",
+        "=l,r,r",
+        [inbox, program],
+        tl.int64,
+        True,
+        1,
+    )
+
+
+@triton.jit
+def send(address, x, mask):
+    """Write fp32 ``x`` where ``mask`` is, at a generic ``address``."""
+    mask, address = tl.broadcast(mask, address)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.f32 [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,f,r",
+        [address, x, mask.to(tl.int32)],
+        tl.int32,
+        False,
+        1,
+    )
+
+
+@triton.jit
+def received(address):
+    """fp32 at ``address`` of the program's own shared memory, after :func:`cluster_barrier`."""
+    return tl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [address], tl.float32, False, 1)
+
+
+@triton.jit
+def send_parts(inbox, m, l, acc, g, split, mask, CLUSTER: tl.constexpr, MINE: tl.constexpr):
+    """Send maximum, sum ``[BLOCK_G]`` and accumulator ``[BLOCK_G, BLOCK_DV]``, part ``split``, to who merges them."""
+    BLOCK_DV: tl.constexpr = acc.shape[1]
+    to = inbox_of(inbox, g % CLUSTER)
+    at = split * MINE + g // CLUSTER
+    send((to + at * BLOCK_DV * 4)[:, None] + tl.arange(0, BLOCK_DV)[None, :] * 4, acc, mask[:, None])
+    at += CLUSTER * MINE * BLOCK_DV
+    send(to + at * 4, m, mask)
+    send(to + (at + CLUSTER * MINE) * 4, l, mask)
+
+
+@triton.jit
+def merge_received(inbox, mask, BLOCK_DV: tl.constexpr, CLUSTER: tl.constexpr, MINE: tl.constexpr):
+    """``(O [MINE, BLOCK_DV], LSE [MINE])`` of what the cluster's programs sent, where ``mask [MINE]`` is."""
+    m = tl.full([MINE], float("-inf"), tl.float32)
+    l = tl.zeros([MINE], tl.float32)
+    acc = tl.zeros([MINE, BLOCK_DV], tl.float32)
+    for i in tl.static_range(CLUSTER):
+        at = i * MINE + tl.arange(0, MINE)
+        part = received(inbox + (at[:, None] * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :]) * 4)
+        part = tl.where(mask[:, None], part, 0.0)  # nobody sent any
+        at += CLUSTER * MINE * BLOCK_DV
+        part_m = tl.where(mask, received(inbox + at * 4), float("-inf"))
+        part_l = tl.where(mask, received(inbox + (at + CLUSTER * MINE) * 4), 0.0)
+        m, l, acc = merge_part(m, l, acc, part_m, part_l, part)
     return finish(m, l, acc)
 
 

@@ -30,6 +30,7 @@ from nsa.kernels.primitives import (
     VARLEN,
     WHOLE,
     ask_spans,
+    await_inboxes,
     clamp_span,
     cluster_barrier,
     expect_table,
@@ -39,9 +40,11 @@ from nsa.kernels.primitives import (
     gdc_wait,
     in_page,
     key_positions,
-    merge_parts,
+    merge_received,
     not_before,
     nothing_of,
+    open_inbox,
+    send_parts,
     slots_of,
     softmax_step,
     tile_in_pages,
@@ -117,6 +120,7 @@ def _fwd_kernel(
     UPFRONT: tl.constexpr,
     CLUSTER: tl.constexpr,
     MINE: tl.constexpr,
+    INBOX: tl.constexpr,
     EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -149,6 +153,9 @@ def _fwd_kernel(
             begin_of, end_of = ask_spans(sel_row, tl.arange(0, SPANS), n, SOURCE)
     if LAYOUT == CACHE:
         filled = tl.load(cu_k_ptr + (token // S if S_MANY else token).to(tl.int64))
+
+    if CLUSTER:
+        inbox = open_inbox(INBOX)
 
     # Whose row it is: where its query lies, and the keys of its sequence, [k_first, k_first + seqlen_k).
     if LAYOUT == BATCH or LAYOUT == CACHE:
@@ -309,20 +316,21 @@ def _fwd_kernel(
         if CHUNKED:
             begin_of, end_of = ask_spans(sel_row, (chunk + 1) * SPANS + tl.arange(0, SPANS), n, SOURCE)
 
-    if SPLIT:
+    if CLUSTER:  # each of its programs merges some heads
+        await_inboxes()
+        send_parts(inbox, m, tl.sum(l, 1), acc, g, split, in_group, CLUSTER, MINE)
+        cluster_barrier()
+        g = split + CLUSTER * tl.arange(0, MINE)
+        in_group = (g < HEADS) & (head_tile * HEADS + g < G)
+        head = head_kv * G + head_tile * HEADS + g  # [MINE]
+        o, lse = merge_received(inbox, in_group, BLOCK_DV, CLUSTER, MINE)
+    elif SPLIT:
         heads = (programs // HEAD_TILES).to(tl.int64) * G
         part = split * heads + token.to(tl.int64) * HKV * G + head
         tl.store(part_ptr + part[:, None] * Dv + dv[None, :], acc, mask=in_group[:, None] & (dv[None, :] < Dv))
         part += splits * heads * Dv  # m and l lie after all parts
         tl.store(part_ptr + part, m, mask=in_group)
         tl.store(part_ptr + splits * heads + part, tl.sum(l, 1), mask=in_group)
-        if CLUSTER:  # each of its programs merges some heads
-            cluster_barrier()
-            g = split + CLUSTER * tl.arange(0, MINE)
-            in_group = (g < HEADS) & (head_tile * HEADS + g < G)
-            head = head_kv * G + head_tile * HEADS + g  # [MINE]
-            rows = token.to(tl.int64) * HKV * G + head
-            o, lse = merge_parts(part_ptr, rows, in_group, heads, dv, Dv, CLUSTER)
     else:
         o, lse = finish(m, tl.sum(l, 1), acc)
     if CLUSTER or not SPLIT:
@@ -484,16 +492,18 @@ def _variant(
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}
     constexprs.update(G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, INPUT_PRECISION="ieee")
     constexprs.update(PAGE=page, HKV=HKV, S_MANY=s_many)
-    mine = tiles.next_power_of_2(-(-tile.HEADS // max(cluster, 1)))
+    inbox = tiles.inbox_bytes(tile, cluster)
     # More heads would be spilled; and many packed rows are slower by half a percent, which few gain.
     hold = runs_ptx(device)
     hold_q = hold and dtype.itemsize == 2 and tile.BLOCK_G <= 16 and not tile.STREAM_Q and source != WHOLE.value
     constexprs.update(CHUNKED=chunked, FAR=far, HOLD=hold, HOLD_Q=hold_q, SINGLE=single)
-    constexprs.update(SPLIT=split, CLUSTER=cluster, MINE=mine, STRIDE_UNIT=unit)
+    constexprs.update(
+        SPLIT=split, CLUSTER=cluster, MINE=tiles.merged_heads(tile, cluster), INBOX=inbox, STRIDE_UNIT=unit
+    )
     constexprs.update(EARLY=early, OVERLAP=early and split and not cluster)
     if early:
         options["launch_pdl"] = True
-    return Variant(_fwd_kernel, constexprs, options, cluster)
+    return Variant(_fwd_kernel, constexprs, options, cluster, inbox)
 
 
 @lru_cache(maxsize=64)
@@ -606,7 +616,7 @@ def forward(
     if launch.tokens == 0:
         return out, lse
     parts = None
-    if launch.splits > 1:
+    if launch.splits > 1 and not launch.merged:
         heads = launch.splits * launch.tokens * q.shape[-2]
         parts = torch.empty(heads * (v.shape[-1] + 2), device=launch.device, dtype=torch.float32)
     if selection is not None and not selection.is_contiguous():
@@ -619,8 +629,7 @@ def forward(
     if cache_seqlens is not None:
         cu_seqlens_k = cache_seqlens.contiguous()
         block_table = None if block_table is None else block_table.contiguous()
-    separate = parts is not None and not launch.merged
-    variant = launch.variant if lse is None or separate else launch.variant_lse
+    variant = launch.variant if lse is None or parts is not None else launch.variant_lse
     variant.launch(
         launch.grid,
         launch.device,
@@ -629,7 +638,7 @@ def forward(
             k,
             v,
             out,
-            None if separate else lse,
+            None if parts is not None else lse,
             parts,
             selection,
             q_positions,
@@ -643,7 +652,7 @@ def forward(
     launches[route] += 1
     if launch.splits > 1:
         launches["split"] += 1
-    if separate:
+    if parts is not None:
         assert parts is not None
         combine(parts, launch.splits, out, lse, bool(variant.constexprs["OVERLAP"]))
     return out, lse

@@ -30,6 +30,9 @@ MAX_SPLITS = 32
 MAX_HEADS = 64
 """Query heads one program holds; larger groups take several programs."""
 
+INBOX_BYTES = 16_896
+"""Shared memory in which a program of a cluster gets the others' results: of 16 heads and Dv = 256."""
+
 UNBOUNDED = 1024
 """Keys a row is taken to have where nothing bounds them and its result must not depend on the others of the call, whose
 keys lie in the same tensor. Tables are measured to that length."""
@@ -129,6 +132,7 @@ def select(
     per_head: bool = False,
     pipelined: bool = True,
     choice: Choice | None = None,
+    inbox: int = 0,
 ) -> Tile:
     """Tile of the query-major forward kernel.
 
@@ -141,6 +145,7 @@ def select(
         per_head: one head a program instead of the group.
         pipelined: whether loads may run ahead (``num_stages`` > 1).
         choice: measured, instead of the rules; cut to what shared memory holds all the same.
+        inbox: bytes of shared memory that are not for tiles.
     """
     heads = group_heads(G, per_head)
     if choice is not None and not per_head:
@@ -157,7 +162,12 @@ def select(
     stages = stages if pipelined and not single else 1
     key_bytes = (block_d + block_dv) * itemsize
     # Room for Q and the weights beside the tiles in flight.
-    budget = SHARED_BYTES.get(capability, min(SHARED_BYTES.values())) - block_g * (block_d + block_l) * itemsize - 4096
+    budget = (
+        SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
+        - block_g * (block_d + block_l) * itemsize
+        - 4096
+        - inbox
+    )
     while stages > 2 and (stages - 1) * block_l * key_bytes > budget:
         stages -= 1
     while block_l > 16 and max(stages - 1, 1) * block_l * key_bytes > budget:
@@ -203,13 +213,27 @@ def choose(
     if choice is not None:
         splits = min(choice.splits, MAX_SPLITS)
         part = -(-bound // splits)
-        tile = select(capability, itemsize, G, D, Dv, part, spans, 0, per_head, pipelined, choice)
-        return tile, splits, bool(choice.cluster) and 1 < splits <= largest
+        merged = bool(choice.cluster) and 1 < splits <= largest
+        inbox = INBOX_BYTES if merged else 0
+        tile = select(capability, itemsize, G, D, Dv, part, spans, 0, per_head, pipelined, choice, inbox)
+        return tile, splits, merged and inbox_bytes(tile, splits) <= inbox
     programs = rows * -(-G // group_heads(G, per_head))
     splits = 1 if full else split_count(programs, bound, (D + Dv) * itemsize, processors, largest)
     fill = 2 if full else fill_bucket(programs * splits, processors)
-    tile = select(capability, itemsize, G, D, Dv, -(-bound // splits), spans, fill, per_head, pipelined)
-    return tile, splits, fits_clusters(programs, splits, processors, largest)
+    merged = fits_clusters(programs, splits, processors, largest)
+    inbox = INBOX_BYTES if merged else 0
+    tile = select(capability, itemsize, G, D, Dv, -(-bound // splits), spans, fill, per_head, pipelined, None, inbox)
+    return tile, splits, merged and inbox_bytes(tile, splits) <= inbox
+
+
+def merged_heads(tile: Tile, cluster: int) -> int:
+    """Heads of a row that each program of a cluster merges, padded; of all without one."""
+    return next_power_of_2(-(-tile.HEADS // max(cluster, 1)))
+
+
+def inbox_bytes(tile: Tile, cluster: int) -> int:
+    """Shared memory in which a program of a cluster gets all parts of its heads: accumulator, maximum and sum, fp32."""
+    return cluster * merged_heads(tile, cluster) * (tile.BLOCK_DV + 2) * 4
 
 
 class Point(NamedTuple):
