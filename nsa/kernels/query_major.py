@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nsa import settings
 from nsa.kernels import launches, tiles
+from nsa.kernels.clusters import exchange, merge_inbox, open_inbox, sending
 from nsa.kernels.combine import combine
 from nsa.kernels.launch import INT32_MAX, TRITON, Variant
 from nsa.kernels.primitives import (
@@ -30,9 +31,7 @@ from nsa.kernels.primitives import (
     VARLEN,
     WHOLE,
     ask_spans,
-    await_inboxes,
     clamp_span,
-    cluster_barrier,
     expect_table,
     find_sequence,
     finish,
@@ -40,11 +39,8 @@ from nsa.kernels.primitives import (
     gdc_wait,
     in_page,
     key_positions,
-    merge_received,
     not_before,
     nothing_of,
-    open_inbox,
-    send_parts,
     slots_of,
     softmax_step,
     tile_in_pages,
@@ -120,7 +116,7 @@ def _fwd_kernel(
     UPFRONT: tl.constexpr,
     CLUSTER: tl.constexpr,
     MINE: tl.constexpr,
-    INBOX: tl.constexpr,
+    SENDING: tl.constexpr,
     EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -155,7 +151,7 @@ def _fwd_kernel(
         filled = tl.load(cu_k_ptr + (token // S if S_MANY else token).to(tl.int64))
 
     if CLUSTER:
-        inbox = open_inbox(INBOX)
+        inbox = open_inbox(CLUSTER, MINE, BLOCK_DV)
 
     # Whose row it is: where its query lies, and the keys of its sequence, [k_first, k_first + seqlen_k).
     if LAYOUT == BATCH or LAYOUT == CACHE:
@@ -317,13 +313,11 @@ def _fwd_kernel(
             begin_of, end_of = ask_spans(sel_row, (chunk + 1) * SPANS + tl.arange(0, SPANS), n, SOURCE)
 
     if CLUSTER:  # each of its programs merges some heads
-        await_inboxes()
-        send_parts(inbox, m, tl.sum(l, 1), acc, g, split, in_group, CLUSTER, MINE)
-        cluster_barrier()
+        exchange(inbox, split, m, tl.sum(l, 1), acc, g, in_group, HEADS, CLUSTER, MINE, SENDING)
         g = split + CLUSTER * tl.arange(0, MINE)
         in_group = (g < HEADS) & (head_tile * HEADS + g < G)
         head = head_kv * G + head_tile * HEADS + g  # [MINE]
-        o, lse = merge_received(inbox, in_group, BLOCK_DV, CLUSTER, MINE)
+        o, lse = merge_inbox(inbox, in_group, BLOCK_DV, CLUSTER, MINE)
     elif SPLIT:
         heads = (programs // HEAD_TILES).to(tl.int64) * G
         part = split * heads + token.to(tl.int64) * HKV * G + head
@@ -492,18 +486,17 @@ def _variant(
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}
     constexprs.update(G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, INPUT_PRECISION="ieee")
     constexprs.update(PAGE=page, HKV=HKV, S_MANY=s_many)
-    inbox = tiles.inbox_bytes(tile, cluster)
+    box = tile.HEADS, tile.BLOCK_DV, cluster
     # More heads would be spilled; and many packed rows are slower by half a percent, which few gain.
     hold = runs_ptx(device)
     hold_q = hold and dtype.itemsize == 2 and tile.BLOCK_G <= 16 and not tile.STREAM_Q and source != WHOLE.value
     constexprs.update(CHUNKED=chunked, FAR=far, HOLD=hold, HOLD_Q=hold_q, SINGLE=single)
-    constexprs.update(
-        SPLIT=split, CLUSTER=cluster, MINE=tiles.merged_heads(tile, cluster), INBOX=inbox, STRIDE_UNIT=unit
-    )
+    constexprs.update(SPLIT=split, CLUSTER=cluster, MINE=tiles.merged_heads(tile.HEADS, cluster), STRIDE_UNIT=unit)
+    constexprs.update(SENDING=sending(*box, 32 * tile.num_warps) if cluster else None)
     constexprs.update(EARLY=early, OVERLAP=early and split and not cluster)
     if early:
         options["launch_pdl"] = True
-    return Variant(_fwd_kernel, constexprs, options, cluster, inbox)
+    return Variant(_fwd_kernel, constexprs, options, cluster, tiles.exchange_bytes(*box))
 
 
 @lru_cache(maxsize=64)

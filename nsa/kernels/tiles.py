@@ -30,8 +30,8 @@ MAX_SPLITS = 32
 MAX_HEADS = 64
 """Query heads one program holds; larger groups take several programs."""
 
-INBOX_BYTES = 16_896
-"""Shared memory in which a program of a cluster gets the others' results: of 16 heads and Dv = 256."""
+EXCHANGE_BYTES = 33_296
+"""Shared memory through which programs of a cluster may hand each other results: of 16 heads and Dv = 256."""
 
 UNBOUNDED = 1024
 """Keys a row is taken to have where nothing bounds them and its result must not depend on the others of the call, whose
@@ -132,7 +132,7 @@ def select(
     per_head: bool = False,
     pipelined: bool = True,
     choice: Choice | None = None,
-    inbox: int = 0,
+    taken: int = 0,
 ) -> Tile:
     """Tile of the query-major forward kernel.
 
@@ -145,7 +145,7 @@ def select(
         per_head: one head a program instead of the group.
         pipelined: whether loads may run ahead (``num_stages`` > 1).
         choice: measured, instead of the rules; cut to what shared memory holds all the same.
-        inbox: bytes of shared memory that are not for tiles.
+        taken: bytes of shared memory that are not for tiles.
     """
     heads = group_heads(G, per_head)
     if choice is not None and not per_head:
@@ -166,7 +166,7 @@ def select(
         SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
         - block_g * (block_d + block_l) * itemsize
         - 4096
-        - inbox
+        - taken
     )
     while stages > 2 and (stages - 1) * block_l * key_bytes > budget:
         stages -= 1
@@ -214,26 +214,34 @@ def choose(
         splits = min(choice.splits, MAX_SPLITS)
         part = -(-bound // splits)
         merged = bool(choice.cluster) and 1 < splits <= largest
-        inbox = INBOX_BYTES if merged else 0
-        tile = select(capability, itemsize, G, D, Dv, part, spans, 0, per_head, pipelined, choice, inbox)
-        return tile, splits, merged and inbox_bytes(tile, splits) <= inbox
+        taken = EXCHANGE_BYTES if merged else 0
+        tile = select(capability, itemsize, G, D, Dv, part, spans, 0, per_head, pipelined, choice, taken)
+        return tile, splits, merged and exchange_bytes(tile.HEADS, tile.BLOCK_DV, splits) <= taken
     programs = rows * -(-G // group_heads(G, per_head))
     splits = 1 if full else split_count(programs, bound, (D + Dv) * itemsize, processors, largest)
     fill = 2 if full else fill_bucket(programs * splits, processors)
     merged = fits_clusters(programs, splits, processors, largest)
-    inbox = INBOX_BYTES if merged else 0
-    tile = select(capability, itemsize, G, D, Dv, -(-bound // splits), spans, fill, per_head, pipelined, None, inbox)
-    return tile, splits, merged and inbox_bytes(tile, splits) <= inbox
+    taken = EXCHANGE_BYTES if merged else 0
+    tile = select(capability, itemsize, G, D, Dv, -(-bound // splits), spans, fill, per_head, pipelined, None, taken)
+    return tile, splits, merged and exchange_bytes(tile.HEADS, tile.BLOCK_DV, splits) <= taken
 
 
-def merged_heads(tile: Tile, cluster: int) -> int:
-    """Heads of a row that each program of a cluster merges, padded; of all without one."""
-    return next_power_of_2(-(-tile.HEADS // max(cluster, 1)))
+def merged_heads(heads: int, cluster: int) -> int:
+    """Heads that each program of a cluster merges, padded to a power of 2."""
+    return next_power_of_2(-(-heads // max(cluster, 1)))
 
 
-def inbox_bytes(tile: Tile, cluster: int) -> int:
-    """Shared memory in which a program of a cluster gets all parts of its heads: accumulator, maximum and sum, fp32."""
-    return cluster * merged_heads(tile, cluster) * (tile.BLOCK_DV + 2) * 4
+BARRIER_BYTES = 16
+
+
+def box_bytes(heads: int, block_dv: int, cluster: int) -> int:
+    """Shared memory in which a program of a cluster gets all parts of its heads, or puts its part of all heads."""
+    return cluster * merged_heads(heads, cluster) * (block_dv + 4) * 4
+
+
+def exchange_bytes(heads: int, block_dv: int, cluster: int) -> int:
+    """Shared memory that a program of a cluster needs beside its tiles, see :mod:`nsa.kernels.clusters`."""
+    return BARRIER_BYTES + 2 * box_bytes(heads, block_dv, cluster) if cluster else 0
 
 
 class Point(NamedTuple):
