@@ -48,7 +48,8 @@ KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # exit statuses, of a process 
 AT_WORK = ("compiling", "running")  # phases in which a death or a hang speaks of the kernel
 
 KERNEL_SOURCES = tuple(
-    f"{name}.py" for name in ("backward_kernels", "combine", "inversion", "key_kernels", "primitives", "query_major")
+    f"{name}.py"
+    for name in ("backward_kernels", "clusters", "combine", "inversion", "key_kernels", "primitives", "query_major")
 )
 """Of `nsa/kernels`: what kernels are compiled from, all files with a `@triton.jit`."""
 

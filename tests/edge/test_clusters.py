@@ -1,0 +1,90 @@
+"""What programs of a cluster send each other. Only such a GPU runs it; where it goes is worked out here."""
+
+import re
+
+import pytest
+
+from nsa.kernels import clusters, tiles
+
+SHAPES = [
+    (heads, block_dv, cluster, threads)
+    for heads in (1, 4, 8, 12, 16, 64)
+    for block_dv in (16, 64, 128, 256)
+    for cluster in (2, 3, 4, 8, 16)
+    for threads in (32, 128)
+    if tiles.exchange_bytes(heads, block_dv, cluster) <= tiles.EXCHANGE_BYTES
+]
+INBOX = 1024
+
+
+@pytest.mark.edge
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+def test_every_line_arrives_where_it_is_merged(shape):
+    heads, block_dv, cluster, threads = shape
+    box = tiles.box_bytes(heads, block_dv, cluster)
+    per_program = box // cluster
+    sent = set()
+    for program in (0, cluster - 1):
+        for thread in range(threads):
+            for receiver, to, from_ in _lines(clusters.sending(*shape), INBOX, program, thread):
+                line = from_ - INBOX - tiles.BARRIER_BYTES - box  # where in the outbox, which is laid out by receiver
+                assert receiver == line // per_program, "a line of another program's heads"
+                assert to == INBOX + tiles.BARRIER_BYTES + program * per_program + line % per_program
+                assert (program, line) not in sent, "sent twice: more bytes arrive than are waited for"
+                sent.add((program, line))
+    owners = min(heads, cluster)
+    assert len(sent) == 2 * owners * per_program // 16, "fewer bytes arrive than are waited for"
+
+
+def _lines(assembly, inbox, program, thread):
+    """``(receiver, address there, address here)`` of each 16 bytes that a thread sends."""
+    registers, loaded, mapped = {"$1": inbox, "$2": program, "%tid.x": thread}, {}, {}
+
+    def value(operand):
+        return registers[operand] if operand in registers else int(operand)
+
+    for statement in assembly.strip("{ }").split(";"):
+        found = re.fullmatch(r"\s*(@p )?(\S+) (.*?)\s*", statement)
+        if not found or found[2] == ".reg":
+            continue
+        guarded, operation, operands = found.groups()
+        if guarded and not registers["p"]:
+            continue
+        if operation.startswith(("ld.", "st.")):
+            names = re.search(r"\{(.*?)\}", operands)[1]
+            at = [part.split(" + ") for part in re.findall(r"\[(.*?)\]", operands)]
+            if operation.startswith("ld."):
+                loaded[names] = value(at[0][0]) + int(at[0][1])
+            else:
+                (receiver, to), (waiting, barrier) = mapped[at[0][0]], mapped[at[1][0]]
+                assert (waiting, barrier) == (receiver, inbox), "the bytes count for who gets them"
+                yield receiver, to, loaded[names]
+            continue
+        to, *rest = (operand.strip() for operand in operands.split(","))
+        kind = operation.split(".")[0]
+        if kind == "mapa":
+            mapped[to] = value(rest[1]), value(rest[0])
+            continue
+        x = [value(operand) for operand in rest]
+        registers[to] = {
+            "mov": lambda x: x[0],
+            "add": lambda x: x[0] + x[1],
+            "sub": lambda x: x[0] - x[1],
+            "mul": lambda x: x[0] * x[1],
+            "mad": lambda x: x[0] * x[1] + x[2],
+            "shr": lambda x: x[0] >> x[1],
+            "setp": lambda x: x[0] < x[1],
+        }[kind](x)
+        assert 0 <= registers[to] < 2**32
+
+
+@pytest.mark.edge
+@pytest.mark.parametrize(("heads", "cluster", "fits"), [(16, 16, True), (16, 3, False), (64, 8, False)])
+def test_programs_that_cannot_hold_what_they_are_sent_are_no_cluster(heads, cluster, fits):
+    choice = tiles.Choice(cluster, 1, 64, 4, 1, 1)
+    tile, splits, merged = tiles.choose(
+        None, 90, 132, 2, heads, 256, 256, 1024, 16, 4, choice=choice, largest=16
+    )  # fmt: skip
+    assert splits == cluster
+    assert merged == fits
+    assert not merged or tiles.exchange_bytes(tile.HEADS, tile.BLOCK_DV, splits) <= tiles.EXCHANGE_BYTES
