@@ -54,6 +54,7 @@ class Variant:
         self.cluster = cluster
         self.static = static
         self._compiled: tuple[Any, ...] | None = None
+        self._asked: dict[Any, Any] = {}  # functions of compiled kernels that need more than Triton asked for
         self._probed: set[tuple[bool, ...]] = set()  # by which tensors are misaligned
 
     def launch(
@@ -110,9 +111,12 @@ class Variant:
             raise RuntimeError(f"expected (warps, 1, shared memory) to say how a kernel is launched, got {packed}")
         metadata = (packed[0], self.cluster, packed[2])
         function = kernel.function
-        if packed[2] <= UNASKED < packed[2] + self.static:  # as if it had asked
-            utils = triton.runtime.driver.active.utils
-            function = utils.load_binary(kernel.name, kernel.kernel, UNASKED + 1, device.index)[1]
+        if packed[2] <= UNASKED < packed[2] + self.static:
+            function = self._asked.get(kernel)
+            if function is None:  # loaded again, as if it had asked
+                utils = triton.runtime.driver.active.utils
+                function = utils.load_binary(kernel.name, kernel.kernel, UNASKED + 1, device.index)[1]
+                self._asked[kernel] = function
         stream = current_stream(device.index)
         about = kernel.launch_metadata(grid, stream, *tensors, *numbers, *last)
         hooks = knobs.launch_enter_hook, knobs.launch_exit_hook

@@ -198,3 +198,29 @@ def test_calls_that_differ_in_what_triton_compiles_do_not_mix(draw, agrees):
         spans = {"ranges": ranges.to(dtype), "q_positions": at}
         o, _ = agrees(triton, query, k, v, **spans)
         assert torch.equal(triton(query, k, v, **spans), o)
+
+
+@pytest.mark.parametrize(
+    ("shared", "static", "asked"),
+    [(0, 48 * 1024, False), (32 * 1024, 16 * 1024 + 16, True), (48 * 1024, 16, True), (48 * 1024 + 16, 16, False)],
+)
+def test_shared_memory_that_triton_does_not_see_is_asked_for_once(kernel, monkeypatch, shared, static, asked):
+    """CUDA gives 48 KiB unasked; Triton asks for more where what it sees needs more, for all that there is."""
+    loaded = []
+
+    def load_binary(name, binary, shared, device):
+        loaded.append((name, binary, shared > 48 * 1024, device))
+        return "module", 56, 0, 0, 1024
+
+    utils = SimpleNamespace(load_binary=load_binary)
+    monkeypatch.setattr(
+        launch.triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)), raising=False
+    )
+    kernel.name, kernel.kernel, kernel.packed_metadata = "k", b"cubin", (4, 1, shared)
+    variant = Variant(kernel, kernel.constexprs, {}, cluster=8, static=static)
+    for address in (4096, 4096, 4104, 4104):  # what is misaligned is compiled, or looked up, by every launch
+        variant.launch((1, 1, 1), CUDA, (pointer(address), None), (1,))
+    assert loaded == [("k", b"cubin", True, 0)] * asked
+    launched = [entry for entry in kernel.log if entry[0] == "direct"]
+    assert {entry[5:7] for entry in launched} == {(56 if asked else 55, (4, 8, shared))}
+    assert len(launched) == 4
