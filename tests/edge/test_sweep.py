@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
 import nsa
 from nsa.kernels import query_major, tiles
@@ -251,6 +252,21 @@ def test_a_partial_sweep_keeps_the_other_shapes(table):
     table([(False, 128, 128, 8, 64, 256, new)])
     found = tiles.table(H100)[False, 128, 128]
     assert found == {Point(8, 64, 256): new, Point(8, 1024, 1024): old}
+
+
+@pytest.mark.parametrize(("us", "kept"), [(10.1, True), (10.11, False), (None, False)])
+def test_what_is_used_stays_until_something_is_clearly_faster(tmp_path, us, kept):
+    shape = {"one_span": False, "D": 128, "Dv": 128, "G": 8, "rows": 64, "L": 256}
+    used, faster, other = Choice(2, 1, 32, 2, 3), Choice(1, 1, 64, 4, 2), Choice(4, 1, 16, 1, 1, 1)
+
+    def measured(choice, us):
+        return choice._asdict() | {"us": us, "us_now": us}
+
+    sweep.write([shape | {"best": [measured(used, 12.0)]}], FACTS, tmp_path)
+    best = [measured(faster, 10.0), measured(other, 10.05), *([measured(used, us)] if us else [])]
+    path = sweep.write([shape | {"best": best}], FACTS, tmp_path)
+    found = yaml.safe_load(path.read_text())["shapes"][0]["best"]
+    assert [fact["us"] for fact in found] == ([us, 10.0, 10.05] if kept else [10.0, 10.05, *([us] if us else [])])
 
 
 def test_pieces_of_head_dimensions_are_right(device):

@@ -54,12 +54,17 @@ def test_eager_call(name: str, device: torch.device, publish, sampling: dict[str
 
 
 def bare_launches(call: Callable[[], object]) -> list[Callable[[], object]]:
-    """The launches of a call as anybody would write them, `kernel[grid](...)`, on its own arguments."""
+    """The launches of a call as anybody would write them, `kernel[grid](...)`, on its own arguments.
+
+    That launches no clusters, and a program that is alone must not wait for others: it reads what is its own.
+    """
     found: list[Callable[[], object]] = []
     launch = Variant.launch
 
     def spy(self: Variant, grid: Any, device: Any, tensors: Any, numbers: Any, common: bool = True) -> None:
         keywords = self.constexprs | self.options | {"enable_fp_fusion": True}
+        if self.cluster:
+            keywords |= {"CLUSTER": 0, "SPLIT": False, "SENDING": None}
         found.append(lambda: self.kernel[grid](*tensors, *numbers, **keywords))
         launch(self, grid, device, tensors, numbers, common)
 
