@@ -7,18 +7,18 @@ pytest-benchmark.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pytest_benchmark.storage.file import FileStorage
 
-from nsa.settings import device_slug
 from nsa.testing import baselines, outputs
-from nsa.testing.baselines import Key
+from nsa.testing.baselines import Baseline, Key
 from nsa.testing.gated_run import Again, Gate, Info, report
 from nsa.testing.physics import undetectable
 from nsa.testing.timing import Timing
@@ -74,6 +74,9 @@ def refusal(config: pytest.Config) -> str | None:
     if not baseline and config.inipath is None and STORAGE in map(str, config.invocation_params.args):
         folder = option.benchmark_storage
         return f"{STORAGE} {folder}: pytest takes it for a path of tests: write {STORAGE}={folder}"
+    swallowed = _swallowed(config, option.benchmark_compare)
+    if swallowed is not None:
+        return swallowed
     if option.nsa_hot:
         return f"{first}: baselines are of cold buffers: leave out --nsa-hot"
     if option.nsa_no_check:
@@ -88,6 +91,23 @@ def refusal(config: pytest.Config) -> str | None:
     return None
 
 
+def _swallowed(config: pytest.Config, value: object) -> str | None:
+    """Why the value of `--benchmark-compare` is a test path and not a stored run; None if it is not.
+
+    pytest-benchmark takes the word after the option for the run to compare with. A path there would silently leave
+    that path out of the run and compare nothing.
+    """
+    if not isinstance(value, str):
+        return None
+    path = Path(config.invocation_params.dir, value.partition("::")[0])
+    if "::" in value or path.is_dir() or path.suffix == ".py":
+        return (
+            f"--benchmark-compare takes {value} for the stored run to compare with: write the path before the option, "
+            f"pytest -m perf {value} --benchmark-compare"
+        )
+    return None
+
+
 # --- recording -------------------------------------------------------------------------------------------------------
 
 
@@ -97,11 +117,12 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     option = config.option
     if not option.nsa_save_baseline or option.nsa_recording or option.collectonly:
         return None
-    storage = _storage(config) if config.pluginmanager.hasplugin("benchmark") else None
-    reason = "pytest-benchmark is switched off" if storage is None else refusal(config)
-    if option.benchmark_json if storage is not None else False:
-        reason = "--nsa-save-baseline: each process writes its own JSON: leave out --benchmark-json"
-    if reason is not None or storage is None:
+    reason: str | None = "pytest-benchmark is switched off"
+    if config.pluginmanager.hasplugin("benchmark"):
+        reason = refusal(config)
+        if option.benchmark_json:
+            reason = "--nsa-save-baseline: each process writes its own JSON: leave out --benchmark-json"
+    if reason is not None:
         print(f"ERROR: {reason}", file=sys.stderr)
         return 1
     params = config.invocation_params
@@ -109,7 +130,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     from nsa.testing.plugin import commit
 
     try:
-        saved = baselines.record(storage, arguments, params.dir, commit()[:7])
+        saved = baselines.record(_storage(config), arguments, params.dir, commit()[:7])
     except baselines.NotSaved as e:
         print(f"no baseline saved: {e}", file=sys.stderr)
         return e.status
@@ -136,22 +157,27 @@ def _one_word(arguments: Iterable[str]) -> list[str]:
     return joined
 
 
-# --- pytest-benchmark's storage: one folder per device ---------------------------------------------------------------
+# --- where baselines are ---------------------------------------------------------------------------------------------
 
 
-class _BaselineStorage(FileStorage):
+class _Stored(FileStorage):
+    """The files of one device, to be shown beside a run."""
+
     @property
     def location(self) -> str:
         return str(self.path)  # upstream's is relative to the working directory, and raises when that is elsewhere
 
 
-def _storage(config: pytest.Config) -> Path | None:
-    """The folder of baselines; None if they are kept elsewhere than in files."""
+def _storage(config: pytest.Config) -> Path:
+    """The folder of baselines: that of `--benchmark-storage`, if it names one, else `tests/perf/baselines`.
+
+    Only `--nsa-save-baseline` writes below it, one folder a device. What pytest-benchmark saves by itself
+    (`--benchmark-save`, `--benchmark-autosave`) goes where pytest-benchmark puts it, one folder a platform, and is
+    never a baseline.
+    """
     where = str(config.option.benchmark_storage)
-    if where == UPSTREAM_STORAGE:
+    if where == UPSTREAM_STORAGE or ("://" in where and not where.startswith("file://")):
         return config.rootpath / "tests" / "perf" / "baselines"
-    if "://" in where and not where.startswith("file://"):
-        return None
     return Path(config.invocation_params.dir, where.removeprefix("file://"))
 
 
@@ -165,10 +191,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if reason is not None:
         pytest.exit(reason, returncode=1)
     config.stash[_compare_key] = config.option.benchmark_compare
-    config.option.benchmark_compare = []  # or it would load from the folder of Python and operating system
-    storage = _storage(config)
-    if storage is not None:
-        config.option.benchmark_storage = f"file://{storage}"
+    config.option.benchmark_compare = []  # until `pytest_sessionstart` says which file that is
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -176,36 +199,43 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     benchmarks = getattr(config, "_benchmarksession", None)  # the object pytest-benchmark's own hooks are given
     if benchmarks is None or _compare_key not in config.stash:
         return
-    from nsa.testing.plugin import device_name
-
-    benchmarks.machine_id = device_slug(device_name())
-    if isinstance(benchmarks.storage, FileStorage):
-        path, logger = benchmarks.storage.path, benchmarks.logger
-        benchmarks.storage = _BaselineStorage(path, logger, benchmarks.machine_id)  # type: ignore[no-untyped-call]
     compare = config.option.benchmark_compare = config.stash[_compare_key]
-    option = config.option
-    if not compare and not option.nsa_recording:
+    if not compare and not config.option.nsa_recording:
         return
-    gate = config.stash[gate_key] = _open(benchmarks, option)
-    if compare and (compare is not True or gate.baseline is not None):
-        latest = gate.baseline.paths[-1] if gate.baseline is not None else None
-        benchmarks.compare = str(latest) if compare is True else compare
-        with warnings.catch_warnings():
-            # Two machine descriptions in full on one line; what can matter is in the key.
-            warnings.filterwarnings("ignore", "Benchmark machine_info is different")
-            benchmarks.handle_loading()
-
-
-def _open(benchmarks: Any, option: argparse.Namespace) -> Gate:
     key = Key.of(benchmarks.get_machine_info())
-    flags = (option.nsa_recording, option.nsa_accept_regression, option.nsa_strict)
-    if not isinstance(benchmarks.storage, FileStorage):
-        return Gate(key, None, *flags, "baselines are files, and --benchmark-storage names something else")
-    folder = Path(benchmarks.storage.path) / key.device
+    folder = _storage(config) / key.device
+    gate = config.stash[gate_key] = _open(key, folder, config.option)
+    if compare:
+        _show_beside(benchmarks, compare, folder, gate.baseline)
+
+
+def _show_beside(benchmarks: Any, compare: Any, folder: Path, baseline: Baseline | None) -> None:
+    """Have pytest-benchmark load the run that its table shows beside this one.
+
+    That is the newest file of the baseline, or the one named: among the baselines, else among pytest-benchmark's own.
+    """
+    own = benchmarks.storage
+    stored = _Stored(folder, benchmarks.logger) if folder.is_dir() else None  # type: ignore[no-untyped-call]
+    if compare is True and baseline is not None:
+        benchmarks.compare, benchmarks.storage = baseline.paths[-1].stem, stored
+    elif compare is True:
+        return
+    else:
+        benchmarks.compare = compare
+        benchmarks.storage = stored if stored is not None and stored.query(compare) else own  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        # Two machine descriptions in full on one line; what can matter is in the key.
+        warnings.filterwarnings("ignore", "Benchmark machine_info is different")
+        benchmarks.handle_loading()
+    benchmarks.storage = own
+
+
+def _open(key: Key, folder: Path, option: argparse.Namespace) -> Gate:
     try:
         baseline = baselines.find(folder, key)
     except ValueError as e:
         pytest.exit(f"a baseline cannot be read: {e}", returncode=1)
+    flags = (option.nsa_recording, option.nsa_accept_regression, option.nsa_strict)
     return Gate(key, baseline, *flags, "--nsa-full is everything, the gate is for core" if option.nsa_full else None)
 
 
@@ -213,6 +243,17 @@ def compared_with(config: pytest.Config) -> list[Path]:
     """The files that this run is gated against or shown beside, oldest first; none if there are none."""
     gate = config.stash.get(gate_key, None)
     return [] if gate is None or gate.baseline is None else gate.baseline.paths
+
+
+def gated_again(config: pytest.Config) -> str:
+    """The options by which another run is gated as this one, for a command line; empty if it was not gated."""
+    compare, option = config.stash.get(_compare_key, None), config.option
+    if not compare:
+        return ""
+    words = ["--benchmark-compare" if compare is True else f"--benchmark-compare={compare}"]
+    words += ["--nsa-strict"] if option.nsa_strict else []
+    words += [] if option.benchmark_storage == UPSTREAM_STORAGE else [f"{STORAGE}={option.benchmark_storage}"]
+    return f" {shlex.join(words)}"
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------
@@ -232,11 +273,14 @@ def enforce(config: pytest.Config, name: str) -> None:
         pytest.fail(reason, pytrace=False)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """`--nsa-strict`: a run that gated nothing ends red. After all else: what was measured is still written."""
+    yield
     gate = session.config.stash.get(gate_key, None)
     ungated = gate is not None and (not gate.on or not gate.verdicts)
-    if gate is not None and gate.strict and not gate.recording and ungated and session.exitstatus == 0:
+    excused = session.config.option.collectonly or session.exitstatus != pytest.ExitCode.OK
+    if gate is not None and gate.strict and not gate.recording and ungated and not excused:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

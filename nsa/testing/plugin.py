@@ -288,9 +288,11 @@ def _notes_of_tests(reporter: pytest.TerminalReporter) -> list[str]:
 
 
 def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -> list[str]:
+    from nsa.testing.gating import gated_again  # a plugin of its own: pytest rewrites it when it registers it
+
     failed = [*reporter.stats.get("failed", ()), *reporter.stats.get("error", ())]
     nodeids = [report.nodeid for report in failed if set(FOLDERS) & set(getattr(report, "keywords", ()))]
     options = "".join(f" --nsa-impl {impl}" for impl in config.getoption("nsa_impl"))
-    options += outputs.sampling_again(config) + outputs.by_hand_again(config)
+    options += outputs.sampling_again(config) + outputs.by_hand_again(config) + gated_again(config)
     lane = "NSA_TEST_TRITON_SEL=0 " if os.environ.get("NSA_TEST_TRITON_SEL") == "0" else ""
     return [f'{lane}pytest "{config.cwd_relative_nodeid(nodeid)}"{options}' for nodeid in dict.fromkeys(nodeids)]

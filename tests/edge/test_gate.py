@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from nsa.testing import baselines, plugin
 pytest_plugins = ["pytester"]
 ROOT = Path(plugin.__file__).parents[2]
 ALIKE = {name: {"ours": [2.0], "control": 1.0} for name in ("alpha", "beta", "gamma", "delta")}  # ms, by attempt
+INJECTED_PATH = "tests/perf/test_injected.py"
 INJECTED = """
 import json, pathlib, pytest
 from nsa.testing.measure import gate_figures
@@ -165,6 +167,18 @@ def test_15_percent_slower_fails_and_is_the_only_one_named(project):
     [suite] = ET.parse(project.path / "out.xml").getroot().iter("testsuite")
     assert (suite.get("failures"), suite.get("errors"), suite.get("tests")) == ("1", "0", "4")
     assert max(map(len, section(result))) <= 100
+
+
+@pytest.mark.parametrize("strict", [[], ["--nsa-strict"]], ids=["lenient", "strict"])
+def test_the_replay_line_of_a_regression_finds_it_again(project, strict):
+    inject(project.path, ALIKE | {"beta": {"ours": [2.3, 2.32], "control": 1.0}})
+    [line] = [line for line in compare(project, *strict).outlines if line.startswith("NSA_TEST_TRITON_SEL=0 pytest ")]
+    words = shlex.split(line)[2:]
+    assert words == [f"{INJECTED_PATH}::test_bench[beta]", "--benchmark-compare", *strict]
+    replayed = project.runpytest_subprocess(*words)
+    assert replayed.ret == 1
+    replayed.assert_outcomes(failed=1)
+    replayed.stdout.fnmatch_lines(["performance regression: *"])
 
 
 def test_5_percent_slower_passes(project):
@@ -458,3 +472,15 @@ def test_a_failing_rename_takes_back_the_files_before_it(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         baselines._move(files, tmp_path / "device", "label")
     assert list((tmp_path / "device").iterdir()) == []
+
+
+@pytest.mark.parametrize("path", [INJECTED_PATH, "tests/perf", f"{INJECTED_PATH}::test_bench"])
+def test_a_path_after_compare_is_refused(project, path):
+    """pytest-benchmark takes the word after the option for a stored run; pytest then runs all files but this one."""
+    result = compare(project, path)
+    assert result.ret == 1
+    said = result.stderr.str()
+    assert f"write the path before the option, pytest -m perf {path} --benchmark-compare" in said
+    before = project.runpytest_subprocess("-m", "perf", path, "--benchmark-compare")
+    assert before.ret == 0
+    assert section(before)[-1].startswith("gate: 4 pass, 0 FAIL")

@@ -147,8 +147,9 @@ def test_baselines_missing_recorded_and_compared(project, monkeypatch):
     assert not list(project.path.rglob("*.json"))  # nothing is saved unless asked for
 
     monkeypatch.setenv("NSA_COMMIT", "abc123")
-    assert project.runpytest_subprocess("-m", "perf", "--benchmark-save=first").ret == 0
-    [saved] = project.path.glob("tests/perf/baselines/*/0001_first.json")
+    assert project.runpytest_subprocess("-m", "perf", "--nsa-save-baseline").ret == 0
+    saved, *others = sorted(project.path.glob("tests/perf/baselines/*/000[123]_*-abc123.json"))
+    assert len(others) == 2
     recorded = json.loads(saved.read_text())
     machine = recorded["machine_info"]
     assert machine["device"] == saved.parent.name
@@ -156,16 +157,28 @@ def test_baselines_missing_recorded_and_compared(project, monkeypatch):
     assert (machine["gpu"], machine["torch"], machine["triton"]) == (None, torch.__version__, plugin.triton_version())
     assert recorded["commit_info"]["id"] == "abc123"
 
-    machine["torch"] = "2.5.0"
-    saved.write_text(json.dumps(recorded))
     elsewhere = project.mkdir("elsewhere")
     monkeypatch.chdir(elsewhere)  # upstream raises when the storage is outside the working directory
     compared = project.runpytest_subprocess("-m", "perf", "--benchmark-compare", "--", f"{project.path}/tests")
     assert compared.ret == 0
-    compared.stdout.fnmatch_lines(["test_bench (NOW)*"])
-    compared.stdout.fnmatch_lines(["not gated: no baseline for *", "side by side with *torch 2.5, *ungated:"])
+    for run in ("NOW", "0003_*"):
+        compared.stdout.fnmatch_lines([f"test_bench ({run})*"])
     compared.stdout.no_fnmatch_line("*machine_info is different*")
-    assert not list(elsewhere.iterdir())
+    assert not list(elsewhere.rglob("*.json"))
+
+
+def test_what_pytest_benchmark_saves_by_itself_is_no_baseline(project, monkeypatch):
+    """`--benchmark-autosave` and `--benchmark-save` work as upstream's documentation says; the gate reads neither."""
+    write(project, "tests/perf/test_a.py", BENCHMARK)
+    assert project.runpytest_subprocess("-m", "perf", "--benchmark-autosave").ret == 0
+    assert project.runpytest_subprocess("-m", "perf", "--benchmark-save=mine").ret == 0
+    saved = sorted(path.relative_to(project.path).parts for path in project.path.rglob("*.json"))
+    assert [(parts[0], parts[-1][:5]) for parts in saved] == [(".benchmarks", "0001_"), (".benchmarks", "0002_")]
+    ungated = project.runpytest_subprocess("-m", "perf", "--benchmark-compare")
+    ungated.stdout.fnmatch_lines(["not gated: no baseline for *"])
+    named = project.runpytest_subprocess("-m", "perf", "--benchmark-compare=0002")
+    for run in ("NOW", "0002_mine"):
+        named.stdout.fnmatch_lines([f"test_bench ({run})*"])
 
 
 def test_hypothesis_profile_deep(project):

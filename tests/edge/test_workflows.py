@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -107,6 +108,36 @@ def test_script_for_gpu_boxes_does_every_step():
         "--junitxml",
     ):
         assert words in script
+
+
+def selected(command, run_pytest):
+    """The test files that a command line of `.ci/gpu` selects."""
+    words = shlex.split(command.replace('"$PYTHON" -m pytest', "").partition("||")[0])
+    words = [word for word in words if not word.startswith(("--junitxml", "--benchmark-json", "--nsa-report", "$out"))]
+    if "-n" in words:  # a worker process would only import torch once more
+        del words[words.index("-n") : words.index("-n") + 2]
+    done = run_pytest(*words, "--collect-only", "-q", cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr
+    return {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+
+
+@pytest.fixture(scope="module")
+def pytest_commands():
+    """The command lines of `.ci/gpu` that start pytest, each on one line."""
+    text = (ROOT / ".ci" / "gpu").read_text().replace("\\\n", " ")
+    return [line.strip() for line in text.splitlines() if line.strip().startswith('"$PYTHON" -m pytest')]
+
+
+def test_the_gpu_script_gates_core_and_training(pytest_commands, run_pytest):
+    """Which files run is what pytest collects for the script's own words: a path in the wrong place selects others."""
+    everything = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("*/test_*.py")}
+    parity, _, core, training = pytest_commands
+    assert selected(parity, run_pytest) == {path for path in everything if not path.startswith("tests/perf/")}
+    left_out = {f"tests/perf/test_{name}.py" for name in ("training", "shape", "sweep")}
+    assert selected(core, run_pytest) == {path for path in everything if path.startswith("tests/perf/")} - left_out
+    assert selected(training, run_pytest) == {"tests/perf/test_training.py"}
+    for command in (core, training):
+        assert {"--benchmark-compare", "--nsa-strict"} <= set(shlex.split(command))
 
 
 def test_every_triton_that_must_work_compiles_the_kernels_every_night():
