@@ -1,11 +1,13 @@
 # make test    lint aside, everything CI checks: parity and edge in parallel, then the benchmarks one by one, ungated
 # make perf    the benchmarks, compared with the baseline stored for this device
+# make gate    the benchmarks of this tree against those of BASE (origin/main), in processes that take turns
 # make aot     compile the kernels for every architecture there need not be; .ci/aot VERSION: with another Triton
 # make sanitize  compute-sanitizer over our kernels (NVIDIA GPU and CUDA toolkit)
 # make lint    ruff and mypy
 # Each makes .venv first, unless PYTHON=… names an interpreter to use as it is: then nothing is installed.
 
 WORKERS ?= auto
+BASE ?= origin/main
 
 ifdef PYTHON
 READY :=
@@ -14,13 +16,16 @@ PYTHON := .venv/bin/python
 READY := .venv/ready
 endif
 
-.PHONY: test perf aot sanitize lint
+.PHONY: test perf gate aot sanitize lint
 test: $(READY)
 	$(PYTHON) -m pytest -m "not perf" -n $(WORKERS) --benchmark-disable
 	$(PYTHON) -m pytest -m perf
 
 perf: $(READY)
 	$(PYTHON) -m pytest -m perf --benchmark-compare
+
+gate: $(READY)
+	$(PYTHON) -m pytest -m perf --nsa-against $(BASE)
 
 aot: $(READY)
 	$(PYTHON) -m pytest -m aot -n $(WORKERS) --benchmark-disable

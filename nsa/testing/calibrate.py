@@ -80,7 +80,7 @@ def time_thresholds(device: torch.device) -> list[Fact]:
     for case in thresholds.cases(thresholds.SQUARE, ROWS):
         others = [OURS[thresholds.REPLACED], *layouts.values()]
         result = measure(case.make(device), OURS["ranges"], others, iters=50, warmup=3, budget_s=BUDGET_S)
-        facts.append(result.info(layouts, thresholds.REPLACED) | {"group": case.dist, "median": result.ours.median})
+        facts.append(result.info(layouts, [thresholds.REPLACED]) | {"group": case.dist, "median": result.ours.median})
         _progress(f"{case.id}: {result.speedup(thresholds.REPLACED):.1f}x")
     for shape in LAYOUT_SHAPES:
         for masked in (False, True):

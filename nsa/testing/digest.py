@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from nsa.testing import summary, thresholds
-from nsa.testing.gate import Figures
 from nsa.testing.recording import (
     Fact,
     Recording,
@@ -235,15 +234,18 @@ def changes(before: Recording, after: Recording) -> list[tuple[str, str, float, 
         then = old.get(fact["name"])
         if then is None:
             continue
-        was, now = _figures(then), _figures(fact).over(then.get("control"))
-        ratio = now.ratio / was.ratio if was.ratio and now.ratio else now.median / was.median
+        was, now = (_ratio_to(then.get("control"), each) for each in (then, fact))
+        ratio = now / was if was and now else fact["median"] / then["median"]
         found.append((fact["name"], fact["group"], ratio, then["median"], fact["median"]))
     return found
 
 
-def _figures(fact: Fact) -> Figures:
-    """As the gate has them, but for the ratio, which is of medians."""
-    return replace(Figures.of(fact, fact["median"]), ratio=fact.get("ratio_to_control"))
+def _ratio_to(control: str | None, fact: Fact) -> float | None:
+    """Of medians, to this control, which may be another one than the fact's own; None where it was not timed."""
+    if control == fact.get("control"):
+        return fact.get("ratio_to_control")
+    seconds = (fact.get("medians") or {}).get(control)
+    return fact["median"] / seconds if seconds else None
 
 
 def _change(before: Recording, after: Recording) -> Section:

@@ -55,12 +55,12 @@ class Measurement:
         """How many times faster than `name` the implementation under test is."""
         return None if name not in self.times else self.times[name].median / self.ours.median
 
-    def info(self, layouts: Iterable[str], control: str | None) -> dict[str, Any]:
+    def info(self, layouts: Iterable[str], controls: Iterable[str]) -> dict[str, Any]:
         """Everything worth storing beside the samples, as JSON can hold it. Ratios are of medians of one run.
 
         Args:
             layouts: the comparators that do SDPA on rows already packed.
-            control: the plain-torch call that does the same work (design.md, Gate).
+            controls: the plain-torch calls that do the same work; the fastest of those that ran is the gate's control.
         """
         p, ours, best = self.problem, self.ours, self.best(layouts)
         bandwidth = p.unique_bytes / ours.median
@@ -81,17 +81,11 @@ class Measurement:
             "speedup_vs_sdpa_end_to_end": self.speedup("gather_gqa"),
             "speedup_vs_fallback": self.speedup("sdpa"),
             "mae": self.mae,
-            "control": control,
-            "control_median": self.times[control].median if control in self.times else None,
-            "ratio_to_control": ours.median / self.times[control].median if control in self.times else None,
-            "gate_ratio": ours.steady / self.times[control].steady if control in self.times else None,
-            "ci95": list(ours.interval()),
             "intervals": {name: list(t.interval()) for name, t in self.times.items()},
-            "timing": {"how": ours.how, "cold": ours.cold, "sets": ours.sets, "calls_per_sample": ours.calls},
             "medians": {name: t.median for name, t in self.times.items()},
             "left_out": self.left_out,
         }
-        return info | self._figures() | self.extra
+        return gate_figures(self.times, controls, self.name) | info | self._figures() | self.extra
 
     def _figures(self) -> dict[str, Any]:
         """`figures`: kernel time, call latency, packing and concurrency, each with its own interval."""
@@ -221,15 +215,26 @@ def _packing(sets: list[Problem]) -> dict[str, list[Any]]:
     return {"packing": [partial(nsa.pack_rows, s.k, s.v, s.ranges, max_selected=L) for s in sets]}
 
 
-def gate_figures(times: dict[str, Timing], control: str, ours: str = "ours") -> dict[str, Any]:
-    """The fields by which a benchmark is gated: its control, and ratios to it."""
-    mine, other = times[ours], times[control]
-    return {
-        "control": control,
-        "control_median": other.median,
-        "ratio_to_control": mine.median / other.median,
-        "gate_ratio": mine.steady / other.steady,
+def gate_figures(times: dict[str, Timing], controls: Iterable[str], ours: str = "ours") -> dict[str, Any]:
+    """The fields by which a benchmark is gated: its control, and the samples of every call that may be its control.
+
+    Args:
+        controls: names of such calls; the fastest of those that were timed is the control.
+    """
+    mine, others = times[ours], {name: times[name] for name in controls if name in times}
+    control = min(others, key=lambda name: others[name].median, default=None)
+    fields: dict[str, Any] = {"control": control, "control_median": None, "ratio_to_control": None}
+    if control is not None:
+        fields["control_median"] = others[control].median
+        fields["ratio_to_control"] = mine.median / others[control].median
+        fields["control_samples"] = {name: [_short(x) for x in t.samples] for name, t in others.items()}
+    return fields | {
         "ci95": list(mine.interval()),
         "timing": {"how": mine.how, "cold": mine.cold, "sets": mine.sets, "calls_per_sample": mine.calls},
         "figures": {"call_latency": mine.figure()},
     }
+
+
+def _short(seconds: float) -> float:
+    """Seven digits: a file holds thousands of samples, and the last digits of none of them mean anything."""
+    return float(f"{seconds:.7g}")

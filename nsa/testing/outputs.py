@@ -17,6 +17,8 @@ from nsa import settings
 from nsa.testing.machine import commit, current_lane, device_name, triton_version
 from nsa.testing.recording import Fact, Recording, newest_of
 
+WRITES = ("nsa_csv", "nsa_report", "nsa_update_thresholds", "nsa_update_schedules", "nsa_sweep")
+"""Options that have a run leave something behind."""
 DEFAULT_SHAPE = "L=64:1024"
 BY_HAND = ("nsa_shape", "nsa_dist", "nsa_decode", "nsa_csv")
 SAMPLING = {"nsa_iters": 50, "nsa_warmup": 5, "nsa_seed": 0, "nsa_streams": 1}
@@ -104,8 +106,7 @@ def check(config: pytest.Config) -> None:
         shapes(config)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
-    names = ("csv", "report", "update_thresholds", "update_schedules", "sweep")
-    asked = [name for name in names if config.getoption(f"nsa_{name}")]
+    asked = [name.removeprefix("nsa_") for name in WRITES if config.getoption(name)]
     if not asked:
         return
     option = f"--nsa-{asked[0].replace('_', '-')}"
@@ -189,7 +190,7 @@ def _write_csv(session: pytest.Session, facts: list[Fact], rows: list[dict[str, 
 
 
 def _write_report(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
-    from nsa.testing.gating import compared_with
+    from nsa.testing.gate.hooks import compared_with
     from nsa.testing.report import write
 
     if not facts:

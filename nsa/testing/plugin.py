@@ -25,7 +25,7 @@ from nsa.testing.machine import current_lane as current_lane
 from nsa.testing.machine import device_name as device_name
 from nsa.testing.machine import triton_version as triton_version
 
-pytest_plugins = ["nsa.testing.gating"]
+pytest_plugins = ["nsa.testing.gate.hooks"]
 FOLDERS = ("parity", "edge", "perf")
 WORKERS_PER_GPU = 16  # compiling is CPU work, so several share a GPU
 GIB_PER_WORKER = 6  # its CUDA context, and a packed SDPA with its workspace of 1 GiB and what that is checked with
@@ -288,7 +288,7 @@ def _notes_of_tests(reporter: pytest.TerminalReporter) -> list[str]:
 
 
 def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -> list[str]:
-    from nsa.testing.gating import gated_again  # a plugin of its own: pytest rewrites it when it registers it
+    from nsa.testing.gate.hooks import gated_again  # a plugin of its own: pytest rewrites it when it registers it
 
     failed = [*reporter.stats.get("failed", ()), *reporter.stats.get("error", ())]
     nodeids = [report.nodeid for report in failed if set(FOLDERS) & set(getattr(report, "keywords", ()))]

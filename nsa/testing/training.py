@@ -354,9 +354,3 @@ def facts(result: Training, what: str) -> dict[str, Any]:
         "memory_vs_flash": peak / dense if peak and dense else None,
         "left_out": result.left_out,
     }
-
-
-def best_dense(times: dict[str, Timing]) -> str | None:
-    """The faster dense backend, the control."""
-    ran = [name for name in prefill.BACKENDS if name in times]
-    return min(ran, key=lambda name: times[name].median) if ran else None

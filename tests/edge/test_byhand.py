@@ -82,7 +82,7 @@ def test_row_of_a_measured_kernel():
     """Injected times: 10 us ours, 25 us the path it would replace."""
     problem = Case(4, 64, 64, 64, 2, "many", "fp32").make("cpu")
     times = {name: Timing([t] * 10, "host", False, 1, 1) for name, t in (("ranges", 1e-5), ("sdpa", 2.5e-5))}
-    fact = Measurement(problem, "ranges", times, {}, 2e-4).info([], "sdpa")
+    fact = Measurement(problem, "ranges", times, {}, 2e-4).info([], ["sdpa"])
     fact["share_of_ceiling"] = 0.5  # a GPU's
     row = byhand.row(problem.case, problem, fact, "ok", 1, problem.q.device)
     assert ",".join(row) == ",".join((OLD, *byhand.OUR_COLUMNS))

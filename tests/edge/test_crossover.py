@@ -9,7 +9,7 @@ import torch
 import nsa
 import nsa.kernels
 from nsa import schedules, settings
-from nsa.testing import crossover, gated_run, outputs, summary
+from nsa.testing import crossover, outputs, summary
 from nsa.testing.crossover import CONTEXTS, HEADS, TOKENS, Point
 from nsa.testing.plugin import current_lane
 
@@ -255,10 +255,6 @@ def test_named_by_path_it_skips_without_a_gpu(pytest_run):
     code, printed = pytest_run("tests/perf/test_crossover.py")
     assert code == 0, printed
     assert f"{SHAPES} skipped" in printed
-
-
-def test_it_is_in_no_baseline():
-    assert "tests/perf/test_crossover.py::test_crossover[G1-T64]".startswith(gated_run.NOT_CORE)
 
 
 def test_it_writes_where_routing_reads():

@@ -1,27 +1,33 @@
 """The gate's rules and the physics guard as functions of numbers, on a recorded H100 run where that says more."""
 
+import copy
 import json
+import re
+import statistics
 from pathlib import Path
 
 import pytest
 
-from nsa.testing.baselines import Baseline, Key
-from nsa.testing.gate import Figures, Stored, judge, machine, pooled
-from nsa.testing.gated_run import Gate, report
+from nsa.testing.gate import store, words
+from nsa.testing.gate.rule import Reading, Side, judge, pooled
+from nsa.testing.gate.run import Gate
+from nsa.testing.gate.store import Baseline, Key
 from nsa.testing.physics import Ceilings, detectable, guard, undetectable
 from nsa.testing.timing import InvalidMeasurement, Timing
 
 H100 = json.loads((Path(__file__).parent / "data" / "h100_core.json").read_text())
+RECORDED = Path(__file__).parents[1] / "perf" / "baselines" / "nvidia-h100-80gb-hbm3"
 LIMITS = Ceilings(copy=3.0e12, read=3.1e12, matmul=0.8e15)
+KEY = Key("gpu", "2.11", "3.6")
 
 
-def stored(*ratios, control=1e-5):
-    return Stored.of([Figures(ratio, ratio * control, control) for ratio in ratios])
+def side(*ratios, control=1e-5, **fields):
+    return Side.of(Reading(ratio * control, {"plain": control}, "plain", **fields) for ratio in ratios)
 
 
-def verdict(old, new, *again):
+def verdict(old, new, *again, **mode):
     later = iter(again)
-    return judge("x", old, Figures(new, new * 1e-5, 1e-5), lambda: next(later)).kind
+    return judge("x", old, side(new), lambda: (old, side(next(later))), **mode).kind
 
 
 @pytest.mark.parametrize(
@@ -41,7 +47,7 @@ def verdict(old, new, *again):
     ],
 )
 def test_rule(ratios, new, again, kind):
-    assert verdict(stored(*ratios), new, *again) == kind
+    assert verdict(side(*ratios), new, *again) == kind
 
 
 @pytest.mark.parametrize(
@@ -56,73 +62,248 @@ def test_rule(ratios, new, again, kind):
     ],
 )
 def test_what_its_control_moved_by_itself_is_no_regression(worse, control, kind):
-    new = Figures(worse, worse * control * 1e-5, control * 1e-5)
-    assert judge("x", stored(1.0, 1.0, 1.0), new, lambda: worse).kind == kind
+    new = side(worse, control=control * 1e-5)
+    assert judge("x", side(1.0, 1.0, 1.0), new, lambda: (side(1.0), new)).kind == kind
 
 
 def test_spread_and_ratio_are_of_the_files():
-    old = stored(1.02, 0.99, 1.0)
+    old = side(1.02, 0.99, 1.0)
     assert old.ratio == 1.0
     assert old.spread == pytest.approx(0.03)
 
 
 def test_another_control_today_is_no_other_ratio():
     """The fastest comparator is the control, which may change: over a slower one, twice as slow looks as fast."""
-    slower = {"cudnn": 1e-5, "flash": 2e-5}
-    old = Stored.of([Figures(1.0, 1e-5, 1e-5, "cudnn", slower)] * 3)
-    assert old.by == "cudnn"
-    twice = Figures(1.0, 2e-5, 2e-5, "flash", slower)
-    assert judge("x", old, twice, lambda: 2.0).kind == "FAIL"
-    assert judge("x", old, Figures(0.5, 1e-5, 2e-5, "flash", slower)).kind == "pass"
-    gone = judge("x", old, Figures(1.0, 2e-5, 2e-5, "flash", {"flash": 2e-5}))
+
+    def read(time, by, **controls):
+        return Side.of([Reading(time, controls, by)])
+
+    both = {"cudnn": 1e-5, "flash": 2e-5}
+    old = Side.of([Reading(1e-5, both, "cudnn")] * 3)
+    twice = read(2e-5, "flash", **both)
+    assert judge("x", old, twice, lambda: (old, twice)).kind == "FAIL"
+    assert judge("x", old, read(1e-5, "flash", **both)).kind == "pass"
+    gone = judge("x", old, read(2e-5, "flash", flash=2e-5))
     assert (gone.kind, gone.reason) == ("cannot gate", "its control cudnn was not timed, but flash")
-    mixed = Stored.of([Figures(1.0, 1e-5, 1e-5, "cudnn", slower), Figures(0.5, 1e-5, 2e-5, "flash", slower)])
+    mixed = Side.of([Reading(1e-5, both, "cudnn"), Reading(1e-5, both, "flash")])
     assert (mixed.ratio, mixed.spread) == (1.0, 0.0)
+
+
+# --- from samples ----------------------------------------------------------------------------------------------------
+
+
+def stored(**changes):
+    """A benchmark's `extra_info` as files hold it today."""
+    return {"control": "plain", "control_samples": {"plain": [1.0, 1.0, 1.2, 1.4]}} | changes
+
+
+def test_a_ratio_is_of_the_lower_quartiles_of_samples():
+    assert Reading.of([2.0, 2.0, 3.0, 9.0], stored()).ratio("plain") == 2.0
+
+
+def test_figures_derived_by_hand_change_nothing():
+    by_hand = {"gate_ratio": 9.0, "ratio_to_control": 9.0, "control_median": 9.0, "medians": {"plain": 9.0}}
+    assert Reading.of([2.0] * 4, stored(**by_hand)) == Reading.of([2.0] * 4, stored())
+
+
+@pytest.mark.parametrize("name", ["gate_ratio", "ratio_to_control"])
+def test_a_file_without_samples_of_controls_is_refused_if_it_contradicts_itself(tmp_path, name):
+    """As the issue found: `gate_ratio` doubled by hand made a kernel that was 50% slower pass."""
+    median = statistics.median([2.0, 2.0, 2.1, 2.2])
+    info = {"control": "plain", "control_median": 1.0, "ratio_to_control": median, "gate_ratio": 2.0}
+    document = {
+        "machine_info": {"device": "gpu", "torch": "2.11", "triton": "3.6"},
+        "benchmarks": [{"name": "test_a[x]", "extra_info": info, "stats": {"data": [2.0, 2.0, 2.1, 2.2]}}],
+    }
+    file = tmp_path / "0001_x.json"
+    file.write_text(json.dumps(document))
+    assert store.find(tmp_path, KEY).benchmarks["test_a[x]"].ratio == 2.0
+    info[name] *= 2
+    file.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=rf"0001_x.json: test_a\[x\]: {name} is 4.*, and its own samples say"):
+        store.find(tmp_path, KEY)
+
+
+def test_the_committed_files_agree_with_their_samples():
+    baseline = store.find(RECORDED, Key(RECORDED.name, "2.11", "3.6"))
+    assert len(baseline.benchmarks) >= 150
+    assert all(old.ratio for old in baseline.benchmarks.values())
+
+
+# --- other versions of torch and Triton ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def relabelled(tmp_path_factory):
+    """The committed H100 baseline as if torch 2.13 and Triton 3.9 had written it, and its files' documents."""
+    folder = tmp_path_factory.mktemp("relabelled")
+    documents = []
+    for path in sorted(RECORDED.glob("*.json")):
+        document = json.loads(path.read_text())
+        document["machine_info"] |= {"torch": "2.13.0+cu130", "triton": "3.9.0"}
+        (folder / path.name).write_text(json.dumps(document))
+        documents.append(document)
+    return store.find(folder, Key(RECORDED.name, "2.11", "3.6")), documents
+
+
+def slowed(documents, ours, control):
+    """`(name, samples, info)` of the newest reading of each benchmark, ours and its controls slower by factors."""
+    newest = {b["name"]: b for document in documents for b in document["benchmarks"]}
+    for name, benchmark in newest.items():
+        info = copy.deepcopy(benchmark["extra_info"])
+        if "control_samples" not in info:  # of a file from before they were stored
+            time = statistics.quantiles(benchmark["stats"]["data"], method="inclusive")[0]
+            info["control_samples"] = {info["control"]: [time / info["gate_ratio"]] * 10}
+        theirs = {by: [x * control for x in samples] for by, samples in info["control_samples"].items()}
+        samples = [x * ours for x in benchmark["stats"]["data"]]
+        yield name, Timing(samples, "graph", True, 2, 100, 5e-7), info | {"control_samples": theirs}
+
+
+@pytest.mark.parametrize(
+    ("ours", "control", "kind", "words_of_it"),
+    [
+        (1.0, 1.0, "pass", ""),
+        (1.25, 1.0, "FAIL", r"is 2\d% longer"),
+        (1.0, 0.75, "AMBIGUOUS", "is as before"),  # a torch whose SDPA is faster
+        (1.25, 1.25, "AMBIGUOUS", r"is 2\d% longer"),  # both: this machine, or the compiler of both
+        (1.0, 1.25, "pass", ""),
+    ],
+    ids=["alike", "ours", "faster control", "both", "slower control"],
+)
+def test_a_baseline_of_other_versions_is_judged_by_ratio_and_time(relabelled, ours, control, kind, words_of_it):
+    baseline, documents = relabelled
+    gate = Gate(Key(RECORDED.name, "2.11", "3.6"), baseline)
+    assert not gate.versions
+    for name, samples, info in slowed(documents, ours, control):
+        gate.judge(name, samples, info, lambda samples=samples, info=info: (samples, info))
+    judged = [v for v in gate.verdicts if v.old.ceiling]
+    assert len(judged) >= 140
+    quiet = [v for v in judged if v.old.spread < 0.02]
+    assert len(quiet) >= 120
+    assert {v.kind for v in quiet} == {kind}
+    assert all(re.search(words_of_it, words.seen(v)) for v in quiet)
+    assert gate.on
+    report = gate.report([v.name for v in gate.verdicts])
+    assert "torch 2.13, triton 3.9" in report[0]
+    assert max(map(len, report)) <= words.WIDTH
+
+
+def test_without_a_memory_rate_times_of_other_versions_cannot_be_compared():
+    """On a CPU, and for what the host spends."""
+    gate = Gate(KEY, Baseline(Key("gpu", "2.13", "3.9"), [Path("0001_x.json")], {"x": side(1.0, 1.0, 1.0)}))
+    gate.judge("x", timing(2e-5), stored(control_samples={"plain": [1e-5] * 4}), None)
+    assert [v.kind for v in gate.verdicts] == ["cannot gate"]
+    assert not gate.on, "--nsa-strict: a run that gated nothing"
+    assert "no memory rate was measured" in " ".join(gate.report(["x"]))
+
+
+def test_one_of_ratio_and_time_alone_is_ambiguous_though_measured_twice():
+    old = side(1.0, 1.0, 1.0, ceiling=3e12)
+    ratio_only = side(1.3, control=0.77e-5, ceiling=3e12)
+    assert judge("x", old, ratio_only, lambda: (old, ratio_only), versions=False).kind == "AMBIGUOUS"
+    both = side(1.3, ceiling=3e12)
+    assert judge("x", old, both, lambda: (old, both), versions=False).kind == "FAIL"
+    assert judge("x", old, both, lambda: (old, old), versions=False).kind == "pass"
+    slower_memory = side(1.3, ceiling=2.3e12)  # the time is what this card's memory explains
+    assert judge("x", old, slower_memory, lambda: (old, slower_memory), versions=False).kind == "AMBIGUOUS"
+
+
+# --- two trees, in processes that take turns -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "again", "kind"),
+    [
+        ((1.0, 1.0, 1.0), (1.05, 1.05, 1.05), None, "pass"),
+        ((1.0, 1.0, 1.0), (1.2, 1.2, 1.2), (1.2, 1.2, 1.2), "FAIL"),
+        ((1.0, 1.0, 1.0), (1.2, 1.2, 1.2), (1.0, 1.0, 1.2), "pass"),
+        ((0.9, 1.0, 1.1), (1.2, 1.25, 1.3), (1.2, 1.25, 1.3), "FAIL"),  # a spread of 20%, and yet apart
+        ((0.9, 1.0, 1.21), (1.2, 1.25, 1.3), (1.2, 1.25, 1.3), "AMBIGUOUS"),
+        ((0.9, 1.0, 1.1), (1.0, 1.0, 1.0), None, "cannot gate"),
+    ],
+)
+def test_two_trees(base, head, again, kind):
+    old = side(*base)
+    found = judge("x", old, side(*head), again and (lambda: (old, side(*again))), paired=True)
+    assert found.kind == kind
+
+
+# --- a session -------------------------------------------------------------------------------------------------------
+
+
+def gate_over(old, **fields):
+    return Gate(KEY, Baseline(KEY, [Path("0001_x.json")], {"test_decode[x]": old}), **fields)
 
 
 @pytest.mark.parametrize("control", ["auto", "sdpa"])
 def test_a_control_of_ours_is_refused(control):
     """What slows both would not show."""
-    key, name = Key("gpu", "2.11", "3.6"), "tests/perf/test_kvcache.py::test_decode[x]"
-    gate = Gate(key, Baseline(key, [Path("0001_x.json")], {name: stored(1.0)}), False, False, False)
     with pytest.raises(ValueError, match=f"expected plain torch, got our own {control}"):
-        gate.judge(name, timing(1e-5), {"control": control, "ratio_to_control": 1.0}, None)
+        gate_over(side(1.0)).judge("test_decode[x]", timing(1e-5), {"control": control}, None)
 
 
 def test_a_stored_control_of_ours_gates_nothing():
-    """Of recordings from before: else whoever is timed beside would be looked up by its name."""
-    key, name = Key("gpu", "2.11", "3.6"), "tests/perf/test_kvcache.py::test_decode[x]"
-    old = Stored.of([Figures(1.03, 1.03e-5, 1e-5, "auto")] * 3)
-    gate = Gate(key, Baseline(key, [Path("0001_x.json")], {name: old}), False, False, False)
-    info = {"control": "gather_gqa", "ratio_to_control": 0.5, "control_median": 6e-5, "medians": {"auto": 3e-5}}
-    gate.judge(name, timing(3.1e-5), info, None)
+    """In recordings from before such a control was refused."""
+    old = Side.of([Reading(1.03e-5, {"auto": 1e-5}, "auto")] * 3)
+    gate = gate_over(old)
+    info = {"control": "gather_gqa", "control_samples": {"gather_gqa": [6e-5] * 4, "auto": [3e-5] * 4}}
+    gate.judge("test_decode[x]", timing(3.1e-5), info, None)
     (verdict,) = gate.verdicts
     assert (verdict.kind, verdict.reason) == ("cannot gate", "no control in the baseline")
 
 
 def test_a_noisy_benchmark_that_fails_is_not_listed_as_one_that_cannot_be_gated():
-    key = Key("gpu", "2.11", "3.6")
-    gate = Gate(key, Baseline(key, [Path("0001_x.json")], {"x": stored(0.96, 1.0, 1.04)}), False, False, False)
-    gate.judge("x", timing(2e-5), {"ratio_to_control": 2.0, "control_median": 1e-5}, None)
-    lines = report(gate, ["x"])
+    gate = gate_over(side(0.96, 1.0, 1.04))
+    gate.judge("test_decode[x]", timing(2e-5), stored(control_samples={"plain": [1e-5] * 4}), None)
+    lines = gate.report(["test_decode[x]"])
     assert lines[-1] == "gate: 0 pass, 1 FAIL, 0 AMBIGUOUS, 0 cannot gate"
     assert not [line for line in lines if line.startswith("cannot gate")]
 
 
+def test_what_cannot_be_gated_says_what_slowdown_would_have_been_told():
+    gate = gate_over(side(0.96, 1.0, 1.04))
+    gate.judge("test_decode[x]", timing(1e-5), stored(control_samples={"plain": [1e-5] * 4}), None)
+    said = " ".join(gate.report(["test_decode[x]"]))
+    assert "cannot gate test_decode[x]: its ratio spreads by 8%, so only a slowdown of more than 16% would be a" in said
+
+
 def test_no_control_cannot_be_gated():
-    assert judge("x", Stored(None, 1.0, None, 0.0, 3), Figures(1.0, 1.0, 1.0)).reason == "no control in the baseline"
-    assert judge("x", stored(1.0), Figures(None, 1.0, None)).reason == "no control in this run"
+    without = Side.of([Reading(1.0)])
+    assert judge("x", without, side(1.0)).reason == "no control in the baseline"
+    assert judge("x", side(1.0), without).reason == "no control in this run"
+
+
+@pytest.mark.parametrize(
+    ("ours", "control", "said"),
+    [
+        (1.3, 1.0, "30.0% slower beside its control plain (1 -> 1.3 times its time); its time is 30% longer"),
+        (1.0, 0.87, "as long as before, while its control became 15% faster: 10 us -> 10 us"),
+        (1.4, 1.2, "16.7% slower beside its control plain (1 -> 1.167 times its time); its time is 40% longer, while"),
+    ],
+)
+def test_ratio_and_time_that_seem_to_disagree_are_explained(ours, control, said):
+    new = Side.of([Reading(ours * 1e-5, {"plain": control * 1e-5}, "plain")])
+    assert said in words.seen(judge("x", side(1.0, 1.0, 1.0), new))
 
 
 def test_machine_speaks_only_of_what_moved_together():
     def moved(*factors):
-        return machine(judge("x", stored(1.0), Figures(1.0, f * 1e-5, f * 1e-5)) for f in factors)
+        return words.machine([judge("x", side(1.0), side(1.0, control=f * 1e-5)) for f in factors])
 
     assert "40% slower" in moved(1.4, 1.4, 1.4, 1.4)
     assert "25% faster" in moved(0.8, 0.8, 0.8, 0.8)
     assert moved(1.4, 1.0, 1.0, 1.0) is None
     assert moved(1.4, 1.4, 1.4, 0.7, 0.7) is None
     assert moved(1.03, 1.03) is None
+
+
+def test_a_spread_is_at_least_what_is_usual_for_its_test():
+    """Three recordings that agree by luck, among benchmarks that do not, are no quiet benchmark."""
+    noisy = {f"test_a[{i}]": side(1.0 - s / 2, 1.0, 1.0 + s / 2) for i, s in enumerate((0.01, 0.1, 0.12, 0.3))}
+    quiet = {f"test_b[{i}]": side(0.999, 1.0, 1.001) for i in range(3)}
+    spreads = {name: old.spread for name, old in pooled(noisy | quiet).items()}
+    assert [spreads[name] for name in noisy] == pytest.approx([0.11, 0.11, 0.12, 0.3])
+    assert [spreads[name] for name in quiet] == pytest.approx([0.002] * 3)
 
 
 # --- the guard -------------------------------------------------------------------------------------------------------
@@ -170,23 +351,6 @@ def test_a_kernel_that_sees_64_keys_is_refused_where_its_rate_is_impossible_and_
     lines = undetectable(infos)
     assert lines[0].startswith(f"undetectable by speed: {len(infos)} of {len(infos)}")
     assert all(any(case in line for line in lines) for case in infos)
-
-
-def test_a_spread_is_at_least_what_is_usual_for_its_test():
-    """Three recordings that agree by luck, among benchmarks that do not, are no quiet benchmark."""
-    noisy = {f"test_a[{i}]": stored(1.0 - s / 2, 1.0, 1.0 + s / 2) for i, s in enumerate((0.01, 0.1, 0.12, 0.3))}
-    quiet = {f"test_b[{i}]": stored(0.999, 1.0, 1.001) for i in range(3)}
-    spreads = {name: old.spread for name, old in pooled(noisy | quiet).items()}
-    assert [spreads[name] for name in noisy] == pytest.approx([0.11, 0.11, 0.12, 0.3])
-    assert [spreads[name] for name in quiet] == pytest.approx([0.002] * 3)
-
-
-def test_what_a_threshold_needs_is_not_listed_as_missing():
-    key = Key("gpu", "2.11", "3.6")
-    gate = Gate(key, Baseline(key, [Path("0001_x.json")], {}), False, False, False)
-    ran = ["tests/perf/test_threshold.py::test_threshold[x]", "tests/perf/test_kernels.py::test_new"]
-    listed = [line for line in report(gate, ran) if line.startswith("in this run")]
-    assert listed == ["in this run, not in the baseline: tests/perf/test_kernels.py::test_new"]
 
 
 def test_a_kernel_that_launches_nothing_is_refused_everywhere():

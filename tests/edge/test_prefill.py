@@ -100,7 +100,7 @@ def test_a_large_problem_is_measured_as_it_lies(large, problem):
     assert not {"rows", "varlen", "key_index"} & set(problem.__dict__)
     assert buffer_sets(problem)[0] == [problem]
     control = result.best(prefill.BACKENDS)
-    info = result.info([], control) | prefill.facts(result)
+    info = result.info([], [control]) | prefill.facts(result)
     assert info["control"] == control
     assert info["ratio_to_control"] == pytest.approx(1 / info[f"speedup_vs_{control[6:]}"])
     assert info["speedup_vs_key_major"] is None

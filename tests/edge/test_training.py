@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from nsa.testing import cases, prefill, training
 from nsa.testing.cases import Case
+from nsa.testing.measure import gate_figures
 from nsa.testing.physics import Ceilings
 from nsa.testing.timing import InvalidMeasurement, Timing
 from nsa.testing.training import Trainee
@@ -54,7 +55,7 @@ def test_everybody_is_timed(problem):
     assert set(result.times) == set(training.WHAT)
     assert not result.left_out
     for what in training.WHAT:
-        control = training.best_dense(result.times[what])
+        control = gate_figures(result.times[what], prefill.BACKENDS)["control"]
         facts = training.facts(result, what)
         fastest = min(facts["speedup_vs_cudnn"], facts["speedup_vs_flash"])
         assert fastest == pytest.approx(facts["medians"][control] / facts["medians"]["ours"])
@@ -138,8 +139,10 @@ def test_control_is_the_faster_dense_attention():
         return Timing([seconds], "eager", False, 1, 1)
 
     times = {"ours": timing(1.0), "dense_cudnn": timing(3.0), "dense_flash": timing(2.0)}
-    assert training.best_dense(times) == "dense_flash"
-    assert training.best_dense({"ours": timing(1.0)}) is None
+    figures = gate_figures(times, prefill.BACKENDS)
+    assert (figures["control"], figures["ratio_to_control"]) == ("dense_flash", 0.5)
+    assert figures["control_samples"] == {"dense_cudnn": [3.0], "dense_flash": [2.0]}
+    assert gate_figures({"ours": timing(1.0)}, prefill.BACKENDS)["control"] is None
 
 
 def test_exact_gradients_of_a_part(problem):

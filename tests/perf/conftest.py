@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from nsa.testing import ahead, gating, outputs, summary, timing
+from nsa.testing import ahead, outputs, summary, timing
 from nsa.testing.cases import core, full, long_context
 from nsa.testing.fixtures import case, known, over_third_parties, problem, register, third_party
+from nsa.testing.gate import hooks
 from nsa.testing.plugin import current_lane
 
 __all__ = ["case", "problem", "third_party"]
@@ -84,17 +85,20 @@ def by_hand(request: pytest.FixtureRequest) -> Callable[[dict[str, Any]], None]:
 def publish(request: pytest.FixtureRequest, benchmark: Any) -> Callable[..., None]:
     """Hand samples and what they mean to pytest-benchmark and to the summary, under a group's name.
 
-    `again()` measures once more: a gated run calls it before it calls a benchmark a regression.
+    `again()` measures once more: a gated run calls it before it calls a benchmark a regression. `core`: False for what
+    is timed on request, which is in no baseline.
     """
-    config, name = request.config, request.node.nodeid
+    config, name = request.config, request.node.name
 
-    def publish(group: str, samples: timing.Timing, info: dict[str, Any], again: gating.Again | None = None) -> None:
-        samples, info = gating.gated(config, name, samples, info, again)
+    def publish(
+        group: str, samples: timing.Timing, info: dict[str, Any], again: hooks.Again | None = None, core: bool = True
+    ) -> None:
+        samples, info = hooks.gated(config, name, samples, info, again) if core else (samples, info)
         benchmark.group = group
         benchmark.extra_info.update(info)
         timing.feed(benchmark, samples)
         config.stash[published_key].append(info | {"group": group, "name": request.node.name, "median": samples.median})
-        gating.enforce(config, name)
+        hooks.enforce(config, name)
 
     return publish
 

@@ -47,7 +47,7 @@ def test_packed_sdpa(problem: Problem, bound: str, publish, sampling: dict[str, 
 
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         result = measure(problem, impl, [FROM_SPANS, *END_TO_END.values()], budget_s=BUDGET_S, **sampling)
-        return result.ours, result.info([], FROM_SPANS.name)
+        return result.ours, result.info([], [FROM_SPANS.name])
 
     publish(f"packed SDPA, {bound}", *take(), again=take)
 
@@ -120,7 +120,7 @@ def test_routing(problem: Problem, publish, sampling: dict[str, int], monkeypatc
         times = timing.time_host(fns, budget_s=BUDGET_S, sample_s=5e-3, **sampling)
         cost = (times["ours"].median - times["direct_sdpa"].median) * 1e6
         direct = whole["sdpa"].median * 1e6
-        info = run_facts(p.q.device) | p.case.fields() | gate_figures(times, "python") | {
+        info = run_facts(p.q.device) | p.case.fields() | gate_figures(times, ["python"]) | {
             "overhead_us": cost,
             "note": f"routing costs {cost:.1f} us a call; the SDPA behind it {direct:.0f} us ({p.case.source})",
         }  # fmt: skip
@@ -188,7 +188,7 @@ def test_after_a_failure(problem: Problem, publish, sampling: dict[str, int], mo
         times = timing.time_host(fns, budget_s=BUDGET_S, sample_s=5e-3, **sampling)
         cost, limit, python = quickest(times)
         both = ", ".join(f"{name} {t.median * 1e6:.1f} us" for name, t in whole.items())
-        info = run_facts(p.q.device) | p.case.fields() | gate_figures(times, "python") | {
+        info = run_facts(p.q.device) | p.case.fields() | gate_figures(times, ["python"]) | {
             "overhead_us": cost, "python_us": python, "limit_us": limit,
             "note": f"after a failure a call costs {cost:.1f} us more than the SDPA behind it ({both})",
         }  # fmt: skip
@@ -217,6 +217,6 @@ def quickest(times: dict[str, timing.Timing]) -> tuple[float, float, float]:
 def publish_against(group: str, control: str, fns, facts, publish, sampling: dict[str, int]) -> None:
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         times = timing.time_host(fns, budget_s=BUDGET_S, **sampling)
-        return times["ours"], run_facts(torch.device("cpu")) | facts | gate_figures(times, control)
+        return times["ours"], run_facts(torch.device("cpu")) | facts | gate_figures(times, [control])
 
     publish(group, *take(), again=take)

@@ -38,7 +38,7 @@ def test_crossover(
         torch.cuda.empty_cache()
         times = crossover.compare(G, tokens, device, seed, context, budget_s=BUDGET_S, **sampling)
         point = crossover.Point(G, tokens, times["query_major"].median, times["key_major"].median, context)
-        figures = gate_figures(times, "query_major", "key_major")
+        figures = gate_figures(times, ["query_major"], "key_major")
         return times["key_major"], run_facts(device) | figures | {"crossover": asdict(point), "seed": seed}
 
-    publish(f"crossover: G = {G}", *take(), again=take)
+    publish(f"crossover: G = {G}", *take(), again=take, core=False)

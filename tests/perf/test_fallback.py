@@ -39,7 +39,7 @@ def test_packed_sdpa_against_row_loop(
         medians = {name: t.median for name, t in times.items()}
         gain = medians["row_loop"] / medians["sdpa"]
         where = f"S={case.S}, 4 KV heads of 16 query heads, 16 spans of 64"
-        info = run_facts(device) | case.fields() | gate_figures(times, "row_loop", "sdpa") | {
+        info = run_facts(device) | case.fields() | gate_figures(times, ["row_loop"], "sdpa") | {
             "impl": "sdpa", "medians": medians, "speedup_vs_row_loop": gain,
             "note": f"packed SDPA is {gain:.1f}x a per-row loop: {where}",
         }  # fmt: skip

@@ -38,7 +38,7 @@ def test_eager_call(name: str, device: torch.device, publish, sampling: dict[str
 
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         times = timing.time_host(fns, sync=torch.cuda.synchronize, budget_s=0.3, **sampling)
-        facts: dict[str, Any] = {"impl": name} | gate_figures(times, "direct_sdpa")
+        facts: dict[str, Any] = {"impl": name} | gate_figures(times, ["direct_sdpa"])
         if bare:
             ours, launches = (times[side].median * 1e6 for side in ("ours", "bare_launches"))
             facts |= {"us": ours, "over_bare_launches": ours / launches}

@@ -37,8 +37,7 @@ def compare(impl: Impl, problem: Problem, publish, sampling: dict[str, Any]) -> 
         result = measure(
             problem, impl, [*layouts.values(), *ends.values(), *beside.values()], budget_s=BUDGET_S, **sampling
         )
-        control = result.best(layouts) if problem.case.source == "rows" else result.best(END_TO_END)
-        return result.ours, result.info(layouts, control)
+        return result.ours, result.info(layouts, layouts if problem.case.source == "rows" else END_TO_END)
 
     name = f"{problem.case.dist}, {problem.case.source}" + ("" if impl.route else f", {impl.name}")
     publish(name, *take(), again=take)

@@ -29,6 +29,6 @@ def compare(impl: Impl, problem: Problem, publish, sampling: dict[str, Any]) -> 
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         torch.cuda.empty_cache()  # graphs of the case before hold pools of their own
         result = measure(problem, impl, prefill.beside(), budget_s=BUDGET_S, **sampling)
-        return result.ours, result.info([], result.best(prefill.BACKENDS)) | prefill.facts(result)
+        return result.ours, result.info([], prefill.BACKENDS) | prefill.facts(result)
 
     publish("prefill" if impl is OURS["auto"] else f"prefill, {impl.name}", *take(), again=take)

@@ -24,9 +24,9 @@ def test_threshold(problem: Problem, publish, sampling: dict[str, int]) -> None:
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         torch.cuda.empty_cache()
         result = measure(problem, OURS["ranges"], [OURS["sdpa"], *layouts.values()], budget_s=BUDGET_S, **sampling)
-        return result.ours, result.info(layouts, "sdpa")
+        return result.ours, result.info(layouts, ["sdpa"])
 
-    publish(f"threshold: {problem.case.dist}", *take(), again=take)
+    publish(f"threshold: {problem.case.dist}", *take(), again=take, core=False)
 
 
 @pytest.mark.parametrize("mask", ["masked", "unmasked"])
@@ -36,4 +36,4 @@ def test_packed_layout(shape: str, mask: str, device: torch.device, publish, sam
     fastest = min(times.values(), key=lambda t: t.median)
     medians = {name: t.median for name, t in times.items()}
     facts = {"layouts": medians, "masked": mask == "masked", "shape": shape}
-    publish("packed SDPA layouts", fastest, run_facts(device) | facts)
+    publish("packed SDPA layouts", fastest, run_facts(device) | facts, core=False)

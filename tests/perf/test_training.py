@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from nsa.testing import prefill as dense
 from nsa.testing import timing, training
 from nsa.testing.cases import prefill
 from nsa.testing.measure import gate_figures, run_facts
@@ -17,14 +18,17 @@ MEMORY_VS_FLASH = 1.5  # bytes of a step at 32,768 tokens, 64/4, over those of f
 
 @pytest.mark.parametrize("what", training.WHAT)
 def test_training(what: str, problem: Problem, publish, sampling: dict[str, int]) -> None:
+    from nsa.testing.roofline import ceilings  # needs Triton and a GPU
+
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         torch.cuda.empty_cache()
         everybody = training.ours(), *training.beside()
         result = training.train(problem, everybody, budget_s=BUDGET_S, what=(what,), **sampling)
         times = result.times[what]
-        control = training.best_dense(times)
-        assert control is not None, f"dense attention did not run: {result.left_out}"
-        info = run_facts(problem.q.device) | problem.case.fields() | gate_figures(times, control)
+        figures = gate_figures(times, dense.BACKENDS)
+        assert figures["control"] is not None, f"dense attention did not run: {result.left_out}"
+        info = run_facts(problem.q.device) | problem.case.fields() | figures
+        info["ceiling_gbps"] = ceilings(problem.q.device).memory / 1e9
         return times["ours"], info | training.facts(result, what)
 
     publish({"backward": "backward", "step": "forward and backward"}[what], *take(), again=take)

@@ -1,8 +1,4 @@
-"""The pytest side of baselines and the gate: options, refusals, recording, and the hooks that judge and report.
-
-`gate.py` decides, `gated_run.py` keeps what came of one run, `baselines.py` keeps files; this part knows pytest and
-pytest-benchmark.
-"""
+"""The pytest side of the gate: options, refusals, recording, and the hooks that judge and report."""
 
 from __future__ import annotations
 
@@ -17,9 +13,11 @@ from typing import Any
 import pytest
 from pytest_benchmark.storage.file import FileStorage
 
-from nsa.testing import baselines, outputs
-from nsa.testing.baselines import Baseline, Key
-from nsa.testing.gated_run import Again, Gate, Info, report
+from nsa.testing import outputs
+from nsa.testing.gate import against, store
+from nsa.testing.gate.run import Again, Gate, Info
+from nsa.testing.gate.store import Baseline, Key
+from nsa.testing.machine import commit
 from nsa.testing.physics import undetectable
 from nsa.testing.timing import Timing
 
@@ -45,6 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--nsa-strict", action="store_true", help="what is ambiguous, or was not gated at all, fails (exit status 1)"
     )
+    group.addoption(
+        "--nsa-against",
+        metavar="REF",
+        help="run the perf session in this tree and in a git worktree of REF, in processes that take turns, and gate "
+        "one against the other; needs no baseline",
+    )
     group.addoption("--nsa-recording", action="store_true", help=argparse.SUPPRESS)  # a process of --nsa-save-baseline
 
 
@@ -58,7 +62,7 @@ def refusal(config: pytest.Config) -> str | None:
     """
     option = config.option
     names = ("benchmark_compare", "benchmark_compare_fail", "benchmark_save", "benchmark_autosave")
-    asked = [name for name in (*names, "nsa_save_baseline", "nsa_recording") if getattr(option, name)]
+    asked = [name for name in (*names, "nsa_save_baseline", "nsa_recording", "nsa_against") if getattr(option, name)]
     if not asked:
         return None
     first = outputs.spelled(asked[0])
@@ -69,7 +73,7 @@ def refusal(config: pytest.Config) -> str | None:
     if option.benchmark_skip and not option.benchmark_only:
         return f"{first} needs benchmarks: leave out --benchmark-skip"
     baseline = option.nsa_save_baseline or option.nsa_recording
-    if not option.benchmark_compare and not baseline:
+    if not option.benchmark_compare and not baseline and not option.nsa_against:
         return None
     if not baseline and config.inipath is None and STORAGE in map(str, config.invocation_params.args):
         folder = option.benchmark_storage
@@ -78,9 +82,9 @@ def refusal(config: pytest.Config) -> str | None:
     if swallowed is not None:
         return swallowed
     if option.nsa_hot:
-        return f"{first}: baselines are of cold buffers: leave out --nsa-hot"
+        return f"{first}: what is gated or recorded is timed on cold buffers: leave out --nsa-hot"
     if option.nsa_no_check:
-        return f"{first}: what nobody checked is neither gated nor recorded: leave out --nsa-no-check"
+        return f"{first}: what is gated or recorded is checked first: leave out --nsa-no-check"
     if baseline and option.nsa_sweep:
         return f"{first}: a sweep is no baseline: leave out --nsa-sweep"
     sampled = list(outputs.sampled_otherwise(config))
@@ -108,30 +112,62 @@ def _swallowed(config: pytest.Config, value: object) -> str | None:
     return None
 
 
-# --- recording -------------------------------------------------------------------------------------------------------
+# --- runs of several processes ---------------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """`--nsa-save-baseline`: this process only starts the three that measure."""
+    """`--nsa-save-baseline` and `--nsa-against`: this process only starts those that measure."""
     option = config.option
-    if not option.nsa_save_baseline or option.nsa_recording or option.collectonly:
+    if option.collectonly or option.nsa_recording or not (option.nsa_save_baseline or option.nsa_against):
         return None
-    reason: str | None = "pytest-benchmark is switched off"
-    if config.pluginmanager.hasplugin("benchmark"):
-        reason = refusal(config)
-        if option.benchmark_json:
-            reason = "--nsa-save-baseline: each process writes its own JSON: leave out --benchmark-json"
+    reason = _refused_parent(config)
     if reason is not None:
         print(f"ERROR: {reason}", file=sys.stderr)
         return 1
+    return _against(config) if option.nsa_against else _record(config)
+
+
+def _refused_parent(config: pytest.Config) -> str | None:
+    """Why several processes cannot do what was asked for; None if they can."""
+    option = config.option
+    if not config.pluginmanager.hasplugin("benchmark"):
+        return "pytest-benchmark is switched off"
+    first = "--nsa-against" if option.nsa_against else "--nsa-save-baseline"
+    each = {"--benchmark-json": option.benchmark_json}
+    if option.nsa_against:
+        each |= {"--junitxml": option.xmlpath} | {outputs.spelled(n): getattr(option, n) for n in outputs.WRITES}
+        each |= {"--benchmark-compare": option.benchmark_compare, "--nsa-save-baseline": option.nsa_save_baseline}
+    given = next((name for name, value in each.items() if value), None)
+    if given is not None:
+        return f"{first} starts several processes, and {given} is for one: leave out {given}"
+    return refusal(config)
+
+
+def _against(config: pytest.Config) -> int:
+    ref, given = config.option.nsa_against, list(map(str, config.invocation_params.args))
+    apart = {"--nsa-against": 2, f"--nsa-against={ref}": 1, "--nsa-strict": 1}  # words that each takes
+    arguments: list[str] = []
+    while given:
+        width = apart.get(given[0], 0)
+        arguments += [] if width else given[:1]
+        del given[: width or 1]
+    try:
+        return against.compare(ref, arguments, config.args, config.rootpath, config.option.nsa_strict)
+    except against.NotCompared as e:
+        print(f"nothing was compared: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("nothing was compared: interrupted", file=sys.stderr)
+        return int(pytest.ExitCode.INTERRUPTED)
+
+
+def _record(config: pytest.Config) -> int:
     params = config.invocation_params
     arguments = ["--nsa-recording", *_one_word(a for a in map(str, params.args) if a != "--nsa-save-baseline")]
-    from nsa.testing.plugin import commit
-
     try:
-        saved = baselines.record(_storage(config), arguments, params.dir, commit()[:7])
-    except baselines.NotSaved as e:
+        saved = store.record(_storage(config), arguments, params.dir, commit()[:7])
+    except store.NotSaved as e:
         print(f"no baseline saved: {e}", file=sys.stderr)
         return e.status
     except KeyboardInterrupt:
@@ -232,7 +268,7 @@ def _show_beside(benchmarks: Any, compare: Any, folder: Path, baseline: Baseline
 
 def _open(key: Key, folder: Path, option: argparse.Namespace) -> Gate:
     try:
-        baseline = baselines.find(folder, key)
+        baseline = store.find(folder, key)
     except ValueError as e:
         pytest.exit(f"a baseline cannot be read: {e}", returncode=1)
     flags = (option.nsa_recording, option.nsa_accept_regression, option.nsa_strict)
@@ -277,23 +313,30 @@ def enforce(config: pytest.Config, name: str) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     """`--nsa-strict`: a run that gated nothing ends red. After all else: what was measured is still written."""
     yield
-    gate = session.config.stash.get(gate_key, None)
-    ungated = gate is not None and (not gate.on or not gate.verdicts)
-    excused = session.config.option.collectonly or session.exitstatus != pytest.ExitCode.OK
-    if gate is not None and gate.strict and not gate.recording and ungated and not excused:
+    gate, option = session.config.stash.get(gate_key, None), session.config.option
+    excused = gate is None or gate.recording or option.collectonly or session.exitstatus != pytest.ExitCode.OK
+    if gate is not None and gate.strict and not gate.on and not excused:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-@pytest.hookimpl(trylast=True)  # below pytest-benchmark's tables, where it is seen
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Iterator[None]:
+    """After all other tables and pytest's list of failures: the verdict is the last thing on the screen."""
+    try:
+        return (yield)
+    finally:
+        _summarize(terminalreporter, config)
+
+
+def _summarize(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     session, gate = getattr(config, "_benchmarksession", None), config.stash.get(gate_key, None)
-    if session is not None and config.option.nsa_no_check:
-        terminalreporter.section("NOBODY CHECKED RESULTS (--nsa-no-check)")
+    if session is None:
+        return
+    if config.option.nsa_no_check:
+        terminalreporter.section("RESULTS WERE NOT CHECKED (--nsa-no-check)")
         for line in undetectable({bench.fullname: bench.extra_info for bench in session.benchmarks}):
             terminalreporter.write_line(line)
-    if session is None or gate is None:
-        return
-    ran = [bench.fullname for bench in session.benchmarks if not bench.has_error]
-    terminalreporter.section("gate")
-    for line in report(gate, ran):
-        terminalreporter.write_line(line)
+    if gate is not None:
+        terminalreporter.section("gate")
+        for line in gate.report(bench.name for bench in session.benchmarks if not bench.has_error):
+            terminalreporter.write_line(line)

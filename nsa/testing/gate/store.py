@@ -1,4 +1,4 @@
-"""Baselines on disk: which files belong to this device and these versions, and how new ones are recorded.
+"""Baselines in files: which belong to this device and these versions, and how new ones are recorded.
 
 A baseline is three files of pytest-benchmark, `<storage>/<device>/NNNN_*.json`, from three processes. They appear
 together, whole, or not at all.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nsa.testing.gate import Figures, Stored, pooled
+from nsa.testing.gate.rule import Reading, Side, pooled
 
 FILES = 3  # processes of one recording, and files the gate reads
 
@@ -51,7 +51,7 @@ class Baseline:
 
     key: Key
     paths: list[Path]
-    benchmarks: dict[str, Stored]
+    benchmarks: dict[str, Side]
 
 
 def _minor(version: object) -> str:
@@ -76,14 +76,26 @@ def find(folder: Path, key: Key) -> Baseline | None:
     if found is None:
         return None
     paths: list[Path] = []
-    runs: dict[str, list[Figures]] = {}
+    runs: dict[str, list[Reading]] = {}
     for path, document in groups[found]:
-        wanted = [b for b in document["benchmarks"] if len(runs.get(b["fullname"], ())) < FILES]
+        wanted = [b for b in document["benchmarks"] if len(runs.get(b["name"], ())) < FILES]
         for b in wanted:
-            runs.setdefault(b["fullname"], []).append(Figures.of(b["extra_info"], b["stats"]["median"]))
+            runs.setdefault(b["name"], []).append(reading(path, b))
         if wanted or not document["benchmarks"]:
             paths.append(path)
-    return Baseline(found, paths[::-1], pooled({name: Stored.of(them[::-1]) for name, them in runs.items()}))
+    return Baseline(found, paths[::-1], pooled({name: Side.of(them[::-1]) for name, them in runs.items()}))
+
+
+def reading(path: Path, benchmark: Mapping[str, Any]) -> Reading:
+    """One benchmark of a file, from its samples.
+
+    Raises:
+        ValueError: naming the file, the benchmark, and what its samples contradict.
+    """
+    try:
+        return Reading.of(benchmark["stats"]["data"], benchmark["extra_info"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {benchmark['name']}: {error}") from error
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -95,8 +107,8 @@ def read(path: Path) -> dict[str, Any]:
     try:
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         Key.of(document["machine_info"])
-        [(b["fullname"], b["extra_info"], b["stats"]["median"]) for b in document["benchmarks"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        [(b["name"], b["extra_info"], b["stats"]["data"][0]) for b in document["benchmarks"]]
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
         raise ValueError(f"{path}: expected the JSON of a pytest-benchmark run, got {type(e).__name__}: {e}") from e
     return document
 
@@ -127,7 +139,7 @@ def record(storage: Path, arguments: Sequence[str], cwd: Path, label: str) -> li
         with _terminated_is_interrupted():
             files = [_run(work / f"{i}.json", arguments, cwd, i) for i in range(1, FILES + 1)]
             keys = {Key.of(read(file)["machine_info"]) for file in files}
-            names = [{b["fullname"] for b in read(file)["benchmarks"]} for file in files]
+            names = [{b["name"] for b in read(file)["benchmarks"]} for file in files]
             if len(keys) != 1 or not names[0] or any(n != names[0] for n in names):
                 raise NotSaved("the runs do not hold the same benchmarks of the same machine")
             return _move(files, storage / keys.pop().device, label)

@@ -1,0 +1,242 @@
+"""Is a benchmark slower than it was? Verdicts from samples. Pure functions.
+
+Each benchmark is timed beside its *control*, the plain-torch call that would be made in its place, sampled in turn in
+one process. Of both, the lower quartile of the samples counts: a disturbance only ever adds time. The *ratio* is the
+benchmark's time over its control's.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+LIMIT = 0.10  # a benchmark that is worse by more than this share is a regression
+LEGACY = 0.15  # how far a ratio that a file states may be from the file's own samples
+
+
+def quartile(samples: Sequence[float]) -> float:
+    """The lower quartile of samples, in their unit."""
+    return statistics.quantiles(samples, method="inclusive")[0] if len(samples) > 1 else samples[0]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One benchmark, timed in one process.
+
+    time: lower quartile of its samples, seconds. controls: the same of each call that may be its control, by name.
+    by: the control. ceiling: bytes per second that this GPU was measured to read in the same process, if it was.
+    """
+
+    time: float
+    controls: Mapping[str, float] = field(default_factory=dict)
+    by: str | None = None
+    ceiling: float | None = None
+
+    @classmethod
+    def of(cls, samples: Sequence[float], info: Mapping[str, Any]) -> Reading:
+        """From a benchmark's samples (seconds) and its `extra_info`, of this run or of a file.
+
+        Raises:
+            ValueError: a file from before the samples of controls were stored states a ratio that its own samples
+                contradict.
+        """
+        time, by = quartile(samples), info.get("control")
+        ceiling = info["ceiling_gbps"] * 1e9 if info.get("ceiling_gbps") else None
+        if by is None:
+            return cls(time, ceiling=ceiling)
+        if "control_samples" in info:
+            controls = {name: quartile(theirs) for name, theirs in info["control_samples"].items()}
+        else:
+            controls = _stated(samples, info)
+        return cls(time, controls, by, ceiling)
+
+    def ratio(self, by: str | None) -> float | None:
+        """Its time over that of the control `by`; None where `by` was not timed."""
+        control = self.controls.get(by or "")
+        return self.time / control if control else None
+
+
+def _stated(samples: Sequence[float], info: Mapping[str, Any]) -> dict[str, float]:
+    """Times of controls in a file that has no samples of them, from the ratio that it states, once that is checked."""
+    median, control, by = statistics.median(samples), info["control_median"], info["control"]
+    stated, of_medians = info.get("gate_ratio", info["ratio_to_control"]), info["ratio_to_control"]
+    if not math.isclose(of_medians, median / control, rel_tol=1e-9):  # replayed by a clock, which rounds
+        raise ValueError(f"ratio_to_control is {of_medians:.6g}, and its own samples say {median / control:.6g}")
+    expected = quartile(samples) / control
+    if not abs(stated / expected - 1) <= LEGACY:
+        raise ValueError(f"gate_ratio is {stated:.6g}, and its own samples say about {expected:.6g}")
+    return dict(info.get("medians") or {}) | {by: quartile(samples) / stated}
+
+
+@dataclass(frozen=True)
+class Side:
+    """One benchmark over some processes: of a baseline, or of this run.
+
+    ratio, time, control (seconds): medians over the processes, all over the same control `by`. spread: range of the
+    ratios over their median. ratios: of each process, None where `by` was not timed.
+    """
+
+    readings: tuple[Reading, ...]
+    by: str | None
+    spread: float
+
+    @classmethod
+    def of(cls, readings: Iterable[Reading], by: str | None = None) -> Side:
+        """By default over the control of the first reading that has one."""
+        readings = tuple(readings)
+        by = by or next((r.by for r in readings if r.by), None)
+        ratios = [ratio for r in readings if (ratio := r.ratio(by))]
+        spread = (max(ratios) - min(ratios)) / statistics.median(ratios) if ratios else 0.0
+        return cls(readings, by, spread)
+
+    @property
+    def ratios(self) -> list[float]:
+        return [ratio for r in self.readings if (ratio := r.ratio(self.by))]
+
+    @property
+    def ratio(self) -> float | None:
+        return statistics.median(self.ratios) if self.ratios else None
+
+    @property
+    def time(self) -> float:
+        return statistics.median(r.time for r in self.readings)
+
+    @property
+    def control(self) -> float | None:
+        found = [r.controls[self.by] for r in self.readings if self.by is not None and self.by in r.controls]
+        return statistics.median(found) if found else None
+
+    @property
+    def ceiling(self) -> float | None:
+        found = [r.ceiling for r in self.readings if r.ceiling]
+        return statistics.median(found) if found else None
+
+
+def pooled(sides: Mapping[str, Side]) -> dict[str, Side]:
+    """The same, each spread at least the median of its test function's.
+
+    Three recordings tell one benchmark's spread badly: on a machine where ratios wander by 12%, one benchmark in ten
+    shows under 5% by luck, and would fail by luck the other way.
+    """
+    spreads: dict[str, list[float]] = {}
+    for name, side in sides.items():
+        spreads.setdefault(function(name), []).append(side.spread)
+    return {
+        name: replace(side, spread=max(side.spread, statistics.median(spreads[function(name)])))
+        for name, side in sides.items()
+    }
+
+
+def function(name: str) -> str:
+    """The test function of a benchmark: `test_a` of `test_a[case]`."""
+    return name.partition("[")[0]
+
+
+@dataclass(frozen=True)
+class Change:
+    """How a benchmark differs from what it was: 0.15 is 15% more. time: scaled by the read ceilings if `scaled`."""
+
+    ratio: float
+    time: float
+    control: float
+    scaled: bool = False
+
+    @classmethod
+    def of(cls, old: Side, new: Side, scaled: bool = False) -> Change:
+        """Both sides have a ratio over the same control, and if `scaled` a ceiling."""
+        assert old.ratio and new.ratio and old.control and new.control
+        faster = new.ceiling / old.ceiling if scaled and new.ceiling and old.ceiling else 1.0
+        return cls(new.ratio / old.ratio - 1, new.time / old.time * faster - 1, new.control / old.control - 1, scaled)
+
+    def least(self, other: Change) -> Change:
+        """What both agree on: of each number the smaller change."""
+        return replace(self, ratio=min(self.ratio, other.ratio), time=min(self.time, other.time))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """kind: "pass", "FAIL", "AMBIGUOUS" or "cannot gate". change: what was seen first; again: when measured again.
+
+    reason: why it is AMBIGUOUS, or cannot be gated. resolution: the slowdown beyond which this would be a FAIL.
+    """
+
+    kind: str
+    name: str
+    old: Side
+    new: Side
+    change: Change | None = None
+    again: Change | None = None
+    reason: str = ""
+    resolution: float = LIMIT
+
+
+Again = Callable[[], "tuple[Side, Side]"]
+
+
+def judge(
+    name: str, old: Side, new: Side, again: Again | None = None, *, versions: bool = True, paired: bool = False
+) -> Verdict:
+    """More than 10% worse, measured twice, is a FAIL, unless there is a reason to doubt it: then it is AMBIGUOUS.
+
+    Args:
+        again: measures once more, and returns what is to be compared then: `(old, new)`. Called only where the first
+            measurement is more than 10% worse.
+        versions: whether torch and Triton are those of the baseline. If not, the control is another program, and only
+            a ratio and a time that are both worse are a FAIL.
+        paired: both sides were measured today, in processes of their own that took turns.
+    """
+    by = old.by
+    used = replace(new, by=by) if by else new
+    if not old.ratio or not used.ratio:
+        where = "the baseline" if not old.ratio else "this run"
+        reason = f"no control in {where}"
+        if old.ratio and new.by not in (None, by):
+            reason = f"its control {by} was not timed, but {new.by}"
+        return Verdict("cannot gate", name, old, new, reason=reason)
+    scaled = not versions
+    if scaled and not (old.ceiling and new.ceiling):
+        reason = "other versions of torch or Triton, and no memory rate was measured by which to compare times"
+        return Verdict("cannot gate", name, old, used, Change.of(old, used), reason=reason)
+    first = Change.of(old, used, scaled)
+    resolution = max(LIMIT, old.spread, used.spread) if paired else max(LIMIT, 2 * old.spread)
+    fine = "cannot gate" if resolution > LIMIT else "pass"
+    why = f"its ratio spreads by {max(old.spread, used.spread if paired else 0.0):.1%}" if fine != "pass" else ""
+    if not _worse(first):
+        return Verdict(fine, name, old, used, first, reason=why, resolution=resolution)
+    second, both = None, first
+    if again is not None:
+        earlier, later = again()
+        if earlier.ratio and (later := replace(later, by=by)).ratio:
+            second = Change.of(earlier, later, scaled)
+            both = first.least(second)
+        if paired:
+            old, used = (Side.of(a.readings + b.readings, by) for a, b in ((old, earlier), (used, later)))
+    if not _worse(both):
+        return Verdict(fine, name, old, used, first, second, why, resolution)
+    doubt = _doubt(old, used, both, scaled, paired)
+    return Verdict("AMBIGUOUS" if doubt else "FAIL", name, old, used, first, second, doubt, resolution)
+
+
+def _worse(change: Change) -> bool:
+    return change.ratio > LIMIT or (change.scaled and change.time > LIMIT)
+
+
+def _doubt(old: Side, new: Side, seen: Change, scaled: bool, paired: bool) -> str:
+    """Why a change that was seen twice may be none of the kernel's; empty if nothing speaks against it.
+
+    Beside plain torch of the same version, a control that moved says that the machine did, and two kinds of work need
+    not move alike. Processes that take turns need no such rule: there all of one side must be slower than all of the
+    other.
+    """
+    if paired:
+        apart = min(new.ratios) > max(old.ratios)
+        return "" if apart else "the slowest process of the base was no faster than the fastest of this tree"
+    if scaled and not (seen.ratio > LIMIT and seen.time > LIMIT):
+        return "only one of ratio and time is worse, and torch or Triton are other versions"
+    if seen.ratio <= 2 * old.spread:
+        return f"within twice the spread of {old.spread:.1%}"
+    moved = 0.0 if scaled else max(1 + seen.control, 1 / (1 + seen.control)) - 1
+    return f"no more than the control itself moved, {moved:.1%}" if seen.ratio <= moved else ""

@@ -1,0 +1,135 @@
+"""One gated session: the baseline it is compared with, its verdicts, and what it says at its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nsa.testing.gate import store, words
+from nsa.testing.gate.rule import LIMIT, Reading, Side, Verdict, function, judge
+from nsa.testing.gate.store import Baseline, Key
+from nsa.testing.impls import OURS
+from nsa.testing.timing import Timing
+
+Info = dict[str, Any]
+Again = Callable[[], tuple[Timing, Info]]
+OTHER_VERSIONS = "SDPA, the control, is another program there, so a FAIL takes a ratio and a time that are both worse."
+RECORD = "record one with pytest -m perf --nsa-save-baseline"
+
+
+@dataclass
+class Gate:
+    """What this session is gated against, and what came of it so far."""
+
+    key: Key
+    baseline: Baseline | None  # of this key, or of the same device and other versions
+    recording: bool = False
+    accept: bool = False
+    strict: bool = False
+    why_not: str | None = None  # why nothing is gated, however much is stored
+    verdicts: list[Verdict] = field(default_factory=list)
+    new: list[str] = field(default_factory=list)  # benchmarks that the baseline does not hold
+
+    @property
+    def on(self) -> bool:
+        """Whether anything was gated."""
+        return any(v.kind != "cannot gate" for v in self.verdicts)
+
+    @property
+    def versions(self) -> bool:
+        """Whether torch and Triton are those of the baseline."""
+        return self.baseline is not None and self.baseline.key == self.key
+
+    def judge(self, name: str, samples: Timing, info: Info, again: Again | None) -> tuple[Timing, Info]:
+        """Compare one benchmark with its baseline. Returns what is to be stored: the last measurement of it.
+
+        Raises:
+            ValueError: its control is a kernel of ours, or our fallback: what slows both would not show.
+        """
+        if info.get("control") in OURS:
+            raise ValueError(f"control of {name}: expected plain torch, got our own {info['control']}")
+        if self.baseline is None or self.why_not is not None:
+            return samples, info
+        old = self.baseline.benchmarks.get(name)
+        if old is None:
+            self.new.append(name)
+            return samples, info
+        if old.by in OURS:  # in files from before such a control was refused
+            old = replace(old, by=None)
+        kept = samples, info
+
+        def once_more() -> tuple[Side, Side]:
+            nonlocal kept
+            assert again is not None
+            kept = again()
+            return old, Side.of([Reading.of(kept[0].samples, kept[1])])
+
+        new = Side.of([Reading.of(samples.samples, info)])
+        verdict = judge(name, old, new, None if again is None else once_more, versions=self.versions)
+        self.verdicts.append(verdict)
+        outcome = {"verdict": verdict.kind, "seen": words.seen(verdict), "reason": verdict.reason}
+        return kept[0], kept[1] | {"gate": outcome}
+
+    def failure(self, name: str) -> str | None:
+        """Why this benchmark's test has to fail, if it does."""
+        for v in (v for v in self.verdicts if v.name == name):
+            if v.kind == "FAIL" and not self.accept:
+                return f"performance regression: {words.seen(v)}"
+            if v.kind == "AMBIGUOUS" and self.strict:
+                return f"ambiguous under --nsa-strict: {words.seen(v)}; {v.reason}"
+        return None
+
+    def _judged(self) -> set[str]:
+        return {v.name for v in self.verdicts}
+
+    def report(self, ran: Iterable[str]) -> list[str]:
+        """Everything the gate has to say; the counts of its verdicts come last."""
+        ran = list(ran)
+        if self.why_not is not None:
+            return [f"not gated: {self.why_not}"]
+        if self.baseline is None:
+            first = f"first recording for {self.key}"
+            return [first if self.recording else f"not gated: no baseline for {self.key}; {RECORD}"]
+        files = min((len(side.readings) for side in self.baseline.benchmarks.values()), default=0)
+        lines = [f"baseline: {self.baseline.key}: {', '.join(path.name[:4] for path in self.baseline.paths)}"]
+        if not self.versions:
+            lines.append(f"this run: {self.key}. {OTHER_VERSIONS}")
+        if files < store.FILES:
+            makes = f"--nsa-save-baseline makes {store.FILES}"
+            lines.append(f"{files} of {store.FILES} recordings: spreads are not known; {makes}")
+        uncontrolled = [name for name in ran if name in self.baseline.benchmarks and name not in self._judged()]
+        for name in uncontrolled:  # timed by pytest-benchmark alone
+            side = self.baseline.benchmarks[name]
+            self.verdicts.append(Verdict("cannot gate", name, side, side, reason="no control"))
+        lines += words.table(self.verdicts)
+        if self.accept and any(v.kind == "FAIL" for v in self.verdicts):
+            lines.append("accepted by --nsa-accept-regression")
+        lines += self._explained()
+        lines += self._missing(set(ran))
+        if not self.verdicts:
+            lines.append("nothing was gated: no benchmark of the baseline ran")
+        lines.append(words.counts(self.verdicts))
+        return [part for line in lines for part in (words.wrapped(line) if len(line) > words.WIDTH else [line])]
+
+    def _explained(self) -> list[str]:
+        """Why benchmarks passed although pytest-benchmark's table shows them slower."""
+        moved = words.machine(self.verdicts)
+        if moved:
+            return [moved]
+        longer = [v for v in self.verdicts if v.kind == "pass" and v.change and not v.again and v.change.time > LIMIT]
+        if not longer:
+            return []
+        many = f"{len(longer)} benchmarks took" if len(longer) > 1 else f"{longer[0].name} took"
+        return [f"passed although {many} more than {LIMIT:.0%} longer: so did the control"]
+
+    def _missing(self, ran: set[str]) -> list[str]:
+        """Benchmarks on one side only: by name, or the test function where none of it ran."""
+        assert self.baseline is not None
+        missing = [name for name in self.baseline.benchmarks if name not in ran]
+        functions = {function(name) for name in ran}
+        lines = [f"in the baseline, not in this run: {name}" for name in missing if function(name) in functions]
+        whole = Counter(function(name) for name in missing if function(name) not in functions)
+        lines += [f"in the baseline, not in this run: {name}, all {count}" for name, count in whole.items()]
+        return lines + [f"in this run, not in the baseline: {name}" for name in self.new]

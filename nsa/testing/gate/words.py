@@ -1,0 +1,119 @@
+"""What the gate says at the end of a run: one table of verdicts, in words, at most 100 columns wide."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from nsa.testing.gate.rule import LIMIT, Change, Verdict, function
+
+WIDTH = 100
+LEVEL = 0.03  # a change below this is none worth a word
+MOVED = 0.05  # a machine that differs by less than this is the same machine
+TOGETHER = 0.8  # share of the controls that moved the same way, for "this machine is slower"
+KINDS = ("pass", "FAIL", "AMBIGUOUS", "cannot gate")
+
+
+def table(verdicts: Sequence[Verdict]) -> list[str]:
+    """What failed or is in doubt, a name and what was seen of it; what could not be gated, by test function."""
+    bad = sorted((v for v in verdicts if v.kind in ("FAIL", "AMBIGUOUS")), key=lambda v: v.kind != "FAIL")
+    lines = []
+    for v in bad:
+        lines.append(f"{v.kind:<10} {v.name}")
+        lines += wrapped(f"{seen(v)}{f'; {v.reason}' if v.reason else ''}", 11, 11)
+    return lines + _ungated([v for v in verdicts if v.kind == "cannot gate"])
+
+
+def counts(verdicts: Sequence[Verdict]) -> str:
+    """The last line: how many of each verdict."""
+    text = ", ".join(f"{sum(v.kind == kind for v in verdicts)} {kind}" for kind in KINDS)
+    again = sum(v.kind == "pass" and v.again is not None for v in verdicts)
+    return f"gate: {text}" + (f"; {again} passed when measured again" if again else "")
+
+
+def wrapped(text: str, first: int = 0, others: int = 0) -> list[str]:
+    """Lines of at most `WIDTH` columns, indented by so many."""
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=" " * first, subsequent_indent=" " * others, break_on_hyphens=False
+    )
+
+
+def seen(v: Verdict) -> str:
+    """How a benchmark changed beside its control, and its time; in words where the two seem to disagree."""
+    if v.change is None or v.old.ratio is None or v.new.ratio is None:
+        return f"{duration(v.old.time)} -> {duration(v.new.time)}"
+    change = v.change if v.again is None else v.change.least(v.again)
+    ratios = f"{v.old.ratio:.4g} -> {v.old.ratio * (1 + v.change.ratio):.4g} times its time"
+    if v.again is not None:
+        ratios += f", measured again {v.old.ratio * (1 + v.again.ratio):.4g}"
+    beside = f"{_more(change.ratio)} beside its control {v.old.by} ({ratios}"
+    times = f"{duration(v.old.time)} -> {duration(v.new.time)}"
+    return f"{beside}); {_agreement(change, v.change)}: {times}"
+
+
+def _agreement(change: Change, first: Change) -> str:
+    """What its own time did, and its control's where that explains why ratio and time differ."""
+    if change.scaled:
+        return f"its time, scaled by the read ceilings of both runs, {_changed(change.time)}"
+    own = f"its time {_changed(first.time)}"
+    if abs(first.time) <= LEVEL:
+        own = "as long as before"
+    if abs(first.control) <= LEVEL or abs(first.time - change.ratio) <= LEVEL:
+        return own
+    return f"{own}, while its control {_became(first.control)}"
+
+
+def _more(share: float) -> str:
+    return f"{share:.1%} slower" if share > 0 else f"{1 / (1 + share) - 1:.1%} faster"
+
+
+def _changed(share: float) -> str:
+    if abs(share) <= LEVEL:
+        return "is as before"
+    return f"is {share:.0%} longer" if share > 0 else f"is {-share:.0%} shorter"
+
+
+def _became(share: float) -> str:
+    return f"became {share:.0%} slower" if share > 0 else f"became {1 / (1 + share) - 1:.0%} faster"
+
+
+def _ungated(verdicts: Sequence[Verdict]) -> list[str]:
+    """One entry for each test function and kind of reason: how many, why, and what slowdown would have been a FAIL."""
+    groups: dict[tuple[str, bool, str], list[Verdict]] = {}
+    for v in verdicts:
+        noisy = v.resolution > LIMIT
+        groups.setdefault((function(v.name), noisy, "" if noisy else v.reason), []).append(v)
+    lines = []
+    for (name, noisy, reason), group in groups.items():
+        what = group[0].name if len(group) == 1 else f"{name}, {len(group)} benchmarks"
+        if noisy:
+            spreads = _range([max(v.old.spread, v.new.spread) for v in group])
+            limits = _range([v.resolution for v in group])
+            reason = f"its ratio spreads by {spreads}, so only a slowdown of more than {limits} would be a FAIL"
+        lines += wrapped(f"cannot gate {what}: {reason}", 0, 11)
+    return lines
+
+
+def _range(shares: Sequence[float]) -> str:
+    low, high = min(shares), max(shares)
+    return f"{low:.0%}" if f"{low:.0%}" == f"{high:.0%}" else f"{low:.0%} to {high:.0%}"
+
+
+def machine(verdicts: Iterable[Verdict]) -> str | None:
+    """ "this machine is 40% slower", if the controls say so together; never a verdict."""
+    moves = [v.change.control for v in verdicts if v.change is not None and not v.change.scaled]
+    if not moves:
+        return None
+    typical = statistics.median(moves)
+    same_way = sum(move * typical > 0 and abs(move) > abs(typical) / 3 for move in moves)
+    if abs(typical) <= MOVED or same_way < TOGETHER * len(moves):
+        return None
+    slower = f"{typical:.0%} slower" if typical > 0 else f"{1 / (1 + typical) - 1:.0%} faster"
+    return f"this machine is {slower} than when the baseline was recorded (median of {len(moves)} controls)"
+
+
+def duration(seconds: float) -> str:
+    """Four digits and a unit."""
+    scale, unit = next((s, u) for s, u in ((1, "s"), (1e-3, "ms"), (1e-6, "us")) if seconds >= s or u == "us")
+    return f"{seconds / scale:.4g} {unit}"
