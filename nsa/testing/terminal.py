@@ -86,7 +86,7 @@ def narrow(title: str | None, benchmarks: list[dict[str, Any]]) -> Table:
         if word not in said and len(_titled(title, [*moved, word])) <= TITLE:
             moved.append(word)
     short = {name: _named(name, [w for w in words if w not in (*moved, *said)]) for name, words in names.items()}
-    return _titled(title, moved), [bench | {"name": short[bench["name"]]} for bench in benchmarks]
+    return _titled(title, moved) or None, [bench | {"name": short[bench["name"]]} for bench in benchmarks]
 
 
 def _words(name: str) -> list[str]:
