@@ -65,12 +65,12 @@ OTHERS = {
     f"test_selection_third_party[{THIRD}-H8-D128-Dv128-L{L}-N1024-many-bf16]": (f"many, ranges, {THIRD}", L * 1e-7)
     for L in (64, 256, 1024)
 }
-LONGEST = max(of_the_full_matrix(), key=len)
+LONGEST = max(of_the_full_matrix().items(), key=lambda item: len(item[0]) + len(item[1][0]))
 ALL = {
     "cpu": of_the_cpu(),
     "h100": of_the_h100() | of_the_full_matrix(),
     "third-party": OTHERS,
-    "alone": {LONGEST: of_the_full_matrix()[LONGEST]},
+    "alone": dict([LONGEST]),
 }
 
 
@@ -133,8 +133,10 @@ def rows(lines):
 
 @pytest.mark.parametrize("names", ALL.values(), ids=ALL)
 def test_tables_fit_120_columns_with_and_without_a_baseline(project, names):
-    project = project(names)
-    alone, beside = recorded(project), run(project, "--benchmark-compare")
+    make, project = project, project(names)
+    alone = recorded(project)
+    make({name: (group, 3 * seconds) for name, (group, seconds) in names.items()})
+    beside = run(project, "--benchmark-compare")
     for lines, times in ((alone, 1), (beside, 2)):
         shown = tables(lines)
         assert max(map(len, shown)) <= 120, max(shown, key=len)
@@ -177,6 +179,14 @@ def test_what_the_user_gives_wins(project, where, monkeypatch):
     titles = [line.strip("- ") for line in tables(lines) if " benchmark " in line]
     assert titles == ["benchmark 'test_after_a_failure': 1 tests", "benchmark 'test_packed_sdpa': 8 tests"]
     assert sorted(rows(lines)) == sorted(of_the_cpu())
+
+
+def test_options_from_a_file_of_arguments_win(project):
+    project = project(of_the_cpu())
+    (project.path / "arguments.txt").write_text("--benchmark-columns=min,ops\n--benchmark-name=long\n")
+    lines = run(project, "@arguments.txt")
+    assert {" ".join(line.split()[4:6]) for line in tables(lines) if line.startswith("Name (")} == {"Min OPS"}
+    assert sorted(rows(lines)) == sorted(f"tests/perf/test_named.py::{name}" for name in of_the_cpu())
 
 
 def test_one_option_given_leaves_our_other_defaults(project):
