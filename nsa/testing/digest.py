@@ -68,8 +68,8 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
     return {
         "title": f"Selection attention on {now.gpu or now.device}",
         "subtitle": f"torch {now.torch}, Triton {now.triton}, commit {now.commit}, {now.environment['date']}",
-        "verdict": verdict(decision),
-        "rationale": thresholds.rationale(decision, on_packed),
+        "verdict": verdict(now),
+        "rationale": rationale(now, decision, on_packed),
         "sections": [s for s in sections if s.pictures or s.rows or s.code],
     }
 
@@ -108,17 +108,21 @@ SERVING_HEADER = (
 )  # fmt: skip
 CASE_HEADER = ("case", "group", "median", "95% interval", "GB/s", "of ceiling", "vs replaced", "vs best SDPA", "MAE")
 ORDINALS = ("before", "after")
+THIS_RUN = "this run"  # the source of a recording that `outputs.this_run` makes
 
 
-def verdict(decision: thresholds.Decision) -> str:
-    """The threshold in a line."""
-    if not decision.points:
-        return "sel_triton_min_L: not measured."
-    value = "off" if decision.min_L is None else str(decision.min_L)
-    if all(p.low is None for p in decision.points):
-        value = "undecided"
-    note = f", provisional: {thresholds.incomplete(decision)}" if decision.missing else ""
-    return f"sel_triton_min_L: {value}{note}."
+def verdict(recording: Recording) -> str:
+    """The threshold in force on the recording's device, and where it comes from."""
+    if recording.gpu is None:
+        return "sel_triton_min_L is not used on this device: without a GPU, calls run packed SDPA."
+    return f"sel_triton_min_L in force: {summary.in_force(recording.gpu, live=recording.source == THIS_RUN)}."
+
+
+def rationale(recording: Recording, decision: thresholds.Decision, on_packed: thresholds.Decision) -> list[str]:
+    """In sentences: what the recording itself says of the threshold, and why."""
+    if recording.gpu is None:
+        return []
+    return [f"This recording {summary.measured(decision)}.", *thresholds.rationale(decision, on_packed)]
 
 
 def summary_rows(facts: list[Fact]) -> list[Sequence[str]]:
@@ -313,7 +317,7 @@ def _commands(recordings: Sequence[Recording]) -> str:
     now = recordings[-1]
     revision, _, dirty = now.commit.partition("-")
     # What is merged are the baselines, which need no name.
-    files = ["run.json" if r.source == "this run" else r.source for r in recordings if not r.merged]
+    files = ["run.json" if r.source == THIS_RUN else r.source for r in recordings if not r.merged]
     return "\n".join(
         [
             f"git checkout {revision}{'   # there were uncommitted changes' if dirty else ''}",

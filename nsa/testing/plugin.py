@@ -25,7 +25,7 @@ from nsa.testing.machine import current_lane as current_lane
 from nsa.testing.machine import device_name as device_name
 from nsa.testing.machine import triton_version as triton_version
 
-pytest_plugins = ["nsa.testing.gate.hooks"]
+pytest_plugins = ["nsa.testing.terminal", "nsa.testing.gate.hooks"]  # in the order in which they print, see `terminal`
 FOLDERS = ("parity", "edge", "perf")
 WORKERS_PER_GPU = 16  # compiling is CPU work, so several share a GPU
 GIB_PER_WORKER = 6  # its CUDA context, and a packed SDPA with its workspace of 1 GiB and what that is checked with
@@ -241,7 +241,7 @@ def pytest_benchmark_update_commit_info(commit_info: dict[str, Any]) -> None:
 # --- the end of a run ------------------------------------------------------------------------------------------------
 
 
-@pytest.hookimpl(trylast=True)  # below pytest-benchmark's tables, where it is seen
+@pytest.hookimpl(trylast=True)  # below pytest-benchmark's tables, above our summary and the gate: see `terminal`
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     commands = _replay_commands(terminalreporter, config)
     if commands:

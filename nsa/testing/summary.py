@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
 from nsa import settings
 from nsa.testing import crossover, thresholds
@@ -46,7 +48,18 @@ def lines(facts: list[Fact]) -> list[str]:
         *_threshold(facts),
     ]
     text += crossover.table(crossover.points(facts))
-    return [line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…" for line in text]
+    return fitted(text)
+
+
+def fitted(text: Iterable[str]) -> list[str]:
+    """Lines of at most `WIDTH` columns, broken at spaces and never cut: a path or an id stays whole."""
+    how = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
+    return [part for line in text for part in textwrap.wrap(line, WIDTH, **how)]  # type: ignore[arg-type]
+
+
+def _named(name: str, width: int) -> tuple[list[str], str]:
+    """A row's first cell: a name that is too long for it has a line of its own above."""
+    return ([], f"{name:{width}}") if len(name) < width else ([name], " " * width)
 
 
 def _kernel_table(facts: list[Fact]) -> list[str]:
@@ -60,13 +73,15 @@ def _kernel_table(facts: list[Fact]) -> list[str]:
     for name, infos in grouped(facts).items():
         cells = "".join(f"{_pair(fact.get(key) for fact in infos):>13}" for key in VERSUS.values())
         top = max(infos, key=lambda fact: float(fact["gbps"]))
-        text.append(f"{name[:24]:24}{len(infos):>5}{cells}{top['gbps']:>6.0f}{top['share_of_ceiling']:>11.1%}")
+        above, first = _named(name, 24)
+        text += [*above, f"{first}{len(infos):>5}{cells}{top['gbps']:>6.0f}{top['share_of_ceiling']:>11.1%}"]
+    text.append("  replaced: packed SDPA with its packing; best SDPA, expanded: SDPA alone, on rows already packed")
     slow = [fact for fact in facts if 0 < (fact.get("speedup_vs_sdpa_best") or 0) < 1]
     if slow:
         least = min(slow, key=lambda fact: float(fact["speedup_vs_sdpa_best"]))
         text.append(
-            f"slower than the best SDPA call on packed rows: {len(slow)} of {len(facts)}, worst "
-            f"{least['speedup_vs_sdpa_best']:.2f} {least['case']}"
+            f"slower than best SDPA on packed rows: {len(slow)} of {len(facts)}, "
+            f"worst {least['speedup_vs_sdpa_best']:.2f}x {least['case']}"
         )
     return text
 
@@ -126,7 +141,7 @@ def _serving_table(facts: list[Fact]) -> list[str]:
         cells = "".join(f"{_ratio(value):>12}" for value in over)
         where = f"{fact['HQ']}/{fact['HKV']}, {fact['B']}, {fact['S']} {fact['impl']}"
         text.append(f"{where:30}{seconds(fact['median']):>9}{cells}{_ratio(fact.get('times_its_share')):>8}")
-    text.append("  times as long as those, and as its share of a whole prompt takes")
+    text.append("  how many times as long as those take; share: as that part of a whole prompt's time")
     return text
 
 
@@ -145,20 +160,32 @@ def _ratio(value: float | None) -> str:
 
 
 def _control_table(facts: list[Fact]) -> list[str]:
-    """Benchmarks without a byte count, over the plain-torch call that does the same."""
+    """Benchmarks without a byte count: how many times as fast as their control, and the time they take."""
     if not facts:
         return []
-    text = [f"{'speedup: geomean, worst':28}{'cases':>5}{'over control':>14}{'fastest':>10}{'slowest':>10}  control"]
+    heads = f"{'geomean':>9}{'worst':>8}{'fastest':>10}{'slowest':>10}  control"
+    text = [f"{'times as fast as control':28}{'cases':>6}{heads}"]
     for name, infos in grouped(facts).items():
         ratios = over_controls(infos)
         times = [float(fact["median"]) for fact in infos]
         controls = ", ".join(dict.fromkeys(str(fact["control"]) for fact in infos if fact.get("control")))
-        text.append(
-            f"{name[:28]:28}{len(infos):>5}{_pair(ratios):>14}{seconds(min(times)):>10}{seconds(max(times)):>10}"
-            f"  {controls or '-'}"
-        )
-    text += [f"  {fact['note']}" for fact in facts if "note" in fact]
+        above, first = _named(name, 28)
+        text += [
+            *above,
+            f"{first}{len(infos):>6}{_ratio(geomean(ratios)):>9}{_ratio(worst(ratios)):>8}"
+            f"{seconds(min(times)):>10}{seconds(max(times)):>10}  {controls or '-'}",
+        ]
+        text += _notes(infos)
     return text
+
+
+def _notes(infos: list[Fact]) -> list[str]:
+    """What the benchmarks of a group say of themselves; of costs in microseconds only the highest."""
+    noted = [fact for fact in infos if fact.get("note")]
+    costs = [fact for fact in noted if fact.get("overhead_us")]
+    if costs:
+        noted = [max(costs, key=lambda fact: float(fact["overhead_us"]))]
+    return [f"  {fact['note']}" for fact in noted]
 
 
 def over_controls(infos: list[Fact]) -> list[float | None]:
@@ -178,24 +205,30 @@ def _left_out(facts: list[Fact]) -> list[str]:
 
 
 def _threshold(facts: list[Fact]) -> list[str]:
-    """What this run says of `sel_triton_min_L`, and what is in force."""
+    """The `sel_triton_min_L` in force, and what this run measured of it."""
     gpu = next((str(fact["gpu"]) for fact in facts if fact.get("gpu")), None)
     if gpu is None:
         return []
     decision = thresholds.decide(facts)
     on_packed = thresholds.decide(facts, against="best")
-    here = "off" if decision.min_L is None else str(decision.min_L)
+    text = [f"sel_triton_min_L in force: {in_force(gpu)}", f"  this run {measured(decision)}"]
     if not decision.points:
-        here = "not measured"
-    elif all(point.low is None for point in decision.points):
-        here = "undecided, without intervals"
-    elif decision.missing:
-        here += f", {len(decision.missing)} combinations missing"
+        return text
     beside = "never" if on_packed.min_L is None else f"from L = {on_packed.min_L}"
-    return [
-        f"sel_triton_min_L: {here}; in force: {in_force(gpu)}",
-        f"  {decision.margin:g}x the best SDPA call on rows already packed: {beside}",
-    ]
+    return [*text, f"  {decision.margin:g}x the best SDPA call on rows already packed: {beside}"]
+
+
+def measured(decision: thresholds.Decision) -> str:
+    """What a run or a recording did by itself about the threshold; its name goes before."""
+    if not decision.points:
+        return "did not measure it"
+    if all(point.low is None for point in decision.points):
+        return "cannot decide it: it holds no intervals of the comparators"
+    text = f"measured {_off(decision.min_L)}"
+    if not decision.missing:
+        return text
+    known, missing = len(decision.groups), len(decision.missing)
+    return f"{text} in {known} combinations of heads, dims and distribution; a threshold needs {missing} more"
 
 
 def fallback(fact: Fact) -> bool:
@@ -203,15 +236,29 @@ def fallback(fact: Fact) -> bool:
     return fact.get("impl") == thresholds.REPLACED
 
 
-def in_force(gpu: str) -> str:
-    """The `sel_triton_min_L` that routing uses on a GPU, and where it comes from."""
+def in_force(gpu: str, live: bool = True) -> str:
+    """The `sel_triton_min_L` that routing uses on a GPU, and where it comes from.
+
+    `live`: of this process, where a variable or `nsa.configure` may set it. A recording has neither.
+    """
     explicit, config = settings.get().sel_triton_min_L, settings.device_config(gpu)
-    if explicit is not None:
-        return f"{explicit} ({settings.sources()['sel_triton_min_L']})"
+    if live and explicit is not None:
+        return f"{explicit}, set by {settings.sources()['sel_triton_min_L']}"
     if config is None:
-        return f"{settings.DEFAULT_MIN_L} (nobody measured this GPU)"
-    value = "off" if config.sel_triton_min_L == settings.TRITON_OFF else str(config.sel_triton_min_L)
-    return f"{value} (measured {config.provenance['date']}, {config.path.name})"
+        return f"{settings.DEFAULT_MIN_L}, the safe default: no file has measurements of this GPU"
+    value = None if config.sel_triton_min_L == settings.TRITON_OFF else config.sel_triton_min_L
+    date, commit = config.provenance["date"], config.provenance["commit"][:12]
+    return f"{_off(value)}, measured {date} at commit {commit}, {_shown(config.path)}"
+
+
+def _off(min_L: int | None) -> str:
+    return "off" if min_L is None else str(min_L)
+
+
+def _shown(path: Path) -> str:
+    """A packaged file as the repository has it, `nsa/configs/devices/<gpu>.yaml`; a user's own in full."""
+    root = settings.packaged_devices().parents[2]
+    return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
 
 def _pair(ratios: Iterable[float | None]) -> str:

@@ -145,12 +145,11 @@ def best_layout(facts: Iterable[Fact]) -> str | None:
 
 
 def rationale(decision: Decision, on_packed: Decision | None = None) -> list[str]:
-    """Three sentences: the threshold, why it is not lower or what it rests on, and the verdict on packed rows."""
+    """In sentences: the threshold, why it is not lower or what it rests on, and the verdict on packed rows."""
     if not decision.points:
         return [
-            "No threshold: this recording has no selection read from the cache by a Triton kernel.",
-            "It takes a GPU and `pytest -m perf --nsa-update-thresholds`, or `python -m nsa calibrate`.",
-            f"Until then rows of fewer than {settings.DEFAULT_MIN_L} keys use packed SDPA.",
+            "There is no selection here that a Triton kernel reads from the cache.",
+            "`pytest -m perf --nsa-update-thresholds` measures the threshold, and so does `python -m nsa calibrate`.",
         ]
     margin = f"{decision.margin:g}x"
     unknown = sum(p.low is None for p in decision.points)

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import dataclasses
 import json
 import re
 import statistics
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import nsa
+from nsa import settings
 from nsa.testing import digest, report, summary
 from nsa.testing.recording import grouped, load, newest
 
@@ -56,7 +59,7 @@ def test_report_from_a_recording(tmp_path, capsys):
     assert page.count("<svg") == 3  # over the replaced path, over the best SDPA, roofline
     assert not re.search(r'(src|href)="(?!#)', page.replace("xlink:href", ""))  # self-contained
     assert len(re.findall(r'id="([^"]+)"', page)) > 50
-    expected = ("NVIDIA H100 80GB HBM3", "2.11.0+cu130", "3.6.0", "How to reproduce", "sel_triton_min_L: undecided")
+    expected = ("NVIDIA H100 80GB HBM3", "2.11.0+cu130", "3.6.0", "How to reproduce", "This recording cannot decide it")
     assert [words for words in expected if words not in page or words not in text] == []
     with (out / "report.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -135,19 +138,114 @@ def test_without_the_extra_the_report_says_what_to_install(tmp_path):
         assert (done.returncode, done.stderr) == (1, f"error: the report needs {name}: pip install 'nsa[report]'\n")
 
 
-def test_summary_is_narrow_and_says_what_counts(recorded):
+def test_summary_is_narrow_and_says_what_counts(recorded, user_folder):
     lines = summary.lines(load(DATA).facts)
     assert max(map(len, lines)) <= 100
     text = "\n".join(lines)
-    assert "sel_triton_min_L: undecided, without intervals; in force: " in text
+    assert "\nsel_triton_min_L in force: 16, measured 2026-11-21 at commit 7554f5187b46,\n" in text
+    assert "\n  this run cannot decide it: it holds no intervals of the comparators\n" in text
     [many] = [line for line in lines if line.startswith("many, ranges")]
     assert many.split()[2:] == ["12", *many_figures(recorded)[:8], "2923", "92.1%"]
     assert len(lines) <= 15
 
 
-def test_summary_cuts_what_is_too_wide():
-    long = {"group": "g" * 60, "case": "c" * 90, "median": 1.0, "note": "n" * 200, "control": "x" * 90}
-    assert max(map(len, summary.lines([long]))) == 100
+def test_summary_breaks_long_lines_and_cuts_nothing():
+    words = " ".join(f"word{i}" for i in range(40))
+    fact = {"group": "g" * 60, "case": "c", "median": 1.0, "note": words, "control": "x" * 90}
+    lines = summary.lines([fact])
+    assert max(map(len, lines)) <= 100
+    assert " ".join("\n".join(lines).split()).endswith(words)
+    assert [line for line in lines if "g" * 60 in line] == ["g" * 60]
+    assert [line for line in lines if "x" * 90 in line]
+    long_path = f"report: /{'p' * 120}"
+    assert summary.fitted([long_path])[-1].strip() == long_path.removeprefix("report: "), "a path is not broken"
+
+
+def test_summary_of_a_cpu_run_is_a_line_for_each_group():
+    """Of costs in microseconds the highest is told, not each."""
+    costs = {f"case{i}": 2.0 + i for i in range(9)}
+    facts = [
+        {"group": "routing", "case": case, "median": us * 1e-6, "control": "python", "ratio_to_control": us,
+         "overhead_us": us, "note": f"routing costs {us:.1f} us a call"}
+        for case, us in costs.items()
+    ]  # fmt: skip
+    facts += [{"group": "packing", "case": f"c{i}", "median": 1.0, "ratio_to_control": 2.0} for i in range(9)]
+    lines = summary.lines(facts)
+    assert [line.split()[:4] for line in lines[1:]] == [
+        ["routing", "9", "0.19", "0.10"], ["routing", "costs", "10.0", "us"], ["packing", "9", "0.50", "0.50"],
+    ]  # fmt: skip
+
+
+# --- the threshold in force ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def user_folder(monkeypatch, tmp_path):
+    """No file of this user's own, and no variable."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("NSA_SEL_TRITON_MIN_L", raising=False)
+    settings.reload()
+    yield tmp_path / "nsa" / "devices"
+    monkeypatch.undo()
+    settings.reload()
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+PACKAGED = "16, measured 2026-11-21 at commit 7554f5187b46, nsa/configs/devices/nvidia-h100-80gb-hbm3.yaml"
+
+
+def test_report_of_the_committed_baseline_says_what_is_in_force(tmp_path, user_folder):
+    """The packaged file of the recording's GPU is read, though this recording measured no threshold."""
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    recording = load(BASELINES / "nvidia-h100-80gb-hbm3" / "0084_20261124-e925997.json")
+    report.write([recording], tmp_path / "out")
+    for name in ("report.md", "report.html"):
+        page = (tmp_path / "out" / name).read_text()
+        assert f"sel_triton_min_L in force: {PACKAGED}." in page
+        assert "This recording did not measure it." in page
+        assert str(settings.DEFAULT_MIN_L) not in re.split("(## |<h2>)Summary", page)[0]
+
+
+def test_report_says_what_a_recording_measured_beside_what_is_in_force(user_folder):
+    recording = load(BASELINES / "nvidia-h100-80gb-hbm3" / "0090_20261124-e925997.json")
+    box = digest.describe([recording])
+    assert box["verdict"] == f"sel_triton_min_L in force: {PACKAGED}."
+    measured = "measured 64 in 6 combinations of heads, dims and distribution; a threshold needs 20 more"
+    assert box["rationale"][0] == f"This recording {measured}."
+    text = " ".join("\n".join(summary.lines(recording.facts)).split())
+    assert f"sel_triton_min_L in force: {PACKAGED} this run {measured}" in text
+
+
+def test_a_gpu_without_a_file_has_the_safe_default(user_folder):
+    recording = load(DATA)
+    unknown = dataclasses.replace(recording, gpu="Some GPU")
+    assert digest.verdict(unknown) == (
+        "sel_triton_min_L in force: 2048, the safe default: no file has measurements of this GPU."
+    )
+    cpu = dataclasses.replace(recording, gpu=None)
+    assert digest.verdict(cpu) == "sel_triton_min_L is not used on this device: without a GPU, calls run packed SDPA."
+
+
+def test_a_setting_of_this_process_is_in_force_in_its_own_run_only(user_folder, monkeypatch):
+    recording = load(DATA)
+    live = dataclasses.replace(recording, source="this run")
+    with nsa.configure(sel_triton_min_L=7):
+        assert digest.verdict(live) == "sel_triton_min_L in force: 7, set by nsa.configure."
+        assert digest.verdict(recording) == f"sel_triton_min_L in force: {PACKAGED}."
+    monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "9")
+    settings.reload()
+    assert summary.in_force(H100) == "9, set by NSA_SEL_TRITON_MIN_L"
+    assert "sel_triton_min_L in force: 9, set by NSA_SEL_TRITON_MIN_L" in summary.lines(recording.facts)
+
+
+def test_a_users_own_file_is_named_in_full(user_folder):
+    user_folder.mkdir(parents=True)
+    path = user_folder / "nvidia-h100-80gb-hbm3.yaml"
+    packaged = (settings.packaged_devices() / path.name).read_text()
+    path.write_text(packaged.replace("sel_triton_min_L: 16", "sel_triton_min_L: off"))
+    settings.reload()
+    assert summary.in_force(H100) == f"off, measured 2026-11-21 at commit 7554f5187b46, {path}"
 
 
 # --- README ----------------------------------------------------------------------------------------------------------

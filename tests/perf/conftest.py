@@ -1,4 +1,4 @@
-"""What a perf run shares: its cases, how a measurement reaches pytest-benchmark, and the summary at its end."""
+"""What a perf run shares: its cases, how a measurement reaches pytest-benchmark, and what is kept for its end."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 
-from nsa.testing import ahead, outputs, summary, timing
+from nsa.testing import ahead, outputs, timing
 from nsa.testing.cases import core, full, long_context
 from nsa.testing.fixtures import case, known, over_third_parties, problem, register, third_party
 from nsa.testing.gate import hooks
 from nsa.testing.plugin import current_lane
+from nsa.testing.terminal import notes_key, published_key
 
 __all__ = ["case", "problem", "third_party"]
 ON_REQUEST = {"nsa_update_thresholds": "test_threshold.py", "nsa_update_schedules": "test_crossover.py"}
 MINUTES = "test_training.py"  # more than all of core, which is to take two; where it is named, or with --nsa-full
-published_key = pytest.StashKey[list[dict[str, Any]]]()
 rows_key = pytest.StashKey[list[dict[str, Any]]]()  # of the CSV of shapes by hand
-notes_key = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -122,13 +121,3 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
     config.stash[notes_key] = outputs.finish(session, config.stash[published_key], config.stash[rows_key])
-
-
-@pytest.hookimpl(trylast=True)  # below pytest-benchmark's tables, where it is seen
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    published, notes = config.stash.get(published_key, []), config.stash.get(notes_key, [])
-    if not published and not notes:
-        return
-    terminalreporter.section("selection attention: ratios of medians, this run")
-    for line in [*summary.lines(published), *notes]:
-        terminalreporter.write_line(line)

@@ -106,9 +106,7 @@ def _report(ref: str, base: Tree, head: Tree, verdicts: list[Verdict], strict: b
     broken = {name: count for name, count in head.red.items() if count == head.processes and name not in base.red}
     for tree in (base, head):
         lines += [f"red in {tree.name}, {n} of {tree.processes} processes: {name}" for name, n in tree.red.items()]
-    for line in lines:
-        print("\n".join(words.wrapped(line)) if len(line) > words.WIDTH else line)
-    print(words.counts(verdicts), flush=True)
+    print(*words.narrowed(lines), words.counts(verdicts), sep="\n", flush=True)
     kinds = {v.kind for v in verdicts}
     gated = bool(kinds - {"cannot gate"})
     return int(bool(broken) or "FAIL" in kinds or (strict and ("AMBIGUOUS" in kinds or not gated)))

@@ -86,12 +86,14 @@ class Gate:
 
     def report(self, ran: Iterable[str]) -> list[str]:
         """Everything the gate has to say; the counts of its verdicts come last."""
-        ran = list(ran)
+        return words.narrowed(self._said(list(ran)))
+
+    def _said(self, ran: list[str]) -> list[str]:
         if self.why_not is not None:
             return [f"not gated: {self.why_not}"]
         if self.baseline is None:
             first = f"first recording for {self.key}"
-            return [first if self.recording else f"not gated: no baseline for {self.key}; {RECORD}"]
+            return [first] if self.recording else [f"not gated: no baseline for {self.key}", RECORD]
         files = min((len(side.readings) for side in self.baseline.benchmarks.values()), default=0)
         lines = [f"baseline: {self.baseline.key}: {', '.join(path.name[:4] for path in self.baseline.paths)}"]
         if not self.versions:
@@ -110,8 +112,7 @@ class Gate:
         lines += self._missing(set(ran))
         if not self.verdicts:
             lines.append("nothing was gated: no benchmark of the baseline ran")
-        lines.append(words.counts(self.verdicts))
-        return [part for line in lines for part in (words.wrapped(line) if len(line) > words.WIDTH else [line])]
+        return [*lines, words.counts(self.verdicts)]
 
     def _explained(self) -> list[str]:
         """Why benchmarks passed although pytest-benchmark's table shows them slower."""

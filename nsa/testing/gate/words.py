@@ -32,6 +32,11 @@ def counts(verdicts: Sequence[Verdict]) -> str:
     return f"gate: {text}" + (f"; {again} passed when measured again" if again else "")
 
 
+def narrowed(lines: Iterable[str]) -> list[str]:
+    """The same, those that are too wide as several."""
+    return [part for line in lines for part in (wrapped(line) if len(line) > WIDTH else [line])]
+
+
 def wrapped(text: str, first: int = 0, others: int = 0) -> list[str]:
     """Lines of at most `WIDTH` columns, indented by so many."""
     return textwrap.wrap(
