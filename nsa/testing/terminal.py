@@ -34,7 +34,7 @@ _short_key = pytest.StashKey[bool]()  # whether names are short because this mod
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Before any `pytest_configure`: `gate.hooks` hides `--benchmark-compare` there, pytest-benchmark makes its session."""
+    """Before any `pytest_configure`, where pytest-benchmark makes its session and `gate.hooks` hides an option."""
     if config.pluginmanager.hasplugin("benchmark"):
         prefer_short_tables(config)
 
@@ -108,7 +108,7 @@ def _titled(title: str | None, words: list[str]) -> str:
 
 
 # pytest-benchmark's hook has no order of its own, so `trylast` is below its tables. Hooks that are `trylast` run in the
-# order in which their plugins were registered: `plugin` (replay commands, notes), this one. The verdict of `gate.hooks` comes after all of them.
+# order in which their plugins were registered: `plugin` (replay commands, notes), then this one. The gate comes last.
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     published, notes = config.stash.get(published_key, []), config.stash.get(notes_key, [])
