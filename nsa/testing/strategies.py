@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa.testing import caches
-from nsa.testing.cases import DTYPES, Case
+from nsa.testing.cases import Case
 from nsa.testing.machine import current_lane
 from nsa.testing.problem import Problem
 
@@ -36,6 +36,13 @@ FIXED = {
     "packed": [PACKED, dataclasses.replace(PACKED, N=12, L=70 * 4, seqlens=(4, 0, 2), kv_seqlens=(9, 70, 0))],
 }
 """The shapes of calls on a GPU, by how the selection is written and whether sequences lie end to end."""
+
+OF_THIRD_PARTIES = [
+    *(RANGES, dataclasses.replace(RANGES, causal=False, dtype="fp16")),
+    *(BLOCKS, dataclasses.replace(BLOCKS, causal=False, dtype=LANE_DTYPES[0])),
+    Case(4, 32, 16, 33, 2, "few", "fp16"),
+]
+"""The shapes of calls to third parties: their kernels may compile for each one, or take some of them."""
 
 
 def lead(case: Case) -> tuple[int, ...]:
@@ -57,7 +64,9 @@ class Drawn:
     positions: Tensor | None = None
 
     @classmethod
-    def same(cls, case: Case, selection: list[Any], positions: int | None = None, dtype: torch.dtype = torch.int64) -> Drawn:
+    def same(
+        cls, case: Case, selection: list[Any], positions: int | None = None, dtype: torch.dtype = torch.int64
+    ) -> Drawn:
         """Every row has this selection, and every query this position."""
         rows = lead(case)
         chosen = torch.tensor(selection, dtype=dtype).reshape(-1, *([2] if case.source == "ranges" else []))
@@ -172,7 +181,7 @@ def _cases(draw: st.DrawFn, source: str) -> Case:
     size, n = draw(st.integers(1, 40)), draw(st.integers(1, 5))
     dtype, causal = draw(st.sampled_from(LANE_DTYPES)), draw(st.booleans())
     if source == "packed":
-        sequence = st.tuples(st.integers(0, 3), st.integers(0, 40))  # queries and keys; the edge lane has no queries at all
+        sequence = st.tuples(st.integers(0, 3), st.integers(0, 40))  # its queries and keys
         some = st.lists(sequence, min_size=1, max_size=4).filter(lambda pairs: any(queries for queries, _ in pairs))
         lengths = draw(some)
         queries, keys = zip(*lengths, strict=True)
