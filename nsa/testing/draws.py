@@ -13,7 +13,7 @@ from hypothesis.errors import InvalidArgument
 from hypothesis.internal.conjecture import engine
 
 DEFAULT = "ci"
-EXAMPLES = {DEFAULT: 25, "deep": 400}
+EXAMPLES = {DEFAULT: 25, "deep": 1000}
 """Calls that a test draws, by profile. `deep` ends within the hour that nightly.yml gives it on two cores."""
 SHRINK_SECONDS = 30
 """How long a failing call is made smaller. Hypothesis gives up after five minutes, and says so after these seconds too:
