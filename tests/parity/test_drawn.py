@@ -52,7 +52,7 @@ def oracle_of(p: Problem) -> GradientOracle:
 
 
 def trained(source: str) -> st.SearchStrategy[Drawn]:
-    """Calls with a key, whose gradients dense SDPA has: of none there is nothing but zeros, which the edge lane sees."""
+    """Calls with at least one key: dense SDPA has no gradients of none, and the edge lane sees that all are zero."""
     return strategies.calls(source).filter(lambda drawn: drawn.case.S_kv > 0)
 
 
