@@ -252,24 +252,23 @@ def test_a_call_that_cannot_be_replayed_is_refused(project, call, selected, mess
 
 
 def test_a_failing_call_is_made_smaller_for_so_long(monkeypatch):
-    """Hypothesis has no setting for it: where it stops reading the number, this test takes longer than a minute."""
+    """No setting of Hypothesis bounds that time. Where it stops reading the number, a hundred calls are tried here."""
     assert engine.MAX_SHRINKING_SECONDS == draws.SHRINK_SECONDS
     assert Phase.shrink in settings().phases
     monkeypatch.setattr(engine, "MAX_SHRINKING_SECONDS", 1)
-    tried = []
+    failed = []
 
     @settings(max_examples=5)
     @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=60))
     def slow(numbers):
-        time.sleep(0.05)
-        tried.extend([len(numbers)] * (max(numbers) >= 200_000))
+        time.sleep(0.1)
+        failed.extend([len(numbers)] * (max(numbers) >= 200_000))
         assert max(numbers) < 200_000
 
-    began = time.monotonic()
     with pytest.raises(AssertionError):
         slow()
-    assert time.monotonic() - began < 10
-    assert tried[-1] < max(tried)
+    assert failed[-1] < max(failed)
+    assert len(failed) < 20
 
 
 # --- the root conftest.py, as a module --------------------------------------------------------------------------------
