@@ -70,7 +70,7 @@ def one_by_one(p: Problem, do: Tensor, o: Tensor, lse: Tensor, exact: Sequence[T
     if not p.q.numel() or not p.k.numel():
         return 0.0, 0.0, 0.0
     batches, HKV = (p.k.shape[0] if p.k.dim() == 4 else 1), p.k.shape[-2]
-    Q, dO, O, dQ = (x.detach().float().view(batches, -1, HKV, p.case.H, x.shape[-1]) for x in (p.q, do, o, exact[0]))
+    Q, dO, out, dQ = (x.detach().float().view(batches, -1, HKV, p.case.H, x.shape[-1]) for x in (p.q, do, o, exact[0]))
     K, V, dK, dV = (x.detach().float().view(batches, -1, HKV, x.shape[-1]) for x in (p.k, p.v, *exact[1:]))
     D, Dv, scale = Q.shape[-1], V.shape[-1], Q.shape[-1] ** -0.5 if p.scale is None else p.scale
     listed = multiplicity(p).float()[..., None, :]  # [B, S, HKV, 1, keys]
@@ -84,21 +84,19 @@ def one_by_one(p: Problem, do: Tensor, o: Tensor, lse: Tensor, exact: Sequence[T
     def over_rows(weights: Tensor, rows: Tensor) -> Tensor:
         return torch.einsum("bshgk,bshgd->bkhd", weights, rows)
 
-    dot, dP, delta = by_row(Q, K), by_row(dO, V), (dO * O).sum(-1, keepdim=True)
+    dot, dP, delta = by_row(Q, K), by_row(dO, V), (dO * out).sum(-1, keepdim=True)
     P = (dot * scale - lse.detach().float().view(*dot.shape[:-1], 1)).masked_fill(listed == 0, -math.inf).exp() * listed
     dS = P * (dP - delta)
     score = scale**2 * sum_variance(D, dot, by_row(Q.square(), K.square()))
     relative = score + (P.square() * score).sum(-1, keepdim=True)  # of P: its score, and the LSE
     wrong_dP = sum_variance(Dv, dP, by_row(dO.square(), V.square()))
-    wrong_delta = sum_variance(Dv, delta, (dO * O).square().sum(-1, keepdim=True))
+    wrong_delta = sum_variance(Dv, delta, (dO * out).square().sum(-1, keepdim=True))
     wrong_dS = dS.square() * relative + P.square() * (wrong_dP + wrong_delta)
-    keys, rows = listed.sum(-1, keepdim=True), p.case.H * (listed > 0).sum((1, 3))[..., None].transpose(1, 2)
-    variances = (
-        scale**2 * over_keys(wrong_dS, K.square()) + sum_variance(keys.squeeze(-1)[..., None], dQ, scale**2 * over_keys(dS.square(), K.square())),
-        scale**2 * over_rows(wrong_dS, Q.square()) + sum_variance(rows, dK, scale**2 * over_rows(dS.square(), Q.square())),
-        over_rows(P.square() * relative, dO.square()) + sum_variance(rows, dV, over_rows(P.square(), dO.square())),
-    )
-    return tuple(math.sqrt(float(x.max())) for x in variances)
+    keys, rows = listed.sum(-1, keepdim=True), p.case.H * (listed > 0).sum((1, 3)).transpose(1, 2)[..., None]
+    dq = over_keys(wrong_dS, K.square()) + sum_variance(keys, dQ / scale, over_keys(dS.square(), K.square()))
+    dk = over_rows(wrong_dS, Q.square()) + sum_variance(rows, dK / scale, over_rows(dS.square(), Q.square()))
+    dv = over_rows(P.square() * relative, dO.square()) + sum_variance(rows, dV, over_rows(P.square(), dO.square()))
+    return tuple(factor * float(x.max()) ** 0.5 for factor, x in ((abs(scale), dq), (abs(scale), dk), (1.0, dv)))
 
 
 def multiplicity(p: Problem) -> Tensor:
