@@ -17,7 +17,9 @@ from nsa.testing.problem import Problem
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CACHE = 2048  # keys each row owns when its spans are read from the cache
 LARGE = 16_384  # rows beyond which nobody packs a problem, and the oracle looks at some of its queries
-SOURCES = {"few": "rows", "many": "ranges", "mixed": "ranges", "decode": "blocks", "prefill": "blocks", "overlap": "ranges"}
+SOURCES = {
+    "few": "rows", "many": "ranges", "mixed": "ranges", "decode": "blocks", "prefill": "blocks", "overlap": "ranges",
+}  # fmt: skip
 """Distributions as core lists them, and how the kernel learns the keys of each."""
 
 
@@ -127,7 +129,7 @@ class Case:
         return dataclasses.asdict(self) | lists | {"B": self.B, "HQ": self.HQ, "case": self.id}
 
     def make(self, device: torch.device | str, seed: int | None = None) -> Problem:
-        """Draw the inputs (N(0,1), queries times `scores`) and the selection. Same numbers on every run of the same device type."""
+        """Draw N(0,1) inputs, queries times `scores`, and the selection. Same numbers on every run of a device type."""
         return draw(self, torch.device(device), self.seed if seed is None else seed)
 
 

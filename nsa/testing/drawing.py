@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def draw(case: Case, device: torch.device, seed: int) -> Problem:
-    """Inputs N(0,1), queries times `case.scores`, and the selection of `case` from one generator, so that a seed is all there is to replay."""
+    """Inputs N(0,1), queries times `case.scores`, and the selection, from one generator: a seed is all to replay."""
     g = torch.Generator(device).manual_seed(seed)
     ranges, blocks = _select(case, g)
     lengths = case.kv_seqlens or case.seqlens

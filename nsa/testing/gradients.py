@@ -66,12 +66,13 @@ class GradientOracle:
 
 
 def one_by_one(p: Problem, do: Tensor, o: Tensor, lse: Tensor, exact: Sequence[Tensor]) -> tuple[float, ...]:
-    """As `compare.one_by_one`, of `(dq, dk, dv)` by the formulas of FlashAttention-2 (arXiv 2307.08691, algorithm 2)."""
+    """As `compare.one_by_one`, of `(dq, dk, dv)` by the formulas of arXiv 2307.08691, algorithm 2."""
     if not p.q.numel() or not p.k.numel():
         return 0.0, 0.0, 0.0
     batches, HKV = (p.k.shape[0] if p.k.dim() == 4 else 1), p.k.shape[-2]
-    Q, dO, out, dQ = (x.detach().float().view(batches, -1, HKV, p.case.H, x.shape[-1]) for x in (p.q, do, o, exact[0]))
-    K, V, dK, dV = (x.detach().float().view(batches, -1, HKV, x.shape[-1]) for x in (p.k, p.v, *exact[1:]))
+    by_head = (batches, -1, HKV, p.case.H)
+    Q, dO, out, dQ = (x.detach().float().reshape(*by_head, x.shape[-1]) for x in (p.q, do, o, exact[0]))
+    K, V, dK, dV = (x.detach().float().reshape(batches, -1, HKV, x.shape[-1]) for x in (p.k, p.v, *exact[1:]))
     D, Dv, scale = Q.shape[-1], V.shape[-1], Q.shape[-1] ** -0.5 if p.scale is None else p.scale
     listed = multiplicity(p).float()[..., None, :]  # [B, S, HKV, 1, keys]
 
