@@ -97,6 +97,16 @@ class Timing:
         return low, high
 
 
+def together(takes: Sequence[Mapping[str, Timing]]) -> dict[str, Timing]:
+    """Several measurements of the same calls as one, with the samples of all."""
+    return {
+        name: dataclasses.replace(
+            first, samples=[x for take in takes for x in take[name].samples], calls=min(t[name].calls for t in takes)
+        )
+        for name, first in takes[0].items()
+    }
+
+
 def in_turn(counts: dict[str, int]) -> Iterator[str]:
     """Names in rounds; what is sampled less often is spread evenly over the rounds."""
     most = max(counts.values())

@@ -1,6 +1,7 @@
 """What the host spends on an eager call while the GPU works behind it: most of a decode step that is not captured."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from nsa.kernels.launch import DIRECT, Variant
 from nsa.testing import timing
 from nsa.testing.cases import Case
-from nsa.testing.impls import OURS, PACKED
+from nsa.testing.impls import FROM_SPANS, OURS, PACKED
 from nsa.testing.measure import gate_figures, run_facts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
@@ -23,32 +24,62 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_eager_call(name: str, device: torch.device, publish, sampling: dict[str, int]) -> None:
-    case = CASES[name]
-    problem, rows = case.make(device), Case(4, 64, 64, 64, 16, "few", "bf16").make(device)
-    problem.rows, problem.varlen  # noqa: B018  (packing is not what is timed)
-    bare = bare_launches(lambda: OURS[name].run(problem))
-    assert bool(bare) == (name != "sdpa"), f"{name}: {len(bare)} launches seen"
-    fns = {
-        "ours": lambda: OURS[name].run(problem),
-        "direct_sdpa": lambda: PACKED.run(rows),
-        "bare_launches": lambda: [launch() for launch in bare],
-    }
+CONTROLS = dict.fromkeys(CASES, "direct_sdpa") | {"sdpa": FROM_SPANS.name}  # the same kind of work in plain torch
+ROUNDS = 8  # a host's speed wanders over seconds: of one take of a call, ratios spread by 11%, of eight by 2 to 5%
+BUDGET_S = 0.06  # of samples for each, in a round
+Calls = dict[str, Callable[[], object]]
 
-    def take() -> tuple[timing.Timing, dict[str, Any]]:
-        times = timing.time_host(fns, sync=torch.cuda.synchronize, budget_s=0.3, **sampling)
-        facts: dict[str, Any] = {"impl": name} | gate_figures(times, ["direct_sdpa"])
+
+@pytest.fixture(scope="module")
+def calls(device: torch.device) -> dict[str, Calls]:
+    """What is timed for each case: our call, its control, and its bare Triton launches."""
+    rows = Case(4, 64, 64, 64, 16, "few", "bf16").make(device)
+    found: dict[str, Calls] = {}
+    for name, case in CASES.items():
+        problem = case.make(device)
+        problem.rows, problem.varlen  # noqa: B018  (packing is not what is timed)
+        bare = bare_launches(lambda name=name, problem=problem: OURS[name].run(problem))
+        assert bool(bare) == (name != "sdpa"), f"{name}: {len(bare)} launches seen"
+        control = partial(PACKED.run, rows) if CONTROLS[name] == "direct_sdpa" else partial(FROM_SPANS.run, problem)
+        found[name] = {"ours": partial(OURS[name].run, problem), CONTROLS[name]: control}
         if bare:
-            ours, launches = (times[side].median * 1e6 for side in ("ours", "bare_launches"))
+            found[name]["bare_launches"] = lambda bare=bare: [launch() for launch in bare]
+    return found
+
+
+def measured(calls: dict[str, Calls], sampling: dict[str, int]) -> dict[str, dict[str, timing.Timing]]:
+    """Times of all cases, each in `ROUNDS` takes with those of the others between them."""
+    how: dict[str, Any] = sampling | {"sync": torch.cuda.synchronize, "budget_s": BUDGET_S}
+    takes = [{name: timing.time_host(fns, **how) for name, fns in calls.items()} for _ in range(ROUNDS)]
+    return {name: timing.together([take[name] for take in takes]) for name in calls}
+
+
+@pytest.fixture(scope="module")
+def times(calls: dict[str, Calls], request: pytest.FixtureRequest) -> dict[str, dict[str, timing.Timing]]:
+    """Of one measurement, for all tests of this file."""
+    option = request.config.option
+    return measured(calls, {"iters": option.nsa_iters, "warmup": option.nsa_warmup})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_eager_call(name: str, device: torch.device, calls, times, publish, sampling: dict[str, int]) -> None:
+    bare = "bare_launches" in calls[name]
+
+    def told(found: dict[str, timing.Timing]) -> tuple[timing.Timing, dict[str, Any]]:
+        facts: dict[str, Any] = {"impl": name} | gate_figures(found, [CONTROLS[name]])
+        if bare:
+            ours, launches = (found[side].median * 1e6 for side in ("ours", "bare_launches"))
             facts |= {"us": ours, "over_bare_launches": ours / launches}
             facts["note"] = f"{name}: {ours:.1f} us a call, its Triton launches alone {launches:.1f} us"
-        return times["ours"], run_facts(device) | case.fields() | facts
+        return found["ours"], run_facts(device) | CASES[name].fields() | facts
 
-    samples, info = take()
+    def again() -> tuple[timing.Timing, dict[str, Any]]:
+        return told(measured(calls, sampling)[name])
+
+    samples, info = told(times[name])
     if bare and DIRECT and info["over_bare_launches"] > MAX_OVER_LAUNCHES:
-        samples, info = take()  # as the gate does: what is slow once may be a neighbour's doing
-    publish("eager call, host", samples, info, again=take)
+        samples, info = again()  # as the gate does: another process may have slowed it once
+    publish("eager call, host", samples, info, again=again)
     if bare and DIRECT:  # with older versions a call is Triton's own launch, and our Python on top
         assert info["over_bare_launches"] <= MAX_OVER_LAUNCHES, info["note"]
 
