@@ -252,7 +252,7 @@ def test_a_call_that_cannot_be_replayed_is_refused(project, call, selected, mess
 
 
 def test_a_failing_call_is_made_smaller_for_so_long(monkeypatch):
-    """No setting of Hypothesis bounds that time. Where it no longer reads the number, 35 calls fail here."""
+    """No setting of Hypothesis bounds that time. Where it no longer reads the number, 30 calls fail here and more."""
     assert engine.MAX_SHRINKING_SECONDS == draws.SHRINK_SECONDS
     assert Phase.shrink in settings().phases
     monkeypatch.setattr(engine, "MAX_SHRINKING_SECONDS", 1)
