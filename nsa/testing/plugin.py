@@ -285,7 +285,7 @@ def _notes_of_tests(reporter: pytest.TerminalReporter) -> list[str]:
 
 
 def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -> list[str]:
-    ours: dict[str, pytest.TestReport] = {}
+    ours: dict[Any, Any] = {}  # the first report of each test
     for report in (*reporter.stats.get("failed", ()), *reporter.stats.get("error", ())):
         if set(FOLDERS) & set(getattr(report, "keywords", ())):
             ours.setdefault(report.nodeid, report)
