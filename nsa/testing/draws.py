@@ -49,6 +49,8 @@ def check(config: pytest.Config) -> None:
     given = config.getoption("nsa_reproduce")
     if given is None:
         return
+    if getattr(config.option, "numprocesses", None):
+        raise pytest.UsageError("--nsa-reproduce: expected no -n, as it runs one test")
     version, colon, blob = given.partition(":")
     if not version or not colon or not blob:
         raise pytest.UsageError(f"--nsa-reproduce: expected VERSION:BLOB, got {given!r}")

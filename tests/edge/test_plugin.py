@@ -250,23 +250,24 @@ HYPOTHESIS = draws.hypothesis.__version__
 @pytest.mark.parametrize(
     ("call", "selected", "message"),
     [
+        (f"{HYPOTHESIS}:AAAA", "H8 -n2", "expected no -n, as it runs one test"),
         ("AXic", "H8", "expected VERSION:BLOB, got 'AXic'"),
         ("1.2.3:AXic", "H8", f"the call was drawn by Hypothesis 1.2.3, and this is {HYPOTHESIS}, which would draw*"),
         (f"{HYPOTHESIS}:AXic", "H8", "Invalid *"),
         (f"{HYPOTHESIS}:AAAA", "test_fails", "expected one Hypothesis test to be selected, got 2"),
         (f"{HYPOTHESIS}:AAAA", "test_plain", "expected one Hypothesis test to be selected, got 0"),
     ],
-    ids=["no-version", "another-version", "no-blob", "two-tests", "no-drawn-test"],
+    ids=["xdist", "no-version", "another-version", "no-blob", "two-tests", "no-drawn-test"],
 )
 def test_a_call_that_cannot_be_replayed_is_refused(project, call, selected, message):
     write(project, "tests/parity/test_a.py", DRAWN + "\ndef test_plain():\n    pass\n")
-    result = project.runpytest_subprocess("-k", selected, "--nsa-reproduce", call)
+    result = project.runpytest_subprocess("-k", *selected.split(), "--nsa-reproduce", call)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: --nsa-reproduce: {message}"])
 
 
 def test_a_failing_call_is_made_smaller_for_so_long(monkeypatch):
-    """No setting of Hypothesis bounds that time. Where it no longer reads the number, 35 calls fail here."""
+    """No setting of Hypothesis bounds that time. Where it no longer reads the number, 30 calls fail here and more."""
     assert engine.MAX_SHRINKING_SECONDS == draws.SHRINK_SECONDS
     assert Phase.shrink in settings().phases
     monkeypatch.setattr(engine, "MAX_SHRINKING_SECONDS", 1)

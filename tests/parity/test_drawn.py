@@ -3,12 +3,14 @@
 import dataclasses
 import math
 
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import nsa
 import nsa.kernels
+from nsa.kernels import backward_tiles
 from nsa.reference import selection_reference
 from nsa.testing import caches, strategies
 from nsa.testing.gradients import GradientOracle, assert_gradients
@@ -20,6 +22,8 @@ from .test_kvcache import check
 
 SOURCES = ("ranges", "blocks", "packed")
 FOUR = [(3, 40), (60, 72), (0, 1), (5, 4)]
+# By the rules; and in small shares, merged in order, with dQ taken query-major or from key blocks.
+CHOICES = (None, *(backward_tiles.Choice(32, 4, 2, 1, keep_dq, 16, 1, 1) for keep_dq in (True, False)))
 
 
 def gradients(p: Problem, do: torch.Tensor, dlse: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -65,24 +69,29 @@ def through_lse(oracle: GradientOracle, dlse: torch.Tensor) -> GradientOracle:
     return dataclasses.replace(oracle, exact=exact)
 
 
-@given(st.sampled_from(SOURCES).flatmap(trained))
+@given(st.sampled_from(SOURCES).flatmap(trained), st.sampled_from(CHOICES))
 # Keys that a row lists twice, and rows that list none: neither was looked at in gradients before.
-@example(Drawn.same(RANGES, [(3, 40)] * 4))
-@example(Drawn.same(RANGES, [(0, 0)] * 4))
-@example(Drawn.same(BLOCKS, [1, 1, 5, 4, 0], dtype=torch.int32))
-@example(Drawn.same(BLOCKS, [-1] * 5, dtype=torch.int32))
+@example(Drawn.same(RANGES, [(3, 40)] * 4), None)
+@example(Drawn.same(RANGES, [(0, 0)] * 4), CHOICES[1])
+@example(Drawn.same(BLOCKS, [1, 1, 5, 4, 0], dtype=torch.int32), CHOICES[2])
+@example(Drawn.same(BLOCKS, [-1] * 5, dtype=torch.int32), None)
 # One key: its weight is 1 whatever its score is, so dQ and dK are 0 but for rounding.
-@example(Drawn.same(RANGES, [(0, 0), (0, 1), (0, 0), (0, 0)]))
+@example(Drawn.same(RANGES, [(0, 0), (0, 1), (0, 0), (0, 0)]), CHOICES[1])
 # Ends as far off as int64 goes, and padding in any slot.
-@example(Drawn.same(RANGES, [(-HUGE, HUGE), (HUGE, -HUGE), (0, HUGE), (-HUGE, 1)]))
-@example(Drawn.same(BLOCKS, [-1, INT32 - 1, -INT32, 0, 2**27], dtype=torch.int32))
+@example(Drawn.same(RANGES, [(-HUGE, HUGE), (HUGE, -HUGE), (0, HUGE), (-HUGE, 1)]), CHOICES[2])
+@example(Drawn.same(BLOCKS, [-1, INT32 - 1, -INT32, 0, 2**27], dtype=torch.int32), None)
 # A group above 32 heads.
-@example(Drawn.same(dataclasses.replace(RANGES, H=33), FOUR))
+@example(Drawn.same(dataclasses.replace(RANGES, H=33), FOUR), CHOICES[1])
 # Sequences without keys or queries.
-@example(Drawn.same(dataclasses.replace(PACKED, N=6, seqlens=(0, 1, 2), kv_seqlens=(2, 5, 0)), [(0, 9), (-3, 2)] * 2))
-def test_triton_sel_parity_backward_any_calls(device: torch.device, drawn: Drawn) -> None:
+@example(Drawn.same(dataclasses.replace(PACKED, N=6, seqlens=(0, 3), kv_seqlens=(2, 5)), [(0, 9), (-3, 2)]), CHOICES[2])
+def test_triton_sel_parity_backward_any_calls(
+    device: torch.device, drawn: Drawn, choice: backward_tiles.Choice | None
+) -> None:
     oracle = oracle_of(drawn.problem(device))
-    assert_gradients(gradients(oracle.problem, oracle.do), oracle, "backward")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backward_tiles, "forced", choice)
+        got = gradients(oracle.problem, oracle.do)
+    assert_gradients(got, oracle, str(choice))
 
 
 @given(st.sampled_from(SOURCES).flatmap(trained))
