@@ -3,6 +3,7 @@
 import math
 import random
 import statistics
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -95,16 +96,15 @@ def in_order(a: torch.Tensor, b: torch.Tensor, order: torch.Tensor) -> torch.Ten
 
 
 def one_product_after_the_other(p: Problem, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """A right output and LSE in fp32, each sum in an order of its own."""
+    """A right output and LSE in fp32, whose scores are summed in another order. Sums over keys would take minutes."""
     Q, K, V, lengths = p.rows
     used = torch.arange(K.shape[1], device=K.device) < lengths[:, None, None]
     scores = in_order(Q, K.mT, torch.randperm(Q.shape[-1], generator=g)) * Q.shape[-1] ** -0.5
     scores = torch.where(used, scores, -math.inf)
     m = scores.amax(-1, keepdim=True)
     weights = (scores - torch.where(m.isinf(), 0.0, m)).exp()
-    order = torch.randperm(K.shape[1], generator=g)
-    total = in_order(weights, torch.ones_like(V[..., :1]), order)
-    out = in_order(weights, V, order) / torch.where(total == 0, 1.0, total)
+    total = weights.sum(-1, keepdim=True)
+    out = weights @ V / torch.where(total == 0, 1.0, total)
     return p.unpack(out), p.unpack((total.log() + m)[..., 0])
 
 
@@ -122,12 +122,15 @@ def dense(p: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, order: 
 
 
 def judge(seed: int, device: torch.device) -> float:
-    """Raises where a right fp32 implementation is red. How much wider its bound is than SDPA's error alone makes it."""
+    """How much wider the bound of a random case is than SDPA's error alone makes it; raises where what is right is red.
+
+    1 where scores are large: the error of SDPA is then small by luck, or is not.
+    """
     p = random_case(seed).make(device, seed)
     g = torch.Generator().manual_seed(seed)
     order = torch.randperm(p.k.shape[-3], generator=g).to(device)
     oracle = Oracle.of(p)
-    if p.rows.K.shape[1]:
+    if 0 < p.lengths.max() * p.case.N * p.case.H < 2**14:  # larger ones take long, and SDPA is lucky less often
         assert_parity(one_product_after_the_other(p, g), oracle, "one product after the other")
     leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
     out, gradients = dense(p, *leaves, order), GradientOracle.of(p)
@@ -135,14 +138,24 @@ def judge(seed: int, device: torch.device) -> float:
     assert_gradients(torch.autograd.grad(out, leaves, gradients.do), gradients, "dense")
     error = float((sdpa_same_keys(p).double() - oracle.out).abs().max())
     narrow = 2 * error + 4 * torch.finfo(torch.float32).eps * oracle.peak
-    return oracle.bound / narrow if narrow else 1.0
+    return oracle.bound / narrow if narrow and p.case.scores == 1 else 1.0
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Many small operations: threads would wait for each other, on a busy machine for most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_right_implementations_in_fp32_are_never_red(device: torch.device) -> None:
-    """In any order of sums. Nor are bounds much wider for it; 60 of the 1,000 that were tried."""
+    """Whatever the order of their sums; 60 of the 1,000 that were tried. Nor are bounds much wider for it."""
     wider = [judge(seed, device) for seed in range(60)]
     assert statistics.median(wider) < 2
-    assert max(wider) < 8
+    assert max(wider) < 5
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.0])
