@@ -23,6 +23,7 @@ from nsa.testing.gate import words
 from nsa.testing.gate.rule import Reading, Side, Verdict, judge, pooled
 from nsa.testing.gate.store import read, reading
 
+PERF = "tests/perf"
 PAIRS = 3  # processes of each tree in a round: one round of all, one more of what was slower
 EXPECTED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 
@@ -51,13 +52,15 @@ def compare(ref: str, arguments: Sequence[str], paths: Sequence[str], root: Path
     """Gate the tree at `root` against commit `ref` of it; prints what was found. Returns the exit status.
 
     Args:
-        arguments: of pytest, for both. paths: those of them that are paths of tests.
+        arguments: of pytest, for both. paths: those of them that are paths of tests; without any, `PERF`.
         root: of a git checkout; with its changes that are not committed.
         strict: an AMBIGUOUS verdict, or that nothing was compared, is status 1.
 
     Raises:
         NotCompared: no such commit, or a process that ended otherwise than tests do.
     """
+    others = [word for word in arguments if word not in paths]
+    arguments = [*others, *(paths or [PERF])]
     commit = _git(root, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
     with tempfile.TemporaryDirectory(prefix="nsa-against-") as work, _worktree(root, commit, Path(work)) as path:
         base, head = Tree(f"base {ref}", path, commit), Tree("this tree", root)
@@ -71,7 +74,6 @@ def compare(ref: str, arguments: Sequence[str], paths: Sequence[str], root: Path
         if slower:
             print(f"{len(slower)} slower: timed again, {PAIRS} processes of each tree", flush=True)
             again = Tree(base.name, path, commit), Tree(head.name, root)
-            others = [word for word in arguments if word not in paths]
             for tree in _turns(*again):
                 ids = (base if tree is again[0] else head).ids
                 _run(tree, [*others, *(ids[name] for name in slower)], Path(work))

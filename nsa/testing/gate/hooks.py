@@ -153,7 +153,8 @@ def _against(config: pytest.Config) -> int:
         arguments += [] if width else given[:1]
         del given[: width or 1]
     try:
-        return against.compare(ref, arguments, config.args, config.rootpath, config.option.nsa_strict)
+        paths = [word for word in arguments if word in config.args]
+        return against.compare(ref, arguments, paths, config.rootpath, config.option.nsa_strict)
     except against.NotCompared as e:
         print(f"nothing was compared: {e}", file=sys.stderr)
         return 1
