@@ -10,7 +10,7 @@ themselves (``st.async``, PTX ISA 9.7.9.12): nobody waits for memory at large, o
 import triton
 import triton.language as tl
 
-from nsa.kernels.primitives import finish, merge_part
+from nsa.kernels.primitives import finish
 from nsa.kernels.tiles import BARRIER_BYTES, box_bytes, merged_heads
 
 HEADER = tl.constexpr(BARRIER_BYTES)
@@ -47,10 +47,12 @@ def sending(heads: int, block_dv: int, cluster: int, threads: int) -> str:
 
 
 @triton.jit
-def open_inbox(CLUSTER: tl.constexpr, MINE: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Address of a program's inbox in its shared memory, int32; the outbox lies behind it. Nothing may be sent yet."""
+def open_inbox(CLUSTER: tl.constexpr, MINE: tl.constexpr, BLOCK_DV: tl.constexpr, SHARED: tl.constexpr):
+    """Address of a program's inbox in its shared memory, int32; the outbox lies behind it. Nothing may be sent yet.
+
+    SHARED: bytes of both, :func:`nsa.kernels.tiles.exchange_bytes`; what Triton keeps there begins after them.
+    """
     BOX: tl.constexpr = CLUSTER * MINE * (BLOCK_DV + 4) * 4
-    SHARED: tl.constexpr = HEADER + 2 * BOX
     return tl.inline_asm_elementwise(
         f"{{ .shared .align 16 .b8 inbox[{SHARED}]; .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; "
         "setp.eq.u32 p, t, 0; mov.u32 $0, inbox; "
@@ -129,12 +131,16 @@ def exchange(
 def merge_inbox(inbox, mask, BLOCK_DV: tl.constexpr, CLUSTER: tl.constexpr, MINE: tl.constexpr):
     """``(O [MINE, BLOCK_DV], LSE [MINE])`` of what has arrived, where ``mask [MINE]`` is."""
     m = tl.full([MINE], float("-inf"), tl.float32)
+    for i in tl.static_range(CLUSTER):
+        at = inbox + HEADER + (i * MINE + tl.arange(0, MINE)) * (BLOCK_DV + 4) * 4
+        m = tl.maximum(m, tl.where(mask, _get(at + BLOCK_DV * 4), float("-inf")))
+    m_safe = tl.where(m == float("-inf"), 0.0, m)
     l = tl.zeros([MINE], tl.float32)
     acc = tl.zeros([MINE, BLOCK_DV], tl.float32)
     for i in tl.static_range(CLUSTER):
         at = inbox + HEADER + (i * MINE + tl.arange(0, MINE)) * (BLOCK_DV + 4) * 4
         part = tl.where(mask[:, None], _get(at[:, None] + tl.arange(0, BLOCK_DV)[None, :] * 4), 0.0)
-        part_m = tl.where(mask, _get(at + BLOCK_DV * 4), float("-inf"))
-        part_l = tl.where(mask, _get(at + BLOCK_DV * 4 + 4), 0.0)
-        m, l, acc = merge_part(m, l, acc, part_m, part_l, part)
+        weight = tl.exp2(tl.where(mask, _get(at + BLOCK_DV * 4), float("-inf")) - m_safe)
+        l += tl.where(mask, _get(at + BLOCK_DV * 4 + 4), 0.0) * weight
+        acc += part * weight[:, None]
     return finish(m, l, acc)

@@ -101,6 +101,66 @@ def load_spans(sel_ptr, first, n, limit, block_size, SOURCE: tl.constexpr, SPANS
     return slots_of(begin, stop, limit, block_size, SOURCE, BLOCK_L)
 
 
+def _ask_eight() -> str:
+    """Assembly: eight ranges at ``$16``, ``$17`` of which exist, 0 for others. Two at a time where they are aligned."""
+    text = ["{ .reg .pred p; .reg .b32 odd, one; .reg .b64 by;"]
+    text += [f"mov.b32 ${i}, 0;" for i in range(16)]
+    text += ["and.b64 by, $16, 15; cvt.u32.u64 odd, by; and.b32 one, $17, 1; or.b32 odd, odd, one;"]
+    text += ["setp.ne.b32 p, odd, 0; @p bra.uni each;"]
+    for i in range(0, 16, 4):
+        pair = ", ".join(f"${j}" for j in range(i, i + 4))
+        text.append(f"setp.gt.s32 p, $17, {i // 2}; @p ld.global.v4.b32 {{{pair}}}, [$16+{4 * i}];")
+    text += ["bra.uni done; each:"]
+    for i in range(0, 16, 2):
+        text.append(f"setp.gt.s32 p, $17, {i // 2};")
+        text += [f"@p ld.global.b32 ${j}, [$16+{4 * j}];" for j in (i, i + 1)]
+    return "\n".join([*text, "done: }"])
+
+
+ASK_EIGHT = tl.constexpr(_ask_eight())
+EIGHT_RANGES = tl.constexpr(",".join(["=&r"] * 16 + ["l", "r"]))
+
+
+@triton.jit
+def ask_each(sel_ptr, n, SPANS: tl.constexpr, SOURCE: tl.constexpr, PTX: tl.constexpr):
+    """What all ``SPANS`` spans of a row are read from, for :func:`slots_of_each`: begins and ends, scalars in turn."""
+    if PTX and SPANS == 8 and SOURCE == RANGES and sel_ptr.dtype.element_ty == tl.int32:
+        every = tl.inline_asm_elementwise(
+            ASK_EIGHT, EIGHT_RANGES, [sel_ptr.to(tl.int64), n], (tl.int32,) * 16, False, 1
+        )
+    else:
+        every = ()
+        for j in tl.static_range(SPANS):
+            every = every + ask_spans(sel_ptr, j, n, SOURCE)  # noqa: RUF005 (no star in a kernel)
+    return every
+
+
+@triton.jit
+def slots_of_each(every, here, limit, block_size, SPANS: tl.constexpr, SOURCE: tl.constexpr):
+    """:func:`slots_of` what :func:`ask_each` returned, for :func:`key_of_each`. here: 0, added to what was asked for.
+
+    Returns what a key of each span is past its slot, the slots before each, and those of all.
+    """
+    shift = ()
+    before = ()
+    total = 0
+    for j in tl.static_range(SPANS):
+        start, end = clamp_span(every[2 * j] + here, every[2 * j + 1] + here, limit, block_size, SOURCE)
+        shift = shift + (start - total,)
+        before = before + (total,)
+        total += end - start
+    return shift, before, total
+
+
+@triton.jit
+def key_of_each(slot, shift, before):
+    """Key of each of ``slot [BLOCK_L]``, worked out by every thread; that of one past the last must be masked."""
+    further = tl.zeros_like(slot) + shift[0]
+    for j in tl.static_range(1, len(shift)):
+        further = tl.where(slot >= before[j], shift[j], further)
+    return slot + further
+
+
 @triton.jit
 def tile_start(slot, start, before, length):
     """First key of the tile at ``slot``, which lies in one span."""
@@ -180,6 +240,18 @@ def not_before(x):
 def nothing_of(x):
     """0 for ``x >= 0``, int32, which no compiler knows: what it is added to is used here, not before. NVIDIA only."""
     return tl.inline_asm_elementwise("shr.s32 $0, $1, 31;", "=r,r", [x], tl.int32, True, 1)
+
+
+@triton.jit
+def nothing_of_lanes(x):
+    """:func:`nothing_of` ``x``, of which no compiler knows that it is one for all lanes, either. NVIDIA only.
+
+    What is one for all is worked out by the processor's scalar unit, which takes several times as long a step.
+    """
+    lanes = tl.inline_asm_elementwise(
+        "{ .reg .b32 t; mov.u32 t, %lanemask_lt; shr.u32 $0, t, 31; }", "=r", [], tl.int32, True, 1
+    )
+    return lanes + nothing_of(x)
 
 
 @triton.jit

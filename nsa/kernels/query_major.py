@@ -30,6 +30,7 @@ from nsa.kernels.primitives import (
     TILED,
     VARLEN,
     WHOLE,
+    ask_each,
     ask_spans,
     clamp_span,
     expect_table,
@@ -38,15 +39,19 @@ from nsa.kernels.primitives import (
     gdc_launch_dependents,
     gdc_wait,
     in_page,
+    key_of_each,
     key_positions,
     not_before,
     nothing_of,
+    nothing_of_lanes,
     slots_of,
+    slots_of_each,
     softmax_step,
     tile_in_pages,
     tile_start,
 )
 
+TUPLES = TRITON >= (3, 4)  # in kernels, as they are used here
 CLUSTERS = TRITON >= (3, 6)  # before, launches tell of them in another way
 
 # What varies from batch to batch must not compile a new kernel. Strides arrive divided by STRIDE_UNIT, which keeps
@@ -103,6 +108,7 @@ def _fwd_kernel(
     HOLD: tl.constexpr,
     HOLD_Q: tl.constexpr,
     SINGLE: tl.constexpr,
+    EACH: tl.constexpr,
     SPLIT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -116,6 +122,7 @@ def _fwd_kernel(
     UPFRONT: tl.constexpr,
     CLUSTER: tl.constexpr,
     MINE: tl.constexpr,
+    SHARED: tl.constexpr,
     SENDING: tl.constexpr,
     EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -145,13 +152,15 @@ def _fwd_kernel(
         sel_row = sel_ptr + row.to(tl.int64) * n * (2 if SOURCE == RANGES else 1)
         if SINGLE and SOURCE == TILED:  # a program's tile is of one block, whatever the others are
             begin_of, end_of = ask_spans(sel_row, split // SINGLE, n, SOURCE)
+        elif EACH:
+            every = ask_each(sel_row, n, SPANS, SOURCE, HOLD)
         else:
             begin_of, end_of = ask_spans(sel_row, tl.arange(0, SPANS), n, SOURCE)
     if LAYOUT == CACHE:
         filled = tl.load(cu_k_ptr + (token // S if S_MANY else token).to(tl.int64))
 
     if CLUSTER:
-        inbox = open_inbox(CLUSTER, MINE, BLOCK_DV)
+        inbox = open_inbox(CLUSTER, MINE, BLOCK_DV, SHARED)
 
     # Whose row it is: where its query lies, and the keys of its sequence, [k_first, k_first + seqlen_k).
     if LAYOUT == BATCH or LAYOUT == CACHE:
@@ -227,7 +236,11 @@ def _fwd_kernel(
         if SOURCE == WHOLE:
             total = limit
         else:
-            here = nothing_of(chunk) if HOLD else 0
+            here = 0
+            if HOLD and EACH:
+                here = nothing_of_lanes(chunk)
+            elif HOLD:
+                here = nothing_of(chunk)
             if LAYOUT == CACHE:  # no more than is there
                 visible = tl.minimum(tl.maximum(filled + here, 0), S_kv).to(tl.int32)
                 if CAUSAL:
@@ -235,6 +248,8 @@ def _fwd_kernel(
             if SINGLE and SOURCE == TILED:
                 start, visible = clamp_span(begin_of + here, end_of + here, visible, block_size, SOURCE)
                 total = BLOCK_L
+            elif EACH:
+                shift, before, total = slots_of_each(every, here, visible, block_size, SPANS, SOURCE)
             else:
                 start, before, length, total = slots_of(
                     begin_of + here, end_of + here, visible, block_size, SOURCE, BLOCK_L
@@ -282,7 +297,10 @@ def _fwd_kernel(
                     key = key + tl.arange(0, BLOCK_L)
                     valid = key < visible
             else:
-                key = key_positions(slot, start, before, length)
+                if EACH:
+                    key = key_of_each(slot, shift, before)
+                else:
+                    key = key_positions(slot, start, before, length)
                 if PAGE:
                     k_page, v_page, key, valid = in_page(table_row, key, valid, pages, stride_kb, stride_vb, PAGE)
             if FAR:  # else a key's offset fits int32, in units
@@ -449,6 +467,14 @@ def plan(
 settings.ON_RELOAD.append(plan.cache_clear)
 
 
+def each_asked(tile: tiles.Tile, source: int, chunked: bool) -> bool:
+    """Whether every thread asks for all spans of its row, few ranges, and works out by itself which keys are its own.
+
+    Where tiles are not pipelined, what lies between the spans' arrival and the first key is waited for.
+    """
+    return TUPLES and source == RANGES.value and tile.num_stages == 1 and tile.SPANS <= 8 and not chunked
+
+
 def _with_position(stride: tuple[int, ...]) -> tuple[int, ...]:
     """Of a packed row's query or output, with the position axis it lacks."""
     return (stride[0], 0, *stride[1:])
@@ -491,12 +517,14 @@ def _variant(
     hold = runs_ptx(device)
     hold_q = hold and dtype.itemsize == 2 and tile.BLOCK_G <= 16 and not tile.STREAM_Q and source != WHOLE.value
     constexprs.update(CHUNKED=chunked, FAR=far, HOLD=hold, HOLD_Q=hold_q, SINGLE=single)
+    constexprs.update(EACH=each_asked(tile, source, chunked))
     constexprs.update(SPLIT=split, CLUSTER=cluster, MINE=tiles.merged_heads(tile.HEADS, cluster), STRIDE_UNIT=unit)
-    constexprs.update(SENDING=sending(*box, 32 * tile.num_warps) if cluster else None)
+    shared = tiles.exchange_bytes(*box)
+    constexprs.update(SHARED=shared, SENDING=sending(*box, 32 * tile.num_warps) if cluster else None)
     constexprs.update(EARLY=early, OVERLAP=early and split and not cluster)
     if early:
         options["launch_pdl"] = True
-    return Variant(_fwd_kernel, constexprs, options, cluster, tiles.exchange_bytes(*box))
+    return Variant(_fwd_kernel, constexprs, options, cluster, shared)
 
 
 @lru_cache(maxsize=64)

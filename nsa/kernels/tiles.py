@@ -160,6 +160,8 @@ def select(
     block_l = min(block_l, longest)
     single = block_l >= bound and choice is None  # one tile: nothing to load ahead of
     stages = stages if pipelined and not single else 1
+    if capability == 90 and block_g >= 64 and itemsize == 2 and min(block_d, 64) != min(block_dv, 64) and pipelined:
+        stages = max(stages, 2)  # K and V, swizzled differently, would take turns at one address (`aot_child.mixed`)
     key_bytes = (block_d + block_dv) * itemsize
     # Room for Q and the weights beside the tiles in flight.
     budget = (
@@ -232,6 +234,7 @@ def merged_heads(heads: int, cluster: int) -> int:
 
 
 BARRIER_BYTES = 16
+PATTERN_BYTES = 1024  # after so many, a swizzled tile in shared memory begins anew; PTX ISA 9.7.15.5.1
 
 
 def box_bytes(heads: int, block_dv: int, cluster: int) -> int:
@@ -240,8 +243,16 @@ def box_bytes(heads: int, block_dv: int, cluster: int) -> int:
 
 
 def exchange_bytes(heads: int, block_dv: int, cluster: int) -> int:
-    """Shared memory that a program of a cluster needs beside its tiles, see :mod:`nsa.kernels.clusters`."""
-    return BARRIER_BYTES + 2 * box_bytes(heads, block_dv, cluster) if cluster else 0
+    """Shared memory that a program of a cluster needs beside its tiles, see :mod:`nsa.kernels.clusters`.
+
+    The tiles come to lie behind it, and tensor cores that read tiles of 64 rows from there (``wgmma``) take the
+    pattern in which they lie from their address: it must be as if they lay first.
+    """
+    if not cluster:
+        return 0
+    total = BARRIER_BYTES + 2 * box_bytes(heads, block_dv, cluster)
+    align = PATTERN_BYTES if next_power_of_2(heads) >= 64 else BARRIER_BYTES
+    return -(-total // align) * align
 
 
 class Point(NamedTuple):

@@ -41,6 +41,7 @@ class Compiled:
     early: bool  # whether it may be launched before the kernel before it has ended
     hasty: bool  # whether it is, and touches memory before it has waited
     mixed: bool = False  # whether matrices that are swizzled differently take turns at one address of shared memory
+    askew: bool = False  # whether `wgmma` reads tiles behind shared memory after which no swizzle's pattern begins
 
     @property
     def name(self) -> str:

@@ -23,6 +23,9 @@ from nsa.testing.aot_points import ARCHITECTURES, Architecture, Point, points
 DESCRIPTOR = re.compile(r"(?:or\.b64|add\.s64)\s+%rd\d+, (%rd\d+), (-?\d{18,20});")
 """An address, and constants above it: bits 62 and 63 say how the matrix is swizzled."""
 
+DECLARED = re.compile(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]")
+"""Shared memory of a size that is known before the launch, which has addresses before what is not."""
+
 
 def main(name: str, extent: str) -> None:
     architecture = ARCHITECTURES[name]
@@ -174,6 +177,7 @@ def _describe(architecture: Architecture, point: Point, kernel: Any, report: str
         early=early,
         hasty=early and (first is None or first[0] != "griddepcontrol.wait"),
         mixed=mixed(ptx),
+        askew=askew(ptx),
     )
 
 
@@ -188,6 +192,16 @@ def mixed(ptx: str) -> bool:
         for address, constant in DESCRIPTOR.findall(ptx):
             swizzles.setdefault(address, set()).add(int(constant) >> 62 & 3)
     return any(len(kinds) > 1 for kinds in swizzles.values())
+
+
+def askew(ptx: str) -> bool:
+    """Whether tensor cores read swizzled tiles that do not begin where a pattern does.
+
+    Triton lays tiles out as if they were first in shared memory. What assembly declares there comes before them: unless
+    that is whole patterns, `wgmma` takes other elements than were written, of 33 heads and more on an H100.
+    """
+    before = sum(int(size) for size in DECLARED.findall(ptx))
+    return ("wgmma" in ptx or "tcgen05" in ptx) and before % tiles.PATTERN_BYTES != 0
 
 
 def _describe_amd(point: Point, kernel: Any) -> Compiled:

@@ -91,6 +91,8 @@ def complaints(architecture: Architecture, compiled: Compiled, limits: Limits) -
         yield "is launched early, and touches memory before it has waited for the kernel before it"
     if compiled.mixed:
         yield "matrices swizzled differently share an address, which ptxas 12.8 may lose (`aot_child.mixed`)"
+    if compiled.askew:
+        yield "tiles that `wgmma` reads do not begin where their swizzle's pattern does (`aot_child.askew`)"
     if compiled.registers is None or compiled.spills is None:
         return
     if not limits:

@@ -33,6 +33,10 @@ def complaints(change, limits=None, architecture=ADA):
             {"mixed": True},
             "matrices swizzled differently share an address, which ptxas 12.8 may lose (`aot_child.mixed`)",
         ),
+        (
+            {"askew": True},
+            "tiles that `wgmma` reads do not begin where their swizzle's pattern does (`aot_child.askew`)",
+        ),
         ({"mma": False}, "no matrix instruction in its assembly: the dot products do not reach the tensor cores"),
     ],
 )

@@ -79,6 +79,14 @@ def _lines(assembly, inbox, program, thread):
 
 
 @pytest.mark.edge
+@pytest.mark.parametrize("heads", [33, 64])
+@pytest.mark.parametrize("cluster", [2, 3, 8, 16])
+def test_tiles_of_64_rows_begin_where_a_pattern_does(heads, cluster):
+    assert tiles.exchange_bytes(heads, 32, cluster) % tiles.PATTERN_BYTES == 0
+    assert tiles.exchange_bytes(32, 32, cluster) == tiles.BARRIER_BYTES + 2 * tiles.box_bytes(32, 32, cluster)
+
+
+@pytest.mark.edge
 @pytest.mark.parametrize(("heads", "cluster", "fits"), [(16, 16, True), (16, 3, False), (64, 8, False)])
 def test_programs_that_cannot_hold_what_they_are_sent_are_no_cluster(heads, cluster, fits):
     choice = tiles.Choice(cluster, 1, 64, 4, 1, 1)

@@ -12,7 +12,7 @@ import torch
 
 from nsa.kernels import query_major, tiles
 from nsa.testing import aot, budgets
-from nsa.testing.aot_child import mixed
+from nsa.testing.aot_child import askew, mixed
 from nsa.testing.aot_points import ARCHITECTURES, MOST, POINTS, QUICK, points
 from nsa.trial import TRIALS
 
@@ -129,3 +129,12 @@ def test_descriptors_of_one_address_that_are_swizzled_differently_are_found():
     assert mixed("\n".join(SHARED + OTHERS))
     assert not mixed("\n".join(SHARED[:2] + OTHERS))
     assert not mixed("\n".join(SHARED)), "without wgmma no descriptors"
+
+
+def test_tiles_behind_memory_of_another_are_found_askew():
+    inbox = ".shared .align 16 .b8 inbox[{}];\n.extern .shared .align 16 .b8 global_smem[];\n"
+    wgmma = "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {...};"
+    assert askew(inbox.format(30736) + wgmma)
+    assert not askew(inbox.format(31744) + wgmma)
+    assert not askew(inbox.format(30736) + "mma.sync.aligned.m16n8k16"), "read through addresses, not patterns"
+    assert not askew(".extern .shared .align 16 .b8 global_smem[];\n" + wgmma)

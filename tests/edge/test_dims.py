@@ -5,6 +5,7 @@ import torch
 
 GROUPS = (1, 2, 3, 7, 16, 33, 64, 100, 128)
 DIMS = ((16, 256), (256, 16), (17, 33), (24, 40), (64, 64), (64, 100), (96, 64), (100, 192), (128, 128), (192, 24))
+SPLIT = ({"G": 100, "D": 24}, {"G": 3, "D": 24, "Dv": 100}, {"G": 64, "D": 64, "Dv": 32}, {"G": 33, "D": 128, "Dv": 16})
 LIST = [(3, 9), (12, 17), (13, 14)]
 
 
@@ -43,7 +44,7 @@ def test_largest_of_everything(attend, agrees, draw, same, dtype, G):
 
 
 @pytest.mark.usefixtures("split")
-@pytest.mark.parametrize("shape", [{"G": 100, "D": 24}, {"G": 3, "D": 24, "Dv": 100}], ids=["G100", "Dv100"])
+@pytest.mark.parametrize("shape", SPLIT, ids=lambda shape: "-".join(f"{name}{size}" for name, size in shape.items()))
 def test_split_among_programs(attend, agrees, draw, same, dtype, shape):
     """Heads and dims that are not powers of two, merged from parts."""
     q, k, v = draw(S=1, S_kv=60, HKV=1, **shape, dtype=dtype)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import nsa
+from nsa.kernels.primitives import ASK_EIGHT
 
 B, S, KEYS, HKV = 2, 2, 20, 2
 
@@ -116,6 +117,54 @@ def test_selection_at_an_unaligned_address(attend, draw, device):
     flat = torch.arange(1 + S * HKV * 3, device=device, dtype=torch.int32)
     ranges = torch.stack((flat, flat + 4), -1)[1:].view(1, S, HKV, 3, 2)
     assert torch.equal(attend(q, k, v, ranges=ranges), attend(q, k, v, ranges=ranges.clone()))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2])
+@pytest.mark.parametrize("selected", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_ranges_of_any_number_at_any_address(attend, agrees, draw, device, n, selected, offset):
+    """Few keys: every thread of a program asks for all spans of its row, two at a time where they are aligned."""
+    q, k, v = draw(B=B, S=3, S_kv=KEYS, HKV=HKV)
+    generator = torch.Generator().manual_seed(n)
+    edges = torch.randint(-3, KEYS + 4, (B, 3, HKV, 2 * n), generator=generator).sort(-1).values
+    spans = edges.view(B, 3, HKV, n, 2)[..., torch.randperm(n, generator=generator), :].to(selected)
+    ranges = torch.zeros(spans.numel() + offset, dtype=selected, device=device)[offset:].view(spans.shape).copy_(spans)
+    agrees(attend, q, k, v, ranges=ranges, max_selected=KEYS)
+
+
+def run_assembly(text, memory, at, n):
+    """What `ASK_EIGHT` leaves in its registers; `memory` holds int32 by address. Aligned loads only, like a GPU's."""
+    lines = [x.strip() for x in re.sub(r"(\w+):", r"\1:;", text.strip("{} \n")).split(";") if x.strip()]
+    registers = {"$16": at, "$17": n}
+    value = lambda x: registers[x] if x in registers else int(x)  # noqa: E731
+    line = 0
+    while line < len(lines):
+        guard, _, rest = lines[line].partition(" ") if lines[line].startswith("@") else ("", "", lines[line])
+        operation, _, operands = rest.partition(" ")
+        line += 1
+        if operation.startswith(".reg") or operation.endswith(":") or (guard and not registers[guard[1:]]):
+            continue
+        x = re.findall(r"[$\w]+", operands)
+        kind = operation.split(".")[0]
+        if kind == "bra":
+            line = lines.index(x[0] + ":")
+        elif kind == "ld":
+            *to, base, far = x if "+" in operands else (*x, "0")
+            address = registers[base] + int(far)
+            assert address % (4 * len(to)) == 0
+            registers.update({r: memory[address + 4 * i] for i, r in enumerate(to)})
+        else:
+            run = {"mov": lambda a: a, "cvt": lambda a: a, "and": lambda a, b: a & b, "or": lambda a, b: a | b}
+            run |= {"setp": (lambda a, b: a > b) if ".gt." in operation else (lambda a, b: a != b)}
+            registers[x[0]] = run[kind](*(value(y) for y in x[1:]))
+    return [registers[f"${i}"] for i in range(16)]
+
+
+@pytest.mark.parametrize("address", [0, 4, 8, 12])
+@pytest.mark.parametrize("n", range(9))
+def test_assembly_asks_for_the_ranges_that_exist(n, address):
+    memory = {address + 4 * i: 100 + i for i in range(2 * n)}
+    assert run_assembly(ASK_EIGHT.value, memory, address, n) == [*memory.values()] + [0] * (16 - 2 * n)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
