@@ -17,7 +17,9 @@ from nsa.testing.problem import Problem
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CACHE = 2048  # keys each row owns when its spans are read from the cache
 LARGE = 16_384  # rows beyond which nobody packs a problem, and the oracle looks at some of its queries
-SOURCES = {"few": "rows", "many": "ranges", "mixed": "ranges", "decode": "blocks", "prefill": "blocks"}
+SOURCES = {
+    "few": "rows", "many": "ranges", "mixed": "ranges", "decode": "blocks", "prefill": "blocks", "overlap": "ranges",
+}  # fmt: skip
 """Distributions as core lists them, and how the kernel learns the keys of each."""
 
 
@@ -26,7 +28,8 @@ class Case:
     """One shape. `N` rows of `H` query heads select `L` keys each; `N = B·S·HKV`.
 
     dist: "few" (one span), "many" (8 equal spans), "mixed" (2, 4 or 8 spans of random lengths summing to `L`),
-    "decode" and "prefill" (blocks: the first, the query's own, the rest random).
+    "decode" and "prefill" (blocks: the first, the query's own, the rest random), "overlap" (4 spans or blocks that have
+    keys in common and reach past the query; every third row lists nothing).
     source: how the kernel learns the keys; "rows" (packed, dense), "varlen" (packed, lengths 0..L), "ranges", "blocks".
     The defaults (empty source, `S_kv = 0`) are what the distribution usually means: few in packed rows, many and mixed
     as ranges over 2,048 keys which the row owns alone.
@@ -51,6 +54,7 @@ class Case:
     seqlens: tuple[int, ...] = ()  # a cu_seqlens batch of sequences this long; N = sum * HKV
     kv_seqlens: tuple[int, ...] = ()  # keys of each sequence; as many as queries unless given
     shared: float = 0.0  # prefill: share of its blocks that a query has in common with the one before it
+    scores: float = 1.0  # standard deviation of the scores; from 64 on exp overflows unless the maximum is subtracted
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
@@ -108,7 +112,7 @@ class Case:
         words += ["positions"] * self.positions + ["int64"] * self.int64
         words += ["seqs" + "+".join(map(str, self.seqlens))] * bool(self.seqlens)
         words += ["kvs" + "+".join(map(str, self.kv_seqlens))] * bool(self.kv_seqlens)
-        words += [f"shared{self.shared:g}"] * bool(self.shared)
+        words += [f"shared{self.shared:g}"] * bool(self.shared) + [f"scores{self.scores:g}"] * (self.scores != 1)
         return "-".join(words)
 
     def __str__(self) -> str:
@@ -125,7 +129,7 @@ class Case:
         return dataclasses.asdict(self) | lists | {"B": self.B, "HQ": self.HQ, "case": self.id}
 
     def make(self, device: torch.device | str, seed: int | None = None) -> Problem:
-        """Draw the inputs (N(0,1)) and the selection. Same numbers on every run of the same device type."""
+        """Draw N(0,1) inputs, queries times `scores`, and the selection. Same numbers on every run of a device type."""
         return draw(self, torch.device(device), self.seed if seed is None else seed)
 
 
@@ -188,7 +192,7 @@ def parity() -> list[Case]:
         Case(c.H, c.D, c.Dv, c.L, c.N, "many", c.dtype, source="blocks", block_size=min(64, c.L))
         for c in base if c.source == "rows"
     ]  # fmt: skip
-    return list(dict.fromkeys(base + varlen + blocks + _shapes(N=64, L=200) + _sequences() + prefills()))
+    return list(dict.fromkeys(base + varlen + blocks + _shapes(N=64, L=200) + _sequences() + prefills() + _hard()))
 
 
 def _shapes(N: int, L: int) -> list[Case]:
@@ -241,13 +245,24 @@ def prefills() -> list[Case]:
     return found + [prefill(1000, 8, 2, shared=0.5), prefill(1000, 8, 2, shared=0.9)]
 
 
+def _hard() -> list[Case]:
+    """Keys listed twice, spans past the query, rows without keys; and scores whose exp overflows."""
+    found: list[Case] = []
+    for dtype in ("bf16", "fp16", "fp32"):
+        spans = Case(16, 128, 128, 256, 512, "overlap", dtype, HKV=4, S=64, S_kv=1000)
+        listed = [spans, dataclasses.replace(spans, positions=True), dataclasses.replace(spans, source="blocks")]
+        rows = [Case(8, 128, 128, 512, 64, "few", dtype, source=source) for source in ("rows", "varlen")]
+        found += listed + [dataclasses.replace(c, scores=64) for c in (*listed, *rows)]
+    return found
+
+
 def small() -> list[Case]:
     """What the interpreter affords (10-25 ms a program): every source, fp16 and fp32, tiles with ragged edges."""
     rows = [
         (1, 16, 16, 17, "fp32"), (2, 64, 64, 33, "fp16"), (3, 96, 64, 48, "fp32"), (4, 64, 128, 100, "fp16"),
         (7, 100, 96, 65, "fp32"), (8, 128, 128, 130, "fp16"), (16, 128, 100, 64, "fp16"), (8, 64, 16, 1, "fp32"),
     ]  # fmt: skip
-    out = [Case(H, D, Dv, L, 2, "few", dtype) for H, D, Dv, L, dtype in rows]
+    out = _small_hard() + [Case(H, D, Dv, L, 2, "few", dtype) for H, D, Dv, L, dtype in rows]
     out += [Case(4, 64, 64, 1024, 1, "few", "fp16"), Case(2, 64, 64, 1024, 1, "few", "fp32")]
     out += [Case(H, D, Dv, L, 3, "few", dtype, source="varlen") for H, D, Dv, L, dtype in rows]
     out += [
@@ -271,6 +286,19 @@ def small() -> list[Case]:
         Case(4, 64, 64, 128, 1, "decode", "fp32", S_kv=100, n=3),
     ]
     return out
+
+
+def _small_hard() -> list[Case]:
+    """Of `_hard`, what the interpreter affords. First in the matrix, because here a wrong kernel shows soonest."""
+    spans = Case(2, 32, 32, 24, 6, "overlap", "fp32", HKV=2, S=3, S_kv=40)
+    blocks = Case(2, 32, 16, 64, 6, "overlap", "fp16", source="blocks", HKV=2, S=3, S_kv=77, block_size=16)
+    return [
+        *(spans, blocks),
+        dataclasses.replace(spans, dtype="fp16", positions=True, scores=64),
+        dataclasses.replace(blocks, dtype="fp32", scores=64),
+        *(Case(4, 32, 32, 40, 2, "few", "fp16", scores=64), Case(2, 32, 16, 33, 2, "few", "fp32", scores=64)),
+        Case(3, 32, 32, 40, 3, "few", "fp16", source="varlen", scores=64),
+    ]
 
 
 def _small_prefills() -> list[Case]:

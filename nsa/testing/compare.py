@@ -2,6 +2,9 @@
 
 `err ≤ 2·err_SDPA + 4·eps(dtype)·max|ref|`, all against an fp64 oracle. That alone would pass a kernel that agrees with
 a wrong oracle less badly than SDPA does, so SDPA must also agree with the oracle to within its dtype.
+
+In fp32 the order of a sum decides its error. SDPA adds in blocks, a kernel may add one product after the other, and
+either may be exact by luck. There `err_SDPA` is at least two standard deviations of the second (`one_by_one`).
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ class Oracle:
     """What the right answer is, and how well SDPA gets it.
 
     `out [B,S,HQ,Dv]` and `lse [B,S,HQ]` in fp64; `sdpa` like `out`, in the problem's dtype; `err_sdpa`: its largest
-    absolute error; `lse_atol`: how far an fp32 LSE may be off.
+    absolute error, in fp32 at least `2 * one_by_one`; `lse_atol`: how far an fp32 LSE may be off.
 
     Of a large problem (`Case.large`) it knows the answer for some queries: `at [s]` are their positions, `seen` is the
     problem with no others, and `S` above is `s`.
@@ -72,6 +75,8 @@ class Oracle:
                 f"{describe(p)}: the fp64 oracle and SDPA over the same keys differ by {err:.3g}, rounding explains "
                 f"{rounding:.3g}: one of the two is wrong"
             )
+        if p.q.dtype == torch.float32:
+            err = max(err, 2 * one_by_one(seen))
         return cls(p, out, lse, sdpa, err, peak, lse_atol(p), seen, at)
 
 
@@ -126,6 +131,37 @@ def sdpa_same_keys(p: Problem) -> Tensor:
         mask = (valid | (lengths == 0)[:, None])[:, None, None, :]  # an empty row would be NaN; zeroed below
     out = F.scaled_dot_product_attention(Q[:, None], K[:, None], V[:, None], mask, scale=p.scale)[:, 0]
     return p.unpack(out.masked_fill((lengths == 0)[:, None, None], 0) if ragged else out)
+
+
+def one_by_one(p: Problem) -> float:
+    """Largest standard deviation of an output element in fp32, where every sum adds one product after the other."""
+    Q, K, V, lengths = p.rows
+    if not Q.shape[0] or not K.shape[1]:
+        return 0.0
+    D, scale = Q.shape[-1], Q.shape[-1] ** -0.5 if p.scale is None else p.scale
+    count = lengths[:, None, None]
+    dot = Q @ K.mT  # [N, H, L]
+    unused = torch.arange(K.shape[1], device=K.device) >= count
+    P = (dot * scale).masked_fill(unused, -math.inf).softmax(-1).masked_fill(count == 0, 0.0)
+    out = P @ V  # [N, H, Dv]
+    # An error e of a score moves the output by P·e·(V - O). Errors of different scores are independent.
+    scores = P.square() * scale**2 * sum_variance(D, dot, Q.square() @ K.square().mT)
+    variance = scores @ V.square() - 2 * out * (scores @ V) + out.square() * scores.sum(-1, keepdim=True)
+    variance += sum_variance(count, out, P.square() @ V.square())
+    return math.sqrt(max(float(variance.max()), 0.0))
+
+
+def sum_variance(count: Tensor | int, total: Tensor, squares: Tensor) -> Tensor:
+    """Variance of an fp32 sum of `count` products, added in a random order one after the other.
+
+    Args:
+        total: their sum. squares: the sum of their squares.
+
+    Each addition rounds a partial sum by up to `u = 2⁻²⁴` of its size, evenly spread: `u²/3` of its square. The squares
+    of the partial sums add up to `count·(total²/3 + squares/6)` on average over the orders.
+    """
+    variance: Tensor = 2.0**-48 / 9 * count * (total.square() + squares / 2)
+    return variance
 
 
 def lse_atol(p: Problem) -> float:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def draw(case: Case, device: torch.device, seed: int) -> Problem:
-    """Inputs N(0,1) and the selection of `case` from one generator, so that a seed is all there is to replay."""
+    """Inputs N(0,1), queries times `case.scores`, and the selection, from one generator: a seed is all to replay."""
     g = torch.Generator(device).manual_seed(seed)
     ranges, blocks = _select(case, g)
     lengths = case.kv_seqlens or case.seqlens
@@ -31,10 +31,11 @@ def draw(case: Case, device: torch.device, seed: int) -> Problem:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, device=device, dtype=case.torch_dtype)
 
+    q = normal(*lead, case.HQ, case.D)
     return Problem(
         case=case,
         seed=seed,
-        q=normal(*lead, case.HQ, case.D),
+        q=q if case.scores == 1 else q * case.scores,
         k=normal(*lead[:-1], keys, case.HKV, case.D),
         v=normal(*lead[:-1], keys, case.HKV, case.Dv),
         ranges=ranges.to(_index_dtype(case)),
@@ -79,6 +80,7 @@ def _select(case: Case, g: torch.Generator) -> tuple[Tensor, Tensor | None]:
     if case.source == "blocks":
         many = case.large and case.n > 1 and not (case.positions or case.seqlens)
         draw_blocks = _shared_blocks if case.dist == "prefill" and (case.shared or many) else _blocks
+        draw_blocks = _overlapping if case.dist == "overlap" else draw_blocks
         blocks = draw_blocks(case, visible, extent, g).view(*lead, -1)
         start = blocks.to(_index_dtype(case)) * case.block_size
         return torch.stack((start, start + case.block_size), -1).masked_fill(blocks[..., None] < 0, 0), blocks
@@ -90,7 +92,8 @@ def _select(case: Case, g: torch.Generator) -> tuple[Tensor, Tensor | None]:
         lens[:1], lens[-1:] = case.L, 0 if case.N > 1 else case.L  # the longest and an empty row are always there
         ends = lens.cumsum(0)
         return torch.stack((ends - lens, ends), -1).view(*lead, 1, 2), None
-    return _spans(case, extent, g).view(*lead, -1, 2), None
+    spans = _overlapping(case, visible, extent, g) if case.dist == "overlap" else _spans(case, extent, g)
+    return spans.view(*lead, -1, 2), None
 
 
 def _spans(case: Case, extent: Tensor, g: torch.Generator) -> Tensor:
@@ -113,6 +116,25 @@ def _spans(case: Case, extent: Tensor, g: torch.Generator) -> Tensor:
     gaps = (cuts * (free[:, None] + 1)).long().minimum(free[:, None])
     start = gaps + ends - lens
     return torch.stack((start, start + lens), -1)
+
+
+def _overlapping(case: Case, visible: Tensor, extent: Tensor, g: torch.Generator) -> Tensor:
+    """Spans `[N, 4, 2]`, or block indices `[N, 4]` (int32), that have keys in common; every third row lists nothing.
+
+    Spans: a random one, one that overlaps half of it, the first again, and one whose last key is the query's own or, in
+    every other row, the next. Blocks: a random one, the query's own, padding, and the first again.
+    """
+    size = case.block_size if case.source == "blocks" else case.L // 4
+    row = torch.arange(case.N, device=g.device)[:, None]
+    drawn = torch.rand(case.N, generator=g, device=g.device)
+    if case.source == "blocks":
+        own = (visible - 1).clamp(min=0) // size
+        first = (drawn * (own + 1)).long()
+        blocks = torch.stack((first, own, torch.full_like(own, -1), first), -1)
+        return blocks.masked_fill(row % 3 == 1, -1).to(torch.int32)
+    first = (drawn * (visible - size - size // 2).clamp(min=0)).long()
+    start = torch.stack((first, first + size // 2, first, visible - size + (row[:, 0] + 1) % 2), -1)
+    return torch.stack((start, torch.where(row % 3 == 1, start, start + size)), -1)
 
 
 def _blocks(case: Case, visible: Tensor, extent: Tensor, g: torch.Generator) -> Tensor:

@@ -1,7 +1,8 @@
 """Are gradients right? Bounded by what those of dense SDPA get wrong in the same dtype under the same mask.
 
 `err ≤ 2·err_SDPA + 4·eps(dtype)·max|ref|` for each of dq, dk and dv, against fp64 gradients of the oracle. The mask is
-additive, the logarithm of how often a row lists a key, so that a key listed twice counts twice there as well.
+additive, the logarithm of how often a row lists a key, so that a key listed twice counts twice there as well. In fp32
+`err_SDPA` is at least two standard deviations of sums that add one product after the other, as in `compare.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.reference import selection_reference
-from nsa.testing.compare import describe
+from nsa.testing.compare import describe, sum_variance
 from nsa.testing.problem import Problem
 
 NAMES = ("dq", "dk", "dv")
@@ -59,7 +60,44 @@ class GradientOracle:
                 f"{describe(p)}: {name} of the fp64 oracle and of dense SDPA differ by {error:.3g}, rounding explains "
                 f"{rounding:.3g}: one of the two is wrong"
             )
+        if p.q.dtype == torch.float32:
+            errors = tuple(max(a, 2 * b) for a, b in zip(errors, one_by_one(p, do, *result, exact), strict=True))
         return cls(p, do, result[0].detach().to(p.q.dtype), result[1].detach().float(), exact, errors)
+
+
+def one_by_one(p: Problem, do: Tensor, o: Tensor, lse: Tensor, exact: Sequence[Tensor]) -> tuple[float, ...]:
+    """As `compare.one_by_one`, of `(dq, dk, dv)` by the formulas of arXiv 2307.08691, algorithm 2."""
+    if not p.q.numel() or not p.k.numel():
+        return 0.0, 0.0, 0.0
+    batches, HKV = (p.k.shape[0] if p.k.dim() == 4 else 1), p.k.shape[-2]
+    by_head = (batches, -1, HKV, p.case.H)
+    Q, dO, out, dQ = (x.detach().float().reshape(*by_head, x.shape[-1]) for x in (p.q, do, o, exact[0]))
+    K, V, dK, dV = (x.detach().float().reshape(batches, -1, HKV, x.shape[-1]) for x in (p.k, p.v, *exact[1:]))
+    D, Dv, scale = Q.shape[-1], V.shape[-1], Q.shape[-1] ** -0.5 if p.scale is None else p.scale
+    listed = multiplicity(p).float()[..., None, :]  # [B, S, HKV, 1, keys]
+
+    def by_row(rows: Tensor, keys: Tensor) -> Tensor:  # [B, S, HKV, H, keys]
+        return torch.einsum("bshgd,bkhd->bshgk", rows, keys)
+
+    def over_keys(weights: Tensor, keys: Tensor) -> Tensor:
+        return torch.einsum("bshgk,bkhd->bshgd", weights, keys)
+
+    def over_rows(weights: Tensor, rows: Tensor) -> Tensor:
+        return torch.einsum("bshgk,bshgd->bkhd", weights, rows)
+
+    dot, dP, delta = by_row(Q, K), by_row(dO, V), (dO * out).sum(-1, keepdim=True)
+    P = (dot * scale - lse.detach().float().view(*dot.shape[:-1], 1)).masked_fill(listed == 0, -math.inf).exp() * listed
+    dS = P * (dP - delta)
+    score = scale**2 * sum_variance(D, dot, by_row(Q.square(), K.square()))
+    relative = score + (P.square() * score).sum(-1, keepdim=True)  # of P: its score, and the LSE
+    wrong_dP = sum_variance(Dv, dP, by_row(dO.square(), V.square()))
+    wrong_delta = sum_variance(Dv, delta, (dO * out).square().sum(-1, keepdim=True))
+    wrong_dS = dS.square() * relative + P.square() * (wrong_dP + wrong_delta)
+    keys, rows = listed.sum(-1, keepdim=True), p.case.H * (listed > 0).sum((1, 3)).transpose(1, 2)[..., None]
+    dq = over_keys(wrong_dS, K.square()) + sum_variance(keys, dQ / scale, over_keys(dS.square(), K.square()))
+    dk = over_rows(wrong_dS, Q.square()) + sum_variance(rows, dK / scale, over_rows(dS.square(), Q.square()))
+    dv = over_rows(P.square() * relative, dO.square()) + sum_variance(rows, dV, over_rows(P.square(), dO.square()))
+    return tuple(factor * float(x.max()) ** 0.5 for factor, x in ((abs(scale), dq), (abs(scale), dk), (1.0, dv)))
 
 
 def multiplicity(p: Problem) -> Tensor:

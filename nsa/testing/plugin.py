@@ -12,13 +12,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 from filelock import FileLock
 
 from nsa.settings import device_slug
-from nsa.testing import bounds, outputs
+from nsa.testing import bounds, draws, outputs
 from nsa.testing.machine import Lane as Lane
 from nsa.testing.machine import commit as commit
 from nsa.testing.machine import current_lane as current_lane
@@ -92,6 +91,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="time without checking results first, to see which wrong kernels the physics guard alone refuses",
     )
+    draws.add_option(group)
     outputs.add_options(group)
 
 
@@ -105,7 +105,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_notes_key] = []
-    _set_hypothesis_profiles()
+    draws.set_profiles()
+    draws.check(config)
     reportchars = getattr(config.option, "reportchars", "")
     if not set("sSaAN") & set(reportchars):
         config.option.reportchars = reportchars + "s"
@@ -117,15 +118,6 @@ def pytest_configure(config: pytest.Config) -> None:
         _share_cores(int(config.workerinput["workercount"]))
     elif config.pluginmanager.hasplugin("benchmark"):
         outputs.check(config)
-
-
-def _set_hypothesis_profiles() -> None:
-    """Profiles before Hypothesis' own `pytest_configure`, which loads the one named by --hypothesis-profile."""
-    settings, slow = hypothesis.settings, [hypothesis.HealthCheck.too_slow]  # an interpreted kernel takes seconds
-    common = settings(deadline=None, print_blob=True, suppress_health_check=slow)
-    settings.register_profile("ci", common, max_examples=25, derandomize=True, database=None)
-    settings.register_profile("deep", common, max_examples=10_000, derandomize=False)
-    settings.load_profile("ci")
 
 
 def _share_cores(workers: int) -> None:
@@ -171,6 +163,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Iterable[pytest.
             for folder in FOLDERS:
                 if folder in folders:
                     item.add_marker(folder)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Here, because what `-k` and `-m` leave out is no longer among the tests."""
+    draws.reproduce(session.config, session.items)
 
 
 def large_tests_lock() -> Path:
@@ -290,9 +287,14 @@ def _notes_of_tests(reporter: pytest.TerminalReporter) -> list[str]:
 def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -> list[str]:
     from nsa.testing.gate.hooks import gated_again  # a plugin of its own: pytest rewrites it when it registers it
 
-    failed = [*reporter.stats.get("failed", ()), *reporter.stats.get("error", ())]
-    nodeids = [report.nodeid for report in failed if set(FOLDERS) & set(getattr(report, "keywords", ()))]
+    ours: dict[str, pytest.TestReport] = {}
+    for report in (*reporter.stats.get("failed", ()), *reporter.stats.get("error", ())):
+        if set(FOLDERS) & set(getattr(report, "keywords", ())):
+            ours.setdefault(report.nodeid, report)
     options = "".join(f" --nsa-impl {impl}" for impl in config.getoption("nsa_impl"))
     options += outputs.sampling_again(config) + outputs.by_hand_again(config) + gated_again(config)
     lane = "NSA_TEST_TRITON_SEL=0 " if os.environ.get("NSA_TEST_TRITON_SEL") == "0" else ""
-    return [f'{lane}pytest "{config.cwd_relative_nodeid(nodeid)}"{options}' for nodeid in dict.fromkeys(nodeids)]
+    return [
+        f'{lane}pytest "{config.cwd_relative_nodeid(nodeid)}"{options}{draws.again(config, report)}'
+        for nodeid, report in ours.items()
+    ]

@@ -69,6 +69,39 @@ def test_who_cannot_share_says_so(wrong):
         dataclasses.replace(SMALL, kv_seqlens=(9,))
 
 
+OVERLAP = Case(2, 16, 16, 32, 60, "overlap", "fp32", HKV=2, S=30, S_kv=90)
+
+
+@pytest.mark.parametrize("source", ["ranges", "blocks"])
+def test_overlapping_selections(device, source):
+    """Keys listed twice in every row that lists any, some keys past the query, and every third row empty."""
+    case = dataclasses.replace(OVERLAP, source=source, L=64 if source == "blocks" else 32, block_size=16)
+    p = case.make(device)
+    empty = torch.arange(60, device=device) % 3 == 1
+    assert torch.equal(p.lengths == 0, empty)
+    index, lengths = p.key_index
+    for row in (~empty).nonzero().flatten().tolist():
+        keys = index[row, : lengths[row]]
+        assert len(keys.unique()) < len(keys) <= (case.L if source == "ranges" else 64)
+        assert int(keys.max()) == 60 + row // 2, "the last key is the query's own"
+    past = (p.ranges[..., 1].amax(-1) > torch.arange(61, 91, device=device)[:, None]).flatten()
+    assert bool(past[~empty].any())
+    assert not bool(past[empty].any())
+    assert source == "blocks" or torch.equal(past, ~empty & (torch.arange(60, device=device) % 2 == 0))
+
+
+def test_scores_scale_the_queries_alone(device):
+    """By as much as `exp` in fp32 does not take; the id says so, and a default says nothing."""
+    case = dataclasses.replace(OVERLAP, scores=64)
+    assert case.id == OVERLAP.id + "-scores64"
+    p, plain = case.make(device), OVERLAP.make(device, case.seed)
+    assert torch.equal(p.q, plain.q * 64)
+    assert torch.equal(p.k, plain.k)
+    assert torch.equal(p.v, plain.v)
+    lse = fp64(p)[1]
+    assert bool(lse[lse.isfinite()].exp().float().isinf().any())
+
+
 @pytest.mark.parametrize("case", small()[::3], ids=str)
 def test_unique_bytes_count_each_key_once(device, case):
     """Against one entry per key selected."""

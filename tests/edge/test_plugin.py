@@ -3,15 +3,21 @@
 import contextlib
 import importlib.util
 import json
+import re
+import shlex
 import shutil
+import time
 import types
 from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock, Timeout
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.internal.conjecture import engine
 
-from nsa.testing import plugin
+from nsa.testing import draws, plugin
 
 pytest_plugins = ["pytester"]
 ROOT = Path(plugin.__file__).parents[2]
@@ -183,8 +189,100 @@ def test_what_pytest_benchmark_saves_by_itself_is_no_baseline(project, monkeypat
 
 
 def test_hypothesis_profile_deep(project):
-    write(project, "tests/edge/test_a.py", PROFILE.format(10_000))
+    write(project, "tests/edge/test_a.py", PROFILE.format(draws.EXAMPLES["deep"]))
     project.runpytest_subprocess("--hypothesis-profile=deep").assert_outcomes(passed=1)
+
+
+# --- what Hypothesis draws --------------------------------------------------------------------------------------------
+
+DRAWN = """
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+@pytest.mark.parametrize("case", ["H8-D128", "H4"])
+@settings(phases=[Phase.generate])  # not made smaller: each run draws numbers of its own
+@given(st.integers(0, 2**60), st.booleans())
+def test_fails(case, number, flag):
+    assert case == "H4" or number < 1000, f"drew {number}"
+"""
+
+
+def replay_line(result):
+    [line] = [line for line in result.outlines if "test_fails" in line and "pytest " in line]
+    return shlex.split(line.removeprefix("NSA_TEST_TRITON_SEL=0 "))
+
+
+def drew(result):
+    return set(re.findall(r"drew \d+", result.stdout.str()))
+
+
+@pytest.mark.parametrize(
+    ("profile", "workers"),
+    [([], []), (["--hypothesis-profile", "deep"], []), (["--hypothesis-profile", "deep"], ["-n", "2"])],
+    ids=["ci", "deep", "xdist"],
+)
+def test_a_drawn_call_that_failed_is_replayed(project, profile, workers):
+    """By the line as it is printed. `deep` draws others in each run."""
+    write(project, "tests/parity/test_a.py", DRAWN)
+    first = project.runpytest_subprocess(*profile, *workers)
+    first.assert_outcomes(passed=1, failed=1)
+    command = replay_line(first)
+    assert command[:2] == ["pytest", "tests/parity/test_a.py::test_fails[H8-D128]"]
+    assert command[2:4] == (profile or ["--nsa-reproduce", command[3]])
+    again = project.runpytest_subprocess(*command[1:])
+    again.assert_outcomes(failed=1)
+    assert drew(again) == drew(first) != set()
+    assert replay_line(again) == command
+
+
+def test_an_example_is_replayed_by_its_test_alone(project):
+    text = DRAWN.replace("Phase.generate", "Phase.explicit").replace("import Phase", "import Phase, example")
+    write(project, "tests/parity/test_a.py", text.replace("def test_fails", "@example(5000, True)\ndef test_fails"))
+    result = project.runpytest_subprocess("--hypothesis-profile", "deep")
+    assert replay_line(result)[2:] == ["--hypothesis-profile", "deep"]
+    assert drew(result) == {"drew 5000"}
+
+
+HYPOTHESIS = draws.hypothesis.__version__
+
+
+@pytest.mark.parametrize(
+    ("call", "selected", "message"),
+    [
+        ("AXic", "H8", "expected VERSION:BLOB, got 'AXic'"),
+        ("1.2.3:AXic", "H8", f"the call was drawn by Hypothesis 1.2.3, and this is {HYPOTHESIS}, which would draw*"),
+        (f"{HYPOTHESIS}:AXic", "H8", "Invalid *"),
+        (f"{HYPOTHESIS}:AAAA", "test_fails", "expected one Hypothesis test to be selected, got 2"),
+        (f"{HYPOTHESIS}:AAAA", "test_plain", "expected one Hypothesis test to be selected, got 0"),
+    ],
+    ids=["no-version", "another-version", "no-blob", "two-tests", "no-drawn-test"],
+)
+def test_a_call_that_cannot_be_replayed_is_refused(project, call, selected, message):
+    write(project, "tests/parity/test_a.py", DRAWN + "\ndef test_plain():\n    pass\n")
+    result = project.runpytest_subprocess("-k", selected, "--nsa-reproduce", call)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: --nsa-reproduce: {message}"])
+
+
+def test_a_failing_call_is_made_smaller_for_so_long(monkeypatch):
+    """No setting of Hypothesis bounds that time. Where it no longer reads the number, 35 calls fail here."""
+    assert engine.MAX_SHRINKING_SECONDS == draws.SHRINK_SECONDS
+    assert Phase.shrink in settings().phases
+    monkeypatch.setattr(engine, "MAX_SHRINKING_SECONDS", 1)
+    failed = []
+
+    @settings(max_examples=5)
+    @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=60))
+    def slow(numbers):
+        time.sleep(0.2)
+        failed.extend([sum(numbers)] * (max(numbers) >= 200_000))
+        assert max(numbers) < 200_000
+
+    with pytest.raises(AssertionError):
+        slow()
+    assert failed[-1] < failed[0]
+    assert len(failed) < 20
 
 
 # --- the root conftest.py, as a module --------------------------------------------------------------------------------

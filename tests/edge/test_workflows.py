@@ -1,5 +1,6 @@
 """The workflows have the shape GitHub accepts, and run what exists. The rules are those of its schema that we use."""
 
+import ast
 import os
 import re
 import shlex
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nsa.testing import aot, budgets
+from nsa.testing import aot, budgets, draws
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = {path.stem: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
@@ -18,6 +19,7 @@ JOB = {"name", "needs", "if", "runs-on", "permissions", "env", "strategy", "time
 STEP = {"name", "id", "if", "uses", "with", "run", "env", "shell", "working-directory", "timeout-minutes"}
 EVENTS = {"push", "pull_request", "workflow_dispatch", "schedule"}
 INPUT = {"description", "type", "default", "required", "options"}
+SECONDS_A_CALL = 0.3  # to draw and check one, in the interpreter: the mean of all tests that draw, on one core
 CONTEXTS = {"github", "matrix", "inputs", "secrets", "needs", "env", "runner"}
 
 
@@ -158,6 +160,27 @@ def test_every_triton_that_must_work_compiles_the_kernels_every_night():
     script = (ROOT / ".ci" / "aot").read_text()
     for words in ("-m venv", "-c constraints.txt", "triton==$version", "-m pytest -m aot"):
         assert words in script
+
+
+def test_calls_are_drawn_at_length_every_night(run_pytest):
+    """All tests that draw, and within the hour on two cores if a call takes what it took when this was written."""
+    job = yaml.safe_load(WORKFLOWS["nightly"].read_text())["jobs"]["drawn"]
+    make, command = (step["run"] for step in job["steps"] if "run" in step)
+    assert make == "make --no-print-directory .venv/ready"
+    python, *arguments = shlex.split(command)
+    assert (python, arguments[:2]) == (".venv/bin/python", ["-m", "pytest"])
+    assert arguments[arguments.index("--hypothesis-profile") + 1] == "deep"
+    assert draws.EXAMPLES["deep"] >= 10 * draws.EXAMPLES[draws.DEFAULT]
+    done = run_pytest(*arguments[2:], "-n", "0", "--collect-only", "-q", "-p", "no:cacheprovider", cwd=ROOT)
+    chosen = {line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
+    drawn = {
+        f"{path.relative_to(ROOT)}::{test.name}"
+        for path in ROOT.glob("tests/*/test_*.py")
+        for test in ast.parse(path.read_text()).body
+        if isinstance(test, ast.FunctionDef) and any("given(" in ast.unparse(x) for x in test.decorator_list)
+    }
+    assert chosen == drawn
+    assert len(drawn) * draws.EXAMPLES["deep"] * SECONDS_A_CALL / 2 < 0.8 * 60 * job["timeout-minutes"]
 
 
 def test_nightly_script_asks_for_a_version():

@@ -1,9 +1,12 @@
-"""Spans as Hypothesis draws them: whatever they say, the kernel reads what the oracle reads. Shapes are fixed."""
+"""Calls as Hypothesis draws them: whatever the selection says, the kernel reads what the oracle reads.
+
+Past bugs are examples that always run, each with what was wrong. Gradients and caches: `test_drawn.py`.
+"""
 
 import dataclasses
 
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nsa.kernels import tiles
@@ -11,33 +14,49 @@ from nsa.testing import strategies, sweep
 from nsa.testing.cases import Case
 from nsa.testing.compare import Oracle, assert_parity
 from nsa.testing.impls import OURS
-from nsa.testing.plugin import current_lane
+from nsa.testing.strategies import BLOCKS, HUGE, INT32, PACKED, RANGES, Drawn
 
-KEYS, SPANS = 72, 4
-# L is the host's bound: every span may be as long as the cache.
-RANGES = Case(3, 32, 32, KEYS * SPANS, 4, "mixed", "fp32", HKV=2, S=2, S_kv=KEYS)
-BLOCKS = Case(4, 32, 16, 16 * 5, 4, "prefill", "fp16", HKV=2, S=2, S_kv=KEYS, block_size=16)
-PACKED = dataclasses.replace(RANGES, N=8, S=1, seqlens=(1, 3))
 VARLEN = Case(2, 32, 32, 100, 3, "few", "fp32", source="varlen")
 
-# An interpreted example takes a tenth of a second, and shrinking tries thousands: there the failure as found must do.
-phases = settings.default.phases if current_lane() == "gpu" else (Phase.explicit, Phase.reuse, Phase.generate)
-lane_settings = settings(phases=phases)
-lead = (RANGES.B, RANGES.S, RANGES.HKV)
 
-
-@lane_settings
-@given(strategies.ranges(lead, SPANS, KEYS), strategies.seeds(), st.booleans())
-def test_triton_sel_parity_ranges_any_spans(device: torch.device, spans: torch.Tensor, seed: int, causal: bool) -> None:
-    problem = dataclasses.replace(RANGES.make(device, seed), ranges=spans.to(device), causal=causal)
+@given(strategies.calls("ranges"))
+# Ends as far off as int64 and int32 go: a kernel that adds to them, or counts their keys in 32 bits, reads outside.
+@example(Drawn.same(RANGES, [(-HUGE, HUGE), (HUGE, -HUGE), (0, HUGE), (-HUGE, 1)]))
+@example(Drawn.same(RANGES, [(-INT32, INT32 - 1), (INT32 - 1, INT32 - 1), (70, INT32 - 1), (0, 0)], dtype=torch.int32))
+# Spans that end before they begin: they have no keys, not a negative number of them.
+@example(Drawn.same(RANGES, [(9, 2), (70, 71), (71, 3), (5, 5)]))
+# The suite's own noise never drew the edges of the keys (fd7cb45).
+@example(Drawn.same(RANGES, [(-1, 1), (71, 73), (72, 73), (-1, 0)]))
+# Rows without keys (0, -inf, no NaN), and rows of one key, whose score is their LSE.
+@example(Drawn.same(RANGES, [(0, 0)] * 4))
+@example(Drawn.same(RANGES, [(0, 0), (0, 1), (0, 0), (0, 0)]))
+# A key that is listed twice counts twice.
+@example(Drawn.same(RANGES, [(3, 40)] * 4))
+# The first report's kernel saw 64 of a row's keys (docs/rtx4090-report.md).
+@example(Drawn.same(RANGES, [(0, 72), (0, 0), (0, 0), (0, 0)]))
+# The first report's reference let a causal row with one query see its first key only.
+@example(Drawn.same(dataclasses.replace(RANGES, S=1, N=2), [(3, 40), (60, 72), (0, 1), (5, 4)]))
+# Heads past those of a tile of 32 rows.
+@example(Drawn.same(dataclasses.replace(RANGES, H=33), [(3, 40), (60, 72), (0, 1), (5, 4)]))
+# A query that stands before the first key sees nothing, one past the last key sees them all.
+@example(Drawn.same(RANGES, [(0, 72), (1, 2), (0, 0), (0, 0)], positions=-1))
+@example(Drawn.same(RANGES, [(0, 72), (1, 2), (0, 0), (0, 0)], positions=HUGE))
+def test_triton_sel_parity_ranges_any_spans(device: torch.device, drawn: Drawn) -> None:
+    problem = drawn.problem(device)
     check("ranges", problem)
     check("sdpa", problem)
 
 
-@lane_settings
-@given(strategies.ranges((4, RANGES.HKV), SPANS, 5), strategies.seeds())
-def test_triton_sel_parity_ranges_any_spans_packed_batch(device: torch.device, spans: torch.Tensor, seed: int) -> None:
-    problem = dataclasses.replace(PACKED.make(device, seed), ranges=spans.to(device))
+@given(strategies.calls("packed"))
+# Packed SDPA failed on sequences without keys; the last of them may begin past the last key (5104ed0).
+@example(Drawn.same(dataclasses.replace(PACKED, N=4, seqlens=(1, 1), kv_seqlens=(5, 0)), [(0, 5)] * 4))
+@example(Drawn.same(dataclasses.replace(PACKED, N=4, seqlens=(1, 1), kv_seqlens=(0, 0)), [(0, 5)] * 4))
+# A sequence without queries, then one whose keys begin elsewhere than its queries do.
+@example(Drawn.same(dataclasses.replace(PACKED, N=6, seqlens=(0, 3), kv_seqlens=(2, 5)), [(0, 9), (-3, 2)]))
+# Spans that reach for the keys of the sequences before and behind.
+@example(Drawn.same(PACKED, [(-HUGE, HUGE), (2, 9), (3, 4), (0, 0)]))
+def test_triton_sel_parity_ranges_any_spans_packed_batch(device: torch.device, drawn: Drawn) -> None:
+    problem = drawn.problem(device)
     check("ranges", problem)
     check("sdpa", problem)
 
@@ -46,27 +65,40 @@ def test_triton_sel_parity_ranges_any_spans_packed_batch(device: torch.device, s
 CHOICES = (None, tiles.Choice(1, 1, 16, 1, 2), tiles.Choice(2, 1, 16, 1, 1))
 
 
-@lane_settings
-@given(
-    strategies.block_indices(lead, BLOCKS.n, -(-KEYS // 16)),
-    strategies.seeds(),
-    st.booleans(),
-    st.sampled_from(CHOICES),
-)
-def test_triton_sel_parity_blocks_any_indices(
-    device: torch.device, blocks: torch.Tensor, seed: int, causal: bool, choice: tiles.Choice | None
-) -> None:
-    start = blocks.to(torch.int64) * 16
-    spans = torch.stack((start, start + 16), -1).masked_fill(blocks[..., None] < 0, 0)
-    problem = BLOCKS.make(device, seed)
-    drawn = dataclasses.replace(problem, ranges=spans.to(device), block_indices=blocks.to(device), causal=causal)
+@given(strategies.calls("blocks"), st.sampled_from(CHOICES))
+# Padding in any slot, and nothing but padding.
+@example(Drawn.same(BLOCKS, [-1, 2, -INT32, 0, -1], dtype=torch.int32), None)
+@example(Drawn.same(BLOCKS, [-1] * 5, dtype=torch.int32), CHOICES[2])
+# The same block twice; one past the last; the last, which the cache fills in part (0434c84).
+@example(Drawn.same(BLOCKS, [1, 1, 5, 4, 0], dtype=torch.int32), CHOICES[1])
+# Blocks whose first key int32 does not hold: tiled blocks went past it (ca7e0be).
+@example(Drawn.same(BLOCKS, [INT32 - 1, 2**27, 2**28, 1, -1], dtype=torch.int32), None)
+@example(Drawn.same(BLOCKS, [INT32 - 1, 2**27, 2**28, 1, -1], dtype=torch.int32), CHOICES[2])
+# A cache that is shorter than a block.
+@example(Drawn.same(dataclasses.replace(BLOCKS, S_kv=7), [0, 1, -1, 0, 3], dtype=torch.int32), None)
+# A group above 32 heads, in blocks of a size that no tile has.
+@example(Drawn.same(dataclasses.replace(BLOCKS, H=40, block_size=13), [5, 0, -1, 2, 5], dtype=torch.int32), CHOICES[1])
+def test_triton_sel_parity_blocks_any_indices(device: torch.device, drawn: Drawn, choice: tiles.Choice | None) -> None:
+    problem = drawn.problem(device)
     with sweep.forced(choice):
-        check("blocks", drawn)
-    check("sdpa", drawn)
+        check("blocks", problem)
+    check("sdpa", problem)
 
 
-@lane_settings
+@given(strategies.calls("blocks"))
+# A block that every query of a sequence selects, twice: its list is as long as all rows.
+@example(Drawn.same(BLOCKS, [0, 0, 4, 4, 1], dtype=torch.int32))
+# Blocks that no query selects have no list.
+@example(Drawn.same(BLOCKS, [-1, -1, -1, -1, 5], dtype=torch.int32))
+def test_triton_sel_parity_key_major_any_indices(device: torch.device, drawn: Drawn) -> None:
+    check("key_major", drawn.problem(device))
+
+
 @given(st.lists(st.integers(0, VARLEN.L), min_size=VARLEN.N, max_size=VARLEN.N), strategies.seeds())
+# Empty rows first, last, everywhere: there may be no keys at all.
+@example([0, 100, 0], 0)
+@example([0, 0, 0], 0)
+@example([1, 0, 1], 0)
 def test_triton_sel_parity_varlen_any_lengths(device: torch.device, lengths: list[int], seed: int) -> None:
     problem = VARLEN.make(device, seed)
     ends = torch.tensor(lengths).cumsum(0)

@@ -21,6 +21,7 @@ LONG = [
     Case(2, 64, 32, 1000, 2, "few", "fp32"),
     Case(4, 64, 64, 1024, 2, "few", "fp16", source="varlen"),
     Case(4, 64, 64, 1000, 1, "many", "fp16"),
+    Case(4, 64, 64, 1000, 2, "overlap", "fp16", scores=64),
     Case(3, 64, 100, 1024, 2, "decode", "fp32", HKV=2, S_kv=1500),
 ]
 

@@ -1,0 +1,303 @@
+"""The judges of the suite: an implementation that is wrong in one way only is red, one within its bound is green."""
+
+import dataclasses
+import math
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from nsa.reference import selection_reference
+from nsa.testing import cases, compare, gradients
+from nsa.testing.cases import Case
+from nsa.testing.compare import Oracle, assert_parity, fp64
+from nsa.testing.gradients import NAMES, GradientOracle, assert_gradients
+from nsa.testing.third_party import load, prove
+
+SPANS = Case(2, 16, 16, 24, 6, "overlap", "fp32", HKV=2, S=3, S_kv=40)  # rows 1 and 4 list nothing
+BLOCKS = dataclasses.replace(SPANS, source="blocks", L=64, block_size=16)
+PROMPT = Case(2, 16, 16, 64, 400, "prefill", "fp32", HKV=2, S=100, S_kv=130, block_size=16)
+FULL, EMPTY = (0, 0, 0), (0, 0, 2)  # query heads of rows 0 and 1
+EPS = {"fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}
+
+
+def right(oracle):
+    """The right `(O, LSE)` of all queries, in the dtypes of a kernel."""
+    out, lse = fp64(oracle.problem)
+    return out.to(oracle.problem.q.dtype), lse.float()
+
+
+def moved(x, at, by, exact):
+    """`x` with one element `by` off what is exact."""
+    x = x.clone()
+    x[at] = (exact[at] + by).to(x.dtype)
+    return x
+
+
+def with_value(x, at, value):
+    x = x.clone()
+    x[at] = value
+    return x
+
+
+def bound_of(error, peak, dtype):
+    """As docs/proving.md has it."""
+    return 2 * error + 4 * EPS[dtype] * float(peak)
+
+
+def largest(x):
+    return float(x.abs().max())
+
+
+# What an output is made of it, and what the judge says.
+WRONG_OUTPUTS = {
+    "shape": (lambda o, lse: (o[..., :-1], lse), "expected shape"),
+    "dtype": (lambda o, lse: (o.double(), lse), "expected torch.float32, got torch.float64"),
+    "NaN": (lambda o, lse: (with_value(o, (*FULL, 0), math.nan), lse), "error inf > bound .* 1 NaN"),
+    "NaN-in-an-empty-row": (lambda o, lse: (with_value(o, (*EMPTY, 0), math.nan), lse), "error inf > bound .* 1 NaN"),
+    "empty-row": (lambda o, lse: (with_value(o, EMPTY, 1e-30), lse), "rows that select no key must be exactly 0"),
+    "LSE-shape": (lambda o, lse: (o, lse[..., None]), "expected LSE shape"),
+    "LSE-dtype": (lambda o, lse: (o, lse.half()), "expected LSE in float32, got torch.float16"),
+    "LSE-NaN": (lambda o, lse: (o, with_value(lse, FULL, math.nan)), "LSE error inf"),
+    "LSE-minus-infinite": (lambda o, lse: (o, with_value(lse, FULL, -math.inf)), "LSE error inf"),
+    "LSE-plus-infinite": (lambda o, lse: (o, with_value(lse, FULL, math.inf)), "LSE error inf"),
+    "LSE-of-an-empty-row": (lambda o, lse: (o, with_value(lse, EMPTY, -1e30)), "LSE error inf"),
+    "LSE-of-an-empty-row-plus-infinite": (lambda o, lse: (o, with_value(lse, EMPTY, math.inf)), "LSE error inf"),
+}
+
+
+@pytest.mark.parametrize("case", [SPANS, BLOCKS], ids=lambda c: c.source)
+@pytest.mark.parametrize("wrong", WRONG_OUTPUTS)
+def test_a_wrong_output_is_red(wrong, case):
+    oracle = Oracle.of(case.make("cpu"))
+    change, message = WRONG_OUTPUTS[wrong]
+    assert_parity(right(oracle), oracle)
+    with pytest.raises(AssertionError, match=message):
+        assert_parity(change(*right(oracle)), oracle)
+
+
+@pytest.mark.parametrize("dtype", EPS)
+def test_one_element_outside_the_bound_is_red(dtype):
+    """The bound is worked out anew here: a judge that allowed ten times as much would be green."""
+    p = dataclasses.replace(SPANS, dtype=dtype).make("cpu")
+    oracle = Oracle.of(p)
+    error = largest(compare.sdpa_same_keys(p).double() - oracle.out)
+    if dtype == "fp32":
+        error = max(error, 2 * compare.one_by_one(p))
+    bound = bound_of(error, largest(oracle.out), dtype)
+    out, _ = right(oracle)
+    assert_parity(moved(out, (*FULL, 3), 0.5 * bound, oracle.out), oracle)
+    with pytest.raises(AssertionError, match=r"error .* > bound .*at \(0, 0, 0, 3\).* 1 of 192 off, 0 NaN"):
+        assert_parity(moved(out, (*FULL, 3), 1.5 * bound, oracle.out), oracle)
+
+
+def test_a_mean_error_outside_its_bound_is_red():
+    """A thousandth, in rows of 16 keys and more: every element is within the bound of one element."""
+    p = dataclasses.replace(SPANS, dtype="fp16", dist="many", L=16).make("cpu")
+    oracle = Oracle.of(p)
+    assert_parity((oracle.out + 0.5e-3).to(p.q.dtype), oracle)
+    with pytest.raises(AssertionError, match="mean absolute error"):
+        assert_parity((oracle.out + 1.5e-3).to(p.q.dtype), oracle)
+    short = Oracle.of(dataclasses.replace(p.case, L=15).make("cpu"))
+    assert_parity((short.out + 1.5e-3).to(p.q.dtype), short)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_an_lse_outside_its_bound_is_red(large, monkeypatch):
+    monkeypatch.setattr(cases, "LARGE", 0 if large else math.inf)
+    p = PROMPT.make("cpu")
+    oracle = Oracle.of(p)
+    norms = p.case.D**-0.5 * largest(p.q.norm(dim=-1)) * largest(p.k.norm(dim=-1))
+    bound = 2.0**-23 * (p.case.D * norms + 16 * (norms + 16))
+    out, lse = right(oracle)
+    exact = fp64(p)[1]
+    for at in (FULL, (1, 99, 3)):
+        assert_parity((out, moved(lse, at, 0.5 * bound, exact)), oracle)
+        with pytest.raises(AssertionError, match="LSE error .* > bound"):
+            assert_parity((out, moved(lse, at, 1.5 * bound, exact)), oracle)
+
+
+def test_of_a_large_problem_some_queries_are_compared_and_none_may_be_nan(monkeypatch):
+    monkeypatch.setattr(cases, "LARGE", 0)
+    p = PROMPT.make("cpu")
+    oracle = Oracle.of(p)
+    out, _ = right(oracle)
+    exact = fp64(p)[0]
+    seen, unseen = int(oracle.at[7]), next(s for s in range(100) if s not in oracle.at)
+    assert_parity(moved(out, (1, unseen, 3, 5), 1.0, exact), oracle)
+    with pytest.raises(AssertionError, match="error .* > bound"):
+        assert_parity(moved(out, (1, seen, 3, 5), 1.5 * oracle.bound, exact), oracle)
+    for query in (seen, unseen):
+        with pytest.raises(AssertionError, match="1 NaN"):
+            assert_parity(with_value(out, (1, query, 3, 5), math.nan), oracle)
+
+
+@pytest.mark.parametrize("dtype", EPS)
+def test_an_oracle_that_sdpa_contradicts_is_refused(dtype, monkeypatch):
+    """By more than 16 eps of the largest output, or of 1; in fp32 1e-4 of it."""
+    p = dataclasses.replace(SPANS, dtype=dtype).make("cpu")
+    exact = fp64(p)[0]
+    rounding = max(16 * EPS[dtype], 1e-4 if dtype == "fp32" else 0.0) * max(1.0, largest(exact))
+
+    def off(by):
+        monkeypatch.setattr(compare, "sdpa_same_keys", lambda p: moved(exact.to(p.q.dtype), (*FULL, 0), by, exact))
+        return Oracle.of(p)
+
+    off(0.5 * rounding)
+    for by in (1.5 * rounding, -1.5 * rounding, math.nan):
+        with pytest.raises(AssertionError, match="differ by .*one of the two is wrong"):
+            off(by)
+
+
+@pytest.mark.parametrize("judge", [compare, gradients], ids=["output", "gradients"])
+def test_an_oracle_that_is_wrong_is_refused(judge, monkeypatch):
+    """Its scale is 2% off, as that of a kernel may be."""
+
+    def wrong(q, k, v, **args):
+        return selection_reference(q, k, v, **args | {"scale": 1.02 * q.shape[-1] ** -0.5})
+
+    p = SPANS.make("cpu")
+    monkeypatch.setattr(judge, "selection_reference", wrong)
+    with pytest.raises(AssertionError, match="differ by .*one of the two is wrong"):
+        (Oracle if judge is compare else GradientOracle).of(p)
+
+
+@pytest.fixture(scope="module", params=EPS)
+def judged(request):
+    """An oracle of gradients, the right ones in the problem's dtype, and the bound of each, worked out anew."""
+    p = dataclasses.replace(SPANS, dtype=request.param).make("cpu")
+    oracle = GradientOracle.of(p)
+    leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
+    sdpa = torch.autograd.grad(gradients.dense_sdpa(p, *leaves), leaves, oracle.do)
+    errors = [largest(x.double() - want) for x, want in zip(sdpa, oracle.exact, strict=True)]
+    if request.param == "fp32":
+        one = gradients.one_by_one(p, oracle.do, oracle.o, oracle.lse, oracle.exact)
+        errors = [max(error, 2 * x) for error, x in zip(errors, one, strict=True)]
+    pairs = zip(errors, oracle.exact, strict=True)
+    bounds = [bound_of(error, largest(want), request.param) for error, want in pairs]
+    return oracle, [x.to(p.q.dtype) for x in oracle.exact], bounds
+
+
+def replaced(right, i, x):
+    return (*right[:i], x, *right[i + 1 :])
+
+
+@pytest.mark.parametrize("i", range(3), ids=NAMES)
+def test_a_gradient_outside_its_bound_is_red(judged, i):
+    oracle, right, bounds = judged
+    at = (0, 2, 2, 3) if i == 0 else (0, 38, 1, 3)
+    assert_gradients(right, oracle, "right")
+    assert_gradients(replaced(right, i, moved(right[i], at, 0.5 * bounds[i], oracle.exact[i])), oracle, "near")
+    with pytest.raises(AssertionError, match=f"{NAMES[i]}: error .* > bound"):
+        assert_gradients(replaced(right, i, moved(right[i], at, 1.5 * bounds[i], oracle.exact[i])), oracle, "far")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x[..., :-1], "expected shape"),
+        (lambda x: x.double(), "expected torch.*, got torch.float64"),
+        (lambda x: with_value(x, (0, 2, 1, 3), math.nan), "error inf > bound"),
+    ],
+    ids=["shape", "dtype", "NaN"],
+)
+@pytest.mark.parametrize("i", range(3), ids=NAMES)
+def test_a_wrong_gradient_is_red(judged, i, change, message):
+    oracle, right, _ = judged
+    with pytest.raises(AssertionError, match=f"{NAMES[i]}: {message}"):
+        assert_gradients(replaced(right, i, change(right[i])), oracle, "wrong")
+
+
+@pytest.mark.parametrize("i", range(3), ids=NAMES)
+def test_a_gradient_that_nothing_asks_for_must_be_zero(judged, i):
+    """A query whose row lists nothing, a key that no row lists: however little it is, it is not rounding."""
+    oracle, right, _ = judged
+    at = tuple((oracle.exact[i] == 0).all(-1).nonzero()[0].tolist())
+    little = torch.finfo(right[i].dtype).tiny
+    with pytest.raises(AssertionError, match=f"{NAMES[i]}: expected exactly 0 where nothing reads or is read"):
+        assert_gradients(replaced(right, i, with_value(right[i], at, little)), oracle, "wrong")
+
+
+@pytest.mark.parametrize("i", range(3), ids=NAMES)
+def test_gradients_that_sdpa_contradicts_are_refused(i, monkeypatch):
+    p = SPANS.make("cpu")
+    exact = GradientOracle.of(p).exact
+    rounding = 1e-4 * max(1.0, largest(exact[i]))
+    dense = gradients.dense_sdpa
+
+    def off(by):
+        """Adds `by` to one element of one gradient, whatever the gradient of the output is."""
+
+        def wrong(p, *leaves):
+            leaves[i].register_hook(lambda g: with_value(g, (0, 2, 1, 3), exact[i][0, 2, 1, 3] + by))
+            return dense(p, *leaves)
+
+        monkeypatch.setattr(gradients, "dense_sdpa", wrong)
+        return GradientOracle.of(p)
+
+    off(0.5 * rounding)
+    with pytest.raises(AssertionError, match=f"{NAMES[i]} of the fp64 oracle and of dense SDPA differ"):
+        off(1.5 * rounding)
+
+
+def answer(q, k, v, *, return_lse, **args):
+    out, lse = selection_reference(q, k, v, **args, return_lse=True)
+    return (out, lse) if return_lse else out
+
+
+def writes_to(name):
+    def kernel(q, k, v, **args):
+        result = answer(q, k, v, **args)
+        given = {"q": q, "k": k, "v": v} | args
+        given[name].view(-1).view(torch.uint8)[0] ^= 1  # one bit, when the answer is made
+        return result
+
+    return kernel
+
+
+def returning(change):
+    return lambda *args, **more: change(answer(*args, **more))
+
+
+WRONG_KERNELS = {
+    "not-a-tensor": (returning(lambda r: r.tolist()), "O", "expected a tensor O, got a list"),
+    "pair-not-asked-for": (returning(lambda r: (r, r)), "O", "expected a tensor O, got a tuple of 2"),
+    "shape": (returning(lambda r: r.transpose(-1, -2)), "O", "expected O of shape"),
+    "dtype": (returning(lambda r: r.half()), "O", "expected torch.float32, got torch.float16"),
+    "value": (returning(lambda r: r * 1.01), "O", "error .* > bound"),
+    "no-pair": (returning(lambda r: r[0]), "LSE", r"expected \(O, LSE\) with return_lse=True, got a Tensor"),
+    "three": (returning(lambda r: (*r, r[1])), "LSE", r"expected \(O, LSE\) with return_lse=True, got a tuple of 3"),
+    "LSE-not-a-tensor": (returning(lambda r: (r[0], 0.0)), "LSE", "expected a tensor LSE, got a float"),
+    "LSE-shape": (returning(lambda r: (r[0], r[1][0])), "LSE", "expected LSE of shape"),
+    "LSE-dtype": (returning(lambda r: (r[0], r[1].double())), "LSE", "expected an LSE in float32, got torch.float64"),
+    "LSE-value": (returning(lambda r: (r[0], r[1] / math.log(2))), "LSE", "LSE error .* > bound"),
+} | {
+    f"writes-{name}": (writes_to(name), "O", f"wrote to its input {name}$")
+    for name in ("q", "k", "v", "ranges", "block_indices")
+}  # fmt: skip
+
+
+@pytest.fixture
+def third_party(monkeypatch):
+    """Loads a function as `--nsa-impl` does, as one of spans or of blocks."""
+
+    def make(kernel, blocks):
+        module = ModuleType("a_third_party")
+        module.kernel = kernel
+        monkeypatch.setitem(sys.modules, "a_third_party", module)
+        return load("a_third_party:kernel" + "@blocks" * blocks)
+
+    return make
+
+
+@pytest.mark.parametrize("wrong", WRONG_KERNELS)
+def test_a_wrong_third_party_is_red(third_party, wrong):
+    kernel, wanted, message = WRONG_KERNELS[wrong]
+    blocks = wrong == "writes-block_indices"
+    p = (BLOCKS if blocks else SPANS).make("cpu")
+    oracle = Oracle.of(p)
+    for right in ("O", "LSE"):
+        prove(third_party(answer, blocks), p, oracle, right)
+    with pytest.raises(AssertionError, match=message):
+        prove(third_party(kernel, blocks), p, oracle, wanted)
