@@ -295,6 +295,6 @@ def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -
     options += outputs.sampling_again(config) + outputs.by_hand_again(config) + gated_again(config)
     lane = "NSA_TEST_TRITON_SEL=0 " if os.environ.get("NSA_TEST_TRITON_SEL") == "0" else ""
     return [
-        f'{lane}pytest "{config.cwd_relative_nodeid(nodeid)}"{options}{draws.again(config, report)}'
-        for nodeid, report in ours.items()
+        f'{lane}pytest "{config.cwd_relative_nodeid(report.nodeid)}"{options}{draws.again(config, report)}'
+        for report in ours.values()
     ]
