@@ -287,7 +287,7 @@ def _notes_of_tests(reporter: pytest.TerminalReporter) -> list[str]:
 def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -> list[str]:
     from nsa.testing.gate.hooks import gated_again  # a plugin of its own: pytest rewrites it when it registers it
 
-    ours: dict[str, pytest.TestReport] = {}
+    ours: dict[str, Any] = {}
     for report in (*reporter.stats.get("failed", ()), *reporter.stats.get("error", ())):
         if set(FOLDERS) & set(getattr(report, "keywords", ())):
             ours.setdefault(report.nodeid, report)
