@@ -112,9 +112,12 @@ def test_script_for_gpu_boxes_does_every_step():
         assert words in script
 
 
+MEASURED = "--nsa-update-thresholds --nsa-update-schedules"  # of the report, only where it is written
+
+
 def selected(command, run_pytest):
     """The test files that a command line of `.ci/gpu` selects."""
-    command = command.replace('"$PYTHON" -m pytest', "").replace('"${measured[@]}"', "--nsa-update-thresholds")
+    command = command.replace('"$PYTHON" -m pytest', "").replace('"${measured[@]}"', MEASURED)
     words = shlex.split(command.partition("||")[0])
     words = [word for word in words if not word.startswith(("--junitxml", "--benchmark-json", "--nsa-report", "$out"))]
     if "-n" in words:  # a worker process would only import torch once more
