@@ -367,6 +367,41 @@ def test_without_compare_nothing_is_gated(project):
     result.stdout.no_fnmatch_line("*= gate =*")
 
 
+def test_slow_runs_that_pytest_benchmark_saved_do_not_become_the_baseline(project):
+    inject(project.path, ALIKE | {"beta": {"ours": [3.0], "control": 1.0}})
+    for _ in range(store.FILES):
+        assert project.runpytest_subprocess("-m", "perf", "--benchmark-autosave").ret == 0
+    assert left(project) == []
+    inject(project.path, ALIKE | {"beta": {"ours": [3.0, 3.0], "control": 1.0}})
+    result = compare(project)
+    assert result.ret == 1
+    assert section(result)[-1] == "gate: 3 pass, 1 FAIL, 0 AMBIGUOUS, 0 cannot gate"
+
+
+def test_a_ratio_that_was_doubled_by_hand_lets_nothing_pass(project):
+    def edit(i, document):
+        for b in document["benchmarks"]:
+            b["extra_info"] |= {"gate_ratio": 4.0, "ratio_to_control": 4.0, "control_median": 5e-4}
+
+    change(project.baseline, edit)
+    inject(project.path, ALIKE | {"beta": {"ours": [3.0, 3.0], "control": 1.0}})
+    result = compare(project)
+    assert result.ret == 1
+    assert section(result)[-1] == "gate: 3 pass, 1 FAIL, 0 AMBIGUOUS, 0 cannot gate"
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--benchmark-json=out.json", "--junitxml=out.xml", "--benchmark-compare", "--nsa-save-baseline", "--nsa-sweep"],
+)
+def test_two_trees_leave_nothing_behind(project, option):
+    """Each tree has several processes, which would write to the same file."""
+    result = project.runpytest_subprocess("-m", "perf", "--nsa-against=HEAD", option)
+    assert result.ret == 1
+    given = option.partition("=")[0]
+    assert f"--nsa-against starts several processes, and {given} is for one" in result.stderr.str()
+
+
 def test_a_users_own_compare_fail_works_on_top(project):
     inject(project.path, ALIKE | {"beta": {"ours": [2.1], "control": 1.0}})  # fine for the gate
     result = compare(project, "--benchmark-compare-fail=median:3%")

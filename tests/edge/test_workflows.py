@@ -96,6 +96,21 @@ def test_both_lanes_have_a_workflow():
     assert gpu["jobs"]["propose"]["permissions"] == {"contents": "write", "pull-requests": "write"}
 
 
+def test_a_pull_request_is_gated_against_its_base():
+    """On the runner itself: no stored baseline fits it. The base commit has to be in the clone."""
+    ci = yaml.safe_load(WORKFLOWS["ci"].read_text())
+    job = ci["jobs"]["gate"]
+    assert job["if"] == "github.event_name == 'pull_request'"
+    [checkout] = [step for step in job["steps"] if step.get("uses", "").startswith("actions/checkout")]
+    assert checkout["with"]["fetch-depth"] == 0
+    [step] = [step for step in job["steps"] if "run" in step]
+    assert step == {"run": 'make gate BASE="origin/$TARGET"', "env": {"TARGET": "${{ github.base_ref }}"}}
+    dry = subprocess.run(
+        ["make", "-n", "gate", "BASE=origin/x", "PYTHON=python"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert dry.stdout.strip() == "python -m pytest -m perf --nsa-against origin/x"
+
+
 def test_script_for_gpu_boxes_does_every_step():
     script = (ROOT / ".ci" / "gpu").read_text()
     for words in (
