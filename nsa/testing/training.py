@@ -32,6 +32,7 @@ Attend = Callable[[Problem, Tensor, Tensor, Tensor], Tensor]
 Gradients = tuple[Tensor, ...]
 WHAT = ("backward", "step")
 BLOCKS = 3  # of a large problem, whose dK and dV are compared
+LEAD_CYCLES = 4_000_000  # 2 ms of an H100, in which the host queues a whole step: an idle GPU would time its launches
 CLOCK_TICK_S = 5e-7  # what CUDA documents for the resolution of event times
 
 
@@ -224,7 +225,7 @@ def _time(
 
 def _event_s(call: Callable[[], object]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(400_000)  # the host gets ahead: an event on an idle GPU would time the launch
+    torch.cuda._sleep(LEAD_CYCLES)
     start.record()
     call()
     end.record()
