@@ -95,7 +95,8 @@ def _ungated(verdicts: Sequence[Verdict]) -> list[str]:
         if noisy:
             spreads = _range([max(v.old.spread, v.new.spread) for v in group])
             limits = _range([v.resolution for v in group])
-            reason = f"its ratio spreads by {spreads}, so only a slowdown of more than {limits} would be a FAIL"
+            subject = "its ratio spreads" if len(group) == 1 else "their ratios spread"
+            reason = f"{subject} by {spreads}, so only a slowdown of more than {limits} would be a FAIL"
         lines += wrapped(f"cannot gate {what}: {reason}", 0, 11)
     return lines
 
