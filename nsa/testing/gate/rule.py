@@ -232,8 +232,10 @@ def _doubt(old: Side, new: Side, seen: Change, scaled: bool, paired: bool) -> st
     other.
     """
     if paired:
-        apart = min(new.ratios) > max(old.ratios)
-        return "" if apart else "the slowest process of the base was no faster than the fastest of this tree"
+        slowest, fastest = max(old.ratios), min(new.ratios)
+        if fastest > slowest:
+            return ""
+        return f"not in every process: the base's slowest had {slowest:.4g}, this tree's fastest {fastest:.4g}"
     if scaled and not (seen.ratio > LIMIT and seen.time > LIMIT):
         return "only one of ratio and time is worse, and torch or Triton are other versions"
     if seen.ratio <= 2 * old.spread:
