@@ -53,11 +53,6 @@ class Timing:
         return statistics.median(self.samples)
 
     @property
-    def steady(self) -> float:
-        """The lower quartile, seconds per call. What the gate compares: disturbances only ever add time."""
-        return statistics.quantiles(self.samples, method="inclusive")[0] if len(self.samples) > 1 else self.median
-
-    @property
     def resolution(self) -> float:
         """A tick of the timer as a share of a sample."""
         return self.tick / max(self.median * self.calls, 1e-12)

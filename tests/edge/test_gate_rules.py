@@ -99,6 +99,8 @@ def stored(**changes):
 
 def test_a_ratio_is_of_the_lower_quartiles_of_samples():
     assert Reading.of([2.0, 2.0, 3.0, 9.0], stored()).ratio("plain") == 2.0
+    assert Reading.of([3.0], stored()).ratio("plain") == 3.0
+    assert Reading.of([1.0] * 30 + [2.0] * 10, {}).time == 1.0
 
 
 def test_figures_derived_by_hand_change_nothing():
