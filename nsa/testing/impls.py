@@ -211,11 +211,12 @@ def _select_heads(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
 def _index_select_heads(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
     """From cache and spans, the index made in plain torch too: all the work of our fallback, small calls included."""
     HKV = p.k.shape[-2]
-    index = dataclasses.replace(p).key_index[0]  # anew, not the cached one
+    index, lengths = dataclasses.replace(p).key_index  # anew, not the cached one
+    mask = torch.arange(index.shape[1], device=index.device) < lengths[:, None] if _unequal(p.case) else None
     head = torch.arange(index.shape[0], device=index.device)[:, None] % HKV
     flat = (index * HKV + head).flatten()
     K, V = (x.reshape(-1, x.shape[-1]).index_select(0, flat).view(*index.shape, -1) for x in (p.k, p.v))
-    return sdpa_rows(p.q.reshape(-1, p.case.H, p.case.D), K, V, None, p.scale or p.case.D**-0.5, "heads_as_queries")
+    return sdpa_rows(p.q.reshape(-1, p.case.H, p.case.D), K, V, mask, p.scale or p.case.D**-0.5, "heads_as_queries")
 
 
 def _row_loop(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
@@ -260,7 +261,7 @@ END_TO_END = {
 }
 """From cache and spans, packing included, in plain torch. `OURS["sdpa"]` is our fallback doing the same."""
 
-FROM_SPANS = Impl("index_select_heads", _index_select_heads, supports=_unequal, lse=False)
+FROM_SPANS = Impl("index_select_heads", _index_select_heads, lse=False)
 """The same with the index made anew: what a CPU, where small calls are most of the time, is compared with."""
 
 ROW_LOOP = Impl("row_loop", _row_loop, supports=plain, lse=False)
