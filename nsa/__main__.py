@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     command = parser.parse_args(argv).command
     logging.basicConfig(format="%(message)s")
     if command == "calibrate":
-        from nsa.testing.calibrate import main as calibrate
+        from nsa.tuning.calibrate import main as calibrate
 
         return calibrate()
     try:

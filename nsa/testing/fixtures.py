@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.testing.cases import Case, parity, small
-from nsa.testing.compare import Oracle
-from nsa.testing.impls import Impl
+from nsa.testing.contestants.named import load
+from nsa.testing.contestants.ours import Impl
+from nsa.testing.judge.forward import Oracle
+from nsa.testing.matrix.case import Case, parity, small
+from nsa.testing.matrix.problem import Problem
 from nsa.testing.plugin import current_lane
-from nsa.testing.problem import Problem
-from nsa.testing.third_party import load
 
 Of = Callable[[Impl, Case], Iterable[tuple[str, ...]]]
 _by_id: dict[str, Case] = {}

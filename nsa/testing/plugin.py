@@ -17,14 +17,16 @@ import torch
 from filelock import FileLock
 
 from nsa.settings import device_slug
-from nsa.testing import bounds, draws, outputs
+from nsa.testing import options, profiles
+from nsa.testing.judge import addresses
 from nsa.testing.machine import Lane as Lane
 from nsa.testing.machine import commit as commit
 from nsa.testing.machine import current_lane as current_lane
 from nsa.testing.machine import device_name as device_name
 from nsa.testing.machine import triton_version as triton_version
 
-pytest_plugins = ["nsa.testing.terminal", "nsa.testing.gate.hooks"]  # in the order in which they print, see `terminal`
+# In the order in which they print, see `terminal`.
+pytest_plugins = ["nsa.testing.report.terminal", "nsa.testing.gate.hooks"]
 FOLDERS = ("parity", "edge", "perf")
 WORKERS_PER_GPU = 16  # compiling is CPU work, so several share a GPU
 GIB_PER_WORKER = 6  # its CUDA context, and a packed SDPA with its workspace of 1 GiB and what that is checked with
@@ -82,17 +84,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         ("nsa_seed", "added to each case's own seed"),
         ("nsa_streams", "also time N CUDA streams at once"),
     ):
-        default = outputs.SAMPLING[name]
+        default = options.SAMPLING[name]
         text = f"{what} (default: {default})"
-        group.addoption(outputs.spelled(name), type=int, default=default, metavar="N", help=text)
+        group.addoption(options.spelled(name), type=int, default=default, metavar="N", help=text)
     group.addoption("--nsa-hot", action="store_true", help="time on buffers that lie in L2, not on cold, rotated ones")
     group.addoption(
         "--nsa-no-check",
         action="store_true",
         help="time without checking results first, to see which wrong kernels the physics guard alone refuses",
     )
-    draws.add_option(group)
-    outputs.add_options(group)
+    profiles.add_option(group)
+    options.add_options(group)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -105,8 +107,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_notes_key] = []
-    draws.set_profiles()
-    draws.check(config)
+    profiles.set_profiles()
+    profiles.check(config)
     reportchars = getattr(config.option, "reportchars", "")
     if not set("sSaAN") & set(reportchars):
         config.option.reportchars = reportchars + "s"
@@ -117,7 +119,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         _share_cores(int(config.workerinput["workercount"]))
     elif config.pluginmanager.hasplugin("benchmark"):
-        outputs.check(config)
+        options.check(config)
 
 
 def _share_cores(workers: int) -> None:
@@ -167,7 +169,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Iterable[pytest.
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Here, because what `-k` and `-m` leave out is no longer among the tests."""
-    draws.reproduce(session.config, session.items)
+    profiles.reproduce(session.config, session.items)
 
 
 def large_tests_lock() -> Path:
@@ -205,15 +207,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    bounds.outside.clear()
+    addresses.outside.clear()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Interpreted kernels must stay inside their tensors, in fixtures too, whatever becomes of the error."""
     result = yield
-    if bounds.outside:
-        pytest.fail(f"out of bounds: {bounds.outside[0]}", pytrace=False)
+    if addresses.outside:
+        pytest.fail(f"out of bounds: {addresses.outside[0]}", pytrace=False)
     return result
 
 
@@ -291,10 +293,10 @@ def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -
     for report in (*reporter.stats.get("failed", ()), *reporter.stats.get("error", ())):
         if set(FOLDERS) & set(getattr(report, "keywords", ())):
             ours.setdefault(report.nodeid, report)
-    options = "".join(f" --nsa-impl {impl}" for impl in config.getoption("nsa_impl"))
-    options += outputs.sampling_again(config) + outputs.by_hand_again(config) + gated_again(config)
+    words = "".join(f" --nsa-impl {impl}" for impl in config.getoption("nsa_impl"))
+    words += options.sampling_again(config) + options.by_hand_again(config) + gated_again(config)
     lane = "NSA_TEST_TRITON_SEL=0 " if os.environ.get("NSA_TEST_TRITON_SEL") == "0" else ""
     return [
-        f'{lane}pytest "{config.cwd_relative_nodeid(report.nodeid)}"{options}{draws.again(config, report)}'
+        f'{lane}pytest "{config.cwd_relative_nodeid(report.nodeid)}"{words}{profiles.again(config, report)}'
         for report in ours.values()
     ]

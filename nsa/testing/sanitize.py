@@ -18,7 +18,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa import settings
-from nsa.testing.cases import Case
+from nsa.testing.matrix.case import Case
 
 TOOLS = {"memcheck": "Invalid __global__ read", "racecheck": "hazard"}  # and what it says of its planted fault
 FOUND = 77  # exit status of a tool that has reports
@@ -81,9 +81,9 @@ def _child(what: str) -> int:
 def _matrix(device: torch.device) -> int:
     """Every source and dtype, by the rules and with forced splits and tiles, each call compared; how many."""
     from nsa.kernels.tiles import Choice
-    from nsa.testing.compare import Oracle, assert_parity
-    from nsa.testing.impls import OF, OURS
-    from nsa.testing.sweep import forced
+    from nsa.testing.contestants.ours import OF, OURS
+    from nsa.testing.judge.forward import Oracle, assert_parity
+    from nsa.tuning.sweep import forced
 
     cases = [
         Case(8, 128, 128, 256, 3, "few", "bf16"),
@@ -124,7 +124,7 @@ def _matrix(device: torch.device) -> int:
 def _caches(device: torch.device) -> int:
     """Caches with lengths beyond their room and pages that do not exist, each call compared; how many."""
     import nsa
-    from nsa.testing import caches
+    from nsa.testing.matrix import caches
 
     calls = 0
     g = torch.Generator().manual_seed(0)
@@ -148,8 +148,8 @@ def _caches(device: torch.device) -> int:
 
 def _gradients(case: Case, device: torch.device) -> int:
     """Gradients of one case by the kernels, compared; how many calls that is."""
-    from nsa.testing.gradients import GradientOracle, assert_gradients
-    from nsa.testing.training import ours
+    from nsa.testing.clock.training import ours
+    from nsa.testing.judge.gradients import GradientOracle, assert_gradients
 
     exact = GradientOracle.of(case.make(device))
     leaves = [x.detach().requires_grad_() for x in (exact.problem.q, exact.problem.k, exact.problem.v)]

@@ -13,8 +13,8 @@ from nsa.testing.gate.rule import Reading
 ROOT = Path(plugin.__file__).parents[2]
 BENCHMARKS = """
 import pytest
-from nsa.testing.measure import gate_figures
-from nsa.testing.timing import Timing, clock, feed
+from nsa.testing.clock.measure import gate_figures
+from nsa.testing.clock.timing import Timing, clock, feed
 
 pytestmark = [pytest.mark.perf, pytest.mark.benchmark(timer=clock)]
 TIMES = {TIMES}

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from nsa.testing import ahead, training
-from nsa.testing.cases import Case, prefill
+from nsa.testing.clock import precompile, training
+from nsa.testing.matrix.case import Case, prefill
 
 CASE = Case(4, 16, 16, 32, 2, "many", "fp32", S_kv=128)
 CPU = torch.device("cpu")
@@ -26,18 +26,18 @@ def leave_a_trace(case, device):
 @pytest.fixture
 def traces(monkeypatch, tmp_path):
     monkeypatch.setenv("NSA_TRACES", str(tmp_path))
-    monkeypatch.setattr(ahead, "_run", leave_a_trace)
+    monkeypatch.setattr(precompile, "_run", leave_a_trace)
     return tmp_path
 
 
 def test_every_case_in_a_child(traces):
-    ahead.compile_ahead([dataclasses.replace(CASE, L=L) for L in (16, 32, 64)], CPU, 2)
+    precompile.compile_ahead([dataclasses.replace(CASE, L=L) for L in (16, 32, 64)], CPU, 2)
     assert {path.name for path in traces.iterdir()} == {"16", "32", "64"}
     assert str(os.getpid()) not in {path.read_text() for path in traces.iterdir()}
 
 
 def test_a_child_that_dies_is_survived(traces):
-    ahead.compile_ahead([dataclasses.replace(CASE, L=L) for L in (16, 48)], CPU, 1)
+    precompile.compile_ahead([dataclasses.replace(CASE, L=L) for L in (16, 48)], CPU, 1)
     assert {path.name for path in traces.iterdir()} <= {"16"}
 
 
@@ -50,19 +50,19 @@ def test_long_prompts_are_compiled_for_on_shorter_ones(monkeypatch, traces):
         return Future()
 
     monkeypatch.setattr(Future, "result", lambda self: None)
-    monkeypatch.setattr(ahead.ProcessPoolExecutor, "submit", submit)
+    monkeypatch.setattr(precompile.ProcessPoolExecutor, "submit", submit)
     long = [prefill(T, 32, HKV, shared=f) for T in (8192, 65_536) for HKV in (4, 8) for f in (0.0, 0.9)]
-    ahead.compile_ahead([*long, CASE], CPU, 1, [prefill(65_536, 32, 8)])
+    precompile.compile_ahead([*long, CASE], CPU, 1, [prefill(65_536, 32, 8)])
     short = prefill(8192, 32, 4), prefill(8192, 32, 8)
-    assert ran == [(ahead._train, short[1]), *((ahead._run, case) for case in (*short, CASE))]
+    assert ran == [(precompile._train, short[1]), *((precompile._run, case) for case in (*short, CASE))]
 
 
 def test_gradients_are_taken_of_what_is_trained(monkeypatch):
     taken = []
-    monkeypatch.setattr(ahead.training, "ours", lambda: training.Trainee("ours", None, lambda case: None))
-    monkeypatch.setattr(ahead.training, "beside", lambda: (training.Trainee("other", None, lambda case: "no"),))
-    monkeypatch.setattr(ahead.training, "gradients", lambda one, problem, do: taken.append((one.name, do.shape)))
-    ahead._train(CASE, "cpu")
+    monkeypatch.setattr(precompile.training, "ours", lambda: training.Trainee("ours", None, lambda case: None))
+    monkeypatch.setattr(precompile.training, "beside", lambda: (training.Trainee("other", None, lambda case: "no"),))
+    monkeypatch.setattr(precompile.training, "gradients", lambda one, problem, do: taken.append((one.name, do.shape)))
+    precompile._train(CASE, "cpu")
     assert taken == [("ours", CASE.make("cpu").q.shape)]
 
 
@@ -75,5 +75,5 @@ def test_a_case_that_fails_is_left_to_the_run(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(Case, "make", make)
-    ahead._run(CASE, "cpu")
+    precompile._run(CASE, "cpu")
     assert ran == [(CASE, CPU)]

@@ -9,7 +9,7 @@ import torch
 
 import nsa
 from nsa.kernels import tiles
-from nsa.testing import sweep
+from nsa.tuning import sweep
 
 triton = partial(nsa.selection_attention, backend="triton")
 KEYS = 24

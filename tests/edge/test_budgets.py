@@ -8,15 +8,15 @@ import pytest
 import yaml
 
 from nsa import probe
-from nsa.testing import aot, budgets
-from nsa.testing.aot import Compiled
-from nsa.testing.aot_points import ARCHITECTURES, MOST
+from nsa.testing.compile import budgets, matrix
+from nsa.testing.compile.matrix import Compiled
+from nsa.testing.compile.points import ARCHITECTURES, MOST
 
 ADA, AMD = ARCHITECTURES["sm_89"], ARCHITECTURES["gfx942"]
 FINE = Compiled("dense-bf16-G8", "_fwd_kernel", 101_376, 255, 64, mma=True, cluster=False, early=True, hasty=False)
 MERGE = dataclasses.replace(FINE, kernel="_combine_kernel", registers=40, spills=0, mma=False)
 LIMITS = {FINE.name: (200, 8)}
-UPDATE = "python -m nsa.testing.aot sm_89 --update-budgets"
+UPDATE = "python -m nsa.testing.compile sm_89 --update-budgets"
 
 
 def complaints(change, limits=None, architecture=ADA):
@@ -31,11 +31,11 @@ def complaints(change, limits=None, architecture=ADA):
         ({"hasty": True}, "is launched early, and touches memory before it has waited for the kernel before it"),
         (
             {"mixed": True},
-            "matrices swizzled differently share an address, which ptxas 12.8 may lose (`aot_child.mixed`)",
+            "matrices swizzled differently share an address, which ptxas 12.8 may lose (`child.mixed`)",
         ),
         (
             {"askew": True},
-            "tiles that `wgmma` reads do not begin where their swizzle's pattern does (`aot_child.askew`)",
+            "tiles that `wgmma` reads do not begin where their swizzle's pattern does (`child.askew`)",
         ),
         ({"mma": False}, "no matrix instruction in its assembly: the dot products do not reach the tensor cores"),
     ],
@@ -138,7 +138,7 @@ def test_committed_files_are_of_architectures_and_releases_that_are_supported():
     passed = yaml.safe_load(budgets.PASSED.read_text())["passed"]
     for entry in passed:
         assert set(entry) == {"triton", "arch", "kernels", "date", "commit", "sources"}
-        assert aot.unsupported(ARCHITECTURES[entry["arch"]], aot.minor(entry["triton"])) is None
+        assert matrix.unsupported(ARCHITECTURES[entry["arch"]], matrix.minor(entry["triton"])) is None
         assert entry["kernels"] > 0
     pairs = [(entry["triton"], entry["arch"]) for entry in passed]
     assert len(set(pairs)) == len(pairs)
@@ -155,7 +155,7 @@ def test_what_has_passed_are_the_kernels_at_hand():
     """Else every GPU pays for a child process; CONTRIBUTING, "The compile matrix", says how all Tritons are had."""
     passed = yaml.safe_load(budgets.PASSED.read_text())["passed"]
     stale = {entry["triton"] for entry in passed if entry["sources"] != probe.kernel_sources()}
-    command = "commit, then python -m nsa.testing.aot --record with each Triton of"
+    command = "commit, then python -m nsa.testing.compile --record with each Triton of"
     assert not stale, f"passed by other kernels than {probe.kernel_sources()}: {command} {', '.join(sorted(stale))}"
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.testing import byhand, outputs
-from nsa.testing.cases import Case
-from nsa.testing.measure import Measurement
-from nsa.testing.timing import Timing
+from nsa.testing import options, shapes
+from nsa.testing.clock.measure import Measurement
+from nsa.testing.clock.timing import Timing
+from nsa.testing.matrix.case import Case
 
-ROOT = Path(byhand.__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 OLD = "mode,N,H,D,Dv,L,nspans,streams,tri_ms,ref_ms,speedup,mae,status"
 
 
@@ -31,7 +31,7 @@ OLD = "mode,N,H,D,Dv,L,nspans,streams,tri_ms,ref_ms,speedup,mae,status"
     ids=["as-documented", "list", "list-and-range", "range-between-powers", "dtypes"],
 )
 def test_shape_syntax(text, values):
-    assert byhand.parse_shape(text) == values
+    assert shapes.parse_shape(text) == values
 
 
 @pytest.mark.parametrize(
@@ -49,33 +49,33 @@ def test_shape_syntax(text, values):
 )
 def test_shape_that_cannot_be_read_is_named(text, message):
     with pytest.raises(ValueError, match="--nsa-shape") as caught:
-        byhand.parse_shape(text)
+        shapes.parse_shape(text)
     assert message in str(caught.value)
 
 
 def test_cases_are_the_product_in_every_distribution():
-    cases = byhand.shape_cases("N=4,8,D=64,L=64,100", ["few", "many"], False, "bf16")
+    cases = shapes.shape_cases("N=4,8,D=64,L=64,100", ["few", "many"], False, "bf16")
     assert {(c.N, c.H, c.D, c.Dv, c.L, c.dist, c.source, c.S_kv) for c in cases} == {
         (N, 8, 64, 64, L, dist, source, L if dist == "few" else 2048)
         for N in (4, 8) for L in (64, 100) for dist, source in (("few", "rows"), ("many", "ranges"))
     }  # fmt: skip
-    [long] = byhand.shape_cases("N=1,L=4096", ["many"], False, "bf16")
+    [long] = shapes.shape_cases("N=1,L=4096", ["many"], False, "bf16")
     assert long.S_kv == 4096  # the cache holds what the row selects
 
 
 def test_decode_adds_steps_over_blocks():
-    cases = byhand.shape_cases("N=4,L=64:128", ["many"], True, "bf16")
+    cases = shapes.shape_cases("N=4,L=64:128", ["many"], True, "bf16")
     assert [(c.dist, c.L, c.n, c.S_kv) for c in cases if c.source == "blocks"] == [
         ("decode", 64, 1, 8192), ("decode", 128, 2, 8192),
     ]  # fmt: skip
     with pytest.raises(ValueError, match="blocks of 64 keys, got 100"):
-        byhand.shape_cases("L=100", ["many"], True, "bf16")
+        shapes.shape_cases("L=100", ["many"], True, "bf16")
 
 
 def test_distributions_are_named():
-    assert byhand.parse_dists("few,mixed") == ["few", "mixed"]
+    assert shapes.parse_dists("few,mixed") == ["few", "mixed"]
     with pytest.raises(ValueError, match="--nsa-dist 'some': expected a list of few, many, mixed, got 'some'"):
-        byhand.parse_dists("some")
+        shapes.parse_dists("some")
 
 
 def test_row_of_a_measured_kernel():
@@ -84,8 +84,8 @@ def test_row_of_a_measured_kernel():
     times = {name: Timing([t] * 10, "host", False, 1, 1) for name, t in (("ranges", 1e-5), ("sdpa", 2.5e-5))}
     fact = Measurement(problem, "ranges", times, {}, 2e-4).info([], ["sdpa"])
     fact["share_of_ceiling"] = 0.5  # a GPU's
-    row = byhand.row(problem.case, problem, fact, "ok", 1, problem.q.device)
-    assert ",".join(row) == ",".join((OLD, *byhand.OUR_COLUMNS))
+    row = shapes.row(problem.case, problem, fact, "ok", 1, problem.q.device)
+    assert ",".join(row) == ",".join((OLD, *shapes.OUR_COLUMNS))
     assert [str(row[name]) for name in OLD.split(",")] == [
         "ranges", "2", "4", "64", "64", "64", "8", "1", "0.01", "0.025", "2.5", "0.0002", "ok",
     ]  # fmt: skip
@@ -93,7 +93,7 @@ def test_row_of_a_measured_kernel():
 
 def test_row_of_a_kernel_that_failed_has_no_times():
     problem = Case(4, 64, 64, 64, 2, "many", "fp32").make("cpu")
-    row = byhand.row(problem.case, problem, None, "failed: wrong", 2, problem.q.device)
+    row = shapes.row(problem.case, problem, None, "failed: wrong", 2, problem.q.device)
     assert [row[name] for name in ("tri_ms", "ref_ms", "speedup", "mae", "status", "streams")] == [
         "", "", "", "", "failed: wrong", 2,
     ]  # fmt: skip
@@ -135,7 +135,7 @@ def test_command_on_the_cpu_lane(run, tmp_path):
     rows = list(csv.DictReader(file.read_text().splitlines()))
     assert [row["mode"] for row in rows].count("decode") == 2
     for row in rows:
-        assert (row["tri_ms"], row["speedup"], row["mae"], row["status"]) == ("", "", "", byhand.NO_TRITON)
+        assert (row["tri_ms"], row["speedup"], row["mae"], row["status"]) == ("", "", "", shapes.NO_TRITON)
         assert float(row["ref_ms"]) > 0
         assert row["torch"] == torch.__version__
     assert (folder / "report.md").read_text().startswith("# Selection attention on ")
@@ -151,7 +151,7 @@ def test_a_shape_that_fails_is_in_the_csv(run, tmp_path, others):
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert f"csv: {file}" in done.stdout
     *good, bad = csv.DictReader(file.read_text().splitlines())
-    assert [row["status"] for row in good] == [byhand.NO_TRITON] * (len(others) // 2)
+    assert [row["status"] for row in good] == [shapes.NO_TRITON] * (len(others) // 2)
     assert (bad["D"], bad["ref_ms"], bad["status"]) == ("8", "", "failed: head dim D: expected 16 to 256, got 8")
 
 
@@ -187,7 +187,7 @@ def test_a_shape_that_fails_is_replayed_by_the_command_at_the_end(run, anywhere,
     ids=["none", "default", "quoted"],
 )
 def test_shapes_by_hand_as_words(given, words):
-    assert outputs.by_hand_again(types.SimpleNamespace(getoption=given.get)) == words
+    assert options.by_hand_again(types.SimpleNamespace(getoption=given.get)) == words
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from nsa.testing import cases
-from nsa.testing.cases import PREFILL_HEADS, Case, core, full, long_context, parity, prefill, small
-from nsa.testing.compare import SAMPLED, Oracle, assert_parity, fp64, some_queries
+from nsa.testing.judge.forward import SAMPLED, Oracle, assert_parity, fp64, some_queries
+from nsa.testing.matrix import case
+from nsa.testing.matrix.case import PREFILL_HEADS, Case, core, full, long_context, parity, prefill, small
 
 SMALL = Case(2, 16, 16, 64, 400, "prefill", "fp32", HKV=2, S=100, S_kv=130, block_size=16)
 
@@ -15,7 +15,7 @@ SMALL = Case(2, 16, 16, 64, 400, "prefill", "fp32", HKV=2, S=100, S_kv=130, bloc
 @pytest.fixture
 def large(monkeypatch):
     """Every problem counts as large."""
-    monkeypatch.setattr(cases, "LARGE", 0)
+    monkeypatch.setattr(case, "LARGE", 0)
 
 
 def test_core_holds_eight_prefills():

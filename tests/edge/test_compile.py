@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from nsa.kernels import query_major, tiles
-from nsa.testing import aot, budgets
-from nsa.testing.aot_child import askew, mixed
-from nsa.testing.aot_points import ARCHITECTURES, MOST, POINTS, QUICK, points
+from nsa.testing.compile import budgets, matrix
+from nsa.testing.compile.child import askew, mixed
+from nsa.testing.compile.points import ARCHITECTURES, MOST, POINTS, QUICK, points
 from nsa.trial import TRIALS
 
 pytestmark = pytest.mark.aot
 
-RELEASE = aot.minor()
+RELEASE = matrix.minor()
 TRITON = ".".join(map(str, RELEASE))
 MATRIX = [
     *(pytest.param(name, "quick", id=f"{name}-quick") for name in ("sm_89", "sm_90")),
@@ -36,10 +36,10 @@ def waits_for_its_cluster(architecture, compiled):
 @pytest.mark.parametrize(("name", "extent"), MATRIX)
 def test_kernels_compile(name, extent, record_property):
     architecture = ARCHITECTURES[name]
-    reason = aot.unsupported(architecture, RELEASE)
+    reason = matrix.unsupported(architecture, RELEASE)
     if reason is not None:
         pytest.skip(reason)
-    kernels = aot.compile_for(name, extent)
+    kernels = matrix.compile_for(name, extent)
     for compiled in kernels:
         print(compiled)
     limits = budgets.load().of(TRITON, name)
@@ -54,7 +54,7 @@ def test_kernels_compile(name, extent, record_property):
     asked = {point.id for point in points(architecture, extent)}
     assert {point.id for point in QUICK} <= {k.point for k in kernels} <= asked
     assert {k.kernel for k in kernels} == set(TRIALS)
-    assert {k.registers is None for k in kernels} == {RELEASE < aot.OVERHEARD}
+    assert {k.registers is None for k in kernels} == {RELEASE < matrix.OVERHEARD}
     query_major = [k for k in kernels if "key_major" not in k.point and "backward" not in k.point]
     assert {k.early for k in kernels if k not in query_major} == {False}
     assert {k.early for k in query_major} == {architecture.capability >= 90 and name != "gfx942" and RELEASE >= (3, 5)}
@@ -65,9 +65,9 @@ def test_kernels_compile(name, extent, record_property):
 
 def test_child_that_dies_names_its_point(monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_MANAGER", "nowhere:nothing")  # the first kernel finds no place to go
-    said = rf"-m nsa\.testing\.aot_child sm_89 quick exited with 1, compiling {QUICK[0].id} for sm_89:\n"
+    said = rf"-m nsa\.testing\.compile\.child sm_89 quick exited with 1, compiling {QUICK[0].id} for sm_89:\n"
     with pytest.raises(RuntimeError, match=f"^{said}"):
-        aot.compile_for("sm_89", "quick")
+        matrix.compile_for("sm_89", "quick")
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -80,10 +80,10 @@ def test_matrix_is_bounded_and_its_ids_are_unique(name):
 
 
 def test_architecture_is_refused_by_releases_before_the_first_that_knows_it():
-    assert aot.unsupported(ARCHITECTURES["sm_100"], (3, 3)) is None
-    refused = aot.unsupported(ARCHITECTURES["sm_100"], (3, 2))
+    assert matrix.unsupported(ARCHITECTURES["sm_100"], (3, 3)) is None
+    refused = matrix.unsupported(ARCHITECTURES["sm_100"], (3, 2))
     assert refused == "sm_100 is not supported by Triton 3.2: first by 3.3"
-    assert aot.minor("3.10.1+git") == (3, 10)
+    assert matrix.minor("3.10.1+git") == (3, 10)
 
 
 def test_amd_gets_its_own_shared_memory_and_nothing_of_nvidia(monkeypatch):

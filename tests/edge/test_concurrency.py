@@ -12,8 +12,8 @@ import torch
 
 import nsa
 from nsa.kernels.tiles import Choice
-from nsa.testing import sweep
 from nsa.testing.plugin import current_lane
+from nsa.tuning import sweep
 
 ROOT = Path(nsa.__file__).parents[1]
 SCRIPT = Path(__file__).with_name("pooled_calls.py")

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from nsa.testing import third_party
-from nsa.testing.cases import Case
+from nsa.testing.contestants import named
+from nsa.testing.matrix.case import Case
 
 CASE = Case(2, 16, 16, 24, 4, "mixed", "fp32", HKV=2, S=1, S_kv=40)
 ROWS = Case(2, 16, 16, 9, 2, "few", "fp32")
@@ -97,10 +97,10 @@ def run(device, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
 
     def both(name, kind=""):
-        impl = third_party.load(f"contract_kernels:{name}{kind}")
+        impl = named.load(f"contract_kernels:{name}{kind}")
         p = (ROWS if kind else CASE).make(device)
         for return_lse in (False, True) if impl.lse else (False,):
-            with third_party.untouched(impl.name, p):
+            with named.untouched(impl.name, p):
                 impl.run(p, return_lse)
 
     return both

@@ -9,9 +9,11 @@ import torch
 import nsa
 import nsa.kernels
 from nsa import schedules, settings
-from nsa.testing import crossover, outputs, summary
-from nsa.testing.crossover import CONTEXTS, HEADS, TOKENS, Point
+from nsa.testing import options
 from nsa.testing.plugin import current_lane
+from nsa.testing.report import summary
+from nsa.tuning import crossover
+from nsa.tuning.crossover import CONTEXTS, HEADS, TOKENS, Point
 
 FACTS = {"gpu": "NVIDIA Nobody 1", "torch": "2.11.0", "triton": "3.6.0", "commit": "abc123", "device": "x"}
 SHAPES = len(HEADS) * (len(TOKENS) + sum(map(len, CONTEXTS.values())))
@@ -143,26 +145,26 @@ def updates(monkeypatch):
 
 def test_green_run_updates_and_red_does_not(updates):
     green, red, unasked = Session(), Session(pytest.ExitCode.TESTS_FAILED), Session(nsa_update_schedules=False)
-    assert outputs.finish(green, facts(measured()), []) == ["schedules: written"]
+    assert options.finish(green, facts(measured()), []) == ["schedules: written"]
     text = "--nsa-update-schedules: schedules not written: only a green run may change them"
-    assert outputs.finish(red, facts(measured()), []) == [text]
-    assert outputs.finish(unasked, facts(measured()), []) == []
+    assert options.finish(red, facts(measured()), []) == [text]
+    assert options.finish(unasked, facts(measured()), []) == []
     assert len(updates) == 1
 
 
 def test_green_run_that_cannot_write_ends_red():
     session = Session()
-    assert "113 points were not measured" in outputs.finish(session, facts(measured()[:1]), [])[0]
+    assert "113 points were not measured" in options.finish(session, facts(measured()[:1]), [])[0]
     assert session.exitstatus == pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.mark.parametrize("option", ["nsa_hot", "nsa_no_check", "nsa_shape", "nsa_sweep"])
 def test_schedules_need_cold_checked_cases_of_their_own(monkeypatch, option):
-    monkeypatch.setattr(outputs, "current_lane", lambda: "gpu")
+    monkeypatch.setattr(options, "current_lane", lambda: "gpu")
     value = ["L=64"] if option == "nsa_shape" else True
     other = "--nsa-update-schedules" if option == "nsa_sweep" else f"--{option.replace('_', '-')}"
     with pytest.raises(pytest.UsageError, match=f"leave out {other}"):
-        outputs.check(Session(dist="no", **{option: value}))
+        options.check(Session(dist="no", **{option: value}))
 
 
 def test_table_fits_a_terminal():

@@ -15,8 +15,10 @@ import torch
 
 import nsa
 from nsa import settings, validate
-from nsa.testing import compare, digest, physics, report
+from nsa.testing.clock import guard
 from nsa.testing.gate import rule, store
+from nsa.testing.judge import forward
+from nsa.testing.report import pages, tables
 
 from .documents import DOCUMENTS, PROVING, ROOT, USING, fenced, inline, names, prose, table
 
@@ -131,16 +133,16 @@ def test_backends_and_schedules():
 def test_columns_are_those_of_the_report():
     page, csv = (part.strip() for part in PROVING.read_text().split("Columns of `report.csv`"))
     headers = (
-        digest.SUMMARY_HEADER,
-        digest.PREFILL_HEADER,
-        digest.TRAINING_HEADER,
-        digest.CASE_HEADER,
-        digest.SERVING_HEADER,
+        tables.SUMMARY_HEADER,
+        tables.PREFILL_HEADER,
+        tables.TRAINING_HEADER,
+        tables.CASE_HEADER,
+        tables.SERVING_HEADER,
     )
     change = ("benchmark", "group", "change, to control", "before", "after")
     for text, wanted in (
         (page, {name for header in (*headers, change) for name in header}),
-        (csv, set(report.COLUMNS)),
+        (csv, set(pages.COLUMNS)),
     ):
         rows = text.partition("| column | meaning |\n| --- | --- |\n")[2].split("\n\n")[0].splitlines()
         assert names(row.split(" | ")[0] for row in rows) == wanted
@@ -157,14 +159,14 @@ def test_figures_are_those_of_the_code():
     said = {
         USING: [
             f"`G` from 1 to {validate.MAX_GROUP}, `D` and `Dv` from {low} to {high}", bound,
-            f"mean absolute error of at most {compare.MAE:g} for N(0, 1) inputs and rows of {compare.MAE_MIN_L} keys",
+            f"mean absolute error of at most {forward.MAE:g} for N(0, 1) inputs and rows of {forward.MAE_MIN_L} keys",
             f"and {settings.DEFAULT_MIN_L} keys where nobody measured",
         ],
         PROVING: [
-            bound, f"mean absolute error of at most {compare.MAE:g},", f"A baseline is {three} files",
+            bound, f"mean absolute error of at most {forward.MAE:g},", f"A baseline is {three} files",
             f"| pass | at most {rule.LIMIT:.0%} worse,", f"| FAIL | more than {rule.LIMIT:.0%} worse twice,",
             f"| AMBIGUOUS | more than {rule.LIMIT:.0%} worse twice,", f"the spread is above {rule.LIMIT / 2:.0%}",
-            f"by more than {physics.SLACK - 1:.0%} is an invalid measurement",
+            f"by more than {guard.SLACK - 1:.0%} is an invalid measurement",
         ],
     }  # fmt: skip
     for path, sentences in said.items():
@@ -173,9 +175,9 @@ def test_figures_are_those_of_the_code():
 
 
 def test_memory_of_training_is_what_is_measured():
-    """`nsa.testing.training` counts outputs and gradients; the report and the list of its columns say so."""
+    """`nsa.testing.clock.training` counts outputs and gradients; the report and the list of its columns say so."""
     said = "beside its inputs (outputs and gradients included)"
-    assert said in digest.TRAINING_TEXT
+    assert said in tables.TRAINING_TEXT
     assert f"| `memory vs flash` | memory of a step {said}, over " in PROVING.read_text(encoding="utf-8")
 
 
@@ -183,7 +185,7 @@ def test_the_bound_is_the_one_quoted():
     class Half:
         q = torch.empty(0, dtype=torch.float16)
 
-    oracle = compare.Oracle(Half, *[None] * 3, err_sdpa=0.5, peak=3.0, lse_atol=0.0, seen=Half)
+    oracle = forward.Oracle(Half, *[None] * 3, err_sdpa=0.5, peak=3.0, lse_atol=0.0, seen=Half)
     assert oracle.bound == 2 * 0.5 + 4 * torch.finfo(torch.float16).eps * 3.0
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from nsa import __main__ as command_line
-from nsa.testing import byhand, cases, third_party
+from nsa.testing import shapes
+from nsa.testing.contestants import named
+from nsa.testing.matrix import case
 
 from .documents import DOCUMENTS, ROOT, fenced, inline
 
@@ -56,7 +58,9 @@ def of_module(module, arguments):
         return [f"no module {module}"]
     if not module.startswith("nsa."):
         return []
-    source = Path(importlib.util.find_spec(module).origin).read_text()
+    path = Path(importlib.util.find_spec(module).origin)
+    sources = path.parent.glob("*.py") if path.name == "__init__.py" else [path]
+    source = "".join(file.read_text() for file in sources)
     return [f"{module} has no {word}" for word in arguments if word.startswith("-") and f'"{word}"' not in source]
 
 
@@ -78,7 +82,7 @@ def of_pytest(arguments, config):
     ]
     for impl in parsed.nsa_impl:
         try:
-            None if impl.startswith("package.") else third_party.load(impl)
+            None if impl.startswith("package.") else named.load(impl)
         except ValueError as error:
             found.append(str(error))
     marks = {line.partition(":")[0].partition("(")[0] for line in config.getini("markers")}
@@ -86,7 +90,7 @@ def of_pytest(arguments, config):
     found += [f"no mark {word}" for word in sorted(words - marks)]
     for shape in parsed.nsa_shape or []:
         try:
-            byhand.parse_shape(shape)
+            shapes.parse_shape(shape)
         except ValueError as error:
             found += [str(error)] if "=" in shape else []  # else a placeholder
     return found
@@ -98,7 +102,7 @@ def searched_by_k():
     sources = [
         path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)
     ]
-    return [*sources, *(case.id for case in (*cases.parity(), *cases.small(), *cases.core()))]
+    return [*sources, *(case.id for case in (*case.parity(), *case.small(), *case.core()))]
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -24,8 +24,8 @@ ALIKE = {name: {"ours": [2.0], "control": 1.0} for name in ("alpha", "beta", "ga
 INJECTED_PATH = "tests/perf/test_injected.py"
 INJECTED = """
 import json, pathlib, pytest
-from nsa.testing.measure import gate_figures
-from nsa.testing.timing import Timing, clock
+from nsa.testing.clock.measure import gate_figures
+from nsa.testing.clock.timing import Timing, clock
 
 pytestmark = pytest.mark.benchmark(timer=clock)
 DATA = json.loads(pathlib.Path(__file__).with_name("samples.json").read_text())

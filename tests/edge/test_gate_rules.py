@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from nsa.testing.clock.guard import Ceilings, detectable, guard, undetectable
+from nsa.testing.clock.timing import InvalidMeasurement, Timing
 from nsa.testing.gate import store, words
 from nsa.testing.gate.rule import Reading, Side, judge, pooled
 from nsa.testing.gate.run import Gate
 from nsa.testing.gate.store import Baseline, Key
-from nsa.testing.physics import Ceilings, detectable, guard, undetectable
-from nsa.testing.timing import InvalidMeasurement, Timing
 
 H100 = json.loads((Path(__file__).parent / "data" / "h100_core.json").read_text())
 RECORDED = Path(__file__).parents[1] / "perf" / "baselines" / "nvidia-h100-80gb-hbm3"

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from nsa.testing import graphs
+from nsa.testing.clock import cuda
 
 
 class FakeGPU:
-    """What `graphs.py` asks of `torch.cuda`, and logs of which implementation read which buffer set."""
+    """What `cuda.py` asks of `torch.cuda`, and logs of which implementation read which buffer set."""
 
     def __init__(self):
         self.now = 0.0
@@ -77,19 +77,19 @@ def gpu(monkeypatch):
             self.pool["graphs"] -= 1
             self.pool["dead"] |= self.pool["graphs"] == 0
 
-    cuda = SimpleNamespace(
+    fake = SimpleNamespace(
         Event=gpu.Event,
         graph_pool_handle=lambda: {"graphs": 0, "dead": False},
         synchronize=lambda: None,
         _sleep=gpu.sleep,
     )
-    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(graphs, "_capture", Graph)
+    monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=fake))
+    monkeypatch.setattr(cuda, "_capture", Graph)
     return gpu
 
 
 def test_short_rotations_are_repeated_until_they_last(gpu):
-    times = graphs.time_gpu({"ours": gpu.calls("ours", 2, 1.1e-5), "slow": gpu.calls("slow", 2, 4e-4)})
+    times = cuda.time_gpu({"ours": gpu.calls("ours", 2, 1.1e-5), "slow": gpu.calls("slow", 2, 4e-4)})
     assert {name: (t.calls, t.sets) for name, t in times.items()} == {"ours": (92, 2), "slow": (4, 2)}
     assert {name: t.median for name, t in times.items()} == pytest.approx({"ours": 1.1e-5, "slow": 4e-4})
 
@@ -98,7 +98,7 @@ def test_the_start_of_a_replay_is_not_the_calls_time(gpu):
     """It takes a GPU several microseconds: by the time of one call alone samples would be a ninth as long."""
     gpu.start_s = 8e-6
     calls = {"ours": gpu.calls("ours", 1, 1e-6), "large": gpu.calls("large", 2, 5e-5)}
-    times = graphs.time_gpu(calls, budget_s=0.0155)
+    times = cuda.time_gpu(calls, budget_s=0.0155)
     assert {name: t.median for name, t in times.items()} == pytest.approx({"ours": 1e-6, "large": 5e-5}, rel=0.01)
     assert {name: len(t.samples) for name, t in times.items()} == pytest.approx({"ours": 15, "large": 15}, abs=1)
 
@@ -109,22 +109,22 @@ def test_what_another_implementation_left_behind_is_not_our_time(gpu, first, set
     gpu.left_s = 1.6e-5
     seconds = {"ours": 2e-4, "gather": 7e-5, "many": 4e-6}
     fns = {name: gpu.calls(name, sets, seconds[name]) for name in {first: None, **seconds}}
-    times = graphs.time_gpu(fns)
+    times = cuda.time_gpu(fns)
     assert {name: t.median for name, t in times.items()} == pytest.approx(seconds, rel=1e-3)
 
 
 def test_a_call_that_takes_no_time_is_not_repeated_for_ever(gpu):
     gpu.start_s = 1e-6
-    assert graphs.time_gpu({"nothing": gpu.calls("nothing", 3, 0.0)})["nothing"].calls <= graphs.MOST_CALLS
+    assert cuda.time_gpu({"nothing": gpu.calls("nothing", 3, 0.0)})["nothing"].calls <= cuda.MOST_CALLS
 
 
 def test_long_rotations_are_cut_and_still_every_buffer_is_cold(gpu):
     """A call of 5 us over 2,001 sets takes 10 ms: ten samples' worth, for the call of 1 ms beside it two seconds."""
     sets, seconds = 2001, {"ours": 5e-6, "slow": 1e-3, "other": 7e-6}
-    times = graphs.time_gpu({name: gpu.calls(name, sets, s) for name, s in seconds.items()}, budget_s=0.06)
+    times = cuda.time_gpu({name: gpu.calls(name, sets, s) for name, s in seconds.items()}, budget_s=0.06)
     assert {name: t.median for name, t in times.items()} == pytest.approx(seconds)
     assert {(t.how, t.calls) for t in times.values()} == {("graph", 200)}
-    assert len(times["slow"].samples) == graphs.LEAST
+    assert len(times["slow"].samples) == cuda.LEAST
     assert {i for name, i in gpu.timed if name == "ours"} == set(range(sets))
     slow = [[which for which in log if which[0] == "slow"] for log in (gpu.log, gpu.timed)]
     assert len(slow[0]) == len(slow[1]), "a sample that takes long was led in"
@@ -136,9 +136,9 @@ def test_long_rotations_are_cut_and_still_every_buffer_is_cold(gpu):
 
 def test_a_comparator_much_faster_than_ours_still_lasts_a_sample(gpu):
     calls = {"ours": gpu.calls("ours", 1000, 2e-4), "fast": gpu.calls("fast", 1000, 4e-6)}
-    times = graphs.time_gpu(calls, budget_s=0.0155)
+    times = cuda.time_gpu(calls, budget_s=0.0155)
     assert times["fast"].median == pytest.approx(4e-6)
-    assert times["fast"].calls * 4e-6 >= graphs.REPLAY_S * 0.89
+    assert times["fast"].calls * 4e-6 >= cuda.REPLAY_S * 0.89
     assert {name: len(t.samples) for name, t in times.items()} == {"ours": 15, "fast": 17}
 
 
@@ -147,7 +147,7 @@ def test_everybody_meets_every_buffer(gpu, names):
     """However many take turns: with a common factor of names and parts each would meet the same parts for ever."""
     sets = 1000  # ten parts of 1 ms
     fns = {str(i): gpu.calls(str(i), sets, 1.002e-5) for i in range(names)}
-    graphs.time_gpu(fns, iters=40)
+    cuda.time_gpu(fns, iters=40)
     for name in fns:
         assert {i for who, i in gpu.timed if who == name} == set(range(sets))
 
@@ -158,7 +158,7 @@ def test_who_is_sampled_less_often_meets_most_buffers(gpu, parts, slow):
     """Two of three are sampled ten times, the first more often: rounds are not all alike."""
     sets = 100 * parts
     seconds = {"ours": 1.002e-5, "slow": slow * 1e-5, "slower": 2 * slow * 1e-5}
-    times = graphs.time_gpu({name: gpu.calls(name, sets, s) for name, s in seconds.items()}, budget_s=0.0205)
+    times = cuda.time_gpu({name: gpu.calls(name, sets, s) for name, s in seconds.items()}, budget_s=0.0205)
     assert len(times["ours"].samples) == 20
     for name, timing in times.items():
         met = {i // 100 for who, i in gpu.timed if who == name}
@@ -170,9 +170,9 @@ def test_what_cannot_be_captured_is_called_eagerly(gpu, monkeypatch, sets, secon
     def refuse(calls, cycles, pool):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graphs, "_capture", refuse)
+    monkeypatch.setattr(cuda, "_capture", refuse)
     gpu.idle_s = 8e-6
-    timing = graphs.time_gpu({"ours": gpu.calls("ours", sets, seconds)}, replay_s=1e-3)["ours"]
+    timing = cuda.time_gpu({"ours": gpu.calls("ours", sets, seconds)}, replay_s=1e-3)["ours"]
     assert timing.how == "eager"
     assert timing.calls == pytest.approx(calls, rel=0.1)
     assert timing.refused == "operation not permitted when stream is capturing"
@@ -202,24 +202,24 @@ def test_captures_share_a_stream_until_one_fails(monkeypatch):
     def refuse():
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    cuda = SimpleNamespace(
+    fake = SimpleNamespace(
         CUDAGraph=CUDAGraph,
         Stream=Stream,
         current_device=lambda: 0,
         current_stream=lambda: Stream.__new__(Stream),
         stream=lambda stream: contextlib.nullcontext(),
     )
-    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda))
-    graphs._capture_stream.cache_clear()
+    monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=fake))
+    cuda._capture_stream.cache_clear()
     try:
         for _ in range(8):
-            graphs._capture([lambda: None], 2, None)
+            cuda._capture([lambda: None], 2, None)
         assert made == [0]
         with pytest.raises(RuntimeError, match="capturing"):
-            graphs._capture([refuse], 1, None)
+            cuda._capture([refuse], 1, None)
         for _ in range(8):
-            graphs._capture([lambda: None], 2, None)
+            cuda._capture([lambda: None], 2, None)
         assert made == [0, 0]
         assert len(began) == 17
     finally:
-        graphs._capture_stream.cache_clear()
+        cuda._capture_stream.cache_clear()

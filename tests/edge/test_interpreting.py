@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import nsa
-from nsa.testing import interpreting
+from nsa.testing import interpreter
 from nsa.testing.plugin import current_lane, triton_version
 
 pytestmark = pytest.mark.skipif(current_lane() == "gpu", reason="nothing is interpreted on a GPU")
@@ -36,7 +36,7 @@ def call(request, draw, device):
 
 def assert_same(call, **keywords):
     quick = call(**keywords)
-    with interpreting.as_released():
+    with interpreter.as_released():
         released = call(**keywords)
     for a, b in zip(quick, released, strict=True):
         assert torch.equal(a, b)
@@ -69,7 +69,7 @@ def test_same_bits_of_merged_parts(call):
 @pytest.mark.skipif(not triton_version().startswith("3.9."), reason="other releases work otherwise")
 def test_everything_is_quickened():
     """A release that renames what is quickened would have the suite take twice as long, and nothing else say so."""
-    assert interpreting.quicken() == ("overflow", "calls", "types", "shapes")
+    assert interpreter.quicken() == ("overflow", "calls", "types", "shapes")
 
 
 def test_overflow_is_not_asserted_by_triton_either(device):
@@ -84,7 +84,7 @@ def test_overflow_is_not_asserted_by_triton_either(device):
     found = []
     for _ in range(2):
         x = torch.tensor([2**30 + 5, 0], dtype=torch.int32)
-        with interpreting.as_released():
+        with interpreter.as_released():
             double[(1,)](x)
         found.append(x.tolist())
         x = torch.tensor([2**30 + 5, 0], dtype=torch.int32)

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from nsa.reference import selection_reference
-from nsa.testing import cases, compare, gradients
-from nsa.testing.cases import Case
-from nsa.testing.compare import Oracle, assert_parity, fp64
-from nsa.testing.gradients import NAMES, GradientOracle, assert_gradients
-from nsa.testing.third_party import load, prove
+from nsa.testing.contestants.named import load, prove
+from nsa.testing.judge import forward, gradients
+from nsa.testing.judge.forward import Oracle, assert_parity, fp64
+from nsa.testing.judge.gradients import NAMES, GradientOracle, assert_gradients
+from nsa.testing.matrix import case
+from nsa.testing.matrix.case import Case
 
 SPANS = Case(2, 16, 16, 24, 6, "overlap", "fp32", HKV=2, S=3, S_kv=40)  # rows 1 and 4 list nothing
 BLOCKS = dataclasses.replace(SPANS, source="blocks", L=64, block_size=16)
@@ -82,9 +83,9 @@ def test_one_element_outside_the_bound_is_red(dtype):
     """The bound is worked out anew here: a judge that allowed ten times as much would be green."""
     p = dataclasses.replace(SPANS, dtype=dtype).make("cpu")
     oracle = Oracle.of(p)
-    error = largest(compare.sdpa_same_keys(p).double() - oracle.out)
+    error = largest(forward.sdpa_same_keys(p).double() - oracle.out)
     if dtype == "fp32":
-        error = max(error, 2 * compare.one_by_one(p))
+        error = max(error, 2 * forward.one_by_one(p))
     bound = bound_of(error, largest(oracle.out), dtype)
     out, _ = right(oracle)
     assert_parity(moved(out, (*FULL, 3), 0.5 * bound, oracle.out), oracle)
@@ -105,7 +106,7 @@ def test_a_mean_error_outside_its_bound_is_red():
 
 @pytest.mark.parametrize("large", [False, True])
 def test_an_lse_outside_its_bound_is_red(large, monkeypatch):
-    monkeypatch.setattr(cases, "LARGE", 0 if large else math.inf)
+    monkeypatch.setattr(case, "LARGE", 0 if large else math.inf)
     p = PROMPT.make("cpu")
     oracle = Oracle.of(p)
     norms = p.case.D**-0.5 * largest(p.q.norm(dim=-1)) * largest(p.k.norm(dim=-1))
@@ -119,7 +120,7 @@ def test_an_lse_outside_its_bound_is_red(large, monkeypatch):
 
 
 def test_of_a_large_problem_some_queries_are_compared_and_none_may_be_nan(monkeypatch):
-    monkeypatch.setattr(cases, "LARGE", 0)
+    monkeypatch.setattr(case, "LARGE", 0)
     p = PROMPT.make("cpu")
     oracle = Oracle.of(p)
     out, _ = right(oracle)
@@ -141,7 +142,7 @@ def test_an_oracle_that_sdpa_contradicts_is_refused(dtype, monkeypatch):
     rounding = max(16 * EPS[dtype], 1e-4 if dtype == "fp32" else 0.0) * max(1.0, largest(exact))
 
     def off(by):
-        monkeypatch.setattr(compare, "sdpa_same_keys", lambda p: moved(exact.to(p.q.dtype), (*FULL, 0), by, exact))
+        monkeypatch.setattr(forward, "sdpa_same_keys", lambda p: moved(exact.to(p.q.dtype), (*FULL, 0), by, exact))
         return Oracle.of(p)
 
     off(0.5 * rounding)
@@ -150,7 +151,7 @@ def test_an_oracle_that_sdpa_contradicts_is_refused(dtype, monkeypatch):
             off(by)
 
 
-@pytest.mark.parametrize("judge", [compare, gradients], ids=["output", "gradients"])
+@pytest.mark.parametrize("judge", [forward, gradients], ids=["output", "gradients"])
 def test_an_oracle_that_is_wrong_is_refused(judge, monkeypatch):
     """Its scale is 2% off, as that of a kernel may be."""
 
@@ -160,7 +161,7 @@ def test_an_oracle_that_is_wrong_is_refused(judge, monkeypatch):
     p = SPANS.make("cpu")
     monkeypatch.setattr(judge, "selection_reference", wrong)
     with pytest.raises(AssertionError, match="differ by .*one of the two is wrong"):
-        (Oracle if judge is compare else GradientOracle).of(p)
+        (Oracle if judge is forward else GradientOracle).of(p)
 
 
 @pytest.fixture(scope="module", params=EPS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nsa
-from nsa.testing import caches
+from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
 
 from .conftest import compare

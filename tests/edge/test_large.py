@@ -7,7 +7,7 @@ import torch
 
 import nsa
 from nsa.reference import selection_reference
-from nsa.testing.compare import reference_at
+from nsa.testing.judge.forward import reference_at
 
 KEYS, D = 2**24 + 64, 128  # 2^31 + 8192 elements, 4 GiB in bf16
 TAIL = 40

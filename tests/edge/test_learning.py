@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import nsa.kernels
-from nsa.testing import recall
 from nsa.testing.plugin import current_lane
-from nsa.testing.recall import CHANCE, Selection, score_randomly
+
+from . import recall
+from .recall import CHANCE, Selection, score_randomly
 
 CHOSEN = 2  # blocks beside a row's own
 STEPS, LAST = 120, 12

@@ -13,11 +13,11 @@ import torch
 import nsa.__main__
 import nsa.probe
 from nsa import outlook, schedules, settings
-from nsa.testing import calibrate, thresholds
-from nsa.testing.cases import Case
-from nsa.testing.impls import OURS
+from nsa.testing.contestants.ours import OURS
+from nsa.testing.matrix.case import Case
+from nsa.tuning import calibrate, thresholds
 
-ROOT = Path(calibrate.__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 GPU = "NVIDIA H100 80GB HBM3"
 
 
@@ -82,7 +82,7 @@ def test_calibrate_without_a_gpu_is_one_line(tmp_path, environment, reason):
 
 def test_calibrate_needs_no_pytest():
     block = "import sys; sys.modules.update(dict.fromkeys(['pytest', 'hypothesis', 'pytest_benchmark']))\n"
-    command = [sys.executable, "-c", block + "import nsa.testing.calibrate"]
+    command = [sys.executable, "-c", block + "import nsa.tuning.calibrate"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

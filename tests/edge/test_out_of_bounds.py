@@ -7,7 +7,7 @@ import triton.language as tl
 
 import nsa
 from nsa.kernels import key_tiles
-from nsa.testing import bounds
+from nsa.testing.judge import addresses
 from nsa.testing.plugin import current_lane
 
 pytestmark = pytest.mark.skipif(current_lane() == "gpu", reason="nothing is interpreted on a GPU")
@@ -25,8 +25,8 @@ def _copy_kernel(x_ptr, y_ptr, reads, writes, counter_ptr, BLOCK: tl.constexpr):
 @pytest.fixture
 def caught():
     """What was noticed, taken away before the suite judges the test by it."""
-    yield lambda: bounds.outside.pop() if bounds.outside else None
-    assert not bounds.outside
+    yield lambda: addresses.outside.pop() if addresses.outside else None
+    assert not addresses.outside
 
 
 def copy(reads, writes, counter=None):

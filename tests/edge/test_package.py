@@ -19,7 +19,7 @@ import pytest
 
 import nsa
 from nsa import probe
-from nsa.testing import budgets
+from nsa.testing.compile import budgets
 
 ROOT = Path(nsa.__file__).parents[1]
 PARTS = ("pyproject.toml", "README.md", "LICENSE", "nsa")
@@ -108,7 +108,7 @@ sys.path[:] = [entry for entry in sys.path if entry != checkout]
 sys.meta_path[:] = [f for f in sys.meta_path if not getattr(f, "__module__", "").startswith("__editable__")]
 import torch, nsa
 from nsa import probe, schedules, settings
-from nsa.testing import budgets
+from nsa.testing.compile import budgets
 gpu = schedules.STAND_IN
 found = {
     "threshold": str(settings.device_config(gpu).path), "schedule": str(schedules.measured(gpu).path),

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from nsa.reference import selection_reference
-from nsa.testing import peers
-from nsa.testing.cases import Case
-from nsa.testing.compare import Oracle, assert_parity
-from nsa.testing.impls import Impl
-from nsa.testing.measure import verdict
+from nsa.testing.clock.measure import verdict
+from nsa.testing.contestants import peers
+from nsa.testing.contestants.ours import Impl
+from nsa.testing.judge.forward import Oracle, assert_parity
+from nsa.testing.matrix.case import Case
 
 DECODE = Case(16, 32, 32, 64, 4, "decode", "fp32", HKV=2, S_kv=128, block_size=16)
 

@@ -17,7 +17,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import engine
 
-from nsa.testing import draws, plugin
+from nsa.testing import plugin, profiles
 
 pytest_plugins = ["pytester"]
 ROOT = Path(plugin.__file__).parents[2]
@@ -189,7 +189,7 @@ def test_what_pytest_benchmark_saves_by_itself_is_no_baseline(project, monkeypat
 
 
 def test_hypothesis_profile_deep(project):
-    write(project, "tests/edge/test_a.py", PROFILE.format(draws.EXAMPLES["deep"]))
+    write(project, "tests/edge/test_a.py", PROFILE.format(profiles.EXAMPLES["deep"]))
     project.runpytest_subprocess("--hypothesis-profile=deep").assert_outcomes(passed=1)
 
 
@@ -244,7 +244,7 @@ def test_an_example_is_replayed_by_its_test_alone(project):
     assert drew(result) == {"drew 5000"}
 
 
-HYPOTHESIS = draws.hypothesis.__version__
+HYPOTHESIS = profiles.hypothesis.__version__
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_a_call_that_cannot_be_replayed_is_refused(project, call, selected, mess
 
 def test_a_failing_call_is_made_smaller_for_so_long(monkeypatch):
     """No setting of Hypothesis bounds that time. Where it no longer reads the number, 30 calls fail here and more."""
-    assert engine.MAX_SHRINKING_SECONDS == draws.SHRINK_SECONDS
+    assert engine.MAX_SHRINKING_SECONDS == profiles.SHRINK_SECONDS
     assert Phase.shrink in settings().phases
     monkeypatch.setattr(engine, "MAX_SHRINKING_SECONDS", 1)
     failed = []

@@ -14,10 +14,10 @@ import pytest
 
 import nsa
 from nsa import settings
-from nsa.testing import digest, report, summary
-from nsa.testing.recording import grouped, load, newest
+from nsa.testing.report import pages, summary, tables
+from nsa.testing.report.recording import grouped, load, newest
 
-ROOT = Path(report.__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parent / "data" / "h100-core-trimmed.json"  # an H100 run as recorded, some benchmarks and keys
 BASELINES = ROOT / "tests" / "perf" / "baselines"
 
@@ -51,7 +51,7 @@ def slowed(recorded, tmp_path):
 def test_report_from_a_recording(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")
-    assert report.main([str(DATA), "-o", str(tmp_path / "out")]) == 0
+    assert pages.main([str(DATA), "-o", str(tmp_path / "out")]) == 0
     out = tmp_path / "out"
     assert capsys.readouterr().out == f"written: {out / 'report.html'}\n"
     assert {p.name for p in out.iterdir()} == {"report.html", "report.md", "report.csv"}
@@ -72,17 +72,17 @@ def test_report_from_a_recording(tmp_path, capsys):
 def test_the_same_recording_gives_the_same_report(tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")
-    first, second = (report.write([load(DATA)], tmp_path / name).read_text() for name in ("first", "second"))
+    first, second = (pages.write([load(DATA)], tmp_path / name).read_text() for name in ("first", "second"))
     assert first == second
 
 
 def test_before_and_after_names_what_moved(slowed):
     path, slow, gone = slowed
-    changes = digest.changes(load(DATA), load(path))
+    changes = tables.changes(load(DATA), load(path))
     assert [(name, round(ratio, 6)) for name, _, ratio, _, _ in changes if abs(ratio - 1) > 0.1] == [(slow, 1.3)]
     assert gone not in [name for name, *_ in changes]
     pytest.importorskip("matplotlib")
-    sections = {s.title: s for s in digest.describe([load(DATA), load(path)])["sections"]}
+    sections = {s.title: s for s in tables.describe([load(DATA), load(path)])["sections"]}
     change = sections["Before and after"]
     assert change.text.startswith("47 benchmarks in both, 1 only before, 1 only after.")
     assert [row[0] for row in change.rows] == [slow]
@@ -101,7 +101,7 @@ def test_change_is_over_the_control_of_before(recorded, tmp_path):
     one["benchmarks"][0]["stats"]["median"] = 2 * median
     info["control"] = other
     paths[1].write_text(json.dumps(one))
-    ((_, _, ratio, _, _),) = digest.changes(*map(load, paths))
+    ((_, _, ratio, _, _),) = tables.changes(*map(load, paths))
     assert ratio == pytest.approx(2.0)
 
 
@@ -112,7 +112,7 @@ def test_machine_that_slowed_as_a_whole_changes_nothing(recorded, tmp_path):
         benchmark["stats"]["median"] *= 1.4
     path = tmp_path / "slower.json"
     path.write_text(json.dumps(slower))
-    assert {round(ratio, 6) for _, _, ratio, _, _ in digest.changes(load(DATA), load(path))} == {1.0}
+    assert {round(ratio, 6) for _, _, ratio, _, _ in tables.changes(load(DATA), load(path))} == {1.0}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_unreadable_recording_is_one_line(tmp_path, capsys, text, message):
     path = tmp_path / "run.json"
     if text is not None:
         path.write_text(text)
-    assert report.main([str(path), "-o", str(tmp_path / "out")]) == 1
+    assert pages.main([str(path), "-o", str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"error: {path}: ")
     assert message in error
@@ -131,7 +131,7 @@ def test_unreadable_recording_is_one_line(tmp_path, capsys, text, message):
 
 
 def test_without_the_extra_the_report_says_what_to_install(tmp_path):
-    block = "import sys; sys.modules[{!r}] = None; from nsa.testing.report import main; sys.exit(main({!r}))"
+    block = "import sys; sys.modules[{!r}] = None; from nsa.testing.report.pages import main; sys.exit(main({!r}))"
     for name in ("matplotlib", "jinja2"):
         program = block.format(name, [str(DATA), "-o", str(tmp_path)])
         done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -205,7 +205,7 @@ def test_report_of_the_committed_baseline_says_what_is_in_force(tmp_path, user_f
     """The packaged file of the recording's GPU is read, though this recording measured no threshold."""
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")
-    report.write([committed(packed=True)], tmp_path / "out")
+    pages.write([committed(packed=True)], tmp_path / "out")
     for name in ("report.md", "report.html"):
         page = (tmp_path / "out" / name).read_text()
         assert f"sel_triton_min_L in force: {PACKAGED}." in page
@@ -215,7 +215,7 @@ def test_report_of_the_committed_baseline_says_what_is_in_force(tmp_path, user_f
 
 def test_report_says_what_a_recording_measured_beside_what_is_in_force(user_folder):
     recording = committed(packed=False)
-    box = digest.describe([recording])
+    box = tables.describe([recording])
     assert box["verdict"] == f"sel_triton_min_L in force: {PACKAGED}."
     measured = "measured 64 in 6 combinations of heads, dims and distribution; a threshold needs 20 more"
     assert box["rationale"][0] == f"This recording {measured}."
@@ -226,19 +226,19 @@ def test_report_says_what_a_recording_measured_beside_what_is_in_force(user_fold
 def test_a_gpu_without_a_file_has_the_safe_default(user_folder):
     recording = load(DATA)
     unknown = dataclasses.replace(recording, gpu="Some GPU")
-    assert digest.verdict(unknown) == (
+    assert tables.verdict(unknown) == (
         "sel_triton_min_L in force: 2048, the safe default: no file has measurements of this GPU."
     )
     cpu = dataclasses.replace(recording, gpu=None)
-    assert digest.verdict(cpu) == "sel_triton_min_L is not used on this device: without a GPU, calls run packed SDPA."
+    assert tables.verdict(cpu) == "sel_triton_min_L is not used on this device: without a GPU, calls run packed SDPA."
 
 
 def test_a_setting_of_this_process_is_in_force_in_its_own_run_only(user_folder, monkeypatch):
     recording = load(DATA)
     live = dataclasses.replace(recording, source="this run")
     with nsa.configure(sel_triton_min_L=7):
-        assert digest.verdict(live) == "sel_triton_min_L in force: 7, set by nsa.configure."
-        assert digest.verdict(recording) == f"sel_triton_min_L in force: {PACKAGED}."
+        assert tables.verdict(live) == "sel_triton_min_L in force: 7, set by nsa.configure."
+        assert tables.verdict(recording) == f"sel_triton_min_L in force: {PACKAGED}."
     monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "9")
     settings.reload()
     assert summary.in_force(H100) == "9, set by NSA_SEL_TRITON_MIN_L"
@@ -258,16 +258,16 @@ def test_a_users_own_file_is_named_in_full(user_folder):
 
 
 def test_readme_block_replaces_only_what_is_between_the_markers(recorded):
-    block = report.readme_block([load(DATA)])
-    text = report.with_block(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n", block)
+    block = pages.readme_block([load(DATA)])
+    text = pages.with_block(f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n", block)
     assert text.startswith("before\n<!-- measured: begin -->\n**NVIDIA H100 80GB HBM3**")
     assert text.endswith("<!-- measured: end -->\nafter\n")
     assert "old" not in text
     a, b, c, d, e, f = many_figures(recorded)[:6]
     assert f"| many, ranges | 12 | {a}× ({b}×) | {c}× ({d}×) | {e}× ({f}×) | 92.1% |" in text
-    assert report.with_block(text, block) == text
+    assert pages.with_block(text, block) == text
     with pytest.raises(ValueError, match="expected one"):
-        report.with_block("no markers", block)
+        pages.with_block("no markers", block)
 
 
 def test_newest_recording_of_each_device(recorded, tmp_path):
@@ -297,7 +297,7 @@ def test_recordings_of_parts_make_one(recorded, tmp_path):
     assert [fact["median"] == 1.5 for fact in found.facts] == [True, True] + [False] * (len(names) - 2)
     assert found.commits == f"fedcba987654, {load(tmp_path / '0001_x.json').commit[:12]}"
     both = f"fedcba987654, 2026-03-01; {load(tmp_path / '0001_x.json').commit[:12]}, 2026-01-01"
-    assert f"geometric mean (worst) ({both})" in report.readme_block([found])
+    assert f"geometric mean (worst) ({both})" in pages.readme_block([found])
 
 
 def test_groups_are_ordered_as_core_is():
@@ -313,5 +313,5 @@ def test_readme_shows_the_committed_baseline():
     if not recordings:
         pytest.skip("no baseline is committed")
     readme = (ROOT / "README.md").read_text()
-    expected = report.with_block(readme, report.readme_block(recordings))
+    expected = pages.with_block(readme, pages.readme_block(recordings))
     assert readme == expected, "README.md is out of date: python -m nsa.testing.report --readme"

@@ -1,4 +1,4 @@
-"""Prefill, training and serving in what is told of a run: terminal, report, README.md; baselines without them."""
+"""Prefill, training and serving in what is told of a run: terminal, pages, README.md; baselines without them."""
 
 import copy
 import csv
@@ -11,15 +11,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from nsa.testing import digest, report, summary, thresholds
-from nsa.testing.cases import core, prefill
+from nsa.testing.clock.timing import Timing
 from nsa.testing.gate import store
 from nsa.testing.gate.run import Gate
-from nsa.testing.recording import load, newest
-from nsa.testing.timing import Timing
+from nsa.testing.matrix.case import core, prefill
+from nsa.testing.report import pages, summary, tables
+from nsa.testing.report.recording import load, newest
+from nsa.tuning import thresholds
 
 DATA = Path(__file__).parent / "data" / "h100-core-trimmed.json"
-ROOT = Path(report.__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 BASELINES = ROOT / "tests" / "perf" / "baselines"
 OTHERS = {"dense_cudnn": 5.0, "dense_flash": 9.0, "query_major": 1.5, "key_major": 1.0, "fla": 2.0}
 
@@ -111,8 +112,8 @@ def test_terminal_shows_each_prompt(recorded):
 def test_report_has_a_table_of_prompts(recorded, tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")
-    sections = {s.title: s for s in digest.describe([recorded])["sections"]}
-    row = dict(zip(digest.PREFILL_HEADER, sections["Prefill"].rows[0], strict=True))
+    sections = {s.title: s for s in tables.describe([recorded])["sections"]}
+    row = dict(zip(tables.PREFILL_HEADER, sections["Prefill"].rows[0], strict=True))
     assert row == {
         "HQ/HKV": "64/4", "T": "8192", "shared": "-", "kernel": "key_major", "ours": "12.50", "ns/token": "1525.9",
         "query-major": "18.75", "key-major": "12.50", "fla-core": "25.00", "dense cuDNN": "62.50",
@@ -121,16 +122,16 @@ def test_report_has_a_table_of_prompts(recorded, tmp_path):
     }  # fmt: skip
     assert [r[2] for r in sections["Prefill"].rows] == ["-"] * 8 + ["90%"]
     assert len(sections["Speedup over L"].pictures) == 2
-    report.write([recorded], tmp_path / "out")
+    pages.write([recorded], tmp_path / "out")
     assert "| 64/4 | 8192 |" in (tmp_path / "out" / "report.md").read_text()
     with (tmp_path / "out" / "report.csv").open() as file:
         line = next(r for r in csv.DictReader(file) if r["group"] == "prefill")
     assert (line["HKV"], line["S"], line["speedup_vs_cudnn"], line["impl"]) == ("4", "8192", "5.0", "auto")
-    assert "Prefill" not in {s.title for s in digest.describe([load(DATA)])["sections"]}
+    assert "Prefill" not in {s.title for s in tables.describe([load(DATA)])["sections"]}
 
 
 def test_readme_has_a_table_of_prompts(recorded):
-    block, before = report.readme_block([recorded]), report.readme_block([load(DATA)])
+    block, before = pages.readme_block([recorded]), pages.readme_block([load(DATA)])
     assert "| 32/8 | 65536 | 12.50 | 190.7 | - | 62.50 | 112.50 | - | 5.00× | 9.00× |" in block
     assert "| prefill |" not in block, "no row among speedups over packed SDPA"
     rows = [line for line in before.splitlines() if line.startswith("|")]
@@ -139,7 +140,7 @@ def test_readme_has_a_table_of_prompts(recorded):
 
 
 def test_readme_shows_prompts_first_and_folds_the_rest(recorded):
-    lines = report.readme_block([recorded]).splitlines()
+    lines = pages.readme_block([recorded]).splitlines()
     assert lines[1].startswith(
         "![Prefill of 65536 tokens on NVIDIA H100 80GB HBM3, milliseconds. 64/4 heads: ours 12.50"
     )
@@ -155,13 +156,13 @@ def test_readme_shows_prompts_first_and_folds_the_rest(recorded):
 
 def test_picture_shows_the_longest_prompts(recorded):
     """Not those whose neighbours share blocks; whoever did not run has no bar."""
-    found = digest.longest_prompts(recorded)
+    found = tables.longest_prompts(recorded)
     four = {"ours": "12.50", "fla-core": "25.00", "dense cuDNN": "62.50", "dense flash": "112.50"}
     three = {name: value for name, value in four.items() if name != "fla-core"}
     assert found["milliseconds"] == {"64/4": four, "32/4": three, "32/8": three, "16/16": three}
     assert (found["gpu"], found["T"], found["torch"]) == ("NVIDIA H100 80GB HBM3", 65_536, recorded.torch)
-    assert digest.longest_prompts(load(DATA)) is None
-    assert report.pictures([load(DATA)]) == {}
+    assert tables.longest_prompts(load(DATA)) is None
+    assert pages.pictures([load(DATA)]) == {}
 
 
 def carried(svg):
@@ -173,10 +174,10 @@ def carried(svg):
 def test_picture_is_the_same_each_time_and_carries_what_it_shows(recorded):
     pytest.importorskip("matplotlib")
     recorded = dataclasses.replace(recorded, gpu='A <"GPU"> & more')
-    ((path, picture),) = report.pictures([recorded]).items()
+    ((path, picture),) = pages.pictures([recorded]).items()
     assert path == "docs/a-gpu-more.svg"
-    assert carried(picture) == digest.longest_prompts(recorded)
-    assert report.pictures([recorded]) == {path: picture}
+    assert carried(picture) == tables.longest_prompts(recorded)
+    assert pages.pictures([recorded]) == {path: picture}
     assert "<script" not in picture
     assert "<text" not in picture, "fonts as paths: a reader's machine need not have them"
     assert not any(line.endswith(" ") for line in picture.splitlines())
@@ -185,7 +186,7 @@ def test_picture_is_the_same_each_time_and_carries_what_it_shows(recorded):
 def test_committed_pictures_are_current():
     """By their data: matplotlib's releases draw differently, and the lane may have none."""
     recordings = newest(BASELINES)
-    want = {report.picture_path(r): digest.longest_prompts(r) for r in recordings if r.gpu}
+    want = {pages.picture_path(r): tables.longest_prompts(r) for r in recordings if r.gpu}
     want = {path: shown for path, shown in want.items() if shown is not None}
     assert want, "the front page shows no proof"
     for path, shown in want.items():
@@ -194,11 +195,11 @@ def test_committed_pictures_are_current():
 
 
 def test_readme_without_matplotlib_says_what_to_install_and_writes_nothing(tmp_path):
-    readme = f"{report.BEGIN}\n{report.END}\n"
+    readme = f"{pages.BEGIN}\n{pages.END}\n"
     (tmp_path / "README.md").write_text(readme)
     program = (
-        "import sys; sys.modules['matplotlib'] = None; from pathlib import Path; from nsa.testing import report; "
-        "report.ROOT = Path(sys.argv[1]); sys.exit(report.main(['--readme']))"
+        "import sys; sys.modules['matplotlib'] = None; from pathlib import Path; from nsa.testing.report import pages; "
+        "pages.ROOT = Path(sys.argv[1]); sys.exit(pages.main(['--readme']))"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -213,7 +214,7 @@ def test_training_is_shown_beside_dense_attention(recorded):
     assert lines[start + 1].split() == "64/4, 8192 25 ms 3051.8 5.00 9.00 2.00 0.82 backward".split()
     assert lines[start + 2].split() == "32/4, 8192 25 ms 3051.8 5.00 9.00 - 0.82 backward".split()
     assert not any(line.startswith("backward") for line in lines), "no row among what is timed beside plain torch"
-    block = report.readme_block([recorded])
+    block = pages.readme_block([recorded])
     assert "| 64/4 | 8192 | backward | 25.00 | 50.00 | 125.00 | 225.00 | 2.00× | 5.00× | 9.00× | 0.82× |" in block
     assert not any(line.startswith("| backward |") for line in block.splitlines())
 
@@ -221,12 +222,12 @@ def test_training_is_shown_beside_dense_attention(recorded):
 def test_report_has_a_table_of_training(recorded, tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")
-    sections = {s.title: s for s in digest.describe([recorded])["sections"]}
+    sections = {s.title: s for s in tables.describe([recorded])["sections"]}
     assert [row[:5] for row in sections["Training"].rows] == [
         ["64/4", "8192", "backward", "25.00", "3051.8"],
         ["32/4", "8192", "backward", "25.00", "3051.8"],
     ]
-    report.write([recorded], tmp_path / "out")
+    pages.write([recorded], tmp_path / "out")
     with (tmp_path / "out" / "report.csv").open() as file:
         line = next(r for r in csv.DictReader(file) if r["group"] == "backward")
     assert (line["HQ"], line["memory_vs_flash"], line["speedup_vs_cudnn"]) == ("64", "0.82", "5.0")
@@ -240,13 +241,13 @@ def test_serving_is_shown_beside_the_call_without_a_cache(recorded, tmp_path):
     assert lines[start + 2].split() == "64/4, 8, 1 paged16 6 us 1.20 1.50 - -".split()
     assert lines[start + 3].split() == "64/4, 1, 8192 kvcache 200 us 40.00 - - 1.60".split()
     assert not any(line.startswith("decode, pages") for line in lines), "no row among speedups over packed SDPA"
-    block = report.readme_block([recorded])
+    block = pages.readme_block([recorded])
     assert "| 64/4 | 8 | 1 | 8192 | - | 6.00 | 5.00 | - | 9.00 | 1.20× | - | 1.50× | - |" in block
     assert "| 64/4 | 8 | 1 | 8192 | 16 | 6.00 | 5.00 | 4.00 | - | 1.20× | 1.50× | - | - |" in block
     assert "| 1.60× |" in block
     assert not any(line.startswith("| decode, pages") for line in block.splitlines())
     pytest.importorskip("matplotlib")
-    sections = {s.title: s for s in digest.describe([recorded])["sections"]}
+    sections = {s.title: s for s in tables.describe([recorded])["sections"]}
     assert [row[4] for row in sections["Serving"].rows] == ["-", "16", "-"]
 
 

@@ -7,15 +7,17 @@ import re
 import pytest
 import torch
 
+from docs import rtx4090_report as audit
 from nsa import settings
-from nsa.testing import audit, budgets, recording
-from nsa.testing.aot import Compiled
-from nsa.testing.aot_points import ARCHITECTURES
-from nsa.testing.physics import Ceilings, guard
-from nsa.testing.timing import InvalidMeasurement, Timing
+from nsa.testing.clock.guard import Ceilings, guard
+from nsa.testing.clock.timing import InvalidMeasurement, Timing
+from nsa.testing.compile import budgets
+from nsa.testing.compile.matrix import Compiled
+from nsa.testing.compile.points import ARCHITECTURES
+from nsa.testing.report import recording
 
 CARD = "NVIDIA GeForce RTX 4090"
-STALE = "docs/rtx4090-report.md is out of date: python -m nsa.testing.audit"
+STALE = "docs/rtx4090-report.md is out of date: python docs/rtx4090_report.py"
 LIMITS = Ceilings(copy=audit.BANDWIDTH, read=audit.BANDWIDTH, matmul=math.inf)
 MIB = 1 << 20
 

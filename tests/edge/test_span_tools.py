@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nsa
-from nsa.testing import strategies
+from nsa.testing.matrix import strategies
 
 KEYS, N = 24, 5
 HUGE = 2**62

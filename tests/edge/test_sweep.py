@@ -11,9 +11,9 @@ import yaml
 import nsa
 from nsa.kernels import query_major, tiles
 from nsa.kernels.tiles import Choice, Point
-from nsa.testing import sweep, tilings
-from nsa.testing.cases import Case
-from nsa.testing.timing import Timing
+from nsa.testing.clock.timing import Timing
+from nsa.testing.matrix.case import Case
+from nsa.tuning import sweep, tilings
 
 H100 = "NVIDIA H100 80GB HBM3"
 FACTS = {"gpu": H100, "torch": "2.11.0", "triton": "3.6.0", "commit": "abc"}

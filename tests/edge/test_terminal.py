@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from nsa.testing import terminal
-from nsa.testing.cases import Case, long_context
+from nsa.testing.matrix.case import Case, long_context
+from nsa.testing.report import terminal
 
 pytest_plugins = ["pytester"]
-ROOT = Path(terminal.__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 BASELINE = ROOT / "tests" / "perf" / "baselines" / "nvidia-h100-80gb-hbm3"
 BENCHMARKS = """
 import json, pathlib, pytest
-from nsa.testing.measure import gate_figures
-from nsa.testing.timing import Timing, clock
+from nsa.testing.clock.measure import gate_figures
+from nsa.testing.clock.timing import Timing, clock
 
 pytestmark = pytest.mark.benchmark(timer=clock)
 DATA = json.loads(pathlib.Path(__file__).with_name("names.json").read_text())

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.testing.cases import Case
-from nsa.testing.compare import Oracle, assert_parity
+from nsa.testing.contestants.named import prove, returns
+from nsa.testing.contestants.ours import Impl
 from nsa.testing.fixtures import case, over_third_parties, problem, third_party
-from nsa.testing.impls import Impl
+from nsa.testing.judge.forward import Oracle, assert_parity
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.problem import Problem
 from nsa.testing.plugin import current_lane
-from nsa.testing.problem import Problem
-from nsa.testing.third_party import prove, returns
 
 from .conftest import LANE_DTYPES, drowned
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from nsa import settings
-from nsa.testing import files, outputs, thresholds
-from nsa.testing.recording import load, speedup
+from nsa.testing import options
+from nsa.testing.report.recording import load, speedup
+from nsa.tuning import files, thresholds
 
 DATA = Path(__file__).parent / "data" / "h100-core-trimmed.json"  # an H100 run as recorded, some benchmarks and keys
 FACTS = {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.11.0+cu130", "triton": "3.6.0", "commit": "abc123"}
@@ -184,7 +185,7 @@ class Session:
 def test_green_run_updates_the_packaged_thresholds(tmp_path, monkeypatch):
     monkeypatch.setattr(settings, "packaged_devices", lambda: tmp_path)
     session = Session()
-    [note] = outputs.finish(session, everywhere(), [])
+    [note] = options.finish(session, everywhere(), [])
     assert note == f"thresholds: sel_triton_min_L = 16 written to {tmp_path / 'nvidia-h100-80gb-hbm3.yaml'}"
     assert session.exitstatus == pytest.ExitCode.OK
 
@@ -192,19 +193,19 @@ def test_green_run_updates_the_packaged_thresholds(tmp_path, monkeypatch):
 def test_red_or_incomplete_run_updates_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(settings, "packaged_devices", lambda: tmp_path)
     red = Session(pytest.ExitCode.TESTS_FAILED)
-    assert "only a green run" in outputs.finish(red, everywhere(), [])[0]
+    assert "only a green run" in options.finish(red, everywhere(), [])[0]
     incomplete = Session()
-    assert "combinations were not measured" in outputs.finish(incomplete, [fact(5, 64)], [])[0]
+    assert "combinations were not measured" in options.finish(incomplete, [fact(5, 64)], [])[0]
     assert incomplete.exitstatus == pytest.ExitCode.TESTS_FAILED
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("option", ["nsa_hot", "nsa_no_check", "nsa_shape"])
 def test_thresholds_need_cold_checked_cases_of_their_own(monkeypatch, option):
-    monkeypatch.setattr(outputs, "current_lane", lambda: "gpu")
+    monkeypatch.setattr(options, "current_lane", lambda: "gpu")
     value = ["L=64"] if option == "nsa_shape" else True
     with pytest.raises(pytest.UsageError, match=f"leave out --{option.replace('_', '-')}"):
-        outputs.check(Session(dist="no", **{option: value}))
+        options.check(Session(dist="no", **{option: value}))
 
 
 def test_every_case_it_needs_is_collected(run_pytest, request):

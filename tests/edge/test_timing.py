@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nsa.testing import timing
-from nsa.testing.timing import InvalidMeasurement, Timing, time_host
+from nsa.testing.clock import timing
+from nsa.testing.clock.timing import InvalidMeasurement, Timing, time_host
 
 
 def test_iters_warmup_and_resolution():

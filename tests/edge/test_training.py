@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nsa.testing import cases, prefill, training
-from nsa.testing.cases import Case
-from nsa.testing.measure import gate_figures
-from nsa.testing.physics import Ceilings
-from nsa.testing.timing import InvalidMeasurement, Timing
-from nsa.testing.training import Trainee
+from nsa.testing.clock import training
+from nsa.testing.clock.guard import Ceilings
+from nsa.testing.clock.measure import gate_figures
+from nsa.testing.clock.timing import InvalidMeasurement, Timing
+from nsa.testing.clock.training import Trainee
+from nsa.testing.contestants import prefill
+from nsa.testing.matrix import case
+from nsa.testing.matrix.case import Case
 
 CASE = Case(2, 16, 16, 32, 128, "prefill", "fp32", HKV=2, S=64, S_kv=64, block_size=8)
 ALWAYS = {"supports": lambda case: None}
@@ -27,7 +29,7 @@ def unknown(monkeypatch):
 def problem(request, monkeypatch):
     """Also as one that counts as large, of which some queries and blocks are looked at."""
     if request.param == "large":
-        monkeypatch.setattr(cases, "LARGE", 0)
+        monkeypatch.setattr(case, "LARGE", 0)
     return CASE.make("cpu")
 
 

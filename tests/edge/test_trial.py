@@ -14,7 +14,7 @@ import nsa
 from nsa import probe, settings, trial
 from nsa.kernels import backward, backward_tiles, combine, key_major, key_tiles, query_major, tiles
 from nsa.kernels.launch import Variant
-from nsa.testing.aot_points import ARCHITECTURES
+from nsa.testing.compile.points import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("fresh_routes", "fresh_plans")
 SCRIPT = Path(__file__).with_name("trial_variants.py")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nsa.testing import aot, budgets, draws
+from nsa.testing import profiles
+from nsa.testing.compile import budgets, matrix
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = {path.stem: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
@@ -171,7 +172,7 @@ def test_every_triton_that_must_work_compiles_the_kernels_every_night():
     *pinned, last = job["strategy"]["matrix"]["triton"]
     assert last == "newest"
     passed = {entry["triton"] for entry in yaml.safe_load(budgets.PASSED.read_text())["passed"]}
-    assert [".".join(map(str, aot.minor(version))) for version in pinned] == sorted(passed, key=aot.minor)
+    assert [".".join(map(str, matrix.minor(version))) for version in pinned] == sorted(passed, key=matrix.minor)
     (step,) = (step for step in job["steps"] if "run" in step)
     assert step["run"] == '.ci/aot "$TRITON"'
     assert step["env"]["TRITON"] == "${{ matrix.triton }}"
@@ -189,7 +190,7 @@ def test_calls_are_drawn_at_length_every_night(run_pytest):
     python, *arguments = shlex.split(command)
     assert (python, arguments[:2]) == (".venv/bin/python", ["-m", "pytest"])
     assert arguments[arguments.index("--hypothesis-profile") + 1] == "deep"
-    assert draws.EXAMPLES["deep"] >= 10 * draws.EXAMPLES[draws.DEFAULT]
+    assert profiles.EXAMPLES["deep"] >= 10 * profiles.EXAMPLES[profiles.DEFAULT]
     done = run_pytest(*arguments[2:], "-n", "0", "--collect-only", "-q", "-p", "no:cacheprovider", cwd=ROOT)
     chosen = {line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
     drawn = {
@@ -199,7 +200,7 @@ def test_calls_are_drawn_at_length_every_night(run_pytest):
         if isinstance(test, ast.FunctionDef) and any("given(" in ast.unparse(x) for x in test.decorator_list)
     }
     assert chosen == drawn
-    assert len(drawn) * draws.EXAMPLES["deep"] * SECONDS_A_CALL / 2 < 0.8 * 60 * job["timeout-minutes"]
+    assert len(drawn) * profiles.EXAMPLES["deep"] * SECONDS_A_CALL / 2 < 0.8 * 60 * job["timeout-minutes"]
 
 
 def test_nightly_script_asks_for_a_version():

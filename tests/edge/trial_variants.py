@@ -13,7 +13,7 @@ import torch
 from nsa import probe, settings, trial
 from nsa.kernels import backward, backward_tiles, combine, key_major, key_tiles, query_major, tiles
 from nsa.kernels.launch import Variant
-from nsa.testing import aot_child, aot_points
+from nsa.testing.compile import child, points
 
 
 class Launched(BaseException):
@@ -41,14 +41,14 @@ def main() -> None:
             setattr(module, name, value)
 
     report = {}
-    gpus = [chip for chip in aot_points.ARCHITECTURES.values() if chip.backend == "cuda"]
-    for chip, point in [(gpu, point) for gpu in gpus for point in aot_points.points(gpu, "full")]:
+    gpus = [chip for chip in points.ARCHITECTURES.values() if chip.backend == "cuda"]
+    for chip, point in [(gpu, point) for gpu in gpus for point in points.points(gpu, "full")]:
         query_major.device_limits = lambda device, chip=chip: (chip.capability, chip.processors)
         query_major.gpu_name = lambda device, chip=chip: chip.gpu
         seen.clear()
         restore()
         settings.reload()
-        aot_child._call(point)
+        child._call(point)
         for what in list(seen):
             seen.clear()
             settings.reload()

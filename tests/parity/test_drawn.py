@@ -12,10 +12,10 @@ import nsa
 import nsa.kernels
 from nsa.kernels import backward_tiles
 from nsa.reference import selection_reference
-from nsa.testing import caches, strategies
-from nsa.testing.gradients import GradientOracle, assert_gradients
-from nsa.testing.problem import Problem
-from nsa.testing.strategies import BLOCKS, HUGE, INT32, PACKED, RANGES, Drawn, DrawnCache
+from nsa.testing.judge.gradients import GradientOracle, assert_gradients
+from nsa.testing.matrix import caches, strategies
+from nsa.testing.matrix.problem import Problem
+from nsa.testing.matrix.strategies import BLOCKS, HUGE, INT32, PACKED, RANGES, Drawn, DrawnCache
 from nsa.trial import poisoned_workspace
 
 from .test_kvcache import check

@@ -8,11 +8,11 @@ import triton.language as tl
 from nsa.kernels import tiles
 from nsa.kernels.primitives import gdc_launch_dependents
 from nsa.kernels.tiles import Choice
-from nsa.testing.cases import Case, core
-from nsa.testing.compare import Oracle, assert_parity
+from nsa.testing.contestants.ours import OF, OURS
 from nsa.testing.fixtures import over
-from nsa.testing.impls import OF, OURS
-from nsa.testing.problem import Problem
+from nsa.testing.judge.forward import Oracle, assert_parity
+from nsa.testing.matrix.case import Case, core
+from nsa.testing.matrix.problem import Problem
 
 pytestmark = pytest.mark.gpu
 ONE_EACH = [

@@ -2,10 +2,10 @@
 
 import pytest
 
-from nsa.testing.cases import Case
-from nsa.testing.compare import Oracle, assert_parity
+from nsa.testing.contestants.ours import OURS
 from nsa.testing.fixtures import over
-from nsa.testing.impls import OURS
+from nsa.testing.judge.forward import Oracle, assert_parity
+from nsa.testing.matrix.case import Case
 from nsa.testing.plugin import current_lane
 
 

@@ -7,8 +7,9 @@ import torch
 
 import nsa
 from nsa.kernels import key_major, key_tiles, tiles
-from nsa.testing import caches, sweep
+from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
+from nsa.tuning import sweep
 
 GPU = current_lane() == "gpu"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16} if GPU else {"fp32": torch.float32}

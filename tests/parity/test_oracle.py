@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from nsa.testing.cases import Case
-from nsa.testing.compare import Oracle, assert_parity, fp64, sdpa_same_keys, sum_variance
 from nsa.testing.fixtures import over
-from nsa.testing.gradients import GradientOracle, assert_gradients, multiplicity
-from nsa.testing.problem import Problem
+from nsa.testing.judge.forward import Oracle, assert_parity, fp64, sdpa_same_keys, sum_variance
+from nsa.testing.judge.gradients import GradientOracle, assert_gradients, multiplicity
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.problem import Problem
 
 PLAIN = [
     Case(2, 16, 24, 20, 12, "mixed", "fp32", HKV=2, S=3, S_kv=40),

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from nsa.testing.cases import Case
-from nsa.testing.compare import Oracle, assert_parity
+from nsa.testing.contestants.ours import OURS
+from nsa.testing.contestants.peers import installed
 from nsa.testing.fixtures import over
-from nsa.testing.impls import OURS
-from nsa.testing.peers import installed
+from nsa.testing.judge.forward import Oracle, assert_parity
+from nsa.testing.matrix.case import Case
 from nsa.testing.plugin import current_lane
 
 NAIVE = "fla.ops.nsa.naive"

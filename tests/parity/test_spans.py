@@ -10,11 +10,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nsa.kernels import tiles
-from nsa.testing import strategies, sweep
-from nsa.testing.cases import Case
-from nsa.testing.compare import Oracle, assert_parity
-from nsa.testing.impls import OURS
-from nsa.testing.strategies import BLOCKS, HUGE, INT32, PACKED, RANGES, Drawn
+from nsa.testing.contestants.ours import OURS
+from nsa.testing.judge.forward import Oracle, assert_parity
+from nsa.testing.matrix import strategies
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.strategies import BLOCKS, HUGE, INT32, PACKED, RANGES, Drawn
+from nsa.tuning import sweep
 
 VARLEN = Case(2, 32, 32, 100, 3, "few", "fp32", source="varlen")
 

@@ -9,12 +9,12 @@ import torch
 from nsa import settings
 from nsa.kernels import query_major, tiles
 from nsa.kernels.launch import TRITON
-from nsa.testing.cases import Case
-from nsa.testing.compare import Oracle, assert_parity
+from nsa.testing.contestants.ours import OF, OURS
 from nsa.testing.fixtures import over
-from nsa.testing.impls import OF, OURS
+from nsa.testing.judge.forward import Oracle, assert_parity
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.problem import Problem
 from nsa.testing.plugin import current_lane
-from nsa.testing.problem import Problem
 
 LONG = [
     Case(4, 64, 64, 1024, 1, "few", "fp16"),

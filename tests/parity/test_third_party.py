@@ -4,11 +4,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.testing.cases import Case
-from nsa.testing.compare import Oracle
-from nsa.testing.impls import Impl
-from nsa.testing.strategies import INT32, Drawn, seeds, selections
-from nsa.testing.third_party import prove
+from nsa.testing.contestants.named import prove
+from nsa.testing.contestants.ours import Impl
+from nsa.testing.judge.forward import Oracle
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.strategies import INT32, Drawn, seeds, selections
 
 FAR = 2**27 - 2  # blocks of 16 keys that far off end within int32
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from nsa.testing import ahead, outputs, timing
-from nsa.testing.cases import core, full, long_context
+from nsa.testing import options
+from nsa.testing.clock import precompile, timing
 from nsa.testing.fixtures import case, known, over_third_parties, problem, register, third_party
 from nsa.testing.gate import hooks
+from nsa.testing.matrix.case import core, full, long_context
 from nsa.testing.plugin import current_lane
-from nsa.testing.terminal import notes_key, published_key
+from nsa.testing.report.terminal import notes_key, published_key
 
 __all__ = ["case", "problem", "third_party"]
 ON_REQUEST = {"nsa_update_thresholds": "test_threshold.py", "nsa_update_schedules": "test_crossover.py"}
@@ -28,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Kernel benchmarks run over core, or over everything; a machine without a GPU shows one skip, not a hundred."""
     if "by_hand" in metafunc.fixturenames:
-        shapes = outputs.shapes(metafunc.config)
+        shapes = options.shapes(metafunc.config)
         return metafunc.parametrize("case", register(shapes), indirect=True, scope="module")
     cases = full() + long_context() if metafunc.config.getoption("nsa_full") else core()
     # Timed beside dense attention, not beside packing.
@@ -55,10 +56,10 @@ def compiled_ahead(request: pytest.FixtureRequest) -> None:
     items = [item for item in items if "case" in item.callspec.params]
     trained = known(item.callspec.params["case"] for item in items if item.path.name == MINUTES)
     cases = known(item.callspec.params["case"] for item in items if item.path.name != MINUTES)
-    worth = len(cases) >= ahead.WORTH or len(trained) > 1
+    worth = len(cases) >= precompile.WORTH or len(trained) > 1
     if current_lane() == "gpu" and worth and not request.config.getoption("nsa_sweep"):
         device = request.getfixturevalue("device")
-        ahead.compile_ahead(cases, device, ahead.processes(device), trained)
+        precompile.compile_ahead(cases, device, precompile.processes(device), trained)
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     name = collection_path.name
     if config.getoption("nsa_sweep") or name == "test_sweep.py":
         return None if config.getoption("nsa_sweep") and name == "test_sweep.py" else True
-    wanted = outputs.by_hand(config) == (name == "test_shape.py")
+    wanted = options.by_hand(config) == (name == "test_shape.py")
     for asked, needed in ON_REQUEST.items():
         wanted = wanted and (name != needed or config.getoption(asked))
     if name == MINUTES:
@@ -120,4 +121,4 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
-    config.stash[notes_key] = outputs.finish(session, config.stash[published_key], config.stash[rows_key])
+    config.stash[notes_key] = options.finish(session, config.stash[published_key], config.stash[rows_key])

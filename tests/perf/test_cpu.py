@@ -11,14 +11,14 @@ import torch
 
 import nsa
 from nsa.reference import packed_sdpa
-from nsa.testing import timing
-from nsa.testing.cases import Case
+from nsa.testing.clock import timing
+from nsa.testing.clock.cuda import HOST_SETS, buffer_sets
+from nsa.testing.clock.measure import gate_figures, measure, run_facts
+from nsa.testing.contestants.ours import FROM_SPANS, OURS
 from nsa.testing.fixtures import over
-from nsa.testing.graphs import HOST_SETS, buffer_sets
-from nsa.testing.impls import FROM_SPANS, OURS
-from nsa.testing.measure import gate_figures, measure, run_facts
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.problem import Problem
 from nsa.testing.plugin import current_lane
-from nsa.testing.problem import Problem
 
 pytestmark = [
     pytest.mark.benchmark(timer=timing.clock),

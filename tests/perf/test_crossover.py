@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.testing import crossover, timing
-from nsa.testing.measure import gate_figures, run_facts
+from nsa.testing.clock import timing
+from nsa.testing.clock.measure import gate_figures, run_facts
+from nsa.tuning import crossover
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 BUDGET_S = 0.02  # of samples for each kernel

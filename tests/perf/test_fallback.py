@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.testing import timing
-from nsa.testing.cases import Case
-from nsa.testing.compare import Oracle, assert_parity
-from nsa.testing.impls import FROM_SPANS, OURS, ROW_LOOP
-from nsa.testing.measure import gate_figures, run_facts
+from nsa.testing.clock import timing
+from nsa.testing.clock.measure import gate_figures, run_facts
+from nsa.testing.contestants.ours import FROM_SPANS, OURS, ROW_LOOP
+from nsa.testing.judge.forward import Oracle, assert_parity
+from nsa.testing.matrix.case import Case
 from nsa.testing.plugin import Lane
 
 pytestmark = pytest.mark.benchmark(timer=timing.clock)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from nsa.kernels.launch import DIRECT, Variant
-from nsa.testing import timing
-from nsa.testing.cases import Case
-from nsa.testing.impls import FROM_SPANS, OURS, PACKED
-from nsa.testing.measure import gate_figures, run_facts
+from nsa.testing.clock import timing
+from nsa.testing.clock.measure import gate_figures, run_facts
+from nsa.testing.contestants.ours import FROM_SPANS, OURS, PACKED
+from nsa.testing.matrix.case import Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 MAX_OVER_LAUNCHES = 1.3  # what a call may take the host, in times of what its bare Triton launches take

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.testing import timing
-from nsa.testing.impls import END_TO_END, OF, OURS, PACKED, Impl, packed_layouts
-from nsa.testing.measure import measure
-from nsa.testing.peers import peers
-from nsa.testing.problem import Problem
+from nsa.testing.clock import timing
+from nsa.testing.clock.measure import measure
+from nsa.testing.contestants.ours import END_TO_END, OF, OURS, PACKED, Impl, packed_layouts
+from nsa.testing.contestants.peers import peers
+from nsa.testing.matrix.problem import Problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 BUDGET_S = 0.01  # of samples for each: about ten of a millisecond. Core has 126 cases of these and 2 minutes

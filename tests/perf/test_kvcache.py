@@ -8,14 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nsa.testing import caches, timing
-from nsa.testing.cases import Case
-from nsa.testing.compare import reference_at
+from nsa.testing.clock import timing
+from nsa.testing.clock.measure import measure
+from nsa.testing.contestants.ours import END_TO_END, OURS, Impl, OtherWork
+from nsa.testing.contestants.peers import peers
 from nsa.testing.fixtures import over
-from nsa.testing.impls import END_TO_END, OURS, Impl, OtherWork
-from nsa.testing.measure import measure
-from nsa.testing.peers import peers
-from nsa.testing.problem import Problem
+from nsa.testing.judge.forward import reference_at
+from nsa.testing.matrix import caches
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.problem import Problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 BUDGET_S = 0.03

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.testing import prefill, timing
-from nsa.testing.impls import OURS, Impl
-from nsa.testing.measure import measure
-from nsa.testing.problem import Problem
+from nsa.testing.clock import timing
+from nsa.testing.clock.measure import measure
+from nsa.testing.contestants import prefill
+from nsa.testing.contestants.ours import OURS, Impl
+from nsa.testing.matrix.problem import Problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 BUDGET_S = 0.6  # of samples for each: 40 of ours at least, 10 of dense attention at 0.2 s a call

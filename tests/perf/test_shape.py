@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from nsa.dispatch import failures
-from nsa.testing import timing
-from nsa.testing.byhand import NO_TRITON, measure_shape, reference_of, row
-from nsa.testing.cases import Case
+from nsa.testing.clock import timing
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.problem import Problem
 from nsa.testing.plugin import Lane
-from nsa.testing.problem import Problem
+from nsa.testing.shapes import NO_TRITON, measure_shape, reference_of, row
 
 pytestmark = pytest.mark.benchmark(timer=timing.clock)
 BUDGET_S = 1.0  # few cases, and somebody waits for them: as many samples as were asked for

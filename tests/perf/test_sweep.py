@@ -7,10 +7,11 @@ import torch
 
 from nsa.kernels import query_major
 from nsa.kernels.tiles import Choice
-from nsa.testing import ahead, sweep, tilings, timing
-from nsa.testing.cases import Case
+from nsa.testing.clock import precompile, timing
+from nsa.testing.clock.measure import run_facts
 from nsa.testing.fixtures import over
-from nsa.testing.measure import run_facts
+from nsa.testing.matrix.case import Case
+from nsa.tuning import sweep, tilings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 
@@ -32,7 +33,7 @@ def deadly(
     """Everything this run will try, compiled on all cores: one after the other it would take most of an hour."""
     chosen = {item.callspec.params["case"] for item in request.session.items if hasattr(item, "callspec")}
     work = [(case, sweep.candidates(case, processors, largest)) for case in sweep.cases() if case.id in chosen]
-    return sweep.compile_all(work, ahead.processes(device))
+    return sweep.compile_all(work, precompile.processes(device))
 
 
 @over(sweep.cases())

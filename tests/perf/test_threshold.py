@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.testing import timing
-from nsa.testing.calibrate import LAYOUT_SHAPES, fast_layouts, layout_times
+from nsa.testing.clock import timing
+from nsa.testing.clock.measure import measure, run_facts
+from nsa.testing.contestants.ours import OURS
 from nsa.testing.fixtures import over
-from nsa.testing.impls import OURS
-from nsa.testing.measure import measure, run_facts
-from nsa.testing.problem import Problem
-from nsa.testing.thresholds import cases
+from nsa.testing.matrix.problem import Problem
+from nsa.tuning.calibrate import LAYOUT_SHAPES, fast_layouts, layout_times
+from nsa.tuning.thresholds import cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 BUDGET_S = 0.02  # of samples for each implementation

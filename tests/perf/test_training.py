@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.testing import prefill as dense
-from nsa.testing import timing, training
-from nsa.testing.cases import prefill
-from nsa.testing.measure import gate_figures, run_facts
-from nsa.testing.problem import Problem
+from nsa.testing.clock import timing, training
+from nsa.testing.clock.measure import gate_figures, run_facts
+from nsa.testing.contestants import prefill as dense
+from nsa.testing.matrix.case import prefill
+from nsa.testing.matrix.problem import Problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 BUDGET_S = 0.6  # of samples for each: 10 of dense attention at 0.3 s a call
@@ -18,7 +18,7 @@ MEMORY_VS_FLASH = 1.5  # bytes of a step at 32,768 tokens, 64/4, over those of f
 
 @pytest.mark.parametrize("what", training.WHAT)
 def test_training(what: str, problem: Problem, publish, sampling: dict[str, int]) -> None:
-    from nsa.testing.roofline import ceilings  # needs Triton and a GPU
+    from nsa.testing.clock.ceilings import ceilings  # needs Triton and a GPU
 
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         torch.cuda.empty_cache()

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from pytest_benchmark.storage.file import FileStorage
 
-from nsa.testing import outputs
+from nsa.testing import options
+from nsa.testing.clock.guard import undetectable
+from nsa.testing.clock.timing import Timing
 from nsa.testing.gate import against, store
 from nsa.testing.gate.run import Again, Gate, Info
 from nsa.testing.gate.store import Baseline, Key
 from nsa.testing.machine import commit
-from nsa.testing.physics import undetectable
-from nsa.testing.timing import Timing
 
-NOT_CORE = ("nsa_full", *outputs.BY_HAND, "nsa_impl", "nsa_update_thresholds", "nsa_update_schedules")
+NOT_CORE = ("nsa_full", *options.BY_HAND, "nsa_impl", "nsa_update_thresholds", "nsa_update_schedules")
 STORAGE = "--benchmark-storage"
 UPSTREAM_STORAGE = "file://./.benchmarks"  # pytest-benchmark's default, which means: not given
 _compare_key = pytest.StashKey[Any]()  # what --benchmark-compare said
@@ -65,7 +65,7 @@ def refusal(config: pytest.Config) -> str | None:
     asked = [name for name in (*names, "nsa_save_baseline", "nsa_recording", "nsa_against") if getattr(option, name)]
     if not asked:
         return None
-    first = outputs.spelled(asked[0])
+    first = options.spelled(asked[0])
     if getattr(option, "dist", "no") != "no" or getattr(option, "numprocesses", None):
         return f"{first} needs benchmarks, and under xdist there are none: leave out -n"
     if option.benchmark_disable and not option.benchmark_enable:
@@ -87,10 +87,10 @@ def refusal(config: pytest.Config) -> str | None:
         return f"{first}: what is gated or recorded is checked first: leave out --nsa-no-check"
     if baseline and option.nsa_sweep:
         return f"{first}: a sweep is no baseline: leave out --nsa-sweep"
-    sampled = list(outputs.sampled_otherwise(config))
+    sampled = list(options.sampled_otherwise(config))
     for what, wrong in (("", [name for name in NOT_CORE if getattr(option, name)]), (", sampled as ever", sampled)):
         if baseline and wrong:
-            other = outputs.spelled(wrong[0])
+            other = options.spelled(wrong[0])
             return f"{first}: a baseline is of core{what}: leave out {other} (--benchmark-json keeps everything)"
     return None
 
@@ -136,7 +136,7 @@ def _refused_parent(config: pytest.Config) -> str | None:
     first = "--nsa-against" if option.nsa_against else "--nsa-save-baseline"
     each = {"--benchmark-json": option.benchmark_json}
     if option.nsa_against:
-        each |= {"--junitxml": option.xmlpath} | {outputs.spelled(n): getattr(option, n) for n in outputs.WRITES}
+        each |= {"--junitxml": option.xmlpath} | {options.spelled(n): getattr(option, n) for n in options.WRITES}
         each |= {"--benchmark-compare": option.benchmark_compare, "--nsa-save-baseline": option.nsa_save_baseline}
     given = next((name for name, value in each.items() if value), None)
     if given is not None:

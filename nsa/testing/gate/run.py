@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nsa.testing.clock.timing import Timing
+from nsa.testing.contestants.ours import OURS
 from nsa.testing.gate import store, words
 from nsa.testing.gate.rule import LIMIT, Reading, Side, Verdict, function, judge
 from nsa.testing.gate.store import Baseline, Key
-from nsa.testing.impls import OURS
-from nsa.testing.timing import Timing
 
 Info = dict[str, Any]
 Again = Callable[[], tuple[Timing, Info]]

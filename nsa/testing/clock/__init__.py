@@ -1,0 +1,1 @@
+"""How long does it take? By the host's clock (`timing`) and on a GPU (`cuda`), and what this hardware forbids."""

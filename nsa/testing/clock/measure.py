@@ -1,0 +1,240 @@
+"""One measurement: is everybody right, then how long does each take, then what that means.
+
+Ours, SDPA in every layout and third parties are checked against the oracle before they are timed: a fast wrong answer
+is listed as wrong, not as fast.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+import nsa
+from nsa.dispatch import failures
+from nsa.testing.clock.cuda import buffer_sets, time_gpu, time_streams
+from nsa.testing.clock.guard import Ceilings, detectable, guard
+from nsa.testing.clock.timing import InvalidMeasurement, Timing, time_host
+from nsa.testing.contestants.ours import Impl
+from nsa.testing.judge.forward import Oracle, assert_parity, mean_abs_error
+from nsa.testing.machine import commit, device_name, triton_version
+from nsa.testing.matrix.problem import Problem
+
+LATENCY_BUDGET_S = 0.02
+HOST_S = 1e-3  # an eager call on a GPU that takes longer than this is not the host's time
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Times of `name` and of its comparators on one problem; `left_out` says why a comparator has none."""
+
+    problem: Problem
+    name: str
+    times: dict[str, Timing]
+    left_out: dict[str, str]
+    mae: float | None  # None: nobody checked (--nsa-no-check)
+    ceilings: Ceilings | None = None  # on a GPU
+    extra: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Timing] = field(default_factory=dict)  # call_latency, packing, concurrency: not kernel time
+
+    @property
+    def ours(self) -> Timing:
+        """The timing under test."""
+        return self.times[self.name]
+
+    def best(self, names: Iterable[str]) -> str | None:
+        """The fastest of some comparators, or None if none of them ran."""
+        ran = [n for n in names if n in self.times]
+        return min(ran, key=lambda n: self.times[n].median) if ran else None
+
+    def speedup(self, name: str | None) -> float | None:
+        """How many times faster than `name` the implementation under test is."""
+        return None if name not in self.times else self.times[name].median / self.ours.median
+
+    def info(self, layouts: Iterable[str], controls: Iterable[str]) -> dict[str, Any]:
+        """Everything worth storing beside the samples, as JSON can hold it. Ratios are of medians of one run.
+
+        Args:
+            layouts: the comparators that do SDPA on rows already packed.
+            controls: the plain-torch calls that do the same work; the fastest of those that ran is the gate's control.
+        """
+        p, ours, best = self.problem, self.ours, self.best(layouts)
+        bandwidth = p.unique_bytes / ours.median
+        info = run_facts(p.q.device) | p.case.fields()
+        info |= {
+            "impl": self.name,
+            "seed": p.seed,
+            "bytes": p.unique_bytes,
+            "flops": p.flops,
+            "gbps": bandwidth / 1e9,
+            "share_of_ceiling": bandwidth / self.ceilings.memory if self.ceilings else None,
+            "ceiling_gbps": self.ceilings.memory / 1e9 if self.ceilings else None,
+            "ceiling_tflops": self.ceilings.matmul / 1e12 if self.ceilings else None,
+            "speedup_vs_sdpa_packed": self.speedup("packed"),
+            "speedup_vs_sdpa_expanded": self.speedup("expanded_flash"),
+            "speedup_vs_sdpa_best": self.speedup(best),
+            "sdpa_best": best,
+            "speedup_vs_sdpa_end_to_end": self.speedup("gather_gqa"),
+            "speedup_vs_fallback": self.speedup("sdpa"),
+            "mae": self.mae,
+            "intervals": {name: list(t.interval()) for name, t in self.times.items()},
+            "medians": {name: t.median for name, t in self.times.items()},
+            "left_out": self.left_out,
+        }
+        return gate_figures(self.times, controls, self.name) | info | self._figures() | self.extra
+
+    def _figures(self) -> dict[str, Any]:
+        """`figures`: kernel time, call latency, packing and concurrency, each with its own interval."""
+        figures = {name: t.figure() for name, t in self.figures.items()}
+        figures = {"kernel" if self.ours.how != "host" else "call_latency": self.ours.figure()} | figures
+        if "concurrency" in self.figures:
+            together = self.figures["concurrency"]
+            streams = int(self.extra["streams"])
+            figures["concurrency"] |= {"streams": streams, "gain": streams * self.ours.median / together.median}
+        limits = self.ceilings
+        claim = detectable(self.ours, self.problem.unique_bytes, self.problem.flops, limits) if limits else None
+        return {"figures": figures, "checked": self.mae is not None, "share_of_guard": claim}
+
+
+def run_facts(device: torch.device) -> dict[str, Any]:
+    """Where and of what a figure was taken."""
+    return {
+        "gpu": device_name() if device.type == "cuda" else None,
+        "device": device_name(),
+        "torch": torch.__version__,
+        "triton": triton_version(),
+        "commit": commit(),
+    }
+
+
+def verdict(impl: Impl, oracle: Oracle) -> str | None:
+    """None if the implementation runs and is right, else why not, in a line."""
+    p = oracle.problem
+    if (reason := impl.supports(p.case)) is not None:
+        return f"unsupported: {reason}"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # where torch says why a backend of SDPA refuses
+            result = impl.run(p)
+        if impl.other is None:
+            assert_parity(result, oracle, impl.name)
+        else:
+            impl.other.check(p, result if isinstance(result, torch.Tensor) else result[0])
+    except NotImplementedError as e:
+        return f"unsupported: {e}"
+    except AssertionError as e:
+        return f"wrong: {e}"
+    except failures() as e:
+        return f"cannot run: {type(e).__name__}: {(str(e).splitlines() or ['no message'])[0][:150]}"
+    return None
+
+
+def measure(
+    p: Problem,
+    ours: Impl,
+    others: Iterable[Impl],
+    *,
+    iters: int,
+    warmup: int,
+    budget_s: float,
+    least: int = 10,
+    hot: bool = False,
+    streams: int = 1,
+    check: bool = True,
+) -> Measurement:
+    """Check, then time `ours` and `others` on `p`, in turn. Of a large problem (`Case.large`) kernel time only.
+
+    Args:
+        hot: one buffer set, found in L2, instead of cold rotated ones.
+        streams: with 2 or more, also the wall time of that many CUDA streams at once.
+        check: False leaves `ours` unchecked, to see what the physics guard alone refuses.
+
+    Raises:
+        AssertionError: `ours` is wrong, or a time is impossible on this hardware (`InvalidMeasurement`).
+        NotImplementedError: `ours`, a third party's, does not do this case.
+    """
+    oracle = Oracle.of(p)
+    result, launched = ours.run_counted(p)
+    mae = None
+    if check:
+        assert_parity(result, oracle, ours.name)
+        mae = mean_abs_error(result[0] if isinstance(result, tuple) else result, oracle)
+    reasons = {impl.name: verdict(impl, oracle) for impl in others}
+    impls = [ours, *(impl for impl in others if reasons[impl.name] is None)]
+    left_out = {name: reason for name, reason in reasons.items() if reason is not None}
+    del oracle, result  # memory for the buffer sets
+    sets, cold = buffer_sets(p, hot=hot)
+    rotations = {impl.name: [partial(impl.run, s) for s in sets] for impl in impls}
+    if p.q.device.type != "cuda":
+        times = time_host(rotations, iters=iters, warmup=warmup, budget_s=budget_s, least=least)
+        return Measurement(p, ours.name, times, left_out, mae, extra={"launched": dict(launched)})
+
+    from nsa.testing.clock.ceilings import ceilings  # needs Triton and a GPU
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rotated = time_gpu(rotations | _packing(sets), iters=iters, warmup=warmup, budget_s=budget_s, cold=cold)
+        sampling = {"iters": iters, "warmup": warmup}
+        figures = {} if "packing" not in rotated else {"packing": rotated.pop("packing")}
+        if not p.case.large:  # the host is ahead by milliseconds, and a sample would keep the GPU busy for seconds
+            figures |= time_host(
+                {"call_latency": rotations[ours.name][0]},
+                **sampling, budget_s=LATENCY_BUDGET_S, sync=torch.cuda.synchronize,
+            )  # fmt: skip
+        if streams > 1:
+            together = time_streams(rotations[ours.name], streams, **sampling, budget_s=budget_s, cold=cold)
+            figures |= {} if together is None else {"concurrency": together}
+    # An eager call is the host's time, not the kernel's. A third party's own stands, and says how it was timed.
+    for name in [name for name, timing in rotated.items() if timing.how != "graph"]:
+        if name == ours.name and launched:  # a kernel of ours
+            raise InvalidMeasurement(f"invalid measurement: {name} was not captured: {rotated[name].refused}")
+        if name != ours.name and not (p.case.large and rotated[name].median > HOST_S):
+            left_out[name] = f"not captured: {rotated.pop(name).refused}"
+    limits = ceilings(p.q.device)
+    work = {impl.name: impl.other.flops(p) for impl in impls if impl.other is not None}
+    for name, timing in rotated.items():
+        guard(name, timing, p.unique_bytes, work.get(name, p.flops), limits)
+        timing.resolved(name)
+    if "concurrency" in figures:
+        name, many = f"{ours.name} on {streams} streams", figures["concurrency"]
+        guard(name, many, streams * p.unique_bytes, streams * p.flops, limits)
+    extra = {"streams": streams, "launched": dict(launched)}
+    return Measurement(p, ours.name, rotated, left_out, mae, limits, extra, figures)
+
+
+def _packing(sets: list[Problem]) -> dict[str, list[Any]]:
+    """Packing alone, from cache and spans: a figure of its own, part of nobody's kernel time."""
+    p = sets[0]
+    if p.case.large or p.case.source in ("rows", "varlen") or p.cu_seqlens is not None or p.q_positions is not None:
+        return {}
+    L = p.key_index[0].shape[1]
+    return {"packing": [partial(nsa.pack_rows, s.k, s.v, s.ranges, max_selected=L) for s in sets]}
+
+
+def gate_figures(times: dict[str, Timing], controls: Iterable[str], ours: str = "ours") -> dict[str, Any]:
+    """The fields by which a benchmark is gated: its control, and the samples of every call that may be its control.
+
+    Args:
+        controls: names of such calls; the fastest of those that were timed is the control.
+    """
+    mine, others = times[ours], {name: times[name] for name in controls if name in times}
+    control = min(others, key=lambda name: others[name].median, default=None)
+    fields: dict[str, Any] = {"control": control, "control_median": None, "ratio_to_control": None}
+    if control is not None:
+        fields["control_median"] = others[control].median
+        fields["ratio_to_control"] = mine.median / others[control].median
+        fields["control_samples"] = {name: [_short(x) for x in t.samples] for name, t in others.items()}
+    return fields | {
+        "ci95": list(mine.interval()),
+        "timing": {"how": mine.how, "cold": mine.cold, "sets": mine.sets, "calls_per_sample": mine.calls},
+        "figures": {"call_latency": mine.figure()},
+    }
+
+
+def _short(seconds: float) -> float:
+    """Seven digits: a file holds thousands of samples, and the last digits of none of them mean anything."""
+    return float(f"{seconds:.7g}")

@@ -1,0 +1,73 @@
+"""Compile what a run will launch before it begins, on all cores: one after the other takes half of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+import torch
+
+from nsa.dispatch import failures
+from nsa.testing.clock import training
+from nsa.testing.contestants import prefill
+from nsa.testing.contestants.ours import OF, OURS
+from nsa.testing.matrix.case import Case
+from nsa.testing.plugin import GIB_PER_WORKER
+
+SHORT = 8192  # tokens of a prompt that is still a long one to whoever chooses kernels by shape
+WORTH = 16  # cases from which on it pays to start processes
+
+
+def processes(device: torch.device) -> int:
+    """How many processes may compile at a time: as memory on the GPU and processors allow."""
+    memory = torch.cuda.get_device_properties(device).total_memory // (GIB_PER_WORKER << 30)
+    return max(1, min(memory, len(os.sched_getaffinity(0)) - 2))
+
+
+def compile_ahead(cases: Sequence[Case], device: torch.device, count: int, trained: Sequence[Case] = ()) -> None:
+    """Run our implementation of each case once in ``count`` child processes, for what that leaves in Triton's cache.
+
+    A case that fails in a child, or kills it, fails in the run itself, which says why. Long prompts are compiled for on
+    shorter ones of as many heads, which take the same kernels and not gigabytes in each child.
+
+    Args:
+        cases: of which the forward pass is timed.
+        trained: of which gradients are.
+    """
+    forward, both = (list(dict.fromkeys(map(_shorter, some))) for some in (cases, trained))
+    context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
+    with contextlib.suppress(BrokenProcessPool), ProcessPoolExecutor(count, mp_context=context) as children:
+        jobs = [*((_train, case) for case in both), *((_run, case) for case in forward)]
+        for done in [children.submit(job, case, str(device)) for job, case in jobs]:
+            done.result()
+
+
+def _shorter(case: Case) -> Case:
+    if not case.large:
+        return case
+    S = min(case.S, SHORT)
+    return dataclasses.replace(case, N=case.B * S * case.HKV, S=S, S_kv=S, shared=0.0)
+
+
+def _train(case: Case, device: str) -> None:
+    with contextlib.suppress(*failures(), AssertionError):
+        problem = case.make(torch.device(device))
+        for one in (training.ours(), *training.beside()):
+            with contextlib.suppress(*failures(), AssertionError, NotImplementedError):
+                if one.supports(case) is None:
+                    training.gradients(one, problem, training.draw_do(problem))
+
+
+def _run(case: Case, device: str) -> None:
+    beside = [impl for impl in prefill.beside() if impl.other is None] if case.dist == "prefill" else []
+    with contextlib.suppress(*failures(), AssertionError):
+        problem = case.make(torch.device(device))
+        for impl in (OURS[OF[case.source]], *beside):
+            with contextlib.suppress(*failures(), AssertionError):
+                if impl.supports(case) is None:
+                    impl.run(problem)

@@ -1,0 +1,357 @@
+"""Training on a prompt: backward pass and whole step of our front door, dense causal attention and other people's.
+
+Everybody goes through autograd, as a model does. Gradients of whoever selects are checked before anything is timed: of
+small problems all (`gradients.py`), of large ones dQ of some queries and dK, dV of some blocks. Dense attention is
+torch's own, and refused only where it is impossibly fast. Time is taken by CUDA events around eager calls, in turn:
+they take milliseconds, and the host is ahead.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import nsa
+from nsa.dispatch import failures
+from nsa.reference import selection_reference
+from nsa.testing.clock.guard import Ceilings, guard
+from nsa.testing.clock.timing import LEAST, Timing, in_turn
+from nsa.testing.contestants import prefill
+from nsa.testing.contestants.peers import FLA, fla_supports, installed, tune_for
+from nsa.testing.judge.forward import describe, some_queries
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.problem import Problem
+
+Attend = Callable[[Problem, Tensor, Tensor, Tensor], Tensor]
+Gradients = tuple[Tensor, ...]
+WHAT = ("backward", "step")
+BLOCKS = 3  # of a large problem, whose dK and dV are compared
+LEAD_CYCLES = 4_000_000  # 2 ms of an H100, in which the host queues a whole step: an idle GPU would time its launches
+CLOCK_TICK_S = 5e-7  # what CUDA documents for the resolution of event times
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """Something differentiable: `attend(p, q, k, v) -> O [B,S,HQ,Dv]`; `selects`: its numbers are the selection's."""
+
+    name: str
+    attend: Attend
+    supports: Callable[[Case], str | None]
+    selects: bool = True
+
+
+@dataclass(frozen=True)
+class Training:
+    """Times of everybody's backward pass and step on one problem, and what a step's memory peaks at beside inputs."""
+
+    problem: Problem
+    times: dict[str, dict[str, Timing]]  # by what, then by name
+    peaks: dict[str, int]  # bytes by name; empty on a CPU
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+@functools.cache
+def ours(backend: str = "triton") -> Trainee:
+    """The front door."""
+
+    def attend(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = nsa.selection_attention(q, k, v, **p.selection, backend=backend)
+        assert isinstance(o, Tensor)
+        return o
+
+    return Trainee("ours", attend, lambda case: None)
+
+
+@functools.cache
+def beside() -> tuple[Trainee, ...]:
+    """Dense causal attention by cuDNN and flash, and fla-core where it is installed."""
+    found = [Trainee(name, _dense(name), prefill.plain, selects=False) for name in prefill.BACKENDS]
+    function = getattr(installed(FLA), "ParallelNSAFunction", None)
+    if function is not None:
+
+        def fla(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            scale = p.scale or p.case.D**-0.5
+            tune_for(FLA, q, k)
+            try:
+                o = function.apply(q, k, v, p.block_indices, p.case.n, p.block_size, scale, None)
+            except (TypeError, AttributeError) as error:
+                raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
+            assert isinstance(o, Tensor)
+            return o
+
+        found.append(Trainee("fla", fla, fla_supports))
+    return tuple(found)
+
+
+def _dense(name: str) -> Attend:
+    def attend(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return prefill.attend(p, prefill.BACKENDS[name], q, k, v)
+
+    return attend
+
+
+def train(
+    p: Problem,
+    trainees: Iterable[Trainee],
+    *,
+    iters: int,
+    warmup: int,
+    budget_s: float,
+    what: Iterable[str] = WHAT,
+    check: bool = True,
+) -> Training:
+    """Check everybody's gradients, then time `what` of `WHAT`; the first is the one under test.
+
+    Raises:
+        AssertionError: the first one's gradients are wrong, or a time is impossible on this hardware.
+        NotImplementedError: it does not do this case.
+    """
+    first, *others = trainees
+    do = draw_do(p)
+    left_out: dict[str, str] = {}
+    if check and _verdicts.get((first, describe(p)), "nobody looked") is not None:
+        check_gradients(p, do, gradients(first, p, do), first.name)
+        _verdicts[first, describe(p)] = None
+    kept = [first]
+    for one in others:
+        key = one, describe(p)
+        if key not in _verdicts:
+            _verdicts[key] = verdict(one, p, do)
+        reason = _verdicts[key]
+        if reason is None:
+            kept.append(one)
+        else:
+            left_out[one.name] = reason
+    peaks = {one.name: _peak(one, p, do) for one in kept} if p.q.is_cuda else {}
+    times = {}
+    for each in what:
+        calls = {one.name: _call(each, one, p, do) for one in kept}
+        times[each] = _time(calls, p, iters, warmup, budget_s)
+        if p.q.is_cuda:
+            from nsa.testing.clock.ceilings import ceilings  # needs Triton and a GPU
+
+            _possible(p, kept, each, times[each], ceilings(p.q.device))
+        del calls  # and the graphs that backward passes keep
+    return Training(p, times, peaks, left_out)
+
+
+def _possible(p: Problem, timed: list[Trainee], what: str, times: dict[str, Timing], limits: Ceilings) -> None:
+    """Refuse times that matrix units cannot reach: backward multiplies twice as much as forward, at least."""
+    for one in timed:
+        flops = p.flops if one.selects else prefill.DENSE.flops(p)
+        guard(f"{one.name}, {what}", times[one.name], p.unique_bytes, flops * {"backward": 2, "step": 3}[what], limits)
+
+
+_verdicts: dict[tuple[Trainee, str], str | None] = {}
+"""Of this process: exact gradients take longer than what is timed, and a backward pass and a step have the same."""
+
+
+def draw_do(p: Problem) -> Tensor:
+    """The gradient of the output, N(0, 1)."""
+    g = torch.Generator(p.q.device).manual_seed(p.seed + 1)
+    return torch.randn((*p.q.shape[:-1], p.case.Dv), generator=g, device=p.q.device).to(p.q.dtype)
+
+
+def verdict(one: Trainee, p: Problem, do: Tensor) -> str | None:
+    """None if it runs and, where it selects, its gradients are right; else why not."""
+    reason = one.supports(p.case)
+    if reason is not None:
+        return f"unsupported: {reason}"
+    try:
+        got = gradients(one, p, do)
+        if one.selects:
+            check_gradients(p, do, got, one.name)
+    except NotImplementedError as error:
+        return f"unsupported: {error}"
+    except AssertionError as error:
+        return f"wrong: {error}"
+    except failures() as error:
+        return f"cannot run: {type(error).__name__}: {(str(error).splitlines() or ['no message'])[0][:150]}"
+    return None
+
+
+def _leaves(p: Problem) -> list[Tensor]:
+    return [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
+
+
+def gradients(one: Trainee, p: Problem, do: Tensor) -> Gradients:
+    """``(dq, dk, dv)`` of ``sum(O * do)``, through autograd."""
+    leaves = _leaves(p)
+    return torch.autograd.grad(one.attend(p, *leaves), leaves, do)
+
+
+def _call(what: str, one: Trainee, p: Problem, do: Tensor) -> Callable[[], object]:
+    if what == "step":
+        return lambda: gradients(one, p, do)
+    leaves = _leaves(p)
+    o = one.attend(p, *leaves)
+    return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+
+def _peak(one: Trainee, p: Problem, do: Tensor) -> int:
+    """Bytes that a step takes at most beside its inputs; outputs and gradients are in it."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(p.q.device)
+    torch.cuda.reset_peak_memory_stats(p.q.device)
+    gradients(one, p, do)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated(p.q.device) - before
+
+
+def _time(
+    calls: dict[str, Callable[[], object]], p: Problem, iters: int, warmup: int, budget_s: float
+) -> dict[str, Timing]:
+    """Seconds a call, in turn; `budget_s` of samples for each, `LEAST` at least."""
+    clock = _event_s if p.q.is_cuda else _host_s
+    counts: dict[str, int] = {}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for name, call in calls.items():
+        once = min(clock(call) for _ in range(2))
+        counts[name] = max(LEAST, min(iters, int(budget_s / max(once, 1e-9))))
+        for _ in range(min(warmup, counts[name] // LEAST)):
+            clock(call)
+    for name in in_turn(counts):
+        samples[name].append(clock(calls[name]))
+    how, tick = ("eager", CLOCK_TICK_S) if p.q.is_cuda else ("host", 1e-7)
+    return {name: Timing(x, how, False, 1, 1, tick).resolved(name) for name, x in samples.items()}
+
+
+def _event_s(call: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(LEAD_CYCLES)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def _host_s(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+# --- are gradients right ----------------------------------------------------------------------------------------------
+
+
+def check_gradients(p: Problem, do: Tensor, got: Gradients, name: str) -> None:
+    """Of dq for some queries, of dk and dv for some blocks, the first among them, within rounding of the exact ones.
+
+    Each within 8 eps of the largest number there is, as weights and their gradients are rounded to the dtype on the
+    way, and sums of thousands of them. Everything is finite.
+
+    Raises:
+        AssertionError: naming which gradient, where, its error and what rounding explains.
+    """
+    dq, dk, dv = got
+    for which, x in (("dq", dq), ("dk", dk), ("dv", dv)):
+        odd = int(x.isfinite().logical_not().sum())
+        assert not odd, f"{name} on {describe(p)}: {which}: {odd} are not finite"
+    at = some_queries(p)
+    exact = _exact(p, do, at, slice(None))[0]
+    _assert_near(dq.index_select(1, at), exact, f"{name} on {describe(p)}: dq of some queries")
+    if p.block_indices is None:
+        return
+    assert p.block_size is not None
+    for head in sorted({0, p.case.HKV - 1}):
+        exact_k, exact_v = _first_block(p, do, head)
+        where = f"{name} on {describe(p)}: {{}} of the first block, KV head {head}"
+        _assert_near(dk[:, : p.block_size, head], exact_k, where.format("dk"))
+        _assert_near(dv[:, : p.block_size, head], exact_v, where.format("dv"))
+    for block in _some_blocks(p):
+        keys = slice(block * p.block_size, (block + 1) * p.block_size)
+        for head in sorted({0, p.case.HKV - 1}):
+            readers = (p.block_indices[:, :, head] == block).any(-1).any(0).nonzero()[:, 0]
+            if not readers.numel():
+                continue
+            _, dk_exact, dv_exact = _exact(p, do, readers, slice(head, head + 1))
+            where = f"{name} on {describe(p)}: {{}} of block {block}, KV head {head}, {readers.numel()} queries"
+            _assert_near(dk[:, keys, head], dk_exact[:, keys, 0], where.format("dk"))
+            _assert_near(dv[:, keys, head], dv_exact[:, keys, 0], where.format("dv"))
+
+
+def _some_blocks(p: Problem) -> list[int]:
+    """A few of the later blocks: early ones have more readers than anybody wants to compute exactly."""
+    assert p.block_size is not None
+    count = -(-p.k.shape[1] // p.block_size)
+    return sorted({count * i // BLOCKS - 1 for i in range(2, BLOCKS + 1)} | {count // 2})
+
+
+def _first_block(p: Problem, do: Tensor, head: int) -> tuple[Tensor, Tensor]:
+    """dK and dV ``[B, block, D | Dv]`` of the first block in fp64: every query may read it, too many for `_exact`.
+
+    From what the forward pass says of each row, its output and LSE, which parity is about.
+    """
+    assert p.block_size is not None and p.block_indices is not None
+    o, lse = nsa.selection_attention(p.q, p.k, p.v, **p.selection, return_lse=True)
+    heads = slice(head * p.case.H, (head + 1) * p.case.H)
+    K, V = (x[:, : p.block_size, head].double() for x in (p.k, p.v))
+    scale = p.scale or p.case.D**-0.5
+    dk, dv = torch.zeros_like(K), torch.zeros_like(V)
+    key = torch.arange(K.shape[1], device=K.device)
+    for some in torch.arange(p.q.shape[1], device=K.device).split(8192):
+        q, grad, out = (x[:, some, heads].double() for x in (p.q, do, o))
+        times = (p.block_indices[:, some, head] == 0).sum(-1).double()  # [B, s]: listed twice counts twice
+        seen = key <= p.positions().view(p.q.shape[:2])[:, some, None] if p.causal else key >= 0
+        weights = torch.exp(torch.einsum("bsgd,bkd->bsgk", q, K) * scale - lse[:, some, heads, None].double())
+        weights = weights.masked_fill(~seen.expand(*times.shape, -1)[:, :, None], 0.0) * times[..., None, None]
+        ds = weights * (torch.einsum("bsgd,bkd->bsgk", grad, V) - (grad * out).sum(-1, keepdim=True))
+        dv += torch.einsum("bsgk,bsgd->bkd", weights, grad)
+        dk += torch.einsum("bsgk,bsgd->bkd", ds, q) * scale
+    return dk, dv
+
+
+def _exact(p: Problem, do: Tensor, at: Tensor, heads: slice) -> Gradients:
+    """Gradients in fp64, where no query but those at `at` and no KV head but `heads` counts."""
+    seen = p.at(at)
+    group = p.case.H
+    of_q = slice((heads.start or 0) * group, None if heads.stop is None else heads.stop * group)
+    leaves = [
+        x.double().requires_grad_() for x in (seen.q[:, :, of_q], seen.k[:, :, heads], seen.v[:, :, heads])
+    ]  # fmt: skip
+    selection: dict[str, Any] = {
+        name: x[:, :, heads] if isinstance(x, Tensor) and name in ("ranges", "block_indices") else x
+        for name, x in seen.selection.items()
+    }
+    o = selection_reference(*leaves, **selection)
+    assert isinstance(o, Tensor)
+    return torch.autograd.grad(o, leaves, do.index_select(1, at)[:, :, of_q].double())
+
+
+def _assert_near(got: Tensor, want: Tensor, where: str) -> None:
+    eps = torch.finfo(got.dtype).eps
+    bound = max(8 * eps, 1e-4 if got.dtype == torch.float32 else 0.0) * max(float(want.abs().max()), 1e-30)
+    error = float((got.double() - want).abs().max())
+    assert error <= bound, f"{where}: error {error:.4g}, rounding explains {bound:.4g}"
+
+
+# --- what to store ----------------------------------------------------------------------------------------------------
+
+
+def facts(result: Training, what: str) -> dict[str, Any]:
+    """Ratios to everybody, milliseconds and peaks, as JSON can hold them."""
+    times, case = result.times[what], result.problem.case
+    mine = times["ours"]
+    ratios = {
+        f"speedup_vs_{word}": times[name].median / mine.median if name in times else None
+        for word, name in {"cudnn": "dense_cudnn", "flash": "dense_flash", "fla": "fla"}.items()
+    }
+    peak = result.peaks.get("ours")
+    dense = result.peaks.get("dense_flash")
+    return ratios | {
+        "ms": mine.median * 1e3,
+        "ns_per_query": mine.median * 1e9 / (case.B * case.S),
+        "medians": {name: timing.median for name, timing in times.items()},
+        "intervals": {name: list(timing.interval()) for name, timing in times.items()},
+        "peak_bytes": result.peaks,
+        "memory_vs_flash": peak / dense if peak and dense else None,
+        "left_out": result.left_out,
+    }

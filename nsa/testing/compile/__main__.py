@@ -1,0 +1,7 @@
+"""`python -m nsa.testing.compile`."""
+
+import sys
+
+from nsa.testing.compile.matrix import main
+
+sys.exit(main())

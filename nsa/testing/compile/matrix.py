@@ -1,0 +1,168 @@
+"""The compile matrix: our kernels for GPUs that are not there, and what the compilers say of them.
+
+One child process per architecture (`child`): an MLIR abort kills the process it happens in, and Triton does not
+compile where TRITON_INTERPRET is set. `python -m nsa.testing.compile` compiles all that `points` lists with the
+Triton at hand, and writes what is committed: register budgets, and which architectures have passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from nsa import settings
+from nsa.testing.compile.points import ARCHITECTURES, Architecture
+from nsa.testing.machine import commit, triton_version
+
+ROOT = Path(__file__).parents[3]
+OVERHEARD = (3, 3)
+"""Since when Triton lets be read what the assembler says: 3.1 calls it through a shell, and deletes that at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compilers said of one kernel."""
+
+    point: str
+    kernel: str
+    shared: int  # bytes of shared memory
+    registers: int | None  # of a thread; None: this Triton does not let the assembler's report be read
+    spills: int | None  # bytes a thread stores to local memory because registers ran out; None likewise
+    mma: bool  # whether the tensor cores are used
+    cluster: bool  # whether programs of a cluster wait for each other
+    early: bool  # whether it may be launched before the kernel before it has ended
+    hasty: bool  # whether it is, and touches memory before it has waited
+    mixed: bool = False  # whether matrices that are swizzled differently take turns at one address of shared memory
+    askew: bool = False  # whether `wgmma` reads tiles behind shared memory after which no swizzle's pattern begins
+
+    @property
+    def name(self) -> str:
+        """By which its budget is found."""
+        return f"{self.point} {self.kernel}"
+
+
+def minor(version: str | None = None) -> tuple[int, int]:
+    """Triton's minor release, (3, 6) for 3.6.0; by default of the Triton installed."""
+    major, minor = (version or triton_version()).split(".")[:2]
+    return int(major), int(minor)
+
+
+def unsupported(architecture: Architecture, release: tuple[int, int]) -> str | None:
+    """Why this Triton release does not compile for `architecture`; None if it should."""
+    if release >= architecture.since:
+        return None
+    return f"{architecture.name} is not supported by Triton {_dotted(release)}: first by {_dotted(architecture.since)}"
+
+
+def _dotted(release: tuple[int, int]) -> str:
+    return ".".join(map(str, release))
+
+
+def compile_for(name: str, extent: str = "full", timeout: float = 900) -> list[Compiled]:
+    """Compile what `points` lists for architecture `name` in a child process.
+
+    Args:
+        extent: `quick` or `full`.
+        timeout: seconds.
+
+    Raises:
+        RuntimeError: with the point being compiled and the end of the child's output, if that process fails or dies.
+    """
+    environment = settings.child_environment(interpret=False)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "nsa.testing.compile.child", name, extent]
+    with tempfile.TemporaryDirectory() as cache:
+        environment["TRITON_CACHE_DIR"] = cache  # empty: the assembler's report is not cached
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    if done.returncode != 0:
+        said = done.stderr.splitlines()
+        last = next((line for line in reversed(said) if line.startswith("compiling ")), "before it compiled anything")
+        tail = "\n".join(said[-25:])
+        raise RuntimeError(f"{' '.join(command[1:])} exited with {done.returncode}, {last}:\n{tail}")
+    return [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m nsa.testing.compile", description=__doc__.partition("\n")[0])
+    parser.add_argument("architectures", nargs="*", metavar="ARCH", help=f"of {', '.join(ARCHITECTURES)}; default: all")
+    parser.add_argument("--update-budgets", action="store_true", help="write the registers and spills seen as budgets")
+    parser.add_argument("--record", action="store_true", help="write which architectures have passed with this Triton")
+    options = parser.parse_args(arguments)
+    unknown = set(options.architectures) - set(ARCHITECTURES)
+    if unknown:
+        parser.error(f"expected architectures of {', '.join(ARCHITECTURES)}, got {', '.join(sorted(unknown))}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile, complain, and write what was asked for; the exit status is 1 if anything is complained of."""
+    options = _options(arguments)
+    if options.record and _uncommitted():
+        print("expected what is compiled to be committed: a record names the commit", file=sys.stderr)
+        return 1
+    chosen = []
+    for architecture in (ARCHITECTURES[name] for name in options.architectures or ARCHITECTURES):
+        reason = unsupported(architecture, minor())
+        if reason is None:
+            chosen.append(architecture)
+        else:
+            print(reason)
+    failed = False
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as children:
+        for architecture, outcome in zip(chosen, children.map(_try, chosen), strict=True):
+            failed = bool(_judge(architecture, *outcome, options)) or failed
+    return int(failed)
+
+
+def _try(architecture: Architecture) -> tuple[list[Compiled], str, float]:
+    """The kernels, or why there are none, and the seconds that took."""
+    start = time.monotonic()
+    try:
+        return compile_for(architecture.name), "", time.monotonic() - start
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        return [], str(error), time.monotonic() - start
+
+
+def _judge(
+    architecture: Architecture, kernels: list[Compiled], error: str, seconds: float, options: argparse.Namespace
+) -> list[str]:
+    """Print what is to be said of one architecture, write what was asked for, and return what is complained of."""
+    from nsa.testing.compile import budgets
+
+    name, release = architecture.name, _dotted(minor())
+    if options.update_budgets and kernels:
+        budgets.update(release, name, kernels)
+    limits = budgets.load().of(release, name)
+    complaints = [error] if error else budgets.all_complaints(architecture, kernels, limits)
+    if options.record:
+        passed = 0 if complaints else len(kernels)
+        budgets.record(release, name, passed, time.strftime("%Y-%m-%d"), commit().partition("-")[0][:12])
+    print(f"{name}, Triton {release}: {_summary(kernels)} in {seconds:.0f} s", flush=True)
+    for line in (*complaints, *budgets.notes(architecture, kernels, limits, release)):
+        print(f"  {line}", flush=True)
+    return complaints
+
+
+def _summary(kernels: list[Compiled]) -> str:
+    largest = [
+        f"up to {max(values)} {what}" if values else f"no report of {what}"
+        for what, values in (
+            ("registers", [k.registers for k in kernels if k.registers is not None]),
+            ("bytes spilled", [k.spills for k in kernels if k.spills is not None]),
+            ("bytes shared", [k.shared for k in kernels]),
+        )
+    ]
+    return f"{len(kernels)} kernels, {', '.join(largest)}"
+
+
+def _uncommitted() -> bool:
+    command = ["git", "status", "--porcelain", "--", "nsa/kernels/*.py", "nsa/testing/aot*.py", "nsa/configs/tiles"]
+    return bool(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)

@@ -1,0 +1,93 @@
+"""Other people's kernels for the same work, timed beside ours where they are installed (`pip install 'nsa[peers]'`).
+
+They are checked against the oracle like everybody else. What one does not take is said in the results, not left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.dispatch import failures
+from nsa.kernels.tiles import next_power_of_2
+from nsa.testing.contestants.ours import Impl
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.problem import Problem
+
+FLA = "fla.ops.nsa.parallel"
+# What importing a peer raises that does not go with this torch or Triton: then it is not here either.
+UNUSABLE: tuple[type[BaseException], ...] = (*failures(), AttributeError, TypeError)
+
+
+@functools.cache
+def installed(module: str) -> Any:
+    """The module, or None. What it says while it is imported, of optional parts that it lacks, is not ours to fix."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(module)
+    except UNUSABLE:
+        return None
+
+
+def peers() -> dict[str, Impl]:
+    """The peers that can be imported here, by name."""
+    found: dict[str, Impl] = {}
+    forward = getattr(installed(FLA), "parallel_nsa_fwd", None)
+    if forward is not None:
+        found["fla"] = Impl("fla", _fla(forward), supports=fla_supports)
+    return found
+
+
+_tuned: dict[str, tuple[torch.Size, ...]] = {}
+
+
+def tune_for(module: str, *tensors: Tensor) -> None:
+    """Let a peer's autotuners choose anew where shapes are not those of the last call: it is timed at its best.
+
+    What fla-core's choice depends on names neither batch nor length. So the first call decided for all that followed,
+    and for other processes, since Triton keeps the choice on disk: tuned for a prompt, decode took 56 us instead of 28.
+    """
+    shapes = tuple(x.shape for x in tensors)
+    if _tuned.get(module) == shapes:
+        return
+    from triton.runtime.autotuner import Autotuner
+
+    for kernel in vars(installed(module)).values():
+        while kernel is not None and not isinstance(kernel, Autotuner):
+            kernel = getattr(kernel, "fn", None)
+        if kernel is not None:
+            kernel.cache.clear()
+            kernel.cache_results = False
+    _tuned[module] = shapes
+
+
+def _fla(forward: Callable[..., tuple[Tensor, Tensor]]) -> Any:
+    """fla-core's selection kernel: one program a row, key blocks one after the other, always causal."""
+
+    def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
+        scale = p.scale or p.case.D**-0.5
+        tune_for(FLA, p.q, p.k)
+        try:
+            result = forward(p.q, p.k, p.v, p.block_indices, p.case.n, p.block_size, scale)
+        except (TypeError, AttributeError) as error:
+            raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
+        return result if return_lse else result[0]
+
+    return call
+
+
+def fla_supports(case: Case) -> str | None:
+    """Why fla-core's kernels do not take a case; None if they do."""
+    if case.source != "blocks" or case.seqlens or case.positions or not case.causal:
+        return f"takes causal blocks of a batch, not {case.source}"
+    powers = all(x == next_power_of_2(x) for x in (case.H, case.block_size))
+    if min(case.H, case.block_size) < 16 or not powers:
+        return f"needs a group and blocks of 16, 32, 64, …, got {case.H} and {case.block_size}"
+    return None

@@ -1,0 +1,149 @@
+"""Prefill: dense causal SDPA of the same shape beside the selection, and what a measurement of both is worth telling.
+
+Dense attention is what a model without selection would compute. It does more work and gives other numbers, so it has an
+oracle of its own: its queries at a few positions, over all keys up to theirs.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from nsa.testing.clock.measure import Measurement
+from nsa.testing.contestants.ours import OURS, Impl, OtherWork
+from nsa.testing.contestants.peers import peers
+from nsa.testing.judge.forward import describe, reference_at
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.problem import Problem
+
+BACKENDS = {"dense_cudnn": SDPBackend.CUDNN_ATTENTION, "dense_flash": SDPBackend.FLASH_ATTENTION}
+SCHEDULES = ("query_major", "key_major")
+NAMES = {"cudnn": "dense_cudnn", "flash": "dense_flash", "fla": "fla", "query_major": "query_major"}
+NAMES |= {"key_major": "key_major"}
+"""What a prefill is compared with: by the word its figure is stored under, `speedup_vs_<word>`."""
+Geometry = tuple[str, int, int, int, int, str]  # backend, heads, head dims, dtype
+
+_chosen: dict[Geometry, bool] = {}  # whether `enable_gqa` is as fast as heads expanded beforehand
+LEVEL = 1.02  # times as long is a tie, and a tie goes to `enable_gqa`: it takes less memory
+
+
+def beside() -> list[Impl]:
+    """Everybody who is timed beside our front door: dense SDPA, our schedules by name, other people's kernels."""
+    dense = [Impl(name, _call(backend), supports=plain, lse=False, other=DENSE) for name, backend in BACKENDS.items()]
+    return [*dense, *(OURS[name] for name in SCHEDULES), *peers().values()]
+
+
+def facts(result: Measurement) -> dict[str, Any]:
+    """What to store of a prefill beside what is stored of every selection.
+
+    `speedup_vs_<word>` is None where that one did not run. `share_of_matmul`: of the measured rate of matrix products.
+    """
+    p, seconds, limits = result.problem, result.ours.median, result.ceilings
+    ratios = {f"speedup_vs_{word}": result.speedup(name) for word, name in NAMES.items()}
+    return ratios | {
+        "ms": seconds * 1e3,
+        "ns_per_token": seconds * 1e9 / (p.case.B * p.case.S),
+        "share_of_matmul": p.flops / seconds / limits.matmul if limits else None,
+    }
+
+
+def plain(case: Case) -> str | None:
+    """SDPA's own causal mask is meant for as many queries as keys."""
+    whole = case.causal and case.S == case.S_kv and not case.positions and not case.seqlens
+    return None if whole else "is dense causal attention over a batch of whole prompts"
+
+
+def _flops(p: Problem) -> int:
+    """Of the two matrix products below the diagonal, multiply-adds counted as two."""
+    case = p.case
+    return case.B * case.HQ * (case.D + case.Dv) * case.S * (case.S + 1)
+
+
+def _check(p: Problem, out: Tensor) -> None:
+    """Against fp64 at a few positions, each within rounding of the largest number there.
+
+    Late queries average over many keys, so that their numbers are small: a bound common to all would pass anything.
+    """
+    S, HKV = p.case.S, p.case.HKV
+    at = torch.tensor(sorted({0, S // 7, S // 3, S // 2, S - 2, S - 1}), device=p.q.device).clamp(0)
+    everything = torch.tensor([0, S], device=p.q.device).expand(p.case.B, S, HKV, 1, 2)
+    want, _ = reference_at(p.q, p.k, p.v, at, ranges=everything, scale=p.scale)
+    err = (out.index_select(1, at).double() - want).abs().amax((0, 2, 3))
+    limit = 16 * torch.finfo(p.q.dtype).eps * want.abs().amax((0, 2, 3))
+    off = ~(err <= limit)
+    assert not bool(off.any()), (
+        f"dense attention on {describe(p)}: at positions {at[off].tolist()} off by {err[off].tolist()}, "
+        f"rounding explains {limit[off].tolist()}"
+    )
+
+
+DENSE = OtherWork(_flops, _check)
+
+
+def _call(backend: SDPBackend) -> Any:
+    def call(p: Problem, return_lse: bool, out: Tensor | None) -> Tensor:
+        return _attend(p, backend, _with_gqa(p, backend))
+
+    return call
+
+
+def attend(p: Problem, backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Dense causal attention, differentiable; heads laid out as `_with_gqa` says, expanded within the call."""
+    gqa = _with_gqa(p, backend)
+    if not gqa and p.case.H > 1:
+        k, v = (x.repeat_interleave(p.case.H, 2) for x in (k, v))
+    return _dense(p, backend, q, k, v, gqa)
+
+
+def _attend(p: Problem, backend: SDPBackend, gqa: bool) -> Tensor:
+    """`O [B,S,HQ,Dv]`; heads expanded in memory, once and untimed, or left to the backend."""
+    k, v = p.k, p.v
+    if not gqa and p.case.H > 1:
+        if "expanded" not in p.extra:
+            p.extra["expanded"] = tuple(x.repeat_interleave(p.case.H, 2) for x in (k, v))
+        k, v = p.extra["expanded"]
+    return _dense(p, backend, p.q, k, v, gqa)
+
+
+def _dense(p: Problem, backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=p.scale, enable_gqa=gqa).transpose(1, 2)
+
+
+def _with_gqa(p: Problem, backend: SDPBackend) -> bool:
+    """Whether a backend is as fast with `enable_gqa`: tried once per geometry, on the first prompt, which is short.
+
+    Raises:
+        RuntimeError: the backend takes neither.
+    """
+    case = p.case
+    key = (backend.name, case.HQ, case.HKV, case.D, case.Dv, case.dtype)
+    if case.H == 1:
+        return False
+    if key not in _chosen:
+        grouped, expanded = (_seconds(p, backend, gqa) for gqa in (True, False))
+        if grouped is None and expanded is None:
+            raise RuntimeError(f"{backend.name} takes heads neither grouped nor expanded")
+        _chosen[key] = grouped is not None and (expanded is None or grouped <= LEVEL * expanded)
+    return _chosen[key]
+
+
+def _seconds(p: Problem, backend: SDPBackend, gqa: bool) -> float | None:
+    """Of the better of two calls after a first one, by the host's clock; None where the backend refuses."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        try:
+            _attend(p, backend, gqa)
+        except RuntimeError:
+            return None
+        if p.q.is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])

@@ -1,0 +1,1 @@
+"""Is a result right? Outputs (`forward`), `gradients`, and which `addresses` a kernel reads and writes."""

@@ -1,0 +1,249 @@
+"""Is an output right? Bounded by what SDPA gets wrong in the same dtype over the same keys (docs/proving.md).
+
+`err ≤ 2·err_SDPA + 4·eps(dtype)·max|ref|`, all against an fp64 oracle. That alone would pass a kernel that agrees with
+a wrong oracle less badly than SDPA does, so SDPA must also agree with the oracle to within its dtype.
+
+In fp32 the order of a sum decides its error. SDPA adds in blocks, a kernel may add one product after the other, and
+either may be exact by luck. There `err_SDPA` is at least two standard deviations of the second (`one_by_one`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa.reference import selection_reference
+from nsa.testing.matrix.problem import Problem
+
+Result = Tensor | tuple[Tensor, Tensor]
+MAE = 1e-3  # for N(0,1) inputs and rows of at least 16 keys
+MAE_MIN_L = 16
+SAMPLED = 2048  # rows of a large problem that are compared: 1 GiB of keys and values at D = 128 and L = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Oracle:
+    """What the right answer is, and how well SDPA gets it.
+
+    `out [B,S,HQ,Dv]` and `lse [B,S,HQ]` in fp64; `sdpa` like `out`, in the problem's dtype; `err_sdpa`: its largest
+    absolute error, in fp32 at least `2 * one_by_one`; `lse_atol`: how far an fp32 LSE may be off.
+
+    Of a large problem (`Case.large`) it knows the answer for some queries: `at [s]` are their positions, `seen` is the
+    problem with no others, and `S` above is `s`.
+    """
+
+    problem: Problem
+    out: Tensor
+    lse: Tensor
+    sdpa: Tensor
+    err_sdpa: float
+    peak: float
+    lse_atol: float
+    seen: Problem
+    at: Tensor | None = None
+
+    def pick(self, x: Tensor) -> Tensor:
+        """Of `[B,S,…]` the queries whose answer is known."""
+        return x if self.at is None else x[:, self.at]
+
+    @property
+    def bound(self) -> float:
+        """The largest absolute error allowed."""
+        return 2 * self.err_sdpa + 4 * torch.finfo(self.problem.q.dtype).eps * self.peak
+
+    @classmethod
+    def of(cls, p: Problem) -> Oracle:
+        """Compute both, of a large problem for `some_queries` of it.
+
+        Raises:
+            AssertionError: SDPA in the problem's dtype is farther from the oracle than rounding explains.
+        """
+        at = some_queries(p) if p.case.large and p.cu_seqlens is None else None
+        seen = p if at is None else p.at(at)
+        out, lse = fp64(p) if at is None else reference_at(p.q, p.k, p.v, at, **p.selection)
+        sdpa = sdpa_same_keys(seen)
+        peak = float(out.abs().max()) if out.numel() else 0.0
+        err = float((sdpa.double() - out).abs().max()) if out.numel() else 0.0
+        one = one_by_one(seen) if p.q.dtype == torch.float32 else 0.0
+        rounding = max(16 * torch.finfo(p.q.dtype).eps, 1e-4 if p.q.dtype == torch.float32 else 0.0) * max(1.0, peak)
+        rounding = max(rounding, 8 * one)  # more than the first only where scores are large
+        if not err <= rounding:
+            raise AssertionError(
+                f"{describe(p)}: the fp64 oracle and SDPA over the same keys differ by {err:.3g}, rounding explains "
+                f"{rounding:.3g}: one of the two is wrong"
+            )
+        return cls(p, out, lse, sdpa, max(err, 2 * one), peak, lse_atol(p), seen, at)
+
+
+def fp64(p: Problem) -> tuple[Tensor, Tensor]:
+    """`selection_reference` in full fp64: `(out [B,S,HQ,Dv], lse [B,S,HQ])`."""
+    selection = p.selection | {"cu_seqlens": p.cu_seqlens_pair}
+    result = selection_reference(p.q.double(), p.k, p.v, **selection, return_lse=True)
+    assert isinstance(result, tuple)
+    return result
+
+
+def reference_at(q: Tensor, k: Tensor, v: Tensor, at: slice | Tensor, **selection: Any) -> tuple[Tensor, Tensor]:
+    """The oracle's `(out [B,s,HQ,Dv], lse [B,s,HQ])` of the queries `at`, told where they stand.
+
+    Args:
+        selection: of the whole batch, as keywords of `nsa.selection_attention`; no `cu_seqlens`.
+    """
+    selection = {name: x[:, at] if isinstance(x, Tensor) else x for name, x in selection.items()}
+    if selection.get("q_positions") is None:
+        where = torch.arange(q.shape[1], device=q.device)[at] + k.shape[1] - q.shape[1]
+        selection["q_positions"] = where.expand(q.shape[0], -1)
+    result = selection_reference(q[:, at].double(), k, v, **selection, return_lse=True)
+    assert isinstance(result, tuple)
+    return result
+
+
+def some_queries(p: Problem) -> Tensor:
+    """Positions `[s]`, sorted and each once, of the queries of a large problem that are compared: the same each time.
+
+    The first and the last, the last of a block and the first of the next at a few places, and random ones between, as
+    many as make about `SAMPLED` rows, and 64 at least.
+    """
+    S, size = p.q.shape[1], p.block_size or 64
+    count = min(S, max(64, SAMPLED // (p.case.B * p.case.HKV)))
+    g = torch.Generator().manual_seed(p.seed)
+    edges = torch.randint(1, max(2, S // size), (8,), generator=g) * size
+    fixed = torch.cat((torch.tensor([0, 1, size - 1, size, S - 2, S - 1]), edges - 1, edges))
+    rest = torch.randint(0, S, (count,), generator=g)[: max(0, count - fixed.numel())]
+    found: Tensor = torch.cat((fixed, rest)).clamp(0, S - 1).unique()
+    return found.to(p.q.device)
+
+
+def sdpa_same_keys(p: Problem) -> Tensor:
+    """SDPA in the problem's dtype over each row's keys, packed by the suite's own index. Empty rows are zero."""
+    Q, K, V, lengths = p.rows
+    if not Q.shape[0] or not K.shape[1]:
+        return p.q.new_zeros(*p.q.shape[:-1], p.case.Dv)
+    ragged = bool((lengths != K.shape[1]).any())
+    mask = None
+    if ragged:
+        valid = torch.arange(K.shape[1], device=K.device) < lengths[:, None]
+        mask = (valid | (lengths == 0)[:, None])[:, None, None, :]  # an empty row would be NaN; zeroed below
+    out = F.scaled_dot_product_attention(Q[:, None], K[:, None], V[:, None], mask, scale=p.scale)[:, 0]
+    return p.unpack(out.masked_fill((lengths == 0)[:, None, None], 0) if ragged else out)
+
+
+def one_by_one(p: Problem) -> float:
+    """Largest standard deviation of an output element in fp32, where every sum adds one product after the other."""
+    Q, K, V, lengths = p.rows
+    if not Q.shape[0] or not K.shape[1]:
+        return 0.0
+    D, scale = Q.shape[-1], Q.shape[-1] ** -0.5 if p.scale is None else p.scale
+    count = lengths[:, None, None]
+    dot = Q @ K.mT  # [N, H, L]
+    unused = torch.arange(K.shape[1], device=K.device) >= count
+    P = (dot * scale).masked_fill(unused, -math.inf).softmax(-1).masked_fill(count == 0, 0.0)
+    out = P @ V  # [N, H, Dv]
+    # An error e of a score moves the output by P·e·(V - O). Errors of different scores are independent.
+    scores = P.square() * scale**2 * sum_variance(D, dot, Q.square() @ K.square().mT)
+    variance = scores @ V.square() - 2 * out * (scores @ V) + out.square() * scores.sum(-1, keepdim=True)
+    variance += sum_variance(count, out, P.square() @ V.square())
+    return math.sqrt(max(float(variance.max()), 0.0))
+
+
+def sum_variance(count: Tensor | int, total: Tensor, squares: Tensor) -> Tensor:
+    """Variance of an fp32 sum of `count` products, added in a random order one after the other.
+
+    Args:
+        total: their sum. squares: the sum of their squares.
+
+    Each addition rounds a partial sum by up to `u = 2⁻²⁴` of its size, evenly spread: `u²/3` of its square. The squares
+    of the partial sums add up to `count·(total²/3 + squares/6)` on average over the orders.
+    """
+    variance: Tensor = 2.0**-48 / 9 * count * (total.square() + squares / 2)
+    return variance
+
+
+def lse_atol(p: Problem) -> float:
+    """Allowed absolute error of an fp32 LSE.
+
+    LSE is 1-Lipschitz in the scores, and a score is a sum of D products accumulated in fp32 (products of fp16 or bf16
+    are exact there), so it is off by at most D·2⁻²³·scale·|q||k| (truncating accumulators included); exp, log and the
+    running maximum add a few ulp of the LSE itself.
+    """
+    if not p.q.numel() or not p.k.numel():
+        return 0.0
+    D = p.q.shape[-1]
+    scale = 1 / math.sqrt(D) if p.scale is None else abs(p.scale)
+    q, k = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).nan_to_num(0.0, 0.0) for x in (p.q, p.k))
+    norms = float(q.max()) * float(k.max())
+    return 2.0**-23 * (D * scale * norms + 16 * (scale * norms + 16))
+
+
+def assert_parity(result: Result, oracle: Oracle, name: str = "output") -> None:
+    """Check one implementation's output, and its LSE if it comes as a pair; of a large problem the queries known.
+
+    Raises:
+        AssertionError: naming shape, seed, dtype, the worst place, got, expected and bound.
+    """
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    p = oracle.seen
+    head = f"{name} on {describe(oracle.problem)}"
+    shape = (*oracle.problem.q.shape[:-1], p.case.Dv)
+    assert out.shape == shape, f"{head}: expected shape {shape}, got {tuple(out.shape)}"
+    assert out.dtype == p.q.dtype, f"{head}: expected {p.q.dtype}, got {out.dtype}"
+    if lse is not None:
+        assert_lse(lse, oracle, head)
+    if not out.numel():
+        return
+    mae = mean_abs_error(out, oracle)
+    if oracle.at is not None:  # what the others are is not known, but N(0,1) inputs give no NaN
+        assert not bool(out.isnan().any()), f"{head}: {int(out.isnan().sum())} NaN"
+        out = oracle.pick(out)
+    diff = (out.double() - oracle.out).abs()
+    worst = torch.where(diff.isnan(), math.inf, diff)
+    err, at = float(worst.max()), int(worst.argmax())
+    if not err <= oracle.bound:
+        raise AssertionError(
+            f"{head}: error {err:.4g} > bound {oracle.bound:.4g} = 2*{oracle.err_sdpa:.3g} (SDPA) + 4*eps*"
+            f"{oracle.peak:.3g}; {_place(out, oracle.out, at)}, SDPA {float(oracle.sdpa.flatten()[at]):.6g}, "
+            f"{int((worst > oracle.bound).sum())} of {out.numel()} off, {int(out.isnan().sum())} NaN"
+        )
+    assert mae <= MAE, (
+        f"{head}: mean absolute error {mae:.4g} > {MAE} (error {err:.4g} within bound {oracle.bound:.4g})"
+    )
+    empty = p.unpack((p.lengths == 0)[:, None].expand(-1, p.case.H))
+    assert not bool(out[empty].any()), f"{head}: rows that select no key must be exactly 0"
+
+
+def assert_lse(lse: Tensor, oracle: Oracle, head: str) -> None:
+    """LSE: fp32 `[B,S,HQ]`, -inf exactly where nothing is selected, within `lse_atol` elsewhere."""
+    want, shape = oracle.lse, oracle.problem.q.shape[:-1]
+    assert lse.shape == shape, f"{head}: expected LSE shape {tuple(shape)}, got {tuple(lse.shape)}"
+    assert lse.dtype in (torch.float32, torch.float64), f"{head}: expected LSE in float32, got {lse.dtype}"
+    if not lse.numel():
+        return
+    lse = oracle.pick(lse)
+    same = (lse.double() == want) & want.isinf()
+    diff = torch.where(same, 0.0, (lse.double() - want).abs())
+    worst = torch.where(diff.isnan(), math.inf, diff)
+    err, at = float(worst.max()), int(worst.argmax())
+    assert err <= oracle.lse_atol, f"{head}: LSE error {err:.4g} > bound {oracle.lse_atol:.4g}; {_place(lse, want, at)}"
+
+
+def mean_abs_error(out: Tensor, oracle: Oracle) -> float:
+    """MAE over the rows of at least 16 keys, where averaging makes 1e-3 a fair bound; 0 if there are none."""
+    p = oracle.seen
+    rows = p.unpack((p.lengths >= MAE_MIN_L)[:, None].expand(-1, p.case.H))
+    diff = (oracle.pick(out).double() - oracle.out)[rows]
+    return float(diff.abs().mean()) if diff.numel() else 0.0
+
+
+def describe(p: Problem) -> str:
+    """Shape, seed and dtype, as every message begins."""
+    return f"{p.case.id} [q {tuple(p.q.shape)}, k {tuple(p.k.shape)}, {p.case.dtype}, seed {p.seed}]"
+
+
+def _place(got: Tensor, want: Tensor, at: int) -> str:
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), got.shape))
+    return f"at {index} got {float(got.flatten()[at]):.6g}, expected {float(want.flatten()[at]):.6g}"

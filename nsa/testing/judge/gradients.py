@@ -1,0 +1,163 @@
+"""Are gradients right? Bounded by what those of dense SDPA get wrong in the same dtype under the same mask.
+
+`err ≤ 2·err_SDPA + 4·eps(dtype)·max|ref|` for each of dq, dk and dv, against fp64 gradients of the oracle. The mask is
+additive, the logarithm of how often a row lists a key, so that a key listed twice counts twice there as well. In fp32
+`err_SDPA` is at least two standard deviations of sums that add one product after the other, as in `forward.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa.reference import selection_reference
+from nsa.testing.judge.forward import describe, sum_variance
+from nsa.testing.matrix.problem import Problem
+
+NAMES = ("dq", "dk", "dv")
+
+
+@dataclass(frozen=True, eq=False)
+class GradientOracle:
+    """The gradients `(dq, dk, dv)` of `sum(O * do)` in fp64, and the largest error of SDPA's in the problem's dtype.
+
+    `o [B,S,HQ,Dv]` and `lse [B,S,HQ]` are the oracle's answer of the forward pass, in the dtypes a kernel has them in.
+    """
+
+    problem: Problem
+    do: Tensor
+    o: Tensor
+    lse: Tensor
+    exact: tuple[Tensor, ...]
+    err_sdpa: tuple[float, ...]
+
+    @classmethod
+    def of(cls, p: Problem) -> GradientOracle:
+        """Draw `do` (N(0,1)) and compute both.
+
+        Raises:
+            AssertionError: SDPA in the problem's dtype is farther from the oracle than rounding explains.
+        """
+        g = torch.Generator().manual_seed(p.seed + 1)
+        do = torch.randn(*p.q.shape[:-1], p.case.Dv, generator=g).to(p.q.device, p.q.dtype)
+        leaves = [x.double().requires_grad_() for x in (p.q, p.k, p.v)]
+        selection = p.selection | {"cu_seqlens": p.cu_seqlens_pair}
+        result = selection_reference(*leaves, **selection, return_lse=True)
+        assert isinstance(result, tuple)
+        exact = torch.autograd.grad((result[0] * do.double()).sum(), leaves)
+        plain = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
+        sdpa = torch.autograd.grad(dense_sdpa(p, *plain), plain, do)
+        errors = tuple(_error(got, want) for got, want in zip(sdpa, exact, strict=True))
+        eps = torch.finfo(p.q.dtype).eps
+        ones = one_by_one(p, do, *result, exact) if p.q.dtype == torch.float32 else (0.0, 0.0, 0.0)
+        for name, error, want, one in zip(NAMES, errors, exact, ones, strict=True):
+            rounding = max(32 * eps, 1e-4 if p.q.dtype == torch.float32 else 0.0) * max(1.0, _peak(want))
+            rounding = max(rounding, 8 * one)  # more than the first only where scores are large
+            assert error <= rounding, (
+                f"{describe(p)}: {name} of the fp64 oracle and of dense SDPA differ by {error:.3g}, rounding explains "
+                f"{rounding:.3g}: one of the two is wrong"
+            )
+        errors = tuple(max(error, 2 * one) for error, one in zip(errors, ones, strict=True))
+        return cls(p, do, result[0].detach().to(p.q.dtype), result[1].detach().float(), exact, errors)
+
+
+def one_by_one(p: Problem, do: Tensor, o: Tensor, lse: Tensor, exact: Sequence[Tensor]) -> tuple[float, ...]:
+    """As `forward.one_by_one`, of `(dq, dk, dv)` by the formulas of arXiv 2307.08691, algorithm 2."""
+    if not p.q.numel() or not p.k.numel():
+        return 0.0, 0.0, 0.0
+    batches, HKV = (p.k.shape[0] if p.k.dim() == 4 else 1), p.k.shape[-2]
+    by_head = (batches, -1, HKV, p.case.H)
+    Q, dO, out, dQ = (x.detach().float().reshape(*by_head, x.shape[-1]) for x in (p.q, do, o, exact[0]))
+    K, V, dK, dV = (x.detach().float().reshape(batches, -1, HKV, x.shape[-1]) for x in (p.k, p.v, *exact[1:]))
+    D, Dv, scale = Q.shape[-1], V.shape[-1], Q.shape[-1] ** -0.5 if p.scale is None else p.scale
+    listed = multiplicity(p).float()[..., None, :]  # [B, S, HKV, 1, keys]
+
+    def by_row(rows: Tensor, keys: Tensor) -> Tensor:  # [B, S, HKV, H, keys]
+        return torch.einsum("bshgd,bkhd->bshgk", rows, keys)
+
+    def over_keys(weights: Tensor, keys: Tensor) -> Tensor:
+        return torch.einsum("bshgk,bkhd->bshgd", weights, keys)
+
+    def over_rows(weights: Tensor, rows: Tensor) -> Tensor:
+        return torch.einsum("bshgk,bshgd->bkhd", weights, rows)
+
+    dot, dP, delta = by_row(Q, K), by_row(dO, V), (dO * out).sum(-1, keepdim=True)
+    P = (dot * scale - lse.detach().float().view(*dot.shape[:-1], 1)).masked_fill(listed == 0, -math.inf).exp() * listed
+    dS = P * (dP - delta)
+    score = scale**2 * sum_variance(D, dot, by_row(Q.square(), K.square()))
+    relative = score + (P.square() * score).sum(-1, keepdim=True)  # of P: its score, and the LSE
+    wrong_dP = sum_variance(Dv, dP, by_row(dO.square(), V.square()))
+    wrong_delta = sum_variance(Dv, delta, (dO * out).square().sum(-1, keepdim=True))
+    wrong_dS = dS.square() * relative + P.square() * (wrong_dP + wrong_delta)
+    keys, rows = listed.sum(-1, keepdim=True), p.case.H * (listed > 0).sum((1, 3)).transpose(1, 2)[..., None]
+    dq = over_keys(wrong_dS, K.square()) + sum_variance(keys, dQ / scale, over_keys(dS.square(), K.square()))
+    dk = over_rows(wrong_dS, Q.square()) + sum_variance(rows, dK / scale, over_rows(dS.square(), Q.square()))
+    dv = over_rows(P.square() * relative, dO.square()) + sum_variance(rows, dV, over_rows(P.square(), dO.square()))
+    return tuple(factor * float(x.max()) ** 0.5 for factor, x in ((abs(scale), dq), (abs(scale), dk), (1.0, dv)))
+
+
+def multiplicity(p: Problem) -> Tensor:
+    """`[B, S, HKV, keys]`: how often each row lists each key. A packed batch is one of all its tokens and keys."""
+    base, start, end = p.clamped
+    batches, keys = (p.k.shape[0], p.k.shape[1]) if p.k.dim() == 4 else (1, p.k.shape[0])
+    base = base.view(batches, -1) - torch.arange(batches, device=base.device)[:, None] * (keys if batches > 1 else 0)
+    steps = torch.zeros(start.shape[0], keys + 1, dtype=torch.int32, device=start.device)
+    ones = torch.ones_like(start, dtype=torch.int32)
+    steps.scatter_add_(1, base.reshape(-1, 1) + start, ones).scatter_add_(1, base.reshape(-1, 1) + end, -ones)
+    return steps.cumsum(1)[:, :-1].view(batches, -1, p.k.shape[-2], keys)
+
+
+def dense_sdpa(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Dense SDPA under the mask of the selection, in the dtype of the tensors: `O [B,S,HQ,Dv]`, zero for empty rows."""
+    counts = multiplicity(p)  # [B, S, HKV, keys]
+    empty = counts.sum(-1, keepdim=True) == 0
+    mask = counts.to(q.dtype).log().masked_fill(empty, 0.0)
+    mask = mask.repeat_interleave(p.case.H, 2).transpose(1, 2)  # [B, HQ, S, keys]
+    Q, K, V = ((x if x.dim() == 4 else x[None]).transpose(1, 2) for x in (q, k, v))
+    K, V = (x.repeat_interleave(p.case.H, 1) for x in (K, V))
+    out = F.scaled_dot_product_attention(Q, K, V, mask, scale=p.scale).transpose(1, 2)
+    return out.masked_fill(empty.repeat_interleave(p.case.H, 2), 0.0).view(*q.shape[:-1], v.shape[-1])
+
+
+def assert_gradients(got: Sequence[Tensor], oracle: GradientOracle, name: str) -> None:
+    """Check `(dq, dk, dv)` of one implementation.
+
+    Raises:
+        AssertionError: naming shape, seed, dtype, which gradient, its error and the bound.
+    """
+    p = oracle.problem
+    eps = torch.finfo(p.q.dtype).eps
+    unread = _unread(p)
+    for which, x, want, err, like in zip(NAMES, got, oracle.exact, oracle.err_sdpa, (p.q, p.k, p.v), strict=True):
+        head = f"{name} on {describe(p)}: {which}"
+        assert x.shape == like.shape, f"{head}: expected shape {tuple(like.shape)}, got {tuple(x.shape)}"
+        assert x.dtype == like.dtype, f"{head}: expected {like.dtype}, got {x.dtype}"
+        bound = 2 * err + 4 * eps * _peak(want)
+        error = _error(x, want)
+        assert error <= bound, f"{head}: error {error:.4g} > bound {bound:.4g} = 2*{err:.3g} (SDPA) + 4*eps*max"
+        nothing = unread[0] if which == "dq" else unread[1]
+        assert not bool(x[nothing].any()), f"{head}: expected exactly 0 where nothing reads or is read"
+
+
+def _unread(p: Problem) -> tuple[Tensor, Tensor]:
+    """`[B, S, HQ]`: query heads of rows that list nothing; `[B, S_kv, HKV]`: keys that no row lists."""
+    counts = multiplicity(p)
+    rows = counts.sum(-1).repeat_interleave(p.case.H, 2) == 0
+    keys = counts.sum(1).transpose(1, 2) == 0
+    return rows.view(p.q.shape[:-1]), keys.reshape(p.k.shape[:-1])
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    if not want.numel():
+        return 0.0
+    diff = (got.double() - want).abs()
+    return float(torch.where(diff.isnan(), math.inf, diff).max())
+
+
+def _peak(want: Tensor) -> float:
+    return float(want.abs().max()) if want.numel() else 0.0

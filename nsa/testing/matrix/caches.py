@@ -1,0 +1,175 @@
+"""KV caches for tests and benchmarks: sequences of unequal length, contiguous or in pages, and the oracle of calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import nsa
+from nsa.reference import selection_reference
+from nsa.testing.contestants.ours import Impl
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.problem import Problem
+
+NOWHERE = (-1, -(2**31), 2**31 - 1)  # pages that no cache has
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values of ``B`` sequences as :func:`nsa.selection_attention_with_kvcache` takes them.
+
+    Attributes:
+        k, v: ``[B, S_max, HKV, D | Dv]``, or ``[pages, page_size, HKV, D | Dv]`` where there is a table.
+        cache_seqlens: ``[B]``. block_table: ``[B, width]`` or None.
+    """
+
+    k: Tensor
+    v: Tensor
+    cache_seqlens: Tensor
+    block_table: Tensor | None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keywords of a call."""
+        return {"cache_seqlens": self.cache_seqlens, "block_table": self.block_table}
+
+    @property
+    def room(self) -> int:
+        """Keys that a sequence may have."""
+        return int(self.k.shape[1]) * (1 if self.block_table is None else int(self.block_table.shape[1]))
+
+    def sequence(self, b: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values of a sequence side by side, ``[length, HKV, D | Dv]``, and which exist ``[length]``."""
+        length = min(max(int(self.cache_seqlens[b]), 0), self.room)
+        if self.block_table is None:
+            return self.k[b, :length], self.v[b, :length], torch.ones(length, dtype=torch.bool)
+        page = int(self.k.shape[1])
+        numbers = [int(x) for x in self.block_table[b]]
+        exists = torch.tensor([0 <= x < self.k.shape[0] for x in numbers], dtype=torch.bool)
+        there = [x if 0 <= x < self.k.shape[0] else 0 for x in numbers]
+        keys, values = (torch.cat([x[i] for i in there])[:length] for x in (self.k, self.v))
+        return keys, values, exists.repeat_interleave(page)[:length]
+
+
+def draw(
+    lengths: Sequence[int],
+    room: int,
+    page_size: int | None,
+    *,
+    HKV: int = 2,
+    D: int = 16,
+    Dv: int = 16,
+    dtype: torch.dtype = torch.float32,
+    index: torch.dtype = torch.int32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Cache:
+    """N(0, 1) keys and values; whatever no sequence holds, in the cache and in its spare pages, is NaN.
+
+    Pages lie in any order, the table's places past a sequence's end name pages that do not exist.
+    """
+    g = torch.Generator().manual_seed(seed)
+    B = len(lengths)
+    k, v = (torch.randn(B, room, HKV, d, generator=g) for d in (D, Dv))
+    for b, length in enumerate(lengths):
+        for x in (k, v):
+            x[b, max(length, 0) :] = math.nan
+    table = None
+    if page_size is not None:
+        width = -(-room // page_size)
+        assert width * page_size == room, f"expected whole pages of {page_size} in {room} keys"
+        pages = B * width + 3
+        order = torch.randperm(pages, generator=g)[: B * width].view(B, width)
+        paged = [torch.full((pages, page_size, *x.shape[2:]), math.nan) for x in (k, v)]
+        for cache, x in zip(paged, (k, v), strict=True):
+            cache[order.flatten()] = x.view(B * width, page_size, *x.shape[2:])
+        k, v = paged
+        used = torch.arange(width) * page_size < torch.tensor(lengths)[:, None]
+        nowhere = torch.tensor(NOWHERE)[torch.randint(0, len(NOWHERE), (B, width), generator=g)]
+        table = torch.where(used, order, nowhere).to(index).to(device)
+    return Cache(k.to(device, dtype), v.to(device, dtype), torch.tensor(lengths, dtype=index, device=device), table)
+
+
+def oracle(q: Tensor, cache: Cache, **selection: Any) -> tuple[Tensor, Tensor]:
+    """``(O, LSE)`` in fp64, sequence by sequence over keys laid side by side: nothing of ours that knows of pages.
+
+    ``selection``: ``ranges``, or ``block_indices`` and ``block_size``; ``causal``, ``scale``.
+    """
+    per_row = ("ranges", "block_indices")
+    outputs = []
+    for b in range(q.shape[0]):
+        k, v, exists = cache.sequence(b)
+        mine = {name: x[b : b + 1] if name in per_row and x is not None else x for name, x in selection.items()}
+        if not bool(exists.all()):
+            mine = _without(mine, exists)
+        outputs.append(selection_reference(q[b : b + 1].double(), k[None], v[None], **mine, return_lse=True))
+    o, lse = zip(*outputs, strict=True)
+    return torch.cat(o), torch.cat(lse)
+
+
+def _without(selection: dict[str, Any], exists: Tensor) -> dict[str, Any]:
+    """The selection as spans of one key each, but for the keys that do not exist."""
+    spans, size = selection.get("ranges"), selection.get("block_size")
+    if spans is None:
+        blocks = selection["block_indices"].long()
+        spans = torch.stack((blocks * size, (blocks + 1) * size), -1).masked_fill((blocks < 0)[..., None], 0)
+    rows = [
+        [key for start, end in row.tolist() for key in range(max(start, 0), min(end, len(exists))) if exists[key]]
+        for row in spans.reshape(-1, *spans.shape[-2:])
+    ]
+    n = max(map(len, rows), default=0)
+    single = torch.zeros(len(rows), n, 2, dtype=torch.int64)
+    for i, keys in enumerate(rows):
+        single[i, : len(keys), 0] = torch.tensor(keys, dtype=torch.int64)
+        single[i, : len(keys), 1] = single[i, : len(keys), 0] + 1
+    others = {name: x for name, x in selection.items() if name not in ("ranges", "block_indices", "block_size")}
+    return others | {"ranges": single.view(*spans.shape[:-2], n, 2).to(spans.device)}
+
+
+@lru_cache(maxsize=64)
+def maker(page_size: int | None) -> Callable[[Problem], Cache]:
+    """What makes a problem's keys a full cache, its pages in any order; for :meth:`Problem.derived`."""
+
+    def make(p: Problem) -> Cache:
+        B, S_kv = p.k.shape[:2]
+        lengths = torch.full((B,), S_kv, dtype=torch.int32, device=p.k.device)
+        if page_size is None:
+            return Cache(p.k, p.v, lengths, None)
+        width = S_kv // page_size
+        order = torch.randperm(B * width, generator=torch.Generator().manual_seed(p.seed)).to(p.k.device)
+        k, v = (_scattered(x.reshape(B * width, page_size, *x.shape[2:]), order) for x in (p.k, p.v))
+        return Cache(k, v, lengths, order.view(B, width).int())
+
+    return make
+
+
+def _scattered(pages: Tensor, order: Tensor) -> Tensor:
+    out = torch.empty_like(pages)
+    out[order] = pages
+    return out
+
+
+def impl(page_size: int | None) -> Impl:
+    """:func:`nsa.selection_attention_with_kvcache` on a problem's keys as a full cache."""
+
+    def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
+        cache = p.derived(maker(page_size))
+        how: dict[str, Any] = {"block_indices": p.block_indices, "block_size": p.block_size}
+        how = {"ranges": p.ranges} if p.block_indices is None else how
+        how |= {"causal": p.causal, "scale": p.scale, "max_selected": p.case.L, "return_lse": return_lse, "out": out}
+        return nsa.selection_attention_with_kvcache(
+            p.q, cache.k, cache.v, **cache.arguments, **how, backend="triton"
+        )  # fmt: skip
+
+    def supports(case: Case) -> str | None:
+        if case.seqlens or case.positions or case.source not in ("blocks", "ranges"):
+            return "is a batch of caches of one length"
+        return None if page_size is None or case.S_kv % page_size == 0 else f"takes whole pages of {page_size}"
+
+    return Impl("kvcache" if page_size is None else f"paged{page_size}", call, supports=supports, poison=True)

@@ -1,0 +1,315 @@
+"""`Case`: one shape of the selection problem, with an id a person can type, and how its inputs are drawn.
+
+Parity, edge and perf share cases, and so inputs and seeds (drawn in `inputs.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from nsa.testing.matrix.inputs import draw
+from nsa.testing.matrix.problem import Problem
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+CACHE = 2048  # keys each row owns when its spans are read from the cache
+LARGE = 16_384  # rows beyond which nobody packs a problem, and the oracle looks at some of its queries
+SOURCES = {
+    "few": "rows", "many": "ranges", "mixed": "ranges", "decode": "blocks", "prefill": "blocks", "overlap": "ranges",
+}  # fmt: skip
+"""Distributions as core lists them, and how the kernel learns the keys of each."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape. `N` rows of `H` query heads select `L` keys each; `N = B·S·HKV`.
+
+    dist: "few" (one span), "many" (8 equal spans), "mixed" (2, 4 or 8 spans of random lengths summing to `L`),
+    "decode" and "prefill" (blocks: the first, the query's own, the rest random), "overlap" (4 spans or blocks that have
+    keys in common and reach past the query; every third row lists nothing).
+    source: how the kernel learns the keys; "rows" (packed, dense), "varlen" (packed, lengths 0..L), "ranges", "blocks".
+    The defaults (empty source, `S_kv = 0`) are what the distribution usually means: few in packed rows, many and mixed
+    as ranges over 2,048 keys which the row owns alone.
+    """
+
+    H: int
+    D: int
+    Dv: int
+    L: int
+    N: int
+    dist: str
+    dtype: str
+    source: str = ""
+    HKV: int = 1
+    S: int = 1
+    S_kv: int = 0
+    block_size: int = 64
+    n: int = 0  # block slots of a row; 0 = just enough for L
+    causal: bool = True
+    positions: bool = False  # explicit q_positions
+    int64: bool = False  # spans in int64
+    seqlens: tuple[int, ...] = ()  # a cu_seqlens batch of sequences this long; N = sum * HKV
+    kv_seqlens: tuple[int, ...] = ()  # keys of each sequence; as many as queries unless given
+    shared: float = 0.0  # prefill: share of its blocks that a query has in common with the one before it
+    scores: float = 1.0  # standard deviation of the scores; from 64 on exp overflows unless the maximum is subtracted
+
+    def __post_init__(self) -> None:
+        fill = object.__setattr__
+        fill(self, "source", self.source or SOURCES[self.dist])
+        usual = {"rows": self.L, "varlen": self.N * self.L}.get(self.source, CACHE)
+        fill(self, "S_kv", self.S_kv or max(self.kv_seqlens or self.seqlens, default=usual))
+        fill(self, "n", self.n or -(-self.L // self.block_size))
+        if self.source == "varlen":
+            fill(self, "S", self.N)
+            fill(self, "causal", False)  # one long sequence would clamp the early rows
+        if self.source == "rows" and self.S_kv != self.L:
+            raise ValueError(f"expected S_kv = L = {self.L} for packed rows, got {self.S_kv}")
+        if self.N % (self.S * self.HKV) or self.seqlens and self.N != sum(self.seqlens) * self.HKV:
+            raise ValueError(
+                f"expected N = B*S*HKV with S = {self.S}, HKV = {self.HKV}, seqlens {self.seqlens}, got {self.N}"
+            )
+        if self.kv_seqlens and len(self.kv_seqlens) != len(self.seqlens):
+            raise ValueError(f"expected kv_seqlens for {len(self.seqlens)} sequences, got {len(self.kv_seqlens)}")
+        if self.shared and (self.dist != "prefill" or self.positions or self.seqlens or self.n < 2):
+            raise ValueError(f"expected shared = 0 but for a prefill of a batch in order, got {self.shared:g}")
+
+    @property
+    def B(self) -> int:
+        """Batch size, or sequences of a packed batch."""
+        return len(self.seqlens) or self.N // (self.S * self.HKV)
+
+    @property
+    def HQ(self) -> int:
+        """Query heads in all."""
+        return self.H * self.HKV
+
+    @property
+    def large(self) -> bool:
+        """Whether a packed copy of it, or the oracle's answer for all of it, is more than anybody wants to hold."""
+        return self.N > LARGE
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch names it."""
+        return DTYPES[self.dtype]
+
+    @property
+    def id(self) -> str:
+        """`H8-D128-Dv128-L512-N1024-many-bf16`, then a word for all that is not the distribution's default."""
+        words = [f"H{self.H}", f"D{self.D}", f"Dv{self.Dv}", f"L{self.L}", f"N{self.N}", self.dist, self.dtype]
+        usual = Case(self.H, self.D, self.Dv, self.L, self.N, self.dist, self.dtype, source=self.source)
+        if self.source != SOURCES[self.dist]:
+            words.append(self.source)
+        words += [f"HKV{self.HKV}"] * (self.HKV != 1) + [f"S{self.S}"] * (self.S != usual.S)
+        words += [f"Skv{self.S_kv}"] * (self.S_kv != usual.S_kv and not self.seqlens)
+        if self.source == "blocks":
+            words += [f"block{self.block_size}"] * (self.block_size != 64)
+            words += [f"n{self.n}"] * (self.n != -(-self.L // self.block_size))
+        words += ["noncausal"] * (self.causal != usual.causal)
+        words += ["positions"] * self.positions + ["int64"] * self.int64
+        words += ["seqs" + "+".join(map(str, self.seqlens))] * bool(self.seqlens)
+        words += ["kvs" + "+".join(map(str, self.kv_seqlens))] * bool(self.kv_seqlens)
+        words += [f"shared{self.shared:g}"] * bool(self.shared) + [f"scores{self.scores:g}"] * (self.scores != 1)
+        return "-".join(words)
+
+    def __str__(self) -> str:
+        return self.id
+
+    @property
+    def seed(self) -> int:
+        """Fixed by the id."""
+        return zlib.crc32(self.id.encode())
+
+    def fields(self) -> dict[str, object]:
+        """Every field, as JSON can hold it, and the derived `B`, `HQ` and id."""
+        lists = {"seqlens": list(self.seqlens), "kv_seqlens": list(self.kv_seqlens)}
+        return dataclasses.asdict(self) | lists | {"B": self.B, "HQ": self.HQ, "case": self.id}
+
+    def make(self, device: torch.device | str, seed: int | None = None) -> Problem:
+        """Draw N(0,1) inputs, queries times `scores`, and the selection. Same numbers on every run of a device type."""
+        return draw(self, torch.device(device), self.seed if seed is None else seed)
+
+
+def core() -> list[Case]:
+    """What baselines and gates mean: 84 `few`, 36 `many` and `mixed` from the cache, 6 decode, 8 prefill; bf16."""
+    few = [
+        Case(H, D, D, L, N, "few", "bf16")
+        for N in (64, 256, 1024) for H in (4, 8) for D in (64, 128) for L in (16, 32, 64, 128, 256, 512, 1024)
+    ]  # fmt: skip
+    cache = [
+        Case(8, D, D, L, N, dist, "bf16")
+        for dist in ("many", "mixed") for N in (64, 256, 1024) for D in (64, 128) for L in (64, 256, 1024)
+    ]  # fmt: skip
+    decode = [Case(16, 128, 128, 1024, 4 * B, "decode", "bf16", HKV=4, S_kv=8192) for B in (1, 8, 64)]
+    decode += [Case(4, 64, 64, 512, B, "decode", "bf16", S_kv=8192) for B in (1, 8, 64)]
+    return few + cache + decode + [prefill(T, *heads) for T in (8192, 65_536) for heads in PREFILL_HEADS]
+
+
+PREFILL_HEADS = ((64, 4), (32, 4), (32, 8), (16, 16))  # HQ, HKV: groups of 16, 8, 4 and 1
+
+
+def prefill(T: int, HQ: int, HKV: int, shared: float = 0.0) -> Case:
+    """A whole prompt of `T` tokens in bf16: D = 128, 16 blocks of 64 a row."""
+    return Case(HQ // HKV, 128, 128, 1024, T * HKV, "prefill", "bf16", HKV=HKV, S=T, S_kv=T, shared=shared)
+
+
+def long_context() -> list[Case]:
+    """What is timed with the full matrix beside core: decode at 128k keys, and prefill in between and beyond.
+
+    Decode reads as much as at 8k (2 GiB of cache at B = 8). Prefills tell the time per token over 16k to 128k, and how
+    much neighbours gain that share blocks, as those of trained models do.
+    """
+    decode = [Case(16, 128, 128, 1024, 4 * B, "decode", "bf16", HKV=4, S_kv=131_072) for B in (1, 8)]
+    lengths = [prefill(T, *heads) for T in (16_384, 32_768, 131_072) for heads in PREFILL_HEADS]
+    return decode + lengths + [prefill(65_536, *heads, shared=f) for f in (0.5, 0.9) for heads in PREFILL_HEADS]
+
+
+def full() -> list[Case]:
+    """The whole matrix, fp16 and bf16."""
+    dims = [(64, 64), (64, 128), (128, 64), (128, 128)]
+    rows = [
+        Case(H, D, Dv, L, N, dist, dtype)
+        for dist in ("few", "many", "mixed") for dtype in ("fp16", "bf16") for N in (64, 256, 1024) for H in (4, 8)
+        for D, Dv in dims for L in (16, 32, 64, 128, 256, 512, 1024)
+    ]  # fmt: skip
+    # Blocks of 64 that a decode step may see: its own length t+1 clamps the selection where S_kv < n * 64.
+    seen = [(8, 128), (8, 256), (8, 512), (16, 128), (16, 256), (16, 512), (16, 1024)]
+    decode = [
+        Case(h, D, D, L, B, "decode", dtype, S_kv=8192 if L == 64 * n else L, n=n)
+        for dtype in ("fp16", "bf16") for h in (2, 4, 16) for D in (64, 128) for n, L in seen for B in (1, 8, 64)
+    ]  # fmt: skip
+    return list(dict.fromkeys(rows + decode + core()))
+
+
+def parity() -> list[Case]:
+    """What parity runs on a GPU: the full matrix, and the group sizes, dims and geometries perf does not time."""
+    base = [c for c in full() if not c.large]
+    varlen = [dataclasses.replace(c, source="varlen", S_kv=0) for c in base if c.source == "rows"]
+    blocks = [
+        Case(c.H, c.D, c.Dv, c.L, c.N, "many", c.dtype, source="blocks", block_size=min(64, c.L))
+        for c in base if c.source == "rows"
+    ]  # fmt: skip
+    return list(dict.fromkeys(base + varlen + blocks + _shapes(N=64, L=200) + _sequences() + prefills() + _hard()))
+
+
+def _shapes(N: int, L: int) -> list[Case]:
+    """Group sizes and head dims, unequal and not powers of two, for every source of spans."""
+    dims = [(64, 96), (100, 64), (128, 192), (256, 100), (192, 128), (96, 256), (100, 100)]
+    picks = list(zip((1, 2, 3, 7, 16, 64, 128), dims, strict=True))
+    picks += list(zip((128, 16, 7, 3, 2, 1, 64), dims, strict=True))
+    return [
+        Case(H, D, Dv, L, N, dist, dtype, source=source)
+        for i, (H, (D, Dv)) in enumerate(picks) for dtype in [("bf16", "fp16", "fp32")[i % 3]]
+        for dist, source in [("few", "rows"), ("few", "varlen"), ("mixed", "ranges"), ("many", "blocks")]
+    ]  # fmt: skip
+
+
+def _sequences() -> list[Case]:
+    """Many queries, several KV heads, causal or not, positions given, sequences packed end to end."""
+    wide: list[Case] = []
+    for dtype in ("fp16", "bf16"):
+        for H, HKV, D in ((16, 4, 128), (4, 8, 64), (1, 16, 128)):
+            N = 2 * 128 * HKV
+            blocks = Case(H, D, D, 512, N, "prefill", dtype, HKV=HKV, S=128, S_kv=1024)
+            mixed = Case(H, D, D, 300, N, "mixed", dtype, HKV=HKV, S=128, S_kv=1000, int64=True)
+            packed = Case(H, D, D, 256, 300 * HKV, "prefill", dtype, HKV=HKV, seqlens=(1, 200, 0, 99))
+            for c in (blocks, mixed):
+                wide += [c, dataclasses.replace(c, causal=False), dataclasses.replace(c, positions=True)]
+            wide += [packed, dataclasses.replace(packed, dist="mixed", source="ranges", L=70)]
+    return wide
+
+
+def prefills() -> list[Case]:
+    """Prompts by group size, block size and geometry: whole, a chunk at the end, packed end to end, in spans.
+
+    No length is a whole number of blocks; sequences have more keys than queries, as many, fewer and none.
+    """
+    found: list[Case] = []
+    for i, H in enumerate((1, 2, 3, 4, 8, 16, 64)):
+        for dtype in ("fp16", "bf16"):
+            D, Dv = ((128, 128), (64, 64), (96, 128), (128, 100))[i % 4]
+            whole = Case(H, D, Dv, 384, 333 * 2, "prefill", dtype, HKV=2, S=333, S_kv=333)
+            found += [whole, dataclasses.replace(whole, dist="mixed", source="ranges", L=150, n=0)]
+            for size in (16, 32, 128):
+                found.append(dataclasses.replace(whole, block_size=size, L=5 * size, n=5, S_kv=1000))
+            lengths = (1, 200, 0, 65, 67, 30), (70, 200, 40, 300, 20, 0)
+            packed = Case(H, D, Dv, 256, 363 * 2, "prefill", dtype, HKV=2, seqlens=lengths[0], kv_seqlens=lengths[1])
+            found += [packed, dataclasses.replace(packed, dist="mixed", source="ranges", L=70, n=0)]
+    some = [c for c in found if c.H in (1, 4, 16) and c.dtype == "bf16" and not c.seqlens]
+    found += [dataclasses.replace(c, causal=False) for c in some] + [
+        dataclasses.replace(c, positions=True) for c in some
+    ]
+    return found + [prefill(1000, 8, 2, shared=0.5), prefill(1000, 8, 2, shared=0.9)]
+
+
+def _hard() -> list[Case]:
+    """Keys listed twice, spans past the query, rows without keys; and scores whose exp overflows."""
+    found: list[Case] = []
+    for dtype in ("bf16", "fp16", "fp32"):
+        spans = Case(16, 128, 128, 256, 512, "overlap", dtype, HKV=4, S=64, S_kv=1000)
+        listed = [spans, dataclasses.replace(spans, positions=True), dataclasses.replace(spans, source="blocks")]
+        rows = [Case(8, 128, 128, 512, 64, "few", dtype, source=source) for source in ("rows", "varlen")]
+        found += listed + [dataclasses.replace(c, scores=64) for c in (*listed, *rows)]
+    return found
+
+
+def small() -> list[Case]:
+    """What the interpreter affords (10-25 ms a program): every source, fp16 and fp32, tiles with ragged edges."""
+    rows = [
+        (1, 16, 16, 17, "fp32"), (2, 64, 64, 33, "fp16"), (3, 96, 64, 48, "fp32"), (4, 64, 128, 100, "fp16"),
+        (7, 100, 96, 65, "fp32"), (8, 128, 128, 130, "fp16"), (16, 128, 100, 64, "fp16"), (8, 64, 16, 1, "fp32"),
+    ]  # fmt: skip
+    out = _small_hard() + [Case(H, D, Dv, L, 2, "few", dtype) for H, D, Dv, L, dtype in rows]
+    out += [Case(4, 64, 64, 1024, 1, "few", "fp16"), Case(2, 64, 64, 1024, 1, "few", "fp32")]
+    out += [Case(H, D, Dv, L, 3, "few", dtype, source="varlen") for H, D, Dv, L, dtype in rows]
+    out += [
+        Case(H, D, Dv, max(L, 16), 2, ("many", "mixed", "few")[i % 3], dtype, source="ranges", S_kv=257)
+        for i, (H, D, Dv, L, dtype) in enumerate(rows)
+    ]  # fmt: skip
+    out += [
+        Case(H, D, Dv, 2 * size + 3, 2, "many", dtype, source="blocks", S_kv=211, block_size=size)
+        for (H, D, Dv, _, dtype), size in zip(rows, (16, 32, 64, 16, 32, 64, 16, 48), strict=True)
+    ]  # fmt: skip
+    long = Case(2, 64, 64, 24, 12, "mixed", "fp32", HKV=2, S=3, S_kv=40)
+    block = Case(4, 64, 32, 48, 12, "prefill", "fp16", HKV=2, S=3, S_kv=77, block_size=16)
+    for c in (long, block):
+        out += [c, dataclasses.replace(c, causal=False), dataclasses.replace(c, positions=True)]
+    out += [dataclasses.replace(long, int64=True), dataclasses.replace(long, S=1, N=2, S_kv=2048, L=1024, dist="many")]
+    out += [Case(3, 64, 64, 10, 12, "mixed", "fp32", source="ranges", HKV=2, seqlens=(1, 4, 0, 1))]
+    out += [Case(3, 64, 64, 32, 12, "prefill", "fp32", HKV=2, block_size=16, seqlens=(1, 4, 0, 1))]
+    out += _small_prefills()
+    out += [
+        Case(16, 128, 128, 192, 2, "decode", "fp16", HKV=2, S_kv=500),
+        Case(4, 64, 64, 128, 1, "decode", "fp32", S_kv=100, n=3),
+    ]
+    return out
+
+
+def _small_hard() -> list[Case]:
+    """Of `_hard`, what the interpreter affords. First in the matrix, because here a wrong kernel shows soonest."""
+    spans = Case(2, 32, 32, 24, 6, "overlap", "fp32", HKV=2, S=3, S_kv=40)
+    blocks = Case(2, 32, 16, 64, 6, "overlap", "fp16", source="blocks", HKV=2, S=3, S_kv=77, block_size=16)
+    return [
+        *(spans, blocks),
+        dataclasses.replace(spans, dtype="fp16", positions=True, scores=64),
+        dataclasses.replace(blocks, dtype="fp32", scores=64),
+        *(Case(4, 32, 32, 40, 2, "few", "fp16", scores=64), Case(2, 32, 16, 33, 2, "few", "fp32", scores=64)),
+        Case(3, 32, 32, 40, 3, "few", "fp16", source="varlen", scores=64),
+    ]
+
+
+def _small_prefills() -> list[Case]:
+    """Of `prefills`, what the interpreter affords: a few queries, each group size, block size and geometry once."""
+    heads = [(1, 2, 16), (2, 1, 32), (3, 2, 16), (4, 1, 64), (8, 1, 16), (16, 1, 16), (64, 1, 32)]  # H, HKV, block
+    out = [
+        Case(H, 32, 16 if H % 2 else 32, 3 * size, 9 * HKV, "prefill", ("fp32", "fp16")[i % 2], HKV=HKV, S=9,
+             S_kv=9 if i % 3 else 70, block_size=size)
+        for i, (H, HKV, size) in enumerate(heads)
+    ]  # fmt: skip
+    lengths = (1, 5, 0, 2, 3), (20, 5, 4, 70, 0)
+    packed = Case(2, 32, 32, 32, 22, "prefill", "fp32", HKV=2, block_size=16, seqlens=lengths[0], kv_seqlens=lengths[1])
+    out += [packed, dataclasses.replace(packed, dist="mixed", source="ranges", L=6, n=0)]
+    return out + [Case(2, 32, 32, 64, 40, "prefill", "fp16", HKV=2, S=20, S_kv=100, block_size=16, shared=0.75)]

@@ -1,0 +1,184 @@
+"""The inputs of a `Case`, and how its selection is drawn: spans, blocks, and blocks that neighbouring queries share.
+
+One generator draws all of it on its own device, so that a seed is all there is to replay.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nsa.testing.matrix.problem import Problem
+
+if TYPE_CHECKING:
+    from nsa.testing.matrix.case import Case
+
+
+def draw(case: Case, device: torch.device, seed: int) -> Problem:
+    """Inputs N(0,1), queries times `case.scores`, and the selection, from one generator: a seed is all to replay."""
+    g = torch.Generator(device).manual_seed(seed)
+    ranges, blocks = _select(case, g)
+    lengths = case.kv_seqlens or case.seqlens
+    keys = sum(lengths) if lengths else int(ranges[..., 1].max()) if case.source == "varlen" else case.S_kv
+    lead = (sum(case.seqlens),) if case.seqlens else (case.B, case.S)
+
+    def ends(lengths: tuple[int, ...]) -> Tensor | None:
+        cu = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return cu.to(device) if lengths else None
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, device=device, dtype=case.torch_dtype)
+
+    q = normal(*lead, case.HQ, case.D)
+    return Problem(
+        case=case,
+        seed=seed,
+        q=q if case.scores == 1 else q * case.scores,
+        k=normal(*lead[:-1], keys, case.HKV, case.D),
+        v=normal(*lead[:-1], keys, case.HKV, case.Dv),
+        ranges=ranges.to(_index_dtype(case)),
+        block_indices=blocks,
+        block_size=None if blocks is None else case.block_size,
+        causal=case.causal,
+        q_positions=_positions(case, device) if case.positions else None,
+        cu_seqlens=ends(case.seqlens),
+        cu_seqlens_k=ends(case.kv_seqlens),
+    )
+
+
+def _index_dtype(case: Case) -> torch.dtype:
+    return torch.int64 if case.int64 else torch.int32
+
+
+def _positions(case: Case, device: torch.device) -> Tensor:
+    """Query positions `[B, S]`, spread over the keys: neither bottom-right nor in order."""
+    steps = torch.arange(case.B * case.S, device=device).view(case.B, case.S)
+    return (steps * 7919 + case.S_kv // 2) % case.S_kv
+
+
+def _visible(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Per token `[tokens]`: the keys it may see, and the keys of its sequence."""
+    if case.seqlens:
+        pairs = list(zip(case.seqlens, case.kv_seqlens or case.seqlens, strict=True))
+        t = torch.cat([torch.arange(n_kv - n, n_kv, device=device) for n, n_kv in pairs])
+        total = torch.cat([torch.full((n,), n_kv, device=device) for n, n_kv in pairs])
+    else:
+        t = (torch.arange(case.S, device=device) + case.S_kv - case.S).repeat(case.B)
+        total = torch.full_like(t, case.S_kv)
+    if case.positions:
+        t = _positions(case, device).flatten()
+    return (t + 1 if case.causal else total), total
+
+
+def _select(case: Case, g: torch.Generator) -> tuple[Tensor, Tensor | None]:
+    """`ranges [B,S,HKV,n,2]` (int32 or int64), and `block_indices [B,S,HKV,n]` (int32) where the source is blocks."""
+    # Spans lie anywhere in the row's sequence: exact L for S = 1, which sees it all; else causality clamps some away.
+    visible, extent = (x.repeat_interleave(case.HKV) for x in _visible(case, g.device))
+    lead = (sum(case.seqlens), case.HKV) if case.seqlens else (case.B, case.S, case.HKV)
+    if case.source == "blocks":
+        many = case.large and case.n > 1 and not (case.positions or case.seqlens)
+        draw_blocks = _shared_blocks if case.dist == "prefill" and (case.shared or many) else _blocks
+        draw_blocks = _overlapping if case.dist == "overlap" else draw_blocks
+        blocks = draw_blocks(case, visible, extent, g).view(*lead, -1)
+        start = blocks.to(_index_dtype(case)) * case.block_size
+        return torch.stack((start, start + case.block_size), -1).masked_fill(blocks[..., None] < 0, 0), blocks
+    if case.source == "rows":
+        full = torch.tensor([0, case.L], device=g.device)
+        return full.expand(*lead, 1, 2).contiguous(), None
+    if case.source == "varlen":
+        lens = torch.randint(0, case.L + 1, (case.N,), generator=g, device=g.device)
+        lens[:1], lens[-1:] = case.L, 0 if case.N > 1 else case.L  # the longest and an empty row are always there
+        ends = lens.cumsum(0)
+        return torch.stack((ends - lens, ends), -1).view(*lead, 1, 2), None
+    spans = _overlapping(case, visible, extent, g) if case.dist == "overlap" else _spans(case, extent, g)
+    return spans.view(*lead, -1, 2), None
+
+
+def _spans(case: Case, extent: Tensor, g: torch.Generator) -> Tensor:
+    """Disjoint spans `[N, n, 2]` of `L` keys in all, with random gaps that fill `extent [N]`."""
+    N, device = case.N, g.device
+    n = {"few": 1, "many": 8, "mixed": 8}[case.dist]
+    if case.dist == "mixed":
+        used = torch.tensor([2, 4, 8], device=device)[torch.randint(0, 3, (N,), generator=g, device=device)]
+        weight = torch.rand(N, n, generator=g, device=device) + 0.05
+        weight = torch.where(torch.arange(n, device=device) < used[:, None], weight, 0.0)
+        # Slots in random order, so that the unused (empty) ones lie anywhere.
+        weight = weight.gather(1, torch.rand(N, n, generator=g, device=device).argsort(1))
+        ends = (weight.cumsum(1) / weight.sum(1, keepdim=True) * case.L).round().long().clamp(max=case.L)
+        ends[:, -1] = case.L
+    else:
+        ends = torch.arange(1, n + 1, device=device).mul(case.L).div(n, rounding_mode="floor").expand(N, n)
+    lens = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
+    free = (extent - case.L).clamp(min=0)
+    cuts = torch.rand(N, n, generator=g, device=device).sort(1).values
+    gaps = (cuts * (free[:, None] + 1)).long().minimum(free[:, None])
+    start = gaps + ends - lens
+    return torch.stack((start, start + lens), -1)
+
+
+def _overlapping(case: Case, visible: Tensor, extent: Tensor, g: torch.Generator) -> Tensor:
+    """Spans `[N, 4, 2]`, or block indices `[N, 4]` (int32), that have keys in common; every third row lists nothing.
+
+    Spans: a random one, one that overlaps half of it, the first again, and one whose last key is the query's own or, in
+    every other row, the next. Blocks: a random one, the query's own, padding, and the first again.
+    """
+    size = case.block_size if case.source == "blocks" else case.L // 4
+    row = torch.arange(case.N, device=g.device)[:, None]
+    drawn = torch.rand(case.N, generator=g, device=g.device)
+    if case.source == "blocks":
+        own = (visible - 1).clamp(min=0) // size
+        first = (drawn * (own + 1)).long()
+        blocks = torch.stack((first, own, torch.full_like(own, -1), first), -1)
+        return blocks.masked_fill(row % 3 == 1, -1).to(torch.int32)
+    first = (drawn * (visible - size - size // 2).clamp(min=0)).long()
+    start = torch.stack((first, first + size // 2, first, visible - size + (row[:, 0] + 1) % 2), -1)
+    return torch.stack((start, torch.where(row % 3 == 1, start, start + size)), -1)
+
+
+def _blocks(case: Case, visible: Tensor, extent: Tensor, g: torch.Generator) -> Tensor:
+    """Block indices `[N, n]` (int32): the first and the own one always if `ordered`; -1 where none is left."""
+    N, size = case.N, case.block_size
+    n, ordered = case.n, case.dist in ("decode", "prefill")
+    last = ((visible if ordered else extent) - 1).clamp(min=0) // size  # the highest block worth reading
+    count = -(-case.S_kv // size)
+    score = torch.rand(N, count, generator=g, device=g.device)
+    index = torch.arange(count, device=g.device)
+    if ordered:
+        own = (visible - 1).clamp(min=0) // size
+        score[:, 0] = 2.0
+        score.scatter_(1, own[:, None], 3.0)
+    score = score.masked_fill(index > last[:, None], -1.0)
+    top, picked = score.topk(min(n, count), dim=1)
+    picked = picked.masked_fill(top < 0, -1)
+    if picked.shape[1] < n:
+        picked = torch.cat((picked, picked.new_full((N, n - picked.shape[1]), -1)), 1)
+    return picked.sort(1).values.to(torch.int32)
+
+
+def _shared_blocks(case: Case, visible: Tensor, extent: Tensor, g: torch.Generator) -> Tensor:
+    """Block indices `[N, n]` (int32) of a prefill: the first, the own one, and `n - 2` that queries may keep.
+
+    Each of the `n - 2` slots has a residue class of blocks to itself, so that no two of a row are equal without anybody
+    looking, in memory for `N n` numbers where `_blocks` needs one per row and block of the cache. A query keeps what
+    the one before it has in a slot as often as `case.shared` asks, counting the two blocks that all have; else it
+    draws, and always where its class has had no more than one block so far.
+    """
+    B, S, HKV, n, device = case.B, case.S, case.HKV, case.n, g.device
+    free = n - 2
+    own = (visible - 1).clamp(min=0).view(B, S, HKV, 1) // case.block_size  # [B, S, HKV, 1]
+    slot = torch.arange(free, device=device)
+    choice = (own - 1 - slot).add(free - 1).div(max(free, 1), rounding_mode="floor")  # blocks 1 + slot + i*free < own
+    drawn = torch.rand(B, S, HKV, free, generator=g, device=device)
+    blocks = torch.where(choice > 0, 1 + slot + free * (drawn * choice).long().minimum(choice - 1), -1).to(torch.int32)
+    if case.shared and free:
+        equal = (case.shared * n - 2) / free  # of the slots that may differ; some are drawn equal by chance
+        keep = (equal * choice - 1) / (choice - 1).clamp(min=1)
+        fresh = torch.rand(B, S, HKV, free, generator=g, device=device) >= keep
+        fresh[:, :1] = True
+        since = torch.where(fresh, torch.arange(S, device=device)[:, None, None], 0).cummax(1).values
+        blocks = blocks.gather(1, since)
+    own = own.to(torch.int32)
+    first = torch.where(own > 0, 0, -1).to(torch.int32)  # the own block may be the first
+    return torch.cat((first, blocks, own), -1).sort(-1).values.view(case.N, n)

@@ -1,0 +1,273 @@
+"""Hypothesis strategies for calls: every selection, position and cache that a caller may pass by design or by mistake.
+
+Shapes are drawn too. In the interpreter nothing is compiled, so any small shape may come; on a GPU each shape compiles
+kernels, so there a shape is one of a short fixed list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nsa.testing.machine import current_lane
+from nsa.testing.matrix import caches
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.problem import Problem
+
+HUGE = 2**62  # far past any tensor, and short of overflow when two are subtracted
+INT32 = 2**31  # the first number past int32
+Span = tuple[int, int]
+
+GPU = current_lane() == "gpu"
+LANE_DTYPES = ("bf16", "fp16", "fp32") if GPU else ("fp32", "fp16")
+# `L` is the host's bound: each of the n spans may be as long as the cache.
+RANGES = Case(3, 32, 32, 72 * 4, 4, "mixed", "fp32", HKV=2, S=2, S_kv=72, n=4)
+BLOCKS = Case(4, 32, 16, 16 * 5, 4, "prefill", "fp16", HKV=2, S=2, S_kv=72, block_size=16)
+PACKED = Case(3, 32, 32, 5 * 4, 8, "mixed", "fp32", HKV=2, seqlens=(1, 3), kv_seqlens=(5, 3), n=4)
+FIXED = {
+    "ranges": [RANGES, Case(33, 64, 64, 130 * 3, 4, "mixed", "bf16", S=2, S_kv=130, n=3)],
+    "blocks": [BLOCKS, Case(8, 64, 128, 64 * 4, 6, "prefill", "bf16", HKV=2, S=3, S_kv=200)],
+    "packed": [PACKED, dataclasses.replace(PACKED, N=12, L=70 * 4, seqlens=(4, 0, 2), kv_seqlens=(9, 70, 0))],
+}
+"""The shapes of calls on a GPU, by how the selection is written and whether sequences lie end to end."""
+
+OF_THIRD_PARTIES = [
+    *(RANGES, dataclasses.replace(RANGES, causal=False, dtype="fp16")),
+    *(BLOCKS, dataclasses.replace(BLOCKS, causal=False, dtype=LANE_DTYPES[0])),
+    Case(4, 32, 16, 33, 2, "few", "fp16"),
+]
+"""The shapes of calls to third parties: their kernels may compile for each one, or take some of them."""
+
+
+def lead(case: Case) -> tuple[int, ...]:
+    """The first dimensions of a selection: `(B, S, HKV)`, or `(T, HKV)` where sequences are packed."""
+    return (sum(case.seqlens), case.HKV) if case.seqlens else (case.B, case.S, case.HKV)
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """A call: its shape, its selection, and the seed of its tensors' values.
+
+    `selection`: `ranges [*lead, n, 2]`, or `block_indices [*lead, n]` where the case is one of blocks.
+    `positions`: `q_positions [*lead without HKV]`, or None.
+    """
+
+    case: Case
+    selection: Tensor
+    seed: int = 0
+    positions: Tensor | None = None
+
+    @classmethod
+    def same(
+        cls, case: Case, selection: list[Any], positions: int | None = None, dtype: torch.dtype = torch.int64
+    ) -> Drawn:
+        """Every row has this selection, and every query this position."""
+        rows = lead(case)
+        chosen = torch.tensor(selection, dtype=dtype).reshape(-1, *([2] if case.source == "ranges" else []))
+        at = None if positions is None else torch.full(rows[:-1], positions)
+        return cls(case, chosen.expand(*rows, *chosen.shape).contiguous(), positions=at)
+
+    def problem(self, device: torch.device) -> Problem:
+        """Its tensors on a device."""
+        made, chosen = self.case.make(device, self.seed), self.selection.to(device)
+        at = None if self.positions is None else self.positions.to(device)
+        if self.case.source != "blocks":
+            return dataclasses.replace(made, ranges=chosen, q_positions=at)
+        start = chosen.to(torch.int64) * self.case.block_size
+        spans = torch.stack((start, start + self.case.block_size), -1).masked_fill(chosen[..., None] < 0, 0)
+        return dataclasses.replace(made, ranges=spans, block_indices=chosen, q_positions=at)
+
+
+# --- spans and blocks ------------------------------------------------------------------------------------------------
+
+
+def _span(S_kv: int, far: int) -> st.SearchStrategy[Span]:
+    """One span, sound or not."""
+    key = st.integers(0, S_kv - 1)
+    inside = st.tuples(key, key).map(lambda ab: (min(ab), max(ab) + 1))
+    return st.one_of(
+        inside,
+        key.map(lambda a: (a, a)),  # empty
+        key.map(lambda a: (a, a + 1)),  # a single key
+        inside.map(lambda ab: (ab[1], ab[0])),  # reversed
+        st.tuples(st.integers(-2 * S_kv, -1), key),  # starts before the first key
+        st.tuples(st.integers(-9, -5), st.integers(-4, 0)),  # lies before the first key
+        st.tuples(key, st.integers(S_kv, 3 * S_kv)),  # runs past the last
+        st.tuples(st.integers(S_kv, 2 * S_kv), st.integers(S_kv, 3 * S_kv)),  # lies past the last
+        st.sampled_from([(-far, far), (0, far), (-far, 1), (far, -far), (far, far), (-far, -far)]),
+    )
+
+
+@st.composite
+def _adjacent(draw: st.DrawFn, n: int, S_kv: int) -> list[Span]:
+    """Each span begins where the one before ends."""
+    cuts = sorted(draw(st.lists(st.integers(0, S_kv), min_size=n + 1, max_size=n + 1)))
+    return list(zip(cuts, cuts[1:], strict=False))
+
+
+@st.composite
+def _overlapping(draw: st.DrawFn, n: int, S_kv: int) -> list[Span]:
+    """All spans around one place: neighbours share keys."""
+    at, reach = draw(st.integers(0, S_kv - 1)), draw(st.integers(1, max(1, S_kv // 4)))
+    shifts = draw(st.lists(st.integers(0, reach), min_size=n, max_size=n))
+    return [(at + s, at + s + reach) for s in shifts]
+
+
+@st.composite
+def _long_and_tiny(draw: st.DrawFn, n: int, S_kv: int) -> list[Span]:
+    """One span over most keys in any slot, the others of one or two keys."""
+    keys = draw(st.lists(st.integers(0, S_kv - 1), min_size=n, max_size=n))
+    spans = [(a, a + 1 + a % 2) for a in keys]
+    spans[draw(st.integers(0, n - 1))] = (keys[0] // 8, S_kv - keys[-1] // 8)
+    return spans
+
+
+def _row(n: int, S_kv: int, far: int) -> st.SearchStrategy[list[Span]]:
+    """The spans of one row: one pattern, in order or not."""
+    one = _span(S_kv, far)
+    patterns = st.one_of(
+        st.just([(0, 0)] * n),  # an empty row
+        st.lists(one, min_size=n, max_size=n),
+        _adjacent(n, S_kv),
+        _overlapping(n, S_kv),
+        _long_and_tiny(n, S_kv),
+        one.map(lambda span: [span] * n),  # duplicates
+    )
+    return patterns.flatmap(lambda spans: st.one_of(st.just(spans), st.permutations(spans)))
+
+
+@st.composite
+def ranges(draw: st.DrawFn, lead: tuple[int, ...], n: int, S_kv: int, far: int = HUGE) -> Tensor:
+    """Spans `[*lead, n, 2]` (int64, or int32 where it holds them; CPU) over `S_kv` keys, none beyond `-far` and `far`;
+    `lead`: `(B, S, HKV)`, or `(T, HKV)` if packed.
+    """
+    rows = math.prod(lead)
+    spans = draw(st.lists(_row(n, S_kv, far), min_size=rows, max_size=rows))
+    drawn = torch.tensor(spans, dtype=torch.int64).view(*lead, n, 2)
+    return drawn.int() if far < INT32 else drawn
+
+
+@st.composite
+def block_indices(draw: st.DrawFn, lead: tuple[int, ...], n: int, blocks: int, far: int = INT32 - 1) -> Tensor:
+    """Block indices `[*lead, n]` (int32, CPU): any order, twice, padding in any slot, past the end, at most `far`."""
+    index = st.one_of(st.integers(0, blocks), st.just(-1), st.integers(-INT32, -1), st.just(far))
+    count = math.prod(lead) * n
+    drawn = draw(st.lists(index, min_size=count, max_size=count))
+    return torch.tensor(drawn, dtype=torch.int32).view(*lead, n)
+
+
+@st.composite
+def positions(draw: st.DrawFn, lead: tuple[int, ...], S_kv: int) -> Tensor:
+    """`q_positions [*lead]` (int64, CPU): in any order, before the first key and past the last, too."""
+    count = math.prod(lead)
+    one = st.one_of(st.integers(0, S_kv - 1), st.integers(-3, 2 * S_kv), st.sampled_from([-HUGE, HUGE]))
+    return torch.tensor(draw(st.lists(one, min_size=count, max_size=count)), dtype=torch.int64).view(lead)
+
+
+# --- whole calls -----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def _cases(draw: st.DrawFn, source: str) -> Case:
+    """A shape that the interpreter affords: each row is a program of ten milliseconds or more."""
+    H, (D, Dv) = draw(heads()), draw(dims())
+    HKV = draw(st.integers(1, 2))
+    size, n = draw(st.integers(1, 40)), draw(st.integers(1, 5))
+    dtype, causal = draw(st.sampled_from(LANE_DTYPES)), draw(st.booleans())
+    if source == "packed":
+        sequence = st.tuples(st.integers(0, 3), st.integers(0, 40))  # its queries and keys
+        some = st.lists(sequence, min_size=1, max_size=4).filter(lambda pairs: any(queries for queries, _ in pairs))
+        lengths = draw(some)
+        queries, keys = zip(*lengths, strict=True)
+        S_kv = max(1, *keys)
+        return Case(
+            H, D, Dv, S_kv * n, sum(queries) * HKV, "mixed", dtype, HKV=HKV, causal=causal, seqlens=queries,
+            kv_seqlens=keys, n=n,
+        )  # fmt: skip
+    B, S, S_kv = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 80))
+    how: dict[str, Any] = {"HKV": HKV, "S": S, "S_kv": S_kv, "causal": causal}
+    if source == "blocks":
+        return Case(H, D, Dv, size * n, B * S * HKV, "prefill", dtype, **how, block_size=size, n=n)
+    return Case(H, D, Dv, S_kv * n, B * S * HKV, "mixed", dtype, **how, n=n)
+
+
+def heads() -> st.SearchStrategy[int]:
+    """Query heads of a row: few, or more than a tile of 16 or 32 rows holds."""
+    return st.one_of(st.integers(1, 8), st.sampled_from([16, 17, 33, 40]))
+
+
+def dims() -> st.SearchStrategy[tuple[int, int]]:
+    """`(D, Dv)`, as they come."""
+    return st.tuples(st.integers(16, 40), st.integers(16, 40))
+
+
+@st.composite
+def selections(draw: st.DrawFn, case: Case, far: int = HUGE) -> Tensor:
+    """The selection of a shape: `ranges`, none beyond `-far` and `far`, or `block_indices`, which int32 holds."""
+    if case.source == "blocks":
+        return draw(block_indices(lead(case), case.n, -(-case.S_kv // case.block_size), min(far, INT32 - 1)))
+    return draw(ranges(lead(case), case.n, max(1, case.S_kv), far))
+
+
+@st.composite
+def calls(draw: st.DrawFn, source: str, explicit: bool = True) -> Drawn:
+    """A call with `source`: "ranges", "blocks", or "packed" (ranges, over sequences that lie end to end).
+
+    explicit: causal calls may say where their queries stand.
+    """
+    case = draw(st.sampled_from(FIXED[source]) if GPU else _cases(source))
+    selection = draw(selections(case, draw(st.sampled_from([HUGE, INT32 - 1]))))
+    at = draw(st.none() | positions(lead(case)[:-1], max(1, case.S_kv))) if explicit and case.causal else None
+    return Drawn(case, selection, draw(seeds()), at)
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnCache:
+    """A call over a cache with room for `call.case.S_kv` keys a sequence.
+
+    `lengths`: of its sequences, as the caller says them. `page`: keys of a page, None where the cache is contiguous.
+    `missing`: places of the page table, counted along its rows, that name a page which does not exist.
+    """
+
+    call: Drawn
+    lengths: tuple[int, ...]
+    page: int | None = None
+    missing: frozenset[int] = frozenset()
+
+    def cache(self, device: torch.device) -> caches.Cache:
+        """Keys, values, lengths and table on a device. What no sequence holds is NaN."""
+        case = self.call.case
+        made = caches.draw(
+            self.lengths, case.S_kv, self.page, HKV=case.HKV, D=case.D, Dv=case.Dv, dtype=case.torch_dtype,
+            device=device, seed=self.call.seed,
+        )  # fmt: skip
+        if made.block_table is None:
+            return made
+        table = made.block_table.flatten()
+        for i, place in enumerate(sorted(self.missing)):
+            table[place] = caches.NOWHERE[i % len(caches.NOWHERE)]
+        return dataclasses.replace(made, block_table=table.view_as(made.block_table))
+
+
+@st.composite
+def cached_calls(draw: st.DrawFn, source: str) -> DrawnCache:
+    """A call over a cache with `source` "ranges" or "blocks": any lengths, any page size that fits, pages missing."""
+    call = draw(calls(source, explicit=False))
+    room, B = call.case.S_kv, call.case.B
+    length = st.integers(0, room) | st.sampled_from([0, room, -5, room + 7])
+    lengths = draw(st.lists(length, min_size=B, max_size=B))
+    sizes = (1, 8, 10, 36) if GPU else range(1, room + 1)  # kernels are compiled for the size of a page
+    page = draw(st.none() | st.sampled_from([size for size in sizes if room % size == 0]))
+    places = st.integers(0, B * (room // page) - 1) if page else st.nothing()
+    return DrawnCache(call, tuple(lengths), page, draw(st.frozensets(places, max_size=3 if page else 0)))
+
+
+def seeds() -> st.SearchStrategy[int]:
+    """Seeds of the tensors' values."""
+    return st.integers(0, 2**16)

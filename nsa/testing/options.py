@@ -1,0 +1,228 @@
+"""What a perf run leaves behind when asked: a CSV, thresholds, a report. The options, and what the end of a run does.
+
+`nsa.testing.plugin` calls `check` when pytest is configured, `tests/perf/conftest.py` calls `finish` when it ends.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa import settings
+from nsa.testing.machine import commit, current_lane, device_name, triton_version
+from nsa.testing.report.recording import Fact, Recording, newest_of
+
+WRITES = ("nsa_csv", "nsa_report", "nsa_update_thresholds", "nsa_update_schedules", "nsa_sweep")
+"""Options that have a run leave something behind."""
+DEFAULT_SHAPE = "L=64:1024"
+BY_HAND = ("nsa_shape", "nsa_dist", "nsa_decode", "nsa_csv")
+SAMPLING = {"nsa_iters": 50, "nsa_warmup": 5, "nsa_seed": 0, "nsa_streams": 1}
+"""How everything is sampled unless asked for otherwise; baselines always."""
+
+
+def add_options(group: Any) -> None:
+    """The options of this module, for the plugin's `pytest_addoption`."""
+    group.addoption(
+        "--nsa-shape",
+        action="append",
+        metavar="SHAPE",
+        help="benchmark only these shapes: N=1024,H=8,D=128,Dv=128,L=64:1024 (powers of two), N=64,256,H=8 (a list), "
+        "dtype=fp16; what is left out has a default (repeatable)",
+    )
+    group.addoption("--nsa-dist", metavar="DIST,…", help="few, many, mixed or a list, for --nsa-shape (default: many)")
+    group.addoption("--nsa-decode", action="store_true", help="the shapes by hand also as decode steps")
+    group.addoption("--nsa-csv", metavar="FILE", help="write the shapes by hand as CSV, the old columns first")
+    group.addoption(
+        "--nsa-update-thresholds",
+        action="store_true",
+        help="also time what a threshold needs, and write it to nsa/configs/devices/<gpu>.yaml (GPU only)",
+    )
+    group.addoption(
+        "--nsa-update-schedules",
+        action="store_true",
+        help="also time key-major beside query-major, and write nsa/configs/schedules/<gpu>.yaml (GPU only)",
+    )
+    group.addoption(
+        "--nsa-sweep",
+        action="store_true",
+        help="instead of the benchmarks, try tiles and splits and write nsa/configs/tiles/<gpu>.yaml (GPU only)",
+    )
+    group.addoption("--nsa-report", metavar="DIR", help="write report.md, report.csv and report.html there")
+
+
+def spelled(name: str) -> str:
+    """An option as it is typed: `--nsa-iters` for `nsa_iters`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def by_hand(config: pytest.Config) -> bool:
+    """Whether this run is of shapes by hand only."""
+    return any(config.getoption(name) for name in BY_HAND)
+
+
+def shapes(config: pytest.Config) -> list[Any]:
+    """The cases of the shapes by hand, none if there are none. Raises ValueError naming option and value."""
+    from nsa.testing.shapes import parse_dists, shape_cases
+
+    if not by_hand(config):
+        return []
+    dists = parse_dists(config.getoption("nsa_dist") or "many")
+    dtype = "bf16" if current_lane() == "gpu" else "fp32"
+    given = config.getoption("nsa_shape") or [DEFAULT_SHAPE]
+    cases = [c for shape in given for c in shape_cases(shape, dists, config.getoption("nsa_decode"), dtype)]
+    return list(dict.fromkeys(cases))
+
+
+def sampled_otherwise(config: pytest.Config) -> dict[str, int]:
+    """What this run has instead of `SAMPLING`."""
+    return {name: config.getoption(name) for name, usual in SAMPLING.items() if config.getoption(name) != usual}
+
+
+def sampling_again(config: pytest.Config) -> str:
+    """The options by which another run is sampled and checked as this one, for a command line; empty by default."""
+    options = [f" {spelled(name)} {number}" for name, number in sampled_otherwise(config).items()]
+    options += [f" {spelled(name)}" for name in ("nsa_full", "nsa_hot", "nsa_no_check") if config.getoption(name)]
+    return "".join(options)
+
+
+def by_hand_again(config: pytest.Config) -> str:
+    """The options by which another run has the same shapes by hand, for a command line; empty if there are none."""
+    if not by_hand(config):
+        return ""
+    words = [word for shape in config.getoption("nsa_shape") or [DEFAULT_SHAPE] for word in ("--nsa-shape", shape)]
+    words += ["--nsa-dist", config.getoption("nsa_dist")] if config.getoption("nsa_dist") else []
+    words += ["--nsa-decode"] if config.getoption("nsa_decode") else []
+    return f" {shlex.join(words)}"
+
+
+def check(config: pytest.Config) -> None:
+    """Refuse at once what could only fail at the end. Raises pytest.UsageError."""
+    try:
+        shapes(config)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+    asked = [name.removeprefix("nsa_") for name in WRITES if config.getoption(name)]
+    if not asked:
+        return
+    option = f"--nsa-{asked[0].replace('_', '-')}"
+    if config.getoption("dist", "no") != "no" or hasattr(config, "workerinput"):
+        raise pytest.UsageError(f"{option} needs benchmarks, and under xdist there are none: leave out -n")
+    if config.getoption("benchmark_disable", False) and not config.getoption("benchmark_enable", False):
+        raise pytest.UsageError(f"{option} needs benchmarks: leave out --benchmark-disable")
+    for name in ("update_thresholds", "update_schedules", "sweep"):
+        if name in asked:
+            _check_own_cases(config, f"--nsa-{name.replace('_', '-')}")
+    for what in ("thresholds", "schedules"):
+        if {f"update_{what}", "sweep"} <= set(asked):
+            raise pytest.UsageError(f"--nsa-sweep changes what {what} rest on: leave out --nsa-update-{what}")
+    if "sweep" in asked and config.getoption("benchmark_compare", None):
+        raise pytest.UsageError("--nsa-sweep runs no benchmark of a baseline: leave out --benchmark-compare")
+    missing = [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]
+    if "report" in asked and missing:
+        raise pytest.UsageError(f"--nsa-report needs {' and '.join(missing)}: pip install 'nsa[report]'")
+    for name in ("csv", "report"):
+        value = config.getoption(f"nsa_{name}")
+        if value and not Path(value).absolute().parent.is_dir():
+            raise pytest.UsageError(f"--nsa-{name}={value}: there is no folder {Path(value).absolute().parent}")
+
+
+def _check_own_cases(config: pytest.Config, option: str) -> None:
+    """What decides for everybody is measured on a GPU, cold, checked, on its own cases."""
+    if current_lane() != "gpu" and not config.option.collectonly:
+        raise pytest.UsageError(f"{option} needs an NVIDIA GPU: Triton is not timed on a CPU")
+    wrong = [name for name in ("hot", "no_check") if config.getoption(f"nsa_{name}", False)]
+    if wrong:
+        other = f"--nsa-{wrong[0].replace('_', '-')}"
+        raise pytest.UsageError(f"{option} needs cold, checked measurements: leave out {other}")
+    if by_hand(config):
+        raise pytest.UsageError(f"{option} needs its own cases: leave out --nsa-shape")
+
+
+def this_run(facts: list[Fact]) -> Recording:
+    """The facts of a running session, as if it had been recorded."""
+    lane = current_lane()
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat()
+    torch_version = str(facts[0].get("torch")) if facts else ""
+    gpu = device_name() if lane == "gpu" else None
+    return Recording(facts, device_name(), gpu, torch_version, triton_version(), commit(), now, "this run")
+
+
+def finish(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> list[str]:
+    """Write what was asked for; returns lines that say where it is, or why it is not.
+
+    A green run that could not write what it was asked for ends red.
+    """
+    if session.config.getoption("collectonly", False):
+        return []
+    asked = (
+        ("csv", _write_csv),
+        ("update_thresholds", _update_thresholds),
+        ("update_schedules", _update_schedules),
+        ("sweep", _write_tiles),
+        ("report", _write_report),
+    )
+    notes = []
+    for name, write in asked:
+        if not session.config.getoption(f"nsa_{name}"):
+            continue
+        try:
+            notes.append(write(session, facts, rows))
+        except (ValueError, OSError) as error:
+            notes.append(f"--nsa-{name.replace('_', '-')}: {error}")
+            if session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    return notes
+
+
+def _write_csv(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
+    from nsa.testing.shapes import write_csv
+
+    if not rows:
+        raise ValueError("nothing was measured")
+    path = Path(session.config.getoption("nsa_csv"))
+    write_csv(path, rows)
+    return f"csv: {path}"
+
+
+def _write_report(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
+    from nsa.testing.gate.hooks import compared_with
+    from nsa.testing.report.pages import write
+
+    if not facts:
+        raise ValueError("nothing was measured")
+    config = session.config
+    before = newest_of(compared_with(config))[:1] if config.getoption("benchmark_compare", None) else []
+    return f"report: {write([*before, this_run(facts)], Path(config.getoption('nsa_report')))}"
+
+
+def _update_thresholds(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
+    from nsa.tuning import thresholds
+
+    if session.exitstatus != pytest.ExitCode.OK:  # the gate has had its say: this hook runs last
+        raise ValueError("thresholds not written: only a green run may change them")
+    decision = thresholds.decide(facts)
+    run = next((fact for fact in facts if fact.get("gpu")), {})
+    path = thresholds.write(decision, thresholds.best_layout(facts), run, settings.packaged_devices())
+    return f"thresholds: sel_triton_min_L = {'off' if decision.min_L is None else decision.min_L} written to {path}"
+
+
+def _update_schedules(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
+    from nsa.tuning import crossover
+
+    if session.exitstatus != pytest.ExitCode.OK:
+        raise ValueError("schedules not written: only a green run may change them")
+    return crossover.update(facts)
+
+
+def _write_tiles(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
+    from nsa.tuning import sweep
+
+    if session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.INTERRUPTED):  # the shapes it got to are whole
+        raise ValueError("tiles not written: a red run may not change them")
+    entries = [fact["tiles"] for fact in facts if fact.get("tiles")]
+    return f"tiles: {len(entries)} shapes written to {sweep.write(entries, facts[0] if facts else {})}"

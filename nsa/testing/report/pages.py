@@ -1,0 +1,242 @@
+"""The report: `python -m nsa.testing.report [JSON…] -o DIR`, and `--readme` for the tables and pictures of README.md.
+
+One recording gives a report of it, two also what changed between them (before, after). Markdown, CSV and a
+self-contained HTML page. Pictures need matplotlib, pages jinja2 (`pip install 'nsa[report]'`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nsa import settings
+from nsa.testing.report.recording import Fact, Recording, load, newest, prefills, servings, speedup, trainings
+from nsa.testing.report.tables import (
+    PREFILL_HEADER,
+    SERVING_HEADER,
+    TRAINING_HEADER,
+    describe,
+    longest_prompts,
+    prefill_rows,
+    serving_rows,
+    summary_rows,
+    training_rows,
+)
+from nsa.tuning import thresholds
+
+ROOT = Path(__file__).parents[3]
+BASELINES = ROOT / "tests" / "perf" / "baselines"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+COLUMNS = (
+    "group", "case", "dist", "source", "H", "D", "Dv", "L", "N", "dtype", "impl", "median_us", "ci95_low_us",
+    "ci95_high_us", "gbps", "share_of_ceiling", "speedup_vs_fallback", "fallback_low", "fallback_high",
+    "speedup_vs_sdpa_best", "sdpa_best", "speedup_vs_sdpa_expanded", "HQ", "HKV", "S", "S_kv", "shared", "ns_per_token",
+    "ns_per_query", "memory_vs_flash", "share_of_matmul",
+    "speedup_vs_cudnn", "speedup_vs_flash", "speedup_vs_fla", "speedup_vs_query_major",
+    "speedup_vs_key_major", "control", "ratio_to_control", "mae", "seed",
+    "how", "cold", "device", "torch", "triton", "commit",
+)  # fmt: skip
+README_PREFILL = (
+    *("HQ/HKV", "T", "ours", "ns/token", "fla-core", "dense cuDNN", "dense flash"),
+    *("vs fla-core", "vs cuDNN", "vs flash"),
+)
+README_TRAINING = tuple(name for name in TRAINING_HEADER if name != "ns/token")
+SERVING_LEGEND = (
+    "*vs*: how many times as fast. *over*: how many times as long. *no cache*: the same keys without lengths and "
+    "pages; *its share*: the chunk's part of a whole prompt's time."
+)
+EXTRA_MISSING = "the report needs {}: pip install 'nsa[report]'"
+
+
+def write(recordings: Sequence[Recording], folder: Path) -> Path:
+    """Write report.md, report.csv and report.html of the last recording; returns the page's path.
+
+    Args:
+        recordings: one, or before and after.
+
+    Raises:
+        ModuleNotFoundError: matplotlib or jinja2 is missing.
+        OSError: the folder cannot be written.
+    """
+    from jinja2 import Environment, PackageLoader
+
+    context = describe(recordings)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, escape in (("report.md", False), ("report.html", True)):
+        options: dict[str, Any] = {"autoescape": escape, "trim_blocks": True, "lstrip_blocks": True}
+        template = Environment(loader=PackageLoader("nsa.testing.report"), **options).get_template(f"{name}.j2")
+        (folder / name).write_text(template.render(context) + "\n", encoding="utf-8")
+    with (folder / "report.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(_line(fact) for fact in recordings[-1].facts if not fact.get("layouts"))
+    return folder / "report.html"
+
+
+def _line(fact: Fact) -> dict[str, Any]:
+    """A line of report.csv; times in microseconds."""
+    line = {name: fact.get(name, "") for name in COLUMNS} | {"median_us": fact["median"] * 1e6}
+    for name, end in zip(("ci95_low_us", "ci95_high_us"), fact.get("ci95") or (), strict=False):
+        line[name] = end * 1e6
+    ends = speedup(fact, thresholds.REPLACED)
+    if ends is not None:
+        line |= {"fallback_low": ends[1], "fallback_high": ends[2]}
+    timing = fact.get("timing") or {}
+    return line | {"case": fact.get("case") or fact["name"], "how": timing.get("how"), "cold": timing.get("cold")}
+
+
+# --- README ----------------------------------------------------------------------------------------------------------
+
+
+def readme_block(recordings: Sequence[Recording]) -> str:
+    """The measured results for README.md, from the newest baseline of each device. GPUs only, if there is one."""
+    text: list[str] = []
+    for recording in _shown(recordings):
+        picture = longest_prompts(recording)
+        if picture is not None:
+            text += [f"![{_alternative(picture)}]({picture_path(recording)})", ""]
+        where = f"**{recording.gpu or recording.device}**, torch {recording.torch}, Triton {recording.triton}"
+        text += [f"{where}; ratios are of one run.", ""]
+        prompts, trained = prefills(recording.facts), trainings(recording.facts)
+        served = servings(recording.facts)
+        if prompts:
+            title = "Prefill, forward, 16 blocks of 64, D = 128, milliseconds, and how many times as fast"
+            text += [f"{title} {_when(recording, prompts)}:", ""]
+            text += _table(README_PREFILL, PREFILL_HEADER, prefill_rows(prompts))
+        if trained:
+            title = "Training on the same prompts (dQ, dK and dV, alone and with the forward pass before)"
+            rows = _table(README_TRAINING, TRAINING_HEADER, training_rows(trained))
+            text += _folded(f"{title} {_when(recording, trained)}", rows)
+        if served:
+            title = "Serving from a KV cache, 16 blocks of 64 a query, D = 128, microseconds, as a graph"
+            rows = [SERVING_LEGEND, "", *_table(SERVING_HEADER, SERVING_HEADER, serving_rows(served))]
+            text += _folded(f"{title} {_when(recording, served)}", rows)
+        rest = [fact for fact in recording.facts if fact not in (*prompts, *trained, *served)]
+        others = _groups(rest)
+        title = (
+            f"Packed rows, spans and decode: how many times as fast, geometric mean (worst) {_when(recording, rest)}"
+        )
+        text += _folded(title, others) if prompts or trained else [f"{title}:", "", *others]
+    return "\n".join([BEGIN, *text, END])
+
+
+def _when(recording: Recording, facts: list[Fact]) -> str:
+    """`(commit, date)` of some benchmarks: tables of one README need not be of one day."""
+    return f"({'; '.join(recording.taken(facts))})"
+
+
+def _shown(recordings: Sequence[Recording]) -> list[Recording]:
+    return [r for r in recordings if r.gpu] or list(recordings)
+
+
+def _groups(facts: list[Fact]) -> list[str]:
+    """Markdown of all but prompts: a line for each group of benchmarks."""
+    columns = (
+        *("benchmarks", "cases", "vs what it replaces"),
+        *("vs gather + SDPA", "vs best SDPA on packed rows", "of memory ceiling"),
+    )
+    text = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    for name, cases, *cells in summary_rows(facts):
+        replaced, gather, best, control = (_both(cells[i : i + 2]) for i in (0, 2, 4, 8))
+        first = replaced if replaced != "-" else "-" if cells[-1] != "-" else f"{control} (control)"
+        text.append(f"| {name} | {cases} | {first} | {gather} | {best} | {cells[-1]} |")
+    return [*text, ""]
+
+
+def _folded(title: str, body: list[str]) -> list[str]:
+    """Shown when a reader asks for it."""
+    return ["<details>", f"<summary>{title}</summary>", "", *body, "</details>", ""]
+
+
+def picture_path(recording: Recording) -> str:
+    """Of the picture of a device, from the root of the repository."""
+    return f"docs/{settings.device_slug(recording.gpu or recording.device)}.svg"
+
+
+def pictures(recordings: Sequence[Recording]) -> dict[str, str]:
+    """The SVG files that the block shows, by path.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is missing.
+    """
+    from nsa.testing.report import plots
+
+    found = {picture_path(recording): longest_prompts(recording) for recording in _shown(recordings)}
+    return {path: plots.prefill_bars(shown) for path, shown in found.items() if shown is not None}
+
+
+def _alternative(shown: dict[str, Any]) -> str:
+    """The picture in words, for whoever cannot see it."""
+    said = [
+        f"{heads} heads: " + ", ".join(f"{name} {value}" for name, value in found.items())
+        for heads, found in shown["milliseconds"].items()
+    ]
+    return f"Prefill of {shown['T']} tokens on {shown['gpu']}, milliseconds. {'; '.join(said)}"
+
+
+def _table(columns: Sequence[str], header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Markdown of some columns of a table, and an empty line."""
+    named = [dict(zip(header, row, strict=True)) for row in rows]
+    lines = [f"| {' | '.join(row[name] for name in columns)} |" for row in named]
+    return [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}", *lines, ""]
+
+
+def _both(cells: Sequence[str]) -> str:
+    return "-" if cells[0] == "-" else f"{cells[0]} ({cells[1]})"
+
+
+def with_block(readme: str, block: str) -> str:
+    """`readme` with what stands between the markers replaced. Raises ValueError if they are not there once each."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
+        raise ValueError(f"README.md: expected one {BEGIN} and one {END}")
+    return readme[: readme.index(BEGIN)] + block + readme[readme.index(END) + len(END) :]
+
+
+def _update_readme() -> str:
+    recordings = newest(BASELINES)
+    if not recordings:
+        raise ValueError(f"no baseline in {BASELINES}; record one with: pytest -m perf --nsa-save-baseline")
+    drawn = pictures(recordings)  # first: where they cannot be drawn, nothing is written
+    path = ROOT / "README.md"
+    path.write_text(with_block(path.read_text(encoding="utf-8"), readme_block(recordings)), encoding="utf-8")
+    for name, picture in drawn.items():
+        (ROOT / name).parent.mkdir(exist_ok=True)
+        (ROOT / name).write_text(picture, encoding="utf-8")
+    return ", ".join([str(path), *drawn])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m nsa.testing.report", description=__doc__)
+    parser.add_argument("json", nargs="*", type=Path, help="one recording, or before and after; default: the baselines")
+    parser.add_argument("-o", metavar="DIR", type=Path, help="where report.md, report.csv and report.html go")
+    parser.add_argument("--readme", action="store_true", help="rewrite README.md's measured results and pictures")
+    args = parser.parse_args(argv)
+    if len(args.json) > 2:
+        parser.error(f"expected one recording, or before and after, got {len(args.json)} files")
+    if args.readme == (args.o is not None):
+        parser.error("expected either -o DIR or --readme")
+    try:
+        done = _update_readme() if args.readme else str(write([load(p) for p in args.json] or _newest_one(), args.o))
+    except ModuleNotFoundError as error:
+        name = str(error.name).partition(".")[0]
+        if name not in ("matplotlib", "jinja2"):
+            raise
+        print(f"error: {EXTRA_MISSING.format(name)}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"written: {done}")
+    return 0
+
+
+def _newest_one() -> list[Recording]:
+    recordings = newest(BASELINES)[:1]
+    if not recordings:
+        raise ValueError(f"no JSON given, and no baseline in {BASELINES}")
+    return recordings

@@ -1,0 +1,170 @@
+"""Recordings: pytest-benchmark's JSON read back as plain facts, one dict per benchmark.
+
+A *fact* is a benchmark's `extra_info` with `group`, `name` and `median` (seconds) added, which is also what a running
+perf session keeps: whatever reads facts works on both.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nsa.testing.matrix.case import SOURCES
+
+Fact = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One run of the perf lane."""
+
+    facts: list[Fact]
+    device: str
+    gpu: str | None
+    torch: str
+    triton: str
+    commit: str
+    date: str  # ISO 8601, UTC
+    source: str  # the file, or "this run"
+    merged: bool = False  # with older ones, whose benchmarks it does not hold
+
+    @property
+    def commits(self) -> str:
+        """Of its benchmarks, in order of appearance."""
+        return ", ".join(self.taken(self.facts, dated=False)) or self.commit[:12]
+
+    def taken(self, facts: Iterable[Fact], dated: bool = True) -> list[str]:
+        """Of which commits some of its benchmarks are, and from when."""
+        found = [
+            str(fact.get("commit") or self.commit)[:12] + f", {str(fact.get('date') or self.date)[:10]}" * dated
+            for fact in facts
+        ]
+        return list(dict.fromkeys(found))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a reader needs to know about where the figures come from."""
+        return {
+            "device": self.gpu or self.device,
+            "torch": self.torch,
+            "triton": self.triton,
+            "commit": self.commits,
+            "date": self.date[:19].replace("T", " ") + " UTC",
+            "recorded in": self.source,
+        }
+
+
+def load(path: Path) -> Recording:
+    """Read a file that pytest-benchmark wrote.
+
+    Raises:
+        ValueError: naming the file and what is wrong with it.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        machine, benchmarks = document["machine_info"], document["benchmarks"]
+        facts = [b["extra_info"] | {k: b[k] for k in ("group", "name")} for b in benchmarks]
+        for fact, benchmark in zip(facts, benchmarks, strict=True):
+            fact["median"], fact["date"] = benchmark["stats"]["median"], document["datetime"]
+        date, commit = document["datetime"], document["commit_info"]["id"]
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: expected the JSON of a pytest-benchmark run, got {error!r}") from error
+    gpu = machine.get("gpu")
+    first = facts[0] if facts else {}
+    return Recording(
+        facts=facts,
+        device=str(first.get("device") or machine.get("device") or machine.get("node")),
+        gpu=gpu,
+        torch=str(machine.get("torch")),
+        triton=str(machine.get("triton")),
+        commit=str(first.get("commit") or commit),
+        date=date,
+        source=str(path),
+    )
+
+
+def newest(folder: Path) -> list[Recording]:
+    """The newest recording of each device below `folder`, as `newest_of` its files."""
+    return newest_of(sorted(folder.rglob("*.json")))
+
+
+def newest_of(files: Iterable[Path]) -> list[Recording]:
+    """The newest recording of each device, GPUs first.
+
+    Benchmarks that it does not hold come from older ones of the same versions of torch and Triton.
+    """
+    latest: dict[str, Recording] = {}
+    for recording in sorted(map(load, files), key=lambda r: r.date, reverse=True):
+        known = latest.setdefault(recording.device, recording)
+        if (known.torch, known.triton) == (recording.torch, recording.triton):
+            names = {fact["name"] for fact in known.facts}
+            older = [fact for fact in recording.facts if fact["name"] not in names]
+            if older:
+                latest[recording.device] = replace(known, facts=known.facts + older, merged=True)
+    return sorted(latest.values(), key=lambda r: (r.gpu is None, r.device))
+
+
+def grouped(facts: Iterable[Fact]) -> dict[str, list[Fact]]:
+    """Facts by benchmark group: those of core as core lists them, the others after them, in order of appearance.
+
+    What was recorded by parts is read newest part first, which would order a table by who was recorded last.
+    """
+    groups: dict[str, list[Fact]] = {}
+    for fact in facts:
+        groups.setdefault(str(fact["group"]), []).append(fact)
+    rank = {dist: i for i, dist in enumerate(SOURCES)}  # a group's name begins with it
+    return dict(sorted(groups.items(), key=lambda item: rank.get(item[0].partition(",")[0], len(rank))))
+
+
+def kernels(facts: Iterable[Fact]) -> list[Fact]:
+    """Those that time a kernel on a GPU against its memory ceiling."""
+    return [fact for fact in facts if fact.get("share_of_ceiling")]
+
+
+def prefills(facts: Iterable[Fact]) -> list[Fact]:
+    """Those of whole prompts, which have a time per token; recordings from before they were timed have none."""
+    return [fact for fact in facts if fact.get("ns_per_token")]
+
+
+def trainings(facts: Iterable[Fact]) -> list[Fact]:
+    """Those of backward passes and of training steps."""
+    return [fact for fact in facts if fact.get("ns_per_query")]
+
+
+def servings(facts: Iterable[Fact]) -> list[Fact]:
+    """Those over KV caches."""
+    return [fact for fact in facts if re.fullmatch(r"kvcache|paged\d+", str(fact.get("impl")))]
+
+
+def geomean(values: Iterable[float | None]) -> float | None:
+    """Geometric mean of what is known; None if nothing is."""
+    known = [value for value in values if value]
+    return math.exp(math.fsum(map(math.log, known)) / len(known)) if known else None
+
+
+def worst(values: Iterable[float | None]) -> float | None:
+    """The smallest of what is known; None if nothing is."""
+    return min((value for value in values if value), default=None)
+
+
+def speedup(fact: Fact, against: str | None) -> tuple[float, float | None, float | None] | None:
+    """How many times faster than comparator `against`: `(ratio of medians, low, high)`, or None if it was not timed.
+
+    The interval divides the ends of the two 95% intervals of medians, so it is never too narrow; None where a
+    recording does not hold the comparator's.
+    """
+    medians = fact.get("medians") or {}
+    if against not in medians:
+        return None
+    ratio = medians[against] / fact["median"]
+    theirs, ours = (fact.get("intervals") or {}).get(against), fact.get("ci95")
+    if not theirs or not ours:
+        return ratio, None, None
+    return ratio, theirs[0] / ours[1], theirs[1] / ours[0]

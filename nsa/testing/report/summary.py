@@ -1,0 +1,273 @@
+"""The terminal's summary of a perf run: what a person reads in ten seconds, at most 100 columns wide."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from nsa import settings
+from nsa.testing.report.recording import Fact, geomean, grouped, kernels, prefills, servings, trainings, worst
+from nsa.tuning import crossover, thresholds
+
+WIDTH = 100
+PREFILL_VERSUS = {
+    "cuDNN": "speedup_vs_cudnn",  # dense causal attention, which reads all keys
+    "flash": "speedup_vs_flash",
+    "fla": "speedup_vs_fla",
+    "q-major": "speedup_vs_query_major",  # our schedules, asked for by name
+    "k-major": "speedup_vs_key_major",
+}
+PEERS = ("fla",)  # names of nsa.testing.contestants.peers
+VERSUS = {
+    "replaced": "speedup_vs_fallback",  # packed SDPA with its packing: what routing would run instead
+    "gather+SDPA": "speedup_vs_sdpa_end_to_end",  # from cache and spans, its index made beforehand
+    "best SDPA": "speedup_vs_sdpa_best",  # of all layouts, on rows already packed
+    "expanded": "speedup_vs_sdpa_expanded",  # on rows already packed, K and V expanded to heads
+}
+
+
+def lines(facts: list[Fact]) -> list[str]:
+    """The summary; notes of the run (regressions, thresholds written, report) are the caller's."""
+    prompts = prefills(facts)
+    trained = trainings(facts)
+    served = servings(facts)
+    named = {id(fact) for fact in (*kernels(facts), *prompts, *trained, *served)}
+    apart = {id(fact) for fact in (*prompts, *served)}
+    ours = [fact for fact in kernels(facts) if id(fact) not in apart]
+    others = [fact for fact in facts if id(fact) not in named and not fact.get("layouts")]
+    text = [
+        *_kernel_table(ours),
+        *_peers(ours),
+        *_prefill_table(prompts),
+        *_training_table(trained),
+        *_serving_table(served),
+        *_control_table(others),
+        *_left_out(facts),
+        *_threshold(facts),
+    ]
+    text += crossover.table(crossover.points(facts))
+    return fitted(text)
+
+
+def fitted(text: Iterable[str]) -> list[str]:
+    """Lines of at most `WIDTH` columns, broken at spaces and never cut: a path or an id stays whole."""
+    how = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
+    return [part for line in text for part in textwrap.wrap(line, WIDTH, **how)]  # type: ignore[arg-type]
+
+
+def _named(name: str, width: int) -> tuple[list[str], str]:
+    """A row's first cell: a name that is too long for it has a line of its own above."""
+    return ([], f"{name:{width}}") if len(name) < width else ([name], " " * width)
+
+
+def _kernel_table(facts: list[Fact]) -> list[str]:
+    """Speedups as geometric mean and worst, for each distribution."""
+    if not facts:
+        return []
+    heads = "".join(f"{name:>13}" for name in VERSUS)
+    text = [
+        f"{'speedup: geomean, worst':24}{'cases':>5}{heads}{'GB/s':>6}{'of ceiling':>11}",
+    ]
+    for name, infos in grouped(facts).items():
+        cells = "".join(f"{_pair(fact.get(key) for fact in infos):>13}" for key in VERSUS.values())
+        top = max(infos, key=lambda fact: float(fact["gbps"]))
+        above, first = _named(name, 24)
+        text += [*above, f"{first}{len(infos):>5}{cells}{top['gbps']:>6.0f}{top['share_of_ceiling']:>11.1%}"]
+    text.append("  replaced: packed SDPA with its packing; best SDPA, expanded: SDPA alone, on rows already packed")
+    slow = [fact for fact in facts if 0 < (fact.get("speedup_vs_sdpa_best") or 0) < 1]
+    if slow:
+        least = min(slow, key=lambda fact: float(fact["speedup_vs_sdpa_best"]))
+        text.append(
+            f"slower than best SDPA on packed rows: {len(slow)} of {len(facts)}, "
+            f"worst {least['speedup_vs_sdpa_best']:.2f}x {least['case']}"
+        )
+    return text
+
+
+def _peers(facts: list[Fact]) -> list[str]:
+    """How much faster than other people's kernels, where they ran."""
+    text = []
+    for name in PEERS:
+        ratios = [fact["medians"][name] / fact["median"] for fact in facts if name in fact.get("medians", {})]
+        if ratios:
+            text.append(f"beside {name}: {len(ratios)} cases, {_pair(ratios)} times as fast (geomean, worst)")
+    return text
+
+
+def _prefill_table(facts: list[Fact]) -> list[str]:
+    """A line for each prompt: what it took, by which kernel, and how many times as fast as others that is."""
+    if not facts:
+        return []
+    heads = "".join(f"{name:>8}" for name in PREFILL_VERSUS)
+    text = [f"{'prefill, HQ/HKV, T':22}{'time':>9}{'ns/token':>9}{heads}{'matrix':>7}  kernel"]
+    for fact in facts:
+        cells = "".join(f"{_ratio(fact.get(key)):>8}" for key in PREFILL_VERSUS.values())
+        share = fact.get("share_of_matmul")
+        text.append(
+            f"{prompt(fact):22}{seconds(fact['median']):>9}{fact['ns_per_token']:>9.1f}{cells}"
+            f"{'-' if not share else f'{share:.0%}':>7}  {kernel_of(fact)}"
+        )
+    text.append("  times as fast as dense attention, fla-core and our schedules by name; share of the matrix rate")
+    return text
+
+
+def _training_table(facts: list[Fact]) -> list[str]:
+    """As :func:`_prefill_table`, of backward passes and steps."""
+    if not facts:
+        return []
+    heads = {name: key for name, key in PREFILL_VERSUS.items() if "major" not in name}
+    text = [
+        f"{'training, HQ/HKV, T':22}{'time':>9}{'ns/token':>9}{''.join(f'{name:>8}' for name in heads)}{'memory':>8}"
+    ]
+    for fact in facts:
+        cells = "".join(f"{_ratio(fact.get(key)):>8}" for key in heads.values())
+        memory = f"{_ratio(fact.get('memory_vs_flash')):>8}  {fact['group']}"
+        text.append(f"{prompt(fact):22}{seconds(fact['median']):>9}{fact['ns_per_query']:>9.1f}{cells}{memory}")
+    text.append("  times as fast as dense attention and fla-core; memory of a step over that of dense flash attention")
+    return text
+
+
+def _serving_table(facts: list[Fact]) -> list[str]:
+    """A line for each step over a cache, and how many times as long as without one, or without pages, it takes."""
+    if not facts:
+        return []
+    heads = {"no cache": "auto", "contiguous": "kvcache", "fla": "fla"}
+    text = [f"{'serving, HQ/HKV, B, queries':30}{'time':>9}{''.join(f'{name:>12}' for name in heads)}{'share':>8}"]
+    for fact in facts:
+        medians = {name: t for name, t in (fact.get("medians") or {}).items() if name != fact["impl"]}
+        over = [fact["median"] / medians[name] if name in medians else None for name in heads.values()]
+        cells = "".join(f"{_ratio(value):>12}" for value in over)
+        where = f"{fact['HQ']}/{fact['HKV']}, {fact['B']}, {fact['S']} {fact['impl']}"
+        text.append(f"{where:30}{seconds(fact['median']):>9}{cells}{_ratio(fact.get('times_its_share')):>8}")
+    text.append("  how many times as long as those take; share: as that part of a whole prompt's time")
+    return text
+
+
+def prompt(fact: Fact) -> str:
+    """`64/4, 65536`, and what neighbours share if that was asked for."""
+    return f"{fact['HQ']}/{fact['HKV']}, {fact['S']}" + (f", {fact['shared']:.0%}" if fact.get("shared") else "")
+
+
+def kernel_of(fact: Fact) -> str:
+    """Which of our kernels ran, by its route, or whose kernel it was."""
+    return ", ".join(sorted(fact.get("launched") or ())) or str(fact.get("impl", "-"))
+
+
+def _ratio(value: float | None) -> str:
+    return f"{value:.2f}" if value else "-"
+
+
+def _control_table(facts: list[Fact]) -> list[str]:
+    """Benchmarks without a byte count: how many times as fast as their control, and the time they take."""
+    if not facts:
+        return []
+    heads = f"{'geomean':>9}{'worst':>8}{'fastest':>10}{'slowest':>10}  control"
+    text = [f"{'times as fast as control':28}{'cases':>6}{heads}"]
+    for name, infos in grouped(facts).items():
+        ratios = over_controls(infos)
+        times = [float(fact["median"]) for fact in infos]
+        controls = ", ".join(dict.fromkeys(str(fact["control"]) for fact in infos if fact.get("control")))
+        above, first = _named(name, 28)
+        text += [
+            *above,
+            f"{first}{len(infos):>6}{_ratio(geomean(ratios)):>9}{_ratio(worst(ratios)):>8}"
+            f"{seconds(min(times)):>10}{seconds(max(times)):>10}  {controls or '-'}",
+        ]
+        text += _notes(infos)
+    return text
+
+
+def _notes(infos: list[Fact]) -> list[str]:
+    """What the benchmarks of a group say of themselves; of costs in microseconds only the highest."""
+    noted = [fact for fact in infos if fact.get("note")]
+    costs = [fact for fact in noted if fact.get("overhead_us")]
+    if costs:
+        noted = [max(costs, key=lambda fact: float(fact["overhead_us"]))]
+    return [f"  {fact['note']}" for fact in noted]
+
+
+def over_controls(infos: list[Fact]) -> list[float | None]:
+    """How many times as fast as their controls; without the path that ours replace, where it stands beside them."""
+    counted = [fact for fact in infos if not fallback(fact)] or infos
+    return [1 / fact["ratio_to_control"] if fact.get("ratio_to_control") else None for fact in counted]
+
+
+def _left_out(facts: list[Fact]) -> list[str]:
+    """Comparators without a time, by verdict; the three most frequent."""
+    counts = Counter(
+        f"{name}, {reason.partition(':')[0]}" for fact in facts for name, reason in (fact.get("left_out") or {}).items()
+    )
+    text = [f"{why} in {n}" for why, n in counts.most_common(3)]
+    more = f" and {len(counts) - 3} more" if len(counts) > 3 else ""
+    return [f"comparators not timed: {'; '.join(text)}{more}"] if text else []
+
+
+def _threshold(facts: list[Fact]) -> list[str]:
+    """The `sel_triton_min_L` in force, and what this run measured of it."""
+    gpu = next((str(fact["gpu"]) for fact in facts if fact.get("gpu")), None)
+    if gpu is None:
+        return []
+    decision = thresholds.decide(facts)
+    on_packed = thresholds.decide(facts, against="best")
+    text = [f"sel_triton_min_L in force: {in_force(gpu)}", f"  this run {measured(decision)}"]
+    if not decision.points:
+        return text
+    beside = "never" if on_packed.min_L is None else f"from L = {on_packed.min_L}"
+    return [*text, f"  {decision.margin:g}x the best SDPA call on rows already packed: {beside}"]
+
+
+def measured(decision: thresholds.Decision) -> str:
+    """What a run or a recording did by itself about the threshold; its name goes before."""
+    if not decision.points:
+        return "did not measure it"
+    if all(point.low is None for point in decision.points):
+        return "cannot decide it: it holds no intervals of the comparators"
+    text = f"measured {_off(decision.min_L)}"
+    if not decision.missing:
+        return text
+    known, missing = len(decision.groups), len(decision.missing)
+    return f"{text} in {known} combinations of heads, dims and distribution; a threshold needs {missing} more"
+
+
+def fallback(fact: Fact) -> bool:
+    """Whether a benchmark times the path that Triton would replace."""
+    return fact.get("impl") == thresholds.REPLACED
+
+
+def in_force(gpu: str, live: bool = True) -> str:
+    """The `sel_triton_min_L` that routing uses on a GPU, and where it comes from.
+
+    `live`: of this process, where a variable or `nsa.configure` may set it. A recording has neither.
+    """
+    explicit, config = settings.get().sel_triton_min_L, settings.device_config(gpu)
+    if live and explicit is not None:
+        return f"{explicit}, set by {settings.sources()['sel_triton_min_L']}"
+    if config is None:
+        return f"{settings.DEFAULT_MIN_L}, the safe default: no file has measurements of this GPU"
+    value = None if config.sel_triton_min_L == settings.TRITON_OFF else config.sel_triton_min_L
+    date, commit = config.provenance["date"], config.provenance["commit"][:12]
+    return f"{_off(value)}, measured {date} at commit {commit}, {_shown(config.path)}"
+
+
+def _off(min_L: int | None) -> str:
+    return "off" if min_L is None else str(min_L)
+
+
+def _shown(path: Path) -> str:
+    """A packaged file as the repository has it, `nsa/configs/devices/<gpu>.yaml`; a user's own in full."""
+    root = settings.packaged_devices().parents[2]
+    return str(path.relative_to(root) if path.is_relative_to(root) else path)
+
+
+def _pair(ratios: Iterable[float | None]) -> str:
+    known = [ratio for ratio in ratios if ratio]
+    mean, least = geomean(known), worst(known)
+    return "-" if mean is None or least is None else f"{mean:.2f} {least:.2f}"
+
+
+def seconds(value: float) -> str:
+    """`1.25 ms`: three digits and a unit."""
+    scale, unit = next((s, u) for s, u in ((1, "s"), (1e-3, "ms"), (1e-6, "us")) if value >= s or u == "us")
+    return f"{value / scale:.3g} {unit}"

@@ -1,0 +1,135 @@
+"""`python -m nsa calibrate`: the smallest run that tells whether, and from which L on, Triton pays on a new GPU.
+
+Parity on a few cases, one timing per threshold combination, the fastest packed SDPA layout; under a minute. Needs torch
+and Triton only, no pytest. What it finds goes to the user's own folder, which wins over the package's measurements.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+
+from nsa import settings
+from nsa.dispatch import why_not_triton
+from nsa.reference import sdpa_rows
+from nsa.testing.clock.cuda import time_gpu
+from nsa.testing.clock.measure import measure, run_facts
+from nsa.testing.clock.timing import Timing
+from nsa.testing.contestants.ours import OURS, Impl, packed_layouts
+from nsa.testing.judge.forward import Oracle, assert_parity
+from nsa.testing.matrix.case import Case
+from nsa.testing.report.recording import Fact
+from nsa.tuning import thresholds
+
+# The larger problem only: there Triton's lead is smallest (H100, 2026-11-21: 13.6x at N = 1024 against 18x at N = 64).
+ROWS = (1024,)
+PARITY = {
+    "dense_group": Case(8, 128, 128, 200, 64, "few", "bf16"),
+    "varlen_group": Case(4, 64, 64, 130, 64, "few", "fp16", source="varlen"),
+    "ranges": Case(8, 128, 64, 300, 64, "mixed", "bf16"),
+    "blocks": Case(16, 128, 128, 1024, 32, "decode", "bf16", HKV=4, S_kv=8192),
+}
+LAYOUT_SHAPES = [f"H8-D{D}-L{L}-N256" for D in (64, 128) for L in (256, 1024)]
+BUDGET_S = 0.01  # of samples for each implementation; never under ten samples
+
+
+def layout_times(shape: str, masked: bool, device: torch.device, **sampling: Any) -> dict[str, Timing]:
+    """Time packed SDPA's layouts as the fallback calls them; `shape` is one of `LAYOUT_SHAPES`.
+
+    A layout that torch cannot run here is left out.
+    """
+    H, D, L, N = (int(word[1:]) for word in shape.split("-"))
+    g = torch.Generator(device).manual_seed(0)
+    q, k, v = (
+        torch.randn(N, n, D, generator=g, device=device, dtype=torch.bfloat16) for n in (H, L, L)
+    )  # [N, H, D], [N, L, D] twice
+    mask = torch.arange(L, device=device).expand(N, L) < L - 1 if masked else None
+    calls = {}
+    for layout in settings.SDPA_LAYOUTS:
+
+        def call(layout: str = layout) -> object:
+            return sdpa_rows(q, k, v, mask, D**-0.5, layout)
+
+        try:
+            call()
+        except RuntimeError:  # torch has no kernel for it
+            continue
+        calls[layout] = [call]
+    return time_gpu(calls, **sampling)
+
+
+def fast_layouts(device: torch.device) -> dict[str, Impl]:
+    """Two of the five SDPA layouts: what was the best on packed rows in all of core (H100), and one for older torch."""
+    return {n: i for n, i in packed_layouts(device).items() if n in ("enable_gqa", "heads_as_queries_flash")}
+
+
+def check_parity(device: torch.device) -> None:
+    """One case per kernel source. Raises AssertionError naming the kernel that is wrong, and where."""
+    for name, case in PARITY.items():
+        problem = case.make(device)
+        assert_parity(OURS[name].run(problem, return_lse=True), Oracle.of(problem), name)
+
+
+def time_thresholds(device: torch.device) -> list[Fact]:
+    """The facts that a threshold over square dims rests on. On packed rows two SDPA layouts are timed, not five."""
+    layouts = fast_layouts(device)
+    facts = []
+    for case in thresholds.cases(thresholds.SQUARE, ROWS):
+        others = [OURS[thresholds.REPLACED], *layouts.values()]
+        result = measure(case.make(device), OURS["ranges"], others, iters=50, warmup=3, budget_s=BUDGET_S)
+        facts.append(result.info(layouts, [thresholds.REPLACED]) | {"group": case.dist, "median": result.ours.median})
+        _progress(f"{case.id}: {result.speedup(thresholds.REPLACED):.1f}x")
+    for shape in LAYOUT_SHAPES:
+        for masked in (False, True):
+            times = layout_times(shape, masked, device, budget_s=BUDGET_S)
+            facts.append({"layouts": {name: t.median for name, t in times.items()}, "masked": masked})
+    return facts
+
+
+def obstacle() -> str | None:
+    """Why this machine cannot be calibrated, in a line, or None."""
+    if settings.interpreter():
+        return "TRITON_INTERPRET is set: Triton interprets kernels on the CPU, there is nothing to time"
+    if not torch.cuda.is_available():
+        return f"no usable NVIDIA GPU: torch {torch.__version__} finds none"
+    return why_not_triton(torch.device("cuda", 0))
+
+
+def main() -> int:
+    """Calibrate the first visible GPU; returns the exit status."""
+    reason = obstacle()
+    if reason is not None:
+        print(f"nsa calibrate: {reason}", file=sys.stderr)
+        return 1
+    began, device = time.monotonic(), torch.device("cuda", 0)
+    try:
+        check_parity(device)
+        facts = time_thresholds(device)
+    except AssertionError as error:
+        _progress("")
+        print(f"nsa calibrate: nothing written: {error}", file=sys.stderr)
+        return 1
+    _progress("")
+    needed = thresholds.required(thresholds.SQUARE)
+    decision = thresholds.decide(facts, needed=needed)
+    on_packed = thresholds.decide(facts, needed=needed, against="best")
+    try:
+        path = thresholds.write(decision, thresholds.best_layout(facts), run_facts(device), settings.user_devices())
+    except (ValueError, OSError) as error:
+        print(f"nsa calibrate: {error}", file=sys.stderr)
+        return 1
+    print(f"parity: {len(PARITY)} kernels agree with the fp64 oracle")
+    for sentence in thresholds.rationale(decision, on_packed):
+        print(sentence)
+    value = "off" if decision.min_L is None else str(decision.min_L)
+    print(f"sel_triton_min_L = {value}, written to {path} ({time.monotonic() - began:.0f} s)")
+    return 0
+
+
+def _progress(text: str) -> None:
+    """One line that overwrites itself; nothing where nobody watches."""
+    if sys.stderr.isatty():
+        print(f"\r{text[:78]:78}", end="" if text else "\r", file=sys.stderr, flush=True)

@@ -1,0 +1,241 @@
+"""From how many queries on key-major is faster than query-major, by group size: what `schedule="auto"` routes by.
+
+Both kernels forced on prefills of the usual shape, checked against each other before they are timed; and the rule that
+makes `nsa/configs/schedules/<gpu>.yaml` of the times.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import nsa
+import nsa.kernels
+from nsa import schedules, settings
+from nsa.kernels import key_tiles
+from nsa.testing.clock.cuda import COLD, MOST_SETS, time_gpu
+from nsa.testing.clock.timing import InvalidMeasurement, Timing
+from nsa.testing.matrix.case import Case
+from nsa.testing.report.recording import Fact
+from nsa.tuning.files import write_whole
+
+HEADS = {1: (16, 16), 2: (32, 16), 4: (32, 8), 8: (32, 4), 16: (64, 4), 64: (128, 2)}  # (HQ, HKV) by G
+TOKENS = tuple(2**i for i in range(6, 15))
+CONTEXTS = {4096: TOKENS[:4], 65536: TOKENS[:6]}
+"""Queries of the chunks measured, by the keys of the prompt, themselves included."""
+
+D, BLOCK, SLOTS = 128, 64, 16
+MARGIN = 1.02
+"""How much faster key-major has to be: below that nobody notices, and a GPU's clock decides."""
+
+LSE_ATOL = 2e-4  # of a few hundred keys, one key more or less moves it further
+ROUTES = {"key_major": "key_major", "query_major": "blocks"}  # the launch that each schedule has to make
+COMMAND = "pytest -m perf tests/perf/test_crossover.py --nsa-update-schedules"
+SHAPE = (
+    f"B = 1, S = S_kv from {TOKENS[0]} to {TOKENS[-1]}, chunks of {TOKENS[0]} to {CONTEXTS[65536][-1]} at S_kv = "
+    f"{' and '.join(map(str, CONTEXTS))}, their blocks in any order; D = Dv = {D}, bf16, causal, block {BLOCK}, "
+    f"top-{SLOTS} with the first and the own block; "
+    f"HQ over HKV {', '.join(f'{HQ}/{HKV}' for HQ, HKV in HEADS.values())}"
+)
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, block_indices
+
+
+@dataclass(frozen=True)
+class Point:
+    """Seconds per call of both kernels at one group size and number of queries."""
+
+    G: int
+    tokens: int
+    query_major: float
+    key_major: float
+    context: int | None = None  # keys of a chunk's prompt; None: the queries are the prompt
+
+    @property
+    def reuse(self) -> float:
+        """Rows that read a block."""
+        return self.tokens * SLOTS * BLOCK / (self.context or self.tokens)
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast key-major is."""
+        return self.query_major / self.key_major
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def case(G: int, tokens: int, dtype: str = "bf16", context: int | None = None) -> Case:
+    """The prefill of one point, `tokens` queries of one sequence, the last of `context` positions."""
+    HQ, HKV = HEADS[G]
+    assert HQ == G * HKV
+    n = tokens * HKV
+    return Case(
+        G, D, D, BLOCK * SLOTS, n, "prefill", dtype, HKV=HKV, S=tokens, S_kv=context or tokens, block_size=BLOCK
+    )
+
+
+def attend(schedule: str, inputs: Inputs, return_lse: bool = False) -> Any:
+    """The front door, this schedule forced."""
+    q, k, v, blocks = inputs
+    how = {"backend": "triton", "schedule": schedule}
+    return nsa.selection_attention(q, k, v, block_indices=blocks, block_size=BLOCK, return_lse=return_lse, **how)  # type: ignore[call-overload]
+
+
+def check(inputs: Inputs) -> None:
+    """Both kernels are launched, and agree. Raises AssertionError saying in what they do not."""
+    found = {}
+    for schedule, route in ROUTES.items():
+        before = nsa.kernels.launches.copy()
+        found[schedule] = attend(schedule, inputs, return_lse=True)
+        launched = nsa.kernels.launches - before
+        assert launched[route] == 1, f"schedule {schedule}: expected a launch of {route}, got {dict(launched)}"
+    (o, lse), (o_want, lse_want) = found["key_major"], found["query_major"]
+    # Partial results are rounded to the input dtype: the bound is a few roundings of the largest number of a head.
+    bound = 4 * torch.finfo(o.dtype).eps * o_want.abs().amax(-1, keepdim=True).float()
+    error = (o.float() - o_want.float()).abs()
+    assert bool((error <= bound).all()), f"key-major and query-major differ by {float(error.max()):.3g}"
+    off = float((lse - lse_want).abs().max())
+    assert off <= LSE_ATOL, f"LSE of key-major and query-major differ by {off:.3g}"
+
+
+def rotation(inputs: Inputs, cache: int) -> tuple[list[Inputs], bool]:
+    """Copies to rotate through, and whether that makes every call cold. `cache`: bytes of L2.
+
+    Not `buffer_sets`: that packs rows for comparators, which at prefill is many times the cache of keys.
+    """
+    size = sum(x.numel() * x.element_size() for x in inputs)
+    copies = min(max(2, math.ceil(COLD * cache / size)), MOST_SETS)
+    q, k, v, blocks = inputs
+    others: list[Inputs] = [(q.clone(), k.clone(), v.clone(), blocks.clone()) for _ in range(copies - 1)]
+    return [inputs, *others], copies * size >= COLD * cache * 0.99
+
+
+def compare(
+    G: int, tokens: int, device: torch.device, seed: int, context: int | None = None, **sampling: Any
+) -> dict[str, Timing]:
+    """Check and time both schedules, in turn. `sampling`: for `time_gpu`.
+
+    Raises:
+        AssertionError: they disagree, or one was not captured, so that its time is the host's.
+    """
+    p = case(G, tokens, context=context).make(device, seed)
+    assert p.block_indices is not None
+    blocks = p.block_indices
+    if context is not None:  # in any order, as a top-k leaves them: sorted, rows sweep the keys together, and L2 helps
+        order = torch.rand(blocks.shape, generator=torch.Generator(device).manual_seed(seed), device=device).argsort(-1)
+        blocks = blocks.gather(-1, order)
+    inputs = p.q, p.k, p.v, blocks
+    del p  # its spans
+    check(inputs)
+    sets, cold = rotation(inputs, torch.cuda.get_device_properties(device).L2_cache_size)
+    times = time_gpu({name: [partial(attend, name, s) for s in sets] for name in ROUTES}, cold=cold, **sampling)
+    for name, timing in times.items():
+        if timing.how != "graph":
+            raise InvalidMeasurement(f"invalid measurement: {name} was not captured: {timing.refused}")
+        timing.resolved(name)
+    return times
+
+
+# --- deciding ---------------------------------------------------------------------------------------------------------
+
+
+def points(facts: Iterable[Fact]) -> list[Point]:
+    """What a run measured, in order; of a point measured again the last."""
+    made = (Point(**fact["crossover"]) for fact in facts if fact.get("crossover"))
+    found = {(p.G, p.context or 0, p.tokens): p for p in made}
+    return [found[key] for key in sorted(found)]
+
+
+def decide(measured: Iterable[Point], margin: float = MARGIN, chunks: bool = False) -> dict[int, int | None]:
+    """By group size the smallest number of queries from which on key-major is faster at all that were measured.
+
+    Of whole prompts, or of ``chunks``: of those whose blocks are read often enough for routing to ask.
+    """
+    groups: dict[int, list[Point]] = {}
+    for p in measured:
+        if (p.context is not None) != chunks or (chunks and p.reuse < key_tiles.MIN_REUSE):
+            continue
+        groups.setdefault(p.G, []).append(p)
+    return {G: _from(found, margin) for G, found in sorted(groups.items())}
+
+
+def _from(found: list[Point], margin: float) -> int | None:
+    slow = max((p.tokens for p in found if p.speedup < margin), default=0)
+    return min((p.tokens for p in found if p.tokens > slow), default=None)
+
+
+def table(measured: Iterable[Point]) -> list[str]:
+    """How many times as fast key-major is, for a terminal: a row per group size, a column per number of queries."""
+    known = {(p.G, p.context, p.tokens): p for p in measured}
+    if not known:
+        return []
+    starts = {chunks: decide(known.values(), chunks=chunks) for chunks in (False, True)}
+    lines = [f"key-major over query-major, queries:{'':3}{''.join(f'{t:>6}' for t in TOKENS)}  from"]
+    for context, G in sorted({(context or 0, G) for G, context, _ in known}):
+        row = [known.get((G, context or None, t)) for t in TOKENS]
+        cells = "".join(f"{'-':>6}" if p is None else f"{p.speedup:>6.2f}" for p in row)
+        start = starts[context > 0].get(G)
+        lines.append(f"{f'  G = {G}' + (f' of {context} keys' if context else ''):39}{cells}  {start or 'never'}")
+    return lines
+
+
+def write(measured: Iterable[Point], facts: Fact, folder: Path) -> Path:
+    """Write `<slug>.yaml` for the GPU of `facts`, whole or not at all, and have it read again.
+
+    Raises:
+        ValueError: not every point was measured.
+        OSError: the folder cannot be written.
+    """
+    import yaml
+
+    found = {(p.G, p.context, p.tokens): p for p in measured}
+    wanted = [(None, t) for t in TOKENS] + [(context, t) for context, chunks in CONTEXTS.items() for t in chunks]
+    missing = [
+        f"G{G}-T{t}{f'-K{context}' if context else ''}"
+        for G in HEADS
+        for context, t in wanted
+        if (G, context, t) not in found
+    ]
+    if missing:
+        names = ", ".join(missing[:3]) + ", …" * (len(missing) > 3)
+        raise ValueError(f"schedules not written: {len(missing)} points were not measured ({names})")
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    provenance = {name: str(facts[name]) for name in ("gpu", "torch", "triton")} | {"date": today}
+    provenance |= {"commit": str(facts["commit"]), "command": COMMAND, "shape": SHAPE}
+    tables = zip(schedules.TABLES, (False, True), strict=True)
+    document: dict[str, Any] = {name: decide(found.values(), chunks=chunks) for name, chunks in tables}
+    document["provenance"] = provenance
+    lines = [
+        f"# Measured, not written by hand: `{COMMAND}`.",
+        f"# Queries from which on key-major is {MARGIN:g}x as fast as query-major, by G; null: never.",
+        "# Measured, by queries, us: query-major key-major",
+    ]
+    for context, tokens in ((None, TOKENS), *CONTEXTS.items()):
+        for G in HEADS:
+            points = ((t, found[G, context, t]) for t in tokens)
+            times = (f"{t} {p.query_major * 1e6:.1f} {p.key_major * 1e6:.1f}" for t, p in points)
+            lines.append(f"#   G = {G}{f', of {context} keys' if context else ''}: {', '.join(times)}")
+    path = folder / f"{settings.device_slug(str(facts['gpu']))}.yaml"
+    body = yaml.safe_dump(document, sort_keys=False, width=110, allow_unicode=True)
+    write_whole(path, "\n".join([*lines, body]))
+    settings.reload()
+    return path
+
+
+def update(facts: list[Fact], folder: Path = schedules.FOLDER) -> str:
+    """Write what a run measured; returns a line that says what and where. Raises as `write` does."""
+    measured = points(facts)
+    path = write(measured, next((fact for fact in facts if fact.get("crossover")), {}), folder)
+    starts, chunks = (
+        ", ".join(f"G = {G} {start or 'never'}" for G, start in decide(measured, chunks=chunks).items())
+        for chunks in (False, True)
+    )
+    return f"schedules: key-major from {starts} queries on, of chunks {chunks}, written to {path}"

@@ -1,0 +1,231 @@
+"""`--nsa-sweep`: try tiles and splits on the hot shapes, right ones only, and write the GPU's table for `tiles.py`.
+
+Candidates are compiled in child processes first, many at once, so that one that kills the compiler kills a child and is
+known. The others are run against the fp64 oracle, into poisoned outputs, counting launches, and timed like every
+benchmark. What failed is recorded with its cause, and fails nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import multiprocessing
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nsa import settings
+from nsa.dispatch import failures
+from nsa.kernels import tiles
+from nsa.kernels.tiles import Choice
+from nsa.testing.clock.cuda import buffer_sets, time_gpu
+from nsa.testing.clock.timing import Timing
+from nsa.testing.contestants.ours import OF, OURS, Impl
+from nsa.testing.judge.forward import Oracle, assert_parity
+from nsa.testing.matrix.case import Case
+from nsa.testing.report.recording import Fact
+from nsa.tuning.files import write_whole
+
+SHAPE = ("one_span", "D", "Dv", "G", "rows", "L")  # what tells the entries of a table apart
+KEPT = 3  # best choices of a shape in the table; the first is used
+FINALISTS = 6  # timed again, properly
+COARSE: dict[str, Any] = {"iters": 10, "warmup": 1, "budget_s": 0.004, "replay_s": 3e-4}
+FINE: dict[str, Any] = {"iters": 50, "warmup": 3, "budget_s": 0.05}
+WARPS = {16: (1, 2), 32: (1, 2, 4), 64: (2, 4), 128: (4, 8)}  # by BLOCK_L; of 24 shapes none was best elsewhere
+OF_A_CHILD = 24  # choices a child compiles, some 40 s: of a shape with 200 one child took longer than all others
+SAME = 1.01  # two choices whose times differ by less: which is faster changes from run to run
+WAVES = 4  # programs per multiprocessor beyond which more splits are pointless
+FAILURES: tuple[type[BaseException], ...] = (*failures(), AssertionError)
+
+
+def cases() -> list[Case]:
+    """The hot shapes: core's rows and spans at H = 8, and its decode steps. bf16."""
+    lengths = (16, 32, 64, 128, 256, 512, 1024)
+    return [
+        *(Case(8, D, D, L, N, "few", "bf16") for D in (64, 128) for N in (64, 256, 1024) for L in lengths),
+        *(Case(8, D, D, L, N, "many", "bf16") for D in (64, 128) for N in (64, 256, 1024) for L in (64, 256, 1024)),
+        *(Case(16, 128, 128, 1024, 4 * B, "decode", "bf16", HKV=4, S_kv=8192) for B in (1, 8, 64)),
+        *(Case(4, 64, 64, 512, B, "decode", "bf16", S_kv=8192) for B in (1, 8, 64)),
+    ]
+
+
+def candidates(case: Case, processors: int, largest: int = 16) -> list[Choice]:
+    """What to try on a shape: every combination that gives each program a tile and the chip no more than it can use.
+
+    ``largest``: programs of a cluster, 0 where there are none.
+    """
+    found = []
+    for head_tiles in (1, 2) if case.H >= 16 else (1,):
+        programs = case.N * head_tiles
+        thirds = (3,) if 3 * programs <= processors < 5 * programs else ()  # clusters of 4 do not fill the chip
+        for splits in (1, 2, *thirds, 4, 8, 16, 32):
+            part = -(-case.L // splits)
+            if splits > 1 and (part < 16 or programs * splits > WAVES * processors):
+                continue
+            for block_l in (16, 32, 64, 128):
+                if block_l > max(16, tiles.next_power_of_2(part)):
+                    continue
+                if head_tiles > 1 and block_l != 64:  # it reads every key twice: for the record
+                    continue
+                tiled = -(-part // block_l)
+                stages = (1,) if tiled == 1 else range(2, min(tiled + 1, 4 if block_l <= 32 else 3) + 1)
+                clusters = (0,) if not 1 < splits <= largest else (1,) if splits < 4 else (0, 1)
+                found += [
+                    Choice(splits, head_tiles, block_l, *rest)
+                    for rest in itertools.product(WARPS[block_l], stages, clusters)
+                ]
+    return found
+
+
+@contextlib.contextmanager
+def forced(choice: Choice | None) -> Iterator[None]:
+    """Have every launch use `choice`."""
+    before, tiles.forced = tiles.forced, choice
+    try:
+        yield
+    finally:
+        tiles.forced = before
+
+
+def _compile(case: Case, choices: Sequence[Choice]) -> None:
+    """In a child: leave compiled kernels in Triton's cache. What fails here fails again in the parent, with a cause."""
+    problem = case.make(torch.device("cuda", 0))
+    for choice in choices:
+        with forced(choice), contextlib.suppress(*FAILURES):
+            OURS[OF[case.source]].run(problem)
+
+
+def survivors(case: Case, choices: Sequence[Choice]) -> dict[Choice, str]:
+    """Compile in a child; which choices killed theirs, found by halving."""
+    context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
+    try:
+        with ProcessPoolExecutor(1, mp_context=context) as child:
+            child.submit(_compile, case, choices).result()
+    except BrokenProcessPool:
+        if len(choices) == 1:
+            return {choices[0]: "killed the process that compiled it"}
+        half = len(choices) // 2
+        return survivors(case, choices[:half]) | survivors(case, choices[half:])
+    except FAILURES:
+        pass  # of the child as a whole, say of its memory: nothing is known against a choice
+    return {}
+
+
+def compile_all(work: Sequence[tuple[Case, Sequence[Choice]]], processes: int) -> dict[Case, dict[Choice, str]]:
+    """Compile what a sweep will try, `processes` at a time. Returns what must not be tried here, by case."""
+    jobs = []
+    for i, (case, choices) in enumerate(work):
+        # Shapes share kernels: children that went through them in one order would all compile the same ones at a time.
+        order = random.Random(i).sample(choices, len(choices))
+        jobs += [(case, order[j : j + OF_A_CHILD]) for j in range(0, len(order), OF_A_CHILD)]
+    deadly: dict[Case, dict[Choice, str]] = {case: {} for case, _ in work}
+    with ThreadPoolExecutor(processes) as threads:
+        for (case, _), found in zip(jobs, threads.map(lambda job: survivors(*job), jobs), strict=True):
+            deadly[case] |= found
+    return deadly
+
+
+def sweep(
+    case: Case, choices: Sequence[Choice], device: torch.device, deadly: Mapping[Choice, str] | None = None
+) -> tuple[Timing, list[Fact]]:
+    """Check and time every choice on one shape, but for the `deadly` ones.
+
+    Returns:
+        The timing of the best, and one fact per choice, best first: its fields with `us` (and `us_now` of what ran
+        without it), or with `error`.
+    """
+    impl, problem = OURS[OF[case.source]], case.make(device)
+    oracle, sets = Oracle.of(problem), buffer_sets(problem)
+    errors = dict(deadly or {})
+    for choice in (c for c in choices if c not in errors):
+        try:
+            with forced(choice):
+                result, launched = impl.run_counted(problem)
+            assert_parity(result, oracle, str(choice))
+            assert launched[str(impl.route)] == 1, f"{choice} launched {dict(launched)}"
+        except FAILURES as error:  # does not compile, does not fit, or is wrong
+            errors[choice] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    right: list[Choice | None] = [choice for choice in choices if choice not in errors]
+    coarse = _time(impl, [None, *right], sets, COARSE)
+    ranked = sorted((c for c in right), key=lambda c: coarse[c].median)[:FINALISTS]
+    fine = _time(impl, [None, *ranked], sets, FINE)
+    times = coarse | fine
+    for choice in [c for c in right if c is not None and times[c].how != "graph"]:
+        errors[choice] = f"not captured: {times[choice].refused}"
+        right.remove(choice)
+        ranked = [c for c in ranked if c != choice]
+    now = times[None].median * 1e6
+    order = [*sorted(ranked, key=lambda c: fine[c].median), *(c for c in right if c not in ranked)]
+    facts = [c._asdict() | {"us": times[c].median * 1e6, "us_now": now} for c in order if c is not None]
+    facts += [c._asdict() | {"error": why} for c, why in errors.items()]
+    return times[order[0]] if order else times[None], facts
+
+
+def _time(
+    impl: Impl, choices: Sequence[Choice | None], sets: tuple[list[Any], bool], sampling: dict[str, Any]
+) -> dict[Choice | None, Timing]:
+    def call(choice: Choice | None, s: Any) -> None:
+        with forced(choice):
+            impl.run(s)
+
+    fns = {str(choice): [partial(call, choice, s) for s in sets[0]] for choice in choices}
+    times = time_gpu(fns, cold=sets[1], **sampling)
+    return {choice: times[str(choice)] for choice in choices}
+
+
+def entry(case: Case, facts: Sequence[Fact]) -> Fact | None:
+    """A shape's entry of the table; None if nothing was right."""
+    best = [fact for fact in facts if "us" in fact][:KEPT]
+    if not best:
+        return None
+    return {
+        "one_span": case.source == "rows", "D": case.D, "Dv": case.Dv, "G": case.H, "rows": case.N, "L": case.L,
+        "best": [fact | {"us": round(fact["us"], 3), "us_now": round(fact["us_now"], 3)} for fact in best],
+    }  # fmt: skip
+
+
+def _prefer(found: Fact, known: Fact | None) -> Fact:
+    """`found` with the choice in use first if nothing is faster by more than a run differs from the next: kernels that
+    have been recorded and compiled everywhere are not changed for nothing."""
+    best = found["best"]
+    used = [fact for fact in best if known and _choice(fact) == _choice(known["best"][0])]
+    if not used or used[0]["us"] > SAME * best[0]["us"]:
+        return found
+    return found | {"best": used + [fact for fact in best if fact is not used[0]]}
+
+
+def _choice(fact: Fact) -> Choice:
+    return Choice(**{name: fact[name] for name in Choice._fields if name in fact})
+
+
+def write(entries: Sequence[Fact], facts: Fact, folder: Path = tiles.TABLES) -> Path:
+    """Write the table of the GPU of `facts`, whole or not at all; shapes that were not swept now keep their entries.
+
+    Raises:
+        ValueError: there is nothing to write.
+        OSError: the folder cannot be written.
+    """
+    import yaml
+
+    if not entries:
+        raise ValueError("tiles not written: no shape was swept")
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    provenance = {name: str(facts[name]) for name in ("gpu", "torch", "triton", "commit")} | {"date": today}
+    path = folder / f"{settings.device_slug(str(facts['gpu']))}.yaml"
+    known = yaml.safe_load(path.read_text(encoding="utf-8"))["shapes"] if path.exists() else []
+    shapes = {tuple(e[name] for name in SHAPE): e for e in known}
+    for found in entries:
+        shape = tuple(found[name] for name in SHAPE)
+        shapes[shape] = _prefer(found, shapes.get(shape)) | {"provenance": provenance}
+    text = yaml.safe_dump({"shapes": list(shapes.values())}, sort_keys=False, width=160)
+    head = "# Measured, not written by hand: `pytest -m perf --nsa-sweep`. us: with it; us_now: before.\n"
+    write_whole(path, head + text)
+    tiles.table.cache_clear()
+    return path

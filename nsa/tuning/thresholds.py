@@ -1,0 +1,244 @@
+"""`sel_triton_min_L`: from how many keys on Triton is worth switching on, decided from measurements.
+
+The smallest L from which on Triton is at least `MARGIN` times the path it would replace, in every head count, dim and
+distribution. That path is packed SDPA from cache and spans with its packing, so only cases read from the cache count:
+packed rows (core's `few`) are called directly and replace nothing, and `few` is measured here as one span of a cache.
+A point counts as reached when the lower end of its 95% interval clears the margin.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from nsa import settings
+from nsa.testing.matrix.case import Case
+from nsa.testing.report.recording import Fact, geomean, speedup
+from nsa.tuning.files import write_whole
+
+MARGIN = 1.2
+REPLACED = "sdpa"  # what Triton would replace, by its name in `impls.OURS`
+LENGTHS = (16, 32, 64, 128, 256, 512, 1024)
+DISTS = ("few", "many", "mixed")
+SQUARE = ((64, 64), (128, 128))
+DIMS = (*SQUARE, (64, 128), (128, 64))
+Key = tuple[int, int, int, str]  # H, D, Dv, dist
+
+
+def cases(dims: Iterable[tuple[int, int]] = DIMS, rows: Iterable[int] = (64, 1024)) -> list[Case]:
+    """What has to be timed for a threshold: every head count, dim, distribution and length, from the cache, bf16."""
+    return [
+        Case(H, D, Dv, L, N, dist, "bf16", source="ranges")
+        for N in rows for D, Dv in dims for H in (4, 8) for dist in DISTS for L in LENGTHS
+    ]  # fmt: skip
+
+
+def required(dims: Iterable[tuple[int, int]] = DIMS) -> list[Key]:
+    """The groups without which there is no threshold."""
+    return [(H, D, Dv, dist) for dist in DISTS for H in (4, 8) for D, Dv in dims]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured speedup; `low` and `high` are None where the recording does not say."""
+
+    key: Key
+    L: int
+    case: str
+    speedup: float
+    low: float | None
+    high: float | None
+
+    def clears(self, margin: float) -> bool:
+        """Whether the whole interval lies at or above the margin; without an interval nobody can tell."""
+        return self.low is not None and self.low >= margin
+
+    def __str__(self) -> str:
+        interval = "interval not recorded" if self.low is None else f"[{self.low:.2f}, {self.high:.2f}]"
+        return f"{self.speedup:.2f}x {interval} in {self.case}"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A threshold, and what it rests on.
+
+    min_L: None means that Triton stays off. groups: per (H, D, Dv, dist) the smallest L from which on all that was
+    measured clears the margin. missing: required groups nobody measured; with any, the decision holds only for the
+    rest and is not written. worst: the slowest point that counts at min_L and above. blocker: the point that keeps
+    min_L from being lower.
+    """
+
+    min_L: int | None
+    margin: float
+    groups: dict[Key, int | None]
+    points: list[Point]
+    missing: list[Key]
+    worst: Point | None
+    blocker: Point | None
+
+
+def points(facts: Iterable[Fact], against: str) -> list[Point]:
+    """Speedups of our kernels from the cache; `against` names a comparator, or is `best` for the best packed SDPA."""
+    found = []
+    for fact in facts:
+        if fact.get("impl") not in ("ranges", "blocks") or fact.get("source") != fact["impl"]:
+            continue
+        ratio = speedup(fact, fact.get("sdpa_best") if against == "best" else against)
+        if ratio is not None:
+            key = (fact["H"], fact["D"], fact["Dv"], fact["dist"])
+            found.append(Point(key, fact["L"], fact["case"], *ratio))
+    return found
+
+
+def decide(
+    facts: Iterable[Fact], *, margin: float = MARGIN, needed: Iterable[Key] | None = None, against: str = REPLACED
+) -> Decision:
+    """Apply the rule. `needed` (default: all of `required()`) are the groups that have to be measured.
+
+    Only an L that every needed group measured can become the threshold. Decode steps are not needed, but one that fails
+    at some L keeps the threshold above it.
+    """
+    known = points(facts, against)
+    needed = list(required() if needed is None else needed)
+    measured: dict[Key, set[int]] = {}
+    for point in known:
+        measured.setdefault(point.key, set()).add(point.L)
+    groups: dict[Key, int | None] = {}
+    for key, lengths in measured.items():
+        groups[key] = _from(lengths, [p for p in known if p.key == key], margin)
+    present = [key for key in needed if key in measured]
+    # Without any needed group (decode alone), what there is decides; it is incomplete anyhow.
+    sets = [measured[key] for key in present or measured]
+    candidates = set.intersection(*sets) if sets else set()
+    min_L = _from(candidates, known, margin)
+    failing = [p for p in known if not p.clears(margin)]
+    counted = [p for p in known if min_L is not None and min_L <= p.L]
+    return Decision(
+        min_L=min_L,
+        margin=margin,
+        groups=groups,
+        points=known,
+        missing=[key for key in needed if key not in measured],
+        worst=min(counted, key=lambda p: p.speedup, default=None),
+        blocker=max(failing, key=lambda p: (p.L, -p.speedup), default=None),
+    )
+
+
+def _from(lengths: Iterable[int], among: list[Point], margin: float) -> int | None:
+    """The smallest of `lengths` such that every point at it or beyond clears the margin."""
+    failing = [p.L for p in among if not p.clears(margin)]
+    return min((L for L in lengths if L > max(failing, default=-1)), default=None)
+
+
+def best_layout(facts: Iterable[Fact]) -> str | None:
+    """The packed SDPA layout with the least time over all shapes, as a geometric mean over masked and unmasked rows.
+
+    None unless both were measured. A layout that cannot run one of the shapes does not qualify.
+    """
+    tables = [fact for fact in facts if fact.get("layouts")]
+    if {bool(fact["masked"]) for fact in tables} != {False, True}:
+        return None
+    able = [name for name in settings.SDPA_LAYOUTS if all(name in fact["layouts"] for fact in tables)]
+    return min(able, key=lambda name: geomean(fact["layouts"][name] for fact in tables) or 0, default=None)
+
+
+def rationale(decision: Decision, on_packed: Decision | None = None) -> list[str]:
+    """In sentences: the threshold, why it is not lower or what it rests on, and the verdict on packed rows."""
+    if not decision.points:
+        return [
+            "There is no selection here that a Triton kernel reads from the cache.",
+            "`pytest -m perf --nsa-update-thresholds` measures the threshold, and so does `python -m nsa calibrate`.",
+        ]
+    margin = f"{decision.margin:g}x"
+    unknown = sum(p.low is None for p in decision.points)
+    part = f", in the {len(decision.groups)} combinations of heads, dims and distribution measured here"
+    scope = "" if not decision.missing else part
+    if unknown == len(decision.points):
+        first = (
+            f"No threshold can be decided: the recording holds no confidence interval for packed SDPA, "
+            f"and a margin that may be noise counts as not reached ({len(decision.points)} points)."
+        )
+    elif decision.min_L is None:
+        first = f"Triton stays off: there is no L from which on it is {margin} packed SDPA with its packing{scope}."
+    else:
+        first = (
+            f"From L = {decision.min_L} on, Triton is at least {margin} packed SDPA with its packing, "
+            f"intervals included{scope}."
+        )
+    slowest = decision.worst or min(decision.points, key=lambda p: p.speedup)
+    if decision.min_L is not None and decision.blocker is not None:
+        second = f"It is not lower because of {decision.blocker}; from there on the slowest is {slowest}."
+    elif decision.min_L is not None:
+        second = f"Shorter rows were not measured in every combination; the slowest point is {slowest}."
+    else:
+        second = f"What stands against it is {decision.blocker}; the slowest point is {slowest}."
+    return [first, second, _packed_sentence(on_packed)]
+
+
+def _packed_sentence(on_packed: Decision | None) -> str:
+    if on_packed is None or not on_packed.points:
+        return "Against the best SDPA call on rows already packed nothing was measured."
+    ratios = [p.speedup for p in on_packed.points]
+    start = "is nowhere reached for good" if on_packed.min_L is None else f"holds from L = {on_packed.min_L} on"
+    return (
+        f"Against the best SDPA call on rows already packed, the spans read from the cache, {on_packed.margin:g}x "
+        f"{start} (geomean {geomean(ratios):.2f}x, worst {min(ratios):.2f}x)."
+    )
+
+
+def provenance(decision: Decision, facts: Fact) -> dict[str, str]:
+    """Where a threshold comes from, in the keys that `nsa.settings` demands."""
+    slowest = decision.worst or decision.blocker
+    return {
+        "gpu": str(facts["gpu"]),
+        "torch": str(facts["torch"]),
+        "triton": str(facts["triton"]),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "commit": str(facts["commit"]),
+        "margin": f"{decision.margin:g}x packed SDPA with its packing, 95% interval included; slowest: {slowest}",
+    }
+
+
+def write(decision: Decision, layout: str | None, facts: Fact, folder: Path) -> Path:
+    """Write `<slug>.yaml` for the GPU of `facts`, whole or not at all, and have the settings read it again.
+
+    Raises:
+        ValueError: the decision is incomplete, or undecided for want of intervals.
+        OSError: the folder cannot be written.
+    """
+    import yaml
+
+    if decision.missing or not decision.points or any(p.low is None for p in decision.points):
+        raise ValueError(f"thresholds not written: {incomplete(decision)}")
+    document = {
+        "sel_triton_min_L": decision.min_L,
+        "sdpa_layout": layout,
+        "provenance": provenance(decision, facts),
+    }
+    lines = [
+        "# Measured, not written by hand: `pytest -m perf --nsa-update-thresholds`, or `python -m nsa calibrate`.",
+        f"# Smallest L from which on Triton is {decision.margin:g}x packed SDPA with its packing:",
+        *(f"#   {_name(key)}: {'never' if L is None else L}" for key, L in sorted(decision.groups.items(), key=str)),
+        yaml.safe_dump(document, sort_keys=False, width=110, allow_unicode=True),
+    ]
+    path = folder / f"{settings.device_slug(str(facts['gpu']))}.yaml"
+    write_whole(path, "\n".join(lines))
+    settings.reload()
+    return path
+
+
+def incomplete(decision: Decision) -> str:
+    """Why a decision may not be written."""
+    if not decision.points:
+        return "nothing was measured from the cache"
+    if decision.missing:
+        names = ", ".join(_name(key) for key in decision.missing[:3])
+        return f"{len(decision.missing)} combinations were not measured ({names}{', …' * (len(decision.missing) > 3)})"
+    return "some comparators have no confidence interval"
+
+
+def _name(key: Key) -> str:
+    H, D, Dv, dist = key
+    return f"H{H}-D{D}-Dv{Dv}-{dist}"
