@@ -148,17 +148,6 @@ def compare(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], dtype: torc
     assert not o[empty].any(), "rows that select nothing must be exactly 0"
 
 
-def drowned(x: torch.Tensor, room: int = 3) -> torch.Tensor:
-    """`x` with its values, shape and dtype, in an arena of NaN (integers: huge): before, after and between its rows."""
-    arena_shape = [s + 2 * room for s in x.shape[:-1]] + [x.shape[-1] + 16]
-    poison = math.nan if x.is_floating_point() else torch.iinfo(x.dtype).max // 3
-    arena = torch.full(arena_shape, poison, dtype=x.dtype, device=x.device)
-    inside = arena[(*(slice(room, room + s) for s in x.shape[:-1]), slice(8, 8 + x.shape[-1]))]
-    inside.copy_(x)
-    assert inside.stride(-1) == 1
-    return inside
-
-
 @pytest.fixture
 def agrees():
     """`agrees(attend, q, k, v, **selection) -> (O, LSE)`, after comparing both with the fp64 oracle."""

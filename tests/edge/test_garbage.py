@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import nsa
+from nsa.testing.matrix.inputs import drowned
 from nsa.testing.plugin import current_lane
-
-from .conftest import drowned
 
 KEYS = 96
 FAR = 2**62

@@ -75,7 +75,7 @@ def built(tmp_path_factory):
 def test_sdist_and_wheel_carry_all_that_is_read_at_run_time(built):
     inside, wheel = built
     tree = files()
-    assert {"nsa/configs/base.yaml", "nsa/kernels/budgets.yaml", "nsa/testing/templates/report.md.j2"} <= set(tree)
+    assert {"nsa/configs/base.yaml", "nsa/kernels/budgets.yaml", "nsa/testing/report/templates/report.md.j2"} <= set(tree)
     with zipfile.ZipFile(wheel) as archive:
         installed = {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
     for found in (inside, installed):
@@ -113,7 +113,7 @@ gpu = schedules.STAND_IN
 found = {
     "threshold": str(settings.device_config(gpu).path), "schedule": str(schedules.measured(gpu).path),
     "budgets": sorted(budgets.load().entries), "sources": probe.kernel_sources(),
-    "templates": str(budgets.PACKAGE / "testing" / "templates"),
+    "templates": str(budgets.PACKAGE / "testing" / "report" / "templates"),
 }
 q, k = torch.randn(1, 3, 4, 16), torch.randn(1, 9, 2, 16)
 blocks = torch.zeros(1, 3, 2, 1, dtype=torch.int32)
@@ -144,7 +144,7 @@ def test_wheel_works_outside_the_checkout(built, tmp_path):
         "schedule": str(site / "nsa/configs/schedules/nvidia-h100-80gb-hbm3.yaml"),
         "budgets": sorted(budgets.load().entries),
         "sources": probe.kernel_sources(),
-        "templates": str(site / "nsa/testing/templates"),
+        "templates": str(site / "nsa/testing/report/templates"),
         "shape": [1, 3, 4, 16],
         "routes": ["sdpa"],
     }

@@ -5,6 +5,7 @@ One generator draws all of it on its own device, so that a seed is all there is 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -182,3 +183,14 @@ def _shared_blocks(case: Case, visible: Tensor, extent: Tensor, g: torch.Generat
     own = own.to(torch.int32)
     first = torch.where(own > 0, 0, -1).to(torch.int32)  # the own block may be the first
     return torch.cat((first, blocks, own), -1).sort(-1).values.view(case.N, n)
+
+
+def drowned(x: Tensor, room: int = 3) -> Tensor:
+    """`x` with its values, shape and dtype, in an arena of NaN (integers: huge): before, after and between its rows."""
+    arena_shape = [s + 2 * room for s in x.shape[:-1]] + [x.shape[-1] + 16]
+    poison = math.nan if x.is_floating_point() else torch.iinfo(x.dtype).max // 3
+    arena = torch.full(arena_shape, poison, dtype=x.dtype, device=x.device)
+    inside = arena[(*(slice(room, room + s) for s in x.shape[:-1]), slice(8, 8 + x.shape[-1]))]
+    inside.copy_(x)
+    assert inside.stride(-1) == 1
+    return inside

@@ -16,10 +16,10 @@ from nsa.testing.contestants.ours import Impl
 from nsa.testing.fixtures import case, over_third_parties, problem, third_party
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.inputs import drowned
 from nsa.testing.matrix.problem import Problem
+from nsa.testing.matrix.strategies import LANE_DTYPES
 from nsa.testing.plugin import current_lane
-
-from .conftest import LANE_DTYPES, drowned
 
 __all__ = ["case", "problem", "third_party"]
 
