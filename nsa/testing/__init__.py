@@ -1,1 +1,5 @@
-"""The suite: cases, implementations, comparison, timing, and the pytest plugin that drives them."""
+"""The suite that proves selection kernels, for kernels of ours and of others (docs/proving.md)."""
+
+from nsa.testing.contestants.contract import contestant
+
+__all__ = ["contestant"]

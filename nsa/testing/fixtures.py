@@ -1,24 +1,29 @@
-"""The matrix as fixtures: `case` (by id), `problem` (its tensors) and `oracle` (what is right), shared by the folders.
+"""The matrix as fixtures: `case` (by id), `problem` (its tensors), `oracle` (what is right), and `contestant`.
 
-A conftest.py imports the fixtures it wants; a test names its cases with `over`.
+A test names its cases with `over`, or with `contested`, which runs it for each contestant over cases of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 
-from nsa.testing.contestants.named import load
-from nsa.testing.contestants.ours import Impl
+from nsa.testing.contestants import named
+from nsa.testing.contestants.contract import Contestant
+from nsa.testing.contestants.fit import arranged
+from nsa.testing.contestants.ours import NSA, OURS
 from nsa.testing.judge.forward import Oracle
+from nsa.testing.machine import current_lane
+from nsa.testing.matrix import inputs
 from nsa.testing.matrix.case import Case, parity, small
 from nsa.testing.matrix.problem import Problem
-from nsa.testing.plugin import current_lane
 
-Of = Callable[[Impl, Case], Iterable[tuple[str, ...]]]
+Row = tuple[Any, ...]  # a case, and the values of a test's other arguments
+NONE = "none"  # id of a test that has no rows
 _by_id: dict[str, Case] = {}
 
 
@@ -36,6 +41,55 @@ def over(cases: list[Case] | Callable[[Case], bool]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", register(chosen), indirect=True, scope="module")
 
 
+def contested(
+    of: Callable[..., Iterable[Row]],
+    *names: str,
+    ours: Callable[..., Iterable[tuple[Contestant, Row]]] | None = None,
+    promise: str = "",
+) -> pytest.MarkDecorator:
+    """Run a test that asks for `contestant` and `case` once for each row of each contestant.
+
+    Contestants are those of `--nsa-impl`, or ours where there is none.
+
+    Args:
+        of: `of(contestant)`, or `of(contestant, config)`: its rows, each a case, then values of the arguments `names`.
+        ours: the rows of our contestants; by default those of `NSA`, our front doors.
+        promise: what a test exercises, a key of `fit.promises`; empty: what its argument `wanted` says.
+    """
+    return pytest.mark.contested(of=of, names=names, ours=ours, promise=promise)
+
+
+def parametrize(metafunc: pytest.Metafunc) -> None:
+    """What `contested` asks for; called from the plugin's `pytest_generate_tests`."""
+    mark = metafunc.definition.get_closest_marker("contested")
+    if mark is None:
+        return
+    of, names, ours = (mark.kwargs[word] for word in ("of", "names", "ours"))
+    specs = list(dict.fromkeys(metafunc.config.getoption("nsa_impl")))
+    if specs:
+        pairs = [(impl, tuple(row)) for impl in map(named.load, specs) for row in _told(of, metafunc.config, impl)]
+    elif ours is not None:
+        pairs = [(impl, tuple(row)) for impl, row in _told(ours, metafunc.config)]
+    else:
+        pairs = [(NSA, tuple(row)) for row in _told(of, metafunc.config, NSA)]
+    register([row[0] for _, row in pairs])
+    params: list[Any] = []
+    for impl, (made, *values) in pairs:
+        words = [made.id, *(str(value) for value in values)]
+        words = [impl.name, *words] if specs or ours is None else words
+        params.append(pytest.param(impl.name, made.id, *values, id="-".join(words)))
+    if not params:
+        params = [pytest.param(NSA.name, "none", *["none"] * len(names), id=NONE)]  # `plugin` deselects it
+    arguments = ["contestant", "case", *names]
+    metafunc.parametrize(arguments, params, indirect=["contestant", "case"], scope="module")
+
+
+def _told(rows: Callable[..., Iterable[Any]], config: pytest.Config, *args: Any) -> Iterable[Any]:
+    """`rows(*args)`, or `rows(*args, config)` if it asks for pytest's configuration."""
+    asks = rows is not tuple and "config" in inspect.signature(rows).parameters
+    return rows(*args, config) if asks else rows(*args)
+
+
 def register(cases: list[Case]) -> list[str]:
     """Their ids, which the fixture `case` will know from now on."""
     _by_id.update((c.id, c) for c in cases)
@@ -48,56 +102,31 @@ def known(ids: Iterable[str]) -> list[Case]:
 
 
 @pytest.fixture(scope="module")
+def contestant(request: pytest.FixtureRequest) -> Contestant:
+    """Who is tested: a kernel of `--nsa-impl`, or one of ours; a test asks for it with `contested`."""
+    found = NSA if request.param == NSA.name else OURS.get(request.param)
+    return named.load(request.param) if found is None else found
+
+
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest) -> Case:
-    """The case a test runs on; a test asks for it with `over`."""
+    """The case a test runs on; a test asks for it with `over` or `contested`."""
     return _by_id[request.param]
 
 
 @pytest.fixture(scope="module")
 def problem(case: Case, device: torch.device, request: pytest.FixtureRequest) -> Problem:
-    """Its tensors. The seed is printed, so that a failure shows it."""
+    """Its tensors, within the contract of the test's contestant. The seed is printed, so that a failure shows it."""
     seed = (case.seed + request.config.getoption("nsa_seed")) % 2**32
     print(f"{case.id}: seed {seed}")
-    return case.make(device, seed)
+    made = inputs.draw(case, device, seed)
+    parameters = getattr(request.node, "callspec", None)
+    if "contestant" in request.fixturenames or (parameters and "contestant" in parameters.params):
+        made = arranged(made, request.getfixturevalue("contestant").contract)
+    return made
 
 
 @pytest.fixture(scope="module")
 def oracle(problem: Problem) -> Oracle:
     """The fp64 answer, and SDPA's error."""
     return Oracle.of(problem)
-
-
-def once(impl: Impl, case: Case) -> list[tuple[str, ...]]:
-    """One test of each case, without further arguments."""
-    return [()]
-
-
-def over_third_parties(metafunc: pytest.Metafunc, cases: list[Case], names: Sequence[str] = (), of: Of = once) -> None:
-    """Run a test that asks for `third_party` and `case` for each `--nsa-impl` and case that it takes.
-
-    One that takes none has one skip that says so, under its own id: what the end of a run says of it is made from ids.
-    To be called from a `pytest_generate_tests`.
-
-    Args:
-        names: further arguments of the test.
-        of: their values, `of(impl, case)`, one tuple for each test.
-    """
-    indirect = ["third_party", "case"]
-
-    def skipped(spec: str, reason: str, id: str | None = None) -> Any:
-        return pytest.param(spec, cases[0].id, *["none"] * len(names), marks=pytest.mark.skip(reason=reason), id=id)
-
-    params: list[Any] = []
-    for spec in metafunc.config.getoption("nsa_impl"):
-        impl = load(spec)
-        taken = [(spec, c.id, *more) for c in cases if impl.supports(c) is None for more in of(impl, c)]
-        params += taken or [skipped(spec, f"{spec} takes none of this test's cases", f"{spec}-none")]
-    register(cases)
-    params = params or [skipped("none", "no --nsa-impl given")]
-    metafunc.parametrize([*indirect, *names], params, indirect=indirect, scope="module")
-
-
-@pytest.fixture(scope="module")
-def third_party(request: pytest.FixtureRequest) -> Impl:
-    """Somebody else's kernel, from `--nsa-impl`."""
-    return load(request.param)

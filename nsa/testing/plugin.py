@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,11 @@ from filelock import FileLock
 
 from nsa.settings import device_slug
 from nsa.testing import options, profiles
+from nsa.testing.fixtures import NONE, parametrize
+from nsa.testing.fixtures import case as case
+from nsa.testing.fixtures import contestant as contestant
+from nsa.testing.fixtures import oracle as oracle
+from nsa.testing.fixtures import problem as problem
 from nsa.testing.judge import addresses
 from nsa.testing.machine import Lane as Lane
 from nsa.testing.machine import commit as commit
@@ -25,8 +30,10 @@ from nsa.testing.machine import current_lane as current_lane
 from nsa.testing.machine import device_name as device_name
 from nsa.testing.machine import triton_version as triton_version
 
-# In the order in which they print, see `terminal`.
-pytest_plugins = ["nsa.testing.report.terminal", "nsa.testing.gate.hooks"]
+# In the order in which they print, see `terminal`. `benchmarks` imports those before it, and pytest wants to be first.
+pytest_plugins = [
+    "nsa.testing.verdicts", "nsa.testing.report.terminal", "nsa.testing.gate.hooks", "nsa.testing.benchmarks"
+]  # fmt: skip
 FOLDERS = ("parity", "edge", "perf")
 WORKERS_PER_GPU = 16  # compiling is CPU work, so several share a GPU
 GIB_PER_WORKER = 6  # its CUDA context, and a packed SDPA with its workspace of 1 GiB and what that is checked with
@@ -74,8 +81,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="MODULE:FUNCTION[@blocks|@dense]",
-        help="also test this function; called as f(q, k, v, *, ranges, causal, scale, return_lse=False), with "
-        "block_indices and block_size for @blocks, or on packed rows for @dense (repeatable)",
+        help="test this kernel instead of ours: an adapter declared by nsa.testing.contestant, or a function called as "
+        "f(q, k, v, *, ranges, causal, scale, return_lse=False), with block_indices and block_size for @blocks, or on "
+        "packed rows for @dense (repeatable)",
     )
     group.addoption("--nsa-full", action="store_true", help="benchmark the full matrix, not core")
     for name, what in (
@@ -107,6 +115,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_notes_key] = []
+    config.addinivalue_line("markers", "contested(of, names, ours, promise): runs once for each contestant")
     profiles.set_profiles()
     profiles.check(config)
     reportchars = getattr(config.option, "reportchars", "")
@@ -153,8 +162,14 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
-    """The folder is the mark. First, so that `-m` sees it. And what needs a GPU that is not there is skipped."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The folder is the mark. First, so that `-m` sees it. And what needs a GPU that is not there is skipped.
+
+    A test that no contestant promises anything for is left out.
+    """
+    nothing = [item for item in items if item.get_closest_marker("contested") and item.name.endswith(f"[{NONE}]")]
+    if nothing:
+        items[:] = [item for item in items if item not in nothing]
     for item in items:
         for mark in item.iter_markers("gpu"):
             reason = missing_gpu(*mark.args, **mark.kwargs)
@@ -165,6 +180,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Iterable[pytest.
             for folder in FOLDERS:
                 if folder in folders:
                     item.add_marker(folder)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    parametrize(metafunc)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -245,39 +264,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     commands = _replay_commands(terminalreporter, config)
     if commands:
         terminalreporter.section("replay one failure")
-    unproved = _unproved(terminalreporter, config)
-    for line in [*commands, *config.stash[_notes_key], *_notes_of_tests(terminalreporter), *unproved]:
+    for line in [*commands, *config.stash[_notes_key], *_notes_of_tests(terminalreporter)]:
         terminalreporter.write_line(line)
-
-
-def _unproved(reporter: pytest.TerminalReporter, config: pytest.Config) -> list[str]:
-    """A kernel that takes none of its cases, or none with an LSE, leaves a green run that says nothing of it.
-
-    Ids tell: they begin with the kernel, and end in `LSE` where `third_party.prove` asked it for one.
-    """
-    ids = [
-        (outcome != "skipped", getattr(report, "nodeid", ""))
-        for outcome in ("passed", "failed", "skipped")
-        for report in reporter.stats.get(outcome, ())
-    ]
-    lines = []
-    for impl in dict.fromkeys(config.getoption("nsa_impl")):
-        alone, with_lse = (
-            [ran for ran, name in ids if f"[{impl}-" in name and name.endswith("-LSE]") == lse] for lse in (False, True)
-        )
-        said = _none_ran(alone + with_lse, "", "nothing is proved") or [
-            *_none_ran(alone, " without an LSE", "O alone is not proved"),
-            *_none_ran(with_lse, " with an LSE", "its LSE is not proved"),
-        ]
-        lines += [f"--nsa-impl {impl}: {words}" for words in said]
-    return lines
-
-
-def _none_ran(ran: list[bool], which: str, verdict: str) -> list[str]:
-    if not ran or any(ran):
-        return []
-    tests = f"none of its {len(ran)} tests{which} ran" if len(ran) > 1 else f"its only test{which} did not run"
-    return [f"{tests} to the end: {verdict}"]
 
 
 def _notes_of_tests(reporter: pytest.TerminalReporter) -> list[str]:

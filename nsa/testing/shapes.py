@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from nsa.testing.clock.measure import Measurement, measure, run_facts
-from nsa.testing.contestants.ours import END_TO_END, OF, OURS, PACKED, Impl, packed_layouts
+from nsa.testing.contestants.contract import Contestant
+from nsa.testing.contestants.ours import OF, OURS
+from nsa.testing.contestants.sdpa import END_TO_END, PACKED, packed_layouts
 from nsa.testing.machine import current_lane
 from nsa.testing.matrix.case import CACHE, DTYPES, Case
 from nsa.testing.matrix.problem import Problem
@@ -102,7 +104,7 @@ def parse_dists(text: str) -> list[str]:
     return dists
 
 
-def reference_of(case: Case) -> Impl:
+def reference_of(case: Case) -> Contestant:
     """The path Triton would replace: packed SDPA, which packs first unless the rows lie packed."""
     return PACKED if case.source == "rows" else OURS["sdpa"]
 

@@ -18,7 +18,9 @@ from nsa.reference import sdpa_rows
 from nsa.testing.clock.cuda import time_gpu
 from nsa.testing.clock.measure import measure, run_facts
 from nsa.testing.clock.timing import Timing
-from nsa.testing.contestants.ours import OURS, Impl, packed_layouts
+from nsa.testing.contestants.contract import Contestant
+from nsa.testing.contestants.ours import OURS
+from nsa.testing.contestants.sdpa import packed_layouts
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix.case import Case
 from nsa.testing.report.recording import Fact
@@ -61,7 +63,7 @@ def layout_times(shape: str, masked: bool, device: torch.device, **sampling: Any
     return time_gpu(calls, **sampling)
 
 
-def fast_layouts(device: torch.device) -> dict[str, Impl]:
+def fast_layouts(device: torch.device) -> dict[str, Contestant]:
     """Two of the five SDPA layouts: what was the best on packed rows in all of core (H100), and one for older torch."""
     return {n: i for n, i in packed_layouts(device).items() if n in ("enable_gqa", "heads_as_queries_flash")}
 

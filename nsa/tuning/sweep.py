@@ -27,7 +27,8 @@ from nsa.kernels import tiles
 from nsa.kernels.tiles import Choice
 from nsa.testing.clock.cuda import buffer_sets, time_gpu
 from nsa.testing.clock.timing import Timing
-from nsa.testing.contestants.ours import OF, OURS, Impl
+from nsa.testing.contestants.contract import Contestant
+from nsa.testing.contestants.ours import OF, OURS
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix.case import Case
 from nsa.testing.report.recording import Fact
@@ -169,7 +170,7 @@ def sweep(
 
 
 def _time(
-    impl: Impl, choices: Sequence[Choice | None], sets: tuple[list[Any], bool], sampling: dict[str, Any]
+    impl: Contestant, choices: Sequence[Choice | None], sets: tuple[list[Any], bool], sampling: dict[str, Any]
 ) -> dict[Choice | None, Timing]:
     def call(choice: Choice | None, s: Any) -> None:
         with forced(choice):

@@ -75,7 +75,8 @@ def built(tmp_path_factory):
 def test_sdist_and_wheel_carry_all_that_is_read_at_run_time(built):
     inside, wheel = built
     tree = files()
-    assert {"nsa/configs/base.yaml", "nsa/kernels/budgets.yaml", "nsa/testing/report/templates/report.md.j2"} <= set(tree)
+    read = {"nsa/configs/base.yaml", "nsa/kernels/budgets.yaml", "nsa/testing/report/templates/report.md.j2"}
+    assert read <= set(tree)
     with zipfile.ZipFile(wheel) as archive:
         installed = {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
     for found in (inside, installed):

@@ -10,7 +10,7 @@ import torch
 from nsa.reference import selection_reference
 from nsa.testing.clock.measure import verdict
 from nsa.testing.contestants import peers
-from nsa.testing.contestants.ours import Impl
+from nsa.testing.contestants.contract import Contestant
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix.case import Case
 
@@ -96,7 +96,7 @@ def test_a_peer_that_breaks_is_listed_not_raised(device, error):
     def call(*_):
         raise error
 
-    said = verdict(Impl("broken", call), Oracle.of(DECODE.make(device)))
+    said = verdict(Contestant("broken", call), Oracle.of(DECODE.make(device)))
     assert said == f"cannot run: {type(error).__name__}: {str(error).partition(chr(10))[0] or 'no message'}"
 
 

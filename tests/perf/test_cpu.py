@@ -14,7 +14,8 @@ from nsa.reference import packed_sdpa
 from nsa.testing.clock import timing
 from nsa.testing.clock.cuda import HOST_SETS, buffer_sets
 from nsa.testing.clock.measure import gate_figures, measure, run_facts
-from nsa.testing.contestants.ours import FROM_SPANS, OURS
+from nsa.testing.contestants.ours import OURS
+from nsa.testing.contestants.sdpa import FROM_SPANS
 from nsa.testing.fixtures import over
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.problem import Problem

@@ -12,7 +12,8 @@ import torch
 
 from nsa.testing.clock import timing
 from nsa.testing.clock.measure import gate_figures, run_facts
-from nsa.testing.contestants.ours import FROM_SPANS, OURS, ROW_LOOP
+from nsa.testing.contestants.ours import OURS
+from nsa.testing.contestants.sdpa import FROM_SPANS, ROW_LOOP
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix.case import Case
 from nsa.testing.plugin import Lane

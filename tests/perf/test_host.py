@@ -10,7 +10,8 @@ import torch
 from nsa.kernels.launch import DIRECT, Variant
 from nsa.testing.clock import timing
 from nsa.testing.clock.measure import gate_figures, run_facts
-from nsa.testing.contestants.ours import FROM_SPANS, OURS, PACKED
+from nsa.testing.contestants.ours import OURS
+from nsa.testing.contestants.sdpa import FROM_SPANS, PACKED
 from nsa.testing.matrix.case import Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]

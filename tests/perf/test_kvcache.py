@@ -10,8 +10,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.testing.clock import timing
 from nsa.testing.clock.measure import measure
-from nsa.testing.contestants.ours import END_TO_END, OURS, Impl, OtherWork
+from nsa.testing.contestants.contract import Contestant, OtherWork
+from nsa.testing.contestants.ours import OURS, kvcache
 from nsa.testing.contestants.peers import peers
+from nsa.testing.contestants.sdpa import END_TO_END
 from nsa.testing.fixtures import over
 from nsa.testing.judge.forward import reference_at
 from nsa.testing.matrix import caches
@@ -28,10 +30,10 @@ CHUNK = Case(16, 128, 128, 1024, 4 * 512, "prefill", "bf16", HKV=4, S=512, S_kv=
 @over(DECODE)
 @pytest.mark.parametrize("page", [None, 16, 64, 128], ids=["contiguous", "page16", "page64", "page128"])
 def test_decode(problem: Problem, page: int | None, publish, machine_sampling: dict[str, Any]) -> None:
-    ours, without = caches.impl(page), OURS["auto"]
+    ours, without = kvcache(page), OURS["auto"]
     for size in {None, page}:
         problem.derived(caches.maker(size))
-    beside = [without, *([caches.impl(None)] if page else []), *END_TO_END.values(), *peers().values()]
+    beside = [without, *([kvcache(None)] if page else []), *END_TO_END.values(), *peers().values()]
 
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         torch.cuda.empty_cache()
@@ -45,7 +47,7 @@ def test_decode(problem: Problem, page: int | None, publish, machine_sampling: d
 @pytest.mark.parametrize("page", [None, 64], ids=["contiguous", "page64"])
 def test_chunk(problem: Problem, page: int | None, publish, machine_sampling: dict[str, Any]) -> None:
     """The last tokens of a long prompt, beside their share of the time that the whole prompt takes."""
-    ours, without = caches.impl(page), OURS["auto"]
+    ours, without = kvcache(page), OURS["auto"]
     problem.derived(caches.maker(page))
 
     def take() -> tuple[timing.Timing, dict[str, Any]]:
@@ -94,6 +96,6 @@ def _check_dense(p: Problem, out: Tensor) -> None:
     assert bool(((out.index_select(1, at).double() - want).abs() <= limit).all()), "dense attention is wrong"
 
 
-WHOLE = Impl("whole_prompt", _whole, lse=False, other=OtherWork(lambda p: p.extra["prompt"].flops, _check_whole))
-DENSE = Impl("dense_flash", _dense, lse=False, other=OtherWork(_dense_flops, _check_dense))
+WHOLE = Contestant("whole_prompt", _whole, lse=False, other=OtherWork(lambda p: p.extra["prompt"].flops, _check_whole))
+DENSE = Contestant("dense_flash", _dense, lse=False, other=OtherWork(_dense_flops, _check_dense))
 """What would be done without a selection: dense attention of the chunk over all of the cache."""

@@ -19,7 +19,7 @@ from nsa.dispatch import failures
 from nsa.testing.clock.cuda import buffer_sets, time_gpu, time_streams
 from nsa.testing.clock.guard import Ceilings, detectable, guard
 from nsa.testing.clock.timing import InvalidMeasurement, Timing, time_host
-from nsa.testing.contestants.ours import Impl
+from nsa.testing.contestants.contract import Contestant
 from nsa.testing.judge.forward import Oracle, assert_parity, mean_abs_error
 from nsa.testing.machine import commit, device_name, triton_version
 from nsa.testing.matrix.problem import Problem
@@ -111,7 +111,7 @@ def run_facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def verdict(impl: Impl, oracle: Oracle) -> str | None:
+def verdict(impl: Contestant, oracle: Oracle) -> str | None:
     """None if the implementation runs and is right, else why not, in a line."""
     p = oracle.problem
     if (reason := impl.supports(p.case)) is not None:
@@ -135,8 +135,8 @@ def verdict(impl: Impl, oracle: Oracle) -> str | None:
 
 def measure(
     p: Problem,
-    ours: Impl,
-    others: Iterable[Impl],
+    ours: Contestant,
+    others: Iterable[Contestant],
     *,
     iters: int,
     warmup: int,

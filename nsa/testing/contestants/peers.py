@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa.dispatch import failures
 from nsa.kernels.tiles import next_power_of_2
-from nsa.testing.contestants.ours import Impl
+from nsa.testing.contestants.contract import Contestant
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.problem import Problem
 
@@ -36,12 +36,12 @@ def installed(module: str) -> Any:
         return None
 
 
-def peers() -> dict[str, Impl]:
+def peers() -> dict[str, Contestant]:
     """The peers that can be imported here, by name."""
-    found: dict[str, Impl] = {}
+    found: dict[str, Contestant] = {}
     forward = getattr(installed(FLA), "parallel_nsa_fwd", None)
     if forward is not None:
-        found["fla"] = Impl("fla", _fla(forward), supports=fla_supports)
+        found["fla"] = Contestant("fla", _fla(forward), supports=fla_supports)
     return found
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.testing.clock.measure import Measurement
-from nsa.testing.contestants.ours import OURS, Impl, OtherWork
+from nsa.testing.contestants.contract import Contestant, OtherWork
+from nsa.testing.contestants.ours import OURS
 from nsa.testing.contestants.peers import peers
 from nsa.testing.judge.forward import describe, reference_at
 from nsa.testing.matrix.case import Case
@@ -32,9 +33,11 @@ _chosen: dict[Geometry, bool] = {}  # whether `enable_gqa` is as fast as heads e
 LEVEL = 1.02  # times as long is a tie, and a tie goes to `enable_gqa`: it takes less memory
 
 
-def beside() -> list[Impl]:
-    """Everybody who is timed beside our front door: dense SDPA, our schedules by name, other people's kernels."""
-    dense = [Impl(name, _call(backend), supports=plain, lse=False, other=DENSE) for name, backend in BACKENDS.items()]
+def beside() -> list[Contestant]:
+    """What is timed beside our front door: dense SDPA, our schedules by name, and other people's kernels."""
+    dense = [
+        Contestant(name, _call(backend), supports=plain, lse=False, other=DENSE) for name, backend in BACKENDS.items()
+    ]
     return [*dense, *(OURS[name] for name in SCHEDULES), *peers().values()]
 
 

@@ -15,6 +15,13 @@ import torch
 outside: list[str] = []
 """What kernels of this process reached outside their tensors, until somebody clears it."""
 
+_launched = 0
+
+
+def launched() -> int:
+    """How many kernels this process has interpreted, once it watches."""
+    return _launched
+
 
 class OutOfBounds(RuntimeError):
     """A kernel reached outside the tensors it was given."""
@@ -36,6 +43,8 @@ def watch() -> bool:
 
     @functools.wraps(to_host)
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _launched
+        _launched += 1
         positional, named = to_host(self, *args, **kwargs)
         tensors = [x for x in (*positional, *named.values()) if isinstance(x, torch.Tensor)]
         watched.kernel, watched.tensors = self.fn.__name__, [_extent(x) for x in tensors if x.numel()]

@@ -231,6 +231,29 @@ def assert_lse(lse: Tensor, oracle: Oracle, head: str) -> None:
     assert err <= oracle.lse_atol, f"{head}: LSE error {err:.4g} > bound {oracle.lse_atol:.4g}; {_place(lse, want, at)}"
 
 
+def cached_parity(
+    got: tuple[Tensor, Tensor | None], want: tuple[Tensor, Tensor], dtype: torch.dtype, head: str
+) -> None:
+    """Check `(O, LSE or None)` of a call over a cache: O within rounding of the inputs' dtype, the LSE within fp32's.
+
+    Raises:
+        AssertionError: naming what is off, and by how much.
+    """
+    (o, lse), (o_want, lse_want) = got, want
+    assert o.dtype == dtype, f"{head}: expected {dtype}, got {o.dtype}"
+    peak = max(1.0, float(o_want.abs().max())) if o_want.numel() else 1.0
+    bound = max(6 * torch.finfo(dtype).eps, 1e-5) * peak
+    error = (o.double() - o_want).abs().nan_to_num(nan=math.inf)
+    assert not o.numel() or float(error.max()) <= bound, f"{head}: error {float(error.max()):.4g} > bound {bound:.4g}"
+    empty = lse_want == -math.inf
+    assert not bool(o[empty].any()), f"{head}: rows that select nothing must be exactly 0"
+    if lse is not None:
+        assert lse.dtype == torch.float32, f"{head}: expected an LSE in float32, got {lse.dtype}"
+        off = (lse.double() - lse_want).abs().masked_fill(empty & (lse == lse_want), 0.0).nan_to_num(nan=math.inf)
+        allowed = 2e-5 + 1e-5 * lse_want.abs().masked_fill(empty, 0.0)
+        assert bool((off <= allowed).all()), f"{head}: LSE error {float(off.max()):.4g} > bound {float(allowed.max()):.4g}"
+
+
 def mean_abs_error(out: Tensor, oracle: Oracle) -> float:
     """MAE over the rows of at least 16 keys, where averaging makes 1e-3 a fair bound; 0 if there are none."""
     p = oracle.seen

@@ -11,10 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import nsa
 from nsa.reference import selection_reference
-from nsa.testing.contestants.ours import Impl
-from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.problem import Problem
 
 NOWHERE = (-1, -(2**31), 2**31 - 1)  # pages that no cache has
@@ -153,23 +150,3 @@ def _scattered(pages: Tensor, order: Tensor) -> Tensor:
     out = torch.empty_like(pages)
     out[order] = pages
     return out
-
-
-def impl(page_size: int | None) -> Impl:
-    """:func:`nsa.selection_attention_with_kvcache` on a problem's keys as a full cache."""
-
-    def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
-        cache = p.derived(maker(page_size))
-        how: dict[str, Any] = {"block_indices": p.block_indices, "block_size": p.block_size}
-        how = {"ranges": p.ranges} if p.block_indices is None else how
-        how |= {"causal": p.causal, "scale": p.scale, "max_selected": p.case.L, "return_lse": return_lse, "out": out}
-        return nsa.selection_attention_with_kvcache(
-            p.q, cache.k, cache.v, **cache.arguments, **how, backend="triton"
-        )  # fmt: skip
-
-    def supports(case: Case) -> str | None:
-        if case.seqlens or case.positions or case.source not in ("blocks", "ranges"):
-            return "is a batch of caches of one length"
-        return None if page_size is None or case.S_kv % page_size == 0 else f"takes whole pages of {page_size}"
-
-    return Impl("kvcache" if page_size is None else f"paged{page_size}", call, supports=supports, poison=True)

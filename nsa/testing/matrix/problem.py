@@ -200,6 +200,10 @@ class Problem:
             made[make] = make(self)
         return cast("T", made[make])
 
+    def with_tensors(self, q: Tensor, k: Tensor, v: Tensor) -> Problem:
+        """The same selection over other tensors."""
+        return dataclasses.replace(self, q=q, k=k, v=v, extra={})
+
     def at(self, positions: Tensor) -> Problem:
         """The same keys, and of each batch entry the queries at `positions [s]` only, told where they stand."""
         if self.cu_seqlens is not None:

@@ -1,28 +1,26 @@
-"""Somebody else's kernel, `--nsa-impl package.module:function`, on what a live model may hand it."""
+"""Selections and tensors that a live model may hand a kernel by design or by mistake, within its contract."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
+from nsa.testing.contestants.fit import arranged, fitted
 from nsa.testing.contestants.named import prove, returns
-from nsa.testing.contestants.ours import Impl
-from nsa.testing.fixtures import case, over_third_parties, problem, third_party
+from nsa.testing.fixtures import contested
 from nsa.testing.judge.forward import Oracle, assert_parity
+from nsa.testing.machine import current_lane
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.inputs import drowned
 from nsa.testing.matrix.problem import Problem
 from nsa.testing.matrix.strategies import LANE_DTYPES
-from nsa.testing.plugin import current_lane
 
-__all__ = ["case", "problem", "third_party"]
-
+INTERPRETED = current_lane() == "interpreter"
 CASES = [
     made
     for dtype in LANE_DTYPES
@@ -123,36 +121,40 @@ OF_A_SELECTION: dict[str, Twist] = {
 TWISTS = OF_ANY | OF_A_SELECTION
 
 
-def fits(twist: str, made: Case) -> bool:
-    """In fp32 the order of additions decides what large scores come to; elsewhere rounding of the inputs does."""
-    return twist != "large-scores" or made.dtype != "fp32"
+NEEDED = {
+    "strided": "contiguous", "large-scores": "small scores", "nothing": "nonempty", "half": "nonempty",
+    "noise": "visible", "twice": "distinct", "scaled": "default scale",
+}  # fmt: skip
+"""What a contract may need, so that it never meets the twist."""
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "third_party" not in metafunc.fixturenames:
-        return
-    names = [name for name in ("twist", "wanted") if name in metafunc.fixturenames]
+def twisted(impl):
+    """Each twist of each case. In fp32 the order of additions decides what large scores come to."""
+    for case in dict.fromkeys(fitted(case, impl.contract, INTERPRETED) for case in CASES):
+        twists = OF_ANY if case.source in ("rows", "varlen") else TWISTS
+        for twist in twists:
+            unfair = twist == "large-scores" and case.dtype == "fp32"
+            if not unfair and NEEDED.get(twist) not in impl.contract.needs:
+                yield from ((case, twist, wanted) for wanted in returns(impl))
 
-    def of(impl: Impl, made: Case) -> Iterable[tuple[str, ...]]:
-        packed = impl.name.endswith("@dense") or made.source == "rows"
-        if "twist" not in names and packed:
-            return []
-        twists = [twist for twist in (OF_ANY if packed else TWISTS) if fits(twist, made)]
-        values = {"twist": twists, "wanted": returns(impl)}
-        return itertools.product(*(values[name] for name in names))
 
-    over_third_parties(metafunc, CASES, names, of)
+def selected(impl):
+    for case in dict.fromkeys(fitted(case, impl.contract, INTERPRETED) for case in CASES):
+        if case.source not in ("rows", "varlen") and "finite" not in impl.contract.needs:
+            yield from ((case, wanted) for wanted in returns(impl))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, when the interpreter computes with infinities
-def test_third_party_edge(third_party: Impl, problem: Problem, twist: str, wanted: str) -> None:
-    p = TWISTS[twist](problem)
-    prove(third_party, p, Oracle.of(p), wanted)
+@contested(twisted, "twist", "wanted")
+def test_what_a_model_may_hand_over(contestant, problem, twist, wanted):
+    p = arranged(TWISTS[twist](problem), contestant.contract)
+    prove(contestant, p, Oracle.of(p), wanted)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_third_party_keys_that_nobody_selects(third_party: Impl, problem: Problem, wanted: str) -> None:
-    """They may be NaN, outside of what rows select and of what they may see; key-major kernels: outside of blocks."""
+@contested(selected, "wanted")
+def test_keys_that_no_row_selects_may_be_nan(contestant, problem, wanted):
+    """Outside of the spans and blocks that rows list: a kernel may read what lies within them, and mask it."""
     p = problem
     seen = torch.zeros(p.k.shape[:3], dtype=torch.bool, device=p.k.device)  # [B, S_kv, HKV]
     for b, s, h, i in torch.cartesian_prod(*(torch.arange(n) for n in p.ranges.shape[:-1])).tolist():
@@ -160,16 +162,17 @@ def test_third_party_keys_that_nobody_selects(third_party: Impl, problem: Proble
         seen[b, max(start, 0) : max(end, 0), h] = True
     assert not bool(seen.all())
     k, v = (x.masked_fill(~seen[..., None], math.nan) for x in (p.k, p.v))
-    prove(third_party, dataclasses.replace(p, k=k, v=v, extra={}), Oracle.of(p), wanted)
+    prove(contestant, dataclasses.replace(p, k=k, v=v, extra={}), Oracle.of(p), wanted)
 
 
 @pytest.mark.skipif(current_lane() != "gpu", reason="streams need a GPU")
-def test_third_party_waits_for_the_current_stream(third_party: Impl, problem: Problem) -> None:
+@contested(lambda impl: [(case,) for case in dict.fromkeys(fitted(case, impl.contract) for case in CASES)])
+def test_the_current_stream_is_waited_for(contestant, problem):
     """Inputs are written late, on a stream of their own: a kernel launched on another one reads NaN."""
     p = problem
     oracle = Oracle.of(p)
     try:
-        third_party.run(p)  # compiles
+        contestant.run(p)  # compiles
     except NotImplementedError as e:
         pytest.skip(f"unsupported: {p.case.id}: {e}")
     late = dataclasses.replace(p, **{name: torch.full_like(getattr(p, name), math.nan) for name in "qkv"}, extra={})
@@ -181,6 +184,6 @@ def test_third_party_waits_for_the_current_stream(third_party: Impl, problem: Pr
         torch.cuda._sleep(100_000_000)
         for name in "qkv":
             getattr(late, name).copy_(getattr(p, name))
-        result = third_party.run(late)
+        result = contestant.run(late)
     stream.synchronize()
-    assert_parity(result, oracle, third_party.name)
+    assert_parity(result, oracle, contestant.name)

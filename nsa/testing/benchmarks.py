@@ -1,4 +1,4 @@
-"""What a perf run shares: its cases, how a measurement reaches pytest-benchmark, and what is kept for its end."""
+"""The plugin of the perf lane: its cases, how a measurement reaches pytest-benchmark, and what is kept for its end."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from nsa.testing import options
+from nsa.testing import options, suite
 from nsa.testing.clock import precompile, timing
-from nsa.testing.fixtures import case, known, over_third_parties, problem, register, third_party
+from nsa.testing.fixtures import known, register
 from nsa.testing.gate import hooks
-from nsa.testing.matrix.case import core, full, long_context
-from nsa.testing.plugin import current_lane
+from nsa.testing.gate.run import Again
+from nsa.testing.machine import current_lane
+from nsa.testing.matrix.case import Case, core, full, long_context
 from nsa.testing.report.terminal import notes_key, published_key
 
-__all__ = ["case", "problem", "third_party"]
 ON_REQUEST = {"nsa_update_thresholds": "test_threshold.py", "nsa_update_schedules": "test_crossover.py"}
 MINUTES = "test_training.py"  # more than all of core, which is to take two; where it is named, or with --nsa-full
 rows_key = pytest.StashKey[list[dict[str, Any]]]()  # of the CSV of shapes by hand
@@ -26,38 +26,37 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[published_key], config.stash[rows_key] = [], []
 
 
+def timed(config: pytest.Config, prompts: bool) -> list[Case]:
+    """The cases of core, with `--nsa-full` of everything; prompts are timed beside dense attention, not packing.
+
+    A machine without a GPU shows one skip, not a hundred.
+    """
+    cases = full() + long_context() if config.getoption("nsa_full") else core()
+    cases = [case for case in cases if (case.dist == "prefill") == prompts]
+    return cases if current_lane() == "gpu" else cases[:1]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Kernel benchmarks run over core, or over everything; a machine without a GPU shows one skip, not a hundred."""
+    """Shapes by hand, and training over the prompts of core."""
     if "by_hand" in metafunc.fixturenames:
         shapes = options.shapes(metafunc.config)
-        return metafunc.parametrize("case", register(shapes), indirect=True, scope="module")
-    cases = full() + long_context() if metafunc.config.getoption("nsa_full") else core()
-    # Timed beside dense attention, not beside packing.
-    prompts = metafunc.definition.path.name in ("test_prefill.py", "test_training.py")
-    cases = [case for case in cases if (case.dist == "prefill") == prompts]
-    cases = cases if current_lane() == "gpu" else cases[:1]
-    if "third_party" in metafunc.fixturenames:
-        over_third_parties(metafunc, cases)
-    elif _without_cases(metafunc):
+        metafunc.parametrize("case", register(shapes), indirect=True, scope="module")
+    elif metafunc.definition.path.name == MINUTES and "problem" in metafunc.fixturenames:
+        cases = timed(metafunc.config, prompts=True)
         metafunc.parametrize("case", register(cases), indirect=True, scope="module")
-
-
-def _without_cases(metafunc: pytest.Metafunc) -> bool:
-    """Whether a kernel benchmark leaves it to this file what it runs over."""
-    if not metafunc.definition.get_closest_marker("gpu") or "case" not in metafunc.fixturenames:
-        return False
-    return all(mark.args[0] != "case" for mark in metafunc.definition.iter_markers("parametrize"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_ahead(request: pytest.FixtureRequest) -> None:
     """Kernels that many benchmarks of this run need, compiled before the first of them."""
-    items = [item for item in request.session.items if item.get_closest_marker("gpu") and hasattr(item, "callspec")]
+    items = [item for item in request.session.items if item.get_closest_marker("perf") and hasattr(item, "callspec")]
     items = [item for item in items if "case" in item.callspec.params]
+    if current_lane() != "gpu" or not items or request.config.getoption("nsa_impl"):
+        return
     trained = known(item.callspec.params["case"] for item in items if item.path.name == MINUTES)
     cases = known(item.callspec.params["case"] for item in items if item.path.name != MINUTES)
     worth = len(cases) >= precompile.WORTH or len(trained) > 1
-    if current_lane() == "gpu" and worth and not request.config.getoption("nsa_sweep"):
+    if worth and not request.config.getoption("nsa_sweep"):
         device = request.getfixturevalue("device")
         precompile.compile_ahead(cases, device, precompile.processes(device), trained)
 
@@ -91,7 +90,7 @@ def publish(request: pytest.FixtureRequest, benchmark: Any) -> Callable[..., Non
     config, name = request.config, request.node.name
 
     def publish(
-        group: str, samples: timing.Timing, info: dict[str, Any], again: hooks.Again | None = None, core: bool = True
+        group: str, samples: timing.Timing, info: dict[str, Any], again: Again | None = None, core: bool = True
     ) -> None:
         samples, info = hooks.gated(config, name, samples, info, again) if core else (samples, info)
         benchmark.group = group
@@ -105,7 +104,8 @@ def publish(request: pytest.FixtureRequest, benchmark: Any) -> Callable[..., Non
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Shapes by hand run alone, and are nobody's business otherwise; what routing rests on is timed on request."""
-    if collection_path.parent != Path(__file__).parent or not collection_path.name.startswith("test_"):
+    ours = (config.rootpath / "tests" / "perf", Path(suite.__file__).parent / "perf")
+    if collection_path.parent not in ours or not collection_path.name.startswith("test_"):
         return None
     name = collection_path.name
     if config.getoption("nsa_sweep") or name == "test_sweep.py":

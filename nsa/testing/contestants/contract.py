@@ -1,0 +1,215 @@
+"""A contestant: something that is tested or timed, and the contract that says what it takes and promises.
+
+Kernels of ours, kernels of others and SDPA are all `Contestant`s. The suite draws inputs within a contract (`fit.py`),
+so a kernel is judged on what it promises, and what it does not promise is listed in words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+import nsa.kernels
+from nsa.testing.judge.forward import Result
+from nsa.testing.matrix.case import DTYPES, Case
+from nsa.testing.matrix.problem import Problem
+from nsa.trial import poisoned_workspace
+
+Call = Callable[[Problem, bool, "Tensor | None"], Any]
+Support = Callable[[Case], "str | None"]
+SOURCES = ("ranges", "blocks", "rows", "varlen")
+CACHES = ("contiguous", "pages")
+NEEDS = {
+    "sorted": "selections in any order",
+    "padding last": "padding in any slot",
+    "distinct": "a key listed twice",
+    "visible": "blocks or spans ahead of the query or outside of the keys",
+    "nonempty": "rows that select nothing",
+    "contiguous": "strided tensors",
+    "finite": "NaN in keys that no row selects",
+    "small scores": "scores that overflow exp",
+    "default scale": "a scale other than D**-0.5",
+}
+"""What a kernel may ask of its inputs, and what it does not promise then."""
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a contestant takes and promises. An empty tuple of sizes means any size.
+
+    takes: how keys are selected: "ranges", "blocks", or packed "rows" or "varlen". dtypes: of "bf16", "fp16", "fp32".
+    dims: head dimensions D. value_dims: Dv, where it may differ from D (`unequal_dims`). groups: query heads of a KV
+    head. block_sizes: keys of a block. causal: which values of `causal` it takes. chunks: whether a call may have more
+    keys than queries. sequences: `cu_seqlens`. positions: `q_positions`. int64: spans or block ids in int64, too.
+    caches: of "contiguous" and "pages". pages: keys of a page. needs: keys of `NEEDS`.
+    lse: base of the LSE, "e" or "2"; empty: none. gradients: autograd through O. repeatable: equal bits each time.
+    """
+
+    takes: tuple[str, ...] = ("ranges",)
+    dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32")
+    dims: tuple[int, ...] = ()
+    value_dims: tuple[int, ...] = ()
+    unequal_dims: bool = True
+    groups: tuple[int, ...] = ()
+    block_sizes: tuple[int, ...] = ()
+    causal: tuple[bool, ...] = (True, False)
+    chunks: bool = True
+    sequences: bool = False
+    positions: bool = False
+    int64: bool = True
+    caches: tuple[str, ...] = ()
+    pages: tuple[int, ...] = ()
+    needs: tuple[str, ...] = ()
+    lse: str = ""
+    gradients: bool = False
+    repeatable: bool = False
+
+    def __post_init__(self) -> None:
+        known: dict[str, tuple[Any, ...]] = {
+            "takes": SOURCES, "dtypes": tuple(DTYPES), "caches": CACHES, "needs": tuple(NEEDS), "causal": (True, False)
+        }  # fmt: skip
+        for name, values in known.items():
+            given = getattr(self, name)
+            if not isinstance(given, tuple) or not set(given) <= set(values):
+                raise ValueError(f"expected {name} a tuple of {', '.join(map(repr, values))}, got {given!r}")
+        for name in ("takes", "dtypes", "causal"):
+            if not getattr(self, name):
+                raise ValueError(f"expected {name} not to be empty")
+        if self.lse not in ("", "e", "2"):
+            raise ValueError(f"expected lse 'e', '2' or '', got {self.lse!r}")
+        packed = {"rows", "varlen"} & set(self.takes)
+        if packed and len(self.takes) > 1:
+            raise ValueError(f"expected packed rows alone, got takes={self.takes!r}: write an adapter for each")
+
+    def refuses(self, case: Case) -> str | None:
+        """Why it does not take a case as it is; None if it does."""
+        sizes = (
+            ("D", case.D, self.dims), ("G", case.H, self.groups), ("Dv", case.Dv, self.value_dims),
+            ("block_size", case.block_size, self.block_sizes if case.source == "blocks" else ()),
+            ("dtype", case.dtype, self.dtypes), ("causal", case.causal, self.causal),
+        )  # fmt: skip
+        if case.source not in self.takes:
+            return f"takes {' or '.join(self.takes)}, not {case.source}"
+        for name, value, taken in sizes:
+            packed = name == "causal" and case.source in ("rows", "varlen")
+            if taken and value not in taken and not packed:
+                return f"takes {name} {', '.join(map(str, taken))}, not {value}"
+        if not self.chunks and case.source not in ("rows", "varlen") and case.S != case.S_kv and not case.seqlens:
+            return "takes as many keys as queries"
+        flags = (
+            ("cu_seqlens", bool(case.seqlens), self.sequences), ("q_positions", case.positions, self.positions),
+            ("Dv != D", case.D != case.Dv, self.unequal_dims), ("int64", case.int64, self.int64),
+        )  # fmt: skip
+        return next((f"does not take {name}" for name, asked, taken in flags if asked and not taken), None)
+
+    def not_promised(self) -> list[str]:
+        """What the suite did not ask for, in words."""
+        packed = self.takes[0] in ("rows", "varlen")
+        words = [NEEDS[need] for need in self.needs]
+        sizes = (("D", self.dims), ("G", self.groups), ("block size", () if packed else self.block_sizes))
+        words += [f"{name} other than {', '.join(map(str, taken))}" for name, taken in sizes if taken]
+        words += [name for name in ("bf16", "fp16", "fp32") if name not in self.dtypes]
+        words += ["Dv != D"] * (not self.unequal_dims)
+        if not packed:
+            words += ["causal=False"] * (False not in self.causal) + ["causal=True"] * (True not in self.causal)
+            words += ["S != S_kv"] * (not self.chunks) + ["cu_seqlens"] * (not self.sequences)
+            words += ["q_positions"] * (not self.positions) + ["int64 selections"] * (not self.int64)
+            words += [f"caches ({kind})" for kind in CACHES if kind not in self.caches]
+        words += ["LSE"] * (not self.lse) + ["gradients"] * (not self.gradients)
+        return words + ["equal bits each time"] * (not self.repeatable)
+
+
+class OtherWork(NamedTuple):
+    """What a comparator computes, if not the selection.
+
+    flops: multiply-adds of a problem, counted as two. check: raises AssertionError if the output is wrong.
+    """
+
+    flops: Callable[[Problem], int]
+    check: Callable[[Problem, Tensor], None]
+
+
+def always(case: Case) -> str | None:
+    """Takes every case."""
+    return None
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """What is tested or timed.
+
+    call: runs a `Problem`: `call(p, return_lse, out)`. route: the kernel of ours that a call has to launch.
+    supports: None for a case that it takes, else the reason why not. poison: the call takes `out=`. lse: whether it
+    returns an LSE. other: what it computes, if not the selection. contract: None for comparators, which promise
+    nothing. declared: its author wrote the contract. cached: runs a call over a cache, `cached(q, cache, **selection)`.
+    """
+
+    name: str
+    call: Call
+    route: str | None = None
+    supports: Support = always
+    poison: bool = False
+    lse: bool = True
+    other: OtherWork | None = None
+    contract: Contract | None = None
+    declared: bool = False
+    cached: Callable[..., Any] | None = field(default=None, compare=False)
+
+    def run(self, p: Problem, return_lse: bool = False, out: Tensor | None = None) -> Result:
+        """`O [B,S,HQ,Dv]`, with `return_lse` also `LSE [B,S,HQ]`; `NotImplementedError` means unsupported."""
+        result = self.call(p, return_lse, out)
+        if isinstance(result, tuple):
+            return result[0].view_as(p.q[..., :1].expand(*p.q.shape[:-1], p.case.Dv)), result[1].view(p.q.shape[:-1])
+        assert isinstance(result, Tensor)
+        return result.view(*p.q.shape[:-1], p.case.Dv)
+
+    def run_counted(self, p: Problem, return_lse: bool = False) -> tuple[Result, Counter[str]]:
+        """Run into an output full of NaN (where the call takes one), and count which kernels of ours were launched."""
+        before = nsa.kernels.launches.copy()
+        out = p.poisoned() if self.poison else None
+        with poisoned_workspace("key_major") if self.route == "key_major" else contextlib.nullcontext():
+            result = self.run(p, return_lse and self.lse, out)
+        if out is not None:
+            got = result[0] if isinstance(result, tuple) else result
+            assert got.data_ptr() == out.data_ptr(), f"{self.name}: expected the result in out=, got another tensor"
+        return result, nsa.kernels.launches - before
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A function and its contract, as `contestant` leaves it. Calling it calls the function."""
+
+    function: Callable[..., Any]
+    contract: Contract
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def contestant(**contract: Any) -> Callable[[Callable[..., Any]], Declared]:
+    """Declare what an adapter takes and promises, for `--nsa-impl module:adapter`.
+
+        @nsa.testing.contestant(takes=("blocks",), dims=(128,), needs=("sorted", "padding last"))
+        def attend(q, k, v, block_indices, block_size, scale):
+            return my_kernel(q, k, v, block_indices, block_size, scale)
+
+    The suite passes q, k and v in order, and of the other arguments those that the adapter's signature names
+    (`named.ARGUMENTS`).
+
+    Args:
+        contract: fields of `Contract`.
+
+    Raises:
+        TypeError: there is no such field.
+        ValueError: a field does not take that value.
+    """
+    made = Contract(**contract)
+    return lambda function: Declared(function, made)

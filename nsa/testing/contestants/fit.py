@@ -1,0 +1,210 @@
+"""Inputs within a contract: cases are reshaped to fit it, and selections are rearranged to meet its needs.
+
+A case that a kernel does not take is not skipped: it becomes the nearest one that the kernel promises.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.testing.contestants.contract import Contract
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.problem import Problem
+
+ENOUGH = 50  # distinct cases below which nothing is proved
+PLENTY = 64  # cases that a contract leaves, filled up to this number
+SMALL_CHUNK = 24  # keys past a block in a prompt whose queries are as many as its keys
+
+
+def fitted(case: Case, contract: Contract, interpreted: bool = False) -> Case:
+    """The nearest case to `case` that a contract takes; the case itself where the contract takes it.
+
+    interpreted: of the promised dtypes prefer those that Triton's interpreter computes in.
+    """
+    c = _source(case, contract)
+    dtypes = [d for d in contract.dtypes if not interpreted or d != "bf16"] or list(contract.dtypes)
+    dtype = c.dtype if c.dtype in dtypes else dtypes[c.seed % len(dtypes)]
+    D, H = _nearest(c.D, contract.dims), _nearest(c.H, contract.groups)
+    Dv = _nearest(c.Dv, contract.value_dims) if contract.unequal_dims else D
+    packed = c.source in ("rows", "varlen")
+    causal = c.causal if packed or c.causal in contract.causal else contract.causal[0]
+    size = _nearest(c.block_size, contract.block_sizes) if c.source == "blocks" else c.block_size
+    c = dataclasses.replace(
+        c, dtype=dtype, D=D, Dv=Dv, H=H, causal=causal, int64=c.int64 and contract.int64,
+        positions=c.positions and contract.positions and causal,
+    )  # fmt: skip
+    if c.seqlens and not contract.sequences:
+        S, S_kv = max(sum(c.seqlens), 1), max(sum(c.kv_seqlens or c.seqlens), 1)
+        c = dataclasses.replace(c, seqlens=(), kv_seqlens=(), S=S, S_kv=max(S, S_kv), N=S * c.HKV)
+    if size != c.block_size:
+        c = _resized(c, size)
+    if c.dist == "overlap" and "distinct" in contract.needs:
+        c = dataclasses.replace(c, dist="prefill" if c.source == "blocks" else "mixed", n=0)
+    if c.scores != 1 and "small scores" in contract.needs:
+        c = dataclasses.replace(c, scores=1.0)
+    if not packed and not contract.chunks and c.S != c.S_kv and not c.seqlens:
+        S = min(c.S_kv, c.block_size + SMALL_CHUNK + c.S_kv % 24) if interpreted else c.S_kv
+        L = min(c.L, S)
+        c = dataclasses.replace(c, S=S, S_kv=S, N=S * c.HKV, L=L, shared=0.0)
+    return c
+
+
+def _source(case: Case, contract: Contract) -> Case:
+    """The case with its keys selected in a way that the contract takes."""
+    if case.source in contract.takes:
+        return case
+    target, shape = contract.takes[0], (case.H, case.D, case.Dv)
+    if target in ("rows", "varlen"):
+        L, N = max(1, case.L), min(case.N, 1024)
+        return Case(*shape, L, N, "few", case.dtype, source=target, scores=case.scores)
+    if case.source in ("rows", "varlen"):
+        dist = "many" if target == "blocks" else "few"
+        S_kv = max(257, case.L + 31) if case.L < 2048 else 2 * case.L
+        size = min(64, max(16, case.L // 4 // 16 * 16))
+        return Case(
+            *shape, max(case.L, 16), case.N, dist, case.dtype, source=target, S_kv=S_kv, block_size=size,
+            scores=case.scores,
+        )  # fmt: skip
+    dist = {"prefill": "mixed", "decode": "many", "overlap": "overlap"}.get(case.dist, "mixed")
+    if target == "blocks":
+        dist = "overlap" if case.dist == "overlap" else "prefill" if case.S > 1 or case.seqlens else "many"
+        L = max(case.L, 2 * case.block_size)
+        return dataclasses.replace(case, source="blocks", dist=dist, L=L, n=0)
+    return dataclasses.replace(case, source="ranges", dist=dist, n=0, shared=0.0)
+
+
+def _resized(case: Case, size: int) -> Case:
+    """The case with blocks of another size: as many slots of a row, and a last block that is filled in part."""
+    n, spare = case.n, case.n * case.block_size - case.L
+    grown = -(-case.S_kv * size // case.block_size)
+    S_kv = case.S_kv if case.seqlens else max(case.S, grown - grown % size + case.S_kv % case.block_size % size)
+    return dataclasses.replace(case, block_size=size, n=n, L=max(1, n * size - min(spare, size - 1)), S_kv=S_kv)
+
+
+def _nearest(value: int, taken: tuple[int, ...]) -> int:
+    return value if not taken or value in taken else min(taken, key=lambda x: (abs(x - value), x))
+
+
+def cases_of(contract: Contract, matrix: Iterable[Case], interpreted: bool = False) -> list[Case]:
+    """The cases of a matrix within a contract, each once, and more of them until there are `PLENTY`.
+
+    The added ones have other lengths, and take in turn the sizes, dtypes and kinds of selection that are promised.
+    """
+    found = dict.fromkeys(fitted(case, contract, interpreted) for case in matrix)
+    turns: tuple[tuple[Any, ...], ...] = (
+        contract.takes, contract.dims or (64,), contract.groups or (4,), contract.block_sizes or (32,),
+        contract.causal, contract.dtypes,
+    )  # fmt: skip
+    for i in range(20 * PLENTY):
+        if len(found) >= PLENTY:
+            break
+        source, D, H, size, causal, dtype = (values[i // (k + 1) % len(values)] for k, values in enumerate(turns))
+        n, S = 2 + i % 3, 1 + i % 4
+        if source in ("rows", "varlen"):
+            case = Case(H, D, D, 17 + 7 * i, 2 + i % 3, "few", dtype, source=source)
+        else:
+            S_kv = (n + 2) * size + 5 + 3 * i
+            dist = "prefill" if source == "blocks" else "mixed"
+            L = n * size if source == "blocks" else 20 + i
+            case = Case(
+                H, D, D, L, S * 2, dist, dtype, source=source, HKV=2, S=S, S_kv=S_kv, block_size=size, causal=causal
+            )
+        found[fitted(case, contract, interpreted)] = None
+    return list(found)
+
+
+def arranged(p: Problem, contract: Contract | None) -> Problem:
+    """The problem with a selection that meets the contract's needs, and with tensors that do."""
+    if contract is None or not contract.needs or p.case.source in ("rows", "varlen"):
+        return p
+    return with_limit(p, contract, _limits(p))
+
+
+def with_limit(p: Problem, contract: Contract, limit: Tensor) -> Problem:
+    """As `arranged`, where the keys that a row may see end at `limit [..., HKV, 1]`."""
+    needs, blocks = set(contract.needs), p.block_indices
+    if "blocks" not in contract.takes or blocks is None:
+        spans = _arranged_spans(p.ranges, limit, needs)
+        return dataclasses.replace(p, ranges=spans.to(p.ranges.dtype), block_indices=None, block_size=None, extra={})
+    assert p.block_size is not None
+    chosen = _arranged_blocks(blocks.to(torch.int64), limit, p.block_size, needs)
+    start = chosen * p.block_size
+    spans = torch.stack((start, start + p.block_size), -1).masked_fill((chosen < 0)[..., None], 0)
+    return dataclasses.replace(
+        p, block_indices=chosen.to(blocks.dtype), ranges=spans.to(p.ranges.dtype), extra={}
+    )
+
+
+def _limits(p: Problem) -> Tensor:
+    """`[..., HKV, 1]` int64: of each row, one past the last key that it may see."""
+    at = p.positions().view(p.q.shape[:-2])
+    if p.cu_seqlens_pair is None:
+        keys = torch.full_like(at, p.k.shape[1])
+    else:
+        cu_q, cu_k = (x.to(torch.int64) for x in p.cu_seqlens_pair)
+        keys = cu_k.diff().repeat_interleave(cu_q.diff())
+    limit = (at + 1).clamp(min=0).minimum(keys) if p.causal else keys
+    return limit[..., None, None].expand(*limit.shape, p.ranges.shape[-3], 1)
+
+
+def _arranged_blocks(blocks: Tensor, limit: Tensor, size: int, needs: set[str]) -> Tensor:
+    if "visible" in needs:
+        blocks = blocks.masked_fill((blocks < 0) | (blocks * size >= limit), -1)
+    if "distinct" in needs:
+        ordered, where = blocks.sort(dim=-1, stable=True)
+        again = torch.zeros_like(ordered, dtype=torch.bool)
+        again[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
+        blocks = blocks.masked_fill(torch.zeros_like(again).scatter(-1, where, again), -1)
+    if "nonempty" in needs and blocks.shape[-1]:
+        nothing = ((blocks < 0) | (blocks * size >= limit)).all(-1)
+        first_only = torch.arange(blocks.shape[-1], device=blocks.device).clamp(max=1).neg()  # 0, -1, -1, ...
+        blocks = torch.where(nothing[..., None], first_only, blocks)
+    if not {"sorted", "padding last"} & needs:
+        return blocks
+    padding, last = blocks < 0, torch.iinfo(torch.int64).max
+    if "sorted" in needs:
+        order = blocks.masked_fill(padding, last) if "padding last" in needs else blocks.masked_fill(padding, -1)
+    else:
+        order = padding.long()
+    return blocks.gather(-1, order.argsort(dim=-1, stable=True)).clamp(min=-1)
+
+
+def _arranged_spans(spans: Tensor, limit: Tensor, needs: set[str]) -> Tensor:
+    start, end = spans.to(torch.int64).unbind(-1)
+    if "visible" in needs:
+        start, end = (x.clamp(min=0).minimum(limit) for x in (start, end))
+        end = end.maximum(start)
+    if {"sorted", "distinct", "padding last"} & needs:
+        empty = end <= start
+        first = torch.iinfo(torch.int64).max if {"padding last", "distinct"} & needs else 0
+        ordered = {"sorted", "distinct"} & needs
+        key = start.masked_fill(empty, first) if ordered else empty.long()
+        order = key.argsort(dim=-1, stable=True)
+        start, end = start.gather(-1, order), end.gather(-1, order)
+    if "distinct" in needs:
+        before = torch.cat((torch.zeros_like(end[..., :1]), end.cummax(-1).values[..., :-1]), -1)
+        start = start.maximum(before)
+        end = end.maximum(start)
+        start, end = start.minimum(limit), end.minimum(limit) if "visible" in needs else end
+    if "nonempty" in needs and spans.shape[-2]:
+        nothing = (end.minimum(limit) <= start.clamp(min=0)).all(-1)
+        one = torch.zeros_like(end)
+        one[..., 0] = 1
+        start, end = start.masked_fill(nothing[..., None], 0), torch.where(nothing[..., None], one, end)
+    return torch.stack((start, end), -1)
+
+
+def promises(contract: Contract) -> dict[str, str]:
+    """What a run of the parity lane has to have exercised, and how a person calls it."""
+    found = {"O": "outputs"}
+    found |= {"LSE": "LSE"} if contract.lse else {}
+    found |= {"gradients": "gradients"} if contract.gradients else {}
+    found |= {"repeatable": "equal bits each time"} if contract.repeatable else {}
+    found |= {"cu_seqlens": "cu_seqlens"} if contract.sequences else {}
+    found |= {"q_positions": "q_positions"} if contract.positions else {}
+    return found | {f"caches ({kind})": f"caches ({kind})" for kind in contract.caches}

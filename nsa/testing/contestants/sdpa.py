@@ -1,0 +1,117 @@
+"""The same work in plain torch: SDPA in every layout, with and without packing. Controls of the gate, comparators."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from nsa.reference import sdpa_rows
+from nsa.testing.contestants.contract import Call, Contestant
+from nsa.testing.contestants.ours import plain
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.problem import Problem
+
+
+def _unequal(case: Case) -> str | None:
+    """Plain SDPA over packed rows has no mask that its fast kernels take."""
+    equal = case.source == "rows" or (case.S == 1 and not case.seqlens and case.source != "varlen")
+    return None if equal else "rows of different lengths"
+
+
+def _rows_sdpa(layout: str, backend: SDPBackend | None) -> Call:
+    def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
+        Q, K, V, _ = p.rows
+        with sdpa_kernel(backend) if backend is not None else contextlib.nullcontext():
+            return sdpa_rows(Q, K, V, None, p.scale or p.case.D**-0.5, layout)
+
+    return call
+
+
+def _gather_gqa(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
+    """From cache and spans: `gather` by an index made beforehand, then SDPA with `enable_gqa`. One query each."""
+    B, S_kv, HKV = p.k.shape[:3]
+    if "gather" not in p.extra:
+        local = p.key_index[0].view(B, HKV, -1) - torch.arange(B, device=p.k.device)[:, None, None] * S_kv
+        p.extra["gather"] = local.transpose(1, 2)[..., None].contiguous()  # [B, L, HKV, 1]
+    index = p.extra["gather"]
+    K, V = (x.gather(1, index.expand(-1, -1, -1, x.shape[-1])).transpose(1, 2) for x in (p.k, p.v))
+    q = p.q.transpose(1, 2)  # [B, HQ, 1, D]
+    return F.scaled_dot_product_attention(q, K, V, scale=p.scale, enable_gqa=True).transpose(1, 2).contiguous()
+
+
+def _select_heads(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
+    """From cache and spans: `index_select` of whole vectors by an index made beforehand, heads as queries."""
+    HKV = p.k.shape[-2]
+    if "select" not in p.extra:
+        index = p.key_index[0]
+        head = torch.arange(index.shape[0], device=index.device)[:, None] % HKV
+        p.extra["select"] = (index * HKV + head).flatten(), index.shape
+    index, shape = p.extra["select"]
+    K, V = (x.reshape(-1, x.shape[-1]).index_select(0, index).view(*shape, -1) for x in (p.k, p.v))
+    return sdpa_rows(p.q.reshape(-1, p.case.H, p.case.D), K, V, None, p.scale or p.case.D**-0.5, "heads_as_queries")
+
+
+def _index_select_heads(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
+    """From cache and spans, the index made in plain torch too: all the work of our fallback, small calls included."""
+    HKV = p.k.shape[-2]
+    index, lengths = dataclasses.replace(p).key_index  # anew, not the cached one
+    mask = torch.arange(index.shape[1], device=index.device) < lengths[:, None] if _unequal(p.case) else None
+    head = torch.arange(index.shape[0], device=index.device)[:, None] % HKV
+    flat = (index * HKV + head).flatten()
+    K, V = (x.reshape(-1, x.shape[-1]).index_select(0, flat).view(*index.shape, -1) for x in (p.k, p.v))
+    return sdpa_rows(p.q.reshape(-1, p.case.H, p.case.D), K, V, mask, p.scale or p.case.D**-0.5, "heads_as_queries")
+
+
+def _row_loop(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
+    """What the original fallback was, at its best: one sync, then slices, `cat` and one SDPA per row."""
+    result = p.q.new_zeros(*p.q.shape[:-1], p.case.Dv)
+    G, S_kv = p.case.H, p.k.shape[1]
+    for b, row in enumerate(p.ranges.tolist()):
+        for s, heads in enumerate(row):
+            t = S_kv - p.q.shape[1] + s if p.causal else S_kv - 1
+            for h, spans in enumerate(heads):
+                cut = [(start, min(end, t + 1)) for start, end in spans if start < min(end, t + 1)]
+                K, V = (torch.cat([x[b, start:end, h] for start, end in cut]) for x in (p.k, p.v))
+                q = p.q[b, s, h * G : (h + 1) * G]
+                result[b, s, h * G : (h + 1) * G] = F.scaled_dot_product_attention(
+                    q[None, None], K[None, None], V[None, None], scale=p.scale
+                )[0, 0]
+    return result
+
+
+def packed_layouts(device: torch.device) -> dict[str, Contestant]:
+    """SDPA over rows already packed, in each layout and backend that this kind of device has (yardsticks.md)."""
+    flash, cudnn, efficient = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+    layouts: list[tuple[str, str, SDPBackend | None]] = [
+        ("expanded_flash", "expanded", flash),
+        ("heads_as_queries_flash", "heads_as_queries", flash),
+        ("enable_gqa", "enable_gqa", None),
+    ]
+    if device.type == "cuda":
+        layouts.insert(2, ("heads_as_queries_cudnn", "heads_as_queries", cudnn))
+        layouts.insert(3, ("heads_as_queries_efficient", "heads_as_queries", efficient))
+    return {
+        name: Contestant(name, _rows_sdpa(layout, backend), supports=_unequal, lse=False)
+        for name, layout, backend in layouts
+    }
+
+
+PACKED = Contestant("packed", _rows_sdpa("heads_as_queries", None), supports=_unequal, lse=False)
+"""SDPA on packed rows as our own fallback calls it: torch picks the backend."""
+
+END_TO_END = {
+    "gather_gqa": Contestant("gather_gqa", _gather_gqa, supports=_unequal, lse=False),
+    "select_heads": Contestant("select_heads", _select_heads, supports=_unequal, lse=False),
+}
+"""From cache and spans, packing included, in plain torch. `OURS["sdpa"]` is our fallback doing the same."""
+
+FROM_SPANS = Contestant("index_select_heads", _index_select_heads, lse=False)
+"""The same with the index made anew: what a CPU, where small calls are most of the time, is compared with."""
+
+ROW_LOOP = Contestant("row_loop", _row_loop, supports=plain, lse=False)

@@ -1,0 +1,98 @@
+"""What a contract may promise beside outputs: gradients, equal bits each time, and calls over a cache."""
+
+import dataclasses
+
+import torch
+
+from nsa.testing.contestants.fit import cases_of, with_limit
+from nsa.testing.contestants.named import Wrong, untouched
+from nsa.testing.fixtures import contested, lane_cases
+from nsa.testing.judge.forward import cached_parity
+from nsa.testing.judge.gradients import GradientOracle, assert_gradients
+from nsa.testing.machine import current_lane
+from nsa.testing.matrix import caches
+from nsa.testing.matrix.case import Case
+
+INTERPRETED = current_lane() == "interpreter"
+CACHED = [
+    Case(H, D, D, n * size, S * 4, "prefill", dtype, HKV=1, S=S, S_kv=256, block_size=size, n=n)
+    for i, (S, size, n) in enumerate(((1, 16, 4), (1, 64, 3), (3, 32, 3), (2, 128, 2), (1, 128, 2), (2, 16, 6)))
+    for H, D, dtype in [((4, 32, "fp32"), (16, 64, "fp16"), (2, 64, "fp32"))[i % 3]]
+]
+LENGTHS = (203, 0, 1, 256)  # within a page, nothing, one key, no room left
+ROOMY = (203, 70, 128, 256)  # where each query sees some key
+
+
+def some(impl, count):
+    """Of its cases those with the fewest rows that have more than one query, and of each size one."""
+    cases = [c for c in cases_of(impl.contract, lane_cases(), INTERPRETED) if not c.large and c.scores == 1]
+    small = sorted(cases, key=lambda c: (c.S == 1 and not c.seqlens, c.N * c.L * c.H))
+    kinds = {(c.dtype, c.D, c.H, c.block_size, c.causal, bool(c.seqlens), c.positions): c for c in reversed(small)}
+    return [(c,) for c in sorted(kinds.values(), key=small.index)[:count]]
+
+
+@contested(lambda impl: some(impl, 12 * impl.contract.gradients), promise="gradients")
+def test_triton_sel_parity_gradients(contestant, problem):
+    """Of sum(O * dO), dO drawn. Ours: tests/parity/test_backward.py, on more cases."""
+    oracle = GradientOracle.of(problem)
+    leaves = [x.detach().clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    with untouched(contestant.name, problem):
+        out = contestant.run(problem.with_tensors(*leaves))
+        got = torch.autograd.grad(out, leaves, oracle.do)
+    assert_gradients(got, oracle, contestant.name)
+
+
+@contested(lambda impl: some(impl, 8 * impl.contract.repeatable), promise="repeatable")
+def test_triton_sel_parity_twice(contestant, problem):
+    """Equal bits, however often a call is made."""
+    first, *others = (contestant.run(problem) for _ in range(3))
+    outputs = [x[0] if isinstance(x, tuple) else x for x in (first, *others)]
+    if not all(torch.equal(outputs[0].view(torch.uint8), x.view(torch.uint8)) for x in outputs[1:]):
+        raise Wrong(f"{contestant.name} on {problem.case.id}: two calls with equal inputs gave different bits")
+
+
+def cached(kind):
+    def of(impl):
+        if kind not in impl.contract.caches:
+            return []
+        pages = {"contiguous": ("",), "pages": (16, 64, 128)}[kind]
+        cases = cases_of(impl.contract, CACHED, INTERPRETED)[: len(CACHED)]
+        taken = [(c, page) for c in cases if not c.seqlens and not c.positions for page in pages]
+        return [(c, page) for c, page in taken if not page or not impl.contract.pages or page in impl.contract.pages]
+
+    return of
+
+
+@contested(cached("contiguous"), "page", promise="caches (contiguous)")
+def test_triton_sel_parity_caches(contestant, case, device, page):
+    over_a_cache(contestant, case, device, None)
+
+
+@contested(cached("pages"), "page", promise="caches (pages)")
+def test_triton_sel_parity_pages(contestant, case, device, page):
+    over_a_cache(contestant, case, device, page)
+
+
+def over_a_cache(contestant, case, device, page):
+    """Sequences of unequal length. What no sequence holds, in the cache and in its spare pages, is NaN."""
+    room = -(-case.S_kv // 128) * 128
+    needs = contestant.contract.needs
+    lengths = [min(length, room) for length in (ROOMY if {"nonempty", "visible"} & set(needs) else LENGTHS)]
+    cache = caches.draw(
+        lengths, room, page, HKV=case.HKV, D=case.D, Dv=case.Dv, dtype=case.torch_dtype, device=device, seed=case.seed
+    )
+    if "finite" in needs:
+        cache = dataclasses.replace(cache, k=cache.k.nan_to_num(), v=cache.v.nan_to_num())
+    p = dataclasses.replace(case, N=case.S * case.HKV * len(lengths)).make(device)
+    at = torch.arange(case.S) - case.S + torch.tensor(lengths)[:, None]  # [B, S]
+    limit = (at + 1 if case.causal else torch.tensor(lengths)[:, None].expand_as(at)).clamp(min=0).to(device)
+    p = with_limit(p, contestant.contract, limit[..., None, None].expand(*limit.shape, case.HKV, 1))
+    chosen = {"ranges": p.ranges}
+    if p.block_indices is not None:
+        chosen = {"block_indices": p.block_indices, "block_size": p.block_size}
+    q = p.q
+    chosen |= {"causal": p.causal, "scale": case.D**-0.5}
+    want = caches.oracle(q, cache, **chosen)
+    for return_lse in (False, True) if contestant.lse else (False,):
+        got = contestant.cached(q, cache, return_lse=return_lse, **chosen)
+        cached_parity(got if return_lse else (got, None), want, case.torch_dtype, f"{contestant.name} on {case.id}")

@@ -1,0 +1,49 @@
+"""Outputs and LSE over the lane's matrix, and over selections that Hypothesis draws, against the fp64 oracle."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nsa.testing.contestants.fit import arranged, cases_of, fitted
+from nsa.testing.contestants.named import prove, returns
+from nsa.testing.contestants.ours import OF_SOURCE, OURS
+from nsa.testing.fixtures import contested, lane_cases
+from nsa.testing.judge.forward import Oracle
+from nsa.testing.machine import current_lane
+from nsa.testing.matrix.strategies import INT32, OF_THIRD_PARTIES, Drawn, seeds, selections
+
+INTERPRETED = current_lane() == "interpreter"
+FAR = 2**27 - 2  # blocks of 16 keys that far off end within int32
+
+
+def matrix(impl):
+    return [(case, wanted) for case in cases_of(impl.contract, lane_cases(), INTERPRETED) for wanted in returns(impl)]
+
+
+def ours():
+    """Of the full matrix each shape compiles one of two kernels, with or without LSE: few rows with it."""
+    for case in lane_cases():
+        once = case.N in (64, 256, 1024) and case.HKV == 1
+        for wanted in (("LSE",) if case.N == 64 else ("O",)) if once else ("O", "LSE"):
+            yield OURS[OF_SOURCE[case.source]], (case, wanted)
+
+
+@contested(matrix, "wanted", ours=ours)
+def test_triton_sel_parity(contestant, oracle, wanted):
+    prove(contestant, oracle.problem, oracle, wanted)
+
+
+def shapes(impl):
+    """Few, and small: a kernel may be compiled for each of them."""
+    cases = dict.fromkeys(fitted(case, impl.contract, INTERPRETED) for case in OF_THIRD_PARTIES)
+    return [(case, wanted) for case in cases for wanted in returns(impl)]
+
+
+@contested(shapes, "wanted", ours=tuple)  # ours are drawn for in tests/parity/test_spans.py, with past bugs as examples
+@settings(max_examples=settings().max_examples * 2 // 5)  # for each shape, O and LSE
+@given(st.data(), seeds())
+def test_triton_sel_parity_any_selection(device, contestant, case, wanted, data, seed):
+    far = FAR if case.source == "blocks" else INT32 - 1
+    packed = case.source in ("rows", "varlen")
+    drawn = Drawn(case, case.make(device).ranges if packed else data.draw(selections(case, far)), seed)
+    p = case.make(device, seed) if packed else arranged(drawn.problem(device), contestant.contract)
+    prove(contestant, p, Oracle.of(p), wanted)

@@ -1,0 +1,39 @@
+"""Prompts of core: our front door, or a contestant, beside our schedules by name, fla-core, and dense SDPA."""
+
+import pytest
+import torch
+
+from nsa.testing.benchmarks import timed
+from nsa.testing.clock import timing
+from nsa.testing.clock.measure import measure
+from nsa.testing.contestants import prefill
+from nsa.testing.contestants.fit import fitted
+from nsa.testing.contestants.ours import OURS
+from nsa.testing.fixtures import contested
+
+pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
+BUDGET_S = 0.6  # of samples for each: 40 of ours at least, 10 of dense attention at 0.2 s a call
+
+
+def ours(config):
+    return [(OURS["auto"], (case,)) for case in timed(config, prompts=True)]
+
+
+def theirs(impl, config):
+    if {"rows", "varlen"} & set(impl.contract.takes):
+        return []
+    return [(case,) for case in dict.fromkeys(fitted(case, impl.contract) for case in timed(config, prompts=True))]
+
+
+@contested(theirs, ours=ours)
+def test_prefill(contestant, problem, publish, machine_sampling):
+    def take():
+        torch.cuda.empty_cache()  # graphs of the case before hold pools of their own
+        result = measure(problem, contestant, prefill.beside(), budget_s=BUDGET_S, **machine_sampling)
+        return result.ours, result.info([], prefill.BACKENDS) | prefill.facts(result)
+
+    name = "prefill" if contestant is OURS["auto"] else f"prefill, {contestant.name}"
+    try:
+        publish(name, *take(), again=take)
+    except NotImplementedError as e:
+        pytest.skip(f"unsupported: {problem.case.id}: {e}")

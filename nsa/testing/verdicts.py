@@ -1,0 +1,191 @@
+"""What a run says of the contestants of `--nsa-impl`: on how many cases each is right, and what it computes instead.
+
+A run that proves too little ends red: fewer than `fit.ENOUGH` cases in the parity lane, a promise that no test
+exercised, or a lane in which nothing ran.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from nsa.testing.contestants import named
+from nsa.testing.contestants.contract import Contestant
+from nsa.testing.contestants.fit import ENOUGH, promises
+from nsa.testing.contestants.named import Wrong
+from nsa.testing.judge.diagnosis import diagnose
+
+WIDTH = 100
+NAME = "nsa-verdicts"
+LANES = ("parity", "edge")
+
+
+@dataclass
+class Tally:
+    """What the tests of one contestant in one lane came to; a case is counted once, however many tests ran on it."""
+
+    right: set[str] = field(default_factory=set)
+    wrong: dict[str, list[str]] = field(default_factory=dict)  # case: what it may be instead
+    skipped: dict[str, str] = field(default_factory=dict)  # case: why
+    exercised: set[str] = field(default_factory=set)
+    other: list[str] = field(default_factory=list)  # failures that are no wrong result
+
+
+class Verdicts:
+    """A plugin of one session: gathers reports (those of xdist's workers, too), and has the last word on each."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.known: list[str] = []  # mistakes that this process has named so far
+        self.tallies: dict[tuple[str, str], Tally] = {}
+        self.whole = True  # whether no single test was asked for by its id
+
+    @property
+    def specs(self) -> list[str]:
+        """The contestants that were named, each once."""
+        return list(dict.fromkeys(self.config.getoption("nsa_impl")))
+
+    # --- in the process that runs a test -----------------------------------------------------------------------------
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+        report: Any = yield
+        mark = item.get_closest_marker("contested")
+        if mark is None or not hasattr(item, "callspec") or not self.specs:
+            return report  # type: ignore[no-any-return]
+        if report.when == "teardown" or (report.when == "setup" and report.outcome == "passed"):
+            return report  # type: ignore[no-any-return]
+        params = item.callspec.params
+        case = "-".join(str(params[name]) for name in ("case", "twist", "page") if params.get(name) not in (None, ""))
+        error = None if call.excinfo is None else call.excinfo.value
+        found: list[str] | None = None
+        if isinstance(error, Wrong):
+            found = self._diagnosed(error)
+            report.longrepr = f"{error}\n{'; '.join(found) if found else 'no known mistake fits'}"
+        elif isinstance(error, AssertionError) and report.outcome == "failed":
+            report.longrepr = str(error)
+        reason = report.longrepr[2] if report.outcome == "skipped" and isinstance(report.longrepr, tuple) else ""
+        lane = next((lane for lane in (*LANES, "perf") if item.get_closest_marker(lane)), "")
+        exercised = [mark.kwargs["promise"] or str(params.get("wanted", "O"))]
+        exercised += ["cu_seqlens"] * ("-seqs" in case) + ["q_positions"] * ("-positions" in case)
+        report.user_properties.append(
+            ("nsa_contest", [params["contestant"], lane, case, report.outcome, found, reason, exercised])
+        )
+        return report  # type: ignore[no-any-return]
+
+    def _diagnosed(self, error: Wrong) -> list[str]:
+        if error.result is None or error.oracle is None:
+            return []
+        found = diagnose(error.result, error.oracle, self.known)
+        self.known += [text for text in found if text not in self.known]
+        return found
+
+    # --- in the process that reports ---------------------------------------------------------------------------------
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, facts in report.user_properties:
+            if name != "nsa_contest":
+                continue
+            told: Any = facts
+            spec, lane, case, outcome, found, reason, exercised = told
+            tally = self.tallies.setdefault((str(spec), str(lane)), Tally())
+            if outcome == "passed":
+                tally.right.add(case)
+                tally.exercised.update(exercised)
+            elif outcome == "skipped":
+                tally.skipped.setdefault(case, reason)
+            elif found is None:
+                tally.other.append(report.nodeid)
+                tally.wrong.setdefault(case, [])
+                tally.exercised.update(exercised)
+            else:
+                tally.wrong[case] = [*tally.wrong.get(case, []), *found]
+                tally.exercised.update(exercised)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(self.config, "workerinput") or self.config.option.collectonly:
+            return
+        # A run of one test by its id, as replay lines are, proves one case and claims no more.
+        self.whole = not any("::" in str(word) for word in self.config.args)
+        unproved = [line for _, lines in self._verdicts() for line in lines if ": not proved" in line]
+        if unproved and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        verdicts = self._verdicts()
+        if not verdicts or self.config.option.collectonly:
+            return
+        terminalreporter.section("contestants")
+        for _, lines in verdicts:
+            for line in lines:
+                for part in textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False):
+                    terminalreporter.write_line(part)
+
+    def _verdicts(self) -> list[tuple[str, list[str]]]:
+        lines: list[tuple[str, list[str]]] = []
+        for spec in self.specs:
+            mine = {lane: self.tallies[spec, lane] for lane in LANES if (spec, lane) in self.tallies}
+            said = [line for lane, tally in mine.items() for line in self._of_lane(named.load(spec), lane, tally)]
+            if said:
+                lines.append((spec, said))
+        return lines
+
+    def _of_lane(self, impl: Contestant, lane: str, tally: Tally) -> list[str]:
+        assert impl.contract is not None
+        head = f"{impl.name}, {lane}"
+        right = tally.right - tally.wrong.keys()
+        lines = []
+        if tally.wrong:
+            lines.append(f"{head}: WRONG on {len(tally.wrong)} of {_cases(len(right) + len(tally.wrong))}")
+            lines += [f"  {text}" for text in _diagnosis(tally.wrong)]
+        else:
+            missing = impl.contract.not_promised()
+            apart = f"; does not promise: {'; '.join(missing)}" if missing else ""
+            lines.append(f"{head}: right on {_cases(len(right))}{apart}")
+        if tally.skipped:
+            reason, _ = Counter(tally.skipped.values()).most_common(1)[0]
+            count = len(tally.skipped.keys() - tally.right)
+            lines += [f"  {_cases(count)} not run: {reason.removeprefix('Skipped: ')}"] if count else []
+        return lines + [f"{head}: not proved: {text}" for text in self._unproved(impl, lane, tally, len(right))]
+
+    def _unproved(self, impl: Contestant, lane: str, tally: Tally, right: int) -> list[str]:
+        assert impl.contract is not None
+        if tally.wrong or not self.whole:
+            return []
+        if lane == "edge":
+            return [] if right else ["no test ran to its end"]
+        wanted = promises(impl.contract)
+        lines = [f"{right} distinct cases, {ENOUGH} are needed"] if right < ENOUGH else []
+        missing = [text for key, text in wanted.items() if key not in tally.exercised]
+        return lines + [f"{text}: promised, and no test of this run asked for it" for text in missing]
+
+
+def _cases(count: int) -> str:
+    return f"{count} case{'s' * (count != 1)}"
+
+
+def _diagnosis(wrong: dict[str, list[str]]) -> list[str]:
+    """The fewest mistakes that explain all wrong cases, the most common first, and how many cases each explains."""
+    left, lines = dict(wrong), []
+    while any(left.values()):
+        counted = Counter(text for found in left.values() for text in dict.fromkeys(found))
+        best, count = max(counted.items(), key=lambda pair: pair[1])
+        lines.append(f"{best} (fits {_cases(count)})")
+        left = {case: found for case, found in left.items() if best not in found}
+    return lines + [f"no known mistake fits {_cases(len(left))}"] * bool(left)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Loads the contestants before anything is collected, so that a wrong name or signature ends the run at once."""
+    try:
+        for spec in dict.fromkeys(config.getoption("nsa_impl")):
+            named.load(spec)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+    config.pluginmanager.register(Verdicts(config), NAME)
