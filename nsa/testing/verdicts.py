@@ -117,6 +117,7 @@ class Verdicts:
         if unproved and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
+    @pytest.hookimpl(trylast=True)  # below the replay lines: what was proved is among the last words of a run
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         verdicts = self._verdicts()
         if not verdicts or self.config.option.collectonly:

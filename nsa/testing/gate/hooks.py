@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 import warnings
@@ -21,7 +22,7 @@ from nsa.testing.gate.run import Again, Gate, Info
 from nsa.testing.gate.store import Baseline, Key
 from nsa.testing.machine import commit
 
-NOT_CORE = ("nsa_full", *options.BY_HAND, "nsa_impl", "nsa_update_thresholds", "nsa_update_schedules")
+NOT_CORE = ("nsa_full", *options.BY_HAND, "nsa_update_thresholds", "nsa_update_schedules")
 STORAGE = "--benchmark-storage"
 UPSTREAM_STORAGE = "file://./.benchmarks"  # pytest-benchmark's default, which means: not given
 _compare_key = pytest.StashKey[Any]()  # what --benchmark-compare said
@@ -87,6 +88,8 @@ def refusal(config: pytest.Config) -> str | None:
         return f"{first}: what is gated or recorded is checked first: leave out --nsa-no-check"
     if baseline and option.nsa_sweep:
         return f"{first}: a sweep is no baseline: leave out --nsa-sweep"
+    if len(set(option.nsa_impl)) > 1:
+        return f"{first}: a baseline is of one contestant: leave out all but one --nsa-impl"
     sampled = list(options.sampled_otherwise(config))
     for what, wrong in (("", [name for name in NOT_CORE if getattr(option, name)]), (", sampled as ever", sampled)):
         if baseline and wrong:
@@ -167,7 +170,7 @@ def _record(config: pytest.Config) -> int:
     params = config.invocation_params
     arguments = ["--nsa-recording", *_one_word(a for a in map(str, params.args) if a != "--nsa-save-baseline")]
     try:
-        saved = store.record(_storage(config), arguments, params.dir, commit()[:7])
+        saved = store.record(_storage(config), arguments, params.dir, commit()[:7], _contestant(config))
     except store.NotSaved as e:
         print(f"no baseline saved: {e}", file=sys.stderr)
         return e.status
@@ -206,7 +209,10 @@ class _Stored(FileStorage):
 
 
 def _storage(config: pytest.Config) -> Path:
-    """The folder of baselines: that of `--benchmark-storage`, if it names one, else `tests/perf/baselines`.
+    """The folder of baselines: that of `--benchmark-storage`, if it names one.
+
+    Else that of the checkout, `tests/perf/baselines`, for our own kernels, and `nsa-baselines` of the folder where
+    pytest was started for any other.
 
     Only `--nsa-save-baseline` writes below it, one folder a device. What pytest-benchmark saves by itself
     (`--benchmark-save`, `--benchmark-autosave`) goes where pytest-benchmark puts it, one folder a platform, and is
@@ -214,8 +220,15 @@ def _storage(config: pytest.Config) -> Path:
     """
     where = str(config.option.benchmark_storage)
     if where == UPSTREAM_STORAGE or ("://" in where and not where.startswith("file://")):
-        return config.rootpath / "tests" / "perf" / "baselines"
+        checkout = config.rootpath / "tests" / "perf" / "baselines"
+        ours = not config.option.nsa_impl and checkout.is_dir()
+        return checkout if ours else Path(config.invocation_params.dir, "nsa-baselines")
     return Path(config.invocation_params.dir, where.removeprefix("file://"))
+
+
+def _contestant(config: pytest.Config) -> str:
+    """The folder of a contestant's baselines, below that of the device; ours need none."""
+    return "".join(re.sub(r"[^\w.@-]+", "-", spec) for spec in config.option.nsa_impl[:1])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -240,7 +253,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if not compare and not config.option.nsa_recording:
         return
     key = Key.of(benchmarks.get_machine_info())
-    folder = _storage(config) / key.device
+    folder = _storage(config) / key.device / _contestant(config)
     gate = config.stash[gate_key] = _open(key, folder, config.option)
     if compare:
         _show_beside(benchmarks, compare, folder, gate.baseline)

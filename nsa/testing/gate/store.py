@@ -1,6 +1,7 @@
 """Baselines in files: which belong to this device and these versions, and how new ones are recorded.
 
-A baseline is three files of pytest-benchmark, `<storage>/<device>/NNNN_*.json`, from three processes. They appear
+A baseline is three files of pytest-benchmark from three processes, `<storage>/<device>/<contestant>/NNNN_*.json` (ours:
+`<storage>/<device>/NNNN_*.json`). They appear
 together, whole, or not at all.
 """
 
@@ -121,12 +122,14 @@ class NotSaved(RuntimeError):
         self.status = status
 
 
-def record(storage: Path, arguments: Sequence[str], cwd: Path, label: str) -> list[Path]:
+def record(
+    storage: Path, arguments: Sequence[str], cwd: Path, label: str, contestant: str = ""
+) -> list[Path]:
     """Run pytest `FILES` times, one fresh process after the other, and keep what they wrote if all were green.
 
     Args:
         arguments: of pytest; each process also gets `--benchmark-json`.
-        label: of the files, after their number.
+        label: of the files, after their number. contestant: its folder below the device's; ours have none.
 
     Raises:
         NotSaved: a run was red, or wrote nothing that can be read; nothing was kept.
@@ -142,7 +145,7 @@ def record(storage: Path, arguments: Sequence[str], cwd: Path, label: str) -> li
             names = [{b["name"] for b in read(file)["benchmarks"]} for file in files]
             if len(keys) != 1 or not names[0] or any(n != names[0] for n in names):
                 raise NotSaved("the runs do not hold the same benchmarks of the same machine")
-            return _move(files, storage / keys.pop().device, label)
+            return _move(files, storage / keys.pop().device / contestant, label)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -167,7 +170,7 @@ def _run(file: Path, arguments: Sequence[str], cwd: Path, number: int) -> Path:
 
 def _move(files: Sequence[Path], folder: Path, label: str) -> list[Path]:
     """All of them, under consecutive numbers, or none."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     taken = [int(path.name[:4]) for path in folder.glob("[0-9][0-9][0-9][0-9]_*.json")]
     first = max(taken, default=0) + 1
     day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d")
