@@ -1,0 +1,361 @@
+"""What is a wrong result instead of the right one? Compared with kernels that do one thing wrong (`counterfactual`).
+
+A finding fits where the result agrees with that kernel's answer in every row, within the bound of `forward`, and that
+answer is not the right one within the bound. A sample of wrong rows rules most of them out, all rows decide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from nsa.testing.judge.counterfactual import (
+    KV_VARIANTS,
+    LOG2E,
+    Answer,
+    Finding,
+    Read,
+    Reading,
+    from_kv_head,
+    from_kv_heads,
+    partial_blocks,
+    scaled,
+    wrong_keys,
+    wrong_scales,
+)
+from nsa.testing.judge.forward import Oracle, Result
+
+SAMPLE = 32  # rows that rule findings out
+CHUNK = 1 << 24  # elements of keys and values that are gathered at a time: 128 MiB in fp64
+ENOUGH = 16  # right elements, so that chance is no explanation of them
+EXP_MAX = 88.7  # exp overflows fp32 above
+EXP_MAX_FP16 = 11.0  # exp overflows fp16 above
+
+
+def diagnose(result: Result, oracle: Oracle, known: Sequence[str] = ()) -> list[str]:
+    """Every finding that fits a wrong result, the most specific first; empty when none fits, or the result is right.
+
+    Args:
+        result: `O [B,S,HQ,Dv]`, or `(O, LSE)`; `[T,HQ,Dv]` where sequences lie packed.
+        known: findings of earlier cases. Those of them that fit are returned, if any, and nothing else is tried.
+    """
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    p = oracle.problem
+    if out.shape != (*p.q.shape[:-1], p.case.Dv) or lse is not None and lse.shape != p.q.shape[:-1] or not out.numel():
+        return []
+    evidence, empty = _without_empty_rows(Evidence.of(out, lse, oracle))
+    if not evidence.wrong_rows.numel():
+        return [" and ".join(empty)] if empty else []
+    more = "".join(f", and {text}" for text in empty)
+    recalled = [text.removesuffix(more) for text in known]
+    for only in (recalled, None) if recalled else (None,):
+        found = [
+            finding.text
+            for start, family in FAMILIES
+            if only is None or any(text.startswith(start) for text in only)
+            for finding in family(evidence, recalled)
+            if (only is None or finding.text in only) and evidence.fits(finding)
+        ]
+        if found:
+            return [text + more for text in dict.fromkeys(found)]
+    return []
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """A result beside the right answer, as rows in fp64: `out [N, H, Dv]`, and `lse [N, H]` if it came with one."""
+
+    oracle: Oracle
+    out: Tensor
+    lse: Tensor | None
+    right: Answer
+
+    @classmethod
+    def of(cls, out: Tensor, lse: Tensor | None, oracle: Oracle) -> Evidence:
+        """The queries whose answer is known."""
+        H, Dv = oracle.problem.case.H, oracle.problem.case.Dv
+        right = Answer(oracle.out.reshape(-1, H, Dv), oracle.lse.reshape(-1, H))
+        seen = None if lse is None else oracle.pick(lse).reshape(-1, H).double()
+        return cls(oracle, oracle.pick(out).reshape(-1, H, Dv).double(), seen, right)
+
+    @cached_property
+    def off(self) -> Tensor:
+        """`[N, H, Dv]` bool: which elements of the output are wrong."""
+        return _off(self.out, self.right.out, self.oracle.bound)
+
+    @cached_property
+    def lse_off(self) -> Tensor:
+        """`[N, H]` bool: which LSE are wrong; none, if there is no LSE."""
+        if self.lse is None:
+            return torch.zeros_like(self.right.lse, dtype=torch.bool)
+        return _off(self.lse, self.right.lse, self.oracle.lse_atol)
+
+    @cached_property
+    def wrong_rows(self) -> Tensor:
+        """The rows with anything wrong."""
+        return (self.off.any(-1) | self.lse_off).any(-1).nonzero()[:, 0]
+
+    @cached_property
+    def sample(self) -> Tensor:
+        """Of few rows all of them, else some wrong ones: half of them those with the most keys."""
+        if self.out.shape[0] <= SAMPLE:
+            return torch.arange(self.out.shape[0], device=self.out.device)
+        longest = self.oracle.seen.lengths[self.wrong_rows].argsort(descending=True)[: SAMPLE // 2]
+        some = torch.linspace(0, self.wrong_rows.numel() - 1, SAMPLE // 2, device=self.out.device).long()
+        return self.wrong_rows[torch.cat((longest, some)).unique()]
+
+    @cached_property
+    def _sampled(self) -> Reading:
+        return Reading(self.oracle.seen, self.sample)
+
+    def read(self, rows: Tensor) -> Reading:
+        """What rows of the right problem read."""
+        return self._sampled if rows is self.sample else Reading(self.oracle.seen, rows)
+
+    def bound(self, answer: Tensor, strain: float = 1.0) -> float:
+        """As `Oracle.bound`, for another answer."""
+        eps, peak = torch.finfo(self.oracle.problem.q.dtype).eps, self.oracle.peak
+        return 2 * self.oracle.err_sdpa * strain + 4 * eps * max(peak, float(answer.abs().max()))
+
+    def fits(self, finding: Finding) -> bool:
+        """Whether the result is this finding's answer in all rows, and that is not the right one."""
+        if finding.answer is None:
+            return True
+        agrees, differs = self._compare(finding, finding.answer, self.sample)
+        if not agrees or self.sample.numel() == self.out.shape[0]:
+            return agrees and differs
+        p = self.oracle.seen
+        size = max(1, CHUNK // (max(1, int(p.lengths.max())) * (p.case.D + p.case.Dv)))
+        for rows in torch.arange(self.out.shape[0], device=self.out.device).split(size):
+            agrees, here = self._compare(finding, finding.answer, rows)
+            if not agrees:
+                return False
+            differs = differs or here
+        return differs
+
+    def _compare(self, finding: Finding, give: Callable[[Tensor], Answer], rows: Tensor) -> tuple[bool, bool]:
+        """Whether the result agrees with an answer in these rows, and whether that answer differs from the right one."""
+        answer = give(rows)
+        bound, atol = self.bound(answer.out, finding.strain), self.oracle.lse_atol * finding.strain
+        if bool(_off(self.out[rows], answer.out, bound).any()):
+            return False, False
+        differs = bool(_off(answer.out, self.right.out[rows], bound).any())
+        if self.lse is None:
+            return True, differs
+        if bool(_off(self.lse[rows], answer.lse, atol).any()):
+            return False, False
+        return True, differs or bool(_off(answer.lse, self.right.lse[rows], atol).any())
+
+
+def _off(x: Tensor, y: Tensor, bound: float) -> Tensor:
+    """Where `x` and `y` differ by more than `bound`. Equal infinities do not differ, and NaN does from everything."""
+    return ~(((x - y).abs() <= bound) | (x == y))
+
+
+def _without_empty_rows(e: Evidence) -> tuple[Evidence, list[str]]:
+    """What a kernel gives for rows that select nothing, where that has a name, and the evidence without it."""
+    empty, found = e.oracle.seen.lengths == 0, []
+    out, lse = e.out, e.lse
+    if bool(empty.any()):
+        if bool(out[empty].isnan().all()):
+            found.append("gives NaN for rows that select nothing")
+            out = out.masked_fill(empty[:, None, None], 0.0)
+        if lse is not None:
+            value = lse[empty].flatten()[0]
+            named = bool(value.isnan()) or float(value) in (0.0, math.inf) or -math.inf < float(value) < -1e4
+            if named and bool((lse[empty].nan_to_num(math.pi) == value.nan_to_num(math.pi)).all()):
+                found.append(f"gives an LSE of {float(value):.4g} instead of -inf for rows that select nothing")
+                lse = lse.masked_fill(empty[:, None], -math.inf)
+    return dataclasses.replace(e, out=out, lse=lse), found
+
+
+def _lse(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
+    """The output is right, and the LSE is another number."""
+    if e.lse is not None and not bool(e.off.any()):
+        if not bool(_off(e.lse, e.right.lse * LOG2E, e.oracle.lse_atol * LOG2E).any()):
+            yield Finding("gives the LSE in base 2")
+        if int(e.oracle.seen.lengths.max()):
+            largest = "gives the largest score for the LSE"
+            yield Finding(largest, lambda rows: Answer(e.right.out[rows], e.read(rows).scores.amax(-1)))
+
+
+def _unwritten(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
+    """Zeros or NaN where the right answer is missing: everywhere, or from some column, head or query on."""
+    for name, value in (("zero", e.out == 0), ("NaN", e.out.isnan())):
+        if bool(value.all()) and bool(e.off.any()):
+            yield Finding(f"leaves the whole output {name}")
+        for axis, start, tail in _tails(e):
+            if bool(tail(value).all()):
+                yield Finding(f"leaves {axis} from {start} on {name}")
+
+
+def _partly_right(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
+    """Right up to some column, head or query, and wrong after, or but for the LSE: the least that can be said."""
+    if not bool(e.off.any()):
+        yield Finding("is right but for the LSE")
+    for axis, start, _ in _tails(e):
+        yield Finding(f"is right but for {axis} from {start} on")
+
+
+def _tails(e: Evidence) -> Iterator[tuple[str, int, Callable[[Tensor], Tensor]]]:
+    """Axes along which all is right up to an index, most is wrong after, and what takes that part of `[N, H, Dv]`."""
+    p = e.oracle.seen
+    B, S, HKV = p.q.shape[0], p.q.shape[1] if p.cu_seqlens is None else 1, p.case.HKV
+    axes = [("output columns", (1, -1, p.case.Dv), 2), ("query heads", (-1, p.case.HQ, p.case.Dv), 1)]
+    axes += [("the query heads of each group", (-1, p.case.H, p.case.Dv), 1)] * (HKV > 1)
+    axes += [("queries", (1, B * S, -1), 1)] + [("queries of each sequence", (B, S, -1), 1)] * (B > 1 and S > 1)
+    for axis, shape, dim in axes:
+        columns = axis == "output columns"
+        off = (e.off if columns else e.off | e.lse_off[..., None]).reshape(shape)
+        wrong = off.transpose(0, dim).flatten(1)
+        start = int(wrong.any(1).int().argmax())
+        if start and off.numel() // off.shape[dim] * start >= ENOUGH and float(wrong[start:].double().mean()) > 0.5:
+            if not (columns and bool(e.lse_off.any())):
+                yield axis, start, partial(_tail, shape, dim, start)
+
+
+def _tail(shape: tuple[int, ...], dim: int, start: int, x: Tensor) -> Tensor:
+    return x.reshape(shape).transpose(0, dim)[start:]
+
+
+def _overflow(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
+    """exp of scores from which the maximum was not subtracted: NaN, infinite or 0 where it overflows or vanishes."""
+    bad, lse = e.off.any(-1) | e.lse_off, e.right.lse
+    if not bool((~e.out[bad].isfinite() | (e.out[bad] == 0)).all()):
+        return
+    good = ~bad & lse.isfinite()
+    must = (lse > EXP_MAX + 1) | (lse < -EXP_MAX - 17) & lse.isfinite()
+    may = (lse > EXP_MAX - 1) | (lse < -EXP_MAX + 3)  # sums around the largest number, and of denormal ones
+    fp32 = not bool((must & good).any()) and bool(may[bad].all())
+    fp16 = bool(good.any()) and float(lse[bad].min()) > max(EXP_MAX_FP16, float(lse[good].max()))
+    if fp32 or fp16 and e.oracle.problem.q.dtype == torch.float16:
+        yield Finding("does not subtract the maximum: the output is not finite, or 0, where exp overflows")
+
+
+def _prefix(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
+    """The number of keys read is looked for among all there are, in the longest wrong rows."""
+    longest = e.wrong_rows[e.oracle.seen.lengths[e.wrong_rows].argsort(descending=True)[:2]]
+    r = Reading(e.oracle.seen, longest)
+    if r.index.shape[1] < 2:
+        return
+    scores = r.scores[:, :2]
+    weights = (scores - scores.amax(-1, keepdim=True)).exp().nan_to_num(0.0)
+    total = (weights[..., None] * r.values[:, None]).cumsum(2) / weights.cumsum(2)[..., None]  # [2, 2, L, Dv]
+    error = (total - e.out[longest, :2, None]).abs().nan_to_num(math.inf).amax((0, 1, 3))[:-1]
+    fitting = (error <= e.bound(total.nan_to_num(0.0))).nonzero()[:, 0].tolist()
+    least = 2 * float(error.min())
+
+    def text(keys: int) -> str:
+        return f"reads only the first {keys} keys of a row"
+
+    # Where scores are large, more keys may change nothing. Then a number of keys that was found before, or a round one.
+    order = sorted(fitting, key=lambda i: (text(i + 1) not in known, float(error[i]) > least, -(i + 1 & -(i + 1)), i))
+    for keys in (i + 1 for i in order[:8]):
+        finding = Finding(text(keys), partial(_first_keys, e.read, keys))
+        if e.fits(finding):
+            yield Finding(finding.text)
+            return
+
+
+def _first_keys(read: Read, keys: int, rows: Tensor) -> Answer:
+    r = read(rows)
+    return r.attend(r.slot < keys)
+
+
+def _scale(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
+    """The factor that fits the longest wrong row best, unless one that has a name does."""
+    if any(e.fits(finding) for finding in wrong_scales(e.oracle, e.read)):
+        return
+    row = e.wrong_rows[e.oracle.seen.lengths[e.wrong_rows].argmax()].view(1)
+    r = Reading(e.oracle.seen, row)
+    if r.index.shape[1] < 2:
+        return
+    scores, wanted = r.scores[0, :2], e.out[row[0], :2]  # [2, L], [2, Dv]
+    best, step = 0.0, 1 / 8
+    for points in (48, 16, 16, 16, 16):  # octaves to either side
+        octaves = best + step * torch.arange(-points, points + 1, device=scores.device, dtype=torch.float64)
+        out = (scores * octaves.exp2()[:, None, None]).softmax(-1) @ r.values[0]  # [points, 2, Dv]
+        miss = (out - wanted).square().sum((1, 2)).nan_to_num(math.inf)
+        best, step = float(octaves[miss.argmin()]), step / 8
+    for digits in (3, 4, 5, 8):
+        factor = float(f"{2.0**best:.{digits}g}")
+        finding = scaled(f"scales scores by {factor:g} times what was asked", factor, e.read)
+        if e.fits(finding):
+            yield Finding(finding.text)
+            return
+
+
+def _query_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
+    """Each query head holds the answer of another: found by comparing all heads with all heads of two tokens."""
+    p = e.oracle.seen
+    HQ, HKV, G = p.case.HQ, p.case.HKV, p.case.H
+    if HQ == 1:
+        return
+    right = Answer(e.right.out.reshape(-1, HQ, p.case.Dv), e.right.lse.reshape(-1, HQ))
+    out = e.out.reshape(right.out.shape)
+    tokens = (e.wrong_rows[[0, -1]] // HKV).unique()
+    match = ~_off(out[tokens, :, None], right.out[tokens, None], e.oracle.bound).any(-1).any(0)  # [HQ, HQ]
+    if not bool(match.any(1).all()):
+        return
+    source = match.int().argmax(1)
+    head = torch.arange(HQ, device=out.device)
+    moved = [f"{h} holds {s}" for h, s in enumerate(source.tolist()) if h != s]
+    order = "head " + ", ".join(moved[:3]) + ", ..." * (len(moved) > 3)
+    if bool((source == source[0]).all()):
+        order = f"every head holds {int(source[0])}"
+    elif HKV > 1 and bool((source == head % HKV * G + head // HKV).all()):
+        order = "[G, HKV] instead of [HKV, G]"
+    answer = Answer(right.out[:, source].reshape(e.out.shape), right.lse[:, source].reshape(e.right.lse.shape))
+    yield Finding(
+        f"gives the answers of query heads in another order: {order}",
+        lambda rows: Answer(answer.out[rows], answer.lse[rows]),
+    )
+
+
+def _kv_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
+    """Query heads read from another KV head: each is tried for two tokens."""
+    p = e.oracle.seen
+    HKV, H = p.case.HKV, p.case.H
+    if HKV == 1:
+        return
+    head = torch.arange(HKV, device=e.out.device)
+    rows = ((e.wrong_rows[[0, -1]] // HKV).unique()[:, None] * HKV + head).flatten()
+    modulo = torch.arange(HKV * H, device=e.out.device).view(HKV, H) % HKV
+    for variant in KV_VARIANTS:
+        answers = [from_kv_head(p, rows, g, variant).out for g in range(HKV)]
+        off = torch.stack([_off(e.out[rows], x, e.bound(x)).any(-1) for x in answers])
+        match = ~off.view(HKV, -1, HKV, H).any(1)  # [HKV, HKV, H]: which KV head would do, for each query head
+        if not bool(match.any(0).all()):
+            continue
+        heads = modulo if bool(match.gather(0, modulo[None]).all()) else match.int().argmax(0)
+        if heads is modulo:
+            how = "query head h reads KV head h % HKV, not h // G"
+        elif bool((heads == heads[0, 0]).all()):
+            how = f"every query head reads KV head {int(heads[0, 0])}"
+        else:
+            at = int((heads != head[:, None]).flatten().int().argmax())
+            how = f"query head {at} reads KV head {int(heads.flatten()[at])}, not {at // H}"
+        text = f"reads {variant} of another KV head: {how}"
+        yield Finding(text, partial(from_kv_heads, p, heads, variant))
+
+
+FAMILIES: tuple[tuple[str, Callable[[Evidence, Sequence[str]], Iterator[Finding]]], ...] = (
+    ("gives the", _lse),
+    ("leaves", _unwritten),
+    ("does not subtract", _overflow),
+    ("", lambda e, known: wrong_keys(e.oracle, e.read)),
+    ("reads only", _prefix),
+    ("", lambda e, known: partial_blocks(e.oracle, e.read)),
+    ("", lambda e, known: wrong_scales(e.oracle, e.read)),
+    ("scales scores", _scale),
+    ("gives the answers", _query_heads),
+    ("reads the", _kv_heads),
+    ("is right but", _partly_right),
+)
+"""The most specific first, each with how its texts begin."""
