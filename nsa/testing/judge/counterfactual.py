@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -90,7 +90,7 @@ class Reading:
     @cached_property
     def first_mention(self) -> Tensor:
         """`[N, L]` bool: slots whose key no earlier slot of the row holds."""
-        key, order = torch.where(self.valid, self.index, -1 - self.slot).sort(1, stable=True)
+        key, order = torch.where(self.valid, self.index, -1 - self.slot).sort(dim=1, stable=True)
         first = torch.ones_like(self.valid)
         first[:, 1:] = key.diff(dim=1) != 0
         return torch.empty_like(first).scatter_(1, order, first)
@@ -127,11 +127,18 @@ class Finding:
 Read = Callable[[Tensor], Reading]
 
 
+def over_slots(text: str, read: Read, keep: Callable[[Reading], Tensor]) -> Finding:
+    """Of what rows of the right problem read, only the slots `keep(reading) [N, L]`."""
+
+    def answer(rows: Tensor) -> Answer:
+        reading = read(rows)
+        return reading.attend(keep(reading))
+
+    return Finding(text, answer)
+
+
 def wrong_keys(oracle: Oracle, read: Read) -> Iterator[Finding]:
     """Keys left out, or read that should not be. `read(rows)` is what rows of the right problem read."""
-
-    def slots(text: str, keep: Callable[[Reading], Tensor]) -> Finding:
-        return Finding(text, lambda rows: (lambda r: r.attend(keep(r)))(read(rows)))
 
     def instead(text: str, p: Problem) -> Finding:
         return Finding(text, lambda rows: Reading(p, rows).attend())
@@ -139,22 +146,16 @@ def wrong_keys(oracle: Oracle, read: Read) -> Iterator[Finding]:
     p = oracle.seen
     yield from (instead(text, other) for text, other in other_problems(oracle))
     if p.ranges.shape[-2] > 1:
-        yield slots("misses the last key of each span", lambda r: r.span[0] < r.span[1] - 1)
+        yield over_slots("misses the last key of each span", read, lambda r: r.span[0] < r.span[1] - 1)
         shorter = torch.stack((p.ranges[..., 0], p.ranges[..., 1] - 1), -1)
         yield instead("misses the last key of each span that causality leaves whole", _replace(p, ranges=shorter))
-    yield slots("misses the last key of a row", lambda r: r.slot < r.lengths - 1)
-    yield slots("misses the first key of a row", lambda r: r.slot > 0)
-    yield slots("counts a key that is listed twice once", lambda r: r.first_mention)
+    yield over_slots("misses the last key of a row", read, lambda r: r.slot < r.lengths - 1)
+    yield over_slots("misses the first key of a row", read, lambda r: r.slot > 0)
+    yield over_slots("counts a key that is listed twice once", read, lambda r: r.first_mention)
 
 
 def partial_blocks(oracle: Oracle, read: Read) -> Iterator[Finding]:
     """Lengths that are no whole number of tiles, rounded down or up."""
-
-    def rounded_down(size: int) -> Callable[[Tensor], Answer]:
-        return lambda rows: (lambda r: r.attend(r.slot < r.lengths - r.lengths % size))(read(rows))
-
-    def spans_rounded_down(size: int) -> Callable[[Tensor], Answer]:
-        return lambda rows: (lambda r: r.attend(r.span[0] < r.span[1] - r.span[1] % size))(read(rows))
 
     def rounded_up(size: int) -> Callable[[Tensor], Answer]:
         def answer(rows: Tensor) -> Answer:
@@ -166,12 +167,23 @@ def partial_blocks(oracle: Oracle, read: Read) -> Iterator[Finding]:
         return answer
 
     for size in TILES:
-        yield Finding(f"drops the last partial block of {size} keys of a row", rounded_down(size))
+        text = f"drops the last partial block of {size} keys of a row"
+        yield over_slots(text, read, partial(_in_whole_blocks, size))
     for size in TILES:
         if oracle.seen.ranges.shape[-2] > 1:
-            yield Finding(f"drops the last partial block of {size} keys of each span", spans_rounded_down(size))
+            text = f"drops the last partial block of {size} keys of each span"
+            yield over_slots(text, read, partial(_in_whole_blocks_of_span, size))
     for size in TILES:
         yield Finding(f"counts empty slots of the last block of {size} keys as keys of score 0", rounded_up(size))
+
+
+def _in_whole_blocks(size: int, r: Reading) -> Tensor:
+    return r.slot < r.lengths - r.lengths % size
+
+
+def _in_whole_blocks_of_span(size: int, r: Reading) -> Tensor:
+    place, keys = r.span
+    return place < keys - keys % size
 
 
 def other_problems(oracle: Oracle) -> Iterator[tuple[str, Problem]]:

@@ -1,16 +1,14 @@
 """What is a wrong result instead of the right one? Compared with kernels that do one thing wrong (`counterfactual`).
 
-A finding fits where the result agrees with that kernel's answer in every row, within the bound of `forward`, and that
-answer is not the right one within the bound. A sample of wrong rows rules most of them out, all rows decide.
+Families of findings, from the most specific on. Some are tried one after the other; others have a number or an order
+of heads that is looked for in a few wrong rows. `Evidence.fits` decides about each.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,19 +18,18 @@ from nsa.testing.judge.counterfactual import (
     LOG2E,
     Answer,
     Finding,
-    Read,
     Reading,
     from_kv_head,
     from_kv_heads,
+    over_slots,
     partial_blocks,
     scaled,
     wrong_keys,
     wrong_scales,
 )
+from nsa.testing.judge.evidence import Evidence, differ, without_empty_rows
 from nsa.testing.judge.forward import Oracle, Result
 
-SAMPLE = 32  # rows that rule findings out
-CHUNK = 1 << 24  # elements of keys and values that are gathered at a time: 128 MiB in fp64
 ENOUGH = 16  # right elements, so that chance is no explanation of them
 EXP_MAX = 88.7  # exp overflows fp32 above
 EXP_MAX_FP16 = 11.0  # exp overflows fp16 above
@@ -49,7 +46,7 @@ def diagnose(result: Result, oracle: Oracle, known: Sequence[str] = ()) -> list[
     p = oracle.problem
     if out.shape != (*p.q.shape[:-1], p.case.Dv) or lse is not None and lse.shape != p.q.shape[:-1] or not out.numel():
         return []
-    evidence, empty = _without_empty_rows(Evidence.of(out, lse, oracle))
+    evidence, empty = without_empty_rows(Evidence.of(out, lse, oracle))
     if not evidence.wrong_rows.numel():
         return [" and ".join(empty)] if empty else []
     more = "".join(f", and {text}" for text in empty)
@@ -67,118 +64,10 @@ def diagnose(result: Result, oracle: Oracle, known: Sequence[str] = ()) -> list[
     return []
 
 
-@dataclass(frozen=True, eq=False)
-class Evidence:
-    """A result beside the right answer, as rows in fp64: `out [N, H, Dv]`, and `lse [N, H]` if it came with one."""
-
-    oracle: Oracle
-    out: Tensor
-    lse: Tensor | None
-    right: Answer
-
-    @classmethod
-    def of(cls, out: Tensor, lse: Tensor | None, oracle: Oracle) -> Evidence:
-        """The queries whose answer is known."""
-        H, Dv = oracle.problem.case.H, oracle.problem.case.Dv
-        right = Answer(oracle.out.reshape(-1, H, Dv), oracle.lse.reshape(-1, H))
-        seen = None if lse is None else oracle.pick(lse).reshape(-1, H).double()
-        return cls(oracle, oracle.pick(out).reshape(-1, H, Dv).double(), seen, right)
-
-    @cached_property
-    def off(self) -> Tensor:
-        """`[N, H, Dv]` bool: which elements of the output are wrong."""
-        return _off(self.out, self.right.out, self.oracle.bound)
-
-    @cached_property
-    def lse_off(self) -> Tensor:
-        """`[N, H]` bool: which LSE are wrong; none, if there is no LSE."""
-        if self.lse is None:
-            return torch.zeros_like(self.right.lse, dtype=torch.bool)
-        return _off(self.lse, self.right.lse, self.oracle.lse_atol)
-
-    @cached_property
-    def wrong_rows(self) -> Tensor:
-        """The rows with anything wrong."""
-        return (self.off.any(-1) | self.lse_off).any(-1).nonzero()[:, 0]
-
-    @cached_property
-    def sample(self) -> Tensor:
-        """Of few rows all of them, else some wrong ones: half of them those with the most keys."""
-        if self.out.shape[0] <= SAMPLE:
-            return torch.arange(self.out.shape[0], device=self.out.device)
-        longest = self.oracle.seen.lengths[self.wrong_rows].argsort(descending=True)[: SAMPLE // 2]
-        some = torch.linspace(0, self.wrong_rows.numel() - 1, SAMPLE // 2, device=self.out.device).long()
-        return self.wrong_rows[torch.cat((longest, some)).unique()]
-
-    @cached_property
-    def _sampled(self) -> Reading:
-        return Reading(self.oracle.seen, self.sample)
-
-    def read(self, rows: Tensor) -> Reading:
-        """What rows of the right problem read."""
-        return self._sampled if rows is self.sample else Reading(self.oracle.seen, rows)
-
-    def bound(self, answer: Tensor, strain: float = 1.0) -> float:
-        """As `Oracle.bound`, for another answer."""
-        eps, peak = torch.finfo(self.oracle.problem.q.dtype).eps, self.oracle.peak
-        return 2 * self.oracle.err_sdpa * strain + 4 * eps * max(peak, float(answer.abs().max()))
-
-    def fits(self, finding: Finding) -> bool:
-        """Whether the result is this finding's answer in all rows, and that is not the right one."""
-        if finding.answer is None:
-            return True
-        agrees, differs = self._compare(finding, finding.answer, self.sample)
-        if not agrees or self.sample.numel() == self.out.shape[0]:
-            return agrees and differs
-        p = self.oracle.seen
-        size = max(1, CHUNK // (max(1, int(p.lengths.max())) * (p.case.D + p.case.Dv)))
-        for rows in torch.arange(self.out.shape[0], device=self.out.device).split(size):
-            agrees, here = self._compare(finding, finding.answer, rows)
-            if not agrees:
-                return False
-            differs = differs or here
-        return differs
-
-    def _compare(self, finding: Finding, give: Callable[[Tensor], Answer], rows: Tensor) -> tuple[bool, bool]:
-        """Whether the result agrees with an answer in these rows, and whether that answer differs from the right one."""
-        answer = give(rows)
-        bound, atol = self.bound(answer.out, finding.strain), self.oracle.lse_atol * finding.strain
-        if bool(_off(self.out[rows], answer.out, bound).any()):
-            return False, False
-        differs = bool(_off(answer.out, self.right.out[rows], bound).any())
-        if self.lse is None:
-            return True, differs
-        if bool(_off(self.lse[rows], answer.lse, atol).any()):
-            return False, False
-        return True, differs or bool(_off(answer.lse, self.right.lse[rows], atol).any())
-
-
-def _off(x: Tensor, y: Tensor, bound: float) -> Tensor:
-    """Where `x` and `y` differ by more than `bound`. Equal infinities do not differ, and NaN does from everything."""
-    return ~(((x - y).abs() <= bound) | (x == y))
-
-
-def _without_empty_rows(e: Evidence) -> tuple[Evidence, list[str]]:
-    """What a kernel gives for rows that select nothing, where that has a name, and the evidence without it."""
-    empty, found = e.oracle.seen.lengths == 0, []
-    out, lse = e.out, e.lse
-    if bool(empty.any()):
-        if bool(out[empty].isnan().all()):
-            found.append("gives NaN for rows that select nothing")
-            out = out.masked_fill(empty[:, None, None], 0.0)
-        if lse is not None:
-            value = lse[empty].flatten()[0]
-            named = bool(value.isnan()) or float(value) in (0.0, math.inf) or -math.inf < float(value) < -1e4
-            if named and bool((lse[empty].nan_to_num(math.pi) == value.nan_to_num(math.pi)).all()):
-                found.append(f"gives an LSE of {float(value):.4g} instead of -inf for rows that select nothing")
-                lse = lse.masked_fill(empty[:, None], -math.inf)
-    return dataclasses.replace(e, out=out, lse=lse), found
-
-
 def _lse(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
     """The output is right, and the LSE is another number."""
     if e.lse is not None and not bool(e.off.any()):
-        if not bool(_off(e.lse, e.right.lse * LOG2E, e.oracle.lse_atol * LOG2E).any()):
+        if not bool(differ(e.lse, e.right.lse * LOG2E, e.oracle.lse_atol * LOG2E).any()):
             yield Finding("gives the LSE in base 2")
         if int(e.oracle.seen.lengths.max()):
             largest = "gives the largest score for the LSE"
@@ -257,15 +146,14 @@ def _prefix(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
     # Where scores are large, more keys may change nothing. Then a number of keys that was found before, or a round one.
     order = sorted(fitting, key=lambda i: (text(i + 1) not in known, float(error[i]) > least, -(i + 1 & -(i + 1)), i))
     for keys in (i + 1 for i in order[:8]):
-        finding = Finding(text(keys), partial(_first_keys, e.read, keys))
+        finding = over_slots(text(keys), e.read, partial(_before, keys))
         if e.fits(finding):
             yield Finding(finding.text)
             return
 
 
-def _first_keys(read: Read, keys: int, rows: Tensor) -> Answer:
-    r = read(rows)
-    return r.attend(r.slot < keys)
+def _before(keys: int, reading: Reading) -> Tensor:
+    return reading.slot < keys
 
 
 def _scale(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
@@ -300,7 +188,7 @@ def _query_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
     right = Answer(e.right.out.reshape(-1, HQ, p.case.Dv), e.right.lse.reshape(-1, HQ))
     out = e.out.reshape(right.out.shape)
     tokens = (e.wrong_rows[[0, -1]] // HKV).unique()
-    match = ~_off(out[tokens, :, None], right.out[tokens, None], e.oracle.bound).any(-1).any(0)  # [HQ, HQ]
+    match = ~differ(out[tokens, :, None], right.out[tokens, None], e.oracle.bound).any(-1).any(0)  # [HQ, HQ]
     if not bool(match.any(1).all()):
         return
     source = match.int().argmax(1)
@@ -329,7 +217,7 @@ def _kv_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
     modulo = torch.arange(HKV * H, device=e.out.device).view(HKV, H) % HKV
     for variant in KV_VARIANTS:
         answers = [from_kv_head(p, rows, g, variant).out for g in range(HKV)]
-        off = torch.stack([_off(e.out[rows], x, e.bound(x)).any(-1) for x in answers])
+        off = torch.stack([differ(e.out[rows], x, e.bound(x)).any(-1) for x in answers])
         match = ~off.view(HKV, -1, HKV, H).any(1)  # [HKV, HKV, H]: which KV head would do, for each query head
         if not bool(match.any(0).all()):
             continue
