@@ -180,14 +180,14 @@ def _scale(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
 
 
 def _query_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
-    """Each query head holds the answer of another: found by comparing all heads with all heads of two tokens."""
+    """Each query head holds the answer of another: found by comparing all heads with all heads of a few tokens."""
     p = e.oracle.seen
     HQ, HKV, G = p.case.HQ, p.case.HKV, p.case.H
     if HQ == 1:
         return
     right = Answer(e.right.out.reshape(-1, HQ, p.case.Dv), e.right.lse.reshape(-1, HQ))
     out = e.out.reshape(right.out.shape)
-    tokens = (e.wrong_rows[[0, -1]] // HKV).unique()
+    tokens = _some_tokens(e)
     match = ~differ(out[tokens, :, None], right.out[tokens, None], e.oracle.bound).any(-1).any(0)  # [HQ, HQ]
     if not bool(match.any(1).all()):
         return
@@ -206,14 +206,22 @@ def _query_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
     )
 
 
+def _some_tokens(e: Evidence) -> Tensor:
+    """Up to four tokens with a wrong row, those before others in which each row has keys."""
+    HKV = e.oracle.seen.case.HKV
+    tokens = (e.wrong_rows // HKV).unique()
+    fewest = e.oracle.seen.lengths.view(-1, HKV)[tokens].amin(1)
+    return tokens[fewest.argsort(descending=True, stable=True)[:4]]
+
+
 def _kv_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
-    """Query heads read from another KV head: each is tried for two tokens."""
+    """Query heads read from another KV head: each is tried for a few tokens."""
     p = e.oracle.seen
     HKV, H = p.case.HKV, p.case.H
     if HKV == 1:
         return
     head = torch.arange(HKV, device=e.out.device)
-    rows = ((e.wrong_rows[[0, -1]] // HKV).unique()[:, None] * HKV + head).flatten()
+    rows = (_some_tokens(e)[:, None] * HKV + head).flatten()
     modulo = torch.arange(HKV * H, device=e.out.device).view(HKV, H) % HKV
     for variant in KV_VARIANTS:
         answers = [from_kv_head(p, rows, g, variant).out for g in range(HKV)]
