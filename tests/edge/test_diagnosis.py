@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from nsa.testing.contestants.ours import OURS
-from nsa.testing.judge import diagnosis, evidence
+from nsa.testing.judge import evidence
 from nsa.testing.judge.diagnosis import diagnose
-from nsa.testing.judge.forward import Oracle, assert_parity, fp64
+from nsa.testing.judge.forward import Oracle, fp64
 from nsa.testing.matrix import case
 from nsa.testing.matrix.case import Case
 
@@ -43,7 +43,7 @@ def kernel(
     sequences = [(p.q.shape[1], p.k.shape[1])] * p.q.shape[0]
     if p.cu_seqlens is not None:
         sequences = list(zip(*(x.diff().tolist() for x in p.cu_seqlens_pair), strict=True))
-    own, first, total, begin = [], [], [], 0  # of each query: its position, and its sequence's first key and number of keys
+    own, first, total, begin = [], [], [], 0  # a query's position, and its sequence's first key and number of keys
     for queries, keys in sequences:
         own += range(keys - queries, keys)
         first += [begin] * queries
@@ -175,7 +175,8 @@ FAULTS = {
     ),
     "heads-transposed": (
         lambda p: in_order(p, [h % p.case.HKV * p.case.H + h // p.case.HKV for h in range(p.case.HQ)]),
-        lambda c: c.HKV > 1 and c.H > 1, "gives the answers of query heads in another order: [G, HKV] instead of [HKV, G]",
+        lambda c: c.HKV > 1 and c.H > 1,
+        "gives the answers of query heads in another order: [G, HKV] instead of [HKV, G]",
     ),
     "head-0": (
         lambda p: in_order(p, [0] * p.case.HQ), lambda c: c.HQ > 1 and c.HKV == 1,
@@ -251,3 +252,127 @@ def test_a_wrong_kernel_is_named(fault, dtype):
                 assert text in diagnose(result[0], oracle)
     assert shown, "the fault shows in none of these cases"
     assert first, "it is never what is named first"
+
+
+def prefix(k):
+    return f"reads only the first {k} keys of a row"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 16, 48, 64, 100, 999])
+def test_the_number_of_keys_that_are_read_is_found(k, dtype):
+    """Not where the first keys have all the weight: there a larger or smaller number does as well."""
+    found = [c for c in cases(dtype, lambda c: c.scores == 1, 1000) if c.L > k]
+    long = Case(2, 64, 64, 1024, 3, "few", dtype, source="varlen"), Case(2, 64, 64, 1024, 1, "few", dtype)
+    for c in (*found[:8], *long):
+        oracle = oracle_of(c)
+        result = kernel(oracle.problem, row=lambda keys: keys[:k])
+        if red(result, oracle):
+            assert prefix(k) in diagnose(result, oracle), c.id
+            assert prefix(k) in diagnose(result[0], oracle), c.id
+    oracle = oracle_of(long[0])
+    assert diagnose(kernel(oracle.problem, row=lambda keys: keys[:k]), oracle) == [prefix(k)]
+
+
+def test_a_number_of_keys_that_is_known_is_found_where_another_would_do():
+    """Scores so large that the first key has all the weight among the first 20, not among all."""
+    p = Case(1, 16, 16, 33, 2, "few", "fp32").make("cpu")
+    p.k[:, 0], p.k[:, 1:20], p.k[:, 20:] = 20 * p.q[:, 0], 0.0, 40 * p.q[:, :1]
+    oracle = Oracle.of(p)
+    out, _ = kernel(p, row=lambda keys: keys[:13])
+    assert diagnose(out, oracle) == [prefix(16)]
+    assert diagnose(out, oracle, [prefix(13)]) == [prefix(13)]
+    assert diagnose(out, oracle, [prefix(25)]) == [prefix(16)]
+
+
+def test_several_findings_that_fit_are_all_told_unless_one_of_them_is_known():
+    oracle = oracle_of(Case(2, 16, 16, 17, 3, "few", "fp32"))
+    result = kernel(oracle.problem, row=lambda keys: keys[:-1])
+    last, block = "misses the last key of a row", "drops the last partial block of 16 keys of a row"
+    assert diagnose(result, oracle) == [last, prefix(16), block]
+    assert diagnose(result, oracle, [block]) == [block]
+    assert diagnose(result, oracle, [prefix(8), "gives the LSE in base 2"]) == [last, prefix(16), block]
+
+
+def test_exp_in_fp16_without_the_maximum():
+    oracle = oracle_of(Case(4, 32, 32, 40, 6, "few", "fp16", scores=4))
+    result = kernel(oracle.problem, exp=lambda scores: scores.exp().half().double())
+    assert result[0].isfinite().any()
+    assert diagnose(result, oracle) == [FAULTS["exp"][2]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda lse, p: lse * math.log2(math.e), "gives the LSE in base 2"),
+        (lambda lse, p: lse + 1, "is right but for the LSE"),
+        (lambda lse, p: largest_score(p), "gives the largest score for the LSE"),
+    ],
+    ids=["base-2", "plus-1", "largest-score"],
+)
+def test_an_lse_alone(change, text, dtype):
+    for c in cases(dtype, lambda c: c.L > 1, 12):
+        oracle = oracle_of(c)
+        out, lse = kernel(oracle.problem)
+        result = out, change(lse, oracle.problem)
+        if red(result, oracle):
+            assert diagnose(result, oracle)[0] == text, c.id
+        assert diagnose(out, oracle) == []
+
+
+def largest_score(p):
+    """As the LSE of rows whose scores are a million times as far apart."""
+    return kernel(p, factor=1e6)[1] / 1e6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("source", ["ranges", "blocks", "varlen"])
+def test_rows_that_select_nothing(source, dtype):
+    c = next(c for c in SMALL if c.source == source and c.dtype == dtype and c.dist in ("overlap", "few"))
+    oracle = oracle_of(c)
+    out, lse = kernel(oracle.problem)
+    empty = lse == -math.inf
+    assert empty.any()
+    nan = out.masked_fill(empty[..., None], math.nan)
+    text = "gives NaN for rows that select nothing"
+    assert diagnose(nan, oracle) == diagnose((nan, lse), oracle) == [text]
+    for value, name in ((0.0, "0"), (math.nan, "nan"), (-1e30, "-1e+30"), (math.inf, "inf")):
+        of_lse = f"gives an LSE of {name} instead of -inf for rows that select nothing"
+        assert diagnose((out, lse.masked_fill(empty, value)), oracle) == [of_lse]
+        assert diagnose((nan, lse.masked_fill(empty, value)), oracle) == [f"{text} and {of_lse}"]
+    less, _ = kernel(oracle.problem, row=lambda keys: keys[:-1])
+    both = f"misses the last key of a row, and {text}"
+    less = less.masked_fill(empty[..., None], math.nan)
+    assert both in diagnose(less, oracle)
+    assert diagnose(less, oracle, [both]) == [both]
+
+
+@pytest.mark.parametrize("c", [c for c in SMALL if c in case.small()], ids=str)
+def test_a_right_result_and_garbage_have_no_finding(c):
+    oracle = oracle_of(c)
+    out, lse = fp64(oracle.problem)
+    g = torch.Generator().manual_seed(0)
+    for right in ((out.to(c.torch_dtype), lse.float()), OURS["sdpa"].run(oracle.problem, True)):
+        assert diagnose(right, oracle) == diagnose(right[0], oracle) == []
+    for size in (1.0, 0.1):
+        noise = (torch.randn(out.shape, generator=g) * size).to(c.torch_dtype)
+        assert diagnose(noise, oracle) == diagnose((noise, torch.randn(lse.shape, generator=g)), oracle) == []
+    assert diagnose(out[..., :-1], oracle) == []
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_every_row_decides(large, monkeypatch):
+    """400 rows, and 32 of them rule findings out: of the rows that are right anyway, one more is put wrong."""
+    monkeypatch.setattr(case, "LARGE", 0 if large else math.inf)
+    monkeypatch.setattr(evidence, "CHUNK", 100 * 64 * 32)  # rows are verified in chunks of 100
+    oracle = Oracle.of(PROMPT.make("cpu"))
+    assert (oracle.at is not None) == large
+    out, lse = kernel(oracle.problem, limit=lambda own, total: own)
+    text = "ends the causal window one key early"
+    assert diagnose((out, lse), oracle) == [text]
+    for _ in range(5):
+        s = int(torch.randint(100, ()) if oracle.at is None else oracle.at[torch.randint(len(oracle.at), ())])
+        wrong = out.clone()
+        wrong[1, s, 3, 5] += 1.0
+        assert diagnose((wrong, lse), oracle) == []
