@@ -183,7 +183,7 @@ def _best_factor(scores: Tensor, values: Tensor, out: Tensor, lse: Tensor | None
         x = scores * octaves.exp2()[:, None, None]  # [points, 2, L]
         miss = (x.softmax(-1) @ values - out[:2]).square().sum(-1) if lse is None else x.logsumexp(-1) - lse[:2]
         best, step = float(octaves[miss.square().sum(1).nan_to_num(math.inf).argmin()]), step / 8
-    return 2.0**best
+    return float(2.0**best)
 
 
 def _query_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
@@ -218,7 +218,8 @@ def _some_tokens(e: Evidence) -> Tensor:
     HKV = e.oracle.seen.case.HKV
     tokens = (e.wrong_rows // HKV).unique()
     fewest = e.oracle.seen.lengths.view(-1, HKV)[tokens].amin(1)
-    return tokens[fewest.argsort(descending=True, stable=True)[:4]]
+    first: Tensor = tokens[fewest.argsort(descending=True, stable=True)[:4]]
+    return first
 
 
 def _kv_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
