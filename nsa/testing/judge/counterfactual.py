@@ -144,12 +144,12 @@ def wrong_keys(oracle: Oracle, read: Read) -> Iterator[Finding]:
         return Finding(text, lambda rows: Reading(p, rows).attend())
 
     p = oracle.seen
+    yield over_slots("misses the last key of a row", read, lambda r: r.slot < r.lengths - 1)
     yield from (instead(text, other) for text, other in other_problems(oracle))
     if p.ranges.shape[-2] > 1:
         yield over_slots("misses the last key of each span", read, lambda r: r.span[0] < r.span[1] - 1)
         shorter = torch.stack((p.ranges[..., 0], p.ranges[..., 1] - 1), -1)
         yield instead("misses the last key of each span that causality leaves whole", _replace(p, ranges=shorter))
-    yield over_slots("misses the last key of a row", read, lambda r: r.slot < r.lengths - 1)
     yield over_slots("misses the first key of a row", read, lambda r: r.slot > 0)
     yield over_slots("counts a key that is listed twice once", read, lambda r: r.first_mention)
 

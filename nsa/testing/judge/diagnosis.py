@@ -164,19 +164,26 @@ def _scale(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
     r = Reading(e.oracle.seen, row)
     if r.index.shape[1] < 2:
         return
-    scores, wanted = r.scores[0, :2], e.out[row[0], :2]  # [2, L], [2, Dv]
-    best, step = 0.0, 1 / 8
+    # By the output, else by the LSE, which tells more where one key has all the weight.
+    for lse in (None,) if e.lse is None else (None, e.lse[row[0]]):
+        best = _best_factor(r.scores[0], r.values[0], e.out[row[0]], lse)
+        for digits in (3, 4, 5, 8):
+            factor = float(f"{best:.{digits}g}")
+            finding = scaled(f"scales scores by {factor:g} times what was asked", factor, e.read)
+            if e.fits(finding):
+                yield Finding(finding.text)
+                return
+
+
+def _best_factor(scores: Tensor, values: Tensor, out: Tensor, lse: Tensor | None) -> float:
+    """Factor of `scores [H, L]` that comes nearest to `out [H, Dv]`, or to `lse [H]` if given, by two of the heads."""
+    scores, best, step = scores[:2], 0.0, 1 / 8
     for points in (48, 16, 16, 16, 16):  # octaves to either side
         octaves = best + step * torch.arange(-points, points + 1, device=scores.device, dtype=torch.float64)
-        out = (scores * octaves.exp2()[:, None, None]).softmax(-1) @ r.values[0]  # [points, 2, Dv]
-        miss = (out - wanted).square().sum((1, 2)).nan_to_num(math.inf)
-        best, step = float(octaves[miss.argmin()]), step / 8
-    for digits in (3, 4, 5, 8):
-        factor = float(f"{2.0**best:.{digits}g}")
-        finding = scaled(f"scales scores by {factor:g} times what was asked", factor, e.read)
-        if e.fits(finding):
-            yield Finding(finding.text)
-            return
+        x = scores * octaves.exp2()[:, None, None]  # [points, 2, L]
+        miss = (x.softmax(-1) @ values - out[:2]).square().sum(-1) if lse is None else x.logsumexp(-1) - lse[:2]
+        best, step = float(octaves[miss.square().sum(1).nan_to_num(math.inf).argmin()]), step / 8
+    return float(2.0**best)
 
 
 def _query_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
@@ -211,7 +218,8 @@ def _some_tokens(e: Evidence) -> Tensor:
     HKV = e.oracle.seen.case.HKV
     tokens = (e.wrong_rows // HKV).unique()
     fewest = e.oracle.seen.lengths.view(-1, HKV)[tokens].amin(1)
-    return tokens[fewest.argsort(descending=True, stable=True)[:4]]
+    first: Tensor = tokens[fewest.argsort(descending=True, stable=True)[:4]]
+    return first
 
 
 def _kv_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:

@@ -1,0 +1,395 @@
+"""A wrong kernel is named by what it does wrong, from its result alone; a right result and garbage are not.
+
+The wrong kernels are written in plain Python, a row and a list of keys at a time: nothing of `diagnosis` is in them.
+"""
+
+import dataclasses
+import functools
+import math
+
+import pytest
+import torch
+
+from nsa.testing.contestants.ours import OURS
+from nsa.testing.judge import evidence
+from nsa.testing.judge.diagnosis import diagnose
+from nsa.testing.judge.forward import Oracle, fp64
+from nsa.testing.matrix import case
+from nsa.testing.matrix.case import Case
+
+DTYPES = ("fp32", "fp16")
+SMALL = list(dict.fromkeys(dataclasses.replace(c, dtype=d) for c in case.small() for d in DTYPES))
+LONG = [  # rows and spans of so different lengths that sizes of blocks can be told apart
+    Case(1, 16, 16, L, 12, dist, dtype, source=source, causal=False)
+    for dtype in DTYPES for L, dist, source in [(400, "few", "varlen"), (1000, "mixed", "ranges")]
+]  # fmt: skip
+PROMPT = Case(2, 16, 16, 64, 400, "prefill", "fp32", HKV=2, S=100, S_kv=130, block_size=16)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Small tensors: with two threads on a busy machine most of the time is spent waiting for the other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def same(x):
+    return x
+
+
+def kernel(
+    p, *, limit=lambda own, total: own + 1, padding=None, span=same, row=same, factor=1.0,
+    heads=lambda h, HKV, G: (h // G, h // G), exp=None, pad=lambda n: 0,
+):
+    """`(O, LSE)` in the dtypes of a kernel. By default the right answer; each argument puts one thing wrong.
+
+    `limit(own, total)`: first key that a query does not see. `padding`: the block that -1 stands for. `span` and `row`
+    change a list of keys. `heads(h, HKV, G)`: the KV heads of the keys and of the values of a query head. `exp`
+    computes weights of scores. `pad(n)`: how many keys of score and value 0 a row of `n` keys has beside them.
+    """  # fmt: skip
+    HKV, n = p.ranges.shape[-3:-1]
+    HQ, D = p.q.shape[-2:]
+    q, k, v = (x.double().reshape(-1, *x.shape[-2:]) for x in (p.q, p.k, p.v))
+    G, scale = HQ // HKV, factor * D**-0.5
+    sequences = [(p.q.shape[1], p.k.shape[1])] * p.q.shape[0]
+    if p.cu_seqlens is not None:
+        sequences = list(zip(*(x.diff().tolist() for x in p.cu_seqlens_pair), strict=True))
+    own, first, total, begin = [], [], [], 0  # a query's position, and its sequence's first key and number of keys
+    for queries, keys in sequences:
+        own += range(keys - queries, keys)
+        first += [begin] * queries
+        total += [keys] * queries
+        begin += keys
+    if p.q_positions is not None:
+        own = p.q_positions.flatten().tolist()
+    tokens = len(own)
+    ranges = p.ranges.reshape(tokens, HKV, n, 2).tolist()
+    blocks = None if p.block_indices is None else p.block_indices.reshape(tokens, HKV, n).tolist()
+    out, lse = torch.zeros(tokens, HQ, p.case.Dv, dtype=torch.float64), torch.full((tokens, HQ), -math.inf).double()
+    for t in range(tokens):
+        end = min(max(limit(own[t], total[t]), 0), total[t]) if p.causal else total[t]
+        for g in range(HKV):
+            listed = ranges[t][g]
+            if padding is not None:
+                begins = [(padding if b < 0 else b) * p.block_size for b in blocks[t][g]]
+                listed = [(begin, begin + p.block_size) for begin in begins]
+            keys = row(sum((span(list(range(max(a, 0), min(b, end)))) for a, b in listed), []))
+            if not keys:
+                continue
+            index = torch.tensor(keys) + first[t]
+            for h in range(g * G, g * G + G):
+                of_k, of_v = heads(h, HKV, G)
+                scores = k[index, of_k] @ q[t, h] * scale
+                if exp is not None:
+                    weights = exp(scores)
+                    out[t, h] = weights @ v[index, of_v].to(weights.dtype) / weights.sum()
+                    lse[t, h] = weights.sum().log()
+                    continue
+                scores = torch.cat((scores, scores.new_zeros(pad(len(keys)))))
+                lse[t, h] = scores.logsumexp(0)
+                out[t, h] = scores.softmax(0)[: len(keys)] @ v[index, of_v]
+    return out.view(*p.q.shape[:-1], -1).to(p.q.dtype), lse.view(p.q.shape[:-1]).float()
+
+
+def in_order(p, order):
+    """Query heads `order` of the right answer."""
+    out, lse = kernel(p)
+    return out[..., order, :], lse[..., order]
+
+
+def filled(p, value, *where):
+    """The right answer, but for one value `where` in the output."""
+    out, lse = kernel(p)
+    out[where] = value
+    return out, lse
+
+
+def many_heads(c):
+    return c.HKV > 1
+
+
+def blocks(c):
+    return c.source == "blocks" and (c.dist == "overlap" or c.n * c.block_size > c.L)
+
+
+def any_case(c):
+    return True
+
+
+def causal(c):
+    return c.causal and (c.S > 1 or c.seqlens)
+
+
+# What a kernel gives, where that may show, and what it is called.
+FAULTS = {
+    "last-key": (lambda p: kernel(p, row=lambda x: x[:-1]), any_case, "misses the last key of a row"),
+    "first-key": (lambda p: kernel(p, row=lambda x: x[1:]), any_case, "misses the first key of a row"),
+    "last-key-of-spans": (
+        lambda p: kernel(p, span=lambda x: x[:-1]), lambda c: c.dist != "few", "misses the last key of each span",
+    ),
+    "twice": (
+        lambda p: kernel(p, row=lambda x: list(dict.fromkeys(x))), lambda c: c.dist == "overlap",
+        "counts a key that is listed twice once",
+    ),
+    "one-key-early": (lambda p: kernel(p, limit=lambda own, _: own), causal, "ends the causal window one key early"),
+    "one-key-late": (lambda p: kernel(p, limit=lambda own, _: own + 2), causal, "ends the causal window one key late"),
+    "non-causal": (lambda p: kernel(p, limit=lambda _, total: total), causal, "reads keys beyond the causal limit"),
+    "q-positions": (
+        lambda p: kernel(dataclasses.replace(p, q_positions=None, extra={})), lambda c: c.positions and c.causal,
+        "ignores q_positions",
+    ),
+    "from-position-0": (
+        lambda p: kernel(p, limit=lambda own, total: own + 1 - (total - p.case.S)),
+        lambda c: causal(c) and not c.seqlens and not c.positions, "takes the first query for position 0",
+    ),
+    "padding": (lambda p: kernel(p, padding=0), blocks, "takes padding (-1) for block 0"),
+    "scale-2%": (lambda p: kernel(p, factor=1.02), any_case, "scales scores by 1.02 times what was asked"),
+    "scale-3.7": (lambda p: kernel(p, factor=3.7), any_case, "scales scores by 3.7 times what was asked"),
+    "no-scale": (lambda p: kernel(p, factor=p.case.D**0.5), any_case, "does not divide scores by sqrt(D)"),
+    "scale-1/D": (lambda p: kernel(p, factor=p.case.D**-0.5), any_case, "divides scores by D, not by sqrt(D)"),
+    "log2e": (
+        lambda p: kernel(p, factor=math.log2(math.e)), any_case, "multiplies scores by log2(e) once too often",
+    ),
+    "no-log2e": (
+        lambda p: kernel(p, factor=math.log(2)), any_case, "forgets the factor log2(e) of scores that go to exp2",
+    ),
+    "exp": (
+        lambda p: kernel(p, exp=lambda s: s.float().exp()), lambda c: c.scores > 1,
+        "does not subtract the maximum: the output is not finite, or 0, where exp overflows",
+    ),
+    "h-modulo-HKV": (
+        lambda p: kernel(p, heads=lambda h, HKV, G: (h % HKV, h % HKV)), many_heads,
+        "reads the keys and values of another KV head: query head h reads KV head h % HKV, not h // G",
+    ),
+    "KV-head-0": (
+        lambda p: kernel(p, heads=lambda h, HKV, G: (0, 0)), many_heads,
+        "reads the keys and values of another KV head: every query head reads KV head 0",
+    ),
+    "values": (
+        lambda p: kernel(p, heads=lambda h, HKV, G: (h // G, (h // G + 1) % HKV)), many_heads,
+        "reads the values of another KV head: query head 0 reads KV head 1, not 0",
+    ),
+    "keys": (
+        lambda p: kernel(p, heads=lambda h, HKV, G: ((h // G + 1) % HKV, h // G)), many_heads,
+        "reads the keys of another KV head: query head 0 reads KV head 1, not 0",
+    ),
+    "heads-reversed": (
+        lambda p: in_order(p, list(range(p.case.HQ))[::-1]), lambda c: c.HQ == 4,
+        "gives the answers of query heads in another order: head 0 holds 3, 1 holds 2, 2 holds 1, ...",
+    ),
+    "heads-transposed": (
+        lambda p: in_order(p, [h % p.case.HKV * p.case.H + h // p.case.HKV for h in range(p.case.HQ)]),
+        lambda c: c.HKV > 1 and c.H > 1,
+        "gives the answers of query heads in another order: [G, HKV] instead of [HKV, G]",
+    ),
+    "head-0": (
+        lambda p: in_order(p, [0] * p.case.HQ), lambda c: c.HQ > 1 and c.HKV == 1,
+        "gives the answers of query heads in another order: every head holds 0",
+    ),
+    "columns-zero": (
+        lambda p: filled(p, 0.0, ..., slice(12, None)), any_case, "leaves output columns from 12 on zero",
+    ),
+    "columns-NaN": (
+        lambda p: filled(p, math.nan, ..., slice(12, None)), any_case, "leaves output columns from 12 on NaN",
+    ),
+    "columns-wrong": (
+        lambda p: filled(p, 3.0, ..., slice(12, None)), any_case, "is right but for output columns from 12 on",
+    ),
+    "last-head": (
+        lambda p: filled(p, 0.0, ..., slice(2, None), slice(None)), lambda c: c.HQ > 2,
+        "leaves query heads from 2 on zero",
+    ),
+    "last-queries": (
+        lambda p: filled(p, math.nan, slice(1, None)), lambda c: c.S == 1 and c.B > 1 and not c.seqlens,
+        "leaves queries from 1 on NaN",
+    ),
+    "nothing": (lambda p: filled(p, 0.0, ...), any_case, "leaves the whole output zero"),
+}  # fmt: skip
+for size in (16, 32, 64, 128):
+    FAULTS[f"partial-block-{size}"] = (
+        lambda p, size=size: kernel(p, row=lambda x: x[: len(x) // size * size]), lambda c: c.L != 1,
+        f"drops the last partial block of {size} keys of a row",
+    )  # fmt: skip
+    FAULTS[f"partial-block-of-spans-{size}"] = (
+        lambda p, size=size: kernel(p, span=lambda x: x[: len(x) // size * size]), lambda c: c.dist != "few",
+        f"drops the last partial block of {size} keys of each span",
+    )  # fmt: skip
+    FAULTS[f"empty-slots-{size}"] = (
+        lambda p, size=size: kernel(p, pad=lambda n: -n % size), any_case,
+        f"counts empty slots of the last block of {size} keys as keys of score 0",
+    )  # fmt: skip
+
+
+@functools.cache
+def oracle_of(c):
+    return Oracle.of(c.make("cpu"))
+
+
+def red(result, oracle):
+    """Wrong by far more than the bound: what is at the bound may be told apart or not."""
+    out = result[0].double() - oracle.out
+    lse = (result[1].double() - oracle.lse).masked_fill(oracle.lse == result[1], 0.0)
+    return not float(out.abs().amax()) <= 3 * oracle.bound or not float(lse.abs().amax()) <= 3 * oracle.lse_atol
+
+
+def cases(dtype, where, count):
+    """Of the small cases and the long ones, some in which a fault may show."""
+    found = [c for c in SMALL if c.dtype == dtype and where(c) and c.N * c.H < 100 and c.N * c.H * c.L < 10_000]
+    return found[:: max(1, len(found) // count)] + [c for c in LONG if c.dtype == dtype and where(c)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_kernel_is_named(fault, dtype):
+    give, where, text = FAULTS[fault]
+    shown, first = 0, 0
+    for c in cases(dtype, where, 6):
+        oracle = oracle_of(c)
+        result = give(oracle.problem)
+        if red(result, oracle):
+            shown += 1
+            found = diagnose(result, oracle)
+            assert text in found, f"{c.id}: {found}"
+            first += found[0] == text
+            assert diagnose(result, oracle, ["nothing of the kind", text]) == [text]
+            if not red((oracle.out, result[1]), oracle):
+                assert text in diagnose(result[0], oracle)
+    assert shown, "the fault shows in none of these cases"
+    assert first, "it is never what is named first"
+
+
+def prefix(k):
+    return f"reads only the first {k} keys of a row"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 16, 48, 64, 100, 999])
+def test_the_number_of_keys_that_are_read_is_found(k, dtype):
+    """Not where the first keys have all the weight: there a larger or smaller number does as well."""
+    found = [c for c in cases(dtype, lambda c: c.scores == 1, 1000) if c.L > k]
+    long = Case(2, 64, 64, 1024, 3, "few", dtype, source="varlen"), Case(2, 64, 64, 1024, 1, "few", dtype)
+    for c in (*found[:: max(1, len(found) // 4)], long[1]):
+        oracle = oracle_of(c)
+        result = kernel(oracle.problem, row=lambda keys: keys[:k])
+        if red(result, oracle):
+            assert prefix(k) in diagnose(result, oracle), c.id
+            assert prefix(k) in diagnose(result[0], oracle), c.id
+    oracle = oracle_of(long[0])
+    assert diagnose(kernel(oracle.problem, row=lambda keys: keys[:k]), oracle) == [prefix(k)]
+
+
+def test_a_number_of_keys_that_is_known_is_found_where_another_would_do():
+    """Scores so large that the first key has all the weight among the first 20, not among all."""
+    p = Case(1, 16, 16, 33, 2, "few", "fp32", causal=False).make("cpu")
+    p.k[:, 0], p.k[:, 1:20], p.k[:, 20:] = 20 * p.q[:, 0], 0.0, 40 * p.q[:, :1]
+    oracle = Oracle.of(p)
+    out, _ = kernel(p, row=lambda keys: keys[:13])
+    assert diagnose(out, oracle) == [prefix(16)]
+    assert diagnose(out, oracle, [prefix(13)]) == [prefix(13)]
+    assert diagnose(out, oracle, [prefix(25)]) == [prefix(16)]
+
+
+def test_several_findings_that_fit_are_all_told_unless_one_of_them_is_known():
+    oracle = oracle_of(Case(2, 16, 16, 17, 3, "few", "fp32", causal=False))
+    result = kernel(oracle.problem, row=lambda keys: keys[:-1])
+    last, block = "misses the last key of a row", "drops the last partial block of 16 keys of a row"
+    assert diagnose(result, oracle) == [last, prefix(16), block]
+    assert diagnose(result, oracle, [block]) == [block]
+    assert diagnose(result, oracle, [prefix(8), "gives the LSE in base 2"]) == [last, prefix(16), block]
+
+
+def test_exp_in_fp16_without_the_maximum():
+    oracle = oracle_of(Case(4, 32, 32, 40, 6, "few", "fp16", scores=4))
+    result = kernel(oracle.problem, exp=lambda scores: scores.exp().half().double())
+    assert result[0].isfinite().any()
+    assert diagnose(result[0], oracle) == [FAULTS["exp"][2]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda lse, p: lse * math.log2(math.e), "gives the LSE in base 2"),
+        (lambda lse, p: lse + 1, "is right but for the LSE"),
+        (lambda lse, p: largest_score(p), "gives the largest score for the LSE"),
+    ],
+    ids=["base-2", "plus-1", "largest-score"],
+)
+def test_an_lse_alone(change, text, dtype):
+    for c in cases(dtype, lambda c: c.L > 1, 12):
+        oracle = oracle_of(c)
+        out, lse = kernel(oracle.problem)
+        result = out, change(lse, oracle.problem)
+        if red(result, oracle):
+            assert diagnose(result, oracle)[0] == text, c.id
+        assert diagnose(out, oracle) == []
+
+
+def largest_score(p):
+    """As the LSE of rows whose scores are a million times as far apart."""
+    return kernel(p, factor=1e6)[1] / 1e6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("source", ["ranges", "blocks", "varlen"])
+def test_rows_that_select_nothing(source, dtype):
+    found = [c for c in SMALL if c.source == source and c.dtype == dtype and c.scores == 1]
+    oracle = oracle_of(next(c for c in found if c.dist in ("overlap", "few")))
+    out, lse = kernel(oracle.problem)
+    empty = lse == -math.inf
+    assert empty.any()
+    nan = out.masked_fill(empty[..., None], math.nan)
+    text = "gives NaN for rows that select nothing"
+    assert diagnose(nan, oracle) == diagnose((nan, lse), oracle) == [text]
+    for value, name in ((0.0, "0"), (math.nan, "nan"), (-1e30, "-1e+30"), (math.inf, "inf")):
+        of_lse = f"gives an LSE of {name} instead of -inf for rows that select nothing"
+        assert diagnose((out, lse.masked_fill(empty, value)), oracle) == [of_lse]
+        assert diagnose((nan, lse.masked_fill(empty, value)), oracle) == [f"{text} and {of_lse}"]
+    less, _ = kernel(oracle.problem, row=lambda keys: keys[:-1])
+    both = f"misses the last key of a row, and {text}"
+    less = less.masked_fill(empty[..., None], math.nan)
+    assert both in diagnose(less, oracle)
+    assert diagnose(less, oracle, [both]) == [both]
+
+
+@pytest.mark.parametrize("c", [c for c in SMALL if c in case.small()], ids=str)
+def test_a_right_result_and_garbage_have_no_finding(c):
+    oracle = oracle_of(c)
+    out, lse = fp64(oracle.problem)
+    g = torch.Generator().manual_seed(0)
+    for right in ((out.to(c.torch_dtype), lse.float()), OURS["sdpa"].run(oracle.problem, True)):
+        assert diagnose(right, oracle) == diagnose(right[0], oracle) == []
+    for size in (1.0, 0.1):
+        noise = (torch.randn(out.shape, generator=g) * size).to(c.torch_dtype)
+        assert diagnose(noise, oracle) == diagnose((noise, torch.randn(lse.shape, generator=g)), oracle) == []
+    assert diagnose(out[..., :-1], oracle) == []
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_every_row_decides(large, monkeypatch):
+    """400 rows, and 32 of them rule findings out: of the rows that are right anyway, one more is put wrong."""
+    monkeypatch.setattr(case, "LARGE", 0 if large else math.inf)
+    monkeypatch.setattr(evidence, "CHUNK", 100 * 64 * 32)  # rows are verified in chunks of 100
+    oracle = Oracle.of(PROMPT.make("cpu"))
+    assert (oracle.at is not None) == large
+    out, lse = kernel(oracle.problem, limit=lambda own, total: own + 2)
+    text = "ends the causal window one key late"
+    assert diagnose((out, lse), oracle) == [text]
+    for _ in range(5):
+        s = int(torch.randint(100, ()) if oracle.at is None else oracle.at[torch.randint(len(oracle.at), ())])
+        wrong = out.clone()
+        wrong[1, s, 3, 5] += 1.0
+        assert diagnose((wrong, lse), oracle) == []
+
+
+def test_an_answer_that_is_right_within_the_bound_explains_nothing():
+    oracle = oracle_of(Case(1, 16, 16, 17, 2, "few", "fp32"))
+    out, _ = kernel(oracle.problem)
+    out[0, 0, 0, 3] += 1.5 * oracle.bound
+    seen = evidence.Evidence.of(out, None, oracle)
+    right = evidence.Finding("", lambda rows: evidence.Answer(*(x[rows] for x in seen.right)), strain=2.0)
+    off = evidence.Finding("", lambda rows: evidence.Answer(seen.out[rows], seen.right.lse[rows]))
+    assert not seen.fits(right)
+    assert seen.fits(off)
