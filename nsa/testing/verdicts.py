@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
 from nsa.testing.contestants import named
 from nsa.testing.contestants.contract import Contestant
@@ -81,7 +82,12 @@ class Verdicts:
     def _diagnosed(self, error: Wrong) -> list[str]:
         if error.result is None or error.oracle is None:
             return []
-        found = diagnose(error.result, error.oracle, self.known)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # many small tensors: on a busy machine a second thread takes thirty times as long
+        try:
+            found = diagnose(error.result, error.oracle, self.known)
+        finally:
+            torch.set_num_threads(threads)
         self.known += [text for text in found if text not in self.known]
         return found
 

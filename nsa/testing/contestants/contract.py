@@ -30,6 +30,7 @@ NEEDS = {
     "distinct": "a key listed twice",
     "visible": "blocks or spans ahead of the query or outside of the keys",
     "nonempty": "rows that select nothing",
+    "own block": "rows that do not list the query's own block",
     "contiguous": "strided tensors",
     "finite": "NaN in keys that no row selects",
     "small scores": "scores that overflow exp",
@@ -99,7 +100,8 @@ class Contract:
             packed = name == "causal" and case.source in ("rows", "varlen")
             if taken and value not in taken and not packed:
                 return f"takes {name} {', '.join(map(str, taken))}, not {value}"
-        if not self.chunks and case.source not in ("rows", "varlen") and case.S != case.S_kv and not case.seqlens:
+        uneven = case.kv_seqlens not in ((), case.seqlens) if case.seqlens else case.S != case.S_kv
+        if not self.chunks and case.source not in ("rows", "varlen") and uneven:
             return "takes as many keys as queries"
         flags = (
             ("cu_seqlens", bool(case.seqlens), self.sequences), ("q_positions", case.positions, self.positions),

@@ -41,6 +41,8 @@ def fitted(case: Case, contract: Contract, interpreted: bool = False) -> Case:
     if c.seqlens and not contract.sequences:
         S, S_kv = max(sum(c.seqlens), 1), max(sum(c.kv_seqlens or c.seqlens), 1)
         c = dataclasses.replace(c, seqlens=(), kv_seqlens=(), S=S, S_kv=max(S, S_kv), N=S * c.HKV)
+    if c.kv_seqlens and not contract.chunks:
+        c = dataclasses.replace(c, kv_seqlens=(), S_kv=max(c.seqlens))
     if size != c.block_size:
         c = _resized(c, size)
     if c.dist == "overlap" and "distinct" in contract.needs:
@@ -104,7 +106,7 @@ def cases_of(contract: Contract, matrix: Iterable[Case], interpreted: bool = Fal
         if len(found) >= PLENTY:
             break
         source, D, H, size, causal, dtype = (values[i // (k + 1) % len(values)] for k, values in enumerate(turns))
-        n, S = 2 + i % 3, 1 + i % 4
+        n, S, HKV = 2 + i % 3, 1 + i % 4, 1 + (i % 3 == 0)
         if source in ("rows", "varlen"):
             case = Case(H, D, D, 17 + 7 * i, 2 + i % 3, "few", dtype, source=source)
         else:
@@ -112,7 +114,7 @@ def cases_of(contract: Contract, matrix: Iterable[Case], interpreted: bool = Fal
             dist = "prefill" if source == "blocks" else "mixed"
             L = n * size if source == "blocks" else 20 + i
             case = Case(
-                H, D, D, L, S * 2, dist, dtype, source=source, HKV=2, S=S, S_kv=S_kv, block_size=size, causal=causal
+                H, D, D, L, S * HKV, dist, dtype, source=source, HKV=HKV, S=S, S_kv=S_kv, block_size=size, causal=causal
             )
         found[fitted(case, contract, interpreted)] = None
     return list(found)
@@ -155,6 +157,10 @@ def _limits(p: Problem) -> Tensor:
 def _arranged_blocks(blocks: Tensor, limit: Tensor, size: int, needs: set[str]) -> Tensor:
     if "visible" in needs:
         blocks = blocks.masked_fill((blocks < 0) | (blocks * size >= limit), -1)
+    if "own block" in needs and blocks.shape[-1]:  # takes the place of the last slot, wherever it is missing
+        own = (limit - 1).clamp(min=0) // size
+        missing = ~(blocks == own).any(-1, keepdim=True)
+        blocks = torch.cat((blocks[..., :-1], torch.where(missing, own, blocks[..., -1:])), -1)
     if "distinct" in needs:
         ordered, where = blocks.sort(dim=-1, stable=True)
         again = torch.zeros_like(ordered, dtype=torch.bool)
@@ -179,24 +185,29 @@ def _arranged_spans(spans: Tensor, limit: Tensor, needs: set[str]) -> Tensor:
     if "visible" in needs:
         start, end = (x.clamp(min=0).minimum(limit) for x in (start, end))
         end = end.maximum(start)
-    if {"sorted", "distinct", "padding last"} & needs:
-        empty = end <= start
-        first = torch.iinfo(torch.int64).max if {"padding last", "distinct"} & needs else 0
-        ordered = {"sorted", "distinct"} & needs
-        key = start.masked_fill(empty, first) if ordered else empty.long()
-        order = key.argsort(dim=-1, stable=True)
-        start, end = start.gather(-1, order), end.gather(-1, order)
     if "distinct" in needs:
+        start, end = _ordered(start, end, end.le(start))
         before = torch.cat((torch.zeros_like(end[..., :1]), end.cummax(-1).values[..., :-1]), -1)
         start = start.maximum(before)
         end = end.maximum(start)
-        start, end = start.minimum(limit), end.minimum(limit) if "visible" in needs else end
+    if {"sorted", "padding last"} & needs:
+        empty = end <= start
+        start, end = _ordered(start if "sorted" in needs else torch.zeros_like(start), end, empty, (start, end))
     if "nonempty" in needs and spans.shape[-2]:
         nothing = (end.minimum(limit) <= start.clamp(min=0)).all(-1)
         one = torch.zeros_like(end)
         one[..., 0] = 1
         start, end = start.masked_fill(nothing[..., None], 0), torch.where(nothing[..., None], one, end)
     return torch.stack((start, end), -1)
+
+
+def _ordered(
+    key: Tensor, end: Tensor, empty: Tensor, spans: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Starts and ends `[..., n]` in the order of `key`, empty spans last."""
+    order = key.masked_fill(empty, torch.iinfo(torch.int64).max).argsort(dim=-1, stable=True)
+    start, end = spans or (key, end)
+    return start.gather(-1, order), end.gather(-1, order)
 
 
 def promises(contract: Contract) -> dict[str, str]:
