@@ -1,6 +1,6 @@
-"""The pytest plugin of the suite: lanes, marks by folder, skip reasons, replay commands.
+"""The pytest plugin of the suite: lanes, options, skip reasons, replay commands; marks by folder are in `shipped`.
 
-The lane itself is chosen by the root `conftest.py`, which runs before Triton is imported.
+`nsa_pytest`, or the root `conftest.py` of a checkout, first chooses the lane (see `lane`), then registers this plugin.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from filelock import FileLock
 
 from nsa.settings import device_slug
 from nsa.testing import options, profiles
+from nsa.testing.interpreter import quicken
 from nsa.testing.judge import addresses
 from nsa.testing.machine import Lane as Lane
 from nsa.testing.machine import commit as commit
@@ -26,8 +27,7 @@ from nsa.testing.machine import device_name as device_name
 from nsa.testing.machine import triton_version as triton_version
 
 # In the order in which they print, see `terminal`.
-pytest_plugins = ["nsa.testing.report.terminal", "nsa.testing.gate.hooks"]
-FOLDERS = ("parity", "edge", "perf")
+pytest_plugins = ["nsa.testing.report.terminal", "nsa.testing.gate.hooks", "nsa.testing.shipped"]
 WORKERS_PER_GPU = 16  # compiling is CPU work, so several share a GPU
 GIB_PER_WORKER = 6  # its CUDA context, and a packed SDPA with its workspace of 1 GiB and what that is checked with
 KEPT_BYTES = 512 << 20  # of memory that torch keeps for later, per worker
@@ -154,22 +154,21 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
-    """The folder is the mark. First, so that `-m` sees it. And what needs a GPU that is not there is skipped."""
+    """Skip what needs a GPU that is not there."""
     for item in items:
         for mark in item.iter_markers("gpu"):
             reason = missing_gpu(*mark.args, **mark.kwargs)
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
-        if item.path.is_relative_to(config.rootpath):
-            folders = item.path.relative_to(config.rootpath).parts[:-1]
-            for folder in FOLDERS:
-                if folder in folders:
-                    item.add_marker(folder)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Here, because what `-k` and `-m` leave out is no longer among the tests."""
     profiles.reproduce(session.config, session.items)
+    checked = any(item.get_closest_marker(mark) for item in session.items for mark in ("parity", "edge"))
+    if checked and current_lane() == "interpreter":
+        quicken()
+        addresses.watch()
 
 
 def large_tests_lock() -> Path:
@@ -287,7 +286,8 @@ def _notes_of_tests(reporter: pytest.TerminalReporter) -> list[str]:
 
 
 def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -> list[str]:
-    from nsa.testing.gate.hooks import gated_again  # a plugin of its own: pytest rewrites it when it registers it
+    from nsa.testing.gate.hooks import gated_again  # plugins of their own: pytest rewrites them when it registers them
+    from nsa.testing.shipped import FOLDERS
 
     ours: dict[Any, Any] = {}  # the first report of each test
     for report in (*reporter.stats.get("failed", ()), *reporter.stats.get("error", ())):

@@ -2,14 +2,7 @@ import pytest
 
 from nsa.testing.contestants.named import returns
 from nsa.testing.fixtures import case, lane_cases, oracle, over_third_parties, problem, third_party
-from nsa.testing.interpreter import quicken
-from nsa.testing.judge import addresses
 from nsa.testing.matrix.strategies import OF_THIRD_PARTIES
-from nsa.testing.plugin import current_lane
-
-if current_lane() == "interpreter":
-    quicken()
-    addresses.watch()
 
 __all__ = ["case", "oracle", "problem", "third_party"]
 
