@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from _pytest.config import parse_warning_filter
 
-SUITE = Path(__file__).resolve().parent / "suite"
+SUITE = Path(__file__).parent.resolve() / "suite"
 FOLDERS = ("parity", "edge", "perf")
 MARKS = (
     "parity: numbers against the fp64 oracle (set by the folder of that name)",
