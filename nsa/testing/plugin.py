@@ -118,7 +118,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.benchmark_disable = True  # pytest-benchmark would warn that it does so
     if hasattr(config, "workerinput"):
         _share_cores(int(config.workerinput["workercount"]))
-    elif config.pluginmanager.hasplugin("benchmark"):
+    elif options.has_benchmarks(config):
         options.check(config)
 
 

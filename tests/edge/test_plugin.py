@@ -1,4 +1,4 @@
-"""The suite's plugin, the lane and the root conftest.py, run on small projects of their own with the real configuration."""
+"""The suite's plugin and its lanes, on small projects of their own with this checkout's configuration."""
 
 import contextlib
 import json
