@@ -296,7 +296,12 @@ def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -
     words = "".join(f" --nsa-impl {impl}" for impl in config.getoption("nsa_impl"))
     words += options.sampling_again(config) + options.by_hand_again(config) + gated_again(config)
     lane = "NSA_TEST_TRITON_SEL=0 " if os.environ.get("NSA_TEST_TRITON_SEL") == "0" else ""
-    return [
-        f'{lane}pytest "{config.cwd_relative_nodeid(report.nodeid)}"{words}{profiles.again(config, report)}'
-        for report in ours.values()
-    ]
+    return [f"{lane}pytest {_test(config, report)}{words}{profiles.again(config, report)}" for report in ours.values()]
+
+
+def _test(config: pytest.Config, report: Any) -> str:
+    """A report's test, for a command line; one that ships is found by the name of its module."""
+    module = getattr(report, "nsa_module", None)
+    if module is None:
+        return f'"{config.cwd_relative_nodeid(report.nodeid)}"'
+    return f'--pyargs "{module}::{report.nodeid.partition("::")[2]}"'

@@ -87,6 +87,16 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
         return (yield)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Say in the report how `--pyargs` names the test's module: its id is no path from the current folder."""
+    report = yield
+    if _inside(item.path):
+        parts = item.path.resolve().relative_to(SUITE).with_suffix("").parts
+        report.nsa_module = ".".join(("nsa.testing.suite", *parts))  # type: ignore[attr-defined]
+    return report
+
+
 # Last, so that these run inside of pytest's own wrappers, which apply the project's settings.
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_sessionfinish() -> Iterator[None]:

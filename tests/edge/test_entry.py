@@ -9,10 +9,12 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,8 @@ import pytest
 from nsa.testing import interpreter
 from nsa.testing.contestants.named import load
 from nsa.testing.judge import addresses
+
+warnings.warn("Synchronization debug mode is a prototype feature", UserWarning)
 
 def test_mark_lane_and_contestant(request, lane):
     assert [mark.name for mark in request.node.iter_markers() if mark.name != "filterwarnings"] == ["parity"]
@@ -147,6 +151,17 @@ def test_the_shipped_suite_runs_in_an_empty_folder(folder, installed, workers):
     ran(subprocess.run(command, cwd=folder, env=installed, capture_output=True, text=True, check=False))
 
 
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_failure_is_replayed_by_the_line_as_it_is_printed(run_pytest, folder, installed, workers):
+    first = run_pytest(*SHIPPED, "-n", workers, cwd=folder, environment=installed)
+    [line] = [line for line in first.stdout.splitlines() if "pytest --pyargs" in line]
+    words = shlex.split(line)
+    assert words[:2] == ["NSA_TEST_TRITON_SEL=0", "pytest"]
+    again = run_pytest(*words[2:], cwd=folder, environment=installed)
+    assert outcome(again) == {"failed": 1}, again.stdout
+    assert line in again.stdout
+
+
 LAX = "python_files = check_*.py\npython_functions = check_*\nfilterwarnings = ignore\n"
 STRICT = "filterwarnings = error\naddopts = --strict-markers --strict-config\n"
 THEIRS = """
@@ -162,9 +177,11 @@ def {0}_theirs(request):
 def test_another_projects_settings_are_for_its_own_tests(run_pytest, folder, installed, ini, file, fails):
     write(folder, {"pytest.ini": f"[pytest]\n{ini}", f"perf/{file}_theirs.py": THEIRS.format(file)})
     arguments = ["--pyargs", "nsa.testing.suite.parity", "perf", "--nsa-impl", "mine:attend"]
-    done = run_pytest(*arguments, cwd=folder, environment=installed)
+    nothing_to_save = "--benchmark-save=x"  # of which pytest-benchmark warns when the run ends
+    done = run_pytest(*arguments, nothing_to_save, cwd=folder, environment=installed)
     assert outcome(done) == {"passed": PASSED + 1 - fails, "failed": FAILED + fails}, done.stdout
     assert ("FAILED perf/test_theirs.py" in done.stdout) == bool(fails)
+    assert "Not saving anything" in done.stderr
 
 
 def test_warnings_of_the_suite_can_be_allowed_by_hand(run_pytest, folder, installed):
@@ -192,6 +209,8 @@ def test_without_autoload_it_is_named(run_pytest, folder, installed):
     ran(run_pytest(*SHIPPED, "-p", "nsa_pytest", cwd=folder, environment=installed))
     named = ("-p", "nsa_pytest", "-p", "pytest_benchmark.plugin", "-p", "xdist.plugin", "-n", "2")
     ran(run_pytest(*SHIPPED, *named, cwd=folder, environment=installed))
+    refused = run_pytest(*SHIPPED, *named, "--nsa-csv", "x.csv", cwd=folder, environment=installed)
+    assert "--nsa-csv needs benchmarks, and under xdist there are none" in refused.stderr
 
 
 def test_naming_an_autoloaded_plugin_registers_it_once(run_pytest, folder, installed):
@@ -343,6 +362,18 @@ def test_a_parents_options_ask_for_the_suite():
     """Some releases of xdist start a worker with them, and without the arguments that were in addopts."""
     assert nsa_pytest._asked(config(nsa_impl=[]), None, [])
     assert not nsa_pytest._asked(config(verbose=1), None, [])
+
+
+def test_a_warning_of_an_import_does_not_end_a_strict_project(monkeypatch, tmp_path):
+    monkeypatch.setattr(nsa_pytest, "_register", lambda config: warnings.warn("of torch", DeprecationWarning))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    early = config(nsa_impl=[])
+    early.pluginmanager = types.SimpleNamespace(rewrite_hook=None)
+    early.invocation_params = types.SimpleNamespace(dir=tmp_path)
+    with pytest.warns(DeprecationWarning, match="of torch"):
+        warnings.simplefilter("error")
+        nsa_pytest.pytest_load_initial_conftests(early, None, [])
+    assert sys.path[0] == str(tmp_path)
 
 
 @pytest.mark.parametrize("module", ["filelock", "pytest_benchmark"])
