@@ -97,14 +97,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
-# Last, so that these run inside of pytest's own wrappers, which apply the project's settings.
-@pytest.hookimpl(wrapper=True, trylast=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-benchmark's wrapper, which warns
 def pytest_sessionfinish() -> Iterator[None]:
     with _exempt():
         return (yield)
 
 
-@pytest.hookimpl(wrapper=True, trylast=True)
+@pytest.hookimpl(wrapper=True, trylast=True)  # inside of pytest's own wrapper, which applies the project's settings
 def pytest_terminal_summary() -> Iterator[None]:
     with _exempt():
         return (yield)
