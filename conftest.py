@@ -1,74 +1,26 @@
-"""Chooses the lane before Triton is imported, because Triton reads TRITON_INTERPRET when a kernel is defined.
+"""A checkout's way into the suite: chooses the lane before Triton is imported, and marks `tests/` by folder.
 
-GPU lane: torch sees an NVIDIA GPU, and neither NSA_TEST_TRITON_SEL=0 nor TRITON_INTERPRET keeps the suite off it;
-each xdist worker is pinned to one GPU. Else the interpreter lane: kernels run on the CPU, the GPUs are hidden.
+Where the package is installed, `nsa_pytest` does the same for the tests that ship in it.
 """
 
-import os
-import re
 from pathlib import Path
 
 import pytest
-import torch
 
-from nsa import settings
+from nsa.testing import lane
 
 pytest_plugins = ["nsa.testing.plugin"]
-
-
-def _choose_lane() -> str | None:
-    """Set the environment of the lane; returns what is wrong with this machine, if anything is."""
-    switch = os.environ.get("NSA_TEST_TRITON_SEL", "1")
-    if switch not in ("0", "1"):
-        return f"NSA_TEST_TRITON_SEL={switch!r}: expected 0 (keep the suite off the GPU) or 1"
-    if switch == "0" or settings.interpreter():
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        _interpret()
-        return None
-    _pin_worker(os.environ.get("PYTEST_XDIST_WORKER", ""))
-    if torch.cuda.is_available():
-        return None
-    _interpret()
-    device = _visible_device()
-    if device is None:
-        return None
-    cuda = torch.version.cuda
-    cause = "is built without CUDA" if cuda is None else f"(CUDA {cuda}) finds no usable driver"
-    return (
-        f"an NVIDIA GPU is visible ({device}), but torch {torch.__version__} {cause}: "
-        "install a build of torch that fits the driver, or set NSA_TEST_TRITON_SEL=0 to test on the CPU"
-    )
-
-
-def _interpret() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
-    settings.interpreter.cache_clear()
-
-
-def _pin_worker(worker: str) -> None:
-    """Leave xdist worker `gw<n>` one GPU, in turn. Counting them asks NVML, which does not start CUDA."""
-    if not worker:
-        return
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = [str(i) for i in range(torch.cuda.device_count())] if visible is None else visible.split(",")
-    if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
-
-
-def _visible_device() -> str | None:
-    """The first NVIDIA device file of this machine, unless CUDA_VISIBLE_DEVICES hides them all."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible):
-        return None
-    devices = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/proc/driver/nvidia/gpus").glob("*")]
-    return str(min(devices)) if devices else None
-
-
-_PROBLEM = _choose_lane()
-# The suite is what finds out whether kernels work: a child process for each of hundreds would take it an hour.
-os.environ.setdefault("NSA_PROBE", "never")
+_PROBLEM = lane.choose()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if _PROBLEM is not None:
         raise pytest.UsageError(_PROBLEM)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First, so that `-m` sees the marks."""
+    from nsa.testing.shipped import mark_by_folder  # a plugin: pytest rewrites its assertions, unless it was imported
+
+    mark_by_folder(items, Path(__file__).parent / "tests")

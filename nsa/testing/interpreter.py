@@ -24,8 +24,11 @@ _changes: list[tuple[Any, str, Any, Any]] = []  # object, attribute, as released
 
 @functools.cache
 def quicken() -> tuple[str, ...]:
-    """Quicken the interpreter of this process; returns what was quickened."""
-    from triton.runtime import interpreter
+    """Quicken the interpreter of this process; returns what was quickened, nothing where there is no Triton."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return ()
 
     steps = {"overflow": _overflow, "calls": _calls, "types": _types, "shapes": _shapes}
     return tuple(name for name, step in steps.items() if step(interpreter))

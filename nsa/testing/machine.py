@@ -18,7 +18,7 @@ Lane = Literal["gpu", "interpreter"]
 
 
 def current_lane() -> Lane:
-    """The lane of this process, as the root conftest.py left it."""
+    """The lane of this process, as `nsa.testing.lane` chose it."""
     return "interpreter" if settings.interpreter() or not torch.cuda.is_available() else "gpu"
 
 

@@ -60,6 +60,11 @@ def spelled(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def has_benchmarks(config: pytest.Config) -> bool:
+    """Whether pytest-benchmark is there, by whichever of its names it was registered."""
+    return hasattr(config.option, "benchmark_compare")
+
+
 def by_hand(config: pytest.Config) -> bool:
     """Whether this run is of shapes by hand only."""
     return any(config.getoption(name) for name in BY_HAND)

@@ -1,6 +1,6 @@
-"""The pytest plugin of the suite: lanes, marks by folder, skip reasons, replay commands.
+"""The pytest plugin of the suite: lanes, options, skip reasons, replay commands; marks by folder are in `shipped`.
 
-The lane itself is chosen by the root `conftest.py`, which runs before Triton is imported.
+`nsa_pytest`, or the root `conftest.py` of a checkout, first chooses the lane (see `lane`), then registers this plugin.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from nsa.testing.fixtures import case as case
 from nsa.testing.fixtures import contestant as contestant
 from nsa.testing.fixtures import oracle as oracle
 from nsa.testing.fixtures import problem as problem
+from nsa.testing.interpreter import quicken
 from nsa.testing.judge import addresses
 from nsa.testing.machine import Lane as Lane
 from nsa.testing.machine import commit as commit
@@ -32,9 +33,9 @@ from nsa.testing.machine import triton_version as triton_version
 
 # In the order in which they print, see `terminal`. `benchmarks` imports those before it, and pytest wants to be first.
 pytest_plugins = [
-    "nsa.testing.verdicts", "nsa.testing.report.terminal", "nsa.testing.gate.hooks", "nsa.testing.benchmarks"
+    "nsa.testing.verdicts", "nsa.testing.report.terminal", "nsa.testing.gate.hooks", "nsa.testing.shipped",
+    "nsa.testing.benchmarks",
 ]  # fmt: skip
-FOLDERS = ("parity", "edge", "perf")
 WORKERS_PER_GPU = 16  # compiling is CPU work, so several share a GPU
 GIB_PER_WORKER = 6  # its CUDA context, and a packed SDPA with its workspace of 1 GiB and what that is checked with
 KEPT_BYTES = 512 << 20  # of memory that torch keeps for later, per worker
@@ -127,7 +128,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.benchmark_disable = True  # pytest-benchmark would warn that it does so
     if hasattr(config, "workerinput"):
         _share_cores(int(config.workerinput["workercount"]))
-    elif config.pluginmanager.hasplugin("benchmark"):
+    elif options.has_benchmarks(config):
         options.check(config)
 
 
@@ -163,10 +164,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The folder is the mark. First, so that `-m` sees it. And what needs a GPU that is not there is skipped.
-
-    A test that no contestant promises anything for is left out.
-    """
+    """Skip what needs a GPU that is not there, and leave out a test for which no contestant promises anything."""
     nothing = [item for item in items if item.get_closest_marker("contested") and item.name.endswith(f"[{NONE}]")]
     if nothing:
         items[:] = [item for item in items if item not in nothing]
@@ -175,11 +173,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             reason = missing_gpu(*mark.args, **mark.kwargs)
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
-        if item.path.is_relative_to(config.rootpath):
-            folders = item.path.relative_to(config.rootpath).parts[:-1]
-            for folder in FOLDERS:
-                if folder in folders:
-                    item.add_marker(folder)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -189,6 +182,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Here, because what `-k` and `-m` leave out is no longer among the tests."""
     profiles.reproduce(session.config, session.items)
+    checked = any(item.get_closest_marker(mark) for item in session.items for mark in ("parity", "edge"))
+    if checked and current_lane() == "interpreter":
+        quicken()
+        addresses.watch()
 
 
 def large_tests_lock() -> Path:
@@ -275,7 +272,8 @@ def _notes_of_tests(reporter: pytest.TerminalReporter) -> list[str]:
 
 
 def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -> list[str]:
-    from nsa.testing.gate.hooks import gated_again  # a plugin of its own: pytest rewrites it when it registers it
+    from nsa.testing.gate.hooks import gated_again  # plugins of their own: pytest rewrites them when it registers them
+    from nsa.testing.shipped import FOLDERS
 
     ours: dict[Any, Any] = {}  # the first report of each test
     for report in (*reporter.stats.get("failed", ()), *reporter.stats.get("error", ())):
@@ -284,7 +282,12 @@ def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -
     words = "".join(f" --nsa-impl {impl}" for impl in config.getoption("nsa_impl"))
     words += options.sampling_again(config) + options.by_hand_again(config) + gated_again(config)
     lane = "NSA_TEST_TRITON_SEL=0 " if os.environ.get("NSA_TEST_TRITON_SEL") == "0" else ""
-    return [
-        f'{lane}pytest "{config.cwd_relative_nodeid(report.nodeid)}"{words}{profiles.again(config, report)}'
-        for report in ours.values()
-    ]
+    return [f"{lane}pytest {_test(config, report)}{words}{profiles.again(config, report)}" for report in ours.values()]
+
+
+def _test(config: pytest.Config, report: Any) -> str:
+    """A report's test, for a command line; one that ships is found by the name of its module."""
+    module = getattr(report, "nsa_module", None)
+    if module is None:
+        return f'"{config.cwd_relative_nodeid(report.nodeid)}"'
+    return f'--pyargs "{module}::{report.nodeid.partition("::")[2]}"'

@@ -24,13 +24,7 @@ from torch import Tensor
 import nsa
 from nsa import dispatch, probe, settings
 from nsa.reference import selection_reference
-from nsa.testing.interpreter import quicken
-from nsa.testing.judge import addresses
 from nsa.testing.plugin import current_lane
-
-if current_lane() == "interpreter":
-    quicken()
-    addresses.watch()
 
 ROUTES: dict[str, dict[str, Any]] = {
     "triton": {"backend": "triton"},

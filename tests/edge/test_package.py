@@ -22,7 +22,8 @@ from nsa import probe
 from nsa.testing.compile import budgets
 
 ROOT = Path(nsa.__file__).parents[1]
-PARTS = ("pyproject.toml", "README.md", "LICENSE", "nsa")
+PARTS = ("pyproject.toml", "README.md", "LICENSE", "nsa", "nsa_pytest.py")
+ENTRY_POINTS = "[pytest11]\nnsa_pytest = nsa_pytest\n"
 SETUPTOOLS = 77
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.{}(sys.argv[1]))"
 
@@ -77,15 +78,18 @@ def test_sdist_and_wheel_carry_all_that_is_read_at_run_time(built):
     tree = files()
     read = {"nsa/configs/base.yaml", "nsa/kernels/budgets.yaml", "nsa/testing/report/templates/report.md.j2"}
     assert read <= set(tree)
+    assert any(name.startswith("nsa/testing/suite/parity/test_") for name in tree)
     with zipfile.ZipFile(wheel) as archive:
         installed = {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
     for found in (inside, installed):
         assert {name for name in found if name.startswith("nsa/") and is_data(name)} == set(filter(is_data, tree))
         assert {name: content for name, content in found.items() if name.startswith("nsa/")} == tree
+    assert inside["nsa_pytest.py"] == installed["nsa_pytest.py"] == (ROOT / "nsa_pytest.py").read_bytes()
+    assert installed[f"nsa-{nsa.__version__}.dist-info/entry_points.txt"].decode() == ENTRY_POINTS
     licenses = [content for name, content in installed.items() if name.endswith(".dist-info/licenses/LICENSE")]
     assert licenses == [inside["LICENSE"]] == [(ROOT / "LICENSE").read_bytes()]
     tops = {name.partition("/")[0] for name in installed}
-    assert tops == {"nsa", f"nsa-{nsa.__version__}.dist-info"}, "nothing else lands in site-packages"
+    assert tops == {"nsa", "nsa_pytest.py", f"nsa-{nsa.__version__}.dist-info"}, "nothing else lands in site-packages"
 
 
 def test_metadata(built):

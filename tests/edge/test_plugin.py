@@ -1,7 +1,6 @@
-"""The suite's plugin and the root conftest.py, run on small projects of their own with the real configuration."""
+"""The suite's plugin and its lanes, on small projects of their own with this checkout's configuration."""
 
 import contextlib
-import importlib.util
 import json
 import re
 import shlex
@@ -17,7 +16,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import engine
 
-from nsa.testing import plugin, profiles
+from nsa import settings as nsa_settings
+from nsa.testing import lane, plugin, profiles
 
 pytest_plugins = ["pytester"]
 ROOT = Path(plugin.__file__).parents[2]
@@ -286,43 +286,41 @@ def test_a_failing_call_is_made_smaller_for_so_long(monkeypatch):
     assert len(failed) < 20
 
 
-# --- the root conftest.py, as a module --------------------------------------------------------------------------------
+# --- the lane ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def root_conftest(monkeypatch):
-    """The root conftest.py loaded once more; whatever it does to the environment is undone."""
-    for name in ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setenv("NSA_TEST_TRITON_SEL", "0")
-    spec = importlib.util.spec_from_file_location("root_conftest", ROOT / "conftest.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def chooser(monkeypatch):
+    """`nsa.testing.lane`, for one more choice. What it does to the environment is undone."""
     for name in ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "NSA_TEST_TRITON_SEL", "PYTEST_XDIST_WORKER"):
-        monkeypatch.delenv(name, raising=False)
-    return module
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    nsa_settings.interpreter.cache_clear()
+    yield lane
+    monkeypatch.undo()
+    nsa_settings.interpreter.cache_clear()
 
 
 @pytest.mark.parametrize(
     ("visible", "worker", "pinned"),
     [(None, "gw0", "0"), (None, "gw4", "1"), ("5,7", "gw1", "7"), ("GPU-a,GPU-b", "gw2", "GPU-a"), ("5,7", "", "5,7")],
 )
-def test_worker_is_pinned_to_one_gpu(root_conftest, monkeypatch, visible, worker, pinned):
+def test_worker_is_pinned_to_one_gpu(chooser, monkeypatch, visible, worker, pinned):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    root_conftest._pin_worker(worker)
-    assert root_conftest.os.environ["CUDA_VISIBLE_DEVICES"] == pinned
+    chooser._pin_worker(worker)
+    assert chooser.os.environ["CUDA_VISIBLE_DEVICES"] == pinned
 
 
 @pytest.mark.parametrize(
     ("cuda", "cause"), [(None, "is built without CUDA"), ("13.0", "(CUDA 13.0) finds no usable driver")]
 )
-def test_gpu_that_torch_cannot_use_is_an_error(root_conftest, monkeypatch, cuda, cause):
+def test_gpu_that_torch_cannot_use_is_an_error(chooser, monkeypatch, cuda, cause):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(root_conftest.Path, "glob", lambda self, pattern: [Path(f"{self}/nvidia0")])
-    assert root_conftest._choose_lane() == (
+    monkeypatch.setattr(chooser.Path, "glob", lambda self, pattern: [Path(f"{self}/nvidia0")])
+    assert chooser._choose() == (
         f"an NVIDIA GPU is visible (/dev/nvidia0), but torch {torch.__version__} {cause}: "
         "install a build of torch that fits the driver, or set NSA_TEST_TRITON_SEL=0 to test on the CPU"
     )
@@ -331,13 +329,13 @@ def test_gpu_that_torch_cannot_use_is_an_error(root_conftest, monkeypatch, cuda,
 @pytest.mark.parametrize(
     "environment", [{"NSA_TEST_TRITON_SEL": "0"}, {"TRITON_INTERPRET": "1"}, {"CUDA_VISIBLE_DEVICES": "-1"}]
 )
-def test_gpu_kept_out_on_purpose_is_no_error(root_conftest, monkeypatch, environment):
+def test_gpu_kept_out_on_purpose_is_no_error(chooser, monkeypatch, environment):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(root_conftest.Path, "glob", lambda self, pattern: [Path(f"{self}/nvidia0")])
+    monkeypatch.setattr(chooser.Path, "glob", lambda self, pattern: [Path(f"{self}/nvidia0")])
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert root_conftest._choose_lane() is None
-    assert root_conftest.os.environ["TRITON_INTERPRET"] == "1"
+    assert chooser._choose() is None
+    assert chooser.os.environ["TRITON_INTERPRET"] == "1"
 
 
 # --- requirements -----------------------------------------------------------------------------------------------------

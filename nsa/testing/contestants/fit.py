@@ -50,7 +50,7 @@ def fitted(case: Case, contract: Contract, interpreted: bool = False) -> Case:
     if c.scores != 1 and "small scores" in contract.needs:
         c = dataclasses.replace(c, scores=1.0)
     if not packed and not contract.chunks and c.S != c.S_kv and not c.seqlens:
-        S = min(c.S_kv, c.block_size + SMALL_CHUNK + c.S_kv % 24) if interpreted else c.S_kv
+        S = min(c.S_kv, c.block_size + SMALL_CHUNK + c.seed % 64) if interpreted else c.S_kv
         L = min(c.L, S)
         c = dataclasses.replace(c, S=S, S_kv=S, N=S * c.HKV, L=L, shared=0.0)
     return c

@@ -134,7 +134,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 def _refused_parent(config: pytest.Config) -> str | None:
     """Why several processes cannot do what was asked for; None if they can."""
     option = config.option
-    if not config.pluginmanager.hasplugin("benchmark"):
+    if not options.has_benchmarks(config):
         return "pytest-benchmark is switched off"
     first = "--nsa-against" if option.nsa_against else "--nsa-save-baseline"
     each = {"--benchmark-json": option.benchmark_json}
@@ -235,7 +235,7 @@ def _contestant(config: pytest.Config) -> str:
 def pytest_configure(config: pytest.Config) -> None:
     """Before pytest-benchmark's session exists; `pytest_sessionstart` does the rest, once it does."""
     config.stash[gate_key] = None
-    if hasattr(config, "workerinput") or not config.pluginmanager.hasplugin("benchmark"):
+    if hasattr(config, "workerinput") or not options.has_benchmarks(config):
         return
     reason = refusal(config)
     if reason is not None:

@@ -36,7 +36,7 @@ _short_key = pytest.StashKey[bool]()  # whether names are short because this mod
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Before any `pytest_configure`, where pytest-benchmark makes its session and `gate.hooks` hides an option."""
-    if config.pluginmanager.hasplugin("benchmark"):
+    if options.has_benchmarks(config):
         prefer_short_tables(config)
 
 

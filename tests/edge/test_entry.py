@@ -1,0 +1,396 @@
+"""`pip install 'nsa[test]'`, then `pytest --pyargs nsa.testing.suite` in any folder: `nsa_pytest` at work.
+
+Installed means here: a folder on PYTHONPATH with a copy of the package and the metadata that pip would write. The
+copy has a small suite of its own in the place of the one that ships.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+
+import nsa
+import nsa_pytest
+from nsa.testing import shipped
+
+from .test_package import ENTRY_POINTS
+
+ROOT = Path(nsa.__file__).parents[1]
+MILLISECONDS = 10
+
+PARITY = """
+import os, warnings
+import pytest
+from nsa.testing import interpreter
+from nsa.testing.contestants.named import load
+from nsa.testing.judge import addresses
+
+warnings.warn("Synchronization debug mode is a prototype feature", UserWarning)
+
+def test_mark_lane_and_contestant(request, lane):
+    assert [mark.name for mark in request.node.iter_markers() if mark.name != "filterwarnings"] == ["parity"]
+    assert (lane, os.environ["TRITON_INTERPRET"], os.environ["NSA_PROBE"]) == ("interpreter", "1", "never")
+    assert (interpreter.quicken.cache_info().currsize, addresses.watch.cache_info().currsize) == (1, 1)
+    assert load(request.config.getoption("nsa_impl")[0]).lse
+
+def test_warning():
+    warnings.warn("of a test", RuntimeWarning)
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_own_mark():
+    warnings.warn("of a test", RuntimeWarning)
+
+def test_exempt():
+    warnings.warn("Synchronization debug mode is a prototype feature", UserWarning)
+"""
+MODULE_MARK = """
+import warnings
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+def test_mark_of_the_module():
+    warnings.warn("of a test", RuntimeWarning)
+"""
+SUITE = {
+    "__init__.py": "",
+    "parity/__init__.py": "",
+    "parity/test_a.py": PARITY,
+    "parity/test_b.py": MODULE_MARK,
+    "edge/__init__.py": "",
+    "edge/test_c.py": "def test_deselected():\n    assert False\n",
+}
+SHIPPED = ("--pyargs", "nsa.testing.suite", "-m", "parity", "--nsa-impl", "mine:attend")
+PASSED, FAILED = 4, 1  # of the tests above
+
+
+def write(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The package and its module for pytest, not installed: no metadata says that there is a plugin."""
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(ROOT / "nsa", folder / "nsa", ignore=shutil.ignore_patterns("__pycache__", "suite"))
+    shutil.copy(ROOT / "nsa_pytest.py", folder)
+    write(folder / "nsa/testing/suite", SUITE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def metadata(tmp_path_factory):
+    """What pip would write beside them. The entry point has the name of the one in the environment, if that has one."""
+    folder = tmp_path_factory.mktemp("metadata")
+    files = {"METADATA": "Metadata-Version: 2.1\nName: nsa\nVersion: 0.1.0\n", "entry_points.txt": ENTRY_POINTS}
+    files["RECORD"] = "nsa/__init__.py,,\nnsa_pytest.py,,\n"
+    write(folder / "nsa-0.1.0.dist-info", files)
+    return folder
+
+
+@pytest.fixture
+def environment():
+    """`environment(*folders, **more)`: this process's environment, as it is outside of the suite."""
+
+    def make(*folders, **more):
+        ours = ("NSA_", "TRITON_", "PYTEST_", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        return kept | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "NSA_TEST_TRITON_SEL": "0"} | more
+
+    return make
+
+
+@pytest.fixture
+def installed(site, metadata, environment):
+    return environment(metadata, site)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An empty folder with a kernel."""
+    empty = tmp_path / "stranger"
+    write(empty, {"mine.py": "def attend(q, k, v, *, ranges, causal, scale, return_lse=False):\n    return q\n"})
+    return empty
+
+
+def outcome(done):
+    """`{"passed": 4, …}`."""
+    last = (done.stdout.splitlines() or [""])[-1]
+    return {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|deselected|skipped)", last)}
+
+
+def ran(done):
+    """All of the small suite's parity, and no more."""
+    found = outcome(done)
+    found.pop("deselected", None)  # xdist does not say it
+    assert found == {"passed": PASSED, "failed": FAILED}, done.stdout + done.stderr
+    assert re.search(r"^FAILED \S*test_a.py::test_warning - RuntimeWarning: of a test", done.stdout, re.M), done.stdout
+
+
+# --- the suite, installed ---------------------------------------------------------------------------------------------
+
+SCRIPT = "import sys; del sys.path[0]; import pytest; sys.exit(pytest.main())"
+"""The command `pytest`: unlike `python -m pytest`, it leaves the current folder out of sys.path."""
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_the_shipped_suite_runs_in_an_empty_folder(folder, installed, workers):
+    command = [sys.executable, "-c", SCRIPT, *SHIPPED, "-n", workers]
+    ran(subprocess.run(command, cwd=folder, env=installed, capture_output=True, text=True, check=False))
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_failure_is_replayed_by_the_line_as_it_is_printed(run_pytest, folder, installed, workers):
+    first = run_pytest(*SHIPPED, "-n", workers, cwd=folder, environment=installed)
+    [line] = [line for line in first.stdout.splitlines() if "pytest --pyargs" in line]
+    words = shlex.split(line)
+    assert words[:2] == ["NSA_TEST_TRITON_SEL=0", "pytest"]
+    again = run_pytest(*words[2:], cwd=folder, environment=installed)
+    assert outcome(again) == {"failed": 1}, again.stdout
+    assert line in again.stdout
+
+
+LAX = "python_files = check_*.py\npython_functions = check_*\nfilterwarnings = ignore\n"
+STRICT = "filterwarnings = error\naddopts = --strict-markers --strict-config\n"
+THEIRS = """
+import warnings
+
+def {0}_theirs(request):
+    assert list(request.node.iter_markers()) == []
+    warnings.warn("of a test", RuntimeWarning)
+"""
+
+
+@pytest.mark.parametrize(("ini", "file", "fails"), [(LAX, "check", 0), (STRICT, "test", 1)], ids=["lax", "strict"])
+def test_another_projects_settings_are_for_its_own_tests(run_pytest, folder, installed, ini, file, fails):
+    write(folder, {"pytest.ini": f"[pytest]\n{ini}", f"perf/{file}_theirs.py": THEIRS.format(file)})
+    arguments = ["--pyargs", "nsa.testing.suite.parity", "perf", "--nsa-impl", "mine:attend"]
+    nothing_to_save = "--benchmark-save=x"  # of which pytest-benchmark warns when the run ends
+    done = run_pytest(*arguments, nothing_to_save, cwd=folder, environment=installed)
+    assert outcome(done) == {"passed": PASSED + 1 - fails, "failed": FAILED + fails}, done.stdout + done.stderr
+    assert ("FAILED perf/test_theirs.py" in done.stdout) == bool(fails)
+
+
+def test_warnings_of_the_suite_can_be_allowed_by_hand(run_pytest, folder, installed):
+    done = run_pytest(*SHIPPED, "-W", "ignore:of a (test:", cwd=folder, environment=installed)
+    ran(done)
+    done = run_pytest(*SHIPPED, "-W", "ignore:of a test:RuntimeWarning", cwd=folder, environment=installed)
+    assert outcome(done) == {"passed": PASSED + FAILED, "deselected": 1}
+
+
+@pytest.mark.parametrize("way", ["ini", "environment", "file"])
+def test_arguments_from_elsewhere_count(run_pytest, folder, installed, way):
+    write(folder, {"words": "\n".join(SHIPPED)})
+    if way == "ini":
+        write(folder, {"pytest.ini": f"[pytest]\naddopts = {' '.join(SHIPPED)}\n"})
+    elif way == "environment":
+        installed["PYTEST_ADDOPTS"] = " ".join(SHIPPED)
+    ran(run_pytest(*["@words"] * (way == "file"), cwd=folder, environment=installed))
+
+
+def test_without_autoload_it_is_named(run_pytest, folder, installed):
+    installed["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    nothing = run_pytest(*SHIPPED, cwd=folder, environment=installed)
+    assert nothing.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "unrecognized arguments: --nsa-impl" in nothing.stderr
+    ran(run_pytest(*SHIPPED, "-p", "nsa_pytest", cwd=folder, environment=installed))
+    named = ("-p", "nsa_pytest", "-p", "pytest_benchmark.plugin", "-p", "xdist.plugin", "-n", "2")
+    ran(run_pytest(*SHIPPED, *named, cwd=folder, environment=installed))
+    refused = run_pytest(*SHIPPED, *named, "--nsa-csv", "x.csv", cwd=folder, environment=installed)
+    assert "--nsa-csv needs benchmarks, and under xdist there are none" in refused.stderr
+
+
+def test_naming_an_autoloaded_plugin_registers_it_once(run_pytest, folder, installed):
+    ran(run_pytest(*SHIPPED, "-p", "nsa_pytest", "-p", "nsa.testing.plugin", cwd=folder, environment=installed))
+
+
+@pytest.mark.parametrize("interpret", ["", "1"], ids=["to-compile", "to-interpret"])
+def test_triton_that_was_imported_before_is_refused(run_pytest, folder, installed, interpret):
+    """Unless it was imported to interpret. The stand-in would not survive quickening, so no test runs."""
+    write(folder, {"early.py": "import sys, types\nsys.modules['triton'] = types.ModuleType('triton')\n"})
+    arguments = [*SHIPPED, "-p", "early", "--collect-only", "-k", "no_such_test"]
+    done = run_pytest(*arguments, cwd=folder, environment=installed | {"TRITON_INTERPRET": interpret})
+    if interpret:
+        assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout + done.stderr
+        return
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    lines = done.stderr.strip().splitlines()
+    assert lines[0].startswith("ERROR: Triton was imported before the suite chose its lane")
+    assert len(lines) <= 3
+
+
+# --- a checkout -------------------------------------------------------------------------------------------------------
+
+REGISTERED = """
+def test_once(request, lane):
+    config = request.config
+    assert config.pluginmanager.hasplugin("nsa.testing.plugin")
+    assert len([line for line in config.getini("markers") if line.startswith("parity:")]) == 1
+    assert config.pluginmanager.hasplugin("nsa_pytest") == {entry}
+    assert [mark.name for mark in request.node.iter_markers()] == ["parity"]
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    project = tmp_path / "checkout"
+    project.mkdir()
+    for name in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, project)
+    return project
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [(True, []), (True, ["--nsa-seed", "7"]), (True, ["--nsa-seed", "7", "-n", "2"]), (False, ["--nsa-seed", "7"])],
+    ids=["editable-plain", "editable-option", "editable-xdist", "not-installed"],
+)
+def test_a_checkout_registers_the_plugin_once(run_pytest, checkout, site, metadata, environment, entry, words):
+    """Its root conftest.py does, and where it is installed, the entry point, too."""
+    write(checkout, {"tests/parity/test_once.py": REGISTERED.format(entry=entry)})
+    path = [metadata, site] if entry else [site]
+    words = words if entry else [*words, "-p", "no:nsa_pytest"]  # the environment of this test may have installed it
+    done = run_pytest(*words, "-m", "parity", cwd=checkout, environment=environment(*path))
+    assert outcome(done) == {"passed": 1}, done.stdout + done.stderr
+    assert done.stdout.count("nsa lane:") == 1
+
+
+# --- nobody asked -----------------------------------------------------------------------------------------------------
+
+OTHERS = """
+import importlib, json, os, sys, time, warnings
+import pytest
+
+def best(f):
+    times = []
+    for _ in range(30):
+        began = time.perf_counter()
+        f()
+        times.append(time.perf_counter() - began)
+    return min(times) * 1e3
+
+def state():
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return kept, list(sys.path), list(sys.meta_path), list(warnings.filters)
+
+class Probe:
+    def pytest_load_initial_conftests(self, early_config, parser, args):
+        import nsa_pytest
+        assert early_config.pluginmanager.hasplugin("nsa_pytest"), "it is not installed here"
+        before = state()
+        found["hook"] = best(lambda: nsa_pytest.pytest_load_initial_conftests(early_config, parser, args))
+        assert state() == before
+
+    def pytest_sessionfinish(self, session):
+        config = session.config
+        found["plugins"] = [n for n, _ in config.pluginmanager.list_name_plugin() if n.startswith("nsa")]
+        found["marks"] = [line for line in config.getini("markers") if line.startswith(("parity", "edge", "perf"))]
+
+def imported():
+    sys.modules.pop("nsa_pytest", None)
+    importlib.import_module("nsa_pytest")
+
+found = {"import": best(imported)}
+found["status"] = pytest.main(["perf"], plugins=[Probe()])
+found["modules"] = [name for name in ("torch", "nsa", "triton", "numpy") if name in sys.modules]
+print(json.dumps(found))
+"""
+
+
+def test_a_run_that_does_not_ask_pays_nothing(tmp_path, installed):
+    """Their folder may be called as one of ours, and their tests may warn."""
+    write(tmp_path, {"perf/test_theirs.py": THEIRS.format("test")})
+    command = [sys.executable, "-c", OTHERS]
+    done = subprocess.run(command, cwd=tmp_path, env=installed, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    cost = found.pop("import") + found.pop("hook")
+    assert found == {"plugins": ["nsa_pytest"], "marks": [], "status": 0, "modules": []}, done.stdout
+    assert cost < MILLISECONDS, f"expected at most {MILLISECONDS} ms, took {cost:.2f} ms"
+
+
+@pytest.mark.parametrize("asked", [[], ["--nsa-seed", "7"]], ids=["not-asked", "asked"])
+def test_the_library_keeps_its_own_assertions(run_pytest, tmp_path, installed, asked):
+    """pytest would rewrite them all, in every distribution that has a plugin, and they are on hot paths."""
+    text = "import nsa.spans\ndef test_a():\n    assert 'Rewriting' not in type(nsa.spans.__loader__).__name__\n"
+    write(tmp_path, {"test_a.py": text})
+    done = run_pytest(*asked, cwd=tmp_path, environment=installed)
+    assert outcome(done) == {"passed": 1}, done.stdout
+
+
+# --- how it decides ---------------------------------------------------------------------------------------------------
+
+
+def config(**options):
+    return types.SimpleNamespace(option=argparse.Namespace(**options))
+
+
+@pytest.mark.parametrize(
+    ("word", "asked"),
+    [
+        ("--nsa-impl=mine:attend", True),
+        ("nsa.testing.suite", True),
+        ("nsa.testing.suite.parity.test_a::test_b[x]", True),
+        ("../site-packages/nsa/testing/suite/parity/test_a.py::test_b", True),
+        ("--deselect=nsa/testing/suite/edge", True),
+        ("--nsa", False),
+        ("--no-nsa-x", False),
+        ("-mparity", False),
+        ("nsa.testing", False),
+        ("tests/unsa.testing.suites", False),
+        ("nsa.testing.suites", False),
+    ],
+)
+def test_arguments_that_ask_for_the_suite(word, asked):
+    assert nsa_pytest._asked(config(), None, ["-q", word]) == asked
+
+
+def test_a_parents_options_ask_for_the_suite():
+    """Some releases of xdist start a worker with them, and without the arguments that were in addopts."""
+    assert nsa_pytest._asked(config(nsa_impl=[]), None, [])
+    assert not nsa_pytest._asked(config(verbose=1), None, [])
+
+
+def test_a_warning_of_an_import_does_not_end_a_strict_project(monkeypatch, tmp_path):
+    monkeypatch.setattr(nsa_pytest, "_register", lambda config: warnings.warn("of torch", DeprecationWarning, 2))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    early = config(nsa_impl=[])
+    early.pluginmanager = types.SimpleNamespace(rewrite_hook=None)
+    early.invocation_params = types.SimpleNamespace(dir=tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("error")
+        nsa_pytest.pytest_load_initial_conftests(early, None, [])
+    assert [str(warning.message) for warning in caught] == ["of torch"]
+    assert sys.path[0] == str(tmp_path)
+
+
+@pytest.mark.parametrize("module", ["filelock", "pytest_benchmark"])
+def test_without_the_extra_it_says_what_to_install(monkeypatch, module):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find(name))
+    said = f"nsa.testing.suite needs {nsa_pytest.NEEDS[module]}: pip install 'nsa[test]'"
+    with pytest.raises(pytest.UsageError, match=f"^{re.escape(said)}$"):
+        nsa_pytest._register(config())
+
+
+def test_an_older_checkout_is_left_to_its_own_conftest(monkeypatch):
+    """`--nsa-against` runs one in this environment."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "nsa.testing.lane" else find(name))
+    nsa_pytest._register(config())  # which has no pluginmanager
+
+
+def test_exemptions_are_those_of_the_checkout(pytestconfig):
+    assert pytestconfig.getini("filterwarnings") == ["error", *shipped.EXEMPT]
