@@ -1,6 +1,5 @@
-"""What `--nsa-impl` holds a third party's kernel to beside its numbers: what comes back, and that inputs stay."""
+"""What the suite asks of a contestant beside its numbers: what comes back, and that inputs stay as they are."""
 
-import os
 import re
 
 import pytest
@@ -59,22 +58,6 @@ def flat_rows(Q, K, V):
     return Q.flatten()
 
 
-def takes_nothing(*args, **how):
-    raise NotImplementedError("anything")
-
-
-def without_lse(*args, return_lse=False, **how):
-    if return_lse:
-        raise NotImplementedError("an LSE")
-    return right(*args, **how)
-
-
-def only_with_lse(*args, return_lse=False, **how):
-    if not return_lse:
-        raise NotImplementedError("O alone")
-    return right(*args, **how, return_lse=True)
-
-
 not_callable = 3
 """
 WRONG = {
@@ -122,43 +105,5 @@ def test_packed_rows_of_another_shape(run):
 
 
 def test_what_is_no_function(run):
-    with pytest.raises(ValueError, match="--nsa-impl: expected a function, got 'contract_kernels:not_callable', a int"):
+    with pytest.raises(ValueError, match="--nsa-impl contract_kernels:not_callable: expected a function, got a int"):
         run("not_callable")
-
-
-NO_QUERIES = ("tests/edge/test_third_party.py", "-k", "no-queries and fp32")  # two cases
-NOBODY = ("tests/edge/test_third_party.py", "-k", "nobody_selects")  # none of packed rows
-PERF = ("tests/perf/test_kernels.py",)  # without a GPU one case, of packed rows
-NOTHING = "none of its 4 tests ran to the end: nothing is proved"
-ONLY = "its only test did not run to the end: nothing is proved"
-SAID = {  # what is run, and what the end says of which kernels
-    "nothing": (NO_QUERIES, {"takes_nothing": NOTHING}),
-    "right": (NO_QUERIES, {"right": None}),
-    "right-and-nothing": (NO_QUERIES, {"right": None, "takes_nothing": NOTHING}),
-    "no-lse": (NO_QUERIES, {"without_lse": "none of its 2 tests with an LSE ran to the end: its LSE is not proved"}),
-    "lse-only": (
-        NO_QUERIES,
-        {"only_with_lse": "none of its 2 tests without an LSE ran to the end: O alone is not proved"},
-    ),
-    "wrong-lse": (NO_QUERIES, {"double_lse": None}),
-    "no-case": (PERF, {"right@blocks": ONLY}),
-    "no-case-beside-another": (PERF, {"right": ONLY, "right@blocks": ONLY}),
-    "no-selection": (NOBODY, {"flat_rows@dense": ONLY}),
-}
-
-
-@pytest.mark.parametrize("which", SAID)
-def test_the_end_says_what_is_not_proved(run, run_pytest, pytestconfig, tmp_path, which):
-    """And a kernel that takes no case has a skip of its own, whatever others take."""
-    chosen, said = SAID[which]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST") and k != "TRITON_INTERPRET"}
-    kept |= {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(pytestconfig.rootpath))), "NSA_TEST_TRITON_SEL": "0"}
-    named = [word for name in said for word in ("--nsa-impl", f"contract_kernels:{name}")]
-    arguments = (*chosen, *named, "-p", "no:cacheprovider", "--benchmark-disable")
-    done = run_pytest(*arguments, cwd=pytestconfig.rootpath, environment=kept)
-    found = dict(re.findall(r"^--nsa-impl contract_kernels:(\S+): (.*)$", done.stdout, re.M))
-    assert found == {name: line for name, line in said.items() if line is not None}, done.stdout + done.stderr
-    assert done.returncode == (pytest.ExitCode.TESTS_FAILED if which == "wrong-lse" else pytest.ExitCode.OK)
-    for name in said:
-        takes_none = f"contract_kernels:{name} takes none of this test's cases" in done.stdout
-        assert takes_none == ("@" in name), done.stdout

@@ -221,7 +221,7 @@ def _storage(config: pytest.Config) -> Path:
     where = str(config.option.benchmark_storage)
     if where == UPSTREAM_STORAGE or ("://" in where and not where.startswith("file://")):
         checkout = config.rootpath / "tests" / "perf" / "baselines"
-        ours = not config.option.nsa_impl and checkout.is_dir()
+        ours = not config.option.nsa_impl and checkout.parent.is_dir()
         return checkout if ours else Path(config.invocation_params.dir, "nsa-baselines")
     return Path(config.invocation_params.dir, where.removeprefix("file://"))
 

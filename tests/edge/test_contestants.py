@@ -1,0 +1,226 @@
+"""Kernels of others by `--nsa-impl`: judged within their contracts, told what they compute, refused in three lines."""
+
+import os
+import re
+import textwrap
+
+import pytest
+
+from nsa.testing.contestants import named
+from nsa.testing.contestants.contract import Contract
+from nsa.testing.contestants.fit import ENOUGH
+from nsa.testing.verdicts import Tally, Verdicts
+
+KERNELS = """
+    import torch
+
+    from nsa.reference import selection_reference
+    from nsa.testing import contestant
+
+    def right(q, k, v, *, ranges, causal, scale, return_lse=False):
+        out = selection_reference(q.double(), k, v, ranges=ranges, causal=causal, scale=scale, return_lse=return_lse)
+        return (out[0].to(q.dtype), out[1].float()) if return_lse else out.to(q.dtype)
+
+    def first_64(q, k, v, *, ranges, causal, scale, return_lse=False):
+        S, S_kv = q.shape[1], k.shape[1]
+        limit = (torch.arange(S) + S_kv - S + 1).clamp(max=S_kv).view(1, S, 1, 1) if causal else torch.tensor(S_kv)
+        start, end = (x.long().clamp(min=0).minimum(limit) for x in ranges.unbind(-1))
+        length = (end - start).clamp(min=0)
+        left = (64 - (length.cumsum(-1) - length)).clamp(min=0)
+        short = torch.stack((start, start + length.minimum(left)), -1)
+        return right(q, k, v, ranges=short, causal=causal, scale=scale, return_lse=return_lse)
+
+    # As public kernels are: one head dim, one group, one block size, and lists that are sorted and padded at the end.
+    @contestant(
+        takes=("blocks",), dtypes=("bf16", "fp16"), dims=(128,), groups=(16,), unequal_dims=False, block_sizes=(64,),
+        causal=(True,), chunks=False, int64=False,
+        needs=("sorted", "padding last", "distinct", "visible", "nonempty", "contiguous", "finite"),
+    )
+    def picky(q, k, v, block_indices, block_size, scale):
+        listed = block_indices.masked_fill(block_indices < 0, 10**6)
+        assert q.dtype == torch.float16 and q.shape[-1] == 128 and q.shape[2] == 16 * k.shape[2] and block_size == 64
+        assert bool((listed.diff(dim=-1) >= 0).all()) and bool((listed[..., 0] < 10**6).all()) and q.is_contiguous()
+        return selection_reference(q.double(), k, v, block_indices=block_indices, block_size=64, scale=scale).to(q.dtype)
+
+    @contestant(takes=("blocks",), lse="2", needs=("default scale",))
+    def base_2(q, k, v, block_indices, block_size, causal):
+        o, lse = selection_reference(
+            q.double(), k, v, block_indices=block_indices, block_size=block_size, causal=causal, return_lse=True
+        )
+        return o.to(q.dtype), (lse / torch.log(torch.tensor(2.0))).float()
+
+    @contestant(takes=("ranges",), lse="e")
+    def gives_up(q, k, v, ranges, causal, scale, return_lse=False):
+        raise NotImplementedError("a promised call")
+
+    def takes_nothing(q, k, v, *, ranges, causal, scale, return_lse=False):
+        raise NotImplementedError("anything")
+
+    def no_selection(q, k, v, *, causal, scale):
+        pass
+
+    def other_words(q, k, v, *, spans, causal):
+        pass
+
+    @contestant(takes=("ranges",))
+    def one_causal(q, k, v, ranges, scale):
+        pass
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stranger")
+    (folder / "mine.py").write_text(textwrap.dedent(KERNELS))
+    return folder
+
+
+@pytest.fixture
+def suite(run_pytest, folder, pytestconfig):
+    """`suite(*arguments)`: the shipped suite in this checkout, on kernels of `mine.py`, without a GPU."""
+
+    def run(*arguments, **environment):
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST") and k != "TRITON_INTERPRET"}
+        path = os.pathsep.join((str(folder), str(pytestconfig.rootpath)))
+        kept |= {"PYTHONPATH": path, "NSA_TEST_TRITON_SEL": "0"} | environment
+        arguments = ("--pyargs", "nsa.testing.suite", *arguments, "-q", "-p", "no:cacheprovider")
+        return run_pytest(*arguments, cwd=pytestconfig.rootpath, environment=kept)
+
+    return run
+
+
+def verdicts(done):
+    """The lines of the section, joined as they were before they were wrapped."""
+    section = done.stdout.partition("= contestants =")[2].partition("\n===")[0]
+    return re.sub(r"\n    ", " ", section.partition("\n")[2])
+
+
+def test_a_kernel_of_one_size_is_judged_on_it(suite):
+    """Cases are reshaped to its contract, not skipped; what it does not promise is said once."""
+    done = suite("-m", "parity or edge", "--nsa-impl", "mine:picky", "-k", "not any_selection")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = verdicts(done)
+    count = re.search(r"mine:picky, parity: right on (\d+) cases; does not promise: (.*)", said)
+    assert count, done.stdout
+    assert int(count[1]) >= ENOUGH
+    for words in ("padding in any slot", "G other than 16", "LSE", "block size other than 64"):
+        assert count[2].count(words) == 1
+    assert re.search(r"mine:picky, edge: right on \d+ cases", said)
+    assert "SKIPPED" not in done.stdout.replace("streams need a GPU", "", 1).replace("SKIPPED [", "", 1)
+
+
+def test_a_wrong_kernel_is_told_what_it_computes(suite):
+    done = suite("-m", "parity", "--nsa-impl", "mine:first_64", "-k", "not any_selection")
+    assert done.returncode == 1
+    said = verdicts(done)
+    assert re.match(r"mine:first_64, parity: WRONG on (\d+) of \d+ cases\n", said), done.stdout
+    assert re.findall(r"^  (.*) \(fits", said, re.M) == ["reads only the first 64 keys of a row"]
+    assert "no known mistake" not in said
+
+
+def test_what_is_not_proved_is_red(suite):
+    """Too few cases; a promised call that is refused; a call that is refused without a promise."""
+    names = ("right", "base_2", "gives_up", "takes_nothing")
+    chosen = [word for name in names for word in ("--nsa-impl", f"mine:{name}")]
+    done = suite("-m", "parity", *chosen, "-k", "block16 or L33 and not any_selection")
+    said = verdicts(done)
+    assert done.returncode == 1
+    assert re.search(rf"mine:right, parity: not proved: \d+ distinct cases, {ENOUGH} are needed", said), done.stdout
+    assert re.search(r"mine:base_2, parity: right on \d+ cases", said), done.stdout
+    assert re.search(r"mine:gives_up, parity: WRONG on (\d+) of \1 cases", said)
+    assert "raised NotImplementedError: a promised call" in done.stdout
+    assert re.search(r"mine:takes_nothing, parity: right on 0 cases.*\n  \d+ cases? not run: unsupported", said)
+    assert "mine:takes_nothing, parity: not proved: outputs: promised, and no test of this run asked for it" in said
+
+
+MISUSED = {
+    "no-module": ("nowhere:attend", "cannot be imported"),
+    "no-function": ("mine:rihgt", "has no attribute 'rihgt'"),
+    "no-function-named": ("mine", "expected package.module:function"),
+    "other-words": ("mine:other_words", "missing a required keyword-only argument: 'spans'"),
+    "no-selection": ("mine:no_selection", "promises what needs an argument 'ranges'"),
+    "contract-and-signature": ("mine:one_causal", "promises what needs an argument 'causal'"),
+}
+
+
+@pytest.mark.parametrize("which", MISUSED)
+def test_a_mistake_of_use_takes_three_lines(suite, which):
+    spec, message = MISUSED[which]
+    done = suite("-m", "parity", "--nsa-impl", spec)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert message in done.stderr, done.stderr
+    assert len(lines) <= 3, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+TIMED = """
+    import os
+    import time
+
+    import torch
+
+    from nsa.reference import packed_sdpa
+
+    def attend(q, k, v, *, ranges, causal, scale):
+        begin = time.perf_counter()
+        out = packed_sdpa(q, k, v, ranges=ranges, causal=causal, scale=scale)
+        end = begin + (time.perf_counter() - begin) * float(os.environ.get("TIMES", 1))
+        while time.perf_counter() < end:
+            pass
+        return out
+"""
+
+
+def test_a_contestants_own_baseline_gates_it(run_pytest, tmp_path, pytestconfig):
+    """Plain torch, timed on a CPU: half as slow again is a FAIL. Ours keep the baselines that they have."""
+    (tmp_path / "timed.py").write_text(textwrap.dedent(TIMED))
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST") and k != "TRITON_INTERPRET"}
+    kept |= {"PYTHONPATH": str(pytestconfig.rootpath), "NSA_TEST_TRITON_SEL": "0"}
+    chosen = ("-p", "nsa_pytest", "--pyargs", "nsa.testing.suite", "-m", "perf", "--nsa-impl", "timed:attend")
+    chosen = (*chosen, "-k", "D128-Dv128-L1024", "-q", "-p", "no:cacheprovider")
+    saved = run_pytest(*chosen, "--nsa-save-baseline", cwd=tmp_path, environment=kept)
+    assert saved.returncode == 0, saved.stdout + saved.stderr
+    (folder,) = {path.parent for path in tmp_path.glob("nsa-baselines/*/timed-attend/*.json")}
+    assert len(list(folder.glob("*.json"))) == 3
+    slow = run_pytest(*chosen, "--benchmark-compare", cwd=tmp_path, environment=kept | {"TIMES": "1.5"})
+    assert slow.returncode == 1, slow.stdout
+    assert re.search(r"gate: .*[1-9] FAIL", slow.stdout), slow.stdout
+
+
+def test_a_baseline_is_of_one_contestant(suite):
+    two = ("--nsa-impl", "mine:right", "--nsa-impl", "mine:first_64")
+    done = suite("-m", "perf", *two, "--nsa-save-baseline")
+    assert done.returncode == 1
+    assert "a baseline is of one contestant: leave out all but one --nsa-impl" in done.stderr
+
+
+# --- verdicts, without a run -----------------------------------------------------------------------------------------
+
+
+def said_of(tally, whole=True, lane="parity", **contract):
+    impl = named.of_function("a:kernel", lambda q, k, v, **how: None, Contract(**contract))
+    one = Verdicts.__new__(Verdicts)
+    one.whole = whole
+    return one._of_lane(impl, lane, tally)
+
+
+def test_a_promise_that_no_test_asked_for_is_named():
+    cases = {f"case{i}" for i in range(ENOUGH)}
+    how = {"lse": "e", "gradients": True, "sequences": True}
+    lines = said_of(Tally(right=cases, exercised={"O", "LSE"}), **how)
+    asked = "promised, and no test of this run asked for it"
+    assert lines[1:] == [f"a:kernel, parity: not proved: {text}: {asked}" for text in ("gradients", "cu_seqlens")]
+    everything = {"O", "LSE", "gradients", "cu_seqlens"}
+    assert len(said_of(Tally(right=cases, exercised=everything), **how)) == 1
+    assert len(said_of(Tally(right={"one"}, exercised=everything), whole=False, **how)) == 1, "a replay claims no more"
+
+
+def test_mistakes_are_counted_by_case_and_the_fewest_are_named():
+    wrong = {f"case{i}": ["misses the last key", "reads only the first 7 keys"] for i in range(2)}
+    wrong |= {f"more{i}": ["misses the last key"] for i in range(3)} | {"odd": []}
+    lines = said_of(Tally(right={"fine"}, wrong=wrong))
+    assert lines == [
+        "a:kernel, parity: WRONG on 6 of 7 cases", "  misses the last key (fits 5 cases)",
+        "  no known mistake fits 1 case",
+    ]  # fmt: skip
