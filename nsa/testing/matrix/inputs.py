@@ -190,7 +190,8 @@ def drowned(x: Tensor, room: int = 3) -> Tensor:
     arena_shape = [s + 2 * room for s in x.shape[:-1]] + [x.shape[-1] + 16]
     poison = math.nan if x.is_floating_point() else torch.iinfo(x.dtype).max // 3
     arena = torch.full(arena_shape, poison, dtype=x.dtype, device=x.device)
-    inside = arena[(*(slice(room, room + s) for s in x.shape[:-1]), slice(8, 8 + x.shape[-1]))]
+    where = (*(slice(room, room + s) for s in x.shape[:-1]), slice(8, 8 + x.shape[-1]))
+    inside = arena[where]
     inside.copy_(x)
     assert inside.stride(-1) == 1
     return inside
