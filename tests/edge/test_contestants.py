@@ -40,7 +40,8 @@ KERNELS = """
         listed = block_indices.masked_fill(block_indices < 0, 10**6)
         assert q.dtype == torch.float16 and q.shape[-1] == 128 and q.shape[2] == 16 * k.shape[2] and block_size == 64
         assert bool((listed.diff(dim=-1) >= 0).all()) and bool((listed[..., 0] < 10**6).all()) and q.is_contiguous()
-        return selection_reference(q.double(), k, v, block_indices=block_indices, block_size=64, scale=scale).to(q.dtype)
+        blocks = {"block_indices": block_indices, "block_size": block_size}
+        return selection_reference(q.double(), k, v, **blocks, scale=scale).to(q.dtype)
 
     @contestant(takes=("blocks",), lse="2", needs=("default scale",))
     def base_2(q, k, v, block_indices, block_size, causal):

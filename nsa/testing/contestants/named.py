@@ -51,7 +51,10 @@ def load(spec: str) -> Contestant:
         raise ValueError(f"--nsa-impl {spec}: expected a function, got a {type(found).__name__}")
     takes = UNDECLARED[kind]
     promised = _named(spec, found, ARGUMENTS[takes])
-    contract = Contract(takes=(takes,), lse="e" if "return_lse" in promised else "")
+    unscaled = takes == "rows" and "scale" not in promised
+    contract = Contract(
+        takes=(takes,), lse="e" if "return_lse" in promised else "", needs=("default scale",) if unscaled else ()
+    )
     return of_function(spec, found, contract)
 
 
