@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-USING, PROVING = ROOT / "docs" / "using.md", ROOT / "docs" / "proving.md"
+USING, PROVING, REPORT = (ROOT / "docs" / f"{name}.md" for name in ("using", "proving", "report"))
 DOCUMENTS = {path.name: path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

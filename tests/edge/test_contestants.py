@@ -138,7 +138,7 @@ MISUSED = {
     "no-module": ("nowhere:attend", "cannot be imported"),
     "no-function": ("mine:rihgt", "has no attribute 'rihgt'"),
     "no-function-named": ("mine", "expected package.module:function"),
-    "other-words": ("mine:other_words", "missing a required keyword-only argument: 'spans'"),
+    "other-words": ("mine:other_words", r"missing a required .*argument: 'spans'"),
     "no-selection": ("mine:no_selection", "promises what needs an argument 'ranges'"),
     "contract-and-signature": ("mine:one_causal", "promises what needs an argument 'causal'"),
 }
@@ -150,7 +150,7 @@ def test_a_mistake_of_use_takes_three_lines(suite, which):
     done = suite("-m", "parity", "--nsa-impl", spec)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    assert message in done.stderr, done.stderr
+    assert re.search(message, done.stderr), done.stderr
     assert len(lines) <= 3, done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 

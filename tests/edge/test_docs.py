@@ -20,7 +20,7 @@ from nsa.testing.gate import rule, store
 from nsa.testing.judge import forward
 from nsa.testing.report import pages, tables
 
-from .documents import DOCUMENTS, PROVING, ROOT, USING, fenced, inline, names, prose, table
+from .documents import DOCUMENTS, PROVING, REPORT, ROOT, USING, fenced, inline, names, prose, table
 
 # --- Python ----------------------------------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ def test_options_are_those_that_the_suite_registers(pytestconfig):
     (group,) = (group for group in pytestconfig._parser._groups if group.name == "nsa")
     registered = {option.names()[0]: option.attrs() for option in group.options}
     public = {name for name, attributes in registered.items() if attributes["help"] is not argparse.SUPPRESS}
-    rows = table(PROVING, "option", "what it does")
+    rows = table(REPORT, "option", "what it does")
     assert names(row[0] for row in rows) == public
     for option, text in rows:
         attributes = registered[option.strip("`")]
@@ -131,7 +131,7 @@ def test_backends_and_schedules():
 
 
 def test_columns_are_those_of_the_report():
-    page, csv = (part.strip() for part in PROVING.read_text().split("Columns of `report.csv`"))
+    page, csv = (part.strip() for part in REPORT.read_text().split("Columns of `report.csv`"))
     headers = (
         tables.SUMMARY_HEADER,
         tables.PREFILL_HEADER,
@@ -178,7 +178,7 @@ def test_memory_of_training_is_what_is_measured():
     """`nsa.testing.clock.training` counts outputs and gradients; the report and the list of its columns say so."""
     said = "beside its inputs (outputs and gradients included)"
     assert said in tables.TRAINING_TEXT
-    assert f"| `memory vs flash` | memory of a step {said}, over " in PROVING.read_text(encoding="utf-8")
+    assert f"| `memory vs flash` | memory of a step {said}, over " in REPORT.read_text(encoding="utf-8")
 
 
 def test_the_bound_is_the_one_quoted():
