@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import torch
+from native_sparse_attention_pytorch.triton_native_sparse_attention import native_sparse_attend
 from torch import Tensor
 
 from nsa.testing import contestant
@@ -21,8 +22,6 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, *, block_indices: Tensor, block_size: int, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Reads the query's own block by itself, and computes in fp16; the other blocks are listed with a mask."""
-    from native_sparse_attention_pytorch.triton_native_sparse_attention import native_sparse_attend
-
     own = torch.arange(q.shape[1], device=q.device)[:, None, None] // block_size
     chosen = block_indices.transpose(1, 2).long()  # [B, HKV, S, n]
     used = ((block_indices >= 0) & (block_indices != own)).transpose(1, 2).contiguous()

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import torch
+from native_sparse_attention.ops import topk_sparse_attention
 from torch import Tensor
 
 from nsa.testing import contestant
@@ -22,8 +23,6 @@ def attend(
     cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Sequences end to end: a batch is laid out as one. Its list of blocks is `[HKV, T, n]`."""
-    from native_sparse_attention.ops import topk_sparse_attention
-
     if isinstance(cu_seqlens, tuple):
         if not torch.equal(*cu_seqlens):
             raise NotImplementedError("sequences with more keys than queries")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nsa.testing import options, suite
-from nsa.testing.clock import precompile, timing
+from nsa.testing import artifacts, options, suite
+from nsa.testing.clock import timing
 from nsa.testing.fixtures import known, register
 from nsa.testing.gate import hooks
 from nsa.testing.gate.run import Again
@@ -41,7 +41,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "by_hand" in metafunc.fixturenames:
         shapes = options.shapes(metafunc.config)
         metafunc.parametrize("case", register(shapes), indirect=True, scope="module")
-    elif metafunc.definition.path.name == MINUTES and "problem" in metafunc.fixturenames:
+    elif metafunc.definition.path.parts[-2:] == ("perf", MINUTES) and "problem" in metafunc.fixturenames:
         cases = timed(metafunc.config, prompts=True)
         metafunc.parametrize("case", register(cases), indirect=True, scope="module")
 
@@ -53,6 +53,8 @@ def compiled_ahead(request: pytest.FixtureRequest) -> None:
     items = [item for item in items if "case" in item.callspec.params]
     if current_lane() != "gpu" or not items or request.config.getoption("nsa_impl"):
         return
+    from nsa.testing.clock import precompile  # imports Triton
+
     trained = known(item.callspec.params["case"] for item in items if item.path.name == MINUTES)
     cases = known(item.callspec.params["case"] for item in items if item.path.name != MINUTES)
     worth = len(cases) >= precompile.WORTH or len(trained) > 1
@@ -121,4 +123,4 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
-    config.stash[notes_key] = options.finish(session, config.stash[published_key], config.stash[rows_key])
+    config.stash[notes_key] = artifacts.finish(session, config.stash[published_key], config.stash[rows_key])

@@ -1,11 +1,7 @@
-"""What a perf run leaves behind when asked: a CSV, thresholds, a report. The options, and what the end of a run does.
-
-`nsa.testing.plugin` calls `check` when pytest is configured, `tests/perf/conftest.py` calls `finish` when it ends.
-"""
+"""The options of a perf run: how it is sampled, shapes by hand, and what it writes (`artifacts.py`)."""
 
 from __future__ import annotations
 
-import datetime
 import importlib.util
 import shlex
 from pathlib import Path
@@ -13,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from nsa import settings
-from nsa.testing.machine import commit, current_lane, device_name, triton_version
-from nsa.testing.report.recording import Fact, Recording, newest_of
+from nsa.testing.machine import current_lane
 
 WRITES = ("nsa_csv", "nsa_report", "nsa_update_thresholds", "nsa_update_schedules", "nsa_sweep")
 """Options that have a run leave something behind."""
@@ -146,88 +140,3 @@ def _check_own_cases(config: pytest.Config, option: str) -> None:
         raise pytest.UsageError(f"{option} needs cold, checked measurements: leave out {other}")
     if by_hand(config):
         raise pytest.UsageError(f"{option} needs its own cases: leave out --nsa-shape")
-
-
-def this_run(facts: list[Fact]) -> Recording:
-    """The facts of a running session, as if it had been recorded."""
-    lane = current_lane()
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat()
-    torch_version = str(facts[0].get("torch")) if facts else ""
-    gpu = device_name() if lane == "gpu" else None
-    return Recording(facts, device_name(), gpu, torch_version, triton_version(), commit(), now, "this run")
-
-
-def finish(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> list[str]:
-    """Write what was asked for; returns lines that say where it is, or why it is not.
-
-    A green run that could not write what it was asked for ends red.
-    """
-    if session.config.getoption("collectonly", False):
-        return []
-    asked = (
-        ("csv", _write_csv),
-        ("update_thresholds", _update_thresholds),
-        ("update_schedules", _update_schedules),
-        ("sweep", _write_tiles),
-        ("report", _write_report),
-    )
-    notes = []
-    for name, write in asked:
-        if not session.config.getoption(f"nsa_{name}"):
-            continue
-        try:
-            notes.append(write(session, facts, rows))
-        except (ValueError, OSError) as error:
-            notes.append(f"--nsa-{name.replace('_', '-')}: {error}")
-            if session.exitstatus == pytest.ExitCode.OK:
-                session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    return notes
-
-
-def _write_csv(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
-    from nsa.testing.shapes import write_csv
-
-    if not rows:
-        raise ValueError("nothing was measured")
-    path = Path(session.config.getoption("nsa_csv"))
-    write_csv(path, rows)
-    return f"csv: {path}"
-
-
-def _write_report(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
-    from nsa.testing.gate.hooks import compared_with
-    from nsa.testing.report.pages import write
-
-    if not facts:
-        raise ValueError("nothing was measured")
-    config = session.config
-    before = newest_of(compared_with(config))[:1] if config.getoption("benchmark_compare", None) else []
-    return f"report: {write([*before, this_run(facts)], Path(config.getoption('nsa_report')))}"
-
-
-def _update_thresholds(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
-    from nsa.tuning import thresholds
-
-    if session.exitstatus != pytest.ExitCode.OK:  # the gate has had its say: this hook runs last
-        raise ValueError("thresholds not written: only a green run may change them")
-    decision = thresholds.decide(facts)
-    run = next((fact for fact in facts if fact.get("gpu")), {})
-    path = thresholds.write(decision, thresholds.best_layout(facts), run, settings.packaged_devices())
-    return f"thresholds: sel_triton_min_L = {'off' if decision.min_L is None else decision.min_L} written to {path}"
-
-
-def _update_schedules(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
-    from nsa.tuning import crossover
-
-    if session.exitstatus != pytest.ExitCode.OK:
-        raise ValueError("schedules not written: only a green run may change them")
-    return crossover.update(facts)
-
-
-def _write_tiles(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
-    from nsa.tuning import sweep
-
-    if session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.INTERRUPTED):  # the shapes it got to are whole
-        raise ValueError("tiles not written: a red run may not change them")
-    entries = [fact["tiles"] for fact in facts if fact.get("tiles")]
-    return f"tiles: {len(entries)} shapes written to {sweep.write(entries, facts[0] if facts else {})}"

@@ -9,7 +9,7 @@ import torch
 import nsa
 import nsa.kernels
 from nsa import schedules, settings
-from nsa.testing import options
+from nsa.testing import artifacts, options
 from nsa.testing.plugin import current_lane
 from nsa.testing.report import summary
 from nsa.tuning import crossover
@@ -145,16 +145,16 @@ def updates(monkeypatch):
 
 def test_green_run_updates_and_red_does_not(updates):
     green, red, unasked = Session(), Session(pytest.ExitCode.TESTS_FAILED), Session(nsa_update_schedules=False)
-    assert options.finish(green, facts(measured()), []) == ["schedules: written"]
+    assert artifacts.finish(green, facts(measured()), []) == ["schedules: written"]
     text = "--nsa-update-schedules: schedules not written: only a green run may change them"
-    assert options.finish(red, facts(measured()), []) == [text]
-    assert options.finish(unasked, facts(measured()), []) == []
+    assert artifacts.finish(red, facts(measured()), []) == [text]
+    assert artifacts.finish(unasked, facts(measured()), []) == []
     assert len(updates) == 1
 
 
 def test_green_run_that_cannot_write_ends_red():
     session = Session()
-    assert "113 points were not measured" in options.finish(session, facts(measured()[:1]), [])[0]
+    assert "113 points were not measured" in artifacts.finish(session, facts(measured()[:1]), [])[0]
     assert session.exitstatus == pytest.ExitCode.TESTS_FAILED
 
 

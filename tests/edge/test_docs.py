@@ -61,7 +61,8 @@ def test_every_python_block_runs(name, lane, monkeypatch, fresh_routes, tmp_path
             exec(compile("\n" * line + text, str(path), "exec"), namespace)
     if any("torch.compile(" in text for _, text in code):
         torch.compiler.reset()
-    assert nsa.routes(), "expected the blocks to call the library"
+    calls = any(f"nsa.{name}(" in text for _, text in code for name in ("selection_attention", "sel_attn_fwd_dense"))
+    assert bool(nsa.routes()) >= calls, "expected the blocks to call the library"
 
 
 def test_a_block_that_fails_is_named_by_its_line(tmp_path, lane, monkeypatch, fresh_routes):

@@ -52,7 +52,6 @@ def lay_out(path, samples):
     perf.mkdir(parents=True)
     for name in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / name, path)
-    shutil.copy(ROOT / "tests" / "perf" / "conftest.py", perf)
     (perf / "test_injected.py").write_text(INJECTED)
     inject(path, samples)
 

@@ -60,7 +60,7 @@ def of_the_cpu() -> dict[str, tuple[str, float]]:
 
 THIRD = "examples.your_kernel:attend"
 OTHERS = {
-    f"test_selection_third_party[{THIRD}-H8-D128-Dv128-L{L}-N1024-many-bf16]": (f"many, ranges, {THIRD}", L * 1e-7)
+    f"test_selection[{THIRD}-H8-D128-Dv128-L{L}-N1024-many-bf16]": (f"many, ranges, {THIRD}", L * 1e-7)
     for L in (64, 256, 1024)
 }
 LONGEST = max(of_the_full_matrix().items(), key=lambda item: len(item[0]) + len(item[1][0]))
@@ -80,7 +80,6 @@ def project(forked_project, monkeypatch):
     perf.mkdir(parents=True)
     for name in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / name, pytester.path)
-    shutil.copy(ROOT / "tests" / "perf" / "conftest.py", perf)
     (perf / "test_named.py").write_text(BENCHMARKS)
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_ADDOPTS", "TRITON_INTERPRET"):
         monkeypatch.delenv(name, raising=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nsa import settings
-from nsa.testing import options
+from nsa.testing import artifacts, options
 from nsa.testing.report.recording import load, speedup
 from nsa.tuning import files, thresholds
 
@@ -185,7 +185,7 @@ class Session:
 def test_green_run_updates_the_packaged_thresholds(tmp_path, monkeypatch):
     monkeypatch.setattr(settings, "packaged_devices", lambda: tmp_path)
     session = Session()
-    [note] = options.finish(session, everywhere(), [])
+    [note] = artifacts.finish(session, everywhere(), [])
     assert note == f"thresholds: sel_triton_min_L = 16 written to {tmp_path / 'nvidia-h100-80gb-hbm3.yaml'}"
     assert session.exitstatus == pytest.ExitCode.OK
 
@@ -193,9 +193,9 @@ def test_green_run_updates_the_packaged_thresholds(tmp_path, monkeypatch):
 def test_red_or_incomplete_run_updates_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(settings, "packaged_devices", lambda: tmp_path)
     red = Session(pytest.ExitCode.TESTS_FAILED)
-    assert "only a green run" in options.finish(red, everywhere(), [])[0]
+    assert "only a green run" in artifacts.finish(red, everywhere(), [])[0]
     incomplete = Session()
-    assert "combinations were not measured" in options.finish(incomplete, [fact(5, 64)], [])[0]
+    assert "combinations were not measured" in artifacts.finish(incomplete, [fact(5, 64)], [])[0]
     assert incomplete.exitstatus == pytest.ExitCode.TESTS_FAILED
     assert list(tmp_path.iterdir()) == []
 

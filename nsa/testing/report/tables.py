@@ -109,7 +109,7 @@ SERVING_HEADER = (
 )  # fmt: skip
 CASE_HEADER = ("case", "group", "median", "95% interval", "GB/s", "of ceiling", "vs replaced", "vs best SDPA", "MAE")
 ORDINALS = ("before", "after")
-THIS_RUN = "this run"  # the source of a recording that `options.this_run` makes
+THIS_RUN = "this run"  # the source of a recording that `artifacts.this_run` makes
 
 
 def verdict(recording: Recording) -> str:
