@@ -20,7 +20,8 @@ with warnings.catch_warnings():
 
 @contestant(
     takes=("blocks",), dtypes=("bf16", "fp16"), dims=(64, 128), groups=(16, 32), block_sizes=(16, 32, 64, 128),
-    causal=(True,), chunks=False, int64=False, needs=("nonempty", "contiguous"), lse="e", gradients=True,
+    causal=(True,), chunks=False, int64=False, needs=("nonempty", "contiguous", "small scores"), lse="e",
+    gradients=True,
 )  # fmt: skip
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, block_indices: Tensor, block_size: int, scale: float, return_lse: bool = False

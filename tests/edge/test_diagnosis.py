@@ -240,6 +240,18 @@ def cases(dtype, where, count):
     return found[:: max(1, len(found) // count)] + [c for c in LONG if c.dtype == dtype and where(c)]
 
 
+def test_a_rounded_query_is_named():
+    """A scale that is no power of two costs a bit of every score, which large scores show."""
+    case = Case(2, 32, 32, 48, 6, "overlap", "fp16", HKV=2, S=3, S_kv=80, scores=64)
+    oracle = oracle_of(case)
+    p, scale = oracle.problem, case.D**-0.5
+    out, lse = kernel(p.with_tensors((p.q.float() * scale).half().double() / scale, p.k, p.v))
+    result = out.half(), lse
+    assert red(result, oracle)
+    assert "rounds the scaled query to the dtype of its input" in diagnose(result, oracle)
+    assert diagnose(tuple(kernel(p)), oracle) == []
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_kernel_is_named(fault, dtype):

@@ -3,6 +3,7 @@
 Each script runs in a process of its own, with every GPU hidden and the interpreter off.
 """
 
+import ast
 import os
 import subprocess
 import sys
@@ -96,3 +97,24 @@ def test_without_triton_installed():
 @pytest.mark.parametrize("name", nsa.__all__)
 def test_public_names_are_documented(name):
     assert getattr(nsa, name).__doc__
+
+
+def imported(name, path, modules):
+    """Modules of ours that a module imports when it is imported, those for annotations left out."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:  # what stands under `if TYPE_CHECKING:` is deeper
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            whole = {f"{node.module}.{a.name}" for a in node.names}
+            found |= whole & modules.keys() or {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+    return (found & modules.keys()) - {name}
+
+
+def test_no_module_imports_itself_through_others():
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "nsa").rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for path, name in names.items()}
+    left = {name: imported(name, path, modules) for name, path in modules.items()}
+    while free := {name for name, needed in left.items() if not needed & left.keys()}:
+        left = {name: needed for name, needed in left.items() if name not in free}
+    assert not left, f"these import each other in a circle, or import one that does: {sorted(left)}"

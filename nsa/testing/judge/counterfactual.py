@@ -216,6 +216,15 @@ def wrong_scales(oracle: Oracle, read: Read) -> Iterator[Finding]:
     named += [("multiplies scores by log2(e) once too often", LOG2E)]
     named += [("forgets the factor log2(e) of scores that go to exp2", 1 / LOG2E)]
     yield from (scaled(text, factor, read) for text, factor in named)
+    if oracle.problem.q.dtype != torch.float32:
+        yield Finding("rounds the scaled query to the dtype of its input", partial(_rounded_query, oracle.seen))
+
+
+def _rounded_query(p: Problem, rows: Tensor) -> Answer:
+    """Kernels that multiply `q` by the scale before they multiply it by `k` in 16 bits."""
+    scale = p.case.D**-0.5 if p.scale is None else p.scale
+    q = (p.q.float() * scale).to(p.q.dtype).double() / (scale or 1.0)
+    return Reading(p.with_tensors(q, p.k, p.v), rows).attend()
 
 
 def scaled(text: str, factor: float, read: Read) -> Finding:
