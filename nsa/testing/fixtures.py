@@ -46,7 +46,7 @@ def contested(
     *names: str,
     ours: Callable[..., Iterable[tuple[Contestant, Row]]] | None = None,
     promise: str = "",
-) -> pytest.MarkDecorator:
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test that asks for `contestant` and `case` once for each row of each contestant.
 
     Contestants are those of `--nsa-impl`, or ours where there is none.
@@ -56,7 +56,10 @@ def contested(
         ours: the rows of our contestants; by default those of `NSA`, our front doors.
         promise: what a test exercises, a key of `fit.promises`; empty: what its argument `wanted` says.
     """
-    return pytest.mark.contested(of=of, names=names, ours=ours, promise=promise)
+    mark = pytest.mark.contested(of=of, names=names, ours=ours, promise=promise)
+    # NumPy warns where an interpreted kernel computes with infinities. What came out of it is judged, and told.
+    quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+    return lambda test: mark(quiet(test))
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:

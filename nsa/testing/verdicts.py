@@ -31,10 +31,9 @@ class Tally:
     """What the tests of one contestant in one lane came to; a case is counted once, however many tests ran on it."""
 
     right: set[str] = field(default_factory=set)
-    wrong: dict[str, list[str]] = field(default_factory=dict)  # case: what it may be instead
+    wrong: dict[str, list[str] | None] = field(default_factory=dict)  # case: what it may be; None: not diagnosed
     skipped: dict[str, str] = field(default_factory=dict)  # case: why
     exercised: set[str] = field(default_factory=set)
-    other: list[str] = field(default_factory=list)  # failures that are no wrong result
 
 
 class Verdicts:
@@ -57,7 +56,7 @@ class Verdicts:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
         report: Any = yield
         mark = item.get_closest_marker("contested")
-        if mark is None or not hasattr(item, "callspec") or not self.specs:
+        if mark is None or not hasattr(item, "callspec"):
             return report  # type: ignore[no-any-return]
         if report.when == "teardown" or (report.when == "setup" and report.outcome == "passed"):
             return report  # type: ignore[no-any-return]
@@ -67,8 +66,12 @@ class Verdicts:
         found: list[str] | None = None
         if isinstance(error, Wrong):
             found = self._diagnosed(error)
-            report.longrepr = f"{error}\n{'; '.join(found) if found else 'no known mistake fits'}"
-        elif isinstance(error, AssertionError) and report.outcome == "failed":
+            said = "; ".join(found) if found else "no known mistake fits"
+            if self.specs:  # its author has no use for a traceback of the suite
+                report.longrepr = f"{error}\n{said}"
+            else:
+                report.sections.append(("diagnosis", said))
+        elif isinstance(error, AssertionError) and report.outcome == "failed" and self.specs:
             report.longrepr = str(error)
         reason = report.longrepr[2] if report.outcome == "skipped" and isinstance(report.longrepr, tuple) else ""
         lane = next((lane for lane in (*LANES, "perf") if item.get_closest_marker(lane)), "")
@@ -106,11 +109,10 @@ class Verdicts:
             elif outcome == "skipped":
                 tally.skipped.setdefault(case, reason)
             elif found is None:
-                tally.other.append(report.nodeid)
-                tally.wrong.setdefault(case, [])
+                tally.wrong.setdefault(case, None)
                 tally.exercised.update(exercised)
             else:
-                tally.wrong[case] = [*tally.wrong.get(case, []), *found]
+                tally.wrong[case] = [*(tally.wrong.get(case) or []), *found]
                 tally.exercised.update(exercised)
 
     @pytest.hookimpl(trylast=True)
@@ -136,6 +138,9 @@ class Verdicts:
 
     def _verdicts(self) -> list[tuple[str, list[str]]]:
         lines: list[tuple[str, list[str]]] = []
+        if not self.specs:  # ours: what is right is not worth a word
+            wrong = {key: tally for key, tally in self.tallies.items() if tally.wrong}
+            return [(spec, _wrong(f"{spec}, {lane}", tally)) for (spec, lane), tally in wrong.items()]
         for spec in self.specs:
             mine = {lane: self.tallies[spec, lane] for lane in LANES if (spec, lane) in self.tallies}
             said = [line for lane, tally in mine.items() for line in self._of_lane(named.load(spec), lane, tally)]
@@ -149,8 +154,7 @@ class Verdicts:
         right = tally.right - tally.wrong.keys()
         lines = []
         if tally.wrong:
-            lines.append(f"{head}: WRONG on {len(tally.wrong)} of {_cases(len(right) + len(tally.wrong))}")
-            lines += [f"  {text}" for text in _diagnosis(tally.wrong)]
+            lines = _wrong(head, tally)
         else:
             missing = impl.contract.not_promised()
             apart = f"; does not promise: {'; '.join(missing)}" if missing else ""
@@ -173,19 +177,26 @@ class Verdicts:
         return lines + [f"{text}: promised, and no test of this run asked for it" for text in missing]
 
 
+def _wrong(head: str, tally: Tally) -> list[str]:
+    count = len(tally.right | tally.wrong.keys())
+    return [f"{head}: WRONG on {len(tally.wrong)} of {_cases(count)}", *(f"  {x}" for x in _diagnosis(tally.wrong))]
+
+
 def _cases(count: int) -> str:
     return f"{count} case{'s' * (count != 1)}"
 
 
-def _diagnosis(wrong: dict[str, list[str]]) -> list[str]:
+def _diagnosis(wrong: dict[str, list[str] | None]) -> list[str]:
     """The fewest mistakes that explain all wrong cases, the most common first, and how many cases each explains."""
-    left, lines = dict(wrong), []
+    left = {case: found for case, found in wrong.items() if found is not None}
+    others, lines = len(wrong) - len(left), []
     while any(left.values()):
         counted = Counter(text for found in left.values() for text in dict.fromkeys(found))
         best, count = max(counted.items(), key=lambda pair: pair[1])
         lines.append(f"{best} (fits {_cases(count)})")
         left = {case: found for case, found in left.items() if best not in found}
-    return lines + [f"no known mistake fits {_cases(len(left))}"] * bool(left)
+    lines += [f"no known mistake fits {_cases(len(left))}"] * bool(left)
+    return lines + [f"{_cases(others)} failed otherwise, see above"] * bool(others)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -345,7 +345,7 @@ def test_what_would_pass_without_comparing_is_refused(project, arguments, reason
 
 NOT_CORE = (
     "--nsa-full", "--nsa-update-thresholds", "--nsa-update-schedules", "--nsa-shape=N=2,L=16", "--nsa-dist=few",
-    "--nsa-decode", "--nsa-csv=out.csv", "--nsa-impl=examples.your_kernel:attend", "--nsa-seed=7", "--nsa-iters=10",
+    "--nsa-decode", "--nsa-csv=out.csv", "--nsa-seed=7", "--nsa-iters=10",
     "--nsa-warmup=0", "--nsa-streams=2",
 )  # fmt: skip
 

@@ -144,14 +144,12 @@ def selected(impl):
             yield from ((case, wanted) for wanted in returns(impl))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, when the interpreter computes with infinities
 @contested(twisted, "twist", "wanted")
 def test_what_a_model_may_hand_over(contestant, problem, twist, wanted):
     p = arranged(TWISTS[twist](problem), contestant.contract)
     prove(contestant, p, Oracle.of(p), wanted)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @contested(selected, "wanted")
 def test_keys_that_no_row_selects_may_be_nan(contestant, problem, wanted):
     """Outside of the spans and blocks that rows list: a kernel may read what lies within them, and mask it."""
