@@ -50,7 +50,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def compiled_ahead(request: pytest.FixtureRequest) -> None:
     """Kernels that many benchmarks of this run need, compiled before the first of them."""
     items = [item for item in request.session.items if item.get_closest_marker("perf") and hasattr(item, "callspec")]
-    items = [item for item in items if "case" in item.callspec.params]
+    on_gpu = ("gpu", "contested")  # marks of the benchmarks of kernels
+    items = [item for item in items if "case" in item.callspec.params and any(map(item.get_closest_marker, on_gpu))]
     if current_lane() != "gpu" or not items or request.config.getoption("nsa_impl"):
         return
     from nsa.testing.clock import precompile  # imports Triton

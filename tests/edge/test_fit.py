@@ -10,7 +10,7 @@ from nsa.testing.contestants.fit import ENOUGH, _limits, arranged, cases_of, fit
 from nsa.testing.contestants.ours import NSA
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix.case import Case, core, parity, small
-from nsa.testing.matrix.strategies import OF_THIRD_PARTIES
+from nsa.testing.matrix.strategies import OF_CONTESTANTS
 
 CONTRACTS = {
     "anything": Contract(takes=("ranges", "blocks"), sequences=True, positions=True),
@@ -29,7 +29,7 @@ CONTRACTS = {
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_every_case_becomes_one_that_the_contract_takes(name):
     contract = CONTRACTS[name]
-    for case in (*small(), *parity()[::37], *core()[::11], *OF_THIRD_PARTIES):
+    for case in (*small(), *parity()[::37], *core()[::11], *OF_CONTESTANTS):
         for interpreted in (True, False):
             made = fitted(case, contract, interpreted)
             assert contract.refuses(made) is None, f"{case} became {made}: {contract.refuses(made)}"

@@ -266,7 +266,7 @@ def test_no_baseline(project, strict):
     result = compare(project, *strict)
     assert result.ret == len(strict)
     result.assert_outcomes(passed=4)
-    record = "record one with pytest -m perf --nsa-save-baseline"
+    record = "record one: the same command with --nsa-save-baseline instead of --benchmark-compare"
     result.stdout.fnmatch_lines(["not gated: no baseline for *threads, torch *, triton *", record])
 
 

@@ -147,7 +147,7 @@ def test_baselines_missing_recorded_and_compared(project, monkeypatch):
     missing.stdout.fnmatch_lines(
         [
             "not gated: no baseline for *threads, *",
-            "record one with pytest -m perf --nsa-save-baseline",
+            "record one: the same command with --nsa-save-baseline instead of --benchmark-compare",
             "*= 1 passed in *",
         ]
     )

@@ -221,7 +221,7 @@ def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any, parts: int = 1)
     try:
         replays: list[Fn] = [_capture(piece, 1, pool) for piece in pieces]
         how = "graph"
-    except RuntimeError as error:  # a sync or an allocation inside the call: a third party's, or torch's own math
+    except RuntimeError as error:  # a sync or an allocation inside the call of another's kernel, or of torch's own math
         torch.cuda.synchronize()
         replays, how = [functools.partial(_each, piece) for piece in pieces], "eager"
         refused = str(error).partition("\n")[0]

@@ -1,6 +1,6 @@
 """One measurement: is everybody right, then how long does each take, then what that means.
 
-Ours, SDPA in every layout and third parties are checked against the oracle before they are timed: a fast wrong answer
+A contestant and what is timed beside it are checked against the oracle before they are timed: a fast wrong answer
 is listed as wrong, not as fast.
 """
 
@@ -155,7 +155,7 @@ def measure(
 
     Raises:
         AssertionError: `ours` is wrong, or a time is impossible on this hardware (`InvalidMeasurement`).
-        NotImplementedError: `ours`, a third party's, does not do this case.
+        NotImplementedError: `ours` does not take this case.
     """
     oracle = Oracle.of(p)
     result, launched = ours.run_counted(p)
@@ -188,7 +188,7 @@ def measure(
         if streams > 1:
             together = time_streams(rotations[ours.name], streams, **sampling, budget_s=budget_s, cold=cold)
             figures |= {} if together is None else {"concurrency": together}
-    # An eager call is the host's time, not the kernel's. A third party's own stands, and says how it was timed.
+    # An eager call is the host's time, not the kernel's. Another's kernel keeps its eager time, which says so.
     for name in [name for name, timing in rotated.items() if timing.how != "graph"]:
         if name == ours.name and launched:  # a kernel of ours
             raise InvalidMeasurement(f"invalid measurement: {name} was not captured: {rotated[name].refused}")

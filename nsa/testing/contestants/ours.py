@@ -69,7 +69,7 @@ def _original(entry: Callable[..., Any]) -> Call:
 
 
 def plain(case: Case) -> str | None:
-    """What the original layout and the contract for third parties know."""
+    """The original layout has no packed batches and no positions."""
     return "has neither cu_seqlens nor q_positions" if case.seqlens or case.positions else None
 
 

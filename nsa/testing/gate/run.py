@@ -16,7 +16,7 @@ from nsa.testing.gate.store import Baseline, Key
 Info = dict[str, Any]
 Again = Callable[[], tuple[Timing, Info]]
 OTHER_VERSIONS = "SDPA, the control, is another program there, so a FAIL takes a ratio and a time that are both worse."
-RECORD = "record one with pytest -m perf --nsa-save-baseline"
+RECORD = "record one: the same command with --nsa-save-baseline instead of --benchmark-compare"
 
 
 @dataclass

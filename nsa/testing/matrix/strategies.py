@@ -37,12 +37,12 @@ FIXED = {
 }
 """The shapes of calls on a GPU, by how the selection is written and whether sequences lie end to end."""
 
-OF_THIRD_PARTIES = [
+OF_CONTESTANTS = [
     *(RANGES, dataclasses.replace(RANGES, causal=False, dtype="fp16")),
     *(BLOCKS, dataclasses.replace(BLOCKS, causal=False, dtype=LANE_DTYPES[0])),
     Case(4, 32, 16, 33, 2, "few", "fp16"),
 ]
-"""The shapes of calls to third parties: their kernels may compile for each one, or take some of them."""
+"""The shapes of drawn calls to contestants: few, because a kernel may be compiled for each."""
 
 
 def lead(case: Case) -> tuple[int, ...]:

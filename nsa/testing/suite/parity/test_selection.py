@@ -9,7 +9,7 @@ from nsa.testing.contestants.ours import OF_SOURCE, OURS
 from nsa.testing.fixtures import contested, lane_cases
 from nsa.testing.judge.forward import Oracle
 from nsa.testing.machine import current_lane
-from nsa.testing.matrix.strategies import INT32, OF_THIRD_PARTIES, Drawn, seeds, selections
+from nsa.testing.matrix.strategies import INT32, OF_CONTESTANTS, Drawn, seeds, selections
 
 INTERPRETED = current_lane() == "interpreter"
 FAR = 2**27 - 2  # blocks of 16 keys that far off end within int32
@@ -34,7 +34,7 @@ def test_triton_sel_parity(contestant, oracle, wanted):
 
 def shapes(impl):
     """Few, and small: a kernel may be compiled for each of them."""
-    cases = dict.fromkeys(fitted(case, impl.contract, INTERPRETED) for case in OF_THIRD_PARTIES)
+    cases = dict.fromkeys(fitted(case, impl.contract, INTERPRETED) for case in OF_CONTESTANTS)
     return [(case, wanted) for case in cases for wanted in returns(impl)]
 
 
