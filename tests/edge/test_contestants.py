@@ -32,13 +32,13 @@ KERNELS = """
 
     # As public kernels are: one head dim, one group, one block size, and lists that are sorted and padded at the end.
     @contestant(
-        takes=("blocks",), dtypes=("bf16", "fp16"), dims=(128,), groups=(16,), unequal_dims=False, block_sizes=(64,),
+        takes=("blocks",), dtypes=("bf16", "fp16"), dims=(32,), groups=(4,), unequal_dims=False, block_sizes=(16,),
         causal=(True,), chunks=False, int64=False,
         needs=("sorted", "padding last", "distinct", "visible", "nonempty", "contiguous", "finite"),
     )
     def picky(q, k, v, block_indices, block_size, scale):
         listed = block_indices.masked_fill(block_indices < 0, 10**6)
-        assert q.dtype == torch.float16 and q.shape[-1] == 128 and q.shape[2] == 16 * k.shape[2] and block_size == 64
+        assert q.dtype == torch.float16 and q.shape[-1] == 32 and q.shape[2] == 4 * k.shape[2] and block_size == 16
         assert bool((listed.diff(dim=-1) >= 0).all()) and bool((listed[..., 0] < 10**6).all()) and q.is_contiguous()
         blocks = {"block_indices": block_indices, "block_size": block_size}
         return selection_reference(q.double(), k, v, **blocks, scale=scale).to(q.dtype)
@@ -104,7 +104,7 @@ def test_a_kernel_of_one_size_is_judged_on_it(suite):
     count = re.search(r"mine:picky, parity: right on (\d+) cases; does not promise: (.*)", said)
     assert count, done.stdout
     assert int(count[1]) >= ENOUGH
-    for words in ("padding in any slot", "G other than 16", "LSE", "block size other than 64"):
+    for words in ("padding in any slot", "G other than 4", "LSE", "block size other than 16"):
         assert count[2].count(words) == 1
     assert re.search(r"mine:picky, edge: right on \d+ cases", said)
     assert "SKIPPED" not in done.stdout.replace("streams need a GPU", "", 1).replace("SKIPPED [", "", 1)
@@ -145,13 +145,19 @@ MISUSED = {
 
 
 @pytest.mark.parametrize("which", MISUSED)
-def test_a_mistake_of_use_takes_three_lines(suite, which):
+def test_a_mistake_of_use_takes_three_lines(folder, monkeypatch, which):
+    monkeypatch.syspath_prepend(folder)
     spec, message = MISUSED[which]
-    done = suite("-m", "parity", "--nsa-impl", spec)
+    with pytest.raises(ValueError, match=message) as error:
+        named.load(spec)
+    assert len(str(error.value).splitlines()) <= 3
+
+
+def test_a_mistake_of_use_ends_the_run_before_it_collects(suite):
+    done = suite("-m", "parity", "--nsa-impl", MISUSED["other-words"][0])
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    assert re.search(message, done.stderr), done.stderr
-    assert len(lines) <= 3, done.stderr
+    assert done.stderr.startswith("ERROR: --nsa-impl mine:other_words: its signature is other_words(q, k, v, *, spans")
+    assert len(done.stderr.strip().splitlines()) == 3
     assert "Traceback" not in done.stdout + done.stderr
 
 
@@ -179,7 +185,7 @@ def test_a_contestants_own_baseline_gates_it(run_pytest, tmp_path, pytestconfig)
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST") and k != "TRITON_INTERPRET"}
     kept |= {"PYTHONPATH": str(pytestconfig.rootpath), "NSA_TEST_TRITON_SEL": "0"}
     chosen = ("-p", "nsa_pytest", "--pyargs", "nsa.testing.suite", "-m", "perf", "--nsa-impl", "timed:attend")
-    chosen = (*chosen, "-k", "D128-Dv128-L1024", "-q", "-p", "no:cacheprovider")
+    chosen = (*chosen, "-k", "many and D64-Dv64-L1024", "-q", "-p", "no:cacheprovider")
     saved = run_pytest(*chosen, "--nsa-save-baseline", cwd=tmp_path, environment=kept)
     assert saved.returncode == 0, saved.stdout + saved.stderr
     (folder,) = {path.parent for path in tmp_path.glob("nsa-baselines/*/timed-attend/*.json")}

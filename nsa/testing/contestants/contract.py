@@ -31,6 +31,7 @@ NEEDS = {
     "visible": "blocks or spans ahead of the query or outside of the keys",
     "nonempty": "rows that select nothing",
     "own block": "rows that do not list the query's own block",
+    "some queries": "calls without a query",
     "contiguous": "strided tensors",
     "finite": "NaN in keys that no row selects",
     "small scores": "scores that overflow exp",

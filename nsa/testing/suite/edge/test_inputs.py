@@ -123,7 +123,8 @@ TWISTS = OF_ANY | OF_A_SELECTION
 
 NEEDED = {
     "strided": "contiguous", "large-scores": "small scores", "nothing": "nonempty", "half": "nonempty",
-    "noise": "visible", "twice": "distinct", "scaled": "default scale",
+    "noise": "visible", "twice": "distinct", "scaled": "default scale", "no-queries": "some queries",
+    "no-sequences": "some queries",
 }  # fmt: skip
 """What a contract may need, so that it never meets the twist."""
 
@@ -134,6 +135,7 @@ def twisted(impl):
         twists = OF_ANY if case.source in ("rows", "varlen") else TWISTS
         for twist in twists:
             unfair = twist == "large-scores" and case.dtype == "fp32"
+            unfair = unfair or twist == "no-queries" and not impl.contract.chunks  # it has keys
             if not unfair and NEEDED.get(twist) not in impl.contract.needs:
                 yield from ((case, twist, wanted) for wanted in returns(impl))
 

@@ -18,7 +18,6 @@ from nsa.testing.machine import current_lane
 from nsa.testing.matrix.case import Case
 from nsa.testing.plugin import missing_gpu
 
-pytestmark = [pytest.mark.benchmark(timer=timing.clock)]
 GPU = current_lane() == "gpu"
 BUDGET_S = 0.01 if GPU else 0.15  # of samples for each: about ten of a millisecond. Core has 126 cases and 2 minutes
 ON_A_CPU = [
@@ -37,6 +36,7 @@ def theirs(impl, config):
     return [(case,) for case in dict.fromkeys(fitted(case, impl.contract, not GPU) for case in cases)]
 
 
+@pytest.mark.benchmark(timer=timing.clock)
 @contested(theirs, ours=ours)
 def test_selection(contestant, problem, publish, machine_sampling):
     mine = contestant in OURS.values()

@@ -11,7 +11,6 @@ from nsa.testing.contestants.fit import fitted
 from nsa.testing.contestants.ours import OURS
 from nsa.testing.fixtures import contested
 
-pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 BUDGET_S = 0.6  # of samples for each: 40 of ours at least, 10 of dense attention at 0.2 s a call
 
 
@@ -25,6 +24,8 @@ def theirs(impl, config):
     return [(case,) for case in dict.fromkeys(fitted(case, impl.contract) for case in timed(config, prompts=True))]
 
 
+@pytest.mark.gpu
+@pytest.mark.benchmark(timer=timing.clock)
 @contested(theirs, ours=ours)
 def test_prefill(contestant, problem, publish, machine_sampling):
     def take():
