@@ -45,7 +45,7 @@ def test_a_contract_leaves_enough_distinct_cases(name):
     assert all(CONTRACTS[name].refuses(case) is None for case in cases)
 
 
-PROMPT = Case(2, 16, 16, 96, 200, "prefill", "fp32", HKV=2, S=50, S_kv=77, block_size=16)
+PROMPT = Case(2, 16, 16, 96, 80, "prefill", "fp32", HKV=2, S=20, S_kv=77, block_size=16)
 SPANS = dataclasses.replace(PROMPT, dist="mixed", source="ranges", L=40, n=0)
 
 

@@ -31,7 +31,7 @@ def some(impl, count):
     return [(c,) for c in sorted(kinds.values(), key=small.index)[:count]]
 
 
-@contested(lambda impl: some(impl, 12 * impl.contract.gradients), promise="gradients")
+@contested(lambda impl: some(impl, 8 * impl.contract.gradients), promise="gradients")
 def test_triton_sel_parity_gradients(contestant, problem):
     """Of sum(O * dO), dO drawn. Ours: tests/parity/test_backward.py, on more cases."""
     oracle = GradientOracle.of(problem)
@@ -42,7 +42,7 @@ def test_triton_sel_parity_gradients(contestant, problem):
     assert_gradients(got, oracle, contestant.name)
 
 
-@contested(lambda impl: some(impl, 8 * impl.contract.repeatable), promise="repeatable")
+@contested(lambda impl: some(impl, 5 * impl.contract.repeatable), promise="repeatable")
 def test_triton_sel_parity_twice(contestant, problem):
     """Equal bits, however often a call is made."""
     first, *others = (contestant.run(problem) for _ in range(3))
