@@ -18,7 +18,6 @@ from nsa.testing.contestants.fit import arranged
 from nsa.testing.contestants.ours import NSA, OURS
 from nsa.testing.judge.forward import Oracle
 from nsa.testing.machine import current_lane
-from nsa.testing.matrix import inputs
 from nsa.testing.matrix.case import Case, parity, small
 from nsa.testing.matrix.problem import Problem
 
@@ -82,7 +81,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
         words = [impl.name, *words] if specs or ours is None else words
         params.append(pytest.param(impl.name, made.id, *values, id="-".join(words)))
     if not params:
-        params = [pytest.param(NSA.name, "none", *["none"] * len(names), id=NONE)]  # `plugin` deselects it
+        params = [pytest.param(NSA.name, NONE, *[NONE] * len(names), id=NONE)]  # `plugin` deselects it
     arguments = ["contestant", "case", *names]
     metafunc.parametrize(arguments, params, indirect=["contestant", "case"], scope="module")
 
@@ -122,9 +121,8 @@ def problem(case: Case, device: torch.device, request: pytest.FixtureRequest) ->
     """Its tensors, within the contract of the test's contestant. The seed is printed, so that a failure shows it."""
     seed = (case.seed + request.config.getoption("nsa_seed")) % 2**32
     print(f"{case.id}: seed {seed}")
-    made = inputs.draw(case, device, seed)
-    parameters = getattr(request.node, "callspec", None)
-    if "contestant" in request.fixturenames or (parameters and "contestant" in parameters.params):
+    made = case.make(device, seed)
+    if "contestant" in request.fixturenames:
         made = arranged(made, request.getfixturevalue("contestant").contract)
     return made
 

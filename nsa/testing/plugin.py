@@ -40,7 +40,6 @@ WORKERS_PER_GPU = 16  # compiling is CPU work, so several share a GPU
 GIB_PER_WORKER = 6  # its CUDA context, and a packed SDPA with its workspace of 1 GiB and what that is checked with
 KEPT_BYTES = 512 << 20  # of memory that torch keeps for later, per worker
 
-_notes_key = pytest.StashKey[list[str]]()  # lines for the end of a run
 
 
 # --- lane ------------------------------------------------------------------------------------------------------------
@@ -115,7 +114,6 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_notes_key] = []
     config.addinivalue_line("markers", "contested(of, names, ours, promise): runs once for each contestant")
     profiles.set_profiles()
     profiles.check(config)
@@ -261,7 +259,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     commands = _replay_commands(terminalreporter, config)
     if commands:
         terminalreporter.section("replay one failure")
-    for line in [*commands, *config.stash[_notes_key], *_notes_of_tests(terminalreporter)]:
+    for line in [*commands, *_notes_of_tests(terminalreporter)]:
         terminalreporter.write_line(line)
 
 

@@ -267,7 +267,7 @@ def test_a_checkout_registers_the_plugin_once(run_pytest, checkout, site, metada
     assert done.stdout.count("nsa lane:") == 1
 
 
-# --- nobody asked -----------------------------------------------------------------------------------------------------
+# --- not asked for ----------------------------------------------------------------------------------------------------
 
 OTHERS = """
 import importlib, json, os, sys, time, warnings

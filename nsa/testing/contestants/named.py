@@ -222,7 +222,7 @@ def prove(impl: Contestant, p: Problem, oracle: Oracle, wanted: str) -> Any:
     except NotImplementedError as e:
         if impl.declared:
             raise Wrong(f"{impl.name}: promises {p.case.id}, and raised NotImplementedError: {e}") from e
-        import pytest  # whoever calls this runs tests; `calibrate`, which imports this module, does not
+        import pytest  # not at the top: `calibrate` imports this module where pytest is not installed
 
         pytest.skip(f"unsupported{' with LSE' if wanted == 'LSE' else ''}: {p.case.id}: {e}")
     try:
