@@ -76,7 +76,7 @@ def plain(case: Case) -> str | None:
 OF = {"rows": "dense_group", "varlen": "varlen_group", "ranges": "ranges", "blocks": "blocks"}
 """Our implementation that is timed, by where keys come from."""
 OF_SOURCE = OF | {"blocks": "query_major"}
-"""Our implementation that parity runs over the whole matrix. Of blocks it names the schedule: routing does not choose."""
+"""Our implementation that parity runs over the whole matrix. For blocks the schedule is named, not routed."""
 
 
 BLOCKS, PACKED = only("blocks"), only("rows", "varlen")
