@@ -34,11 +34,11 @@ ID = r"nsa\.testing\.suite\.{}\.\w+::\S+"
 def prove(run_pytest, tmp_path):
     """`prove(lane, impl)`: pytest's run of a subset of the third parties' lane, modules in `tmp_path` included."""
 
-    def run(lane, impl):
+    def run(lane, impl, *more):
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST") and k != "PYTHONPATH"}
         environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
-        chosen = ("--pyargs", "nsa.testing.suite", "-m", lane, "-k", "mixed and fp32 and not any_selection")
-        chosen = (*chosen, "--nsa-impl", impl)
+        chosen = ("--pyargs", "nsa.testing.suite", "-m", lane, "-k", "mixed and fp32 and not any_selection and not H64")
+        chosen = (*chosen, "--nsa-impl", impl, *more)
         return run_pytest(*chosen, "--benchmark-disable", "-p", "no:cacheprovider", cwd=ROOT, environment=environment)
 
     return run
@@ -59,7 +59,7 @@ def test_the_example_is_proved(prove, lane):
 def test_spans_before_the_first_key_are_red_at_the_edge(prove, tmp_path):
     """The matrix's spans begin at 0 or later: a kernel that reads before the tensor is found by the edge lane."""
     write_copy(tmp_path / "unclamped.py", CLAMPED, START)
-    done = prove("edge", "unclamped:attend")
+    done = prove("edge", "unclamped:attend", "-x")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     assert re.search(rf'pytest --pyargs "{ID.format("edge")}noise\S*" --nsa-impl unclamped:attend', done.stdout)
 
@@ -67,11 +67,10 @@ def test_spans_before_the_first_key_are_red_at_the_edge(prove, tmp_path):
 def test_one_key_too_many_is_red_and_named(prove, tmp_path):
     """Past a span's end, never past the tensor: what is wrong is the result, not the address."""
     write_copy(tmp_path / "one_key_more.py", RIGHT, ONE_MORE)
-    done = prove("parity", "one_key_more:attend")
+    done = prove("parity", "one_key_more:attend", "--maxfail=4")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     assert re.search(r"one_key_more:attend on H\d+-\S+ \[.*\]: error \S+ > bound ", done.stdout)
     assert re.search(rf'pytest --pyargs "{ID.format("parity")}" --nsa-impl one_key_more:attend', done.stdout)
-    assert "passed" not in done.stdout.splitlines()[-1]
 
 
 def test_serving_from_pages_gives_the_tokens_of_a_run_without_a_cache(lane, fresh_routes, capsys):

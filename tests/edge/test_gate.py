@@ -17,6 +17,7 @@ from filelock import FileLock
 
 from nsa.testing import plugin
 from nsa.testing.gate import store
+from nsa.testing.machine import triton_version
 
 pytest_plugins = ["pytester"]
 ROOT = Path(plugin.__file__).parents[2]
@@ -136,7 +137,11 @@ def test_recording_is_three_files_of_three_processes(recorded):
     assert all(f.name.endswith("-abc1234.json") for f in files)
     documents = [json.loads(f.read_text()) for f in files]
     assert len({d["datetime"] for d in documents}) == 3
-    assert all(d["machine_info"]["torch"] == torch.__version__ for d in documents)
+    for machine in (d["machine_info"] for d in documents):
+        assert machine["device"] == files[0].parent.name
+        assert machine["device"].endswith(f"-{machine['threads']}threads")
+        assert (machine["gpu"], machine["torch"], machine["triton"]) == (None, torch.__version__, triton_version())
+        assert all(d["commit_info"]["id"] == "abc1234567" for d in documents)
     assert all(len(d["benchmarks"]) == 4 for d in documents)
     assert not list(files[0].parents[1].glob(".recording-*"))
     assert "first recording for" in printed
@@ -148,6 +153,17 @@ def test_the_same_again_passes(project):
     assert result.ret == 0
     assert section(result)[-1] == "gate: 4 pass, 0 FAIL, 0 AMBIGUOUS, 0 cannot gate"
     assert not named(result)
+
+
+def test_it_compares_from_another_folder(project, tmp_path, monkeypatch):
+    """pytest-benchmark raises where the storage is outside of the working directory."""
+    monkeypatch.chdir(tmp_path)
+    compared = compare(project, "--", f"{project.path}/tests")
+    assert compared.ret == 0
+    for run in ("NOW", "0003"):
+        compared.stdout.fnmatch_lines([f"bench[[]alpha[]] ({run})*"])
+    compared.stdout.no_fnmatch_line("*machine_info is different*")
+    assert not list(tmp_path.rglob("*.json"))
 
 
 def test_15_percent_slower_fails_and_is_the_only_one_named(project):
@@ -295,13 +311,22 @@ def test_a_file_of_other_versions_in_between_is_no_part_of_the_baseline(project)
     result.stdout.fnmatch_lines(["2 of 3 recordings: spreads are not known; *", "gate: 4 pass*"])
 
 
-def test_a_recording_of_some_benchmarks_leaves_the_others_in_force(project):
-    result = project.runpytest_subprocess("-m", "perf", "--nsa-save-baseline", "-k", "beta")
+def test_a_recording_of_some_benchmarks_leaves_the_others_in_force(project, tmp_path_factory):
+    """Elsewhere, too: pytest takes the word after an option for a path, if there is one, and names tests from there."""
+    storage = tmp_path_factory.mktemp("elsewhere")
+    folder = storage / project.baseline[0].parent.name
+    shutil.copytree(project.baseline[0].parent, folder)
+    inject(project.path, ALIKE | {"beta": {"ours": [2.3, 2.3], "control": 1.0}})
+    recording = ("-m", "perf", "--nsa-save-baseline", "-k", "beta", "--benchmark-storage", str(storage))
+    result = project.runpytest_subprocess(*recording, "--nsa-accept-regression")
     assert result.ret == 0
-    files = sorted(project.baseline[0].parent.iterdir())
-    assert [len(json.loads(f.read_text())["benchmarks"]) for f in files] == [4, 4, 4, 1, 1, 1]
-    change(files[:3], spread("beta", [0.1, 0.1, 0.1]))  # would fail, were it still in force
-    result = compare(project)
+    result.stdout.fnmatch_lines(["accepted by --nsa-accept-regression"])
+    assert left(project) == []
+    files = sorted(folder.iterdir())
+    documents = [json.loads(f.read_text()) for f in files]
+    assert [len(d["benchmarks"]) for d in documents] == [4, 4, 4, 1, 1, 1]
+    assert {b["fullname"] for d in documents[3:] for b in d["benchmarks"]} == {f"{INJECTED_PATH}::test_bench[beta]"}
+    result = compare(project, f"--benchmark-storage={storage}")  # would fail, were the first three still in force
     assert result.ret == 0
     result.stdout.fnmatch_lines(["baseline: *: 0001, 0002, 0003, 0004, 0005, 0006", "gate: 4 pass, 0 FAIL*"])
 
@@ -417,32 +442,17 @@ def left(project):
     return sorted(path.name for path in found if path.is_file() and path not in project.baseline)
 
 
-@pytest.mark.parametrize("accept", [[], ["--nsa-accept-regression"]], ids=["refused", "accepted"])
-def test_a_regression_is_saved_only_if_accepted(project, accept):
+def test_a_regression_is_not_saved_unless_accepted(project):
     inject(project.path, ALIKE | {"beta": {"ours": [2.3, 2.3], "control": 1.0}})
-    result = project.runpytest_subprocess("-m", "perf", "--nsa-save-baseline", *accept)
-    assert result.ret == (0 if accept else 1)
-    assert [name[:5] for name in left(project)] == (["0004_", "0005_", "0006_"] if accept else [])
-    if accept:
-        result.stdout.fnmatch_lines(["accepted by --nsa-accept-regression"])
-    else:
-        result.stderr.fnmatch_lines(["no baseline saved: run 1 of 3 was red (exit status 1)"])
+    result = project.runpytest_subprocess("-m", "perf", "--nsa-save-baseline")
+    assert result.ret == 1
+    assert left(project) == []
+    result.stderr.fnmatch_lines(["no baseline saved: run 1 of 3 was red (exit status 1)"])
 
 
 def test_a_wrong_result_is_not_saved_whatever_is_accepted(project):
     inject(project.path, ALIKE | {"beta": {"ours": [2.0], "control": 1.0, "wrong": True}})
     assert project.runpytest_subprocess("-m", "perf", "--nsa-save-baseline", "--nsa-accept-regression").ret == 1
-    assert left(project) == []
-
-
-def test_a_storage_elsewhere_is_no_path_of_tests(project, tmp_path_factory):
-    """pytest takes the word after an option for a path, if there is one, and names tests from there."""
-    storage = tmp_path_factory.mktemp("elsewhere")
-    result = project.runpytest_subprocess("-m", "perf", "--nsa-save-baseline", "--benchmark-storage", str(storage))
-    assert result.ret == 0
-    documents = [json.loads(file.read_text()) for file in storage.rglob("000[123]_*.json")]
-    names = [f"tests/perf/test_injected.py::test_bench[{name}]" for name in ALIKE]
-    assert [[b["fullname"] for b in document["benchmarks"]] for document in documents] == [names] * 3
     assert left(project) == []
 
 

@@ -1,7 +1,6 @@
 """The suite's plugin and its lanes, on small projects of their own with this checkout's configuration."""
 
 import contextlib
-import json
 import re
 import shlex
 import shutil
@@ -140,7 +139,7 @@ def test_lane_switch_must_be_0_or_1(project, monkeypatch):
     result.stderr.fnmatch_lines(["ERROR: NSA_TEST_TRITON_SEL='off': expected 0 (keep the suite off the GPU) or 1"])
 
 
-def test_baselines_missing_recorded_and_compared(project, monkeypatch):
+def test_without_a_baseline_it_says_how_to_record_one(project):
     write(project, "tests/perf/test_a.py", BENCHMARK)
     missing = project.runpytest_subprocess("-m", "perf", "--benchmark-compare")
     assert missing.ret == 0
@@ -152,26 +151,6 @@ def test_baselines_missing_recorded_and_compared(project, monkeypatch):
         ]
     )
     assert not list(project.path.rglob("*.json"))  # nothing is saved unless asked for
-
-    monkeypatch.setenv("NSA_COMMIT", "abc123")
-    assert project.runpytest_subprocess("-m", "perf", "--nsa-save-baseline").ret == 0
-    saved, *others = sorted(project.path.glob("tests/perf/baselines/*/000[123]_*-abc123.json"))
-    assert len(others) == 2
-    recorded = json.loads(saved.read_text())
-    machine = recorded["machine_info"]
-    assert machine["device"] == saved.parent.name
-    assert saved.parent.name.endswith(f"-{machine['threads']}threads")
-    assert (machine["gpu"], machine["torch"], machine["triton"]) == (None, torch.__version__, plugin.triton_version())
-    assert recorded["commit_info"]["id"] == "abc123"
-
-    elsewhere = project.mkdir("elsewhere")
-    monkeypatch.chdir(elsewhere)  # upstream raises when the storage is outside the working directory
-    compared = project.runpytest_subprocess("-m", "perf", "--benchmark-compare", "--", f"{project.path}/tests")
-    assert compared.ret == 0
-    for run in ("NOW", "0003"):
-        compared.stdout.fnmatch_lines([f"bench ({run})*"])
-    compared.stdout.no_fnmatch_line("*machine_info is different*")
-    assert not list(elsewhere.rglob("*.json"))
 
 
 def test_what_pytest_benchmark_saves_by_itself_is_no_baseline(project, monkeypatch):

@@ -138,8 +138,9 @@ def test_lengths_change_without_compiling_for_each(draw, same):
     assert count.frame_count <= 2
 
 
-@pytest.mark.parametrize("kind", ["ranges", "blocks", "varlen"])
-@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("ranges", "auto"), ("blocks", "auto"), ("varlen", "auto"), ("ranges", "sdpa")]
+)
 def test_training_lengths_change_without_compiling_for_each(draw, same, device, kind, backend):
     """Lengths above 1, which is a graph of its own everywhere in torch; that of no other axis, or torch takes them for
     the same. Packed SDPA asked for by name is traced itself: without a break, but once for each length.

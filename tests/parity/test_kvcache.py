@@ -43,8 +43,14 @@ def draw_ranges(B, S, HKV, n, seed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
-@pytest.mark.parametrize("S", [1, FEW], ids=["decode", "few"])
+@pytest.mark.parametrize(
+    ("S", "choice"),
+    [
+        pytest.param(S, CHOICES[name], id=f"{many}-{name}")
+        for S, many, names in ((1, "decode", CHOICES), (FEW, "few", CHOICES if GPU else ["wide"]))
+        for name in names
+    ],
+)
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 48], ids=lambda size: f"block{size}")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"page{page}")
 def test_triton_sel_parity_kvcache_blocks(device, page, size, S, choice, dtype):
