@@ -1,8 +1,7 @@
 """NSA selection attention: kernels, their reference and routing. Importing this imports no Triton."""
 
-from nsa.attention import selection_attention
+from nsa.api import selection_attention, selection_attention_with_kvcache
 from nsa.dispatch import RouteRecord, routes
-from nsa.kvcache import selection_attention_with_kvcache
 from nsa.rows import (
     grouped_selection_attention_packed,
     sel_attn_fwd_dense,

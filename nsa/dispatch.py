@@ -12,16 +12,18 @@ import logging
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from nsa import probe, reference, schedules, settings
-from nsa.kernels import tiles
+from nsa import garbage, probe, reference, schedules, settings
+from nsa.call import Call
+from nsa.kernels import key_tiles, tiles
 from nsa.transforms import forward_mode
-from nsa.validate import Dims, Raw, Signature, check, meta, optional, raw
+from nsa.validate import Dims, check, check_rows, check_tensors
 
 logger = logging.getLogger("nsa")
 
@@ -34,31 +36,6 @@ NOT_THE_KERNEL = (
 )
 
 
-class Call(NamedTuple):
-    """The tensors and numbers of one call, in FlashAttention layout. They travel as a plain tuple, made in a tenth."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    ranges: Tensor | None
-    block_indices: Tensor | None
-    block_size: int | None
-    causal: bool
-    q_positions: Tensor | None
-    scale: float | None
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    return_lse: bool
-    out: Tensor | None
-    cache_seqlens: Tensor | None
-    block_table: Tensor | None
-
-
-_T = Tensor | None
-Given = tuple[Tensor, Tensor, Tensor, _T, _T, int | None, bool, _T, float | None, _T, _T, bool, _T, _T, _T]
-"""What a :class:`Call` holds, in its order."""
-
-
 class Plan(NamedTuple):
     """What will run for a signature, and why."""
 
@@ -67,16 +44,14 @@ class Plan(NamedTuple):
     reason: str
     named: bool  # asked for by name: no fallback
     kernel: str  # what a broken kernel is remembered by; a string knows its hash
-    per_head: bool
-    pipelined: bool
-    invariant: bool
     fallback: str
     sdpa_layout: str
     debug: bool
-    launches: dict[Any, Any]  # kernel and launch, see `attach`, by what a sweep wants tried; None: no sweep
+    launches: dict[Any, Any]  # kernel module and launch, see `attach`, by what a sweep tries; None: no sweep
     backward: str  # what a broken backward kernel is remembered by
     backward_launches: dict[Any, Any]
     module: str = "query_major"  # of nsa.kernels, which serves the Triton routes
+    tiles: Any = tiles  # the module that says which tiles a sweep forces on that kernel
     instead: Plan | None = None  # what serves where this kernel is broken, before the fallback does
 
 
@@ -132,55 +107,25 @@ def obstacle(dtype: torch.dtype, device: torch.device, no_triton: str | None) ->
     return no_triton
 
 
-def make_plan(
-    current: settings.Settings | None,
-    q: Raw,
-    k: Raw,
-    v: Raw,
-    ranges: Raw | None,
-    block_indices: Raw | None,
-    block_size: int | None,
-    causal: bool,
-    q_positions: Raw | None,
-    cu_seqlens_q: Raw | None,
-    cu_seqlens_k: Raw | None,
-    max_selected: int | None,
-    out: Raw | None,
-    backend: str,
-    schedule: str,
-    cache_seqlens: Raw | None = None,
-    block_table: Raw | None = None,
-) -> Plan:
-    """Validate the metadata of a call and choose its route. The forward and the backward pass share it.
-
-    ``current`` is None while a compiler traces the call, which can look up neither settings nor the device: only plain
-    torch, asked for by name, comes here then.
+def make_plan(call: Call) -> Plan:
+    """Validate a call and choose its route. The forward and the backward pass share it.
 
     Raises:
         ValueError, TypeError: from :func:`nsa.validate.check`.
         RuntimeError: ``backend="triton"`` where Triton cannot serve the call.
     """
-    sig = Signature(
-        meta(q), meta(k), meta(v), optional(ranges), optional(block_indices), block_size, causal, optional(q_positions),
-        optional(cu_seqlens_q), optional(cu_seqlens_k), max_selected, optional(out), backend, schedule,
-        optional(cache_seqlens), optional(block_table),
-    )  # fmt: skip
-    dims = check(sig)
-    device = sig.q.device
-    if current is None:
-        route, reason = sig.backend, "traced by torch.compile"
-        return Plan(dims, route, reason, True, "", False, True, False, route, "heads_as_queries", False, {}, "", {})
+    dims, current, device = check(call), call.settings, call.q.device
     fallback = "sdpa" if current.use_sel_pack else "reference"
     device_name, layout, no_triton = _device_facts(device)
-    why_not = obstacle(sig.q.dtype, device, no_triton)
-    triton_route, why_triton = schedules.triton_route(sig, dims, current, device_name)
+    why_not = obstacle(call.q.dtype, device, no_triton)
+    triton_route, why_triton = schedules.triton_route(call, dims, device_name)
 
-    if sig.backend == "triton":
+    if call.backend == "triton":
         if why_not is not None:
             raise RuntimeError(f"backend='triton': {why_not}")
         route, reason = triton_route, f"backend='triton' asked for{f'; {why_triton}' if why_triton else ''}"
-    elif sig.backend != "auto":
-        route, reason = sig.backend, f"backend={sig.backend!r} asked for"
+    elif call.backend != "auto":
+        route, reason = call.backend, f"backend={call.backend!r} asked for"
     elif current.force_parity:
         route, reason = "reference", "force_parity is set"
     elif not current.use_triton_sel:
@@ -188,40 +133,40 @@ def make_plan(
     elif why_not is not None:
         route, reason = fallback, why_not
     else:
-        min_L = settings.DEFAULT_MIN_L if current.sel_triton_min_L is None else current.sel_triton_min_L
-        if device_name is not None:
-            min_L = settings.min_L_for(device_name)
+        min_L = current.sel_triton_min_L
+        if min_L is None:
+            min_L = settings.DEFAULT_MIN_L if device_name is None else settings.min_L_for(device_name)
         if dims.bound is not None and dims.bound < min_L:
             route, reason = fallback, f"rows select at most {dims.bound} keys, sel_triton_min_L is {min_L}"
         else:
             route, reason = triton_route, why_triton or "rows are long enough for Triton"
     # Caches have kernels of their own, one for each size of pages.
-    cache = None if sig.cache_seqlens is None else 0 if sig.block_table is None else sig.k.shape[1]
-    signature = device, sig.q.dtype, dims.G, dims.D, dims.Dv, sig.causal, dims.varlen, cache
+    cache = None if call.cache_seqlens is None else 0 if call.block_table is None else call.k.shape[1]
+    signature = device, call.q.dtype, dims.G, dims.D, dims.Dv, call.causal, dims.varlen, cache
     chosen = Plan(
         dims=dims,
         route=route,
         reason=reason,
-        named=sig.backend != "auto",
+        named=call.backend != "auto",
         kernel=f"{triton_route} {signature}",
-        per_head=triton_route == "per_head",
-        pipelined=current.sel_triton_db,
-        invariant=current.batch_invariant,
         fallback=fallback,
         sdpa_layout=layout,
-        debug=current.debug_timing or current.debug_compare or current.debug_shapes,
+        debug=current.debug_timing or current.debug_compare or current.debug_shapes or current.debug_cache,
         launches={},
         # As key-major, it works by blocks of keys: a failure speaks of this block size only.
-        backward=f"backward {sig.block_size} {signature}",
+        backward=f"backward {call.block_size} {signature}",
         backward_launches={},
     )
     if triton_route != "key_major":
         return chosen
     # Key-major's tiles are made of blocks: a failure speaks of this block size (None: of ranges) only.
-    key_major = chosen._replace(module="key_major", kernel=f"key_major {sig.block_size} {signature}")
-    if chosen.named or sig.schedule != "auto" or route != "key_major":
+    key_major = chosen._replace(
+        module="key_major", tiles=key_tiles, kernel=f"key_major {call.block_size} {signature}"
+    )
+    if chosen.named or route != "key_major":
         return key_major
-    return key_major._replace(instead=chosen._replace(route="blocks", kernel=f"blocks {signature}", launches={}))
+    spans = "ranges" if call.block_size is None else "blocks"
+    return key_major._replace(instead=chosen._replace(route=spans, kernel=f"{spans} {signature}", launches={}))
 
 
 def _device_facts(device: torch.device) -> tuple[str | None, str, str | None]:
@@ -232,57 +177,51 @@ def _device_facts(device: torch.device) -> tuple[str | None, str, str | None]:
     return name, layout, why_not_triton(device)
 
 
-def plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ranges: Tensor | None,
-    block_indices: Tensor | None,
-    block_size: int | None,
-    causal: bool,
-    q_positions: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_selected: int | None,
-    out: Tensor | None,
-    backend: str,
-    schedule: str,
-    cache_seqlens: Tensor | None = None,
-    block_table: Tensor | None = None,
-) -> Plan:
-    """Remembered :func:`make_plan`: a repeated call pays a look-up.
+def traced_plan(call: Call) -> Plan:
+    """The plan of a call that ``torch.compile`` traces through plain torch, asked for by name.
 
-    ``lru_cache`` would take half a microsecond more of every call: it hashes what is nested, and the type of each.
+    A compiler can look up neither settings nor the device.
+    """
+    dims, route = check(call), call.backend
+    return Plan(dims, route, "traced by torch.compile", True, "", route, "heads_as_queries", False, {}, "", {})
+
+
+def rows_plan(call: Call) -> Plan:
+    """The plan of a call on packed rows, which has no fallback.
 
     Raises:
-        AttributeError: what should be a tensor is none.
-        ValueError, TypeError, RuntimeError: from :func:`make_plan`.
+        ValueError, TypeError: from :func:`nsa.validate.check_rows`.
+        RuntimeError: Triton cannot serve the call.
     """
-    # Types, of those that may be of another: True == 1 == 1.0.
-    key = (
-        settings.get(), q.shape, q.dtype, q.device, q.stride(), k.shape, k.dtype, k.device, k.stride(),
-        v.shape, v.dtype, v.device, v.stride(), None if ranges is None else raw(ranges),
-        None if block_indices is None else raw(block_indices), block_size, block_size.__class__, causal,
-        causal.__class__, None if q_positions is None else raw(q_positions),
-        None if cu_seqlens_q is None else raw(cu_seqlens_q), None if cu_seqlens_k is None else raw(cu_seqlens_k),
-        max_selected, max_selected.__class__, None if out is None else raw(out), backend, schedule,
-        None if cache_seqlens is None else raw(cache_seqlens), None if block_table is None else raw(block_table),
-    )  # fmt: skip
+    dims = check_rows(call)
+    dtype, device = call.q.dtype, call.q.device
+    why_not = obstacle(dtype, device, why_not_triton(device))
+    if why_not is not None:
+        raise RuntimeError(why_not)
+    grouped = "dense_group" if call.cu_seqlens_k is None else "varlen_group"
+    route = "per_head" if call.schedule == "per_head" else grouped
+    return Plan(dims, route, "packed rows", True, "", "", "", False, {}, "", {})
+
+
+def plan(call: Call, make: Callable[[Call], Plan] = make_plan) -> Plan:
+    """Remembered ``make(call)``: a repeated call pays a look-up.
+
+    Raises:
+        TypeError: what should be a tensor is none.
+        ValueError, TypeError, RuntimeError: from ``make``.
+    """
+    try:
+        key = call.key()
+    except AttributeError:
+        check_tensors(**call.named_tensors())
+        raise
     found = _plans.get(key)
     if found is not None:
         return found
-    made = make_plan(
-        settings.get(), raw(q), raw(k), raw(v), _raw(ranges), _raw(block_indices), block_size, causal,
-        _raw(q_positions), _raw(cu_seqlens_q), _raw(cu_seqlens_k), max_selected, _raw(out), backend, schedule,
-        _raw(cache_seqlens), _raw(block_table),
-    )  # fmt: skip
+    made = make(call)
     if len(_plans) >= MAX_PLANS:
         _plans.clear()  # shapes that come once: those in use are back at their next call
     return _plans.setdefault(key, made)
-
-
-def _raw(x: Tensor | None) -> Raw | None:
-    return None if x is None else raw(x)
 
 
 def transformed(what: Plan) -> Plan:
@@ -347,112 +286,88 @@ def count(route: str, reason: str) -> None:
     _taken[route, reason] += 1
 
 
-def run(what: Plan, call: Given) -> Result:
+def run(what: Plan, call: Call) -> Result:
     """Run a planned call."""
     if what.debug:
-        return _run_debug(what, Call(*call))
-    if what.route in PLAIN:
-        return plain(what.route, what.reason, what, call)
+        return _run_debug(what, call)
+    result, route, reason = _served(what, call)
+    _taken[route, reason] += 1
+    return result
+
+
+def _served(what: Plan, call: Call) -> tuple[Result, str, str]:
+    """The result, the route that it took, and why."""
     reason = what.reason
+    if what.route in PLAIN:
+        return plain(what.route, what, call), what.route, reason
     if what.named:
-        return _triton(reason, what, call)
+        return launch(what, call), what.route, reason
     while True:
         known = _broken.get(what.kernel) if _broken else None
         if known is None:
             try:
-                return _triton(reason, what, call)
+                return launch(what, call), what.route, reason
+            except key_tiles.DoesNotFit as error:
+                known = str(error)
             except failures() as error:
                 server = what.fallback if what.instead is None else what.instead.route
                 known = remember(what.kernel, what.route, error, server)
         if what.instead is None:
-            return plain(what.fallback, known, what, call)
+            return plain(what.fallback, what, call), what.fallback, known
         what, reason = what.instead, known
 
 
-def attach(
-    launches: dict[Any, Any], q: Tensor, k: Tensor, v: Tensor, *, module: str = "query_major", **how: Any
-) -> tuple[Any, Any]:
-    """Remember in ``launches`` the kernel's module, which imports Triton, and what its ``launch_for`` says of calls."""
-    kernel = importlib.import_module(f"nsa.kernels.{module}")
-    found = launches[tiles.forced] = kernel, kernel.launch_for(q, k, v, **how)
-    return found
+class _Refusal:
+    """In the place of a kernel, for calls that do not fit it."""
+
+    @staticmethod
+    def forward(why: str, *_: object) -> NoReturn:
+        raise key_tiles.DoesNotFit(why)
 
 
-def _triton(reason: str, what: Plan, call: Given) -> Result:
-    (
-        q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_seqlens_q, cu_seqlens_k, return_lse,
-        out, cache_seqlens, block_table,
-    ) = call  # fmt: skip
-    selection = block_indices if ranges is None else ranges
-    cache = {} if cache_seqlens is None else {"cache_seqlens": cache_seqlens, "block_table": block_table}
-    kernel, launch = what.launches.get(tiles.forced) or attach(
-        what.launches,
-        q,
-        k,
-        v,
-        module=what.module,
-        selection=selection,
-        block_size=block_size,
-        causal=causal,
-        q_positions=q_positions,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        bound=what.dims.bound,
-        per_head=what.per_head,
-        pipelined=what.pipelined,
-        invariant=what.invariant,
-        out=out,
-        **cache,
-    )
-    result: Result = kernel.forward(
-        launch, q, k, v, what.route, selection, q_positions, scale, cu_seqlens_q, cu_seqlens_k, return_lse, out, **cache
-    )
-    _taken[what.route, reason] += 1
+def launch(what: Plan, call: Call) -> Result:
+    """Launch the kernel of a planned call; how, is worked out at the plan's first call."""
+    found = what.launches.get(what.tiles.forced)
+    if found is None:
+        kernel = importlib.import_module(f"nsa.kernels.{what.module}")  # which imports Triton
+        try:
+            found = kernel, kernel.plan(call, what.dims.bound, what.route == "per_head")
+        except key_tiles.DoesNotFit as error:
+            found = _Refusal, str(error)
+        what.launches[what.tiles.forced] = found
+    kernel, how = found
+    result: Result = kernel.forward(how, call, what.route)
     return result
 
 
-def plain(route: str, reason: str, what: Plan, call: Given) -> Result:
+def plain(route: str, what: Plan, call: Call) -> Result:
     """Packed SDPA or the reference."""
-    (
-        q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_seqlens_q, cu_seqlens_k, return_lse,
-        out, cache_seqlens, block_table,
-    ) = call  # fmt: skip
-    _taken[route, reason] += 1
-    cu_seqlens = None if cu_seqlens_q is None or cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
-    result: Tensor | tuple[Tensor, Tensor]
-    if route == "sdpa":  # keywords are written out: gathered in a dict, they cost a microsecond
-        result = reference.packed_sdpa(
-            q, k, v, ranges=ranges, block_indices=block_indices, block_size=block_size, causal=causal,
-            q_positions=q_positions, scale=scale, cu_seqlens=cu_seqlens, max_selected=what.dims.bound,
-            return_lse=return_lse, layout=what.sdpa_layout, cache_seqlens=cache_seqlens, block_table=block_table,
-        )  # fmt: skip
+    if route == "sdpa":
+        o, lse = reference.packed_sdpa(call, what.dims.bound, what.sdpa_layout)
     else:
-        result = reference.selection_reference(
-            q, k, v, ranges=ranges, block_indices=block_indices, block_size=block_size, causal=causal,
-            q_positions=q_positions, scale=scale, cu_seqlens=cu_seqlens, return_lse=return_lse,
-            cache_seqlens=cache_seqlens, block_table=block_table,
-        )  # fmt: skip
-    o, lse = result if isinstance(result, tuple) else (result, None)
-    return (o if out is None else out.copy_(o)), lse
+        o, lse = reference.selection_reference(call)
+    return (o if call.out is None else call.out.copy_(o)), lse
 
 
 def _run_debug(what: Plan, call: Call) -> Result:
     """Run with whatever the ``debug_*`` settings ask to have logged. Synchronizes."""
-    current = settings.get()
+    current = call.settings
     if current.debug_shapes:
-        named = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
+        named = call.named_tensors()
         logger.info("shapes: %s", ", ".join(f"{k} {list(x.shape)} strides {x.stride()}" for k, x in named.items()))
-    before = _taken.copy()
+    if current.debug_cache and call.cache_seqlens is not None:
+        garbage.report(call)
     _synchronize(call.q)
     began = time.perf_counter()
-    result = run(what._replace(debug=False), call)
+    result, route, reason = _served(what, call)
     _synchronize(call.q)
-    route, reason = next(iter(_taken - before))
+    count(route, reason)
     if current.debug_timing:
         elapsed = (time.perf_counter() - began) * 1e3
         logger.info("route %s (%s): %.3f ms, host and device", route, reason, elapsed)
     if current.debug_compare:
-        exact = plain("reference", "debug_compare is set", what, call._replace(return_lse=False, out=None))[0]
+        exact = plain("reference", what, call._replace(return_lse=False, out=None))[0]
+        count("reference", "debug_compare is set")
         error = (result[0].double() - exact.double()).abs()
         worst = error.max().item() if error.numel() else 0.0  # a debug setting: may read the device
         logger.info("route %s against the reference: max error %.3e", route, worst)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 
 import torch
-from torch import Tensor
+
+from nsa.call import Call
 
 logger = logging.getLogger("nsa")
 MOST_REPORTED = 8  # places of a cache that are wrong, in one line of the log
 
 
-def report(cache_seqlens: Tensor, block_table: Tensor | None, S: int, pages: int, size: int, causal: bool) -> None:
-    """Log lengths that the cache cannot have, or shorter than the ``S`` queries but not 0, and pages that do not exist.
+def report(call: Call) -> None:
+    """Log lengths that the cache cannot have, or shorter than the queries but not 0, and pages that do not exist.
 
-    ``size``: keys of a page, or of a contiguous cache's sequence. Synchronizes, so not while a CUDA graph is captured.
+    Synchronizes, so not while a CUDA graph is captured.
     """
+    cache_seqlens, block_table, S, causal = call.cache_seqlens, call.block_table, call.q.shape[1], call.causal
+    assert cache_seqlens is not None
+    pages, size = call.k.shape[:2]  # of a contiguous cache: entries, and the keys that each has room for
     if cache_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     room = size if block_table is None else size * block_table.shape[1]

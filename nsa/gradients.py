@@ -8,15 +8,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa import dispatch
+from nsa.call import Call
 from nsa.dispatch import Plan
 from nsa.kernels import backward_tiles
-from nsa.transforms import no_tangents
+from nsa.kernels.key_tiles import DoesNotFit
 
 ROUTE = "backward"
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -24,35 +24,22 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 _AUTOGRAD = ("AutogradCPU", "AutogradCUDA", "AutogradOther", "AutogradFunctionality", "ADInplaceOrView")
 
 
-class _DoesNotFit(ValueError):
-    """A call for which the kernels' workspace is too small: another may fit."""
-
-
 def backward(
-    do: Tensor,
+    what: Plan,
+    call: Call,
+    do: Tensor | None,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     o: Tensor,
     lse: Tensor,
-    ranges: Tensor | None,
-    block_indices: Tensor | None,
-    block_size: int | None,
-    causal: bool,
-    q_positions: Tensor | None,
-    scale: float | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_selected: int | None,
-    backend: str,
-    schedule: str,
+    wanted: tuple[bool, ...] = (True, True, True),
 ) -> Gradients:
     """Gradients of a call, given those of its outputs.
 
     Args:
-        do: like ``o``, any strides. dlse: like ``lse``; None counts as zeros.
-        o, lse: what the forward returned. The rest is what it was given.
+        what: the call's plan.
+        do: like ``o``, any strides. dlse: like ``lse``. None counts as zeros.
+        o, lse: what the forward returned.
+        wanted: of q, k and v; a gradient that is not wanted comes back as an empty tensor.
 
     Returns:
         ``dq``, ``dk``, ``dv``: like ``q``, ``k`` and ``v``, contiguous.
@@ -61,70 +48,39 @@ def backward(
         ValueError: ``backend="triton"`` and the call does not fit the kernels' workspace.
         RuntimeError and others: ``backend="triton"`` and the kernel failed.
     """
-    no_tangents("the gradient", do, dlse, q, k, v)
-    what = dispatch.plan(
-        q, k, v, ranges, block_indices, block_size, causal, q_positions, cu_seqlens_q, cu_seqlens_k, max_selected, None,
-        backend, schedule,
-    )  # fmt: skip
-    selection = block_indices if ranges is None else ranges
-    assert selection is not None
-
-    def launched() -> Gradients:
-        return _triton(
-            what, do, dlse, q, k, v, o, lse, selection, block_size, causal, q_positions, scale, cu_seqlens_q,
-            cu_seqlens_k,
-        )  # fmt: skip
-
     if what.route in dispatch.PLAIN:
         route, reason = what.route, f"backward: {what.reason}"
     elif what.named:
-        return launched()
+        return _launch(what, call, do, dlse, o, lse, wanted)
     else:
         known = dispatch.known_failure(what.backward)
         if known is None:
             try:
-                return launched()
-            except _DoesNotFit as error:
+                return _launch(what, call, do, dlse, o, lse, wanted)
+            except DoesNotFit as error:
                 known = f"backward: {error}"
             except dispatch.failures() as error:
                 known = dispatch.remember(what.backward, ROUTE, error, what.fallback)
         route, reason = what.fallback, known
-    call = ranges, block_indices, block_size, causal, q_positions, scale, cu_seqlens_q, cu_seqlens_k
-    return _recompute(route, reason, what, do, dlse, q, k, v, *call)
+    return _recompute(route, reason, what, call, do, dlse, wanted)
 
 
-def _triton(
+def _launch(
     what: Plan,
-    do: Tensor,
+    call: Call,
+    do: Tensor | None,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     o: Tensor,
     lse: Tensor,
-    selection: Tensor,
-    block_size: int | None,
-    causal: bool,
-    q_positions: Tensor | None,
-    scale: float | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
+    wanted: tuple[bool, ...],
 ) -> Gradients:
     found = what.backward_launches.get(backward_tiles.forced)
     if found is None:
         kernel = importlib.import_module("nsa.kernels.backward")  # which imports Triton
-        try:
-            launch = kernel.launch_for(
-                q, k, v, selection=selection, block_size=block_size, causal=causal, q_positions=q_positions,
-                cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bound=what.dims.bound,
-            )  # fmt: skip
-        except ValueError as error:
-            raise _DoesNotFit(str(error)) from error
-        found = what.backward_launches[backward_tiles.forced] = kernel, launch
-    kernel, launch = found
-    result: Gradients = kernel.backward(
-        launch, do, dlse, q, k, v, o, lse, ROUTE, selection, q_positions, scale, cu_seqlens_q, cu_seqlens_k
-    )
+        found = what.backward_launches[backward_tiles.forced] = kernel, kernel.plan(call, what.dims.bound)
+    kernel, how = found
+    do = torch.zeros_like(o) if do is None else do
+    result: Gradients = kernel.backward(how, call, do, dlse, o, lse, ROUTE, wanted)
     dispatch.count(ROUTE, what.reason)
     return result
 
@@ -133,23 +89,26 @@ def _recompute(
     route: str,
     reason: str,
     what: Plan,
-    do: Tensor,
+    call: Call,
+    do: Tensor | None,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *call: Any,
+    wanted: tuple[bool, ...],
 ) -> Gradients:
     """Run packed SDPA or the reference once more, this time recorded, and differentiate it."""
-    with _recorded(q.device.type):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        again: tuple[Any, ...] = (*leaves, *call, dlse is not None, None, None, None)
-        outputs = dispatch.plain(route, reason, what, again)
-        pairs = [(x, g) for x, g in zip(outputs, (do, dlse), strict=True) if x is not None]
-        dq, dk, dv = torch.autograd.grad(
-            [x for x, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True, materialize_grads=True
+    with _recorded(call.q.device.type):
+        q, k, v = (x.detach().requires_grad_(want) for x, want in zip((call.q, call.k, call.v), wanted, strict=True))
+        again = call._replace(q=q, k=k, v=v, return_lse=dlse is not None, out=None)
+        outputs = dispatch.plain(route, what, again)
+        dispatch.count(route, reason)
+        pairs = [(x, g) for x, g in zip(outputs, (do, dlse), strict=True) if x is not None and g is not None]
+        leaves = [x for x in (q, k, v) if x.requires_grad]
+        found = iter(
+            torch.autograd.grad(
+                [x for x, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True, materialize_grads=True
+            )
         )
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    dq, dk, dv = (next(found).contiguous() if want else call.q.new_empty(0) for want in wanted)
+    return dq, dk, dv
 
 
 @contextmanager

@@ -6,12 +6,13 @@ The calls are those of the benchmarks: bf16, 64 query heads over 4 KV heads of D
 from __future__ import annotations
 
 import importlib.util
+import math
 from typing import Any, NamedTuple
 
 import torch
 
 from nsa import dispatch, settings
-from nsa.validate import Raw
+from nsa.call import Call
 
 HQ, HKV, D, SLOTS, BLOCK = 64, 4, 128, 16, 64
 LONG = 65_536  # keys
@@ -62,26 +63,28 @@ def outlook(device: torch.device) -> list[Line]:
     return [*lines, Line("backward", server, reason)]
 
 
+class _Shaped:
+    """Shape, dtype and device of a tensor, which is all that planning looks at, without its memory."""
+
+    def __init__(self, device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+
+
 def _plan(
     device: torch.device, S: int, S_kv: int | None = None, spans: bool = False, cache: bool = False
 ) -> dispatch.Plan:
-    """What `nsa.dispatch` makes of such a call of one sequence; shapes are all it looks at."""
-
-    def raw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Raw:
-        return torch.Size(shape), dtype, device, (1,)
-
-    kv = raw(1, S if S_kv is None else S_kv, HKV, D)
+    """What `nsa.dispatch` makes of such a call of one sequence."""
+    q, kv = _Shaped(device, 1, S, HQ, D), _Shaped(device, 1, S if S_kv is None else S_kv, HKV, D)
     rows: tuple[int, ...] = (1, S, HKV, SLOTS)
-    chosen: dict[str, Any] = {"ranges": None, "block_indices": None, "block_size": None, "max_selected": None}
+    chosen: dict[str, Any] = {"block_indices": _Shaped(device, *rows, dtype=torch.int32), "block_size": BLOCK}
     if spans:
-        chosen |= {"ranges": raw(*rows, 2, dtype=torch.int32), "max_selected": SLOTS * BLOCK}
-    else:
-        chosen |= {"block_indices": raw(*rows, dtype=torch.int32), "block_size": BLOCK}
-    return dispatch.make_plan(
-        settings.get(), raw(1, S, HQ, D), kv, kv, **chosen, causal=True, q_positions=None, cu_seqlens_q=None,
-        cu_seqlens_k=None, out=None, backend="auto", schedule="auto",
-        cache_seqlens=raw(1, dtype=torch.int32) if cache else None,
-    )  # fmt: skip
+        chosen = {"ranges": _Shaped(device, *rows, 2, dtype=torch.int32), "max_selected": SLOTS * BLOCK}
+    if cache:
+        chosen |= {"cache_seqlens": _Shaped(device, 1, dtype=torch.int32)}
+    return dispatch.make_plan(Call(q, kv, kv, **chosen, settings=settings.get()))  # type: ignore[arg-type]
 
 
 def _rows(device: torch.device) -> Line:

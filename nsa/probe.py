@@ -49,7 +49,7 @@ AT_WORK = ("compiling", "running")  # phases in which a death or a hang speaks o
 
 KERNEL_SOURCES = tuple(
     f"{name}.py"
-    for name in ("backward_kernels", "clusters", "combine", "inversion", "key_kernels", "primitives", "query_major")
+    for name in ("backward_kernels", "clusters", "combine", "inversion", "key_kernels", "primitives", "query_kernels")
 )
 """Of `nsa/kernels`: what kernels are compiled from, all files with a `@triton.jit`."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nsa import spans as sp
+from nsa.call import Call
 from nsa.transforms import transforms_active
 
 WORKSPACE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 23}  # CPU: a packed chunk stays in the cache
@@ -22,57 +23,26 @@ ORACLE_BYTES = 1 << 28
 MAX_ROWS_PER_CALL = 32768  # SDPA's batch is a CUDA grid dimension of at most 65,535
 
 
-def call_spans(
-    q: Tensor,
-    k: Tensor,
-    ranges: Tensor | None,
-    block_indices: Tensor | None,
-    block_size: int | None,
-    causal: bool,
-    q_positions: Tensor | None,
-    cu_seqlens: tuple[Tensor, Tensor] | None,
-    cache_seqlens: Tensor | None = None,
-    block_table: Tensor | None = None,
-) -> sp.RowSpans:
-    """Clamped spans of a call in FlashAttention layout."""
-    cu_q, cu_k = cu_seqlens or (None, None)
-    tokens = math.prod(q.shape[:-2])
-    S_kv = k.shape[-3] if block_table is None else k.shape[1] * block_table.shape[1]
+def call_spans(call: Call) -> sp.RowSpans:
+    """Clamped spans of a call."""
+    q, k, table = call.q, call.k, call.block_table
+    S_kv = k.shape[-3] if table is None else k.shape[1] * table.shape[1]
     limits = sp.key_limits(
-        tokens, q.shape[-3], S_kv, causal=causal, device=q.device, q_positions=q_positions, cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k, cache_seqlens=cache_seqlens,
+        math.prod(q.shape[:-2]), q.shape[-3], S_kv, causal=call.causal, device=q.device, q_positions=call.q_positions,
+        cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k, cache_seqlens=call.cache_seqlens,
     )  # fmt: skip
-    return sp.row_spans(ranges, block_indices, block_size, *limits)
+    return sp.row_spans(call.ranges, call.block_indices, call.block_size, *limits)
 
 
-def selection_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    ranges: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    block_size: int | None = None,
-    causal: bool = True,
-    q_positions: Tensor | None = None,
-    scale: float | None = None,
-    cu_seqlens: tuple[Tensor, Tensor] | None = None,
-    cache_seqlens: Tensor | None = None,
-    block_table: Tensor | None = None,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The oracle: gather each row's keys, then softmax attention in fp64.
-
-    Args are those of :func:`nsa.selection_attention`, and ``cache_seqlens`` and ``block_table`` those of
-    :func:`nsa.selection_attention_with_kvcache`. Pass fp64 tensors to get the oracle's full precision.
+def selection_reference(call: Call) -> tuple[Tensor, Tensor | None]:
+    """The oracle: gather each row's keys, then softmax attention in fp64. fp64 tensors get its full precision.
 
     Returns:
         ``O`` like ``q`` with ``Dv`` last, in ``q``'s dtype; with ``return_lse`` also ``LSE`` ``q.shape[:-1]`` (fp64
-        for fp64 inputs, else fp32).
+        for fp64 inputs, else fp32), else None.
     """
-    spans = call_spans(
-        q, k, ranges, block_indices, block_size, causal, q_positions, cu_seqlens, cache_seqlens, block_table
-    )
+    q, k, v, scale, block_table = call.q, call.k, call.v, call.scale, call.block_table
+    spans = call_spans(call)
     if k.dim() == 3:
         k, v = k[None], v[None]
     pages = k.shape[0]
@@ -114,8 +84,8 @@ def selection_reference(
         lses.append(lse)
     out = torch.cat(outs).to(q.dtype) if outs else q.new_zeros(0, HKV, G, Dv)
     out = out.reshape(*q.shape[:-1], Dv)
-    if not return_lse:
-        return out
+    if not call.return_lse:
+        return out, None
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.cat(lses).to(lse_dtype) if lses else q.new_zeros(0, HKV, G, dtype=lse_dtype)
     return out, lse.reshape(q.shape[:-1])
@@ -147,39 +117,29 @@ def sdpa_rows(q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None, scale: float
 
 
 def packed_sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    ranges: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    block_size: int | None = None,
-    causal: bool = True,
-    q_positions: Tensor | None = None,
-    scale: float | None = None,
-    cu_seqlens: tuple[Tensor, Tensor] | None = None,
-    cache_seqlens: Tensor | None = None,
-    block_table: Tensor | None = None,
-    max_selected: int | None = None,
-    return_lse: bool = False,
-    layout: str = "heads_as_queries",
-) -> Tensor | tuple[Tensor, Tensor]:
+    call: Call, bound: int | None = None, layout: str = "heads_as_queries"
+) -> tuple[Tensor, Tensor | None]:
     """Packed SDPA: copy each row's keys side by side, then one SDPA call per chunk of rows. Differentiable.
 
-    Args are those of :func:`selection_reference`; ``layout`` is one of ``settings.SDPA_LAYOUTS``. The workspace
-    stays below ``WORKSPACE_BYTES`` as long as one row's keys fit it. Autograd keeps up to ``KEPT_BYTES`` of packed
-    keys, and packs again where there are more; compilers and ``torch.func`` keep all of them.
+    The workspace stays below ``WORKSPACE_BYTES`` as long as one row's keys fit it. Autograd keeps up to ``KEPT_BYTES``
+    of packed keys, and packs again where there are more; compilers and ``torch.func`` keep all of them.
+
+    Args:
+        bound: host bound on the keys of a row. layout: one of ``settings.SDPA_LAYOUTS``.
+
+    Returns:
+        As :func:`selection_reference`.
 
     Raises:
-        RuntimeError: without a bound (``max_selected``, or blocks) under ``torch.compile`` or CUDA graph capture.
+        RuntimeError: without a bound, for ranges, under ``torch.compile`` or CUDA graph capture.
     """
-    spans = call_spans(
-        q, k, ranges, block_indices, block_size, causal, q_positions, cu_seqlens, cache_seqlens, block_table
-    )
-    if block_indices is not None and block_size is not None:
-        room = k.shape[-3] * (1 if block_table is None else block_table.shape[1])
-        held = block_indices.shape[-1] * (room if room < block_size else block_size)  # a block may reach past the end
-        max_selected = held if max_selected is None or held < max_selected else max_selected
+    q, k, v, scale, block_table = call.q, call.k, call.v, call.scale, call.block_table
+    spans = call_spans(call)
+    room = k.shape[-3] * (1 if block_table is None else block_table.shape[1])
+    held = room if call.block_size is None or room < call.block_size else call.block_size  # keys of a span, at most
+    held *= spans.starts.shape[-1]
+    if call.block_size is not None or bound is not None:  # a bound may be loose, and a block reach past the end
+        bound = held if bound is None or held < bound else bound
     HKV, D, Dv = k.shape[-2], q.shape[-1], v.shape[-1]
     G = q.shape[-2] // HKV
     scale = 1.0 / math.sqrt(D) if scale is None else scale
@@ -188,10 +148,10 @@ def packed_sdpa(
         queries, scale = (-queries, -scale) if scale < 0 else (queries * 0, 1.0)
     N = queries.shape[0]
     lengths = spans.lengths().view(-1)
-    L, masked = sp.max_length(lengths, max_selected)
+    L, masked = sp.max_length(lengths, bound)
     out = q.new_zeros(N, G, Dv)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = torch.full((N, G), -math.inf, device=q.device, dtype=lse_dtype) if return_lse else None
+    lse = torch.full((N, G), -math.inf, device=q.device, dtype=lse_dtype) if call.return_lse else None
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if (L == 0 or N == 0) and not keep:
         return _shaped(q, out, lse)
@@ -199,7 +159,7 @@ def packed_sdpa(
     if masked or L == 0 or block_table is not None:  # whose pages may not exist
         masked, L = True, max(8, -(-L // 8) * 8)  # SDPA wants masks of whole 16-byte rows
     gather = sp.gather_for(k, v, spans, L, block_table)
-    per_row = L * ((D + Dv) * k.element_size() * 2 + 48 + (D * 4 + G * 8 if return_lse else 0))
+    per_row = L * ((D + Dv) * k.element_size() * 2 + 48 + (D * 4 + G * 8 if call.return_lse else 0))
     chunk = max(1, min(MAX_ROWS_PER_CALL, WORKSPACE_BYTES.get(q.device.type, 1 << 30) // per_row))
     pieces = []
     into = None if keep or q.is_cuda else gather.buffers(min(chunk, N), L)
@@ -241,6 +201,6 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _shaped(q: Tensor, out: Tensor, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+def _shaped(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
     out = out.view(*q.shape[:-1], out.shape[-1])
-    return out if lse is None else (out, lse.view(q.shape[:-1]))
+    return out, None if lse is None else lse.view(q.shape[:-1])

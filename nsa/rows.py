@@ -6,83 +6,28 @@ back. ``N`` rows of ``H`` query heads each; row ``i`` reads every key it is give
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from nsa import dispatch, settings
-from nsa.attention import selection_attention
-from nsa.kernels import tiles
-from nsa.transforms import no_tangents
-from nsa.validate import Raw, check_rows, check_scale, check_tensors, raw
+from nsa.api import selection_attention
+from nsa.call import TENSORS, Call
+from nsa.transforms import forward_mode, no_tangents, transformed, transforms_active
+from nsa.validate import check_tensors, number
 
 
-def _direct(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    cu_seqlens: Tensor | None,
-    route: str,
-    max_selected: int | None,
-    scale: float | None,
-    return_lse: bool,
-    out: Tensor | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    if scale is not None and type(scale) is not float:
-        check_scale(scale)
-    current = settings.get()
-    pipelined, invariant = current.sel_triton_db, current.batch_invariant
-    try:
-        needs_grad = torch.is_grad_enabled() and (Q.requires_grad or K.requires_grad or V.requires_grad)
-        launches = _checked(
-            raw(Q), raw(K), raw(V), None if cu_seqlens is None else raw(cu_seqlens), None if out is None else raw(out),
-            max_selected, route, pipelined, invariant, needs_grad,
-        )  # fmt: skip
-    except AttributeError:
-        k_name, v_name = ("K", "V") if cu_seqlens is None else ("K_all", "V_all")
-        check_tensors(**{"Q": Q, k_name: K, v_name: V})
-        given = {"cu_seqlens": cu_seqlens, "out": out}
-        check_tensors(**{name: x for name, x in given.items() if x is not None})
-        raise
-    no_tangents("packed rows", Q, K, V)
-    kernel, launch = launches.get(tiles.forced) or dispatch.attach(
-        launches,
-        Q,
-        K,
-        V,
-        cu_seqlens_k=cu_seqlens,
-        bound=K.shape[1] if cu_seqlens is None else max_selected,
-        per_head=route == "per_head",
-        pipelined=pipelined,
-        invariant=invariant,
-        out=out,
-        rows_only=True,
-    )
-    o, lse = kernel.forward(
-        launch, Q, K, V, route=route, cu_seqlens_k=cu_seqlens, scale=scale, return_lse=return_lse, out=out
-    )
+def _direct(call: Call) -> Tensor | tuple[Tensor, Tensor]:
+    """A call on packed rows, whose only selection is ``cu_seqlens_k``."""
+    if call.scale is not None:
+        call = call._replace(scale=number(call.scale))
+    planned = dispatch.plan(call, dispatch.rows_plan)
+    if torch.is_grad_enabled() and (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad):
+        raise RuntimeError("packed rows have no backward, and an input requires grad: use selection_attention")
+    if transforms_active() or forward_mode():
+        transformed(*call[:TENSORS])  # which refuses vmap
+        no_tangents("packed rows", call.q, call.k, call.v)
+    o, lse = dispatch.launch(planned, call)
     return o if lse is None else (o, lse)
-
-
-@lru_cache(maxsize=4096, typed=True)
-def _checked(
-    Q: Raw, K: Raw, V: Raw, cu_seqlens: Raw | None, out: Raw | None, max_selected: int | None, route: str,
-    pipelined: bool, invariant: bool, needs_grad: bool,
-) -> dict[Any, Any]:  # fmt: skip
-    """Where to keep how such rows are launched, once they are found valid. The arguments are all that decides it."""
-    check_rows(Q, K, V, cu_seqlens, out, max_selected)
-    dtype, device = Q[1:3]
-    why_not = dispatch.obstacle(dtype, device, dispatch.why_not_triton(device))
-    if why_not is None and needs_grad:
-        why_not = "packed rows have no backward, and an input requires grad: use selection_attention"
-    if why_not is not None:
-        raise RuntimeError(why_not)
-    return {}
-
-
-settings.ON_RELOAD.append(_checked.cache_clear)
 
 
 def sel_attn_fwd_dense(
@@ -103,14 +48,16 @@ def sel_attn_fwd_dense(
         ValueError, TypeError: shapes, dtypes or devices that do not fit.
         RuntimeError: Triton cannot run here. It never falls back.
     """
-    return _direct(Q, K, V, None, "per_head", None, scale, return_lse, out)
+    return _direct(
+        Call(Q, K, V, out=out, scale=scale, schedule="per_head", return_lse=return_lse, settings=settings.get())
+    )
 
 
 def sel_attn_fwd_dense_group(
     Q: Tensor, K: Tensor, V: Tensor, *, scale: float | None = None, return_lse: bool = False, out: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Rows with ``L`` keys each, the whole group a program; as :func:`sel_attn_fwd_dense` otherwise."""
-    return _direct(Q, K, V, None, "dense_group", None, scale, return_lse, out)
+    return _direct(Call(Q, K, V, out=out, scale=scale, return_lse=return_lse, settings=settings.get()))
 
 
 def sel_attn_fwd_varlen(
@@ -136,7 +83,12 @@ def sel_attn_fwd_varlen(
     Returns, Raises: as :func:`sel_attn_fwd_dense`.
     """
     check_tensors(cu_seqlens=cu_seqlens)
-    return _direct(Q, K_all, V_all, cu_seqlens, "per_head", max_selected, scale, return_lse, out)
+    return _direct(
+        Call(
+            Q, K_all, V_all, cu_seqlens_k=cu_seqlens, out=out, scale=scale, max_selected=max_selected,
+            schedule="per_head", return_lse=return_lse, settings=settings.get(),
+        )
+    )  # fmt: skip
 
 
 def sel_attn_fwd_varlen_group(
@@ -152,7 +104,12 @@ def sel_attn_fwd_varlen_group(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Rows of different lengths, the whole group a program; as :func:`sel_attn_fwd_varlen` otherwise."""
     check_tensors(cu_seqlens=cu_seqlens)
-    return _direct(Q, K_all, V_all, cu_seqlens, "varlen_group", max_selected, scale, return_lse, out)
+    return _direct(
+        Call(
+            Q, K_all, V_all, cu_seqlens_k=cu_seqlens, out=out, scale=scale, max_selected=max_selected,
+            return_lse=return_lse, settings=settings.get(),
+        )
+    )  # fmt: skip
 
 
 def selection_attention_triton(

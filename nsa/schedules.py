@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from nsa import settings
+from nsa.call import Call
 from nsa.kernels import key_tiles
-from nsa.validate import MAX_GROUP, Dims, Signature
+from nsa.validate import MAX_GROUP, Dims
 
 FOLDER = Path(__file__).parent / "configs" / "schedules"
 STAND_IN = "NVIDIA H100 80GB HBM3"
@@ -53,27 +54,25 @@ class Schedule:
         return table[min(g for g in table if g >= G)] if G <= max(table) else None
 
 
-def triton_route(
-    sig: Signature, dims: Dims, current: settings.Settings, device_name: str | None
-) -> tuple[str, str | None]:
+def triton_route(call: Call, dims: Dims, device_name: str | None) -> tuple[str, str | None]:
     """Which of Triton's routes serves a call, and why where a measurement chose it.
 
     Args:
         device_name: of the GPU, as CUDA names it; None where there is none, and key-major runs only if named.
     """
-    if sig.schedule in ("key_major", "per_head"):
-        return sig.schedule, None
-    if sig.schedule == "auto" and not current.sel_triton_group:
+    if call.schedule in ("key_major", "per_head"):
+        return call.schedule, None
+    if call.schedule == "auto" and not call.settings.sel_triton_group:
         return "per_head", None
-    if sig.block_size is None:
+    if call.block_size is None:
         return "ranges", None
     # How many queries share a call must not decide what runs where it must not change a result.
-    if sig.schedule == "auto" and device_name is not None and not current.batch_invariant:
+    if call.schedule == "auto" and device_name is not None and not call.settings.batch_invariant:
         queries = dims.tokens // max(dims.B, 1)  # of a sequence, or their mean: only those may share a block
         S_kv = dims.S_kv // max(dims.B, 1) if dims.varlen else dims.S_kv
         start = key_major_from(device_name, dims.G, S_kv >= CHUNK * queries)
-        usual = takes_key_major(start, queries, sig.q.dtype, dims.n, sig.block_size, dims.bound, max(dims.D, dims.Dv))
-        if usual and key_tiles.pays(dims.B, queries, S_kv, dims.S_kv, dims.HKV, dims.n, sig.block_size):
+        usual = takes_key_major(start, queries, call.q.dtype, dims.n, call.block_size, dims.bound, max(dims.D, dims.Dv))
+        if usual and key_tiles.pays(dims.B, queries, S_kv, dims.S_kv, dims.HKV, dims.n, call.block_size):
             return "key_major", _why(device_name, dims.G, start)
     return "blocks", None
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.transforms import forward_mode, transforms_active
-from nsa.validate import INDEX_DTYPES, check_blocks, check_packing, check_tensors, raw
+from nsa.validate import INDEX_DTYPES, check_blocks, check_packing, check_tensors
 
 
 class RowSpans(NamedTuple):
@@ -355,7 +355,7 @@ def pack_rows(k: Tensor, v: Tensor, ranges: Tensor, *, max_selected: int | None 
         RuntimeError: without ``max_selected`` under ``torch.compile`` or CUDA graph capture.
     """
     check_tensors(k=k, v=v, ranges=ranges)
-    check_packing(raw(k), raw(v), raw(ranges), max_selected)
+    check_packing(k, v, ranges, max_selected)
     B, S = ranges.shape[:2]
     limit, batch, offset = key_limits(B * S, S, k.shape[1], causal=False, device=k.device)
     spans = row_spans(ranges, None, None, limit, batch, offset)

@@ -1,7 +1,7 @@
-"""What a call may look like: one function from the metadata of its arguments to its dimensions, or an error.
+"""What a call may look like: one function from a call to its dimensions, or an error.
 
-Checks see shapes, dtypes, devices and strides only, never values, so they cost no device read. They are a pure function
-of a hashable :class:`Signature`; ``dispatch`` remembers the answer, so a repeated call pays a dictionary look-up.
+Checks see shapes, dtypes, devices and strides only, never values, so they cost no device read. ``dispatch`` remembers
+the answer by the call's key, so a repeated call pays a dictionary look-up.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import numbers
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
+from nsa.call import Call
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -18,36 +21,6 @@ SCHEDULES = ("auto", "query_major", "key_major", "per_head")
 MAX_GROUP = 128
 HEAD_DIMS = (16, 256)
 MAX_ROOM = 2**30 - 256  # keys of a sequence that a page table has room for: blocks and tiles of them end within int32
-
-
-class Meta(NamedTuple):
-    """Everything the checks may know of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    unit_stride: bool
-
-
-class Signature(NamedTuple):
-    """The metadata of one call; hashable, and equal for calls that take the same path."""
-
-    q: Meta
-    k: Meta
-    v: Meta
-    ranges: Meta | None
-    block_indices: Meta | None
-    block_size: int | None
-    causal: bool
-    q_positions: Meta | None
-    cu_seqlens_q: Meta | None
-    cu_seqlens_k: Meta | None
-    max_selected: int | None
-    out: Meta | None
-    backend: str
-    schedule: str
-    cache_seqlens: Meta | None = None
-    block_table: Meta | None = None
 
 
 class Dims(NamedTuple):
@@ -67,29 +40,6 @@ class Dims(NamedTuple):
     bound: int | None
 
 
-Raw = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...]]
-
-
-def raw(x: Any) -> Raw:
-    """What a :class:`Meta` is made of, as cheaply as Python allows: this runs on every call.
-
-    Raises:
-        AttributeError: ``x`` is no tensor.
-    """
-    return x.shape, x.dtype, x.device, x.stride()
-
-
-def meta(x: Raw) -> Meta:
-    """The checks' view of a tensor."""
-    shape, dtype, device, stride = x
-    return Meta(shape, dtype, device, len(stride) == 0 or stride[-1] == 1)  # dynamo knows no `not` of symbols
-
-
-def optional(x: Raw | None) -> Meta | None:
-    """:func:`meta` of an argument that may be absent."""
-    return None if x is None else meta(x)
-
-
 def check_tensors(**named: Any) -> None:
     """``TypeError`` for the first argument that is not a tensor (or None where that is no tensor's place)."""
     for name, x in named.items():
@@ -97,10 +47,17 @@ def check_tensors(**named: Any) -> None:
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
 
 
-def check_scale(scale: Any) -> None:
-    """``TypeError`` for what is no number; a tensor would be read from its device."""
-    if not isinstance(scale, (numbers.Real, torch.SymFloat, torch.SymInt)):
+def number(scale: Any) -> Any:
+    """``scale`` as torch takes it: a float, or a compiler's symbol.
+
+    Raises:
+        TypeError: it is no number; a tensor would be read from its device.
+    """
+    if isinstance(scale, (torch.SymFloat, torch.SymInt)):
+        return scale
+    if not isinstance(scale, numbers.Real):
         raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}")
+    return float(scale)
 
 
 def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -111,17 +68,22 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "[" + ", ".join(str(int(s)) for s in shape) + "]"
 
 
-def _check_ndim(name: str, m: Meta, layout: str) -> None:
+def _unit_stride(x: Tensor) -> bool:
+    stride = x.stride()
+    return len(stride) == 0 or bool(stride[-1] == 1)
+
+
+def _check_ndim(name: str, m: Tensor, layout: str) -> None:
     if len(m.shape) != layout.count(",") + 1:
         raise ValueError(f"{name}: expected {layout}, got shape {_shape(m.shape)}")
 
 
-def _check_shape(name: str, m: Meta, layout: str, expected: tuple[int, ...]) -> None:
+def _check_shape(name: str, m: Tensor, layout: str, expected: tuple[int, ...]) -> None:
     if tuple(m.shape) != expected:
         raise ValueError(f"{name}: expected {layout} = {_shape(expected)}, got {_shape(m.shape)}")
 
 
-def _check_device(name: str, m: Meta, device: torch.device, of: str = "q") -> None:
+def _check_device(name: str, m: Tensor, device: torch.device, of: str = "q") -> None:
     if m.device != device:
         raise ValueError(f"{name}: expected device {device} (that of {of}), got {m.device}")
 
@@ -131,7 +93,7 @@ def _check_index_dtype(name: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{name}: expected dtype {_dtypes(INDEX_DTYPES)}, got {_dtypes((dtype,))}")
 
 
-def _check_index(name: str, m: Meta, device: torch.device, of: str = "q") -> None:
+def _check_index(name: str, m: Tensor, device: torch.device, of: str = "q") -> None:
     _check_index_dtype(name, m.dtype)
     _check_device(name, m, device, of)
 
@@ -148,12 +110,12 @@ def _check_count(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name}: expected an int >= {least}, got {value}")
 
 
-def _cache_names(sig: Signature) -> tuple[str, str]:
+def _cache_names(call: Call) -> tuple[str, str]:
     """What the caller calls keys and values."""
-    return ("k", "v") if sig.cache_seqlens is None else ("k_cache", "v_cache")
+    return ("k", "v") if call.cache_seqlens is None else ("k_cache", "v_cache")
 
 
-def _check_alike(q_name: str, q: Meta, *named: tuple[str, Meta | None]) -> None:
+def _check_alike(q_name: str, q: Tensor, *named: tuple[str, Tensor | None]) -> None:
     """One floating dtype and one device, those of the first."""
     if q.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{q_name}: expected dtype {_dtypes(FLOAT_DTYPES)}, got {_dtypes((q.dtype,))}")
@@ -167,71 +129,71 @@ def _check_alike(q_name: str, q: Meta, *named: tuple[str, Meta | None]) -> None:
         _check_device(name, m, q.device, q_name)
 
 
-def _check_floats(q_name: str, q: Meta, *named: tuple[str, Meta | None]) -> None:
+def _check_floats(q_name: str, q: Tensor, *named: tuple[str, Tensor | None]) -> None:
     """One dtype and device, that of the queries, and last dimensions that are contiguous."""
     _check_alike(q_name, q, *named)
     for name, m in ((q_name, q), *named):
-        if m is not None and not m.unit_stride:
+        if m is not None and not _unit_stride(m):
             raise ValueError(f"{name}: expected a contiguous last dimension (stride 1), got a strided one")
 
 
-def _check_sequences(sig: Signature) -> int:
+def _check_sequences(call: Call) -> int:
     """Check ``cu_seqlens``; returns the number of sequences."""
-    assert sig.cu_seqlens_q is not None and sig.cu_seqlens_k is not None
-    for name, m in (("cu_seqlens_q", sig.cu_seqlens_q), ("cu_seqlens_k", sig.cu_seqlens_k)):
+    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
+    for name, m in (("cu_seqlens_q", call.cu_seqlens_q), ("cu_seqlens_k", call.cu_seqlens_k)):
         if len(m.shape) != 1 or m.shape[0] < 1:
             raise ValueError(f"{name}: expected [B + 1] with B >= 0, got shape {_shape(m.shape)}")
-        _check_index(name, m, sig.q.device)
-    if sig.cu_seqlens_q.shape != sig.cu_seqlens_k.shape:
+        _check_index(name, m, call.q.device)
+    if call.cu_seqlens_q.shape != call.cu_seqlens_k.shape:
         raise ValueError(
-            f"cu_seqlens_k: expected {_shape(sig.cu_seqlens_q.shape)} (that of cu_seqlens_q), "
-            f"got {_shape(sig.cu_seqlens_k.shape)}"
+            f"cu_seqlens_k: expected {_shape(call.cu_seqlens_q.shape)} (that of cu_seqlens_q), "
+            f"got {_shape(call.cu_seqlens_k.shape)}"
         )
-    return int(sig.cu_seqlens_q.shape[0]) - 1
+    return call.cu_seqlens_q.shape[0] - 1
 
 
-def _check_selection(sig: Signature, lead: tuple[int, ...], lead_name: str, HKV: int) -> tuple[int, int | None]:
+def _check_selection(call: Call, lead: tuple[int, ...], lead_name: str, HKV: int) -> tuple[int, int | None]:
     """Check the one selection given; returns ``(n, bound)`` where ``bound`` is what the host knows about ``L``."""
-    if (sig.ranges is None) == (sig.block_indices is None):
-        got = "neither" if sig.ranges is None else "both"
+    if (call.ranges is None) == (call.block_indices is None):
+        got = "neither" if call.ranges is None else "both"
         raise ValueError(f"selection: expected exactly one of ranges and block_indices, got {got}")
-    bound = sig.max_selected
+    bound = call.max_selected
     if bound is not None:
         _check_count("max_selected", bound, 0)
-    if sig.ranges is not None:
-        if sig.block_size is not None:
-            raise ValueError(f"block_size: expected None with ranges, got {sig.block_size}")
+    if call.ranges is not None:
+        if call.block_size is not None:
+            raise ValueError(f"block_size: expected None with ranges, got {call.block_size}")
         layout = f"[{lead_name}, HKV, n, 2]"
-        _check_ndim("ranges", sig.ranges, layout)
-        _check_shape("ranges", sig.ranges, layout, (*lead, HKV, int(sig.ranges.shape[-2]), 2))
-        _check_index("ranges", sig.ranges, sig.q.device)
-        return int(sig.ranges.shape[-2]), bound
-    assert sig.block_indices is not None
-    if sig.block_size is None:
+        _check_ndim("ranges", call.ranges, layout)
+        _check_shape("ranges", call.ranges, layout, (*lead, HKV, call.ranges.shape[-2], 2))
+        _check_index("ranges", call.ranges, call.q.device)
+        return call.ranges.shape[-2], bound
+    assert call.block_indices is not None
+    if call.block_size is None:
         raise ValueError("block_size: expected an int >= 1 with block_indices, got None")
-    _check_count("block_size", sig.block_size, 1)
+    _check_count("block_size", call.block_size, 1)
     layout = f"[{lead_name}, HKV, n]"
-    _check_ndim("block_indices", sig.block_indices, layout)
-    n = int(sig.block_indices.shape[-1])
-    _check_shape("block_indices", sig.block_indices, layout, (*lead, HKV, n))
-    _check_index("block_indices", sig.block_indices, sig.q.device)
-    return n, n * sig.block_size if bound is None else min(bound, n * sig.block_size)
+    _check_ndim("block_indices", call.block_indices, layout)
+    n = call.block_indices.shape[-1]
+    _check_shape("block_indices", call.block_indices, layout, (*lead, HKV, n))
+    _check_index("block_indices", call.block_indices, call.q.device)
+    return n, n * call.block_size if bound is None else min(bound, n * call.block_size)
 
 
-def _check_cache(sig: Signature, B: int, S_kv: int) -> int:
+def _check_cache(call: Call, B: int, S_kv: int) -> int:
     """Check what only a cache has; returns how many keys a sequence may have."""
-    lengths, table = sig.cache_seqlens, sig.block_table
+    lengths, table = call.cache_seqlens, call.block_table
     assert lengths is not None
     _check_shape("cache_seqlens", lengths, "[B]", (B,))
-    _check_index("cache_seqlens", lengths, sig.q.device)
+    _check_index("cache_seqlens", lengths, call.q.device)
     if table is None:
         return S_kv
     _check_ndim("block_table", table, "[B, width]")
-    _check_shape("block_table", table, "[B, width]", (B, int(table.shape[1])))
-    _check_index("block_table", table, sig.q.device)
+    _check_shape("block_table", table, "[B, width]", (B, table.shape[1]))
+    _check_index("block_table", table, call.q.device)
     if S_kv < 1:
-        raise ValueError(f"k_cache: expected pages of one key or more, got {_shape(sig.k.shape)}")
-    room = S_kv * int(table.shape[1])
+        raise ValueError(f"k_cache: expected pages of one key or more, got {_shape(call.k.shape)}")
+    room = S_kv * table.shape[1]
     if room > MAX_ROOM:
         raise ValueError(
             f"block_table: expected room for {MAX_ROOM} keys or fewer, got {_shape(table.shape)} with pages of {S_kv}"
@@ -239,60 +201,63 @@ def _check_cache(sig: Signature, B: int, S_kv: int) -> int:
     return room
 
 
-def check(sig: Signature) -> Dims:
+def check(call: Call) -> Dims:
     """Dimensions of a call, or ``ValueError`` / ``TypeError`` saying what was expected and what came."""
-    _check_choice("backend", sig.backend, BACKENDS)
-    _check_choice("schedule", sig.schedule, SCHEDULES)
-    if sig.schedule != "auto" and sig.backend in ("sdpa", "reference"):
-        raise ValueError(f"schedule: expected auto with backend={sig.backend!r}, got {sig.schedule!r}")
-    varlen = sig.cu_seqlens_q is not None
-    if varlen != (sig.cu_seqlens_k is not None):
+    _check_choice("backend", call.backend, BACKENDS)
+    _check_choice("schedule", call.schedule, SCHEDULES)
+    if call.schedule != "auto" and call.backend in ("sdpa", "reference"):
+        raise ValueError(f"schedule: expected auto with backend={call.backend!r}, got {call.schedule!r}")
+    if not isinstance(call.causal, bool):
+        raise TypeError(f"causal: expected a bool, got {type(call.causal).__name__}")
+    varlen = call.cu_seqlens_q is not None
+    if varlen != (call.cu_seqlens_k is not None):
         raise TypeError("cu_seqlens: expected a tensor or a pair of tensors, got a pair with None")
     lead_name = "T" if varlen else "B, S"
-    kv_name = "T_kv" if varlen else "B, S_kv" if sig.cache_seqlens is None else "B, S_max"
-    if sig.block_table is not None:
+    kv_name = "T_kv" if varlen else "B, S_kv" if call.cache_seqlens is None else "B, S_max"
+    if call.block_table is not None:
         kv_name = "num_pages, page_size"
-    _check_ndim("q", sig.q, f"[{lead_name}, HQ, D]")
-    k_name, v_name = _cache_names(sig)
-    _check_ndim(k_name, sig.k, f"[{kv_name}, HKV, D]")
-    _check_ndim(v_name, sig.v, f"[{kv_name}, HKV, Dv]")
-    _check_floats("q", sig.q, (k_name, sig.k), (v_name, sig.v), ("out", sig.out))
+    _check_ndim("q", call.q, f"[{lead_name}, HQ, D]")
+    k_name, v_name = _cache_names(call)
+    _check_ndim(k_name, call.k, f"[{kv_name}, HKV, D]")
+    _check_ndim(v_name, call.v, f"[{kv_name}, HKV, Dv]")
+    _check_floats("q", call.q, (k_name, call.k), (v_name, call.v), ("out", call.out))
 
-    lead = tuple(int(s) for s in sig.q.shape[:-2])
-    HQ, D = (int(s) for s in sig.q.shape[-2:])
-    S_kv, HKV = (int(s) for s in sig.k.shape[-3:-1])
-    Dv = int(sig.v.shape[-1])
+    lead = tuple(call.q.shape[:-2])
+    HQ, D = call.q.shape[-2:]
+    S_kv, HKV = call.k.shape[-3:-1]
+    Dv = call.v.shape[-1]
     k_lead: tuple[int, ...] = (S_kv,) if varlen else (lead[0], S_kv)
-    if sig.block_table is not None:
-        k_lead = tuple(int(s) for s in sig.k.shape[:2])
-    _check_shape(k_name, sig.k, f"[{kv_name}, HKV, D]", (*k_lead, HKV, D))
-    _check_shape(v_name, sig.v, f"[{kv_name}, HKV, Dv]", (*k_lead, HKV, Dv))
+    if call.block_table is not None:
+        k_lead = tuple(call.k.shape[:2])
+    _check_shape(k_name, call.k, f"[{kv_name}, HKV, D]", (*k_lead, HKV, D))
+    _check_shape(v_name, call.v, f"[{kv_name}, HKV, Dv]", (*k_lead, HKV, Dv))
     for name, dim in (("D", D), ("Dv", Dv)):
         if not HEAD_DIMS[0] <= dim <= HEAD_DIMS[1]:
             raise ValueError(f"head dim {name}: expected {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, got {dim}")
     if HKV == 0 or HQ % HKV or not 1 <= HQ // HKV <= MAX_GROUP:
         raise ValueError(f"heads: expected HQ = G * HKV with G from 1 to {MAX_GROUP}, got HQ={HQ}, HKV={HKV}")
 
-    B = _check_sequences(sig) if varlen else lead[0]
-    if sig.cache_seqlens is not None:
-        S_kv = _check_cache(sig, B, S_kv)
-    n, bound = _check_selection(sig, lead, lead_name, HKV)
-    if sig.q_positions is not None:
-        _check_shape("q_positions", sig.q_positions, f"[{lead_name}]", lead)
-        _check_index("q_positions", sig.q_positions, sig.q.device)
-    if sig.out is not None:
-        _check_shape("out", sig.out, f"[{lead_name}, HQ, Dv]", (*lead, HQ, Dv))
+    B = _check_sequences(call) if varlen else lead[0]
+    if call.cache_seqlens is not None:
+        S_kv = _check_cache(call, B, S_kv)
+    n, bound = _check_selection(call, lead, lead_name, HKV)
+    if call.q_positions is not None:
+        if not call.causal:
+            raise ValueError("q_positions: expected None with causal=False, which has no use for them, got a tensor")
+        _check_shape("q_positions", call.q_positions, f"[{lead_name}]", lead)
+        _check_index("q_positions", call.q_positions, call.q.device)
+    if call.out is not None:
+        _check_shape("out", call.out, f"[{lead_name}, HQ, Dv]", (*lead, HQ, Dv))
     tokens = lead[0] if varlen else lead[0] * lead[1]
     return Dims(B, lead[-1], S_kv, HQ, HKV, HQ // HKV, D, Dv, n, tokens, varlen, bound)
 
 
-def check_rows(Q: Raw, K: Raw, V: Raw, cu_seqlens: Raw | None, out: Raw | None, max_selected: int | None) -> None:
+def check_rows(call: Call) -> Dims:
     """Check packed rows: ``Q [N, H, D]`` with ``K [N, L, D]``, or ``K_all [sum L, D]`` and ``cu_seqlens [N + 1]``.
 
     What the caller may mix up is checked under the caller's names; all else as the call they are a view of.
     """
-    q, k, v = meta(Q), meta(K), meta(V)
-    cu, o = optional(cu_seqlens), optional(out)
+    q, k, v, cu, out = call.q, call.k, call.v, call.cu_seqlens_k, call.out
     _check_ndim("Q", q, "[N, H, D]")
     layout, k_name, v_name = ("[N, L, D]", "K", "V") if cu is None else ("[sum L, D]", "K_all", "V_all")
     v_layout = layout.replace("D", "Dv")
@@ -304,50 +269,32 @@ def check_rows(Q: Raw, K: Raw, V: Raw, cu_seqlens: Raw | None, out: Raw | None, 
     _check_shape(v_name, v, v_layout, (*keys, v.shape[-1]))
     if q.dtype == torch.float64:
         raise TypeError("Q: expected dtype float16, bfloat16, float32, got float64")
-    _check_floats("Q", q, (k_name, k), (v_name, v), ("out", o))
-    if o is not None:
-        _check_shape("out", o, "[N, H, Dv]", (N, H, v.shape[-1]))
-    if cu is not None:
-        _check_index("cu_seqlens", cu, q.device, "Q")
-
-    def view(m: Meta, axis: int) -> Meta:
-        return m._replace(shape=(*m.shape[:axis], 1, *m.shape[axis:]))
-
-    if cu is not None and cu.shape != (N + 1,):
+    _check_floats("Q", q, (k_name, k), (v_name, v), ("out", out))
+    if out is not None:
+        _check_shape("out", out, "[N, H, Dv]", (N, H, v.shape[-1]))
+    if cu is None:
+        nothing = torch.empty((N, 1, 1, 0, 2), dtype=torch.int32, device=q.device)
+        queries, keys, values = q[:, None], k[:, :, None], v[:, :, None]
+        return check(Call(queries, keys, values, ranges=nothing, max_selected=call.max_selected))
+    _check_index("cu_seqlens", cu, q.device, "Q")
+    if cu.shape != (N + 1,):
         raise ValueError(f"cu_seqlens: expected [N + 1] = [{N + 1}], got {_shape(cu.shape)}")
-    dense = cu is None
-    check(
-        Signature(
-            q=view(q, 1) if dense else q,
-            k=view(k, 2 if dense else 1),
-            v=view(v, 2 if dense else 1),
-            ranges=Meta((N, 1, 1, 0, 2) if dense else (N, 1, 0, 2), torch.int32, q.device, True),
-            block_indices=None,
-            block_size=None,
-            causal=False,
-            q_positions=None,
-            cu_seqlens_q=cu,
-            cu_seqlens_k=cu,
-            max_selected=max_selected,
-            out=o if o is None or not dense else view(o, 1),
-            backend="auto",
-            schedule="auto",
-        )
-    )
+    nothing = torch.empty((N, 1, 0, 2), dtype=torch.int32, device=q.device)
+    listed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_selected": call.max_selected}
+    return check(Call(q, k[:, None], v[:, None], ranges=nothing, **listed))
 
 
-def check_packing(k: Raw, v: Raw, ranges: Raw, max_selected: int | None) -> None:
+def check_packing(k: Tensor, v: Tensor, ranges: Tensor, max_selected: int | None) -> None:
     """Check what ``pack_rows`` is given; strides may be any."""
-    keys, values, spans = meta(k), meta(v), meta(ranges)
     layout = "[B, S, HKV, n, 2]"
-    _check_ndim("k", keys, "[B, S_kv, HKV, D]")
-    _check_ndim("v", values, "[B, S_kv, HKV, Dv]")
-    _check_ndim("ranges", spans, layout)
-    _check_alike("k", keys, ("v", values))
-    B, S_kv, HKV, _ = keys.shape
-    _check_shape("v", values, "[B, S_kv, HKV, Dv]", (B, S_kv, HKV, values.shape[3]))
-    _check_shape("ranges", spans, layout, (B, spans.shape[1], HKV, spans.shape[3], 2))
-    _check_index("ranges", spans, keys.device, "k")
+    _check_ndim("k", k, "[B, S_kv, HKV, D]")
+    _check_ndim("v", v, "[B, S_kv, HKV, Dv]")
+    _check_ndim("ranges", ranges, layout)
+    _check_alike("k", k, ("v", v))
+    B, S_kv, HKV, _ = k.shape
+    _check_shape("v", v, "[B, S_kv, HKV, Dv]", (B, S_kv, HKV, v.shape[3]))
+    _check_shape("ranges", ranges, layout, (B, ranges.shape[1], HKV, ranges.shape[3], 2))
+    _check_index("ranges", ranges, k.device, "k")
     if max_selected is not None:
         _check_count("max_selected", max_selected, 0)
 

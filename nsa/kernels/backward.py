@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa import settings
+from nsa.call import Call
 from nsa.kernels import backward_kernels, backward_tiles, inversion, key_tiles, launches, query_major
 from nsa.kernels.launch import INT32_MAX, TRITON, Variant
 from nsa.kernels.primitives import BATCH, BLOCKS, RANGES, TILED, VARLEN
@@ -45,32 +45,27 @@ class Launch(NamedTuple):
     spans: bool
 
 
-@lru_cache(maxsize=1024)
-def plan(
-    device: torch.device,
-    dtype: torch.dtype,
-    q_shape: tuple[int, ...],
-    k_shape: tuple[int, ...],
-    Dv: int,
-    strides: tuple[tuple[int, ...], ...],
-    selection_shape: tuple[int, ...],
-    block_size: int | None,
-    causal: bool,
-    sequences: int | None,
-    bound: int | None,
-    choice: backward_tiles.Choice | None,
-    kinds: tuple[torch.dtype | None, ...],
-) -> Launch:
-    """Tiles, windows and run-time sizes of a call; arguments as for :func:`nsa.kernels.query_major.plan`."""
+def plan(call: Call, bound: int | None = None) -> Launch:
+    """How a call's gradients are launched: tiles, windows and run-time sizes. Holds for every call of the same key.
+
+    Raises:
+        ValueError: the lists of one token, or the counters of blocks, do not fit the workspace (ranges of a row that
+            nothing bounds, say), or there are more keys or KV heads than the kernels count.
+    """
+    q, k, v, selection, block_size, causal = call.q, call.k, call.v, call.selection, call.block_size, call.causal
+    assert selection is not None
+    device, dtype, Dv = q.device, q.dtype, v.shape[-1]
+    sequences = None if call.cu_seqlens_k is None else call.cu_seqlens_k.shape[0] - 1
+    q_shape, k_shape, strides = q.shape, k.shape, (q.stride(), k.stride(), v.stride())
     S_kv, HKV = k_shape[-3:-1]
     HQ, D = q_shape[-2:]
     tokens, G = math.prod(q_shape[:-2]), HQ // HKV
     B, S = q_shape[:2] if len(q_shape) == 4 else (sequences or 0, q_shape[0])
     spans = block_size is None
-    n = selection_shape[-2] if spans else selection_shape[-1]
+    n = selection.shape[-2] if spans else selection.shape[-1]
     size, blocks, slots = key_tiles.grid("backward", B, S_kv, HKV, n, block_size, sequences is not None, bound)
     capability, _ = query_major.device_limits(device)
-    tile = backward_tiles.select(capability, dtype.itemsize, G, D, Dv, size, spans, choice, PIPELINES)
+    tile = backward_tiles.select(capability, dtype.itemsize, G, D, Dv, size, spans, backward_tiles.forced, PIPELINES)
     windows = backward_tiles.windows(
         tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, size, tile.share, tile.keep_dq, spans
     )
@@ -88,16 +83,14 @@ def plan(
     names = "qb qs qh kb kn kh vb vn vh".split()
     sizes |= {f"stride_{name}": s // unit for name, s in zip(names, all_strides, strict=True)}
     variants = _variants(
-        device, dtype, tile, source, TILED.value if tiled else source, layout, causal, bucket, G, D, Dv, unit, kinds
+        device, dtype, tile, source, TILED.value if tiled else source, layout, causal, bucket, G, D, Dv, unit,
+        call.dtypes(),
     )
     keys = math.prod(k_shape[:-2])
     return Launch(
         variants, device, windows, tile, tokens, keys, G, sizes, max(sizes.values()) <= INT32_MAX, 1.0 / math.sqrt(D),
         spans,
     )  # fmt: skip
-
-
-settings.ON_RELOAD.append(plan.cache_clear)
 
 
 @lru_cache(maxsize=1024)
@@ -128,6 +121,7 @@ def _variants(
     heads = min(tile.dq_heads, 4)
     total: dict[str, Any] = {"AT_ONCE": 4} | wide
     total |= {"D": D, "Dv": Dv, "LAYOUT": layout, "BLOCK_N": min(SUM_ROWS, tile.BLOCK_N), "SHARE": tile.share}
+    dkdv_options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return {
         "order": Variant(inversion._order_kernel, order, {"num_warps": 1}),
         "strip": Variant(inversion._strip_kernel, {"CHUNK": STRIPPED, "AT_ONCE": 32}, {"num_warps": 4}),
@@ -140,11 +134,9 @@ def _variants(
             dq | {"SPANS": spans},
             {"num_warps": tile.dq_warps, "num_stages": tile.dq_stages},
         ),
-        "dkdv": Variant(
-            backward_kernels._dkdv_kernel,
-            dkdv | {"SHARE": tile.share},
-            {"num_warps": tile.warps, "num_stages": tile.stages},
-        ),
+        "dkdv": Variant(backward_kernels._dkdv_kernel, dkdv | {"SHARE": tile.share}, dkdv_options),
+        # Where dQ is not wanted, it is not kept, which makes a variant of its own.
+        "dkdv_alone": Variant(backward_kernels._dkdv_kernel, dkdv | {"SHARE": tile.share}, dkdv_options),
         "sum": Variant(backward_kernels._sum_kernel, total, {"num_warps": 4}),
         "gather": Variant(
             backward_kernels._gather_kernel,
@@ -154,32 +146,6 @@ def _variants(
     }
 
 
-def launch_for(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    selection: Tensor,
-    block_size: int | None = None,
-    causal: bool = False,
-    q_positions: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    bound: int | None = None,
-) -> Launch:
-    """How the backward pass of such a call is launched; arguments as for :func:`nsa.kernels.query_major.launch_for`.
-
-    Raises:
-        ValueError: the lists of one token, or the counters of blocks, do not fit the workspace (ranges of a row that
-            nothing bounds, say), or there are more keys or KV heads than the kernels count.
-    """
-    return plan(
-        q.device, q.dtype, q.shape, k.shape, v.shape[-1], (q.stride(), k.stride(), v.stride()), selection.shape,
-        block_size, causal, None if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1, bound, backward_tiles.forced,
-        tuple(None if x is None else x.dtype for x in (selection, q_positions, cu_seqlens_q, cu_seqlens_k)),
-    )  # fmt: skip
-
-
 def workspace(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory that no kernel may read before it was written; tests fill it with what does harm."""
     return torch.empty(size, dtype=dtype, device=device)
@@ -187,52 +153,56 @@ def workspace(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def backward(
     launch: Launch,
+    call: Call,
     do: Tensor,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     o: Tensor,
     lse: Tensor,
     route: str,
-    selection: Tensor,
-    q_positions: Tensor | None = None,
-    scale: float | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
+    wanted: tuple[bool, ...] = (True, True, True),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a forward call, on validated arguments.
+    """Gradients of a forward call.
 
     Args:
-        launch: of :func:`launch_for` for these arguments.
+        launch: of :func:`plan` for this call.
         do: gradient of ``o``, like it. dlse: of ``lse``, fp32 ``q.shape[:-1]``, or None.
         o, lse: what the forward call returned; ``lse`` natural log.
         route: name counted in :data:`nsa.kernels.launches`.
+        wanted: gradients of ``q``, ``k`` and ``v``. One that is not wanted comes back as an empty tensor; dK and dV are
+            computed together.
 
     Returns:
         ``(dq, dk, dv)``, contiguous, in the shapes and dtypes of ``q, k, v``.
     """
+    q, k, v = call.q, call.k, call.v
+    assert call.selection is not None
     device, D, Dv = launch.device, q.shape[-1], v.shape[-1]
     w, tile, sizes = launch.windows, launch.tile, launch.sizes
     HKV = sizes["HKV"]
-    dq = torch.empty(q.shape, dtype=q.dtype, device=device)
-    dk = torch.zeros((launch.keys, HKV, D), dtype=torch.float32, device=device)
-    dv = torch.zeros((launch.keys, HKV, Dv), dtype=torch.float32, device=device)
+    of_queries, of_keys = wanted[0], wanted[1] or wanted[2]
+    dq = torch.empty(q.shape if of_queries else (0,), dtype=q.dtype, device=device)
     if launch.tokens == 0 or launch.keys == 0 or sizes["n"] == 0:
-        return dq.zero_(), dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype)
+        return dq.zero_(), torch.zeros(k.shape, dtype=k.dtype, device=device), v.new_zeros(v.shape)
     launches[route] += 1
-    do, o, lse, selection = (x.contiguous() for x in (do, o, lse, selection))
-    dlse, *about = (x if x is None else x.contiguous() for x in (dlse, q_positions, cu_seqlens_q, cu_seqlens_k))
-    scale = launch.scale if scale is None else float(scale)
+    do, o, lse, selection = (x.contiguous() for x in (do, o, lse, call.selection))
+    dlse, *about = (
+        x if x is None else x.contiguous() for x in (dlse, call.q_positions, call.cu_seqlens_q, call.cu_seqlens_k)
+    )
+    scale = launch.scale if call.scale is None else call.scale
     run = _Run(launch, sizes)
 
     rows = sizes["rows"]
     stats = workspace(2 * rows, torch.float32, device)
     run("delta" if dlse is None else "delta_lse", (-(-rows // STATS_ROWS), 1, 1), (o, do, lse, dlse, stats), "rows")
-    if not tile.keep_dq:
+    if of_queries and not (tile.keep_dq and of_keys):
         grid = (launch.tokens * HKV, -(-launch.G // tile.dq_heads), 1)
         run("dq", grid, (q, k, v, do, stats, dq, selection, *about), f"B S S_kv HKV n size tokens {STRIDES}", scale)
 
+    nothing = q.new_empty(0)
+    if not of_keys:
+        return dq, nothing, nothing
+    dk = torch.zeros((launch.keys, HKV, D), dtype=torch.float32, device=device)
+    dv = torch.zeros((launch.keys, HKV, Dv), dtype=torch.float32, device=device)
     heads = w.heads
     row, blocks = heads * w.slots, heads * w.blocks
     block, rank, unit = (workspace(w.window * row, torch.int32, device) for _ in range(3))
@@ -243,7 +213,7 @@ def backward(
     work = workspace(3 * heads * w.work, torch.int32, device)
     dk_part = workspace(heads * w.several * sizes["size"] * D, torch.float32, device)
     dv_part = workspace(heads * w.several * sizes["size"] * Dv, torch.float32, device)
-    dq_part = workspace(w.window * row * launch.G * D, q.dtype, device) if tile.keep_dq else None
+    dq_part = workspace(w.window * row * launch.G * D, q.dtype, device) if tile.keep_dq and of_queries else None
     key_tiles_of_block = -(-sizes["size"] // tile.BLOCK_N)
     sum_rows = launch.variants["sum"].constexprs["BLOCK_N"]
     gathered = launch.variants["gather"].constexprs["HEADS"]
@@ -263,7 +233,7 @@ def backward(
             "heads slots blocks now window strip slot_bits",
         )  # fmt: skip
         run(
-            "dkdv", (w.work, heads, key_tiles_of_block),
+            "dkdv" if of_queries else "dkdv_alone", (w.work, heads, key_tiles_of_block),
             (
                 q, k, v, do, stats, dk, dv, dk_part, dv_part, dq_part, selection, *about, span, unit, count, start,
                 part, work,
@@ -278,7 +248,8 @@ def backward(
         if dq_part is not None:
             grid = (now * heads, -(-launch.G // gathered), 1)
             run("gather", grid, (dq_part, block, dq), "HKV heads head0 slots first")
-    return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype)
+    dk = dk.view(k.shape).to(k.dtype) if wanted[1] else nothing
+    return dq, dk, dv.view(v.shape).to(v.dtype) if wanted[2] else nothing
 
 
 STRIDES = " ".join(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from nsa.kernels.key_tiles import MOST_COUNT_BYTES, even, heads_at_once
+from nsa.kernels.key_tiles import MOST_COUNT_BYTES, DoesNotFit, even, heads_at_once
 from nsa.kernels.tiles import SHARED_BYTES, next_power_of_2
 
 DQ_BYTES = 1280 << 20
@@ -176,7 +176,7 @@ def windows(
         return min(longest, DQ_BYTES // (heads * dq)) if dq else longest
 
     if most(1) == 0:
-        raise ValueError(
+        raise DoesNotFit(
             f"backward: expected the lists of a row to fit {INDEX_BYTES} bytes, and its parts of dQ {DQ_BYTES}, got "
             f"{index} and {dq} bytes of {slots} blocks{'; max_selected bounds them' if spans else ''}"
         )
@@ -187,7 +187,7 @@ def windows(
         strip *= 2
     counted = -(-window // strip) * heads * blocks * 4
     if counted > MOST_COUNT_BYTES:
-        raise ValueError(
+        raise DoesNotFit(
             f"backward: expected counters of blocks to fit {MOST_COUNT_BYTES} bytes, got {counted} bytes of "
             f"{blocks} blocks and {heads} KV heads"
         )

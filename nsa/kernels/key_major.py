@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nsa import settings
+from nsa.call import Call
 from nsa.kernels import inversion, key_kernels, key_tiles, launches, query_major
 from nsa.kernels.launch import INT32_MAX, Variant
 from nsa.kernels.primitives import BATCH, BLOCKS, CACHE, RANGES, TILED, VARLEN
@@ -56,29 +57,26 @@ class Launch(NamedTuple):
     pages: int
 
 
-@lru_cache(maxsize=1024)
-def plan(
-    device: torch.device,
-    dtype: torch.dtype,
-    q_shape: tuple[int, ...],
-    k_shape: tuple[int, ...],
-    Dv: int,
-    strides: tuple[tuple[int, ...], ...],
-    out_stride: tuple[int, ...] | None,
-    selection_shape: tuple[int, ...],
-    block_size: int | None,
-    causal: bool,
-    sequences: int | None,
-    bound: int | None,
-    choice: key_tiles.Choice | None,
-    kinds: tuple[torch.dtype | None, ...],
-    cache: bool = False,
-    width: int | None = None,
-    invariant: bool = False,
-) -> Launch:
-    """Tiles, windows and run-time sizes of a call; arguments as for :func:`nsa.kernels.query_major.plan`."""
-    like_q = Dv == q_shape[-1] and strides[0] == query_major._contiguous(q_shape)
-    written = query_major._contiguous((*q_shape[:-1], Dv)) if out_stride is None else out_stride
+def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch:
+    """How a call is launched: tiles, windows and run-time sizes; arguments as for :func:`nsa.kernels.query_major.plan`.
+
+    A row's result never depends on what the rest of the call holds; with ``batch_invariant`` not on how long that is,
+    either. ``per_head`` changes nothing. Rows of ranges with more than ``bound`` keys may come out as NaN.
+
+    Raises:
+        ValueError: a token's partial results, or the counters of blocks, do not fit the workspace (ranges of a row that
+            nothing bounds, say), or there are more keys or KV heads than the kernels count.
+    """
+    q, k, v, selection, block_size, causal = call.q, call.k, call.v, call.selection, call.block_size, call.causal
+    assert selection is not None
+    device, dtype, Dv = q.device, q.dtype, v.shape[-1]
+    cache = call.cache_seqlens is not None
+    sequences = None if call.cu_seqlens_k is None else call.cu_seqlens_k.shape[0] - 1
+    width = None if call.block_table is None else call.block_table.shape[1]
+    q_shape, k_shape = tuple(q.shape), tuple(k.shape)
+    strides: tuple[tuple[int, ...], ...] = (q.stride(), k.stride(), v.stride())
+    like_q = Dv == q_shape[-1] and strides[0] == query_major.contiguous(q_shape)
+    written = query_major.contiguous((*q_shape[:-1], Dv)) if call.out is None else call.out.stride()
     S_kv, HKV = k_shape[-3:-1]
     pages, page = (0, 0) if width is None else (k_shape[0], S_kv)
     S_kv = S_kv if width is None else S_kv * width
@@ -86,12 +84,12 @@ def plan(
     tokens, G = math.prod(q_shape[:-2]), HQ // HKV
     B, S = q_shape[:2] if len(q_shape) == 4 else (sequences or 0, q_shape[0])
     spans = block_size is None
-    n = selection_shape[-2] if spans else selection_shape[-1]
+    n = selection.shape[-2] if spans else selection.shape[-1]
     size, blocks, slots = key_tiles.grid("key_major", B, S_kv, HKV, n, block_size, sequences is not None, bound)
     capability, _ = query_major.device_limits(device)
-    walk = key_tiles.walks(S, S_kv, invariant)
+    walk = key_tiles.walks(S, S_kv, call.settings.batch_invariant)
     listed = block_size or size  # not what fits the keys: how many there are must not change a row's tiles
-    tile = key_tiles.select(capability, dtype.itemsize, G, D, Dv, listed, choice, walk)
+    tile = key_tiles.select(capability, dtype.itemsize, G, D, Dv, listed, key_tiles.forced, walk)
     walked = 0 if spans else n * tile.walked // 16
     slots -= walked
     sized = (tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, tile.share, spans)
@@ -106,7 +104,7 @@ def plan(
     tiled = listed % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
     variants = _variants(
         device, dtype, tile, source, TILED.value if tiled else source, layout, page, causal, listed <= tile.BLOCK_N,
-        farthest > WIDE, bucket, walked > 0, G, D, Dv, unit, kinds,
+        farthest > WIDE, bucket, walked > 0, G, D, Dv, unit, call.dtypes(),
     )  # fmt: skip
     sizes = (B, S, S_kv, HKV, n, size)
     narrow = max(*sizes, *units, pages) <= INT32_MAX
@@ -114,9 +112,6 @@ def plan(
         *variants, device, sized, windows, tile, tokens, G, sizes, units[:9], units[9:], narrow, 1.0 / math.sqrt(D),
         like_q, spans, pages,
     )  # fmt: skip
-
-
-settings.ON_RELOAD.append(plan.cache_clear)
 
 
 @lru_cache(maxsize=1024)
@@ -175,46 +170,6 @@ def _variants(
         Variant(key_kernels._merge_kernel, merge, merging),
         Variant(key_kernels._merge_kernel, merge, merging),  # with LSE
     )
-
-
-def launch_for(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    selection: Tensor,
-    block_size: int | None = None,
-    causal: bool = False,
-    q_positions: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    cache_seqlens: Tensor | None = None,
-    block_table: Tensor | None = None,
-    bound: int | None = None,
-    per_head: bool = False,
-    pipelined: bool = True,
-    invariant: bool = False,
-    out: Tensor | None = None,
-) -> Launch:
-    """How such a call is launched; arguments as for :func:`nsa.kernels.query_major.launch_for`.
-
-    A row's result never depends on what the rest of the call holds; with ``invariant`` not on how long that is, either.
-    ``per_head`` and ``pipelined`` change nothing. Rows of ranges with more than ``bound`` keys may come out as NaN.
-
-    Raises:
-        ValueError: a token's partial results, or the counters of blocks, do not fit the workspace (ranges of a row that
-            nothing bounds, say), or there are more keys or KV heads than the kernels count.
-    """
-    return plan(
-        q.device, q.dtype, q.shape, k.shape, v.shape[-1], (q.stride(), k.stride(), v.stride()),
-        None if out is None else out.stride(), selection.shape, block_size, causal,
-        None if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1, bound, key_tiles.forced,
-        tuple(
-            None if x is None else x.dtype
-            for x in (selection, q_positions, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table)
-        ),
-        cache_seqlens is not None, None if block_table is None else block_table.shape[1], invariant,
-    )  # fmt: skip
 
 
 def workspace(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -296,27 +251,15 @@ def _less(sized: tuple[int, ...], w: key_tiles.Windows) -> key_tiles.Windows | N
     return None
 
 
-def forward(
-    launch: Launch,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    route: str,
-    selection: Tensor,
-    q_positions: Tensor | None = None,
-    scale: float | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    return_lse: bool = False,
-    out: Tensor | None = None,
-    cache_seqlens: Tensor | None = None,
-    block_table: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Launch on validated arguments, as :func:`nsa.kernels.query_major.forward` does.
+def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | None]:
+    """Launch, as :func:`nsa.kernels.query_major.forward` does.
 
     Returns:
         ``(O, LSE)``, LSE fp32 ``q.shape[:-1]`` or None.
     """
+    q, k, v, out, scale, return_lse = call.q, call.k, call.v, call.out, call.scale, call.return_lse
+    cache_seqlens, block_table = call.cache_seqlens, call.block_table
+    assert call.selection is not None
     if out is None:
         out = torch.empty_like(q) if launch.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
     device, tile = launch.device, launch.tile
@@ -325,9 +268,9 @@ def forward(
         return out, lse
     w, (parts, part_lse, block, rank, span, unit, start, lists) = reserve(launch, q.dtype, v.shape[-1])
     launches[route] += 1
-    selection = selection.contiguous()
+    selection = call.selection.contiguous()
     q_positions, cu_seqlens_q, cu_seqlens_k = (
-        x if x is None else x.contiguous() for x in (q_positions, cu_seqlens_q, cu_seqlens_k)
+        x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, call.cu_seqlens_k)
     )
     if cache_seqlens is not None:
         cu_seqlens_k = cache_seqlens.contiguous()
@@ -361,7 +304,7 @@ def forward(
                     (q, k, v, parts, part_lse, selection, *about, block_table, span, unit, work),
                     (
                         *sizes, here, w.window, i, most, w.work, w.slot_bits, launch.pages, *launch.q_strides,
-                        launch.scale if scale is None else float(scale),
+                        launch.scale if scale is None else scale,
                     ),
                     narrow,
                 )  # fmt: skip
@@ -371,7 +314,7 @@ def forward(
                 (parts, part_lse, block, q, k, v, out, lse, selection, *about, block_table),
                 (
                     *sizes, here, now, i * w.window, launch.pages, *launch.q_strides, *launch.o_strides,
-                    launch.scale if scale is None else float(scale),
+                    launch.scale if scale is None else scale,
                 ),
                 narrow,
             )  # fmt: skip

@@ -37,6 +37,10 @@ MIN_REUSE = 4  # rows that read a block
 one row a block query-major was faster on an H100, at two sometimes, at four never (CONTRIBUTING.md, "Serving")."""
 
 
+class DoesNotFit(ValueError):
+    """A call whose workspace would not fit: another kernel has to serve it."""
+
+
 class Choice(NamedTuple):
     """What a sweep varies."""
 
@@ -164,7 +168,7 @@ def grid(of: str, B: int, S_kv: int, HKV: int, n: int, block_size: int | None, p
         ValueError: ``of`` names who asks; there are more keys or KV heads than the kernels count.
     """
     if S_kv > MOST_KEYS or HKV > MOST_HEADS:
-        raise ValueError(f"{of}: expected at most {MOST_KEYS} keys and {MOST_HEADS} KV heads, got {S_kv} and {HKV}")
+        raise DoesNotFit(f"{of}: expected at most {MOST_KEYS} keys and {MOST_HEADS} KV heads, got {S_kv} and {HKV}")
     size = GRID if block_size is None else min(block_size, max(S_kv, 1))
     blocks = S_kv // size + B if packed else B * -(-S_kv // size)
     if block_size is not None:
@@ -225,12 +229,12 @@ def windows(
         return min(longest, max(tokens, 1))
 
     if most(1) == 0:
-        raise ValueError(
+        raise DoesNotFit(
             f"key_major: expected the partial results of a row to fit {parts_bytes} bytes, got {part_bytes} bytes of "
             f"{slots} blocks a row{'; max_selected bounds them' if spans else ''}"
         )
     if count_bytes(HKV, blocks) > MOST_COUNT_BYTES:
-        raise ValueError(
+        raise DoesNotFit(
             f"key_major: expected counters of blocks to fit {MOST_COUNT_BYTES} bytes, got {count_bytes(HKV, blocks)} "
             f"bytes of {blocks} blocks and {HKV} KV heads"
         )

@@ -1,4 +1,4 @@
-"""The front door: selection attention over spans or blocks.
+"""The two front doors: selection attention over spans or blocks, and the same over a KV cache.
 
 Shape glossary. ``B`` batch, ``S`` query positions, ``T`` tokens of a varlen batch, ``S_kv`` keys, ``HQ`` query heads,
 ``HKV`` KV heads, ``G = HQ // HKV``, ``D`` query and key head dim, ``Dv`` value head dim, ``n`` spans or blocks per row,
@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
-import torch
-from torch import Tensor, is_grad_enabled
-from torch.autograd import forward_ad
+from torch import Tensor
 from torch.compiler import is_compiling
 
-from nsa import dispatch, ops
-from nsa.transforms import any_autocast_enabled, autocast_dtype, cast, transformed, transforms_active
-from nsa.validate import check_scale, check_tensors, raw
+from nsa import ops, settings
+from nsa.call import UNREAD, Call
+from nsa.validate import check_tensors, number
 
 CuSeqlens = Tensor | tuple[Tensor, Tensor]
 
@@ -136,128 +134,132 @@ def selection_attention(
             raise TypeError(f"cu_seqlens: expected a tensor or a pair of tensors, got a tuple of {len(pair)}")
         cu_q, cu_k = pair
     if scale is not None and type(scale) is not float:
-        check_scale(scale)
-    if is_compiling() or any_autocast_enabled() or transforms_active() or forward_ad._current_level >= 0:
-        served = _transformed(
-            q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, max_selected,
-            return_lse, backend, schedule, out,
-        )  # fmt: skip
-        if served is not None:
-            return served
-    try:
-        planned = dispatch.plan(
-            q, k, v, ranges, block_indices, block_size, causal, q_positions, cu_q, cu_k, max_selected, out, backend,
-            schedule,
-        )  # fmt: skip
-    except AttributeError:
-        optional = {
-            "ranges": ranges, "block_indices": block_indices, "q_positions": q_positions, "cu_seqlens_q": cu_q,
-            "cu_seqlens_k": cu_k, "out": out,
-        }  # fmt: skip
-        check_tensors(q=q, k=k, v=v, **{name: x for name, x in optional.items() if x is not None})
-        raise
-    # A subclass, as FakeTensor, may have no memory to launch a kernel on: the operator knows what to do with it.
-    if planned.route not in dispatch.PLAIN and (
-        q.__class__ is not Tensor or (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
-    ):
-        return _operator(
-            q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, max_selected,
-            return_lse, backend, schedule, out,
-        )  # fmt: skip
-    given = (
-        q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, return_lse, out, None, None,
+        scale = number(scale)
+    call: Call = tuple.__new__(
+        Call,
+        (
+            q, k, v, ranges, block_indices, q_positions, cu_q, cu_k, None, None, out, block_size, causal, scale,
+            max_selected, backend, schedule, return_lse, UNREAD if is_compiling() else settings.get(),
+        ),
     )  # fmt: skip
-    o, lse = dispatch.run(planned, given)
+    o, lse = ops.serve(call)
     if return_lse:
         assert lse is not None
         return o, lse
     return o
 
 
-def _operator(
+@overload
+def selection_attention_with_kvcache(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ranges: Tensor | None,
-    block_indices: Tensor | None,
-    block_size: int | None,
-    causal: bool,
-    q_positions: Tensor | None,
-    scale: float | None,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    max_selected: int | None,
-    return_lse: bool,
-    backend: str,
-    schedule: str,
-    out: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    ranges: Tensor | None = ...,
+    block_indices: Tensor | None = ...,
+    block_size: int | None = ...,
+    block_table: Tensor | None = ...,
+    page_size: int | None = ...,
+    causal: bool = ...,
+    scale: float | None = ...,
+    max_selected: int | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+    schedule: str = ...,
+    out: Tensor | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def selection_attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    ranges: Tensor | None = ...,
+    block_indices: Tensor | None = ...,
+    block_size: int | None = ...,
+    block_table: Tensor | None = ...,
+    page_size: int | None = ...,
+    causal: bool = ...,
+    scale: float | None = ...,
+    max_selected: int | None = ...,
+    return_lse: Literal[True],
+    backend: str = ...,
+    schedule: str = ...,
+    out: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def selection_attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    ranges: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_size: int | None = None,
+    block_table: Tensor | None = None,
+    page_size: int | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    max_selected: int | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    schedule: str = "auto",
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Through PyTorch's dispatcher, which knows the gradient and needs no memory to trace."""
-    o, lse = torch.ops.nsa.selection_attention(
-        q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, max_selected, backend,
-        schedule,
+    """:func:`nsa.selection_attention` over the keys a cache holds so far: decode, speculative decode, chunked prefill.
+
+    It reads the caches and writes nothing to them: the caller appends the new keys and values before.
+
+    Args:
+        q: ``[B, S, HQ, D]``, the newest ``S`` positions of each sequence.
+        k_cache: ``[B, S_max, HKV, D]``; with ``block_table`` ``[num_pages, page_size, HKV, D]``.
+        v_cache: ``[B, S_max, HKV, Dv]`` or ``[num_pages, page_size, HKV, Dv]``.
+        cache_seqlens: ``[B]`` int32 or int64, keys of each sequence, those of ``q`` included; may differ, and be 0.
+            Query ``s`` sits at ``t = cache_seqlens[b] - S + s``; ``causal``, it sees nothing where that is negative.
+        ranges: ``[B, S, HKV, n, 2]`` half-open key spans, by position in the sequence, whatever page that lies in.
+        block_indices: ``[B, S, HKV, n]`` with ``block_size``, instead.
+        block_table: ``[B, width]`` int32 or int64, the pages of each sequence in order. Pages need not be in order, nor
+            belong to one sequence.
+        page_size: of the pages, to have it checked; it is ``k_cache.shape[1]``.
+        causal, scale, max_selected, return_lse, backend, schedule, out: as for :func:`nsa.selection_attention`.
+
+    Nothing outside the cache is read, whatever lengths and table say: lengths are clamped to ``[0, S_max]`` (``width *
+    page_size``), and keys of a page outside ``[0, num_pages)`` are left out as if they were not selected. The setting
+    ``debug_cache`` logs such lengths and pages, with their sequence. Lengths, table and selection may change in place
+    between replays of a captured CUDA graph.
+
+    Returns:
+        ``O`` ``[B, S, HQ, Dv]`` in ``q``'s dtype; with ``return_lse`` also ``LSE`` ``[B, S, HQ]``, fp32 (fp64 of fp64).
+        It has no gradient, and says so when one is asked for. ``torch.autocast`` casts nothing here: a cache has the
+        dtype that it was filled in.
+
+    Raises:
+        ValueError, TypeError: a shape, dtype, device or option is not as above; says expected and got.
+        RuntimeError: a tensor has a tangent; ``torch.func`` transforms a tensor; or as
+            :func:`nsa.selection_attention`.
+    """
+    if page_size is not None and (block_table is None or k_cache.shape[1:2] != (page_size,)):
+        found = "no block_table" if block_table is None else f"k_cache of shape {list(k_cache.shape)}"
+        raise ValueError(f"page_size: expected that of a paged k_cache, got {page_size} with {found}")
+    if cache_seqlens is None:  # which would be a call without a cache
+        check_tensors(cache_seqlens=cache_seqlens)  # type: ignore[unreachable]
+    if scale is not None and type(scale) is not float:
+        scale = number(scale)
+    call: Call = tuple.__new__(
+        Call,
+        (
+            q, k_cache, v_cache, ranges, block_indices, None, None, None, cache_seqlens, block_table, out, block_size,
+            causal, scale, max_selected, backend, schedule, return_lse, UNREAD if is_compiling() else settings.get(),
+        ),
     )  # fmt: skip
-    o = ops.into(out, o)
-    return (o, lse) if return_lse else o
-
-
-def _transformed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ranges: Tensor | None,
-    block_indices: Tensor | None,
-    block_size: int | None,
-    causal: bool,
-    q_positions: Tensor | None,
-    scale: float | None,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    max_selected: int | None,
-    return_lse: bool,
-    backend: str,
-    schedule: str,
-    out: Tensor | None,
-) -> Tensor | tuple[Tensor, Tensor] | None:
-    """A call compiled, under autocast, in a transform of ``torch.func`` or in forward mode; None: as any other."""
-    check_tensors(q=q, k=k, v=v)
-    tracing = is_compiling()
-    wrapped = not tracing and transformed(q, k, v, ranges, block_indices, q_positions, cu_q, cu_k, out)
-    dtype = autocast_dtype(q.device)
-    if dtype is not None:
-        with torch.autocast(q.device.type, enabled=False):  # it is done: what runs inside takes what it is given
-            return selection_attention(  # type: ignore[call-overload, misc, no-any-return]
-                cast(q, dtype), cast(k, dtype), cast(v, dtype), ranges=ranges, block_indices=block_indices,
-                block_size=block_size, causal=causal, q_positions=q_positions, scale=scale,
-                cu_seqlens=None if cu_q is None else (cu_q, cu_k), max_selected=max_selected, return_lse=return_lse,
-                backend=backend, schedule=schedule, out=out,
-            )  # fmt: skip
-    if not (tracing or wrapped):
-        return None
-    if tracing and backend in ("auto", "triton"):
-        return _operator(
-            q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, max_selected,
-            return_lse, backend, schedule, out,
-        )  # fmt: skip
-    if tracing:  # which can look up nothing
-        planned = dispatch.make_plan(
-            None, raw(q), raw(k), raw(v), None if ranges is None else raw(ranges),
-            None if block_indices is None else raw(block_indices), block_size, causal,
-            None if q_positions is None else raw(q_positions), None if cu_q is None else raw(cu_q),
-            None if cu_k is None else raw(cu_k), max_selected, None if out is None else raw(out), backend, schedule,
-        )  # fmt: skip
-    else:
-        planned = dispatch.plan(
-            q, k, v, ranges, block_indices, block_size, causal, q_positions, cu_q, cu_k, max_selected, out, backend,
-            schedule,
-        )  # fmt: skip
-    if wrapped:
-        planned = dispatch.transformed(planned)
-    given = (
-        q, k, v, ranges, block_indices, block_size, causal, q_positions, scale, cu_q, cu_k, return_lse, out, None, None,
-    )  # fmt: skip
-    o, lse = dispatch.run(planned, given)
-    return o if lse is None else (o, lse)
-
-
-assert ops  # registers torch.ops.nsa
+    o, lse = ops.serve(call)
+    if return_lse:
+        assert lse is not None
+        return o, lse
+    return o

@@ -1,0 +1,102 @@
+"""One call of selection attention: its tensors and its options, as one object from the front door to the launch.
+
+A call is validated, planned, launched, differentiated and replayed as this object. Its arguments are spelled here, in
+the public signatures and in the operators' schema (:mod:`nsa.ops`), and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa.settings import Settings
+
+TENSORS = 11  # of the fields of a `Call`: the first are its tensors
+UNREAD = Settings()  # of a call that a compiler traces: it can look up no settings
+
+
+class Call(NamedTuple):
+    """The arguments of :func:`nsa.selection_attention` and of its siblings, tensors first.
+
+    A call over a cache has ``cache_seqlens``; ``k`` and ``v`` are the cache then. A call on packed rows has neither
+    ``ranges`` nor ``block_indices``. ``settings`` are those in force where the call began: the backward pass runs on a
+    thread of autograd's.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ranges: Tensor | None = None
+    block_indices: Tensor | None = None
+    q_positions: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    cache_seqlens: Tensor | None = None
+    block_table: Tensor | None = None
+    out: Tensor | None = None
+    block_size: int | None = None
+    causal: bool = True
+    scale: float | None = None
+    max_selected: int | None = None
+    backend: str = "auto"
+    schedule: str = "auto"
+    return_lse: bool = False
+    settings: Settings = UNREAD
+
+    @property
+    def selection(self) -> Tensor | None:
+        """Ranges or block indices; None of packed rows."""
+        return self.block_indices if self.ranges is None else self.ranges
+
+    @property
+    def cu_seqlens(self) -> tuple[Tensor, Tensor] | None:
+        """Both of them, or None."""
+        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
+            return None
+        return self.cu_seqlens_q, self.cu_seqlens_k
+
+    @property
+    def page_size(self) -> int | None:
+        """Keys of a page; None without pages."""
+        return None if self.block_table is None else self.k.shape[1]
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Those that are there, by the names that the caller knows."""
+        names = dict(zip(self._fields, self[:TENSORS], strict=False))
+        if self.cache_seqlens is not None:
+            names["k_cache"], names["v_cache"] = names.pop("k"), names.pop("v")
+        return {name: x for name, x in names.items() if x is not None}
+
+    def dtypes(self) -> tuple[torch.dtype | None, ...]:
+        """Of the tensors that say which keys a row reads, None where there is none: part of what a kernel is compiled for."""
+        about = self.selection, self.q_positions, self.cu_seqlens_q, self.cu_seqlens_k, self.cache_seqlens
+        return tuple(None if x is None else x.dtype for x in (*about, self.block_table))
+
+    def key(self) -> tuple[Any, ...]:
+        """Everything that decides how the call is served: equal keys take the same plan.
+
+        Flat, and by properties of tensors: it is made at every call. Types of the numbers, too, since True == 1 == 1.0.
+
+        Raises:
+            AttributeError: what should be a tensor is none.
+        """
+        (
+            q, k, v, ranges, blocks, positions, cu_q, cu_k, lengths, table, out, size, causal, _, most, backend,
+            schedule, _, settings,
+        ) = self  # fmt: skip
+        return (
+            settings, q.shape, q.dtype, q.device, q.stride(), k.shape, k.dtype, k.device, k.stride(),
+            v.shape, v.dtype, v.device, v.stride(), None if ranges is None else metadata(ranges),
+            None if blocks is None else metadata(blocks), size, size.__class__, causal, causal.__class__,
+            None if positions is None else metadata(positions), None if cu_q is None else metadata(cu_q),
+            None if cu_k is None else metadata(cu_k), most, most.__class__, None if out is None else metadata(out),
+            backend, schedule, None if lengths is None else metadata(lengths),
+            None if table is None else metadata(table),
+        )  # fmt: skip
+
+
+def metadata(x: Any) -> tuple[Any, ...]:
+    """What decides anything of a tensor, but for its memory."""
+    return x.shape, x.dtype, x.device, x.stride()

@@ -1,0 +1,337 @@
+"""Query-major forward kernel: a program holds the query heads of one row and walks the row's keys where they lie.
+
+One kernel, four span sources (dense rows, ``cu_seqlens`` rows, ranges, blocks): they differ in how a program learns its
+next tile of key positions (``primitives``), the loop is written once. Source: NSA, arXiv 2502.11089, section 3.4 and
+figure 3 (group-centric data loading); online softmax as in FlashAttention. Launched by ``query_major.py``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.kernels.clusters import exchange, merge_inbox, open_inbox
+from nsa.kernels.primitives import (
+    BATCH,
+    CACHE,
+    RANGES,
+    TILED,
+    VARLEN,
+    WHOLE,
+    ask_each,
+    ask_spans,
+    clamp_span,
+    expect_table,
+    find_sequence,
+    finish,
+    gdc_launch_dependents,
+    gdc_wait,
+    in_page,
+    key_of_each,
+    key_positions,
+    not_before,
+    nothing_of,
+    nothing_of_lanes,
+    slots_of,
+    slots_of_each,
+    softmax_step,
+    tile_in_pages,
+    tile_start,
+)
+
+# What varies from batch to batch must not compile a new kernel. Strides arrive divided by STRIDE_UNIT, which keeps
+# what vector loads need to know of them without one variant per combination.
+RUNTIME = [
+    *("B", "S", "S_kv", "n", "block_size", "pages"),
+    *(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()),
+]
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    lse_ptr,
+    part_ptr,
+    sel_ptr,
+    pos_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    table_ptr,
+    B,
+    S,
+    S_kv,
+    n,
+    block_size,
+    pages,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    Dv: tl.constexpr,
+    SOURCE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    PAGE: tl.constexpr,
+    HKV: tl.constexpr,
+    S_MANY: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    FAR: tl.constexpr,
+    HOLD: tl.constexpr,
+    HOLD_Q: tl.constexpr,
+    SINGLE: tl.constexpr,
+    EACH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    SPANS: tl.constexpr,
+    STREAM_Q: tl.constexpr,
+    UPFRONT: tl.constexpr,
+    CLUSTER: tl.constexpr,
+    MINE: tl.constexpr,
+    SHARED: tl.constexpr,
+    SENDING: tl.constexpr,
+    EARLY: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()  # the merge may be set up; it waits for this kernel's end before it reads
+    HEAD_TILES: tl.constexpr = (G + HEADS - 1) // HEADS
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    if CLUSTER:  # the programs that share a row are neighbours
+        split = program % CLUSTER
+        splits = CLUSTER
+        program = program // CLUSTER
+        programs = programs // CLUSTER
+    row = program // HEAD_TILES
+    head_tile = program % HEAD_TILES
+    token = row // HKV
+    head_kv = row % HKV
+
+    if EARLY:
+        gdc_wait()  # the kernel before it on the stream may still run: nothing in memory is touched before its end
+
+    # First of all what decides which keys are read: the rest is worked out while it comes.
+    if SOURCE != WHOLE:
+        sel_row = sel_ptr + row.to(tl.int64) * n * (2 if SOURCE == RANGES else 1)
+        if SINGLE and SOURCE == TILED:  # a program's tile is of one block, whatever the others are
+            begin_of, end_of = ask_spans(sel_row, split // SINGLE, n, SOURCE)
+        elif EACH:
+            every = ask_each(sel_row, n, SPANS, SOURCE, HOLD)
+        else:
+            begin_of, end_of = ask_spans(sel_row, tl.arange(0, SPANS), n, SOURCE)
+    if LAYOUT == CACHE:
+        filled = tl.load(cu_k_ptr + (token // S if S_MANY else token).to(tl.int64))
+
+    if CLUSTER:
+        inbox = open_inbox(CLUSTER, MINE, BLOCK_DV, SHARED)
+
+    # Whose row it is: where its query lies, and the keys of its sequence, [k_first, k_first + seqlen_k).
+    if LAYOUT == BATCH or LAYOUT == CACHE:
+        batch = (token // S if S_MANY else token).to(tl.int64)
+        s = token % S if S_MANY else 0
+        q_off = batch * stride_qb + tl.cast(s, tl.int64) * stride_qs
+        o_off = batch * stride_ob + tl.cast(s, tl.int64) * stride_os
+        k_off = batch * stride_kb
+        v_off = batch * stride_vb
+        if PAGE:
+            k_off = tl.zeros([], tl.int64)
+            v_off = tl.zeros([], tl.int64)
+            table_row = table_ptr + batch * (S_kv // PAGE)
+            if EARLY:
+                expect_table(table_row, S_kv // PAGE)
+        seqlen_k = S_kv
+        t = S_kv - S + s  # bottom-right: the last query sees the last key
+    else:
+        seq = token
+        if LAYOUT == VARLEN:
+            seq = find_sequence(cu_q_ptr, B, token, 128)
+        known = seq < B
+        q_off = token.to(tl.int64) * stride_qs
+        o_off = token.to(tl.int64) * stride_os
+        k_first = tl.load(cu_k_ptr + seq, mask=known, other=0).to(tl.int64)
+        k_last = tl.load(cu_k_ptr + seq + 1, mask=known, other=0).to(tl.int64)
+        k_first = tl.minimum(tl.maximum(k_first, 0), S_kv)
+        k_last = tl.minimum(tl.maximum(k_last, k_first), S_kv)
+        k_off = k_first * stride_kn
+        v_off = k_first * stride_vn
+        seqlen_k = (k_last - k_first).to(tl.int32)
+        t = seqlen_k - 1
+        if CAUSAL:
+            q_last = tl.load(cu_q_ptr + seq + 1, mask=known, other=0)
+            t = (seqlen_k - q_last + token).to(tl.int32)
+    limit = seqlen_k
+    if CAUSAL:
+        if pos_ptr is None:
+            limit = tl.maximum(tl.minimum(t, seqlen_k - 1), -1) + 1
+        else:
+            position = tl.load(pos_ptr + token)
+            limit = (tl.maximum(tl.minimum(position, seqlen_k - 1), -1) + 1).to(tl.int32)
+
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    in_group = (g < HEADS) & (head_tile * HEADS + g < G)
+    head = head_kv * G + head_tile * HEADS + g  # [BLOCK_G]
+
+    q_ptrs = q_ptr + (q_off + head.to(tl.int64) * stride_qh)[:, None] * STRIDE_UNIT + d[None, :]
+    q_mask = in_group[:, None] & (d[None, :] < D)
+    if HOLD_Q:
+        held = tl.load(q_ptrs, mask=q_mask, other=0.0)  # [BLOCK_G, BLOCK_D]
+    k_off += tl.cast(head_kv, tl.int64) * stride_kh
+    v_off += tl.cast(head_kv, tl.int64) * stride_vh
+    k_base = k_ptr + k_off * STRIDE_UNIT
+    v_base = v_ptr + v_off * STRIDE_UNIT
+
+    m = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_G, BLOCK_L], tl.float32)  # added up over a tile's keys in the end
+    acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
+
+    # A loop even where one chunk is all: what does not need the spans is worked out before it, while they come. So that
+    # they are not waited for there, what is added to them is 0.
+    if SOURCE == WHOLE:
+        chunks = 1
+    elif SINGLE and SOURCE == TILED:
+        chunks = tl.minimum(n, 1)
+    else:
+        chunks = (n + SPANS - 1) // SPANS
+    for chunk in range(0, chunks):
+        visible = limit
+        if SOURCE == WHOLE:
+            total = limit
+        else:
+            here = 0
+            if HOLD and EACH:
+                here = nothing_of_lanes(chunk)
+            elif HOLD:
+                here = nothing_of(chunk)
+            if LAYOUT == CACHE:  # no more than is there
+                visible = tl.minimum(tl.maximum(filled + here, 0), S_kv).to(tl.int32)
+                if CAUSAL:
+                    visible = tl.maximum(visible - S + s + 1, 0)
+            if SINGLE and SOURCE == TILED:
+                start, visible = clamp_span(begin_of + here, end_of + here, visible, block_size, SOURCE)
+                total = BLOCK_L
+            elif EACH:
+                shift, before, total = slots_of_each(every, here, visible, block_size, SPANS, SOURCE)
+            else:
+                start, before, length, total = slots_of(
+                    begin_of + here, end_of + here, visible, block_size, SOURCE, BLOCK_L
+                )
+        first = 0
+        last = total
+        # This program's share of the chunk's selected slots, in whole tiles.
+        if SPLIT and not (SINGLE and SOURCE == TILED):
+            share = tl.cdiv(tl.cdiv(total, BLOCK_L), splits) * BLOCK_L
+            first = tl.minimum(split * share, total)
+            last = tl.minimum(first + share, total)
+        # Queries are asked for together with the spans, or with every tile; else before the keys, but after the spans:
+        # what is added is 0, or they would be loaded before the loop.
+        if not STREAM_Q and not HOLD_Q:
+            q = tl.load(q_ptrs + tl.minimum(chunk, 0) * 16, mask=q_mask, other=0.0)
+        for tile in range(0 if SINGLE else first, BLOCK_L if SINGLE else last, BLOCK_L):
+            begin = first if SINGLE else tile
+            if HOLD_Q:
+                q = not_before(held)  # nor is it waited for before the loop
+            slot = begin + tl.arange(0, BLOCK_L)
+            valid = slot < last
+            if SOURCE == WHOLE:
+                key = slot
+            elif SOURCE == TILED:
+                if SINGLE:
+                    key = start + split % SINGLE * BLOCK_L
+                else:
+                    key = tile_start(begin, start, before, length)
+                if PAGE and PAGE % BLOCK_L == 0:
+                    stop = visible - key
+                    k_page, v_page, key, exists = in_page(table_row, key, stop > 0, pages, stride_kb, stride_vb, PAGE)
+                    valid = tl.arange(0, BLOCK_L) < tl.where(exists, stop, 0)
+                    key = key + tl.arange(0, BLOCK_L)
+                elif PAGE:
+                    if BLOCK_L % PAGE == 0 and BLOCK_L <= 8 * PAGE:
+                        k_page, v_page, key, valid = tile_in_pages(
+                            table_row, key, visible, pages, stride_kb, stride_vb, PAGE, BLOCK_L
+                        )
+                    else:
+                        key = key + tl.arange(0, BLOCK_L)
+                        k_page, v_page, key, valid = in_page(
+                            table_row, key, key < visible, pages, stride_kb, stride_vb, PAGE
+                        )
+                else:
+                    key = key + tl.arange(0, BLOCK_L)
+                    valid = key < visible
+            else:
+                if EACH:
+                    key = key_of_each(slot, shift, before)
+                else:
+                    key = key_positions(slot, start, before, length)
+                if PAGE:
+                    k_page, v_page, key, valid = in_page(table_row, key, valid, pages, stride_kb, stride_vb, PAGE)
+            if FAR:  # else a key's offset fits int32, in units
+                key = key.to(tl.int64)
+            k_at = (key * stride_kn).to(tl.int64)
+            v_at = (key * stride_vn).to(tl.int64)
+            if PAGE:
+                k_at += k_page
+                v_at += v_page
+            k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
+            k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_L, BLOCK_D]
+            v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
+            v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
+            if STREAM_Q:
+                q = tl.load(q_ptrs + tl.minimum(tile, 0) * 16, mask=q_mask, other=0.0)
+            if UPFRONT:
+                if SINGLE:  # no loop keeps them together, and ptxas would ask for values after keys have come
+                    tl.debug_barrier()
+                    q = not_before(q)
+                k = not_before(k)
+            scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
+            scores = tl.where(valid[None, :], scores, float("-inf"))  # [BLOCK_G, BLOCK_L]
+            m, l, acc, p = softmax_step(scores, m, l, acc)
+            if UPFRONT:
+                v = not_before(v)
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
+        if CHUNKED:
+            begin_of, end_of = ask_spans(sel_row, (chunk + 1) * SPANS + tl.arange(0, SPANS), n, SOURCE)
+
+    if CLUSTER:  # each of its programs merges some heads
+        exchange(inbox, split, m, tl.sum(l, 1), acc, g, in_group, HEADS, CLUSTER, MINE, SENDING)
+        g = split + CLUSTER * tl.arange(0, MINE)
+        in_group = (g < HEADS) & (head_tile * HEADS + g < G)
+        head = head_kv * G + head_tile * HEADS + g  # [MINE]
+        o, lse = merge_inbox(inbox, in_group, BLOCK_DV, CLUSTER, MINE)
+    elif SPLIT:
+        heads = (programs // HEAD_TILES).to(tl.int64) * G
+        part = split * heads + token.to(tl.int64) * HKV * G + head
+        tl.store(part_ptr + part[:, None] * Dv + dv[None, :], acc, mask=in_group[:, None] & (dv[None, :] < Dv))
+        part += splits * heads * Dv  # m and l lie after all parts
+        tl.store(part_ptr + part, m, mask=in_group)
+        tl.store(part_ptr + splits * heads + part, tl.sum(l, 1), mask=in_group)
+    else:
+        o, lse = finish(m, tl.sum(l, 1), acc)
+    if CLUSTER or not SPLIT:
+        o_ptrs = o_ptr + (o_off + head.to(tl.int64) * stride_oh)[:, None] * STRIDE_UNIT + dv[None, :]
+        tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=in_group[:, None] & (dv[None, :] < Dv))
+        if lse_ptr is not None:
+            tl.store(lse_ptr + token.to(tl.int64) * HKV * G + head, lse, mask=in_group)
