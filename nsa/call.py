@@ -45,6 +45,17 @@ class Call(NamedTuple):
     return_lse: bool = False
     settings: Settings = UNREAD
 
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Any = None, **given: Any) -> Call:
+        """A call by keywords, with ``cu_seqlens`` as :func:`nsa.selection_attention` takes them."""
+        pair = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+        return cls(q, k, v, cu_seqlens_q=pair[0], cu_seqlens_k=pair[1], **given)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All of them, in their order; None for one that is not there."""
+        return self[:TENSORS]  # type: ignore[return-value]
+
     @property
     def selection(self) -> Tensor | None:
         """Ranges or block indices; None of packed rows."""
@@ -64,13 +75,13 @@ class Call(NamedTuple):
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Those that are there, by the names that the caller knows."""
-        names = dict(zip(self._fields, self[:TENSORS], strict=False))
+        names = dict(zip(self._fields, self.tensors, strict=False))
         if self.cache_seqlens is not None:
             names["k_cache"], names["v_cache"] = names.pop("k"), names.pop("v")
         return {name: x for name, x in names.items() if x is not None}
 
     def dtypes(self) -> tuple[torch.dtype | None, ...]:
-        """Of the tensors that say which keys a row reads, None where there is none: part of what a kernel is compiled for."""
+        """Of the tensors that say which keys a row reads; None where there is none. Kernels are compiled for them."""
         about = self.selection, self.q_positions, self.cu_seqlens_q, self.cu_seqlens_k, self.cache_seqlens
         return tuple(None if x is None else x.dtype for x in (*about, self.block_table))
 

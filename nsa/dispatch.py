@@ -329,7 +329,7 @@ def launch(what: Plan, call: Call) -> Result:
     """Launch the kernel of a planned call; how, is worked out at the plan's first call."""
     found = what.launches.get(what.tiles.forced)
     if found is None:
-        kernel = importlib.import_module(f"nsa.kernels.{what.module}")  # which imports Triton
+        kernel: Any = importlib.import_module(f"nsa.kernels.{what.module}")  # which imports Triton
         try:
             found = kernel, kernel.plan(call, what.dims.bound, what.route == "per_head")
         except key_tiles.DoesNotFit as error:

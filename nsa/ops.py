@@ -79,7 +79,7 @@ def _unusual(call: Call) -> Result:
     if dtype is not None and not tracing:  # of a cache nothing is cast
         with torch.autocast(call.q.device.type, enabled=False):
             return serve(call)
-    wrapped = not tracing and transformed(*call[:TENSORS])
+    wrapped = not tracing and transformed(*call.tensors)
     if call.cache_seqlens is not None:
         if wrapped:
             raise RuntimeError(
@@ -99,7 +99,7 @@ def _operator(call: Call) -> Result:
 
 
 def _recorded(call: Call, planned: Plan) -> Result:
-    o, lse = _Attention.apply(call, planned, call.q, call.k, call.v)
+    o, lse = _Attention.apply(call, planned, call.q, call.k, call.v)  # type: ignore[no-untyped-call]
     return _into(call.out, o), lse if call.return_lse else None
 
 
@@ -124,7 +124,11 @@ def _arguments(call: Call) -> tuple[Any, ...]:
 
 
 def _of_arguments(arguments: tuple[Any, ...]) -> Call:
-    return Call(*arguments[: TENSORS - 1], None, *arguments[TENSORS - 1 :], True, settings.get())
+    return _call(*arguments[: TENSORS - 1], None, *arguments[TENSORS - 1 :], True, settings.get())
+
+
+def _call(*fields: Any) -> Call:
+    return Call._make(fields)
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -134,7 +138,7 @@ class _Attention(torch.autograd.Function):
     """A planned call as a node of autograd: the operator's own takes four times as long."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, call: Call, planned: Plan, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         call = call._replace(out=None, return_lse=True)
@@ -148,7 +152,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         *tensors, o, lse = ctx.saved_tensors
         options, planned = ctx.rest
-        call = Call(*tensors, None, *options)
+        call = _call(*tensors, None, *options)
         found = _gradients(call, planned, do, dlse, o, lse, ctx.needs_input_grad[2:])
         return None, None, *found
 
@@ -182,7 +186,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of what the operator takes: q, k and v."""
     *tensors, o, lse = ctx.saved_tensors
-    call = Call(*tensors, None, *ctx.options)
+    call = _call(*tensors, None, *ctx.options, True, settings.get())
     found = _gradients(call, None, do, dlse, o, lse, tuple(ctx.needs_input_grad[:3]))
     return (*found, *(None,) * (len(ctx.needs_input_grad) - len(found)))
 

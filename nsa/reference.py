@@ -125,7 +125,8 @@ def packed_sdpa(
     of packed keys, and packs again where there are more; compilers and ``torch.func`` keep all of them.
 
     Args:
-        bound: host bound on the keys of a row. layout: one of ``settings.SDPA_LAYOUTS``.
+        bound: host bound on the keys of a row, ``call.max_selected`` unless given.
+        layout: one of ``settings.SDPA_LAYOUTS``.
 
     Returns:
         As :func:`selection_reference`.
@@ -134,6 +135,7 @@ def packed_sdpa(
         RuntimeError: without a bound, for ranges, under ``torch.compile`` or CUDA graph capture.
     """
     q, k, v, scale, block_table = call.q, call.k, call.v, call.scale, call.block_table
+    bound = call.max_selected if bound is None else bound
     spans = call_spans(call)
     room = k.shape[-3] * (1 if block_table is None else block_table.shape[1])
     held = room if call.block_size is None or room < call.block_size else call.block_size  # keys of a span, at most

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa import dispatch, settings
 from nsa.api import selection_attention
-from nsa.call import TENSORS, Call
+from nsa.call import Call
 from nsa.transforms import forward_mode, no_tangents, transformed, transforms_active
 from nsa.validate import check_tensors, number
 
@@ -24,7 +24,7 @@ def _direct(call: Call) -> Tensor | tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad):
         raise RuntimeError("packed rows have no backward, and an input requires grad: use selection_attention")
     if transforms_active() or forward_mode():
-        transformed(*call[:TENSORS])  # which refuses vmap
+        transformed(*call.tensors)  # which refuses vmap
         no_tangents("packed rows", call.q, call.k, call.v)
     o, lse = dispatch.launch(planned, call)
     return o if lse is None else (o, lse)

@@ -274,14 +274,14 @@ def check_rows(call: Call) -> Dims:
         _check_shape("out", out, "[N, H, Dv]", (N, H, v.shape[-1]))
     if cu is None:
         nothing = torch.empty((N, 1, 1, 0, 2), dtype=torch.int32, device=q.device)
-        queries, keys, values = q[:, None], k[:, :, None], v[:, :, None]
-        return check(Call(queries, keys, values, ranges=nothing, max_selected=call.max_selected))
+        view = Call(q[:, None], k[:, :, None], v[:, :, None], ranges=nothing, max_selected=call.max_selected)
+        return check(view)
     _check_index("cu_seqlens", cu, q.device, "Q")
     if cu.shape != (N + 1,):
         raise ValueError(f"cu_seqlens: expected [N + 1] = [{N + 1}], got {_shape(cu.shape)}")
     nothing = torch.empty((N, 1, 0, 2), dtype=torch.int32, device=q.device)
-    listed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_selected": call.max_selected}
-    return check(Call(q, k[:, None], v[:, None], ranges=nothing, **listed))
+    view = Call(q, k[:, None], v[:, None], ranges=nothing, max_selected=call.max_selected)
+    return check(view._replace(cu_seqlens_q=cu, cu_seqlens_k=cu))
 
 
 def check_packing(k: Tensor, v: Tensor, ranges: Tensor, max_selected: int | None) -> None:

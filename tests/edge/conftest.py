@@ -23,6 +23,7 @@ from torch import Tensor
 
 import nsa
 from nsa import dispatch, probe, settings
+from nsa.call import Call
 from nsa.reference import selection_reference
 from nsa.testing.plugin import current_lane
 
@@ -151,7 +152,7 @@ def agrees():
         selection.pop("max_selected", None)  # the oracle needs no bound
         cu = selection.pop("cu_seqlens", None)
         cu = (cu, cu) if isinstance(cu, Tensor) else cu
-        want = selection_reference(q.double(), k, v, **selection, cu_seqlens=cu, return_lse=True)
+        want = selection_reference(Call.of(q.double(), k, v, **selection, cu_seqlens=cu, return_lse=True))
         compare(got, want, q.dtype)
         return got
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import nsa
+from nsa.call import Call
 from nsa.reference import selection_reference
 
 BACKENDS = ["auto", "triton", "sdpa", "reference"]
@@ -175,5 +176,5 @@ def test_precision_of_the_reference_is_kept(draw, same, autocast):
     ranges = same([(0, 4), (2, 7)], 1, 2, 2)
     with autocast():
         _, lse = nsa.selection_attention(q, k, v, ranges=ranges, return_lse=True)
-    exact = selection_reference(*(x.to(LOW).double() for x in (q, k, v)), ranges=ranges, return_lse=True)[1]
+    exact = selection_reference(Call.of(*(x.to(LOW).double() for x in (q, k, v)), ranges=ranges, return_lse=True))[1]
     torch.testing.assert_close(lse.double(), exact, rtol=0, atol=1e-5)

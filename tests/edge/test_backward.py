@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from nsa.call import Call
 from nsa.kernels import backward, backward_tiles
 from nsa.kernels.launch import Variant
 from nsa.reference import selection_reference
@@ -36,7 +37,7 @@ def gradients(monkeypatch):
     def make(q, k, v, do, dlse=None, choice=None, causal=True, **selection):
         monkeypatch.setattr(backward_tiles, "forced", choice)
         cu = selection.get("cu_seqlens")
-        o, lse = selection_reference(q.double(), k, v, **selection, causal=causal, return_lse=True)
+        o, lse = selection_reference(Call.of(q.double(), k, v, **selection, causal=causal, return_lse=True))
         about = {
             "q_positions": selection.get("q_positions"),
             "cu_seqlens_q": cu and cu[0],
@@ -57,7 +58,7 @@ def gradients(monkeypatch):
 def exact(q, k, v, do, dlse=None, **selection):
     """Gradients of the oracle in fp64."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    o, lse = selection_reference(*leaves, **selection, return_lse=True)
+    o, lse = selection_reference(Call.of(*leaves, **selection, return_lse=True))
     loss = (o * do.double()).sum()
     if dlse is not None:
         loss = loss + (lse.masked_fill(lse.isinf(), 0) * dlse.double()).sum()

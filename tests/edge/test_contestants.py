@@ -18,7 +18,7 @@ KERNELS = """
     from nsa.testing import contestant
 
     def right(q, k, v, *, ranges, causal, scale, return_lse=False):
-        out = selection_reference(q.double(), k, v, ranges=ranges, causal=causal, scale=scale, return_lse=return_lse)
+        out = selection_reference(Call.of(q.double(), k, v, ranges=ranges, causal=causal, scale=scale, return_lse=return_lse))
         return (out[0].to(q.dtype), out[1].float()) if return_lse else out.to(q.dtype)
 
     def first_64(q, k, v, *, ranges, causal, scale, return_lse=False):
@@ -41,13 +41,13 @@ KERNELS = """
         assert q.dtype == torch.float16 and q.shape[-1] == 32 and q.shape[2] == 4 * k.shape[2] and block_size == 16
         assert bool((listed.diff(dim=-1) >= 0).all()) and bool((listed[..., 0] < 10**6).all()) and q.is_contiguous()
         blocks = {"block_indices": block_indices, "block_size": block_size}
-        return selection_reference(q.double(), k, v, **blocks, scale=scale).to(q.dtype)
+        return selection_reference(Call.of(q.double(), k, v, **blocks, scale=scale))[0].to(q.dtype)
 
     @contestant(takes=("blocks",), lse="2", needs=("default scale",))
     def base_2(q, k, v, block_indices, block_size, causal):
-        o, lse = selection_reference(
+        o, lse = selection_reference(Call.of(
             q.double(), k, v, block_indices=block_indices, block_size=block_size, causal=causal, return_lse=True
-        )
+        ))
         return o.to(q.dtype), (lse / torch.log(torch.tensor(2.0))).float()
 
     @contestant(takes=("ranges",), lse="e")
@@ -171,7 +171,7 @@ TIMED = """
 
     def attend(q, k, v, *, ranges, causal, scale):
         begin = time.perf_counter()
-        out = packed_sdpa(q, k, v, ranges=ranges, causal=causal, scale=scale)
+        out = packed_sdpa(Call.of(q, k, v, ranges=ranges, causal=causal, scale=scale))[0]
         end = begin + (time.perf_counter() - begin) * float(os.environ.get("TIMES", 1))
         while time.perf_counter() < end:
             pass

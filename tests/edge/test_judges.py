@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from nsa.call import Call
 from nsa.reference import selection_reference
 from nsa.testing.contestants.named import load, prove
 from nsa.testing.judge import forward, gradients
@@ -156,7 +157,7 @@ def test_an_oracle_that_is_wrong_is_refused(judge, monkeypatch):
     """Its scale is 2% off, as that of a kernel may be."""
 
     def wrong(q, k, v, **args):
-        return selection_reference(q, k, v, **args | {"scale": 1.02 * q.shape[-1] ** -0.5})
+        return selection_reference(Call.of(q, k, v, **args | {"scale": 1.02 * q.shape[-1] ** -0.5}))[0]
 
     p = SPANS.make("cpu")
     monkeypatch.setattr(judge, "selection_reference", wrong)
@@ -243,7 +244,7 @@ def test_gradients_that_sdpa_contradicts_are_refused(i, monkeypatch):
 
 
 def answer(q, k, v, *, return_lse, **args):
-    out, lse = selection_reference(q, k, v, **args, return_lse=True)
+    out, lse = selection_reference(Call.of(q, k, v, **args, return_lse=True))
     return (out, lse) if return_lse else out
 
 

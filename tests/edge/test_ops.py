@@ -5,6 +5,7 @@ import torch
 
 import nsa
 import nsa.kernels
+from nsa.call import Call
 from nsa.reference import selection_reference
 
 FORWARD = torch.ops.nsa.selection_attention
@@ -39,9 +40,9 @@ def want(qkv, selection, do, dlse):
     names = "ranges", "block_indices", "block_size", "causal", "q_positions", "scale"
     cu = None if selection[6] is None else selection[6:8]
     leaves = [x.detach().double().requires_grad_() for x in qkv]
-    o, lse = selection_reference(
+    o, lse = selection_reference(Call.of(
         *leaves, **dict(zip(names, selection[:6], strict=True)), cu_seqlens=cu, return_lse=True
-    )
+    ))
     return torch.autograd.grad((o * do).sum() + (lse * dlse).sum(), leaves)
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from nsa.call import Call
 from nsa.reference import selection_reference
 
 HUGE = 2**62
@@ -81,7 +82,7 @@ def test_oracle_ranges(qkv, device, kind, causal):
         ranges = drawn(B, S, HKV, 4, 2, low=-3, high=S_KV + 4)
     else:
         ranges = torch.tensor(SPANS[kind]).expand(B, S, HKV, -1, 2)
-    got = selection_reference(q, k, v, ranges=ranges.to(device), causal=causal, return_lse=True)
+    got = selection_reference(Call.of(q, k, v, ranges=ranges.to(device), causal=causal, return_lse=True))
     limits = [S_KV - S + s + 1 if causal else S_KV for s in range(S)] * B
     whole = [(b, 0, S_KV) for b in range(B) for _ in range(S)]
     check(got, by_hand(q.flatten(0, 1), k, v, ranges.flatten(0, 1).tolist(), limits, whole))
@@ -92,7 +93,9 @@ def test_oracle_blocks(qkv, device, size):
     q, k, v = qkv
     blocks = drawn(B, S, HKV, 5, low=-2, high=-(-S_KV // size) + 1, seed=size)
     blocks[0, 0, 0, 1], blocks[1, 2, 1, 0] = HUGE, -HUGE
-    got = selection_reference(q, k, v, block_indices=blocks.to(device), block_size=size, scale=-0.7, return_lse=True)
+    got = selection_reference(
+        Call.of(q, k, v, block_indices=blocks.to(device), block_size=size, scale=-0.7, return_lse=True)
+    )
     limits = [S_KV - S + s + 1 for s in range(S)] * B
     whole = [(b, 0, S_KV) for b in range(B) for _ in range(S)]
     spans = spans_of_blocks(blocks.flatten(0, 1).tolist(), size)
@@ -105,7 +108,7 @@ def test_oracle_more_queries_than_keys(qkv, device):
     k, v = k[:, :2], v[:, :2]
     ranges = drawn(B, S, HKV, 3, 2, low=0, high=3)
     ranges[..., 0, :] = torch.tensor([0, 2])
-    got = selection_reference(q, k, v, ranges=ranges.to(device), return_lse=True)
+    got = selection_reference(Call.of(q, k, v, ranges=ranges.to(device), return_lse=True))
     whole = [(b, 0, 2) for b in range(B) for _ in range(S)]
     check(got, by_hand(q.flatten(0, 1), k, v, ranges.flatten(0, 1).tolist(), [0, 1, 2] * B, whole))
     assert (got[1][:, 0] == -math.inf).all()
@@ -115,7 +118,9 @@ def test_oracle_q_positions(qkv, device):
     q, k, v = qkv
     positions = torch.tensor([[4, -1, 19], [0, HUGE, -HUGE]])
     ranges = drawn(B, S, HKV, 3, 2, low=0, high=S_KV)
-    got = selection_reference(q, k, v, ranges=ranges.to(device), q_positions=positions.to(device), return_lse=True)
+    got = selection_reference(
+        Call.of(q, k, v, ranges=ranges.to(device), q_positions=positions.to(device), return_lse=True)
+    )
     limits = [max(0, t + 1) for t in positions.flatten().tolist()]
     whole = [(b, 0, S_KV) for b in range(B) for _ in range(S)]
     check(got, by_hand(q.flatten(0, 1), k, v, ranges.flatten(0, 1).tolist(), limits, whole))
@@ -129,7 +134,7 @@ def test_oracle_varlen(qkv, device, causal):
     cu_q, cu_k = [0, 3, 3, 4, 7], [0, 11, 20, 20, 22]  # the last token belongs to no sequence
     ranges = drawn(8, HKV, 3, 2, low=-2, high=14)
     cu = tuple(torch.tensor(c, dtype=torch.int32, device=device) for c in (cu_q, cu_k))
-    got = selection_reference(q, k, v, ranges=ranges.to(device), cu_seqlens=cu, causal=causal, return_lse=True)
+    got = selection_reference(Call.of(q, k, v, ranges=ranges.to(device), cu_seqlens=cu, causal=causal, return_lse=True))
     sequence, limits = [], []
     for (q0, q1), (k0, k1) in zip(zip(cu_q, cu_q[1:], strict=False), zip(cu_k, cu_k[1:], strict=False), strict=True):
         for s in range(q1 - q0):
@@ -144,8 +149,8 @@ def test_oracle_result_is_in_the_dtype_of_q(qkv, device):
     """Half inputs are computed in fp64 and rounded once."""
     q, k, v = (x.half() for x in qkv)
     ranges = drawn(B, S, HKV, 3, 2, low=0, high=S_KV).to(device)
-    exact, exact_lse = selection_reference(q.double(), k.double(), v.double(), ranges=ranges, return_lse=True)
-    o, lse = selection_reference(q, k, v, ranges=ranges, return_lse=True)
+    exact, exact_lse = selection_reference(Call.of(q.double(), k.double(), v.double(), ranges=ranges, return_lse=True))
+    o, lse = selection_reference(Call.of(q, k, v, ranges=ranges, return_lse=True))
     assert torch.equal(o, exact.half())
     assert torch.equal(lse, exact_lse.float())
-    assert torch.equal(selection_reference(q.double(), k, v, ranges=ranges), exact)
+    assert torch.equal(selection_reference(Call.of(q.double(), k, v, ranges=ranges))[0], exact)

@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from nsa.call import Call
 from nsa.reference import selection_reference
 from nsa.testing.clock.measure import verdict
 from nsa.testing.contestants import peers
@@ -23,9 +24,9 @@ def fla(monkeypatch):
 
     def parallel_nsa_fwd(q, k, v, block_indices, block_counts, block_size, scale):
         assert block_counts == block_indices.shape[-1]
-        return selection_reference(
+        return selection_reference(Call.of(
             q, k, v, block_indices=block_indices, block_size=block_size, causal=True, scale=scale, return_lse=True
-        )
+        ))
 
     module = ModuleType(peers.FLA)
     module.parallel_nsa_fwd = parallel_nsa_fwd

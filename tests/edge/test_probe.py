@@ -16,6 +16,7 @@ import torch
 
 import nsa
 from nsa import probe
+from nsa.call import Call
 from nsa.reference import selection_reference
 from nsa.testing.plugin import current_lane
 
@@ -61,7 +62,7 @@ def call(draw, same):
     """A call, compared with the reference."""
     q, k, v = draw()
     ranges = same([(0, 7), (9, 13)], 1, 3, 2)
-    want = selection_reference(q.double(), k, v, ranges=ranges)
+    want = selection_reference(Call.of(q.double(), k, v, ranges=ranges))[0]
 
     def make(backend="auto", **keywords):
         o = nsa.selection_attention(q, k, v, ranges=ranges, backend=backend, **keywords)
@@ -370,7 +371,7 @@ def test_a_compiled_call_falls_back(answer, draw, same):
     graph = torch.compile(
         lambda q, k, v: nsa.selection_attention(q, k, v, ranges=ranges), backend="aot_eager", fullgraph=True
     )
-    want = selection_reference(q.double(), k, v, ranges=ranges)
+    want = selection_reference(Call.of(q.double(), k, v, ranges=ranges))[0]
     for _ in range(2):
         torch.testing.assert_close(graph(q, k, v).double(), want, rtol=0, atol=1e-5)
     torch._dynamo.reset()

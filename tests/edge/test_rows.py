@@ -7,6 +7,7 @@ import torch
 
 import nsa
 import nsa.kernels
+from nsa.call import Call
 from nsa.reference import selection_reference
 
 DENSE = {"group": nsa.sel_attn_fwd_dense_group, "per_head": nsa.sel_attn_fwd_dense}
@@ -52,7 +53,10 @@ def check(got, Q, K, V, spans, scale=None):
     """Against the oracle: row `i` reads `spans[i]` of keys `K [N or 1, L, D]`."""
     q, k, v = Q[:, None].double(), K.expand(len(Q), -1, -1)[:, :, None], V.expand(len(Q), -1, -1)[:, :, None]
     ranges = torch.tensor(spans, device=Q.device).view(len(Q), 1, 1, 1, 2)
-    o, lse = (x[:, 0] for x in selection_reference(q, k, v, ranges=ranges, causal=False, scale=scale, return_lse=True))
+    o, lse = (
+        x[:, 0]
+        for x in selection_reference(Call.of(q, k, v, ranges=ranges, causal=False, scale=scale, return_lse=True))
+    )
     assert (got[0].dtype, got[1].dtype) == (Q.dtype, torch.float32)
     torch.testing.assert_close(got[0].double(), o, rtol=0, atol=max(1e-5, 20 * torch.finfo(Q.dtype).eps))
     torch.testing.assert_close(got[1].double(), lse, rtol=0, atol=2e-5)
@@ -185,7 +189,9 @@ def test_original_layout(draw, same, dtype, entry, min_L):
     for causal in (False, True):
         with nsa.configure(sel_triton_min_L=min_L):
             o = entry(*original, ranges, causal=causal, scale=0.4, max_selected=16)
-        want = selection_reference(q.double(), k, v, ranges=ranges, causal=causal, scale=0.4).unflatten(2, (2, 2))
+        want = selection_reference(Call.of(q.double(), k, v, ranges=ranges, causal=causal, scale=0.4))[0].unflatten(
+            2, (2, 2)
+        )
         assert (o.shape, o.dtype) == ((2, 2, 2, 2, 24), dtype)
         torch.testing.assert_close(o.double(), want, rtol=0, atol=max(1e-5, 20 * torch.finfo(dtype).eps))
     assert torch.equal(entry(*original, ranges), entry(*original, ranges, causal=False))

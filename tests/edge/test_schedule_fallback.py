@@ -13,6 +13,7 @@ import torch
 import nsa
 import nsa.kernels
 from nsa import dispatch, schedules
+from nsa.call import Call
 from nsa.kernels import key_tiles, query_major
 from nsa.reference import selection_reference
 
@@ -48,7 +49,7 @@ def kernels(monkeypatch, tmp_path, fresh_plans, fresh_routes):
             raise state["key_major"]
         nsa.kernels.launches[route] += 1
         (size, causal), kind = launch, "block_indices" if launch[0] else "ranges"
-        o = selection_reference(q, k, v, **{kind: selection}, block_size=size, causal=causal, scale=scale)
+        o = selection_reference(Call.of(q, k, v, **{kind: selection}, block_size=size, causal=causal, scale=scale))[0]
         return (o if out is None else out.copy_(o)), None
 
     def forward(*args):
@@ -72,7 +73,7 @@ def attend(draw, same):
 
     def call(**how):
         o = nsa.selection_attention(q, k, v, **selection, **how)
-        want = selection_reference(q.double(), k, v, **selection)
+        want = selection_reference(Call.of(q.double(), k, v, **selection))[0]
         torch.testing.assert_close(o.double(), want, rtol=0, atol=1e-2)
 
     return call
@@ -186,7 +187,7 @@ def test_named_for_ranges(kernels, draw, same):
     q, k, v = draw(dtype=torch.float16)
     ranges = same([(0, 7), (9, 13)], 1, 3, 2)
     o = nsa.selection_attention(q, k, v, ranges=ranges, schedule="key_major")
-    torch.testing.assert_close(o, selection_reference(q, k, v, ranges=ranges))
+    torch.testing.assert_close(o, selection_reference(Call.of(q, k, v, ranges=ranges))[0])
     assert nsa.routes() == [nsa.RouteRecord("key_major", LONG, 1)]
 
 

@@ -5,6 +5,7 @@ import torch
 
 import nsa
 from nsa import reference, settings, spans
+from nsa.call import Call
 
 LAYOUTS = settings.SDPA_LAYOUTS
 
@@ -41,13 +42,15 @@ def workspace(monkeypatch):
 
 def run(problem, **keywords):
     qkv, selection = problem
-    return reference.packed_sdpa(*qkv, **selection, return_lse=True, **keywords)
+    return reference.packed_sdpa(Call.of(*qkv, **selection, return_lse=True, **keywords))
 
 
 @pytest.mark.parametrize("bound", [None, 75], ids=["unbounded", "bound"])
 @pytest.mark.parametrize("size", [1, 100_000, 400_000, 2**30], ids=["row-by-row", "few-rows", "half", "all"])
 def test_result_does_not_depend_on_the_workspace(problem, workspace, bound, size):
-    want = reference.selection_reference(problem[0][0].double(), *problem[0][1:], **problem[1], return_lse=True)
+    want = reference.selection_reference(
+        Call.of(problem[0][0].double(), *problem[0][1:], **problem[1], return_lse=True)
+    )
     chunks = workspace(size)
     for a, b in zip(run(problem, max_selected=bound), want, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-5)
@@ -79,7 +82,7 @@ def test_rows_per_call_are_limited(problem, workspace, monkeypatch):
     """SDPA's batch is a grid dimension of a kernel."""
     monkeypatch.setattr(reference, "MAX_ROWS_PER_CALL", 7)
     chunks = workspace(2**30)
-    want = reference.selection_reference(*problem[0], **problem[1], return_lse=True)
+    want = reference.selection_reference(Call.of(*problem[0], **problem[1], return_lse=True))
     for a, b in zip(run(problem), want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
     assert [rows for rows, _ in chunks] == [7, 7, 7, 3]
@@ -90,7 +93,7 @@ def test_gradients_do_not_depend_on_the_workspace(problem, workspace):
     leaves = [x.requires_grad_() for x in qkv]
 
     def gradients():
-        o, lse = reference.packed_sdpa(*leaves, **selection, return_lse=True)
+        o, lse = reference.packed_sdpa(Call.of(*leaves, **selection, return_lse=True))
         return torch.autograd.grad(o.square().sum() + lse.clamp(min=-5).sum(), leaves)
 
     want = gradients()
@@ -104,16 +107,18 @@ def test_gradients_do_not_depend_on_the_workspace(problem, workspace):
 @pytest.mark.parametrize("bound", [None, 75], ids=["unbounded", "bound"])
 def test_layouts_agree(problem, layout, bound):
     """However SDPA is told that the group shares a KV head."""
-    want = reference.selection_reference(problem[0][0].double(), *problem[0][1:], **problem[1], return_lse=True)
+    want = reference.selection_reference(
+        Call.of(problem[0][0].double(), *problem[0][1:], **problem[1], return_lse=True)
+    )
     for a, b in zip(run(problem, layout=layout, max_selected=bound), want, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-5)
 
 
 def test_oracle_in_chunks(problem, monkeypatch):
     qkv, selection = problem
-    want = reference.selection_reference(*qkv, **selection, return_lse=True)
+    want = reference.selection_reference(Call.of(*qkv, **selection, return_lse=True))
     monkeypatch.setattr(reference, "ORACLE_BYTES", 1)
-    for a, b in zip(reference.selection_reference(*qkv, **selection, return_lse=True), want, strict=True):
+    for a, b in zip(reference.selection_reference(Call.of(*qkv, **selection, return_lse=True)), want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import nsa
 import nsa.kernels
+from nsa.call import Call
 from nsa.kernels import backward_tiles
 from nsa.reference import selection_reference
 from nsa.testing.judge.gradients import GradientOracle, assert_gradients
@@ -64,7 +65,7 @@ def through_lse(oracle: GradientOracle, dlse: torch.Tensor) -> GradientOracle:
     """The oracle of a loss that takes the LSE, too."""
     p = oracle.problem
     leaves = [x.double().requires_grad_() for x in (p.q, p.k, p.v)]
-    outputs = selection_reference(*leaves, **p.selection | {"cu_seqlens": p.cu_seqlens_pair}, return_lse=True)
+    outputs = selection_reference(Call.of(*leaves, **p.selection | {"cu_seqlens": p.cu_seqlens_pair}, return_lse=True))
     exact = torch.autograd.grad(outputs, leaves, (oracle.do.double(), dlse.double()))
     return dataclasses.replace(oracle, exact=exact)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import nsa
+from nsa.call import Call
 from nsa.reference import packed_sdpa
 from nsa.testing.clock import timing
 from nsa.testing.clock.cuda import HOST_SETS, buffer_sets
@@ -102,9 +103,11 @@ def test_routing(problem: Problem, publish, sampling: dict[str, int], monkeypatc
     """
     p = problem
     args = p.selection | {"max_selected": p.case.L}
-    result = packed_sdpa(p.q, p.k, p.v, **args)
+    result = packed_sdpa(Call.of(p.q, p.k, p.v, **args))[0]
     assert torch.equal(nsa.selection_attention(p.q, p.k, p.v, **args), result)
-    whole = timing.time_host({"sdpa": lambda: packed_sdpa(p.q, p.k, p.v, **args)}, budget_s=BUDGET_S, **sampling)
+    whole = timing.time_host(
+        {"sdpa": lambda: packed_sdpa(Call.of(p.q, p.k, p.v, **args))[0]}, budget_s=BUDGET_S, **sampling
+    )
 
     def stand_in(*_: Any, **__: Any) -> torch.Tensor:
         return result
@@ -113,7 +116,7 @@ def test_routing(problem: Problem, publish, sampling: dict[str, int], monkeypatc
     assert nsa.selection_attention(p.q, p.k, p.v, **args) is result, "the call was not routed to packed SDPA"
     fns = {
         "ours": lambda: nsa.selection_attention(p.q, p.k, p.v, **args),
-        "direct_sdpa": lambda: nsa.reference.packed_sdpa(p.q, p.k, p.v, **args),
+        "direct_sdpa": lambda: nsa.reference.packed_sdpa(Call.of(p.q, p.k, p.v, **args))[0],
         "python": lambda: [x * x for x in range(100)],  # what the gate divides by: nothing of ours
     }
 
@@ -181,7 +184,7 @@ def test_after_a_failure(problem: Problem, publish, sampling: dict[str, int], mo
     monkeypatch.setattr(nsa.reference, "packed_sdpa", stand_in)
     fns = {
         "ours": call,
-        "direct_sdpa": lambda: nsa.reference.packed_sdpa(p.q, p.k, p.v, **args),
+        "direct_sdpa": lambda: nsa.reference.packed_sdpa(Call.of(p.q, p.k, p.v, **args))[0],
         "python": lambda: [x * x for x in range(100)],
     }
 

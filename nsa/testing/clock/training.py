@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import nsa
+from nsa.call import Call
 from nsa.dispatch import failures
 from nsa.reference import selection_reference
 from nsa.testing.clock.guard import Ceilings, guard
@@ -321,7 +322,7 @@ def _exact(p: Problem, do: Tensor, at: Tensor, heads: slice) -> Gradients:
         name: x[:, :, heads] if isinstance(x, Tensor) and name in ("ranges", "block_indices") else x
         for name, x in seen.selection.items()
     }
-    o = selection_reference(*leaves, **selection)
+    o = selection_reference(Call.of(*leaves, **selection))[0]
     assert isinstance(o, Tensor)
     return torch.autograd.grad(o, leaves, do.index_select(1, at)[:, :, of_q].double())
 

@@ -62,17 +62,17 @@ def _call(point: Point) -> None:
     tensors: dict[str, Any] = {}
     block_size = None
     if point.source == "dense":
-        lead, cache = (rows, 1), (rows, point.L, HKV)
+        lead, cache = (rows,), (rows, point.L)
     elif point.source == "varlen":
-        lead, cache = (rows,), (rows * point.L, HKV)
+        lead, cache = (rows,), (rows * point.L,)
         tensors["cu_seqlens_k"] = sequences
     else:
         lead = (rows,) if "cu_seqlens" in point.options else (1, rows)
         cache = (*lead[:-1], max(rows, 8192), HKV)
         if point.source == "ranges":
-            tensors["selection"] = meta(*lead, HKV, point.n, 2, dtype=index)
+            tensors["ranges"] = meta(*lead, HKV, point.n, 2, dtype=index)
         else:
-            tensors["selection"], block_size = meta(*lead, HKV, point.n, dtype=index), point.L // point.n
+            tensors["block_indices"], block_size = meta(*lead, HKV, point.n, dtype=index), point.L // point.n
         if "cu_seqlens" in point.options:
             tensors.update(cu_seqlens_q=sequences, cu_seqlens_k=sequences)
         paged = [int(option.removeprefix("page")) for option in point.options if option.startswith("page")]
@@ -81,7 +81,8 @@ def _call(point: Point) -> None:
             B = 2 if kernel is key_major else rows
             lead = (B, rows // B)
             cache = (B * width, paged[0], HKV) if paged else (B, 65536, HKV)
-            tensors["selection"] = meta(*lead, *tensors["selection"].shape[2:], dtype=index)
+            name = "ranges" if point.source == "ranges" else "block_indices"
+            tensors[name] = meta(*lead, *tensors[name].shape[2:], dtype=index)
             tensors["cache_seqlens"] = meta(B, dtype=torch.int32)
             tensors["block_table"] = meta(B, width, dtype=torch.int32) if paged else None
         if "q_positions" in point.options:
@@ -89,17 +90,17 @@ def _call(point: Point) -> None:
     q, k, v = meta(*lead, HKV * G, D), meta(*cache, D), meta(*cache, Dv)
     if "far" in point.options:
         k, v = (x.as_strided(x.shape, (*x.stride()[:-3], 16 * 2**27, *x.stride()[-2:])) for x in (k, v))
+    current = Settings(sel_triton_db="unpipelined" not in point.options)
+    call = Call(
+        q, k, v, **tensors, block_size=block_size, causal=point.causal, return_lse=point.source != "dense",
+        settings=current,
+    )  # fmt: skip
     if "backward" in point.options:
         out, lse = meta(*lead, HKV * G, Dv), meta(*lead, HKV * G, dtype=torch.float32)
-        planned = backward.launch_for(q, k, v, **tensors, block_size=block_size, causal=point.causal, bound=point.L)
-        backward.backward(planned, out, lse, q, k, v, out, lse, **tensors, route="backward")
+        backward.backward(backward.plan(call, point.L), call, out, lse, out, lse, "backward")
         return
     tiles.forced = point.choice
-    launch = kernel.launch_for(
-        q, k, v, **tensors, block_size=block_size, causal=point.causal, bound=point.L,
-        per_head="per_head" in point.options, pipelined="unpipelined" not in point.options,
-    )  # fmt: skip
-    kernel.forward(launch, q, k, v, **tensors, route=point.source, return_lse=point.source != "dense")
+    kernel.forward(kernel.plan(call, point.L, "per_head" in point.options), call, point.source)
 
 
 def _pretend(architecture: Architecture) -> tuple[list[Any], list[str]]:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa.call import Call
 from nsa.reference import selection_reference
 from nsa.testing.matrix.problem import Problem
 
@@ -83,9 +84,9 @@ class Oracle:
 def fp64(p: Problem) -> tuple[Tensor, Tensor]:
     """`selection_reference` in full fp64: `(out [B,S,HQ,Dv], lse [B,S,HQ])`."""
     selection = p.selection | {"cu_seqlens": p.cu_seqlens_pair}
-    result = selection_reference(p.q.double(), p.k, p.v, **selection, return_lse=True)
-    assert isinstance(result, tuple)
-    return result
+    out, lse = selection_reference(Call.of(p.q.double(), p.k, p.v, **selection, return_lse=True))
+    assert lse is not None
+    return out, lse
 
 
 def reference_at(q: Tensor, k: Tensor, v: Tensor, at: slice | Tensor, **selection: Any) -> tuple[Tensor, Tensor]:
@@ -98,9 +99,9 @@ def reference_at(q: Tensor, k: Tensor, v: Tensor, at: slice | Tensor, **selectio
     if selection.get("q_positions") is None:
         where = torch.arange(q.shape[1], device=q.device)[at] + k.shape[1] - q.shape[1]
         selection["q_positions"] = where.expand(q.shape[0], -1)
-    result = selection_reference(q[:, at].double(), k, v, **selection, return_lse=True)
-    assert isinstance(result, tuple)
-    return result
+    out, lse = selection_reference(Call.of(q[:, at].double(), k, v, **selection, return_lse=True))
+    assert lse is not None
+    return out, lse
 
 
 def some_queries(p: Problem) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa.call import Call
 from nsa.reference import selection_reference
 from nsa.testing.judge.forward import describe, sum_variance
 from nsa.testing.matrix.problem import Problem
@@ -47,14 +48,14 @@ class GradientOracle:
         do = torch.randn(*p.q.shape[:-1], p.case.Dv, generator=g).to(p.q.device, p.q.dtype)
         leaves = [x.double().requires_grad_() for x in (p.q, p.k, p.v)]
         selection = p.selection | {"cu_seqlens": p.cu_seqlens_pair}
-        result = selection_reference(*leaves, **selection, return_lse=True)
-        assert isinstance(result, tuple)
-        exact = torch.autograd.grad((result[0] * do.double()).sum(), leaves)
+        o, lse = selection_reference(Call.of(*leaves, **selection, return_lse=True))
+        assert lse is not None
+        exact = torch.autograd.grad((o * do.double()).sum(), leaves)
         plain = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
         sdpa = torch.autograd.grad(dense_sdpa(p, *plain), plain, do)
         errors = tuple(_error(got, want) for got, want in zip(sdpa, exact, strict=True))
         eps = torch.finfo(p.q.dtype).eps
-        ones = one_by_one(p, do, *result, exact) if p.q.dtype == torch.float32 else (0.0, 0.0, 0.0)
+        ones = one_by_one(p, do, o, lse, exact) if p.q.dtype == torch.float32 else (0.0, 0.0, 0.0)
         for name, error, want, one in zip(NAMES, errors, exact, ones, strict=True):
             rounding = max(32 * eps, 1e-4 if p.q.dtype == torch.float32 else 0.0) * max(1.0, _peak(want))
             rounding = max(rounding, 8 * one)  # more than the first only where scores are large
@@ -63,7 +64,7 @@ class GradientOracle:
                 f"{rounding:.3g}: one of the two is wrong"
             )
         errors = tuple(max(error, 2 * one) for error, one in zip(errors, ones, strict=True))
-        return cls(p, do, result[0].detach().to(p.q.dtype), result[1].detach().float(), exact, errors)
+        return cls(p, do, o.detach().to(p.q.dtype), lse.detach().float(), exact, errors)
 
 
 def one_by_one(p: Problem, do: Tensor, o: Tensor, lse: Tensor, exact: Sequence[Tensor]) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa.call import Call
 from nsa.reference import selection_reference
 from nsa.testing.matrix.problem import Problem
 
@@ -105,7 +106,7 @@ def oracle(q: Tensor, cache: Cache, **selection: Any) -> tuple[Tensor, Tensor]:
         mine = {name: x[b : b + 1] if name in per_row and x is not None else x for name, x in selection.items()}
         if not bool(exists.all()):
             mine = _without(mine, exists)
-        outputs.append(selection_reference(q[b : b + 1].double(), k[None], v[None], **mine, return_lse=True))
+        outputs.append(selection_reference(Call.of(q[b : b + 1].double(), k[None], v[None], **mine, return_lse=True)))
     o, lse = zip(*outputs, strict=True)
     return torch.cat(o), torch.cat(lse)
 
