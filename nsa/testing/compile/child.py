@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from nsa.call import Call
 from nsa.kernels import tiles
+from nsa.settings import Settings
 from nsa.testing.compile.matrix import OVERHEARD, Compiled, minor
 from nsa.testing.compile.points import ARCHITECTURES, Architecture, Point, points
 
