@@ -94,7 +94,7 @@ def fill_bucket(programs: int, processors: int) -> int:
 def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int) -> tuple[int, int, int]:
     """``(BLOCK_L, num_warps, num_stages)`` before the bound and shared memory cut it.
 
-    Measured on an H100 in bf16 at G = 8, D = 64 and 128 (CONTRIBUTING.md, "What was tried"): many rows want small tiles
+    Measured on an H100 in bf16 at G = 8, D = 64 and 128 (docs/notebook/query-major.md): many rows want small tiles
     of one or two warps, so that a multiprocessor holds many programs; few rows want long tiles, so that one program
     keeps enough bytes in flight. Where keys must be looked up first, the tiles of few rows are better not that long.
     """
