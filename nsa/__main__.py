@@ -102,11 +102,10 @@ def doctor() -> list[str]:
 def _compiled(device: torch.device) -> str:
     """Whether kernels are compiled right here, or in a child process first."""
     from nsa import settings
-    from nsa.guard import trust
-    from nsa.kernels import sources
+    from nsa.kernels import passed, sources
 
     pair, mode = (sources.triton_version(), sources.architecture(device)), settings.get().probe
-    listed = trust.passed(*pair)
+    listed = passed.passed(*pair)
     said = (
         f"Triton {pair[0]} for {pair[1]}: {'passed the compile matrix' if listed else 'not on the list of the matrix'}"
     )

@@ -44,7 +44,7 @@ def serve(question: dict[str, Any], handle: int) -> None:
         asked = select.select([questions], [], [], question["idle_s"])[0]
         line = questions.readline() if asked else ""
         if not line:
-            os.killpg(0, signal.SIGKILL)  # with all that it left behind
+            os.killpg(0, signal.SIGKILL)  # this process and all that it left behind
         question = json.loads(line)
 
 
@@ -57,8 +57,7 @@ def answer(what: dict[str, Any], device: torch.device, arch: str, say: Say) -> s
     found = TRIALS[what["kernel"]](Trial(what, device, say))
     if what not in seen:
         raise RuntimeError(f"expected {what['kernel']} to be launched, saw {len(seen)} other launches")
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the parent may need it
+    torch.cuda.empty_cache()  # the parent may need it
     return found
 
 

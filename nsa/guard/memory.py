@@ -39,14 +39,8 @@ def forget() -> None:
 
 def key_of(what: dict[str, Any], device: torch.device) -> str:
     """Of a kernel as described, its source, versions and architecture: the name of the file that remembers it."""
-    versions = {
-        "torch": torch.__version__,
-        "triton": sources.triton_version(),
-        "driver": sources.driver_version() if device.type == "cuda" else None,
-        "assemblers": settings.assemblers(),
-        "arch": sources.architecture(device),
-    }
-    return hashlib.sha256(json.dumps([compared(), versions, what], sort_keys=True).encode()).hexdigest()
+    about = [compared(), sources.versions(device), what]
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 @functools.cache
@@ -60,43 +54,37 @@ def compared() -> str:
 def read(key: str) -> Verdict | None:
     """What is remembered on disk; None if nothing is, or nothing that makes sense."""
     found = _file(key)
-    cause = found.get("cause", 0)
-    return Verdict(cause, True) if found.get("key") == key and isinstance(cause, str | None) else None
+    return None if found is None else Verdict(found["cause"], True)
 
 
-def _file(key: str) -> dict[str, Any]:
+def _file(key: str) -> dict[str, Any] | None:
     folder = settings.user_probes()
     try:
         found = None if folder is None else json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {}
+        return None
+    if not isinstance(found, dict) or found.get("key") != key or not isinstance(found.get("what"), dict):
+        return None
+    return found if isinstance(found.get("cause", 0), str | None) else None
 
 
 def refused(device: torch.device) -> list[tuple[str, str]]:
     """`(kernel, cause)` of what is remembered as broken, with the sources, versions and GPU of this process."""
-    folder, found = settings.user_probes(), set()
-    for path in folder.glob("*.json") if folder is not None else ():
-        verdict, what = read(path.stem), _file(path.stem).get("what")
-        if verdict is not None and verdict.cause is not None and isinstance(what, dict):
-            if key_of(what, device) == path.stem:
-                found.add((str(what.get("kernel")), verdict.cause))
-    return sorted(found)
+    folder = settings.user_probes()
+    paths = () if folder is None else folder.glob("*.json")
+    files = [found for path in paths if (found := _file(path.stem)) is not None and found["cause"] is not None]
+    return sorted({(x["what"]["kernel"], x["cause"]) for x in files if key_of(x["what"], device) == x["key"]})
 
 
 def write(key: str, cause: str | None, what: dict[str, Any]) -> None:
     """Remember for other processes. A folder that takes no files costs them a child each, nothing else."""
-    folder = settings.user_probes()
-    if folder is None:
-        return _say_once("", "no home directory")
+    folder, why = settings.user_probes(), "no home directory"
     text = json.dumps({"key": key, "cause": cause, "date": time.strftime("%Y-%m-%d"), "what": what}, indent=1)
     try:
-        write_whole(folder / f"{key}.json", text)
+        if folder is not None:
+            return write_whole(folder / f"{key}.json", text)
     except OSError as error:
-        _say_once(str(folder), str(error))
-
-
-def _say_once(folder: str, why: str) -> None:
-    if folder not in _told:
-        _told.add(folder)
+        why = str(error)
+    if str(folder) not in _told:
+        _told.add(str(folder))
         logger.debug("what kernels were found to be is not kept for other processes: %s", why)

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from nsa import settings
-from nsa.guard import memory, trust
+from nsa.guard import memory
 from nsa.guard.memory import Verdict
-from nsa.kernels import sources
+from nsa.kernels import passed, sources
 
 logger = logging.getLogger("nsa")
 
@@ -37,6 +37,10 @@ REAP_S = 5.0  # seconds for a killed child to be gone
 # Only a compiler or a kernel raises these. SIGKILL and SIGTERM come from outside, as when memory is short.
 CRASHES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP")
 AT_WORK = ("compiling", "running")  # phases in which a death or a hang speaks of the kernel
+
+UNSEEN: frozenset[str] = frozenset()
+"""Kernels, by name, that the GPU lane has not passed yet. A child tries them first on every GPU, also on one that the
+compile matrix has passed. A new kernel begins here."""
 
 # The child imports what this process would, from whichever folder it was started. The first question is read before a
 # file of the current folder can shadow an import.
@@ -62,7 +66,10 @@ def require(variant: Any, device: torch.device, tensors: tuple[torch.Tensor | No
     mode = settings.get().probe
     if mode == "never" or device.type not in ("cuda", "cpu"):
         return
-    if mode == "auto" and (device.type == "cpu" or trust.trusted(variant.kernel.fn.__name__, device)):
+    if mode == "auto" and device.type == "cpu":
+        return
+    here = sources.triton_version(), sources.architecture(device)
+    if mode == "auto" and variant.kernel.fn.__name__ not in UNSEEN and passed.passed(*here):
         return
     cause = find_out(variant.describe(tensors), device)
     if cause is not None:
@@ -80,16 +87,14 @@ def find_out(what: dict[str, Any], device: torch.device) -> str | None:
         with _asking:
             verdict = memory.known.get(key)
             if verdict is None or verdict is before:  # no other thread has asked while this one waited
-                verdict = memory.known[key] = memory.read(key) or _find_out(key, what, device)
+                verdict = memory.read(key)
+                if verdict is None:
+                    logger.info("%s: its first compile runs in a child process (NSA_PROBE=never: not)", what["kernel"])
+                    verdict = ask(what, device)
+                    if verdict.lasting:
+                        memory.write(key, verdict.cause, what)
+                memory.known[key] = verdict
     return verdict.cause
-
-
-def _find_out(key: str, what: dict[str, Any], device: torch.device) -> Verdict:
-    logger.info("%s: its first compile runs in a child process (NSA_PROBE=never: not)", what["kernel"])
-    verdict = ask(what, device)
-    if verdict.lasting:
-        memory.write(key, verdict.cause, what)
-    return verdict
 
 
 def ask(what: dict[str, Any], device: torch.device) -> Verdict:
@@ -147,7 +152,8 @@ class Child:
         began, limit = time.monotonic(), START_S
         while True:
             status = self.process.poll()
-            answers, printed = (os.pread(file.fileno(), 1 << 24, 0).decode("utf-8", "replace") for file in self.files)
+            texts = (os.pread(at := file.fileno(), os.fstat(at).st_size, 0) for file in self.files)
+            answers, printed = (text.decode("utf-8", "replace") for text in texts)
             says = {"phase": "starting"} | dict(json.loads(line) for line in answers.split("\n")[:-1])
             if status is not None or "result" in says or time.monotonic() - began > limit:
                 return judge(0 if "result" in says else status, says, printed)

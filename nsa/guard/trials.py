@@ -13,48 +13,27 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from nsa.kernels.likeness import Likeness
 from nsa.kernels.poison import POISON, poisoned_workspace
 from nsa.reference import beyond_rounding, selection_reference
 
 Say = Callable[[str, str], None]
 
 
-class Trial:
-    """One call, of tensors with the dtypes, alignments and strides that the parent's have.
+class Trial(Likeness):
+    """One call, of tensors like the parent's.
 
     ``c``, ``options``, ``given``: the variant's compile-time arguments, its options, and dtypes by name of argument.
     """
 
     selection: Tensor | None = None
-    size: int | None = None
+    size: int | None = None  # of a block
 
     def __init__(self, what: dict[str, Any], device: torch.device, say: Say) -> None:
-        self.kernel, self.c, self.options, self.given = (
-            what[x] for x in ("kernel", "constexprs", "options", "tensors")
-        )
-        self.misaligned, self.device, self.say = what["misaligned"], device, say
-        given = {name: getattr(torch, x.removeprefix("torch.")) for name, x in self.given.items() if x}
-        float_dtype = next((given[x] for x in ("q_ptr", "o_ptr", "dq_ptr") if x in given), torch.float16)
-        self.dtypes = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr"), float_dtype)
-        self.dtypes |= dict.fromkeys(("sel_ptr", "cu_q_ptr", "cu_k_ptr", "table_ptr"), torch.int32)
-        self.dtypes |= dict.fromkeys(("lse_ptr", "dlse_ptr"), torch.float32) | given
-        self.generator = torch.Generator().manual_seed(0)
+        super().__init__(what, device)
+        self.kernel, self.c, self.options = what["kernel"], what["constexprs"], what["options"]
+        self.given, self.say = what["tensors"], say
         self.about: dict[str, Tensor] = {}
-
-    def draw(self, shape: tuple[int, ...], low: int, high: int) -> Tensor:
-        """Integers from ``low`` to ``high``, which is left out, on the host."""
-        return torch.randint(low, high, shape, generator=self.generator)
-
-    def place(self, name: str, values: Tensor | list[int]) -> Tensor:
-        """On the device, as the kernel's argument of that name."""
-        values, offset = torch.as_tensor(values), int(name in self.misaligned)
-        memory = torch.empty(values.numel() + offset, dtype=self.dtypes[name], device=self.device)
-        return memory[offset:].view(values.shape).copy_(values)
-
-    def floats(self, name: str, *shape: int) -> Tensor:
-        """N(0, 1); the greatest common divisor of 16 and all strides but the last is that of the parent's."""
-        width = -(-shape[-1] // 16) * 16 + self.c.get("STRIDE_UNIT", 16) % 16
-        return self.place(name, torch.randn(*shape[:-1], width, generator=self.generator))[..., : shape[-1]]
 
     def layout(self, HKV: int, S_kv: int, B: int = 2, S: int = 3) -> None:
         """``q, k, v`` and the output, and what says which sequence a query is of, and where it stands."""
@@ -85,10 +64,7 @@ class Trial:
             self.about["q_positions"] = self.place("pos_ptr", self.draw(lead, -1, S_kv))
 
     def select(self, n: int, size: int | None, crowded: bool = False) -> None:
-        """``n`` spans, or blocks of ``size``, for each row: all of the keys, none, reaching past the end.
-
-        ``crowded``: every row reads the first block, most of them at all but two of its places.
-        """
+        """``n`` spans, or blocks of ``size``, a row: all keys, none, too many. ``crowded``: mostly the first block."""
         self.size = size
         if size is None:
             start = self.draw((*self.rows, n), -3, self.S_kv + 3)
@@ -129,12 +105,8 @@ class Trial:
     def backward(self, module: Any) -> str | None:
         """A backward call; what is wrong with its gradients, compared with those of the reference, in fp64."""
         qkv, like = (self.q, self.k, self.v), self.out.shape
-        do = self.place("do_ptr", torch.randn(like, generator=self.generator))
-        dlse = (
-            self.place("dlse_ptr", torch.randn(like[:-1], generator=self.generator))
-            if self.given.get("dlse_ptr") is not None
-            else None
-        )
+        do = self.normal("do_ptr", *like)
+        dlse = self.normal("dlse_ptr", *like[:-1]) if self.given.get("dlse_ptr") is not None else None
         how: dict[str, Any] = {"block_size": self.size, "causal": self.c.get("CAUSAL", True), **self.about}
         launch = module.launch_for(*qkv, selection=self.selection, **how)
         want: tuple[Tensor, ...] = ()
@@ -165,19 +137,34 @@ class Trial:
         return o, lse
 
     @contextlib.contextmanager
-    def told(self, module: Any, tiles: Any, fields: dict[str, Any]) -> Iterator[None]:
+    def told(self, module: Any, tiles: Any, **fields: Any) -> Iterator[None]:
         """``module``'s launches have these fields in the tile that ``tiles`` selects, and poisoned workspaces."""
         select, spans = tiles.select, self.c.get("SPANS", 1)
-
-        def chosen(*arguments: Any) -> Any:
-            tile = select(*arguments)
-            return tile._replace(**{name: value for name, value in fields.items() if name in tile._fields})
-
+        fields |= module.tile_fields(self.kernel, self.c, self.options)
         # Over an enormous cache fewer spans are held than their number asks for.
         bucket = (lambda n, S_kv: spans) if spans > 1 else module.span_bucket
-        with patch.multiple(tiles, select=chosen), patch.multiple(module, span_bucket=bucket):
-            with poisoned_workspace(module.__name__.rpartition(".")[2]):
-                yield
+        with (
+            patch.multiple(tiles, select=lambda *arguments: select(*arguments)._replace(**fields)),
+            patch.multiple(module, span_bucket=bucket),
+            poisoned_workspace(module.__name__.rpartition(".")[2]),
+        ):
+            yield
+
+    def prepare(self, size: int, walk: bool, share: int = 0) -> None:
+        """Tensors of a call with blocks of ``size``, or spans, as the variant has it.
+
+        ``walk``: blocks fit a kernel that walks along rows. ``share``: all rows read the first block, several shares.
+        """
+        from nsa.kernels import key_tiles, primitives
+
+        source = self.c.get("SOURCE")
+        spans = source == primitives.RANGES.value
+        if walk:  # whole tiles, or not
+            size = self.c["BLOCK_L"] - (source != primitives.TILED.value)
+        HKV, B, S, n = (1, 1, 3 + share // 64, 64) if share else (2, 2, 3, 4)
+        S_kv = 3 * (key_tiles.GRID if spans else size) + 5 + (2 * S if share else 0)
+        self.layout(HKV, S_kv, B, S)
+        self.select(max(self.c.get("SPANS", 1), n), None if spans else size, share > 0)
 
 
 def _forward(t: Trial) -> str | None:
@@ -220,53 +207,29 @@ def _combine(t: Trial) -> str | None:
 
 def _key_major(t: Trial) -> str | None:
     """A whole call whose kernel of that name is the one asked about; all others are as they come."""
-    from nsa.kernels import key_major, key_tiles, primitives
+    from nsa.kernels import key_major, key_tiles
 
-    c, options, merging = t.c, t.options, t.kernel == "_merge_kernel"
-    source, walk = c.get("SOURCE", primitives.BLOCKS.value), c.get("WALK", False)
-    named = {"SHARE": "share", "AT_ONCE": "at_once"} | ({"HEADS": "merge_heads"} if merging else {})
-    fields = {named.get(name, name): value for name, value in c.items()}
-    if merging:
-        fields |= {"walked": 8 * walk, "walk_registers": options.get("maxnreg")}
-        fields |= {"walk_stages": options["num_stages"]} if walk else {}
-    elif t.kernel == "_partial_kernel":
-        fields |= {"warps": options["num_warps"], "registers": options.get("maxnreg")}
-    size = c.get("BLOCK_N", 32) * (1 if c.get("ONE_TILE", True) else 2)
-    if walk:
-        size = c["BLOCK_L"] - (source != primitives.TILED.value)
-    spans = source == primitives.RANGES.value
-    t.layout(2, 3 * (key_tiles.GRID if spans else size) + 5)
-    t.select(max(c.get("SPANS", 1), 4), None if spans else size)
-    wide = -1 if c.get("WIDE", False) else key_major.WIDE
-    with t.told(key_major, key_tiles, fields), patch.multiple(key_major, WIDE=wide):
-        return t.forward(key_major, not merging or t.given["lse_ptr"] is not None)
+    size = t.c.get("BLOCK_N", 32) * (1 if t.c.get("ONE_TILE", True) else 2)
+    t.prepare(size, walk=t.c.get("WALK", False))
+    wide = -1 if t.c.get("WIDE", False) else key_major.WIDE
+    with t.told(key_major, key_tiles), patch.multiple(key_major, WIDE=wide):
+        return t.forward(key_major, t.kernel != "_merge_kernel" or t.given["lse_ptr"] is not None)
 
 
 def _backward(t: Trial) -> str | None:
     """A whole backward pass whose kernel of that name is the one asked about; all others are as they come."""
-    from nsa.kernels import backward, backward_tiles, key_tiles, primitives
+    from nsa.kernels import backward, backward_tiles
 
-    c, options = t.c, t.options
     keep_dq = t.kernel == "_gather_kernel" or t.given.get("dq_part_ptr") is not None
-    fields: dict[str, Any] = {"keep_dq": keep_dq} | ({"share": c["SHARE"]} if "SHARE" in c else {})
-    source, size = c.get("SOURCE", primitives.BLOCKS.value), 16
-    if t.kernel == "_dq_kernel":
-        fields |= {"dq_heads": c["HEADS"], "BLOCK_G": c["BLOCK_G"], "BLOCK_L": c["BLOCK_L"]}
-        fields |= {"dq_warps": options["num_warps"], "dq_stages": options["num_stages"]}
-        size = c["BLOCK_L"] - (source != primitives.TILED.value)
-    elif t.kernel == "_dkdv_kernel":
-        fields |= {name: c[name] for name in ("HEADS", "BLOCK_M", "BLOCK_N")}
-        fields |= {"warps": options["num_warps"], "stages": options["num_stages"]}
-        size = c["BLOCK_N"] * (1 if keep_dq else 2)
-    spans = source == primitives.RANGES.value
-    n, HKV, B, S, S_kv = max(c.get("SPANS", 1), 4), 2, 2, 3, 3 * (key_tiles.GRID if spans else size) + 5
-    crowded = t.kernel in ("_dkdv_kernel", "_sum_kernel")  # a block in several shares
-    if crowded:
-        n, HKV, B, S = max(n, 64), 1, 1, c["SHARE"] // 64 + 3
-    t.layout(HKV, S_kv + 2 * S * crowded, B, S)
-    t.select(n, None if spans else size, crowded)
+    crowded, size = t.kernel in ("_dkdv_kernel", "_sum_kernel"), 16
+    if t.kernel == "_dkdv_kernel":
+        size = t.c["BLOCK_N"] * (1 if keep_dq else 2)
+    t.prepare(size, walk=t.kernel == "_dq_kernel", share=t.c["SHARE"] if crowded else 0)
     index_bytes = 2 << 30 if crowded else backward_tiles.INDEX_BYTES
-    with t.told(backward, backward_tiles, fields), patch.multiple(backward_tiles, STRIP=1, INDEX_BYTES=index_bytes):
+    with (
+        t.told(backward, backward_tiles, keep_dq=keep_dq),
+        patch.multiple(backward_tiles, STRIP=1, INDEX_BYTES=index_bytes),
+    ):
         return t.backward(backward)
 
 

@@ -7,8 +7,11 @@ import functools
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from nsa import settings
 
 FOLDER = Path(__file__).parent
 
@@ -53,6 +56,17 @@ def _dump(x: object) -> str:
 def _is_prose(x: object) -> bool:
     """Whether it is a statement that is nothing but a string: a docstring, of a function or below a constant."""
     return isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant) and isinstance(x.value.value, str)
+
+
+def versions(device: torch.device) -> dict[str, Any]:
+    """All but the source that decides what a kernel is compiled to, as JSON holds it."""
+    return {
+        "torch": torch.__version__,
+        "triton": triton_version(),
+        "driver": driver_version() if device.type == "cuda" else None,
+        "assemblers": settings.assemblers(),
+        "arch": architecture(device),
+    }
 
 
 @functools.cache

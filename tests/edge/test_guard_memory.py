@@ -18,9 +18,9 @@ import torch
 
 import nsa
 from nsa import settings
-from nsa.guard import ProbeFailed, memory, parent, trust
+from nsa.guard import ProbeFailed, memory, parent
 from nsa.guard.memory import Verdict
-from nsa.kernels import sources
+from nsa.kernels import passed, sources
 
 pytestmark = pytest.mark.usefixtures("fresh_routes", "fresh_plans", "untried")
 ROOT = Path(nsa.__file__).parents[1]
@@ -49,7 +49,7 @@ def variant_of(name):
     ],
 )
 def test_who_is_asked_about(monkeypatch, mode, device, pair, asks):
-    monkeypatch.setattr(trust, "passed_pairs", lambda: {("3.6", "sm_90")})
+    monkeypatch.setattr(passed, "passed_pairs", lambda: {("3.6", "sm_90")})
     monkeypatch.setattr(sources, "triton_version", lambda: f"{pair[0]}.1")
     monkeypatch.setattr(sources, "architecture", lambda device: pair[1])
     monkeypatch.setattr(parent, "find_out", lambda *_: "it aborts")
@@ -85,20 +85,20 @@ def test_each_variant_is_tried_once(draw, same, answer):
 
 
 def test_the_packaged_list():
-    pairs = trust.passed_pairs()
+    pairs = passed.passed_pairs()
     assert ("3.6", "sm_90") in pairs
-    assert trust.passed("3.6.0", "sm_90")
-    assert trust.passed("3.6.1+git123", "sm_90")
-    assert not trust.passed("3.60.0", "sm_90")
+    assert passed.passed("3.6.0", "sm_90")
+    assert passed.passed("3.6.1+git123", "sm_90")
+    assert not passed.passed("3.60.0", "sm_90")
 
 
 @pytest.mark.parametrize("name", ["_fwd_kernel", "_dkdv_kernel"])
 def test_what_compiles_but_no_gpu_has_run_is_tried(monkeypatch, name):
     """With a Triton and a GPU that the compile matrix has passed."""
     asked = []
-    monkeypatch.setattr(trust, "UNSEEN", frozenset({"_dkdv_kernel"}))
+    monkeypatch.setattr(parent, "UNSEEN", frozenset({"_dkdv_kernel"}))
     monkeypatch.setattr(sources, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(trust, "passed", lambda triton, arch: True)
+    monkeypatch.setattr(passed, "passed", lambda triton, arch: True)
     monkeypatch.setattr(parent, "find_out", lambda what, device: asked.append(what["kernel"]))
     with nsa.configure(probe="auto"):
         parent.require(variant_of(name), torch.device("cuda", 0), ())
@@ -113,22 +113,22 @@ ENTRIES = [
 
 @pytest.mark.parametrize("entries", ENTRIES)
 def test_a_list_that_is_none(monkeypatch, tmp_path, entries):
-    monkeypatch.setattr(trust, "LIST", tmp_path / "compiled.yaml")
+    monkeypatch.setattr(passed, "LIST", tmp_path / "compiled.yaml")
     (tmp_path / "compiled.yaml").write_text(f"passed: {entries}")
     with pytest.raises(ValueError, match="compiled.yaml: expected a list `passed`"):
-        trust.passed_pairs.__wrapped__()
+        passed.passed_pairs.__wrapped__()
     (tmp_path / "compiled.yaml").unlink()
-    assert trust.passed_pairs.__wrapped__() == frozenset()
+    assert passed.passed_pairs.__wrapped__() == frozenset()
 
 
 def test_what_other_kernels_have_passed_counts_for_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(trust, "LIST", tmp_path / "compiled.yaml")
+    monkeypatch.setattr(passed, "LIST", tmp_path / "compiled.yaml")
     monkeypatch.setattr(sources, "kernel_sources", lambda: "ours")
     entries = [
         f"{{triton: '3.{i}', arch: sm_90, sources: '{sources}'}}" for i, sources in enumerate(("ours", "others", ""))
     ]
     (tmp_path / "compiled.yaml").write_text(f"passed: [{', '.join(entries)}]")
-    assert trust.passed_pairs.__wrapped__() == {("3.0", "sm_90")}
+    assert passed.passed_pairs.__wrapped__() == {("3.0", "sm_90")}
 
 
 # --- what is remembered -----------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import torch
 
 import nsa.__main__
 from nsa import outlook, schedules, settings
-from nsa.guard import memory, trust
-from nsa.kernels import sources
+from nsa.guard import memory
+from nsa.kernels import passed, sources
 from nsa.testing.contestants.ours import OURS
 from nsa.testing.matrix.case import Case
 from nsa.tuning import calibrate, thresholds
@@ -150,7 +150,7 @@ def test_doctor_says_where_kernels_are_compiled(gpu, monkeypatch, tmp_path, mode
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(nsa.__main__, "_version", lambda package: "not installed")  # triton, by that name
     monkeypatch.setattr(sources, "triton_version", lambda: "3.6.0")
-    monkeypatch.setattr(trust, "passed_pairs", lambda: {("3.6", "sm_90" if listed else "sm_89")})
+    monkeypatch.setattr(passed, "passed_pairs", lambda: {("3.6", "sm_90" if listed else "sm_89")})
     with nsa.configure(probe=mode):
         (line,) = [line for line in nsa.__main__.doctor() if line.startswith("compiled")]
     assert line == f"compiled   Triton 3.6.0 for sm_90: {text.format(tmp_path / 'nsa' / 'probe')}"

@@ -1,24 +1,13 @@
-"""Which kernels may be compiled in this process at once: what the compile matrix has passed."""
+"""What the compile matrix has passed: with which Triton, for which architecture, these very kernels."""
 
 from __future__ import annotations
 
 import functools
 from pathlib import Path
 
-import torch
-
 from nsa.kernels import sources
 
 LIST = Path(__file__).parents[1] / "configs" / "compiled.yaml"
-
-UNSEEN: frozenset[str] = frozenset()
-"""Kernels, by name, that the GPU lane has not passed yet. A child tries them first on every GPU, also on one that the
-compile matrix has passed. A new kernel begins here."""
-
-
-def trusted(kernel: str, device: torch.device) -> bool:
-    """Whether a kernel of that name may be compiled in this process at once."""
-    return kernel not in UNSEEN and passed(sources.triton_version(), sources.architecture(device))
 
 
 def passed(triton: str, arch: str) -> bool:
