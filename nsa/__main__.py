@@ -101,10 +101,11 @@ def doctor() -> list[str]:
 
 def _compiled(device: torch.device) -> str:
     """Whether kernels are compiled right here, or in a child process first."""
-    from nsa import probe, settings
+    from nsa import settings
+    from nsa.kernels import passed, sources
 
-    pair, mode = (probe.triton_version(), probe.architecture(device)), settings.get().probe
-    listed = probe.passed(*pair)
+    pair, mode = (sources.triton_version(), sources.architecture(device)), settings.get().probe
+    listed = passed.passed(*pair)
     said = (
         f"Triton {pair[0]} for {pair[1]}: {'passed the compile matrix' if listed else 'not on the list of the matrix'}"
     )
@@ -115,11 +116,12 @@ def _compiled(device: torch.device) -> str:
 
 def _refused(device: torch.device) -> list[str]:
     """Kernels that child processes found broken here, in earlier processes of this user, and how."""
-    from nsa import probe, settings
+    from nsa import settings
+    from nsa.guard import memory
 
     if settings.get().probe == "never":  # nobody looks at them
         return []
-    found = probe.refused(device)
+    found = memory.refused(device)
     more = f" and {len(found) - MOST_REFUSED} more" if len(found) > MOST_REFUSED else ""
     return [f"refused    {kernel}: {cause}" for kernel, cause in found[:MOST_REFUSED]] + [f"          {more}"] * bool(
         more

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa import probe, reference, schedules, settings
-from nsa.kernels import tiles
+from nsa import guard, reference, schedules, settings
+from nsa.kernels import errors, tiles
 from nsa.transforms import forward_mode
 from nsa.validate import Dims, Raw, Signature, check, meta, optional, raw
 
@@ -104,10 +104,10 @@ def routes() -> list[RouteRecord]:
 
 
 def reset() -> None:
-    """Forget the route log and the failures of kernels: they are tried again. :mod:`nsa.probe` keeps its files."""
+    """Forget the route log and the failures of kernels: they are tried again. :mod:`nsa.guard` keeps its files."""
     _taken.clear()
     _broken.clear()
-    probe.forget()
+    guard.forget()
 
 
 @lru_cache(maxsize=64)
@@ -306,18 +306,18 @@ def failures() -> tuple[type[BaseException], ...]:
     """The errors compiling or launching a kernel raises. Nothing else is taken for a broken kernel."""
     # ImportError: no Triton here; RuntimeError: the MLIR pass manager and the driver; OSError and CalledProcessError:
     # the launcher's C compiler.
-    return (*probe.compile_errors(), ImportError, RuntimeError, OSError, subprocess.CalledProcessError)
+    return (*errors.compile_errors(), ImportError, RuntimeError, OSError, subprocess.CalledProcessError)
 
 
 def _is_kernel_failure(error: BaseException) -> bool:
     """Whether a caught error speaks of the kernel. Out of memory does not, nor does a lost CUDA context."""
-    if isinstance(error, probe.ProbeFailed):
+    if isinstance(error, guard.ProbeFailed):
         return True  # whatever its text says happened in another process
     if isinstance(error, RuntimeError) and type(error).__module__.startswith("torch"):
         return False
     if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN):
         return False  # no memory, or no process, for the assembler or the launcher's C compiler
-    if probe.starved(error):
+    if errors.starved(error):
         return False
     text = str(error).lower()
     return not (isinstance(error, RuntimeError) and any(words in text for words in NOT_THE_KERNEL))

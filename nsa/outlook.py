@@ -36,7 +36,7 @@ class Line(NamedTuple):
 
 
 def outlook(device: torch.device) -> list[Line]:
-    """One line for each kind of call on ``device``; kernels that a probe or a launch refuses are not known here.
+    """One line for each kind of call on ``device``; kernels that `nsa.guard` or a launch refuses are not known here.
 
     Raises:
         ValueError: a file of settings or measurements cannot be parsed; it is named.

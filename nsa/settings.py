@@ -147,7 +147,7 @@ def user_devices() -> Path:
 
 
 def user_probes() -> Path | None:
-    """The folder of what `nsa.probe` found out on this user's machines; None where the user has no home."""
+    """The folder of what `nsa.guard` found out on this user's machines; None where the user has no home."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nsa" / "probe"
     except RuntimeError:  # no HOME, and a user id that the system does not know, as in some containers

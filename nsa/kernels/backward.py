@@ -154,6 +154,18 @@ def _variants(
     }
 
 
+def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the tile with which :func:`_variants` makes this variant of the kernel of that name."""
+    fields = {"share": constexprs["SHARE"]} if "SHARE" in constexprs else {}
+    if kernel == "_dq_kernel":
+        fields |= {"dq_heads": constexprs["HEADS"], "BLOCK_G": constexprs["BLOCK_G"], "BLOCK_L": constexprs["BLOCK_L"]}
+        fields |= {"dq_warps": options["num_warps"], "dq_stages": options["num_stages"]}
+    elif kernel == "_dkdv_kernel":
+        fields |= {name: constexprs[name] for name in ("HEADS", "BLOCK_M", "BLOCK_N")}
+        fields |= {"warps": options["num_warps"], "stages": options["num_stages"]}
+    return fields
+
+
 def launch_for(
     q: Tensor,
     k: Tensor,

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 import nsa
-from nsa import dispatch, probe, settings
+from nsa import dispatch, settings
+from nsa.guard import memory, parent
 from nsa.reference import selection_reference
 from nsa.testing.plugin import current_lane
 
@@ -238,27 +239,28 @@ def backward_kernel(monkeypatch, fresh_plans, fresh_routes):
 
 @pytest.fixture
 def untried(monkeypatch, tmp_path):
-    """No kernel was launched or probed; probing is forced, as the interpreter needs none; rows are long."""
+    """No kernel was launched or tried; trials are forced, as the interpreter needs none; rows are long."""
     from nsa.kernels import combine, key_major, query_major
 
     forget = query_major._variant.cache_clear, combine._variant.cache_clear, key_major._variants.cache_clear
     for clear in forget:
         clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(probe, "_told", set())
+    monkeypatch.setattr(memory, "_told", set())
     with nsa.configure(probe="always", sel_triton_min_L=0):
         yield
+    parent.end_child()
     for clear in forget:
         clear()
 
 
 @pytest.fixture
 def answer(monkeypatch):
-    """`answer(verdict) -> whats`: what `nsa.probe` would ask children, which all find this."""
+    """`answer(verdict) -> whats`: what `nsa.guard` would ask a child, which always finds this."""
 
     def make(verdict):
         whats = []
-        monkeypatch.setattr(probe, "ask", lambda what, device: whats.append(what) or verdict)
+        monkeypatch.setattr(parent, "ask", lambda what, device: whats.append(what) or verdict)
         return whats
 
     return make
@@ -266,7 +268,7 @@ def answer(monkeypatch):
 
 @pytest.fixture
 def kept(tmp_path):
-    """`kept()`: the files in which `nsa.probe` keeps what children found, for other processes."""
+    """`kept()`: the files in which `nsa.guard` keeps what children found, for other processes."""
 
     def make():
         folder = tmp_path / "cache" / "nsa" / "probe"

@@ -7,9 +7,9 @@ import torch
 
 from nsa.kernels import backward, backward_tiles
 from nsa.kernels.launch import Variant
+from nsa.kernels.poison import poisoned_workspace
 from nsa.reference import selection_reference
 from nsa.testing.plugin import current_lane
-from nsa.trial import poisoned_workspace
 
 Choice = backward_tiles.Choice
 SHARES = Choice(16, 4, 2, 1, True, 16, 1, 1)  # one tile a share

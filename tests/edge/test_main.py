@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import nsa.__main__
-import nsa.probe
 from nsa import outlook, schedules, settings
+from nsa.guard import memory
+from nsa.kernels import passed, sources
 from nsa.testing.contestants.ours import OURS
 from nsa.testing.matrix.case import Case
 from nsa.tuning import calibrate, thresholds
@@ -102,7 +103,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: GPU)
     monkeypatch.setattr(nsa.dispatch, "why_not_triton", lambda device: None)
-    monkeypatch.setattr(nsa.probe, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(sources, "architecture", lambda device: "sm_90")
     settings.reload()
     yield tmp_path / "nsa" / "devices" / "nvidia-h100-80gb-hbm3.yaml"
     monkeypatch.undo()
@@ -148,8 +149,8 @@ def test_calibrate_writes_for_this_user_what_the_doctor_then_shows(gpu, monkeypa
 def test_doctor_says_where_kernels_are_compiled(gpu, monkeypatch, tmp_path, mode, listed, text):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(nsa.__main__, "_version", lambda package: "not installed")  # triton, by that name
-    monkeypatch.setattr(nsa.probe, "triton_version", lambda: "3.6.0")
-    monkeypatch.setattr(nsa.probe, "passed_pairs", lambda: {("3.6", "sm_90" if listed else "sm_89")})
+    monkeypatch.setattr(sources, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(passed, "passed_pairs", lambda: {("3.6", "sm_90" if listed else "sm_89")})
     with nsa.configure(probe=mode):
         (line,) = [line for line in nsa.__main__.doctor() if line.startswith("compiled")]
     assert line == f"compiled   Triton 3.6.0 for sm_90: {text.format(tmp_path / 'nsa' / 'probe')}"
@@ -212,18 +213,18 @@ def test_doctor_knows_when_no_triton_is_installed(gpu, monkeypatch):
     assert {server[24:] for server, _ in served} == {"refused", "packed SDPA (sdpa)"}
 
 
-def test_doctor_names_kernels_that_a_probe_found_broken(gpu, monkeypatch, tmp_path):
+def test_doctor_names_kernels_that_a_child_found_broken(gpu, monkeypatch, tmp_path):
     """Of this Triton and GPU; not what worked, nor what another Triton broke, nor files that are none of ours."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device = torch.device("cuda", 0)
 
     def remember(kernel, cause):
         what = {"kernel": kernel}
-        nsa.probe._write(nsa.probe.key_of(what, device), cause, what)
+        memory.write(memory.key_of(what, device), cause, what)
 
-    monkeypatch.setattr(nsa.probe, "triton_version", lambda: "3.1.0")
+    monkeypatch.setattr(sources, "triton_version", lambda: "3.1.0")
     remember("_dq_kernel", "wrong result: of another Triton")
-    monkeypatch.setattr(nsa.probe, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(sources, "triton_version", lambda: "3.6.0")
     remember("_fwd_kernel", "killed by SIGABRT while compiling")
     remember("_merge_kernel", None)
     (tmp_path / "nsa" / "probe" / "other.json").write_text("[1]")

@@ -5,11 +5,11 @@ import torch
 
 import nsa.kernels
 from nsa.kernels import backward, backward_tiles
+from nsa.kernels.poison import poisoned_workspace
 from nsa.testing.fixtures import over
 from nsa.testing.judge.gradients import GradientOracle, assert_gradients
 from nsa.testing.matrix.case import Case
 from nsa.testing.plugin import current_lane
-from nsa.trial import poisoned_workspace
 
 
 def trained(case: Case) -> bool:
