@@ -121,7 +121,7 @@ def test_script_for_gpu_boxes_does_every_step():
         "--benchmark-compare",
         "--nsa-update-thresholds",
         "--nsa-update-schedules",
-        "devices:thresholds schedules:schedules",
+        "nsa/configs/gpus",
         "--nsa-report",
         "--junitxml",
     ):
