@@ -201,33 +201,37 @@ def _starts(path: Path, key: str, table: object) -> Mapping[int, int | None]:
 
 
 def _tiles(path: Path, section: Mapping[object, object]) -> Tiles:
-    from nsa.kernels.tiles import Choice, Point  # which import this module
-
     _only(path, "tiles", section, FAMILIES)
-    found: dict[Bucket, dict[Point, Choice]] = {}
-    sweeps: dict[tuple[str, ...], Mapping[str, str]] = {}
     entries = section.get("query_major")
     if not isinstance(entries, list) or not entries:
         _wrong(path, "tiles.query_major", "a list of shapes", entries)
+    found: dict[Bucket, dict[Point, Choice]] = {}
+    sweeps: dict[tuple[str, ...], Mapping[str, str]] = {}
     for i, entry in enumerate(entries):
         key = f"tiles.query_major[{i}]"
         entry = _mapping(path, key, entry)
-        _only(path, key, entry, ("shape", "provenance", "best"))
-        shape = _mapping(path, f"{key}.shape", entry.get("shape"))
-        best = entry.get("best")
-        if not isinstance(best, list) or not best:
-            _wrong(path, f"{key}.best", "a list of choices, the best first", best)
-        first = _mapping(path, f"{key}.best[0]", best[0])
-        one_span = shape.get("one_span")
-        if not isinstance(one_span, bool):
-            _wrong(path, f"{key}.shape.one_span", "true or false", one_span)
-        D, Dv = (_count(path, f"{key}.shape", shape, name) for name in ("D", "Dv"))
-        point = Point(*(_count(path, f"{key}.shape", shape, name) for name in Point._fields))
-        choice = Choice(*(_count(path, f"{key}.best[0]", first, name, name != "cluster") for name in Choice._fields))
-        found.setdefault((one_span, D, Dv), {})[point] = choice
+        bucket, point, choice = _shape(path, key, entry)
+        found.setdefault(bucket, {})[point] = choice
         sweep = _provenance(path, "tiles", entry, key)
         sweeps[tuple(sweep.values())] = sweep
     return Tiles(found, tuple(sweeps.values()), path)
+
+
+def _shape(path: Path, key: str, entry: Mapping[object, object]) -> tuple[Bucket, Point, Choice]:
+    """A shape that was swept, and its best choice."""
+    from nsa.kernels.tiles import Choice, Point  # which import this module
+
+    _only(path, key, entry, ("shape", "provenance", "best"))
+    shape = _mapping(path, f"{key}.shape", entry.get("shape"))
+    one_span, best = shape.get("one_span"), entry.get("best")
+    if not isinstance(one_span, bool):
+        _wrong(path, f"{key}.shape.one_span", "true or false", one_span)
+    D, Dv, *point = (_count(path, f"{key}.shape", shape, name) for name in ("D", "Dv", *Point._fields))
+    if not isinstance(best, list) or not best:
+        _wrong(path, f"{key}.best", "a list of choices, the best first", best)
+    first = _mapping(path, f"{key}.best[0]", best[0])
+    choice = Choice(*(_count(path, f"{key}.best[0]", first, name, name != "cluster") for name in Choice._fields))
+    return (one_span, D, Dv), Point(*point), choice
 
 
 def _provenance(path: Path, section: str, content: Mapping[object, object], key: str | None = None) -> dict[str, str]:

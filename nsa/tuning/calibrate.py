@@ -127,38 +127,36 @@ def main() -> int:
         print(f"nsa calibrate: {reason}", file=sys.stderr)
         return 1
     began, device = time.monotonic(), torch.device("cuda", 0)
-    try:
-        check_parity(device)
-        facts = time_thresholds(device)
-    except AssertionError as error:
+    run = run_facts(device)
+    for section, failed in ((_threshold, "nothing written"), (_crossover, "crossover not written")):
+        try:
+            said = section(device, run)
+        except (AssertionError, RuntimeError, ValueError, OSError) as error:
+            _progress("")
+            print(f"nsa calibrate: {failed}: {error}", file=sys.stderr)
+            return 1
         _progress("")
-        print(f"nsa calibrate: nothing written: {error}", file=sys.stderr)
-        return 1
-    _progress("")
-    needed = thresholds.required(thresholds.SQUARE)
+        print(f"{said} ({time.monotonic() - began:.0f} s)", flush=True)
+    return 0
+
+
+def _threshold(device: torch.device, run: Fact) -> str:
+    """Measure and write the section `threshold`; says what and where. Raises as what it calls."""
+    check_parity(device)
+    facts, needed = time_thresholds(device), thresholds.required(thresholds.SQUARE)
     decision = thresholds.decide(facts, needed=needed)
     on_packed = thresholds.decide(facts, needed=needed, against="best")
-    run = run_facts(device)
-    try:
-        path = thresholds.write(decision, thresholds.best_layout(facts), run, settings.user_gpus())
-    except (ValueError, OSError) as error:
-        print(f"nsa calibrate: {error}", file=sys.stderr)
-        return 1
-    print(f"parity: {len(PARITY)} kernels agree with the fp64 oracle")
-    for sentence in thresholds.rationale(decision, on_packed):
-        print(sentence)
+    path = thresholds.write(decision, thresholds.best_layout(facts), run, settings.user_gpus())
     value = "off" if decision.min_L is None else str(decision.min_L)
-    print(f"sel_triton_min_L = {value}, written to {path} ({time.monotonic() - began:.0f} s)", flush=True)
-    try:
-        points = time_crossover(device)
-        crossover.write(points, run, settings.user_gpus(), COMMAND)
-    except (AssertionError, RuntimeError, ValueError, OSError) as error:
-        _progress("")
-        print(f"nsa calibrate: crossover not written: {error}", file=sys.stderr)
-        return 1
-    _progress("")
-    print(f"{crossover.starts(points)}, written to {path} ({time.monotonic() - began:.0f} s)")
-    return 0
+    lines = [f"parity: {len(PARITY)} kernels agree with the fp64 oracle", *thresholds.rationale(decision, on_packed)]
+    return "\n".join([*lines, f"sel_triton_min_L = {value}, written to {path}"])
+
+
+def _crossover(device: torch.device, run: Fact) -> str:
+    """Measure and write the section `crossover`, likewise."""
+    points = time_crossover(device)
+    path = crossover.write(points, run, settings.user_gpus(), COMMAND)
+    return f"{crossover.starts(points)}, written to {path}"
 
 
 def _progress(text: str) -> None:

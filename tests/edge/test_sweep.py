@@ -177,7 +177,7 @@ def test_a_damaged_table_is_an_error_that_names_it(table):
     path = table([(True, 128, 128, 8, 64, 1024, Choice(4, 1, 128, 8, 4))])
     path.write_text("tiles: {query_major: [{shape: {D: 128}}]}")
     settings.reload()
-    with pytest.raises(ValueError, match=r"nvidia-h100-80gb-hbm3.yaml: tiles.query_major\[0\].best: expected a list"):
+    with pytest.raises(ValueError, match=r"nvidia-h100-80gb-hbm3.yaml: tiles.query_major\[0\].shape.one_span: "):
         tiles.table(H100)
 
 
