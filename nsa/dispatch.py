@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa import guard, reference, schedules, settings
+from nsa import gpu, guard, reference, schedules, settings
 from nsa.kernels import errors, tiles
 from nsa.transforms import forward_mode
 from nsa.validate import Dims, Raw, Signature, check, meta, optional, raw
@@ -188,9 +188,9 @@ def make_plan(
     elif why_not is not None:
         route, reason = fallback, why_not
     else:
-        min_L = settings.DEFAULT_MIN_L if current.sel_triton_min_L is None else current.sel_triton_min_L
+        min_L = gpu.DEFAULT_MIN_L if current.sel_triton_min_L is None else current.sel_triton_min_L
         if device_name is not None:
-            min_L = settings.min_L_for(device_name)
+            min_L = gpu.min_L_for(device_name)
         if dims.bound is not None and dims.bound < min_L:
             route, reason = fallback, f"rows select at most {dims.bound} keys, sel_triton_min_L is {min_L}"
         else:
@@ -227,8 +227,8 @@ def make_plan(
 def _device_facts(device: torch.device) -> tuple[str | None, str, str | None]:
     """``(name, packed SDPA layout, why Triton cannot run there)``."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    config = settings.device_config(name) if name is not None else None
-    layout = (config.sdpa_layout if config is not None else None) or "heads_as_queries"
+    threshold = gpu.measured(name).threshold if name is not None else None
+    layout = (threshold.sdpa_layout if threshold is not None else None) or "heads_as_queries"
     return name, layout, why_not_triton(device)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nsa import dispatch, settings
+from nsa import dispatch, gpu, settings
 from nsa.validate import Raw
 
 HQ, HKV, D, SLOTS, BLOCK = 64, 4, 128, 16, 64
@@ -43,8 +43,8 @@ def outlook(device: torch.device) -> list[Line]:
     """
     # The threshold as an argument: routing would warn that nobody measured this GPU, which the caller says anyway.
     current, name = settings.get(), torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    config = settings.device_config(name) if name is not None else None
-    measured = settings.DEFAULT_MIN_L if config is None else config.sel_triton_min_L
+    threshold = gpu.measured(name).threshold if name is not None else None
+    measured = gpu.DEFAULT_MIN_L if threshold is None else threshold.sel_triton_min_L
     explicit = current.sel_triton_min_L
     with settings.configure(sel_triton_min_L=measured if explicit is None else explicit):
         prompt = _plan(device, S=8192)

@@ -181,7 +181,7 @@ def packed_sdpa(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Packed SDPA: copy each row's keys side by side, then one SDPA call per chunk of rows. Differentiable.
 
-    Args are those of :func:`selection_reference`; ``layout`` is one of ``settings.SDPA_LAYOUTS``. The workspace
+    Args are those of :func:`selection_reference`; ``layout`` is one of ``gpu.SDPA_LAYOUTS``. The workspace
     stays below ``WORKSPACE_BYTES`` as long as one row's keys fit it. Autograd keeps up to ``KEPT_BYTES`` of packed
     keys, and packs again where there are more; compilers and ``torch.func`` keep all of them.
 

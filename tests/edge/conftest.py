@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import nsa
-from nsa import dispatch, settings
+from nsa import dispatch, gpu, settings
 from nsa.guard import memory, parent
 from nsa.reference import selection_reference
 from nsa.testing.plugin import current_lane
@@ -167,6 +167,20 @@ def fresh_plans():
     yield
     for forget in settings.ON_RELOAD:
         forget()
+
+
+@pytest.fixture
+def gpus(monkeypatch, tmp_path):
+    """An empty folder in place of the packaged measurements of GPUs; this user has none either."""
+    folder = tmp_path / "gpus"
+    folder.mkdir()
+    monkeypatch.setattr(gpu, "PACKAGED", folder)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("NSA_SEL_TRITON_MIN_L", raising=False)
+    settings.reload()
+    yield folder
+    monkeypatch.undo()
+    settings.reload()
 
 
 @pytest.fixture

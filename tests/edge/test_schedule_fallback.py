@@ -12,9 +12,11 @@ import torch
 
 import nsa
 import nsa.kernels
-from nsa import dispatch, schedules
+from nsa import dispatch
+from nsa.gpu import PROVENANCE
 from nsa.kernels import key_tiles, query_major
 from nsa.reference import selection_reference
+from nsa.tuning import files
 
 GPU = "NVIDIA Nobody 1"
 LONG = "rows are long enough for Triton"
@@ -22,17 +24,15 @@ MEASURED = f"2 queries or more with G = 1: key-major is faster, measured on {GPU
 
 
 @pytest.fixture
-def kernels(monkeypatch, tmp_path, fresh_plans, fresh_routes):
+def kernels(monkeypatch, gpus, fresh_routes):
     """`kernels[name]`: an error that its launch raises, or None; `kernels["tried"]`: names, as they were tried.
 
     On a GPU of which is known that key-major is faster from two queries on, wherever tensors lie.
     """
-    monkeypatch.setattr(schedules, "FOLDER", tmp_path)
     monkeypatch.setattr(dispatch, "_device_facts", lambda device: (GPU, "heads_as_queries", None))
-    provenance = {key: GPU for key in schedules.PROVENANCE}
-    (tmp_path / "nvidia-nobody-1.yaml").write_text(
-        f"key_major_from: {{1: 2}}\nchunk_key_major_from: {{1: 2}}\nprovenance: {provenance}\n"
-    )
+    content = {"key_major_from": {1: 2}, "chunk_key_major_from": {1: 2}}
+    content["provenance"] = dict.fromkeys(PROVENANCE["crossover"], GPU)
+    files.write_section(gpus, GPU, "crossover", content, [])
     state = {"key_major": None, "query_major": None, "tried": []}
     stub = types.ModuleType("nsa.kernels.key_major")
     monkeypatch.setitem(sys.modules, stub.__name__, stub)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import nsa
-from nsa import reference, settings, spans
+from nsa import gpu, reference, spans
 
-LAYOUTS = settings.SDPA_LAYOUTS
+LAYOUTS = gpu.SDPA_LAYOUTS
 
 
 @pytest.fixture
