@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from nsa.gpu import Gpu, Threshold, Tiles
+
 MOST_REFUSED = 3  # kernels, each with a line of its own
 
 
@@ -22,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m nsa", description="What nsa would do on this machine, and why.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("doctor", help="GPU, versions, settings, threshold (what `python -m nsa` alone does)")
-    commands.add_parser("calibrate", help="measure when Triton pays on this GPU, for your user alone (under a minute)")
+    commands.add_parser("calibrate", help="measure what routing rests on here, for your user alone (a minute or two)")
     command = parser.parse_args(argv).command
     logging.basicConfig(format="%(message)s")
     if command == "calibrate":
@@ -46,7 +48,7 @@ def doctor() -> list[str]:
     import torch
 
     import nsa
-    from nsa import outlook, schedules, settings
+    from nsa import gpu, outlook, schedules, settings
     from nsa.dispatch import why_not_triton
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -76,35 +78,57 @@ def doctor() -> list[str]:
     if not gpus:
         here = "pytest -m parity -n auto" if _checkout() else "python -m nsa, on a machine with an NVIDIA GPU"
         return [*lines, "threshold  none applies: packed SDPA serves every call", f"next       {here}"]
+    found, explicit = gpu.measured(names[0]), current.sel_triton_min_L
     lines.append(f"schedules  {schedules.describe(names[0])}")
-    config = settings.device_config(names[0])
-    explicit = current.sel_triton_min_L
+    lines.append(f"tiles      {_tiles(found.tiles)}")
     if explicit is not None:
         lines.append(f"threshold  sel_triton_min_L = {explicit}, set by {sources['sel_triton_min_L']}")
-    if config is None:
-        if explicit is None:
-            lines.append(f"threshold  sel_triton_min_L = {settings.DEFAULT_MIN_L}: nobody measured this GPU")
-        return [*lines, "next       python -m nsa calibrate"]
-    off = config.sel_triton_min_L == settings.TRITON_OFF
-    value = "off" if off else str(config.sel_triton_min_L)
-    lines.append(f"measured   sel_triton_min_L = {value}, packed SDPA as {config.sdpa_layout}, {config.path}")
-    lines += [f"  {key:18} {text}" for key, text in config.provenance.items()]
-    running = {"torch": torch.__version__, "triton": _version("triton")}
-    stale = [key for key, version in running.items() if config.provenance[key] != version]
+    lines += _threshold(found.threshold) if found.threshold or explicit is None else []
+    stale = _stale(found)
     if stale:
-        lines.append(f"  measured with another {' and '.join(stale)} than this one")
-    if stale:
-        return [*lines, "next       python -m nsa calibrate"]
+        return [*lines, f"  {stale}", "next       python -m nsa calibrate"]
     after = "pytest -m perf --benchmark-compare" if _checkout() else "nsa.routes() after your calls: what ran, and why"
     return [*lines, f"next       {after}"]
 
 
+def _threshold(threshold: Threshold | None) -> list[str]:
+    from nsa import gpu
+
+    if threshold is None:
+        return [f"threshold  sel_triton_min_L = {gpu.DEFAULT_MIN_L}: nobody measured this GPU"]
+    value = "off" if threshold.sel_triton_min_L == gpu.TRITON_OFF else str(threshold.sel_triton_min_L)
+    first = f"measured   sel_triton_min_L = {value}, packed SDPA as {threshold.sdpa_layout}, {threshold.path}"
+    return [first, *(f"  {key:18} {text}" for key, text in threshold.provenance.items())]
+
+
+def _tiles(tiles: Tiles | None) -> str:
+    if tiles is None:
+        return "by rules: nobody swept this GPU"
+    shapes = sum(len(points) for points in tiles.query_major.values())
+    return f"of {shapes} shapes, swept {max(sweep['date'] for sweep in tiles.provenance)}, {tiles.path}"
+
+
+def _stale(found: Gpu) -> str | None:
+    """What `python -m nsa calibrate` would measure that is missing, or of other versions; None: nothing."""
+    import torch
+
+    sections = {"threshold": found.threshold, "crossover": found.crossover}
+    missing = [name for name, section in sections.items() if section is None]
+    if missing:
+        return f"nobody measured this GPU's {' and '.join(missing)}"
+    running = {"torch": torch.__version__, "triton": _version("triton")}
+    known = [section.provenance for section in sections.values() if section is not None]
+    stale = [key for key, version in running.items() if any(measured[key] != version for measured in known)]
+    return f"measured with another {' and '.join(stale)} than this one" if stale else None
+
+
 def _compiled(device: torch.device) -> str:
     """Whether kernels are compiled right here, or in a child process first."""
-    from nsa import probe, settings
+    from nsa import settings
+    from nsa.kernels import passed, sources
 
-    pair, mode = (probe.triton_version(), probe.architecture(device)), settings.get().probe
-    listed = probe.passed(*pair)
+    pair, mode = (sources.triton_version(), sources.architecture(device)), settings.get().probe
+    listed = passed.passed(*pair)
     said = (
         f"Triton {pair[0]} for {pair[1]}: {'passed the compile matrix' if listed else 'not on the list of the matrix'}"
     )
@@ -115,11 +139,12 @@ def _compiled(device: torch.device) -> str:
 
 def _refused(device: torch.device) -> list[str]:
     """Kernels that child processes found broken here, in earlier processes of this user, and how."""
-    from nsa import probe, settings
+    from nsa import settings
+    from nsa.guard import memory
 
     if settings.get().probe == "never":  # nobody looks at them
         return []
-    found = probe.refused(device)
+    found = memory.refused(device)
     more = f" and {len(found) - MOST_REFUSED} more" if len(found) > MOST_REFUSED else ""
     return [f"refused    {kernel}: {cause}" for kernel, cause in found[:MOST_REFUSED]] + [f"          {more}"] * bool(
         more

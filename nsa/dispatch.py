@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from nsa import garbage, probe, reference, schedules, settings
+from nsa import garbage, gpu, guard, reference, schedules, settings
 from nsa.call import Call
-from nsa.kernels import key_tiles, tiles
+from nsa.kernels import errors, key_tiles, tiles
 from nsa.transforms import forward_mode
 from nsa.validate import Dims, check, check_rows, check_tensors
 
@@ -79,10 +79,10 @@ def routes() -> list[RouteRecord]:
 
 
 def reset() -> None:
-    """Forget the route log and the failures of kernels: they are tried again. :mod:`nsa.probe` keeps its files."""
+    """Forget the route log and the failures of kernels: they are tried again. :mod:`nsa.guard` keeps its files."""
     _taken.clear()
     _broken.clear()
-    probe.forget()
+    guard.forget()
 
 
 @lru_cache(maxsize=64)
@@ -135,7 +135,7 @@ def make_plan(call: Call) -> Plan:
     else:
         min_L = current.sel_triton_min_L
         if min_L is None:
-            min_L = settings.DEFAULT_MIN_L if device_name is None else settings.min_L_for(device_name)
+            min_L = gpu.DEFAULT_MIN_L if device_name is None else gpu.min_L_for(device_name)
         if dims.bound is not None and dims.bound < min_L:
             route, reason = fallback, f"rows select at most {dims.bound} keys, sel_triton_min_L is {min_L}"
         else:
@@ -172,8 +172,8 @@ def make_plan(call: Call) -> Plan:
 def _device_facts(device: torch.device) -> tuple[str | None, str, str | None]:
     """``(name, packed SDPA layout, why Triton cannot run there)``."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    config = settings.device_config(name) if name is not None else None
-    layout = (config.sdpa_layout if config is not None else None) or "heads_as_queries"
+    threshold = gpu.measured(name).threshold if name is not None else None
+    layout = (threshold.sdpa_layout if threshold is not None else None) or "heads_as_queries"
     return name, layout, why_not_triton(device)
 
 
@@ -245,18 +245,18 @@ def failures() -> tuple[type[BaseException], ...]:
     """The errors compiling or launching a kernel raises. Nothing else is taken for a broken kernel."""
     # ImportError: no Triton here; RuntimeError: the MLIR pass manager and the driver; OSError and CalledProcessError:
     # the launcher's C compiler.
-    return (*probe.compile_errors(), ImportError, RuntimeError, OSError, subprocess.CalledProcessError)
+    return (*errors.compile_errors(), ImportError, RuntimeError, OSError, subprocess.CalledProcessError)
 
 
 def _is_kernel_failure(error: BaseException) -> bool:
     """Whether a caught error speaks of the kernel. Out of memory does not, nor does a lost CUDA context."""
-    if isinstance(error, probe.ProbeFailed):
+    if isinstance(error, guard.ProbeFailed):
         return True  # whatever its text says happened in another process
     if isinstance(error, RuntimeError) and type(error).__module__.startswith("torch"):
         return False
     if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN):
         return False  # no memory, or no process, for the assembler or the launcher's C compiler
-    if probe.starved(error):
+    if errors.starved(error):
         return False
     text = str(error).lower()
     return not (isinstance(error, RuntimeError) and any(words in text for words in NOT_THE_KERNEL))

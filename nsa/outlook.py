@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nsa import dispatch, settings
+from nsa import dispatch, gpu, settings
 from nsa.call import Call
 
 HQ, HKV, D, SLOTS, BLOCK = 64, 4, 128, 16, 64
@@ -37,15 +37,15 @@ class Line(NamedTuple):
 
 
 def outlook(device: torch.device) -> list[Line]:
-    """One line for each kind of call on ``device``; kernels that a probe or a launch refuses are not known here.
+    """One line for each kind of call on ``device``; kernels that `nsa.guard` or a launch refuses are not known here.
 
     Raises:
         ValueError: a file of settings or measurements cannot be parsed; it is named.
     """
     # The threshold as an argument: routing would warn that nobody measured this GPU, which the caller says anyway.
     current, name = settings.get(), torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    config = settings.device_config(name) if name is not None else None
-    measured = settings.DEFAULT_MIN_L if config is None else config.sel_triton_min_L
+    threshold = gpu.measured(name).threshold if name is not None else None
+    measured = gpu.DEFAULT_MIN_L if threshold is None else threshold.sel_triton_min_L
     explicit = current.sel_triton_min_L
     with settings.configure(sel_triton_min_L=measured if explicit is None else explicit):
         prompt = _plan(device, S=8192)
@@ -63,7 +63,7 @@ def outlook(device: torch.device) -> list[Line]:
     return [*lines, Line("backward", server, reason)]
 
 
-class _Shaped:
+class Shaped:
     """Shape, dtype and device of a tensor, which is all that planning looks at, without its memory."""
 
     def __init__(self, device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -77,13 +77,13 @@ def _plan(
     device: torch.device, S: int, S_kv: int | None = None, spans: bool = False, cache: bool = False
 ) -> dispatch.Plan:
     """What `nsa.dispatch` makes of such a call of one sequence."""
-    q, kv = _Shaped(device, 1, S, HQ, D), _Shaped(device, 1, S if S_kv is None else S_kv, HKV, D)
+    q, kv = Shaped(device, 1, S, HQ, D), Shaped(device, 1, S if S_kv is None else S_kv, HKV, D)
     rows: tuple[int, ...] = (1, S, HKV, SLOTS)
-    chosen: dict[str, Any] = {"block_indices": _Shaped(device, *rows, dtype=torch.int32), "block_size": BLOCK}
+    chosen: dict[str, Any] = {"block_indices": Shaped(device, *rows, dtype=torch.int32), "block_size": BLOCK}
     if spans:
-        chosen = {"ranges": _Shaped(device, *rows, 2, dtype=torch.int32), "max_selected": SLOTS * BLOCK}
+        chosen = {"ranges": Shaped(device, *rows, 2, dtype=torch.int32), "max_selected": SLOTS * BLOCK}
     if cache:
-        chosen |= {"cache_seqlens": _Shaped(device, 1, dtype=torch.int32)}
+        chosen |= {"cache_seqlens": Shaped(device, 1, dtype=torch.int32)}
     return dispatch.make_plan(Call(q, kv, kv, **chosen, settings=settings.get()))  # type: ignore[arg-type]
 
 

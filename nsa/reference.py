@@ -91,6 +91,21 @@ def selection_reference(call: Call) -> tuple[Tensor, Tensor | None]:
     return out, lse.reshape(q.shape[:-1])
 
 
+def beyond_rounding(got: Tensor, want: Tensor, dtype: torch.dtype, of: str = "") -> str | None:
+    """How far ``got`` is from the oracle's ``want``, if rounding to ``dtype`` does not explain it; else None.
+
+    Rounding explains two units in the last place of the largest value there is. One key of a few hundred lost, one
+    element of a head dimension lost or a scale 3% off is further off than that.
+    """
+    got = got.cpu().double()
+    same = (got == want) & want.isinf()
+    error = torch.where(same, 0.0, (got - want).abs())
+    worst = float(torch.where(error.isnan(), math.inf, error).max())
+    peak = float(want[want.isfinite()].abs().amax()) if want.isfinite().any() else 0.0
+    bound = max(2 * torch.finfo(dtype).eps, 1e-4 if dtype == torch.float32 else 0.0) * (peak or 1.0)
+    return None if worst <= bound else f"max {of}error {worst:.3g}, rounding explains {bound:.3g}"
+
+
 def sdpa_rows(q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None, scale: float, layout: str) -> Tensor:
     """SDPA over packed rows.
 
@@ -126,7 +141,7 @@ def packed_sdpa(
 
     Args:
         bound: host bound on the keys of a row, ``call.max_selected`` unless given.
-        layout: one of ``settings.SDPA_LAYOUTS``.
+        layout: one of ``gpu.SDPA_LAYOUTS``.
 
     Returns:
         As :func:`selection_reference`.

@@ -2,30 +2,24 @@
 
 Query-major reads the selected keys anew for every query. Key-major reads a block once for all queries that selected it
 and merges partial results afterwards: that pays for small groups and many queries. From how many queries on is measured
-(`pytest -m perf tests/perf/test_crossover.py --nsa-update-schedules`) and committed in `nsa/configs/schedules/`.
+(`pytest -m perf tests/perf/test_crossover.py --nsa-update-schedules`) and stands in the GPU's file (`nsa/gpu.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 
 import torch
 
-from nsa import settings
+from nsa import gpu
 from nsa.call import Call
 from nsa.kernels import key_tiles
-from nsa.validate import MAX_GROUP, Dims
+from nsa.validate import Dims
 
-FOLDER = Path(__file__).parent / "configs" / "schedules"
 STAND_IN = "NVIDIA H100 80GB HBM3"
 """The GPU whose measurements serve one that nobody measured: the crossover moves with the group size far more than with
 the GPU, and a schedule changes how fast a call is, not its result."""
 
-TABLES = ("key_major_from", "chunk_key_major_from")
-PROVENANCE = ("gpu", "torch", "triton", "date", "commit", "command", "shape")
 DTYPES = (torch.float16, torch.bfloat16)
 # Where the measured crossover says something about a call: it was measured with 16 blocks of 64.
 MIN_SLOTS = 4
@@ -34,24 +28,6 @@ MIN_BOUND = 512  # keys
 MAX_HEAD_DIM = 128
 CHUNK = 8
 """Times as many keys as queries from which on a call is a chunk of a longer prompt, which was measured by itself."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """What was measured on one GPU model, and how (`provenance`, with the keys of `PROVENANCE`)."""
-
-    tokens: Mapping[int, int | None]  # by G: queries from which on key-major is faster; None: never
-    chunk: Mapping[int, int | None]  # of a chunk, likewise
-    provenance: Mapping[str, str]
-    path: Path
-
-    def start(self, G: int, chunk: bool = False) -> int | None:
-        """Queries from which on key-major is faster for `G` heads a KV head; None: never, or nobody knows.
-
-        The nearest measured group that is not smaller decides: the larger a group, the less there is to gain.
-        """
-        table = self.chunk if chunk else self.tokens
-        return table[min(g for g in table if g >= G)] if G <= max(table) else None
 
 
 def triton_route(call: Call, dims: Dims, device_name: str | None) -> tuple[str, str | None]:
@@ -131,47 +107,14 @@ def _starts(table: Mapping[int, int | None]) -> str:
     return text + (f", never at G = {', '.join(never)}" if pays and never else "")
 
 
-def _own(schedule: Schedule, device_name: str) -> bool:
-    return schedule.path.stem == settings.device_slug(device_name)
+def _own(schedule: gpu.Crossover, device_name: str) -> bool:
+    return schedule.path.stem == gpu.device_slug(device_name)
 
 
-@lru_cache(maxsize=64)
-def measured(device_name: str) -> Schedule | None:
+def measured(device_name: str) -> gpu.Crossover | None:
     """What was measured on this GPU model, else on the stand-in; None where there is neither.
 
     Raises:
         ValueError: naming the file and what is wrong with it.
     """
-    for name in (device_name, STAND_IN):
-        path = FOLDER / f"{settings.device_slug(name)}.yaml"
-        if path.is_file():
-            return _parse(path)
-    return None
-
-
-settings.ON_RELOAD.append(measured.cache_clear)
-
-
-def _parse(path: Path) -> Schedule:
-    document = settings.read_yaml(path)
-    settings.reject_unknown(path, "", document, (*TABLES, "provenance"))
-    provenance = document.get("provenance")
-    tables = []
-    for name in TABLES:
-        table = document.get(name)
-        if not isinstance(table, dict) or not table:
-            raise ValueError(f"{path}: {name}: expected queries by group size, got {table!r}")
-        for G, start in table.items():
-            if not _count(G) or G > MAX_GROUP:
-                raise ValueError(f"{path}: {name}: expected group sizes from 1 to {MAX_GROUP}, got {G!r}")
-            if start is not None and not _count(start):
-                raise ValueError(f"{path}: {name}.{G}: expected a positive integer or null, got {start!r}")
-        tables.append(dict(sorted(table.items())))
-    if not isinstance(provenance, dict) or set(provenance) != set(PROVENANCE):
-        raise ValueError(f"{path}: provenance: expected the keys {', '.join(PROVENANCE)}, got {provenance!r}")
-    starts, chunks = tables
-    return Schedule(starts, chunks, {key: str(value) for key, value in provenance.items()}, path)
-
-
-def _count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return gpu.measured(device_name).crossover or gpu.measured(STAND_IN).crossover

@@ -1,4 +1,4 @@
-"""What `nsa` may do at run time, and the thresholds measured per GPU.
+"""What `nsa` may do at run time. What was measured on a GPU is read by `nsa.gpu`.
 
 Settings come in layers, the later one wins: defaults < YAML (`nsa/configs/base.yaml`, then the file named by
 `NSA_CONFIG`) < environment (`NSA_<NAME>`) < argument (`nsa.configure`). The first three are read once, at the first
@@ -12,23 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-logger = logging.getLogger("nsa")
-
-DEFAULT_MIN_L = 2048  # keys; a safe guess where nobody measured: packed SDPA is never far off for shorter rows
-TRITON_OFF = sys.maxsize  # keys; the threshold of a GPU on which Triton never won: no row is that long
 ON_RELOAD: list[Callable[[], None]] = []  # what others remember of files that were read
 PROBE = ("auto", "always", "never")
-SDPA_LAYOUTS = ("heads_as_queries", "expanded", "enable_gqa")
-PROVENANCE = ("gpu", "torch", "triton", "date", "commit", "margin")
 
 _CONFIGS = Path(__file__).parent / "configs"
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -57,16 +49,6 @@ class Settings:
     def __hash__(self) -> int:
         """Computed once: every call looks up its route by the settings in force."""
         return self._hash  # type: ignore[attr-defined, no-any-return]
-
-
-@dataclasses.dataclass(frozen=True)
-class DeviceConfig:
-    """What was measured on one GPU model, and how (`provenance`: gpu, torch, triton, date, commit, margin)."""
-
-    sel_triton_min_L: int  # keys; TRITON_OFF where Triton never reached the margin
-    sdpa_layout: str | None  # fastest packed SDPA layout, one of SDPA_LAYOUTS; None: not measured
-    provenance: Mapping[str, str]
-    path: Path
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(Settings))
@@ -119,35 +101,18 @@ def reload() -> None:
     global _loaded, _current
     with _lock:
         _loaded = _current = None
-        device_config.cache_clear()
-        _measured_min_L.cache_clear()
     for forget in ON_RELOAD:
         forget()
 
 
-def device_slug(name: str) -> str:
-    """The one file and folder name of a device: `NVIDIA H100 80GB HBM3` is `nvidia-h100-80gb-hbm3`."""
-    plain = re.sub(r"\((r|tm|c)\)", " ", name.lower())
-    return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
-
-
-def min_L_for(device_name: str) -> int:
-    """Keys a row must have for Triton on this GPU: an explicit setting, else the measured value, else 2048.
-
-    An unmeasured GPU is named once in a warning, with the command that measures it.
-    """
-    explicit = get().sel_triton_min_L
-    return _measured_min_L(device_name) if explicit is None else explicit
-
-
-def user_devices() -> Path:
+def user_gpus() -> Path:
     """The folder of this user's own measurements, which `python -m nsa calibrate` writes."""
     config_home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(config_home).expanduser() / "nsa" / "devices"
+    return Path(config_home).expanduser() / "nsa" / "gpus"
 
 
 def user_probes() -> Path | None:
-    """The folder of what `nsa.probe` found out on this user's machines; None where the user has no home."""
+    """The folder of what `nsa.guard` found out on this user's machines; None where the user has no home."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nsa" / "probe"
     except RuntimeError:  # no HOME, and a user id that the system does not know, as in some containers
@@ -168,40 +133,6 @@ def assemblers() -> dict[str, str]:
     """Assemblers that Triton was told to use instead of its own, by variable."""
     names = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
     return {name: os.environ[name] for name in names if os.environ.get(name)}
-
-
-def packaged_devices() -> Path:
-    """The folder of measurements that ship with the package, which `--nsa-update-thresholds` writes."""
-    return _CONFIGS / "devices"
-
-
-@functools.cache
-def device_config(device_name: str) -> DeviceConfig | None:
-    """What was measured on this GPU model: the user's file before the packaged one; None where there is neither.
-
-    Looked for as `<slug>.yaml` in `$XDG_CONFIG_HOME/nsa/devices` (`~/.config` if unset), then in
-    `nsa/configs/devices`. Raises ValueError naming the file and the key that is wrong.
-    """
-    for folder in (user_devices(), packaged_devices()):
-        path = folder / f"{device_slug(device_name)}.yaml"
-        if path.is_file():
-            return _parse_device(path)
-    return None
-
-
-@functools.cache
-def _measured_min_L(device_name: str) -> int:
-    """`min_L_for` without an explicit setting. Cached, so that the warning comes once per device."""
-    config = device_config(device_name)
-    if config is not None:
-        return config.sel_triton_min_L
-    logger.warning(
-        "%s: nobody measured when Triton pays here, so rows of fewer than %d keys use packed SDPA; Triton is probably "
-        "faster: `python -m nsa calibrate` measures it (under a minute)",
-        device_name,
-        DEFAULT_MIN_L,
-    )
-    return DEFAULT_MIN_L
 
 
 @contextmanager
@@ -277,30 +208,16 @@ def _parse_runtime(path: Path) -> dict[str, Value]:
     return runtime
 
 
-def _parse_device(path: Path) -> DeviceConfig:
-    document = read_yaml(path)
-    reject_unknown(path, "", document, ("sel_triton_min_L", "sdpa_layout", "provenance"))
-    if "sel_triton_min_L" not in document:
-        raise ValueError(f"{path}: sel_triton_min_L: expected a non-negative integer, null or off, found no such key")
-    min_L, layout = document["sel_triton_min_L"], document.get("sdpa_layout")
-    if min_L is None or min_L is False:  # YAML reads a bare `off` as false
-        min_L = TRITON_OFF
-    if not isinstance(min_L, int) or not _valid("sel_triton_min_L", min_L):
-        raise ValueError(f"{path}: sel_triton_min_L: expected a non-negative integer, null or off, got {min_L!r}")
-    if layout is not None and (not isinstance(layout, str) or layout not in SDPA_LAYOUTS):
-        raise ValueError(f"{path}: sdpa_layout: expected one of {', '.join(SDPA_LAYOUTS)}, got {layout!r}")
-    provenance = document.get("provenance")
-    if not isinstance(provenance, dict) or set(provenance) != set(PROVENANCE):
-        raise ValueError(f"{path}: provenance: expected the keys {', '.join(PROVENANCE)}, got {provenance!r}")
-    return DeviceConfig(min_L, layout, {key: str(value) for key, value in provenance.items()}, path)
+def read_yaml(path: Path, text: str | None = None) -> dict[object, object]:
+    """A file of settings or measurements. ``text``: what the file is about to hold.
 
-
-def read_yaml(path: Path) -> dict[str, object]:
-    """A file of settings or measurements. Raises ValueError naming it, if it is no YAML mapping."""
+    Raises ValueError naming the file, if that is no YAML mapping.
+    """
     import yaml  # only where a file is read: `import nsa` stays light
 
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of libyaml: six times as fast, but not in every build
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = yaml.load(path.read_text(encoding="utf-8") if text is None else text, loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: expected YAML: {error}") from error
     if not isinstance(document, dict):
@@ -308,7 +225,7 @@ def read_yaml(path: Path) -> dict[str, object]:
     return document
 
 
-def reject_unknown(path: Path, prefix: str, keys: Mapping[str, object], accepted: tuple[str, ...]) -> None:
+def reject_unknown(path: Path, prefix: str, keys: Mapping[object, object], accepted: tuple[str, ...]) -> None:
     """Raises ValueError naming the file and the first key that nothing reads."""
     for key in keys:
         if key not in accepted:

@@ -146,6 +146,18 @@ def _variants(
     }
 
 
+def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the tile with which :func:`_variants` makes this variant of the kernel of that name."""
+    fields = {"share": constexprs["SHARE"]} if "SHARE" in constexprs else {}
+    if kernel == "_dq_kernel":
+        fields |= {"dq_heads": constexprs["HEADS"], "BLOCK_G": constexprs["BLOCK_G"], "BLOCK_L": constexprs["BLOCK_L"]}
+        fields |= {"dq_warps": options["num_warps"], "dq_stages": options["num_stages"]}
+    elif kernel == "_dkdv_kernel":
+        fields |= {name: constexprs[name] for name in ("HEADS", "BLOCK_M", "BLOCK_N")}
+        fields |= {"warps": options["num_warps"], "stages": options["num_stages"]}
+    return fields
+
+
 def workspace(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory that no kernel may read before it was written; tests fill it with what does harm."""
     return torch.empty(size, dtype=dtype, device=device)

@@ -51,7 +51,7 @@ class Choice(NamedTuple):
 forced: Choice | None = None
 """What a sweep wants launched next."""
 
-# Swept on an H100 with G of 1 to 64; CONTRIBUTING.md has what lost.
+# Swept on an H100 with G of 1 to 64; docs/notebook/backward.md has what lost.
 HOPPER_FEW = Choice(32, 4, 2, 64, True, 32, 1, 2)  # G below 4
 HOPPER_SMALL = Choice(32, 4, 2, 128, True, 32, 1, 2)
 HOPPER_LARGE = Choice(32, 4, 2, 128, False, 64, 4, 2)

@@ -172,6 +172,19 @@ def _variants(
     )
 
 
+def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the tile with which :func:`_variants` makes this variant of the kernel of that name."""
+    merging = kernel == "_merge_kernel"
+    named = {"SHARE": "share", "AT_ONCE": "at_once"} | ({"HEADS": "merge_heads"} if merging else {})
+    fields = {named.get(name, name): value for name, value in constexprs.items()}
+    if merging:
+        fields |= {"walked": 8 * constexprs["WALK"], "walk_registers": options.get("maxnreg")}
+        fields |= {"walk_stages": options["num_stages"]} if constexprs["WALK"] else {}
+    elif kernel == "_partial_kernel":
+        fields |= {"warps": options["num_warps"], "registers": options.get("maxnreg")}
+    return {name: value for name, value in fields.items() if name in key_tiles.Tile._fields}
+
+
 def workspace(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory that no kernel may read before it was written; tests fill it with what does harm."""
     return torch.empty(size, dtype=dtype, device=device)

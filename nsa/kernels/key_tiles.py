@@ -34,7 +34,7 @@ MOST_HEADS = 65_535  # KV heads, an axis of a CUDA grid
 MAX_SLOTS = 64
 MIN_REUSE = 4  # rows that read a block
 """What routing asks of a call beside its size: windows of thousands of tokens, and enough rows that read each block. At
-one row a block query-major was faster on an H100, at two sometimes, at four never (CONTRIBUTING.md, "Serving")."""
+one row a block query-major was faster on an H100, at two sometimes, at four never (docs/notebook/serving.md)."""
 
 
 class DoesNotFit(ValueError):
@@ -59,7 +59,7 @@ class Choice(NamedTuple):
 forced: Choice | None = None
 """What a sweep wants launched next."""
 
-# Measured on an H100, bf16, D = 128 (CONTRIBUTING.md, "Prefill, key-major").
+# Measured on an H100, bf16, D = 128 (docs/notebook/key-major.md).
 SMALL = Choice(64, 4, 128, 16, 4, 4)
 LARGE = Choice(64, 4, 128, 8, 4, 2, 8, 16, 3, 168)  # groups that fill a tensor core's 16 rows
 HUGE = Choice(64, 4, 128, 8, 4, 4)  # groups too large to read keys for in one warp
@@ -70,7 +70,7 @@ LIMITED_SIZE = 64
 """Keys of the largest blocks for which a limit of registers pays: for those of 128 and 256 none was best on an H100."""
 ONE_TILE = 128
 SEVERAL_TILES = 64
-"""Keys of the largest block that is one tile, and of a tile of larger ones (CONTRIBUTING.md, "Prefill, key-major")."""
+"""Keys of the largest block that is one tile, and of a tile of larger ones (docs/notebook/key-major.md)."""
 
 
 class Tile(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 
-from nsa import probe
+from nsa import guard
 
 TRITON = tuple(int(x) for x in triton.__version__.split(".")[:2])
 
@@ -57,6 +57,23 @@ class Variant:
         self._asked: dict[Any, Any] = {}  # functions of compiled kernels that need more than Triton asked for
         self._probed: set[tuple[bool, ...]] = set()  # by which tensors are misaligned
 
+    def describe(self, tensors: tuple[torch.Tensor | None, ...]) -> dict[str, Any]:
+        """Everything that decides what Triton compiles for a launch on ``tensors``, as JSON holds it.
+
+        Except integers past 2^31 and keys that far apart (``FAR``), which make variants of their own: a trial of a
+        kernel has no tensors that large.
+        """
+        given = dict(zip(self.kernel.arg_names, tensors, strict=False))
+        return {
+            "kernel": self.kernel.fn.__name__,
+            "interpreted": not hasattr(self.kernel, "cache_key"),
+            "constexprs": self.constexprs | {name: False for name in ("FAR",) if name in self.constexprs},
+            "options": self.options,
+            "cluster": self.cluster,
+            "tensors": {name: x if x is None else str(x.dtype) for name, x in given.items()},
+            "misaligned": [name for name, x in given.items() if x is not None and x.data_ptr() % 16 != 0],
+        }
+
     def launch(
         self,
         grid: tuple[int, int, int],
@@ -73,7 +90,7 @@ class Variant:
                 another variant, and rare: Triton finds out by itself.
 
         Raises:
-            nsa.probe.ProbeFailed: Triton would compile, and a child process found that it must not.
+            nsa.guard.ProbeFailed: Triton would compile, and a child process found that it must not.
         """
         cuda = device.type == "cuda"
         if cuda and device.index != current_device():
@@ -93,7 +110,7 @@ class Variant:
                 return None
         misaligned = () if union & 15 == 0 else tuple(address & 15 != 0 for address in addresses)
         if misaligned not in self._probed:
-            probe.require(self, device, tensors)
+            guard.require(self, device, tensors)
             self._probed.add(misaligned)
         keywords = self.constexprs | self.options | {"enable_fp_fusion": True}
         last = tuple(self.constexprs[name] for name in self.kernel.arg_names[len(tensors) + len(numbers) :])

@@ -1,17 +1,17 @@
 """Tile sizes and splits: a pure function of what the host knows of a call. Imports no Triton.
 
-A GPU that was swept (`pytest -m perf --nsa-sweep`) has a table in `nsa/configs/tiles/`: the nearest measured shape
+A GPU that was swept (`pytest -m perf --nsa-sweep`) has a table in its file (`nsa/gpu.py`): the nearest measured shape
 decides. Everything else gets rules, whose numbers come from an H100 and from each architecture's shared memory.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from nsa.settings import device_slug
+from nsa import gpu
 
 AMD = 942
 """Stands for every AMD GPU where a compute capability is asked for: none has less shared memory than a gfx942."""
@@ -36,8 +36,6 @@ EXCHANGE_BYTES = 33_296
 UNBOUNDED = 1024
 """Keys a row is taken to have where nothing bounds them and its result must not depend on the others of the call, whose
 keys lie in the same tensor. Tables are measured to that length."""
-
-TABLES = Path(__file__).parent.parent / "configs" / "tiles"
 
 
 class Choice(NamedTuple):
@@ -94,7 +92,7 @@ def fill_bucket(programs: int, processors: int) -> int:
 def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int) -> tuple[int, int, int]:
     """``(BLOCK_L, num_warps, num_stages)`` before the bound and shared memory cut it.
 
-    Measured on an H100 in bf16 at G = 8, D = 64 and 128 (CONTRIBUTING.md, "What was tried"): many rows want small tiles
+    Measured on an H100 in bf16 at G = 8, D = 64 and 128 (docs/notebook/query-major.md): many rows want small tiles
     of one or two warps, so that a multiprocessor holds many programs; few rows want long tiles, so that one program
     keeps enough bytes in flight. Where keys must be looked up first, the tiles of few rows are better not that long.
     """
@@ -291,28 +289,14 @@ def measured(
     return points[nearest] if alike or points[nearest].splits == 1 else None
 
 
-@lru_cache(maxsize=16)
-def table(name: str) -> dict[tuple[bool, int, int], dict[Point, Choice]]:
+def table(name: str) -> Mapping[gpu.Bucket, Mapping[Point, Choice]]:
     """The best choices of a GPU by (one span, BLOCK_D, BLOCK_DV); empty if nobody swept it.
 
     Raises:
         ValueError: naming the file and what is wrong with it.
     """
-    path = TABLES / f"{device_slug(name)}.yaml"
-    if not path.exists():
-        return {}
-    import yaml
-
-    found: dict[tuple[bool, int, int], dict[Point, Choice]] = {}
-    try:
-        document: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-        for entry in document["shapes"]:
-            choice = Choice(*(int(entry["best"][0][field]) for field in Choice._fields))
-            bucket = bool(entry["one_span"]), int(entry["D"]), int(entry["Dv"])
-            found.setdefault(bucket, {})[Point(*(int(entry[field]) for field in Point._fields))] = choice
-    except (yaml.YAMLError, KeyError, TypeError, IndexError, ValueError) as error:
-        raise ValueError(f"{path}: expected a table that --nsa-sweep wrote, got {error!r}") from error
-    return found
+    swept = gpu.measured(name).tiles
+    return {} if swept is None else swept.query_major
 
 
 def group_heads(G: int, per_head: bool) -> int:

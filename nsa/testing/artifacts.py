@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nsa import settings
+from nsa import gpu
 from nsa.testing.gate.hooks import compared_with
 from nsa.testing.machine import commit, current_lane, device_name, triton_version
 from nsa.testing.report.recording import Fact, Recording, newest_of
@@ -77,7 +77,7 @@ def _update_thresholds(session: pytest.Session, facts: list[Fact], rows: list[di
         raise ValueError("thresholds not written: only a green run may change them")
     decision = thresholds.decide(facts)
     run = next((fact for fact in facts if fact.get("gpu")), {})
-    path = thresholds.write(decision, thresholds.best_layout(facts), run, settings.packaged_devices())
+    path = thresholds.write(decision, thresholds.best_layout(facts), run, gpu.PACKAGED)
     return f"thresholds: sel_triton_min_L = {'off' if decision.min_L is None else decision.min_L} written to {path}"
 
 

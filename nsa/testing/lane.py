@@ -22,7 +22,7 @@ from nsa import settings
 @functools.cache
 def choose() -> str | None:
     """Set the environment of the lane, once per process. Returns what is wrong with this process, if anything is."""
-    # The suite finds out itself whether kernels work. A probe's child process per kernel would take it an hour.
+    # The suite finds out itself whether kernels work. A trial of each kernel in a child process would take it an hour.
     os.environ.setdefault("NSA_PROBE", "never")
     imported_to_compile = "triton" in sys.modules and not settings.interpreter()
     problem = _choose()

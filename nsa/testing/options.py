@@ -34,17 +34,17 @@ def add_options(group: Any) -> None:
     group.addoption(
         "--nsa-update-thresholds",
         action="store_true",
-        help="also time what a threshold needs, and write it to nsa/configs/devices/<gpu>.yaml (GPU only)",
+        help="also time what a threshold needs, and write it to nsa/configs/gpus/<gpu>.yaml (GPU only)",
     )
     group.addoption(
         "--nsa-update-schedules",
         action="store_true",
-        help="also time key-major beside query-major, and write nsa/configs/schedules/<gpu>.yaml (GPU only)",
+        help="also time key-major beside query-major, and write it to nsa/configs/gpus/<gpu>.yaml (GPU only)",
     )
     group.addoption(
         "--nsa-sweep",
         action="store_true",
-        help="instead of the benchmarks, try tiles and splits and write nsa/configs/tiles/<gpu>.yaml (GPU only)",
+        help="instead of the benchmarks, try tiles and write them to nsa/configs/gpus/<gpu>.yaml (GPU only)",
     )
     group.addoption("--nsa-report", metavar="DIR", help="write report.md, report.csv and report.html there")
 

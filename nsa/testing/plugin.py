@@ -16,7 +16,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from nsa.settings import device_slug
+from nsa.gpu import device_slug
 from nsa.testing import options, profiles
 from nsa.testing.fixtures import NONE, parametrize
 from nsa.testing.fixtures import case as case

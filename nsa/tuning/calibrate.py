@@ -1,7 +1,8 @@
-"""`python -m nsa calibrate`: the smallest run that tells whether, and from which L on, Triton pays on a new GPU.
+"""`python -m nsa calibrate`: the smallest run that tells from where on Triton, and key-major, pay on a new GPU.
 
-Parity on a few cases, one timing per threshold combination, the fastest packed SDPA layout; under a minute. Needs torch
-and Triton only, no pytest. What it finds goes to the user's own folder, which wins over the package's measurements.
+Parity on a few cases, one timing per threshold combination, the fastest packed SDPA layout, and both schedules at the
+numbers of queries that decide. Needs torch and Triton only, no pytest. What it finds goes to the user's own file of
+this GPU, section by section, and wins over the package's measurements. Tiles take a sweep (`--nsa-sweep`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nsa import settings
+from nsa import gpu, settings
 from nsa.dispatch import why_not_triton
 from nsa.reference import sdpa_rows
 from nsa.testing.clock.cuda import time_gpu
@@ -24,7 +25,7 @@ from nsa.testing.contestants.sdpa import packed_layouts
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix.case import Case
 from nsa.testing.report.recording import Fact
-from nsa.tuning import thresholds
+from nsa.tuning import crossover, thresholds
 
 # The larger problem only: there Triton's lead is smallest (H100, 2026-11-21: 13.6x at N = 1024 against 18x at N = 64).
 ROWS = (1024,)
@@ -36,6 +37,7 @@ PARITY = {
 }
 LAYOUT_SHAPES = [f"H8-D{D}-L{L}-N256" for D in (64, 128) for L in (256, 1024)]
 BUDGET_S = 0.01  # of samples for each implementation; never under ten samples
+COMMAND = "python -m nsa calibrate"
 
 
 def layout_times(shape: str, masked: bool, device: torch.device, **sampling: Any) -> dict[str, Timing]:
@@ -50,7 +52,7 @@ def layout_times(shape: str, masked: bool, device: torch.device, **sampling: Any
     )  # [N, H, D], [N, L, D] twice
     mask = torch.arange(L, device=device).expand(N, L) < L - 1 if masked else None
     calls = {}
-    for layout in settings.SDPA_LAYOUTS:
+    for layout in gpu.SDPA_LAYOUTS:
 
         def call(layout: str = layout) -> object:
             return sdpa_rows(q, k, v, mask, D**-0.5, layout)
@@ -91,6 +93,24 @@ def time_thresholds(device: torch.device) -> list[Fact]:
     return facts
 
 
+def time_crossover(device: torch.device) -> list[crossover.Point]:
+    """The points that decide from how many queries on key-major is faster.
+
+    Raises:
+        AssertionError: both kernels disagree, or cannot be timed.
+        RuntimeError: one of them does not run here.
+    """
+    found: dict[crossover.Key, crossover.Point] = {}
+    for key in crossover.needed(found):
+        G, context, tokens = key
+        case = crossover.case(G, tokens, context=context)
+        torch.cuda.empty_cache()
+        times = crossover.compare(G, tokens, device, case.seed, context, iters=50, warmup=3, budget_s=BUDGET_S)
+        found[key] = crossover.Point(G, tokens, times["query_major"].median, times["key_major"].median, context)
+        _progress(f"{case.id}: key-major {found[key].speedup:.2f}x")
+    return list(found.values())
+
+
 def obstacle() -> str | None:
     """Why this machine cannot be calibrated, in a line, or None."""
     if settings.interpreter():
@@ -107,28 +127,36 @@ def main() -> int:
         print(f"nsa calibrate: {reason}", file=sys.stderr)
         return 1
     began, device = time.monotonic(), torch.device("cuda", 0)
-    try:
-        check_parity(device)
-        facts = time_thresholds(device)
-    except AssertionError as error:
+    run = run_facts(device)
+    for section, failed in ((_threshold, "nothing written"), (_crossover, "crossover not written")):
+        try:
+            said = section(device, run)
+        except (AssertionError, RuntimeError, ValueError, OSError) as error:
+            _progress("")
+            print(f"nsa calibrate: {failed}: {error}", file=sys.stderr)
+            return 1
         _progress("")
-        print(f"nsa calibrate: nothing written: {error}", file=sys.stderr)
-        return 1
-    _progress("")
-    needed = thresholds.required(thresholds.SQUARE)
+        print(f"{said} ({time.monotonic() - began:.0f} s)", flush=True)
+    return 0
+
+
+def _threshold(device: torch.device, run: Fact) -> str:
+    """Measure and write the section `threshold`; says what and where. Raises as what it calls."""
+    check_parity(device)
+    facts, needed = time_thresholds(device), thresholds.required(thresholds.SQUARE)
     decision = thresholds.decide(facts, needed=needed)
     on_packed = thresholds.decide(facts, needed=needed, against="best")
-    try:
-        path = thresholds.write(decision, thresholds.best_layout(facts), run_facts(device), settings.user_devices())
-    except (ValueError, OSError) as error:
-        print(f"nsa calibrate: {error}", file=sys.stderr)
-        return 1
-    print(f"parity: {len(PARITY)} kernels agree with the fp64 oracle")
-    for sentence in thresholds.rationale(decision, on_packed):
-        print(sentence)
+    path = thresholds.write(decision, thresholds.best_layout(facts), run, settings.user_gpus())
     value = "off" if decision.min_L is None else str(decision.min_L)
-    print(f"sel_triton_min_L = {value}, written to {path} ({time.monotonic() - began:.0f} s)")
-    return 0
+    lines = [f"parity: {len(PARITY)} kernels agree with the fp64 oracle", *thresholds.rationale(decision, on_packed)]
+    return "\n".join([*lines, f"sel_triton_min_L = {value}, written to {path}"])
+
+
+def _crossover(device: torch.device, run: Fact) -> str:
+    """Measure and write the section `crossover`, likewise."""
+    points = time_crossover(device)
+    path = crossover.write(points, run, settings.user_gpus(), COMMAND)
+    return f"{crossover.starts(points)}, written to {path}"
 
 
 def _progress(text: str) -> None:

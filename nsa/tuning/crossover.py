@@ -1,14 +1,13 @@
 """From how many queries on key-major is faster than query-major, by group size: what `schedule="auto"` routes by.
 
 Both kernels forced on prefills of the usual shape, checked against each other before they are timed; and the rule that
-makes `nsa/configs/schedules/<gpu>.yaml` of the times.
+makes the section `crossover` of a GPU's file of the times.
 """
 
 from __future__ import annotations
 
-import datetime
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,13 +18,13 @@ from torch import Tensor
 
 import nsa
 import nsa.kernels
-from nsa import schedules, settings
+from nsa import gpu
 from nsa.kernels import key_tiles
 from nsa.testing.clock.cuda import COLD, MOST_SETS, time_gpu
 from nsa.testing.clock.timing import InvalidMeasurement, Timing
 from nsa.testing.matrix.case import Case
 from nsa.testing.report.recording import Fact
-from nsa.tuning.files import write_whole
+from nsa.tuning.files import provenance, write_section
 
 HEADS = {1: (16, 16), 2: (32, 16), 4: (32, 8), 8: (32, 4), 16: (64, 4), 64: (128, 2)}  # (HQ, HKV) by G
 TOKENS = tuple(2**i for i in range(6, 15))
@@ -46,6 +45,7 @@ SHAPE = (
     f"HQ over HKV {', '.join(f'{HQ}/{HKV}' for HQ, HKV in HEADS.values())}"
 )
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, block_indices
+Key = tuple[int, int | None, int]  # G, context, tokens
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,11 @@ class Point:
     query_major: float
     key_major: float
     context: int | None = None  # keys of a chunk's prompt; None: the queries are the prompt
+
+    @property
+    def key(self) -> Key:
+        """What tells points apart."""
+        return self.G, self.context, self.tokens
 
     @property
     def reuse(self) -> float:
@@ -187,55 +192,67 @@ def table(measured: Iterable[Point]) -> list[str]:
     return lines
 
 
-def write(measured: Iterable[Point], facts: Fact, folder: Path) -> Path:
-    """Write `<slug>.yaml` for the GPU of `facts`, whole or not at all, and have it read again.
+def needed(found: Mapping[Key, Point]) -> Iterator[Key]:
+    """The points that decide, from most queries down: below the first at which key-major is no faster none counts.
+
+    ``found`` may grow from one to the next.
+    """
+    for G in HEADS:
+        for contexts in ((None,), tuple(CONTEXTS)):
+            points = [Point(G, t, 1.0, 1.0, c) for c in contexts for t in (TOKENS if c is None else CONTEXTS[c])]
+            for p in sorted(points, key=lambda p: -p.tokens):
+                if p.context is not None and p.reuse < key_tiles.MIN_REUSE:
+                    continue
+                yield p.key
+                if p.key in found and found[p.key].speedup < MARGIN:
+                    break
+
+
+def write(measured: Iterable[Point], facts: Fact, folder: Path, command: str = COMMAND) -> Path:
+    """Write the section `crossover` of the GPU of `facts`, whole or not at all, and have it read again.
 
     Raises:
-        ValueError: not every point was measured.
+        ValueError: not every point that decides was measured; or as `files.write_section`.
         OSError: the folder cannot be written.
     """
-    import yaml
-
-    found = {(p.G, p.context, p.tokens): p for p in measured}
-    wanted = [(None, t) for t in TOKENS] + [(context, t) for context, chunks in CONTEXTS.items() for t in chunks]
+    found = {p.key: p for p in measured}
     missing = [
         f"G{G}-T{t}{f'-K{context}' if context else ''}"
-        for G in HEADS
-        for context, t in wanted
+        for G, context, t in needed(found)
         if (G, context, t) not in found
     ]
     if missing:
         names = ", ".join(missing[:3]) + ", …" * (len(missing) > 3)
         raise ValueError(f"schedules not written: {len(missing)} points were not measured ({names})")
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    provenance = {name: str(facts[name]) for name in ("gpu", "torch", "triton")} | {"date": today}
-    provenance |= {"commit": str(facts["commit"]), "command": COMMAND, "shape": SHAPE}
-    tables = zip(schedules.TABLES, (False, True), strict=True)
-    document: dict[str, Any] = {name: decide(found.values(), chunks=chunks) for name, chunks in tables}
-    document["provenance"] = provenance
-    lines = [
-        f"# Measured, not written by hand: `{COMMAND}`.",
-        f"# Queries from which on key-major is {MARGIN:g}x as fast as query-major, by G; null: never.",
-        "# Measured, by queries, us: query-major key-major",
+    tables = zip(gpu.CROSSOVERS, (False, True), strict=True)
+    content: dict[str, Any] = {name: decide(found.values(), chunks=chunks) for name, chunks in tables}
+    content["provenance"] = provenance(facts, command=command, shape=SHAPE)
+    comments = [
+        f"Measured, not written by hand: `{command}`.",
+        f"Queries from which on key-major is {MARGIN:g}x as fast as query-major, by G; null: never.",
+        "Measured, by queries, us: query-major key-major",
     ]
     for context, tokens in ((None, TOKENS), *CONTEXTS.items()):
         for G in HEADS:
-            points = ((t, found[G, context, t]) for t in tokens)
-            times = (f"{t} {p.query_major * 1e6:.1f} {p.key_major * 1e6:.1f}" for t, p in points)
-            lines.append(f"#   G = {G}{f', of {context} keys' if context else ''}: {', '.join(times)}")
-    path = folder / f"{settings.device_slug(str(facts['gpu']))}.yaml"
-    body = yaml.safe_dump(document, sort_keys=False, width=110, allow_unicode=True)
-    write_whole(path, "\n".join([*lines, body]))
-    settings.reload()
-    return path
+            points = (found[key] for key in ((G, context, t) for t in tokens) if key in found)
+            times = [f"{p.tokens} {p.query_major * 1e6:.1f} {p.key_major * 1e6:.1f}" for p in points]
+            of = f", of {context} keys" if context else ""
+            comments += [f"  G = {G}{of}: {', '.join(times)}"] if times else []
+    return write_section(folder, str(facts["gpu"]), "crossover", content, comments)
 
 
-def update(facts: list[Fact], folder: Path = schedules.FOLDER) -> str:
-    """Write what a run measured; returns a line that says what and where. Raises as `write` does."""
+def update(facts: list[Fact], folder: Path | None = None) -> str:
+    """Write what a run measured, for everybody; returns a line that says what and where. Raises as `write` does."""
     measured = points(facts)
-    path = write(measured, next((fact for fact in facts if fact.get("crossover")), {}), folder)
-    starts, chunks = (
+    run = next((fact for fact in facts if fact.get("crossover")), {})
+    path = write(measured, run, gpu.PACKAGED if folder is None else folder)
+    return f"schedules: {starts(measured)}, written to {path}"
+
+
+def starts(measured: Collection[Point]) -> str:
+    """From where key-major is faster, in words."""
+    whole, chunks = (
         ", ".join(f"G = {G} {start or 'never'}" for G, start in decide(measured, chunks=chunks).items())
         for chunks in (False, True)
     )
-    return f"schedules: key-major from {starts} queries on, of chunks {chunks}, written to {path}"
+    return f"key-major from {whole} queries on, of chunks {chunks}"

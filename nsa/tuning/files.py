@@ -1,11 +1,19 @@
-"""Files of measurements, written whole or not at all."""
+"""Files of measurements, written whole or not at all; a GPU's file section by section."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
+import re
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from nsa import gpu, settings
+
+HEAD = "# What was measured on this GPU, section by section (nsa/gpu.py). Written by commands, not by hand.\n"
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -20,3 +28,38 @@ def write_whole(path: Path, text: str) -> None:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+
+
+def write_section(
+    folder: Path, gpu_name: str, section: str, content: Mapping[str, Any], comments: Sequence[str]
+) -> Path:
+    """Write one section of a GPU's file, and have the file read again. Other sections stay as they are, to the byte.
+
+    Args:
+        section: one of `gpu.SECTIONS`. comments: lines that stand above its content.
+
+    Raises:
+        ValueError: another section of that file cannot be read; it is named.
+        OSError: the folder cannot be written.
+    """
+    import yaml
+
+    path = folder / f"{gpu.device_slug(gpu_name)}.yaml"
+    before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    head, *parts = re.split(r"(?m)^(?=\w+:)", before)
+    text = yaml.safe_dump({section: content}, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+    first, _, rest = text.partition("\n")
+    found = {part.partition(":")[0]: part.rstrip("\n") + "\n" for part in parts}
+    found[section] = "\n".join([first, *(f"  # {line}" for line in comments), rest])
+    order = sorted(found, key=lambda name: gpu.SECTIONS.index(name) if name in gpu.SECTIONS else len(gpu.SECTIONS))
+    whole = (head or HEAD) + "".join(found[name] for name in order)
+    gpu.read(path, whole)
+    write_whole(path, whole)
+    settings.reload()
+    return path
+
+
+def provenance(facts: dict[str, Any], **more: str) -> dict[str, str]:
+    """Where a section comes from: a run's GPU, versions and commit, today's date, and what else the section has."""
+    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return {name: str((facts | {"date": date})[name]) for name in gpu.SWEPT} | more

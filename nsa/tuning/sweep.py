@@ -8,7 +8,6 @@ benchmark. What failed is recorded with its cause, and fails nothing.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import itertools
 import multiprocessing
 import random
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from nsa import settings
+from nsa import gpu, settings
 from nsa.dispatch import failures
 from nsa.kernels import tiles
 from nsa.kernels.tiles import Choice
@@ -32,7 +31,7 @@ from nsa.testing.contestants.ours import OF, OURS
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix.case import Case
 from nsa.testing.report.recording import Fact
-from nsa.tuning.files import write_whole
+from nsa.tuning.files import provenance, write_section
 
 SHAPE = ("one_span", "D", "Dv", "G", "rows", "L")  # what tells the entries of a table apart
 KEPT = 3  # best choices of a shape in the table; the first is used
@@ -192,41 +191,39 @@ def entry(case: Case, facts: Sequence[Fact]) -> Fact | None:
     }  # fmt: skip
 
 
-def _prefer(found: Fact, known: Fact | None) -> Fact:
-    """`found` with the choice in use first if nothing is faster by more than a run differs from the next: kernels that
-    have been recorded and compiled everywhere are not changed for nothing."""
-    best = found["best"]
-    used = [fact for fact in best if known and _choice(fact) == _choice(known["best"][0])]
+def _prefer(best: list[Fact], known: list[Fact]) -> list[Fact]:
+    """`best` with the choice in use, the first of `known`, first if nothing is faster by more than a run differs from
+    the next: kernels that have been recorded and compiled everywhere are not changed for nothing."""
+    used = [fact for fact in best if known and _choice(fact) == _choice(known[0])]
     if not used or used[0]["us"] > SAME * best[0]["us"]:
-        return found
-    return found | {"best": used + [fact for fact in best if fact is not used[0]]}
+        return best
+    return used + [fact for fact in best if fact is not used[0]]
 
 
 def _choice(fact: Fact) -> Choice:
     return Choice(**{name: fact[name] for name in Choice._fields if name in fact})
 
 
-def write(entries: Sequence[Fact], facts: Fact, folder: Path = tiles.TABLES) -> Path:
-    """Write the table of the GPU of `facts`, whole or not at all; shapes that were not swept now keep their entries.
+def write(entries: Sequence[Fact], facts: Fact, folder: Path | None = None) -> Path:
+    """Write the section `tiles` of the GPU of `facts`, whole or not at all; shapes not swept now keep their entries.
+
+    Args:
+        folder: None is the packaged one.
 
     Raises:
-        ValueError: there is nothing to write.
+        ValueError: there is nothing to write; or as `files.write_section`.
         OSError: the folder cannot be written.
     """
-    import yaml
-
     if not entries:
         raise ValueError("tiles not written: no shape was swept")
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    provenance = {name: str(facts[name]) for name in ("gpu", "torch", "triton", "commit")} | {"date": today}
-    path = folder / f"{settings.device_slug(str(facts['gpu']))}.yaml"
-    known = yaml.safe_load(path.read_text(encoding="utf-8"))["shapes"] if path.exists() else []
-    shapes = {tuple(e[name] for name in SHAPE): e for e in known}
+    folder = gpu.PACKAGED if folder is None else folder
+    swept, path = provenance(facts), folder / f"{gpu.device_slug(str(facts['gpu']))}.yaml"
+    document: dict[Any, Any] = settings.read_yaml(path) if gpu.read(path).tiles else {"tiles": {"query_major": []}}
+    known = document["tiles"]["query_major"]
+    shapes = {tuple(e["shape"][name] for name in SHAPE): e for e in known}
     for found in entries:
-        shape = tuple(found[name] for name in SHAPE)
-        shapes[shape] = _prefer(found, shapes.get(shape)) | {"provenance": provenance}
-    text = yaml.safe_dump({"shapes": list(shapes.values())}, sort_keys=False, width=160)
-    head = "# Measured, not written by hand: `pytest -m perf --nsa-sweep`. us: with it; us_now: before.\n"
-    write_whole(path, head + text)
-    tiles.table.cache_clear()
-    return path
+        key, shape = tuple(found[name] for name in SHAPE), {name: found[name] for name in SHAPE}
+        best = _prefer(found["best"], shapes[key]["best"] if key in shapes else [])
+        shapes[key] = {"shape": shape, "provenance": swept, "best": best}
+    comments = ["Measured, not written by hand: `pytest -m perf --nsa-sweep`. us: with it; us_now: before."]
+    return write_section(folder, str(facts["gpu"]), "tiles", {"query_major": list(shapes.values())}, comments)

@@ -8,15 +8,14 @@ A point counts as reached when the lower end of its 95% interval clears the marg
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa import settings
+from nsa import gpu
 from nsa.testing.matrix.case import Case
 from nsa.testing.report.recording import Fact, geomean, speedup
-from nsa.tuning.files import write_whole
+from nsa.tuning.files import provenance, write_section
 
 MARGIN = 1.2
 REPLACED = "sdpa"  # what Triton would replace, by its name in `impls.OURS`
@@ -140,7 +139,7 @@ def best_layout(facts: Iterable[Fact]) -> str | None:
     tables = [fact for fact in facts if fact.get("layouts")]
     if {bool(fact["masked"]) for fact in tables} != {False, True}:
         return None
-    able = [name for name in settings.SDPA_LAYOUTS if all(name in fact["layouts"] for fact in tables)]
+    able = [name for name in gpu.SDPA_LAYOUTS if all(name in fact["layouts"] for fact in tables)]
     return min(able, key=lambda name: geomean(fact["layouts"][name] for fact in tables) or 0, default=None)
 
 
@@ -188,45 +187,28 @@ def _packed_sentence(on_packed: Decision | None) -> str:
     )
 
 
-def provenance(decision: Decision, facts: Fact) -> dict[str, str]:
-    """Where a threshold comes from, in the keys that `nsa.settings` demands."""
-    slowest = decision.worst or decision.blocker
-    return {
-        "gpu": str(facts["gpu"]),
-        "torch": str(facts["torch"]),
-        "triton": str(facts["triton"]),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "commit": str(facts["commit"]),
-        "margin": f"{decision.margin:g}x packed SDPA with its packing, 95% interval included; slowest: {slowest}",
-    }
-
-
 def write(decision: Decision, layout: str | None, facts: Fact, folder: Path) -> Path:
-    """Write `<slug>.yaml` for the GPU of `facts`, whole or not at all, and have the settings read it again.
+    """Write the section `threshold` of the GPU of `facts`, whole or not at all, and have it read again.
 
     Raises:
-        ValueError: the decision is incomplete, or undecided for want of intervals.
+        ValueError: the decision is incomplete, or undecided for want of intervals; or as `files.write_section`.
         OSError: the folder cannot be written.
     """
-    import yaml
-
     if decision.missing or not decision.points or any(p.low is None for p in decision.points):
         raise ValueError(f"thresholds not written: {incomplete(decision)}")
-    document = {
+    slowest = decision.worst or decision.blocker
+    margin = f"{decision.margin:g}x packed SDPA with its packing, 95% interval included; slowest: {slowest}"
+    content = {
         "sel_triton_min_L": decision.min_L,
         "sdpa_layout": layout,
-        "provenance": provenance(decision, facts),
+        "provenance": provenance(facts, margin=margin),
     }
-    lines = [
-        "# Measured, not written by hand: `pytest -m perf --nsa-update-thresholds`, or `python -m nsa calibrate`.",
-        f"# Smallest L from which on Triton is {decision.margin:g}x packed SDPA with its packing:",
-        *(f"#   {_name(key)}: {'never' if L is None else L}" for key, L in sorted(decision.groups.items(), key=str)),
-        yaml.safe_dump(document, sort_keys=False, width=110, allow_unicode=True),
+    comments = [
+        "Measured, not written by hand: `pytest -m perf --nsa-update-thresholds`, or `python -m nsa calibrate`.",
+        f"Smallest L from which on Triton is {decision.margin:g}x packed SDPA with its packing:",
+        *(f"  {_name(key)}: {'never' if L is None else L}" for key, L in sorted(decision.groups.items(), key=str)),
     ]
-    path = folder / f"{settings.device_slug(str(facts['gpu']))}.yaml"
-    write_whole(path, "\n".join(lines))
-    settings.reload()
-    return path
+    return write_section(folder, str(facts["gpu"]), "threshold", content, comments)
 
 
 def incomplete(decision: Decision) -> str:

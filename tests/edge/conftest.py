@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 import nsa
-from nsa import dispatch, probe, settings
+from nsa import dispatch, gpu, settings
 from nsa.call import Call
+from nsa.guard import memory, parent
+from nsa.kernels.key_tiles import DoesNotFit
 from nsa.reference import selection_reference
 from nsa.testing.plugin import current_lane
 
@@ -170,6 +172,20 @@ def fresh_plans():
 
 
 @pytest.fixture
+def gpus(monkeypatch, tmp_path):
+    """An empty folder in place of the packaged measurements of GPUs; this user has none either."""
+    folder = tmp_path / "gpus"
+    folder.mkdir()
+    monkeypatch.setattr(gpu, "PACKAGED", folder)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("NSA_SEL_TRITON_MIN_L", raising=False)
+    settings.reload()
+    yield folder
+    monkeypatch.undo()
+    settings.reload()
+
+
+@pytest.fixture
 def variants(monkeypatch, fresh_plans) -> list[dict[str, Any]]:
     """The constants of every forward kernel of query-major that the test makes, none of which was made before."""
     from nsa.kernels import query_major
@@ -208,17 +224,19 @@ class BackwardKernel:
     error: BaseException | None = None  # of a launch
     misfit: str | None = None  # why no call fits its workspace
     calls: list[tuple[Tensor, Tensor | None, str]] = field(default_factory=list)  # (dO, dLSE, route) of each launch
-    how: dict[str, Any] = field(default_factory=dict)  # what the last plan was made for
+    call: Call | None = None  # of the last plan
     planned: int = 0
 
-    def launch_for(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> str:
-        self.how, self.planned = how, self.planned + 1
+    def plan(self, call: Call, bound: int | None) -> str:
+        self.call, self.planned = call, self.planned + 1
         if self.misfit is not None:
-            raise ValueError(self.misfit)
+            raise DoesNotFit(self.misfit)
         return "launch"
 
-    def backward(self, launch: str, do: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-        q, k, v, o, lse, route = args[:6]
+    def backward(
+        self, launch: str, call: Call, do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, route: str, *_: Any
+    ) -> tuple[Tensor, ...]:
+        q, k, v = call.q, call.k, call.v
         assert launch == "launch"
         assert (do.shape, do.dtype, lse.shape, lse.dtype) == (o.shape, o.dtype, q.shape[:-1], torch.float32)
         self.calls.append((do, dlse, route))
@@ -231,7 +249,7 @@ class BackwardKernel:
 def backward_kernel(monkeypatch, fresh_plans, fresh_routes):
     """A :class:`BackwardKernel` in the place of the real one, and long rows. The forward's kernels stay."""
     kernel, module = BackwardKernel(), types.ModuleType("nsa.kernels.backward")
-    module.launch_for, module.backward = kernel.launch_for, kernel.backward
+    module.plan, module.backward = kernel.plan, kernel.backward
     monkeypatch.setitem(sys.modules, module.__name__, module)
     with nsa.configure(sel_triton_min_L=0):
         yield kernel
@@ -239,27 +257,28 @@ def backward_kernel(monkeypatch, fresh_plans, fresh_routes):
 
 @pytest.fixture
 def untried(monkeypatch, tmp_path):
-    """No kernel was launched or probed; probing is forced, as the interpreter needs none; rows are long."""
+    """No kernel was launched or tried; trials are forced, as the interpreter needs none; rows are long."""
     from nsa.kernels import combine, key_major, query_major
 
     forget = query_major._variant.cache_clear, combine._variant.cache_clear, key_major._variants.cache_clear
     for clear in forget:
         clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(probe, "_told", set())
+    monkeypatch.setattr(memory, "_told", set())
     with nsa.configure(probe="always", sel_triton_min_L=0):
         yield
+    parent.end_child()
     for clear in forget:
         clear()
 
 
 @pytest.fixture
 def answer(monkeypatch):
-    """`answer(verdict) -> whats`: what `nsa.probe` would ask children, which all find this."""
+    """`answer(verdict) -> whats`: what `nsa.guard` would ask a child, which always finds this."""
 
     def make(verdict):
         whats = []
-        monkeypatch.setattr(probe, "ask", lambda what, device: whats.append(what) or verdict)
+        monkeypatch.setattr(parent, "ask", lambda what, device: whats.append(what) or verdict)
         return whats
 
     return make
@@ -267,7 +286,7 @@ def answer(monkeypatch):
 
 @pytest.fixture
 def kept(tmp_path):
-    """`kept()`: the files in which `nsa.probe` keeps what children found, for other processes."""
+    """`kept()`: the files in which `nsa.guard` keeps what children found, for other processes."""
 
     def make():
         folder = tmp_path / "cache" / "nsa" / "probe"

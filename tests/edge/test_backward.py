@@ -8,9 +8,9 @@ import torch
 from nsa.call import Call
 from nsa.kernels import backward, backward_tiles
 from nsa.kernels.launch import Variant
+from nsa.kernels.poison import poisoned_workspace
 from nsa.reference import selection_reference
 from nsa.testing.plugin import current_lane
-from nsa.trial import poisoned_workspace
 
 Choice = backward_tiles.Choice
 SHARES = Choice(16, 4, 2, 1, True, 16, 1, 1)  # one tile a share
@@ -25,7 +25,6 @@ def limit(monkeypatch, fresh_plans):
         assert set(limits) <= LIMITS
         for name, value in limits.items():
             monkeypatch.setattr(backward_tiles, name, value)
-        backward.plan.cache_clear()
 
     return make
 
@@ -36,21 +35,10 @@ def gradients(monkeypatch):
 
     def make(q, k, v, do, dlse=None, choice=None, causal=True, **selection):
         monkeypatch.setattr(backward_tiles, "forced", choice)
-        cu = selection.get("cu_seqlens")
         o, lse = selection_reference(Call.of(q.double(), k, v, **selection, causal=causal, return_lse=True))
-        about = {
-            "q_positions": selection.get("q_positions"),
-            "cu_seqlens_q": cu and cu[0],
-            "cu_seqlens_k": cu and cu[1],
-        }
-        blocks = selection.get("block_indices")
-        picked = selection["ranges"] if blocks is None else blocks
-        launch = backward.launch_for(
-            q, k, v, selection=picked, block_size=selection.get("block_size"), causal=causal, **about
-        )
-        scale = about | {"scale": selection.get("scale")}
+        call = Call.of(q, k, v, **selection, causal=causal)
         with poisoned_workspace("backward"):
-            return backward.backward(launch, do, dlse, q, k, v, o.to(q.dtype), lse.float(), "backward", picked, **scale)
+            return backward.backward(backward.plan(call), call, do, dlse, o.to(q.dtype), lse.float(), "backward")
 
     return make
 
@@ -127,7 +115,7 @@ def test_windows_and_strips_change_nothing(draw, device, like, gradients, limit,
     limit(**WINDOWS[limits], HEAD_BYTES=backward_tiles.HEAD_BYTES if alone else 0)
     q, k, v = (x.half() for x in draw(S=12, S_kv=40))
     selection = {"block_indices": random_blocks(1, 5, 1, 12, 2, 6, device=device), "block_size": 8}
-    launch = backward.launch_for(q, k, v, selection=selection["block_indices"], block_size=8, causal=True)
+    launch = backward.plan(Call.of(q, k, v, **selection))
     assert launch.windows.heads == (1 if alone and limits in ("index", "sums") else 2)
     assert (launch.windows.window < 12) == (limits in ("index", "sums"))
     assert (launch.windows.strip < 12) == (limits == "strips")
@@ -142,7 +130,7 @@ def test_windows_of_ranges_change_nothing(draw, device, like, gradients, limit, 
     selection = {"ranges": torch.randint(-9, 160, (2, 9, 2, 2, 2), generator=g, dtype=torch.int32).to(device)}
     slots = 2 * 3  # two spans, three blocks of the grid
     limit(INDEX_BYTES=2 * slots * 16 * 4, HEAD_BYTES=backward_tiles.HEAD_BYTES if alone else 0)
-    launch = backward.launch_for(q, k, v, selection=selection["ranges"], causal=True)
+    launch = backward.plan(Call.of(q, k, v, **selection))
     w = launch.windows
     assert (w.slots, w.heads, w.window) == (slots, *((1, 8) if alone else (2, 4)))
     do = like(q)
@@ -165,12 +153,7 @@ def test_two_of_four_heads_at_once(draw, device, like, gradients, limit, ranges,
             torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 7, 16], [0, 25, 60])
         )
     limit(INDEX_BYTES=4 * 3 * 3 * (16 if ranges else 12), HEAD_BYTES=6 * 3 * (16 + 24) * 2)
-    picked = selection["ranges" if ranges else "block_indices"]
-    cu = selection.get("cu_seqlens", (None, None))
-    launch = backward.launch_for(
-        q, k, v, selection=picked, block_size=selection.get("block_size"), causal=True, cu_seqlens_q=cu[0],
-        cu_seqlens_k=cu[1],
-    )  # fmt: skip
+    launch = backward.plan(Call.of(q, k, v, **selection))
     w = launch.windows
     assert (w.heads, w.window, launch.tile.keep_dq) == (2, 6, not ranges)
     do = like(q.new_empty((*q.shape[:-1], 24)))
@@ -183,7 +166,7 @@ def test_keys_of_dq_in_windows(draw, device, like, gradients, limit, alone):
     limit(DQ_BYTES=2 * 3 * 2 * 16 * 2 * 5, HEAD_BYTES=backward_tiles.HEAD_BYTES if alone else 0)
     q, k, v = (x.half() for x in draw(S=12, S_kv=40))
     selection = {"block_indices": random_blocks(1, 5, 1, 12, 2, 3, device=device), "block_size": 8}
-    launch = backward.launch_for(q, k, v, selection=selection["block_indices"], block_size=8, causal=True)
+    launch = backward.plan(Call.of(q, k, v, **selection))
     assert launch.tile.keep_dq
     assert launch.windows.window == (10 if alone else 5)
     do = like(q)
@@ -345,7 +328,8 @@ def test_too_much_to_count_is_refused(device):
     def ask(S_kv=64, HKV=1, S=1, n=4, size=None):
         q, k = (torch.empty(1, s, HKV, 16, device="meta") for s in (S, S_kv))
         shape = (1, S, HKV, n) if size else (1, S, HKV, n, 2)
-        backward.launch_for(q, k, k, selection=torch.empty(shape, device="meta"), block_size=size)
+        kind = "block_indices" if size else "ranges"
+        backward.plan(Call(q, k, k, **{kind: torch.empty(shape, device="meta")}, block_size=size, causal=False))
 
     with pytest.raises(ValueError, match=r"backward: expected at most 2147483391 keys"):
         ask(S_kv=2**31)

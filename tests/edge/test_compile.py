@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nsa.guard.trials import TRIALS
 from nsa.kernels import query_major, tiles
 from nsa.testing.compile import budgets, matrix
 from nsa.testing.compile.child import askew, mixed
 from nsa.testing.compile.points import ARCHITECTURES, MOST, POINTS, QUICK, points
-from nsa.trial import TRIALS
 
 pytestmark = pytest.mark.aot
 

@@ -14,12 +14,14 @@ from nsa.testing.verdicts import Tally, Verdicts
 KERNELS = """
     import torch
 
+    from nsa.call import Call
     from nsa.reference import selection_reference
     from nsa.testing import contestant
 
     def right(q, k, v, *, ranges, causal, scale, return_lse=False):
-        out = selection_reference(Call.of(q.double(), k, v, ranges=ranges, causal=causal, scale=scale, return_lse=return_lse))
-        return (out[0].to(q.dtype), out[1].float()) if return_lse else out.to(q.dtype)
+        call = Call(q.double(), k, v, ranges=ranges, causal=causal, scale=scale, return_lse=True)
+        o, lse = selection_reference(call)
+        return (o.to(q.dtype), lse.float()) if return_lse else o.to(q.dtype)
 
     def first_64(q, k, v, *, ranges, causal, scale, return_lse=False):
         S, S_kv = q.shape[1], k.shape[1]
@@ -45,9 +47,8 @@ KERNELS = """
 
     @contestant(takes=("blocks",), lse="2", needs=("default scale",))
     def base_2(q, k, v, block_indices, block_size, causal):
-        o, lse = selection_reference(Call.of(
-            q.double(), k, v, block_indices=block_indices, block_size=block_size, causal=causal, return_lse=True
-        ))
+        blocks = {"block_indices": block_indices, "block_size": block_size}
+        o, lse = selection_reference(Call(q.double(), k, v, **blocks, causal=causal, return_lse=True))
         return o.to(q.dtype), (lse / torch.log(torch.tensor(2.0))).float()
 
     @contestant(takes=("ranges",), lse="e")
@@ -167,6 +168,7 @@ TIMED = """
 
     import torch
 
+    from nsa.call import Call
     from nsa.reference import packed_sdpa
 
     def attend(q, k, v, *, ranges, causal, scale):

@@ -1,6 +1,7 @@
 """From times of both schedules to the file that routing reads: the rule on made-up figures, and what guards them."""
 
 import dataclasses
+import random
 from collections import Counter
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 import nsa
 import nsa.kernels
-from nsa import schedules, settings
+from nsa import schedules
 from nsa.testing import artifacts, options
 from nsa.testing.plugin import current_lane
 from nsa.testing.report import summary
@@ -75,6 +76,33 @@ def test_fast_below_a_slow_point_does_not_count():
     assert crossover.decide([*points, Point(1, TOKENS[-1] * 2, 1.0, 1.0)]) == {1: None}
 
 
+def walked(points):
+    """What is measured where only points that decide are."""
+    known, found = {p.key: p for p in points}, {}
+    for key in crossover.needed(found):
+        found[key] = known[key]
+    return list(found.values())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_points_that_decide_decide_as_all_of_them(seed):
+    generator = random.Random(seed)
+    points = [dataclasses.replace(p, query_major=p.key_major * generator.uniform(0.9, 1.9)) for p in measured()]
+    few = walked(points)
+    for chunks in (False, True):
+        assert crossover.decide(few, chunks=chunks) == crossover.decide(points, chunks=chunks)
+    assert len(few) < len(points)
+    assert len(walked([dataclasses.replace(p, query_major=0.0) for p in points])) == 2 * len(HEADS)
+
+
+def test_points_that_decide_are_enough_to_write(gpus):
+    path = crossover.write(walked(measured()), FACTS, gpus, "python -m nsa calibrate")
+    schedule = schedules.measured(FACTS["gpu"])
+    assert dict(schedule.tokens) == STARTS
+    assert schedule.provenance["command"] == "python -m nsa calibrate"
+    assert "#   G = 16: 16384 " in path.read_text()
+
+
 def test_a_point_measured_again_counts_once():
     first, again = Point(1, 64, 2.0, 1.0), Point(1, 64, 1.0, 1.0)
     assert crossover.points([*facts([first]), {"layouts": {}}, *facts([again])]) == [again]
@@ -95,11 +123,10 @@ def test_what_is_measured():
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def test_written_file_is_what_routing_reads(tmp_path, monkeypatch, fresh_plans):
-    monkeypatch.setattr(schedules, "FOLDER", tmp_path)
+def test_written_file_is_what_routing_reads(gpus):
     assert schedules.key_major_from(FACTS["gpu"], 1) is None  # and that is forgotten when the file is written
-    said = crossover.update(facts(measured()), tmp_path)
-    path = tmp_path / "nvidia-nobody-1.yaml"
+    said = crossover.update(facts(measured()))
+    path = gpus / "nvidia-nobody-1.yaml"
     starts = "G = 1 64, G = 2 256, G = 4 1024, G = 8 16384, G = 16 never, G = 64 never"
     chunks = "G = 1 64, G = 2 256, G = 4 1024, G = 8 never, G = 16 never, G = 64 never"
     assert said == f"schedules: key-major from {starts} queries on, of chunks {chunks}, written to {path}"
@@ -114,11 +141,12 @@ def test_written_file_is_what_routing_reads(tmp_path, monkeypatch, fresh_plans):
     assert "D = Dv = 128, bf16, causal, block 64, top-16" in shape
     assert "#   G = 2: 64 10.1 10.0, 128 10.1 10.0, 256 15.0 10.0, " in path.read_text()
     assert "#   G = 2, of 4096 keys: 64 10.1 10.0, 128 10.1 10.0, 256 15.0 10.0, 512 15.0 10.0\n" in path.read_text()
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert [p.name for p in gpus.iterdir()] == [path.name]
 
 
 def test_incomplete_is_not_written(tmp_path):
-    for points, text in ((measured()[1:], r"1 points were not measured \(G1-T64\)"), ([], "114 points .*G1-T256, …")):
+    """102: all but chunks of 64 and 128 at 65,536 keys, whose blocks too few queries read for routing to ask."""
+    for points, text in ((measured()[1:], r"1 points were not measured \(G1-T64\)"), ([], "102 points .*G1-T4096, …")):
         with pytest.raises(ValueError, match=text):
             crossover.update(facts(points), tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -154,7 +182,7 @@ def test_green_run_updates_and_red_does_not(updates):
 
 def test_green_run_that_cannot_write_ends_red():
     session = Session()
-    assert "113 points were not measured" in artifacts.finish(session, facts(measured()[:1]), [])[0]
+    assert "101 points were not measured" in artifacts.finish(session, facts(measured()[:1]), [])[0]
     assert session.exitstatus == pytest.ExitCode.TESTS_FAILED
 
 
@@ -257,8 +285,3 @@ def test_named_by_path_it_skips_without_a_gpu(pytest_run):
     code, printed = pytest_run("tests/perf/test_crossover.py")
     assert code == 0, printed
     assert f"{SHAPES} skipped" in printed
-
-
-def test_it_writes_where_routing_reads():
-    assert crossover.update.__defaults__ == (schedules.FOLDER,)
-    assert schedules.FOLDER.parent == settings.packaged_devices().parent

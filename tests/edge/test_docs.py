@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import nsa
-from nsa import settings, validate
+from nsa import gpu, settings, validate
 from nsa.testing.clock import guard
 from nsa.testing.gate import rule, store
 from nsa.testing.judge import forward
@@ -161,7 +161,7 @@ def test_figures_are_those_of_the_code():
         USING: [
             f"`G` from 1 to {validate.MAX_GROUP}, `D` and `Dv` from {low} to {high}", bound,
             f"mean absolute error of at most {forward.MAE:g} for N(0, 1) inputs and rows of {forward.MAE_MIN_L} keys",
-            f"and {settings.DEFAULT_MIN_L} keys where nobody measured",
+            f"and {gpu.DEFAULT_MIN_L} keys where nobody measured",
         ],
         PROVING: [
             bound, f"mean absolute error of at most {forward.MAE:g},", f"A baseline is {three} files",

@@ -114,7 +114,8 @@ def searched_by_k():
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_commands_exist(name, pytestconfig, capsys):
     listed = list(commands(DOCUMENTS[name]))
-    assert any(words[0] in ("pytest", "make") for words in listed)
+    if DOCUMENTS[name].parent.name != "notebook":  # its pages are measurements
+        assert any(words[0] in ("pytest", "make") for words in listed)
     assert [f"{shlex.join(words)}: {what}" for words in listed for what in problems(words, pytestconfig)] == []
 
 

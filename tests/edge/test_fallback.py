@@ -45,8 +45,8 @@ def break_kernel(monkeypatch):
     def make(error):
         tries = []
 
-        def forward(launch, q, *args, **keywords):
-            tries.append(q.dtype)
+        def forward(launch, call, route):
+            tries.append(call.q.dtype)
             raise error
 
         monkeypatch.setattr(query_major, "forward", forward)

@@ -10,6 +10,7 @@ import torch
 import nsa
 import nsa.kernels
 from nsa import settings
+from nsa.call import Call
 from nsa.kernels import key_major, key_tiles
 from nsa.kernels.primitives import TILED
 from nsa.testing.plugin import current_lane
@@ -230,7 +231,7 @@ def test_less_may_be_fewer_heads_at_once(monkeypatch, G, HKV, n, T, block, withi
     monkeypatch.setattr(key_major.query_major, "device_limits", lambda device: (90, 132))
     q, k = (torch.empty(1, T, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (G * HKV, HKV))
     blocks = torch.empty(1, T, HKV, n, dtype=torch.int32, device="meta")
-    launch = key_major.launch_for(q, k, k, selection=blocks, block_size=block, causal=True)
+    launch = key_major.plan(Call(q, k, k, block_indices=blocks, block_size=block))
     taken = []
 
     def workspace(elements, dtype, device):
@@ -270,7 +271,7 @@ def test_what_is_not_counted_is_refused(sizes, message):
     q, k = q.expand(1, 1, at["HKV"], 16), k.expand(1, at["S_kv"], at["HKV"], 16)
     blocks = torch.empty(1, 1, at["HKV"], 2, dtype=torch.int32, device="meta")
     with pytest.raises(ValueError, match=message):
-        key_major.launch_for(q, k, k, selection=blocks, block_size=at["block_size"], causal=True)
+        key_major.plan(Call(q, k, k, block_indices=blocks, block_size=at["block_size"]))
 
 
 @pytest.mark.parametrize("lead", [(1, 0), (0, 3)], ids=str)
@@ -326,7 +327,9 @@ def test_a_chunk_of_a_long_prompt_walks_nothing(queries, S_kv, invariant, walks)
     q = torch.empty(1, queries, 16, 128, dtype=torch.bfloat16, device="meta")
     k = torch.empty(1, S_kv, 1, 128, dtype=torch.bfloat16, device="meta")
     blocks = torch.empty(1, queries, 1, 16, dtype=torch.int32, device="meta")
-    launch = key_major.launch_for(q, k, k, selection=blocks, block_size=64, causal=True, invariant=invariant)
+    launch = key_major.plan(
+        Call(q, k, k, block_indices=blocks, block_size=64, settings=nsa.Settings(batch_invariant=invariant))
+    )
     assert (launch.tile.walked, launch.windows.slots) == ((8, 8) if walks else (0, 16))
 
 
@@ -338,8 +341,7 @@ def test_large_groups_read_some_blocks_where_parts_are_merged(draw, device, agre
     blocks = torch.tensor([[0, -1, 2, 1], [-1, -1, -1, 1], [1, 1, 1, -1]], dtype=torch.int32, device=device)
     blocks = blocks.view(1, 3, 1, 4)
     monkeypatch.setattr(key_tiles, "walks", lambda *_: True)  # three queries of 75 keys are few
-    key_major.plan.cache_clear()
-    launch = key_major.launch_for(q, k, v, selection=blocks, block_size=size, causal=True)
+    launch = key_major.plan(Call(q, k, v, block_indices=blocks, block_size=size))
     assert launch.tile.walked == 8
     assert launch.windows.slots == 2
     assert (launch.merge.constexprs["SOURCE"] == TILED.value) == (size == 16)

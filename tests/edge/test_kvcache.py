@@ -193,10 +193,10 @@ def test_a_broken_kernel_for_pages_does_not_speak_of_other_caches(device, fresh_
 
     real = query_major.forward
 
-    def forward(launch, *args, **keywords):
-        if keywords.get("block_table") is not None:
+    def forward(launch, call, route):
+        if call.block_table is not None:
             raise RuntimeError("PassManager::run failed")
-        return real(launch, *args, **keywords)
+        return real(launch, call, route)
 
     monkeypatch.setattr(query_major, "forward", forward)
     q, blocks = queries(2, device=device), everything(2, 1, device)

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import nsa.__main__
-import nsa.probe
-from nsa import outlook, schedules, settings
+import nsa.gpu
+from nsa import outlook, settings
+from nsa.guard import memory
+from nsa.kernels import passed, sources
 from nsa.testing.contestants.ours import OURS
 from nsa.testing.matrix.case import Case
-from nsa.tuning import calibrate, thresholds
+from nsa.tuning import calibrate, crossover, thresholds
 
 ROOT = Path(__file__).parents[2]
 GPU = "NVIDIA H100 80GB HBM3"
@@ -89,22 +91,25 @@ def test_calibrate_needs_no_pytest():
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    """A machine whose GPU is never touched: parity holds and times are injected."""
+    """A machine whose GPU is never touched: parity holds and times are injected. All but its threshold is packaged."""
     facts = {"gpu": GPU, "torch": torch.__version__, "triton": "3.6.0", "commit": "abc123"}
     monkeypatch.setattr(calibrate, "obstacle", lambda: None)
     monkeypatch.setattr(calibrate, "check_parity", lambda device: None)
     monkeypatch.setattr(calibrate, "run_facts", lambda device: facts)
     monkeypatch.setattr(calibrate, "time_thresholds", lambda device: injected())
+    monkeypatch.setattr(calibrate, "time_crossover", lambda device: points())
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setattr(settings, "packaged_devices", lambda: tmp_path / "nothing packaged")
+    text = (nsa.gpu.PACKAGED / "nvidia-h100-80gb-hbm3.yaml").read_text()
+    (tmp_path / "nvidia-h100-80gb-hbm3.yaml").write_text(text[text.index("\ncrossover:") + 1 :])
+    monkeypatch.setattr(nsa.gpu, "PACKAGED", tmp_path)
     monkeypatch.delenv("NSA_SEL_TRITON_MIN_L", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: GPU)
     monkeypatch.setattr(nsa.dispatch, "why_not_triton", lambda device: None)
-    monkeypatch.setattr(nsa.probe, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(sources, "architecture", lambda device: "sm_90")
     settings.reload()
-    yield tmp_path / "nsa" / "devices" / "nvidia-h100-80gb-hbm3.yaml"
+    yield tmp_path / "nsa" / "gpus" / "nvidia-h100-80gb-hbm3.yaml"
     monkeypatch.undo()
     settings.reload()
 
@@ -121,16 +126,28 @@ def injected(slow=None):
     return facts + [{"layouts": layouts, "masked": masked} for masked in (False, True)]
 
 
+def points(speedup=2.0):
+    """What calibration times of both schedules."""
+    return [crossover.Point(G, t, speedup, 1.0, context) for G, context, t in crossover.needed({})]
+
+
 def test_calibrate_writes_for_this_user_what_the_doctor_then_shows(gpu, monkeypatch, capsys, caplog):
     before = "\n".join(nsa.__main__.doctor())
     assert "sel_triton_min_L = 2048: nobody measured this GPU" in before
     assert before.endswith("python -m nsa calibrate")
     monkeypatch.setattr(calibrate, "time_thresholds", lambda device: injected(slow=64))
     assert nsa.__main__.main(["calibrate"]) == 0
-    assert f"sel_triton_min_L = 128, written to {gpu} (" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"sel_triton_min_L = 128, written to {gpu} (" in said
+    assert "key-major from G = 1 64, G = 2 64, " in said
     with caplog.at_level(logging.WARNING, logger="nsa"):
-        assert settings.min_L_for(GPU) == 128
-    assert settings.device_config(GPU).sdpa_layout == "enable_gqa"
+        assert nsa.gpu.min_L_for(GPU) == 128
+    found = nsa.gpu.measured(GPU)
+    assert found.threshold.sdpa_layout == "enable_gqa"
+    assert found.crossover.start(16) == 64
+    assert found.crossover.provenance["command"] == "python -m nsa calibrate"
+    assert (found.threshold.path, found.crossover.path) == (gpu, gpu)
+    assert found.tiles.path != gpu
     after = "\n".join(nsa.__main__.doctor())
     assert f"measured   sel_triton_min_L = 128, packed SDPA as enable_gqa, {gpu}" in after
     assert "commit             abc123" in after
@@ -148,8 +165,8 @@ def test_calibrate_writes_for_this_user_what_the_doctor_then_shows(gpu, monkeypa
 def test_doctor_says_where_kernels_are_compiled(gpu, monkeypatch, tmp_path, mode, listed, text):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(nsa.__main__, "_version", lambda package: "not installed")  # triton, by that name
-    monkeypatch.setattr(nsa.probe, "triton_version", lambda: "3.6.0")
-    monkeypatch.setattr(nsa.probe, "passed_pairs", lambda: {("3.6", "sm_90" if listed else "sm_89")})
+    monkeypatch.setattr(sources, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(passed, "passed_pairs", lambda: {("3.6", "sm_90" if listed else "sm_89")})
     with nsa.configure(probe=mode):
         (line,) = [line for line in nsa.__main__.doctor() if line.startswith("compiled")]
     assert line == f"compiled   Triton 3.6.0 for sm_90: {text.format(tmp_path / 'nsa' / 'probe')}"
@@ -212,18 +229,18 @@ def test_doctor_knows_when_no_triton_is_installed(gpu, monkeypatch):
     assert {server[24:] for server, _ in served} == {"refused", "packed SDPA (sdpa)"}
 
 
-def test_doctor_names_kernels_that_a_probe_found_broken(gpu, monkeypatch, tmp_path):
+def test_doctor_names_kernels_that_a_child_found_broken(gpu, monkeypatch, tmp_path):
     """Of this Triton and GPU; not what worked, nor what another Triton broke, nor files that are none of ours."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device = torch.device("cuda", 0)
 
     def remember(kernel, cause):
         what = {"kernel": kernel}
-        nsa.probe._write(nsa.probe.key_of(what, device), cause, what)
+        memory.write(memory.key_of(what, device), cause, what)
 
-    monkeypatch.setattr(nsa.probe, "triton_version", lambda: "3.1.0")
+    monkeypatch.setattr(sources, "triton_version", lambda: "3.1.0")
     remember("_dq_kernel", "wrong result: of another Triton")
-    monkeypatch.setattr(nsa.probe, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(sources, "triton_version", lambda: "3.6.0")
     remember("_fwd_kernel", "killed by SIGABRT while compiling")
     remember("_merge_kernel", None)
     (tmp_path / "nsa" / "probe" / "other.json").write_text("[1]")
@@ -251,11 +268,40 @@ def test_doctor_names_commands_that_can_be_typed(gpu, monkeypatch, installed):
     assert ("pytest" in nsa.__main__.doctor()[-1]) != installed
 
 
-def test_doctor_says_from_where_key_major_is_used(gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(schedules, "FOLDER", tmp_path)
-    schedules.measured.cache_clear()
-    (line,) = [line for line in nsa.__main__.doctor() if line.startswith("schedules")]
-    assert line == "schedules  query-major everywhere: nobody measured key-major"
+def test_doctor_says_what_nobody_measured(gpu, monkeypatch, tmp_path):
+    packaged = tmp_path / gpu.name
+    lines = nsa.__main__.doctor()
+    assert f"tiles      of 66 shapes, swept 2026-11-24, {packaged}" in lines
+    assert lines[-2:] == ["  nobody measured this GPU's threshold", "next       python -m nsa calibrate"]
+    packaged.unlink()
+    settings.reload()
+    lines = nsa.__main__.doctor()
+    assert "schedules  query-major everywhere: nobody measured key-major" in lines
+    assert "tiles      by rules: nobody swept this GPU" in lines
+    assert lines[-2] == "  nobody measured this GPU's threshold and crossover"
+
+
+def test_calibrate_keeps_what_it_does_not_measure(gpu, tmp_path):
+    text = (tmp_path / gpu.name).read_text()
+    mine = text[text.index("\ntiles:") + 1 :].replace("us: 2.384", "us: 2.384000")
+    gpu.parent.mkdir(parents=True)
+    gpu.write_text(mine)
+    assert nsa.__main__.main(["calibrate"]) == 0
+    assert gpu.read_text().endswith(mine)
+    assert nsa.gpu.measured(GPU).tiles.path == gpu
+
+
+@pytest.mark.parametrize("error", [AssertionError("key-major and query-major differ by 1"), RuntimeError("no memory")])
+def test_a_threshold_stays_where_the_crossover_cannot_be_measured(gpu, monkeypatch, capsys, error):
+    def fail(device):
+        raise error
+
+    monkeypatch.setattr(calibrate, "time_crossover", fail)
+    assert nsa.__main__.main(["calibrate"]) == 1
+    assert capsys.readouterr().err == f"nsa calibrate: crossover not written: {error}\n"
+    found = nsa.gpu.measured(GPU)
+    assert found.threshold.path == gpu
+    assert found.crossover.path != gpu
 
 
 def test_calibrate_writes_nothing_where_parity_fails(gpu, monkeypatch, capsys):

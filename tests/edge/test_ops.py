@@ -5,6 +5,7 @@ import torch
 
 import nsa
 import nsa.kernels
+from nsa import ops
 from nsa.call import Call
 from nsa.reference import selection_reference
 
@@ -22,27 +23,30 @@ def long_rows(fresh_routes):
 
 @pytest.fixture(params=["ranges", "blocks", "varlen"])
 def problem(request, draw, same, device):
-    """`(q, k, v), selection`, where `selection` is all that follows in the schema, up to `backend`."""
+    """`(q, k, v), selection`, where `selection` are fields of a `Call`."""
     if request.param == "varlen":
         cu = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
         spans = same([(0, 4), (2, 7)], 2, 1)
-        return draw(S=2, S_kv=18, HKV=1, Dv=24, varlen=True), (spans, None, None, True, None, None, cu, cu * 9, 9)
+        return draw(S=2, S_kv=18, HKV=1, Dv=24, varlen=True), {
+            "ranges": spans, "cu_seqlens_q": cu, "cu_seqlens_k": cu * 9, "max_selected": 9
+        }  # fmt: skip
     if request.param == "blocks":
         blocks = same([1, -1, 0], 1, 2, 1)
-        return draw(S=2, S_kv=9, HKV=1, Dv=24), (None, blocks, 4, True, None, 0.3, None, None, None)
+        return draw(S=2, S_kv=9, HKV=1, Dv=24), {"block_indices": blocks, "block_size": 4, "scale": 0.3}
     positions = torch.tensor([[3, 8]], device=device)
     spans = same([(0, 4), (2, 7)], 1, 2, 1)
-    return draw(S=2, S_kv=9, HKV=1, Dv=24), (spans, None, None, True, positions, None, None, None, 9)
+    return draw(S=2, S_kv=9, HKV=1, Dv=24), {"ranges": spans, "q_positions": positions, "max_selected": 9}
+
+
+def arguments(qkv, selection, backend="auto"):
+    """Of the operator, in the order of its schema."""
+    return ops._arguments(Call(*qkv, **selection, backend=backend))
 
 
 def want(qkv, selection, do, dlse):
     """Gradients by the oracle."""
-    names = "ranges", "block_indices", "block_size", "causal", "q_positions", "scale"
-    cu = None if selection[6] is None else selection[6:8]
     leaves = [x.detach().double().requires_grad_() for x in qkv]
-    o, lse = selection_reference(Call.of(
-        *leaves, **dict(zip(names, selection[:6], strict=True)), cu_seqlens=cu, return_lse=True
-    ))
+    o, lse = selection_reference(Call(*leaves, **selection, return_lse=True))
     return torch.autograd.grad((o * do).sum() + (lse * dlse).sum(), leaves)
 
 
@@ -55,7 +59,7 @@ def close(got, want):
 @pytest.mark.parametrize("leaves", [False, True], ids=["forward", "gradients"])
 def test_forward_is_as_torch_wants_it(problem, backend, leaves):
     qkv, selection = problem
-    args = *(x.requires_grad_(leaves) for x in qkv), *selection, backend, "auto"
+    args = arguments([x.requires_grad_(leaves) for x in qkv], selection, backend)
     assert dict.fromkeys(ALL_CHECKS, "SUCCESS") == torch.library.opcheck(FORWARD.default, args)
 
 
@@ -64,9 +68,10 @@ def test_forward_is_as_torch_wants_it(problem, backend, leaves):
 def test_backward_is_as_torch_wants_it(problem, backend, lse):
     """An expanded dO, as `sum()` makes it."""
     qkv, selection = problem
-    outputs = FORWARD(*qkv, *selection, backend, "auto")
+    inputs = arguments(qkv, selection, backend)
+    outputs = FORWARD(*inputs)
     gradients = outputs[0].new_ones(()).expand_as(outputs[0]), torch.ones_like(outputs[1]) if lse else None
-    args = *gradients, *qkv, *outputs, *selection, backend, "auto"
+    args = *gradients, *outputs, [True, lse, False], *inputs
     assert dict.fromkeys(ALL_CHECKS, "SUCCESS") == torch.library.opcheck(BACKWARD.default, args)
 
 
@@ -76,7 +81,7 @@ def test_gradients(problem, backend, used):
     """Through either output or both, by every backend that somebody may ask the operator for."""
     qkv, selection = problem
     leaves = [x.requires_grad_() for x in qkv]
-    o, lse = FORWARD(*leaves, *selection, backend, "auto")
+    o, lse = FORWARD(*arguments(leaves, selection, backend))
     do = torch.arange(o.numel(), device=o.device).view(o.shape).cos() * (used != "lse")
     dlse = torch.arange(lse.numel(), device=o.device).view(lse.shape).sin() * (used != "o")
     loss = (o * do).sum() if used != "lse" else 0
@@ -89,10 +94,11 @@ def test_gradients(problem, backend, used):
 def test_gradients_of_strided_inputs(draw, same, backend):
     """Fakes promise contiguous gradients."""
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in draw(S=2, S_kv=9))
-    selection = same([(0, 4)], 1, 2, 2), None, None, True, None, None, None, None, 4
-    o, lse = FORWARD(q, k, v, *selection, backend, "auto")
+    selection = {"ranges": same([(0, 4)], 1, 2, 2), "max_selected": 4}
+    o, lse = FORWARD(*arguments((q, k, v), selection, backend))
     do = torch.ones_like(o).transpose(1, 2).contiguous().transpose(1, 2)
-    got = BACKWARD(do, None, q.detach(), k.detach(), v.detach(), o, lse, *selection, backend, "auto")
+    inputs = arguments([x.detach() for x in (q, k, v)], selection, backend)
+    got = BACKWARD(do, None, o, lse, [True] * 3, *inputs)
     assert all(x.is_contiguous() for x in got)
     close(got, want((q, k, v), selection, do, torch.zeros_like(lse)))
 
@@ -102,7 +108,7 @@ def test_kernel_is_launched_once_and_counted(problem):
     pytest.importorskip("nsa.kernels.backward")
     qkv, selection = problem
     leaves = [x.requires_grad_() for x in qkv]
-    o, _ = FORWARD(*leaves, *selection, "auto", "auto")
+    o, _ = FORWARD(*arguments(leaves, selection))
     before = nsa.kernels.launches.copy()
     torch.autograd.grad(o.sum(), leaves)
     assert nsa.kernels.launches - before == {"backward": 1}
@@ -118,7 +124,7 @@ def test_unused_outputs_have_no_gradient(problem, backward_kernel, used):
     """No zeros are made for an unused LSE; an unused O has zeros."""
     qkv, selection = problem
     leaves = [x.requires_grad_() for x in qkv]
-    o, lse = FORWARD(*leaves, *selection, "auto", "auto")
+    o, lse = FORWARD(*arguments(leaves, selection))
     used_outputs = {"o": (o,), "lse": (lse,), "both": (o, lse)}[used]
     got = torch.autograd.grad(sum(2 * x.sum() for x in used_outputs), leaves)
     assert all(x.eq(backward_kernel.MARK).all() for x in got)
@@ -133,7 +139,7 @@ def test_unused_outputs_have_no_gradient(problem, backward_kernel, used):
 def test_only_what_requires_grad_gets_one(problem, backward_kernel, leaf):
     qkv, selection = problem
     qkv[leaf].requires_grad_()
-    o, _ = FORWARD(*qkv, *selection, "auto", "auto")
+    o, _ = FORWARD(*arguments(qkv, selection))
     o.sum().backward()
     assert [x.grad is None for x in qkv] == [i != leaf for i in range(3)]
     assert qkv[leaf].grad.eq(backward_kernel.MARK).all()
@@ -144,28 +150,23 @@ def test_what_the_plan_is_made_from(problem, backward_kernel):
     qkv, selection = problem
     for _ in range(2):
         leaves = [x.detach().requires_grad_() for x in qkv]
-        FORWARD(*leaves, *selection, "auto", "auto")[0].sum().backward()
+        FORWARD(*arguments(leaves, selection))[0].sum().backward()
     assert backward_kernel.planned == 1
-    ranges, blocks, block_size, causal, positions, _, cu_q, cu_k, bound = selection
-    bound = bound if blocks is None else 12
-    how = backward_kernel.how
-    names = "selection", "q_positions", "cu_seqlens_q", "cu_seqlens_k"
-    for name, x in zip(names, (blocks if ranges is None else ranges, positions, cu_q, cu_k), strict=True):
-        assert (how[name] is None) == (x is None)
-        assert x is None or torch.equal(how[name], x)
-    rest = {name: x for name, x in how.items() if name not in names}
-    assert rest == {"block_size": block_size, "causal": causal, "bound": bound}
+    for name, x in Call(*leaves, **selection)._asdict().items():
+        got = getattr(backward_kernel.call, name)
+        if name not in ("settings", "return_lse"):
+            assert torch.equal(got, x) if isinstance(x, torch.Tensor) else got == x
 
 
 def test_no_gradient_runs_no_backward(problem, backward_kernel):
     qkv, selection = problem
-    o, lse = FORWARD(*qkv, *selection, "auto", "auto")
+    o, lse = FORWARD(*arguments(qkv, selection))
     assert not o.requires_grad
     assert not lse.requires_grad
     qkv[0].requires_grad_()
     with torch.no_grad():
-        assert not FORWARD(*qkv, *selection, "auto", "auto")[0].requires_grad
-    assert FORWARD(*qkv, *selection, "auto", "auto")[0].requires_grad
+        assert not FORWARD(*arguments(qkv, selection))[0].requires_grad
+    assert FORWARD(*arguments(qkv, selection))[0].requires_grad
     assert backward_kernel.calls == []
 
 
@@ -173,7 +174,7 @@ def test_changed_inputs_are_noticed(problem, backward_kernel):
     """A selection written to between forward and backward would give the gradient of another call."""
     qkv, selection = problem
     leaves = [x.requires_grad_() for x in qkv]
-    o, _ = FORWARD(*leaves, *selection, "auto", "auto")
+    o, _ = FORWARD(*arguments(leaves, selection))
     (selection[1] if selection[0] is None else selection[0]).add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         o.sum().backward()

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import nsa
-from nsa import probe
+from nsa.kernels import sources
 from nsa.testing.compile import budgets
 
 ROOT = Path(nsa.__file__).parents[1]
@@ -112,12 +112,12 @@ checkout = sys.argv.pop(1)
 sys.path[:] = [entry for entry in sys.path if entry != checkout]
 sys.meta_path[:] = [f for f in sys.meta_path if not getattr(f, "__module__", "").startswith("__editable__")]
 import torch, nsa
-from nsa import probe, schedules, settings
+from nsa import gpu, schedules
+from nsa.kernels import sources
 from nsa.testing.compile import budgets
-gpu = schedules.STAND_IN
 found = {
-    "threshold": str(settings.device_config(gpu).path), "schedule": str(schedules.measured(gpu).path),
-    "budgets": sorted(budgets.load().entries), "sources": probe.kernel_sources(),
+    "measured": sorted({str(getattr(gpu.measured(schedules.STAND_IN), name).path) for name in gpu.SECTIONS}),
+    "budgets": sorted(budgets.load().entries), "sources": sources.kernel_sources(),
     "templates": str(budgets.PACKAGE / "testing" / "report" / "templates"),
 }
 q, k = torch.randn(1, 3, 4, 16), torch.randn(1, 9, 2, 16)
@@ -145,10 +145,9 @@ def test_wheel_works_outside_the_checkout(built, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     first, *doctor, last = done.stdout.splitlines()
     assert json.loads(first) == {
-        "threshold": str(site / "nsa/configs/devices/nvidia-h100-80gb-hbm3.yaml"),
-        "schedule": str(site / "nsa/configs/schedules/nvidia-h100-80gb-hbm3.yaml"),
+        "measured": [str(site / "nsa/configs/gpus/nvidia-h100-80gb-hbm3.yaml")],
         "budgets": sorted(budgets.load().entries),
-        "sources": probe.kernel_sources(),
+        "sources": sources.kernel_sources(),
         "templates": str(site / "nsa/testing/report/templates"),
         "shape": [1, 3, 4, 16],
         "routes": ["sdpa"],

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import nsa
+import nsa.gpu
 from nsa import settings
 from nsa.testing.report import pages, summary, tables
 from nsa.testing.report.recording import grouped, load, newest
@@ -185,13 +185,13 @@ def user_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("NSA_SEL_TRITON_MIN_L", raising=False)
     settings.reload()
-    yield tmp_path / "nsa" / "devices"
+    yield tmp_path / "nsa" / "gpus"
     monkeypatch.undo()
     settings.reload()
 
 
 H100 = "NVIDIA H100 80GB HBM3"
-PACKAGED = "16, measured 2026-11-21 at commit 7554f5187b46, nsa/configs/devices/nvidia-h100-80gb-hbm3.yaml"
+PACKAGED = "16, measured 2026-11-21 at commit 7554f5187b46, nsa/configs/gpus/nvidia-h100-80gb-hbm3.yaml"
 
 
 def committed(packed):
@@ -210,7 +210,7 @@ def test_report_of_the_committed_baseline_says_what_is_in_force(tmp_path, user_f
         page = (tmp_path / "out" / name).read_text()
         assert f"sel_triton_min_L in force: {PACKAGED}." in page
         assert "This recording did not measure it." in page
-        assert str(settings.DEFAULT_MIN_L) not in re.split("(## |<h2>)Summary", page)[0]
+        assert str(nsa.gpu.DEFAULT_MIN_L) not in re.split("(## |<h2>)Summary", page)[0]
 
 
 def test_report_says_what_a_recording_measured_beside_what_is_in_force(user_folder):
@@ -248,7 +248,7 @@ def test_a_setting_of_this_process_is_in_force_in_its_own_run_only(user_folder, 
 def test_a_users_own_file_is_named_in_full(user_folder):
     user_folder.mkdir(parents=True)
     path = user_folder / "nvidia-h100-80gb-hbm3.yaml"
-    packaged = (settings.packaged_devices() / path.name).read_text()
+    packaged = (nsa.gpu.PACKAGED / path.name).read_text()
     path.write_text(packaged.replace("sel_triton_min_L: 16", "sel_triton_min_L: off"))
     settings.reload()
     assert summary.in_force(H100) == f"off, measured 2026-11-21 at commit 7554f5187b46, {path}"

@@ -12,10 +12,12 @@ import torch
 
 import nsa
 import nsa.kernels
-from nsa import dispatch, schedules
+from nsa import dispatch
 from nsa.call import Call
+from nsa.gpu import PROVENANCE
 from nsa.kernels import key_tiles, query_major
 from nsa.reference import selection_reference
+from nsa.tuning import files
 
 GPU = "NVIDIA Nobody 1"
 LONG = "rows are long enough for Triton"
@@ -23,34 +25,33 @@ MEASURED = f"2 queries or more with G = 1: key-major is faster, measured on {GPU
 
 
 @pytest.fixture
-def kernels(monkeypatch, tmp_path, fresh_plans, fresh_routes):
+def kernels(monkeypatch, gpus, fresh_routes):
     """`kernels[name]`: an error that its launch raises, or None; `kernels["tried"]`: names, as they were tried.
 
     On a GPU of which is known that key-major is faster from two queries on, wherever tensors lie.
     """
-    monkeypatch.setattr(schedules, "FOLDER", tmp_path)
     monkeypatch.setattr(dispatch, "_device_facts", lambda device: (GPU, "heads_as_queries", None))
-    provenance = {key: GPU for key in schedules.PROVENANCE}
-    (tmp_path / "nvidia-nobody-1.yaml").write_text(
-        f"key_major_from: {{1: 2}}\nchunk_key_major_from: {{1: 2}}\nprovenance: {provenance}\n"
-    )
-    state = {"key_major": None, "query_major": None, "tried": []}
+    content = {"key_major_from": {1: 2}, "chunk_key_major_from": {1: 2}}
+    content["provenance"] = dict.fromkeys(PROVENANCE["crossover"], GPU)
+    files.write_section(gpus, GPU, "crossover", content, [])
+    state = {"key_major": None, "query_major": None, "misfit": None, "tried": []}
     stub = types.ModuleType("nsa.kernels.key_major")
     monkeypatch.setitem(sys.modules, stub.__name__, stub)
     right = query_major.forward
 
-    def launch_for(q, k, v, **how):
-        state["how"] = how
-        return how["block_size"], how["causal"]
+    def plan(call, bound, per_head):
+        state["planned"] = bound, per_head
+        if state["misfit"] is not None:
+            raise key_tiles.DoesNotFit(state["misfit"])
+        return "launch"
 
-    def key_major(launch, q, k, v, route, selection, q_positions, scale, cu_q, cu_k, return_lse, out):
+    def key_major(launch, call, route):
         state["tried"].append("key_major")
         if state["key_major"] is not None:
             raise state["key_major"]
         nsa.kernels.launches[route] += 1
-        (size, causal), kind = launch, "block_indices" if launch[0] else "ranges"
-        o = selection_reference(Call.of(q, k, v, **{kind: selection}, block_size=size, causal=causal, scale=scale))[0]
-        return (o if out is None else out.copy_(o)), None
+        o, _ = selection_reference(call._replace(out=None, return_lse=False))
+        return (o if call.out is None else call.out.copy_(o)), None
 
     def forward(*args):
         state["tried"].append("query_major")
@@ -58,7 +59,7 @@ def kernels(monkeypatch, tmp_path, fresh_plans, fresh_routes):
             raise state["query_major"]
         return right(*args)
 
-    stub.launch_for, stub.forward = launch_for, key_major
+    stub.plan, stub.forward = plan, key_major
     monkeypatch.setattr(query_major, "forward", forward)
     monkeypatch.setattr(key_tiles, "MIN_REUSE", 1)
     with nsa.configure(sel_triton_min_L=0):
@@ -92,8 +93,7 @@ def test_key_major_serves(kernels, attend):
     attend()
     assert nsa.routes() == [nsa.RouteRecord("key_major", MEASURED, 1)]
     assert nsa.kernels.launches - before == {"key_major": 1}
-    how = {name: kernels["how"][name] for name in ("bound", "per_head", "invariant", "block_size")}
-    assert how == {"bound": 512, "per_head": False, "invariant": False, "block_size": 128}
+    assert kernels["planned"] == (512, False)
 
 
 def test_query_major_serves_where_key_major_is_broken(kernels, attend, caplog):

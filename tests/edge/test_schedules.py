@@ -5,7 +5,10 @@ import torch
 
 import nsa
 from nsa import dispatch, schedules, settings
+from nsa.call import Call
+from nsa.gpu import device_slug
 from nsa.kernels import key_tiles
+from nsa.outlook import Shaped
 
 GPU = "NVIDIA Nobody 1"
 PROVENANCE = "{gpu: NVIDIA Nobody 1, torch: '2', triton: '3', date: 2026-12-01, commit: abc, command: c, shape: s}"
@@ -16,13 +19,15 @@ MEASURED = "key-major is faster, measured on NVIDIA Nobody 1"
 
 
 @pytest.fixture
-def folder(monkeypatch, tmp_path, fresh_plans):
+def folder(gpus):
     """`folder(table, name=…, provenance=…, chunks=…) -> path`: an empty folder of measurements, and a file in it."""
-    monkeypatch.setattr(schedules, "FOLDER", tmp_path)
 
     def write(table=TABLE, name=GPU, provenance=PROVENANCE, chunks=CHUNKS):
-        path = tmp_path / f"{settings.device_slug(name)}.yaml"
-        path.write_text(f"key_major_from: {table}\nchunk_key_major_from: {chunks}\nprovenance: {provenance}\n")
+        path = gpus / f"{device_slug(name)}.yaml"
+        path.write_text(
+            f"crossover: {{key_major_from: {table}, chunk_key_major_from: {chunks}, provenance: {provenance}}}\n"
+        )
+        settings.reload()
         return path
 
     return write
@@ -58,63 +63,7 @@ def test_a_gpu_nobody_measured_uses_the_stand_in(folder):
     folder("{8: 512}", name=schedules.STAND_IN)
     assert schedules.key_major_from(GPU, 8) == 512
     folder("{8: 64}")
-    schedules.measured.cache_clear()
     assert schedules.key_major_from(GPU, 8) == 64
-
-
-WRONG = {
-    "no-mapping": ("[1]", "expected a mapping of settings, got [1]"),
-    "no-yaml": ("{", "expected YAML: "),
-    "unknown-key": (
-        "key_major: {}",
-        "unknown key key_major, expected one of: key_major_from, chunk_key_major_from, provenance",
-    ),
-    "no-table": ("provenance: {}", "key_major_from: expected queries by group size, got None"),
-    "empty-table": ("key_major_from: {}", "key_major_from: expected queries by group size, got {}"),
-    "group": ("key_major_from: {129: 1}", "key_major_from: expected group sizes from 1 to 128, got 129"),
-    "group-0": ("key_major_from: {0: 1}", "key_major_from: expected group sizes from 1 to 128, got 0"),
-    "group-true": ("key_major_from: {true: 1}", "key_major_from: expected group sizes from 1 to 128, got True"),
-    "group-text": ("key_major_from: {G1: 1}", "key_major_from: expected group sizes from 1 to 128, got 'G1'"),
-    "zero": ("key_major_from: {4: 0}", "key_major_from.4: expected a positive integer or null, got 0"),
-    "text": ("key_major_from: {4: never}", "key_major_from.4: expected a positive integer or null, got 'never'"),
-    "float": ("key_major_from: {4: 1.5}", "key_major_from.4: expected a positive integer or null, got 1.5"),
-    "no-chunks": ("key_major_from: {4: 64}", "chunk_key_major_from: expected queries by group size, got None"),
-    "chunk": (
-        "key_major_from: {4: 64}\nchunk_key_major_from: {4: 0}",
-        "chunk_key_major_from.4: expected a positive integer or null, got 0",
-    ),
-    "no-provenance": (
-        "key_major_from: {4: 64}\nchunk_key_major_from: {4: 64}",
-        "provenance: expected the keys gpu, torch, triton, date, commit, command, shape, got None",
-    ),
-    "part-of-a-provenance": (
-        "key_major_from: {4: 64}\nchunk_key_major_from: {4: 64}\nprovenance: {gpu: x}",
-        "provenance: expected the keys gpu, torch, triton, date, commit, command, shape, got {'gpu': 'x'}",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_file_is_named(folder, kind):
-    text, message = WRONG[kind]
-    path = folder()
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"\.yaml: ") as raised:
-        schedules.key_major_from(GPU, 1)
-    assert str(raised.value).startswith(f"{path}: {message}")
-
-
-def test_a_file_that_is_no_text_is_named(folder):
-    path = folder()
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=f"^{path}: expected YAML"):
-        schedules.measured(GPU)
-
-
-def test_committed_files_can_be_read():
-    for path in sorted(schedules.FOLDER.glob("*.yaml")):
-        schedule = schedules._parse(path)
-        assert settings.device_slug(schedule.provenance["gpu"]) == path.stem
 
 
 def test_doctor_line(folder):
@@ -124,7 +73,6 @@ def test_doctor_line(folder):
     assert schedules.describe(GPU) == f"{text} 2026-12-01, {path}"
     folder("{1: null}", name=schedules.STAND_IN, chunks="{1: null}")
     path.unlink()
-    schedules.measured.cache_clear()
     assert schedules.describe(GPU).startswith(
         "query-major everywhere; chunks of longer prompts: query-major everywhere; measured on NVIDIA Nobody 1, not on "
     )
@@ -208,21 +156,22 @@ def planned(
     device = torch.device("cuda", 0)
 
     def fake(*shape, kind=dtype):
-        return torch.Size(shape), kind, device, (0,) * (len(shape) - 1) + (1,)
+        return Shaped(device, *shape, dtype=kind)
 
     lead, cu = ((B * S,), fake(B + 1, kind=torch.int32)) if varlen else ((B, S), None)
     kv = (B * keys,) if varlen else (B, keys) if page is None else (B * keys // page, page)
     lengths = fake(B, kind=torch.int32) if cache else None
     table = fake(B, keys // page, kind=torch.int32) if page else None
     options = {"bound": None, "backend": "auto", "schedule": "auto"} | how
-    return dispatch.make_plan(
-        settings.get(),
-        fake(*lead, G * HKV, 128), fake(*kv, HKV, 128), fake(*kv, HKV, 128),
-        None if blocks else fake(*lead, HKV, n, 2, kind=torch.int32),
-        fake(*lead, HKV, n, kind=torch.int32) if blocks else None, block_size if blocks else None,
-        True, None, cu, cu, options["bound"], None, options["backend"], options["schedule"], lengths,
-        table,
+    chosen = {"ranges": fake(*lead, HKV, n, 2, kind=torch.int32)}
+    if blocks:
+        chosen = {"block_indices": fake(*lead, HKV, n, kind=torch.int32), "block_size": block_size}
+    call = Call(
+        fake(*lead, G * HKV, 128), fake(*kv, HKV, 128), fake(*kv, HKV, 128), **chosen, cu_seqlens_q=cu, cu_seqlens_k=cu,
+        max_selected=options["bound"], backend=options["backend"], schedule=options["schedule"], cache_seqlens=lengths,
+        block_table=table, settings=settings.get(),
     )  # fmt: skip
+    return dispatch.make_plan(call)
 
 
 def route(plan):
@@ -370,7 +319,6 @@ def test_what_a_backward_failure_is_remembered_by(folder, gpu):
 @pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA Somebody"])
 def test_prompts_on_an_h100_and_on_what_nobody_measured(monkeypatch, name):
     """Routes that the packaged measurement makes. Its figures may move when it is recorded anew, these calls not."""
-    schedules.measured.cache_clear()
     monkeypatch.setattr(dispatch, "_device_facts", lambda device: (name, "heads_as_queries", None))
     for G in (1, 2, 3, 4, 8, 16):
         assert planned(G=G, S=4096, backend="triton").route == "key_major"

@@ -1,6 +1,5 @@
-"""Settings: defaults < YAML < environment < argument, thresholds per GPU, and the exact words of each error."""
+"""Settings: defaults < YAML < environment < argument, and the exact words of each error."""
 
-import logging
 import os
 import re
 import threading
@@ -20,7 +19,6 @@ NAMES = (
     "probe, debug_timing, debug_compare, debug_shapes, debug_cache"
 )
 INTEGER = "expected a non-negative integer"
-PROVENANCE = "provenance: {gpu: G, torch: 2.11.0, triton: 3.6.0, date: 2026-01-31, commit: abc, margin: 1.2}\n"
 
 
 @pytest.fixture(autouse=True)
@@ -43,17 +41,6 @@ def user_yaml(monkeypatch, tmp_path):
         path.write_text(text)
         monkeypatch.setenv("NSA_CONFIG", str(path))
         settings.reload()
-        return path
-
-    return write
-
-
-@pytest.fixture
-def device_yaml(tmp_path):
-    def write(text, slug="some-gpu"):
-        path = tmp_path / "config" / "nsa" / "devices" / f"{slug}.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
         return path
 
     return write
@@ -233,100 +220,6 @@ def test_configure_reaches_other_threads():
 def test_configure_error_comes_without_with(values, kind, message):
     with raises_exactly(kind, message):
         settings.configure(**values)
-
-
-@pytest.mark.parametrize(
-    ("name", "slug"),
-    [
-        ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"),
-        ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090"),
-        ("Intel(R) Xeon(R) CPU @ 2.20GHz 2threads", "intel-xeon-cpu-2-20ghz-2threads"),
-    ],
-)
-def test_device_slug(name, slug):
-    assert settings.device_slug(name) == slug
-
-
-def test_unmeasured_gpu_says_so_once(caplog):
-    with caplog.at_level(logging.WARNING, logger="nsa"):
-        assert [settings.min_L_for("Some GPU") for _ in range(3)] == [2048] * 3
-    assert [(record.name, record.getMessage()) for record in caplog.records] == [
-        (
-            "nsa",
-            "Some GPU: nobody measured when Triton pays here, so rows of fewer than 2048 keys use packed SDPA; Triton "
-            "is probably faster: `python -m nsa calibrate` measures it (under a minute)",
-        )
-    ]
-
-
-def test_measured_gpu(caplog, device_yaml):
-    path = device_yaml("sel_triton_min_L: 64\nsdpa_layout: expanded\n" + PROVENANCE)
-    assert settings.min_L_for("Some GPU") == 64
-    config = settings.device_config("Some GPU")
-    assert (config.sdpa_layout, config.path) == ("expanded", path)
-    assert config.provenance == {
-        "gpu": "G", "torch": "2.11.0", "triton": "3.6.0", "date": "2026-01-31", "commit": "abc", "margin": "1.2",
-    }  # fmt: skip
-    assert not caplog.records
-
-
-def test_explicit_threshold_beats_the_measured_one(device_yaml, caplog):
-    device_yaml("sel_triton_min_L: 64\n" + PROVENANCE)
-    with settings.configure(sel_triton_min_L=0):
-        assert settings.min_L_for("Some GPU") == 0
-        assert settings.min_L_for("Unmeasured GPU") == 0
-    assert settings.min_L_for("Some GPU") == 64
-    assert not caplog.records
-
-
-def test_packaged_threshold(monkeypatch, device_yaml, tmp_path):
-    (tmp_path / "packaged" / "devices").mkdir(parents=True)
-    (tmp_path / "packaged" / "devices" / "some-gpu.yaml").write_text("sel_triton_min_L: 32\n" + PROVENANCE)
-    monkeypatch.setattr(settings, "_CONFIGS", tmp_path / "packaged")
-    assert settings.device_config("Some GPU").sel_triton_min_L == 32
-    settings.device_config.cache_clear()
-    device_yaml("sel_triton_min_L: 64\n" + PROVENANCE)  # the user's comes first
-    assert settings.device_config("Some GPU").sel_triton_min_L == 64
-
-
-@pytest.mark.parametrize("value", ["null", "off"])
-def test_triton_that_never_pays_stays_off(device_yaml, value):
-    device_yaml(f"sel_triton_min_L: {value}\n" + PROVENANCE)
-    assert settings.min_L_for("Some GPU") == settings.TRITON_OFF
-    assert settings.TRITON_OFF >= 2**62  # keys: more than any row
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (PROVENANCE, f"sel_triton_min_L: {INTEGER}, null or off, found no such key"),
-        ("sel_triton_min_L: x\n" + PROVENANCE, f"sel_triton_min_L: {INTEGER}, null or off, got 'x'"),
-        ("sel_triton_min_L: on\n" + PROVENANCE, f"sel_triton_min_L: {INTEGER}, null or off, got True"),
-        (
-            "sel_triton_min_L: 1\nsdpa_layout: best\n" + PROVENANCE,
-            "sdpa_layout: expected one of heads_as_queries, expanded, enable_gqa, got 'best'",
-        ),
-        (
-            "sel_triton_min_L: 1\n",
-            "provenance: expected the keys gpu, torch, triton, date, commit, margin, got None",
-        ),
-        (
-            "sel_triton_min_L: 1\nspeed: 2\n" + PROVENANCE,
-            "unknown key speed, expected one of: sel_triton_min_L, sdpa_layout, provenance",
-        ),
-    ],
-)
-def test_device_file_error(device_yaml, text, message):
-    path = device_yaml(text)
-    with raises_exactly(ValueError, f"{path}: {message}"):
-        settings.device_config("Some GPU")
-
-
-def test_every_packaged_device_file_is_valid():
-    for path in Path(BASE).parent.glob("devices/*.yaml"):
-        config = settings.device_config(path.stem)
-        assert config.path == path
-        assert settings.device_slug(config.provenance["gpu"]) == path.stem
 
 
 def test_reload_makes_calls_look_again():

@@ -9,6 +9,7 @@ import torch
 import yaml
 
 import nsa
+from nsa import gpu, settings
 from nsa.kernels import query_major, tiles
 from nsa.kernels.tiles import Choice, Point
 from nsa.testing.clock.timing import Timing
@@ -21,7 +22,7 @@ CASE = Case(4, 32, 32, 64, 2, "many", "fp32", S_kv=128)
 
 
 @pytest.fixture
-def table(monkeypatch, tmp_path):
+def table(gpus):
     """`table([(one_span, D, Dv, G, rows, L, choice), …])` makes that the H100's."""
 
     def make(shapes):
@@ -29,11 +30,9 @@ def table(monkeypatch, tmp_path):
         entries = [
             dict(zip(keys, shape[:-1], strict=True)) | {"best": [shape[-1]._asdict() | {"us": 1.0}]} for shape in shapes
         ]
-        monkeypatch.setattr(tiles, "TABLES", tmp_path)
-        return sweep.write(entries, FACTS, tmp_path)
+        return sweep.write(entries, FACTS)
 
-    yield make
-    tiles.table.cache_clear()
+    return make
 
 
 @pytest.fixture
@@ -176,9 +175,9 @@ def test_a_tile_of_the_table_is_used_and_cut_to_shared_memory(table):
 
 def test_a_damaged_table_is_an_error_that_names_it(table):
     path = table([(True, 128, 128, 8, 64, 1024, Choice(4, 1, 128, 8, 4))])
-    path.write_text("shapes: [{D: 128}]")
-    tiles.table.cache_clear()
-    with pytest.raises(ValueError, match=r"nvidia-h100-80gb-hbm3.yaml: expected a table that --nsa-sweep wrote"):
+    path.write_text("tiles: {query_major: [{shape: {D: 128}}]}")
+    settings.reload()
+    with pytest.raises(ValueError, match=r"nvidia-h100-80gb-hbm3.yaml: tiles.query_major\[0\].shape.one_span: "):
         tiles.table(H100)
 
 
@@ -189,7 +188,7 @@ def test_nothing_swept_writes_nothing(tmp_path):
 
 
 def test_committed_tables_are_whole():
-    for path in tiles.TABLES.glob("*.yaml"):
+    for path in gpu.PACKAGED.glob("*.yaml"):
         tables = tiles.table(path.stem)
         assert sum(map(len, tables.values())) >= len(sweep.cases())
         assert all(isinstance(p, Point) for points in tables.values() for p in points)
@@ -265,7 +264,7 @@ def test_what_is_used_stays_until_something_is_clearly_faster(tmp_path, us, kept
     sweep.write([shape | {"best": [measured(used, 12.0)]}], FACTS, tmp_path)
     best = [measured(faster, 10.0), measured(other, 10.05), *([measured(used, us)] if us else [])]
     path = sweep.write([shape | {"best": best}], FACTS, tmp_path)
-    found = yaml.safe_load(path.read_text())["shapes"][0]["best"]
+    found = yaml.safe_load(path.read_text())["tiles"]["query_major"][0]["best"]
     assert [fact["us"] for fact in found] == ([us, 10.0, 10.05] if kept else [10.0, 10.05, *([us] if us else [])])
 
 

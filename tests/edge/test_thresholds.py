@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa import settings
+from nsa import gpu, settings
 from nsa.testing import artifacts, options
 from nsa.testing.report.recording import load, speedup
 from nsa.tuning import files, thresholds
@@ -117,22 +117,22 @@ def test_layout_needs_masked_and_unmasked():
     assert thresholds.best_layout([plain, masked, unable]) == "heads_as_queries"
 
 
-@pytest.mark.parametrize(("slow", "min_L"), [([], 16), ([fact(0.5, 1024)], settings.TRITON_OFF)], ids=["on", "off"])
+@pytest.mark.parametrize(("slow", "min_L"), [([], 16), ([fact(0.5, 1024)], gpu.TRITON_OFF)], ids=["on", "off"])
 def test_written_file_is_what_settings_read(tmp_path, monkeypatch, caplog, slow, min_L):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("NSA_SEL_TRITON_MIN_L", raising=False)
     settings.reload()
     decision = thresholds.decide(everywhere() + slow)
-    path = thresholds.write(decision, "enable_gqa", FACTS, settings.user_devices())
-    assert path == tmp_path / "nsa" / "devices" / "nvidia-h100-80gb-hbm3.yaml"
+    path = thresholds.write(decision, "enable_gqa", FACTS, settings.user_gpus())
+    assert path == tmp_path / "nsa" / "gpus" / "nvidia-h100-80gb-hbm3.yaml"
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     with caplog.at_level(logging.WARNING, logger="nsa"):
-        assert settings.min_L_for(FACTS["gpu"]) == min_L
+        assert gpu.min_L_for(FACTS["gpu"]) == min_L
     assert not caplog.records
-    config = settings.device_config(FACTS["gpu"])
-    assert config.sdpa_layout == "enable_gqa"
-    assert config.provenance["commit"] == "abc123"
-    assert config.provenance["margin"].startswith("1.2x packed SDPA with its packing")
+    threshold = gpu.measured(FACTS["gpu"]).threshold
+    assert threshold.sdpa_layout == "enable_gqa"
+    assert threshold.provenance["commit"] == "abc123"
+    assert threshold.provenance["margin"].startswith("1.2x packed SDPA with its packing")
     assert "H4-D64-Dv128-mixed" in path.read_text()  # each combination's own threshold, as a comment
     settings.reload()
 
@@ -182,22 +182,20 @@ class Session:
         return self.options.get(name, default)
 
 
-def test_green_run_updates_the_packaged_thresholds(tmp_path, monkeypatch):
-    monkeypatch.setattr(settings, "packaged_devices", lambda: tmp_path)
+def test_green_run_updates_the_packaged_thresholds(gpus):
     session = Session()
     [note] = artifacts.finish(session, everywhere(), [])
-    assert note == f"thresholds: sel_triton_min_L = 16 written to {tmp_path / 'nvidia-h100-80gb-hbm3.yaml'}"
+    assert note == f"thresholds: sel_triton_min_L = 16 written to {gpus / 'nvidia-h100-80gb-hbm3.yaml'}"
     assert session.exitstatus == pytest.ExitCode.OK
 
 
-def test_red_or_incomplete_run_updates_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(settings, "packaged_devices", lambda: tmp_path)
+def test_red_or_incomplete_run_updates_nothing(gpus):
     red = Session(pytest.ExitCode.TESTS_FAILED)
     assert "only a green run" in artifacts.finish(red, everywhere(), [])[0]
     incomplete = Session()
     assert "combinations were not measured" in artifacts.finish(incomplete, [fact(5, 64)], [])[0]
     assert incomplete.exitstatus == pytest.ExitCode.TESTS_FAILED
-    assert list(tmp_path.iterdir()) == []
+    assert list(gpus.iterdir()) == []
 
 
 @pytest.mark.parametrize("option", ["nsa_hot", "nsa_no_check", "nsa_shape"])

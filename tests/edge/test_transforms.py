@@ -87,7 +87,7 @@ def test_inference_mode(qkv, attend, backend, leaf):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_grad_costs_no_operator(qkv, attend, backend, monkeypatch):
     """Nor does a call in which nothing requires a gradient: it is launched at once."""
-    monkeypatch.setattr(nsa.attention, "_operator", lambda *_: pytest.fail("went through the dispatcher"))
+    monkeypatch.setattr(nsa.ops, "_operator", lambda *_: pytest.fail("went through the dispatcher"))
     want = attend(*qkv, backend=backend)
     leaves = [x.clone().requires_grad_() for x in qkv]
     with torch.no_grad():

@@ -95,6 +95,9 @@ def test_both_lanes_have_a_workflow():
     assert up["with"]["name"] == down["with"]["name"]
     assert f".ci/gpu {up['with']['path']}" in runs(WORKFLOWS["gpu"].read_text())
     assert gpu["jobs"]["propose"]["permissions"] == {"contents": "write", "pull-requests": "write"}
+    [propose] = [run for run in runs(WORKFLOWS["gpu"].read_text()) if "gh pr create" in run]
+    assert f"cp {up['with']['path']}/gpus/*.yaml nsa/configs/gpus/" in propose
+    assert '-exec cp {} "$out/gpus/"' in (ROOT / ".ci" / "gpu").read_text()
 
 
 def test_a_pull_request_is_gated_against_its_base():
@@ -121,7 +124,7 @@ def test_script_for_gpu_boxes_does_every_step():
         "--benchmark-compare",
         "--nsa-update-thresholds",
         "--nsa-update-schedules",
-        "devices:thresholds schedules:schedules",
+        "nsa/configs/gpus",
         "--nsa-report",
         "--junitxml",
     ):

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import nsa
-from nsa import reference, settings, spans
+from nsa import gpu, reference, spans
 from nsa.call import Call
 
-LAYOUTS = settings.SDPA_LAYOUTS
+LAYOUTS = gpu.SDPA_LAYOUTS
 
 
 @pytest.fixture

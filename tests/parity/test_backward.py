@@ -4,12 +4,13 @@ import pytest
 import torch
 
 import nsa.kernels
+from nsa.call import Call
 from nsa.kernels import backward, backward_tiles
+from nsa.kernels.poison import poisoned_workspace
 from nsa.testing.fixtures import over
 from nsa.testing.judge.gradients import GradientOracle, assert_gradients
 from nsa.testing.matrix.case import Case
 from nsa.testing.plugin import current_lane
-from nsa.trial import poisoned_workspace
 
 
 def trained(case: Case) -> bool:
@@ -34,17 +35,10 @@ def poisoned():
 
 def run(oracle: GradientOracle) -> tuple[torch.Tensor, ...]:
     p = oracle.problem
-    cu_q, cu_k = p.cu_seqlens_pair or (None, None)
-    selection = p.ranges if p.block_indices is None else p.block_indices
-    launch = backward.launch_for(
-        p.q, p.k, p.v, selection=selection, block_size=p.block_size, causal=p.causal, q_positions=p.q_positions,
-        cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, bound=p.case.L if p.block_indices is None else None,
-    )  # fmt: skip
+    call = Call.of(p.q, p.k, p.v, **p.selection | {"cu_seqlens": p.cu_seqlens_pair})
+    launch = backward.plan(call, p.case.L if p.block_indices is None else None)
     before = nsa.kernels.launches["backward"]
-    got = backward.backward(
-        launch, oracle.do, None, p.q, p.k, p.v, oracle.o, oracle.lse, "backward", selection, p.q_positions, p.scale,
-        cu_q, cu_k,
-    )  # fmt: skip
+    got = backward.backward(launch, call, oracle.do, None, oracle.o, oracle.lse, "backward")
     assert nsa.kernels.launches["backward"] == before + 1
     return got
 

@@ -12,12 +12,12 @@ import nsa
 import nsa.kernels
 from nsa.call import Call
 from nsa.kernels import backward_tiles
+from nsa.kernels.poison import poisoned_workspace
 from nsa.reference import selection_reference
 from nsa.testing.judge.gradients import GradientOracle, assert_gradients
 from nsa.testing.matrix import caches, strategies
 from nsa.testing.matrix.problem import Problem
 from nsa.testing.matrix.strategies import BLOCKS, HUGE, INT32, PACKED, RANGES, Drawn, DrawnCache
-from nsa.trial import poisoned_workspace
 
 from .test_kvcache import check
 

@@ -255,7 +255,7 @@ def _repeat(fn: Fn, times: int) -> Fn:
     return repeated
 
 
-# Always the same stream: graphs captured on a fifth one take 0.2 us longer a launch (H100; CONTRIBUTING.md).
+# Always the same stream: graphs captured on a fifth one take 0.2 us longer a launch (H100; docs/notebook/timing.md).
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
     """The one that all graphs are captured on, as `torch.cuda.graph` has one."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from nsa import probe
+from nsa.kernels import sources
 from nsa.testing.compile.points import Architecture
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def record(release: str, architecture: str, kernels: int, date: str, commit: str
     known: list[dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))["passed"] if path.exists() else []
     known = [entry for entry in known if (entry["triton"], entry["arch"]) != (release, architecture)]
     if kernels:
-        found = {"kernels": kernels, "date": date, "commit": commit, "sources": probe.kernel_sources()}
+        found = {"kernels": kernels, "date": date, "commit": commit, "sources": sources.kernel_sources()}
         known.append({"triton": release, "arch": architecture} | found)
     lines = [
         "# What the kernels compile for, by Triton release, as `python -m nsa.testing.compile --record` writes it.",

@@ -164,5 +164,5 @@ def _summary(kernels: list[Compiled]) -> str:
 
 
 def _uncommitted() -> bool:
-    command = ["git", "status", "--porcelain", "--", "nsa/kernels/*.py", "nsa/testing/aot*.py", "nsa/configs/tiles"]
+    command = ["git", "status", "--porcelain", "--", "nsa/kernels/*.py", "nsa/testing/compile/*.py", "nsa/configs/gpus"]
     return bool(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 import nsa.kernels
+from nsa.kernels.poison import poisoned_workspace
 from nsa.testing.judge.forward import Result
 from nsa.testing.matrix.case import DTYPES, Case
 from nsa.testing.matrix.problem import Problem
-from nsa.trial import poisoned_workspace
 
 Call = Callable[[Problem, bool, "Tensor | None"], Any]
 Support = Callable[[Case], "str | None"]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa import settings
+from nsa.gpu import device_slug
 from nsa.testing.report.recording import Fact, Recording, load, newest, prefills, servings, speedup, trainings
 from nsa.testing.report.tables import (
     PREFILL_HEADER,
@@ -154,7 +154,7 @@ def _folded(title: str, body: list[str]) -> list[str]:
 
 def picture_path(recording: Recording) -> str:
     """Of the picture of a device, from the root of the repository."""
-    return f"docs/{settings.device_slug(recording.gpu or recording.device)}.svg"
+    return f"docs/{device_slug(recording.gpu or recording.device)}.svg"
 
 
 def pictures(recordings: Sequence[Recording]) -> dict[str, str]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+import nsa.gpu
 from nsa import settings
 from nsa.testing.report.recording import Fact, geomean, grouped, kernels, prefills, servings, trainings, worst
 from nsa.tuning import crossover, thresholds
@@ -241,14 +242,14 @@ def in_force(gpu: str, live: bool = True) -> str:
 
     `live`: of this process, where a variable or `nsa.configure` may set it. A recording has neither.
     """
-    explicit, config = settings.get().sel_triton_min_L, settings.device_config(gpu)
+    explicit, threshold = settings.get().sel_triton_min_L, nsa.gpu.measured(gpu).threshold
     if live and explicit is not None:
         return f"{explicit}, set by {settings.sources()['sel_triton_min_L']}"
-    if config is None:
-        return f"{settings.DEFAULT_MIN_L}, the safe default: no file has measurements of this GPU"
-    value = None if config.sel_triton_min_L == settings.TRITON_OFF else config.sel_triton_min_L
-    date, commit = config.provenance["date"], config.provenance["commit"][:12]
-    return f"{_off(value)}, measured {date} at commit {commit}, {_shown(config.path)}"
+    if threshold is None:
+        return f"{nsa.gpu.DEFAULT_MIN_L}, the safe default: no file has measurements of this GPU"
+    value = None if threshold.sel_triton_min_L == nsa.gpu.TRITON_OFF else threshold.sel_triton_min_L
+    date, commit = threshold.provenance["date"], threshold.provenance["commit"][:12]
+    return f"{_off(value)}, measured {date} at commit {commit}, {_shown(threshold.path)}"
 
 
 def _off(min_L: int | None) -> str:
@@ -256,8 +257,8 @@ def _off(min_L: int | None) -> str:
 
 
 def _shown(path: Path) -> str:
-    """A packaged file as the repository has it, `nsa/configs/devices/<gpu>.yaml`; a user's own in full."""
-    root = settings.packaged_devices().parents[2]
+    """A packaged file as the repository has it, `nsa/configs/gpus/<gpu>.yaml`; a user's own in full."""
+    root = nsa.gpu.PACKAGED.parents[2]
     return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
 

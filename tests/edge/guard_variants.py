@@ -1,4 +1,4 @@
-"""For each point of the compile matrix, on each of its NVIDIA GPUs: does a probe's child launch what its parent will?
+"""For each point of the compile matrix, on each of its NVIDIA GPUs: does a trial launch what the parent will?
 
 Run as a script it prints, as JSON, for every launch of the parent, where the child's differs. Nothing is compiled: what
 decides that is compared. It must not run in Triton's interpreter, hence a process of its own.
@@ -10,8 +10,9 @@ import json
 
 import torch
 
-from nsa import probe, settings, trial
-from nsa.kernels import backward, backward_tiles, combine, key_major, key_tiles, query_major, tiles
+from nsa import settings
+from nsa.guard.trials import TRIALS, Trial
+from nsa.kernels import backward, combine, key_major, query_major
 from nsa.kernels.launch import Variant
 from nsa.testing.compile import child, points
 
@@ -29,24 +30,15 @@ def main() -> None:
     seen: list[dict[str, object]] = []
 
     def launch(self: Variant, grid: object, device: object, tensors: tuple[object, ...], *_: object) -> None:
-        seen.append(json.loads(json.dumps(probe.describe(self, tensors))))
+        seen.append(json.loads(json.dumps(self.describe(tensors))))
 
     Variant.launch = launch
-    real = [(tiles, "choose"), (key_tiles, "select"), (key_major, "span_bucket")]
-    real += [(backward, "span_bucket"), *((backward_tiles, name) for name in ("select", "STRIP", "INDEX_BYTES"))]
-    as_it_is = [(module, name, getattr(module, name)) for module, name in real]
-
-    def restore() -> None:
-        for module, name, value in as_it_is:
-            setattr(module, name, value)
-
     report = {}
     gpus = [chip for chip in points.ARCHITECTURES.values() if chip.backend == "cuda"]
     for chip, point in [(gpu, point) for gpu in gpus for point in points.points(gpu, "full")]:
         query_major.device_limits = lambda device, chip=chip: (chip.capability, chip.processors)
         query_major.gpu_name = lambda device, chip=chip: chip.gpu
         seen.clear()
-        restore()
         settings.reload()
         child._call(point)
         for what in list(seen):
@@ -56,9 +48,8 @@ def main() -> None:
             combine._variant.cache_clear()
             key_major._variants.cache_clear()
             backward._variants.cache_clear()
-            restore()
             try:
-                trial.TRIALS[what["kernel"]](what, torch.device("meta"), stop)
+                TRIALS[what["kernel"]](Trial(what, torch.device("meta"), stop))
             except Launched:
                 pass
             found = [x for x in seen if x["kernel"] == what["kernel"]]

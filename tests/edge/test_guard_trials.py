@@ -1,4 +1,4 @@
-"""The child of a probe compiles what its parent is about to, finds right kernels right, and wrong ones wrong."""
+"""A trial compiles what the parent is about to, finds right kernels right, and wrong ones wrong."""
 
 import functools
 import json
@@ -11,13 +11,17 @@ import pytest
 import torch
 
 import nsa
-from nsa import probe, settings, trial
-from nsa.kernels import backward, backward_tiles, combine, key_major, key_tiles, query_major, tiles
+from nsa import guard, settings
+from nsa.call import Call
+from nsa.guard import child
+from nsa.guard.trials import TRIALS, Trial
+from nsa.kernels import backward, combine, key_major, query_major
 from nsa.kernels.launch import Variant
+from nsa.reference import beyond_rounding
 from nsa.testing.compile.points import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("fresh_routes", "fresh_plans")
-SCRIPT = Path(__file__).with_name("trial_variants.py")
+SCRIPT = Path(__file__).with_name("guard_variants.py")
 ROOT = Path(nsa.__file__).parents[1]
 
 
@@ -30,7 +34,7 @@ def test_it_launches_what_the_parent_would():
     report = json.loads(done.stdout)
     assert {name: x["differs"] for name, x in report.items() if x["differs"]} == {}
     assert {name.split()[0] for name in report} == {name for name in ARCHITECTURES if name.startswith("sm_")}
-    assert {name.split()[-1] for name in report} == set(trial.TRIALS)
+    assert {name.split()[-1] for name in report} == set(TRIALS)
     assert any(x["cluster"] for x in report.values())
 
 
@@ -50,10 +54,10 @@ def launches_of(monkeypatch):
     def make(call):
         asked = []
         with monkeypatch.context() as patch:
-            patch.setattr(probe, "require", lambda variant, device, tensors: asked.append((variant, tensors)))
+            patch.setattr(guard, "require", lambda variant, device, tensors: asked.append((variant, tensors)))
             fresh()
             call()
-        return [json.loads(json.dumps(probe.describe(*one))) for one in asked]
+        return [json.loads(json.dumps(variant.describe(tensors))) for variant, tensors in asked]
 
     return make
 
@@ -64,17 +68,9 @@ def attempt(monkeypatch, device):
 
     def make(what):
         with monkeypatch.context() as patch:
-            patch.setattr(tiles, "choose", tiles.choose)
-            patch.setattr(key_tiles, "select", key_tiles.select)
-            patch.setattr(key_major, "WIDE", key_major.WIDE)
-            patch.setattr(key_major, "span_bucket", key_major.span_bucket)
-            for name in ("select", "STRIP", "INDEX_BYTES"):
-                patch.setattr(backward_tiles, name, getattr(backward_tiles, name))
-            patch.setattr(backward, "span_bucket", backward.span_bucket)
-            patch.setattr(probe, "require", probe.require)
-            fresh()
-            seen = trial._watch(what)
-            wrong = trial.TRIALS[what["kernel"]](what, device, lambda kind, text: None)
+            patch.setattr(guard, "require", guard.require)
+            seen = child.watch(what)
+            wrong = TRIALS[what["kernel"]](Trial(what, device, lambda kind, text: None))
             assert what in seen
         fresh()
         return wrong
@@ -221,15 +217,16 @@ def backward_calls(draw, same, device):
     ranges, blocks = same([(0, 7), (9, 13)], 1, 3, 2), same([1, -1, 0], 1, 3, 2)
 
     def passing(qkv, selection, block_size=None, with_lse=False, **about):
-        def call():
-            q, k, v = qkv
-            launch = backward.launch_for(q, k, v, selection=selection, block_size=block_size, **about)
-            about.pop("causal", None)
+        kind = "ranges" if block_size is None else "block_indices"
+        call = Call(*qkv, **{kind: selection, "block_size": block_size, "causal": False} | about)
+
+        def launch():
+            q, v = call.q, call.v
             do = torch.ones(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=device)
             lse = torch.ones(q.shape[:-1], device=device)
-            backward.backward(launch, do, lse if with_lse else None, q, k, v, do, lse, "backward", selection, **about)
+            backward.backward(backward.plan(call), call, do, lse if with_lse else None, do, lse, "backward")
 
-        return call
+        return launch
 
     halves = [x.half() for x in draw(G=3, D=20, Dv=36)]
     packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu.long() * 7, "causal": True}
@@ -370,6 +367,6 @@ def test_a_kernel_that_is_hardly_wrong_is_wrong(calls, launches_of, attempt, mon
 
 def test_nothing_but_zeros_is_compared_too():
     nothing = torch.zeros(2, 3, dtype=torch.float64)
-    assert trial.beyond_rounding(nothing.half(), nothing, torch.float16) is None
-    assert trial.beyond_rounding(nothing.half() + 0.01, nothing, torch.float16).startswith("max error 0.01")
-    assert trial.beyond_rounding(nothing - torch.inf, nothing - torch.inf, torch.float32) is None
+    assert beyond_rounding(nothing.half(), nothing, torch.float16) is None
+    assert beyond_rounding(nothing.half() + 0.01, nothing, torch.float16).startswith("max error 0.01")
+    assert beyond_rounding(nothing - torch.inf, nothing - torch.inf, torch.float32) is None

@@ -1,0 +1,252 @@
+"""How each kernel is tried: a small call that launches the variant asked about, and a comparison with the reference.
+
+The real launchers launch it. They are told the tile and find everything else out by the arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from nsa.call import Call
+from nsa.kernels.likeness import Likeness
+from nsa.kernels.poison import POISON, poisoned_workspace
+from nsa.reference import beyond_rounding, selection_reference
+
+Say = Callable[[str, str], None]
+
+
+class Trial(Likeness):
+    """One call, of tensors like the parent's.
+
+    ``c``, ``options``, ``given``: the variant's compile-time arguments, its options, and dtypes by name of argument.
+    """
+
+    selection: Tensor | None = None
+    size: int | None = None  # of a block
+
+    def __init__(self, what: dict[str, Any], device: torch.device, say: Say) -> None:
+        super().__init__(what, device)
+        self.kernel, self.c, self.options = what["kernel"], what["constexprs"], what["options"]
+        self.given, self.say = what["tensors"], say
+        self.about: dict[str, Tensor] = {}
+
+    def layout(self, HKV: int, S_kv: int, B: int = 2, S: int = 3) -> None:
+        """``q, k, v`` and the output, and what says which sequence a query is of, and where it stands."""
+        from nsa.kernels import primitives as p
+
+        c, layout, page = self.c, self.c.get("LAYOUT", p.BATCH.value), self.c.get("PAGE", 0)
+        batched, width = layout in (p.BATCH.value, p.CACHE.value), -(-S_kv // page) if page else 0
+        lead, cache = ((B, S), (B, S_kv)) if batched else ((max(S, 3) + 2,), (S_kv,))
+        if page:  # of more pages than are needed, some of which the table does not name
+            cache, S_kv = (2 * width + 1, page), width * page
+        heads, self.rows, self.S_kv = HKV * c.get("G", 2), (*lead, HKV), S_kv
+        self.q = self.floats("q_ptr", *lead, heads, c.get("D", 64))
+        self.k = self.floats("k_ptr", *cache, HKV, c.get("D", 64))
+        self.v = self.floats("v_ptr", *cache, HKV, c.get("Dv", 64))
+        self.out = self.floats("o_ptr", *lead, heads, c.get("Dv", 64)).fill_(POISON)
+        if layout == p.CACHE.value:  # one length is beyond the cache, and two pages do not exist
+            self.about["cache_seqlens"] = self.place("cu_k_ptr", [S_kv - 7, S_kv + 3])
+            if page:
+                order = torch.randperm(2 * width, generator=self.generator).view(2, width)
+                order[0, 0], order[1, -1] = -1, 2 * width + 1
+                self.about["block_table"] = self.place("table_ptr", order)
+        elif layout == p.PACKED.value:
+            self.about["cu_seqlens_k"] = self.place("cu_k_ptr", [0, 7, 7, S_kv - 9, S_kv - 1, S_kv + 3])
+        elif layout == p.VARLEN.value:
+            self.about["cu_seqlens_q"] = self.place("cu_q_ptr", [0, 2, 2, *lead])
+            self.about["cu_seqlens_k"] = self.place("cu_k_ptr", [0, S_kv // 3, S_kv // 2, S_kv])
+        if self.given.get("pos_ptr") is not None:
+            self.about["q_positions"] = self.place("pos_ptr", self.draw(lead, -1, S_kv))
+
+    def select(self, n: int, size: int | None, crowded: bool = False) -> None:
+        """``n`` spans, or blocks of ``size``, a row: all keys, none, too many. ``crowded``: mostly the first block."""
+        self.size = size
+        if size is None:
+            start = self.draw((*self.rows, n), -3, self.S_kv + 3)
+            chosen = torch.stack((start, start + self.draw(start.shape, -2, 2 * self.S_kv // n + 2)), -1)
+            chosen.view(-1, n, 2)[0, 0] = torch.tensor([-5, self.S_kv + 5])
+            chosen.view(-1, n, 2)[-1] = 0
+            end = torch.tensor([0, 3])
+        else:
+            chosen, end = self.draw((*self.rows, n), -1, -(-self.S_kv // size) + 1), torch.tensor(0)
+            chosen[..., 8:-1] = -1  # all of 64 would take the interpreter seconds
+            chosen.view(-1, n)[-1] = -1
+        if crowded:
+            chosen.view(-1, n, *end.shape)[:, 2:] = end
+        self.selection = self.place("sel_ptr", chosen)
+
+    def compute(self, begin: Callable[[], Any]) -> Any:
+        """What is launched by ``begin``, computed."""
+        self.say("phase", "compiling")
+        got = begin()
+        self.say("phase", "running")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.say("phase", "comparing")
+        return got
+
+    def call(self, **more: Any) -> Call:
+        """The call; without a selection one of packed rows."""
+        q, k, v = self.q, self.k, self.v
+        if self.selection is None:
+            q, k, v = (q[:, 0], k[:, :, 0], v[:, :, 0]) if q.dim() == 4 else (q, k[:, 0], v[:, 0])
+        kind = "ranges" if self.size is None else "block_indices"
+        how = {kind: self.selection, "block_size": self.size, "causal": self.c.get("CAUSAL", True), **self.about}
+        return Call(q, k, v, **how, **more)
+
+    def forward(self, module: Any, with_lse: bool, bound: int | None = None) -> str | None:
+        """A forward call of ``nsa.kernels``' ``module``; what is wrong with its output and LSE."""
+        out = self.out[:, 0] if self.selection is None and self.out.dim() == 4 else self.out
+        call = self.call(out=out, return_lse=with_lse)
+        launch = module.plan(call, bound)
+        _, lse = self.compute(lambda: module.forward(launch, call, "trial"))
+        o_want, lse_want = self.reference(*(x.cpu().double() for x in (self.q, self.k, self.v)))
+        wrong = beyond_rounding(out, o_want.view(out.shape), out.dtype)
+        return wrong or (None if lse is None else beyond_rounding(lse, lse_want.view(lse.shape), torch.float32, "LSE "))
+
+    def backward(self, module: Any) -> str | None:
+        """A backward call; what is wrong with its gradients, compared with those of the reference, in fp64."""
+        qkv, like = (self.q, self.k, self.v), self.out.shape
+        do = self.normal("do_ptr", *like)
+        dlse = self.normal("dlse_ptr", *like[:-1]) if self.given.get("dlse_ptr") is not None else None
+        call = self.call()
+        launch = module.plan(call)
+        want: tuple[Tensor, ...] = ()
+        o, lse = torch.empty_like(do), torch.empty(like[:-1], device=self.device)
+        if self.device.type != "meta":  # where nothing is computed: what would be compiled is looked at
+            leaves = [x.cpu().double().requires_grad_() for x in qkv]
+            exact = self.reference(*leaves)
+            loss = (exact[0] * do.cpu().double()).sum()
+            if dlse is not None:
+                loss = loss + (exact[1].masked_fill(exact[1].isinf(), 0) * dlse.cpu().double()).sum()
+            want = torch.autograd.grad(loss, leaves)
+            o, lse = self.place("o_ptr", exact[0].detach()), self.place("lse_ptr", exact[1].detach())
+        got = self.compute(lambda: module.backward(launch, call, do, dlse, o, lse, "trial"))
+        wrong = (beyond_rounding(x, y, self.q.dtype, f"d{of} ") for of, x, y in zip("qkv", got, want, strict=True))
+        return next(filter(None, wrong), None)
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """``O`` and LSE on the host, in the dtype of ``q, k, v``."""
+        about: dict[str, Any] = {name: x.cpu() for name, x in self.about.items()}
+        cu_q, cu_k = about.pop("cu_seqlens_q", torch.arange(q.shape[0] + 1)), about.pop("cu_seqlens_k", None)
+        everything = torch.tensor([0, 2**31 - 1]).expand(*self.rows, 1, 2)
+        selection = everything if self.selection is None else self.selection.cpu()
+        about |= {"ranges": selection} if self.size is None else {"block_indices": selection, "block_size": self.size}
+        about |= {"causal": self.c.get("CAUSAL", True), "cu_seqlens": None if cu_k is None else (cu_q, cu_k)}
+        o, lse = selection_reference(Call.of(q, k, v, **about, return_lse=True))
+        assert lse is not None
+        return o, lse
+
+    @contextlib.contextmanager
+    def told(self, module: Any, tiles: Any, **fields: Any) -> Iterator[None]:
+        """``module``'s launches have these fields in the tile that ``tiles`` selects, and poisoned workspaces."""
+        select, spans = tiles.select, self.c.get("SPANS", 1)
+        fields |= module.tile_fields(self.kernel, self.c, self.options)
+        # Over an enormous cache fewer spans are held than their number asks for.
+        bucket = (lambda n, S_kv: spans) if spans > 1 else module.span_bucket
+        with (
+            patch.multiple(tiles, select=lambda *arguments: select(*arguments)._replace(**fields)),
+            patch.multiple(module, span_bucket=bucket),
+            poisoned_workspace(module.__name__.rpartition(".")[2]),
+        ):
+            yield
+
+    def prepare(self, size: int, walk: bool, share: int = 0) -> None:
+        """Tensors of a call with blocks of ``size``, or spans, as the variant has it.
+
+        ``walk``: blocks fit a kernel that walks along rows. ``share``: all rows read the first block, several shares.
+        """
+        from nsa.kernels import key_tiles, primitives
+
+        source = self.c.get("SOURCE")
+        spans = source == primitives.RANGES.value
+        if walk:  # whole tiles, or not
+            size = self.c["BLOCK_L"] - (source != primitives.TILED.value)
+        HKV, B, S, n = (1, 1, 3 + share // 64, 64) if share else (2, 2, 3, 4)
+        S_kv = 3 * (key_tiles.GRID if spans else size) + 5 + (2 * S if share else 0)
+        self.layout(HKV, S_kv, B, S)
+        self.select(max(self.c.get("SPANS", 1), n), None if spans else size, share > 0)
+
+
+def _forward(t: Trial) -> str | None:
+    """A few rows of every kind: many spans, none, reaching past the end."""
+    from nsa.kernels import primitives, query_major, tiles
+
+    c, L = t.c, t.c["BLOCK_L"]
+    tile = tiles.Tile(**{field: (c | t.options)[field] for field in tiles.Tile._fields})
+    splits = c["CLUSTER"] or (max(2, c["SINGLE"]) if c["SPLIT"] else 1)
+    if c["SINGLE"] and c["CHUNKED"] and not c["CLUSTER"]:
+        splits = c["SPANS"] + 1 if c["SPLIT"] else 1  # a tile for each of so many blocks
+    whole, tiled = (c["SOURCE"] == source.value for source in (primitives.WHOLE, primitives.TILED))
+    S_kv = L * (splits + tile.num_stages) + 5  # every program meets tiles enough to pipeline, and an end within one
+    t.layout(c["HKV"], L * splits - 3 if c["SINGLE"] and whole else S_kv, S=3 if c["S_MANY"] else 1)
+    n = c["SPANS"] + int(c["CHUNKED"])  # as many as a program holds at a time, or one more
+    size = L if tiled else max(1, L // 2)
+    if c["SINGLE"]:  # all of them are a tile a program
+        size = L * c["SINGLE"] if tiled else size
+        n = n if c["CHUNKED"] else min(n, splits * L // size)
+        size = size if tiled else max(1, min(size, splits * L // n))
+    elif tile.num_stages == 1:  # and here are not
+        size += L * (splits // n + 1)
+    if not whole:
+        t.select(n, None if c["SOURCE"] == primitives.RANGES.value else size)
+    apart = c["SPLIT"] and not c["CLUSTER"]  # then the parts are merged by a kernel that knows the LSE anyway
+    with patch.multiple(tiles, choose=lambda *_, **__: (tile, splits, c["CLUSTER"] > 0)):
+        return t.forward(query_major, apart or t.given["lse_ptr"] is not None, bound=t.S_kv)
+
+
+def _combine(t: Trial) -> str | None:
+    """A whole call whose rows are split into so many parts, some of them empty."""
+    from nsa.kernels import query_major, tiles
+
+    splits, choose = t.c["SPLITS"], tiles.choose
+    t.layout(2, 7 * splits + 5)
+    t.select(4, None)
+    with patch.multiple(tiles, choose=lambda *x, **about: (choose(*x, **about)[0], splits, False)):
+        return t.forward(query_major, t.given["lse_ptr"] is not None, bound=t.S_kv)
+
+
+def _key_major(t: Trial) -> str | None:
+    """A whole call whose kernel of that name is the one asked about; all others are as they come."""
+    from nsa.kernels import key_major, key_tiles
+
+    size = t.c.get("BLOCK_N", 32) * (1 if t.c.get("ONE_TILE", True) else 2)
+    t.prepare(size, walk=t.c.get("WALK", False))
+    wide = -1 if t.c.get("WIDE", False) else key_major.WIDE
+    with t.told(key_major, key_tiles), patch.multiple(key_major, WIDE=wide):
+        return t.forward(key_major, t.kernel != "_merge_kernel" or t.given["lse_ptr"] is not None)
+
+
+def _backward(t: Trial) -> str | None:
+    """A whole backward pass whose kernel of that name is the one asked about; all others are as they come."""
+    from nsa.kernels import backward, backward_tiles
+
+    keep_dq = t.kernel == "_gather_kernel" or t.given.get("dq_part_ptr") is not None
+    crowded, size = t.kernel in ("_dkdv_kernel", "_sum_kernel"), 16
+    if t.kernel == "_dkdv_kernel":
+        size = t.c["BLOCK_N"] * (1 if keep_dq else 2)
+    t.prepare(size, walk=t.kernel == "_dq_kernel", share=t.c["SHARE"] if crowded else 0)
+    index_bytes = 2 << 30 if crowded else backward_tiles.INDEX_BYTES
+    with (
+        t.told(backward, backward_tiles, keep_dq=keep_dq),
+        patch.multiple(backward_tiles, STRIP=1, INDEX_BYTES=index_bytes),
+    ):
+        return t.backward(backward)
+
+
+def _either(t: Trial) -> str | None:
+    """Of a kernel of both directions."""
+    return (_backward if t.given.get("part_ptr") or t.given.get("strip_ptr") else _key_major)(t)
+
+
+TRIALS = {"_fwd_kernel": _forward, "_combine_kernel": _combine}
+TRIALS |= {f"_{name}_kernel": _key_major for name in ("count", "partial", "merge")}
+TRIALS |= {f"_{name}_kernel": _backward for name in ("order", "strip", "delta", "dq", "dkdv", "sum", "gather")}
+TRIALS |= {f"_{name}_kernel": _either for name in ("scan", "scatter")}
+"""What is wrong with the results of a variant, by the kernel's name; None if they are right."""

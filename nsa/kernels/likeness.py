@@ -1,0 +1,45 @@
+"""Tensors that have Triton compile what it compiled, or is about to compile, for other ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Likeness:
+    """Makes tensors with the dtypes, alignments and strides of a launch that was described.
+
+    Args:
+        what: of :meth:`nsa.kernels.launch.Variant.describe`. Arguments are named as there. A tensor that the described
+            kernel does not take, but the call around it, has the usual dtype.
+    """
+
+    def __init__(self, what: dict[str, Any], device: torch.device) -> None:
+        self.device, self.misaligned, self.unit = device, what["misaligned"], what["constexprs"].get("STRIDE_UNIT", 16)
+        given = {name: getattr(torch, x.removeprefix("torch.")) for name, x in what["tensors"].items() if x}
+        float_dtype = next((given[x] for x in ("q_ptr", "o_ptr", "dq_ptr") if x in given), torch.float16)
+        self.dtypes = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr"), float_dtype)
+        self.dtypes |= dict.fromkeys(("sel_ptr", "cu_q_ptr", "cu_k_ptr", "table_ptr"), torch.int32)
+        self.dtypes |= dict.fromkeys(("lse_ptr", "dlse_ptr"), torch.float32) | given
+        self.generator = torch.Generator().manual_seed(0)
+
+    def draw(self, shape: tuple[int, ...], low: int, high: int) -> Tensor:
+        """Integers from ``low`` to ``high``, which is left out, on the host."""
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def place(self, name: str, values: Tensor | list[int]) -> Tensor:
+        """Contiguous, on the device, as the argument of that name."""
+        values, offset = torch.as_tensor(values), int(name in self.misaligned)
+        memory = torch.empty(values.numel() + offset, dtype=self.dtypes[name], device=self.device)
+        return memory[offset:].view(values.shape).copy_(values)
+
+    def normal(self, name: str, *shape: int) -> Tensor:
+        """N(0, 1), contiguous."""
+        return self.place(name, torch.randn(shape, generator=self.generator))
+
+    def floats(self, name: str, *shape: int) -> Tensor:
+        """N(0, 1). The greatest common divisor of 16 and all strides but the last is that of the described launch."""
+        width = -(-shape[-1] // 16) * 16 + self.unit % 16
+        return self.normal(name, *shape[:-1], width)[..., : shape[-1]]

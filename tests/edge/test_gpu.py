@@ -1,0 +1,336 @@
+"""The file of a GPU: its sections, the user's before the packaged, what serves without one, and each error's words."""
+
+import logging
+import re
+
+import pytest
+import torch
+
+import nsa
+from nsa import dispatch, gpu, schedules, settings
+from nsa.kernels import tiles
+from nsa.kernels.tiles import Choice, Point
+from nsa.tuning.files import HEAD, write_section
+
+NAME = "NVIDIA Nobody 1"
+OF = "gpu: G, torch: 2.11.0, triton: 3.6.0, date: 2026-01-31, commit: abc"
+THRESHOLD = f"threshold: {{sel_triton_min_L: 64, sdpa_layout: expanded, provenance: {{{OF}, margin: 1.2}}}}\n"
+CROSSOVER = (
+    "crossover: {key_major_from: {1: 2, 4: 1024, 16: null}, chunk_key_major_from: {1: 64}, "
+    f"provenance: {{{OF}, command: c, shape: s}}}}\n"
+)
+SHAPE = "one_span: false, D: 128, Dv: 128, G: 8, rows: 64, L: 256"
+BEST = "splits: 2, head_tiles: 1, BLOCK_L: 32, num_warps: 2, num_stages: 3, cluster: 0"
+TILES = f"tiles: {{query_major: [{{shape: {{{SHAPE}}}, provenance: {{{OF}}}, best: [{{{BEST}}}]}}]}}\n"
+INTEGER = "expected a non-negative integer, null or off"
+
+
+@pytest.fixture
+def packaged(gpus):
+    """`packaged(text) -> path`: what ships with the package about this GPU."""
+
+    def write(text):
+        path = gpus / "nvidia-nobody-1.yaml"
+        path.write_text(text)
+        settings.reload()
+        return path
+
+    return write
+
+
+@pytest.fixture
+def mine(gpus):
+    """`mine(text) -> path`: what this user measured of it."""
+
+    def write(text, folder="gpus"):
+        path = settings.user_gpus().parent / folder / "nvidia-nobody-1.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        settings.reload()
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"),
+        ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090"),
+        ("Intel(R) Xeon(R) CPU @ 2.20GHz 2threads", "intel-xeon-cpu-2-20ghz-2threads"),
+    ],
+)
+def test_device_slug(name, slug):
+    assert gpu.device_slug(name) == slug
+
+
+# --- one file ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_file_has_every_section(packaged):
+    path = packaged(THRESHOLD + CROSSOVER + TILES)
+    found = gpu.measured(NAME)
+    assert (found.threshold.sel_triton_min_L, found.threshold.sdpa_layout) == (64, "expanded")
+    assert found.crossover.tokens == {1: 2, 4: 1024, 16: None}
+    assert found.crossover.chunk == {1: 64}
+    assert found.tiles.query_major == {(False, 128, 128): {Point(8, 64, 256): Choice(2, 1, 32, 2, 3, 0)}}
+    of = {"gpu": "G", "torch": "2.11.0", "triton": "3.6.0", "date": "2026-01-31", "commit": "abc"}
+    assert found.threshold.provenance == of | {"margin": "1.2"}
+    assert found.crossover.provenance == of | {"command": "c", "shape": "s"}
+    assert found.tiles.provenance == (of,)
+    assert {found.threshold.path, found.crossover.path, found.tiles.path} == {path}
+    assert gpu.measured(NAME) is found
+
+
+def test_every_packaged_file_is_valid():
+    paths = sorted(gpu.PACKAGED.glob("*.yaml"))
+    assert paths
+    for path in paths:
+        found = gpu.read(path)
+        parts = [x.provenance for x in (found.threshold, found.crossover) if x]
+        parts += found.tiles.provenance if found.tiles else ()
+        assert {gpu.device_slug(provenance["gpu"]) for provenance in parts} == {path.stem}
+
+
+def test_the_users_sections_come_first(packaged, mine):
+    first = packaged(THRESHOLD + CROSSOVER)
+    second = mine(THRESHOLD.replace("64", "32") + TILES)
+    found = gpu.measured(NAME)
+    assert found.threshold.sel_triton_min_L == 32
+    assert (found.threshold.path, found.crossover.path, found.tiles.path) == (second, first, second)
+
+
+def test_a_whole_file_of_the_users_is_all_that_is_read(packaged, mine):
+    packaged("[not read]")
+    path = mine(THRESHOLD + CROSSOVER + TILES)
+    assert gpu.measured(NAME).tiles.path == path
+
+
+# --- without a section ------------------------------------------------------------------------------------------------
+
+NOT_MEASURED = (
+    f"{NAME}: nobody measured when Triton pays here, so rows of fewer than 2048 keys use packed SDPA; Triton is "
+    "probably faster: `python -m nsa calibrate` measures it (a minute or two)"
+)
+
+
+def said(caplog):
+    return [(record.name, record.getMessage()) for record in caplog.records]
+
+
+def test_without_a_threshold_the_safe_default_serves_and_is_said_once(packaged, caplog):
+    packaged(CROSSOVER + TILES)
+    assert [gpu.min_L_for(NAME) for _ in range(3)] == [2048] * 3
+    assert said(caplog) == [("nsa", NOT_MEASURED)]
+    assert gpu.measured(NAME).threshold is None
+    assert schedules.key_major_from(NAME, 1) == 2
+    assert tiles.table(NAME)
+
+
+def test_without_a_crossover_the_stand_in_serves(packaged, gpus, caplog):
+    packaged(THRESHOLD + TILES)
+    assert schedules.key_major_from(NAME, 1) is None
+    (gpus / "nvidia-h100-80gb-hbm3.yaml").write_text(CROSSOVER.replace("1: 2", "1: 512"))
+    settings.reload()
+    assert schedules.key_major_from(NAME, 1) == 512
+    assert gpu.min_L_for(NAME) == 64
+    assert said(caplog) == []
+
+
+def test_without_tiles_the_rules_serve(packaged, caplog):
+    arguments = (90, 132, 2, 8, 128, 128, 256, 8, 64)
+    packaged(THRESHOLD + CROSSOVER)
+    assert tiles.table(NAME) == {}
+    assert tiles.choose(NAME, *arguments) == tiles.choose(None, *arguments)
+    packaged(TILES)
+    assert tiles.choose(NAME, *arguments) != tiles.choose(None, *arguments)
+    assert said(caplog) == []
+
+
+def test_without_a_file_there_is_nothing(gpus):
+    assert gpu.measured(NAME) == gpu.Gpu()
+
+
+def test_a_call_on_a_gpu_that_misses_the_threshold_says_one_line(packaged, caplog, monkeypatch):
+    packaged(TILES)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: NAME)
+    monkeypatch.setattr(dispatch, "why_not_triton", lambda device: None)
+    assert dispatch._device_facts(torch.device("cuda", 0))[:2] == (NAME, "heads_as_queries")
+    assert gpu.min_L_for(NAME) == 2048
+    assert said(caplog) == [("nsa", NOT_MEASURED)]
+
+
+def test_an_explicit_threshold_comes_before_the_measured_one(packaged, caplog):
+    packaged(THRESHOLD)
+    with nsa.configure(sel_triton_min_L=0):
+        assert [gpu.min_L_for(name) for name in (NAME, "Unmeasured GPU")] == [0, 0]
+    assert gpu.min_L_for(NAME) == 64
+    assert said(caplog) == []
+
+
+@pytest.mark.parametrize("value", ["null", "off"])
+def test_triton_that_never_pays_stays_off(packaged, value):
+    packaged(THRESHOLD.replace("64", value))
+    assert gpu.min_L_for(NAME) == gpu.TRITON_OFF
+    assert gpu.TRITON_OFF >= 2**62  # keys: more than any row
+
+
+def test_a_file_of_an_earlier_calibration_is_named_with_what_to_type(mine, caplog):
+    old = mine("sel_triton_min_L: 16\n", folder="devices")
+    with caplog.at_level(logging.WARNING, logger="nsa"):
+        assert gpu.measured(NAME) == gpu.Gpu()
+    line = f"{old} is no longer read: `python -m nsa calibrate` measures that GPU anew"
+    assert said(caplog) == [("nsa", line)]
+    caplog.clear()
+    mine(THRESHOLD)
+    assert gpu.min_L_for(NAME) == 64
+    assert said(caplog) == []
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+GROUPS = "expected group sizes from 1 to 128, got"
+START = "expected a positive integer or null, got"
+WRONG = {
+    "no-mapping": ("[1]", "expected a mapping of settings, got [1]"),
+    "no-yaml": ("{", "expected YAML: "),
+    "section": ("schedule: {}", "unknown key schedule, expected one of: threshold, crossover, tiles"),
+    "empty-section": ("threshold:", "threshold: expected a mapping, got None"),
+    "no-min-L": (
+        THRESHOLD.replace("sel_triton_min_L: 64, ", ""),
+        f"threshold.sel_triton_min_L: {INTEGER}, found no such key",
+    ),
+    "min-L-text": (THRESHOLD.replace("64", "x"), f"threshold.sel_triton_min_L: {INTEGER}, got 'x'"),
+    "min-L-on": (THRESHOLD.replace("64", "on"), f"threshold.sel_triton_min_L: {INTEGER}, got True"),
+    "min-L-negative": (THRESHOLD.replace("64", "-1"), f"threshold.sel_triton_min_L: {INTEGER}, got -1"),
+    "layout": (
+        THRESHOLD.replace("expanded", "best"),
+        "threshold.sdpa_layout: expected one of heads_as_queries, expanded, enable_gqa, got 'best'",
+    ),
+    "threshold-key": (
+        THRESHOLD.replace("sdpa_layout: expanded", "speed: 2"),
+        "unknown key threshold.speed, expected one of: sel_triton_min_L, sdpa_layout, provenance",
+    ),
+    "threshold-provenance": (
+        "threshold: {sel_triton_min_L: 1}",
+        "threshold.provenance: expected the keys gpu, torch, triton, commit, date, margin, got None",
+    ),
+    "crossover-key": (
+        "crossover: {key_major: {}}",
+        "unknown key crossover.key_major, expected one of: key_major_from, chunk_key_major_from, provenance",
+    ),
+    "no-table": ("crossover: {}", "crossover.key_major_from: expected queries by group size, got None"),
+    "empty-table": (
+        "crossover: {key_major_from: {}}",
+        "crossover.key_major_from: expected queries by group size, got {}",
+    ),
+    "group": ("crossover: {key_major_from: {129: 1}}", f"crossover.key_major_from: {GROUPS} 129"),
+    "group-0": ("crossover: {key_major_from: {0: 1}}", f"crossover.key_major_from: {GROUPS} 0"),
+    "group-true": ("crossover: {key_major_from: {true: 1}}", f"crossover.key_major_from: {GROUPS} True"),
+    "group-text": ("crossover: {key_major_from: {G1: 1}}", f"crossover.key_major_from: {GROUPS} 'G1'"),
+    "start-0": ("crossover: {key_major_from: {4: 0}}", f"crossover.key_major_from.4: {START} 0"),
+    "start-text": ("crossover: {key_major_from: {4: never}}", f"crossover.key_major_from.4: {START} 'never'"),
+    "start-float": ("crossover: {key_major_from: {4: 1.5}}", f"crossover.key_major_from.4: {START} 1.5"),
+    "no-chunks": (
+        "crossover: {key_major_from: {4: 64}}",
+        "crossover.chunk_key_major_from: expected queries by group size, got None",
+    ),
+    "chunk": (CROSSOVER.replace("{1: 64}", "{4: 0}"), f"crossover.chunk_key_major_from.4: {START} 0"),
+    "part-of-a-provenance": (
+        "crossover: {key_major_from: {4: 64}, chunk_key_major_from: {4: 64}, provenance: {gpu: x}}",
+        "crossover.provenance: expected the keys gpu, torch, triton, commit, date, command, shape, got {'gpu': 'x'}",
+    ),
+    "family": ("tiles: {key_major: []}", "unknown key tiles.key_major, expected one of: query_major"),
+    "no-shapes": ("tiles: {query_major: []}", "tiles.query_major: expected a list of shapes, got []"),
+    "no-shape": ("tiles: {query_major: [1]}", "tiles.query_major[0]: expected a mapping, got 1"),
+    "shape-key": (
+        TILES.replace("shape:", "shapes:"),
+        "unknown key tiles.query_major[0].shapes, expected one of: shape, provenance, best",
+    ),
+    "spans": (
+        TILES.replace("one_span: false", "one_span: 0"),
+        "tiles.query_major[0].shape.one_span: expected true or false, got 0",
+    ),
+    "rows": (
+        TILES.replace("rows: 64", "rows: 0"),
+        "tiles.query_major[0].shape.rows: expected a positive integer, got 0",
+    ),
+    "no-choice": (
+        TILES.replace(f"[{{{BEST}}}]", "[]"),
+        "tiles.query_major[0].best: expected a list of choices, the best first, got []",
+    ),
+    "choice": (
+        TILES.replace("num_warps: 2", "num_warps: two"),
+        "tiles.query_major[0].best[0].num_warps: expected a positive integer, got 'two'",
+    ),
+    "cluster": (
+        TILES.replace(", cluster: 0", ""),
+        "tiles.query_major[0].best[0].cluster: expected a non-negative integer, got None",
+    ),
+    "sweep": (
+        TILES.replace(", commit: abc", ""),
+        "tiles.query_major[0].provenance: expected the keys gpu, torch, triton, commit, date, got {",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("whose", ["packaged", "mine"])
+def test_a_wrong_file_is_named(request, whose, kind):
+    text, message = WRONG[kind]
+    path = request.getfixturevalue(whose)(text)
+    with pytest.raises(ValueError, match=r"\.yaml: ") as raised:
+        gpu.measured(NAME)
+    assert str(raised.value).startswith(f"{path}: {message}")
+
+
+def test_a_file_that_is_no_text_is_named(packaged):
+    path = packaged("")
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: expected YAML"):
+        gpu.measured(NAME)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_section_is_written_and_the_others_stay_to_the_byte(packaged, gpus):
+    path = packaged("# A note.\n" + TILES + CROSSOVER.replace("\n", "  # as measured\n"))
+    of = dict.fromkeys(gpu.PROVENANCE["threshold"], "x")
+    content = {"sel_triton_min_L": 16, "provenance": of}
+    assert write_section(gpus, NAME, "threshold", content, ["first", "  second"]) == path
+    text = path.read_text()
+    assert text.startswith("# A note.\nthreshold:\n  # first\n  #   second\n  sel_triton_min_L: 16\n")
+    assert text.endswith(CROSSOVER.replace("\n", "  # as measured\n") + TILES)
+    assert gpu.measured(NAME).threshold.sel_triton_min_L == 16
+    write_section(gpus, NAME, "threshold", content | {"sel_triton_min_L": 8}, ["first", "  second"])
+    assert path.read_text() == text.replace("sel_triton_min_L: 16", "sel_triton_min_L: 8")
+    assert [p.name for p in gpus.iterdir()] == [path.name]
+
+
+def test_a_new_file_says_what_it_is(gpus):
+    of = dict.fromkeys(gpu.PROVENANCE["threshold"], "x")
+    path = write_section(gpus, NAME, "threshold", {"sel_triton_min_L": 16, "provenance": of}, [])
+    assert path.read_text().startswith(f"{HEAD}threshold:\n  sel_triton_min_L: 16\n  provenance: {{gpu: x, ")
+
+
+def test_a_broken_section_is_replaced_and_another_broken_one_refuses(packaged, gpus):
+    of = dict.fromkeys(gpu.PROVENANCE["threshold"], "x")
+    content = {"sel_triton_min_L": 16, "provenance": of}
+    packaged("threshold: 5\n" + TILES)
+    write_section(gpus, NAME, "threshold", content, [])
+    assert gpu.measured(NAME).threshold.sel_triton_min_L == 16
+    path = packaged("threshold: 5\ntiles: 6\n")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: tiles: expected a mapping, got 6$"):
+        write_section(gpus, NAME, "threshold", content, [])
+    assert path.read_text() == "threshold: 5\ntiles: 6\n"
+
+
+def test_files_are_read_alike_without_libyaml(packaged, monkeypatch):
+    import yaml
+
+    packaged(THRESHOLD + CROSSOVER + TILES)
+    quick = gpu.measured(NAME)
+    monkeypatch.delattr(yaml, "CSafeLoader", raising=False)
+    settings.reload()
+    assert gpu.measured(NAME) == quick
