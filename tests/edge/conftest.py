@@ -258,9 +258,10 @@ def backward_kernel(monkeypatch, fresh_plans, fresh_routes):
 @pytest.fixture
 def untried(monkeypatch, tmp_path):
     """No kernel was launched or tried; trials are forced, as the interpreter needs none; rows are long."""
-    from nsa.kernels import combine, key_major, query_major
+    from nsa.kernels import backward, combine, key_major, query_major
 
-    forget = query_major._variant.cache_clear, combine._variant.cache_clear, key_major._variants.cache_clear
+    makers = query_major._variant, combine._variant, key_major._variants, backward._variants
+    forget = [maker.cache_clear for maker in makers]
     for clear in forget:
         clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
