@@ -73,12 +73,10 @@ class Call(NamedTuple):
         """Keys of a page; None without pages."""
         return None if self.block_table is None else self.k.shape[1]
 
-    def named_tensors(self) -> dict[str, Tensor]:
-        """Those that are there, by the names that the caller knows."""
-        names = dict(zip(self._fields, self.tensors, strict=False))
-        if self.cache_seqlens is not None:
-            names["k_cache"], names["v_cache"] = names.pop("k"), names.pop("v")
-        return {name: x for name, x in names.items() if x is not None}
+    def named_tensors(self, q: str = "q", k: str = "k", v: str = "v") -> dict[str, Tensor]:
+        """Those that are there and the three that must be, by names that the caller knows."""
+        names = (q, k, v, *self._fields[3:TENSORS])
+        return {name: x for i, (name, x) in enumerate(zip(names, self.tensors, strict=True)) if i < 3 or x is not None}  # type: ignore[misc]
 
     def dtypes(self) -> tuple[torch.dtype | None, ...]:
         """Of the tensors that say which keys a row reads; None where there is none. Kernels are compiled for them."""

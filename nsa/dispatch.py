@@ -23,7 +23,7 @@ from nsa import garbage, gpu, guard, reference, schedules, settings
 from nsa.call import Call
 from nsa.kernels import errors, key_tiles, tiles
 from nsa.transforms import forward_mode
-from nsa.validate import Dims, check, check_rows, check_tensors
+from nsa.validate import Dims, check, check_rows
 
 logger = logging.getLogger("nsa")
 
@@ -207,14 +207,10 @@ def plan(call: Call, make: Callable[[Call], Plan] = make_plan) -> Plan:
     """Remembered ``make(call)``: a repeated call pays a look-up.
 
     Raises:
-        TypeError: what should be a tensor is none.
+        AttributeError: what should be a tensor is none.
         ValueError, TypeError, RuntimeError: from ``make``.
     """
-    try:
-        key = call.key()
-    except AttributeError:
-        check_tensors(**call.named_tensors())
-        raise
+    key = call.key()
     found = _plans.get(key)
     if found is not None:
         return found

@@ -57,7 +57,11 @@ def serve(call: Call) -> Result:
     """
     if is_compiling() or any_autocast_enabled() or transforms_active() or forward_ad._current_level >= 0:
         return _unusual(call)
-    planned = dispatch.plan(call)
+    try:
+        planned = dispatch.plan(call)
+    except AttributeError:
+        check_tensors(**_named(call))
+        raise
     q, k, v, out = call.q, call.k, call.v, call.out
     wants_grad = is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (out is not None and out.requires_grad)
@@ -71,7 +75,7 @@ def serve(call: Call) -> Result:
 
 def _unusual(call: Call) -> Result:
     """A call that is compiled, under autocast, in a transform of ``torch.func`` or in forward mode."""
-    check_tensors(**{name: x for name, x in zip(call._fields[:3], call[:3], strict=True)})
+    check_tensors(**_named(call))
     tracing, dtype = is_compiling(), autocast_dtype(call.q.device)
     if dtype is not None and call.cache_seqlens is None:
         with torch.autocast(call.q.device.type, enabled=False):  # it is done: what runs inside takes what it is given
@@ -90,6 +94,10 @@ def _unusual(call: Call) -> Result:
         return _operator(call)
     planned = dispatch.traced_plan(call) if tracing else dispatch.plan(call)
     return dispatch.run(dispatch.transformed(planned) if wrapped else planned, call)
+
+
+def _named(call: Call) -> dict[str, Tensor]:
+    return call.named_tensors() if call.cache_seqlens is None else call.named_tensors("q", "k_cache", "v_cache")
 
 
 def _operator(call: Call) -> Result:

@@ -20,7 +20,11 @@ def _direct(call: Call) -> Tensor | tuple[Tensor, Tensor]:
     """A call on packed rows, whose only selection is ``cu_seqlens_k``."""
     if call.scale is not None:
         call = call._replace(scale=number(call.scale))
-    planned = dispatch.plan(call, dispatch.rows_plan)
+    try:
+        planned = dispatch.plan(call, dispatch.rows_plan)
+    except AttributeError:
+        check_tensors(**call.named_tensors("Q", *(("K", "V") if call.cu_seqlens_k is None else ("K_all", "V_all"))))
+        raise
     if torch.is_grad_enabled() and (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad):
         raise RuntimeError("packed rows have no backward, and an input requires grad: use selection_attention")
     if transforms_active() or forward_mode():

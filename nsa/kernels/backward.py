@@ -194,7 +194,7 @@ def backward(
     of_queries, of_keys = wanted[0], wanted[1] or wanted[2]
     dq = torch.empty(q.shape if of_queries else (0,), dtype=q.dtype, device=device)
     if launch.tokens == 0 or launch.keys == 0 or sizes["n"] == 0:
-        return dq.zero_(), torch.zeros(k.shape, dtype=k.dtype, device=device), v.new_zeros(v.shape)
+        return dq.zero_(), k.new_zeros(k.shape if wanted[1] else 0), v.new_zeros(v.shape if wanted[2] else 0)
     launches[route] += 1
     do, o, lse, selection = (x.contiguous() for x in (do, o, lse, call.selection))
     dlse, *about = (
@@ -210,9 +210,8 @@ def backward(
         grid = (launch.tokens * HKV, -(-launch.G // tile.dq_heads), 1)
         run("dq", grid, (q, k, v, do, stats, dq, selection, *about), f"B S S_kv HKV n size tokens {STRIDES}", scale)
 
-    nothing = q.new_empty(0)
     if not of_keys:
-        return dq, nothing, nothing
+        return dq, k.new_empty(0), v.new_empty(0)
     dk = torch.zeros((launch.keys, HKV, D), dtype=torch.float32, device=device)
     dv = torch.zeros((launch.keys, HKV, Dv), dtype=torch.float32, device=device)
     heads = w.heads
@@ -260,8 +259,8 @@ def backward(
         if dq_part is not None:
             grid = (now * heads, -(-launch.G // gathered), 1)
             run("gather", grid, (dq_part, block, dq), "HKV heads head0 slots first")
-    dk = dk.view(k.shape).to(k.dtype) if wanted[1] else nothing
-    return dq, dk, dv.view(v.shape).to(v.dtype) if wanted[2] else nothing
+    dk = dk.view(k.shape).to(k.dtype) if wanted[1] else k.new_empty(0)
+    return dq, dk, dv.view(v.shape).to(v.dtype) if wanted[2] else v.new_empty(0)
 
 
 STRIDES = " ".join(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split())

@@ -13,12 +13,17 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 import nsa
-from nsa import dispatch
+from nsa import dispatch, ops
+from nsa.call import Call
 from nsa.reference import selection_reference
 
 LONG = "rows are long enough for Triton"
 FORWARD = nsa.RouteRecord("ranges", LONG, 1)
 BROKEN = RuntimeError("PassManager::run failed")
+
+
+def oracle(*qkv, **selection):
+    return selection_reference(Call(*qkv, **selection))
 
 
 @pytest.fixture
@@ -31,7 +36,7 @@ def train(draw, same, backward_kernel):
         if not ranges:
             selection = {"block_indices": same([1, -1, 0], 1, 2, 1), "block_size": block_size}
         gradients = []
-        for attend, kind in ((nsa.selection_attention, dtype), (selection_reference, torch.float64)):
+        for attend, kind in ((nsa.selection_attention, dtype), (oracle, torch.float64)):
             leaves = [x.to(kind).detach().requires_grad_() for x in (q, k, v)]
             keywords = how if attend is nsa.selection_attention else {}
             o, lse = attend(*leaves, **selection, return_lse=True, **keywords)
@@ -235,8 +240,7 @@ def test_switches(draw, same, backward_kernel, kind):
         eager = nsa.selection_attention(q, k, v, ranges=spans, max_selected=7)
         want = torch.autograd.grad(eager.sum(), (q, k, v))
         assert nsa.routes() == [nsa.RouteRecord(route, reason, 1)]
-        call = spans, None, None, True, None, None, None, None, 7, "auto", "auto"
-        o, _ = torch.ops.nsa.selection_attention(q, k, v, *call)
+        o, _ = torch.ops.nsa.selection_attention(*ops._arguments(Call(q, k, v, ranges=spans, max_selected=7)))
         got = torch.autograd.grad(o.sum(), (q, k, v))
     assert nsa.routes() == [nsa.RouteRecord(route, reason, 2), nsa.RouteRecord(route, f"backward: {reason}", 1)]
     assert backward_kernel.planned == 0
@@ -244,11 +248,16 @@ def test_switches(draw, same, backward_kernel, kind):
         assert torch.equal(a, b)
 
 
-def test_settings_of_the_backward_count(draw, same, backward_kernel):
-    """Switched off between the two passes, as a user does after a loss that looks wrong."""
+def test_settings_of_the_forward_hold_for_its_backward(draw, same, backward_kernel):
+    """Autograd runs the backward pass on threads of its own, and after a `with` block has ended."""
     q, k, v = (x.requires_grad_() for x in draw(S=2, S_kv=9))
-    o = nsa.selection_attention(q, k, v, ranges=same([(0, 4)], 1, 2, 2))
+    selection = {"ranges": same([(0, 4)], 1, 2, 2)}
+    o = nsa.selection_attention(q, k, v, **selection)
     with nsa.configure(use_triton_sel=False):
+        off = nsa.selection_attention(q, k, v, **selection)
         o.sum().backward()
+    assert q.grad.eq(backward_kernel.MARK).all()
+    q.grad = None
+    off.sum().backward()
     assert not q.grad.eq(backward_kernel.MARK).all()
-    assert backward_kernel.planned == 0
+    assert backward_kernel.planned == 1

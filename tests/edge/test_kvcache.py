@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import nsa
+from nsa import ops
+from nsa.call import Call
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
 
@@ -347,10 +349,12 @@ def test_gradients_and_transforms_are_refused(device, backend):
     blocks = everything(2, 1, device)
     q = queries(2, device=device).requires_grad_()
     selection = {"block_indices": blocks, "block_size": PAGE}
-    with pytest.raises(RuntimeError, match=r"has no gradient: call it under torch.no_grad\(\)"):
-        call(q, cache, backend, **selection)
+    o, lse = call(q, cache, backend, **selection)  # of a model whose weights require grad, say
+    for result in (o, lse):
+        with pytest.raises(RuntimeError, match="selection_attention_with_kvcache has no gradient"):
+            result.sum().backward(retain_graph=True)
     with torch.no_grad():
-        call(q, cache, backend, **selection)
+        assert torch.equal(call(q, cache, backend, **selection)[0], o)
     with pytest.raises(RuntimeError, match="vmap"):
         torch.vmap(lambda q: call(q, cache, backend, **selection)[0])(queries(2, device=device)[None])
     with pytest.raises(RuntimeError, match="has no gradient|no rule for transforms"):
@@ -362,23 +366,10 @@ def test_the_operator_is_one_and_compiles(device, page):
     cache = caches.draw([40, 64], ROOM, page, device=device)
     q, blocks = queries(2, device=device), everything(2, 1, device)
     backend = "triton" if device.type == "cuda" else "sdpa"
-    arguments = (
-        q,
-        cache.k,
-        cache.v,
-        cache.cache_seqlens,
-        None,
-        blocks,
-        PAGE,
-        cache.block_table,
-        True,
-        None,
-        None,
-        backend,
-        "auto",
-    )
+    selection = {"block_indices": blocks, "block_size": PAGE, "backend": backend}
+    arguments = ops._arguments(Call(q, cache.k, cache.v, **cache.arguments, **selection))
     torch.library.opcheck(
-        torch.ops.nsa.selection_attention_with_kvcache.default, arguments,
+        torch.ops.nsa.selection_attention.default, arguments,
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )  # fmt: skip
     compiled = torch.compile(lambda q: call(q, cache, backend, block_indices=blocks, block_size=PAGE), fullgraph=True)

@@ -174,13 +174,24 @@ def test_a_named_backend_raises(kernels, attend):
 
 
 def test_a_named_schedule_falls_back_like_any_other(kernels, attend, caplog):
-    """To packed SDPA, not to a schedule that was not asked for."""
     kernels["key_major"] = BROKEN
     attend(schedule="key_major")
     attend(schedule="key_major")
-    assert kernels["tried"] == ["key_major"]
-    assert warnings_of(caplog) == [f"{SAID.format('key_major')}; sdpa serves this signature from now on"]
-    assert nsa.routes() == [nsa.RouteRecord("sdpa", SAID.format("key_major"), 2)]
+    assert kernels["tried"] == ["key_major", "query_major", "query_major"]
+    assert warnings_of(caplog) == [f"{SAID.format('key_major')}; blocks serves this signature from now on"]
+    assert nsa.routes() == [nsa.RouteRecord("blocks", SAID.format("key_major"), 2)]
+
+
+@pytest.mark.parametrize("schedule", ["auto", "key_major"])
+def test_a_call_that_does_not_fit_the_workspace_is_served_by_another_schedule(kernels, attend, caplog, schedule):
+    kernels["misfit"] = "key_major: one token's partial results do not fit"
+    attend(schedule=schedule)
+    attend(schedule=schedule)
+    assert kernels["tried"] == ["query_major", "query_major"]
+    assert nsa.routes() == [nsa.RouteRecord("blocks", kernels["misfit"], 2)]
+    assert not warnings_of(caplog)
+    with pytest.raises(ValueError, match="do not fit"):
+        attend(schedule=schedule, backend="triton")
 
 
 def test_named_for_ranges(kernels, draw, same):

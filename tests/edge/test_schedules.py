@@ -181,7 +181,7 @@ def route(plan):
 KEY_MAJOR = ("key_major", f"2 queries or more with G = 1: {MEASURED}", "key_major", False, "blocks")
 CHUNK = ("key_major", f"64 queries or more with G = 1: {MEASURED}", "key_major", False, "blocks")
 BLOCKS = ("blocks", LONG, "query_major", False, None)
-NAMED = ("key_major", LONG, "key_major", False, None)
+NAMED = ("key_major", LONG, "key_major", False, "blocks")
 ROUTES = {
     "prefill": ({}, KEY_MAJOR),
     "varlen": ({"varlen": True}, KEY_MAJOR),
@@ -220,7 +220,7 @@ ROUTES = {
     "query-major-named": ({"schedule": "query_major"}, BLOCKS),
     "per-head-named": ({"schedule": "per_head"}, ("per_head", LONG, "query_major", False, None)),
     "key-major-named": ({"schedule": "key_major", "S": 1, "n": 1, "block_size": 7}, NAMED),
-    "key-major-named-for-ranges": ({"schedule": "key_major", "blocks": False}, NAMED),
+    "key-major-named-for-ranges": ({"schedule": "key_major", "blocks": False}, (*NAMED[:-1], "ranges")),
     "key-major-named-in-fp32": ({"schedule": "key_major", "dtype": torch.float32}, NAMED),
     "triton-named": (
         {"backend": "triton"},
@@ -264,7 +264,7 @@ def test_settings_come_first(folder, gpu, changed, shape, want):
     with nsa.configure(**({"sel_triton_min_L": 0} | changed)):
         plan = planned(**shape)
     assert (plan.route, plan.reason) == want
-    assert plan.instead is None
+    assert (plan.instead is not None) == (want[0] == "key_major")
 
 
 def test_no_file_means_query_major(folder, gpu):

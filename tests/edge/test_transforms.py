@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import nsa
+from nsa import ops
 from nsa.call import Call
 from nsa.reference import selection_reference
 
@@ -211,13 +212,13 @@ def test_vmap_of_something_else(qkv, attend):
 
 @pytest.mark.parametrize("operator", ["selection_attention", "selection_attention_backward"])
 def test_vmap_of_the_operators_is_refused(qkv, same, operator):
-    call = *qkv, same([(0, 4)], 1, 2, 1), None, None, True, None, None, None, None, 9, "auto", "auto"
-    outputs = torch.ops.nsa.selection_attention(*call)
-    before = () if operator == "selection_attention" else (outputs[0], None, *call[:3], *outputs)
-    rest = call[1:] if operator == "selection_attention" else call[3:]
-    first, before = (before[0], before[1:]) if before else (call[0], ())
+    arguments = ops._arguments(Call(*qkv, ranges=same([(0, 4)], 1, 2, 1), max_selected=9))
+    outputs = torch.ops.nsa.selection_attention(*arguments)
+    if operator != "selection_attention":
+        arguments = (outputs[0], None, *outputs, [True] * 3, *arguments)
+    first, *rest = arguments
     with pytest.raises(RuntimeError) as raised:
-        torch.vmap(lambda x: getattr(torch.ops.nsa, operator)(x, *before, *rest))(torch.stack([first] * 3))
+        torch.vmap(lambda x: getattr(torch.ops.nsa, operator)(x, *rest))(torch.stack([first] * 3))
     assert str(raised.value) == NO_VMAP
 
 
@@ -295,15 +296,15 @@ def test_a_compiled_call_loses_no_tangent(qkv, attend, backend, inside):
 def test_operators_and_packed_rows_refuse_tangents(qkv, same):
     """Nothing else knows what to do with them, and they would be lost without a word."""
     q, k, v = qkv
-    call = same([(0, 4)], 1, 2, 1), None, None, True, None, None, None, None, 9, "reference", "auto"
-    o, lse = torch.ops.nsa.selection_attention(q, k, v, *call)
+    of = ops._arguments(Call(q, k, v, ranges=same([(0, 4)], 1, 2, 1), max_selected=9, backend="reference"))
+    o, lse = torch.ops.nsa.selection_attention(*of)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(q, torch.ones_like(q))
         with pytest.raises(RuntimeError, match="forward-mode AD"):
-            torch.ops.nsa.selection_attention(dual, k, v, *call)
+            torch.ops.nsa.selection_attention(dual, *of[1:])
         do = forward_ad.make_dual(o, torch.ones_like(o))
         with pytest.raises(RuntimeError, match="forward-mode AD"):
-            torch.ops.nsa.selection_attention_backward(do, None, q, k, v, o, lse, *call)
+            torch.ops.nsa.selection_attention_backward(do, None, o, lse, [True] * 3, *of)
         rows = forward_ad.make_dual(q[0].clone(), torch.ones_like(q[0]))
         keys = k[:, :, 0].expand(q.shape[1], -1, -1).contiguous()
         with pytest.raises(RuntimeError, match="forward-mode AD"):
