@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import importlib
 import logging
+import re
 import subprocess
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from nsa import garbage, gpu, guard, reference, schedules, settings
 from nsa.call import Call
@@ -29,11 +31,20 @@ logger = logging.getLogger("nsa")
 
 MIN_CAPABILITY = 80
 PLAIN = ("sdpa", "reference")  # routes of plain torch, which differentiates them
-# A launch that reports one of these met memory that is full, or a context that an earlier kernel broke.
-NOT_THE_KERNEL = (
-    *("out of memory", "cuda error", "illegal memory access", "misaligned address", "illegal instruction"),
-    *("launch failure", "device-side assert"),
-)
+# Texts of CUDA's driver for errors that say nothing about the kernel launched: memory is full, an earlier kernel broke
+# the context, or a stream is being captured. Triton's errors have the text and no code.
+OF_THE_DRIVER = frozenset((
+    "out of memory",  # 2
+    "an illegal memory access was encountered",  # 700
+    "the launch timed out and was terminated",  # 702
+    "device-side assert triggered",  # 710
+    "an illegal instruction was encountered",  # 715
+    "misaligned address",  # 716
+    "unspecified launch failure",  # 719
+    "operation not permitted when stream is capturing",  # 900
+    "operation failed due to a previous error during capture",  # 901
+    "operation would make the legacy stream depend on a capturing blocking stream",  # 906
+))  # fmt: skip
 
 
 class Plan(NamedTuple):
@@ -70,7 +81,7 @@ MAX_PLANS = 4096
 _plans: dict[Any, Plan] = {}  # by the metadata of a call and the settings in force
 settings.ON_RELOAD.append(_plans.clear)
 _taken: Counter[tuple[str, str]] = Counter()
-_broken: dict[str, str] = {}
+_broken: dict[Any, str] = {}  # causes, by what `_suspect` says
 
 
 def routes() -> list[RouteRecord]:
@@ -254,17 +265,25 @@ def _is_kernel_failure(error: BaseException) -> bool:
         return False  # no memory, or no process, for the assembler or the launcher's C compiler
     if errors.starved(error):
         return False
-    text = str(error).lower()
-    return not (isinstance(error, RuntimeError) and any(words in text for words in NOT_THE_KERNEL))
+    driver = re.match(r"Triton Error \[(?:CUDA|HIP)\]: (.*)", str(error))
+    of_torch = str(error).startswith(("CUDA error: ", "HIP error: "))  # a plain RuntimeError before torch 2.8
+    return not (of_torch or driver is not None and driver[1].strip() in OF_THE_DRIVER)
 
 
-def known_failure(kernel: str) -> str | None:
-    """How a kernel failed in this process, if it did; ``kernel`` is what a :class:`Plan` remembers it by."""
-    return _broken.get(kernel)
+def _suspect(signature: str, planned: tuple[Any, Any] | None) -> Any:
+    """What a failure is remembered by: the compiled variants of a launch; before there is one, the signature."""
+    return signature if planned is None else getattr(planned[1], "variants", signature)
 
 
-def remember(kernel: str, route: str, error: BaseException, server: str) -> str:
+def known_failure(signature: str, planned: tuple[Any, Any] | None) -> str | None:
+    """How such a launch failed in this process, if it did."""
+    return _broken.get(_suspect(signature, planned)) if _broken else None
+
+
+def remember(signature: str, planned: tuple[Any, Any] | None, route: str, error: BaseException, server: str) -> str:
     """Note that a kernel is broken, say so once, and return the reason of all that ``server`` serves in its place.
+
+    While a CUDA graph is captured nothing is remembered: compiling and loading kernels may be refused then.
 
     Raises:
         ``error``, where it says nothing about the kernel.
@@ -272,7 +291,9 @@ def remember(kernel: str, route: str, error: BaseException, server: str) -> str:
     if not _is_kernel_failure(error):
         raise error
     cause = f"{route} kernel failed: {type(error).__name__}: {str(error).strip() or 'no message'}"
-    _broken[kernel] = cause
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return f"{cause} (under CUDA graph capture)"
+    _broken[_suspect(signature, planned)] = cause
     logger.warning("%s; %s serves this signature from now on", cause, server)
     return cause
 
@@ -299,7 +320,7 @@ def _served(what: Plan, call: Call) -> tuple[Result, str, str]:
     if what.named:
         return launch(what, call), what.route, reason
     while True:
-        known = _broken.get(what.kernel) if _broken else None
+        known = known_failure(what.kernel, what.launches.get(what.tiles.forced)) if _broken else None
         if known is None:
             try:
                 return launch(what, call), what.route, reason
@@ -307,7 +328,8 @@ def _served(what: Plan, call: Call) -> tuple[Result, str, str]:
                 known = str(error)
             except failures() as error:
                 server = what.fallback if what.instead is None else what.instead.route
-                known = remember(what.kernel, what.route, error, server)
+                planned = what.launches.get(what.tiles.forced)
+                known = remember(what.kernel, planned, what.route, error, server)
         if what.instead is None:
             return plain(what.fallback, what, call), what.fallback, known
         what, reason = what.instead, known
@@ -333,6 +355,8 @@ def launch(what: Plan, call: Call) -> Result:
         what.launches[what.tiles.forced] = found
     kernel, how = found
     result: Result = kernel.forward(how, call, what.route)
+    if call.out is not None and not call.out.is_inference():
+        increment_version(call.out)  # a kernel writes where autograd does not see it
     return result
 
 

@@ -53,14 +53,15 @@ def backward(
     elif what.named:
         return _launch(what, call, do, dlse, o, lse, wanted)
     else:
-        known = dispatch.known_failure(what.backward)
+        known = dispatch.known_failure(what.backward, what.backward_launches.get(backward_tiles.forced))
         if known is None:
             try:
                 return _launch(what, call, do, dlse, o, lse, wanted)
             except DoesNotFit as error:
                 known = f"backward: {error}"
             except dispatch.failures() as error:
-                known = dispatch.remember(what.backward, ROUTE, error, what.fallback)
+                planned = what.backward_launches.get(backward_tiles.forced)
+                known = dispatch.remember(what.backward, planned, ROUTE, error, what.fallback)
         route, reason = what.fallback, known
     return _recompute(route, reason, what, call, do, dlse, wanted)
 

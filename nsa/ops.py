@@ -161,7 +161,8 @@ class _Attention(torch.autograd.Function):
         *tensors, o, lse = ctx.saved_tensors
         options, planned = ctx.rest
         call = _call(*tensors, None, *options)
-        found = _gradients(call, planned, do, dlse, o, lse, ctx.needs_input_grad[2:])
+        with settings.applied(call.settings):  # this may be a thread of autograd's
+            found = _gradients(call, planned, do, dlse, o, lse, ctx.needs_input_grad[2:])
         return None, None, *found
 
 

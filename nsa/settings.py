@@ -17,6 +17,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 ON_RELOAD: list[Callable[[], None]] = []  # what others remember of files that were read
@@ -56,8 +57,8 @@ Value = bool | int | str | None  # of one setting
 
 _lock = threading.RLock()
 _loaded: tuple[Settings, dict[str, str]] | None = None  # the first three layers and where each value came from
-_arguments: list[dict[str, Value]] = []  # one entry for each `configure` block being executed, innermost last
-_current: Settings | None = None
+_layers: ContextVar[tuple[dict[str, Value], ...]] = ContextVar("blocks of `configure`, innermost last", default=())
+_in_force: ContextVar[Settings | None] = ContextVar("settings within `configure` blocks", default=None)
 
 
 def get() -> Settings:
@@ -65,23 +66,23 @@ def get() -> Settings:
 
     Raises ValueError naming file or variable, value and what is accepted, if one of them cannot be parsed.
     """
-    current = _current
-    return _refresh() if current is None else current
+    current = _in_force.get()
+    if current is None:
+        loaded = _loaded
+        return _first()[0] if loaded is None else loaded[0]
+    return current
 
 
 def sources() -> dict[str, str]:
     """For each setting, where its present value came from: `default`, a file, a variable or `nsa.configure`."""
-    get()
-    with _lock:
-        assert _loaded is not None
-        argued = {name: "nsa.configure" for layer in _arguments for name in layer}
-        return {**_loaded[1], **argued}
+    argued = {name: "nsa.configure" for layer in _layers.get() for name in layer}
+    return {**_first()[1], **argued}
 
 
 def configure(**values: Value) -> AbstractContextManager[Settings]:
     """Change settings inside a `with` block; blocks nest, and leaving one restores what it covered.
 
-    Process-wide: other threads see the change too, and two threads that set the same name contend for it.
+    The change holds for this thread, or this asyncio task, alone. A backward pass has the settings of its forward.
 
     Raises TypeError for an unknown name or a value of the wrong type and ValueError for a negative length or an unknown
     word, at once.
@@ -98,9 +99,10 @@ def configure(**values: Value) -> AbstractContextManager[Settings]:
 
 def reload() -> None:
     """Forget what was read, so that the next `get()` reads files and environment again. Open blocks stay in force."""
-    global _loaded, _current
+    global _loaded
     with _lock:
-        _loaded = _current = None
+        _loaded = None
+    _apply(_layers.get())
     for forget in ON_RELOAD:
         forget()
 
@@ -136,29 +138,41 @@ def assemblers() -> dict[str, str]:
 
 
 @contextmanager
-def _argument_layer(values: dict[str, Value]) -> Iterator[Settings]:
-    with _lock:
-        _arguments.append(values)
-        settings = _refresh()
+def applied(settings: Settings) -> Iterator[None]:
+    """Have these in force in a `with` block: on another thread those of a call that began elsewhere."""
+    before = _in_force.get()
+    _in_force.set(settings)
     try:
-        yield settings
+        yield
     finally:
-        with _lock:
-            # By identity, not popped: blocks of two threads need not end in the order in which they began.
-            _arguments[:] = [layer for layer in _arguments if layer is not values]
-            _refresh()
+        _in_force.set(before)
 
 
-def _refresh() -> Settings:
-    global _loaded, _current
+@contextmanager
+def _argument_layer(values: dict[str, Value]) -> Iterator[Settings]:
+    _apply((*_layers.get(), values))
+    try:
+        yield get()
+    finally:
+        # By identity, not the last: two blocks need not end in the order in which they began.
+        _apply(tuple(layer for layer in _layers.get() if layer is not values))
+
+
+def _apply(layers: tuple[dict[str, Value], ...]) -> None:
+    _layers.set(layers)
+    settings = _first()[0] if layers else None
+    for layer in layers:
+        settings = dataclasses.replace(settings, **layer)  # type: ignore[type-var]
+    _in_force.set(settings)
+
+
+def _first() -> tuple[Settings, dict[str, str]]:
+    """The first three layers, read once."""
+    global _loaded
     with _lock:
         if _loaded is None:
             _loaded = _load()
-        settings = _loaded[0]
-        for layer in _arguments:
-            settings = dataclasses.replace(settings, **layer)  # type: ignore[arg-type]
-        _current = settings
-        return settings
+        return _loaded
 
 
 def _load() -> tuple[Settings, dict[str, str]]:

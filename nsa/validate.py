@@ -110,6 +110,18 @@ def _check_count(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name}: expected an int >= {least}, got {value}")
 
 
+def _check_out(out: Tensor, layout: str, shape: tuple[int, ...]) -> None:
+    """Shape, and one place in memory for each element: as plain torch does, an expanded tensor is refused."""
+    _check_shape("out", out, layout, shape)
+    if torch.compiler.is_compiling():  # a compiler cannot sort strides; it copies the result to `out`
+        return
+    reach, axes = 0, sorted(zip(out.stride(), out.shape, strict=True))
+    for stride, size in axes:
+        if size > 1 and stride <= reach:
+            raise ValueError(f"out: expected memory for each element, got {_shape(shape)} of strides {out.stride()}")
+        reach += stride * (size - 1)
+
+
 def _cache_names(call: Call) -> tuple[str, str]:
     """What the caller calls keys and values."""
     return ("k", "v") if call.cache_seqlens is None else ("k_cache", "v_cache")
@@ -247,7 +259,7 @@ def check(call: Call) -> Dims:
         _check_shape("q_positions", call.q_positions, f"[{lead_name}]", lead)
         _check_index("q_positions", call.q_positions, call.q.device)
     if call.out is not None:
-        _check_shape("out", call.out, f"[{lead_name}, HQ, Dv]", (*lead, HQ, Dv))
+        _check_out(call.out, f"[{lead_name}, HQ, Dv]", (*lead, HQ, Dv))
     tokens = lead[0] if varlen else lead[0] * lead[1]
     return Dims(B, lead[-1], S_kv, HQ, HKV, HQ // HKV, D, Dv, n, tokens, varlen, bound)
 
@@ -271,7 +283,7 @@ def check_rows(call: Call) -> Dims:
         raise TypeError("Q: expected dtype float16, bfloat16, float32, got float64")
     _check_floats("Q", q, (k_name, k), (v_name, v), ("out", out))
     if out is not None:
-        _check_shape("out", out, "[N, H, Dv]", (N, H, v.shape[-1]))
+        _check_out(out, "[N, H, Dv]", (N, H, v.shape[-1]))
     if cu is None:
         nothing = torch.empty((N, 1, 1, 0, 2), dtype=torch.int32, device=q.device)
         view = Call(q[:, None], k[:, :, None], v[:, :, None], ranges=nothing, max_selected=call.max_selected)

@@ -32,7 +32,7 @@ PIPELINES = TRITON >= (3, 3)  # 3.1 says of loads whose address was loaded that 
 class Launch(NamedTuple):
     """Everything about a call that shapes, strides and dtypes decide."""
 
-    variants: dict[str, Variant]
+    kernels: dict[str, Variant]
     device: torch.device
     windows: backward_tiles.Windows
     tile: backward_tiles.Tile
@@ -43,6 +43,11 @@ class Launch(NamedTuple):
     narrow: bool
     scale: float
     spans: bool
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """All that a call may launch."""
+        return tuple(self.kernels.values())
 
 
 def plan(call: Call, bound: int | None = None) -> Launch:
@@ -226,8 +231,8 @@ def backward(
     dv_part = workspace(heads * w.several * sizes["size"] * Dv, torch.float32, device)
     dq_part = workspace(w.window * row * launch.G * D, q.dtype, device) if tile.keep_dq and of_queries else None
     key_tiles_of_block = -(-sizes["size"] // tile.BLOCK_N)
-    sum_rows = launch.variants["sum"].constexprs["BLOCK_N"]
-    gathered = launch.variants["gather"].constexprs["HEADS"]
+    sum_rows = launch.kernels["sum"].constexprs["BLOCK_N"]
+    gathered = launch.kernels["gather"].constexprs["HEADS"]
     for head0, first in itertools.product(range(0, HKV, heads), range(0, launch.tokens, w.window)):
         now = min(w.window, launch.tokens - first)
         run = _Run(launch, sizes | {"head0": head0, "first": first, "now": now, "strips": -(-now // w.strip)})
@@ -276,4 +281,4 @@ class _Run:
         self, name: str, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], sizes: str, *more: float
     ) -> None:
         numbers = (*(self.sizes[size] for size in sizes.split()), *more)
-        self.launch.variants[name].launch(grid, self.launch.device, tensors, numbers, self.launch.narrow)
+        self.launch.kernels[name].launch(grid, self.launch.device, tensors, numbers, self.launch.narrow)

@@ -56,6 +56,11 @@ class Launch(NamedTuple):
     spans: bool
     pages: int
 
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """All that a call may launch."""
+        return self[:6]
+
 
 def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch:
     """How a call is launched: tiles, windows and run-time sizes; arguments as for :func:`nsa.kernels.query_major.plan`.

@@ -46,6 +46,11 @@ class Launch(NamedTuple):
     scale: float  # where the call names none
     like_q: bool  # a new output has the shape and strides of q
 
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """All that a call may launch."""
+        return self.variant, self.variant_lse
+
 
 def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch:
     """How a call is launched: tiles, splits, grid and run-time sizes. Holds for every call of the same key.

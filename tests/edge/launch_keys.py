@@ -73,7 +73,7 @@ def main() -> None:
     from triton.runtime import driver
 
     from nsa import dispatch
-    from nsa.kernels import combine, query_major
+    from nsa.kernels import combine, query_kernels, query_major
 
     class Driver:
         """A GPU that is not there: all the binder asks is which one."""
@@ -82,7 +82,7 @@ def main() -> None:
             return GPUTarget("cuda", 90, 32)
 
     driver.set_active(Driver())
-    kernel = query_major._fwd_kernel
+    kernel = query_kernels._fwd_kernel
     binder, naive = kernel.create_binder()[-1], triton.jit(kernel.fn).create_binder()[-1]
     keys: set[str] = set()
     naive_keys: set[str] = set()

@@ -47,11 +47,12 @@ def test_last_query_sees_the_last_key(attend, agrees, draw, everything, dtype, S
 
 
 def test_not_causal_sees_everything(attend, agrees, draw, everything, device):
-    """Positions say nothing then."""
+    """Positions would say nothing then, and are refused."""
     q, k, v = draw(S=3, S_kv=KEYS, HKV=1)
-    for positions in (None, torch.tensor([[0, -1, 3]], device=device)):
-        _, lse = agrees(attend, q, k, v, **everything(1, 3, 1), causal=False, q_positions=positions)
-        is_close(lse, expected_lse(q, k, [[KEYS] * 3]))
+    _, lse = agrees(attend, q, k, v, **everything(1, 3, 1), causal=False)
+    is_close(lse, expected_lse(q, k, [[KEYS] * 3]))
+    with pytest.raises(ValueError, match="q_positions: expected None with causal=False"):
+        attend(q, k, v, **everything(1, 3, 1), causal=False, q_positions=torch.zeros(1, 3, dtype=torch.int64))
 
 
 POSITIONS = {

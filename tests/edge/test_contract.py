@@ -10,7 +10,13 @@ from nsa.testing.matrix.case import Case
 CASE = Case(2, 16, 16, 24, 4, "mixed", "fp32", HKV=2, S=1, S_kv=40)
 ROWS = Case(2, 16, 16, 9, 2, "few", "fp32")
 KERNELS = """
-from nsa.reference import selection_reference as right
+from nsa.call import Call
+from nsa.reference import selection_reference
+
+
+def right(q, k, v, return_lse=False, **how):
+    o, lse = selection_reference(Call.of(q, k, v, **how, return_lse=return_lse))
+    return (o, lse) if return_lse else o
 
 
 def no_lse(*args, return_lse, **how):

@@ -156,8 +156,8 @@ def test_an_oracle_that_sdpa_contradicts_is_refused(dtype, monkeypatch):
 def test_an_oracle_that_is_wrong_is_refused(judge, monkeypatch):
     """Its scale is 2% off, as that of a kernel may be."""
 
-    def wrong(q, k, v, **args):
-        return selection_reference(Call.of(q, k, v, **args | {"scale": 1.02 * q.shape[-1] ** -0.5}))[0]
+    def wrong(call):
+        return selection_reference(call._replace(scale=1.02 * call.q.shape[-1] ** -0.5))
 
     p = SPANS.make("cpu")
     monkeypatch.setattr(judge, "selection_reference", wrong)

@@ -40,9 +40,9 @@ def workspace(monkeypatch):
     return make
 
 
-def run(problem, **keywords):
+def run(problem, layout="heads_as_queries", **keywords):
     qkv, selection = problem
-    return reference.packed_sdpa(Call.of(*qkv, **selection, return_lse=True, **keywords))
+    return reference.packed_sdpa(Call.of(*qkv, **selection, return_lse=True, **keywords), layout=layout)
 
 
 @pytest.mark.parametrize("bound", [None, 75], ids=["unbounded", "bound"])
