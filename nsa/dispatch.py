@@ -270,17 +270,17 @@ def _is_kernel_failure(error: BaseException) -> bool:
     return not (of_torch or driver is not None and driver[1].strip() in OF_THE_DRIVER)
 
 
-def _suspect(signature: str, planned: tuple[Any, Any] | None) -> Any:
+def _suspect(signature: str, planned: Planned | None) -> Any:
     """What a failure is remembered by: the compiled variants of a launch; before there is one, the signature."""
     return signature if planned is None else getattr(planned[1], "variants", signature)
 
 
-def known_failure(signature: str, planned: tuple[Any, Any] | None) -> str | None:
+def known_failure(signature: str, planned: Planned | None) -> str | None:
     """How such a launch failed in this process, if it did."""
     return _broken.get(_suspect(signature, planned)) if _broken else None
 
 
-def remember(signature: str, planned: tuple[Any, Any] | None, route: str, error: BaseException, server: str) -> str:
+def remember(signature: str, planned: Planned | None, route: str, error: BaseException, server: str) -> str:
     """Note that a kernel is broken, say so once, and return the reason of all that ``server`` serves in its place.
 
     While a CUDA graph is captured nothing is remembered: compiling and loading kernels may be refused then.
@@ -320,15 +320,18 @@ def _served(what: Plan, call: Call) -> tuple[Result, str, str]:
     if what.named:
         return launch(what, call), what.route, reason
     while True:
-        known = known_failure(what.kernel, what.launches.get(what.tiles.forced)) if _broken else None
+        known = _broken.get(what.kernel) if _broken else None
         if known is None:
+            planned = what.launches.get(what.tiles.forced)
             try:
-                return launch(what, call), what.route, reason
+                planned = planned or attach(what, call)
+                known = known_failure(what.kernel, planned) if _broken else None
+                if known is None:
+                    return _launch(planned, what, call), what.route, reason
             except key_tiles.DoesNotFit as error:
                 known = str(error)
             except failures() as error:
                 server = what.fallback if what.instead is None else what.instead.route
-                planned = what.launches.get(what.tiles.forced)
                 known = remember(what.kernel, planned, what.route, error, server)
         if what.instead is None:
             return plain(what.fallback, what, call), what.fallback, known
@@ -343,17 +346,27 @@ class _Refusal:
         raise key_tiles.DoesNotFit(why)
 
 
+Planned = tuple[Any, Any]  # the module of a kernel's launcher, and how it launches the call
+
+
+def attach(what: Plan, call: Call) -> Planned:
+    """Work out how the call is launched, at the first call of a plan."""
+    kernel: Any = importlib.import_module(f"nsa.kernels.{what.module}")  # which imports Triton
+    try:
+        found = kernel, kernel.plan(call, what.dims.bound, what.route == "per_head")
+    except key_tiles.DoesNotFit as error:
+        found = _Refusal, str(error)
+    what.launches[what.tiles.forced] = found
+    return found
+
+
 def launch(what: Plan, call: Call) -> Result:
-    """Launch the kernel of a planned call; how, is worked out at the plan's first call."""
-    found = what.launches.get(what.tiles.forced)
-    if found is None:
-        kernel: Any = importlib.import_module(f"nsa.kernels.{what.module}")  # which imports Triton
-        try:
-            found = kernel, kernel.plan(call, what.dims.bound, what.route == "per_head")
-        except key_tiles.DoesNotFit as error:
-            found = _Refusal, str(error)
-        what.launches[what.tiles.forced] = found
-    kernel, how = found
+    """Launch the kernel of a planned call."""
+    return _launch(what.launches.get(what.tiles.forced) or attach(what, call), what, call)
+
+
+def _launch(planned: Planned, what: Plan, call: Call) -> Result:
+    kernel, how = planned
     result: Result = kernel.forward(how, call, what.route)
     if call.out is not None and not call.out.is_inference():
         increment_version(call.out)  # a kernel writes where autograd does not see it

@@ -92,7 +92,10 @@ def _unusual(call: Call) -> Result:
         return _operator(call)
     if tracing and call.backend in ("auto", "triton"):
         return _operator(call)
-    planned = dispatch.traced_plan(call) if tracing else dispatch.plan(call)
+    if tracing:  # not counted as a route: a graph that counts is compiled anew for every count
+        planned = dispatch.traced_plan(call)
+        return dispatch.plain(planned.route, planned, call)
+    planned = dispatch.plan(call)
     return dispatch.run(dispatch.transformed(planned) if wrapped else planned, call)
 
 

@@ -196,7 +196,8 @@ def packed_sdpa(
     # Autograd would keep the packed keys of every chunk. Where they are many, each is packed again for its gradient.
     much = N * per_row > KEPT_BYTES
     again = keep and much and not torch.compiler.is_compiling() and not transforms_active()
-    for begin in range(0, max(N, 1), chunk):
+    # A compiler would take the length of a range for a constant, and compile anew for each number of rows.
+    for begin in (0,) if N <= chunk else range(0, N, chunk):
         rows = slice(begin, min(begin + chunk, N))
         o, lse_rows = checkpoint(attend, rows, use_reentrant=False, preserve_rng_state=False) if again else attend(rows)
         if keep:

@@ -12,7 +12,15 @@ from torch import Tensor
 from nsa import dispatch, settings
 from nsa.api import selection_attention
 from nsa.call import Call
-from nsa.transforms import forward_mode, no_tangents, transformed, transforms_active
+from nsa.transforms import (
+    any_autocast_enabled,
+    autocast_dtype,
+    cast,
+    forward_mode,
+    no_tangents,
+    transformed,
+    transforms_active,
+)
 from nsa.validate import check_tensors, number
 
 
@@ -20,18 +28,33 @@ def _direct(call: Call) -> Tensor | tuple[Tensor, Tensor]:
     """A call on packed rows, whose only selection is ``cu_seqlens_k``."""
     if call.scale is not None:
         call = call._replace(scale=number(call.scale))
+    if any_autocast_enabled() or transforms_active() or forward_mode():
+        call = _unusual(call)
     try:
         planned = dispatch.plan(call, dispatch.rows_plan)
     except AttributeError:
-        check_tensors(**call.named_tensors("Q", *(("K", "V") if call.cu_seqlens_k is None else ("K_all", "V_all"))))
+        check_tensors(**_named(call))
         raise
     if torch.is_grad_enabled() and (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad):
         raise RuntimeError("packed rows have no backward, and an input requires grad: use selection_attention")
-    if transforms_active() or forward_mode():
-        transformed(*call.tensors)  # which refuses vmap
-        no_tangents("packed rows", call.q, call.k, call.v)
     o, lse = dispatch.launch(planned, call)
     return o if lse is None else (o, lse)
+
+
+def _unusual(call: Call) -> Call:
+    """The call as autocast wants it; refused in a transform of ``torch.func`` and with tangents."""
+    check_tensors(**_named(call))
+    if transformed(*call.tensors):
+        no_tangents("packed rows", call.q, call.k, call.v)
+        raise RuntimeError("packed rows have no rule for transforms of torch.func: use selection_attention")
+    dtype = autocast_dtype(call.q.device)
+    if dtype is None:
+        return call
+    return call._replace(q=cast(call.q, dtype), k=cast(call.k, dtype), v=cast(call.v, dtype))
+
+
+def _named(call: Call) -> dict[str, Tensor]:
+    return call.named_tensors("Q", *(("K", "V") if call.cu_seqlens_k is None else ("K_all", "V_all")))
 
 
 def sel_attn_fwd_dense(
