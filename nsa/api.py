@@ -92,7 +92,7 @@ def selection_attention(
             ``[b * block_size, (b + 1) * block_size)``, negative is padding, in any slot.
         block_size: keys per block; with ``block_indices`` only.
         causal: clamp each span's end to ``t + 1``, where query ``s`` sits at ``t = S_kv - S + s`` (bottom-right).
-        q_positions: ``[B, S]`` (varlen ``[T]``) int, ``t`` of each query instead.
+        q_positions: ``[B, S]`` (varlen ``[T]``) int, ``t`` of each query instead. With ``causal=True`` only.
         scale: of the scores; ``1 / sqrt(D)`` if None.
         cu_seqlens: ``[B + 1]`` int cumulative lengths of varlen sequences, or a pair ``(cu_seqlens_q, cu_seqlens_k)``.
             The first sequence begins at token 0, whatever they say; tokens after the last one select nothing. Neither
@@ -105,7 +105,7 @@ def selection_attention(
             ``key_major`` a block of keys and all queries that selected it. ``auto`` takes the last for prefills with
             block indices where it was measured to be faster (:mod:`nsa.schedules`); a NaN or inf in a block that a row
             selected may reach it there, even if that key is clamped away for it.
-        out: ``[..., HQ, Dv]`` to write to.
+        out: ``[..., HQ, Dv]`` to write to; each element has memory of its own.
 
     Gradients: of ``q``, ``k`` and ``v`` through both ``O`` and ``LSE``, in the dtype of each; the selection has none.
     Only ``reference`` (and ``sdpa`` under ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``) is differentiable
@@ -135,14 +135,15 @@ def selection_attention(
         cu_q, cu_k = pair
     if scale is not None and type(scale) is not float:
         scale = number(scale)
+    tracing = is_compiling()
     call: Call = tuple.__new__(
         Call,
         (
             q, k, v, ranges, block_indices, q_positions, cu_q, cu_k, None, None, out, block_size, causal, scale,
-            max_selected, backend, schedule, return_lse, UNREAD if is_compiling() else settings.get(),
+            max_selected, backend, schedule, return_lse, UNREAD if tracing else settings.get(),
         ),
     )  # fmt: skip
-    o, lse = ops.serve(call)
+    o, lse = ops.serve(call, tracing)
     if return_lse:
         assert lse is not None
         return o, lse
@@ -251,14 +252,15 @@ def selection_attention_with_kvcache(
         check_tensors(cache_seqlens=cache_seqlens)  # type: ignore[unreachable]
     if scale is not None and type(scale) is not float:
         scale = number(scale)
+    tracing = is_compiling()
     call: Call = tuple.__new__(
         Call,
         (
             q, k_cache, v_cache, ranges, block_indices, None, None, None, cache_seqlens, block_table, out, block_size,
-            causal, scale, max_selected, backend, schedule, return_lse, UNREAD if is_compiling() else settings.get(),
+            causal, scale, max_selected, backend, schedule, return_lse, UNREAD if tracing else settings.get(),
         ),
     )  # fmt: skip
-    o, lse = ops.serve(call)
+    o, lse = ops.serve(call, tracing)
     if return_lse:
         assert lse is not None
         return o, lse

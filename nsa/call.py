@@ -106,6 +106,16 @@ class Call(NamedTuple):
         )  # fmt: skip
 
 
+    def rows_key(self) -> tuple[Any, ...]:
+        """:meth:`key` of a call on packed rows, which has less to tell and is shorter."""
+        q, k, v, _, _, _, _, cu, _, _, out, _, _, _, most, _, schedule, _, settings = self
+        return (
+            settings, schedule, most, most.__class__, q.shape, q.dtype, q.device, q.stride(), k.shape, k.dtype,
+            k.device, k.stride(), v.shape, v.dtype, v.device, v.stride(), None if cu is None else metadata(cu),
+            None if out is None else metadata(out),
+        )  # fmt: skip
+
+
 def metadata(x: Any) -> tuple[Any, ...]:
     """What decides anything of a tensor, but for its memory."""
     return x.shape, x.dtype, x.device, x.stride()

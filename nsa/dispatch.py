@@ -197,7 +197,7 @@ def traced_plan(call: Call) -> Plan:
     return Plan(dims, route, "traced by torch.compile", True, "", route, "heads_as_queries", False, {}, "", {})
 
 
-def rows_plan(call: Call) -> Plan:
+def make_rows_plan(call: Call) -> Plan:
     """The plan of a call on packed rows, which has no fallback.
 
     Raises:
@@ -214,14 +214,14 @@ def rows_plan(call: Call) -> Plan:
     return Plan(dims, route, "packed rows", True, "", "", "", False, {}, "", {})
 
 
-def plan(call: Call, make: Callable[[Call], Plan] = make_plan) -> Plan:
-    """Remembered ``make(call)``: a repeated call pays a look-up.
+def plan(call: Call, key: Any = None, make: Callable[[Call], Plan] = make_plan) -> Plan:
+    """Remembered ``make(call)``: a repeated call pays a look-up of ``key``, ``call.key()`` unless given.
 
     Raises:
         AttributeError: what should be a tensor is none.
         ValueError, TypeError, RuntimeError: from ``make``.
     """
-    key = call.key()
+    key = call.key() if key is None else key
     found = _plans.get(key)
     if found is not None:
         return found
@@ -253,6 +253,12 @@ def failures() -> tuple[type[BaseException], ...]:
     # ImportError: no Triton here; RuntimeError: the MLIR pass manager and the driver; OSError and CalledProcessError:
     # the launcher's C compiler.
     return (*errors.compile_errors(), ImportError, RuntimeError, OSError, subprocess.CalledProcessError)
+
+
+@lru_cache(maxsize=1)
+def launch_errors() -> tuple[type[BaseException], ...]:
+    """All after which another route serves a call: those of a broken kernel, and that the call does not fit."""
+    return key_tiles.DoesNotFit, *failures()
 
 
 def _is_kernel_failure(error: BaseException) -> bool:
@@ -307,13 +313,26 @@ def run(what: Plan, call: Call) -> Result:
     """Run a planned call."""
     if what.debug:
         return _run_debug(what, call)
-    result, route, reason = _served(what, call)
+    planned, error = what.launches.get(what.tiles.forced), None
+    if planned is not None and not _broken:  # the shortest way, which most calls go
+        try:
+            result: Result = planned[0].forward(planned[1], call, what.route)
+        except launch_errors() as raised:
+            if what.named:
+                raise
+            error = raised
+        else:
+            if call.out is not None:
+                _written(call.out)
+            _taken[what.route, what.reason] += 1
+            return result
+    result, route, reason = _served(what, call, error)
     _taken[route, reason] += 1
     return result
 
 
-def _served(what: Plan, call: Call) -> tuple[Result, str, str]:
-    """The result, the route that it took, and why."""
+def _served(what: Plan, call: Call, error: BaseException | None = None) -> tuple[Result, str, str]:
+    """The result, the route that it took, and why. ``error``: of the launch, where that was tried already."""
     reason = what.reason
     if what.route in PLAIN:
         return plain(what.route, what, call), what.route, reason
@@ -321,21 +340,23 @@ def _served(what: Plan, call: Call) -> tuple[Result, str, str]:
         return launch(what, call), what.route, reason
     while True:
         known = _broken.get(what.kernel) if _broken else None
+        planned = what.launches.get(what.tiles.forced)
         if known is None:
-            planned = what.launches.get(what.tiles.forced)
             try:
+                if error is not None:
+                    raise error
                 planned = planned or attach(what, call)
                 known = known_failure(what.kernel, planned) if _broken else None
                 if known is None:
                     return _launch(planned, what, call), what.route, reason
-            except key_tiles.DoesNotFit as error:
-                known = str(error)
-            except failures() as error:
+            except key_tiles.DoesNotFit as misfit:
+                known = str(misfit)
+            except failures() as failure:
                 server = what.fallback if what.instead is None else what.instead.route
-                known = remember(what.kernel, planned, what.route, error, server)
+                known = remember(what.kernel, planned, what.route, failure, server)
         if what.instead is None:
             return plain(what.fallback, what, call), what.fallback, known
-        what, reason = what.instead, known
+        what, reason, error = what.instead, known, None
 
 
 class _Refusal:
@@ -368,9 +389,15 @@ def launch(what: Plan, call: Call) -> Result:
 def _launch(planned: Planned, what: Plan, call: Call) -> Result:
     kernel, how = planned
     result: Result = kernel.forward(how, call, what.route)
-    if call.out is not None and not call.out.is_inference():
-        increment_version(call.out)  # a kernel writes where autograd does not see it
+    if call.out is not None:
+        _written(call.out)
     return result
+
+
+def _written(out: Tensor) -> None:
+    """Tell autograd, which does not see a kernel write."""
+    if not out.is_inference():
+        increment_version(out)
 
 
 def plain(route: str, what: Plan, call: Call) -> Result:

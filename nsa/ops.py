@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 
 from nsa import dispatch, gradients, settings
 from nsa.call import TENSORS, Call
@@ -49,14 +48,17 @@ _TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
 _library = torch.library.Library("nsa", "DEF")
 
 
-def serve(call: Call) -> Result:
+def serve(call: Call, tracing: bool = False) -> Result:
     """``(O, LSE)`` of a call, LSE only where it is asked for.
+
+    Args:
+        tracing: a compiler traces the call.
 
     Raises:
         As :func:`nsa.selection_attention`.
     """
-    if is_compiling() or any_autocast_enabled() or transforms_active() or forward_ad._current_level >= 0:
-        return _unusual(call)
+    if tracing or any_autocast_enabled() or transforms_active() or forward_ad._current_level >= 0:
+        return _unusual(call, tracing)
     try:
         planned = dispatch.plan(call)
     except AttributeError:
@@ -73,13 +75,14 @@ def serve(call: Call) -> Result:
     return dispatch.run(planned, call)
 
 
-def _unusual(call: Call) -> Result:
+def _unusual(call: Call, tracing: bool) -> Result:
     """A call that is compiled, under autocast, in a transform of ``torch.func`` or in forward mode."""
     check_tensors(**_named(call))
-    tracing, dtype = is_compiling(), autocast_dtype(call.q.device)
+    dtype = autocast_dtype(call.q.device)
     if dtype is not None and call.cache_seqlens is None:
         with torch.autocast(call.q.device.type, enabled=False):  # it is done: what runs inside takes what it is given
-            return serve(call._replace(q=cast(call.q, dtype), k=cast(call.k, dtype), v=cast(call.v, dtype)))
+            call = call._replace(q=cast(call.q, dtype), k=cast(call.k, dtype), v=cast(call.v, dtype))
+            return serve(call, tracing)
     if dtype is not None and not tracing:  # of a cache nothing is cast
         with torch.autocast(call.q.device.type, enabled=False):
             return serve(call)

@@ -26,12 +26,12 @@ from nsa.validate import check_tensors, number
 
 def _direct(call: Call) -> Tensor | tuple[Tensor, Tensor]:
     """A call on packed rows, whose only selection is ``cu_seqlens_k``."""
-    if call.scale is not None:
+    if call.scale is not None and type(call.scale) is not float:
         call = call._replace(scale=number(call.scale))
     if any_autocast_enabled() or transforms_active() or forward_mode():
         call = _unusual(call)
     try:
-        planned = dispatch.plan(call, dispatch.rows_plan)
+        planned = dispatch.plan(call, call.rows_key(), dispatch.make_rows_plan)
     except AttributeError:
         check_tensors(**_named(call))
         raise
@@ -75,16 +75,28 @@ def sel_attn_fwd_dense(
         ValueError, TypeError: shapes, dtypes or devices that do not fit.
         RuntimeError: Triton cannot run here. It never falls back.
     """
-    return _direct(
-        Call(Q, K, V, out=out, scale=scale, schedule="per_head", return_lse=return_lse, settings=settings.get())
-    )
+    call: Call = tuple.__new__(
+        Call,
+        (
+            Q, K, V, None, None, None, None, None, None, None, out, None, True, scale, None, "triton", "per_head",
+            return_lse, settings.get(),
+        ),
+    )  # fmt: skip
+    return _direct(call)
 
 
 def sel_attn_fwd_dense_group(
     Q: Tensor, K: Tensor, V: Tensor, *, scale: float | None = None, return_lse: bool = False, out: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Rows with ``L`` keys each, the whole group a program; as :func:`sel_attn_fwd_dense` otherwise."""
-    return _direct(Call(Q, K, V, out=out, scale=scale, return_lse=return_lse, settings=settings.get()))
+    call: Call = tuple.__new__(
+        Call,
+        (
+            Q, K, V, None, None, None, None, None, None, None, out, None, True, scale, None, "triton", "auto",
+            return_lse, settings.get(),
+        ),
+    )  # fmt: skip
+    return _direct(call)
 
 
 def sel_attn_fwd_varlen(
@@ -110,12 +122,14 @@ def sel_attn_fwd_varlen(
     Returns, Raises: as :func:`sel_attn_fwd_dense`.
     """
     check_tensors(cu_seqlens=cu_seqlens)
-    return _direct(
-        Call(
-            Q, K_all, V_all, cu_seqlens_k=cu_seqlens, out=out, scale=scale, max_selected=max_selected,
-            schedule="per_head", return_lse=return_lse, settings=settings.get(),
-        )
+    call: Call = tuple.__new__(
+        Call,
+        (
+            Q, K_all, V_all, None, None, None, None, cu_seqlens, None, None, out, None, True, scale, max_selected,
+            "triton", "per_head", return_lse, settings.get(),
+        ),
     )  # fmt: skip
+    return _direct(call)
 
 
 def sel_attn_fwd_varlen_group(
@@ -131,12 +145,14 @@ def sel_attn_fwd_varlen_group(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Rows of different lengths, the whole group a program; as :func:`sel_attn_fwd_varlen` otherwise."""
     check_tensors(cu_seqlens=cu_seqlens)
-    return _direct(
-        Call(
-            Q, K_all, V_all, cu_seqlens_k=cu_seqlens, out=out, scale=scale, max_selected=max_selected,
-            return_lse=return_lse, settings=settings.get(),
-        )
+    call: Call = tuple.__new__(
+        Call,
+        (
+            Q, K_all, V_all, None, None, None, None, cu_seqlens, None, None, out, None, True, scale, max_selected,
+            "triton", "auto", return_lse, settings.get(),
+        ),
     )  # fmt: skip
+    return _direct(call)
 
 
 def selection_attention_triton(
