@@ -125,7 +125,7 @@ def _stale(found: Gpu) -> str | None:
 def _compiled(device: torch.device) -> str:
     """Whether kernels are compiled right here, or in a child process first."""
     from nsa import settings
-    from nsa.kernels import passed, sources
+    from nsa.kernels.shared import passed, sources
 
     pair, mode = (sources.triton_version(), sources.architecture(device)), settings.get().probe
     listed = passed.passed(*pair)

@@ -23,7 +23,9 @@ from torch.autograd.graph import increment_version
 
 from nsa import garbage, gpu, guard, reference, schedules, settings
 from nsa.call import Call
-from nsa.kernels import errors, key_tiles, tiles
+from nsa.kernels.key_major import tiles as key_tiles
+from nsa.kernels.query_major import tiles
+from nsa.kernels.shared import errors
 from nsa.transforms import forward_mode
 from nsa.validate import Dims, check, check_rows
 
@@ -372,7 +374,7 @@ Planned = tuple[Any, Any]  # the module of a kernel's launcher, and how it launc
 
 def attach(what: Plan, call: Call) -> Planned:
     """Work out how the call is launched, at the first call of a plan."""
-    kernel: Any = importlib.import_module(f"nsa.kernels.{what.module}")  # which imports Triton
+    kernel: Any = importlib.import_module(f"nsa.kernels.{what.module}.plan")  # which imports Triton
     try:
         found = kernel, kernel.plan(call, what.dims.bound, what.route == "per_head")
     except key_tiles.DoesNotFit as error:

@@ -25,7 +25,7 @@ from nsa import settings
 from nsa.validate import MAX_GROUP
 
 if TYPE_CHECKING:
-    from nsa.kernels.tiles import Choice, Point
+    from nsa.kernels.query_major.tiles import Choice, Point
 
 logger = logging.getLogger("nsa")
 
@@ -38,8 +38,8 @@ PACKAGED = Path(__file__).parent / "configs" / "gpus"
 
 SECTIONS = ("threshold", "crossover", "tiles")
 FAMILIES = ("query_major",)
-"""Kernels that have tiles of their own for a GPU. Key-major and the backward pass have rules (`key_tiles.py`,
-`backward_tiles.py`)."""
+"""Kernels that have tiles of their own for a GPU. Key-major and the backward pass have rules (`key_major/tiles.py`,
+`backward/tiles.py`)."""
 
 CROSSOVERS = ("key_major_from", "chunk_key_major_from")
 SWEPT = ("gpu", "torch", "triton", "commit", "date")
@@ -219,7 +219,7 @@ def _tiles(path: Path, section: Mapping[object, object]) -> Tiles:
 
 def _shape(path: Path, key: str, entry: Mapping[object, object]) -> tuple[Bucket, Point, Choice]:
     """A shape that was swept, and its best choice."""
-    from nsa.kernels.tiles import Choice, Point  # which import this module
+    from nsa.kernels.query_major.tiles import Choice, Point  # which import this module
 
     _only(path, key, entry, ("shape", "provenance", "best"))
     shape = _mapping(path, f"{key}.shape", entry.get("shape"))

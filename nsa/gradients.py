@@ -15,8 +15,8 @@ from torch import Tensor
 from nsa import dispatch
 from nsa.call import Call
 from nsa.dispatch import Plan
-from nsa.kernels import backward_tiles
-from nsa.kernels.key_tiles import DoesNotFit
+from nsa.kernels.backward import tiles as backward_tiles
+from nsa.kernels.key_major.tiles import DoesNotFit
 
 ROUTE = "backward"
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -77,7 +77,7 @@ def _launch(
 ) -> Gradients:
     found = what.backward_launches.get(backward_tiles.forced)
     if found is None:
-        kernel = importlib.import_module("nsa.kernels.backward")  # which imports Triton
+        kernel = importlib.import_module("nsa.kernels.backward.plan")  # which imports Triton
         found = what.backward_launches[backward_tiles.forced] = kernel, kernel.plan(call, what.dims.bound)
     kernel, how = found
     do = torch.zeros_like(o) if do is None else do

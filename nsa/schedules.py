@@ -13,7 +13,7 @@ import torch
 
 from nsa import gpu
 from nsa.call import Call
-from nsa.kernels import key_tiles
+from nsa.kernels.key_major import tiles as key_tiles
 from nsa.validate import Dims
 
 STAND_IN = "NVIDIA H100 80GB HBM3"

@@ -19,7 +19,7 @@ import torch
 
 from nsa import guard, settings
 from nsa.guard.trials import TRIALS, Say, Trial
-from nsa.kernels import errors, sources
+from nsa.kernels.shared import errors, sources
 
 
 def serve(question: dict[str, Any], handle: int) -> None:
@@ -63,7 +63,10 @@ def answer(what: dict[str, Any], device: torch.device, arch: str, say: Say) -> s
 
 def watch(what: dict[str, Any]) -> list[dict[str, Any]]:
     """Every launch from now on that has Triton compile, as the parent describes its own. No child is asked any more."""
-    from nsa.kernels import backward, combine, key_major, query_major
+    from nsa.kernels.backward import plan as backward
+    from nsa.kernels.key_major import plan as key_major
+    from nsa.kernels.query_major import plan as query_major
+    from nsa.kernels.shared import combine
 
     settings.reload()  # plans and variants are made anew: an earlier trial chose their tiles
     for variants in (query_major._variant, combine._variant, key_major._variants, backward._variants):

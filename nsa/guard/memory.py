@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nsa import settings
-from nsa.kernels import sources
+from nsa.kernels.shared import sources
 from nsa.tuning.files import write_whole
 
 logger = logging.getLogger("nsa")
@@ -48,7 +48,7 @@ def compared() -> str:
     """A hash of what the kernels mean, and of the code that says whether they are right."""
     package = sources.FOLDER.parent
     judges = [package / name for name in ("guard/child.py", "guard/trials.py", "reference.py", "spans.py")]
-    return sources.hash_of([*sorted(package.glob("kernels/*.py")), *judges])
+    return sources.hash_of([*sorted((package / "kernels").rglob("*.py")), *judges])
 
 
 def read(key: str) -> Verdict | None:

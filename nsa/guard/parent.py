@@ -25,7 +25,7 @@ import torch
 from nsa import settings
 from nsa.guard import memory
 from nsa.guard.memory import Verdict
-from nsa.kernels import passed, sources
+from nsa.kernels.shared import passed, sources
 
 logger = logging.getLogger("nsa")
 
@@ -58,7 +58,7 @@ class ProbeFailed(RuntimeError):
 
 
 def require(variant: Any, device: torch.device, tensors: tuple[torch.Tensor | None, ...]) -> None:
-    """Called before Triton compiles ``variant`` (:class:`nsa.kernels.launch.Variant`) for a launch on ``tensors``.
+    """Called before Triton compiles ``variant`` (:class:`Variant`) for a launch on ``tensors``.
 
     Raises:
         ProbeFailed: the variant must not be compiled in this process.

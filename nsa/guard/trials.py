@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from nsa.call import Call
-from nsa.kernels.likeness import Likeness
-from nsa.kernels.poison import POISON, poisoned_workspace
+from nsa.kernels.shared.likeness import Likeness
+from nsa.kernels.shared.poison import POISON, poisoned_workspace
 from nsa.reference import beyond_rounding, selection_reference
 
 Say = Callable[[str, str], None]
@@ -38,7 +38,7 @@ class Trial(Likeness):
 
     def layout(self, HKV: int, S_kv: int, B: int = 2, S: int = 3) -> None:
         """``q, k, v`` and the output, and what says which sequence a query is of, and where it stands."""
-        from nsa.kernels import primitives as p
+        from nsa.kernels.shared import primitives as p
 
         c, layout, page = self.c, self.c.get("LAYOUT", p.BATCH.value), self.c.get("PAGE", 0)
         batched, width = layout in (p.BATCH.value, p.CACHE.value), -(-S_kv // page) if page else 0
@@ -153,7 +153,7 @@ class Trial(Likeness):
         with (
             patch.multiple(tiles, select=lambda *arguments: select(*arguments)._replace(**fields)),
             patch.multiple(module, span_bucket=bucket),
-            poisoned_workspace(module.__name__.rpartition(".")[2]),
+            poisoned_workspace(module.__name__.split(".")[2]),
         ):
             yield
 
@@ -162,7 +162,8 @@ class Trial(Likeness):
 
         ``walk``: blocks fit a kernel that walks along rows. ``share``: all rows read the first block, several shares.
         """
-        from nsa.kernels import key_tiles, primitives
+        from nsa.kernels.key_major import tiles as key_tiles
+        from nsa.kernels.shared import primitives
 
         source = self.c.get("SOURCE")
         spans = source == primitives.RANGES.value
@@ -176,7 +177,9 @@ class Trial(Likeness):
 
 def _forward(t: Trial) -> str | None:
     """A few rows of every kind: many spans, none, reaching past the end."""
-    from nsa.kernels import primitives, query_major, tiles
+    from nsa.kernels.query_major import plan as query_major
+    from nsa.kernels.query_major import tiles
+    from nsa.kernels.shared import primitives
 
     c, L = t.c, t.c["BLOCK_L"]
     tile = tiles.Tile(**{field: (c | t.options)[field] for field in tiles.Tile._fields})
@@ -203,7 +206,8 @@ def _forward(t: Trial) -> str | None:
 
 def _combine(t: Trial) -> str | None:
     """A whole call whose rows are split into so many parts, some of them empty."""
-    from nsa.kernels import query_major, tiles
+    from nsa.kernels.query_major import plan as query_major
+    from nsa.kernels.query_major import tiles
 
     splits, choose = t.c["SPLITS"], tiles.choose
     t.layout(2, 7 * splits + 5)
@@ -214,7 +218,8 @@ def _combine(t: Trial) -> str | None:
 
 def _key_major(t: Trial) -> str | None:
     """A whole call whose kernel of that name is the one asked about; all others are as they come."""
-    from nsa.kernels import key_major, key_tiles
+    from nsa.kernels.key_major import plan as key_major
+    from nsa.kernels.key_major import tiles as key_tiles
 
     size = t.c.get("BLOCK_N", 32) * (1 if t.c.get("ONE_TILE", True) else 2)
     t.prepare(size, walk=t.c.get("WALK", False))
@@ -225,7 +230,8 @@ def _key_major(t: Trial) -> str | None:
 
 def _backward(t: Trial) -> str | None:
     """A whole backward pass whose kernel of that name is the one asked about; all others are as they come."""
-    from nsa.kernels import backward, backward_tiles
+    from nsa.kernels.backward import plan as backward
+    from nsa.kernels.backward import tiles as backward_tiles
 
     keep_dq = t.kernel == "_gather_kernel" or t.given.get("dq_part_ptr") is not None
     crowded, size = t.kernel in ("_dkdv_kernel", "_sum_kernel"), 16

@@ -80,7 +80,7 @@ def _child(what: str) -> int:
 
 def _matrix(device: torch.device) -> int:
     """Every source and dtype, by the rules and with forced splits and tiles, each call compared; how many."""
-    from nsa.kernels.tiles import Choice
+    from nsa.kernels.query_major.tiles import Choice
     from nsa.testing.contestants.ours import OF, OURS
     from nsa.testing.judge.forward import Oracle, assert_parity
     from nsa.tuning.sweep import forced

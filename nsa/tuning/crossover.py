@@ -19,7 +19,7 @@ from torch import Tensor
 import nsa
 import nsa.kernels
 from nsa import gpu
-from nsa.kernels import key_tiles
+from nsa.kernels.key_major import tiles as key_tiles
 from nsa.testing.clock.cuda import COLD, MOST_SETS, time_gpu
 from nsa.testing.clock.timing import InvalidMeasurement, Timing
 from nsa.testing.matrix.case import Case

@@ -22,8 +22,8 @@ import torch
 
 from nsa import gpu, settings
 from nsa.dispatch import failures
-from nsa.kernels import tiles
-from nsa.kernels.tiles import Choice
+from nsa.kernels.query_major import tiles
+from nsa.kernels.query_major.tiles import Choice
 from nsa.testing.clock.cuda import buffer_sets, time_gpu
 from nsa.testing.clock.timing import Timing
 from nsa.testing.contestants.contract import Contestant

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa.kernels.primitives import finish, softmax_step
+from nsa.kernels.shared.primitives import finish, softmax_step
 from nsa.testing.clock.cuda import buffer_sets, time_gpu
 from nsa.testing.clock.timing import Timing
 from nsa.testing.judge.forward import Oracle, assert_parity

@@ -25,7 +25,7 @@ import nsa
 from nsa import dispatch, gpu, settings
 from nsa.call import Call
 from nsa.guard import memory, parent
-from nsa.kernels.key_tiles import DoesNotFit
+from nsa.kernels.key_major.tiles import DoesNotFit
 from nsa.reference import selection_reference
 from nsa.testing.plugin import current_lane
 
@@ -188,7 +188,7 @@ def gpus(monkeypatch, tmp_path):
 @pytest.fixture
 def variants(monkeypatch, fresh_plans) -> list[dict[str, Any]]:
     """The constants of every forward kernel of query-major that the test makes, none of which was made before."""
-    from nsa.kernels import query_major
+    from nsa.kernels.query_major import plan as query_major
 
     made: list[dict[str, Any]] = []
     make = query_major.Variant
@@ -200,7 +200,7 @@ def variants(monkeypatch, fresh_plans) -> list[dict[str, Any]]:
 @pytest.fixture(params=["kernel", "cluster"] if current_lane() == "gpu" else ["kernel"])
 def split(request, monkeypatch, fresh_plans):
     """Every row's keys are shared among 3 programs and merged, whatever the shape: that is decided by measurements."""
-    from nsa.kernels import tiles
+    from nsa.kernels.query_major import tiles
 
     together = request.param == "cluster"
     monkeypatch.setattr(tiles, "fits_clusters", lambda programs, splits, _, largest: together and splits <= largest)
@@ -218,7 +218,7 @@ def fresh_routes():
 
 @dataclass
 class BackwardKernel:
-    """Stands in for `nsa.kernels.backward`: its gradients are `MARK` throughout, and it fails at will."""
+    """Stands in for `nsa.kernels.backward.plan`: its gradients are `MARK` throughout, and it fails at will."""
 
     MARK = 7.0
     error: BaseException | None = None  # of a launch
@@ -248,7 +248,7 @@ class BackwardKernel:
 @pytest.fixture
 def backward_kernel(monkeypatch, fresh_plans, fresh_routes):
     """A :class:`BackwardKernel` in the place of the real one, and long rows. The forward's kernels stay."""
-    kernel, module = BackwardKernel(), types.ModuleType("nsa.kernels.backward")
+    kernel, module = BackwardKernel(), types.ModuleType("nsa.kernels.backward.plan")
     module.plan, module.backward = kernel.plan, kernel.backward
     monkeypatch.setitem(sys.modules, module.__name__, module)
     with nsa.configure(sel_triton_min_L=0):
@@ -258,7 +258,10 @@ def backward_kernel(monkeypatch, fresh_plans, fresh_routes):
 @pytest.fixture
 def untried(monkeypatch, tmp_path):
     """No kernel was launched or tried; trials are forced, as the interpreter needs none; rows are long."""
-    from nsa.kernels import backward, combine, key_major, query_major
+    from nsa.kernels.backward import plan as backward
+    from nsa.kernels.key_major import plan as key_major
+    from nsa.kernels.query_major import plan as query_major
+    from nsa.kernels.shared import combine
 
     makers = query_major._variant, combine._variant, key_major._variants, backward._variants
     forget = [maker.cache_clear for maker in makers]

@@ -12,8 +12,11 @@ import torch
 
 from nsa import settings
 from nsa.guard.trials import TRIALS, Trial
-from nsa.kernels import backward, combine, key_major, query_major
-from nsa.kernels.launch import Variant
+from nsa.kernels.backward import plan as backward
+from nsa.kernels.key_major import plan as key_major
+from nsa.kernels.query_major import plan as query_major
+from nsa.kernels.shared import combine
+from nsa.kernels.shared.launch import Variant
 from nsa.testing.compile import child, points
 
 

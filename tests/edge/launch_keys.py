@@ -49,7 +49,7 @@ def launch(batch: tuple[int, int, int, int, int], source: str, device: torch.dev
 
 def watch_tiles(seen: set[object]) -> Callable[[], None]:
     """Collect the entries of the tile table that launches use, into `seen`; returns what ends it."""
-    from nsa.kernels import tiles
+    from nsa.kernels.query_major import tiles
 
     select = tiles.select
 
@@ -73,7 +73,9 @@ def main() -> None:
     from triton.runtime import driver
 
     from nsa import dispatch
-    from nsa.kernels import combine, query_kernels, query_major
+    from nsa.kernels.query_major import kernel as query_kernels
+    from nsa.kernels.query_major import plan as query_major
+    from nsa.kernels.shared import combine
 
     class Driver:
         """A GPU that is not there: all the binder asks is which one."""

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from nsa.call import Call
-from nsa.kernels import backward, backward_tiles
-from nsa.kernels.launch import Variant
-from nsa.kernels.poison import poisoned_workspace
+from nsa.kernels.backward import plan as backward
+from nsa.kernels.backward import tiles as backward_tiles
+from nsa.kernels.shared.launch import Variant
+from nsa.kernels.shared.poison import poisoned_workspace
 from nsa.reference import selection_reference
 from nsa.testing.plugin import current_lane
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import nsa
-from nsa.kernels import query_major, tiles
+from nsa.kernels.query_major import plan as query_major
+from nsa.kernels.query_major import tiles
 from nsa.testing.plugin import current_lane
 
 H100 = "NVIDIA H100 80GB HBM3"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nsa
-from nsa.kernels import tiles
+from nsa.kernels.query_major import tiles
 from nsa.tuning import sweep
 
 triton = partial(nsa.selection_attention, backend="triton")
@@ -89,7 +89,7 @@ def test_blocks_of_whole_tiles(agrees, draw, device, variants, choice, causal):
     """Blocks of one tile or two, more than a program holds at a time, with padding, blocks past the end, and a block
     that the end cuts: only what exists is walked.
     """
-    from nsa.kernels.primitives import TILED
+    from nsa.kernels.shared.primitives import TILED
 
     q, k, v = draw(S=2, HKV=1, S_kv=100)
     g = torch.Generator().manual_seed(0)

@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from nsa.kernels import sources
+from nsa.kernels.shared import sources
 from nsa.testing.compile import budgets, matrix
 from nsa.testing.compile.matrix import Compiled
 from nsa.testing.compile.points import ARCHITECTURES, MOST

@@ -11,7 +11,7 @@ import torch
 import nsa
 from nsa import dispatch, ops, settings
 from nsa.call import TENSORS, Call
-from nsa.kernels import key_tiles
+from nsa.kernels.key_major import tiles as key_tiles
 from nsa.reference import packed_sdpa, selection_reference
 
 ROOT = Path(nsa.__file__).parent
@@ -148,7 +148,7 @@ def test_a_training_step_plans_once(problem, fresh_plans, monkeypatch):
 
 def test_tiles_of_key_major_may_be_forced_at_any_time(draw, same, monkeypatch, fresh_plans):
     """A sweep forces them after a first call."""
-    from nsa.kernels import key_major
+    from nsa.kernels.key_major import plan as key_major
 
     q, k, v = (x.half() for x in draw(G=1))
     planned, plan = [], key_major.plan
@@ -186,7 +186,7 @@ def test_debug_timing_names_its_own_route(problem, caplog, monkeypatch):
 @pytest.mark.parametrize("kind", ["ranges", "blocks"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "operator"])
 def test_only_wanted_gradients_are_computed(draw, same, wanted, kind, compiled, monkeypatch):
-    from nsa.kernels.launch import Variant
+    from nsa.kernels.shared.launch import Variant
 
     leaves = {name: x.requires_grad_(name in wanted) for name, x in zip("qkv", draw(S=3, S_kv=24), strict=True)}
     selection = {"ranges": same([(0, 7), (9, 24)], 1, 3, 2)}
@@ -248,7 +248,7 @@ def test_errors_are_sorted_by_the_drivers_text(text, of_the_kernel):
 
 
 def test_nothing_is_remembered_under_capture(problem, monkeypatch, fresh_routes, fresh_plans):
-    from nsa.kernels import query_major
+    from nsa.kernels.query_major import plan as query_major
 
     qkv, selection = problem
     tries = []

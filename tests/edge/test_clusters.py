@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from nsa.kernels import clusters, tiles
+from nsa.kernels.query_major import tiles
+from nsa.kernels.shared import clusters
 
 SHAPES = [
     (heads, block_dv, cluster, threads)

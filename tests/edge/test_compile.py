@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from nsa.guard.trials import TRIALS
-from nsa.kernels import query_major, tiles
+from nsa.kernels.query_major import plan as query_major
+from nsa.kernels.query_major import tiles
 from nsa.testing.compile import budgets, matrix
 from nsa.testing.compile.child import askew, mixed
 from nsa.testing.compile.points import ARCHITECTURES, MOST, POINTS, QUICK, points

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import nsa
-from nsa.kernels.tiles import Choice
+from nsa.kernels.query_major.tiles import Choice
 from nsa.testing.plugin import current_lane
 from nsa.tuning import sweep
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nsa
-from nsa.kernels import query_major
+from nsa.kernels.query_major import plan as query_major
 
 pytestmark = pytest.mark.usefixtures("fresh_routes")
 

@@ -8,8 +8,8 @@ import torch
 
 import nsa
 from nsa import dispatch, gpu, schedules, settings
-from nsa.kernels import tiles
-from nsa.kernels.tiles import Choice, Point
+from nsa.kernels.query_major import tiles
+from nsa.kernels.query_major.tiles import Choice, Point
 from nsa.tuning.files import HEAD, write_section
 
 NAME = "NVIDIA Nobody 1"

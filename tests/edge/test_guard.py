@@ -31,7 +31,7 @@ AT_LAUNCH = """
 import ctypes, os, signal, sys
 sys.path.insert(0, {root!r})
 import torch
-from nsa.kernels import launch
+from nsa.kernels.shared import launch
 real = launch.Variant.launch
 def broken(self, grid, device, tensors, numbers, common=True):
     {body}

@@ -21,7 +21,7 @@ import nsa
 from nsa import settings
 from nsa.guard import ProbeFailed, memory, parent
 from nsa.guard.memory import Verdict
-from nsa.kernels import passed, sources
+from nsa.kernels.shared import passed, sources
 
 pytestmark = pytest.mark.usefixtures("fresh_routes", "fresh_plans", "untried")
 ROOT = Path(nsa.__file__).parents[1]
@@ -31,7 +31,7 @@ ROOT = Path(nsa.__file__).parents[1]
 
 
 def variant_of(name):
-    """As much of a :class:`nsa.kernels.launch.Variant` as the guard looks at."""
+    """As much of a :class:`nsa.kernels.shared.launch.Variant` as the guard looks at."""
     kernel = SimpleNamespace(fn=SimpleNamespace(__name__=name))
     return SimpleNamespace(kernel=kernel, describe=lambda tensors: {"kernel": name})
 
@@ -235,14 +235,13 @@ EDITS = [  # of a file: what it means stays, or not
 def test_edited_prose_is_the_same_kernel_and_edited_code_another(monkeypatch, tmp_path, edit, same):
     """Any file of `nsa/kernels`, or of what judges them."""
     package = tmp_path / "nsa"
-    (package / "kernels").mkdir(parents=True)
-    (package / "guard").mkdir()
     judges = [ROOT / "nsa" / name for name in ("guard/child.py", "guard/trials.py", "reference.py", "spans.py")]
-    for source in [*(ROOT / "nsa" / "kernels").glob("*.py"), *judges]:
+    for source in [*(ROOT / "nsa" / "kernels").rglob("*.py"), *judges]:
+        (package / source.relative_to(ROOT / "nsa")).parent.mkdir(parents=True, exist_ok=True)
         (package / source.relative_to(ROOT / "nsa")).write_bytes(source.read_bytes())
     monkeypatch.setattr(sources, "meaning", meaning)
     compared, kernels = memory.compared.__wrapped__, sources.kernel_sources.__wrapped__
-    real, kernel_files = (compared(), kernels()), {path.name for path in sources.kernel_files()}
+    real, kernel_files = (compared(), kernels()), {path.relative_to(sources.FOLDER) for path in sources.kernel_files()}
     monkeypatch.setattr(sources, "FOLDER", package / "kernels")
     assert (compared(), kernels()) == real
     for path in package.rglob("*.py"):
@@ -250,7 +249,7 @@ def test_edited_prose_is_the_same_kernel_and_edited_code_another(monkeypatch, tm
         path.write_text(edit(text))
         if path.read_text() != text:
             assert (compared() == real[0]) == same, path
-            assert (kernels() == real[1]) == (same or path.name not in kernel_files), path
+            assert (kernels() == real[1]) == (same or path not in {package / "kernels" / name for name in kernel_files}), path
         path.write_text(text)
 
 

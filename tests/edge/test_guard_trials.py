@@ -15,8 +15,11 @@ from nsa import guard, settings
 from nsa.call import Call
 from nsa.guard import child
 from nsa.guard.trials import TRIALS, Trial
-from nsa.kernels import backward, combine, key_major, query_major
-from nsa.kernels.launch import Variant
+from nsa.kernels.backward import plan as backward
+from nsa.kernels.key_major import plan as key_major
+from nsa.kernels.query_major import plan as query_major
+from nsa.kernels.shared import combine
+from nsa.kernels.shared.launch import Variant
 from nsa.reference import beyond_rounding
 from nsa.testing.compile.points import ARCHITECTURES
 

@@ -31,9 +31,9 @@ def loaded():
     return sorted(name for name in sys.modules if name.partition(".")[0] in ("triton", "yaml"))
 import torch
 before = loaded()
-import nsa, nsa.kernels, nsa.kernels.tiles, nsa.reference, nsa.rows, nsa.ops
+import nsa, nsa.kernels, nsa.kernels.query_major.tiles, nsa.reference, nsa.rows, nsa.ops
 assert loaded() == before, set(loaded()) - set(before)
-assert "nsa.kernels.query_major" not in sys.modules
+assert "nsa.kernels.query_major.plan" not in sys.modules
 
 q, k = torch.randn(1, 3, 4, 16), torch.randn(1, 9, 2, 16)
 ranges = torch.tensor([0, 5], dtype=torch.int32).expand(1, 3, 2, 1, 2)

@@ -11,8 +11,9 @@ import nsa
 import nsa.kernels
 from nsa import settings
 from nsa.call import Call
-from nsa.kernels import key_major, key_tiles
-from nsa.kernels.primitives import TILED
+from nsa.kernels.key_major import plan as key_major
+from nsa.kernels.key_major import tiles as key_tiles
+from nsa.kernels.shared.primitives import TILED
 from nsa.testing.plugin import current_lane
 
 GIB = 1 << 30

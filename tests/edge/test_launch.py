@@ -9,8 +9,8 @@ import torch
 import triton as triton_language
 
 import nsa
-from nsa.kernels import launch
-from nsa.kernels.launch import TRITON, Variant
+from nsa.kernels.shared import launch
+from nsa.kernels.shared.launch import TRITON, Variant
 
 triton = partial(nsa.selection_attention, backend="triton")
 CUDA = torch.device("cuda", 0)

@@ -14,7 +14,7 @@ import nsa.__main__
 import nsa.gpu
 from nsa import outlook, settings
 from nsa.guard import memory
-from nsa.kernels import passed, sources
+from nsa.kernels.shared import passed, sources
 from nsa.testing.contestants.ours import OURS
 from nsa.testing.matrix.case import Case
 from nsa.tuning import calibrate, crossover, thresholds

@@ -9,7 +9,7 @@ import torch
 import nsa
 import nsa.kernels
 from nsa import settings
-from nsa.kernels.launch import Variant
+from nsa.kernels.shared.launch import Variant
 from nsa.testing.plugin import current_lane
 
 NEVER_SYNC = ["triton", "per_head", "key_major", "sdpa"]  # the oracle may read the device

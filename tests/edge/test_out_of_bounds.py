@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 import nsa
-from nsa.kernels import key_tiles
+from nsa.kernels.key_major import tiles as key_tiles
 from nsa.testing.judge import addresses
 from nsa.testing.plugin import current_lane
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import nsa
-from nsa.kernels import sources
+from nsa.kernels.shared import sources
 from nsa.testing.compile import budgets
 
 ROOT = Path(nsa.__file__).parents[1]
@@ -113,7 +113,7 @@ sys.path[:] = [entry for entry in sys.path if entry != checkout]
 sys.meta_path[:] = [f for f in sys.meta_path if not getattr(f, "__module__", "").startswith("__editable__")]
 import torch, nsa
 from nsa import gpu, schedules
-from nsa.kernels import sources
+from nsa.kernels.shared import sources
 from nsa.testing.compile import budgets
 found = {
     "measured": sorted({str(getattr(gpu.measured(schedules.STAND_IN), name).path) for name in gpu.SECTIONS}),

@@ -115,7 +115,7 @@ def test_fallback_of_short_rows_without_packing(draw, ranges):
 
 
 def test_pipelining_off_means_one_stage(draw, ranges, monkeypatch, fresh_plans):
-    from nsa.kernels import query_major
+    from nsa.kernels.query_major import plan as query_major
 
     seen = []
     plan = query_major.plan

@@ -15,7 +15,8 @@ import nsa.kernels
 from nsa import dispatch
 from nsa.call import Call
 from nsa.gpu import PROVENANCE
-from nsa.kernels import key_tiles, query_major
+from nsa.kernels.key_major import tiles as key_tiles
+from nsa.kernels.query_major import plan as query_major
 from nsa.reference import selection_reference
 from nsa.tuning import files
 
@@ -35,7 +36,7 @@ def kernels(monkeypatch, gpus, fresh_routes):
     content["provenance"] = dict.fromkeys(PROVENANCE["crossover"], GPU)
     files.write_section(gpus, GPU, "crossover", content, [])
     state = {"key_major": None, "query_major": None, "misfit": None, "tried": []}
-    stub = types.ModuleType("nsa.kernels.key_major")
+    stub = types.ModuleType("nsa.kernels.key_major.plan")
     monkeypatch.setitem(sys.modules, stub.__name__, stub)
     right = query_major.forward
 
@@ -154,7 +155,7 @@ def test_what_is_no_kernel_failure_is_passed_on(kernels, attend):
 
 
 def test_key_major_missing_is_a_broken_kernel(kernels, attend, monkeypatch):
-    monkeypatch.setitem(sys.modules, "nsa.kernels.key_major", None)  # importing it raises
+    monkeypatch.setitem(sys.modules, "nsa.kernels.key_major.plan", None)  # importing it raises
     attend()
     attend()
     ((name, reason, calls),) = nsa.routes()

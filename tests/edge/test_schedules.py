@@ -7,7 +7,7 @@ import nsa
 from nsa import dispatch, schedules, settings
 from nsa.call import Call
 from nsa.gpu import device_slug
-from nsa.kernels import key_tiles
+from nsa.kernels.key_major import tiles as key_tiles
 from nsa.outlook import Shaped
 
 GPU = "NVIDIA Nobody 1"

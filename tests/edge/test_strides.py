@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nsa
-from nsa.kernels.primitives import ASK_EIGHT
+from nsa.kernels.shared.primitives import ASK_EIGHT
 
 B, S, KEYS, HKV = 2, 2, 20, 2
 

@@ -10,8 +10,9 @@ import yaml
 
 import nsa
 from nsa import gpu, settings
-from nsa.kernels import query_major, tiles
-from nsa.kernels.tiles import Choice, Point
+from nsa.kernels.query_major import plan as query_major
+from nsa.kernels.query_major import tiles
+from nsa.kernels.query_major.tiles import Choice, Point
 from nsa.testing.clock.timing import Timing
 from nsa.testing.matrix.case import Case
 from nsa.tuning import sweep, tilings

@@ -45,7 +45,7 @@ def test_variants_by_key(report, source):
 @pytest.mark.gpu
 def test_variants_compiled(device):
     """The same count, in the cache of the kernel that ran."""
-    from nsa.kernels.query_kernels import _fwd_kernel
+    from nsa.kernels.query_major.kernel import _fwd_kernel
 
     spec = importlib.util.spec_from_file_location("launch_keys", SCRIPT)
     launch_keys = importlib.util.module_from_spec(spec)

@@ -5,8 +5,9 @@ import torch
 
 import nsa.kernels
 from nsa.call import Call
-from nsa.kernels import backward, backward_tiles
-from nsa.kernels.poison import poisoned_workspace
+from nsa.kernels.backward import plan as backward
+from nsa.kernels.backward import tiles as backward_tiles
+from nsa.kernels.shared.poison import poisoned_workspace
 from nsa.testing.fixtures import over
 from nsa.testing.judge.gradients import GradientOracle, assert_gradients
 from nsa.testing.matrix.case import Case

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import nsa
 import nsa.kernels
 from nsa.call import Call
-from nsa.kernels import backward_tiles
-from nsa.kernels.poison import poisoned_workspace
+from nsa.kernels.backward import tiles as backward_tiles
+from nsa.kernels.shared.poison import poisoned_workspace
 from nsa.reference import selection_reference
 from nsa.testing.judge.gradients import GradientOracle, assert_gradients
 from nsa.testing.matrix import caches, strategies

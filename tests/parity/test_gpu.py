@@ -5,9 +5,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa.kernels import tiles
-from nsa.kernels.primitives import gdc_launch_dependents
-from nsa.kernels.tiles import Choice
+from nsa.kernels.query_major import tiles
+from nsa.kernels.query_major.tiles import Choice
+from nsa.kernels.shared.primitives import gdc_launch_dependents
 from nsa.testing.contestants.ours import OF, OURS
 from nsa.testing.fixtures import over
 from nsa.testing.judge.forward import Oracle, assert_parity

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import nsa
-from nsa.kernels import key_major, key_tiles, tiles
+from nsa.kernels.key_major import plan as key_major
+from nsa.kernels.key_major import tiles as key_tiles
+from nsa.kernels.query_major import tiles
 from nsa.testing.judge.forward import cached_parity
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane

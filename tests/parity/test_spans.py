@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nsa.kernels import tiles
+from nsa.kernels.query_major import tiles
 from nsa.testing.contestants.ours import OURS
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix import strategies

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from nsa import settings
-from nsa.kernels import query_major, tiles
-from nsa.kernels.launch import TRITON
+from nsa.kernels.query_major import plan as query_major
+from nsa.kernels.query_major import tiles
+from nsa.kernels.shared.launch import TRITON
 from nsa.testing.contestants.ours import OF, OURS
 from nsa.testing.fixtures import over
 from nsa.testing.judge.forward import Oracle, assert_parity

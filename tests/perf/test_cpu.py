@@ -138,7 +138,7 @@ def test_routing(problem: Problem, publish, sampling: dict[str, int], monkeypatc
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch):
     """Kernels that do not compile, of long rows; how often that was tried."""
-    from nsa.kernels import query_major
+    from nsa.kernels.query_major import plan as query_major
 
     tries: list[str] = []
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.kernels.launch import DIRECT, Variant
+from nsa.kernels.shared.launch import DIRECT, Variant
 from nsa.testing.clock import timing
 from nsa.testing.clock.measure import gate_figures, run_facts
 from nsa.testing.contestants.ours import OURS

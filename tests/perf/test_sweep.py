@@ -5,8 +5,8 @@ and, for the record, head dimensions in pieces.
 import pytest
 import torch
 
-from nsa.kernels import query_major
-from nsa.kernels.tiles import Choice
+from nsa.kernels.query_major import plan as query_major
+from nsa.kernels.query_major.tiles import Choice
 from nsa.testing.clock import precompile, timing
 from nsa.testing.clock.measure import run_facts
 from nsa.testing.fixtures import over

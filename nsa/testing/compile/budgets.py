@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from nsa.kernels import sources
+from nsa.kernels.shared import sources
 from nsa.testing.compile.points import Architecture
 
 if TYPE_CHECKING:

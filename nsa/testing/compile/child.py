@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from nsa.call import Call
-from nsa.kernels import tiles
+from nsa.kernels.query_major import tiles
 from nsa.settings import Settings
 from nsa.testing.compile.matrix import OVERHEARD, Compiled, minor
 from nsa.testing.compile.points import ARCHITECTURES, Architecture, Point, points
@@ -48,7 +48,9 @@ def main(name: str, extent: str) -> None:
 
 
 def _call(point: Point) -> None:
-    from nsa.kernels import backward, key_major, query_major
+    from nsa.kernels.backward import plan as backward
+    from nsa.kernels.key_major import plan as key_major
+    from nsa.kernels.query_major import plan as query_major
 
     kernel = key_major if "key_major" in point.options else query_major
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[point.dtype]
@@ -115,7 +117,7 @@ def _pretend(architecture: Architecture) -> tuple[list[Any], list[str]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from nsa.kernels import query_major
+    from nsa.kernels.query_major import plan as query_major
 
     kernels: list[Any] = []
     reports: list[str] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from nsa.kernels import tiles
+from nsa.kernels.query_major import tiles
 
 MOST = 90
 """Points of one architecture, each a configuration that `tiles.py` or its like returns for a call; one may launch

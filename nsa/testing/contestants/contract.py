@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 import nsa.kernels
-from nsa.kernels.poison import poisoned_workspace
+from nsa.kernels.shared.poison import poisoned_workspace
 from nsa.testing.judge.forward import Result
 from nsa.testing.matrix.case import DTYPES, Case
 from nsa.testing.matrix.problem import Problem

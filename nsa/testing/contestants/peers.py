@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa.dispatch import failures
-from nsa.kernels.tiles import next_power_of_2
+from nsa.kernels.query_major.tiles import next_power_of_2
 from nsa.testing.contestants.contract import Contestant
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.problem import Problem

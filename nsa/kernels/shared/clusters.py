@@ -10,8 +10,8 @@ themselves (``st.async``, PTX ISA 9.7.9.12): nobody waits for memory at large, o
 import triton
 import triton.language as tl
 
-from nsa.kernels.primitives import finish
-from nsa.kernels.tiles import BARRIER_BYTES, box_bytes, merged_heads
+from nsa.kernels.query_major.tiles import BARRIER_BYTES, box_bytes, merged_heads
+from nsa.kernels.shared.primitives import finish
 
 HEADER = tl.constexpr(BARRIER_BYTES)
 
@@ -50,7 +50,7 @@ def sending(heads: int, block_dv: int, cluster: int, threads: int) -> str:
 def open_inbox(CLUSTER: tl.constexpr, MINE: tl.constexpr, BLOCK_DV: tl.constexpr, SHARED: tl.constexpr):
     """Address of a program's inbox in its shared memory, int32; the outbox lies behind it. Nothing may be sent yet.
 
-    SHARED: bytes of both, :func:`nsa.kernels.tiles.exchange_bytes`; what Triton keeps there begins after them.
+    SHARED: bytes of both, see ``tiles.exchange_bytes``; what Triton keeps there begins after them.
     """
     BOX: tl.constexpr = CLUSTER * MINE * (BLOCK_DV + 4) * 4
     return tl.inline_asm_elementwise(

@@ -241,7 +241,7 @@ def box_bytes(heads: int, block_dv: int, cluster: int) -> int:
 
 
 def exchange_bytes(heads: int, block_dv: int, cluster: int) -> int:
-    """Shared memory that a program of a cluster needs beside its tiles, see :mod:`nsa.kernels.clusters`.
+    """Shared memory that a program of a cluster needs beside its tiles, see :mod:`nsa.kernels.shared.clusters`.
 
     The tiles come to lie behind it, and tensor cores that read tiles of 64 rows from there (``wgmma``) take the
     pattern in which they lie from their address: it must be as if they lay first.

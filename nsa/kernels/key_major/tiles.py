@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from nsa.kernels.tiles import SHARED_BYTES, next_power_of_2
+from nsa.kernels.query_major.tiles import SHARED_BYTES, next_power_of_2
 
 GRID = 64
 """Keys of a block where ranges are cut into blocks."""

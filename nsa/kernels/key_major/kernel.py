@@ -8,8 +8,8 @@ Source: NSA, arXiv 2502.11089, section 3.4; the order of loops as in FSA, arXiv 
 import triton
 import triton.language as tl
 
-from nsa.kernels.inversion import OVERFULL, first_block, sequence_keys, visible_keys
-from nsa.kernels.primitives import (
+from nsa.kernels.shared.inverse_index import OVERFULL, first_block, sequence_keys, visible_keys
+from nsa.kernels.shared.primitives import (
     BATCH,
     CACHE,
     RANGES,
@@ -104,7 +104,7 @@ def _partial_kernel(
 ):
     """Partial results of one window's units: ``O`` normalised ``[window, heads, slots, G, Dv]``, base-2 LSE without Dv.
 
-    A program takes one share of work (:mod:`nsa.kernels.inversion`): units of one block, ``BLOCK_M / HEADS`` of them at
+    A program takes one share of work (``inverse_index.py``): units of one block, ``BLOCK_M / HEADS`` of them at
     a time. ``first``: first token of the window; ``index``: number of the window among those of the lists.
     """
     UNITS: tl.constexpr = BLOCK_M // HEADS

@@ -2,7 +2,7 @@
 
 One kernel, four span sources (dense rows, ``cu_seqlens`` rows, ranges, blocks): they differ in how a program learns its
 next tile of key positions (``primitives``), the loop is written once. Source: NSA, arXiv 2502.11089, section 3.4 and
-figure 3 (group-centric data loading); online softmax as in FlashAttention. Launched by ``query_major.py``.
+figure 3 (group-centric data loading); online softmax as in FlashAttention. Launched by ``plan.py``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.clusters import exchange, merge_inbox, open_inbox
-from nsa.kernels.primitives import (
+from nsa.kernels.shared.clusters import exchange, merge_inbox, open_inbox
+from nsa.kernels.shared.primitives import (
     BATCH,
     CACHE,
     RANGES,

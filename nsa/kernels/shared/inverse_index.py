@@ -2,16 +2,16 @@
 
 A *unit* is a key block that a row (token, KV head) reads: of a block list each slot, of ranges each piece of a span
 that lies in one block of the grid. Per window of tokens and KV head, units are listed block by block, and cut into work
-for programs of :mod:`nsa.kernels.key_kernels`. KV heads may go through a few at a time, ``heads`` from ``head0``
+for programs of :mod:`nsa.kernels.key_major.kernel`. KV heads may go through a few at a time, ``heads`` from ``head0``
 on: lists know only those. Within a block their order is as atomics had it; no result of a forward
-pass depends on it. Sums over a block's units do: for :mod:`nsa.kernels.backward_kernels` they are listed in the order
+pass depends on it. Sums over a block's units do: for :mod:`nsa.kernels.backward.kernel` they are listed in the order
 of tokens and slots.
 """
 
 import triton
 import triton.language as tl
 
-from nsa.kernels.primitives import BATCH, CACHE, RANGES, filled_keys, find_sequence, load_span
+from nsa.kernels.shared.primitives import BATCH, CACHE, RANGES, filled_keys, find_sequence, load_span
 
 UNUSED = tl.constexpr(-1)  # a slot of a row that reads nothing
 OVERFULL = tl.constexpr(-2)  # in the first slot of a row that reads nothing, because it has more units than slots

@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa.kernels.launch import INT32_MAX, Variant
-from nsa.kernels.primitives import gdc_wait, merge_parts
-from nsa.kernels.tiles import next_power_of_2
+from nsa.kernels.query_major.tiles import next_power_of_2
+from nsa.kernels.shared.launch import INT32_MAX, Variant
+from nsa.kernels.shared.primitives import gdc_wait, merge_parts
 
 
 @triton.jit(do_not_specialize=["S", "HQ", "heads", "stride_ob", "stride_os", "stride_oh"])
@@ -47,7 +47,7 @@ def combine(
     """Merge partial results into ``out`` (and ``lse``).
 
     Args:
-        parts: fp32, what :func:`nsa.kernels.primitives.merge_parts` reads, of ``tokens * HQ`` heads.
+        parts: fp32, what :func:`nsa.kernels.shared.primitives.merge_parts` reads, of ``tokens * HQ`` heads.
         out: ``[B, S, HQ, Dv]`` or ``[T, HQ, Dv]``, last dim contiguous.
         lse: contiguous fp32 like ``out`` without its last dim, or None.
         overlap: the kernel before this one on the stream let it be launched early.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from nsa.kernels.key_tiles import MOST_COUNT_BYTES, DoesNotFit, even, heads_at_once
-from nsa.kernels.tiles import SHARED_BYTES, next_power_of_2
+from nsa.kernels.key_major.tiles import MOST_COUNT_BYTES, DoesNotFit, even, heads_at_once
+from nsa.kernels.query_major.tiles import SHARED_BYTES, next_power_of_2
 
 DQ_BYTES = 1280 << 20
 """What a window's tokens keep of dQ: a part for each of a row's blocks. The longer a window, the less often dK and dV

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from nsa.kernels import sources
+from nsa.kernels.shared import sources
 
-LIST = Path(__file__).parents[1] / "configs" / "compiled.yaml"
+LIST = Path(__file__).parents[2] / "configs" / "compiled.yaml"
 
 
 def passed(triton: str, arch: str) -> bool:

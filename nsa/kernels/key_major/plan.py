@@ -1,8 +1,8 @@
 """Key-major forward: invert the selection, take partial results block by block, merge them row by row.
 
 No host sync: every grid comes from shapes, and programs without work leave at once. Tokens go through in windows whose
-partial results share one buffer, so that the workspace is bounded however long the call. Kernels: ``inversion.py`` and
-``key_kernels.py``; the launcher has the interface of :mod:`nsa.kernels.query_major`.
+partial results share one buffer, so that the workspace is bounded however long the call. The kernels are in
+``kernel.py`` and ``shared/inverse_index.py``; the launcher has the interface of :mod:`nsa.kernels.query_major.plan`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ from torch import Tensor
 
 from nsa import settings
 from nsa.call import Call
-from nsa.kernels import inversion, key_kernels, key_tiles, launches, query_major
-from nsa.kernels.launch import INT32_MAX, Variant
-from nsa.kernels.primitives import BATCH, BLOCKS, CACHE, RANGES, TILED, VARLEN
-from nsa.kernels.tiles import span_bucket
+from nsa.kernels import launches
+from nsa.kernels.key_major import kernel as key_kernels
+from nsa.kernels.key_major import tiles as key_tiles
+from nsa.kernels.query_major import plan as query_major
+from nsa.kernels.query_major.tiles import span_bucket
+from nsa.kernels.shared import inverse_index
+from nsa.kernels.shared.launch import INT32_MAX, Variant
+from nsa.kernels.shared.primitives import BATCH, BLOCKS, CACHE, RANGES, TILED, VARLEN
 
 logger = logging.getLogger("nsa")
 
@@ -63,7 +67,7 @@ class Launch(NamedTuple):
 
 
 def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch:
-    """How a call is launched: tiles, windows and run-time sizes; arguments as for :func:`nsa.kernels.query_major.plan`.
+    """How a call is launched: tiles, windows and run-time sizes; arguments as for query-major.
 
     A row's result never depends on what the rest of the call holds; with ``batch_invariant`` not on how long that is,
     either. ``per_head`` changes nothing. Rows of ranges with more than ``bound`` keys may come out as NaN.
@@ -168,9 +172,9 @@ def _variants(
     if tile.walk_registers is not None and query_major.runs_ptx(device):
         merging["maxnreg"] = tile.walk_registers
     return (
-        Variant(inversion._count_kernel, count, {"num_warps": 1}),
-        Variant(inversion._scan_kernel, {"SHARE": tile.share, "CHUNK": ELEMENTS}, {"num_warps": 4}),
-        Variant(inversion._scatter_kernel, {"CHUNK": ELEMENTS}, {"num_warps": 4}),
+        Variant(inverse_index._count_kernel, count, {"num_warps": 1}),
+        Variant(inverse_index._scan_kernel, {"SHARE": tile.share, "CHUNK": ELEMENTS}, {"num_warps": 4}),
+        Variant(inverse_index._scatter_kernel, {"CHUNK": ELEMENTS}, {"num_warps": 4}),
         Variant(key_kernels._partial_kernel, partial, options),
         Variant(key_kernels._merge_kernel, merge, merging),
         Variant(key_kernels._merge_kernel, merge, merging),  # with LSE
@@ -270,7 +274,7 @@ def _less(sized: tuple[int, ...], w: key_tiles.Windows) -> key_tiles.Windows | N
 
 
 def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | None]:
-    """Launch, as :func:`nsa.kernels.query_major.forward` does.
+    """Launch, as :func:`nsa.kernels.query_major.plan.forward` does.
 
     Returns:
         ``(O, LSE)``, LSE fp32 ``q.shape[:-1]`` or None.

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from nsa.kernels.launch import TRITON
+from nsa.kernels.shared.launch import TRITON
 
 # Programmatic dependent launch: a kernel is set up while the one before it still runs. Triton 3.4 has these calls too,
 # but they do not compile.

@@ -13,7 +13,7 @@ import torch
 
 from nsa import settings
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1]
 
 
 def kernel_files() -> list[Path]:

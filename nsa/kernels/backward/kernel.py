@@ -9,9 +9,9 @@ loops as in NSA, arXiv 2502.11089, section 3.4. No float atomics: sums go by the
 import triton
 import triton.language as tl
 
-from nsa.kernels.inversion import first_block, sequence_keys, visible_keys
-from nsa.kernels.key_kernels import load_unit, query_offset
-from nsa.kernels.primitives import BATCH, RANGES, TILED, find_sequence, key_positions, load_spans, tile_start
+from nsa.kernels.key_major.kernel import load_unit, query_offset
+from nsa.kernels.shared.inverse_index import first_block, sequence_keys, visible_keys
+from nsa.kernels.shared.primitives import BATCH, RANGES, TILED, find_sequence, key_positions, load_spans, tile_start
 
 RUNTIME = "rows B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits share several".split()
 RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split()]

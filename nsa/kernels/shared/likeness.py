@@ -12,7 +12,7 @@ class Likeness:
     """Makes tensors with the dtypes, alignments and strides of a launch that was described.
 
     Args:
-        what: of :meth:`nsa.kernels.launch.Variant.describe`. Arguments are named as there. A tensor that the described
+        what: of :meth:`Variant.describe`. Arguments are named as there. A tensor that the described
             kernel does not take, but the call around it, has the usual dtype.
     """
 

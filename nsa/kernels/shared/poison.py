@@ -22,7 +22,7 @@ def poisoned_workspace(name: str) -> Iterator[None]:
     So is what lies around it, which no kernel may read either. Memory as it comes may hold what an earlier call rightly
     left there.
     """
-    kernels: Any = importlib.import_module(f"nsa.kernels.{name}")  # which imports Triton
+    kernels: Any = importlib.import_module(f"nsa.kernels.{name}.plan")  # which imports Triton
     real = kernels.workspace
 
     def poisoned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

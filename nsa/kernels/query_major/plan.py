@@ -1,4 +1,4 @@
-"""Query-major forward: how a call is cut into programs, and its launch. The kernel is ``query_kernels.py``."""
+"""Query-major forward: how a call is cut into programs, and its launch. The kernel is in ``kernel.py``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from torch import Tensor
 
 from nsa import settings
 from nsa.call import Call
-from nsa.kernels import launches, query_kernels, tiles
-from nsa.kernels.clusters import sending
-from nsa.kernels.combine import combine
-from nsa.kernels.launch import INT32_MAX, TRITON, Variant
-from nsa.kernels.primitives import (
+from nsa.kernels import launches
+from nsa.kernels.query_major import kernel as query_kernels
+from nsa.kernels.query_major import tiles
+from nsa.kernels.shared.clusters import sending
+from nsa.kernels.shared.combine import combine
+from nsa.kernels.shared.launch import INT32_MAX, TRITON, Variant
+from nsa.kernels.shared.primitives import (
     BATCH,
     BLOCKS,
     CACHE,

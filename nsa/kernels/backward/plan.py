@@ -1,8 +1,8 @@
 """Backward: turn the selection round, sum dK and dV block by block, take dQ from the same blocks or row by row.
 
 No host sync and no float atomics: grids come from shapes, and every sum has an order, so gradients are equal bit by bit
-from run to run. Tokens go through in windows, which bounds the workspace. Kernels: ``inversion.py`` and
-``backward_kernels.py``.
+from run to run. Tokens go through in windows, which bounds the workspace. Kernels: ``shared/inverse_index.py`` and
+``kernel.py``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,15 @@ import torch
 from torch import Tensor
 
 from nsa.call import Call
-from nsa.kernels import backward_kernels, backward_tiles, inversion, key_tiles, launches, query_major
-from nsa.kernels.launch import INT32_MAX, TRITON, Variant
-from nsa.kernels.primitives import BATCH, BLOCKS, RANGES, TILED, VARLEN
-from nsa.kernels.tiles import span_bucket
+from nsa.kernels import launches
+from nsa.kernels.backward import kernel as backward_kernels
+from nsa.kernels.backward import tiles as backward_tiles
+from nsa.kernels.key_major import tiles as key_tiles
+from nsa.kernels.query_major import plan as query_major
+from nsa.kernels.query_major.tiles import span_bucket
+from nsa.kernels.shared import inverse_index
+from nsa.kernels.shared.launch import INT32_MAX, TRITON, Variant
+from nsa.kernels.shared.primitives import BATCH, BLOCKS, RANGES, TILED, VARLEN
 
 COUNTED = 32  # slots that a program which counts takes at a time
 ELEMENTS = 1024  # of a program that scans or scatters
@@ -128,10 +133,10 @@ def _variants(
     total |= {"D": D, "Dv": Dv, "LAYOUT": layout, "BLOCK_N": min(SUM_ROWS, tile.BLOCK_N), "SHARE": tile.share}
     dkdv_options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return {
-        "order": Variant(inversion._order_kernel, order, {"num_warps": 1}),
-        "strip": Variant(inversion._strip_kernel, {"CHUNK": STRIPPED, "AT_ONCE": 32}, {"num_warps": 4}),
-        "scan": Variant(inversion._scan_kernel, {"SHARE": tile.share, "CHUNK": ELEMENTS}, {"num_warps": 4}),
-        "scatter": Variant(inversion._scatter_kernel, {"CHUNK": ELEMENTS}, {"num_warps": 4}),
+        "order": Variant(inverse_index._order_kernel, order, {"num_warps": 1}),
+        "strip": Variant(inverse_index._strip_kernel, {"CHUNK": STRIPPED, "AT_ONCE": 32}, {"num_warps": 4}),
+        "scan": Variant(inverse_index._scan_kernel, {"SHARE": tile.share, "CHUNK": ELEMENTS}, {"num_warps": 4}),
+        "scatter": Variant(inverse_index._scatter_kernel, {"CHUNK": ELEMENTS}, {"num_warps": 4}),
         "delta": Variant(backward_kernels._delta_kernel, delta, {"num_warps": 1}),
         "delta_lse": Variant(backward_kernels._delta_kernel, delta, {"num_warps": 1}),
         "dq": Variant(
