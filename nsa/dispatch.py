@@ -246,7 +246,7 @@ def transformed(what: Plan) -> Plan:
     if what.named:
         raise RuntimeError(f"backend='triton': {reason}")
     # Most of torch's SDPA kernels cannot be differentiated in forward mode.
-    return what._replace(route="reference" if forward else what.fallback, reason=reason)
+    return what._replace(route="reference" if forward else what.fallback, reason=reason, launches={})
 
 
 @lru_cache(maxsize=1)
