@@ -1,8 +1,6 @@
 """Benchmarks of real work without a GPU: packed SDPA, packing, span utilities, routing. No Triton is timed here."""
 
 import dataclasses
-import functools
-import inspect
 from functools import partial
 from typing import Any
 
@@ -103,20 +101,19 @@ def test_routing(problem: Problem, publish, sampling: dict[str, int], monkeypatc
     """
     p = problem
     args = p.selection | {"max_selected": p.case.L}
-    result = packed_sdpa(Call.of(p.q, p.k, p.v, **args))[0]
+    direct = Call.of(p.q, p.k, p.v, **args)
+    result = packed_sdpa(direct)[0]
     assert torch.equal(nsa.selection_attention(p.q, p.k, p.v, **args), result)
-    whole = timing.time_host(
-        {"sdpa": lambda: packed_sdpa(Call.of(p.q, p.k, p.v, **args))[0]}, budget_s=BUDGET_S, **sampling
-    )
+    whole = timing.time_host({"sdpa": lambda: packed_sdpa(direct)}, budget_s=BUDGET_S, **sampling)
 
-    def stand_in(*_: Any, **__: Any) -> torch.Tensor:
-        return result
+    def stand_in(*_: Any) -> tuple[torch.Tensor, None]:
+        return result, None
 
     monkeypatch.setattr(nsa.reference, "packed_sdpa", stand_in)
     assert nsa.selection_attention(p.q, p.k, p.v, **args) is result, "the call was not routed to packed SDPA"
     fns = {
         "ours": lambda: nsa.selection_attention(p.q, p.k, p.v, **args),
-        "direct_sdpa": lambda: nsa.reference.packed_sdpa(Call.of(p.q, p.k, p.v, **args))[0],
+        "direct_sdpa": lambda: nsa.reference.packed_sdpa(direct),
         "python": lambda: [x * x for x in range(100)],  # what the gate divides by: nothing of ours
     }
 
@@ -142,7 +139,7 @@ def failing(monkeypatch: pytest.MonkeyPatch):
 
     tries: list[str] = []
 
-    def forward(launch: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, route: str, *_: Any) -> None:
+    def forward(launch: Any, call: Call, route: str) -> None:
         tries.append(route)
         raise RuntimeError("PassManager::run failed")
 
@@ -161,8 +158,9 @@ def test_after_a_failure(problem: Problem, publish, sampling: dict[str, int], mo
     """
     p = problem
     args = p.selection | {"max_selected": p.case.L}
-    direct, call = partial(packed_sdpa, p.q, p.k, p.v, **args), partial(nsa.selection_attention, p.q, p.k, p.v, **args)
-    want = direct()
+    direct = partial(packed_sdpa, Call.of(p.q, p.k, p.v, **args))
+    call = partial(nsa.selection_attention, p.q, p.k, p.v, **args)
+    want = direct()[0]
     assert all(torch.equal(call(), want) for _ in range(1001))
     assert len(failing) == 1
     (record,) = nsa.routes()
@@ -170,21 +168,13 @@ def test_after_a_failure(problem: Problem, publish, sampling: dict[str, int], mo
     assert record.reason.endswith(" kernel failed: RuntimeError: PassManager::run failed")
     whole = timing.time_host({"ours": call, "sdpa": direct}, budget_s=BUDGET_S, **sampling)
 
-    @functools.wraps(packed_sdpa)
-    def stand_in(
-        q, k, v, *, ranges=None, block_indices=None, block_size=None, causal=True, q_positions=None, scale=None,
-        cu_seqlens=None, max_selected=None, return_lse=False, layout="heads_as_queries",
-        cache_seqlens=None, block_table=None,
-    ):  # fmt: skip
-        return want
+    def stand_in(call: Call, bound: int | None = None, layout: str = "") -> tuple[torch.Tensor, None]:
+        return want, None
 
-    assert inspect.signature(stand_in, follow_wrapped=False).parameters.keys() == (
-        inspect.signature(packed_sdpa).parameters.keys()
-    )
     monkeypatch.setattr(nsa.reference, "packed_sdpa", stand_in)
     fns = {
         "ours": call,
-        "direct_sdpa": lambda: nsa.reference.packed_sdpa(Call.of(p.q, p.k, p.v, **args))[0],
+        "direct_sdpa": lambda: nsa.reference.packed_sdpa(direct.args[0]),
         "python": lambda: [x * x for x in range(100)],
     }
 
