@@ -195,14 +195,15 @@ def _gradients(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[: TENSORS - 1], *output)
-    ctx.options = inputs[TENSORS - 1 :]
+    ctx.options = *inputs[TENSORS - 1 :], True, settings.get()
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of what the operator takes: q, k and v."""
     *tensors, o, lse = ctx.saved_tensors
-    call = _call(*tensors, None, *ctx.options, True, settings.get())
-    found = _gradients(call, None, do, dlse, o, lse, tuple(ctx.needs_input_grad[:3]))
+    call = _call(*tensors, None, *ctx.options)
+    with settings.applied(call.settings):
+        found = _gradients(call, None, do, dlse, o, lse, tuple(ctx.needs_input_grad[:3]))
     return (*found, *(None,) * (len(ctx.needs_input_grad) - len(found)))
 
 

@@ -2,10 +2,10 @@
 
 Settings come in layers, the later one wins: defaults < YAML (`nsa/configs/base.yaml`, then the file named by
 `NSA_CONFIG`) < environment (`NSA_<NAME>`) < argument (`nsa.configure`). The first three are read once, at the first
-`get()`; after that `get()` is a read of one module global, because it sits on the hot path of every call.
+`get()`; after that `get()` reads a few globals, because every call begins with it.
 
-That global belongs to the process, not to a thread: a backward pass runs in autograd's own threads and must see what
-the forward saw.
+What `nsa.configure` changes belongs to a thread or task. Autograd runs a backward pass on threads of its own: there
+the settings are those of the thread that called `backward()`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+
+import torch
 
 ON_RELOAD: list[Callable[[], None]] = []  # what others remember of files that were read
 PROBE = ("auto", "always", "never")
@@ -59,6 +61,7 @@ _lock = threading.RLock()
 _loaded: tuple[Settings, dict[str, str]] | None = None  # the first three layers and where each value came from
 _layers: ContextVar[tuple[dict[str, Value], ...]] = ContextVar("blocks of `configure`, innermost last", default=())
 _in_force: ContextVar[Settings | None] = ContextVar("settings within `configure` blocks", default=None)
+_backward_pass, NONE = torch._C._current_graph_task_id, -1  # the backward pass that this thread works for
 
 
 def get() -> Settings:
@@ -67,6 +70,8 @@ def get() -> Settings:
     Raises ValueError naming file or variable, value and what is accepted, if one of them cannot be parsed.
     """
     current = _in_force.get()
+    if current is None and _backward_pass() != NONE:
+        current = _of_caller()
     if current is None:
         loaded = _loaded
         return _first()[0] if loaded is None else loaded[0]
@@ -82,7 +87,9 @@ def sources() -> dict[str, str]:
 def configure(**values: Value) -> AbstractContextManager[Settings]:
     """Change settings inside a `with` block; blocks nest, and leaving one restores what it covered.
 
-    The change holds for this thread, or this asyncio task, alone. A backward pass has the settings of its forward.
+    The change holds for this thread, or this asyncio task, alone. A backward pass has the settings of its forward. What
+    a checkpoint computes again, and the backward of a compiled graph, has those in force where `backward()` is called,
+    if PyTorch passes them on to its threads (2.11 does), else those of the process.
 
     Raises TypeError for an unknown name or a value of the wrong type and ValueError for a negative length or an unknown
     word, at once.
@@ -146,6 +153,15 @@ def applied(settings: Settings) -> Iterator[None]:
         yield
     finally:
         _in_force.set(before)
+
+
+def _of_caller() -> Settings | None:
+    """On a thread of autograd's, what `configure` blocks have in force where `backward()` was called.
+
+    PyTorch hands that thread's context variables to the threads that work for it under the name "context".
+    """
+    context = torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else None
+    return None if context is None else context.get(_in_force)
 
 
 @contextmanager

@@ -55,11 +55,11 @@ def noisy(p):
     if p.block_indices is not None:
         blocks = torch.randint(-2, 9, p.block_indices.shape, generator=g)
         blocks[:, ::5] = -1
-        return dataclasses.replace(p, block_indices=blocks.int(), extra={})
+        return dataclasses.replace(p, block_indices=blocks.int().to(p.q.device), extra={})
     start = torch.randint(-30, 90, p.ranges.shape[:-1], generator=g)
     spans = torch.stack((start, start + torch.randint(-5, 40, start.shape, generator=g)), -1)
     spans[:, ::5] = 3
-    return dataclasses.replace(p, ranges=spans, extra={})
+    return dataclasses.replace(p, ranges=spans.to(p.q.device), extra={})
 
 
 def listed(p):
@@ -81,8 +81,8 @@ HOLDS = {
 
 
 @pytest.mark.parametrize("needs", [*((need,) for need in HOLDS), tuple(HOLDS)], ids=lambda needs: "+".join(needs))
-def test_blocks_are_rearranged_to_what_is_needed(needs):
-    p = noisy(PROMPT.make("cpu"))
+def test_blocks_are_rearranged_to_what_is_needed(device, needs):
+    p = noisy(PROMPT.make(device))
     assert not any(HOLDS[need](*listed(p)) for need in needs), "the noise holds nothing"
     made = arranged(p, Contract(takes=("blocks",), needs=needs))
     assert all(HOLDS[need](*listed(made)) for need in needs)
@@ -93,8 +93,8 @@ SPAN_NEEDS = [("sorted",), ("padding last",), ("visible",), ("distinct", "visibl
 
 
 @pytest.mark.parametrize("needs", SPAN_NEEDS, ids="+".join)
-def test_spans_are_rearranged_to_what_is_needed(needs):
-    p = noisy(SPANS.make("cpu"))
+def test_spans_are_rearranged_to_what_is_needed(device, needs):
+    p = noisy(SPANS.make(device))
     made = arranged(p, Contract(needs=needs))
     (start, end), limit = listed(made)
     some = end > start

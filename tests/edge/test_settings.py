@@ -194,6 +194,18 @@ def test_configure_blocks_may_end_out_of_order():
     assert settings.get() == settings.Settings()
 
 
+def test_a_backward_pass_has_the_settings_of_its_caller(device):
+    """On a GPU autograd runs it on another thread: checkpoints compute their forward again there."""
+    seen = []
+    x = torch.ones(1, device=device, requires_grad=True)
+    x.register_hook(lambda grad: seen.append((settings.get().force_parity, settings.get().sel_triton_min_L)))
+    with nsa.configure(force_parity=True, sel_triton_min_L=3):
+        (2 * x).sum().backward()
+    x.sum().backward()
+    assert seen[0] == (True, 3)
+    assert seen[1][0] is False
+
+
 def test_configure_stays_in_its_thread():
     seen = []
     with settings.configure(force_parity=True):

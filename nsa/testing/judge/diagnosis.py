@@ -116,7 +116,8 @@ def _tail(shape: tuple[int, ...], dim: int, start: int, x: Tensor) -> Tensor:
 def _overflow(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
     """exp of scores from which the maximum was not subtracted: NaN, infinite or 0 where it overflows or vanishes."""
     bad, lse = e.off.any(-1) | e.lse_off, e.right.lse
-    if not bool((~e.out[bad].isfinite() | (e.out[bad] == 0)).all()):
+    wrong = e.out[e.off | e.lse_off[..., None]]  # at the edge some columns of a row overflow, and others are right
+    if not bool((~wrong.isfinite() | (wrong == 0)).all()):
         return
     good = ~bad & lse.isfinite()
     must = (lse > EXP_MAX + 1) | (lse < -EXP_MAX - 17) & lse.isfinite()
