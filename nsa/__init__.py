@@ -2,7 +2,7 @@
 
 from nsa.api import selection_attention, selection_attention_with_kvcache
 from nsa.dispatch import RouteRecord, routes
-from nsa.rows import (
+from nsa.legacy import (
     grouped_selection_attention_packed,
     sel_attn_fwd_dense,
     sel_attn_fwd_dense_group,
@@ -10,8 +10,8 @@ from nsa.rows import (
     sel_attn_fwd_varlen_group,
     selection_attention_triton,
 )
+from nsa.plain.spans import PackedRows, merge_ranges, pack_rows, ranges_from_blocks
 from nsa.settings import Settings, configure
-from nsa.spans import PackedRows, merge_ranges, pack_rows, ranges_from_blocks
 
 __version__ = "0.1.0"
 

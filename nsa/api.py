@@ -103,7 +103,7 @@ def selection_attention(
         backend: ``auto`` routes and falls back; ``triton``, ``sdpa`` (packed) and ``reference`` never fall back.
         schedule: of the Triton kernels: ``query_major`` holds the group of a row in a program, ``per_head`` one head,
             ``key_major`` a block of keys and all queries that selected it. ``auto`` takes the last for prefills with
-            block indices where it was measured to be faster (:mod:`nsa.schedules`); a NaN or inf in a block that a row
+            block indices where it was measured to be faster (:mod:`nsa.routing`); a NaN or inf in a block that a row
             selected may reach it there, even if that key is clamped away for it.
         out: ``[..., HQ, Dv]`` to write to; each element has memory of its own.
 

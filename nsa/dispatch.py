@@ -1,7 +1,7 @@
-"""Which implementation a call runs on: the route, the sticky fallback, and the log of both.
+"""Runs a planned call: launches its kernel, serves it by the fallback where that kernel is broken, counts routes.
 
-Decisions see metadata and settings only, never the device. A kernel that failed to compile or launch is remembered by
-signature and not tried again. An implementation asked for by name never falls back: it raises.
+A kernel that failed to compile or launch is remembered, by its compiled variants, and not tried again. An
+implementation asked for by name never falls back: it raises.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import re
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,18 +20,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from nsa import garbage, gpu, guard, reference, schedules, settings
+from nsa import debug, guard
 from nsa.call import Call
-from nsa.kernels.key_major import tiles as key_tiles
-from nsa.kernels.query_major import tiles
+from nsa.kernels.key_major.tiles import DoesNotFit
 from nsa.kernels.shared import errors
-from nsa.transforms import forward_mode
-from nsa.validate import Dims, check, check_rows
+from nsa.plain import oracle, packed_sdpa
+from nsa.routing import PLAIN, Plan
 
 logger = logging.getLogger("nsa")
 
-MIN_CAPABILITY = 80
-PLAIN = ("sdpa", "reference")  # routes of plain torch, which differentiates them
 # Texts of CUDA's driver for errors that say nothing about the kernel launched: memory is full, an earlier kernel broke
 # the context, or a stream is being captured. Triton's errors have the text and no code.
 OF_THE_DRIVER = frozenset((
@@ -49,25 +45,6 @@ OF_THE_DRIVER = frozenset((
 ))  # fmt: skip
 
 
-class Plan(NamedTuple):
-    """What will run for a signature, and why."""
-
-    dims: Dims
-    route: str
-    reason: str
-    named: bool  # asked for by name: no fallback
-    kernel: str  # what a broken kernel is remembered by; a string knows its hash
-    fallback: str
-    sdpa_layout: str
-    debug: bool
-    launches: dict[Any, Any]  # kernel module and launch, see `attach`, by what a sweep tries; None: no sweep
-    backward: str  # what a broken backward kernel is remembered by
-    backward_launches: dict[Any, Any]
-    module: str = "query_major"  # of nsa.kernels, which serves the Triton routes
-    tiles: Any = tiles  # the module that says which tiles a sweep forces on that kernel
-    instead: Plan | None = None  # what serves where this kernel is broken, before the fallback does
-
-
 class RouteRecord(NamedTuple):
     """How often a route was taken for one reason."""
 
@@ -78,10 +55,6 @@ class RouteRecord(NamedTuple):
 
 Result = tuple[Tensor, Tensor | None]
 
-MAX_PLANS = 4096
-
-_plans: dict[Any, Plan] = {}  # by the metadata of a call and the settings in force
-settings.ON_RELOAD.append(_plans.clear)
 _taken: Counter[tuple[str, str]] = Counter()
 _broken: dict[Any, str] = {}  # causes, by what `_suspect` says
 
@@ -98,157 +71,6 @@ def reset() -> None:
     guard.forget()
 
 
-@lru_cache(maxsize=64)
-def why_not_triton(device: torch.device) -> str | None:
-    """Why Triton cannot run on ``device``, or None if it can."""
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        if major * 10 + minor < MIN_CAPABILITY:
-            return f"Triton route needs compute capability 8.0 or newer, {device} has {major}.{minor}"
-        return None
-    if device.type == "cpu" and settings.interpreter():
-        return None
-    return f"Triton route needs a CUDA device, got {device}"
-
-
-def obstacle(dtype: torch.dtype, device: torch.device, no_triton: str | None) -> str | None:
-    """Why Triton cannot serve such a call, or None; ``no_triton`` comes from :func:`why_not_triton`."""
-    if dtype == torch.float64:
-        return "Triton route takes float16, bfloat16 and float32, got float64"
-    if no_triton is None and dtype == torch.bfloat16 and device.type == "cpu":
-        return "Triton's interpreter computes bfloat16 wrong"
-    return no_triton
-
-
-def make_plan(call: Call) -> Plan:
-    """Validate a call and choose its route. The forward and the backward pass share it.
-
-    Raises:
-        ValueError, TypeError: from :func:`nsa.validate.check`.
-        RuntimeError: ``backend="triton"`` where Triton cannot serve the call.
-    """
-    dims, current, device = check(call), call.settings, call.q.device
-    fallback = "sdpa" if current.use_sel_pack else "reference"
-    device_name, layout, no_triton = _device_facts(device)
-    why_not = obstacle(call.q.dtype, device, no_triton)
-    triton_route, why_triton = schedules.triton_route(call, dims, device_name)
-
-    if call.backend == "triton":
-        if why_not is not None:
-            raise RuntimeError(f"backend='triton': {why_not}")
-        route, reason = triton_route, f"backend='triton' asked for{f'; {why_triton}' if why_triton else ''}"
-    elif call.backend != "auto":
-        route, reason = call.backend, f"backend={call.backend!r} asked for"
-    elif current.force_parity:
-        route, reason = "reference", "force_parity is set"
-    elif not current.use_triton_sel:
-        route, reason = fallback, "use_triton_sel is off"
-    elif why_not is not None:
-        route, reason = fallback, why_not
-    else:
-        min_L = current.sel_triton_min_L
-        if min_L is None:
-            min_L = gpu.DEFAULT_MIN_L if device_name is None else gpu.min_L_for(device_name)
-        if dims.bound is not None and dims.bound < min_L:
-            route, reason = fallback, f"rows select at most {dims.bound} keys, sel_triton_min_L is {min_L}"
-        else:
-            route, reason = triton_route, why_triton or "rows are long enough for Triton"
-    # Caches have kernels of their own, one for each size of pages.
-    cache = None if call.cache_seqlens is None else 0 if call.block_table is None else call.k.shape[1]
-    signature = device, call.q.dtype, dims.G, dims.D, dims.Dv, call.causal, dims.varlen, cache
-    chosen = Plan(
-        dims=dims,
-        route=route,
-        reason=reason,
-        named=call.backend != "auto",
-        kernel=f"{triton_route} {signature}",
-        fallback=fallback,
-        sdpa_layout=layout,
-        debug=current.debug_timing or current.debug_compare or current.debug_shapes or current.debug_cache,
-        launches={},
-        # As key-major, it works by blocks of keys: a failure speaks of this block size only.
-        backward=f"backward {call.block_size} {signature}",
-        backward_launches={},
-    )
-    if triton_route != "key_major":
-        return chosen
-    # Key-major's tiles are made of blocks: a failure speaks of this block size (None: of ranges) only.
-    key_major = chosen._replace(
-        module="key_major", tiles=key_tiles, kernel=f"key_major {call.block_size} {signature}"
-    )
-    if chosen.named or route != "key_major":
-        return key_major
-    spans = "ranges" if call.block_size is None else "blocks"
-    return key_major._replace(instead=chosen._replace(route=spans, kernel=f"{spans} {signature}", launches={}))
-
-
-def _device_facts(device: torch.device) -> tuple[str | None, str, str | None]:
-    """``(name, packed SDPA layout, why Triton cannot run there)``."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    threshold = gpu.measured(name).threshold if name is not None else None
-    layout = (threshold.sdpa_layout if threshold is not None else None) or "heads_as_queries"
-    return name, layout, why_not_triton(device)
-
-
-def traced_plan(call: Call) -> Plan:
-    """The plan of a call that ``torch.compile`` traces through plain torch, asked for by name.
-
-    A compiler can look up neither settings nor the device.
-    """
-    dims, route = check(call), call.backend
-    return Plan(dims, route, "traced by torch.compile", True, "", route, "heads_as_queries", False, {}, "", {})
-
-
-def make_rows_plan(call: Call) -> Plan:
-    """The plan of a call on packed rows, which has no fallback.
-
-    Raises:
-        ValueError, TypeError: from :func:`nsa.validate.check_rows`.
-        RuntimeError: Triton cannot serve the call.
-    """
-    dims = check_rows(call)
-    dtype, device = call.q.dtype, call.q.device
-    why_not = obstacle(dtype, device, why_not_triton(device))
-    if why_not is not None:
-        raise RuntimeError(why_not)
-    grouped = "dense_group" if call.cu_seqlens_k is None else "varlen_group"
-    route = "per_head" if call.schedule == "per_head" else grouped
-    return Plan(dims, route, "packed rows", True, "", "", "", False, {}, "", {})
-
-
-def plan(call: Call, key: Any = None, make: Callable[[Call], Plan] = make_plan) -> Plan:
-    """Remembered ``make(call)``: a repeated call pays a look-up of ``key``, ``call.key()`` unless given.
-
-    Raises:
-        AttributeError: what should be a tensor is none.
-        ValueError, TypeError, RuntimeError: from ``make``.
-    """
-    key = call.key() if key is None else key
-    found = _plans.get(key)
-    if found is not None:
-        return found
-    made = make(call)
-    if len(_plans) >= MAX_PLANS:
-        _plans.clear()  # shapes that come once: those in use are back at their next call
-    return _plans.setdefault(key, made)
-
-
-def transformed(what: Plan) -> Plan:
-    """The plan of a call that is transformed: its tensors have no memory to launch a kernel on, or tangents.
-
-    Raises:
-        RuntimeError: Triton was asked for by name.
-    """
-    forward = forward_mode()
-    if what.route in PLAIN and (what.named or not forward):
-        return what
-    reason = "torch.func or forward-mode AD transforms the call, which Triton's kernels do not know"
-    if what.named:
-        raise RuntimeError(f"backend='triton': {reason}")
-    # Most of torch's SDPA kernels cannot be differentiated in forward mode.
-    return what._replace(route="reference" if forward else what.fallback, reason=reason, launches={})
-
-
 @lru_cache(maxsize=1)
 def failures() -> tuple[type[BaseException], ...]:
     """The errors compiling or launching a kernel raises. Nothing else is taken for a broken kernel."""
@@ -260,7 +82,7 @@ def failures() -> tuple[type[BaseException], ...]:
 @lru_cache(maxsize=1)
 def launch_errors() -> tuple[type[BaseException], ...]:
     """All after which another route serves a call: those of a broken kernel, and that the call does not fit."""
-    return key_tiles.DoesNotFit, *failures()
+    return DoesNotFit, *failures()
 
 
 def _is_kernel_failure(error: BaseException) -> bool:
@@ -351,7 +173,7 @@ def _served(what: Plan, call: Call, error: BaseException | None = None) -> tuple
                 known = known_failure(what.kernel, planned) if _broken else None
                 if known is None:
                     return _launch(planned, what, call), what.route, reason
-            except key_tiles.DoesNotFit as misfit:
+            except DoesNotFit as misfit:
                 known = str(misfit)
             except failures() as failure:
                 server = what.fallback if what.instead is None else what.instead.route
@@ -366,7 +188,7 @@ class _Refusal:
 
     @staticmethod
     def forward(why: str, *_: object) -> NoReturn:
-        raise key_tiles.DoesNotFit(why)
+        raise DoesNotFit(why)
 
 
 Planned = tuple[Any, Any]  # the module of a kernel's launcher, and how it launches the call
@@ -377,7 +199,7 @@ def attach(what: Plan, call: Call) -> Planned:
     kernel: Any = importlib.import_module(f"nsa.kernels.{what.module}.plan")  # which imports Triton
     try:
         found = kernel, kernel.plan(call, what.dims.bound, what.route == "per_head")
-    except key_tiles.DoesNotFit as error:
+    except DoesNotFit as error:
         found = _Refusal, str(error)
     what.launches[what.tiles.forced] = found
     return found
@@ -405,9 +227,9 @@ def _written(out: Tensor) -> None:
 def plain(route: str, what: Plan, call: Call) -> Result:
     """Packed SDPA or the reference."""
     if route == "sdpa":
-        o, lse = reference.packed_sdpa(call, what.dims.bound, what.sdpa_layout)
+        o, lse = packed_sdpa.packed_sdpa(call, what.dims.bound, what.sdpa_layout)
     else:
-        o, lse = reference.selection_reference(call)
+        o, lse = oracle.selection_reference(call)
     return (o if call.out is None else call.out.copy_(o)), lse
 
 
@@ -418,7 +240,7 @@ def _run_debug(what: Plan, call: Call) -> Result:
         named = call.named_tensors()
         logger.info("shapes: %s", ", ".join(f"{k} {list(x.shape)} strides {x.stride()}" for k, x in named.items()))
     if current.debug_cache and call.cache_seqlens is not None:
-        garbage.report(call)
+        debug.report_cache(call)
     _synchronize(call.q)
     began = time.perf_counter()
     result, route, reason = _served(what, call)

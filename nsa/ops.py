@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
-from nsa import dispatch, gradients, settings
+from nsa import backward, dispatch, routing, settings
+from nsa.backward import Gradients
 from nsa.call import TENSORS, Call
-from nsa.dispatch import Plan, Result
-from nsa.gradients import Gradients
-from nsa.transforms import (
+from nsa.dispatch import Result
+from nsa.routing import Plan
+from nsa.torch_modes import (
     any_autocast_enabled,
     autocast_dtype,
     cast,
@@ -60,7 +61,7 @@ def serve(call: Call, tracing: bool = False) -> Result:
     if tracing or any_autocast_enabled() or transforms_active() or forward_ad._current_level >= 0:
         return _unusual(call, tracing)
     try:
-        planned = dispatch.plan(call)
+        planned = routing.plan(call)
     except AttributeError:
         check_tensors(**_named(call))
         raise
@@ -70,7 +71,7 @@ def serve(call: Call, tracing: bool = False) -> Result:
     )
     # A subclass, as FakeTensor, may have no memory to launch a kernel on: the operator knows what to do with it.
     if wants_grad or q.__class__ is not Tensor:
-        if planned.route not in dispatch.PLAIN or call.cache_seqlens is not None:
+        if planned.route not in routing.PLAIN or call.cache_seqlens is not None:
             return _operator(call) if q.__class__ is not Tensor else _recorded(call, planned)
     return dispatch.run(planned, call)
 
@@ -96,10 +97,10 @@ def _unusual(call: Call, tracing: bool) -> Result:
     if tracing and call.backend in ("auto", "triton"):
         return _operator(call)
     if tracing:  # not counted as a route: a graph that counts is compiled anew for every count
-        planned = dispatch.traced_plan(call)
+        planned = routing.traced_plan(call)
         return dispatch.plain(planned.route, planned, call)
-    planned = dispatch.plan(call)
-    return dispatch.run(dispatch.transformed(planned) if wrapped else planned, call)
+    planned = routing.plan(call)
+    return dispatch.run(routing.without_kernels(planned) if wrapped else planned, call)
 
 
 def _named(call: Call) -> dict[str, Tensor]:
@@ -186,7 +187,7 @@ def _gradients(
     if do is None and dlse is None:
         return (None,) * 3
     if planned is not None and not is_grad_enabled():
-        found = gradients.backward(planned, call, do, dlse, o, lse, wanted)
+        found = backward.backward(planned, call, do, dlse, o, lse, wanted)
     else:  # which says what can be done, where the gradient is differentiated
         found = torch.ops.nsa.selection_attention_backward(do, dlse, o, lse, list(wanted), *_arguments(call))
     return tuple(x if want else None for x, want in zip(found, wanted, strict=True))
@@ -220,7 +221,7 @@ def _twice(ctx: Any, *_: Tensor | None) -> NoReturn:
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = _of_arguments(arguments)
     no_tangents("the operator", call.q, call.k, call.v)
-    o, lse = dispatch.run(dispatch.plan(call), call)
+    o, lse = dispatch.run(routing.plan(call), call)
     assert lse is not None
     return o, lse
 
@@ -238,7 +239,7 @@ def _backward(
 ) -> Gradients:
     call = _of_arguments(arguments)
     no_tangents("the gradient", do, dlse, call.q, call.k, call.v)
-    return gradients.backward(dispatch.plan(call), call, do, dlse, o, lse, tuple(wanted))
+    return backward.backward(routing.plan(call), call, do, dlse, o, lse, tuple(wanted))
 
 
 def _backward_fake(

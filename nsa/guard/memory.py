@@ -47,7 +47,7 @@ def key_of(what: dict[str, Any], device: torch.device) -> str:
 def compared() -> str:
     """A hash of what the kernels mean, and of the code that says whether they are right."""
     package = sources.FOLDER.parent
-    judges = [package / name for name in ("guard/child.py", "guard/trials.py", "reference.py", "spans.py")]
+    judges = [package / name for name in ("guard/child.py", "guard/trials.py", "plain/oracle.py", "plain/spans.py")]
     return sources.hash_of([*sorted((package / "kernels").rglob("*.py")), *judges])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from nsa.call import Call
 from nsa.kernels.shared.likeness import Likeness
 from nsa.kernels.shared.poison import POISON, poisoned_workspace
-from nsa.reference import beyond_rounding, selection_reference
+from nsa.plain.oracle import beyond_rounding, selection_reference
 
 Say = Callable[[str, str], None]
 
@@ -223,8 +223,8 @@ def _key_major(t: Trial) -> str | None:
 
     size = t.c.get("BLOCK_N", 32) * (1 if t.c.get("ONE_TILE", True) else 2)
     t.prepare(size, walk=t.c.get("WALK", False))
-    wide = -1 if t.c.get("WIDE", False) else key_major.WIDE
-    with t.told(key_major, key_tiles), patch.multiple(key_major, WIDE=wide):
+    wide = -1 if t.c.get("WIDE", False) else key_major.WIDE_FROM
+    with t.told(key_major, key_tiles), patch.multiple(key_major, WIDE_FROM=wide):
         return t.forward(key_major, t.kernel != "_merge_kernel" or t.given["lse_ptr"] is not None)
 
 

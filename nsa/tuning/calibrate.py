@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from nsa import gpu, settings
-from nsa.dispatch import why_not_triton
-from nsa.reference import sdpa_rows
+from nsa.plain.packed_sdpa import sdpa_rows
+from nsa.routing import why_not_triton
 from nsa.testing.clock.cuda import time_gpu
 from nsa.testing.clock.measure import measure, run_facts
 from nsa.testing.clock.timing import Timing

@@ -26,7 +26,7 @@ from nsa import dispatch, gpu, settings
 from nsa.call import Call
 from nsa.guard import memory, parent
 from nsa.kernels.key_major.tiles import DoesNotFit
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 from nsa.testing.plugin import current_lane
 
 ROUTES: dict[str, dict[str, Any]] = {

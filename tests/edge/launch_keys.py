@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import nsa
-from nsa import settings
+from nsa import routing, settings
 
 BATCHES = 400
 HKV, G, D, DV = 3, 5, 40, 72  # strides that are multiples of 16 in some batches, and in others not
@@ -72,7 +72,6 @@ def main() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from nsa import dispatch
     from nsa.kernels.query_major import kernel as query_kernels
     from nsa.kernels.query_major import plan as query_major
     from nsa.kernels.shared import combine
@@ -96,7 +95,7 @@ def main() -> None:
     kernel.run = run
     combine._combine_kernel.run = lambda *args, **keywords: None
     query_major.device_limits = lambda device: (90, 132)
-    dispatch.why_not_triton = lambda device: None
+    routing.why_not_triton = lambda device: None
     report = {}
     for source in ("ranges", "blocks", "blocks of all sizes"):
         keys.clear()

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import nsa
 from nsa.call import Call
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 
 BACKENDS = ["auto", "triton", "sdpa", "reference"]
 LOW = torch.float16  # which the interpreter computes right

@@ -7,9 +7,10 @@ import torch
 
 import nsa
 import nsa.kernels
-from nsa import dispatch, reference
+from nsa import dispatch
 from nsa.call import Call
-from nsa.reference import selection_reference
+from nsa.plain import packed_sdpa
+from nsa.plain.oracle import selection_reference
 
 
 @pytest.fixture(params=["ranges", "blocks", "positions", "varlen"])
@@ -187,13 +188,13 @@ def test_packed_keys_of_many_rows_are_not_kept(draw, device, monkeypatch, route)
 
     want = gradients()
     assert sum(kept) > 64 * 24 * 16 * 4 * 2, "packed keys and values of 64 rows"
-    monkeypatch.setitem(reference.WORKSPACE_BYTES, device.type, 1 << 14)
-    monkeypatch.setattr(reference, "KEPT_BYTES", 1 << 15)
+    monkeypatch.setitem(packed_sdpa.WORKSPACE_BYTES, device.type, 1 << 14)
+    monkeypatch.setattr(packed_sdpa, "KEPT_BYTES", 1 << 15)
     if route == "fallback":  # what a broken backward kernel leads to
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with nsa.configure(sel_triton_min_L=0):
             o, lse = nsa.selection_attention(*leaves, **selection, return_lse=True)
-            monkeypatch.setattr("nsa.gradients._launch", broken)
+            monkeypatch.setattr("nsa.backward._launch", broken)
             got = torch.autograd.grad(o.sum() + lse.clamp(min=-100).sum(), leaves)
         dispatch.reset()
     else:
@@ -212,6 +213,6 @@ def test_torch_func_differentiates_many_rows(draw, device, monkeypatch):
         return nsa.selection_attention(q, k, v, block_indices=blocks, block_size=8, backend="sdpa").sum()
 
     want = torch.func.grad(loss)(q)
-    monkeypatch.setitem(reference.WORKSPACE_BYTES, device.type, 1 << 14)
-    monkeypatch.setattr(reference, "KEPT_BYTES", 1 << 15)
+    monkeypatch.setitem(packed_sdpa.WORKSPACE_BYTES, device.type, 1 << 14)
+    monkeypatch.setattr(packed_sdpa, "KEPT_BYTES", 1 << 15)
     torch.testing.assert_close(torch.func.grad(loss)(q), want, rtol=0, atol=2e-5)

@@ -10,7 +10,7 @@ from nsa.kernels.backward import plan as backward
 from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.shared.launch import Variant
 from nsa.kernels.shared.poison import poisoned_workspace
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 from nsa.testing.plugin import current_lane
 
 Choice = backward_tiles.Choice

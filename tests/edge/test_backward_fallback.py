@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources
 import nsa
 from nsa import dispatch, ops
 from nsa.call import Call
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 
 LONG = "rows are long enough for Triton"
 FORWARD = nsa.RouteRecord("ranges", LONG, 1)

@@ -1,6 +1,7 @@
 """One call as one object: what it says of itself, and what plain torch would say of it that we say, too."""
 
 import ast
+import sys
 import threading
 from fractions import Fraction
 from pathlib import Path
@@ -9,10 +10,11 @@ import pytest
 import torch
 
 import nsa
-from nsa import dispatch, ops, settings
+from nsa import dispatch, ops, routing, settings
 from nsa.call import TENSORS, Call
 from nsa.kernels.key_major import tiles as key_tiles
-from nsa.reference import packed_sdpa, selection_reference
+from nsa.plain.oracle import selection_reference
+from nsa.plain.packed_sdpa import packed_sdpa
 
 ROOT = Path(nsa.__file__).parent
 PUBLIC = {
@@ -136,8 +138,8 @@ def test_half_a_pair_of_sequences_is_refused_under_autocast(draw, same, device):
 
 def test_a_training_step_plans_once(problem, fresh_plans, monkeypatch):
     qkv, selection = problem
-    made, make = [], dispatch.make_plan
-    monkeypatch.setattr(dispatch.plan, "__defaults__", (None, lambda call: made.append(call) or make(call)))
+    made, make = [], routing.make_plan
+    monkeypatch.setattr(routing.plan, "__defaults__", (None, lambda call: made.append(call) or make(call)))
     looked_up, key = [], Call.key
     monkeypatch.setattr(Call, "key", lambda call: looked_up.append(call) or key(call))
     leaves = [x.requires_grad_() for x in qkv]
@@ -153,7 +155,7 @@ def test_tiles_of_key_major_may_be_forced_at_any_time(draw, same, monkeypatch, f
     q, k, v = (x.half() for x in draw(G=1))
     planned, plan = [], key_major.plan
     monkeypatch.setattr(key_major, "plan", lambda *args: planned.append(plan(*args)) or planned[-1])
-    for forced in (None, None, key_tiles.SINGLE, None):
+    for forced in (None, None, key_tiles.FP32, None):
         monkeypatch.setattr(key_tiles, "forced", forced)
         nsa.selection_attention(
             q, k, v, block_indices=same([0, 1], 1, 3, 2), block_size=8, backend="triton", schedule="key_major"
@@ -268,3 +270,28 @@ def test_nothing_is_remembered_under_capture(problem, monkeypatch, fresh_routes,
             nsa.selection_attention(*qkv, **selection, max_selected=24)
     assert len(tries) == 2
     assert "under CUDA graph capture" in [record.reason for record in nsa.routes() if record.calls == 1][0]
+
+
+def test_the_walk_of_a_planned_call(problem, device):
+    """From the front door to the launch: nine functions of another file at most, as CONTRIBUTING describes them."""
+    (q, k, v), selection = problem
+    package, entered = str(Path(nsa.__file__).parent), []
+
+    def enter(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package) and "launch.launch" not in entered:
+            file, caller = frame.f_code.co_filename, frame.f_back.f_code.co_filename
+            if file != caller:
+                entered.append(f"{Path(file).stem}.{frame.f_code.co_name}")
+
+    for _ in range(2):
+        entered.clear()
+        sys.setprofile(enter)
+        try:
+            nsa.selection_attention(q, k, v, **selection, max_selected=24, backend="triton")
+        finally:
+            sys.setprofile(None)
+    assert len(entered) <= 9, entered
+    described = (Path(package).parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert entered[-1] == "launch.launch"
+    steps = [name for name in entered if not name.startswith(("settings.", "call."))]
+    assert [name for name in steps if f"{name}`" not in described] == [], "CONTRIBUTING, How a call runs"

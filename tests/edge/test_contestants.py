@@ -15,7 +15,7 @@ KERNELS = """
     import torch
 
     from nsa.call import Call
-    from nsa.reference import selection_reference
+    from nsa.plain.oracle import selection_reference
     from nsa.testing import contestant
 
     def right(q, k, v, *, ranges, causal, scale, return_lse=False):
@@ -169,7 +169,7 @@ TIMED = """
     import torch
 
     from nsa.call import Call
-    from nsa.reference import packed_sdpa
+    from nsa.plain.packed_sdpa import packed_sdpa
 
     def attend(q, k, v, *, ranges, causal, scale):
         begin = time.perf_counter()

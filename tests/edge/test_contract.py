@@ -11,7 +11,7 @@ CASE = Case(2, 16, 16, 24, 4, "mixed", "fp32", HKV=2, S=1, S_kv=40)
 ROWS = Case(2, 16, 16, 9, 2, "few", "fp32")
 KERNELS = """
 from nsa.call import Call
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 
 
 def right(q, k, v, return_lse=False, **how):

@@ -324,7 +324,7 @@ def test_a_run_that_does_not_ask_pays_nothing(tmp_path, installed):
 @pytest.mark.parametrize("asked", [[], ["--nsa-seed", "7"]], ids=["not-asked", "asked"])
 def test_the_library_keeps_its_own_assertions(run_pytest, tmp_path, installed, asked):
     """pytest would rewrite them all, in every distribution that has a plugin, and they are on hot paths."""
-    text = "import nsa.spans\ndef test_a():\n    assert 'Rewriting' not in type(nsa.spans.__loader__).__name__\n"
+    text = "import nsa.call\ndef test_a():\n    assert 'Rewriting' not in type(nsa.call.__loader__).__name__\n"
     write(tmp_path, {"test_a.py": text})
     done = run_pytest(*asked, cwd=tmp_path, environment=installed)
     assert outcome(done) == {"passed": 1}, done.stdout

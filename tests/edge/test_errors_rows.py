@@ -129,7 +129,7 @@ def test_rows_have_no_gradient(device, leaf):
 
 
 def test_rows_never_fall_back(device, monkeypatch, fresh_plans):
-    monkeypatch.setattr("nsa.dispatch.why_not_triton", lambda device: f"Triton route needs a CUDA device, got {device}")
+    monkeypatch.setattr("nsa.routing.why_not_triton", lambda device: f"Triton route needs a CUDA device, got {device}")
     Q, K, V = (x.to(device) for x in (rand(3, 4, 16), rand(3, 9, 16), rand(3, 9, 24)))
     for use in (True, False):
         with nsa.configure(use_triton_sel=use):

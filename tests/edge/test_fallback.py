@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 import nsa
 from nsa.call import Call
 from nsa.kernels.query_major import plan as query_major
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 
 pytestmark = pytest.mark.usefixtures("fresh_routes")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nsa
-from nsa import dispatch, gpu, schedules, settings
+from nsa import gpu, routing, settings
 from nsa.kernels.query_major import tiles
 from nsa.kernels.query_major.tiles import Choice, Point
 from nsa.tuning.files import HEAD, write_section
@@ -123,16 +123,16 @@ def test_without_a_threshold_the_safe_default_serves_and_is_said_once(packaged, 
     assert [gpu.min_L_for(NAME) for _ in range(3)] == [2048] * 3
     assert said(caplog) == [("nsa", NOT_MEASURED)]
     assert gpu.measured(NAME).threshold is None
-    assert schedules.key_major_from(NAME, 1) == 2
+    assert routing.key_major_from(NAME, 1) == 2
     assert tiles.table(NAME)
 
 
 def test_without_a_crossover_the_stand_in_serves(packaged, gpus, caplog):
     packaged(THRESHOLD + TILES)
-    assert schedules.key_major_from(NAME, 1) is None
+    assert routing.key_major_from(NAME, 1) is None
     (gpus / "nvidia-h100-80gb-hbm3.yaml").write_text(CROSSOVER.replace("1: 2", "1: 512"))
     settings.reload()
-    assert schedules.key_major_from(NAME, 1) == 512
+    assert routing.key_major_from(NAME, 1) == 512
     assert gpu.min_L_for(NAME) == 64
     assert said(caplog) == []
 
@@ -154,8 +154,8 @@ def test_without_a_file_there_is_nothing(gpus):
 def test_a_call_on_a_gpu_that_misses_the_threshold_says_one_line(packaged, caplog, monkeypatch):
     packaged(TILES)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: NAME)
-    monkeypatch.setattr(dispatch, "why_not_triton", lambda device: None)
-    assert dispatch._device_facts(torch.device("cuda", 0))[:2] == (NAME, "heads_as_queries")
+    monkeypatch.setattr(routing, "why_not_triton", lambda device: None)
+    assert routing._device_facts(torch.device("cuda", 0))[:2] == (NAME, "heads_as_queries")
     assert gpu.min_L_for(NAME) == 2048
     assert said(caplog) == [("nsa", NOT_MEASURED)]
 

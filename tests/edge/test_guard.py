@@ -21,7 +21,7 @@ import nsa
 from nsa.call import Call
 from nsa.guard import ProbeFailed, parent
 from nsa.guard.memory import Verdict
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 from nsa.testing.plugin import current_lane
 
 pytestmark = pytest.mark.usefixtures("fresh_routes", "fresh_plans", "untried")

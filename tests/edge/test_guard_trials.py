@@ -20,7 +20,7 @@ from nsa.kernels.key_major import plan as key_major
 from nsa.kernels.query_major import plan as query_major
 from nsa.kernels.shared import combine
 from nsa.kernels.shared.launch import Variant
-from nsa.reference import beyond_rounding
+from nsa.plain.oracle import beyond_rounding
 from nsa.testing.compile.points import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("fresh_routes", "fresh_plans")

@@ -31,7 +31,7 @@ def loaded():
     return sorted(name for name in sys.modules if name.partition(".")[0] in ("triton", "yaml"))
 import torch
 before = loaded()
-import nsa, nsa.kernels, nsa.kernels.query_major.tiles, nsa.reference, nsa.rows, nsa.ops
+import nsa, nsa.kernels, nsa.kernels.query_major.tiles, nsa.plain.packed_sdpa, nsa.legacy, nsa.ops
 assert loaded() == before, set(loaded()) - set(before)
 assert "nsa.kernels.query_major.plan" not in sys.modules
 
@@ -69,7 +69,7 @@ TRITON_MISSING = """
 import sys
 sys.modules["triton"] = None  # importing it raises ImportError
 import torch, nsa, nsa.dispatch
-nsa.dispatch.why_not_triton = lambda device: None  # as on a GPU
+nsa.routing.why_not_triton = lambda device: None  # as on a GPU
 q, k = torch.randn(1, 3, 4, 16), torch.randn(1, 9, 2, 16)
 ranges = torch.tensor([0, 5], dtype=torch.int32).expand(1, 3, 2, 1, 2)
 with nsa.configure(sel_triton_min_L=0):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa.call import Call
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 from nsa.testing.contestants.named import load, prove
 from nsa.testing.judge import forward, gradients
 from nsa.testing.judge.forward import Oracle, assert_parity, fp64

@@ -8,7 +8,7 @@ import torch
 import nsa
 from nsa import validate
 from nsa.call import Call
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 from nsa.testing.judge.forward import reference_at
 
 KEYS, D = 2**24 + 64, 128  # 2^31 + 8192 elements, 4 GiB in bf16

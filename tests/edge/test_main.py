@@ -12,7 +12,7 @@ import torch
 
 import nsa.__main__
 import nsa.gpu
-from nsa import outlook, settings
+from nsa import doctor, settings
 from nsa.guard import memory
 from nsa.kernels.shared import passed, sources
 from nsa.testing.contestants.ours import OURS
@@ -39,7 +39,7 @@ def test_doctor_says_what_is_here_and_what_is_next():
     assert any(line.split() == ["force_parity", "true", "NSA_FORCE_PARITY"] for line in lines)
     split = lines.index("settings")
     assert sum(line.startswith("  ") for line in lines[split:]) == len(settings.NAMES)
-    kernels = lines.index(f"kernels    {outlook.SHAPE}")
+    kernels = lines.index(f"kernels    {doctor.SHAPE}")
     reasons = {line.partition(": ")[2] for line in lines[kernels + 1 : split]}
     assert reasons == {"force_parity is set", "Triton route needs a CUDA device, got cpu"}
     assert lines[-1] == "next       pytest -m parity -n auto"
@@ -106,7 +106,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: GPU)
-    monkeypatch.setattr(nsa.dispatch, "why_not_triton", lambda device: None)
+    monkeypatch.setattr(nsa.routing, "why_not_triton", lambda device: None)
     monkeypatch.setattr(sources, "architecture", lambda device: "sm_90")
     settings.reload()
     yield tmp_path / "nsa" / "gpus" / "nvidia-h100-80gb-hbm3.yaml"
@@ -132,7 +132,7 @@ def points(speedup=2.0):
 
 
 def test_calibrate_writes_for_this_user_what_the_doctor_then_shows(gpu, monkeypatch, capsys, caplog):
-    before = "\n".join(nsa.__main__.doctor())
+    before = "\n".join(doctor.report())
     assert "sel_triton_min_L = 2048: nobody measured this GPU" in before
     assert before.endswith("python -m nsa calibrate")
     monkeypatch.setattr(calibrate, "time_thresholds", lambda device: injected(slow=64))
@@ -148,7 +148,7 @@ def test_calibrate_writes_for_this_user_what_the_doctor_then_shows(gpu, monkeypa
     assert found.crossover.provenance["command"] == "python -m nsa calibrate"
     assert (found.threshold.path, found.crossover.path) == (gpu, gpu)
     assert found.tiles.path != gpu
-    after = "\n".join(nsa.__main__.doctor())
+    after = "\n".join(doctor.report())
     assert f"measured   sel_triton_min_L = 128, packed SDPA as enable_gqa, {gpu}" in after
     assert "commit             abc123" in after
 
@@ -164,11 +164,11 @@ def test_calibrate_writes_for_this_user_what_the_doctor_then_shows(gpu, monkeypa
 )
 def test_doctor_says_where_kernels_are_compiled(gpu, monkeypatch, tmp_path, mode, listed, text):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(nsa.__main__, "_version", lambda package: "not installed")  # triton, by that name
+    monkeypatch.setattr(doctor, "_version", lambda package: "not installed")  # triton, by that name
     monkeypatch.setattr(sources, "triton_version", lambda: "3.6.0")
     monkeypatch.setattr(passed, "passed_pairs", lambda: {("3.6", "sm_90" if listed else "sm_89")})
     with nsa.configure(probe=mode):
-        (line,) = [line for line in nsa.__main__.doctor() if line.startswith("compiled")]
+        (line,) = [line for line in doctor.report() if line.startswith("compiled")]
     assert line == f"compiled   Triton 3.6.0 for sm_90: {text.format(tmp_path / 'nsa' / 'probe')}"
 
 
@@ -210,8 +210,8 @@ BLOCKS = "query-major (blocks): rows are long enough for Triton"
 )
 def test_doctor_says_which_kernel_serves_what(gpu, caplog, values, otherwise):
     with nsa.configure(**values):
-        lines = nsa.__main__.doctor()
-    first, last = lines.index(f"kernels    {outlook.SHAPE}") + 1, lines.index("settings")
+        lines = doctor.report()
+    first, last = lines.index(f"kernels    {doctor.SHAPE}") + 1, lines.index("settings")
     found = {line[2:23].strip(): line[24:] for line in lines[first:last]}
     assert list(found) == list(ON)
     for kind, text in (ON | otherwise).items():
@@ -220,9 +220,9 @@ def test_doctor_says_which_kernel_serves_what(gpu, caplog, values, otherwise):
 
 
 def test_doctor_knows_when_no_triton_is_installed(gpu, monkeypatch):
-    monkeypatch.setattr(outlook, "triton_installed", lambda: False)
+    monkeypatch.setattr(doctor, "triton_installed", lambda: False)
     with nsa.configure(sel_triton_min_L=0):
-        lines = nsa.__main__.doctor()
+        lines = doctor.report()
     assert "Triton     not used: no Triton is installed" in lines
     served = [line.partition(": ")[::2] for line in lines[lines.index("settings") - len(ON) : lines.index("settings")]]
     assert {reason for _, reason in served} == {"no Triton is installed"}
@@ -245,37 +245,37 @@ def test_doctor_names_kernels_that_a_child_found_broken(gpu, monkeypatch, tmp_pa
     remember("_merge_kernel", None)
     (tmp_path / "nsa" / "probe" / "other.json").write_text("[1]")
     with nsa.configure(probe="auto"):
-        refused = [line for line in nsa.__main__.doctor() if line.startswith("refused")]
+        refused = [line for line in doctor.report() if line.startswith("refused")]
         assert refused == ["refused    _fwd_kernel: killed by SIGABRT while compiling"]
         for number in range(4):
             remember(f"_z{number}", "hangs")
-        lines = nsa.__main__.doctor()
+        lines = doctor.report()
     assert sum(line.startswith("refused") for line in lines) == 3
     assert "           and 2 more" in lines
     with nsa.configure(probe="never"):
-        assert not any(line.startswith("refused") for line in nsa.__main__.doctor())
+        assert not any(line.startswith("refused") for line in doctor.report())
 
 
 @pytest.mark.parametrize("installed", [False, True], ids=["checkout", "installed"])
 def test_doctor_names_commands_that_can_be_typed(gpu, monkeypatch, installed):
     """An installed package has no tests to run."""
-    monkeypatch.setattr(nsa.__main__, "_version", lambda package: torch.__version__ if package == "torch" else "3.6.0")
+    monkeypatch.setattr(doctor, "_version", lambda package: torch.__version__ if package == "torch" else "3.6.0")
     assert nsa.__main__.main(["calibrate"]) == 0
     if installed:
-        monkeypatch.setattr(nsa.__main__, "_checkout", lambda: False)
-    assert ("pytest" in nsa.__main__.doctor()[-1]) != installed
+        monkeypatch.setattr(doctor, "_checkout", lambda: False)
+    assert ("pytest" in doctor.report()[-1]) != installed
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert ("pytest" in nsa.__main__.doctor()[-1]) != installed
+    assert ("pytest" in doctor.report()[-1]) != installed
 
 
 def test_doctor_says_what_nobody_measured(gpu, monkeypatch, tmp_path):
     packaged = tmp_path / gpu.name
-    lines = nsa.__main__.doctor()
+    lines = doctor.report()
     assert f"tiles      of 66 shapes, swept 2026-11-24, {packaged}" in lines
     assert lines[-2:] == ["  nobody measured this GPU's threshold", "next       python -m nsa calibrate"]
     packaged.unlink()
     settings.reload()
-    lines = nsa.__main__.doctor()
+    lines = doctor.report()
     assert "schedules  query-major everywhere: nobody measured key-major" in lines
     assert "tiles      by rules: nobody swept this GPU" in lines
     assert lines[-2] == "  nobody measured this GPU's threshold and crossover"

@@ -7,7 +7,7 @@ import nsa
 import nsa.kernels
 from nsa import ops
 from nsa.call import Call
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 
 FORWARD = torch.ops.nsa.selection_attention
 BACKWARD = torch.ops.nsa.selection_attention_backward

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nsa.call import Call
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 
 HUGE = 2**62
 B, S, S_KV, HKV, G, D, DV = 2, 3, 20, 2, 3, 16, 24

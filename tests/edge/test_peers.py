@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa.call import Call
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 from nsa.testing.clock.measure import verdict
 from nsa.testing.contestants import peers
 from nsa.testing.contestants.contract import Contestant

@@ -167,11 +167,11 @@ def test_interpreted_bf16_is_packed(draw, ranges):
 def test_old_gpu_is_packed(draw, ranges, monkeypatch, fresh_plans):
     text = "Triton route needs compute capability 8.0 or newer, cuda:0 has 7.5"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    nsa.dispatch.why_not_triton.cache_clear()
-    assert nsa.dispatch.why_not_triton(torch.device("cuda", 0)) == text
-    nsa.dispatch.why_not_triton.cache_clear()
+    nsa.routing.why_not_triton.cache_clear()
+    assert nsa.routing.why_not_triton(torch.device("cuda", 0)) == text
+    nsa.routing.why_not_triton.cache_clear()
 
-    monkeypatch.setattr(nsa.dispatch, "why_not_triton", lambda device: text)
+    monkeypatch.setattr(nsa.routing, "why_not_triton", lambda device: text)
     with nsa.configure(**LONG):
         assert ran(front_door(draw(), ranges)) == ("sdpa", text)
         with pytest.raises(RuntimeError) as raised:

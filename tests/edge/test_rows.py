@@ -8,7 +8,7 @@ import torch
 import nsa
 import nsa.kernels
 from nsa.call import Call
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 
 DENSE = {"group": nsa.sel_attn_fwd_dense_group, "per_head": nsa.sel_attn_fwd_dense}
 VARLEN = {"group": nsa.sel_attn_fwd_varlen_group, "per_head": nsa.sel_attn_fwd_varlen}

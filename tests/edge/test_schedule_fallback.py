@@ -12,12 +12,12 @@ import torch
 
 import nsa
 import nsa.kernels
-from nsa import dispatch
+from nsa import routing
 from nsa.call import Call
 from nsa.gpu import PROVENANCE
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import plan as query_major
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 from nsa.tuning import files
 
 GPU = "NVIDIA Nobody 1"
@@ -31,7 +31,7 @@ def kernels(monkeypatch, gpus, fresh_routes):
 
     On a GPU of which is known that key-major is faster from two queries on, wherever tensors lie.
     """
-    monkeypatch.setattr(dispatch, "_device_facts", lambda device: (GPU, "heads_as_queries", None))
+    monkeypatch.setattr(routing, "_device_facts", lambda device: (GPU, "heads_as_queries", None))
     content = {"key_major_from": {1: 2}, "chunk_key_major_from": {1: 2}}
     content["provenance"] = dict.fromkeys(PROVENANCE["crossover"], GPU)
     files.write_section(gpus, GPU, "crossover", content, [])

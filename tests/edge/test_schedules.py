@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import nsa
-from nsa import dispatch, schedules, settings
+from nsa import routing, settings
 from nsa.call import Call
+from nsa.doctor import Shaped
 from nsa.gpu import device_slug
 from nsa.kernels.key_major import tiles as key_tiles
-from nsa.outlook import Shaped
 
 GPU = "NVIDIA Nobody 1"
 PROVENANCE = "{gpu: NVIDIA Nobody 1, torch: '2', triton: '3', date: 2026-12-01, commit: abc, command: c, shape: s}"
@@ -41,39 +41,39 @@ def folder(gpus):
 )
 def test_the_nearest_group_that_is_not_smaller_decides(folder, G, start):
     folder()
-    assert schedules.key_major_from(GPU, G) == start
+    assert routing.key_major_from(GPU, G) == start
 
 
 def test_chunks_have_a_table_of_their_own(folder):
     folder()
-    assert [schedules.key_major_from(GPU, G, chunk=True) for G in (1, 2, 4, 5)] == [64, 256, 256, None]
+    assert [routing.key_major_from(GPU, G, chunk=True) for G in (1, 2, 4, 5)] == [64, 256, 256, None]
 
 
 def test_order_of_the_file_does_not_matter(folder):
     folder("{16: null, 4: 1024, 1: 2}")
-    assert [schedules.key_major_from(GPU, G) for G in (1, 2, 8)] == [2, 1024, None]
+    assert [routing.key_major_from(GPU, G) for G in (1, 2, 8)] == [2, 1024, None]
 
 
 def test_nobody_measured_anything(folder):
-    assert schedules.key_major_from(GPU, 1) is None
-    assert schedules.describe(GPU) == "query-major everywhere: nobody measured key-major"
+    assert routing.key_major_from(GPU, 1) is None
+    assert routing.describe(GPU) == "query-major everywhere: nobody measured key-major"
 
 
 def test_a_gpu_nobody_measured_uses_the_stand_in(folder):
-    folder("{8: 512}", name=schedules.STAND_IN)
-    assert schedules.key_major_from(GPU, 8) == 512
+    folder("{8: 512}", name=routing.STAND_IN)
+    assert routing.key_major_from(GPU, 8) == 512
     folder("{8: 64}")
-    assert schedules.key_major_from(GPU, 8) == 64
+    assert routing.key_major_from(GPU, 8) == 64
 
 
 def test_doctor_line(folder):
     path = folder()
     text = "key-major from 2 queries at G = 1, 1024 queries at G = 4, never at G = 16; chunks of longer prompts: "
     text += "key-major from 64 queries at G = 1, 256 queries at G = 4, never at G = 16; measured"
-    assert schedules.describe(GPU) == f"{text} 2026-12-01, {path}"
-    folder("{1: null}", name=schedules.STAND_IN, chunks="{1: null}")
+    assert routing.describe(GPU) == f"{text} 2026-12-01, {path}"
+    folder("{1: null}", name=routing.STAND_IN, chunks="{1: null}")
     path.unlink()
-    assert schedules.describe(GPU).startswith(
+    assert routing.describe(GPU).startswith(
         "query-major everywhere; chunks of longer prompts: query-major everywhere; measured on NVIDIA Nobody 1, not on "
     )
 
@@ -108,7 +108,7 @@ USUAL |= {"head_dim": 128}
     ids=str,
 )
 def test_conditions(changed, taken):
-    assert schedules.takes_key_major(**(USUAL | changed)) is taken
+    assert routing.takes_key_major(**(USUAL | changed)) is taken
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
@@ -134,7 +134,7 @@ def test_what_pays_fits(sequences, S_kv, packed, block_size):
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU of that name, which can run Triton, wherever tensors lie."""
-    monkeypatch.setattr(dispatch, "_device_facts", lambda device: (GPU, "heads_as_queries", None))
+    monkeypatch.setattr(routing, "_device_facts", lambda device: (GPU, "heads_as_queries", None))
 
 
 def planned(
@@ -171,7 +171,7 @@ def planned(
         max_selected=options["bound"], backend=options["backend"], schedule=options["schedule"], cache_seqlens=lengths,
         block_table=table, settings=settings.get(),
     )  # fmt: skip
-    return dispatch.make_plan(call)
+    return routing.make_plan(call)
 
 
 def route(plan):
@@ -273,18 +273,18 @@ def test_no_file_means_query_major(folder, gpu):
 
 
 def test_the_stand_in_is_said(folder, gpu):
-    provenance = PROVENANCE.replace(GPU, schedules.STAND_IN)
-    folder(name=schedules.STAND_IN, provenance=provenance)
+    provenance = PROVENANCE.replace(GPU, routing.STAND_IN)
+    folder(name=routing.STAND_IN, provenance=provenance)
     with nsa.configure(sel_triton_min_L=0):
         plan = planned()
-    text = f"2 queries or more with G = 1: key-major is faster, measured on {schedules.STAND_IN}"
+    text = f"2 queries or more with G = 1: key-major is faster, measured on {routing.STAND_IN}"
     assert (plan.route, plan.reason) == ("key_major", f"{text} (nobody measured {GPU})")
 
 
 def test_where_there_is_no_gpu_it_runs_by_name_only(folder, monkeypatch):
     """As in Triton's interpreter."""
     folder()
-    monkeypatch.setattr(dispatch, "_device_facts", lambda device: (None, "heads_as_queries", None))
+    monkeypatch.setattr(routing, "_device_facts", lambda device: (None, "heads_as_queries", None))
     with nsa.configure(sel_triton_min_L=0):
         assert route(planned()) == BLOCKS
         assert route(planned(schedule="key_major")) == NAMED
@@ -319,7 +319,7 @@ def test_what_a_backward_failure_is_remembered_by(folder, gpu):
 @pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA Somebody"])
 def test_prompts_on_an_h100_and_on_what_nobody_measured(monkeypatch, name):
     """Routes that the packaged measurement makes. Its figures may move when it is recorded anew, these calls not."""
-    monkeypatch.setattr(dispatch, "_device_facts", lambda device: (name, "heads_as_queries", None))
+    monkeypatch.setattr(routing, "_device_facts", lambda device: (name, "heads_as_queries", None))
     for G in (1, 2, 3, 4, 8, 16):
         assert planned(G=G, S=4096, backend="triton").route == "key_major"
         assert planned(G=G, S=1, backend="triton").route == "blocks"

@@ -11,7 +11,7 @@ import torch
 
 import nsa
 import nsa.settings as settings
-from nsa import dispatch
+from nsa import routing
 
 BASE = str(Path(settings.__file__).parent / "configs" / "base.yaml")
 NAMES = (
@@ -237,12 +237,12 @@ def test_configure_error_comes_without_with(values, kind, message):
 def test_reload_makes_calls_look_again():
     """A threshold file written by this very process must reach shapes that were planned before."""
     settings.get()
-    before = len(dispatch._plans)
+    before = len(routing._plans)
     q = k = torch.zeros(1, 1, 1, 16)
     nsa.selection_attention(q, k, k, ranges=torch.zeros(1, 1, 1, 1, 2, dtype=torch.int32))
-    assert len(dispatch._plans) >= max(before, 1)
+    assert len(routing._plans) >= max(before, 1)
     settings.reload()
-    assert not dispatch._plans
+    assert not routing._plans
 
 
 def test_user_probes(monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import nsa
 from nsa import ops
 from nsa.call import Call
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 
 BACKENDS = ["auto", "triton", "sdpa", "reference"]
 PLAIN = ["sdpa", "reference"]

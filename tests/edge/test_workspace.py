@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import nsa
-from nsa import gpu, reference, spans
+from nsa import gpu
 from nsa.call import Call
+from nsa.plain import oracle, packed_sdpa, spans
 
 LAYOUTS = gpu.SDPA_LAYOUTS
 
@@ -26,7 +27,7 @@ def workspace(monkeypatch):
     """`chunks = workspace(size)` sets the budget in bytes; `chunks` lists what each packs, as `(rows, bytes)`."""
 
     def make(size):
-        monkeypatch.setattr(reference, "WORKSPACE_BYTES", {"cuda": size, "cpu": size})
+        monkeypatch.setattr(packed_sdpa, "WORKSPACE_BYTES", {"cuda": size, "cpu": size})
         chunks, pack = [], spans.Gather.pack
 
         def watched(self, rows, L, masked, into=None):
@@ -42,13 +43,13 @@ def workspace(monkeypatch):
 
 def run(problem, layout="heads_as_queries", **keywords):
     qkv, selection = problem
-    return reference.packed_sdpa(Call.of(*qkv, **selection, return_lse=True, **keywords), layout=layout)
+    return packed_sdpa.packed_sdpa(Call.of(*qkv, **selection, return_lse=True, **keywords), layout=layout)
 
 
 @pytest.mark.parametrize("bound", [None, 75], ids=["unbounded", "bound"])
 @pytest.mark.parametrize("size", [1, 100_000, 400_000, 2**30], ids=["row-by-row", "few-rows", "half", "all"])
 def test_result_does_not_depend_on_the_workspace(problem, workspace, bound, size):
-    want = reference.selection_reference(
+    want = oracle.selection_reference(
         Call.of(problem[0][0].double(), *problem[0][1:], **problem[1], return_lse=True)
     )
     chunks = workspace(size)
@@ -80,9 +81,9 @@ def test_row_larger_than_the_workspace_is_packed_alone(problem, workspace):
 
 def test_rows_per_call_are_limited(problem, workspace, monkeypatch):
     """SDPA's batch is a grid dimension of a kernel."""
-    monkeypatch.setattr(reference, "MAX_ROWS_PER_CALL", 7)
+    monkeypatch.setattr(packed_sdpa, "MAX_ROWS_PER_CALL", 7)
     chunks = workspace(2**30)
-    want = reference.selection_reference(Call.of(*problem[0], **problem[1], return_lse=True))
+    want = oracle.selection_reference(Call.of(*problem[0], **problem[1], return_lse=True))
     for a, b in zip(run(problem), want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
     assert [rows for rows, _ in chunks] == [7, 7, 7, 3]
@@ -93,7 +94,7 @@ def test_gradients_do_not_depend_on_the_workspace(problem, workspace):
     leaves = [x.requires_grad_() for x in qkv]
 
     def gradients():
-        o, lse = reference.packed_sdpa(Call.of(*leaves, **selection, return_lse=True))
+        o, lse = packed_sdpa.packed_sdpa(Call.of(*leaves, **selection, return_lse=True))
         return torch.autograd.grad(o.square().sum() + lse.clamp(min=-5).sum(), leaves)
 
     want = gradients()
@@ -107,7 +108,7 @@ def test_gradients_do_not_depend_on_the_workspace(problem, workspace):
 @pytest.mark.parametrize("bound", [None, 75], ids=["unbounded", "bound"])
 def test_layouts_agree(problem, layout, bound):
     """However SDPA is told that the group shares a KV head."""
-    want = reference.selection_reference(
+    want = oracle.selection_reference(
         Call.of(problem[0][0].double(), *problem[0][1:], **problem[1], return_lse=True)
     )
     for a, b in zip(run(problem, layout=layout, max_selected=bound), want, strict=True):
@@ -116,9 +117,9 @@ def test_layouts_agree(problem, layout, bound):
 
 def test_oracle_in_chunks(problem, monkeypatch):
     qkv, selection = problem
-    want = reference.selection_reference(Call.of(*qkv, **selection, return_lse=True))
-    monkeypatch.setattr(reference, "ORACLE_BYTES", 1)
-    for a, b in zip(reference.selection_reference(Call.of(*qkv, **selection, return_lse=True)), want, strict=True):
+    want = oracle.selection_reference(Call.of(*qkv, **selection, return_lse=True))
+    monkeypatch.setattr(oracle, "ORACLE_BYTES", 1)
+    for a, b in zip(oracle.selection_reference(Call.of(*qkv, **selection, return_lse=True)), want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
@@ -137,4 +138,4 @@ def test_memory_of_a_large_call(device):
     o = nsa.selection_attention(q, k, v, ranges=ranges, causal=False, max_selected=512, backend="sdpa")
     torch.cuda.synchronize()
     used = torch.cuda.max_memory_allocated() - before - o.numel() * o.element_size()
-    assert used <= 1.25 * reference.WORKSPACE_BYTES["cuda"]
+    assert used <= 1.25 * packed_sdpa.WORKSPACE_BYTES["cuda"]

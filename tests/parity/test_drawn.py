@@ -13,7 +13,7 @@ import nsa.kernels
 from nsa.call import Call
 from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.shared.poison import poisoned_workspace
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 from nsa.testing.judge.gradients import GradientOracle, assert_gradients
 from nsa.testing.matrix import caches, strategies
 from nsa.testing.matrix.problem import Problem

@@ -85,7 +85,7 @@ def test_triton_sel_parity_kvcache_key_major(device, page, size, walked, dtype, 
         blocks = draw_blocks(len(LENGTHS), S, 2, SLOTS, size, seed=9).to(device, torch.int32)
         selection = {"block_indices": blocks, "block_size": size}
     out = torch.full((*q.shape[:-1], 16), math.nan, dtype=dtype, device=device)
-    monkeypatch.setattr(key_tiles, "forced", key_tiles.SINGLE._replace(walked=walked))
+    monkeypatch.setattr(key_tiles, "forced", key_tiles.FP32._replace(walked=walked))
     nsa.settings.reload()  # what is planned, with other tiles, is not planned again
     merged = []
     forward = key_major.forward

@@ -9,7 +9,7 @@ import torch
 
 import nsa
 from nsa.call import Call
-from nsa.reference import packed_sdpa
+from nsa.plain.packed_sdpa import packed_sdpa
 from nsa.testing.clock import timing
 from nsa.testing.clock.cuda import HOST_SETS, buffer_sets
 from nsa.testing.clock.measure import gate_figures, measure, run_facts
@@ -109,11 +109,11 @@ def test_routing(problem: Problem, publish, sampling: dict[str, int], monkeypatc
     def stand_in(*_: Any) -> tuple[torch.Tensor, None]:
         return result, None
 
-    monkeypatch.setattr(nsa.reference, "packed_sdpa", stand_in)
+    monkeypatch.setattr(nsa.plain.packed_sdpa, "packed_sdpa", stand_in)
     assert nsa.selection_attention(p.q, p.k, p.v, **args) is result, "the call was not routed to packed SDPA"
     fns = {
         "ours": lambda: nsa.selection_attention(p.q, p.k, p.v, **args),
-        "direct_sdpa": lambda: nsa.reference.packed_sdpa(direct),
+        "direct_sdpa": lambda: nsa.plain.packed_sdpa.packed_sdpa(direct),
         "python": lambda: [x * x for x in range(100)],  # what the gate divides by: nothing of ours
     }
 
@@ -171,10 +171,10 @@ def test_after_a_failure(problem: Problem, publish, sampling: dict[str, int], mo
     def stand_in(call: Call, bound: int | None = None, layout: str = "") -> tuple[torch.Tensor, None]:
         return want, None
 
-    monkeypatch.setattr(nsa.reference, "packed_sdpa", stand_in)
+    monkeypatch.setattr(nsa.plain.packed_sdpa, "packed_sdpa", stand_in)
     fns = {
         "ours": call,
-        "direct_sdpa": lambda: nsa.reference.packed_sdpa(direct.args[0]),
+        "direct_sdpa": lambda: nsa.plain.packed_sdpa.packed_sdpa(direct.args[0]),
         "python": lambda: [x * x for x in range(100)],
     }
 

@@ -58,8 +58,8 @@ HOPPER_LARGE = Choice(32, 4, 2, 128, False, 64, 4, 2)
 # Not measured: chosen by registers and shared memory, as the compile matrix has them.
 SMALL = Choice(64, 8, 2, 32, True, 32, 1, 2)
 LARGE = Choice(64, 8, 2, 32, False, 32, 4, 2)
-WIDE = Choice(32, 8, 1, 32, False, 16, 4, 1)  # D or Dv above 128
-SINGLE = Choice(16, 4, 1, 32, False, 16, 4, 1)  # fp32: dots run on the CUDA cores
+WIDE_HEADS = Choice(32, 8, 1, 32, False, 16, 4, 1)  # D or Dv above 128
+FP32 = Choice(16, 4, 1, 32, False, 16, 4, 1)  # fp32: dots run on the CUDA cores
 
 
 class Tile(NamedTuple):
@@ -126,7 +126,7 @@ def select(
 
 def _rule(capability: int, itemsize: int, G: int, narrow: bool) -> Choice:
     if itemsize > 2 or not narrow:
-        return SINGLE if itemsize > 2 else WIDE
+        return FP32 if itemsize > 2 else WIDE_HEADS
     if capability == 90:
         return HOPPER_FEW if G < 4 else HOPPER_SMALL if G <= MOST_PARTS_G else HOPPER_LARGE
     return SMALL if G <= MOST_PARTS_G else LARGE

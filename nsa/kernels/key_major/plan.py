@@ -29,7 +29,7 @@ from nsa.kernels.shared.primitives import BATCH, BLOCKS, CACHE, RANGES, TILED, V
 
 logger = logging.getLogger("nsa")
 
-WIDE = INT32_MAX  # elements of q from which on their offsets take 64 bits
+WIDE_FROM = INT32_MAX  # elements of q from which on their offsets take 64 bits
 COUNTED = 64  # slots that a program which counts takes at a time
 ELEMENTS = 1024  # of a program that scans or scatters
 MERGE_CHUNK = 16
@@ -113,7 +113,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     tiled = listed % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
     variants = _variants(
         device, dtype, tile, source, TILED.value if tiled else source, layout, page, causal, listed <= tile.BLOCK_N,
-        farthest > WIDE, bucket, walked > 0, G, D, Dv, unit, call.dtypes(),
+        farthest > WIDE_FROM, bucket, walked > 0, G, D, Dv, unit, call.dtypes(),
     )  # fmt: skip
     sizes = (B, S, S_kv, HKV, n, size)
     narrow = max(*sizes, *units, pages) <= INT32_MAX

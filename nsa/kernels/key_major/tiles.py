@@ -63,8 +63,8 @@ forced: Choice | None = None
 SMALL = Choice(64, 4, 128, 16, 4, 4)
 LARGE = Choice(64, 4, 128, 8, 4, 2, 8, 16, 3, 168)  # groups that fill a tensor core's 16 rows
 HUGE = Choice(64, 4, 128, 8, 4, 4)  # groups too large to read keys for in one warp
-WIDE = Choice(32, 4, None, 8, 4, 4)  # D or Dv above 128; with 8 warps Triton 3.1 aborts for sm_90
-SINGLE = Choice(16, 4, None, 8, 4, 4)  # fp32: dots run on the CUDA cores
+WIDE_HEADS = Choice(32, 4, None, 8, 4, 4)  # D or Dv above 128; with 8 warps Triton 3.1 aborts for sm_90
+FP32 = Choice(16, 4, None, 8, 4, 4)  # fp32: dots run on the CUDA cores
 
 LIMITED_SIZE = 64
 """Keys of the largest blocks for which a limit of registers pays: for those of 128 and 256 none was best on an H100."""
@@ -122,7 +122,7 @@ def select(
 
 def rule(itemsize: int, G: int, narrow: bool, size: int, walk: bool) -> Choice:
     """What nothing else forces; ``narrow``: D and Dv of at most 128."""
-    chosen = SINGLE if itemsize > 2 else WIDE if not narrow else SMALL if G <= 8 else LARGE if G <= 16 else HUGE
+    chosen = FP32 if itemsize > 2 else WIDE_HEADS if not narrow else SMALL if G <= 8 else LARGE if G <= 16 else HUGE
     if chosen.registers is not None and size > LIMITED_SIZE:
         chosen = chosen._replace(registers=None)
     return chosen if walk else chosen._replace(walked=0)

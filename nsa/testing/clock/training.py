@@ -20,7 +20,7 @@ from torch import Tensor
 import nsa
 from nsa.call import Call
 from nsa.dispatch import failures
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 from nsa.testing.clock.guard import Ceilings, guard
 from nsa.testing.clock.timing import LEAST, Timing, in_turn
 from nsa.testing.contestants import prefill

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nsa.reference import sdpa_rows
+from nsa.plain.packed_sdpa import sdpa_rows
 from nsa.testing.contestants.contract import Call, Contestant
 from nsa.testing.contestants.ours import plain
 from nsa.testing.matrix.case import Case

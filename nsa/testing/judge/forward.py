@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.call import Call
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 from nsa.testing.matrix.problem import Problem
 
 Result = Tensor | tuple[Tensor, Tensor]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.call import Call
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 from nsa.testing.judge.forward import describe, sum_variance
 from nsa.testing.matrix.problem import Problem
 

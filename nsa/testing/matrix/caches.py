@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa.call import Call
-from nsa.reference import selection_reference
+from nsa.plain.oracle import selection_reference
 from nsa.testing.matrix.problem import Problem
 
 NOWHERE = (-1, -(2**31), 2**31 - 1)  # pages that no cache has

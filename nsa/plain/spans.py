@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa.transforms import forward_mode, transforms_active
+from nsa.call import Call
+from nsa.torch_modes import forward_mode, transforms_active
 from nsa.validate import INDEX_DTYPES, check_blocks, check_packing, check_tensors
 
 
@@ -83,6 +84,17 @@ def key_limits(
         return seqlen_k, batch, offset
     t = seqlen_k - seqlen_q + s if q_positions is None else q_positions.reshape(-1).long()
     return torch.minimum(t, seqlen_k - 1).clamp(min=-1) + 1, batch, offset
+
+
+def of_call(call: Call) -> RowSpans:
+    """Clamped spans of a call."""
+    q, k, table = call.q, call.k, call.block_table
+    S_kv = k.shape[-3] if table is None else k.shape[1] * table.shape[1]
+    limits = key_limits(
+        math.prod(q.shape[:-2]), q.shape[-3], S_kv, causal=call.causal, device=q.device, q_positions=call.q_positions,
+        cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k, cache_seqlens=call.cache_seqlens,
+    )  # fmt: skip
+    return row_spans(call.ranges, call.block_indices, call.block_size, *limits)
 
 
 def row_spans(

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa import dispatch, settings
+from nsa import dispatch, routing, settings
 from nsa.api import selection_attention
 from nsa.call import Call
-from nsa.transforms import (
+from nsa.torch_modes import (
     any_autocast_enabled,
     autocast_dtype,
     cast,
@@ -31,7 +31,7 @@ def _direct(call: Call) -> Tensor | tuple[Tensor, Tensor]:
     if any_autocast_enabled() or transforms_active() or forward_mode():
         call = _unusual(call)
     try:
-        planned = dispatch.plan(call, call.rows_key(), dispatch.make_rows_plan)
+        planned = routing.plan(call, call.rows_key(), routing.make_rows_plan)
     except AttributeError:
         check_tensors(**_named(call))
         raise

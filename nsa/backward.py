@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from nsa import dispatch
+from nsa import dispatch, routing
 from nsa.call import Call
-from nsa.dispatch import Plan
 from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.key_major.tiles import DoesNotFit
+from nsa.routing import Plan
 
 ROUTE = "backward"
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -48,7 +48,7 @@ def backward(
         ValueError: ``backend="triton"`` and the call does not fit the kernels' workspace.
         RuntimeError and others: ``backend="triton"`` and the kernel failed.
     """
-    if what.route in dispatch.PLAIN:
+    if what.route in routing.PLAIN:
         route, reason = what.route, f"backward: {what.reason}"
     elif what.named:
         return _launch(what, call, do, dlse, o, lse, wanted)

@@ -1,4 +1,4 @@
-"""What `debug_cache` says of a live server's cache: lengths that it cannot have, pages that do not exist."""
+"""What the setting `debug_cache` logs of a live server's cache: impossible lengths, and pages that do not exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger("nsa")
 MOST_REPORTED = 8  # places of a cache that are wrong, in one line of the log
 
 
-def report(call: Call) -> None:
+def report_cache(call: Call) -> None:
     """Log lengths that the cache cannot have, or shorter than the queries but not 0, and pages that do not exist.
 
     Synchronizes, so not while a CUDA graph is captured.
