@@ -61,7 +61,11 @@ _lock = threading.RLock()
 _loaded: tuple[Settings, dict[str, str]] | None = None  # the first three layers and where each value came from
 _layers: ContextVar[tuple[dict[str, Value], ...]] = ContextVar("blocks of `configure`, innermost last", default=())
 _in_force: ContextVar[Settings | None] = ContextVar("settings within `configure` blocks", default=None)
-_backward_pass, NONE = torch._C._current_graph_task_id, -1  # the backward pass that this thread works for
+
+# Autograd's threads have no context of ours. PyTorch hands them what the thread that called `backward()` had stashed.
+_STASH = "nsa.settings"
+_backward_pass = torch._C._current_graph_task_id  # which one this thread works for; -1: none
+_unstash = getattr(torch._C, "_remove_obj_from_tls", None)
 
 
 def get() -> Settings:
@@ -70,7 +74,7 @@ def get() -> Settings:
     Raises ValueError naming file or variable, value and what is accepted, if one of them cannot be parsed.
     """
     current = _in_force.get()
-    if current is None and _backward_pass() != NONE:
+    if current is None and _backward_pass() != -1:
         current = _of_caller()
     if current is None:
         loaded = _loaded
@@ -87,9 +91,9 @@ def sources() -> dict[str, str]:
 def configure(**values: Value) -> AbstractContextManager[Settings]:
     """Change settings inside a `with` block; blocks nest, and leaving one restores what it covered.
 
-    The change holds for this thread, or this asyncio task, alone. A backward pass has the settings of its forward. What
-    a checkpoint computes again, and the backward of a compiled graph, has those in force where `backward()` is called,
-    if PyTorch passes them on to its threads (2.11 does), else those of the process.
+    The change holds for this thread, or this asyncio task, alone. A backward pass has the settings of its
+    forward. What a checkpoint computes again, and the backward of a compiled graph, has those in force where
+    `backward()` is called; before PyTorch 2.13 if that is the main thread, else those of the process.
 
     Raises TypeError for an unknown name or a value of the wrong type and ValueError for a negative length or an unknown
     word, at once.
@@ -156,12 +160,12 @@ def applied(settings: Settings) -> Iterator[None]:
 
 
 def _of_caller() -> Settings | None:
-    """On a thread of autograd's, what `configure` blocks have in force where `backward()` was called.
-
-    PyTorch hands that thread's context variables to the threads that work for it under the name "context".
-    """
-    context = torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else None
-    return None if context is None else context.get(_in_force)
+    """On a thread of autograd's, what `configure` blocks have in force where `backward()` was called."""
+    stashed = torch._C._get_obj_in_tls(_STASH) if torch._C._is_key_in_tls(_STASH) else None
+    if stashed is None or stashed[0] == threading.get_ident():  # on its own thread the context variable knows better
+        return None
+    settings: Settings = stashed[1]
+    return settings
 
 
 @contextmanager
@@ -180,6 +184,20 @@ def _apply(layers: tuple[dict[str, Value], ...]) -> None:
     for layer in layers:
         settings = dataclasses.replace(settings, **layer)  # type: ignore[type-var]
     _in_force.set(settings)
+    _stash(settings)
+
+
+def _stash(settings: Settings | None) -> None:
+    """Have autograd's threads see these settings while they work for this thread.
+
+    A thread that ends with something stashed aborts the process. Before PyTorch 2.13, which can remove it, only the
+    main thread stashes.
+    """
+    if settings is None and _unstash is not None:
+        if torch._C._is_key_in_tls(_STASH):
+            _unstash(_STASH)
+    elif _unstash is not None or threading.current_thread() is threading.main_thread():
+        torch._C._stash_obj_in_tls(_STASH, (threading.get_ident(), settings))
 
 
 def _first() -> tuple[Settings, dict[str, str]]:

@@ -2,6 +2,9 @@
 
 import os
 import re
+import subprocess
+import sys
+import textwrap
 import threading
 import timeit
 from pathlib import Path
@@ -204,6 +207,21 @@ def test_a_backward_pass_has_the_settings_of_its_caller(device):
     x.sum().backward()
     assert seen[0] == (True, 3)
     assert seen[1][0] is False
+
+
+def test_threads_that_configure_end_in_peace():
+    """A thread that ends with something stashed for autograd's threads aborts the process (PyTorch says so)."""
+    script = """
+        import threading, torch, nsa
+        def work():
+            with nsa.configure(force_parity=True):
+                torch.ones(1, requires_grad=True).sum().backward()
+        for _ in range(20):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
 
 
 def test_configure_stays_in_its_thread():
