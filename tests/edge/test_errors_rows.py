@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nsa
-from nsa import dispatch
+from nsa import settings
 
 META = torch.device("meta")
 
@@ -140,7 +140,7 @@ def test_rows_never_fall_back(device, monkeypatch, fresh_plans):
 @pytest.mark.parametrize("entry", ["front-door", "dense", "dense_group"])
 def test_interpreted_bf16_is_refused(entry):
     """It would compute nonsense, silently."""
-    if not dispatch.settings.interpreter():
+    if not settings.interpreter():
         pytest.skip("on the GPU bf16 is computed right")
     Q, K, V = (x.bfloat16() for x in (rand(3, 4, 16), rand(3, 9, 16), rand(3, 9, 24)))
     text = "Triton's interpreter computes bfloat16 wrong"

@@ -276,7 +276,7 @@ def test_doctor_says_what_nobody_measured(gpu, monkeypatch, tmp_path):
     packaged.unlink()
     settings.reload()
     lines = doctor.report()
-    assert "schedules  query-major everywhere: nobody measured key-major" in lines
+    assert "schedules  query-major everywhere: key-major was not measured" in lines
     assert "tiles      by rules: nobody swept this GPU" in lines
     assert lines[-2] == "  nobody measured this GPU's threshold and crossover"
 
