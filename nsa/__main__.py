@@ -12,7 +12,7 @@ from nsa.doctor import report
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m nsa", description="Which kernels nsa uses on this machine, and why.")
+    parser = argparse.ArgumentParser(prog="python -m nsa", description="Which kernels nsa uses here, and why.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("doctor", help="report GPU, versions, settings and threshold (the default command)")
     commands.add_parser("calibrate", help="measure this GPU for routing, for your user only (a minute or two)")

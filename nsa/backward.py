@@ -66,13 +66,7 @@ def backward(
 
 
 def _launch(
-    what: Plan,
-    call: Call,
-    do: Tensor | None,
-    dlse: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    wanted: tuple[bool, ...],
+    what: Plan, call: Call, do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, wanted: tuple[bool, ...]
 ) -> Gradients:
     found = what.backward_launches.get(backward_tiles.forced)
     if found is None:
@@ -86,13 +80,7 @@ def _launch(
 
 
 def _recompute(
-    route: str,
-    reason: str,
-    what: Plan,
-    call: Call,
-    do: Tensor | None,
-    dlse: Tensor | None,
-    wanted: tuple[bool, ...],
+    route: str, reason: str, what: Plan, call: Call, do: Tensor | None, dlse: Tensor | None, wanted: tuple[bool, ...]
 ) -> Gradients:
     """Run packed SDPA or the reference again, recorded by autograd, and differentiate it."""
     with _recorded(call.q.device.type):

@@ -85,12 +85,6 @@ def failures() -> tuple[type[BaseException], ...]:
     return (*errors.compile_errors(), ImportError, RuntimeError, OSError, subprocess.CalledProcessError)
 
 
-@lru_cache(maxsize=1)
-def launch_errors() -> tuple[type[BaseException], ...]:
-    """The errors after which another route serves a call: those of a broken kernel, and `DoesNotFit`."""
-    return DoesNotFit, *failures()
-
-
 def _is_kernel_failure(error: BaseException) -> bool:
     """Whether a caught error is the kernel's fault. Lack of memory and a lost CUDA context are not."""
     if isinstance(error, guard.ProbeFailed):
@@ -147,7 +141,7 @@ def run(what: Plan, call: Call) -> Result:
     if planned is not None and not _broken:  # the fast path of most calls
         try:
             result: Result = planned[0].forward(planned[1], call, what.route)
-        except launch_errors() as raised:
+        except (DoesNotFit, *failures()) as raised:  # type: ignore[misc]  # mypy knows no starred tuple here
             if what.named:
                 raise
             error = raised
@@ -251,10 +245,11 @@ def _run_debug(what: Plan, call: Call) -> Result:
         logger.info("shapes: %s", ", ".join(f"{k} {list(x.shape)} strides {x.stride()}" for k, x in named.items()))
     if current.debug_cache and call.cache_seqlens is not None:
         debug.report_cache(call)
-    _synchronize(call.q)
+    synchronize = torch.cuda.synchronize if call.q.is_cuda else lambda _: None
+    synchronize(call.q.device)
     began = time.perf_counter()
     result, route, reason = _served(what, call)
-    _synchronize(call.q)
+    synchronize(call.q.device)
     count(route, reason)
     if current.debug_timing:
         elapsed = (time.perf_counter() - began) * 1e3
@@ -266,8 +261,3 @@ def _run_debug(what: Plan, call: Call) -> Result:
         worst = error.max().item() if error.numel() else 0.0
         logger.info("route %s against the reference: max error %.3e", route, worst)
     return result
-
-
-def _synchronize(x: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)

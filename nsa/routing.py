@@ -117,7 +117,7 @@ def make_plan(call: Call) -> Plan:
         else:
             route, reason = kernel, why_kernel or "rows are long enough for Triton"
     # A call with a cache has a kernel of its own, and each page size another one.
-    cache = None if call.cache_seqlens is None else 0 if call.block_table is None else call.k.shape[1]
+    cache = None if call.cache_seqlens is None else call.page_size or 0
     signature = device, call.q.dtype, dims.G, dims.D, dims.Dv, call.causal, dims.varlen, cache
     chosen = Plan(
         dims=dims,
