@@ -100,17 +100,17 @@ def selection_attention(
             the span ``[b * block_size, (b + 1) * block_size)``. A negative index, in any slot, is padding.
         block_size: keys per block; required with ``block_indices``, else None.
         causal: clamp each span's end to ``t + 1``, where ``t = S_kv - S + s`` is the position of query ``s``.
-        q_positions: ``[B, S]`` (varlen ``[T]``) int32 or int64: the positions ``t``, if they differ from that.
+        q_positions: ``[B, S]`` (varlen ``[T]``) int32 or int64: replaces ``t`` of each query; only if ``causal``.
         scale: factor of the scores; ``1 / sqrt(D)`` if None.
         cu_seqlens: ``[B + 1]`` int32 or int64, cumulative lengths of varlen sequences, or a pair ``(cu_seqlens_q,
-            cu_seqlens_k)``. The values are not checked, which would sync: the first sequence always begins at token 0,
-            and tokens after the last sequence select nothing.
+            cu_seqlens_k)``. The values are not checked, because that would sync. The first sequence always begins at
+            token 0, and tokens after the last sequence select nothing.
         max_selected: host bound on ``L``. It decides route, tiles and splits, and saves packed SDPA a device sync. If a
             row selects more keys, its result is undefined, but no read leaves the tensors.
         return_lse: also return the natural log-sum-exp of the scaled scores.
         backend: ``auto`` routes and falls back. ``triton``, ``sdpa`` (packed) and ``reference`` never fall back.
-        schedule: of the Triton kernels. In ``query_major`` a program computes a row with all heads of its group, in
-            ``per_head`` one head of a row, and in ``key_major`` one block of keys for all queries that selected it.
+        schedule: what a program of a Triton kernel computes. ``query_major``: one row with all heads of its group;
+            ``per_head``: one head of a row; ``key_major``: one block of keys, for all queries that selected it.
             ``auto`` uses key-major for prefills with block indices if that was measured to be faster (`nsa.routing`).
             In key-major, a NaN or inf of a key may reach rows that selected its block, even if the key is clamped away.
         out: ``[..., HQ, Dv]``, memory for the result; its elements must not overlap.
@@ -118,8 +118,8 @@ def selection_attention(
     ``q``, ``k`` and ``v`` have gradients, through both ``O`` and ``LSE`` and in their own dtypes; the selection has
     none. Gradients are bitwise equal from run to run. A NaN or inf of a query or of ``dO`` may reach dK and dV of keys
     that are clamped away, if they are in a block that the query selected. For long prompts with ``ranges``, pass
-    ``max_selected``; otherwise the backward pass works in many small windows. Only ``reference`` can be differentiated
-    twice, and ``sdpa`` under ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``.
+    ``max_selected``; otherwise the backward pass works in many small windows. Only ``reference``, and ``sdpa`` under
+    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``, can be differentiated twice.
 
     ``torch.vmap`` is refused. Under other transforms of ``torch.func`` calls run on ``sdpa`` or ``reference``. In
     forward-mode AD they run on ``reference``, and must not be compiled. ``torch.autocast`` casts ``q``, ``k`` and ``v``
@@ -130,7 +130,7 @@ def selection_attention(
         fp64), ``[B, S, HQ]`` or ``[T, HQ]``. A row that selects nothing gives ``O = 0`` and ``LSE = -inf``.
 
     Raises:
-        ValueError, TypeError: a shape, dtype, device or option is not as above. The text says expected and got.
+        ValueError, TypeError: a shape, dtype, device or option is not as above. The text says what was expected.
         RuntimeError: ``backend="triton"`` cannot serve the call; a kernel's gradient is differentiated again;
             ``torch.vmap`` maps a tensor; or ``ranges`` are packed without ``max_selected`` under ``torch.compile`` or
             CUDA graph capture.
@@ -223,7 +223,7 @@ def selection_attention_with_kvcache(
         fp64). A backward pass raises. ``torch.autocast`` casts nothing, because the dtype of a cache is fixed.
 
     Raises:
-        ValueError, TypeError: a shape, dtype, device or option is not as above. The text says expected and got.
+        ValueError, TypeError: a shape, dtype, device or option is not as above. The text says what was expected.
         RuntimeError: a tensor has a tangent; ``torch.func`` transforms a tensor; or as for
             :func:`nsa.selection_attention`.
     """

@@ -74,12 +74,14 @@ class Call(NamedTuple):
         return None if self.block_table is None else self.k.shape[1]
 
     def named_tensors(self, q: str = "q", k: str = "k", v: str = "v") -> dict[str, Tensor]:
-        """``q``, ``k`` and ``v`` by the given names, and the other tensors that are not None by their fields."""
+        """``q``, ``k`` and ``v`` by the given names, and the other tensors that are not None by field name."""
         names = (q, k, v, *self._fields[3:TENSORS])
         return {name: x for i, (name, x) in enumerate(zip(names, self.tensors, strict=True)) if i < 3 or x is not None}  # type: ignore[misc]
 
     def dtypes(self) -> tuple[torch.dtype | None, ...]:
-        """Dtypes of the tensors that define which keys a row reads; None for an absent one. Kernels depend on them."""
+        """Dtypes of the tensors that define which keys a row reads; None for an absent one. Kernels are compiled for
+        these dtypes.
+        """
         about = self.selection, self.q_positions, self.cu_seqlens_q, self.cu_seqlens_k, self.cache_seqlens
         return tuple(None if x is None else x.dtype for x in (*about, self.block_table))
 

@@ -134,14 +134,14 @@ def count(route: str, reason: str) -> None:
 
 
 def run(what: Plan, call: Call) -> Result:
-    """Run a planned call. Returns ``(O, LSE)``, LSE None without ``call.return_lse``."""
+    """Run a planned call. Returns ``(O, LSE)``; LSE is None without ``call.return_lse``."""
     if what.debug:
         return _run_debug(what, call)
     planned, error = what.launches.get(what.tiles.forced), None
     if planned is not None and not _broken:  # the fast path of most calls
         try:
             result: Result = planned[0].forward(planned[1], call, what.route)
-        except (DoesNotFit, *failures()) as raised:  # type: ignore[misc]  # mypy knows no starred tuple here
+        except (DoesNotFit, *failures()) as raised:  # type: ignore[misc]
             if what.named:
                 raise
             error = raised

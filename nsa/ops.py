@@ -47,7 +47,7 @@ _library = torch.library.Library("nsa", "DEF")
 
 
 def serve(call: Call, tracing: bool = False) -> Result:
-    """Run a call. Returns ``(O, LSE)``, LSE None without ``call.return_lse``.
+    """Run a call. Returns ``(O, LSE)``; LSE is None without ``call.return_lse``.
 
     Args:
         tracing: whether a compiler traces the call.

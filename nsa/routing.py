@@ -45,7 +45,7 @@ class Plan(NamedTuple):
     route: str
     reason: str
     named: bool  # the caller named the backend: no fallback
-    launches: dict[Any, Any]  # kernel module and launch (see `attach`), by the tiles that a sweep forces or None
+    launches: dict[Any, Any]  # by the tiles that a sweep forces (None without a sweep): see `dispatch.attach`
     backward_launches: dict[Any, Any]
     kernel: str = ""  # what a failure of the kernel is remembered by; a string, because strings cache their hash
     backward: str = ""  # what a failure of the backward kernels is remembered by
@@ -116,7 +116,7 @@ def make_plan(call: Call) -> Plan:
             route, reason = fallback, f"rows select at most {dims.bound} keys, sel_triton_min_L is {min_L}"
         else:
             route, reason = kernel, why_kernel or "rows are long enough for Triton"
-    # A call with a cache has a kernel of its own, and each page size another one.
+    # Calls with a cache have their own kernels, one for each page size.
     cache = None if call.cache_seqlens is None else call.page_size or 0
     signature = device, call.q.dtype, dims.G, dims.D, dims.Dv, call.causal, dims.varlen, cache
     chosen = Plan(
@@ -240,9 +240,8 @@ def takes_key_major(
 ) -> bool:
     """Whether key-major is faster than query-major for a call with block indices.
 
-    It is not used where the crossover was not measured: for few slots, short rows and unusual block sizes, for which
-    query-major reads little; in fp32, in which products take longer than reads; and for head dims above 128, which
-    have other tiles.
+    False for calls that are unlike those of the measurement: few slots, short rows or unusual block sizes (query-major
+    reads little there), fp32 (products take longer than reads), or head dims above 128 (they have other tiles).
 
     Args:
         start: queries from which on key-major is faster for the call's group size; None: never.
@@ -257,7 +256,7 @@ def takes_key_major(
 
 
 def key_major_from(device_name: str, G: int, chunk: bool = False) -> int | None:
-    """Queries from which on key-major is faster on a GPU. None if it never is, or without any measurement.
+    """Queries from which on key-major is faster on a GPU. None if it never is, or if no GPU was measured.
 
     Args:
         device_name: as CUDA names it.
@@ -271,7 +270,7 @@ def key_major_from(device_name: str, G: int, chunk: bool = False) -> int | None:
 
 
 def _why(device_name: str, G: int, start: int | None) -> str:
-    """The reason that `nsa.routes()` shows for key-major. It has no sizes of the call, because reasons are counted."""
+    """The reason that `nsa.routes()` shows for key-major. Calls are counted by reason, so it names no call sizes."""
     schedule = measured(device_name)
     assert schedule is not None
     text = f"{start} queries or more with G = {G}: key-major is faster, measured on {schedule.provenance['gpu']}"

@@ -40,7 +40,7 @@ class Settings:
     batch_invariant: bool = False  # in Triton, a row's result does not depend on the number of rows in the call
     use_sel_pack: bool = True  # the fallback is packed SDPA; False: the gather reference
     force_parity: bool = False  # `auto` is always the reference
-    probe: str = "auto"  # compile kernels first in a child process: if the compile matrix has not passed, always, never
+    probe: str = "auto"  # try kernels in a child process first: always, never, or unless the compile matrix has passed
     debug_timing: bool = False  # log route and time of each call, host and device
     debug_compare: bool = False  # log the error of each call against the reference
     debug_shapes: bool = False  # log shapes and strides
@@ -55,7 +55,7 @@ class Settings:
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(Settings))
-Value = bool | int | str | None  # of one setting
+Value = bool | int | str | None  # the value of a setting
 
 _lock = threading.RLock()
 _loaded: tuple[Settings, dict[str, str]] | None = None  # the first three layers, and the source of each value
@@ -135,8 +135,8 @@ def child_environment(interpret: bool) -> dict[str, str]:
     """The environment for a child process whose kernels are interpreted or compiled as asked.
 
     `TRITON_INTERPRET` is set anew, because this process may have changed it after Triton read it. `NSA_PROBE=never`
-    keeps the child from starting children: if `sys.executable` is an application that embeds Python, the child is that
-    application.
+    keeps the child from starting children of its own. It could start them without end if `sys.executable` is an
+    application that calls `nsa` when it starts.
     """
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return kept | {"NSA_PROBE": "never"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
@@ -150,7 +150,7 @@ def assemblers() -> dict[str, str]:
 
 @contextmanager
 def applied(settings: Settings) -> Iterator[None]:
-    """In a `with` block, have the settings in force with which a call began on another thread."""
+    """In a `with` block, these settings are in force. A backward pass uses it to have those of its forward pass."""
     before = _in_force.get()
     _in_force.set(settings)
     try:

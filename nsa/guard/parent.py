@@ -1,9 +1,9 @@
 """Asks a child process about kernels, waits for its answers, and judges how the child ended.
 
 One child answers all questions. It is started at the first question, and again at the first question after its death.
-It ends with this process, or when no question has come for ``IDLE_S`` seconds. Only first compiles come here, not
-launches of compiled kernels. First compiles during CUDA graph capture come here, too: the capture is undisturbed,
-because the child captures nothing, and this process only asks CUDA for its version.
+It ends with this process, or when no question has come for ``IDLE_S`` seconds. Only first compiles use the child, not
+launches of compiled kernels. A first compile during CUDA graph capture does not disturb the capture, because the child
+captures nothing and this process only asks CUDA for its version.
 """
 
 from __future__ import annotations

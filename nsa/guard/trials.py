@@ -72,7 +72,7 @@ class Trial(Likeness):
         """Draw ``n`` spans, or ``n`` blocks of ``size`` keys, for each row. The last row selects nothing.
 
         Args:
-            crowded: all but the first two spans or blocks of a row are the first keys.
+            crowded: all spans or blocks of a row but the first two are the first keys of its sequence.
         """
         self.size = size
         if size is None:
@@ -90,7 +90,7 @@ class Trial(Likeness):
         self.selection = self.place("sel_ptr", chosen)
 
     def compute(self, launch: Callable[[], Any]) -> Any:
-        """``launch()``, waited for. Says the phases."""
+        """Call ``launch`` and wait for the GPU. Tells the parent the phases."""
         self.say("phase", "compiling")
         got = launch()
         self.say("phase", "running")
@@ -100,7 +100,7 @@ class Trial(Likeness):
         return got
 
     def call(self, **more: Any) -> Call:
-        """The call. Without a selection, the call is one on packed rows."""
+        """The call to try. It is one on packed rows if there is no selection."""
         q, k, v = self.q, self.k, self.v
         if self.selection is None:
             q, k, v = (q[:, 0], k[:, :, 0], v[:, :, 0]) if q.dim() == 4 else (q, k[:, 0], v[:, 0])

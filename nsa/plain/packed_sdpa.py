@@ -97,7 +97,7 @@ def packed_sdpa(call: Call, bound: int | None = None, layout: str = "heads_as_qu
     def attend(rows: slice) -> tuple[Tensor, Tensor | None]:
         K, V, valid = gather.pack(rows, L, masked, into)
         empty = (lengths[rows] == 0 if block_table is None else ~valid.any(-1))[:, None]
-        # An empty row attends to zeros, and its output is set to 0: that gives no NaN in either direction.
+        # An empty row attends to zeros, and its output is set to 0. So neither pass, forward or backward, gives NaN.
         mask = valid | empty if masked else None
         o = sdpa_rows(queries[rows], K, V, mask, scale, layout)
         o = o.masked_fill(empty[..., None], 0) if masked else o
@@ -122,8 +122,9 @@ def packed_sdpa(call: Call, bound: int | None = None, layout: str = "heads_as_qu
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """``x`` contiguous and 16-byte aligned, as SDPA's CUDA kernels need it. Copied only if it is not, or under a
-    compiler, which does not know the offset.
+    """``x``, contiguous and 16-byte aligned as SDPA's CUDA kernels need it. ``x`` is copied if it is not.
+
+    Under a compiler ``x`` is always copied, because a compiler does not know the offset.
     """
     if not torch.compiler.is_compiling() and x.is_contiguous() and (x.storage_offset() * x.element_size()) % 16 == 0:
         return x

@@ -1,4 +1,4 @@
-"""Which keys each row reads: clamps a selection to spans, packs the selected keys, and merges spans.
+"""Turns the selection of a call into clamped spans, packs the keys in the spans, and merges spans.
 
 A *row* is one (query token, KV head). Spans are half-open ``[start, end)``. All functions run on the device of their
 inputs, without a Python loop over rows.
@@ -22,7 +22,7 @@ class RowSpans(NamedTuple):
     """Clamped spans of every row of a call.
 
     Attributes:
-        starts: ``[tokens, HKV, n]`` int32, first key of each span, counted from the start of the sequence.
+        starts: ``[tokens, HKV, n]`` int32, first key of each span, as its position in the token's sequence.
         ends: ``[tokens, HKV, n]`` int32, ``ends >= starts``; equal for an empty span.
         batch: ``[tokens]`` int64, the batch entry of K that the token reads; 0 for varlen.
         offset: ``[tokens]`` int64, the key of K at which the token's sequence begins; 0 unless varlen.
@@ -151,8 +151,8 @@ def in_pages(
 def flat_rows(x: Tensor, gaps: bool = True) -> tuple[Tensor, tuple[int, int, int]]:
     """View ``x [B, S, H, D]`` as rows of ``D`` elements in memory order. Copies ``x`` if there is no such view.
 
-    Dense tensors are not copied. A tensor that is interleaved with others, as K in a tensor of K and V, is not copied
-    either, if it needs no gradient: the view then also contains the rows of the other tensors.
+    Dense tensors are not copied. K that shares a tensor with V is not copied either, unless it needs a gradient. The
+    view then contains the rows of both.
 
     Args:
         gaps: whether the view may contain rows that are not in ``x``.
@@ -258,7 +258,7 @@ class Gather(NamedTuple):
         if self.pages is not None:
             table, pages, page_size, batch = self.pages
             page, positions, valid = in_pages(table, pages, page_size, batch[rows, None], positions, valid)
-        padding = ~valid if masked else None  # must become 0: such a slot has weight 0, but its key may be NaN
+        padding = ~valid if masked else None  # padded slots must be 0: their weight is 0, but 0 * NaN would be NaN
 
         def packed(x: Source, memory: Tensor | None) -> Tensor:
             index = (positions * x.step).add_(x.first[rows, None])
@@ -283,7 +283,7 @@ def take_rows(x: Tensor, index: Tensor, into: Tensor | None = None) -> Tensor:
     if forward_mode():  # the other ways lose tangents or raise
         out = x[flat]
     elif x.requires_grad and torch.is_grad_enabled():
-        # On a GPU the gradient of index_select uses atomics. On a CPU that of indexing adds in several threads.
+        # The gradient of index_select uses atomics on a GPU. The gradient of indexing uses several threads on a CPU.
         out = x[flat] if x.is_cuda else F.embedding(flat, x)
     elif (
         x.is_cuda
@@ -339,7 +339,7 @@ def pack_rows(k: Tensor, v: Tensor, ranges: Tensor, *, max_selected: int | None 
 
     Returns:
         :class:`PackedRows`: ``K [N, L, D]``, ``V [N, L, Dv]`` and ``lengths [N]``. Keys are in the order of their
-        spans. A key that several spans contain is copied as often.
+        spans. A key in several spans is copied several times.
 
     Raises:
         TypeError: an argument is not a tensor, or a dtype or the type of ``max_selected`` is not as above.
