@@ -9,18 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa import dispatch, routing, settings
+from nsa import dispatch, routing, settings, torch_modes
 from nsa.api import selection_attention
 from nsa.call import Call
-from nsa.torch_modes import (
-    any_autocast_enabled,
-    autocast_dtype,
-    cast,
-    forward_mode,
-    no_tangents,
-    transformed,
-    transforms_active,
-)
+from nsa.torch_modes import any_autocast_enabled, forward_mode, transforms_active
 from nsa.validate import check_tensors, number
 
 
@@ -61,13 +53,11 @@ def _direct(
 def _unusual(call: Call) -> Call:
     """The call with the dtypes that autocast gives it. Transforms of ``torch.func`` and tangents are refused."""
     check_tensors(**_named(call))
-    if transformed(*call.tensors):
-        no_tangents("packed rows", call.q, call.k, call.v)
+    if torch_modes.transformed(*call.tensors):
+        torch_modes.no_tangents("packed rows", call.q, call.k, call.v)
         raise RuntimeError("packed rows have no rule for transforms of torch.func: use selection_attention")
-    dtype = autocast_dtype(call.q.device)
-    if dtype is None:
-        return call
-    return call._replace(q=cast(call.q, dtype), k=cast(call.k, dtype), v=cast(call.v, dtype))
+    dtype = torch_modes.autocast_dtype(call.q.device)
+    return call if dtype is None else torch_modes.cast(call, dtype)
 
 
 def _named(call: Call) -> dict[str, Tensor]:

@@ -13,22 +13,12 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
-from nsa import backward, dispatch, routing, settings
+from nsa import backward, dispatch, routing, settings, torch_modes
 from nsa.backward import Gradients
 from nsa.call import TENSORS, Call
 from nsa.dispatch import Result
 from nsa.routing import Plan
-from nsa.torch_modes import (
-    any_autocast_enabled,
-    autocast_dtype,
-    cast,
-    forward_mode,
-    no_tangents,
-    tangents_refused,
-    transformed,
-    transforms_active,
-    vmap_refused,
-)
+from nsa.torch_modes import any_autocast_enabled, transforms_active
 from nsa.validate import check_tensors
 
 # The fields of a `Call`, in their order, without `out`, `return_lse` and `settings`.
@@ -76,14 +66,14 @@ def serve(call: Call, tracing: bool = False) -> Result:
 def _unusual(call: Call, tracing: bool) -> Result:
     """Run a call that is compiled, under autocast, in a transform of ``torch.func`` or in forward-mode AD."""
     check_tensors(**_named(call))
-    dtype = autocast_dtype(call.q.device)
+    dtype = torch_modes.autocast_dtype(call.q.device)
     cached = call.cache_seqlens is not None
     if dtype is not None and not (cached and tracing):
         with torch.autocast(call.q.device.type, enabled=False):  # SDPA must not cast again
             if not cached:  # calls with a cache are not cast
-                call = call._replace(q=cast(call.q, dtype), k=cast(call.k, dtype), v=cast(call.v, dtype))
+                call = torch_modes.cast(call, dtype)
             return serve(call, tracing)
-    wrapped = not tracing and transformed(*call.tensors)
+    wrapped = not tracing and torch_modes.transformed(*call.tensors)
     if cached and wrapped:
         raise RuntimeError(
             "selection_attention_with_kvcache has no rule for transforms of torch.func, nor for forward-mode AD"
@@ -208,15 +198,15 @@ def _twice(ctx: Any, *_: Tensor | None) -> NoReturn:
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = _of_arguments(arguments)
-    no_tangents("the operator", call.q, call.k, call.v)
+    torch_modes.no_tangents("the operator", call.q, call.k, call.v)
     o, lse = dispatch.run(routing.plan(call), call)
     assert lse is not None
     return o, lse
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    if forward_mode():  # refused always, because PyTorch does not say whether a fake tensor has a tangent
-        tangents_refused("a compiled call")
+    if torch_modes.forward_mode():  # refused always, because PyTorch does not say whether a fake tensor has a tangent
+        torch_modes.tangents_refused("a compiled call")
     q, _, v = arguments[:3]
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=lse_dtype)
@@ -226,7 +216,7 @@ def _backward(
     do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, wanted: list[bool], *arguments: Any
 ) -> Gradients:
     call = _of_arguments(arguments)
-    no_tangents("the gradient", do, dlse, call.q, call.k, call.v)
+    torch_modes.no_tangents("the gradient", do, dlse, call.q, call.k, call.v)
     return backward.backward(routing.plan(call), call, do, dlse, o, lse, tuple(wanted))
 
 
@@ -245,6 +235,6 @@ for _name, _schema, _real, _fake in (
     _library.impl(_name, _real, "CPU")
     _library.impl(_name, _real, "CUDA")
     torch.library.register_fake(f"nsa::{_name}", _fake, lib=_library)
-    torch.library.register_vmap(f"nsa::{_name}", vmap_refused, lib=_library)
+    torch.library.register_vmap(f"nsa::{_name}", torch_modes.vmap_refused, lib=_library)
 torch.library.register_autograd("nsa::selection_attention", _differentiate, setup_context=_save, lib=_library)
 torch.library.register_autograd("nsa::selection_attention_backward", _twice, lib=_library)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from nsa.call import Call
+
 # Every call asks these two, so they are the cheapest functions there are. `ops.serve` inlines `forward_mode`, too.
 any_autocast_enabled = torch._C._is_any_autocast_enabled
 transforms_active = torch._C._are_functorch_transforms_active
@@ -23,9 +25,10 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if kind in DEVICES and torch.is_autocast_enabled(kind) else None
 
 
-def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast ``x`` as autocast does for SDPA: fp64 stays fp64. The gradient has the dtype of ``x``."""
-    return x if x.dtype == torch.float64 else x.to(dtype)
+def cast(call: Call, dtype: torch.dtype) -> Call:
+    """Cast ``q``, ``k`` and ``v`` as autocast does for SDPA: fp64 stays fp64. Gradients keep their dtypes."""
+    q, k, v = [x if x.dtype == torch.float64 else x.to(dtype) for x in (call.q, call.k, call.v)]
+    return call._replace(q=q, k=k, v=v)
 
 
 def transformed(*tensors: Tensor | None) -> bool:
