@@ -67,7 +67,7 @@ def _named(call: Call) -> dict[str, Tensor]:
 def sel_attn_fwd_dense(
     Q: Tensor, K: Tensor, V: Tensor, *, scale: float | None = None, return_lse: bool = False, out: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of packed rows of ``L`` keys each. A program computes one query head (route ``per_head``, slower).
+    """Attention of packed rows of ``L`` keys. A program computes one head (route ``per_head``, for comparison).
 
     Args:
         Q: ``[N, H, D]``, fp16, bf16 or fp32.
@@ -105,7 +105,7 @@ def sel_attn_fwd_varlen(
     return_lse: bool = False,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of packed rows of different lengths. A program computes one query head (route ``per_head``, slower).
+    """Attention of packed rows of any lengths. A program computes one head (route ``per_head``, for comparison).
 
     Args:
         Q: ``[N, H, D]``, fp16, bf16 or fp32.

@@ -150,7 +150,7 @@ def assemblers() -> dict[str, str]:
 
 @contextmanager
 def applied(settings: Settings) -> Iterator[None]:
-    """In a `with` block, these settings are in force. A backward pass uses it to have those of its forward pass."""
+    """In a `with` block, these settings are in force. A backward pass runs in one, with those of its forward pass."""
     before = _in_force.get()
     _in_force.set(settings)
     try:
@@ -291,5 +291,5 @@ def _expected(name: str, *, yaml: bool = False) -> str:
 
 @functools.cache
 def interpreter() -> bool:
-    """Whether Triton interprets kernels in this process. Triton reads its variable once, so this does, too."""
+    """Whether Triton interprets kernels in this process. The variable is read once, as Triton does."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes")

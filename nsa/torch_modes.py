@@ -13,7 +13,8 @@ from torch.autograd import forward_ad
 
 from nsa.call import Call
 
-# Every call asks these two, so they are the cheapest functions there are. `ops.serve` inlines `forward_mode`, too.
+# Every call asks these two, so PyTorch's cheapest functions are used. For the same reason `ops.serve` inlines
+# `forward_mode`.
 any_autocast_enabled = torch._C._is_any_autocast_enabled
 transforms_active = torch._C._are_functorch_transforms_active
 DEVICES = ("cpu", "cuda")  # device types whose autocast state is asked for; autocast may not know other types

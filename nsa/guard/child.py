@@ -26,7 +26,7 @@ def serve(question: dict[str, Any], handle: int) -> None:
     """Answer the first question and all later ones. Ends the process if no question comes for ``idle_s`` seconds.
 
     Args:
-        question: ``what`` the parent describes as the variant, ``device``, ``arch``, ``limit_s`` and ``idle_s``.
+        question: the description ``what`` of a variant, ``device``, ``arch``, ``limit_s`` and ``idle_s`` (seconds).
         handle: file descriptor of the file of answers.
     """
     os.set_inheritable(handle, False)
@@ -57,7 +57,7 @@ def answer(what: dict[str, Any], device: torch.device, arch: str, say: Say) -> s
     """Try the variant ``what``. Returns how its result is wrong, or None if the result is right."""
     if sources.architecture(device) != arch:
         raise RuntimeError(f"expected {device} to be {arch}, found {sources.architecture(device)}")
-    torch.zeros(1, device=device)  # starts CUDA: an error of CUDA's start must come before the kernel's phases
+    torch.zeros(1, device=device)  # starts CUDA here, so that a failed start is not taken for the kernel's failure
     seen = watch(what)
     found = TRIALS[what["kernel"]](Trial(what, device, say))
     if what not in seen:
@@ -67,9 +67,12 @@ def answer(what: dict[str, Any], device: torch.device, arch: str, say: Say) -> s
 
 
 def watch(what: dict[str, Any]) -> list[dict[str, Any]]:
-    """A list that receives every variant that Triton compiles from now on, as the parent describes variants.
+    """Record the variants that Triton compiles from now on, described as the parent describes them.
 
-    The variants are compiled in this process: it asks no child of its own.
+    From now on this process compiles without asking a child of its own.
+
+    Returns:
+        A list to which each variant is added before it is compiled.
 
     Raises:
         RuntimeError: at such a launch, if it compiles the kernel of ``what`` as another variant.

@@ -38,7 +38,7 @@ def forget() -> None:
 
 
 def key_of(what: dict[str, Any], device: torch.device) -> str:
-    """A hash of a described variant, all kernel sources, versions and architecture. It is the name of the file."""
+    """A hash of a described variant, all kernel sources, versions and architecture. The hash names the file."""
     about = [compared(), sources.versions(device), what]
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
