@@ -230,7 +230,7 @@ def selection_attention_with_kvcache(
     if page_size is not None and (block_table is None or k_cache.shape[1:2] != (page_size,)):
         found = "no block_table" if block_table is None else f"k_cache of shape {list(k_cache.shape)}"
         raise ValueError(f"page_size: expected that of a paged k_cache, got {page_size} with {found}")
-    if cache_seqlens is None:  # a `Call` without `cache_seqlens` would be one without a cache
+    if cache_seqlens is None:  # None would make it a `Call` without a cache
         check_tensors(cache_seqlens=cache_seqlens)  # type: ignore[unreachable]
     if scale is not None and type(scale) is not float:
         scale = number(scale)

@@ -82,7 +82,7 @@ def sel_attn_fwd_dense(
 
     Raises:
         ValueError, TypeError: a shape, dtype or device does not fit.
-        RuntimeError: Triton cannot run here; there is no fallback. Or an input requires a gradient.
+        RuntimeError: Triton cannot run here (there is no fallback), or an input requires a gradient.
     """
     return _direct(Q, K, V, None, None, scale, return_lse, out, True)
 

@@ -150,7 +150,7 @@ def assemblers() -> dict[str, str]:
 
 @contextmanager
 def applied(settings: Settings) -> Iterator[None]:
-    """In a `with` block, these settings are in force. A backward pass runs in one, with those of its forward pass."""
+    """In a `with` block, these settings are in force. A backward pass applies those of its forward pass."""
     before = _in_force.get()
     _in_force.set(settings)
     try:

@@ -27,7 +27,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def cast(call: Call, dtype: torch.dtype) -> Call:
-    """Cast ``q``, ``k`` and ``v`` as autocast does for SDPA: fp64 stays fp64. Gradients keep their dtypes."""
+    """Cast ``q``, ``k`` and ``v`` as autocast does for SDPA: fp64 stays fp64. Gradients have the dtypes from before."""
     q, k, v = [x if x.dtype == torch.float64 else x.to(dtype) for x in (call.q, call.k, call.v)]
     return call._replace(q=q, k=k, v=v)
 

@@ -135,7 +135,7 @@ def _check_alike(q_name: str, q: Tensor, *named: tuple[str, Tensor | None]) -> N
 
 
 def _check_floats(q_name: str, q: Tensor, *named: tuple[str, Tensor | None]) -> None:
-    """:func:`_check_alike`, and that the last dimensions are contiguous."""
+    """Check what :func:`_check_alike` checks, and that the last dimensions are contiguous."""
     _check_alike(q_name, q, *named)
     for name, m in ((q_name, q), *named):
         if m is not None and m.stride()[-1:] not in ((), (1,)):
@@ -210,7 +210,7 @@ def check(call: Call) -> Dims:
     """Check a call and return its dimensions.
 
     Raises:
-        ValueError, TypeError: an argument is wrong. The text says expected and got.
+        ValueError, TypeError: an argument is wrong. The text says what was expected and what it got.
     """
     _check_choice("backend", call.backend, BACKENDS)
     _check_choice("schedule", call.schedule, SCHEDULES)

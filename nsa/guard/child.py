@@ -75,7 +75,7 @@ def watch(what: dict[str, Any]) -> list[dict[str, Any]]:
         A list to which each variant is added before it is compiled.
 
     Raises:
-        RuntimeError: at such a launch, if it compiles the kernel of ``what`` as another variant.
+        RuntimeError: a later launch compiles the kernel of ``what`` as another variant.
     """
     from nsa.kernels.backward import plan as backward
     from nsa.kernels.key_major import plan as key_major

@@ -79,7 +79,8 @@ def require(variant: Any, device: torch.device, tensors: tuple[torch.Tensor | No
 def find_out(what: dict[str, Any], device: torch.device) -> str | None:
     """Why the kernel described by ``what`` must not be compiled here, or None if it may be.
 
-    If several threads ask at the same time, a child is asked once. A verdict that does not last is asked for anew.
+    If several threads ask at the same time, a child is asked once. If the verdict is not lasting, the next call asks a
+    child again.
     """
     key = memory.key_of(what, device)
     verdict = before = memory.known.get(key)
