@@ -11,7 +11,7 @@ import math
 import platform
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,14 +35,6 @@ WORDS = {
     "sdpa": "packed SDPA",
     "reference": "the gather reference",
 }
-
-
-class Line(NamedTuple):
-    """Which kernel would serve one kind of call, and why."""
-
-    kind: str
-    server: str
-    reason: str
 
 
 def report() -> list[str]:
@@ -90,8 +82,10 @@ def report() -> list[str]:
     return [*lines, f"next       {after}"]
 
 
-def served(device: torch.device) -> list[Line]:
-    """One line for each kind of call on ``device``. Failures of kernels and verdicts of `nsa.guard` are not considered.
+def served(device: torch.device) -> list[tuple[str, str, str]]:
+    """``(kind of call, what would serve it, why)`` for calls on ``device``.
+
+    Failures of kernels and verdicts of `nsa.guard` are not considered.
 
     Raises:
         ValueError: as :func:`report`.
@@ -111,15 +105,15 @@ def served(device: torch.device) -> list[Line]:
             "cache, 2048 queries": _plan(device, S=2048, S_kv=LONG, cache=True),
         }
     # Packed rows (`nsa.sel_attn_fwd_*`) have neither threshold nor fallback.
-    rows = Line("packed rows", "query-major (dense_group, varlen_group)", "no threshold, no fallback")
+    rows = "query-major (dense_group, varlen_group)", "no threshold, no fallback"
     why_not = routing.obstacle(torch.bfloat16, device, routing.why_not_triton(device))
     if why_not is not None or not triton_installed():
-        rows = Line("packed rows", "refused", why_not or NO_TRITON)
-    lines = [rows, *(Line(kind, *_serves(plan)) for kind, plan in plans.items())]
-    server, reason = _serves(prompt)
-    if prompt.route not in routing.PLAIN and reason != NO_TRITON:
-        server, reason = "backward kernels: dQ, then dK and dV by key blocks", "decided as forward"
-    return [*lines, Line("backward", server, reason)]
+        rows = "refused", why_not or NO_TRITON
+    backward = _serves(prompt)
+    if prompt.route not in routing.PLAIN and backward[1] != NO_TRITON:
+        backward = "backward kernels: dQ, then dK and dV by key blocks", "decided as forward"
+    found = {"packed rows": rows, **{kind: _serves(plan) for kind, plan in plans.items()}, "backward": backward}
+    return [(kind, server, reason) for kind, (server, reason) in found.items()]
 
 
 class Shaped:

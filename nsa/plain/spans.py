@@ -283,7 +283,7 @@ def take_rows(x: Tensor, index: Tensor, into: Tensor | None = None) -> Tensor:
     if forward_mode():  # the other ways lose tangents or raise
         out = x[flat]
     elif x.requires_grad and torch.is_grad_enabled():
-        # The gradient of index_select uses atomics on a GPU. The gradient of indexing uses several threads on a CPU.
+        # Two gradients differ from run to run: index_select's on a GPU (atomics), and indexing's on a CPU (threads).
         out = x[flat] if x.is_cuda else F.embedding(flat, x)
     elif (
         x.is_cuda
