@@ -1,4 +1,4 @@
-"""NSA selection attention: kernels, their reference and routing. Importing this imports no Triton."""
+"""NSA selection attention: kernels, their reference and routing. `import nsa` does not import Triton."""
 
 from nsa.api import selection_attention, selection_attention_with_kvcache
 from nsa.dispatch import RouteRecord, routes

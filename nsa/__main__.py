@@ -1,4 +1,4 @@
-"""`python -m nsa`: what this machine is, which settings are in force, what to do next; `python -m nsa calibrate`."""
+"""The command line: `python -m nsa` reports on this machine, `python -m nsa calibrate` measures its GPU."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from nsa.doctor import report
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m nsa", description="What nsa would do on this machine, and why.")
+    """Run a command. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m nsa", description="Which kernels nsa uses here, and why.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    commands.add_parser("doctor", help="GPU, versions, settings, threshold (what `python -m nsa` alone does)")
-    commands.add_parser("calibrate", help="measure what routing rests on here, for your user alone (a minute or two)")
+    commands.add_parser("doctor", help="report GPU, versions, settings and threshold (the default command)")
+    commands.add_parser("calibrate", help="measure this GPU for routing, for your user only (a minute or two)")
     command = parser.parse_args(argv).command
     logging.basicConfig(format="%(message)s")
     if command == "calibrate":
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(report()), flush=True)
     except BrokenPipeError:  # `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except ValueError as error:  # a setting that cannot be parsed: it names file or variable
+    except ValueError as error:  # a setting cannot be parsed; the text names its file or variable
         print(f"nsa: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,13 +1,13 @@
-"""The two front doors: selection attention over spans or blocks, and the same over a KV cache.
+"""The public functions: selection attention over spans or blocks, and the same over a KV cache.
 
-Shape glossary. ``B`` batch, ``S`` query positions, ``T`` tokens of a varlen batch, ``S_kv`` keys, ``HQ`` query heads,
+Shape glossary: ``B`` batch, ``S`` query positions, ``T`` tokens of a varlen batch, ``S_kv`` keys, ``HQ`` query heads,
 ``HKV`` KV heads, ``G = HQ // HKV``, ``D`` query and key head dim, ``Dv`` value head dim, ``n`` spans or blocks per row,
 ``L`` keys selected in a row. A *row* is one (batch, query position, KV head): ``G`` query heads and one list of spans.
 """
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -16,7 +16,31 @@ from nsa import ops, settings
 from nsa.call import UNREAD, Call
 from nsa.validate import check_tensors, number
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 CuSeqlens = Tensor | tuple[Tensor, Tensor]
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments that both functions take, for type checkers."""
+
+    ranges: Tensor | None
+    block_indices: Tensor | None
+    block_size: int | None
+    causal: bool
+    scale: float | None
+    max_selected: int | None
+    backend: str
+    schedule: str
+    out: Tensor | None
+
+
+def _pair(cu_seqlens: CuSeqlens) -> tuple[Tensor, Tensor]:
+    pair = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    if len(pair) != 2:
+        raise TypeError(f"cu_seqlens: expected a tensor or a pair of tensors, got a tuple of {len(pair)}")
+    return pair
 
 
 @overload
@@ -25,18 +49,10 @@ def selection_attention(
     k: Tensor,
     v: Tensor,
     *,
-    ranges: Tensor | None = ...,
-    block_indices: Tensor | None = ...,
-    block_size: int | None = ...,
-    causal: bool = ...,
     q_positions: Tensor | None = ...,
-    scale: float | None = ...,
     cu_seqlens: CuSeqlens | None = ...,
-    max_selected: int | None = ...,
     return_lse: Literal[False] = ...,
-    backend: str = ...,
-    schedule: str = ...,
-    out: Tensor | None = ...,
+    **options: Unpack[Options],
 ) -> Tensor: ...
 
 
@@ -46,18 +62,10 @@ def selection_attention(
     k: Tensor,
     v: Tensor,
     *,
-    ranges: Tensor | None = ...,
-    block_indices: Tensor | None = ...,
-    block_size: int | None = ...,
-    causal: bool = ...,
     q_positions: Tensor | None = ...,
-    scale: float | None = ...,
     cu_seqlens: CuSeqlens | None = ...,
-    max_selected: int | None = ...,
     return_lse: Literal[True],
-    backend: str = ...,
-    schedule: str = ...,
-    out: Tensor | None = ...,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -79,60 +87,55 @@ def selection_attention(
     schedule: str = "auto",
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of each query over the keys its row selected: NSA's selection branch (arXiv 2502.11089, section 3.3.2).
+    """Attention of each query over the keys that its row selects: NSA's selection branch (arXiv 2502.11089, 3.3.2).
 
     Args:
-        q: ``[B, S, HQ, D]``, or ``[T, HQ, D]`` with ``cu_seqlens``; fp16, bf16, fp32 or (reference, sdpa) fp64. Any
-            strides, last dim contiguous. ``HQ = G * HKV`` with ``G`` from 1 to 128; ``D`` and ``Dv`` from 16 to 256.
+        q: ``[B, S, HQ, D]``, or ``[T, HQ, D]`` with ``cu_seqlens``, of any strides with a contiguous last dim. fp16,
+            bf16 or fp32; fp64 for backends ``reference`` and ``sdpa``. ``G`` is 1 to 128, ``D`` and ``Dv`` 16 to 256.
         k: ``[B, S_kv, HKV, D]`` or ``[T_kv, HKV, D]``.
         v: ``[B, S_kv, HKV, Dv]`` or ``[T_kv, HKV, Dv]``.
-        ranges: ``[B, S, HKV, n, 2]`` (varlen ``[T, HKV, n, 2]``) int32 or int64, half-open key spans, local to the
-            row's sequence. Any values: spans are clamped to the sequence; a key listed twice counts twice.
-        block_indices: ``[B, S, HKV, n]`` (varlen ``[T, HKV, n]``) int32 or int64, instead of ``ranges``; block ``b`` is
-            ``[b * block_size, (b + 1) * block_size)``, negative is padding, in any slot.
-        block_size: keys per block; with ``block_indices`` only.
-        causal: clamp each span's end to ``t + 1``, where query ``s`` sits at ``t = S_kv - S + s`` (bottom-right).
-        q_positions: ``[B, S]`` (varlen ``[T]``) int, ``t`` of each query instead. With ``causal=True`` only.
-        scale: of the scores; ``1 / sqrt(D)`` if None.
-        cu_seqlens: ``[B + 1]`` int cumulative lengths of varlen sequences, or a pair ``(cu_seqlens_q, cu_seqlens_k)``.
-            The first sequence begins at token 0, whatever they say; tokens after the last one select nothing. Neither
-            is looked up, which would sync.
-        max_selected: host bound on ``L``, the keys of a row; decides route, tiles and splits, and saves packed SDPA its
-            device sync. More keys than promised: undefined result, but no read outside the tensors.
+        ranges: ``[B, S, HKV, n, 2]`` (varlen ``[T, HKV, n, 2]``) int32 or int64: half-open key spans, counted from the
+            start of the sequence and clamped to it. A key in two spans of a row counts twice.
+        block_indices: ``[B, S, HKV, n]`` (varlen ``[T, HKV, n]``) int32 or int64, instead of ``ranges``. Block ``b`` is
+            the span ``[b * block_size, (b + 1) * block_size)``. A negative index, in any slot, is padding.
+        block_size: keys per block; required with ``block_indices``, else None.
+        causal: clamp each span's end to ``t + 1``, where ``t = S_kv - S + s`` is the position of query ``s``.
+        q_positions: ``[B, S]`` (varlen ``[T]``) int32 or int64: replaces ``t`` of each query; only if ``causal``.
+        scale: factor of the scores; ``1 / sqrt(D)`` if None.
+        cu_seqlens: ``[B + 1]`` int32 or int64, cumulative lengths of varlen sequences, or a pair ``(cu_seqlens_q,
+            cu_seqlens_k)``. The values are not checked, because that would sync. The first sequence always begins at
+            token 0, and tokens after the last sequence select nothing.
+        max_selected: host bound on ``L``. It decides route, tiles and splits, and saves packed SDPA a device sync. If a
+            row selects more keys, its result is undefined, but no read leaves the tensors.
         return_lse: also return the natural log-sum-exp of the scaled scores.
-        backend: ``auto`` routes and falls back; ``triton``, ``sdpa`` (packed) and ``reference`` never fall back.
-        schedule: of the Triton kernels: ``query_major`` holds the group of a row in a program, ``per_head`` one head,
-            ``key_major`` a block of keys and all queries that selected it. ``auto`` takes the last for prefills with
-            block indices where it was measured to be faster (:mod:`nsa.routing`); a NaN or inf in a block that a row
-            selected may reach it there, even if that key is clamped away for it.
-        out: ``[..., HQ, Dv]`` to write to; each element has memory of its own.
+        backend: ``auto`` routes and falls back. ``triton``, ``sdpa`` (packed) and ``reference`` never fall back.
+        schedule: what a program of a Triton kernel computes. ``query_major``: one row with all heads of its group;
+            ``per_head``: one head of a row; ``key_major``: one block of keys, for all queries that selected it.
+            ``auto`` uses key-major for prefills with block indices if that was measured to be faster (`nsa.routing`).
+            In key-major, a NaN or inf of a key may reach rows that selected its block, even if the key is clamped away.
+        out: ``[..., HQ, Dv]``, memory for the result; its elements must not overlap.
 
-    Gradients: of ``q``, ``k`` and ``v`` through both ``O`` and ``LSE``, in the dtype of each; the selection has none.
-    Only ``reference`` (and ``sdpa`` under ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``) is differentiable
-    twice. They are the same bit by bit from run to run. A NaN or inf of a query or of ``dO`` may reach dK and dV of
-    keys that are clamped away for that query, in a block that it selected. Long prompts with ``ranges`` want
-    ``max_selected``, or the backward pass takes them in many small windows. ``torch.vmap`` is refused; other transforms
-    of ``torch.func`` are served by ``sdpa`` or ``reference``, forward-mode AD by ``reference`` and not compiled.
+    ``q``, ``k`` and ``v`` have gradients, through both ``O`` and ``LSE`` and in their own dtypes; the selection has
+    none. Gradients are bitwise equal from run to run. A NaN or inf of a query or of ``dO`` may reach dK and dV of keys
+    that are clamped away, if they are in a block that the query selected. For long prompts with ``ranges``, pass
+    ``max_selected``; otherwise the backward pass works in many small windows. Only ``reference``, and ``sdpa`` under
+    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``, can be differentiated twice.
 
-    Under ``torch.autocast`` ``q``, ``k`` and ``v`` (not fp64) are cast to its dtype, as for SDPA.
+    ``torch.vmap`` is refused. Under other transforms of ``torch.func`` calls run on ``sdpa`` or ``reference``. In
+    forward-mode AD they run on ``reference``, and must not be compiled. ``torch.autocast`` casts ``q``, ``k`` and ``v``
+    as for SDPA, but not fp64.
 
     Returns:
-        ``O`` ``[B, S, HQ, Dv]`` or ``[T, HQ, Dv]`` in ``q``'s dtype; with ``return_lse`` also ``LSE`` fp32
-        ``[B, S, HQ]`` or ``[T, HQ]`` (fp64 for fp64). A row that selects nothing gives ``O = 0``, ``LSE = -inf``.
+        ``O`` ``[B, S, HQ, Dv]`` or ``[T, HQ, Dv]`` in ``q``'s dtype. With ``return_lse`` also ``LSE``, fp32 (fp64 for
+        fp64), ``[B, S, HQ]`` or ``[T, HQ]``. A row that selects nothing gives ``O = 0`` and ``LSE = -inf``.
 
     Raises:
-        ValueError, TypeError: a shape, dtype, device or option is not as above; says expected and got.
-        RuntimeError: ``backend="triton"`` cannot serve the call; a kernel's gradient is differentiated again; a tensor
-            is mapped by ``torch.vmap``; or packing without ``max_selected`` under
-            ``torch.compile`` or CUDA graph capture.
+        ValueError, TypeError: a shape, dtype, device or option is not as above. The text says what was expected.
+        RuntimeError: ``backend="triton"`` cannot serve the call; a kernel's gradient is differentiated again;
+            ``torch.vmap`` maps a tensor; or ``ranges`` are packed without ``max_selected`` under ``torch.compile`` or
+            CUDA graph capture.
     """
-    if cu_seqlens is None:
-        cu_q = cu_k = None
-    else:
-        pair = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
-        if len(pair) != 2:
-            raise TypeError(f"cu_seqlens: expected a tensor or a pair of tensors, got a tuple of {len(pair)}")
-        cu_q, cu_k = pair
+    cu_q, cu_k = (None, None) if cu_seqlens is None else _pair(cu_seqlens)
     if scale is not None and type(scale) is not float:
         scale = number(scale)
     tracing = is_compiling()
@@ -144,10 +147,7 @@ def selection_attention(
         ),
     )  # fmt: skip
     o, lse = ops.serve(call, tracing)
-    if return_lse:
-        assert lse is not None
-        return o, lse
-    return o
+    return o if lse is None else (o, lse)
 
 
 @overload
@@ -157,18 +157,10 @@ def selection_attention_with_kvcache(
     v_cache: Tensor,
     *,
     cache_seqlens: Tensor,
-    ranges: Tensor | None = ...,
-    block_indices: Tensor | None = ...,
-    block_size: int | None = ...,
     block_table: Tensor | None = ...,
     page_size: int | None = ...,
-    causal: bool = ...,
-    scale: float | None = ...,
-    max_selected: int | None = ...,
     return_lse: Literal[False] = ...,
-    backend: str = ...,
-    schedule: str = ...,
-    out: Tensor | None = ...,
+    **options: Unpack[Options],
 ) -> Tensor: ...
 
 
@@ -179,18 +171,10 @@ def selection_attention_with_kvcache(
     v_cache: Tensor,
     *,
     cache_seqlens: Tensor,
-    ranges: Tensor | None = ...,
-    block_indices: Tensor | None = ...,
-    block_size: int | None = ...,
     block_table: Tensor | None = ...,
     page_size: int | None = ...,
-    causal: bool = ...,
-    scale: float | None = ...,
-    max_selected: int | None = ...,
     return_lse: Literal[True],
-    backend: str = ...,
-    schedule: str = ...,
-    out: Tensor | None = ...,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -213,42 +197,40 @@ def selection_attention_with_kvcache(
     schedule: str = "auto",
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`nsa.selection_attention` over the keys a cache holds so far: decode, speculative decode, chunked prefill.
+    """:func:`nsa.selection_attention` over a KV cache: decode, speculative decode, chunked prefill.
 
-    It reads the caches and writes nothing to them: the caller appends the new keys and values before.
+    The function only reads the caches. The caller appends the new keys and values before the call.
 
     Args:
         q: ``[B, S, HQ, D]``, the newest ``S`` positions of each sequence.
         k_cache: ``[B, S_max, HKV, D]``; with ``block_table`` ``[num_pages, page_size, HKV, D]``.
         v_cache: ``[B, S_max, HKV, Dv]`` or ``[num_pages, page_size, HKV, Dv]``.
-        cache_seqlens: ``[B]`` int32 or int64, keys of each sequence, those of ``q`` included; may differ, and be 0.
-            Query ``s`` sits at ``t = cache_seqlens[b] - S + s``; ``causal``, it sees nothing where that is negative.
-        ranges: ``[B, S, HKV, n, 2]`` half-open key spans, by position in the sequence, whatever page that lies in.
-        block_indices: ``[B, S, HKV, n]`` with ``block_size``, instead.
-        block_table: ``[B, width]`` int32 or int64, the pages of each sequence in order. Pages need not be in order, nor
-            belong to one sequence.
-        page_size: of the pages, to have it checked; it is ``k_cache.shape[1]``.
+        cache_seqlens: ``[B]`` int32 or int64, keys of each sequence, including those of ``q``; may be 0. Query ``s`` is
+            at position ``t = cache_seqlens[b] - S + s``. If ``causal``, a query with a negative ``t`` sees no key.
+        ranges: ``[B, S, HKV, n, 2]``, half-open spans of positions in the sequence. They are independent of pages.
+        block_indices: ``[B, S, HKV, n]`` with ``block_size``, instead of ``ranges``.
+        block_table: ``[B, width]`` int32 or int64, the pages of each sequence, first positions first. Page numbers may
+            be in any order, and sequences may share pages.
+        page_size: optional, only checked: it must equal ``k_cache.shape[1]``.
         causal, scale, max_selected, return_lse, backend, schedule, out: as for :func:`nsa.selection_attention`.
 
-    Nothing outside the cache is read, whatever lengths and table say: lengths are clamped to ``[0, S_max]`` (``width *
-    page_size``), and keys of a page outside ``[0, num_pages)`` are left out as if they were not selected. The setting
-    ``debug_cache`` logs such lengths and pages, with their sequence. Lengths, table and selection may change in place
-    between replays of a captured CUDA graph.
+    No read leaves the cache. Lengths are clamped to ``[0, S_max]`` (with pages ``width * page_size``). Keys in a page
+    outside ``[0, num_pages)`` count as not selected. The setting ``debug_cache`` logs such lengths and pages. Lengths,
+    table and selection may change in place between replays of a captured CUDA graph.
 
     Returns:
-        ``O`` ``[B, S, HQ, Dv]`` in ``q``'s dtype; with ``return_lse`` also ``LSE`` ``[B, S, HQ]``, fp32 (fp64 of fp64).
-        It has no gradient, and says so when one is asked for. ``torch.autocast`` casts nothing here: a cache has the
-        dtype that it was filled in.
+        ``O`` ``[B, S, HQ, Dv]`` in ``q``'s dtype. With ``return_lse`` also ``LSE`` ``[B, S, HQ]``, fp32 (fp64 for
+        fp64). A backward pass raises. ``torch.autocast`` casts nothing, because the dtype of a cache is fixed.
 
     Raises:
-        ValueError, TypeError: a shape, dtype, device or option is not as above; says expected and got.
-        RuntimeError: a tensor has a tangent; ``torch.func`` transforms a tensor; or as
+        ValueError, TypeError: a shape, dtype, device or option is not as above. The text says what was expected.
+        RuntimeError: a tensor has a tangent; ``torch.func`` transforms a tensor; or as for
             :func:`nsa.selection_attention`.
     """
     if page_size is not None and (block_table is None or k_cache.shape[1:2] != (page_size,)):
         found = "no block_table" if block_table is None else f"k_cache of shape {list(k_cache.shape)}"
         raise ValueError(f"page_size: expected that of a paged k_cache, got {page_size} with {found}")
-    if cache_seqlens is None:  # which would be a call without a cache
+    if cache_seqlens is None:  # None would make it a `Call` without a cache
         check_tensors(cache_seqlens=cache_seqlens)  # type: ignore[unreachable]
     if scale is not None and type(scale) is not float:
         scale = number(scale)
@@ -261,7 +243,4 @@ def selection_attention_with_kvcache(
         ),
     )  # fmt: skip
     o, lse = ops.serve(call, tracing)
-    if return_lse:
-        assert lse is not None
-        return o, lse
-    return o
+    return o if lse is None else (o, lse)

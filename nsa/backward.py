@@ -1,6 +1,6 @@
-"""The backward pass of a call: its route, its sticky fallback, and the recomputation it falls back on.
+"""Runs the backward pass of a call: the kernels, or as fallback a recomputation that autograd differentiates.
 
-Decided as the forward is, from the same plan; kernels of the two directions fail on their own.
+The plan is that of the forward pass. A failure of the forward kernel says nothing about the backward kernels.
 """
 
 from __future__ import annotations
@@ -33,51 +33,44 @@ def backward(
     lse: Tensor,
     wanted: tuple[bool, ...] = (True, True, True),
 ) -> Gradients:
-    """Gradients of a call, given those of its outputs.
+    """The gradients of ``q``, ``k`` and ``v``.
 
     Args:
-        what: the call's plan.
-        do: like ``o``, any strides. dlse: like ``lse``. None counts as zeros.
-        o, lse: what the forward returned.
-        wanted: of q, k and v; a gradient that is not wanted comes back as an empty tensor.
+        what: the plan of the call.
+        do: gradient of ``o``, its shape and dtype, any strides; None: zeros.
+        dlse: gradient of ``lse``, likewise.
+        o, lse: outputs of the forward pass.
+        wanted: which of the three gradients are computed; the others are empty tensors.
 
     Returns:
-        ``dq``, ``dk``, ``dv``: like ``q``, ``k`` and ``v``, contiguous.
+        ``dq``, ``dk``, ``dv``: shapes and dtypes of ``q``, ``k`` and ``v``, contiguous.
 
     Raises:
-        ValueError: ``backend="triton"`` and the call does not fit the kernels' workspace.
-        RuntimeError and others: ``backend="triton"`` and the kernel failed.
+        ValueError: ``backend="triton"``, and the call does not fit the workspace of the kernels.
+        RuntimeError and others: ``backend="triton"``, and a kernel failed.
     """
     if what.route in routing.PLAIN:
-        route, reason = what.route, f"backward: {what.reason}"
-    elif what.named:
+        return _recompute(what.route, f"backward: {what.reason}", what, call, do, dlse, wanted)
+    if what.named:
         return _launch(what, call, do, dlse, o, lse, wanted)
-    else:
-        known = dispatch.known_failure(what.backward, what.backward_launches.get(backward_tiles.forced))
-        if known is None:
-            try:
-                return _launch(what, call, do, dlse, o, lse, wanted)
-            except DoesNotFit as error:
-                known = f"backward: {error}"
-            except dispatch.failures() as error:
-                planned = what.backward_launches.get(backward_tiles.forced)
-                known = dispatch.remember(what.backward, planned, ROUTE, error, what.fallback)
-        route, reason = what.fallback, known
-    return _recompute(route, reason, what, call, do, dlse, wanted)
+    known = dispatch.known_failure(what.backward, what.backward_launches.get(backward_tiles.forced))
+    if known is None:
+        try:
+            return _launch(what, call, do, dlse, o, lse, wanted)
+        except DoesNotFit as error:
+            known = f"backward: {error}"
+        except dispatch.failures() as error:
+            planned = what.backward_launches.get(backward_tiles.forced)
+            known = dispatch.remember(what.backward, planned, ROUTE, error, what.fallback)
+    return _recompute(what.fallback, known, what, call, do, dlse, wanted)
 
 
 def _launch(
-    what: Plan,
-    call: Call,
-    do: Tensor | None,
-    dlse: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    wanted: tuple[bool, ...],
+    what: Plan, call: Call, do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, wanted: tuple[bool, ...]
 ) -> Gradients:
     found = what.backward_launches.get(backward_tiles.forced)
     if found is None:
-        kernel = importlib.import_module("nsa.kernels.backward.plan")  # which imports Triton
+        kernel = importlib.import_module("nsa.kernels.backward.plan")  # not imported above: it imports Triton
         found = what.backward_launches[backward_tiles.forced] = kernel, kernel.plan(call, what.dims.bound)
     kernel, how = found
     do = torch.zeros_like(o) if do is None else do
@@ -87,15 +80,9 @@ def _launch(
 
 
 def _recompute(
-    route: str,
-    reason: str,
-    what: Plan,
-    call: Call,
-    do: Tensor | None,
-    dlse: Tensor | None,
-    wanted: tuple[bool, ...],
+    route: str, reason: str, what: Plan, call: Call, do: Tensor | None, dlse: Tensor | None, wanted: tuple[bool, ...]
 ) -> Gradients:
-    """Run packed SDPA or the reference once more, this time recorded, and differentiate it."""
+    """Run packed SDPA or the reference again, recorded by autograd, and differentiate it."""
     with _recorded(call.q.device.type):
         q, k, v = (x.detach().requires_grad_(want) for x, want in zip((call.q, call.k, call.v), wanted, strict=True))
         again = call._replace(q=q, k=k, v=v, return_lse=dlse is not None, out=None)
@@ -103,20 +90,17 @@ def _recompute(
         dispatch.count(route, reason)
         pairs = [(x, g) for x, g in zip(outputs, (do, dlse), strict=True) if x is not None and g is not None]
         leaves = [x for x in (q, k, v) if x.requires_grad]
-        found = iter(
-            torch.autograd.grad(
-                [x for x, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True, materialize_grads=True
-            )
-        )
+        given, grads = [x for x, _ in pairs], [g for _, g in pairs]
+        found = iter(torch.autograd.grad(given, leaves, grads, allow_unused=True, materialize_grads=True))
     dq, dk, dv = (next(found).contiguous() if want else call.q.new_empty(0) for want in wanted)
     return dq, dk, dv
 
 
 @contextmanager
 def _recorded(device_type: str) -> Iterator[None]:
-    """Autograd records, and autocast is off, whatever the caller's state.
+    """In a `with` block, autograd records and autocast is off.
 
-    An operator's implementation runs below autograd: ``enable_grad`` alone does not bring it back.
+    The implementation of an operator runs with autograd's dispatch keys excluded, so ``enable_grad`` is not enough.
     """
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for name in _AUTOGRAD:

@@ -1,7 +1,7 @@
-"""One call of selection attention: its tensors and its options, as one object from the front door to the launch.
+"""One call of selection attention as one object: its tensors, its options and the settings in force.
 
-A call is validated, planned, launched, differentiated and replayed as this object. Its arguments are spelled here, in
-the public signatures and in the operators' schema (:mod:`nsa.ops`), and nowhere else.
+Validation, planning, launch and backward pass take this object. The arguments are listed here, in the public signatures
+and in the operators' schema (:mod:`nsa.ops`), and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from nsa.settings import Settings
 
-TENSORS = 11  # of the fields of a `Call`: the first are its tensors
-UNREAD = Settings()  # of a call that a compiler traces: it can look up no settings
+TENSORS = 11  # the first fields of a `Call` are tensors
+UNREAD = Settings()  # the settings of a call that a compiler traces, because a compiler cannot look up the real ones
 
 
 class Call(NamedTuple):
-    """The arguments of :func:`nsa.selection_attention` and of its siblings, tensors first.
+    """The arguments of :func:`nsa.selection_attention` and of the other public functions, tensors first.
 
-    A call over a cache has ``cache_seqlens``; ``k`` and ``v`` are the cache then. A call on packed rows has neither
-    ``ranges`` nor ``block_indices``. ``settings`` are those in force where the call began: the backward pass runs on a
-    thread of autograd's.
+    A call over a cache has ``cache_seqlens``; ``k`` and ``v`` are then the cache. A call on packed rows has neither
+    ``ranges`` nor ``block_indices``. ``settings`` are those in force where the call began. The backward pass needs them
+    because it may run on a thread of autograd.
     """
 
     q: Tensor
@@ -47,49 +47,52 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Any = None, **given: Any) -> Call:
-        """A call by keywords, with ``cu_seqlens`` as :func:`nsa.selection_attention` takes them."""
+        """A call from keywords, with ``cu_seqlens`` as :func:`nsa.selection_attention` takes it."""
         pair = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
         return cls(q, k, v, cu_seqlens_q=pair[0], cu_seqlens_k=pair[1], **given)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All of them, in their order; None for one that is not there."""
+        """The tensors in the order of their fields; None for an absent one."""
         return self[:TENSORS]  # type: ignore[return-value]
 
     @property
     def selection(self) -> Tensor | None:
-        """Ranges or block indices; None of packed rows."""
+        """Ranges or block indices; None for packed rows."""
         return self.block_indices if self.ranges is None else self.ranges
 
     @property
     def cu_seqlens(self) -> tuple[Tensor, Tensor] | None:
-        """Both of them, or None."""
+        """``(cu_seqlens_q, cu_seqlens_k)``, or None."""
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             return None
         return self.cu_seqlens_q, self.cu_seqlens_k
 
     @property
     def page_size(self) -> int | None:
-        """Keys of a page; None without pages."""
+        """Keys of a page; None if the cache has no pages."""
         return None if self.block_table is None else self.k.shape[1]
 
     def named_tensors(self, q: str = "q", k: str = "k", v: str = "v") -> dict[str, Tensor]:
-        """Those that are there and the three that must be, by names that the caller knows."""
+        """``q``, ``k`` and ``v`` by the given names, and the other tensors that are not None by field name."""
         names = (q, k, v, *self._fields[3:TENSORS])
         return {name: x for i, (name, x) in enumerate(zip(names, self.tensors, strict=True)) if i < 3 or x is not None}  # type: ignore[misc]
 
     def dtypes(self) -> tuple[torch.dtype | None, ...]:
-        """Of the tensors that say which keys a row reads; None where there is none. Kernels are compiled for them."""
+        """Dtypes of the tensors that define which keys a row reads; None for an absent one. Kernels are compiled for
+        these dtypes.
+        """
         about = self.selection, self.q_positions, self.cu_seqlens_q, self.cu_seqlens_k, self.cache_seqlens
         return tuple(None if x is None else x.dtype for x in (*about, self.block_table))
 
     def key(self) -> tuple[Any, ...]:
-        """Everything that decides how the call is served: equal keys take the same plan.
+        """All that the plan depends on: calls with equal keys share a plan.
 
-        Flat, and by properties of tensors: it is made at every call. Types of the numbers, too, since True == 1 == 1.0.
+        The key is one flat tuple, because it is built at every call. It contains the types of numbers because
+        True == 1 == 1.0.
 
         Raises:
-            AttributeError: what should be a tensor is none.
+            AttributeError: an argument that must be a tensor is not.
         """
         (
             q, k, v, ranges, blocks, positions, cu_q, cu_k, lengths, table, out, size, causal, _, most, backend,
@@ -105,9 +108,8 @@ class Call(NamedTuple):
             None if table is None else metadata(table),
         )  # fmt: skip
 
-
     def rows_key(self) -> tuple[Any, ...]:
-        """:meth:`key` of a call on packed rows, which has less to tell and is shorter."""
+        """:meth:`key` of a call on packed rows. It is shorter, because such a call has fewer arguments."""
         q, k, v, _, _, _, _, cu, _, _, out, _, _, _, most, _, schedule, _, settings = self
         return (
             settings, schedule, most, most.__class__, q.shape, q.dtype, q.device, q.stride(), k.shape, k.dtype,
@@ -117,5 +119,5 @@ class Call(NamedTuple):
 
 
 def metadata(x: Any) -> tuple[Any, ...]:
-    """What decides anything of a tensor, but for its memory."""
+    """Shape, dtype, device and strides of a tensor."""
     return x.shape, x.dtype, x.device, x.stride()

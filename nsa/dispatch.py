@@ -1,7 +1,7 @@
-"""Runs a planned call: launches its kernel, serves it by the fallback where that kernel is broken, counts routes.
+"""Runs a planned call: launches its kernel, or the fallback if the kernel is broken, and counts routes.
 
-A kernel that failed to compile or launch is remembered, by its compiled variants, and not tried again. An
-implementation asked for by name never falls back: it raises.
+A kernel that failed to compile or to launch is remembered by its compiled variants, and not tried again. A backend that
+the caller named never falls back: it raises.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from nsa.routing import PLAIN, Plan
 
 logger = logging.getLogger("nsa")
 
-# Texts of CUDA's driver for errors that say nothing about the kernel launched: memory is full, an earlier kernel broke
-# the context, or a stream is being captured. Triton's errors have the text and no code.
+# Texts of driver errors that are not the kernel's fault: memory is full, an earlier kernel broke the context, or a
+# stream is being captured. Triton's errors contain the text, but not the code, which is in the comments.
 OF_THE_DRIVER = frozenset((
     "out of memory",  # 2
     "an illegal memory access was encountered",  # 700
@@ -56,16 +56,20 @@ class RouteRecord(NamedTuple):
 Result = tuple[Tensor, Tensor | None]
 
 _taken: Counter[tuple[str, str]] = Counter()
-_broken: dict[Any, str] = {}  # causes, by what `_suspect` says
+_broken: dict[Any, str] = {}  # causes of failures, by `_suspect`
 
 
 def routes() -> list[RouteRecord]:
-    """What ran in this process and why, most frequent first. Names are those of ``spec``: ``ranges``, ``sdpa``, …"""
+    """The routes that ran in this process, why, and how often; the most frequent first.
+
+    Routes are ``dense_group``, ``varlen_group``, ``ranges``, ``blocks``, ``per_head``, ``key_major``, ``backward``,
+    ``sdpa`` and ``reference``.
+    """
     return [RouteRecord(route, reason, calls) for (route, reason), calls in _taken.most_common()]
 
 
 def reset() -> None:
-    """Forget the route log and the failures of kernels: they are tried again. :mod:`nsa.guard` keeps its files."""
+    """Forget the route log and the failures of kernels, so that kernels are tried again. Files of `nsa.guard` stay."""
     _taken.clear()
     _broken.clear()
     guard.forget()
@@ -73,50 +77,46 @@ def reset() -> None:
 
 @lru_cache(maxsize=1)
 def failures() -> tuple[type[BaseException], ...]:
-    """The errors compiling or launching a kernel raises. Nothing else is taken for a broken kernel."""
-    # ImportError: no Triton here; RuntimeError: the MLIR pass manager and the driver; OSError and CalledProcessError:
-    # the launcher's C compiler.
+    """The errors that compiling or launching a kernel may raise. No other error is caught.
+
+    ImportError comes from a missing Triton, RuntimeError from the MLIR pass manager and the driver, OSError and
+    CalledProcessError from the C compiler of Triton's launcher.
+    """
     return (*errors.compile_errors(), ImportError, RuntimeError, OSError, subprocess.CalledProcessError)
 
 
-@lru_cache(maxsize=1)
-def launch_errors() -> tuple[type[BaseException], ...]:
-    """All after which another route serves a call: those of a broken kernel, and that the call does not fit."""
-    return DoesNotFit, *failures()
-
-
 def _is_kernel_failure(error: BaseException) -> bool:
-    """Whether a caught error speaks of the kernel. Out of memory does not, nor does a lost CUDA context."""
+    """Whether a caught error is the kernel's fault. Lack of memory and a lost CUDA context are not."""
     if isinstance(error, guard.ProbeFailed):
-        return True  # whatever its text says happened in another process
+        return True  # its text may quote such an error of the child process
     if isinstance(error, RuntimeError) and type(error).__module__.startswith("torch"):
         return False
     if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN):
-        return False  # no memory, or no process, for the assembler or the launcher's C compiler
+        return False  # the system has no memory or process for the assembler or the C compiler
     if errors.starved(error):
         return False
     driver = re.match(r"Triton Error \[(?:CUDA|HIP)\]: (.*)", str(error))
-    of_torch = str(error).startswith(("CUDA error: ", "HIP error: "))  # a plain RuntimeError before torch 2.8
+    of_torch = str(error).startswith(("CUDA error: ", "HIP error: "))  # before 2.8 torch raises a plain RuntimeError
     return not (of_torch or driver is not None and driver[1].strip() in OF_THE_DRIVER)
 
 
 def _suspect(signature: str, planned: Planned | None) -> Any:
-    """What a failure is remembered by: the compiled variants of a launch; before there is one, the signature."""
+    """The key of a failure in `_broken`: the compiled variants of the launch, or the signature before there are any."""
     return signature if planned is None else getattr(planned[1], "variants", signature)
 
 
 def known_failure(signature: str, planned: Planned | None) -> str | None:
-    """How such a launch failed in this process, if it did."""
+    """The cause if this launch failed before in this process, else None."""
     return _broken.get(_suspect(signature, planned)) if _broken else None
 
 
 def remember(signature: str, planned: Planned | None, route: str, error: BaseException, server: str) -> str:
-    """Note that a kernel is broken, say so once, and return the reason of all that ``server`` serves in its place.
+    """Remember that a kernel is broken and log a warning. Returns the reason for calls that ``server`` serves instead.
 
-    While a CUDA graph is captured nothing is remembered: compiling and loading kernels may be refused then.
+    A failure during CUDA graph capture is not remembered, because CUDA may refuse to load a kernel then.
 
     Raises:
-        ``error``, where it says nothing about the kernel.
+        ``error``, if it is not the kernel's fault.
     """
     if not _is_kernel_failure(error):
         raise error
@@ -129,19 +129,19 @@ def remember(signature: str, planned: Planned | None, route: str, error: BaseExc
 
 
 def count(route: str, reason: str) -> None:
-    """Enter a call in the route log."""
+    """Count a call in the route log."""
     _taken[route, reason] += 1
 
 
 def run(what: Plan, call: Call) -> Result:
-    """Run a planned call."""
+    """Run a planned call. Returns ``(O, LSE)``; LSE is None without ``call.return_lse``."""
     if what.debug:
         return _run_debug(what, call)
     planned, error = what.launches.get(what.tiles.forced), None
-    if planned is not None and not _broken:  # the shortest way, which most calls go
+    if planned is not None and not _broken:  # the fast path of most calls
         try:
             result: Result = planned[0].forward(planned[1], call, what.route)
-        except launch_errors() as raised:
+        except (DoesNotFit, *failures()) as raised:  # type: ignore[misc]
             if what.named:
                 raise
             error = raised
@@ -156,7 +156,11 @@ def run(what: Plan, call: Call) -> Result:
 
 
 def _served(what: Plan, call: Call, error: BaseException | None = None) -> tuple[Result, str, str]:
-    """The result, the route that it took, and why. ``error``: of the launch, where that was tried already."""
+    """Run a call with fallbacks. Returns the result, its route and the reason.
+
+    Args:
+        error: the error of a launch that was already tried.
+    """
     reason = what.reason
     if what.route in PLAIN:
         return plain(what.route, what, call), what.route, reason
@@ -184,19 +188,19 @@ def _served(what: Plan, call: Call, error: BaseException | None = None) -> tuple
 
 
 class _Refusal:
-    """In the place of a kernel, for calls that do not fit it."""
+    """Takes the place of a kernel module for calls that do not fit the kernel."""
 
     @staticmethod
     def forward(why: str, *_: object) -> NoReturn:
         raise DoesNotFit(why)
 
 
-Planned = tuple[Any, Any]  # the module of a kernel's launcher, and how it launches the call
+Planned = tuple[Any, Any]  # the `plan` module of a kernel family, and its launch of the call
 
 
 def attach(what: Plan, call: Call) -> Planned:
-    """Work out how the call is launched, at the first call of a plan."""
-    kernel: Any = importlib.import_module(f"nsa.kernels.{what.module}.plan")  # which imports Triton
+    """Have the kernel family plan the launch, at the first call of a plan."""
+    kernel: Any = importlib.import_module(f"nsa.kernels.{what.module}.plan")  # not imported above: it imports Triton
     try:
         found = kernel, kernel.plan(call, what.dims.bound, what.route == "per_head")
     except DoesNotFit as error:
@@ -206,7 +210,7 @@ def attach(what: Plan, call: Call) -> Planned:
 
 
 def launch(what: Plan, call: Call) -> Result:
-    """Launch the kernel of a planned call."""
+    """Launch the kernel of a planned call. Raises if that fails."""
     return _launch(what.launches.get(what.tiles.forced) or attach(what, call), what, call)
 
 
@@ -219,13 +223,13 @@ def _launch(planned: Planned, what: Plan, call: Call) -> Result:
 
 
 def _written(out: Tensor) -> None:
-    """Tell autograd, which does not see a kernel write."""
+    """Tell autograd that ``out`` was modified. It does not see the writes of a kernel."""
     if not out.is_inference():
         increment_version(out)
 
 
 def plain(route: str, what: Plan, call: Call) -> Result:
-    """Packed SDPA or the reference."""
+    """Run packed SDPA or the reference."""
     if route == "sdpa":
         o, lse = packed_sdpa.packed_sdpa(call, what.dims.bound, what.sdpa_layout)
     else:
@@ -234,17 +238,18 @@ def plain(route: str, what: Plan, call: Call) -> Result:
 
 
 def _run_debug(what: Plan, call: Call) -> Result:
-    """Run with whatever the ``debug_*`` settings ask to have logged. Synchronizes."""
+    """Run a call and log what the ``debug_*`` settings ask for. Synchronizes."""
     current = call.settings
     if current.debug_shapes:
         named = call.named_tensors()
         logger.info("shapes: %s", ", ".join(f"{k} {list(x.shape)} strides {x.stride()}" for k, x in named.items()))
     if current.debug_cache and call.cache_seqlens is not None:
         debug.report_cache(call)
-    _synchronize(call.q)
+    synchronize = torch.cuda.synchronize if call.q.is_cuda else lambda _: None
+    synchronize(call.q.device)
     began = time.perf_counter()
     result, route, reason = _served(what, call)
-    _synchronize(call.q)
+    synchronize(call.q.device)
     count(route, reason)
     if current.debug_timing:
         elapsed = (time.perf_counter() - began) * 1e3
@@ -253,11 +258,6 @@ def _run_debug(what: Plan, call: Call) -> Result:
         exact = plain("reference", what, call._replace(return_lse=False, out=None))[0]
         count("reference", "debug_compare is set")
         error = (result[0].double() - exact.double()).abs()
-        worst = error.max().item() if error.numel() else 0.0  # a debug setting: may read the device
+        worst = error.max().item() if error.numel() else 0.0
         logger.info("route %s against the reference: max error %.3e", route, worst)
     return result
-
-
-def _synchronize(x: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)

@@ -1,13 +1,13 @@
-"""What was measured on a GPU model: one file, one parser.
+"""The measurements of a GPU model: one file, one parser.
 
 `nsa/configs/gpus/<slug>.yaml` has up to three sections, each with its own provenance:
 
-- `threshold`: from how many keys on Triton is faster than packed SDPA, and the fastest packed SDPA layout;
+- `threshold`: from how many keys on Triton is faster than packed SDPA, and the fastest layout of packed SDPA;
 - `crossover`: from how many queries on key-major is faster than query-major;
-- `tiles`: tile sizes and splits, by family of kernels.
+- `tiles`: tile sizes and splits, by kernel family.
 
-A user's own file, `$XDG_CONFIG_HOME/nsa/gpus/<slug>.yaml`, comes before the packaged one, section by section. A section
-that neither file has is None, and rules serve instead. Files are read at the first call on a GPU of that model.
+A section of the user's own file, `$XDG_CONFIG_HOME/nsa/gpus/<slug>.yaml`, replaces the packaged section. A section in
+neither file is None, and rules apply instead. The files are read at the first call on a GPU of that model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nsa import settings
 from nsa.validate import MAX_GROUP
@@ -29,32 +29,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nsa")
 
-DEFAULT_MIN_L = 2048  # keys; a safe guess where nobody measured: packed SDPA is never far off for shorter rows
-TRITON_OFF = sys.maxsize  # keys; the threshold of a GPU on which Triton never won: no row is that long
+DEFAULT_MIN_L = 2048  # keys; used on unmeasured GPUs, because packed SDPA is never much slower for shorter rows
+TRITON_OFF = sys.maxsize  # keys; the threshold of a GPU on which Triton was never faster: no row is that long
 SDPA_LAYOUTS = ("heads_as_queries", "expanded", "enable_gqa")
 
 PACKAGED = Path(__file__).parent / "configs" / "gpus"
-"""The folder of measurements that ship with the package; `--nsa-update-thresholds` and its like write there."""
+"""The folder of the measurements in the package. `--nsa-update-thresholds` and similar options write there."""
 
 SECTIONS = ("threshold", "crossover", "tiles")
-FAMILIES = ("query_major",)
-"""Kernels that have tiles of their own for a GPU. Key-major and the backward pass have rules (`key_major/tiles.py`,
-`backward/tiles.py`)."""
-
 CROSSOVERS = ("key_major_from", "chunk_key_major_from")
 SWEPT = ("gpu", "torch", "triton", "commit", "date")
 PROVENANCE = {"threshold": (*SWEPT, "margin"), "crossover": (*SWEPT, "command", "shape"), "tiles": SWEPT}
 """The keys of each section's provenance."""
 
-Bucket = tuple[bool, int, int]  # one span, BLOCK_D, BLOCK_DV
+Bucket = tuple[bool, int, int]  # whether rows have one span, BLOCK_D, BLOCK_DV
 
 
 @dataclass(frozen=True)
 class Threshold:
     """From how many keys of a row on Triton is faster than packed SDPA."""
 
-    sel_triton_min_L: int  # keys; TRITON_OFF where Triton never reached the margin
-    sdpa_layout: str | None  # fastest packed SDPA layout, one of SDPA_LAYOUTS; None: not measured
+    sel_triton_min_L: int  # keys; TRITON_OFF if Triton never reached the margin
+    sdpa_layout: str | None  # the fastest of SDPA_LAYOUTS; None: not measured
     provenance: Mapping[str, str]
     path: Path
 
@@ -63,15 +59,16 @@ class Threshold:
 class Crossover:
     """From how many queries on key-major is faster than query-major."""
 
-    tokens: Mapping[int, int | None]  # by G: queries from which on key-major is faster; None: never
-    chunk: Mapping[int, int | None]  # of a chunk, likewise
+    tokens: Mapping[int, int | None]  # group size G to queries; None: key-major is never faster
+    chunk: Mapping[int, int | None]  # the same for a chunk of a longer prompt
     provenance: Mapping[str, str]
     path: Path
 
     def start(self, G: int, chunk: bool = False) -> int | None:
-        """Queries from which on key-major is faster for `G` heads a KV head; None: never, or nobody knows.
+        """Queries from which on key-major is faster for group size `G`; None if it never is.
 
-        The nearest measured group that is not smaller decides: the larger a group, the less there is to gain.
+        If `G` was not measured, the next larger measured group size decides, because key-major gains less for larger
+        groups. Above the largest one the result is None.
         """
         table = self.chunk if chunk else self.tokens
         return table[min(g for g in table if g >= G)] if G <= max(table) else None
@@ -79,16 +76,16 @@ class Crossover:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The best tiles and splits of the shapes that were swept, by family of kernels."""
+    """The fastest tiles and splits of the shapes that were swept, by kernel family."""
 
     query_major: Mapping[Bucket, Mapping[Point, Choice]]
-    provenance: tuple[Mapping[str, str], ...]  # of each sweep, in the order of the file
+    provenance: tuple[Mapping[str, str], ...]  # one per sweep, in the order of the file
     path: Path
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What was measured on one GPU model; None: that section was not."""
+    """The measurements of one GPU model. A section that was not measured is None."""
 
     threshold: Threshold | None = None
     crossover: Crossover | None = None
@@ -96,15 +93,15 @@ class Gpu:
 
 
 def device_slug(name: str) -> str:
-    """The one file and folder name of a device: `NVIDIA H100 80GB HBM3` is `nvidia-h100-80gb-hbm3`."""
+    """The name of a device's files and folders: `nvidia-h100-80gb-hbm3` for `NVIDIA H100 80GB HBM3`."""
     plain = re.sub(r"\((r|tm|c)\)", " ", name.lower())
     return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
 
 
 def min_L_for(device_name: str) -> int:
-    """Keys a row must have for Triton on this GPU: an explicit setting, else the measured value, else 2048.
+    """Keys from which on a row uses Triton on this GPU: the explicit setting, else the measured value, else 2048.
 
-    An unmeasured GPU is named once in a warning, with the command that measures it.
+    For a GPU that was not measured, one warning per process names the command that measures it.
     """
     explicit = settings.get().sel_triton_min_L
     return _measured_min_L(device_name) if explicit is None else explicit
@@ -112,10 +109,13 @@ def min_L_for(device_name: str) -> int:
 
 @functools.lru_cache(maxsize=64)
 def measured(device_name: str) -> Gpu:
-    """What was measured on this GPU model, as CUDA names it: of each section the user's, else the packaged one.
+    """The measurements of a GPU model: each section from the user's file, else from the packaged one.
+
+    Args:
+        device_name: as CUDA names it.
 
     Raises:
-        ValueError: naming the file, the key, the value and what is accepted.
+        ValueError: as :func:`read`.
     """
     name = f"{device_slug(device_name)}.yaml"
     folder = settings.user_gpus()
@@ -131,13 +131,13 @@ def measured(device_name: str) -> Gpu:
 
 @functools.cache
 def _measured_min_L(device_name: str) -> int:
-    """`min_L_for` without an explicit setting. Cached, so that the warning comes once per device."""
+    """`min_L_for` without an explicit setting. Cached, so that the warning is logged once per device."""
     threshold = measured(device_name).threshold
     if threshold is not None:
         return threshold.sel_triton_min_L
     logger.warning(
-        "%s: nobody measured when Triton pays here, so rows of fewer than %d keys use packed SDPA; Triton is probably "
-        "faster: `python -m nsa calibrate` measures it (a minute or two)",
+        "%s: not measured, so rows of fewer than %d keys use packed SDPA, though Triton is probably faster; `python -m "
+        "nsa calibrate` measures this GPU (a minute or two)",
         device_name,
         DEFAULT_MIN_L,
     )
@@ -151,116 +151,106 @@ settings.ON_RELOAD += [measured.cache_clear, _measured_min_L.cache_clear]
 
 
 def read(path: Path, text: str | None = None) -> Gpu:
-    """What one file says; nothing if there is none. ``text``: what the file is about to hold.
+    """Parse one file. A file that does not exist has no sections.
+
+    Args:
+        text: parsed instead of the file; for content that is about to be written there.
 
     Raises:
-        ValueError: naming the file, the key, the value and what is accepted.
+        ValueError: it cannot be parsed. The text names the file, the key, the value and what is accepted.
     """
     if text is None and not path.is_file():
         return Gpu()
     document = settings.read_yaml(path, text)
     settings.reject_unknown(path, "", document, SECTIONS)
-    parts = {name: _mapping(path, str(name), section) for name, section in document.items()}
-    return Gpu(
-        _threshold(path, parts["threshold"]) if "threshold" in parts else None,
-        _crossover(path, parts["crossover"]) if "crossover" in parts else None,
-        _tiles(path, parts["tiles"]) if "tiles" in parts else None,
-    )
+    parsers: dict[object, Any] = dict(zip(SECTIONS, (_threshold, _crossover, _tiles), strict=True))
+    return Gpu(**{str(name): parsers[name](path, section) for name, section in document.items()})
 
 
-def _threshold(path: Path, section: Mapping[object, object]) -> Threshold:
-    _only(path, "threshold", section, ("sel_triton_min_L", "sdpa_layout", "provenance"))
+def _threshold(path: Path, section: object) -> Threshold:
+    content = _mapping(path, "threshold", section, "sel_triton_min_L", "sdpa_layout", "provenance")
     expected = "a non-negative integer, null or off"
-    if "sel_triton_min_L" not in section:
+    if "sel_triton_min_L" not in content:
         raise ValueError(f"{path}: threshold.sel_triton_min_L: expected {expected}, found no such key")
-    min_L, layout = section["sel_triton_min_L"], section.get("sdpa_layout")
+    min_L, layout = content["sel_triton_min_L"], content.get("sdpa_layout")
     if min_L is None or min_L is False:  # YAML reads a bare `off` as false
         min_L = TRITON_OFF
-    if not isinstance(min_L, int) or isinstance(min_L, bool) or min_L < 0:
+    if not _is_int(min_L, 0):
         _wrong(path, "threshold.sel_triton_min_L", expected, min_L)
-    if layout is not None and (not isinstance(layout, str) or layout not in SDPA_LAYOUTS):
+    if layout is not None and layout not in SDPA_LAYOUTS:
         _wrong(path, "threshold.sdpa_layout", f"one of {', '.join(SDPA_LAYOUTS)}", layout)
-    return Threshold(min_L, layout, _provenance(path, "threshold", section), path)
+    return Threshold(min_L, layout, _provenance(path, "threshold", "threshold", content), path)
 
 
-def _crossover(path: Path, section: Mapping[object, object]) -> Crossover:
-    _only(path, "crossover", section, (*CROSSOVERS, "provenance"))
-    starts, chunks = (_starts(path, f"crossover.{name}", section.get(name)) for name in CROSSOVERS)
-    return Crossover(starts, chunks, _provenance(path, "crossover", section), path)
+def _crossover(path: Path, section: object) -> Crossover:
+    content = _mapping(path, "crossover", section, *CROSSOVERS, "provenance")
+    starts, chunks = (_starts(path, f"crossover.{name}", content.get(name)) for name in CROSSOVERS)
+    return Crossover(starts, chunks, _provenance(path, "crossover", "crossover", content), path)
 
 
 def _starts(path: Path, key: str, table: object) -> Mapping[int, int | None]:
     if not isinstance(table, dict) or not table:
         _wrong(path, key, "queries by group size", table)
     for G, start in table.items():
-        if not _positive(G) or G > MAX_GROUP:
+        if not _is_int(G) or G > MAX_GROUP:
             _wrong(path, key, f"group sizes from 1 to {MAX_GROUP}", G)
-        if start is not None and not _positive(start):
+        if start is not None and not _is_int(start):
             _wrong(path, f"{key}.{G}", "a positive integer or null", start)
     return dict(sorted(table.items()))
 
 
-def _tiles(path: Path, section: Mapping[object, object]) -> Tiles:
-    _only(path, "tiles", section, FAMILIES)
-    entries = section.get("query_major")
+def _tiles(path: Path, section: object) -> Tiles:
+    from nsa.kernels.query_major.tiles import Choice, Point  # which imports this module
+
+    entries = _mapping(path, "tiles", section, "query_major").get("query_major")
     if not isinstance(entries, list) or not entries:
         _wrong(path, "tiles.query_major", "a list of shapes", entries)
     found: dict[Bucket, dict[Point, Choice]] = {}
     sweeps: dict[tuple[str, ...], Mapping[str, str]] = {}
     for i, entry in enumerate(entries):
         key = f"tiles.query_major[{i}]"
-        entry = _mapping(path, key, entry)
-        bucket, point, choice = _shape(path, key, entry)
-        found.setdefault(bucket, {})[point] = choice
-        sweep = _provenance(path, "tiles", entry, key)
+        content = _mapping(path, key, entry, "shape", "provenance", "best")
+        shape, best = _mapping(path, f"{key}.shape", content.get("shape")), content.get("best")
+        one_span = shape.get("one_span")
+        if not isinstance(one_span, bool):
+            _wrong(path, f"{key}.shape.one_span", "true or false", one_span)
+        D, Dv, *point = _integers(path, f"{key}.shape", shape, ("D", "Dv", *Point._fields))
+        if not isinstance(best, list) or not best:
+            _wrong(path, f"{key}.best", "a list of choices, the best first", best)
+        choice = _integers(path, f"{key}.best[0]", _mapping(path, f"{key}.best[0]", best[0]), Choice._fields)
+        found.setdefault((one_span, D, Dv), {})[Point(*point)] = Choice(*choice)
+        sweep = _provenance(path, "tiles", key, content)
         sweeps[tuple(sweep.values())] = sweep
     return Tiles(found, tuple(sweeps.values()), path)
 
 
-def _shape(path: Path, key: str, entry: Mapping[object, object]) -> tuple[Bucket, Point, Choice]:
-    """A shape that was swept, and its best choice."""
-    from nsa.kernels.query_major.tiles import Choice, Point  # which import this module
-
-    _only(path, key, entry, ("shape", "provenance", "best"))
-    shape = _mapping(path, f"{key}.shape", entry.get("shape"))
-    one_span, best = shape.get("one_span"), entry.get("best")
-    if not isinstance(one_span, bool):
-        _wrong(path, f"{key}.shape.one_span", "true or false", one_span)
-    D, Dv, *point = (_count(path, f"{key}.shape", shape, name) for name in ("D", "Dv", *Point._fields))
-    if not isinstance(best, list) or not best:
-        _wrong(path, f"{key}.best", "a list of choices, the best first", best)
-    first = _mapping(path, f"{key}.best[0]", best[0])
-    choice = Choice(*(_count(path, f"{key}.best[0]", first, name, name != "cluster") for name in Choice._fields))
-    return (one_span, D, Dv), Point(*point), choice
-
-
-def _provenance(path: Path, section: str, content: Mapping[object, object], key: str | None = None) -> dict[str, str]:
-    """Of a section, or of the part of it that ``key`` names."""
+def _provenance(path: Path, section: str, key: str, content: Mapping[Any, Any]) -> dict[str, str]:
     given, keys = content.get("provenance"), PROVENANCE[section]
     if not isinstance(given, dict) or set(given) != set(keys):
-        _wrong(path, f"{key or section}.provenance", f"the keys {', '.join(keys)}", given)
+        _wrong(path, f"{key}.provenance", f"the keys {', '.join(keys)}", given)
     return {name: str(given[name]) for name in keys}
 
 
-def _mapping(path: Path, key: str, value: object) -> Mapping[object, object]:
+def _mapping(path: Path, key: str, value: object, *accepted: str) -> Mapping[Any, Any]:
+    """``value``, which must be a mapping; if ``accepted`` is given, with no other keys."""
     if not isinstance(value, dict):
         _wrong(path, key, "a mapping", value)
+    if accepted:
+        settings.reject_unknown(path, f"{key}.", value, accepted)
     return value
 
 
-def _only(path: Path, key: str, section: Mapping[object, object], accepted: tuple[str, ...]) -> None:
-    settings.reject_unknown(path, f"{key}.", section, accepted)
+def _integers(path: Path, key: str, content: Mapping[Any, Any], names: tuple[str, ...]) -> list[int]:
+    """The values of ``names``. They must be positive integers; ``cluster`` may be 0."""
+    for name in names:
+        if not _is_int(content.get(name), int(name != "cluster")):
+            kind = "non-negative" if name == "cluster" else "positive"
+            _wrong(path, f"{key}.{name}", f"a {kind} integer", content.get(name))
+    return [content[name] for name in names]
 
 
-def _count(path: Path, key: str, content: Mapping[object, object], name: str, positive: bool = True) -> int:
-    value = content.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < positive:
-        _wrong(path, f"{key}.{name}", f"a {'positive' if positive else 'non-negative'} integer", value)
-    return value
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _is_int(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _wrong(path: Path, key: str, expected: str, got: object) -> NoReturn:

@@ -1,7 +1,7 @@
-"""Packed rows and the original wrapper's layout: views onto the same kernels.
+"""The original function names and layouts. The same kernels serve them.
 
-The direct entry points (``sel_attn_fwd_*``) run Triton or raise; the wrappers in the original layout route and fall
-back. ``N`` rows of ``H`` query heads each; row ``i`` reads every key it is given.
+``sel_attn_fwd_*`` take packed rows: ``N`` rows of ``H`` query heads, each of which reads all of its keys. They run
+Triton or raise. The two wrappers in the original layout route and fall back.
 """
 
 from __future__ import annotations
@@ -9,25 +9,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa import dispatch, routing, settings
+from nsa import dispatch, routing, settings, torch_modes
 from nsa.api import selection_attention
 from nsa.call import Call
-from nsa.torch_modes import (
-    any_autocast_enabled,
-    autocast_dtype,
-    cast,
-    forward_mode,
-    no_tangents,
-    transformed,
-    transforms_active,
-)
+from nsa.torch_modes import any_autocast_enabled, forward_mode, transforms_active
 from nsa.validate import check_tensors, number
 
 
-def _direct(call: Call) -> Tensor | tuple[Tensor, Tensor]:
-    """A call on packed rows, whose only selection is ``cu_seqlens_k``."""
-    if call.scale is not None and type(call.scale) is not float:
-        call = call._replace(scale=number(call.scale))
+def _direct(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    cu_seqlens: Tensor | None,
+    max_selected: int | None,
+    scale: float | None,
+    return_lse: bool,
+    out: Tensor | None,
+    per_head: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A call on packed rows, whose only selection is ``cu_seqlens``."""
+    if scale is not None and type(scale) is not float:
+        scale = number(scale)
+    call: Call = tuple.__new__(
+        Call,
+        (
+            Q, K, V, None, None, None, None, cu_seqlens, None, None, out, None, True, scale, max_selected, "triton",
+            "per_head" if per_head else "auto", return_lse, settings.get(),
+        ),
+    )  # fmt: skip
     if any_autocast_enabled() or transforms_active() or forward_mode():
         call = _unusual(call)
     try:
@@ -42,15 +51,13 @@ def _direct(call: Call) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def _unusual(call: Call) -> Call:
-    """The call as autocast wants it; refused in a transform of ``torch.func`` and with tangents."""
+    """The call with the dtypes that autocast gives it. Transforms of ``torch.func`` and tangents are refused."""
     check_tensors(**_named(call))
-    if transformed(*call.tensors):
-        no_tangents("packed rows", call.q, call.k, call.v)
+    if torch_modes.transformed(*call.tensors):
+        torch_modes.no_tangents("packed rows", call.q, call.k, call.v)
         raise RuntimeError("packed rows have no rule for transforms of torch.func: use selection_attention")
-    dtype = autocast_dtype(call.q.device)
-    if dtype is None:
-        return call
-    return call._replace(q=cast(call.q, dtype), k=cast(call.k, dtype), v=cast(call.v, dtype))
+    dtype = torch_modes.autocast_dtype(call.q.device)
+    return call if dtype is None else torch_modes.cast(call, dtype)
 
 
 def _named(call: Call) -> dict[str, Tensor]:
@@ -60,43 +67,31 @@ def _named(call: Call) -> dict[str, Tensor]:
 def sel_attn_fwd_dense(
     Q: Tensor, K: Tensor, V: Tensor, *, scale: float | None = None, return_lse: bool = False, out: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Rows with ``L`` keys each, one query head a program (route ``per_head``, for comparison).
+    """Attention of packed rows of ``L`` keys. A program computes one head (route ``per_head``, for comparison).
 
     Args:
-        Q: ``[N, H, D]``. K: ``[N, L, D]``. V: ``[N, L, Dv]``.
-        scale: of the scores; ``1 / sqrt(D)`` if None.
-        return_lse: also return the natural log-sum-exp ``[N, H]`` fp32.
-        out: ``[N, H, Dv]`` to write to.
+        Q: ``[N, H, D]``, fp16, bf16 or fp32.
+        K: ``[N, L, D]``.
+        V: ``[N, L, Dv]``.
+        scale: factor of the scores; ``1 / sqrt(D)`` if None.
+        return_lse: also return the natural log-sum-exp of the scaled scores, ``[N, H]`` fp32.
+        out: ``[N, H, Dv]``, memory for the result.
 
     Returns:
         ``[N, H, Dv]`` in ``Q``'s dtype.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices that do not fit.
-        RuntimeError: Triton cannot run here. It never falls back.
+        ValueError, TypeError: a shape, dtype or device does not fit.
+        RuntimeError: Triton cannot run here (there is no fallback), or an input requires a gradient.
     """
-    call: Call = tuple.__new__(
-        Call,
-        (
-            Q, K, V, None, None, None, None, None, None, None, out, None, True, scale, None, "triton", "per_head",
-            return_lse, settings.get(),
-        ),
-    )  # fmt: skip
-    return _direct(call)
+    return _direct(Q, K, V, None, None, scale, return_lse, out, True)
 
 
 def sel_attn_fwd_dense_group(
     Q: Tensor, K: Tensor, V: Tensor, *, scale: float | None = None, return_lse: bool = False, out: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Rows with ``L`` keys each, the whole group a program; as :func:`sel_attn_fwd_dense` otherwise."""
-    call: Call = tuple.__new__(
-        Call,
-        (
-            Q, K, V, None, None, None, None, None, None, None, out, None, True, scale, None, "triton", "auto",
-            return_lse, settings.get(),
-        ),
-    )  # fmt: skip
-    return _direct(call)
+    """:func:`sel_attn_fwd_dense` with all ``H`` query heads of a row in one program (route ``dense_group``)."""
+    return _direct(Q, K, V, None, None, scale, return_lse, out, False)
 
 
 def sel_attn_fwd_varlen(
@@ -110,26 +105,21 @@ def sel_attn_fwd_varlen(
     return_lse: bool = False,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Rows of different lengths, one query head a program (route ``per_head``, for comparison).
+    """Attention of packed rows of any lengths. A program computes one head (route ``per_head``, for comparison).
 
     Args:
-        Q: ``[N, H, D]``. K_all: ``[sum L, D]``. V_all: ``[sum L, Dv]``.
-        cu_seqlens: ``[N + 1]`` int32 or int64; row ``i`` reads keys ``[cu_seqlens[i], cu_seqlens[i + 1])``, clamped to
+        Q: ``[N, H, D]``, fp16, bf16 or fp32.
+        K_all: ``[sum L, D]``.
+        V_all: ``[sum L, Dv]``.
+        cu_seqlens: ``[N + 1]`` int32 or int64. Row ``i`` reads keys ``[cu_seqlens[i], cu_seqlens[i + 1])``, clamped to
             the tensor.
-        max_selected: host bound on the longest row; decides tiles and splits only.
-        scale, return_lse, out: as in :func:`sel_attn_fwd_dense`.
+        max_selected: host bound on the keys of a row. It decides tiles and splits only.
+        scale, return_lse, out: as for :func:`sel_attn_fwd_dense`.
 
-    Returns, Raises: as :func:`sel_attn_fwd_dense`.
+    Returns, Raises: as for :func:`sel_attn_fwd_dense`.
     """
     check_tensors(cu_seqlens=cu_seqlens)
-    call: Call = tuple.__new__(
-        Call,
-        (
-            Q, K_all, V_all, None, None, None, None, cu_seqlens, None, None, out, None, True, scale, max_selected,
-            "triton", "per_head", return_lse, settings.get(),
-        ),
-    )  # fmt: skip
-    return _direct(call)
+    return _direct(Q, K_all, V_all, cu_seqlens, max_selected, scale, return_lse, out, True)
 
 
 def sel_attn_fwd_varlen_group(
@@ -143,16 +133,9 @@ def sel_attn_fwd_varlen_group(
     return_lse: bool = False,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Rows of different lengths, the whole group a program; as :func:`sel_attn_fwd_varlen` otherwise."""
+    """:func:`sel_attn_fwd_varlen` with all ``H`` query heads of a row in one program (route ``varlen_group``)."""
     check_tensors(cu_seqlens=cu_seqlens)
-    call: Call = tuple.__new__(
-        Call,
-        (
-            Q, K_all, V_all, None, None, None, None, cu_seqlens, None, None, out, None, True, scale, max_selected,
-            "triton", "auto", return_lse, settings.get(),
-        ),
-    )  # fmt: skip
-    return _direct(call)
+    return _direct(Q, K_all, V_all, cu_seqlens, max_selected, scale, return_lse, out, False)
 
 
 def selection_attention_triton(
@@ -165,16 +148,21 @@ def selection_attention_triton(
     scale: float | None = None,
     max_selected: int | None = None,
 ) -> Tensor:
-    """The original wrapper: routes as ``backend="auto"`` does, and falls back.
+    """:func:`nsa.selection_attention` with ``backend="auto"``, in the original wrapper's layout.
 
     Args:
-        Q: ``[B, S, HKV, G, D]``. K: ``[B, HKV, S_kv, D]``. V: ``[B, HKV, S_kv, Dv]``.
-        ranges: ``[B, S, HKV, n, 2]``, taken as given (the original's spans are causal already); ``causal=True`` clamps
-            them as :func:`nsa.selection_attention` does.
-        scale, max_selected: as in :func:`nsa.selection_attention`.
+        Q: ``[B, S, HKV, G, D]``.
+        K: ``[B, HKV, S_kv, D]``.
+        V: ``[B, HKV, S_kv, Dv]``.
+        ranges: ``[B, S, HKV, n, 2]`` int32 or int64.
+        causal: clamp spans causally. Off by default, because the original takes spans that are causal already.
+        scale, max_selected: as for :func:`nsa.selection_attention`.
 
     Returns:
-        ``[B, S, HKV, G, Dv]``.
+        ``[B, S, HKV, G, Dv]`` in ``Q``'s dtype.
+
+    Raises:
+        As :func:`nsa.selection_attention`.
     """
     return _original_layout(Q, K, V, ranges, causal, scale, max_selected, "auto")
 
@@ -189,9 +177,7 @@ def grouped_selection_attention_packed(
     scale: float | None = None,
     max_selected: int | None = None,
 ) -> Tensor:
-    """Packed SDPA in the original wrapper's layout: reference and fallback. Arguments and result as
-    :func:`selection_attention_triton`.
-    """
+    """:func:`selection_attention_triton` with ``backend="sdpa"``, packed SDPA."""
     return _original_layout(Q, K, V, ranges, causal, scale, max_selected, "sdpa")
 
 
@@ -206,31 +192,20 @@ def _original_layout(
     backend: str,
 ) -> Tensor:
     check_tensors(Q=Q, K=K, V=V)
-    for name, x, layout in (
-        ("Q", Q, "[B, S, HKV, G, D]"),
-        ("K", K, "[B, HKV, S_kv, D]"),
-        ("V", V, "[B, HKV, S_kv, Dv]"),
-    ):
+    layouts = {"Q": "[B, S, HKV, G, D]", "K": "[B, HKV, S_kv, D]", "V": "[B, HKV, S_kv, Dv]"}
+    for x, (name, layout) in zip((Q, K, V), layouts.items(), strict=True):
         if x.dim() != layout.count(",") + 1:
             raise ValueError(f"{name}: expected {layout}, got shape {list(x.shape)}")
         if x.dtype != Q.dtype:
             wanted, got = (str(dtype).removeprefix("torch.") for dtype in (Q.dtype, x.dtype))
             raise TypeError(f"{name}: expected dtype {wanted} (that of Q), got {got}")
     B, _, HKV, _, D = Q.shape
-    for name, x, layout, shape in (
-        ("K", K, "[B, HKV, S_kv, D]", [B, HKV, K.shape[2], D]),
-        ("V", V, "[B, HKV, S_kv, Dv]", [B, HKV, K.shape[2], V.shape[3]]),
-    ):
+    for name, x, last in (("K", K, D), ("V", V, V.shape[3])):
+        shape = [B, HKV, K.shape[2], last]
         if list(x.shape) != shape:
-            raise ValueError(f"{name}: expected {layout} = {shape}, got {list(x.shape)}")
+            raise ValueError(f"{name}: expected {layouts[name]} = {shape}, got {list(x.shape)}")
     o = selection_attention(
-        Q.flatten(2, 3),
-        K.transpose(1, 2),
-        V.transpose(1, 2),
-        ranges=ranges,
-        causal=causal,
-        scale=scale,
-        max_selected=max_selected,
-        backend=backend,
-    )
+        Q.flatten(2, 3), K.transpose(1, 2), V.transpose(1, 2), ranges=ranges, causal=causal, scale=scale,
+        max_selected=max_selected, backend=backend,
+    )  # fmt: skip
     return o.view(*Q.shape[:-1], V.shape[-1])

@@ -1,35 +1,24 @@
-"""What PyTorch sees of a call: two operators, one for each direction, and the node of autograd.
+"""Connects a call to PyTorch: an autograd function, and one operator for each direction.
 
-A call goes the shortest way that PyTorch's state allows: straight to its plan; as a node of autograd where a gradient
-is wanted; or as an operator, which ``torch.compile`` does not trace into and which answers for fake tensors and
-subclasses. No maths here.
+A call takes the cheapest of three ways. Without gradients it goes straight to its plan. With gradients it is an
+autograd function. Compiled calls, fake tensors and tensor subclasses use the operator, into which ``torch.compile``
+does not trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
-from nsa import backward, dispatch, routing, settings
+from nsa import backward, dispatch, routing, settings, torch_modes
 from nsa.backward import Gradients
 from nsa.call import TENSORS, Call
 from nsa.dispatch import Result
 from nsa.routing import Plan
-from nsa.torch_modes import (
-    any_autocast_enabled,
-    autocast_dtype,
-    cast,
-    forward_mode,
-    no_tangents,
-    tangents_refused,
-    transformed,
-    transforms_active,
-    vmap_refused,
-)
+from nsa.torch_modes import any_autocast_enabled, transforms_active
 from nsa.validate import check_tensors
 
 # The fields of a `Call`, in their order, without `out`, `return_lse` and `settings`.
@@ -38,22 +27,20 @@ _CALL = (
     "Tensor? cu_seqlens_k, Tensor? cache_seqlens, Tensor? block_table, int? block_size, bool causal, float? scale, "
     "int? max_selected, str backend, str schedule"
 )
-_SCHEMAS = {
-    "selection_attention": f"({_CALL}) -> (Tensor, Tensor)",
-    "selection_attention_backward": (
-        f"(Tensor? do, Tensor? dlse, Tensor o, Tensor lse, bool[3] wanted, {_CALL}) -> (Tensor, Tensor, Tensor)"
-    ),
-}
-# Kernels want contiguous head dims: a compiler may not choose other strides for what it hands over.
+_SCHEMA = f"({_CALL}) -> (Tensor, Tensor)"
+_BACKWARD_SCHEMA = (
+    f"(Tensor? do, Tensor? dlse, Tensor o, Tensor lse, bool[3] wanted, {_CALL}) -> (Tensor, Tensor, Tensor)"
+)
+# A compiler must keep the strides of the inputs, because kernels need contiguous head dims.
 _TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
 _library = torch.library.Library("nsa", "DEF")
 
 
 def serve(call: Call, tracing: bool = False) -> Result:
-    """``(O, LSE)`` of a call, LSE only where it is asked for.
+    """Run a call. Returns ``(O, LSE)``; LSE is None without ``call.return_lse``.
 
     Args:
-        tracing: a compiler traces the call.
+        tracing: whether a compiler traces the call.
 
     Raises:
         As :func:`nsa.selection_attention`.
@@ -69,7 +56,7 @@ def serve(call: Call, tracing: bool = False) -> Result:
     wants_grad = is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (out is not None and out.requires_grad)
     )
-    # A subclass, as FakeTensor, may have no memory to launch a kernel on: the operator knows what to do with it.
+    # A tensor subclass such as FakeTensor may have no memory for a kernel; the operator handles it.
     if wants_grad or q.__class__ is not Tensor:
         if planned.route not in routing.PLAIN or call.cache_seqlens is not None:
             return _operator(call) if q.__class__ is not Tensor else _recorded(call, planned)
@@ -77,26 +64,23 @@ def serve(call: Call, tracing: bool = False) -> Result:
 
 
 def _unusual(call: Call, tracing: bool) -> Result:
-    """A call that is compiled, under autocast, in a transform of ``torch.func`` or in forward mode."""
+    """Run a call that is compiled, under autocast, in a transform of ``torch.func`` or in forward-mode AD."""
     check_tensors(**_named(call))
-    dtype = autocast_dtype(call.q.device)
-    if dtype is not None and call.cache_seqlens is None:
-        with torch.autocast(call.q.device.type, enabled=False):  # it is done: what runs inside takes what it is given
-            call = call._replace(q=cast(call.q, dtype), k=cast(call.k, dtype), v=cast(call.v, dtype))
+    dtype = torch_modes.autocast_dtype(call.q.device)
+    cached = call.cache_seqlens is not None
+    if dtype is not None and not (cached and tracing):
+        with torch.autocast(call.q.device.type, enabled=False):  # SDPA must not cast again
+            if not cached:  # calls with a cache are not cast
+                call = torch_modes.cast(call, dtype)
             return serve(call, tracing)
-    if dtype is not None and not tracing:  # of a cache nothing is cast
-        with torch.autocast(call.q.device.type, enabled=False):
-            return serve(call)
-    wrapped = not tracing and transformed(*call.tensors)
-    if call.cache_seqlens is not None:
-        if wrapped:
-            raise RuntimeError(
-                "selection_attention_with_kvcache has no rule for transforms of torch.func, nor for forward-mode AD"
-            )
+    wrapped = not tracing and torch_modes.transformed(*call.tensors)
+    if cached and wrapped:
+        raise RuntimeError(
+            "selection_attention_with_kvcache has no rule for transforms of torch.func, nor for forward-mode AD"
+        )
+    if cached or (tracing and call.backend in ("auto", "triton")):
         return _operator(call)
-    if tracing and call.backend in ("auto", "triton"):
-        return _operator(call)
-    if tracing:  # not counted as a route: a graph that counts is compiled anew for every count
+    if tracing:  # not counted as a route, because a graph that reads the counter is recompiled at each count
         planned = routing.traced_plan(call)
         return dispatch.plain(planned.route, planned, call)
     planned = routing.plan(call)
@@ -108,7 +92,7 @@ def _named(call: Call) -> dict[str, Tensor]:
 
 
 def _operator(call: Call) -> Result:
-    """Through PyTorch's dispatcher, which knows the gradient and needs no memory to trace."""
+    """Run a call as an operator, which PyTorch's dispatcher can trace and differentiate."""
     o, lse = torch.ops.nsa.selection_attention(*_arguments(call))
     return _into(call.out, o), lse if call.return_lse else None
 
@@ -119,10 +103,10 @@ def _recorded(call: Call, planned: Plan) -> Result:
 
 
 def _into(out: Tensor | None, o: Tensor) -> Tensor:
-    """A result where the caller wants it; ``out`` has not been checked where a call is compiled.
+    """Copy ``o`` to ``out`` if there is one.
 
     Raises:
-        ValueError: ``out`` is not as ``o``.
+        ValueError: ``out`` differs from ``o`` in shape, dtype or device. In a compiled call this is the first check.
     """
     if out is None:
         return o
@@ -134,31 +118,25 @@ def _into(out: Tensor | None, o: Tensor) -> Tensor:
 
 
 def _arguments(call: Call) -> tuple[Any, ...]:
-    """Of an operator."""
+    """The arguments of the operator: the call without ``out``, ``return_lse`` and ``settings``."""
     return *call[: TENSORS - 1], *call[TENSORS:-2]
 
 
 def _of_arguments(arguments: tuple[Any, ...]) -> Call:
-    return _call(*arguments[: TENSORS - 1], None, *arguments[TENSORS - 1 :], True, settings.get())
-
-
-def _call(*fields: Any) -> Call:
-    return Call._make(fields)
+    return Call._make((*arguments[: TENSORS - 1], None, *arguments[TENSORS - 1 :], True, settings.get()))
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
 class _Attention(torch.autograd.Function):
-    """A planned call as a node of autograd: the operator's own takes four times as long."""
+    """A planned call with gradients. The operator's own autograd node takes four times as long."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: Call, planned: Plan, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, call: Call, planned: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         call = call._replace(out=None, return_lse=True)
         o, lse = dispatch.run(planned, call)
-        ctx.set_materialize_grads(False)  # an output nobody uses costs nothing
+        ctx.set_materialize_grads(False)  # an unused output has gradient None instead of zeros
         ctx.save_for_backward(*call[: TENSORS - 1], o, lse)
         ctx.rest = call[TENSORS:], planned
         return o, lse
@@ -167,8 +145,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         *tensors, o, lse = ctx.saved_tensors
         options, planned = ctx.rest
-        call = _call(*tensors, None, *options)
-        with settings.applied(call.settings):  # this may be a thread of autograd's
+        call = Call._make((*tensors, None, *options))
+        with settings.applied(call.settings):  # this may be a thread of autograd
             found = _gradients(call, planned, do, dlse, o, lse, ctx.needs_input_grad[2:])
         return None, None, *found
 
@@ -188,7 +166,7 @@ def _gradients(
         return (None,) * 3
     if planned is not None and not is_grad_enabled():
         found = backward.backward(planned, call, do, dlse, o, lse, wanted)
-    else:  # which says what can be done, where the gradient is differentiated
+    else:  # if the gradient is differentiated again, the operator raises an error that says what to do
         found = torch.ops.nsa.selection_attention_backward(do, dlse, o, lse, list(wanted), *_arguments(call))
     return tuple(x if want else None for x, want in zip(found, wanted, strict=True))
 
@@ -200,9 +178,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of what the operator takes: q, k and v."""
+    """The gradients of the operator's arguments, of which q, k and v have one."""
     *tensors, o, lse = ctx.saved_tensors
-    call = _call(*tensors, None, *ctx.options)
+    call = Call._make((*tensors, None, *ctx.options))
     with settings.applied(call.settings):
         found = _gradients(call, None, do, dlse, o, lse, tuple(ctx.needs_input_grad[:3]))
     return (*found, *(None,) * (len(ctx.needs_input_grad) - len(found)))
@@ -220,15 +198,15 @@ def _twice(ctx: Any, *_: Tensor | None) -> NoReturn:
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = _of_arguments(arguments)
-    no_tangents("the operator", call.q, call.k, call.v)
+    torch_modes.no_tangents("the operator", call.q, call.k, call.v)
     o, lse = dispatch.run(routing.plan(call), call)
     assert lse is not None
     return o, lse
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    if forward_mode():  # whether a fake tensor has a tangent, torch does not say
-        tangents_refused("a compiled call")
+    if torch_modes.forward_mode():  # refused always, because PyTorch does not say whether a fake tensor has a tangent
+        torch_modes.tangents_refused("a compiled call")
     q, _, v = arguments[:3]
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=lse_dtype)
@@ -238,7 +216,7 @@ def _backward(
     do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, wanted: list[bool], *arguments: Any
 ) -> Gradients:
     call = _of_arguments(arguments)
-    no_tangents("the gradient", do, dlse, call.q, call.k, call.v)
+    torch_modes.no_tangents("the gradient", do, dlse, call.q, call.k, call.v)
     return backward.backward(routing.plan(call), call, do, dlse, o, lse, tuple(wanted))
 
 
@@ -249,16 +227,14 @@ def _backward_fake(
     return dq, dk, dv
 
 
-_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "selection_attention": (_forward, _forward_fake),
-    "selection_attention_backward": (_backward, _backward_fake),
-}
-for _name, _schema in _SCHEMAS.items():
+for _name, _schema, _real, _fake in (
+    ("selection_attention", _SCHEMA, _forward, _forward_fake),
+    ("selection_attention_backward", _BACKWARD_SCHEMA, _backward, _backward_fake),
+):
     _library.define(_name + _schema, tags=_TAGS)
-    _real, _fake = _IMPLEMENTATIONS[_name]
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _real, _key)
+    _library.impl(_name, _real, "CPU")
+    _library.impl(_name, _real, "CUDA")
     torch.library.register_fake(f"nsa::{_name}", _fake, lib=_library)
-    torch.library.register_vmap(f"nsa::{_name}", vmap_refused, lib=_library)
+    torch.library.register_vmap(f"nsa::{_name}", torch_modes.vmap_refused, lib=_library)
 torch.library.register_autograd("nsa::selection_attention", _differentiate, setup_context=_save, lib=_library)
 torch.library.register_autograd("nsa::selection_attention_backward", _twice, lib=_library)

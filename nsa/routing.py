@@ -1,9 +1,9 @@
-"""Which implementation serves a call, and why: decided from metadata and settings, never from what is on the device.
+"""Chooses the implementation that serves a call, from metadata and settings. It never reads the device.
 
 Two Triton kernels can serve block indices. Query-major reads the selected keys anew for every query. Key-major reads a
-block once for all queries that selected it and merges partial results afterwards: that pays for small groups and many
-queries. From how many queries on is measured (`pytest -m perf tests/perf/test_crossover.py --nsa-update-schedules`) and
-stands in the GPU's file (`nsa/gpu.py`).
+block once for all queries that selected it, and merges partial results afterwards, which is faster for small groups and
+many queries. The crossover, in queries, is measured (`pytest -m perf tests/perf/test_crossover.py
+--nsa-update-schedules`) and stored in the GPU's file (`nsa/gpu.py`).
 """
 
 from __future__ import annotations
@@ -21,44 +21,43 @@ from nsa.kernels.query_major import tiles
 from nsa.torch_modes import forward_mode
 from nsa.validate import Dims, check, check_rows
 
-MIN_CAPABILITY = 80
-PLAIN = ("sdpa", "reference")  # routes of plain torch, which differentiates them
+MIN_CAPABILITY = 80  # ten times the compute capability
+PLAIN = ("sdpa", "reference")  # routes in plain PyTorch, which PyTorch can differentiate
 MAX_PLANS = 4096
 
 STAND_IN = "NVIDIA H100 80GB HBM3"
-"""The GPU whose measurements serve one that nobody measured: the crossover moves with the group size far more than with
-the GPU, and a schedule changes how fast a call is, not its result."""
+"""The GPU whose crossover is used on a GPU without one. The crossover depends far more on the group size than on the
+GPU, and a schedule changes the speed of a call, not its result."""
 
+# Calls for which the crossover is used. It was measured with 16 blocks of 64 keys a row.
 DTYPES = (torch.float16, torch.bfloat16)
-# Where the measured crossover says something about a call: it was measured with 16 blocks of 64.
 MIN_SLOTS = 4
 BLOCK_SIZES = (16, 128)
 MIN_BOUND = 512  # keys
 MAX_HEAD_DIM = 128
-CHUNK = 8
-"""Times as many keys as queries from which on a call is a chunk of a longer prompt, which was measured by itself."""
+CHUNK = 8  # keys per query from which on a call counts as a chunk of a longer prompt, which has a crossover of its own
 
 
 class Plan(NamedTuple):
-    """What will run for a signature, and why."""
+    """What will run for a call, and why."""
 
     dims: Dims
     route: str
     reason: str
-    named: bool  # asked for by name: no fallback
-    kernel: str  # what a broken kernel is remembered by; a string knows its hash
-    fallback: str
-    sdpa_layout: str
-    debug: bool
-    launches: dict[Any, Any]  # kernel module and launch, see `attach`, by what a sweep tries; None: no sweep
-    backward: str  # what a broken backward kernel is remembered by
+    named: bool  # the caller named the backend: no fallback
+    launches: dict[Any, Any]  # by the tiles that a sweep forces (None without a sweep): see `dispatch.attach`
     backward_launches: dict[Any, Any]
-    module: str = "query_major"  # of nsa.kernels, which serves the Triton routes
-    tiles: Any = tiles  # the module that says which tiles a sweep forces on that kernel
-    instead: Plan | None = None  # what serves where this kernel is broken, before the fallback does
+    kernel: str = ""  # what a failure of the kernel is remembered by; a string, because strings cache their hash
+    backward: str = ""  # what a failure of the backward kernels is remembered by
+    fallback: str = "sdpa"
+    sdpa_layout: str = "heads_as_queries"
+    debug: bool = False  # a `debug_*` setting is on
+    module: str = "query_major"  # of nsa.kernels, for Triton routes
+    tiles: Any = tiles  # the module whose `forced` holds the tiles that a sweep forces on the kernel
+    instead: Plan | None = None  # what runs before the fallback if this kernel is broken
 
 
-_plans: dict[Any, Plan] = {}  # by the metadata of a call and the settings in force
+_plans: dict[Any, Plan] = {}  # by `Call.key`
 settings.ON_RELOAD.append(_plans.clear)
 
 
@@ -76,7 +75,7 @@ def why_not_triton(device: torch.device) -> str | None:
 
 
 def obstacle(dtype: torch.dtype, device: torch.device, no_triton: str | None) -> str | None:
-    """Why Triton cannot serve such a call, or None; ``no_triton`` comes from :func:`why_not_triton`."""
+    """Why Triton cannot serve a call, or None if it can. ``no_triton`` is the answer of :func:`why_not_triton`."""
     if dtype == torch.float64:
         return "Triton route takes float16, bfloat16 and float32, got float64"
     if no_triton is None and dtype == torch.bfloat16 and device.type == "cpu":
@@ -85,7 +84,7 @@ def obstacle(dtype: torch.dtype, device: torch.device, no_triton: str | None) ->
 
 
 def make_plan(call: Call) -> Plan:
-    """Validate a call and choose its route. The forward and the backward pass share it.
+    """Validate a call and choose its route, for the forward and the backward pass.
 
     Raises:
         ValueError, TypeError: from :func:`nsa.validate.check`.
@@ -117,29 +116,27 @@ def make_plan(call: Call) -> Plan:
             route, reason = fallback, f"rows select at most {dims.bound} keys, sel_triton_min_L is {min_L}"
         else:
             route, reason = kernel, why_kernel or "rows are long enough for Triton"
-    # Caches have kernels of their own, one for each size of pages.
-    cache = None if call.cache_seqlens is None else 0 if call.block_table is None else call.k.shape[1]
+    # Calls with a cache have their own kernels, one for each page size.
+    cache = None if call.cache_seqlens is None else call.page_size or 0
     signature = device, call.q.dtype, dims.G, dims.D, dims.Dv, call.causal, dims.varlen, cache
     chosen = Plan(
         dims=dims,
         route=route,
         reason=reason,
         named=call.backend != "auto",
+        launches={},
+        backward_launches={},
         kernel=f"{kernel} {signature}",
+        # The tiles of key-major and of the backward kernels depend on the block size (None: ranges). A failure of such
+        # a kernel says nothing about other block sizes.
+        backward=f"backward {call.block_size} {signature}",
         fallback=fallback,
         sdpa_layout=layout,
         debug=current.debug_timing or current.debug_compare or current.debug_shapes or current.debug_cache,
-        launches={},
-        # As key-major, it works by blocks of keys: a failure speaks of this block size only.
-        backward=f"backward {call.block_size} {signature}",
-        backward_launches={},
     )
     if kernel != "key_major":
         return chosen
-    # Key-major's tiles are made of blocks: a failure speaks of this block size (None: of ranges) only.
-    key_major = chosen._replace(
-        module="key_major", tiles=key_tiles, kernel=f"key_major {call.block_size} {signature}"
-    )
+    key_major = chosen._replace(module="key_major", tiles=key_tiles, kernel=f"key_major {call.block_size} {signature}")
     if chosen.named or route != "key_major":
         return key_major
     spans = "ranges" if call.block_size is None else "blocks"
@@ -147,7 +144,7 @@ def make_plan(call: Call) -> Plan:
 
 
 def _device_facts(device: torch.device) -> tuple[str | None, str, str | None]:
-    """``(name, packed SDPA layout, why Triton cannot run there)``."""
+    """``(name, layout of packed SDPA, why Triton cannot run there)`` of a device. The name is None for a CPU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     threshold = gpu.measured(name).threshold if name is not None else None
     layout = (threshold.sdpa_layout if threshold is not None else None) or "heads_as_queries"
@@ -155,16 +152,15 @@ def _device_facts(device: torch.device) -> tuple[str | None, str, str | None]:
 
 
 def traced_plan(call: Call) -> Plan:
-    """The plan of a call that ``torch.compile`` traces through plain torch, asked for by name.
+    """The plan of a call that names a backend of plain PyTorch, and that ``torch.compile`` traces.
 
-    A compiler can look up neither settings nor the device.
+    It uses neither settings nor the device's name, which a compiler cannot look up.
     """
-    dims, route = check(call), call.backend
-    return Plan(dims, route, "traced by torch.compile", True, "", route, "heads_as_queries", False, {}, "", {})
+    return Plan(check(call), call.backend, "traced by torch.compile", True, {}, {}, fallback=call.backend)
 
 
 def make_rows_plan(call: Call) -> Plan:
-    """The plan of a call on packed rows, which has no fallback.
+    """The plan of a call on packed rows. It has no fallback.
 
     Raises:
         ValueError, TypeError: from :func:`nsa.validate.check_rows`.
@@ -177,14 +173,17 @@ def make_rows_plan(call: Call) -> Plan:
         raise RuntimeError(why_not)
     grouped = "dense_group" if call.cu_seqlens_k is None else "varlen_group"
     route = "per_head" if call.schedule == "per_head" else grouped
-    return Plan(dims, route, "packed rows", True, "", "", "", False, {}, "", {})
+    return Plan(dims, route, "packed rows", True, {}, {})
 
 
 def plan(call: Call, key: Any = None, make: Callable[[Call], Plan] = make_plan) -> Plan:
-    """Remembered ``make(call)``: a repeated call pays a look-up of ``key``, ``call.key()`` unless given.
+    """``make(call)``, remembered by ``key``, so that a repeated call only pays a look-up.
+
+    Args:
+        key: None: ``call.key()``.
 
     Raises:
-        AttributeError: what should be a tensor is none.
+        AttributeError: an argument that must be a tensor is not.
         ValueError, TypeError, RuntimeError: from ``make``.
     """
     key = call.key() if key is None else key
@@ -193,15 +192,15 @@ def plan(call: Call, key: Any = None, make: Callable[[Call], Plan] = make_plan) 
         return found
     made = make(call)
     if len(_plans) >= MAX_PLANS:
-        _plans.clear()  # shapes that come once: those in use are back at their next call
+        _plans.clear()  # most of them are of shapes that came once; the others are planned again
     return _plans.setdefault(key, made)
 
 
 def without_kernels(what: Plan) -> Plan:
-    """The plan of a call that is transformed: its tensors have no memory to launch a kernel on, or tangents.
+    """The plan of a transformed call, which runs in plain PyTorch: its tensors have tangents or no memory of their own.
 
     Raises:
-        RuntimeError: Triton was asked for by name.
+        RuntimeError: the caller named Triton.
     """
     forward = forward_mode()
     if what.route in PLAIN and (what.named or not forward):
@@ -209,15 +208,15 @@ def without_kernels(what: Plan) -> Plan:
     reason = "torch.func or forward-mode AD transforms the call, which Triton's kernels do not know"
     if what.named:
         raise RuntimeError(f"backend='triton': {reason}")
-    # Most of torch's SDPA kernels cannot be differentiated in forward mode.
+    # Most SDPA kernels of PyTorch have no forward-mode derivative.
     return what._replace(route="reference" if forward else what.fallback, reason=reason, launches={})
 
 
 def triton_route(call: Call, dims: Dims, device_name: str | None) -> tuple[str, str | None]:
-    """Which of Triton's routes serves a call, and why where a measurement chose it.
+    """The Triton route of a call, and the reason if a measurement chose it.
 
     Args:
-        device_name: of the GPU, as CUDA names it; None where there is none, and key-major runs only if named.
+        device_name: the GPU, as CUDA names it. None without a GPU: then key-major runs only if the caller names it.
     """
     if call.schedule in ("key_major", "per_head"):
         return call.schedule, None
@@ -225,13 +224,13 @@ def triton_route(call: Call, dims: Dims, device_name: str | None) -> tuple[str, 
         return "per_head", None
     if call.block_size is None:
         return "ranges", None
-    # How many queries share a call must not decide what runs where it must not change a result.
+    # With `batch_invariant` the number of queries must not decide, because the two schedules round differently.
     if call.schedule == "auto" and device_name is not None and not call.settings.batch_invariant:
-        queries = dims.tokens // max(dims.B, 1)  # of a sequence, or their mean: only those may share a block
+        queries = dims.tokens // max(dims.B, 1)  # per sequence (varlen: the mean), as sequences share no blocks
         S_kv = dims.S_kv // max(dims.B, 1) if dims.varlen else dims.S_kv
         start = key_major_from(device_name, dims.G, S_kv >= CHUNK * queries)
-        usual = takes_key_major(start, queries, call.q.dtype, dims.n, call.block_size, dims.bound, max(dims.D, dims.Dv))
-        if usual and key_tiles.pays(dims.B, queries, S_kv, dims.S_kv, dims.HKV, dims.n, call.block_size):
+        taken = takes_key_major(start, queries, call.q.dtype, dims.n, call.block_size, dims.bound, max(dims.D, dims.Dv))
+        if taken and key_tiles.pays(dims.B, queries, S_kv, dims.S_kv, dims.HKV, dims.n, call.block_size):
             return "key_major", _why(device_name, dims.G, start)
     return "blocks", None
 
@@ -239,45 +238,50 @@ def triton_route(call: Call, dims: Dims, device_name: str | None) -> tuple[str, 
 def takes_key_major(
     start: int | None, tokens: int, dtype: torch.dtype, n: int, block_size: int, bound: int | None, head_dim: int
 ) -> bool:
-    """Whether a call with block indices is one that key-major serves faster.
+    """Whether key-major is faster than query-major for a call with block indices.
+
+    False for calls that are unlike those of the measurement: few slots, short rows or unusual block sizes (query-major
+    reads little there), fp32 (products take longer than reads), or head dims above 128 (they have other tiles).
 
     Args:
-        start: queries from which on it is faster for calls of this group size; None: never.
+        start: queries from which on key-major is faster for the call's group size; None: never.
         tokens: query positions of a sequence.
-        n: block slots of a row. block_size: keys of a block.
-        bound: what the host knows of the keys of a row, None for nothing. head_dim: the larger of D and Dv.
-
-    Few slots, short rows and odd block sizes are nobody's measurement: query-major reads little there. In fp32 the
-    products, not the reads, take the time. Head dims above 128 have tiles of their own, which nobody has timed.
+        n: block slots of a row.
+        block_size: keys of a block.
+        bound: the host's bound on the keys of a row; None: unknown.
+        head_dim: the larger of D and Dv.
     """
-    enough = n >= MIN_SLOTS and bound is not None and bound >= MIN_BOUND
-    usual = dtype in DTYPES and BLOCK_SIZES[0] <= block_size <= BLOCK_SIZES[1]
-    return start is not None and tokens >= start and enough and usual and head_dim <= MAX_HEAD_DIM
+    long = start is not None and tokens >= start and n >= MIN_SLOTS and bound is not None and bound >= MIN_BOUND
+    return long and dtype in DTYPES and BLOCK_SIZES[0] <= block_size <= BLOCK_SIZES[1] and head_dim <= MAX_HEAD_DIM
 
 
 def key_major_from(device_name: str, G: int, chunk: bool = False) -> int | None:
-    """Queries from which on key-major is faster on a GPU, as CUDA names it; None: never, or nobody measured any GPU.
+    """Queries from which on key-major is faster on a GPU. None if it never is, or if no GPU was measured.
+
+    Args:
+        device_name: as CUDA names it.
+        chunk: the queries are a chunk of a longer prompt.
 
     Raises:
-        ValueError: naming the file and what is wrong with it.
+        ValueError: a file of measurements cannot be parsed. The text names it.
     """
     schedule = measured(device_name)
     return None if schedule is None else schedule.start(G, chunk)
 
 
 def _why(device_name: str, G: int, start: int | None) -> str:
-    """The reason that `nsa.routes()` shows of a call served by key-major. Without its size: reasons are counted."""
+    """The reason that `nsa.routes()` shows for key-major. Calls are counted by reason, so it names no call sizes."""
     schedule = measured(device_name)
     assert schedule is not None
     text = f"{start} queries or more with G = {G}: key-major is faster, measured on {schedule.provenance['gpu']}"
-    return text if _own(schedule, device_name) else f"{text} (nobody measured {device_name})"
+    return text if _own(schedule, device_name) else f"{text} ({device_name} was not measured)"
 
 
 def describe(device_name: str) -> str:
-    """From where key-major is used on a GPU, in a line for people."""
+    """When key-major is used on a GPU, as a line for `python -m nsa`."""
     schedule = measured(device_name)
     if schedule is None:
-        return "query-major everywhere: nobody measured key-major"
+        return "query-major everywhere: key-major was not measured"
     text = f"{_starts(schedule.tokens)}; chunks of longer prompts: {_starts(schedule.chunk)}"
     by = "" if _own(schedule, device_name) else f" on {schedule.provenance['gpu']}, not on this GPU,"
     return f"{text}; measured{by} {schedule.provenance['date']}, {schedule.path}"
@@ -295,9 +299,9 @@ def _own(schedule: gpu.Crossover, device_name: str) -> bool:
 
 
 def measured(device_name: str) -> gpu.Crossover | None:
-    """What was measured on this GPU model, else on the stand-in; None where there is neither.
+    """The crossover of this GPU model, else that of the stand-in, else None.
 
     Raises:
-        ValueError: naming the file and what is wrong with it.
+        ValueError: as :func:`key_major_from`.
     """
     return gpu.measured(device_name).crossover or gpu.measured(STAND_IN).crossover

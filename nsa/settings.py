@@ -1,11 +1,11 @@
-"""What `nsa` may do at run time. What was measured on a GPU is read by `nsa.gpu`.
+"""Run-time settings. `nsa.gpu` reads the measurements of a GPU.
 
-Settings come in layers, the later one wins: defaults < YAML (`nsa/configs/base.yaml`, then the file named by
-`NSA_CONFIG`) < environment (`NSA_<NAME>`) < argument (`nsa.configure`). The first three are read once, at the first
-`get()`; after that `get()` reads a few globals, because every call begins with it.
+Settings come in layers, of which the later one wins: defaults < YAML (`nsa/configs/base.yaml`, then the file named by
+`NSA_CONFIG`) < environment (`NSA_<NAME>`) < argument (`nsa.configure`). The first three layers are read once, at the
+first `get()`. Later calls of `get()` only read a few globals, because every attention call begins with `get()`.
 
-What `nsa.configure` changes belongs to a thread or task. Autograd runs a backward pass on threads of its own: there
-the settings are those of the thread that called `backward()`.
+A change by `nsa.configure` holds for one thread or asyncio task. Autograd runs a backward pass on its own threads.
+There the settings are those of the thread that called `backward()`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-ON_RELOAD: list[Callable[[], None]] = []  # what others remember of files that were read
+ON_RELOAD: list[Callable[[], None]] = []  # called by `reload`: other modules forget what they derived from settings
 PROBE = ("auto", "always", "never")
 
 _CONFIGS = Path(__file__).parent / "configs"
@@ -31,34 +31,34 @@ _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """One consistent set of run-time settings; the environment name of each is `NSA_` and the name in capitals."""
+    """One set of run-time settings. The environment variable of each is `NSA_` and the setting's name in capitals."""
 
     use_triton_sel: bool = True  # Triton may be used at all
-    sel_triton_min_L: int | None = None  # rows whose bound is shorter use packed SDPA; None: measured per GPU
-    sel_triton_group: bool = True  # a whole GQA group per program, or one head (for comparison)
+    sel_triton_min_L: int | None = None  # keys; rows with a smaller bound use packed SDPA; None: measured per GPU
+    sel_triton_group: bool = True  # a program computes a whole GQA group; False: one head, for comparison
     sel_triton_db: bool = True  # software pipelining (num_stages > 1)
-    batch_invariant: bool = False  # in Triton, what else shares a call changes no row's result: few are as many
-    use_sel_pack: bool = True  # the fallback is packed SDPA, else the gather reference
-    force_parity: bool = False  # always the reference
-    probe: str = "auto"  # a kernel's first compile in a child process: where nobody has compiled it, always, never
+    batch_invariant: bool = False  # in Triton, a row's result does not depend on the number of rows in the call
+    use_sel_pack: bool = True  # the fallback is packed SDPA; False: the gather reference
+    force_parity: bool = False  # `auto` is always the reference
+    probe: str = "auto"  # try kernels in a child process first: always, never, or unless the compile matrix has passed
     debug_timing: bool = False  # log route and time of each call, host and device
-    debug_compare: bool = False  # log the error against the reference
+    debug_compare: bool = False  # log the error of each call against the reference
     debug_shapes: bool = False  # log shapes and strides
-    debug_cache: bool = False  # log lengths and pages that a KV cache cannot have
+    debug_cache: bool = False  # log lengths and page numbers that are impossible for the KV cache
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash(dataclasses.astuple(self)))
 
     def __hash__(self) -> int:
-        """Computed once: every call looks up its route by the settings in force."""
+        """The hash is computed once, because every attention call looks up its plan by its settings."""
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(Settings))
-Value = bool | int | str | None  # of one setting
+Value = bool | int | str | None  # the value of a setting
 
 _lock = threading.RLock()
-_loaded: tuple[Settings, dict[str, str]] | None = None  # the first three layers and where each value came from
+_loaded: tuple[Settings, dict[str, str]] | None = None  # the first three layers, and the source of each value
 _layers: ContextVar[tuple[dict[str, Value], ...]] = ContextVar("blocks of `configure`, innermost last", default=())
 _in_force: ContextVar[Settings | None] = ContextVar("settings within `configure` blocks", default=None)
 
@@ -69,9 +69,10 @@ _unstash = getattr(torch._C, "_remove_obj_from_tls", None)
 
 
 def get() -> Settings:
-    """The settings in force. Reads files and environment at the first call only (see `reload`).
+    """The settings in force. Files and environment are read at the first call, and again after `reload`.
 
-    Raises ValueError naming file or variable, value and what is accepted, if one of them cannot be parsed.
+    Raises:
+        ValueError: a value cannot be parsed. The text names the file or variable, the value and what is accepted.
     """
     current = _in_force.get()
     if current is None and _backward_pass() != -1:
@@ -83,20 +84,21 @@ def get() -> Settings:
 
 
 def sources() -> dict[str, str]:
-    """For each setting, where its present value came from: `default`, a file, a variable or `nsa.configure`."""
+    """The source of each setting's value: `default`, a file, a variable or `nsa.configure`."""
     argued = {name: "nsa.configure" for layer in _layers.get() for name in layer}
     return {**_first()[1], **argued}
 
 
 def configure(**values: Value) -> AbstractContextManager[Settings]:
-    """Change settings inside a `with` block; blocks nest, and leaving one restores what it covered.
+    """Change settings inside a `with` block. Blocks nest, and the end of a block undoes its changes.
 
     The change holds for this thread, or this asyncio task, alone. A backward pass has the settings of its
     forward. What a checkpoint computes again, and the backward of a compiled graph, has those in force where
     `backward()` is called; before PyTorch 2.13 if that is the main thread, else those of the process.
 
-    Raises TypeError for an unknown name or a value of the wrong type and ValueError for a negative length or an unknown
-    word, at once.
+    Raises:
+        TypeError: an unknown name, or a value of the wrong type. Raised by this call, before the block begins.
+        ValueError: a negative length, or an unknown word. Raised likewise.
     """
     for name, value in values.items():
         if name not in NAMES:
@@ -109,7 +111,7 @@ def configure(**values: Value) -> AbstractContextManager[Settings]:
 
 
 def reload() -> None:
-    """Forget what was read, so that the next `get()` reads files and environment again. Open blocks stay in force."""
+    """Have the next `get()` read files and environment again. Open `configure` blocks stay in force."""
     global _loaded
     with _lock:
         _loaded = None
@@ -119,38 +121,39 @@ def reload() -> None:
 
 
 def user_gpus() -> Path:
-    """The folder of this user's own measurements, which `python -m nsa calibrate` writes."""
+    """The folder of this user's measurements, which `python -m nsa calibrate` writes."""
     config_home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(config_home).expanduser() / "nsa" / "gpus"
 
 
 def user_probes() -> Path | None:
-    """The folder of what `nsa.guard` found out on this user's machines; None where the user has no home."""
+    """The folder in which `nsa.guard` keeps its results for this user; None if the user has no home directory."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nsa" / "probe"
-    except RuntimeError:  # no HOME, and a user id that the system does not know, as in some containers
+    except RuntimeError:  # HOME is unset and the user id has no entry in the system, as in some containers
         return None
 
 
 def child_environment(interpret: bool) -> dict[str, str]:
-    """This process's environment for a child whose kernels run in Triton's interpreter, or are compiled.
+    """The environment for a child process whose kernels are interpreted or compiled as asked.
 
-    Whatever became of the variable since Triton read it here. No child probes in its turn: where `sys.executable` is an
-    application, its child is the application again, which would have a child of its own.
+    `TRITON_INTERPRET` is set anew, because this process may have changed it after Triton read it. `NSA_PROBE=never`
+    keeps the child from starting children of its own. It could start them without end if `sys.executable` is an
+    application that calls `nsa` when it starts.
     """
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return kept | {"NSA_PROBE": "never"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
 
 
 def assemblers() -> dict[str, str]:
-    """Assemblers that Triton was told to use instead of its own, by variable."""
+    """Paths of assemblers that the user has Triton use instead of its own, by variable."""
     names = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 @contextmanager
 def applied(settings: Settings) -> Iterator[None]:
-    """Have these in force in a `with` block: on another thread those of a call that began elsewhere."""
+    """In a `with` block, these settings are in force. A backward pass applies those of its forward pass."""
     before = _in_force.get()
     _in_force.set(settings)
     try:
@@ -174,7 +177,7 @@ def _argument_layer(values: dict[str, Value]) -> Iterator[Settings]:
     try:
         yield get()
     finally:
-        # By identity, not the last: two blocks need not end in the order in which they began.
+        # Removes the layer by identity, because blocks may end in another order than they began.
         _apply(tuple(layer for layer in _layers.get() if layer is not values))
 
 
@@ -230,17 +233,17 @@ def _load() -> tuple[Settings, dict[str, str]]:
 
 
 def _parse_variable(name: str, variable: str, text: str) -> Value:
+    word = text.strip().lower()
+    value: Value
     if name == "sel_triton_min_L":
-        if not re.fullmatch(r"[0-9]+", text.strip()):
-            raise ValueError(f"{variable}={text!r}: expected a non-negative integer")
-        return int(text)
-    if name == "probe":
-        if text.strip().lower() not in PROBE:
-            raise ValueError(f"{variable}={text!r}: expected {_expected(name)}")
-        return text.strip().lower()
-    if text.strip().lower() not in _BOOLS:
-        raise ValueError(f"{variable}={text!r}: expected one of 1, 0, true, false, yes, no, on, off")
-    return _BOOLS[text.strip().lower()]
+        value, expected = int(word) if re.fullmatch(r"[0-9]+", word) else None, "a non-negative integer"
+    elif name == "probe":
+        value, expected = word if word in PROBE else None, _expected(name)
+    else:
+        value, expected = _BOOLS.get(word), "one of 1, 0, true, false, yes, no, on, off"
+    if value is None:
+        raise ValueError(f"{variable}={text!r}: expected {expected}")
+    return value
 
 
 def _parse_runtime(path: Path) -> dict[str, Value]:
@@ -257,13 +260,17 @@ def _parse_runtime(path: Path) -> dict[str, Value]:
 
 
 def read_yaml(path: Path, text: str | None = None) -> dict[object, object]:
-    """A file of settings or measurements. ``text``: what the file is about to hold.
+    """Parse a file of settings or measurements.
 
-    Raises ValueError naming the file, if that is no YAML mapping.
+    Args:
+        text: parsed instead of the file; for content that is about to be written there.
+
+    Raises:
+        ValueError: it is not a YAML mapping. The text names the file.
     """
-    import yaml  # only where a file is read: `import nsa` stays light
+    import yaml  # imported here to keep `import nsa` fast
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of libyaml: six times as fast, but not in every build
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is six times as fast, but optional
     try:
         document = yaml.load(path.read_text(encoding="utf-8") if text is None else text, loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -274,7 +281,7 @@ def read_yaml(path: Path, text: str | None = None) -> dict[object, object]:
 
 
 def reject_unknown(path: Path, prefix: str, keys: Mapping[object, object], accepted: tuple[str, ...]) -> None:
-    """Raises ValueError naming the file and the first key that nothing reads."""
+    """Raise ValueError for the first key that is not accepted. The text names the file and the key."""
     for key in keys:
         if key not in accepted:
             raise ValueError(f"{path}: unknown key {prefix}{key}, expected one of: {', '.join(accepted)}")
@@ -287,9 +294,8 @@ def _valid_type(name: str, value: object) -> bool:
 
 
 def _valid(name: str, value: object) -> bool:
-    if not _valid_type(name, value):
-        return False
-    return value in PROBE if name == "probe" else not isinstance(value, int) or value >= 0
+    in_range = value in PROBE if name == "probe" else not isinstance(value, int) or value >= 0
+    return _valid_type(name, value) and in_range
 
 
 def _expected(name: str, *, yaml: bool = False) -> str:
@@ -302,5 +308,5 @@ def _expected(name: str, *, yaml: bool = False) -> str:
 
 @functools.cache
 def interpreter() -> bool:
-    """Whether Triton runs kernels in its interpreter in this process (Triton's own switch, read once)."""
+    """Whether Triton interprets kernels in this process. The variable is read once, as Triton does."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes")

@@ -1,6 +1,6 @@
-"""What PyTorch does to a call from outside: autocast, forward-mode AD and the transforms of ``torch.func``.
+"""The PyTorch modes that change a call: autocast, forward-mode AD and the transforms of ``torch.func``.
 
-Autocast is obeyed as SDPA obeys it. ``vmap`` is refused; other transforms see plain torch, which they can take apart.
+Autocast casts a call as it casts SDPA. ``vmap`` is refused. Under other transforms a call runs in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -11,28 +11,32 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-# Asked on every call, hence what costs least: either is true in few. The front doors spell `forward_mode` out, too.
+from nsa.call import Call
+
+# Every call asks these two, so PyTorch's cheapest functions are used. For the same reason `ops.serve` inlines
+# `forward_mode`.
 any_autocast_enabled = torch._C._is_any_autocast_enabled
 transforms_active = torch._C._are_functorch_transforms_active
-DEVICES = ("cpu", "cuda")  # of which autocast may be asked: others may not know it
+DEVICES = ("cpu", "cuda")  # device types whose autocast state is asked for; autocast may not know other types
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast makes of floats on ``device``; None where it is off."""
+    """The dtype to which autocast casts floating tensors on ``device``; None if autocast is off."""
     kind = device.type
     return torch.get_autocast_dtype(kind) if kind in DEVICES and torch.is_autocast_enabled(kind) else None
 
 
-def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` as autocast hands it to SDPA: fp64 stays. Its gradient comes back in its own dtype."""
-    return x if x.dtype == torch.float64 else x.to(dtype)
+def cast(call: Call, dtype: torch.dtype) -> Call:
+    """Cast ``q``, ``k`` and ``v`` as autocast does for SDPA: fp64 stays fp64. Gradients have the dtypes from before."""
+    q, k, v = [x if x.dtype == torch.float64 else x.to(dtype) for x in (call.q, call.k, call.v)]
+    return call._replace(q=q, k=k, v=v)
 
 
 def transformed(*tensors: Tensor | None) -> bool:
-    """Whether ``torch.func`` transforms one of them, so that it has no memory of its own, or one has a tangent.
+    """Whether a tensor has a tangent, or is wrapped by ``torch.func``. A wrapped tensor has no memory of its own.
 
     Raises:
-        RuntimeError: one is mapped by ``vmap``, at any level of nested transforms.
+        RuntimeError: ``vmap`` maps a tensor, at any level of nested transforms.
     """
     functorch, found = torch._C._functorch, False
     for x in tensors:
@@ -40,35 +44,37 @@ def transformed(*tensors: Tensor | None) -> bool:
             if functorch.is_batchedtensor(x):
                 vmap_refused()
             x, found = functorch.get_unwrapped(x), True
-    return found or forward_mode() and any(map(_has_tangent, tensors))
+    return found or has_tangent(*tensors)
 
 
-def _has_tangent(x: Tensor | None) -> bool:
-    return x is not None and x.is_floating_point() and forward_ad.unpack_dual(x).tangent is not None
+def has_tangent(*tensors: Tensor | None) -> bool:
+    """Whether one of the tensors has a tangent of forward-mode AD."""
+    floats = (x for x in tensors if x is not None and x.is_floating_point())
+    return forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in floats)
 
 
 def forward_mode() -> bool:
-    """Whether tensors may have tangents: within ``torch.autograd.forward_ad.dual_level``."""
+    """Whether tensors may have tangents: true within ``torch.autograd.forward_ad.dual_level``."""
     return forward_ad._current_level >= 0
 
 
 def no_tangents(what: str, *tensors: Tensor | None) -> None:
-    """Refuse forward-mode AD where it would lose a tangent without a word.
+    """Refuse tensors with tangents, because ``what`` would drop the tangents silently.
 
     Raises:
-        RuntimeError: one has a tangent.
+        RuntimeError: a tensor has a tangent.
     """
-    if forward_mode() and any(map(_has_tangent, tensors)):
+    if has_tangent(*tensors):
         tangents_refused(what)
 
 
 def tangents_refused(what: str) -> NoReturn:
-    """Say what to do instead."""
+    """Raise the error of a call that cannot be differentiated in forward mode."""
     raise RuntimeError(f"{what} has no rule for forward-mode AD: call selection_attention, and not compiled")
 
 
 def vmap_refused(*_: object) -> NoReturn:
-    """A kernel has one batch axis, and a loop over the mapped one would hide what it costs."""
+    """Raise the error of ``vmap``. A kernel has one batch axis; a hidden loop over the mapped one would be slow."""
     raise RuntimeError(
         "selection_attention has no vmap rule: fold the mapped axis into the batch, as in q.flatten(0, 1), and unfold "
         "the result"

@@ -1,7 +1,7 @@
-"""What a call may look like: one function from a call to its dimensions, or an error.
+"""Checks a call and returns its dimensions, or raises an error that says what was expected.
 
-Checks see shapes, dtypes, devices and strides only, never values, so they cost no device read. ``dispatch`` remembers
-the answer by the call's key, so a repeated call pays a dictionary look-up.
+Checks use shapes, dtypes, devices and strides, never values, so that nothing is read from the device. Calls with equal
+keys are checked once, because `nsa.routing` remembers their plan.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ BACKENDS = ("auto", "triton", "sdpa", "reference")
 SCHEDULES = ("auto", "query_major", "key_major", "per_head")
 MAX_GROUP = 128
 HEAD_DIMS = (16, 256)
-MAX_ROOM = 2**30 - 256  # keys of a sequence that a page table has room for: blocks and tiles of them end within int32
+MAX_ROOM = 2**30 - 256  # keys of a sequence in a page table: the ends of their blocks and tiles must fit int32
 
 
 class Dims(NamedTuple):
-    """Sizes of a valid call. A varlen call has ``B`` sequences and ``S = T`` tokens in all; else ``tokens = B * S``."""
+    """Sizes of a valid call. A varlen call has ``B`` sequences and ``S = tokens = T``, else ``tokens = B * S``.
+
+    ``bound`` is what the host knows as an upper bound of ``L``, or None. ``S_kv`` includes free places of a cache.
+    """
 
     B: int
     S: int
@@ -41,17 +44,17 @@ class Dims(NamedTuple):
 
 
 def check_tensors(**named: Any) -> None:
-    """``TypeError`` for the first argument that is not a tensor (or None where that is no tensor's place)."""
+    """Raise ``TypeError`` for the first argument that is not a tensor."""
     for name, x in named.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
 
 
 def number(scale: Any) -> Any:
-    """``scale`` as torch takes it: a float, or a compiler's symbol.
+    """``scale`` as a float, or as the symbol of a compiler.
 
     Raises:
-        TypeError: it is no number; a tensor would be read from its device.
+        TypeError: ``scale`` is not a number. A tensor is refused, too, because reading it would sync.
     """
     if isinstance(scale, (torch.SymFloat, torch.SymInt)):
         return scale
@@ -66,11 +69,6 @@ def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return "[" + ", ".join(str(int(s)) for s in shape) + "]"
-
-
-def _unit_stride(x: Tensor) -> bool:
-    stride = x.stride()
-    return len(stride) == 0 or bool(stride[-1] == 1)
 
 
 def _check_ndim(name: str, m: Tensor, layout: str) -> None:
@@ -111,24 +109,19 @@ def _check_count(name: str, value: Any, least: int) -> None:
 
 
 def _check_out(out: Tensor, layout: str, shape: tuple[int, ...]) -> None:
-    """Shape, and one place in memory for each element: as plain torch does, an expanded tensor is refused."""
+    """Check the shape of ``out``, and that its elements do not overlap in memory, as PyTorch does for ``out=``."""
     _check_shape("out", out, layout, shape)
-    if torch.compiler.is_compiling():  # a compiler cannot sort strides; it copies the result to `out`
+    if torch.compiler.is_compiling():  # a compiler cannot sort symbolic strides, and copies the result to `out`
         return
-    reach, axes = 0, sorted(zip(out.stride(), out.shape, strict=True))
+    reach, axes = 0, sorted(zip(out.stride(), out.shape, strict=True))  # reach: offset of the last element so far
     for stride, size in axes:
         if size > 1 and stride <= reach:
             raise ValueError(f"out: expected memory for each element, got {_shape(shape)} of strides {out.stride()}")
         reach += stride * (size - 1)
 
 
-def _cache_names(call: Call) -> tuple[str, str]:
-    """What the caller calls keys and values."""
-    return ("k", "v") if call.cache_seqlens is None else ("k_cache", "v_cache")
-
-
 def _check_alike(q_name: str, q: Tensor, *named: tuple[str, Tensor | None]) -> None:
-    """One floating dtype and one device, those of the first."""
+    """Check that all tensors have the floating dtype and the device of the first one."""
     if q.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{q_name}: expected dtype {_dtypes(FLOAT_DTYPES)}, got {_dtypes((q.dtype,))}")
     for name, m in named:
@@ -142,15 +135,15 @@ def _check_alike(q_name: str, q: Tensor, *named: tuple[str, Tensor | None]) -> N
 
 
 def _check_floats(q_name: str, q: Tensor, *named: tuple[str, Tensor | None]) -> None:
-    """One dtype and device, that of the queries, and last dimensions that are contiguous."""
+    """Check what :func:`_check_alike` checks, and that the last dimensions are contiguous."""
     _check_alike(q_name, q, *named)
     for name, m in ((q_name, q), *named):
-        if m is not None and not _unit_stride(m):
+        if m is not None and m.stride()[-1:] not in ((), (1,)):
             raise ValueError(f"{name}: expected a contiguous last dimension (stride 1), got a strided one")
 
 
 def _check_sequences(call: Call) -> int:
-    """Check ``cu_seqlens``; returns the number of sequences."""
+    """Check ``cu_seqlens``. Returns the number of sequences."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     for name, m in (("cu_seqlens_q", call.cu_seqlens_q), ("cu_seqlens_k", call.cu_seqlens_k)):
         if len(m.shape) != 1 or m.shape[0] < 1:
@@ -165,7 +158,7 @@ def _check_sequences(call: Call) -> int:
 
 
 def _check_selection(call: Call, lead: tuple[int, ...], lead_name: str, HKV: int) -> tuple[int, int | None]:
-    """Check the one selection given; returns ``(n, bound)`` where ``bound`` is what the host knows about ``L``."""
+    """Check ``ranges`` or ``block_indices``, and ``max_selected``. Returns ``(n, bound)`` of :class:`Dims`."""
     if (call.ranges is None) == (call.block_indices is None):
         got = "neither" if call.ranges is None else "both"
         raise ValueError(f"selection: expected exactly one of ranges and block_indices, got {got}")
@@ -193,7 +186,7 @@ def _check_selection(call: Call, lead: tuple[int, ...], lead_name: str, HKV: int
 
 
 def _check_cache(call: Call, B: int, S_kv: int) -> int:
-    """Check what only a cache has; returns how many keys a sequence may have."""
+    """Check the arguments that only a call with a cache has. Returns how many keys a sequence may have."""
     lengths, table = call.cache_seqlens, call.block_table
     assert lengths is not None
     _check_shape("cache_seqlens", lengths, "[B]", (B,))
@@ -214,7 +207,11 @@ def _check_cache(call: Call, B: int, S_kv: int) -> int:
 
 
 def check(call: Call) -> Dims:
-    """Dimensions of a call, or ``ValueError`` / ``TypeError`` saying what was expected and what came."""
+    """Check a call and return its dimensions.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong. The text says what was expected and what it got.
+    """
     _check_choice("backend", call.backend, BACKENDS)
     _check_choice("schedule", call.schedule, SCHEDULES)
     if call.schedule != "auto" and call.backend in ("sdpa", "reference"):
@@ -229,7 +226,7 @@ def check(call: Call) -> Dims:
     if call.block_table is not None:
         kv_name = "num_pages, page_size"
     _check_ndim("q", call.q, f"[{lead_name}, HQ, D]")
-    k_name, v_name = _cache_names(call)
+    k_name, v_name = ("k", "v") if call.cache_seqlens is None else ("k_cache", "v_cache")
     _check_ndim(k_name, call.k, f"[{kv_name}, HKV, D]")
     _check_ndim(v_name, call.v, f"[{kv_name}, HKV, Dv]")
     _check_floats("q", call.q, (k_name, call.k), (v_name, call.v), ("out", call.out))
@@ -267,7 +264,8 @@ def check(call: Call) -> Dims:
 def check_rows(call: Call) -> Dims:
     """Check packed rows: ``Q [N, H, D]`` with ``K [N, L, D]``, or ``K_all [sum L, D]`` and ``cu_seqlens [N + 1]``.
 
-    What the caller may mix up is checked under the caller's names; all else as the call they are a view of.
+    Shapes, dtypes and devices are checked here, so that errors contain the caller's names. Everything else is checked
+    by :func:`check`, on views with one query position per row.
     """
     q, k, v, cu, out = call.q, call.k, call.v, call.cu_seqlens_k, call.out
     _check_ndim("Q", q, "[N, H, D]")
@@ -284,20 +282,19 @@ def check_rows(call: Call) -> Dims:
     _check_floats("Q", q, (k_name, k), (v_name, v), ("out", out))
     if out is not None:
         _check_out(out, "[N, H, Dv]", (N, H, v.shape[-1]))
+    nothing = torch.empty((N, 1, 0, 2), dtype=torch.int32, device=q.device)
     if cu is None:
-        nothing = torch.empty((N, 1, 1, 0, 2), dtype=torch.int32, device=q.device)
-        view = Call(q[:, None], k[:, :, None], v[:, :, None], ranges=nothing, max_selected=call.max_selected)
+        view = Call(q[:, None], k[:, :, None], v[:, :, None], ranges=nothing[:, None], max_selected=call.max_selected)
         return check(view)
     _check_index("cu_seqlens", cu, q.device, "Q")
     if cu.shape != (N + 1,):
         raise ValueError(f"cu_seqlens: expected [N + 1] = [{N + 1}], got {_shape(cu.shape)}")
-    nothing = torch.empty((N, 1, 0, 2), dtype=torch.int32, device=q.device)
     view = Call(q, k[:, None], v[:, None], ranges=nothing, max_selected=call.max_selected)
     return check(view._replace(cu_seqlens_q=cu, cu_seqlens_k=cu))
 
 
 def check_packing(k: Tensor, v: Tensor, ranges: Tensor, max_selected: int | None) -> None:
-    """Check what ``pack_rows`` is given; strides may be any."""
+    """Check the arguments of ``pack_rows``."""
     layout = "[B, S, HKV, n, 2]"
     _check_ndim("k", k, "[B, S_kv, HKV, D]")
     _check_ndim("v", v, "[B, S_kv, HKV, Dv]")
@@ -312,7 +309,7 @@ def check_packing(k: Tensor, v: Tensor, ranges: Tensor, max_selected: int | None
 
 
 def check_blocks(block_indices: Any, block_size: Any, seqlen_k: Any) -> None:
-    """Check what ``ranges_from_blocks`` is given. Calls of packed SDPA come here, too: it must stay cheap."""
+    """Check the arguments of ``ranges_from_blocks``. This must be cheap, because packed SDPA calls it, too."""
     check_tensors(block_indices=block_indices)
     _check_index_dtype("block_indices", block_indices.dtype)
     _check_count("block_size", block_size, 1)

@@ -1,9 +1,10 @@
-"""The first compile of a kernel, in a child process: a compiler's abort ends the process that it happens in.
+"""Compiles a kernel for the first time in a child process, because a compiler that aborts ends its own process.
 
-A Triton and GPU that the compile matrix has passed with these very kernels is trusted. With any other, before Triton
-first compiles a variant of a kernel here, a child process compiles that same variant, runs it on small tensors and
-compares the result with the reference (`parent` asks, `child` answers, `trials` says how each kernel is tried). A
-variant that kills the child, hangs it or is wrong there is refused here. The answer is remembered (`memory`).
+If the compile matrix has passed these kernels with this Triton and GPU, they are compiled in this process. Otherwise a
+child process first compiles the variant that is about to be launched, runs it on small tensors and compares the result
+with the reference. This process then refuses a variant that killed the child, hung it or gave a wrong result.
+
+`parent` asks, `child` answers, `trials` defines how each kernel is tried, and `memory` keeps the answers.
 """
 
 from nsa.guard.memory import forget

@@ -1,8 +1,8 @@
-"""The child process of `nsa.guard.parent`: answers one question after another, each about one variant of a kernel.
+"""The child process of `nsa.guard.parent`. It answers questions, each about one variant of one kernel.
 
-A question is a line of JSON on stdin, the answers are lines of JSON in a file of their own: ``["phase", ...]`` while it
-is at work, at last ``["result", ...]``. After an error, which may have lost the CUDA context, the process ends. It then
-says ``["broken", ...]`` if Triton cannot compile the variant, else ``["error", ...]``.
+A question is a line of JSON on stdin. Answers are lines of JSON in a file that the parent reads: ``["phase", ...]``
+during the work and ``["result", ...]`` at its end. The process ends after an error, because the CUDA context may be
+lost. Its last line is then ``["broken", ...]`` if Triton cannot compile the variant, or ``["error", ...]``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,15 @@ from nsa.kernels.shared import errors, sources
 
 
 def serve(question: dict[str, Any], handle: int) -> None:
-    """Answer the first question and those that follow, until none has come for some seconds or the parent is gone."""
+    """Answer the first question and all later ones. Ends the process if no question comes for ``idle_s`` seconds.
+
+    Args:
+        question: the description ``what`` of a variant, ``device``, ``arch``, ``limit_s`` and ``idle_s`` (seconds).
+        handle: file descriptor of the file of answers.
+    """
     os.set_inheritable(handle, False)
     answers, questions = os.fdopen(handle, "w", encoding="utf-8"), os.fdopen(os.dup(0), encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # processes that this one starts do not hold or read its questions
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # processes started from here cannot hold or read the questions
 
     def say(kind: str, text: str) -> None:
         print(json.dumps([kind, text]), file=answers, flush=True)
@@ -37,38 +42,47 @@ def serve(question: dict[str, Any], handle: int) -> None:
 
     sys.excepthook = last_words
     while True:
-        signal.alarm(math.ceil(question["limit_s"]) + 5)  # should the parent be gone
+        signal.alarm(math.ceil(question["limit_s"]) + 5)  # ends this process if the parent is gone
         result = answer(question["what"], torch.device(question["device"]), question["arch"], say)
         signal.alarm(0)
         say("result", result or "right")
         asked = select.select([questions], [], [], question["idle_s"])[0]
         line = questions.readline() if asked else ""
         if not line:
-            os.killpg(0, signal.SIGKILL)  # this process and all that it left behind
+            os.killpg(0, signal.SIGKILL)  # also ends the processes that this one started
         question = json.loads(line)
 
 
 def answer(what: dict[str, Any], device: torch.device, arch: str, say: Say) -> str | None:
-    """What is wrong with the variant; None if it is right."""
+    """Try the variant ``what``. Returns how its result is wrong, or None if the result is right."""
     if sources.architecture(device) != arch:
         raise RuntimeError(f"expected {device} to be {arch}, found {sources.architecture(device)}")
-    torch.zeros(1, device=device)  # CUDA begins: what fails until here is not the kernel
+    torch.zeros(1, device=device)  # starts CUDA here, so that a failed start is not taken for the kernel's failure
     seen = watch(what)
     found = TRIALS[what["kernel"]](Trial(what, device, say))
     if what not in seen:
         raise RuntimeError(f"expected {what['kernel']} to be launched, saw {len(seen)} other launches")
-    torch.cuda.empty_cache()  # the parent may need it
+    torch.cuda.empty_cache()  # leaves the memory to the parent
     return found
 
 
 def watch(what: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every launch from now on that has Triton compile, as the parent describes its own. No child is asked any more."""
+    """Record the variants that Triton compiles from now on, described as the parent describes them.
+
+    From now on this process compiles without asking a child of its own.
+
+    Returns:
+        A list to which each variant is added before it is compiled.
+
+    Raises:
+        RuntimeError: a later launch compiles the kernel of ``what`` as another variant.
+    """
     from nsa.kernels.backward import plan as backward
     from nsa.kernels.key_major import plan as key_major
     from nsa.kernels.query_major import plan as query_major
     from nsa.kernels.shared import combine
 
-    settings.reload()  # plans and variants are made anew: an earlier trial chose their tiles
+    settings.reload()  # forgets plans and variants, whose tiles an earlier trial chose
     for variants in (query_major._variant, combine._variant, key_major._variants, backward._variants):
         variants.cache_clear()
     seen: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
-"""What child processes found out about kernels: remembered in this process, and on disk for others of this user.
+"""Remembers what child processes found out about kernels: in this process, and on disk for other processes of the user.
 
-On disk there is one small file a variant: its kernel works, crashes, hangs, is wrong or cannot be compiled.
+There is one small file per variant. It says whether the kernel works, or how it fails.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ logger = logging.getLogger("nsa")
 
 
 class Verdict(NamedTuple):
-    """What a child found out."""
+    """What a child process found out about a variant."""
 
-    cause: str | None  # None: the kernel works
-    lasting: bool  # it is about the kernel, not about this moment or this environment
+    cause: str | None  # how the kernel fails; None if it works
+    lasting: bool  # whether the verdict is about the kernel; else it is about this moment or environment
 
 
-known: dict[str, Verdict] = {}  # by key
-_told: set[str] = set()  # folders that were said to be of no use
+known: dict[str, Verdict] = {}  # by `key_of`
+_told: set[str] = set()  # folders whose failed writes were logged
 
 
 def forget() -> None:
-    """Forget what this process found out; files stay."""
+    """Forget the verdicts of this process. Files stay."""
     known.clear()
 
 
 def key_of(what: dict[str, Any], device: torch.device) -> str:
-    """Of a kernel as described, its source, versions and architecture: the name of the file that remembers it."""
+    """A hash of a described variant, all kernel sources, versions and architecture. The hash names the file."""
     about = [compared(), sources.versions(device), what]
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 @functools.cache
 def compared() -> str:
-    """A hash of what the kernels mean, and of the code that says whether they are right."""
+    """A hash of the kernels and of the code that judges them, without comments and docstrings."""
     package = sources.FOLDER.parent
     judges = [package / name for name in ("guard/child.py", "guard/trials.py", "plain/oracle.py", "plain/spans.py")]
     return sources.hash_of([*sorted((package / "kernels").rglob("*.py")), *judges])
 
 
 def read(key: str) -> Verdict | None:
-    """What is remembered on disk; None if nothing is, or nothing that makes sense."""
+    """The verdict on disk, or None if there is no readable one."""
     found = _file(key)
     return None if found is None else Verdict(found["cause"], True)
 
@@ -69,7 +69,7 @@ def _file(key: str) -> dict[str, Any] | None:
 
 
 def refused(device: torch.device) -> list[tuple[str, str]]:
-    """`(kernel, cause)` of what is remembered as broken, with the sources, versions and GPU of this process."""
+    """`(kernel, cause)` of the broken variants on disk that match the sources, versions and GPU of this process."""
     folder = settings.user_probes()
     paths = () if folder is None else folder.glob("*.json")
     files = [found for path in paths if (found := _file(path.stem)) is not None and found["cause"] is not None]
@@ -77,7 +77,7 @@ def refused(device: torch.device) -> list[tuple[str, str]]:
 
 
 def write(key: str, cause: str | None, what: dict[str, Any]) -> None:
-    """Remember for other processes. A folder that takes no files costs them a child each, nothing else."""
+    """Write a lasting verdict to disk. If that fails, other processes ask a child of their own."""
     folder, why = settings.user_probes(), "no home directory"
     text = json.dumps({"key": key, "cause": cause, "date": time.strftime("%Y-%m-%d"), "what": what}, indent=1)
     try:
@@ -87,4 +87,4 @@ def write(key: str, cause: str | None, what: dict[str, Any]) -> None:
         why = str(error)
     if str(folder) not in _told:
         _told.add(str(folder))
-        logger.debug("what kernels were found to be is not kept for other processes: %s", why)
+        logger.debug("the results of trying kernels are not kept for other processes: %s", why)

@@ -1,8 +1,9 @@
-"""Asks a child process about kernels, waits for its answers, and judges what its end means.
+"""Asks a child process about kernels, waits for its answers, and judges how the child ended.
 
-One child answers question after question. It is started at the first question, and at the next one after its death. It
-ends with this process, or when no question has come for ``IDLE_S`` seconds. A launch of a compiled kernel does not come
-here. Under CUDA graph capture nothing changes: the child captures nothing, this process asks CUDA for its version only.
+One child answers all questions. It is started at the first question, and again at the first question after its death.
+It ends with this process, or when no question has come for ``IDLE_S`` seconds. Only first compiles use the child, not
+launches of compiled kernels. A first compile during CUDA graph capture does not disturb the capture, because the child
+captures nothing and this process only asks CUDA for its version.
 """
 
 from __future__ import annotations
@@ -29,32 +30,32 @@ from nsa.kernels.shared import passed, sources
 
 logger = logging.getLogger("nsa")
 
-START_S = 300.0  # seconds a child may take to import torch, from a cold file system, and to find its GPU
-LIMIT_S = 120.0  # seconds from then on until it is taken to hang; it needs a few
-IDLE_S = 30.0  # seconds for which a child waits for the next question, with its CUDA context
+START_S = 300.0  # seconds in which a child must import torch, perhaps from a cold file system, and find its GPU
+LIMIT_S = 120.0  # seconds for a trial after that; a trial takes a few seconds, so a longer one counts as hanging
+IDLE_S = 30.0  # seconds for which an idle child keeps its CUDA context and waits for the next question
 POLL_S = 0.02  # seconds between two looks at a child
-REAP_S = 5.0  # seconds for a killed child to be gone
-# Only a compiler or a kernel raises these. SIGKILL and SIGTERM come from outside, as when memory is short.
+REAP_S = 5.0  # seconds to wait for the end of a killed child
+# Signals that only a compiler or a kernel raises. SIGKILL and SIGTERM come from outside, as when memory is short.
 CRASHES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP")
-AT_WORK = ("compiling", "running")  # phases in which a death or a hang speaks of the kernel
+AT_WORK = ("compiling", "running")  # phases in which a death or a hang is the kernel's fault
 
 UNSEEN: frozenset[str] = frozenset()
-"""Kernels, by name, that the GPU lane has not passed yet. A child tries them first on every GPU, also on one that the
-compile matrix has passed. A new kernel begins here."""
+"""Names of kernels that the GPU lane has not passed yet. A child tries them first on every GPU, even if the compile
+matrix has passed that GPU. Add each new kernel here."""
 
-# The child imports what this process would, from whichever folder it was started. The first question is read before a
-# file of the current folder can shadow an import.
+# The child's `sys.path` is that of this process. The child reads the first question before it imports anything from the
+# current folder, whose files could shadow the standard library.
 _BOOT = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; import json; question = json.loads(sys.stdin.readline()); "
     "sys.path[:] = question['path']; from nsa.guard.child import serve; serve(question, int(sys.argv[1]))"
 )
 
 _asking = threading.RLock()  # held while a child is asked
-_child: Child | None = None  # which waits for a question
+_child: Child | None = None  # the child that waits for a question
 
 
 class ProbeFailed(RuntimeError):
-    """A kernel was refused before it was compiled in this process; the text says why."""
+    """A kernel was refused before it was compiled in this process. The text says why."""
 
 
 def require(variant: Any, device: torch.device, tensors: tuple[torch.Tensor | None, ...]) -> None:
@@ -66,20 +67,20 @@ def require(variant: Any, device: torch.device, tensors: tuple[torch.Tensor | No
     mode = settings.get().probe
     if mode == "never" or device.type not in ("cuda", "cpu"):
         return
-    if mode == "auto" and device.type == "cpu":
-        return
-    here = sources.triton_version(), sources.architecture(device)
-    if mode == "auto" and variant.kernel.fn.__name__ not in UNSEEN and passed.passed(*here):
-        return
+    if mode == "auto":
+        seen = variant.kernel.fn.__name__ not in UNSEEN
+        if device.type == "cpu" or (seen and passed.passed(sources.triton_version(), sources.architecture(device))):
+            return
     cause = find_out(variant.describe(tensors), device)
     if cause is not None:
         raise ProbeFailed(cause)
 
 
 def find_out(what: dict[str, Any], device: torch.device) -> str | None:
-    """Why the kernel described by ``what`` must not be compiled here; None if it may.
+    """Why the kernel described by ``what`` must not be compiled here, or None if it may be.
 
-    A child is asked once, however many threads want to know, and again only if the last one could not say.
+    If several threads ask at the same time, a child is asked once. If the verdict is not lasting, the next call asks a
+    child again.
     """
     key = memory.key_of(what, device)
     verdict = before = memory.known.get(key)
@@ -89,7 +90,7 @@ def find_out(what: dict[str, Any], device: torch.device) -> str | None:
             if verdict is None or verdict is before:  # no other thread has asked while this one waited
                 verdict = memory.read(key)
                 if verdict is None:
-                    logger.info("%s: its first compile runs in a child process (NSA_PROBE=never: not)", what["kernel"])
+                    logger.info("%s: compiled first in a child process (NSA_PROBE=never: not)", what["kernel"])
                     verdict = ask(what, device)
                     if verdict.lasting:
                         memory.write(key, verdict.cause, what)
@@ -98,9 +99,10 @@ def find_out(what: dict[str, Any], device: torch.device) -> str | None:
 
 
 def ask(what: dict[str, Any], device: torch.device) -> Verdict:
-    """Have a child compile and run the kernel, for at most ``LIMIT_S`` seconds once it compiles.
+    """Have a child compile and run the kernel.
 
-    What a used child says against a variant may be an earlier variant's doing: then a new child is asked.
+    An earlier variant may have damaged a child that was used before. If such a child finds a fault, a new child is
+    asked.
     """
     global _child
     path = [entry for entry in sys.path if isinstance(entry, str)]
@@ -117,17 +119,19 @@ def ask(what: dict[str, Any], device: torch.device) -> Verdict:
             return verdict
     except OSError as error:
         return _unsure(f"no child process could be started: {error}")
-    finally:  # also where the caller was interrupted
+    finally:  # also after KeyboardInterrupt
         if child is not None and _child is not child:
             child.end()
     return ask(what, device) if used else verdict
 
 
 class Child:
-    """A process of `nsa.guard.child`. It answers in a file of its own: what libraries print there is no answer.
+    """A process that runs `nsa.guard.child`.
 
-    Files, no pipes: what a child leaves behind can hold them open, and nothing waits for that. Its process group is its
-    own, to be killed with the compilers it started. Popen starts a new program: CUDA would not survive a fork.
+    It writes its answers to a file of their own, so that text printed by libraries is not taken for an answer. Files
+    are used instead of pipes because a process that outlives the child could hold a pipe open, and reading would wait
+    for it. The child leads a process group of its own, which is killed together with the compilers it started. A new
+    program is started instead of a fork, which CUDA would not survive.
     """
 
     def __init__(self, executable: str, environment: dict[str, str], path: list[str]) -> None:
@@ -141,13 +145,14 @@ class Child:
             )  # fmt: skip
             assert self.process.stdin is not None
             self.questions = stack.enter_context(self.process.stdin)
-            self.disown = stack.pop_all().close  # a child ends by itself once no process can ask it any more
+            self.disown = stack.pop_all().close  # closes the files; the child ends once its stdin is closed
 
     def ask(self, question: dict[str, Any]) -> Verdict:
-        for file in self.files:  # of the last question; the child writes on from where they are
+        """Send a question and wait until the child has answered, has ended or is out of time."""
+        for file in self.files:  # empties them; the child shares the file positions
             file.seek(0)
             file.truncate()
-        with contextlib.suppress(BrokenPipeError):  # why the child is dead is about to be found out
+        with contextlib.suppress(BrokenPipeError):  # the child is dead: `poll` finds out how it ended
             self.questions.write(json.dumps(question).encode() + b"\n")
         began, limit = time.monotonic(), START_S
         while True:
@@ -157,12 +162,12 @@ class Child:
             says = {"phase": "starting"} | dict(json.loads(line) for line in answers.split("\n")[:-1])
             if status is not None or "result" in says or time.monotonic() - began > limit:
                 return judge(0 if "result" in says else status, says, printed)
-            if limit == START_S and says["phase"] != "starting":  # importing torch has a time of its own
+            if limit == START_S and says["phase"] != "starting":  # the start is over: the limit of the trial holds
                 began, limit = time.monotonic(), LIMIT_S
             time.sleep(POLL_S)
 
     def end(self) -> None:
-        """Kill the child and what it started, or what it left behind; then reap it."""
+        """Kill the child's process group and reap the child."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -180,7 +185,7 @@ def end_child() -> None:
 
 
 def _forked() -> None:
-    """In a fork: the child belongs to the process that started it, and a thread that holds the lock may not exist."""
+    """After a fork: the child process belongs to the parent, and the thread that held the lock may not exist."""
     global _child, _asking
     child, _child, _asking = _child, None, threading.RLock()
     if child is not None:
@@ -192,11 +197,12 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def judge(status: int | None, says: dict[str, str], printed: str) -> Verdict:
-    """What a child's end means.
+    """The verdict that follows from what a child said and how it ended.
 
     Args:
-        status: as ``Popen.returncode``, 0 with an answer; None: neither an end nor an answer came in time.
-        says: its phase, and its ``result``, an ``error`` or what is ``broken``. printed: by it and by what it started.
+        status: 0 if the child gave an answer, else its ``Popen.returncode``; None if its time ran out.
+        says: the child's last ``phase``, and its ``result``, ``error`` or ``broken`` if there is one.
+        printed: standard output and error of the child and of the processes it started.
     """
     phase, error = says["phase"], says.get("broken", says.get("error"))
     at_work = phase in AT_WORK
@@ -217,4 +223,4 @@ def judge(status: int | None, says: dict[str, str], printed: str) -> Verdict:
 
 
 def _unsure(cause: str) -> Verdict:
-    return Verdict(f"{cause} (NSA_PROBE=never launches it all the same)", False)
+    return Verdict(f"{cause} (NSA_PROBE=never launches the kernel without this check)", False)

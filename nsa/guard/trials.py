@@ -1,6 +1,6 @@
-"""How each kernel is tried: a small call that launches the variant asked about, and a comparison with the reference.
+"""How each kernel is tried: a small call that launches the variant in question, and a comparison with the reference.
 
-The real launchers launch it. They are told the tile and find everything else out by the arguments.
+The kernels' own launchers are used. The trial fixes the tile; the launchers derive everything else from the arguments.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ Say = Callable[[str, str], None]
 
 
 class Trial(Likeness):
-    """One call, of tensors like the parent's.
+    """One small call whose tensors have the dtypes, alignments and strides of the parent's launch.
 
-    ``c``, ``options``, ``given``: the variant's compile-time arguments, its options, and dtypes by name of argument.
+    Attributes:
+        c: the variant's compile-time arguments.
+        options: the options that Triton takes, such as ``num_warps``.
+        given: dtype by name of argument; None for an absent tensor.
+        about: sequence lengths, positions and page table, by field of `Call`.
     """
 
     selection: Tensor | None = None
-    size: int | None = None  # of a block
+    size: int | None = None  # keys of a block; None for ranges
 
     def __init__(self, what: dict[str, Any], device: torch.device, say: Say) -> None:
         super().__init__(what, device)
@@ -37,20 +41,20 @@ class Trial(Likeness):
         self.about: dict[str, Tensor] = {}
 
     def layout(self, HKV: int, S_kv: int, B: int = 2, S: int = 3) -> None:
-        """``q, k, v`` and the output, and what says which sequence a query is of, and where it stands."""
+        """Make ``q``, ``k``, ``v``, the output, and the tensors with sequence lengths, pages and positions."""
         from nsa.kernels.shared import primitives as p
 
         c, layout, page = self.c, self.c.get("LAYOUT", p.BATCH.value), self.c.get("PAGE", 0)
         batched, width = layout in (p.BATCH.value, p.CACHE.value), -(-S_kv // page) if page else 0
         lead, cache = ((B, S), (B, S_kv)) if batched else ((max(S, 3) + 2,), (S_kv,))
-        if page:  # of more pages than are needed, some of which the table does not name
+        if page:  # the cache has one page more than the table names
             cache, S_kv = (2 * width + 1, page), width * page
         heads, self.rows, self.S_kv = HKV * c.get("G", 2), (*lead, HKV), S_kv
         self.q = self.floats("q_ptr", *lead, heads, c.get("D", 64))
         self.k = self.floats("k_ptr", *cache, HKV, c.get("D", 64))
         self.v = self.floats("v_ptr", *cache, HKV, c.get("Dv", 64))
         self.out = self.floats("o_ptr", *lead, heads, c.get("Dv", 64)).fill_(POISON)
-        if layout == p.CACHE.value:  # one length is beyond the cache, and two pages do not exist
+        if layout == p.CACHE.value:  # one length exceeds the cache, and two page numbers are out of range
             self.about["cache_seqlens"] = self.place("cu_k_ptr", [S_kv - 7, S_kv + 3])
             if page:
                 order = torch.randperm(2 * width, generator=self.generator).view(2, width)
@@ -65,7 +69,11 @@ class Trial(Likeness):
             self.about["q_positions"] = self.place("pos_ptr", self.draw(lead, -1, S_kv))
 
     def select(self, n: int, size: int | None, crowded: bool = False) -> None:
-        """``n`` spans, or blocks of ``size``, a row: all keys, none, too many. ``crowded``: mostly the first block."""
+        """Draw ``n`` spans, or ``n`` blocks of ``size`` keys, for each row. The last row selects nothing.
+
+        Args:
+            crowded: all spans or blocks of a row but the first two are the first keys of its sequence.
+        """
         self.size = size
         if size is None:
             start = self.draw((*self.rows, n), -3, self.S_kv + 3)
@@ -75,16 +83,16 @@ class Trial(Likeness):
             end = torch.tensor([0, 3])
         else:
             chosen, end = self.draw((*self.rows, n), -1, -(-self.S_kv // size) + 1), torch.tensor(0)
-            chosen[..., 8:-1] = -1  # all of 64 would take the interpreter seconds
+            chosen[..., 8:-1] = -1  # padding: 64 blocks would take the interpreter seconds
             chosen.view(-1, n)[-1] = -1
         if crowded:
             chosen.view(-1, n, *end.shape)[:, 2:] = end
         self.selection = self.place("sel_ptr", chosen)
 
-    def compute(self, begin: Callable[[], Any]) -> Any:
-        """What is launched by ``begin``, computed."""
+    def compute(self, launch: Callable[[], Any]) -> Any:
+        """Call ``launch`` and wait for the GPU. Tells the parent the phases."""
         self.say("phase", "compiling")
-        got = begin()
+        got = launch()
         self.say("phase", "running")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -92,7 +100,7 @@ class Trial(Likeness):
         return got
 
     def call(self, **more: Any) -> Call:
-        """The call; without a selection one of packed rows."""
+        """The call to try. It is one on packed rows if there is no selection."""
         q, k, v = self.q, self.k, self.v
         if self.selection is None:
             q, k, v = (q[:, 0], k[:, :, 0], v[:, :, 0]) if q.dim() == 4 else (q, k[:, 0], v[:, 0])
@@ -101,7 +109,7 @@ class Trial(Likeness):
         return Call(q, k, v, **how, **more)
 
     def forward(self, module: Any, with_lse: bool, bound: int | None = None) -> str | None:
-        """A forward call of ``nsa.kernels``' ``module``; what is wrong with its output and LSE."""
+        """Run the forward pass of a launcher ``module``. Returns how O or LSE is wrong, or None."""
         out = self.out[:, 0] if self.selection is None and self.out.dim() == 4 else self.out
         call = self.call(out=out, return_lse=with_lse)
         launch = module.plan(call, bound)
@@ -111,7 +119,7 @@ class Trial(Likeness):
         return wrong or (None if lse is None else beyond_rounding(lse, lse_want.view(lse.shape), torch.float32, "LSE "))
 
     def backward(self, module: Any) -> str | None:
-        """A backward call; what is wrong with its gradients, compared with those of the reference, in fp64."""
+        """Run the backward pass of a launcher ``module``. Returns how a gradient differs from the fp64 one, or None."""
         qkv, like = (self.q, self.k, self.v), self.out.shape
         do = self.normal("do_ptr", *like)
         dlse = self.normal("dlse_ptr", *like[:-1]) if self.given.get("dlse_ptr") is not None else None
@@ -119,7 +127,7 @@ class Trial(Likeness):
         launch = module.plan(call)
         want: tuple[Tensor, ...] = ()
         o, lse = torch.empty_like(do), torch.empty(like[:-1], device=self.device)
-        if self.device.type != "meta":  # where nothing is computed: what would be compiled is looked at
+        if self.device.type != "meta":  # tests use meta tensors to see what would be compiled, and compute nothing
             leaves = [x.cpu().double().requires_grad_() for x in qkv]
             exact = self.reference(*leaves)
             loss = (exact[0] * do.cpu().double()).sum()
@@ -132,7 +140,7 @@ class Trial(Likeness):
         return next(filter(None, wrong), None)
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """``O`` and LSE on the host, in the dtype of ``q, k, v``."""
+        """``O`` and LSE of the oracle on the CPU, for fp64 ``q``, ``k`` and ``v``."""
         about: dict[str, Any] = {name: x.cpu() for name, x in self.about.items()}
         cu_q, cu_k = about.pop("cu_seqlens_q", torch.arange(q.shape[0] + 1)), about.pop("cu_seqlens_k", None)
         everything = torch.tensor([0, 2**31 - 1]).expand(*self.rows, 1, 2)
@@ -145,10 +153,10 @@ class Trial(Likeness):
 
     @contextlib.contextmanager
     def told(self, module: Any, tiles: Any, **fields: Any) -> Iterator[None]:
-        """``module``'s launches have these fields in the tile that ``tiles`` selects, and poisoned workspaces."""
+        """In a `with` block, ``module`` uses the variant's tile, with these ``fields``, and poisoned workspaces."""
         select, spans = tiles.select, self.c.get("SPANS", 1)
         fields |= module.tile_fields(self.kernel, self.c, self.options)
-        # Over an enormous cache fewer spans are held than their number asks for.
+        # The parent's cache may be so large that its kernel holds fewer spans at a time than this small call would.
         bucket = (lambda n, S_kv: spans) if spans > 1 else module.span_bucket
         with (
             patch.multiple(tiles, select=lambda *arguments: select(*arguments)._replace(**fields)),
@@ -158,16 +166,19 @@ class Trial(Likeness):
             yield
 
     def prepare(self, size: int, walk: bool, share: int = 0) -> None:
-        """Tensors of a call with blocks of ``size``, or spans, as the variant has it.
+        """Make the tensors of a call with blocks of ``size`` keys, or with spans if the variant reads spans.
 
-        ``walk``: blocks fit a kernel that walks along rows. ``share``: all rows read the first block, several shares.
+        Args:
+            walk: the kernel loops over a row's keys. The block size is then derived from its ``BLOCK_L``.
+            share: list entries in one share of a block's work. If not 0, all rows read the first block, so that its
+                work has several shares.
         """
         from nsa.kernels.key_major import tiles as key_tiles
         from nsa.kernels.shared import primitives
 
         source = self.c.get("SOURCE")
         spans = source == primitives.RANGES.value
-        if walk:  # whole tiles, or not
+        if walk:  # TILED kernels take blocks of whole tiles, the others take any size
             size = self.c["BLOCK_L"] - (source != primitives.TILED.value)
         HKV, B, S, n = (1, 1, 3 + share // 64, 64) if share else (2, 2, 3, 4)
         S_kv = 3 * (key_tiles.GRID if spans else size) + 5 + (2 * S if share else 0)
@@ -176,7 +187,7 @@ class Trial(Likeness):
 
 
 def _forward(t: Trial) -> str | None:
-    """A few rows of every kind: many spans, none, reaching past the end."""
+    """Try query-major on a few rows: with many spans, without any, and with spans that end after the last key."""
     from nsa.kernels.query_major import plan as query_major
     from nsa.kernels.query_major import tiles
     from nsa.kernels.shared import primitives
@@ -185,27 +196,27 @@ def _forward(t: Trial) -> str | None:
     tile = tiles.Tile(**{field: (c | t.options)[field] for field in tiles.Tile._fields})
     splits = c["CLUSTER"] or (max(2, c["SINGLE"]) if c["SPLIT"] else 1)
     if c["SINGLE"] and c["CHUNKED"] and not c["CLUSTER"]:
-        splits = c["SPANS"] + 1 if c["SPLIT"] else 1  # a tile for each of so many blocks
+        splits = c["SPANS"] + 1 if c["SPLIT"] else 1  # one tile per block
     whole, tiled = (c["SOURCE"] == source.value for source in (primitives.WHOLE, primitives.TILED))
-    S_kv = L * (splits + tile.num_stages) + 5  # every program meets tiles enough to pipeline, and an end within one
+    S_kv = L * (splits + tile.num_stages) + 5  # enough tiles per program to fill the pipeline; the last is partial
     t.layout(c["HKV"], L * splits - 3 if c["SINGLE"] and whole else S_kv, S=3 if c["S_MANY"] else 1)
-    n = c["SPANS"] + int(c["CHUNKED"])  # as many as a program holds at a time, or one more
+    n = c["SPANS"] + int(c["CHUNKED"])  # SPANS fit a program at a time; one more needs a second chunk
     size = L if tiled else max(1, L // 2)
-    if c["SINGLE"]:  # all of them are a tile a program
+    if c["SINGLE"]:  # all keys of a row fit one tile per program
         size = L * c["SINGLE"] if tiled else size
         n = n if c["CHUNKED"] else min(n, splits * L // size)
         size = size if tiled else max(1, min(size, splits * L // n))
-    elif tile.num_stages == 1:  # and here are not
+    elif tile.num_stages == 1:  # they must not fit one tile per program
         size += L * (splits // n + 1)
     if not whole:
         t.select(n, None if c["SOURCE"] == primitives.RANGES.value else size)
-    apart = c["SPLIT"] and not c["CLUSTER"]  # then the parts are merged by a kernel that knows the LSE anyway
+    apart = c["SPLIT"] and not c["CLUSTER"]  # the merge kernel needs the LSE of the parts
     with patch.multiple(tiles, choose=lambda *_, **__: (tile, splits, c["CLUSTER"] > 0)):
         return t.forward(query_major, apart or t.given["lse_ptr"] is not None, bound=t.S_kv)
 
 
 def _combine(t: Trial) -> str | None:
-    """A whole call whose rows are split into so many parts, some of them empty."""
+    """Try the merge kernel: a query-major call whose rows are split into ``SPLITS`` parts, some of them empty."""
     from nsa.kernels.query_major import plan as query_major
     from nsa.kernels.query_major import tiles
 
@@ -217,7 +228,7 @@ def _combine(t: Trial) -> str | None:
 
 
 def _key_major(t: Trial) -> str | None:
-    """A whole call whose kernel of that name is the one asked about; all others are as they come."""
+    """Try a key-major kernel in a whole call. The call's other kernels may be any variants."""
     from nsa.kernels.key_major import plan as key_major
     from nsa.kernels.key_major import tiles as key_tiles
 
@@ -229,7 +240,7 @@ def _key_major(t: Trial) -> str | None:
 
 
 def _backward(t: Trial) -> str | None:
-    """A whole backward pass whose kernel of that name is the one asked about; all others are as they come."""
+    """Try a backward kernel in a whole backward pass. The pass's other kernels may be any variants."""
     from nsa.kernels.backward import plan as backward
     from nsa.kernels.backward import tiles as backward_tiles
 
@@ -247,7 +258,7 @@ def _backward(t: Trial) -> str | None:
 
 
 def _either(t: Trial) -> str | None:
-    """Of a kernel of both directions."""
+    """Try a kernel that the key-major forward and the backward pass share."""
     return (_backward if t.given.get("part_ptr") or t.given.get("strip_ptr") else _key_major)(t)
 
 
@@ -255,4 +266,4 @@ TRIALS = {"_fwd_kernel": _forward, "_combine_kernel": _combine}
 TRIALS |= {f"_{name}_kernel": _key_major for name in ("count", "partial", "merge")}
 TRIALS |= {f"_{name}_kernel": _backward for name in ("order", "strip", "delta", "dq", "dkdv", "sum", "gather")}
 TRIALS |= {f"_{name}_kernel": _either for name in ("scan", "scatter")}
-"""What is wrong with the results of a variant, by the kernel's name; None if they are right."""
+"""Trials by kernel name. A trial returns how the variant's results are wrong, or None if they are right."""

@@ -1,1 +1,1 @@
-"""A call in plain PyTorch: which keys its rows read, the fp64 oracle, and packed SDPA, the fallback."""
+"""Selection attention in plain PyTorch: the spans that a row reads, the fp64 oracle, and packed SDPA, the fallback."""

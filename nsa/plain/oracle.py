@@ -1,7 +1,7 @@
-"""The oracle: every selected key is looked up span by span, and attention computed in fp64.
+"""The oracle, backend ``reference``: gathers every selected key and computes attention in fp64.
 
-It computes equations 5 to 12 of arXiv 2502.11089 with the selection given. It shares no code with packed SDPA but the
-clamping of spans to what a token may see.
+It computes equations 5 to 12 of arXiv 2502.11089 for a given selection. Its only code in common with packed SDPA is the
+clamping of spans and the page look-up, both in :mod:`nsa.plain.spans`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor
 from nsa.call import Call
 from nsa.plain import spans as sp
 
-ORACLE_BYTES = 1 << 28
+ORACLE_BYTES = 1 << 28  # workspace, which sets how many queries are computed at a time
 
 
 def selection_reference(call: Call) -> tuple[Tensor, Tensor | None]:
-    """The oracle: gather each row's keys, then softmax attention in fp64. fp64 tensors get its full precision.
+    """Gather the selected keys and values of each row, then compute softmax attention in fp64.
 
     Returns:
-        ``O`` like ``q`` with ``Dv`` last, in ``q``'s dtype; with ``return_lse`` also ``LSE`` ``q.shape[:-1]`` (fp64
-        for fp64 inputs, else fp32), else None.
+        ``O`` ``[..., HQ, Dv]`` in ``q``'s dtype, and ``LSE`` ``[..., HQ]``: fp64 if ``q`` is, else fp32; None without
+        ``return_lse``.
     """
     q, k, v, scale, block_table = call.q, call.k, call.v, call.scale, call.block_table
     spans = sp.of_call(call)
@@ -30,7 +30,7 @@ def selection_reference(call: Call) -> tuple[Tensor, Tensor | None]:
         k, v = k[None], v[None]
     pages = k.shape[0]
     if block_table is not None and pages == 0:
-        k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))  # for keys that are not there to point at
+        k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))  # padded slots need a page to index
     HKV, G, D, Dv = k.shape[2], q.shape[-2] // k.shape[2], q.shape[-1], v.shape[-1]
     scale = 1.0 / math.sqrt(D) if scale is None else scale
     queries = q.reshape(spans.batch.shape[0], HKV, G, D)
@@ -40,7 +40,7 @@ def selection_reference(call: Call) -> tuple[Tensor, Tensor | None]:
     per_token = max(1, HKV * L * (8 * (D + Dv) + 9 * spans.starts.shape[-1]))
     for chunk in torch.arange(queries.shape[0], device=q.device).split(max(1, ORACLE_BYTES // per_token)):
         starts, ends = spans.starts[chunk].long(), spans.ends[chunk].long()  # [t, HKV, n]
-        # Selected slot p belongs to the span before whose end p keys have been counted.
+        # Slot p of a row belongs to the first span with more than p keys up to its end.
         counted = (ends - starts).cumsum(-1)
         p = torch.arange(L, device=q.device)
         slot = (p[:, None] >= counted[:, :, None, :]).sum(-1)  # [t, HKV, L]
@@ -55,13 +55,13 @@ def selection_reference(call: Call) -> tuple[Tensor, Tensor | None]:
         head = torch.arange(HKV, device=q.device)[:, None]
         if block_table is not None:
             batch, key, valid = sp.in_pages(block_table, pages, k.shape[1], batch, key, valid)
-        # What was not selected may be NaN: it is replaced, not multiplied by zero.
+        # Padded slots may hold NaN, so they are replaced: a weight of 0 would not remove a NaN.
         K = k[batch, key, head].double().masked_fill(~valid[..., None], 0.0)  # [t, HKV, L, D]
         V = v[batch, key, head].double().masked_fill(~valid[..., None], 0.0)
         scores = torch.einsum("thgd,thld->thgl", queries[chunk].double(), K) * scale
         scores = scores.masked_fill(~valid[:, :, None], -math.inf)
         lse = torch.logsumexp(scores, -1)
-        # No key, or none of a finite score: weights of 0, not exp(-inf + inf) = NaN. SDPA does the same.
+        # If a row has no finite score, its weights are 0, as in SDPA, instead of exp(-inf + inf) = NaN.
         weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
         outs.append(torch.einsum("thgl,thld->thgd", weights, V))
         lses.append(lse)
@@ -75,10 +75,13 @@ def selection_reference(call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 def beyond_rounding(got: Tensor, want: Tensor, dtype: torch.dtype, of: str = "") -> str | None:
-    """How far ``got`` is from the oracle's ``want``, if rounding to ``dtype`` does not explain it; else None.
+    """Compare ``got`` with the oracle's ``want``: None if rounding to ``dtype`` explains the error, else a message.
 
-    Rounding explains two units in the last place of the largest value there is. One key of a few hundred lost, one
-    element of a head dimension lost or a scale 3% off is further off than that.
+    Rounding explains an error of two units in the last place of the largest value. A kernel that loses one of a few
+    hundred keys or one element of the head dimension, or whose scale is 3% off, has a larger error.
+
+    Args:
+        of: what is compared, for the message.
     """
     got = got.cpu().double()
     same = (got == want) & want.isinf()

@@ -1,7 +1,7 @@
-"""Which keys each row reads: ranges, blocks and ``cu_seqlens`` as clamped spans, and utilities over them.
+"""Turns the selection of a call into clamped spans, packs the keys in the spans, and merges spans.
 
-A *row* is one (query token, KV head). Everything here runs on the device of its inputs, without a Python loop over
-rows. Spans are half-open ``[start, end)``.
+A *row* is one (query token, KV head). Spans are half-open ``[start, end)``. All functions run on the device of their
+inputs, without a Python loop over rows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class RowSpans(NamedTuple):
     """Clamped spans of every row of a call.
 
     Attributes:
-        starts: ``[tokens, HKV, n]`` int32, first key of each span, local to the row's sequence.
-        ends: ``[tokens, HKV, n]`` int32, ``ends >= starts`` (an empty span has ``ends == starts``).
-        batch: ``[tokens]`` int64, batch entry of K that the row reads (0 for varlen).
-        offset: ``[tokens]`` int64, key at which the row's sequence begins (0 unless varlen).
+        starts: ``[tokens, HKV, n]`` int32, first key of each span, as its position in the token's sequence.
+        ends: ``[tokens, HKV, n]`` int32, ``ends >= starts``; equal for an empty span.
+        batch: ``[tokens]`` int64, the batch entry of K that the token reads; 0 for varlen.
+        offset: ``[tokens]`` int64, the key of K at which the token's sequence begins; 0 unless varlen.
     """
 
     starts: Tensor
@@ -34,38 +34,27 @@ class RowSpans(NamedTuple):
     offset: Tensor
 
     def lengths(self) -> Tensor:
-        """``[tokens, HKV]`` int64: the number of selected keys ``L``, duplicates counted."""
+        """``L`` of each row, ``[tokens, HKV]`` int64. A key that is selected twice counts twice."""
         return (self.ends - self.starts).sum(-1, dtype=torch.int64)
 
 
-def key_limits(
-    tokens: int,
-    S: int,
-    S_kv: int,
-    *,
-    causal: bool,
-    device: torch.device,
-    q_positions: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    cache_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Per query token: how many keys of its sequence it may see, and where that sequence lies.
-
-    ``cache_seqlens``: ``[B]``, how many of the ``S_kv`` places of each batch entry hold keys.
+def key_limits(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """How many keys of its sequence each query token may see, and where that sequence is in K.
 
     Returns:
-        ``limit``, ``batch`` and ``offset`` (see :class:`RowSpans`), each ``[tokens]`` int64. A token after the last
-        sequence of ``cu_seqlens`` sees nothing; the first begins at token 0.
+        ``limit``, ``batch`` and ``offset``, each ``[tokens]`` int64; see :class:`RowSpans` for the last two. The first
+        sequence of ``cu_seqlens`` begins at token 0. A token after the last sequence sees no key.
     """
-    token = torch.arange(tokens, device=device)
+    cu_seqlens_q, cu_seqlens_k, table = call.cu_seqlens_q, call.cu_seqlens_k, call.block_table
+    S, S_kv = call.q.shape[-3], call.k.shape[-3] * (1 if table is None else table.shape[1])
+    token = torch.arange(math.prod(call.q.shape[:-2]), device=call.q.device)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         seqlen_k = torch.full_like(token, S_kv)
         seqlen_q = torch.full_like(token, S)
         s = token % max(S, 1)
         batch, offset = token // max(S, 1), torch.zeros_like(token)
-        if cache_seqlens is not None:
-            seqlen_k = cache_seqlens.long().clamp(0, S_kv)[batch]
+        if call.cache_seqlens is not None:
+            seqlen_k = call.cache_seqlens.long().clamp(0, S_kv)[batch]
     else:
         B = cu_seqlens_q.shape[0] - 1
         if B == 0:
@@ -77,92 +66,80 @@ def key_limits(
         begin_q, begin_k = (c.long()[:-1][seq] for c in (cu_seqlens_q, cu_seqlens_k))
         batch, offset = torch.zeros_like(token), begin_k.clamp(0, S_kv)
         seqlen_k = (cu_seqlens_k.long()[1:][seq].clamp(0, S_kv) - offset).clamp(min=0) * inside
-        offset = offset * (seqlen_k > 0)  # a sequence without keys may begin past the last one: it points nowhere
+        offset = offset * (seqlen_k > 0)  # a sequence without keys may begin after the last key of K
         seqlen_q = cu_seqlens_q.long()[1:][seq] - begin_q
         s = token - begin_q
-    if not causal:
+    if not call.causal:
         return seqlen_k, batch, offset
-    t = seqlen_k - seqlen_q + s if q_positions is None else q_positions.reshape(-1).long()
+    t = seqlen_k - seqlen_q + s if call.q_positions is None else call.q_positions.reshape(-1).long()
     return torch.minimum(t, seqlen_k - 1).clamp(min=-1) + 1, batch, offset
 
 
 def of_call(call: Call) -> RowSpans:
-    """Clamped spans of a call."""
-    q, k, table = call.q, call.k, call.block_table
-    S_kv = k.shape[-3] if table is None else k.shape[1] * table.shape[1]
-    limits = key_limits(
-        math.prod(q.shape[:-2]), q.shape[-3], S_kv, causal=call.causal, device=q.device, q_positions=call.q_positions,
-        cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k, cache_seqlens=call.cache_seqlens,
-    )  # fmt: skip
-    return row_spans(call.ranges, call.block_indices, call.block_size, *limits)
+    """The spans of a call, clamped to the keys that each token may see."""
+    ranges = call.ranges
+    if ranges is None:
+        assert call.block_indices is not None and call.block_size is not None
+        ranges = ranges_from_blocks(call.block_indices, call.block_size)
+    return row_spans(ranges, *key_limits(call))
 
 
-def row_spans(
-    ranges: Tensor | None,
-    block_indices: Tensor | None,
-    block_size: int | None,
-    limit: Tensor,
-    batch: Tensor,
-    offset: Tensor,
-) -> RowSpans:
-    """Clamp a selection to what each token may see.
+def row_spans(ranges: Tensor, limit: Tensor, batch: Tensor, offset: Tensor) -> RowSpans:
+    """Clamp spans to ``[0, limit)`` of each token.
 
     Args:
-        ranges: ``[..., HKV, n, 2]`` int32 or int64; any values, also reversed, negative or past the end.
-        block_indices: ``[..., HKV, n]``; negative = padding, in any slot.
-        block_size: keys per block.
+        ranges: ``[..., HKV, n, 2]`` int32 or int64 of any values; spans may be reversed, negative or too long.
         limit, batch, offset: from :func:`key_limits`.
     """
-    if ranges is None:
-        assert block_indices is not None and block_size is not None
-        ranges = ranges_from_blocks(block_indices, block_size, None)
     flat = ranges.reshape(limit.shape[0], *ranges.shape[-3:])  # [tokens, HKV, n, 2]
-    # Clamp in the dtype that came (int64 spans may be anything), only then narrow.
-    top = limit.to(flat.dtype).view(-1, 1, 1)
+    top = limit.to(flat.dtype).view(-1, 1, 1)  # clamps in the dtype of `ranges`: int64 values may not fit int32
     starts = torch.minimum(flat[..., 0].clamp(min=0), top)
     ends = torch.maximum(torch.minimum(flat[..., 1].clamp(min=0), top), starts)
     return RowSpans(starts.int(), ends.int(), batch, offset)
 
 
 def gather_positions(starts: Tensor, ends: Tensor, L: int) -> tuple[Tensor, Tensor]:
-    """Key position of each selected slot.
+    """The key that each slot of a packed row holds.
 
     Args:
         starts, ends: ``[R, n]`` int32 clamped spans.
-        L: slots per row; rows with fewer keys are padded, rows with more are cut.
+        L: slots per row. Rows with fewer keys are padded; of rows with more keys, the last ones are dropped.
 
     Returns:
-        ``positions [R, L]`` int64 (0 where padded) and ``lengths [R]`` int64.
+        ``positions [R, L]`` int64, 0 in padded slots, and ``valid [R, L]``, False in padded slots.
     """
     R, n = starts.shape
     spans = (ends - starts).long()
     after = spans.cumsum(-1)
-    lengths = after[:, -1] if n else after.new_zeros(R)
     if n == 0 or L == 0:
-        return after.new_zeros(R, L), lengths
-    # Walking along a row the key grows by 1, and at a span's first slot it jumps from the previous span's end to the
-    # span's start. Jumps of empty spans fall on the same slot and add up.
+        return after.new_zeros(R, L), after.new_zeros(R, L, dtype=torch.bool)
+    # From slot to slot the key grows by 1. At the first slot of a span it jumps from the end of the previous span to
+    # the start of this one. The jumps of empty spans are at the same slot and add up.
     jump = starts.long()
     jump[:, 1:] -= ends[:, :-1]
     steps = torch.ones(R, L + 1, dtype=torch.int64, device=starts.device)
     steps[:, 0] = 0
     steps.scatter_add_(1, (after - spans).clamp(max=L), jump)
     positions = steps[:, :L].cumsum(-1)
-    slot = torch.arange(L, device=starts.device)
-    return positions.masked_fill_(slot >= lengths[:, None], 0), lengths
+    valid = torch.arange(L, device=starts.device) < after[:, -1:]
+    return positions.masked_fill_(~valid, 0), valid
 
 
 def in_pages(
     block_table: Tensor, pages: int, page_size: int, batch: Tensor, position: Tensor, valid: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where keys of a paged cache lie: page, place in it, and which of them do.
+    """Look up where keys are in a paged cache.
 
     Args:
-        block_table: ``[B, width]``, pages of each sequence. pages: how many there are. page_size: keys of one.
-        batch, position: which sequence, and which key of it. valid: which of them count.
+        block_table: ``[B, width]``, the pages of each sequence.
+        pages: pages of the cache.
+        page_size: keys of a page.
+        batch, position: sequence of each key, and its position in the sequence.
+        valid: False for padding.
 
     Returns:
-        ``page`` and ``place`` int64 (0 where there is none) and ``valid``, without the keys whose page does not exist.
+        ``page`` int64 (0 if not valid), ``place`` int64, the key's index in its page, and ``valid``, which is False
+        also for keys whose page is outside ``[0, pages)``.
     """
     if block_table.shape[1] == 0 or pages == 0:
         return torch.zeros_like(position), torch.zeros_like(position), torch.zeros_like(valid)
@@ -172,26 +149,29 @@ def in_pages(
 
 
 def flat_rows(x: Tensor, gaps: bool = True) -> tuple[Tensor, tuple[int, int, int]]:
-    """View ``[B, S, H, D]`` as ``[rows, D]`` in memory order, with what lies between if that is whole rows.
+    """View ``x [B, S, H, D]`` as rows of ``D`` elements in memory order. Copies ``x`` if there is no such view.
 
-    Dense memory is not copied, nor is half of a tensor (K and V in one) where no gradient is wanted.
+    Dense tensors are not copied. K that shares a tensor with V is not copied either, unless it needs a gradient. The
+    view then contains the rows of both.
 
     Args:
-        gaps: rows may lie between those of ``x``; else they are all that there is.
+        gaps: whether the view may contain rows that are not in ``x``.
 
     Returns:
-        ``rows`` and factors ``(fb, fs, fh)``: the vector at ``[b, s, h]`` is ``rows[b * fb + s * fs + h * fh]``.
+        ``rows [rows, D]`` and factors ``(fb, fs, fh)``: ``x[b, s, h]`` is ``rows[b * fb + s * fs + h * fh]``.
     """
     strides = x.stride()
     traced = torch.compiler.is_compiling() or transforms_active() or forward_mode()
     traced = traced or (torch.is_grad_enabled() and x.requires_grad)
-    pitch = 0 if traced or not x.numel() or strides[3] != 1 else _pitch(x)
+    pitch = 0  # elements from a row to the next
+    if not traced and x.numel() and strides[3] == 1:
+        pitch = math.gcd(*(stride for size, stride in zip(x.shape[:3], strides[:3], strict=True) if size > 1))
     if pitch >= x.shape[3]:
         last = sum((size - 1) * stride for size, stride in zip(x.shape[:3], strides[:3], strict=True)) // pitch
         if gaps or last < math.prod(x.shape[:3]):
             fb, fs, fh = (stride // pitch for stride in strides[:3])
             return x.as_strided((last + 1, x.shape[3]), (pitch, 1)), (fb, fs, fh)
-    # Dynamo cannot sort symbols: a traced call copies what is not in the usual order.
+    # Dynamo cannot sort symbolic strides, so a traced call copies a tensor whose dimensions are not in this order.
     order = [0, 1, 2] if torch.compiler.is_compiling() else sorted(range(3), key=lambda i: -strides[i])
     factors, step = [0, 0, 0], 1
     for i in reversed(order):
@@ -200,16 +180,14 @@ def flat_rows(x: Tensor, gaps: bool = True) -> tuple[Tensor, tuple[int, int, int
     return x.permute(*order, 3).reshape(step, x.shape[3]), (factors[0], factors[1], factors[2])
 
 
-def _pitch(x: Tensor) -> int:
-    """Elements of which the vectors of ``x`` begin multiples from the first; 0 for a lone one."""
-    return math.gcd(*(stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1))
-
-
 def max_length(lengths: Tensor, max_selected: int | None) -> tuple[int, bool]:
-    """The longest row, and whether shorter ones need a mask.
+    """``(L, masked)``: the slots of a packed row, and whether rows may have fewer keys than that.
 
-    With ``max_selected`` nothing is read from the device. Without it this is the one sync of a packed call, which
-    CUDA graph capture and ``torch.compile`` forbid.
+    With ``max_selected`` nothing is read from the device. Without it the longest row is read, which is the only sync
+    of a packed call.
+
+    Raises:
+        RuntimeError: the call would sync under ``torch.compile`` or CUDA graph capture.
     """
     if max_selected is not None:
         return max_selected, True
@@ -220,17 +198,17 @@ def max_length(lengths: Tensor, max_selected: int | None) -> tuple[int, bool]:
             "packing needs the longest row on the host: expected max_selected=<int> under torch.compile or CUDA graph "
             "capture, got None"
         )
-    shortest, longest = torch.stack(lengths.aminmax()).tolist()  # the one sync
+    shortest, longest = torch.stack(lengths.aminmax()).tolist()
     return int(longest), bool(shortest != longest)
 
 
 class PackedRows(NamedTuple):
-    """Rows with their selected keys side by side.
+    """The selected keys and values of each row, side by side.
 
     Attributes:
-        K: ``[N, L, D]``, zero past a row's length; ``N = B * S * HKV`` rows ordered batch, position, head.
+        K: ``[N, L, D]``, 0 after a row's last key. The ``N = B * S * HKV`` rows are ordered by batch, position, head.
         V: ``[N, L, Dv]``, likewise.
-        lengths: ``[N]`` int64, how many keys of each row are in ``K``: at most ``L``.
+        lengths: ``[N]`` int64, keys of each row in ``K``, at most ``L``.
     """
 
     K: Tensor
@@ -238,139 +216,141 @@ class PackedRows(NamedTuple):
     lengths: Tensor
 
 
-class Pages(NamedTuple):
-    """Of a paged cache: what turns a key's position into the page it lies in."""
+class Source(NamedTuple):
+    """K or V of a call, as rows to gather from."""
 
-    table: Tensor  # [B, width]
+    rows: Tensor  # [rows, D]; with `Gather.zero_row` the last row is zero
+    first: Tensor  # [N], for each packed row the row of this tensor with the first key of its sequence
+    step: int  # rows from a key to the next
+    jump: int  # rows from a page to the next; without pages from a batch entry to the next
+
+
+class Pages(NamedTuple):
+    """Where the keys of a paged cache are."""
+
+    block_table: Tensor  # [B, width]
     pages: int
-    page_size: int
-    batch: Tensor  # [N], whose page table a row reads
-    k_jump: int  # rows of K from page to page
-    v_jump: int
+    page_size: int  # keys
+    batch: Tensor  # [N], the sequence of each packed row
 
 
 class Gather(NamedTuple):
-    """What packing needs of one call, for any slice of its rows."""
+    """What is needed to pack any slice of the rows of a call."""
 
     starts: Tensor  # [N, n]
     ends: Tensor  # [N, n]
-    K: Tensor  # [rows of K, D]
-    V: Tensor  # [rows of V, Dv]
-    k_first: Tensor  # [N], row of K at which a row's sequence begins
-    v_first: Tensor
-    k_step: int
-    v_step: int
-    zero_row: bool  # the last row of K and of V is zero, for padding to point at
-    pages: Pages | None = None
+    k: Source
+    v: Source
+    zero_row: bool  # padded slots read a zero row; else they are set to zero after the copy
+    pages: Pages | None
 
     def buffers(self, rows: int, L: int) -> tuple[Tensor, Tensor]:
-        """Memory for :meth:`pack` to write ``rows`` rows to, again and again: on a CPU new pages cost as much."""
-        return self.K.new_empty(rows * L, self.K.shape[1]), self.V.new_empty(rows * L, self.V.shape[1])
+        """Memory for :meth:`pack` to reuse. On a CPU the page faults of new memory take as long as the copy."""
+        K, V = (x.rows.new_empty(rows * L, x.rows.shape[1]) for x in (self.k, self.v))
+        return K, V
 
     def pack(
         self, rows: slice, L: int, masked: bool, into: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``(K [R, L, D], V [R, L, Dv], valid [R, L])`` of some rows; unselected slots are zero if ``masked``."""
-        positions, lengths = gather_positions(self.starts[rows], self.ends[rows], L)
-        valid = torch.arange(L, device=positions.device) < lengths[:, None]
-        page, pages = None, self.pages
-        if pages is not None:
-            batch = pages.batch[rows, None]
-            page, positions, valid = in_pages(pages.table, pages.pages, pages.page_size, batch, positions, valid)
-        # Padding must not let a key that was not selected (it may be NaN) meet a zero weight.
-        padding = ~valid if masked else None
+        """``(K [R, L, D], V [R, L, Dv], valid [R, L])`` of some rows. If ``masked``, padded slots are zero."""
+        positions, valid = gather_positions(self.starts[rows], self.ends[rows], L)
+        page = None
+        if self.pages is not None:
+            table, pages, page_size, batch = self.pages
+            page, positions, valid = in_pages(table, pages, page_size, batch[rows, None], positions, valid)
+        padding = ~valid if masked else None  # padded slots must be 0: their weight is 0, but 0 * NaN would be NaN
 
-        def packed(x: Tensor, first: Tensor, step: int, jump: int, memory: Tensor | None) -> Tensor:
-            index = (positions * step).add_(first[rows, None])
+        def packed(x: Source, memory: Tensor | None) -> Tensor:
+            index = (positions * x.step).add_(x.first[rows, None])
             if page is not None:
-                index.add_(page, alpha=jump)
+                index.add_(page, alpha=x.jump)
             if padding is not None and self.zero_row:
-                index.masked_fill_(padding, x.shape[0] - 1)
-            out = take_rows(x, index, None if memory is None else memory[: index.numel()])
+                index.masked_fill_(padding, x.rows.shape[0] - 1)
+            out = take_rows(x.rows, index, None if memory is None else memory[: index.numel()])
             return out.masked_fill_(padding[..., None], 0) if padding is not None and not self.zero_row else out
 
         k_memory, v_memory = into or (None, None)
-        k_jump, v_jump = (0, 0) if pages is None else (pages.k_jump, pages.v_jump)
-        K = packed(self.K, self.k_first, self.k_step, k_jump, k_memory)
-        return K, packed(self.V, self.v_first, self.v_step, v_jump, v_memory), valid
+        return packed(self.k, k_memory), packed(self.v, v_memory), valid
 
 
 def take_rows(x: Tensor, index: Tensor, into: Tensor | None = None) -> Tensor:
-    """``x[index]`` for ``x [rows, D]``: ``[*index.shape, D]``, bitwise repeatable in its gradient too.
+    """``x[index]``, ``[*index.shape, D]``, for ``x [rows, D]``. Its gradient is bitwise equal from run to run.
 
-    ``into``: ``[index.numel(), D]``, memory for the result where no gradient is wanted.
+    Args:
+        into: ``[index.numel(), D]``, memory that the result may use; for calls without gradients.
     """
     flat = index.reshape(-1)
-    if forward_mode():  # other ways lose tangents, or refuse them
+    if forward_mode():  # the other ways lose tangents or raise
         out = x[flat]
     elif x.requires_grad and torch.is_grad_enabled():
-        # Gradients add with atomics after index_select on a GPU, after indexing in several threads of a CPU.
+        # Two gradients differ from run to run: index_select's on a GPU (atomics), and indexing's on a CPU (threads).
         out = x[flat] if x.is_cuda else F.embedding(flat, x)
-    elif x.is_cuda and not torch.compiler.is_compiling() and _sixteen_bytes(x):
-        # 16 bytes a thread, all threads busy: 2.2 TB/s on an H100, where every index_select of 128 to 256 bytes a row
-        # takes a kernel with one row a block and reaches 0.4 to 0.8.
+    elif (
+        x.is_cuda
+        and not torch.compiler.is_compiling()
+        and all(n * x.element_size() % 16 == 0 for n in (x.shape[1], x.stride(0), x.storage_offset()))
+    ):
+        # Rows are multiples of 16 bytes, and each thread copies 16 bytes: 2.2 TB/s on an H100. For rows of 128 to 256
+        # bytes, index_select uses a kernel with one row a block, which reaches 0.4 to 0.8 TB/s.
         out = torch.take_along_dim(x.view(torch.complex128), flat[:, None], 0).view(x.dtype)
     else:
         out = torch.index_select(x, 0, flat, out=into)
     return out.view(*index.shape, x.shape[1])
 
 
-def _sixteen_bytes(x: Tensor) -> bool:
-    """Whether rows are of whole 16 bytes and begin on such boundaries."""
-    return all(n * x.element_size() % 16 == 0 for n in (x.shape[1], x.stride(0), x.storage_offset()))
-
-
 def gather_for(k: Tensor, v: Tensor, spans: RowSpans, L: int, block_table: Tensor | None = None) -> Gather:
-    """Prepare packing ``L`` slots a row of ``spans`` from ``k`` and ``v``, ``[B, S_kv, HKV, D]`` or ``[T, HKV, D]``.
+    """Prepare to pack ``L`` slots a row.
 
-    With ``block_table`` they are ``[pages, page_size, HKV, D]``, and rows must be packed ``masked``.
+    Args:
+        k, v: ``[B, S_kv, HKV, D]`` or ``[T, HKV, D]``. With ``block_table`` they are ``[pages, page_size, HKV, D]``,
+            and rows must then be packed ``masked``.
     """
     k4, v4 = (x if x.dim() == 4 else x[None] for x in (k, v))
     HKV, n = spans.starts.shape[1:]
-    head = torch.arange(HKV, device=k.device)
     N = spans.batch.shape[0] * HKV
-    # A zero row costs a copy of K and V; without it the packed copy is masked, which is a pass over that.
+    head = torch.arange(HKV, device=k.device)
+    # Adding a zero row copies K and V. Without it, padded slots are zeroed in one more pass over the packed copy.
     zero_row = k4[..., 0].numel() * 2 <= N * L
-    flat, jumps = [], []
-    for x in (k4, v4):
-        rows, (fb, fs, fh) = flat_rows(x, gaps=not zero_row)  # they would be copied, too
+
+    def source(x: Tensor) -> Source:
+        rows, (fb, fs, fh) = flat_rows(x, gaps=not zero_row)  # gaps would be copied with the zero row
         entry = spans.batch * fb if block_table is None else torch.zeros_like(spans.batch)
         first = (entry + spans.offset * fs)[:, None] + head * fh
-        jumps.append(fb)
         if zero_row or rows.shape[0] == 0:
             rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
-        flat.append((rows, first.reshape(-1), fs))
-    (K, k_first, k_step), (V, v_first, v_step) = flat
+        return Source(rows, first.reshape(-1), fs, fb)
+
     starts, ends = spans.starts.reshape(N, n), spans.ends.reshape(N, n)
     pages = None
     if block_table is not None:
-        pages = Pages(block_table, k.shape[0], k.shape[1], spans.batch.repeat_interleave(HKV), jumps[0], jumps[1])
-    return Gather(starts, ends, K, V, k_first, v_first, k_step, v_step, zero_row, pages)
+        pages = Pages(block_table, k.shape[0], k.shape[1], spans.batch.repeat_interleave(HKV))
+    return Gather(starts, ends, source(k4), source(v4), zero_row, pages)
 
 
 def pack_rows(k: Tensor, v: Tensor, ranges: Tensor, *, max_selected: int | None = None) -> PackedRows:
-    """Copy each row's selected keys and values next to each other.
+    """Copy the selected keys and values of each row side by side.
 
     Args:
-        k: ``[B, S_kv, HKV, D]``. v: ``[B, S_kv, HKV, Dv]``. Floating, of one dtype and device, any strides.
-        ranges: ``[B, S, HKV, n, 2]`` int32 or int64, half-open spans, clamped to ``[0, S_kv]`` (not causally).
-        max_selected: host bound on the keys of a row; ``L`` of the result. Without it, one device sync. Of a row that
-            selects more, the first ``max_selected`` keys are packed.
+        k: ``[B, S_kv, HKV, D]``, fp16, bf16, fp32 or fp64, any strides.
+        v: ``[B, S_kv, HKV, Dv]``, dtype and device of ``k``, any strides.
+        ranges: ``[B, S, HKV, n, 2]`` int32 or int64, half-open spans. They are clamped to ``[0, S_kv]``, not causally.
+        max_selected: host bound on the keys of a row, and ``L`` of the result. A row that selects more keys is cut to
+            its first ``max_selected`` ones. Without it the longest row gives ``L``, which takes one device sync.
 
     Returns:
-        ``K [N, L, D]``, ``V [N, L, Dv]`` and ``lengths [N]`` int64, see :class:`PackedRows`. Keys lie in the order of
-        their spans, as often as these name them. ``L`` is ``max_selected``, or else the longest row.
+        :class:`PackedRows`: ``K [N, L, D]``, ``V [N, L, Dv]`` and ``lengths [N]``. Keys are in the order of their
+        spans. A key in several spans is copied several times.
 
     Raises:
-        TypeError: an argument that is no tensor, or a dtype or ``max_selected`` of another type than said.
-        ValueError: a shape or device that does not fit ``k``, or ``max_selected < 0``.
+        TypeError: an argument is not a tensor, or a dtype or the type of ``max_selected`` is not as above.
+        ValueError: a shape or device does not fit ``k``, or ``max_selected < 0``.
         RuntimeError: without ``max_selected`` under ``torch.compile`` or CUDA graph capture.
     """
     check_tensors(k=k, v=v, ranges=ranges)
     check_packing(k, v, ranges, max_selected)
     B, S = ranges.shape[:2]
-    limit, batch, offset = key_limits(B * S, S, k.shape[1], causal=False, device=k.device)
-    spans = row_spans(ranges, None, None, limit, batch, offset)
+    batch = torch.arange(B * S, device=k.device) // max(S, 1)
+    spans = row_spans(ranges, torch.full_like(batch, k.shape[1]), batch, torch.zeros_like(batch))
     lengths = spans.lengths().view(-1)
     L, masked = max_length(lengths, max_selected)
     K, V, _ = gather_for(k, v, spans, L).pack(slice(None), L, masked)
@@ -378,18 +358,19 @@ def pack_rows(k: Tensor, v: Tensor, ranges: Tensor, *, max_selected: int | None 
 
 
 def ranges_from_blocks(block_indices: Tensor, block_size: int, seqlen_k: int | None = None) -> Tensor:
-    """Spans of blocks: block ``b`` is ``[b * block_size, (b + 1) * block_size)``.
+    """The spans of blocks: block ``b`` is ``[b * block_size, (b + 1) * block_size)``.
 
     Args:
-        block_indices: ``[..., n]`` int32 or int64; negative = padding, in any slot, becomes the empty span ``[0, 0)``.
+        block_indices: ``[..., n]`` int32 or int64. A negative index, in any slot, is padding and gives ``[0, 0)``.
         block_size: keys per block, at least 1.
-        seqlen_k: clamp ends to this, 0 or more, and drop blocks that begin past it.
+        seqlen_k: keys of the sequence, at least 0. Ends are clamped to this; blocks that begin at or after it give
+            ``[0, 0)``.
 
     Returns:
         ``[..., n, 2]`` in the dtype of ``block_indices``.
 
     Raises:
-        TypeError: ``block_indices`` is no tensor or of another dtype, or a number is no int.
+        TypeError: ``block_indices`` is not a tensor or has another dtype, or a number is not an int.
         ValueError: ``block_size < 1`` or ``seqlen_k < 0``.
     """
     check_blocks(block_indices, block_size, seqlen_k)
@@ -397,7 +378,7 @@ def ranges_from_blocks(block_indices: Tensor, block_size: int, seqlen_k: int | N
     if seqlen_k is not None:
         top = min(top, seqlen_k)
     block_size = min(block_size, max(top, 1))
-    # A block so far out that its end would overflow lies past any tensor: it is empty, as is padding.
+    # A block whose end would overflow the dtype is beyond any tensor. Its span is empty, as is that of padding.
     inside = (block_indices >= 0) & (block_indices < top // block_size + int(seqlen_k is not None))
     start = torch.where(inside, block_indices, 0) * block_size
     length = torch.where(inside, (top - start).clamp(max=block_size), 0)
@@ -405,17 +386,18 @@ def ranges_from_blocks(block_indices: Tensor, block_size: int, seqlen_k: int | N
 
 
 def merge_ranges(ranges: Tensor) -> Tensor:
-    """The set of keys each row's spans cover, as sorted, disjoint, non-adjacent spans.
+    """Merge the spans of each row: the result selects the same keys, each once.
 
     Args:
-        ranges: ``[..., n, 2]`` int32 or int64, half-open; empty and reversed spans cover nothing.
+        ranges: ``[..., n, 2]`` int32 or int64, half-open. Empty and reversed spans select nothing.
 
     Returns:
-        ``[..., n, 2]`` in the dtype of ``ranges``, the merged spans first, then empty spans ``[0, 0)``.
+        ``[..., n, 2]`` in the dtype of ``ranges``: spans that are sorted and neither overlap nor touch, followed by
+        empty spans ``[0, 0)``.
 
     Raises:
-        TypeError: ``ranges`` is no tensor.
-        ValueError: ``ranges`` is of another dtype or shape.
+        TypeError: ``ranges`` is not a tensor.
+        ValueError: ``ranges`` has another dtype or shape.
     """
     check_tensors(ranges=ranges)
     if ranges.dim() < 2 or ranges.shape[-1] != 2 or ranges.dtype not in INDEX_DTYPES:
@@ -427,7 +409,7 @@ def merge_ranges(ranges: Tensor) -> Tensor:
     small = torch.iinfo(ranges.dtype).min
     start, end = flat.unbind(-1)
     empty = end <= start
-    start, order = start.masked_fill(empty, big).sort(-1)  # empty spans go last
+    start, order = start.masked_fill(empty, big).sort(-1)  # puts empty spans last
     end = end.masked_fill(empty, small).gather(-1, order)
     reach = end.cummax(-1).values
     opens = torch.ones_like(start, dtype=torch.bool)

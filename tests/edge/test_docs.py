@@ -161,7 +161,7 @@ def test_figures_are_those_of_the_code():
         USING: [
             f"`G` from 1 to {validate.MAX_GROUP}, `D` and `Dv` from {low} to {high}", bound,
             f"mean absolute error of at most {forward.MAE:g} for N(0, 1) inputs and rows of {forward.MAE_MIN_L} keys",
-            f"and {gpu.DEFAULT_MIN_L} keys where nobody measured",
+            f"and {gpu.DEFAULT_MIN_L} keys on a GPU that was not measured",
         ],
         PROVING: [
             bound, f"mean absolute error of at most {forward.MAE:g},", f"A baseline is {three} files",

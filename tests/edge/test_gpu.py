@@ -109,8 +109,8 @@ def test_a_whole_file_of_the_users_is_all_that_is_read(packaged, mine):
 # --- without a section ------------------------------------------------------------------------------------------------
 
 NOT_MEASURED = (
-    f"{NAME}: nobody measured when Triton pays here, so rows of fewer than 2048 keys use packed SDPA; Triton is "
-    "probably faster: `python -m nsa calibrate` measures it (a minute or two)"
+    f"{NAME}: not measured, so rows of fewer than 2048 keys use packed SDPA, though Triton is probably faster; "
+    "`python -m nsa calibrate` measures this GPU (a minute or two)"
 )
 
 

@@ -26,7 +26,7 @@ from nsa.testing.plugin import current_lane
 
 pytestmark = pytest.mark.usefixtures("fresh_routes", "fresh_plans", "untried")
 ROOT = Path(nsa.__file__).parents[1]
-HINT = " (NSA_PROBE=never launches it all the same)"
+HINT = " (NSA_PROBE=never launches the kernel without this check)"
 AT_LAUNCH = """
 import ctypes, os, signal, sys
 sys.path.insert(0, {root!r})

@@ -133,7 +133,7 @@ def points(speedup=2.0):
 
 def test_calibrate_writes_for_this_user_what_the_doctor_then_shows(gpu, monkeypatch, capsys, caplog):
     before = "\n".join(doctor.report())
-    assert "sel_triton_min_L = 2048: nobody measured this GPU" in before
+    assert "sel_triton_min_L = 2048: this GPU was not measured" in before
     assert before.endswith("python -m nsa calibrate")
     monkeypatch.setattr(calibrate, "time_thresholds", lambda device: injected(slow=64))
     assert nsa.__main__.main(["calibrate"]) == 0
@@ -216,7 +216,7 @@ def test_doctor_says_which_kernel_serves_what(gpu, caplog, values, otherwise):
     assert list(found) == list(ON)
     for kind, text in (ON | otherwise).items():
         assert found[kind].startswith(text), kind
-    assert caplog.records == [], "the doctor says itself that nobody measured"
+    assert caplog.records == [], "the doctor says itself that this GPU was not measured"
 
 
 def test_doctor_knows_when_no_triton_is_installed(gpu, monkeypatch):
@@ -272,13 +272,13 @@ def test_doctor_says_what_nobody_measured(gpu, monkeypatch, tmp_path):
     packaged = tmp_path / gpu.name
     lines = doctor.report()
     assert f"tiles      of 66 shapes, swept 2026-11-24, {packaged}" in lines
-    assert lines[-2:] == ["  nobody measured this GPU's threshold", "next       python -m nsa calibrate"]
+    assert lines[-2:] == ["  not measured on this GPU: threshold", "next       python -m nsa calibrate"]
     packaged.unlink()
     settings.reload()
     lines = doctor.report()
-    assert "schedules  query-major everywhere: nobody measured key-major" in lines
-    assert "tiles      by rules: nobody swept this GPU" in lines
-    assert lines[-2] == "  nobody measured this GPU's threshold and crossover"
+    assert "schedules  query-major everywhere: key-major was not measured" in lines
+    assert "tiles      by rules: this GPU was not swept" in lines
+    assert lines[-2] == "  not measured on this GPU: threshold and crossover"
 
 
 def test_calibrate_keeps_what_it_does_not_measure(gpu, tmp_path):

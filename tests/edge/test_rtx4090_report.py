@@ -161,7 +161,7 @@ def test_nobody_measured_the_card(document, caplog, monkeypatch, tmp_path):
         places = [audit.BASELINES / slug, gpu.PACKAGED / f"{slug}.yaml"]
         assert not [path for path in places if path.exists()], "somebody measured it: rewrite docs/rtx4090-report.md"
         assert f"rows of fewer than {gpu.min_L_for(CARD)} keys use packed SDPA" in document
-        assert "`python -m nsa calibrate` measures it (a minute or two)" in caplog.text
+        assert "`python -m nsa calibrate` measures this GPU (a minute or two)" in caplog.text
     finally:
         monkeypatch.undo()
         settings.reload()

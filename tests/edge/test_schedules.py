@@ -56,7 +56,7 @@ def test_order_of_the_file_does_not_matter(folder):
 
 def test_nobody_measured_anything(folder):
     assert routing.key_major_from(GPU, 1) is None
-    assert routing.describe(GPU) == "query-major everywhere: nobody measured key-major"
+    assert routing.describe(GPU) == "query-major everywhere: key-major was not measured"
 
 
 def test_a_gpu_nobody_measured_uses_the_stand_in(folder):
@@ -278,7 +278,7 @@ def test_the_stand_in_is_said(folder, gpu):
     with nsa.configure(sel_triton_min_L=0):
         plan = planned()
     text = f"2 queries or more with G = 1: key-major is faster, measured on {routing.STAND_IN}"
-    assert (plan.route, plan.reason) == ("key_major", f"{text} (nobody measured {GPU})")
+    assert (plan.route, plan.reason) == ("key_major", f"{text} ({GPU} was not measured)")
 
 
 def test_where_there_is_no_gpu_it_runs_by_name_only(folder, monkeypatch):
