@@ -1,4 +1,4 @@
-"""What a perf run leaves behind when it was asked to: a CSV, thresholds, schedules, tiles, a report."""
+"""The files that a perf run writes on request: a CSV, thresholds, schedules, tiles, a report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nsa.testing.report.recording import Fact, Recording, newest_of
 
 
 def this_run(facts: list[Fact]) -> Recording:
-    """The facts of a running session, as if it had been recorded."""
+    """The facts of the running session as a recording."""
     lane = current_lane()
     now = datetime.datetime.now(datetime.timezone.utc).isoformat()
     torch_version = str(facts[0].get("torch")) if facts else ""
@@ -24,9 +24,9 @@ def this_run(facts: list[Fact]) -> Recording:
 
 
 def finish(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> list[str]:
-    """Write what was asked for; returns lines that say where it is, or why it is not.
+    """Write the files that options ask for. Returns a line for each, with its path or the reason why it is missing.
 
-    A green run that could not write what it was asked for ends red.
+    If a file cannot be written, a green run ends red.
     """
     if session.config.getoption("collectonly", False):
         return []
@@ -73,7 +73,7 @@ def _write_report(session: pytest.Session, facts: list[Fact], rows: list[dict[st
 def _update_thresholds(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
     from nsa.tuning import thresholds
 
-    if session.exitstatus != pytest.ExitCode.OK:  # the gate has had its say: this hook runs last
+    if session.exitstatus != pytest.ExitCode.OK:
         raise ValueError("thresholds not written: only a green run may change them")
     decision = thresholds.decide(facts)
     run = next((fact for fact in facts if fact.get("gpu")), {})
@@ -92,7 +92,7 @@ def _update_schedules(session: pytest.Session, facts: list[Fact], rows: list[dic
 def _write_tiles(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
     from nsa.tuning import sweep
 
-    if session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.INTERRUPTED):  # the shapes it got to are whole
+    if session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.INTERRUPTED):  # finished shapes are complete
         raise ValueError("tiles not written: a red run may not change them")
     entries = [fact["tiles"] for fact in facts if fact.get("tiles")]
     return f"tiles: {len(entries)} shapes written to {sweep.write(entries, facts[0] if facts else {})}"

@@ -1,4 +1,4 @@
-"""The options of a perf run: how it is sampled, shapes by hand, and what it writes (`artifacts.py`)."""
+"""The options of a perf run: sampling, shapes by hand, and the files that it writes (`artifacts.py`)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import pytest
 from nsa.testing.machine import current_lane
 
 WRITES = ("nsa_csv", "nsa_report", "nsa_update_thresholds", "nsa_update_schedules", "nsa_sweep")
-"""Options that have a run leave something behind."""
+"""Options with which a run writes files."""
 DEFAULT_SHAPE = "L=64:1024"
 BY_HAND = ("nsa_shape", "nsa_dist", "nsa_decode", "nsa_csv")
 SAMPLING = {"nsa_iters": 50, "nsa_warmup": 5, "nsa_seed": 0, "nsa_streams": 1}
-"""How everything is sampled unless asked for otherwise; baselines always."""
+"""The default sampling. Baselines always have it."""
 
 
 def add_options(group: Any) -> None:
-    """The options of this module, for the plugin's `pytest_addoption`."""
+    """Add the options of this module."""
     group.addoption(
         "--nsa-shape",
         action="append",
         metavar="SHAPE",
         help="benchmark only these shapes: N=1024,H=8,D=128,Dv=128,L=64:1024 (powers of two), N=64,256,H=8 (a list), "
-        "dtype=fp16; what is left out has a default (repeatable)",
+        "dtype=fp16; keys that are left out have defaults (repeatable)",
     )
     group.addoption("--nsa-dist", metavar="DIST,…", help="few, many, mixed or a list, for --nsa-shape (default: many)")
     group.addoption("--nsa-decode", action="store_true", help="the shapes by hand also as decode steps")
@@ -50,22 +50,22 @@ def add_options(group: Any) -> None:
 
 
 def spelled(name: str) -> str:
-    """An option as it is typed: `--nsa-iters` for `nsa_iters`."""
+    """An option as a user types it: `--nsa-iters` for `nsa_iters`."""
     return f"--{name.replace('_', '-')}"
 
 
 def has_benchmarks(config: pytest.Config) -> bool:
-    """Whether pytest-benchmark is there, by whichever of its names it was registered."""
+    """Whether the plugin pytest-benchmark is active."""
     return hasattr(config.option, "benchmark_compare")
 
 
 def by_hand(config: pytest.Config) -> bool:
-    """Whether this run is of shapes by hand only."""
+    """Whether this run has shapes by hand, and so nothing else."""
     return any(config.getoption(name) for name in BY_HAND)
 
 
 def shapes(config: pytest.Config) -> list[Any]:
-    """The cases of the shapes by hand, none if there are none. Raises ValueError naming option and value."""
+    """The cases of the shapes by hand. Raises ValueError naming option and value."""
     from nsa.testing.shapes import parse_dists, shape_cases
 
     if not by_hand(config):
@@ -78,19 +78,19 @@ def shapes(config: pytest.Config) -> list[Any]:
 
 
 def sampled_otherwise(config: pytest.Config) -> dict[str, int]:
-    """What this run has instead of `SAMPLING`."""
+    """The options of this run that differ from `SAMPLING`."""
     return {name: config.getoption(name) for name, usual in SAMPLING.items() if config.getoption(name) != usual}
 
 
 def sampling_again(config: pytest.Config) -> str:
-    """The options by which another run is sampled and checked as this one, for a command line; empty by default."""
+    """The command-line options with which another run is sampled and checked as this one; empty by default."""
     options = [f" {spelled(name)} {number}" for name, number in sampled_otherwise(config).items()]
     options += [f" {spelled(name)}" for name in ("nsa_full", "nsa_hot", "nsa_no_check") if config.getoption(name)]
     return "".join(options)
 
 
 def by_hand_again(config: pytest.Config) -> str:
-    """The options by which another run has the same shapes by hand, for a command line; empty if there are none."""
+    """The command-line options with which another run has the same shapes by hand; empty without such shapes."""
     if not by_hand(config):
         return ""
     words = [word for shape in config.getoption("nsa_shape") or [DEFAULT_SHAPE] for word in ("--nsa-shape", shape)]
@@ -100,7 +100,7 @@ def by_hand_again(config: pytest.Config) -> str:
 
 
 def check(config: pytest.Config) -> None:
-    """Refuse at once what could only fail at the end. Raises pytest.UsageError."""
+    """Raise pytest.UsageError at once for options with which the run could only fail at its end."""
     try:
         shapes(config)
     except ValueError as error:
@@ -118,7 +118,7 @@ def check(config: pytest.Config) -> None:
             _check_own_cases(config, f"--nsa-{name.replace('_', '-')}")
     for what in ("thresholds", "schedules"):
         if {f"update_{what}", "sweep"} <= set(asked):
-            raise pytest.UsageError(f"--nsa-sweep changes what {what} rest on: leave out --nsa-update-{what}")
+            raise pytest.UsageError(f"--nsa-sweep changes tiles, and so {what}: leave out --nsa-update-{what}")
     if "sweep" in asked and config.getoption("benchmark_compare", None):
         raise pytest.UsageError("--nsa-sweep runs no benchmark of a baseline: leave out --benchmark-compare")
     missing = [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]
@@ -131,7 +131,7 @@ def check(config: pytest.Config) -> None:
 
 
 def _check_own_cases(config: pytest.Config, option: str) -> None:
-    """What decides for everybody is measured on a GPU, cold, checked, on its own cases."""
+    """Raise pytest.UsageError unless this run is on a GPU, with cold buffers, checked results and its own cases."""
     if current_lane() != "gpu" and not config.option.collectonly:
         raise pytest.UsageError(f"{option} needs an NVIDIA GPU: Triton is not timed on a CPU")
     wrong = [name for name in ("hot", "no_check") if config.getoption(f"nsa_{name}", False)]

@@ -357,7 +357,7 @@ def test_a_damaged_file_is_an_error(project):
         (["-n", "2"], "--benchmark-compare needs benchmarks, and under xdist there are none: leave out -n"),
         (["--benchmark-disable"], "--benchmark-compare needs benchmarks: leave out --benchmark-disable"),
         (["--benchmark-skip"], "--benchmark-compare needs benchmarks: leave out --benchmark-skip"),
-        (["--nsa-hot"], "--benchmark-compare: what is gated or recorded is timed on cold buffers: leave out --nsa-hot"),
+        (["--nsa-hot"], "--benchmark-compare: gated and recorded times are of cold buffers: leave out --nsa-hot"),
         (["--nsa-no-check"], "*is gated or recorded is checked first: leave out --nsa-no-check"),
     ],
     ids=["xdist", "disabled", "skipped", "hot", "unchecked"],
@@ -467,7 +467,7 @@ def test_a_storage_elsewhere_that_pytest_takes_for_a_path_is_refused(project, tm
         assert section(result)[-1] == "gate: 4 pass, 0 FAIL, 0 AMBIGUOUS, 0 cannot gate"
     else:
         assert result.ret == 1
-        result.stderr.fnmatch_lines([f"*pytest takes it for a path of tests: write --benchmark-storage={storage}"])
+        result.stderr.fnmatch_lines([f"*takes the folder for a path of tests: write --benchmark-storage={storage}"])
 
 
 def test_the_report_has_what_was_gated_beside_this_run(project, tmp_path_factory):

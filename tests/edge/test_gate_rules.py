@@ -229,7 +229,7 @@ def test_two_trees(base, head, again, kind):
     found = judge("x", old, side(*head), again and (lambda: (old, side(*again))), paired=True)
     assert found.kind == kind
     if kind == "AMBIGUOUS":
-        assert found.reason == "not in every process: the base's slowest had 1.21, this tree's fastest 1.2"
+        assert found.reason == "not in every process: highest ratio of the base 1.21, lowest of this tree 1.2"
 
 
 # --- a session -------------------------------------------------------------------------------------------------------
