@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nsa import gpu
+from nsa.testing import options
 from nsa.testing.gate.hooks import compared_with
 from nsa.testing.machine import commit, current_lane, device_name, triton_version
 from nsa.testing.report.recording import Fact, Recording, newest_of
@@ -30,21 +31,19 @@ def finish(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]
     """
     if session.config.getoption("collectonly", False):
         return []
-    asked = (
-        ("csv", _write_csv),
-        ("update_thresholds", _update_thresholds),
-        ("update_schedules", _update_schedules),
-        ("sweep", _write_tiles),
-        ("report", _write_report),
-    )
+    asked = {
+        "nsa_csv": _write_csv,
+        "nsa_update_thresholds": _update_thresholds,
+        "nsa_update_schedules": _update_schedules,
+        "nsa_sweep": _write_tiles,
+        "nsa_report": _write_report,
+    }
     notes = []
-    for name, write in asked:
-        if not session.config.getoption(f"nsa_{name}"):
-            continue
+    for name in filter(session.config.getoption, asked):
         try:
-            notes.append(write(session, facts, rows))
+            notes.append(asked[name](session, facts, rows))
         except (ValueError, OSError) as error:
-            notes.append(f"--nsa-{name.replace('_', '-')}: {error}")
+            notes.append(f"{options.spelled(name)}: {error}")
             if session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
     return notes

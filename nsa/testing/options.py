@@ -19,6 +19,12 @@ SAMPLING = {"nsa_iters": 50, "nsa_warmup": 5, "nsa_seed": 0, "nsa_streams": 1}
 """The default sampling. Baselines always have it."""
 
 
+def add_flags(group: Any, texts: dict[str, str]) -> None:
+    """Add options without a value, each with its help text."""
+    for name, text in texts.items():
+        group.addoption(name, action="store_true", help=text)
+
+
 def add_options(group: Any) -> None:
     """Add the options of this module."""
     group.addoption(
@@ -29,24 +35,16 @@ def add_options(group: Any) -> None:
         "dtype=fp16; keys that are left out have defaults (repeatable)",
     )
     group.addoption("--nsa-dist", metavar="DIST,…", help="few, many, mixed or a list, for --nsa-shape (default: many)")
-    group.addoption("--nsa-decode", action="store_true", help="the shapes by hand also as decode steps")
     group.addoption("--nsa-csv", metavar="FILE", help="write the shapes by hand as CSV, the old columns first")
-    group.addoption(
-        "--nsa-update-thresholds",
-        action="store_true",
-        help="also time what a threshold needs, and write it to nsa/configs/gpus/<gpu>.yaml (GPU only)",
-    )
-    group.addoption(
-        "--nsa-update-schedules",
-        action="store_true",
-        help="also time key-major beside query-major, and write it to nsa/configs/gpus/<gpu>.yaml (GPU only)",
-    )
-    group.addoption(
-        "--nsa-sweep",
-        action="store_true",
-        help="instead of the benchmarks, try tiles and write them to nsa/configs/gpus/<gpu>.yaml (GPU only)",
-    )
-    group.addoption("--nsa-report", metavar="DIR", help="write report.md, report.csv and report.html there")
+    group.addoption("--nsa-report", metavar="DIR", help="write report.md, report.csv and report.html to this folder")
+    file = "nsa/configs/gpus/<gpu>.yaml (GPU only)"
+    flags = {
+        "--nsa-decode": "time the shapes by hand also as decode steps",
+        "--nsa-update-thresholds": f"also time what a threshold needs, and write the threshold to {file}",
+        "--nsa-update-schedules": f"also time key-major beside query-major, and write the crossover to {file}",
+        "--nsa-sweep": f"instead of the benchmarks, try tiles and write them to {file}",
+    }
+    add_flags(group, flags)
 
 
 def spelled(name: str) -> str:
@@ -99,6 +97,16 @@ def by_hand_again(config: pytest.Config) -> str:
     return f" {shlex.join(words)}"
 
 
+def without_benchmarks(config: pytest.Config, option: str) -> str | None:
+    """Why this run has no benchmarks, which `option` needs; None if it has."""
+    given = config.option
+    if getattr(given, "dist", "no") != "no" or getattr(given, "numprocesses", None) or hasattr(config, "workerinput"):
+        return f"{option} needs benchmarks, and under xdist there are none: leave out -n"
+    if getattr(given, "benchmark_disable", False) and not getattr(given, "benchmark_enable", False):
+        return f"{option} needs benchmarks: leave out --benchmark-disable"
+    return None
+
+
 def check(config: pytest.Config) -> None:
     """Raise pytest.UsageError at once for options with which the run could only fail at its end."""
     try:
@@ -108,11 +116,8 @@ def check(config: pytest.Config) -> None:
     asked = [name.removeprefix("nsa_") for name in WRITES if config.getoption(name)]
     if not asked:
         return
-    option = f"--nsa-{asked[0].replace('_', '-')}"
-    if config.getoption("dist", "no") != "no" or hasattr(config, "workerinput"):
-        raise pytest.UsageError(f"{option} needs benchmarks, and under xdist there are none: leave out -n")
-    if config.getoption("benchmark_disable", False) and not config.getoption("benchmark_enable", False):
-        raise pytest.UsageError(f"{option} needs benchmarks: leave out --benchmark-disable")
+    if (reason := without_benchmarks(config, f"--nsa-{asked[0].replace('_', '-')}")) is not None:
+        raise pytest.UsageError(reason)
     for name in ("update_thresholds", "update_schedules", "sweep"):
         if name in asked:
             _check_own_cases(config, f"--nsa-{name.replace('_', '-')}")

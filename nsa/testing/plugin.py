@@ -85,7 +85,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "f(q, k, v, *, ranges, causal, scale, return_lse=False), with block_indices and block_size for @blocks, or on "
         "packed rows for @dense (repeatable)",
     )
-    group.addoption("--nsa-full", action="store_true", help="benchmark the full matrix, not core")
     for name, what in (
         ("nsa_iters", "samples per benchmark"),
         ("nsa_warmup", "warm-ups per benchmark"),
@@ -95,12 +94,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default = options.SAMPLING[name]
         text = f"{what} (default: {default})"
         group.addoption(options.spelled(name), type=int, default=default, metavar="N", help=text)
-    group.addoption("--nsa-hot", action="store_true", help="time on buffers in L2, not on cold, rotated ones")
-    group.addoption(
-        "--nsa-no-check",
-        action="store_true",
-        help="time without checking results first; only impossible times are refused",
-    )
+    flags = {
+        "--nsa-full": "benchmark the full matrix, not core",
+        "--nsa-hot": "time on buffers in L2, not on cold, rotated ones",
+        "--nsa-no-check": "time without checking results first; only impossible times are refused",
+    }
+    options.add_flags(group, flags)
     profiles.add_option(group)
     options.add_options(group)
 
@@ -125,14 +124,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if parallel and not any(getattr(config.option, name, None) for name in asked):
         config.option.benchmark_disable = True  # pytest-benchmark would do the same, with a warning
     if hasattr(config, "workerinput"):
-        _share_cores(int(config.workerinput["workercount"]))
+        # By default torch uses all cores in each worker, which is slower.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(config.workerinput["workercount"])))
     elif options.has_benchmarks(config):
         options.check(config)
-
-
-def _share_cores(workers: int) -> None:
-    """Share the cores among xdist workers. By default torch uses all cores in each of them, which is slower."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)

@@ -103,17 +103,16 @@ class Verdicts:
             told: Any = facts
             spec, lane, case, outcome, found, reason, exercised = told
             tally = self.tallies.setdefault((str(spec), str(lane)), Tally())
+            if outcome == "skipped":
+                tally.skipped.setdefault(case, reason)
+                continue
+            tally.exercised.update(exercised)
             if outcome == "passed":
                 tally.right.add(case)
-                tally.exercised.update(exercised)
-            elif outcome == "skipped":
-                tally.skipped.setdefault(case, reason)
             elif found is None:
                 tally.wrong.setdefault(case, None)
-                tally.exercised.update(exercised)
             else:
                 tally.wrong[case] = [*(tally.wrong.get(case) or []), *found]
-                tally.exercised.update(exercised)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

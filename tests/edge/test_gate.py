@@ -358,7 +358,7 @@ def test_a_damaged_file_is_an_error(project):
         (["--benchmark-disable"], "--benchmark-compare needs benchmarks: leave out --benchmark-disable"),
         (["--benchmark-skip"], "--benchmark-compare needs benchmarks: leave out --benchmark-skip"),
         (["--nsa-hot"], "--benchmark-compare: gated and recorded times are of cold buffers: leave out --nsa-hot"),
-        (["--nsa-no-check"], "*is gated or recorded is checked first: leave out --nsa-no-check"),
+        (["--nsa-no-check"], "*gated and recorded benchmarks are checked first: leave out --nsa-no-check"),
     ],
     ids=["xdist", "disabled", "skipped", "hot", "unchecked"],
 )

@@ -179,7 +179,7 @@ def time_streams(
     if first.how != "graph":
         return None
     cycles = first.calls[0] // length
-    replays = [first.replays[0], *(_capture(s, cycles, torch.cuda.graph_pool_handle()) for s in shares[1:])]
+    replays = [first.replays[0], *(_capture([*s] * cycles, torch.cuda.graph_pool_handle()) for s in shares[1:])]
     lanes = [_lane(torch.cuda.current_device(), i) for i in range(streams)]
 
     def together() -> None:
@@ -224,7 +224,7 @@ def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any, parts: int = 1)
     torch.cuda.synchronize()
     refused = ""
     try:
-        replays: list[Fn] = [_capture(piece, 1, pool) for piece in pieces]
+        replays: list[Fn] = [_capture(piece, pool) for piece in pieces]
         how = "graph"
     except RuntimeError as error:  # the call synchronizes or allocates, as some kernels of others and of torch do
         torch.cuda.synchronize()
@@ -233,13 +233,14 @@ def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any, parts: int = 1)
     replays[0]()
     enough = 0.9 * replay_s
     once = part_s = min(_elapsed(replays[0]) for _ in range(2))
-    cycles, once_through = 1, replays[0]
+    cycles = 1
     for _ in range(2 if parts == 1 else 0):  # twice, because on an idle GPU `once` includes time of the host
         wanted = min(math.ceil(cycles * replay_s / part_s), MOST_CALLS // len(calls))
         if part_s >= enough or wanted <= cycles:
             break
         cycles = wanted
-        replays = [_capture(calls, cycles, pool) if how == "graph" else _repeat(once_through, cycles)]
+        cycled = [*calls] * cycles
+        replays = [_capture(cycled, pool) if how == "graph" else functools.partial(_each, cycled)]
         replays[0]()
         part_s = min(_elapsed(replays[0]) for _ in range(2))
     replayed = min(parts, math.ceil(enough / part_s))
@@ -250,14 +251,6 @@ def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any, parts: int = 1)
 def _each(calls: Sequence[Fn]) -> None:
     for call in calls:
         call()
-
-
-def _repeat(fn: Fn, times: int) -> Fn:
-    def repeated() -> None:
-        for _ in range(times):
-            fn()
-
-    return repeated
 
 
 # One stream for all graphs: a graph captured on a fifth stream takes 0.2 us longer a launch (docs/notebook/timing.md).
@@ -273,7 +266,7 @@ def _lane(device: int, number: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _capture(calls: Sequence[Fn], cycles: int, pool: Any) -> Fn:
+def _capture(calls: Sequence[Fn], pool: Any) -> Fn:
     """As `torch.cuda.graph`, without its `gc.collect()` and `empty_cache()`, which would take longer than the timing.
 
     All graphs share a memory pool, because they are replayed one after the other and their outputs are not read.
@@ -287,9 +280,7 @@ def _capture(calls: Sequence[Fn], cycles: int, pool: Any) -> Fn:
         with torch.cuda.stream(stream):
             try:
                 graph.capture_begin(pool=pool)
-                for _ in range(cycles):
-                    for call in calls:
-                        call()
+                _each(calls)
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # reports the failed capture once more
                     graph.capture_end()

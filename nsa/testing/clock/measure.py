@@ -6,7 +6,7 @@ A comparator whose result is wrong is listed as wrong, and is not timed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -113,9 +113,8 @@ def run_facts(device: torch.device) -> dict[str, Any]:
 def verdict(impl: Contestant, oracle: Oracle) -> str | None:
     """None if the implementation runs and is right; otherwise the reason, in one line."""
     p = oracle.problem
-    if (reason := impl.supports(p.case)) is not None:
-        return f"unsupported: {reason}"
-    try:
+
+    def check() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns why a backend of SDPA does not take a call
             result = impl.run(p)
@@ -123,6 +122,16 @@ def verdict(impl: Contestant, oracle: Oracle) -> str | None:
             assert_parity(result, oracle, impl.name)
         else:
             impl.other.check(p, result if isinstance(result, torch.Tensor) else result[0])
+
+    return why_not(impl.supports(p.case), check)
+
+
+def why_not(unsupported: str | None, check: Callable[[], None]) -> str | None:
+    """None if `unsupported` is None and `check` raises nothing; otherwise the reason, in one line."""
+    if unsupported is not None:
+        return f"unsupported: {unsupported}"
+    try:
+        check()
     except NotImplementedError as e:
         return f"unsupported: {e}"
     except AssertionError as e:

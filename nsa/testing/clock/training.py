@@ -8,6 +8,7 @@ around eager calls take the time, implementations in turn. The calls last millis
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,10 +19,10 @@ from torch import Tensor
 
 import nsa
 from nsa.call import Call
-from nsa.dispatch import failures
 from nsa.plain.oracle import selection_reference
 from nsa.testing.clock.cuda import EVENT_TICK_S
 from nsa.testing.clock.guard import Ceilings, guard
+from nsa.testing.clock.measure import why_not
 from nsa.testing.clock.timing import LEAST, Timing, in_turn
 from nsa.testing.contestants import prefill
 from nsa.testing.contestants.peers import FLA, fla_supports, installed, tune_for
@@ -168,20 +169,13 @@ def draw_do(p: Problem) -> Tensor:
 
 def verdict(one: Trainee, p: Problem, do: Tensor) -> str | None:
     """None if it runs and, if it selects, its gradients are right; otherwise the reason."""
-    reason = one.supports(p.case)
-    if reason is not None:
-        return f"unsupported: {reason}"
-    try:
+
+    def check() -> None:
         got = gradients(one, p, do)
         if one.selects:
             check_gradients(p, do, got, one.name)
-    except NotImplementedError as error:
-        return f"unsupported: {error}"
-    except AssertionError as error:
-        return f"wrong: {error}"
-    except failures() as error:
-        return f"cannot run: {type(error).__name__}: {(str(error).splitlines() or ['no message'])[0][:150]}"
-    return None
+
+    return why_not(one.supports(p.case), check)
 
 
 def _leaves(p: Problem) -> list[Tensor]:
@@ -269,28 +263,22 @@ def check_gradients(p: Problem, do: Tensor, got: Gradients, name: str) -> None:
     if p.block_indices is None:
         return
     assert p.block_size is not None
-    for head in sorted({0, p.case.HKV - 1}):
-        exact_k, exact_v = _first_block(p, do, head)
-        where = f"{name} on {describe(p)}: {{}} of the first block, KV head {head}"
-        _assert_near(dk[:, : p.block_size, head], exact_k, where.format("dk"))
-        _assert_near(dv[:, : p.block_size, head], exact_v, where.format("dv"))
-    for block in _some_blocks(p):
-        keys = slice(block * p.block_size, (block + 1) * p.block_size)
-        for head in sorted({0, p.case.HKV - 1}):
-            readers = (p.block_indices[:, :, head] == block).any(-1).any(0).nonzero()[:, 0]
+    count = -(-p.k.shape[1] // p.block_size)
+    # A few later blocks. Earlier ones are read by so many queries that exact gradients would take too long.
+    later = sorted({count * i // BLOCKS - 1 for i in range(2, BLOCKS + 1)} | {count // 2})
+    for block, head in itertools.product((None, *later), sorted({0, p.case.HKV - 1})):  # None: the first
+        keys = slice((block or 0) * p.block_size, ((block or 0) + 1) * p.block_size)
+        if block is None:
+            exact_of_keys, where = _first_block(p, do, head), f"the first block, KV head {head}"
+        else:
+            listed: Tensor = p.block_indices[:, :, head] == block
+            readers = listed.any(-1).any(0).nonzero()[:, 0]
             if not readers.numel():
                 continue
-            _, dk_exact, dv_exact = _exact(p, do, readers, slice(head, head + 1))
-            where = f"{name} on {describe(p)}: {{}} of block {block}, KV head {head}, {readers.numel()} queries"
-            _assert_near(dk[:, keys, head], dk_exact[:, keys, 0], where.format("dk"))
-            _assert_near(dv[:, keys, head], dv_exact[:, keys, 0], where.format("dv"))
-
-
-def _some_blocks(p: Problem) -> list[int]:
-    """A few later blocks. Earlier ones are read by so many queries that exact gradients would take too long."""
-    assert p.block_size is not None
-    count = -(-p.k.shape[1] // p.block_size)
-    return sorted({count * i // BLOCKS - 1 for i in range(2, BLOCKS + 1)} | {count // 2})
+            exact_k, exact_v = (x[:, keys, 0] for x in _exact(p, do, readers, slice(head, head + 1))[1:])
+            exact_of_keys, where = (exact_k, exact_v), f"block {block}, KV head {head}, {readers.numel()} queries"
+        for which, x, exact in zip(("dk", "dv"), (dk, dv), exact_of_keys, strict=True):
+            _assert_near(x[:, keys, head], exact, f"{name} on {describe(p)}: {which} of {where}")
 
 
 def _first_block(p: Problem, do: Tensor, head: int) -> tuple[Tensor, Tensor]:

@@ -124,10 +124,8 @@ def notes(architecture: Architecture, kernels: list[Compiled], limits: Limits, r
         return [f"{where}: compiled only: with this Triton the assembler's report cannot be read"]
     if not limits:
         return [f"{where}: no budgets of this release: only absolute limits hold; {COMMAND.format(architecture.name)}"]
-    fewer = 0
-    for k in kernels:
-        registers, spills = limits.get(k.name, (0, 0))
-        fewer += (k.registers or 0) < registers or (k.spills or 0) < spills
+    seen = ((limits.get(k.name, (0, 0)), k.registers or 0, k.spills or 0) for k in kernels)
+    fewer = sum(registers < budget[0] or spills < budget[1] for budget, registers, spills in seen)
     return [f"{where}: {fewer} kernels need less than budgeted: {COMMAND.format(architecture.name)}"] * bool(fewer)
 
 

@@ -31,19 +31,13 @@ gate_key = pytest.StashKey[Gate | None]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("nsa", "selection attention")
-    group.addoption(
-        "--nsa-save-baseline",
-        action="store_true",
-        help="run the perf session in three processes, and keep the results as this device's baseline if all are green",
-    )
-    group.addoption(
-        "--nsa-accept-regression", action="store_true", help="save a baseline even if a benchmark became slower"
-    )
-    group.addoption(
-        "--nsa-strict",
-        action="store_true",
-        help="exit with status 1 also if a verdict is ambiguous or if nothing was gated",
-    )
+    flags = {
+        "--nsa-save-baseline": "run the perf session in three processes, and keep the results as the baseline of this "
+        "device if all are green",
+        "--nsa-accept-regression": "save a baseline even if a benchmark became slower",
+        "--nsa-strict": "exit with status 1 also if a verdict is ambiguous or if nothing was gated",
+    }
+    options.add_flags(group, flags)
     group.addoption(
         "--nsa-against",
         metavar="REF",
@@ -67,10 +61,8 @@ def refusal(config: pytest.Config) -> str | None:
     if not asked:
         return None
     first = options.spelled(asked[0])
-    if getattr(option, "dist", "no") != "no" or getattr(option, "numprocesses", None):
-        return f"{first} needs benchmarks, and under xdist there are none: leave out -n"
-    if option.benchmark_disable and not option.benchmark_enable:
-        return f"{first} needs benchmarks: leave out --benchmark-disable"
+    if (reason := options.without_benchmarks(config, first)) is not None:
+        return reason
     if option.benchmark_skip and not option.benchmark_only:
         return f"{first} needs benchmarks: leave out --benchmark-skip"
     baseline = option.nsa_save_baseline or option.nsa_recording
@@ -128,7 +120,15 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     if reason is not None:
         print(f"ERROR: {reason}", file=sys.stderr)
         return 1
-    return _against(config) if option.nsa_against else _record(config)
+    run, failed = (_against, "nothing was compared") if option.nsa_against else (_record, "no baseline saved")
+    try:
+        return run(config)
+    except KeyboardInterrupt:
+        print(f"{failed}: interrupted", file=sys.stderr)
+        return int(pytest.ExitCode.INTERRUPTED)
+    except (against.NotCompared, store.NotSaved, OSError) as e:
+        print(f"{failed}: {e}", file=sys.stderr)
+        return getattr(e, "status", 1)
 
 
 def _refused_parent(config: pytest.Config) -> str | None:
@@ -155,31 +155,14 @@ def _against(config: pytest.Config) -> int:
         width = apart.get(given[0], 0)
         arguments += [] if width else given[:1]
         del given[: width or 1]
-    try:
-        paths = [word for word in arguments if word in config.args]
-        return against.compare(ref, arguments, paths, config.rootpath, config.option.nsa_strict)
-    except against.NotCompared as e:
-        print(f"nothing was compared: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("nothing was compared: interrupted", file=sys.stderr)
-        return int(pytest.ExitCode.INTERRUPTED)
+    paths = [word for word in arguments if word in config.args]
+    return against.compare(ref, arguments, paths, config.rootpath, config.option.nsa_strict)
 
 
 def _record(config: pytest.Config) -> int:
     params = config.invocation_params
     arguments = ["--nsa-recording", *_one_word(a for a in map(str, params.args) if a != "--nsa-save-baseline")]
-    try:
-        saved = store.record(_storage(config), arguments, params.dir, commit()[:7], _contestant(config))
-    except store.NotSaved as e:
-        print(f"no baseline saved: {e}", file=sys.stderr)
-        return e.status
-    except KeyboardInterrupt:
-        print("no baseline saved: interrupted", file=sys.stderr)
-        return int(pytest.ExitCode.INTERRUPTED)
-    except OSError as e:
-        print(f"no baseline saved: {e}", file=sys.stderr)
-        return 1
+    saved = store.record(_storage(config), arguments, params.dir, commit()[:7], _contestant(config))
     print("baseline saved:", *saved, sep="\n  ")
     return 0
 

@@ -66,21 +66,17 @@ def _agreement(change: Change, first: Change) -> str:
         own = "as long as before"
     if abs(first.control) <= LEVEL or abs(first.time - change.ratio) <= LEVEL:
         return own
-    return f"{own}, while its control {_became(first.control)}"
+    return f"{own}, while its control became {_more(first.control, 0)}"
 
 
-def _more(share: float) -> str:
-    return f"{share:.1%} slower" if share > 0 else f"{1 / (1 + share) - 1:.1%} faster"
+def _more(share: float, digits: int = 1) -> str:
+    return f"{share:.{digits}%} slower" if share > 0 else f"{1 / (1 + share) - 1:.{digits}%} faster"
 
 
 def _changed(share: float) -> str:
     if abs(share) <= LEVEL:
         return "is as before"
     return f"is {share:.0%} longer" if share > 0 else f"is {-share:.0%} shorter"
-
-
-def _became(share: float) -> str:
-    return f"became {share:.0%} slower" if share > 0 else f"became {1 / (1 + share) - 1:.0%} faster"
 
 
 def _ungated(verdicts: Sequence[Verdict]) -> list[str]:
@@ -115,8 +111,8 @@ def machine(verdicts: Iterable[Verdict]) -> str | None:
     same_way = sum(move * typical > 0 and abs(move) > abs(typical) / 3 for move in moves)
     if abs(typical) <= MOVED or same_way < TOGETHER * len(moves):
         return None
-    slower = f"{typical:.0%} slower" if typical > 0 else f"{1 / (1 + typical) - 1:.0%} faster"
-    return f"this machine is {slower} than when the baseline was recorded (median of {len(moves)} controls)"
+    than = "than when the baseline was recorded"
+    return f"this machine is {_more(typical, 0)} {than} (median of {len(moves)} controls)"
 
 
 def duration(seconds: float) -> str:

@@ -197,9 +197,7 @@ def with_block(readme: str, block: str) -> str:
 
 
 def _update_readme() -> str:
-    recordings = newest(BASELINES)
-    if not recordings:
-        raise ValueError(f"no baseline in {BASELINES}; record one with: pytest -m perf --nsa-save-baseline")
+    recordings = _baselines()
     drawn = pictures(recordings)  # before README is written, because drawing may fail
     path = ROOT / "README.md"
     path.write_text(with_block(path.read_text(encoding="utf-8"), readme_block(recordings)), encoding="utf-8")
@@ -221,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.readme == (args.o is not None):
         parser.error("expected either -o DIR or --readme")
     try:
-        done = _update_readme() if args.readme else str(write([load(p) for p in args.json] or _newest_one(), args.o))
+        done = _update_readme() if args.readme else str(write([load(p) for p in args.json] or _baselines()[:1], args.o))
     except ModuleNotFoundError as error:
         name = str(error.name).partition(".")[0]
         if name not in ("matplotlib", "jinja2"):
@@ -235,8 +233,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _newest_one() -> list[Recording]:
-    recordings = newest(BASELINES)[:1]
+def _baselines() -> list[Recording]:
+    recordings = newest(BASELINES)
     if not recordings:
-        raise ValueError(f"no JSON given, and no baseline in {BASELINES}")
+        raise ValueError(f"no baseline in {BASELINES}; record one with: pytest -m perf --nsa-save-baseline")
     return recordings
