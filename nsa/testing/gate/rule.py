@@ -241,4 +241,4 @@ def _doubt(old: Side, new: Side, seen: Change, scaled: bool, paired: bool) -> st
     if seen.ratio <= 2 * old.spread:
         return f"within twice the spread of {old.spread:.1%}"
     moved = 0.0 if scaled else max(1 + seen.control, 1 / (1 + seen.control)) - 1
-    return f"no more than the control itself moved, {moved:.1%}" if seen.ratio <= moved else ""
+    return f"no more than the control itself changed, {moved:.1%}" if seen.ratio <= moved else ""
