@@ -113,21 +113,21 @@ def check(config: pytest.Config) -> None:
         shapes(config)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
-    asked = [name.removeprefix("nsa_") for name in WRITES if config.getoption(name)]
+    asked = [spelled(name) for name in WRITES if config.getoption(name)]
     if not asked:
         return
-    if (reason := without_benchmarks(config, f"--nsa-{asked[0].replace('_', '-')}")) is not None:
+    if (reason := without_benchmarks(config, asked[0])) is not None:
         raise pytest.UsageError(reason)
-    for name in ("update_thresholds", "update_schedules", "sweep"):
-        if name in asked:
-            _check_own_cases(config, f"--nsa-{name.replace('_', '-')}")
+    for option in asked:
+        if option not in ("--nsa-csv", "--nsa-report"):
+            _check_own_cases(config, option)
     for what in ("thresholds", "schedules"):
-        if {f"update_{what}", "sweep"} <= set(asked):
+        if {f"--nsa-update-{what}", "--nsa-sweep"} <= set(asked):
             raise pytest.UsageError(f"--nsa-sweep changes tiles, and so {what}: leave out --nsa-update-{what}")
-    if "sweep" in asked and config.getoption("benchmark_compare", None):
+    if "--nsa-sweep" in asked and config.getoption("benchmark_compare", None):
         raise pytest.UsageError("--nsa-sweep runs no benchmark of a baseline: leave out --benchmark-compare")
     missing = [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]
-    if "report" in asked and missing:
+    if "--nsa-report" in asked and missing:
         raise pytest.UsageError(f"--nsa-report needs {' and '.join(missing)}: pip install 'nsa[report]'")
     for name in ("csv", "report"):
         value = config.getoption(f"nsa_{name}")
@@ -139,9 +139,8 @@ def _check_own_cases(config: pytest.Config, option: str) -> None:
     """Raise pytest.UsageError unless this run is on a GPU, with cold buffers, checked results and its own cases."""
     if current_lane() != "gpu" and not config.option.collectonly:
         raise pytest.UsageError(f"{option} needs an NVIDIA GPU: Triton is not timed on a CPU")
-    wrong = [name for name in ("hot", "no_check") if config.getoption(f"nsa_{name}", False)]
+    wrong = [name for name in ("nsa_hot", "nsa_no_check") if config.getoption(name, False)]
     if wrong:
-        other = f"--nsa-{wrong[0].replace('_', '-')}"
-        raise pytest.UsageError(f"{option} needs cold, checked measurements: leave out {other}")
+        raise pytest.UsageError(f"{option} needs cold, checked measurements: leave out {spelled(wrong[0])}")
     if by_hand(config):
         raise pytest.UsageError(f"{option} needs its own cases: leave out --nsa-shape")

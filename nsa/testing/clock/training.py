@@ -25,7 +25,7 @@ from nsa.testing.clock.guard import Ceilings, guard
 from nsa.testing.clock.measure import why_not
 from nsa.testing.clock.timing import LEAST, Timing, in_turn
 from nsa.testing.contestants import prefill
-from nsa.testing.contestants.peers import FLA, fla_supports, installed, tune_for
+from nsa.testing.contestants.peers import FLA, call_fla, fla_supports, installed
 from nsa.testing.judge.forward import describe, some_queries
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.problem import Problem
@@ -81,12 +81,7 @@ def beside() -> tuple[Trainee, ...]:
     if function is not None:
 
         def fla(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            scale = p.scale or p.case.D**-0.5
-            tune_for(FLA, q, k)
-            try:
-                o = function.apply(q, k, v, p.block_indices, p.case.n, p.block_size, scale, None)
-            except (TypeError, AttributeError) as error:
-                raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
+            o = call_fla(function.apply, p, q, k, v, None)
             assert isinstance(o, Tensor)
             return o
 

@@ -137,12 +137,7 @@ def with_limit(p: Problem, contract: Contract, limit: Tensor) -> Problem:
         spans = _arranged_spans(p.ranges, limit, needs)
         return dataclasses.replace(p, ranges=spans.to(p.ranges.dtype), block_indices=None, block_size=None, extra={})
     assert p.block_size is not None
-    chosen = _arranged_blocks(blocks.to(torch.int64), limit, p.block_size, needs)
-    start = chosen * p.block_size
-    spans = torch.stack((start, start + p.block_size), -1).masked_fill((chosen < 0)[..., None], 0)
-    return dataclasses.replace(
-        p, block_indices=chosen.to(blocks.dtype), ranges=spans.to(p.ranges.dtype), extra={}
-    )
+    return p.choosing(_arranged_blocks(blocks.to(torch.int64), limit, p.block_size, needs))
 
 
 def _limits(p: Problem) -> Tensor:

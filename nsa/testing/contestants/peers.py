@@ -69,16 +69,20 @@ def tune_for(module: str, *tensors: Tensor) -> None:
     _tuned[module] = shapes
 
 
+def call_fla(function: Callable[..., Any], p: Problem, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    """Call a function of fla-core, tuned for these shapes. rest: arguments after the scale."""
+    tune_for(FLA, q, k)
+    try:
+        return function(q, k, v, p.block_indices, p.case.n, p.block_size, p.scale or p.case.D**-0.5, *rest)
+    except (TypeError, AttributeError) as error:
+        raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
+
+
 def _fla(forward: Callable[..., tuple[Tensor, Tensor]]) -> Any:
     """fla-core's selection kernel, always causal. A program computes one row, one key block after the other."""
 
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
-        scale = p.scale or p.case.D**-0.5
-        tune_for(FLA, p.q, p.k)
-        try:
-            result = forward(p.q, p.k, p.v, p.block_indices, p.case.n, p.block_size, scale)
-        except (TypeError, AttributeError) as error:
-            raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
+        result = call_fla(forward, p, p.q, p.k, p.v)
         return result if return_lse else result[0]
 
     return call

@@ -202,11 +202,8 @@ def other_problems(oracle: Oracle) -> Iterator[tuple[str, Problem]]:
         if p.cu_seqlens is None:
             order = torch.arange(whole.q.shape[1], device=p.q.device).expand(whole.q.shape[:2])
             yield "takes the first query for position 0", _replace(p, q_positions=oracle.pick(order))
-    if p.block_indices is not None and p.block_size is not None:
-        blocks = p.block_indices.clamp(min=0)
-        start = blocks.to(p.ranges.dtype) * p.block_size
-        ranges = torch.stack((start, start + p.block_size), -1)
-        yield "takes padding (-1) for block 0", _replace(p, block_indices=blocks, ranges=ranges)
+    if p.block_indices is not None:
+        yield "takes padding (-1) for block 0", p.choosing(p.block_indices.clamp(min=0))
 
 
 def wrong_scales(oracle: Oracle, read: Read) -> Iterator[Finding]:

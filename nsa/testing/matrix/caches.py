@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa.call import Call
 from nsa.plain.oracle import selection_reference
-from nsa.testing.matrix.problem import Problem
+from nsa.testing.matrix.problem import Problem, spans_of_blocks
 
 NOWHERE = (-1, -(2**31), 2**31 - 1)  # numbers of pages that do not exist
 
@@ -112,10 +112,9 @@ def oracle(q: Tensor, cache: Cache, **selection: Any) -> tuple[Tensor, Tensor]:
 
 def _without(selection: dict[str, Any], exists: Tensor) -> dict[str, Any]:
     """The selection without the keys that do not exist, as spans of one key each."""
-    spans, size = selection.get("ranges"), selection.get("block_size")
+    spans = selection.get("ranges")
     if spans is None:
-        blocks = selection["block_indices"].long()
-        spans = torch.stack((blocks * size, (blocks + 1) * size), -1).masked_fill((blocks < 0)[..., None], 0)
+        spans = spans_of_blocks(selection["block_indices"], selection["block_size"])
     rows = [
         [key for start, end in row.tolist() for key in range(max(start, 0), min(end, len(exists))) if exists[key]]
         for row in spans.reshape(-1, *spans.shape[-2:])

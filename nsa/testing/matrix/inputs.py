@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nsa.testing.matrix.problem import Problem
+from nsa.testing.matrix.problem import Problem, spans_of_blocks
 
 if TYPE_CHECKING:
     from nsa.testing.matrix.case import Case
@@ -39,7 +39,7 @@ def draw(case: Case, device: torch.device, seed: int) -> Problem:
         q=q if case.scores == 1 else q * case.scores,
         k=normal(*lead[:-1], keys, case.HKV, case.D),
         v=normal(*lead[:-1], keys, case.HKV, case.Dv),
-        ranges=ranges.to(_index_dtype(case)),
+        ranges=ranges.to(torch.int64 if case.int64 else torch.int32),
         block_indices=blocks,
         block_size=None if blocks is None else case.block_size,
         causal=case.causal,
@@ -47,10 +47,6 @@ def draw(case: Case, device: torch.device, seed: int) -> Problem:
         cu_seqlens=ends(case.seqlens),
         cu_seqlens_k=ends(case.kv_seqlens),
     )
-
-
-def _index_dtype(case: Case) -> torch.dtype:
-    return torch.int64 if case.int64 else torch.int32
 
 
 def _positions(case: Case, device: torch.device) -> Tensor:
@@ -74,7 +70,7 @@ def _visible(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _select(case: Case, g: torch.Generator) -> tuple[Tensor, Tensor | None]:
-    """`ranges [B,S,HKV,n,2]` (int32 or int64), and `block_indices [B,S,HKV,n]` (int32) where the source is blocks."""
+    """`ranges [B,S,HKV,n,2]` (int64), and `block_indices [B,S,HKV,n]` (int32) if the source is blocks."""
     # Spans lie anywhere in the sequence. For S = 1 a row has exactly L keys; otherwise causality may clamp some.
     visible, extent = (x.repeat_interleave(case.HKV) for x in _visible(case, g.device))
     lead = (sum(case.seqlens), case.HKV) if case.seqlens else (case.B, case.S, case.HKV)
@@ -83,8 +79,7 @@ def _select(case: Case, g: torch.Generator) -> tuple[Tensor, Tensor | None]:
         draw_blocks = _shared_blocks if case.dist == "prefill" and (case.shared or many) else _blocks
         draw_blocks = _overlapping if case.dist == "overlap" else draw_blocks
         blocks = draw_blocks(case, visible, extent, g).view(*lead, -1)
-        start = blocks.to(_index_dtype(case)) * case.block_size
-        return torch.stack((start, start + case.block_size), -1).masked_fill(blocks[..., None] < 0, 0), blocks
+        return spans_of_blocks(blocks, case.block_size), blocks
     if case.source == "rows":
         full = torch.tensor([0, case.L], device=g.device)
         return full.expand(*lead, 1, 2).contiguous(), None

@@ -199,6 +199,14 @@ class Problem:
             made[make] = make(self)
         return cast("T", made[make])
 
+    def choosing(self, chosen: Tensor) -> Problem:
+        """The same tensors with another selection: spans, or block indices if the problem has blocks."""
+        if self.block_indices is None:
+            return dataclasses.replace(self, ranges=chosen.to(self.ranges.dtype), extra={})
+        assert self.block_size is not None
+        spans = spans_of_blocks(chosen, self.block_size).to(self.ranges.dtype)
+        return dataclasses.replace(self, block_indices=chosen.to(self.block_indices.dtype), ranges=spans, extra={})
+
     def with_tensors(self, q: Tensor, k: Tensor, v: Tensor) -> Problem:
         """The same selection over other tensors."""
         return dataclasses.replace(self, q=q, k=k, v=v, extra={})
@@ -231,6 +239,12 @@ class Problem:
     def poisoned(self) -> Tensor:
         """An output full of NaN, which shows what a kernel does not write."""
         return self.q.new_full((*self.q.shape[:-1], self.case.Dv), float("nan"))
+
+
+def spans_of_blocks(blocks: Tensor, size: int) -> Tensor:
+    """`[..., 2]` int64: the spans of block indices. Padding becomes an empty span."""
+    start = blocks.to(torch.int64) * size
+    return torch.stack((start, start + size), -1).masked_fill((blocks < 0)[..., None], 0)
 
 
 def _bounds(p: Problem) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa.testing.machine import current_lane
 from nsa.testing.matrix import caches
 from nsa.testing.matrix.case import Case
-from nsa.testing.matrix.problem import Problem
+from nsa.testing.matrix.problem import Problem, spans_of_blocks
 
 HUGE = 2**62  # far past any tensor, but the difference of two such numbers does not overflow
 INT32 = 2**31  # the first number past int32
@@ -79,8 +79,7 @@ class Drawn:
         at = None if self.positions is None else self.positions.to(device)
         if self.case.source != "blocks":
             return dataclasses.replace(made, ranges=chosen, q_positions=at)
-        start = chosen.to(torch.int64) * self.case.block_size
-        spans = torch.stack((start, start + self.case.block_size), -1).masked_fill(chosen[..., None] < 0, 0)
+        spans = spans_of_blocks(chosen, self.case.block_size)
         return dataclasses.replace(made, ranges=spans, block_indices=chosen, q_positions=at)
 
 

@@ -33,17 +33,6 @@ CASES = [
 Twist = Callable[[Problem], Problem]
 
 
-def selecting(p: Problem, chosen: Tensor) -> Problem:
-    """The problem with the selection `chosen`: spans, or block indices."""
-    if p.block_indices is None:
-        return dataclasses.replace(p, ranges=chosen.to(p.ranges.dtype), extra={})
-    size, ids = p.block_size, chosen.long()
-    spans = torch.stack((ids * size, (ids + 1) * size), -1).masked_fill((ids < 0)[..., None], 0)
-    return dataclasses.replace(
-        p, block_indices=chosen.to(p.block_indices.dtype), ranges=spans.to(p.ranges.dtype), extra={}
-    )
-
-
 def chosen(p: Problem) -> Tensor:
     """The problem's selection."""
     return p.ranges if p.block_indices is None else p.block_indices
@@ -56,7 +45,7 @@ def drawn(p: Problem, low: int, high: int, which: int) -> Tensor:
 
 
 def nothing(p: Problem) -> Problem:
-    return selecting(p, torch.full_like(chosen(p), 5 if p.block_indices is None else -1))
+    return p.choosing(torch.full_like(chosen(p), 5 if p.block_indices is None else -1))
 
 
 def half_of_it(p: Problem) -> Problem:
@@ -64,7 +53,7 @@ def half_of_it(p: Problem) -> Problem:
     empty = nothing(p)
     kept = chosen(p).clone()
     kept[:, ::2] = chosen(empty)[:, ::2]
-    return selecting(p, kept)
+    return p.choosing(kept)
 
 
 def noise(p: Problem) -> Problem:
@@ -72,12 +61,12 @@ def noise(p: Problem) -> Problem:
     far = 2**31 - 1 if p.block_indices is None else 2**27 - 2  # blocks that end within int32
     keys = p.k.shape[1] if p.block_indices is None else -(-p.k.shape[1] // p.block_size)
     ends = torch.tensor([-far, -1, 0, keys, far], device=p.q.device)[drawn(p, 0, 5, 0)]
-    return selecting(p, torch.where(drawn(p, 0, 3, 1) == 0, ends, drawn(p, -keys, 2 * keys, 2)))
+    return p.choosing(torch.where(drawn(p, 0, 3, 1) == 0, ends, drawn(p, -keys, 2 * keys, 2)))
 
 
 def twice(p: Problem) -> Problem:
     """Every key is listed twice, and counts twice."""
-    return selecting(p, torch.cat((chosen(p), chosen(p)), -2 if p.block_indices is None else -1))
+    return p.choosing(torch.cat((chosen(p), chosen(p)), -2 if p.block_indices is None else -1))
 
 
 def one_key(p: Problem) -> Problem:
@@ -87,7 +76,7 @@ def one_key(p: Problem) -> Problem:
         one[..., 0, 1] = 1
     else:
         one[..., :-1] = -1
-    return selecting(p, one)
+    return p.choosing(one)
 
 
 def strided(p: Problem) -> Problem:
@@ -101,12 +90,12 @@ def large_scores(p: Problem) -> Problem:
 
 
 def no_queries(p: Problem) -> Problem:
-    short = selecting(p, chosen(p)[:, :0])
+    short = p.choosing(chosen(p)[:, :0])
     return dataclasses.replace(short, q=p.q[:, :0])
 
 
 def no_sequences(p: Problem) -> Problem:
-    none = selecting(p, chosen(p)[:0])
+    none = p.choosing(chosen(p)[:0])
     return dataclasses.replace(none, q=p.q[:0], k=p.k[:0], v=p.v[:0])
 
 
@@ -119,8 +108,8 @@ def without_the_last(p: Problem) -> Problem:
     last = p.k.shape[1] - 1
     if p.block_indices is None:
         one = torch.tensor([0, 1], dtype=p.ranges.dtype, device=p.ranges.device)
-        return selecting(p, torch.where((p.ranges[..., 1:] > last), one, p.ranges))
-    return selecting(p, p.block_indices.masked_fill(p.block_indices == last // p.block_size, 0))
+        return p.choosing(torch.where((p.ranges[..., 1:] > last), one, p.ranges))
+    return p.choosing(p.block_indices.masked_fill(p.block_indices == last // p.block_size, 0))
 
 
 OF_ANY: dict[str, Twist] = {"strided": strided, "large-scores": large_scores, "no-sequences": no_sequences}
