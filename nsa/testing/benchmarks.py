@@ -106,7 +106,7 @@ def publish(request: pytest.FixtureRequest, benchmark: Any) -> Callable[..., Non
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Select the files of a run: only the one of its special kind (`--nsa-sweep`, shapes by hand), otherwise the usual.
+    """Select the files of a run: only the one of its special kind (`--nsa-sweep`, shapes by hand), or the usual ones.
 
     Files in `ON_REQUEST` and `MINUTES` run only if their option is given.
     """

@@ -40,7 +40,7 @@ def add_options(group: Any) -> None:
     file = "nsa/configs/gpus/<gpu>.yaml (GPU only)"
     flags = {
         "--nsa-decode": "time the shapes by hand also as decode steps",
-        "--nsa-update-thresholds": f"also time what a threshold needs, and write the threshold to {file}",
+        "--nsa-update-thresholds": f"also time the cases of a threshold, and write the threshold to {file}",
         "--nsa-update-schedules": f"also time key-major beside query-major, and write the crossover to {file}",
         "--nsa-sweep": f"instead of the benchmarks, try tiles and write them to {file}",
     }
@@ -123,7 +123,7 @@ def check(config: pytest.Config) -> None:
             _check_own_cases(config, option)
     for what in ("thresholds", "schedules"):
         if {f"--nsa-update-{what}", "--nsa-sweep"} <= set(asked):
-            raise pytest.UsageError(f"--nsa-sweep changes tiles, and so {what}: leave out --nsa-update-{what}")
+            raise pytest.UsageError(f"--nsa-sweep changes tiles, and {what} with them: leave out --nsa-update-{what}")
     if "--nsa-sweep" in asked and config.getoption("benchmark_compare", None):
         raise pytest.UsageError("--nsa-sweep runs no benchmark of a baseline: leave out --benchmark-compare")
     missing = [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]

@@ -134,7 +134,7 @@ def _schedule(
     """The order of the samples, as names of implementations, and how many parts are skipped before each sample.
 
     The number skipped, at most `SKIPPED`, is the one after which the sample contains the most parts on which its
-    implementation was not timed yet. Without skipping, an implementation could be timed on the same few parts always,
+    implementation was not timed yet. Without skipping, an implementation would always be timed on the same few parts,
     if the parts replayed in a round and the parts of the rotation have a common factor.
 
     Args:

@@ -1,8 +1,8 @@
 """Training on a prompt: times of a backward pass and a whole step, of our front door and of comparators.
 
 All are called through autograd, as in a model. The gradients of implementations that select are checked before they are
-timed: dQ of some queries, dK and dV of some blocks. Dense attention is torch's own and is not checked. CUDA events
-around eager calls take the time, implementations in turn. The calls last milliseconds, so the host is ahead of the GPU.
+timed: dQ of some queries, dK and dV of some blocks. Dense attention is torch's own and is not checked. Eager
+calls are timed by CUDA events, implementations in turn. The calls last milliseconds, so the host is ahead of the GPU.
 """
 
 from __future__ import annotations

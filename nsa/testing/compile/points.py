@@ -116,9 +116,9 @@ POINTS = (
     Point("ranges", "fp16", 16, 128, 128, 8, 1024, n=16, causal=True),
     Point("ranges", "bf16", 1, 128, 128, 8192, 1024, n=16, causal=True, HKV=16),
     Point("ranges", "bf16", 128, 192, 128, 4096, 1024, n=16, causal=True),
-    Point("ranges", "bf16", 8, 128, 128, 256, 1024, n=150, causal=True),  # more than a program holds at a time
+    Point("ranges", "bf16", 8, 128, 128, 256, 1024, n=150, causal=True),  # more spans than fit a program
     Point("blocks", "bf16", 16, 128, 128, 64, 4096, n=128, causal=True),
-    Point("dense", "bf16", 8, 128, 128, 64, 1024, options=("far",)),  # keys further apart than int32 counts
+    Point("dense", "bf16", 8, 128, 128, 64, 1024, options=("far",)),  # strides beyond int32
     Point("ranges", "bf16", 8, 64, 64, 256, 256, n=8, options=("far",)),
     Point("ranges", "fp16", 8, 256, 256, 1024, 4096, n=64, causal=True, options=("int64", "cu_seqlens")),
     Point("blocks", "bf16", 4, 64, 64, 32768, 1024, n=16, causal=True, HKV=8),

@@ -19,7 +19,7 @@ from nsa.testing.matrix.problem import Problem
 ENOUGH = 50  # with fewer distinct cases a kernel is not proved
 PLENTY = 64  # if fewer cases fit a contract, more are added up to this number
 MOST = 160  # cases of a contract at most, because a kernel may be compiled for each of them
-SMALL_CHUNK, CHUNK = 24, 448  # queries of a prompt with S = S_kv: interpreted, in addition to a block; on a GPU, in all
+SMALL_CHUNK, CHUNK = 24, 448  # queries of a prompt with S = S_kv: a block and 24 if interpreted, 448 on a GPU
 
 
 def fitted(case: Case, contract: Contract, interpreted: bool = False) -> Case:

@@ -1,8 +1,8 @@
 """Checks addresses in Triton's interpreter: each must lie in a tensor that the kernel was given.
 
 On a GPU an access out of bounds is an illegal address, or goes unnoticed if other data lies there. The interpreter
-reads any memory. With this check it raises an error. The error is also kept in `outside`, because dispatch may take it
-for a broken kernel and fall back.
+reads any memory. With this check the interpreter raises an error. The error is also kept in `outside`, because
+dispatch may take the error for that of a broken kernel, and fall back.
 """
 
 from __future__ import annotations

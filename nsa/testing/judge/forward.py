@@ -73,7 +73,7 @@ class Oracle:
         err = float((sdpa.double() - out).abs().max()) if out.numel() else 0.0
         one = one_by_one(seen) if p.q.dtype == torch.float32 else 0.0
         rounding = max(16 * torch.finfo(p.q.dtype).eps, 1e-4 if p.q.dtype == torch.float32 else 0.0) * max(1.0, peak)
-        rounding = max(rounding, 8 * one)  # more than the first only where scores are large
+        rounding = max(rounding, 8 * one)  # larger than the line above only if scores are large
         if not err <= rounding:
             raise AssertionError(
                 f"{describe(p)}: the fp64 oracle and SDPA over the same keys differ by {err:.3g}, rounding explains "

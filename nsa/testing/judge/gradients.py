@@ -58,7 +58,7 @@ class GradientOracle:
         ones = one_by_one(p, do, o, lse, exact) if p.q.dtype == torch.float32 else (0.0, 0.0, 0.0)
         for name, error, want, one in zip(NAMES, errors, exact, ones, strict=True):
             rounding = max(32 * eps, 1e-4 if p.q.dtype == torch.float32 else 0.0) * max(1.0, _peak(want))
-            rounding = max(rounding, 8 * one)  # more than the first only where scores are large
+            rounding = max(rounding, 8 * one)  # larger than the line above only if scores are large
             assert error <= rounding, (
                 f"{describe(p)}: {name} of the fp64 oracle and of dense SDPA differ by {error:.3g}, rounding explains "
                 f"{rounding:.3g}: one of the two is wrong"
@@ -142,7 +142,7 @@ def assert_gradients(got: Sequence[Tensor], oracle: GradientOracle, name: str) -
         error = _error(x, want)
         assert error <= bound, f"{head}: error {error:.4g} > bound {bound:.4g} = 2*{err:.3g} (SDPA) + 4*eps*max"
         nothing = unread[0] if which == "dq" else unread[1]
-        assert not bool(x[nothing].any()), f"{head}: expected exactly 0 where nothing reads or is read"
+        assert not bool(x[nothing].any()), f"{head}: expected exactly 0 for empty rows and for keys that no row lists"
 
 
 def _unread(p: Problem) -> tuple[Tensor, Tensor]:

@@ -142,7 +142,7 @@ def _serving_table(facts: list[Fact]) -> list[str]:
         cells = "".join(f"{_ratio(value):>12}" for value in over)
         where = f"{fact['HQ']}/{fact['HKV']}, {fact['B']}, {fact['S']} {fact['impl']}"
         text.append(f"{where:30}{seconds(fact['median']):>9}{cells}{_ratio(fact.get('times_its_share')):>8}")
-    text.append("  times as long as those; share: times as long as the chunk's part of a whole prompt's time")
+    text.append("  times as long as the call that the column names; share: as the chunk's part of a prompt's time")
     return text
 
 
