@@ -99,10 +99,10 @@ def by_hand_again(config: pytest.Config) -> str:
 
 def without_benchmarks(config: pytest.Config, option: str) -> str | None:
     """Why this run has no benchmarks, which `option` needs; None if it has."""
-    given = config.option
-    if getattr(given, "dist", "no") != "no" or getattr(given, "numprocesses", None) or hasattr(config, "workerinput"):
+    given = config.getoption
+    if given("dist", "no") != "no" or given("numprocesses", None) or hasattr(config, "workerinput"):
         return f"{option} needs benchmarks, and under xdist there are none: leave out -n"
-    if getattr(given, "benchmark_disable", False) and not getattr(given, "benchmark_enable", False):
+    if given("benchmark_disable", False) and not given("benchmark_enable", False):
         return f"{option} needs benchmarks: leave out --benchmark-disable"
     return None
 
