@@ -298,7 +298,7 @@ def test_other_versions_on_a_cpu_cannot_be_gated_and_say_so(project, strict):
         [
             "baseline: *torch 2.5, *",
             "this run: *",
-            "cannot gate test_bench, 4 benchmarks: other versions of torch or Triton, and no memory rate was*",
+            "cannot gate test_bench, 4 benchmarks: other versions of torch or Triton, and without a measured*",
             "gate: 0 pass, 0 FAIL, 0 AMBIGUOUS, 4 cannot gate",
         ]
     )

@@ -179,7 +179,7 @@ def time_streams(
     if first.how != "graph":
         return None
     cycles = first.calls[0] // length
-    replays = [first.replays[0], *(_capture([*s] * cycles, torch.cuda.graph_pool_handle()) for s in shares[1:])]
+    replays = [first.replays[0], *(_capture(s, cycles, torch.cuda.graph_pool_handle()) for s in shares[1:])]
     lanes = [_lane(torch.cuda.current_device(), i) for i in range(streams)]
 
     def together() -> None:
@@ -224,7 +224,7 @@ def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any, parts: int = 1)
     torch.cuda.synchronize()
     refused = ""
     try:
-        replays: list[Fn] = [_capture(piece, pool) for piece in pieces]
+        replays: list[Fn] = [_capture(piece, 1, pool) for piece in pieces]
         how = "graph"
     except RuntimeError as error:  # the call synchronizes or allocates, as some kernels of others and of torch do
         torch.cuda.synchronize()
@@ -239,8 +239,7 @@ def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any, parts: int = 1)
         if part_s >= enough or wanted <= cycles:
             break
         cycles = wanted
-        cycled = [*calls] * cycles
-        replays = [_capture(cycled, pool) if how == "graph" else functools.partial(_each, cycled)]
+        replays = [_capture(calls, cycles, pool) if how == "graph" else functools.partial(_each, [*calls] * cycles)]
         replays[0]()
         part_s = min(_elapsed(replays[0]) for _ in range(2))
     replayed = min(parts, math.ceil(enough / part_s))
@@ -266,7 +265,7 @@ def _lane(device: int, number: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _capture(calls: Sequence[Fn], pool: Any) -> Fn:
+def _capture(calls: Sequence[Fn], cycles: int, pool: Any) -> Fn:
     """As `torch.cuda.graph`, without its `gc.collect()` and `empty_cache()`, which would take longer than the timing.
 
     All graphs share a memory pool, because they are replayed one after the other and their outputs are not read.
@@ -280,7 +279,8 @@ def _capture(calls: Sequence[Fn], pool: Any) -> Fn:
         with torch.cuda.stream(stream):
             try:
                 graph.capture_begin(pool=pool)
-                _each(calls)
+                for _ in range(cycles):
+                    _each(calls)
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # reports the failed capture once more
                     graph.capture_end()
