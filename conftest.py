@@ -1,4 +1,4 @@
-"""A checkout's way into the suite: chooses the lane before Triton is imported, and marks `tests/` by folder.
+"""The entry point of the suite in a checkout: chooses the lane before Triton is imported, and marks `tests/` by folder.
 
 Where the package is installed, `nsa_pytest` does the same for the tests that ship in it.
 """
@@ -21,6 +21,6 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """First, so that `-m` sees the marks."""
-    from nsa.testing.shipped import mark_by_folder  # a plugin: pytest rewrites its assertions, unless it was imported
+    from nsa.testing.shipped import mark_by_folder  # here, so that pytest can rewrite the plugin before its import
 
     mark_by_folder(items, Path(__file__).parent / "tests")

@@ -1,7 +1,7 @@
-"""The pytest plugin of `nsa`. It registers `nsa.testing.plugin` in the runs that ask for the suite.
+"""pytest's entry point of the suite that ships with `nsa`: registers `nsa.testing.plugin` in runs that use the suite.
 
-pytest imports this module in every run of an environment that has `nsa`. So the module imports only the standard
-library, and does nothing unless an argument begins with `--nsa-` or names `nsa.testing.suite`.
+pytest imports this module in every run of an environment that has `nsa`. So the module imports the standard library
+alone, and does nothing unless an argument begins with `--nsa-` or names `nsa.testing.suite`.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ if TYPE_CHECKING:
 
 ASKS = re.compile(r"--nsa-|.*\bnsa[./\\]testing[./\\]suite\b")
 NEEDS = {"filelock": "filelock", "hypothesis": "hypothesis", "numpy": "numpy", "pytest_benchmark": "pytest-benchmark"}
-"""Packages, by module, that the suite needs and the library does not."""
+"""Modules that the suite needs and the library does not, and the packages that contain them."""
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
     """Runs before the project's own conftest.py, and after pytest has applied the setting `pythonpath`."""
-    # pytest would rewrite the assertions of all packages of a distribution with a plugin. The library is left out.
+    # pytest would rewrite the assertions of all packages of this distribution. The library's must stay as they are.
     getattr(early_config.pluginmanager.rewrite_hook, "_must_rewrite", set()).discard("nsa")
     if not _asked(early_config, parser, args):
         return
     here = str(early_config.invocation_params.dir)
     if here not in sys.path:
-        sys.path.insert(0, here)  # `--nsa-impl mine:attend` imports `mine` from here, in xdist's workers too
+        sys.path.insert(0, here)  # `--nsa-impl mine:attend` imports `mine` from this folder, in xdist's workers too
     with warnings.catch_warnings():
-        warnings.simplefilter("default")  # else warnings of torch's import fail in projects where warnings are errors
+        warnings.simplefilter("default")  # the project may make warnings errors, and importing torch warns
         _register(early_config)
 
 
 def _asked(config: pytest.Config, parser: pytest.Parser, args: list[str]) -> bool:
-    """Whether this run uses the suite. `args` includes those of addopts and PYTEST_ADDOPTS, except in xdist's workers.
+    """Whether this run uses the suite. `args` also holds addopts and PYTEST_ADDOPTS.
 
-    A worker of some xdist releases gets its parent's options as attributes of `config.option` instead.
+    In xdist's workers `args` does not hold them. Some releases of xdist set the parent's options as attributes of a
+    worker's `config.option`.
     """
     if any(name.startswith("nsa_") for name in vars(config.option)):
         return True
@@ -50,14 +51,14 @@ def _asked(config: pytest.Config, parser: pytest.Parser, args: list[str]) -> boo
 
 
 def _register(config: pytest.Config) -> None:
-    """Choose the lane, then register the plugin. A second registration has no effect."""
+    """Choose the lane, then register the plugin. Registering it a second time does nothing."""
     import pytest
 
     missing = [name for module, name in NEEDS.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise pytest.UsageError(f"nsa.testing.suite needs {', '.join(missing)}: pip install 'nsa[test]'")
     if importlib.util.find_spec("nsa.testing.lane") is None:
-        return  # an older checkout's `nsa` is first on sys.path, and its conftest.py does this
+        return  # an older checkout's `nsa` comes first on sys.path, and its conftest.py registers the plugin
     from nsa.testing import lane
 
     problem = lane.choose()

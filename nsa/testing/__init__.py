@@ -1,4 +1,4 @@
-"""The suite that proves selection kernels, for kernels of ours and of others (docs/proving.md)."""
+"""The suite that proves selection kernels, ours and others (docs/proving.md)."""
 
 from nsa.testing.contestants.contract import contestant
 

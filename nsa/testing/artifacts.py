@@ -1,4 +1,4 @@
-"""What a perf run leaves behind when it was asked to: a CSV, thresholds, schedules, tiles, a report."""
+"""The files that a perf run writes on request: a CSV, thresholds, schedules, tiles, a report."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from nsa import gpu
+from nsa.testing import options
 from nsa.testing.gate.hooks import compared_with
 from nsa.testing.machine import commit, current_lane, device_name, triton_version
 from nsa.testing.report.recording import Fact, Recording, newest_of
 
 
 def this_run(facts: list[Fact]) -> Recording:
-    """The facts of a running session, as if it had been recorded."""
+    """The facts of the running session as a recording."""
     lane = current_lane()
     now = datetime.datetime.now(datetime.timezone.utc).isoformat()
     torch_version = str(facts[0].get("torch")) if facts else ""
@@ -24,27 +25,25 @@ def this_run(facts: list[Fact]) -> Recording:
 
 
 def finish(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> list[str]:
-    """Write what was asked for; returns lines that say where it is, or why it is not.
+    """Write the files that options ask for. Returns a line for each, with its path or the reason why it is missing.
 
-    A green run that could not write what it was asked for ends red.
+    If a file cannot be written, a green run ends red.
     """
     if session.config.getoption("collectonly", False):
         return []
-    asked = (
-        ("csv", _write_csv),
-        ("update_thresholds", _update_thresholds),
-        ("update_schedules", _update_schedules),
-        ("sweep", _write_tiles),
-        ("report", _write_report),
-    )
+    asked = {
+        "nsa_csv": _write_csv,
+        "nsa_update_thresholds": _update_thresholds,
+        "nsa_update_schedules": _update_schedules,
+        "nsa_sweep": _write_tiles,
+        "nsa_report": _write_report,
+    }
     notes = []
-    for name, write in asked:
-        if not session.config.getoption(f"nsa_{name}"):
-            continue
+    for name in filter(session.config.getoption, asked):
         try:
-            notes.append(write(session, facts, rows))
+            notes.append(asked[name](session, facts, rows))
         except (ValueError, OSError) as error:
-            notes.append(f"--nsa-{name.replace('_', '-')}: {error}")
+            notes.append(f"{options.spelled(name)}: {error}")
             if session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
     return notes
@@ -73,7 +72,7 @@ def _write_report(session: pytest.Session, facts: list[Fact], rows: list[dict[st
 def _update_thresholds(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
     from nsa.tuning import thresholds
 
-    if session.exitstatus != pytest.ExitCode.OK:  # the gate has had its say: this hook runs last
+    if session.exitstatus != pytest.ExitCode.OK:
         raise ValueError("thresholds not written: only a green run may change them")
     decision = thresholds.decide(facts)
     run = next((fact for fact in facts if fact.get("gpu")), {})
@@ -92,7 +91,7 @@ def _update_schedules(session: pytest.Session, facts: list[Fact], rows: list[dic
 def _write_tiles(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
     from nsa.tuning import sweep
 
-    if session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.INTERRUPTED):  # the shapes it got to are whole
+    if session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.INTERRUPTED):  # finished shapes are complete
         raise ValueError("tiles not written: a red run may not change them")
     entries = [fact["tiles"] for fact in facts if fact.get("tiles")]
     return f"tiles: {len(entries)} shapes written to {sweep.write(entries, facts[0] if facts else {})}"

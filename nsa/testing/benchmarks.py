@@ -1,4 +1,4 @@
-"""The plugin of the perf lane: its cases, how a measurement reaches pytest-benchmark, and what is kept for its end."""
+"""The plugin of the perf lane: its cases, and how measurements reach pytest-benchmark and the end of the run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from nsa.testing.matrix.case import Case, core, full, long_context
 from nsa.testing.report.terminal import notes_key, published_key
 
 ON_REQUEST = {"nsa_update_thresholds": "test_threshold.py", "nsa_update_schedules": "test_crossover.py"}
-MINUTES = "test_training.py"  # more than all of core, which is to take two; where it is named, or with --nsa-full
-rows_key = pytest.StashKey[list[dict[str, Any]]]()  # of the CSV of shapes by hand
+MINUTES = "test_training.py"  # takes longer than core, which takes two minutes; runs with --nsa-full, or if named
+rows_key = pytest.StashKey[list[dict[str, Any]]]()  # rows of the CSV of shapes by hand
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,9 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def timed(config: pytest.Config, prompts: bool) -> list[Case]:
-    """The cases of core, with `--nsa-full` of everything; prompts are timed beside dense attention, not packing.
+    """The cases of core, or with `--nsa-full` all cases: either the prompts or the others.
 
-    A machine without a GPU shows one skip, not a hundred.
+    Without a GPU there is only the first case, so that a run shows one skip and not a hundred.
     """
     cases = full() + long_context() if config.getoption("nsa_full") else core()
     cases = [case for case in cases if (case.dist == "prefill") == prompts]
@@ -37,7 +37,7 @@ def timed(config: pytest.Config, prompts: bool) -> list[Case]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Shapes by hand, and training over the prompts of core."""
+    """Parametrize shapes by hand, and training by the prompts of core."""
     if "by_hand" in metafunc.fixturenames:
         shapes = options.shapes(metafunc.config)
         metafunc.parametrize("case", register(shapes), indirect=True, scope="module")
@@ -48,7 +48,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_ahead(request: pytest.FixtureRequest) -> None:
-    """Kernels that many benchmarks of this run need, compiled before the first of them."""
+    """Compile the kernels of this run before its first benchmark, if there are many."""
     items = [item for item in request.session.items if item.get_closest_marker("perf") and hasattr(item, "callspec")]
     on_gpu = ("gpu", "contested")  # marks of the benchmarks of kernels
     items = [item for item in items if "case" in item.callspec.params and any(map(item.get_closest_marker, on_gpu))]
@@ -72,23 +72,23 @@ def sampling(request: pytest.FixtureRequest) -> dict[str, int]:
 
 @pytest.fixture
 def machine_sampling(request: pytest.FixtureRequest, sampling: dict[str, int]) -> dict[str, Any]:
-    """`sampling`, and how `measure` is to use the GPU: `--nsa-hot`, `--nsa-streams`, `--nsa-no-check`."""
+    """`sampling`, and `--nsa-hot`, `--nsa-streams` and `--nsa-no-check` as `measure` takes them."""
     option = request.config.option
     return sampling | {"hot": option.nsa_hot, "streams": option.nsa_streams, "check": not option.nsa_no_check}
 
 
 @pytest.fixture
 def by_hand(request: pytest.FixtureRequest) -> Callable[[dict[str, Any]], None]:
-    """Add a line to the CSV of `--nsa-csv`."""
+    """A function that adds a line to the CSV of `--nsa-csv`."""
     return request.config.stash[rows_key].append
 
 
 @pytest.fixture
 def publish(request: pytest.FixtureRequest, benchmark: Any) -> Callable[..., None]:
-    """Hand samples and what they mean to pytest-benchmark and to the summary, under a group's name.
+    """A function that hands samples and facts to pytest-benchmark and to the summary, under a group's name.
 
-    `again()` measures once more: a gated run calls it before it calls a benchmark a regression. `core`: False for what
-    is timed on request, which is in no baseline.
+    again: measures once more. A gated run calls it if the first measurement is slower than the baseline. core: False
+    for benchmarks that run on request only, which are in no baseline.
     """
     config, name = request.config, request.node.name
 
@@ -106,7 +106,10 @@ def publish(request: pytest.FixtureRequest, benchmark: Any) -> Callable[..., Non
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Shapes by hand run alone, and are nobody's business otherwise; what routing rests on is timed on request."""
+    """Select the files of a run: only the one of its special kind (`--nsa-sweep`, shapes by hand), or the usual ones.
+
+    Files in `ON_REQUEST` and `MINUTES` run only if their option is given.
+    """
     ours = (config.rootpath / "tests" / "perf", Path(suite.__file__).parent / "perf")
     if collection_path.parent not in ours or not collection_path.name.startswith("test_"):
         return None

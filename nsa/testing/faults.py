@@ -1,4 +1,4 @@
-"""Faults planted on purpose: a tool that is to find such in our kernels is shown to find these."""
+"""Faults planted on purpose, to show that a tool which looks for such faults in our kernels finds them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import triton.language as tl
 
 @triton.jit
 def _planted_read(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
-    """The last of `BLOCK` elements lie past the end of x."""
+    """The second half of the `BLOCK` elements lies past the end of x."""
     at = tl.arange(0, BLOCK)
     tl.store(y_ptr + at, tl.load(x_ptr + n - BLOCK // 2 + at))
 
 
 @triton.jit
 def _planted_race(y_ptr, BLOCK: tl.constexpr):
-    """Every thread stores to the first word of shared memory and reads it, and nobody waits."""
+    """Every thread stores to the first word of shared memory and reads it, without a barrier."""
     at = tl.arange(0, BLOCK)
-    total = tl.sum(at, 0)  # among warps: this takes shared memory
+    total = tl.sum(at, 0)  # a sum across warps allocates shared memory
     raced = tl.inline_asm_elementwise(
         "{ .reg .u32 %at; mov.u32 %at, global_smem; st.shared.b32 [%at], $1; ld.shared.b32 $0, [%at]; }",
         "=r,r", [at + total], tl.int32, is_pure=False, pack=1,
@@ -27,7 +27,7 @@ def _planted_race(y_ptr, BLOCK: tl.constexpr):
 
 
 def plant(what: str, device: torch.device) -> None:
-    """Commit the fault that `what`, a tool of compute-sanitizer, looks for."""
+    """Run the kernel with the fault that `what`, a tool of compute-sanitizer, looks for."""
     y = torch.empty(256, dtype=torch.int32, device=device)
     if what == "memcheck":
         x = torch.zeros(1024, dtype=torch.int32, device=device)

@@ -1,6 +1,6 @@
-"""The matrix as fixtures: `case` (by id), `problem` (its tensors), `oracle` (what is right), and `contestant`.
+"""Fixtures: `case` (by id), `problem` (its tensors), `oracle` (the right answer), and `contestant`.
 
-A test names its cases with `over`, or with `contested`, which runs it for each contestant over cases of its own.
+A test gets its cases from `over`, or from `contested`, which runs it for each contestant over that contestant's cases.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from nsa.testing.matrix.case import Case, parity, small
 from nsa.testing.matrix.problem import Problem
 
 Row = tuple[Any, ...]  # a case, and the values of a test's other arguments
-NONE = "none"  # id of a test that has no rows
+NONE = "none"  # the parameter of a `contested` test without rows
 _by_id: dict[str, Case] = {}
 
 
 def lane_cases() -> list[Case]:
-    """The matrix this lane can afford."""
+    """The matrix of this lane."""
     return parity() if current_lane() == "gpu" else small()
 
 
 def over(cases: list[Case] | Callable[[Case], bool]) -> pytest.MarkDecorator:
     """Run a test once per case, or per case of the lane's matrix that satisfies a predicate.
 
-    Parameters are ids, not `Case`s: pytest-benchmark stores parameters as JSON, and `-k` sees the words.
+    Parameters are ids, not `Case`s, because pytest-benchmark stores parameters as JSON.
     """
     chosen = [c for c in lane_cases() if cases(c)] if callable(cases) else cases
     return pytest.mark.parametrize("case", register(chosen), indirect=True, scope="module")
@@ -46,23 +46,24 @@ def contested(
     ours: Callable[..., Iterable[tuple[Contestant, Row]]] | None = None,
     promise: str = "",
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test that asks for `contestant` and `case` once for each row of each contestant.
+    """Run a test that has the arguments `contestant` and `case` once for each row of each contestant.
 
-    Contestants are those of `--nsa-impl`, or ours where there is none.
+    The contestants are those of `--nsa-impl`; without that option, our own.
 
     Args:
-        of: `of(contestant)`, or `of(contestant, config)`: its rows, each a case, then values of the arguments `names`.
-        ours: the rows of our contestants; by default those of `NSA`, our front doors.
-        promise: what a test exercises, a key of `fit.promises`; empty: what its argument `wanted` says.
+        of: `of(contestant)`, or `of(contestant, config)`, returns the rows of a contestant. A row is a case, then
+            values of the arguments `names`.
+        ours: returns `(contestant, row)` pairs for our own contestants; by default, the rows of `NSA`.
+        promise: the key of `fit.promises` that the test exercises; empty: the value of its argument `wanted`.
     """
     mark = pytest.mark.contested(of=of, names=names, ours=ours, promise=promise)
-    # NumPy warns where an interpreted kernel computes with infinities. What came out of it is judged, and told.
+    # NumPy warns if an interpreted kernel computes with infinities. The test checks the result instead.
     quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")
     return lambda test: mark(quiet(test))
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """What `contested` asks for; called from the plugin's `pytest_generate_tests`."""
+    """Parametrize a test that is marked by `contested`. The plugin's `pytest_generate_tests` calls this."""
     mark = metafunc.definition.get_closest_marker("contested")
     if mark is None:
         return
@@ -87,38 +88,38 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 
 
 def _told(rows: Callable[..., Iterable[Any]], config: pytest.Config, *args: Any) -> Iterable[Any]:
-    """`rows(*args)`, or `rows(*args, config)` if it asks for pytest's configuration."""
+    """`rows(*args)`, or `rows(*args, config)` if `rows` has an argument `config`."""
     asks = rows is not tuple and "config" in inspect.signature(rows).parameters
     return rows(*args, config) if asks else rows(*args)
 
 
 def register(cases: list[Case]) -> list[str]:
-    """Their ids, which the fixture `case` will know from now on."""
+    """Make cases known to the fixture `case`. Returns their ids."""
     _by_id.update((c.id, c) for c in cases)
     return [c.id for c in cases]
 
 
 def known(ids: Iterable[str]) -> list[Case]:
-    """The cases of these ids, each once."""
+    """The cases with these ids, each once."""
     return [_by_id[name] for name in dict.fromkeys(ids)]
 
 
 @pytest.fixture(scope="module")
 def contestant(request: pytest.FixtureRequest) -> Contestant:
-    """Who is tested: a kernel of `--nsa-impl`, or one of ours; a test asks for it with `contested`."""
+    """The contestant of a test that `contested` marks: a kernel of `--nsa-impl`, or one of ours."""
     found = NSA if request.param == NSA.name else OURS.get(request.param)
     return named.load(request.param) if found is None else found
 
 
 @pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest) -> Case:
-    """The case a test runs on; a test asks for it with `over` or `contested`."""
+    """The case of a test that `over` or `contested` marks."""
     return _by_id[request.param]
 
 
 @pytest.fixture(scope="module")
 def problem(case: Case, device: torch.device, request: pytest.FixtureRequest) -> Problem:
-    """Its tensors, within the contract of the test's contestant. The seed is printed, so that a failure shows it."""
+    """The case's tensors, within the contract of the contestant. The seed is printed, so that a failure shows it."""
     seed = (case.seed + request.config.getoption("nsa_seed")) % 2**32
     print(f"{case.id}: seed {seed}")
     made = case.make(device, seed)
@@ -129,5 +130,5 @@ def problem(case: Case, device: torch.device, request: pytest.FixtureRequest) ->
 
 @pytest.fixture(scope="module")
 def oracle(problem: Problem) -> Oracle:
-    """The fp64 answer, and SDPA's error."""
+    """The right answer of the problem, and SDPA's error."""
     return Oracle.of(problem)

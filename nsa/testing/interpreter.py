@@ -1,14 +1,14 @@
-"""Triton's interpreter without the work whose result it throws away, which is more than half of its time.
+"""Makes Triton's interpreter more than twice as fast, by leaving out work whose result is not used.
 
-What kernels compute is the same bit by bit (`tests/edge/test_interpreting.py`):
+Kernels compute the same results bit by bit (`tests/edge/test_interpreting.py`). Without this module:
 
-- every sum, difference and product of integers is computed once more in 64 bits, for an assertion on overflow that
-  nobody makes where `options.debug` is off, as it always is in the interpreter;
-- every call of one jitted function by another replaces the whole language by NumPy's, which the first has done;
-- the table from Triton's types to NumPy's is built anew for every load and every cast;
-- every value wraps the numbers of its shape one by one, twice, and its type checks them and writes out its own name.
+- integer sums, differences and products are computed a second time in 64 bits, for an overflow assertion that is always
+  off in the interpreter;
+- each call from one jitted function to another replaces the functions of `triton.language` again;
+- the table from Triton's types to NumPy's is built again for each load and each cast;
+- each value wraps the numbers of its shape one by one, twice, and its type checks them and makes its name.
 
-Where another release of Triton does these things otherwise, it is left alone.
+A step is left out if this release of Triton does not have the functions that it replaces.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_changes: list[tuple[Any, str, Any, Any]] = []  # object, attribute, as released, quick
+_changes: list[tuple[Any, str, Any, Any]] = []  # object, attribute, Triton's value, our value
 
 
 @functools.cache
 def quicken() -> tuple[str, ...]:
-    """Quicken the interpreter of this process; returns what was quickened, nothing where there is no Triton."""
+    """Make the interpreter of this process faster. Returns the names of the steps that apply; none without Triton."""
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -36,7 +36,7 @@ def quicken() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def as_released() -> Iterator[None]:
-    """Triton's own interpreter, for comparison."""
+    """Triton's own interpreter within the context, for comparison."""
     for owner, name, released, _ in _changes:
         setattr(owner, name, released)
     try:
@@ -62,13 +62,13 @@ def _overflow(interpreter: Any) -> bool:
 
 
 def _calls(interpreter: Any) -> bool:
-    """Within one launch, the language is replaced once for each module whose functions run."""
+    """Replace the functions of `triton.language` once per launch for each module whose functions run."""
     if not hasattr(interpreter, "_LangPatchScope"):
         return False
     launch: Callable[..., Any] = interpreter.GridExecutor.__call__
     patch: Callable[[Any], Any] = interpreter._patch_lang
     seen: set[int] = set()  # the modules, by their globals
-    launches: list[Any] = []  # under way
+    launches: list[Any] = []  # launches that have not ended
 
     @functools.wraps(launch)
     def launching(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ def _calls(interpreter: Any) -> bool:
 
 
 def _types(interpreter: Any) -> bool:
-    """Types are equal by name; those of pointers have no hash, and no need of a table either."""
+    """Keep NumPy's type of each scalar type. Pointer types have no hash and are not kept."""
     find = getattr(interpreter, "_get_np_dtype", None)
     if find is None:
         return False
@@ -113,7 +113,7 @@ def _types(interpreter: Any) -> bool:
 
 
 def _shapes(interpreter: Any) -> bool:
-    """What a type and a value hold of their shape is never changed, so those of equal shapes share it."""
+    """Let types and values of equal shapes share the attributes that follow from the shape. Nothing changes those."""
     from triton.language import core
 
     Shape: Any = getattr(core, "tuple", None)
@@ -121,7 +121,7 @@ def _shapes(interpreter: Any) -> bool:
         return False
     block_type: Any = core.block_type.__init__
     tensor: Any = core.tensor.__init__
-    types: dict[tuple[Any, ...], tuple[Any, dict[str, Any]]] = {}  # with the element type, lest its id be reused
+    types: dict[tuple[Any, ...], tuple[Any, dict[str, Any]]] = {}  # keeps element types, so that ids are not reused
     shapes: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
     def typing(self: Any, element_ty: Any, shape: Any) -> None:

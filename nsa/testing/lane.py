@@ -1,9 +1,9 @@
 """Chooses the lane before Triton is imported, because Triton reads TRITON_INTERPRET when a kernel is defined.
 
-GPU lane: torch sees an NVIDIA GPU, and neither NSA_TEST_TRITON_SEL=0 nor TRITON_INTERPRET keeps the suite off it;
-each xdist worker is pinned to one GPU. Else the interpreter lane: kernels run on the CPU, the GPUs are hidden.
+In the GPU lane torch sees an NVIDIA GPU, and neither NSA_TEST_TRITON_SEL=0 nor TRITON_INTERPRET is set. Each xdist
+worker is pinned to one GPU. In the interpreter lane kernels run on the CPU, and GPUs are hidden.
 
-The root `conftest.py` of a checkout and the installed `nsa_pytest` both call `choose`; the first call decides.
+The root `conftest.py` of a checkout and the installed `nsa_pytest` both call `choose`. The first call decides.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from nsa import settings
 
 @functools.cache
 def choose() -> str | None:
-    """Set the environment of the lane, once per process. Returns what is wrong with this process, if anything is."""
-    # The suite finds out itself whether kernels work. A trial of each kernel in a child process would take it an hour.
+    """Set the environment of the lane, once per process. Returns an error text, or None if the lane can run."""
+    # The suite itself tests whether kernels work. With a trial of each kernel in a child process it would take an hour.
     os.environ.setdefault("NSA_PROBE", "never")
     imported_to_compile = "triton" in sys.modules and not settings.interpreter()
     problem = _choose()
@@ -63,7 +63,7 @@ def _interpret() -> None:
 
 
 def _pin_worker(worker: str) -> None:
-    """Leave xdist worker `gw<n>` one GPU, in turn. Counting them asks NVML, which does not start CUDA."""
+    """Pin xdist worker `gw<n>` to one GPU, in turn. `device_count` asks NVML, which does not start CUDA."""
     if not worker:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -73,7 +73,7 @@ def _pin_worker(worker: str) -> None:
 
 
 def _visible_device() -> str | None:
-    """The first NVIDIA device file of this machine, unless CUDA_VISIBLE_DEVICES hides them all."""
+    """The first NVIDIA device file of this machine; None without one, or if CUDA_VISIBLE_DEVICES hides all GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible):
         return None

@@ -1,4 +1,4 @@
-"""What a figure was taken on: the lane, the device, the versions, the commit. Imports nothing of pytest."""
+"""The lane, device, versions and commit of a measurement. Does not import pytest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def current_lane() -> Lane:
 
 
 def triton_version() -> str:
-    """Read from the installed package: importing Triton here would fix the lane of whoever asks."""
+    """The installed Triton's version, found without an import, because importing Triton would fix the lane."""
     try:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -31,7 +31,7 @@ def triton_version() -> str:
 
 
 def device_name() -> str:
-    """The GPU's name, or on the CPU lane the processor's brand and the threads torch uses: `AMD EPYC 2threads`."""
+    """The GPU's name; in the interpreter lane the processor and torch's number of threads, `AMD EPYC 2threads`."""
     if current_lane() == "gpu":
         return torch.cuda.get_device_name(0)
     return f"{_cpu_brand()} {torch.get_num_threads()}threads"
@@ -48,7 +48,7 @@ def _cpu_brand() -> str:
 
 @functools.cache
 def commit() -> str:
-    """The revision under test: NSA_COMMIT if set (a machine may hold a copy without git), else git's, else unknown."""
+    """The commit under test: NSA_COMMIT if set (for a copy without git), otherwise git's, otherwise "unknown"."""
     named = os.environ.get("NSA_COMMIT")
     if named:
         return named

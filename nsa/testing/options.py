@@ -1,4 +1,4 @@
-"""The options of a perf run: how it is sampled, shapes by hand, and what it writes (`artifacts.py`)."""
+"""The options of a perf run: sampling, shapes by hand, and the files that it writes (`artifacts.py`)."""
 
 from __future__ import annotations
 
@@ -12,60 +12,58 @@ import pytest
 from nsa.testing.machine import current_lane
 
 WRITES = ("nsa_csv", "nsa_report", "nsa_update_thresholds", "nsa_update_schedules", "nsa_sweep")
-"""Options that have a run leave something behind."""
+"""Options with which a run writes files."""
 DEFAULT_SHAPE = "L=64:1024"
 BY_HAND = ("nsa_shape", "nsa_dist", "nsa_decode", "nsa_csv")
 SAMPLING = {"nsa_iters": 50, "nsa_warmup": 5, "nsa_seed": 0, "nsa_streams": 1}
-"""How everything is sampled unless asked for otherwise; baselines always."""
+"""The default sampling. Baselines always have it."""
+
+
+def add_flags(group: Any, texts: dict[str, str]) -> None:
+    """Add options without a value, each with its help text."""
+    for name, text in texts.items():
+        group.addoption(name, action="store_true", help=text)
 
 
 def add_options(group: Any) -> None:
-    """The options of this module, for the plugin's `pytest_addoption`."""
+    """Add the options of this module."""
     group.addoption(
         "--nsa-shape",
         action="append",
         metavar="SHAPE",
         help="benchmark only these shapes: N=1024,H=8,D=128,Dv=128,L=64:1024 (powers of two), N=64,256,H=8 (a list), "
-        "dtype=fp16; what is left out has a default (repeatable)",
+        "dtype=fp16; keys that are left out have defaults (repeatable)",
     )
     group.addoption("--nsa-dist", metavar="DIST,…", help="few, many, mixed or a list, for --nsa-shape (default: many)")
-    group.addoption("--nsa-decode", action="store_true", help="the shapes by hand also as decode steps")
     group.addoption("--nsa-csv", metavar="FILE", help="write the shapes by hand as CSV, the old columns first")
-    group.addoption(
-        "--nsa-update-thresholds",
-        action="store_true",
-        help="also time what a threshold needs, and write it to nsa/configs/gpus/<gpu>.yaml (GPU only)",
-    )
-    group.addoption(
-        "--nsa-update-schedules",
-        action="store_true",
-        help="also time key-major beside query-major, and write it to nsa/configs/gpus/<gpu>.yaml (GPU only)",
-    )
-    group.addoption(
-        "--nsa-sweep",
-        action="store_true",
-        help="instead of the benchmarks, try tiles and write them to nsa/configs/gpus/<gpu>.yaml (GPU only)",
-    )
-    group.addoption("--nsa-report", metavar="DIR", help="write report.md, report.csv and report.html there")
+    group.addoption("--nsa-report", metavar="DIR", help="write report.md, report.csv and report.html to this folder")
+    file = "nsa/configs/gpus/<gpu>.yaml (GPU only)"
+    flags = {
+        "--nsa-decode": "time the shapes by hand also as decode steps",
+        "--nsa-update-thresholds": f"also time the cases of a threshold, and write the threshold to {file}",
+        "--nsa-update-schedules": f"also time key-major beside query-major, and write the crossover to {file}",
+        "--nsa-sweep": f"instead of the benchmarks, try tiles and write them to {file}",
+    }
+    add_flags(group, flags)
 
 
 def spelled(name: str) -> str:
-    """An option as it is typed: `--nsa-iters` for `nsa_iters`."""
+    """An option as a user types it: `--nsa-iters` for `nsa_iters`."""
     return f"--{name.replace('_', '-')}"
 
 
 def has_benchmarks(config: pytest.Config) -> bool:
-    """Whether pytest-benchmark is there, by whichever of its names it was registered."""
+    """Whether the plugin pytest-benchmark is active."""
     return hasattr(config.option, "benchmark_compare")
 
 
 def by_hand(config: pytest.Config) -> bool:
-    """Whether this run is of shapes by hand only."""
+    """Whether this run has shapes by hand, and so nothing else."""
     return any(config.getoption(name) for name in BY_HAND)
 
 
 def shapes(config: pytest.Config) -> list[Any]:
-    """The cases of the shapes by hand, none if there are none. Raises ValueError naming option and value."""
+    """The cases of the shapes by hand. Raises ValueError naming option and value."""
     from nsa.testing.shapes import parse_dists, shape_cases
 
     if not by_hand(config):
@@ -78,19 +76,19 @@ def shapes(config: pytest.Config) -> list[Any]:
 
 
 def sampled_otherwise(config: pytest.Config) -> dict[str, int]:
-    """What this run has instead of `SAMPLING`."""
+    """The options of this run that differ from `SAMPLING`."""
     return {name: config.getoption(name) for name, usual in SAMPLING.items() if config.getoption(name) != usual}
 
 
 def sampling_again(config: pytest.Config) -> str:
-    """The options by which another run is sampled and checked as this one, for a command line; empty by default."""
+    """The command-line options with which another run is sampled and checked as this one; empty by default."""
     options = [f" {spelled(name)} {number}" for name, number in sampled_otherwise(config).items()]
     options += [f" {spelled(name)}" for name in ("nsa_full", "nsa_hot", "nsa_no_check") if config.getoption(name)]
     return "".join(options)
 
 
 def by_hand_again(config: pytest.Config) -> str:
-    """The options by which another run has the same shapes by hand, for a command line; empty if there are none."""
+    """The command-line options with which another run has the same shapes by hand; empty without such shapes."""
     if not by_hand(config):
         return ""
     words = [word for shape in config.getoption("nsa_shape") or [DEFAULT_SHAPE] for word in ("--nsa-shape", shape)]
@@ -99,30 +97,37 @@ def by_hand_again(config: pytest.Config) -> str:
     return f" {shlex.join(words)}"
 
 
+def without_benchmarks(config: pytest.Config, option: str) -> str | None:
+    """Why this run has no benchmarks, which `option` needs; None if it has."""
+    given = config.getoption
+    if given("dist", "no") != "no" or given("numprocesses", None) or hasattr(config, "workerinput"):
+        return f"{option} needs benchmarks, and under xdist there are none: leave out -n"
+    if given("benchmark_disable", False) and not given("benchmark_enable", False):
+        return f"{option} needs benchmarks: leave out --benchmark-disable"
+    return None
+
+
 def check(config: pytest.Config) -> None:
-    """Refuse at once what could only fail at the end. Raises pytest.UsageError."""
+    """Raise pytest.UsageError at once for options with which the run could only fail at its end."""
     try:
         shapes(config)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
-    asked = [name.removeprefix("nsa_") for name in WRITES if config.getoption(name)]
+    asked = [spelled(name) for name in WRITES if config.getoption(name)]
     if not asked:
         return
-    option = f"--nsa-{asked[0].replace('_', '-')}"
-    if config.getoption("dist", "no") != "no" or hasattr(config, "workerinput"):
-        raise pytest.UsageError(f"{option} needs benchmarks, and under xdist there are none: leave out -n")
-    if config.getoption("benchmark_disable", False) and not config.getoption("benchmark_enable", False):
-        raise pytest.UsageError(f"{option} needs benchmarks: leave out --benchmark-disable")
-    for name in ("update_thresholds", "update_schedules", "sweep"):
-        if name in asked:
-            _check_own_cases(config, f"--nsa-{name.replace('_', '-')}")
+    if (reason := without_benchmarks(config, asked[0])) is not None:
+        raise pytest.UsageError(reason)
+    for option in asked:
+        if option not in ("--nsa-csv", "--nsa-report"):
+            _check_own_cases(config, option)
     for what in ("thresholds", "schedules"):
-        if {f"update_{what}", "sweep"} <= set(asked):
-            raise pytest.UsageError(f"--nsa-sweep changes what {what} rest on: leave out --nsa-update-{what}")
-    if "sweep" in asked and config.getoption("benchmark_compare", None):
+        if {f"--nsa-update-{what}", "--nsa-sweep"} <= set(asked):
+            raise pytest.UsageError(f"--nsa-sweep changes tiles, and {what} with them: leave out --nsa-update-{what}")
+    if "--nsa-sweep" in asked and config.getoption("benchmark_compare", None):
         raise pytest.UsageError("--nsa-sweep runs no benchmark of a baseline: leave out --benchmark-compare")
     missing = [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]
-    if "report" in asked and missing:
+    if "--nsa-report" in asked and missing:
         raise pytest.UsageError(f"--nsa-report needs {' and '.join(missing)}: pip install 'nsa[report]'")
     for name in ("csv", "report"):
         value = config.getoption(f"nsa_{name}")
@@ -131,12 +136,11 @@ def check(config: pytest.Config) -> None:
 
 
 def _check_own_cases(config: pytest.Config, option: str) -> None:
-    """What decides for everybody is measured on a GPU, cold, checked, on its own cases."""
+    """Raise pytest.UsageError unless this run is on a GPU, with cold buffers, checked results and its own cases."""
     if current_lane() != "gpu" and not config.option.collectonly:
         raise pytest.UsageError(f"{option} needs an NVIDIA GPU: Triton is not timed on a CPU")
-    wrong = [name for name in ("hot", "no_check") if config.getoption(f"nsa_{name}", False)]
+    wrong = [name for name in ("nsa_hot", "nsa_no_check") if config.getoption(name, False)]
     if wrong:
-        other = f"--nsa-{wrong[0].replace('_', '-')}"
-        raise pytest.UsageError(f"{option} needs cold, checked measurements: leave out {other}")
+        raise pytest.UsageError(f"{option} needs cold, checked measurements: leave out {spelled(wrong[0])}")
     if by_hand(config):
         raise pytest.UsageError(f"{option} needs its own cases: leave out --nsa-shape")

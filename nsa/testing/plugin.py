@@ -1,4 +1,4 @@
-"""The pytest plugin of the suite: lanes, options, skip reasons, replay commands; marks by folder are in `shipped`.
+"""The pytest plugin of the suite: lanes, options, skip reasons and replay commands.
 
 `nsa_pytest`, or the root `conftest.py` of a checkout, first chooses the lane (see `lane`), then registers this plugin.
 """
@@ -31,22 +31,22 @@ from nsa.testing.machine import current_lane as current_lane
 from nsa.testing.machine import device_name as device_name
 from nsa.testing.machine import triton_version as triton_version
 
-# In the order in which they print, see `terminal`. `benchmarks` imports those before it, and pytest wants to be first.
+# In the order in which they print, see `terminal`. `benchmarks` comes last, because it imports others, and pytest can
+# rewrite assertions only in plugins that were not imported before.
 pytest_plugins = [
     "nsa.testing.verdicts", "nsa.testing.report.terminal", "nsa.testing.gate.hooks", "nsa.testing.shipped",
     "nsa.testing.benchmarks",
 ]  # fmt: skip
-WORKERS_PER_GPU = 16  # compiling is CPU work, so several share a GPU
-GIB_PER_WORKER = 6  # its CUDA context, and a packed SDPA with its workspace of 1 GiB and what that is checked with
-KEPT_BYTES = 512 << 20  # of memory that torch keeps for later, per worker
-
+WORKERS_PER_GPU = 16  # xdist workers that share a GPU, because most of their time is compiling, on the CPU
+GIB_PER_WORKER = 6  # GPU memory of a worker: its CUDA context, packed SDPA with 1 GiB of workspace, and the oracle
+KEPT_BYTES = 512 << 20  # memory that torch may keep in its cache after a test, in each worker
 
 
 # --- lane ------------------------------------------------------------------------------------------------------------
 
 
 def missing_gpu(capability: tuple[int, int] | None = None, memory_gib: float | None = None) -> str | None:
-    """Why this process lacks the GPU asked for (compute capability, GiB of memory), or None if it has it."""
+    """Why this process has no GPU of that compute capability and memory; None if it has one."""
     if current_lane() == "interpreter":
         off = os.environ.get("NSA_TEST_TRITON_SEL") == "0"
         return f"needs an NVIDIA GPU: {'NSA_TEST_TRITON_SEL=0 keeps the suite off it' if off else 'none is visible'}"
@@ -61,7 +61,7 @@ def missing_gpu(capability: tuple[int, int] | None = None, memory_gib: float | N
 
 @pytest.fixture(scope="session")
 def lane() -> Lane:
-    """`gpu`, or `interpreter`: Triton kernels run on CPU tensors, in fp32 and fp16, slowly."""
+    """`gpu` or `interpreter`. In the interpreter lane Triton kernels run on CPU tensors, in fp32 and fp16."""
     return current_lane()
 
 
@@ -85,7 +85,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "f(q, k, v, *, ranges, causal, scale, return_lse=False), with block_indices and block_size for @blocks, or on "
         "packed rows for @dense (repeatable)",
     )
-    group.addoption("--nsa-full", action="store_true", help="benchmark the full matrix, not core")
     for name, what in (
         ("nsa_iters", "samples per benchmark"),
         ("nsa_warmup", "warm-ups per benchmark"),
@@ -95,19 +94,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default = options.SAMPLING[name]
         text = f"{what} (default: {default})"
         group.addoption(options.spelled(name), type=int, default=default, metavar="N", help=text)
-    group.addoption("--nsa-hot", action="store_true", help="time on buffers that lie in L2, not on cold, rotated ones")
-    group.addoption(
-        "--nsa-no-check",
-        action="store_true",
-        help="time without checking results first, to see which wrong kernels the physics guard alone refuses",
-    )
+    flags = {
+        "--nsa-full": "benchmark the full matrix, not core",
+        "--nsa-hot": "time on buffers in L2, not on cold, rotated ones",
+        "--nsa-no-check": "time without checking results first; only impossible times are refused",
+    }
+    options.add_flags(group, flags)
     profiles.add_option(group)
     options.add_options(group)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Before xdist picks its own default, which leaves the slow tests of one file to few workers at the end."""
+    """Choose `worksteal`, because xdist's default leaves the slow tests of a file to few workers at the end."""
     if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
         config.option.dist = "worksteal"
 
@@ -123,22 +122,18 @@ def pytest_configure(config: pytest.Config) -> None:
     asked = ("benchmark_enable", "benchmark_only", "benchmark_skip", "benchmark_compare", "nsa_save_baseline")
     parallel = hasattr(config, "workerinput") or getattr(config.option, "numprocesses", None)
     if parallel and not any(getattr(config.option, name, None) for name in asked):
-        config.option.benchmark_disable = True  # pytest-benchmark would warn that it does so
+        config.option.benchmark_disable = True  # pytest-benchmark would do the same, with a warning
     if hasattr(config, "workerinput"):
-        _share_cores(int(config.workerinput["workercount"]))
+        # By default torch uses all cores in each worker, which is slower.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(config.workerinput["workercount"])))
     elif options.has_benchmarks(config):
         options.check(config)
-
-
-def _share_cores(workers: int) -> None:
-    """torch takes every core for itself; xdist workers doing the same slow each other down."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     if current_lane() == "interpreter" or os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
-        return None  # xdist's own answer
+        return None  # xdist chooses
     memory = torch.cuda.get_device_properties(0).total_memory
     each = max(1, min(WORKERS_PER_GPU, memory // (GIB_PER_WORKER << 30)))
     return min(len(os.sched_getaffinity(0)), each * torch.cuda.device_count())
@@ -154,15 +149,15 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     versions = f"torch {torch.__version__}, triton {triton_version()}"
     lines = [f"nsa lane: {where}", f"nsa: {versions}, seed {config.getoption('nsa_seed')}, commit {commit()}"]
     if config.option.nsa_hot:
-        lines.append("nsa: HOT buffers (--nsa-hot): times are of data in L2, bandwidths are no verdict")
+        lines.append("nsa: HOT buffers (--nsa-hot): data is read from L2, so bandwidths are not checked")
     if config.option.nsa_no_check:
-        lines.append("nsa: RESULTS ARE NOT CHECKED (--nsa-no-check): only the physics guard refuses a wrong kernel")
+        lines.append("nsa: RESULTS ARE NOT CHECKED (--nsa-no-check): only impossible times are refused")
     return lines
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU that is not there, and leave out a test for which no contestant promises anything."""
+    """Skip tests that need a GPU that is not there, and leave out tests of promises that no contestant makes."""
     nothing = [item for item in items if item.get_closest_marker("contested") and item.name.endswith(f"[{NONE}]")]
     if nothing:
         items[:] = [item for item in items if item not in nothing]
@@ -178,7 +173,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Here, because what `-k` and `-m` leave out is no longer among the tests."""
+    """Prepare the process for the tests that `-k` and `-m` have left."""
     profiles.reproduce(session.config, session.items)
     checked = any(item.get_closest_marker(mark) for item in session.items for mark in ("parity", "edge"))
     if checked and current_lane() == "interpreter":
@@ -187,14 +182,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def large_tests_lock() -> Path:
-    """What a test holds that needs much of the GPU's memory."""
+    """The lock of tests that need much of the GPU's memory."""
     slug = device_slug(torch.cuda.get_device_properties(0).name)
     return Path(tempfile.gettempdir()) / f"nsa-large-tests-{slug}-{os.getuid()}.lock"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Tests that name the GPU memory they need take turns, across workers too; none leaves much in torch's cache."""
+    """Run tests that name the GPU memory they need one at a time, over all workers; empty torch's cache after tests."""
     if current_lane() != "gpu":
         return (yield)
     large = any(mark.kwargs.get("memory_gib") for mark in item.iter_markers("gpu"))
@@ -202,14 +197,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         try:
             return (yield)
         finally:
-            with contextlib.suppress(RuntimeError):  # of a context that is lost, which `pytest_runtest_makereport` says
+            with contextlib.suppress(RuntimeError):  # a lost CUDA context; `pytest_runtest_makereport` reports it
                 if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > (0 if large else KEPT_BYTES):
                     torch.cuda.empty_cache()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """After an illegal access nothing works on this GPU any more: stop, and say which test was the first to fail."""
+    """Stop the run after an illegal access, because this process cannot use the GPU any more. Name the failing test."""
     report = yield
     if call.excinfo is not None and current_lane() == "gpu":
         try:
@@ -226,7 +221,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Interpreted kernels must stay inside their tensors, in fixtures too, whatever becomes of the error."""
+    """Fail a test in which an interpreted kernel left its tensors, even if the error was caught. Fixtures count too."""
     result = yield
     if addresses.outside:
         pytest.fail(f"out of bounds: {addresses.outside[0]}", pytrace=False)
@@ -254,7 +249,7 @@ def pytest_benchmark_update_commit_info(commit_info: dict[str, Any]) -> None:
 # --- the end of a run ------------------------------------------------------------------------------------------------
 
 
-@pytest.hookimpl(trylast=True)  # below pytest-benchmark's tables, above our summary and the gate: see `terminal`
+@pytest.hookimpl(trylast=True)  # below pytest-benchmark's tables, above our summary and the gate; see `terminal`
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     commands = _replay_commands(terminalreporter, config)
     if commands:
@@ -264,13 +259,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _notes_of_tests(reporter: pytest.TerminalReporter) -> list[str]:
-    """What tests recorded as `nsa_note`: what a green run does not show, also from xdist's workers."""
+    """The texts that tests recorded as `nsa_note`, so that a green run shows them, also from xdist's workers."""
     reports = [report for outcome in ("passed", "failed") for report in reporter.stats.get(outcome, ())]
     return [str(text) for report in reports for name, text in report.user_properties if name == "nsa_note"]
 
 
 def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -> list[str]:
-    from nsa.testing.gate.hooks import gated_again  # plugins of their own: pytest rewrites them when it registers them
+    from nsa.testing.gate.hooks import gated_again  # here, so that pytest can rewrite these plugins before their import
     from nsa.testing.shipped import FOLDERS
 
     ours: dict[Any, Any] = {}  # the first report of each test
@@ -284,7 +279,7 @@ def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -
 
 
 def _test(config: pytest.Config, report: Any) -> str:
-    """A report's test, for a command line; one that ships is found by the name of its module."""
+    """The words that select a report's test on a command line. A test that ships is named by its module."""
     module = getattr(report, "nsa_module", None)
     if module is None:
         return f'"{config.cwd_relative_nodeid(report.nodeid)}"'

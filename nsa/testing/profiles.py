@@ -1,4 +1,4 @@
-"""What Hypothesis is told: how many calls it draws, how long it shrinks one that fails, and which one to draw again."""
+"""Hypothesis' settings: how many calls it draws, how long it shrinks a failing one, and which one it draws again."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hypothesis.internal.conjecture import engine
 
 DEFAULT = "ci"
 EXAMPLES = {DEFAULT: 25, "deep": 1000}
-"""Calls that a test draws, by profile. `deep` ends within the hour that nightly.yml gives it on two cores."""
+"""Calls that a test draws, by profile. `deep` takes less than the hour that nightly.yml gives it on two cores."""
 SHRINK_SECONDS = 30
-"""How long a failing call is made smaller. Hypothesis gives up after five minutes, and says so after these seconds too:
-an interpreted call takes a tenth of a second, so that some hundred are tried.
+"""How long Hypothesis shrinks a failing call, by default five minutes. An interpreted call takes a tenth of a second,
+so that Hypothesis tries some hundred calls.
 """
 
 
 def set_profiles() -> None:
-    """Profiles before Hypothesis' own `pytest_configure`, which loads the one named by --hypothesis-profile.
+    """Register the profiles. Hypothesis' own `pytest_configure` then loads the one that --hypothesis-profile names.
 
-    Phase `explain` is left out: from the first failure on it traces every line of Python, and so of the interpreter.
+    The phase `explain` is left out. After a failure it traces every line of Python, which makes the interpreter slow.
     """
     settings, slow = hypothesis.settings, [hypothesis.HealthCheck.too_slow]  # an interpreted kernel takes seconds
     phases = [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain]
@@ -32,32 +32,32 @@ def set_profiles() -> None:
     settings.register_profile(DEFAULT, common, max_examples=EXAMPLES[DEFAULT], derandomize=True, database=None)
     settings.register_profile("deep", common, max_examples=EXAMPLES["deep"], derandomize=False)
     settings.load_profile(DEFAULT)
-    engine.MAX_SHRINKING_SECONDS = SHRINK_SECONDS  # no setting has it; Hypothesis keeps it open to being set
+    engine.MAX_SHRINKING_SECONDS = SHRINK_SECONDS  # Hypothesis has no setting for it
 
 
 def add_option(group: Any) -> None:
-    """The option of this module, for the plugin's `pytest_addoption`."""
+    """Add the option of this module."""
     group.addoption(
         "--nsa-reproduce",
         metavar="VERSION:BLOB",
-        help="run the one Hypothesis test that is selected on the call that failed; a replay line has it",
+        help="run the one selected Hypothesis test on the call that failed; the printed replay command has the value",
     )
 
 
 def check(config: pytest.Config) -> None:
-    """Refuse a --nsa-reproduce that this Hypothesis cannot draw. Raises pytest.UsageError."""
+    """Raise pytest.UsageError if this Hypothesis cannot draw the call of --nsa-reproduce."""
     given = config.getoption("nsa_reproduce")
     if given is None:
         return
     if getattr(config.option, "numprocesses", None):
-        raise pytest.UsageError("--nsa-reproduce: expected no -n, as it runs one test")
+        raise pytest.UsageError("--nsa-reproduce: leave out -n, because one test runs")
     version, colon, blob = given.partition(":")
     if not version or not colon or not blob:
         raise pytest.UsageError(f"--nsa-reproduce: expected VERSION:BLOB, got {given!r}")
     if version != hypothesis.__version__:
         raise pytest.UsageError(
             f"--nsa-reproduce: the call was drawn by Hypothesis {version}, and this is {hypothesis.__version__}, which "
-            "would draw another"
+            "would draw another call"
         )
     try:
         decode_failure(blob.encode())
@@ -66,7 +66,7 @@ def check(config: pytest.Config) -> None:
 
 
 def reproduce(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Have the one Hypothesis test that is selected run the call of --nsa-reproduce. Raises pytest.UsageError."""
+    """Let the one selected Hypothesis test run the call of --nsa-reproduce. Raises pytest.UsageError."""
     given = config.getoption("nsa_reproduce")
     if given is None:
         return
@@ -79,9 +79,9 @@ def reproduce(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def again(config: pytest.Config, report: Any) -> str:
-    """The options by which another run draws what failed in this report, for a command line; empty if it drew nothing.
+    """The command-line options with which another run draws the call that failed; empty for tests that draw none.
 
-    An `@example` needs none: it always runs.
+    An `@example` needs no option, because it always runs.
     """
     if "hypothesis" not in getattr(report, "keywords", ()):
         return ""

@@ -1,7 +1,7 @@
 """`python -m nsa.testing.sanitize`: compute-sanitizer over a small matrix of our kernels, on a GPU.
 
-memcheck looks for reads and writes outside of what was allocated (every tensor an allocation of its own), racecheck for
-shared memory that is used before it is ready. A tool that finds nothing must have found a planted fault. All at once.
+memcheck looks for accesses outside of allocations, where every tensor is an allocation of its own. racecheck looks for
+races in shared memory. A clean report counts only if the tool also finds a planted fault. All runs go in parallel.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa import settings
 from nsa.testing.matrix.case import Case
 
-TOOLS = {"memcheck": "Invalid __global__ read", "racecheck": "hazard"}  # and what it says of its planted fault
-FOUND = 77  # exit status of a tool that has reports
-LIMIT = 600  # seconds a run may take
-LONG = 6000  # characters shown of each stream of one that failed
+TOOLS = {"memcheck": "Invalid __global__ read", "racecheck": "hazard"}  # and words of the report of its planted fault
+FOUND = 77  # exit status of a tool that reports something
+LIMIT = 600  # seconds that a run may take
+LONG = 6000  # characters shown of each output stream of a failed run
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run every tool, on its planted fault as well; 0 if all is as it must be. Raises SystemExit without the tool."""
+    """Run each tool on the matrix and on its planted fault. Returns the exit status; exits if no tool is installed."""
     if arguments:
         return _child(arguments[0])
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
@@ -61,13 +61,13 @@ def _sanitized(tool: str, name: str, what: str) -> subprocess.CompletedProcess[s
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
     except subprocess.TimeoutExpired as slow:
         said = [x.decode(errors="replace") if isinstance(x, bytes) else x or "" for x in (slow.stdout, slow.stderr)]
-        return subprocess.CompletedProcess(command, -1, said[0], f"{said[1]}\nno end in {LIMIT} s")
+        return subprocess.CompletedProcess(command, -1, said[0], f"{said[1]}\ndid not end in {LIMIT} s")
 
 
 def _child(what: str) -> int:
     device = torch.device("cuda", 0)
     if what == "matrix":
-        # PyTorch's own fused kernel of fp32 attention has what racecheck takes for races; the tolerance needs no speed.
+        # racecheck reports PyTorch's own fused kernel of fp32 attention, so SDPA uses plain operators here.
         with sdpa_kernel(SDPBackend.MATH):
             print(f"checked {_matrix(device)} calls")
         return 0
@@ -79,7 +79,10 @@ def _child(what: str) -> int:
 
 
 def _matrix(device: torch.device) -> int:
-    """Every source and dtype, by the rules and with forced splits and tiles, each call compared; how many."""
+    """Call each source and dtype, with the usual and with forced splits and tiles, and check the results.
+
+    Returns the number of calls.
+    """
     from nsa.kernels.query_major.tiles import Choice
     from nsa.testing.contestants.ours import OF, OURS
     from nsa.testing.judge.forward import Oracle, assert_parity
@@ -122,7 +125,7 @@ def _matrix(device: torch.device) -> int:
 
 
 def _caches(device: torch.device) -> int:
-    """Caches with lengths beyond their room and pages that do not exist, each call compared; how many."""
+    """Check calls over caches with lengths beyond their size and missing pages. Returns the number of calls."""
     import nsa
     from nsa.testing.matrix import caches
 
@@ -147,7 +150,7 @@ def _caches(device: torch.device) -> int:
 
 
 def _gradients(case: Case, device: torch.device) -> int:
-    """Gradients of one case by the kernels, compared; how many calls that is."""
+    """Compute the gradients of one case and check them. Returns the number of calls."""
     from nsa.testing.clock.training import ours
     from nsa.testing.judge.gradients import GradientOracle, assert_gradients
 

@@ -1,4 +1,4 @@
-"""A shape by hand: `--nsa-shape N=1024,H=8,D=128,Dv=128,L=64:1024`, and the CSV that the old benchmark script wrote."""
+"""Shapes by hand: `--nsa-shape N=1024,H=8,D=128,Dv=128,L=64:1024`, and a CSV as the old benchmark script wrote it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SYNTAX = (
 DEFAULTS: dict[str, list[int]] = {"N": [1024], "H": [8], "D": [128], "L": [64, 128, 256, 512, 1024]}
 KEYS = ("N", "H", "D", "Dv", "L")
 DISTS = ("few", "many", "mixed")
-DECODE_CACHE = 8192  # keys each sequence has at a decode step, where its blocks fit
+DECODE_CACHE = 8192  # keys of each sequence of a decode step, unless L is larger
 OLD_COLUMNS = ("mode", "N", "H", "D", "Dv", "L", "nspans", "streams", "tri_ms", "ref_ms", "speedup", "mae", "status")
 OUR_COLUMNS = (
     "dist", "dtype", "seed", "ref", "tri_ci95_low_ms", "tri_ci95_high_ms", "best_sdpa", "best_sdpa_ms", "gbps",
@@ -40,7 +40,7 @@ def parse_shape(text: str) -> dict[str, list[Any]]:
     """The values of each key that `text` names.
 
     Raises:
-        ValueError: naming the part that cannot be read, and the syntax.
+        ValueError: a part cannot be read. The error names the part and the syntax.
     """
     values: dict[str, list[Any]] = {}
     name = ""
@@ -74,9 +74,9 @@ def _values(text: str, name: str, value: str) -> list[Any]:
 
 
 def shape_cases(shape: str, dists: Iterable[str], decode: bool, dtype: str) -> list[Case]:
-    """The cases of one `--nsa-shape`: the product of its lists, in every distribution, and as decode steps if asked.
+    """The cases of one `--nsa-shape`: the product of its lists, in each distribution, and as decode steps if `decode`.
 
-    `Dv` is `D` unless given; `dtype` is for shapes that name none. Raises ValueError as `parse_shape` does.
+    `Dv` is `D` unless given. `dtype` is used if the shape names none. Raises ValueError as `parse_shape` does.
     """
     given = parse_shape(shape)
     lists = {key: given.get(key, DEFAULTS.get(key, [])) for key in KEYS}
@@ -96,7 +96,7 @@ def shape_cases(shape: str, dists: Iterable[str], decode: bool, dtype: str) -> l
 
 
 def parse_dists(text: str) -> list[str]:
-    """`--nsa-dist many` or `few,many,mixed`. Raises ValueError naming what is accepted."""
+    """The distributions of `--nsa-dist`, a list such as `few,many`. Raises ValueError naming those that exist."""
     dists = [part.strip() for part in text.split(",")]
     for dist in dists:
         if dist not in DISTS:
@@ -105,12 +105,12 @@ def parse_dists(text: str) -> list[str]:
 
 
 def reference_of(case: Case) -> Contestant:
-    """The path Triton would replace: packed SDPA, which packs first unless the rows lie packed."""
+    """The path that Triton replaces: packed SDPA, which packs first unless the rows are packed already."""
     return PACKED if case.source == "rows" else OURS["sdpa"]
 
 
 def measure_shape(p: Problem, *, budget_s: float, **sampling: Any) -> tuple[Measurement, list[str]]:
-    """Time our kernel, or on the CPU lane packed SDPA alone; also returns the names of the packed layouts."""
+    """Time our kernel, or on a CPU packed SDPA alone. Also returns the names of the packed layouts."""
     case, reference = p.case, reference_of(p.case)
     if current_lane() != "gpu":
         return measure(p, reference, (), budget_s=budget_s, **sampling), []
@@ -123,9 +123,7 @@ def measure_shape(p: Problem, *, budget_s: float, **sampling: Any) -> tuple[Meas
 def row(
     case: Case, p: Problem | None, fact: dict[str, Any] | None, status: str, streams: int, device: torch.device
 ) -> dict[str, Any]:
-    """A line of the CSV; `p` is None where its tensors could not be made, `fact` where nothing could be measured:
-    `status` says why.
-    """
+    """A line of the CSV. `p` is None if it could not be made, `fact` if nothing was measured. `status` says why."""
     line: dict[str, Any] = dict.fromkeys((*OLD_COLUMNS, *OUR_COLUMNS), "")
     fields = {"mode": MODE[case.source], "streams": streams, "status": status, "ref": reference_of(case).name}
     line |= case.fields() | run_facts(device) | fields
@@ -144,7 +142,7 @@ def row(
                 "tri_ci95_low_ms": _ms(low), "tri_ci95_high_ms": _ms(high), "best_sdpa": best or "",
                 "best_sdpa_ms": _ms(fact["medians"].get(best)), "gbps": f"{fact['gbps']:.1f}",
                 "share_of_ceiling": f"{fact['share_of_ceiling']:.4f}",
-                "streams_wall_ms": _ms(together.get("median_s")),  # of one call on each stream, all at once
+                "streams_wall_ms": _ms(together.get("median_s")),  # one call on each stream, all at the same time
             }  # fmt: skip
     return {name: line[name] for name in (*OLD_COLUMNS, *OUR_COLUMNS)}
 

@@ -1,7 +1,7 @@
 """Marks, warnings and file names of the suite's tests, in any project.
 
-The tests in `nsa.testing.suite` are run from projects whose settings we do not know. So their marks are registered
-here, their folder is found wherever the package lies, and their warnings are errors. Other tests are left alone.
+The tests in `nsa.testing.suite` run in projects whose settings we do not know. So this plugin registers their marks,
+finds their files in the installed package, and makes their warnings errors. It does not affect other tests.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ MARKS = (
     "parity: numbers against the fp64 oracle (set by the folder of that name)",
     "edge: semantics, errors, and the suite's own tests (set by the folder of that name)",
     "perf: benchmarks (set by the folder of that name)",
-    "aot: compiles kernels for GPUs that need not be there (`-m aot`: all of the matrix, else a quick part of it)",
-    "gpu(capability=None, memory_gib=None): needs an NVIDIA GPU, of that compute capability and memory at least",
+    "aot: compiles kernels for GPUs that are not here (`-m aot`: the whole matrix, otherwise a quick part of it)",
+    "gpu(capability=None, memory_gib=None): needs an NVIDIA GPU with at least that compute capability and memory",
 )
 EXEMPT = (
     "default::pytest_benchmark.logger.PytestBenchmarkWarning",
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
     "ignore:Synchronization debug mode is a prototype feature:UserWarning",
 )
-"""Warnings that are no errors; `pyproject.toml` says why, and has the same for `tests/`."""
+"""Warnings that are not errors. `pyproject.toml` lists them for `tests/`, and says why."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     for line in MARKS:
         config.addinivalue_line("markers", line)
-    config.addinivalue_line("python_files", f"{SUITE}/*/test_*.py")  # where the project names its own files otherwise
+    config.addinivalue_line("python_files", f"{SUITE}/*/test_*.py")  # for projects with another `python_files`
 
 
 @functools.cache
@@ -53,12 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mark_by_folder(ours, SUITE)
     strict = pytest.mark.filterwarnings("error", *EXEMPT, *_command_line(config))
     for item in ours:
-        # pytest applies marks in this order and the last one wins, so a test's and its module's own come after this.
+        # The last mark wins. This mark comes first, so that a test or its module can override it.
         item.add_marker(strict, append=False)
 
 
 def mark_by_folder(items: Iterable[pytest.Item], root: Path) -> None:
-    """Give each test below `root` the marks that its folders are called."""
+    """Mark each test below `root` with the names in `FOLDERS` of the folders that contain it."""
     for item in items:
         path = item.path.resolve()
         if path.is_relative_to(root.resolve()):
@@ -67,14 +67,14 @@ def mark_by_folder(items: Iterable[pytest.Item], root: Path) -> None:
 
 
 def _command_line(config: pytest.Config) -> list[str]:
-    """What `-W` says, as marks say it: in those the message is a regular expression."""
+    """The filters of `-W` as marks, in which the message is a regular expression."""
     filters = [text.split(":") for text in config.getoption("pythonwarnings") or ()]
     return [":".join([*fields[:1], *map(re.escape, fields[1:2]), *fields[2:]]) for fields in filters]
 
 
 @contextlib.contextmanager
 def _exempt() -> Iterator[None]:
-    """Outside of tests the project's settings hold, except that these warnings never end pytest."""
+    """Apply `EXEMPT` outside of tests, where the project's settings could turn these warnings into errors."""
     with warnings.catch_warnings():
         for text in EXEMPT:
             warnings.filterwarnings(*parse_warning_filter(text, escape=False))
@@ -89,7 +89,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Say in the report how `--pyargs` names the test's module: its id is no path from the current folder."""
+    """Add to the report the name of the test's module for `--pyargs`, because its id is no path from this folder."""
     report = yield
     if _inside(item.path):
         parts = item.path.resolve().relative_to(SUITE).with_suffix("").parts
@@ -97,13 +97,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-benchmark's wrapper, which warns
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest-benchmark's wrapper, which warns
 def pytest_sessionfinish() -> Iterator[None]:
     with _exempt():
         return (yield)
 
 
-@pytest.hookimpl(wrapper=True, trylast=True)  # inside of pytest's own wrapper, which applies the project's settings
+@pytest.hookimpl(wrapper=True, trylast=True)  # within pytest's own wrapper, which applies the project's settings
 def pytest_terminal_summary() -> Iterator[None]:
     with _exempt():
         return (yield)
@@ -111,6 +111,6 @@ def pytest_terminal_summary() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> None:
-    """Tests are called test_*, also where the project has another `python_functions`."""
+    """Collect functions called test_*, also in projects with another `python_functions`."""
     if name.startswith("test_") and isinstance(obj, types.FunctionType) and _inside(collector.path):
         obj.__test__ = True  # type: ignore[attr-defined]

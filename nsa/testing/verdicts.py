@@ -1,7 +1,7 @@
-"""What a run says of the contestants of `--nsa-impl`: on how many cases each is right, and what it computes instead.
+"""The verdicts on the contestants of `--nsa-impl`: on how many cases each is right, and what a wrong one computes.
 
-A run that proves too little ends red: fewer than `fit.ENOUGH` cases in the parity lane, a promise that no test
-exercised, or a lane in which nothing ran.
+A run that does not prove a contestant ends red: if the parity lane has fewer than `fit.ENOUGH` cases, if no test
+exercised a promise, or if nothing ran in a lane.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ LANES = ("parity", "edge")
 
 @dataclass
 class Tally:
-    """What the tests of one contestant in one lane came to; a case is counted once, however many tests ran on it."""
+    """The results of one contestant in one lane, by case. A case counts once, even if several tests ran on it."""
 
     right: set[str] = field(default_factory=set)
-    wrong: dict[str, list[str] | None] = field(default_factory=dict)  # case: what it may be; None: not diagnosed
-    skipped: dict[str, str] = field(default_factory=dict)  # case: why
-    exercised: set[str] = field(default_factory=set)
+    wrong: dict[str, list[str] | None] = field(default_factory=dict)  # findings of each case; None: not diagnosed
+    skipped: dict[str, str] = field(default_factory=dict)  # the reason for each case
+    exercised: set[str] = field(default_factory=set)  # keys of `fit.promises`
 
 
 class Verdicts:
-    """A plugin of one session: gathers reports (those of xdist's workers, too), and has the last word on each."""
+    """A plugin of one session: gathers reports, also from xdist's workers, and prints the verdicts."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.known: list[str] = []  # mistakes that this process has named so far
+        self.known: list[str] = []  # findings of this process so far
         self.tallies: dict[tuple[str, str], Tally] = {}
-        self.whole = True  # whether no single test was asked for by its id
+        self.whole = True  # False if tests were selected by id
 
     @property
     def specs(self) -> list[str]:
-        """The contestants that were named, each once."""
+        """The values of `--nsa-impl`, each once."""
         return list(dict.fromkeys(self.config.getoption("nsa_impl")))
 
     # --- in the process that runs a test -----------------------------------------------------------------------------
@@ -67,7 +67,7 @@ class Verdicts:
         if isinstance(error, Wrong):
             found = self._diagnosed(error)
             said = "; ".join(found) if found else "no known mistake fits"
-            if self.specs:  # its author has no use for a traceback of the suite
+            if self.specs:  # a traceback through the suite does not help the kernel's author
                 report.longrepr = f"{error}\n{said}"
             else:
                 report.sections.append(("diagnosis", said))
@@ -86,7 +86,7 @@ class Verdicts:
         if error.result is None or error.oracle is None:
             return []
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # many small tensors: on a busy machine a second thread takes thirty times as long
+        torch.set_num_threads(1)  # with small tensors on a busy machine, two threads take thirty times as long as one
         try:
             found = diagnose(error.result, error.oracle, self.known)
         finally:
@@ -103,29 +103,28 @@ class Verdicts:
             told: Any = facts
             spec, lane, case, outcome, found, reason, exercised = told
             tally = self.tallies.setdefault((str(spec), str(lane)), Tally())
+            if outcome == "skipped":
+                tally.skipped.setdefault(case, reason)
+                continue
+            tally.exercised.update(exercised)
             if outcome == "passed":
                 tally.right.add(case)
-                tally.exercised.update(exercised)
-            elif outcome == "skipped":
-                tally.skipped.setdefault(case, reason)
             elif found is None:
                 tally.wrong.setdefault(case, None)
-                tally.exercised.update(exercised)
             else:
                 tally.wrong[case] = [*(tally.wrong.get(case) or []), *found]
-                tally.exercised.update(exercised)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(self.config, "workerinput") or self.config.option.collectonly:
             return
-        # A run of one test by its id, as replay lines are, proves one case and claims no more.
+        # A run of tests by id, such as a replay command, does not have to prove a contestant.
         self.whole = not any("::" in str(word) for word in self.config.args)
         unproved = [line for _, lines in self._verdicts() for line in lines if ": not proved" in line]
         if unproved and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    @pytest.hookimpl(trylast=True)  # below the replay lines: what was proved is among the last words of a run
+    @pytest.hookimpl(trylast=True)  # below the replay commands
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         verdicts = self._verdicts()
         if not verdicts or self.config.option.collectonly:
@@ -138,7 +137,7 @@ class Verdicts:
 
     def _verdicts(self) -> list[tuple[str, list[str]]]:
         lines: list[tuple[str, list[str]]] = []
-        if not self.specs:  # ours: what is right is not worth a word
+        if not self.specs:  # our own kernels: only wrong results are printed
             wrong = {key: tally for key, tally in self.tallies.items() if tally.wrong}
             return [(spec, _wrong(f"{spec}, {lane}", tally)) for (spec, lane), tally in wrong.items()]
         for spec in self.specs:
@@ -187,7 +186,7 @@ def _cases(count: int) -> str:
 
 
 def _diagnosis(wrong: dict[str, list[str] | None]) -> list[str]:
-    """The fewest mistakes that explain all wrong cases, the most common first, and how many cases each explains."""
+    """A few findings that explain the wrong cases, the most common first, each with the number of cases it explains."""
     left = {case: found for case, found in wrong.items() if found is not None}
     others, lines = len(wrong) - len(left), []
     while any(left.values()):
@@ -196,11 +195,11 @@ def _diagnosis(wrong: dict[str, list[str] | None]) -> list[str]:
         lines.append(f"{best} (fits {_cases(count)})")
         left = {case: found for case, found in left.items() if best not in found}
     lines += [f"no known mistake fits {_cases(len(left))}"] * bool(left)
-    return lines + [f"{_cases(others)} failed otherwise, see above"] * bool(others)
+    return lines + [f"{_cases(others)} failed for another reason, see above"] * bool(others)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Loads the contestants before anything is collected, so that a wrong name or signature ends the run at once."""
+    """Load the contestants before tests are collected, so that a wrong name or signature ends the run at once."""
     try:
         for spec in dict.fromkeys(config.getoption("nsa_impl")):
             named.load(spec)

@@ -1,1 +1,1 @@
-"""Measures on a GPU what routing rests on, and writes it to `nsa/configs`: thresholds, schedules, tiles."""
+"""Measures on a GPU what routing depends on (thresholds, schedules, tiles), and writes files of `nsa/configs/gpus`."""

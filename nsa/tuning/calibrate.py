@@ -1,8 +1,8 @@
-"""`python -m nsa calibrate`: the smallest run that tells from where on Triton, and key-major, pay on a new GPU.
+"""`python -m nsa calibrate`: a short run that measures threshold and crossover of a new GPU.
 
-Parity on a few cases, one timing per threshold combination, the fastest packed SDPA layout, and both schedules at the
-numbers of queries that decide. Needs torch and Triton only, no pytest. What it finds goes to the user's own file of
-this GPU, section by section, and wins over the package's measurements. Tiles take a sweep (`--nsa-sweep`).
+It checks parity on a few cases, and times each combination of the threshold once, the layouts of packed SDPA, and both
+schedules at the numbers of queries that decide. It needs torch and Triton, but not pytest. It writes the user's own
+file of this GPU, whose sections replace the package's measurements. It does not measure tiles (`--nsa-sweep`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nsa.testing.matrix.case import Case
 from nsa.testing.report.recording import Fact
 from nsa.tuning import crossover, thresholds
 
-# The larger problem only: there Triton's lead is smallest (H100, 2026-11-21: 13.6x at N = 1024 against 18x at N = 64).
+# Only the larger N, where Triton's lead is smaller (H100, 2026-11-21: 13.6x at N = 1024, 18x at N = 64).
 ROWS = (1024,)
 PARITY = {
     "dense_group": Case(8, 128, 128, 200, 64, "few", "bf16"),
@@ -36,7 +36,7 @@ PARITY = {
     "blocks": Case(16, 128, 128, 1024, 32, "decode", "bf16", HKV=4, S_kv=8192),
 }
 LAYOUT_SHAPES = [f"H8-D{D}-L{L}-N256" for D in (64, 128) for L in (256, 1024)]
-BUDGET_S = 0.01  # of samples for each implementation; never under ten samples
+BUDGET_S = 0.01  # seconds of samples for each implementation, which has at least ten samples
 COMMAND = "python -m nsa calibrate"
 
 
@@ -66,19 +66,19 @@ def layout_times(shape: str, masked: bool, device: torch.device, **sampling: Any
 
 
 def fast_layouts(device: torch.device) -> dict[str, Contestant]:
-    """Two of the five SDPA layouts: what was the best on packed rows in all of core (H100), and one for older torch."""
+    """Two of the five SDPA layouts: the fastest on packed rows in all of core (H100), and one for older torch."""
     return {n: i for n, i in packed_layouts(device).items() if n in ("enable_gqa", "heads_as_queries_flash")}
 
 
 def check_parity(device: torch.device) -> None:
-    """One case per kernel source. Raises AssertionError naming the kernel that is wrong, and where."""
+    """Check one case per source. Raises AssertionError naming the kernel that is wrong, and where."""
     for name, case in PARITY.items():
         problem = case.make(device)
         assert_parity(OURS[name].run(problem, return_lse=True), Oracle.of(problem), name)
 
 
 def time_thresholds(device: torch.device) -> list[Fact]:
-    """The facts that a threshold over square dims rests on. On packed rows two SDPA layouts are timed, not five."""
+    """The facts for a threshold over square dims. On packed rows two SDPA layouts are timed, not five."""
     layouts = fast_layouts(device)
     facts = []
     for case in thresholds.cases(thresholds.SQUARE, ROWS):
@@ -94,11 +94,11 @@ def time_thresholds(device: torch.device) -> list[Fact]:
 
 
 def time_crossover(device: torch.device) -> list[crossover.Point]:
-    """The points that decide from how many queries on key-major is faster.
+    """The points that decide above which number of queries key-major is faster.
 
     Raises:
-        AssertionError: both kernels disagree, or cannot be timed.
-        RuntimeError: one of them does not run here.
+        AssertionError: the results of both kernels differ, or a kernel cannot be timed.
+        RuntimeError: a kernel does not run here.
     """
     found: dict[crossover.Key, crossover.Point] = {}
     for key in crossover.needed(found):
@@ -112,7 +112,7 @@ def time_crossover(device: torch.device) -> list[crossover.Point]:
 
 
 def obstacle() -> str | None:
-    """Why this machine cannot be calibrated, in a line, or None."""
+    """Why this machine cannot be calibrated, in one line; None if it can."""
     if settings.interpreter():
         return "TRITON_INTERPRET is set: Triton interprets kernels on the CPU, there is nothing to time"
     if not torch.cuda.is_available():
@@ -141,7 +141,7 @@ def main() -> int:
 
 
 def _threshold(device: torch.device, run: Fact) -> str:
-    """Measure and write the section `threshold`; says what and where. Raises as what it calls."""
+    """Measure and write the section `threshold`. Returns the lines to print."""
     check_parity(device)
     facts, needed = time_thresholds(device), thresholds.required(thresholds.SQUARE)
     decision = thresholds.decide(facts, needed=needed)
@@ -153,13 +153,13 @@ def _threshold(device: torch.device, run: Fact) -> str:
 
 
 def _crossover(device: torch.device, run: Fact) -> str:
-    """Measure and write the section `crossover`, likewise."""
+    """Measure and write the section `crossover`. Returns the line to print."""
     points = time_crossover(device)
     path = crossover.write(points, run, settings.user_gpus(), COMMAND)
     return f"{crossover.starts(points)}, written to {path}"
 
 
 def _progress(text: str) -> None:
-    """One line that overwrites itself; nothing where nobody watches."""
+    """Show progress in one line that overwrites itself, if stderr is a terminal."""
     if sys.stderr.isatty():
         print(f"\r{text[:78]:78}", end="" if text else "\r", file=sys.stderr, flush=True)

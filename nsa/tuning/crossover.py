@@ -1,7 +1,7 @@
-"""From how many queries on key-major is faster than query-major, by group size: what `schedule="auto"` routes by.
+"""The number of queries above which key-major is faster than query-major, by group size. `schedule="auto"` uses it.
 
-Both kernels forced on prefills of the usual shape, checked against each other before they are timed; and the rule that
-makes the section `crossover` of a GPU's file of the times.
+Both schedules are forced on prefills of the usual shape, compared with each other, and then timed. A rule makes the
+section `crossover` of a GPU's file from the times.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from nsa.tuning.files import provenance, write_section
 HEADS = {1: (16, 16), 2: (32, 16), 4: (32, 8), 8: (32, 4), 16: (64, 4), 64: (128, 2)}  # (HQ, HKV) by G
 TOKENS = tuple(2**i for i in range(6, 15))
 CONTEXTS = {4096: TOKENS[:4], 65536: TOKENS[:6]}
-"""Queries of the chunks measured, by the keys of the prompt, themselves included."""
+"""The measured chunk sizes in queries, by the number of keys, the chunk's own keys included."""
 
 D, BLOCK, SLOTS = 128, 64, 16
 MARGIN = 1.02
-"""How much faster key-major has to be: below that nobody notices, and a GPU's clock decides."""
+"""The least ratio of times at which key-major counts as faster. A smaller ratio may be due to the GPU's clock rate."""
 
-LSE_ATOL = 2e-4  # of a few hundred keys, one key more or less moves it further
-ROUTES = {"key_major": "key_major", "query_major": "blocks"}  # the launch that each schedule has to make
+LSE_ATOL = 2e-4  # one key more or less among a few hundred changes the LSE by more than this
+ROUTES = {"key_major": "key_major", "query_major": "blocks"}  # the kernel that each schedule must launch
 COMMAND = "pytest -m perf tests/perf/test_crossover.py --nsa-update-schedules"
 SHAPE = (
     f"B = 1, S = S_kv from {TOKENS[0]} to {TOKENS[-1]}, chunks of {TOKENS[0]} to {CONTEXTS[65536][-1]} at S_kv = "
@@ -50,22 +50,22 @@ Key = tuple[int, int | None, int]  # G, context, tokens
 
 @dataclass(frozen=True)
 class Point:
-    """Seconds per call of both kernels at one group size and number of queries."""
+    """Seconds per call of both kernels, for one group size and number of queries."""
 
     G: int
     tokens: int
     query_major: float
     key_major: float
-    context: int | None = None  # keys of a chunk's prompt; None: the queries are the prompt
+    context: int | None = None  # keys that a chunk attends to; None: the queries are a whole prompt
 
     @property
     def key(self) -> Key:
-        """What tells points apart."""
+        """Identifies a point."""
         return self.G, self.context, self.tokens
 
     @property
     def reuse(self) -> float:
-        """Rows that read a block."""
+        """How many rows read a block, on average."""
         return self.tokens * SLOTS * BLOCK / (self.context or self.tokens)
 
     @property
@@ -78,7 +78,7 @@ class Point:
 
 
 def case(G: int, tokens: int, dtype: str = "bf16", context: int | None = None) -> Case:
-    """The prefill of one point, `tokens` queries of one sequence, the last of `context` positions."""
+    """The prefill of one point: the last `tokens` queries of a sequence of `context` keys."""
     HQ, HKV = HEADS[G]
     assert HQ == G * HKV
     n = tokens * HKV
@@ -88,14 +88,14 @@ def case(G: int, tokens: int, dtype: str = "bf16", context: int | None = None) -
 
 
 def attend(schedule: str, inputs: Inputs, return_lse: bool = False) -> Any:
-    """The front door, this schedule forced."""
+    """Call the front door with a forced schedule."""
     q, k, v, blocks = inputs
     how = {"backend": "triton", "schedule": schedule}
     return nsa.selection_attention(q, k, v, block_indices=blocks, block_size=BLOCK, return_lse=return_lse, **how)  # type: ignore[call-overload]
 
 
 def check(inputs: Inputs) -> None:
-    """Both kernels are launched, and agree. Raises AssertionError saying in what they do not."""
+    """Check that both kernels are launched and that their results agree. Raises AssertionError."""
     found = {}
     for schedule, route in ROUTES.items():
         before = nsa.kernels.launches.copy()
@@ -103,7 +103,7 @@ def check(inputs: Inputs) -> None:
         launched = nsa.kernels.launches - before
         assert launched[route] == 1, f"schedule {schedule}: expected a launch of {route}, got {dict(launched)}"
     (o, lse), (o_want, lse_want) = found["key_major"], found["query_major"]
-    # Partial results are rounded to the input dtype: the bound is a few roundings of the largest number of a head.
+    # Partial results are rounded to the input dtype, so the bound is a few roundings of the largest number of a head.
     bound = 4 * torch.finfo(o.dtype).eps * o_want.abs().amax(-1, keepdim=True).float()
     error = (o.float() - o_want.float()).abs()
     assert bool((error <= bound).all()), f"key-major and query-major differ by {float(error.max()):.3g}"
@@ -112,9 +112,9 @@ def check(inputs: Inputs) -> None:
 
 
 def rotation(inputs: Inputs, cache: int) -> tuple[list[Inputs], bool]:
-    """Copies to rotate through, and whether that makes every call cold. `cache`: bytes of L2.
+    """Copies to rotate through, and whether every call finds its inputs outside L2. cache: bytes of L2.
 
-    Not `buffer_sets`: that packs rows for comparators, which at prefill is many times the cache of keys.
+    `buffer_sets` is not used, because it packs rows, which takes many times the memory of the keys of a prefill.
     """
     size = sum(x.numel() * x.element_size() for x in inputs)
     copies = min(max(2, math.ceil(COLD * cache / size)), MOST_SETS)
@@ -126,19 +126,19 @@ def rotation(inputs: Inputs, cache: int) -> tuple[list[Inputs], bool]:
 def compare(
     G: int, tokens: int, device: torch.device, seed: int, context: int | None = None, **sampling: Any
 ) -> dict[str, Timing]:
-    """Check and time both schedules, in turn. `sampling`: for `time_gpu`.
+    """Check both schedules, then time them in turn. sampling: keywords of `time_gpu`.
 
     Raises:
-        AssertionError: they disagree, or one was not captured, so that its time is the host's.
+        AssertionError: the results differ, or a call was not captured, so that its time would include the host's.
     """
     p = case(G, tokens, context=context).make(device, seed)
     assert p.block_indices is not None
     blocks = p.block_indices
-    if context is not None:  # in any order, as a top-k leaves them: sorted, rows sweep the keys together, and L2 helps
+    if context is not None:  # shuffled, as after a top-k; with sorted blocks, more reads would hit L2
         order = torch.rand(blocks.shape, generator=torch.Generator(device).manual_seed(seed), device=device).argsort(-1)
         blocks = blocks.gather(-1, order)
     inputs = p.q, p.k, p.v, blocks
-    del p  # its spans
+    del p  # frees its spans
     check(inputs)
     sets, cold = rotation(inputs, torch.cuda.get_device_properties(device).L2_cache_size)
     times = time_gpu({name: [partial(attend, name, s) for s in sets] for name in ROUTES}, cold=cold, **sampling)
@@ -153,16 +153,17 @@ def compare(
 
 
 def points(facts: Iterable[Fact]) -> list[Point]:
-    """What a run measured, in order; of a point measured again the last."""
+    """The points that a run measured, in order. If a point was measured twice, the last time counts."""
     made = (Point(**fact["crossover"]) for fact in facts if fact.get("crossover"))
     found = {(p.G, p.context or 0, p.tokens): p for p in made}
     return [found[key] for key in sorted(found)]
 
 
 def decide(measured: Iterable[Point], margin: float = MARGIN, chunks: bool = False) -> dict[int, int | None]:
-    """By group size the smallest number of queries from which on key-major is faster at all that were measured.
+    """The smallest number of queries, by group size, at and above which key-major is faster at all measured points.
 
-    Of whole prompts, or of ``chunks``: of those whose blocks are read often enough for routing to ask.
+    chunks: for chunks of a longer prompt, not for whole prompts. Only chunks count whose blocks are read so often that
+    routing considers key-major.
     """
     groups: dict[int, list[Point]] = {}
     for p in measured:
@@ -178,7 +179,7 @@ def _from(found: list[Point], margin: float) -> int | None:
 
 
 def table(measured: Iterable[Point]) -> list[str]:
-    """How many times as fast key-major is, for a terminal: a row per group size, a column per number of queries."""
+    """A table for the terminal of how many times as fast key-major is, by group size and number of queries."""
     known = {(p.G, p.context, p.tokens): p for p in measured}
     if not known:
         return []
@@ -193,9 +194,9 @@ def table(measured: Iterable[Point]) -> list[str]:
 
 
 def needed(found: Mapping[Key, Point]) -> Iterator[Key]:
-    """The points that decide, from most queries down: below the first at which key-major is no faster none counts.
+    """The points to measure, from most queries down, until key-major is no longer faster.
 
-    ``found`` may grow from one to the next.
+    found: the points measured so far. The caller adds each point before it asks for the next one.
     """
     for G in HEADS:
         for contexts in ((None,), tuple(CONTEXTS)):
@@ -209,10 +210,10 @@ def needed(found: Mapping[Key, Point]) -> Iterator[Key]:
 
 
 def write(measured: Iterable[Point], facts: Fact, folder: Path, command: str = COMMAND) -> Path:
-    """Write the section `crossover` of the GPU of `facts`, whole or not at all, and have it read again.
+    """Write the section `crossover` of the GPU of `facts`, and reload the settings.
 
     Raises:
-        ValueError: not every point that decides was measured; or as `files.write_section`.
+        ValueError: a point of `needed` was not measured; or as `files.write_section`.
         OSError: the folder cannot be written.
     """
     found = {p.key: p for p in measured}
@@ -242,7 +243,7 @@ def write(measured: Iterable[Point], facts: Fact, folder: Path, command: str = C
 
 
 def update(facts: list[Fact], folder: Path | None = None) -> str:
-    """Write what a run measured, for everybody; returns a line that says what and where. Raises as `write` does."""
+    """Write what a run measured to the packaged file. Returns the line to print. Raises as `write` does."""
     measured = points(facts)
     run = next((fact for fact in facts if fact.get("crossover")), {})
     path = write(measured, run, gpu.PACKAGED if folder is None else folder)
@@ -250,7 +251,7 @@ def update(facts: list[Fact], folder: Path | None = None) -> str:
 
 
 def starts(measured: Collection[Point]) -> str:
-    """From where key-major is faster, in words."""
+    """The numbers of queries above which key-major is faster, in words."""
     whole, chunks = (
         ", ".join(f"G = {G} {start or 'never'}" for G, start in decide(measured, chunks=chunks).items())
         for chunks in (False, True)

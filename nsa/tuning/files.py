@@ -1,4 +1,4 @@
-"""Files of measurements, written whole or not at all; a GPU's file section by section."""
+"""Writes files of measurements, completely or not at all. A GPU's file is written section by section."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAD = "# What was measured on this GPU, section by section (nsa/gpu.py). Writte
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file and its folders; until all of it is on disk, what was there stays. Raises OSError."""
+    """Write a file and its folders. The old file stays until the new one is complete. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -33,13 +33,13 @@ def write_whole(path: Path, text: str) -> None:
 def write_section(
     folder: Path, gpu_name: str, section: str, content: Mapping[str, Any], comments: Sequence[str]
 ) -> Path:
-    """Write one section of a GPU's file, and have the file read again. Other sections stay as they are, to the byte.
+    """Write one section of a GPU's file and reload the settings. Other sections stay byte for byte.
 
     Args:
-        section: one of `gpu.SECTIONS`. comments: lines that stand above its content.
+        section: one of `gpu.SECTIONS`. comments: lines above its content.
 
     Raises:
-        ValueError: another section of that file cannot be read; it is named.
+        ValueError: another section of that file cannot be read. The error names the section.
         OSError: the folder cannot be written.
     """
     import yaml
@@ -60,6 +60,6 @@ def write_section(
 
 
 def provenance(facts: dict[str, Any], **more: str) -> dict[str, str]:
-    """Where a section comes from: a run's GPU, versions and commit, today's date, and what else the section has."""
+    """The source of a section: a run's GPU, versions and commit, today's date, and other fields."""
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     return {name: str((facts | {"date": date})[name]) for name in gpu.SWEPT} | more

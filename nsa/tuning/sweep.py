@@ -1,8 +1,8 @@
-"""`--nsa-sweep`: try tiles and splits on the hot shapes, right ones only, and write the GPU's table for `tiles.py`.
+"""`--nsa-sweep`: tries tiles and splits on the most important shapes, and writes the GPU's table for `tiles.py`.
 
-Candidates are compiled in child processes first, many at once, so that one that kills the compiler kills a child and is
-known. The others are run against the fp64 oracle, into poisoned outputs, counting launches, and timed like every
-benchmark. What failed is recorded with its cause, and fails nothing.
+Candidates are compiled in child processes first, so that a crash of the compiler kills a child only. Those that compile
+are checked against the fp64 oracle and timed like every benchmark. A candidate that fails is recorded with its cause,
+and does not fail the run.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from nsa.testing.matrix.case import Case
 from nsa.testing.report.recording import Fact
 from nsa.tuning.files import provenance, write_section
 
-SHAPE = ("one_span", "D", "Dv", "G", "rows", "L")  # what tells the entries of a table apart
-KEPT = 3  # best choices of a shape in the table; the first is used
-FINALISTS = 6  # timed again, properly
+SHAPE = ("one_span", "D", "Dv", "G", "rows", "L")  # the key of an entry of the table
+KEPT = 3  # best choices of a shape that the table keeps; the first is used
+FINALISTS = 6  # choices that are timed a second time, with more samples
 COARSE: dict[str, Any] = {"iters": 10, "warmup": 1, "budget_s": 0.004, "replay_s": 3e-4}
 FINE: dict[str, Any] = {"iters": 50, "warmup": 3, "budget_s": 0.05}
-WARPS = {16: (1, 2), 32: (1, 2, 4), 64: (2, 4), 128: (4, 8)}  # by BLOCK_L; of 24 shapes none was best elsewhere
-OF_A_CHILD = 24  # choices a child compiles, some 40 s: of a shape with 200 one child took longer than all others
-SAME = 1.01  # two choices whose times differ by less: which is faster changes from run to run
-WAVES = 4  # programs per multiprocessor beyond which more splits are pointless
+WARPS = {16: (1, 2), 32: (1, 2, 4), 64: (2, 4), 128: (4, 8)}  # by BLOCK_L; others were best for none of 24 shapes
+OF_A_CHILD = 24  # choices that a child process compiles, about 40 s
+SAME = 1.01  # if the ratio of two choices' times is below this, the faster one changes from run to run
+WAVES = 4  # with more programs per multiprocessor than this, more splits do not help
 FAILURES: tuple[type[BaseException], ...] = (*failures(), AssertionError)
 
 
 def cases() -> list[Case]:
-    """The hot shapes: core's rows and spans at H = 8, and its decode steps. bf16."""
+    """The shapes of the sweep, in bf16: core's rows and spans at H = 8, and its decode steps."""
     lengths = (16, 32, 64, 128, 256, 512, 1024)
     return [
         *(Case(8, D, D, L, N, "few", "bf16") for D in (64, 128) for N in (64, 256, 1024) for L in lengths),
@@ -57,14 +57,14 @@ def cases() -> list[Case]:
 
 
 def candidates(case: Case, processors: int, largest: int = 16) -> list[Choice]:
-    """What to try on a shape: every combination that gives each program a tile and the chip no more than it can use.
+    """The choices to try on a shape: all in which every program has a tile, and splits do not exceed `WAVES`.
 
-    ``largest``: programs of a cluster, 0 where there are none.
+    largest: the most programs of a cluster; 0 for a GPU without clusters.
     """
     found = []
     for head_tiles in (1, 2) if case.H >= 16 else (1,):
         programs = case.N * head_tiles
-        thirds = (3,) if 3 * programs <= processors < 5 * programs else ()  # clusters of 4 do not fill the chip
+        thirds = (3,) if 3 * programs <= processors < 5 * programs else ()  # clusters of 4 would not fill the GPU
         for splits in (1, 2, *thirds, 4, 8, 16, 32):
             part = -(-case.L // splits)
             if splits > 1 and (part < 16 or programs * splits > WAVES * processors):
@@ -72,7 +72,7 @@ def candidates(case: Case, processors: int, largest: int = 16) -> list[Choice]:
             for block_l in (16, 32, 64, 128):
                 if block_l > max(16, tiles.next_power_of_2(part)):
                     continue
-                if head_tiles > 1 and block_l != 64:  # it reads every key twice: for the record
+                if head_tiles > 1 and block_l != 64:  # two head tiles read every key twice, so one size is enough
                     continue
                 tiled = -(-part // block_l)
                 stages = (1,) if tiled == 1 else range(2, min(tiled + 1, 4 if block_l <= 32 else 3) + 1)
@@ -86,7 +86,7 @@ def candidates(case: Case, processors: int, largest: int = 16) -> list[Choice]:
 
 @contextlib.contextmanager
 def forced(choice: Choice | None) -> Iterator[None]:
-    """Have every launch use `choice`."""
+    """Let every launch within the context use `choice`."""
     before, tiles.forced = tiles.forced, choice
     try:
         yield
@@ -95,7 +95,7 @@ def forced(choice: Choice | None) -> Iterator[None]:
 
 
 def _compile(case: Case, choices: Sequence[Choice]) -> None:
-    """In a child: leave compiled kernels in Triton's cache. What fails here fails again in the parent, with a cause."""
+    """Compile kernels into Triton's cache, in a child process. The parent repeats a failure and records its cause."""
     problem = case.make(torch.device("cuda", 0))
     for choice in choices:
         with forced(choice), contextlib.suppress(*FAILURES):
@@ -103,7 +103,7 @@ def _compile(case: Case, choices: Sequence[Choice]) -> None:
 
 
 def survivors(case: Case, choices: Sequence[Choice]) -> dict[Choice, str]:
-    """Compile in a child; which choices killed theirs, found by halving."""
+    """Compile in a child process. Returns the choices that kill the process, found by halving the list."""
     context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
     try:
         with ProcessPoolExecutor(1, mp_context=context) as child:
@@ -114,15 +114,15 @@ def survivors(case: Case, choices: Sequence[Choice]) -> dict[Choice, str]:
         half = len(choices) // 2
         return survivors(case, choices[:half]) | survivors(case, choices[half:])
     except FAILURES:
-        pass  # of the child as a whole, say of its memory: nothing is known against a choice
+        pass  # an error of the child as a whole, such as out of memory, says nothing about a choice
     return {}
 
 
 def compile_all(work: Sequence[tuple[Case, Sequence[Choice]]], processes: int) -> dict[Case, dict[Choice, str]]:
-    """Compile what a sweep will try, `processes` at a time. Returns what must not be tried here, by case."""
+    """Compile the choices of a sweep in `processes` processes. Returns the choices that kill a process, by case."""
     jobs = []
     for i, (case, choices) in enumerate(work):
-        # Shapes share kernels: children that went through them in one order would all compile the same ones at a time.
+        # Shapes share kernels. In a random order, children seldom compile the same kernel at the same time.
         order = random.Random(i).sample(choices, len(choices))
         jobs += [(case, order[j : j + OF_A_CHILD]) for j in range(0, len(order), OF_A_CHILD)]
     deadly: dict[Case, dict[Choice, str]] = {case: {} for case, _ in work}
@@ -135,11 +135,11 @@ def compile_all(work: Sequence[tuple[Case, Sequence[Choice]]], processes: int) -
 def sweep(
     case: Case, choices: Sequence[Choice], device: torch.device, deadly: Mapping[Choice, str] | None = None
 ) -> tuple[Timing, list[Fact]]:
-    """Check and time every choice on one shape, but for the `deadly` ones.
+    """Check and time every choice on one shape, except the `deadly` ones.
 
     Returns:
-        The timing of the best, and one fact per choice, best first: its fields with `us` (and `us_now` of what ran
-        without it), or with `error`.
+        The timing of the best choice, and one fact per choice, best first: its fields with `us` (and `us_now`, the time
+        without a forced choice), or with `error`.
     """
     impl, problem = OURS[OF[case.source]], case.make(device)
     oracle, sets = Oracle.of(problem), buffer_sets(problem)
@@ -150,7 +150,7 @@ def sweep(
                 result, launched = impl.run_counted(problem)
             assert_parity(result, oracle, str(choice))
             assert launched[str(impl.route)] == 1, f"{choice} launched {dict(launched)}"
-        except FAILURES as error:  # does not compile, does not fit, or is wrong
+        except FAILURES as error:  # the choice does not compile, does not fit, or is wrong
             errors[choice] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     right: list[Choice | None] = [choice for choice in choices if choice not in errors]
     coarse = _time(impl, [None, *right], sets, COARSE)
@@ -181,7 +181,7 @@ def _time(
 
 
 def entry(case: Case, facts: Sequence[Fact]) -> Fact | None:
-    """A shape's entry of the table; None if nothing was right."""
+    """A shape's entry of the table; None if no choice was right."""
     best = [fact for fact in facts if "us" in fact][:KEPT]
     if not best:
         return None
@@ -192,8 +192,10 @@ def entry(case: Case, facts: Sequence[Fact]) -> Fact | None:
 
 
 def _prefer(best: list[Fact], known: list[Fact]) -> list[Fact]:
-    """`best` with the choice in use, the first of `known`, first if nothing is faster by more than a run differs from
-    the next: kernels that have been recorded and compiled everywhere are not changed for nothing."""
+    """`best`, beginning with the choice in use, the first of `known`, unless another is faster by more than `SAME`.
+
+    So the committed kernels do not change without a gain.
+    """
     used = [fact for fact in best if known and _choice(fact) == _choice(known[0])]
     if not used or used[0]["us"] > SAME * best[0]["us"]:
         return best
@@ -205,13 +207,13 @@ def _choice(fact: Fact) -> Choice:
 
 
 def write(entries: Sequence[Fact], facts: Fact, folder: Path | None = None) -> Path:
-    """Write the section `tiles` of the GPU of `facts`, whole or not at all; shapes not swept now keep their entries.
+    """Write the section `tiles` of the GPU of `facts`. Shapes that were not swept keep their entries.
 
     Args:
-        folder: None is the packaged one.
+        folder: by default, the packaged one.
 
     Raises:
-        ValueError: there is nothing to write; or as `files.write_section`.
+        ValueError: no shape was swept; or as `files.write_section`.
         OSError: the folder cannot be written.
     """
     if not entries:

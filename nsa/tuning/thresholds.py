@@ -1,9 +1,9 @@
-"""`sel_triton_min_L`: from how many keys on Triton is worth switching on, decided from measurements.
+"""`sel_triton_min_L`: the number of keys from which on Triton serves a call, decided from measurements.
 
-The smallest L from which on Triton is at least `MARGIN` times the path it would replace, in every head count, dim and
-distribution. That path is packed SDPA from cache and spans with its packing, so only cases read from the cache count:
-packed rows (core's `few`) are called directly and replace nothing, and `few` is measured here as one span of a cache.
-A point counts as reached when the lower end of its 95% interval clears the margin.
+The threshold is the smallest L from which on Triton is at least `MARGIN` times as fast as the path it replaces, in
+every head count, dim and distribution. That path is packed SDPA with its packing. So only cases that read from a cache
+count. Packed rows (core's `few`) do not, because calls with packed rows are not routed; here `few` is one span of a
+cache. A point reaches the margin if the lower end of its 95% interval does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nsa.testing.report.recording import Fact, geomean, speedup
 from nsa.tuning.files import provenance, write_section
 
 MARGIN = 1.2
-REPLACED = "sdpa"  # what Triton would replace, by its name in `impls.OURS`
+REPLACED = "sdpa"  # the path that Triton replaces, by its name in `ours.OURS`
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024)
 DISTS = ("few", "many", "mixed")
 SQUARE = ((64, 64), (128, 128))
@@ -27,7 +27,7 @@ Key = tuple[int, int, int, str]  # H, D, Dv, dist
 
 
 def cases(dims: Iterable[tuple[int, int]] = DIMS, rows: Iterable[int] = (64, 1024)) -> list[Case]:
-    """What has to be timed for a threshold: every head count, dim, distribution and length, from the cache, bf16."""
+    """The cases to time for a threshold: each head count, dim, distribution and length, from a cache, in bf16."""
     return [
         Case(H, D, Dv, L, N, dist, "bf16", source="ranges")
         for N in rows for D, Dv in dims for H in (4, 8) for dist in DISTS for L in LENGTHS
@@ -35,13 +35,13 @@ def cases(dims: Iterable[tuple[int, int]] = DIMS, rows: Iterable[int] = (64, 102
 
 
 def required(dims: Iterable[tuple[int, int]] = DIMS) -> list[Key]:
-    """The groups without which there is no threshold."""
+    """The groups that a threshold needs."""
     return [(H, D, Dv, dist) for dist in DISTS for H in (4, 8) for D, Dv in dims]
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measured speedup; `low` and `high` are None where the recording does not say."""
+    """One measured speedup, and its 95% interval; `low` and `high` are None if the recording holds no interval."""
 
     key: Key
     L: int
@@ -51,7 +51,7 @@ class Point:
     high: float | None
 
     def clears(self, margin: float) -> bool:
-        """Whether the whole interval lies at or above the margin; without an interval nobody can tell."""
+        """Whether the whole interval lies at or above the margin; False without an interval."""
         return self.low is not None and self.low >= margin
 
     def __str__(self) -> str:
@@ -61,12 +61,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Decision:
-    """A threshold, and what it rests on.
+    """A threshold, and the measurements behind it.
 
-    min_L: None means that Triton stays off. groups: per (H, D, Dv, dist) the smallest L from which on all that was
-    measured clears the margin. missing: required groups nobody measured; with any, the decision holds only for the
-    rest and is not written. worst: the slowest point that counts at min_L and above. blocker: the point that keeps
-    min_L from being lower.
+    min_L: the threshold; None means that Triton stays off. groups: for each (H, D, Dv, dist) the smallest L from which
+    on all points clear the margin. missing: needed groups that were not measured; such a decision is not written.
+    worst: the slowest point at or above min_L. blocker: the point that keeps min_L from being lower.
     """
 
     min_L: int | None
@@ -79,7 +78,7 @@ class Decision:
 
 
 def points(facts: Iterable[Fact], against: str) -> list[Point]:
-    """Speedups of our kernels from the cache; `against` names a comparator, or is `best` for the best packed SDPA."""
+    """Speedups of our kernels from a cache, over comparator `against`, or over the fastest packed SDPA for "best"."""
     found = []
     for fact in facts:
         if fact.get("impl") not in ("ranges", "blocks") or fact.get("source") != fact["impl"]:
@@ -94,10 +93,10 @@ def points(facts: Iterable[Fact], against: str) -> list[Point]:
 def decide(
     facts: Iterable[Fact], *, margin: float = MARGIN, needed: Iterable[Key] | None = None, against: str = REPLACED
 ) -> Decision:
-    """Apply the rule. `needed` (default: all of `required()`) are the groups that have to be measured.
+    """Apply the rule. needed: the groups that have to be measured, by default `required()`.
 
-    Only an L that every needed group measured can become the threshold. Decode steps are not needed, but one that fails
-    at some L keeps the threshold above it.
+    Only an L at which every needed group was measured can become the threshold. Decode steps are not needed, but if one
+    fails at some L, the threshold is above that L.
     """
     known = points(facts, against)
     needed = list(required() if needed is None else needed)
@@ -108,7 +107,7 @@ def decide(
     for key, lengths in measured.items():
         groups[key] = _from(lengths, [p for p in known if p.key == key], margin)
     present = [key for key in needed if key in measured]
-    # Without any needed group (decode alone), what there is decides; it is incomplete anyhow.
+    # Without any needed group (decode alone), the others decide. Such a decision is incomplete.
     sets = [measured[key] for key in present or measured]
     candidates = set.intersection(*sets) if sets else set()
     min_L = _from(candidates, known, margin)
@@ -126,15 +125,15 @@ def decide(
 
 
 def _from(lengths: Iterable[int], among: list[Point], margin: float) -> int | None:
-    """The smallest of `lengths` such that every point at it or beyond clears the margin."""
+    """The smallest of `lengths` at and above which every point clears the margin."""
     failing = [p.L for p in among if not p.clears(margin)]
     return min((L for L in lengths if L > max(failing, default=-1)), default=None)
 
 
 def best_layout(facts: Iterable[Fact]) -> str | None:
-    """The packed SDPA layout with the least time over all shapes, as a geometric mean over masked and unmasked rows.
+    """The packed SDPA layout with the smallest geometric mean of times over all shapes, with and without a mask.
 
-    None unless both were measured. A layout that cannot run one of the shapes does not qualify.
+    None unless both were measured. A layout must run all shapes.
     """
     tables = [fact for fact in facts if fact.get("layouts")]
     if {bool(fact["masked"]) for fact in tables} != {False, True}:
@@ -144,27 +143,27 @@ def best_layout(facts: Iterable[Fact]) -> str | None:
 
 
 def rationale(decision: Decision, on_packed: Decision | None = None) -> list[str]:
-    """In sentences: the threshold, why it is not lower or what it rests on, and the verdict on packed rows."""
+    """Sentences: the threshold, why it is not lower, and the comparison on packed rows."""
     if not decision.points:
         return [
-            "There is no selection here that a Triton kernel reads from the cache.",
+            "No benchmark here reads a selection from a cache by a Triton kernel.",
             "`pytest -m perf --nsa-update-thresholds` measures the threshold, and so does `python -m nsa calibrate`.",
         ]
-    margin = f"{decision.margin:g}x"
+    margin, replaced = f"{decision.margin:g}x", "packed SDPA with its packing"
     unknown = sum(p.low is None for p in decision.points)
     part = f", in the {len(decision.groups)} combinations of heads, dims and distribution measured here"
     scope = "" if not decision.missing else part
     if unknown == len(decision.points):
         first = (
             f"No threshold can be decided: the recording holds no confidence interval for packed SDPA, "
-            f"and a margin that may be noise counts as not reached ({len(decision.points)} points)."
+            f"and without an interval a point does not count as reaching the margin ({len(decision.points)} points)."
         )
     elif decision.min_L is None:
-        first = f"Triton stays off: there is no L from which on it is {margin} packed SDPA with its packing{scope}."
+        first = f"Triton stays off: there is no L from which on it is {margin} as fast as {replaced}{scope}."
     else:
         first = (
-            f"From L = {decision.min_L} on, Triton is at least {margin} packed SDPA with its packing, "
-            f"intervals included{scope}."
+            f"From L = {decision.min_L} on, Triton is at least {margin} as fast as {replaced}, "
+            f"also at the lower end of each 95% interval{scope}."
         )
     slowest = decision.worst or min(decision.points, key=lambda p: p.speedup)
     if decision.min_L is not None and decision.blocker is not None:
@@ -172,26 +171,26 @@ def rationale(decision: Decision, on_packed: Decision | None = None) -> list[str
     elif decision.min_L is not None:
         second = f"Shorter rows were not measured in every combination; the slowest point is {slowest}."
     else:
-        second = f"What stands against it is {decision.blocker}; the slowest point is {slowest}."
+        second = f"The longest row that misses the margin is {decision.blocker}; the slowest point is {slowest}."
     return [first, second, _packed_sentence(on_packed)]
 
 
 def _packed_sentence(on_packed: Decision | None) -> str:
     if on_packed is None or not on_packed.points:
-        return "Against the best SDPA call on rows already packed nothing was measured."
+        return "The best SDPA call on rows already packed was not timed."
     ratios = [p.speedup for p in on_packed.points]
-    start = "is nowhere reached for good" if on_packed.min_L is None else f"holds from L = {on_packed.min_L} on"
+    start = "from no L on" if on_packed.min_L is None else f"from L = {on_packed.min_L} on"
     return (
-        f"Against the best SDPA call on rows already packed, the spans read from the cache, {on_packed.margin:g}x "
-        f"{start} (geomean {geomean(ratios):.2f}x, worst {min(ratios):.2f}x)."
+        f"Compared with the best SDPA call on rows already packed, Triton reading spans from a cache is "
+        f"{on_packed.margin:g}x as fast {start} (geomean {geomean(ratios):.2f}x, worst {min(ratios):.2f}x)."
     )
 
 
 def write(decision: Decision, layout: str | None, facts: Fact, folder: Path) -> Path:
-    """Write the section `threshold` of the GPU of `facts`, whole or not at all, and have it read again.
+    """Write the section `threshold` of the GPU of `facts`, and reload the settings.
 
     Raises:
-        ValueError: the decision is incomplete, or undecided for want of intervals; or as `files.write_section`.
+        ValueError: the decision is incomplete, or intervals are missing; or as `files.write_section`.
         OSError: the folder cannot be written.
     """
     if decision.missing or not decision.points or any(p.low is None for p in decision.points):

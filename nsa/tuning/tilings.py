@@ -1,8 +1,8 @@
-"""For the record: head dimensions in pieces, as the original plan had them (BLOCK_D, BLOCK_DV).
+"""A kernel that cuts head dimensions into pieces (BLOCK_D, BLOCK_DV), as the original plan did. Not used for calls.
 
-Our kernels hold D and Dv whole. This kernel over packed rows cuts D into pieces whose scores add up, and deals pieces
-of Dv to programs, which all compute the same scores; with one piece of each it is what our kernels do. `--nsa-sweep`
-checks and times it, so that the claim that pieces lose stays one that can be repeated.
+Our kernels hold D and Dv whole. This kernel over packed rows adds up scores over pieces of D, and gives pieces of Dv to
+different programs, which all compute the same scores. With one piece of each it does the same as our kernels.
+`--nsa-sweep` checks and times it, so that anyone can verify that pieces are slower.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def run(p: Problem, block_d: int, block_dv: int, out: torch.Tensor | None = None
 
 
 def pieces(case: Case) -> list[tuple[int, int]]:
-    """What to try, whole first."""
+    """The pairs of pieces to try, the whole dimensions first."""
     found = [(case.D, case.Dv), (case.D // 2, case.Dv), (case.D, case.Dv // 2), (case.D // 2, case.Dv // 2), (16, 16)]
     return [pair for pair in found if min(pair) >= 16]
 
 
 def compare(case: Case, device: torch.device) -> tuple[Timing, list[Fact]]:
-    """Check and time all pieces on packed rows: the timing of whole dimensions, and for each a fact with its `us`."""
+    """Check and time all pairs of pieces on packed rows. Returns the timing of whole dimensions and all facts."""
     problem = case.make(device)
     oracle, (sets, cold) = Oracle.of(problem), buffer_sets(problem)
     tried = pieces(case)

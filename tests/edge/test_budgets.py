@@ -27,15 +27,15 @@ def complaints(change, limits=None, architecture=ADA):
     ("change", "complaint"),
     [
         ({"shared": 101_377}, "101377 bytes of shared memory, sm_89 has 101376"),
-        ({"spills": 65}, "spills 65 bytes a thread, 64 may be without a budget of its own"),
-        ({"hasty": True}, "is launched early, and touches memory before it has waited for the kernel before it"),
+        ({"spills": 65}, "spills 65 bytes a thread, 64 are allowed without a budget of its own"),
+        ({"hasty": True}, "is launched early, and accesses memory before it waits for the previous kernel"),
         (
             {"mixed": True},
-            "matrices swizzled differently share an address, which ptxas 12.8 may lose (`child.mixed`)",
+            "matrices with different swizzles share an address, which ptxas 12.8 may lose (`child.mixed`)",
         ),
         (
             {"askew": True},
-            "tiles that `wgmma` reads do not begin where their swizzle's pattern does (`child.askew`)",
+            "tiles that `wgmma` reads are not aligned to their swizzle's pattern (`child.askew`)",
         ),
         ({"mma": False}, "no matrix instruction in its assembly: the dot products do not reach the tensor cores"),
     ],
@@ -76,7 +76,7 @@ def test_kernel_without_a_report_is_held_to_the_rest():
 def test_budget_of_a_kernel_that_is_gone_is_complained_of():
     known = dataclasses.replace(FINE, registers=200, spills=8)
     assert budgets.all_complaints(ADA, [known], LIMITS) == []
-    gone = f"{MERGE.name}: has a budget, and is compiled no more: {UPDATE}"
+    gone = f"{MERGE.name}: has a budget, but is no longer compiled: {UPDATE}"
     assert budgets.all_complaints(ADA, [known], LIMITS | {MERGE.name: (40, 0)}) == [gone]
 
 

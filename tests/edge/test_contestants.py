@@ -140,8 +140,8 @@ MISUSED = {
     "no-function": ("mine:rihgt", "has no attribute 'rihgt'"),
     "no-function-named": ("mine", "expected package.module:function"),
     "other-words": ("mine:other_words", r"missing a required .*argument: 'spans'"),
-    "no-selection": ("mine:no_selection", "promises what needs an argument 'ranges'"),
-    "contract-and-signature": ("mine:one_causal", "promises what needs an argument 'causal'"),
+    "no-selection": ("mine:no_selection", "the contract needs an argument 'ranges'"),
+    "contract-and-signature": ("mine:one_causal", "the contract needs an argument 'causal'"),
 }
 
 

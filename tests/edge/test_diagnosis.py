@@ -131,7 +131,7 @@ FAULTS = {
     ),
     "twice": (
         lambda p: kernel(p, row=lambda x: list(dict.fromkeys(x))), lambda c: c.dist == "overlap",
-        "counts a key that is listed twice once",
+        "counts a key that is listed twice only once",
     ),
     "one-key-early": (lambda p: kernel(p, limit=lambda own, _: own), causal, "ends the causal window one key early"),
     "one-key-late": (lambda p: kernel(p, limit=lambda own, _: own + 2), causal, "ends the causal window one key late"),
@@ -195,7 +195,7 @@ FAULTS = {
         lambda p: filled(p, math.nan, ..., slice(12, None)), any_case, "leaves output columns from 12 on NaN",
     ),
     "columns-wrong": (
-        lambda p: filled(p, 3.0, ..., slice(12, None)), any_case, "is right but for output columns from 12 on",
+        lambda p: filled(p, 3.0, ..., slice(12, None)), any_case, "is right except for output columns from 12 on",
     ),
     "last-head": (
         lambda p: filled(p, 0.0, ..., slice(2, None), slice(None)), lambda c: c.HQ > 2,
@@ -324,7 +324,7 @@ def test_exp_in_fp16_without_the_maximum():
     ("change", "text"),
     [
         (lambda lse, p: lse * math.log2(math.e), "gives the LSE in base 2"),
-        (lambda lse, p: lse + 1, "is right but for the LSE"),
+        (lambda lse, p: lse + 1, "is right except for the LSE"),
         (lambda lse, p: largest_score(p), "gives the largest score for the LSE"),
     ],
     ids=["base-2", "plus-1", "largest-score"],

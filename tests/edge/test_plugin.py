@@ -229,7 +229,7 @@ HYPOTHESIS = profiles.hypothesis.__version__
 @pytest.mark.parametrize(
     ("call", "selected", "message"),
     [
-        (f"{HYPOTHESIS}:AAAA", "H8 -n2", "expected no -n, as it runs one test"),
+        (f"{HYPOTHESIS}:AAAA", "H8 -n2", "leave out -n, because one test runs"),
         ("AXic", "H8", "expected VERSION:BLOB, got 'AXic'"),
         ("1.2.3:AXic", "H8", f"the call was drawn by Hypothesis 1.2.3, and this is {HYPOTHESIS}, which would draw*"),
         (f"{HYPOTHESIS}:AXic", "H8", "Invalid *"),

@@ -81,7 +81,7 @@ def test_a_run_that_does_not_end(tool, monkeypatch, capsys, tmp_path):
     path.write_text(path.read_text().replace("matrix) echo", "matrix) exec sleep 60; echo"))
     monkeypatch.setattr(sanitize, "LIMIT", 1)
     assert sanitize.main([]) == 1
-    assert "memcheck, matrix: FAILED, exit -1, \n\n\nno end in 1 s" in capsys.readouterr().out
+    assert "memcheck, matrix: FAILED, exit -1, \n\n\ndid not end in 1 s" in capsys.readouterr().out
 
 
 COMPILE = """

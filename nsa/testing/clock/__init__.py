@@ -1,1 +1,1 @@
-"""How long does it take? By the host's clock (`timing`) and on a GPU (`cuda`), and what this hardware forbids."""
+"""How long a call takes, by the host's clock (`timing`) and on a GPU (`cuda`), and which times are impossible."""

@@ -1,4 +1,4 @@
-"""What the GPU can do, measured here and now: a copy, a read and a matrix product, once per session."""
+"""The rates of this GPU, measured once per session: of a copy, a read and a matrix product."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _read_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untype
 
 @functools.lru_cache(maxsize=8)
 def ceilings(device: torch.device) -> Ceilings:
-    """Measure once per process: about a second and 4 GiB of GPU memory (less where less is free)."""
+    """Measure the rates. This takes about a second and 4 GiB of GPU memory, or half of the free memory."""
     free = torch.cuda.mem_get_info(device)[0]
     n = min(STREAM_BYTES, free // 4) // 4 // 65536 * 65536
     source = torch.ones(n, device=device, dtype=torch.float32)
@@ -46,7 +46,7 @@ def ceilings(device: torch.device) -> Ceilings:
         replay_s=2e-3,
     )
     reads = min(min(t.samples) for name, t in times.items() if name.startswith("read"))
-    # The best sample, not the median: it is a limit that is asked for.
+    # The best sample, not the median, because the result is a limit.
     return Ceilings(
         copy=8 * n / min(times["copy"].samples), read=4 * n / reads, matmul=2 * 8192**3 / min(times["matmul"].samples)
     )

@@ -1,6 +1,6 @@
-"""Times of calls on a GPU: CUDA graphs replayed over cold, rotated buffers, one stream or several.
+"""Times of calls on a GPU: CUDA graphs are replayed over cold, rotated buffers, on one stream or several.
 
-Implementations that are to be compared are sampled in turn, as on the host (`timing.py`).
+Implementations to compare are sampled in turn, as on the host (`timing.py`).
 """
 
 from __future__ import annotations
@@ -19,35 +19,36 @@ import torch
 from nsa.testing.clock.timing import LEAST, Fn, Timing, in_turn
 from nsa.testing.matrix.problem import Problem
 
-COLD = 3.0  # a rotation touches this many times the L2 cache between two uses of the same buffer
-ALONE = 2.0  # a call that touches this many times the L2 cache finds nothing of the call before it there
+COLD = 3.0  # between two uses of a buffer, a rotation reads this many times the size of the L2 cache
+ALONE = 2.0  # a call that reads this many times the size of L2 finds no inputs there from the call before it
 MOST_SETS = 1280
 HOST_SETS = 6
-REPLAY_S = 1e-3  # a sample is long against the microseconds of its events and of a replay's start
-LEAD_S = 4e-3  # what another implementation left in L2 is next to nothing to a replay of this length
-MOST_CALLS = 4096  # in a sample of calls that take next to no time
-SKIPPED = 3  # parts of a rotation, at most, to come to one that an implementation has not met
-EVENT_TICK_S = 5e-7  # what CUDA documents for the resolution of event times
+REPLAY_S = 1e-3  # the least length of a sample; its events and the start of a replay take microseconds
+LEAD_S = 4e-3  # a sample of this length is not affected by what the implementation before it left in L2
+MOST_CALLS = 4096  # calls in a sample, at most
+SKIPPED = 3  # parts of a rotation that may be skipped to reach one on which an implementation was not timed yet
+EVENT_TICK_S = 5e-7  # the resolution of event times, as CUDA documents it
 
 
 def buffer_sets(p: Problem, memory_share: float = 0.4, hot: bool = False) -> tuple[list[Problem], bool]:
-    """Copies of a problem to rotate through, and whether that makes every call cold.
+    """Copies of a problem to rotate through, and whether every call finds its inputs outside L2.
 
-    On a GPU enough copies that what a rotation reads is `COLD` times the L2 cache, two at least, as far as memory goes;
-    a large problem (`Case.large`) alone.
-    On a CPU a few: where tensors happen to lie moves the times of a whole process, by a quarter at times. `hot`: one
-    set, on a GPU read from L2 as far as it fits.
+    On a GPU a rotation through the copies reads at least `COLD` times the size of L2, if memory allows. There are at
+    least two copies, but a large problem (`Case.large`) is not copied. On a CPU there are a few copies, because the
+    addresses of tensors can change the times of a whole process by a quarter.
+
+    hot: return the problem alone, so that a GPU reads it from L2 if it fits there.
     """
-    if hot:
+    on_gpu = p.q.device.type == "cuda"
+    if hot or (p.case.large and not on_gpu):
         return [p], False
-    if p.case.large:  # what a call touches is more than the cache holds, and nobody has memory for copies
-        cache = torch.cuda.get_device_properties(p.q.device).L2_cache_size if p.q.device.type == "cuda" else 0
-        return [p], p.q.device.type == "cuda" and p.unique_bytes >= ALONE * cache
-    if p.q.device.type != "cuda":
+    if not on_gpu:
         return [p, *(p.clone() for _ in range(HOST_SETS - 1))], False
     cache = torch.cuda.get_device_properties(p.q.device).L2_cache_size
+    if p.case.large:  # one call reads more than L2 holds, and copies would not fit into memory
+        return [p], p.unique_bytes >= ALONE * cache
     footprint = sum(x.numel() * x.element_size() for x in (p.q, p.k, p.v))
-    if p.case.source != "rows":  # the packed copy that SDPA reads
+    if p.case.source != "rows":  # SDPA reads a packed copy
         footprint += sum(x.numel() * x.element_size() for x in p.rows[1:3])
     unused = torch.cuda.memory_reserved(p.q.device) - torch.cuda.memory_allocated(p.q.device)
     room = int((torch.cuda.mem_get_info(p.q.device)[0] + unused) * memory_share / max(footprint, 1))
@@ -67,31 +68,32 @@ def time_gpu(
 ) -> dict[str, Timing]:
     """Time calls on the current GPU by replaying CUDA graphs, implementations in turn.
 
-    A sample of less than `LEAD_S` is led in by as much again that nobody times: who begins where another has written
-    pays for what that one left in L2, up to 50 MB on an H100, 16 us of writing.
+    Before a sample shorter than `LEAD_S`, as many replays run untimed. Otherwise the sample would include the time to
+    write back what another implementation left in L2: up to 50 MB on an H100, which takes 16 us.
 
     Args:
-        fns: per implementation one call per buffer set, the one under test first. A sample goes through them in
-            order as often as it takes to last `replay_s`; where one rotation takes that long several times over, it is
-            cut into parts, and a sample is one of them; several of what is much faster than the one under test.
-        iters: samples of each; fewer where they would take longer than `budget_s`, never under `LEAST`. What leads
-            them in comes on top.
-        warmup: replays before the first sample, fewer where there are few samples.
-        cold: what `buffer_sets` said, for the record.
+        fns: one call per buffer set for each implementation, the implementation under test first. A sample calls them
+            in order, again and again until it lasts `replay_s`. If one rotation takes several times `replay_s`, the
+            rotation is cut into parts, and a sample replays one part. Of an implementation that is much faster than
+            the one under test, a sample replays several parts.
+        iters: samples of each implementation; fewer if they would take longer than `budget_s`, but at least `LEAST`.
+            The untimed replays come on top.
+        warmup: replays before the first sample, at most.
+        cold: whether no call finds its inputs in L2, as `buffer_sets` says. The timing records it.
     """
     pool = torch.cuda.graph_pool_handle()
     first = next(iter(fns.values()))
-    whole = _replayable(first, replay_s, pool)  # kept until all are captured: the pool dies with its last graph
-    # By the first, which is the one under test, the rotation is cut for all.
+    whole = _replayable(first, replay_s, pool)  # kept until all are captured: the pool is freed with its last graph
+    # Every implementation has as many parts as the one under test needs.
     parts = max(1, min(len(first), int(whole.rotation_s / replay_s)))
     runs: dict[str, _Run] = {}
     for name, calls in fns.items():
         if whole.refused or any(run.refused for run in runs.values()):
-            pool = torch.cuda.graph_pool_handle()  # what refused may have left the other one recording
+            pool = torch.cuda.graph_pool_handle()  # after a failed capture the old pool may still be recording
         runs[name] = whole if calls is first and parts == 1 else _replayable(calls, replay_s, pool, parts)
     del whole
     counts = {name: max(LEAST, min(iters, int(budget_s / run.sample_s))) for name, run in runs.items()}
-    # Whoever comes next replays the next part, so that a whole rotation lies between two uses of the same buffers.
+    # Each replay takes the next part, so that a whole rotation lies between two uses of the same buffers.
     part = itertools.cycle(range(parts))
     for name, run in runs.items():
         for _ in range(max(parts, min(warmup, counts[name] // LEAST + 1))):  # a graph's first launch uploads it
@@ -104,7 +106,7 @@ def time_gpu(
     samples: dict[str, list[tuple[int, torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
     for name, skipped in _schedule(counts, leads, {name: run.replayed for name, run in runs.items()}, parts):
         run = runs[name]
-        for _ in range(skipped):  # of the others a part may take far longer than a sample
+        for _ in range(skipped):  # the implementation under test replays them, because another may be far slower
             under_test.replays[next(part)]()
         for _ in range(leads[name]):
             run.replays[next(part)]()
@@ -129,14 +131,15 @@ def time_gpu(
 def _schedule(
     counts: dict[str, int], leads: dict[str, int], replayed: dict[str, int], parts: int
 ) -> Iterator[tuple[str, int]]:
-    """Whose samples follow one another, and how many parts are skipped before each.
+    """The order of the samples, as names of implementations, and how many parts are skipped before each sample.
 
-    As few as bring most of the parts that it has not been timed on, `SKIPPED` at most. Without, where what a round
-    replays and the number of parts have a common factor, an implementation would meet the same few for ever.
+    The number skipped, at most `SKIPPED`, is the one after which the sample contains the most parts on which its
+    implementation was not timed yet. Without skipping, an implementation would always be timed on the same few parts,
+    if the parts replayed in a round and the parts of the rotation have a common factor.
 
     Args:
-        counts: samples of each. leads, replayed: parts replayed before a sample and in it.
-        parts: of the rotation.
+        counts: samples of each implementation. leads, replayed: parts replayed before a sample, and in a sample.
+        parts: parts of the rotation.
     """
     met: dict[str, set[int]] = {name: set() for name in counts}
     at = 0
@@ -160,16 +163,16 @@ def time_streams(
     cold: bool = False,
     replay_s: float = REPLAY_S,
 ) -> Timing | None:
-    """Wall time of one call on each of `streams` CUDA streams at once: of all together, not a sum.
+    """Wall time of one call on each of `streams` CUDA streams, all at the same time.
 
-    Every stream replays a graph of its own over its own share of the buffer sets, all behind one event; the sample ends
-    when the last one has. None where the call cannot be captured.
+    Each stream replays its own graph over its own share of the buffer sets. All streams start after one event, and the
+    sample ends when the last stream is done. Returns None if the call cannot be captured.
 
     Args:
-        calls: one per buffer set, as for `time_gpu`.
+        calls: one call per buffer set, as for `time_gpu`.
     """
     shares = [calls[i::streams] or calls for i in range(streams)]
-    length = min(map(len, shares))  # the same work on each
+    length = min(map(len, shares))  # each stream does the same work
     shares = [share[:length] for share in shares]
     # Graphs that run at the same time must not share memory.
     first = _replayable(shares[0], replay_s, torch.cuda.graph_pool_handle())
@@ -198,19 +201,21 @@ def time_streams(
 
 @dataclass
 class _Run:
-    replays: list[Fn]  # one per part of the rotation
-    calls: list[int]  # in each
+    """How the calls of one implementation are replayed."""
+
+    replays: list[Fn]  # one for each part of the rotation
+    calls: list[int]  # calls in each part
     how: str
-    replayed: int  # parts of a sample: a call much faster than the one under test needs several to last
-    sample_s: float  # about as long as one takes
-    rotation_s: float  # all buffer sets once
-    refused: str  # why it was not captured
+    replayed: int  # parts in a sample; several if one part is shorter than a sample has to be
+    sample_s: float  # estimated seconds of a sample
+    rotation_s: float  # seconds of one rotation through all buffer sets
+    refused: str  # why the calls were not captured; empty if they were
 
 
 def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any, parts: int = 1) -> _Run:
-    """Capture a rotation over the buffer sets; eager calls where capture is refused.
+    """Capture a rotation over the buffer sets, in `parts` graphs. If capture fails, the calls are replayed eagerly.
 
-    In one part it is repeated until it lasts `replay_s`.
+    A rotation in one part is repeated within its graph until it lasts `replay_s`.
     """
     bounds = [i * len(calls) // parts for i in range(parts + 1)]
     pieces = [calls[a:b] for a, b in itertools.pairwise(bounds)]
@@ -221,20 +226,20 @@ def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any, parts: int = 1)
     try:
         replays: list[Fn] = [_capture(piece, 1, pool) for piece in pieces]
         how = "graph"
-    except RuntimeError as error:  # a sync or an allocation inside the call of another's kernel, or of torch's own math
+    except RuntimeError as error:  # the call synchronizes or allocates, as some kernels of others and of torch do
         torch.cuda.synchronize()
         replays, how = [functools.partial(_each, piece) for piece in pieces], "eager"
         refused = str(error).partition("\n")[0]
     replays[0]()
     enough = 0.9 * replay_s
     once = part_s = min(_elapsed(replays[0]) for _ in range(2))
-    cycles, once_through = 1, replays[0]
-    for _ in range(2 if parts == 1 else 0):  # from an idle GPU `once` is the host's time as much as the calls'
+    cycles = 1
+    for _ in range(2 if parts == 1 else 0):  # twice, because on an idle GPU `once` includes time of the host
         wanted = min(math.ceil(cycles * replay_s / part_s), MOST_CALLS // len(calls))
         if part_s >= enough or wanted <= cycles:
             break
         cycles = wanted
-        replays = [_capture(calls, cycles, pool) if how == "graph" else _repeat(once_through, cycles)]
+        replays = [_capture(calls, cycles, pool) if how == "graph" else functools.partial(_each, [*calls] * cycles)]
         replays[0]()
         part_s = min(_elapsed(replays[0]) for _ in range(2))
     replayed = min(parts, math.ceil(enough / part_s))
@@ -247,48 +252,39 @@ def _each(calls: Sequence[Fn]) -> None:
         call()
 
 
-def _repeat(fn: Fn, times: int) -> Fn:
-    def repeated() -> None:
-        for _ in range(times):
-            fn()
-
-    return repeated
-
-
-# Always the same stream: graphs captured on a fifth one take 0.2 us longer a launch (H100; docs/notebook/timing.md).
+# One stream for all graphs: a graph captured on a fifth stream takes 0.2 us longer a launch (docs/notebook/timing.md).
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """The one that all graphs are captured on, as `torch.cuda.graph` has one."""
+    """The stream on which all graphs are captured, as in `torch.cuda.graph`."""
     return torch.cuda.Stream(device)
 
 
 @functools.cache
 def _lane(device: int, number: int) -> torch.cuda.Stream:
-    """One of those that graphs are replayed on side by side."""
+    """One of the streams on which graphs are replayed at the same time."""
     return torch.cuda.Stream(device)
 
 
 def _capture(calls: Sequence[Fn], cycles: int, pool: Any) -> Fn:
-    """`torch.cuda.graph` without its `gc.collect()` and `empty_cache()`, which would take longer than the timing.
+    """As `torch.cuda.graph`, without its `gc.collect()` and `empty_cache()`, which would take longer than the timing.
 
-    All graphs share a memory pool: they are replayed one after the other and nobody reads their outputs.
+    All graphs share a memory pool, because they are replayed one after the other and their outputs are not read.
     """
     graph = torch.cuda.CUDAGraph()
     stream = _capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     collecting = gc.isenabled()
-    gc.disable()  # what it frees during capture could be a CUDA object, which capture forbids
+    gc.disable()  # the collector could free a CUDA object, which is forbidden during capture
     try:
         with torch.cuda.stream(stream):
             try:
                 graph.capture_begin(pool=pool)
                 for _ in range(cycles):
-                    for call in calls:
-                        call()
+                    _each(calls)
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # says once more that capture failed
+                with contextlib.suppress(RuntimeError):  # reports the failed capture once more
                     graph.capture_end()
-                _capture_stream.cache_clear()  # it may still be recording
+                _capture_stream.cache_clear()  # the stream may still be recording
                 raise
             graph.capture_end()
     finally:

@@ -1,7 +1,7 @@
-"""The check that no measurement claims more than the hardware can do. A pure function of numbers.
+"""Refuses times that this hardware cannot reach.
 
-A time that beats the hardware is a wrong time: work left out, data found in cache, a clock misread. It must not become
-a result (docs/rtx4090-report.md: a published table reads at 8.3 TB/s from a 1.0 TB/s card).
+Such a time is wrong: the kernel left work out, its data was in the cache, or the clock was misread. The time must not
+become a result. For an example see docs/rtx4090-report.md, where a table reads at 8.3 TB/s from a 1.0 TB/s card.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ SLACK = 1.05
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured limits of one GPU: bytes per second of a copy (read + written) and of a read, bf16 FLOP per second."""
+    """Measured rates of one GPU.
+
+    copy: bytes per second read and written by a copy. read: bytes per second of a read. matmul: bf16 FLOP per second.
+    """
 
     copy: float
     read: float
@@ -25,19 +28,21 @@ class Ceilings:
 
     @property
     def memory(self) -> float:
-        """The most bytes per second that any stream reached."""
+        """The larger of both memory rates, in bytes per second."""
         return max(self.copy, self.read)
 
 
 def guard(name: str, timing: Timing, nbytes: int, flops: int, limits: Ceilings) -> None:
-    """Reject a time that beats memory (cold buffers only: L2 is faster) or the matrix units by more than `SLACK`.
+    """Refuse a time that beats the memory rate or the matrix rate by more than the factor `SLACK`.
+
+    The memory rate is compared only if buffers are cold, because L2 is faster.
 
     Args:
         nbytes: unique bytes of a call, each read or written once.
-        flops: of its matrix products.
+        flops: FLOP of a call's matrix products.
 
     Raises:
-        InvalidMeasurement: naming the claim and the limit.
+        InvalidMeasurement: the error names the rate of the call and the measured rate.
     """
     bandwidth, rate = nbytes / timing.median, flops / timing.median
     if timing.cold and bandwidth > SLACK * limits.memory:
@@ -53,19 +58,15 @@ def guard(name: str, timing: Timing, nbytes: int, flops: int, limits: Ceilings) 
 
 
 def detectable(timing: Timing, nbytes: int, flops: int, limits: Ceilings) -> float:
-    """How close a time is to what `guard` refuses, as a share of it: near 0, work left out does not show in speed."""
+    """The rate of a call as a share of the rate that `guard` refuses. Near 0, `guard` cannot detect missing work."""
     memory = nbytes / limits.memory if timing.cold else 0.0
     return max(memory, flops / limits.matmul) / timing.median / SLACK
 
 
 def undetectable(benchmarks: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What ran unchecked and was not refused, by name with its share of the guard's limit."""
-    shares = {
-        name: info.get("share_of_guard") for name, info in benchmarks.items() if not info.get("checked", True)
-    }  # fmt: skip
-    lines = [f"undetectable by speed: {len(shares)} of {len(benchmarks)}; what they computed is not known"] * bool(
-        shares
-    )
-    for name, share in shares.items():
-        lines.append(f"  {'no limit known' if share is None else f'{share:6.1%}'}  {name}")
-    return lines
+    """Lines about the benchmarks that ran unchecked and were not refused, each with its share of the guard's limit."""
+    shares = {name: x.get("share_of_guard") for name, x in benchmarks.items() if not x.get("checked", True)}
+    if not shares:
+        return []
+    first = f"undetectable by speed: {len(shares)} of {len(benchmarks)}; what they computed is not known"
+    return [first, *(f"  {'no limit known' if x is None else f'{x:6.1%}'}  {name}" for name, x in shares.items())]

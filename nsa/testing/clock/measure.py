@@ -1,13 +1,12 @@
-"""One measurement: is everybody right, then how long does each take, then what that means.
+"""One measurement: check a contestant and its comparators against the oracle, then time them in turn.
 
-A contestant and what is timed beside it are checked against the oracle before they are timed: a fast wrong answer
-is listed as wrong, not as fast.
+A comparator whose result is wrong is listed as wrong, and is not timed.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,21 +24,21 @@ from nsa.testing.machine import commit, device_name, triton_version
 from nsa.testing.matrix.problem import Problem
 
 LATENCY_BUDGET_S = 0.02
-HOST_S = 1e-3  # an eager call on a GPU that takes longer than this is not the host's time
+HOST_S = 1e-3  # an eager call longer than this measures the kernel, not the host's overhead
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Times of `name` and of its comparators on one problem; `left_out` says why a comparator has none."""
+    """Times of `name` and of its comparators on one problem. `left_out`: why a comparator has no time."""
 
     problem: Problem
     name: str
     times: dict[str, Timing]
     left_out: dict[str, str]
-    mae: float | None  # None: nobody checked (--nsa-no-check)
-    ceilings: Ceilings | None = None  # on a GPU
+    mae: float | None  # None: not checked (--nsa-no-check)
+    ceilings: Ceilings | None = None  # None on a CPU
     extra: dict[str, Any] = field(default_factory=dict)
-    figures: dict[str, Timing] = field(default_factory=dict)  # call_latency, packing, concurrency: not kernel time
+    figures: dict[str, Timing] = field(default_factory=dict)  # other times: call_latency, packing, concurrency
 
     @property
     def ours(self) -> Timing:
@@ -52,15 +51,15 @@ class Measurement:
         return min(ran, key=lambda n: self.times[n].median) if ran else None
 
     def speedup(self, name: str | None) -> float | None:
-        """How many times faster than `name` the implementation under test is."""
+        """How many times as fast as `name` the implementation under test is; None if `name` was not timed."""
         return None if name not in self.times else self.times[name].median / self.ours.median
 
     def info(self, layouts: Iterable[str], controls: Iterable[str]) -> dict[str, Any]:
-        """Everything worth storing beside the samples, as JSON can hold it. Ratios are of medians of one run.
+        """The facts to store beside the samples, as JSON can hold them. Ratios are of medians of one run.
 
         Args:
-            layouts: the comparators that do SDPA on rows already packed.
-            controls: the plain-torch calls that do the same work; the fastest of those that ran is the gate's control.
+            layouts: the comparators that run SDPA on rows already packed.
+            controls: the plain-torch calls that do the same work. The fastest of them is the gate's control.
         """
         p, ours, best = self.problem, self.ours, self.best(layouts)
         bandwidth = p.unique_bytes / ours.median
@@ -101,7 +100,7 @@ class Measurement:
 
 
 def run_facts(device: torch.device) -> dict[str, Any]:
-    """Where and of what a figure was taken."""
+    """The machine, versions and commit of a measurement."""
     return {
         "gpu": device_name() if device.type == "cuda" else None,
         "device": device_name(),
@@ -112,18 +111,27 @@ def run_facts(device: torch.device) -> dict[str, Any]:
 
 
 def verdict(impl: Contestant, oracle: Oracle) -> str | None:
-    """None if the implementation runs and is right, else why not, in a line."""
+    """None if the implementation runs and is right; otherwise the reason, in one line."""
     p = oracle.problem
-    if (reason := impl.supports(p.case)) is not None:
-        return f"unsupported: {reason}"
-    try:
+
+    def check() -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # where torch says why a backend of SDPA refuses
+            warnings.simplefilter("ignore")  # torch warns why a backend of SDPA does not take a call
             result = impl.run(p)
         if impl.other is None:
             assert_parity(result, oracle, impl.name)
         else:
             impl.other.check(p, result if isinstance(result, torch.Tensor) else result[0])
+
+    return why_not(impl.supports(p.case), check)
+
+
+def why_not(unsupported: str | None, check: Callable[[], None]) -> str | None:
+    """None if `unsupported` is None and `check` raises nothing; otherwise the reason, in one line."""
+    if unsupported is not None:
+        return f"unsupported: {unsupported}"
+    try:
+        check()
     except NotImplementedError as e:
         return f"unsupported: {e}"
     except AssertionError as e:
@@ -146,12 +154,12 @@ def measure(
     streams: int = 1,
     check: bool = True,
 ) -> Measurement:
-    """Check, then time `ours` and `others` on `p`, in turn. Of a large problem (`Case.large`) kernel time only.
+    """Check `ours` and `others` on `p`, then time them in turn. A large problem (`Case.large`) has no call latency.
 
     Args:
-        hot: one buffer set, found in L2, instead of cold rotated ones.
-        streams: with 2 or more, also the wall time of that many CUDA streams at once.
-        check: False leaves `ours` unchecked, to see what the physics guard alone refuses.
+        hot: use one buffer set, which lies in L2, instead of cold, rotated ones.
+        streams: if 2 or more, also measure the wall time of that many CUDA streams at the same time.
+        check: False leaves `ours` unchecked, to see which wrong kernels `guard` alone refuses.
 
     Raises:
         AssertionError: `ours` is wrong, or a time is impossible on this hardware (`InvalidMeasurement`).
@@ -166,7 +174,7 @@ def measure(
     reasons = {impl.name: verdict(impl, oracle) for impl in others}
     impls = [ours, *(impl for impl in others if reasons[impl.name] is None)]
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
-    del oracle, result  # memory for the buffer sets
+    del oracle, result  # to free memory for the buffer sets
     sets, cold = buffer_sets(p, hot=hot)
     rotations = {impl.name: [partial(impl.run, s) for s in sets] for impl in impls}
     if p.q.device.type != "cuda":
@@ -180,7 +188,7 @@ def measure(
         rotated = time_gpu(rotations | _packing(sets), iters=iters, warmup=warmup, budget_s=budget_s, cold=cold)
         sampling = {"iters": iters, "warmup": warmup}
         figures = {} if "packing" not in rotated else {"packing": rotated.pop("packing")}
-        if not p.case.large:  # the host is ahead by milliseconds, and a sample would keep the GPU busy for seconds
+        if not p.case.large:  # calls of a large problem in one sample would keep the GPU busy for seconds
             figures |= time_host(
                 {"call_latency": rotations[ours.name][0]},
                 **sampling, budget_s=LATENCY_BUDGET_S, sync=torch.cuda.synchronize,
@@ -188,9 +196,10 @@ def measure(
         if streams > 1:
             together = time_streams(rotations[ours.name], streams, **sampling, budget_s=budget_s, cold=cold)
             figures |= {} if together is None else {"concurrency": together}
-    # An eager call is the host's time, not the kernel's. Another's kernel keeps its eager time, which says so.
+    # The time of an eager call includes the host's overhead. Only a contestant of `--nsa-impl`, and slow comparators of
+    # a large problem, may be timed eagerly.
     for name in [name for name, timing in rotated.items() if timing.how != "graph"]:
-        if name == ours.name and launched:  # a kernel of ours
+        if name == ours.name and launched:  # our own kernel, which must be capturable
             raise InvalidMeasurement(f"invalid measurement: {name} was not captured: {rotated[name].refused}")
         if name != ours.name and not (p.case.large and rotated[name].median > HOST_S):
             left_out[name] = f"not captured: {rotated.pop(name).refused}"
@@ -207,7 +216,7 @@ def measure(
 
 
 def _packing(sets: list[Problem]) -> dict[str, list[Any]]:
-    """Packing alone, from cache and spans: a figure of its own, part of nobody's kernel time."""
+    """Calls that only pack rows from cache and spans: a figure of its own, no part of a kernel's time."""
     p = sets[0]
     if p.case.large or p.case.source in ("rows", "varlen") or p.cu_seqlens is not None or p.q_positions is not None:
         return {}
@@ -216,10 +225,10 @@ def _packing(sets: list[Problem]) -> dict[str, list[Any]]:
 
 
 def gate_figures(times: dict[str, Timing], controls: Iterable[str], ours: str = "ours") -> dict[str, Any]:
-    """The fields by which a benchmark is gated: its control, and the samples of every call that may be its control.
+    """The fields that the gate reads: the control, and the samples of every call that may be the control.
 
     Args:
-        controls: names of such calls; the fastest of those that were timed is the control.
+        controls: names of those calls. The fastest that was timed is the control.
     """
     mine, others = times[ours], {name: times[name] for name in controls if name in times}
     control = min(others, key=lambda name: others[name].median, default=None)
@@ -236,5 +245,5 @@ def gate_figures(times: dict[str, Timing], controls: Iterable[str], ours: str = 
 
 
 def _short(seconds: float) -> float:
-    """Seven digits: a file holds thousands of samples, and the last digits of none of them mean anything."""
+    """Rounded to seven digits, to keep files small: they hold thousands of samples."""
     return float(f"{seconds:.7g}")

@@ -1,4 +1,4 @@
-"""Compile what a run will launch before it begins, on all cores: one after the other takes half of the run."""
+"""Compile the kernels of a run before it begins, on all cores. One after the other would take half of the run."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from nsa.testing.contestants.ours import OF, OURS
 from nsa.testing.matrix.case import Case
 from nsa.testing.plugin import GIB_PER_WORKER
 
-SHORT = 8192  # tokens of a prompt that is still a long one to whoever chooses kernels by shape
-WORTH = 16  # cases from which on it pays to start processes
+SHORT = 8192  # a prompt of this many tokens takes the same kernels as longer ones
+WORTH = 16  # at or above this many cases it pays to start processes
 
 
 def processes(device: torch.device) -> int:
-    """How many processes may compile at a time: as memory on the GPU and processors allow."""
+    """The number of processes that compile at a time, as GPU memory and processors allow."""
     memory = torch.cuda.get_device_properties(device).total_memory // (GIB_PER_WORKER << 30)
     return max(1, min(memory, len(os.sched_getaffinity(0)) - 2))
 
 
 def compile_ahead(cases: Sequence[Case], device: torch.device, count: int, trained: Sequence[Case] = ()) -> None:
-    """Run our implementation of each case once in ``count`` child processes, for what that leaves in Triton's cache.
+    """Run our implementation of each case once in ``count`` child processes, so that Triton's cache holds its kernels.
 
-    A case that fails in a child, or kills it, fails in the run itself, which says why. Long prompts are compiled for on
-    shorter ones of as many heads, which take the same kernels and not gigabytes in each child.
+    If a case fails in a child, or kills the child, the run itself shows why. Long prompts are shortened first: shorter
+    ones with as many heads take the same kernels, and less memory in each child.
 
     Args:
-        cases: of which the forward pass is timed.
-        trained: of which gradients are.
+        cases: cases whose forward pass is timed.
+        trained: cases whose gradients are timed.
     """
     forward, both = (list(dict.fromkeys(map(_shorter, some))) for some in (cases, trained))
     context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA

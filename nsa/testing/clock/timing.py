@@ -1,7 +1,7 @@
-"""Samples of how long calls take, their statistics, and the host's clock that takes them (a GPU's: `cuda.py`).
+"""Samples of how long calls take, their statistics, and timing by the host's clock (on a GPU: `cuda.py`).
 
-Implementations that are to be compared are sampled in turn, in one process: noise lies between runs, and a clock that
-drifts moves both sides.
+Implementations to compare are sampled in turn, in one process, because noise is larger between processes than within
+one. If the clock rate of the processor drifts, it changes all implementations alike.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from typing import Any
 import torch
 
 Fn = Callable[[], object]
-LEAST = 10  # samples, whatever the budget says; calls of seconds may ask for fewer
-SAMPLE_S = 1e-3  # a sample is long against the clock's own cost
-RESOLUTION = 0.01  # of a sample, the most that a tick of its timer may be
-SCHEDSTAT = Path("/proc/thread-self/schedstat")  # ns on a core, ns waiting for one, time slices
+LEAST = 10  # samples of each implementation, even if they exceed the budget
+SAMPLE_S = 1e-3  # the least length of a sample, far above the time that it takes to read the clock
+RESOLUTION = 0.01  # the longest tick of a timer, as a share of a sample
+SCHEDSTAT = Path("/proc/thread-self/schedstat")  # ns on a core, ns waiting for a core, number of time slices
 
 
 class InvalidMeasurement(AssertionError):
-    """A time that cannot be right: this hardware cannot have taken it, or its timer cannot tell it."""
+    """A time that cannot be right: the hardware is slower than that, or the timer is too coarse to measure it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
     """Samples of one implementation, seconds per call.
 
-    how: "graph", "eager" (GPU, not capturable) or "host". cold: no call finds its inputs in L2. sets: buffer sets that
-    were rotated. calls: calls in a sample. tick: resolution of the timer, seconds. refused: why CUDA did not
-    capture the call, if it is not timed as a graph.
+    how: "graph", "eager" (on a GPU, not capturable) or "host". cold: no call finds its inputs in L2. sets: buffer sets
+    that were rotated. calls: calls in a sample. tick: resolution of the timer, seconds. refused: why the call was not
+    captured, if it was timed eagerly.
     """
 
     samples: list[float]
@@ -54,11 +54,11 @@ class Timing:
 
     @property
     def resolution(self) -> float:
-        """A tick of the timer as a share of a sample."""
+        """The timer's tick as a share of a sample."""
         return self.tick / max(self.median * self.calls, 1e-12)
 
     def figure(self) -> dict[str, Any]:
-        """Median, 95% interval and how they came about, as JSON can hold it."""
+        """Median, 95% interval and how they were measured, as JSON can hold it."""
         return {
             "median_s": self.median,
             "ci95_s": list(self.interval()),
@@ -70,10 +70,10 @@ class Timing:
         }
 
     def resolved(self, name: str) -> Timing:
-        """Itself, if its samples are long enough for its timer.
+        """This timing, if its samples are long enough for its timer.
 
         Raises:
-            InvalidMeasurement: naming the sample and the tick.
+            InvalidMeasurement: the error names the length of a sample and the tick.
         """
         if self.resolution > RESOLUTION:
             raise InvalidMeasurement(
@@ -83,7 +83,7 @@ class Timing:
         return self
 
     def interval(self, confidence: float = 0.95, draws: int = 1000) -> tuple[float, float]:
-        """Bootstrap interval of the median, seconds. Repeatable: its draws have a fixed seed."""
+        """Bootstrap interval of the median, seconds. The draws have a fixed seed."""
         x = torch.tensor(self.samples, dtype=torch.float64)
         g = torch.Generator().manual_seed(0)
         medians = x[torch.randint(len(x), (draws, len(x)), generator=g)].quantile(0.5, dim=1)
@@ -93,7 +93,7 @@ class Timing:
 
 
 def together(takes: Sequence[Mapping[str, Timing]]) -> dict[str, Timing]:
-    """Several measurements of the same calls as one, with the samples of all."""
+    """Several measurements of the same calls, joined into one that has the samples of all."""
     return {
         name: dataclasses.replace(
             first, samples=[x for take in takes for x in take[name].samples], calls=min(t[name].calls for t in takes)
@@ -103,7 +103,7 @@ def together(takes: Sequence[Mapping[str, Timing]]) -> dict[str, Timing]:
 
 
 def in_turn(counts: dict[str, int]) -> Iterator[str]:
-    """Names in rounds; what is sampled less often is spread evenly over the rounds."""
+    """Names in rounds. A name with a smaller count is spread evenly over the rounds."""
     most = max(counts.values())
     for i in range(most):
         yield from (name for name, n in counts.items() if (i + 1) * n // most != i * n // most)
@@ -119,15 +119,16 @@ def time_host(
     least: int = LEAST,
     sync: Fn | None = None,
 ) -> dict[str, Timing]:
-    """Time calls by the host's clock, implementations in turn. A sample repeats its call until it lasts `sample_s`.
+    """Time calls by the host's clock, implementations in turn.
 
-    Given one call per buffer set, a sample goes through all of them, and repeats that.
+    A sample repeats its call until it lasts `sample_s`. Given one call per buffer set, a sample goes through all sets,
+    and repeats the whole rotation.
 
-    With `sync` (say `torch.cuda.synchronize`), called after each sample and not timed, this is the latency of an eager
-    call: what the host spends, while the GPU works behind it.
+    `sync`, such as `torch.cuda.synchronize`, is called after each sample and is not timed. With it, the time is the
+    latency of an eager call: what the host spends while the GPU still works.
 
-    On one thread: a team of threads waits for its slowest member, and one that lost its core loses milliseconds. And
-    on memory that the process keeps: see `_keep_memory`.
+    torch runs on one thread, because several threads wait for the slowest of them, which may lose its core for
+    milliseconds. Freed memory stays with the process, see `_keep_memory`.
     """
     _keep_memory()
     threads = torch.get_num_threads()
@@ -153,7 +154,7 @@ def _time_host(
     for name, calls in fns.items():
         calls[0]()
         once = _host_sample(calls, 1, sync) * len(calls)  # seconds of a rotation
-        samples[name] = [once / len(calls)] if once >= budget_s else []  # a call of seconds is not made in vain
+        samples[name] = [once / len(calls)] if once >= budget_s else []  # a long call already counts as a sample
         once = min(once, _host_sample(calls, 1, sync) * len(calls)) if once < 0.1 * budget_s else once
         repeats[name] = max(1, min(10_000, math.ceil(sample_s / max(once, 1e-7))))
         counts[name] = max(least, min(iters, int(budget_s / (once * repeats[name]))))
@@ -171,10 +172,10 @@ def _time_host(
 
 
 def _host_sample(calls: Sequence[Fn], repeats: int, sync: Fn | None) -> float:
-    """Wall time of a call, less what this thread waited for a core because another process had it.
+    """Wall time of a call, without the time in which this thread waited for a core.
 
-    A wait may fall between the clock and the counter of waits, so where there was one, the counter is read inside the
-    time it is taken from: a disturbance may add the microseconds of those readings, and never takes any away.
+    A wait may fall between a reading of the clock and a reading of the counter of waits. So if there was a wait, the
+    wall time includes both readings of the counter. A disturbance may then add microseconds, but never subtract any.
     """
     outer = time.perf_counter()
     before, start = _waited(), time.perf_counter()
@@ -191,7 +192,7 @@ def _host_sample(calls: Sequence[Fn], repeats: int, sync: Fn | None) -> float:
 
 
 def _waited() -> float:
-    """Seconds this thread has been ready to run without a core; 0 where the kernel does not say."""
+    """Seconds for which this thread has waited for a core; 0 if the system does not count them."""
     try:
         return int(SCHEDSTAT.read_bytes().split()[1]) / 1e9
     except FileNotFoundError:
@@ -200,11 +201,11 @@ def _waited() -> float:
 
 @functools.cache
 def _keep_memory() -> bool:
-    """Have glibc keep what is freed, up to 32 MiB a piece (its limit); whether that was possible.
+    """Let glibc keep freed memory, in pieces of up to 32 MiB, which is its limit. Returns whether that was possible.
 
-    By default it depends on what the process freed before whether a tensor of some MiB is new memory from the kernel,
-    page by page: on a virtual machine 32 MiB take 13 ms to fill instead of 0.45, and ratios differ by half from one
-    process to the next.
+    By default glibc may return freed memory to the system. A tensor of some MiB then takes new pages, one page fault
+    each: on a virtual machine 32 MiB take 13 ms to fill instead of 0.45 ms. Whether this happens depends on what the
+    process freed before, so that ratios differ by half from one process to the next.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -216,13 +217,13 @@ def _keep_memory() -> bool:
 
 @functools.cache
 def _clock_cost() -> float:
-    """Seconds between two readings of the clock, one after the other."""
+    """Seconds between two successive readings of the clock."""
     readings = [time.perf_counter() for _ in range(101)]
     return statistics.median(b - a for a, b in itertools.pairwise(readings))
 
 
 class _VirtualClock:
-    """A clock that stands still until it is told what time it is."""
+    """A clock that moves only when its attribute `now` is set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -236,7 +237,7 @@ clock = _VirtualClock()
 
 
 def feed(benchmark: Any, timing: Timing) -> None:
-    """Replay samples through pytest-benchmark, so that its tables, files and comparisons see exactly these."""
+    """Replay samples through pytest-benchmark, so that its tables, files and comparisons contain exactly these."""
     samples = iter(timing.samples)
 
     def step() -> None:

@@ -1,14 +1,14 @@
-"""Training on a prompt: backward pass and whole step of our front door, dense causal attention and other people's.
+"""Training on a prompt: times of a backward pass and a whole step, of our front door and of comparators.
 
-Everybody goes through autograd, as a model does. Gradients of whoever selects are checked before anything is timed: of
-small problems all (`gradients.py`), of large ones dQ of some queries and dK, dV of some blocks. Dense attention is
-torch's own, and refused only where it is impossibly fast. Time is taken by CUDA events around eager calls, in turn:
-they take milliseconds, and the host is ahead.
+All are called through autograd, as in a model. The gradients of implementations that select are checked before they are
+timed: dQ of some queries, dK and dV of some blocks. Dense attention is torch's own and is not checked. Eager
+calls are timed by CUDA events, implementations in turn. The calls last milliseconds, so the host is ahead of the GPU.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -19,12 +19,13 @@ from torch import Tensor
 
 import nsa
 from nsa.call import Call
-from nsa.dispatch import failures
 from nsa.plain.oracle import selection_reference
+from nsa.testing.clock.cuda import EVENT_TICK_S
 from nsa.testing.clock.guard import Ceilings, guard
+from nsa.testing.clock.measure import why_not
 from nsa.testing.clock.timing import LEAST, Timing, in_turn
 from nsa.testing.contestants import prefill
-from nsa.testing.contestants.peers import FLA, fla_supports, installed, tune_for
+from nsa.testing.contestants.peers import FLA, call_fla, fla_supports, installed
 from nsa.testing.judge.forward import describe, some_queries
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.problem import Problem
@@ -32,14 +33,17 @@ from nsa.testing.matrix.problem import Problem
 Attend = Callable[[Problem, Tensor, Tensor, Tensor], Tensor]
 Gradients = tuple[Tensor, ...]
 WHAT = ("backward", "step")
-BLOCKS = 3  # of a large problem, whose dK and dV are compared
-LEAD_CYCLES = 4_000_000  # 2 ms of an H100, in which the host queues a whole step: an idle GPU would time its launches
-CLOCK_TICK_S = 5e-7  # what CUDA documents for the resolution of event times
+BLOCKS = 3  # blocks of a large problem whose dK and dV are compared
+LEAD_CYCLES = 4_000_000  # 2 ms of an H100, in which the host queues a whole step, so that launches are not timed
 
 
 @dataclass(frozen=True)
 class Trainee:
-    """Something differentiable: `attend(p, q, k, v) -> O [B,S,HQ,Dv]`; `selects`: its numbers are the selection's."""
+    """A differentiable implementation.
+
+    attend: `attend(p, q, k, v)` returns `O [B,S,HQ,Dv]`. supports: None for a case that it takes, otherwise the reason
+    why not. selects: it computes the selection, not dense attention.
+    """
 
     name: str
     attend: Attend
@@ -49,10 +53,10 @@ class Trainee:
 
 @dataclass(frozen=True)
 class Training:
-    """Times of everybody's backward pass and step on one problem, and what a step's memory peaks at beside inputs."""
+    """Times of backward passes and steps on one problem, and the peak memory of a step beside its inputs."""
 
     problem: Problem
-    times: dict[str, dict[str, Timing]]  # by what, then by name
+    times: dict[str, dict[str, Timing]]  # by "backward" or "step", then by name
     peaks: dict[str, int]  # bytes by name; empty on a CPU
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -71,18 +75,13 @@ def ours(backend: str = "triton") -> Trainee:
 
 @functools.cache
 def beside() -> tuple[Trainee, ...]:
-    """Dense causal attention by cuDNN and flash, and fla-core where it is installed."""
+    """The comparators: dense causal attention by cuDNN and flash, and fla-core if it is installed."""
     found = [Trainee(name, _dense(name), prefill.plain, selects=False) for name in prefill.BACKENDS]
     function = getattr(installed(FLA), "ParallelNSAFunction", None)
     if function is not None:
 
         def fla(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            scale = p.scale or p.case.D**-0.5
-            tune_for(FLA, q, k)
-            try:
-                o = function.apply(q, k, v, p.block_indices, p.case.n, p.block_size, scale, None)
-            except (TypeError, AttributeError) as error:
-                raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
+            o = call_fla(function.apply, p, q, k, v, None)
             assert isinstance(o, Tensor)
             return o
 
@@ -107,16 +106,20 @@ def train(
     what: Iterable[str] = WHAT,
     check: bool = True,
 ) -> Training:
-    """Check everybody's gradients, then time `what` of `WHAT`; the first is the one under test.
+    """Check the gradients of all trainees, then time them. The first is the one under test.
+
+    Args:
+        what: which of `WHAT` to time.
+        check: False leaves the first trainee unchecked.
 
     Raises:
-        AssertionError: the first one's gradients are wrong, or a time is impossible on this hardware.
-        NotImplementedError: it does not do this case.
+        AssertionError: the gradients of the first trainee are wrong, or a time is impossible on this hardware.
+        NotImplementedError: the first trainee does not take this case.
     """
     first, *others = trainees
     do = draw_do(p)
     left_out: dict[str, str] = {}
-    if check and _verdicts.get((first, describe(p)), "nobody looked") is not None:
+    if check and _verdicts.get((first, describe(p)), "not checked yet") is not None:
         check_gradients(p, do, gradients(first, p, do), first.name)
         _verdicts[first, describe(p)] = None
     kept = [first]
@@ -138,19 +141,19 @@ def train(
             from nsa.testing.clock.ceilings import ceilings  # needs Triton and a GPU
 
             _possible(p, kept, each, times[each], ceilings(p.q.device))
-        del calls  # and the graphs that backward passes keep
+        del calls  # frees the graphs that backward passes keep
     return Training(p, times, peaks, left_out)
 
 
 def _possible(p: Problem, timed: list[Trainee], what: str, times: dict[str, Timing], limits: Ceilings) -> None:
-    """Refuse times that matrix units cannot reach: backward multiplies twice as much as forward, at least."""
+    """Refuse times that the GPU cannot reach. A backward pass has at least twice the FLOP of a forward pass."""
     for one in timed:
         flops = p.flops if one.selects else prefill.DENSE.flops(p)
         guard(f"{one.name}, {what}", times[one.name], p.unique_bytes, flops * {"backward": 2, "step": 3}[what], limits)
 
 
 _verdicts: dict[tuple[Trainee, str], str | None] = {}
-"""Of this process: exact gradients take longer than what is timed, and a backward pass and a step have the same."""
+"""Results of `verdict` in this process, kept because exact gradients take longer than the timing."""
 
 
 def draw_do(p: Problem) -> Tensor:
@@ -160,21 +163,14 @@ def draw_do(p: Problem) -> Tensor:
 
 
 def verdict(one: Trainee, p: Problem, do: Tensor) -> str | None:
-    """None if it runs and, where it selects, its gradients are right; else why not."""
-    reason = one.supports(p.case)
-    if reason is not None:
-        return f"unsupported: {reason}"
-    try:
+    """None if it runs and, if it selects, its gradients are right; otherwise the reason."""
+
+    def check() -> None:
         got = gradients(one, p, do)
         if one.selects:
             check_gradients(p, do, got, one.name)
-    except NotImplementedError as error:
-        return f"unsupported: {error}"
-    except AssertionError as error:
-        return f"wrong: {error}"
-    except failures() as error:
-        return f"cannot run: {type(error).__name__}: {(str(error).splitlines() or ['no message'])[0][:150]}"
-    return None
+
+    return why_not(one.supports(p.case), check)
 
 
 def _leaves(p: Problem) -> list[Tensor]:
@@ -196,7 +192,7 @@ def _call(what: str, one: Trainee, p: Problem, do: Tensor) -> Callable[[], objec
 
 
 def _peak(one: Trainee, p: Problem, do: Tensor) -> int:
-    """Bytes that a step takes at most beside its inputs; outputs and gradients are in it."""
+    """Peak memory of a step in bytes, without its inputs and with its outputs and gradients."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(p.q.device)
@@ -209,7 +205,7 @@ def _peak(one: Trainee, p: Problem, do: Tensor) -> int:
 def _time(
     calls: dict[str, Callable[[], object]], p: Problem, iters: int, warmup: int, budget_s: float
 ) -> dict[str, Timing]:
-    """Seconds a call, in turn; `budget_s` of samples for each, `LEAST` at least."""
+    """Time calls in turn: `budget_s` seconds of samples for each, and at least `LEAST` samples."""
     clock = _event_s if p.q.is_cuda else _host_s
     counts: dict[str, int] = {}
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -220,7 +216,7 @@ def _time(
             clock(call)
     for name in in_turn(counts):
         samples[name].append(clock(calls[name]))
-    how, tick = ("eager", CLOCK_TICK_S) if p.q.is_cuda else ("host", 1e-7)
+    how, tick = ("eager", EVENT_TICK_S) if p.q.is_cuda else ("host", 1e-7)
     return {name: Timing(x, how, False, 1, 1, tick).resolved(name) for name, x in samples.items()}
 
 
@@ -244,13 +240,13 @@ def _host_s(call: Callable[[], object]) -> float:
 
 
 def check_gradients(p: Problem, do: Tensor, got: Gradients, name: str) -> None:
-    """Of dq for some queries, of dk and dv for some blocks, the first among them, within rounding of the exact ones.
+    """Check dq of some queries, and dk and dv of some blocks, the first block among them, against exact gradients.
 
-    Each within 8 eps of the largest number there is, as weights and their gradients are rounded to the dtype on the
-    way, and sums of thousands of them. Everything is finite.
+    The bound is 8 eps times the largest exact number, because weights and their gradients are rounded to the dtype
+    before thousands of them are added. All gradients must be finite.
 
     Raises:
-        AssertionError: naming which gradient, where, its error and what rounding explains.
+        AssertionError: the error names the gradient, the place, the difference and the bound.
     """
     dq, dk, dv = got
     for which, x in (("dq", dq), ("dk", dk), ("dv", dv)):
@@ -262,34 +258,28 @@ def check_gradients(p: Problem, do: Tensor, got: Gradients, name: str) -> None:
     if p.block_indices is None:
         return
     assert p.block_size is not None
-    for head in sorted({0, p.case.HKV - 1}):
-        exact_k, exact_v = _first_block(p, do, head)
-        where = f"{name} on {describe(p)}: {{}} of the first block, KV head {head}"
-        _assert_near(dk[:, : p.block_size, head], exact_k, where.format("dk"))
-        _assert_near(dv[:, : p.block_size, head], exact_v, where.format("dv"))
-    for block in _some_blocks(p):
-        keys = slice(block * p.block_size, (block + 1) * p.block_size)
-        for head in sorted({0, p.case.HKV - 1}):
-            readers = (p.block_indices[:, :, head] == block).any(-1).any(0).nonzero()[:, 0]
+    count = -(-p.k.shape[1] // p.block_size)
+    # A few later blocks. Earlier ones are read by so many queries that exact gradients would take too long.
+    later = sorted({count * i // BLOCKS - 1 for i in range(2, BLOCKS + 1)} | {count // 2})
+    for block, head in itertools.product((None, *later), sorted({0, p.case.HKV - 1})):  # None: the first
+        keys = slice((block or 0) * p.block_size, ((block or 0) + 1) * p.block_size)
+        if block is None:
+            exact_of_keys, where = _first_block(p, do, head), f"the first block, KV head {head}"
+        else:
+            listed: Tensor = p.block_indices[:, :, head] == block
+            readers = listed.any(-1).any(0).nonzero()[:, 0]
             if not readers.numel():
                 continue
-            _, dk_exact, dv_exact = _exact(p, do, readers, slice(head, head + 1))
-            where = f"{name} on {describe(p)}: {{}} of block {block}, KV head {head}, {readers.numel()} queries"
-            _assert_near(dk[:, keys, head], dk_exact[:, keys, 0], where.format("dk"))
-            _assert_near(dv[:, keys, head], dv_exact[:, keys, 0], where.format("dv"))
-
-
-def _some_blocks(p: Problem) -> list[int]:
-    """A few of the later blocks: early ones have more readers than anybody wants to compute exactly."""
-    assert p.block_size is not None
-    count = -(-p.k.shape[1] // p.block_size)
-    return sorted({count * i // BLOCKS - 1 for i in range(2, BLOCKS + 1)} | {count // 2})
+            exact_k, exact_v = (x[:, keys, 0] for x in _exact(p, do, readers, slice(head, head + 1))[1:])
+            exact_of_keys, where = (exact_k, exact_v), f"block {block}, KV head {head}, {readers.numel()} queries"
+        for which, x, exact in zip(("dk", "dv"), (dk, dv), exact_of_keys, strict=True):
+            _assert_near(x[:, keys, head], exact, f"{name} on {describe(p)}: {which} of {where}")
 
 
 def _first_block(p: Problem, do: Tensor, head: int) -> tuple[Tensor, Tensor]:
-    """dK and dV ``[B, block, D | Dv]`` of the first block in fp64: every query may read it, too many for `_exact`.
+    """dK and dV ``[B, block, D | Dv]`` of the first block in fp64. Every query may read it, too many for `_exact`.
 
-    From what the forward pass says of each row, its output and LSE, which parity is about.
+    They are computed from O and LSE of our forward pass, which the parity lane checks.
     """
     assert p.block_size is not None and p.block_indices is not None
     o, lse = nsa.selection_attention(p.q, p.k, p.v, **p.selection, return_lse=True)
@@ -300,7 +290,7 @@ def _first_block(p: Problem, do: Tensor, head: int) -> tuple[Tensor, Tensor]:
     key = torch.arange(K.shape[1], device=K.device)
     for some in torch.arange(p.q.shape[1], device=K.device).split(8192):
         q, grad, out = (x[:, some, heads].double() for x in (p.q, do, o))
-        times = (p.block_indices[:, some, head] == 0).sum(-1).double()  # [B, s]: listed twice counts twice
+        times = (p.block_indices[:, some, head] == 0).sum(-1).double()  # [B, s]: how often each row lists the block
         seen = key <= p.positions().view(p.q.shape[:2])[:, some, None] if p.causal else key >= 0
         weights = torch.exp(torch.einsum("bsgd,bkd->bsgk", q, K) * scale - lse[:, some, heads, None].double())
         weights = weights.masked_fill(~seen.expand(*times.shape, -1)[:, :, None], 0.0) * times[..., None, None]
@@ -311,7 +301,7 @@ def _first_block(p: Problem, do: Tensor, head: int) -> tuple[Tensor, Tensor]:
 
 
 def _exact(p: Problem, do: Tensor, at: Tensor, heads: slice) -> Gradients:
-    """Gradients in fp64, where no query but those at `at` and no KV head but `heads` counts."""
+    """Gradients in fp64 of a problem that has only the queries `at` and the KV heads `heads`."""
     seen = p.at(at)
     group = p.case.H
     of_q = slice((heads.start or 0) * group, None if heads.stop is None else heads.stop * group)
@@ -338,7 +328,7 @@ def _assert_near(got: Tensor, want: Tensor, where: str) -> None:
 
 
 def facts(result: Training, what: str) -> dict[str, Any]:
-    """Ratios to everybody, milliseconds and peaks, as JSON can hold them."""
+    """Ratios to the comparators, milliseconds and memory, as JSON can hold them."""
     times, case = result.times[what], result.problem.case
     mine = times["ours"]
     ratios = {

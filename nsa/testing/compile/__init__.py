@@ -1,1 +1,1 @@
-"""The compile matrix: does every kernel compile for GPUs that are not here, within its registers and shared memory?"""
+"""The compile matrix: every kernel must compile for GPUs that are not here, within its registers and shared memory."""

@@ -1,4 +1,4 @@
-"""What the compile matrix holds kernels to, and its two committed files: register budgets, and what has passed."""
+"""The limits of the compile matrix, and its two committed files: register budgets, and what has passed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PASSED = PACKAGE / "configs" / "compiled.yaml"
 COMMAND = "python -m nsa.testing.compile {} --update-budgets"
 
 SPILLS = 64
-"""Bytes a thread may spill where nothing is recorded. The assembler parks a few loop invariants even where registers
-are left, and which ones differs from version to version."""
+"""Bytes that a thread may spill without a recorded budget. The assembler spills a few loop invariants even if registers
+are left, and which ones depends on its version."""
 
 SPILLS_KNOWN = {
     "ranges-fp32-G16-D256-Dv256-N1024-L1024-n64-causal-q_positions": 8192,  # 7772 on sm_89, Triton 3.3
@@ -31,7 +31,7 @@ SPILLS_KNOWN = {
     "dense-bf16-G128-D256-Dv256-N1024-L1024-n1": 384,  # 332 on sm_80, Triton 3.3
     "ranges-bf16-G128-D192-Dv128-N4096-L1024-n16-causal": 256,  # 196 on sm_100, Triton 3.7
     "blocks-bf16-G64-D128-Dv128-N64-L1024-n16-causal": 256,  # 160 on sm_100, Triton 3.6
-    # Of the backward pass: on sm_90 outside the loop, where it pays; elsewhere its tiles have not been timed.
+    # The backward pass. On sm_90 it spills outside of the loop, which is faster. On other GPUs its tiles are not timed.
     "ranges-fp16-G1-D64-Dv64-N4096-L1024-n16-causal-HKV16-backward-cu_seqlens": 4096,  # 3420 on gfx942, Triton 3.5
     "blocks-fp16-G8-D128-Dv64-N4096-L1024-n16-causal-HKV4-backward-cu_seqlens": 768,  # 760 on gfx942, Triton 3.6
     "blocks-bf16-G128-D256-Dv256-N4096-L2048-n16-causal-backward": 640,  # 636 on sm_80, Triton 3.5
@@ -47,10 +47,10 @@ SPILLS_KNOWN = {
     "blocks-bf16-G64-D256-Dv256-N4096-L2048-n16-causal-key_major": 128,  # 100 on sm_90
     "blocks-bf16-G1-D128-Dv128-N8192-L1024-n16-causal-HKV16-key_major": 128,  # 96 on sm_90
 }
-"""What is worth more than that where nothing is recorded, and the most that was seen."""
+"""Points that may spill more than `SPILLS` without a recorded budget. Comments name the most that was seen."""
 
 MULTIPLY = ("_fwd_kernel", "_partial_kernel", "_dkdv_kernel", "_dq_kernel")
-"""Kernels that are made of dot products."""
+"""Kernels that consist of dot products."""
 
 Limits = dict[str, tuple[int, int]]
 """Registers and spilled bytes of each kernel, as recorded for one Triton minor release and architecture."""
@@ -58,18 +58,18 @@ Limits = dict[str, tuple[int, int]]
 
 @dataclasses.dataclass
 class Budgets:
-    """The whole file: by architecture, kernel and Triton minor release."""
+    """The file of budgets, by architecture, kernel and Triton minor release."""
 
     entries: dict[str, dict[str, dict[str, list[int]]]]
 
     def of(self, release: str, architecture: str) -> Limits:
-        """Empty if nothing is recorded for this release."""
+        """The limits of a release and architecture; empty if none are recorded."""
         kernels = self.entries.get(architecture, {})
         return {name: (seen[release][0], seen[release][1]) for name, seen in kernels.items() if release in seen}
 
 
 def load(path: Path = BUDGETS) -> Budgets:
-    """Raises ValueError, naming the file, if it is not what `update` writes."""
+    """Read the file. Raises ValueError, naming the file, if it has not the form that `update` writes."""
     entries = (yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None) or {}
     for architecture, kernels in entries.items():
         for name, seen in kernels.items():
@@ -80,25 +80,25 @@ def load(path: Path = BUDGETS) -> Budgets:
 
 
 def complaints(architecture: Architecture, compiled: Compiled, limits: Limits) -> Iterator[str]:
-    """What is wrong with one kernel."""
+    """Why one kernel fails the compile matrix."""
     if compiled.shared > architecture.shared_bytes:
         yield f"{compiled.shared} bytes of shared memory, {architecture.name} has {architecture.shared_bytes}"
-    # AMD's matrix cores take fp32 as it is; NVIDIA's do not.
+    # AMD's matrix cores multiply fp32, NVIDIA's do not.
     multiplies = compiled.kernel in MULTIPLY and (architecture.backend == "hip" or "-fp32-" not in compiled.point)
     if multiplies and not compiled.mma:
         yield "no matrix instruction in its assembly: the dot products do not reach the tensor cores"
     if compiled.hasty:
-        yield "is launched early, and touches memory before it has waited for the kernel before it"
+        yield "is launched early, and accesses memory before it waits for the previous kernel"
     if compiled.mixed:
-        yield "matrices swizzled differently share an address, which ptxas 12.8 may lose (`child.mixed`)"
+        yield "matrices with different swizzles share an address, which ptxas 12.8 may lose (`child.mixed`)"
     if compiled.askew:
-        yield "tiles that `wgmma` reads do not begin where their swizzle's pattern does (`child.askew`)"
+        yield "tiles that `wgmma` reads are not aligned to their swizzle's pattern (`child.askew`)"
     if compiled.registers is None or compiled.spills is None:
         return
     if not limits:
         most = SPILLS_KNOWN.get(compiled.point, SPILLS)
         if compiled.spills > most:
-            yield f"spills {compiled.spills} bytes a thread, {most} may be without a budget of its own"
+            yield f"spills {compiled.spills} bytes a thread, {most} are allowed without a budget of its own"
     elif compiled.name not in limits:
         yield f"has no budget: {COMMAND.format(architecture.name)}"
     else:
@@ -110,32 +110,30 @@ def complaints(architecture: Architecture, compiled: Compiled, limits: Limits) -
 
 
 def all_complaints(architecture: Architecture, kernels: list[Compiled], limits: Limits) -> list[str]:
-    """Of the whole matrix of one architecture; a budget of no kernel is one, too."""
+    """Why one architecture fails. A budget whose kernel is no longer compiled is a reason too."""
     found = [f"{k.name}: {line}" for k in kernels for line in complaints(architecture, k, limits)]
     gone = sorted(limits.keys() - {k.name for k in kernels})
     command = COMMAND.format(architecture.name)
-    return found + [f"{name}: has a budget, and is compiled no more: {command}" for name in gone]
+    return found + [f"{name}: has a budget, but is no longer compiled: {command}" for name in gone]
 
 
 def notes(architecture: Architecture, kernels: list[Compiled], limits: Limits, release: str) -> list[str]:
-    """What whoever reads a green run should know."""
+    """Lines that do not fail a run: limits that could not be checked, and kernels that need less than their budget."""
     where = f"{architecture.name}, Triton {release}"
     if any(k.registers is None for k in kernels):
-        return [f"{where}: compiled only: this Triton does not let the assembler's report be read"]
+        return [f"{where}: compiled only: with this Triton the assembler's report cannot be read"]
     if not limits:
         return [f"{where}: no budgets of this release: only absolute limits hold; {COMMAND.format(architecture.name)}"]
-    fewer = 0
-    for k in kernels:
-        registers, spills = limits.get(k.name, (0, 0))
-        fewer += (k.registers or 0) < registers or (k.spills or 0) < spills
+    seen = ((limits.get(k.name, (0, 0)), k.registers or 0, k.spills or 0) for k in kernels)
+    fewer = sum(registers < budget[0] or spills < budget[1] for budget, registers, spills in seen)
     return [f"{where}: {fewer} kernels need less than budgeted: {COMMAND.format(architecture.name)}"] * bool(fewer)
 
 
 def update(release: str, architecture: str, kernels: list[Compiled], path: Path = BUDGETS) -> None:
-    """Write registers and spills of the whole matrix of one architecture, in place of those of this release.
+    """Write the registers and spills of all kernels of one architecture as the budgets of this release.
 
     Raises:
-        ValueError: if a kernel came without a report.
+        ValueError: a kernel has no report.
     """
     entries = load(path).entries
     known = entries.setdefault(architecture, {})
@@ -159,7 +157,7 @@ def update(release: str, architecture: str, kernels: list[Compiled], path: Path 
 
 
 def record(release: str, architecture: str, kernels: int, date: str, commit: str, path: Path = PASSED) -> None:
-    """Write that so many kernels of these sources have passed, in place of what was said of this pair; 0: none has."""
+    """Record how many kernels of these sources passed with this release; with 0, delete the entry of this pair."""
     known: list[dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))["passed"] if path.exists() else []
     known = [entry for entry in known if (entry["triton"], entry["arch"]) != (release, architecture)]
     if kernels:

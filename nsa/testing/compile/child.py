@@ -1,7 +1,8 @@
-"""The process that compiles for one GPU that is not there: `python -m nsa.testing.compile.child sm_90 full`.
+"""The process that compiles for one GPU that is not here: `python -m nsa.testing.compile.child sm_90 full`.
 
-It calls the real launchers on meta tensors with Triton's launch replaced by its warm-up, so every kernel is specialised
-and configured exactly as on that GPU. One JSON line per kernel on stdout, the point being compiled on stderr.
+It calls the real launchers on meta tensors. Triton's launch is replaced by its warm-up, so that every kernel is
+specialised and configured exactly as on that GPU. The process prints one JSON line per kernel on stdout, and the point
+that it compiles on stderr.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from nsa.testing.compile.matrix import OVERHEARD, Compiled, minor
 from nsa.testing.compile.points import ARCHITECTURES, Architecture, Point, points
 
 DESCRIPTOR = re.compile(r"(?:or\.b64|add\.s64)\s+%rd\d+, (%rd\d+), (-?\d{18,20});")
-"""An address, and constants above it: bits 62 and 63 say how the matrix is swizzled."""
+"""An address and the constant added to it. Bits 62 and 63 of the constant say how the matrix is swizzled."""
 
 DECLARED = re.compile(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]")
-"""Shared memory of a size that is known before the launch, which has addresses before what is not."""
+"""Statically sized shared memory, which lies before the dynamically sized one."""
 
 
 def main(name: str, extent: str) -> None:
@@ -108,12 +109,13 @@ def _call(point: Point) -> None:
 
 
 def _pretend(architecture: Architecture) -> tuple[list[Any], list[str]]:
-    """Make this process believe in a GPU of `architecture`, and launch nothing.
+    """Make this process behave as with a GPU of `architecture`, but launch nothing.
 
-    Returns the lists to which each kernel launched from now on is added, and what `ptxas -v` said of each it compiled.
+    Returns two lists that grow from now on: the kernels that were compiled instead of launched, and the reports of
+    `ptxas -v`.
     """
     if architecture.backend == "hip":
-        torch.version.hip = "6.4"  # before our kernels are imported, which ask for it
+        torch.version.hip = "6.4"  # our kernels read this when they are imported
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -142,7 +144,7 @@ def _pretend(architecture: Architecture) -> tuple[list[Any], list[str]]:
 
 
 class _AbsentGPU:
-    """As much of Triton's driver as compiling asks for."""
+    """The part of Triton's driver that compiling needs."""
 
     def __init__(self, architecture: Architecture) -> None:
         self.architecture = architecture
@@ -165,7 +167,7 @@ def _describe(architecture: Architecture, point: Point, kernel: Any, report: str
     registers, spills = None, None
     if minor() >= OVERHEARD:
         if report is None:
-            raise RuntimeError("the kernel compiled, but this Triton calls ptxas in a way that was not overheard")
+            raise RuntimeError("the kernel compiled, but ptxas left no report: this Triton calls it in another way")
         registers = _number(r"Used (\d+) registers", report)
         spills = _number(r"(\d+) bytes spill stores", report)
     ptx = kernel.asm["ptx"]
@@ -187,10 +189,10 @@ def _describe(architecture: Architecture, point: Point, kernel: Any, report: str
 
 
 def mixed(ptx: str) -> bool:
-    """Whether descriptors for `wgmma` of matrices that are swizzled differently are made from one address.
+    """Whether `wgmma` descriptors of matrices with different swizzles are made from one address.
 
-    ptxas 12.8 may then lose the address, and add the constants of the second to whatever a register holds: dQ of
-    `_dkdv_kernel` without a pipeline came out wrong on an H100, or read past shared memory.
+    ptxas 12.8 may then lose the address, and add the second matrix's constants to a register with another value. On an
+    H100, `_dkdv_kernel` without a pipeline computed a wrong dQ or read past shared memory.
     """
     swizzles: dict[str, set[int]] = {}
     if "wgmma" in ptx:
@@ -200,17 +202,18 @@ def mixed(ptx: str) -> bool:
 
 
 def askew(ptx: str) -> bool:
-    """Whether tensor cores read swizzled tiles that do not begin where a pattern does.
+    """Whether tensor cores read swizzled tiles that are not aligned to the swizzle's pattern.
 
-    Triton lays tiles out as if they were first in shared memory. What assembly declares there comes before them: unless
-    that is whole patterns, `wgmma` takes other elements than were written, of 33 heads and more on an H100.
+    Triton lays out tiles as if they began at the start of shared memory. But memory that inline assembly declares comes
+    first. Unless its size is a multiple of the pattern's, `wgmma` reads other elements than were written. On an H100
+    this happened with 33 heads and more.
     """
     before = sum(int(size) for size in DECLARED.findall(ptx))
     return ("wgmma" in ptx or "tcgen05" in ptx) and before % tiles.PATTERN_BYTES != 0
 
 
 def _describe_amd(point: Point, kernel: Any) -> Compiled:
-    """From the metadata of the code object. Spills are of vector registers, 4 bytes a thread each."""
+    """Read the metadata of the code object. A spilled vector register counts as 4 bytes a thread."""
     text = kernel.asm["amdgcn"]
     shared = max(kernel.metadata.shared, _number(r"\.group_segment_fixed_size: +(\d+)", text))
     registers = _number(r"\.vgpr_count: +(\d+)", text)
@@ -222,7 +225,7 @@ def _describe_amd(point: Point, kernel: Any) -> Compiled:
 def _number(words: str, report: str) -> int:
     found = re.search(words, report)
     if found is None:
-        raise RuntimeError(f"expected {words!r} in what the assembler said, got {report[-2000:]!r}")
+        raise RuntimeError(f"expected {words!r} in the assembler's report, got {report[-2000:]!r}")
     return int(found[1])
 
 

@@ -1,8 +1,8 @@
-"""The compile matrix: our kernels for GPUs that are not there, and what the compilers say of them.
+"""The compile matrix: compiles our kernels for GPUs that are not here, and checks the compilers' reports.
 
-One child process per architecture (`child`): an MLIR abort kills the process it happens in, and Triton does not
-compile where TRITON_INTERPRET is set. `python -m nsa.testing.compile` compiles all that `points` lists with the
-Triton at hand, and writes what is committed: register budgets, and which architectures have passed.
+Each architecture has a child process (`child`), because an MLIR abort kills its process, and Triton does not compile if
+TRITON_INTERPRET is set. `python -m nsa.testing.compile` compiles all `points` with the installed Triton, and writes the
+committed files: register budgets, and which architectures have passed.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from nsa.testing.machine import commit, triton_version
 
 ROOT = Path(__file__).parents[3]
 OVERHEARD = (3, 3)
-"""Since when Triton lets be read what the assembler says: 3.1 calls it through a shell, and deletes that at once."""
+"""The first Triton with which the assembler's report can be read. 3.1 runs ptxas in a shell and deletes the report."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compilers said of one kernel."""
+    """The compilers' report of one kernel."""
 
     point: str
     kernel: str
     shared: int  # bytes of shared memory
-    registers: int | None  # of a thread; None: this Triton does not let the assembler's report be read
-    spills: int | None  # bytes a thread stores to local memory because registers ran out; None likewise
-    mma: bool  # whether the tensor cores are used
+    registers: int | None  # registers of a thread; None: this Triton's report cannot be read
+    spills: int | None  # bytes that a thread spills to local memory; None likewise
+    mma: bool  # whether it uses the tensor cores
     cluster: bool  # whether programs of a cluster wait for each other
-    early: bool  # whether it may be launched before the kernel before it has ended
-    hasty: bool  # whether it is, and touches memory before it has waited
-    mixed: bool = False  # whether matrices that are swizzled differently take turns at one address of shared memory
-    askew: bool = False  # whether `wgmma` reads tiles behind shared memory after which no swizzle's pattern begins
+    early: bool  # whether it may be launched before the previous kernel has ended
+    hasty: bool  # whether it is launched early and accesses memory before it waits for the previous kernel
+    mixed: bool = False  # see `child.mixed`
+    askew: bool = False  # see `child.askew`
 
     @property
     def name(self) -> str:
-        """By which its budget is found."""
+        """The key of its budget."""
         return f"{self.point} {self.kernel}"
 
 
 def minor(version: str | None = None) -> tuple[int, int]:
-    """Triton's minor release, (3, 6) for 3.6.0; by default of the Triton installed."""
+    """The minor release of a Triton version, (3, 6) for 3.6.0; by default of the installed Triton."""
     major, minor = (version or triton_version()).split(".")[:2]
     return int(major), int(minor)
 
 
 def unsupported(architecture: Architecture, release: tuple[int, int]) -> str | None:
-    """Why this Triton release does not compile for `architecture`; None if it should."""
+    """Why a Triton release does not compile for `architecture`; None if it does."""
     if release >= architecture.since:
         return None
     return f"{architecture.name} is not supported by Triton {_dotted(release)}: first by {_dotted(architecture.since)}"
@@ -67,20 +67,20 @@ def _dotted(release: tuple[int, int]) -> str:
 
 
 def compile_for(name: str, extent: str = "full", timeout: float = 900) -> list[Compiled]:
-    """Compile what `points` lists for architecture `name` in a child process.
+    """Compile the points of architecture `name` in a child process.
 
     Args:
         extent: `quick` or `full`.
         timeout: seconds.
 
     Raises:
-        RuntimeError: with the point being compiled and the end of the child's output, if that process fails or dies.
+        RuntimeError: the child failed or died. The error has the point that it compiled and the end of its output.
     """
     environment = settings.child_environment(interpret=False)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "nsa.testing.compile.child", name, extent]
     with tempfile.TemporaryDirectory() as cache:
-        environment["TRITON_CACHE_DIR"] = cache  # empty: the assembler's report is not cached
+        environment["TRITON_CACHE_DIR"] = cache  # an empty cache, because the assembler's report is not cached
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     if done.returncode != 0:
         said = done.stderr.splitlines()
@@ -103,10 +103,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile, complain, and write what was asked for; the exit status is 1 if anything is complained of."""
+    """Compile, print what fails, and write budgets and records if asked. The exit status is 1 if anything fails."""
     options = _options(arguments)
     if options.record and _uncommitted():
-        print("expected what is compiled to be committed: a record names the commit", file=sys.stderr)
+        print("expected the compiled sources to be committed, because a record names the commit", file=sys.stderr)
         return 1
     chosen = []
     for architecture in (ARCHITECTURES[name] for name in options.architectures or ARCHITECTURES):
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _try(architecture: Architecture) -> tuple[list[Compiled], str, float]:
-    """The kernels, or why there are none, and the seconds that took."""
+    """The kernels, or an error text, and the seconds that it took."""
     start = time.monotonic()
     try:
         return compile_for(architecture.name), "", time.monotonic() - start
@@ -134,7 +134,7 @@ def _try(architecture: Architecture) -> tuple[list[Compiled], str, float]:
 def _judge(
     architecture: Architecture, kernels: list[Compiled], error: str, seconds: float, options: argparse.Namespace
 ) -> list[str]:
-    """Print what is to be said of one architecture, write what was asked for, and return what is complained of."""
+    """Print the results of one architecture, write budgets and records if asked, and return why it fails."""
     from nsa.testing.compile import budgets
 
     name, release = architecture.name, _dotted(minor())

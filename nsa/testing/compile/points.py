@@ -1,4 +1,4 @@
-"""What the compile matrix compiles: architectures, and calls that a user of each would make. Imports no Triton."""
+"""The points of the compile matrix: architectures, and calls that a user of each would make. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import dataclasses
 from nsa.kernels.query_major import tiles
 
 MOST = 90
-"""Points of one architecture, each a configuration that `tiles.py` or its like returns for a call; one may launch
-several kernels. What a table of tiles adds to `POINTS` is cut to that."""
+"""The most points of one architecture. Points from a GPU's table of tiles are added to `POINTS` up to this number."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What compiling for a GPU that is not there must know of it."""
+    """The facts about a GPU that compiling for it needs."""
 
     name: str  # sm_90, gfx942
     backend: str  # Triton's: cuda or hip
     target: int | str
-    capability: int  # as `query_major.device_limits` tells it
-    processors: int  # multiprocessors, which decide whether keys are split
+    capability: int  # as `query_major.device_limits` returns it
+    processors: int  # number of multiprocessors, which decides whether keys are split
     since: tuple[int, int]  # the first Triton that compiles for it on any machine
-    gpu: str | None = None  # whose table of tiles is compiled
+    gpu: str | None = None  # the GPU whose table of tiles is compiled too
     largest_cluster: int = 0
     warp: int = 32
 
@@ -50,7 +49,7 @@ ARCHITECTURES = {
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One call of the forward launcher: which kernel it compiles follows from the shapes."""
+    """One call of a launcher. The shapes decide which kernels it compiles."""
 
     source: str  # dense, varlen, ranges or blocks
     dtype: str
@@ -62,10 +61,11 @@ class Point:
     n: int = 1  # spans
     causal: bool = False
     HKV: int = 1
-    # Of cu_seqlens, q_positions, int64, per_head, unpipelined, far (apart), key_major, backward; cache, or page64 in
-    # such pages: then 65,536 keys for each of `rows` sequences, or of two with half the rows each if it is key_major.
+    # Any of cu_seqlens, q_positions, int64, per_head, unpipelined, key_major, backward; far (strides beyond int32);
+    # cache (contiguous), or page64 (pages of 64 keys). A cache holds 65,536 keys for each of `rows` sequences; with
+    # key_major it has two sequences, with half of the rows each.
     options: tuple[str, ...] = ()
-    choice: tiles.Choice | None = None  # as a sweep forces it; else the tables and rules of `tiles`
+    choice: tiles.Choice | None = None  # forced tiles, as in a sweep; None: the tables and rules of `tiles`
 
     @property
     def id(self) -> str:
@@ -88,9 +88,9 @@ QUICK = (
     Point("blocks", "bf16", 16, 128, 128, 65536, 1024, n=16, causal=True, HKV=4),
     Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True),  # decode: split
     Point("blocks", "bf16", 8, 128, 128, 1024, 1024, n=16, causal=True, options=("per_head",)),
-    Point("dense", "bf16", 8, 128, 128, 64, 128, choice=tiles.Choice(1, 1, 128, 4, 1)),  # a tile's loads all at once
-    Point("ranges", "bf16", 8, 128, 128, 64, 256, n=8, choice=tiles.Choice(2, 1, 64, 4, 3)),  # clusters where there are
-    Point("ranges", "bf16", 64, 128, 32, 8, 256, n=8, choice=tiles.Choice(4, 1, 64, 4, 1)),  # of `wgmma`'s tiles
+    Point("dense", "bf16", 8, 128, 128, 64, 128, choice=tiles.Choice(1, 1, 128, 4, 1)),  # a single tile
+    Point("ranges", "bf16", 8, 128, 128, 64, 256, n=8, choice=tiles.Choice(2, 1, 64, 4, 3)),  # a cluster
+    Point("ranges", "bf16", 64, 128, 32, 8, 256, n=8, choice=tiles.Choice(4, 1, 64, 4, 1)),  # a cluster, `wgmma`
     Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, choice=tiles.Choice(16, 1, 64, 4, 2)),
     Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, choice=tiles.Choice(8, 1, 128, 8, 1, 0)),
     Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, HKV=4, options=("page64",)),
@@ -102,7 +102,7 @@ QUICK = (
     Point("blocks", "bf16", 16, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("backward",)),
     Point("ranges", "fp16", 1, 64, 64, 4096, 1024, n=16, causal=True, HKV=16, options=("backward", "cu_seqlens")),
 )
-"""What `make test` compiles."""
+"""The points that `make test` compiles."""
 
 POINTS = (
     *QUICK,
@@ -116,9 +116,9 @@ POINTS = (
     Point("ranges", "fp16", 16, 128, 128, 8, 1024, n=16, causal=True),
     Point("ranges", "bf16", 1, 128, 128, 8192, 1024, n=16, causal=True, HKV=16),
     Point("ranges", "bf16", 128, 192, 128, 4096, 1024, n=16, causal=True),
-    Point("ranges", "bf16", 8, 128, 128, 256, 1024, n=150, causal=True),  # more than a program holds at a time
+    Point("ranges", "bf16", 8, 128, 128, 256, 1024, n=150, causal=True),  # more spans than fit a program
     Point("blocks", "bf16", 16, 128, 128, 64, 4096, n=128, causal=True),
-    Point("dense", "bf16", 8, 128, 128, 64, 1024, options=("far",)),  # keys further apart than int32 counts
+    Point("dense", "bf16", 8, 128, 128, 64, 1024, options=("far",)),  # strides beyond int32
     Point("ranges", "bf16", 8, 64, 64, 256, 256, n=8, options=("far",)),
     Point("ranges", "fp16", 8, 256, 256, 1024, 4096, n=64, causal=True, options=("int64", "cu_seqlens")),
     Point("blocks", "bf16", 4, 64, 64, 32768, 1024, n=16, causal=True, HKV=8),
@@ -130,7 +130,7 @@ POINTS = (
     Point("blocks", "fp16", 4, 64, 128, 1024, 1024, n=16, causal=True, HKV=8, options=("page128",)),
     Point("blocks", "bf16", 8, 128, 128, 64, 1024, n=16, causal=True, HKV=4, options=("page48",)),  # across pages
     Point("ranges", "bf16", 16, 128, 128, 64, 1024, n=16, causal=True, HKV=4, options=("page64",)),
-    Point("blocks", "bf16", 16, 128, 128, 64, 768, n=16, causal=True, options=("q_positions",)),  # blocks of no tiles
+    Point("blocks", "bf16", 16, 128, 128, 64, 768, n=16, causal=True, options=("q_positions",)),  # blocks of 48
     Point("blocks", "fp16", 8, 128, 64, 4096, 1024, n=16, causal=True, HKV=4, options=("key_major", "cu_seqlens")),
     Point("blocks", "bf16", 1, 128, 128, 8192, 1024, n=16, causal=True, HKV=16, options=("key_major",)),
     Point("blocks", "bf16", 4, 128, 128, 1024, 1024, n=16, causal=True, HKV=8, options=("key_major", "cache")),
@@ -138,7 +138,7 @@ POINTS = (
     Point("ranges", "bf16", 8, 128, 128, 4096, 1024, n=16, causal=True, HKV=4, options=("key_major", "page128")),
     Point("blocks", "bf16", 3, 100, 96, 1000, 512, n=16, options=("key_major", "q_positions")),
     Point("blocks", "fp16", 16, 64, 16, 4096, 192, n=8, causal=True, options=("key_major", "int64")),  # blocks of 24
-    Point("blocks", "bf16", 64, 256, 256, 4096, 2048, n=16, causal=True, options=("key_major",)),  # and of 128
+    Point("blocks", "bf16", 64, 256, 256, 4096, 2048, n=16, causal=True, options=("key_major",)),  # blocks of 128
     Point("blocks", "bf16", 64, 128, 128, 4096, 1024, n=16, causal=True, options=("key_major",)),
     Point("blocks", "bf16", 64, 128, 128, 4096, 4096, n=16, causal=True, options=("key_major",)),  # blocks of 256
     Point("blocks", "bf16", 4, 128, 128, 8192, 4096, n=16, causal=True, HKV=8, options=("key_major", "page64")),
@@ -152,18 +152,18 @@ POINTS = (
     Point("ranges", "bf16", 16, 192, 128, 4096, 1024, n=16, causal=True, options=("backward",)),
     Point("blocks", "fp32", 4, 128, 128, 4096, 1024, n=16, causal=True, HKV=2, options=("backward",)),
 )
-"""What every architecture compiles by `make aot`."""
+"""The points that `make aot` compiles for every architecture."""
 
 
 def points(architecture: Architecture, extent: str) -> tuple[Point, ...]:
-    """What `architecture` compiles: `quick`, or `full`."""
+    """The points of an architecture. extent: "quick" or "full"."""
     if extent == "quick":
         return QUICK
     return (*POINTS, *_of_table(architecture)[: MOST - len(POINTS)])
 
 
 def _of_table(architecture: Architecture) -> list[Point]:
-    """A shape for each choice in the GPU's table that `POINTS` have not, those that serve most shapes first."""
+    """A point for each choice of the GPU's table that is not in `POINTS`, first the choices that serve most shapes."""
     if architecture.gpu is None:
         return []
     known = set()

@@ -1,1 +1,1 @@
-"""What can be tested or timed beside it: kernels of ours, of others by name, SDPA, and dense attention."""
+"""Implementations that are tested or timed: our kernels, kernels of others, SDPA, and dense attention."""

@@ -1,7 +1,7 @@
-"""A contestant: something that is tested or timed, and the contract that says what it takes and promises.
+"""A contestant: an implementation that is tested or timed, and the contract that says what it takes and promises.
 
-Kernels of ours, kernels of others and SDPA are all `Contestant`s. The suite draws inputs within a contract (`fit.py`),
-so a kernel is judged on what it promises, and what it does not promise is listed in words.
+Our kernels, kernels of others and SDPA are all `Contestant`s. The suite draws inputs within a contract (`fit.py`). A
+kernel is judged on what it promises, and the verdict lists what it does not promise.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NEEDS = {
     "small scores": "scores that overflow exp",
     "default scale": "a scale other than D**-0.5",
 }
-"""What a kernel may ask of its inputs, and what it does not promise then."""
+"""What a kernel may need of its inputs, and what a kernel with that need does not promise."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Contract:
     """What a contestant takes and promises. An empty tuple of sizes means any size.
 
     takes: how keys are selected: "ranges", "blocks", or packed "rows" or "varlen". dtypes: of "bf16", "fp16", "fp32".
-    dims: head dimensions D. value_dims: Dv, where it may differ from D (`unequal_dims`). groups: query heads of a KV
-    head. block_sizes: keys of a block. causal: which values of `causal` it takes. chunks: whether a call may have more
-    keys than queries. sequences: `cu_seqlens`. positions: `q_positions`. int64: spans or block ids in int64, too.
-    caches: of "contiguous" and "pages". pages: keys of a page. needs: keys of `NEEDS`.
-    lse: base of the LSE, "e" or "2"; empty: none. gradients: autograd through O. repeatable: equal bits each time.
+    dims: head dimensions D. value_dims: Dv, if it may differ from D (`unequal_dims`). groups: query heads of a KV head.
+    block_sizes: keys of a block. causal: the values of `causal`. chunks: whether S may differ from S_kv. sequences:
+    `cu_seqlens`. positions: `q_positions`. int64: also selections in int64. caches: of "contiguous" and "pages". pages:
+    keys of a page. needs: keys of `NEEDS`. lse: the base of the LSE, "e" or "2"; empty: no LSE. gradients: autograd
+    through O. repeatable: equal bits in each call.
     """
 
     takes: tuple[str, ...] = ("ranges",)
@@ -89,7 +89,7 @@ class Contract:
             raise ValueError(f"expected packed rows alone, got takes={self.takes!r}: write an adapter for each")
 
     def refuses(self, case: Case) -> str | None:
-        """Why it does not take a case as it is; None if it does."""
+        """Why the contract excludes a case; None if it does not."""
         sizes = (
             ("D", case.D, self.dims), ("G", case.H, self.groups), ("Dv", case.Dv, self.value_dims),
             ("block_size", case.block_size, self.block_sizes if case.source == "blocks" else ()),
@@ -103,7 +103,7 @@ class Contract:
                 return f"takes {name} {', '.join(map(str, taken))}, not {value}"
         uneven = case.kv_seqlens not in ((), case.seqlens) if case.seqlens else case.S != case.S_kv
         if not self.chunks and case.source not in ("rows", "varlen") and uneven:
-            return "takes as many keys as queries"
+            return "takes only calls with as many keys as queries"
         flags = (
             ("cu_seqlens", bool(case.seqlens), self.sequences), ("q_positions", case.positions, self.positions),
             ("Dv != D", case.D != case.Dv, self.unequal_dims), ("int64", case.int64, self.int64),
@@ -111,7 +111,7 @@ class Contract:
         return next((f"does not take {name}" for name, asked, taken in flags if asked and not taken), None)
 
     def not_promised(self) -> list[str]:
-        """What the suite did not ask for, in words."""
+        """What the contract does not promise, in words."""
         packed = self.takes[0] in ("rows", "varlen")
         words = [NEEDS[need] for need in self.needs]
         sizes = (("D", self.dims), ("G", self.groups), ("block size", () if packed else self.block_sizes))
@@ -128,9 +128,9 @@ class Contract:
 
 
 class OtherWork(NamedTuple):
-    """What a comparator computes, if not the selection.
+    """What a comparator computes instead of the selection.
 
-    flops: multiply-adds of a problem, counted as two. check: raises AssertionError if the output is wrong.
+    flops: FLOP of a problem; a multiply-add counts as two. check: raises AssertionError if the output is wrong.
     """
 
     flops: Callable[[Problem], int]
@@ -138,18 +138,18 @@ class OtherWork(NamedTuple):
 
 
 def always(case: Case) -> str | None:
-    """Takes every case."""
+    """None, for implementations that take every case."""
     return None
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """What is tested or timed.
+    """An implementation that is tested or timed.
 
-    call: runs a `Problem`: `call(p, return_lse, out)`. route: the kernel of ours that a call has to launch.
-    supports: None for a case that it takes, else the reason why not. poison: the call takes `out=`. lse: whether it
-    returns an LSE. other: what it computes, if not the selection. contract: None for comparators, which promise
-    nothing. declared: its author wrote the contract. cached: runs a call over a cache, `cached(q, cache, **selection)`.
+    call: runs a `Problem`, `call(p, return_lse, out)`. route: for our own, the route whose kernel a call must launch.
+    supports: returns None for a case that it takes, otherwise the reason why not. poison: whether the call takes `out`.
+    lse: whether it returns an LSE. other: what it computes instead of the selection. contract: None for comparators.
+    declared: whether the author wrote the contract. cached: runs a call over a cache, `cached(q, cache, **selection)`.
     """
 
     name: str
@@ -164,7 +164,7 @@ class Contestant:
     cached: Callable[..., Any] | None = field(default=None, compare=False)
 
     def run(self, p: Problem, return_lse: bool = False, out: Tensor | None = None) -> Result:
-        """`O [B,S,HQ,Dv]`, with `return_lse` also `LSE [B,S,HQ]`; `NotImplementedError` means unsupported."""
+        """`O [B,S,HQ,Dv]`, with `return_lse` also `LSE [B,S,HQ]`. A `NotImplementedError` means unsupported."""
         result = self.call(p, return_lse, out)
         if isinstance(result, tuple):
             return result[0].view_as(p.q[..., :1].expand(*p.q.shape[:-1], p.case.Dv)), result[1].view(p.q.shape[:-1])
@@ -172,7 +172,7 @@ class Contestant:
         return result.view(*p.q.shape[:-1], p.case.Dv)
 
     def run_counted(self, p: Problem, return_lse: bool = False) -> tuple[Result, Counter[str]]:
-        """Run into an output full of NaN (where the call takes one), and count which kernels of ours were launched."""
+        """Run, with an output full of NaN if the call takes `out`, and count launches of our kernels."""
         before = nsa.kernels.launches.copy()
         out = p.poisoned() if self.poison else None
         with poisoned_workspace("key_major") if self.route == "key_major" else contextlib.nullcontext():
@@ -188,7 +188,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Declared:
-    """A function and its contract, as `contestant` leaves it. Calling it calls the function."""
+    """A function and its contract, made by the decorator `contestant`. Calling it calls the function."""
 
     function: Callable[..., Any]
     contract: Contract
@@ -204,14 +204,14 @@ def contestant(**contract: Any) -> Callable[[Callable[..., Any]], Declared]:
         def attend(q, k, v, block_indices, block_size, scale):
             return my_kernel(q, k, v, block_indices, block_size, scale)
 
-    The suite passes q, k and v in order, and of the other arguments those that the adapter's signature names
-    (`named.ARGUMENTS`).
+    The suite passes q, k and v in order, and those of the other arguments (`named.ARGUMENTS`) that the adapter's
+    signature names.
 
     Args:
         contract: fields of `Contract`.
 
     Raises:
-        TypeError: there is no such field.
+        TypeError: `Contract` has no such field.
         ValueError: a field does not take that value.
     """
     made = Contract(**contract)

@@ -1,6 +1,6 @@
-"""Inputs within a contract: cases are reshaped to fit it, and selections are rearranged to meet its needs.
+"""Inputs within a contract: cases are changed to fit the contract, and selections are changed to meet its needs.
 
-A case that a kernel does not take is not skipped: it becomes the nearest one that the kernel promises.
+A case that a kernel does not take is not skipped. It is replaced by the nearest case that the kernel promises.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from nsa.testing.contestants.contract import Contract
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.problem import Problem
 
-ENOUGH = 50  # distinct cases below which nothing is proved
-PLENTY = 64  # cases that a contract leaves, filled up to this number
-MOST = 160  # cases of a contract: a kernel may be compiled for each of them
-SMALL_CHUNK, CHUNK = 24, 448  # about how many queries a prompt has that has no more keys: past a block, on a GPU in all
+ENOUGH = 50  # with fewer distinct cases a kernel is not proved
+PLENTY = 64  # if fewer cases fit a contract, more are added up to this number
+MOST = 160  # cases of a contract at most, because a kernel may be compiled for each of them
+SMALL_CHUNK, CHUNK = 24, 448  # queries of a prompt with S = S_kv: a block and 24 if interpreted, 448 on a GPU
 
 
 def fitted(case: Case, contract: Contract, interpreted: bool = False) -> Case:
-    """The nearest case to `case` that a contract takes; the case itself where the contract takes it.
+    """The nearest case to `case` that a contract takes.
 
-    interpreted: of the promised dtypes prefer those that Triton's interpreter computes in.
+    interpreted: prefer dtypes that Triton's interpreter computes correctly.
     """
     c = _source(case, contract)
     dtypes = [d for d in contract.dtypes if not interpreted or d != "bf16"] or list(contract.dtypes)
@@ -59,7 +59,7 @@ def fitted(case: Case, contract: Contract, interpreted: bool = False) -> Case:
 
 
 def _source(case: Case, contract: Contract) -> Case:
-    """The case with its keys selected in a way that the contract takes."""
+    """The case with a source that the contract takes."""
     if case.source in contract.takes:
         return case
     target, shape = contract.takes[0], (case.H, case.D, case.Dv)
@@ -83,7 +83,7 @@ def _source(case: Case, contract: Contract) -> Case:
 
 
 def _resized(case: Case, size: int) -> Case:
-    """The case with blocks of another size: as many slots of a row, and a last block that is filled in part."""
+    """The case with another block size, as many block slots, and a last block that is partly filled."""
     n, spare = case.n, case.n * case.block_size - case.L
     grown = -(-case.S_kv * size // case.block_size)
     S_kv = case.S_kv if case.seqlens else max(case.S, grown - grown % size + case.S_kv % case.block_size % size)
@@ -95,9 +95,9 @@ def _nearest(value: int, taken: tuple[int, ...]) -> int:
 
 
 def cases_of(contract: Contract, matrix: Iterable[Case], interpreted: bool = False) -> list[Case]:
-    """The cases of a matrix within a contract, each once, and more of them until there are `PLENTY`.
+    """The cases of a matrix, changed to fit a contract, each once. If there are fewer than `PLENTY`, more are added.
 
-    The added ones have other lengths, and take in turn the sizes, dtypes and kinds of selection that are promised.
+    Added cases have other lengths, and go through the promised sizes, dtypes and sources in turn.
     """
     found = dict.fromkeys(fitted(case, contract, interpreted) for case in matrix)
     turns: tuple[tuple[Any, ...], ...] = (
@@ -119,34 +119,29 @@ def cases_of(contract: Contract, matrix: Iterable[Case], interpreted: bool = Fal
                 H, D, D, L, S * HKV, dist, dtype, source=source, HKV=HKV, S=S, S_kv=S_kv, block_size=size, causal=causal
             )
         found[fitted(case, contract, interpreted)] = None
-    # What few kernels get right comes first; of the others, some of every kind.
+    # The hardest cases come first. The others follow in the order of their seeds, so that the cut removes no kind.
     return sorted(found, key=lambda case: (case.dist != "overlap" and case.scores == 1, case.seed))[:MOST]
 
 
 def arranged(p: Problem, contract: Contract | None) -> Problem:
-    """The problem with a selection that meets the contract's needs, and with tensors that do."""
+    """The problem with a selection that meets the contract's needs."""
     if contract is None or not contract.needs or p.case.source in ("rows", "varlen"):
         return p
     return with_limit(p, contract, _limits(p))
 
 
 def with_limit(p: Problem, contract: Contract, limit: Tensor) -> Problem:
-    """As `arranged`, where the keys that a row may see end at `limit [..., HKV, 1]`."""
+    """As `arranged`, where `limit [..., HKV, 1]` is one past the last key that a row may see."""
     needs, blocks = set(contract.needs), p.block_indices
     if "blocks" not in contract.takes or blocks is None:
         spans = _arranged_spans(p.ranges, limit, needs)
         return dataclasses.replace(p, ranges=spans.to(p.ranges.dtype), block_indices=None, block_size=None, extra={})
     assert p.block_size is not None
-    chosen = _arranged_blocks(blocks.to(torch.int64), limit, p.block_size, needs)
-    start = chosen * p.block_size
-    spans = torch.stack((start, start + p.block_size), -1).masked_fill((chosen < 0)[..., None], 0)
-    return dataclasses.replace(
-        p, block_indices=chosen.to(blocks.dtype), ranges=spans.to(p.ranges.dtype), extra={}
-    )
+    return p.choosing(_arranged_blocks(blocks.to(torch.int64), limit, p.block_size, needs))
 
 
 def _limits(p: Problem) -> Tensor:
-    """`[..., HKV, 1]` int64: of each row, one past the last key that it may see."""
+    """`[..., HKV, 1]` int64: one past the last key that each row may see."""
     at = p.positions().view(p.q.shape[:-2])
     if p.cu_seqlens_pair is None:
         keys = torch.full_like(at, p.k.shape[1])
@@ -160,7 +155,7 @@ def _limits(p: Problem) -> Tensor:
 def _arranged_blocks(blocks: Tensor, limit: Tensor, size: int, needs: set[str]) -> Tensor:
     if "visible" in needs:
         blocks = blocks.masked_fill((blocks < 0) | (blocks * size >= limit), -1)
-    if "own block" in needs and blocks.shape[-1]:  # takes the place of the last slot, wherever it is missing
+    if "own block" in needs and blocks.shape[-1]:  # goes into the last slot of rows that lack it
         own = (limit - 1).clamp(min=0) // size
         missing = ~(blocks == own).any(-1, keepdim=True)
         blocks = torch.cat((blocks[..., :-1], torch.where(missing, own, blocks[..., -1:])), -1)
@@ -214,7 +209,7 @@ def _ordered(
 
 
 def promises(contract: Contract) -> dict[str, str]:
-    """What a run of the parity lane has to have exercised, and how a person calls it."""
+    """What a run of the parity lane must have tested: the key of each promise, and its words in a verdict."""
     found = {"O": "outputs"}
     found |= {"LSE": "LSE"} if contract.lse else {}
     found |= {"gradients": "gradients"} if contract.gradients else {}

@@ -22,7 +22,7 @@ ARGUMENTS = {
     "rows": ("scale", "return_lse"),
     "varlen": ("cu_seqlens", "scale", "return_lse"),
 }
-"""What a call has beside q, k and v, by how keys are selected. Of a cache: also `cache_seqlens` and `block_table`."""
+"""Arguments of a call beside q, k and v, by source. A call over a cache also has those in `OF_CACHES`."""
 OF_CACHES = ("cache_seqlens", "block_table")
 UNDECLARED = {"": "ranges", "blocks": "blocks", "dense": "rows"}
 
@@ -30,10 +30,10 @@ UNDECLARED = {"": "ranges", "blocks": "blocks", "dense": "rows"}
 def load(spec: str) -> Contestant:
     """The contestant of `package.module:function`, `…@blocks` or `…@dense`.
 
-    A function without a declared contract is taken to promise everything that its signature names.
+    A function without a declared contract counts as promising everything that its signature names.
 
     Raises:
-        ValueError: the spec is not of that form, names something that is not there, or cannot be called; three lines.
+        ValueError: the spec has another form, cannot be imported, or names something that cannot be called.
     """
     path, _, kind = spec.partition("@")
     module, _, name = path.partition(":")
@@ -58,17 +58,17 @@ def load(spec: str) -> Contestant:
 
 
 def of_function(name: str, f: Callable[..., Any], contract: Contract, declared: bool = False) -> Contestant:
-    """A contestant from a function of the suite's arguments.
+    """A contestant from a function that takes the suite's arguments.
 
-    declared: its contract says what it takes, so that a `NotImplementedError` within it is a failure.
+    declared: whether the author wrote the contract. If so, a `NotImplementedError` is a failure.
 
     Raises:
-        ValueError: the signature and the contract do not fit.
+        ValueError: the signature does not fit the contract.
     """
     known = [word for source in contract.takes for word in ARGUMENTS[source]]
     passed = _named(name, f, [*known, *(OF_CACHES if contract.caches else ())])
     _check(name, f, contract, passed)
-    pair = bool(contract.lse) and "return_lse" not in passed  # it always returns both
+    pair = bool(contract.lse) and "return_lse" not in passed  # the function always returns (O, LSE)
 
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
         qkv, rest = _of(p, contract.takes)
@@ -109,14 +109,14 @@ def _chosen(passed: frozenset[str], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(name: str, f: Callable[..., Any], words: Any) -> frozenset[str]:
-    """Which of `words` the signature of `f` names, or all of them if it takes any keyword.
+    """The arguments among `words` that the signature of `f` names; all of them if `f` takes any keyword.
 
     Raises:
-        ValueError: it cannot be called with q, k, v and no other arguments than these.
+        ValueError: `f` cannot be called with q, k, v and these arguments alone.
     """
     try:
         signature = inspect.signature(f)
-    except (TypeError, ValueError):  # a builtin that has none
+    except (TypeError, ValueError):  # a builtin without a signature
         return frozenset(words)
     parameters = list(signature.parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -128,13 +128,13 @@ def _named(name: str, f: Callable[..., Any], words: Any) -> frozenset[str]:
     except TypeError as e:
         raise ValueError(
             f"--nsa-impl {name}: its signature is {name.partition(':')[2].partition('@')[0]}{signature}\n"
-            f"the suite passes q, k, v in order, and by name what it has of {', '.join(dict.fromkeys(words))}\n{e}"
+            f"the suite passes q, k, v in order, and by name those it has of {', '.join(dict.fromkeys(words))}\n{e}"
         ) from e
     return frozenset(found)
 
 
 def _check(name: str, f: Callable[..., Any], contract: Contract, passed: frozenset[str]) -> None:
-    """Raises ValueError where a contract promises what the signature has no argument for."""
+    """Raises ValueError if a contract promises something for which the signature has no argument."""
     needed = {"ranges": "ranges", "blocks": "block_indices", "varlen": "cu_seqlens"}
     missing = [needed[source] for source in contract.takes if source in needed and needed[source] not in passed]
     if not {"rows", "varlen"} & set(contract.takes):
@@ -147,16 +147,16 @@ def _check(name: str, f: Callable[..., Any], contract: Contract, passed: frozens
         missing.append("scale")
     if missing:
         raise ValueError(
-            f"--nsa-impl {name}: the contract promises what needs an argument {' and '.join(map(repr, missing))}\n"
+            f"--nsa-impl {name}: the contract needs an argument {' and '.join(map(repr, missing))}\n"
             f"its signature is {inspect.signature(f)}: name the argument, or promise less (nsa.testing.contestant)"
         )
 
 
 def _checked(spec: str, result: Any, shape: tuple[int, ...], return_lse: bool) -> Any:
-    """What came back, if it is what was asked for: `O`, or the pair of `O` and an fp32 `LSE`, of their shapes.
+    """`result`, if it is a tensor `O` or, with `return_lse`, a pair of `O` and an fp32 `LSE`, of the right shapes.
 
     Raises:
-        AssertionError: it is not.
+        AssertionError: the result is something else.
     """
     if return_lse:
         pair = isinstance(result, tuple) and len(result) == 2
@@ -175,10 +175,10 @@ def _said(x: Any) -> str:
 
 @contextlib.contextmanager
 def untouched(spec: str, p: Problem) -> Iterator[None]:
-    """A kernel only reads what it is given.
+    """Checks that a kernel does not write to its inputs.
 
     Raises:
-        AssertionError: it has written to one of `p`'s tensors.
+        AssertionError: a tensor of `p` has changed.
     """
     inputs = {
         name: x for name in ("q", "k", "v", "ranges", "block_indices") for x in [getattr(p, name)] if x is not None
@@ -186,12 +186,12 @@ def untouched(spec: str, p: Problem) -> Iterator[None]:
     before = {name: x.detach().clone() for name, x in inputs.items()}
     yield
     for name, x in inputs.items():
-        same = torch.equal(*(y.detach().contiguous().view(torch.uint8) for y in (x, before[name])))  # NaN, too
+        same = torch.equal(*(y.detach().contiguous().view(torch.uint8) for y in (x, before[name])))  # bytes: equal NaN
         assert same, f"{spec}: wrote to its input {name}"
 
 
 class Wrong(AssertionError):
-    """A wrong result. `result` and `oracle` are None where nothing came back that could be compared."""
+    """A wrong result. `result` and `oracle` are None if there is no result to compare."""
 
     def __init__(self, message: str, result: Any = None, oracle: Oracle | None = None) -> None:
         super().__init__(message)
@@ -199,22 +199,22 @@ class Wrong(AssertionError):
 
 
 def returns(impl: Contestant) -> tuple[str, ...]:
-    """What `prove` can ask for, each a test of its own: one may be proved without the other."""
+    """The values of `wanted` for `prove`. Each is a test of its own, because only one of them may be right."""
     return ("O", "LSE") if impl.lse else ("O",)
 
 
 def prove(impl: Contestant, p: Problem, oracle: Oracle, wanted: str) -> Any:
-    """Run it for `O` alone, or with the `LSE`, and check what came back.
+    """Run a contestant for `O` alone, or with the `LSE`, and check the result.
 
-    A `NotImplementedError` is a skip that says so, or a failure where the contract was declared.
+    A `NotImplementedError` skips the test, or fails it if the contract was declared.
 
     Args:
-        oracle: the answer, of `p` or of a problem with the same one.
+        oracle: the right answer of `p`, or of a problem with the same answer.
         wanted: one of `returns(impl)`.
 
     Raises:
-        Wrong: the result is, with what it may be instead.
-        AssertionError: an input was written to, or what came back has the wrong shape or dtype.
+        Wrong: the result is wrong.
+        AssertionError: an input was changed, or a result has the wrong type, shape or dtype.
     """
     try:
         with untouched(impl.name, p):
@@ -222,7 +222,7 @@ def prove(impl: Contestant, p: Problem, oracle: Oracle, wanted: str) -> Any:
     except NotImplementedError as e:
         if impl.declared:
             raise Wrong(f"{impl.name}: promises {p.case.id}, and raised NotImplementedError: {e}") from e
-        import pytest  # not at the top: `calibrate` imports this module where pytest is not installed
+        import pytest  # here, because `calibrate` imports this module without pytest
 
         pytest.skip(f"unsupported{' with LSE' if wanted == 'LSE' else ''}: {p.case.id}: {e}")
     try:

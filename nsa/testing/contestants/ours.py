@@ -1,4 +1,4 @@
-"""Kernels of ours, by the route that they take."""
+"""Our kernels as contestants."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _varlen(entry: Callable[..., Any]) -> Call:
 
 
 def front_door(backend: str, schedule: str = "auto", blocks: bool = False, bound: bool = True) -> Call:
-    """`nsa.selection_attention`, told `blocks` or spans, and with or without the host's bound on `L`."""
+    """`nsa.selection_attention` with blocks or spans, and with or without `max_selected`."""
 
     entry: Callable[..., Any] = nsa.selection_attention
 
@@ -69,14 +69,14 @@ def _original(entry: Callable[..., Any]) -> Call:
 
 
 def plain(case: Case) -> str | None:
-    """The original layout has no packed batches and no positions."""
+    """The original layout has neither packed sequences nor positions."""
     return "has neither cu_seqlens nor q_positions" if case.seqlens or case.positions else None
 
 
 OF = {"rows": "dense_group", "varlen": "varlen_group", "ranges": "ranges", "blocks": "blocks"}
-"""Our implementation that is timed, by where keys come from."""
+"""The implementation that is timed, by source."""
 OF_SOURCE = OF | {"blocks": "query_major"}
-"""Our implementation that parity runs over the whole matrix. For blocks the schedule is named, not routed."""
+"""The implementation that parity runs over the whole matrix, by source."""
 
 
 BLOCKS, PACKED = only("blocks"), only("rows", "varlen")
@@ -107,7 +107,7 @@ OURS = {
 
 
 def kvcache(page_size: int | None) -> Contestant:
-    """:func:`nsa.selection_attention_with_kvcache` on a problem's keys as a full cache."""
+    """:func:`nsa.selection_attention_with_kvcache` over a full cache that holds a problem's keys."""
 
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
         cache = p.derived(caches.maker(page_size))
@@ -120,7 +120,7 @@ def kvcache(page_size: int | None) -> Contestant:
 
     def supports(case: Case) -> str | None:
         if case.seqlens or case.positions or case.source not in ("blocks", "ranges"):
-            return "is a batch of caches of one length"
+            return "takes batches of caches of one length only"
         return None if page_size is None or case.S_kv % page_size == 0 else f"takes whole pages of {page_size}"
 
     return Contestant("kvcache" if page_size is None else f"paged{page_size}", call, supports=supports, poison=True)
@@ -147,4 +147,4 @@ NSA = of_function(
     ),  # fmt: skip
     declared=True,
 )
-"""Our front doors, by the contract that any other kernel declares."""
+"""Our front doors, with a contract as other kernels declare it."""

@@ -1,6 +1,6 @@
-"""Other people's kernels for the same work, timed beside ours where they are installed (`pip install 'nsa[peers]'`).
+"""Public kernels for the same work, timed beside ours if they are installed (`pip install 'nsa[peers]'`).
 
-They are checked against the oracle like everybody else. What one does not take is said in the results, not left out.
+They are checked against the oracle like our own. The results say why a peer does not take a case.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.problem import Problem
 
 FLA = "fla.ops.nsa.parallel"
-# What importing a peer raises that does not go with this torch or Triton: then it is not here either.
+# Errors of importing a peer that does not fit this torch or Triton. Such a peer counts as not installed.
 UNUSABLE: tuple[type[BaseException], ...] = (*failures(), AttributeError, TypeError)
 
 
 @functools.cache
 def installed(module: str) -> Any:
-    """The module, or None. What it says while it is imported, of optional parts that it lacks, is not ours to fix."""
+    """The module, or None if it cannot be imported. Its warnings about missing optional parts are not shown."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -49,10 +49,11 @@ _tuned: dict[str, tuple[torch.Size, ...]] = {}
 
 
 def tune_for(module: str, *tensors: Tensor) -> None:
-    """Let a peer's autotuners choose anew where shapes are not those of the last call: it is timed at its best.
+    """Let a peer's autotuners choose again if shapes differ from those of the last call, so that its best is timed.
 
-    What fla-core's choice depends on names neither batch nor length. So the first call decided for all that followed,
-    and for other processes, since Triton keeps the choice on disk: tuned for a prompt, decode took 56 us instead of 28.
+    The keys of fla-core's autotuners hold neither batch nor length. So the first call would decide for all later ones,
+    and for other processes too, because Triton keeps the choice on disk. Tuned for a prompt, a decode step took 56 us
+    instead of 28 us.
     """
     shapes = tuple(x.shape for x in tensors)
     if _tuned.get(module) == shapes:
@@ -68,16 +69,20 @@ def tune_for(module: str, *tensors: Tensor) -> None:
     _tuned[module] = shapes
 
 
+def call_fla(function: Callable[..., Any], p: Problem, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    """Call a function of fla-core, tuned for these shapes. rest: arguments after the scale."""
+    tune_for(FLA, q, k)
+    try:
+        return function(q, k, v, p.block_indices, p.case.n, p.block_size, p.scale or p.case.D**-0.5, *rest)
+    except (TypeError, AttributeError) as error:
+        raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
+
+
 def _fla(forward: Callable[..., tuple[Tensor, Tensor]]) -> Any:
-    """fla-core's selection kernel: one program a row, key blocks one after the other, always causal."""
+    """fla-core's selection kernel, always causal. A program computes one row, one key block after the other."""
 
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
-        scale = p.scale or p.case.D**-0.5
-        tune_for(FLA, p.q, p.k)
-        try:
-            result = forward(p.q, p.k, p.v, p.block_indices, p.case.n, p.block_size, scale)
-        except (TypeError, AttributeError) as error:
-            raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
+        result = call_fla(forward, p, p.q, p.k, p.v)
         return result if return_lse else result[0]
 
     return call

@@ -1,7 +1,7 @@
-"""Prefill: dense causal SDPA of the same shape beside the selection, and what a measurement of both is worth telling.
+"""The comparators of prefill, among them dense causal SDPA of the same shape, and the facts to store.
 
-Dense attention is what a model without selection would compute. It does more work and gives other numbers, so it has an
-oracle of its own: its queries at a few positions, over all keys up to theirs.
+Dense attention is what a model without selection would compute. It does more work and gives other results, so it has
+its own check: a few queries are compared with fp64 attention over all their keys.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ BACKENDS = {"dense_cudnn": SDPBackend.CUDNN_ATTENTION, "dense_flash": SDPBackend
 SCHEDULES = ("query_major", "key_major")
 NAMES = {"cudnn": "dense_cudnn", "flash": "dense_flash", "fla": "fla", "query_major": "query_major"}
 NAMES |= {"key_major": "key_major"}
-"""What a prefill is compared with: by the word its figure is stored under, `speedup_vs_<word>`."""
+"""The comparators of a prefill, by the word in the name of their fact, `speedup_vs_<word>`."""
 Geometry = tuple[str, int, int, int, int, str]  # backend, heads, head dims, dtype
 
 _chosen: dict[Geometry, bool] = {}  # whether `enable_gqa` is as fast as heads expanded beforehand
-LEVEL = 1.02  # times as long is a tie, and a tie goes to `enable_gqa`: it takes less memory
+LEVEL = 1.02  # up to this ratio of times `enable_gqa` is preferred, because it takes less memory
 
 
 def beside() -> list[Contestant]:
-    """What is timed beside our front door: dense SDPA, our schedules by name, and other people's kernels."""
+    """The comparators of our front door: dense SDPA, our schedules by name, and peers."""
     dense = [
         Contestant(name, _call(backend), supports=plain, lse=False, other=DENSE) for name, backend in BACKENDS.items()
     ]
@@ -42,9 +42,9 @@ def beside() -> list[Contestant]:
 
 
 def facts(result: Measurement) -> dict[str, Any]:
-    """What to store of a prefill beside what is stored of every selection.
+    """The facts of a prefill, in addition to those of every selection.
 
-    `speedup_vs_<word>` is None where that one did not run. `share_of_matmul`: of the measured rate of matrix products.
+    `speedup_vs_<word>` is None if that comparator did not run. `share_of_matmul` is the share of the matrix rate.
     """
     p, seconds, limits = result.problem, result.ours.median, result.ceilings
     ratios = {f"speedup_vs_{word}": result.speedup(name) for word, name in NAMES.items()}
@@ -56,21 +56,21 @@ def facts(result: Measurement) -> dict[str, Any]:
 
 
 def plain(case: Case) -> str | None:
-    """SDPA's own causal mask is meant for as many queries as keys."""
+    """Why SDPA's own causal mask does not fit a case; None if it does. That mask is for as many queries as keys."""
     whole = case.causal and case.S == case.S_kv and not case.positions and not case.seqlens
     return None if whole else "is dense causal attention over a batch of whole prompts"
 
 
 def _flops(p: Problem) -> int:
-    """Of the two matrix products below the diagonal, multiply-adds counted as two."""
+    """FLOP of the two matrix products below the diagonal; a multiply-add counts as two."""
     case = p.case
     return case.B * case.HQ * (case.D + case.Dv) * case.S * (case.S + 1)
 
 
 def _check(p: Problem, out: Tensor) -> None:
-    """Against fp64 at a few positions, each within rounding of the largest number there.
+    """Compare a few positions with fp64, each to within rounding of the largest number at that position.
 
-    Late queries average over many keys, so that their numbers are small: a bound common to all would pass anything.
+    Late queries average over many keys, so their outputs are small, and a common bound would be too loose for them.
     """
     S, HKV = p.case.S, p.case.HKV
     at = torch.tensor(sorted({0, S // 7, S // 3, S // 2, S - 2, S - 1}), device=p.q.device).clamp(0)
@@ -96,7 +96,7 @@ def _call(backend: SDPBackend) -> Any:
 
 
 def attend(p: Problem, backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Dense causal attention, differentiable; heads laid out as `_with_gqa` says, expanded within the call."""
+    """Dense causal attention, differentiable. If `_with_gqa` says so, heads are expanded within the call."""
     gqa = _with_gqa(p, backend)
     if not gqa and p.case.H > 1:
         k, v = (x.repeat_interleave(p.case.H, 2) for x in (k, v))
@@ -104,7 +104,7 @@ def attend(p: Problem, backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> 
 
 
 def _attend(p: Problem, backend: SDPBackend, gqa: bool) -> Tensor:
-    """`O [B,S,HQ,Dv]`; heads expanded in memory, once and untimed, or left to the backend."""
+    """`O [B,S,HQ,Dv]`. Without `gqa`, heads are expanded in memory once, outside of the timing."""
     k, v = p.k, p.v
     if not gqa and p.case.H > 1:
         if "expanded" not in p.extra:
@@ -120,10 +120,10 @@ def _dense(p: Problem, backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, gqa
 
 
 def _with_gqa(p: Problem, backend: SDPBackend) -> bool:
-    """Whether a backend is as fast with `enable_gqa`: tried once per geometry, on the first prompt, which is short.
+    """Whether a backend is as fast with `enable_gqa`. The first prompt of each geometry, a short one, decides.
 
     Raises:
-        RuntimeError: the backend takes neither.
+        RuntimeError: the backend takes neither grouped nor expanded heads.
     """
     case = p.case
     key = (backend.name, case.HQ, case.HKV, case.D, case.Dv, case.dtype)
@@ -138,7 +138,7 @@ def _with_gqa(p: Problem, backend: SDPBackend) -> bool:
 
 
 def _seconds(p: Problem, backend: SDPBackend, gqa: bool) -> float | None:
-    """Of the better of two calls after a first one, by the host's clock; None where the backend refuses."""
+    """The shorter time of two calls after a first one, by the host's clock; None if the backend refuses the call."""
     times = []
     for _ in range(3):
         start = time.perf_counter()

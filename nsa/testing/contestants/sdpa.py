@@ -1,4 +1,4 @@
-"""The same work in plain torch: SDPA in every layout, with and without packing. Controls of the gate, comparators."""
+"""SDPA in every layout, with and without packing: the controls of the gate, and comparators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nsa.testing.matrix.problem import Problem
 
 
 def _unequal(case: Case) -> str | None:
-    """Plain SDPA over packed rows has no mask that its fast kernels take."""
+    """SDPA without a mask takes packed rows of equal lengths only."""
     equal = case.source == "rows" or (case.S == 1 and not case.seqlens and case.source != "varlen")
     return None if equal else "rows of different lengths"
 
@@ -34,7 +34,7 @@ def _rows_sdpa(layout: str, backend: SDPBackend | None) -> Call:
 
 
 def _gather_gqa(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
-    """From cache and spans: `gather` by an index made beforehand, then SDPA with `enable_gqa`. One query each."""
+    """From cache and spans: `gather` by an index made beforehand, then SDPA with `enable_gqa`. Only for S = 1."""
     B, S_kv, HKV = p.k.shape[:3]
     if "gather" not in p.extra:
         local = p.key_index[0].view(B, HKV, -1) - torch.arange(B, device=p.k.device)[:, None, None] * S_kv
@@ -46,7 +46,7 @@ def _gather_gqa(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
 
 
 def _select_heads(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
-    """From cache and spans: `index_select` of whole vectors by an index made beforehand, heads as queries."""
+    """From cache and spans: `index_select` of keys by an index made beforehand, then SDPA with heads as queries."""
     HKV = p.k.shape[-2]
     if "select" not in p.extra:
         index = p.key_index[0]
@@ -58,9 +58,9 @@ def _select_heads(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
 
 
 def _index_select_heads(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
-    """From cache and spans, the index made in plain torch too: all the work of our fallback, small calls included."""
+    """As `_select_heads`, but the index is made within the call, as in our fallback."""
     HKV = p.k.shape[-2]
-    index, lengths = dataclasses.replace(p).key_index  # anew, not the cached one
+    index, lengths = dataclasses.replace(p).key_index  # a new problem, so that the index is computed again
     mask = torch.arange(index.shape[1], device=index.device) < lengths[:, None] if _unequal(p.case) else None
     head = torch.arange(index.shape[0], device=index.device)[:, None] % HKV
     flat = (index * HKV + head).flatten()
@@ -69,7 +69,7 @@ def _index_select_heads(p: Problem, return_lse: bool, out: Tensor | None) -> Any
 
 
 def _row_loop(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
-    """What the original fallback was, at its best: one sync, then slices, `cat` and one SDPA per row."""
+    """The original project's fallback, improved: one sync, then slices, `cat` and one SDPA per row."""
     result = p.q.new_zeros(*p.q.shape[:-1], p.case.Dv)
     G, S_kv = p.case.H, p.k.shape[1]
     for b, row in enumerate(p.ranges.tolist()):
@@ -86,7 +86,7 @@ def _row_loop(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
 
 
 def packed_layouts(device: torch.device) -> dict[str, Contestant]:
-    """SDPA over rows already packed, in each layout and backend that this kind of device has (yardsticks.md)."""
+    """SDPA over rows already packed, in each layout and backend of this kind of device."""
     flash, cudnn, efficient = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
     layouts: list[tuple[str, str, SDPBackend | None]] = [
         ("expanded_flash", "expanded", flash),
@@ -103,15 +103,15 @@ def packed_layouts(device: torch.device) -> dict[str, Contestant]:
 
 
 PACKED = Contestant("packed", _rows_sdpa("heads_as_queries", None), supports=_unequal, lse=False)
-"""SDPA on packed rows as our own fallback calls it: torch picks the backend."""
+"""SDPA on packed rows as our fallback calls it. torch picks the backend."""
 
 END_TO_END = {
     "gather_gqa": Contestant("gather_gqa", _gather_gqa, supports=_unequal, lse=False),
     "select_heads": Contestant("select_heads", _select_heads, supports=_unequal, lse=False),
 }
-"""From cache and spans, packing included, in plain torch. `OURS["sdpa"]` is our fallback doing the same."""
+"""From cache and spans, packing included, in plain torch. Our fallback, `OURS["sdpa"]`, does the same work."""
 
 FROM_SPANS = Contestant("index_select_heads", _index_select_heads, lse=False)
-"""The same with the index made anew: what a CPU, where small calls are most of the time, is compared with."""
+"""The same with the index made within the call: the control on a CPU, where that is a large part of the time."""
 
 ROW_LOOP = Contestant("row_loop", _row_loop, supports=plain, lse=False)

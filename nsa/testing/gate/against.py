@@ -1,6 +1,6 @@
-"""Is this tree slower than another commit of it? Each runs its own benchmarks here, in processes that take turns.
+"""Is this tree slower than another commit? Each tree runs its own benchmarks here, in processes that take turns.
 
-That needs no stored baseline, so any machine can gate a change: both sides meet the same machine on the same day.
+This needs no stored baseline, so any machine can gate a change. Both trees run on the same machine on the same day.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nsa.testing.gate.rule import Reading, Side, Verdict, judge, pooled
 from nsa.testing.gate.store import read, reading
 
 PERF = "tests/perf"
-PAIRS = 3  # processes of each tree in a round: one round of all, one more of what was slower
+PAIRS = 3  # processes of each tree in a round; the first round runs all benchmarks, the second the slower ones
 EXPECTED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
@@ -34,11 +34,15 @@ class NotCompared(RuntimeError):
 
 @dataclass
 class Tree:
-    """One side. readings: of each benchmark, a process each. red: failed tests. ids: how pytest here names them."""
+    """One of the two trees.
+
+    readings: by benchmark, one for each process. ids: pytest's id of each benchmark in this tree. red: by test, the
+    number of processes in which it failed.
+    """
 
     name: str
     path: Path
-    commit: str | None = None  # what its processes have to import
+    commit: str | None = None  # the commit of `nsa` that its processes must import; None: not checked
     readings: dict[str, list[Reading]] = field(default_factory=dict)
     ids: dict[str, str] = field(default_factory=dict)
     red: dict[str, int] = field(default_factory=dict)
@@ -49,15 +53,16 @@ class Tree:
 
 
 def compare(ref: str, arguments: Sequence[str], paths: Sequence[str], root: Path, strict: bool) -> int:
-    """Gate the tree at `root` against commit `ref` of it; prints what was found. Returns the exit status.
+    """Gate the tree at `root` against commit `ref`, and print the verdicts. Returns the exit status.
 
     Args:
-        arguments: of pytest, for both. paths: those of them that are paths of tests; without any, `PERF`.
-        root: of a git checkout; with its changes that are not committed.
-        strict: an AMBIGUOUS verdict, or that nothing was compared, is status 1.
+        arguments: arguments of pytest, for both trees.
+        paths: the arguments that are paths of tests; without any, pytest runs `PERF`.
+        root: the root of a git checkout. Uncommitted changes in it are measured too.
+        strict: an AMBIGUOUS verdict also gives status 1, and so does a run that compared nothing.
 
     Raises:
-        NotCompared: no such commit, or a process that ended otherwise than tests do.
+        NotCompared: there is no such commit, or pytest ended with an exit status other than those in `EXPECTED`.
     """
     others = [word for word in arguments if word not in paths]
     arguments = [*others, *(paths or [PERF])]
@@ -82,12 +87,12 @@ def compare(ref: str, arguments: Sequence[str], paths: Sequence[str], root: Path
 
 
 def _turns(base: Tree, head: Tree) -> list[Tree]:
-    """Who runs when: base first, and each as often first as it can be."""
+    """The order of processes: base, head, head, base, base, head."""
     return [tree for i in range(PAIRS) for tree in ((base, head), (head, base))[i % 2]]
 
 
 def _verdicts(base: Tree, head: Tree, again: tuple[Tree, Tree] | None = None) -> list[Verdict]:
-    """Of each benchmark that both trees have; without `again`, of what was measured so far."""
+    """A verdict for each benchmark that both trees have. `again`: the trees with the readings of the second round."""
     old, new = base.sides(), head.sides()
     second = tuple(tree.sides() for tree in again) if again else ({}, {})
 
@@ -99,7 +104,7 @@ def _verdicts(base: Tree, head: Tree, again: tuple[Tree, Tree] | None = None) ->
 
 
 def _report(ref: str, base: Tree, head: Tree, verdicts: list[Verdict], strict: bool) -> int:
-    """Print what was found, the counts last; the exit status."""
+    """Print the verdicts, with their counts last. Returns the exit status."""
     print(f"{' gate: this tree against ' + ref + ' ':=^80}")
     lines = words.table(verdicts)
     sides = ((base, head, f"in {ref}, not in this tree"), (head, base, f"in this tree, not in {ref}"))
@@ -115,16 +120,16 @@ def _report(ref: str, base: Tree, head: Tree, verdicts: list[Verdict], strict: b
 
 
 def _run(tree: Tree, arguments: Sequence[str], work: Path) -> bool:
-    """One process: `pytest` in the tree, on the tree's own `nsa`. False if it found no benchmark.
+    """Run `pytest` once in the tree, on the tree's own `nsa`. Returns False if no benchmark ran.
 
     Raises:
-        NotCompared: it ended otherwise than tests do, or imported another `nsa`.
+        NotCompared: pytest ended with an unexpected exit status, or imported the `nsa` of another commit.
     """
     stem = work / f"{tree.path.name}-{tree.processes}-{time.monotonic_ns()}"
     file, xml, said = (stem.with_suffix(end) for end in (".json", ".xml", ".txt"))
     command = [sys.executable, "-m", "pytest", f"--benchmark-json={file}", f"--junitxml={xml}", *arguments]
     environment = child_environment(interpret=False)
-    environment.pop("NSA_COMMIT", None)  # each tree's own says what was imported
+    environment.pop("NSA_COMMIT", None)  # so that `extra_info` names the commit of the `nsa` that was imported
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tree.path), environment.get("PYTHONPATH")]))
     began = time.monotonic()
     with said.open("w") as stream:
@@ -149,7 +154,7 @@ def _run(tree: Tree, arguments: Sequence[str], work: Path) -> bool:
 
 
 def _red(xml: Path) -> list[str]:
-    """The tests that failed, from a JUnit file."""
+    """The names of the tests that failed, from a JUnit file."""
     if not xml.exists():
         return []
     cases = ET.parse(xml).getroot().iter("testcase")
@@ -158,7 +163,7 @@ def _red(xml: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _worktree(root: Path, commit: str, work: Path) -> Iterator[Path]:
-    """The tree of `commit`, for as long as it is needed."""
+    """A git worktree of `commit`, removed at the end of the context."""
     path = work / "base"
     _git(root, "worktree", "add", "--detach", "--quiet", str(path), commit)
     try:
@@ -168,7 +173,7 @@ def _worktree(root: Path, commit: str, work: Path) -> Iterator[Path]:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """What git says. Raises NotCompared if it refuses."""
+    """Run git and return its output. Raises NotCompared if git fails."""
     try:
         done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
     except FileNotFoundError as e:

@@ -1,4 +1,4 @@
-"""The pytest side of the gate: options, refusals, recording, and the hooks that judge and report."""
+"""The gate's part in pytest: options, refusals, recording, and the hooks that judge and report."""
 
 from __future__ import annotations
 
@@ -24,31 +24,25 @@ from nsa.testing.machine import commit
 
 NOT_CORE = ("nsa_full", *options.BY_HAND, "nsa_update_thresholds", "nsa_update_schedules")
 STORAGE = "--benchmark-storage"
-UPSTREAM_STORAGE = "file://./.benchmarks"  # pytest-benchmark's default, which means: not given
-_compare_key = pytest.StashKey[Any]()  # what --benchmark-compare said
-
-
+UPSTREAM_STORAGE = "file://./.benchmarks"  # pytest-benchmark's default: the option was not given
+_compare_key = pytest.StashKey[Any]()  # the value of --benchmark-compare
 gate_key = pytest.StashKey[Gate | None]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("nsa", "selection attention")
-    group.addoption(
-        "--nsa-save-baseline",
-        action="store_true",
-        help="run the perf session in three processes, and keep the results as this device's baseline if all are green",
-    )
-    group.addoption(
-        "--nsa-accept-regression", action="store_true", help="a regression does not keep a baseline from being saved"
-    )
-    group.addoption(
-        "--nsa-strict", action="store_true", help="what is ambiguous, or was not gated at all, fails (exit status 1)"
-    )
+    flags = {
+        "--nsa-save-baseline": "run the perf session in three processes, and keep the results as the baseline of this "
+        "device if all are green",
+        "--nsa-accept-regression": "save a baseline even if a benchmark became slower",
+        "--nsa-strict": "exit with status 1 also if a verdict is ambiguous or if nothing was gated",
+    }
+    options.add_flags(group, flags)
     group.addoption(
         "--nsa-against",
         metavar="REF",
         help="run the perf session in this tree and in a git worktree of REF, in processes that take turns, and gate "
-        "one against the other; needs no baseline",
+        "this tree against REF; needs no baseline",
     )
     group.addoption("--nsa-recording", action="store_true", help=argparse.SUPPRESS)  # a process of --nsa-save-baseline
 
@@ -57,9 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def refusal(config: pytest.Config) -> str | None:
-    """Why what was asked for would pass without having compared or recorded anything; None if it would not.
+    """Why a run with these options would pass without comparing or recording anything; None if it would not.
 
-    pytest-benchmark disables itself under xdist, and says so in a warning only.
+    For instance, pytest-benchmark disables itself under xdist, and only warns.
     """
     option = config.option
     names = ("benchmark_compare", "benchmark_compare_fail", "benchmark_save", "benchmark_autosave")
@@ -67,10 +61,8 @@ def refusal(config: pytest.Config) -> str | None:
     if not asked:
         return None
     first = options.spelled(asked[0])
-    if getattr(option, "dist", "no") != "no" or getattr(option, "numprocesses", None):
-        return f"{first} needs benchmarks, and under xdist there are none: leave out -n"
-    if option.benchmark_disable and not option.benchmark_enable:
-        return f"{first} needs benchmarks: leave out --benchmark-disable"
+    if (reason := options.without_benchmarks(config, first)) is not None:
+        return reason
     if option.benchmark_skip and not option.benchmark_only:
         return f"{first} needs benchmarks: leave out --benchmark-skip"
     baseline = option.nsa_save_baseline or option.nsa_recording
@@ -78,20 +70,20 @@ def refusal(config: pytest.Config) -> str | None:
         return None
     if not baseline and config.inipath is None and STORAGE in map(str, config.invocation_params.args):
         folder = option.benchmark_storage
-        return f"{STORAGE} {folder}: pytest takes it for a path of tests: write {STORAGE}={folder}"
+        return f"{STORAGE} {folder}: pytest takes the folder for a path of tests: write {STORAGE}={folder}"
     swallowed = _swallowed(config, option.benchmark_compare)
     if swallowed is not None:
         return swallowed
     if option.nsa_hot:
-        return f"{first}: what is gated or recorded is timed on cold buffers: leave out --nsa-hot"
+        return f"{first}: gated and recorded times are of cold buffers: leave out --nsa-hot"
     if option.nsa_no_check:
-        return f"{first}: what is gated or recorded is checked first: leave out --nsa-no-check"
+        return f"{first}: gated and recorded benchmarks are checked first: leave out --nsa-no-check"
     if baseline and option.nsa_sweep:
         return f"{first}: a sweep is no baseline: leave out --nsa-sweep"
     if len(set(option.nsa_impl)) > 1:
         return f"{first}: a baseline is of one contestant: leave out all but one --nsa-impl"
     sampled = list(options.sampled_otherwise(config))
-    for what, wrong in (("", [name for name in NOT_CORE if getattr(option, name)]), (", sampled as ever", sampled)):
+    for what, wrong in (("", [name for name in NOT_CORE if getattr(option, name)]), (", sampled by default", sampled)):
         if baseline and wrong:
             other = options.spelled(wrong[0])
             return f"{first}: a baseline is of core{what}: leave out {other} (--benchmark-json keeps everything)"
@@ -99,10 +91,10 @@ def refusal(config: pytest.Config) -> str | None:
 
 
 def _swallowed(config: pytest.Config, value: object) -> str | None:
-    """Why the value of `--benchmark-compare` is a test path and not a stored run; None if it is not.
+    """An error text if the value of `--benchmark-compare` is a path of tests; None if it is a stored run.
 
-    pytest-benchmark takes the word after the option for the run to compare with. A path there would silently leave
-    that path out of the run and compare nothing.
+    pytest-benchmark takes the word after the option for the stored run to compare with. If that word is a path of
+    tests, pytest does not run those tests, and nothing is compared.
     """
     if not isinstance(value, str):
         return None
@@ -120,7 +112,7 @@ def _swallowed(config: pytest.Config, value: object) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """`--nsa-save-baseline` and `--nsa-against`: this process only starts those that measure."""
+    """With `--nsa-save-baseline` or `--nsa-against`, this process measures nothing. It starts processes that do."""
     option = config.option
     if option.collectonly or option.nsa_recording or not (option.nsa_save_baseline or option.nsa_against):
         return None
@@ -128,11 +120,19 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     if reason is not None:
         print(f"ERROR: {reason}", file=sys.stderr)
         return 1
-    return _against(config) if option.nsa_against else _record(config)
+    run, failed = (_against, "nothing was compared") if option.nsa_against else (_record, "no baseline saved")
+    try:
+        return run(config)
+    except KeyboardInterrupt:
+        print(f"{failed}: interrupted", file=sys.stderr)
+        return int(pytest.ExitCode.INTERRUPTED)
+    except (against.NotCompared, store.NotSaved, OSError) as e:
+        print(f"{failed}: {e}", file=sys.stderr)
+        return getattr(e, "status", 1)
 
 
 def _refused_parent(config: pytest.Config) -> str | None:
-    """Why several processes cannot do what was asked for; None if they can."""
+    """Why a run of several processes cannot have these options; None if it can."""
     option = config.option
     if not options.has_benchmarks(config):
         return "pytest-benchmark is switched off"
@@ -143,50 +143,34 @@ def _refused_parent(config: pytest.Config) -> str | None:
         each |= {"--benchmark-compare": option.benchmark_compare, "--nsa-save-baseline": option.nsa_save_baseline}
     given = next((name for name, value in each.items() if value), None)
     if given is not None:
-        return f"{first} starts several processes, and {given} is for one: leave out {given}"
+        return f"{first} starts several processes, and {given} is for one process: leave out {given}"
     return refusal(config)
 
 
 def _against(config: pytest.Config) -> int:
     ref, given = config.option.nsa_against, list(map(str, config.invocation_params.args))
-    apart = {"--nsa-against": 2, f"--nsa-against={ref}": 1, "--nsa-strict": 1}  # words that each takes
+    apart = {"--nsa-against": 2, f"--nsa-against={ref}": 1, "--nsa-strict": 1}  # words of each option left out below
     arguments: list[str] = []
     while given:
         width = apart.get(given[0], 0)
         arguments += [] if width else given[:1]
         del given[: width or 1]
-    try:
-        paths = [word for word in arguments if word in config.args]
-        return against.compare(ref, arguments, paths, config.rootpath, config.option.nsa_strict)
-    except against.NotCompared as e:
-        print(f"nothing was compared: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("nothing was compared: interrupted", file=sys.stderr)
-        return int(pytest.ExitCode.INTERRUPTED)
+    paths = [word for word in arguments if word in config.args]
+    return against.compare(ref, arguments, paths, config.rootpath, config.option.nsa_strict)
 
 
 def _record(config: pytest.Config) -> int:
     params = config.invocation_params
     arguments = ["--nsa-recording", *_one_word(a for a in map(str, params.args) if a != "--nsa-save-baseline")]
-    try:
-        saved = store.record(_storage(config), arguments, params.dir, commit()[:7], _contestant(config))
-    except store.NotSaved as e:
-        print(f"no baseline saved: {e}", file=sys.stderr)
-        return e.status
-    except KeyboardInterrupt:
-        print("no baseline saved: interrupted", file=sys.stderr)
-        return int(pytest.ExitCode.INTERRUPTED)
-    except OSError as e:
-        print(f"no baseline saved: {e}", file=sys.stderr)
-        return 1
+    saved = store.record(_storage(config), arguments, params.dir, commit()[:7], _contestant(config))
     print("baseline saved:", *saved, sep="\n  ")
     return 0
 
 
 def _one_word(arguments: Iterable[str]) -> list[str]:
-    """`--benchmark-storage FOLDER` as one word: a word that is a folder counts as a path of tests, and tests would be
-    named from there.
+    """Join `--benchmark-storage FOLDER` into one word.
+
+    pytest takes a word that names a folder for a path of tests, and would write the ids of tests relative to it.
     """
     joined: list[str] = []
     for argument in arguments:
@@ -201,22 +185,21 @@ def _one_word(arguments: Iterable[str]) -> list[str]:
 
 
 class _Stored(FileStorage):
-    """The files of one device, to be shown beside a run."""
+    """The files of one device's baseline, as pytest-benchmark reads them."""
 
     @property
     def location(self) -> str:
-        return str(self.path)  # upstream's is relative to the working directory, and raises when that is elsewhere
+        return str(self.path)  # pytest-benchmark's version raises if the folder is outside the working directory
 
 
 def _storage(config: pytest.Config) -> Path:
-    """The folder of baselines: that of `--benchmark-storage`, if it names one.
+    """The folder of baselines: the folder of `--benchmark-storage`, if that option names one.
 
-    Else that of the checkout, `tests/perf/baselines`, for our own kernels, and `nsa-baselines` of the folder where
-    pytest was started for any other.
+    Otherwise `tests/perf/baselines` of the checkout for our own kernels, and `nsa-baselines` in the folder where pytest
+    was started for other kernels.
 
-    Only `--nsa-save-baseline` writes below it, one folder a device. What pytest-benchmark saves by itself
-    (`--benchmark-save`, `--benchmark-autosave`) goes where pytest-benchmark puts it, one folder a platform, and is
-    never a baseline.
+    Only `--nsa-save-baseline` writes there, one folder for each device. What pytest-benchmark itself saves
+    (`--benchmark-save`, `--benchmark-autosave`) goes to its own folders, and is never a baseline.
     """
     where = str(config.option.benchmark_storage)
     if where == UPSTREAM_STORAGE or ("://" in where and not where.startswith("file://")):
@@ -227,13 +210,13 @@ def _storage(config: pytest.Config) -> Path:
 
 
 def _contestant(config: pytest.Config) -> str:
-    """The folder of a contestant's baselines, below that of the device; ours need none."""
+    """The folder of a contestant's baselines, below the folder of the device; empty for our own kernels."""
     return "".join(re.sub(r"[^\w.@-]+", "-", spec) for spec in config.option.nsa_impl[:1])
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Before pytest-benchmark's session exists; `pytest_sessionstart` does the rest, once it does."""
+    """Refuse options that contradict each other. pytest-benchmark's session does not exist yet at this point."""
     config.stash[gate_key] = None
     if hasattr(config, "workerinput") or not options.has_benchmarks(config):
         return
@@ -241,12 +224,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if reason is not None:
         pytest.exit(reason, returncode=1)
     config.stash[_compare_key] = config.option.benchmark_compare
-    config.option.benchmark_compare = []  # until `pytest_sessionstart` says which file that is
+    config.option.benchmark_compare = []  # `pytest_sessionstart` sets the option again, once the file is known
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
-    benchmarks = getattr(config, "_benchmarksession", None)  # the object pytest-benchmark's own hooks are given
+    benchmarks = getattr(config, "_benchmarksession", None)  # the object that pytest-benchmark passes to its hooks
     if benchmarks is None or _compare_key not in config.stash:
         return
     compare = config.option.benchmark_compare = config.stash[_compare_key]
@@ -260,9 +243,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def _show_beside(benchmarks: Any, compare: Any, folder: Path, baseline: Baseline | None) -> None:
-    """Have pytest-benchmark load the run that its table shows beside this one.
+    """Let pytest-benchmark load the stored run that its table shows beside this run.
 
-    That is the newest file of the baseline, or the one named: among the baselines, else among pytest-benchmark's own.
+    Without a name in `compare`, that is the newest file of the baseline. A named run is looked for among the baselines
+    first, then among the files that pytest-benchmark itself saved.
     """
     own = benchmarks.storage
     stored = _Stored(folder, benchmarks.logger) if folder.is_dir() else None  # type: ignore[no-untyped-call]
@@ -274,7 +258,7 @@ def _show_beside(benchmarks: Any, compare: Any, folder: Path, baseline: Baseline
         benchmarks.compare = compare
         benchmarks.storage = stored if stored is not None and stored.query(compare) else own  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
-        # Two machine descriptions in full on one line; what can matter is in the key.
+        # The warning prints two whole machine descriptions on one line. `Key` holds the fields that matter.
         warnings.filterwarnings("ignore", "Benchmark machine_info is different")
         benchmarks.handle_loading()
     benchmarks.storage = own
@@ -286,17 +270,17 @@ def _open(key: Key, folder: Path, option: argparse.Namespace) -> Gate:
     except ValueError as e:
         pytest.exit(f"a baseline cannot be read: {e}", returncode=1)
     flags = (option.nsa_recording, option.nsa_accept_regression, option.nsa_strict)
-    return Gate(key, baseline, *flags, "--nsa-full is everything, the gate is for core" if option.nsa_full else None)
+    return Gate(key, baseline, *flags, "--nsa-full runs everything, the gate is for core" if option.nsa_full else None)
 
 
 def compared_with(config: pytest.Config) -> list[Path]:
-    """The files that this run is gated against or shown beside, oldest first; none if there are none."""
+    """The baseline files that this run is compared with, oldest first."""
     gate = config.stash.get(gate_key, None)
     return [] if gate is None or gate.baseline is None else gate.baseline.paths
 
 
 def gated_again(config: pytest.Config) -> str:
-    """The options by which another run is gated as this one, for a command line; empty if it was not gated."""
+    """The command-line options that gate another run as this one; empty if this run is not gated."""
     compare, option = config.stash.get(_compare_key, None), config.option
     if not compare:
         return ""
@@ -310,13 +294,13 @@ def gated_again(config: pytest.Config) -> str:
 
 
 def gated(config: pytest.Config, name: str, samples: Timing, info: Info, again: Again | None) -> tuple[Timing, Info]:
-    """What is to be stored of a benchmark, after judging it if this run is gated."""
+    """Judge a benchmark if this run is gated. Returns the samples and facts to store."""
     gate = config.stash[gate_key]
     return (samples, info) if gate is None else gate.judge(name, samples, info, again)
 
 
 def enforce(config: pytest.Config, name: str) -> None:
-    """A failing benchmark is a failing test: it reaches JUnit and the exit status."""
+    """Fail the test of a benchmark that failed the gate, so that the verdict reaches JUnit and the exit status."""
     gate = config.stash[gate_key]
     reason = None if gate is None else gate.failure(name)
     if reason is not None:
@@ -325,7 +309,7 @@ def enforce(config: pytest.Config, name: str) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    """`--nsa-strict`: a run that gated nothing ends red. After all else: what was measured is still written."""
+    """With `--nsa-strict`, fail a run that gated nothing. All other hooks come first, so results are still written."""
     yield
     gate, option = session.config.stash.get(gate_key, None), session.config.option
     excused = gate is None or gate.recording or option.collectonly or session.exitstatus != pytest.ExitCode.OK
@@ -335,7 +319,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Iterator[None]:
-    """After all other tables and pytest's list of failures: the verdict is the last thing on the screen."""
+    """Print the verdicts last, below all other tables and pytest's list of failures."""
     try:
         return (yield)
     finally:

@@ -1,8 +1,8 @@
-"""Is a benchmark slower than it was? Verdicts from samples. Pure functions.
+"""Is a benchmark slower than its baseline? Pure functions that make verdicts of samples.
 
-Each benchmark is timed beside its *control*, the plain-torch call that would be made in its place, sampled in turn in
-one process. Of both, the lower quartile of the samples counts: a disturbance only ever adds time. The *ratio* is the
-benchmark's time over its control's.
+Each benchmark is timed beside its *control*, the plain-torch call that would be made in its place. Both are sampled in
+turn in one process. The time of each is the lower quartile of its samples, because a disturbance can only add time. The
+*ratio* is the benchmark's time divided by its control's.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 LIMIT = 0.10  # a benchmark that is worse by more than this share is a regression
-LEGACY = 0.15  # how far a ratio that a file states may be from the file's own samples
+LEGACY = 0.15  # the most by which a ratio stated in a file may differ from the ratio of the file's own samples
 
 
 def quartile(samples: Sequence[float]) -> float:
-    """The lower quartile of samples, in their unit."""
+    """The lower quartile of samples."""
     return statistics.quantiles(samples, method="inclusive")[0] if len(samples) > 1 else samples[0]
 
 
@@ -26,8 +26,8 @@ def quartile(samples: Sequence[float]) -> float:
 class Reading:
     """One benchmark, timed in one process.
 
-    time: lower quartile of its samples, seconds. controls: the same of each call that may be its control, by name.
-    by: the control. ceiling: bytes per second that this GPU was measured to read in the same process, if it was.
+    time: lower quartile of its samples, seconds. controls: the same for each call that may be its control, by name.
+    by: the name of its control. ceiling: the GPU's read rate in bytes per second, if the same process measured it.
     """
 
     time: float
@@ -37,11 +37,10 @@ class Reading:
 
     @classmethod
     def of(cls, samples: Sequence[float], info: Mapping[str, Any]) -> Reading:
-        """From a benchmark's samples (seconds) and its `extra_info`, of this run or of a file.
+        """From a benchmark's samples (seconds) and its `extra_info`.
 
         Raises:
-            ValueError: a file from before the samples of controls were stored states a ratio that its own samples
-                contradict.
+            ValueError: the ratio stated in an old file, which holds no samples of controls, contradicts its samples.
         """
         time, by = quartile(samples), info.get("control")
         ceiling = info["ceiling_gbps"] * 1e9 if info.get("ceiling_gbps") else None
@@ -54,16 +53,16 @@ class Reading:
         return cls(time, controls, by, ceiling)
 
     def ratio(self, by: str | None) -> float | None:
-        """Its time over that of the control `by`; None where `by` was not timed."""
+        """The benchmark's time divided by that of the control `by`; None if `by` was not timed."""
         control = self.controls.get(by or "")
         return self.time / control if control else None
 
 
 def _stated(samples: Sequence[float], info: Mapping[str, Any]) -> dict[str, float]:
-    """Times of controls in a file that has no samples of them, from the ratio that it states, once that is checked."""
+    """Times of controls in an old file, which holds no samples of them: from its stated ratio, after a check."""
     median, control, by = statistics.median(samples), info["control_median"], info["control"]
     stated, of_medians = info.get("gate_ratio", info["ratio_to_control"]), info["ratio_to_control"]
-    if not math.isclose(of_medians, median / control, rel_tol=1e-9):  # replayed by a clock, which rounds
+    if not math.isclose(of_medians, median / control, rel_tol=1e-9):  # replaying the samples rounded them
         raise ValueError(f"ratio_to_control is {of_medians:.6g}, and its own samples say {median / control:.6g}")
     expected = quartile(samples) / control
     if not abs(stated / expected - 1) <= LEGACY:
@@ -73,10 +72,10 @@ def _stated(samples: Sequence[float], info: Mapping[str, Any]) -> dict[str, floa
 
 @dataclass(frozen=True)
 class Side:
-    """One benchmark over some processes: of a baseline, or of this run.
+    """One benchmark, timed in several processes of a baseline or of this run.
 
-    ratio, time, control (seconds): medians over the processes, all over the same control `by`. spread: range of the
-    ratios over their median. ratios: of each process, None where `by` was not timed.
+    ratios: one for each process that timed the control `by`. ratio, time, control, ceiling: medians over the processes,
+    times in seconds. spread: the range of the ratios divided by their median.
     """
 
     readings: tuple[Reading, ...]
@@ -85,7 +84,7 @@ class Side:
 
     @classmethod
     def of(cls, readings: Iterable[Reading], by: str | None = None) -> Side:
-        """By default over the control of the first reading that has one."""
+        """`by`: the control; by default, the control of the first reading that has one."""
         readings = tuple(readings)
         by = by or next((r.by for r in readings if r.by), None)
         ratios = [ratio for r in readings if (ratio := r.ratio(by))]
@@ -116,10 +115,10 @@ class Side:
 
 
 def pooled(sides: Mapping[str, Side]) -> dict[str, Side]:
-    """The same, each spread at least the median of its test function's.
+    """The same sides, where each spread is at least the median spread of its test function.
 
-    Three recordings tell one benchmark's spread badly: on a machine where ratios wander by 12%, one benchmark in ten
-    shows under 5% by luck, and would fail by luck the other way.
+    Three recordings are too few to estimate the spread of one benchmark. On a machine whose ratios vary by 12%, one
+    benchmark in ten shows a spread under 5% by chance, and would later fail by chance.
     """
     spreads: dict[str, list[float]] = {}
     for name, side in sides.items():
@@ -137,7 +136,7 @@ def function(name: str) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """How a benchmark differs from what it was: 0.15 is 15% more. time: scaled by the read ceilings if `scaled`."""
+    """How a benchmark changed, as shares: 0.15 means 15% more. If `scaled`, time is scaled by the read ceilings."""
 
     ratio: float
     time: float
@@ -146,21 +145,22 @@ class Change:
 
     @classmethod
     def of(cls, old: Side, new: Side, scaled: bool = False) -> Change:
-        """Both sides have a ratio over the same control, and if `scaled` a ceiling."""
+        """Both sides must have a ratio over the same control, and if `scaled` also a ceiling."""
         assert old.ratio and new.ratio and old.control and new.control
         faster = new.ceiling / old.ceiling if scaled and new.ceiling and old.ceiling else 1.0
         return cls(new.ratio / old.ratio - 1, new.time / old.time * faster - 1, new.control / old.control - 1, scaled)
 
     def least(self, other: Change) -> Change:
-        """What both agree on: of each number the smaller change."""
+        """The smaller of both changes, for ratio and for time."""
         return replace(self, ratio=min(self.ratio, other.ratio), time=min(self.time, other.time))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """kind: "pass", "FAIL", "AMBIGUOUS" or "cannot gate". change: what was seen first; again: when measured again.
+    """What the gate says of one benchmark.
 
-    reason: why it is AMBIGUOUS, or cannot be gated. resolution: the slowdown beyond which this would be a FAIL.
+    kind: "pass", "FAIL", "AMBIGUOUS" or "cannot gate". change: of the first measurement. again: of the second, if there
+    was one. reason: why it is AMBIGUOUS or cannot be gated. resolution: a slowdown above this share would be a FAIL.
     """
 
     kind: str
@@ -179,14 +179,14 @@ Again = Callable[[], "tuple[Side, Side]"]
 def judge(
     name: str, old: Side, new: Side, again: Again | None = None, *, versions: bool = True, paired: bool = False
 ) -> Verdict:
-    """More than 10% worse, measured twice, is a FAIL, unless there is a reason to doubt it: then it is AMBIGUOUS.
+    """A benchmark that is more than 10% worse in two measurements is a FAIL, or AMBIGUOUS if there is reason for doubt.
 
     Args:
-        again: measures once more, and returns what is to be compared then: `(old, new)`. Called only where the first
-            measurement is more than 10% worse.
-        versions: whether torch and Triton are those of the baseline. If not, the control is another program, and only
-            a ratio and a time that are both worse are a FAIL.
-        paired: both sides were measured today, in processes of their own that took turns.
+        again: measures once more and returns the `(old, new)` to compare. Called only if the first measurement is more
+            than 10% worse.
+        versions: whether torch and Triton are those of the baseline. If not, the control is another program, and a FAIL
+            takes a ratio and a time that are both worse.
+        paired: whether old and new were measured on the same day, in processes that took turns.
     """
     by = old.by
     used = replace(new, by=by) if by else new
@@ -198,7 +198,7 @@ def judge(
         return Verdict("cannot gate", name, old, new, reason=reason)
     scaled = not versions
     if scaled and not (old.ceiling and new.ceiling):
-        reason = "other versions of torch or Triton, and no memory rate was measured by which to compare times"
+        reason = "other versions of torch or Triton, and without a measured memory rate times cannot be compared"
         return Verdict("cannot gate", name, old, used, Change.of(old, used), reason=reason)
     first = Change.of(old, used, scaled)
     resolution = max(LIMIT, old.spread, used.spread) if paired else max(LIMIT, 2 * old.spread)
@@ -225,20 +225,20 @@ def _worse(change: Change) -> bool:
 
 
 def _doubt(old: Side, new: Side, seen: Change, scaled: bool, paired: bool) -> str:
-    """Why a change that was seen twice may be none of the kernel's; empty if nothing speaks against it.
+    """Why a change seen twice may not be due to the kernel; empty if there is no such reason.
 
-    Beside plain torch of the same version, a control that moved says that the machine did, and two kinds of work need
-    not move alike. Processes that take turns need no such rule: there all of one side must be slower than all of the
-    other.
+    If the control's time changed although its version of torch did not, then the machine changed. A machine may slow
+    down two kinds of work by different amounts. Processes that take turns need no such rule: each process of the new
+    side must be slower than each process of the old side.
     """
     if paired:
         slowest, fastest = max(old.ratios), min(new.ratios)
         if fastest > slowest:
             return ""
-        return f"not in every process: the base's slowest had {slowest:.4g}, this tree's fastest {fastest:.4g}"
+        return f"not in every process: highest ratio of the base {slowest:.4g}, lowest of this tree {fastest:.4g}"
     if scaled and not (seen.ratio > LIMIT and seen.time > LIMIT):
-        return "only one of ratio and time is worse, and torch or Triton are other versions"
+        return "only one of ratio and time is worse, and the versions of torch or Triton differ"
     if seen.ratio <= 2 * old.spread:
         return f"within twice the spread of {old.spread:.1%}"
     moved = 0.0 if scaled else max(1 + seen.control, 1 / (1 + seen.control)) - 1
-    return f"no more than the control itself moved, {moved:.1%}" if seen.ratio <= moved else ""
+    return f"no more than the control itself changed, {moved:.1%}" if seen.ratio <= moved else ""

@@ -1,4 +1,4 @@
-"""One gated session: the baseline it is compared with, its verdicts, and what it says at its end."""
+"""One gated session: its baseline, its verdicts, and the lines that it prints at its end."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ RECORD = "record one: the same command with --nsa-save-baseline instead of --ben
 
 @dataclass
 class Gate:
-    """What this session is gated against, and what came of it so far."""
+    """The baseline that this session is gated against, and the verdicts so far."""
 
     key: Key
-    baseline: Baseline | None  # of this key, or of the same device and other versions
+    baseline: Baseline | None  # of this key, or of the same device with other versions
     recording: bool = False
     accept: bool = False
     strict: bool = False
-    why_not: str | None = None  # why nothing is gated, however much is stored
+    why_not: str | None = None  # why nothing is gated although there is a baseline
     verdicts: list[Verdict] = field(default_factory=list)
     new: list[str] = field(default_factory=list)  # benchmarks that the baseline does not hold
 
@@ -43,10 +43,10 @@ class Gate:
         return self.baseline is not None and self.baseline.key == self.key
 
     def judge(self, name: str, samples: Timing, info: Info, again: Again | None) -> tuple[Timing, Info]:
-        """Compare one benchmark with its baseline. Returns what is to be stored: the last measurement of it.
+        """Compare one benchmark with its baseline. Returns its last measurement, which is to be stored.
 
         Raises:
-            ValueError: its control is a kernel of ours, or our fallback: what slows both would not show.
+            ValueError: the control is our own code. A change that slows down both would not show in their ratio.
         """
         if info.get("control") in OURS:
             raise ValueError(f"control of {name}: expected plain torch, got our own {info['control']}")
@@ -56,7 +56,7 @@ class Gate:
         if old is None:
             self.new.append(name)
             return samples, info
-        if old.by in OURS:  # in files from before such a control was refused
+        if old.by in OURS:  # in files older than the check above
             old = replace(old, by=None)
         kept = samples, info
 
@@ -73,7 +73,7 @@ class Gate:
         return kept[0], kept[1] | {"gate": outcome}
 
     def failure(self, name: str) -> str | None:
-        """Why this benchmark's test has to fail, if it does."""
+        """Why this benchmark's test has to fail; None if it passes."""
         for v in (v for v in self.verdicts if v.name == name):
             if v.kind == "FAIL" and not self.accept:
                 return f"performance regression: {words.seen(v)}"
@@ -81,11 +81,8 @@ class Gate:
                 return f"ambiguous under --nsa-strict: {words.seen(v)}; {v.reason}"
         return None
 
-    def _judged(self) -> set[str]:
-        return {v.name for v in self.verdicts}
-
     def report(self, ran: Iterable[str]) -> list[str]:
-        """Everything the gate has to say; the counts of its verdicts come last."""
+        """The lines of the gate's report, with the counts of verdicts last. `ran`: the benchmarks of this run."""
         return words.narrowed(self._said(list(ran)))
 
     def _said(self, ran: list[str]) -> list[str]:
@@ -101,9 +98,9 @@ class Gate:
         if files < store.FILES:
             makes = f"--nsa-save-baseline makes {store.FILES}"
             lines.append(f"{files} of {store.FILES} recordings: spreads are not known; {makes}")
-        uncontrolled = [name for name in ran if name in self.baseline.benchmarks and name not in self._judged()]
-        for name in uncontrolled:  # timed by pytest-benchmark alone
-            side = self.baseline.benchmarks[name]
+        judged = {v.name for v in self.verdicts}
+        for name in (name for name in ran if name in self.baseline.benchmarks and name not in judged):
+            side = self.baseline.benchmarks[name]  # timed by pytest-benchmark itself, so without a control
             self.verdicts.append(Verdict("cannot gate", name, side, side, reason="no control"))
         lines += words.table(self.verdicts)
         if self.accept and any(v.kind == "FAIL" for v in self.verdicts):
@@ -115,7 +112,7 @@ class Gate:
         return [*lines, words.counts(self.verdicts)]
 
     def _explained(self) -> list[str]:
-        """Why benchmarks passed although pytest-benchmark's table shows them slower."""
+        """Why benchmarks passed although pytest-benchmark's table shows longer times."""
         moved = words.machine(self.verdicts)
         if moved:
             return [moved]
@@ -126,7 +123,7 @@ class Gate:
         return [f"passed although {many} more than {LIMIT:.0%} longer: so did the control"]
 
     def _missing(self, ran: set[str]) -> list[str]:
-        """Benchmarks on one side only: by name, or the test function where none of it ran."""
+        """Benchmarks that only one side has. If no benchmark of a test function ran, only the function is named."""
         assert self.baseline is not None
         missing = [name for name in self.baseline.benchmarks if name not in ran]
         functions = {function(name) for name in ran}

@@ -1,8 +1,7 @@
-"""Baselines in files: which belong to this device and these versions, and how new ones are recorded.
+"""Baselines in files: how the baseline of a device and its versions is found, and how a new one is recorded.
 
-A baseline is three files of pytest-benchmark from three processes, `<storage>/<device>/<contestant>/NNNN_*.json` (ours:
-`<storage>/<device>/NNNN_*.json`). They appear
-together, whole, or not at all.
+A baseline is three files of pytest-benchmark from three processes, `<storage>/<device>/NNNN_*.json` for our kernels and
+`<storage>/<device>/<contestant>/NNNN_*.json` for others. Either all three files are written, or none.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from typing import Any, NamedTuple
 
 from nsa.testing.gate.rule import Reading, Side, pooled
 
-FILES = 3  # processes of one recording, and files the gate reads
+FILES = 3  # processes of a recording, and files that the gate reads
 
 
 class Key(NamedTuple):
-    """What has to agree for figures to be comparable. Versions are minor ones: "2.11"."""
+    """Figures of equal keys are comparable. torch, triton: minor versions, such as "2.11"."""
 
     device: str
     torch: str
@@ -36,7 +35,7 @@ class Key(NamedTuple):
 
     @classmethod
     def of(cls, machine: Mapping[str, Any]) -> Key:
-        """From pytest-benchmark's `machine_info`, as the plugin completes it."""
+        """From pytest-benchmark's `machine_info`, to which our plugin adds these fields."""
         return cls(str(machine.get("device")), _minor(machine.get("torch")), _minor(machine.get("triton")))
 
     def __str__(self) -> str:
@@ -45,9 +44,9 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Baseline:
-    """The last files of one key, oldest first, and what they say by benchmark: the last `FILES` that hold it.
+    """The files of one key, oldest first, and the readings of each benchmark in the last `FILES` files that hold it.
 
-    A recording may be of some benchmarks (`-k`, a file): of the others, what was recorded before stays in force.
+    If a recording holds only some benchmarks (`-k`, a file), earlier recordings stay in force for the others.
     """
 
     key: Key
@@ -61,10 +60,10 @@ def _minor(version: object) -> str:
 
 
 def find(folder: Path, key: Key) -> Baseline | None:
-    """The baseline of `key` in the folder of its device; else the newest of other versions; else None.
+    """The baseline of `key` in its device's folder; otherwise the newest baseline of other versions; otherwise None.
 
     Raises:
-        ValueError: a file that cannot be read, by name.
+        ValueError: a file cannot be read. The error names the file.
     """
     newest: Key | None = None
     groups: dict[Key, list[tuple[Path, dict[str, Any]]]] = {}
@@ -88,10 +87,10 @@ def find(folder: Path, key: Key) -> Baseline | None:
 
 
 def reading(path: Path, benchmark: Mapping[str, Any]) -> Reading:
-    """One benchmark of a file, from its samples.
+    """The reading of one benchmark of a file, from its samples.
 
     Raises:
-        ValueError: naming the file, the benchmark, and what its samples contradict.
+        ValueError: the samples contradict the file. The error names the file and the benchmark.
     """
     try:
         return Reading.of(benchmark["stats"]["data"], benchmark["extra_info"])
@@ -100,10 +99,10 @@ def reading(path: Path, benchmark: Mapping[str, Any]) -> Reading:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A file that pytest-benchmark wrote.
+    """The contents of a file that pytest-benchmark wrote.
 
     Raises:
-        ValueError: it is not whole, or something else.
+        ValueError: the file is not the JSON of a run, or parts of it are missing.
     """
     try:
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -115,7 +114,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 class NotSaved(RuntimeError):
-    """Why a recording was not kept; `status` is what pytest exits with."""
+    """Why a recording was not kept. `status` is the exit status of pytest."""
 
     def __init__(self, reason: str, status: int = 1) -> None:
         super().__init__(reason)
@@ -125,18 +124,18 @@ class NotSaved(RuntimeError):
 def record(
     storage: Path, arguments: Sequence[str], cwd: Path, label: str, contestant: str = ""
 ) -> list[Path]:
-    """Run pytest `FILES` times, one fresh process after the other, and keep what they wrote if all were green.
+    """Run pytest in `FILES` processes, one after the other, and keep their files if all runs were green.
 
     Args:
-        arguments: of pytest; each process also gets `--benchmark-json`.
-        label: of the files, after their number. contestant: its folder below the device's; ours have none.
+        arguments: arguments of pytest, to which `--benchmark-json` is added.
+        label: the last part of the file names. contestant: the folder of a contestant below its device's folder.
 
     Raises:
-        NotSaved: a run was red, or wrote nothing that can be read; nothing was kept.
-        KeyboardInterrupt: interrupted or terminated; nothing was kept.
+        NotSaved: a run was red, or its file cannot be read. No file was kept.
+        KeyboardInterrupt: the recording was interrupted or terminated. No file was kept.
     """
     storage.mkdir(parents=True, exist_ok=True)
-    # On the storage's own file system: what was written there whole can be renamed, which cannot fail half-way.
+    # The temporary folder is on the storage's file system, so that a finished file can be moved by a rename.
     work = Path(tempfile.mkdtemp(prefix=".recording-", dir=storage))
     try:
         with _terminated_is_interrupted():
@@ -156,7 +155,7 @@ def _run(file: Path, arguments: Sequence[str], cwd: Path, number: int) -> Path:
     with subprocess.Popen(command, cwd=cwd) as process:
         try:
             status = process.wait()
-        except KeyboardInterrupt:  # Ctrl-C reaches the child too, which then ends by itself
+        except KeyboardInterrupt:  # SIGTERM reaches only this process
             process.terminate()
             raise
     if status:
@@ -169,7 +168,7 @@ def _run(file: Path, arguments: Sequence[str], cwd: Path, number: int) -> Path:
 
 
 def _move(files: Sequence[Path], folder: Path, label: str) -> list[Path]:
-    """All of them, under consecutive numbers, or none."""
+    """Move all files to consecutive numbers, or none of them."""
     folder.mkdir(parents=True, exist_ok=True)
     taken = [int(path.name[:4]) for path in folder.glob("[0-9][0-9][0-9][0-9]_*.json")]
     first = max(taken, default=0) + 1
@@ -177,7 +176,7 @@ def _move(files: Sequence[Path], folder: Path, label: str) -> list[Path]:
     targets = [folder / f"{first + i:04}_{day}-{label}.json" for i in range(len(files))]
     for file in files:
         with file.open("rb") as stream:
-            os.fsync(stream.fileno())  # a name must not outlive its contents
+            os.fsync(stream.fileno())  # the contents must be on disk before the file has its name
     moved: list[Path] = []
     try:
         for file, target in zip(files, targets, strict=True):
@@ -192,7 +191,7 @@ def _move(files: Sequence[Path], folder: Path, label: str) -> list[Path]:
 
 @contextlib.contextmanager
 def _terminated_is_interrupted() -> Iterator[None]:
-    """CI cancels by SIGTERM: clean up as after Ctrl-C."""
+    """Treat SIGTERM, by which CI cancels a job, as Ctrl-C, so that files are cleaned up."""
 
     def interrupt(signum: int, frame: object) -> None:
         raise KeyboardInterrupt

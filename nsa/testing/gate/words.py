@@ -1,4 +1,4 @@
-"""What the gate says at the end of a run: one table of verdicts, in words, at most 100 columns wide."""
+"""The texts of the gate: the verdicts of a run in words, at most 100 columns wide."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 from nsa.testing.gate.rule import LIMIT, Change, Verdict, function
 
 WIDTH = 100
-LEVEL = 0.03  # a change below this is none worth a word
-MOVED = 0.05  # a machine that differs by less than this is the same machine
-TOGETHER = 0.8  # share of the controls that moved the same way, for "this machine is slower"
+LEVEL = 0.03  # a smaller change counts as no change
+MOVED = 0.05  # a machine is called slower or faster only if the median of its controls changed by more than this
+TOGETHER = 0.8  # and only if at least this share of the controls changed in the same direction
 KINDS = ("pass", "FAIL", "AMBIGUOUS", "cannot gate")
 
 
 def table(verdicts: Sequence[Verdict]) -> list[str]:
-    """What failed or is in doubt, a name and what was seen of it; what could not be gated, by test function."""
+    """Each benchmark that failed or is in doubt, with its change; then what could not be gated, by test function."""
     bad = sorted((v for v in verdicts if v.kind in ("FAIL", "AMBIGUOUS")), key=lambda v: v.kind != "FAIL")
     lines = []
     for v in bad:
@@ -26,26 +26,26 @@ def table(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def counts(verdicts: Sequence[Verdict]) -> str:
-    """The last line: how many of each verdict."""
+    """The last line of the report: how many benchmarks got each verdict."""
     text = ", ".join(f"{sum(v.kind == kind for v in verdicts)} {kind}" for kind in KINDS)
     again = sum(v.kind == "pass" and v.again is not None for v in verdicts)
     return f"gate: {text}" + (f"; {again} passed when measured again" if again else "")
 
 
 def narrowed(lines: Iterable[str]) -> list[str]:
-    """The same, those that are too wide as several."""
+    """The same lines, where each line wider than `WIDTH` is broken."""
     return [part for line in lines for part in (wrapped(line) if len(line) > WIDTH else [line])]
 
 
 def wrapped(text: str, first: int = 0, others: int = 0) -> list[str]:
-    """Lines of at most `WIDTH` columns, indented by so many."""
+    """Lines of at most `WIDTH` columns. first, others: the indentation of the first line and of the others."""
     return textwrap.wrap(
         text, WIDTH, initial_indent=" " * first, subsequent_indent=" " * others, break_on_hyphens=False
     )
 
 
 def seen(v: Verdict) -> str:
-    """How a benchmark changed beside its control, and its time; in words where the two seem to disagree."""
+    """How the ratio of a benchmark and its time changed, and why, if the two seem to disagree."""
     if v.change is None or v.old.ratio is None or v.new.ratio is None:
         return f"{duration(v.old.time)} -> {duration(v.new.time)}"
     change = v.change if v.again is None else v.change.least(v.again)
@@ -58,7 +58,7 @@ def seen(v: Verdict) -> str:
 
 
 def _agreement(change: Change, first: Change) -> str:
-    """What its own time did, and its control's where that explains why ratio and time differ."""
+    """How the benchmark's time changed, and its control's time if that explains why ratio and time differ."""
     if change.scaled:
         return f"its time, scaled by the read ceilings of both runs, {_changed(change.time)}"
     own = f"its time {_changed(first.time)}"
@@ -66,11 +66,11 @@ def _agreement(change: Change, first: Change) -> str:
         own = "as long as before"
     if abs(first.control) <= LEVEL or abs(first.time - change.ratio) <= LEVEL:
         return own
-    return f"{own}, while its control {_became(first.control)}"
+    return f"{own}, while its control became {_more(first.control, 0)}"
 
 
-def _more(share: float) -> str:
-    return f"{share:.1%} slower" if share > 0 else f"{1 / (1 + share) - 1:.1%} faster"
+def _more(share: float, digits: int = 1) -> str:
+    return f"{share:.{digits}%} slower" if share > 0 else f"{1 / (1 + share) - 1:.{digits}%} faster"
 
 
 def _changed(share: float) -> str:
@@ -79,12 +79,8 @@ def _changed(share: float) -> str:
     return f"is {share:.0%} longer" if share > 0 else f"is {-share:.0%} shorter"
 
 
-def _became(share: float) -> str:
-    return f"became {share:.0%} slower" if share > 0 else f"became {1 / (1 + share) - 1:.0%} faster"
-
-
 def _ungated(verdicts: Sequence[Verdict]) -> list[str]:
-    """One entry for each test function and kind of reason: how many, why, and what slowdown would have been a FAIL."""
+    """One entry for each test function and reason: how many benchmarks, why, and which slowdown would be a FAIL."""
     groups: dict[tuple[str, bool, str], list[Verdict]] = {}
     for v in verdicts:
         noisy = v.resolution > LIMIT
@@ -107,7 +103,7 @@ def _range(shares: Sequence[float]) -> str:
 
 
 def machine(verdicts: Iterable[Verdict]) -> str | None:
-    """ "this machine is 40% slower", if the controls say so together; never a verdict."""
+    """A line such as "this machine is 40% slower", if most controls changed alike. The line is not a verdict."""
     moves = [v.change.control for v in verdicts if v.change is not None and not v.change.scaled]
     if not moves:
         return None
@@ -115,8 +111,8 @@ def machine(verdicts: Iterable[Verdict]) -> str | None:
     same_way = sum(move * typical > 0 and abs(move) > abs(typical) / 3 for move in moves)
     if abs(typical) <= MOVED or same_way < TOGETHER * len(moves):
         return None
-    slower = f"{typical:.0%} slower" if typical > 0 else f"{1 / (1 + typical) - 1:.0%} faster"
-    return f"this machine is {slower} than when the baseline was recorded (median of {len(moves)} controls)"
+    than = "than when the baseline was recorded"
+    return f"this machine is {_more(typical, 0)} {than} (median of {len(moves)} controls)"
 
 
 def duration(seconds: float) -> str:

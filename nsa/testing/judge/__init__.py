@@ -1,4 +1,4 @@
-"""Is a result right? Outputs (`forward`), `gradients`, and which `addresses` a kernel reads and writes.
+"""Is a result right? `forward` checks outputs, `gradients` gradients, `addresses` what a kernel reads and writes.
 
-If it is not, what is it instead? `diagnosis`, which compares with answers of `counterfactual` by `evidence`.
+If a result is wrong, `diagnosis` compares the result with the answers of `counterfactual` and names the mistake.
 """

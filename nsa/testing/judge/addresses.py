@@ -1,8 +1,8 @@
-"""Triton's interpreter, told to look where kernels reach: every address must lie in a tensor the kernel was given.
+"""Checks addresses in Triton's interpreter: each must lie in a tensor that the kernel was given.
 
-On a GPU such an access is an illegal address, or nothing at all if something else lies there; the interpreter reads
-whatever memory there is. Here it raises, and is remembered, for dispatch may take the error for a broken kernel and
-fall back.
+On a GPU an access out of bounds is an illegal address, or goes unnoticed if other data lies there. The interpreter
+reads any memory. With this check the interpreter raises an error. The error is also kept in `outside`, because
+dispatch may take the error for that of a broken kernel, and fall back.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 import torch
 
 outside: list[str] = []
-"""What kernels of this process reached outside their tensors, until somebody clears it."""
+"""Accesses out of bounds by kernels of this process. The plugin clears the list before each test."""
 
 _launched = 0
 
 
 def launched() -> int:
-    """How many kernels this process has interpreted, once it watches."""
+    """The number of kernels that this process has interpreted since `watch` was called."""
     return _launched
 
 
 class OutOfBounds(RuntimeError):
-    """A kernel reached outside the tensors it was given."""
+    """A kernel accessed memory outside the tensors that it was given."""
 
 
 @functools.cache
 def watch() -> bool:
-    """Watch this process's interpreter from now on. False if this Triton's is built differently."""
+    """Check the addresses of interpreted kernels from now on. Returns False if this Triton's interpreter is unknown."""
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -56,13 +56,13 @@ def watch() -> bool:
 
 
 def _extent(x: torch.Tensor) -> tuple[int, int]:
-    """First byte of a tensor, and the first behind its last element."""
+    """The address of a tensor's first byte, and of the byte after its last element."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 class _Watched:
-    """Stands before the interpreter's access to memory."""
+    """Replaces the object by which the interpreter accesses memory, and checks addresses before each access."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory

@@ -1,7 +1,7 @@
-"""Answers of kernels that do one thing wrong, in fp64: what `diagnosis` compares a wrong result with.
+"""The answers, in fp64, of kernels that do one thing wrong. `diagnosis` compares a wrong result with them.
 
-Keys come from the suite's own index arithmetic (`Problem.key_index`), as the right answer of SDPA does. Texts are verb
-phrases about the kernel: "misses the last key of a row".
+Keys come from the suite's own index arithmetic (`Problem.key_index`). Texts are verb phrases about the kernel, such as
+"misses the last key of a row".
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,10 +32,10 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What the rows `rows [N]` of a problem read, gathered in fp64: a slot for each key, in the order listed.
+    """The keys and values that rows `rows [N]` of a problem read, in fp64: a slot for each key, in the order listed.
 
-    `listed [N]` are the rows whose selection is read, if not their own. `key_head` and `value_head [N]` are the KV
-    heads, if not those of `rows`.
+    listed: `[N]`, the rows whose selection is read instead of each row's own. key_head, value_head: `[N]`, the KV heads
+    that are read instead of each row's own.
     """
 
     p: Problem
@@ -46,17 +46,17 @@ class Reading:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """`[N, 1]`: how many slots of a row hold keys."""
+        """`[N, 1]`: the number of slots that hold keys."""
         return self._listed(self.p.lengths)[:, None]
 
     @cached_property
     def index(self) -> Tensor:
-        """`[N, L]`: flat rows of `k`; where a row has fewer keys, any."""
+        """`[N, L]`: flat rows of `k`; in slots without a key, any row."""
         return self._listed(self.p.key_index[0])[:, : int(self.lengths.max())]
 
     @cached_property
     def slot(self) -> Tensor:
-        """`[L]`: 0, 1, 2, ..."""
+        """`[L]`: the number of each slot."""
         return torch.arange(self.index.shape[1], device=self.index.device)
 
     @cached_property
@@ -66,7 +66,7 @@ class Reading:
 
     @cached_property
     def span(self) -> tuple[Tensor, Tensor]:
-        """`(place, size)`, each `[N, L]`: where in its span a slot lies, and how many keys that span has."""
+        """`(place, size)`, each `[N, L]`: the place of a slot in its span, and the number of keys of that span."""
         _, start, end = self.p.clamped
         size = self._listed(end - start)
         last = size.cumsum(1)
@@ -89,14 +89,14 @@ class Reading:
 
     @cached_property
     def first_mention(self) -> Tensor:
-        """`[N, L]` bool: slots whose key no earlier slot of the row holds."""
+        """`[N, L]` bool: slots whose key is in no earlier slot of the row."""
         key, order = torch.where(self.valid, self.index, -1 - self.slot).sort(dim=1, stable=True)
         first = torch.ones_like(self.valid)
         first[:, 1:] = key.diff(dim=1) != 0
         return torch.empty_like(first).scatter_(1, order, first)
 
     def attend(self, keep: Tensor | None = None, factor: float = 1.0) -> Answer:
-        """Softmax attention over the slots `keep [N, L]` (default: all), with scores times `factor`."""
+        """Attention over the slots `keep [N, L]` (default: all), with scores times `factor`."""
         scores = self.scores * factor
         if keep is not None:
             scores = scores.masked_fill(~keep.expand_as(self.valid)[:, None], -math.inf)
@@ -114,9 +114,10 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """A way to be wrong: what it is called, and the answer it gives for some rows (None: it is known to fit).
+    """A possible mistake of a kernel.
 
-    `strain`: how much larger than the right scores its scores are, and with them the errors of rounding.
+    text: the mistake in words. answer: the answer of such a kernel for some rows; None: the mistake is known to fit.
+    strain: the factor by which its scores, and so its rounding errors, exceed those of the right answer.
     """
 
     text: str
@@ -128,7 +129,7 @@ Read = Callable[[Tensor], Reading]
 
 
 def over_slots(text: str, read: Read, keep: Callable[[Reading], Tensor]) -> Finding:
-    """Of what rows of the right problem read, only the slots `keep(reading) [N, L]`."""
+    """A kernel that reads only the slots `keep(reading) [N, L]` of each row."""
 
     def answer(rows: Tensor) -> Answer:
         reading = read(rows)
@@ -138,7 +139,7 @@ def over_slots(text: str, read: Read, keep: Callable[[Reading], Tensor]) -> Find
 
 
 def wrong_keys(oracle: Oracle, read: Read) -> Iterator[Finding]:
-    """Keys left out, or read that should not be. `read(rows)` is what rows of the right problem read."""
+    """Kernels that leave out keys, or read too many. `read(rows)`: what rows of the right problem read."""
 
     def instead(text: str, p: Problem) -> Finding:
         return Finding(text, lambda rows: Reading(p, rows).attend())
@@ -149,18 +150,19 @@ def wrong_keys(oracle: Oracle, read: Read) -> Iterator[Finding]:
     if p.ranges.shape[-2] > 1:
         yield over_slots("misses the last key of each span", read, lambda r: r.span[0] < r.span[1] - 1)
         shorter = torch.stack((p.ranges[..., 0], p.ranges[..., 1] - 1), -1)
-        yield instead("misses the last key of each span that causality leaves whole", _replace(p, ranges=shorter))
+        other = _replace(p, ranges=shorter, block_indices=None)
+        yield instead("misses the last key of each span that causality leaves whole", other)
     yield over_slots("misses the first key of a row", read, lambda r: r.slot > 0)
-    yield over_slots("counts a key that is listed twice once", read, lambda r: r.first_mention)
+    yield over_slots("counts a key that is listed twice only once", read, lambda r: r.first_mention)
 
 
 def partial_blocks(oracle: Oracle, read: Read) -> Iterator[Finding]:
-    """Lengths that are no whole number of tiles, rounded down or up."""
+    """Lengths rounded down or up to a whole number of tiles."""
 
     def rounded_up(size: int) -> Callable[[Tensor], Answer]:
         def answer(rows: Tensor) -> Answer:
             out, lse = read(rows).attend()
-            more = (-oracle.seen.lengths[rows] % size).double().log()[:, None]  # that many keys of score 0 and value 0
+            more = (-oracle.seen.lengths[rows] % size).double().log()[:, None]  # keys of score 0 and value 0, as a log
             total = lse.logaddexp(more)
             return Answer(out * (lse - total.masked_fill(total == -math.inf, 0.0)).exp()[..., None], total)
 
@@ -187,7 +189,7 @@ def _in_whole_blocks_of_span(size: int, r: Reading) -> Tensor:
 
 
 def other_problems(oracle: Oracle) -> Iterator[tuple[str, Problem]]:
-    """Problems that a kernel solves instead of the one asked: another causal limit, and padding read as a block."""
+    """Problems that a wrong kernel solves instead: with another causal limit, or with padding read as a block."""
     p, whole = oracle.seen, oracle.problem
     if p.causal:
         where = p.positions().view(p.q.shape[:-2])
@@ -200,15 +202,12 @@ def other_problems(oracle: Oracle) -> Iterator[tuple[str, Problem]]:
         if p.cu_seqlens is None:
             order = torch.arange(whole.q.shape[1], device=p.q.device).expand(whole.q.shape[:2])
             yield "takes the first query for position 0", _replace(p, q_positions=oracle.pick(order))
-    if p.block_indices is not None and p.block_size is not None:
-        blocks = p.block_indices.clamp(min=0)
-        start = blocks.to(p.ranges.dtype) * p.block_size
-        ranges = torch.stack((start, start + p.block_size), -1)
-        yield "takes padding (-1) for block 0", _replace(p, blocks=blocks, ranges=ranges)
+    if p.block_indices is not None:
+        yield "takes padding (-1) for block 0", p.choosing(p.block_indices.clamp(min=0))
 
 
 def wrong_scales(oracle: Oracle, read: Read) -> Iterator[Finding]:
-    """Factors of the scores that have a name."""
+    """Wrong factors of the scores that have a known cause."""
     D, scale = oracle.problem.case.D, oracle.problem.scale
     named = [("does not divide scores by sqrt(D)", D**0.5), ("divides scores by D, not by sqrt(D)", D**-0.5)]
     if scale:
@@ -221,14 +220,14 @@ def wrong_scales(oracle: Oracle, read: Read) -> Iterator[Finding]:
 
 
 def _rounded_query(p: Problem, rows: Tensor) -> Answer:
-    """Kernels that multiply `q` by the scale before they multiply it by `k` in 16 bits."""
+    """The answer of a kernel that rounds `q` times the scale to 16 bits before it multiplies by `k`."""
     scale = p.case.D**-0.5 if p.scale is None else p.scale
     q = (p.q.float() * scale).to(p.q.dtype).double() / (scale or 1.0)
     return Reading(p.with_tensors(q, p.k, p.v), rows).attend()
 
 
 def scaled(text: str, factor: float, read: Read) -> Finding:
-    """Scores times `factor`."""
+    """A kernel whose scores are `factor` times the right ones."""
     return Finding(text, lambda rows: read(rows).attend(factor=factor), max(1.0, abs(factor)))
 
 
@@ -239,11 +238,11 @@ KV_VARIANTS = {
     "the keys": (False, True, False),
     "the selection": (True, False, False),
 }
-"""What of another KV head is read: its selection, its keys, its values."""
+"""Which parts of another KV head are read: its selection, its keys, its values."""
 
 
 def from_kv_head(p: Problem, rows: Tensor, head: int, variant: str) -> Answer:
-    """The answer where rows take from KV head `head` what `variant` says."""
+    """The answer if rows read from KV head `head` the parts that `variant` names."""
     selection, keys, values = KV_VARIANTS[variant]
     own = rows % p.k.shape[-2]
     other = torch.full_like(rows, head)
@@ -254,7 +253,7 @@ def from_kv_head(p: Problem, rows: Tensor, head: int, variant: str) -> Answer:
 
 
 def from_kv_heads(p: Problem, heads: Tensor, variant: str, rows: Tensor) -> Answer:
-    """As `from_kv_head`, with `heads [HKV, H]`: the KV head of each query head."""
+    """As `from_kv_head`, where `heads [HKV, H]` is the KV head of each query head."""
     out, lse = Reading(p, rows).attend()
     wanted = heads[rows % p.k.shape[-2]]  # [N, H]
     for head in heads.unique().tolist():
@@ -264,19 +263,6 @@ def from_kv_heads(p: Problem, heads: Tensor, variant: str, rows: Tensor) -> Answ
     return Answer(out, lse)
 
 
-def _replace(
-    p: Problem,
-    ranges: Tensor | None = None,
-    blocks: Tensor | None = None,
-    causal: bool | None = None,
-    q_positions: Tensor | None = None,
-) -> Problem:
-    """`p` with something else, and nothing of what is derived from it. With other ranges also other blocks, or none."""
-    return dataclasses.replace(
-        p,
-        ranges=p.ranges if ranges is None else ranges,
-        block_indices=p.block_indices if ranges is None else blocks,
-        causal=p.causal if causal is None else causal,
-        q_positions=p.q_positions if q_positions is None else q_positions,
-        extra={},
-    )
+def _replace(p: Problem, **fields: Any) -> Problem:
+    """`p` with other fields, and without tensors derived from the old ones."""
+    return dataclasses.replace(p, **fields, extra={})

@@ -1,7 +1,7 @@
-"""What is a wrong result instead of the right one? Compared with kernels that do one thing wrong (`counterfactual`).
+"""Says what a wrong kernel does, by comparing its result with kernels that do one thing wrong (`counterfactual`).
 
-Families of findings, from the most specific on. Some are tried one after the other; others have a number or an order
-of heads that is looked for in a few wrong rows. `Evidence.fits` decides about each.
+Findings come in families, the most specific first. Some families are fixed lists. Others search for a number or an
+order of heads in a few wrong rows. `Evidence.fits` decides whether a finding explains the result.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from nsa.testing.judge.counterfactual import (
 from nsa.testing.judge.evidence import Evidence, differ, without_empty_rows
 from nsa.testing.judge.forward import Oracle, Result
 
-ENOUGH = 16  # right elements, so that chance is no explanation of them
+ENOUGH = 16  # this many right elements cannot be due to chance
 EXP_MAX = 88.7  # exp overflows fp32 above
 EXP_MAX_FP16 = 11.0  # exp overflows fp16 above
 
 
 def diagnose(result: Result, oracle: Oracle, known: Sequence[str] = ()) -> list[str]:
-    """Every finding that fits a wrong result, the most specific first; empty when none fits, or the result is right.
+    """The findings that fit a wrong result, the most specific first; empty if none fits or the result is right.
 
     Args:
-        result: `O [B,S,HQ,Dv]`, or `(O, LSE)`; `[T,HQ,Dv]` where sequences lie packed.
-        known: findings of earlier cases. Those of them that fit are returned, if any, and nothing else is tried.
+        result: `O [B,S,HQ,Dv]`, or `(O, LSE)`; `[T,HQ,Dv]` for packed sequences.
+        known: findings of earlier cases. They are tried first; if any of them fits, no others are tried.
     """
     out, lse = result if isinstance(result, tuple) else (result, None)
     p = oracle.problem
@@ -65,7 +65,7 @@ def diagnose(result: Result, oracle: Oracle, known: Sequence[str] = ()) -> list[
 
 
 def _lse(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
-    """The output is right, and the LSE is another number."""
+    """The output is right, and the LSE is another known number."""
     if e.lse is not None and not bool(e.off.any()):
         if not bool(differ(e.lse, e.right.lse * LOG2E, e.oracle.lse_atol * LOG2E).any()):
             yield Finding("gives the LSE in base 2")
@@ -75,7 +75,7 @@ def _lse(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
 
 
 def _unwritten(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
-    """Zeros or NaN where the right answer is missing: everywhere, or from some column, head or query on."""
+    """Zeros or NaN instead of the right answer: everywhere, or from some column, head or query on."""
     for name, value in (("zero", e.out == 0), ("NaN", e.out.isnan())):
         if bool(value.all()) and bool(e.off.any()):
             yield Finding(f"leaves the whole output {name}")
@@ -85,15 +85,18 @@ def _unwritten(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
 
 
 def _partly_right(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
-    """Right up to some column, head or query, and wrong after, or but for the LSE: the least that can be said."""
+    """Right up to some column, head or query, or right except for the LSE. The least specific findings."""
     if not bool(e.off.any()):
-        yield Finding("is right but for the LSE")
+        yield Finding("is right except for the LSE")
     for axis, start, _ in _tails(e):
-        yield Finding(f"is right but for {axis} from {start} on")
+        yield Finding(f"is right except for {axis} from {start} on")
 
 
 def _tails(e: Evidence) -> Iterator[tuple[str, int, Callable[[Tensor], Tensor]]]:
-    """Axes along which all is right up to an index, most is wrong after, and what takes that part of `[N, H, Dv]`."""
+    """Axes along which the result is right up to an index and mostly wrong after it.
+
+    Yields the axis's name, the index, and a function that takes the part after the index from a tensor `[N, H, Dv]`.
+    """
     p = e.oracle.seen
     B, S, HKV = p.q.shape[0], p.q.shape[1] if p.cu_seqlens is None else 1, p.case.HKV
     axes = [("output columns", (1, -1, p.case.Dv), 2), ("query heads", (-1, p.case.HQ, p.case.Dv), 1)]
@@ -114,14 +117,14 @@ def _tail(shape: tuple[int, ...], dim: int, start: int, x: Tensor) -> Tensor:
 
 
 def _overflow(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
-    """exp of scores from which the maximum was not subtracted: NaN, infinite or 0 where it overflows or vanishes."""
+    """The maximum was not subtracted: the result is NaN, infinite or 0 where exp overflows or vanishes."""
     bad, lse = e.off.any(-1) | e.lse_off, e.right.lse
-    wrong = e.out[e.off | e.lse_off[..., None]]  # at the edge some columns of a row overflow, and others are right
+    wrong = e.out[e.off | e.lse_off[..., None]]  # in a row near the limit, some columns overflow and others are right
     if not bool((~wrong.isfinite() | (wrong == 0)).all()):
         return
     good = ~bad & lse.isfinite()
     must = (lse > EXP_MAX + 1) | (lse < -EXP_MAX - 17) & lse.isfinite()
-    may = (lse > EXP_MAX - 1) | (lse < -EXP_MAX + 3)  # sums around the largest number, and of denormal ones
+    may = (lse > EXP_MAX - 1) | (lse < -EXP_MAX + 3)  # near the largest number, or denormal
     fp32 = not bool((must & good).any()) and bool(may[bad].all())
     fp16 = bool(good.any()) and float(lse[bad].min()) > max(EXP_MAX_FP16, float(lse[good].max()))
     if fp32 or fp16 and e.oracle.problem.q.dtype == torch.float16:
@@ -129,7 +132,7 @@ def _overflow(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
 
 
 def _prefix(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
-    """The number of keys read is looked for among all there are, in the longest wrong rows."""
+    """Searches for the number of keys that the kernel reads, in the longest wrong rows."""
     longest = e.wrong_rows[e.oracle.seen.lengths[e.wrong_rows].argsort(descending=True)[:2]]
     r = Reading(e.oracle.seen, longest)
     if r.index.shape[1] < 2:
@@ -144,7 +147,7 @@ def _prefix(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
     def text(keys: int) -> str:
         return f"reads only the first {keys} keys of a row"
 
-    # Where scores are large, more keys may change nothing. Then a number of keys that was found before, or a round one.
+    # With large scores, several numbers of keys may fit. Numbers found earlier come first, then round ones.
     order = sorted(fitting, key=lambda i: (text(i + 1) not in known, float(error[i]) > least, -(i + 1 & -(i + 1)), i))
     for keys in (i + 1 for i in order[:8]):
         finding = over_slots(text(keys), e.read, partial(_before, keys))
@@ -158,14 +161,14 @@ def _before(keys: int, reading: Reading) -> Tensor:
 
 
 def _scale(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
-    """The factor that fits the longest wrong row best, unless one that has a name does."""
+    """The factor of the scores that fits the longest wrong row best, unless one of `wrong_scales` fits."""
     if any(e.fits(finding) for finding in wrong_scales(e.oracle, e.read)):
         return
     row = e.wrong_rows[e.oracle.seen.lengths[e.wrong_rows].argmax()].view(1)
     r = Reading(e.oracle.seen, row)
     if r.index.shape[1] < 2:
         return
-    # By the output, else by the LSE, which tells more where one key has all the weight.
+    # By the output first, then by the LSE: if one key has all the weight, the output says nothing about the factor.
     for lse in (None,) if e.lse is None else (None, e.lse[row[0]]):
         best = _best_factor(r.scores[0], r.values[0], e.out[row[0]], lse)
         for digits in (3, 4, 5, 8):
@@ -177,9 +180,9 @@ def _scale(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
 
 
 def _best_factor(scores: Tensor, values: Tensor, out: Tensor, lse: Tensor | None) -> float:
-    """Factor of `scores [H, L]` that comes nearest to `out [H, Dv]`, or to `lse [H]` if given, by two of the heads."""
+    """The factor of `scores [H, L]` that fits `out [H, Dv]` best, or `lse [H]` if given. Two heads are compared."""
     scores, best, step = scores[:2], 0.0, 1 / 8
-    for points in (48, 16, 16, 16, 16):  # octaves to either side
+    for points in (48, 16, 16, 16, 16):  # steps to either side of `best`; the step becomes 8 times smaller each time
         octaves = best + step * torch.arange(-points, points + 1, device=scores.device, dtype=torch.float64)
         x = scores * octaves.exp2()[:, None, None]  # [points, 2, L]
         miss = (x.softmax(-1) @ values - out[:2]).square().sum(-1) if lse is None else x.logsumexp(-1) - lse[:2]
@@ -188,7 +191,7 @@ def _best_factor(scores: Tensor, values: Tensor, out: Tensor, lse: Tensor | None
 
 
 def _query_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
-    """Each query head holds the answer of another: found by comparing all heads with all heads of a few tokens."""
+    """Query heads in another order, found by comparing every pair of heads in a few tokens."""
     p = e.oracle.seen
     HQ, HKV, G = p.case.HQ, p.case.HKV, p.case.H
     if HQ == 1:
@@ -215,7 +218,7 @@ def _query_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
 
 
 def _some_tokens(e: Evidence) -> Tensor:
-    """Up to four tokens with a wrong row, those before others in which each row has keys."""
+    """Up to four tokens with a wrong row. Tokens whose rows all have many keys come first."""
     HKV = e.oracle.seen.case.HKV
     tokens = (e.wrong_rows // HKV).unique()
     fewest = e.oracle.seen.lengths.view(-1, HKV)[tokens].amin(1)
@@ -224,7 +227,7 @@ def _some_tokens(e: Evidence) -> Tensor:
 
 
 def _kv_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
-    """Query heads read from another KV head: each is tried for a few tokens."""
+    """Query heads that read another KV head, found by trying every KV head in a few tokens."""
     p = e.oracle.seen
     HKV, H = p.case.HKV, p.case.H
     if HKV == 1:
@@ -235,7 +238,7 @@ def _kv_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
     for variant in KV_VARIANTS:
         answers = [from_kv_head(p, rows, g, variant).out for g in range(HKV)]
         off = torch.stack([differ(e.out[rows], x, e.bound(x)).any(-1) for x in answers])
-        match = ~off.view(HKV, -1, HKV, H).any(1)  # [HKV, HKV, H]: which KV head would do, for each query head
+        match = ~off.view(HKV, -1, HKV, H).any(1)  # [HKV, HKV, H]: which KV heads fit each query head
         if not bool(match.any(0).all()):
             continue
         heads = modulo if bool(match.gather(0, modulo[None]).all()) else match.int().argmax(0)
@@ -261,6 +264,6 @@ FAMILIES: tuple[tuple[str, Callable[[Evidence, Sequence[str]], Iterator[Finding]
     ("scales scores", _scale),
     ("gives the answers", _query_heads),
     ("reads the", _kv_heads),
-    ("is right but", _partly_right),
+    ("is right except", _partly_right),
 )
-"""The most specific first, each with how its texts begin."""
+"""The families, the most specific first, each with the words with which its texts begin."""

@@ -1,7 +1,7 @@
-"""A wrong result beside the right answer, and whether another answer explains it.
+"""Compares a wrong result with the right answer and with the answer of a finding.
 
-A finding fits where the result agrees with its answer in every row, within the bound of `forward`, and that answer is
-not the right one within the bound. A sample of wrong rows rules most findings out, all rows decide.
+A finding fits if the result agrees with its answer in every row, within the bound of `forward`, and that answer differs
+from the right one by more than the bound. A sample of wrong rows is compared first, because it rules out most findings.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from nsa.testing.judge.counterfactual import Answer, Finding, Reading
 from nsa.testing.judge.forward import Oracle
 
-SAMPLE = 32  # rows that rule findings out
-CHUNK = 1 << 24  # elements of keys and values that are gathered at a time: 128 MiB in fp64
+SAMPLE = 32  # rows that are compared first
+CHUNK = 1 << 24  # elements of keys and values that are gathered at a time, 128 MiB in fp64
 
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """A result beside the right answer, as rows in fp64: `out [N, H, Dv]`, and `lse [N, H]` if it came with one."""
+    """A result and the right answer, as rows in fp64: `out [N, H, Dv]`, and `lse [N, H]` or None."""
 
     oracle: Oracle
     out: Tensor
@@ -33,7 +33,7 @@ class Evidence:
 
     @classmethod
     def of(cls, out: Tensor, lse: Tensor | None, oracle: Oracle) -> Evidence:
-        """The queries whose answer is known."""
+        """Of a result, the queries whose right answer is known."""
         H, Dv = oracle.problem.case.H, oracle.problem.case.Dv
         right = Answer(oracle.out.reshape(-1, H, Dv), oracle.lse.reshape(-1, H))
         seen = None if lse is None else oracle.pick(lse).reshape(-1, H).double()
@@ -46,19 +46,19 @@ class Evidence:
 
     @cached_property
     def lse_off(self) -> Tensor:
-        """`[N, H]` bool: which LSE are wrong; none, if there is no LSE."""
+        """`[N, H]` bool: which LSE are wrong; all False without an LSE."""
         if self.lse is None:
             return torch.zeros_like(self.right.lse, dtype=torch.bool)
         return differ(self.lse, self.right.lse, self.oracle.lse_atol)
 
     @cached_property
     def wrong_rows(self) -> Tensor:
-        """The rows with anything wrong."""
+        """The rows with a wrong output or LSE."""
         return (self.off.any(-1) | self.lse_off).any(-1).nonzero()[:, 0]
 
     @cached_property
     def sample(self) -> Tensor:
-        """Of few rows all of them, else some wrong ones: half of them those with the most keys."""
+        """Up to `SAMPLE` rows: all rows if there are so few, otherwise wrong ones, half of them with the most keys."""
         if self.out.shape[0] <= SAMPLE:
             return torch.arange(self.out.shape[0], device=self.out.device)
         longest = self.oracle.seen.lengths[self.wrong_rows].argsort(descending=True)[: SAMPLE // 2]
@@ -70,16 +70,16 @@ class Evidence:
         return Reading(self.oracle.seen, self.sample)
 
     def read(self, rows: Tensor) -> Reading:
-        """What rows of the right problem read."""
+        """The keys and values that rows of the right problem read."""
         return self._sampled if rows is self.sample else Reading(self.oracle.seen, rows)
 
     def bound(self, answer: Tensor, strain: float = 1.0) -> float:
-        """As `Oracle.bound`, for another answer."""
+        """The bound of `forward` for another answer."""
         eps, peak = torch.finfo(self.oracle.problem.q.dtype).eps, self.oracle.peak
         return 2 * self.oracle.err_sdpa * strain + 4 * eps * max(peak, float(answer.abs().max()))
 
     def fits(self, finding: Finding) -> bool:
-        """Whether the result is this finding's answer in all rows, and that is not the right one."""
+        """Whether the result agrees with the finding's answer in all rows, and that answer is not the right one."""
         if finding.answer is None:
             return True
         agrees, differs = self._compare(finding, finding.answer, self.sample)
@@ -95,7 +95,7 @@ class Evidence:
         return differs
 
     def _compare(self, finding: Finding, give: Callable[[Tensor], Answer], rows: Tensor) -> tuple[bool, bool]:
-        """Whether the result agrees with an answer in these rows, and whether the answer differs from the right one."""
+        """Whether the result agrees with an answer in some rows, and whether that answer differs from the right one."""
         answer = give(rows)
         bound, atol = self.bound(answer.out, finding.strain), self.oracle.lse_atol * finding.strain
         if bool(differ(self.out[rows], answer.out, bound).any()):
@@ -114,7 +114,7 @@ def differ(x: Tensor, y: Tensor, bound: float) -> Tensor:
 
 
 def without_empty_rows(e: Evidence) -> tuple[Evidence, list[str]]:
-    """What a kernel gives for rows that select nothing, where that has a name, and the evidence without it."""
+    """Findings about rows that select nothing, and the evidence in which those rows are corrected."""
     empty, found = e.oracle.seen.lengths == 0, []
     out, lse = e.out, e.lse
     if bool(empty.any()):

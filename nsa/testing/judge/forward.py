@@ -1,10 +1,10 @@
-"""Is an output right? Bounded by what SDPA gets wrong in the same dtype over the same keys (docs/proving.md).
+"""Checks outputs and LSE. The bound follows from the error of SDPA in the same dtype over the same keys.
 
-`err ≤ 2·err_SDPA + 4·eps(dtype)·max|ref|`, all against an fp64 oracle. That alone would pass a kernel that agrees with
-a wrong oracle less badly than SDPA does, so SDPA must also agree with the oracle to within its dtype.
+`err ≤ 2·err_SDPA + 4·eps(dtype)·max|ref|`, both errors against an fp64 oracle (docs/proving.md). If the oracle were
+wrong, `err_SDPA` and the bound would be large. So SDPA must also agree with the oracle to within rounding.
 
-In fp32 the order of a sum decides its error. SDPA adds in blocks, a kernel may add one product after the other, and
-either may be exact by luck. There `err_SDPA` is at least two standard deviations of the second (`one_by_one`).
+In fp32 the order of additions decides the error. SDPA adds in blocks, a kernel may add one product after the other, and
+either may be exact by chance. So in fp32 `err_SDPA` is at least two standard deviations of the latter (`one_by_one`).
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from nsa.testing.matrix.problem import Problem
 Result = Tensor | tuple[Tensor, Tensor]
 MAE = 1e-3  # for N(0,1) inputs and rows of at least 16 keys
 MAE_MIN_L = 16
-SAMPLED = 2048  # rows of a large problem that are compared: 1 GiB of keys and values at D = 128 and L = 1024
+SAMPLED = 2048  # rows of a large problem that are compared, 1 GiB of keys and values at D = 128 and L = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class Oracle:
-    """What the right answer is, and how well SDPA gets it.
+    """The right answer, and the error of SDPA.
 
-    `out [B,S,HQ,Dv]` and `lse [B,S,HQ]` in fp64; `sdpa` like `out`, in the problem's dtype; `err_sdpa`: its largest
-    absolute error, in fp32 at least `2 * one_by_one`; `lse_atol`: how far an fp32 LSE may be off.
+    out, lse: `[B,S,HQ,Dv]` and `[B,S,HQ]` in fp64. sdpa: like `out`, in the problem's dtype. err_sdpa: the largest
+    absolute error of `sdpa`, in fp32 at least `2 * one_by_one`. peak: the largest absolute output. lse_atol: the
+    allowed error of an fp32 LSE.
 
-    Of a large problem (`Case.large`) it knows the answer for some queries: `at [s]` are their positions, `seen` is the
-    problem with no others, and `S` above is `s`.
+    Of a large problem (`Case.large`) only the answers of some queries are known. `at [s]` are their positions, `seen`
+    is the problem with only these queries, and `S` above is `s`.
     """
 
     problem: Problem
@@ -49,7 +50,7 @@ class Oracle:
     at: Tensor | None = None
 
     def pick(self, x: Tensor) -> Tensor:
-        """Of `[B,S,…]` the queries whose answer is known."""
+        """The queries of `x [B,S,…]` whose answer is known."""
         return x if self.at is None else x[:, self.at]
 
     @property
@@ -59,7 +60,7 @@ class Oracle:
 
     @classmethod
     def of(cls, p: Problem) -> Oracle:
-        """Compute both, of a large problem for `some_queries` of it.
+        """Compute the answer and SDPA, of a large problem for `some_queries`.
 
         Raises:
             AssertionError: SDPA in the problem's dtype is farther from the oracle than rounding explains.
@@ -72,7 +73,7 @@ class Oracle:
         err = float((sdpa.double() - out).abs().max()) if out.numel() else 0.0
         one = one_by_one(seen) if p.q.dtype == torch.float32 else 0.0
         rounding = max(16 * torch.finfo(p.q.dtype).eps, 1e-4 if p.q.dtype == torch.float32 else 0.0) * max(1.0, peak)
-        rounding = max(rounding, 8 * one)  # more than the first only where scores are large
+        rounding = max(rounding, 8 * one)  # larger than the line above only if scores are large
         if not err <= rounding:
             raise AssertionError(
                 f"{describe(p)}: the fp64 oracle and SDPA over the same keys differ by {err:.3g}, rounding explains "
@@ -90,10 +91,10 @@ def fp64(p: Problem) -> tuple[Tensor, Tensor]:
 
 
 def reference_at(q: Tensor, k: Tensor, v: Tensor, at: slice | Tensor, **selection: Any) -> tuple[Tensor, Tensor]:
-    """The oracle's `(out [B,s,HQ,Dv], lse [B,s,HQ])` of the queries `at`, told where they stand.
+    """The oracle's `(out [B,s,HQ,Dv], lse [B,s,HQ])` of the queries `at`, which keep their positions.
 
     Args:
-        selection: of the whole batch, as keywords of `nsa.selection_attention`; no `cu_seqlens`.
+        selection: the selection of the whole batch, as keywords of `nsa.selection_attention` without `cu_seqlens`.
     """
     selection = {name: x[:, at] if isinstance(x, Tensor) else x for name, x in selection.items()}
     if selection.get("q_positions") is None:
@@ -105,10 +106,10 @@ def reference_at(q: Tensor, k: Tensor, v: Tensor, at: slice | Tensor, **selectio
 
 
 def some_queries(p: Problem) -> Tensor:
-    """Positions `[s]`, sorted and each once, of the queries of a large problem that are compared: the same each time.
+    """Positions `[s]`, sorted, of the queries of a large problem that are compared. The seed of the problem fixes them.
 
-    The first and the last, the last of a block and the first of the next at a few places, and random ones between, as
-    many as make about `SAMPLED` rows, and 64 at least.
+    They are the first and the last queries, the queries beside some block boundaries, and random ones: enough for about
+    `SAMPLED` rows, and at least 64.
     """
     S, size = p.q.shape[1], p.block_size or 64
     count = min(S, max(64, SAMPLED // (p.case.B * p.case.HKV)))
@@ -129,13 +130,13 @@ def sdpa_same_keys(p: Problem) -> Tensor:
     mask = None
     if ragged:
         valid = torch.arange(K.shape[1], device=K.device) < lengths[:, None]
-        mask = (valid | (lengths == 0)[:, None])[:, None, None, :]  # an empty row would be NaN; zeroed below
+        mask = (valid | (lengths == 0)[:, None])[:, None, None, :]  # empty rows would be NaN; they are zeroed below
     out = F.scaled_dot_product_attention(Q[:, None], K[:, None], V[:, None], mask, scale=p.scale)[:, 0]
     return p.unpack(out.masked_fill((lengths == 0)[:, None, None], 0) if ragged else out)
 
 
 def one_by_one(p: Problem) -> float:
-    """Largest standard deviation of an output element in fp32, where every sum adds one product after the other."""
+    """The largest standard deviation of an output element in fp32, if every sum adds one product after the other."""
     Q, K, V, lengths = p.rows
     if not Q.shape[0] or not K.shape[1]:
         return 0.0
@@ -145,7 +146,7 @@ def one_by_one(p: Problem) -> float:
     unused = torch.arange(K.shape[1], device=K.device) >= count
     P = (dot * scale).masked_fill(unused, -math.inf).softmax(-1).masked_fill(count == 0, 0.0)
     out = P @ V  # [N, H, Dv]
-    # An error e of a score moves the output by P·e·(V - O). Errors of different scores are independent.
+    # An error e of a score changes the output by P·e·(V - O). Errors of different scores are independent.
     scores = P.square() * scale**2 * sum_variance(D, dot, Q.square() @ K.square().mT)
     variance = scores @ V.square() - 2 * out * (scores @ V) + out.square() * scores.sum(-1, keepdim=True)
     variance += sum_variance(count, out, P.square() @ V.square())
@@ -153,24 +154,25 @@ def one_by_one(p: Problem) -> float:
 
 
 def sum_variance(count: Tensor | int, total: Tensor, squares: Tensor) -> Tensor:
-    """Variance of an fp32 sum of `count` products, added in a random order one after the other.
+    """The variance of an fp32 sum of `count` products, added one after the other in a random order.
 
     Args:
-        total: their sum. squares: the sum of their squares.
+        total: the sum of the products. squares: the sum of their squares.
 
-    Each addition rounds a partial sum by up to `u = 2⁻²⁴` of its size, evenly spread: `u²/3` of its square. The squares
-    of the partial sums add up to `count·(total²/3 + squares/6)` on average over the orders.
+    Each addition rounds a partial sum by at most `u = 2⁻²⁴` times its size. If errors are uniformly distributed, their
+    variance is `u²/3` times the square of the partial sum. Averaged over all orders, the squares of the partial sums
+    add up to `count·(total²/3 + squares/6)`.
     """
     variance: Tensor = 2.0**-48 / 9 * count * (total.square() + squares / 2)
     return variance
 
 
 def lse_atol(p: Problem) -> float:
-    """Allowed absolute error of an fp32 LSE.
+    """The allowed absolute error of an fp32 LSE.
 
-    LSE is 1-Lipschitz in the scores, and a score is a sum of D products accumulated in fp32 (products of fp16 or bf16
-    are exact there), so it is off by at most D·2⁻²³·scale·|q||k| (truncating accumulators included); exp, log and the
-    running maximum add a few ulp of the LSE itself.
+    The LSE is 1-Lipschitz in the scores. A score is a sum of D products in fp32, and products of fp16 or bf16 are exact
+    there. So a score is off by at most D·2⁻²³·scale·|q||k|, also if accumulators truncate. exp, log and the running
+    maximum add a few ulp of the LSE itself.
     """
     if not p.q.numel() or not p.k.numel():
         return 0.0
@@ -182,10 +184,10 @@ def lse_atol(p: Problem) -> float:
 
 
 def assert_parity(result: Result, oracle: Oracle, name: str = "output") -> None:
-    """Check one implementation's output, and its LSE if it comes as a pair; of a large problem the queries known.
+    """Check an output, and the LSE if `result` is a pair. Of a large problem only the queries in `oracle.at` count.
 
     Raises:
-        AssertionError: naming shape, seed, dtype, the worst place, got, expected and bound.
+        AssertionError: the error names shape, seed, dtype, the worst place, both values and the bound.
     """
     out, lse = result if isinstance(result, tuple) else (result, None)
     p = oracle.seen
@@ -198,7 +200,7 @@ def assert_parity(result: Result, oracle: Oracle, name: str = "output") -> None:
     if not out.numel():
         return
     mae = mean_abs_error(out, oracle)
-    if oracle.at is not None:  # what the others are is not known, but N(0,1) inputs give no NaN
+    if oracle.at is not None:  # the other queries are not compared, but N(0,1) inputs must not give NaN
         assert not bool(out.isnan().any()), f"{head}: {int(out.isnan().sum())} NaN"
         out = oracle.pick(out)
     diff = (out.double() - oracle.out).abs()
@@ -218,7 +220,7 @@ def assert_parity(result: Result, oracle: Oracle, name: str = "output") -> None:
 
 
 def assert_lse(lse: Tensor, oracle: Oracle, head: str) -> None:
-    """LSE: fp32 `[B,S,HQ]`, -inf exactly where nothing is selected, within `lse_atol` elsewhere."""
+    """Check an LSE: fp32 `[B,S,HQ]`, -inf exactly for rows that select nothing, within `lse_atol` for the others."""
     want, shape = oracle.lse, oracle.problem.q.shape[:-1]
     assert lse.shape == shape, f"{head}: expected LSE shape {tuple(shape)}, got {tuple(lse.shape)}"
     assert lse.dtype in (torch.float32, torch.float64), f"{head}: expected LSE in float32, got {lse.dtype}"
@@ -235,10 +237,10 @@ def assert_lse(lse: Tensor, oracle: Oracle, head: str) -> None:
 def cached_parity(
     got: tuple[Tensor, Tensor | None], want: tuple[Tensor, Tensor], dtype: torch.dtype, head: str
 ) -> None:
-    """Check `(O, LSE or None)` of a call over a cache: O within rounding of the inputs' dtype, the LSE within fp32's.
+    """Check `(O, LSE or None)` of a call over a cache: O to within rounding of its dtype, the LSE of fp32.
 
     Raises:
-        AssertionError: naming what is off, and by how much.
+        AssertionError: the error says what is off, and by how much.
     """
     (o, lse), (o_want, lse_want) = got, want
     assert o.dtype == dtype, f"{head}: expected {dtype}, got {o.dtype}"
@@ -257,7 +259,7 @@ def cached_parity(
 
 
 def mean_abs_error(out: Tensor, oracle: Oracle) -> float:
-    """MAE over the rows of at least 16 keys, where averaging makes 1e-3 a fair bound; 0 if there are none."""
+    """The mean absolute error over rows of at least `MAE_MIN_L` keys, whose bound is `MAE`; 0 without such rows."""
     p = oracle.seen
     rows = p.unpack((p.lengths >= MAE_MIN_L)[:, None].expand(-1, p.case.H))
     diff = (oracle.pick(out).double() - oracle.out)[rows]
@@ -265,7 +267,7 @@ def mean_abs_error(out: Tensor, oracle: Oracle) -> float:
 
 
 def describe(p: Problem) -> str:
-    """Shape, seed and dtype, as every message begins."""
+    """Shape, seed and dtype: the beginning of every error."""
     return f"{p.case.id} [q {tuple(p.q.shape)}, k {tuple(p.k.shape)}, {p.case.dtype}, seed {p.seed}]"
 
 

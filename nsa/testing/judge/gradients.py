@@ -1,7 +1,7 @@
-"""Are gradients right? Bounded by what those of dense SDPA get wrong in the same dtype under the same mask.
+"""Checks gradients. The bound follows from the error of dense SDPA's gradients in the same dtype under the same mask.
 
-`err ≤ 2·err_SDPA + 4·eps(dtype)·max|ref|` for each of dq, dk and dv, against fp64 gradients of the oracle. The mask is
-additive, the logarithm of how often a row lists a key, so that a key listed twice counts twice there as well. In fp32
+`err ≤ 2·err_SDPA + 4·eps(dtype)·max|ref|` for each of dq, dk and dv, both errors against fp64 gradients of the oracle.
+The mask is additive: the logarithm of how often a row lists a key, so that a key listed twice counts twice. In fp32
 `err_SDPA` is at least two standard deviations of sums that add one product after the other, as in `forward.py`.
 """
 
@@ -25,9 +25,9 @@ NAMES = ("dq", "dk", "dv")
 
 @dataclass(frozen=True, eq=False)
 class GradientOracle:
-    """The gradients `(dq, dk, dv)` of `sum(O * do)` in fp64, and the largest error of SDPA's in the problem's dtype.
+    """The gradients `(dq, dk, dv)` of `sum(O * do)` in fp64, and the largest errors of SDPA's gradients.
 
-    `o [B,S,HQ,Dv]` and `lse [B,S,HQ]` are the oracle's answer of the forward pass, in the dtypes a kernel has them in.
+    o, lse: the oracle's `[B,S,HQ,Dv]` and `[B,S,HQ]` of the forward pass, in the dtypes that a kernel returns.
     """
 
     problem: Problem
@@ -39,7 +39,7 @@ class GradientOracle:
 
     @classmethod
     def of(cls, p: Problem) -> GradientOracle:
-        """Draw `do` (N(0,1)) and compute both.
+        """Draw `do` (N(0,1)), and compute the gradients and SDPA's errors.
 
         Raises:
             AssertionError: SDPA in the problem's dtype is farther from the oracle than rounding explains.
@@ -58,7 +58,7 @@ class GradientOracle:
         ones = one_by_one(p, do, o, lse, exact) if p.q.dtype == torch.float32 else (0.0, 0.0, 0.0)
         for name, error, want, one in zip(NAMES, errors, exact, ones, strict=True):
             rounding = max(32 * eps, 1e-4 if p.q.dtype == torch.float32 else 0.0) * max(1.0, _peak(want))
-            rounding = max(rounding, 8 * one)  # more than the first only where scores are large
+            rounding = max(rounding, 8 * one)  # larger than the line above only if scores are large
             assert error <= rounding, (
                 f"{describe(p)}: {name} of the fp64 oracle and of dense SDPA differ by {error:.3g}, rounding explains "
                 f"{rounding:.3g}: one of the two is wrong"
@@ -68,7 +68,7 @@ class GradientOracle:
 
 
 def one_by_one(p: Problem, do: Tensor, o: Tensor, lse: Tensor, exact: Sequence[Tensor]) -> tuple[float, ...]:
-    """As `forward.one_by_one`, of `(dq, dk, dv)` by the formulas of arXiv 2307.08691, algorithm 2."""
+    """As `forward.one_by_one`, for `(dq, dk, dv)` by the formulas of arXiv 2307.08691, algorithm 2."""
     if not p.q.numel() or not p.k.numel():
         return 0.0, 0.0, 0.0
     batches, HKV = (p.k.shape[0] if p.k.dim() == 4 else 1), p.k.shape[-2]
@@ -91,7 +91,7 @@ def one_by_one(p: Problem, do: Tensor, o: Tensor, lse: Tensor, exact: Sequence[T
     P = (dot * scale - lse.detach().float().view(*dot.shape[:-1], 1)).masked_fill(listed == 0, -math.inf).exp() * listed
     dS = P * (dP - delta)
     score = scale**2 * sum_variance(D, dot, by_row(Q.square(), K.square()))
-    relative = score + (P.square() * score).sum(-1, keepdim=True)  # of P: its score, and the LSE
+    relative = score + (P.square() * score).sum(-1, keepdim=True)  # variance of P / P: of its score and of the LSE
     wrong_dP = sum_variance(Dv, dP, by_row(dO.square(), V.square()))
     wrong_delta = sum_variance(Dv, delta, (dO * out).square().sum(-1, keepdim=True))
     wrong_dS = dS.square() * relative + P.square() * (wrong_dP + wrong_delta)
@@ -103,7 +103,7 @@ def one_by_one(p: Problem, do: Tensor, o: Tensor, lse: Tensor, exact: Sequence[T
 
 
 def multiplicity(p: Problem) -> Tensor:
-    """`[B, S, HKV, keys]`: how often each row lists each key. A packed batch is one of all its tokens and keys."""
+    """`[B, S, HKV, keys]`: how often each row lists each key. For packed sequences B = 1, and S and keys are totals."""
     base, start, end = p.clamped
     batches, keys = (p.k.shape[0], p.k.shape[1]) if p.k.dim() == 4 else (1, p.k.shape[0])
     base = base.view(batches, -1) - torch.arange(batches, device=base.device)[:, None] * (keys if batches > 1 else 0)
@@ -114,7 +114,7 @@ def multiplicity(p: Problem) -> Tensor:
 
 
 def dense_sdpa(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Dense SDPA under the mask of the selection, in the dtype of the tensors: `O [B,S,HQ,Dv]`, zero for empty rows."""
+    """Dense SDPA under the mask of the selection, in the tensors' dtype: `O [B,S,HQ,Dv]`, zero for empty rows."""
     counts = multiplicity(p)  # [B, S, HKV, keys]
     empty = counts.sum(-1, keepdim=True) == 0
     mask = counts.to(q.dtype).log().masked_fill(empty, 0.0)
@@ -129,7 +129,7 @@ def assert_gradients(got: Sequence[Tensor], oracle: GradientOracle, name: str) -
     """Check `(dq, dk, dv)` of one implementation.
 
     Raises:
-        AssertionError: naming shape, seed, dtype, which gradient, its error and the bound.
+        AssertionError: the error names shape, seed, dtype, the gradient, its error and the bound.
     """
     p = oracle.problem
     eps = torch.finfo(p.q.dtype).eps
@@ -142,11 +142,11 @@ def assert_gradients(got: Sequence[Tensor], oracle: GradientOracle, name: str) -
         error = _error(x, want)
         assert error <= bound, f"{head}: error {error:.4g} > bound {bound:.4g} = 2*{err:.3g} (SDPA) + 4*eps*max"
         nothing = unread[0] if which == "dq" else unread[1]
-        assert not bool(x[nothing].any()), f"{head}: expected exactly 0 where nothing reads or is read"
+        assert not bool(x[nothing].any()), f"{head}: expected exactly 0 for empty rows and for keys that no row lists"
 
 
 def _unread(p: Problem) -> tuple[Tensor, Tensor]:
-    """`[B, S, HQ]`: query heads of rows that list nothing; `[B, S_kv, HKV]`: keys that no row lists."""
+    """bool `[B, S, HQ]`: query heads of rows that list nothing; bool `[B, S_kv, HKV]`: keys that no row lists."""
     counts = multiplicity(p)
     rows = counts.sum(-1).repeat_interleave(p.case.H, 2) == 0
     keys = counts.sum(1).transpose(1, 2) == 0

@@ -1,1 +1,1 @@
-"""What is tested: shapes (`case`), their tensors (`inputs`, `problem`, `caches`), and calls that Hypothesis draws."""
+"""The inputs of tests: shapes (`case`), their tensors (`inputs`, `problem`, `caches`), and Hypothesis `strategies`."""

@@ -1,4 +1,4 @@
-"""KV caches for tests and benchmarks: sequences of unequal length, contiguous or in pages, and the oracle of calls."""
+"""KV caches for tests and benchmarks, contiguous or in pages, and the oracle for calls over them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from torch import Tensor
 
 from nsa.call import Call
 from nsa.plain.oracle import selection_reference
-from nsa.testing.matrix.problem import Problem
+from nsa.testing.matrix.problem import Problem, spans_of_blocks
 
-NOWHERE = (-1, -(2**31), 2**31 - 1)  # pages that no cache has
+NOWHERE = (-1, -(2**31), 2**31 - 1)  # numbers of pages that do not exist
 
 
 @dataclass(frozen=True)
 class Cache:
     """Keys and values of ``B`` sequences as :func:`nsa.selection_attention_with_kvcache` takes them.
 
-    Attributes:
-        k, v: ``[B, S_max, HKV, D | Dv]``, or ``[pages, page_size, HKV, D | Dv]`` where there is a table.
-        cache_seqlens: ``[B]``. block_table: ``[B, width]`` or None.
+    k, v: ``[B, S_max, HKV, D | Dv]``, or ``[pages, page_size, HKV, D | Dv]`` with a block table.
+    cache_seqlens: ``[B]``. block_table: ``[B, width]`` or None.
     """
 
     k: Tensor
@@ -34,16 +33,16 @@ class Cache:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keywords of a call."""
+        """The keywords of a call that describe the cache."""
         return {"cache_seqlens": self.cache_seqlens, "block_table": self.block_table}
 
     @property
     def room(self) -> int:
-        """Keys that a sequence may have."""
+        """The most keys that a sequence may have."""
         return int(self.k.shape[1]) * (1 if self.block_table is None else int(self.block_table.shape[1]))
 
     def sequence(self, b: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values of a sequence side by side, ``[length, HKV, D | Dv]``, and which exist ``[length]``."""
+        """Keys and values of a sequence in order, ``[length, HKV, D | Dv]``, and ``[length]`` whether each exists."""
         length = min(max(int(self.cache_seqlens[b]), 0), self.room)
         if self.block_table is None:
             return self.k[b, :length], self.v[b, :length], torch.ones(length, dtype=torch.bool)
@@ -68,9 +67,9 @@ def draw(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Cache:
-    """N(0, 1) keys and values; whatever no sequence holds, in the cache and in its spare pages, is NaN.
+    """A cache of N(0, 1) keys and values. Every place outside the sequences, spare pages included, is NaN.
 
-    Pages lie in any order, the table's places past a sequence's end name pages that do not exist.
+    Pages are in random order. Past the end of a sequence, the block table names pages that do not exist.
     """
     g = torch.Generator().manual_seed(seed)
     B = len(lengths)
@@ -95,9 +94,9 @@ def draw(
 
 
 def oracle(q: Tensor, cache: Cache, **selection: Any) -> tuple[Tensor, Tensor]:
-    """``(O, LSE)`` in fp64, sequence by sequence over keys laid side by side: nothing of ours that knows of pages.
+    """``(O, LSE)`` in fp64, one sequence after the other, over contiguous keys. None of our code for pages is used.
 
-    ``selection``: ``ranges``, or ``block_indices`` and ``block_size``; ``causal``, ``scale``.
+    selection: ``ranges``, or ``block_indices`` and ``block_size``; ``causal``, ``scale``.
     """
     per_row = ("ranges", "block_indices")
     outputs = []
@@ -112,11 +111,10 @@ def oracle(q: Tensor, cache: Cache, **selection: Any) -> tuple[Tensor, Tensor]:
 
 
 def _without(selection: dict[str, Any], exists: Tensor) -> dict[str, Any]:
-    """The selection as spans of one key each, but for the keys that do not exist."""
-    spans, size = selection.get("ranges"), selection.get("block_size")
+    """The selection without the keys that do not exist, as spans of one key each."""
+    spans = selection.get("ranges")
     if spans is None:
-        blocks = selection["block_indices"].long()
-        spans = torch.stack((blocks * size, (blocks + 1) * size), -1).masked_fill((blocks < 0)[..., None], 0)
+        spans = spans_of_blocks(selection["block_indices"], selection["block_size"])
     rows = [
         [key for start, end in row.tolist() for key in range(max(start, 0), min(end, len(exists))) if exists[key]]
         for row in spans.reshape(-1, *spans.shape[-2:])
@@ -132,7 +130,7 @@ def _without(selection: dict[str, Any], exists: Tensor) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def maker(page_size: int | None) -> Callable[[Problem], Cache]:
-    """What makes a problem's keys a full cache, its pages in any order; for :meth:`Problem.derived`."""
+    """A function that makes a full cache of a problem's keys, pages in random order. For :meth:`Problem.derived`."""
 
     def make(p: Problem) -> Cache:
         B, S_kv = p.k.shape[:2]

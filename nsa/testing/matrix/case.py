@@ -1,6 +1,6 @@
-"""`Case`: one shape of the selection problem, with an id a person can type, and how its inputs are drawn.
+"""`Case`: one shape of the selection problem, with an id that a person can type; and lists of cases.
 
-Parity, edge and perf share cases, and so inputs and seeds (drawn in `inputs.py`).
+Parity, edge and perf share cases, inputs and seeds (`inputs.py` draws the inputs).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from nsa.testing.matrix.inputs import draw
 from nsa.testing.matrix.problem import Problem
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-CACHE = 2048  # keys each row owns when its spans are read from the cache
-LARGE = 16_384  # rows beyond which nobody packs a problem, and the oracle looks at some of its queries
+CACHE = 2048  # keys that each row owns if its spans are read from a cache
+LARGE = 16_384  # above this many rows a problem is not packed, and the oracle answers only some queries
 SOURCES = {
     "few": "rows", "many": "ranges", "mixed": "ranges", "decode": "blocks", "prefill": "blocks", "overlap": "ranges",
 }  # fmt: skip
-"""Distributions as core lists them, and how the kernel learns the keys of each."""
+"""Distributions in core's order, and the usual source of each."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Case:
     dist: "few" (one span), "many" (8 equal spans), "mixed" (2, 4 or 8 spans of random lengths summing to `L`),
     "decode" and "prefill" (blocks: the first, the query's own, the rest random), "overlap" (4 spans or blocks that have
     keys in common and reach past the query; every third row lists nothing).
-    source: how the kernel learns the keys; "rows" (packed, dense), "varlen" (packed, lengths 0..L), "ranges", "blocks".
-    The defaults (empty source, `S_kv = 0`) are what the distribution usually means: few in packed rows, many and mixed
-    as ranges over 2,048 keys which the row owns alone.
+    source: how the selection is written: "rows" (packed, dense), "varlen" (packed, lengths 0..L), "ranges", "blocks".
+    An empty source and `S_kv = 0` stand for the usual ones of the distribution: packed rows for few, ranges over 2,048
+    keys of the row's own for many and mixed.
     """
 
     H: int
@@ -47,14 +47,14 @@ class Case:
     S: int = 1
     S_kv: int = 0
     block_size: int = 64
-    n: int = 0  # block slots of a row; 0 = just enough for L
+    n: int = 0  # block slots of a row; 0 = as many as L needs
     causal: bool = True
     positions: bool = False  # explicit q_positions
     int64: bool = False  # spans in int64
-    seqlens: tuple[int, ...] = ()  # a cu_seqlens batch of sequences this long; N = sum * HKV
-    kv_seqlens: tuple[int, ...] = ()  # keys of each sequence; as many as queries unless given
-    shared: float = 0.0  # prefill: share of its blocks that a query has in common with the one before it
-    scores: float = 1.0  # standard deviation of the scores; from 64 on exp overflows unless the maximum is subtracted
+    seqlens: tuple[int, ...] = ()  # queries of each packed sequence (cu_seqlens); N = sum * HKV
+    kv_seqlens: tuple[int, ...] = ()  # keys of each packed sequence; empty: as many as queries
+    shared: float = 0.0  # prefill: the share of its blocks that a query has in common with the query before it
+    scores: float = 1.0  # standard deviation of the scores; at 64, exp overflows unless the maximum is subtracted
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
@@ -74,7 +74,7 @@ class Case:
         if self.kv_seqlens and len(self.kv_seqlens) != len(self.seqlens):
             raise ValueError(f"expected kv_seqlens for {len(self.seqlens)} sequences, got {len(self.kv_seqlens)}")
         if self.shared and (self.dist != "prefill" or self.positions or self.seqlens or self.n < 2):
-            raise ValueError(f"expected shared = 0 but for a prefill of a batch in order, got {self.shared:g}")
+            raise ValueError(f"expected shared = 0 except for a prefill of whole prompts, got {self.shared:g}")
 
     @property
     def B(self) -> int:
@@ -83,12 +83,12 @@ class Case:
 
     @property
     def HQ(self) -> int:
-        """Query heads in all."""
+        """Query heads, `H * HKV`."""
         return self.H * self.HKV
 
     @property
     def large(self) -> bool:
-        """Whether a packed copy of it, or the oracle's answer for all of it, is more than anybody wants to hold."""
+        """Whether a packed copy, or the oracle's answer for all rows, would take too much memory."""
         return self.N > LARGE
 
     @property
@@ -98,7 +98,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """`H8-D128-Dv128-L512-N1024-many-bf16`, then a word for all that is not the distribution's default."""
+        """`H8-D128-Dv128-L512-N1024-many-bf16`, then a word for each field that differs from its usual value."""
         words = [f"H{self.H}", f"D{self.D}", f"Dv{self.Dv}", f"L{self.L}", f"N{self.N}", self.dist, self.dtype]
         usual = Case(self.H, self.D, self.Dv, self.L, self.N, self.dist, self.dtype, source=self.source)
         if self.source != SOURCES[self.dist]:
@@ -120,21 +120,21 @@ class Case:
 
     @property
     def seed(self) -> int:
-        """Fixed by the id."""
+        """The seed of the inputs, a hash of the id."""
         return zlib.crc32(self.id.encode())
 
     def fields(self) -> dict[str, object]:
-        """Every field, as JSON can hold it, and the derived `B`, `HQ` and id."""
+        """Every field, `B`, `HQ` and the id, as JSON can hold them."""
         lists = {"seqlens": list(self.seqlens), "kv_seqlens": list(self.kv_seqlens)}
         return dataclasses.asdict(self) | lists | {"B": self.B, "HQ": self.HQ, "case": self.id}
 
     def make(self, device: torch.device | str, seed: int | None = None) -> Problem:
-        """Draw N(0,1) inputs, queries times `scores`, and the selection. Same numbers on every run of a device type."""
+        """Draw the inputs. They are the same in every run on the same kind of device."""
         return draw(self, torch.device(device), self.seed if seed is None else seed)
 
 
 def core() -> list[Case]:
-    """What baselines and gates mean: 84 `few`, 36 `many` and `mixed` from the cache, 6 decode, 8 prefill; bf16."""
+    """The cases of baselines, in bf16: 84 `few`, 36 `many` and `mixed` from the cache, 6 decode, 8 prefill."""
     few = [
         Case(H, D, D, L, N, "few", "bf16")
         for N in (64, 256, 1024) for H in (4, 8) for D in (64, 128) for L in (16, 32, 64, 128, 256, 512, 1024)
@@ -157,10 +157,10 @@ def prefill(T: int, HQ: int, HKV: int, shared: float = 0.0) -> Case:
 
 
 def long_context() -> list[Case]:
-    """What is timed with the full matrix beside core: decode at 128k keys, and prefill in between and beyond.
+    """The cases that `--nsa-full` adds: decode with 128k keys, and prompts of 16k, 32k and 128k tokens.
 
-    Decode reads as much as at 8k (2 GiB of cache at B = 8). Prefills tell the time per token over 16k to 128k, and how
-    much neighbours gain that share blocks, as those of trained models do.
+    A decode step reads as many keys as with 8k (2 GiB of cache at B = 8). Some prompts have neighbouring queries that
+    share blocks, as in trained models.
     """
     decode = [Case(16, 128, 128, 1024, 4 * B, "decode", "bf16", HKV=4, S_kv=131_072) for B in (1, 8)]
     lengths = [prefill(T, *heads) for T in (16_384, 32_768, 131_072) for heads in PREFILL_HEADS]
@@ -175,7 +175,7 @@ def full() -> list[Case]:
         for dist in ("few", "many", "mixed") for dtype in ("fp16", "bf16") for N in (64, 256, 1024) for H in (4, 8)
         for D, Dv in dims for L in (16, 32, 64, 128, 256, 512, 1024)
     ]  # fmt: skip
-    # Blocks of 64 that a decode step may see: its own length t+1 clamps the selection where S_kv < n * 64.
+    # `(n, L)` of decode steps: n blocks of 64, of which S_kv keys exist if S_kv < n * 64.
     seen = [(8, 128), (8, 256), (8, 512), (16, 128), (16, 256), (16, 512), (16, 1024)]
     decode = [
         Case(h, D, D, L, B, "decode", dtype, S_kv=8192 if L == 64 * n else L, n=n)
@@ -185,7 +185,7 @@ def full() -> list[Case]:
 
 
 def parity() -> list[Case]:
-    """What parity runs on a GPU: the full matrix, and the group sizes, dims and geometries perf does not time."""
+    """The parity lane on a GPU: the full matrix, and group sizes, dims and geometries that perf does not time."""
     base = [c for c in full() if not c.large]
     varlen = [dataclasses.replace(c, source="varlen", S_kv=0) for c in base if c.source == "rows"]
     blocks = [
@@ -223,9 +223,9 @@ def _sequences() -> list[Case]:
 
 
 def prefills() -> list[Case]:
-    """Prompts by group size, block size and geometry: whole, a chunk at the end, packed end to end, in spans.
+    """Prompts by group size, block size and geometry: whole prompts, chunks at the end, packed sequences, spans.
 
-    No length is a whole number of blocks; sequences have more keys than queries, as many, fewer and none.
+    No length is a whole number of blocks. Sequences have more keys than queries, as many, fewer, or none.
     """
     found: list[Case] = []
     for i, H in enumerate((1, 2, 3, 4, 8, 16, 64)):
@@ -257,7 +257,7 @@ def _hard() -> list[Case]:
 
 
 def small() -> list[Case]:
-    """What the interpreter affords (10-25 ms a program): every source, fp16 and fp32, tiles with ragged edges."""
+    """The parity lane in the interpreter, small because a program takes 10 to 25 ms: every source, fp16 and fp32."""
     rows = [
         (1, 16, 16, 17, "fp32"), (2, 64, 64, 33, "fp16"), (3, 96, 64, 48, "fp32"), (4, 64, 128, 100, "fp16"),
         (7, 100, 96, 65, "fp32"), (8, 128, 128, 130, "fp16"), (16, 128, 100, 64, "fp16"), (8, 64, 16, 1, "fp32"),
@@ -289,7 +289,7 @@ def small() -> list[Case]:
 
 
 def _small_hard() -> list[Case]:
-    """Of `_hard`, what the interpreter affords. First in the matrix, because here a wrong kernel shows soonest."""
+    """A small version of `_hard`. These cases come first in the matrix, because most wrong kernels fail on them."""
     spans = Case(2, 32, 32, 24, 6, "overlap", "fp32", HKV=2, S=3, S_kv=40)
     blocks = Case(2, 32, 16, 64, 6, "overlap", "fp16", source="blocks", HKV=2, S=3, S_kv=77, block_size=16)
     return [
@@ -302,7 +302,7 @@ def _small_hard() -> list[Case]:
 
 
 def _small_prefills() -> list[Case]:
-    """Of `prefills`, what the interpreter affords: a few queries, each group size, block size and geometry once."""
+    """A small version of `prefills`: a few queries, and each group size, block size and geometry once."""
     heads = [(1, 2, 16), (2, 1, 32), (3, 2, 16), (4, 1, 64), (8, 1, 16), (16, 1, 16), (64, 1, 32)]  # H, HKV, block
     out = [
         Case(H, 32, 16 if H % 2 else 32, 3 * size, 9 * HKV, "prefill", ("fp32", "fp16")[i % 2], HKV=HKV, S=9,

@@ -1,6 +1,6 @@
-"""The inputs of a `Case`, and how its selection is drawn: spans, blocks, and blocks that neighbouring queries share.
+"""Draws the inputs of a `Case`: its tensors and its selection.
 
-One generator draws all of it on its own device, so that a seed is all there is to replay.
+One generator, on the device of the inputs, draws all of them, so that the seed alone reproduces them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nsa.testing.matrix.problem import Problem
+from nsa.testing.matrix.problem import Problem, spans_of_blocks
 
 if TYPE_CHECKING:
     from nsa.testing.matrix.case import Case
 
 
 def draw(case: Case, device: torch.device, seed: int) -> Problem:
-    """Inputs N(0,1), queries times `case.scores`, and the selection, from one generator: a seed is all to replay."""
+    """Draw N(0, 1) inputs, queries times `case.scores`, and the selection."""
     g = torch.Generator(device).manual_seed(seed)
     ranges, blocks = _select(case, g)
     lengths = case.kv_seqlens or case.seqlens
@@ -39,7 +39,7 @@ def draw(case: Case, device: torch.device, seed: int) -> Problem:
         q=q if case.scores == 1 else q * case.scores,
         k=normal(*lead[:-1], keys, case.HKV, case.D),
         v=normal(*lead[:-1], keys, case.HKV, case.Dv),
-        ranges=ranges.to(_index_dtype(case)),
+        ranges=ranges.to(torch.int64 if case.int64 else torch.int32),
         block_indices=blocks,
         block_size=None if blocks is None else case.block_size,
         causal=case.causal,
@@ -49,10 +49,6 @@ def draw(case: Case, device: torch.device, seed: int) -> Problem:
     )
 
 
-def _index_dtype(case: Case) -> torch.dtype:
-    return torch.int64 if case.int64 else torch.int32
-
-
 def _positions(case: Case, device: torch.device) -> Tensor:
     """Query positions `[B, S]`, spread over the keys: neither bottom-right nor in order."""
     steps = torch.arange(case.B * case.S, device=device).view(case.B, case.S)
@@ -60,7 +56,7 @@ def _positions(case: Case, device: torch.device) -> Tensor:
 
 
 def _visible(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Per token `[tokens]`: the keys it may see, and the keys of its sequence."""
+    """`[tokens]`: how many keys each token may see; and how many keys its sequence has."""
     if case.seqlens:
         pairs = list(zip(case.seqlens, case.kv_seqlens or case.seqlens, strict=True))
         t = torch.cat([torch.arange(n_kv - n, n_kv, device=device) for n, n_kv in pairs])
@@ -74,8 +70,8 @@ def _visible(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _select(case: Case, g: torch.Generator) -> tuple[Tensor, Tensor | None]:
-    """`ranges [B,S,HKV,n,2]` (int32 or int64), and `block_indices [B,S,HKV,n]` (int32) where the source is blocks."""
-    # Spans lie anywhere in the row's sequence: exact L for S = 1, which sees it all; else causality clamps some away.
+    """`ranges [B,S,HKV,n,2]` (int64), and `block_indices [B,S,HKV,n]` (int32) if the source is blocks."""
+    # Spans lie anywhere in the sequence. For S = 1 a row has exactly L keys; otherwise causality may clamp some.
     visible, extent = (x.repeat_interleave(case.HKV) for x in _visible(case, g.device))
     lead = (sum(case.seqlens), case.HKV) if case.seqlens else (case.B, case.S, case.HKV)
     if case.source == "blocks":
@@ -83,14 +79,13 @@ def _select(case: Case, g: torch.Generator) -> tuple[Tensor, Tensor | None]:
         draw_blocks = _shared_blocks if case.dist == "prefill" and (case.shared or many) else _blocks
         draw_blocks = _overlapping if case.dist == "overlap" else draw_blocks
         blocks = draw_blocks(case, visible, extent, g).view(*lead, -1)
-        start = blocks.to(_index_dtype(case)) * case.block_size
-        return torch.stack((start, start + case.block_size), -1).masked_fill(blocks[..., None] < 0, 0), blocks
+        return spans_of_blocks(blocks, case.block_size), blocks
     if case.source == "rows":
         full = torch.tensor([0, case.L], device=g.device)
         return full.expand(*lead, 1, 2).contiguous(), None
     if case.source == "varlen":
         lens = torch.randint(0, case.L + 1, (case.N,), generator=g, device=g.device)
-        lens[:1], lens[-1:] = case.L, 0 if case.N > 1 else case.L  # the longest and an empty row are always there
+        lens[:1], lens[-1:] = case.L, 0 if case.N > 1 else case.L  # always one row of L keys and one empty row
         ends = lens.cumsum(0)
         return torch.stack((ends - lens, ends), -1).view(*lead, 1, 2), None
     spans = _overlapping(case, visible, extent, g) if case.dist == "overlap" else _spans(case, extent, g)
@@ -98,14 +93,14 @@ def _select(case: Case, g: torch.Generator) -> tuple[Tensor, Tensor | None]:
 
 
 def _spans(case: Case, extent: Tensor, g: torch.Generator) -> Tensor:
-    """Disjoint spans `[N, n, 2]` of `L` keys in all, with random gaps that fill `extent [N]`."""
+    """Disjoint spans `[N, n, 2]` of `L` keys in total, with random gaps within `extent [N]` keys."""
     N, device = case.N, g.device
     n = {"few": 1, "many": 8, "mixed": 8}[case.dist]
     if case.dist == "mixed":
         used = torch.tensor([2, 4, 8], device=device)[torch.randint(0, 3, (N,), generator=g, device=device)]
         weight = torch.rand(N, n, generator=g, device=device) + 0.05
         weight = torch.where(torch.arange(n, device=device) < used[:, None], weight, 0.0)
-        # Slots in random order, so that the unused (empty) ones lie anywhere.
+        # The slots are shuffled, so that empty spans stand in any place.
         weight = weight.gather(1, torch.rand(N, n, generator=g, device=device).argsort(1))
         ends = (weight.cumsum(1) / weight.sum(1, keepdim=True) * case.L).round().long().clamp(max=case.L)
         ends[:, -1] = case.L
@@ -120,10 +115,10 @@ def _spans(case: Case, extent: Tensor, g: torch.Generator) -> Tensor:
 
 
 def _overlapping(case: Case, visible: Tensor, extent: Tensor, g: torch.Generator) -> Tensor:
-    """Spans `[N, 4, 2]`, or block indices `[N, 4]` (int32), that have keys in common; every third row lists nothing.
+    """Spans `[N, 4, 2]`, or block indices `[N, 4]` (int32), that have keys in common. Every third row lists nothing.
 
-    Spans: a random one, one that overlaps half of it, the first again, and one whose last key is the query's own or, in
-    every other row, the next. Blocks: a random one, the query's own, padding, and the first again.
+    Spans: a random one, one that overlaps half of it, the first again, and one that ends with the query's own key or,
+    in every other row, one key later. Blocks: a random one, the query's own, padding, and the first again.
     """
     size = case.block_size if case.source == "blocks" else case.L // 4
     row = torch.arange(case.N, device=g.device)[:, None]
@@ -139,10 +134,10 @@ def _overlapping(case: Case, visible: Tensor, extent: Tensor, g: torch.Generator
 
 
 def _blocks(case: Case, visible: Tensor, extent: Tensor, g: torch.Generator) -> Tensor:
-    """Block indices `[N, n]` (int32): the first and the own one always if `ordered`; -1 where none is left."""
+    """Block indices `[N, n]` (int32), padded by -1. Decode and prefill always list the first and the own block."""
     N, size = case.N, case.block_size
     n, ordered = case.n, case.dist in ("decode", "prefill")
-    last = ((visible if ordered else extent) - 1).clamp(min=0) // size  # the highest block worth reading
+    last = ((visible if ordered else extent) - 1).clamp(min=0) // size  # the last block that may be drawn
     count = -(-case.S_kv // size)
     score = torch.rand(N, count, generator=g, device=g.device)
     index = torch.arange(count, device=g.device)
@@ -159,12 +154,13 @@ def _blocks(case: Case, visible: Tensor, extent: Tensor, g: torch.Generator) -> 
 
 
 def _shared_blocks(case: Case, visible: Tensor, extent: Tensor, g: torch.Generator) -> Tensor:
-    """Block indices `[N, n]` (int32) of a prefill: the first, the own one, and `n - 2` that queries may keep.
+    """Block indices `[N, n]` (int32) of a prefill: the first block, the own block, and `n - 2` that queries may share.
 
-    Each of the `n - 2` slots has a residue class of blocks to itself, so that no two of a row are equal without anybody
-    looking, in memory for `N n` numbers where `_blocks` needs one per row and block of the cache. A query keeps what
-    the one before it has in a slot as often as `case.shared` asks, counting the two blocks that all have; else it
-    draws, and always where its class has had no more than one block so far.
+    Each of the `n - 2` slots draws from its own residue class of blocks, so that no two blocks of a row are equal. This
+    takes memory for `N n` numbers, while `_blocks` needs a number for each row and block of the cache.
+
+    In each slot a query keeps the block of the query before it, or draws a new one. The probability follows from
+    `case.shared`, which also counts the first block and the own block. A class with at most one block is always drawn.
     """
     B, S, HKV, n, device = case.B, case.S, case.HKV, case.n, g.device
     free = n - 2
@@ -174,7 +170,7 @@ def _shared_blocks(case: Case, visible: Tensor, extent: Tensor, g: torch.Generat
     drawn = torch.rand(B, S, HKV, free, generator=g, device=device)
     blocks = torch.where(choice > 0, 1 + slot + free * (drawn * choice).long().minimum(choice - 1), -1).to(torch.int32)
     if case.shared and free:
-        equal = (case.shared * n - 2) / free  # of the slots that may differ; some are drawn equal by chance
+        equal = (case.shared * n - 2) / free  # the wanted share of equal slots among `free`; some are equal by chance
         keep = (equal * choice - 1) / (choice - 1).clamp(min=1)
         fresh = torch.rand(B, S, HKV, free, generator=g, device=device) >= keep
         fresh[:, :1] = True
@@ -186,7 +182,7 @@ def _shared_blocks(case: Case, visible: Tensor, extent: Tensor, g: torch.Generat
 
 
 def drowned(x: Tensor, room: int = 3) -> Tensor:
-    """`x` with its values, shape and dtype, in an arena of NaN (integers: huge): before, after and between its rows."""
+    """A view equal to `x` within a larger tensor of NaN (integers: huge values), before, after and between its rows."""
     arena_shape = [s + 2 * room for s in x.shape[:-1]] + [x.shape[-1] + 16]
     poison = math.nan if x.is_floating_point() else torch.iinfo(x.dtype).max // 3
     arena = torch.full(arena_shape, poison, dtype=x.dtype, device=x.device)

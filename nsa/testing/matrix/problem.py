@@ -1,7 +1,6 @@
-"""The tensors of one `Case` (drawn in `inputs.py`), and the plain index arithmetic that says what each row reads.
+"""The tensors of one `Case` (drawn in `inputs.py`), and index arithmetic that says which keys each row reads.
 
-Nothing here calls the library's span code: the suite's idea of "the keys of a row" has to be its own, or a wrong
-clamp would be wrong on both sides of a comparison.
+Nothing here calls the library's span code. Otherwise a wrong clamp would be wrong on both sides of a comparison.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ class VarlenRows(NamedTuple):
 class Problem:
     """Inputs of one selection, in FlashAttention layout, and everything derived from them.
 
-    `q [B,S,HQ,D]`, `k [B,S_kv,HKV,D]`, `v [B,S_kv,HKV,Dv]`, `ranges [B,S,HKV,n,2]`; with `cu_seqlens` the leading
-    `[B,S]` is one token axis `[T]`, and `cu_seqlens_k` says where keys begin, if elsewhere than queries do.
-    `block_indices [B,S,HKV,n]` where the selection is one of blocks, and then `ranges` says the same in token spans.
+    `q [B,S,HQ,D]`, `k [B,S_kv,HKV,D]`, `v [B,S_kv,HKV,Dv]`, `ranges [B,S,HKV,n,2]`. With `cu_seqlens` the leading
+    `[B,S]` is one token axis `[T]`; `cu_seqlens_k` says where the keys of sequences begin, if not where queries do.
+    `block_indices [B,S,HKV,n]` if the selection is written as blocks; then `ranges` is the same selection as spans.
 
-    What is derived is computed when it is asked for. `key_index` and what lies packed (`rows`, `varlen`) take memory
-    for every selected key of every row: nobody asks a `case.large` problem for them.
+    Derived tensors are computed when they are first used. `key_index`, `rows` and `varlen` take memory for every
+    selected key of every row, so they must not be used on a `case.large` problem.
     """
 
     case: Case
@@ -62,13 +61,13 @@ class Problem:
     causal: bool = True
     q_positions: Tensor | None = None
     cu_seqlens: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None  # None: those of the queries
+    cu_seqlens_k: Tensor | None = None  # None: as `cu_seqlens`
     scale: float | None = None
-    extra: dict[str, Any] = field(default_factory=dict)  # precomputed and untimed; shared with clones
+    extra: dict[str, Any] = field(default_factory=dict)  # tensors computed outside of the timing, shared with clones
 
     @property
     def selection(self) -> dict[str, Any]:
-        """The selection keywords of `nsa.selection_attention` for this problem's own source."""
+        """The keywords of `nsa.selection_attention` for this problem."""
         if self.block_indices is not None:
             picked: dict[str, Any] = {"block_indices": self.block_indices, "block_size": self.block_size}
         else:
@@ -87,16 +86,16 @@ class Problem:
 
     @property
     def cu_seqlens_pair(self) -> tuple[Tensor, Tensor] | None:
-        """Where sequences begin among the queries and among the keys, or None."""
+        """`cu_seqlens` of the queries and of the keys, or None."""
         if self.cu_seqlens is None:
             return None
         return self.cu_seqlens, self.cu_seqlens if self.cu_seqlens_k is None else self.cu_seqlens_k
 
     @cached_property
     def clamped(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`(base [N], start [N, n], end [N, n])`, int64: first key of a row's sequence, and the spans that it reads.
+        """`(base [N], start [N, n], end [N, n])`, int64: the first key of a row's sequence, and the row's spans.
 
-        Positions are local to the sequence. `end` is what causality and the number of keys leave, `start` at least.
+        Spans are local to the sequence. `end` is clamped by causality and the number of keys, but is at least `start`.
         """
         HKV, n = self.ranges.shape[-3:-1]
         base, kv_len, limit = (x.repeat_interleave(HKV) for x in _bounds(self))  # per row: b, s, hkv
@@ -107,7 +106,7 @@ class Problem:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """`[N]` int64: keys of each row, those listed twice twice."""
+        """`[N]` int64: how many keys each row reads. A key that is listed twice counts twice."""
         _, start, end = self.clamped
         return (end - start).sum(1)
 
@@ -124,12 +123,12 @@ class Problem:
         # The span of a column is the first one whose keys end after it: empty spans end where they start.
         which = (torch.searchsorted((before + lens).contiguous(), column.contiguous(), right=True)).clamp(max=n - 1)
         index = base[:, None] + start.gather(1, which) + column - before.gather(1, which)
-        first = base.clamp(max=max(self.k.flatten(0, -3).shape[0] - 1, 0))  # the last sequences may have no key
+        first = base.clamp(max=max(self.k.flatten(0, -3).shape[0] - 1, 0))  # the last sequences may have no keys
         return torch.where(column < lengths[:, None], index, first[:, None]), lengths
 
     @cached_property
     def rows(self) -> Rows:
-        """This problem's rows packed (or a view, where the rows lie packed already)."""
+        """The packed rows: a view if `case.source` is "rows", otherwise a copy."""
         Q = self.q.reshape(-1, self.case.H, self.case.D)
         k, v = self.k.flatten(0, -3), self.v.flatten(0, -3)  # [keys, HKV, D]
         index, lengths = self.key_index
@@ -146,7 +145,7 @@ class Problem:
 
     @cached_property
     def varlen(self) -> VarlenRows:
-        """The same rows end to end, without padding. A view where `case.source` is "rows" or "varlen"."""
+        """The rows end to end, without padding: a view if `case.source` is "rows" or "varlen", otherwise a copy."""
         case = self.case
         Q = self.q.reshape(-1, case.H, case.D)
         lengths = self.key_index[1]
@@ -162,10 +161,10 @@ class Problem:
 
     @cached_property
     def unique_bytes(self) -> int:
-        """Least traffic in bytes: each selected key and value once, `q` once, the output once."""
+        """The least traffic in bytes: each selected key and value once, `q` once, the output once."""
         base, start, end = self.clamped
         keys, HKV = self.k.flatten(0, -3).shape[:2]
-        # How many rows read a key is a running sum over the keys: +1 where a span starts, -1 where it ends.
+        # The number of spans over a key is a running sum over the keys: +1 where a span starts, -1 where it ends.
         head = torch.arange(base.numel(), device=base.device)[:, None] % HKV
         change = torch.zeros((keys + 1) * HKV, dtype=torch.int64, device=base.device)
         one = torch.ones(1, dtype=torch.int64, device=base.device)
@@ -177,35 +176,43 @@ class Problem:
 
     @cached_property
     def flops(self) -> int:
-        """Multiply-adds counted as two, of the two matrix products."""
+        """FLOP of the two matrix products; a multiply-add counts as two."""
         return 2 * int(self.lengths.sum()) * self.case.H * (self.case.D + self.case.Dv)
 
     def clone(self) -> Problem:
-        """The same values in memory of their own, to rotate through. What is known is not derived anew."""
+        """A copy with its own memory, to rotate through. What was derived already is not computed again."""
         other = dataclasses.replace(self, q=self.q.clone(), k=self.k.clone(), v=self.v.clone())
         shared = ("clamped", "lengths", "key_index", "unique_bytes", "flops")
         known = {name: self.__dict__[name] for name in shared if name in self.__dict__}
         if self.case.source != "rows" and "rows" in self.__dict__:
             rows = self.rows
             known["rows"] = Rows(other.q.view_as(rows.Q), rows.K.clone(), rows.V.clone(), rows.lengths)
-        other.__dict__.update(known)  # where cached_property keeps them
+        other.__dict__.update(known)  # cached_property keeps its values there
         for make in self.__dict__.get("_derived", {}):
             other.derived(make)
         return other
 
     def derived(self, make: Callable[[Problem], T]) -> T:
-        """``make(self)``, made once; a clone makes its own when it is cloned, so that no timed call does."""
+        """``make(self)``, computed once. A clone computes its own when it is made, so that no timed call does."""
         made = self.__dict__.setdefault("_derived", {})
         if make not in made:
             made[make] = make(self)
         return cast("T", made[make])
+
+    def choosing(self, chosen: Tensor) -> Problem:
+        """The same tensors with another selection: spans, or block indices if the problem has blocks."""
+        if self.block_indices is None:
+            return dataclasses.replace(self, ranges=chosen.to(self.ranges.dtype), extra={})
+        assert self.block_size is not None
+        spans = spans_of_blocks(chosen, self.block_size).to(self.ranges.dtype)
+        return dataclasses.replace(self, block_indices=chosen.to(self.block_indices.dtype), ranges=spans, extra={})
 
     def with_tensors(self, q: Tensor, k: Tensor, v: Tensor) -> Problem:
         """The same selection over other tensors."""
         return dataclasses.replace(self, q=q, k=k, v=v, extra={})
 
     def at(self, positions: Tensor) -> Problem:
-        """The same keys, and of each batch entry the queries at `positions [s]` only, told where they stand."""
+        """The problem with only the queries at `positions [s]` of each batch entry, which keep their positions."""
         if self.cu_seqlens is not None:
             raise ValueError(f"expected a batch of equal lengths to take queries from, got {self.case.id}")
         where = self.positions().view(self.q.shape[:2])[:, positions]
@@ -216,7 +223,7 @@ class Problem:
         )
 
     def positions(self) -> Tensor:
-        """`[tokens]` int64: where each query stands among the keys of its sequence."""
+        """`[tokens]` int64: the position of each query among the keys of its sequence."""
         if self.q_positions is not None:
             return self.q_positions.reshape(-1).to(torch.int64)
         if self.cu_seqlens_pair is None:
@@ -230,12 +237,18 @@ class Problem:
         return rows.reshape(*self.q.shape[:-1], *rows.shape[2:])
 
     def poisoned(self) -> Tensor:
-        """An output full of NaN: what a kernel forgets to write is seen."""
+        """An output full of NaN, which shows what a kernel does not write."""
         return self.q.new_full((*self.q.shape[:-1], self.case.Dv), float("nan"))
 
 
+def spans_of_blocks(blocks: Tensor, size: int) -> Tensor:
+    """`[..., 2]` int64: the spans of block indices. Padding becomes an empty span."""
+    start = blocks.to(torch.int64) * size
+    return torch.stack((start, start + size), -1).masked_fill((blocks < 0)[..., None], 0)
+
+
 def _bounds(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """Per token, flat: offset of its sequence's first key, that sequence's key count, and where its own keys end."""
+    """`[tokens]`: the first key of a token's sequence, the number of its keys, and one past the last visible key."""
     if p.cu_seqlens_pair is not None:
         (_, base), _, kv_len = _sequences(*p.cu_seqlens_pair)
     else:
@@ -246,7 +259,7 @@ def _bounds(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sequences(cu_q: Tensor, cu_k: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-    """Per token, int64, of its sequence: the first query and the first key, how many queries, how many keys."""
+    """`[tokens]` int64, of a token's sequence: the first query and the first key, the number of queries and of keys."""
     cu_q, cu_k = cu_q.to(torch.int64), cu_k.to(torch.int64)
     lens = cu_q.diff()
     seq = torch.repeat_interleave(torch.arange(lens.numel(), device=lens.device), lens)

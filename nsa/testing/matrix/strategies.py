@@ -1,7 +1,7 @@
-"""Hypothesis strategies for calls: every selection, position and cache that a caller may pass by design or by mistake.
+"""Hypothesis strategies for calls: selections, positions and caches that a caller may pass by design or by mistake.
 
-Shapes are drawn too. In the interpreter nothing is compiled, so any small shape may come; on a GPU each shape compiles
-kernels, so there a shape is one of a short fixed list.
+Shapes are drawn too. In the interpreter any small shape is drawn. On a GPU each new shape compiles kernels, so shapes
+come from a short fixed list.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 from nsa.testing.machine import current_lane
 from nsa.testing.matrix import caches
 from nsa.testing.matrix.case import Case
-from nsa.testing.matrix.problem import Problem
+from nsa.testing.matrix.problem import Problem, spans_of_blocks
 
-HUGE = 2**62  # far past any tensor, and short of overflow when two are subtracted
+HUGE = 2**62  # far past any tensor, but the difference of two such numbers does not overflow
 INT32 = 2**31  # the first number past int32
 Span = tuple[int, int]
 
 GPU = current_lane() == "gpu"
 LANE_DTYPES = ("bf16", "fp16", "fp32") if GPU else ("fp32", "fp16")
-# `L` is the host's bound: each of the n spans may be as long as the cache.
+# `L` is the host's bound n * S_kv, because each of the n spans may be as long as the cache.
 RANGES = Case(3, 32, 32, 72 * 4, 4, "mixed", "fp32", HKV=2, S=2, S_kv=72, n=4)
 BLOCKS = Case(4, 32, 16, 16 * 5, 4, "prefill", "fp16", HKV=2, S=2, S_kv=72, block_size=16)
 PACKED = Case(3, 32, 32, 5 * 4, 8, "mixed", "fp32", HKV=2, seqlens=(1, 3), kv_seqlens=(5, 3), n=4)
@@ -35,14 +35,14 @@ FIXED = {
     "blocks": [BLOCKS, Case(8, 64, 128, 64 * 4, 6, "prefill", "bf16", HKV=2, S=3, S_kv=200)],
     "packed": [PACKED, dataclasses.replace(PACKED, N=12, L=70 * 4, seqlens=(4, 0, 2), kv_seqlens=(9, 70, 0))],
 }
-"""The shapes of calls on a GPU, by how the selection is written and whether sequences lie end to end."""
+"""The shapes of calls on a GPU, by the strategy's `source`."""
 
 OF_CONTESTANTS = [
     *(RANGES, dataclasses.replace(RANGES, causal=False, dtype="fp16")),
     *(BLOCKS, dataclasses.replace(BLOCKS, causal=False, dtype=LANE_DTYPES[0])),
     Case(4, 32, 16, 33, 2, "few", "fp16"),
 ]
-"""The shapes of drawn calls to contestants: few, because a kernel may be compiled for each."""
+"""The shapes of drawn calls to contestants. They are few, because a kernel may be compiled for each."""
 
 
 def lead(case: Case) -> tuple[int, ...]:
@@ -52,10 +52,10 @@ def lead(case: Case) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """A call: its shape, its selection, and the seed of its tensors' values.
+    """A drawn call: its shape, its selection, and the seed of its tensors' values.
 
-    `selection`: `ranges [*lead, n, 2]`, or `block_indices [*lead, n]` where the case is one of blocks.
-    `positions`: `q_positions [*lead without HKV]`, or None.
+    selection: `ranges [*lead, n, 2]`, or `block_indices [*lead, n]` if the case's source is "blocks".
+    positions: `q_positions`, of the shape `lead` without HKV, or None.
     """
 
     case: Case
@@ -67,20 +67,19 @@ class Drawn:
     def same(
         cls, case: Case, selection: list[Any], positions: int | None = None, dtype: torch.dtype = torch.int64
     ) -> Drawn:
-        """Every row has this selection, and every query this position."""
+        """A call in which every row has this selection and every query this position."""
         rows = lead(case)
         chosen = torch.tensor(selection, dtype=dtype).reshape(-1, *([2] if case.source == "ranges" else []))
         at = None if positions is None else torch.full(rows[:-1], positions)
         return cls(case, chosen.expand(*rows, *chosen.shape).contiguous(), positions=at)
 
     def problem(self, device: torch.device) -> Problem:
-        """Its tensors on a device."""
+        """The tensors of the call on a device."""
         made, chosen = self.case.make(device, self.seed), self.selection.to(device)
         at = None if self.positions is None else self.positions.to(device)
         if self.case.source != "blocks":
             return dataclasses.replace(made, ranges=chosen, q_positions=at)
-        start = chosen.to(torch.int64) * self.case.block_size
-        spans = torch.stack((start, start + self.case.block_size), -1).masked_fill(chosen[..., None] < 0, 0)
+        spans = spans_of_blocks(chosen, self.case.block_size)
         return dataclasses.replace(made, ranges=spans, block_indices=chosen, q_positions=at)
 
 
@@ -88,7 +87,7 @@ class Drawn:
 
 
 def _span(S_kv: int, far: int) -> st.SearchStrategy[Span]:
-    """One span, sound or not."""
+    """One span, valid or not."""
     key = st.integers(0, S_kv - 1)
     inside = st.tuples(key, key).map(lambda ab: (min(ab), max(ab) + 1))
     return st.one_of(
@@ -113,7 +112,7 @@ def _adjacent(draw: st.DrawFn, n: int, S_kv: int) -> list[Span]:
 
 @st.composite
 def _overlapping(draw: st.DrawFn, n: int, S_kv: int) -> list[Span]:
-    """All spans around one place: neighbours share keys."""
+    """Spans around one place, which have keys in common."""
     at, reach = draw(st.integers(0, S_kv - 1)), draw(st.integers(1, max(1, S_kv // 4)))
     shifts = draw(st.lists(st.integers(0, reach), min_size=n, max_size=n))
     return [(at + s, at + s + reach) for s in shifts]
@@ -121,7 +120,7 @@ def _overlapping(draw: st.DrawFn, n: int, S_kv: int) -> list[Span]:
 
 @st.composite
 def _long_and_tiny(draw: st.DrawFn, n: int, S_kv: int) -> list[Span]:
-    """One span over most keys in any slot, the others of one or two keys."""
+    """One span over most keys, in any slot. The others have one or two keys."""
     keys = draw(st.lists(st.integers(0, S_kv - 1), min_size=n, max_size=n))
     spans = [(a, a + 1 + a % 2) for a in keys]
     spans[draw(st.integers(0, n - 1))] = (keys[0] // 8, S_kv - keys[-1] // 8)
@@ -129,7 +128,7 @@ def _long_and_tiny(draw: st.DrawFn, n: int, S_kv: int) -> list[Span]:
 
 
 def _row(n: int, S_kv: int, far: int) -> st.SearchStrategy[list[Span]]:
-    """The spans of one row: one pattern, in order or not."""
+    """The spans of one row, of one pattern, in any order."""
     one = _span(S_kv, far)
     patterns = st.one_of(
         st.just([(0, 0)] * n),  # an empty row
@@ -144,9 +143,7 @@ def _row(n: int, S_kv: int, far: int) -> st.SearchStrategy[list[Span]]:
 
 @st.composite
 def ranges(draw: st.DrawFn, lead: tuple[int, ...], n: int, S_kv: int, far: int = HUGE) -> Tensor:
-    """Spans `[*lead, n, 2]` (int64, or int32 where it holds them; CPU) over `S_kv` keys, none beyond `-far` and `far`;
-    `lead`: `(B, S, HKV)`, or `(T, HKV)` if packed.
-    """
+    """Spans `[*lead, n, 2]` (CPU) over `S_kv` keys, between `-far` and `far`: int32 if that holds `far`, else int64."""
     rows = math.prod(lead)
     spans = draw(st.lists(_row(n, S_kv, far), min_size=rows, max_size=rows))
     drawn = torch.tensor(spans, dtype=torch.int64).view(*lead, n, 2)
@@ -155,7 +152,7 @@ def ranges(draw: st.DrawFn, lead: tuple[int, ...], n: int, S_kv: int, far: int =
 
 @st.composite
 def block_indices(draw: st.DrawFn, lead: tuple[int, ...], n: int, blocks: int, far: int = INT32 - 1) -> Tensor:
-    """Block indices `[*lead, n]` (int32, CPU): any order, twice, padding in any slot, past the end, at most `far`."""
+    """Block indices `[*lead, n]` (int32, CPU), at most `far`: unsorted, repeated, past the end, padding in any slot."""
     index = st.one_of(st.integers(0, blocks), st.just(-1), st.integers(-INT32, -1), st.just(far))
     count = math.prod(lead) * n
     drawn = draw(st.lists(index, min_size=count, max_size=count))
@@ -164,7 +161,7 @@ def block_indices(draw: st.DrawFn, lead: tuple[int, ...], n: int, blocks: int, f
 
 @st.composite
 def positions(draw: st.DrawFn, lead: tuple[int, ...], S_kv: int) -> Tensor:
-    """`q_positions [*lead]` (int64, CPU): in any order, before the first key and past the last, too."""
+    """`q_positions [*lead]` (int64, CPU) in any order, also before the first key and past the last."""
     count = math.prod(lead)
     one = st.one_of(st.integers(0, S_kv - 1), st.integers(-3, 2 * S_kv), st.sampled_from([-HUGE, HUGE]))
     return torch.tensor(draw(st.lists(one, min_size=count, max_size=count)), dtype=torch.int64).view(lead)
@@ -175,7 +172,7 @@ def positions(draw: st.DrawFn, lead: tuple[int, ...], S_kv: int) -> Tensor:
 
 @st.composite
 def _cases(draw: st.DrawFn, source: str) -> Case:
-    """A shape that the interpreter affords: each row is a program of ten milliseconds or more."""
+    """A shape small enough for the interpreter, where each row takes ten milliseconds or more."""
     H, (D, Dv) = draw(heads()), draw(dims())
     HKV = draw(st.integers(1, 2))
     size, n = draw(st.integers(1, 40)), draw(st.integers(1, 5))
@@ -198,18 +195,18 @@ def _cases(draw: st.DrawFn, source: str) -> Case:
 
 
 def heads() -> st.SearchStrategy[int]:
-    """Query heads of a row: few, or more than a tile of 16 or 32 rows holds."""
+    """Query heads of a row: few, or about the sizes of tiles and above."""
     return st.one_of(st.integers(1, 8), st.sampled_from([16, 17, 33, 40]))
 
 
 def dims() -> st.SearchStrategy[tuple[int, int]]:
-    """`(D, Dv)`, as they come."""
+    """`(D, Dv)`, any sizes."""
     return st.tuples(st.integers(16, 40), st.integers(16, 40))
 
 
 @st.composite
 def selections(draw: st.DrawFn, case: Case, far: int = HUGE) -> Tensor:
-    """The selection of a shape: `ranges`, none beyond `-far` and `far`, or `block_indices`, which int32 holds."""
+    """The selection of a shape: `ranges` within `-far` and `far`, or `block_indices` up to `far`, in int32."""
     if case.source == "blocks":
         return draw(block_indices(lead(case), case.n, -(-case.S_kv // case.block_size), min(far, INT32 - 1)))
     return draw(ranges(lead(case), case.n, max(1, case.S_kv), far))
@@ -217,9 +214,9 @@ def selections(draw: st.DrawFn, case: Case, far: int = HUGE) -> Tensor:
 
 @st.composite
 def calls(draw: st.DrawFn, source: str, explicit: bool = True) -> Drawn:
-    """A call with `source`: "ranges", "blocks", or "packed" (ranges, over sequences that lie end to end).
+    """A call with `source` "ranges", "blocks", or "packed" (ranges over packed sequences).
 
-    explicit: causal calls may say where their queries stand.
+    explicit: causal calls may have `q_positions`.
     """
     case = draw(st.sampled_from(FIXED[source]) if GPU else _cases(source))
     selection = draw(selections(case, draw(st.sampled_from([HUGE, INT32 - 1]))))
@@ -229,10 +226,10 @@ def calls(draw: st.DrawFn, source: str, explicit: bool = True) -> Drawn:
 
 @dataclass(frozen=True, eq=False)
 class DrawnCache:
-    """A call over a cache with room for `call.case.S_kv` keys a sequence.
+    """A drawn call over a cache with room for `call.case.S_kv` keys a sequence.
 
-    `lengths`: of its sequences, as the caller says them. `page`: keys of a page, None where the cache is contiguous.
-    `missing`: places of the page table, counted along its rows, that name a page which does not exist.
+    lengths: the `cache_seqlens` that the caller passes. page: keys of a page; None for a contiguous cache.
+    missing: entries of the block table, counted along its rows, that name a page which does not exist.
     """
 
     call: Drawn
@@ -241,7 +238,7 @@ class DrawnCache:
     missing: frozenset[int] = frozenset()
 
     def cache(self, device: torch.device) -> caches.Cache:
-        """Keys, values, lengths and table on a device. What no sequence holds is NaN."""
+        """The cache on a device. Every place outside the sequences is NaN."""
         case = self.call.case
         made = caches.draw(
             self.lengths, case.S_kv, self.page, HKV=case.HKV, D=case.D, Dv=case.Dv, dtype=case.torch_dtype,
@@ -257,7 +254,7 @@ class DrawnCache:
 
 @st.composite
 def cached_calls(draw: st.DrawFn, source: str) -> DrawnCache:
-    """A call over a cache with `source` "ranges" or "blocks": any lengths, any page size that fits, pages missing."""
+    """A call over a cache with `source` "ranges" or "blocks": any lengths, any page size that fits, missing pages."""
     call = draw(calls(source, explicit=False))
     room, B = call.case.S_kv, call.case.B
     length = st.integers(0, room) | st.sampled_from([0, room, -5, room + 7])

@@ -1,1 +1,1 @@
-"""What a run or a stored recording says: `recording` reads it, the other modules write text, Markdown, HTML and CSV."""
+"""Reports of a run or a recording: `recording` reads, the other modules write text, Markdown, HTML and CSV."""

@@ -1,7 +1,7 @@
 """The report: `python -m nsa.testing.report [JSON…] -o DIR`, and `--readme` for the tables and pictures of README.md.
 
-One recording gives a report of it, two also what changed between them (before, after). Markdown, CSV and a
-self-contained HTML page. Pictures need matplotlib, pages jinja2 (`pip install 'nsa[report]'`).
+The report of a recording is written as Markdown, CSV and a self-contained HTML page. Of two recordings, before and
+after, it also shows the changes. Pictures need matplotlib and pages need jinja2 (`pip install 'nsa[report]'`).
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ EXTRA_MISSING = "the report needs {}: pip install 'nsa[report]'"
 
 
 def write(recordings: Sequence[Recording], folder: Path) -> Path:
-    """Write report.md, report.csv and report.html of the last recording; returns the page's path.
+    """Write report.md, report.csv and report.html of the last recording. Returns the path of report.html.
 
     Args:
-        recordings: one, or before and after.
+        recordings: one recording, or two: before and after.
 
     Raises:
         ModuleNotFoundError: matplotlib or jinja2 is missing.
@@ -78,7 +78,7 @@ def write(recordings: Sequence[Recording], folder: Path) -> Path:
 
 
 def _line(fact: Fact) -> dict[str, Any]:
-    """A line of report.csv; times in microseconds."""
+    """A line of report.csv, with times in microseconds."""
     line = {name: fact.get(name, "") for name in COLUMNS} | {"median_us": fact["median"] * 1e6}
     for name, end in zip(("ci95_low_us", "ci95_high_us"), fact.get("ci95") or (), strict=False):
         line[name] = end * 1e6
@@ -93,7 +93,7 @@ def _line(fact: Fact) -> dict[str, Any]:
 
 
 def readme_block(recordings: Sequence[Recording]) -> str:
-    """The measured results for README.md, from the newest baseline of each device. GPUs only, if there is one."""
+    """The measured results for README.md, from the newest recording of each GPU, or of each CPU if there is no GPU."""
     text: list[str] = []
     for recording in _shown(recordings):
         picture = longest_prompts(recording)
@@ -125,7 +125,7 @@ def readme_block(recordings: Sequence[Recording]) -> str:
 
 
 def _when(recording: Recording, facts: list[Fact]) -> str:
-    """`(commit, date)` of some benchmarks: tables of one README need not be of one day."""
+    """`(commit, date)` of some benchmarks, because the tables of README may come from different days."""
     return f"({'; '.join(recording.taken(facts))})"
 
 
@@ -134,7 +134,7 @@ def _shown(recordings: Sequence[Recording]) -> list[Recording]:
 
 
 def _groups(facts: list[Fact]) -> list[str]:
-    """Markdown of all but prompts: a line for each group of benchmarks."""
+    """A Markdown table with a line for each group of benchmarks."""
     columns = (
         *("benchmarks", "cases", "vs what it replaces"),
         *("vs gather + SDPA", "vs best SDPA on packed rows", "of memory ceiling"),
@@ -148,17 +148,17 @@ def _groups(facts: list[Fact]) -> list[str]:
 
 
 def _folded(title: str, body: list[str]) -> list[str]:
-    """Shown when a reader asks for it."""
+    """Markdown that a reader unfolds."""
     return ["<details>", f"<summary>{title}</summary>", "", *body, "</details>", ""]
 
 
 def picture_path(recording: Recording) -> str:
-    """Of the picture of a device, from the root of the repository."""
+    """The path of a device's picture, relative to the root of the repository."""
     return f"docs/{device_slug(recording.gpu or recording.device)}.svg"
 
 
 def pictures(recordings: Sequence[Recording]) -> dict[str, str]:
-    """The SVG files that the block shows, by path.
+    """The SVG files that README's block shows, by path.
 
     Raises:
         ModuleNotFoundError: matplotlib is missing.
@@ -170,7 +170,7 @@ def pictures(recordings: Sequence[Recording]) -> dict[str, str]:
 
 
 def _alternative(shown: dict[str, Any]) -> str:
-    """The picture in words, for whoever cannot see it."""
+    """The picture's alternative text."""
     said = [
         f"{heads} heads: " + ", ".join(f"{name} {value}" for name, value in found.items())
         for heads, found in shown["milliseconds"].items()
@@ -179,7 +179,7 @@ def _alternative(shown: dict[str, Any]) -> str:
 
 
 def _table(columns: Sequence[str], header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Markdown of some columns of a table, and an empty line."""
+    """A Markdown table of some columns, and an empty line."""
     named = [dict(zip(header, row, strict=True)) for row in rows]
     lines = [f"| {' | '.join(row[name] for name in columns)} |" for row in named]
     return [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}", *lines, ""]
@@ -190,17 +190,15 @@ def _both(cells: Sequence[str]) -> str:
 
 
 def with_block(readme: str, block: str) -> str:
-    """`readme` with what stands between the markers replaced. Raises ValueError if they are not there once each."""
+    """`readme` with a new block between the markers. Raises ValueError unless each marker occurs once."""
     if readme.count(BEGIN) != 1 or readme.count(END) != 1:
         raise ValueError(f"README.md: expected one {BEGIN} and one {END}")
     return readme[: readme.index(BEGIN)] + block + readme[readme.index(END) + len(END) :]
 
 
 def _update_readme() -> str:
-    recordings = newest(BASELINES)
-    if not recordings:
-        raise ValueError(f"no baseline in {BASELINES}; record one with: pytest -m perf --nsa-save-baseline")
-    drawn = pictures(recordings)  # first: where they cannot be drawn, nothing is written
+    recordings = _baselines()
+    drawn = pictures(recordings)  # before README is written, because drawing may fail
     path = ROOT / "README.md"
     path.write_text(with_block(path.read_text(encoding="utf-8"), readme_block(recordings)), encoding="utf-8")
     for name, picture in drawn.items():
@@ -221,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.readme == (args.o is not None):
         parser.error("expected either -o DIR or --readme")
     try:
-        done = _update_readme() if args.readme else str(write([load(p) for p in args.json] or _newest_one(), args.o))
+        done = _update_readme() if args.readme else str(write([load(p) for p in args.json] or _baselines()[:1], args.o))
     except ModuleNotFoundError as error:
         name = str(error.name).partition(".")[0]
         if name not in ("matplotlib", "jinja2"):
@@ -235,8 +233,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _newest_one() -> list[Recording]:
-    recordings = newest(BASELINES)[:1]
+def _baselines() -> list[Recording]:
+    recordings = newest(BASELINES)
     if not recordings:
-        raise ValueError(f"no JSON given, and no baseline in {BASELINES}")
+        raise ValueError(f"no baseline in {BASELINES}; record one with: pytest -m perf --nsa-save-baseline")
     return recordings

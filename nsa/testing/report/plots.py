@@ -1,4 +1,4 @@
-"""The report's pictures, as SVG text to inline. Needs matplotlib (`pip install 'nsa[report]'`)."""
+"""The report's pictures, as text in SVG. Needs matplotlib (`pip install 'nsa[report]'`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TITLES = {
 
 
 def speedup_over_L(facts: list[Fact], against: str) -> str | None:
-    """One panel per distribution and head count: a line per N (colour) and D (style), bars are 95% intervals."""
+    """Speedup over L: a panel per distribution and head count, a line per N (colour) and D (style), 95% intervals."""
     series: dict[tuple[str, int], dict[tuple[int, int, int], list[tuple[int, Any]]]] = {}
     for fact in kernels(facts):
         ratio = speedup(fact, fact.get("sdpa_best") if against == BEST else against)
@@ -93,7 +93,7 @@ def _speedup_axis(axes: Iterable[Axes], ratios: list[float]) -> None:
 
 
 def roofline(facts: list[Fact]) -> str | None:
-    """Left: FLOP/s over FLOP per byte under the memory roof. Right: GB/s over bytes moved, where latency shows."""
+    """Left: FLOP/s over FLOP per byte, with the roofline. Right: GB/s over bytes per call, which shows latency."""
     known = kernels(facts)
     if not known:
         return None
@@ -132,9 +132,9 @@ PEER_COLORS = {"ours": "#0b3c5d", "fla-core": "#3c8d5a", "dense cuDNN": "#d1741f
 
 
 def prefill_bars(shown: dict[str, Any]) -> str:
-    """README's picture of what :func:`nsa.testing.report.tables.longest_prompts` found, which the SVG carries as JSON.
+    """README's picture of :func:`nsa.testing.report.tables.longest_prompts`. The SVG also holds that as JSON.
 
-    Bars from zero, so that their lengths compare; the figures beside them are those of the table.
+    Bars begin at zero, so that their lengths can be compared. The figures beside them are those of README's table.
     """
     groups: dict[str, dict[str, str]] = shown["milliseconds"]
     bars = [(heads, name, value) for heads, found in groups.items() for name, value in found.items()]
@@ -174,7 +174,7 @@ def prefill_bars(shown: dict[str, Any]) -> str:
 
 
 def before_after(pairs: list[tuple[str, str, float]]) -> str | None:
-    """Ratio of new to old, sorted, for `(case, group, ratio)`; the band is the gate's 10%."""
+    """The changes of all benchmarks `(name, group, ratio of new to old)`, sorted. The band is the gate's 10%."""
     if not pairs:
         return None
     figure = Figure(figsize=(11.5, 3.4), layout="constrained")
@@ -198,7 +198,7 @@ def _svg(figure: Figure, metadata: dict[str, str | None] | None = None) -> str:
 
     text = io.StringIO()
     title = figure.get_suptitle() or figure.axes[0].get_title() or figure.axes[0].get_title(loc="left")
-    with rc_context({"svg.hashsalt": title}):  # else ids are random, and no two reports compare equal
+    with rc_context({"svg.hashsalt": title}):  # otherwise ids are random, and equal reports differ
         figure.savefig(text, format="svg", metadata={"Date": None} | (metadata or {}))
     body = re.sub(" +$", "", text.getvalue(), flags=re.MULTILINE)
     return body[body.index("<svg") :]

@@ -1,7 +1,7 @@
-"""Recordings: pytest-benchmark's JSON read back as plain facts, one dict per benchmark.
+"""Recordings: pytest-benchmark's JSON, read back as facts.
 
-A *fact* is a benchmark's `extra_info` with `group`, `name` and `median` (seconds) added, which is also what a running
-perf session keeps: whatever reads facts works on both.
+A *fact* is a dict for one benchmark: its `extra_info`, `group`, `name` and `median` (seconds). A running perf session
+keeps the same facts, so that code which reads facts works on both.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Recording:
     commit: str
     date: str  # ISO 8601, UTC
     source: str  # the file, or "this run"
-    merged: bool = False  # with older ones, whose benchmarks it does not hold
+    merged: bool = False  # whether benchmarks that it lacks were added from older recordings
 
     @property
     def commits(self) -> str:
-        """Of its benchmarks, in order of appearance."""
+        """The commits of its benchmarks, in order of appearance."""
         return ", ".join(self.taken(self.facts, dated=False)) or self.commit[:12]
 
     def taken(self, facts: Iterable[Fact], dated: bool = True) -> list[str]:
-        """Of which commits some of its benchmarks are, and from when."""
+        """The commits of some of its benchmarks, and their dates if `dated`."""
         found = [
             str(fact.get("commit") or self.commit)[:12] + f", {str(fact.get('date') or self.date)[:10]}" * dated
             for fact in facts
@@ -48,7 +48,7 @@ class Recording:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a reader needs to know about where the figures come from."""
+        """The table of the section Environment of a report."""
         return {
             "device": self.gpu or self.device,
             "torch": self.torch,
@@ -63,7 +63,7 @@ def load(path: Path) -> Recording:
     """Read a file that pytest-benchmark wrote.
 
     Raises:
-        ValueError: naming the file and what is wrong with it.
+        ValueError: the file cannot be read. The error names the file and the cause.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -98,7 +98,7 @@ def newest(folder: Path) -> list[Recording]:
 def newest_of(files: Iterable[Path]) -> list[Recording]:
     """The newest recording of each device, GPUs first.
 
-    Benchmarks that it does not hold come from older ones of the same versions of torch and Triton.
+    Benchmarks that a recording lacks are added from older recordings of the same versions of torch and Triton.
     """
     latest: dict[str, Recording] = {}
     for recording in sorted(map(load, files), key=lambda r: r.date, reverse=True):
@@ -112,9 +112,9 @@ def newest_of(files: Iterable[Path]) -> list[Recording]:
 
 
 def grouped(facts: Iterable[Fact]) -> dict[str, list[Fact]]:
-    """Facts by benchmark group: those of core as core lists them, the others after them, in order of appearance.
+    """Facts by benchmark group: first the groups of core in core's order, then the others in order of appearance.
 
-    What was recorded by parts is read newest part first, which would order a table by who was recorded last.
+    Without that order, a table of merged recordings would begin with the benchmarks that were recorded last.
     """
     groups: dict[str, list[Fact]] = {}
     for fact in facts:
@@ -124,41 +124,41 @@ def grouped(facts: Iterable[Fact]) -> dict[str, list[Fact]]:
 
 
 def kernels(facts: Iterable[Fact]) -> list[Fact]:
-    """Those that time a kernel on a GPU against its memory ceiling."""
+    """The facts of kernels on a GPU, which have a share of the memory rate."""
     return [fact for fact in facts if fact.get("share_of_ceiling")]
 
 
 def prefills(facts: Iterable[Fact]) -> list[Fact]:
-    """Those of whole prompts, which have a time per token; recordings from before they were timed have none."""
+    """The facts of whole prompts, which have a time per token."""
     return [fact for fact in facts if fact.get("ns_per_token")]
 
 
 def trainings(facts: Iterable[Fact]) -> list[Fact]:
-    """Those of backward passes and of training steps."""
+    """The facts of backward passes and training steps."""
     return [fact for fact in facts if fact.get("ns_per_query")]
 
 
 def servings(facts: Iterable[Fact]) -> list[Fact]:
-    """Those over KV caches."""
+    """The facts of calls over KV caches."""
     return [fact for fact in facts if re.fullmatch(r"kvcache|paged\d+", str(fact.get("impl")))]
 
 
 def geomean(values: Iterable[float | None]) -> float | None:
-    """Geometric mean of what is known; None if nothing is."""
+    """Geometric mean of the values that are known; None if none is."""
     known = [value for value in values if value]
     return math.exp(math.fsum(map(math.log, known)) / len(known)) if known else None
 
 
 def worst(values: Iterable[float | None]) -> float | None:
-    """The smallest of what is known; None if nothing is."""
+    """The smallest of the values that are known; None if none is."""
     return min((value for value in values if value), default=None)
 
 
 def speedup(fact: Fact, against: str | None) -> tuple[float, float | None, float | None] | None:
-    """How many times faster than comparator `against`: `(ratio of medians, low, high)`, or None if it was not timed.
+    """How many times as fast as comparator `against`: `(ratio of medians, low, high)`; None if that was not timed.
 
-    The interval divides the ends of the two 95% intervals of medians, so it is never too narrow; None where a
-    recording does not hold the comparator's.
+    `low` and `high` divide the ends of the two 95% intervals of the medians, so that their interval is never too
+    narrow. They are None if the recording does not hold both intervals.
     """
     medians = fact.get("medians") or {}
     if against not in medians:

@@ -1,4 +1,4 @@
-"""The terminal's summary of a perf run: what a person reads in ten seconds, at most 100 columns wide."""
+"""The summary that a perf run prints in the terminal, at most 100 columns wide."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ PREFILL_VERSUS = {
 }
 PEERS = ("fla",)  # names of nsa.testing.contestants.peers
 VERSUS = {
-    "replaced": "speedup_vs_fallback",  # packed SDPA with its packing: what routing would run instead
-    "gather+SDPA": "speedup_vs_sdpa_end_to_end",  # from cache and spans, its index made beforehand
-    "best SDPA": "speedup_vs_sdpa_best",  # of all layouts, on rows already packed
-    "expanded": "speedup_vs_sdpa_expanded",  # on rows already packed, K and V expanded to heads
+    "replaced": "speedup_vs_fallback",  # packed SDPA with its packing, which routing would run instead
+    "gather+SDPA": "speedup_vs_sdpa_end_to_end",  # gather from the cache and SDPA, with an index made beforehand
+    "best SDPA": "speedup_vs_sdpa_best",  # the fastest SDPA layout, on rows already packed
+    "expanded": "speedup_vs_sdpa_expanded",  # SDPA with K and V expanded to heads, on rows already packed
 }
 
 
 def lines(facts: list[Fact]) -> list[str]:
-    """The summary; notes of the run (regressions, thresholds written, report) are the caller's."""
+    """The lines of the summary, without the notes of what the run wrote."""
     prompts = prefills(facts)
     trained = trainings(facts)
     served = servings(facts)
@@ -53,18 +53,18 @@ def lines(facts: list[Fact]) -> list[str]:
 
 
 def fitted(text: Iterable[str]) -> list[str]:
-    """Lines of at most `WIDTH` columns, broken at spaces and never cut: a path or an id stays whole."""
+    """Lines of at most `WIDTH` columns. They are broken at spaces only, so that a path or an id stays whole."""
     how = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
     return [part for line in text for part in textwrap.wrap(line, WIDTH, **how)]  # type: ignore[arg-type]
 
 
 def _named(name: str, width: int) -> tuple[list[str], str]:
-    """A row's first cell: a name that is too long for it has a line of its own above."""
+    """A row's first cell. A name that is too long for the cell gets a line of its own above the row."""
     return ([], f"{name:{width}}") if len(name) < width else ([name], " " * width)
 
 
 def _kernel_table(facts: list[Fact]) -> list[str]:
-    """Speedups as geometric mean and worst, for each distribution."""
+    """The geometric mean and the worst of the speedups, for each group."""
     if not facts:
         return []
     heads = "".join(f"{name:>13}" for name in VERSUS)
@@ -88,7 +88,7 @@ def _kernel_table(facts: list[Fact]) -> list[str]:
 
 
 def _peers(facts: list[Fact]) -> list[str]:
-    """How much faster than other people's kernels, where they ran."""
+    """How many times as fast as the peers that ran."""
     text = []
     for name in PEERS:
         ratios = [fact["medians"][name] / fact["median"] for fact in facts if name in fact.get("medians", {})]
@@ -98,7 +98,7 @@ def _peers(facts: list[Fact]) -> list[str]:
 
 
 def _prefill_table(facts: list[Fact]) -> list[str]:
-    """A line for each prompt: what it took, by which kernel, and how many times as fast as others that is."""
+    """A line for each prompt: its time, the kernel that ran, and how many times as fast as the comparators it is."""
     if not facts:
         return []
     heads = "".join(f"{name:>8}" for name in PREFILL_VERSUS)
@@ -115,7 +115,7 @@ def _prefill_table(facts: list[Fact]) -> list[str]:
 
 
 def _training_table(facts: list[Fact]) -> list[str]:
-    """As :func:`_prefill_table`, of backward passes and steps."""
+    """As :func:`_prefill_table`, for backward passes and steps."""
     if not facts:
         return []
     heads = {name: key for name, key in PREFILL_VERSUS.items() if "major" not in name}
@@ -131,7 +131,7 @@ def _training_table(facts: list[Fact]) -> list[str]:
 
 
 def _serving_table(facts: list[Fact]) -> list[str]:
-    """A line for each step over a cache, and how many times as long as without one, or without pages, it takes."""
+    """A line for each step over a cache, with its time as a multiple of the time without a cache, or without pages."""
     if not facts:
         return []
     heads = {"no cache": "auto", "contiguous": "kvcache", "fla": "fla"}
@@ -142,17 +142,17 @@ def _serving_table(facts: list[Fact]) -> list[str]:
         cells = "".join(f"{_ratio(value):>12}" for value in over)
         where = f"{fact['HQ']}/{fact['HKV']}, {fact['B']}, {fact['S']} {fact['impl']}"
         text.append(f"{where:30}{seconds(fact['median']):>9}{cells}{_ratio(fact.get('times_its_share')):>8}")
-    text.append("  how many times as long as those take; share: as that part of a whole prompt's time")
+    text.append("  times as long as the call that the column names; share: as the chunk's part of a prompt's time")
     return text
 
 
 def prompt(fact: Fact) -> str:
-    """`64/4, 65536`, and what neighbours share if that was asked for."""
+    """`64/4, 65536`, and the share of blocks that neighbouring queries have in common, if the case has one."""
     return f"{fact['HQ']}/{fact['HKV']}, {fact['S']}" + (f", {fact['shared']:.0%}" if fact.get("shared") else "")
 
 
 def kernel_of(fact: Fact) -> str:
-    """Which of our kernels ran, by its route, or whose kernel it was."""
+    """The route of our kernel that ran, or the name of the contestant."""
     return ", ".join(sorted(fact.get("launched") or ())) or str(fact.get("impl", "-"))
 
 
@@ -161,7 +161,7 @@ def _ratio(value: float | None) -> str:
 
 
 def _control_table(facts: list[Fact]) -> list[str]:
-    """Benchmarks without a byte count: how many times as fast as their control, and the time they take."""
+    """A line for each group of the other benchmarks: how many times as fast as their control, and their times."""
     if not facts:
         return []
     heads = f"{'geomean':>9}{'worst':>8}{'fastest':>10}{'slowest':>10}  control"
@@ -181,7 +181,7 @@ def _control_table(facts: list[Fact]) -> list[str]:
 
 
 def _notes(infos: list[Fact]) -> list[str]:
-    """What the benchmarks of a group say of themselves; of costs in microseconds only the highest."""
+    """The notes of a group's benchmarks. Of notes about costs in microseconds, only the highest is shown."""
     noted = [fact for fact in infos if fact.get("note")]
     costs = [fact for fact in noted if fact.get("overhead_us")]
     if costs:
@@ -190,13 +190,13 @@ def _notes(infos: list[Fact]) -> list[str]:
 
 
 def over_controls(infos: list[Fact]) -> list[float | None]:
-    """How many times as fast as their controls; without the path that ours replace, where it stands beside them."""
+    """How many times as fast as their controls. The fallback counts only if the group has no other benchmark."""
     counted = [fact for fact in infos if not fallback(fact)] or infos
     return [1 / fact["ratio_to_control"] if fact.get("ratio_to_control") else None for fact in counted]
 
 
 def _left_out(facts: list[Fact]) -> list[str]:
-    """Comparators without a time, by verdict; the three most frequent."""
+    """The comparators that were not timed and why: the three most frequent pairs."""
     counts = Counter(
         f"{name}, {reason.partition(':')[0]}" for fact in facts for name, reason in (fact.get("left_out") or {}).items()
     )
@@ -206,7 +206,7 @@ def _left_out(facts: list[Fact]) -> list[str]:
 
 
 def _threshold(facts: list[Fact]) -> list[str]:
-    """The `sel_triton_min_L` in force, and what this run measured of it."""
+    """The `sel_triton_min_L` in force, and the one that this run measured."""
     gpu = next((str(fact["gpu"]) for fact in facts if fact.get("gpu")), None)
     if gpu is None:
         return []
@@ -220,7 +220,7 @@ def _threshold(facts: list[Fact]) -> list[str]:
 
 
 def measured(decision: thresholds.Decision) -> str:
-    """What a run or a recording did by itself about the threshold; its name goes before."""
+    """What a run or a recording measured of the threshold: the rest of a sentence that begins with its name."""
     if not decision.points:
         return "did not measure it"
     if all(point.low is None for point in decision.points):
@@ -233,14 +233,14 @@ def measured(decision: thresholds.Decision) -> str:
 
 
 def fallback(fact: Fact) -> bool:
-    """Whether a benchmark times the path that Triton would replace."""
+    """Whether a benchmark times the path that Triton replaces."""
     return fact.get("impl") == thresholds.REPLACED
 
 
 def in_force(gpu: str, live: bool = True) -> str:
-    """The `sel_triton_min_L` that routing uses on a GPU, and where it comes from.
+    """The `sel_triton_min_L` that routing uses on a GPU, and its source.
 
-    `live`: of this process, where a variable or `nsa.configure` may set it. A recording has neither.
+    live: the settings of this process count too, because an environment variable or `nsa.configure` may set it.
     """
     explicit, threshold = settings.get().sel_triton_min_L, nsa.gpu.measured(gpu).threshold
     if live and explicit is not None:
@@ -257,7 +257,7 @@ def _off(min_L: int | None) -> str:
 
 
 def _shown(path: Path) -> str:
-    """A packaged file as the repository has it, `nsa/configs/gpus/<gpu>.yaml`; a user's own in full."""
+    """The path of a packaged file relative to the repository, `nsa/configs/gpus/<gpu>.yaml`; other paths in full."""
     root = nsa.gpu.PACKAGED.parents[2]
     return str(path.relative_to(root) if path.is_relative_to(root) else path)
 

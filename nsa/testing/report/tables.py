@@ -1,4 +1,4 @@
-"""What a report says of one recording, or of two: verdict, tables and pictures, in the order of the page."""
+"""The contents of a report of one recording, or of two: verdict, tables and pictures, in the order of the page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nsa.tuning import thresholds
 
 @dataclass
 class Section:
-    """A heading with whichever of text, pictures (SVG), table and code it has."""
+    """A heading, and any of text, pictures (SVG), a table and code."""
 
     title: str
     text: str = ""
@@ -37,7 +37,7 @@ class Section:
 
 
 def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
-    """What the templates show: title, verdict, rationale and sections."""
+    """The variables of the templates: title, verdict, rationale and sections."""
     from nsa.testing.report import plots
 
     now = recordings[-1]
@@ -47,8 +47,8 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
         Section("Summary", "Speedups over what the column names.", header=SUMMARY_HEADER, rows=summary_rows(now.facts)),
         Section(
             "Speedup over L",
-            "Ratios of medians from one run, implementations sampled in turn. Bars: the ends of the two 95% bootstrap "
-            "intervals divided" + _interval_note(now.facts),
+            "Ratios of medians from one run, implementations sampled in turn. Bars divide the ends of the two 95% "
+            "bootstrap intervals" + _interval_note(now.facts),
             [p for p in (plots.speedup_over_L(now.facts, name) for name in (plots.REPLACED, plots.BEST)) if p],
         ),
         Section("Prefill", PREFILL_TEXT, header=PREFILL_HEADER, rows=prefill_rows(now.facts)),
@@ -82,7 +82,7 @@ SUMMARY_HEADER = (
 )  # fmt: skip
 PREFILL_TEXT = (
     "Forward, 16 blocks of 64 a row, milliseconds. Dense: causal SDPA over all keys of the same prompt. Ratios: how "
-    "many times as fast ours is, medians of one run. Shared: blocks that neighbouring queries have in common."
+    "many times as fast ours is, from medians of one run. Shared: blocks that neighbouring queries have in common."
 )
 PREFILL_OTHERS = ("query_major", "key_major", "fla", "dense_cudnn", "dense_flash")
 PREFILL_HEADER = (
@@ -100,7 +100,7 @@ TRAINING_HEADER = (
 )  # fmt: skip
 SERVING_TEXT = (
     "A decode step, and a chunk of a prompt, over a KV cache: 16 blocks of 64 a query, microseconds. No cache: the "
-    "same keys without lengths or page table. Share: of what the whole prompt takes, as many tokens of it."
+    "same keys without lengths or page table. Its share: the chunk's part, by tokens, of the whole prompt's time."
 )
 SERVING_OTHERS = {"no cache": "auto", "contiguous": "kvcache", "fla-core": "fla"}
 SERVING_HEADER = (
@@ -109,18 +109,18 @@ SERVING_HEADER = (
 )  # fmt: skip
 CASE_HEADER = ("case", "group", "median", "95% interval", "GB/s", "of ceiling", "vs replaced", "vs best SDPA", "MAE")
 ORDINALS = ("before", "after")
-THIS_RUN = "this run"  # the source of a recording that `artifacts.this_run` makes
+THIS_RUN = "this run"  # the source of the recording that `artifacts.this_run` makes
 
 
 def verdict(recording: Recording) -> str:
-    """The threshold in force on the recording's device, and where it comes from."""
+    """The threshold in force on the recording's device, and its source."""
     if recording.gpu is None:
         return "sel_triton_min_L is not used on this device: without a GPU, calls run packed SDPA."
     return f"sel_triton_min_L in force: {summary.in_force(recording.gpu, live=recording.source == THIS_RUN)}."
 
 
 def rationale(recording: Recording, decision: thresholds.Decision, on_packed: thresholds.Decision) -> list[str]:
-    """In sentences: what the recording itself says of the threshold, and why."""
+    """Sentences that say which threshold the recording measured, and why."""
     if recording.gpu is None:
         return []
     return [f"This recording {summary.measured(decision)}.", *thresholds.rationale(decision, on_packed)]
@@ -140,7 +140,7 @@ def summary_rows(facts: list[Fact]) -> list[Sequence[str]]:
 
 
 def prefill_rows(facts: list[Fact]) -> list[Sequence[str]]:
-    """One row per prompt; milliseconds of those who ran, and how many times as fast as each ours is."""
+    """One row per prompt: the milliseconds of each implementation, and how many times as fast ours is."""
     rows: list[Sequence[str]] = []
     for fact in prefills(facts):
         medians = fact.get("medians") or {}
@@ -157,7 +157,7 @@ def prefill_rows(facts: list[Fact]) -> list[Sequence[str]]:
 
 
 def longest_prompts(recording: Recording) -> dict[str, Any] | None:
-    """What README's picture shows: milliseconds of the longest prompts, as in its table; None if none were timed.
+    """The contents of README's picture: milliseconds of the longest prompts, as in its table; None if none were timed.
 
     `{"gpu", "T", "torch", "triton", "commits", "milliseconds": {"64/4": {"ours": "1.25", "fla-core": …}}}`
     """
@@ -181,7 +181,7 @@ def longest_prompts(recording: Recording) -> dict[str, Any] | None:
 
 
 def training_rows(facts: list[Fact]) -> list[Sequence[str]]:
-    """One row per prompt and what was timed of it, as :func:`prefill_rows`."""
+    """One row per prompt for the backward pass and one for the whole step, as :func:`prefill_rows`."""
     rows: list[Sequence[str]] = []
     for fact in trainings(facts):
         medians = fact.get("medians") or {}
@@ -195,7 +195,7 @@ def training_rows(facts: list[Fact]) -> list[Sequence[str]]:
 
 
 def serving_rows(facts: list[Fact]) -> list[Sequence[str]]:
-    """One row per step over a cache; "over": how many times as long ours takes, "vs": how many times as fast it is."""
+    """One row per step over a cache. "over": how many times as long ours takes; "vs": how many times as fast it is."""
     rows: list[Sequence[str]] = []
     for fact in servings(facts):
         ours, medians = fact["median"], fact.get("medians") or {}
@@ -217,7 +217,7 @@ def _interval_note(facts: list[Fact]) -> str:
     known = [fact for fact in kernels(facts) if fact.get("medians")]
     if known and not any(fact.get("intervals") for fact in known):
         return "; this recording holds no intervals of the comparators, so it has no bars."
-    return ", so never too narrow; most are smaller than the marks."
+    return ", so they are never too short; most are smaller than the marks."
 
 
 def _timing_note(facts: list[Fact]) -> str:
@@ -229,9 +229,10 @@ def _timing_note(facts: list[Fact]) -> str:
 
 
 def changes(before: Recording, after: Recording) -> list[tuple[str, str, float, float, float]]:
-    """`(name, group, new over old ratio to control, old median, new median)` of benchmarks that both have.
+    """`(name, group, new / old ratio, old median, new median)` of the benchmarks that both recordings have.
 
-    Ratios to the control decide, because machines differ from day to day; medians where there is no control.
+    The ratios are those to the control, because the speed of a machine differs from day to day. Without a control they
+    are medians.
     """
     old = {fact["name"]: fact for fact in before.facts}
     found = []
@@ -246,7 +247,7 @@ def changes(before: Recording, after: Recording) -> list[tuple[str, str, float, 
 
 
 def _ratio_to(control: str | None, fact: Fact) -> float | None:
-    """Of medians, to this control, which may be another one than the fact's own; None where it was not timed."""
+    """The fact's median over that of `control`, which need not be its own control; None if that was not timed."""
     if control == fact.get("control"):
         return fact.get("ratio_to_control")
     seconds = (fact.get("medians") or {}).get(control)
@@ -286,7 +287,7 @@ def _threshold_section(decision: thresholds.Decision, on_packed: thresholds.Deci
         "distribution", "H", "D", "Dv", "L measured", f"{decision.margin:g}× the replaced path from L", "slowest",
         "95% interval", "at L", f"{decision.margin:g}× the best SDPA on packed rows from L",
     )  # fmt: skip
-    text = "Only selections read from the cache count: packed rows replace nothing."
+    text = "Only selections that are read from a cache count, because calls with packed rows are not routed."
     return Section("Threshold", text, [], header, rows)
 
 
@@ -317,7 +318,7 @@ def _environment(recordings: Sequence[Recording]) -> list[Sequence[str]]:
 def _commands(recordings: Sequence[Recording]) -> str:
     now = recordings[-1]
     revision, _, dirty = now.commit.partition("-")
-    # What is merged are the baselines, which need no name.
+    # Merged recordings come from the baselines, which the command finds without a name.
     files = ["run.json" if r.source == THIS_RUN else r.source for r in recordings if not r.merged]
     return "\n".join(
         [

@@ -1,6 +1,6 @@
-"""What a perf run prints at its end: pytest-benchmark's tables, made narrow, and our summary below them.
+"""The end of a perf run: pytest-benchmark's tables, made narrow, and our summary below them.
 
-Only defaults of pytest-benchmark are replaced, through its options and its hook; what a user asks for stays.
+Only defaults of pytest-benchmark are replaced, through its options and its hook. Options that the user gives stay.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from nsa.testing.report.recording import Fact
 WIDTH = 120  # columns of pytest-benchmark's tables
 COLUMNS = ["median", "iqr", "rounds"]
 NAME = WIDTH - 65
-"""Columns for a name: 65 are for figures up to 100,000 with their ratios, rounds, and " (0091)" of a baseline."""
-TITLE = WIDTH - 25  # columns for a table's title: 25 are for what pytest-benchmark writes around it
+"""Columns for a name. The other 65 hold figures up to 100,000, their ratios, rounds, and " (0091)" of a baseline."""
+TITLE = WIDTH - 25  # columns for a table's title; pytest-benchmark needs the other 25
 
 Table = tuple[str | None, list[dict[str, Any]]]  # a title, and benchmarks as pytest-benchmark shows them
 
-published_key = pytest.StashKey[list[Fact]]()  # what the benchmarks of this run published
-notes_key = pytest.StashKey[list[str]]()  # lines about what the run wrote
-_short_key = pytest.StashKey[bool]()  # whether names are short because this module said so
+published_key = pytest.StashKey[list[Fact]]()  # the facts that benchmarks of this run published
+notes_key = pytest.StashKey[list[str]]()  # lines about the files that the run wrote
+_short_key = pytest.StashKey[bool]()  # whether this module, and not the user, asked for short names
 
 
 # --- pytest-benchmark's tables ---------------------------------------------------------------------------------------
@@ -35,13 +35,13 @@ _short_key = pytest.StashKey[bool]()  # whether names are short because this mod
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Before any `pytest_configure`, where pytest-benchmark makes its session and `gate.hooks` hides an option."""
+    """Set the options before `pytest_configure`, where pytest-benchmark reads them."""
     if options.has_benchmarks(config):
         prefer_short_tables(config)
 
 
 def prefer_short_tables(config: pytest.Config) -> None:
-    """Few columns and short names, unless the user gave some; in a comparison old and new stand together."""
+    """Prefer few columns and short names, and in a comparison an order in which new rows follow old ones."""
     option = config.option
     preferred: dict[str, tuple[Any, Any]] = {  # pytest-benchmark's default, and ours
         "benchmark_columns": (None, COLUMNS),
@@ -72,7 +72,7 @@ def pytest_benchmark_group_stats(config: pytest.Config) -> Generator[None, list[
 
 
 def narrow(title: str | None, benchmarks: list[dict[str, Any]]) -> Table:
-    """The table as it is if its names fit; else words that all its names share stand in its title, not in its rows.
+    """Make a table narrow: if its names do not fit, words that all names share move to the table's title.
 
     `test_training[H1-D128-prefill-bf16-step]` and `test_training[H4-D128-prefill-bf16-step]` become `test_training[H1]`
     and `test_training[H4]` of `forward and backward: D128-prefill-bf16-step`. No word is lost.
@@ -91,13 +91,13 @@ def narrow(title: str | None, benchmarks: list[dict[str, Any]]) -> Table:
 
 
 def _words(name: str) -> list[str]:
-    """Of a test's parameters."""
+    """The words of a test's parameters."""
     parameters = name.partition("[")[2].removesuffix("]")
     return parameters.split("-") if parameters else []
 
 
 def _named(name: str, words: list[str]) -> str:
-    """The test with these words of its parameters only."""
+    """The test's name with only these words of its parameters."""
     return name.partition("[")[0] + (f"[{'-'.join(words)}]" if words else "")
 
 
@@ -108,8 +108,8 @@ def _titled(title: str | None, words: list[str]) -> str:
 # --- our summary -----------------------------------------------------------------------------------------------------
 
 
-# pytest-benchmark's hook has no order of its own, so `trylast` is below its tables. Hooks that are `trylast` run in the
-# order in which their plugins were registered: `plugin` (replay commands, notes), then this one. The gate comes last.
+# `trylast`, so that the summary comes below pytest-benchmark's tables. Hooks with `trylast` run in the order in which
+# their plugins were registered: `plugin` (replay commands, notes), then this one. The verdicts of the gate come last.
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     published, notes = config.stash.get(published_key, []), config.stash.get(notes_key, [])

@@ -1,1 +1,1 @@
-"""The tests by which a contestant is judged, ours included: `pytest --pyargs nsa.testing.suite`."""
+"""The tests that judge a contestant, ours included: `pytest --pyargs nsa.testing.suite`."""

@@ -1,4 +1,4 @@
-"""Selections and tensors that a live model may hand a kernel by design or by mistake, within its contract."""
+"""Selections and tensors that a model may pass to a kernel by design or by mistake, within the kernel's contract."""
 
 from __future__ import annotations
 
@@ -33,60 +33,50 @@ CASES = [
 Twist = Callable[[Problem], Problem]
 
 
-def selecting(p: Problem, chosen: Tensor) -> Problem:
-    """The problem with other spans, or other block ids."""
-    if p.block_indices is None:
-        return dataclasses.replace(p, ranges=chosen.to(p.ranges.dtype), extra={})
-    size, ids = p.block_size, chosen.long()
-    spans = torch.stack((ids * size, (ids + 1) * size), -1).masked_fill((ids < 0)[..., None], 0)
-    return dataclasses.replace(
-        p, block_indices=chosen.to(p.block_indices.dtype), ranges=spans.to(p.ranges.dtype), extra={}
-    )
-
-
 def chosen(p: Problem) -> Tensor:
+    """The problem's selection."""
     return p.ranges if p.block_indices is None else p.block_indices
 
 
 def drawn(p: Problem, low: int, high: int, which: int) -> Tensor:
-    """Of the selection's shape, on its device; others for another `which`."""
+    """Random integers of the selection's shape. `which` selects the seed."""
     g = torch.Generator().manual_seed(p.seed + which)
     return torch.randint(low, high, chosen(p).shape, generator=g).to(p.q.device)
 
 
 def nothing(p: Problem) -> Problem:
-    return selecting(p, torch.full_like(chosen(p), 5 if p.block_indices is None else -1))
+    return p.choosing(torch.full_like(chosen(p), 5 if p.block_indices is None else -1))
 
 
 def half_of_it(p: Problem) -> Problem:
-    """The other rows select nothing."""
+    """Every other query selects nothing."""
     empty = nothing(p)
     kept = chosen(p).clone()
     kept[:, ::2] = chosen(empty)[:, ::2]
-    return selecting(p, kept)
+    return p.choosing(kept)
 
 
 def noise(p: Problem) -> Problem:
-    """Backwards, before the first key, past the last, and as far off as int32 goes."""
-    far = 2**31 - 1 if p.block_indices is None else 2**27 - 2  # whose end is within int32
+    """Reversed spans, spans before the first key and past the last, and the largest int32 numbers."""
+    far = 2**31 - 1 if p.block_indices is None else 2**27 - 2  # blocks that end within int32
     keys = p.k.shape[1] if p.block_indices is None else -(-p.k.shape[1] // p.block_size)
     ends = torch.tensor([-far, -1, 0, keys, far], device=p.q.device)[drawn(p, 0, 5, 0)]
-    return selecting(p, torch.where(drawn(p, 0, 3, 1) == 0, ends, drawn(p, -keys, 2 * keys, 2)))
+    return p.choosing(torch.where(drawn(p, 0, 3, 1) == 0, ends, drawn(p, -keys, 2 * keys, 2)))
 
 
 def twice(p: Problem) -> Problem:
-    """A key that is listed twice counts twice."""
-    return selecting(p, torch.cat((chosen(p), chosen(p)), -2 if p.block_indices is None else -1))
+    """Every key is listed twice, and counts twice."""
+    return p.choosing(torch.cat((chosen(p), chosen(p)), -2 if p.block_indices is None else -1))
 
 
 def one_key(p: Problem) -> Problem:
-    """The first, which is every query's to see; blocks: the first block, and padding before it."""
+    """The first key, which every query may see; for blocks, padding and then the first block."""
     one = torch.zeros_like(chosen(p))
     if p.block_indices is None:
         one[..., 0, 1] = 1
     else:
         one[..., :-1] = -1
-    return selecting(p, one)
+    return p.choosing(one)
 
 
 def strided(p: Problem) -> Problem:
@@ -95,17 +85,17 @@ def strided(p: Problem) -> Problem:
 
 
 def large_scores(p: Problem) -> Problem:
-    """Past what `exp` takes in fp32, unless the maximum is subtracted first."""
+    """Scores whose exp overflows fp32 unless the maximum is subtracted."""
     return dataclasses.replace(p, q=p.q * 64, extra={})
 
 
 def no_queries(p: Problem) -> Problem:
-    short = selecting(p, chosen(p)[:, :0])
+    short = p.choosing(chosen(p)[:, :0])
     return dataclasses.replace(short, q=p.q[:, :0])
 
 
 def no_sequences(p: Problem) -> Problem:
-    none = selecting(p, chosen(p)[:0])
+    none = p.choosing(chosen(p)[:0])
     return dataclasses.replace(none, q=p.q[:0], k=p.k[:0], v=p.v[:0])
 
 
@@ -114,12 +104,12 @@ def scaled(p: Problem) -> Problem:
 
 
 def without_the_last(p: Problem) -> Problem:
-    """Rows that list the last key, or its block, list the first instead."""
+    """Rows that list the last key, or its block, list the first key or block instead."""
     last = p.k.shape[1] - 1
     if p.block_indices is None:
         one = torch.tensor([0, 1], dtype=p.ranges.dtype, device=p.ranges.device)
-        return selecting(p, torch.where((p.ranges[..., 1:] > last), one, p.ranges))
-    return selecting(p, p.block_indices.masked_fill(p.block_indices == last // p.block_size, 0))
+        return p.choosing(torch.where((p.ranges[..., 1:] > last), one, p.ranges))
+    return p.choosing(p.block_indices.masked_fill(p.block_indices == last // p.block_size, 0))
 
 
 OF_ANY: dict[str, Twist] = {"strided": strided, "large-scores": large_scores, "no-sequences": no_sequences}
@@ -135,22 +125,22 @@ NEEDED = {
     "noise": "visible", "twice": "distinct", "scaled": "default scale", "no-queries": "some queries",
     "no-sequences": "some queries",
 }  # fmt: skip
-"""What a contract may need, so that it never meets the twist."""
+"""For each twist the need of a contract that excludes the twist."""
 
 
 def twisted(impl):
-    """Each twist of each case. In fp32 the order of additions decides what large scores come to."""
+    """Each twist of each case. Large scores are left out in fp32, where the order of additions decides their result."""
     for case in dict.fromkeys(fitted(case, impl.contract, INTERPRETED) for case in CASES):
         twists = OF_ANY if case.source in ("rows", "varlen") else TWISTS
         for twist in twists:
             unfair = twist == "large-scores" and case.dtype == "fp32"
-            unfair = unfair or twist == "no-queries" and not impl.contract.chunks  # it has keys
+            unfair = unfair or twist == "no-queries" and not impl.contract.chunks  # the call still has keys
             if not unfair and NEEDED.get(twist) not in impl.contract.needs:
                 yield from ((case, twist, wanted) for wanted in returns(impl))
 
 
 def selected(impl):
-    """Cases with a key that no row has to select."""
+    """Cases in which some key is selected by no row."""
     every = {"finite", "own block"} & set(impl.contract.needs)
     for case in dict.fromkeys(fitted(case, impl.contract, INTERPRETED) for case in CASES):
         one_block = "blocks" in impl.contract.takes and case.S_kv <= case.block_size
@@ -166,7 +156,7 @@ def test_what_a_model_may_hand_over(contestant, problem, twist, wanted):
 
 @contested(selected, "wanted")
 def test_keys_that_no_row_selects_may_be_nan(contestant, problem, wanted):
-    """Outside of the spans and blocks that rows list: a kernel may read what lies within them, and mask it."""
+    """NaN is put only outside of the listed spans and blocks. A kernel may read keys within them, and mask those."""
     p = arranged(without_the_last(problem), contestant.contract)
     seen = torch.zeros(p.k.shape[:3], dtype=torch.bool, device=p.k.device)  # [B, S_kv, HKV]
     for b, s, h, i in torch.cartesian_prod(*(torch.arange(n) for n in p.ranges.shape[:-1])).tolist():
@@ -180,7 +170,7 @@ def test_keys_that_no_row_selects_may_be_nan(contestant, problem, wanted):
 @pytest.mark.skipif(current_lane() != "gpu", reason="streams need a GPU")
 @contested(lambda impl: [(case,) for case in dict.fromkeys(fitted(case, impl.contract) for case in CASES)])
 def test_the_current_stream_is_waited_for(contestant, problem):
-    """Inputs are written late, on a stream of their own: a kernel launched on another one reads NaN."""
+    """Inputs are written late, on the current stream. A kernel that is launched on another stream reads NaN."""
     p = problem
     oracle = Oracle.of(p)
     try:
@@ -189,7 +179,7 @@ def test_the_current_stream_is_waited_for(contestant, problem):
         pytest.skip(f"unsupported: {p.case.id}: {e}")
     late = dataclasses.replace(p, **{name: torch.full_like(getattr(p, name), math.nan) for name in "qkv"}, extra={})
     if p.case.source == "rows":
-        assert late.rows.K.isnan().all()  # views, made here: that takes a sync, which behind the copies would wait
+        assert late.rows.K.isnan().all()  # makes the views here, because that synchronizes
     stream = torch.cuda.Stream(p.q.device)
     torch.cuda.synchronize(p.q.device)
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""What a contract may promise beside outputs: gradients, equal bits each time, and calls over a cache."""
+"""The promises of a contract beside outputs and LSE: gradients, equal bits in each call, and calls over a cache."""
 
 import dataclasses
 
@@ -19,12 +19,12 @@ CACHED = [
     for i, (S, size, n) in enumerate(((1, 16, 4), (1, 64, 3), (3, 32, 3), (2, 128, 2), (1, 128, 2), (2, 16, 6)))
     for H, D, dtype in [((4, 32, "fp32"), (16, 64, "fp16"), (2, 64, "fp32"))[i % 3]]
 ]
-LENGTHS = (203, 0, 1, 256)  # within a page, nothing, one key, no room left
-ROOMY = (203, 70, 128, 256)  # where each query sees some key
+LENGTHS = (203, 0, 1, 256)  # an end within a page, no keys, one key, a full cache
+ROOMY = (203, 70, 128, 256)  # lengths with which each query sees a key
 
 
 def some(impl, count):
-    """Of its cases those with the fewest rows that have more than one query, and of each size one."""
+    """The `count` smallest cases of different sizes, first those with more than one query."""
     cases = [c for c in cases_of(impl.contract, lane_cases(), INTERPRETED) if not c.large and c.scores == 1]
     small = sorted(cases, key=lambda c: (c.S == 1 and not c.seqlens, c.N * c.L * c.H))
     kinds = {(c.dtype, c.D, c.H, c.block_size, c.causal, bool(c.seqlens), c.positions): c for c in reversed(small)}
@@ -33,7 +33,7 @@ def some(impl, count):
 
 @contested(lambda impl: some(impl, 8 * impl.contract.gradients), promise="gradients")
 def test_triton_sel_parity_gradients(contestant, problem):
-    """Of sum(O * dO), dO drawn. Ours: tests/parity/test_backward.py, on more cases."""
+    """Gradients of sum(O * dO) for a random dO. tests/parity/test_backward.py tests ours on more cases."""
     oracle = GradientOracle.of(problem)
     leaves = [x.detach().clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
     with untouched(contestant.name, problem):
@@ -44,7 +44,7 @@ def test_triton_sel_parity_gradients(contestant, problem):
 
 @contested(lambda impl: some(impl, 5 * impl.contract.repeatable), promise="repeatable")
 def test_triton_sel_parity_twice(contestant, problem):
-    """Equal bits, however often a call is made."""
+    """Repeated calls give equal bits."""
     first, *others = (contestant.run(problem) for _ in range(3))
     outputs = [x[0] if isinstance(x, tuple) else x for x in (first, *others)]
     if not all(torch.equal(outputs[0].view(torch.uint8), x.view(torch.uint8)) for x in outputs[1:]):
@@ -74,7 +74,7 @@ def test_triton_sel_parity_pages(contestant, case, device, page):
 
 
 def over_a_cache(contestant, case, device, page):
-    """Sequences of unequal length. What no sequence holds, in the cache and in its spare pages, is NaN."""
+    """Sequences of unequal length. Every place of the cache outside the sequences, spare pages included, is NaN."""
     room = -(-case.S_kv // 128) * 128
     needs = contestant.contract.needs
     lengths = [min(length, room) for length in (ROOMY if {"nonempty", "visible"} & set(needs) else LENGTHS)]

@@ -12,7 +12,7 @@ from nsa.testing.machine import current_lane
 from nsa.testing.matrix.strategies import INT32, OF_CONTESTANTS, Drawn, seeds, selections
 
 INTERPRETED = current_lane() == "interpreter"
-FAR = 2**27 - 2  # blocks of 16 keys that far off end within int32
+FAR = 2**27 - 2  # the last block of 16 keys that ends within int32
 
 
 def matrix(impl):
@@ -20,7 +20,7 @@ def matrix(impl):
 
 
 def ours():
-    """Of the full matrix each shape compiles one of two kernels, with or without LSE: few rows with it."""
+    """The rows of our contestants. Cases of the full matrix are tested either with LSE or without, to compile less."""
     for case in lane_cases():
         once = case.N in (64, 256, 1024) and case.HKV == 1
         for wanted in (("LSE",) if case.N == 64 else ("O",)) if once else ("O", "LSE"):
@@ -33,13 +33,13 @@ def test_triton_sel_parity(contestant, oracle, wanted):
 
 
 def shapes(impl):
-    """Few, and small: a kernel may be compiled for each of them."""
+    """Few small cases, because a kernel may be compiled for each of them."""
     cases = dict.fromkeys(fitted(case, impl.contract, INTERPRETED) for case in OF_CONTESTANTS)
     return [(case, wanted) for case in cases for wanted in returns(impl)]
 
 
-@contested(shapes, "wanted", ours=tuple)  # ours are drawn for in tests/parity/test_spans.py, with past bugs as examples
-@settings(max_examples=settings().max_examples * 2 // 5)  # for each shape, O and LSE
+@contested(shapes, "wanted", ours=tuple)  # tests/parity/test_spans.py draws for ours, with past bugs as examples
+@settings(max_examples=settings().max_examples * 2 // 5)  # for each shape, for O and for the LSE
 @given(st.data(), seeds())
 def test_triton_sel_parity_any_selection(device, contestant, case, wanted, data, seed):
     far = FAR if case.source == "blocks" else INT32 - 1

@@ -1,4 +1,4 @@
-"""Kernels beside SDPA in every layout: on a GPU by CUDA-graph replay on cold buffers, plain torch on a CPU, too."""
+"""Kernels beside SDPA in every layout: on a GPU by replaying CUDA graphs on cold buffers. Plain torch also on a CPU."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ from nsa.testing.matrix.case import Case
 from nsa.testing.plugin import missing_gpu
 
 GPU = current_lane() == "gpu"
-BUDGET_S = 0.01 if GPU else 0.15  # of samples for each: about ten of a millisecond. Core has 126 cases and 2 minutes
+BUDGET_S = 0.01 if GPU else 0.15  # seconds of samples for each implementation; core times 126 cases in 2 minutes
 ON_A_CPU = [
     Case(8, D, D, L, 32, dist, "fp32", source=source)
     for D in (64, 128) for L in (256, 1024) for dist, source in (("many", "ranges"), ("many", "blocks"))
@@ -44,18 +44,18 @@ def test_selection(contestant, problem, publish, machine_sampling):
         pytest.skip(missing_gpu())
     rows = problem.case.source in ("rows", "varlen")
     layouts = {"packed": PACKED} | packed_layouts(problem.q.device)
-    # From the cache, a fallback has to pack first; rows lie packed already.
+    # If the source is not packed rows, the comparators have to pack first.
     ends = {} if rows else END_TO_END | {"sdpa": OURS["sdpa"]} if GPU else {FROM_SPANS.name: FROM_SPANS}
     beside = peers() if GPU and problem.case.source == "blocks" else {}
 
     def take():
         if GPU:
-            torch.cuda.empty_cache()  # graphs of the case before hold pools of their own
+            torch.cuda.empty_cache()  # frees the memory pools of the previous case's graphs
         before = addresses.launched()
         timed = [*layouts.values(), *ends.values(), *beside.values()]
         result = measure(problem, contestant, timed, budget_s=BUDGET_S, **machine_sampling)
         if addresses.launched() > before:
-            pytest.skip("Triton's interpreter ran it: its time on a CPU says nothing")
+            pytest.skip("a Triton kernel, interpreted on the CPU, is not timed")
         return result.ours, result.info(layouts, layouts if rows else END_TO_END if GPU else ends)
 
     name = f"{problem.case.dist}, {problem.case.source}" + ("" if mine else f", {contestant.name}")
@@ -63,7 +63,7 @@ def test_selection(contestant, problem, publish, machine_sampling):
 
 
 def once(contestant, problem, take):
-    """A measurement; a case that an undeclared kernel does not take is a skip that says so."""
+    """Measure, or skip a case that an undeclared kernel does not take."""
     try:
         return take()
     except NotImplementedError as e:

@@ -1,4 +1,4 @@
-"""Prompts of core: our front door, or a contestant, beside our schedules by name, fla-core, and dense SDPA."""
+"""The prompts of core: our front door, or a contestant, beside our schedules by name, fla-core, and dense SDPA."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from nsa.testing.contestants.fit import fitted
 from nsa.testing.contestants.ours import OURS
 from nsa.testing.fixtures import contested
 
-BUDGET_S = 0.6  # of samples for each: 40 of ours at least, 10 of dense attention at 0.2 s a call
+BUDGET_S = 0.6  # seconds of samples for each: at least 40 samples of ours, and 10 of dense attention at 0.2 s a call
 
 
 def ours(config):
@@ -29,7 +29,7 @@ def theirs(impl, config):
 @contested(theirs, ours=ours)
 def test_prefill(contestant, problem, publish, machine_sampling):
     def take():
-        torch.cuda.empty_cache()  # graphs of the case before hold pools of their own
+        torch.cuda.empty_cache()  # frees the memory pools of the previous case's graphs
         result = measure(problem, contestant, prefill.beside(), budget_s=BUDGET_S, **machine_sampling)
         return result.ours, result.info([], prefill.BACKENDS) | prefill.facts(result)
 
