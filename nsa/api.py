@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 
 from nsa import ops, settings
 from nsa.call import UNREAD, Call
+from nsa.hints import hide_wrong, refuse
 from nsa.validate import check_tensors, number
 
 CuSeqlens = Tensor | tuple[Tensor, Tensor]
@@ -61,6 +62,7 @@ def selection_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@hide_wrong
 def selection_attention(
     q: Tensor,
     k: Tensor,
@@ -78,6 +80,7 @@ def selection_attention(
     backend: str = "auto",
     schedule: str = "auto",
     out: Tensor | None = None,
+    **wrong: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of each query over the keys its row selected: NSA's selection branch (arXiv 2502.11089, section 3.3.2).
 
@@ -126,6 +129,8 @@ def selection_attention(
             is mapped by ``torch.vmap``; or packing without ``max_selected`` under
             ``torch.compile`` or CUDA graph capture.
     """
+    if wrong:
+        refuse(selection_attention, wrong)
     if cu_seqlens is None:
         cu_q = cu_k = None
     else:
@@ -194,6 +199,7 @@ def selection_attention_with_kvcache(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@hide_wrong
 def selection_attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -212,6 +218,7 @@ def selection_attention_with_kvcache(
     backend: str = "auto",
     schedule: str = "auto",
     out: Tensor | None = None,
+    **wrong: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`nsa.selection_attention` over the keys a cache holds so far: decode, speculative decode, chunked prefill.
 
@@ -245,6 +252,8 @@ def selection_attention_with_kvcache(
         RuntimeError: a tensor has a tangent; ``torch.func`` transforms a tensor; or as
             :func:`nsa.selection_attention`.
     """
+    if wrong:
+        refuse(selection_attention_with_kvcache, wrong)
     if page_size is not None and (block_table is None or k_cache.shape[1:2] != (page_size,)):
         found = "no block_table" if block_table is None else f"k_cache of shape {list(k_cache.shape)}"
         raise ValueError(f"page_size: expected that of a paged k_cache, got {page_size} with {found}")

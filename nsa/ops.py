@@ -64,9 +64,12 @@ def serve(call: Call, tracing: bool = False) -> Result:
     except AttributeError:
         check_tensors(**_named(call))
         raise
-    q, k, v, out = call.q, call.k, call.v, call.out
+    q = call.q
     wants_grad = is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (out is not None and out.requires_grad)
+        q.requires_grad
+        or call.k.requires_grad
+        or call.v.requires_grad
+        or (call.out is not None and call.out.requires_grad)
     )
     # A subclass, as FakeTensor, may have no memory to launch a kernel on: the operator knows what to do with it.
     if wants_grad or q.__class__ is not Tensor:
@@ -152,9 +155,7 @@ class _Attention(torch.autograd.Function):
     """A planned call as a node of autograd: the operator's own takes four times as long."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: Call, planned: Plan, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, call: Call, planned: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         call = call._replace(out=None, return_lse=True)
         o, lse = dispatch.run(planned, call)
         ctx.set_materialize_grads(False)  # an output nobody uses costs nothing

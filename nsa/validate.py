@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nsa import hints
 from nsa.call import Call
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -75,12 +76,13 @@ def _unit_stride(x: Tensor) -> bool:
 
 def _check_ndim(name: str, m: Tensor, layout: str) -> None:
     if len(m.shape) != layout.count(",") + 1:
-        raise ValueError(f"{name}: expected {layout}, got shape {_shape(m.shape)}")
+        raise ValueError(f"{name}: expected {layout}, got shape {_shape(m.shape)}{hints.packed(m.shape, layout)}")
 
 
-def _check_shape(name: str, m: Tensor, layout: str, expected: tuple[int, ...]) -> None:
+def _check_shape(name: str, m: Tensor, layout: str, expected: tuple[int, ...], of: Call | None = None) -> None:
     if tuple(m.shape) != expected:
-        raise ValueError(f"{name}: expected {layout} = {_shape(expected)}, got {_shape(m.shape)}")
+        hint = "" if of is None else hints.transposed(of, MAX_GROUP)
+        raise ValueError(f"{name}: expected {layout} = {_shape(expected)}, got {_shape(m.shape)}{hint}")
 
 
 def _check_device(name: str, m: Tensor, device: torch.device, of: str = "q") -> None:
@@ -177,7 +179,7 @@ def _check_selection(call: Call, lead: tuple[int, ...], lead_name: str, HKV: int
             raise ValueError(f"block_size: expected None with ranges, got {call.block_size}")
         layout = f"[{lead_name}, HKV, n, 2]"
         _check_ndim("ranges", call.ranges, layout)
-        _check_shape("ranges", call.ranges, layout, (*lead, HKV, call.ranges.shape[-2], 2))
+        _check_shape("ranges", call.ranges, layout, (*lead, HKV, call.ranges.shape[-2], 2), call)
         _check_index("ranges", call.ranges, call.q.device)
         return call.ranges.shape[-2], bound
     assert call.block_indices is not None
@@ -187,7 +189,7 @@ def _check_selection(call: Call, lead: tuple[int, ...], lead_name: str, HKV: int
     layout = f"[{lead_name}, HKV, n]"
     _check_ndim("block_indices", call.block_indices, layout)
     n = call.block_indices.shape[-1]
-    _check_shape("block_indices", call.block_indices, layout, (*lead, HKV, n))
+    _check_shape("block_indices", call.block_indices, layout, (*lead, HKV, n), call)
     _check_index("block_indices", call.block_indices, call.q.device)
     return n, n * call.block_size if bound is None else min(bound, n * call.block_size)
 
@@ -247,7 +249,8 @@ def check(call: Call) -> Dims:
         if not HEAD_DIMS[0] <= dim <= HEAD_DIMS[1]:
             raise ValueError(f"head dim {name}: expected {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, got {dim}")
     if HKV == 0 or HQ % HKV or not 1 <= HQ // HKV <= MAX_GROUP:
-        raise ValueError(f"heads: expected HQ = G * HKV with G from 1 to {MAX_GROUP}, got HQ={HQ}, HKV={HKV}")
+        hint = hints.transposed(call, MAX_GROUP)
+        raise ValueError(f"heads: expected HQ = G * HKV with G from 1 to {MAX_GROUP}, got HQ={HQ}, HKV={HKV}{hint}")
 
     B = _check_sequences(call) if varlen else lead[0]
     if call.cache_seqlens is not None:
