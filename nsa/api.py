@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from nsa import ops, settings
 from nsa.call import UNREAD, Call
 from nsa.hints import hide_wrong, refuse
-from nsa.validate import check_tensors, number
+from nsa.validate import lengths, number
 
 CuSeqlens = Tensor | tuple[Tensor, Tensor]
 
@@ -161,7 +161,7 @@ def selection_attention_with_kvcache(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
-    cache_seqlens: Tensor,
+    cache_seqlens: Tensor | int,
     ranges: Tensor | None = ...,
     block_indices: Tensor | None = ...,
     block_size: int | None = ...,
@@ -183,7 +183,7 @@ def selection_attention_with_kvcache(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
-    cache_seqlens: Tensor,
+    cache_seqlens: Tensor | int,
     ranges: Tensor | None = ...,
     block_indices: Tensor | None = ...,
     block_size: int | None = ...,
@@ -205,7 +205,7 @@ def selection_attention_with_kvcache(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
-    cache_seqlens: Tensor,
+    cache_seqlens: Tensor | int,
     ranges: Tensor | None = None,
     block_indices: Tensor | None = None,
     block_size: int | None = None,
@@ -230,6 +230,8 @@ def selection_attention_with_kvcache(
         v_cache: ``[B, S_max, HKV, Dv]`` or ``[num_pages, page_size, HKV, Dv]``.
         cache_seqlens: ``[B]`` int32 or int64, keys of each sequence, those of ``q`` included; may differ, and be 0.
             Query ``s`` sits at ``t = cache_seqlens[b] - S + s``; ``causal``, it sees nothing where that is negative.
+            An int is the length of all sequences, from 0 to ``S_max`` (``width * page_size``). Each call fills a tensor
+            with the int on the device, without a sync; a captured CUDA graph keeps the int that it was captured with.
         ranges: ``[B, S, HKV, n, 2]`` half-open key spans, by position in the sequence, whatever page that lies in.
         block_indices: ``[B, S, HKV, n]`` with ``block_size``, instead.
         block_table: ``[B, width]`` int32 or int64, the pages of each sequence in order. Pages need not be in order, nor
@@ -237,10 +239,10 @@ def selection_attention_with_kvcache(
         page_size: of the pages, to have it checked; it is ``k_cache.shape[1]``.
         causal, scale, max_selected, return_lse, backend, schedule, out: as for :func:`nsa.selection_attention`.
 
-    Nothing outside the cache is read, whatever lengths and table say: lengths are clamped to ``[0, S_max]`` (``width *
-    page_size``), and keys of a page outside ``[0, num_pages)`` are left out as if they were not selected. The setting
-    ``debug_cache`` logs such lengths and pages, with their sequence. Lengths, table and selection may change in place
-    between replays of a captured CUDA graph.
+    Nothing outside the cache is read, whatever lengths and table say: lengths in a tensor are clamped to ``[0, S_max]``
+    (``width * page_size``), and keys of a page outside ``[0, num_pages)`` are left out as if they were not selected.
+    The setting ``debug_cache`` logs such lengths and pages, with their sequence. Lengths, table and selection may
+    change in place between replays of a captured CUDA graph.
 
     Returns:
         ``O`` ``[B, S, HQ, Dv]`` in ``q``'s dtype; with ``return_lse`` also ``LSE`` ``[B, S, HQ]``, fp32 (fp64 of fp64).
@@ -257,8 +259,8 @@ def selection_attention_with_kvcache(
     if page_size is not None and (block_table is None or k_cache.shape[1:2] != (page_size,)):
         found = "no block_table" if block_table is None else f"k_cache of shape {list(k_cache.shape)}"
         raise ValueError(f"page_size: expected that of a paged k_cache, got {page_size} with {found}")
-    if cache_seqlens is None:  # which would be a call without a cache
-        check_tensors(cache_seqlens=cache_seqlens)  # type: ignore[unreachable]
+    if type(cache_seqlens) is not Tensor:
+        cache_seqlens = lengths(cache_seqlens, q, k_cache, block_table)
     if scale is not None and type(scale) is not float:
         scale = number(scale)
     tracing = is_compiling()

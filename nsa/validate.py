@@ -215,6 +215,35 @@ def _check_cache(call: Call, B: int, S_kv: int) -> int:
     return room
 
 
+def lengths(cache_seqlens: Any, q: Any, k_cache: Any, block_table: Any) -> Tensor:
+    """``cache_seqlens`` as a tensor. An int is the length of all sequences: it becomes ``[B]`` int32 on ``q``'s device.
+
+    The host knows an int, so it is checked here; lengths in a tensor are clamped by the kernels instead.
+
+    Raises:
+        TypeError: it is neither a tensor nor an int.
+        ValueError: the int is negative, or more keys than a sequence has room for.
+    """
+    if isinstance(cache_seqlens, Tensor):
+        return cache_seqlens
+    if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, (int, torch.SymInt)):
+        raise TypeError(f"cache_seqlens: expected a torch.Tensor or an int, got {type(cache_seqlens).__name__}")
+    check_tensors(q=q, k_cache=k_cache)
+    _check_ndim("q", q, "[B, S, HQ, D]")
+    if block_table is None:
+        _check_ndim("k_cache", k_cache, "[B, S_max, HKV, D]")
+        room = k_cache.shape[1]
+    else:
+        check_tensors(block_table=block_table)
+        _check_ndim("k_cache", k_cache, "[num_pages, page_size, HKV, D]")
+        _check_ndim("block_table", block_table, "[B, width]")
+        room = k_cache.shape[1] * block_table.shape[1]
+    if not 0 <= cache_seqlens <= room:
+        raise ValueError(f"cache_seqlens: expected an int from 0 to {room}, got {cache_seqlens}")
+    filled: Tensor = q.new_full(q.shape[:1], cache_seqlens, dtype=torch.int32)
+    return filled
+
+
 def check(call: Call) -> Dims:
     """Dimensions of a call, or ``ValueError`` / ``TypeError`` saying what was expected and what came."""
     _check_choice("backend", call.backend, BACKENDS)

@@ -310,9 +310,31 @@ WRONG = {
     ),
     "lengths-shape": ({"cache_seqlens": torch.zeros(3, dtype=torch.int32)}, ValueError, f"{LENGTHS} [B] = [2]"),
     "lengths-dtype": ({"cache_seqlens": torch.zeros(2)}, TypeError, "cache_seqlens: expected dtype int32, int64"),
-    "lengths-forgotten": ({"cache_seqlens": None}, TypeError, "cache_seqlens: expected a torch.Tensor, got NoneType"),
+    "lengths-forgotten": ({"cache_seqlens": None}, TypeError, f"{LENGTHS} a torch.Tensor or an int, got NoneType"),
     "scale": ({"scale": "x"}, TypeError, "scale: expected a number or None, got str"),
-    "lengths-none": ({"cache_seqlens": 5}, TypeError, "cache_seqlens: expected a torch.Tensor, got int"),
+    "lengths-list": ({"cache_seqlens": [5, 5]}, TypeError, f"{LENGTHS} a torch.Tensor or an int, got list"),
+    "length-bool": ({"cache_seqlens": True}, TypeError, f"{LENGTHS} a torch.Tensor or an int, got bool"),
+    "length-float": ({"cache_seqlens": 5.0}, TypeError, f"{LENGTHS} a torch.Tensor or an int, got float"),
+    "length-negative": ({"cache_seqlens": -1}, ValueError, f"{LENGTHS} an int from 0 to {ROOM}, got -1"),
+    "length-beyond-pages": ({"cache_seqlens": ROOM + 1}, ValueError, f"{LENGTHS} an int from 0 to {ROOM}, got 65"),
+    "length-beyond-narrow-table": (
+        {"cache_seqlens": PAGE + 1, "block_table": torch.zeros(2, 1, dtype=torch.int32)}, ValueError,
+        f"{LENGTHS} an int from 0 to {PAGE}, got {PAGE + 1}",
+    ),
+    "length-beyond": (
+        {"cache_seqlens": ROOM + 1, "contiguous": True}, ValueError,
+        f"{LENGTHS} an int from 0 to {ROOM}, got {ROOM + 1}",
+    ),
+    "length-and-table-1d": (
+        {"cache_seqlens": 5, "block_table": torch.zeros(2, dtype=torch.int32)}, ValueError,
+        "block_table: expected [B, width], got shape [2]",
+    ),
+    "length-and-table-list": (
+        {"cache_seqlens": 5, "block_table": [[0], [1]]}, TypeError, "block_table: expected a torch.Tensor, got list",
+    ),
+    "length-and-table-shape": (
+        {"cache_seqlens": 5, "block_table": torch.zeros(3, 4, dtype=torch.int32)}, ValueError, f"{TABLE} [B, width]",
+    ),
     "table-shape": ({"block_table": torch.zeros(3, 4, dtype=torch.int32)}, ValueError, f"{TABLE} [B, width]"),
     "table-dtype": ({"block_table": torch.zeros(2, 4)}, TypeError, "block_table: expected dtype"),
     "table-1d": ({"block_table": torch.zeros(2, dtype=torch.int32)}, ValueError, "block_table: expected [B, width]"),
@@ -342,6 +364,76 @@ def test_errors_call_caches_what_the_caller_does(device):
     ):
         with pytest.raises((TypeError, ValueError), match=re.escape(said)):
             call(queries(2, device=device), caches.Cache(k, v, cache.cache_seqlens, cache.block_table), **selection)
+
+
+@pytest.mark.parametrize("page", [None, PAGE], ids=["contiguous", "paged"])
+@pytest.mark.parametrize("length", [0, 1, 37, ROOM])
+def test_an_int_is_the_length_of_all_sequences(device, backend, page, length):
+    cache = caches.draw([length] * 3, ROOM, page, device=device)
+    q, selection = queries(3, 2, device=device), {"block_indices": everything(3, 2, device), "block_size": PAGE}
+    want = call(q, cache, backend, **selection)
+    got = call(q, cache, backend, **selection, cache_seqlens=length)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_an_int_with_shapes_that_are_wrong(device):
+    """The length is checked first, but the error is about what is wrong."""
+    x, blocks = torch.zeros(2, 4, 2, 16, device=device), torch.zeros(2, 4, 2, 1, dtype=torch.int32, device=device)
+    for q, k, text in (
+        (x[0], x, "q: expected [B, S, HQ, D], got shape [4, 2, 16]"),
+        (x, x[0], "k_cache: expected [B, S_max, HKV, D], got shape [4, 2, 16]"),
+        (x[:1], x, "k_cache: expected [B, S_max, HKV, D] = [1, 4, 2, 16], got [2, 4, 2, 16]"),
+        (1.0, x, "q: expected a torch.Tensor, got float"),
+        (x, None, "k_cache: expected a torch.Tensor, got NoneType"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=re.escape(text)):
+            nsa.selection_attention_with_kvcache(q, k, x, cache_seqlens=3, block_indices=blocks, block_size=4)
+
+
+@pytest.mark.parametrize("page", [None, PAGE], ids=["contiguous", "paged"])
+def test_compiled_calls_take_an_int(device, page):
+    """Other lengths compile once more, to a symbol, and an int out of range is refused in a compiled call, too."""
+    cache = caches.draw([ROOM] * 2, ROOM, page, device=device)
+    q, blocks = queries(2, device=device), everything(2, 1, device)
+    backend = "triton" if device.type == "cuda" else "sdpa"
+    compiles = []
+
+    def count(graph, _):
+        compiles.append(graph)
+        return graph
+
+    def serve(q, length):
+        return call(q, cache, backend, block_indices=blocks, block_size=PAGE, cache_seqlens=length)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(serve, fullgraph=True, backend=count)
+    for length in (40, 41, 42, 17, ROOM):
+        assert all(torch.equal(a, b) for a, b in zip(compiled(q, length), serve(q, length), strict=True))
+    assert len(compiles) == 2
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match="cache_seqlens: expected an int from 0"):
+        torch.compile(serve, backend="eager")(q, ROOM + 1)
+
+
+@graphs
+@pytest.mark.parametrize("page", [None, PAGE], ids=["contiguous", "paged"])
+def test_a_graph_keeps_the_int_that_it_was_captured_with(device, page):
+    """Neither the call nor its capture syncs."""
+    cache = caches.draw([40, 40], ROOM, page, device=device)
+    q, selection = queries(2, device=device), {"block_indices": everything(2, 1, device), "block_size": PAGE}
+    want = call(q, cache, **selection)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = call(q, cache, **selection, cache_seqlens=40)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(q, cache, **selection, cache_seqlens=40)
+    for _ in range(2):
+        graph.replay()
+        for result in (got, captured):
+            assert all(torch.equal(a, b) for a, b in zip(result, want, strict=True))
 
 
 def test_gradients_and_transforms_are_refused(device, backend):
