@@ -235,7 +235,7 @@ def selection_attention_with_kvcache(
         ranges: ``[B, S, HKV, n, 2]`` half-open key spans, by position in the sequence, whatever page that lies in.
         block_indices: ``[B, S, HKV, n]`` with ``block_size``, instead.
         block_table: ``[B, width]`` int32 or int64, the pages of each sequence in order. Pages need not be in order, nor
-            belong to one sequence.
+            belong to one sequence. A slice ``table[:, :width]`` of a wider table is read where it lies, without a copy.
         page_size: of the pages, to have it checked; it is ``k_cache.shape[1]``.
         causal, scale, max_selected, return_lse, backend, schedule, out: as for :func:`nsa.selection_attention`.
 
