@@ -14,7 +14,8 @@ from torch.compiler import is_compiling
 
 from nsa import ops, settings
 from nsa.call import UNREAD, Call
-from nsa.validate import check_tensors, number
+from nsa.hints import hide_wrong, refuse
+from nsa.validate import lengths, number
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -69,6 +70,7 @@ def selection_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@hide_wrong
 def selection_attention(
     q: Tensor,
     k: Tensor,
@@ -86,6 +88,7 @@ def selection_attention(
     backend: str = "auto",
     schedule: str = "auto",
     out: Tensor | None = None,
+    **wrong: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of each query over the keys that its row selects: NSA's selection branch (arXiv 2502.11089, 3.3.2).
 
@@ -135,6 +138,8 @@ def selection_attention(
             ``torch.vmap`` maps a tensor; or ``ranges`` are packed without ``max_selected`` under ``torch.compile`` or
             CUDA graph capture.
     """
+    if wrong:
+        refuse(selection_attention, wrong)
     cu_q, cu_k = (None, None) if cu_seqlens is None else _pair(cu_seqlens)
     if scale is not None and type(scale) is not float:
         scale = number(scale)
@@ -156,7 +161,7 @@ def selection_attention_with_kvcache(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
-    cache_seqlens: Tensor,
+    cache_seqlens: Tensor | int,
     block_table: Tensor | None = ...,
     page_size: int | None = ...,
     return_lse: Literal[False] = ...,
@@ -170,7 +175,7 @@ def selection_attention_with_kvcache(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
-    cache_seqlens: Tensor,
+    cache_seqlens: Tensor | int,
     block_table: Tensor | None = ...,
     page_size: int | None = ...,
     return_lse: Literal[True],
@@ -178,12 +183,13 @@ def selection_attention_with_kvcache(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@hide_wrong
 def selection_attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     *,
-    cache_seqlens: Tensor,
+    cache_seqlens: Tensor | int,
     ranges: Tensor | None = None,
     block_indices: Tensor | None = None,
     block_size: int | None = None,
@@ -196,6 +202,7 @@ def selection_attention_with_kvcache(
     backend: str = "auto",
     schedule: str = "auto",
     out: Tensor | None = None,
+    **wrong: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`nsa.selection_attention` over a KV cache: decode, speculative decode, chunked prefill.
 
@@ -207,10 +214,12 @@ def selection_attention_with_kvcache(
         v_cache: ``[B, S_max, HKV, Dv]`` or ``[num_pages, page_size, HKV, Dv]``.
         cache_seqlens: ``[B]`` int32 or int64, keys of each sequence, including those of ``q``; may be 0. Query ``s`` is
             at position ``t = cache_seqlens[b] - S + s``. If ``causal``, a query with a negative ``t`` sees no key.
+            An int, 0 to ``S_max`` (with pages ``width * page_size``), is the length of all sequences; a captured graph
+            keeps the int of its capture.
         ranges: ``[B, S, HKV, n, 2]``, half-open spans of positions in the sequence. They are independent of pages.
         block_indices: ``[B, S, HKV, n]`` with ``block_size``, instead of ``ranges``.
         block_table: ``[B, width]`` int32 or int64, the pages of each sequence, first positions first. Page numbers may
-            be in any order, and sequences may share pages.
+            be in any order, and sequences may share pages. A slice ``table[:, :width]`` is not copied.
         page_size: optional, only checked: it must equal ``k_cache.shape[1]``.
         causal, scale, max_selected, return_lse, backend, schedule, out: as for :func:`nsa.selection_attention`.
 
@@ -227,11 +236,13 @@ def selection_attention_with_kvcache(
         RuntimeError: a tensor has a tangent; ``torch.func`` transforms a tensor; or as for
             :func:`nsa.selection_attention`.
     """
+    if wrong:
+        refuse(selection_attention_with_kvcache, wrong)
     if page_size is not None and (block_table is None or k_cache.shape[1:2] != (page_size,)):
         found = "no block_table" if block_table is None else f"k_cache of shape {list(k_cache.shape)}"
         raise ValueError(f"page_size: expected that of a paged k_cache, got {page_size} with {found}")
-    if cache_seqlens is None:  # None would make it a `Call` without a cache
-        check_tensors(cache_seqlens=cache_seqlens)  # type: ignore[unreachable]
+    if type(cache_seqlens) is not Tensor:
+        cache_seqlens = lengths(cache_seqlens, q, k_cache, block_table)
     if scale is not None and type(scale) is not float:
         scale = number(scale)
     tracing = is_compiling()

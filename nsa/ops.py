@@ -52,9 +52,12 @@ def serve(call: Call, tracing: bool = False) -> Result:
     except AttributeError:
         check_tensors(**_named(call))
         raise
-    q, k, v, out = call.q, call.k, call.v, call.out
+    q = call.q
     wants_grad = is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (out is not None and out.requires_grad)
+        q.requires_grad
+        or call.k.requires_grad
+        or call.v.requires_grad
+        or (call.out is not None and call.out.requires_grad)
     )
     # A tensor subclass such as FakeTensor may have no memory for a kernel; the operator handles it.
     if wants_grad or q.__class__ is not Tensor:

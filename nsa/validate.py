@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nsa import hints
 from nsa.call import Call
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -73,12 +74,13 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 def _check_ndim(name: str, m: Tensor, layout: str) -> None:
     if len(m.shape) != layout.count(",") + 1:
-        raise ValueError(f"{name}: expected {layout}, got shape {_shape(m.shape)}")
+        raise ValueError(f"{name}: expected {layout}, got shape {_shape(m.shape)}{hints.packed(m.shape, layout)}")
 
 
-def _check_shape(name: str, m: Tensor, layout: str, expected: tuple[int, ...]) -> None:
+def _check_shape(name: str, m: Tensor, layout: str, expected: tuple[int, ...], of: Call | None = None) -> None:
     if tuple(m.shape) != expected:
-        raise ValueError(f"{name}: expected {layout} = {_shape(expected)}, got {_shape(m.shape)}")
+        hint = "" if of is None else hints.transposed(of, MAX_GROUP)
+        raise ValueError(f"{name}: expected {layout} = {_shape(expected)}, got {_shape(m.shape)}{hint}")
 
 
 def _check_device(name: str, m: Tensor, device: torch.device, of: str = "q") -> None:
@@ -170,7 +172,7 @@ def _check_selection(call: Call, lead: tuple[int, ...], lead_name: str, HKV: int
             raise ValueError(f"block_size: expected None with ranges, got {call.block_size}")
         layout = f"[{lead_name}, HKV, n, 2]"
         _check_ndim("ranges", call.ranges, layout)
-        _check_shape("ranges", call.ranges, layout, (*lead, HKV, call.ranges.shape[-2], 2))
+        _check_shape("ranges", call.ranges, layout, (*lead, HKV, call.ranges.shape[-2], 2), call)
         _check_index("ranges", call.ranges, call.q.device)
         return call.ranges.shape[-2], bound
     assert call.block_indices is not None
@@ -180,7 +182,7 @@ def _check_selection(call: Call, lead: tuple[int, ...], lead_name: str, HKV: int
     layout = f"[{lead_name}, HKV, n]"
     _check_ndim("block_indices", call.block_indices, layout)
     n = call.block_indices.shape[-1]
-    _check_shape("block_indices", call.block_indices, layout, (*lead, HKV, n))
+    _check_shape("block_indices", call.block_indices, layout, (*lead, HKV, n), call)
     _check_index("block_indices", call.block_indices, call.q.device)
     return n, n * call.block_size if bound is None else min(bound, n * call.block_size)
 
@@ -204,6 +206,35 @@ def _check_cache(call: Call, B: int, S_kv: int) -> int:
             f"block_table: expected room for {MAX_ROOM} keys or fewer, got {_shape(table.shape)} with pages of {S_kv}"
         )
     return room
+
+
+def lengths(cache_seqlens: Any, q: Any, k_cache: Any, block_table: Any) -> Tensor:
+    """``cache_seqlens`` as a tensor. An int is the length of all sequences: it becomes ``[B]`` int32 on ``q``'s device.
+
+    The host knows an int, so it is checked here; lengths in a tensor are clamped by the kernels instead.
+
+    Raises:
+        TypeError: it is neither a tensor nor an int.
+        ValueError: the int is negative, or more keys than a sequence has room for.
+    """
+    if isinstance(cache_seqlens, Tensor):
+        return cache_seqlens
+    if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, (int, torch.SymInt)):
+        raise TypeError(f"cache_seqlens: expected a torch.Tensor or an int, got {type(cache_seqlens).__name__}")
+    check_tensors(q=q, k_cache=k_cache)
+    _check_ndim("q", q, "[B, S, HQ, D]")
+    if block_table is None:
+        _check_ndim("k_cache", k_cache, "[B, S_max, HKV, D]")
+        room = k_cache.shape[1]
+    else:
+        check_tensors(block_table=block_table)
+        _check_ndim("k_cache", k_cache, "[num_pages, page_size, HKV, D]")
+        _check_ndim("block_table", block_table, "[B, width]")
+        room = k_cache.shape[1] * block_table.shape[1]
+    if not 0 <= cache_seqlens <= room:
+        raise ValueError(f"cache_seqlens: expected an int from 0 to {room}, got {cache_seqlens}")
+    filled: Tensor = q.new_full(q.shape[:1], cache_seqlens, dtype=torch.int32)
+    return filled
 
 
 def check(call: Call) -> Dims:
@@ -244,7 +275,8 @@ def check(call: Call) -> Dims:
         if not HEAD_DIMS[0] <= dim <= HEAD_DIMS[1]:
             raise ValueError(f"head dim {name}: expected {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, got {dim}")
     if HKV == 0 or HQ % HKV or not 1 <= HQ // HKV <= MAX_GROUP:
-        raise ValueError(f"heads: expected HQ = G * HKV with G from 1 to {MAX_GROUP}, got HQ={HQ}, HKV={HKV}")
+        hint = hints.transposed(call, MAX_GROUP)
+        raise ValueError(f"heads: expected HQ = G * HKV with G from 1 to {MAX_GROUP}, got HQ={HQ}, HKV={HKV}{hint}")
 
     B = _check_sequences(call) if varlen else lead[0]
     if call.cache_seqlens is not None:

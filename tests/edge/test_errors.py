@@ -122,8 +122,12 @@ SHAPES = {
         {"q": rand(B, S, 258, D)},
         "heads: expected HQ = G * HKV with G from 1 to 128, got HQ=258, HKV=2",
     ),
-    "varlen-q-4d": (VARLEN, {"q": rand(1, S, 4, D)}, "q: expected [T, HQ, D], got shape [1, 3, 4, 16]"),
-    "varlen-k-4d": (VARLEN, {"k": rand(1, KEYS, 2, D)}, "k: expected [T_kv, HKV, D], got shape [1, 20, 2, 16]"),
+    "varlen-q-4d": (VARLEN, {"q": rand(2, S, 4, D)}, "q: expected [T, HQ, D], got shape [2, 3, 4, 16]"),
+    "varlen-k-4d": (
+        VARLEN,
+        {"k": rand(1, KEYS, 2, D)},
+        "k: expected [T_kv, HKV, D], got shape [1, 20, 2, 16]; packed sequences are [T_kv, HKV, D] here: squeeze(0)",
+    ),
     "varlen-v": (VARLEN, {"v": rand(21, 2, DV)}, "v: expected [T_kv, HKV, Dv] = [20, 2, 24], got [21, 2, 24]"),
     "varlen-ranges": (VARLEN, {"ranges": ints(S, 4, 2)}, "ranges: expected [T, HKV, n, 2], got shape [3, 4, 2]"),
     "varlen-ranges-tokens": (

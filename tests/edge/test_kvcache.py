@@ -11,6 +11,7 @@ import torch
 import nsa
 from nsa import ops
 from nsa.call import Call
+from nsa.kernels.key_major import tiles as key_tiles
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
 
@@ -310,9 +311,31 @@ WRONG = {
     ),
     "lengths-shape": ({"cache_seqlens": torch.zeros(3, dtype=torch.int32)}, ValueError, f"{LENGTHS} [B] = [2]"),
     "lengths-dtype": ({"cache_seqlens": torch.zeros(2)}, TypeError, "cache_seqlens: expected dtype int32, int64"),
-    "lengths-forgotten": ({"cache_seqlens": None}, TypeError, "cache_seqlens: expected a torch.Tensor, got NoneType"),
+    "lengths-forgotten": ({"cache_seqlens": None}, TypeError, f"{LENGTHS} a torch.Tensor or an int, got NoneType"),
     "scale": ({"scale": "x"}, TypeError, "scale: expected a number or None, got str"),
-    "lengths-none": ({"cache_seqlens": 5}, TypeError, "cache_seqlens: expected a torch.Tensor, got int"),
+    "lengths-list": ({"cache_seqlens": [5, 5]}, TypeError, f"{LENGTHS} a torch.Tensor or an int, got list"),
+    "length-bool": ({"cache_seqlens": True}, TypeError, f"{LENGTHS} a torch.Tensor or an int, got bool"),
+    "length-float": ({"cache_seqlens": 5.0}, TypeError, f"{LENGTHS} a torch.Tensor or an int, got float"),
+    "length-negative": ({"cache_seqlens": -1}, ValueError, f"{LENGTHS} an int from 0 to {ROOM}, got -1"),
+    "length-beyond-pages": ({"cache_seqlens": ROOM + 1}, ValueError, f"{LENGTHS} an int from 0 to {ROOM}, got 65"),
+    "length-beyond-narrow-table": (
+        {"cache_seqlens": PAGE + 1, "block_table": torch.zeros(2, 1, dtype=torch.int32)}, ValueError,
+        f"{LENGTHS} an int from 0 to {PAGE}, got {PAGE + 1}",
+    ),
+    "length-beyond": (
+        {"cache_seqlens": ROOM + 1, "contiguous": True}, ValueError,
+        f"{LENGTHS} an int from 0 to {ROOM}, got {ROOM + 1}",
+    ),
+    "length-and-table-1d": (
+        {"cache_seqlens": 5, "block_table": torch.zeros(2, dtype=torch.int32)}, ValueError,
+        "block_table: expected [B, width], got shape [2]",
+    ),
+    "length-and-table-list": (
+        {"cache_seqlens": 5, "block_table": [[0], [1]]}, TypeError, "block_table: expected a torch.Tensor, got list",
+    ),
+    "length-and-table-shape": (
+        {"cache_seqlens": 5, "block_table": torch.zeros(3, 4, dtype=torch.int32)}, ValueError, f"{TABLE} [B, width]",
+    ),
     "table-shape": ({"block_table": torch.zeros(3, 4, dtype=torch.int32)}, ValueError, f"{TABLE} [B, width]"),
     "table-dtype": ({"block_table": torch.zeros(2, 4)}, TypeError, "block_table: expected dtype"),
     "table-1d": ({"block_table": torch.zeros(2, dtype=torch.int32)}, ValueError, "block_table: expected [B, width]"),
@@ -342,6 +365,169 @@ def test_errors_call_caches_what_the_caller_does(device):
     ):
         with pytest.raises((TypeError, ValueError), match=re.escape(said)):
             call(queries(2, device=device), caches.Cache(k, v, cache.cache_seqlens, cache.block_table), **selection)
+
+
+# A page table of [B, width] whose rows are further apart, and whether its rows are contiguous.
+TABLES = {
+    "slice": (lambda table: wider(table)[:, : table.shape[1]], True),
+    "rows": (lambda table: wider(table).repeat_interleave(2, 0)[::2, : table.shape[1]], True),
+    "columns": (lambda table: table.t().contiguous().t(), False),
+    "every-second-entry": (lambda table: table.repeat_interleave(2, 1)[:, ::2], False),
+}
+
+
+def wider(table, more=12):
+    """A table with `more` entries a row, each a page of NaN: the address of a row stays a multiple of 16 bytes."""
+    return torch.cat((table, table.new_zeros(table.shape[0], more)), 1)
+
+
+def sliced(S, page, index, device):
+    """Queries, and a cache whose page 0 is NaN and of no sequence."""
+    cache = caches.draw([17, ROOM, 50], ROOM, page, index=index, device=device)
+    k, v = (torch.cat((torch.full_like(x[:1], math.nan), x)) for x in (cache.k, cache.v))
+    table = torch.where(cache.block_table >= 0, cache.block_table + 1, cache.block_table)
+    return queries(3, S, device=device), caches.Cache(k, v, cache.cache_seqlens, table)
+
+
+def kernel_tables(monkeypatch):
+    """The page tables that kernels are launched with, as they come."""
+    from nsa.kernels.shared.launch import Variant
+
+    seen, launch = [], Variant.launch
+
+    def spy(self, grid, device, tensors, numbers, common=True):
+        given = dict(zip(self.kernel.arg_names, (*tensors, *numbers), strict=False))
+        if given.get("table_ptr") is not None:
+            seen.append((given["table_ptr"], given["stride_tb"]))
+        return launch(self, grid, device, tensors, numbers, common)
+
+    monkeypatch.setattr(Variant, "launch", spy)
+    return seen
+
+
+@pytest.mark.parametrize(("page", "index"), [(8, torch.int32), (32, torch.int64)], ids=["page8-int32", "page32-int64"])
+@pytest.mark.parametrize("table", TABLES)
+def test_tables_of_any_strides(device, backend, table, page, index):
+    """The same bits as with a contiguous table."""
+    q, cache = sliced(2, page, index, device)
+    blocks = everything(3, 2, device)
+    spans = torch.tensor([[0, 3], [7, ROOM]], dtype=torch.int32, device=device).expand(3, 2, 2, 2, 2).contiguous()
+    other = caches.Cache(cache.k, cache.v, cache.cache_seqlens, TABLES[table][0](cache.block_table))
+    assert torch.equal(other.block_table, cache.block_table)
+    assert not other.block_table.is_contiguous()
+    for selection in ({"block_indices": blocks, "block_size": PAGE}, {"ranges": spans}):
+        want, got = call(q, cache, backend, **selection), call(q, other, backend, **selection)
+        assert not want[0].isnan().any()
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_tables_of_any_strides_where_the_merge_reads_keys(device, table, monkeypatch):
+    """Key-major's merge kernel looks pages up, too, where it reads some of a row's blocks itself."""
+    monkeypatch.setattr(key_tiles, "forced", key_tiles.SINGLE._replace(walked=8))
+    nsa.settings.reload()  # a plan with other tiles must not serve
+    q, cache = sliced(2, PAGE, torch.int32, device)
+    selection, seen = {"block_indices": everything(3, 2, device), "block_size": PAGE}, kernel_tables(monkeypatch)
+    want = call(q, cache, "key_major", **selection)
+    got = call(q, cache, "key_major", **selection, block_table=TABLES[table][0](cache.block_table))
+    nsa.settings.reload()
+    assert len(seen) == 4  # two kernels of each call
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("backend", ["triton", "key_major"])
+def test_a_slice_of_a_table_is_not_copied(device, backend, table, monkeypatch):
+    q, cache = sliced(2, PAGE, torch.int32, device)
+    cut, contiguous = TABLES[table]
+    other = cut(cache.block_table)
+    blocks, seen = everything(3, 2, device), kernel_tables(monkeypatch)
+    call(q, cache, backend, block_indices=blocks, block_size=PAGE, block_table=other)
+    assert seen
+    for read, stride in seen:
+        assert (read.data_ptr() == other.data_ptr()) == contiguous
+        assert stride == read.stride(0)
+        assert read.stride(1) == 1
+
+
+def test_a_table_that_repeats_one_row(device, backend):
+    """`expand` gives it a stride of 0."""
+    cache = caches.draw([40, 40], ROOM, PAGE, device=device)
+    q, selection = queries(2, device=device), {"block_indices": everything(2, 1, device), "block_size": PAGE}
+    shared = cache.block_table[:1].expand(2, -1)
+    want = call(q, cache, backend, **selection, block_table=shared.contiguous())
+    got = call(q, cache, backend, **selection, block_table=shared)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("page", [None, PAGE], ids=["contiguous", "paged"])
+@pytest.mark.parametrize("length", [0, 1, 37, ROOM])
+def test_an_int_is_the_length_of_all_sequences(device, backend, page, length):
+    cache = caches.draw([length] * 3, ROOM, page, device=device)
+    q, selection = queries(3, 2, device=device), {"block_indices": everything(3, 2, device), "block_size": PAGE}
+    want = call(q, cache, backend, **selection)
+    got = call(q, cache, backend, **selection, cache_seqlens=length)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_an_int_with_shapes_that_are_wrong(device):
+    """The length is checked first, but the error is about what is wrong."""
+    x, blocks = torch.zeros(2, 4, 2, 16, device=device), torch.zeros(2, 4, 2, 1, dtype=torch.int32, device=device)
+    for q, k, text in (
+        (x[0], x, "q: expected [B, S, HQ, D], got shape [4, 2, 16]"),
+        (x, x[0], "k_cache: expected [B, S_max, HKV, D], got shape [4, 2, 16]"),
+        (x[:1], x, "k_cache: expected [B, S_max, HKV, D] = [1, 4, 2, 16], got [2, 4, 2, 16]"),
+        (1.0, x, "q: expected a torch.Tensor, got float"),
+        (x, None, "k_cache: expected a torch.Tensor, got NoneType"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=re.escape(text)):
+            nsa.selection_attention_with_kvcache(q, k, x, cache_seqlens=3, block_indices=blocks, block_size=4)
+
+
+@pytest.mark.parametrize("page", [None, PAGE], ids=["contiguous", "paged"])
+def test_compiled_calls_take_an_int(device, page):
+    """Other lengths compile once more, to a symbol, and an int out of range is refused in a compiled call, too."""
+    cache = caches.draw([ROOM] * 2, ROOM, page, device=device)
+    q, blocks = queries(2, device=device), everything(2, 1, device)
+    backend = "triton" if device.type == "cuda" else "sdpa"
+    compiles = []
+
+    def count(graph, _):
+        compiles.append(graph)
+        return graph
+
+    def serve(q, length):
+        return call(q, cache, backend, block_indices=blocks, block_size=PAGE, cache_seqlens=length)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(serve, fullgraph=True, backend=count)
+    for length in (40, 41, 42, 17, ROOM):
+        assert all(torch.equal(a, b) for a, b in zip(compiled(q, length), serve(q, length), strict=True))
+    assert len(compiles) == 2
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match="cache_seqlens: expected an int from 0"):
+        torch.compile(serve, backend="eager")(q, ROOM + 1)
+
+
+@graphs
+@pytest.mark.parametrize("page", [None, PAGE], ids=["contiguous", "paged"])
+def test_a_graph_keeps_the_int_that_it_was_captured_with(device, page):
+    """Neither the call nor its capture syncs."""
+    cache = caches.draw([40, 40], ROOM, page, device=device)
+    q, selection = queries(2, device=device), {"block_indices": everything(2, 1, device), "block_size": PAGE}
+    want = call(q, cache, **selection)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = call(q, cache, **selection, cache_seqlens=40)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(q, cache, **selection, cache_seqlens=40)
+    for _ in range(2):
+        graph.replay()
+        for result in (got, captured):
+            assert all(torch.equal(a, b) for a, b in zip(result, want, strict=True))
 
 
 def test_gradients_and_transforms_are_refused(device, backend):

@@ -59,6 +59,8 @@ class Launch(NamedTuple):
     like_q: bool
     spans: bool
     pages: int
+    stride_tb: int  # entries from one row of the page table to the next
+    copies_table: bool  # a row of the page table is not contiguous
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -116,10 +118,11 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
         farthest > WIDE_FROM, bucket, walked > 0, G, D, Dv, unit, call.dtypes(),
     )  # fmt: skip
     sizes = (B, S, S_kv, HKV, n, size)
-    narrow = max(*sizes, *units, pages) <= INT32_MAX
+    copies_table, stride_tb = query_major.table_rows(call.block_table)
+    narrow = max(*sizes, *units, pages, stride_tb) <= INT32_MAX
     return Launch(
         *variants, device, sized, windows, tile, tokens, G, sizes, units[:9], units[9:], narrow, 1.0 / math.sqrt(D),
-        like_q, spans, pages,
+        like_q, spans, pages, stride_tb, copies_table,
     )  # fmt: skip
 
 
@@ -296,7 +299,8 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     )
     if cache_seqlens is not None:
         cu_seqlens_k = cache_seqlens.contiguous()
-        block_table = None if block_table is None else block_table.contiguous()
+        if block_table is not None and launch.copies_table:
+            block_table = block_table.contiguous()
     B, S, S_kv, HKV, n, size = launch.heads
     heads = w.heads
     row, most = w.row, w.most
@@ -326,7 +330,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
                     (q, k, v, parts, part_lse, selection, *about, block_table, span, unit, work),
                     (
                         *sizes, here, w.window, i, most, w.work, w.slot_bits, launch.pages, *launch.q_strides,
-                        launch.scale if scale is None else scale,
+                        launch.scale if scale is None else scale, launch.stride_tb,
                     ),
                     narrow,
                 )  # fmt: skip
@@ -336,7 +340,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
                 (parts, part_lse, block, q, k, v, out, lse, selection, *about, block_table),
                 (
                     *sizes, here, now, i * w.window, launch.pages, *launch.q_strides, *launch.o_strides,
-                    launch.scale if scale is None else scale,
+                    launch.scale if scale is None else scale, launch.stride_tb,
                 ),
                 narrow,
             )  # fmt: skip

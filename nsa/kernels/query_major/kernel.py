@@ -40,10 +40,11 @@ from nsa.kernels.shared.primitives import (
 )
 
 # What varies from batch to batch must not compile a new kernel. Strides arrive divided by STRIDE_UNIT, which keeps
-# what vector loads need to know of them without one variant per combination.
+# what vector loads need to know of them without one variant per combination. The page table's arrives undivided, and
+# last: among the others it gave kernels without pages two or three more registers (Triton 3.9, sm_90).
 RUNTIME = [
     *("B", "S", "S_kv", "n", "block_size", "pages"),
-    *(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()),
+    *(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh tb".split()),
 ]
 
 
@@ -79,6 +80,7 @@ def _fwd_kernel(
     stride_os,
     stride_oh,
     scale,
+    stride_tb,
     G: tl.constexpr,
     D: tl.constexpr,
     Dv: tl.constexpr,
@@ -158,7 +160,7 @@ def _fwd_kernel(
         if PAGE:
             k_off = tl.zeros([], tl.int64)
             v_off = tl.zeros([], tl.int64)
-            table_row = table_ptr + batch * (S_kv // PAGE)
+            table_row = table_ptr + batch * stride_tb
             if EARLY:
                 expect_table(table_row, S_kv // PAGE)
         seqlen_k = S_kv

@@ -47,6 +47,8 @@ class Launch(NamedTuple):
     narrow: bool  # they fit int32
     scale: float  # where the call names none
     like_q: bool  # a new output has the shape and strides of q
+    stride_tb: int  # entries from one row of the page table to the next
+    copies_table: bool  # a row of the page table is not contiguous
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -110,6 +112,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     # Strides (b, s, h) of each; a 3-D tensor has no batch.
     all_strides = [s for x in (*strides, written) for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]
     unit = math.gcd(16, *all_strides)
+    copies_table, stride_tb = table_rows(call.block_table)
     sizes = (B, S, S_kv, n, size, pages, *(s // unit for s in all_strides))
     tile = tile._replace(UPFRONT=tile.UPFRONT and runs_ptx(device))
     early = runs_ptx(device) and capability >= 90 and gdc_wait is not None
@@ -131,9 +134,21 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     )  # fmt: skip
     grid = (programs, 1, 1) if merged else (programs, splits, 1)
     return Launch(
-        variant, variant_lse, device, grid, splits, merged, tokens, sizes, max(sizes) <= INT32_MAX, 1.0 / math.sqrt(D),
-        like_q,
+        variant, variant_lse, device, grid, splits, merged, tokens, sizes, max(*sizes, stride_tb) <= INT32_MAX,
+        1.0 / math.sqrt(D), like_q, stride_tb, copies_table,
     )  # fmt: skip
+
+
+def table_rows(table: Tensor | None) -> tuple[bool, int]:
+    """``(copied, stride)`` of a page table: whether it is copied for the kernel, and entries from one row to the next.
+
+    A kernel reads the table where it lies, also a slice ``table[:, :width]``. It is copied if a row is not contiguous.
+    """
+    if table is None:
+        return False, 0
+    width = table.shape[1]
+    copied = width > 1 and table.stride(1) != 1
+    return copied, width if copied else table.stride(0)
 
 
 def each_asked(tile: tiles.Tile, source: int, chunked: bool) -> bool:
@@ -263,7 +278,8 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
     if cache_seqlens is not None:
         cu_seqlens_k = cache_seqlens.contiguous()
-        block_table = None if block_table is None else block_table.contiguous()
+        if block_table is not None and launch.copies_table:
+            block_table = block_table.contiguous()
     variant = launch.variant if lse is None or parts is not None else launch.variant_lse
     variant.launch(
         launch.grid,
@@ -281,7 +297,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
             cu_seqlens_k,
             block_table,
         ),
-        (*launch.sizes, launch.scale if scale is None else scale),
+        (*launch.sizes, launch.scale if scale is None else scale, launch.stride_tb),
         launch.narrow,
     )
     launches[route] += 1
