@@ -206,7 +206,7 @@ def _dkdv_kernel(
     D | Dv]`` fp32 for :func:`_sum_kernel`. dq_part ``[window, heads, slots, G, D]`` has the dtype of the queries.
     """
     UNITS: tl.constexpr = BLOCK_M // HEADS
-    HEAD_TILES: tl.constexpr = (G + HEADS - 1) // HEADS  # if more than one, a tile holds one unit
+    HEAD_TILES: tl.constexpr = (G + HEADS - 1) // HEADS  # if there are several, a tile holds one unit
     head_local = tl.program_id(1)
     head_kv = head0 + head_local
     at = head_local * work + tl.program_id(0)
@@ -257,8 +257,8 @@ def _dkdv_kernel(
     v = tl.load(v_ptrs, mask=inside[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
 
     if dq_part_ptr is not None:
-        # A NaN or inf in K times dS = 0 would reach queries that may not see its key. Queries that see the key get it
-        # through their weights.
+        # A key with NaN or inf, multiplied by dS = 0, would spoil dQ of queries that may not see the key. Queries that
+        # see the key have the NaN in dS already.
         k_seen = tl.where(tl.abs(k) < float("inf"), k, 0.0).to(k.dtype)
     dk_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)

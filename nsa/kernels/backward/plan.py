@@ -28,11 +28,11 @@ from nsa.kernels.shared.launch import INT32_MAX, TRITON, Variant, workspace
 from nsa.kernels.shared.primitives import RANGES, TILED
 
 COUNTED = 32  # slots that a program of the order kernel takes at a time
-ELEMENTS = 1024  # taken at a time by a program that scans or scatters
+ELEMENTS = 1024  # elements that a program of the scan or scatter kernel takes at a time
 STRIPPED = 32  # blocks of a program of the strip kernel
 STATS_ROWS = 4
 SUM_ROWS = 16  # keys of a program that adds partial sums
-PIPELINES = TRITON >= (3, 3)  # 3.1 warns that it scheduled loads before the loads of their addresses
+PIPELINES = TRITON >= (3, 3)  # Triton 3.1 cannot pipeline loads whose addresses are loaded
 STRIDES = " ".join(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split())
 
 
@@ -48,7 +48,7 @@ class Launch(NamedTuple):
     G: int
     sizes: dict[str, int]  # run-time arguments by name, except those that differ between windows
     narrow: bool  # all sizes fit int32
-    scale: float  # for calls that name none
+    scale: float  # of a call that names none
     spans: bool
 
     @property

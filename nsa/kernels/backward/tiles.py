@@ -10,13 +10,13 @@ from nsa.kernels.query_major.tiles import next_power_of_2, padded, shared_bytes
 
 DQ_BYTES = 1280 << 20
 """Limit of the parts of dQ of a window, one for each block of a row. dK and dV are read and written once per window, so
-longer is better: with half of this limit, an H100 takes 35 ms instead of 32 at HQ/HKV 64/4 and 65,536 tokens."""
+longer is better. Half of this limit costs an H100 3 ms of 32 ms at HQ/HKV 64/4 and 65,536 tokens."""
 
 HEAD_BYTES = 48 << 20
 """Limit of the queries and gradients of one KV head in a window, as :data:`key_tiles.HEAD_BYTES`."""
 
 SUM_BYTES = 256 << 20
-"""Limit of the partial sums of dK and dV, of blocks that several programs share."""
+"""Limit of the partial sums of dK and dV. Blocks that several programs share have partial sums."""
 
 INDEX_BYTES = 56 << 20
 """Limit of the lists of a window's units."""
@@ -28,7 +28,7 @@ STRIP = 16
 """Fewest tokens of a strip. A program counts the tokens of its strip in sequence."""
 
 STRIPS = 2048
-"""Most strips, over all heads. More programs do not count faster, and each strip needs counters of all blocks."""
+"""Limit of the strips of all heads. More programs do not count faster, and each strip needs counters of all blocks."""
 
 MOST_PARTS_G = 16
 """Largest group whose dQ is taken from key blocks, as dK and dV are. Larger groups would have many parts of dQ, and
@@ -140,8 +140,8 @@ class Windows(NamedTuple):
     blocks: int  # of all sequences
     heads: int  # KV heads that are processed at once
     window: int  # tokens of a window
-    work: int  # most shares of one head
-    several: int  # most shares of one head that belong to blocks of several shares
+    work: int  # upper bound of the shares of one head
+    several: int  # upper bound of those shares that belong to blocks of several shares
     strip: int  # tokens that a program counts
 
 
@@ -166,9 +166,10 @@ def windows(
     """
     slots = max(slots, 1)
     bits = max(slots - 1, 1).bit_length()
-    index = slots * (16 if spans else 12)  # bytes of one head of a token, as in the next two lines
+    # Bytes of one head of a token: its lists, its parts of dQ, and its partial sums multiplied by `share`.
+    index = slots * (16 if spans else 12)
     dq = slots * G * D * itemsize if keep_dq else 0
-    sums = 2 * slots * size * (D + Dv) * 4  # of the partial sums, times the units of a share
+    sums = 2 * slots * size * (D + Dv) * 4
 
     def most(heads: int) -> int:
         longest = min(INDEX_BYTES // (heads * index), (1 << 31 - bits) - 1, max(tokens, 1))

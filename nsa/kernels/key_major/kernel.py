@@ -1,9 +1,9 @@
 """Key-major forward: a program holds a key block and reads the queries that selected it; a second kernel merges.
 
-A block is read once for many queries, while query-major reads a block for every row. In return, each (row, block) has a
-partial result, in the dtype of the inputs, that goes through memory. For large groups the merge kernel also reads some
-blocks itself, as query-major does. Source: NSA, arXiv 2502.11089, section 3.4; order of loops as in FSA, arXiv
-2508.18224.
+A block is read once for many queries, while query-major reads a block for every row. The price is a partial result for
+each (row, block), in the dtype of the inputs, that is written to memory and read again. For large groups the merge
+kernel also reads some blocks itself, as query-major does. Source: NSA, arXiv 2502.11089, section 3.4; order of loops as
+in FSA, arXiv 2508.18224.
 """
 
 import triton
@@ -253,7 +253,7 @@ def _partial_kernel(
         tl.store(lse_ptr + at_head, m + tl.log2(l), mask=here)
         part_ptrs = part_ptr + at_head[:, None] * Dv + dv[None, :]
         mask = here[:, None] & (dv[None, :] < Dv)
-        # Evicted first from L2, where queries should stay: parts are read only after the whole window is written.
+        # Evicted first from L2, because parts are read only after the whole window is written, and queries should stay.
         tl.store(part_ptrs, acc.to(part_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
@@ -348,7 +348,7 @@ def _merge_kernel(
     acc = tl.zeros([HEADS, BLOCK_DV], tl.float32)
     for begin in range(0, slots, AT_ONCE):
         for i in tl.static_range(AT_ONCE):
-            u = begin + i + tl.zeros([HEADS], tl.int32)  # equal for all heads; some Tritons lack scalar masks
+            u = begin + i + tl.zeros([HEADS], tl.int32)  # the same for all heads; not every Triton has scalar masks
             used = tl.load(block_ptr + u, mask=(u < slots) & (g < G), other=-1) >= 0
             part_lse = tl.load(part_lse_ptr + u * G + g, mask=used, other=float("-inf"))
             part = part_ptr + (u * G + g)[:, None] * Dv + dv[None, :]

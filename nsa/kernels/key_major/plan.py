@@ -2,7 +2,7 @@
 
 Nothing waits for the device: every grid follows from shapes, and a program without work returns at once. Tokens are
 processed in windows whose partial results share one buffer, so the workspace is bounded for any length. The kernels are
-in ``kernel.py`` and ``shared/inverse_index.py``. The functions are those of :mod:`nsa.kernels.query_major.plan`.
+in ``kernel.py`` and ``shared/inverse_index.py``. This module has the functions of :mod:`nsa.kernels.query_major.plan`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ logger = logging.getLogger("nsa")
 
 WIDE_FROM = INT32_MAX  # if q has more elements than this, its offsets take 64 bits
 COUNTED = 64  # slots that a program of the count kernel takes at a time
-ELEMENTS = 1024  # taken at a time by a program that scans or scatters
+ELEMENTS = 1024  # elements that a program of the scan or scatter kernel takes at a time
 MERGE_CHUNK = 16
-SCARCE = (4, 16)  # divisors of the workspace where memory for all of it is missing
+SCARCE = (4, 16)  # by which the limits of the workspace are divided where memory is missing
 
 
 class Launch(NamedTuple):
@@ -55,7 +55,7 @@ class Launch(NamedTuple):
     heads: tuple[int, ...]  # B, S, S_kv, HKV, n, block size, in the kernels' order
     strides: tuple[int, ...]  # of q, k, v and the output, in units
     narrow: bool  # all sizes fit int32
-    scale: float  # for calls that name none
+    scale: float  # of a call that names none
     like_q: bool  # a new output has the shape and strides of q
     spans: bool
     pages: int
@@ -69,8 +69,8 @@ class Launch(NamedTuple):
 def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch:
     """Tiles, windows and run-time sizes of a launch. Arguments as for query-major; ``per_head`` changes nothing.
 
-    A row's result never depends on the other rows of the call, and with ``batch_invariant`` not on their number either.
-    A row whose ranges have more than ``bound`` keys may come out as NaN.
+    A row's result never depends on what the rest of the call holds. With ``batch_invariant`` the result does not depend
+    on the length of the call either. A row whose ranges have more than ``bound`` keys may come out as NaN.
 
     Raises:
         ValueError: there are more keys or KV heads than the kernels count; or the workspace cannot hold the counters of
@@ -84,7 +84,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     size, blocks, slots = key_tiles.grid("key_major", g.B, S_kv, HKV, n, block_size, g.packed, bound)
     capability, _ = query_major.device_limits(device)
     walk = key_tiles.walks(g.S, S_kv, call.settings.batch_invariant)
-    listed = block_size or size  # not cut to S_kv, whose length must not change a row's tiles
+    listed = block_size or size  # not cut to S_kv, because S_kv must not change a row's tiles
     tile = key_tiles.select(capability, dtype.itemsize, G, D, Dv, listed, key_tiles.forced, walk)
     walked = 0 if spans else n * tile.walked // 16
     slots -= walked

@@ -22,10 +22,10 @@ HEAD_BYTES = 16 << 20
 Programs read these queries many times, so they should stay in L2."""
 
 REREAD = 4
-"""Windows are made longer while all keys, read once per window, are more than 1/4 of the bytes of partial results."""
+"""Windows are made longer while the keys, read once per window, have more than 1/4 of the bytes of partial results."""
 
 COUNT_BYTES = 16 << 20
-"""Limit of the counters of blocks, two ints each, of all windows of a pass. A pass has at least one window."""
+"""Limit of the counters of blocks, two ints each, of all windows of a pass. A pass has one window in any case."""
 
 MOST_COUNT_BYTES = 1 << 30
 MOST_KEYS = 2**31 - 1 - 256  # of a sequence: a tile that begins at the last key ends within int32
@@ -33,8 +33,8 @@ MOST_HEADS = 65_535  # KV heads, which are an axis of a CUDA grid
 
 MAX_SLOTS = 64
 MIN_REUSE = 4  # rows that read a block
-"""What routing asks of a call beside its size. Up to 64 slots, windows have thousands of tokens. With one row a block
-query-major was faster on an H100, with two rows sometimes, with four never (docs/notebook/serving.md)."""
+"""What routing asks of a call beside its size. With at most 64 slots, windows have thousands of tokens. With one row a
+block query-major was faster on an H100, with two rows sometimes, with four never (docs/notebook/serving.md)."""
 
 
 class DoesNotFit(ValueError):
@@ -46,7 +46,7 @@ class Choice(NamedTuple):
 
     rows: int  # query rows of a tile
     warps: int
-    registers: int | None  # limit for a thread
+    registers: int | None  # limit of a thread; None for no limit
     share: int  # tiles of rows that a program takes of its block
     merge_heads: int  # heads of a merge program that reads no keys itself
     at_once: int  # partial results of a head that the merge loads at once
@@ -67,7 +67,7 @@ WIDE_HEADS = Choice(32, 4, None, 8, 4, 4)  # D or Dv above 128; with 8 warps Tri
 FP32 = Choice(16, 4, None, 8, 4, 4)  # fp32 dot products run on the CUDA cores
 
 LIMITED_SIZE = 64
-"""Keys of the largest blocks for which a limit of registers pays. On an H100 blocks of 128 and 256 keys want none."""
+"""Keys of the largest blocks that get a limit of registers. An H100 is faster without one for blocks of 128 and 256."""
 ONE_TILE = 128
 SEVERAL_TILES = 64
 """Keys of the largest block that is one tile, and keys of a tile of larger blocks (docs/notebook/key-major.md)."""
@@ -105,7 +105,7 @@ def select(
     block_d, block_dv = padded(D), padded(Dv)
     narrow = max(block_d, block_dv) <= 128
     chosen = choice or _rule(itemsize, G, narrow, size, walk)
-    limited = capability == 90 and narrow  # limits are measured for these only, and ptxas may fail under others
+    limited = capability == 90 and narrow  # elsewhere limits were not measured, and ptxas may fail under them
     rows, block_n = chosen.rows, SEVERAL_TILES if size > ONE_TILE else padded(size)
     # Scores and results of a tile must leave free registers.
     block_n = min(block_n, (32 if narrow else 16) if itemsize > 2 else (128 if narrow else 32))
@@ -166,7 +166,7 @@ class Grid(NamedTuple):
 
 
 def grid(of: str, B: int, S_kv: int, HKV: int, n: int, block_size: int | None, packed: bool, bound: int | None) -> Grid:
-    """Blocks as the call lists them, or blocks of `GRID` keys into which ``n`` ranges of ``bound`` keys a row are cut.
+    """The blocks that the call lists. ``n`` ranges of ``bound`` keys a row are cut into blocks of `GRID` keys.
 
     Raises:
         ValueError: there are more keys or KV heads than the kernels count. ``of`` is the kernel that the text names.
@@ -190,7 +190,7 @@ class Windows(NamedTuple):
     heads: int  # KV heads that are processed at once
     tokens: int  # of a pass
     window: int  # tokens of a window
-    work: int  # most shares of one window and head
+    work: int  # upper bound of the shares of one window and head
 
     @property
     def row(self) -> int:
@@ -223,7 +223,7 @@ def windows(
     """
     bits = max(slots - 1, 1).bit_length()
     parts_bytes, index_bytes = PARTS_BYTES // scarce, INDEX_BYTES // scarce
-    listed_bytes = max(slots, 1) * (16 if spans else 12)  # of one head of a token, as in the next line
+    listed_bytes = max(slots, 1) * (16 if spans else 12)  # of one head of a token, as are `part_bytes`
     part_bytes = max(slots, 1) * G * (Dv * itemsize + 4)
 
     def most(heads: int) -> int:

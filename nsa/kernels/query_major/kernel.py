@@ -39,8 +39,8 @@ from nsa.kernels.shared.primitives import (
     tile_start,
 )
 
-# These arguments vary from batch to batch and must not make Triton compile again. Strides are divided by STRIDE_UNIT,
-# which tells the compiler a factor of all strides, as vector loads need, without a variant per combination of strides.
+# These arguments vary from batch to batch and must not make Triton compile again. Strides are divided by STRIDE_UNIT.
+# The kernel multiplies them again, so the compiler knows a factor of all strides, as vector loads need.
 RUNTIME = [
     *("B", "S", "S_kv", "n", "block_size", "pages"),
     *(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()),

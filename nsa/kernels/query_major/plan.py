@@ -21,7 +21,7 @@ from nsa.kernels.shared.geometry import geometry
 from nsa.kernels.shared.launch import INT32_MAX, TRITON, Variant
 
 TUPLES = TRITON >= (3, 4)  # Triton compiles tuples as the kernel uses them
-CLUSTERS = TRITON >= (3, 6)  # older versions describe a launch in clusters in another way
+CLUSTERS = TRITON >= (3, 6)  # older versions pack the metadata of a launch differently
 
 
 class Launch(NamedTuple):
@@ -36,7 +36,7 @@ class Launch(NamedTuple):
     tokens: int
     sizes: tuple[int, ...]  # the kernel's run-time ints: sizes, then strides in units
     narrow: bool  # all sizes fit int32
-    scale: float  # for calls that name none
+    scale: float  # of a call that names none
     like_q: bool  # a new output has the shape and strides of q
 
     @property
@@ -120,8 +120,8 @@ def _variant(
     source, split, ptx = decided["SOURCE"], decided["SPLIT"], runs_ptx(device)
     constexprs: dict[str, object] = {**tile._asdict(), **decided, "INPUT_PRECISION": "ieee"}
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}
-    # HOLD_Q: queries are loaded before the loop. More than 16 heads would spill. Of packed rows, few gain half a
-    # percent by this, and many lose as much.
+    # HOLD_Q: queries are loaded before the loop. More than 16 heads would spill. Packed rows do without, because few
+    # packed rows gain 0.5% by this and many lose 0.5%.
     hold_q = ptx and dtype.itemsize == 2 and tile.BLOCK_G <= 16 and not tile.STREAM_Q
     constexprs.update(HOLD=ptx, HOLD_Q=hold_q and source != primitives.WHOLE.value)
     # EACH: every thread loads all ranges of its row and finds its own keys. Tiles that are not pipelined gain by this,

@@ -282,8 +282,8 @@ def measured(
         return sum(abs(math.log2(a / b)) for a, b in ((p.L, bound), (p.rows, rows or p.rows), (p.G, G)))
 
     nearest = min(known, key=lambda p: (distance(p), p))
-    # Splits are taken over only from a similar shape. Fewer keys would make the parts short; more rows would be more
-    # programs than the chip holds.
+    # Splits are right only for similar shapes. With fewer keys the parts would be short; with more rows there would be
+    # more programs than the chip holds.
     alike = abs(math.log2(nearest.L / bound)) <= 0.5 and abs(math.log2(nearest.rows / (rows or nearest.rows))) <= 0.5
     return points[nearest] if alike or points[nearest].splits == 1 else None
 
@@ -307,13 +307,13 @@ def fits_clusters(programs: int, splits: int, processors: int, largest: int) -> 
     return 1 < splits <= largest and (splits == 2 or 4 * programs * splits <= 3 * processors)
 
 
-# Measured on an H100 (docs/notebook/design.md). Rates are bytes per ns.
-PROGRAM_RATE = 37.0  # that one program streams
-PROCESSOR_RATE = 23.5  # of memory, divided by the number of multiprocessors
-KEY_NS = 4.0  # that a key takes a program
-CLUSTER_NS = 1250.0  # of merging partial results in a cluster
-MERGE_NS = 3000.0  # of merging them in a second kernel
-MIN_SPLIT = 64  # keys of a part, at least
+# Measured on an H100. Rates are in bytes per ns.
+PROGRAM_RATE = 37.0  # at which one program reads
+PROCESSOR_RATE = 23.5  # of the memory, divided by the number of multiprocessors
+KEY_NS = 4.0  # time of a program for a key
+CLUSTER_NS = 1250.0  # time to merge partial results in a cluster
+MERGE_NS = 3000.0  # time to merge partial results in a second kernel
+MIN_SPLIT = 64  # smallest part of a row, in keys
 
 
 def split_count(programs: int, bound: int, key_bytes: int, processors: int, largest: int = 0) -> int:

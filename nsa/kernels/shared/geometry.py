@@ -10,7 +10,7 @@ from nsa.kernels.shared.primitives import BATCH, BLOCKS, CACHE, PACKED, RANGES, 
 
 
 class Geometry(NamedTuple):
-    """What shapes and strides say about a call. The first fields are named as in ``spec.md``."""
+    """What shapes and strides say about a call. Sizes have the names of the kernels' arguments."""
 
     B: int  # sequences
     S: int

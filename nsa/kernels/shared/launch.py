@@ -16,7 +16,7 @@ from nsa import guard
 
 TRITON = tuple(int(x) for x in triton.__version__.split(".")[:2])
 
-# Since 3.5 a compiled kernel is launched with the same arguments. Older versions, and ROCm, use Triton's own launch.
+# All versions since 3.5 start a compiled kernel with the same arguments. Older ones, and ROCm, use Triton's launch.
 DIRECT = TRITON >= (3, 5) and torch.version.hip is None
 INT32_MAX = 2**31 - 1
 UNASKED = 48 * 1024
@@ -108,7 +108,7 @@ class Variant:
         compiled = self._compiled
         if compiled is not None and common:
             run, function, metadata, last = compiled
-            if not (knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls):  # a profiler's
+            if not (knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls):  # set by a profiler
                 stream = current_stream(device.index)
                 run(*grid, stream, function, metadata, None, None, None, *addresses, *numbers, *last)
                 return None

@@ -103,7 +103,7 @@ def load_spans(sel_ptr, first, n, limit, block_size, SOURCE: tl.constexpr, SPANS
 
 
 def _ask_eight() -> str:
-    """Assembly that loads eight ranges from ``$16``, in pairs if aligned. From number ``$17`` on they are 0."""
+    """Assembly that loads eight ranges from ``$16``, in pairs if aligned. Ranges from number ``$17`` on are 0."""
     text = ["{ .reg .pred p; .reg .b32 odd, one; .reg .b64 by;"]
     text += [f"mov.b32 ${i}, 0;" for i in range(16)]
     text += ["and.b64 by, $16, 15; cvt.u32.u64 odd, by; and.b32 one, $17, 1; or.b32 odd, odd, one;"]
@@ -241,13 +241,13 @@ def not_before(x):
 
 @triton.jit
 def nothing_of(x):
-    """An opaque int32 zero, for ``x >= 0``. LLVM cannot use a sum with this zero before this point. NVIDIA only."""
+    """An opaque int32 zero, for ``x >= 0``: it keeps LLVM from hoisting a sum with it out of a loop. NVIDIA only."""
     return tl.inline_asm_elementwise("shr.s32 $0, $1, 31;", "=r,r", [x], tl.int32, True, 1)
 
 
 @triton.jit
 def nothing_of_lanes(x):
-    """As :func:`nothing_of`, but the compiler cannot see either that all lanes have the same value. NVIDIA only.
+    """As :func:`nothing_of`, and the compiler cannot see that all lanes have the same value. NVIDIA only.
 
     Values that all lanes share are computed by the uniform datapath, where a step takes several times as long.
     """
