@@ -1,6 +1,6 @@
 """Backward: lists which rows selected each block and sums dK and dV block by block; dQ is taken by block or by row.
 
-Nothing waits for the device, and there are no float atomics. Every grid follows from shapes and every sum has a fixed
+The host does not wait for the device: grids follow from shapes. There are no float atomics, and every sum has a fixed
 order, so gradients are equal bit by bit from run to run. Tokens are processed in windows, which bounds the workspace.
 The kernels are in ``shared/inverse_index.py`` and ``kernel.py``.
 """
@@ -23,7 +23,7 @@ from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import plan as query_major
 from nsa.kernels.query_major.tiles import span_bucket
 from nsa.kernels.shared import inverse_index
-from nsa.kernels.shared.geometry import geometry
+from nsa.kernels.shared.geometry import Geometry, geometry
 from nsa.kernels.shared.launch import INT32_MAX, TRITON, Variant, workspace
 from nsa.kernels.shared.primitives import RANGES, TILED
 
@@ -43,13 +43,10 @@ class Launch(NamedTuple):
     device: torch.device
     windows: backward_tiles.Windows
     tile: backward_tiles.Tile
-    tokens: int
-    keys: int  # of all sequences
-    G: int
+    geometry: Geometry
     sizes: dict[str, int]  # run-time arguments by name, except those that differ between windows
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
-    spans: bool
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -84,9 +81,7 @@ def plan(call: Call, bound: int | None = None) -> Launch:
         device, dtype, call.dtypes(), tile, bucket, g.source, TILED.value if tiled else g.source, G=G, D=D, Dv=Dv,
         LAYOUT=g.layout, CAUSAL=call.causal, STRIDE_UNIT=g.unit, INPUT_PRECISION="ieee",
     )  # fmt: skip
-    keys = math.prod(call.k.shape[:-2])
-    narrow = max(sizes.values()) <= INT32_MAX
-    return Launch(kernels, device, w, tile, g.tokens, keys, G, sizes, narrow, 1.0 / math.sqrt(D), spans)
+    return Launch(kernels, device, w, tile, g, sizes, max(sizes.values()) <= INT32_MAX, 1.0 / math.sqrt(D))
 
 
 @lru_cache(maxsize=1024)
@@ -100,7 +95,10 @@ def _variants(
     walk_source: int,
     **shared: Any,
 ) -> dict[str, Variant]:
-    """The kernels for a tile and the compile-time arguments ``shared``. Plans that differ only in sizes share them."""
+    """The kernels for a tile and the compile-time arguments ``shared``. Plans that differ only in sizes share them.
+
+    Kernels for other dtypes of the inputs, or of the index tensors (``kinds``), are other entries of the cache.
+    """
     layout, D, Dv = shared["LAYOUT"], shared["D"], shared["Dv"]
     wide = {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV}
     order = {"SOURCE": source, "LAYOUT": layout, "CAUSAL": shared["CAUSAL"], "CHUNK": COUNTED}
@@ -170,10 +168,10 @@ def backward(
     """
     q, k, v = call.q, call.k, call.v
     assert call.selection is not None
-    tile, sizes = launch.tile, launch.sizes
+    tile, g, sizes = launch.tile, launch.geometry, launch.sizes
     of_queries, of_keys = wanted[0], wanted[1] or wanted[2]
     dq = torch.empty(q.shape if of_queries else (0,), dtype=q.dtype, device=launch.device)
-    if launch.tokens == 0 or launch.keys == 0 or sizes["n"] == 0:
+    if g.tokens == 0 or k.shape[:-2].numel() == 0 or g.n == 0:
         return dq.zero_(), k.new_zeros(k.shape if wanted[1] else 0), v.new_zeros(v.shape if wanted[2] else 0)
     launches[route] += 1
     do, o, lse, selection = (x.contiguous() for x in (do, o, lse, call.selection))
@@ -186,7 +184,7 @@ def backward(
     grid = (-(-sizes["rows"] // STATS_ROWS), 1, 1)
     run("delta" if dlse is None else "delta_lse", grid, (o, do, lse, dlse, stats), "rows")
     if of_queries and not (tile.keep_dq and of_keys):
-        grid = (launch.tokens * sizes["HKV"], -(-launch.G // tile.dq_heads), 1)
+        grid = (g.tokens * g.HKV, -(-g.G // tile.dq_heads), 1)
         run("dq", grid, (q, k, v, do, stats, dq, selection, *about), f"B S S_kv HKV n size tokens {STRIDES}", scale)
     if not of_keys:
         return dq, k.new_empty(0), v.new_empty(0)
@@ -207,23 +205,23 @@ def _by_blocks(
 
     given: q, k, v, dO and the statistics of rows. about: query positions, ``cu_seqlens_q`` and ``cu_seqlens_k``.
     """
-    device, w, tile, sizes, G = launch.device, launch.windows, launch.tile, launch.sizes, launch.G
-    D, Dv, heads, size, HKV = given[0].shape[-1], given[2].shape[-1], w.heads, sizes["size"], sizes["HKV"]
+    device, w, tile, g, sizes = launch.device, launch.windows, launch.tile, launch.geometry, launch.sizes
+    heads, size, keys = w.heads, sizes["size"], given[1].shape[:-2].numel()
     row, blocks, shares = heads * w.slots, heads * w.blocks, heads * w.work
-    dk = torch.zeros((launch.keys, HKV, D), dtype=torch.float32, device=device)
-    dv = torch.zeros((launch.keys, HKV, Dv), dtype=torch.float32, device=device)
+    dk = torch.zeros((keys, g.HKV, g.D), dtype=torch.float32, device=device)
+    dv = torch.zeros((keys, g.HKV, g.Dv), dtype=torch.float32, device=device)
     block, rank, unit = (workspace(w.window * row, torch.int32, device) for _ in range(3))
-    span = workspace(w.window * row, torch.int32, device) if launch.spans else None
+    span = workspace(w.window * row, torch.int32, device) if g.source == RANGES.value else None
     counted = workspace(-(-w.window // w.strip) * blocks, torch.int32, device)
     count, start, part = (workspace(blocks, torch.int32, device) for _ in range(3))
     work = workspace(3 * shares, torch.int32, device)
-    dk_part = workspace(heads * w.several * size * D, torch.float32, device)
-    dv_part = workspace(heads * w.several * size * Dv, torch.float32, device)
-    dq_part = workspace(w.window * row * G * D, given[0].dtype, device) if tile.keep_dq and dq is not None else None
+    dk_part = workspace(heads * w.several * size * g.D, torch.float32, device)
+    dv_part = workspace(heads * w.several * size * g.Dv, torch.float32, device)
+    dq_part = workspace(w.window * row * g.G * g.D, given[0].dtype, device) if tile.keep_dq and dq is not None else None
     sum_rows = launch.kernels["sum"].constexprs["BLOCK_N"]
     gathered = launch.kernels["gather"].constexprs["HEADS"]
-    for head0, first in itertools.product(range(0, HKV, heads), range(0, launch.tokens, w.window)):
-        now = min(w.window, launch.tokens - first)
+    for head0, first in itertools.product(range(0, g.HKV, heads), range(0, g.tokens, w.window)):
+        now = min(w.window, g.tokens - first)
         strips = -(-now // w.strip)
         run = _Run(launch, sizes | {"head0": head0, "first": first, "now": now, "strips": strips})
         counted.zero_()
@@ -249,7 +247,7 @@ def _by_blocks(
             "B S_kv HKV head0 size slots blocks first window slot_bits several",
         )  # fmt: skip
         if dq_part is not None:
-            run("gather", (now * heads, -(-G // gathered), 1), (dq_part, block, dq), "HKV heads head0 slots first")
+            run("gather", (now * heads, -(-g.G // gathered), 1), (dq_part, block, dq), "HKV heads head0 slots first")
     return dk, dv
 
 

@@ -1,6 +1,6 @@
 """Key-major forward: lists which rows selected each block, computes partial results block by block, merges them by row.
 
-Nothing waits for the device: every grid follows from shapes, and a program without work returns at once. Tokens are
+The host does not wait for the device: grids follow from shapes, and a program without work returns at once. Tokens are
 processed in windows whose partial results share one buffer, so the workspace is bounded for any length. The kernels are
 in ``kernel.py`` and ``shared/inverse_index.py``. This module has the functions of :mod:`nsa.kernels.query_major.plan`.
 """
@@ -24,7 +24,7 @@ from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import plan as query_major
 from nsa.kernels.query_major.tiles import span_bucket
 from nsa.kernels.shared import inverse_index
-from nsa.kernels.shared.geometry import geometry
+from nsa.kernels.shared.geometry import Geometry, geometry
 from nsa.kernels.shared.launch import INT32_MAX, Variant, workspace
 from nsa.kernels.shared.primitives import RANGES, TILED
 
@@ -50,15 +50,10 @@ class Launch(NamedTuple):
     sized: tuple[int, ...]  # arguments of `key_tiles.windows`
     windows: key_tiles.Windows
     tile: key_tiles.Tile
-    tokens: int
-    G: int
-    heads: tuple[int, ...]  # B, S, S_kv, HKV, n, block size, in the kernels' order
-    strides: tuple[int, ...]  # of q, k, v and the output, in units
+    geometry: Geometry
+    size: int  # keys of a block
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
-    like_q: bool  # a new output has the shape and strides of q
-    spans: bool
-    pages: int
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -98,12 +93,8 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
         ONE_TILE=listed <= tile.BLOCK_N, WIDE=farthest > WIDE_FROM, G=G, D=D, Dv=Dv, SOURCE=g.source, LAYOUT=g.layout,
         PAGE=g.page, CAUSAL=call.causal, STRIDE_UNIT=g.unit, INPUT_PRECISION="ieee",
     )  # fmt: skip
-    sizes = (g.B, g.S, S_kv, HKV, n, size)
-    narrow = max(*sizes, *g.strides, g.pages) <= INT32_MAX
-    return Launch(
-        *variants, device, sized, windows, tile, g.tokens, G, sizes, g.strides, narrow, 1.0 / math.sqrt(D), g.like_q,
-        spans, g.pages,
-    )  # fmt: skip
+    narrow = max(g.B, g.S, S_kv, HKV, n, size, *g.strides, g.pages) <= INT32_MAX
+    return Launch(*variants, device, sized, windows, tile, g, size, narrow, 1.0 / math.sqrt(D))
 
 
 @lru_cache(maxsize=1024)
@@ -117,7 +108,10 @@ def _variants(
     walk_source: int,
     **shared: Any,
 ) -> tuple[Variant, ...]:
-    """The kernels for a tile and the compile-time arguments ``shared``. Plans that differ only in sizes share them."""
+    """The kernels for a tile and the compile-time arguments ``shared``. Plans that differ only in sizes share them.
+
+    Kernels for other dtypes of the inputs, or of the index tensors (``kinds``), are other entries of the cache.
+    """
     source = shared["SOURCE"]
     count = {name: shared[name] for name in ("SOURCE", "LAYOUT", "CAUSAL")}
     count |= {"CHUNK": COUNTED, "SPANS": spans if source == RANGES.value else 1}
@@ -154,36 +148,23 @@ def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]
     return {name: value for name, value in fields.items() if name in key_tiles.Tile._fields}
 
 
-class Memory(NamedTuple):
-    """Workspace of a call, named as in the kernels."""
-
-    parts: Tensor
-    part_lse: Tensor
-    block: Tensor
-    rank: Tensor
-    span: Tensor | None
-    unit: Tensor
-    start: Tensor
-    lists: Tensor  # block, first unit and number of units of each share, then counters of blocks
+Memory = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]
 
 
 def allocate(launch: Launch, w: key_tiles.Windows, dtype: torch.dtype, Dv: int) -> Memory:
-    """Workspace for windows ``w``. This launches no kernel."""
-    units, groups = w.tokens * w.row, w.most * w.heads
+    """Workspace for windows ``w``, named as in the kernels. This launches no kernel.
 
-    def ints(size: int) -> Tensor:
-        return workspace(size, torch.int32, launch.device)
-
-    return Memory(
-        workspace(w.window * w.row * launch.G * Dv, dtype, launch.device),
-        workspace(w.window * w.row * launch.G, torch.float32, launch.device),
-        ints(units),
-        ints(units),
-        ints(units) if launch.spans else None,
-        ints(w.most * w.window * w.row),
-        ints(groups * w.blocks),
-        ints(groups * (3 * w.work + w.blocks)),
-    )
+    ``lists`` holds block, first unit and number of units of each share, then the counters of blocks.
+    """
+    device, g, units, groups = launch.device, launch.geometry, w.tokens * w.row, w.most * w.heads
+    parts = workspace(w.window * w.row * g.G * Dv, dtype, device)
+    part_lse = workspace(w.window * w.row * g.G, torch.float32, device)
+    block, rank = (workspace(units, torch.int32, device) for _ in range(2))
+    span = workspace(units, torch.int32, device) if g.source == RANGES.value else None
+    unit = workspace(w.most * w.window * w.row, torch.int32, device)
+    start = workspace(groups * w.blocks, torch.int32, device)
+    lists = workspace(groups * (3 * w.work + w.blocks), torch.int32, device)
+    return parts, part_lse, block, rank, span, unit, start, lists
 
 
 _scarce: dict[tuple[torch.device, tuple[int, ...]], key_tiles.Windows] = {}
@@ -235,11 +216,11 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     """Launch the kernels. Arguments and results as of :func:`nsa.kernels.query_major.plan.forward`."""
     q, k, v, out, return_lse = call.q, call.k, call.v, call.out, call.return_lse
     assert call.selection is not None
+    device, tile, g, narrow = launch.device, launch.tile, launch.geometry, launch.narrow
     if out is None:
-        out = torch.empty_like(q) if launch.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
-    device, tile, narrow = launch.device, launch.tile, launch.narrow
+        out = torch.empty_like(q) if g.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = torch.empty(q.shape[:-1], device=device, dtype=torch.float32) if return_lse else None
-    if launch.tokens == 0:
+    if g.tokens == 0:
         return out, lse
     w, (parts, part_lse, block, rank, span, unit, start, lists) = reserve(launch, q.dtype, v.shape[-1])
     launches[route] += 1
@@ -250,14 +231,13 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     )
     about = (q_positions, cu_seqlens_q, lengths)
     scale = launch.scale if call.scale is None else call.scale
-    B, S, S_kv, HKV, n, size = launch.heads
     heads, most = w.heads, w.most
     groups = most * heads
     # The shares' numbers of units and the counters must be zero before. They lie last in `lists`, side by side.
     work, counts, zero = (lists[groups * i * w.work :] for i in (0, 3, 2))
-    for head0, first in itertools.product(range(0, HKV, heads), range(0, launch.tokens, w.tokens)):
-        tokens = min(w.tokens, launch.tokens - first)
-        sizes = (B, S, S_kv, HKV, heads, head0, n, size, w.slots)
+    for head0, first in itertools.product(range(0, g.HKV, heads), range(0, g.tokens, w.tokens)):
+        tokens = min(w.tokens, g.tokens - first)
+        sizes = (g.B, g.S, g.S_kv, g.HKV, heads, head0, g.n, launch.size, w.slots)
         if w.slots:
             zero.zero_()
             launch.count.launch(
@@ -273,17 +253,14 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
             here = first + i * w.window
             if w.slots:
                 launch.partial.launch(
-                    (w.work, heads, -(-launch.G // tile.HEADS)), device,
+                    (w.work, heads, -(-g.G // tile.HEADS)), device,
                     (q, k, v, parts, part_lse, selection, *about, block_table, span, unit, work),
-                    (
-                        *sizes, here, w.window, i, most, w.work, w.slot_bits, launch.pages, *launch.strides[:9], scale,
-                    ),
-                    narrow,
+                    (*sizes, here, w.window, i, most, w.work, w.slot_bits, g.pages, *g.strides[:9], scale), narrow,
                 )  # fmt: skip
             now = min(w.window, tokens - i * w.window)
             (launch.merge if lse is None else launch.merge_lse).launch(
-                (now * heads, -(-launch.G // tile.merge_heads), 1), device,
+                (now * heads, -(-g.G // tile.merge_heads), 1), device,
                 (parts, part_lse, block, q, k, v, out, lse, selection, *about, block_table),
-                (*sizes, here, now, i * w.window, launch.pages, *launch.strides, scale), narrow,
+                (*sizes, here, now, i * w.window, g.pages, *g.strides, scale), narrow,
             )  # fmt: skip
     return out, lse

@@ -115,7 +115,8 @@ def _variant(
 ) -> Variant:
     """The kernel for a tile and the other compile-time arguments, ``decided``.
 
-    Plans that differ only in sizes share it, so that the first call with a longer cache does not launch slowly.
+    Plans that differ only in sizes share it, so that the first call with a longer cache does not launch slowly. Kernels
+    for other dtypes of q, or of the index tensors (``kinds``), are other entries of the cache.
     """
     source, split, ptx = decided["SOURCE"], decided["SPLIT"], runs_ptx(device)
     constexprs: dict[str, object] = {**tile._asdict(), **decided, "INPUT_PRECISION": "ieee"}
