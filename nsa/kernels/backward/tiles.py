@@ -10,7 +10,7 @@ from nsa.kernels.query_major.tiles import next_power_of_2, padded, shared_bytes
 
 DQ_BYTES = 1280 << 20
 """Limit of the parts of dQ of a window, one for each block of a row. dK and dV are read and written once per window, so
-longer is better. Half of this limit costs an H100 3 ms of 32 ms at HQ/HKV 64/4 and 65,536 tokens."""
+longer is better. Half of this limit makes a pass of 32 ms 3 ms slower (H100, HQ/HKV 64/4, 65,536 tokens)."""
 
 HEAD_BYTES = 48 << 20
 """Limit of the queries and gradients of one KV head in a window, as :data:`key_tiles.HEAD_BYTES`."""
@@ -178,8 +178,8 @@ def windows(
 
     if most(1) == 0:
         raise DoesNotFit(
-            f"backward: expected the lists of a row to fit {INDEX_BYTES} bytes, and its parts of dQ {DQ_BYTES}, got "
-            f"{index} and {dq} bytes of {slots} blocks{'; max_selected bounds them' if spans else ''}"
+            f"backward: expected the lists of a row to fit {INDEX_BYTES} bytes and its parts of dQ {DQ_BYTES} bytes, "
+            f"got {index} and {dq} bytes for {slots} blocks{'; max_selected bounds them' if spans else ''}"
         )
     heads = heads_at_once(HKV, tokens, most, HEAD_BYTES // (G * (D + Dv) * itemsize))
     window = even(tokens, most(heads))

@@ -2,7 +2,7 @@
 
 The host does not wait for the device: grids follow from shapes, and a program without work returns at once. Tokens are
 processed in windows whose partial results share one buffer, so the workspace is bounded for any length. The kernels are
-in ``kernel.py`` and ``shared/inverse_index.py``. This module has the functions of :mod:`nsa.kernels.query_major.plan`.
+in ``kernel.py`` and ``shared/inverse_index.py``. ``plan`` and ``forward`` are called as those of query-major are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WIDE_FROM = INT32_MAX  # if q has more elements than this, its offsets take 64 b
 COUNTED = 64  # slots that a program of the count kernel takes at a time
 ELEMENTS = 1024  # elements that a program of the scan or scatter kernel takes at a time
 MERGE_CHUNK = 16
-SCARCE = (4, 16)  # by which the limits of the workspace are divided where memory is missing
+SCARCE = (4, 16)  # divisors of the limits of the workspace, tried in turn where memory is missing
 
 
 class Launch(NamedTuple):
@@ -175,8 +175,8 @@ settings.ON_RELOAD.append(_scarce.clear)
 def reserve(launch: Launch, dtype: torch.dtype, Dv: int) -> tuple[key_tiles.Windows, Memory]:
     """Windows of a call and their workspace. Where memory is missing, windows are smaller, which is slower.
 
-    A row's result stays the same, bit by bit. The smaller windows are logged and remembered for the shape: an allocator
-    that fails first gives back all memory that it had kept, so a larger workspace is not tried again.
+    A row's result stays the same, bit by bit. The smaller windows are logged and remembered for the shape, so a larger
+    workspace is not tried again: before an allocator fails, it gives back all memory that it had kept.
 
     Raises:
         torch.OutOfMemoryError: there is no memory for the smallest workspace either.

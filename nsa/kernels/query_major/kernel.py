@@ -40,7 +40,7 @@ from nsa.kernels.shared.primitives import (
 )
 
 # These arguments vary from batch to batch and must not make Triton compile again. Strides are divided by STRIDE_UNIT.
-# The kernel multiplies them again, so the compiler knows a factor of all strides, as vector loads need.
+# The kernel multiplies by STRIDE_UNIT again, so the compiler knows a factor of all strides, as vector loads need.
 RUNTIME = [
     *("B", "S", "S_kv", "n", "block_size", "pages"),
     *(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()),

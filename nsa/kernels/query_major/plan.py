@@ -48,7 +48,7 @@ class Launch(NamedTuple):
 def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch:
     """Tiles, splits, grid and run-time sizes of a launch. They hold for every call with the same key.
 
-    With ``batch_invariant``, few rows are launched as many are, and an unbounded row counts as one of fixed length.
+    With ``batch_invariant`` few rows are launched like many, and `tiles.UNBOUNDED` bounds rows without a bound.
 
     Args:
         call: valid. Packed rows come as they are: ``q [N, H, D]`` with ``k [N, L, D]``, or with ``k [sum L, D]`` and
@@ -76,8 +76,8 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
             source, size = primitives.TILED.value, whole
     tile = tile._replace(UPFRONT=tile.UPFRONT and runs_ptx(device))
     early = runs_ptx(device) and capability >= 90 and primitives.gdc_wait is not None
-    # SINGLE: every program reads at most one tile, whatever the spans are, so the kernel needs no loop over tiles. This
-    # counts `block_size` keys a block, not those that exist, so that other sequences of a batch cannot change it.
+    # SINGLE: for any spans, every program reads at most one tile, so the kernel needs no loop over tiles. This rule
+    # counts `block_size` keys a block, not those that exist, so that other sequences of a batch cannot change SINGLE.
     most = INT32_MAX if source == primitives.RANGES.value else S_kv if block_size is None else g.n * block_size
     single = tile.num_stages == 1 and most <= splits * tile.BLOCK_L
     single = single and not (g.page and S_kv == 0)  # a page table of width 0 has no entry to look up

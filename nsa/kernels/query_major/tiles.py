@@ -31,7 +31,7 @@ MAX_HEADS = 64
 """Query heads that one program holds. Larger groups take several programs."""
 
 EXCHANGE_BYTES = 33_296
-"""Limit of the shared memory through which the programs of a cluster exchange results: for 16 heads and Dv = 256."""
+"""Limit of the shared memory through which programs of a cluster exchange results: what 16 heads of Dv = 256 need."""
 
 UNBOUNDED = 1024
 """Assumed keys of a row without a bound, where its result must not depend on the other rows of the call. The length of
@@ -119,7 +119,7 @@ UPFRONT_REGISTERS = 128
 """Registers of a thread that the keys and values of a tile may take."""
 
 STREAMED = 4
-"""Programs of at most this many tiles load queries with every tile: it hides latency and reads few bytes again."""
+"""Programs of at most this many tiles load queries with every tile. This hides latency and costs few bytes."""
 
 
 @lru_cache(maxsize=4096)
@@ -204,7 +204,7 @@ def choose(
         rows: (token, KV head) pairs.
         choice: what a sweep tries; None for the GPU's table, then the rules.
         largest: most programs of a cluster; 0 without clusters.
-        invariant: few rows are launched as many are.
+        invariant: few rows are launched like many.
 
     The other arguments are those of :func:`select`.
     """

@@ -5,8 +5,8 @@ a span that lies in one block of the grid is a unit. For each window of tokens a
 by block, and the list is cut into *shares*. A share is the work of one program of :mod:`nsa.kernels.key_major.kernel`.
 The lists may hold only some KV heads at a time: ``heads`` of them, from ``head0`` on.
 
-In the forward pass atomics decide the order of a block's units, and no result depends on that order. In
-:mod:`nsa.kernels.backward.kernel` sums do, so there units are listed in the order of tokens and slots.
+In the forward pass atomics decide the order of a block's units, and no result depends on that order. The sums of
+:mod:`nsa.kernels.backward.kernel` depend on it, so the backward pass lists units in the order of tokens and slots.
 """
 
 import triton

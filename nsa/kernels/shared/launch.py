@@ -129,12 +129,12 @@ class Variant:
         # Triton's own clusters share tensors. So Triton compiles without a cluster, and the launch sets its size.
         run, packed = kernel.run, kernel.packed_metadata
         if len(packed) != 3 or packed[1] != 1:
-            raise RuntimeError(f"expected (warps, 1, shared memory) to say how a kernel is launched, got {packed}")
+            raise RuntimeError(f"expected (warps, 1, shared memory) as the metadata of a launch, got {packed}")
         metadata = (packed[0], self.cluster, packed[2])
         function = kernel.function
         if packed[2] <= UNASKED < packed[2] + self.static:
             function = self._asked.get(kernel)
-            if function is None:  # load the kernel again, and ask for more
+            if function is None:  # load the kernel again, with more shared memory
                 utils = triton.runtime.driver.active.utils
                 function = utils.load_binary(kernel.name, kernel.kernel, UNASKED + 1, device.index)[1]
                 self._asked[kernel] = function

@@ -32,7 +32,7 @@ def passed_pairs() -> frozenset[tuple[str, str]]:
         entries = yaml.safe_load(LIST.read_text(encoding="utf-8"))["passed"] or []
         listed = [(entry["triton"], entry["arch"], entry["sources"]) for entry in entries]
         if not all(isinstance(word, str) for words in listed for word in words):
-            raise TypeError("3.10 without quotes is 3.1")
+            raise TypeError("a value without quotes, as 3.10, which YAML reads as 3.1")
     except (yaml.YAMLError, KeyError, TypeError) as error:
         expected = "expected a list `passed` of mappings with triton, arch and sources"
         raise ValueError(f"{LIST}: {expected}, got {error!r}") from error
