@@ -1,7 +1,7 @@
-"""Triton kernels and their launchers. Importing this package imports no Triton; its modules do."""
+"""Triton kernels and their launchers. Importing this package does not import Triton; its modules do."""
 
 from collections import Counter
 
 launches: Counter[str] = Counter()
-"""Kernel launches of this process by route name, counted where the launch happens; ``split`` counts those that shared
-each row among programs."""
+"""Kernel launches of this process by route name, counted at the launch. ``split`` counts launches that divided each row
+among several programs."""

@@ -1,1 +1,1 @@
-"""Gradients: the selection is turned round, so that dK and dV are summed block by block."""
+"""Gradients. The selection is inverted, to know which queries selected a block and to sum dK and dV block by block."""

@@ -1,9 +1,10 @@
-"""Backward kernels: what each query adds to dK and dV block by block, and dQ, key-major or query-major.
+"""Backward kernels: dK and dV, summed block by block over queries, and dQ, key-major or query-major.
 
-With ``P`` the weights and ``O`` the output of the forward pass: ``dV = P^T dO``, ``dP = dO V^T``,
-``dS = P * (dP - delta)``, ``dQ = scale * dS K``, ``dK = scale * dS^T Q``, where ``delta = rowsum(dO * O) - dLSE`` holds
-what the softmax and the log-sum-exp pass on. Source: FlashAttention-2, arXiv 2307.08691, algorithm 2; the order of
-loops as in NSA, arXiv 2502.11089, section 3.4. No float atomics: sums go by the order in which units are listed.
+``P`` are the weights and ``O`` the output of the forward pass: ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP -
+delta)``, ``dQ = scale * dS K``, ``dK = scale * dS^T Q``. Here ``delta = rowsum(dO * O) - dLSE`` is the gradient
+through the normalisation and the log-sum-exp. Source: FlashAttention-2, arXiv 2307.08691, algorithm 2; order of loops
+as in NSA, arXiv 2502.11089, section 3.4. There are no float atomics. Sums follow the order in which
+units are listed.
 """
 
 import triton
@@ -21,7 +22,7 @@ RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split()]
 def _delta_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, stats_ptr, rows, Dv: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr
 ):
-    """``stats [2, rows]``: LSE in base 2, inf for a row that has no weights; and delta. A row is a query head."""
+    """Write ``stats [2, rows]``: base-2 LSE (inf for a row without keys), then delta. Here a row is one query head."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     dv = tl.arange(0, BLOCK_DV)
     inside = row < rows
@@ -82,9 +83,9 @@ def _dq_kernel(
     BLOCK_L: tl.constexpr,
     SPANS: tl.constexpr,
 ):
-    """dQ query-major: a program holds ``HEADS`` heads of a row and walks the row's keys, as the forward pass does."""
+    """dQ query-major: a program holds ``HEADS`` heads of a row and reads the row's keys, as in the forward pass."""
     program = tl.program_id(0)
-    token = program % tokens  # KV heads one after the other: the keys of one may stay in L2
+    token = program % tokens  # one KV head after the other, so that its keys may stay in L2
     head_kv = program // tokens
     seq, k_first, limit = visible_keys(token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT, CAUSAL)
     head_off = tl.cast(head_kv, tl.int64)
@@ -198,14 +199,14 @@ def _dkdv_kernel(
     BLOCK_N: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """What one window's units add to dK and dV ``[keys, HKV, D | Dv]`` fp32; and to dQ, if there is where to keep it.
+    """Add one window's units to dK and dV ``[keys, HKV, D | Dv]`` fp32, and write their parts of dQ if ``dq_part_ptr``.
 
-    A program takes one share of work, as in the forward pass, and ``BLOCK_N`` keys of its block. It alone has this
-    block, and adds to the sums; or several do, and each leaves a partial sum ``[heads, several, size, D | Dv]`` fp32
-    for :func:`_sum_kernel`. dq_part ``[window, heads, slots, G, D]`` in the dtype of the queries.
+    A program takes one share, as in the forward pass, and ``BLOCK_N`` keys of its block. If the block has one share,
+    the program adds to dK and dV. If the block has several, each program writes a partial sum ``[heads, several, size,
+    D | Dv]`` fp32 for :func:`_sum_kernel`. dq_part ``[window, heads, slots, G, D]`` has the dtype of the queries.
     """
     UNITS: tl.constexpr = BLOCK_M // HEADS
-    HEAD_TILES: tl.constexpr = (G + HEADS - 1) // HEADS  # more than one: a unit is a tile's only one
+    HEAD_TILES: tl.constexpr = (G + HEADS - 1) // HEADS  # if there are several, a tile holds one unit
     head_local = tl.program_id(1)
     head_kv = head0 + head_local
     at = head_local * work + tl.program_id(0)
@@ -222,7 +223,7 @@ def _dkdv_kernel(
     unit_ptr += head_local * window * slots + begin
 
     seq = 0
-    q_first = tl.zeros([], tl.int64)  # of token 0, if the sequence began there
+    q_first = tl.zeros([], tl.int64)  # a query's offset is q_first + token * stride_qs
     if LAYOUT == BATCH:
         per_sequence = tl.cdiv(S_kv, size)
         seq = block // per_sequence
@@ -230,7 +231,7 @@ def _dkdv_kernel(
         k_off = seq.to(tl.int64) * stride_kb
         v_off = seq.to(tl.int64) * stride_vb
         q_first = seq.to(tl.int64) * (stride_qb - S.to(tl.int64) * stride_qs)
-        shift = S_kv - S - seq * S  # from a token to its position
+        shift = S_kv - S - seq * S  # position = token + shift
         key0 = (block - seq * per_sequence) * size
         row0 = seq.to(tl.int64) * S_kv + key0
     else:
@@ -241,25 +242,27 @@ def _dkdv_kernel(
         shift = (seqlen_k - tl.load(cu_q_ptr + seq + 1)).to(tl.int32)
         key0 = (block - first_block(seq, k_first, 0, size, LAYOUT)) * size
         row0 = k_first + key0
-    stop = tl.minimum(seqlen_k - key0, size)  # keys of the block
+    stop = tl.minimum(seqlen_k - key0, size)  # number of keys of the block
     k_off += tl.cast(head_kv, tl.int64) * stride_kh
     v_off += tl.cast(head_kv, tl.int64) * stride_vh
 
     row = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    key = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)  # of the block
+    key = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)  # within the block
     inside = key < stop
     k_ptrs = k_ptr + (k_off + (key0 + key).to(tl.int64) * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
     v_ptrs = v_ptr + (v_off + (key0 + key).to(tl.int64) * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
     k = tl.load(k_ptrs, mask=inside[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_N, BLOCK_D]
     v = tl.load(v_ptrs, mask=inside[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
 
-    if dq_part_ptr is not None:  # what is not finite must not reach queries that may not see it: 0 * NaN
-        k_seen = tl.where(tl.abs(k) < float("inf"), k, 0.0).to(k.dtype)  # those that may have it in their weights
+    if dq_part_ptr is not None:
+        # A key with NaN or inf, multiplied by dS = 0, would spoil dQ of queries that may not see the key. Queries that
+        # see the key have the NaN in dS already.
+        k_seen = tl.where(tl.abs(k) < float("inf"), k, 0.0).to(k.dtype)
     dk_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    upcoming = load_unit(unit_ptr, (row // HEADS) // HEAD_TILES, count)  # a tile ahead: addresses wait for it
+    upcoming = load_unit(unit_ptr, (row // HEADS) // HEAD_TILES, count)  # a tile ahead: addresses wait for units
     for done in range(0, count * HEAD_TILES, UNITS):
         i = (done + row // HEADS) // HEAD_TILES  # [BLOCK_M]
         g = (done % HEAD_TILES) * HEADS + row % HEADS
@@ -279,7 +282,7 @@ def _dkdv_kernel(
         lse = tl.load(stats_ptr + at_head, mask=here, other=float("inf"))
         delta = tl.load(stats_ptr + tl.cast(tokens, tl.int64) * HKV * G + at_head, mask=here, other=0.0)
 
-        at_row = (local * heads + head_local) * slots + slot  # of the window's slots
+        at_row = (local * heads + head_local) * slots + slot  # [BLOCK_M]
         high = stop + tl.zeros([BLOCK_M], tl.int32)
         if CAUSAL:
             if pos_ptr is None:
@@ -295,7 +298,7 @@ def _dkdv_kernel(
             end = tl.minimum(tl.maximum(tl.load(pair + 1), 0), seqlen_k).to(tl.int32) - key0
             seen &= (key[:, None] >= low[None, :]) & (key[:, None] < end[None, :])
 
-        # Transposed, so that weights come out as the left operand of what they are multiplied with next.
+        # Scores are transposed, because the next products take the weights as their left operand.
         scores = tl.dot(k, tl.trans(q), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
         p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)  # [BLOCK_N, BLOCK_M]
         dv_sum = tl.dot(p.to(do.dtype), do, dv_sum, input_precision=INPUT_PRECISION)
@@ -303,7 +306,7 @@ def _dkdv_kernel(
         ds = tl.where(seen, p * (dp - delta[None, :]), 0.0).to(q.dtype)
         dk_sum = tl.dot(ds, q, dk_sum, input_precision=INPUT_PRECISION)
         if dq_part_ptr is not None:
-            if BLOCK_M < 64:  # wgmma takes 64 rows and no fewer of its left operand
+            if BLOCK_M < 64:  # wgmma needs at least 64 rows in its left operand
                 dq = tl.trans(tl.dot(tl.trans(k_seen), ds, input_precision=INPUT_PRECISION) * scale)
             else:
                 dq = tl.dot(tl.trans(ds), k_seen, input_precision=INPUT_PRECISION) * scale  # [BLOCK_M, BLOCK_D]
@@ -358,7 +361,7 @@ def _sum_kernel(
     SHARE: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Add up the partial sums of blocks that took several shares, in order. A program ``BLOCK_N`` keys of a block."""
+    """Add up the partial sums of blocks of several shares, in order. A program takes ``BLOCK_N`` keys of a block."""
     block = tl.program_id(0)
     head_local = tl.program_id(1)
     head_kv = head0 + head_local
@@ -419,7 +422,7 @@ def _gather_kernel(
     BLOCK_D: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """dQ of one window from what each of a row's blocks adds to it. A program ``HEADS`` heads of a row."""
+    """Add up the parts of dQ of one window, one for each block of a row. A program takes ``HEADS`` heads of a row."""
     program = tl.program_id(0)
     local = program // heads
     head_kv = head0 + program % heads

@@ -6,32 +6,32 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nsa.kernels.key_major.tiles import MOST_COUNT_BYTES, DoesNotFit, even, heads_at_once
-from nsa.kernels.query_major.tiles import SHARED_BYTES, next_power_of_2
+from nsa.kernels.query_major.tiles import next_power_of_2, padded, shared_bytes
 
 DQ_BYTES = 1280 << 20
-"""What a window's tokens keep of dQ: a part for each of a row's blocks. The longer a window, the less often dK and dV
-are read and written; half as much costs an H100 3 of 32 ms at 64/4 and 65,536 tokens."""
+"""Limit of the parts of dQ of a window, one for each block of a row. dK and dV are read and written once per window, so
+longer is better. Half of this limit makes a pass of 32 ms 3 ms slower (H100, HQ/HKV 64/4, 65,536 tokens)."""
 
 HEAD_BYTES = 48 << 20
-"""Queries and gradients of one KV head in a window, as :data:`key_tiles.HEAD_BYTES`."""
+"""Limit of the queries and gradients of one KV head in a window, as :data:`key_tiles.HEAD_BYTES`."""
 
 SUM_BYTES = 256 << 20
-"""Partial sums of dK and dV of blocks that several programs share."""
+"""Limit of the partial sums of dK and dV. Blocks that several programs share have partial sums."""
 
 INDEX_BYTES = 56 << 20
-"""Lists of a window's units."""
+"""Limit of the lists of a window's units."""
 
 STRIP_BYTES = 64 << 20
-"""Counters of blocks, one for each strip of tokens."""
+"""Limit of the counters of blocks. Each strip of tokens has a counter for each block."""
 
 STRIP = 16
-"""Tokens of a strip at least: a program counts them one after the other."""
+"""Fewest tokens of a strip. A program counts the tokens of its strip in sequence."""
 
 STRIPS = 2048
-"""Of all heads, where strips may be longer: each has counters of all blocks, and more programs do not count faster."""
+"""Limit of the strips of all heads. More programs do not count faster, and each strip needs counters of all blocks."""
 
 MOST_PARTS_G = 16
-"""Heads of a group up to which dQ is taken from key blocks, as are dK and dV. Above, the parts are too many, and
+"""Largest group whose dQ is taken from key blocks, as dK and dV are. Larger groups would have many parts of dQ, and
 reading keys again for every query costs less."""
 
 
@@ -42,28 +42,28 @@ class Choice(NamedTuple):
     warps: int
     stages: int
     share: int  # tiles of rows that a program takes of its block
-    keep_dq: bool  # dQ comes from key blocks, where a block is one tile
-    BLOCK_L: int  # keys of a tile of the query-major dQ
+    keep_dq: bool  # dQ is taken from key blocks if a block is one tile
+    BLOCK_L: int  # keys of a tile where dQ is query-major
     dq_warps: int
     dq_stages: int
 
 
 forced: Choice | None = None
-"""What a sweep wants launched next."""
+"""The choice that a sweep launches next."""
 
-# Swept on an H100 with G of 1 to 64; docs/notebook/backward.md has what lost.
+# Swept on an H100 with G of 1 to 64. The choices that lost are in docs/notebook/backward.md.
 HOPPER_FEW = Choice(32, 4, 2, 64, True, 32, 1, 2)  # G below 4
 HOPPER_SMALL = Choice(32, 4, 2, 128, True, 32, 1, 2)
 HOPPER_LARGE = Choice(32, 4, 2, 128, False, 64, 4, 2)
-# Not measured: chosen by registers and shared memory, as the compile matrix has them.
+# Not measured, but chosen by the registers and shared memory that the compile matrix shows.
 SMALL = Choice(64, 8, 2, 32, True, 32, 1, 2)
 LARGE = Choice(64, 8, 2, 32, False, 32, 4, 2)
 WIDE_HEADS = Choice(32, 8, 1, 32, False, 16, 4, 1)  # D or Dv above 128
-FP32 = Choice(16, 4, 1, 32, False, 16, 4, 1)  # fp32: dots run on the CUDA cores
+FP32 = Choice(16, 4, 1, 32, False, 16, 4, 1)  # fp32 dot products run on the CUDA cores
 
 
 class Tile(NamedTuple):
-    """Compile-time choices of the kernels; ``share`` in units."""
+    """Compile-time choices of the kernels. ``share`` is in units; the other fields are as in :class:`Choice`."""
 
     HEADS: int  # query heads of a unit in a tile
     BLOCK_D: int
@@ -74,8 +74,8 @@ class Tile(NamedTuple):
     stages: int
     share: int
     keep_dq: bool
-    dq_heads: int  # of a program that walks a row's keys
-    BLOCK_G: int  # those, padded for dot products
+    dq_heads: int  # query heads of a program where dQ is query-major
+    BLOCK_G: int  # dq_heads padded for the tensor cores
     BLOCK_L: int
     dq_warps: int
     dq_stages: int
@@ -93,29 +93,29 @@ def select(
     choice: Choice | None = None,
     pipelines: bool = True,
 ) -> Tile:
-    """Tile of a call whose blocks hold ``size`` keys; ``capability`` and ``itemsize`` as for :func:`tiles.select`.
+    """Tile of a call whose blocks hold ``size`` keys.
 
     Args:
-        pipelines: whether this Triton can load a tile ahead here.
+        capability, itemsize: as for :func:`nsa.kernels.query_major.tiles.select`.
+        pipelines: this Triton can pipeline the loads of queries.
     """
-    block_d, block_dv = max(16, next_power_of_2(D)), max(16, next_power_of_2(Dv))
+    block_d, block_dv = padded(D), padded(Dv)
     narrow = max(block_d, block_dv) <= 128
     chosen = choice or _rule(capability, itemsize, G, narrow)
-    budget = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
-    rows, block_n = chosen.rows, min(max(16, next_power_of_2(size)), 64 if narrow and itemsize == 2 else 32)
-    if itemsize > 2 and not narrow:
-        block_n = 16
-    # Keys and values stay; queries, their gradients and the weights of both pass through.
-    width = block_d + block_dv
-    while rows + block_n > 32 and itemsize * (
-        (block_n + rows * chosen.stages) * width + 2 * rows * block_n
-    ) > budget:  # fmt: skip
+    most = (64 if itemsize == 2 else 32) if narrow else (32 if itemsize == 2 else 16)
+    rows, block_n = chosen.rows, min(padded(size), most)
+
+    def taken() -> int:
+        """Bytes of K and V, of Q and dO in all stages, and of P and dS."""
+        return itemsize * ((block_n + rows * chosen.stages) * (block_d + block_dv) + 2 * rows * block_n)
+
+    while rows + block_n > 32 and taken() > shared_bytes(capability):
         rows, block_n = (rows // 2, block_n) if rows >= block_n else (rows, block_n // 2)
     heads = next_power_of_2(G)
     in_tile = min(heads, rows)
     dq_heads = min(heads, 64 if narrow else 16)
     stages = chosen.stages if pipelines else 1
-    # Without a pipeline dO and dS lie at one address, and ptxas for sm_90 may lose it (`aot_child.mixed`).
+    # Without a pipeline dO and dS lie at one address, which ptxas may lose for sm_90 (docs/notebook/compile-matrix.md).
     lost = capability == 90 and itemsize == 2 and stages == 1
     return Tile(
         in_tile, block_d, block_dv, rows, block_n, chosen.warps, stages, chosen.share * (rows // in_tile),
@@ -133,15 +133,15 @@ def _rule(capability: int, itemsize: int, G: int, narrow: bool) -> Choice:
 
 
 class Windows(NamedTuple):
-    """How a call's tokens are dealt with: in windows of which lists and partial results are kept."""
+    """How a call's tokens are divided into windows, which share lists and partial results."""
 
-    slots: int  # units a row may have
+    slots: int  # units that a row may have
     slot_bits: int
     blocks: int  # of all sequences
-    heads: int  # KV heads that go through at once
-    window: int  # tokens
-    work: int  # shares of one head at most
-    several: int  # of those, shares of blocks that have more than one
+    heads: int  # KV heads that are processed at once
+    window: int  # tokens of a window
+    work: int  # upper bound of the shares of one head
+    several: int  # upper bound of those shares that belong to blocks of several shares
     strip: int  # tokens that a program counts
 
 
@@ -159,16 +159,17 @@ def windows(
     keep_dq: bool,
     spans: bool,
 ) -> Windows:
-    """Windows whose lists and partial results stay within what the constants above allow.
+    """Windows whose lists and partial results stay within the limits above.
 
     Raises:
-        ValueError: what one token needs is more than that.
+        ValueError: one token needs more, or the counters of blocks do.
     """
     slots = max(slots, 1)
     bits = max(slots - 1, 1).bit_length()
-    index = slots * (16 if spans else 12)  # of one head of a token, as the next two
+    # Bytes of one head of a token: its lists, its parts of dQ, and its partial sums multiplied by `share`.
+    index = slots * (16 if spans else 12)
     dq = slots * G * D * itemsize if keep_dq else 0
-    sums = 2 * slots * size * (D + Dv) * 4  # of a share of units
+    sums = 2 * slots * size * (D + Dv) * 4
 
     def most(heads: int) -> int:
         longest = min(INDEX_BYTES // (heads * index), (1 << 31 - bits) - 1, max(tokens, 1))
@@ -177,11 +178,11 @@ def windows(
 
     if most(1) == 0:
         raise DoesNotFit(
-            f"backward: expected the lists of a row to fit {INDEX_BYTES} bytes, and its parts of dQ {DQ_BYTES}, got "
-            f"{index} and {dq} bytes of {slots} blocks{'; max_selected bounds them' if spans else ''}"
+            f"backward: expected the lists of a row to fit {INDEX_BYTES} bytes and its parts of dQ {DQ_BYTES} bytes, "
+            f"got {index} and {dq} bytes for {slots} blocks{'; max_selected bounds them' if spans else ''}"
         )
     heads = heads_at_once(HKV, tokens, most, HEAD_BYTES // (G * (D + Dv) * itemsize))
-    window = even(tokens, most(heads)) if most(heads) < tokens else tokens
+    window = even(tokens, most(heads))
     strip = STRIP
     while strip < window and -(-window // strip) * heads > min(STRIPS, STRIP_BYTES // (4 * max(blocks, 1))):
         strip *= 2
@@ -197,7 +198,7 @@ def windows(
 
 
 def workspace_bytes(w: Windows, G: int, D: int, Dv: int, itemsize: int, size: int, keep_dq: bool) -> int:
-    """What a call allocates beside its results and the fp32 sums of dK and dV."""
+    """Bytes that a call allocates beside its results and the fp32 sums of dK and dV."""
     row = w.heads * w.slots
     dq = w.window * row * G * D * itemsize if keep_dq else 0
     sums = w.heads * w.several * size * (D + Dv) * 4

@@ -1,1 +1,1 @@
-"""Key-major: a program holds a block of keys and all queries that selected it; partial results are merged."""
+"""Key-major: a program holds a block of keys and reads the queries that selected it. A second kernel merges results."""

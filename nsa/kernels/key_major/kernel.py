@@ -1,8 +1,9 @@
-"""Key-major forward: a program holds a key block and takes the queries that chose it; a second kernel merges.
+"""Key-major forward: a program holds a key block and reads the queries that selected it; a second kernel merges.
 
-A block is read once for many queries, where query-major reads it for every row. What it costs is a partial result per
-(row, block), in the dtype of the inputs. Large groups read some of their blocks query-major, in the kernel that merges.
-Source: NSA, arXiv 2502.11089, section 3.4; the order of loops as in FSA, arXiv 2508.18224.
+A block is read once for many queries, while query-major reads a block for every row. The price is a partial result for
+each (row, block), in the dtype of the inputs, that is written to memory and read again. For large groups the merge
+kernel also reads some blocks itself, as query-major does. Source: NSA, arXiv 2502.11089, section 3.4; order of loops as
+in FSA, arXiv 2508.18224.
 """
 
 import triton
@@ -30,13 +31,13 @@ RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh tb
 
 @triton.jit
 def load_unit(unit_ptr, i, count):
-    """Units ``i``: token of the window and slot; of those past the last, anything valid."""
+    """Load units ``i``, each a token of the window and a slot. Past the last unit, the last one is loaded."""
     return tl.load(unit_ptr + tl.minimum(i, count - 1))
 
 
 @triton.jit
 def query_offset(token, S, stride_b, stride_s, LAYOUT: tl.constexpr):
-    """Where tokens' queries begin, in units of the strides."""
+    """Offsets of tokens' queries, in units of the strides."""
     token = token.to(tl.int64)
     if LAYOUT == BATCH or LAYOUT == CACHE:
         return (token // S) * stride_b + (token % S) * stride_s
@@ -103,17 +104,17 @@ def _partial_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Partial results of one window's units: ``O`` normalised ``[window, heads, slots, G, Dv]``, base-2 LSE without Dv.
+    """Partial results of one window's units: normalised O ``[window, heads, slots, G, Dv]`` and base-2 LSE without Dv.
 
-    A program takes one share of work (``inverse_index.py``): units of one block, ``BLOCK_M / HEADS`` of them at
-    a time. ``first``: first token of the window; ``index``: number of the window among those of the lists.
+    A program takes one share (``inverse_index.py``), whose units are of one block, ``BLOCK_M / HEADS`` units at a time.
+    ``first``: first token of the window. ``index``: number of the window in the lists.
     """
     UNITS: tl.constexpr = BLOCK_M // HEADS
     head = tl.program_id(1)
     head_kv = head0 + head
     group = index * heads + head
-    # From the middle of the list on. At its ends stand blocks that most rows chose, the first and the newest, and for a
-    # program of theirs that begins last all would wait.
+    # Begin in the middle of the list. The blocks that most rows select, the first and the newest, are at its ends. If
+    # their programs began last, the whole kernel would wait for them.
     at = tl.program_id(0) + work // 2
     at = group * work + tl.where(at >= work, at - work, at)
     all_work = windows * heads * work
@@ -124,7 +125,7 @@ def _partial_kernel(
     begin = tl.load(work_ptr + all_work + at)
     unit_ptr += group * window * slots + begin
 
-    # Which keys: those of the block, in its sequence; and where that has its queries, so that nothing is divided below.
+    # Find the block's keys, and the offset of its sequence's queries, so that the loop below needs no division.
     if LAYOUT == BATCH or LAYOUT == CACHE:
         per_sequence = tl.cdiv(S_kv, size)
         seq = block // per_sequence
@@ -138,8 +139,8 @@ def _partial_kernel(
             v_off = tl.zeros([], tl.int64)
             table_row = table_ptr + seq.to(tl.int64) * stride_tb
         q_off = seq.to(tl.int64) * stride_qb
-        lead = first - seq * S  # from a token of the window to its query
-        shift = seqlen_k - S  # from there to its position
+        lead = first - seq * S  # query = token of the window + lead
+        shift = seqlen_k - S  # position = query + shift
         key0 = (block - seq * per_sequence) * size
     else:
         seq = find_sequence(cu_q_ptr, B, first + (tl.load(unit_ptr) >> slot_bits), 128)
@@ -176,7 +177,7 @@ def _partial_kernel(
 
     q_ptr += (q_off + tl.cast(head_kv, tl.int64) * G * stride_qh) * STRIDE_UNIT
     head_off = (g.to(tl.int64) if WIDE else g) * stride_qh
-    coming = load_unit(unit_ptr, row // HEADS, count)  # a step ahead: addresses wait for it
+    coming = load_unit(unit_ptr, row // HEADS, count)  # a step ahead, because addresses of queries wait for it
     for done in range(0, count, UNITS):
         i = done + row // HEADS
         query = lead + (coming >> slot_bits)
@@ -185,7 +186,7 @@ def _partial_kernel(
         q_ptrs = q_ptr + (query * stride_qs + head_off)[:, None] * STRIDE_UNIT + d[None, :]
         q = tl.load(q_ptrs, mask=(g < G)[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_M, BLOCK_D]
         coming = load_unit(unit_ptr, i + UNITS, count)
-        unit = load_unit(unit_ptr, i, count)  # again, from L1: kept until here it would take registers
+        unit = load_unit(unit_ptr, i, count)  # loaded again from L1, which saves registers
         local = unit >> slot_bits
         token = first + local
         slot = unit - (local << slot_bits)
@@ -197,7 +198,7 @@ def _partial_kernel(
                 high = tl.minimum(high, lead + local + shift + 1)
             else:
                 high = tl.minimum(high, tl.minimum(tl.load(pos_ptr + token), seqlen_k - 1).to(tl.int32) + 1)
-        at_row = (local * heads + head) * slots + slot  # [BLOCK_M] of the window's slots; elements of parts fit int32
+        at_row = (local * heads + head) * slots + slot  # [BLOCK_M]; all elements of parts fit int32
         if SOURCE == RANGES:
             span = tl.load(span_ptr + index * window * heads * slots + at_row)
             pair = sel_ptr + ((token.to(tl.int64) * HKV + head_kv) * n + span) * 2
@@ -253,7 +254,7 @@ def _partial_kernel(
         tl.store(lse_ptr + at_head, m + tl.log2(l), mask=here)
         part_ptrs = part_ptr + at_head[:, None] * Dv + dv[None, :]
         mask = here[:, None] & (dv[None, :] < Dv)
-        # Evicted first: nothing reads it before the whole window is written, and queries had better stay in L2.
+        # Evicted first from L2, because parts are read only after the whole window is written, and queries should stay.
         tl.store(part_ptrs, acc.to(part_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
@@ -317,13 +318,14 @@ def _merge_kernel(
     CHUNK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Merge one window's partial results: a program some heads of a row. ``passed``: tokens of the pass before it.
+    """Merge one window's partial results. A program takes ``HEADS`` heads of a row.
 
-    WALK: the slots of a row from ``slots`` on have no partial results; their keys are read here, as query-major does.
-    Reading keys is bound by L2, reading partial results by memory: programs of one kernel keep both busy.
+    ``passed``: tokens of the pass that are in earlier windows. WALK: a row's slots from ``slots`` on have no partial
+    results; their keys are read here, as in query-major. Keys come from L2 and partial results from memory, so a kernel
+    that reads both keeps both busy.
     """
     program = tl.program_id(0)
-    local = program % tokens  # KV heads one after the other: the keys of one may stay in L2
+    local = program % tokens  # one KV head after the other, so that its keys may stay in L2
     head_kv = head0 + program // tokens
     token = first + local
     row = local.to(tl.int64) * heads + program // tokens
@@ -334,7 +336,7 @@ def _merge_kernel(
     part_lse_ptr += row * slots * G
     part_ptr += row * slots * G * Dv
 
-    # Reduced once, after the loop: Triton 3.6 fails where a loop reduces and its result has several uses.
+    # The maximum is reduced after the loop, because Triton 3.6 fails if a loop reduces and the result is used twice.
     most = tl.full([HEADS, CHUNK], float("-inf"), tl.float32)
     for begin in range(0, slots, CHUNK):
         u = begin + tl.arange(0, CHUNK)  # [CHUNK]
@@ -348,7 +350,7 @@ def _merge_kernel(
     acc = tl.zeros([HEADS, BLOCK_DV], tl.float32)
     for begin in range(0, slots, AT_ONCE):
         for i in tl.static_range(AT_ONCE):
-            u = begin + i + tl.zeros([HEADS], tl.int32)  # scalars would do, were masks of them all right everywhere
+            u = begin + i + tl.zeros([HEADS], tl.int32)  # the same for all heads; not every Triton has scalar masks
             used = tl.load(block_ptr + u, mask=(u < slots) & (g < G), other=-1) >= 0
             part_lse = tl.load(part_lse_ptr + u * G + g, mask=used, other=float("-inf"))
             part = part_ptr + (u * G + g)[:, None] * Dv + dv[None, :]
@@ -417,7 +419,7 @@ def _merge_kernel(
         overfull = False
         if slots > 0:
             overfull = tl.load(block_ptr) == OVERFULL
-        if overfull:  # loudly: its keys were not counted
+        if overfull:  # the row's units were not listed, so its result is NaN
             acc += float("nan")
             lse += float("nan")
     o_off = query_offset(token, S, stride_ob, stride_os, LAYOUT) + head.to(tl.int64) * stride_oh

@@ -1,8 +1,8 @@
-"""Key-major forward: invert the selection, take partial results block by block, merge them row by row.
+"""Key-major forward: lists which rows selected each block, computes partial results block by block, merges them by row.
 
-No host sync: every grid comes from shapes, and programs without work leave at once. Tokens go through in windows whose
-partial results share one buffer, so that the workspace is bounded however long the call. The kernels are in
-``kernel.py`` and ``shared/inverse_index.py``; the launcher has the interface of :mod:`nsa.kernels.query_major.plan`.
+The host does not wait for the device: grids follow from shapes, and a program without work returns at once. Tokens are
+processed in windows whose partial results share one buffer, so the workspace is bounded for any length. The kernels are
+in ``kernel.py`` and ``shared/inverse_index.py``. ``plan`` and ``forward`` are called as those of query-major are.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import plan as query_major
 from nsa.kernels.query_major.tiles import span_bucket
 from nsa.kernels.shared import inverse_index
-from nsa.kernels.shared.launch import INT32_MAX, Variant
-from nsa.kernels.shared.primitives import BATCH, BLOCKS, CACHE, RANGES, TILED, VARLEN
+from nsa.kernels.shared.geometry import Geometry, geometry
+from nsa.kernels.shared.launch import INT32_MAX, Variant, workspace
+from nsa.kernels.shared.primitives import RANGES, TILED
 
 logger = logging.getLogger("nsa")
 
-WIDE_FROM = INT32_MAX  # elements of q from which on their offsets take 64 bits
-COUNTED = 64  # slots that a program which counts takes at a time
-ELEMENTS = 1024  # of a program that scans or scatters
+WIDE_FROM = INT32_MAX  # if q has more elements than this, its offsets take 64 bits
+COUNTED = 64  # slots that a program of the count kernel takes at a time
+ELEMENTS = 1024  # elements that a program of the scan or scatter kernel takes at a time
 MERGE_CHUNK = 16
-SCARCE = (4, 16)  # how many times smaller a workspace gets where there is no memory for it
+SCARCE = (4, 16)  # divisors of the limits of the workspace, tried in turn where memory is missing
 
 
 class Launch(NamedTuple):
-    """Everything about a call that shapes, strides and dtypes decide."""
+    """All that shapes, strides and dtypes decide about a call."""
 
     count: Variant
     scan: Variant
@@ -46,21 +47,13 @@ class Launch(NamedTuple):
     merge: Variant
     merge_lse: Variant
     device: torch.device
-    sized: tuple[int, ...]  # what windows follow from
+    sized: tuple[int, ...]  # arguments of `key_tiles.windows`
     windows: key_tiles.Windows
     tile: key_tiles.Tile
-    tokens: int
-    G: int
-    heads: tuple[int, ...]  # B, S, S_kv, HKV, n, block size: what kernels are told, in this order
-    q_strides: tuple[int, ...]  # of q, k and v, then of the output, in units
-    o_strides: tuple[int, ...]
-    narrow: bool
-    scale: float
-    like_q: bool
-    spans: bool
-    pages: int
-    stride_tb: int  # entries from one row of the page table to the next
-    copies_table: bool  # a row of the page table is not contiguous
+    geometry: Geometry
+    size: int  # keys of a block
+    narrow: bool  # all sizes fit int32
+    scale: float  # of a call that names none
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -69,111 +62,69 @@ class Launch(NamedTuple):
 
 
 def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch:
-    """How a call is launched: tiles, windows and run-time sizes; arguments as for query-major.
+    """Tiles, windows and run-time sizes of a launch. Arguments as for query-major; ``per_head`` changes nothing.
 
-    A row's result never depends on what the rest of the call holds; with ``batch_invariant`` not on how long that is,
-    either. ``per_head`` changes nothing. Rows of ranges with more than ``bound`` keys may come out as NaN.
+    A row's result never depends on what the rest of the call holds. With ``batch_invariant`` the result does not depend
+    on the length of the call either. A row whose ranges have more than ``bound`` keys may come out as NaN.
 
     Raises:
-        ValueError: a token's partial results, or the counters of blocks, do not fit the workspace (ranges of a row that
-            nothing bounds, say), or there are more keys or KV heads than the kernels count.
+        ValueError: there are more keys or KV heads than the kernels count; or the workspace cannot hold the counters of
+            blocks, or the partial results of one token (of ranges without a bound, for example).
     """
-    q, k, v, selection, block_size, causal = call.q, call.k, call.v, call.selection, call.block_size, call.causal
-    assert selection is not None
-    device, dtype, Dv = q.device, q.dtype, v.shape[-1]
-    cache = call.cache_seqlens is not None
-    sequences = None if call.cu_seqlens_k is None else call.cu_seqlens_k.shape[0] - 1
-    width = None if call.block_table is None else call.block_table.shape[1]
-    q_shape, k_shape = tuple(q.shape), tuple(k.shape)
-    strides: tuple[tuple[int, ...], ...] = (q.stride(), k.stride(), v.stride())
-    like_q = Dv == q_shape[-1] and strides[0] == query_major.contiguous(q_shape)
-    written = query_major.contiguous((*q_shape[:-1], Dv)) if call.out is None else call.out.stride()
-    S_kv, HKV = k_shape[-3:-1]
-    pages, page = (0, 0) if width is None else (k_shape[0], S_kv)
-    S_kv = S_kv if width is None else S_kv * width
-    HQ, D = q_shape[-2:]
-    tokens, G = math.prod(q_shape[:-2]), HQ // HKV
-    B, S = q_shape[:2] if len(q_shape) == 4 else (sequences or 0, q_shape[0])
+    assert call.selection is not None
+    device, dtype, block_size = call.q.device, call.q.dtype, call.block_size
+    g = geometry(call)
+    S_kv, HKV, G, D, Dv, n = g.S_kv, g.HKV, g.G, g.D, g.Dv, g.n
     spans = block_size is None
-    n = selection.shape[-2] if spans else selection.shape[-1]
-    size, blocks, slots = key_tiles.grid("key_major", B, S_kv, HKV, n, block_size, sequences is not None, bound)
+    size, blocks, slots = key_tiles.grid("key_major", g.B, S_kv, HKV, n, block_size, g.packed, bound)
     capability, _ = query_major.device_limits(device)
-    walk = key_tiles.walks(S, S_kv, call.settings.batch_invariant)
-    listed = block_size or size  # not what fits the keys: how many there are must not change a row's tiles
+    walk = key_tiles.walks(g.S, S_kv, call.settings.batch_invariant)
+    listed = block_size or size  # not cut to S_kv, because S_kv must not change a row's tiles
     tile = key_tiles.select(capability, dtype.itemsize, G, D, Dv, listed, key_tiles.forced, walk)
     walked = 0 if spans else n * tile.walked // 16
     slots -= walked
-    sized = (tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, tile.share, spans)
+    sized = (g.tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, tile.share, spans)
     windows = key_tiles.windows(*sized)
-    all_strides = [s for x in (*strides, written) for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]
-    unit = math.gcd(16, *all_strides)
-    farthest = sum((size - 1) * stride for size, stride in zip(q_shape, strides[0], strict=True)) + D
-    layout = CACHE.value if cache else BATCH.value if sequences is None else VARLEN.value
-    units = tuple(s // unit for s in all_strides)
-    source = RANGES.value if spans else BLOCKS.value
+    farthest = sum((size - 1) * stride for size, stride in zip(call.q.shape, call.q.stride(), strict=True)) + D
     bucket = span_bucket(n, S_kv)
     tiled = listed % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
     variants = _variants(
-        device, dtype, tile, source, TILED.value if tiled else source, layout, page, causal, listed <= tile.BLOCK_N,
-        farthest > WIDE_FROM, bucket, walked > 0, G, D, Dv, unit, call.dtypes(),
+        device, dtype, call.dtypes(), tile, bucket, walked > 0, TILED.value if tiled else g.source,
+        ONE_TILE=listed <= tile.BLOCK_N, WIDE=farthest > WIDE_FROM, G=G, D=D, Dv=Dv, SOURCE=g.source, LAYOUT=g.layout,
+        PAGE=g.page, CAUSAL=call.causal, STRIDE_UNIT=g.unit, INPUT_PRECISION="ieee",
     )  # fmt: skip
-    sizes = (B, S, S_kv, HKV, n, size)
-    copies_table, stride_tb = query_major.table_rows(call.block_table)
-    narrow = max(*sizes, *units, pages, stride_tb) <= INT32_MAX
-    return Launch(
-        *variants, device, sized, windows, tile, tokens, G, sizes, units[:9], units[9:], narrow, 1.0 / math.sqrt(D),
-        like_q, spans, pages, stride_tb, copies_table,
-    )  # fmt: skip
+    narrow = max(g.B, g.S, S_kv, HKV, n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
+    return Launch(*variants, device, sized, windows, tile, g, size, narrow, 1.0 / math.sqrt(D))
 
 
 @lru_cache(maxsize=1024)
 def _variants(
     device: torch.device,
     dtype: torch.dtype,
+    kinds: tuple[torch.dtype | None, ...],
     tile: key_tiles.Tile,
-    source: int,
-    walk_source: int,
-    layout: int,
-    page: int,
-    causal: bool,
-    one_tile: bool,
-    wide: bool,
     spans: int,
     walk: bool,
-    G: int,
-    D: int,
-    Dv: int,
-    unit: int,
-    kinds: tuple[torch.dtype | None, ...],
+    walk_source: int,
+    **shared: Any,
 ) -> tuple[Variant, ...]:
-    """Shared by all plans that differ in sizes only."""
-    count = {
-        "SOURCE": source,
-        "LAYOUT": layout,
-        "CAUSAL": causal,
-        "CHUNK": COUNTED,
-        "SPANS": spans if source == RANGES.value else 1,
-    }
-    partial: dict[str, Any] = {"G": G, "D": D, "Dv": Dv, "SOURCE": source, "LAYOUT": layout, "CAUSAL": causal}
-    partial |= {"PAGE": page, "ONE_TILE": one_tile, "WIDE": wide, "STRIDE_UNIT": unit, "INPUT_PRECISION": "ieee"}
-    partial |= {name: getattr(tile, name) for name in ("HEADS", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N")}
-    merge = {
-        name: partial[name] for name in ("G", "D", "Dv", "LAYOUT", "PAGE", "CAUSAL", "STRIDE_UNIT", "INPUT_PRECISION")
-    }
-    merge |= {"SOURCE": walk_source if walk else source, "WALK": walk, "HEADS": tile.merge_heads}
-    merge |= {
-        "BLOCK_D": tile.BLOCK_D,
-        "BLOCK_DV": tile.BLOCK_DV,
-        "BLOCK_L": tile.BLOCK_L,
-        "SPANS": spans if walk else 1,
-    }
-    merge |= {"CHUNK": MERGE_CHUNK, "AT_ONCE": tile.at_once}
+    """The kernels for a tile and the compile-time arguments ``shared``. Plans that differ only in sizes share them.
+
+    Kernels for other dtypes of the inputs, or of the index tensors (``kinds``), are other entries of the cache.
+    """
+    source = shared["SOURCE"]
+    count = {name: shared[name] for name in ("SOURCE", "LAYOUT", "CAUSAL")}
+    count |= {"CHUNK": COUNTED, "SPANS": spans if source == RANGES.value else 1}
+    blocks = {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV}
+    partial = {**shared, **blocks, "HEADS": tile.HEADS, "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
+    merge = {name: x for name, x in shared.items() if name not in ("ONE_TILE", "WIDE")} | blocks
+    merge |= {"SOURCE": walk_source if walk else source, "WALK": walk, "SPANS": spans if walk else 1}
+    merge |= {"HEADS": tile.merge_heads, "BLOCK_L": tile.BLOCK_L, "CHUNK": MERGE_CHUNK, "AT_ONCE": tile.at_once}
+    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": 1 if shared["ONE_TILE"] else 2}
     merging: dict[str, Any] = {"num_warps": 1, "num_stages": tile.walk_stages if walk else 1}
-    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": 1 if one_tile else 2}
-    if tile.registers is not None and query_major.runs_ptx(device):
-        options["maxnreg"] = tile.registers
-    if tile.walk_registers is not None and query_major.runs_ptx(device):
-        merging["maxnreg"] = tile.walk_registers
+    if query_major.runs_ptx(device):
+        options |= {} if tile.registers is None else {"maxnreg": tile.registers}
+        merging |= {} if tile.walk_registers is None else {"maxnreg": tile.walk_registers}
     return (
         Variant(inverse_index._count_kernel, count, {"num_warps": 1}),
         Variant(inverse_index._scan_kernel, {"SHARE": tile.share, "CHUNK": ELEMENTS}, {"num_warps": 4}),
@@ -185,7 +136,7 @@ def _variants(
 
 
 def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the tile with which :func:`_variants` makes this variant of the kernel of that name."""
+    """The fields of a tile that make :func:`_variants` return this variant of the kernel with that name."""
     merging = kernel == "_merge_kernel"
     named = {"SHARE": "share", "AT_ONCE": "at_once"} | ({"HEADS": "merge_heads"} if merging else {})
     fields = {named.get(name, name): value for name, value in constexprs.items()}
@@ -197,53 +148,38 @@ def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]
     return {name: value for name, value in fields.items() if name in key_tiles.Tile._fields}
 
 
-def workspace(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that no kernel may read before it was written; tests fill it with what does harm."""
-    return torch.empty(size, dtype=dtype, device=device)
-
-
-class Memory(NamedTuple):
-    """Workspace of a call, as the kernels name it."""
-
-    parts: Tensor
-    part_lse: Tensor
-    block: Tensor
-    rank: Tensor
-    span: Tensor | None
-    unit: Tensor
-    start: Tensor
-    lists: Tensor  # shares of work, their units last, and counters of blocks: what must be zero lies together
+Memory = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]
 
 
 def allocate(launch: Launch, w: key_tiles.Windows, dtype: torch.dtype, Dv: int) -> Memory:
-    """Workspace for windows ``w``; launches no kernel."""
-    device, row, most = launch.device, w.row, w.most
-    groups = most * w.heads
-    return Memory(
-        workspace(w.window * row * launch.G * Dv, dtype, device),
-        workspace(w.window * row * launch.G, torch.float32, device),
-        workspace(w.tokens * row, torch.int32, device),
-        workspace(w.tokens * row, torch.int32, device),
-        workspace(w.tokens * row, torch.int32, device) if launch.spans else None,
-        workspace(most * w.window * row, torch.int32, device),
-        workspace(groups * w.blocks, torch.int32, device),
-        workspace(groups * (3 * w.work + w.blocks), torch.int32, device),
-    )
+    """Workspace for windows ``w``, named as in the kernels. This launches no kernel.
+
+    ``lists`` holds block, first unit and number of units of each share, then the counters of blocks.
+    """
+    device, g, units, groups = launch.device, launch.geometry, w.tokens * w.row, w.most * w.heads
+    parts = workspace(w.window * w.row * g.G * Dv, dtype, device)
+    part_lse = workspace(w.window * w.row * g.G, torch.float32, device)
+    block, rank = (workspace(units, torch.int32, device) for _ in range(2))
+    span = workspace(units, torch.int32, device) if g.source == RANGES.value else None
+    unit = workspace(w.most * w.window * w.row, torch.int32, device)
+    start = workspace(groups * w.blocks, torch.int32, device)
+    lists = workspace(groups * (3 * w.work + w.blocks), torch.int32, device)
+    return parts, part_lse, block, rank, span, unit, start, lists
 
 
 _scarce: dict[tuple[torch.device, tuple[int, ...]], key_tiles.Windows] = {}
-"""Windows that take less, of shapes for which a device had no memory once."""
+"""Smaller windows, for shapes that a device once lacked memory for."""
 settings.ON_RELOAD.append(_scarce.clear)
 
 
 def reserve(launch: Launch, dtype: torch.dtype, Dv: int) -> tuple[key_tiles.Windows, Memory]:
-    """Windows of a call and their workspace: less of it, which is slower, from when on there was no memory for more.
+    """Windows of a call and their workspace. Where memory is missing, windows are smaller, which is slower.
 
-    A row's result is the same, bit by bit. Said once a shape, and more is not tried again: an allocator that fails
-    gives back all it had kept, every time.
+    A row's result stays the same, bit by bit. The smaller windows are logged and remembered for the shape, so a larger
+    workspace is not tried again: before an allocator fails, it gives back all memory that it had kept.
 
     Raises:
-        torch.OutOfMemoryError: there is none for the least, either.
+        torch.OutOfMemoryError: there is no memory for the smallest workspace either.
     """
     key = launch.device, launch.sized
     while True:
@@ -258,59 +194,53 @@ def reserve(launch: Launch, dtype: torch.dtype, Dv: int) -> tuple[key_tiles.Wind
 
 
 def _less(sized: tuple[int, ...], w: key_tiles.Windows) -> key_tiles.Windows | None:
-    """Windows for this shape that take less than ``w``: shorter ones, or fewer KV heads at once. None if none do."""
+    """Windows for this shape that take less memory than ``w``: fewer tokens or KV heads at once. None if none do."""
     _, _, G, _, Dv, itemsize, *_, spans = sized
     before = key_tiles.workspace_bytes(w, G, Dv, itemsize, bool(spans))
     for times in SCARCE:
         try:
             found = key_tiles.windows(*sized, times)
-        except ValueError:  # a token's partial results do not fit
+        except ValueError:  # the partial results of one token do not fit
             return None
         taken = key_tiles.workspace_bytes(found, G, Dv, itemsize, bool(spans))
         if taken < before:
             logger.warning(
-                "key_major: out of memory for a workspace of %.0f MiB; from now on %.0f serve, which is slower",
-                before / 2**20, taken / 2**20,
+                "key_major: out of memory for a workspace of %.0f MiB; from now on calls of this shape use %.0f MiB, "
+                "which is slower", before / 2**20, taken / 2**20,
             )  # fmt: skip
             return found
     return None
 
 
 def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | None]:
-    """Launch, as :func:`nsa.kernels.query_major.plan.forward` does.
-
-    Returns:
-        ``(O, LSE)``, LSE fp32 ``q.shape[:-1]`` or None.
-    """
-    q, k, v, out, scale, return_lse = call.q, call.k, call.v, call.out, call.scale, call.return_lse
-    cache_seqlens, block_table = call.cache_seqlens, call.block_table
+    """Launch the kernels. Arguments and results as of :func:`nsa.kernels.query_major.plan.forward`."""
+    q, k, v, out, return_lse = call.q, call.k, call.v, call.out, call.return_lse
     assert call.selection is not None
+    device, tile, g, narrow = launch.device, launch.tile, launch.geometry, launch.narrow
     if out is None:
-        out = torch.empty_like(q) if launch.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
-    device, tile = launch.device, launch.tile
+        out = torch.empty_like(q) if g.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = torch.empty(q.shape[:-1], device=device, dtype=torch.float32) if return_lse else None
-    if launch.tokens == 0:
+    if g.tokens == 0:
         return out, lse
     w, (parts, part_lse, block, rank, span, unit, start, lists) = reserve(launch, q.dtype, v.shape[-1])
     launches[route] += 1
     selection = call.selection.contiguous()
-    q_positions, cu_seqlens_q, cu_seqlens_k = (
-        x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, call.cu_seqlens_k)
+    lengths = call.cu_seqlens_k if call.cache_seqlens is None else call.cache_seqlens
+    q_positions, cu_seqlens_q, lengths = (
+        x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths)
     )
-    if cache_seqlens is not None:
-        cu_seqlens_k = cache_seqlens.contiguous()
-        if block_table is not None and launch.copies_table:
-            block_table = block_table.contiguous()
-    B, S, S_kv, HKV, n, size = launch.heads
-    heads = w.heads
-    row, most = w.row, w.most
+    block_table = call.block_table
+    if block_table is not None and g.copies_table:
+        block_table = block_table.contiguous()
+    about = (q_positions, cu_seqlens_q, lengths)
+    scale = launch.scale if call.scale is None else call.scale
+    heads, most = w.heads, w.most
     groups = most * heads
+    # The shares' numbers of units and the counters must be zero before. They lie last in `lists`, side by side.
     work, counts, zero = (lists[groups * i * w.work :] for i in (0, 3, 2))
-    about = (q_positions, cu_seqlens_q, cu_seqlens_k)
-    narrow = launch.narrow
-    for head0, first in itertools.product(range(0, HKV, heads), range(0, launch.tokens, w.tokens)):
-        tokens = min(w.tokens, launch.tokens - first)
-        sizes = (B, S, S_kv, HKV, heads, head0, n, size, w.slots)
+    for head0, first in itertools.product(range(0, g.HKV, heads), range(0, g.tokens, w.tokens)):
+        tokens = min(w.tokens, g.tokens - first)
+        sizes = (g.B, g.S, g.S_kv, g.HKV, heads, head0, g.n, launch.size, w.slots)
         if w.slots:
             zero.zero_()
             launch.count.launch(
@@ -319,29 +249,25 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
             )  # fmt: skip
             launch.scan.launch((groups, 1, 1), device, (counts, start, work, None), (w.blocks, w.work), narrow)
             launch.scatter.launch(
-                (-(-tokens * row // ELEMENTS), 1, 1), device, (block, rank, start, None, unit),
+                (-(-tokens * w.row // ELEMENTS), 1, 1), device, (block, rank, start, None, unit),
                 (heads, w.slots, w.blocks, tokens, w.window, w.window, w.slot_bits), narrow,
             )  # fmt: skip
         for i in range(-(-tokens // w.window)):
             here = first + i * w.window
             if w.slots:
                 launch.partial.launch(
-                    (w.work, heads, -(-launch.G // tile.HEADS)), device,
+                    (w.work, heads, -(-g.G // tile.HEADS)), device,
                     (q, k, v, parts, part_lse, selection, *about, block_table, span, unit, work),
                     (
-                        *sizes, here, w.window, i, most, w.work, w.slot_bits, launch.pages, *launch.q_strides,
-                        launch.scale if scale is None else scale, launch.stride_tb,
+                        *sizes, here, w.window, i, most, w.work, w.slot_bits, g.pages, *g.strides[:9], scale,
+                        g.stride_tb,
                     ),
                     narrow,
                 )  # fmt: skip
             now = min(w.window, tokens - i * w.window)
             (launch.merge if lse is None else launch.merge_lse).launch(
-                (now * heads, -(-launch.G // tile.merge_heads), 1), device,
+                (now * heads, -(-g.G // tile.merge_heads), 1), device,
                 (parts, part_lse, block, q, k, v, out, lse, selection, *about, block_table),
-                (
-                    *sizes, here, now, i * w.window, launch.pages, *launch.q_strides, *launch.o_strides,
-                    launch.scale if scale is None else scale, launch.stride_tb,
-                ),
-                narrow,
+                (*sizes, here, now, i * w.window, g.pages, *g.strides, scale, g.stride_tb), narrow,
             )  # fmt: skip
     return out, lse

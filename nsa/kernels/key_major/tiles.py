@@ -6,39 +6,39 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from nsa.kernels.query_major.tiles import SHARED_BYTES, next_power_of_2
+from nsa.kernels.query_major.tiles import next_power_of_2, padded, shared_bytes
 
 GRID = 64
-"""Keys of a block where ranges are cut into blocks."""
+"""Keys of a block into which ranges are cut."""
 
 PARTS_BYTES = 920 << 20
-"""Partial results of one window of tokens: the longer it is, the less often all keys are read."""
+"""Limit of the partial results of one window of tokens. All keys are read once per window, so longer is better."""
 
 INDEX_BYTES = 56 << 20
-"""What lists of units take; longer calls take several passes."""
+"""Limit of the lists of units. Longer calls take several passes."""
 
 HEAD_BYTES = 16 << 20
-"""Queries of one KV head in a window, at most, where fewer KV heads go through at once so that windows are longer:
-programs read them again and again, and L2 had better keep them."""
+"""Limit of the queries of one KV head in a window, where fewer KV heads are processed at once to make windows longer.
+Programs read these queries many times, so they should stay in L2."""
 
 REREAD = 4
-"""Windows get longer while reading all keys in each takes more than a fourth as many bytes as partial results do."""
+"""Windows are made longer while the keys, read once per window, have more than 1/4 of the bytes of partial results."""
 
 COUNT_BYTES = 16 << 20
-"""Counters of blocks, two ints each, of all windows of a pass; where those of one window take more, a pass has one."""
+"""Limit of the counters of blocks, two ints each, of all windows of a pass. One window may take more."""
 
 MOST_COUNT_BYTES = 1 << 30
-MOST_KEYS = 2**31 - 1 - 256  # of a sequence: a tile that begins at the last one ends within int32
-MOST_HEADS = 65_535  # KV heads, an axis of a CUDA grid
+MOST_KEYS = 2**31 - 1 - 256  # of a sequence: a tile that begins at the last key ends within int32
+MOST_HEADS = 65_535  # KV heads, which are an axis of a CUDA grid
 
 MAX_SLOTS = 64
 MIN_REUSE = 4  # rows that read a block
-"""What routing asks of a call beside its size: windows of thousands of tokens, and enough rows that read each block. At
-one row a block query-major was faster on an H100, at two sometimes, at four never (docs/notebook/serving.md)."""
+"""What routing asks of a call beside its size. With at most 64 slots, windows have thousands of tokens. With one row a
+block query-major was faster on an H100, with two rows sometimes, with four never (docs/notebook/serving.md)."""
 
 
 class DoesNotFit(ValueError):
-    """A call whose workspace would not fit: another kernel has to serve it."""
+    """The workspace of a call would not fit. Another kernel must serve the call."""
 
 
 class Choice(NamedTuple):
@@ -46,35 +46,35 @@ class Choice(NamedTuple):
 
     rows: int  # query rows of a tile
     warps: int
-    registers: int | None  # of a thread at most
+    registers: int | None  # limit of a thread; None for no limit
     share: int  # tiles of rows that a program takes of its block
-    merge_heads: int  # of a program that merges, and reads no keys itself
-    at_once: int  # partial results of a head that the merge asks for at once
-    walked: int = 0  # of sixteen blocks of a row, how many the kernel that merges reads itself
-    BLOCK_L: int = 16  # keys of a tile of those
+    merge_heads: int  # heads of a merge program that reads no keys itself
+    at_once: int  # partial results of a head that the merge loads at once
+    walked: int = 0  # of every 16 blocks of a row, how many the merge kernel computes itself
+    BLOCK_L: int = 16  # keys of a tile of these blocks
     walk_stages: int = 3
     walk_registers: int | None = None
 
 
 forced: Choice | None = None
-"""What a sweep wants launched next."""
+"""The choice that a sweep launches next."""
 
-# Measured on an H100, bf16, D = 128 (docs/notebook/key-major.md).
+# Measured on an H100 in bf16 with D = 128 (docs/notebook/key-major.md).
 SMALL = Choice(64, 4, 128, 16, 4, 4)
-LARGE = Choice(64, 4, 128, 8, 4, 2, 8, 16, 3, 168)  # groups that fill a tensor core's 16 rows
-HUGE = Choice(64, 4, 128, 8, 4, 4)  # groups too large to read keys for in one warp
+LARGE = Choice(64, 4, 128, 8, 4, 2, 8, 16, 3, 168)  # groups that fill the 16 rows of a tensor core's tile
+HUGE = Choice(64, 4, 128, 8, 4, 4)  # groups too large for the merge's single warp to read keys
 WIDE_HEADS = Choice(32, 4, None, 8, 4, 4)  # D or Dv above 128; with 8 warps Triton 3.1 aborts for sm_90
-FP32 = Choice(16, 4, None, 8, 4, 4)  # fp32: dots run on the CUDA cores
+FP32 = Choice(16, 4, None, 8, 4, 4)  # fp32 dot products run on the CUDA cores
 
 LIMITED_SIZE = 64
-"""Keys of the largest blocks for which a limit of registers pays: for those of 128 and 256 none was best on an H100."""
+"""Keys of the largest blocks that get a limit of registers. An H100 is faster without one for blocks of 128 and 256."""
 ONE_TILE = 128
 SEVERAL_TILES = 64
-"""Keys of the largest block that is one tile, and of a tile of larger ones (docs/notebook/key-major.md)."""
+"""Keys of the largest block that is one tile, and keys of a tile of larger blocks (docs/notebook/key-major.md)."""
 
 
 class Tile(NamedTuple):
-    """Compile-time choices of the kernels, `share` in units; other fields as in :class:`Choice`."""
+    """Compile-time choices of the kernels. ``share`` is in units; the other fields are as in :class:`Choice`."""
 
     HEADS: int  # query heads of a unit in a tile
     BLOCK_D: int
@@ -96,18 +96,20 @@ class Tile(NamedTuple):
 def select(
     capability: int, itemsize: int, G: int, D: int, Dv: int, size: int, choice: Choice | None = None, walk: bool = True
 ) -> Tile:
-    """Tile of a call whose blocks hold ``size`` keys; ``capability`` and ``itemsize`` as for :func:`tiles.select`.
+    """Tile of a call whose blocks hold ``size`` keys.
 
-    walk: :func:`walks` says so.
+    Args:
+        capability, itemsize: as for :func:`nsa.kernels.query_major.tiles.select`.
+        walk: what :func:`walks` says.
     """
-    block_d, block_dv = max(16, next_power_of_2(D)), max(16, next_power_of_2(Dv))
+    block_d, block_dv = padded(D), padded(Dv)
     narrow = max(block_d, block_dv) <= 128
-    chosen = choice or rule(itemsize, G, narrow, size, walk)
-    limited = capability == 90 and narrow  # elsewhere nobody has measured limits, and ptxas may fail under them
-    rows, block_n = chosen.rows, SEVERAL_TILES if size > ONE_TILE else max(16, next_power_of_2(size))
-    budget = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
-    # Scores and results of a tile must leave registers to spare.
+    chosen = choice or _rule(itemsize, G, narrow, size, walk)
+    limited = capability == 90 and narrow  # elsewhere limits were not measured, and ptxas may fail under them
+    rows, block_n = chosen.rows, SEVERAL_TILES if size > ONE_TILE else padded(size)
+    # Scores and results of a tile must leave free registers.
     block_n = min(block_n, (32 if narrow else 16) if itemsize > 2 else (128 if narrow else 32))
+    budget = shared_bytes(capability)
     while block_n > 16 and (block_n * (block_d + block_dv) + rows * (block_d + block_n)) * itemsize > budget:
         block_n //= 2
     heads = next_power_of_2(G)
@@ -120,8 +122,8 @@ def select(
     )  # fmt: skip
 
 
-def rule(itemsize: int, G: int, narrow: bool, size: int, walk: bool) -> Choice:
-    """What nothing else forces; ``narrow``: D and Dv of at most 128."""
+def _rule(itemsize: int, G: int, narrow: bool, size: int, walk: bool) -> Choice:
+    """The choice where no sweep forces one. ``narrow``: D and Dv are at most 128."""
     chosen = FP32 if itemsize > 2 else WIDE_HEADS if not narrow else SMALL if G <= 8 else LARGE if G <= 16 else HUGE
     if chosen.registers is not None and size > LIMITED_SIZE:
         chosen = chosen._replace(registers=None)
@@ -129,16 +131,17 @@ def rule(itemsize: int, G: int, narrow: bool, size: int, walk: bool) -> Choice:
 
 
 def walks(queries: int, S_kv: int, invariant: bool) -> bool:
-    """Whether the merge may read keys itself: they come from L2, unless few queries read a long context.
+    """Whether the merge kernel may read keys itself. Keys come from L2, unless few queries read a long context.
 
-    On an H100, HQ/HKV 64/4, it took 1.07 times as long to do without at 2,048 queries of 4,096 keys, as long at 8,192,
-    and 0.91 times at 65,536. ``invariant``: what shares the call must not change how a row is rounded.
+    On an H100 with HQ/HKV 64/4 and 2,048 queries, a call whose merge read no keys took 1.07 times as long with 4,096
+    keys, as long with 8,192, and 0.91 times as long with 65,536. The answer changes how a row is rounded, so with
+    ``invariant`` the answer is the same for every length.
     """
     return invariant or 2 * queries >= S_kv
 
 
 def count_bytes(heads: int, blocks: int) -> int:
-    """Of the counters of one window."""
+    """Bytes of the counters of one window."""
     return 8 * heads * blocks
 
 
@@ -146,7 +149,8 @@ def pays(sequences: int, queries: int, S_kv: int, keys: int, HKV: int, n: int, b
     """Whether a call is of the kind that was measured: many rows for each block, few blocks for each row.
 
     Args:
-        queries, S_kv: of one sequence, or their means. keys: of the longest, packed end to end of all.
+        queries, S_kv: of one sequence, or the means of all.
+        keys: of the longest sequence; of all sequences if they are packed end to end.
     """
     blocks = -(-S_kv // block_size)
     counted = keys <= MOST_KEYS and HKV <= MOST_HEADS and count_bytes(HKV, sequences * (blocks + 1)) <= MOST_COUNT_BYTES
@@ -156,16 +160,16 @@ def pays(sequences: int, queries: int, S_kv: int, keys: int, HKV: int, n: int, b
 class Grid(NamedTuple):
     """The key blocks of a call."""
 
-    size: int  # keys of one
+    size: int  # keys of a block
     blocks: int  # of all sequences
-    slots: int  # blocks a row may read
+    slots: int  # blocks that a row may read
 
 
 def grid(of: str, B: int, S_kv: int, HKV: int, n: int, block_size: int | None, packed: bool, bound: int | None) -> Grid:
-    """Blocks as the call lists them, or of `GRID` keys where ``n`` ranges of a row with ``bound`` keys are cut.
+    """The blocks that the call lists. ``n`` ranges of ``bound`` keys a row are cut into blocks of `GRID` keys.
 
     Raises:
-        ValueError: ``of`` names who asks; there are more keys or KV heads than the kernels count.
+        ValueError: there are more keys or KV heads than the kernels count. ``of`` is the kernel that the text names.
     """
     if S_kv > MOST_KEYS or HKV > MOST_HEADS:
         raise DoesNotFit(f"{of}: expected at most {MOST_KEYS} keys and {MOST_HEADS} KV heads, got {S_kv} and {HKV}")
@@ -178,19 +182,19 @@ def grid(of: str, B: int, S_kv: int, HKV: int, n: int, block_size: int | None, p
 
 
 class Windows(NamedTuple):
-    """How a call's tokens are dealt with: in passes, and each in windows of which partial results are kept."""
+    """How a call's tokens are divided: into passes, which share lists, and windows, which share partial results."""
 
-    slots: int  # units a row may have
+    slots: int  # units that a row may have
     slot_bits: int
     blocks: int  # of all sequences
-    heads: int  # KV heads that go through at once
+    heads: int  # KV heads that are processed at once
     tokens: int  # of a pass
-    window: int  # tokens
-    work: int  # shares of one window and head at most
+    window: int  # tokens of a window
+    work: int  # upper bound of the shares of one window and head
 
     @property
     def row(self) -> int:
-        """Units of a token that go through at once."""
+        """Units of a token, of all KV heads that are processed at once."""
         return self.heads * self.slots
 
     @property
@@ -212,17 +216,15 @@ def windows(
     spans: bool,
     scarce: int = 1,
 ) -> Windows:
-    """Windows whose partial results, and passes whose lists, stay within what the constants above allow.
-
-    scarce: they may take one in so many of those bytes.
+    """Windows and passes whose partial results and lists stay within the limits above, divided by ``scarce``.
 
     Raises:
-        ValueError: one token's partial results are more than that.
+        ValueError: one token's partial results exceed the limit, or the counters of blocks do.
     """
     bits = max(slots - 1, 1).bit_length()
     parts_bytes, index_bytes = PARTS_BYTES // scarce, INDEX_BYTES // scarce
-    listed_bytes = max(slots, 1) * (16 if spans else 12)
-    part_bytes = max(slots, 1) * G * (Dv * itemsize + 4)  # of one head of a token
+    listed_bytes = max(slots, 1) * (16 if spans else 12)  # of one head of a token, as are `part_bytes`
+    part_bytes = max(slots, 1) * G * (Dv * itemsize + 4)
 
     def most(heads: int) -> int:
         longest = min(parts_bytes // (heads * part_bytes), index_bytes // (heads * listed_bytes), (1 << 31 - bits) - 1)
@@ -240,22 +242,22 @@ def windows(
         )
     enough = min(tokens, REREAD * tokens // (max(slots, 1) * G))
     heads = heads_at_once(HKV, enough, most, HEAD_BYTES // (G * D * itemsize))
-    window = even(tokens, most(heads)) if most(heads) < tokens else tokens
+    window = even(tokens, most(heads))
     listed = min(tokens, index_bytes // (heads * listed_bytes))
     at_once = max(1, min(listed // max(window, 1), COUNT_BYTES // max(count_bytes(heads, blocks), 1)))
     units = window * slots
     work = -(-units // share) + min(blocks, units)
-    work = -(-work // 4) * 4  # so that what lies behind the lists is aligned
+    work = -(-work // 4) * 4  # so that what follows the lists is aligned
     return Windows(slots, bits, blocks, heads, min(tokens, at_once * window), window, work)
 
 
 def heads_at_once(HKV: int, enough: int, most: Callable[[int], int], longest: int) -> int:
-    """How many of ``HKV`` KV heads go through at once: a divisor.
+    """How many of ``HKV`` KV heads are processed at once, a divisor of ``HKV``.
 
     Args:
-        enough: tokens of a window from which on it need not be longer.
-        most: tokens that a window may have of so many heads; not fewer of fewer heads.
-        longest: window for the sake of which heads are separated.
+        enough: tokens of a window that need not be longer.
+        most: the largest window, in tokens, for a number of heads; fewer heads never make it shorter.
+        longest: the largest window for which fewer heads are processed at once.
     """
     divisors = [heads for heads in range(HKV, 0, -1) if HKV % heads == 0]
     found = next(heads for heads in divisors if most(heads) > 0 or heads == 1)
@@ -267,15 +269,16 @@ def heads_at_once(HKV: int, enough: int, most: Callable[[int], int], longest: in
 
 
 def even(tokens: int, most: int) -> int:
-    """Tokens of a window: windows alike, so that none is a remnant, of a multiple of 64 where that is possible."""
+    """Tokens of a window, at most ``most``. Windows have equal length, a multiple of 64 where that is possible."""
+    if tokens <= most:
+        return tokens
     pieces = -(-tokens // most)
-    even = -(-tokens // pieces)
-    rounded = -(-even // 64) * 64
+    rounded = -(-tokens // (64 * pieces)) * 64
     return rounded if rounded <= most else max(most // 64 * 64, 1) if most >= 64 else most
 
 
 def workspace_bytes(w: Windows, G: int, Dv: int, itemsize: int, spans: bool) -> int:
-    """What a call allocates beside its results."""
+    """Bytes that a call allocates beside its results."""
     parts = w.window * w.row * G * (Dv * itemsize + 4)
     lists = w.tokens * w.row * (12 if spans else 8) + w.most * w.window * w.row * 4
     return parts + lists + w.most * w.heads * (8 * w.blocks + 12 * w.work)

@@ -1,1 +1,1 @@
-"""Query-major: a program holds the query heads of one row and walks the keys that the row selected."""
+"""Query-major: a program holds the query heads of one row and reads the keys that the row selected."""

@@ -1,7 +1,7 @@
-"""Query-major forward kernel: a program holds the query heads of one row and walks the row's keys where they lie.
+"""Query-major forward kernel: a program holds the query heads of one row and reads the row's keys where they lie.
 
-One kernel, four span sources (dense rows, ``cu_seqlens`` rows, ranges, blocks): they differ in how a program learns its
-next tile of key positions (``primitives``), the loop is written once. Source: NSA, arXiv 2502.11089, section 3.4 and
+One kernel serves dense rows, ``cu_seqlens`` rows, ranges and blocks. These differ in how a program finds the keys of
+its next tile (``primitives``); the loop over tiles is written once. Source: NSA, arXiv 2502.11089, section 3.4 and
 figure 3 (group-centric data loading); online softmax as in FlashAttention. Launched by ``plan.py``.
 """
 
@@ -39,9 +39,10 @@ from nsa.kernels.shared.primitives import (
     tile_start,
 )
 
-# What varies from batch to batch must not compile a new kernel. Strides arrive divided by STRIDE_UNIT, which keeps
-# what vector loads need to know of them without one variant per combination. The page table's arrives undivided, and
-# last: among the others it gave kernels without pages two or three more registers (Triton 3.9, sm_90).
+# These arguments vary from batch to batch and must not make Triton compile again. Strides are divided by STRIDE_UNIT.
+# The kernel multiplies by STRIDE_UNIT again, so the compiler knows a factor of all strides, as vector loads need.
+# The stride of the page table is not divided, and comes last: elsewhere it cost kernels without pages two or three
+# registers (Triton 3.9, sm_90).
 RUNTIME = [
     *("B", "S", "S_kv", "n", "block_size", "pages"),
     *(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh tb".split()),
@@ -115,7 +116,7 @@ def _fwd_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
-        gdc_launch_dependents()  # the merge may be set up; it waits for this kernel's end before it reads
+        gdc_launch_dependents()  # the merge kernel may start; it waits for this kernel's end before it reads
     HEAD_TILES: tl.constexpr = (G + HEADS - 1) // HEADS
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -132,12 +133,12 @@ def _fwd_kernel(
     head_kv = row % HKV
 
     if EARLY:
-        gdc_wait()  # the kernel before it on the stream may still run: nothing in memory is touched before its end
+        gdc_wait()  # the previous kernel on the stream may still run, so wait for its end before any memory access
 
-    # First of all what decides which keys are read: the rest is worked out while it comes.
+    # Load first what decides which keys are read, and compute the rest while these loads are in flight.
     if SOURCE != WHOLE:
         sel_row = sel_ptr + row.to(tl.int64) * n * (2 if SOURCE == RANGES else 1)
-        if SINGLE and SOURCE == TILED:  # a program's tile is of one block, whatever the others are
+        if SINGLE and SOURCE == TILED:  # each program reads one tile of one block
             begin_of, end_of = ask_spans(sel_row, split // SINGLE, n, SOURCE)
         elif EACH:
             every = ask_each(sel_row, n, SPANS, SOURCE, HOLD)
@@ -149,7 +150,7 @@ def _fwd_kernel(
     if CLUSTER:
         inbox = open_inbox(CLUSTER, MINE, BLOCK_DV, SHARED)
 
-    # Whose row it is: where its query lies, and the keys of its sequence, [k_first, k_first + seqlen_k).
+    # Find the row's query and the keys of its sequence, [k_first, k_first + seqlen_k).
     if LAYOUT == BATCH or LAYOUT == CACHE:
         batch = (token // S if S_MANY else token).to(tl.int64)
         s = token % S if S_MANY else 0
@@ -207,11 +208,11 @@ def _fwd_kernel(
     v_base = v_ptr + v_off * STRIDE_UNIT
 
     m = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_G, BLOCK_L], tl.float32)  # added up over a tile's keys in the end
+    l = tl.zeros([BLOCK_G, BLOCK_L], tl.float32)  # summed over BLOCK_L after the loop
     acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
 
-    # A loop even where one chunk is all: what does not need the spans is worked out before it, while they come. So that
-    # they are not waited for there, what is added to them is 0.
+    # This is a loop even for one chunk: what does not need the spans is computed before it, while the spans are loaded.
+    # The opaque zero that is added to the spans keeps LLVM from moving the wait for them out of the loop.
     if SOURCE == WHOLE:
         chunks = 1
     elif SINGLE and SOURCE == TILED:
@@ -228,7 +229,7 @@ def _fwd_kernel(
                 here = nothing_of_lanes(chunk)
             elif HOLD:
                 here = nothing_of(chunk)
-            if LAYOUT == CACHE:  # no more than is there
+            if LAYOUT == CACHE:  # clamp to the filled keys
                 visible = tl.minimum(tl.maximum(filled + here, 0), S_kv).to(tl.int32)
                 if CAUSAL:
                     visible = tl.maximum(visible - S + s + 1, 0)
@@ -243,19 +244,19 @@ def _fwd_kernel(
                 )
         first = 0
         last = total
-        # This program's share of the chunk's selected slots, in whole tiles.
+        # This program's share of the chunk's slots, in whole tiles.
         if SPLIT and not (SINGLE and SOURCE == TILED):
             share = tl.cdiv(tl.cdiv(total, BLOCK_L), splits) * BLOCK_L
             first = tl.minimum(split * share, total)
             last = tl.minimum(first + share, total)
-        # Queries are asked for together with the spans, or with every tile; else before the keys, but after the spans:
-        # what is added is 0, or they would be loaded before the loop.
+        # Queries are loaded with the spans (HOLD_Q), with every tile (STREAM_Q), or here, between spans and keys. The
+        # zero that is added keeps this load inside the loop.
         if not STREAM_Q and not HOLD_Q:
             q = tl.load(q_ptrs + tl.minimum(chunk, 0) * 16, mask=q_mask, other=0.0)
         for tile in range(0 if SINGLE else first, BLOCK_L if SINGLE else last, BLOCK_L):
             begin = first if SINGLE else tile
             if HOLD_Q:
-                q = not_before(held)  # nor is it waited for before the loop
+                q = not_before(held)  # do not wait for the queries before the loop
             slot = begin + tl.arange(0, BLOCK_L)
             valid = slot < last
             if SOURCE == WHOLE:
@@ -290,7 +291,7 @@ def _fwd_kernel(
                     key = key_positions(slot, start, before, length)
                 if PAGE:
                     k_page, v_page, key, valid = in_page(table_row, key, valid, pages, stride_kb, stride_vb, PAGE)
-            if FAR:  # else a key's offset fits int32, in units
+            if FAR:  # otherwise the key's offset, in units, fits int32
                 key = key.to(tl.int64)
             k_at = (key * stride_kn).to(tl.int64)
             v_at = (key * stride_vn).to(tl.int64)
@@ -304,7 +305,7 @@ def _fwd_kernel(
             if STREAM_Q:
                 q = tl.load(q_ptrs + tl.minimum(tile, 0) * 16, mask=q_mask, other=0.0)
             if UPFRONT:
-                if SINGLE:  # no loop keeps them together, and ptxas would ask for values after keys have come
+                if SINGLE:  # without a loop, ptxas would load values only after the keys have arrived
                     tl.debug_barrier()
                     q = not_before(q)
                 k = not_before(k)
@@ -317,7 +318,7 @@ def _fwd_kernel(
         if CHUNKED:
             begin_of, end_of = ask_spans(sel_row, (chunk + 1) * SPANS + tl.arange(0, SPANS), n, SOURCE)
 
-    if CLUSTER:  # each of its programs merges some heads
+    if CLUSTER:  # each program of the cluster merges some heads
         exchange(inbox, split, m, tl.sum(l, 1), acc, g, in_group, HEADS, CLUSTER, MINE, SENDING)
         g = split + CLUSTER * tl.arange(0, MINE)
         in_group = (g < HEADS) & (head_tile * HEADS + g < G)
@@ -327,7 +328,7 @@ def _fwd_kernel(
         heads = (programs // HEAD_TILES).to(tl.int64) * G
         part = split * heads + token.to(tl.int64) * HKV * G + head
         tl.store(part_ptr + part[:, None] * Dv + dv[None, :], acc, mask=in_group[:, None] & (dv[None, :] < Dv))
-        part += splits * heads * Dv  # m and l lie after all parts
+        part += splits * heads * Dv  # m and l lie behind the accumulators of all parts
         tl.store(part_ptr + part, m, mask=in_group)
         tl.store(part_ptr + splits * heads + part, tl.sum(l, 1), mask=in_group)
     else:

@@ -1,4 +1,4 @@
-"""Query-major forward: how a call is cut into programs, and its launch. The kernel is in ``kernel.py``."""
+"""Query-major forward: cuts a call into programs and launches them. The kernel is in ``kernel.py``."""
 
 from __future__ import annotations
 
@@ -14,41 +14,32 @@ from nsa.call import Call
 from nsa.kernels import launches
 from nsa.kernels.query_major import kernel as query_kernels
 from nsa.kernels.query_major import tiles
+from nsa.kernels.shared import primitives
 from nsa.kernels.shared.clusters import sending
 from nsa.kernels.shared.combine import combine
+from nsa.kernels.shared.geometry import geometry
 from nsa.kernels.shared.launch import INT32_MAX, TRITON, Variant
-from nsa.kernels.shared.primitives import (
-    BATCH,
-    BLOCKS,
-    CACHE,
-    PACKED,
-    RANGES,
-    TILED,
-    VARLEN,
-    WHOLE,
-    gdc_wait,
-)
 
-TUPLES = TRITON >= (3, 4)  # in kernels, as they are used here
-CLUSTERS = TRITON >= (3, 6)  # before, launches tell of them in another way
+TUPLES = TRITON >= (3, 4)  # Triton compiles tuples as the kernel uses them
+CLUSTERS = TRITON >= (3, 6)  # older versions pack the metadata of a launch differently
 
 
 class Launch(NamedTuple):
-    """Everything about a launch that shapes, strides and dtypes decide."""
+    """All that shapes, strides and dtypes decide about a launch."""
 
     variant: Variant
     variant_lse: Variant  # the one that also writes LSE
     device: torch.device
     grid: tuple[int, int, int]
     splits: int
-    merged: bool  # by the same kernel, in clusters
+    merged: bool  # the programs that share a row are a cluster and merge their results themselves
     tokens: int
     sizes: tuple[int, ...]  # the kernel's run-time ints: sizes, then strides in units
-    narrow: bool  # they fit int32
-    scale: float  # where the call names none
+    narrow: bool  # all sizes fit int32
+    scale: float  # of a call that names none
     like_q: bool  # a new output has the shape and strides of q
     stride_tb: int  # entries from one row of the page table to the next
-    copies_table: bool  # a row of the page table is not contiguous
+    copies_table: bool  # the entries of a row of the page table are not contiguous
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -57,155 +48,93 @@ class Launch(NamedTuple):
 
 
 def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch:
-    """How a call is launched: tiles, splits, grid and run-time sizes. Holds for every call of the same key.
+    """Tiles, splits, grid and run-time sizes of a launch. They hold for every call with the same key.
+
+    With ``batch_invariant`` few rows are launched like many, and `tiles.UNBOUNDED` bounds rows without a bound.
 
     Args:
-        call: valid. Packed rows come as they are: ``q [N, H, D]`` with ``k [N, L, D]``, or ``[sum L, D]`` and
+        call: valid. Packed rows come as they are: ``q [N, H, D]`` with ``k [N, L, D]``, or with ``k [sum L, D]`` and
             ``cu_seqlens_k``; row ``i`` is sequence ``i``.
         bound: host bound on the keys of a row.
-        per_head: a query head a program, for comparison.
-
-    With ``batch_invariant`` few rows are launched like many, and without a bound like rows of a fixed length.
+        per_head: one query head per program, for comparison.
     """
-    q, k, v, selection, block_size, causal = call.q, call.k, call.v, call.selection, call.block_size, call.causal
-    device, dtype, Dv = q.device, q.dtype, v.shape[-1]
-    pipelined, invariant, cache = call.settings.sel_triton_db, call.settings.batch_invariant, call.cache_seqlens
-    sequences = None if call.cu_seqlens_k is None else call.cu_seqlens_k.shape[0] - 1
-    width = None if call.block_table is None else call.block_table.shape[1]
-    q_shape, k_shape = tuple(q.shape), tuple(k.shape)
-    strides: tuple[tuple[int, ...], ...] = (q.stride(), k.stride(), v.stride())
-    like_q = Dv == q_shape[-1] and strides[0] == contiguous(q_shape)
-    written = contiguous((*q_shape[:-1], Dv)) if call.out is None else call.out.stride()
-    if selection is None:  # one KV head, and without sequences one position: axes of size 1
-        causal = False
-        k_shape, strides = (*k_shape[:-1], 1, k_shape[-1]), (strides[0], *((*x[:-1], 0, x[-1]) for x in strides[1:]))
-        if sequences is None:
-            q_shape, strides = (q_shape[0], 1, *q_shape[1:]), (_with_position(strides[0]), *strides[1:])
-            written = _with_position(written)
-    S_kv, HKV = k_shape[-3:-1]
-    pages, page = (0, 0) if width is None else (k_shape[0], S_kv)
-    S_kv = S_kv if width is None else S_kv * width
-    HQ, D = q_shape[-2:]
-    B, S = q_shape[:2] if len(q_shape) == 4 else (sequences or 0, q_shape[0])
-    tokens = math.prod(q_shape[:-2])
-    rows, G = tokens * HKV, HQ // HKV
-    packed = call.cu_seqlens_q is None
-    layout = BATCH.value if sequences is None else PACKED.value if packed else VARLEN.value
-    if cache is not None:
-        layout = CACHE.value
-    source, n = WHOLE.value, 0
-    if selection is not None:
-        source, n = (RANGES.value, selection.shape[-2]) if block_size is None else (BLOCKS.value, selection.shape[-1])
+    device, dtype, block_size = call.q.device, call.q.dtype, call.block_size
+    pipelined, invariant = call.settings.sel_triton_db, call.settings.batch_invariant
+    g = geometry(call)
+    S_kv, G, D, Dv, source = g.S_kv, g.G, g.D, g.Dv, g.source
+    rows = g.tokens * g.HKV
+    causal = call.causal and source != primitives.WHOLE.value
     longest = bound if bound is not None else tiles.UNBOUNDED if invariant else S_kv
     capability, processors = device_limits(device)
-    spans = 1 if source == WHOLE.value else tiles.span_bucket(n, S_kv)
+    spans = 1 if source == primitives.WHOLE.value else tiles.span_bucket(g.n, S_kv)
     tile, splits, merged = tiles.choose(
         gpu_name(device), capability, processors, dtype.itemsize, G, D, Dv, longest, spans, rows, per_head, pipelined,
         tiles.forced, largest_cluster(device, capability, processors), invariant,
     )  # fmt: skip
-    size = min(block_size or 1, max(S_kv, 1))  # of a block, which reaches no further than the cache
-    if source == BLOCKS.value and block_size is not None and block_size % tile.BLOCK_L == 0:
+    size = min(block_size or 1, max(S_kv, 1))  # keys of a block that the cache can hold
+    if source == primitives.BLOCKS.value and block_size is not None and block_size % tile.BLOCK_L == 0:
         whole = min(block_size, max(-(-S_kv // tile.BLOCK_L), 1) * tile.BLOCK_L)
-        if max(spans * whole, S_kv + whole) <= INT32_MAX:  # slots, and keys past the last one, are counted in int32
-            source, size = TILED.value, whole
-    programs = rows * -(-G // tile.HEADS)
-    # Strides (b, s, h) of each; a 3-D tensor has no batch.
-    all_strides = [s for x in (*strides, written) for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]
-    unit = math.gcd(16, *all_strides)
-    copies_table, stride_tb = table_rows(call.block_table)
-    sizes = (B, S, S_kv, n, size, pages, *(s // unit for s in all_strides))
+        if max(spans * whole, S_kv + whole) <= INT32_MAX:  # the kernel counts slots and keys in int32
+            source, size = primitives.TILED.value, whole
     tile = tile._replace(UPFRONT=tile.UPFRONT and runs_ptx(device))
-    early = runs_ptx(device) and capability >= 90 and gdc_wait is not None
-    # Whether what a program reads is one tile, whatever the spans are. Not by how much of a block exists: that may be
-    # a matter of who else is in the call. And there is a page to look up.
-    most = INT32_MAX if source == RANGES.value else S_kv if block_size is None else n * block_size
-    single = tile.num_stages == 1 and most <= splits * tile.BLOCK_L and not (page and S_kv == 0)
-    single = single and (source != WHOLE.value or layout == BATCH.value)
-    direct = size // tile.BLOCK_L if single and source == TILED.value else 0  # tiles of a block, each a program's
-    # Keys of a tile may lie past the last one; nobody loads those.
-    far = (S_kv + size + tile.BLOCK_L) * max(x[-3] for x in strides[1:]) // unit > INT32_MAX
+    early = runs_ptx(device) and capability >= 90 and primitives.gdc_wait is not None
+    # SINGLE: for any spans, every program reads at most one tile, so the kernel needs no loop over tiles. This rule
+    # counts `block_size` keys a block, not those that exist, so that other sequences of a batch cannot change SINGLE.
+    most = INT32_MAX if source == primitives.RANGES.value else S_kv if block_size is None else g.n * block_size
+    single = tile.num_stages == 1 and most <= splits * tile.BLOCK_L
+    single = single and not (g.page and S_kv == 0)  # a page table of width 0 has no entry to look up
+    single = single and (source != primitives.WHOLE.value or g.layout == primitives.BATCH.value)
+    tiles_of_block = size // tile.BLOCK_L if single and source == primitives.TILED.value else 0
+    # FAR: a key's offset may not fit int32. The last tile may begin at the last key, so masked keys count, too.
+    far = (S_kv + size + tile.BLOCK_L) * max(g.strides[4], g.strides[7]) > INT32_MAX
     variant, variant_lse = (
         _variant(
-            device, dtype, tile, source, layout, page, HKV, S > 1 and sequences is None, causal, G, D, Dv,
-            n > tile.SPANS and not direct, far, direct or int(single), splits > 1, splits if merged else 0, early, unit,
-            (*call.dtypes(), with_lse),
+            device, dtype, (*call.dtypes(), with_lse), tile, splits if merged else 0, early, G=G, D=D, Dv=Dv,
+            SOURCE=source, LAYOUT=g.layout, PAGE=g.page, HKV=g.HKV, S_MANY=g.S > 1 and not g.packed, CAUSAL=causal,
+            CHUNKED=g.n > tile.SPANS and not tiles_of_block, FAR=far, SINGLE=tiles_of_block or int(single),
+            SPLIT=splits > 1, STRIDE_UNIT=g.unit,
         )
         for with_lse in (False, True)
     )  # fmt: skip
+    programs = rows * -(-G // tile.HEADS)
     grid = (programs, 1, 1) if merged else (programs, splits, 1)
+    sizes = (g.B, g.S, S_kv, g.n, size, g.pages, *g.strides)
     return Launch(
-        variant, variant_lse, device, grid, splits, merged, tokens, sizes, max(*sizes, stride_tb) <= INT32_MAX,
-        1.0 / math.sqrt(D), like_q, stride_tb, copies_table,
+        variant, variant_lse, device, grid, splits, merged, g.tokens, sizes, max(*sizes, g.stride_tb) <= INT32_MAX,
+        1.0 / math.sqrt(D), g.like_q, g.stride_tb, g.copies_table,
     )  # fmt: skip
-
-
-def table_rows(table: Tensor | None) -> tuple[bool, int]:
-    """``(copied, stride)`` of a page table: whether it is copied for the kernel, and entries from one row to the next.
-
-    A kernel reads the table where it lies, also a slice ``table[:, :width]``. It is copied if a row is not contiguous.
-    """
-    if table is None:
-        return False, 0
-    width = table.shape[1]
-    copied = width > 1 and table.stride(1) != 1
-    return copied, width if copied else table.stride(0)
-
-
-def each_asked(tile: tiles.Tile, source: int, chunked: bool) -> bool:
-    """Whether every thread asks for all spans of its row, few ranges, and works out by itself which keys are its own.
-
-    Where tiles are not pipelined, what lies between the spans' arrival and the first key is waited for.
-    """
-    return TUPLES and source == RANGES.value and tile.num_stages == 1 and tile.SPANS <= 8 and not chunked
-
-
-def _with_position(stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a packed row's query or output, with the position axis it lacks."""
-    return (stride[0], 0, *stride[1:])
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a new tensor of this shape."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 @lru_cache(maxsize=1024)
 def _variant(
     device: torch.device,
     dtype: torch.dtype,
+    kinds: tuple[object, ...],
     tile: tiles.Tile,
-    source: int,
-    layout: int,
-    page: int,
-    HKV: int,
-    s_many: bool,
-    causal: bool,
-    G: int,
-    D: int,
-    Dv: int,
-    chunked: bool,
-    far: bool,
-    single: int,
-    split: bool,
     cluster: int,
     early: bool,
-    unit: int,
-    what: tuple[object, ...],
+    **decided: int,
 ) -> Variant:
-    """Shared by all plans that differ in sizes only, so that a longer cache does not launch slowly the first time."""
-    constexprs = tile._asdict()
+    """The kernel for a tile and the other compile-time arguments, ``decided``.
+
+    Plans that differ only in sizes share it, so that the first call with a longer cache does not launch slowly. Kernels
+    for other dtypes of q, or of the index tensors (``kinds``), are other entries of the cache.
+    """
+    source, split, ptx = decided["SOURCE"], decided["SPLIT"], runs_ptx(device)
+    constexprs: dict[str, object] = {**tile._asdict(), **decided, "INPUT_PRECISION": "ieee"}
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}
-    constexprs.update(G=G, D=D, Dv=Dv, SOURCE=source, LAYOUT=layout, CAUSAL=causal, INPUT_PRECISION="ieee")
-    constexprs.update(PAGE=page, HKV=HKV, S_MANY=s_many)
+    # HOLD_Q: queries are loaded before the loop. More than 16 heads would spill. Packed rows do without, because few
+    # packed rows gain 0.5% by this and many lose 0.5%.
+    hold_q = ptx and dtype.itemsize == 2 and tile.BLOCK_G <= 16 and not tile.STREAM_Q
+    constexprs.update(HOLD=ptx, HOLD_Q=hold_q and source != primitives.WHOLE.value)
+    # EACH: every thread loads all ranges of its row and finds its own keys. Tiles that are not pipelined gain by this,
+    # because they wait for all that happens between the arrival of the ranges and the first load of keys.
+    each = TUPLES and source == primitives.RANGES.value and tile.num_stages == 1 and tile.SPANS <= 8
+    constexprs.update(EACH=each and not decided["CHUNKED"])
     box = tile.HEADS, tile.BLOCK_DV, cluster
-    # More heads would be spilled; and many packed rows are slower by half a percent, which few gain.
-    hold = runs_ptx(device)
-    hold_q = hold and dtype.itemsize == 2 and tile.BLOCK_G <= 16 and not tile.STREAM_Q and source != WHOLE.value
-    constexprs.update(CHUNKED=chunked, FAR=far, HOLD=hold, HOLD_Q=hold_q, SINGLE=single)
-    constexprs.update(EACH=each_asked(tile, source, chunked))
-    constexprs.update(SPLIT=split, CLUSTER=cluster, MINE=tiles.merged_heads(tile.HEADS, cluster), STRIDE_UNIT=unit)
     shared = tiles.exchange_bytes(*box)
-    constexprs.update(SHARED=shared, SENDING=sending(*box, 32 * tile.num_warps) if cluster else None)
+    constexprs.update(CLUSTER=cluster, MINE=tiles.merged_heads(tile.HEADS, cluster), SHARED=shared)
+    constexprs.update(SENDING=sending(*box, 32 * tile.num_warps) if cluster else None)
     constexprs.update(EARLY=early, OVERLAP=early and split and not cluster)
     if early:
         options["launch_pdl"] = True
@@ -214,11 +143,11 @@ def _variant(
 
 @lru_cache(maxsize=64)
 def device_limits(device: torch.device) -> tuple[int, int]:
-    """Compute capability times ten and number of multiprocessors; the interpreter stands in for an H100."""
+    """Compute capability times ten, and number of multiprocessors. Interpreted kernels get those of an H100."""
     if device.type != "cuda":
         return 90, 132
     properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip is not None:  # an MI250 says 9.0, too
+    if torch.version.hip is not None:  # ROCm says 9.0 of an MI250
         return tiles.AMD, properties.multi_processor_count
     return properties.major * 10 + properties.minor, properties.multi_processor_count
 
@@ -229,9 +158,10 @@ def runs_ptx(device: torch.device) -> bool:
 
 
 def largest_cluster(device: torch.device, capability: int, processors: int) -> int:
-    """How many programs may be a cluster, those that share a row, to merge their results in the same kernel; 0 if none.
+    """How many programs may share a row and merge their results as one cluster; 0 where there are no clusters.
 
-    8 is what every GPU with clusters promises; 16 fits a GPC of a whole H100 or B200. A slice (MIG) promises less.
+    Every GPU with clusters promises 8. A cluster of 16 fits into a GPC of a whole H100 or B200. A slice of a GPU (MIG)
+    may hold fewer than 8, so GPUs of fewer than 78 multiprocessors get none.
     """
     if not (CLUSTERS and runs_ptx(device)) or capability < 90 or processors < 78:
         return 0
@@ -240,7 +170,7 @@ def largest_cluster(device: torch.device, capability: int, processors: int) -> i
 
 @lru_cache(maxsize=64)
 def gpu_name(device: torch.device) -> str | None:
-    """By which a table of tiles is found."""
+    """The name under which a GPU's table of tiles is stored."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
@@ -248,7 +178,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     """Launch the forward kernel.
 
     Args:
-        launch: of :func:`plan` for this call.
+        launch: what :func:`plan` returned for this call.
         route: name counted in :data:`nsa.kernels.launches`.
 
     Returns:
@@ -285,21 +215,12 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         launch.grid,
         launch.device,
         (
-            q,
-            k,
-            v,
-            out,
-            None if parts is not None else lse,
-            parts,
-            selection,
-            q_positions,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            block_table,
+            q, k, v, out, None if parts is not None else lse, parts, selection, q_positions, cu_seqlens_q,
+            cu_seqlens_k, block_table,
         ),
         (*launch.sizes, launch.scale if scale is None else scale, launch.stride_tb),
         launch.narrow,
-    )
+    )  # fmt: skip
     launches[route] += 1
     if launch.splits > 1:
         launches["split"] += 1

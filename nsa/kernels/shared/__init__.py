@@ -1,1 +1,1 @@
-"""What kernels of several families need: helpers in Triton, merging, launching, and what is known of sources."""
+"""What several kernel families need: helpers in Triton, merging, launching, and hashes of the kernels' sources."""

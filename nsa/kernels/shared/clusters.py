@@ -1,10 +1,12 @@
-"""Programs of a cluster hand each other their parts of a row through shared memory. NVIDIA, sm_90 and newer.
+"""Programs of a cluster exchange their parts of a row through shared memory. NVIDIA, sm_90 and newer.
 
-Each program of a cluster of ``C`` has read some of a row's keys and merges some of its heads: head ``g`` is merged by
-program ``g % C``, as the ``g // C``-th of ``M``. What it needs from the others arrives in its *inbox*: by sender, by
-head, an accumulator, a maximum and a sum, fp32 ``[C, M, BLOCK_DV + 4]`` (the last two for alignment). What a program
-sends is first laid out in its own shared memory, the *outbox*, by receiver, so that whole lines travel. They announce
-themselves (``st.async``, PTX ISA 9.7.9.12): nobody waits for memory at large, only for the bytes that he merges.
+Each program of a cluster of ``C`` has read some of a row's keys and merges some of the row's heads: program ``g % C``
+merges head ``g``, as number ``g // C`` of its ``M`` heads. The parts that a program merges arrive in its *inbox*,
+ordered by sender and head. A part is an accumulator, a maximum and a sum, fp32 ``[C, M, BLOCK_DV + 4]``; its last two
+elements only align the next part. A program first lays out the parts that it sends in its own shared memory, the
+*outbox*, ordered by receiver, so that whole lines are sent. The receiver's barrier counts the bytes that arrive
+(``st.async``, PTX ISA 9.7.9.12). So each program waits on its own barrier for the bytes it merges, not on a
+cluster-wide fence.
 """
 
 import triton
@@ -17,13 +19,13 @@ HEADER = tl.constexpr(BARRIER_BYTES)
 
 
 def sending(heads: int, block_dv: int, cluster: int, threads: int) -> str:
-    """Assembly that sends what lies in the outbox: of the inbox's address ($1) and the program's number ($2).
+    """Assembly that sends the outbox. Operands: the inbox's address ($1) and the program's number in the cluster ($2).
 
-    16 bytes a thread at a time, all asked for before the first is sent.
+    Each thread sends 16 bytes at a time, and loads all its bytes before it sends the first.
     """
     lines = merged_heads(heads, cluster) * (block_dv + 4) // 4  # of 16 bytes, from one program to another
     total = min(heads, cluster) * lines
-    whole = -(-(2**20) // lines)  # c * whole >> 20 is c // lines; assemblers divide otherwise, by a constant, too
+    whole = -(-(2**20) // lines)  # c * whole >> 20 is c // lines; assemblers use a slow division even for constants
     body = [".reg .pred p; .reg .b32 t, c, d, o, a, b;", "mov.u32 t, %tid.x;"]
     outbox = BARRIER_BYTES + box_bytes(heads, block_dv, cluster)
     rounds = range(-(-total // threads))
@@ -48,9 +50,10 @@ def sending(heads: int, block_dv: int, cluster: int, threads: int) -> str:
 
 @triton.jit
 def open_inbox(CLUSTER: tl.constexpr, MINE: tl.constexpr, BLOCK_DV: tl.constexpr, SHARED: tl.constexpr):
-    """Address of a program's inbox in its shared memory, int32; the outbox lies behind it. Nothing may be sent yet.
+    """Address of a program's inbox in its shared memory, int32. The outbox lies behind the inbox.
 
-    SHARED: bytes of both, see ``tiles.exchange_bytes``; what Triton keeps there begins after them.
+    No program may send before :func:`exchange`. SHARED: bytes of both boxes, see ``tiles.exchange_bytes``; Triton's own
+    shared memory begins after them.
     """
     BOX: tl.constexpr = CLUSTER * MINE * (BLOCK_DV + 4) * 4
     return tl.inline_asm_elementwise(
@@ -69,7 +72,7 @@ def open_inbox(CLUSTER: tl.constexpr, MINE: tl.constexpr, BLOCK_DV: tl.constexpr
 
 @triton.jit
 def _put(address, x, mask):
-    """Write fp32 ``x`` where ``mask`` is, at ``address`` of the program's shared memory."""
+    """Write fp32 ``x`` to ``address`` of the program's shared memory where ``mask`` is true."""
     mask, address = tl.broadcast(mask, address)
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.shared.f32 [$1], $2; mov.u32 $0, 0; }",
@@ -83,7 +86,7 @@ def _put(address, x, mask):
 
 @triton.jit
 def _get(address):
-    """fp32 at ``address`` of the program's shared memory."""
+    """Read fp32 from ``address`` of the program's shared memory."""
     return tl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [address], tl.float32, False, 1)
 
 
@@ -101,19 +104,20 @@ def exchange(
     MINE: tl.constexpr,
     SENDING: tl.constexpr,
 ):
-    """Send maximum, sum ``[BLOCK_G]`` and accumulator ``[BLOCK_G, BLOCK_DV]`` of heads ``g``, and wait for one's own.
+    """Send maximum, sum ``[BLOCK_G]`` and accumulator ``[BLOCK_G, BLOCK_DV]`` of heads ``g`` to their programs.
 
-    mask ``[BLOCK_G]``: which of the heads exist. Those of :func:`merge_inbox` have arrived when it returns.
+    When this returns, the parts that :func:`merge_inbox` reads have arrived. mask ``[BLOCK_G]``: which heads exist.
     """
     LINE: tl.constexpr = acc.shape[1] + 4
     BOX: tl.constexpr = CLUSTER * MINE * LINE * 4
-    OWNERS: tl.constexpr = HEADS if HEADS < CLUSTER else CLUSTER  # programs that merge any
+    OWNERS: tl.constexpr = HEADS if HEADS < CLUSTER else CLUSTER  # programs that merge a head
     at = inbox + HEADER + BOX + (g % CLUSTER * MINE + g // CLUSTER) * LINE * 4
     _put(at[:, None] + tl.arange(0, acc.shape[1])[None, :] * 4, acc, mask[:, None])
     _put(at + acc.shape[1] * 4, m, mask)
     _put(at + acc.shape[1] * 4 + 4, l, mask)
     tl.debug_barrier()
-    tl.inline_asm_elementwise("barrier.cluster.wait.aligned; mov.u32 $0, 0;", "=r", [], tl.int32, False, 1)  # all run
+    # Wait until all programs of the cluster run.
+    tl.inline_asm_elementwise("barrier.cluster.wait.aligned; mov.u32 $0, 0;", "=r", [], tl.int32, False, 1)
     tl.inline_asm_elementwise(SENDING, "=r,r,r", [inbox, program], tl.int32, False, 1)
     tl.inline_asm_elementwise(
         f"{{ .reg .pred p; setp.ge.u32 p, $2, {OWNERS}; @p bra done; "
@@ -129,7 +133,7 @@ def exchange(
 
 @triton.jit
 def merge_inbox(inbox, mask, BLOCK_DV: tl.constexpr, CLUSTER: tl.constexpr, MINE: tl.constexpr):
-    """``(O [MINE, BLOCK_DV], LSE [MINE])`` of what has arrived, where ``mask [MINE]`` is."""
+    """``(O [MINE, BLOCK_DV], LSE [MINE])`` of the parts in the inbox, for heads where ``mask [MINE]`` is true."""
     m = tl.full([MINE], float("-inf"), tl.float32)
     for i in tl.static_range(CLUSTER):
         at = inbox + HEADER + (i * MINE + tl.arange(0, MINE)) * (BLOCK_DV + 4) * 4

@@ -1,4 +1,4 @@
-"""Merge partial attention results."""
+"""Merges the partial results of a row's splits in a kernel of its own."""
 
 from functools import lru_cache
 
@@ -27,12 +27,12 @@ def _combine_kernel(
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per (token, head)."""
+    """Each program merges the parts of one (token, head)."""
     row = tl.program_id(0) + tl.arange(0, 1)  # token * HQ + head
     token = row // HQ
     dv = tl.arange(0, BLOCK_DV)
     if OVERLAP:
-        gdc_wait()  # launched before the kernel that writes the parts had ended
+        gdc_wait()  # this kernel starts before the end of the kernel that writes the parts
     o, lse = merge_parts(part_ptr, row, row < heads, heads, dv, Dv, SPLITS)
     o_row = (token // S).to(tl.int64) * stride_ob + (token % S).to(tl.int64) * stride_os
     o_row += (row % HQ).to(tl.int64) * stride_oh
@@ -47,10 +47,10 @@ def combine(
     """Merge partial results into ``out`` (and ``lse``).
 
     Args:
-        parts: fp32, what :func:`nsa.kernels.shared.primitives.merge_parts` reads, of ``tokens * HQ`` heads.
+        parts: fp32, of ``tokens * HQ`` heads, laid out as :func:`nsa.kernels.shared.primitives.merge_parts` says.
         out: ``[B, S, HQ, Dv]`` or ``[T, HQ, Dv]``, last dim contiguous.
         lse: contiguous fp32 like ``out`` without its last dim, or None.
-        overlap: the kernel before this one on the stream let it be launched early.
+        overlap: the kernel before this one on the stream allows an early launch.
     """
     HQ, Dv = out.shape[-2:]
     tokens = out.numel() // (HQ * Dv)

@@ -1,4 +1,4 @@
-"""Which errors say that a kernel is broken. Imports Triton only if a caller asks for its errors."""
+"""Which errors mean that a kernel is broken. Triton is imported only when a caller asks for its errors."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 import signal
 import subprocess
 
-KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # exit statuses, of a process and of a shell that started one
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # exit status of a process, and of the shell that started it
 
 
 @functools.cache
 def compile_errors() -> tuple[type[BaseException], ...]:
-    """Triton's own: CompilationError, OutOfResources, since 3.3 PTXASError; none where there is no Triton."""
+    """Triton's own errors: CompilationError, OutOfResources, since 3.3 PTXASError. Empty where Triton is missing."""
     try:
         from triton.errors import TritonError
     except ImportError:
@@ -21,13 +21,13 @@ def compile_errors() -> tuple[type[BaseException], ...]:
 
 
 def broken(error: BaseException) -> bool:
-    """Whether an error says that Triton cannot compile a kernel, here and at any other time."""
+    """Whether an error means that Triton cannot compile the kernel, now or later."""
     of_triton = isinstance(error, compile_errors()) or "PassManager::run failed" in str(error)
     return of_triton and not starved(error)
 
 
 def starved(error: BaseException) -> bool:
-    """Whether a compiler's process was killed (SIGKILL), as where memory is short. The kernel is fine."""
+    """Whether a compiler's process was killed (SIGKILL), for example for lack of memory. The kernel is not at fault."""
     if isinstance(error, subprocess.CalledProcessError):
         return error.returncode in KILLED
     found = re.search(r"`?ptxas`? failed with error code (-?\d+)", str(error))

@@ -1,11 +1,12 @@
-"""Who reads a key block: the selection turned round on the device, by a counting sort without a host sync.
+"""Inverts the selection on the device: lists which rows read each key block, by a counting sort without a host sync.
 
-A *unit* is a key block that a row (token, KV head) reads: of a block list each slot, of ranges each piece of a span
-that lies in one block of the grid. Per window of tokens and KV head, units are listed block by block, and cut into work
-for programs of :mod:`nsa.kernels.key_major.kernel`. KV heads may go through a few at a time, ``heads`` from ``head0``
-on: lists know only those. Within a block their order is as atomics had it; no result of a forward
-pass depends on it. Sums over a block's units do: for :mod:`nsa.kernels.backward.kernel` they are listed in the order
-of tokens and slots.
+A *unit* is a key block that a row (token, KV head) reads. In a block list each slot is a unit. In ranges each piece of
+a span that lies in one block of the grid is a unit. For each window of tokens and each KV head, units are listed block
+by block, and the list is cut into *shares*. A share is the work of one program of :mod:`nsa.kernels.key_major.kernel`.
+The lists may hold only some KV heads at a time: ``heads`` of them, from ``head0`` on.
+
+In the forward pass atomics decide the order of a block's units, and no result depends on that order. The sums of
+:mod:`nsa.kernels.backward.kernel` depend on it, so the backward pass lists units in the order of tokens and slots.
 """
 
 import triton
@@ -13,15 +14,15 @@ import triton.language as tl
 
 from nsa.kernels.shared.primitives import BATCH, CACHE, RANGES, filled_keys, find_sequence, load_span
 
-UNUSED = tl.constexpr(-1)  # a slot of a row that reads nothing
-OVERFULL = tl.constexpr(-2)  # in the first slot of a row that reads nothing, because it has more units than slots
+UNUSED = tl.constexpr(-1)  # marks a slot without a unit
+OVERFULL = tl.constexpr(-2)  # marks the first slot of a row with more units than slots, whose units are not listed
 
 RUNTIME = "B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits strip strips".split()
 
 
 @triton.jit
 def visible_keys(token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr):
-    """``(seq, k_first, limit)`` of one token: its sequence, where that begins, how many of its keys it may read."""
+    """``(seq, k_first, limit)`` of one token: its sequence, the sequence's first key, how many keys it may read."""
     if LAYOUT == BATCH or LAYOUT == CACHE:
         seq = token // S
         k_first = tl.zeros([], tl.int64)
@@ -45,7 +46,7 @@ def visible_keys(token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT: tl.cons
 
 @triton.jit
 def sequence_keys(seq, B, S_kv, cu_k_ptr):
-    """``(first key, number of keys)`` of a sequence of a packed batch; none of one that is not there."""
+    """``(first key, number of keys)`` of a sequence of a packed batch. A sequence from ``B`` on has no keys."""
     known = seq < B
     k_first = tl.load(cu_k_ptr + seq, mask=known, other=0).to(tl.int64)
     k_last = tl.load(cu_k_ptr + seq + 1, mask=known, other=0).to(tl.int64)
@@ -56,9 +57,9 @@ def sequence_keys(seq, B, S_kv, cu_k_ptr):
 
 @triton.jit
 def first_block(seq, k_first, per_sequence, size, LAYOUT: tl.constexpr):
-    """Number, among the blocks of all sequences, of a sequence's first block.
+    """Number of a sequence's first block among the blocks of all sequences.
 
-    A packed batch numbers with gaps: sequences that begin within a block get one of their own.
+    A packed batch leaves gaps between numbers, because a sequence that begins within a block gets a block of its own.
     """
     if LAYOUT == BATCH or LAYOUT == CACHE:
         return seq * per_sequence
@@ -94,10 +95,10 @@ def _count_kernel(
     CHUNK: tl.constexpr,
     SPANS: tl.constexpr,
 ):
-    """Block of every unit, and its rank among those of the same window, head and block. A program a token.
+    """Write the block of every unit, and its rank among the units of the same window, head and block.
 
-    Tokens from ``first`` on, ``window`` at a time, and ``heads`` of the HKV KV heads, from ``head0`` on; block, rank
-    and, of ranges, span ``[tokens, heads, slots]``; count ``[windows, heads, blocks]``, zero before.
+    A program takes one token, from ``first`` on; windows have ``window`` tokens. block, rank and, for ranges, span
+    ``[tokens, heads, slots]``; count ``[windows, heads, blocks]``, zero before the launch.
     """
     token = tl.program_id(0)
     seq, k_first, limit = visible_keys(first + token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT, CAUSAL)
@@ -106,7 +107,7 @@ def _count_kernel(
     out = token * heads * slots
     if SOURCE != RANGES:
         row = sel_ptr + ((first + token).to(tl.int64) * HKV + head0) * n
-        for begin in range(0, heads * slots, CHUNK):  # the first ``slots`` blocks of each of the token's rows
+        for begin in range(0, heads * slots, CHUNK):  # the first ``slots`` blocks of all rows of the token
             i = begin + tl.arange(0, CHUNK)
             inside = i < heads * slots
             head = i // slots
@@ -142,7 +143,7 @@ def _count_spans(
     SPANS: tl.constexpr,
     ORDERED: tl.constexpr,
 ):
-    """Units of the spans at ``row``, of one row, from number ``at`` on; ``counts`` of its head, from ``base`` on."""
+    """Write the units of one row's spans, from element ``at`` on. ``counts``: of the head's blocks from ``base`` on."""
     needed = tl.zeros([], tl.int64)
     for begin in range(0, n, SPANS):
         start, end = load_span(row, begin + tl.arange(0, SPANS), n, limit, size, RANGES)
@@ -177,10 +178,10 @@ def _count_spans(
 
 @triton.jit
 def _rank_in_order(counts, block, listed, CHUNK: tl.constexpr):
-    """Ranks of ``block [CHUNK]`` behind what this program has counted before, and among each other as they stand."""
+    """Ranks of ``block [CHUNK]``, after the units that this program has counted before, then by place in ``block``."""
     i = tl.arange(0, CHUNK)
     ahead = (block[None, :] == block[:, None]) & (i[None, :] < i[:, None]) & listed[None, :]
-    rank = tl.atomic_add(counts + block, 0, mask=listed, sem="relaxed")  # a load could be of what L1 remembers
+    rank = tl.atomic_add(counts + block, 0, mask=listed, sem="relaxed")  # a plain load could read an old value from L1
     tl.debug_barrier()
     tl.atomic_add(counts + block, 1, mask=listed, sem="relaxed")
     tl.debug_barrier()
@@ -216,9 +217,9 @@ def _order_kernel(
     CHUNK: tl.constexpr,
     SPANS: tl.constexpr,
 ):
-    """As :func:`_count_kernel`, but ranks are in the order of tokens and slots, within a strip of ``strip`` tokens.
+    """As :func:`_count_kernel`, but ranks follow the order of tokens and slots, within a strip of ``strip`` tokens.
 
-    A program a strip and head; count ``[strips, heads, blocks]``, zero before.
+    A program takes one strip and head. count ``[strips, heads, blocks]``, zero before the launch.
     """
     head = tl.program_id(1)
     begin_token = tl.program_id(0) * strip
@@ -246,9 +247,9 @@ def _order_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _strip_kernel(count_ptr, total_ptr, heads, blocks, strips, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Units of each block in the strips before, in place of those in the strip; total ``[heads, blocks]``.
+    """Replace each strip's count of units by the sum over the strips before it, and write total ``[heads, blocks]``.
 
-    A program ``CHUNK`` blocks of a head, ``AT_ONCE`` strips at a time.
+    A program takes ``CHUNK`` blocks of a head, ``AT_ONCE`` strips at a time.
     """
     head = tl.program_id(1)
     block = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -274,11 +275,11 @@ def _scan_kernel(
     SHARE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Where each block's units begin, and the work: at most ``SHARE`` units of one block. A program a window and head.
+    """Write where each block's units begin, and cut them into shares of at most ``SHARE`` units of one block.
 
-    count, start ``[windows, heads, blocks]``; work ``[3, windows, heads, work]``: block, first unit, units (zero
-    before: no work); part ``[windows, heads, blocks]`` or None: where the partial sums of a block begin, among those of
-    all blocks that take several shares.
+    A program takes one window and head. count, start ``[windows, heads, blocks]``. work ``[3, windows, heads, work]``:
+    each share's block, first unit and number of units, zero before the launch (a share of 0 units has no work). part
+    ``[windows, heads, blocks]`` or None: number of a block's first partial sum, counted over blocks of several shares.
     """
     group = tl.program_id(0)
     all_work = tl.num_programs(0) * work
@@ -325,9 +326,9 @@ def _scatter_kernel(
     slot_bits,
     CHUNK: tl.constexpr,
 ):
-    """List the units: token within its window, and slot; unit ``[windows, heads, window * slots]``.
+    """Write the list of units, ``unit [windows, heads, window * slots]``: token within its window, and slot.
 
-    A program ``CHUNK`` slots.
+    A program takes ``CHUNK`` slots.
     """
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     inside = i < tokens * heads * slots
@@ -337,7 +338,7 @@ def _scatter_kernel(
     token = row // heads
     group = (token // window) * heads + row % heads
     start = tl.load(start_ptr + group * blocks + block, mask=block >= 0, other=0)
-    if strip_ptr is not None:  # ranks are within a strip of tokens
+    if strip_ptr is not None:  # ranks count within a strip of tokens
         at = (token // strip * heads + row % heads) * blocks + block
         start += tl.load(strip_ptr + at, mask=block >= 0, other=0)
     unit = ((token % window) << slot_bits) | (i % slots)

@@ -1,8 +1,8 @@
-"""Launching a kernel again for a fraction of what Triton's own launch costs the host.
+"""Launches a compiled kernel again in a fraction of the host time of Triton's own launch.
 
-``kernel[grid](...)`` works out with every call which variant of the kernel its arguments need, looks that up by a key
-made of text, asks the driver about every pointer and calls hooks that are hardly ever there. Here the caller says which
-variant it means, and what Triton compiled for it the first time is launched directly from then on.
+At every call, ``kernel[grid](...)`` works out which variant of the kernel its arguments need, looks up the variant by a
+key made of text, asks the driver about every pointer, and calls hooks that are rarely set. Here the caller names the
+variant. Triton compiles the variant at its first launch, and later launches start the compiled kernel directly.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from nsa import guard
 
 TRITON = tuple(int(x) for x in triton.__version__.split(".")[:2])
 
-# Launching what is compiled takes the same arguments since 3.5. Before, and on ROCm, launches stay Triton's.
+# All versions since 3.5 start a compiled kernel with the same arguments. Older ones, and ROCm, use Triton's launch.
 DIRECT = TRITON >= (3, 5) and torch.version.hip is None
 INT32_MAX = 2**31 - 1
 UNASKED = 48 * 1024
-"""Bytes of shared memory that CUDA gives a kernel for which nobody asked for more; Triton asks where its own are."""
+"""Bytes of shared memory that CUDA gives any kernel. Triton asks for more where its own tiles need more."""
 
-# What Triton and torch ask for the same, without what they do around it; a build for the CPU has neither.
+# Triton and torch use these functions too; calling them directly is faster. A CPU build of torch does not have them.
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 current_stream = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
@@ -30,19 +30,23 @@ current_stream = getattr(
 knobs: Any = triton.knobs.runtime if DIRECT else None
 
 
+def workspace(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory that no kernel may read before it was written; tests fill it with NaN."""
+    return torch.empty(size, dtype=dtype, device=device)
+
+
 class Variant:
-    """A kernel with everything that decides how it is compiled, but for what `common` says of a launch.
+    """A kernel with everything that decides how Triton compiles it, except what ``common`` says of a launch.
+
+    All launches of one variant must have tensors of the same dtypes, with the same ones absent. This is not checked.
 
     Args:
         kernel: the ``@triton.jit`` function; its compile-time arguments come last.
         constexprs: values of compile-time arguments.
-        options: ``num_warps`` and what else Triton takes.
-        cluster: so many programs in a row, along the first axis of the grid, run at the same time and can wait for
-            each other; the grid counts clusters. Only on a GPU that has them. 0: without.
-        static: bytes of shared memory that a cluster's program declares in assembly, where Triton does not see them.
-
-    Whatever else of a launch makes Triton compile anew, as dtypes and absent tensors do, must be the same in all
-    launches of one variant; nobody looks.
+        options: ``num_warps`` and other options of Triton.
+        cluster: number of neighbouring programs, along the first axis of the grid, that run at the same time and can
+            wait for each other. The grid counts clusters. 0: no clusters, as on GPUs without them.
+        static: bytes of shared memory that a program of a cluster declares in assembly, which Triton does not know of.
     """
 
     def __init__(
@@ -54,14 +58,14 @@ class Variant:
         self.cluster = cluster
         self.static = static
         self._compiled: tuple[Any, ...] | None = None
-        self._asked: dict[Any, Any] = {}  # functions of compiled kernels that need more than Triton asked for
-        self._probed: set[tuple[bool, ...]] = set()  # by which tensors are misaligned
+        self._asked: dict[Any, Any] = {}  # by compiled kernel, its function with more shared memory
+        self._probed: set[tuple[bool, ...]] = set()  # which tensors were misaligned when the guard was asked
 
     def describe(self, tensors: tuple[torch.Tensor | None, ...]) -> dict[str, Any]:
-        """Everything that decides what Triton compiles for a launch on ``tensors``, as JSON holds it.
+        """Everything that decides what Triton compiles for a launch on ``tensors``; values that JSON can hold.
 
-        Except integers past 2^31 and keys that far apart (``FAR``), which make variants of their own: a trial of a
-        kernel has no tensors that large.
+        Integers past 2^31 and keys that far apart (``FAR``) also make variants of their own, but are left out, because
+        a trial of a kernel has no tensors that large.
         """
         given = dict(zip(self.kernel.arg_names, tensors, strict=False))
         return {
@@ -86,11 +90,11 @@ class Variant:
 
         Args:
             tensors, numbers: the run-time arguments, in the kernel's order.
-            common: the ints fit int32. A launch where they do not, or where an address is no multiple of 16, is
-                another variant, and rare: Triton finds out by itself.
+            common: the ints fit int32. If they do not, or if an address is not a multiple of 16, the launch needs
+                another variant. This is rare, so Triton's own launch finds the variant.
 
         Raises:
-            nsa.guard.ProbeFailed: Triton would compile, and a child process found that it must not.
+            nsa.guard.ProbeFailed: Triton would have to compile, and the kernel failed in a child process.
         """
         cuda = device.type == "cuda"
         if cuda and device.index != current_device():
@@ -104,7 +108,7 @@ class Variant:
         compiled = self._compiled
         if compiled is not None and common:
             run, function, metadata, last = compiled
-            if not (knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls):  # a profiler's
+            if not (knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls):  # set by a profiler
                 stream = current_stream(device.index)
                 run(*grid, stream, function, metadata, None, None, None, *addresses, *numbers, *last)
                 return None
@@ -120,17 +124,17 @@ class Variant:
                 self._compiled = kernel.run, kernel.function, kernel.packed_metadata, last
             return None
         kernel = self.kernel.warmup(*tensors, *numbers, **keywords, grid=grid)
-        if not cuda or kernel is None:  # of a GPU that is not there, or somebody's hook has it compiled elsewhere
+        if not cuda or kernel is None:  # None: the GPU is not there, or a hook compiles the kernel elsewhere
             return None
-        # Compiled as if programs were on their own: Triton's clusters share tensors. The launch says how many are one.
+        # Triton's own clusters share tensors. So Triton compiles without a cluster, and the launch sets its size.
         run, packed = kernel.run, kernel.packed_metadata
         if len(packed) != 3 or packed[1] != 1:
-            raise RuntimeError(f"expected (warps, 1, shared memory) to say how a kernel is launched, got {packed}")
+            raise RuntimeError(f"expected (warps, 1, shared memory) as the metadata of a launch, got {packed}")
         metadata = (packed[0], self.cluster, packed[2])
         function = kernel.function
         if packed[2] <= UNASKED < packed[2] + self.static:
             function = self._asked.get(kernel)
-            if function is None:  # loaded again, as if it had asked
+            if function is None:  # load the kernel again, with more shared memory
                 utils = triton.runtime.driver.active.utils
                 function = utils.load_binary(kernel.name, kernel.kernel, UNASKED + 1, device.index)[1]
                 self._asked[kernel] = function

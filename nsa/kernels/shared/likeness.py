@@ -1,4 +1,4 @@
-"""Tensors that have Triton compile what it compiled, or is about to compile, for other ones."""
+"""Tensors for which Triton compiles the same variant of a kernel as for the tensors of a described launch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 class Likeness:
-    """Makes tensors with the dtypes, alignments and strides of a launch that was described.
+    """Makes tensors with the dtypes, alignments and strides of a described launch.
 
     Args:
-        what: of :meth:`Variant.describe`. Arguments are named as there. A tensor that the described
-            kernel does not take, but the call around it, has the usual dtype.
+        what: what :meth:`Variant.describe` returned; tensors are named as there. A tensor that the call needs and the
+            described kernel does not take has the usual dtype.
     """
 
     def __init__(self, what: dict[str, Any], device: torch.device) -> None:
@@ -26,20 +26,20 @@ class Likeness:
         self.generator = torch.Generator().manual_seed(0)
 
     def draw(self, shape: tuple[int, ...], low: int, high: int) -> Tensor:
-        """Integers from ``low`` to ``high``, which is left out, on the host."""
+        """Random integers from ``low`` to ``high - 1``, on the host."""
         return torch.randint(low, high, shape, generator=self.generator)
 
     def place(self, name: str, values: Tensor | list[int]) -> Tensor:
-        """Contiguous, on the device, as the argument of that name."""
+        """A contiguous tensor of these values on the device, for the argument of that name."""
         values, offset = torch.as_tensor(values), int(name in self.misaligned)
         memory = torch.empty(values.numel() + offset, dtype=self.dtypes[name], device=self.device)
         return memory[offset:].view(values.shape).copy_(values)
 
     def normal(self, name: str, *shape: int) -> Tensor:
-        """N(0, 1), contiguous."""
+        """A contiguous tensor drawn from N(0, 1)."""
         return self.place(name, torch.randn(shape, generator=self.generator))
 
     def floats(self, name: str, *shape: int) -> Tensor:
-        """N(0, 1). The greatest common divisor of 16 and all strides but the last is that of the described launch."""
+        """A tensor drawn from N(0, 1), whose strides have the STRIDE_UNIT of the described launch."""
         width = -(-shape[-1] // 16) * 16 + self.unit % 16
         return self.normal(name, *shape[:-1], width)[..., : shape[-1]]

@@ -1,4 +1,4 @@
-"""What the compile matrix has passed: with which Triton, for which architecture, these very kernels."""
+"""With which Triton and for which architectures the current kernels have passed the compile matrix."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ LIST = Path(__file__).parents[2] / "configs" / "compiled.yaml"
 
 
 def passed(triton: str, arch: str) -> bool:
-    """Whether the compile matrix has passed this Triton (any patch level of it) for this architecture."""
+    """Whether the kernels have passed with this minor version of Triton for this architecture."""
     return (".".join(triton.split(".")[:2]), arch) in passed_pairs()
 
 
 @functools.cache
 def passed_pairs() -> frozenset[tuple[str, str]]:
-    """(Triton minor version, architecture), as `nsa/configs/compiled.yaml` lists them; none where there is no file.
+    """(Triton minor version, architecture) of the entries of `nsa/configs/compiled.yaml`; empty without that file.
 
-    An entry counts only if it was recorded with the kernels at hand. Raises ValueError naming the file if it is not as
-    expected.
+    Only entries that were recorded with the current kernels count.
+
+    Raises:
+        ValueError: the file is wrong; the text names it.
     """
     if not LIST.is_file():
         return frozenset()
@@ -30,7 +32,7 @@ def passed_pairs() -> frozenset[tuple[str, str]]:
         entries = yaml.safe_load(LIST.read_text(encoding="utf-8"))["passed"] or []
         listed = [(entry["triton"], entry["arch"], entry["sources"]) for entry in entries]
         if not all(isinstance(word, str) for words in listed for word in words):
-            raise TypeError("3.10 without quotes is 3.1")
+            raise TypeError("a value without quotes, as 3.10, which YAML reads as 3.1")
     except (yaml.YAMLError, KeyError, TypeError) as error:
         expected = "expected a list `passed` of mappings with triton, arch and sources"
         raise ValueError(f"{LIST}: {expected}, got {error!r}") from error

@@ -1,4 +1,4 @@
-"""Memory that does harm where a kernel reads what it has not written. For trials and tests of kernels."""
+"""Memory whose contents spoil the result of a kernel that reads it before writing. For trials and tests of kernels."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 POISON = float("nan")
-AROUND = 64  # elements: addresses stay multiples of 16
+AROUND = 64  # elements, so that addresses stay multiples of 16
 
 
 @contextlib.contextmanager
 def poisoned_workspace(name: str) -> Iterator[None]:
-    """What the kernels of `nsa.kernels.<name>` allocate is full of NaN, and of integers far out of bounds.
+    """Fill the workspace of `nsa.kernels.<name>`, and the memory around it, with NaN or integers far out of bounds.
 
-    So is what lies around it, which no kernel may read either. Memory as it comes may hold what an earlier call rightly
-    left there.
+    Without this, memory may still hold the right values of an earlier call, and hide the error.
     """
     kernels: Any = importlib.import_module(f"nsa.kernels.{name}.plan")  # which imports Triton
     real = kernels.workspace

@@ -1,4 +1,4 @@
-"""What a compiled kernel comes from: the meaning of its source, Triton, the architecture and the driver."""
+"""What a compiled kernel depends on: the meaning of its source, Triton, the architecture and the driver."""
 
 from __future__ import annotations
 
@@ -17,59 +17,60 @@ FOLDER = Path(__file__).parents[1]
 
 
 def kernel_files() -> list[Path]:
-    """All files with a ``@triton.jit``: what kernels are compiled from."""
+    """All files with a ``@triton.jit`` function, which kernels are compiled from."""
     return [path for path in sorted(FOLDER.rglob("*.py")) if "\n@triton.jit" in path.read_text(encoding="utf-8")]
 
 
 @functools.cache
 def kernel_sources() -> str:
-    """A short hash of what our kernels mean, whatever file they are in. The compile matrix records it with what passed.
+    """A short hash of the meaning of all kernels, which does not change when code moves between files.
 
-    Everything but imports and functions of the host counts: kernels read constants of their modules.
+    It covers jit functions and module constants, which kernels read, but neither imports nor functions of the host. The
+    compile matrix records it.
     """
     statements = [x for path in kernel_files() for x in ast.parse(path.read_bytes()).body if _is_compiled(x)]
     return hashlib.sha256("\n".join(sorted(map(_dump, statements))).encode()).hexdigest()[:12]
 
 
 def _is_compiled(x: ast.stmt) -> bool:
-    """Of a module's statements: whether a kernel may be compiled from it."""
+    """Whether a kernel may be compiled from this statement of a module."""
     if isinstance(x, (ast.FunctionDef, ast.ClassDef)):
         return any("jit" in ast.dump(decorator) for decorator in x.decorator_list)
     return not isinstance(x, (ast.Import, ast.ImportFrom)) and not _is_prose(x)
 
 
 def hash_of(paths: Iterable[Path]) -> str:
-    """Of what the files mean, in this order."""
+    """A hash of the meaning of the files, in this order."""
     return hashlib.sha256("\n".join(meaning(path.read_bytes()) for path in paths).encode()).hexdigest()
 
 
 def meaning(source: bytes) -> str:
-    """The syntax tree of a file of Python as text, without comments, docstrings and layout."""
+    """The syntax tree of a Python file as text, without comments, docstrings and layout."""
     return _dump(ast.parse(source))
 
 
 def _dump(x: object) -> str:
-    # Neither `ast.dump` nor `ast.unparse`: what they write differs between Python 3.10 and 3.14. A field that is None
-    # or an empty list is left out, as newer versions add such fields (`type_params`) to the same code.
+    # The results of `ast.dump` and `ast.unparse` differ between Python 3.10 and 3.14. Fields that are None or an empty
+    # list are left out, because newer versions add such fields (`type_params`) to the same code.
     if isinstance(x, list):
         return f"[{','.join(_dump(item) for item in x if not _is_prose(item))}]"
     if not isinstance(x, ast.AST):
         return ascii(x)
     if isinstance(x, ast.Constant):
-        return f"Constant({x.value!a})"  # whose value may be None
-    if isinstance(x, ast.JoinedStr):  # 3.12 has an empty string at the end of some
+        return f"Constant({x.value!a})"  # a value of None counts
+    if isinstance(x, ast.JoinedStr):  # Python 3.12 ends some with an empty string
         x = ast.JoinedStr([y for y in x.values if not (isinstance(y, ast.Constant) and y.value == "")])
     fields = ((name, value) for name, value in ast.iter_fields(x) if value is not None and value != [])
     return f"{type(x).__name__}({','.join(f'{name}={_dump(value)}' for name, value in fields)})"
 
 
 def _is_prose(x: object) -> bool:
-    """Whether it is a statement that is nothing but a string: a docstring, of a function or below a constant."""
+    """Whether a node is a docstring, of a function or below a constant: a statement that is only a string."""
     return isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant) and isinstance(x.value.value, str)
 
 
 def versions(device: torch.device) -> dict[str, Any]:
-    """All but the source that decides what a kernel is compiled to, as JSON holds it."""
+    """All that decides what a kernel is compiled to, except its source; values that JSON can hold."""
     return {
         "torch": torch.__version__,
         "triton": triton_version(),
@@ -91,7 +92,7 @@ def architecture(device: torch.device) -> str:
 
 
 def triton_version() -> str:
-    """Of the Triton that is imported, whatever its package is called."""
+    """Version of the Triton that is imported, for packages of any name."""
     import triton
 
     return str(triton.__version__)
@@ -99,6 +100,6 @@ def triton_version() -> str:
 
 @functools.cache
 def driver_version() -> int | None:
-    """As CUDA counts, 12040 for 12.4; None where torch does not tell."""
+    """CUDA version of the driver, 12040 for 12.4; None where torch does not know it."""
     ask_driver = getattr(torch._C, "_cuda_getDriverVersion", None)
     return None if ask_driver is None else int(ask_driver())

@@ -1,0 +1,74 @@
+"""Sizes, strides and layout of a call, in the form in which all kernels take them."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from nsa.call import Call
+from nsa.kernels.shared.primitives import BATCH, BLOCKS, CACHE, PACKED, RANGES, VARLEN, WHOLE
+
+
+class Geometry(NamedTuple):
+    """What shapes and strides say about a call. Sizes have the names of the kernels' arguments."""
+
+    B: int  # sequences
+    S: int
+    S_kv: int  # keys of a sequence, or of all sequences of a packed batch
+    HKV: int
+    G: int
+    D: int
+    Dv: int
+    n: int  # spans or blocks of a row; 0 for packed rows
+    tokens: int
+    page: int  # keys of a page; 0 without pages
+    pages: int  # pages of the cache
+    layout: int  # BATCH, VARLEN, PACKED or CACHE
+    source: int  # WHOLE, RANGES or BLOCKS
+    packed: bool  # cu_seqlens say where sequences begin
+    strides: tuple[int, ...]  # (batch, position, head) of q, k, v and the output, divided by `unit`
+    unit: int  # the common factor of all strides, at most 16
+    like_q: bool  # a new output has the shape and strides of q
+    stride_tb: int  # entries from one row of the page table to the next
+    copies_table: bool  # the entries of a row of the page table are not contiguous
+
+
+def geometry(call: Call, output: bool = True) -> Geometry:
+    """The geometry of a validated call. ``output``: the kernels also take the strides of an output."""
+    q, k, v, selection = call.q, call.k, call.v, call.selection
+    q_shape, k_shape, Dv = tuple(q.shape), tuple(k.shape), v.shape[-1]
+    sequences = None if call.cu_seqlens_k is None else call.cu_seqlens_k.shape[0] - 1
+    out_stride = contiguous((*q_shape[:-1], Dv)) if call.out is None else call.out.stride()
+    like_q = Dv == q_shape[-1] and q.stride() == contiguous(q_shape)
+    strides: list[tuple[int, ...]] = [q.stride(), k.stride(), v.stride(), out_stride]
+    if selection is None:  # packed rows lack the axis of KV heads and, without sequences, that of positions
+        k_shape = (*k_shape[:-1], 1, k_shape[-1])
+        strides[1:3] = ((*x[:-1], 0, x[-1]) for x in strides[1:3])
+        if sequences is None:
+            q_shape = (q_shape[0], 1, *q_shape[1:])
+            strides[::3] = ((x[0], 0, *x[1:]) for x in strides[::3])
+    B, S = q_shape[:2] if len(q_shape) == 4 else (sequences or 0, q_shape[0])
+    S_kv, HKV = k_shape[-3:-1]
+    pages, page, copies_table, stride_tb, table = 0, 0, False, 0, call.block_table
+    if table is not None:
+        pages, page, width = k_shape[0], S_kv, table.shape[1]
+        S_kv = page * width
+        copies_table = width > 1 and table.stride(1) != 1
+        stride_tb = width if copies_table else table.stride(0)
+    layout = BATCH if sequences is None else PACKED if call.cu_seqlens_q is None else VARLEN
+    source, n = WHOLE, 0
+    if selection is not None:
+        source, n = (RANGES, selection.shape[-2]) if call.block_size is None else (BLOCKS, selection.shape[-1])
+    used = strides if output else strides[:3]
+    flat = [s for x in used for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]  # a 3-D tensor has no batch
+    unit = math.gcd(16, *flat)
+    return Geometry(
+        B, S, S_kv, HKV, q_shape[-2] // HKV, q_shape[-1], Dv, n, math.prod(q_shape[:-2]), page, pages,
+        CACHE.value if call.cache_seqlens is not None else layout.value, source.value, sequences is not None,
+        tuple(s // unit for s in flat), unit, like_q, stride_tb, copies_table,
+    )  # fmt: skip
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a new tensor of this shape."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
