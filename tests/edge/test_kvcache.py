@@ -424,7 +424,7 @@ def test_tables_of_any_strides(device, backend, table, page, index):
 @pytest.mark.parametrize("table", TABLES)
 def test_tables_of_any_strides_where_the_merge_reads_keys(device, table, monkeypatch):
     """Key-major's merge kernel looks pages up, too, where it reads some of a row's blocks itself."""
-    monkeypatch.setattr(key_tiles, "forced", key_tiles.SINGLE._replace(walked=8))
+    monkeypatch.setattr(key_tiles, "forced", key_tiles.FP32._replace(walked=8))
     nsa.settings.reload()  # a plan with other tiles must not serve
     q, cache = sliced(2, PAGE, torch.int32, device)
     selection, seen = {"block_indices": everything(3, 2, device), "block_size": PAGE}, kernel_tables(monkeypatch)

@@ -142,7 +142,12 @@ NSA = of_function(
     "nsa",
     _nsa,
     Contract(
-        takes=("ranges", "blocks"), sequences=True, positions=True, caches=CACHES, lse="e", gradients=True,
+        takes=("ranges", "blocks"),
+        sequences=True,
+        positions=True,
+        caches=CACHES,
+        lse="e",
+        gradients=True,
         repeatable=True,
     ),  # fmt: skip
     declared=True,

@@ -121,9 +121,7 @@ class NotSaved(RuntimeError):
         self.status = status
 
 
-def record(
-    storage: Path, arguments: Sequence[str], cwd: Path, label: str, contestant: str = ""
-) -> list[Path]:
+def record(storage: Path, arguments: Sequence[str], cwd: Path, label: str, contestant: str = "") -> list[Path]:
     """Run pytest in `FILES` processes, one after the other, and keep their files if all runs were green.
 
     Args:
