@@ -219,7 +219,7 @@ def selection_attention_with_kvcache(
         ranges: ``[B, S, HKV, n, 2]``, half-open spans of positions in the sequence. They are independent of pages.
         block_indices: ``[B, S, HKV, n]`` with ``block_size``, instead of ``ranges``.
         block_table: ``[B, width]`` int32 or int64, the pages of each sequence, first positions first. Page numbers may
-            be in any order, and sequences may share pages. A slice ``table[:, :width]`` is not copied.
+            be in any order, and sequences may share pages.
         page_size: optional, only checked: it must equal ``k_cache.shape[1]``.
         causal, scale, max_selected, return_lse, backend, schedule, out: as for :func:`nsa.selection_attention`.
 

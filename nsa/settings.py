@@ -62,10 +62,8 @@ _loaded: tuple[Settings, dict[str, str]] | None = None  # the first three layers
 _layers: ContextVar[tuple[dict[str, Value], ...]] = ContextVar("blocks of `configure`, innermost last", default=())
 _in_force: ContextVar[Settings | None] = ContextVar("settings within `configure` blocks", default=None)
 
-# Autograd's threads have no context of ours. PyTorch hands them what the thread that called `backward()` had stashed.
-_STASH = "nsa.settings"
-_backward_pass = torch._C._current_graph_task_id  # which one this thread works for; -1: none
-_unstash = getattr(torch._C, "_remove_obj_from_tls", None)
+_open: dict[int, Settings] = {}  # what `configure` blocks have in force, by thread
+_backward_pass = torch._C._current_graph_task_id  # the backward pass that this thread works for; -1: none
 
 
 def get() -> Settings:
@@ -94,7 +92,7 @@ def configure(**values: Value) -> AbstractContextManager[Settings]:
 
     The change holds for this thread, or this asyncio task, alone. A backward pass has the settings of its
     forward. What a checkpoint computes again, and the backward of a compiled graph, has those in force where
-    `backward()` is called; before PyTorch 2.13 if that is the main thread, else those of the process.
+    `backward()` is called. Before PyTorch 2.13 those of the process count if several threads have open blocks.
 
     Raises:
         TypeError: an unknown name, or a value of the wrong type. Raised by this call, before the block begins.
@@ -163,12 +161,15 @@ def applied(settings: Settings) -> Iterator[None]:
 
 
 def _of_caller() -> Settings | None:
-    """On a thread of autograd's, what `configure` blocks have in force where `backward()` was called."""
-    stashed = torch._C._get_obj_in_tls(_STASH) if torch._C._is_key_in_tls(_STASH) else None
-    if stashed is None or stashed[0] == threading.get_ident():  # on its own thread the context variable knows better
-        return None
-    settings: Settings = stashed[1]
-    return settings
+    """On a thread of autograd, the settings of the `configure` blocks around the call of `backward()`.
+
+    PyTorch 2.13 hands the context variables of that call to its threads. Before, they are those of the only thread that
+    has open blocks.
+    """
+    if torch._C._is_key_in_tls("context"):
+        context = torch._C._get_obj_in_tls("context")
+        return None if context is None else context.get(_in_force)
+    return next(iter(_open.values())) if len(_open) == 1 else None
 
 
 @contextmanager
@@ -187,20 +188,10 @@ def _apply(layers: tuple[dict[str, Value], ...]) -> None:
     for layer in layers:
         settings = dataclasses.replace(settings, **layer)  # type: ignore[type-var]
     _in_force.set(settings)
-    _stash(settings)
-
-
-def _stash(settings: Settings | None) -> None:
-    """Have autograd's threads see these settings while they work for this thread.
-
-    A thread that ends with something stashed aborts the process. Before PyTorch 2.13, which can remove it, only the
-    main thread stashes.
-    """
-    if settings is None and _unstash is not None:
-        if torch._C._is_key_in_tls(_STASH):
-            _unstash(_STASH)
-    elif _unstash is not None or threading.current_thread() is threading.main_thread():
-        torch._C._stash_obj_in_tls(_STASH, (threading.get_ident(), settings))
+    if settings is None:
+        _open.pop(threading.get_ident(), None)
+    else:
+        _open[threading.get_ident()] = settings
 
 
 def _first() -> tuple[Settings, dict[str, str]]:

@@ -56,11 +56,10 @@ class Trial(Likeness):
         self.out = self.floats("o_ptr", *lead, heads, c.get("Dv", 64)).fill_(POISON)
         if layout == p.CACHE.value:  # one length exceeds the cache, and two page numbers are out of range
             self.about["cache_seqlens"] = self.place("cu_k_ptr", [S_kv - 7, S_kv + 3])
-            if page:  # the table is a slice of a wider one
+            if page:
                 order = torch.randperm(2 * width, generator=self.generator).view(2, width)
                 order[0, 0], order[1, -1] = -1, 2 * width + 1
-                wider = torch.cat((order, torch.full((2, 3), -1)), 1)
-                self.about["block_table"] = self.place("table_ptr", wider)[:, :width]
+                self.about["block_table"] = self.place("table_ptr", order)
         elif layout == p.PACKED.value:
             self.about["cu_seqlens_k"] = self.place("cu_k_ptr", [0, 7, 7, S_kv - 9, S_kv - 1, S_kv + 3])
         elif layout == p.VARLEN.value:

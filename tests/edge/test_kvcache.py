@@ -11,7 +11,6 @@ import torch
 import nsa
 from nsa import ops
 from nsa.call import Call
-from nsa.kernels.key_major import tiles as key_tiles
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
 
@@ -139,7 +138,7 @@ def test_a_pool_without_pages(device, backend):
 
 def test_packing_copies_no_pool(device, monkeypatch):
     """Where K and V are halves of one tensor, packed SDPA gathers from it as it lies."""
-    from nsa.plain import spans
+    from nsa import spans
 
     cache = caches.draw([40, 64], 4 * ROOM, PAGE, device=device)
     both = torch.stack((cache.k, cache.v), 1)  # [pages, 2, page, HKV, D]
@@ -156,7 +155,7 @@ def test_packing_copies_no_pool(device, monkeypatch):
 
 def test_packing_copies_of_a_shared_pool_its_own_part(device, monkeypatch):
     """A row of zeros for padding is appended to a copy of the keys, not of all layers' that lie between them."""
-    from nsa.plain import spans
+    from nsa import spans
 
     cache = caches.draw([40, 64], ROOM, PAGE, device=device)
     pool = torch.stack((cache.k, cache.v, cache.k, cache.v), 1)  # [pages, layers and K or V, page, HKV, D]
@@ -365,99 +364,6 @@ def test_errors_call_caches_what_the_caller_does(device):
     ):
         with pytest.raises((TypeError, ValueError), match=re.escape(said)):
             call(queries(2, device=device), caches.Cache(k, v, cache.cache_seqlens, cache.block_table), **selection)
-
-
-# A page table of [B, width] whose rows are further apart, and whether its rows are contiguous.
-TABLES = {
-    "slice": (lambda table: wider(table)[:, : table.shape[1]], True),
-    "rows": (lambda table: wider(table).repeat_interleave(2, 0)[::2, : table.shape[1]], True),
-    "columns": (lambda table: table.t().contiguous().t(), False),
-    "every-second-entry": (lambda table: table.repeat_interleave(2, 1)[:, ::2], False),
-}
-
-
-def wider(table, more=12):
-    """A table with `more` entries a row, each a page of NaN: the address of a row stays a multiple of 16 bytes."""
-    return torch.cat((table, table.new_zeros(table.shape[0], more)), 1)
-
-
-def sliced(S, page, index, device):
-    """Queries, and a cache whose page 0 is NaN and of no sequence."""
-    cache = caches.draw([17, ROOM, 50], ROOM, page, index=index, device=device)
-    k, v = (torch.cat((torch.full_like(x[:1], math.nan), x)) for x in (cache.k, cache.v))
-    table = torch.where(cache.block_table >= 0, cache.block_table + 1, cache.block_table)
-    return queries(3, S, device=device), caches.Cache(k, v, cache.cache_seqlens, table)
-
-
-def kernel_tables(monkeypatch):
-    """The page tables that kernels are launched with, as they come."""
-    from nsa.kernels.shared.launch import Variant
-
-    seen, launch = [], Variant.launch
-
-    def spy(self, grid, device, tensors, numbers, common=True):
-        given = dict(zip(self.kernel.arg_names, (*tensors, *numbers), strict=False))
-        if given.get("table_ptr") is not None:
-            seen.append((given["table_ptr"], given["stride_tb"]))
-        return launch(self, grid, device, tensors, numbers, common)
-
-    monkeypatch.setattr(Variant, "launch", spy)
-    return seen
-
-
-@pytest.mark.parametrize(("page", "index"), [(8, torch.int32), (32, torch.int64)], ids=["page8-int32", "page32-int64"])
-@pytest.mark.parametrize("table", TABLES)
-def test_tables_of_any_strides(device, backend, table, page, index):
-    """The same bits as with a contiguous table."""
-    q, cache = sliced(2, page, index, device)
-    blocks = everything(3, 2, device)
-    spans = torch.tensor([[0, 3], [7, ROOM]], dtype=torch.int32, device=device).expand(3, 2, 2, 2, 2).contiguous()
-    other = caches.Cache(cache.k, cache.v, cache.cache_seqlens, TABLES[table][0](cache.block_table))
-    assert torch.equal(other.block_table, cache.block_table)
-    assert not other.block_table.is_contiguous()
-    for selection in ({"block_indices": blocks, "block_size": PAGE}, {"ranges": spans}):
-        want, got = call(q, cache, backend, **selection), call(q, other, backend, **selection)
-        assert not want[0].isnan().any()
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("table", TABLES)
-def test_tables_of_any_strides_where_the_merge_reads_keys(device, table, monkeypatch):
-    """Key-major's merge kernel looks pages up, too, where it reads some of a row's blocks itself."""
-    monkeypatch.setattr(key_tiles, "forced", key_tiles.FP32._replace(walked=8))
-    nsa.settings.reload()  # a plan with other tiles must not serve
-    q, cache = sliced(2, PAGE, torch.int32, device)
-    selection, seen = {"block_indices": everything(3, 2, device), "block_size": PAGE}, kernel_tables(monkeypatch)
-    want = call(q, cache, "key_major", **selection)
-    got = call(q, cache, "key_major", **selection, block_table=TABLES[table][0](cache.block_table))
-    nsa.settings.reload()
-    assert len(seen) == 4  # two kernels of each call
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("backend", ["triton", "key_major"])
-def test_a_slice_of_a_table_is_not_copied(device, backend, table, monkeypatch):
-    q, cache = sliced(2, PAGE, torch.int32, device)
-    cut, contiguous = TABLES[table]
-    other = cut(cache.block_table)
-    blocks, seen = everything(3, 2, device), kernel_tables(monkeypatch)
-    call(q, cache, backend, block_indices=blocks, block_size=PAGE, block_table=other)
-    assert seen
-    for read, stride in seen:
-        assert (read.data_ptr() == other.data_ptr()) == contiguous
-        assert stride == read.stride(0)
-        assert read.stride(1) == 1
-
-
-def test_a_table_that_repeats_one_row(device, backend):
-    """`expand` gives it a stride of 0."""
-    cache = caches.draw([40, 40], ROOM, PAGE, device=device)
-    q, selection = queries(2, device=device), {"block_indices": everything(2, 1, device), "block_size": PAGE}
-    shared = cache.block_table[:1].expand(2, -1)
-    want = call(q, cache, backend, **selection, block_table=shared.contiguous())
-    got = call(q, cache, backend, **selection, block_table=shared)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("page", [None, PAGE], ids=["contiguous", "paged"])

@@ -26,7 +26,7 @@ from nsa.kernels.shared.primitives import (
 )
 
 RUNTIME = "B S S_kv HKV heads head0 n size slots first window index windows work slot_bits tokens passed pages".split()
-RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh tb".split()]
+RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()]
 
 
 @triton.jit
@@ -86,7 +86,6 @@ def _partial_kernel(
     stride_vn,
     stride_vh,
     scale,
-    stride_tb,
     G: tl.constexpr,
     D: tl.constexpr,
     Dv: tl.constexpr,
@@ -137,7 +136,7 @@ def _partial_kernel(
         if PAGE:
             k_off = tl.zeros([], tl.int64)
             v_off = tl.zeros([], tl.int64)
-            table_row = table_ptr + seq.to(tl.int64) * stride_tb
+            table_row = table_ptr + seq.to(tl.int64) * (S_kv // PAGE)
         q_off = seq.to(tl.int64) * stride_qb
         lead = first - seq * S  # query = token of the window + lead
         shift = seqlen_k - S  # position = query + shift
@@ -299,7 +298,6 @@ def _merge_kernel(
     stride_os,
     stride_oh,
     scale,
-    stride_tb,
     G: tl.constexpr,
     D: tl.constexpr,
     Dv: tl.constexpr,
@@ -365,7 +363,7 @@ def _merge_kernel(
         if PAGE:
             k_base = k_ptr + tl.cast(head_kv, tl.int64) * stride_kh * STRIDE_UNIT
             v_base = v_ptr + tl.cast(head_kv, tl.int64) * stride_vh * STRIDE_UNIT
-            table_row = table_ptr + tl.cast(seq, tl.int64) * stride_tb
+            table_row = table_ptr + tl.cast(seq, tl.int64) * (S_kv // PAGE)
         elif LAYOUT == BATCH or LAYOUT == CACHE:
             k_base = k_ptr + (tl.cast(seq, tl.int64) * stride_kb + tl.cast(head_kv, tl.int64) * stride_kh) * STRIDE_UNIT
             v_base = v_ptr + (tl.cast(seq, tl.int64) * stride_vb + tl.cast(head_kv, tl.int64) * stride_vh) * STRIDE_UNIT

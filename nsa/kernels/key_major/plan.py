@@ -93,7 +93,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
         ONE_TILE=listed <= tile.BLOCK_N, WIDE=farthest > WIDE_FROM, G=G, D=D, Dv=Dv, SOURCE=g.source, LAYOUT=g.layout,
         PAGE=g.page, CAUSAL=call.causal, STRIDE_UNIT=g.unit, INPUT_PRECISION="ieee",
     )  # fmt: skip
-    narrow = max(g.B, g.S, S_kv, HKV, n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
+    narrow = max(g.B, g.S, S_kv, HKV, n, size, *g.strides, g.pages) <= INT32_MAX
     return Launch(*variants, device, sized, windows, tile, g, size, narrow, 1.0 / math.sqrt(D))
 
 
@@ -226,12 +226,9 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     launches[route] += 1
     selection = call.selection.contiguous()
     lengths = call.cu_seqlens_k if call.cache_seqlens is None else call.cache_seqlens
-    q_positions, cu_seqlens_q, lengths = (
-        x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths)
+    q_positions, cu_seqlens_q, lengths, block_table = (
+        x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths, call.block_table)
     )
-    block_table = call.block_table
-    if block_table is not None and g.copies_table:
-        block_table = block_table.contiguous()
     about = (q_positions, cu_seqlens_q, lengths)
     scale = launch.scale if call.scale is None else call.scale
     heads, most = w.heads, w.most
@@ -258,16 +255,12 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
                 launch.partial.launch(
                     (w.work, heads, -(-g.G // tile.HEADS)), device,
                     (q, k, v, parts, part_lse, selection, *about, block_table, span, unit, work),
-                    (
-                        *sizes, here, w.window, i, most, w.work, w.slot_bits, g.pages, *g.strides[:9], scale,
-                        g.stride_tb,
-                    ),
-                    narrow,
+                    (*sizes, here, w.window, i, most, w.work, w.slot_bits, g.pages, *g.strides[:9], scale), narrow,
                 )  # fmt: skip
             now = min(w.window, tokens - i * w.window)
             (launch.merge if lse is None else launch.merge_lse).launch(
                 (now * heads, -(-g.G // tile.merge_heads), 1), device,
                 (parts, part_lse, block, q, k, v, out, lse, selection, *about, block_table),
-                (*sizes, here, now, i * w.window, g.pages, *g.strides, scale, g.stride_tb), narrow,
+                (*sizes, here, now, i * w.window, g.pages, *g.strides, scale), narrow,
             )  # fmt: skip
     return out, lse

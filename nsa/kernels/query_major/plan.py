@@ -38,8 +38,6 @@ class Launch(NamedTuple):
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
     like_q: bool  # a new output has the shape and strides of q
-    stride_tb: int  # entries from one row of the page table to the next
-    copies_table: bool  # the entries of a row of the page table are not contiguous
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -100,8 +98,8 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     grid = (programs, 1, 1) if merged else (programs, splits, 1)
     sizes = (g.B, g.S, S_kv, g.n, size, g.pages, *g.strides)
     return Launch(
-        variant, variant_lse, device, grid, splits, merged, g.tokens, sizes, max(*sizes, g.stride_tb) <= INT32_MAX,
-        1.0 / math.sqrt(D), g.like_q, g.stride_tb, g.copies_table,
+        variant, variant_lse, device, grid, splits, merged, g.tokens, sizes, max(sizes) <= INT32_MAX,
+        1.0 / math.sqrt(D), g.like_q,
     )  # fmt: skip
 
 
@@ -208,8 +206,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
     if cache_seqlens is not None:
         cu_seqlens_k = cache_seqlens.contiguous()
-        if block_table is not None and launch.copies_table:
-            block_table = block_table.contiguous()
+        block_table = None if block_table is None else block_table.contiguous()
     variant = launch.variant if lse is None or parts is not None else launch.variant_lse
     variant.launch(
         launch.grid,
@@ -218,7 +215,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
             q, k, v, out, None if parts is not None else lse, parts, selection, q_positions, cu_seqlens_q,
             cu_seqlens_k, block_table,
         ),
-        (*launch.sizes, launch.scale if scale is None else scale, launch.stride_tb),
+        (*launch.sizes, launch.scale if scale is None else scale),
         launch.narrow,
     )  # fmt: skip
     launches[route] += 1

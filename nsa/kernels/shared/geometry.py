@@ -29,8 +29,6 @@ class Geometry(NamedTuple):
     strides: tuple[int, ...]  # (batch, position, head) of q, k, v and the output, divided by `unit`
     unit: int  # the common factor of all strides, at most 16
     like_q: bool  # a new output has the shape and strides of q
-    stride_tb: int  # entries from one row of the page table to the next
-    copies_table: bool  # the entries of a row of the page table are not contiguous
 
 
 def geometry(call: Call, output: bool = True) -> Geometry:
@@ -49,12 +47,10 @@ def geometry(call: Call, output: bool = True) -> Geometry:
             strides[::3] = ((x[0], 0, *x[1:]) for x in strides[::3])
     B, S = q_shape[:2] if len(q_shape) == 4 else (sequences or 0, q_shape[0])
     S_kv, HKV = k_shape[-3:-1]
-    pages, page, copies_table, stride_tb, table = 0, 0, False, 0, call.block_table
-    if table is not None:
-        pages, page, width = k_shape[0], S_kv, table.shape[1]
-        S_kv = page * width
-        copies_table = width > 1 and table.stride(1) != 1
-        stride_tb = width if copies_table else table.stride(0)
+    pages, page = 0, 0
+    if call.block_table is not None:
+        pages, page = k_shape[0], S_kv
+        S_kv = page * call.block_table.shape[1]
     layout = BATCH if sequences is None else PACKED if call.cu_seqlens_q is None else VARLEN
     source, n = WHOLE, 0
     if selection is not None:
@@ -65,7 +61,7 @@ def geometry(call: Call, output: bool = True) -> Geometry:
     return Geometry(
         B, S, S_kv, HKV, q_shape[-2] // HKV, q_shape[-1], Dv, n, math.prod(q_shape[:-2]), page, pages,
         CACHE.value if call.cache_seqlens is not None else layout.value, source.value, sequences is not None,
-        tuple(s // unit for s in flat), unit, like_q, stride_tb, copies_table,
+        tuple(s // unit for s in flat), unit, like_q,
     )  # fmt: skip
 
 
