@@ -138,7 +138,7 @@ def test_a_pool_without_pages(device, backend):
 
 def test_packing_copies_no_pool(device, monkeypatch):
     """Where K and V are halves of one tensor, packed SDPA gathers from it as it lies."""
-    from nsa import spans
+    from nsa.plain import spans
 
     cache = caches.draw([40, 64], 4 * ROOM, PAGE, device=device)
     both = torch.stack((cache.k, cache.v), 1)  # [pages, 2, page, HKV, D]
@@ -155,7 +155,7 @@ def test_packing_copies_no_pool(device, monkeypatch):
 
 def test_packing_copies_of_a_shared_pool_its_own_part(device, monkeypatch):
     """A row of zeros for padding is appended to a copy of the keys, not of all layers' that lie between them."""
-    from nsa import spans
+    from nsa.plain import spans
 
     cache = caches.draw([40, 64], ROOM, PAGE, device=device)
     pool = torch.stack((cache.k, cache.v, cache.k, cache.v), 1)  # [pages, layers and K or V, page, HKV, D]
