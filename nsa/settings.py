@@ -169,7 +169,8 @@ def _of_caller() -> Settings | None:
     if torch._C._is_key_in_tls("context"):
         context = torch._C._get_obj_in_tls("context")
         return None if context is None else context.get(_in_force)
-    return next(iter(_open.values())) if len(_open) == 1 else None
+    blocks = list(_open.values())  # one look: other threads begin and end blocks meanwhile
+    return blocks[0] if len(blocks) == 1 else None
 
 
 @contextmanager

@@ -181,7 +181,7 @@ def test_other_shapes_have_no_hint(attend, device, case):
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_shapes_that_fit_either_way_are_served(attend, device, heads):
-    """As many positions as heads: whatever the caller meant, the call is right."""
+    """With as many positions as heads, both layouts have these shapes, and no hint is made."""
     picked = torch.zeros(B, heads, heads, N, dtype=torch.int32, device=device)
     q, k = rand(B, heads, heads, D).to(device), rand(B, heads, heads, D).to(device)
     assert nsa.selection_attention(q, k, k, block_indices=picked, block_size=16, **attend.keywords).shape == q.shape

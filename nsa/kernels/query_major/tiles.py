@@ -265,7 +265,7 @@ def measured(
 ) -> Choice | None:
     """The choice of the nearest shape that a sweep measured on this GPU; None if no shape is near.
 
-    ``rows`` None: the nearest shape of at least ``full`` rows, whatever their number.
+    ``rows`` None: the nearest shape among those of at least ``full`` rows.
     """
     if name is None or itemsize != 2 or G > MAX_HEADS or bound == 0 or rows == 0:
         return None
