@@ -283,7 +283,10 @@ def best(f):
 
 def state():
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    return kept, list(sys.path), list(sys.meta_path), list(warnings.filters)
+    return kept, list(sys.path), list(sys.meta_path), list(warnings.filters), loaded("torch", "nsa", "triton", "numpy")
+
+def loaded(*names):
+    return [name for name in names if name in sys.modules]
 
 class Probe:
     def pytest_load_initial_conftests(self, early_config, parser, args):
@@ -302,9 +305,11 @@ def imported():
     sys.modules.pop("nsa_pytest", None)
     importlib.import_module("nsa_pytest")
 
+before = state()
 found = {"import": best(imported)}
+assert state() == before
 found["status"] = pytest.main(["perf"], plugins=[Probe()])
-found["modules"] = [name for name in ("torch", "nsa", "triton", "numpy") if name in sys.modules]
+found["modules"] = loaded("torch", "nsa", "triton")  # another plugin may import NumPy
 print(json.dumps(found))
 """
 

@@ -361,7 +361,10 @@ def test_an_interrupt_ends_the_child(call, inject, monkeypatch, tmp_path):
 
 
 def test_one_child_for_a_training_step(draw, same, started, kept):
-    """CPU seconds, which other processes of this machine do not add to: no more than 20 s of it pass on two cores."""
+    """CPU seconds, which other processes of this machine do not add to. On a GPU ptxas takes more of them, and CUDA starts
+    in two processes: at most 20 s of two cores there.
+    """
+    at_most = 20.0 if current_lane() == "interpreter" else 2 * 20.0
 
     def cpu_seconds():
         usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -372,7 +375,7 @@ def test_one_child_for_a_training_step(draw, same, started, kept):
     o = nsa.selection_attention(*qkv, block_indices=same([1, -1, 0], 1, 8, 2), block_size=4, schedule="key_major")
     o.sum().backward()
     parent.end_child()
-    assert cpu_seconds() - began < 20.0
+    assert cpu_seconds() - began < at_most
     assert {record.route for record in nsa.routes()} == {"key_major", "backward"}
     assert len(kept()) == 13, "variants of kernels"
     assert len(started) <= 2
