@@ -94,7 +94,8 @@ def selection_attention(
 
     Args:
         q: ``[B, S, HQ, D]``, or ``[T, HQ, D]`` with ``cu_seqlens``, of any strides with a contiguous last dim. fp16,
-            bf16 or fp32; fp64 for backends ``reference`` and ``sdpa``. ``G`` is 1 to 128, ``D`` and ``Dv`` 16 to 256.
+            bf16 or fp32; fp64 for backends ``reference`` and ``sdpa``. ``G = HQ / HKV`` is 1 to 128, ``D`` and ``Dv``
+            are 16 to 256.
         k: ``[B, S_kv, HKV, D]`` or ``[T_kv, HKV, D]``.
         v: ``[B, S_kv, HKV, Dv]`` or ``[T_kv, HKV, Dv]``.
         ranges: ``[B, S, HKV, n, 2]`` (varlen ``[T, HKV, n, 2]``) int32 or int64: half-open key spans, counted from the
@@ -108,10 +109,12 @@ def selection_attention(
         cu_seqlens: ``[B + 1]`` int32 or int64, cumulative lengths of varlen sequences, or a pair ``(cu_seqlens_q,
             cu_seqlens_k)``. The values are not checked, because that would sync. The first sequence always begins at
             token 0, and tokens after the last sequence select nothing.
-        max_selected: host bound on ``L``. It decides route, tiles and splits, and saves packed SDPA a device sync. If a
-            row selects more keys, its result is undefined, but no read leaves the tensors.
+        max_selected: host bound on the keys of a row, counted with duplicates. It decides route, tiles and splits, and
+            saves packed SDPA a device sync. If a row selects more keys, its result is undefined, but no read leaves
+            the tensors.
         return_lse: also return the natural log-sum-exp of the scaled scores.
-        backend: ``auto`` routes and falls back. ``triton``, ``sdpa`` (packed) and ``reference`` never fall back.
+        backend: ``auto`` chooses by thresholds measured on the GPU, and falls back to packed SDPA where a kernel
+            cannot run or fails. ``triton``, ``sdpa`` (packed SDPA) and ``reference`` never fall back.
         schedule: what a program of a Triton kernel computes. ``query_major``: one row with all heads of its group;
             ``per_head``: one head of a row; ``key_major``: one block of keys, for all queries that selected it.
             ``auto`` uses key-major for prefills with block indices if that was measured to be faster (`nsa.routing`).
@@ -121,8 +124,8 @@ def selection_attention(
     ``q``, ``k`` and ``v`` have gradients, through both ``O`` and ``LSE`` and in their own dtypes; the selection has
     none. Gradients are bitwise equal from run to run. A NaN or inf of a query or of ``dO`` may reach dK and dV of keys
     that are clamped away, if they are in a block that the query selected. For long prompts with ``ranges``, pass
-    ``max_selected``; otherwise the backward pass works in many small windows. Only ``reference``, and ``sdpa`` under
-    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``, can be differentiated twice.
+    ``max_selected``; otherwise the backward pass works in many small windows, which is slow. Only ``reference``, and
+    ``sdpa`` under ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``, can be differentiated twice.
 
     ``torch.vmap`` is refused. Under other transforms of ``torch.func`` calls run on ``sdpa`` or ``reference``. In
     forward-mode AD they run on ``reference``, and must not be compiled. ``torch.autocast`` casts ``q``, ``k`` and ``v``
@@ -229,11 +232,12 @@ def selection_attention_with_kvcache(
 
     Returns:
         ``O`` ``[B, S, HQ, Dv]`` in ``q``'s dtype. With ``return_lse`` also ``LSE`` ``[B, S, HQ]``, fp32 (fp64 for
-        fp64). A backward pass raises. ``torch.autocast`` casts nothing, because the dtype of a cache is fixed.
+        fp64). Calling ``backward()`` on a result raises. ``torch.autocast`` casts nothing, because the dtype of a cache
+        is fixed.
 
     Raises:
         ValueError, TypeError: a shape, dtype, device or option is not as above. The text says what was expected.
-        RuntimeError: a tensor has a tangent; ``torch.func`` transforms a tensor; or as for
+        RuntimeError: a tensor is a dual tensor of forward-mode AD; ``torch.func`` transforms a tensor; or as for
             :func:`nsa.selection_attention`.
     """
     if wrong:

@@ -46,7 +46,7 @@ OF_THE_DRIVER = frozenset((
 
 
 class RouteRecord(NamedTuple):
-    """How often a route was taken for one reason."""
+    """How often calls took one route (`routes` lists the names) for one reason, since the process started."""
 
     route: str
     reason: str

@@ -67,7 +67,10 @@ def _named(call: Call) -> dict[str, Tensor]:
 def sel_attn_fwd_dense(
     Q: Tensor, K: Tensor, V: Tensor, *, scale: float | None = None, return_lse: bool = False, out: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of packed rows of ``L`` keys. A program computes one head (route ``per_head``, for comparison).
+    """Attention of rows whose ``L`` selected keys are packed side by side. A row has ``H`` query heads and one KV head.
+
+    Each program of the Triton kernel computes one head of a row (route ``per_head``). It is kept for comparison:
+    :func:`sel_attn_fwd_dense_group` reads the keys of a row once.
 
     Args:
         Q: ``[N, H, D]``, fp16, bf16 or fp32.
@@ -105,7 +108,10 @@ def sel_attn_fwd_varlen(
     return_lse: bool = False,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of packed rows of any lengths. A program computes one head (route ``per_head``, for comparison).
+    """Attention of packed rows of different lengths, one after another in ``K_all`` and ``V_all``.
+
+    Each program of the Triton kernel computes one head of a row (route ``per_head``). It is kept for comparison:
+    :func:`sel_attn_fwd_varlen_group` reads the keys of a row once.
 
     Args:
         Q: ``[N, H, D]``, fp16, bf16 or fp32.

@@ -90,9 +90,13 @@ def sources() -> dict[str, str]:
 def configure(**values: Value) -> AbstractContextManager[Settings]:
     """Change settings inside a `with` block. Blocks nest, and the end of a block undoes its changes.
 
-    The change holds for this thread, or this asyncio task, alone. A backward pass has the settings of its
-    forward. What a checkpoint computes again, and the backward of a compiled graph, has those in force where
-    `backward()` is called. Before PyTorch 2.13 those of the process count if several threads have open blocks.
+    The change holds for this thread, or this asyncio task, alone. A backward pass uses the settings of its
+    forward pass. A checkpoint that is computed again, and the backward pass of a compiled graph, use the settings in
+    force where `backward()` is called. Before PyTorch 2.13, if several threads have open blocks, these two use the
+    settings outside all blocks.
+
+    Args:
+        values: names and values as in :class:`Settings`.
 
     Raises:
         TypeError: an unknown name, or a value of the wrong type. Raised by this call, before the block begins.

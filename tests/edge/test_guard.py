@@ -361,8 +361,8 @@ def test_an_interrupt_ends_the_child(call, inject, monkeypatch, tmp_path):
 
 
 def test_one_child_for_a_training_step(draw, same, started, kept):
-    """CPU seconds, which other processes of this machine do not add to. On a GPU ptxas takes more of them, and CUDA starts
-    in two processes: at most 20 s of two cores there.
+    """CPU seconds, which other processes of this machine do not add to. For a GPU ptxas works and CUDA starts in two
+    processes: at most 20 s of two cores there.
     """
     at_most = 20.0 if current_lane() == "interpreter" else 2 * 20.0
 

@@ -204,8 +204,8 @@ def contestant(**contract: Any) -> Callable[[Callable[..., Any]], Declared]:
         def attend(q, k, v, block_indices, block_size, scale):
             return my_kernel(q, k, v, block_indices, block_size, scale)
 
-    The suite passes q, k and v in order, and those of the other arguments (`named.ARGUMENTS`) that the adapter's
-    signature names.
+    The suite passes q, k and v by position. It passes other arguments (`named.ARGUMENTS`) by name, if the adapter's
+    signature has them.
 
     Args:
         contract: fields of `Contract`.
