@@ -116,8 +116,10 @@ def selection_attention(
         backend: ``auto`` chooses by thresholds measured on the GPU, and falls back to packed SDPA where a kernel
             cannot run or fails. ``triton``, ``sdpa`` (packed SDPA) and ``reference`` never fall back.
         schedule: what a program of a Triton kernel computes. ``query_major``: one row with all heads of its group;
-            ``per_head``: one head of a row; ``key_major``: one block of keys, for all queries that selected it.
-            ``auto`` uses key-major for prefills with block indices if that was measured to be faster (`nsa.routing`).
+            ``per_head``: one head of a row; ``key_major``: one block of keys, for all queries that selected it;
+            ``union`` (block indices, up to 32 heads a group): neighbouring queries, and each block that any of them
+            selected, where they share enough blocks, and key-major elsewhere. ``auto`` uses union and key-major for
+            prefills with block indices if that was measured to be faster (`nsa.routing`).
             In key-major, a NaN or inf of a key may reach rows that selected its block, even if the key is clamped away.
         out: ``[..., HQ, Dv]``, memory for the result; its elements must not overlap.
 

@@ -62,8 +62,8 @@ _broken: dict[Any, str] = {}  # causes of failures, by `_suspect`
 def routes() -> list[RouteRecord]:
     """The routes that ran in this process, why, and how often; the most frequent first.
 
-    Routes are ``dense_group``, ``varlen_group``, ``ranges``, ``blocks``, ``per_head``, ``key_major``, ``backward``,
-    ``sdpa`` and ``reference``.
+    Routes are ``dense_group``, ``varlen_group``, ``ranges``, ``blocks``, ``per_head``, ``key_major``, ``union``,
+    ``backward``, ``sdpa`` and ``reference``.
     """
     return [RouteRecord(route, reason, calls) for (route, reason), calls in _taken.most_common()]
 

@@ -31,6 +31,7 @@ WORDS = {
     "ranges": "query-major",
     "blocks": "query-major",
     "key_major": "key-major",
+    "union": "unions of neighbouring queries' blocks",
     "per_head": "query-major, a head a program",
     "sdpa": "packed SDPA",
     "reference": "the gather reference",

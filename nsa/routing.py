@@ -1,8 +1,9 @@
 """Chooses the implementation that serves a call, from metadata and settings. It never reads the device.
 
-Two Triton kernels can serve block indices. Query-major reads the selected keys anew for every query. Key-major reads a
-block once for all queries that selected it, and merges partial results afterwards, which is faster for small groups and
-many queries. The crossover, in queries, is measured (`pytest -m perf tests/perf/test_crossover.py
+Three Triton kernels can serve block indices. Query-major reads the selected keys anew for every query. Key-major reads
+a block once for all queries that selected it, and merges partial results afterwards, which is faster for small groups
+and many queries. Union reads a block once for a few neighbouring queries; the device decides for which of them, and
+key-major serves the others. The crossover, in queries, is measured (`pytest -m perf tests/perf/test_crossover.py
 --nsa-update-schedules`) and stored in the GPU's file (`nsa/gpu.py`).
 """
 
@@ -18,12 +19,15 @@ from nsa import gpu, settings
 from nsa.call import Call
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import tiles
+from nsa.kernels.union import tiles as union_tiles
 from nsa.torch_modes import forward_mode
 from nsa.validate import Dims, check, check_rows
 
 MIN_CAPABILITY = 80  # ten times the compute capability
 PLAIN = ("sdpa", "reference")  # routes in plain PyTorch, which PyTorch can differentiate
 MAX_PLANS = 4096
+FAMILIES: dict[str, Any] = {"key_major": key_tiles, "union": union_tiles}
+"""Tiles of the schedules that are kernel families of their own; `query_major` serves all other routes."""
 
 STAND_IN = "NVIDIA H100 80GB HBM3"
 """The GPU whose crossover is used on a GPU without one. The crossover depends far more on the group size than on the
@@ -35,6 +39,7 @@ MIN_SLOTS = 4
 BLOCK_SIZES = (16, 128)
 MIN_BOUND = 512  # keys
 MAX_HEAD_DIM = 128
+UNION_GROUPS = range(4, 33)  # smaller groups leave a tile's rows empty, larger ones fill it with one token
 CHUNK = 8  # keys per query from which on a call counts as a chunk of a longer prompt, which has a crossover of its own
 
 
@@ -134,13 +139,18 @@ def make_plan(call: Call) -> Plan:
         sdpa_layout=layout,
         debug=current.debug_timing or current.debug_compare or current.debug_shapes or current.debug_cache,
     )
-    if kernel != "key_major":
+    if kernel not in FAMILIES:
         return chosen
-    key_major = chosen._replace(module="key_major", tiles=key_tiles, kernel=f"key_major {call.block_size} {signature}")
-    if chosen.named or route != "key_major":
-        return key_major
     spans = "ranges" if call.block_size is None else "blocks"
-    return key_major._replace(instead=chosen._replace(route=spans, kernel=f"{spans} {signature}", launches={}))
+    others = {"union": ("key_major", spans), "key_major": (spans,)}[kernel]
+    served_by: Plan | None = None
+    for name in (*reversed(others), kernel):
+        here = chosen._replace(route=name, kernel=f"{name} {signature}", launches={}, instead=served_by)
+        if name in FAMILIES:
+            here = here._replace(module=name, tiles=FAMILIES[name], kernel=f"{name} {call.block_size} {signature}")
+        served_by = here
+    assert served_by is not None
+    return served_by if route == kernel and not chosen.named else served_by._replace(route=route, instead=None)
 
 
 def _device_facts(device: torch.device) -> tuple[str | None, str, str | None]:
@@ -218,7 +228,7 @@ def triton_route(call: Call, dims: Dims, device_name: str | None) -> tuple[str, 
     Args:
         device_name: the GPU, as CUDA names it. None without a GPU: then key-major runs only if the caller names it.
     """
-    if call.schedule in ("key_major", "per_head"):
+    if call.schedule in ("key_major", "union", "per_head"):
         return call.schedule, None
     if call.schedule == "auto" and not call.settings.sel_triton_group:
         return "per_head", None
@@ -231,7 +241,8 @@ def triton_route(call: Call, dims: Dims, device_name: str | None) -> tuple[str, 
         start = key_major_from(device_name, dims.G, S_kv >= CHUNK * queries)
         taken = takes_key_major(start, queries, call.q.dtype, dims.n, call.block_size, dims.bound, max(dims.D, dims.Dv))
         if taken and key_tiles.pays(dims.B, queries, S_kv, dims.S_kv, dims.HKV, dims.n, call.block_size):
-            return "key_major", _why(device_name, dims.G, start)
+            union = dims.G in UNION_GROUPS and union_tiles.fits(dims.S_kv, call.block_size)
+            return "union" if union else "key_major", _why(device_name, dims.G, start)
     return "blocks", None
 
 

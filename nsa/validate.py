@@ -18,7 +18,7 @@ from nsa.call import Call
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
 BACKENDS = ("auto", "triton", "sdpa", "reference")
-SCHEDULES = ("auto", "query_major", "key_major", "per_head")
+SCHEDULES = ("auto", "query_major", "key_major", "union", "per_head")
 MAX_GROUP = 128
 HEAD_DIMS = (16, 256)
 MAX_ROOM = 2**30 - 256  # keys of a sequence in a page table: the ends of their blocks and tiles must fit int32

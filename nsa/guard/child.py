@@ -81,9 +81,11 @@ def watch(what: dict[str, Any]) -> list[dict[str, Any]]:
     from nsa.kernels.key_major import plan as key_major
     from nsa.kernels.query_major import plan as query_major
     from nsa.kernels.shared import combine
+    from nsa.kernels.union import plan as union
 
     settings.reload()  # forgets plans and variants, whose tiles an earlier trial chose
-    for variants in (query_major._variant, combine._variant, key_major._variants, backward._variants):
+    families = query_major._variant, combine._variant, key_major._variants, union._variants, backward._variants
+    for variants in families:
         variants.cache_clear()
     seen: list[dict[str, Any]] = []
 

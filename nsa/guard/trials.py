@@ -157,10 +157,10 @@ class Trial(Likeness):
         select, spans = tiles.select, self.c.get("SPANS", 1)
         fields |= module.tile_fields(self.kernel, self.c, self.options)
         # The parent's cache may be so large that its kernel holds fewer spans at a time than this small call would.
-        bucket = (lambda n, S_kv: spans) if spans > 1 else module.span_bucket
+        bucket = (lambda n, S_kv: spans) if spans > 1 else getattr(module, "span_bucket", None)
         with (
             patch.multiple(tiles, select=lambda *arguments: select(*arguments)._replace(**fields)),
-            patch.multiple(module, span_bucket=bucket),
+            patch.object(module, "span_bucket", bucket, create=True),
             poisoned_workspace(module.__name__.split(".")[2]),
         ):
             yield
@@ -232,11 +232,38 @@ def _key_major(t: Trial) -> str | None:
     from nsa.kernels.key_major import plan as key_major
     from nsa.kernels.key_major import tiles as key_tiles
 
+    from nsa.kernels.union import plan as union
+
     size = t.c.get("BLOCK_N", 32) * (1 if t.c.get("ONE_TILE", True) else 2)
     t.prepare(size, walk=t.c.get("WALK", False))
     wide = -1 if t.c.get("WIDE", False) else key_major.WIDE_FROM
+    module = key_major if t.given.get("served_ptr") is None else union  # which marks rows that key-major skips
     with t.told(key_major, key_tiles), patch.multiple(key_major, WIDE_FROM=wide):
-        return t.forward(key_major, t.kernel != "_merge_kernel" or t.given["lse_ptr"] is not None)
+        return t.forward(module, t.kernel != "_merge_kernel" or t.given["lse_ptr"] is not None)
+
+
+def _union(t: Trial) -> str | None:
+    """Try a union kernel in a whole call. Two sequences are a tile and a token long; the last row selects nothing."""
+    from nsa.kernels.union import plan as union
+    from nsa.kernels.union import tiles as union_tiles
+
+    c, tokens = t.c, t.c["TOKENS"]
+    size = c.get("BLOCK_N", 32)
+    if not c.get("TILED", True):
+        size = max(3, size // 2 - 1)
+    elif not c.get("ONE_TILE", True):
+        size *= 2
+    t.layout(2, 3 * size + 5 + tokens, S=tokens + 1)
+    t.select(c["SLOTS"], size)
+    assert t.selection is not None
+    order = t.selection.sort(-1).values  # blocks that a row lists twice would keep its tile from being served
+    order[..., 1:].masked_fill_(order[..., 1:] == order[..., :-1], -1)
+    t.selection = t.place("sel_ptr", order)
+    with (
+        t.told(union, union_tiles, HEADS=c.get("HEADS", max(2, 16 // tokens))),
+        patch.multiple(union_tiles, WORTH=union_tiles.ALWAYS),
+    ):
+        return t.forward(union, t.kernel != "_union_kernel" or t.given["lse_ptr"] is not None)
 
 
 def _backward(t: Trial) -> str | None:
@@ -264,6 +291,7 @@ def _either(t: Trial) -> str | None:
 
 TRIALS = {"_fwd_kernel": _forward, "_combine_kernel": _combine}
 TRIALS |= {f"_{name}_kernel": _key_major for name in ("count", "partial", "merge")}
+TRIALS |= {f"_{name}_kernel": _union for name in ("list", "union")}
 TRIALS |= {f"_{name}_kernel": _backward for name in ("order", "strip", "delta", "dq", "dkdv", "sum", "gather")}
 TRIALS |= {f"_{name}_kernel": _either for name in ("scan", "scatter")}
 """Trials by kernel name. A trial returns how the variant's results are wrong, or None if they are right."""

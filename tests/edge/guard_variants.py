@@ -17,6 +17,7 @@ from nsa.kernels.key_major import plan as key_major
 from nsa.kernels.query_major import plan as query_major
 from nsa.kernels.shared import combine
 from nsa.kernels.shared.launch import Variant
+from nsa.kernels.union import plan as union
 from nsa.testing.compile import child, points
 
 
@@ -50,6 +51,7 @@ def main() -> None:
             query_major._variant.cache_clear()
             combine._variant.cache_clear()
             key_major._variants.cache_clear()
+            union._variants.cache_clear()
             backward._variants.cache_clear()
             try:
                 TRIALS[what["kernel"]](Trial(what, torch.device("meta"), stop))

@@ -272,6 +272,7 @@ def _merge_kernel(
     cu_q_ptr,
     cu_k_ptr,
     table_ptr,
+    served_ptr,
     B,
     S,
     S_kv,
@@ -326,6 +327,9 @@ def _merge_kernel(
     local = program % tokens  # one KV head after the other, so that its keys may stay in L2
     head_kv = head0 + program // tokens
     token = first + local
+    if served_ptr is not None:
+        if tl.load(served_ptr + token.to(tl.int64) * HKV + head_kv) != 0:  # a union of neighbours served this row
+            return
     row = local.to(tl.int64) * heads + program // tokens
     g = tl.program_id(1) * HEADS + tl.arange(0, HEADS)  # [HEADS]
     head = head_kv * G + g

@@ -212,14 +212,22 @@ def _less(sized: tuple[int, ...], w: key_tiles.Windows) -> key_tiles.Windows | N
     return None
 
 
-def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | None]:
-    """Launch the kernels. Arguments and results as of :func:`nsa.kernels.query_major.plan.forward`."""
+def forward(
+    launch: Launch, call: Call, route: str, served: Tensor | None = None, lse: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Launch the kernels. Arguments and results as of :func:`nsa.kernels.query_major.plan.forward`.
+
+    Args:
+        served: int32 ``[tokens, HKV]``, not 0 for rows of blocks that are served already; they are left as they are.
+        lse: where LSE goes; None: a new tensor if the call asks for LSE.
+    """
     q, k, v, out, return_lse = call.q, call.k, call.v, call.out, call.return_lse
     assert call.selection is not None
     device, tile, g, narrow = launch.device, launch.tile, launch.geometry, launch.narrow
     if out is None:
         out = torch.empty_like(q) if g.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = torch.empty(q.shape[:-1], device=device, dtype=torch.float32) if return_lse else None
+    if return_lse and lse is None:
+        lse = torch.empty(q.shape[:-1], device=device, dtype=torch.float32)
     if g.tokens == 0:
         return out, lse
     w, (parts, part_lse, block, rank, span, unit, start, lists) = reserve(launch, q.dtype, v.shape[-1])
@@ -241,7 +249,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         if w.slots:
             zero.zero_()
             launch.count.launch(
-                (tokens, 1, 1), device, (selection, *about, block, span, rank, counts),
+                (tokens, 1, 1), device, (selection, *about, served, block, span, rank, counts),
                 (*sizes, w.blocks, first, w.window), narrow,
             )  # fmt: skip
             launch.scan.launch((groups, 1, 1), device, (counts, start, work, None), (w.blocks, w.work), narrow)
@@ -260,7 +268,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
             now = min(w.window, tokens - i * w.window)
             (launch.merge if lse is None else launch.merge_lse).launch(
                 (now * heads, -(-g.G // tile.merge_heads), 1), device,
-                (parts, part_lse, block, q, k, v, out, lse, selection, *about, block_table),
+                (parts, part_lse, block, q, k, v, out, lse, selection, *about, block_table, served),
                 (*sizes, here, now, i * w.window, g.pages, *g.strides, scale), narrow,
             )  # fmt: skip
     return out, lse

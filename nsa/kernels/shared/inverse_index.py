@@ -23,25 +23,41 @@ RUNTIME = "B S S_kv HKV heads head0 n size slots blocks first tokens window work
 @triton.jit
 def visible_keys(token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr):
     """``(seq, k_first, limit)`` of one token: its sequence, the sequence's first key, how many keys it may read."""
+    seq, k_first, seqlen_k, shift = sequence_of(token, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)
+    return seq, k_first, causal_limit(token, shift, seqlen_k, pos_ptr, CAUSAL)
+
+
+@triton.jit
+def sequence_of(token, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT: tl.constexpr):
+    """``(seq, k_first, seqlen_k, shift)`` of one token: its sequence, the sequence's first key and number of keys.
+
+    ``token + shift`` is the token's position in its sequence.
+    """
     if LAYOUT == BATCH or LAYOUT == CACHE:
         seq = token // S
         k_first = tl.zeros([], tl.int64)
         seqlen_k = S_kv
         if LAYOUT == CACHE:
             seqlen_k = filled_keys(seq, S_kv, cu_k_ptr)
-        t = seqlen_k - S + token % S
+        shift = seqlen_k - (seq + 1) * S
     else:
         seq = find_sequence(cu_q_ptr, B, token, 128)
         k_first, seqlen_k = sequence_keys(seq, B, S_kv, cu_k_ptr)
-        t = (seqlen_k - tl.load(cu_q_ptr + seq + 1, mask=seq < B, other=0) + token).to(tl.int32)
+        shift = (seqlen_k - tl.load(cu_q_ptr + seq + 1, mask=seq < B, other=0)).to(tl.int32)
+    return seq, k_first, seqlen_k, shift
+
+
+@triton.jit
+def causal_limit(token, shift, seqlen_k, pos_ptr, CAUSAL: tl.constexpr):
+    """How many of its sequence's ``seqlen_k`` keys a token, or each of several, may read."""
     limit = seqlen_k
     if CAUSAL:
         if pos_ptr is None:
-            limit = tl.maximum(tl.minimum(t, seqlen_k - 1), -1) + 1
+            position = token + shift
         else:
             position = tl.load(pos_ptr + token)
-            limit = (tl.maximum(tl.minimum(position, seqlen_k - 1), -1) + 1).to(tl.int32)
-    return seq, k_first, limit
+        limit = (tl.maximum(tl.minimum(position, seqlen_k - 1), -1) + 1).to(tl.int32)
+    return limit
 
 
 @triton.jit
@@ -73,6 +89,7 @@ def _count_kernel(
     pos_ptr,
     cu_q_ptr,
     cu_k_ptr,
+    served_ptr,
     block_ptr,
     span_ptr,
     rank_ptr,
@@ -97,8 +114,8 @@ def _count_kernel(
 ):
     """Write the block of every unit, and its rank among the units of the same window, head and block.
 
-    A program takes one token, from ``first`` on; windows have ``window`` tokens. block, rank and, for ranges, span
-    ``[tokens, heads, slots]``; count ``[windows, heads, blocks]``, zero before the launch.
+    A program takes one token, from ``first`` on; windows have ``window`` tokens. Rows of blocks that ``served_ptr``
+    marks have no units. block, rank and, for ranges, span ``[tokens, heads, slots]``; count ``[windows, heads, blocks]``, zero before the launch.
     """
     token = tl.program_id(0)
     seq, k_first, limit = visible_keys(first + token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT, CAUSAL)
@@ -113,6 +130,9 @@ def _count_kernel(
             head = i // slots
             block = tl.load(row + head * n + (i - head * slots), mask=inside, other=-1)
             listed = (block >= 0) & (tl.minimum(block, 2147483647).to(tl.int64) * size < limit)
+            if served_ptr is not None:
+                served = tl.load(served_ptr + (first + token).to(tl.int64) * HKV + head0 + head, mask=inside, other=1)
+                listed &= served == 0
             block = tl.where(listed, block, 0).to(tl.int32)
             rank = tl.atomic_add(counts + head * blocks + block, 1, mask=listed, sem="relaxed")
             tl.store(block_ptr + out + i, tl.where(listed, base + block, UNUSED), mask=inside)

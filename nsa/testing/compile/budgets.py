@@ -49,7 +49,7 @@ SPILLS_KNOWN = {
 }
 """Points that may spill more than `SPILLS` without a recorded budget. Comments name the most that was seen."""
 
-MULTIPLY = ("_fwd_kernel", "_partial_kernel", "_dkdv_kernel", "_dq_kernel")
+MULTIPLY = ("_fwd_kernel", "_partial_kernel", "_union_kernel", "_dkdv_kernel", "_dq_kernel")
 """Kernels that consist of dot products."""
 
 Limits = dict[str, tuple[int, int]]

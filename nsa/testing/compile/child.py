@@ -52,8 +52,10 @@ def _call(point: Point) -> None:
     from nsa.kernels.backward import plan as backward
     from nsa.kernels.key_major import plan as key_major
     from nsa.kernels.query_major import plan as query_major
+    from nsa.kernels.union import plan as union
 
-    kernel = key_major if "key_major" in point.options else query_major
+    families: dict[str, Any] = {"key_major": key_major, "union": union}
+    kernel = next((families[name] for name in point.options if name in families), query_major)
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[point.dtype]
     index = torch.int64 if "int64" in point.options else torch.int32
 
@@ -83,7 +85,7 @@ def _call(point: Point) -> None:
         paged = [int(option.removeprefix("page")) for option in point.options if option.startswith("page")]
         if paged or "cache" in point.options:
             width = 65536 // paged[0] if paged else 0
-            B = 2 if kernel is key_major else rows
+            B = rows if kernel is query_major else 2
             lead = (B, rows // B)
             cache = (B * width, paged[0], HKV) if paged else (B, 65536, HKV)
             name = "ranges" if point.source == "ranges" else "block_indices"

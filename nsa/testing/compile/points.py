@@ -61,9 +61,9 @@ class Point:
     n: int = 1  # spans
     causal: bool = False
     HKV: int = 1
-    # Any of cu_seqlens, q_positions, int64, per_head, unpipelined, key_major, backward; far (strides beyond int32);
+    # Any of cu_seqlens, q_positions, int64, per_head, unpipelined, key_major, union, backward; far (strides beyond int32);
     # cache (contiguous), or page64 (pages of 64 keys). A cache holds 65,536 keys for each of `rows` sequences; with
-    # key_major it has two sequences, with half of the rows each.
+    # key_major or union it has two sequences, with half of the rows each.
     options: tuple[str, ...] = ()
     choice: tiles.Choice | None = None  # forced tiles, as in a sweep; None: the tables and rules of `tiles`
 
@@ -99,6 +99,7 @@ QUICK = (
     Point("blocks", "bf16", 4, 128, 128, 8192, 1024, n=16, causal=True, HKV=8, options=("key_major",)),
     Point("ranges", "fp16", 1, 64, 64, 4096, 1024, n=16, causal=True, HKV=16, options=("key_major", "cu_seqlens")),
     Point("blocks", "bf16", 16, 128, 128, 1024, 1024, n=16, causal=True, HKV=4, options=("key_major", "page64")),
+    Point("blocks", "bf16", 16, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("union",)),
     Point("blocks", "bf16", 16, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("backward",)),
     Point("ranges", "fp16", 1, 64, 64, 4096, 1024, n=16, causal=True, HKV=16, options=("backward", "cu_seqlens")),
 )
@@ -143,6 +144,13 @@ POINTS = (
     Point("blocks", "bf16", 64, 128, 128, 4096, 4096, n=16, causal=True, options=("key_major",)),  # blocks of 256
     Point("blocks", "bf16", 4, 128, 128, 8192, 4096, n=16, causal=True, HKV=8, options=("key_major", "page64")),
     Point("blocks", "fp32", 4, 128, 128, 4096, 1024, n=16, causal=True, HKV=2, options=("key_major",)),
+    Point("blocks", "bf16", 8, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("union", "cu_seqlens")),
+    Point("blocks", "bf16", 4, 128, 128, 8192, 1024, n=16, causal=True, HKV=8, options=("union", "cache")),
+    Point("blocks", "bf16", 16, 128, 128, 1024, 2048, n=16, causal=True, HKV=4, options=("union", "page128")),
+    Point("blocks", "fp16", 3, 100, 96, 1000, 384, n=16, options=("union", "q_positions", "int64")),  # blocks of 24
+    Point("blocks", "fp16", 16, 64, 128, 1024, 1024, n=16, causal=True, HKV=4, options=("union", "page16")),
+    Point("blocks", "bf16", 32, 256, 256, 4096, 2048, n=16, causal=True, options=("union",)),
+    Point("blocks", "fp32", 4, 128, 128, 4096, 1024, n=16, causal=True, HKV=2, options=("union",)),
     Point("blocks", "bf16", 4, 128, 128, 8192, 1024, n=16, causal=True, HKV=8, options=("backward",)),
     Point("blocks", "bf16", 1, 128, 128, 8192, 1024, n=16, causal=True, HKV=16, options=("backward",)),
     Point("blocks", "fp16", 8, 128, 64, 4096, 1024, n=16, causal=True, HKV=4, options=("backward", "cu_seqlens")),

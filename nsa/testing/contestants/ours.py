@@ -81,6 +81,12 @@ OF_SOURCE = OF | {"blocks": "query_major"}
 
 BLOCKS, PACKED = only("blocks"), only("rows", "varlen")
 
+
+def _in_unions(case: Case) -> str | None:
+    """Tiles of two tokens or more hold up to 32 heads (fp32: 8)."""
+    return BLOCKS(case) or ("takes up to 32 heads a group" if case.H > (8 if case.dtype == "fp32" else 32) else None)
+
+
 OURS = {
     impl.name: impl
     for impl in (
@@ -96,6 +102,7 @@ OURS = {
         Contestant("query_major", front_door("triton", "query_major", blocks=True), "blocks", BLOCKS, poison=True),
         Contestant("query_major_ranges", front_door("triton", "query_major"), "ranges", poison=True),
         Contestant("key_major", front_door("triton", "key_major", blocks=True), "key_major", BLOCKS, poison=True),
+        Contestant("union", front_door("triton", "union", blocks=True), "union", _in_unions, poison=True),
         Contestant("key_major_ranges", front_door("triton", "key_major"), "key_major", poison=True),
         Contestant("sdpa", front_door("sdpa"), poison=True),
         Contestant("sdpa_unbounded", front_door("sdpa", bound=False), poison=True),

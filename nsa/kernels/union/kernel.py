@@ -1,0 +1,276 @@
+"""Union forward: a program holds a tile of neighbouring tokens and reads each block that any of them selected, once.
+
+In trained models neighbouring queries select mostly the same blocks. A tile's rows are masked by a bit of the block's
+mask (bit ``i``: token ``i`` of the tile selected it) and by their causal limits. Nothing is merged afterwards. A list
+kernel makes the unions, and decides for each tile whether its union is worth reading: the other tiles are served by
+key-major, which skips the rows that ``served_ptr`` marks. Source: NSA, arXiv 2502.11089, section 3.4.
+"""
+
+import triton
+import triton.language as tl
+
+from nsa.kernels.key_major.kernel import query_offset
+from nsa.kernels.shared.inverse_index import causal_limit, sequence_of
+from nsa.kernels.shared.primitives import BATCH, CACHE, finish, in_page, tile_in_pages
+
+RUNTIME = "B S S_kv HKV n size tokens first tiles pages cost gain".split()
+RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()]
+
+NOT_SERVED = tl.constexpr(-1)  # the number of blocks of a tile that another kernel serves
+UNLISTED = tl.constexpr(2147483647)  # sorts after all blocks
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _list_kernel(
+    sel_ptr,
+    pos_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    block_ptr,
+    mask_ptr,
+    count_ptr,
+    served_ptr,
+    B,
+    S,
+    S_kv,
+    HKV,
+    n,
+    size,
+    tokens,
+    first,
+    cost,
+    gain,
+    LAYOUT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Write the union of a tile's blocks: block, mask ``[tiles, HKV, TOKENS * SLOTS]``, in the order of keys.
+
+    A program takes ``TOKENS`` tokens of a KV head; ``first`` is the number of the launch's first tile. count ``[tiles,
+    HKV]`` is `NOT_SERVED` where the tokens are of several sequences, where a row lists a block twice, and where the
+    union costs more than it gains: more than ``gain / cost`` of a block for each listed block. served ``[tokens, HKV]``.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    token0 = (first + tile) * TOKENS
+    seq, k_first, seqlen_k, shift = sequence_of(token0, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)
+    newest = tl.minimum(token0 + TOKENS, tokens) - 1
+    together = seq == sequence_of(newest, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)[0]
+
+    i = tl.arange(0, TOKENS * SLOTS)
+    token = token0 + i // SLOTS
+    inside = (token < tokens) & (i % SLOTS < n)
+    block = tl.load(sel_ptr + (token.to(tl.int64) * HKV + head) * n + i % SLOTS, mask=inside, other=-1)
+    limit = causal_limit(tl.minimum(token, tokens - 1), shift, seqlen_k, pos_ptr, CAUSAL)
+    listed = (block >= 0) & (tl.minimum(block, 2147483647).to(tl.int64) * size < limit)
+    entry = tl.where(listed, tl.where(listed, block, 0).to(tl.int32) * TOKENS + i // SLOTS, UNLISTED)
+    entry = tl.sort(entry)
+    listed = entry != UNLISTED
+
+    # Each entry needs the one before it, and each block the sum of bits before its first entry. Both are read back from
+    # the program's own part of the lists.
+    at = (tile.to(tl.int64) * HKV + head) * (TOKENS * SLOTS)
+    block_ptr += at
+    mask_ptr += at
+    tl.store(block_ptr + i, entry)
+    tl.debug_barrier()
+    before = tl.load(block_ptr + i - 1, mask=i > 0, other=UNLISTED)
+    begins = listed & ((before // TOKENS != entry // TOKENS) | (i == 0))
+    twice = tl.sum((listed & (before == entry)).to(tl.int32), 0)
+    bit = tl.where(listed, 1 << (entry % TOKENS), 0)
+    bits = tl.cumsum(bit, 0) - bit  # the difference between two of these sums is right even if they overflow
+    rank = tl.cumsum(begins.to(tl.int32), 0) - 1
+    blocks = tl.sum(begins.to(tl.int32), 0)
+    tl.debug_barrier()
+    tl.store(block_ptr + rank, entry // TOKENS, mask=begins)
+    tl.store(mask_ptr + rank, bits, mask=begins)
+    tl.debug_barrier()
+    low = tl.load(mask_ptr + i, mask=i < blocks, other=0)
+    high = tl.where(i + 1 < blocks, tl.load(mask_ptr + i + 1, mask=i + 1 < blocks, other=0), tl.sum(bit, 0))
+    tl.debug_barrier()
+    tl.store(mask_ptr + i, high - low, mask=i < blocks)
+
+    worth = together & (twice == 0) & (blocks * cost <= tl.sum(listed.to(tl.int32), 0) * gain)
+    tl.store(count_ptr + tile * HKV + head, tl.where(worth, blocks, NOT_SERVED))
+    mine = token0 + tl.arange(0, TOKENS)
+    served = tl.zeros([TOKENS], tl.int32) + worth.to(tl.int32)
+    tl.store(served_ptr + mine.to(tl.int64) * HKV + head, served, mask=mine < tokens)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _union_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    lse_ptr,
+    pos_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    table_ptr,
+    block_ptr,
+    mask_ptr,
+    count_ptr,
+    served_ptr,
+    B,
+    S,
+    S_kv,
+    HKV,
+    size,
+    tokens,
+    first,
+    tiles,
+    pages,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    Dv: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    PAGE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    TILED: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attention of one tile: ``TOKENS`` tokens with ``HEADS`` query heads each (``G``, rounded up to a power of two).
+
+    TILED: ``size`` is a multiple of ``BLOCK_N``, so a tile of keys lies in one block; otherwise it may span several.
+
+    A weight of zero times a NaN or an infinity is NaN, so a value that only a neighbour selected could spoil a row. A
+    tile whose result has a NaN is therefore not served: its rows are computed again, each alone.
+    """
+    tile = tl.program_id(0) % tiles  # one KV head after the other, so that its keys may stay in L2
+    head_kv = tl.program_id(0) // tiles
+    blocks = tl.load(count_ptr + tile * HKV + head_kv)
+    if blocks < 0:
+        return
+    token0 = (first + tile) * TOKENS
+    seq, k_first, seqlen_k, shift = sequence_of(token0, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)
+    r = tl.arange(0, TOKENS * HEADS)
+    token = token0 + r // HEADS  # [TOKENS * HEADS]
+    g = r % HEADS
+    exists = (token < tokens) & (g < G)
+    limit = causal_limit(tl.minimum(token, tokens - 1), shift, seqlen_k, pos_ptr, CAUSAL)
+    limit = tl.where(exists, limit, 0)
+    farthest = tl.max(limit, 0)
+
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    head = head_kv * G + g
+    q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT) + head.to(tl.int64) * stride_qh
+    q_ptrs = q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :]
+    q = tl.load(q_ptrs, mask=exists[:, None] & (d[None, :] < D), other=0.0)  # [TOKENS * HEADS, BLOCK_D]
+    k_off = tl.cast(head_kv, tl.int64) * stride_kh
+    v_off = tl.cast(head_kv, tl.int64) * stride_vh
+    if PAGE:
+        table_row = table_ptr + tl.cast(seq, tl.int64) * (S_kv // PAGE)
+    elif LAYOUT == BATCH or LAYOUT == CACHE:
+        k_off += tl.cast(seq, tl.int64) * stride_kb
+        v_off += tl.cast(seq, tl.int64) * stride_vb
+    else:
+        k_off += k_first * stride_kn
+        v_off += k_first * stride_vn
+    k_base = k_ptr + k_off * STRIDE_UNIT
+    v_base = v_ptr + v_off * STRIDE_UNIT
+    at = (tile.to(tl.int64) * HKV + head_kv) * (TOKENS * SLOTS)
+    block_ptr += at
+    mask_ptr += at
+
+    m = tl.full([TOKENS * HEADS], float("-inf"), tl.float32)
+    l = tl.zeros([TOKENS * HEADS], tl.float32)
+    acc = tl.zeros([TOKENS * HEADS, BLOCK_DV], tl.float32)
+    keys = tl.arange(0, BLOCK_N)
+    steps = blocks
+    if not TILED:
+        steps = tl.cdiv(blocks * size, BLOCK_N)
+    elif not ONE_TILE:
+        steps = blocks * (size // BLOCK_N)
+    for step in range(0, steps):
+        if TILED:
+            listed = step
+            if not ONE_TILE:
+                listed = step // (size // BLOCK_N)
+            mask = tl.load(mask_ptr + listed)
+            key = tl.load(block_ptr + listed) * size
+            if not ONE_TILE:
+                key += (step - listed * (size // BLOCK_N)) * BLOCK_N
+            stop = farthest - key
+            chosen = tl.where(((mask >> (r // HEADS)) & 1) != 0, limit - key, 0)  # keys of this tile that a row may see
+            seen = keys[None, :] < chosen[:, None]  # [TOKENS * HEADS, BLOCK_N]
+            if PAGE and PAGE % BLOCK_N == 0:
+                k_page, v_page, key, found = in_page(table_row, key, stop > 0, pages, stride_kb, stride_vb, PAGE)
+                valid = keys < tl.where(found, stop, 0)
+                key = key + keys
+            elif PAGE and (BLOCK_N % PAGE == 0 and BLOCK_N <= 8 * PAGE):
+                k_page, v_page, key, valid = tile_in_pages(
+                    table_row, key, farthest, pages, stride_kb, stride_vb, PAGE, BLOCK_N
+                )
+            elif PAGE:
+                k_page, v_page, key, valid = in_page(
+                    table_row, key + keys, keys < stop, pages, stride_kb, stride_vb, PAGE
+                )
+            else:
+                valid = keys < stop
+                key = key + keys
+        else:
+            listed = (step * BLOCK_N + keys) // size
+            known = listed < blocks
+            mask = tl.load(mask_ptr + listed, mask=known, other=0)
+            key = tl.load(block_ptr + listed, mask=known, other=0) * size + (step * BLOCK_N + keys - listed * size)
+            seen = (((mask[None, :] >> (r // HEADS)[:, None]) & 1) != 0) & (key[None, :] < limit[:, None])
+            valid = known & (key < farthest)
+            if PAGE:
+                k_page, v_page, key, valid = in_page(table_row, key, valid, pages, stride_kb, stride_vb, PAGE)
+        if PAGE:
+            seen &= valid[None, :]
+        key = key.to(tl.int64)
+        k_at = key * stride_kn
+        v_at = key * stride_vn
+        if PAGE:
+            k_at += k_page
+            v_at += v_page
+        k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
+        k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_N, BLOCK_D]
+        v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
+        v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
+        scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
+        scores = tl.where(seen, scores, float("-inf"))
+        m_new = tl.maximum(m, tl.max(scores, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
+        p = tl.exp2(scores - m_safe[:, None])
+        alpha = tl.exp2(m - m_safe)
+        l = l * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=INPUT_PRECISION)
+        m = m_new
+
+    o, lse = finish(m, l, acc)
+    o_off = query_offset(token, S, stride_ob, stride_os, LAYOUT) + head.to(tl.int64) * stride_oh
+    o_ptrs = o_ptr + o_off[:, None] * STRIDE_UNIT + dv[None, :]
+    tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=exists[:, None] & (dv[None, :] < Dv))
+    if lse_ptr is not None:
+        tl.store(lse_ptr + token.to(tl.int64) * HKV * G + head, lse, mask=exists)
+    spoiled = tl.sum((o != o).to(tl.int32))  # over both axes at once, which compiles for all GPUs
+    if spoiled > 0:
+        mine = token0 + tl.arange(0, TOKENS)
+        none = tl.zeros([TOKENS], tl.int32)
+        tl.store(served_ptr + mine.to(tl.int64) * HKV + head_kv, none, mask=mine < tokens)

@@ -1,0 +1,147 @@
+"""Union forward: lists the unions of tiles, computes the tiles whose union is worth it; key-major computes the others.
+
+The host does not wait for the device. Key-major is launched for all rows and skips those that are served, so a captured
+graph replays with other selections. The kernels are in ``kernel.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa.call import Call
+from nsa.kernels import launches
+from nsa.kernels.key_major import plan as key_major
+from nsa.kernels.key_major.tiles import DoesNotFit
+from nsa.kernels.query_major import plan as query_major
+from nsa.kernels.shared.geometry import Geometry, geometry
+from nsa.kernels.shared.launch import INT32_MAX, Variant, workspace
+from nsa.kernels.union import kernel as union_kernels
+from nsa.kernels.union import tiles
+
+
+class Launch(NamedTuple):
+    """All that shapes, strides and dtypes decide about a call."""
+
+    list: Variant
+    union: Variant
+    union_lse: Variant
+    device: torch.device
+    tile: tiles.Tile
+    worth: tiles.Worth
+    geometry: Geometry
+    size: int  # keys of a block
+    at_once: int  # tiles of a pass
+    narrow: bool  # all sizes fit int32
+    scale: float  # of a call that names none
+    rest: key_major.Launch  # of the other tiles
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """All that a call may launch."""
+        return (*self[:3], *self.rest.variants)
+
+
+def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch:
+    """Tiles and run-time sizes of a launch. Arguments as for query-major; ``per_head`` changes nothing.
+
+    Raises:
+        DoesNotFit: the call lists no blocks, must be `batch_invariant`, or has more query heads, slots or keys than a
+            tile holds; or key-major cannot serve the call.
+    """
+    device, dtype, block_size = call.q.device, call.q.dtype, call.block_size
+    if block_size is None:
+        raise DoesNotFit("union: expected block_indices, got ranges")
+    if call.settings.batch_invariant:
+        raise DoesNotFit("union: a row's result depends on its neighbours, which batch_invariant forbids")
+    g = geometry(call)
+    capability, _ = query_major.device_limits(device)
+    tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, block_size, tiles.forced)
+    size = min(block_size, max(g.S_kv, 1))
+    if tile is None or not tiles.fits(g.S_kv, size):
+        raise DoesNotFit(f"union: no tile for {g.n} blocks a row, {g.G} query heads a KV head and {g.S_kv} keys")
+    variants = _variants(
+        device, dtype, call.dtypes(), tile, G=g.G, D=g.D, Dv=g.Dv, LAYOUT=g.layout, PAGE=g.page, CAUSAL=call.causal,
+        TILED=block_size % tile.BLOCK_N == 0, ONE_TILE=block_size <= tile.BLOCK_N, STRIDE_UNIT=g.unit,
+        INPUT_PRECISION="ieee",
+    )  # fmt: skip
+    narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, block_size, *g.strides, g.pages) <= INT32_MAX
+    worth = tiles.WORTH if tiles.forced is None else tiles.forced.worth
+    worth = worth._replace(gain=worth.gain * tile.HEADS)
+    return Launch(
+        *variants, device, tile, worth, g, block_size, tiles.tiles_at_once(tile, g.HKV), narrow,
+        1.0 / math.sqrt(g.D), key_major.plan(call, bound),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _variants(
+    device: torch.device,
+    dtype: torch.dtype,
+    kinds: tuple[torch.dtype | None, ...],
+    tile: tiles.Tile,
+    **shared: Any,
+) -> tuple[Variant, ...]:
+    """The kernels for a tile and the compile-time arguments ``shared``. Plans that differ only in sizes share them.
+
+    Kernels for other dtypes of the inputs, or of the index tensors (``kinds``), are other entries of the cache.
+    """
+    cut = {"TOKENS": tile.TOKENS, "SLOTS": tile.SLOTS}
+    lists = {name: shared[name] for name in ("LAYOUT", "CAUSAL")} | cut
+    blocks = {"HEADS": tile.HEADS, "BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV, "BLOCK_N": tile.BLOCK_N}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return (
+        Variant(union_kernels._list_kernel, lists, {"num_warps": 4 if tile.TOKENS * tile.SLOTS > 256 else 1}),
+        Variant(union_kernels._union_kernel, shared | cut | blocks, options),
+        Variant(union_kernels._union_kernel, shared | cut | blocks, options),  # with LSE
+    )
+
+
+def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a tile that make :func:`_variants` return this variant of the kernel with that name."""
+    fields = {name: value for name, value in constexprs.items() if name in tiles.Tile._fields}
+    if kernel == "_union_kernel":
+        fields |= {"warps": options["num_warps"], "stages": options["num_stages"]}
+    return fields
+
+
+def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | None]:
+    """Launch the kernels. Arguments and results as of :func:`nsa.kernels.query_major.plan.forward`."""
+    q, k, v, out = call.q, call.k, call.v, call.out
+    assert call.selection is not None
+    device, tile, g, narrow = launch.device, launch.tile, launch.geometry, launch.narrow
+    if out is None:
+        out = torch.empty_like(q) if g.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
+        call = call._replace(out=out)
+    lse = torch.empty(q.shape[:-1], device=device, dtype=torch.float32) if call.return_lse else None
+    if g.tokens == 0:
+        return out, lse
+    selection = call.selection.contiguous()
+    lengths = call.cu_seqlens_k if call.cache_seqlens is None else call.cache_seqlens
+    q_positions, cu_seqlens_q, lengths, block_table = (
+        x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths, call.block_table)
+    )
+    about = (q_positions, cu_seqlens_q, lengths)
+    scale = launch.scale if call.scale is None else call.scale
+    tiles_of_call = -(-g.tokens // tile.TOKENS)
+    at_once = min(tiles_of_call, launch.at_once)
+    block, mask = (workspace(at_once * g.HKV * tile.TOKENS * tile.SLOTS, torch.int32, device) for _ in range(2))
+    count = workspace(at_once * g.HKV, torch.int32, device)
+    served = workspace(g.tokens * g.HKV, torch.int32, device)
+    launches[route] += 1
+    for first in range(0, tiles_of_call, at_once):
+        now = min(at_once, tiles_of_call - first)
+        sizes = (g.B, g.S, g.S_kv, g.HKV)
+        launch.list.launch(
+            (now, g.HKV, 1), device, (selection, *about, block, mask, count, served),
+            (*sizes, g.n, launch.size, g.tokens, first, *launch.worth), narrow,
+        )  # fmt: skip
+        (launch.union if lse is None else launch.union_lse).launch(
+            (now * g.HKV, 1, 1), device, (q, k, v, out, lse, *about, block_table, block, mask, count, served),
+            (*sizes, launch.size, g.tokens, first, now, g.pages, *g.strides, scale), narrow,
+        )  # fmt: skip
+    return key_major.forward(launch.rest, call, "rest", served, lse)

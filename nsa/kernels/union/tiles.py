@@ -1,0 +1,96 @@
+"""Tiles of the union kernels, and when a union is worth reading: pure functions of shapes. Imports no Triton."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from nsa.kernels.query_major.tiles import next_power_of_2, padded, shared_bytes
+
+MOST_TOKENS = 16  # of a tile, whose masks are 32 bits
+MOST_ENTRIES = 1024  # listed blocks of a tile, which one program sorts
+MOST_BLOCKS = 1 << 26  # of a sequence, so that block and token of an entry fit 31 bits
+LIST_BYTES = 64 << 20
+"""Limit of the lists of one pass. Longer calls take several passes."""
+
+
+class Worth(NamedTuple):
+    """A tile is served by its union if the union has at most ``gain / cost`` of a block for each listed block."""
+
+    cost: int
+    gain: int
+
+
+ALWAYS = Worth(0, 0)  # whatever the union costs
+NEVER = Worth(1, 0)  # unless it is empty
+
+WORTH = Worth(64, 3)
+"""For each query head of a row: 48 blocks of 64 listed ones, for tiles of 4 tokens of 16 heads. An H100 reads a union of 64/4 as
+fast as key-major reads the tile's rows if the union has 49 of 64 blocks of 64 keys (docs/notebook/union.md)."""
+
+
+class Choice(NamedTuple):
+    """What a sweep varies."""
+
+    rows: int = 64  # query rows of a tile
+    keys: int = 64  # keys of a tile
+    warps: int = 4
+    stages: int = 3
+    worth: Worth = WORTH
+
+
+forced: Choice | None = None
+"""The choice that a sweep launches next."""
+
+
+class Tile(NamedTuple):
+    """Compile-time choices of the kernels."""
+
+    TOKENS: int  # neighbouring tokens of a tile
+    HEADS: int  # query heads of a token, rounded up to a power of two
+    SLOTS: int  # blocks of a row, rounded up to a power of two
+    BLOCK_D: int
+    BLOCK_DV: int
+    BLOCK_N: int  # keys of a tile
+    warps: int
+    stages: int
+
+
+@lru_cache(maxsize=4096)
+def select(
+    capability: int, itemsize: int, G: int, D: int, Dv: int, n: int, size: int, choice: Choice | None = None
+) -> Tile | None:
+    """Tile of a call whose rows list ``n`` blocks of ``size`` keys; None if no tile holds two tokens.
+
+    Args:
+        capability, itemsize: as for :func:`nsa.kernels.query_major.tiles.select`.
+    """
+    chosen = choice or Choice()
+    heads, slots = next_power_of_2(G), next_power_of_2(n)
+    block_d, block_dv = padded(D), padded(Dv)
+    narrow = max(block_d, block_dv) <= 128
+    rows = chosen.rows if narrow and itemsize == 2 else min(chosen.rows, 32 if itemsize == 2 else 16)
+    tokens = min(rows // heads, MOST_TOKENS)
+    while tokens > 1 and tokens * slots > MOST_ENTRIES:
+        tokens //= 2
+    if tokens < 2 or slots == 0:
+        return None
+    # A tile of keys lies in one block if blocks are as large, and takes several blocks if they are smaller.
+    block_n = min(chosen.keys, 64 if narrow and itemsize == 2 else 32)
+    block_n = min(block_n, max(16, size)) if size & (size - 1) == 0 else block_n
+    stages = chosen.stages
+    while stages > 1 and stages * block_n * (block_d + block_dv) * itemsize + rows * block_d * itemsize > shared_bytes(
+        capability
+    ):
+        stages -= 1
+    return Tile(tokens, max(heads, 16 // tokens), slots, block_d, block_dv, block_n, chosen.warps, stages)
+
+
+def fits(S_kv: int, size: int) -> bool:
+    """Whether the list kernel can number the blocks of a sequence."""
+    return -(-S_kv // size) <= MOST_BLOCKS and S_kv <= 2**31 - 1 - 256
+
+
+def tiles_at_once(tile: Tile, HKV: int) -> int:
+    """Tiles of one pass: as many as lists within `LIST_BYTES` hold."""
+    return max(1, LIST_BYTES // (8 * HKV * tile.TOKENS * tile.SLOTS))
