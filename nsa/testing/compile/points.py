@@ -149,7 +149,7 @@ POINTS = (
     Point("blocks", "bf16", 16, 128, 128, 1024, 2048, n=16, causal=True, HKV=4, options=("union", "page128")),
     Point("blocks", "fp16", 3, 100, 96, 1000, 384, n=16, options=("union", "q_positions", "int64")),  # blocks of 24
     Point("blocks", "fp16", 16, 64, 128, 1024, 1024, n=16, causal=True, HKV=4, options=("union", "page16")),
-    Point("blocks", "bf16", 32, 256, 256, 4096, 2048, n=16, causal=True, options=("union",)),
+    Point("blocks", "bf16", 16, 256, 256, 4096, 2048, n=16, causal=True, options=("union",)),
     Point("blocks", "fp32", 4, 128, 128, 4096, 1024, n=16, causal=True, HKV=2, options=("union",)),
     Point("blocks", "bf16", 4, 128, 128, 8192, 1024, n=16, causal=True, HKV=8, options=("backward",)),
     Point("blocks", "bf16", 1, 128, 128, 8192, 1024, n=16, causal=True, HKV=16, options=("backward",)),

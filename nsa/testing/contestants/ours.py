@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 import nsa
+from nsa.kernels.union import tiles as union_tiles
 from nsa.testing.contestants.contract import CACHES, Call, Contestant, Contract, Support
 from nsa.testing.contestants.named import of_function
 from nsa.testing.matrix import caches
@@ -83,8 +84,9 @@ BLOCKS, PACKED = only("blocks"), only("rows", "varlen")
 
 
 def _in_unions(case: Case) -> str | None:
-    """Tiles of two tokens or more hold up to 32 heads (fp32: 8)."""
-    return BLOCKS(case) or ("takes up to 32 heads a group" if case.H > (8 if case.dtype == "fp32" else 32) else None)
+    """A tile of 16 to 64 rows holds the heads of two tokens or more."""
+    found = union_tiles.select(90, case.torch_dtype.itemsize, case.H, case.D, case.Dv, case.n, case.block_size)
+    return BLOCKS(case) or (None if found else "takes groups of which a tile holds two")
 
 
 OURS = {
