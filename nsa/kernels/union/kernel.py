@@ -26,8 +26,7 @@ def _list_kernel(
     pos_ptr,
     cu_q_ptr,
     cu_k_ptr,
-    block_ptr,
-    mask_ptr,
+    list_ptr,
     count_ptr,
     served_ptr,
     B,
@@ -45,7 +44,9 @@ def _list_kernel(
     TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Write the union of a tile's blocks: block, mask ``[tiles, HKV, TOKENS * SLOTS]``, in the order of keys.
+    """Write the union of a tile's blocks in the order of keys: list ``[tiles, HKV, TOKENS * SLOTS]`` int64.
+
+    An entry has the block in its lower 32 bits and the mask of the tokens that selected it in its upper 32 bits.
 
     A program takes ``TOKENS`` tokens of a KV head; ``first`` is the number of the launch's first tile. count ``[tiles,
     HKV]`` is `NOT_SERVED` where the tokens are of several sequences, where a row lists a block twice, and where the
@@ -68,14 +69,12 @@ def _list_kernel(
     entry = tl.sort(entry)
     listed = entry != UNLISTED
 
-    # Each entry needs the one before it, and each block the sum of bits before its first entry. Both are read back from
-    # the program's own part of the lists.
-    at = (tile.to(tl.int64) * HKV + head) * (TOKENS * SLOTS)
-    block_ptr += at
-    mask_ptr += at
-    tl.store(block_ptr + i, entry)
+    # Each entry needs the one before it, and each block the sum of bits at its first entry and at the next block's. They
+    # are read back from the program's own part of the lists.
+    list_ptr += (tile.to(tl.int64) * HKV + head) * (TOKENS * SLOTS)
+    tl.store(list_ptr + i, entry.to(tl.int64))
     tl.debug_barrier()
-    before = tl.load(block_ptr + i - 1, mask=i > 0, other=UNLISTED)
+    before = tl.load(list_ptr + i - 1, mask=i > 0, other=UNLISTED).to(tl.int32)
     begins = listed & ((before // TOKENS != entry // TOKENS) | (i == 0))
     twice = tl.sum((listed & (before == entry)).to(tl.int32), 0)
     bit = tl.where(listed, 1 << (entry % TOKENS), 0)
@@ -83,13 +82,14 @@ def _list_kernel(
     rank = tl.cumsum(begins.to(tl.int32), 0) - 1
     blocks = tl.sum(begins.to(tl.int32), 0)
     tl.debug_barrier()
-    tl.store(block_ptr + rank, entry // TOKENS, mask=begins)
-    tl.store(mask_ptr + rank, bits, mask=begins)
+    tl.store(list_ptr + rank, (bits.to(tl.int64) << 32) | (entry // TOKENS), mask=begins)
     tl.debug_barrier()
-    low = tl.load(mask_ptr + i, mask=i < blocks, other=0)
-    high = tl.where(i + 1 < blocks, tl.load(mask_ptr + i + 1, mask=i + 1 < blocks, other=0), tl.sum(bit, 0))
+    here = tl.load(list_ptr + i, mask=i < blocks, other=0)
+    following = tl.load(list_ptr + i + 1, mask=i + 1 < blocks, other=0) >> 32
+    following = tl.where(i + 1 < blocks, following, tl.sum(bit, 0).to(tl.int64))
     tl.debug_barrier()
-    tl.store(mask_ptr + i, high - low, mask=i < blocks)
+    mask = (following - (here >> 32)) & 0xFFFFFFFF
+    tl.store(list_ptr + i, (mask << 32) | (here & 0xFFFFFFFF), mask=i < blocks)
 
     worth = together & (twice == 0) & (blocks * cost <= tl.sum(listed.to(tl.int32), 0) * gain)
     tl.store(count_ptr + tile * HKV + head, tl.where(worth, blocks, NOT_SERVED))
@@ -109,8 +109,7 @@ def _union_kernel(
     cu_q_ptr,
     cu_k_ptr,
     table_ptr,
-    block_ptr,
-    mask_ptr,
+    list_ptr,
     count_ptr,
     served_ptr,
     B,
@@ -192,9 +191,7 @@ def _union_kernel(
         v_off += k_first * stride_vn
     k_base = k_ptr + k_off * STRIDE_UNIT
     v_base = v_ptr + v_off * STRIDE_UNIT
-    at = (tile.to(tl.int64) * HKV + head_kv) * (TOKENS * SLOTS)
-    block_ptr += at
-    mask_ptr += at
+    list_ptr += (tile.to(tl.int64) * HKV + head_kv) * (TOKENS * SLOTS)
 
     m = tl.full([TOKENS * HEADS], float("-inf"), tl.float32)
     l = tl.zeros([TOKENS * HEADS], tl.float32)
@@ -205,15 +202,16 @@ def _union_kernel(
         steps = tl.cdiv(blocks * size, BLOCK_N)
     elif not ONE_TILE:
         steps = blocks * (size // BLOCK_N)
+    coming = tl.load(list_ptr)  # a step ahead, because addresses of keys wait for it
     for step in range(0, steps):
         if TILED:
-            listed = step
-            if not ONE_TILE:
-                listed = step // (size // BLOCK_N)
-            mask = tl.load(mask_ptr + listed)
-            key = tl.load(block_ptr + listed) * size
-            if not ONE_TILE:
-                key += (step - listed * (size // BLOCK_N)) * BLOCK_N
+            mask = (coming >> 32).to(tl.int32)
+            key = coming.to(tl.int32) * size
+            if ONE_TILE:
+                coming = tl.load(list_ptr + tl.minimum(step + 1, steps - 1))
+            else:
+                key += step % (size // BLOCK_N) * BLOCK_N
+                coming = tl.load(list_ptr + tl.minimum(step + 1, steps - 1) // (size // BLOCK_N))
             stop = farthest - key
             chosen = tl.where(((mask >> (r // HEADS)) & 1) != 0, limit - key, 0)  # keys of this tile that a row may see
             seen = keys[None, :] < chosen[:, None]  # [TOKENS * HEADS, BLOCK_N]
@@ -235,8 +233,9 @@ def _union_kernel(
         else:
             listed = (step * BLOCK_N + keys) // size
             known = listed < blocks
-            mask = tl.load(mask_ptr + listed, mask=known, other=0)
-            key = tl.load(block_ptr + listed, mask=known, other=0) * size + (step * BLOCK_N + keys - listed * size)
+            entry = tl.load(list_ptr + listed, mask=known, other=0)
+            mask = (entry >> 32).to(tl.int32)
+            key = entry.to(tl.int32) * size + (step * BLOCK_N + keys - listed * size)
             seen = (((mask[None, :] >> (r // HEADS)[:, None]) & 1) != 0) & (key[None, :] < limit[:, None])
             valid = known & (key < farthest)
             if PAGE:

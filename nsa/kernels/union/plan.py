@@ -129,7 +129,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     scale = launch.scale if call.scale is None else call.scale
     tiles_of_call = -(-g.tokens // tile.TOKENS)
     at_once = min(tiles_of_call, launch.at_once)
-    block, mask = (workspace(at_once * g.HKV * tile.TOKENS * tile.SLOTS, torch.int32, device) for _ in range(2))
+    lists = workspace(at_once * g.HKV * tile.TOKENS * tile.SLOTS, torch.int64, device)
     count = workspace(at_once * g.HKV, torch.int32, device)
     served = workspace(g.tokens * g.HKV, torch.int32, device)
     launches[route] += 1
@@ -137,11 +137,11 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         now = min(at_once, tiles_of_call - first)
         sizes = (g.B, g.S, g.S_kv, g.HKV)
         launch.list.launch(
-            (now, g.HKV, 1), device, (selection, *about, block, mask, count, served),
+            (now, g.HKV, 1), device, (selection, *about, lists, count, served),
             (*sizes, g.n, launch.size, g.tokens, first, *launch.worth), narrow,
         )  # fmt: skip
         (launch.union if lse is None else launch.union_lse).launch(
-            (now * g.HKV, 1, 1), device, (q, k, v, out, lse, *about, block_table, block, mask, count, served),
+            (now * g.HKV, 1, 1), device, (q, k, v, out, lse, *about, block_table, lists, count, served),
             (*sizes, launch.size, g.tokens, first, now, g.pages, *g.strides, scale), narrow,
         )  # fmt: skip
     return key_major.forward(launch.rest, call, "rest", served, lse)
