@@ -61,8 +61,10 @@ class Launch(NamedTuple):
         return self[:6]
 
 
-def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch:
+def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bool = False) -> Launch:
     """Tiles, windows and run-time sizes of a launch. Arguments as for query-major; ``per_head`` changes nothing.
+
+    With ``skips`` every :func:`forward` of the launch gets ``served``, otherwise none does.
 
     A row's result never depends on what the rest of the call holds. With ``batch_invariant`` the result does not depend
     on the length of the call either. A row whose ranges have more than ``bound`` keys may come out as NaN.
@@ -89,7 +91,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     bucket = span_bucket(n, S_kv)
     tiled = listed % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
     variants = _variants(
-        device, dtype, call.dtypes(), tile, bucket, walked > 0, TILED.value if tiled else g.source,
+        device, dtype, (*call.dtypes(), skips), tile, bucket, walked > 0, TILED.value if tiled else g.source,
         ONE_TILE=listed <= tile.BLOCK_N, WIDE=farthest > WIDE_FROM, G=G, D=D, Dv=Dv, SOURCE=g.source, LAYOUT=g.layout,
         PAGE=g.page, CAUSAL=call.causal, STRIDE_UNIT=g.unit, INPUT_PRECISION="ieee",
     )  # fmt: skip
@@ -101,7 +103,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
 def _variants(
     device: torch.device,
     dtype: torch.dtype,
-    kinds: tuple[torch.dtype | None, ...],
+    kinds: tuple[object, ...],
     tile: key_tiles.Tile,
     spans: int,
     walk: bool,
@@ -110,7 +112,8 @@ def _variants(
 ) -> tuple[Variant, ...]:
     """The kernels for a tile and the compile-time arguments ``shared``. Plans that differ only in sizes share them.
 
-    Kernels for other dtypes of the inputs, or of the index tensors (``kinds``), are other entries of the cache.
+    Kernels for other dtypes of the inputs or of the index tensors, and kernels that skip rows (``kinds``), are other
+    entries of the cache.
     """
     source = shared["SOURCE"]
     count = {name: shared[name] for name in ("SOURCE", "LAYOUT", "CAUSAL")}

@@ -74,7 +74,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     worth = worth._replace(gain=worth.gain * tile.HEADS)
     return Launch(
         *variants, device, tile, worth, g, block_size, tiles.tiles_at_once(tile, g.HKV), narrow,
-        1.0 / math.sqrt(g.D), key_major.plan(call, bound),
+        1.0 / math.sqrt(g.D), key_major.plan(call, bound, skips=True),
     )  # fmt: skip
 
 
