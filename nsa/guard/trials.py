@@ -231,7 +231,6 @@ def _key_major(t: Trial) -> str | None:
     """Try a key-major kernel in a whole call. The call's other kernels may be any variants."""
     from nsa.kernels.key_major import plan as key_major
     from nsa.kernels.key_major import tiles as key_tiles
-
     from nsa.kernels.union import plan as union
 
     size = t.c.get("BLOCK_N", 32) * (1 if t.c.get("ONE_TILE", True) else 2)

@@ -115,7 +115,8 @@ def _count_kernel(
     """Write the block of every unit, and its rank among the units of the same window, head and block.
 
     A program takes one token, from ``first`` on; windows have ``window`` tokens. Rows of blocks that ``served_ptr``
-    marks have no units. block, rank and, for ranges, span ``[tokens, heads, slots]``; count ``[windows, heads, blocks]``, zero before the launch.
+    marks have no units. block, rank and, for ranges, span ``[tokens, heads, slots]``; count ``[windows, heads,
+    blocks]``, zero before the launch.
     """
     token = tl.program_id(0)
     seq, k_first, limit = visible_keys(first + token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT, CAUSAL)

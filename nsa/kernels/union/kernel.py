@@ -50,7 +50,8 @@ def _list_kernel(
 
     A program takes ``TOKENS`` tokens of a KV head; ``first`` is the number of the launch's first tile. count ``[tiles,
     HKV]`` is `NOT_SERVED` where the tokens are of several sequences, where a row lists a block twice, and where the
-    union costs more than it gains: more than ``gain / cost`` of a block for each listed block. served ``[tokens, HKV]``.
+    union is not worth reading: where it has more than ``gain / cost`` of a block for each listed block. served
+    ``[tokens, HKV]`` is 1 for rows of the other tiles, else 0.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -69,8 +70,8 @@ def _list_kernel(
     entry = tl.sort(entry)
     listed = entry != UNLISTED
 
-    # Each entry needs the one before it, and each block the sum of bits at its first entry and at the next block's. They
-    # are read back from the program's own part of the lists.
+    # Each entry needs the one before it, and each block the sums of bits at its first entry and at that of the next
+    # block. They are read back from the program's own part of the lists.
     list_ptr += (tile.to(tl.int64) * HKV + head) * (TOKENS * SLOTS)
     tl.store(list_ptr + i, entry.to(tl.int64))
     tl.debug_barrier()
@@ -142,6 +143,7 @@ def _union_kernel(
     CAUSAL: tl.constexpr,
     TILED: tl.constexpr,
     ONE_TILE: tl.constexpr,
+    FAR: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     HEADS: tl.constexpr,
@@ -179,6 +181,9 @@ def _union_kernel(
     q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT) + head.to(tl.int64) * stride_qh
     q_ptrs = q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :]
     q = tl.load(q_ptrs, mask=exists[:, None] & (d[None, :] < D), other=0.0)  # [TOKENS * HEADS, BLOCK_D]
+    # The maximum is taken before the product with the scale, which must be above 0. The product then takes no time: it
+    # is part of the exponent's fused multiply-add.
+    factor = scale * 1.4426950408889634
     k_off = tl.cast(head_kv, tl.int64) * stride_kh
     v_off = tl.cast(head_kv, tl.int64) * stride_vh
     if PAGE:
@@ -197,6 +202,9 @@ def _union_kernel(
     l = tl.zeros([TOKENS * HEADS], tl.float32)
     acc = tl.zeros([TOKENS * HEADS, BLOCK_DV], tl.float32)
     keys = tl.arange(0, BLOCK_N)
+    ahead = keys
+    if FAR:  # otherwise the offsets within a tile, in units, fit int32
+        ahead = keys.to(tl.int64)
     steps = blocks
     if not TILED:
         steps = tl.cdiv(blocks * size, BLOCK_N)
@@ -218,7 +226,6 @@ def _union_kernel(
             if PAGE and PAGE % BLOCK_N == 0:
                 k_page, v_page, key, found = in_page(table_row, key, stop > 0, pages, stride_kb, stride_vb, PAGE)
                 valid = keys < tl.where(found, stop, 0)
-                key = key + keys
             elif PAGE and (BLOCK_N % PAGE == 0 and BLOCK_N <= 8 * PAGE):
                 k_page, v_page, key, valid = tile_in_pages(
                     table_row, key, farthest, pages, stride_kb, stride_vb, PAGE, BLOCK_N
@@ -229,7 +236,6 @@ def _union_kernel(
                 )
             else:
                 valid = keys < stop
-                key = key + keys
         else:
             listed = (step * BLOCK_N + keys) // size
             known = listed < blocks
@@ -242,27 +248,30 @@ def _union_kernel(
                 k_page, v_page, key, valid = in_page(table_row, key, valid, pages, stride_kb, stride_vb, PAGE)
         if PAGE:
             seen &= valid[None, :]
-        key = key.to(tl.int64)
-        k_at = key * stride_kn
-        v_at = key * stride_vn
+        k_at = key.to(tl.int64) * stride_kn
+        v_at = key.to(tl.int64) * stride_vn
         if PAGE:
             k_at += k_page
             v_at += v_page
-        k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
+        if TILED and (not PAGE or PAGE % BLOCK_N == 0):  # the tile's keys lie side by side, from `key` on
+            k_ptrs = k_base + k_at * STRIDE_UNIT + (ahead * stride_kn).to(tl.int64)[:, None] * STRIDE_UNIT + d[None, :]
+            v_ptrs = v_base + v_at * STRIDE_UNIT + (ahead * stride_vn).to(tl.int64)[:, None] * STRIDE_UNIT + dv[None, :]
+        else:
+            k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
+            v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
         k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_N, BLOCK_D]
-        v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
         v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
-        scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
+        scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
         scores = tl.where(seen, scores, float("-inf"))
         m_new = tl.maximum(m, tl.max(scores, 1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
-        p = tl.exp2(scores - m_safe[:, None])
-        alpha = tl.exp2(m - m_safe)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) * factor  # -inf - -inf would be NaN
+        p = tl.exp2(scores * factor - m_safe[:, None])
+        alpha = tl.exp2(m * factor - m_safe)
         l = l * alpha + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=INPUT_PRECISION)
         m = m_new
 
-    o, lse = finish(m, l, acc)
+    o, lse = finish(m * factor, l, acc)
     o_off = query_offset(token, S, stride_ob, stride_os, LAYOUT) + head.to(tl.int64) * stride_oh
     o_ptrs = o_ptr + o_off[:, None] * STRIDE_UNIT + dv[None, :]
     tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=exists[:, None] & (dv[None, :] < Dv))

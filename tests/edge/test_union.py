@@ -1,0 +1,153 @@
+"""Which tiles a union serves, and what a neighbour must not do to a row."""
+
+import math
+
+import pytest
+import torch
+
+import nsa
+from nsa import settings
+from nsa.call import Call
+from nsa.kernels.key_major import plan as key_major
+from nsa.kernels.key_major.tiles import DoesNotFit
+from nsa.kernels.union import plan as union
+from nsa.kernels.union import tiles
+from nsa.testing.plugin import current_lane
+
+UNION = {"backend": "triton", "schedule": "union", "return_lse": True}
+SIZE, KEYS, G = 16, 96, 4  # a tile of fp32 holds 4 tokens of 4 heads
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What the last call wrote into `served`, `[tokens, HKV]`."""
+    seen = []
+
+    def workspace(size, dtype, device):
+        seen.append(torch.empty(size, dtype=dtype, device=device))
+        return seen[-1]
+
+    monkeypatch.setattr(union, "workspace", workspace)
+    return lambda: seen[-1].bool().tolist()
+
+
+@pytest.fixture
+def prompt(draw):
+    """Queries of two tiles, and keys that they all see."""
+    return lambda S=8, **how: draw(S=S, S_kv=KEYS, HKV=1, G=G, dtype=torch.float32, **how)
+
+
+def blocks_of(device, *rows):
+    return {
+        "block_indices": torch.tensor(rows, dtype=torch.int32, device=device).view(1, len(rows), 1, -1),
+        "block_size": SIZE,
+        "causal": False,
+    }
+
+
+def check(qkv, selection, got=None):
+    """Equal to key-major, within rounding."""
+    got = nsa.selection_attention(*qkv, **selection, **UNION) if got is None else got
+    want = nsa.selection_attention(*qkv, **selection, **UNION | {"schedule": "key_major"})
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-5, equal_nan=True)
+    return got
+
+
+def test_tiles_whose_rows_share_blocks_are_served(prompt, device, served, monkeypatch):
+    """Four tokens that agree are served; four that have nothing in common are not, since a union saves them no read."""
+    monkeypatch.setattr(tiles, "WORTH", tiles.Worth(4 * G, 3))  # up to three blocks for four listed ones
+    alike, apart = [[0, 3], [3, 0], [0, -1], [-1, 3]], [[0, 1], [2, 3], [4, 5], [-1, -1]]
+    check(prompt(), blocks_of(device, *alike, *apart))
+    assert served() == [True] * 4 + [False] * 4
+
+
+def test_a_block_listed_twice_counts_twice(prompt, device, served, monkeypatch):
+    monkeypatch.setattr(tiles, "forced", tiles.Choice(worth=tiles.ALWAYS))
+    check(prompt(), blocks_of(device, [0, 1], [2, 2], [1, 0], [0, 1], *[[4, 1]] * 4))
+    assert served() == [False] * 4 + [True] * 4
+
+
+def test_a_tile_holds_tokens_of_one_sequence(draw, device, served, monkeypatch):
+    monkeypatch.setattr(tiles, "forced", tiles.Choice(worth=tiles.ALWAYS))
+    q, k, v = draw(S=12, S_kv=KEYS, HKV=1, G=G, dtype=torch.float32, varlen=True)
+    cu = tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 6, 8], [0, 50, KEYS]))
+    selection = blocks_of(device, *[[0, 1]] * 12)
+    selection["block_indices"] = selection["block_indices"][0]
+    o, lse = check((q, k, v), selection | {"cu_seqlens": cu})
+    assert served() == [True] * 4 + [False] * 4 + [True] * 4  # the last tile has no sequence, and reads nothing
+    assert not o[8:].any()
+    assert lse[8:].isneginf().all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy says so when the interpreter computes with infinities
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_value_that_only_a_neighbour_selected_does_not_matter(prompt, device, served, poison, monkeypatch):
+    """Its weight is zero, and zero times NaN is NaN: such a tile is computed row by row."""
+    monkeypatch.setattr(tiles, "forced", tiles.Choice(worth=tiles.ALWAYS))
+    q, k, v = prompt()
+    selection = blocks_of(device, [0, 1], [1, 3], [0, 1], [1, 0], *[[4, 1]] * 4)
+    clean = nsa.selection_attention(q, k, v, **selection, **UNION)
+    v[:, 3 * SIZE + 2, :, 1] = poison
+    o, lse = check((q, k, v), selection)
+    assert served() == [False] * 4 + [True] * 4
+    for s in (0, 2, 3, 4):
+        torch.testing.assert_close(o[:, s], clean[0][:, s], rtol=2e-5, atol=2e-5)
+    assert not o[0, 1, :, 1].isfinite().any()
+    torch.testing.assert_close(lse, clean[1], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("scale", [-0.25, 0.0, 3.0])
+def test_any_scale(prompt, device, scale):
+    check(prompt(), blocks_of(device, *[[0, 3]] * 8) | {"scale": scale})
+
+
+def test_several_passes(prompt, device, served, monkeypatch):
+    """Lists that hold one tile at a time."""
+    monkeypatch.setattr(tiles, "forced", tiles.Choice(worth=tiles.ALWAYS))
+    monkeypatch.setattr(tiles, "LIST_BYTES", 1)
+    check(prompt(), blocks_of(device, *[[0, 3]] * 4, *[[2, 5]] * 4))
+    assert all(served())
+
+
+def test_key_major_beside_unions(prompt, device):
+    """Key-major that skips rows, and key-major alone, are two kernels, in either order."""
+    selection = blocks_of(device, *[[0, 3]] * 8)
+    qkv = prompt()
+    call = Call(*qkv, **selection)
+    assert not set(union.plan(call).variants) & set(key_major.plan(call).variants)
+    for _ in range(2):
+        check(qkv, selection)
+
+
+def test_rows_do_not_depend_on_neighbours_with_batch_invariant(prompt, device):
+    qkv, selection = prompt(), blocks_of(device, *[[0, 3]] * 8)
+    with settings.configure(batch_invariant=True):
+        with pytest.raises(DoesNotFit, match="batch_invariant"):
+            nsa.selection_attention(*qkv, **selection, **UNION)
+        before = nsa.kernels.launches.copy()
+        nsa.selection_attention(*qkv, **selection, schedule="union")
+    assert not (nsa.kernels.launches - before)["union"]
+
+
+def test_ranges_have_no_unions(prompt, same):
+    with pytest.raises(DoesNotFit, match="expected block_indices, got ranges"):
+        nsa.selection_attention(*prompt(), ranges=same([(0, 9)], 1, 8, 1), **UNION)
+
+
+@pytest.mark.skipif(current_lane() != "gpu", reason="graphs need a GPU")
+def test_replays_with_other_selections(prompt, device, served, monkeypatch):
+    """The device decides which tiles are served, so a captured graph serves others for other selections."""
+    monkeypatch.setattr(tiles, "WORTH", tiles.Worth(4 * G, 3))
+    q, k, v = prompt()
+    selection = blocks_of(device, *[[0, 3]] * 4, *[[2, 5]] * 4)
+    run = lambda: nsa.selection_attention(q, k, v, **selection, **UNION)  # noqa: E731
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    other = blocks_of(device, *[[0, 1], [2, 3], [4, 5], [-1, -1]], *[[1, 3]] * 4)
+    selection["block_indices"].copy_(other["block_indices"])
+    graph.replay()
+    assert served() == [False] * 4 + [True] * 4
+    check((q, k, v), selection, got)
