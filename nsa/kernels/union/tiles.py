@@ -25,8 +25,8 @@ ALWAYS = Worth(0, 0)  # whatever the union costs
 NEVER = Worth(1, 0)  # unless it is empty
 
 WORTH = Worth(64, 3)
-"""For each query head of a token: up to 48 blocks of 64 listed ones for tiles of 4 tokens of 16 heads. An H100 takes as long
-for such a union as key-major takes for the tile's rows (docs/notebook/union.md)."""
+"""For each query head of a token: tiles of 4 tokens of 16 heads may have 48 blocks for 64 listed ones. An H100 takes as
+long for such a union as key-major takes for the tile's rows (docs/notebook/union.md)."""
 
 
 class Choice(NamedTuple):

@@ -62,8 +62,8 @@ class Point:
     causal: bool = False
     HKV: int = 1
     # Any of cu_seqlens, q_positions, int64, per_head, unpipelined, key_major, union, backward; far (strides beyond
-    # int32); cache (contiguous), or page64 (pages of 64 keys). A cache holds 65,536 keys for each of `rows` sequences; with
-    # key_major or union it has two sequences, with half of the rows each.
+    # int32); cache (contiguous), or page64 (pages of 64 keys). A cache holds 65,536 keys for each of `rows` sequences;
+    # with key_major or union it has two sequences, with half of the rows each.
     options: tuple[str, ...] = ()
     choice: tiles.Choice | None = None  # forced tiles, as in a sweep; None: the tables and rules of `tiles`
 
