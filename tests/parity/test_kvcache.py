@@ -1,5 +1,6 @@
 """Caches of sequences of unequal length, contiguous and in pages, against the oracle that lays them side by side."""
 
+import itertools
 import math
 
 import pytest
@@ -44,18 +45,27 @@ def draw_ranges(B, S, HKV, n, seed):
     return torch.stack((start, start + torch.randint(-3, 90, start.shape, generator=g)), -1)
 
 
+def in_pairs(*axes):
+    """All combinations of named values; interpreted half of them, in which each pair of two axes' values occurs."""
+    numbered = itertools.product(*(list(enumerate(axis.items())) for axis in axes))
+    chosen = [row for row in numbered if GPU or sum(i for i, _ in row) % 2 == 0]
+    return [pytest.param(*(x for _, (_, x) in row), id="-".join(name for _, (name, _) in row)) for row in chosen]
+
+
+BY_PAGE = {f"page{page}": page for page in PAGES}
+BY_QUERIES = {
+    f"{many}-{name}": (S, CHOICES[name])
+    for S, many, names in ((1, "decode", CHOICES), (FEW, "few", CHOICES if GPU else ["wide"]))
+    for name in names
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize(
-    ("S", "choice"),
-    [
-        pytest.param(S, CHOICES[name], id=f"{many}-{name}")
-        for S, many, names in ((1, "decode", CHOICES), (FEW, "few", CHOICES if GPU else ["wide"]))
-        for name in names
-    ],
+    ("page", "size", "queries"), in_pairs(BY_PAGE, {f"block{size}": size for size in (16, 32, 64, 128, 48)}, BY_QUERIES)
 )
-@pytest.mark.parametrize("size", [16, 32, 64, 128, 48], ids=lambda size: f"block{size}")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"page{page}")
-def test_triton_sel_parity_kvcache_blocks(device, page, size, S, choice, dtype):
+def test_triton_sel_parity_kvcache_blocks(device, page, size, queries, dtype):
+    S, choice = queries
     cache = caches.draw(LENGTHS, ROOM, page, HKV=2, D=32, Dv=16, dtype=dtype, device=device, seed=size + S)
     g = torch.Generator().manual_seed(S)
     q = torch.randn(len(LENGTHS), S, 6, 32, generator=g).to(device, dtype)
@@ -71,9 +81,14 @@ def test_triton_sel_parity_kvcache_blocks(device, page, size, S, choice, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("walked", [0, 8], ids=["parts", "walk"])
-@pytest.mark.parametrize("size", [16, 64, 128, 48, None], ids=lambda size: f"block{size}" if size else "ranges")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"page{page}")
+@pytest.mark.parametrize(
+    ("page", "size", "walked"),
+    in_pairs(
+        BY_PAGE,
+        {"block16": 16, "block64": 64, "block128": 128, "block48": 48, "ranges": None},
+        {"parts": 0, "walk": 8},
+    ),
+)
 def test_triton_sel_parity_kvcache_key_major(device, page, size, walked, dtype, monkeypatch):
     """A chunk of a prompt: partial results of each block, or some of its keys read by the kernel that merges."""
     cache = caches.draw(LENGTHS, ROOM, page, HKV=2, D=32, Dv=16, dtype=dtype, device=device, seed=7)
