@@ -226,14 +226,15 @@ def _union_kernel(
             if PAGE and PAGE % BLOCK_N == 0:
                 k_page, v_page, key, found = in_page(table_row, key, stop > 0, pages, stride_kb, stride_vb, PAGE)
                 valid = keys < tl.where(found, stop, 0)
-            elif PAGE and (BLOCK_N % PAGE == 0 and BLOCK_N <= 8 * PAGE):
-                k_page, v_page, key, valid = tile_in_pages(
-                    table_row, key, farthest, pages, stride_kb, stride_vb, PAGE, BLOCK_N
-                )
             elif PAGE:
-                k_page, v_page, key, valid = in_page(
-                    table_row, key + keys, keys < stop, pages, stride_kb, stride_vb, PAGE
-                )
+                if BLOCK_N % PAGE == 0 and BLOCK_N <= 8 * PAGE:
+                    k_page, v_page, key, valid = tile_in_pages(
+                        table_row, key, farthest, pages, stride_kb, stride_vb, PAGE, BLOCK_N
+                    )
+                else:
+                    k_page, v_page, key, valid = in_page(
+                        table_row, key + keys, keys < stop, pages, stride_kb, stride_vb, PAGE
+                    )
             else:
                 valid = keys < stop
         else:
