@@ -20,6 +20,7 @@ CU_SEQLENS = "selection_attention takes cu_seqlens=(cu_seqlens_q, cu_seqlens_k)"
 LONGEST = "nsa needs no longest length; max_selected is the bound on the keys that one row selects"
 BRANCH = "nsa computes the selection branch only; compute the {} branch separately"
 GATE = "nsa applies no gate; multiply the output by it"
+RAGGED = "; packed queries [T, HQ, D] need cu_seqlens_q"
 APPEND = "nsa appends nothing to a cache; write new keys and values into k_cache and v_cache before the call"
 
 # An argument of another library, and what its caller should write here.

@@ -48,7 +48,16 @@ def key_limits(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     cu_seqlens_q, cu_seqlens_k, table = call.cu_seqlens_q, call.cu_seqlens_k, call.block_table
     S, S_kv = call.q.shape[-3], call.k.shape[-3] * (1 if table is None else table.shape[1])
     token = torch.arange(math.prod(call.q.shape[:-2]), device=call.q.device)
-    if cu_seqlens_q is None or cu_seqlens_k is None:
+    if cu_seqlens_q is not None and call.cache_seqlens is not None:
+        B = cu_seqlens_q.shape[0] - 1
+        zero = torch.zeros_like(token)
+        if B == 0:
+            return zero, zero, zero
+        seq = torch.searchsorted(cu_seqlens_q[1:].long().contiguous(), token, right=True)
+        batch, offset = seq.clamp(max=B - 1), zero
+        seqlen_k = call.cache_seqlens.long().clamp(0, S_kv)[batch] * (seq < B)
+        s, seqlen_q = token, cu_seqlens_q.long()[1:][batch]  # both counted from token 0
+    elif cu_seqlens_q is None or cu_seqlens_k is None:
         seqlen_k = torch.full_like(token, S_kv)
         seqlen_q = torch.full_like(token, S)
         s = token % max(S, 1)

@@ -20,11 +20,13 @@ BLOCKS = tl.constexpr(2)
 TILED = tl.constexpr(3)
 
 # LAYOUT: how a row finds its sequence. BATCH: [B, S_kv, ...]. VARLEN: cu_seqlens over tokens. PACKED: row i is sequence
-# i. CACHE: as BATCH, but only the first keys of each sequence are filled, and keys may lie in pages.
+# i. CACHE: as BATCH, but only the first keys of each sequence are filled, and keys may lie in pages. RAGGED: queries as
+# in VARLEN, keys as in CACHE.
 BATCH = tl.constexpr(0)
 VARLEN = tl.constexpr(1)
 PACKED = tl.constexpr(2)
 CACHE = tl.constexpr(3)
+RAGGED = tl.constexpr(4)
 
 
 @triton.jit
@@ -312,3 +314,17 @@ def expect_table(table_row, width):
 def filled_keys(seq, S_kv, cache_seqlens_ptr):
     """Filled keys of a sequence in a cache that has room for ``S_kv``."""
     return tl.minimum(tl.maximum(tl.load(cache_seqlens_ptr + seq), 0), S_kv).to(tl.int32)
+
+
+@triton.jit
+def sequence_of_cache(cu_q_ptr, cache_seqlens_ptr, B, token):
+    """``(seq, filled, behind)`` of one token of a ragged batch: its sequence, the sequence's length as it is in memory,
+    and how many queries from the token on the sequence has: 1 for its last query.
+
+    A token after the last sequence gets a length of 0, and a sequence that exists wherever there are any.
+    """
+    seq = find_sequence(cu_q_ptr, B, token, 128)
+    known = seq < B
+    filled = tl.load(cache_seqlens_ptr + seq, mask=known, other=0)
+    behind = tl.load(cu_q_ptr + seq + 1, mask=known, other=0) - token
+    return tl.maximum(tl.minimum(seq, B - 1), 0), filled, behind
