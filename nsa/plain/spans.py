@@ -53,10 +53,11 @@ def key_limits(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         zero = torch.zeros_like(token)
         if B == 0:
             return zero, zero, zero
-        seq = torch.searchsorted(cu_seqlens_q[1:].long().contiguous(), token, right=True)
+        ends = cu_seqlens_q[1:].long().clamp(min=0)
+        seq = torch.searchsorted(ends.sort().values, token, right=True)  # counts the ends, in whatever order they are
         batch, offset = seq.clamp(max=B - 1), zero
         seqlen_k = call.cache_seqlens.long().clamp(0, S_kv)[batch] * (seq < B)
-        s, seqlen_q = token, cu_seqlens_q.long()[1:][batch]  # both counted from token 0
+        s, seqlen_q = token, ends[batch]  # both counted from token 0
     elif cu_seqlens_q is None or cu_seqlens_k is None:
         seqlen_k = torch.full_like(token, S_kv)
         seqlen_q = torch.full_like(token, S)

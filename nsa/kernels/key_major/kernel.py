@@ -21,6 +21,7 @@ from nsa.kernels.shared.primitives import (
     finish,
     in_page,
     key_positions,
+    last_query,
     load_spans,
     softmax_step,
     tile_start,
@@ -141,7 +142,7 @@ def _partial_kernel(
         if LAYOUT == RAGGED:
             q_off = tl.zeros([], tl.int64)
             lead = first
-            shift = (seqlen_k - tl.load(cu_q_ptr + seq + 1)).to(tl.int32)
+            shift = seqlen_k - last_query(cu_q_ptr, seq, seq < B)
         else:
             q_off = seq.to(tl.int64) * stride_qb
             lead = first - seq * S  # query = token of the window + lead

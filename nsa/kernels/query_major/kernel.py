@@ -243,7 +243,7 @@ def _fwd_kernel(
             elif LAYOUT == RAGGED:
                 visible = tl.minimum(tl.maximum(filled + here, 0), S_kv).to(tl.int32)
                 if CAUSAL:  # cu_seqlens may be wrong, so `behind` may be any number
-                    visible = tl.minimum(tl.maximum(visible - behind + 1, 0), visible).to(tl.int32)
+                    visible = tl.minimum(tl.maximum(visible - behind + 1, 0), visible)
             if SINGLE and SOURCE == TILED:
                 start, visible = clamp_span(begin_of + here, end_of + here, visible, block_size, SOURCE)
                 total = BLOCK_L

@@ -43,7 +43,7 @@ def visible_keys(token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT: tl.cons
         seq, filled, behind = sequence_of_cache(cu_q_ptr, cu_k_ptr, B, token)
         k_first = tl.zeros([], tl.int64)
         seqlen_k = tl.minimum(tl.maximum(filled, 0), S_kv).to(tl.int32)
-        t = (seqlen_k - behind).to(tl.int32)
+        t = seqlen_k - behind
     else:
         seq = find_sequence(cu_q_ptr, B, token, 128)
         k_first, seqlen_k = sequence_keys(seq, B, S_kv, cu_k_ptr)

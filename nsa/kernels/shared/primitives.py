@@ -319,12 +319,19 @@ def filled_keys(seq, S_kv, cache_seqlens_ptr):
 @triton.jit
 def sequence_of_cache(cu_q_ptr, cache_seqlens_ptr, B, token):
     """``(seq, filled, behind)`` of one token of a ragged batch: its sequence, the sequence's length as it is in memory,
-    and how many queries from the token on the sequence has: 1 for its last query.
+    and how many queries the sequence has from the token on, itself included. It is 1 or less for the last query.
 
-    A token after the last sequence gets a length of 0, and a sequence that exists wherever there are any.
+    A token after the last sequence gets a length of 0, and the last sequence, so that its row of a page table exists.
     """
     seq = find_sequence(cu_q_ptr, B, token, 128)
     known = seq < B
     filled = tl.load(cache_seqlens_ptr + seq, mask=known, other=0)
-    behind = tl.load(cu_q_ptr + seq + 1, mask=known, other=0) - token
-    return tl.maximum(tl.minimum(seq, B - 1), 0), filled, behind
+    end = last_query(cu_q_ptr, seq, known)
+    return tl.maximum(tl.minimum(seq, B - 1), 0), filled, end - token
+
+
+@triton.jit
+def last_query(cu_q_ptr, seq, known):
+    """One past the last query of a sequence, clamped to what int32 holds."""
+    end = tl.load(cu_q_ptr + seq + 1, mask=known, other=0)
+    return tl.minimum(tl.maximum(end, 0), 2147483647).to(tl.int32)
