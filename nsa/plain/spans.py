@@ -151,7 +151,7 @@ def in_pages(
         ``page`` int64 (0 if not valid), ``place`` int64, the key's index in its page, and ``valid``, which is False
         also for keys whose page is outside ``[0, pages)``.
     """
-    if block_table.shape[1] == 0 or pages == 0:
+    if 0 in block_table.shape or pages == 0:
         return torch.zeros_like(position), torch.zeros_like(position), torch.zeros_like(valid)
     page = block_table[batch.expand_as(position), position // page_size].long()
     valid = valid & (page >= 0) & (page < pages)
