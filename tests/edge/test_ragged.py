@@ -10,8 +10,10 @@ import torch
 import nsa
 from nsa import ops
 from nsa.call import Call
+from nsa.kernels.query_major import tiles
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
+from nsa.tuning import sweep
 
 from .conftest import compare
 
@@ -49,10 +51,10 @@ def ends(*values, device, dtype=torch.int32):
 FAR = 2**62
 WILD = {
     "falling": (0, 4, 2, 3),
-    "negative": (0, -7, 1, -FAR),
-    "past-the-last-token": (0, 1, FAR, 9),
+    "negative": (0, -7, 1, -FAR - 2**31),
+    "past-the-last-token": (0, 1, 2**63 - 1, 9),
     "not-from-0": (3, 4, 5, 6),  # the first sequence begins at token 0 all the same
-    "lowest": (-(2**63), -(2**63), 2, 2**63 - 1),
+    "lowest": (-(2**63), -1, 5, -(2**63)),
     "zeros": (0, 0, 0, 0),
 }
 
@@ -62,6 +64,7 @@ WILD = {
 def test_ends_that_cannot_be(device, route, values):
     """No read leaves the tensors (`nsa.testing.judge.addresses` looks), and all backends take them alike."""
     cache = caches.draw([33, 64, 20], ROOM, PAGE, device=device)
+    cache.cache_seqlens[1] = ROOM + 9
     q, blocks = queries(6, device), everything(6, device)
     for dtype in (torch.int32, torch.int64) if route == "query_major" else (torch.int64,):
         some = [min(max(x, torch.iinfo(dtype).min), torch.iinfo(dtype).max) for x in values]
@@ -95,9 +98,20 @@ def test_pages_that_do_not_exist_are_not_read(device, route):
     cache = caches.draw([50, 64, 33], ROOM, PAGE, device=device)
     for place, page in (((0, 1), -1), ((1, 0), cache.k.shape[0]), ((1, 3), 2**31 - 1), ((2, 0), -(2**31))):
         cache.block_table[place] = page
-    q, blocks, cu = queries(4, device), everything(4, device), ends(0, 2, 3, 4, device=device)
+    q, blocks, cu = queries(4, device), everything(4, device), ends(0, 0, 2, 0, 3, 0, 4, device=device)[::2]
     got = call(q, cache, cu, route, block_indices=blocks, block_size=PAGE)
     compare(got, caches.oracle(q, cache, cu, block_indices=blocks, block_size=PAGE), q.dtype)
+
+
+@pytest.mark.parametrize("size", [PAGE, PAGE // 2], ids=["tiles", "no-tiles"])
+def test_programs_of_one_tile_look_up_no_page_that_is_not_there(device, size):
+    """They look up a page without asking whether there is a key; after the last sequence the table has no row."""
+    cache = caches.draw([50, 64], ROOM, PAGE, device=device)
+    q, cu = queries(3, device), ends(0, 1, 2, device=device)
+    selection = {"block_indices": everything(3, device, 1), "block_size": size}
+    with sweep.forced(tiles.Choice(2, 1, PAGE, 4, 1)):
+        got = call(q, cache, cu, **selection)
+    compare(got, caches.oracle(q, cache, cu, **selection), q.dtype)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -222,7 +236,7 @@ WRONG = {
         {"cu_seqlens_q": torch.zeros(0).int(), "cache_seqlens": 5}, ValueError, f"{CU} [B + 1] with B >= 0",
     ),
     "ends-device": (
-        {"cu_seqlens_q": torch.zeros(3, device="meta").int()}, ValueError, f"{CU} device", # that of q
+        {"cu_seqlens_q": torch.zeros(3, device="meta").int()}, ValueError, f"{CU} device",  # that of q
     ),
     "lengths-of-other-sequences": (
         {"cu_seqlens_q": torch.zeros(4).int()}, ValueError, "cache_seqlens: expected [B] = [3], got [2]",
@@ -258,9 +272,7 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_errors_say_what_was_expected(device, wrong):
     change, kind, text = WRONG[wrong]
-    change = {
-        name: x.to(device) if isinstance(x, torch.Tensor) and not x.is_meta else x for name, x in change.items()
-    }
+    change = {name: x.to(device) if isinstance(x, torch.Tensor) and not x.is_meta else x for name, x in change.items()}
     cache = caches.draw([40, 64], ROOM, None if change.pop("contiguous", False) else PAGE, device=device)
     q, cu = change.pop("q", queries(4, device)), ends(0, 3, 4, device=device)
     right = {"block_indices": everything(4, device), "block_size": PAGE}

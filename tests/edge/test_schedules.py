@@ -158,7 +158,7 @@ def planned(
     def fake(*shape, kind=dtype):
         return Shaped(device, *shape, dtype=kind)
 
-    lead, cu = ((B * S,), fake(B + 1, kind=torch.int32)) if varlen else ((B, S), None)
+    lead, cu = ((how.pop("T", B * S),), fake(B + 1, kind=torch.int32)) if varlen else ((B, S), None)
     kv = (B * keys,) if varlen and not cache else (B, keys) if page is None else (B * keys // page, page)
     lengths = fake(B, kind=torch.int32) if cache else None
     table = fake(B, keys // page, kind=torch.int32) if page else None
@@ -199,6 +199,9 @@ ROUTES = {
     "ragged": ({"B": 4, "S": 128, "keys": 8192, "cache": True, "varlen": True}, CHUNK),
     "ragged-chunks-and-steps": ({"B": 64, "S": 2, "keys": 8192, "cache": True, "varlen": True, "longest": 65}, CHUNK),
     "ragged-chunks-that-are-not-told": ({"B": 64, "S": 2, "keys": 8192, "cache": True, "varlen": True}, BLOCKS),
+    "ragged-a-chunk-among-many-steps": (
+        {"B": 96, "T": 160, "keys": 8192, "cache": True, "varlen": True, "longest": 65}, BLOCKS,
+    ),
     "ragged-steps": ({"B": 64, "S": 1, "keys": 8192, "cache": True, "varlen": True, "longest": 512}, BLOCKS),
     "decode-from-a-cache": ({"S": 1, "keys": 8192, "cache": True, "page": 64}, BLOCKS),
     "four-rows-a-block": ({"keys": 2**16}, CHUNK),

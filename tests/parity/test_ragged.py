@@ -95,9 +95,7 @@ def test_triton_sel_parity_ragged_is_the_call_with_equal_numbers(device, schedul
     q = drawn_queries(4, device, dtype, HQ=4)
     blocks = draw_blocks(2, 2, 2, 3, 64, seed=3).to(device, torch.int32)
     how = {"block_size": 64, "backend": "triton", "schedule": schedule, "return_lse": True} | cache.arguments
-    want = nsa.selection_attention_with_kvcache(
-        q.view(2, 2, 4, 32), cache.k, cache.v, block_indices=blocks, **how
-    )
+    want = nsa.selection_attention_with_kvcache(q.view(2, 2, 4, 32), cache.k, cache.v, block_indices=blocks, **how)
     got = nsa.selection_attention_with_kvcache(
         q, cache.k, cache.v, block_indices=blocks.flatten(0, 1), cu_seqlens_q=ends_of((2, 2), device), **how
     )

@@ -327,7 +327,7 @@ def sequence_of_cache(cu_q_ptr, cache_seqlens_ptr, B, token):
     known = seq < B
     filled = tl.load(cache_seqlens_ptr + seq, mask=known, other=0)
     end = last_query(cu_q_ptr, seq, known)
-    return tl.maximum(tl.minimum(seq, B - 1), 0), filled, end - token
+    return tl.minimum(seq, B - 1), filled, end - token
 
 
 @triton.jit
