@@ -28,7 +28,7 @@ def report_cache(call: Call) -> None:
     lengths = cache_seqlens.long().cpu()
     queries = torch.full_like(lengths, call.q.shape[1]) if ends is None else _queries(ends.long().cpu(), len(call.q))
     short = (lengths > 0) & (lengths < queries) & call.causal
-    least = "as many as queries" if ends is not None else str(call.q.shape[1])
+    least = "the number of queries" if ends is not None else str(call.q.shape[1])
     for wrong, expected in (
         ((lengths < 0) | (lengths > room), f"expected 0 to {room}"),
         (short, f"expected {least} or more, or queries see nothing"),

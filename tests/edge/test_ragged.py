@@ -297,7 +297,7 @@ def test_debug_cache_reports_ends_and_short_lengths(device, caplog):
     with caplog.at_level(logging.WARNING, "nsa"), nsa.configure(debug_cache=True):
         call(q, cache, ends(0, 2, 5, 6, 7, device=device), "sdpa", block_indices=blocks, block_size=PAGE)
         assert caplog.messages == [
-            "cache_seqlens: expected as many as queries or more, or queries see nothing, got 2 of sequence 1"
+            "cache_seqlens: expected the number of queries or more, or queries see nothing, got 2 of sequence 1"
         ]
         caplog.clear()
         call(q, cache, ends(1, 5, 3, 4, 9, device=device), "sdpa", block_indices=blocks, block_size=PAGE)

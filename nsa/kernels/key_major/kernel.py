@@ -16,6 +16,7 @@ from nsa.kernels.shared.primitives import (
     RAGGED,
     RANGES,
     TILED,
+    VARLEN,
     filled_keys,
     find_sequence,
     finish,
@@ -127,7 +128,7 @@ def _partial_kernel(
     unit_ptr += group * window * slots + begin
 
     # Find the block's keys, and the offset of its sequence's queries, so that the loop below needs no division.
-    if LAYOUT == BATCH or LAYOUT == CACHE or LAYOUT == RAGGED:
+    if LAYOUT != VARLEN:
         per_sequence = tl.cdiv(S_kv, size)
         seq = block // per_sequence
         seqlen_k = S_kv
@@ -371,7 +372,7 @@ def _merge_kernel(
             k_base = k_ptr + tl.cast(head_kv, tl.int64) * stride_kh * STRIDE_UNIT
             v_base = v_ptr + tl.cast(head_kv, tl.int64) * stride_vh * STRIDE_UNIT
             table_row = table_ptr + tl.cast(seq, tl.int64) * (S_kv // PAGE)
-        elif LAYOUT == BATCH or LAYOUT == CACHE or LAYOUT == RAGGED:
+        elif LAYOUT != VARLEN:
             k_base = k_ptr + (tl.cast(seq, tl.int64) * stride_kb + tl.cast(head_kv, tl.int64) * stride_kh) * STRIDE_UNIT
             v_base = v_ptr + (tl.cast(seq, tl.int64) * stride_vb + tl.cast(head_kv, tl.int64) * stride_vh) * STRIDE_UNIT
         else:

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from nsa.kernels.shared.clusters import exchange, merge_inbox, open_inbox
 from nsa.kernels.shared.primitives import (
-    BATCH,
     CACHE,
+    PACKED,
     RAGGED,
     RANGES,
     TILED,
@@ -152,7 +152,7 @@ def _fwd_kernel(
         inbox = open_inbox(CLUSTER, MINE, BLOCK_DV, SHARED)
 
     # Find the row's query and the keys of its sequence, [k_first, k_first + seqlen_k).
-    if LAYOUT == BATCH or LAYOUT == CACHE or LAYOUT == RAGGED:
+    if LAYOUT != VARLEN and LAYOUT != PACKED:
         if LAYOUT == RAGGED:
             batch = batch.to(tl.int64)
             s = 0

@@ -17,6 +17,7 @@ from nsa.kernels.shared.primitives import (
     CACHE,
     RAGGED,
     RANGES,
+    VARLEN,
     filled_keys,
     find_sequence,
     load_span,
@@ -75,7 +76,7 @@ def first_block(seq, k_first, per_sequence, size, LAYOUT: tl.constexpr):
 
     A packed batch leaves gaps between numbers, because a sequence that begins within a block gets a block of its own.
     """
-    if LAYOUT == BATCH or LAYOUT == CACHE or LAYOUT == RAGGED:
+    if LAYOUT != VARLEN:
         return seq * per_sequence
     else:
         return (k_first // size).to(tl.int32) + seq

@@ -322,12 +322,13 @@ def sequence_of_cache(cu_q_ptr, cache_seqlens_ptr, B, token):
     and how many queries the sequence has from the token on, itself included. It is 1 or less for the last query.
 
     A token after the last sequence gets a length of 0, and the last sequence, so that its row of a page table exists.
+    Without sequences ``seq`` is 0.
     """
     seq = find_sequence(cu_q_ptr, B, token, 128)
     known = seq < B
     filled = tl.load(cache_seqlens_ptr + seq, mask=known, other=0)
     end = last_query(cu_q_ptr, seq, known)
-    return tl.minimum(seq, B - 1), filled, end - token
+    return tl.maximum(tl.minimum(seq, B - 1), 0), filled, end - token
 
 
 @triton.jit
