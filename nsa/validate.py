@@ -21,6 +21,7 @@ BACKENDS = ("auto", "triton", "sdpa", "reference")
 SCHEDULES = ("auto", "query_major", "key_major", "per_head")
 MAX_GROUP = 128
 HEAD_DIMS = (16, 256)
+MAX_RAGGED = 128**2  # sequences of a ragged batch: kernels find a token's sequence in two steps of 128
 MAX_ROOM = 2**30 - 256  # keys of a sequence in a page table: the ends of their blocks and tiles must fit int32
 
 
@@ -162,7 +163,10 @@ def _check_sequences(call: Call) -> int:
             f"cu_seqlens_k: expected {_shape(call.cu_seqlens_q.shape)} (that of cu_seqlens_q), "
             f"got {_shape(call.cu_seqlens_k.shape)}"
         )
-    return call.cu_seqlens_q.shape[0] - 1
+    B = call.cu_seqlens_q.shape[0] - 1
+    if call.cache_seqlens is not None and B > MAX_RAGGED:
+        raise ValueError(f"cu_seqlens_q: expected {MAX_RAGGED} sequences or fewer with a cache, got {B}")
+    return B
 
 
 def _check_selection(call: Call, lead: tuple[int, ...], lead_name: str, HKV: int) -> tuple[int, int | None]:

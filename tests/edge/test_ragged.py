@@ -133,7 +133,7 @@ def test_no_sequences_no_tokens_no_room(device, route, page):
 
 
 def test_more_sequences_than_a_program_looks_at_at_once(device):
-    """128 are loaded at a time."""
+    """128 are looked at: of 131 every second one, then those in between."""
     B = 131
     cache = caches.draw([PAGE] * B, PAGE, None, HKV=1, device=device)
     q, cu = queries(3, device), torch.zeros(B + 1, dtype=torch.int32, device=device)
@@ -234,6 +234,10 @@ WRONG = {
     "ends-empty": ({"cu_seqlens_q": torch.zeros(0).int()}, ValueError, f"{CU} [B + 1] with B >= 0, got shape [0]"),
     "ends-empty-and-a-length": (
         {"cu_seqlens_q": torch.zeros(0).int(), "cache_seqlens": 5}, ValueError, f"{CU} [B + 1] with B >= 0",
+    ),
+    "too-many-sequences": (
+        {"cu_seqlens_q": torch.zeros(16_386).int()}, ValueError,
+        "cu_seqlens_q: expected 16384 sequences or fewer with a cache, got 16385",
     ),
     "ends-device": (
         {"cu_seqlens_q": torch.zeros(3, device="meta").int()}, ValueError, f"{CU} device",  # that of q

@@ -324,11 +324,27 @@ def sequence_of_cache(cu_q_ptr, cache_seqlens_ptr, B, token):
     A token after the last sequence gets a length of 0, and the last sequence, so that its row of a page table exists.
     Without sequences ``seq`` is 0.
     """
-    seq = find_sequence(cu_q_ptr, B, token, 128)
+    seq = find_without_loop(cu_q_ptr, B, token, 128)
     known = seq < B
     filled = tl.load(cache_seqlens_ptr + seq, mask=known, other=0)
     end = last_query(cu_q_ptr, seq, known)
     return tl.maximum(tl.minimum(seq, B - 1), 0), filled, end - token
+
+
+@triton.jit
+def find_without_loop(cu_seqlens_ptr, B, token, CHUNK: tl.constexpr):
+    """As :func:`find_sequence`, for at most ``CHUNK * CHUNK`` sequences. Of more than ``CHUNK`` sequences the ends must
+    be in rising order, or the result may be any sequence, or ``B``.
+
+    From version 3.7 on, Triton does not pipeline the keys of some tiles if a loop or a branch comes before them.
+    """
+    i = tl.arange(0, CHUNK)  # [CHUNK]
+    step = tl.cdiv(B, CHUNK)  # look at every step-th end, then at those in between; with step = 1 there are none
+    last = (i + 1) * step
+    ends = tl.load(cu_seqlens_ptr + last, mask=last <= B, other=2147483647)
+    seq = (tl.sum((ends <= token).to(tl.int32), 0) * step).to(tl.int32)
+    ends = tl.load(cu_seqlens_ptr + 1 + seq + i, mask=(i + 1 < step) & (seq + i < B), other=2147483647)
+    return seq + tl.sum((ends <= token).to(tl.int32), 0)
 
 
 @triton.jit
