@@ -233,10 +233,10 @@ def selection_attention_with_kvcache(
         block_table: ``[B, width]`` int32 or int64, the pages of each sequence, first positions first. Page numbers may
             be in any order, and sequences may share pages.
         page_size: optional, only checked: it must equal ``k_cache.shape[1]``.
-        cu_seqlens_q: ``[B + 1]`` int32 or int64, ``B`` up to 16,384: cumulative numbers of queries. Sequence ``b`` has the tokens
-            ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of ``q``, in order. The values are not checked, because that
-            would sync. The first sequence always begins at token 0. A sequence may have no queries. Tokens after the
-            last sequence select nothing, so a captured graph may have more tokens than a batch uses.
+        cu_seqlens_q: ``[B + 1]`` int32 or int64, ``B`` up to 16,384: cumulative numbers of queries. Sequence ``b`` has
+            the tokens ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of ``q``, in order. The values are not checked,
+            because that would sync. The first sequence always begins at token 0. A sequence may have no queries. Tokens
+            after the last sequence select nothing, so a captured graph may have more tokens than a batch uses.
         max_seqlen_q: host bound on the queries of a sequence, in tokens. Without it a call counts as one of ``T / B``
             queries a sequence where the schedule depends on their number. A wrong bound changes no result.
         causal, scale, max_selected, return_lse, backend, schedule, out: as for :func:`nsa.selection_attention`.

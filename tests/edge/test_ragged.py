@@ -132,15 +132,14 @@ def test_no_sequences_no_tokens_no_room(device, route, page):
             assert (lse == -math.inf).all()
 
 
-def test_more_sequences_than_a_program_looks_at_at_once(device):
-    """128 are looked at: of 131 every second one, then those in between."""
-    B = 131
+@pytest.mark.parametrize("B", [130, 131])
+def test_more_sequences_than_a_program_looks_at_at_once(device, B):
+    """128 are: every second one, then those in between. The last query belongs to none."""
     cache = caches.draw([PAGE] * B, PAGE, None, HKV=1, device=device)
-    q, cu = queries(3, device), torch.zeros(B + 1, dtype=torch.int32, device=device)
-    cu[1:] = 1  # the first sequence has one query, the 130th and the last one have the others
-    cu[130:] = 2
-    cu[131] = 3
-    blocks = torch.zeros(3, 1, 1, dtype=torch.int32, device=device)
+    q, cu = queries(4, device), torch.zeros(B + 1, dtype=torch.int32, device=device)
+    for token, seq in enumerate((0, 127, B - 1)):
+        cu[seq + 1 :] = token + 1
+    blocks = torch.zeros(4, 1, 1, dtype=torch.int32, device=device)
     got = call(q, cache, cu, block_indices=blocks, block_size=PAGE)
     compare(got, caches.oracle(q, cache, cu, block_indices=blocks, block_size=PAGE), q.dtype)
 
