@@ -153,7 +153,7 @@ def selection_attention(
         Call,
         (
             q, k, v, ranges, block_indices, q_positions, cu_q, cu_k, None, None, out, block_size, causal, scale,
-            max_selected, backend, schedule, return_lse, UNREAD if tracing else settings.get(),
+            max_selected, None, backend, schedule, return_lse, UNREAD if tracing else settings.get(),
         ),
     )  # fmt: skip
     o, lse = ops.serve(call, tracing)
@@ -169,6 +169,8 @@ def selection_attention_with_kvcache(
     cache_seqlens: Tensor | int,
     block_table: Tensor | None = ...,
     page_size: int | None = ...,
+    cu_seqlens_q: Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> Tensor: ...
@@ -183,6 +185,8 @@ def selection_attention_with_kvcache(
     cache_seqlens: Tensor | int,
     block_table: Tensor | None = ...,
     page_size: int | None = ...,
+    cu_seqlens_q: Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
@@ -200,6 +204,8 @@ def selection_attention_with_kvcache(
     block_size: int | None = None,
     block_table: Tensor | None = None,
     page_size: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
     causal: bool = True,
     scale: float | None = None,
     max_selected: int | None = None,
@@ -214,28 +220,38 @@ def selection_attention_with_kvcache(
     The function only reads the caches. The caller appends the new keys and values before the call.
 
     Args:
-        q: ``[B, S, HQ, D]``, the newest ``S`` positions of each sequence.
+        q: ``[B, S, HQ, D]``, the newest ``S`` positions of each sequence. Or, with ``cu_seqlens_q``, ``[T, HQ, D]`` of
+            a ragged batch, whose sequences have different numbers of queries.
         k_cache: ``[B, S_max, HKV, D]``; with ``block_table`` ``[num_pages, page_size, HKV, D]``.
         v_cache: ``[B, S_max, HKV, Dv]`` or ``[num_pages, page_size, HKV, Dv]``.
         cache_seqlens: ``[B]`` int32 or int64, keys of each sequence, including those of ``q``; may be 0. Query ``s`` is
-            at position ``t = cache_seqlens[b] - S + s``. If ``causal``, a query with a negative ``t`` sees no key.
+            at position ``t = cache_seqlens[b] - S + s``; in a ragged batch ``S`` is the sequence's number of queries.
+            If ``causal``, a query with a negative ``t`` sees no key.
             An int, 0 to ``S_max`` (with pages ``width * page_size``), is the length of all sequences; a captured graph
             keeps the int of its capture.
-        ranges: ``[B, S, HKV, n, 2]``, half-open spans of positions in the sequence. They are independent of pages.
-        block_indices: ``[B, S, HKV, n]`` with ``block_size``, instead of ``ranges``.
+        ranges: ``[B, S, HKV, n, 2]`` (ragged ``[T, HKV, n, 2]``), half-open spans of positions in the sequence. They
+            are independent of pages.
+        block_indices: ``[B, S, HKV, n]`` (ragged ``[T, HKV, n]``) with ``block_size``, instead of ``ranges``.
         block_table: ``[B, width]`` int32 or int64, the pages of each sequence, first positions first. Page numbers may
             be in any order, and sequences may share pages.
         page_size: optional, only checked: it must equal ``k_cache.shape[1]``.
+        cu_seqlens_q: ``[B + 1]`` int32 or int64, ``B`` up to 16,384: cumulative numbers of queries. Sequence ``b`` has
+            the tokens ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of ``q``, in order. The values are not checked,
+            because that would sync. The first sequence always begins at token 0. A sequence may have no queries. Tokens
+            after the last sequence select nothing, so a captured graph may have more tokens than a batch uses.
+        max_seqlen_q: host bound on the queries of a sequence, in tokens. Without it a call counts as one of ``T / B``
+            queries a sequence where the schedule depends on their number. A wrong bound changes no result.
         causal, scale, max_selected, return_lse, backend, schedule, out: as for :func:`nsa.selection_attention`.
 
     No read leaves the cache. Lengths are clamped to ``[0, S_max]`` (with pages ``width * page_size``). Keys in a page
     outside ``[0, num_pages)`` count as not selected. The setting ``debug_cache`` logs such lengths and pages. Lengths,
-    table and selection may change in place between replays of a captured CUDA graph.
+    table, ``cu_seqlens_q`` and selection may change in place between replays of a captured CUDA graph.
 
     Returns:
-        ``O`` ``[B, S, HQ, Dv]`` in ``q``'s dtype. With ``return_lse`` also ``LSE`` ``[B, S, HQ]``, fp32 (fp64 for
-        fp64). Calling ``backward()`` on a result raises. ``torch.autocast`` casts nothing, because the dtype of a cache
-        is fixed.
+        ``O`` ``[B, S, HQ, Dv]`` or ``[T, HQ, Dv]`` in ``q``'s dtype. With ``return_lse`` also ``LSE`` ``[B, S, HQ]`` or
+        ``[T, HQ]``, fp32 (fp64 for fp64). A row that sees no key gives ``O = 0`` and ``LSE = -inf``.
+        Calling ``backward()`` on a result raises. ``torch.autocast`` casts nothing, because the dtype of a cache is
+        fixed.
 
     Raises:
         ValueError, TypeError: a shape, dtype, device or option is not as above. The text says what was expected.
@@ -248,15 +264,16 @@ def selection_attention_with_kvcache(
         found = "no block_table" if block_table is None else f"k_cache of shape {list(k_cache.shape)}"
         raise ValueError(f"page_size: expected that of a paged k_cache, got {page_size} with {found}")
     if type(cache_seqlens) is not Tensor:
-        cache_seqlens = lengths(cache_seqlens, q, k_cache, block_table)
+        cache_seqlens = lengths(cache_seqlens, q, k_cache, block_table, cu_seqlens_q)
     if scale is not None and type(scale) is not float:
         scale = number(scale)
     tracing = is_compiling()
     call: Call = tuple.__new__(
         Call,
         (
-            q, k_cache, v_cache, ranges, block_indices, None, None, None, cache_seqlens, block_table, out, block_size,
-            causal, scale, max_selected, backend, schedule, return_lse, UNREAD if tracing else settings.get(),
+            q, k_cache, v_cache, ranges, block_indices, None, cu_seqlens_q, None, cache_seqlens, block_table, out,
+            block_size, causal, scale, max_selected, max_seqlen_q, backend, schedule, return_lse,
+            UNREAD if tracing else settings.get(),
         ),
     )  # fmt: skip
     o, lse = ops.serve(call, tracing)

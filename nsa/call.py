@@ -20,9 +20,9 @@ UNREAD = Settings()  # the settings of a call that a compiler traces, because a 
 class Call(NamedTuple):
     """The arguments of :func:`nsa.selection_attention` and of the other public functions, tensors first.
 
-    A call over a cache has ``cache_seqlens``; ``k`` and ``v`` are then the cache. A call on packed rows has neither
-    ``ranges`` nor ``block_indices``. ``settings`` are those in force where the call began. The backward pass needs them
-    because it may run on a thread of autograd.
+    A call over a cache has ``cache_seqlens``; ``k`` and ``v`` are then the cache, and with ``cu_seqlens_q`` queries are
+    packed. A call on packed rows has neither ``ranges`` nor ``block_indices``. ``settings`` are those in force where
+    the call began. The backward pass needs them because it may run on a thread of autograd.
     """
 
     q: Tensor
@@ -40,6 +40,7 @@ class Call(NamedTuple):
     causal: bool = True
     scale: float | None = None
     max_selected: int | None = None
+    max_seqlen_q: int | None = None
     backend: str = "auto"
     schedule: str = "auto"
     return_lse: bool = False
@@ -95,14 +96,15 @@ class Call(NamedTuple):
             AttributeError: an argument that must be a tensor is not.
         """
         (
-            q, k, v, ranges, blocks, positions, cu_q, cu_k, lengths, table, out, size, causal, _, most, backend,
-            schedule, _, settings,
+            q, k, v, ranges, blocks, positions, cu_q, cu_k, lengths, table, out, size, causal, _, most, longest,
+            backend, schedule, _, settings,
         ) = self  # fmt: skip
         return (
             settings, q.shape, q.dtype, q.device, q.stride(), k.shape, k.dtype, k.device, k.stride(),
             v.shape, v.dtype, v.device, v.stride(), None if ranges is None else metadata(ranges),
             None if blocks is None else metadata(blocks), size, size.__class__, causal, causal.__class__,
-            None if positions is None else metadata(positions), None if cu_q is None else metadata(cu_q),
+            None if positions is None else metadata(positions),
+            longest if cu_q is None else (metadata(cu_q), longest, longest.__class__),
             None if cu_k is None else metadata(cu_k), most, most.__class__, None if out is None else metadata(out),
             backend, schedule, None if lengths is None else metadata(lengths),
             None if table is None else metadata(table),
@@ -110,7 +112,7 @@ class Call(NamedTuple):
 
     def rows_key(self) -> tuple[Any, ...]:
         """:meth:`key` of a call on packed rows. It is shorter, because such a call has fewer arguments."""
-        q, k, v, _, _, _, _, cu, _, _, out, _, _, _, most, _, schedule, _, settings = self
+        q, k, v, _, _, _, _, cu, _, _, out, _, _, _, most, _, _, schedule, _, settings = self
         return (
             settings, schedule, most, most.__class__, q.shape, q.dtype, q.device, q.stride(), k.shape, k.dtype,
             k.device, k.stride(), v.shape, v.dtype, v.device, v.stride(), None if cu is None else metadata(cu),

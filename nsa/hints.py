@@ -20,6 +20,7 @@ CU_SEQLENS = "selection_attention takes cu_seqlens=(cu_seqlens_q, cu_seqlens_k)"
 LONGEST = "nsa needs no longest length; max_selected is the bound on the keys that one row selects"
 BRANCH = "nsa computes the selection branch only; compute the {} branch separately"
 GATE = "nsa applies no gate; multiply the output by it"
+RAGGED = "; packed queries [T, HQ, D] need cu_seqlens_q"
 APPEND = "nsa appends nothing to a cache; write new keys and values into k_cache and v_cache before the call"
 
 # An argument of another library, and what its caller should write here.
@@ -34,7 +35,8 @@ WORDS = {
     "return_softmax_lse": "nsa calls it return_lse",
     "return_attn_probs": "nsa returns no probabilities; return_lse=True also returns the LSE",
     "cu_seqlens_q": CU_SEQLENS,
-    "cu_seqlens_k": CU_SEQLENS,
+    "cu_seqlens_k": f"{CU_SEQLENS}; with a cache, cache_seqlens says how many keys there are",
+    "seqused_k": "selection_attention_with_kvcache calls it cache_seqlens",
     "max_seqlen_q": LONGEST,
     "max_seqlen_k": LONGEST,
     "block_counts": "nsa takes no counts; pad block_indices with -1 where a row selects fewer blocks",

@@ -25,7 +25,7 @@ from nsa.validate import check_tensors
 _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? ranges, Tensor? block_indices, Tensor? q_positions, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? cache_seqlens, Tensor? block_table, int? block_size, bool causal, float? scale, "
-    "int? max_selected, str backend, str schedule"
+    "int? max_selected, int? max_seqlen_q, str backend, str schedule"
 )
 _SCHEMA = f"({_CALL}) -> (Tensor, Tensor)"
 _BACKWARD_SCHEMA = (

@@ -237,7 +237,9 @@ def triton_route(call: Call, dims: Dims, device_name: str | None) -> tuple[str, 
     # With `batch_invariant` the number of queries must not decide, because the two schedules round differently.
     if call.schedule == "auto" and device_name is not None and not call.settings.batch_invariant:
         queries = dims.tokens // max(dims.B, 1)  # per sequence (varlen: the mean), as sequences share no blocks
-        S_kv = dims.S_kv // max(dims.B, 1) if dims.varlen else dims.S_kv
+        if call.max_seqlen_q is not None and queries > 1:  # most tokens are in chunks; the other sequences decode
+            queries = max(queries, min(call.max_seqlen_q, dims.tokens - dims.B + 1))
+        S_kv = dims.S_kv // max(dims.B, 1) if dims.varlen and call.cache_seqlens is None else dims.S_kv
         start = key_major_from(device_name, dims.G, S_kv >= CHUNK * queries)
         taken = takes_key_major(start, queries, call.q.dtype, dims.n, call.block_size, dims.bound, max(dims.D, dims.Dv))
         if taken and key_tiles.pays(dims.B, queries, S_kv, dims.S_kv, dims.HKV, dims.n, call.block_size):

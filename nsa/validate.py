@@ -21,11 +21,12 @@ BACKENDS = ("auto", "triton", "sdpa", "reference")
 SCHEDULES = ("auto", "query_major", "key_major", "union", "per_head")
 MAX_GROUP = 128
 HEAD_DIMS = (16, 256)
+MAX_RAGGED = 128**2  # sequences of a ragged batch: kernels find a token's sequence in two steps of 128
 MAX_ROOM = 2**30 - 256  # keys of a sequence in a page table: the ends of their blocks and tiles must fit int32
 
 
 class Dims(NamedTuple):
-    """Sizes of a valid call. A varlen call has ``B`` sequences and ``S = tokens = T``, else ``tokens = B * S``.
+    """Sizes of a valid call. With ``cu_seqlens_q`` a call has ``S = tokens = T``, else ``tokens = B * S``.
 
     ``bound`` is what the host knows as an upper bound of ``L``, or None. ``S_kv`` includes free places of a cache.
     """
@@ -40,7 +41,7 @@ class Dims(NamedTuple):
     Dv: int
     n: int
     tokens: int
-    varlen: bool
+    varlen: bool  # queries are packed
     bound: int | None
 
 
@@ -72,9 +73,10 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "[" + ", ".join(str(int(s)) for s in shape) + "]"
 
 
-def _check_ndim(name: str, m: Tensor, layout: str) -> None:
+def _check_ndim(name: str, m: Tensor, layout: str, hint: str = "") -> None:
     if len(m.shape) != layout.count(",") + 1:
-        raise ValueError(f"{name}: expected {layout}, got shape {_shape(m.shape)}{hints.packed(m.shape, layout)}")
+        hint = hint or hints.packed(m.shape, layout)
+        raise ValueError(f"{name}: expected {layout}, got shape {_shape(m.shape)}{hint}")
 
 
 def _check_shape(name: str, m: Tensor, layout: str, expected: tuple[int, ...], of: Call | None = None) -> None:
@@ -144,19 +146,27 @@ def _check_floats(q_name: str, q: Tensor, *named: tuple[str, Tensor | None]) -> 
             raise ValueError(f"{name}: expected a contiguous last dimension (stride 1), got a strided one")
 
 
+def _check_ends(name: str, m: Tensor) -> None:
+    if len(m.shape) != 1 or m.shape[0] < 1:
+        raise ValueError(f"{name}: expected [B + 1] with B >= 0, got shape {_shape(m.shape)}")
+
+
 def _check_sequences(call: Call) -> int:
-    """Check ``cu_seqlens``. Returns the number of sequences."""
-    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
+    """Check ``cu_seqlens``, or ``cu_seqlens_q`` of a call over a cache. Returns the number of sequences."""
+    assert call.cu_seqlens_q is not None
     for name, m in (("cu_seqlens_q", call.cu_seqlens_q), ("cu_seqlens_k", call.cu_seqlens_k)):
-        if len(m.shape) != 1 or m.shape[0] < 1:
-            raise ValueError(f"{name}: expected [B + 1] with B >= 0, got shape {_shape(m.shape)}")
-        _check_index(name, m, call.q.device)
-    if call.cu_seqlens_q.shape != call.cu_seqlens_k.shape:
+        if m is not None:
+            _check_ends(name, m)
+            _check_index(name, m, call.q.device)
+    if call.cu_seqlens_k is not None and call.cu_seqlens_q.shape != call.cu_seqlens_k.shape:
         raise ValueError(
             f"cu_seqlens_k: expected {_shape(call.cu_seqlens_q.shape)} (that of cu_seqlens_q), "
             f"got {_shape(call.cu_seqlens_k.shape)}"
         )
-    return call.cu_seqlens_q.shape[0] - 1
+    B = call.cu_seqlens_q.shape[0] - 1
+    if call.cache_seqlens is not None and B > MAX_RAGGED:
+        raise ValueError(f"cu_seqlens_q: expected {MAX_RAGGED} sequences or fewer with a cache, got {B}")
+    return B
 
 
 def _check_selection(call: Call, lead: tuple[int, ...], lead_name: str, HKV: int) -> tuple[int, int | None]:
@@ -208,7 +218,7 @@ def _check_cache(call: Call, B: int, S_kv: int) -> int:
     return room
 
 
-def lengths(cache_seqlens: Any, q: Any, k_cache: Any, block_table: Any) -> Tensor:
+def lengths(cache_seqlens: Any, q: Any, k_cache: Any, block_table: Any, cu_seqlens_q: Any) -> Tensor:
     """``cache_seqlens`` as a tensor. An int is the length of all sequences: it becomes ``[B]`` int32 on ``q``'s device.
 
     The host knows an int, so it is checked here; lengths in a tensor are clamped by the kernels instead.
@@ -222,7 +232,13 @@ def lengths(cache_seqlens: Any, q: Any, k_cache: Any, block_table: Any) -> Tenso
     if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, (int, torch.SymInt)):
         raise TypeError(f"cache_seqlens: expected a torch.Tensor or an int, got {type(cache_seqlens).__name__}")
     check_tensors(q=q, k_cache=k_cache)
-    _check_ndim("q", q, "[B, S, HQ, D]")
+    sequences = q.shape[:1]
+    if cu_seqlens_q is None:
+        _check_ndim("q", q, "[B, S, HQ, D]", hints.RAGGED)
+    else:
+        check_tensors(cu_seqlens_q=cu_seqlens_q)
+        _check_ends("cu_seqlens_q", cu_seqlens_q)
+        sequences = (cu_seqlens_q.shape[0] - 1,)
     if block_table is None:
         _check_ndim("k_cache", k_cache, "[B, S_max, HKV, D]")
         room = k_cache.shape[1]
@@ -233,7 +249,7 @@ def lengths(cache_seqlens: Any, q: Any, k_cache: Any, block_table: Any) -> Tenso
         room = k_cache.shape[1] * block_table.shape[1]
     if not 0 <= cache_seqlens <= room:
         raise ValueError(f"cache_seqlens: expected an int from 0 to {room}, got {cache_seqlens}")
-    filled: Tensor = q.new_full(q.shape[:1], cache_seqlens, dtype=torch.int32)
+    filled: Tensor = q.new_full(sequences, cache_seqlens, dtype=torch.int32)
     return filled
 
 
@@ -249,15 +265,19 @@ def check(call: Call) -> Dims:
         raise ValueError(f"schedule: expected auto with backend={call.backend!r}, got {call.schedule!r}")
     if not isinstance(call.causal, bool):
         raise TypeError(f"causal: expected a bool, got {type(call.causal).__name__}")
-    varlen = call.cu_seqlens_q is not None
-    if varlen != (call.cu_seqlens_k is not None):
+    varlen, cached = call.cu_seqlens_q is not None, call.cache_seqlens is not None
+    if not cached and varlen != (call.cu_seqlens_k is not None):
         raise TypeError("cu_seqlens: expected a tensor or a pair of tensors, got a pair with None")
+    if call.max_seqlen_q is not None:
+        if not varlen:
+            raise ValueError(f"max_seqlen_q: expected None without cu_seqlens_q, got {call.max_seqlen_q}")
+        _check_count("max_seqlen_q", call.max_seqlen_q, 0)
     lead_name = "T" if varlen else "B, S"
-    kv_name = "T_kv" if varlen else "B, S_kv" if call.cache_seqlens is None else "B, S_max"
+    kv_name = "B, S_max" if cached else "T_kv" if varlen else "B, S_kv"
     if call.block_table is not None:
         kv_name = "num_pages, page_size"
-    _check_ndim("q", call.q, f"[{lead_name}, HQ, D]")
-    k_name, v_name = ("k", "v") if call.cache_seqlens is None else ("k_cache", "v_cache")
+    _check_ndim("q", call.q, f"[{lead_name}, HQ, D]", hints.RAGGED if cached and not varlen else "")
+    k_name, v_name = ("k_cache", "v_cache") if cached else ("k", "v")
     _check_ndim(k_name, call.k, f"[{kv_name}, HKV, D]")
     _check_ndim(v_name, call.v, f"[{kv_name}, HKV, Dv]")
     _check_floats("q", call.q, (k_name, call.k), (v_name, call.v), ("out", call.out))
@@ -266,7 +286,8 @@ def check(call: Call) -> Dims:
     HQ, D = call.q.shape[-2:]
     S_kv, HKV = call.k.shape[-3:-1]
     Dv = call.v.shape[-1]
-    k_lead: tuple[int, ...] = (S_kv,) if varlen else (lead[0], S_kv)
+    B = _check_sequences(call) if varlen else lead[0]
+    k_lead: tuple[int, ...] = (B, S_kv) if cached or not varlen else (S_kv,)
     if call.block_table is not None:
         k_lead = tuple(call.k.shape[:2])
     _check_shape(k_name, call.k, f"[{kv_name}, HKV, D]", (*k_lead, HKV, D))
@@ -278,8 +299,7 @@ def check(call: Call) -> Dims:
         hint = hints.transposed(call, MAX_GROUP)
         raise ValueError(f"heads: expected HQ = G * HKV with G from 1 to {MAX_GROUP}, got HQ={HQ}, HKV={HKV}{hint}")
 
-    B = _check_sequences(call) if varlen else lead[0]
-    if call.cache_seqlens is not None:
+    if cached:
         S_kv = _check_cache(call, B, S_kv)
     n, bound = _check_selection(call, lead, lead_name, HKV)
     if call.q_positions is not None:

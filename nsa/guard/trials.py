@@ -47,6 +47,8 @@ class Trial(Likeness):
         c, layout, page = self.c, self.c.get("LAYOUT", p.BATCH.value), self.c.get("PAGE", 0)
         batched, width = layout in (p.BATCH.value, p.CACHE.value), -(-S_kv // page) if page else 0
         lead, cache = ((B, S), (B, S_kv)) if batched else ((max(S, 3) + 2,), (S_kv,))
+        if layout == p.RAGGED.value:
+            cache = 2, S_kv
         if page:  # the cache has one page more than the table names
             cache, S_kv = (2 * width + 1, page), width * page
         heads, self.rows, self.S_kv = HKV * c.get("G", 2), (*lead, HKV), S_kv
@@ -54,7 +56,9 @@ class Trial(Likeness):
         self.k = self.floats("k_ptr", *cache, HKV, c.get("D", 64))
         self.v = self.floats("v_ptr", *cache, HKV, c.get("Dv", 64))
         self.out = self.floats("o_ptr", *lead, heads, c.get("Dv", 64)).fill_(POISON)
-        if layout == p.CACHE.value:  # one length exceeds the cache, and two page numbers are out of range
+        if layout == p.RAGGED.value:  # the last token belongs to no sequence
+            self.about["cu_seqlens_q"] = self.place("cu_q_ptr", [0, 1, lead[0] - 1])
+        if layout in (p.CACHE.value, p.RAGGED.value):  # a length exceeds the cache, and two pages do not exist
             self.about["cache_seqlens"] = self.place("cu_k_ptr", [S_kv - 7, S_kv + 3])
             if page:
                 order = torch.randperm(2 * width, generator=self.generator).view(2, width)
@@ -142,12 +146,12 @@ class Trial(Likeness):
     def reference(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """``O`` and LSE of the oracle on the CPU, for fp64 ``q``, ``k`` and ``v``."""
         about: dict[str, Any] = {name: x.cpu() for name, x in self.about.items()}
-        cu_q, cu_k = about.pop("cu_seqlens_q", torch.arange(q.shape[0] + 1)), about.pop("cu_seqlens_k", None)
+        if "cu_seqlens_k" in about:
+            about.setdefault("cu_seqlens_q", torch.arange(q.shape[0] + 1))
         everything = torch.tensor([0, 2**31 - 1]).expand(*self.rows, 1, 2)
         selection = everything if self.selection is None else self.selection.cpu()
         about |= {"ranges": selection} if self.size is None else {"block_indices": selection, "block_size": self.size}
-        about |= {"causal": self.c.get("CAUSAL", True), "cu_seqlens": None if cu_k is None else (cu_q, cu_k)}
-        o, lse = selection_reference(Call.of(q, k, v, **about, return_lse=True))
+        o, lse = selection_reference(Call(q, k, v, **about, causal=self.c.get("CAUSAL", True), return_lse=True))
         assert lse is not None
         return o, lse
 

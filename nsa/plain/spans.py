@@ -48,7 +48,17 @@ def key_limits(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     cu_seqlens_q, cu_seqlens_k, table = call.cu_seqlens_q, call.cu_seqlens_k, call.block_table
     S, S_kv = call.q.shape[-3], call.k.shape[-3] * (1 if table is None else table.shape[1])
     token = torch.arange(math.prod(call.q.shape[:-2]), device=call.q.device)
-    if cu_seqlens_q is None or cu_seqlens_k is None:
+    if cu_seqlens_q is not None and call.cache_seqlens is not None:
+        B = cu_seqlens_q.shape[0] - 1
+        zero = torch.zeros_like(token)
+        if B == 0:
+            return zero, zero, zero
+        ends = cu_seqlens_q[1:].long().clamp(min=0)
+        seq = torch.searchsorted(ends.sort().values, token, right=True)  # counts the ends, in whatever order they are
+        batch, offset = seq.clamp(max=B - 1), zero
+        seqlen_k = call.cache_seqlens.long().clamp(0, S_kv)[batch] * (seq < B)
+        s, seqlen_q = token, ends[batch]  # both counted from token 0
+    elif cu_seqlens_q is None or cu_seqlens_k is None:
         seqlen_k = torch.full_like(token, S_kv)
         seqlen_q = torch.full_like(token, S)
         s = token % max(S, 1)
@@ -141,7 +151,7 @@ def in_pages(
         ``page`` int64 (0 if not valid), ``place`` int64, the key's index in its page, and ``valid``, which is False
         also for keys whose page is outside ``[0, pages)``.
     """
-    if block_table.shape[1] == 0 or pages == 0:
+    if 0 in block_table.shape or pages == 0:
         return torch.zeros_like(position), torch.zeros_like(position), torch.zeros_like(valid)
     page = block_table[batch.expand_as(position), position // page_size].long()
     valid = valid & (page >= 0) & (page < pages)

@@ -109,6 +109,10 @@ def calls(draw, same, device):
         "cache": lambda: cached(k, v, **ranges),
         "int64-cache": lambda: cached(k, v, **blocks | {"cache_seqlens": lengths.long()}),
         "pages": lambda: cached(*pages, **blocks, block_table=table),
+        "ragged": lambda: nsa.selection_attention_with_kvcache(
+            q[0], *pages, cache_seqlens=lengths, cu_seqlens_q=cu[[0, 2]], block_table=table,
+            block_indices=blocks["block_indices"][0], block_size=16,
+        ),
         "spans-in-pages": lambda: cached(*pages, **ranges, block_table=table.long(), return_lse=True),
         "ranges": lambda: front(q, k, v, **ranges),
         "lse": lambda: front(q, k, v, **ranges, return_lse=True),
@@ -130,9 +134,9 @@ def calls(draw, same, device):
     }
 
 
-KEY_MAJOR = "ranges blocks odd varlen positions int64 tiled-walk walk cache-walk pages-walk pages".split()
+KEY_MAJOR = "ranges blocks odd varlen positions int64 tiled-walk walk cache-walk pages-walk pages ragged".split()
 NAMES = "ranges lse fp16 long int64 misaligned positions blocks tiled odd one per-head varlen dense packed".split()
-NAMES += ["cache", "int64-cache", "pages", "spans-in-pages", "more-spans-than-one-holds", "more-blocks-in-one-tile"]
+NAMES += "cache int64-cache pages ragged spans-in-pages more-spans-than-one-holds more-blocks-in-one-tile".split()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -171,6 +175,9 @@ def key_major_calls(draw, same, device):
         "cache-walk": lambda: cached(*wide[1:], block_indices=walked, block_size=16),
         "pages-walk": lambda: cached(*pages, block_indices=walked, block_size=16, block_table=table),
         "pages": lambda: cached(*pages, ranges=same([(0, 7), (9, 30)], 1, 16, 1), block_table=table),
+        "ragged": lambda: nsa.selection_attention_with_kvcache(
+            q[0], k, v, cache_seqlens=lengths, cu_seqlens_q=cu[[0, 2]], ranges=ranges["ranges"][0], **how
+        ),
     }
 
 

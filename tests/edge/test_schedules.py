@@ -158,18 +158,19 @@ def planned(
     def fake(*shape, kind=dtype):
         return Shaped(device, *shape, dtype=kind)
 
-    lead, cu = ((B * S,), fake(B + 1, kind=torch.int32)) if varlen else ((B, S), None)
-    kv = (B * keys,) if varlen else (B, keys) if page is None else (B * keys // page, page)
+    lead, cu = ((how.pop("T", B * S),), fake(B + 1, kind=torch.int32)) if varlen else ((B, S), None)
+    kv = (B * keys,) if varlen and not cache else (B, keys) if page is None else (B * keys // page, page)
     lengths = fake(B, kind=torch.int32) if cache else None
     table = fake(B, keys // page, kind=torch.int32) if page else None
-    options = {"bound": None, "backend": "auto", "schedule": "auto"} | how
+    options = {"bound": None, "longest": None, "backend": "auto", "schedule": "auto"} | how
     chosen = {"ranges": fake(*lead, HKV, n, 2, kind=torch.int32)}
     if blocks:
         chosen = {"block_indices": fake(*lead, HKV, n, kind=torch.int32), "block_size": block_size}
     call = Call(
-        fake(*lead, G * HKV, 128), fake(*kv, HKV, 128), fake(*kv, HKV, 128), **chosen, cu_seqlens_q=cu, cu_seqlens_k=cu,
-        max_selected=options["bound"], backend=options["backend"], schedule=options["schedule"], cache_seqlens=lengths,
-        block_table=table, settings=settings.get(),
+        fake(*lead, G * HKV, 128), fake(*kv, HKV, 128), fake(*kv, HKV, 128), **chosen, cu_seqlens_q=cu,
+        cu_seqlens_k=None if cache else cu, max_selected=options["bound"], max_seqlen_q=options["longest"],
+        backend=options["backend"], schedule=options["schedule"], cache_seqlens=lengths, block_table=table,
+        settings=settings.get(),
     )  # fmt: skip
     return routing.make_plan(call)
 
@@ -195,6 +196,13 @@ ROUTES = {
     "chunk-of-a-group-measured-never": ({"G": 16, "keys": 8192}, BLOCKS),
     "chunk-of-a-cache": ({"keys": 8192, "cache": True}, CHUNK),
     "chunk-in-pages": ({"keys": 8192, "cache": True, "page": 64}, CHUNK),
+    "ragged": ({"B": 4, "S": 128, "keys": 8192, "cache": True, "varlen": True}, CHUNK),
+    "ragged-chunks-and-steps": ({"B": 64, "S": 2, "keys": 8192, "cache": True, "varlen": True, "longest": 65}, CHUNK),
+    "ragged-chunks-that-are-not-told": ({"B": 64, "S": 2, "keys": 8192, "cache": True, "varlen": True}, BLOCKS),
+    "ragged-a-chunk-among-many-steps": (
+        {"B": 96, "T": 160, "keys": 8192, "cache": True, "varlen": True, "longest": 65}, BLOCKS,
+    ),
+    "ragged-steps": ({"B": 64, "S": 1, "keys": 8192, "cache": True, "varlen": True, "longest": 512}, BLOCKS),
     "decode-from-a-cache": ({"S": 1, "keys": 8192, "cache": True, "page": 64}, BLOCKS),
     "four-rows-a-block": ({"keys": 2**16}, CHUNK),
     "rows-that-share-little": ({"keys": 2**16 + 1}, BLOCKS),

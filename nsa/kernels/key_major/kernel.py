@@ -13,13 +13,16 @@ from nsa.kernels.shared.inverse_index import OVERFULL, first_block, sequence_key
 from nsa.kernels.shared.primitives import (
     BATCH,
     CACHE,
+    RAGGED,
     RANGES,
     TILED,
+    VARLEN,
     filled_keys,
     find_sequence,
     finish,
     in_page,
     key_positions,
+    last_query,
     load_spans,
     softmax_step,
     tile_start,
@@ -125,11 +128,11 @@ def _partial_kernel(
     unit_ptr += group * window * slots + begin
 
     # Find the block's keys, and the offset of its sequence's queries, so that the loop below needs no division.
-    if LAYOUT == BATCH or LAYOUT == CACHE:
+    if LAYOUT != VARLEN:
         per_sequence = tl.cdiv(S_kv, size)
         seq = block // per_sequence
         seqlen_k = S_kv
-        if LAYOUT == CACHE:
+        if LAYOUT != BATCH:
             seqlen_k = filled_keys(seq, S_kv, cu_k_ptr)
         k_off = seq.to(tl.int64) * stride_kb
         v_off = seq.to(tl.int64) * stride_vb
@@ -137,9 +140,14 @@ def _partial_kernel(
             k_off = tl.zeros([], tl.int64)
             v_off = tl.zeros([], tl.int64)
             table_row = table_ptr + seq.to(tl.int64) * (S_kv // PAGE)
-        q_off = seq.to(tl.int64) * stride_qb
-        lead = first - seq * S  # query = token of the window + lead
-        shift = seqlen_k - S  # position = query + shift
+        if LAYOUT == RAGGED:
+            q_off = tl.zeros([], tl.int64)
+            lead = first
+            shift = seqlen_k - last_query(cu_q_ptr, seq, seq < B)
+        else:
+            q_off = seq.to(tl.int64) * stride_qb
+            lead = first - seq * S  # query = token of the window + lead
+            shift = seqlen_k - S  # position = query + shift
         key0 = (block - seq * per_sequence) * size
     else:
         seq = find_sequence(cu_q_ptr, B, first + (tl.load(unit_ptr) >> slot_bits), 128)
@@ -368,7 +376,7 @@ def _merge_kernel(
             k_base = k_ptr + tl.cast(head_kv, tl.int64) * stride_kh * STRIDE_UNIT
             v_base = v_ptr + tl.cast(head_kv, tl.int64) * stride_vh * STRIDE_UNIT
             table_row = table_ptr + tl.cast(seq, tl.int64) * (S_kv // PAGE)
-        elif LAYOUT == BATCH or LAYOUT == CACHE:
+        elif LAYOUT != VARLEN:
             k_base = k_ptr + (tl.cast(seq, tl.int64) * stride_kb + tl.cast(head_kv, tl.int64) * stride_kh) * STRIDE_UNIT
             v_base = v_ptr + (tl.cast(seq, tl.int64) * stride_vb + tl.cast(head_kv, tl.int64) * stride_vh) * STRIDE_UNIT
         else:

@@ -26,7 +26,7 @@ from nsa.kernels.query_major.tiles import span_bucket
 from nsa.kernels.shared import inverse_index
 from nsa.kernels.shared.geometry import Geometry, geometry
 from nsa.kernels.shared.launch import INT32_MAX, Variant, workspace
-from nsa.kernels.shared.primitives import RANGES, TILED
+from nsa.kernels.shared.primitives import RAGGED, RANGES, TILED
 
 logger = logging.getLogger("nsa")
 
@@ -80,7 +80,8 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
     spans = block_size is None
     size, blocks, slots = key_tiles.grid("key_major", g.B, S_kv, HKV, n, block_size, g.packed, bound)
     capability, _ = query_major.device_limits(device)
-    walk = key_tiles.walks(g.S, S_kv, call.settings.batch_invariant)
+    keys = S_kv * g.B if g.layout == RAGGED.value else S_kv  # of the sequences whose queries `g.S` counts
+    walk = key_tiles.walks(g.S, keys, call.settings.batch_invariant)
     listed = block_size or size  # not cut to S_kv, because S_kv must not change a row's tiles
     tile = key_tiles.select(capability, dtype.itemsize, G, D, Dv, listed, key_tiles.forced, walk)
     walked = 0 if spans else n * tile.walked // 16

@@ -12,8 +12,9 @@ import triton.language as tl
 
 from nsa.kernels.shared.clusters import exchange, merge_inbox, open_inbox
 from nsa.kernels.shared.primitives import (
-    BATCH,
     CACHE,
+    PACKED,
+    RAGGED,
     RANGES,
     TILED,
     VARLEN,
@@ -32,6 +33,7 @@ from nsa.kernels.shared.primitives import (
     not_before,
     nothing_of,
     nothing_of_lanes,
+    sequence_of_cache,
     slots_of,
     slots_of_each,
     softmax_step,
@@ -143,16 +145,24 @@ def _fwd_kernel(
             begin_of, end_of = ask_spans(sel_row, tl.arange(0, SPANS), n, SOURCE)
     if LAYOUT == CACHE:
         filled = tl.load(cu_k_ptr + (token // S if S_MANY else token).to(tl.int64))
+    elif LAYOUT == RAGGED:
+        batch, filled, behind = sequence_of_cache(cu_q_ptr, cu_k_ptr, B, token)
 
     if CLUSTER:
         inbox = open_inbox(CLUSTER, MINE, BLOCK_DV, SHARED)
 
     # Find the row's query and the keys of its sequence, [k_first, k_first + seqlen_k).
-    if LAYOUT == BATCH or LAYOUT == CACHE:
-        batch = (token // S if S_MANY else token).to(tl.int64)
-        s = token % S if S_MANY else 0
-        q_off = batch * stride_qb + tl.cast(s, tl.int64) * stride_qs
-        o_off = batch * stride_ob + tl.cast(s, tl.int64) * stride_os
+    if LAYOUT != VARLEN and LAYOUT != PACKED:
+        if LAYOUT == RAGGED:
+            batch = batch.to(tl.int64)
+            s = 0
+            q_off = token.to(tl.int64) * stride_qs
+            o_off = token.to(tl.int64) * stride_os
+        else:
+            batch = (token // S if S_MANY else token).to(tl.int64)
+            s = token % S if S_MANY else 0
+            q_off = batch * stride_qb + tl.cast(s, tl.int64) * stride_qs
+            o_off = batch * stride_ob + tl.cast(s, tl.int64) * stride_os
         k_off = batch * stride_kb
         v_off = batch * stride_vb
         if PAGE:
@@ -230,6 +240,10 @@ def _fwd_kernel(
                 visible = tl.minimum(tl.maximum(filled + here, 0), S_kv).to(tl.int32)
                 if CAUSAL:
                     visible = tl.maximum(visible - S + s + 1, 0)
+            elif LAYOUT == RAGGED:
+                visible = tl.minimum(tl.maximum(filled + here, 0), S_kv).to(tl.int32)
+                if CAUSAL:  # cu_seqlens may be wrong, so `behind` may be any number
+                    visible = tl.minimum(tl.maximum(visible - behind + 1, 0), visible)
             if SINGLE and SOURCE == TILED:
                 start, visible = clamp_span(begin_of + here, end_of + here, visible, block_size, SOURCE)
                 total = BLOCK_L

@@ -80,7 +80,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     # counts `block_size` keys a block, not those that exist, so that other sequences of a batch cannot change SINGLE.
     most = INT32_MAX if source == primitives.RANGES.value else S_kv if block_size is None else g.n * block_size
     single = tile.num_stages == 1 and most <= splits * tile.BLOCK_L
-    single = single and not (g.page and S_kv == 0)  # a page table of width 0 has no entry to look up
+    single = single and not (g.page and S_kv * g.B == 0)  # an empty page table has no entry to look up
     single = single and (source != primitives.WHOLE.value or g.layout == primitives.BATCH.value)
     tiles_of_block = size // tile.BLOCK_L if single and source == primitives.TILED.value else 0
     # FAR: a key's offset may not fit int32. The last tile may begin at the last key, so masked keys count, too.
@@ -88,7 +88,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     variant, variant_lse = (
         _variant(
             device, dtype, (*call.dtypes(), with_lse), tile, splits if merged else 0, early, G=G, D=D, Dv=Dv,
-            SOURCE=source, LAYOUT=g.layout, PAGE=g.page, HKV=g.HKV, S_MANY=g.S > 1 and not g.packed, CAUSAL=causal,
+            SOURCE=source, LAYOUT=g.layout, PAGE=g.page, HKV=g.HKV, S_MANY=g.S > 1 and call.q.dim() == 4, CAUSAL=causal,
             CHUNKED=g.n > tile.SPANS and not tiles_of_block, FAR=far, SINGLE=tiles_of_block or int(single),
             SPLIT=splits > 1, STRIDE_UNIT=g.unit,
         )
@@ -184,7 +184,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     """
     (
         q, k, v, ranges, selection, q_positions, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table, out, _, _,
-        scale, _, _, _, return_lse, _,
+        scale, _, _, _, _, return_lse, _,
     ) = call  # fmt: skip
     if out is None:
         out = torch.empty_like(q) if launch.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -206,6 +206,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
     if cache_seqlens is not None:
         cu_seqlens_k = cache_seqlens.contiguous()
+        cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
         block_table = None if block_table is None else block_table.contiguous()
     variant = launch.variant if lse is None or parts is not None else launch.variant_lse
     variant.launch(

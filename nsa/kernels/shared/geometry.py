@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from nsa.call import Call
-from nsa.kernels.shared.primitives import BATCH, BLOCKS, CACHE, PACKED, RANGES, VARLEN, WHOLE
+from nsa.kernels.shared.primitives import BATCH, BLOCKS, CACHE, PACKED, RAGGED, RANGES, VARLEN, WHOLE
 
 
 class Geometry(NamedTuple):
@@ -23,9 +23,9 @@ class Geometry(NamedTuple):
     tokens: int
     page: int  # keys of a page; 0 without pages
     pages: int  # pages of the cache
-    layout: int  # BATCH, VARLEN, PACKED or CACHE
+    layout: int  # BATCH, VARLEN, PACKED, CACHE or RAGGED
     source: int  # WHOLE, RANGES or BLOCKS
-    packed: bool  # cu_seqlens say where sequences begin
+    packed: bool  # cu_seqlens say where sequences of keys begin
     strides: tuple[int, ...]  # (batch, position, head) of q, k, v and the output, divided by `unit`
     unit: int  # the common factor of all strides, at most 16
     like_q: bool  # a new output has the shape and strides of q
@@ -35,7 +35,8 @@ def geometry(call: Call, output: bool = True) -> Geometry:
     """The geometry of a validated call. ``output``: the kernels also take the strides of an output."""
     q, k, v, selection = call.q, call.k, call.v, call.selection
     q_shape, k_shape, Dv = tuple(q.shape), tuple(k.shape), v.shape[-1]
-    sequences = None if call.cu_seqlens_k is None else call.cu_seqlens_k.shape[0] - 1
+    cu = call.cu_seqlens_k if call.cache_seqlens is None else call.cu_seqlens_q
+    sequences = None if cu is None else cu.shape[0] - 1
     out_stride = contiguous((*q_shape[:-1], Dv)) if call.out is None else call.out.stride()
     like_q = Dv == q_shape[-1] and q.stride() == contiguous(q_shape)
     strides: list[tuple[int, ...]] = [q.stride(), k.stride(), v.stride(), out_stride]
@@ -52,6 +53,8 @@ def geometry(call: Call, output: bool = True) -> Geometry:
         pages, page = k_shape[0], S_kv
         S_kv = page * call.block_table.shape[1]
     layout = BATCH if sequences is None else PACKED if call.cu_seqlens_q is None else VARLEN
+    if call.cache_seqlens is not None:
+        layout = CACHE if sequences is None else RAGGED
     source, n = WHOLE, 0
     if selection is not None:
         source, n = (RANGES, selection.shape[-2]) if call.block_size is None else (BLOCKS, selection.shape[-1])
@@ -60,7 +63,7 @@ def geometry(call: Call, output: bool = True) -> Geometry:
     unit = math.gcd(16, *flat)
     return Geometry(
         B, S, S_kv, HKV, q_shape[-2] // HKV, q_shape[-1], Dv, n, math.prod(q_shape[:-2]), page, pages,
-        CACHE.value if call.cache_seqlens is not None else layout.value, source.value, sequences is not None,
+        layout.value, source.value, call.cu_seqlens_k is not None,
         tuple(s // unit for s in flat), unit, like_q,
     )  # fmt: skip
 

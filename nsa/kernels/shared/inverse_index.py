@@ -12,7 +12,17 @@ In the forward pass atomics decide the order of a block's units, and no result d
 import triton
 import triton.language as tl
 
-from nsa.kernels.shared.primitives import BATCH, CACHE, RANGES, filled_keys, find_sequence, load_span
+from nsa.kernels.shared.primitives import (
+    BATCH,
+    CACHE,
+    RAGGED,
+    RANGES,
+    VARLEN,
+    filled_keys,
+    find_sequence,
+    load_span,
+    sequence_of_cache,
+)
 
 UNUSED = tl.constexpr(-1)  # marks a slot without a unit
 OVERFULL = tl.constexpr(-2)  # marks the first slot of a row with more units than slots, whose units are not listed
@@ -40,6 +50,11 @@ def sequence_of(token, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT: tl.constexpr):
         if LAYOUT == CACHE:
             seqlen_k = filled_keys(seq, S_kv, cu_k_ptr)
         shift = seqlen_k - (seq + 1) * S
+    elif LAYOUT == RAGGED:
+        seq, filled, behind = sequence_of_cache(cu_q_ptr, cu_k_ptr, B, token)
+        k_first = tl.zeros([], tl.int64)
+        seqlen_k = tl.minimum(tl.maximum(filled, 0), S_kv).to(tl.int32)
+        shift = seqlen_k - behind - token
     else:
         seq = find_sequence(cu_q_ptr, B, token, 128)
         k_first, seqlen_k = sequence_keys(seq, B, S_kv, cu_k_ptr)
@@ -77,7 +92,7 @@ def first_block(seq, k_first, per_sequence, size, LAYOUT: tl.constexpr):
 
     A packed batch leaves gaps between numbers, because a sequence that begins within a block gets a block of its own.
     """
-    if LAYOUT == BATCH or LAYOUT == CACHE:
+    if LAYOUT != VARLEN:
         return seq * per_sequence
     else:
         return (k_first // size).to(tl.int32) + seq

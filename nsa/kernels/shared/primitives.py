@@ -20,11 +20,13 @@ BLOCKS = tl.constexpr(2)
 TILED = tl.constexpr(3)
 
 # LAYOUT: how a row finds its sequence. BATCH: [B, S_kv, ...]. VARLEN: cu_seqlens over tokens. PACKED: row i is sequence
-# i. CACHE: as BATCH, but only the first keys of each sequence are filled, and keys may lie in pages.
+# i. CACHE: as BATCH, but only the first keys of each sequence are filled, and keys may lie in pages. RAGGED: queries as
+# in VARLEN, keys as in CACHE.
 BATCH = tl.constexpr(0)
 VARLEN = tl.constexpr(1)
 PACKED = tl.constexpr(2)
 CACHE = tl.constexpr(3)
+RAGGED = tl.constexpr(4)
 
 
 @triton.jit
@@ -312,3 +314,41 @@ def expect_table(table_row, width):
 def filled_keys(seq, S_kv, cache_seqlens_ptr):
     """Filled keys of a sequence in a cache that has room for ``S_kv``."""
     return tl.minimum(tl.maximum(tl.load(cache_seqlens_ptr + seq), 0), S_kv).to(tl.int32)
+
+
+@triton.jit
+def sequence_of_cache(cu_q_ptr, cache_seqlens_ptr, B, token):
+    """``(seq, filled, behind)`` of one token of a ragged batch: its sequence, the sequence's length as it is in memory,
+    and how many queries the sequence has from the token on, itself included. It is 1 or less for the last query.
+
+    A token after the last sequence gets a length of 0, and the last sequence, so that its row of a page table exists.
+    Without sequences ``seq`` is 0.
+    """
+    seq = find_without_loop(cu_q_ptr, B, token, 128)
+    known = seq < B
+    filled = tl.load(cache_seqlens_ptr + seq, mask=known, other=0)
+    end = last_query(cu_q_ptr, seq, known)
+    return tl.maximum(tl.minimum(seq, B - 1), 0), filled, end - token
+
+
+@triton.jit
+def find_without_loop(cu_seqlens_ptr, B, token, CHUNK: tl.constexpr):
+    """As :func:`find_sequence`, for at most ``CHUNK * CHUNK`` sequences. Of more than ``CHUNK`` sequences the ends must
+    be in rising order, or the result may be any sequence, or ``B``.
+
+    From version 3.7 on, Triton does not pipeline the keys of some tiles if a loop or a branch comes before them.
+    """
+    i = tl.arange(0, CHUNK)  # [CHUNK]
+    step = tl.cdiv(B, CHUNK)  # look at every step-th end, then at those in between; with step = 1 there are none
+    last = (i + 1) * step
+    ends = tl.load(cu_seqlens_ptr + last, mask=last <= B, other=2147483647)
+    seq = (tl.sum((ends <= token).to(tl.int32), 0) * step).to(tl.int32)
+    ends = tl.load(cu_seqlens_ptr + 1 + seq + i, mask=(i + 1 < step) & (seq + i < B), other=2147483647)
+    return seq + tl.sum((ends <= token).to(tl.int32), 0)
+
+
+@triton.jit
+def last_query(cu_q_ptr, seq, known):
+    """One past the last query of a sequence, clamped to what int32 holds."""
+    end = tl.load(cu_q_ptr + seq + 1, mask=known, other=0)
+    return tl.minimum(tl.maximum(end, 0), 2147483647).to(tl.int32)

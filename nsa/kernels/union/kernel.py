@@ -11,7 +11,7 @@ import triton.language as tl
 
 from nsa.kernels.key_major.kernel import query_offset
 from nsa.kernels.shared.inverse_index import causal_limit, sequence_of
-from nsa.kernels.shared.primitives import BATCH, CACHE, finish, in_page, tile_in_pages
+from nsa.kernels.shared.primitives import VARLEN, finish, in_page, tile_in_pages
 
 RUNTIME = "B S S_kv HKV n size tokens first tiles pages cost gain".split()
 RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()]
@@ -57,8 +57,10 @@ def _list_kernel(
     head = tl.program_id(1)
     token0 = (first + tile) * TOKENS
     seq, k_first, seqlen_k, shift = sequence_of(token0, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)
+    # All tokens must be of one sequence. In a ragged batch a token after the last sequence has its number, but no keys.
     newest = tl.minimum(token0 + TOKENS, tokens) - 1
-    together = seq == sequence_of(newest, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)[0]
+    other, _, keys, _ = sequence_of(newest, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)
+    together = (other == seq) & (keys == seqlen_k)
 
     i = tl.arange(0, TOKENS * SLOTS)
     token = token0 + i // SLOTS
@@ -188,7 +190,7 @@ def _union_kernel(
     v_off = tl.cast(head_kv, tl.int64) * stride_vh
     if PAGE:
         table_row = table_ptr + tl.cast(seq, tl.int64) * (S_kv // PAGE)
-    elif LAYOUT == BATCH or LAYOUT == CACHE:
+    elif LAYOUT != VARLEN:
         k_off += tl.cast(seq, tl.int64) * stride_kb
         v_off += tl.cast(seq, tl.int64) * stride_vb
     else:

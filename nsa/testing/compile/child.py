@@ -92,6 +92,10 @@ def _call(point: Point) -> None:
             tensors[name] = meta(*lead, *tensors[name].shape[2:], dtype=index)
             tensors["cache_seqlens"] = meta(B, dtype=torch.int32)
             tensors["block_table"] = meta(B, width, dtype=torch.int32) if paged else None
+            if "ragged" in point.options:
+                lead = (rows,)
+                tensors[name] = meta(*lead, *tensors[name].shape[2:], dtype=index)
+                tensors["cu_seqlens_q"] = meta(B + 1, dtype=torch.int32)
         if "q_positions" in point.options:
             tensors["q_positions"] = meta(*lead, dtype=torch.int64)
     q, k, v = meta(*lead, HKV * G, D), meta(*cache, D), meta(*cache, Dv)

@@ -63,7 +63,7 @@ class Point:
     HKV: int = 1
     # Any of cu_seqlens, q_positions, int64, per_head, unpipelined, key_major, union, backward; far (strides beyond
     # int32); cache (contiguous), or page64 (pages of 64 keys). A cache holds 65,536 keys for each of `rows` sequences;
-    # with key_major or union it has two sequences, with half of the rows each.
+    # with key_major or union it has two sequences, with half of the rows each. ragged: its queries are packed.
     options: tuple[str, ...] = ()
     choice: tiles.Choice | None = None  # forced tiles, as in a sweep; None: the tables and rules of `tiles`
 
@@ -100,6 +100,8 @@ QUICK = (
     Point("ranges", "fp16", 1, 64, 64, 4096, 1024, n=16, causal=True, HKV=16, options=("key_major", "cu_seqlens")),
     Point("blocks", "bf16", 16, 128, 128, 1024, 1024, n=16, causal=True, HKV=4, options=("key_major", "page64")),
     Point("blocks", "bf16", 16, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("union",)),
+    Point("blocks", "bf16", 16, 128, 128, 64, 2048, n=16, causal=True, HKV=4, options=("page128", "ragged")),
+    Point("blocks", "bf16", 16, 128, 128, 2048, 2048, n=16, causal=True, options=("key_major", "page128", "ragged")),
     Point("blocks", "bf16", 16, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("backward",)),
     Point("ranges", "fp16", 1, 64, 64, 4096, 1024, n=16, causal=True, HKV=16, options=("backward", "cu_seqlens")),
 )
@@ -137,6 +139,9 @@ POINTS = (
     Point("blocks", "bf16", 4, 128, 128, 1024, 1024, n=16, causal=True, HKV=8, options=("key_major", "cache")),
     Point("blocks", "fp16", 16, 64, 128, 65536, 1024, n=16, causal=True, HKV=4, options=("key_major", "page16")),
     Point("ranges", "bf16", 8, 128, 128, 4096, 1024, n=16, causal=True, HKV=4, options=("key_major", "page128")),
+    Point("blocks", "fp16", 16, 64, 64, 8, 1024, n=16, options=("cache", "ragged")),
+    Point("ranges", "bf16", 8, 128, 128, 64, 1024, n=16, causal=True, HKV=4, options=("page64", "ragged", "int64")),
+    Point("ranges", "bf16", 4, 128, 128, 4096, 1024, n=16, causal=True, options=("key_major", "cache", "ragged")),
     Point("blocks", "bf16", 3, 100, 96, 1000, 512, n=16, options=("key_major", "q_positions")),
     Point("blocks", "fp16", 16, 64, 16, 4096, 192, n=8, causal=True, options=("key_major", "int64")),  # blocks of 24
     Point("blocks", "bf16", 64, 256, 256, 4096, 2048, n=16, causal=True, options=("key_major",)),  # blocks of 128
@@ -147,6 +152,7 @@ POINTS = (
     Point("blocks", "bf16", 8, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("union", "cu_seqlens")),
     Point("blocks", "bf16", 4, 128, 128, 8192, 1024, n=16, causal=True, HKV=8, options=("union", "cache")),
     Point("blocks", "bf16", 16, 128, 128, 1024, 2048, n=16, causal=True, HKV=4, options=("union", "page128")),
+    Point("blocks", "bf16", 16, 128, 128, 4096, 2048, n=16, causal=True, options=("union", "page128", "ragged")),
     Point("blocks", "fp16", 3, 100, 96, 1000, 384, n=16, options=("union", "q_positions", "int64")),  # blocks of 24
     Point("blocks", "fp16", 16, 64, 128, 1024, 1024, n=16, causal=True, HKV=4, options=("union", "page16")),
     Point("blocks", "bf16", 16, 256, 256, 4096, 2048, n=16, causal=True, options=("union",)),

@@ -93,21 +93,47 @@ def draw(
     return Cache(k.to(device, dtype), v.to(device, dtype), torch.tensor(lengths, dtype=index, device=device), table)
 
 
-def oracle(q: Tensor, cache: Cache, **selection: Any) -> tuple[Tensor, Tensor]:
+PER_ROW = ("ranges", "block_indices")
+
+
+def oracle(q: Tensor, cache: Cache, cu_seqlens_q: Tensor | None = None, **selection: Any) -> tuple[Tensor, Tensor]:
     """``(O, LSE)`` in fp64, one sequence after the other, over contiguous keys. None of our code for pages is used.
 
+    cu_seqlens_q: of a ragged batch; a token's sequence is the number of ends at or before it, as in the kernels.
     selection: ``ranges``, or ``block_indices`` and ``block_size``; ``causal``, ``scale``.
     """
-    per_row = ("ranges", "block_indices")
+    if cu_seqlens_q is not None:
+        return _ragged(q, cache, cu_seqlens_q[1:].long(), selection)
     outputs = []
     for b in range(q.shape[0]):
         k, v, exists = cache.sequence(b)
-        mine = {name: x[b : b + 1] if name in per_row and x is not None else x for name, x in selection.items()}
+        mine = {name: x[b : b + 1] if name in PER_ROW and x is not None else x for name, x in selection.items()}
         if not bool(exists.all()):
             mine = _without(mine, exists)
         outputs.append(selection_reference(Call.of(q[b : b + 1].double(), k[None], v[None], **mine, return_lse=True)))
     o, lse = zip(*outputs, strict=True)
     return torch.cat(o), torch.cat(lse)
+
+
+def _ragged(q: Tensor, cache: Cache, ends: Tensor, selection: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The oracle's answer where the queries ``q [T, HQ, D]`` of sequences end at ``ends [B]``."""
+    token = torch.arange(q.shape[0], device=q.device)
+    seq = (ends <= token[:, None]).sum(1)
+    o = q.new_zeros(*q.shape[:2], cache.v.shape[-1], dtype=torch.float64)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64, device=q.device)
+    for b in range(len(ends)):
+        mine = (seq == b).nonzero()[:, 0]
+        paged, only = cache.block_table is not None, slice(b, b + 1)
+        one = Cache(
+            cache.k if paged else cache.k[only], cache.v if paged else cache.v[only], cache.cache_seqlens[only],
+            None if cache.block_table is None else cache.block_table[only],
+        )  # fmt: skip
+        picked = {name: x[mine][None] if name in PER_ROW and x is not None else x for name, x in selection.items()}
+        if picked.get("causal", True):  # from the last query, which sees all keys
+            picked["q_positions"] = (one.sequence(0)[0].shape[0] - ends[b].clamp(min=0) + mine)[None]
+        found = oracle(q[mine][None], one, **picked)
+        o[mine], lse[mine] = found[0][0], found[1][0]
+    return o, lse
 
 
 def _without(selection: dict[str, Any], exists: Tensor) -> dict[str, Any]:

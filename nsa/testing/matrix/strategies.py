@@ -230,12 +230,19 @@ class DrawnCache:
 
     lengths: the `cache_seqlens` that the caller passes. page: keys of a page; None for a contiguous cache.
     missing: entries of the block table, counted along its rows, that name a page which does not exist.
+    ends: `cu_seqlens_q` without its 0, in any order, if the call's tokens are the packed queries of a ragged batch.
     """
 
     call: Drawn
     lengths: tuple[int, ...]
     page: int | None = None
     missing: frozenset[int] = frozenset()
+    ends: tuple[int, ...] = ()
+
+    def cu_seqlens_q(self, device: torch.device) -> Tensor:
+        """The ends as a ragged call takes them: int32, or int64 where that is needed."""
+        wide = max(map(abs, self.ends), default=0) >= INT32
+        return torch.tensor([0, *self.ends], dtype=torch.int64 if wide else torch.int32, device=device)
 
     def cache(self, device: torch.device) -> caches.Cache:
         """The cache on a device. Every place outside the sequences is NaN."""
@@ -263,6 +270,23 @@ def cached_calls(draw: st.DrawFn, source: str) -> DrawnCache:
     page = draw(st.none() | st.sampled_from([size for size in sizes if room % size == 0]))
     places = st.integers(0, B * (room // page) - 1) if page else st.nothing()
     return DrawnCache(call, tuple(lengths), page, draw(st.frozensets(places, max_size=3 if page else 0)))
+
+
+@st.composite
+def ragged_calls(draw: st.DrawFn, source: str) -> DrawnCache:
+    """A ragged call over a cache with `source` "ranges" or "blocks": sequences without queries, tokens of no sequence,
+    ends in no order, lengths shorter than the number of queries.
+    """
+    call = draw(calls(source, explicit=False))
+    room, T, B = call.case.S_kv, call.case.N // call.case.HKV, draw(st.integers(1, 4))
+    lengths = draw(st.lists(st.integers(0, room) | st.sampled_from([0, room, -5, room + 7]), min_size=B, max_size=B))
+    ends = st.lists(st.integers(0, T), min_size=B, max_size=B)
+    wild = st.lists(st.integers(-2, 2 * T) | st.sampled_from([-HUGE, HUGE, -INT32, INT32 - 1]), min_size=B, max_size=B)
+    sizes = (1, 8, 10, 36) if GPU else range(1, room + 1)
+    page = draw(st.none() | st.sampled_from([size for size in sizes if room % size == 0]))
+    places = st.integers(0, B * (room // page) - 1) if page else st.nothing()
+    missing = draw(st.frozensets(places, max_size=3 if page else 0))
+    return DrawnCache(call, tuple(lengths), page, missing, tuple(draw(st.one_of(ends.map(sorted), wild))))
 
 
 def seeds() -> st.SearchStrategy[int]:
