@@ -150,8 +150,8 @@ def selection_attention(
     call: Call = tuple.__new__(
         Call,
         (
-            q, k, v, ranges, block_indices, q_positions, cu_q, cu_k, None, None, out, block_size, causal, scale,
-            max_selected, backend, schedule, return_lse, UNREAD if tracing else settings.get(),
+            q, k, v, ranges, block_indices, q_positions, cu_q, cu_k, None, None, None, None, out, block_size, causal,
+            scale, max_selected, backend, schedule, return_lse, UNREAD if tracing else settings.get(),
         ),
     )  # fmt: skip
     o, lse = ops.serve(call, tracing)
@@ -167,6 +167,8 @@ def selection_attention_with_kvcache(
     cache_seqlens: Tensor | int,
     block_table: Tensor | None = ...,
     page_size: int | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> Tensor: ...
@@ -181,6 +183,8 @@ def selection_attention_with_kvcache(
     cache_seqlens: Tensor | int,
     block_table: Tensor | None = ...,
     page_size: int | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
@@ -198,6 +202,8 @@ def selection_attention_with_kvcache(
     block_size: int | None = None,
     block_table: Tensor | None = None,
     page_size: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     causal: bool = True,
     scale: float | None = None,
     max_selected: int | None = None,
@@ -213,8 +219,9 @@ def selection_attention_with_kvcache(
 
     Args:
         q: ``[B, S, HQ, D]``, the newest ``S`` positions of each sequence.
-        k_cache: ``[B, S_max, HKV, D]``; with ``block_table`` ``[num_pages, page_size, HKV, D]``.
-        v_cache: ``[B, S_max, HKV, Dv]`` or ``[num_pages, page_size, HKV, Dv]``.
+        k_cache: ``[B, S_max, HKV, D]``; with ``block_table`` ``[num_pages, page_size, HKV, D]``. In ``q``'s dtype, or
+            ``float8_e4m3fn`` with fp16 or bf16 ``q``.
+        v_cache: ``[B, S_max, HKV, Dv]`` or ``[num_pages, page_size, HKV, Dv]``, in ``k_cache``'s dtype.
         cache_seqlens: ``[B]`` int32 or int64, keys of each sequence, including those of ``q``; may be 0. Query ``s`` is
             at position ``t = cache_seqlens[b] - S + s``. If ``causal``, a query with a negative ``t`` sees no key.
             An int, 0 to ``S_max`` (with pages ``width * page_size``), is the length of all sequences; a captured graph
@@ -224,11 +231,13 @@ def selection_attention_with_kvcache(
         block_table: ``[B, width]`` int32 or int64, the pages of each sequence, first positions first. Page numbers may
             be in any order, and sequences may share pages.
         page_size: optional, only checked: it must equal ``k_cache.shape[1]``.
+        k_scale, v_scale: fp32 on ``q``'s device, ``[]`` or ``[1]`` (one number for all heads) or ``[HKV]``; only with
+            a ``float8_e4m3fn`` cache. A key is ``k_scale`` times its entry of the cache; a value likewise. None: 1.
         causal, scale, max_selected, return_lse, backend, schedule, out: as for :func:`nsa.selection_attention`.
 
     No read leaves the cache. Lengths are clamped to ``[0, S_max]`` (with pages ``width * page_size``). Keys in a page
     outside ``[0, num_pages)`` count as not selected. The setting ``debug_cache`` logs such lengths and pages. Lengths,
-    table and selection may change in place between replays of a captured CUDA graph.
+    table, selection and scales may change in place between replays of a captured CUDA graph.
 
     Returns:
         ``O`` ``[B, S, HQ, Dv]`` in ``q``'s dtype. With ``return_lse`` also ``LSE`` ``[B, S, HQ]``, fp32 (fp64 for
@@ -253,8 +262,9 @@ def selection_attention_with_kvcache(
     call: Call = tuple.__new__(
         Call,
         (
-            q, k_cache, v_cache, ranges, block_indices, None, None, None, cache_seqlens, block_table, out, block_size,
-            causal, scale, max_selected, backend, schedule, return_lse, UNREAD if tracing else settings.get(),
+            q, k_cache, v_cache, ranges, block_indices, None, None, None, cache_seqlens, block_table, k_scale, v_scale,
+            out, block_size, causal, scale, max_selected, backend, schedule, return_lse,
+            UNREAD if tracing else settings.get(),
         ),
     )  # fmt: skip
     o, lse = ops.serve(call, tracing)

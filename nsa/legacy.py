@@ -33,8 +33,8 @@ def _direct(
     call: Call = tuple.__new__(
         Call,
         (
-            Q, K, V, None, None, None, None, cu_seqlens, None, None, out, None, True, scale, max_selected, "triton",
-            "per_head" if per_head else "auto", return_lse, settings.get(),
+            Q, K, V, None, None, None, None, cu_seqlens, None, None, None, None, out, None, True, scale, max_selected,
+            "triton", "per_head" if per_head else "auto", return_lse, settings.get(),
         ),
     )  # fmt: skip
     if any_autocast_enabled() or transforms_active() or forward_mode():

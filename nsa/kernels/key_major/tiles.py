@@ -94,13 +94,23 @@ class Tile(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def select(
-    capability: int, itemsize: int, G: int, D: int, Dv: int, size: int, choice: Choice | None = None, walk: bool = True
+    capability: int,
+    itemsize: int,
+    G: int,
+    D: int,
+    Dv: int,
+    size: int,
+    choice: Choice | None = None,
+    walk: bool = True,
+    e4m3: bool = False,
 ) -> Tile:
     """Tile of a call whose blocks hold ``size`` keys.
 
     Args:
-        capability, itemsize: as for :func:`nsa.kernels.query_major.tiles.select`.
+        capability: as for :func:`nsa.kernels.query_major.tiles.select`.
+        itemsize: bytes of an element of Q.
         walk: what :func:`walks` says.
+        e4m3: keys are of one byte.
     """
     block_d, block_dv = padded(D), padded(Dv)
     narrow = max(block_d, block_dv) <= 128
@@ -113,12 +123,13 @@ def select(
     while block_n > 16 and (block_n * (block_d + block_dv) + rows * (block_d + block_n)) * itemsize > budget:
         block_n //= 2
     heads = next_power_of_2(G)
+    longer = e4m3 and size % (2 * chosen.BLOCK_L) == 0  # as many bytes, where blocks are whole tiles
     merge_heads = min(heads, max(1, chosen.merge_heads * 128 // max(block_dv, 64)))
     return Tile(
         min(heads, rows), block_d, block_dv, rows, block_n, chosen.warps,
         chosen.registers if limited else None, chosen.share * (rows // min(heads, rows)),
-        max(16, min(heads, 64)) if chosen.walked else merge_heads, chosen.at_once, chosen.walked, chosen.BLOCK_L,
-        chosen.walk_stages, chosen.walk_registers if limited else None,
+        max(16, min(heads, 64)) if chosen.walked else merge_heads, chosen.at_once, chosen.walked,
+        chosen.BLOCK_L * (1 + longer), chosen.walk_stages, chosen.walk_registers if limited else None,
     )  # fmt: skip
 
 
