@@ -102,10 +102,8 @@ def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int) ->
     enough bytes in flight. Keys of several spans are looked up first, which makes shorter tiles better for few rows.
     """
     wide = head_dim > 64
-    if itemsize == 1:  # twice the keys in flight, by longer tiles or more stages
-        if block_g > 16 or head_dim > 128:
-            return 64, 4, 3
-        return (32, 2, 2 if wide else 3) if fill == 2 else (64, 4, 5)
+    if itemsize == 1:  # as many bytes in flight, by longer tiles or more stages; not measured yet
+        return 64, 4, 3 if fill == 2 or block_g > 16 or head_dim > 128 else 4
     if itemsize > 2:
         return 32, 4, 2  # fp32 dot products run on the CUDA cores and are limited by registers, not by bandwidth
     if block_g > 16 or head_dim > 128:
