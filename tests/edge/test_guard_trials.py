@@ -135,7 +135,8 @@ def calls(draw, same, device):
 
 KEY_MAJOR = "ranges blocks odd varlen positions int64 tiled-walk walk cache-walk e4m3-walk pages-walk pages".split()
 NAMES = "ranges lse fp16 long int64 misaligned positions blocks tiled odd one per-head varlen dense packed".split()
-        "e4m3-walk": lambda: cached(*e4m3, block_indices=walked, block_size=16, v_scale=torch.ones([], device=device)),
+NAMES += ["cache", "int64-cache", "pages", "e4m3", "spans-in-pages", "more-spans-than-one-holds"]
+NAMES += ["more-blocks-in-one-tile"]
 
 
 @pytest.mark.parametrize("name", NAMES)
