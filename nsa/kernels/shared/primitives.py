@@ -239,7 +239,7 @@ def not_before(x):
 
     Otherwise the kernel waits for a load that is not pipelined before it issues the next load.
     """
-    if x.dtype.primitive_bitwidth == 8:
+    if x.dtype == tl.float8e4nv:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 4)
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 2)
 
@@ -253,6 +253,13 @@ def half_of(x):
     return half
 
 
+# Of two pairs at a time: the first bytes side by side in a, the second bytes in b. Triton 3.1 fails if assembly has two
+# results. ptxas does the common part once.
+SPLIT_PAIRS = tl.constexpr(
+    "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x3120; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, "
+)
+
+
 @triton.jit
 def halves_of(pairs):
     """The first and the second of each pair of e4m3 values in int16 ``pairs [BLOCK_L, N]``, as fp16."""
@@ -260,16 +267,8 @@ def halves_of(pairs):
         first = half_of((pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True))
         second = half_of(((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True))
     else:
-        # Two pairs at a time. prmt puts their first bytes side by side, and their second bytes.
-        first, second = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t; "
-            "cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
-            "=r,=r,r",
-            [pairs],
-            (tl.float16, tl.float16),
-            True,
-            2,
-        )
+        first = tl.inline_asm_elementwise(SPLIT_PAIRS + "a; }", "=r,r", [pairs], tl.float16, True, 2)
+        second = tl.inline_asm_elementwise(SPLIT_PAIRS + "b; }", "=r,r", [pairs], tl.float16, True, 2)
     return first, second
 
 
