@@ -219,7 +219,7 @@ def _check_cache_floats(call: Call) -> None:
     q, k, v, HKV = call.q, call.k, call.v, call.k.shape[-2]
     scales = ("k_scale", call.k_scale), ("v_scale", call.v_scale)
     if k.dtype != E4M3:
-        if k.dtype not in FLOAT_DTYPES:
+        if q.dtype in E4M3_QUERIES and k.dtype not in FLOAT_DTYPES:
             raise TypeError(f"k_cache: expected dtype {_dtypes((q.dtype, E4M3))}, got {_dtypes((k.dtype,))}")
         _check_floats("q", q, ("k_cache", k), ("v_cache", v), ("out", call.out))
         for name, scale in scales:

@@ -114,7 +114,7 @@ def select(
     """
     block_d, block_dv = padded(D), padded(Dv)
     narrow = max(block_d, block_dv) <= 128
-    chosen = choice or _rule(itemsize, G, narrow, size, walk)
+    chosen = choice or _rule(itemsize, G, narrow, size, walk, e4m3)
     limited = capability == 90 and narrow  # elsewhere limits were not measured, and ptxas may fail under them
     rows, block_n = chosen.rows, SEVERAL_TILES if size > ONE_TILE else padded(size)
     # Scores and results of a tile must leave free registers.
@@ -123,21 +123,22 @@ def select(
     while block_n > 16 and (block_n * (block_d + block_dv) + rows * (block_d + block_n)) * itemsize > budget:
         block_n //= 2
     heads = next_power_of_2(G)
-    longer = e4m3 and size % (2 * chosen.BLOCK_L) == 0  # as many bytes, where blocks are whole tiles
     merge_heads = min(heads, max(1, chosen.merge_heads * 128 // max(block_dv, 64)))
     return Tile(
         min(heads, rows), block_d, block_dv, rows, block_n, chosen.warps,
         chosen.registers if limited else None, chosen.share * (rows // min(heads, rows)),
-        max(16, min(heads, 64)) if chosen.walked else merge_heads, chosen.at_once, chosen.walked,
-        chosen.BLOCK_L * (1 + longer), chosen.walk_stages, chosen.walk_registers if limited else None,
+        max(16, min(heads, 64)) if chosen.walked else merge_heads, chosen.at_once, chosen.walked, chosen.BLOCK_L,
+        chosen.walk_stages, chosen.walk_registers if limited else None,
     )  # fmt: skip
 
 
-def _rule(itemsize: int, G: int, narrow: bool, size: int, walk: bool) -> Choice:
+def _rule(itemsize: int, G: int, narrow: bool, size: int, walk: bool, e4m3: bool) -> Choice:
     """The choice where no sweep forces one. ``narrow``: D and Dv are at most 128."""
     chosen = FP32 if itemsize > 2 else WIDE_HEADS if not narrow else SMALL if G <= 8 else LARGE if G <= 16 else HUGE
     if chosen.registers is not None and size > LIMITED_SIZE:
         chosen = chosen._replace(registers=None)
+    if e4m3:  # as many bytes in flight; longer tiles would spill
+        chosen = chosen._replace(walk_stages=2 * chosen.walk_stages - 1)
     return chosen if walk else chosen._replace(walked=0)
 
 

@@ -210,7 +210,8 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
     if cache_seqlens is not None:
         cu_seqlens_k = cache_seqlens.contiguous()
-        k_scale, v_scale = (x if x is None else x.contiguous() for x in (k_scale, v_scale))
+        k_scale = None if k_scale is None else k_scale.contiguous()
+        v_scale = None if v_scale is None else v_scale.contiguous()
         block_table = None if block_table is None else block_table.contiguous()
     variant = launch.variant if lse is None or parts is not None else launch.variant_lse
     if launch.pairs and v.data_ptr() % 2:

@@ -293,7 +293,7 @@ def fit_half(q):
     """
     q = q.to(tl.float32)
     exponent = tl.max(q.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) >> 23
-    exponent = tl.minimum(tl.maximum(exponent, 15), 254)  # of zeros, and of inf and NaN
+    exponent = tl.maximum(exponent, 15)
     power = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     return (q * power[:, None]).to(tl.float16), ((exponent - 14) << 23).to(tl.float32, bitcast=True)
 
