@@ -10,6 +10,7 @@ import triton.language as tl
 
 import nsa
 from nsa import routing
+from nsa.call import Call
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.key_major.tiles import DoesNotFit
 from nsa.kernels.shared.primitives import fit_half
@@ -57,16 +58,16 @@ def draw(device, dtype=torch.float16, page=PAGE, lengths=(40, 0), **about):
 
 def test_every_value_of_the_format(device, dtype, how):
     """A row that selects one key has its values as O and, for a query of one element, an element as LSE."""
-    codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).view(1, 16, 1, 16)
-    q = torch.eye(16, dtype=dtype, device=device).expand(1, 16, 16, 16).contiguous()  # query s: head h is element h
-    each = torch.arange(16, dtype=torch.int32, device=device).view(1, 16, 1, 1)
-    cache = caches.Cache(codes, codes, torch.tensor([16], device=device), None)
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).view(1, 8, 1, 32)
+    q = torch.eye(32, dtype=dtype, device=device).expand(1, 8, 32, 32).contiguous()  # query s: head h is element h
+    each = torch.arange(8, dtype=torch.int32, device=device).view(1, 8, 1, 1)
+    cache = caches.Cache(codes, codes, torch.tensor([8], device=device), None)
     o, lse = call(q, cache, block_indices=each, block_size=1, causal=False, scale=1.0, **how)
     want = codes[0, :, 0].float()  # [key, dim]
     keyed = want.clone()
     keyed[want.isnan().any(1)] = math.nan  # the product with a NaN is one, also if its factor is 0
     torch.testing.assert_close(lse[0].float(), keyed, rtol=1e-6, atol=1e-6, equal_nan=True)
-    told = want.expand(16, 16, 16).transpose(0, 1).clone()  # [key, head, dim]
+    told = want.expand(32, 8, 32).transpose(0, 1).clone()  # [key, head, dim]
     told[want.isnan().any(1)] = math.nan
     assert torch.equal(o[0].float().nan_to_num(9e9), told.nan_to_num(9e9))
 
@@ -83,7 +84,7 @@ def test_scales(device, dtype, how, page, shape):
         "strided": lambda x: torch.stack((x, x), 1)[:, 0],
     }[shape]
     scales = torch.tensor([[0.7, 0.01], [1.3, 2.5]], device=device)
-    cache = dataclasses.replace(cache, k_scale=made(scales[0]) / 100, v_scale=made(scales[1]) / 100)
+    cache = dataclasses.replace(cache, k_scale=made(scales[0] / 100), v_scale=made(scales[1] / 100))
     compare(call(q, cache, **selection, **how), caches.oracle(q, cache, **selection), dtype)
     for one in ("k_scale", "v_scale") if shape == "heads" else ():
         single = dataclasses.replace(cache, **{one: None})
@@ -129,11 +130,24 @@ def test_pages_that_do_not_exist(device, how, dtype):
 
 
 def test_scales_are_read_at_each_call(device, how, dtype):
+    """New numbers in them, or one number after one for each head."""
     q, cache, selection = draw(device, dtype)
     call(q, cache, **selection, **how)
     cache.k_scale.mul_(0.5)
     cache.v_scale.mul_(3.0)
-    compare(call(q, cache, **selection, **how), caches.oracle(q, cache, **selection), dtype)
+    for of in ((), ("k_scale",), ("v_scale",)):
+        cache = dataclasses.replace(cache, **{name: getattr(cache, name)[1:] for name in of})
+        compare(call(q, cache, **selection, **how), caches.oracle(q, cache, **selection), dtype)
+
+
+def test_plans_of_an_e4m3_cache_are_its_own(device):
+    """Kernels, what is remembered of their failures, and plans."""
+    q, cache, selection = draw(device, page=None)
+    about = {"cache_seqlens": cache.cache_seqlens, "backend": "triton"}
+    e4m3 = Call(q, cache.k, cache.v, k_scale=cache.k_scale, **about, **selection)
+    others = [e4m3._replace(k=cache.k.half(), v=cache.v.half(), k_scale=None), e4m3._replace(k_scale=None)]
+    assert all(x.dtypes() != e4m3.dtypes() for x in others)
+    assert routing.make_plan(e4m3).kernel != routing.make_plan(others[0]).kernel
 
 
 @triton.jit
