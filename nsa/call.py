@@ -108,8 +108,8 @@ class Call(NamedTuple):
             None if positions is None else metadata(positions), None if cu_q is None else metadata(cu_q),
             None if cu_k is None else metadata(cu_k), most, most.__class__, None if out is None else metadata(out),
             backend, schedule, None if lengths is None else metadata(lengths),
-            None if table is None else metadata(table), None if k_scale is None else metadata(k_scale),
-            None if v_scale is None else metadata(v_scale),
+            None if table is None else metadata(table),
+            None if k_scale is None and v_scale is None else scales_metadata(k_scale, v_scale),
         )  # fmt: skip
 
     def rows_key(self) -> tuple[Any, ...]:
@@ -125,3 +125,8 @@ class Call(NamedTuple):
 def metadata(x: Any) -> tuple[Any, ...]:
     """Shape, dtype, device and strides of a tensor."""
     return x.shape, x.dtype, x.device, x.stride()
+
+
+def scales_metadata(k_scale: Any, v_scale: Any) -> tuple[Any, ...]:
+    """What :func:`metadata` says of the scales of a cache, of which one may be None."""
+    return tuple(None if x is None else metadata(x) for x in (k_scale, v_scale))

@@ -212,10 +212,10 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         cu_seqlens_k = cache_seqlens.contiguous()
         k_scale = None if k_scale is None else k_scale.contiguous()
         v_scale = None if v_scale is None else v_scale.contiguous()
+        if launch.pairs and v.data_ptr() % 2:
+            raise DoesNotFit(ODD)
         block_table = None if block_table is None else block_table.contiguous()
     variant = launch.variant if lse is None or parts is not None else launch.variant_lse
-    if launch.pairs and v.data_ptr() % 2:
-        raise DoesNotFit(ODD)
     variant.launch(
         launch.grid,
         launch.device,
