@@ -230,12 +230,14 @@ class DrawnCache:
 
     lengths: the `cache_seqlens` that the caller passes. page: keys of a page; None for a contiguous cache.
     missing: entries of the block table, counted along its rows, that name a page which does not exist.
+    e4m3: the cache is quantised, with a scale for each KV head; its queries must be fp16 or bf16.
     """
 
     call: Drawn
     lengths: tuple[int, ...]
     page: int | None = None
     missing: frozenset[int] = frozenset()
+    e4m3: bool = False
 
     def cache(self, device: torch.device) -> caches.Cache:
         """The cache on a device. Every place outside the sequences is NaN."""
@@ -244,6 +246,8 @@ class DrawnCache:
             self.lengths, case.S_kv, self.page, HKV=case.HKV, D=case.D, Dv=case.Dv, dtype=case.torch_dtype,
             device=device, seed=self.call.seed,
         )  # fmt: skip
+        if self.e4m3:
+            made = caches.quantized(made)
         if made.block_table is None:
             return made
         table = made.block_table.flatten()
@@ -262,7 +266,8 @@ def cached_calls(draw: st.DrawFn, source: str) -> DrawnCache:
     sizes = (1, 8, 10, 36) if GPU else range(1, room + 1)  # kernels are compiled for the size of a page
     page = draw(st.none() | st.sampled_from([size for size in sizes if room % size == 0]))
     places = st.integers(0, B * (room // page) - 1) if page else st.nothing()
-    return DrawnCache(call, tuple(lengths), page, draw(st.frozensets(places, max_size=3 if page else 0)))
+    missing = draw(st.frozensets(places, max_size=3 if page else 0))
+    return DrawnCache(call, tuple(lengths), page, missing, draw(st.sampled_from([False, False, True])))
 
 
 def seeds() -> st.SearchStrategy[int]:
