@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from nsa import routing
 from nsa.kernels.query_major import tiles
 
 MOST = 90
@@ -31,7 +32,7 @@ class Architecture:
     @property
     def e4m3(self) -> bool:
         """Whether Triton serves caches of float8_e4m3fn on this GPU (`routing.why_not_e4m3`)."""
-        return self.backend == "cuda" and self.capability >= 89
+        return self.backend == "cuda" and self.capability >= routing.E4M3_CAPABILITY
 
 
 def _nvidia(capability: int, processors: int, since: tuple[int, int], **rest: object) -> Architecture:
