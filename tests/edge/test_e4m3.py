@@ -197,15 +197,13 @@ def test_bf16_queries_of_any_size(device, how, size):
 
 def test_a_gpu_without_the_conversion_is_served_by_packed_sdpa(device, fresh_routes, fresh_plans, monkeypatch):
     asked = torch.device("cuda:0")
-    routing.why_not_e4m3.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    why = routing.why_not_e4m3(asked)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+        why = routing.why_not_e4m3.__wrapped__(asked)
+        patch.setattr(torch.version, "hip", "6.4")
+        amd = routing.why_not_e4m3.__wrapped__(asked)
     assert why == "Triton route reads float8_e4m3fn on NVIDIA GPUs of compute capability 8.9 or newer, cuda:0 has 8.0"
-    routing.why_not_e4m3.cache_clear()
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert routing.why_not_e4m3(asked).endswith("newer, cuda:0 is an AMD GPU")
-    routing.why_not_e4m3.cache_clear()
-    monkeypatch.undo()
+    assert amd.endswith("newer, cuda:0 is an AMD GPU")
     monkeypatch.setattr(routing, "why_not_e4m3", lambda _: why)
     q, cache, selection = draw(device)
     with nsa.configure(sel_triton_min_L=0):

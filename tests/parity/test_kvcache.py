@@ -110,8 +110,8 @@ E4M3_QUERIES = {"bf16": torch.bfloat16, "fp16": torch.float16} if GPU else {"fp1
 @pytest.mark.parametrize(
     ("source", "page", "choice", "Dv"),
     [
-        ("block64", None, "auto", 32),
-        ("block64", 16, "wide", 48),
+        ("block64", None, "auto", 48),
+        ("block64", 16, "wide", 32),
         ("block64", 128, "split", 19),  # 19 values of a byte are no pairs
         ("block128", 64, "auto", 32),
         ("block48", 64, "split", 48),
@@ -131,6 +131,7 @@ def test_triton_sel_parity_kvcache_e4m3(device, page, source, Dv, choice, dtype)
     else:
         size = int(source.removeprefix("block"))
         blocks = draw_blocks(len(LENGTHS), 1, 2, SLOTS, size, seed=size).to(device, torch.int32)
+        blocks[-1, ..., 1] = (ROOM - 1) // size  # the last key of all
         selection = {"block_indices": blocks, "block_size": size}
     with sweep.forced(CHOICES[choice]):
         got = nsa.selection_attention_with_kvcache(
