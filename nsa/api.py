@@ -152,8 +152,8 @@ def selection_attention(
     call: Call = tuple.__new__(
         Call,
         (
-            q, k, v, ranges, block_indices, q_positions, cu_q, cu_k, None, None, out, block_size, causal, scale,
-            max_selected, None, backend, schedule, return_lse, UNREAD if tracing else settings.get(),
+            q, k, v, ranges, block_indices, q_positions, cu_q, cu_k, None, None, None, None, out, block_size, causal,
+            scale, max_selected, None, backend, schedule, return_lse, UNREAD if tracing else settings.get(),
         ),
     )  # fmt: skip
     o, lse = ops.serve(call, tracing)
@@ -171,6 +171,8 @@ def selection_attention_with_kvcache(
     page_size: int | None = ...,
     cu_seqlens_q: Tensor | None = ...,
     max_seqlen_q: int | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> Tensor: ...
@@ -187,6 +189,8 @@ def selection_attention_with_kvcache(
     page_size: int | None = ...,
     cu_seqlens_q: Tensor | None = ...,
     max_seqlen_q: int | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
@@ -206,6 +210,8 @@ def selection_attention_with_kvcache(
     page_size: int | None = None,
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     causal: bool = True,
     scale: float | None = None,
     max_selected: int | None = None,
@@ -222,8 +228,9 @@ def selection_attention_with_kvcache(
     Args:
         q: ``[B, S, HQ, D]``, the newest ``S`` positions of each sequence. Or, with ``cu_seqlens_q``, ``[T, HQ, D]`` of
             a ragged batch, whose sequences have different numbers of queries.
-        k_cache: ``[B, S_max, HKV, D]``; with ``block_table`` ``[num_pages, page_size, HKV, D]``.
-        v_cache: ``[B, S_max, HKV, Dv]`` or ``[num_pages, page_size, HKV, Dv]``.
+        k_cache: ``[B, S_max, HKV, D]``; with ``block_table`` ``[num_pages, page_size, HKV, D]``. In ``q``'s dtype, or
+            ``float8_e4m3fn`` with fp16 or bf16 ``q``.
+        v_cache: ``[B, S_max, HKV, Dv]`` or ``[num_pages, page_size, HKV, Dv]``, in ``k_cache``'s dtype.
         cache_seqlens: ``[B]`` int32 or int64, keys of each sequence, including those of ``q``; may be 0. Query ``s`` is
             at position ``t = cache_seqlens[b] - S + s``; in a ragged batch ``S`` is the sequence's number of queries.
             If ``causal``, a query with a negative ``t`` sees no key.
@@ -241,11 +248,13 @@ def selection_attention_with_kvcache(
             after the last sequence select nothing, so a captured graph may have more tokens than a batch uses.
         max_seqlen_q: host bound on the queries of a sequence, in tokens. Without it a call counts as one of ``T / B``
             queries a sequence where the schedule depends on their number. A wrong bound changes no result.
+        k_scale, v_scale: fp32 on ``q``'s device, ``[]`` or ``[1]`` (one number for all heads) or ``[HKV]``; only with
+            a ``float8_e4m3fn`` cache. A key is ``k_scale`` times its entry of the cache; a value likewise. None: 1.
         causal, scale, max_selected, return_lse, backend, schedule, out: as for :func:`nsa.selection_attention`.
 
     No read leaves the cache. Lengths are clamped to ``[0, S_max]`` (with pages ``width * page_size``). Keys in a page
     outside ``[0, num_pages)`` count as not selected. The setting ``debug_cache`` logs such lengths and pages. Lengths,
-    table, ``cu_seqlens_q`` and selection may change in place between replays of a captured CUDA graph.
+    table, ``cu_seqlens_q``, selection and scales may change in place between replays of a captured CUDA graph.
 
     Returns:
         ``O`` ``[B, S, HQ, Dv]`` or ``[T, HQ, Dv]`` in ``q``'s dtype. With ``return_lse`` also ``LSE`` ``[B, S, HQ]`` or
@@ -271,8 +280,8 @@ def selection_attention_with_kvcache(
     call: Call = tuple.__new__(
         Call,
         (
-            q, k_cache, v_cache, ranges, block_indices, None, cu_seqlens_q, None, cache_seqlens, block_table, out,
-            block_size, causal, scale, max_selected, max_seqlen_q, backend, schedule, return_lse,
+            q, k_cache, v_cache, ranges, block_indices, None, cu_seqlens_q, None, cache_seqlens, block_table, k_scale,
+            v_scale, out, block_size, causal, scale, max_selected, max_seqlen_q, backend, schedule, return_lse,
             UNREAD if tracing else settings.get(),
         ),
     )  # fmt: skip

@@ -13,16 +13,17 @@ from torch import Tensor
 
 from nsa.settings import Settings
 
-TENSORS = 11  # the first fields of a `Call` are tensors
+TENSORS = 13  # the first fields of a `Call` are tensors
 UNREAD = Settings()  # the settings of a call that a compiler traces, because a compiler cannot look up the real ones
 
 
 class Call(NamedTuple):
     """The arguments of :func:`nsa.selection_attention` and of the other public functions, tensors first.
 
-    A call over a cache has ``cache_seqlens``; ``k`` and ``v`` are then the cache, and with ``cu_seqlens_q`` queries are
-    packed. A call on packed rows has neither ``ranges`` nor ``block_indices``. ``settings`` are those in force where
-    the call began. The backward pass needs them because it may run on a thread of autograd.
+    A call over a cache has ``cache_seqlens``; ``k`` and ``v`` are then the cache, which has scales only in fp8. With
+    ``cu_seqlens_q`` its queries are packed. A call on packed rows has neither ``ranges`` nor ``block_indices``.
+    ``settings`` are those in force where the call began. The backward pass needs them because it may run on a thread of
+    autograd.
     """
 
     q: Tensor
@@ -35,6 +36,8 @@ class Call(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     cache_seqlens: Tensor | None = None
     block_table: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
     out: Tensor | None = None
     block_size: int | None = None
     causal: bool = True
@@ -80,11 +83,12 @@ class Call(NamedTuple):
         return {name: x for i, (name, x) in enumerate(zip(names, self.tensors, strict=True)) if i < 3 or x is not None}  # type: ignore[misc]
 
     def dtypes(self) -> tuple[torch.dtype | None, ...]:
-        """Dtypes of the tensors that define which keys a row reads; None for an absent one. Kernels are compiled for
-        these dtypes.
+        """Dtypes of keys and scales, and of the tensors that define which keys a row reads; None for an absent one.
+        Kernels are compiled for these dtypes.
         """
         about = self.selection, self.q_positions, self.cu_seqlens_q, self.cu_seqlens_k, self.cache_seqlens
-        return tuple(None if x is None else x.dtype for x in (*about, self.block_table))
+        keys = self.block_table, self.k, self.k_scale, self.v_scale
+        return tuple(None if x is None else x.dtype for x in (*about, *keys))
 
     def key(self) -> tuple[Any, ...]:
         """All that the plan depends on: calls with equal keys share a plan.
@@ -96,8 +100,8 @@ class Call(NamedTuple):
             AttributeError: an argument that must be a tensor is not.
         """
         (
-            q, k, v, ranges, blocks, positions, cu_q, cu_k, lengths, table, out, size, causal, _, most, longest,
-            backend, schedule, _, settings,
+            q, k, v, ranges, blocks, positions, cu_q, cu_k, lengths, table, k_scale, v_scale, out, size, causal, _,
+            most, longest, backend, schedule, _, settings,
         ) = self  # fmt: skip
         return (
             settings, q.shape, q.dtype, q.device, q.stride(), k.shape, k.dtype, k.device, k.stride(),
@@ -108,11 +112,12 @@ class Call(NamedTuple):
             None if cu_k is None else metadata(cu_k), most, most.__class__, None if out is None else metadata(out),
             backend, schedule, None if lengths is None else metadata(lengths),
             None if table is None else metadata(table),
+            None if k_scale is None and v_scale is None else scales_metadata(k_scale, v_scale),
         )  # fmt: skip
 
     def rows_key(self) -> tuple[Any, ...]:
         """:meth:`key` of a call on packed rows. It is shorter, because such a call has fewer arguments."""
-        q, k, v, _, _, _, _, cu, _, _, out, _, _, _, most, _, _, schedule, _, settings = self
+        q, k, v, _, _, _, _, cu, _, _, _, _, out, _, _, _, most, _, _, schedule, _, settings = self
         return (
             settings, schedule, most, most.__class__, q.shape, q.dtype, q.device, q.stride(), k.shape, k.dtype,
             k.device, k.stride(), v.shape, v.dtype, v.device, v.stride(), None if cu is None else metadata(cu),
@@ -123,3 +128,8 @@ class Call(NamedTuple):
 def metadata(x: Any) -> tuple[Any, ...]:
     """Shape, dtype, device and strides of a tensor."""
     return x.shape, x.dtype, x.device, x.stride()
+
+
+def scales_metadata(k_scale: Any, v_scale: Any) -> tuple[Any, ...]:
+    """What :func:`metadata` says of the scales of a cache, of which one may be None."""
+    return tuple(None if x is None else metadata(x) for x in (k_scale, v_scale))

@@ -32,6 +32,8 @@ WORDS = {
     "dropout_p": "nsa has no dropout; leave the argument out",
     "enable_gqa": "nsa takes the group size from the heads of q and k; leave the argument out",
     "deterministic": "nsa is always deterministic; leave the argument out",
+    "k_descale": "nsa calls it k_scale; one number, or one per KV head",
+    "v_descale": "nsa calls it v_scale; one number, or one per KV head",
     "return_softmax_lse": "nsa calls it return_lse",
     "return_attn_probs": "nsa returns no probabilities; return_lse=True also returns the LSE",
     "cu_seqlens_q": CU_SEQLENS,

@@ -33,7 +33,8 @@ def _direct(
     call: Call = tuple.__new__(
         Call,
         (
-            Q, K, V, None, None, None, None, cu_seqlens, None, None, out, None, True, scale, max_selected, None,
+            Q, K, V, None, None, None, None, cu_seqlens, None, None, None, None, out, None, True, scale, max_selected,
+            None,
             "triton", "per_head" if per_head else "auto", return_lse, settings.get(),
         ),
     )  # fmt: skip

@@ -21,10 +21,11 @@ from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import tiles
 from nsa.kernels.union import tiles as union_tiles
 from nsa.torch_modes import forward_mode
-from nsa.validate import Dims, check, check_rows
+from nsa.validate import E4M3, Dims, check, check_rows
 
 MIN_CAPABILITY = 80  # ten times the compute capability
 PLAIN = ("sdpa", "reference")  # routes in plain PyTorch, which PyTorch can differentiate
+E4M3_CAPABILITY = 89  # the first with an instruction that converts E4M3
 MAX_PLANS = 4096
 FAMILIES: dict[str, Any] = {"key_major": key_tiles, "union": union_tiles}
 """Tiles of the schedules that are kernel families of their own; `query_major` serves all other routes."""
@@ -79,12 +80,34 @@ def why_not_triton(device: torch.device) -> str | None:
     return f"Triton route needs a CUDA device, got {device}"
 
 
-def obstacle(dtype: torch.dtype, device: torch.device, no_triton: str | None) -> str | None:
-    """Why Triton cannot serve a call, or None if it can. ``no_triton`` is the answer of :func:`why_not_triton`."""
+@lru_cache(maxsize=64)
+def why_not_e4m3(device: torch.device) -> str | None:
+    """Why Triton's kernels cannot read a cache of ``E4M3`` on ``device``, or None if they can."""
+    text = "Triton route reads float8_e4m3fn on NVIDIA GPUs of compute capability 8.9 or newer"
+    if device.type != "cuda":
+        return None
+    if torch.version.hip is not None:
+        return f"{text}, {device} is an AMD GPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{text}, {device} has {major}.{minor}" if major * 10 + minor < E4M3_CAPABILITY else None
+
+
+def obstacle(
+    dtype: torch.dtype, device: torch.device, no_triton: str | None, keys: torch.dtype | None = None
+) -> str | None:
+    """Why Triton cannot serve a call, or None if it can.
+
+    Args:
+        dtype: of the queries.
+        no_triton: the answer of :func:`why_not_triton`.
+        keys: dtype of the keys, if it may differ.
+    """
     if dtype == torch.float64:
         return "Triton route takes float16, bfloat16 and float32, got float64"
     if no_triton is None and dtype == torch.bfloat16 and device.type == "cpu":
         return "Triton's interpreter computes bfloat16 wrong"
+    if no_triton is None and keys == E4M3:
+        return why_not_e4m3(device)
     return no_triton
 
 
@@ -98,7 +121,7 @@ def make_plan(call: Call) -> Plan:
     dims, current, device = check(call), call.settings, call.q.device
     fallback = "sdpa" if current.use_sel_pack else "reference"
     device_name, layout, no_triton = _device_facts(device)
-    why_not = obstacle(call.q.dtype, device, no_triton)
+    why_not = obstacle(call.q.dtype, device, no_triton, call.k.dtype)
     kernel, why_kernel = triton_route(call, dims, device_name)
 
     if call.backend == "triton":
@@ -121,8 +144,8 @@ def make_plan(call: Call) -> Plan:
             route, reason = fallback, f"rows select at most {dims.bound} keys, sel_triton_min_L is {min_L}"
         else:
             route, reason = kernel, why_kernel or "rows are long enough for Triton"
-    # Calls with a cache have their own kernels, one for each page size.
-    cache = None if call.cache_seqlens is None else call.page_size or 0
+    # Calls with a cache have their own kernels, for each page size and for a cache of fp8.
+    cache = None if call.cache_seqlens is None else (call.page_size or 0, call.k.dtype)
     signature = device, call.q.dtype, dims.G, dims.D, dims.Dv, call.causal, dims.varlen, cache
     chosen = Plan(
         dims=dims,
@@ -244,6 +267,7 @@ def triton_route(call: Call, dims: Dims, device_name: str | None) -> tuple[str, 
         taken = takes_key_major(start, queries, call.q.dtype, dims.n, call.block_size, dims.bound, max(dims.D, dims.Dv))
         if taken and key_tiles.pays(dims.B, queries, S_kv, dims.S_kv, dims.HKV, dims.n, call.block_size):
             union = dims.G in UNION_GROUPS and union_tiles.fits(dims.S_kv, call.block_size)
+            union = union and call.k.dtype == call.q.dtype
             return "union" if union else "key_major", _why(device_name, dims.G, start)
     return "blocks", None
 

@@ -17,6 +17,8 @@ from nsa.call import Call
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
+E4M3 = torch.float8_e4m3fn  # dtype that only a cache may have, beside that of its queries
+E4M3_QUERIES = (torch.float16, torch.bfloat16)  # dtypes of queries over such a cache
 BACKENDS = ("auto", "triton", "sdpa", "reference")
 SCHEDULES = ("auto", "query_major", "key_major", "union", "per_head")
 MAX_GROUP = 128
@@ -141,7 +143,11 @@ def _check_alike(q_name: str, q: Tensor, *named: tuple[str, Tensor | None]) -> N
 def _check_floats(q_name: str, q: Tensor, *named: tuple[str, Tensor | None]) -> None:
     """Check what :func:`_check_alike` checks, and that the last dimensions are contiguous."""
     _check_alike(q_name, q, *named)
-    for name, m in ((q_name, q), *named):
+    _check_contiguous((q_name, q), *named)
+
+
+def _check_contiguous(*named: tuple[str, Tensor | None]) -> None:
+    for name, m in named:
         if m is not None and m.stride()[-1:] not in ((), (1,)):
             raise ValueError(f"{name}: expected a contiguous last dimension (stride 1), got a strided one")
 
@@ -218,6 +224,37 @@ def _check_cache(call: Call, B: int, S_kv: int) -> int:
     return room
 
 
+def _check_cache_floats(call: Call) -> None:
+    """Check dtypes and devices of a call with a cache, and its scales, which only a cache of ``E4M3`` has."""
+    q, k, v, HKV = call.q, call.k, call.v, call.k.shape[-2]
+    scales = ("k_scale", call.k_scale), ("v_scale", call.v_scale)
+    if k.dtype != E4M3:
+        if q.dtype in E4M3_QUERIES and k.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"k_cache: expected dtype {_dtypes((q.dtype, E4M3))}, got {_dtypes((k.dtype,))}")
+        _check_floats("q", q, ("k_cache", k), ("v_cache", v), ("out", call.out))
+        for name, scale in scales:
+            if scale is not None:
+                raise ValueError(f"{name}: expected None with a cache of {_dtypes((k.dtype,))}, got a tensor")
+        return
+    if q.dtype not in E4M3_QUERIES:
+        expected = f"{_dtypes(E4M3_QUERIES)} with a cache of {_dtypes((E4M3,))}"
+        raise TypeError(f"q: expected dtype {expected}, got {_dtypes((q.dtype,))}")
+    if v.dtype != E4M3:
+        raise TypeError(f"v_cache: expected dtype {_dtypes((E4M3,))} (that of k_cache), got {_dtypes((v.dtype,))}")
+    _check_alike("q", q, ("out", call.out))
+    _check_contiguous(("q", q), ("k_cache", k), ("v_cache", v), ("out", call.out))
+    for name, m in (("k_cache", k), ("v_cache", v), *scales):
+        if m is not None:
+            _check_device(name, m, q.device)
+    for name, scale in scales:
+        if scale is None:
+            continue
+        if scale.dtype != torch.float32:
+            raise TypeError(f"{name}: expected dtype float32, got {_dtypes((scale.dtype,))}")
+        if tuple(scale.shape) not in ((), (1,), (HKV,)):
+            raise ValueError(f"{name}: expected [], [1] or [HKV] = [{HKV}], got {_shape(scale.shape)}")
+
+
 def lengths(cache_seqlens: Any, q: Any, k_cache: Any, block_table: Any, cu_seqlens_q: Any) -> Tensor:
     """``cache_seqlens`` as a tensor. An int is the length of all sequences: it becomes ``[B]`` int32 on ``q``'s device.
 
@@ -280,7 +317,10 @@ def check(call: Call) -> Dims:
     k_name, v_name = ("k_cache", "v_cache") if cached else ("k", "v")
     _check_ndim(k_name, call.k, f"[{kv_name}, HKV, D]")
     _check_ndim(v_name, call.v, f"[{kv_name}, HKV, Dv]")
-    _check_floats("q", call.q, (k_name, call.k), (v_name, call.v), ("out", call.out))
+    if call.cache_seqlens is None:
+        _check_floats("q", call.q, ("k", call.k), ("v", call.v), ("out", call.out))
+    else:
+        _check_cache_floats(call)
 
     lead = tuple(call.q.shape[:-2])
     HQ, D = call.q.shape[-2:]

@@ -28,7 +28,7 @@ class Trial(Likeness):
         c: the variant's compile-time arguments.
         options: the options that Triton takes, such as ``num_warps``.
         given: dtype by name of argument; None for an absent tensor.
-        about: sequence lengths, positions and page table, by field of `Call`.
+        about: sequence lengths, positions, page table and scales, by field of `Call`.
     """
 
     selection: Tensor | None = None
@@ -64,6 +64,10 @@ class Trial(Likeness):
                 order = torch.randperm(2 * width, generator=self.generator).view(2, width)
                 order[0, 0], order[1, -1] = -1, 2 * width + 1
                 self.about["block_table"] = self.place("table_ptr", order)
+            for name in ("k_scale", "v_scale"):
+                if self.given.get(f"{name}_ptr") is not None:
+                    numbers = torch.rand(HKV if c[f"{name[0].upper()}_STEP"] else 1, generator=self.generator)
+                    self.about[name] = self.place(f"{name}_ptr", numbers + 0.5)
         elif layout == p.PACKED.value:
             self.about["cu_seqlens_k"] = self.place("cu_k_ptr", [0, 7, 7, S_kv - 9, S_kv - 1, S_kv + 3])
         elif layout == p.VARLEN.value:

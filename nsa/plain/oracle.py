@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa.call import Call
 from nsa.plain import spans as sp
+from nsa.validate import E4M3
 
 ORACLE_BYTES = 1 << 28  # workspace, which sets how many queries are computed at a time
 
@@ -28,7 +29,9 @@ def selection_reference(call: Call) -> tuple[Tensor, Tensor | None]:
     spans = sp.of_call(call)
     if k.dim() == 3:
         k, v = k[None], v[None]
-    pages = k.shape[0]
+    pages, dtype = k.shape[0], k.dtype
+    if dtype == E4M3:  # PyTorch cannot index fp8 on every device
+        k, v = k.view(torch.uint8), v.view(torch.uint8)
     if block_table is not None and pages == 0:
         k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))  # padded slots need a page to index
     HKV, G, D, Dv = k.shape[2], q.shape[-2] // k.shape[2], q.shape[-1], v.shape[-1]
@@ -56,8 +59,15 @@ def selection_reference(call: Call) -> tuple[Tensor, Tensor | None]:
         if block_table is not None:
             batch, key, valid = sp.in_pages(block_table, pages, k.shape[1], batch, key, valid)
         # Padded slots may hold NaN, so they are replaced: a weight of 0 would not remove a NaN.
-        K = k[batch, key, head].double().masked_fill(~valid[..., None], 0.0)  # [t, HKV, L, D]
-        V = v[batch, key, head].double().masked_fill(~valid[..., None], 0.0)
+        K, V = k[batch, key, head], v[batch, key, head]
+        if dtype == E4M3:
+            K, V = K.view(dtype), V.view(dtype)
+        K, V = K.double(), V.double()
+        if call.k_scale is not None:
+            K = K * call.k_scale.double().view(-1, 1, 1)
+        if call.v_scale is not None:
+            V = V * call.v_scale.double().view(-1, 1, 1)
+        K, V = (x.masked_fill(~valid[..., None], 0.0) for x in (K, V))  # [t, HKV, L, D]
         scores = torch.einsum("thgd,thld->thgl", queries[chunk].double(), K) * scale
         scores = scores.masked_fill(~valid[:, :, None], -math.inf)
         lse = torch.logsumexp(scores, -1)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from nsa.call import Call
 from nsa.plain import spans as sp
 from nsa.torch_modes import transforms_active
+from nsa.validate import E4M3
 
 WORKSPACE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 23}  # of a chunk of rows; on a CPU a chunk must fit the cache
 KEPT_BYTES = 1 << 30  # packed keys and values that autograd may keep for the backward pass
@@ -63,6 +64,9 @@ def packed_sdpa(call: Call, bound: int | None = None, layout: str = "heads_as_qu
         RuntimeError: a call with ranges and without a bound is compiled or captured as a CUDA graph.
     """
     q, k, v, scale, block_table = call.q, call.k, call.v, call.scale, call.block_table
+    e4m3 = k.dtype == E4M3
+    if e4m3:  # bytes are packed, and converted afterwards
+        k, v = k.view(torch.uint8), v.view(torch.uint8)
     bound = call.max_selected if bound is None else bound
     spans = sp.of_call(call)
     room = k.shape[-3] * (1 if block_table is None else block_table.shape[1])
@@ -77,6 +81,8 @@ def packed_sdpa(call: Call, bound: int | None = None, layout: str = "heads_as_qu
     if scale <= 0:  # SDPA's CUDA kernels subtract the maximum of unscaled scores: a negative scale overflows
         queries, scale = (-queries, -scale) if scale < 0 else (queries * 0, 1.0)
     N = queries.shape[0]
+    k_scale, v_scale = (_of_rows(x, HKV, N) for x in (call.k_scale, call.v_scale))
+    scaled = queries if k_scale is None else (queries * k_scale).to(q.dtype)
     lengths = spans.lengths().view(-1)
     L, masked = sp.max_length(lengths, bound)
     out = q.new_zeros(N, G, Dv)
@@ -89,21 +95,26 @@ def packed_sdpa(call: Call, bound: int | None = None, layout: str = "heads_as_qu
     if masked or L == 0 or block_table is not None:  # keys of a page that does not exist are masked
         masked, L = True, max(8, -(-L // 8) * 8)  # SDPA needs masks whose rows are multiples of 16 bytes
     gather = sp.gather_for(k, v, spans, L, block_table)
-    per_row = L * ((D + Dv) * k.element_size() * 2 + 48 + (D * 4 + G * 8 if call.return_lse else 0))
+    per_row = L * ((D + Dv) * q.element_size() * 2 + 48 + (D * 4 + G * 8 if call.return_lse else 0))
     chunk = max(1, min(MAX_ROWS_PER_CALL, WORKSPACE_BYTES.get(q.device.type, 1 << 30) // per_row))
     pieces = []
     into = None if keep or q.is_cuda else gather.buffers(min(chunk, N), L)
 
     def attend(rows: slice) -> tuple[Tensor, Tensor | None]:
         K, V, valid = gather.pack(rows, L, masked, into)
+        if e4m3:
+            K, V = K.view(E4M3).to(q.dtype), V.view(E4M3).to(q.dtype)
         empty = (lengths[rows] == 0 if block_table is None else ~valid.any(-1))[:, None]
         # An empty row attends to zeros, and its output is set to 0. So neither pass, forward or backward, gives NaN.
         mask = valid | empty if masked else None
-        o = sdpa_rows(queries[rows], K, V, mask, scale, layout)
+        o = sdpa_rows(scaled[rows], K, V, mask, scale, layout)
+        o = o if v_scale is None else (o * v_scale[rows]).to(q.dtype)
         o = o.masked_fill(empty[..., None], 0) if masked else o
         if lse is None:
             return o, None
-        scores = torch.bmm(queries[rows].to(lse.dtype), K.to(lse.dtype).transpose(1, 2)).mul_(scale)
+        exact = queries[rows].to(lse.dtype)
+        exact = exact if k_scale is None else exact * k_scale[rows]
+        scores = torch.bmm(exact, K.to(lse.dtype).transpose(1, 2)).mul_(scale)
         return o, torch.logsumexp(scores.masked_fill(~valid[:, None], -math.inf), -1)
 
     much = N * per_row > KEPT_BYTES
@@ -119,6 +130,11 @@ def packed_sdpa(call: Call, bound: int | None = None, layout: str = "heads_as_qu
         if lse is not None and lse_rows is not None:
             lse[rows] = lse_rows
     return _shaped(q, torch.cat(pieces) if keep else out, lse)
+
+
+def _of_rows(scale: Tensor | None, HKV: int, N: int) -> Tensor | None:
+    """A scale, one number or one for each KV head, for each of ``N`` packed rows: ``[N, 1, 1]``."""
+    return None if scale is None else scale.reshape(-1).expand(HKV).repeat(N // HKV)[:, None, None]
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ races in shared memory. A clean report counts only if the tool also finds a plan
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shutil
 import subprocess
 import sys
@@ -125,18 +126,24 @@ def _matrix(device: torch.device) -> int:
 
 
 def _caches(device: torch.device) -> int:
-    """Check calls over caches with lengths beyond their size and missing pages. Returns the number of calls."""
+    """Check calls over caches with lengths beyond their size and missing pages, also in e4m3, where the GPU has it.
+
+    Returns the number of calls.
+    """
     import nsa
+    from nsa.routing import why_not_e4m3
     from nsa.testing.matrix import caches
 
     calls = 0
     g = torch.Generator().manual_seed(0)
     q = torch.randn(3, 5, 8, 64, generator=g).to(device, torch.bfloat16)
     blocks = torch.randint(-2, 12, (3, 5, 2, 6), generator=g).to(device, torch.int32)
-    for page in (None, 16, 64):
+    e4m3 = (False, True) if why_not_e4m3(device) is None else (False,)
+    for page, quantize in itertools.product((None, 16, 64), e4m3):
         cache = caches.draw([203, 0, 999], 256, page, D=64, Dv=64, dtype=torch.bfloat16, device=device)
         if cache.block_table is not None:
             cache.block_table[0, 1], cache.block_table[2, 0] = -1, 10**6
+        cache = caches.quantized(cache) if quantize else cache
         want, lse_want = caches.oracle(q, cache, block_indices=blocks, block_size=32)
         for schedule in ("query_major", "key_major"):
             got, lse = nsa.selection_attention_with_kvcache(

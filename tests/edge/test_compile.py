@@ -53,7 +53,7 @@ def test_kernels_compile(name, extent, record_property):
     assert len({k.point for k in kernels}) <= MOST
     # A shape of a table may need what another one needed; that each was launched, the child sees to.
     asked = {point.id for point in points(architecture, extent)}
-    assert {point.id for point in QUICK} <= {k.point for k in kernels} <= asked
+    assert {point.id for point in points(architecture, "quick")} <= {k.point for k in kernels} <= asked
     assert {k.kernel for k in kernels} == set(TRIALS)
     assert {k.registers is None for k in kernels} == {RELEASE < matrix.OVERHEARD}
     others = ("key_major", "union", "backward")
@@ -79,6 +79,9 @@ def test_matrix_is_bounded_and_its_ids_are_unique(name):
     assert len(set(ids)) == len(ids) <= MOST
     assert len(points(architecture, "full")) > len(POINTS) or architecture.gpu is None  # its table adds some
     assert set(points(architecture, "quick")) < set(points(architecture, "full"))
+    for extent in ("quick", "full"):  # A100 and MI300X do not convert e4m3
+        e4m3 = any("e4m3" in point.options for point in points(architecture, extent))
+        assert e4m3 == (name not in ("sm_80", "gfx942"))
 
 
 def test_architecture_is_refused_by_releases_before_the_first_that_knows_it():

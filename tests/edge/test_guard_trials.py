@@ -103,6 +103,8 @@ def calls(draw, same, device):
     pages = [x.view(3, 8, *x.shape[2:]) for x in (k, v)]
     cached = functools.partial(nsa.selection_attention_with_kvcache, q, cache_seqlens=lengths)
     table = torch.tensor([[2, 0, 1]], dtype=torch.int32, device=device)
+    scales = {"k_scale": torch.ones(2, device=device), "v_scale": torch.ones([], device=device)}
+    cached_e4m3 = functools.partial(nsa.selection_attention_with_kvcache, q.half(), cache_seqlens=lengths, **scales)
     return {
         "more-spans-than-one-holds": lambda: front(q, k, v, ranges=same([(0, 7), (9, 13)] * 40, 1, 3, 2)),
         "more-blocks-in-one-tile": lambda: front(q, k, v, block_indices=same([1, -1, 0] * 30, 1, 3, 2), block_size=1),
@@ -113,6 +115,7 @@ def calls(draw, same, device):
             q[0], *pages, cache_seqlens=lengths, cu_seqlens_q=cu[[0, 2]], block_table=table,
             block_indices=blocks["block_indices"][0], block_size=16,
         ),
+        "e4m3": lambda: cached_e4m3(*(x.to(torch.float8_e4m3fn) for x in pages), **blocks, block_table=table),
         "spans-in-pages": lambda: cached(*pages, **ranges, block_table=table.long(), return_lse=True),
         "ranges": lambda: front(q, k, v, **ranges),
         "lse": lambda: front(q, k, v, **ranges, return_lse=True),
@@ -134,9 +137,10 @@ def calls(draw, same, device):
     }
 
 
-KEY_MAJOR = "ranges blocks odd varlen positions int64 tiled-walk walk cache-walk pages-walk pages ragged".split()
+KEY_MAJOR = "ranges blocks odd varlen positions int64 tiled-walk walk cache-walk e4m3-walk pages-walk pages".split()
+KEY_MAJOR += ["ragged"]
 NAMES = "ranges lse fp16 long int64 misaligned positions blocks tiled odd one per-head varlen dense packed".split()
-NAMES += "cache int64-cache pages ragged spans-in-pages more-spans-than-one-holds more-blocks-in-one-tile".split()
+NAMES += "cache int64-cache pages e4m3 ragged spans-in-pages more-spans-than-one-holds more-blocks-in-one-tile".split()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -160,6 +164,8 @@ def key_major_calls(draw, same, device):
     table = torch.tensor([[1, 0]], dtype=torch.int32, device=device)
     pages = [x.view(2, 16, *x.shape[2:]) for x in wide[1:]]
     cached = functools.partial(nsa.selection_attention_with_kvcache, wide[0], **how, cache_seqlens=lengths)
+    e4m3 = [torch.cat((x, x), -1).to(torch.float8_e4m3fn) for x in wide[1:]]
+    e4m3[0] = e4m3[0][..., : wide[0].shape[-1]]  # values of 32 elements are read in pairs
     cu = torch.tensor([0, 1, 3], dtype=torch.int32, device=device)
     packed = draw(S=3, S_kv=21, varlen=True)
     front = functools.partial(nsa.selection_attention, **how)
@@ -173,6 +179,7 @@ def key_major_calls(draw, same, device):
         "tiled-walk": lambda: front(*wide, block_indices=walked, block_size=16),
         "walk": lambda: front(*wide, block_indices=walked, block_size=7),
         "cache-walk": lambda: cached(*wide[1:], block_indices=walked, block_size=16),
+        "e4m3-walk": lambda: cached(*e4m3, block_indices=walked, block_size=16, v_scale=torch.ones(1, device=device)),
         "pages-walk": lambda: cached(*pages, block_indices=walked, block_size=16, block_table=table),
         "pages": lambda: cached(*pages, ranges=same([(0, 7), (9, 30)], 1, 16, 1), block_table=table),
         "ragged": lambda: nsa.selection_attention_with_kvcache(

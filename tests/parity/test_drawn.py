@@ -129,18 +129,20 @@ IMPOSSIBLE = (-5, 55, -INT32, INT32 - 1)
 @example(DrawnCache(SPANS, LENGTHS, page=1, missing=frozenset((4, 150))), "query_major")
 @example(DrawnCache(FIVE, LENGTHS, page=3), "query_major")
 @example(DrawnCache(FIVE, LENGTHS, page=48), "key_major")
+@example(DrawnCache(FIVE, LENGTHS, page=16, missing=frozenset((1, 9)), e4m3=True), "query_major")
 def test_triton_sel_parity_kvcache_any_caches(device: torch.device, drawn: DrawnCache, schedule: str) -> None:
     cache, p = drawn.cache(device), drawn.call.problem(device)
     blocks = p.block_indices is not None
     picked = {"block_indices": p.block_indices, "block_size": p.block_size} if blocks else {"ranges": p.ranges}
     picked["causal"] = p.causal
+    q = p.q.half() if drawn.e4m3 and p.q.dtype == torch.float32 else p.q
     before = nsa.kernels.launches.copy()
-    out = torch.full((*p.q.shape[:-1], p.case.Dv), math.nan, dtype=p.q.dtype, device=device)
+    out = torch.full((*q.shape[:-1], p.case.Dv), math.nan, dtype=q.dtype, device=device)
     got = nsa.selection_attention_with_kvcache(
-        p.q, cache.k, cache.v, **cache.arguments, **picked, backend="triton", schedule=schedule, return_lse=True,
+        q, cache.k, cache.v, **cache.arguments, **picked, backend="triton", schedule=schedule, return_lse=True,
         out=out,
     )  # fmt: skip
     ran = nsa.kernels.launches - before
     route = "key_major" if schedule == "key_major" else "blocks" if blocks else "ranges"
     assert ran[route] > 0, f"expected {route} to be launched, got {dict(ran)}"
-    check(got, caches.oracle(p.q, cache, **picked), p.q.dtype)
+    check(got, caches.oracle(q, cache, **picked), q.dtype)

@@ -118,6 +118,70 @@ def test_triton_sel_parity_kvcache_key_major(device, page, size, walked, dtype, 
     check(got, caches.oracle(q, cache, **selection), dtype)
 
 
+E4M3_QUERIES = {"bf16": torch.bfloat16, "fp16": torch.float16} if GPU else {"fp16": torch.float16}
+
+
+@pytest.mark.parametrize("dtype", E4M3_QUERIES.values(), ids=E4M3_QUERIES)
+@pytest.mark.parametrize(
+    ("source", "page", "choice", "Dv"),
+    [
+        ("block64", None, "auto", 48),
+        ("block64", 16, "wide", 32),
+        ("block64", 128, "split", 19),  # 19 values of a byte are no pairs
+        ("block128", 64, "auto", 32),
+        ("block48", 64, "split", 48),
+        ("ranges", None, "wide", 32),
+        ("ranges", 16, "auto", 19),
+    ],
+    ids=str,
+)
+def test_triton_sel_parity_kvcache_e4m3(device, page, source, Dv, choice, dtype):
+    """Bytes outside the sequences are those of NaN."""
+    cache = caches.draw(LENGTHS, ROOM, page, D=32, Dv=Dv, device=device, seed=Dv)
+    cache = caches.quantized(cache, per_head=Dv != 48)
+    assert bool(cache.k.isnan().any())
+    q = torch.randn(len(LENGTHS), 1, 6, 32, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    if source == "ranges":
+        selection = {"ranges": draw_ranges(len(LENGTHS), 1, 2, SLOTS, seed=3).to(device, torch.int32)}
+    else:
+        size = int(source.removeprefix("block"))
+        blocks = draw_blocks(len(LENGTHS), 1, 2, SLOTS, size, seed=size).to(device, torch.int32)
+        blocks[-1, ..., 1] = (ROOM - 1) // size  # the last key of all
+        selection = {"block_indices": blocks, "block_size": size}
+    with sweep.forced(CHOICES[choice]):
+        got = nsa.selection_attention_with_kvcache(
+            q, cache.k, cache.v, **cache.arguments, **selection, backend="triton", return_lse=True
+        )
+    check(got, caches.oracle(q, cache, **selection), dtype)
+
+
+@pytest.mark.parametrize("dtype", E4M3_QUERIES.values(), ids=E4M3_QUERIES)
+@pytest.mark.parametrize(
+    ("page", "size", "walked"), [(64, 64, 8), (16, 128, 0), (None, 48, 8), (128, None, 0)], ids=str
+)
+def test_triton_sel_parity_kvcache_e4m3_key_major(device, page, size, walked, dtype, monkeypatch):
+    cache = caches.quantized(caches.draw(LENGTHS, ROOM, page, D=32, Dv=32, device=device, seed=7))
+    S = CHUNK
+    q = torch.randn(len(LENGTHS), S, 6, 32, generator=torch.Generator().manual_seed(S)).to(device, dtype)
+    if size is None:
+        selection = {"ranges": draw_ranges(len(LENGTHS), S, 2, 5, seed=3).to(device, torch.int32)}
+    else:
+        blocks = draw_blocks(len(LENGTHS), S, 2, SLOTS, size, seed=9).to(device, torch.int32)
+        selection = {"block_indices": blocks, "block_size": size}
+    monkeypatch.setattr(key_tiles, "forced", key_tiles.FP32._replace(walked=walked))
+    nsa.settings.reload()  # what is planned, with other tiles, is not planned again
+    walks, forward = [], key_major.forward
+    monkeypatch.setattr(
+        key_major, "forward", lambda x, *rest: walks.append(x.merge_lse.constexprs["PAIRS"]) or forward(x, *rest)
+    )
+    got = nsa.selection_attention_with_kvcache(
+        q, cache.k, cache.v, **cache.arguments, **selection, backend="triton", schedule="key_major", return_lse=True
+    )
+    nsa.settings.reload()
+    assert walks == [walked > 0]
+    check(got, caches.oracle(q, cache, **selection), dtype)
+
+
 @pytest.mark.parametrize("backend", ["triton", "sdpa", "reference"])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=["int32", "int64"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])

@@ -17,13 +17,17 @@ from nsa.kernels.shared.primitives import (
     RANGES,
     TILED,
     VARLEN,
+    add_pairs,
     filled_keys,
     find_sequence,
     finish,
+    fit_half,
+    half_of,
     in_page,
     key_positions,
     last_query,
     load_spans,
+    scaled_values,
     softmax_step,
     tile_start,
 )
@@ -60,6 +64,7 @@ def _partial_kernel(
     cu_q_ptr,
     cu_k_ptr,
     table_ptr,
+    k_scale_ptr,
     span_ptr,
     unit_ptr,
     work_ptr,
@@ -99,6 +104,7 @@ def _partial_kernel(
     ONE_TILE: tl.constexpr,
     WIDE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
+    K_STEP: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -111,6 +117,7 @@ def _partial_kernel(
     A program takes one share (``inverse_index.py``), whose units are of one block, ``BLOCK_M / HEADS`` units at a time.
     ``first``: first token of the window. ``index``: number of the window in the lists.
     """
+    E4M3: tl.constexpr = k_ptr.dtype.element_ty == tl.float8e4nv  # keys are converted to the dtype of queries
     UNITS: tl.constexpr = BLOCK_M // HEADS
     head = tl.program_id(1)
     head_kv = head0 + head
@@ -126,6 +133,8 @@ def _partial_kernel(
     block = tl.load(work_ptr + at)
     begin = tl.load(work_ptr + all_work + at)
     unit_ptr += group * window * slots + begin
+    if k_scale_ptr is not None:
+        scale *= tl.load(k_scale_ptr + head_kv * K_STEP)
 
     # Find the block's keys, and the offset of its sequence's queries, so that the loop below needs no division.
     if LAYOUT != VARLEN:
@@ -181,6 +190,9 @@ def _partial_kernel(
             v_ptrs = v_ptr + (v_off + v_page + place * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
         k = tl.load(k_ptrs, mask=inside[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_N, BLOCK_D]
         v = tl.load(v_ptrs, mask=inside[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
+        if E4M3:
+            k = half_of(k).to(q_ptr.dtype.element_ty)
+            v = half_of(v).to(q_ptr.dtype.element_ty)
 
     q_ptr += (q_off + tl.cast(head_kv, tl.int64) * G * stride_qh) * STRIDE_UNIT
     head_off = (g.to(tl.int64) if WIDE else g) * stride_qh
@@ -240,6 +252,9 @@ def _partial_kernel(
                     v_here = v_ptrs + (tl.cast(ahead, tl.int64) * stride_vn) * STRIDE_UNIT
                 k = tl.load(k_here, mask=inside[:, None] & (d[None, :] < D), other=0.0)
                 v = tl.load(v_here, mask=inside[:, None] & (dv[None, :] < Dv), other=0.0)
+                if E4M3:
+                    k = half_of(k).to(q_ptr.dtype.element_ty)
+                    v = half_of(v).to(q_ptr.dtype.element_ty)
                 scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
                 seen = (key0 + ahead + key)[None, :] < high[:, None]
                 if SOURCE == RANGES:
@@ -281,6 +296,8 @@ def _merge_kernel(
     cu_k_ptr,
     table_ptr,
     served_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     B,
     S,
     S_kv,
@@ -315,6 +332,9 @@ def _merge_kernel(
     PAGE: tl.constexpr,
     CAUSAL: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
+    K_STEP: tl.constexpr,
+    V_STEP: tl.constexpr,
+    PAIRS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     WALK: tl.constexpr,
     HEADS: tl.constexpr,
@@ -331,6 +351,8 @@ def _merge_kernel(
     results; their keys are read here, as in query-major. Keys come from L2 and partial results from memory, so a kernel
     that reads both keeps both busy.
     """
+    E4M3: tl.constexpr = k_ptr.dtype.element_ty == tl.float8e4nv
+    FIT: tl.constexpr = E4M3 and q_ptr.dtype.element_ty == tl.bfloat16
     program = tl.program_id(0)
     local = program % tokens  # one KV head after the other, so that its keys may stay in L2
     head_kv = head0 + program // tokens
@@ -370,7 +392,11 @@ def _merge_kernel(
             total += weight
             acc += weight[:, None] * part.to(tl.float32)
 
+    if v_scale_ptr is not None:
+        v_scale = tl.load(v_scale_ptr + head_kv * V_STEP)
     if WALK:
+        if k_scale_ptr is not None:
+            scale *= tl.load(k_scale_ptr + head_kv * K_STEP)
         seq, k_first, limit = visible_keys(token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT, CAUSAL)
         if PAGE:
             k_base = k_ptr + tl.cast(head_kv, tl.int64) * stride_kh * STRIDE_UNIT
@@ -386,6 +412,12 @@ def _merge_kernel(
         q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT) + head.to(tl.int64) * stride_qh
         q_mask = (g < G)[:, None] & (d[None, :] < D)
         q = tl.load(q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=q_mask, other=0.0)  # [HEADS, BLOCK_D]
+        if FIT:
+            q, fit = fit_half(q)
+        if PAIRS:
+            v_base = v_base.to(tl.pointer_type(tl.int16))
+            dv_pair = tl.arange(0, BLOCK_DV // 2)
+            acc, acc_odd = tl.split(tl.reshape(acc, [HEADS, BLOCK_DV // 2, 2]))
         l = tl.where(tl.arange(0, BLOCK_L)[None, :] == 0, total[:, None], 0.0)  # [HEADS, BLOCK_L]
         sel_row = sel_ptr + (token.to(tl.int64) * HKV + head_kv) * n + slots
         for chunk in range(0, tl.cdiv(n - slots, SPANS)):
@@ -416,15 +448,34 @@ def _merge_kernel(
                     v_at += v_page
                 k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
                 k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_L, BLOCK_D]
-                v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
-                v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
-                scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
+                if PAIRS:
+                    v_ptrs = v_base + v_at[:, None] * (STRIDE_UNIT // 2) + dv_pair[None, :]
+                    v = tl.load(v_ptrs, mask=valid[:, None] & (dv_pair[None, :] < Dv // 2), other=0)
+                else:
+                    v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
+                    v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
+                if E4M3:
+                    k = half_of(k)
+                if FIT:
+                    scores = tl.dot(q, tl.trans(k)) * (fit * (scale * 1.4426950408889634))[:, None]
+                else:
+                    scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
                 scores = tl.where(valid[None, :], scores, float("-inf"))
+                m_old = m
                 m, l, acc, p = softmax_step(scores, m, l, acc)
-                acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
+                if PAIRS:
+                    acc, acc_odd = add_pairs(p, v, acc, acc_odd, m_old, m)
+                else:
+                    if E4M3:
+                        v = half_of(v)
+                    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
         total = tl.sum(l, 1)
+        if PAIRS:
+            acc = tl.interleave(acc, acc_odd)
 
     acc, lse = finish(m, total, acc)
+    if v_scale_ptr is not None:
+        acc = scaled_values(acc, lse, v_scale)
     if SOURCE == RANGES:
         overfull = False
         if slots > 0:

@@ -21,12 +21,14 @@ from nsa.call import Call
 from nsa.kernels import launches
 from nsa.kernels.key_major import kernel as key_kernels
 from nsa.kernels.key_major import tiles as key_tiles
+from nsa.kernels.key_major.tiles import DoesNotFit
 from nsa.kernels.query_major import plan as query_major
-from nsa.kernels.query_major.tiles import span_bucket
+from nsa.kernels.query_major.tiles import pairs, span_bucket
 from nsa.kernels.shared import inverse_index
 from nsa.kernels.shared.geometry import Geometry, geometry
 from nsa.kernels.shared.launch import INT32_MAX, Variant, workspace
 from nsa.kernels.shared.primitives import RAGGED, RANGES, TILED
+from nsa.validate import E4M3
 
 logger = logging.getLogger("nsa")
 
@@ -83,7 +85,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
     keys = S_kv * g.B if g.layout == RAGGED.value else S_kv  # of the sequences whose queries `g.S` counts
     walk = key_tiles.walks(g.S, keys, call.settings.batch_invariant)
     listed = block_size or size  # not cut to S_kv, because S_kv must not change a row's tiles
-    tile = key_tiles.select(capability, dtype.itemsize, G, D, Dv, listed, key_tiles.forced, walk)
+    tile = key_tiles.select(capability, dtype.itemsize, G, D, Dv, listed, key_tiles.forced, walk, call.k.dtype == E4M3)
     walked = 0 if spans else n * tile.walked // 16
     slots -= walked
     sized = (g.tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, tile.share, spans)
@@ -94,7 +96,8 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
     variants = _variants(
         device, dtype, (*call.dtypes(), skips), tile, bucket, walked > 0, TILED.value if tiled else g.source,
         ONE_TILE=listed <= tile.BLOCK_N, WIDE=farthest > WIDE_FROM, G=G, D=D, Dv=Dv, SOURCE=g.source, LAYOUT=g.layout,
-        PAGE=g.page, CAUSAL=call.causal, STRIDE_UNIT=g.unit, INPUT_PRECISION="ieee",
+        PAGE=g.page, CAUSAL=call.causal, STRIDE_UNIT=g.unit, K_STEP=g.k_step, V_STEP=g.v_step,
+        PAIRS=g.pairs and pairs(tile.merge_heads, tile.BLOCK_DV), INPUT_PRECISION="ieee",
     )  # fmt: skip
     narrow = max(g.B, g.S, S_kv, HKV, n, size, *g.strides, g.pages) <= INT32_MAX
     return Launch(*variants, device, sized, windows, tile, g, size, narrow, 1.0 / math.sqrt(D))
@@ -120,9 +123,11 @@ def _variants(
     count = {name: shared[name] for name in ("SOURCE", "LAYOUT", "CAUSAL")}
     count |= {"CHUNK": COUNTED, "SPANS": spans if source == RANGES.value else 1}
     blocks = {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV}
-    partial = {**shared, **blocks, "HEADS": tile.HEADS, "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
+    partial = {name: x for name, x in shared.items() if name not in ("V_STEP", "PAIRS")}
+    partial |= {**blocks, "HEADS": tile.HEADS, "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
     merge = {name: x for name, x in shared.items() if name not in ("ONE_TILE", "WIDE")} | blocks
     merge |= {"SOURCE": walk_source if walk else source, "WALK": walk, "SPANS": spans if walk else 1}
+    merge |= {"PAIRS": walk and shared["PAIRS"]}
     merge |= {"HEADS": tile.merge_heads, "BLOCK_L": tile.BLOCK_L, "CHUNK": MERGE_CHUNK, "AT_ONCE": tile.at_once}
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": 1 if shared["ONE_TILE"] else 2}
     merging: dict[str, Any] = {"num_warps": 1, "num_stages": tile.walk_stages if walk else 1}
@@ -234,6 +239,8 @@ def forward(
         lse = torch.empty(q.shape[:-1], device=device, dtype=torch.float32)
     if g.tokens == 0:
         return out, lse
+    if launch.merge.constexprs["PAIRS"] and v.data_ptr() % 2:
+        raise DoesNotFit(query_major.ODD)
     w, (parts, part_lse, block, rank, span, unit, start, lists) = reserve(launch, q.dtype, v.shape[-1])
     launches[route] += 1
     selection = call.selection.contiguous()
@@ -241,6 +248,7 @@ def forward(
     q_positions, cu_seqlens_q, lengths, block_table = (
         x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths, call.block_table)
     )
+    k_scale, v_scale = (x if x is None else x.contiguous() for x in (call.k_scale, call.v_scale))
     about = (q_positions, cu_seqlens_q, lengths)
     scale = launch.scale if call.scale is None else call.scale
     heads, most = w.heads, w.most
@@ -266,13 +274,15 @@ def forward(
             if w.slots:
                 launch.partial.launch(
                     (w.work, heads, -(-g.G // tile.HEADS)), device,
-                    (q, k, v, parts, part_lse, selection, *about, block_table, span, unit, work),
+                    (q, k, v, parts, part_lse, selection, *about, block_table, k_scale, span, unit, work),
                     (*sizes, here, w.window, i, most, w.work, w.slot_bits, g.pages, *g.strides[:9], scale), narrow,
                 )  # fmt: skip
             now = min(w.window, tokens - i * w.window)
             (launch.merge if lse is None else launch.merge_lse).launch(
                 (now * heads, -(-g.G // tile.merge_heads), 1), device,
-                (parts, part_lse, block, q, k, v, out, lse, selection, *about, block_table, served),
+                (
+                    parts, part_lse, block, q, k, v, out, lse, selection, *about, block_table, served, k_scale, v_scale,
+                ),
                 (*sizes, here, now, i * w.window, g.pages, *g.strides, scale), narrow,
             )  # fmt: skip
     return out, lse

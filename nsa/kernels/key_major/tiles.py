@@ -94,17 +94,27 @@ class Tile(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def select(
-    capability: int, itemsize: int, G: int, D: int, Dv: int, size: int, choice: Choice | None = None, walk: bool = True
+    capability: int,
+    itemsize: int,
+    G: int,
+    D: int,
+    Dv: int,
+    size: int,
+    choice: Choice | None = None,
+    walk: bool = True,
+    e4m3: bool = False,
 ) -> Tile:
     """Tile of a call whose blocks hold ``size`` keys.
 
     Args:
-        capability, itemsize: as for :func:`nsa.kernels.query_major.tiles.select`.
+        capability: as for :func:`nsa.kernels.query_major.tiles.select`.
+        itemsize: bytes of an element of Q.
         walk: what :func:`walks` says.
+        e4m3: keys are of one byte.
     """
     block_d, block_dv = padded(D), padded(Dv)
     narrow = max(block_d, block_dv) <= 128
-    chosen = choice or _rule(itemsize, G, narrow, size, walk)
+    chosen = choice or _rule(itemsize, G, narrow, size, walk, e4m3)
     limited = capability == 90 and narrow  # elsewhere limits were not measured, and ptxas may fail under them
     rows, block_n = chosen.rows, SEVERAL_TILES if size > ONE_TILE else padded(size)
     # Scores and results of a tile must leave free registers.
@@ -122,11 +132,13 @@ def select(
     )  # fmt: skip
 
 
-def _rule(itemsize: int, G: int, narrow: bool, size: int, walk: bool) -> Choice:
+def _rule(itemsize: int, G: int, narrow: bool, size: int, walk: bool, e4m3: bool) -> Choice:
     """The choice where no sweep forces one. ``narrow``: D and Dv are at most 128."""
     chosen = FP32 if itemsize > 2 else WIDE_HEADS if not narrow else SMALL if G <= 8 else LARGE if G <= 16 else HUGE
     if chosen.registers is not None and size > LIMITED_SIZE:
         chosen = chosen._replace(registers=None)
+    if e4m3:  # as many bytes in flight; longer tiles would spill
+        chosen = chosen._replace(walk_stages=2 * chosen.walk_stages - 1)
     return chosen if walk else chosen._replace(walked=0)
 
 

@@ -19,20 +19,24 @@ from nsa.kernels.shared.primitives import (
     TILED,
     VARLEN,
     WHOLE,
+    add_pairs,
     ask_each,
     ask_spans,
     clamp_span,
     expect_table,
     find_sequence,
     finish,
+    fit_half,
     gdc_launch_dependents,
     gdc_wait,
+    half_of,
     in_page,
     key_of_each,
     key_positions,
     not_before,
     nothing_of,
     nothing_of_lanes,
+    scaled_values,
     sequence_of_cache,
     slots_of,
     slots_of_each,
@@ -62,6 +66,8 @@ def _fwd_kernel(
     cu_q_ptr,
     cu_k_ptr,
     table_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     B,
     S,
     S_kv,
@@ -98,6 +104,9 @@ def _fwd_kernel(
     EACH: tl.constexpr,
     SPLIT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
+    K_STEP: tl.constexpr,
+    V_STEP: tl.constexpr,
+    PAIRS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -116,6 +125,8 @@ def _fwd_kernel(
 ):
     if OVERLAP:
         gdc_launch_dependents()  # the merge kernel may start; it waits for this kernel's end before it reads
+    E4M3: tl.constexpr = k_ptr.dtype.element_ty == tl.float8e4nv
+    FIT: tl.constexpr = E4M3 and q_ptr.dtype.element_ty == tl.bfloat16
     HEAD_TILES: tl.constexpr = (G + HEADS - 1) // HEADS
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -147,6 +158,10 @@ def _fwd_kernel(
         filled = tl.load(cu_k_ptr + (token // S if S_MANY else token).to(tl.int64))
     elif LAYOUT == RAGGED:
         batch, filled, behind = sequence_of_cache(cu_q_ptr, cu_k_ptr, B, token)
+    if k_scale_ptr is not None:  # a scale of the keys is one of the scores
+        scale *= tl.load(k_scale_ptr + head_kv * K_STEP)
+    if v_scale_ptr is not None:
+        v_scale = tl.load(v_scale_ptr + head_kv * V_STEP)
 
     if CLUSTER:
         inbox = open_inbox(CLUSTER, MINE, BLOCK_DV, SHARED)
@@ -213,10 +228,17 @@ def _fwd_kernel(
     v_off += tl.cast(head_kv, tl.int64) * stride_vh
     k_base = k_ptr + k_off * STRIDE_UNIT
     v_base = v_ptr + v_off * STRIDE_UNIT
+    if PAIRS:
+        v_base = v_base.to(tl.pointer_type(tl.int16))
+        dv_pair = tl.arange(0, BLOCK_DV // 2)
 
     m = tl.full([BLOCK_G], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_G, BLOCK_L], tl.float32)  # summed over BLOCK_L after the loop
-    acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
+    if PAIRS:
+        acc = tl.zeros([BLOCK_G, BLOCK_DV // 2], tl.float32)  # of even columns
+        acc_odd = tl.zeros([BLOCK_G, BLOCK_DV // 2], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
 
     # This is a loop even for one chunk: what does not need the spans is computed before it, while the spans are loaded.
     # The opaque zero that is added to the spans keeps LLVM from moving the wait for them out of the loop.
@@ -264,9 +286,13 @@ def _fwd_kernel(
         # zero that is added keeps this load inside the loop.
         if not STREAM_Q and not HOLD_Q:
             q = tl.load(q_ptrs + tl.minimum(chunk, 0) * 16, mask=q_mask, other=0.0)
+        if FIT and not STREAM_Q:
+            if HOLD_Q:
+                q = not_before(held)
+            q, fit = fit_half(q)
         for tile in range(0 if SINGLE else first, BLOCK_L if SINGLE else last, BLOCK_L):
             begin = first if SINGLE else tile
-            if HOLD_Q:
+            if HOLD_Q and not FIT:
                 q = not_before(held)  # do not wait for the queries before the loop
             slot = begin + tl.arange(0, BLOCK_L)
             valid = slot < last
@@ -311,8 +337,12 @@ def _fwd_kernel(
                 v_at += v_page
             k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
             k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_L, BLOCK_D]
-            v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
-            v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
+            if PAIRS:
+                v_ptrs = v_base + v_at[:, None] * (STRIDE_UNIT // 2) + dv_pair[None, :]
+                v = tl.load(v_ptrs, mask=valid[:, None] & (dv_pair[None, :] < Dv // 2), other=0)
+            else:
+                v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
+                v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
             if STREAM_Q:
                 q = tl.load(q_ptrs + tl.minimum(tile, 0) * 16, mask=q_mask, other=0.0)
             if UPFRONT:
@@ -320,15 +350,30 @@ def _fwd_kernel(
                     tl.debug_barrier()
                     q = not_before(q)
                 k = not_before(k)
-            scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
+            if E4M3:
+                k = half_of(k)
+            if FIT:
+                if STREAM_Q:
+                    q, fit = fit_half(q)
+                scores = tl.dot(q, tl.trans(k)) * (fit * (scale * 1.4426950408889634))[:, None]
+            else:
+                scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
             scores = tl.where(valid[None, :], scores, float("-inf"))  # [BLOCK_G, BLOCK_L]
+            m_old = m
             m, l, acc, p = softmax_step(scores, m, l, acc)
             if UPFRONT:
                 v = not_before(v)
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
+            if PAIRS:
+                acc, acc_odd = add_pairs(p, v, acc, acc_odd, m_old, m)
+            else:
+                if E4M3:
+                    v = half_of(v)
+                acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
         if CHUNKED:
             begin_of, end_of = ask_spans(sel_row, (chunk + 1) * SPANS + tl.arange(0, SPANS), n, SOURCE)
 
+    if PAIRS:
+        acc = tl.interleave(acc, acc_odd)
     if CLUSTER:  # each program of the cluster merges some heads
         exchange(inbox, split, m, tl.sum(l, 1), acc, g, in_group, HEADS, CLUSTER, MINE, SENDING)
         g = split + CLUSTER * tl.arange(0, MINE)
@@ -337,6 +382,8 @@ def _fwd_kernel(
         o, lse = merge_inbox(inbox, in_group, BLOCK_DV, CLUSTER, MINE)
     elif SPLIT:
         heads = (programs // HEAD_TILES).to(tl.int64) * G
+        if v_scale_ptr is not None:
+            acc = scaled_values(acc, m, v_scale)
         part = split * heads + token.to(tl.int64) * HKV * G + head
         tl.store(part_ptr + part[:, None] * Dv + dv[None, :], acc, mask=in_group[:, None] & (dv[None, :] < Dv))
         part += splits * heads * Dv  # m and l lie behind the accumulators of all parts
@@ -345,6 +392,8 @@ def _fwd_kernel(
     else:
         o, lse = finish(m, tl.sum(l, 1), acc)
     if CLUSTER or not SPLIT:
+        if v_scale_ptr is not None:
+            o = scaled_values(o, lse, v_scale)
         o_ptrs = o_ptr + (o_off + head.to(tl.int64) * stride_oh)[:, None] * STRIDE_UNIT + dv[None, :]
         tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=in_group[:, None] & (dv[None, :] < Dv))
         if lse_ptr is not None:

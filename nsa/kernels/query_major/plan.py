@@ -12,6 +12,7 @@ from torch import Tensor
 from nsa import settings
 from nsa.call import Call
 from nsa.kernels import launches
+from nsa.kernels.key_major.tiles import DoesNotFit
 from nsa.kernels.query_major import kernel as query_kernels
 from nsa.kernels.query_major import tiles
 from nsa.kernels.shared import primitives
@@ -21,6 +22,7 @@ from nsa.kernels.shared.geometry import geometry
 from nsa.kernels.shared.launch import INT32_MAX, TRITON, Variant
 
 TUPLES = TRITON >= (3, 4)  # Triton compiles tuples as the kernel uses them
+ODD = "values of float8_e4m3fn are read in pairs: expected v_cache at an even address, got an odd one"
 CLUSTERS = TRITON >= (3, 6)  # older versions pack the metadata of a launch differently
 
 
@@ -38,6 +40,7 @@ class Launch(NamedTuple):
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
     like_q: bool  # a new output has the shape and strides of q
+    pairs: bool  # values are read in pairs of bytes
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -66,8 +69,8 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     capability, processors = device_limits(device)
     spans = 1 if source == primitives.WHOLE.value else tiles.span_bucket(g.n, S_kv)
     tile, splits, merged = tiles.choose(
-        gpu_name(device), capability, processors, dtype.itemsize, G, D, Dv, longest, spans, rows, per_head, pipelined,
-        tiles.forced, largest_cluster(device, capability, processors), invariant,
+        gpu_name(device), capability, processors, call.k.dtype.itemsize, G, D, Dv, longest, spans, rows, per_head,
+        pipelined, tiles.forced, largest_cluster(device, capability, processors), invariant,
     )  # fmt: skip
     size = min(block_size or 1, max(S_kv, 1))  # keys of a block that the cache can hold
     if source == primitives.BLOCKS.value and block_size is not None and block_size % tile.BLOCK_L == 0:
@@ -90,7 +93,8 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
             device, dtype, (*call.dtypes(), with_lse), tile, splits if merged else 0, early, G=G, D=D, Dv=Dv,
             SOURCE=source, LAYOUT=g.layout, PAGE=g.page, HKV=g.HKV, S_MANY=g.S > 1 and call.q.dim() == 4, CAUSAL=causal,
             CHUNKED=g.n > tile.SPANS and not tiles_of_block, FAR=far, SINGLE=tiles_of_block or int(single),
-            SPLIT=splits > 1, STRIDE_UNIT=g.unit,
+            SPLIT=splits > 1, STRIDE_UNIT=g.unit, K_STEP=g.k_step, V_STEP=g.v_step,
+            PAIRS=g.pairs and tiles.pairs(tile.BLOCK_G, tile.BLOCK_DV),
         )
         for with_lse in (False, True)
     )  # fmt: skip
@@ -99,7 +103,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     sizes = (g.B, g.S, S_kv, g.n, size, g.pages, *g.strides)
     return Launch(
         variant, variant_lse, device, grid, splits, merged, g.tokens, sizes, max(sizes) <= INT32_MAX,
-        1.0 / math.sqrt(D), g.like_q,
+        1.0 / math.sqrt(D), g.like_q, bool(variant.constexprs["PAIRS"]),
     )  # fmt: skip
 
 
@@ -183,8 +187,8 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         ``(O, LSE)``, LSE fp32 ``q.shape[:-1]`` or None.
     """
     (
-        q, k, v, ranges, selection, q_positions, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table, out, _, _,
-        scale, _, _, _, _, return_lse, _,
+        q, k, v, ranges, selection, q_positions, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table, k_scale,
+        v_scale, out, _, _, scale, _, _, _, _, return_lse, _,
     ) = call  # fmt: skip
     if out is None:
         out = torch.empty_like(q) if launch.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -207,6 +211,10 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     if cache_seqlens is not None:
         cu_seqlens_k = cache_seqlens.contiguous()
         cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
+        k_scale = None if k_scale is None else k_scale.contiguous()
+        v_scale = None if v_scale is None else v_scale.contiguous()
+        if launch.pairs and v.data_ptr() % 2:
+            raise DoesNotFit(ODD)
         block_table = None if block_table is None else block_table.contiguous()
     variant = launch.variant if lse is None or parts is not None else launch.variant_lse
     variant.launch(
@@ -214,7 +222,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         launch.device,
         (
             q, k, v, out, None if parts is not None else lse, parts, selection, q_positions, cu_seqlens_q,
-            cu_seqlens_k, block_table,
+            cu_seqlens_k, block_table, k_scale, v_scale,
         ),
         (*launch.sizes, launch.scale if scale is None else scale),
         launch.narrow,

@@ -102,6 +102,8 @@ def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int) ->
     enough bytes in flight. Keys of several spans are looked up first, which makes shorter tiles better for few rows.
     """
     wide = head_dim > 64
+    if itemsize == 1:  # as many bytes in flight, by longer tiles or more stages; not measured yet
+        return 64, 4, 3 if fill == 2 or block_g > 16 or head_dim > 128 else 4
     if itemsize > 2:
         return 32, 4, 2  # fp32 dot products run on the CUDA cores and are limited by registers, not by bandwidth
     if block_g > 16 or head_dim > 128:
@@ -113,6 +115,15 @@ def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int) ->
     if fill == 1:
         return (32, 2, 3) if wide else (64, 4, 3)
     return 128, 4, 3
+
+
+def pairs(block_g: int, block_dv: int) -> bool:
+    """Whether a kernel should read e4m3 values in pairs, where their strides allow it.
+
+    Tensor cores take values by keys. A matrix instruction whose operands are in registers would load them from shared
+    memory byte by byte. Tiles of 64 heads are for `wgmma`, which reads shared memory itself.
+    """
+    return block_g < 64 and block_dv >= 32  # Triton 3.1 multiplies 16 columns or more
 
 
 UPFRONT_REGISTERS = 128
@@ -163,17 +174,19 @@ def select(
     block_l = min(block_l, longest)
     one_tile = block_l >= bound and choice is None  # so there is no next tile to load ahead
     stages = stages if pipelined and not one_tile else 1
-    if capability == 90 and block_g >= 64 and itemsize == 2 and min(block_d, 64) != min(block_dv, 64) and pipelined:
+    if capability == 90 and block_g >= 64 and itemsize <= 2 and min(block_d, 64) != min(block_dv, 64) and pipelined:
         stages = max(stages, 2)  # with one stage K and V, swizzled differently, share an address (`child.mixed`)
-    key_bytes = (block_d + block_dv) * itemsize
+    # The operands of `wgmma` are in shared memory: e4m3 tiles once more, converted.
+    key_bytes = (block_d + block_dv) * (3 if itemsize == 1 and block_g >= 64 else itemsize)
     # Q and the weights lie in shared memory beside the tiles in flight.
-    budget = shared_bytes(capability) - block_g * (block_d + block_l) * itemsize - 4096 - taken
+    budget = shared_bytes(capability) - block_g * (block_d + block_l) * max(itemsize, 2) - 4096 - taken
     while stages > 2 and (stages - 1) * block_l * key_bytes > budget:
         stages -= 1
     while block_l > 16 and max(stages - 1, 1) * block_l * key_bytes > budget:
         block_l //= 2
-    stream_q = bound <= STREAMED * block_l and block_g <= 16
-    upfront = stages == 1 and itemsize == 2 and block_l * key_bytes <= UPFRONT_REGISTERS * 4 * 32 * num_warps
+    # Over an e4m3 cache queries may be converted, which should be done once.
+    stream_q = bound <= (1 if itemsize == 1 else STREAMED) * block_l and block_g <= 16
+    upfront = stages == 1 and itemsize <= 2 and block_l * key_bytes <= UPFRONT_REGISTERS * 4 * 32 * num_warps
     return Tile(heads, block_g, block_d, block_dv, block_l, spans, stream_q, upfront, num_warps, stages)
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from nsa.call import Call
 from nsa.kernels.shared.primitives import BATCH, BLOCKS, CACHE, PACKED, RAGGED, RANGES, VARLEN, WHOLE
+from nsa.validate import E4M3
 
 
 class Geometry(NamedTuple):
@@ -29,6 +30,9 @@ class Geometry(NamedTuple):
     strides: tuple[int, ...]  # (batch, position, head) of q, k, v and the output, divided by `unit`
     unit: int  # the common factor of all strides, at most 16
     like_q: bool  # a new output has the shape and strides of q
+    k_step: int  # elements of k_scale from one KV head to the next: 0 for one number, or none
+    v_step: int
+    pairs: bool  # values are e4m3, and the strides allow to read them in pairs
 
 
 def geometry(call: Call, output: bool = True) -> Geometry:
@@ -61,10 +65,12 @@ def geometry(call: Call, output: bool = True) -> Geometry:
     used = strides if output else strides[:3]
     flat = [s for x in used for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]  # a 3-D tensor has no batch
     unit = math.gcd(16, *flat)
+    scales = call.k_scale, call.v_scale
     return Geometry(
         B, S, S_kv, HKV, q_shape[-2] // HKV, q_shape[-1], Dv, n, math.prod(q_shape[:-2]), page, pages,
         layout.value, source.value, call.cu_seqlens_k is not None,
-        tuple(s // unit for s in flat), unit, like_q,
+        tuple(s // unit for s in flat), unit, like_q, *(int(x is not None and x.numel() > 1) for x in scales),
+        v.dtype == E4M3 and unit % 2 == 0 and Dv % 2 == 0,
     )  # fmt: skip
 
 

@@ -50,12 +50,14 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     """Tiles and run-time sizes of a launch. Arguments as for query-major; ``per_head`` changes nothing.
 
     Raises:
-        DoesNotFit: the call lists no blocks, must be `batch_invariant`, or has more query heads, slots or keys than a
-            tile holds; or key-major cannot serve the call.
+        DoesNotFit: the call lists no blocks, must be `batch_invariant`, has a cache in fp8, or has more query heads,
+            slots or keys than a tile holds; or key-major cannot serve the call.
     """
     device, dtype, block_size = call.q.device, call.q.dtype, call.block_size
     if block_size is None:
         raise DoesNotFit("union: expected block_indices, got ranges")
+    if call.k.dtype != dtype:
+        raise DoesNotFit(f"union: expected a cache of dtype {dtype} (that of q), got {call.k.dtype}")
     if call.settings.batch_invariant:
         raise DoesNotFit("union: a row's result depends on its neighbours, which batch_invariant forbids")
     g = geometry(call)

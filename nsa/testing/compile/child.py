@@ -99,6 +99,9 @@ def _call(point: Point) -> None:
         if "q_positions" in point.options:
             tensors["q_positions"] = meta(*lead, dtype=torch.int64)
     q, k, v = meta(*lead, HKV * G, D), meta(*cache, D), meta(*cache, Dv)
+    if "e4m3" in point.options:
+        k, v = (x.to(torch.float8_e4m3fn) for x in (k, v))
+        tensors.update(k_scale=meta(HKV, dtype=torch.float32), v_scale=meta(1, dtype=torch.float32))
     if "far" in point.options:
         k, v = (x.as_strided(x.shape, (*x.stride()[:-3], 16 * 2**27, *x.stride()[-2:])) for x in (k, v))
     current = Settings(sel_triton_db="unpipelined" not in point.options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from nsa import routing
 from nsa.kernels.query_major import tiles
 
 MOST = 90
@@ -27,6 +28,11 @@ class Architecture:
     @property
     def shared_bytes(self) -> int:
         return tiles.SHARED_BYTES[self.capability]
+
+    @property
+    def e4m3(self) -> bool:
+        """Whether Triton serves caches of float8_e4m3fn on this GPU (`routing.why_not_e4m3`)."""
+        return self.backend == "cuda" and self.capability >= routing.E4M3_CAPABILITY
 
 
 def _nvidia(capability: int, processors: int, since: tuple[int, int], **rest: object) -> Architecture:
@@ -62,8 +68,9 @@ class Point:
     causal: bool = False
     HKV: int = 1
     # Any of cu_seqlens, q_positions, int64, per_head, unpipelined, key_major, union, backward; far (strides beyond
-    # int32); cache (contiguous), or page64 (pages of 64 keys). A cache holds 65,536 keys for each of `rows` sequences;
-    # with key_major or union it has two sequences, with half of the rows each. ragged: its queries are packed.
+    # int32); cache (contiguous), or page64 (pages of 64 keys); e4m3 (a cache of float8_e4m3fn). A cache holds 65,536
+    # keys for each of `rows` sequences; with key_major or union it has two sequences, with half of the rows each.
+    # ragged: its queries are packed.
     options: tuple[str, ...] = ()
     choice: tiles.Choice | None = None  # forced tiles, as in a sweep; None: the tables and rules of `tiles`
 
@@ -95,6 +102,7 @@ QUICK = (
     Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, choice=tiles.Choice(8, 1, 128, 8, 1, 0)),
     Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, HKV=4, options=("page64",)),
     Point("blocks", "bf16", 16, 128, 128, 64, 1024, n=16, causal=True, HKV=4, options=("page16",)),
+    Point("blocks", "bf16", 16, 128, 128, 8, 2048, n=16, causal=True, HKV=4, options=("page128", "e4m3")),
     Point("blocks", "bf16", 16, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("key_major",)),
     Point("blocks", "bf16", 4, 128, 128, 8192, 1024, n=16, causal=True, HKV=8, options=("key_major",)),
     Point("ranges", "fp16", 1, 64, 64, 4096, 1024, n=16, causal=True, HKV=16, options=("key_major", "cu_seqlens")),
@@ -133,6 +141,14 @@ POINTS = (
     Point("blocks", "fp16", 4, 64, 128, 1024, 1024, n=16, causal=True, HKV=8, options=("page128",)),
     Point("blocks", "bf16", 8, 128, 128, 64, 1024, n=16, causal=True, HKV=4, options=("page48",)),  # across pages
     Point("ranges", "bf16", 16, 128, 128, 64, 1024, n=16, causal=True, HKV=4, options=("page64",)),
+    Point("blocks", "bf16", 16, 128, 128, 256, 2048, n=16, causal=True, HKV=4, options=("page128", "e4m3")),
+    Point(
+        "blocks", "bf16", 16, 128, 128, 8, 2048, n=16, causal=True, HKV=4, options=("page128", "e4m3"),
+        choice=tiles.Choice(16, 1, 128, 8, 1),
+    ),  # a single tile, in a cluster
+    Point("ranges", "fp16", 8, 64, 128, 64, 1024, n=16, causal=True, HKV=4, options=("page64", "e4m3")),
+    Point("ranges", "fp16", 3, 100, 33, 8, 1024, n=8, causal=True, options=("cache", "e4m3")),  # values byte by byte
+    Point("blocks", "bf16", 64, 128, 64, 64, 1024, n=16, causal=True, options=("cache", "e4m3")),  # `wgmma`
     Point("blocks", "bf16", 16, 128, 128, 64, 768, n=16, causal=True, options=("q_positions",)),  # blocks of 48
     Point("blocks", "fp16", 8, 128, 64, 4096, 1024, n=16, causal=True, HKV=4, options=("key_major", "cu_seqlens")),
     Point("blocks", "bf16", 1, 128, 128, 8192, 1024, n=16, causal=True, HKV=16, options=("key_major",)),
@@ -142,6 +158,11 @@ POINTS = (
     Point("blocks", "fp16", 16, 64, 64, 8, 1024, n=16, options=("cache", "ragged")),
     Point("ranges", "bf16", 8, 128, 128, 64, 1024, n=16, causal=True, HKV=4, options=("page64", "ragged", "int64")),
     Point("ranges", "bf16", 4, 128, 128, 4096, 1024, n=16, causal=True, options=("key_major", "cache", "ragged")),
+    Point(
+        "blocks", "bf16", 16, 128, 128, 65536, 2048, n=16, causal=True, HKV=4, options=("key_major", "page128", "e4m3")
+    ),
+    Point("ranges", "fp16", 8, 128, 64, 4096, 1024, n=16, causal=True, HKV=4, options=("key_major", "cache", "e4m3")),
+    Point("blocks", "bf16", 4, 128, 128, 4096, 4096, n=16, causal=True, HKV=8, options=("key_major", "page64", "e4m3")),
     Point("blocks", "bf16", 3, 100, 96, 1000, 512, n=16, options=("key_major", "q_positions")),
     Point("blocks", "fp16", 16, 64, 16, 4096, 192, n=8, causal=True, options=("key_major", "int64")),  # blocks of 24
     Point("blocks", "bf16", 64, 256, 256, 4096, 2048, n=16, causal=True, options=("key_major",)),  # blocks of 128
@@ -171,9 +192,8 @@ POINTS = (
 
 def points(architecture: Architecture, extent: str) -> tuple[Point, ...]:
     """The points of an architecture. extent: "quick" or "full"."""
-    if extent == "quick":
-        return QUICK
-    return (*POINTS, *_of_table(architecture)[: MOST - len(POINTS)])
+    chosen = QUICK if extent == "quick" else (*POINTS, *_of_table(architecture)[: MOST - len(POINTS)])
+    return tuple(point for point in chosen if architecture.e4m3 or "e4m3" not in point.options)
 
 
 def _of_table(architecture: Architecture) -> list[Point]:

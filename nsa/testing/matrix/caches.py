@@ -15,6 +15,7 @@ from nsa.call import Call
 from nsa.plain.oracle import selection_reference
 from nsa.testing.matrix.problem import Problem, spans_of_blocks
 
+E4M3, LARGEST = torch.float8_e4m3fn, 448.0
 NOWHERE = (-1, -(2**31), 2**31 - 1)  # numbers of pages that do not exist
 
 
@@ -23,18 +24,22 @@ class Cache:
     """Keys and values of ``B`` sequences as :func:`nsa.selection_attention_with_kvcache` takes them.
 
     k, v: ``[B, S_max, HKV, D | Dv]``, or ``[pages, page_size, HKV, D | Dv]`` with a block table.
-    cache_seqlens: ``[B]``. block_table: ``[B, width]`` or None.
+    cache_seqlens: ``[B]``. block_table: ``[B, width]`` or None. k_scale, v_scale: of a cache in fp8.
     """
 
     k: Tensor
     v: Tensor
     cache_seqlens: Tensor
     block_table: Tensor | None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The keywords of a call that describe the cache."""
-        return {"cache_seqlens": self.cache_seqlens, "block_table": self.block_table}
+        named = {"cache_seqlens": self.cache_seqlens, "block_table": self.block_table}
+        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        return named | {name: x for name, x in scales.items() if x is not None}
 
     @property
     def room(self) -> int:
@@ -96,12 +101,38 @@ def draw(
 PER_ROW = ("ranges", "block_indices")
 
 
+def quantized(cache: Cache, per_head: bool = True) -> Cache:
+    """The cache in ``float8_e4m3fn``, with scales that make the largest magnitude 448, the largest of that format.
+
+    Args:
+        per_head: ``[HKV]`` scales, one for each KV head; else one number, ``[]``.
+    """
+
+    def convert(x: Tensor) -> tuple[Tensor, Tensor]:
+        peak = x.float().abs().nan_to_num(0.0).amax((0, 1, 3) if per_head else (0, 1, 2, 3))
+        scale = torch.where(peak > 0, peak / LARGEST, 1.0)
+        return (x.float() / scale.view(-1, 1)).clamp(-LARGEST, LARGEST).to(E4M3), scale
+
+    (k, k_scale), (v, v_scale) = convert(cache.k), convert(cache.v)
+    return Cache(k, v, cache.cache_seqlens, cache.block_table, k_scale, v_scale)
+
+
+def dequantized(cache: Cache) -> Cache:
+    """The keys and values that a quantised cache stands for, in fp64. Other caches are returned as they are."""
+    if cache.k.dtype != E4M3:
+        return cache
+    pairs = ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
+    k, v = (x.double() * (1.0 if scale is None else scale.double().view(-1, 1)) for x, scale in pairs)
+    return Cache(k, v, cache.cache_seqlens, cache.block_table)
+
+
 def oracle(q: Tensor, cache: Cache, cu_seqlens_q: Tensor | None = None, **selection: Any) -> tuple[Tensor, Tensor]:
     """``(O, LSE)`` in fp64, one sequence after the other, over contiguous keys. None of our code for pages is used.
 
     cu_seqlens_q: of a ragged batch; a token's sequence is the number of ends at or before it, as in the kernels.
     selection: ``ranges``, or ``block_indices`` and ``block_size``; ``causal``, ``scale``.
     """
+    cache = dequantized(cache)
     if cu_seqlens_q is not None:
         return _ragged(q, cache, cu_seqlens_q[1:].long(), selection)
     outputs = []

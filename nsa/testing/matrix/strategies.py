@@ -231,12 +231,14 @@ class DrawnCache:
     lengths: the `cache_seqlens` that the caller passes. page: keys of a page; None for a contiguous cache.
     missing: entries of the block table, counted along its rows, that name a page which does not exist.
     ends: `cu_seqlens_q` without its 0, in any order, if the call's tokens are the packed queries of a ragged batch.
+    e4m3: the cache is quantised, with a scale for each KV head; its queries must be fp16 or bf16.
     """
 
     call: Drawn
     lengths: tuple[int, ...]
     page: int | None = None
     missing: frozenset[int] = frozenset()
+    e4m3: bool = False
     ends: tuple[int, ...] = ()
 
     def cu_seqlens_q(self, device: torch.device) -> Tensor:
@@ -251,6 +253,8 @@ class DrawnCache:
             self.lengths, case.S_kv, self.page, HKV=case.HKV, D=case.D, Dv=case.Dv, dtype=case.torch_dtype,
             device=device, seed=self.call.seed,
         )  # fmt: skip
+        if self.e4m3:
+            made = caches.quantized(made)
         if made.block_table is None:
             return made
         table = made.block_table.flatten()
@@ -269,7 +273,8 @@ def cached_calls(draw: st.DrawFn, source: str) -> DrawnCache:
     sizes = (1, 8, 10, 36) if GPU else range(1, room + 1)  # kernels are compiled for the size of a page
     page = draw(st.none() | st.sampled_from([size for size in sizes if room % size == 0]))
     places = st.integers(0, B * (room // page) - 1) if page else st.nothing()
-    return DrawnCache(call, tuple(lengths), page, draw(st.frozensets(places, max_size=3 if page else 0)))
+    missing = draw(st.frozensets(places, max_size=3 if page else 0))
+    return DrawnCache(call, tuple(lengths), page, missing, draw(st.sampled_from([False, False, True])))
 
 
 @st.composite
@@ -286,7 +291,7 @@ def ragged_calls(draw: st.DrawFn, source: str) -> DrawnCache:
     page = draw(st.none() | st.sampled_from([size for size in sizes if room % size == 0]))
     places = st.integers(0, B * (room // page) - 1) if page else st.nothing()
     missing = draw(st.frozensets(places, max_size=3 if page else 0))
-    return DrawnCache(call, tuple(lengths), page, missing, tuple(draw(st.one_of(ends.map(sorted), wild))))
+    return DrawnCache(call, tuple(lengths), page, missing, ends=tuple(draw(st.one_of(ends.map(sorted), wild))))
 
 
 def seeds() -> st.SearchStrategy[int]:
