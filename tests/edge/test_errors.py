@@ -297,7 +297,10 @@ def test_values(attend, device, case):
 OPTIONS = {
     "backend": ({"backend": "cuda"}, "backend: expected one of auto, triton, sdpa, reference, got 'cuda'"),
     "backend-none": ({"backend": None}, "backend: expected one of auto, triton, sdpa, reference, got None"),
-    "schedule": ({"schedule": "fast"}, "schedule: expected one of auto, query_major, key_major, per_head, got 'fast'"),
+    "schedule": (
+        {"schedule": "fast"},
+        "schedule: expected one of auto, query_major, key_major, union, per_head, got 'fast'",
+    ),
     "schedule-of-sdpa": (
         {"backend": "sdpa", "schedule": "per_head"},
         "schedule: expected auto with backend='sdpa', got 'per_head'",

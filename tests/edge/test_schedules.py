@@ -329,7 +329,8 @@ def test_prompts_on_an_h100_and_on_what_nobody_measured(monkeypatch, name):
     """Routes that the packaged measurement makes. Its figures may move when it is recorded anew, these calls not."""
     monkeypatch.setattr(routing, "_device_facts", lambda device: (name, "heads_as_queries", None))
     for G in (1, 2, 3, 4, 8, 16):
-        assert planned(G=G, S=4096, backend="triton").route == "key_major"
+        prompt = "union" if G >= 4 else "key_major"
+        assert planned(G=G, S=4096, backend="triton").route == prompt
         assert planned(G=G, S=1, backend="triton").route == "blocks"
         assert planned(G=G, S=4096, blocks=False, backend="triton").route == "ranges"
     assert planned(G=64, S=4096, backend="triton").route == "blocks"

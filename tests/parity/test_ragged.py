@@ -69,6 +69,21 @@ def test_triton_sel_parity_ragged(device, page, route, dtype, monkeypatch):
     assert not got[0][-UNUSED:].any()
 
 
+@pytest.mark.parametrize("schedule", ["query_major", "key_major"])
+@pytest.mark.parametrize("page", [None, 16], ids=["contiguous", "paged"])
+def test_triton_sel_parity_ragged_e4m3(device, page, schedule):
+    dtype, T = torch.bfloat16 if current_lane() == "gpu" else torch.float16, sum(QUERIES) + UNUSED
+    cache = caches.quantized(caches.draw(LENGTHS, ROOM, page, HKV=2, D=32, Dv=16, dtype=dtype, device=device, seed=3))
+    q, cu = drawn_queries(T, device, dtype), ends_of(QUERIES, device)
+    selection = {"block_indices": draw_blocks(1, T, 2, 3, 64, seed=4)[0].int().to(device), "block_size": 64}
+    got = nsa.selection_attention_with_kvcache(
+        q, cache.k, cache.v, **cache.arguments, **selection, cu_seqlens_q=cu, backend="triton", schedule=schedule,
+        return_lse=True,
+    )  # fmt: skip
+    check(got, caches.oracle(q, cache, cu, **selection), dtype)
+    assert not got[0][-UNUSED:].any()
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
 @pytest.mark.parametrize("source", ["ranges", "blocks"])
 @pytest.mark.parametrize("backend", ["sdpa", "reference", "triton"])

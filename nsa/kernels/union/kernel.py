@@ -145,7 +145,6 @@ def _union_kernel(
     CAUSAL: tl.constexpr,
     TILED: tl.constexpr,
     ONE_TILE: tl.constexpr,
-    FAR: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     HEADS: tl.constexpr,
@@ -183,9 +182,6 @@ def _union_kernel(
     q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT) + head.to(tl.int64) * stride_qh
     q_ptrs = q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :]
     q = tl.load(q_ptrs, mask=exists[:, None] & (d[None, :] < D), other=0.0)  # [TOKENS * HEADS, BLOCK_D]
-    # The maximum is taken before the product with the scale, which must be above 0. The product then takes no time: it
-    # is part of the exponent's fused multiply-add.
-    factor = scale * 1.4426950408889634
     k_off = tl.cast(head_kv, tl.int64) * stride_kh
     v_off = tl.cast(head_kv, tl.int64) * stride_vh
     if PAGE:
@@ -204,30 +200,28 @@ def _union_kernel(
     l = tl.zeros([TOKENS * HEADS], tl.float32)
     acc = tl.zeros([TOKENS * HEADS, BLOCK_DV], tl.float32)
     keys = tl.arange(0, BLOCK_N)
-    ahead = keys
-    if FAR:  # otherwise the offsets within a tile, in units, fit int32
-        ahead = keys.to(tl.int64)
     steps = blocks
     if not TILED:
         steps = tl.cdiv(blocks * size, BLOCK_N)
     elif not ONE_TILE:
         steps = blocks * (size // BLOCK_N)
-    coming = tl.load(list_ptr)  # a step ahead, because addresses of keys wait for it
+    # An entry is loaded a step ahead, because addresses of keys wait for it. It is taken apart at once, because Triton
+    # fails for sm_100 if the entry itself goes from step to step.
+    coming = tl.load(list_ptr)
+    mask = (coming >> 32).to(tl.int32)
+    begin = coming.to(tl.int32) * size
     for step in range(0, steps):
         if TILED:
-            mask = (coming >> 32).to(tl.int32)
-            key = coming.to(tl.int32) * size
-            if ONE_TILE:
-                coming = tl.load(list_ptr + tl.minimum(step + 1, steps - 1))
-            else:
+            key = begin
+            if not ONE_TILE:
                 key += step % (size // BLOCK_N) * BLOCK_N
-                coming = tl.load(list_ptr + tl.minimum(step + 1, steps - 1) // (size // BLOCK_N))
             stop = farthest - key
             chosen = tl.where(((mask >> (r // HEADS)) & 1) != 0, limit - key, 0)  # keys of this tile that a row may see
             seen = keys[None, :] < chosen[:, None]  # [TOKENS * HEADS, BLOCK_N]
             if PAGE and PAGE % BLOCK_N == 0:
                 k_page, v_page, key, found = in_page(table_row, key, stop > 0, pages, stride_kb, stride_vb, PAGE)
                 valid = keys < tl.where(found, stop, 0)
+                key = key + keys
             elif PAGE:
                 if BLOCK_N % PAGE == 0 and BLOCK_N <= 8 * PAGE:
                     k_page, v_page, key, valid = tile_in_pages(
@@ -239,42 +233,47 @@ def _union_kernel(
                     )
             else:
                 valid = keys < stop
+                key = key + keys
         else:
             listed = (step * BLOCK_N + keys) // size
             known = listed < blocks
             entry = tl.load(list_ptr + listed, mask=known, other=0)
-            mask = (entry >> 32).to(tl.int32)
             key = entry.to(tl.int32) * size + (step * BLOCK_N + keys - listed * size)
-            seen = (((mask[None, :] >> (r // HEADS)[:, None]) & 1) != 0) & (key[None, :] < limit[:, None])
+            chosen = ((entry >> 32).to(tl.int32)[None, :] >> (r // HEADS)[:, None]) & 1
+            seen = (chosen != 0) & (key[None, :] < limit[:, None])  # [TOKENS * HEADS, BLOCK_N]
             valid = known & (key < farthest)
             if PAGE:
                 k_page, v_page, key, valid = in_page(table_row, key, valid, pages, stride_kb, stride_vb, PAGE)
         if PAGE:
             seen &= valid[None, :]
-        k_at = key.to(tl.int64) * stride_kn
-        v_at = key.to(tl.int64) * stride_vn
+        key = key.to(tl.int64)
+        k_at = key * stride_kn
+        v_at = key * stride_vn
         if PAGE:
             k_at += k_page
             v_at += v_page
-        if TILED and (not PAGE or PAGE % BLOCK_N == 0):  # the tile's keys lie side by side, from `key` on
-            k_ptrs = k_base + k_at * STRIDE_UNIT + (ahead * stride_kn).to(tl.int64)[:, None] * STRIDE_UNIT + d[None, :]
-            v_ptrs = v_base + v_at * STRIDE_UNIT + (ahead * stride_vn).to(tl.int64)[:, None] * STRIDE_UNIT + dv[None, :]
-        else:
-            k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
-            v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
+        k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
+        v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
         k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_N, BLOCK_D]
         v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
-        scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
+        scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
         scores = tl.where(seen, scores, float("-inf"))
         m_new = tl.maximum(m, tl.max(scores, 1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) * factor  # -inf - -inf would be NaN
-        p = tl.exp2(scores * factor - m_safe[:, None])
-        alpha = tl.exp2(m * factor - m_safe)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
+        p = tl.exp2(scores - m_safe[:, None])
+        alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=INPUT_PRECISION)
         m = m_new
+        if TILED:
+            if ONE_TILE:
+                coming = tl.load(list_ptr + tl.minimum(step + 1, steps - 1))
+            else:
+                coming = tl.load(list_ptr + tl.minimum(step + 1, steps - 1) // (size // BLOCK_N))
+            mask = (coming >> 32).to(tl.int32)
+            begin = coming.to(tl.int32) * size
 
-    o, lse = finish(m * factor, l, acc)
+    o, lse = finish(m, l, acc)
     o_off = query_offset(token, S, stride_ob, stride_os, LAYOUT) + head.to(tl.int64) * stride_oh
     o_ptrs = o_ptr + o_off[:, None] * STRIDE_UNIT + dv[None, :]
     tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=exists[:, None] & (dv[None, :] < Dv))

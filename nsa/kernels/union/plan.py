@@ -68,8 +68,8 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
         raise DoesNotFit(f"union: no tile for {g.n} blocks a row, {g.G} query heads a KV head and {g.S_kv} keys")
     variants = _variants(
         device, dtype, call.dtypes(), tile, G=g.G, D=g.D, Dv=g.Dv, LAYOUT=g.layout, PAGE=g.page, CAUSAL=call.causal,
-        TILED=block_size % tile.BLOCK_N == 0, ONE_TILE=block_size <= tile.BLOCK_N,
-        FAR=tile.BLOCK_N * max(g.strides[4], g.strides[7]) > INT32_MAX, STRIDE_UNIT=g.unit, INPUT_PRECISION="ieee",
+        TILED=block_size % tile.BLOCK_N == 0, ONE_TILE=block_size <= tile.BLOCK_N, STRIDE_UNIT=g.unit,
+        INPUT_PRECISION="ieee",
     )  # fmt: skip
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, block_size, *g.strides, g.pages) <= INT32_MAX
     worth = tiles.WORTH if tiles.forced is None else tiles.forced.worth
@@ -129,7 +129,6 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     )
     about = (q_positions, cu_seqlens_q, lengths)
     scale = launch.scale if call.scale is None else call.scale
-    worth = launch.worth if scale > 0 else tiles.NEVER
     tiles_of_call = -(-g.tokens // tile.TOKENS)
     at_once = min(tiles_of_call, launch.at_once)
     lists = workspace(at_once * g.HKV * tile.TOKENS * tile.SLOTS, torch.int64, device)
@@ -141,7 +140,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         sizes = (g.B, g.S, g.S_kv, g.HKV)
         launch.list.launch(
             (now, g.HKV, 1), device, (selection, *about, lists, count, served),
-            (*sizes, g.n, launch.size, g.tokens, first, *worth), narrow,
+            (*sizes, g.n, launch.size, g.tokens, first, *launch.worth), narrow,
         )  # fmt: skip
         (launch.union if lse is None else launch.union_lse).launch(
             (now * g.HKV, 1, 1), device, (q, k, v, out, lse, *about, block_table, lists, count, served),
