@@ -103,16 +103,26 @@ class Step:
         return self.arguments["output"]
 
 
+def selected(position, g):
+    """Two blocks as vLLM's indexer selects them: the query's own and one before; -1 where there is none."""
+    blocks = [-1] * 2
+    if position >= 0:
+        earlier = torch.randperm(position // 128, generator=g).tolist()
+        blocks = [position // 128, *earlier, -1][:2]
+    return blocks if blocks[1] < 0 or torch.rand(1, generator=g) < 0.5 else blocks[::-1]
+
+
 def step(device, name, fp8=None, dtype=DTYPE, queries=2):
-    """Three sequences, one of them empty; selections in a buffer of tokens first, as vLLM has them, padded with -1."""
-    lengths, ends = [200, 0, 129], [0, 3, 3, 5]
-    cache = caches.draw(lengths, 256, 128, HKV=HKV, D=D, Dv=D, device=device, dtype=dtype)
+    """Three sequences, one of them empty; selections in a buffer of tokens first, as in vLLM."""
+    lengths, counts = [300, 0, 129], [3, 0, 2] if name == PREFILL else [queries] * 3
+    cache = caches.draw(lengths, 384, 128, HKV=HKV, D=D, Dv=D, device=device, dtype=dtype)
     if fp8 is not None:
         cache = caches.quantized(cache, per_head=False)
     g = torch.Generator().manual_seed(3)
-    T = ends[-1] if name == PREFILL else 3 * queries
+    T = sum(counts)
     q = torch.randn(T + 2, G * HKV, D, generator=g).to(device, dtype)[:T]
-    picked = torch.tensor([[0, 1, -1], [1, -1, -1]], dtype=torch.int32)[torch.randint(0, 2, (T + 2, HKV), generator=g)]
+    positions = [length - S + s for length, S in zip(lengths, counts, strict=True) for s in range(S)]
+    picked = torch.tensor([[selected(t, g) for _ in range(HKV)] for t in [*positions, 0, 0]], dtype=torch.int32)
     picked = picked.to(device)[:T]
     buffer = torch.empty(T + 2, G * HKV, D, dtype=dtype, device=device)
     halves = (x.view(torch.uint8) if fp8 else x for x in (cache.k, cache.v))
@@ -129,7 +139,7 @@ def step(device, name, fp8=None, dtype=DTYPE, queries=2):
         cache = dataclasses.replace(cache, k_scale=None, v_scale=None)
         q.div_(64)  # keys up to 448
     if name == PREFILL:
-        cu = torch.tensor(ends, dtype=torch.int32, device=device)
+        cu = torch.tensor([0, *counts], device=device).cumsum(0).int()
         arguments |= {"cu_seqlens_q": cu, "max_query_len": 3}
         arguments |= {"prefix_lens": cache.cache_seqlens - cu.diff()}
         want = caches.oracle(q, cache, cu, **selection)[0]
@@ -180,6 +190,19 @@ def test_a_wrong_number_of_tokens_is_refused(device):
         made.run(vllm.minimax_m3_sparse_attn_decode)
 
 
+@pytest.mark.skipif(not GPU, reason="only a GPU can sync")
+@pytest.mark.parametrize("name", vllm.NAMES)
+def test_calls_do_not_sync(device, monkeypatch, name):
+    monkeypatch.setattr(vllm, "_own", refuse)
+    made, function = step(device, name, "scales"), getattr(vllm, name)
+    made.run(function)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        made.run(function)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.skipif(not GPU, reason="graphs need a GPU")
 @pytest.mark.parametrize("fp8", [None, "scales"])
 def test_a_captured_step_replays_with_other_lengths(device, monkeypatch, fp8):
@@ -193,12 +216,11 @@ def test_a_captured_step_replays_with_other_lengths(device, monkeypatch, fp8):
     graph.replay()
     assert not made.arguments["output"].any()
     made.arguments["seq_lens"].copy_(later.arguments["seq_lens"])
-    torch.cuda.set_sync_debug_mode("error")
     graph.replay()
-    torch.cuda.set_sync_debug_mode("default")
     close(made.arguments["output"], made.want)
 
 
+@pytest.mark.skipif(not GPU, reason="Triton's interpreter cannot run vLLM's kernels")
 @pytest.mark.parametrize("fp8", [None, "scales", "1.0"], ids=["half", "fp8", "fp8-without-scales"])
 @pytest.mark.parametrize("name", vllm.NAMES)
 def test_equal_to_vllm(device, name, fp8):
