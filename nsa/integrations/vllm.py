@@ -41,7 +41,6 @@ _said: set[tuple[str, str]] = set()  # what was logged
 # --- the two functions ------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def minimax_m3_sparse_attn(
     q: Tensor,
     kv_cache: Tensor,
@@ -90,7 +89,6 @@ def minimax_m3_sparse_attn(
     )  # fmt: skip
 
 
-@torch.no_grad()
 def minimax_m3_sparse_attn_decode(
     q: Tensor,
     kv_cache: Tensor,
@@ -121,8 +119,8 @@ def minimax_m3_sparse_attn_decode(
     )  # fmt: skip
     _serve(
         "minimax_m3_sparse_attn_decode", given, q.view(B, decode_query_len, HQ, D), kv_cache, num_kv_heads, k_scale,
-        v_scale, block_indices=topk_idx.transpose(0, 1).unflatten(0, (B, decode_query_len)), block_table=block_table,
-        cache_seqlens=seq_lens, scale=sm_scale, out=output.view(B, decode_query_len, HQ, D),
+        v_scale, block_indices=topk_idx.transpose(0, 1).view(B, decode_query_len, *topk_idx.shape[::2]),
+        block_table=block_table, cache_seqlens=seq_lens, scale=sm_scale, out=output.view(B, decode_query_len, HQ, D),
     )  # fmt: skip
 
 
@@ -146,17 +144,19 @@ def _serve(
     Args:
         call: keywords of :func:`nsa.selection_attention_with_kvcache`.
     """
-    D = q.shape[-1]
+    if torch.is_grad_enabled():  # vLLM disables gradients; entering `no_grad` at every call would take 5 us
+        with torch.no_grad():
+            return _serve(name, given, q, kv_cache, num_kv_heads, k_scale, v_scale, **call)
     kind = name, q.dtype, q.device, q.shape[-2:], kv_cache.dtype, kv_cache.shape[1:], num_kv_heads
     why_not = _why_not(*kind)
     if why_not is None and (k_scale is None) != (v_scale is None):
         why_not = "scales: expected k_scale and v_scale, or neither, got one of them"
-    if why_not is None and kind not in _broken:
+    if why_not is None and not (_broken and kind in _broken):
         if kv_cache.dtype is not E4M3:
             k_scale = v_scale = None
         elif k_scale is not None and v_scale is not None and k_scale.dim() > 1:
             k_scale, v_scale = _flat(k_scale), _flat(v_scale)
-        keys, values = kv_cache[..., :D].transpose(1, 2), kv_cache[..., D:].transpose(1, 2)  # [pages, PAGE, HKV, D]
+        keys, values = kv_cache.transpose(1, 2).chunk(2, -1)  # [pages, PAGE, HKV, D] each
         try:
             selection_attention_with_kvcache(
                 q, keys, values, block_size=PAGE, k_scale=k_scale, v_scale=v_scale, backend="triton", **call
@@ -170,10 +170,10 @@ def _serve(
         else:
             if (name, "") not in _said:
                 _say(logging.INFO, name, "", "nsa's kernels serve it")
-            return
+            return None
     if why_not is not None:
         _say(logging.WARNING, name, why_not.partition(":")[0], f"vLLM's own kernel serves such calls: {why_not}")
-    _own(name)(*given)
+    return _own(name)(*given)
 
 
 @lru_cache(maxsize=256)

@@ -172,6 +172,16 @@ def test_equal_to_the_oracle(device, monkeypatch, name, fp8):
     assert {record.route for record in nsa.routes()} <= {"blocks", "key_major", "union"}
 
 
+def test_no_gradients(device, monkeypatch):
+    """As in vLLM's own functions, also where gradients are enabled."""
+    monkeypatch.setattr(vllm, "_own", refuse)
+    made = step(device, DECODE, queries=1)
+    made.arguments["q"] = made.arguments["q"].clone().requires_grad_()
+    assert torch.is_grad_enabled()
+    assert not made.run(vllm.minimax_m3_sparse_attn_decode).requires_grad
+    close(made.arguments["output"], made.want)
+
+
 def test_scales_that_vllm_ignores_or_shapes_otherwise(device, monkeypatch):
     """A cache of 16 bits has none, whatever is passed; one element may be of any shape."""
     monkeypatch.setattr(vllm, "_own", refuse)
@@ -267,12 +277,13 @@ def test_vllm_serves_what_we_cannot(device, fake, caplog, fp8, change, reason):
     assert warned[0].startswith(f"{DECODE}: vLLM's own kernel serves such calls: {reason}")
 
 
-def test_vllm_serves_where_the_gpu_cannot(device, fake, monkeypatch):
+def test_vllm_serves_where_the_gpu_cannot(device, fake, monkeypatch, caplog):
     monkeypatch.setattr(routing, "why_not_triton", lambda device: "this GPU is too old")
     vllm._why_not.cache_clear()
     vllm.install()
     step(device, PREFILL).run(vllm.minimax_m3_sparse_attn)
     assert len(own_calls()) == 1
+    assert caplog.messages == [f"{PREFILL}: vLLM's own kernel serves such calls: this GPU is too old"]
     vllm._why_not.cache_clear()
 
 
