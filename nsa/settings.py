@@ -45,6 +45,7 @@ class Settings:
     debug_compare: bool = False  # log the error of each call against the reference
     debug_shapes: bool = False  # log shapes and strides
     debug_cache: bool = False  # log lengths and page numbers that are impossible for the KV cache
+    vllm: bool = False  # our kernels serve MiniMax-M3 in vLLM (nsa.integrations.vllm)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash(dataclasses.astuple(self)))

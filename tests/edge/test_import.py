@@ -33,7 +33,10 @@ import torch
 before = loaded()
 import nsa, nsa.kernels, nsa.kernels.query_major.tiles, nsa.plain.packed_sdpa, nsa.legacy, nsa.ops
 assert loaded() == before, set(loaded()) - set(before)
-assert "nsa.kernels.query_major.plan" not in sys.modules
+assert not {"nsa.kernels.query_major.plan", "nsa.integrations"} & sys.modules.keys()
+import nsa.integrations.vllm
+assert loaded() == before
+assert "vllm" not in sys.modules
 
 q, k = torch.randn(1, 3, 4, 16), torch.randn(1, 9, 2, 16)
 ranges = torch.tensor([0, 5], dtype=torch.int32).expand(1, 3, 2, 1, 2)

@@ -23,7 +23,7 @@ from nsa.testing.compile import budgets
 
 ROOT = Path(nsa.__file__).parents[1]
 PARTS = ("pyproject.toml", "README.md", "LICENSE", "nsa", "nsa_pytest.py")
-ENTRY_POINTS = "[pytest11]\nnsa_pytest = nsa_pytest\n"
+ENTRY_POINTS = "[pytest11]\nnsa_pytest = nsa_pytest\n\n[vllm.general_plugins]\nnsa = nsa.integrations.vllm:plugin\n"
 SETUPTOOLS = 77
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.{}(sys.argv[1]))"
 

@@ -16,7 +16,7 @@ from nsa import routing
 BASE = str(Path(settings.__file__).parent / "configs" / "base.yaml")
 NAMES = (
     "use_triton_sel, sel_triton_min_L, sel_triton_group, sel_triton_db, batch_invariant, use_sel_pack, force_parity, "
-    "probe, debug_timing, debug_compare, debug_shapes, debug_cache"
+    "probe, debug_timing, debug_compare, debug_shapes, debug_cache, vllm"
 )
 INTEGER = "expected a non-negative integer"
 

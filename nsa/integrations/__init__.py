@@ -1,0 +1,1 @@
+"""Places where other programs call our kernels by their own names. `import nsa` imports none of them."""

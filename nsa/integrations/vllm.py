@@ -1,0 +1,335 @@
+"""MiniMax-M3's sparse attention in vLLM, on our kernels (docs/vllm.md).
+
+:func:`minimax_m3_sparse_attn` and :func:`minimax_m3_sparse_attn_decode` have the names, arguments and layouts of two
+functions of vLLM. :func:`install` puts ours in the place of vLLM's. :func:`plugin` does so in every process that vLLM
+starts, if the setting ``vllm`` asks for it. vLLM's own functions are kept, and serve what our kernels cannot.
+
+vLLM is imported when :func:`install` or a call needs it, and not before.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa import dispatch, routing, settings
+from nsa.api import selection_attention_with_kvcache
+from nsa.validate import E4M3
+
+VERSIONS = ("0.33.0",)  # of vLLM, whose functions have the signatures and layouts below
+OPS = "vllm.models.minimax_m3.common.ops.sparse_attn"  # the module that defines the functions
+PAGE = 128  # keys of a page and of a block: vLLM's kernels know no other number
+
+# vLLM shows records below WARNING only of loggers under its own.
+logger = logging.getLogger("vllm.nsa")
+
+_kept: dict[str, Callable[..., None]] = {}  # vLLM's own functions, by name, while ours are in their place
+_broken: set[tuple[Any, ...]] = set()  # kinds of calls for which a kernel of ours failed
+_said: set[tuple[str, str]] = set()  # what was logged
+
+
+# --- the two functions ------------------------------------------------------------------------------------------------
+
+
+def minimax_m3_sparse_attn(
+    q: Tensor,
+    kv_cache: Tensor,
+    topk_idx: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    prefix_lens: Tensor,
+    max_query_len: int,
+    num_kv_heads: int,
+    sm_scale: float,
+    output: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Attention of prompts and chunks of prompts over the selected blocks, as vLLM 0.33.0's function of this name.
+
+    Args:
+        q: ``[T, HQ, D]``, fp16 or bf16, packed queries.
+        kv_cache: ``[pages, HKV, 128, 2 D]``, keys in the first half of the last dim and values in the second. In
+            ``q``'s dtype or ``float8_e4m3fn``.
+        topk_idx: ``[HKV, T, n]`` int32, blocks of 128 keys; negative: none.
+        block_table: ``[B, width]`` int32, the pages of each sequence.
+        cu_seqlens_q: ``[B + 1]`` int32, cumulative numbers of queries. Tokens after the last sequence get zeros.
+        seq_lens: ``[B]`` int32, keys of each sequence, those of its queries included.
+        prefix_lens: ``[B]``, keys before the queries. Not read: it is ``seq_lens`` less the number of queries.
+        max_query_len: host bound on the queries of a sequence, in tokens.
+        num_kv_heads: ``HKV``.
+        sm_scale: factor of the scores.
+        output: ``[T, HQ, D]`` in ``q``'s dtype; the result is written there.
+        k_scale, v_scale: fp32 tensors of one element, or ``[HKV]``, on ``q``'s device. Ignored if the cache is not fp8.
+
+    A call that our kernels cannot serve goes to vLLM's own function, and one line of the log says why.
+
+    Raises:
+        ImportError: our kernels cannot serve the call, and vLLM is not installed.
+    """
+    given = (
+        q, kv_cache, topk_idx, block_table, cu_seqlens_q, seq_lens, prefix_lens, max_query_len, num_kv_heads, sm_scale,
+        output, k_scale, v_scale,
+    )  # fmt: skip
+    _serve(
+        "minimax_m3_sparse_attn", given, q, kv_cache, num_kv_heads, k_scale, v_scale,
+        block_indices=topk_idx.transpose(0, 1), block_table=block_table, cache_seqlens=seq_lens, scale=sm_scale,
+        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_query_len, out=output,
+    )  # fmt: skip
+
+
+def minimax_m3_sparse_attn_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    topk_idx: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    num_kv_heads: int,
+    sm_scale: float,
+    output: Tensor,
+    decode_query_len: int,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """The same for decode steps, where every sequence has ``decode_query_len`` queries: ``T = B * decode_query_len``.
+
+    A sequence of length 0, which is a padded row of a captured graph, gets zeros.
+
+    Raises:
+        ValueError: ``q`` has another number of tokens.
+        ImportError: as :func:`minimax_m3_sparse_attn`.
+    """
+    B, (T, HQ, D) = seq_lens.shape[0], q.shape
+    if T != B * decode_query_len:
+        raise ValueError(f"q: expected {B} sequences of {decode_query_len} queries, got {T} tokens")
+    given = (
+        q, kv_cache, topk_idx, block_table, seq_lens, num_kv_heads, sm_scale, output, decode_query_len, k_scale,
+        v_scale,
+    )  # fmt: skip
+    _serve(
+        "minimax_m3_sparse_attn_decode", given, q.view(B, decode_query_len, HQ, D), kv_cache, num_kv_heads, k_scale,
+        v_scale, block_indices=topk_idx.transpose(0, 1).view(B, decode_query_len, *topk_idx.shape[::2]),
+        block_table=block_table, cache_seqlens=seq_lens, scale=sm_scale, out=output.view(B, decode_query_len, HQ, D),
+    )  # fmt: skip
+
+
+NAMES: dict[str, Callable[..., None]] = {
+    f.__name__: f for f in (minimax_m3_sparse_attn, minimax_m3_sparse_attn_decode)
+}
+
+
+def _serve(
+    name: str,
+    given: tuple[Any, ...],
+    q: Tensor,
+    kv_cache: Tensor,
+    num_kv_heads: int,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    **call: Any,
+) -> None:
+    """Run a call on our kernels, or on vLLM's own function with the arguments ``given``.
+
+    Args:
+        call: keywords of :func:`nsa.selection_attention_with_kvcache`.
+    """
+    if torch.is_grad_enabled():  # vLLM disables gradients; entering `no_grad` at every call would take 5 us
+        with torch.no_grad():
+            return _serve(name, given, q, kv_cache, num_kv_heads, k_scale, v_scale, **call)
+    kind = name, q.dtype, q.device, q.shape[-2:], kv_cache.dtype, kv_cache.shape[1:], num_kv_heads
+    why_not = _why_not(*kind)
+    if why_not is None and (k_scale is None) != (v_scale is None):
+        why_not = "scales: expected k_scale and v_scale, or neither, got one of them"
+    if why_not is None and not (_broken and kind in _broken):
+        if kv_cache.dtype is not E4M3:
+            k_scale = v_scale = None
+        elif k_scale is not None and v_scale is not None and k_scale.dim() > 1:
+            k_scale, v_scale = _flat(k_scale), _flat(v_scale)
+        keys, values = kv_cache.transpose(1, 2).chunk(2, -1)  # [pages, PAGE, HKV, D] each
+        try:
+            selection_attention_with_kvcache(
+                q, keys, values, block_size=PAGE, k_scale=k_scale, v_scale=v_scale, backend="triton", **call
+            )
+        except (ValueError, TypeError) as error:  # of validation, before anything is launched
+            why_not = str(error)
+        except torch.OutOfMemoryError:
+            why_not = "memory: our kernel's workspace did not fit"
+        except dispatch.failures() as error:
+            _failed(kind, error)
+        else:
+            if (name, "") not in _said:
+                _say(logging.INFO, name, "", "nsa's kernels serve it")
+            return None
+    if why_not is not None:
+        _say(logging.WARNING, name, why_not.partition(":")[0], f"vLLM's own kernel serves such calls: {why_not}")
+    return _own(name)(*given)
+
+
+@lru_cache(maxsize=256)
+def _why_not(
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    heads: Sequence[int],
+    keys: torch.dtype,
+    page: Sequence[int],
+    num_kv_heads: int,
+) -> str | None:
+    """Why our kernels cannot serve calls of a kind, or None if they can.
+
+    Args:
+        heads: ``[HQ, D]``.
+        keys, page: dtype of the cache, and its shape without the number of pages.
+    """
+    expected = [num_kv_heads, PAGE, 2 * heads[1]]
+    if list(page) != expected:
+        return f"kv_cache: expected [pages, HKV, {PAGE}, 2 D] = [pages, {str(expected)[1:]}, got [pages, *{list(page)}]"
+    return routing.obstacle(dtype, device, routing.why_not_triton(device), keys)
+
+
+def _flat(scale: Tensor) -> Tensor:
+    """A scale of one element as ``[1]``. One for each token stays as it is, which validation refuses."""
+    return scale.view(1) if scale.numel() == 1 else scale
+
+
+def _failed(kind: tuple[Any, ...], error: BaseException) -> None:
+    """Remember that a kernel of ours is broken. A failure during graph capture is not remembered (`nsa.dispatch`).
+
+    Raises:
+        ``error``, if it is not the kernel's fault.
+    """
+    dispatch.remember(f"vLLM {kind}", None, kind[0], error, "vLLM's own kernel")
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        _broken.add(kind)
+
+
+def _own(name: str) -> Callable[..., None]:
+    """vLLM's own function."""
+    if name not in _kept:
+        theirs: Callable[..., None] = getattr(importlib.import_module(OPS), name)
+        return _kept.get(name, theirs)  # the import may have put ours in its place
+    return _kept[name]
+
+
+def _say(level: int, name: str, about: str, text: str) -> None:
+    """Log a line, once for each function and subject."""
+    if (name, about) not in _said:
+        _said.add((name, about))
+        logger.log(level, "%s: %s", name, text)
+
+
+# --- in vLLM's place --------------------------------------------------------------------------------------------------
+
+
+def plugin() -> None:
+    """The entry point of ``vllm.general_plugins``: :func:`install`, if the setting ``vllm`` asks for it.
+
+    What stands in the way is logged as a warning, because a server must start without us, too.
+    """
+    try:
+        if settings.get().vllm:
+            install()
+    except (ValueError, ImportError, RuntimeError) as error:
+        logger.warning("nsa: %s; vLLM keeps its own kernels", error)
+
+
+def install() -> None:
+    """Put our functions in the place of vLLM's in this process, also where they were imported before.
+
+    If vLLM's module is not loaded yet, our functions are put there when it is. A second call changes nothing.
+
+    Raises:
+        ImportError: vLLM is not installed.
+        RuntimeError: its version is none of ``VERSIONS``, or the GPUs are AMD's, for which vLLM has other functions.
+    """
+    version = str(importlib.import_module("vllm").__version__)
+    if version.partition("+")[0] not in VERSIONS:
+        raise RuntimeError(f"vLLM {version} is unknown, expected one of: {', '.join(VERSIONS)}")
+    if torch.version.hip is not None:
+        raise RuntimeError("expected NVIDIA GPUs, got a PyTorch for AMD")
+    if _hook in sys.meta_path:
+        return
+    sys.meta_path.insert(0, _hook)
+    logger.info("nsa replaces %s in vLLM %s", " and ".join(NAMES), version)
+    loaded = sys.modules.get(OPS)
+    if loaded is not None:
+        _put(loaded)
+
+
+def restore() -> None:
+    """Undo :func:`install`. Captured CUDA graphs keep the kernels that they were captured with."""
+    if _hook in sys.meta_path:
+        sys.meta_path.remove(_hook)
+    for name, theirs in _kept.items():
+        _replace(NAMES[name], theirs)
+    for memory in (_kept, _broken, _said):
+        memory.clear()
+
+
+def installed() -> list[str]:
+    """The loaded modules of vLLM that have our functions, in order of their names."""
+    ours = list(NAMES.values())
+    return sorted({module for module, _, value in _names() if any(value is f for f in ours)})
+
+
+def _put(module: ModuleType) -> None:
+    """Replace vLLM's functions in the module that defines them, and in all that imported them from there."""
+    for name, ours in NAMES.items():
+        wanted = list(inspect.signature(ours).parameters)
+        theirs = getattr(module, name, None)
+        found = list(inspect.signature(theirs).parameters) if callable(theirs) else None
+        if found != wanted:
+            logger.warning("nsa: %s: expected arguments %s, got %s; vLLM keeps its own kernels", name, wanted, found)
+            return
+    for name, ours in NAMES.items():
+        _kept[name] = getattr(module, name)
+        _replace(_kept[name], ours)
+    logger.info("nsa's functions are in place in %s", ", ".join(installed()))
+
+
+def _replace(old: object, new: object) -> None:
+    for module, name, value in _names():
+        if value is old:
+            setattr(sys.modules[module], name, new)
+
+
+def _names() -> Iterator[tuple[str, str, object]]:
+    """``(module, name, value)`` of all names in the loaded modules of vLLM."""
+    for module, loaded in list(sys.modules.items()):
+        if module.partition(".")[0] == "vllm":
+            for name, value in list(getattr(loaded, "__dict__", {}).items()):
+                yield module, name, value
+
+
+class _Loader(SourceFileLoader):
+    """Loads vLLM's module and replaces its functions before another module can import them."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        _put(module)
+
+
+class _Hook:
+    """Finds vLLM's module for :class:`_Loader`. A member of ``sys.meta_path``."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == OPS else None
+        if spec is None or not isinstance(spec.loader, SourceFileLoader):
+            return None
+        spec.loader = _Loader(name, spec.loader.path)
+        return spec
+
+
+_hook = _Hook()
