@@ -31,7 +31,7 @@ WORDS = {
     "ranges": "query-major",
     "blocks": "query-major",
     "key_major": "key-major",
-    "union": "unions of neighbouring queries' blocks",
+    "union": "union",
     "per_head": "query-major, a head a program",
     "sdpa": "packed SDPA",
     "reference": "the gather reference",

@@ -268,7 +268,8 @@ def triton_route(call: Call, dims: Dims, device_name: str | None) -> tuple[str, 
         if taken and key_tiles.pays(dims.B, queries, S_kv, dims.S_kv, dims.HKV, dims.n, call.block_size):
             union = dims.G in UNION_GROUPS and union_tiles.fits(dims.S_kv, call.block_size)
             union = union and call.k.dtype == call.q.dtype
-            return "union" if union else "key_major", _why(device_name, dims.G, start)
+            why = _why(device_name, dims.G, start)
+            return ("union", f"{why}; union serves neighbours that share blocks") if union else ("key_major", why)
     return "blocks", None
 
 

@@ -281,7 +281,8 @@ WRONG = {
 def test_wrong_calls_say_what_is_expected(device, name):
     q, cache, selection = draw(device)
     keywords, error, text = WRONG[name]
-    keywords = dict(keywords)
+    on_cpu = (name for name, x in keywords.items() if isinstance(x, torch.Tensor) and x.device.type == "cpu")
+    keywords = keywords | {name: keywords[name].to(device) for name in on_cpu}
     if "q" in keywords:
         q = q.to(keywords.pop("q"))
     k, v = (x.to(keywords.pop(y, E4M3)) for x, y in ((cache.k.float(), "k"), (cache.v.float(), "v")))

@@ -175,10 +175,10 @@ def test_doctor_says_where_kernels_are_compiled(gpu, monkeypatch, tmp_path, mode
 ON = {
     "packed rows": "query-major (dense_group, varlen_group): no threshold, no fallback",
     "spans": "query-major (ranges): rows are long enough for Triton",
-    "blocks, 8192 queries": "key-major (key_major): 1024 queries or more with G = 16: key-major is faster, measured on",
+    "blocks, 8192 queries": "union (union): 1024 queries or more with G = 16: key-major is faster, measured on",
     "blocks, 1 query": "query-major (blocks): rows are long enough for Triton",
     "cache, 1 query": "query-major (blocks): rows are long enough for Triton",
-    "cache, 2048 queries": "key-major (key_major): 512 queries or more with G = 16: key-major is faster, measured on",
+    "cache, 2048 queries": "union (union): 512 queries or more with G = 16: key-major is faster, measured on",
     "backward": "backward kernels: dQ, then dK and dV by key blocks: decided as forward",
 }
 ALL = [kind for kind in ON if kind != "packed rows"]  # that routing decides about

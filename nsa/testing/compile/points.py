@@ -7,7 +7,7 @@ import dataclasses
 from nsa import routing
 from nsa.kernels.query_major import tiles
 
-MOST = 90
+MOST = 120
 """The most points of one architecture. Points from a GPU's table of tiles are added to `POINTS` up to this number."""
 
 
