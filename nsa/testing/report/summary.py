@@ -20,7 +20,7 @@ PREFILL_VERSUS = {
     "q-major": "speedup_vs_query_major",  # our schedules, asked for by name
     "k-major": "speedup_vs_key_major",
 }
-PEERS = ("fla",)  # names of nsa.testing.contestants.peers
+PEERS = ("fla", "vllm")  # names of nsa.testing.contestants.peers
 VERSUS = {
     "replaced": "speedup_vs_fallback",  # packed SDPA with its packing, which routing would run instead
     "gather+SDPA": "speedup_vs_sdpa_end_to_end",  # gather from the cache and SDPA, with an index made beforehand
