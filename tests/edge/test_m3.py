@@ -14,6 +14,7 @@ from nsa.testing.matrix import m3
 from nsa.testing.matrix.caches import E4M3, oracle
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.m3 import Group, Shape
+from nsa.testing.report import summary
 
 STEP = Case(2, 16, 16, 48, 6, "decode", "fp32", HKV=2, S_kv=64, block_size=16)
 CHUNK = Case(2, 16, 16, 48, 20, "prefill", "fp32", HKV=1, S=20, S_kv=64, block_size=16, shared=0.9)
@@ -147,3 +148,17 @@ def test_without_vllm_nothing_is_beside(monkeypatch):
     peers.installed.cache_clear()
     assert peers.vllm() == {}
     peers.installed.cache_clear()
+
+
+def test_a_run_ends_with_a_line_for_each_shape():
+    facts = [
+        {"impl": "m3", "case": "m3-fp8-decode-B64", "group": "m3, fp8", "median": 48e-6, "share_of_read": 0.925,
+         "speedup_vs_vllm": 2.03, "speedup_vs_bf16": 1.96, "share_of_ceiling": 0.9, "gbps": 2700.0},
+        {"impl": "m3", "case": "m3-decode-B8, eager", "group": "m3, host", "median": 35e-6, "speedup_vs_vllm": None},
+    ]  # fmt: skip
+    lines = summary.lines(facts)
+    assert [line.split() for line in lines[1:3]] == [
+        ["m3-fp8-decode-B64", "48.00", "us", "2.03x", "1.96x", "-", "92.5%"],
+        ["m3-decode-B8,", "eager", "35.00", "us", "-", "-", "-", "-"],
+    ]
+    assert not any("of ceiling" in line for line in lines), "in a table of their own, and in no other"

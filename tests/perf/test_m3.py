@@ -1,15 +1,17 @@
 """The shapes of MiniMax-M3's sparse attention over its cache, in bf16 and fp8, beside vLLM's kernels if installed."""
 
+import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+import nsa
 from nsa.testing.clock import timing
 from nsa.testing.clock.measure import Measurement, gate_figures, measure, run_facts
-from nsa.testing.contestants.m3 import APART, DENSE, M3, M3_16
-from nsa.testing.contestants.peers import vllm
+from nsa.testing.contestants.m3 import APART, DENSE, M3, M3_16, arguments
+from nsa.testing.contestants.peers import VLLM, installed, vllm, vllm_arguments
 from nsa.testing.contestants.sdpa import END_TO_END, PACKED
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix import m3
@@ -47,36 +49,37 @@ def test_m3(name: str, problem: Problem, publish, machine_sampling: dict[str, An
 
 def facts(name: str, result: Measurement) -> dict[str, Any]:
     """Ratios to vLLM and to other calls of ours, and the share of the rate at which this GPU reads memory."""
-    found = {"shape": name} | {
+    return {
+        "case": name,  # one in fp8 has the fields of the one in bf16
         "speedup_vs_vllm": result.speedup("vllm"),
         "speedup_vs_calls_apart": result.speedup(APART.name),
         "speedup_vs_bf16": result.speedup(M3_16.name),
         "share_of_read": result.problem.unique_bytes / result.ours.median / result.ceilings.read,
     }
-    words = [f"{name}: {result.ours.median * 1e6:.1f} us", f"{found['share_of_read']:.1%} of the read ceiling"]
-    named = {"vllm": "vLLM", APART.name: "two calls", M3_16.name: "bf16"}
-    words += [f"{result.speedup(x):.2f}x {word}" for x, word in named.items() if x in result.times]
-    return found | {"note": ", ".join(words)}
 
 
 @pytest.mark.parametrize("name", ["m3-decode-B8"])
 def test_eager_call(name: str, problem: Problem, device: torch.device, publish, sampling: dict[str, int]) -> None:
-    """What the host spends on a decode step that is not captured."""
-    oracle = Oracle.of(problem)
-    impls = {"ours": M3} | vllm()
-    for impl in impls.values():
-        assert_parity(impl.run(problem), oracle, impl.name)
+    """What the host spends on a decode step that is not captured. Both calls are given their arguments ready made."""
+    oracle, out = Oracle.of(problem), torch.empty_like(problem.q)
     rows = Case(4, 64, 64, 64, 16, "few", "bf16").make(device)
     rows.rows  # noqa: B018  (packing is not what is timed)
-    calls = {who: partial(impl.run, problem) for who, impl in impls.items()} | {PACKED.name: partial(PACKED.run, rows)}
+    calls = {"ours": partial(nsa.selection_attention_with_kvcache, **arguments(problem), out=out)}
+    if vllm():
+        step = installed(VLLM).minimax_m3_sparse_attn_decode
+        calls["vllm"] = partial(step, **vllm_arguments(problem)[0], output=out.flatten(0, 1))
+    for who, call in calls.items():
+        out.fill_(math.nan)
+        call()
+        assert_parity(out, oracle, who)
+    calls[PACKED.name] = partial(PACKED.run, rows)
     how: dict[str, Any] = sampling | {"sync": torch.cuda.synchronize, "budget_s": HOST_BUDGET_S}
 
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         times = timing.together([timing.time_host(calls, **how) for _ in range(ROUNDS)])
-        us = {who: t.median * 1e6 for who, t in times.items()}
-        found = {"shape": name, "impl": M3.name, "us": us["ours"], "medians": {who: x / 1e6 for who, x in us.items()}}
-        found["speedup_vs_vllm"] = us["vllm"] / us["ours"] if "vllm" in us else None
-        found["note"] = f"{name}, eager: " + ", ".join(f"{who} {x:.1f} us" for who, x in us.items())
+        medians = {who: t.median for who, t in times.items()}
+        found = {"case": f"{name}, eager", "impl": M3.name, "us": medians["ours"] * 1e6, "medians": medians}
+        found["speedup_vs_vllm"] = medians["vllm"] / medians["ours"] if "vllm" in medians else None
         return times["ours"], run_facts(device) | problem.case.fields() | gate_figures(times, [PACKED.name]) | found
 
     publish("m3, host", *take(), again=take)

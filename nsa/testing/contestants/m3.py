@@ -20,17 +20,20 @@ from nsa.testing.matrix.problem import Problem
 TAIL = 4096  # queries of a sequence that dense attention computes, at most: its last ones
 
 
+def arguments(p: Problem, make: Callable[[Problem], Combined] = combined) -> dict[str, Any]:
+    """Our arguments for the whole batch in one call; `cu_seqlens_q` among them if it is ragged."""
+    cache = p.derived(make)
+    found = {"q": p.q, "k_cache": cache.k, "v_cache": cache.v, **cache.arguments, "causal": p.causal, "scale": p.scale}
+    found |= {"block_indices": p.block_indices, "block_size": p.block_size, "max_selected": p.case.L}
+    found |= {"cu_seqlens_q": p.cu_seqlens, "max_seqlen_q": max(p.case.seqlens)} if p.case.seqlens else {}
+    return found | {"backend": "triton"}
+
+
 def _one_call(make: Callable[[Problem], Combined]) -> Call:
-    """The whole batch in one call; a ragged batch with `cu_seqlens_q`."""
+    entry: Callable[..., Any] = nsa.selection_attention_with_kvcache
 
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
-        cache = p.derived(make)
-        how: dict[str, Any] = {"block_indices": p.block_indices, "block_size": p.block_size, "causal": p.causal}
-        how |= {"scale": p.scale, "max_selected": p.case.L, "return_lse": return_lse, "out": out}
-        how |= {"cu_seqlens_q": p.cu_seqlens, "max_seqlen_q": max(p.case.seqlens)} if p.case.seqlens else {}
-        return nsa.selection_attention_with_kvcache(
-            p.q, cache.k, cache.v, **cache.arguments, **how, backend="triton"
-        )  # fmt: skip
+        return entry(**arguments(p, make), return_lse=return_lse, out=out)
 
     return call
 
