@@ -1,6 +1,7 @@
 """The shapes of MiniMax-M3 in the perf lane: what is timed there, and what its comparators are given."""
 
 import dataclasses
+import inspect
 import sys
 from types import ModuleType
 
@@ -148,6 +149,17 @@ def test_what_is_timed():
     }
     assert {name for name, c in cases.items() if c.shared} == {name for name in cases if name.endswith("shared0.9")}
     assert all(peers.vllm_supports(c) is None for c in cases.values())
+
+
+@pytest.mark.parametrize("name", ["step", "fp8"])
+def test_vllm_itself_takes_these_arguments(device, name):
+    if not peers.vllm():
+        pytest.skip("vLLM with kernels for MiniMax-M3 is not installed")
+    problem, module = m3.make(SMALL[name], device), peers.installed(peers.VLLM)
+    for arguments in peers.vllm_arguments(problem):
+        step = "decode_query_len" in arguments
+        function = module.minimax_m3_sparse_attn_decode if step else module.minimax_m3_sparse_attn
+        inspect.signature(function).bind(**arguments, output=problem.q)
 
 
 def test_without_vllm_nothing_is_beside(monkeypatch):
