@@ -173,11 +173,13 @@ def test_a_run_ends_with_a_line_for_each_shape():
     facts = [
         {"impl": "m3", "case": "m3-fp8-decode-B64", "group": "m3, fp8", "median": 48e-6, "share_of_read": 0.925,
          "speedup_vs_vllm": 2.03, "speedup_vs_bf16": 1.96, "share_of_ceiling": 0.9, "gbps": 2700.0},
-        {"impl": "m3", "case": "m3-decode-B8, eager", "group": "m3, host", "median": 35e-6, "speedup_vs_vllm": None},
+        {"impl": "m3", "case": "m3-decode-B8, eager", "group": "m3, host", "median": 35e-6, "speedup_vs_vllm": None,
+         "left_out": {"vllm": "wrong: error 1 > bound 0.1"}},
     ]  # fmt: skip
     lines = summary.lines(facts)
     assert [line.split() for line in lines[1:3]] == [
         ["m3-fp8-decode-B64", "48", "us", "2.03", "1.96", "-", "92.5%"],
         ["m3-decode-B8,", "eager", "35", "us", "-", "-", "-", "-"],
     ]
+    assert lines[3] == "  vllm not timed: wrong: error 1 > bound 0.1"
     assert not any("of ceiling" in line for line in lines), "in a table of their own, and in no other"

@@ -158,6 +158,7 @@ def _m3_table(facts: list[Fact]) -> list[str]:
         cells = "".join(f"{_ratio(fact.get(key)):>12}" for key in heads.values())
         share = fact.get("share_of_read")
         text.append(f"{fact['case']:30}{seconds(fact['median']):>9}{cells}{'-' if not share else f'{share:.1%}':>9}")
+        text += [f"  {name} not timed: {reason}" for name, reason in (fact.get("left_out") or {}).items()]
     text.append("  of read: unique bytes over time, as a share of the measured rate of reads")
     return text
 
