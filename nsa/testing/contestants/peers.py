@@ -17,10 +17,13 @@ from torch import Tensor
 from nsa.dispatch import failures
 from nsa.kernels.query_major.tiles import next_power_of_2
 from nsa.testing.contestants.contract import Contestant
+from nsa.testing.matrix import m3
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.problem import Problem
 
 FLA = "fla.ops.nsa.parallel"
+VLLM = "vllm.models.minimax_m3.common.ops.sparse_attn"
+VLLM_STEP = 16  # queries of a sequence, up to which a call counts as a decode or speculative step
 # Errors of importing a peer that does not fit this torch or Triton. Such a peer counts as not installed.
 UNUSABLE: tuple[type[BaseException], ...] = (*failures(), AttributeError, TypeError)
 
@@ -96,3 +99,69 @@ def fla_supports(case: Case) -> str | None:
     if min(case.H, case.block_size) < 16 or not powers:
         return f"needs a group and blocks of 16, 32, 64, …, got {case.H} and {case.block_size}"
     return None
+
+
+def vllm() -> dict[str, Contestant]:
+    """vLLM's kernels for MiniMax-M3 over the caches of `matrix/m3.py`, if they can be imported here."""
+    module = installed(VLLM)
+    names = ("minimax_m3_sparse_attn", "minimax_m3_sparse_attn_decode")
+    if module is None or not all(hasattr(module, name) for name in names):
+        return {}
+    call = _vllm(*(getattr(module, name) for name in names))
+    return {"vllm": Contestant("vllm", call, supports=vllm_supports, lse=False)}
+
+
+def vllm_supports(case: Case) -> str | None:
+    """Why vLLM's kernels do not take a case; None if they do. They read as many blocks as lie before the query."""
+    if case.source != "blocks" or case.dist not in ("decode", "prefill") or case.positions or not case.causal:
+        return "takes causal blocks, the own block among them"
+    return None if case.D == case.Dv else f"takes Dv = D, got {case.D} and {case.Dv}"
+
+
+def _vllm(chunks: Callable[..., None], steps: Callable[..., None]) -> Any:
+    """A call for each group of equal sequences, into one output, as vLLM serves a ragged batch."""
+
+    def call(p: Problem, return_lse: bool, out: Tensor | None) -> Tensor:
+        o = torch.empty_like(p.q) if out is None else out
+        for group, arguments in zip(m3.groups(p.case), p.derived(vllm_arguments), strict=True):
+            function = steps if "decode_query_len" in arguments else chunks
+            try:
+                function(**arguments, output=o.flatten(0, -3)[group.tokens])
+            except (TypeError, AttributeError) as error:
+                raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
+        return o
+
+    return call
+
+
+def vllm_arguments(p: Problem) -> list[dict[str, Any]]:
+    """vLLM's arguments, without the output, for each group of sequences. Its own server makes them before the call.
+
+    Blocks are `[HKV, T, n]` with padding last. Scales are one number each, vLLM's faster way: ours are equal for all
+    heads.
+    """
+    cache, blocks = p.derived(m3.combined), p.block_indices
+    assert blocks is not None
+    assert cache.block_table is not None
+    blocks = blocks.flatten(0, -3)
+    blocks = blocks.masked_fill(blocks < 0, 2**31 - 1).sort(-1).values
+    blocks = blocks.masked_fill(blocks == 2**31 - 1, -1).transpose(0, 1).contiguous()
+    scales = {} if p.scales is None else {"k_scale": p.scales[0][:1].clone(), "v_scale": p.scales[1][:1].clone()}
+    found: list[dict[str, Any]] = []
+    for group in m3.groups(p.case):
+        lengths = cache.cache_seqlens[group.sequences].clone()
+        ends = torch.arange(group.B + 1, dtype=torch.int32, device=p.q.device) * group.S
+        step = {"decode_query_len": group.S}
+        chunk = {"cu_seqlens_q": ends, "prefix_lens": lengths - group.S, "max_query_len": group.S}
+        found.append({
+            "q": p.q.flatten(0, -3)[group.tokens],
+            "kv_cache": cache.pages,
+            "topk_idx": blocks[:, group.tokens],
+            "block_table": cache.block_table[group.sequences],
+            "seq_lens": lengths,
+            "num_kv_heads": p.case.HKV,
+            "sm_scale": p.scale or p.case.D**-0.5,
+            **(step if group.S <= VLLM_STEP else chunk),
+            **scales,
+        })  # fmt: skip
+    return found

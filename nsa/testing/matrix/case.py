@@ -16,7 +16,7 @@ from nsa.testing.matrix.problem import Problem
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CACHE = 2048  # keys that each row owns if its spans are read from a cache
-LARGE = 16_384  # above this many rows a problem is not packed, and the oracle answers only some queries
+LARGE = 16_384  # from this many rows on a problem is not packed, and the oracle answers only some queries
 SOURCES = {
     "few": "rows", "many": "ranges", "mixed": "ranges", "decode": "blocks", "prefill": "blocks", "overlap": "ranges",
 }  # fmt: skip
@@ -89,7 +89,7 @@ class Case:
     @property
     def large(self) -> bool:
         """Whether a packed copy, or the oracle's answer for all rows, would take too much memory."""
-        return self.N > LARGE
+        return self.N >= LARGE
 
     @property
     def torch_dtype(self) -> torch.dtype:

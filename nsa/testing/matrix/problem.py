@@ -63,6 +63,7 @@ class Problem:
     cu_seqlens: Tensor | None = None
     cu_seqlens_k: Tensor | None = None  # None: as `cu_seqlens`
     scale: float | None = None
+    scales: tuple[Tensor, Tensor] | None = None  # k_scale and v_scale of the fp8 cache that k and v stand for
     extra: dict[str, Any] = field(default_factory=dict)  # tensors computed outside of the timing, shared with clones
 
     @property
@@ -161,7 +162,7 @@ class Problem:
 
     @cached_property
     def unique_bytes(self) -> int:
-        """The least traffic in bytes: each selected key and value once, `q` once, the output once."""
+        """The least traffic in bytes: each selected key and value once (of one byte if `scales`), `q`, the output."""
         base, start, end = self.clamped
         keys, HKV = self.k.flatten(0, -3).shape[:2]
         # The number of spans over a key is a running sum over the keys: +1 where a span starts, -1 where it ends.
@@ -172,7 +173,8 @@ class Problem:
             change.index_put_((((base[:, None] + at) * HKV + head).flatten(),), step, accumulate=True)
         seen = int((change.view(-1, HKV).cumsum(0) > 0).sum())
         size, case = self.q.element_size(), self.case
-        return (seen + self.q.numel() // case.D) * (case.D + case.Dv) * size
+        cached = size if self.scales is None else 1
+        return (seen * cached + self.q.numel() // case.D * size) * (case.D + case.Dv)
 
     @cached_property
     def flops(self) -> int:

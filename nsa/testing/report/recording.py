@@ -143,6 +143,11 @@ def servings(facts: Iterable[Fact]) -> list[Fact]:
     return [fact for fact in facts if re.fullmatch(r"kvcache|paged\d+", str(fact.get("impl")))]
 
 
+def m3(facts: Iterable[Fact]) -> list[Fact]:
+    """The facts of MiniMax-M3's shapes."""
+    return [fact for fact in facts if fact.get("impl") == "m3"]
+
+
 def geomean(values: Iterable[float | None]) -> float | None:
     """Geometric mean of the values that are known; None if none is."""
     known = [value for value in values if value]

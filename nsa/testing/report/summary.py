@@ -9,7 +9,7 @@ from pathlib import Path
 
 import nsa.gpu
 from nsa import settings
-from nsa.testing.report.recording import Fact, geomean, grouped, kernels, prefills, servings, trainings, worst
+from nsa.testing.report.recording import Fact, geomean, grouped, kernels, m3, prefills, servings, trainings, worst
 from nsa.tuning import crossover, thresholds
 
 WIDTH = 100
@@ -34,8 +34,9 @@ def lines(facts: list[Fact]) -> list[str]:
     prompts = prefills(facts)
     trained = trainings(facts)
     served = servings(facts)
-    named = {id(fact) for fact in (*kernels(facts), *prompts, *trained, *served)}
-    apart = {id(fact) for fact in (*prompts, *served)}
+    of_m3 = m3(facts)
+    named = {id(fact) for fact in (*kernels(facts), *prompts, *trained, *served, *of_m3)}
+    apart = {id(fact) for fact in (*prompts, *served, *of_m3)}
     ours = [fact for fact in kernels(facts) if id(fact) not in apart]
     others = [fact for fact in facts if id(fact) not in named and not fact.get("layouts")]
     text = [
@@ -44,6 +45,7 @@ def lines(facts: list[Fact]) -> list[str]:
         *_prefill_table(prompts),
         *_training_table(trained),
         *_serving_table(served),
+        *_m3_table(of_m3),
         *_control_table(others),
         *_left_out(facts),
         *_threshold(facts),
@@ -143,6 +145,21 @@ def _serving_table(facts: list[Fact]) -> list[str]:
         where = f"{fact['HQ']}/{fact['HKV']}, {fact['B']}, {fact['S']} {fact['impl']}"
         text.append(f"{where:30}{seconds(fact['median']):>9}{cells}{_ratio(fact.get('times_its_share')):>8}")
     text.append("  times as long as the call that the column names; share: as the chunk's part of a prompt's time")
+    return text
+
+
+def _m3_table(facts: list[Fact]) -> list[str]:
+    """A line for each shape of MiniMax-M3, beside vLLM's kernels, our own bf16 cache, and one call for each length."""
+    if not facts:
+        return []
+    heads = {"vLLM": "speedup_vs_vllm", "bf16": "speedup_vs_bf16", "calls apart": "speedup_vs_calls_apart"}
+    text = [f"{'MiniMax-M3, times as fast as':30}{'time':>9}{''.join(f'{name:>12}' for name in heads)}{'of read':>9}"]
+    for fact in facts:
+        cells = "".join(f"{_ratio(fact.get(key)):>12}" for key in heads.values())
+        share = fact.get("share_of_read")
+        text.append(f"{fact['case']:30}{seconds(fact['median']):>9}{cells}{'-' if not share else f'{share:.1%}':>9}")
+        text += [f"  {name} not timed: {reason}" for name, reason in (fact.get("left_out") or {}).items()]
+    text.append("  of read: unique bytes over time, as a share of the measured rate of reads")
     return text
 
 

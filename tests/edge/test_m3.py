@@ -1,0 +1,185 @@
+"""The shapes of MiniMax-M3 in the perf lane: what is timed there, and what its comparators are given."""
+
+import dataclasses
+import inspect
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from nsa.testing.contestants import peers
+from nsa.testing.contestants.m3 import APART, DENSE, M3, M3_16, _of_group
+from nsa.testing.judge.forward import Oracle, assert_parity
+from nsa.testing.matrix import m3
+from nsa.testing.matrix.caches import E4M3, oracle
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.m3 import Group, Shape
+from nsa.testing.report import summary
+
+STEP = Case(2, 16, 16, 48, 6, "decode", "fp32", HKV=2, S_kv=64, block_size=16)
+CHUNK = Case(2, 16, 16, 48, 20, "prefill", "fp32", HKV=1, S=20, S_kv=64, block_size=16, shared=0.9)
+RAGGED = Case(
+    2, 16, 16, 48, 38, "prefill", "fp32", block_size=16, seqlens=(18, 18, 1, 1), kv_seqlens=(32, 32, 80, 80)
+)  # fmt: skip
+IN_FP16 = dataclasses.replace(RAGGED, dtype="fp16")
+SMALL = {"step": Shape(STEP), "chunk": Shape(CHUNK), "ragged": Shape(RAGGED), "fp8": Shape(IN_FP16, fp8=True)}
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """vLLM's two functions in plain torch: their arguments and layouts, and which blocks they read."""
+
+    def attend(position, sequence, q, kv_cache, topk_idx, block_table, num_kv_heads, sm_scale, output, scales):
+        D, G = q.shape[-1], q.shape[1] // num_kv_heads
+        size = kv_cache.shape[2]
+        assert kv_cache.shape[1:] == (num_kv_heads, size, 2 * D)
+        assert topk_idx.shape[:2] == (num_kv_heads, q.shape[0])
+        pages = kv_cache.double()  # PyTorch cannot index fp8 everywhere
+        for t in range(q.shape[0]):
+            count = min(topk_idx.shape[-1], int(position[t]) // size + 1)
+            for h in range(num_kv_heads):
+                blocks = topk_idx[h, t, :count].long()
+                kv = pages[block_table[sequence[t]][blocks].long(), h].flatten(0, 1)
+                keys = (blocks[:, None] * size + torch.arange(size)).flatten() <= position[t]
+                k, v = kv[keys, :D], kv[keys, D:]
+                k, v = (k, v) if scales[0] is None else (k * scales[0], v * scales[1])
+                mine = slice(h * G, (h + 1) * G)
+                output[t, mine] = torch.softmax(q[t, mine].double() @ k.T * sm_scale, -1) @ v
+
+    def minimax_m3_sparse_attn(
+        q, kv_cache, topk_idx, block_table, cu_seqlens_q, seq_lens, prefix_lens, max_query_len, num_kv_heads, sm_scale,
+        output, k_scale=None, v_scale=None,
+    ):  # fmt: skip
+        lengths = cu_seqlens_q.diff().long()
+        assert max_query_len == lengths.max()
+        assert torch.equal(prefix_lens + lengths, seq_lens)
+        sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        position = torch.arange(q.shape[0]) - cu_seqlens_q[sequence] + prefix_lens[sequence]
+        called.append("chunks")
+        scales = k_scale, v_scale
+        attend(position, sequence, q, kv_cache, topk_idx, block_table, num_kv_heads, sm_scale, output, scales)
+
+    def minimax_m3_sparse_attn_decode(
+        q, kv_cache, topk_idx, block_table, seq_lens, num_kv_heads, sm_scale, output, decode_query_len, k_scale=None,
+        v_scale=None,
+    ):  # fmt: skip
+        assert q.shape[0] == len(seq_lens) * decode_query_len
+        sequence = torch.arange(q.shape[0]) // decode_query_len
+        position = torch.arange(q.shape[0]) % decode_query_len + seq_lens[sequence] - decode_query_len
+        called.append("steps")
+        scales = k_scale, v_scale
+        attend(position, sequence, q, kv_cache, topk_idx, block_table, num_kv_heads, sm_scale, output, scales)
+
+    called, module = [], ModuleType(peers.VLLM)
+    for function in (minimax_m3_sparse_attn, minimax_m3_sparse_attn_decode):
+        setattr(module, function.__name__, function)
+    parts = peers.VLLM.split(".")
+    for i in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(".".join(parts[:i])))
+    monkeypatch.setitem(sys.modules, peers.VLLM, module)
+    peers.installed.cache_clear()
+    yield peers.vllm()["vllm"], called
+    peers.installed.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [("step", ["steps"]), ("chunk", ["chunks"]), ("ragged", ["chunks", "steps"]), ("fp8", ["chunks", "steps"])],
+)
+def test_all_compute_the_same_over_one_cache(vllm, device, name, called):
+    problem = m3.make(SMALL[name], device)
+    truth = Oracle.of(problem)
+    cache = problem.derived(m3.combined)
+    assert cache.pages.shape[1:] == (problem.case.HKV, 16, 32)
+    assert (cache.pages.dtype == E4M3) == (cache.k.dtype == E4M3) == SMALL[name].fp8
+    assert cache.k.data_ptr() == cache.pages.data_ptr()
+    assert cache.v.data_ptr() == cache.pages[..., 16:].data_ptr()
+    cached = oracle(problem.q, cache, problem.cu_seqlens, block_indices=problem.block_indices, block_size=16)[0]
+    assert torch.equal(cached, truth.out), "the cache does not hold the problem's keys"
+    for impl in (M3, APART, M3_16, vllm[0]):
+        assert impl.supports(problem.case) is None
+        assert_parity(impl.run(problem), truth, impl.name)
+    assert vllm[1] == called
+    DENSE.other.check(problem, DENSE.run(problem))
+
+
+def test_dense_attention_reads_the_keys_of_its_group(device):
+    problem = m3.make(SMALL["ragged"], device)
+    (_, k, v), steps = _of_group(problem, m3.groups(RAGGED)[1]), problem.cu_seqlens_k[2:]
+    assert torch.equal(k.flatten(0, 1), problem.k[steps[0] : steps[2]])
+    assert torch.equal(v.flatten(0, 1), problem.v[steps[0] : steps[2]])
+
+
+def test_a_clone_has_its_own_cache(device):
+    problem = m3.make(SMALL["fp8"], device)
+    cache = problem.derived(m3.combined)
+    other = problem.clone().derived(m3.combined)
+    assert other.pages.data_ptr() != cache.pages.data_ptr()
+    assert torch.equal(other.pages.view(torch.uint8), cache.pages.view(torch.uint8))
+
+
+def test_a_key_in_fp8_is_half_as_many_bytes(device):
+    plain, quantized = (m3.make(Shape(IN_FP16, fp8), device).unique_bytes for fp8 in (False, True))
+    rest = 38 * 2 * 32 * 2  # queries and outputs
+    assert quantized - rest == (plain - rest) // 2
+
+
+def test_groups_of_a_ragged_batch():
+    assert m3.groups(RAGGED) == [Group(0, 0, 2, 18, 32), Group(2, 36, 2, 1, 80)]
+    assert m3.groups(m3.NAMED["m3-ragged"].case) == [Group(0, 0, 3, 512, 65_536), Group(3, 1536, 61, 1, 16_384)]
+    assert m3.groups(STEP) == [Group(0, 0, 3, 1, 64)]
+
+
+def test_pages_are_whole(device):
+    with pytest.raises(ValueError, match=r"whole pages of 16 keys, got \[60\]"):
+        m3.combined(Case(2, 16, 16, 48, 6, "decode", "fp32", HKV=2, S_kv=60, block_size=16).make(device))
+
+
+def test_what_is_timed():
+    cases = {name: shape.case for name, shape in m3.NAMED.items()}
+    assert len(m3.NAMED) == 18
+    assert all((c.HQ, c.HKV, c.D, c.Dv, c.n, c.block_size) == (64, 4, 128, 128, 16, 128) for c in cases.values())
+    assert all(shape.fp8 == ("fp8" in name) for name, shape in m3.NAMED.items())
+    assert [(cases[f"m3-decode-B{B}"].B, cases[f"m3-decode-B{B}"].S_kv) for B in (1, 8, 64, 256)] == [
+        (1, 65_536), (8, 65_536), (64, 16_384), (256, 8192)
+    ]  # fmt: skip
+    assert {name for name, c in cases.items() if c.large} == {
+        name for name in cases if "chunk4096" in name or "prompt" in name
+    }
+    assert {name for name, c in cases.items() if c.shared} == {name for name in cases if name.endswith("shared0.9")}
+    assert all(peers.vllm_supports(c) is None for c in cases.values())
+
+
+@pytest.mark.parametrize("name", ["step", "fp8"])
+def test_vllm_itself_takes_these_arguments(device, name):
+    if not peers.vllm():
+        pytest.skip("vLLM with kernels for MiniMax-M3 is not installed")
+    problem, module = m3.make(SMALL[name], device), peers.installed(peers.VLLM)
+    for arguments in peers.vllm_arguments(problem):
+        step = "decode_query_len" in arguments
+        function = module.minimax_m3_sparse_attn_decode if step else module.minimax_m3_sparse_attn
+        inspect.signature(function).bind(**arguments, output=problem.q)
+
+
+def test_without_vllm_nothing_is_beside(monkeypatch):
+    monkeypatch.setitem(sys.modules, peers.VLLM, None)
+    peers.installed.cache_clear()
+    assert peers.vllm() == {}
+    peers.installed.cache_clear()
+
+
+def test_a_run_ends_with_a_line_for_each_shape():
+    facts = [
+        {"impl": "m3", "case": "m3-fp8-decode-B64", "group": "m3, fp8", "median": 48e-6, "share_of_read": 0.925,
+         "speedup_vs_vllm": 2.03, "speedup_vs_bf16": 1.96, "share_of_ceiling": 0.9, "gbps": 2700.0},
+        {"impl": "m3", "case": "m3-decode-B8, eager", "group": "m3, host", "median": 35e-6, "speedup_vs_vllm": None,
+         "left_out": {"vllm": "wrong: error 1 > bound 0.1"}},
+    ]  # fmt: skip
+    lines = summary.lines(facts)
+    assert [line.split() for line in lines[1:3]] == [
+        ["m3-fp8-decode-B64", "48", "us", "2.03", "1.96", "-", "92.5%"],
+        ["m3-decode-B8,", "eager", "35", "us", "-", "-", "-", "-"],
+    ]
+    assert lines[3] == "  vllm not timed: wrong: error 1 > bound 0.1"
+    assert not any("of ceiling" in line for line in lines), "in a table of their own, and in no other"
