@@ -268,7 +268,7 @@ def _union(t: Trial) -> str | None:
     t.selection = t.place("sel_ptr", order)
     with (
         t.told(union, union_tiles, HEADS=c.get("HEADS", max(2, 16 // tokens))),
-        patch.multiple(union_tiles, WORTH=union_tiles.ALWAYS),
+        patch.multiple(union_tiles, WORTH=union_tiles.ALWAYS, WORTH_LONG=union_tiles.ALWAYS),
     ):
         return t.forward(union, t.kernel != "_union_kernel" or t.given["lse_ptr"] is not None)
 

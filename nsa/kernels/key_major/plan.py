@@ -242,7 +242,8 @@ def forward(
     if launch.merge.constexprs["PAIRS"] and v.data_ptr() % 2:
         raise DoesNotFit(query_major.ODD)
     w, (parts, part_lse, block, rank, span, unit, start, lists) = reserve(launch, q.dtype, v.shape[-1])
-    launches[route] += 1
+    if served is None:
+        launches[route] += 1
     selection = call.selection.contiguous()
     lengths = call.cu_seqlens_k if call.cache_seqlens is None else call.cache_seqlens
     q_positions, cu_seqlens_q, lengths, block_table = (

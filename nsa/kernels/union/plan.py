@@ -72,7 +72,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
         INPUT_PRECISION="ieee",
     )  # fmt: skip
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, block_size, *g.strides, g.pages) <= INT32_MAX
-    worth = tiles.WORTH if tiles.forced is None else tiles.forced.worth
+    worth = tiles.worth(block_size) if tiles.forced is None else tiles.forced.worth
     worth = worth._replace(gain=worth.gain * tile.HEADS)
     return Launch(
         *variants, device, tile, worth, g, block_size, tiles.tiles_at_once(tile, g.HKV), narrow,
@@ -146,4 +146,4 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
             (now * g.HKV, 1, 1), device, (q, k, v, out, lse, *about, block_table, lists, count, served),
             (*sizes, launch.size, g.tokens, first, now, g.pages, *g.strides, scale), narrow,
         )  # fmt: skip
-    return key_major.forward(launch.rest, call, "rest", served, lse)
+    return key_major.forward(launch.rest, call, route, served, lse)

@@ -25,8 +25,9 @@ ALWAYS = Worth(0, 0)  # whatever the union costs
 NEVER = Worth(1, 0)  # unless it is empty
 
 WORTH = Worth(64, 3)
-"""For each query head of a token: tiles of 4 tokens of 16 heads may have 48 blocks for 64 listed ones. An H100 takes as
-long for such a union as key-major takes for the tile's rows (docs/notebook/union.md)."""
+WORTH_LONG = Worth(128, 5)  # blocks of more than 64 keys, which key-major reads faster
+"""For each query head of a token: tiles of 4 tokens of 16 heads may have 48 blocks for 64 listed ones (40 if blocks are
+long). An H100 takes about as long for such a union as key-major takes for the tile's rows (docs/notebook/union.md)."""
 
 
 class Choice(NamedTuple):
@@ -84,6 +85,11 @@ def select(
     ):
         stages -= 1
     return Tile(tokens, max(heads, 16 // tokens), slots, block_d, block_dv, block_n, chosen.warps, stages)
+
+
+def worth(size: int) -> Worth:
+    """When a union of blocks of ``size`` keys is worth reading, for each query head of a token."""
+    return WORTH if size <= 64 else WORTH_LONG
 
 
 def fits(S_kv: int, size: int) -> bool:
