@@ -82,9 +82,10 @@ def _child(what: str) -> int:
 def _matrix(device: torch.device) -> int:
     """Call each source and dtype, with the usual and with forced splits and tiles, and check the results.
 
-    Returns the number of calls.
+    Unions serve every tile that they may serve, for the rest of the process. Returns the number of calls.
     """
     from nsa.kernels.query_major.tiles import Choice
+    from nsa.kernels.union import tiles as union_tiles
     from nsa.testing.contestants.ours import OF, OURS
     from nsa.testing.judge.forward import Oracle, assert_parity
     from nsa.tuning.sweep import forced
@@ -105,6 +106,7 @@ def _matrix(device: torch.device) -> int:
         Choice(2, 1, 64, 4, 2, 1),
         Choice(4, 1, 32, 4, 2, 0),
     ]
+    union_tiles.forced = union_tiles.Choice(worth=union_tiles.ALWAYS)
     calls = 0
     for case in cases:
         problem = case.make(device)
@@ -117,7 +119,7 @@ def _matrix(device: torch.device) -> int:
                 calls += 1
     for case in (cases[3], cases[6], dataclasses.replace(cases[6], H=16), dataclasses.replace(cases[6], S_kv=1000)):
         oracle = Oracle.of(case.make(device))
-        for name in ("key_major", "key_major_ranges"):
+        for name in ("key_major", "key_major_ranges", "union"):
             if OURS[name].supports(case) is None:
                 assert_parity(OURS[name].run_counted(oracle.problem, True)[0], oracle, f"{case.id} {name}")
                 calls += 1
@@ -128,7 +130,8 @@ def _matrix(device: torch.device) -> int:
 def _caches(device: torch.device) -> int:
     """Check calls over caches with lengths beyond their size and missing pages, also in e4m3, where the GPU has it.
 
-    Returns the number of calls.
+    Each call is made twice, the second time with packed queries: 7 of the first sequence, none of the second, 6 of the
+    third, and 2 of no sequence. Returns the number of calls.
     """
     import nsa
     from nsa.routing import why_not_e4m3
@@ -138,21 +141,24 @@ def _caches(device: torch.device) -> int:
     g = torch.Generator().manual_seed(0)
     q = torch.randn(3, 5, 8, 64, generator=g).to(device, torch.bfloat16)
     blocks = torch.randint(-2, 12, (3, 5, 2, 6), generator=g).to(device, torch.int32)
+    ends = torch.tensor([0, 7, 7, 13], dtype=torch.int32, device=device)
     e4m3 = (False, True) if why_not_e4m3(device) is None else (False,)
     for page, quantize in itertools.product((None, 16, 64), e4m3):
         cache = caches.draw([203, 0, 999], 256, page, D=64, Dv=64, dtype=torch.bfloat16, device=device)
         if cache.block_table is not None:
             cache.block_table[0, 1], cache.block_table[2, 0] = -1, 10**6
         cache = caches.quantized(cache) if quantize else cache
-        want, lse_want = caches.oracle(q, cache, block_indices=blocks, block_size=32)
-        for schedule in ("query_major", "key_major"):
-            got, lse = nsa.selection_attention_with_kvcache(
-                q, cache.k, cache.v, **cache.arguments, block_indices=blocks, block_size=32, backend="triton",
-                schedule=schedule, return_lse=True,
-            )  # fmt: skip
-            torch.testing.assert_close(got.double(), want, rtol=0, atol=0.03)
-            torch.testing.assert_close(lse.double(), lse_want, rtol=1e-4, atol=1e-3)
-            calls += 1
+        for cu in (None, ends):
+            queries, chosen = (q, blocks) if cu is None else (q.flatten(0, 1), blocks.flatten(0, 1))
+            want, lse_want = caches.oracle(queries, cache, cu, block_indices=chosen, block_size=32)
+            for schedule in ("query_major", "key_major") if quantize else ("query_major", "key_major", "union"):
+                got, lse = nsa.selection_attention_with_kvcache(
+                    queries, cache.k, cache.v, **cache.arguments, block_indices=chosen, block_size=32, cu_seqlens_q=cu,
+                    backend="triton", schedule=schedule, return_lse=True,
+                )  # fmt: skip
+                torch.testing.assert_close(got.double(), want, rtol=0, atol=0.03)
+                torch.testing.assert_close(lse.double(), lse_want, rtol=1e-4, atol=1e-3)
+                calls += 1
     return calls
 
 
