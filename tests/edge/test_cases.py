@@ -18,11 +18,12 @@ def large(monkeypatch):
     monkeypatch.setattr(case, "LARGE", 0)
 
 
-def test_core_holds_eight_prefills():
+def test_core_holds_prompts_by_overlap():
     found = [c for c in core() if c.dist == "prefill"]
-    assert [(c.HQ, c.HKV, c.S) for c in found] == [(*h, T) for T in (8192, 65_536) for h in PREFILL_HEADS]
+    wanted = [(*h, T, s) for T in (8192, 65_536) for h in PREFILL_HEADS for s in (0, 0.5, 0.9)]
+    assert [(c.HQ, c.HKV, c.S, c.shared) for c in found] == wanted
     assert all(c.large and (c.D, c.Dv, c.block_size, c.n, c.B) == (128, 128, 64, 16, 1) for c in found)
-    assert len(core()) == 84 + 36 + 6 + 8
+    assert len(core()) == 84 + 36 + 6 + 24
 
 
 @pytest.mark.parametrize("matrix", [core, full, long_context, parity, small])

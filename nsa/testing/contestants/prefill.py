@@ -6,6 +6,7 @@ its own check: a few queries are compared with fp64 attention over all their key
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.testing.clock.measure import Measurement
-from nsa.testing.contestants.contract import Contestant, OtherWork
+from nsa.testing.contestants.contract import Contestant, OtherWork, Support
 from nsa.testing.contestants.ours import OURS
 from nsa.testing.contestants.peers import peers
 from nsa.testing.judge.forward import describe, reference_at
@@ -34,23 +35,37 @@ LEVEL = 1.02  # up to this ratio of times `enable_gqa` is preferred, because it 
 
 
 def beside() -> list[Contestant]:
-    """The comparators of our front door: dense SDPA, our schedules by name, and peers."""
+    """The comparators of our front door: dense SDPA, our schedules by name, and peers.
+
+    Dense flash attention and query-major take as long for any selection. They are timed beside random prompts only.
+    """
     dense = [
         Contestant(name, _call(backend), supports=plain, lse=False, other=DENSE) for name, backend in BACKENDS.items()
     ]
-    return [*dense, *(OURS[name] for name in SCHEDULES), *peers().values()]
+    found = [*dense, *(OURS[name] for name in SCHEDULES), *peers().values()]
+    once = {"dense_flash", "query_major"}
+    return [dataclasses.replace(x, supports=_at_random(x.supports)) if x.name in once else x for x in found]
+
+
+def _at_random(supports: Support) -> Support:
+    def only(case: Case) -> str | None:
+        return supports(case) or ("is timed beside random prompts only" if case.shared else None)
+
+    return only
 
 
 def facts(result: Measurement) -> dict[str, Any]:
     """The facts of a prefill, in addition to those of every selection.
 
-    `speedup_vs_<word>` is None if that comparator did not run. `share_of_matmul` is the share of the matrix rate.
+    `speedup_vs_<word>` is None if that comparator did not run. `tflops` are TFLOP/s of the products with selected keys,
+    `share_of_matmul` their share of the matrix rate.
     """
     p, seconds, limits = result.problem, result.ours.median, result.ceilings
     ratios = {f"speedup_vs_{word}": result.speedup(name) for word, name in NAMES.items()}
     return ratios | {
         "ms": seconds * 1e3,
         "ns_per_token": seconds * 1e9 / (p.case.B * p.case.S),
+        "tflops": p.flops / seconds * 1e-12,
         "share_of_matmul": p.flops / seconds / limits.matmul if limits else None,
     }
 

@@ -134,7 +134,7 @@ class Case:
 
 
 def core() -> list[Case]:
-    """The cases of baselines, in bf16: 84 `few`, 36 `many` and `mixed` from the cache, 6 decode, 8 prefill."""
+    """The cases of baselines, in bf16: 84 `few`, 36 `many` and `mixed` from the cache, 6 decode, 24 prefill."""
     few = [
         Case(H, D, D, L, N, "few", "bf16")
         for N in (64, 256, 1024) for H in (4, 8) for D in (64, 128) for L in (16, 32, 64, 128, 256, 512, 1024)
@@ -145,10 +145,12 @@ def core() -> list[Case]:
     ]  # fmt: skip
     decode = [Case(16, 128, 128, 1024, 4 * B, "decode", "bf16", HKV=4, S_kv=8192) for B in (1, 8, 64)]
     decode += [Case(4, 64, 64, 512, B, "decode", "bf16", S_kv=8192) for B in (1, 8, 64)]
-    return few + cache + decode + [prefill(T, *heads) for T in (8192, 65_536) for heads in PREFILL_HEADS]
+    prompts = [prefill(T, *heads, s) for T in (8192, 65_536) for heads in PREFILL_HEADS for s in OVERLAPS]
+    return few + cache + decode + prompts
 
 
 PREFILL_HEADS = ((64, 4), (32, 4), (32, 8), (16, 16))  # HQ, HKV: groups of 16, 8, 4 and 1
+OVERLAPS = (0.0, 0.5, 0.9)  # share of its blocks that a query has in common with the query before it
 
 
 def prefill(T: int, HQ: int, HKV: int, shared: float = 0.0) -> Case:
@@ -159,12 +161,11 @@ def prefill(T: int, HQ: int, HKV: int, shared: float = 0.0) -> Case:
 def long_context() -> list[Case]:
     """The cases that `--nsa-full` adds: decode with 128k keys, and prompts of 16k, 32k and 128k tokens.
 
-    A decode step reads as many keys as with 8k (2 GiB of cache at B = 8). Some prompts have neighbouring queries that
-    share blocks, as in trained models.
+    A decode step reads as many keys as with 8k (2 GiB of cache at B = 8).
     """
     decode = [Case(16, 128, 128, 1024, 4 * B, "decode", "bf16", HKV=4, S_kv=131_072) for B in (1, 8)]
     lengths = [prefill(T, *heads) for T in (16_384, 32_768, 131_072) for heads in PREFILL_HEADS]
-    return decode + lengths + [prefill(65_536, *heads, shared=f) for f in (0.5, 0.9) for heads in PREFILL_HEADS]
+    return decode + lengths
 
 
 def full() -> list[Case]:

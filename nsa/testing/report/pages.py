@@ -35,13 +35,13 @@ COLUMNS = (
     "group", "case", "dist", "source", "H", "D", "Dv", "L", "N", "dtype", "impl", "median_us", "ci95_low_us",
     "ci95_high_us", "gbps", "share_of_ceiling", "speedup_vs_fallback", "fallback_low", "fallback_high",
     "speedup_vs_sdpa_best", "sdpa_best", "speedup_vs_sdpa_expanded", "HQ", "HKV", "S", "S_kv", "shared", "ns_per_token",
-    "ns_per_query", "memory_vs_flash", "share_of_matmul",
+    "ns_per_query", "memory_vs_flash", "tflops", "share_of_matmul",
     "speedup_vs_cudnn", "speedup_vs_flash", "speedup_vs_fla", "speedup_vs_query_major",
     "speedup_vs_key_major", "control", "ratio_to_control", "mae", "seed",
     "how", "cold", "device", "torch", "triton", "commit",
 )  # fmt: skip
 README_PREFILL = (
-    *("HQ/HKV", "T", "ours", "ns/token", "fla-core", "dense cuDNN", "dense flash"),
+    *("HQ/HKV", "T", "shared", "ours", "ns/token", "TFLOP/s", "fla-core", "dense cuDNN", "dense flash"),
     *("vs fla-core", "vs cuDNN", "vs flash"),
 )
 README_TRAINING = tuple(name for name in TRAINING_HEADER if name != "ns/token")
@@ -179,8 +179,9 @@ def _alternative(shown: dict[str, Any]) -> str:
 
 
 def _table(columns: Sequence[str], header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table of some columns, and an empty line."""
+    """A Markdown table of those of the columns that a row fills, and an empty line."""
     named = [dict(zip(header, row, strict=True)) for row in rows]
+    columns = [name for name in columns if any(row[name] != "-" for row in named)]
     lines = [f"| {' | '.join(row[name] for name in columns)} |" for row in named]
     return [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}", *lines, ""]
 

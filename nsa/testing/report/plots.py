@@ -128,7 +128,8 @@ def roofline(facts: list[Fact]) -> str | None:
     return _svg(figure)
 
 
-PEER_COLORS = {"ours": "#0b3c5d", "fla-core": "#3c8d5a", "dense cuDNN": "#d1741f", "dense flash": "#b8b8b8"}
+PEER_COLORS = {"ours": "#0b3c5d", "ours, 50% shared": "#2f7fb8", "ours, 90% shared": "#7fb2d9", "fla-core": "#3c8d5a"}
+PEER_COLORS |= {"dense cuDNN": "#d1741f", "dense flash": "#b8b8b8"}
 
 
 def prefill_bars(shown: dict[str, Any]) -> str:

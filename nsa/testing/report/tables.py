@@ -86,8 +86,8 @@ PREFILL_TEXT = (
 )
 PREFILL_OTHERS = ("query_major", "key_major", "fla", "dense_cudnn", "dense_flash")
 PREFILL_HEADER = (
-    "HQ/HKV", "T", "shared", "kernel", "ours", "ns/token", "query-major", "key-major", "fla-core", "dense cuDNN",
-    "dense flash", "vs cuDNN", "vs flash", "vs fla-core", "of matrix rate",
+    "HQ/HKV", "T", "shared", "kernel", "ours", "ns/token", "TFLOP/s", "query-major", "key-major", "fla-core",
+    "dense cuDNN", "dense flash", "vs cuDNN", "vs flash", "vs fla-core", "of matrix rate",
 )  # fmt: skip
 TRAINING_TEXT = (
     "dQ, dK and dV of the prompts above, alone and with the forward pass before, milliseconds. Memory: the most that a "
@@ -150,7 +150,7 @@ def prefill_rows(facts: list[Fact]) -> list[Sequence[str]]:
         heads = f"{fact['HQ']}/{fact['HKV']}"
         rows.append(
             [heads, str(fact["S"]), f"{fact['shared']:.0%}" if fact.get("shared") else "-", summary.kernel_of(fact),
-             f"{fact['median'] * 1e3:.2f}", f"{fact['ns_per_token']:.1f}", *others, *ratios,
+             f"{fact['median'] * 1e3:.2f}", f"{fact['ns_per_token']:.1f}", summary.tflops(fact), *others, *ratios,
              "-" if not share else f"{share:.1%}"]
         )  # fmt: skip
     return rows
@@ -159,17 +159,19 @@ def prefill_rows(facts: list[Fact]) -> list[Sequence[str]]:
 def longest_prompts(recording: Recording) -> dict[str, Any] | None:
     """The contents of README's picture: milliseconds of the longest prompts, as in its table; None if none were timed.
 
-    `{"gpu", "T", "torch", "triton", "commits", "milliseconds": {"64/4": {"ours": "1.25", "fla-core": …}}}`
+    `{"gpu", "T", "torch", "triton", "commits", "milliseconds": {"64/4": {"ours": "1.25", "ours, 50% shared": …}}}`
     """
     rows = [dict(zip(PREFILL_HEADER, row, strict=True)) for row in prefill_rows(recording.facts)]
     alone = [row for row in rows if row["shared"] == "-"]
     if not alone:
         return None
     T = max(int(row["T"]) for row in alone)
-    names = ("ours", "fla-core", "dense cuDNN", "dense flash")
-    found = {
-        row["HQ/HKV"]: {name: row[name] for name in names if row[name] != "-"} for row in alone if int(row["T"]) == T
-    }
+    found: dict[str, dict[str, str]] = {}
+    for row in (row for row in alone if int(row["T"]) == T):
+        alike = [other for other in rows if other not in alone and all(other[x] == row[x] for x in ("HQ/HKV", "T"))]
+        others = {name: row[name] for name in ("fla-core", "dense cuDNN", "dense flash") if row[name] != "-"}
+        shared = {f"ours, {other['shared']} shared": other["ours"] for other in alike}
+        found[row["HQ/HKV"]] = {"ours": row["ours"]} | shared | others
     return {
         "gpu": recording.gpu or recording.device,
         "T": T,
