@@ -46,6 +46,13 @@ SPILLS_KNOWN = {
     "blocks-bf16-G4-D128-Dv128-N8192-L1024-n16-causal-HKV8-key_major": 192,  # 144 on sm_120
     "blocks-bf16-G64-D256-Dv256-N4096-L2048-n16-causal-key_major": 128,  # 100 on sm_90
     "blocks-bf16-G1-D128-Dv128-N8192-L1024-n16-causal-HKV16-key_major": 128,  # 96 on sm_90
+    # Unions, ragged batches and caches in fp8.
+    "blocks-fp16-G3-D100-Dv96-N1000-L384-n16-union-q_positions-int64": 768,  # 652 on sm_80, Triton 3.4
+    "blocks-bf16-G4-D128-Dv128-N8192-L1024-n16-causal-HKV8-union-cache": 160,  # 136 on sm_80, Triton 3.3
+    "blocks-bf16-G4-D128-Dv128-N4096-L4096-n16-causal-HKV8-key_major-page64-e4m3": 640,  # 632 on sm_100, Triton 3.6
+    "blocks-bf16-G64-D128-Dv64-N64-L1024-n16-causal-cache-e4m3": 256,  # 256 on sm_89, Triton 3.4
+    "blocks-bf16-G16-D128-Dv128-N65536-L2048-n16-causal-HKV4-key_major-page128-e4m3": 192,  # 192 on sm_89, Triton 3.3
+    "ranges-bf16-G4-D128-Dv128-N4096-L1024-n16-causal-key_major-cache-ragged": 96,  # 80 on sm_90, Triton 3.6
 }
 """Points that may spill more than `SPILLS` without a recorded budget. Comments name the most that was seen."""
 
