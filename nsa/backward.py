@@ -71,8 +71,9 @@ def _launch(
     found = what.backward_launches.get(backward_tiles.forced)
     if found is None:
         kernel = importlib.import_module("nsa.kernels.backward.plan")  # not imported above: it imports Triton
-        found = what.backward_launches[backward_tiles.forced] = kernel, kernel.plan(call, what.dims.bound)
-    kernel, how = found
+        found = dispatch.with_variants(kernel, kernel.plan(call, what.dims.bound), what.backward)
+        what.backward_launches[backward_tiles.forced] = found
+    kernel, how, _ = found
     do = torch.zeros_like(o) if do is None else do
     result: Gradients = kernel.backward(how, call, do, dlse, o, lse, ROUTE, wanted)
     dispatch.count(ROUTE, what.reason)

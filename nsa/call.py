@@ -93,8 +93,8 @@ class Call(NamedTuple):
     def key(self) -> tuple[Any, ...]:
         """All that the plan depends on: calls with equal keys share a plan.
 
-        The key is one flat tuple, because it is built at every call. It contains the types of numbers because
-        True == 1 == 1.0.
+        The key is one flat tuple, because it is built at every call; for the same reason the metadata of a selection is
+        written out. The key contains the types of numbers because True == 1 == 1.0.
 
         Raises:
             AttributeError: an argument that must be a tensor is not.
@@ -105,8 +105,10 @@ class Call(NamedTuple):
         ) = self  # fmt: skip
         return (
             settings, q.shape, q.dtype, q.device, q.stride(), k.shape, k.dtype, k.device, k.stride(),
-            v.shape, v.dtype, v.device, v.stride(), None if ranges is None else metadata(ranges),
-            None if blocks is None else metadata(blocks), size, size.__class__, causal, causal.__class__,
+            v.shape, v.dtype, v.device, v.stride(),
+            None if ranges is None else (ranges.shape, ranges.dtype, ranges.device, ranges.stride()),
+            None if blocks is None else (blocks.shape, blocks.dtype, blocks.device, blocks.stride()),
+            size, size.__class__, causal, causal.__class__,
             None if positions is None else metadata(positions),
             longest if cu_q is None else (metadata(cu_q), longest, longest.__class__),
             None if cu_k is None else metadata(cu_k), most, most.__class__, None if out is None else metadata(out),

@@ -102,7 +102,7 @@ def _is_kernel_failure(error: BaseException) -> bool:
 
 def _suspect(signature: str, planned: Planned | None) -> Any:
     """The key of a failure in `_broken`: the compiled variants of the launch, or the signature before there are any."""
-    return signature if planned is None else getattr(planned[1], "variants", signature)
+    return signature if planned is None else planned[2]
 
 
 def known_failure(signature: str, planned: Planned | None) -> str | None:
@@ -174,7 +174,7 @@ def _served(what: Plan, call: Call, error: BaseException | None = None) -> tuple
                 if error is not None:
                     raise error
                 planned = planned or attach(what, call)
-                known = known_failure(what.kernel, planned) if _broken else None
+                known = _broken.get(planned[2]) if _broken else None
                 if known is None:
                     return _launch(planned, what, call), what.route, reason
             except DoesNotFit as misfit:
@@ -195,16 +195,23 @@ class _Refusal:
         raise DoesNotFit(why)
 
 
-Planned = tuple[Any, Any]  # the `plan` module of a kernel family, and its launch of the call
+Planned = tuple[Any, Any, Any]
+"""The `plan` module of a kernel family, its launch of the call, and what a failure is remembered by: the launch's
+variants, or the signature of a launch that has none."""
+
+
+def with_variants(kernel: Any, launch: Any, signature: str) -> Planned:
+    """A kernel and its launch, with what a failure is remembered by."""
+    return kernel, launch, getattr(launch, "variants", signature)
 
 
 def attach(what: Plan, call: Call) -> Planned:
     """Have the kernel family plan the launch, at the first call of a plan."""
     kernel: Any = importlib.import_module(f"nsa.kernels.{what.module}.plan")  # not imported above: it imports Triton
     try:
-        found = kernel, kernel.plan(call, what.dims.bound, what.route == "per_head")
+        found = with_variants(kernel, kernel.plan(call, what.dims.bound, what.route == "per_head"), what.kernel)
     except DoesNotFit as error:
-        found = _Refusal, str(error)
+        found = _Refusal, str(error), what.kernel
     what.launches[what.tiles.forced] = found
     return found
 
@@ -215,7 +222,7 @@ def launch(what: Plan, call: Call) -> Result:
 
 
 def _launch(planned: Planned, what: Plan, call: Call) -> Result:
-    kernel, how = planned
+    kernel, how, _ = planned
     result: Result = kernel.forward(how, call, what.route)
     if call.out is not None:
         _written(call.out)
