@@ -9,9 +9,9 @@ from nsa.kernels.shared import clusters
 
 SHAPES = [
     (heads, block_dv, cluster, threads)
-    for heads in (1, 4, 8, 12, 16, 64)
-    for block_dv in (16, 64, 128, 256)
-    for cluster in (2, 3, 4, 8, 16)
+    for heads in (1, 4, 12, 64)
+    for block_dv in (16, 128, 256)
+    for cluster in (2, 3, 8, 16)
     for threads in (32, 128)
     if tiles.exchange_bytes(heads, block_dv, cluster) <= tiles.EXCHANGE_BYTES
 ]

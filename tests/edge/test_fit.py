@@ -4,13 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+from hypothesis import given, settings
 
 from nsa.testing.contestants.contract import NEEDS, Contract, contestant
 from nsa.testing.contestants.fit import ENOUGH, _limits, arranged, cases_of, fitted
 from nsa.testing.contestants.ours import NSA
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix.case import Case, core, parity, small
-from nsa.testing.matrix.strategies import OF_CONTESTANTS
+from nsa.testing.matrix.strategies import OF_CONTESTANTS, lead, selections
 
 CONTRACTS = {
     "anything": Contract(takes=("ranges", "blocks"), sequences=True, positions=True),
@@ -43,6 +44,23 @@ def test_a_contract_leaves_enough_distinct_cases(name):
     cases = cases_of(CONTRACTS[name], small(), interpreted=True)
     assert len(set(cases)) == len(cases) >= ENOUGH
     assert all(CONTRACTS[name].refuses(case) is None for case in cases)
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_hypothesis_draws_selections_of_the_shapes_that_a_contract_takes(name):
+    """A contract without chunks has prompts of 500 queries. Hypothesis' health check fails where rows are too many."""
+    for case in dict.fromkeys(fitted(case, CONTRACTS[name]) for case in OF_CONTESTANTS):
+        if case.source in ("ranges", "blocks"):
+            _draw(case)
+
+
+def _draw(case):
+    @settings(max_examples=10)
+    @given(selections(case))
+    def drawn(selection):
+        assert selection.shape[: -1 if case.source == "blocks" else -2] == lead(case)
+
+    drawn()
 
 
 PROMPT = Case(2, 16, 16, 96, 80, "prefill", "fp32", HKV=2, S=20, S_kv=77, block_size=16)

@@ -22,6 +22,7 @@ from nsa.testing.matrix.problem import Problem, spans_of_blocks
 
 HUGE = 2**62  # far past any tensor, but the difference of two such numbers does not overflow
 INT32 = 2**31  # the first number past int32
+ROWS = 32  # rows of a selection that are drawn one by one; Hypothesis gives up on draws of more than 8,192 bytes
 Span = tuple[int, int]
 
 GPU = current_lane() == "gpu"
@@ -144,9 +145,9 @@ def _row(n: int, S_kv: int, far: int) -> st.SearchStrategy[list[Span]]:
 @st.composite
 def ranges(draw: st.DrawFn, lead: tuple[int, ...], n: int, S_kv: int, far: int = HUGE) -> Tensor:
     """Spans `[*lead, n, 2]` (CPU) over `S_kv` keys, between `-far` and `far`: int32 if that holds `far`, else int64."""
-    rows = math.prod(lead)
+    rows = min(math.prod(lead), ROWS)
     spans = draw(st.lists(_row(n, S_kv, far), min_size=rows, max_size=rows))
-    drawn = torch.tensor(spans, dtype=torch.int64).view(*lead, n, 2)
+    drawn = draw(_spread(torch.tensor(spans, dtype=torch.int64).view(rows, n, 2), lead))
     return drawn.int() if far < INT32 else drawn
 
 
@@ -154,9 +155,18 @@ def ranges(draw: st.DrawFn, lead: tuple[int, ...], n: int, S_kv: int, far: int =
 def block_indices(draw: st.DrawFn, lead: tuple[int, ...], n: int, blocks: int, far: int = INT32 - 1) -> Tensor:
     """Block indices `[*lead, n]` (int32, CPU), at most `far`: unsorted, repeated, past the end, padding in any slot."""
     index = st.one_of(st.integers(0, blocks), st.just(-1), st.integers(-INT32, -1), st.just(far))
-    count = math.prod(lead) * n
-    drawn = draw(st.lists(index, min_size=count, max_size=count))
-    return torch.tensor(drawn, dtype=torch.int32).view(*lead, n)
+    rows = min(math.prod(lead), ROWS)
+    drawn = draw(st.lists(index, min_size=rows * n, max_size=rows * n))
+    return draw(_spread(torch.tensor(drawn, dtype=torch.int32).view(rows, n), lead))
+
+
+@st.composite
+def _spread(draw: st.DrawFn, drawn: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """`[*lead, ...]` of the drawn rows: as they are if they are as many, else each row takes one of them."""
+    rows = math.prod(lead)
+    if rows > len(drawn):
+        drawn = drawn[torch.randint(len(drawn), (rows,), generator=torch.Generator().manual_seed(draw(seeds())))]
+    return drawn.view(*lead, *drawn.shape[1:])
 
 
 @st.composite
