@@ -21,7 +21,7 @@ class Worth(NamedTuple):
     gain: int
 
 
-ALWAYS = Worth(0, 0)  # whatever the union costs
+ALWAYS = Worth(0, 0)  # a union of any size
 NEVER = Worth(1, 0)  # unless it is empty
 
 WORTH = Worth(64, 3)
