@@ -253,7 +253,7 @@ def backward_calls(draw, same, device):
     return {
         "ranges": passing(draw(), ranges, causal=True, q_positions=where),
         "blocks": passing(halves, blocks, 16, with_lse=True),
-        "large-blocks": passing([x.half() for x in draw(S_kv=200)], blocks.long(), 96, causal=True),
+        "large-blocks": passing([x.half() for x in draw(S_kv=200, G=8)], blocks.long(), 96, causal=True),
         "varlen": passing(draw(S=3, S_kv=21, varlen=True), ranges[0], **packed),
     }
 
