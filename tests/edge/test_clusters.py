@@ -9,9 +9,9 @@ from nsa.kernels.shared import clusters
 
 SHAPES = [
     (heads, block_dv, cluster, threads)
-    for heads in (1, 4, 12, 64)
-    for block_dv in (16, 128, 256)
-    for cluster in (2, 3, 8, 16)
+    for heads in (1, 4, 8, 12, 16, 64)
+    for block_dv in (16, 64, 128, 256)
+    for cluster in (2, 3, 4, 8, 16)
     for threads in (32, 128)
     if tiles.exchange_bytes(heads, block_dv, cluster) <= tiles.EXCHANGE_BYTES
 ]
@@ -25,9 +25,10 @@ def test_every_line_arrives_where_it_is_merged(shape):
     box = tiles.box_bytes(heads, block_dv, cluster)
     per_program = box // cluster
     sent = set()
+    statements = _parsed(clusters.sending(*shape))
     for program in (0, cluster - 1):
         for thread in range(threads):
-            for receiver, to, from_ in _lines(clusters.sending(*shape), INBOX, program, thread):
+            for receiver, to, from_ in _lines(statements, INBOX, program, thread):
                 line = from_ - INBOX - tiles.BARRIER_BYTES - box  # where in the outbox, which is laid out by receiver
                 assert receiver == line // per_program, "a line of another program's heads"
                 assert to == INBOX + tiles.BARRIER_BYTES + program * per_program + line % per_program
@@ -37,31 +38,37 @@ def test_every_line_arrives_where_it_is_merged(shape):
     assert len(sent) == 2 * owners * per_program // 16, "fewer bytes arrive than are waited for"
 
 
-def _lines(assembly, inbox, program, thread):
+def _parsed(assembly):
+    """``(guarded, operation, operands, names, addresses)`` of each statement. The last two are of loads and stores."""
+    found = (re.fullmatch(r"\s*(@p )?(\S+) (.*?)\s*", text) for text in assembly.strip("{ }").split(";"))
+    statements = []
+    for guarded, operation, operands in (x.groups() for x in found if x and x[2] != ".reg"):
+        names, at = None, []
+        if operation.startswith(("ld.", "st.")):
+            names = re.search(r"\{(.*?)\}", operands)[1]
+            at = [part.split(" + ") for part in re.findall(r"\[(.*?)\]", operands)]
+        statements.append((guarded, operation, [x.strip() for x in operands.split(",")], names, at))
+    return statements
+
+
+def _lines(statements, inbox, program, thread):
     """``(receiver, address there, address here)`` of each 16 bytes that a thread sends."""
     registers, loaded, mapped = {"$1": inbox, "$2": program, "%tid.x": thread}, {}, {}
 
     def value(operand):
         return registers[operand] if operand in registers else int(operand)
 
-    for statement in assembly.strip("{ }").split(";"):
-        found = re.fullmatch(r"\s*(@p )?(\S+) (.*?)\s*", statement)
-        if not found or found[2] == ".reg":
-            continue
-        guarded, operation, operands = found.groups()
+    for guarded, operation, (to, *rest), names, at in statements:
         if guarded and not registers["p"]:
             continue
-        if operation.startswith(("ld.", "st.")):
-            names = re.search(r"\{(.*?)\}", operands)[1]
-            at = [part.split(" + ") for part in re.findall(r"\[(.*?)\]", operands)]
+        if names is not None:
             if operation.startswith("ld."):
                 loaded[names] = value(at[0][0]) + int(at[0][1])
             else:
-                (receiver, to), (waiting, barrier) = mapped[at[0][0]], mapped[at[1][0]]
+                (receiver, address), (waiting, barrier) = mapped[at[0][0]], mapped[at[1][0]]
                 assert (waiting, barrier) == (receiver, inbox), "the bytes count for who gets them"
-                yield receiver, to, loaded[names]
+                yield receiver, address, loaded[names]
             continue
-        to, *rest = (operand.strip() for operand in operands.split(","))
         kind = operation.split(".")[0]
         if kind == "mapa":
             mapped[to] = value(rest[1]), value(rest[0])
