@@ -29,6 +29,7 @@ from nsa.testing.clock.timing import Timing
 from nsa.testing.contestants.contract import Contestant
 from nsa.testing.contestants.ours import OF, OURS
 from nsa.testing.judge.forward import Oracle, assert_parity
+from nsa.testing.matrix import m3
 from nsa.testing.matrix.case import Case
 from nsa.testing.report.recording import Fact
 from nsa.tuning.files import provenance, write_section
@@ -46,13 +47,19 @@ FAILURES: tuple[type[BaseException], ...] = (*failures(), AssertionError)
 
 
 def cases() -> list[Case]:
-    """The shapes of the sweep, in bf16: core's rows and spans at H = 8, and its decode steps."""
+    """The shapes of the sweep, in bf16: core's rows and spans at H = 8, its decode steps, and those of MiniMax-M3.
+
+    The queries of a speculative step share blocks, which are then read from L2: only a kernel with many bytes in flight
+    gains from that, so such a step is measured as models make it.
+    """
     lengths = (16, 32, 64, 128, 256, 512, 1024)
     return [
         *(Case(8, D, D, L, N, "few", "bf16") for D in (64, 128) for N in (64, 256, 1024) for L in lengths),
         *(Case(8, D, D, L, N, "many", "bf16") for D in (64, 128) for N in (64, 256, 1024) for L in (64, 256, 1024)),
         *(Case(16, 128, 128, 1024, 4 * B, "decode", "bf16", HKV=4, S_kv=8192) for B in (1, 8, 64)),
         *(Case(4, 64, 64, 512, B, "decode", "bf16", S_kv=8192) for B in (1, 8, 64)),
+        *(m3.case(B, 1, S_kv) for B, S_kv in ((1, m3.LONG), (8, m3.LONG), (64, m3.LONG // 4))),
+        m3.case(8, 4, m3.LONG, shared=0.9),
     ]
 
 
