@@ -16,6 +16,9 @@ PYTHON := .venv/bin/python
 READY := .venv/ready
 endif
 
+# Containers often forbid to keep compiled Python. The tests start hundreds of processes, which would compile it each.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: test perf gate aot sanitize lint
 test: $(READY)
 	$(PYTHON) -m pytest -m "not perf" -n $(WORKERS) --benchmark-disable

@@ -6,7 +6,10 @@ Kernels compute the same results bit by bit (`tests/edge/test_interpreting.py`).
   off in the interpreter;
 - each call from one jitted function to another replaces the functions of `triton.language` again;
 - the table from Triton's types to NumPy's is built again for each load and each cast;
-- each value wraps the numbers of its shape one by one, twice, and its type checks them and makes its name.
+- each value wraps the numbers of its shape one by one, twice, and its type checks them and makes its name;
+- operands of one type and shape are compared number by number, to find out that neither is converted or broadcast, and
+  an integer in the source becomes a tile again each time;
+- whatever a function is given is asked three times whether it is a constant of compile time.
 
 A step is left out if this release of Triton does not have the functions that it replaces.
 """
@@ -19,6 +22,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+MOST_TILES = 1000  # of integers, that are kept at a time
+
 _changes: list[tuple[Any, str, Any, Any]] = []  # object, attribute, Triton's value, our value
 
 
@@ -30,7 +35,10 @@ def quicken() -> tuple[str, ...]:
     except ImportError:
         return ()
 
-    steps = {"overflow": _overflow, "calls": _calls, "types": _types, "shapes": _shapes}
+    steps = {
+        "overflow": _overflow, "calls": _calls, "types": _types, "shapes": _shapes, "operands": _operands,
+        "constants": _constants,
+    }  # fmt: skip
     return tuple(name for name, step in steps.items() if step(interpreter))
 
 
@@ -139,7 +147,7 @@ def _shapes(interpreter: Any) -> bool:
             self.__dict__.update(types[key][1])
 
     def holding(self: Any, handle: Any, type: Any) -> None:
-        key = tuple(type.shape) if type.is_block() else ()
+        key = tuple(getattr(type.shape, "values", type.shape)) if type.is_block() else ()
         if key not in shapes:
             tensor(self, handle, type)
             shapes[key] = self.shape, self.numel
@@ -149,4 +157,72 @@ def _shapes(interpreter: Any) -> bool:
 
     _change(core.block_type, "__init__", typing)
     _change(core.tensor, "__init__", holding)
+    return True
+
+
+def _operands(interpreter: Any) -> bool:
+    """Take operands of one type and shape as they are. Keep the tiles that integers become, which nothing changes."""
+    from triton.language import core, semantic
+
+    Shape, owner = getattr(core, "tuple", None), getattr(semantic, "TritonSemantic", None)
+    if Shape is None or owner is None:
+        return False
+    convert: Any = owner.binary_op_type_checking_impl
+    broadcast: Any = owner.broadcast_impl_value
+    tiles: dict[tuple[Any, ...], Any] = {}  # of integers
+
+    def converting(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        if type(lhs) is type(rhs) is core.tensor:
+            kind = lhs.dtype
+            if kind is rhs.dtype and type(kind) is core.dtype and not (div_or_mod and kind.is_floating()):
+                return broadcasting(self, lhs, rhs)
+        elif type(lhs) is core.tensor and type(rhs) is int and type(lhs.dtype) is core.dtype:
+            shape = tuple(lhs.shape.values) if type(lhs.shape) is Shape else tuple(lhs.shape)
+            key = rhs, lhs.dtype, shape, arithmetic_check, div_or_mod
+            if key in tiles:
+                return lhs, tiles[key]
+            same, number = convert(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+            if len(tiles) == MOST_TILES:
+                tiles.clear()
+            if same is lhs:
+                tiles[key] = number
+            return same, number
+        return convert(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    def broadcasting(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        blocks = left.is_block(), right.is_block()
+        if blocks == (False, False):
+            return lhs, rhs
+        if blocks == (True, True) and type(left.shape) is type(right.shape) is Shape:
+            if left.shape is right.shape or left.shape.values == right.shape.values:
+                return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    _change(owner, "binary_op_type_checking_impl", converting)
+    _change(owner, "broadcast_impl_value", broadcasting)
+    return True
+
+
+def _constants(interpreter: Any) -> bool:
+    """Return what is no constant of compile time, and no sequence of them, without asking for each of those types."""
+    from triton.language import core
+
+    unwrap = getattr(core, "_unwrap_if_constexpr", None)
+    if unwrap is None:
+        return False
+    plain = {core.tensor, core.dtype, bool, int, float, str, type(None)}
+
+    def unwrapping(o: Any) -> Any:
+        return o if type(o) in plain else unwrap(o)
+
+    _change(core, "_unwrap_if_constexpr", unwrapping)
     return True

@@ -1,5 +1,7 @@
 """The quickened interpreter computes what Triton's own does, bit by bit, in every kernel."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -69,7 +71,30 @@ def test_same_bits_of_merged_parts(call):
 @pytest.mark.skipif(not triton_version().startswith("3.9."), reason="other releases work otherwise")
 def test_everything_is_quickened():
     """A release that renames what is quickened would have the suite take twice as long, and nothing else say so."""
-    assert interpreter.quicken() == ("overflow", "calls", "types", "shapes")
+    assert interpreter.quicken() == ("overflow", "calls", "types", "shapes", "operands", "constants")
+
+
+def test_types_of_operands_are_kept():
+    """Two halves are divided in fp32; a number takes the integer type of the tile beside it, in which the sum wraps."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def mixed(half, short, long, quotient, sums):
+        i = tl.arange(0, 4)
+        tl.store(quotient + i, tl.load(half + i) / tl.load(half + 3 - i))
+        tl.store(sums + i, tl.load(long + i) * 2 + 1)
+        tl.store(sums + 4 + i, (tl.load(short + i) * 2 + 1).to(tl.int64))
+
+    found = []
+    for context in (contextlib.nullcontext(), interpreter.as_released()):
+        quotient, sums = torch.empty(4), torch.empty(8, dtype=torch.int64)
+        ints = torch.tensor([3, 2**30 + 5, -7, 0])
+        with context:
+            mixed[(1,)](torch.tensor([1.0, 3, 7, 10]).half(), ints.int(), ints << 9, quotient, sums)
+        found.append((quotient.tolist(), sums.tolist()))
+    assert found[0] == found[1]
+    assert found[0][1][5] == -(2**31) + 11
 
 
 def test_overflow_is_not_asserted_by_triton_either(device):
