@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import nsa.__main__
 import nsa.gpu
@@ -270,8 +271,10 @@ def test_doctor_names_commands_that_can_be_typed(gpu, monkeypatch, installed):
 
 def test_doctor_says_what_nobody_measured(gpu, monkeypatch, tmp_path):
     packaged = tmp_path / gpu.name
+    swept = yaml.safe_load(packaged.read_text())["tiles"]["query_major"]
+    latest = max(entry["provenance"]["date"] for entry in swept)
     lines = doctor.report()
-    assert f"tiles      of 66 shapes, swept 2026-11-24, {packaged}" in lines
+    assert f"tiles      of {len(swept)} shapes, swept {latest}, {packaged}" in lines
     assert lines[-2:] == ["  not measured on this GPU: threshold", "next       python -m nsa calibrate"]
     packaged.unlink()
     settings.reload()

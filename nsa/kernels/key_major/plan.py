@@ -85,7 +85,10 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
     keys = S_kv * g.B if g.layout == RAGGED.value else S_kv  # of the sequences whose queries `g.S` counts
     walk = key_tiles.walks(g.S, keys, call.settings.batch_invariant)
     listed = block_size or size  # not cut to S_kv, because S_kv must not change a row's tiles
-    tile = key_tiles.select(capability, dtype.itemsize, G, D, Dv, listed, key_tiles.forced, walk, call.k.dtype == E4M3)
+    reads = g.tokens * n // max(blocks, 1)
+    tile = key_tiles.select(
+        capability, dtype.itemsize, G, D, Dv, listed, key_tiles.forced, walk, call.k.dtype == E4M3, reads
+    )
     walked = 0 if spans else n * tile.walked // 16
     slots -= walked
     sized = (g.tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, tile.share, spans)

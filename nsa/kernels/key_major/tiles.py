@@ -63,6 +63,9 @@ forced: Choice | None = None
 SMALL = Choice(64, 4, 128, 16, 4, 4)
 LARGE = Choice(64, 4, 128, 8, 4, 2, 8, 16, 3, 168)  # groups that fill the 16 rows of a tensor core's tile
 HUGE = Choice(64, 4, 128, 8, 4, 4)  # groups too large for the merge's single warp to read keys
+LONG = Choice(64, 4, None, 16, 8, 4)  # `LARGE` for blocks of more than `LIMITED_SIZE` keys: the merge reads no keys
+FEW_SHARE = 8  # its share in calls whose blocks are read by fewer than `FEW_READS` rows each
+FEW_READS = 64
 WIDE_HEADS = Choice(32, 4, None, 8, 4, 4)  # D or Dv above 128; with 8 warps Triton 3.1 aborts for sm_90
 FP32 = Choice(16, 4, None, 8, 4, 4)  # fp32 dot products run on the CUDA cores
 
@@ -103,6 +106,7 @@ def select(
     choice: Choice | None = None,
     walk: bool = True,
     e4m3: bool = False,
+    reads: int = FEW_READS,
 ) -> Tile:
     """Tile of a call whose blocks hold ``size`` keys.
 
@@ -111,10 +115,11 @@ def select(
         itemsize: bytes of an element of Q.
         walk: what :func:`walks` says.
         e4m3: keys are of one byte.
+        reads: rows that read a block, on average.
     """
     block_d, block_dv = padded(D), padded(Dv)
     narrow = max(block_d, block_dv) <= 128
-    chosen = choice or _rule(itemsize, G, narrow, size, walk, e4m3)
+    chosen = choice or _rule(itemsize, G, narrow, size, walk, e4m3, reads)
     limited = capability == 90 and narrow  # elsewhere limits were not measured, and ptxas may fail under them
     rows, block_n = chosen.rows, SEVERAL_TILES if size > ONE_TILE else padded(size)
     # Scores and results of a tile must leave free registers.
@@ -132,9 +137,11 @@ def select(
     )  # fmt: skip
 
 
-def _rule(itemsize: int, G: int, narrow: bool, size: int, walk: bool, e4m3: bool) -> Choice:
+def _rule(itemsize: int, G: int, narrow: bool, size: int, walk: bool, e4m3: bool, reads: int) -> Choice:
     """The choice where no sweep forces one. ``narrow``: D and Dv are at most 128."""
     chosen = FP32 if itemsize > 2 else WIDE_HEADS if not narrow else SMALL if G <= 8 else LARGE if G <= 16 else HUGE
+    if chosen is LARGE and size > LIMITED_SIZE:
+        chosen = LONG if reads >= FEW_READS else LONG._replace(share=FEW_SHARE)
     if chosen.registers is not None and size > LIMITED_SIZE:
         chosen = chosen._replace(registers=None)
     if e4m3:  # as many bytes in flight; longer tiles would spill

@@ -94,16 +94,20 @@ FULL = 2
 """At or above this many rows per multiprocessor, tiles and splits no longer depend on the number of rows."""
 
 
-def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int) -> tuple[int, int, int]:
+def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int, even: bool) -> tuple[int, int, int]:
     """``(BLOCK_L, num_warps, num_stages)``, before `select` cuts them to the bound and to shared memory.
+
+    even: values of one byte may be read in pairs. Read one by one they take more registers.
 
     Measured on an H100 in bf16 at G = 8, D = 64 and 128 (docs/notebook/query-major.md). Many rows want small tiles of
     one or two warps, so that a multiprocessor holds many programs. Few rows want long tiles, so that each program keeps
     enough bytes in flight. Keys of several spans are looked up first, which makes shorter tiles better for few rows.
     """
     wide = head_dim > 64
-    if itemsize == 1:  # as many bytes in flight, by longer tiles or more stages; not measured yet
-        return 64, 4, 3 if fill == 2 or block_g > 16 or head_dim > 128 else 4
+    if itemsize == 1:  # half the bytes: longer tiles
+        if block_g > 16 or head_dim > 128 or not even:
+            return 64, 4, 3  # not measured
+        return ((128, 4, 3), (64, 2, 3), (64, 4, 2))[fill]
     if itemsize > 2:
         return 32, 4, 2  # fp32 dot products run on the CUDA cores and are limited by registers, not by bandwidth
     if block_g > 16 or head_dim > 128:
@@ -166,7 +170,7 @@ def select(
     if choice is not None and not per_head:
         heads = min(heads, -(-G // choice.head_tiles))
     block_g, block_d, block_dv = padded(heads), padded(D), padded(Dv)
-    rule = _shape(itemsize, block_g, max(block_d, block_dv), spans, fill)
+    rule = _shape(itemsize, block_g, max(block_d, block_dv), spans, fill, Dv % 2 == 0)
     block_l, num_warps, stages = rule if choice is None else choice[2:5]
     longest = padded(bound)
     if choice is not None and block_l > longest:  # measured on longer rows: keep the number of keys per warp

@@ -25,8 +25,8 @@ ALWAYS = Worth(0, 0)  # a union of any size
 NEVER = Worth(1, 0)  # unless it is empty
 
 WORTH = Worth(64, 3)
-WORTH_LONG = Worth(128, 5)  # blocks of more than 64 keys, which key-major reads faster
-"""For each query head of a token: tiles of 4 tokens of 16 heads may have 48 blocks for 64 listed ones (40 if blocks are
+WORTH_LONG = Worth(32, 1)  # blocks of more than 64 keys, which key-major reads faster
+"""For each query head of a token: tiles of 4 tokens of 16 heads may have 48 blocks for 64 listed ones (32 if blocks are
 long). An H100 takes about as long for such a union as key-major takes for the tile's rows (docs/notebook/union.md)."""
 
 
