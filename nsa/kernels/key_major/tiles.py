@@ -60,7 +60,7 @@ forced: Choice | None = None
 """The choice that a sweep launches next."""
 
 # Measured on an H100 in bf16 with D = 128 (docs/notebook/key-major.md).
-SMALL = Choice(64, 4, 128, 16, 4, 4)
+SMALL = Choice(64, 4, 128, 16, 8, 4)
 LARGE = Choice(64, 4, 128, 8, 4, 2, 8, 16, 3, 168)  # groups that fill the 16 rows of a tensor core's tile
 HUGE = Choice(64, 4, 128, 8, 4, 4)  # groups too large for the merge's single warp to read keys
 LONG = Choice(64, 4, None, 16, 8, 4)  # `LARGE` for blocks of more than `LIMITED_SIZE` keys: the merge reads no keys
