@@ -16,7 +16,7 @@ PYTHON := .venv/bin/python
 READY := .venv/ready
 endif
 
-# Containers often forbid to keep compiled Python. The tests start hundreds of processes, which would compile it each.
+# Containers often set this. The tests start hundreds of processes, and each would compile again what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test perf gate aot sanitize lint
