@@ -8,8 +8,8 @@ Kernels compute the same results bit by bit (`tests/edge/test_interpreting.py`).
 - the table from Triton's types to NumPy's is built again for each load and each cast;
 - each value wraps the numbers of its shape one by one, twice, and its type checks them and makes its name;
 - operands of one type and shape are compared number by number, to find out that neither is converted or broadcast, and
-  an integer in the source becomes a tile again each time;
-- whatever a function is given is asked three times whether it is a constant of compile time.
+  an integer in the source becomes a tile each time;
+- each argument of a function is asked three times whether it is a constant of compile time.
 
 A step is left out if this release of Triton does not have the functions that it replaces.
 """
@@ -213,7 +213,7 @@ def _operands(interpreter: Any) -> bool:
 
 
 def _constants(interpreter: Any) -> bool:
-    """Return what is no constant of compile time, and no sequence of them, without asking for each of those types."""
+    """Return a value that is neither a constant of compile time nor a sequence of them, without three questions."""
     from triton.language import core
 
     unwrap = getattr(core, "_unwrap_if_constexpr", None)

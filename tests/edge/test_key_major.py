@@ -358,3 +358,11 @@ def test_larger_blocks_come_in_smaller_tiles_and_without_a_limit_of_registers(G)
     assert [tile.BLOCK_N for tile in tiles] == [16, 64, 128, 128, 64, 64]
     assert key_tiles.select(90, 2, G, 128, 128, 256, key_tiles.SMALL).registers == 128
     assert key_tiles.select(80, 2, G, 128, 128, 256).registers is None
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_how_many_rows_read_a_block_changes_no_result(size):
+    """It decides how many of a block's tiles one program takes, in long blocks only. Their merge reads no keys."""
+    many, few = (key_tiles.select(90, 2, 16, 128, 128, size, reads=reads) for reads in (1024, 16))
+    assert few._replace(share=many.share) == many
+    assert (many.walked > 0, few.share < many.share) == (size == 64, size == 128)
