@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter more than twice as fast, by leaving out work whose result is not used.
+"""Makes Triton's interpreter more than four times as fast, by leaving out work whose result is not used.
 
 Kernels compute the same results bit by bit (`tests/edge/test_interpreting.py`). Without this module:
 
