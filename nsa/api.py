@@ -46,50 +46,29 @@ def _pair(cu_seqlens: CuSeqlens) -> tuple[Tensor, Tensor]:
 
 @overload
 def selection_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    q_positions: Tensor | None = ...,
-    cu_seqlens: CuSeqlens | None = ...,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[Options],
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, *,
+    q_positions: Tensor | None = ..., cu_seqlens: CuSeqlens | None = ...,
+    return_lse: Literal[False] = ..., **options: Unpack[Options],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def selection_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    q_positions: Tensor | None = ...,
-    cu_seqlens: CuSeqlens | None = ...,
-    return_lse: Literal[True],
-    **options: Unpack[Options],
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, *,
+    q_positions: Tensor | None = ..., cu_seqlens: CuSeqlens | None = ...,
+    return_lse: Literal[True], **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @hide_wrong
 def selection_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    ranges: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    block_size: int | None = None,
-    causal: bool = True,
-    q_positions: Tensor | None = None,
-    scale: float | None = None,
-    cu_seqlens: CuSeqlens | None = None,
-    max_selected: int | None = None,
-    return_lse: bool = False,
-    backend: str = "auto",
-    schedule: str = "auto",
-    out: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *,
+    ranges: Tensor | None = None, block_indices: Tensor | None = None, block_size: int | None = None,
+    causal: bool = True, q_positions: Tensor | None = None, scale: float | None = None,
+    cu_seqlens: CuSeqlens | None = None, max_selected: int | None = None, return_lse: bool = False,
+    backend: str = "auto", schedule: str = "auto", out: Tensor | None = None,
     **wrong: object,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of each query over the keys that its row selects: NSA's selection branch (arXiv 2502.11089, 3.3.2).
 
     Args:
@@ -162,65 +141,36 @@ def selection_attention(
 
 @overload
 def selection_attention_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    cache_seqlens: Tensor | int,
-    block_table: Tensor | None = ...,
-    page_size: int | None = ...,
-    cu_seqlens_q: Tensor | None = ...,
-    max_seqlen_q: int | None = ...,
-    k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ...,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[Options],
-) -> Tensor: ...
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *,
+    cache_seqlens: Tensor | int, block_table: Tensor | None = ..., page_size: int | None = ...,
+    cu_seqlens_q: Tensor | None = ..., max_seqlen_q: int | None = ...,
+    k_scale: Tensor | None = ..., v_scale: Tensor | None = ...,
+    return_lse: Literal[False] = ..., **options: Unpack[Options],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def selection_attention_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    cache_seqlens: Tensor | int,
-    block_table: Tensor | None = ...,
-    page_size: int | None = ...,
-    cu_seqlens_q: Tensor | None = ...,
-    max_seqlen_q: int | None = ...,
-    k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ...,
-    return_lse: Literal[True],
-    **options: Unpack[Options],
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *,
+    cache_seqlens: Tensor | int, block_table: Tensor | None = ..., page_size: int | None = ...,
+    cu_seqlens_q: Tensor | None = ..., max_seqlen_q: int | None = ...,
+    k_scale: Tensor | None = ..., v_scale: Tensor | None = ...,
+    return_lse: Literal[True], **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @hide_wrong
 def selection_attention_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *,
     cache_seqlens: Tensor | int,
-    ranges: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    block_size: int | None = None,
-    block_table: Tensor | None = None,
-    page_size: int | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    causal: bool = True,
-    scale: float | None = None,
-    max_selected: int | None = None,
-    return_lse: bool = False,
-    backend: str = "auto",
-    schedule: str = "auto",
-    out: Tensor | None = None,
+    ranges: Tensor | None = None, block_indices: Tensor | None = None, block_size: int | None = None,
+    block_table: Tensor | None = None, page_size: int | None = None,
+    cu_seqlens_q: Tensor | None = None, max_seqlen_q: int | None = None,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    causal: bool = True, scale: float | None = None, max_selected: int | None = None, return_lse: bool = False,
+    backend: str = "auto", schedule: str = "auto", out: Tensor | None = None,
     **wrong: object,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`nsa.selection_attention` over a KV cache: decode, speculative decode, chunked prefill.
 
     The function only reads the caches. The caller appends the new keys and values before the call.

@@ -67,13 +67,8 @@ def packed_sdpa(call: Call, bound: int | None = None, layout: str = "heads_as_qu
     e4m3 = k.dtype == E4M3
     if e4m3:  # bytes are packed, and converted afterwards
         k, v = k.view(torch.uint8), v.view(torch.uint8)
-    bound = call.max_selected if bound is None else bound
     spans = sp.of_call(call)
-    room = k.shape[-3] * (1 if block_table is None else block_table.shape[1])
-    held = room if call.block_size is None or room < call.block_size else call.block_size  # keys of a span, at most
-    held *= spans.starts.shape[-1]
-    if call.block_size is not None or bound is not None:  # the caller's bound may be far above what a row can hold
-        bound = held if bound is None or held < bound else bound
+    bound = _most(call, call.max_selected if bound is None else bound, spans.starts.shape[-1])
     HKV, D, Dv = k.shape[-2], q.shape[-1], v.shape[-1]
     G = q.shape[-2] // HKV
     scale = 1.0 / math.sqrt(D) if scale is None else scale
@@ -130,6 +125,15 @@ def packed_sdpa(call: Call, bound: int | None = None, layout: str = "heads_as_qu
         if lse is not None and lse_rows is not None:
             lse[rows] = lse_rows
     return _shaped(q, torch.cat(pieces) if keep else out, lse)
+
+
+def _most(call: Call, bound: int | None, n: int) -> int | None:
+    """``bound``, or the number of keys that ``n`` spans can hold if it is lower; None for ranges without a bound."""
+    if call.block_size is None and bound is None:
+        return None
+    room = call.k.shape[-3] * (1 if call.block_table is None else call.block_table.shape[1])
+    held = n * (room if call.block_size is None or room < call.block_size else call.block_size)
+    return held if bound is None or held < bound else bound
 
 
 def _of_rows(scale: Tensor | None, HKV: int, N: int) -> Tensor | None:
