@@ -104,7 +104,7 @@ class Call(NamedTuple):
             most, longest, backend, schedule, _, settings,
         ) = self  # fmt: skip
         return (
-            settings, q.shape, q.dtype, q.device, q.stride(), k.shape, k.dtype, k.device, k.stride(),
+            settings.text, q.shape, q.dtype, q.device, q.stride(), k.shape, k.dtype, k.device, k.stride(),
             v.shape, v.dtype, v.device, v.stride(),
             None if ranges is None else (ranges.shape, ranges.dtype, ranges.device, ranges.stride()),
             None if blocks is None else (blocks.shape, blocks.dtype, blocks.device, blocks.stride()),
@@ -121,7 +121,7 @@ class Call(NamedTuple):
         """:meth:`key` of a call on packed rows. It is shorter, because such a call has fewer arguments."""
         q, k, v, _, _, _, _, cu, _, _, _, _, out, _, _, _, most, _, _, schedule, _, settings = self
         return (
-            settings, schedule, most, most.__class__, q.shape, q.dtype, q.device, q.stride(), k.shape, k.dtype,
+            settings.text, schedule, most, most.__class__, q.shape, q.dtype, q.device, q.stride(), k.shape, k.dtype,
             k.device, k.stride(), v.shape, v.dtype, v.device, v.stride(), None if cu is None else metadata(cu),
             None if out is None else metadata(out),
         )  # fmt: skip

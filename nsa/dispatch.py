@@ -176,7 +176,7 @@ def _served(what: Plan, call: Call, error: BaseException | None = None) -> tuple
                 planned = planned or attach(what, call)
                 known = _broken.get(planned[2]) if _broken else None
                 if known is None:
-                    return _launch(planned, what, call), what.route, reason
+                    return launch(what, call, planned), what.route, reason
             except DoesNotFit as misfit:
                 known = str(misfit)
             except failures() as failure:
@@ -216,13 +216,9 @@ def attach(what: Plan, call: Call) -> Planned:
     return found
 
 
-def launch(what: Plan, call: Call) -> Result:
+def launch(what: Plan, call: Call, planned: Planned | None = None) -> Result:
     """Launch the kernel of a planned call. Raises if that fails."""
-    return _launch(what.launches.get(what.tiles.forced) or attach(what, call), what, call)
-
-
-def _launch(planned: Planned, what: Plan, call: Call) -> Result:
-    kernel, how, _ = planned
+    kernel, how, _ = planned or what.launches.get(what.tiles.forced) or attach(what, call)
     result: Result = kernel.forward(how, call, what.route)
     if call.out is not None:
         _written(call.out)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from nsa import dispatch, routing, settings, torch_modes
 from nsa.api import selection_attention
 from nsa.call import Call
-from nsa.torch_modes import any_autocast_enabled, forward_mode, transforms_active
+from nsa.torch_modes import any_autocast_enabled, transforms_active
 from nsa.validate import check_tensors, number
 
 
@@ -38,7 +39,7 @@ def _direct(
             "triton", "per_head" if per_head else "auto", return_lse, settings.get(),
         ),
     )  # fmt: skip
-    if any_autocast_enabled() or transforms_active() or forward_mode():
+    if any_autocast_enabled() or transforms_active() or forward_ad._current_level >= 0:
         call = _unusual(call)
     try:
         planned = routing.plan(call, call.rows_key(), routing.make_rows_plan)

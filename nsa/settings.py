@@ -47,15 +47,15 @@ class Settings:
     debug_cache: bool = False  # log lengths and page numbers that are impossible for the KV cache
     vllm: bool = False  # our kernels serve MiniMax-M3 in vLLM (nsa.integrations.vllm)
 
+    text: str = dataclasses.field(init=False, repr=False)
+    """All values. Every call looks up its plan by its settings, and a string remembers its hash."""
+
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash(dataclasses.astuple(self)))
-
-    def __hash__(self) -> int:
-        """The hash is computed once, because every attention call looks up its plan by its settings."""
-        return self._hash  # type: ignore[attr-defined, no-any-return]
+        values = [getattr(self, field.name) for field in dataclasses.fields(self) if field.init]
+        object.__setattr__(self, "text", repr(values))
 
 
-NAMES = tuple(field.name for field in dataclasses.fields(Settings))
+NAMES = tuple(field.name for field in dataclasses.fields(Settings) if field.init)
 Value = bool | int | str | None  # the value of a setting
 
 _lock = threading.RLock()
