@@ -71,11 +71,11 @@ def _launch(
     found = what.backward_launches.get(backward_tiles.forced)
     if found is None:
         kernel = importlib.import_module("nsa.kernels.backward.plan")  # not imported above: it imports Triton
-        found = dispatch.with_variants(kernel, kernel.plan(call, what.dims.bound), what.backward)
+        planned = kernel.plan(call, what.dims.bound)
+        found = dispatch.with_variants(kernel, planned, what.backward, (ROUTE, what.reason))
         what.backward_launches[backward_tiles.forced] = found
-    kernel, how, _ = found
     do = torch.zeros_like(o) if do is None else do
-    result: Gradients = kernel.backward(how, call, do, dlse, o, lse, ROUTE, wanted)
+    result: Gradients = found[0].backward(found[1], call, do, dlse, o, lse, ROUTE, wanted)
     dispatch.count(ROUTE, what.reason)
     return result
 

@@ -148,7 +148,7 @@ def run(what: Plan, call: Call) -> Result:
         else:
             if call.out is not None:
                 _written(call.out)
-            _taken[what.route, what.reason] += 1
+            _taken[planned[3]] += 1
             return result
     result, route, reason = _served(what, call, error)
     _taken[route, reason] += 1
@@ -195,31 +195,32 @@ class _Refusal:
         raise DoesNotFit(why)
 
 
-Planned = tuple[Any, Any, Any]
-"""The `plan` module of a kernel family, its launch of the call, and what a failure is remembered by: the launch's
-variants, or the signature of a launch that has none."""
+Planned = tuple[Any, Any, Any, tuple[str, str]]
+"""The `plan` module of a kernel family, its launch of the call, what a failure is remembered by (the launch's variants,
+or the signature of a launch that has none), and what the route log counts: route and reason."""
 
 
-def with_variants(kernel: Any, launch: Any, signature: str) -> Planned:
+def with_variants(kernel: Any, launch: Any, signature: str, counted: tuple[str, str]) -> Planned:
     """A kernel and its launch, with what a failure is remembered by."""
-    return kernel, launch, getattr(launch, "variants", signature)
+    return kernel, launch, getattr(launch, "variants", signature), counted
 
 
 def attach(what: Plan, call: Call) -> Planned:
     """Have the kernel family plan the launch, at the first call of a plan."""
     kernel: Any = importlib.import_module(f"nsa.kernels.{what.module}.plan")  # not imported above: it imports Triton
     try:
-        found = with_variants(kernel, kernel.plan(call, what.dims.bound, what.route == "per_head"), what.kernel)
+        planned = kernel.plan(call, what.dims.bound, what.route == "per_head")
+        found = with_variants(kernel, planned, what.kernel, (what.route, what.reason))
     except DoesNotFit as error:
-        found = _Refusal, str(error), what.kernel
+        found = _Refusal, str(error), what.kernel, (what.route, what.reason)
     what.launches[what.tiles.forced] = found
     return found
 
 
 def launch(what: Plan, call: Call, planned: Planned | None = None) -> Result:
     """Launch the kernel of a planned call. Raises if that fails."""
-    kernel, how, _ = planned or what.launches.get(what.tiles.forced) or attach(what, call)
-    result: Result = kernel.forward(how, call, what.route)
+    found = planned or what.launches.get(what.tiles.forced) or attach(what, call)
+    result: Result = found[0].forward(found[1], call, what.route)
     if call.out is not None:
         _written(call.out)
     return result

@@ -100,10 +100,14 @@ class Variant:
         if cuda and device.index != current_device():
             with torch.cuda.device(device):
                 return self.launch(grid, device, tensors, numbers, common)
-        addresses = [0 if x is None else x.data_ptr() for x in tensors]
-        union = 0
-        for address in addresses:
-            union |= address
+        addresses, union = [], 0
+        for x in tensors:  # in one loop, because every call pays for it
+            if x is None:
+                addresses.append(0)
+            else:
+                address = x.data_ptr()
+                addresses.append(address)
+                union |= address
         common = common and union & 15 == 0
         compiled = self._compiled
         if compiled is not None and common:
