@@ -190,7 +190,7 @@ def selection_attention_with_kvcache(
             are independent of pages.
         block_indices: ``[B, S, HKV, n]`` (ragged ``[T, HKV, n]``) with ``block_size``, instead of ``ranges``.
         block_table: ``[B, width]`` int32 or int64, the pages of each sequence, first positions first. Page numbers may
-            be in any order, and sequences may share pages.
+            be in any order, and sequences may share pages. A slice ``wider[:, :width]`` is read without a copy.
         page_size: optional, only checked: it must equal ``k_cache.shape[1]``.
         cu_seqlens_q: ``[B + 1]`` int32 or int64, ``B`` up to 16,384: cumulative numbers of queries. Sequence ``b`` has
             the tokens ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of ``q``, in order. The values are not checked,

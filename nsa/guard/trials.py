@@ -60,10 +60,11 @@ class Trial(Likeness):
             self.about["cu_seqlens_q"] = self.place("cu_q_ptr", [0, 1, lead[0] - 1])
         if layout in (p.CACHE.value, p.RAGGED.value):  # a length exceeds the cache, and two pages do not exist
             self.about["cache_seqlens"] = self.place("cu_k_ptr", [S_kv - 7, S_kv + 3])
-            if page:
+            if page:  # the table is a slice of a wider one
                 order = torch.randperm(2 * width, generator=self.generator).view(2, width)
                 order[0, 0], order[1, -1] = -1, 2 * width + 1
-                self.about["block_table"] = self.place("table_ptr", order)
+                wider = torch.cat((order, torch.full((2, 3), -1)), 1)
+                self.about["block_table"] = self.place("table_ptr", wider)[:, :width]
             for name in ("k_scale", "v_scale"):
                 if self.given.get(f"{name}_ptr") is not None:
                     numbers = torch.rand(HKV if c[f"{name[0].upper()}_STEP"] else 1, generator=self.generator)

@@ -363,7 +363,8 @@ def dropped_element(c, tensors, numbers):
 
 
 def wrong_scale(c, tensors, numbers):
-    return tensors, (*numbers[:-1], numbers[-1] * 1.03)
+    *sizes, scale, stride_tb = numbers
+    return tensors, (*sizes, scale * 1.03, stride_tb)
 
 
 @pytest.mark.parametrize("mutate", [lost_tail, lost_first_key, dropped_element, wrong_scale])

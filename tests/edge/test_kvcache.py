@@ -14,32 +14,15 @@ from nsa.call import Call
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
 
+from .cached_calls import BACKENDS, PAGE, ROOM, call, everything, queries
 from .conftest import compare
 
-ROOM, PAGE = 64, 16
-BACKENDS = ["triton", "key_major", "sdpa", "reference"]
 graphs = pytest.mark.skipif(current_lane() != "gpu", reason="graphs need a GPU")
 
 
-@pytest.fixture(params=BACKENDS)  # key_major: of Triton's kernels the ones for chunks
+@pytest.fixture(params=BACKENDS)
 def backend(request):
     return request.param
-
-
-def call(q, cache, backend="triton", **keywords):
-    how = {"backend": backend} if backend != "key_major" else {"backend": "triton", "schedule": backend}
-    return nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, **(cache.arguments | {"return_lse": True} | how | keywords)
-    )
-
-
-def queries(B, S=1, seed=5, device="cpu", HQ=4, D=16):
-    return torch.randn(B, S, HQ, D, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-def everything(B, S, device, n=ROOM // PAGE):
-    """Every block of every sequence, and one past the end."""
-    return torch.arange(n + 1, dtype=torch.int32, device=device).expand(B, S, 2, n + 1).contiguous()
 
 
 @pytest.mark.parametrize("size", [8, 16, 32])

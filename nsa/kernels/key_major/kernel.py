@@ -36,7 +36,7 @@ from nsa.kernels.shared.primitives import (
 )
 
 RUNTIME = "B S S_kv HKV heads head0 n size slots first window index windows work slot_bits tokens passed pages".split()
-RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()]
+RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh tb".split()]
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _partial_kernel(
     q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, table_ptr, k_scale_ptr, span_ptr,
     unit_ptr, work_ptr,
     B, S, S_kv, HKV, heads, head0, n, size, slots, first, window, index, windows, work, slot_bits, pages,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, scale,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, scale, stride_tb,
     G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, SOURCE: tl.constexpr, LAYOUT: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, ONE_TILE: tl.constexpr, WIDE: tl.constexpr, STRIDE_UNIT: tl.constexpr, K_STEP: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -102,7 +102,7 @@ def _partial_kernel(
         if PAGE:
             k_off = tl.zeros([], tl.int64)
             v_off = tl.zeros([], tl.int64)
-            table_row = table_ptr + seq.to(tl.int64) * (S_kv // PAGE)
+            table_row = table_ptr + seq.to(tl.int64) * stride_tb
         if LAYOUT == RAGGED:
             q_off = tl.zeros([], tl.int64)
             lead = first
@@ -236,7 +236,7 @@ def _merge_kernel(
     table_ptr, served_ptr, k_scale_ptr, v_scale_ptr,
     B, S, S_kv, HKV, heads, head0, n, size, slots, first, tokens, passed, pages,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_ob,
-    stride_os, stride_oh, scale,
+    stride_os, stride_oh, scale, stride_tb,
     G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, SOURCE: tl.constexpr, LAYOUT: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, STRIDE_UNIT: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, PAIRS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, WALK: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -298,7 +298,7 @@ def _merge_kernel(
         if PAGE:
             k_base = k_ptr + tl.cast(head_kv, tl.int64) * stride_kh * STRIDE_UNIT
             v_base = v_ptr + tl.cast(head_kv, tl.int64) * stride_vh * STRIDE_UNIT
-            table_row = table_ptr + tl.cast(seq, tl.int64) * (S_kv // PAGE)
+            table_row = table_ptr + tl.cast(seq, tl.int64) * stride_tb
         elif LAYOUT != VARLEN:
             k_base = k_ptr + (tl.cast(seq, tl.int64) * stride_kb + tl.cast(head_kv, tl.int64) * stride_kh) * STRIDE_UNIT
             v_base = v_ptr + (tl.cast(seq, tl.int64) * stride_vb + tl.cast(head_kv, tl.int64) * stride_vh) * STRIDE_UNIT

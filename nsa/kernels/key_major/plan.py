@@ -102,7 +102,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
         PAGE=g.page, CAUSAL=call.causal, STRIDE_UNIT=g.unit, K_STEP=g.k_step, V_STEP=g.v_step,
         PAIRS=g.pairs and pairs(tile.merge_heads, tile.BLOCK_DV), INPUT_PRECISION="ieee",
     )  # fmt: skip
-    narrow = max(g.B, g.S, S_kv, HKV, n, size, *g.strides, g.pages) <= INT32_MAX
+    narrow = max(g.B, g.S, S_kv, HKV, n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
     return Launch(*variants, device, sized, windows, tile, g, size, narrow, 1.0 / math.sqrt(D))
 
 
@@ -249,9 +249,10 @@ def forward(
         launches[route] += 1
     selection = call.selection.contiguous()
     lengths = call.cu_seqlens_k if call.cache_seqlens is None else call.cache_seqlens
-    q_positions, cu_seqlens_q, lengths, block_table = (
-        x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths, call.block_table)
+    q_positions, cu_seqlens_q, lengths = (
+        x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths)
     )
+    block_table = call.block_table.contiguous() if g.copies_table and call.block_table is not None else call.block_table
     k_scale, v_scale = (x if x is None else x.contiguous() for x in (call.k_scale, call.v_scale))
     about = (q_positions, cu_seqlens_q, lengths)
     scale = launch.scale if call.scale is None else call.scale
@@ -279,7 +280,11 @@ def forward(
                 launch.partial.launch(
                     (w.work, heads, -(-g.G // tile.HEADS)), device,
                     (q, k, v, parts, part_lse, selection, *about, block_table, k_scale, span, unit, work),
-                    (*sizes, here, w.window, i, most, w.work, w.slot_bits, g.pages, *g.strides[:9], scale), narrow,
+                    (
+                        *sizes, here, w.window, i, most, w.work, w.slot_bits, g.pages, *g.strides[:9], scale,
+                        g.stride_tb,
+                    ),
+                    narrow,
                 )  # fmt: skip
             now = min(w.window, tokens - i * w.window)
             (launch.merge if lse is None else launch.merge_lse).launch(
@@ -287,6 +292,6 @@ def forward(
                 (
                     parts, part_lse, block, q, k, v, out, lse, selection, *about, block_table, served, k_scale, v_scale,
                 ),
-                (*sizes, here, now, i * w.window, g.pages, *g.strides, scale), narrow,
+                (*sizes, here, now, i * w.window, g.pages, *g.strides, scale, g.stride_tb), narrow,
             )  # fmt: skip
     return out, lse

@@ -48,10 +48,11 @@ from nsa.kernels.shared.primitives import (
 )
 
 # These arguments vary from batch to batch and must not make Triton compile again. Strides are divided by STRIDE_UNIT.
-# The kernel multiplies by STRIDE_UNIT again, so the compiler knows a factor of all strides, as vector loads need.
+# The kernel multiplies by STRIDE_UNIT again, so the compiler knows a factor of all strides, as vector loads need. The
+# page table's stride is not divided, and comes last: among the others it costs kernels without pages 2 or 3 registers.
 RUNTIME = [
     *("B", "S", "S_kv", "n", "block_size", "pages"),
-    *(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()),
+    *(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh tb".split()),
 ]
 
 
@@ -89,6 +90,7 @@ def _fwd_kernel(
     stride_os,
     stride_oh,
     scale,
+    stride_tb,
     G: tl.constexpr,
     D: tl.constexpr,
     Dv: tl.constexpr,
@@ -185,7 +187,7 @@ def _fwd_kernel(
         if PAGE:
             k_off = tl.zeros([], tl.int64)
             v_off = tl.zeros([], tl.int64)
-            table_row = table_ptr + batch * (S_kv // PAGE)
+            table_row = table_ptr + batch * stride_tb
             if EARLY:
                 expect_table(table_row, S_kv // PAGE)
         seqlen_k = S_kv

@@ -41,6 +41,8 @@ class Launch(NamedTuple):
     scale: float  # of a call that names none
     like_q: bool  # a new output has the shape and strides of q
     pairs: bool  # values are read in pairs of bytes
+    stride_tb: int  # as in a `Geometry`
+    copies_table: bool
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -102,8 +104,8 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     grid = (programs, 1, 1) if merged else (programs, splits, 1)
     sizes = (g.B, g.S, S_kv, g.n, size, g.pages, *g.strides)
     return Launch(
-        variant, variant_lse, device, grid, splits, merged, g.tokens, sizes, max(sizes) <= INT32_MAX,
-        1.0 / math.sqrt(D), g.like_q, bool(variant.constexprs["PAIRS"]),
+        variant, variant_lse, device, grid, splits, merged, g.tokens, sizes, max(*sizes, g.stride_tb) <= INT32_MAX,
+        1.0 / math.sqrt(D), g.like_q, bool(variant.constexprs["PAIRS"]), g.stride_tb, g.copies_table,
     )  # fmt: skip
 
 
@@ -215,7 +217,8 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         v_scale = None if v_scale is None else v_scale.contiguous()
         if launch.pairs and v.data_ptr() % 2:
             raise DoesNotFit(ODD)
-        block_table = None if block_table is None else block_table.contiguous()
+        if launch.copies_table and block_table is not None:
+            block_table = block_table.contiguous()
     variant = launch.variant if lse is None or parts is not None else launch.variant_lse
     variant.launch(
         launch.grid,
@@ -224,7 +227,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
             q, k, v, out, None if parts is not None else lse, parts, selection, q_positions, cu_seqlens_q,
             cu_seqlens_k, block_table, k_scale, v_scale,
         ),
-        (*launch.sizes, launch.scale if scale is None else scale),
+        (*launch.sizes, launch.scale if scale is None else scale, launch.stride_tb),
         launch.narrow,
     )  # fmt: skip
     launches[route] += 1

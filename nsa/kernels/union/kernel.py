@@ -14,7 +14,7 @@ from nsa.kernels.shared.inverse_index import causal_limit, sequence_of
 from nsa.kernels.shared.primitives import VARLEN, finish, in_page, tile_in_pages
 
 RUNTIME = "B S S_kv HKV n size tokens first tiles pages cost gain".split()
-RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()]
+RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh tb".split()]
 
 NOT_SERVED = tl.constexpr(-1)  # the number of blocks of a tile that another kernel serves
 UNLISTED = tl.constexpr(2147483647)  # sorts after all blocks
@@ -137,6 +137,7 @@ def _union_kernel(
     stride_os,
     stride_oh,
     scale,
+    stride_tb,
     G: tl.constexpr,
     D: tl.constexpr,
     Dv: tl.constexpr,
@@ -185,7 +186,7 @@ def _union_kernel(
     k_off = tl.cast(head_kv, tl.int64) * stride_kh
     v_off = tl.cast(head_kv, tl.int64) * stride_vh
     if PAGE:
-        table_row = table_ptr + tl.cast(seq, tl.int64) * (S_kv // PAGE)
+        table_row = table_ptr + tl.cast(seq, tl.int64) * stride_tb
     elif LAYOUT != VARLEN:
         k_off += tl.cast(seq, tl.int64) * stride_kb
         v_off += tl.cast(seq, tl.int64) * stride_vb

@@ -71,7 +71,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
         TILED=block_size % tile.BLOCK_N == 0, ONE_TILE=block_size <= tile.BLOCK_N, STRIDE_UNIT=g.unit,
         INPUT_PRECISION="ieee",
     )  # fmt: skip
-    narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, block_size, *g.strides, g.pages) <= INT32_MAX
+    narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, block_size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
     worth = tiles.worth(block_size) if tiles.forced is None else tiles.forced.worth
     worth = worth._replace(gain=worth.gain * tile.HEADS)
     return Launch(
@@ -124,9 +124,10 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         return out, lse
     selection = call.selection.contiguous()
     lengths = call.cu_seqlens_k if call.cache_seqlens is None else call.cache_seqlens
-    q_positions, cu_seqlens_q, lengths, block_table = (
-        x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths, call.block_table)
+    q_positions, cu_seqlens_q, lengths = (
+        x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths)
     )
+    block_table = call.block_table.contiguous() if g.copies_table and call.block_table is not None else call.block_table
     about = (q_positions, cu_seqlens_q, lengths)
     scale = launch.scale if call.scale is None else call.scale
     tiles_of_call = -(-g.tokens // tile.TOKENS)
@@ -144,6 +145,6 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         )  # fmt: skip
         (launch.union if lse is None else launch.union_lse).launch(
             (now * g.HKV, 1, 1), device, (q, k, v, out, lse, *about, block_table, lists, count, served),
-            (*sizes, launch.size, g.tokens, first, now, g.pages, *g.strides, scale), narrow,
+            (*sizes, launch.size, g.tokens, first, now, g.pages, *g.strides, scale, g.stride_tb), narrow,
         )  # fmt: skip
     return key_major.forward(launch.rest, call, route, served, lse)
