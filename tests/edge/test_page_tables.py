@@ -7,6 +7,7 @@ import torch
 
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.shared.launch import Variant
+from nsa.kernels.union import tiles as union_tiles
 from nsa.testing.matrix import caches
 
 from .cached_calls import BACKENDS, PAGE, ROOM, call, everything, queries
@@ -81,7 +82,8 @@ def test_tables_of_any_strides_where_the_merge_reads_keys(device, table, tables_
 
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_slice_of_a_table_is_not_copied(device, schedule, table, tables_read):
+def test_a_slice_of_a_table_is_not_copied(device, schedule, table, tables_read, monkeypatch, fresh_plans):
+    monkeypatch.setattr(union_tiles, "forced", union_tiles.Choice(worth=union_tiles.ALWAYS))
     q, cache = sliced(16, PAGE, torch.int32, device)  # enough queries for tiles of the union kernel
     cut, side_by_side = TABLES[table]
     other = cut(cache.block_table)
