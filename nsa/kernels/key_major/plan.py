@@ -56,11 +56,12 @@ class Launch(NamedTuple):
     size: int  # keys of a block
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
+    steps: query_major.Launch | None  # of a ragged batch, for sequences of few queries, which share no blocks
 
     @property
     def variants(self) -> tuple[Variant, ...]:
         """All that a call may launch."""
-        return self[:6]
+        return self[:6] + (() if self.steps is None else self.steps.variants)
 
 
 def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bool = False) -> Launch:
@@ -68,8 +69,11 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
 
     With ``skips`` every :func:`forward` of the launch gets ``served``, otherwise none does.
 
-    A row's result never depends on what the rest of the call holds. With ``batch_invariant`` the result does not depend
-    on the length of the call either. A row whose ranges have more than ``bound`` keys may come out as NaN.
+    In a ragged batch with blocks query-major serves the sequences of at most `STEPS` queries. Not so with
+    ``batch_invariant``, because the number of sequences chooses its tiles.
+
+    Otherwise a row's result never depends on what the rest of the call holds. With ``batch_invariant`` the result does
+    not depend on the length of the call either. A row whose ranges have more than ``bound`` keys may come out as NaN.
 
     Raises:
         ValueError: there are more keys or KV heads than the kernels count; or the workspace cannot hold the counters of
@@ -96,14 +100,17 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
     farthest = sum((size - 1) * stride for size, stride in zip(call.q.shape, call.q.stride(), strict=True)) + D
     bucket = span_bucket(n, S_kv)
     tiled = listed % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
+    steps = None
+    if g.layout == RAGGED.value and not spans and not call.settings.batch_invariant:
+        steps = query_major.plan(call, bound, steps=True)
     variants = _variants(
-        device, dtype, (*call.dtypes(), skips), tile, bucket, walked > 0, TILED.value if tiled else g.source,
+        device, dtype, (*call.dtypes(), skips or steps is not None), tile, bucket, walked > 0, TILED.value if tiled else g.source,
         ONE_TILE=listed <= tile.BLOCK_N, WIDE=farthest > WIDE_FROM, G=G, D=D, Dv=Dv, SOURCE=g.source, LAYOUT=g.layout,
         PAGE=g.page, CAUSAL=call.causal, STRIDE_UNIT=g.unit, K_STEP=g.k_step, V_STEP=g.v_step,
         PAIRS=g.pairs and pairs(tile.merge_heads, tile.BLOCK_DV), INPUT_PRECISION="ieee",
     )  # fmt: skip
     narrow = max(g.B, g.S, S_kv, HKV, n, size, *g.strides, g.pages) <= INT32_MAX
-    return Launch(*variants, device, sized, windows, tile, g, size, narrow, 1.0 / math.sqrt(D))
+    return Launch(*variants, device, sized, windows, tile, g, size, narrow, 1.0 / math.sqrt(D), steps)
 
 
 @lru_cache(maxsize=1024)
@@ -224,6 +231,20 @@ def _less(sized: tuple[int, ...], w: key_tiles.Windows) -> key_tiles.Windows | N
     return None
 
 
+def serve_steps(launch: Launch, call: Call, lse: Tensor | None) -> Tensor | None:
+    """Launch query-major for the steps of a ragged batch. Returns ``served`` for :func:`forward`; None without steps.
+
+    Args:
+        call: with ``out``.
+        lse: where LSE goes, if the call asks for it.
+    """
+    if launch.steps is None:
+        return None
+    served = workspace(launch.geometry.tokens * launch.geometry.HKV, torch.int32, launch.device).zero_()
+    query_major.forward(launch.steps, call, "steps", served, lse)
+    return served
+
+
 def forward(
     launch: Launch, call: Call, route: str, served: Tensor | None = None, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -231,6 +252,7 @@ def forward(
 
     Args:
         served: int32 ``[tokens, HKV]``, not 0 for rows of blocks that are served already; they are left as they are.
+            None: no row is; this function then begins with the steps.
         lse: where LSE goes; None: a new tensor if the call asks for LSE.
     """
     q, k, v, out, return_lse = call.q, call.k, call.v, call.out, call.return_lse
@@ -246,6 +268,7 @@ def forward(
         raise DoesNotFit(query_major.ODD)
     w, (parts, part_lse, block, rank, span, unit, start, lists) = reserve(launch, q.dtype, v.shape[-1])
     if served is None:
+        served = serve_steps(launch, call._replace(out=out), lse)
         launches[route] += 1
     selection = call.selection.contiguous()
     lengths = call.cu_seqlens_k if call.cache_seqlens is None else call.cache_seqlens

@@ -133,8 +133,10 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     at_once = min(tiles_of_call, launch.at_once)
     lists = workspace(at_once * g.HKV * tile.TOKENS * tile.SLOTS, torch.int64, device)
     count = workspace(at_once * g.HKV, torch.int32, device)
-    served = workspace(g.tokens * g.HKV, torch.int32, device)
     launches[route] += 1
+    served = key_major.serve_steps(launch.rest, call, lse)
+    if served is None:
+        served = workspace(g.tokens * g.HKV, torch.int32, device)
     for first in range(0, tiles_of_call, at_once):
         now = min(at_once, tiles_of_call - first)
         sizes = (g.B, g.S, g.S_kv, g.HKV)
