@@ -23,7 +23,7 @@ from nsa.kernels.key_major import kernel as key_kernels
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.key_major.tiles import DoesNotFit
 from nsa.kernels.query_major import plan as query_major
-from nsa.kernels.query_major.tiles import pairs, span_bucket
+from nsa.kernels.query_major.tiles import STEPS, pairs, span_bucket
 from nsa.kernels.shared import inverse_index
 from nsa.kernels.shared.geometry import Geometry, geometry
 from nsa.kernels.shared.launch import INT32_MAX, Variant, workspace
@@ -57,6 +57,7 @@ class Launch(NamedTuple):
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
     steps: query_major.Launch | None  # of a ragged batch, for sequences of few queries, which share no blocks
+    likely: int  # blocks that have units, or of a ragged batch probably have
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -99,18 +100,20 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
     windows = key_tiles.windows(*sized)
     farthest = sum((size - 1) * stride for size, stride in zip(call.q.shape, call.q.stride(), strict=True)) + D
     bucket = span_bucket(n, S_kv)
+    likely = blocks if g.layout != RAGGED.value else blocks // max(g.B, 1) * chunks(g.B, g.tokens, call.max_seqlen_q)
     tiled = listed % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
     steps = None
     if g.layout == RAGGED.value and not spans and not call.settings.batch_invariant:
         steps = query_major.plan(call, bound, steps=True)
     variants = _variants(
-        device, dtype, (*call.dtypes(), skips or steps is not None), tile, bucket, walked > 0, TILED.value if tiled else g.source,
+        device, dtype, (*call.dtypes(), skips or steps is not None), tile, bucket,
+        0 if steps is None else STEPS, walked > 0, TILED.value if tiled else g.source,
         ONE_TILE=listed <= tile.BLOCK_N, WIDE=farthest > WIDE_FROM, G=G, D=D, Dv=Dv, SOURCE=g.source, LAYOUT=g.layout,
         PAGE=g.page, CAUSAL=call.causal, STRIDE_UNIT=g.unit, K_STEP=g.k_step, V_STEP=g.v_step,
         PAIRS=g.pairs and pairs(tile.merge_heads, tile.BLOCK_DV), INPUT_PRECISION="ieee",
     )  # fmt: skip
     narrow = max(g.B, g.S, S_kv, HKV, n, size, *g.strides, g.pages) <= INT32_MAX
-    return Launch(*variants, device, sized, windows, tile, g, size, narrow, 1.0 / math.sqrt(D), steps)
+    return Launch(*variants, device, sized, windows, tile, g, size, narrow, 1.0 / math.sqrt(D), steps, likely)
 
 
 @lru_cache(maxsize=1024)
@@ -120,6 +123,7 @@ def _variants(
     kinds: tuple[object, ...],
     tile: key_tiles.Tile,
     spans: int,
+    steps: int,
     walk: bool,
     walk_source: int,
     **shared: Any,
@@ -132,6 +136,7 @@ def _variants(
     source = shared["SOURCE"]
     count = {name: shared[name] for name in ("SOURCE", "LAYOUT", "CAUSAL")}
     count |= {"CHUNK": COUNTED, "SPANS": spans if source == RANGES.value else 1}
+    scan = {"SHARE": tile.share, "STEPS": steps, "CHUNK": ELEMENTS}
     blocks = {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV}
     partial = {name: x for name, x in shared.items() if name not in ("V_STEP", "PAIRS")}
     partial |= {**blocks, "HEADS": tile.HEADS, "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
@@ -146,7 +151,7 @@ def _variants(
         merging |= {} if tile.walk_registers is None else {"maxnreg": tile.walk_registers}
     return (
         Variant(inverse_index._count_kernel, count, {"num_warps": 1}),
-        Variant(inverse_index._scan_kernel, {"SHARE": tile.share, "CHUNK": ELEMENTS}, {"num_warps": 4}),
+        Variant(inverse_index._scan_kernel, scan, {"num_warps": 4}),
         Variant(inverse_index._scatter_kernel, {"CHUNK": ELEMENTS}, {"num_warps": 4}),
         Variant(key_kernels._partial_kernel, partial, options),
         Variant(key_kernels._merge_kernel, merge, merging),
@@ -231,6 +236,11 @@ def _less(sized: tuple[int, ...], w: key_tiles.Windows) -> key_tiles.Windows | N
     return None
 
 
+def chunks(B: int, tokens: int, longest: int | None) -> int:
+    """How many of the ``B`` sequences of a ragged batch probably are chunks, if one has at most ``longest`` queries."""
+    return min(B, -(-tokens // max(longest or 1, -(-tokens // max(B, 1)), 1)))
+
+
 def serve_steps(launch: Launch, call: Call, lse: Tensor | None) -> Tensor | None:
     """Launch query-major for the steps of a ragged batch. Returns ``served`` for :func:`forward`; None without steps.
 
@@ -282,6 +292,8 @@ def forward(
     groups = most * heads
     # The shares' numbers of units and the counters must be zero before. They lie last in `lists`, side by side.
     work, counts, zero = (lists[groups * i * w.work :] for i in (0, 3, 2))
+    ends = None if launch.steps is None else cu_seqlens_q
+    programs = min(w.work, -(-w.window * w.slots // tile.share) + launch.likely)
     for head0, first in itertools.product(range(0, g.HKV, heads), range(0, g.tokens, w.tokens)):
         tokens = min(w.tokens, g.tokens - first)
         sizes = (g.B, g.S, g.S_kv, g.HKV, heads, head0, g.n, launch.size, w.slots)
@@ -291,7 +303,7 @@ def forward(
                 (tokens, 1, 1), device, (selection, *about, served, block, span, rank, counts),
                 (*sizes, w.blocks, first, w.window), narrow,
             )  # fmt: skip
-            launch.scan.launch((groups, 1, 1), device, (counts, start, work, None), (w.blocks, w.work), narrow)
+            launch.scan.launch((groups, 1, 1), device, (counts, start, work, None, ends), (g.B, w.blocks, w.work), narrow)
             launch.scatter.launch(
                 (-(-tokens * w.row // ELEMENTS), 1, 1), device, (block, rank, start, None, unit),
                 (heads, w.slots, w.blocks, tokens, w.window, w.window, w.slot_bits), narrow,
@@ -300,7 +312,7 @@ def forward(
             here = first + i * w.window
             if w.slots:
                 launch.partial.launch(
-                    (w.work, heads, -(-g.G // tile.HEADS)), device,
+                    (programs, heads, -(-g.G // tile.HEADS)), device,
                     (q, k, v, parts, part_lse, selection, *about, block_table, k_scale, span, unit, work),
                     (*sizes, here, w.window, i, most, w.work, w.slot_bits, g.pages, *g.strides[:9], scale), narrow,
                 )  # fmt: skip
