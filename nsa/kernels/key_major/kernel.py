@@ -137,6 +137,10 @@ def _partial_kernel(
     while count > 0:
         block = tl.load(work_ptr + at)
         units = unit_ptr + (group * window * slots + tl.load(work_ptr + all_work + at))
+        following = count - count
+        if LAYOUT == RAGGED:  # else there is a program for each share
+            at += programs
+            following = tl.load(work_ptr + 2 * all_work + at, mask=at < work, other=0)  # early, so that no wait follows
 
         # Find the block's keys, and the offset of its sequence's queries, so that the loop below needs no division.
         if LAYOUT != VARLEN:
@@ -283,11 +287,7 @@ def _partial_kernel(
             # Evicted first from L2, because parts are read only after the whole window is written. Queries should stay.
             tl.store(part_ptrs, acc.to(part_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
-        if LAYOUT == RAGGED:
-            at += programs
-            count = tl.load(work_ptr + 2 * all_work + at, mask=at < work, other=0)
-        else:
-            count -= count  # there is a program for each share
+        count = following
 
 
 @triton.jit(do_not_specialize=RUNTIME)

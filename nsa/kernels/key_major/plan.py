@@ -70,11 +70,9 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
 
     With ``skips`` every :func:`forward` of the launch gets ``served``, otherwise none does.
 
-    In a ragged batch with blocks query-major serves the sequences of at most `STEPS` queries. Not so with
-    ``batch_invariant``, because the number of sequences chooses its tiles.
-
-    Otherwise a row's result never depends on what the rest of the call holds. With ``batch_invariant`` the result does
-    not depend on the length of the call either. A row whose ranges have more than ``bound`` keys may come out as NaN.
+    Query-major serves the steps of a ragged batch (:func:`_steps`). A row's result never depends on what the rest of
+    the call holds. With ``batch_invariant`` the result does not depend on the length of the call and on the number of
+    sequences either. A row whose ranges have more than ``bound`` keys may come out as NaN.
 
     Raises:
         ValueError: there are more keys or KV heads than the kernels count; or the workspace cannot hold the counters of
@@ -87,10 +85,12 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
     spans = block_size is None
     size, blocks, slots = key_tiles.grid("key_major", g.B, S_kv, HKV, n, block_size, g.packed, bound)
     capability, _ = query_major.device_limits(device)
-    keys = S_kv * g.B if g.layout == RAGGED.value else S_kv  # of the sequences whose queries `g.S` counts
-    walk = key_tiles.walks(g.S, keys, call.settings.batch_invariant)
+    ragged = g.layout == RAGGED.value
+    chunks = _chunks(g, call.max_seqlen_q) if ragged else 1  # whose queries `g.S` counts
+    likely = blocks // max(g.B, 1) * chunks if ragged else blocks
+    walk = key_tiles.walks(g.S, S_kv * chunks, call.settings.batch_invariant)
     listed = block_size or size  # not cut to S_kv, because S_kv must not change a row's tiles
-    reads = g.tokens * n // max(blocks, 1)
+    reads = g.tokens * n // max(likely, 1)
     tile = key_tiles.select(
         capability, dtype.itemsize, G, D, Dv, listed, key_tiles.forced, walk, call.k.dtype == E4M3, reads
     )
@@ -100,11 +100,8 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
     windows = key_tiles.windows(*sized)
     farthest = sum((size - 1) * stride for size, stride in zip(call.q.shape, call.q.stride(), strict=True)) + D
     bucket = span_bucket(n, S_kv)
-    likely = blocks if g.layout != RAGGED.value else blocks // max(g.B, 1) * chunks(g.B, g.tokens, call.max_seqlen_q)
     tiled = listed % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
-    steps = None
-    if g.layout == RAGGED.value and not spans and not call.settings.batch_invariant:
-        steps = query_major.plan(call, bound, steps=True)
+    steps = _steps(call, g, bound)
     variants = _variants(
         device, dtype, (*call.dtypes(), skips or steps is not None), tile, bucket,
         0 if steps is None else STEPS, walked > 0, TILED.value if tiled else g.source,
@@ -114,6 +111,23 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
     )  # fmt: skip
     narrow = max(g.B, g.S, S_kv, HKV, n, size, *g.strides, g.pages) <= INT32_MAX
     return Launch(*variants, device, sized, windows, tile, g, size, narrow, 1.0 / math.sqrt(D), steps, likely)
+
+
+def _steps(call: Call, g: Geometry, bound: int | None) -> query_major.Launch | None:
+    """Query-major for the sequences of at most `STEPS` queries of a ragged batch with blocks. None if it serves none:
+    if the call must be ``batch_invariant``, because the number of sequences chooses tiles; or if all sequences must
+    have more queries, because none has more than ``max_seqlen_q``.
+    """
+    if g.layout != RAGGED.value or call.block_size is None or call.settings.batch_invariant:
+        return None
+    if call.max_seqlen_q is not None and g.tokens > (g.B - 1) * call.max_seqlen_q + STEPS:
+        return None
+    return query_major.plan(call, bound, steps=True)
+
+
+def _chunks(g: Geometry, longest: int | None) -> int:
+    """How many sequences of a ragged batch probably have units, if one has at most ``longest`` queries."""
+    return min(g.B, -(-g.tokens // max(longest or 1, -(-g.tokens // max(g.B, 1)), 1)))
 
 
 @lru_cache(maxsize=1024)
@@ -234,11 +248,6 @@ def _less(sized: tuple[int, ...], w: key_tiles.Windows) -> key_tiles.Windows | N
             )  # fmt: skip
             return found
     return None
-
-
-def chunks(B: int, tokens: int, longest: int | None) -> int:
-    """How many of the ``B`` sequences of a ragged batch probably are chunks, if one has at most ``longest`` queries."""
-    return min(B, -(-tokens // max(longest or 1, -(-tokens // max(B, 1)), 1)))
 
 
 def serve_steps(launch: Launch, call: Call, lse: Tensor | None) -> Tensor | None:

@@ -354,7 +354,7 @@ def _scan_kernel(
     low, high = 0, blocks
     if STEPS:
         low, high = chunks_of(cu_q_ptr, B, STEPS, CHUNK)
-        low *= blocks // tl.maximum(B, 1)
+        low = low * (blocks // tl.maximum(B, 1)) // CHUNK * CHUNK  # a multiple, for which Triton makes better code
         high *= blocks // tl.maximum(B, 1)
     for begin in range(low, high, CHUNK):
         block = begin + tl.arange(0, CHUNK)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from nsa.kernels.key_major.kernel import query_offset
 from nsa.kernels.shared.inverse_index import causal_limit, sequence_of
-from nsa.kernels.shared.primitives import RAGGED, VARLEN, finish, in_page, tile_in_pages
+from nsa.kernels.shared.primitives import VARLEN, finish, in_page, tile_in_pages
 
 RUNTIME = "B S S_kv HKV n size tokens first tiles pages cost gain".split()
 RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()]
@@ -41,6 +41,7 @@ def _list_kernel(
     gain,
     LAYOUT: tl.constexpr,
     CAUSAL: tl.constexpr,
+    STEPS: tl.constexpr,
     TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
@@ -51,8 +52,8 @@ def _list_kernel(
     A program takes ``TOKENS`` tokens of a KV head; ``first`` is the number of the launch's first tile. count ``[tiles,
     HKV]`` is `NOT_SERVED` where the tokens are of several sequences, where a row lists a block twice, and where the
     union is not worth reading: where it has more than ``gain / cost`` of a block for each listed block. served
-    ``[tokens, HKV]`` is 1 for rows of the other tiles, else 0. In a ragged batch query-major has marked its own rows in
-    served before: their marks stay, and their tiles are `NOT_SERVED`.
+    ``[tokens, HKV]`` is 1 for rows of the other tiles, else 0. STEPS: query-major has marked its own rows in served
+    before. Their marks stay, and their tiles are `NOT_SERVED`.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -65,7 +66,7 @@ def _list_kernel(
     mine = token0 + tl.arange(0, TOKENS)
     served_ptr += mine.to(tl.int64) * HKV + head
     served = tl.zeros([TOKENS], tl.int32)
-    if LAYOUT == RAGGED:
+    if STEPS:
         served = tl.load(served_ptr, mask=mine < tokens, other=0)
         together &= tl.max(served, 0) == 0
 

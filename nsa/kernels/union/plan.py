@@ -66,8 +66,9 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     size = min(block_size, max(g.S_kv, 1))
     if tile is None or not tiles.fits(g.S_kv, size):
         raise DoesNotFit(f"union: no tile for {g.n} blocks a row, {g.G} query heads a KV head and {g.S_kv} keys")
+    rest = key_major.plan(call, bound, skips=True)
     variants = _variants(
-        device, dtype, call.dtypes(), tile, G=g.G, D=g.D, Dv=g.Dv, LAYOUT=g.layout, PAGE=g.page, CAUSAL=call.causal,
+        device, dtype, call.dtypes(), tile, rest.steps is not None, G=g.G, D=g.D, Dv=g.Dv, LAYOUT=g.layout, PAGE=g.page, CAUSAL=call.causal,
         TILED=block_size % tile.BLOCK_N == 0, ONE_TILE=block_size <= tile.BLOCK_N, STRIDE_UNIT=g.unit,
         INPUT_PRECISION="ieee",
     )  # fmt: skip
@@ -76,7 +77,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     worth = worth._replace(gain=worth.gain * tile.HEADS)
     return Launch(
         *variants, device, tile, worth, g, block_size, tiles.tiles_at_once(tile, g.HKV), narrow,
-        1.0 / math.sqrt(g.D), key_major.plan(call, bound, skips=True),
+        1.0 / math.sqrt(g.D), rest,
     )  # fmt: skip
 
 
@@ -86,6 +87,7 @@ def _variants(
     dtype: torch.dtype,
     kinds: tuple[torch.dtype | None, ...],
     tile: tiles.Tile,
+    steps: bool,
     **shared: Any,
 ) -> tuple[Variant, ...]:
     """The kernels for a tile and the compile-time arguments ``shared``. Plans that differ only in sizes share them.
@@ -93,7 +95,7 @@ def _variants(
     Kernels for other dtypes of the inputs, or of the index tensors (``kinds``), are other entries of the cache.
     """
     cut = {"TOKENS": tile.TOKENS, "SLOTS": tile.SLOTS}
-    lists = {name: shared[name] for name in ("LAYOUT", "CAUSAL")} | cut
+    lists = {name: shared[name] for name in ("LAYOUT", "CAUSAL")} | {"STEPS": steps} | cut
     blocks = {"HEADS": tile.HEADS, "BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV, "BLOCK_N": tile.BLOCK_N}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return (
