@@ -127,7 +127,8 @@ def _steps(call: Call, g: Geometry, bound: int | None) -> query_major.Launch | N
 
 def _chunks(g: Geometry, longest: int | None) -> int:
     """How many sequences of a ragged batch probably have units, if one has at most ``longest`` queries."""
-    return min(g.B, -(-g.tokens // max(longest or 1, -(-g.tokens // max(g.B, 1)), 1)))
+    longest = max(longest or 1, -(-g.tokens // max(g.B, 1)), 1)
+    return min(g.B, max(1, (2 * g.tokens + longest) // (2 * longest)))
 
 
 @lru_cache(maxsize=1024)
@@ -250,6 +251,17 @@ def _less(sized: tuple[int, ...], w: key_tiles.Windows) -> key_tiles.Windows | N
     return None
 
 
+def _programs(launch: Launch, w: key_tiles.Windows) -> int:
+    """Programs of the partial kernel for a KV head: as many as there may be shares.
+
+    In a ragged batch as many as there probably are, which may be a twentieth: programs without work take 2 ns each. A
+    program goes on to further shares if there are more.
+    """
+    if launch.geometry.layout != RAGGED.value:
+        return w.work
+    return min(w.work, max(-(-w.window * w.slots // launch.tile.share), launch.likely))
+
+
 def serve_steps(launch: Launch, call: Call, lse: Tensor | None) -> Tensor | None:
     """Launch query-major for the steps of a ragged batch. Returns ``served`` for :func:`forward`; None without steps.
 
@@ -302,7 +314,7 @@ def forward(
     # The shares' numbers of units and the counters must be zero before. They lie last in `lists`, side by side.
     work, counts, zero = (lists[groups * i * w.work :] for i in (0, 3, 2))
     ends = None if launch.steps is None else cu_seqlens_q
-    programs = min(w.work, -(-w.window * w.slots // tile.share) + launch.likely)
+    programs = _programs(launch, w)
     for head0, first in itertools.product(range(0, g.HKV, heads), range(0, g.tokens, w.tokens)):
         tokens = min(w.tokens, g.tokens - first)
         sizes = (g.B, g.S, g.S_kv, g.HKV, heads, head0, g.n, launch.size, w.slots)
@@ -312,7 +324,9 @@ def forward(
                 (tokens, 1, 1), device, (selection, *about, served, block, span, rank, counts),
                 (*sizes, w.blocks, first, w.window), narrow,
             )  # fmt: skip
-            launch.scan.launch((groups, 1, 1), device, (counts, start, work, None, ends), (g.B, w.blocks, w.work), narrow)
+            launch.scan.launch(
+                (groups, 1, 1), device, (counts, start, work, None, ends), (g.B, w.blocks, w.work), narrow
+            )  # fmt: skip
             launch.scatter.launch(
                 (-(-tokens * w.row // ELEMENTS), 1, 1), device, (block, rank, start, None, unit),
                 (heads, w.slots, w.blocks, tokens, w.window, w.window, w.slot_bits), narrow,

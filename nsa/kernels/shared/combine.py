@@ -41,11 +41,12 @@ def _combine_kernel(
             return
         token = first + tl.zeros_like(row)
     o, lse = merge_parts(part_ptr, row, row < heads, heads, dv, Dv, SPLITS)
+    row = token * HQ + row % HQ if STEPS else row
     o_row = (token // S).to(tl.int64) * stride_ob + (token % S).to(tl.int64) * stride_os
     o_row += (row % HQ).to(tl.int64) * stride_oh
     tl.store(o_ptr + o_row[:, None] + dv, o.to(o_ptr.dtype.element_ty), mask=dv[None, :] < Dv)
     if lse_ptr is not None:
-        tl.store(lse_ptr + (token.to(tl.int64) * HQ + row % HQ if STEPS else row), lse)
+        tl.store(lse_ptr + row, lse)
 
 
 def combine(
@@ -60,11 +61,11 @@ def combine(
     """Merge partial results into ``out`` (and ``lse``).
 
     Args:
-        parts: fp32, of ``tokens * HQ`` heads (with ``steps``: ``places * HQ``), laid out as :func:`nsa.kernels.shared.primitives.merge_parts` says.
+        parts: fp32, of ``tokens * HQ`` heads, laid out as :func:`nsa.kernels.shared.primitives.merge_parts` says.
         out: ``[B, S, HQ, Dv]`` or ``[T, HQ, Dv]``, last dim contiguous.
         lse: contiguous fp32 like ``out`` without its last dim, or None.
         overlap: the kernel before this one on the stream allows an early launch.
-        ends, steps: of steps of a ragged batch, ``cu_seqlens_q`` and places of a sequence.
+        ends, steps: ``cu_seqlens_q``, and the queries of each sequence that have parts. None, 0: all tokens do.
     """
     HQ, Dv = out.shape[-2:]
     tokens = out.numel() // (HQ * Dv)

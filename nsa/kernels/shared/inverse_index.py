@@ -353,7 +353,7 @@ def _scan_kernel(
     parts = tl.zeros([], tl.int32)
     low, high = 0, blocks
     if STEPS:
-        low, high = chunks_of(cu_q_ptr, B, STEPS, CHUNK)
+        low, high = chunks_of(cu_q_ptr, B, STEPS, 128)  # one end a thread, or the loop below gets a layout that is slow
         low = low * (blocks // tl.maximum(B, 1)) // CHUNK * CHUNK  # a multiple, for which Triton makes better code
         high *= blocks // tl.maximum(B, 1)
     for begin in range(low, high, CHUNK):

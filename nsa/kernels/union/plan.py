@@ -68,9 +68,9 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
         raise DoesNotFit(f"union: no tile for {g.n} blocks a row, {g.G} query heads a KV head and {g.S_kv} keys")
     rest = key_major.plan(call, bound, skips=True)
     variants = _variants(
-        device, dtype, call.dtypes(), tile, rest.steps is not None, G=g.G, D=g.D, Dv=g.Dv, LAYOUT=g.layout, PAGE=g.page, CAUSAL=call.causal,
-        TILED=block_size % tile.BLOCK_N == 0, ONE_TILE=block_size <= tile.BLOCK_N, STRIDE_UNIT=g.unit,
-        INPUT_PRECISION="ieee",
+        device, dtype, call.dtypes(), tile, rest.steps is not None, G=g.G, D=g.D, Dv=g.Dv, LAYOUT=g.layout,
+        PAGE=g.page, CAUSAL=call.causal, TILED=block_size % tile.BLOCK_N == 0, ONE_TILE=block_size <= tile.BLOCK_N,
+        STRIDE_UNIT=g.unit, INPUT_PRECISION="ieee",
     )  # fmt: skip
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, block_size, *g.strides, g.pages) <= INT32_MAX
     worth = tiles.worth(block_size) if tiles.forced is None else tiles.forced.worth
