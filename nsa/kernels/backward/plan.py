@@ -117,7 +117,7 @@ def _variants(
     return {
         "order": Variant(inverse_index._order_kernel, order, one),
         "strip": Variant(inverse_index._strip_kernel, {"CHUNK": STRIPPED, "AT_ONCE": 32}, four),
-        "scan": Variant(inverse_index._scan_kernel, {"SHARE": tile.share, "CHUNK": ELEMENTS}, four),
+        "scan": Variant(inverse_index._scan_kernel, {"SHARE": tile.share, "STEPS": 0, "CHUNK": ELEMENTS}, four),
         "scatter": Variant(inverse_index._scatter_kernel, {"CHUNK": ELEMENTS}, four),
         "delta": Variant(backward_kernels._delta_kernel, delta, one),
         "delta_lse": Variant(backward_kernels._delta_kernel, delta, one),
@@ -231,7 +231,7 @@ def _by_blocks(
             "B S S_kv HKV heads head0 n size slots blocks first now strip",
         )  # fmt: skip
         run("strip", (-(-w.blocks // STRIPPED), heads, 1), (counted, count), "heads blocks strips")
-        run("scan", (heads, 1, 1), (count, start, work, part), "blocks work")
+        run("scan", (heads, 1, 1), (count, start, work, part, None), "B blocks work")
         run(
             "scatter", (-(-now * row // ELEMENTS), 1, 1), (block, rank, start, counted, unit),
             "heads slots blocks now window strip slot_bits",

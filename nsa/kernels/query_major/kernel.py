@@ -26,6 +26,7 @@ from nsa.kernels.shared.primitives import (
     clamp_span,
     expect_table,
     find_sequence,
+    find_step,
     finish,
     fit_half,
     gdc_launch_dependents,
@@ -34,6 +35,7 @@ from nsa.kernels.shared.primitives import (
     in_page,
     key_of_each,
     key_positions,
+    last_query,
     not_before,
     nothing_of,
     nothing_of_lanes,
@@ -58,75 +60,25 @@ RUNTIME = [
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    o_ptr,
-    lse_ptr,
-    part_ptr,
-    sel_ptr,
-    pos_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    table_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    B,
-    S,
-    S_kv,
-    n,
-    block_size,
-    pages,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    scale,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, part_ptr, sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, table_ptr, k_scale_ptr,
+    v_scale_ptr, served_ptr,
+    B, S, S_kv, n, block_size, pages,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_ob,
+    stride_os, stride_oh, scale,
     stride_tb,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    Dv: tl.constexpr,
-    SOURCE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    PAGE: tl.constexpr,
-    HKV: tl.constexpr,
-    S_MANY: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    CHUNKED: tl.constexpr,
-    FAR: tl.constexpr,
-    HOLD: tl.constexpr,
-    HOLD_Q: tl.constexpr,
-    SINGLE: tl.constexpr,
-    EACH: tl.constexpr,
-    SPLIT: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    K_STEP: tl.constexpr,
-    V_STEP: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    SPANS: tl.constexpr,
-    STREAM_Q: tl.constexpr,
-    UPFRONT: tl.constexpr,
-    CLUSTER: tl.constexpr,
-    MINE: tl.constexpr,
-    SHARED: tl.constexpr,
-    SENDING: tl.constexpr,
-    EARLY: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, SOURCE: tl.constexpr, LAYOUT: tl.constexpr, PAGE: tl.constexpr,
+    HKV: tl.constexpr, S_MANY: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr, CHUNKED: tl.constexpr,
+    FAR: tl.constexpr, HOLD: tl.constexpr, HOLD_Q: tl.constexpr, SINGLE: tl.constexpr, EACH: tl.constexpr,
+    SPLIT: tl.constexpr, STRIDE_UNIT: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, PAIRS: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, HEADS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, SPANS: tl.constexpr, STREAM_Q: tl.constexpr, UPFRONT: tl.constexpr,
+    CLUSTER: tl.constexpr, MINE: tl.constexpr, SHARED: tl.constexpr, SENDING: tl.constexpr, EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
+    """STEPS: the grid has a place for each of the first ``STEPS`` queries of each sequence of a ragged batch, the first
+    queries of all sequences first. Rows of sequences of at most ``STEPS`` queries are served, and marked in served
+    ``[tokens, HKV]``; programs of all other places end at once.
+    """
     if OVERLAP:
         gdc_launch_dependents()  # the merge kernel may start; it waits for this kernel's end before it reads
     E4M3: tl.constexpr = k_ptr.dtype.element_ty == tl.float8e4nv
@@ -149,6 +101,15 @@ def _fwd_kernel(
     if EARLY:
         gdc_wait()  # the previous kernel on the stream may still run, so wait for its end before any memory access
 
+    if STEPS:
+        place = token
+        batch = place % B
+        token = find_step(cu_q_ptr, B, S, place, STEPS)
+        if token < 0:
+            return
+        row = token * HKV + head_kv
+        tl.store(served_ptr + row.to(tl.int64), 1)
+
     # Load first what decides which keys are read, and compute the rest while these loads are in flight.
     if SOURCE != WHOLE:
         sel_row = sel_ptr + row.to(tl.int64) * n * (2 if SOURCE == RANGES else 1)
@@ -160,6 +121,9 @@ def _fwd_kernel(
             begin_of, end_of = ask_spans(sel_row, tl.arange(0, SPANS), n, SOURCE)
     if LAYOUT == CACHE:
         filled = tl.load(cu_k_ptr + (token // S if S_MANY else token).to(tl.int64))
+    elif STEPS:
+        filled = tl.load(cu_k_ptr + batch)
+        behind = last_query(cu_q_ptr, batch, batch < B) - token
     elif LAYOUT == RAGGED:
         batch, filled, behind = sequence_of_cache(cu_q_ptr, cu_k_ptr, B, token)
     if k_scale_ptr is not None:  # a scale of the keys is one of the scores
@@ -379,7 +343,7 @@ def _fwd_kernel(
         heads = (programs // HEAD_TILES).to(tl.int64) * G
         if v_scale_ptr is not None:
             acc = scaled_values(acc, m, v_scale)
-        part = split * heads + token.to(tl.int64) * HKV * G + head
+        part = split * heads + (place if STEPS else token).to(tl.int64) * HKV * G + head
         tl.store(part_ptr + part[:, None] * Dv + dv[None, :], acc, mask=in_group[:, None] & (dv[None, :] < Dv))
         part += splits * heads * Dv  # m and l lie behind the accumulators of all parts
         tl.store(part_ptr + part, m, mask=in_group)

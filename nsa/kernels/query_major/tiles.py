@@ -30,6 +30,9 @@ MAX_SPLITS = 32
 MAX_HEADS = 64
 """Query heads that one program holds. Larger groups take several programs."""
 
+STEPS = 8
+"""Queries up to which a sequence of a ragged batch counts as a step: one new token, or a few speculative ones."""
+
 EXCHANGE_BYTES = 33_296
 """Limit of the shared memory through which programs of a cluster exchange results: what 16 heads of Dv = 256 need."""
 

@@ -21,6 +21,7 @@ from nsa.kernels.shared.primitives import (
     causal_end,
     filled_keys,
     find_sequence,
+    last_query,
     load_span,
     sequence_keys,
     sequence_of_cache,
@@ -231,17 +232,39 @@ def _strip_kernel(count_ptr, total_ptr, heads, blocks, strips, CHUNK: tl.constex
     tl.store(total_ptr + head * blocks + block, total, mask=block < blocks)
 
 
+@triton.jit
+def chunks_of(cu_q_ptr, B, STEPS: tl.constexpr, CHUNK: tl.constexpr):
+    """``(low, high)``: all sequences of a ragged batch with more than ``STEPS`` queries are in ``[low, high)``.
+
+    Ends that fall leave queries to sequences that seem to have few: then the result is ``(0, B)``.
+    """
+    low = tl.zeros([CHUNK], tl.int32) + B
+    high = tl.zeros([CHUNK], tl.int32)
+    for begin in range(0, B, CHUNK):
+        seq = begin + tl.arange(0, CHUNK)
+        start = tl.load(cu_q_ptr + seq, mask=(seq > 0) & (seq < B), other=0)
+        end = last_query(cu_q_ptr, seq, seq < B)
+        start = tl.minimum(tl.maximum(start, 0), 2147483647).to(tl.int32)
+        falls = (end < start) & (seq < B)
+        long = (end - start > STEPS) & (seq < B)
+        low = tl.where(falls, 0, tl.where(long, tl.minimum(low, seq), low))
+        high = tl.where(falls, B, tl.where(long, tl.maximum(high, seq + 1), high))
+    return tl.min(low, 0), tl.max(high, 0)
+
+
 @triton.jit(do_not_specialize=RUNTIME)
 def _scan_kernel(
-    count_ptr, start_ptr, work_ptr, part_ptr,
-    blocks, work,
-    SHARE: tl.constexpr, CHUNK: tl.constexpr,
+    count_ptr, start_ptr, work_ptr, part_ptr, cu_q_ptr,
+    B, blocks, work,
+    SHARE: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write where each block's units begin, and cut them into shares of at most ``SHARE`` units of one block.
 
     A program takes one window and head. count, start ``[windows, heads, blocks]``. work ``[3, windows, heads, work]``:
     each share's block, first unit and number of units, zero before the launch (a share of 0 units has no work). part
     ``[windows, heads, blocks]`` or None: number of a block's first partial sum, counted over blocks of several shares.
+    STEPS: sequences of at most as many queries have no units, and a program looks only from the first to the last of
+    the other sequences.
     """
     group = tl.program_id(0)
     all_work = tl.num_programs(0) * work
@@ -251,7 +274,12 @@ def _scan_kernel(
     units = tl.zeros([], tl.int32)
     shares = tl.zeros([], tl.int32)
     parts = tl.zeros([], tl.int32)
-    for begin in range(0, blocks, CHUNK):
+    low, high = 0, blocks
+    if STEPS:
+        low, high = chunks_of(cu_q_ptr, B, STEPS, 128)  # one end a thread, or the loop below gets a layout that is slow
+        low = low * (blocks // tl.maximum(B, 1)) // CHUNK * CHUNK  # a multiple, for which Triton makes better code
+        high *= blocks // tl.maximum(B, 1)
+    for begin in range(low, high, CHUNK):
         block = begin + tl.arange(0, CHUNK)
         count = tl.load(count_ptr + block, mask=block < blocks, other=0)
         mine = (count + (SHARE - 1)) // SHARE

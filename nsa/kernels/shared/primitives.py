@@ -420,6 +420,23 @@ def sequence_of_cache(cu_q_ptr, cache_seqlens_ptr, B, token):
 
 
 @triton.jit
+def find_step(cu_q_ptr, B, tokens, place, STEPS: tl.constexpr):
+    """Token of query ``place // B`` of sequence ``place % B`` of a ragged batch. -1: the sequence has no such query, or
+    more than ``STEPS`` queries.
+    """
+    seq = place % B
+    begin = tl.load(cu_q_ptr + seq, mask=seq > 0, other=0)
+    end = tl.load(cu_q_ptr + seq + 1)
+    begin = tl.minimum(tl.maximum(begin, 0), tokens).to(tl.int32)
+    end = tl.minimum(tl.maximum(end, 0), tokens).to(tl.int32)
+    token = begin + place // B
+    found = (token < end) & (end - begin <= STEPS)
+    # Ends that fall give a token to several sequences. It counts as one of the sequence that all kernels find.
+    found &= find_without_loop(cu_q_ptr, B, token, 128) == seq
+    return tl.where(found, token, -1)
+
+
+@triton.jit
 def find_without_loop(cu_seqlens_ptr, B, token, CHUNK: tl.constexpr):
     """As :func:`find_sequence`, for at most ``CHUNK * CHUNK`` sequences. Of more than ``CHUNK`` sequences the ends must
     be in rising order, or the result may be any sequence, or ``B``.

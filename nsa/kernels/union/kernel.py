@@ -22,28 +22,10 @@ UNLISTED = tl.constexpr(2147483647)  # sorts after all blocks
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _list_kernel(
-    sel_ptr,
-    pos_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    list_ptr,
-    count_ptr,
-    served_ptr,
-    B,
-    S,
-    S_kv,
-    HKV,
-    n,
-    size,
-    tokens,
-    first,
-    cost,
-    gain,
-    LAYOUT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+    sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, list_ptr, count_ptr, served_ptr,
+    B, S, S_kv, HKV, n, size, tokens, first, cost, gain,
+    LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, STEPS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
     """Write the union of a tile's blocks in the order of keys: list ``[tiles, HKV, TOKENS * SLOTS]`` int64.
 
     An entry has the block in its lower 32 bits and the mask of the tokens that selected it in its upper 32 bits.
@@ -51,7 +33,8 @@ def _list_kernel(
     A program takes ``TOKENS`` tokens of a KV head; ``first`` is the number of the launch's first tile. count ``[tiles,
     HKV]`` is `NOT_SERVED` where the tokens are of several sequences, where a row lists a block twice, and where the
     union is not worth reading: where it has more than ``gain / cost`` of a block for each listed block. served
-    ``[tokens, HKV]`` is 1 for rows of the other tiles, else 0.
+    ``[tokens, HKV]`` is 1 for rows of the other tiles, else 0. STEPS: query-major has marked its own rows in served
+    before. Their marks stay, and their tiles are `NOT_SERVED`.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -61,6 +44,12 @@ def _list_kernel(
     newest = tl.minimum(token0 + TOKENS, tokens) - 1
     other, _, keys, _ = sequence_of(newest, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)
     together = (other == seq) & (keys == seqlen_k)
+    mine = token0 + tl.arange(0, TOKENS)
+    served_ptr += mine.to(tl.int64) * HKV + head
+    served = tl.zeros([TOKENS], tl.int32)
+    if STEPS:
+        served = tl.load(served_ptr, mask=mine < tokens, other=0)
+        together &= tl.max(served, 0) == 0
 
     i = tl.arange(0, TOKENS * SLOTS)
     token = token0 + i // SLOTS
@@ -96,65 +85,21 @@ def _list_kernel(
 
     worth = together & (twice == 0) & (blocks * cost <= tl.sum(listed.to(tl.int32), 0) * gain)
     tl.store(count_ptr + tile * HKV + head, tl.where(worth, blocks, NOT_SERVED))
-    mine = token0 + tl.arange(0, TOKENS)
-    served = tl.zeros([TOKENS], tl.int32) + worth.to(tl.int32)
-    tl.store(served_ptr + mine.to(tl.int64) * HKV + head, served, mask=mine < tokens)
+    tl.store(served_ptr, served + worth.to(tl.int32), mask=mine < tokens)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _union_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    o_ptr,
-    lse_ptr,
-    pos_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    table_ptr,
-    list_ptr,
-    count_ptr,
-    served_ptr,
-    B,
-    S,
-    S_kv,
-    HKV,
-    size,
-    tokens,
-    first,
-    tiles,
-    pages,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    scale,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, table_ptr, list_ptr, count_ptr, served_ptr,
+    B, S, S_kv, HKV, size, tokens, first, tiles, pages,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_ob,
+    stride_os, stride_oh, scale,
     stride_tb,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    Dv: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    PAGE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    TILED: tl.constexpr,
-    ONE_TILE: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, LAYOUT: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr,
+    TILED: tl.constexpr, ONE_TILE: tl.constexpr, STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """Attention of one tile: ``TOKENS`` tokens with ``HEADS`` query heads each (``G``, rounded up to a power of two).
 
     TILED: ``size`` is a multiple of ``BLOCK_N``, so a tile of keys lies in one block; otherwise it may span several.

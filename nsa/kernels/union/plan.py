@@ -66,17 +66,18 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     size = min(block_size, max(g.S_kv, 1))
     if tile is None or not tiles.fits(g.S_kv, size):
         raise DoesNotFit(f"union: no tile for {g.n} blocks a row, {g.G} query heads a KV head and {g.S_kv} keys")
+    rest = key_major.plan(call, bound, skips=True)
     variants = _variants(
-        device, dtype, call.dtypes(), tile, G=g.G, D=g.D, Dv=g.Dv, LAYOUT=g.layout, PAGE=g.page, CAUSAL=call.causal,
-        TILED=block_size % tile.BLOCK_N == 0, ONE_TILE=block_size <= tile.BLOCK_N, STRIDE_UNIT=g.unit,
-        INPUT_PRECISION="ieee",
+        device, dtype, call.dtypes(), tile, rest.steps is not None, G=g.G, D=g.D, Dv=g.Dv, LAYOUT=g.layout,
+        PAGE=g.page, CAUSAL=call.causal, TILED=block_size % tile.BLOCK_N == 0, ONE_TILE=block_size <= tile.BLOCK_N,
+        STRIDE_UNIT=g.unit, INPUT_PRECISION="ieee",
     )  # fmt: skip
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, block_size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
     worth = tiles.worth(block_size) if tiles.forced is None else tiles.forced.worth
     worth = worth._replace(gain=worth.gain * tile.HEADS)
     return Launch(
         *variants, device, tile, worth, g, block_size, tiles.tiles_at_once(tile, g.HKV), narrow,
-        1.0 / math.sqrt(g.D), key_major.plan(call, bound, skips=True),
+        1.0 / math.sqrt(g.D), rest,
     )  # fmt: skip
 
 
@@ -86,6 +87,7 @@ def _variants(
     dtype: torch.dtype,
     kinds: tuple[torch.dtype | None, ...],
     tile: tiles.Tile,
+    steps: bool,
     **shared: Any,
 ) -> tuple[Variant, ...]:
     """The kernels for a tile and the compile-time arguments ``shared``. Plans that differ only in sizes share them.
@@ -93,7 +95,7 @@ def _variants(
     Kernels for other dtypes of the inputs, or of the index tensors (``kinds``), are other entries of the cache.
     """
     cut = {"TOKENS": tile.TOKENS, "SLOTS": tile.SLOTS}
-    lists = {name: shared[name] for name in ("LAYOUT", "CAUSAL")} | cut
+    lists = {name: shared[name] for name in ("LAYOUT", "CAUSAL")} | {"STEPS": steps} | cut
     blocks = {"HEADS": tile.HEADS, "BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV, "BLOCK_N": tile.BLOCK_N}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return (
@@ -134,8 +136,10 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     at_once = min(tiles_of_call, launch.at_once)
     lists = workspace(at_once * g.HKV * tile.TOKENS * tile.SLOTS, torch.int64, device)
     count = workspace(at_once * g.HKV, torch.int32, device)
-    served = workspace(g.tokens * g.HKV, torch.int32, device)
     launches[route] += 1
+    served = key_major.serve_steps(launch.rest, call, lse)
+    if served is None:
+        served = workspace(g.tokens * g.HKV, torch.int32, device)
     for first in range(0, tiles_of_call, at_once):
         now = min(at_once, tiles_of_call - first)
         sizes = (g.B, g.S, g.S_kv, g.HKV)
