@@ -159,12 +159,12 @@ def test_ragged_batches(device, served, monkeypatch):
     """A tile that reaches past the last sequence is left to key-major, which gives unused tokens zeros."""
     monkeypatch.setattr(tiles, "forced", tiles.Choice(worth=tiles.ALWAYS))
     cache = caches.draw([90, 50], KEYS, 32, HKV=1, dtype=torch.float32, device=device, seed=1)
-    q = torch.randn(8, G, 16, generator=torch.Generator().manual_seed(2)).to(device)
-    selection = {"block_indices": torch.tensor([[[0, 5]]] * 4 + [[[3, 1]]] * 4, device=device), "block_size": SIZE}
-    cu = torch.tensor([0, 4, 6], dtype=torch.int32, device=device)
+    q = torch.randn(20, G, 16, generator=torch.Generator().manual_seed(2)).to(device)
+    selection = {"block_indices": torch.tensor([[[0, 5]]] * 9 + [[[3, 1]]] * 11, device=device), "block_size": SIZE}
+    cu = torch.tensor([0, 9, 18], dtype=torch.int32, device=device)
     got = nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, **cache.arguments, **selection, cu_seqlens_q=cu, **UNION
+        q, cache.k, cache.v, **cache.arguments, **selection, cu_seqlens_q=cu, max_seqlen_q=9, **UNION
     )
-    assert served() == [True] * 4 + [False] * 4
+    assert served() == [True] * 8 + [False] * 4 + [True] * 4 + [False] * 4
     cached_parity(got, caches.oracle(q, cache, cu, **selection), torch.float32, "union")
-    assert not got[0][6:].any()
+    assert not got[0][18:].any()

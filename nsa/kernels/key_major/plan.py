@@ -23,7 +23,8 @@ from nsa.kernels.key_major import kernel as key_kernels
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.key_major.tiles import DoesNotFit
 from nsa.kernels.query_major import plan as query_major
-from nsa.kernels.query_major.tiles import STEPS, pairs, span_bucket
+from nsa.kernels.query_major import tiles as query_tiles
+from nsa.kernels.query_major.tiles import pairs, span_bucket
 from nsa.kernels.shared import inverse_index
 from nsa.kernels.shared.geometry import Geometry, geometry
 from nsa.kernels.shared.launch import INT32_MAX, Variant, workspace
@@ -104,7 +105,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
     steps = _steps(call, g, bound)
     variants = _variants(
         device, dtype, (*call.dtypes(), skips or steps is not None), tile, bucket,
-        0 if steps is None else STEPS, walked > 0, TILED.value if tiled else g.source,
+        0 if steps is None else query_tiles.STEPS, walked > 0, TILED.value if tiled else g.source,
         ONE_TILE=listed <= tile.BLOCK_N, WIDE=farthest > WIDE_FROM, G=G, D=D, Dv=Dv, SOURCE=g.source, LAYOUT=g.layout,
         PAGE=g.page, CAUSAL=call.causal, STRIDE_UNIT=g.unit, K_STEP=g.k_step, V_STEP=g.v_step,
         PAIRS=g.pairs and pairs(tile.merge_heads, tile.BLOCK_DV), INPUT_PRECISION="ieee",
@@ -120,7 +121,7 @@ def _steps(call: Call, g: Geometry, bound: int | None) -> query_major.Launch | N
     """
     if g.layout != RAGGED.value or call.block_size is None or call.settings.batch_invariant:
         return None
-    if call.max_seqlen_q is not None and g.tokens > (g.B - 1) * call.max_seqlen_q + STEPS:
+    if call.max_seqlen_q is not None and g.tokens > (g.B - 1) * call.max_seqlen_q + query_tiles.STEPS:
         return None
     return query_major.plan(call, bound, steps=True)
 
