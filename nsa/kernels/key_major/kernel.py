@@ -9,6 +9,7 @@ in FSA, arXiv 2508.18224.
 import triton
 import triton.language as tl
 
+from nsa.kernels.shared.e4m3 import add_pairs, fit_half, half_of, scaled_values
 from nsa.kernels.shared.inverse_index import OVERFULL, first_block, visible_keys
 from nsa.kernels.shared.primitives import (
     BATCH,
@@ -17,19 +18,15 @@ from nsa.kernels.shared.primitives import (
     RANGES,
     TILED,
     VARLEN,
-    add_pairs,
     causal_end,
     clamp_span,
     filled_keys,
     find_sequence,
     finish,
-    fit_half,
-    half_of,
     in_page,
     key_positions,
     last_query,
     load_spans,
-    scaled_values,
     sequence_keys,
     softmax_step,
     tile_start,

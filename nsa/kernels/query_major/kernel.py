@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.shared.clusters import exchange, merge_inbox, open_inbox
+from nsa.kernels.shared.e4m3 import add_pairs, fit_half, half_of, scaled_values
 from nsa.kernels.shared.primitives import (
     CACHE,
     PACKED,
@@ -19,7 +20,6 @@ from nsa.kernels.shared.primitives import (
     TILED,
     VARLEN,
     WHOLE,
-    add_pairs,
     ask_each,
     ask_spans,
     causal_end,
@@ -28,10 +28,8 @@ from nsa.kernels.shared.primitives import (
     find_sequence,
     find_step,
     finish,
-    fit_half,
     gdc_launch_dependents,
     gdc_wait,
-    half_of,
     in_page,
     key_of_each,
     key_positions,
@@ -39,7 +37,6 @@ from nsa.kernels.shared.primitives import (
     not_before,
     nothing_of,
     nothing_of_lanes,
-    scaled_values,
     sequence_keys,
     sequence_of_cache,
     slots_of,
