@@ -141,8 +141,8 @@ def test_programs_follow_the_longest_chunk(batch):
 
 @pytest.mark.parametrize("at", [0, 127, 129])
 def test_a_chunk_among_more_sequences_than_are_looked_at_at_once(batch, marked, at):
-    """128 are. The scan kernel looks only at blocks of sequences from the first to the last chunk, 1024 at a time; block
-    2048 is the first after sequence 127.
+    """128 are. The scan kernel looks only at blocks of sequences from the first to the last chunk, 1024 at a time.
+    Block 2048 is the first after sequence 127.
     """
     queries = [0] * 130
     queries[0] = queries[127] = queries[129] = 1
