@@ -18,10 +18,12 @@ from nsa.guard.trials import TRIALS, Trial
 from nsa.kernels.backward import plan as backward
 from nsa.kernels.key_major import plan as key_major
 from nsa.kernels.query_major import plan as query_major
+from nsa.kernels.query_major import tiles
 from nsa.kernels.shared import combine
 from nsa.kernels.shared.launch import Variant
 from nsa.plain.oracle import beyond_rounding
 from nsa.testing.compile.points import ARCHITECTURES
+from nsa.tuning import sweep
 
 pytestmark = pytest.mark.usefixtures("fresh_routes", "fresh_plans")
 SCRIPT = Path(__file__).with_name("guard_variants.py")
@@ -186,6 +188,28 @@ def key_major_calls(draw, same, device):
             q[0], k, v, cache_seqlens=lengths, cu_seqlens_q=cu[[0, 2]], ranges=ranges["ranges"][0], **how
         ),
     }
+
+
+@pytest.mark.parametrize("splits", [1, 2], ids=["whole", "split"])
+@pytest.mark.parametrize("schedule", ["key_major", "union"])
+def test_right_kernels_of_steps_are_right(draw, device, launches_of, attempt, schedule, splits):
+    """A chunk, a step and a token of no sequence."""
+    q, k, v = draw(S=12, S_kv=32)
+    blocks = torch.tensor([[1, 0]], dtype=torch.int32, device=device).repeat(12, 2, 1)
+    cu, lengths = (torch.tensor(x, device=device) for x in ([0, 10, 11], [30, 32]))
+    k, v = (x.repeat(2, 1, 1, 1) for x in (k, v))
+    call = functools.partial(
+        nsa.selection_attention_with_kvcache, q[0], k, v, cache_seqlens=lengths, cu_seqlens_q=cu, block_indices=blocks,
+        block_size=16, schedule=schedule, backend="triton", return_lse=True,
+    )  # fmt: skip
+    with sweep.forced(tiles.Choice(splits, 1, 16, 4, 2, 0)):
+        whats = launches_of(call)
+    begin = ["_fwd_kernel", "_combine_kernel"][:splits] + ["_list_kernel", "_union_kernel"] * (schedule == "union")
+    assert [what["kernel"] for what in whats] == [*begin, "_count_kernel", "_scan_kernel", "_scatter_kernel", *LAST]
+    assert whats[0]["constexprs"]["STEPS"]
+    assert [attempt(what) for what in whats if what["kernel"] != "_scatter_kernel"] == [None] * (len(whats) - 1)
+    (without,) = (what for what in launches_of(functools.partial(call, max_seqlen_q=1)) if what["kernel"] == LAST[0])
+    assert attempt(without) is None
 
 
 @pytest.mark.parametrize("name", KEY_MAJOR)

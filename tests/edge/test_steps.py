@@ -39,17 +39,19 @@ def batch(device):
 
 @pytest.fixture
 def marked(monkeypatch):
-    """What query-major marked in the last call, `[tokens]`; None if it was not launched for steps."""
+    """What query-major marked in the last call, `[tokens]`; None if it was not launched for steps. With `after`, what
+    is marked by now.
+    """
     seen = []
     real = key_major.serve_steps
 
     def serve_steps(*arguments):
         served = real(*arguments)
-        seen.append(None if served is None else served.tolist())
+        seen.append(None if served is None else (served.tolist(), served))
         return served
 
     monkeypatch.setattr(key_major, "serve_steps", serve_steps)
-    return lambda: seen[-1]
+    return lambda after=False: seen[-1] and (seen[-1][1].tolist() if after else seen[-1][0])
 
 
 def run(call, schedule, **more):
@@ -68,8 +70,8 @@ def test_sequences_of_few_queries_are_steps(batch, marked, schedule, splits):
     assert not got[0][-2:].any()
 
 
-def test_unions_leave_steps_alone(batch, monkeypatch):
-    """Two tiles of four tokens are in a step. The device counts no block of theirs."""
+def test_unions_leave_steps_alone(batch, marked, monkeypatch):
+    """Two tiles of four tokens are in a step. The device counts no block of theirs, and key-major skips them."""
     monkeypatch.setattr(union_tiles, "forced", union_tiles.Choice(worth=union_tiles.ALWAYS))
     seen = []
 
@@ -81,6 +83,8 @@ def test_unions_leave_steps_alone(batch, monkeypatch):
     call, want = batch((12, 8))
     got = run(call, "union")
     assert [count >= 0 for count in seen[1].tolist()] == [True] * 3 + [False] * 2
+    assert marked() == [0] * 12 + [1] * 8
+    assert marked(after=True) == [1] * 20
     cached_parity(got, want, torch.float32, "union")
 
 
@@ -135,12 +139,14 @@ def test_programs_follow_the_longest_chunk(batch):
     assert programs == {None: 32 * blocks, 1: 32 * blocks, 16: 4 * blocks, 32: 2 * blocks, 2**40: 6}
 
 
-@pytest.mark.parametrize("at", [0, 128, 129])
-def test_a_chunk_among_more_sequences_than_are_looked_at_at_once(batch, marked, at, monkeypatch):
-    """128 are. The scan kernel looks only at blocks of sequences from the first to the last chunk."""
+@pytest.mark.parametrize("at", [0, 127, 129])
+def test_a_chunk_among_more_sequences_than_are_looked_at_at_once(batch, marked, at):
+    """128 are. The scan kernel looks only at blocks of sequences from the first to the last chunk, 1024 at a time.
+    Block 2048 is the first after sequence 127.
+    """
     queries = [0] * 130
     queries[0] = queries[127] = queries[129] = 1
     queries[at] = LONGEST + 1
-    call, want = batch(queries)
+    call, want = batch(queries, size=4)
     cached_parity(run(call, "key_major"), want, torch.float32, "key_major")
     assert marked() == [int(count <= LONGEST) for count in queries for _ in range(count)]

@@ -16,6 +16,7 @@ from nsa.testing.judge.forward import cached_parity
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
 
+pytestmark = pytest.mark.usefixtures("fresh_plans")  # plans keep what `worth` was
 UNION = {"backend": "triton", "schedule": "union", "return_lse": True}
 SIZE, KEYS, G = 16, 96, 4  # a tile of fp32 holds 4 tokens of 4 heads
 
