@@ -15,6 +15,11 @@ import triton
 from nsa import guard
 
 TRITON = tuple(int(x) for x in triton.__version__.split(".")[:2])
+TMA = TRITON >= (3, 4)
+"""Whether this Triton takes tensor descriptors that the host makes."""
+
+if TMA:
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 # All versions since 3.5 start a compiled kernel with the same arguments. Older ones, and ROCm, use Triton's launch.
 DIRECT = TRITON >= (3, 5) and torch.version.hip is None
@@ -47,16 +52,25 @@ class Variant:
         cluster: number of neighbouring programs, along the first axis of the grid, that run at the same time and can
             wait for each other. The grid counts clusters. 0: no clusters, as on GPUs without them.
         static: bytes of shared memory that a program of a cluster declares in assembly, which Triton does not know of.
+        blocks: by position of a tensor that the kernel takes as a tensor descriptor, the shape of the blocks that TMA
+            loads. Addresses of these tensors, and all strides but the last, must be multiples of 16 bytes.
     """
 
     def __init__(
-        self, kernel: Any, constexprs: dict[str, object], options: dict[str, Any], cluster: int = 0, static: int = 0
+        self,
+        kernel: Any,
+        constexprs: dict[str, object],
+        options: dict[str, Any],
+        cluster: int = 0,
+        static: int = 0,
+        blocks: dict[int, list[int]] | None = None,
     ) -> None:
         self.kernel = kernel
         self.constexprs = constexprs
         self.options = options
         self.cluster = cluster
         self.static = static
+        self.blocks = blocks or {}
         self._compiled: tuple[Any, ...] | None = None
         self._asked: dict[Any, Any] = {}  # by compiled kernel, its function with more shared memory
         self._probed: set[tuple[bool, ...]] = set()  # which tensors were misaligned when the guard was asked
@@ -100,10 +114,14 @@ class Variant:
         if cuda and device.index != current_device():
             with torch.cuda.device(device):
                 return self.launch(grid, device, tensors, numbers, common)
-        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        addresses: list[Any] = [0 if x is None else x.data_ptr() for x in tensors]
         union = 0
         for address in addresses:
             union |= address
+        misaligned = () if union & 15 == 0 else tuple(address & 15 != 0 for address in addresses)
+        given: list[Any] = list(tensors)
+        for at, block in self.blocks.items():
+            given[at] = addresses[at] = TensorDescriptor(given[at], given[at].shape, given[at].stride(), block)
         common = common and union & 15 == 0
         compiled = self._compiled
         if compiled is not None and common:
@@ -112,14 +130,13 @@ class Variant:
                 stream = current_stream(device.index)
                 run(*grid, stream, function, metadata, None, None, None, *addresses, *numbers, *last)
                 return None
-        misaligned = () if union & 15 == 0 else tuple(address & 15 != 0 for address in addresses)
         if misaligned not in self._probed:
             guard.require(self, device, tensors)
             self._probed.add(misaligned)
         keywords = self.constexprs | self.options | {"enable_fp_fusion": True}
         last = tuple(self.constexprs[name] for name in self.kernel.arg_names[len(tensors) + len(numbers) :])
         if not self.cluster:
-            kernel = self.kernel[grid](*tensors, *numbers, **keywords)
+            kernel = self.kernel[grid](*given, *numbers, **keywords)
             if DIRECT and common and cuda and kernel is not None:
                 self._compiled = kernel.run, kernel.function, kernel.packed_metadata, last
             return None

@@ -247,6 +247,12 @@ def not_before(x):
 
 
 @triton.jit
+def apart(x):
+    """int32 ``x``. A branch that uses the result stays a branch; LLVM may turn another into selects. NVIDIA only."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, False, 1)
+
+
+@triton.jit
 def half_of(x):
     """fp16 of e4m3 ``x``. fp16 holds every value of e4m3."""
     half = x.to(tl.float16)
