@@ -162,7 +162,8 @@ def _union_kernel(
     TMA: ``k_ptr`` and ``v_ptr`` are tensor descriptors of ``[sequences or pages, HKV, keys, D]``, and packed sequences
     count as one. TMA computes the addresses of a tile, and reads zeros past the end of the tensor. Requires TILED, and
     pages of whole tiles. Unlike pointers it also reads keys that no row may see: places of a cache that are not filled,
-    or the next packed sequence. A NaN there has the effect that follows.
+    or the next packed sequence. A NaN there has the effect that follows. ``scale`` must be positive, so that a row's
+    highest product is its highest score. (If q is changed before the loop, Triton loads q into registers in every step.)
 
     A weight of zero times a NaN or an infinity is NaN, so a value that only a neighbour selected could spoil a row. A
     tile whose result has a NaN is therefore not served: its rows are computed again, each alone.
@@ -195,8 +196,6 @@ def _union_kernel(
         row, shifted = seq.to(tl.int32), 0  # where the sequence begins
         if LAYOUT == VARLEN:
             row, shifted = 0, k_first.to(tl.int32)
-        q = tl.where(scale < 0, -q, q)  # so that a row's highest product has its highest score
-        scale = tl.where(scale == 0, 1e-37, tl.abs(scale))  # 0 times the -inf of a masked score would be NaN
     else:
         k_off = tl.cast(head_kv, tl.int64) * stride_kh
         v_off = tl.cast(head_kv, tl.int64) * stride_vh

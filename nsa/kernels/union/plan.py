@@ -29,7 +29,7 @@ class Launch(NamedTuple):
 
     list: Variant
     unions: tuple[Variant, Variant]  # without LSE, and with it
-    by_pointers: tuple[Variant, Variant]  # the same for addresses of K and V that TMA cannot take
+    by_pointers: tuple[Variant, Variant]  # the same where TMA cannot take an address, or the scale is not positive
     device: torch.device
     tile: tiles.Tile
     worth: tiles.Worth
@@ -149,7 +149,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     count = workspace(at_once * g.HKV, torch.int32, device)
     served = workspace(g.tokens * g.HKV, torch.int32, device)
     launches[route] += 1
-    tma = tile.TMA and (k.data_ptr() | v.data_ptr()) % 16 == 0
+    tma = tile.TMA and scale > 0 and (k.data_ptr() | v.data_ptr()) % 16 == 0
     union = (launch.unions if tma else launch.by_pointers)[lse is not None]
     if tma:
         k, v = _for_tma(k), _for_tma(v)
