@@ -7,6 +7,7 @@ variant. Triton compiles the variant at its first launch, and later launches sta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -92,6 +93,15 @@ class Variant:
             "misaligned": [name for name, x in given.items() if x is not None and x.data_ptr() % 16 != 0],
         }
 
+    def _described(self, values: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+        """A value for each tensor, and the tensor descriptor instead where the kernel takes one."""
+        given = list(values)
+        for at, block in self.blocks.items():
+            x = tensors[at]
+            assert x is not None
+            given[at] = TensorDescriptor(x, x.shape, x.stride(), block)
+        return given
+
     def launch(
         self,
         grid: tuple[int, int, int],
@@ -114,29 +124,27 @@ class Variant:
         if cuda and device.index != current_device():
             with torch.cuda.device(device):
                 return self.launch(grid, device, tensors, numbers, common)
-        addresses: list[Any] = [0 if x is None else x.data_ptr() for x in tensors]
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
         union = 0
         for address in addresses:
             union |= address
-        misaligned = () if union & 15 == 0 else tuple(address & 15 != 0 for address in addresses)
-        given: list[Any] = list(tensors)
-        for at, block in self.blocks.items():
-            given[at] = addresses[at] = TensorDescriptor(given[at], given[at].shape, given[at].stride(), block)
         common = common and union & 15 == 0
         compiled = self._compiled
         if compiled is not None and common:
             run, function, metadata, last = compiled
             if not (knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls):  # set by a profiler
                 stream = current_stream(device.index)
-                run(*grid, stream, function, metadata, None, None, None, *addresses, *numbers, *last)
+                given = self._described(addresses, tensors) if self.blocks else addresses
+                run(*grid, stream, function, metadata, None, None, None, *given, *numbers, *last)
                 return None
+        misaligned = () if union & 15 == 0 else tuple(address & 15 != 0 for address in addresses)
         if misaligned not in self._probed:
             guard.require(self, device, tensors)
             self._probed.add(misaligned)
         keywords = self.constexprs | self.options | {"enable_fp_fusion": True}
         last = tuple(self.constexprs[name] for name in self.kernel.arg_names[len(tensors) + len(numbers) :])
         if not self.cluster:
-            kernel = self.kernel[grid](*given, *numbers, **keywords)
+            kernel = self.kernel[grid](*self._described(tensors, tensors), *numbers, **keywords)
             if DIRECT and common and cuda and kernel is not None:
                 self._compiled = kernel.run, kernel.function, kernel.packed_metadata, last
             return None

@@ -163,7 +163,8 @@ def _union_kernel(
     count as one. TMA computes the addresses of a tile, and reads zeros past the end of the tensor. Requires TILED, and
     pages of whole tiles. Unlike pointers it also reads keys that no row may see: places of a cache that are not filled,
     or the next packed sequence. A NaN there has the effect that follows. ``scale`` must be positive, so that a row's
-    highest product is its highest score. (If q is changed before the loop, Triton loads q into registers in every step.)
+    highest product is its highest score. The kernel does not negate q instead: Triton would then load q into registers
+    in every step.
 
     A weight of zero times a NaN or an infinity is NaN, so a value that only a neighbour selected could spoil a row. A
     tile whose result has a NaN is therefore not served: its rows are computed again, each alone.
