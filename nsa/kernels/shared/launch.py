@@ -7,6 +7,7 @@ variant. Triton compiles the variant at its first launch, and later launches sta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,11 @@ import triton
 from nsa import guard
 
 TRITON = tuple(int(x) for x in triton.__version__.split(".")[:2])
+TMA = TRITON >= (3, 4)
+"""Whether this Triton takes tensor descriptors that the host makes."""
+
+if TMA:
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 # All versions since 3.5 start a compiled kernel with the same arguments. Older ones, and ROCm, use Triton's launch.
 DIRECT = TRITON >= (3, 5) and torch.version.hip is None
@@ -47,16 +53,25 @@ class Variant:
         cluster: number of neighbouring programs, along the first axis of the grid, that run at the same time and can
             wait for each other. The grid counts clusters. 0: no clusters, as on GPUs without them.
         static: bytes of shared memory that a program of a cluster declares in assembly, which Triton does not know of.
+        blocks: by position of a tensor that the kernel takes as a tensor descriptor, the shape of the blocks that TMA
+            loads. Addresses of these tensors, and all strides but the last, must be multiples of 16 bytes.
     """
 
     def __init__(
-        self, kernel: Any, constexprs: dict[str, object], options: dict[str, Any], cluster: int = 0, static: int = 0
+        self,
+        kernel: Any,
+        constexprs: dict[str, object],
+        options: dict[str, Any],
+        cluster: int = 0,
+        static: int = 0,
+        blocks: dict[int, list[int]] | None = None,
     ) -> None:
         self.kernel = kernel
         self.constexprs = constexprs
         self.options = options
         self.cluster = cluster
         self.static = static
+        self.blocks = blocks or {}
         self._compiled: tuple[Any, ...] | None = None
         self._asked: dict[Any, Any] = {}  # by compiled kernel, its function with more shared memory
         self._probed: set[tuple[bool, ...]] = set()  # which tensors were misaligned when the guard was asked
@@ -77,6 +92,15 @@ class Variant:
             "tensors": {name: x if x is None else str(x.dtype) for name, x in given.items()},
             "misaligned": [name for name, x in given.items() if x is not None and x.data_ptr() % 16 != 0],
         }
+
+    def _described(self, values: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+        """A value for each tensor, and the tensor descriptor instead where the kernel takes one."""
+        given = list(values)
+        for at, block in self.blocks.items():
+            x = tensors[at]
+            assert x is not None
+            given[at] = TensorDescriptor(x, x.shape, x.stride(), block)
+        return given
 
     def launch(
         self,
@@ -114,7 +138,8 @@ class Variant:
             run, function, metadata, last = compiled
             if not (knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls):  # set by a profiler
                 stream = current_stream(device.index)
-                run(*grid, stream, function, metadata, None, None, None, *addresses, *numbers, *last)
+                given = self._described(addresses, tensors) if self.blocks else addresses
+                run(*grid, stream, function, metadata, None, None, None, *given, *numbers, *last)
                 return None
         misaligned = () if union & 15 == 0 else tuple(address & 15 != 0 for address in addresses)
         if misaligned not in self._probed:
@@ -123,7 +148,7 @@ class Variant:
         keywords = self.constexprs | self.options | {"enable_fp_fusion": True}
         last = tuple(self.constexprs[name] for name in self.kernel.arg_names[len(tensors) + len(numbers) :])
         if not self.cluster:
-            kernel = self.kernel[grid](*tensors, *numbers, **keywords)
+            kernel = self.kernel[grid](*self._described(tensors, tensors), *numbers, **keywords)
             if DIRECT and common and cuda and kernel is not None:
                 self._compiled = kernel.run, kernel.function, kernel.packed_metadata, last
             return None

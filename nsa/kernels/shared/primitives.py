@@ -259,6 +259,12 @@ def not_before(x):
 
 
 @triton.jit
+def apart(x):
+    """int32 ``x``. A branch that uses the result stays a branch; LLVM may turn another into selects. NVIDIA only."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, False, 1)
+
+
+@triton.jit
 def nothing_of(x):
     """An opaque int32 zero, for ``x >= 0``: it keeps LLVM from hoisting a sum with it out of a loop. NVIDIA only."""
     return tl.inline_asm_elementwise("shr.s32 $0, $1, 31;", "=r,r", [x], tl.int32, True, 1)

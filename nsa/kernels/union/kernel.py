@@ -11,7 +11,7 @@ import triton.language as tl
 
 from nsa.kernels.key_major.kernel import query_offset
 from nsa.kernels.shared.inverse_index import causal_limit, sequence_of
-from nsa.kernels.shared.primitives import VARLEN, finish, in_page, tile_in_pages
+from nsa.kernels.shared.primitives import INTERPRETED, VARLEN, apart, finish, in_page, tile_in_pages
 
 RUNTIME = "B S S_kv HKV n size tokens first tiles pages cost gain".split()
 RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh tb".split()]
@@ -93,16 +93,22 @@ def _union_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, table_ptr, list_ptr, count_ptr, served_ptr,
     B, S, S_kv, HKV, size, tokens, first, tiles, pages,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_ob,
-    stride_os, stride_oh, scale,
-    stride_tb,
+    stride_os, stride_oh, scale, stride_tb,
     G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, LAYOUT: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr,
     TILED: tl.constexpr, ONE_TILE: tl.constexpr, STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile: ``TOKENS`` tokens with ``HEADS`` query heads each (``G``, rounded up to a power of two).
 
     TILED: ``size`` is a multiple of ``BLOCK_N``, so a tile of keys lies in one block; otherwise it may span several.
+
+    TMA: ``k_ptr`` and ``v_ptr`` are tensor descriptors of ``[sequences or pages, HKV, keys, D]``, and packed sequences
+    count as one. TMA computes the addresses of a tile, and reads zeros past the end of the tensor. Requires TILED, and
+    pages of whole tiles. Unlike pointers it also reads keys that no row may see: places of a cache that are not filled,
+    or the next packed sequence. A NaN there has the effect that follows. ``scale`` must be positive, so that a row's
+    highest product is its highest score. The kernel does not negate q instead: Triton would then load q into registers
+    in every step.
 
     A weight of zero times a NaN or an infinity is NaN, so a value that only a neighbour selected could spoil a row. A
     tile whose result has a NaN is therefore not served: its rows are computed again, each alone.
@@ -121,6 +127,7 @@ def _union_kernel(
     limit = causal_limit(tl.minimum(token, tokens - 1), shift, seqlen_k, pos_ptr, CAUSAL)
     limit = tl.where(exists, limit, 0)
     farthest = tl.max(limit, 0)
+    nearest = tl.min(tl.where(exists, limit, farthest), 0)
 
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
@@ -128,24 +135,30 @@ def _union_kernel(
     q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT) + head.to(tl.int64) * stride_qh
     q_ptrs = q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :]
     q = tl.load(q_ptrs, mask=exists[:, None] & (d[None, :] < D), other=0.0)  # [TOKENS * HEADS, BLOCK_D]
-    k_off = tl.cast(head_kv, tl.int64) * stride_kh
-    v_off = tl.cast(head_kv, tl.int64) * stride_vh
     if PAGE:
         table_row = table_ptr + tl.cast(seq, tl.int64) * stride_tb
-    elif LAYOUT != VARLEN:
-        k_off += tl.cast(seq, tl.int64) * stride_kb
-        v_off += tl.cast(seq, tl.int64) * stride_vb
+    if TMA:
+        row, shifted = seq.to(tl.int32), 0  # where the sequence begins
+        if LAYOUT == VARLEN:
+            row, shifted = 0, k_first.to(tl.int32)
     else:
-        k_off += k_first * stride_kn
-        v_off += k_first * stride_vn
-    k_base = k_ptr + k_off * STRIDE_UNIT
-    v_base = v_ptr + v_off * STRIDE_UNIT
+        k_off = tl.cast(head_kv, tl.int64) * stride_kh
+        v_off = tl.cast(head_kv, tl.int64) * stride_vh
+        if LAYOUT == VARLEN:
+            k_off += k_first * stride_kn
+            v_off += k_first * stride_vn
+        elif not PAGE:
+            k_off += tl.cast(seq, tl.int64) * stride_kb
+            v_off += tl.cast(seq, tl.int64) * stride_vb
+        k_base = k_ptr + k_off * STRIDE_UNIT
+        v_base = v_ptr + v_off * STRIDE_UNIT
     list_ptr += (tile.to(tl.int64) * HKV + head_kv) * (TOKENS * SLOTS)
 
     m = tl.full([TOKENS * HEADS], float("-inf"), tl.float32)
     l = tl.zeros([TOKENS * HEADS], tl.float32)
     acc = tl.zeros([TOKENS * HEADS, BLOCK_DV], tl.float32)
     keys = tl.arange(0, BLOCK_N)
+    factor = scale * 1.4426950408889634
     steps = blocks
     if not TILED:
         steps = tl.cdiv(blocks * size, BLOCK_N)
@@ -163,8 +176,14 @@ def _union_kernel(
                 key += step % (size // BLOCK_N) * BLOCK_N
             stop = farthest - key
             chosen = tl.where(((mask >> (r // HEADS)) & 1) != 0, limit - key, 0)  # keys of this tile that a row may see
+            partial = key + BLOCK_N > nearest
             seen = keys[None, :] < chosen[:, None]  # [TOKENS * HEADS, BLOCK_N]
-            if PAGE and PAGE % BLOCK_N == 0:
+            if TMA:
+                if PAGE:
+                    page, _, key, found = in_page(table_row, key, stop > 0, pages, 1, 1, PAGE)
+                    row = tl.where(found, page, pages).to(tl.int32)  # past the last page TMA reads zeros
+                    chosen = tl.where(found, chosen, 0)
+            elif PAGE and PAGE % BLOCK_N == 0:
                 k_page, v_page, key, found = in_page(table_row, key, stop > 0, pages, stride_kb, stride_vb, PAGE)
                 valid = keys < tl.where(found, stop, 0)
                 key = key + keys
@@ -190,23 +209,39 @@ def _union_kernel(
             valid = known & (key < farthest)
             if PAGE:
                 k_page, v_page, key, valid = in_page(table_row, key, valid, pages, stride_kb, stride_vb, PAGE)
-        if PAGE:
-            seen &= valid[None, :]
-        key = key.to(tl.int64)
-        k_at = key * stride_kn
-        v_at = key * stride_vn
-        if PAGE:
-            k_at += k_page
-            v_at += v_page
-        k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
-        v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
-        k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_N, BLOCK_D]
-        v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
-        scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
-        scores = tl.where(seen, scores, float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, 1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
-        p = tl.exp2(scores - m_safe[:, None])
+        if TMA:
+            k = tl.reshape(k_ptr.load([row, head_kv, shifted + key, 0]), [BLOCK_N, BLOCK_D])
+            v = tl.reshape(v_ptr.load([row, head_kv, shifted + key, 0]), [BLOCK_N, BLOCK_DV])
+        else:
+            if PAGE:
+                seen &= valid[None, :]
+            key = key.to(tl.int64)
+            k_at = key * stride_kn
+            v_at = key * stride_vn
+            if PAGE:
+                k_at += k_page
+                v_at += v_page
+            k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
+            v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
+            k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_N, BLOCK_D]
+            v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
+        scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
+        if TMA:
+            # In most tiles a row may see all keys or none, and `some` is its mask. Only near a limit keys are compared.
+            if partial:
+                few = chosen
+                if not INTERPRETED:
+                    few = apart(few)
+                scores = tl.where(keys[None, :] < few[:, None], scores, float("-inf"))
+            some = chosen > 0
+            m_new = tl.maximum(m, tl.where(some, tl.max(scores, 1) * factor, float("-inf")))
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
+            p = tl.exp2(scores * factor - tl.where(some, m_safe, float("inf"))[:, None])
+        else:
+            scores = tl.where(seen, scores * factor, float("-inf"))
+            m_new = tl.maximum(m, tl.max(scores, 1))
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.exp2(scores - m_safe[:, None])
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=INPUT_PRECISION)

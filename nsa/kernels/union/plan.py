@@ -19,7 +19,7 @@ from nsa.kernels.key_major import plan as key_major
 from nsa.kernels.key_major.tiles import DoesNotFit
 from nsa.kernels.query_major import plan as query_major
 from nsa.kernels.shared.geometry import Geometry, geometry
-from nsa.kernels.shared.launch import INT32_MAX, Variant, workspace
+from nsa.kernels.shared.launch import INT32_MAX, TMA, Variant, workspace
 from nsa.kernels.union import kernel as union_kernels
 from nsa.kernels.union import tiles
 
@@ -28,8 +28,8 @@ class Launch(NamedTuple):
     """All that shapes, strides and dtypes decide about a call."""
 
     list: Variant
-    union: Variant
-    union_lse: Variant
+    unions: tuple[Variant, Variant]  # without LSE, and with it
+    by_pointers: tuple[Variant, Variant]  # the same where TMA cannot take an address, or the scale is not positive
     device: torch.device
     tile: tiles.Tile
     worth: tiles.Worth
@@ -43,7 +43,7 @@ class Launch(NamedTuple):
     @property
     def variants(self) -> tuple[Variant, ...]:
         """All that a call may launch."""
-        return (*self[:3], *self.rest.variants)
+        return (self.list, *self.unions, *self.by_pointers, *self.rest.variants)
 
 
 def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch:
@@ -66,19 +66,34 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     size = min(block_size, max(g.S_kv, 1))
     if tile is None or not tiles.fits(g.S_kv, size):
         raise DoesNotFit(f"union: no tile for {g.n} blocks a row, {g.G} query heads a KV head and {g.S_kv} keys")
+    tiled = block_size % tile.BLOCK_N == 0
+    tile = tile._replace(TMA=tile.TMA and TMA and tiled and _tma_reads(call, g, tile))
+    shared: dict[str, Any] = {
+        "G": g.G, "D": g.D, "Dv": g.Dv, "LAYOUT": g.layout, "PAGE": g.page, "CAUSAL": call.causal, "TILED": tiled,
+        "ONE_TILE": block_size <= tile.BLOCK_N, "STRIDE_UNIT": g.unit, "INPUT_PRECISION": "ieee",
+    }  # fmt: skip
     rest = key_major.plan(call, bound, skips=True)
-    variants = _variants(
-        device, dtype, call.dtypes(), tile, rest.steps is not None, G=g.G, D=g.D, Dv=g.Dv, LAYOUT=g.layout,
-        PAGE=g.page, CAUSAL=call.causal, TILED=block_size % tile.BLOCK_N == 0, ONE_TILE=block_size <= tile.BLOCK_N,
-        STRIDE_UNIT=g.unit, INPUT_PRECISION="ieee",
-    )  # fmt: skip
+    kinds, steps = call.dtypes(), rest.steps is not None
+    lists, *unions = _variants(device, dtype, kinds, tile, steps, **shared)
+    _, *by_pointers = _variants(device, dtype, kinds, tile._replace(TMA=False), steps, **shared)
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, block_size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
     worth = tiles.worth(block_size) if tiles.forced is None else tiles.forced.worth
     worth = worth._replace(gain=worth.gain * tile.HEADS)
     return Launch(
-        *variants, device, tile, worth, g, block_size, tiles.tiles_at_once(tile, g.HKV), narrow,
-        1.0 / math.sqrt(g.D), rest,
+        lists, tuple(unions), tuple(by_pointers), device, tile, worth, g, block_size, tiles.tiles_at_once(tile, g.HKV),
+        narrow, 1.0 / math.sqrt(g.D), rest,
     )  # fmt: skip
+
+
+def _tma_reads(call: Call, g: Geometry, tile: tiles.Tile) -> bool:
+    """Whether TMA takes the strides of K and V: positive multiples of 16 bytes. A tile must lie in one page."""
+    aligned = g.unit * call.k.dtype.itemsize % 16 == 0 and g.page % tile.BLOCK_N == 0
+    return aligned and all(min(x.stride()[:-1]) > 0 and x.numel() > 0 for x in (call.k, call.v))
+
+
+def _for_tma(x: Tensor) -> Tensor:
+    """A view ``[sequences or pages, HKV, keys, D]`` of K or V. Packed sequences count as one."""
+    return (x if x.dim() == 4 else x.unsqueeze(0)).transpose(1, 2)
 
 
 @lru_cache(maxsize=1024)
@@ -92,16 +107,17 @@ def _variants(
 ) -> tuple[Variant, ...]:
     """The kernels for a tile and the compile-time arguments ``shared``. Plans that differ only in sizes share them.
 
-    Kernels for other dtypes of the inputs, or of the index tensors (``kinds``), are other entries of the cache.
+    Returns the list kernel, and the union kernel without and with LSE. Kernels for other dtypes of the inputs, or of
+    the index tensors (``kinds``), are other entries of the cache.
     """
-    cut = {"TOKENS": tile.TOKENS, "SLOTS": tile.SLOTS}
-    lists = {name: shared[name] for name in ("LAYOUT", "CAUSAL")} | {"STEPS": steps} | cut
-    blocks = {"HEADS": tile.HEADS, "BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV, "BLOCK_N": tile.BLOCK_N}
+    lists = {name: shared[name] for name in ("LAYOUT", "CAUSAL")} | {"STEPS": steps}
+    lists |= {"TOKENS": tile.TOKENS, "SLOTS": tile.SLOTS}
+    whole = shared | {name: getattr(tile, name) for name in tiles.Tile._fields if name.isupper()}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    of_tma = {1: [1, 1, tile.BLOCK_N, tile.BLOCK_D], 2: [1, 1, tile.BLOCK_N, tile.BLOCK_DV]} if tile.TMA else {}
     return (
         Variant(union_kernels._list_kernel, lists, {"num_warps": 4 if tile.TOKENS * tile.SLOTS > 256 else 1}),
-        Variant(union_kernels._union_kernel, shared | cut | blocks, options),
-        Variant(union_kernels._union_kernel, shared | cut | blocks, options),  # with LSE
+        *(Variant(union_kernels._union_kernel, whole, options, blocks=of_tma) for _ in range(2)),
     )
 
 
@@ -137,6 +153,10 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     lists = workspace(at_once * g.HKV * tile.TOKENS * tile.SLOTS, torch.int64, device)
     count = workspace(at_once * g.HKV, torch.int32, device)
     launches[route] += 1
+    tma = tile.TMA and scale > 0 and (k.data_ptr() | v.data_ptr()) % 16 == 0
+    union = (launch.unions if tma else launch.by_pointers)[lse is not None]
+    if tma:
+        k, v = _for_tma(k), _for_tma(v)
     served = key_major.serve_steps(launch.rest, call, lse)
     if served is None:
         served = workspace(g.tokens * g.HKV, torch.int32, device)
@@ -147,7 +167,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
             (now, g.HKV, 1), device, (selection, *about, lists, count, served),
             (*sizes, g.n, launch.size, g.tokens, first, *launch.worth), narrow,
         )  # fmt: skip
-        (launch.union if lse is None else launch.union_lse).launch(
+        union.launch(
             (now * g.HKV, 1, 1), device, (q, k, v, out, lse, *about, block_table, lists, count, served),
             (*sizes, launch.size, g.tokens, first, now, g.pages, *g.strides, scale, g.stride_tb), narrow,
         )  # fmt: skip

@@ -53,6 +53,7 @@ class Tile(NamedTuple):
     BLOCK_D: int
     BLOCK_DV: int
     BLOCK_N: int  # keys of a tile
+    TMA: bool  # TMA loads keys and values where it can; a Hopper GPU's, and 64 rows, so that wgmma reads what it loads
     warps: int
     stages: int
 
@@ -84,7 +85,9 @@ def select(
         capability
     ):
         stages -= 1
-    return Tile(tokens, max(heads, 16 // tokens), slots, block_d, block_dv, block_n, chosen.warps, stages)
+    padded_heads = max(heads, 16 // tokens)
+    tma = capability == 90 and itemsize == 2 and narrow and tokens * padded_heads >= 64
+    return Tile(tokens, padded_heads, slots, block_d, block_dv, block_n, tma, chosen.warps, stages)
 
 
 def worth(size: int) -> Worth:
