@@ -22,8 +22,8 @@ SIZE, KEYS, G = 16, 96, 4  # a tile of fp32 holds 4 tokens of 4 heads
 
 
 @pytest.fixture
-def served(monkeypatch):
-    """What the last call wrote into `served`, `[tokens, HKV]`."""
+def served(monkeypatch, fresh_plans):
+    """What the last call wrote into `served`, `[tokens, HKV]`. No test plans with the bounds of another."""
     seen = []
 
     def workspace(size, dtype, device):
