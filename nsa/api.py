@@ -197,7 +197,8 @@ def selection_attention_with_kvcache(
             because that would sync. The first sequence always begins at token 0. A sequence may have no queries. Tokens
             after the last sequence select nothing, so a captured graph may have more tokens than a batch uses.
         max_seqlen_q: host bound on the queries of a sequence, in tokens. Without it a call counts as one of ``T / B``
-            queries a sequence where the schedule depends on their number. A wrong bound changes no result.
+            queries a sequence where the schedule depends on their number. A wrong bound changes no result beyond
+            rounding. Beside key-major and union, query-major serves the sequences of at most 8 queries.
         k_scale, v_scale: fp32 on ``q``'s device, ``[]`` or ``[1]`` (one number for all heads) or ``[HKV]``; only with
             a ``float8_e4m3fn`` cache. A key is ``k_scale`` times its entry of the cache; a value likewise. None: 1.
         causal, scale, max_selected, return_lse, backend, schedule, out: as for :func:`nsa.selection_attention`.

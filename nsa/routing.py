@@ -3,8 +3,9 @@
 Three Triton kernels can serve block indices. Query-major reads the selected keys anew for every query. Key-major reads
 a block once for all queries that selected it, and merges partial results afterwards, which is faster for small groups
 and many queries. Union reads a block once for a few neighbouring queries; the device decides for which of them, and
-key-major serves the others. The crossover, in queries, is measured (`pytest -m perf tests/perf/test_crossover.py
---nsa-update-schedules`) and stored in the GPU's file (`nsa/gpu.py`).
+key-major serves the others. Beside both, query-major serves the steps of a ragged batch. The crossover, in queries, is
+measured (`pytest -m perf tests/perf/test_crossover.py --nsa-update-schedules`) and stored in the GPU's file
+(`nsa/gpu.py`).
 """
 
 from __future__ import annotations
