@@ -91,10 +91,10 @@ def sources() -> dict[str, str]:
 def configure(**values: Value) -> AbstractContextManager[Settings]:
     """Change settings inside a `with` block. Blocks nest, and the end of a block undoes its changes.
 
-    The change holds only for this thread or asyncio task. A backward pass uses the settings of its
-    forward pass. A checkpoint that is computed again, and the backward pass of a compiled graph, use the settings in
-    force where `backward()` is called. Before PyTorch 2.13, if several threads have open blocks, both
-    use the settings outside all blocks instead.
+    The change holds only for this thread or asyncio task. A backward pass uses the settings of its forward pass. A
+    checkpoint that is computed again, and the backward pass of a compiled graph, use the settings in force where
+    `backward()` is called. Before PyTorch 2.13, if several threads have open blocks, both use the settings outside all
+    blocks instead.
 
     Args:
         values: names and values as in :class:`Settings`.

@@ -234,7 +234,7 @@ def _say(level: int, name: str, about: str, text: str) -> None:
 
 
 def plugin() -> None:
-    """The entry point of ``vllm.general_plugins``: :func:`install`, if the setting ``vllm`` asks for it.
+    """The entry point of ``vllm.general_plugins``. It calls :func:`install` if the setting ``vllm`` is on.
 
     An error of :func:`install` is logged as a warning, because the server must start without our kernels, too.
     """
