@@ -1,7 +1,7 @@
 """The original function names and layouts. The same kernels serve them.
 
-``sel_attn_fwd_*`` take packed rows: ``N`` rows of ``H`` query heads, each of which reads all of its keys. They run
-Triton or raise. The two wrappers in the original layout route and fall back.
+``sel_attn_fwd_*`` take packed rows: ``N`` rows of ``H`` query heads; a row reads all keys that are packed for it. They
+run Triton or raise an error. The two wrappers in the original layout fall back, as `nsa.selection_attention` does.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def sel_attn_fwd_dense(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of rows whose ``L`` selected keys are packed side by side. A row has ``H`` query heads and one KV head.
 
-    Each program of the Triton kernel computes one head of a row (route ``per_head``). It is kept for comparison:
-    :func:`sel_attn_fwd_dense_group` reads the keys of a row once.
+    Each program of the Triton kernel computes one head of a row (route ``per_head``). This function is kept for
+    comparison, because :func:`sel_attn_fwd_dense_group` reads the keys of a row once for all heads.
 
     Args:
         Q: ``[N, H, D]``, fp16, bf16 or fp32.
@@ -112,8 +112,8 @@ def sel_attn_fwd_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of packed rows of different lengths, one after another in ``K_all`` and ``V_all``.
 
-    Each program of the Triton kernel computes one head of a row (route ``per_head``). It is kept for comparison:
-    :func:`sel_attn_fwd_varlen_group` reads the keys of a row once.
+    Each program of the Triton kernel computes one head of a row (route ``per_head``). This function is kept for
+    comparison, because :func:`sel_attn_fwd_varlen_group` reads the keys of a row once for all heads.
 
     Args:
         Q: ``[N, H, D]``, fp16, bf16 or fp32.
@@ -121,7 +121,7 @@ def sel_attn_fwd_varlen(
         V_all: ``[sum L, Dv]``.
         cu_seqlens: ``[N + 1]`` int32 or int64. Row ``i`` reads keys ``[cu_seqlens[i], cu_seqlens[i + 1])``, clamped to
             the tensor.
-        max_selected: host bound on the keys of a row. It decides tiles and splits only.
+        max_selected: upper bound, known to the host, of the keys of a row. It decides tiles and splits only.
         scale, return_lse, out: as for :func:`sel_attn_fwd_dense`.
 
     Returns, Raises: as for :func:`sel_attn_fwd_dense`.
@@ -163,7 +163,7 @@ def selection_attention_triton(
         K: ``[B, HKV, S_kv, D]``.
         V: ``[B, HKV, S_kv, Dv]``.
         ranges: ``[B, S, HKV, n, 2]`` int32 or int64.
-        causal: clamp spans causally. Off by default, because the original takes spans that are causal already.
+        causal: clamp spans causally. False by default, because the original expects spans that are clamped already.
         scale, max_selected: as for :func:`nsa.selection_attention`.
 
     Returns:

@@ -72,7 +72,7 @@ def _unusual(call: Call, tracing: bool) -> Result:
     dtype = torch_modes.autocast_dtype(call.q.device)
     cached = call.cache_seqlens is not None
     if dtype is not None and not (cached and tracing):
-        with torch.autocast(call.q.device.type, enabled=False):  # SDPA must not cast again
+        with torch.autocast(call.q.device.type, enabled=False):  # so that SDPA does not cast again
             if not cached:  # calls with a cache are not cast
                 call = torch_modes.cast(call, dtype)
             return serve(call, tracing)
@@ -83,7 +83,7 @@ def _unusual(call: Call, tracing: bool) -> Result:
         )
     if cached or (tracing and call.backend in ("auto", "triton")):
         return _operator(call)
-    if tracing:  # not counted as a route, because a graph that reads the counter is recompiled at each count
+    if tracing:  # not counted as a route, because each count would recompile a graph that reads the counter
         planned = routing.traced_plan(call)
         return dispatch.plain(planned.route, planned, call)
     planned = routing.plan(call)
@@ -133,7 +133,7 @@ def _of_arguments(arguments: tuple[Any, ...]) -> Call:
 
 
 class _Attention(torch.autograd.Function):
-    """A planned call with gradients. The operator's own autograd node takes four times as long."""
+    """A planned call with gradients. The autograd node of the operator takes four times as long."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, planned: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -208,7 +208,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    if torch_modes.forward_mode():  # refused always, because PyTorch does not say whether a fake tensor has a tangent
+    if torch_modes.forward_mode():  # always refused: PyTorch does not say whether a fake tensor has a tangent
         torch_modes.tangents_refused("a compiled call")
     q, _, v = arguments[:3]
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32

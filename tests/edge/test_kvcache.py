@@ -287,9 +287,9 @@ def test_debug_cache_reports_what_is_wrong_by_its_row(device, caplog):
 # What differs from a call that is right, and what is said.
 LENGTHS, TABLE = "cache_seqlens: expected", "block_table: expected"
 WRONG = {
-    "page-size": ({"page_size": 32}, ValueError, "page_size: expected that of a paged k_cache, got 32"),
+    "page-size": ({"page_size": 32}, ValueError, "page_size: expected shape[1] of k_cache ["),
     "page-size-of-none": (
-        {"block_table": None, "page_size": 16, "contiguous": True}, ValueError, "got 16 with no block_table",
+        {"block_table": None, "page_size": 16, "contiguous": True}, ValueError, "None without block_table, got 16",
     ),
     "lengths-shape": ({"cache_seqlens": torch.zeros(3, dtype=torch.int32)}, ValueError, f"{LENGTHS} [B] = [2]"),
     "lengths-dtype": ({"cache_seqlens": torch.zeros(2)}, TypeError, "cache_seqlens: expected dtype int32, int64"),
@@ -491,5 +491,5 @@ def test_no_cache_is_named_without_gradients_too(device, name):
 
 def test_page_size_of_what_is_no_cache():
     x = torch.zeros(4)
-    with torch.no_grad(), pytest.raises(ValueError, match="page_size: expected that of a paged k_cache, got 16"):
+    with torch.no_grad(), pytest.raises(ValueError, match="page_size: expected shape.1. of k_cache .4., got 16"):
         nsa.selection_attention_with_kvcache(x, x, x, cache_seqlens=x, block_table=x, page_size=16)

@@ -1,4 +1,4 @@
-"""Backward: lists which rows selected each block and sums dK and dV block by block; dQ is taken by block or by row.
+"""Backward: lists the rows that selected each block, sums dK and dV block by block, and dQ by block or by row.
 
 The host does not wait for the device: grids follow from shapes. There are no float atomics, and every sum has a fixed
 order, so gradients are equal bit by bit from run to run. Tokens are processed in windows, which bounds the workspace.
@@ -32,7 +32,7 @@ ELEMENTS = 1024  # elements that a program of the scan or scatter kernel takes a
 STRIPPED = 32  # blocks of a program of the strip kernel
 STATS_ROWS = 4
 SUM_ROWS = 16  # keys of a program that adds partial sums
-PIPELINES = TRITON >= (3, 3)  # Triton 3.1 cannot pipeline loads whose addresses are loaded
+PIPELINES = TRITON >= (3, 3)  # Triton 3.1 cannot pipeline loads whose addresses were loaded, too
 STRIDES = " ".join(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split())
 
 
@@ -46,7 +46,7 @@ class Launch(NamedTuple):
     geometry: Geometry
     sizes: dict[str, int]  # run-time arguments by name, except those that differ between windows
     narrow: bool  # all sizes fit int32
-    scale: float  # of a call that names none
+    scale: float  # the default, for calls without `scale`
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -123,7 +123,7 @@ def _variants(
         "delta_lse": Variant(backward_kernels._delta_kernel, delta, one),
         "dq": Variant(backward_kernels._dq_kernel, dq, dq_options),
         "dkdv": Variant(backward_kernels._dkdv_kernel, dkdv, dkdv_options),
-        # A launch without parts of dQ is a variant of its own.
+        # A separate variant for launches without parts of dQ.
         "dkdv_alone": Variant(backward_kernels._dkdv_kernel, dkdv, dkdv_options),
         "sum": Variant(backward_kernels._sum_kernel, total, four),
         "gather": Variant(backward_kernels._gather_kernel, gather, one),

@@ -9,8 +9,8 @@ from nsa.kernels.key_major.tiles import MOST_COUNT_BYTES, DoesNotFit, even, head
 from nsa.kernels.query_major.tiles import next_power_of_2, padded, shared_bytes
 
 DQ_BYTES = 1280 << 20
-"""Limit of the parts of dQ of a window, one for each block of a row. dK and dV are read and written once per window, so
-longer is better. Half of this limit makes a pass of 32 ms 3 ms slower (H100, HQ/HKV 64/4, 65,536 tokens)."""
+"""Limit of the parts of dQ of a window, one for each block of a row. Long windows are better: dK and dV are read and
+written once per window. Half of this limit adds 3 ms to a pass of 32 ms (H100, HQ/HKV 64/4, 65,536 tokens)."""
 
 HEAD_BYTES = 48 << 20
 """Limit of the queries and gradients of one KV head in a window, as :data:`key_tiles.HEAD_BYTES`."""
@@ -28,11 +28,11 @@ STRIP = 16
 """Fewest tokens of a strip. A program counts the tokens of its strip in sequence."""
 
 STRIPS = 2048
-"""Limit of the strips of all heads. More programs do not count faster, and each strip needs counters of all blocks."""
+"""Limit of the strips of all heads. More strips do not count faster, and each strip needs a counter for each block."""
 
 MOST_PARTS_G = 16
-"""Largest group whose dQ is taken from key blocks, as dK and dV are. Larger groups would have many parts of dQ, and
-reading keys again for every query costs less."""
+"""Largest group whose dQ is summed from parts that key blocks compute. Larger groups would have so many bytes of parts
+that it costs less to read the keys again for every query."""
 
 
 class Choice(NamedTuple):
@@ -42,7 +42,7 @@ class Choice(NamedTuple):
     warps: int
     stages: int
     share: int  # tiles of rows that a program takes of its block
-    keep_dq: bool  # dQ is taken from key blocks if a block is one tile
+    keep_dq: bool  # dQ is summed from parts that key blocks compute, if a block is one tile
     BLOCK_L: int  # keys of a tile where dQ is query-major
     dq_warps: int
     dq_stages: int
@@ -141,7 +141,7 @@ class Windows(NamedTuple):
     heads: int  # KV heads that are processed at once
     window: int  # tokens of a window
     work: int  # upper bound of the shares of one head
-    several: int  # upper bound of those shares that belong to blocks of several shares
+    several: int  # upper bound of the shares of blocks that have more than one share
     strip: int  # tokens that a program counts
 
 
@@ -162,7 +162,7 @@ def windows(
     """Windows whose lists and partial results stay within the limits above.
 
     Raises:
-        ValueError: one token needs more, or the counters of blocks do.
+        ValueError: one token or the counters of blocks exceed a limit.
     """
     slots = max(slots, 1)
     bits = max(slots - 1, 1).bit_length()

@@ -38,7 +38,7 @@ class Launch(NamedTuple):
     places: int  # for queries: the tokens; of steps, those that each sequence has room for
     sizes: tuple[int, ...]  # the kernel's run-time ints: sizes, then strides in units
     narrow: bool  # all sizes fit int32
-    scale: float  # of a call that names none
+    scale: float  # the default, for calls without `scale`
     like_q: bool  # a new output has the shape and strides of q
     pairs: bool  # values are read in pairs of bytes
     stride_tb: int  # as in a `Geometry`
@@ -53,7 +53,7 @@ class Launch(NamedTuple):
 def plan(call: Call, bound: int | None = None, per_head: bool = False, steps: bool = False) -> Launch:
     """Tiles, splits, grid and run-time sizes of a launch. They hold for every call with the same key.
 
-    With ``batch_invariant`` few rows are launched like many, and `tiles.UNBOUNDED` bounds rows without a bound.
+    With ``batch_invariant`` few rows are launched like many, and rows without a bound count as `tiles.UNBOUNDED` keys.
 
     Args:
         call: valid. Packed rows come as they are: ``q [N, H, D]`` with ``k [N, L, D]``, or with ``k [sum L, D]`` and
@@ -77,7 +77,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, steps: bo
         gpu_name(device), capability, processors, call.k.dtype.itemsize, G, D, Dv, longest, spans, rows, per_head,
         pipelined, tiles.forced, largest_cluster(device, capability, processors), invariant,
     )  # fmt: skip
-    size = min(block_size or 1, max(S_kv, 1))  # keys of a block that the cache can hold
+    size = min(block_size or 1, max(S_kv, 1))  # keys of a block, at most those that exist
     if source == primitives.BLOCKS.value and block_size is not None and block_size % tile.BLOCK_L == 0:
         whole = min(block_size, max(-(-S_kv // tile.BLOCK_L), 1) * tile.BLOCK_L)
         if max(spans * whole, S_kv + whole) <= INT32_MAX:  # the kernel counts slots and keys in int32
@@ -131,8 +131,8 @@ def _variant(
     source, split, ptx = decided["SOURCE"], decided["SPLIT"], runs_ptx(device)
     constexprs: dict[str, object] = {**tile._asdict(), **decided, "INPUT_PRECISION": "ieee"}
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}
-    # HOLD_Q: queries are loaded before the loop. More than 16 heads would spill. Packed rows do without, because few
-    # packed rows gain 0.5% by this and many lose 0.5%.
+    # HOLD_Q: queries are loaded before the loop. More than 16 heads would spill. Not for packed rows: calls of few
+    # packed rows would be 0.5% faster, calls of many 0.5% slower.
     hold_q = ptx and dtype.itemsize == 2 and tile.BLOCK_G <= 16 and not tile.STREAM_Q
     constexprs.update(HOLD=ptx, HOLD_Q=hold_q and source != primitives.WHOLE.value)
     # EACH: every thread loads all ranges of its row and finds its own keys. Tiles that are not pipelined gain by this,

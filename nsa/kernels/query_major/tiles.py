@@ -14,7 +14,7 @@ from typing import NamedTuple
 from nsa import gpu
 
 AMD = 942
-"""Stands for every AMD GPU in place of a compute capability. None has less shared memory than a gfx942."""
+"""Stands for the compute capability of every AMD GPU. No AMD GPU has less shared memory than a gfx942."""
 
 SHARED_BYTES = {
     **{80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448},
@@ -100,7 +100,7 @@ FULL = 2
 def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int, even: bool) -> tuple[int, int, int]:
     """``(BLOCK_L, num_warps, num_stages)``, before `select` cuts them to the bound and to shared memory.
 
-    even: values of one byte may be read in pairs. Read one by one they take more registers.
+    even: values of one byte may be read in pairs. If they are read one by one, they take more registers.
 
     Measured on an H100 in bf16 at G = 8, D = 64 and 128 (docs/notebook/query-major.md). Many rows want small tiles of
     one or two warps, so that a multiprocessor holds many programs. Few rows want long tiles, so that each program keeps
@@ -127,8 +127,8 @@ def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int, ev
 def pairs(block_g: int, block_dv: int) -> bool:
     """Whether a kernel should read e4m3 values in pairs, where their strides allow it.
 
-    Tensor cores take values by keys. A matrix instruction whose operands are in registers would load them from shared
-    memory byte by byte. Tiles of 64 heads are for `wgmma`, which reads shared memory itself.
+    A matrix instruction with operands in registers needs the values of consecutive keys side by side, and would load
+    them from shared memory byte by byte. Tiles of 64 heads use `wgmma`, which reads shared memory itself.
     """
     return block_g < 64 and block_dv >= 32  # Triton 3.1 multiplies 16 columns or more
 
@@ -162,8 +162,8 @@ def select(
         itemsize: bytes of an element of K.
         bound: host bound on the keys that a program reads of a row (``S_kv`` without a better one).
         spans: from :func:`span_bucket`; 1 for rows that read one span from their start.
-        fill: how many programs there are: 0 for fewer than multiprocessors, 1 for fewer than four times as many, 2 for
-            more. Not used with a `choice`.
+        fill: how many programs there are: 0 for fewer than multiprocessors, 1 for fewer than 4 per multiprocessor, 2
+            for more. Not used with a `choice`.
         per_head: one head per program instead of the group.
         pipelined: loads may run ahead (``num_stages`` > 1).
         choice: used in place of the rules, and also cut to shared memory.
@@ -183,7 +183,7 @@ def select(
     stages = stages if pipelined and not one_tile else 1
     if capability == 90 and block_g >= 64 and itemsize <= 2 and min(block_d, 64) != min(block_dv, 64) and pipelined:
         stages = max(stages, 2)  # with one stage K and V, swizzled differently, share an address (`child.mixed`)
-    # The operands of `wgmma` are in shared memory: e4m3 tiles once more, converted.
+    # `wgmma` reads its operands from shared memory, so converted e4m3 tiles need 2 more bytes an element there.
     key_bytes = (block_d + block_dv) * (3 if itemsize == 1 and block_g >= 64 else itemsize)
     # Q and the weights lie in shared memory beside the tiles in flight.
     budget = shared_bytes(capability) - block_g * (block_d + block_l) * max(itemsize, 2) - 4096 - taken
@@ -191,7 +191,7 @@ def select(
         stages -= 1
     while block_l > 16 and max(stages - 1, 1) * block_l * key_bytes > budget:
         block_l //= 2
-    # Over an e4m3 cache queries may be converted, which should be done once.
+    # Over an e4m3 cache queries may have to be converted, which a program should do only once.
     stream_q = bound <= (1 if itemsize == 1 else STREAMED) * block_l and block_g <= 16
     upfront = stages == 1 and itemsize <= 2 and block_l * key_bytes <= UPFRONT_REGISTERS * 4 * 32 * num_warps
     return Tile(heads, block_g, block_d, block_dv, block_l, spans, stream_q, upfront, num_warps, stages)
@@ -302,8 +302,8 @@ def measured(
         return sum(abs(math.log2(a / b)) for a, b in ((p.L, bound), (p.rows, rows or p.rows), (p.G, G)))
 
     nearest = min(known, key=lambda p: (distance(p), p))
-    # Splits are right only for similar shapes. With fewer keys the parts would be short; with more rows there would be
-    # more programs than the chip holds.
+    # Splits fit only similar shapes. For fewer keys the parts would be too short, and for more rows there would be more
+    # programs than the chip holds.
     alike = abs(math.log2(nearest.L / bound)) <= 0.5 and abs(math.log2(nearest.rows / (rows or nearest.rows))) <= 0.5
     return points[nearest] if alike or points[nearest].splits == 1 else None
 
@@ -322,7 +322,7 @@ def fits_clusters(programs: int, splits: int, processors: int, largest: int) -> 
     """Whether the programs that share a row should be a cluster. ``programs``: of an unsplit launch.
 
     A cluster lies in one GPC, and not every GPC has a multiple of 4 multiprocessors. Clusters of 4 fill 120 of the 132
-    multiprocessors of an H100 at a time. The clusters that are left over wait.
+    multiprocessors of an H100 at a time, and all other clusters wait.
     """
     return 1 < splits <= largest and (splits == 2 or 4 * programs * splits <= 3 * processors)
 

@@ -7,22 +7,22 @@ from typing import NamedTuple
 
 from nsa.kernels.query_major.tiles import next_power_of_2, padded, shared_bytes
 
-MOST_TOKENS = 16  # of a tile, whose masks are 32 bits
+MOST_TOKENS = 16  # of a tile; a mask of its tokens must fit 32 bits
 MOST_ENTRIES = 1024  # listed blocks of a tile, which one program sorts
-MOST_BLOCKS = 1 << 26  # of a sequence, so that block and token of an entry fit 31 bits
+MOST_BLOCKS = 1 << 26  # of a sequence; the block and the token of an entry must fit 31 bits
 LIST_BYTES = 64 << 20
 """Limit of the lists of one pass. Longer calls take several passes."""
 
 
 class Worth(NamedTuple):
-    """A tile is served by its union if the union has at most ``gain / cost`` of a block for each listed block."""
+    """A tile is served by its union if the union has at most ``gain / cost`` blocks for each listed block."""
 
     cost: int
     gain: int
 
 
 ALWAYS = Worth(0, 0)  # a union of any size
-NEVER = Worth(1, 0)  # unless it is empty
+NEVER = Worth(1, 0)  # no union, unless it is empty
 
 WORTH = Worth(64, 3)
 WORTH_LONG = Worth(32, 1)  # blocks of more than 64 keys, which key-major reads faster
