@@ -9,7 +9,7 @@ in FSA, arXiv 2508.18224.
 import triton
 import triton.language as tl
 
-from nsa.kernels.shared.inverse_index import OVERFULL, first_block, sequence_keys, visible_keys
+from nsa.kernels.shared.inverse_index import OVERFULL, first_block, visible_keys
 from nsa.kernels.shared.primitives import (
     BATCH,
     CACHE,
@@ -18,6 +18,8 @@ from nsa.kernels.shared.primitives import (
     TILED,
     VARLEN,
     add_pairs,
+    causal_end,
+    clamp_span,
     filled_keys,
     find_sequence,
     finish,
@@ -28,6 +30,7 @@ from nsa.kernels.shared.primitives import (
     last_query,
     load_spans,
     scaled_values,
+    sequence_keys,
     softmax_step,
     tile_start,
 )
@@ -54,64 +57,15 @@ def query_offset(token, S, stride_b, stride_s, LAYOUT: tl.constexpr):
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _partial_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    part_ptr,
-    lse_ptr,
-    sel_ptr,
-    pos_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    table_ptr,
-    k_scale_ptr,
-    span_ptr,
-    unit_ptr,
-    work_ptr,
-    B,
-    S,
-    S_kv,
-    HKV,
-    heads,
-    head0,
-    n,
-    size,
-    slots,
-    first,
-    window,
-    index,
-    windows,
-    work,
-    slot_bits,
-    pages,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    scale,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    Dv: tl.constexpr,
-    SOURCE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    PAGE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    ONE_TILE: tl.constexpr,
-    WIDE: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    K_STEP: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, table_ptr, k_scale_ptr, span_ptr,
+    unit_ptr, work_ptr,
+    B, S, S_kv, HKV, heads, head0, n, size, slots, first, window, index, windows, work, slot_bits, pages,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, scale,
+    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, SOURCE: tl.constexpr, LAYOUT: tl.constexpr, PAGE: tl.constexpr,
+    CAUSAL: tl.constexpr, ONE_TILE: tl.constexpr, WIDE: tl.constexpr, STRIDE_UNIT: tl.constexpr, K_STEP: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Partial results of one window's units: normalised O ``[window, heads, slots, G, Dv]`` and base-2 LSE without Dv.
 
     A program takes one share (``inverse_index.py``), whose units are of one block, ``BLOCK_M / HEADS`` units at a time.
@@ -213,16 +167,12 @@ def _partial_kernel(
         low = tl.zeros([BLOCK_M], tl.int32)
         high = stop + low
         if CAUSAL:
-            if pos_ptr is None:
-                high = tl.minimum(high, lead + local + shift + 1)
-            else:
-                high = tl.minimum(high, tl.minimum(tl.load(pos_ptr + token), seqlen_k - 1).to(tl.int32) + 1)
+            high = causal_end(lead + local + shift, stop, token, pos_ptr)
         at_row = (local * heads + head) * slots + slot  # [BLOCK_M]; all elements of parts fit int32
         if SOURCE == RANGES:
             span = tl.load(span_ptr + index * window * heads * slots + at_row)
             pair = sel_ptr + ((token.to(tl.int64) * HKV + head_kv) * n + span) * 2
-            low = tl.minimum(tl.maximum(tl.load(pair), 0), seqlen_k).to(tl.int32)
-            high = tl.minimum(tl.minimum(tl.maximum(tl.load(pair + 1), 0), seqlen_k).to(tl.int32), high)
+            low, high = clamp_span(tl.load(pair), tl.load(pair + 1), high, size, SOURCE)
 
         if ONE_TILE:
             scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
@@ -282,69 +232,16 @@ def _partial_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _merge_kernel(
-    part_ptr,
-    part_lse_ptr,
-    block_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    o_ptr,
-    lse_ptr,
-    sel_ptr,
-    pos_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    table_ptr,
-    served_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    B,
-    S,
-    S_kv,
-    HKV,
-    heads,
-    head0,
-    n,
-    size,
-    slots,
-    first,
-    tokens,
-    passed,
-    pages,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    scale,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    Dv: tl.constexpr,
-    SOURCE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    PAGE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    K_STEP: tl.constexpr,
-    V_STEP: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    WALK: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    SPANS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
+    part_ptr, part_lse_ptr, block_ptr, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr,
+    table_ptr, served_ptr, k_scale_ptr, v_scale_ptr,
+    B, S, S_kv, HKV, heads, head0, n, size, slots, first, tokens, passed, pages,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_ob,
+    stride_os, stride_oh, scale,
+    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, SOURCE: tl.constexpr, LAYOUT: tl.constexpr, PAGE: tl.constexpr,
+    CAUSAL: tl.constexpr, STRIDE_UNIT: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, PAIRS: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, WALK: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, SPANS: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
     """Merge one window's partial results. A program takes ``HEADS`` heads of a row.
 
     ``passed``: tokens of the pass that are in earlier windows. WALK: a row's slots from ``slots`` on have no partial

@@ -22,6 +22,7 @@ from nsa.kernels.shared.primitives import (
     add_pairs,
     ask_each,
     ask_spans,
+    causal_end,
     clamp_span,
     expect_table,
     find_sequence,
@@ -37,6 +38,7 @@ from nsa.kernels.shared.primitives import (
     nothing_of,
     nothing_of_lanes,
     scaled_values,
+    sequence_keys,
     sequence_of_cache,
     slots_of,
     slots_of_each,
@@ -192,27 +194,18 @@ def _fwd_kernel(
         seq = token
         if LAYOUT == VARLEN:
             seq = find_sequence(cu_q_ptr, B, token, 128)
-        known = seq < B
         q_off = token.to(tl.int64) * stride_qs
         o_off = token.to(tl.int64) * stride_os
-        k_first = tl.load(cu_k_ptr + seq, mask=known, other=0).to(tl.int64)
-        k_last = tl.load(cu_k_ptr + seq + 1, mask=known, other=0).to(tl.int64)
-        k_first = tl.minimum(tl.maximum(k_first, 0), S_kv)
-        k_last = tl.minimum(tl.maximum(k_last, k_first), S_kv)
+        k_first, seqlen_k = sequence_keys(seq, B, S_kv, cu_k_ptr)
         k_off = k_first * stride_kn
         v_off = k_first * stride_vn
-        seqlen_k = (k_last - k_first).to(tl.int32)
         t = seqlen_k - 1
         if CAUSAL:
-            q_last = tl.load(cu_q_ptr + seq + 1, mask=known, other=0)
+            q_last = tl.load(cu_q_ptr + seq + 1, mask=seq < B, other=0)
             t = (seqlen_k - q_last + token).to(tl.int32)
     limit = seqlen_k
     if CAUSAL:
-        if pos_ptr is None:
-            limit = tl.maximum(tl.minimum(t, seqlen_k - 1), -1) + 1
-        else:
-            position = tl.load(pos_ptr + token)
-            limit = (tl.maximum(tl.minimum(position, seqlen_k - 1), -1) + 1).to(tl.int32)
+        limit = tl.maximum(causal_end(t, seqlen_k, token, pos_ptr), 0)
 
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -261,11 +254,11 @@ def _fwd_kernel(
             if LAYOUT == CACHE:  # clamp to the filled keys
                 visible = tl.minimum(tl.maximum(filled + here, 0), S_kv).to(tl.int32)
                 if CAUSAL:
-                    visible = tl.maximum(visible - S + s + 1, 0)
+                    visible = tl.maximum(causal_end(visible - S + s, visible, token, None), 0)
             elif LAYOUT == RAGGED:
                 visible = tl.minimum(tl.maximum(filled + here, 0), S_kv).to(tl.int32)
                 if CAUSAL:  # cu_seqlens may be wrong, so `behind` may be any number
-                    visible = tl.minimum(tl.maximum(visible - behind + 1, 0), visible)
+                    visible = tl.maximum(causal_end(visible - behind, visible, token, None), 0)
             if SINGLE and SOURCE == TILED:
                 start, visible = clamp_span(begin_of + here, end_of + here, visible, block_size, SOURCE)
                 total = BLOCK_L

@@ -13,20 +13,11 @@ from nsa.kernels.shared.primitives import gdc_wait, merge_parts
 
 @triton.jit(do_not_specialize=["S", "HQ", "heads", "stride_ob", "stride_os", "stride_oh"])
 def _combine_kernel(
-    part_ptr,
-    o_ptr,
-    lse_ptr,
-    S,
-    HQ,
-    heads,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    Dv: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    part_ptr, o_ptr, lse_ptr,
+    S, HQ, heads,
+    stride_ob, stride_os, stride_oh,
+    Dv: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Each program merges the parts of one (token, head)."""
     row = tl.program_id(0) + tl.arange(0, 1)  # token * HQ + head
     token = row // HQ

@@ -18,9 +18,11 @@ from nsa.kernels.shared.primitives import (
     RAGGED,
     RANGES,
     VARLEN,
+    causal_end,
     filled_keys,
     find_sequence,
     load_span,
+    sequence_keys,
     sequence_of_cache,
 )
 
@@ -67,23 +69,8 @@ def causal_limit(token, shift, seqlen_k, pos_ptr, CAUSAL: tl.constexpr):
     """How many of its sequence's ``seqlen_k`` keys a token, or each of several, may read."""
     limit = seqlen_k
     if CAUSAL:
-        if pos_ptr is None:
-            position = token + shift
-        else:
-            position = tl.load(pos_ptr + token)
-        limit = (tl.maximum(tl.minimum(position, seqlen_k - 1), -1) + 1).to(tl.int32)
+        limit = tl.maximum(causal_end(token + shift, seqlen_k, token, pos_ptr), 0)
     return limit
-
-
-@triton.jit
-def sequence_keys(seq, B, S_kv, cu_k_ptr):
-    """``(first key, number of keys)`` of a sequence of a packed batch. A sequence from ``B`` on has no keys."""
-    known = seq < B
-    k_first = tl.load(cu_k_ptr + seq, mask=known, other=0).to(tl.int64)
-    k_last = tl.load(cu_k_ptr + seq + 1, mask=known, other=0).to(tl.int64)
-    k_first = tl.minimum(tl.maximum(k_first, 0), S_kv)
-    k_last = tl.minimum(tl.maximum(k_last, k_first), S_kv)
-    return k_first, (k_last - k_first).to(tl.int32)
 
 
 @triton.jit
@@ -100,33 +87,10 @@ def first_block(seq, k_first, per_sequence, size, LAYOUT: tl.constexpr):
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _count_kernel(
-    sel_ptr,
-    pos_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    served_ptr,
-    block_ptr,
-    span_ptr,
-    rank_ptr,
-    count_ptr,
-    B,
-    S,
-    S_kv,
-    HKV,
-    heads,
-    head0,
-    n,
-    size,
-    slots,
-    blocks,
-    first,
-    window,
-    SOURCE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SPANS: tl.constexpr,
-):
+    sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, served_ptr, block_ptr, span_ptr, rank_ptr, count_ptr,
+    B, S, S_kv, HKV, heads, head0, n, size, slots, blocks, first, window,
+    SOURCE: tl.constexpr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
     """Write the block of every unit, and its rank among the units of the same window, head and block.
 
     A program takes one token, from ``first`` on; windows have ``window`` tokens. Rows of blocks that ``served_ptr``
@@ -164,21 +128,11 @@ def _count_kernel(
 
 @triton.jit
 def _count_spans(
-    row,
-    counts,
-    block_ptr,
-    span_ptr,
-    rank_ptr,
-    at,
-    base,
-    n,
-    limit,
-    size,
-    slots,
-    CHUNK: tl.constexpr,
-    SPANS: tl.constexpr,
-    ORDERED: tl.constexpr,
-):
+    row, counts,
+    block_ptr, span_ptr, rank_ptr,
+    at, base, n, limit, size, slots,
+    CHUNK: tl.constexpr, SPANS: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
     """Write the units of one row's spans, from element ``at`` on. ``counts``: of the head's blocks from ``base`` on."""
     needed = tl.zeros([], tl.int64)
     for begin in range(0, n, SPANS):
@@ -226,33 +180,10 @@ def _rank_in_order(counts, block, listed, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _order_kernel(
-    sel_ptr,
-    pos_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    block_ptr,
-    span_ptr,
-    rank_ptr,
-    count_ptr,
-    B,
-    S,
-    S_kv,
-    HKV,
-    heads,
-    head0,
-    n,
-    size,
-    slots,
-    blocks,
-    first,
-    tokens,
-    strip,
-    SOURCE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SPANS: tl.constexpr,
-):
+    sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, block_ptr, span_ptr, rank_ptr, count_ptr,
+    B, S, S_kv, HKV, heads, head0, n, size, slots, blocks, first, tokens, strip,
+    SOURCE: tl.constexpr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
     """As :func:`_count_kernel`, but ranks follow the order of tokens and slots, within a strip of ``strip`` tokens.
 
     A program takes one strip and head. count ``[strips, heads, blocks]``, zero before the launch.
@@ -302,15 +233,10 @@ def _strip_kernel(count_ptr, total_ptr, heads, blocks, strips, CHUNK: tl.constex
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _scan_kernel(
-    count_ptr,
-    start_ptr,
-    work_ptr,
-    part_ptr,
-    blocks,
-    work,
-    SHARE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    count_ptr, start_ptr, work_ptr, part_ptr,
+    blocks, work,
+    SHARE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Write where each block's units begin, and cut them into shares of at most ``SHARE`` units of one block.
 
     A program takes one window and head. count, start ``[windows, heads, blocks]``. work ``[3, windows, heads, work]``:
@@ -348,20 +274,10 @@ def _scan_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _scatter_kernel(
-    block_ptr,
-    rank_ptr,
-    start_ptr,
-    strip_ptr,
-    unit_ptr,
-    heads,
-    slots,
-    blocks,
-    tokens,
-    window,
-    strip,
-    slot_bits,
+    block_ptr, rank_ptr, start_ptr, strip_ptr, unit_ptr,
+    heads, slots, blocks, tokens, window, strip, slot_bits,
     CHUNK: tl.constexpr,
-):
+):  # fmt: skip
     """Write the list of units, ``unit [windows, heads, window * slots]``: token within its window, and slot.
 
     A program takes ``CHUNK`` slots.

@@ -77,6 +77,18 @@ def clamp_span(begin, stop, limit, block_size, SOURCE: tl.constexpr):
 
 
 @triton.jit
+def causal_end(position, end, token, pos_ptr, origin=0):
+    """The causal rule: the end of the keys before ``end`` that a query may read, those up to its own position.
+
+    ``pos_ptr`` holds positions of tokens, of any value, which replace ``position``; or it is None. Keys and
+    ``position`` count from ``origin``. The end may be negative for a query without keys.
+    """
+    if pos_ptr is not None:
+        position = tl.maximum(tl.minimum(tl.load(pos_ptr + token), origin + end - 1), -1).to(tl.int32) - origin
+    return tl.minimum(position + 1, end)
+
+
+@triton.jit
 def load_span(sel_ptr, j, n, limit, block_size, SOURCE: tl.constexpr):
     """Load spans ``j`` of one row, clamped to ``[0, limit]``: ``(start, end)`` int32, empty from ``n`` on."""
     begin, stop = ask_spans(sel_ptr, j, n, SOURCE)
@@ -379,6 +391,17 @@ def expect_table(table_row, width):
 def filled_keys(seq, S_kv, cache_seqlens_ptr):
     """Filled keys of a sequence in a cache that has room for ``S_kv``."""
     return tl.minimum(tl.maximum(tl.load(cache_seqlens_ptr + seq), 0), S_kv).to(tl.int32)
+
+
+@triton.jit
+def sequence_keys(seq, B, S_kv, cu_k_ptr):
+    """``(first key, number of keys)`` of a sequence of a packed batch. A sequence from ``B`` on has no keys."""
+    known = seq < B
+    k_first = tl.load(cu_k_ptr + seq, mask=known, other=0).to(tl.int64)
+    k_last = tl.load(cu_k_ptr + seq + 1, mask=known, other=0).to(tl.int64)
+    k_first = tl.minimum(tl.maximum(k_first, 0), S_kv)
+    k_last = tl.minimum(tl.maximum(k_last, k_first), S_kv)
+    return k_first, (k_last - k_first).to(tl.int32)
 
 
 @triton.jit
