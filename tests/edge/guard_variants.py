@@ -52,7 +52,8 @@ def main() -> None:
             combine._variant.cache_clear()
             key_major._variants.cache_clear()
             union._variants.cache_clear()
-            backward._variants.cache_clear()
+            for variants in backward.VARIANTS:
+                variants.cache_clear()
             try:
                 TRIALS[what["kernel"]](Trial(what, torch.device("meta"), stop))
             except Launched:

@@ -47,7 +47,8 @@ def fresh():
     query_major._variant.cache_clear()
     combine._variant.cache_clear()
     key_major._variants.cache_clear()
-    backward._variants.cache_clear()
+    for variants in backward.VARIANTS:
+        variants.cache_clear()
 
 
 @pytest.fixture
