@@ -34,6 +34,7 @@ COUNTED = 32  # slots that a program of the order kernel takes at a time
 ELEMENTS = 1024  # elements that a program of the scan or scatter kernel takes at a time
 STRIPPED = 32  # blocks of a program of the strip kernel
 STATS_ROWS = 4
+GATHERED = 4
 SUM_ROWS = 16  # keys of a program that adds partial sums
 PIPELINES = TRITON >= (3, 3)  # Triton 3.1 cannot pipeline loads whose addresses are loaded
 STRIDES = " ".join(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split())
@@ -161,7 +162,7 @@ def _pass(
     dkdv |= {"HEADS": tile.HEADS, "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
     total = {**wide, "D": shared["D"], "Dv": shared["Dv"], "LAYOUT": shared["LAYOUT"]}
     total |= {"SHARE": tile.share, "AT_ONCE": 4, "BLOCK_N": min(SUM_ROWS, tile.BLOCK_N)}
-    gather = {"G": shared["G"], "D": shared["D"], "HEADS": min(tile.dq_heads, 4), "BLOCK_D": tile.BLOCK_D, "AT_ONCE": 4}
+    gather = {"G": shared["G"], "D": shared["D"], "HEADS": min(tile.dq_heads, GATHERED), "BLOCK_D": tile.BLOCK_D, "AT_ONCE": 4}
     one, four = {"num_warps": 1}, {"num_warps": 4}
     return {
         "order": Variant(inverse_index._order_kernel, order, one),
@@ -170,10 +171,10 @@ def _pass(
         "scatter": Variant(inverse_index._scatter_kernel, {"CHUNK": ELEMENTS}, four),
         "dkdv": Variant(backward_kernels._dkdv_kernel, dkdv, {"num_warps": tile.warps, "num_stages": tile.stages}),
         "sum": Variant(backward_kernels._sum_kernel, total, four),
-        "gather": Variant(backward_kernels._gather_kernel, gather, one),
+        "gather": Variant(backward_kernels._gather_kernel, gather, {"num_warps": max(1, gather["HEADS"] // 4)}),
         # Launches that leave out rows are variants of their own.
         "order_some": Variant(inverse_index._order_kernel, order, one),
-        "gather_some": Variant(backward_kernels._gather_kernel, gather, one),
+        "gather_some": Variant(backward_kernels._gather_kernel, gather, {"num_warps": max(1, gather["HEADS"] // 4)}),
     }
 
 

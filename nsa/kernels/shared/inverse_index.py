@@ -211,9 +211,10 @@ def _order_kernel(
                 block = tl.load(row + i, mask=i < slots, other=-1)
                 listed = (block >= 0) & (tl.minimum(block, 2147483647).to(tl.int64) * size < limit)
                 block = tl.where(listed, block, 0).to(tl.int32)
-                rank = _rank_in_order(counts + base, block, listed, CHUNK)
                 tl.store(block_ptr + at + i, tl.where(listed, base + block, UNUSED), mask=i < slots)
-                tl.store(rank_ptr + at + i, rank, mask=listed)
+                if limit > 0:
+                    rank = _rank_in_order(counts + base, block, listed, CHUNK)
+                    tl.store(rank_ptr + at + i, rank, mask=listed)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
