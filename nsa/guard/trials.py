@@ -299,10 +299,11 @@ def _backward(t: Trial) -> str | None:
     else:
         t.prepare(size, walk=t.kernel == "_dq_kernel", share=t.c["SHARE"] if crowded else 0)
     index_bytes = 2 << 30 if crowded else backward_tiles.INDEX_BYTES
-    where = {"UNIONS_FROM": 0 if unions else 2**31, "LEAST_UNION_G": 1, "WORTH": ALWAYS}
+    rows = 0 if unions else 2**62
     with (
         t.told(backward, backward_tiles, keep_dq=keep_dq),
-        patch.multiple(backward_tiles, STRIP=1, INDEX_BYTES=index_bytes, **where),
+        patch.multiple(backward_tiles, STRIP=1, INDEX_BYTES=index_bytes),
+        patch.multiple(backward_tiles, UNIONS_FROM=rows, LEAST_UNION_G=1, WORTH=ALWAYS),
     ):
         return t.backward(backward)
 
@@ -315,6 +316,6 @@ def _either(t: Trial) -> str | None:
 TRIALS = {"_fwd_kernel": _forward, "_combine_kernel": _combine}
 TRIALS |= {f"_{name}_kernel": _key_major for name in ("count", "partial", "merge")}
 TRIALS |= {f"_{name}_kernel": _union for name in ("list", "union")}
-TRIALS |= {f"_{name}_kernel": _backward for name in ("order", "strip", "delta", "dq", "dkdv", "sum", "gather", "union_dq")}
+TRIALS |= {f"_{name}_kernel": _backward for name in "order strip delta dq union_dq dkdv sum gather".split()}
 TRIALS |= {f"_{name}_kernel": _either for name in ("scan", "scatter")}
 """Trials by kernel name. A trial returns how the variant's results are wrong, or None if they are right."""

@@ -344,13 +344,15 @@ def test_too_much_to_count_is_refused(device):
 
 @pytest.mark.parametrize("T", [8192, 65_536, 131_072, 1 << 20])
 @pytest.mark.parametrize(("HQ", "HKV"), [(64, 4), (32, 4), (32, 8), (16, 16)])
-def test_workspace_is_bounded(T, HQ, HKV):
+@pytest.mark.parametrize("parts", [True, False])
+def test_workspace_is_bounded(T, HQ, HKV, parts):
     """1.75 GiB beside the results and the fp32 sums of dK and dV, at any length."""
-    tile = backward_tiles.select(90, 2, HQ // HKV, 128, 128, 64, False)
+    tile = backward_tiles.select(90, 2, HQ // HKV, 128, 128, 64, False, parts=parts)
     blocks = -(-T // 64)
     w = backward_tiles.windows(T, HKV, HQ // HKV, 128, 128, 2, 16, blocks, 64, tile.share, tile.keep_dq, False)
     assert 0 < w.window <= T
-    assert w.window * 16 * w.heads * HQ // HKV * 128 < 2**31, "offsets of parts of dQ are int32"
+    if parts:
+        assert w.window * 16 * w.heads * HQ // HKV * 128 < 2**31, "offsets of parts of dQ are int32"
     assert backward_tiles.workspace_bytes(w, HQ // HKV, 128, 128, 2, 64, tile.keep_dq) <= 7 << 28
     assert 2**w.slot_bits * w.window <= 2**31
 

@@ -1,8 +1,12 @@
-"""Backward: lists which rows selected each block and sums dK and dV block by block; dQ is taken by block or by row.
+"""Backward: lists which rows selected each block and sums dK and dV block by block.
+
+dQ is taken in one of three ways: as parts, which the kernel of dK and dV leaves for each block of a row; row by row; or
+tile by tile from the union of the blocks of neighbouring tokens. Unions and parts may serve one call. Then blocks are
+listed twice, for rows of either kind, because rows with unions need no parts, and a launch that writes none is faster.
 
 The host does not wait for the device: grids follow from shapes. There are no float atomics, and every sum has a fixed
 order, so gradients are equal bit by bit from run to run. Tokens are processed in windows, which bounds the workspace.
-The kernels are in ``shared/inverse_index.py`` and ``kernel.py``.
+The kernels are in ``shared/inverse_index.py``, ``kernel.py`` and ``union_dq.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ COUNTED = 32  # slots that a program of the order kernel takes at a time
 ELEMENTS = 1024  # elements that a program of the scan or scatter kernel takes at a time
 STRIPPED = 32  # blocks of a program of the strip kernel
 STATS_ROWS = 4
-GATHERED = 4
+GATHERED = 16  # query heads of a program that adds parts of dQ; fewer programs find sooner that a row has no parts
 SUM_ROWS = 16  # keys of a program that adds partial sums
 PIPELINES = TRITON >= (3, 3)  # Triton 3.1 cannot pipeline loads whose addresses are loaded
 STRIDES = " ".join(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split())
@@ -127,9 +131,9 @@ def plan(call: Call, bound: int | None = None) -> Launch:
 def _unions(
     call: Call, g: Geometry, size: int, capability: int, sizes: dict[str, int], shared: dict[str, Any]
 ) -> Unions | None:
-    """How unions are read; None if the call is too short, must be `batch_invariant`, or no tile holds two tokens."""
-    least = backward_tiles.LEAST_UNION_G
-    if call.settings.batch_invariant or g.tokens < backward_tiles.UNIONS_FROM or g.G < least or not PIPELINES:
+    """How unions are read; None if the call is too small, must be `batch_invariant`, or no tile holds two tokens."""
+    small = sizes["rows"] < backward_tiles.UNIONS_FROM or g.G < backward_tiles.LEAST_UNION_G
+    if small or call.settings.batch_invariant or not PIPELINES:
         return None
     tile = backward_tiles.union(capability, call.q.dtype.itemsize, g.G, g.D, g.Dv, g.n, size)
     if tile is None or not union_tiles.fits(g.S_kv, size):
@@ -151,7 +155,7 @@ def _pass(
     source: int,
     **shared: Any,
 ) -> dict[str, Variant]:
-    """The kernels of a pass for a tile and the compile-time arguments ``shared``. Plans that differ in sizes share them.
+    """The kernels of a pass for a tile and the compile-time arguments ``shared``. Sizes make no other kernels.
 
     Kernels for other dtypes of the inputs, or of the index tensors (``kinds``), are other entries of the cache.
     """
@@ -162,8 +166,9 @@ def _pass(
     dkdv |= {"HEADS": tile.HEADS, "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
     total = {**wide, "D": shared["D"], "Dv": shared["Dv"], "LAYOUT": shared["LAYOUT"]}
     total |= {"SHARE": tile.share, "AT_ONCE": 4, "BLOCK_N": min(SUM_ROWS, tile.BLOCK_N)}
-    gather = {"G": shared["G"], "D": shared["D"], "HEADS": min(tile.dq_heads, GATHERED), "BLOCK_D": tile.BLOCK_D, "AT_ONCE": 4}
-    one, four = {"num_warps": 1}, {"num_warps": 4}
+    gather = {"G": shared["G"], "D": shared["D"], "BLOCK_D": tile.BLOCK_D}
+    gather |= {"HEADS": min(tile.dq_heads, GATHERED), "AT_ONCE": 4}
+    one, four, some = {"num_warps": 1}, {"num_warps": 4}, {"num_warps": max(1, gather["HEADS"] // 4)}
     return {
         "order": Variant(inverse_index._order_kernel, order, one),
         "strip": Variant(inverse_index._strip_kernel, {"CHUNK": STRIPPED, "AT_ONCE": 32}, four),
@@ -171,10 +176,10 @@ def _pass(
         "scatter": Variant(inverse_index._scatter_kernel, {"CHUNK": ELEMENTS}, four),
         "dkdv": Variant(backward_kernels._dkdv_kernel, dkdv, {"num_warps": tile.warps, "num_stages": tile.stages}),
         "sum": Variant(backward_kernels._sum_kernel, total, four),
-        "gather": Variant(backward_kernels._gather_kernel, gather, {"num_warps": max(1, gather["HEADS"] // 4)}),
+        "gather": Variant(backward_kernels._gather_kernel, gather, some),
         # Launches that leave out rows are variants of their own.
         "order_some": Variant(inverse_index._order_kernel, order, one),
-        "gather_some": Variant(backward_kernels._gather_kernel, gather, {"num_warps": max(1, gather["HEADS"] // 4)}),
+        "gather_some": Variant(backward_kernels._gather_kernel, gather, some),
     }
 
 

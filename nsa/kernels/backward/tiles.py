@@ -35,11 +35,11 @@ MOST_PARTS_G = 16
 """Largest group whose dQ is taken from key blocks, as dK and dV are. Larger groups would have many parts of dQ, and
 reading keys again for every query costs less."""
 
-UNIONS_FROM = 8192
-"""Fewest tokens of a call whose tiles of neighbouring tokens may take dQ from the union of their blocks."""
+UNIONS_FROM = 1 << 17
+"""Fewest query rows (tokens * query heads) of a call with unions. Fewer are as fast with parts of dQ alone."""
 
-LEAST_UNION_G = 4
-"""Smallest group with unions. The parts of dQ of smaller groups take little time."""
+LEAST_UNION_G = 8
+"""Smallest group with unions. A tile of a smaller group has so many tokens that its union is seldom worth reading."""
 
 WORTH = union_tiles.Worth(64, 3)
 """Which unions are read, for each query head of a token, as :data:`union_tiles.WORTH`."""
@@ -63,9 +63,10 @@ forced: Choice | None = None
 
 # Swept on an H100 with G of 1 to 64. The choices that lost are in docs/notebook/backward.md.
 HOPPER_FEW = Choice(32, 4, 2, 64, True, 32, 1, 2)  # G below 4
-HOPPER_SMALL = Choice(32, 4, 2, 128, True, 32, 1, 2)
-HOPPER_LARGE = Choice(32, 4, 2, 128, False, 64, 4, 2)
-HOPPER_ALONE = Choice(32, 4, 3, 512, False, 32, 1, 2)  # G of 4 to 16, where no parts of dQ are written
+HOPPER_SMALL = Choice(32, 4, 2, 128, True, 32, 1, 2)  # G up to 8
+HOPPER_16 = Choice(32, 4, 3, 128, True, 32, 1, 2)  # G up to 16
+HOPPER_LARGE = Choice(32, 4, 3, 128, False, 64, 4, 2)
+HOPPER_ALONE = Choice(32, 4, 3, 256, False, 32, 1, 2)  # G of 4 to 16, where no parts of dQ are written
 # Not measured, but chosen by the registers and shared memory that the compile matrix shows.
 SMALL = Choice(64, 8, 2, 32, True, 32, 1, 2)
 LARGE = Choice(64, 8, 2, 32, False, 32, 4, 2)
@@ -130,10 +131,10 @@ def select(
     stages = chosen.stages if pipelines else 1
     # Without a pipeline dO and dS lie at one address, which ptxas may lose for sm_90 (docs/notebook/compile-matrix.md).
     lost = capability == 90 and itemsize == 2 and stages == 1
+    keep_dq = parts and chosen.keep_dq and not spans and size <= block_n and not lost
     return Tile(
-        in_tile, block_d, block_dv, rows, block_n, chosen.warps, stages, chosen.share * (rows // in_tile),
-        parts and chosen.keep_dq and not spans and size <= block_n and not lost, dq_heads, max(16, dq_heads), chosen.BLOCK_L,
-        chosen.dq_warps if dq_heads <= 16 else 4, chosen.dq_stages,
+        in_tile, block_d, block_dv, rows, block_n, chosen.warps, stages, chosen.share * (rows // in_tile), keep_dq,
+        dq_heads, max(16, dq_heads), chosen.BLOCK_L, chosen.dq_warps if dq_heads <= 16 else 4, chosen.dq_stages,
     )  # fmt: skip
 
 
@@ -143,7 +144,9 @@ def _rule(capability: int, itemsize: int, G: int, narrow: bool, parts: bool) -> 
     if capability == 90:
         if not parts and 4 <= G <= MOST_PARTS_G:
             return HOPPER_ALONE
-        return HOPPER_FEW if G < 4 else HOPPER_SMALL if G <= MOST_PARTS_G else HOPPER_LARGE
+        if G <= 8:
+            return HOPPER_FEW if G < 4 else HOPPER_SMALL
+        return HOPPER_16 if G <= MOST_PARTS_G else HOPPER_LARGE
     return SMALL if G <= MOST_PARTS_G else LARGE
 
 
