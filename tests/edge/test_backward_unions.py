@@ -192,7 +192,7 @@ def test_no_unions(prompt, device, served, monkeypatch):
     assert plan(torch.float32).unions is None
     with settings.configure(batch_invariant=True):
         assert plan().unions is None
-    monkeypatch.setattr(backward_tiles, "UNIONS_FROM", 8 * G + 1)
+    monkeypatch.setattr(backward_tiles, "UNIONS_FROM", 8 * G * G + 1)
     assert plan().unions is None
 
 

@@ -132,7 +132,7 @@ def _unions(
     call: Call, g: Geometry, size: int, capability: int, sizes: dict[str, int], shared: dict[str, Any]
 ) -> Unions | None:
     """How unions are read; None if the call is too small, must be `batch_invariant`, or no tile holds two tokens."""
-    small = sizes["rows"] < backward_tiles.UNIONS_FROM or g.G < backward_tiles.LEAST_UNION_G
+    small = sizes["rows"] * g.G < backward_tiles.UNIONS_FROM or g.G < backward_tiles.LEAST_UNION_G
     if small or call.settings.batch_invariant or not PIPELINES:
         return None
     tile = backward_tiles.union(capability, call.q.dtype.itemsize, g.G, g.D, g.Dv, g.n, size)

@@ -35,8 +35,9 @@ MOST_PARTS_G = 16
 """Largest group whose dQ is taken from key blocks, as dK and dV are. Larger groups would have many parts of dQ, and
 reading keys again for every query costs less."""
 
-UNIONS_FROM = 1 << 17
-"""Fewest query rows (tokens * query heads) of a call with unions. Fewer are as fast with parts of dQ alone."""
+UNIONS_FROM = 1 << 21
+"""Fewest query rows (tokens * query heads), multiplied by G, of a call with unions: 2,048 tokens of 64/4, 8,192 of 32/4.
+Listing blocks twice costs more than unions gain in smaller calls."""
 
 LEAST_UNION_G = 8
 """Smallest group with unions. A tile of a smaller group has so many tokens that its union is seldom worth reading."""
