@@ -201,9 +201,9 @@ def selection_attention_with_kvcache(
             the tokens ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of ``q``, in order. The values are not checked,
             because that would sync. The first sequence always begins at token 0. A sequence may have no queries. Tokens
             after the last sequence select nothing, so a captured graph may have more tokens than a batch uses.
-        max_seqlen_q: upper bound, known to the host, of the queries of a sequence. It decides only which kernels run;
-            without it, a call is planned as if each sequence had ``T / B`` queries. A wrong bound makes no result wrong.
-            Beside key-major and union, query-major serves the sequences of at most 8 queries.
+        max_seqlen_q: upper bound, known to the host, of the queries of a sequence. It decides only which kernels run.
+            Without it, a call is planned as if each sequence had ``T / B`` queries. A wrong bound changes no result
+            beyond rounding. Beside key-major and union, query-major serves the sequences of at most 8 queries.
         k_scale, v_scale: fp32 on ``q``'s device, ``[]`` or ``[1]`` (one number for all heads) or ``[HKV]``; only with
             a ``float8_e4m3fn`` cache. A key is its entry of the cache times ``k_scale``, a value its entry times
             ``v_scale``. None means 1.

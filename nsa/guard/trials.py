@@ -202,6 +202,18 @@ class Trial(Likeness):
         self.layout(HKV, S_kv, B, S)
         self.select(max(self.c.get("SPANS", 1), n), None if spans else size, share > 0)
 
+    def unite(self, tokens: int, slots: int, size: int, S: int) -> None:
+        """Make the tensors of a call of two sequences, of ``S`` queries or a ragged batch, whose tiles may have unions.
+
+        One tile has tokens of both sequences and no union. No row lists a block twice; the last row selects nothing.
+        """
+        self.layout(2, 3 * size + 5 + tokens, S=S)
+        self.select(slots, size)
+        assert self.selection is not None
+        order = self.selection.sort(-1).values
+        order[..., 1:].masked_fill_(order[..., 1:] == order[..., :-1], -1)
+        self.selection = self.place("sel_ptr", order)
+
 
 def _forward(t: Trial) -> str | None:
     """Try query-major on a few rows: with many spans, without any, and with spans that end after the last key. A kernel
@@ -281,13 +293,8 @@ def _union(t: Trial) -> str | None:
         size = max(3, size // 2 - 1)
     elif not c.get("ONE_TILE", True):
         size *= 2
-    t.layout(2, 3 * size + 5 + tokens, S=2 * tokens + STEPS if t.ragged else tokens + 1)
     t.longest = 1 if t.ragged and not c.get("STEPS", True) else None
-    t.select(c["SLOTS"], size)
-    assert t.selection is not None
-    order = t.selection.sort(-1).values  # blocks that a row lists twice would keep its tile from being served
-    order[..., 1:].masked_fill_(order[..., 1:] == order[..., :-1], -1)
-    t.selection = t.place("sel_ptr", order)
+    t.unite(tokens, c["SLOTS"], size, 2 * tokens + STEPS if t.ragged else tokens + 1)
     with (
         t.told(union, union_tiles, HEADS=c.get("HEADS", max(2, 16 // tokens))),
         patch.multiple(union_tiles, WORTH=union_tiles.ALWAYS, WORTH_LONG=union_tiles.ALWAYS),
@@ -296,19 +303,30 @@ def _union(t: Trial) -> str | None:
 
 
 def _backward(t: Trial) -> str | None:
-    """Try a backward kernel in a whole backward pass. The pass's other kernels may be any variants."""
+    """Try a backward kernel in a whole backward pass. The pass's other kernels may be any variants.
+
+    There are unions only where the kernel needs them, so that a pass has one launch of every other kernel.
+    """
     from nsa.kernels.backward import plan as backward
     from nsa.kernels.backward import tiles as backward_tiles
+    from nsa.kernels.union.tiles import ALWAYS
 
-    keep_dq = t.kernel == "_gather_kernel" or t.given.get("dq_part_ptr") is not None
+    unions = t.given.get("served_ptr") is not None
+    keep_dq = unions or t.kernel == "_gather_kernel" or t.given.get("dq_part_ptr") is not None
     crowded, size = t.kernel in ("_dkdv_kernel", "_sum_kernel"), 16
     if t.kernel == "_dkdv_kernel":
         size = t.c["BLOCK_N"] * (1 if keep_dq else 2)
-    t.prepare(size, walk=t.kernel == "_dq_kernel", share=t.c["SHARE"] if crowded else 0)
+    if unions:
+        tokens = t.c.get("TOKENS", 16)
+        t.unite(tokens, t.c.get("SLOTS", 4), t.c.get("BLOCK_N", size), tokens + 1)
+    else:
+        t.prepare(size, walk=t.kernel == "_dq_kernel", share=t.c["SHARE"] if crowded else 0)
     index_bytes = 2 << 30 if crowded else backward_tiles.INDEX_BYTES
+    rows = 0 if unions else 2**62
     with (
         t.told(backward, backward_tiles, keep_dq=keep_dq),
         patch.multiple(backward_tiles, STRIP=1, INDEX_BYTES=index_bytes),
+        patch.multiple(backward_tiles, UNIONS_FROM=rows, LEAST_UNION_G=1, WORTH=ALWAYS),
     ):
         return t.backward(backward)
 
@@ -321,6 +339,6 @@ def _either(t: Trial) -> str | None:
 TRIALS = {"_fwd_kernel": _forward, "_combine_kernel": _combine}
 TRIALS |= {f"_{name}_kernel": _key_major for name in ("count", "partial", "merge")}
 TRIALS |= {f"_{name}_kernel": _union for name in ("list", "union")}
-TRIALS |= {f"_{name}_kernel": _backward for name in ("order", "strip", "delta", "dq", "dkdv", "sum", "gather")}
+TRIALS |= {f"_{name}_kernel": _backward for name in "order strip delta dq union_dq dkdv sum gather".split()}
 TRIALS |= {f"_{name}_kernel": _either for name in ("scan", "scatter")}
 """Trials by kernel name. A trial returns how the variant's results are wrong, or None if they are right."""

@@ -16,6 +16,7 @@ from nsa.call import Call
 from nsa.guard import child
 from nsa.guard.trials import TRIALS, Trial
 from nsa.kernels.backward import plan as backward
+from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.key_major import plan as key_major
 from nsa.kernels.query_major import plan as query_major
 from nsa.kernels.query_major import tiles
@@ -49,7 +50,8 @@ def fresh():
     query_major._variant.cache_clear()
     combine._variant.cache_clear()
     key_major._variants.cache_clear()
-    backward._variants.cache_clear()
+    for variants in backward.VARIANTS:
+        variants.cache_clear()
 
 
 @pytest.fixture
@@ -414,3 +416,36 @@ def test_nothing_but_zeros_is_compared_too():
     assert beyond_rounding(nothing.half(), nothing, torch.float16) is None
     assert beyond_rounding(nothing.half() + 0.01, nothing, torch.float16).startswith("max error 0.01")
     assert beyond_rounding(nothing - torch.inf, nothing - torch.inf, torch.float32) is None
+
+
+@pytest.fixture
+def backward_unions(draw, same, device, launches_of, monkeypatch):
+    """What a parent would ask a child about a backward pass with unions."""
+    monkeypatch.setattr(backward_tiles, "UNIONS_FROM", 0)
+    q, k, v = (x.half() for x in draw(S=9, G=9))
+    call = Call(q, k, v, block_indices=same([1, -1, 0], 1, 9, 2), block_size=16, causal=True)
+    lse = torch.ones(q.shape[:-1], device=device)
+    return launches_of(lambda: backward.backward(backward.plan(call), call, q, None, q, lse, "backward"))
+
+
+def test_right_kernels_of_backward_unions_are_right(backward_unions, attempt):
+    """Rows with unions and rows without are listed by one order kernel, and have a kernel of dK and dV each."""
+    kernels = "delta list union_dq order strip scan scatter dkdv sum order strip scan scatter dkdv sum gather"
+    assert [what["kernel"] for what in backward_unions] == [f"_{name}_kernel" for name in kernels.split()]
+    special = ("_list_kernel", "_union_dq_kernel", "_order_kernel", "_dkdv_kernel", "_gather_kernel")
+    tried = [what for what in backward_unions if what["kernel"] in special]
+    assert [attempt(what) for what in tried] == [None] * len(tried)
+
+
+def test_wrong_kernels_of_backward_unions_are_wrong(backward_unions, attempt, monkeypatch):
+    real = Variant.launch
+
+    def launch(self, grid, device, tensors, *rest):
+        real(self, grid, device, tensors, *rest)
+        if self.kernel.fn.__name__ == "_union_dq_kernel":
+            tensors[self.kernel.arg_names.index("dq_ptr")].view(-1)[0] += 0.5
+
+    what = next(x for x in backward_unions if x["kernel"] == "_union_dq_kernel")
+    with monkeypatch.context() as patch:
+        patch.setattr(Variant, "launch", launch)
+        assert attempt(what).startswith("max dq error")

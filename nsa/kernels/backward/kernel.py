@@ -301,14 +301,20 @@ def _sum_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _gather_kernel(
-    dq_part_ptr, block_ptr, dq_ptr,
+    dq_part_ptr, block_ptr, served_ptr, dq_ptr,
     HKV, heads, head0, slots, first,
     G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of dQ of one window, one for each block of a row. A program takes ``HEADS`` heads of a row."""
+    """Add up the parts of dQ of one window, one for each block of a row. A program takes ``HEADS`` heads of a row.
+
+    Rows that ``served_ptr`` marks have no parts, and their dQ is left as it is.
+    """
     program = tl.program_id(0)
     local = program // heads
     head_kv = head0 + program % heads
+    if served_ptr is not None:
+        if tl.load(served_ptr + (first + local).to(tl.int64) * HKV + head_kv) != 0:
+            return
     row = local.to(tl.int64) * heads + program % heads
     g = tl.program_id(1) * HEADS + tl.arange(0, HEADS)  # [HEADS]
     d = tl.arange(0, BLOCK_D)

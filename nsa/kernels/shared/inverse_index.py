@@ -30,7 +30,7 @@ from nsa.kernels.shared.primitives import (
 UNUSED = tl.constexpr(-1)  # marks a slot without a unit
 OVERFULL = tl.constexpr(-2)  # marks the first slot of a row with more units than slots, whose units are not listed
 
-RUNTIME = "B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits strip strips".split()
+RUNTIME = "B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits strip strips mark".split()
 
 
 @triton.jit
@@ -181,13 +181,14 @@ def _rank_in_order(counts, block, listed, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _order_kernel(
-    sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, block_ptr, span_ptr, rank_ptr, count_ptr,
-    B, S, S_kv, HKV, heads, head0, n, size, slots, blocks, first, tokens, strip,
+    sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, served_ptr, block_ptr, span_ptr, rank_ptr, count_ptr,
+    B, S, S_kv, HKV, heads, head0, n, size, slots, blocks, first, tokens, strip, mark,
     SOURCE: tl.constexpr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """As :func:`_count_kernel`, but ranks follow the order of tokens and slots, within a strip of ``strip`` tokens.
 
-    A program takes one strip and head. count ``[strips, heads, blocks]``, zero before the launch.
+    A program takes one strip and head. count ``[strips, heads, blocks]``, zero before the launch. With ``served_ptr``
+    only rows of blocks whose entry is ``mark`` have units.
     """
     head = tl.program_id(1)
     begin_token = tl.program_id(0) * strip
@@ -202,15 +203,19 @@ def _order_kernel(
                 row, counts + base, block_ptr, span_ptr, rank_ptr, at, base, n, limit, size, slots, CHUNK, SPANS, True
             )
         else:
-            row = sel_ptr + ((first + token).to(tl.int64) * HKV + head0 + head) * n
+            at_row = (first + token).to(tl.int64) * HKV + head0 + head
+            if served_ptr is not None:
+                limit = tl.where(tl.load(served_ptr + at_row) == mark, limit, 0)
+            row = sel_ptr + at_row * n
             for begin in range(0, slots, CHUNK):
                 i = begin + tl.arange(0, CHUNK)
                 block = tl.load(row + i, mask=i < slots, other=-1)
                 listed = (block >= 0) & (tl.minimum(block, 2147483647).to(tl.int64) * size < limit)
                 block = tl.where(listed, block, 0).to(tl.int32)
-                rank = _rank_in_order(counts + base, block, listed, CHUNK)
                 tl.store(block_ptr + at + i, tl.where(listed, base + block, UNUSED), mask=i < slots)
-                tl.store(rank_ptr + at + i, rank, mask=listed)
+                if limit > 0:
+                    rank = _rank_in_order(counts + base, block, listed, CHUNK)
+                    tl.store(rank_ptr + at + i, rank, mask=listed)
 
 
 @triton.jit(do_not_specialize=RUNTIME)

@@ -191,8 +191,11 @@ POINTS = (
     Point("blocks", "fp32", 4, 128, 128, 4096, 1024, n=16, causal=True, HKV=2, options=("union",)),
     Point("blocks", "bf16", 4, 128, 128, 8192, 1024, n=16, causal=True, HKV=8, options=("backward",)),
     Point("blocks", "bf16", 1, 128, 128, 8192, 1024, n=16, causal=True, HKV=16, options=("backward",)),
-    Point("blocks", "fp16", 8, 128, 64, 4096, 1024, n=16, causal=True, HKV=4, options=("backward", "cu_seqlens")),
+    Point("blocks", "fp16", 8, 128, 64, 8192, 1024, n=16, causal=True, HKV=4, options=("backward", "cu_seqlens")),
     Point("blocks", "bf16", 3, 100, 96, 1000, 512, n=16, options=("backward", "q_positions", "int64")),
+    Point(
+        "blocks", "bf16", 12, 100, 96, 4096, 768, n=16, causal=True, HKV=4, options=("backward", "q_positions", "int64")
+    ),  # unions of blocks of 48
     Point("blocks", "bf16", 64, 128, 128, 4096, 1024, n=16, causal=True, options=("backward",)),
     Point("blocks", "bf16", 128, 256, 256, 4096, 2048, n=16, causal=True, options=("backward",)),  # blocks of 128
     Point("ranges", "bf16", 16, 192, 128, 4096, 1024, n=16, causal=True, options=("backward",)),
