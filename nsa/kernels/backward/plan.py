@@ -113,7 +113,8 @@ def plan(call: Call, bound: int | None = None) -> Launch:
             g.tokens, g.HKV, G, D, Dv, dtype.itemsize, slots, blocks, size, tile.share, tile.keep_dq, spans
         )
         about = {name: getattr(w, name) for name in "heads slots blocks window work slot_bits strip several".split()}
-        return Pass(_pass(device, dtype, call.dtypes(), tile, bucket, g.source, **shared), w, tile, sizes | about)
+        kernels = _pass(device, dtype, (*call.dtypes(), parts), tile, bucket, g.source, **shared)
+        return Pass(kernels, w, tile, sizes | about)
 
     usual = pass_of(True)
     tile = usual.tile
@@ -157,7 +158,8 @@ def _pass(
 ) -> dict[str, Variant]:
     """The kernels of a pass for a tile and the compile-time arguments ``shared``. Sizes make no other kernels.
 
-    Kernels for other dtypes of the inputs, or of the index tensors (``kinds``), are other entries of the cache.
+    Kernels for other dtypes of the inputs or of the index tensors, and kernels that may leave parts of dQ (``kinds``),
+    are other entries of the cache.
     """
     wide = {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV}
     order = {"SOURCE": source, "LAYOUT": shared["LAYOUT"], "CAUSAL": shared["CAUSAL"], "CHUNK": COUNTED}

@@ -36,8 +36,8 @@ MOST_PARTS_G = 16
 that it costs less to read the keys again for every query."""
 
 UNIONS_FROM = 1 << 21
-"""Fewest query rows (tokens * query heads), times G, of a call with unions: 2,048 tokens of 64/4, 8,192 of 32/4. In smaller
-calls the second listing of blocks costs more than unions gain."""
+"""Fewest query rows (tokens * query heads), times G, of a call with unions: 2,048 tokens of 64/4, 8,192 of 32/4. In
+smaller calls it costs more to list blocks twice than unions gain."""
 
 LEAST_UNION_G = 8
 """Smallest group with unions. A tile of a smaller group has so many tokens that its union is seldom worth reading."""
