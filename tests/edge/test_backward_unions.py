@@ -196,6 +196,17 @@ def test_no_unions(prompt, device, served, monkeypatch):
     assert plan().unions is None
 
 
+def test_rows_of_both_kinds_share_no_kernels(prompt, device, served, monkeypatch):
+    """Not even with equal tiles: a kernel that leaves parts of dQ is compiled otherwise than one that leaves none."""
+    real = backward_tiles.select
+    monkeypatch.setattr(backward_tiles, "select", lambda *given: real(*given[:-1])._replace(keep_dq=True))
+    launch = backward.plan(Call.of(*prompt()[:3], **blocks_of(device, *ALIKE, *APART)))
+    assert launch.parts is not None
+    assert launch.parts.tile == launch.alone.tile
+    assert not set(launch.parts.kernels.values()) & set(launch.alone.kernels.values())
+    assert len(set(launch.variants)) == len(launch.variants)
+
+
 @pytest.mark.skipif(current_lane() != "gpu", reason="graphs need a GPU")
 def test_replays_with_other_selections(prompt, device, served, monkeypatch):
     monkeypatch.setattr(backward_tiles, "WORTH", union_tiles.Worth(4 * G, 3))

@@ -81,7 +81,8 @@ def test_triton_sel_parity_backward_unions(gradients: GradientOracle, monkeypatc
     monkeypatch.setattr(backward, "_by_unions", lambda *given: seen.append(real(*given)) or seen[-1])
     first, second = run(gradients), run(gradients)
     assert len(seen) == (2 if gradients.problem.case.block_size <= 64 else 0)
-    if gradients.problem.q.shape[:-2].numel() >= 32:  # fewer may all be in tiles of two sequences
+    # Fewer queries may all be in tiles of two sequences, and rows of "overlap" list a block twice.
+    if gradients.problem.q.shape[:-2].numel() >= 32 and gradients.problem.case.dist != "overlap":
         assert all(served.any() for served in seen)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert_gradients(first, gradients, "unions")
