@@ -85,156 +85,158 @@ def _partial_kernel(
     if k_scale_ptr is not None:
         scale *= tl.load(k_scale_ptr + head_kv * K_STEP)
     count = tl.load(work_ptr + 2 * all_work + at)
-    while count > 0:
-        block = tl.load(work_ptr + at)
-        units = unit_ptr + (group * window * slots + tl.load(work_ptr + all_work + at))
-        following = count - count
-        if LAYOUT == RAGGED:  # else there is a program for each share
-            at += programs
-            following = tl.load(work_ptr + 2 * all_work + at, mask=at < work, other=0)  # early, so that no wait follows
+    # A `while` loop would be shorter, but Triton 3.1 fails to compile tensor-core products in one for sm_90.
+    for _ in range(0, tl.cdiv(work, programs) if LAYOUT == RAGGED else 1):
+        if count > 0:
+            block = tl.load(work_ptr + at)
+            units = unit_ptr + (group * window * slots + tl.load(work_ptr + all_work + at))
+            following = count - count
+            if LAYOUT == RAGGED:  # else there is a program for each share
+                at += programs  # the next count is loaded early, so that no wait follows
+                following = tl.load(work_ptr + 2 * all_work + at, mask=at < work, other=0)
 
-        # Find the block's keys, and the offset of its sequence's queries, so that the loop below needs no division.
-        if LAYOUT != VARLEN:
-            per_sequence = tl.cdiv(S_kv, size)
-            seq = block // per_sequence
-            seqlen_k = S_kv
-            if LAYOUT != BATCH:
-                seqlen_k = filled_keys(seq, S_kv, cu_k_ptr)
-            k_off = seq.to(tl.int64) * stride_kb
-            v_off = seq.to(tl.int64) * stride_vb
-            if PAGE:
-                k_off = tl.zeros([], tl.int64)
-                v_off = tl.zeros([], tl.int64)
-                table_row = table_ptr + seq.to(tl.int64) * stride_tb
-            if LAYOUT == RAGGED:
+            # Find the block's keys, and the offset of its sequence's queries, so that the loop below needs no division.
+            if LAYOUT != VARLEN:
+                per_sequence = tl.cdiv(S_kv, size)
+                seq = block // per_sequence
+                seqlen_k = S_kv
+                if LAYOUT != BATCH:
+                    seqlen_k = filled_keys(seq, S_kv, cu_k_ptr)
+                k_off = seq.to(tl.int64) * stride_kb
+                v_off = seq.to(tl.int64) * stride_vb
+                if PAGE:
+                    k_off = tl.zeros([], tl.int64)
+                    v_off = tl.zeros([], tl.int64)
+                    table_row = table_ptr + seq.to(tl.int64) * stride_tb
+                if LAYOUT == RAGGED:
+                    q_off = tl.zeros([], tl.int64)
+                    lead = first
+                    shift = seqlen_k - last_query(cu_q_ptr, seq, seq < B)
+                else:
+                    q_off = seq.to(tl.int64) * stride_qb
+                    lead = first - seq * S  # query = token of the window + lead
+                    shift = seqlen_k - S  # position = query + shift
+                key0 = (block - seq * per_sequence) * size
+            else:
+                seq = find_sequence(cu_q_ptr, B, first + (tl.load(units) >> slot_bits), 128)
+                k_first, seqlen_k = sequence_keys(seq, B, S_kv, cu_k_ptr)
+                k_off = k_first * stride_kn
+                v_off = k_first * stride_vn
                 q_off = tl.zeros([], tl.int64)
                 lead = first
-                shift = seqlen_k - last_query(cu_q_ptr, seq, seq < B)
-            else:
-                q_off = seq.to(tl.int64) * stride_qb
-                lead = first - seq * S  # query = token of the window + lead
-                shift = seqlen_k - S  # position = query + shift
-            key0 = (block - seq * per_sequence) * size
-        else:
-            seq = find_sequence(cu_q_ptr, B, first + (tl.load(units) >> slot_bits), 128)
-            k_first, seqlen_k = sequence_keys(seq, B, S_kv, cu_k_ptr)
-            k_off = k_first * stride_kn
-            v_off = k_first * stride_vn
-            q_off = tl.zeros([], tl.int64)
-            lead = first
-            shift = (seqlen_k - tl.load(cu_q_ptr + seq + 1)).to(tl.int32)
-            key0 = (block - first_block(seq, k_first, 0, size, LAYOUT)) * size
-        stop = tl.minimum(seqlen_k - key0, size) + key0
-        k_off += tl.cast(head_kv, tl.int64) * stride_kh
-        v_off += tl.cast(head_kv, tl.int64) * stride_vh
+                shift = (seqlen_k - tl.load(cu_q_ptr + seq + 1)).to(tl.int32)
+                key0 = (block - first_block(seq, k_first, 0, size, LAYOUT)) * size
+            stop = tl.minimum(seqlen_k - key0, size) + key0
+            k_off += tl.cast(head_kv, tl.int64) * stride_kh
+            v_off += tl.cast(head_kv, tl.int64) * stride_vh
 
-        row = tl.arange(0, BLOCK_M)
-        g = row % HEADS  # [BLOCK_M]
-        if HEADS != G:
-            g += tl.program_id(2) * HEADS
-        d = tl.arange(0, BLOCK_D)
-        dv = tl.arange(0, BLOCK_DV)
-        key = tl.arange(0, BLOCK_N)
-        if not PAGE:
-            k_ptrs = k_ptr + (k_off + (key0 + key).to(tl.int64) * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
-            v_ptrs = v_ptr + (v_off + (key0 + key).to(tl.int64) * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
-        if ONE_TILE:
-            inside = key0 + key < stop
-            if PAGE:
-                place = (key0 + key).to(tl.int64)
-                k_page, v_page, place, inside = in_page(table_row, place, inside, pages, stride_kb, stride_vb, PAGE)
-                k_ptrs = k_ptr + (k_off + k_page + place * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
-                v_ptrs = v_ptr + (v_off + v_page + place * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
-            k = tl.load(k_ptrs, mask=inside[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_N, BLOCK_D]
-            v = tl.load(v_ptrs, mask=inside[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
-            if E4M3:
-                k = half_of(k).to(q_ptr.dtype.element_ty)
-                v = half_of(v).to(q_ptr.dtype.element_ty)
-
-        q_base = q_ptr + (q_off + tl.cast(head_kv, tl.int64) * G * stride_qh) * STRIDE_UNIT
-        head_off = (g.to(tl.int64) if WIDE else g) * stride_qh
-        coming = load_unit(units, row // HEADS, count)  # a step ahead, because addresses of queries wait for it
-        for done in range(0, count, UNITS):
-            i = done + row // HEADS
-            query = lead + (coming >> slot_bits)
-            if WIDE:
-                query = query.to(tl.int64)
-            q_ptrs = q_base + (query * stride_qs + head_off)[:, None] * STRIDE_UNIT + d[None, :]
-            q = tl.load(q_ptrs, mask=(g < G)[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_M, BLOCK_D]
-            coming = load_unit(units, i + UNITS, count)
-            unit = load_unit(units, i, count)  # loaded again from L1, which saves registers
-            local = unit >> slot_bits
-            token = first + local
-            slot = unit - (local << slot_bits)
-
-            low = tl.zeros([BLOCK_M], tl.int32)
-            high = stop + low
-            if CAUSAL:
-                high = causal_end(lead + local + shift, stop, token, pos_ptr)
-            at_row = (local * heads + head) * slots + slot  # [BLOCK_M]; all elements of parts fit int32
-            if SOURCE == RANGES:
-                span = tl.load(span_ptr + index * window * heads * slots + at_row)
-                pair = sel_ptr + ((token.to(tl.int64) * HKV + head_kv) * n + span) * 2
-                low, high = clamp_span(tl.load(pair), tl.load(pair + 1), high, size, SOURCE)
-
+            row = tl.arange(0, BLOCK_M)
+            g = row % HEADS  # [BLOCK_M]
+            if HEADS != G:
+                g += tl.program_id(2) * HEADS
+            d = tl.arange(0, BLOCK_D)
+            dv = tl.arange(0, BLOCK_DV)
+            key = tl.arange(0, BLOCK_N)
+            if not PAGE:
+                k_ptrs = k_ptr + (k_off + (key0 + key).to(tl.int64) * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
+                v_ptrs = v_ptr + (v_off + (key0 + key).to(tl.int64) * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
             if ONE_TILE:
-                scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
-                seen = (key0 + key)[None, :] < high[:, None]
-                if SOURCE == RANGES:
-                    seen &= (key0 + key)[None, :] >= low[:, None]
+                inside = key0 + key < stop
                 if PAGE:
-                    seen &= inside[None, :]
-                scores = tl.where(seen, scores, float("-inf"))  # [BLOCK_M, BLOCK_N]
-                m = tl.max(scores, 1)
-                p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None])
-                l = tl.sum(p, 1)
-                acc = tl.dot(p.to(v.dtype), v, input_precision=INPUT_PRECISION)
-            else:
-                m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                l = tl.zeros([BLOCK_M], tl.float32)
-                acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-                for ahead in range(0, size, BLOCK_N):
-                    inside = key0 + ahead + key < stop
-                    if PAGE:
-                        place = (key0 + ahead + key).to(tl.int64)
-                        k_page, v_page, place, inside = in_page(
-                            table_row, place, inside, pages, stride_kb, stride_vb, PAGE
-                        )
-                        k_here = k_ptr + (k_off + k_page + place * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
-                        v_here = v_ptr + (v_off + v_page + place * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
-                    else:
-                        k_here = k_ptrs + (tl.cast(ahead, tl.int64) * stride_kn) * STRIDE_UNIT
-                        v_here = v_ptrs + (tl.cast(ahead, tl.int64) * stride_vn) * STRIDE_UNIT
-                    k = tl.load(k_here, mask=inside[:, None] & (d[None, :] < D), other=0.0)
-                    v = tl.load(v_here, mask=inside[:, None] & (dv[None, :] < Dv), other=0.0)
-                    if E4M3:
-                        k = half_of(k).to(q_ptr.dtype.element_ty)
-                        v = half_of(v).to(q_ptr.dtype.element_ty)
+                    place = (key0 + key).to(tl.int64)
+                    k_page, v_page, place, inside = in_page(table_row, place, inside, pages, stride_kb, stride_vb, PAGE)
+                    k_ptrs = k_ptr + (k_off + k_page + place * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
+                    v_ptrs = v_ptr + (v_off + v_page + place * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
+                k = tl.load(k_ptrs, mask=inside[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_N, BLOCK_D]
+                v = tl.load(v_ptrs, mask=inside[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
+                if E4M3:
+                    k = half_of(k).to(q_ptr.dtype.element_ty)
+                    v = half_of(v).to(q_ptr.dtype.element_ty)
+
+            q_base = q_ptr + (q_off + tl.cast(head_kv, tl.int64) * G * stride_qh) * STRIDE_UNIT
+            head_off = (g.to(tl.int64) if WIDE else g) * stride_qh
+            coming = load_unit(units, row // HEADS, count)  # a step ahead, because addresses of queries wait for it
+            for done in range(0, count, UNITS):
+                i = done + row // HEADS
+                query = lead + (coming >> slot_bits)
+                if WIDE:
+                    query = query.to(tl.int64)
+                q_ptrs = q_base + (query * stride_qs + head_off)[:, None] * STRIDE_UNIT + d[None, :]
+                q = tl.load(q_ptrs, mask=(g < G)[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_M, BLOCK_D]
+                coming = load_unit(units, i + UNITS, count)
+                unit = load_unit(units, i, count)  # loaded again from L1, which saves registers
+                local = unit >> slot_bits
+                token = first + local
+                slot = unit - (local << slot_bits)
+
+                low = tl.zeros([BLOCK_M], tl.int32)
+                high = stop + low
+                if CAUSAL:
+                    high = causal_end(lead + local + shift, stop, token, pos_ptr)
+                at_row = (local * heads + head) * slots + slot  # [BLOCK_M]; all elements of parts fit int32
+                if SOURCE == RANGES:
+                    span = tl.load(span_ptr + index * window * heads * slots + at_row)
+                    pair = sel_ptr + ((token.to(tl.int64) * HKV + head_kv) * n + span) * 2
+                    low, high = clamp_span(tl.load(pair), tl.load(pair + 1), high, size, SOURCE)
+
+                if ONE_TILE:
                     scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
-                    seen = (key0 + ahead + key)[None, :] < high[:, None]
+                    seen = (key0 + key)[None, :] < high[:, None]
                     if SOURCE == RANGES:
-                        seen &= (key0 + ahead + key)[None, :] >= low[:, None]
+                        seen &= (key0 + key)[None, :] >= low[:, None]
                     if PAGE:
                         seen &= inside[None, :]
-                    scores = tl.where(seen, scores, float("-inf"))
-                    m_new = tl.maximum(m, tl.max(scores, 1))
-                    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-                    p = tl.exp2(scores - m_safe[:, None])
-                    alpha = tl.exp2(m - m_safe)
-                    l = l * alpha + tl.sum(p, 1)
-                    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=INPUT_PRECISION)
-                    m = m_new
-            here = (i < count) & (g < G)
-            l = tl.where(l == 0.0, 1.0, l)
-            acc = acc * (1.0 / l)[:, None]
-            at_head = at_row * G + g
-            tl.store(lse_ptr + at_head, m + tl.log2(l), mask=here)
-            part_ptrs = part_ptr + at_head[:, None] * Dv + dv[None, :]
-            mask = here[:, None] & (dv[None, :] < Dv)
-            # Evicted first from L2, because parts are read only after the whole window is written. Queries should stay.
-            tl.store(part_ptrs, acc.to(part_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+                    scores = tl.where(seen, scores, float("-inf"))  # [BLOCK_M, BLOCK_N]
+                    m = tl.max(scores, 1)
+                    p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None])
+                    l = tl.sum(p, 1)
+                    acc = tl.dot(p.to(v.dtype), v, input_precision=INPUT_PRECISION)
+                else:
+                    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                    l = tl.zeros([BLOCK_M], tl.float32)
+                    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+                    for ahead in range(0, size, BLOCK_N):
+                        inside = key0 + ahead + key < stop
+                        if PAGE:
+                            place = (key0 + ahead + key).to(tl.int64)
+                            k_page, v_page, place, inside = in_page(
+                                table_row, place, inside, pages, stride_kb, stride_vb, PAGE
+                            )
+                            k_here = k_ptr + (k_off + k_page + place * stride_kn)[:, None] * STRIDE_UNIT + d[None, :]
+                            v_here = v_ptr + (v_off + v_page + place * stride_vn)[:, None] * STRIDE_UNIT + dv[None, :]
+                        else:
+                            k_here = k_ptrs + (tl.cast(ahead, tl.int64) * stride_kn) * STRIDE_UNIT
+                            v_here = v_ptrs + (tl.cast(ahead, tl.int64) * stride_vn) * STRIDE_UNIT
+                        k = tl.load(k_here, mask=inside[:, None] & (d[None, :] < D), other=0.0)
+                        v = tl.load(v_here, mask=inside[:, None] & (dv[None, :] < Dv), other=0.0)
+                        if E4M3:
+                            k = half_of(k).to(q_ptr.dtype.element_ty)
+                            v = half_of(v).to(q_ptr.dtype.element_ty)
+                        scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
+                        seen = (key0 + ahead + key)[None, :] < high[:, None]
+                        if SOURCE == RANGES:
+                            seen &= (key0 + ahead + key)[None, :] >= low[:, None]
+                        if PAGE:
+                            seen &= inside[None, :]
+                        scores = tl.where(seen, scores, float("-inf"))
+                        m_new = tl.maximum(m, tl.max(scores, 1))
+                        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+                        p = tl.exp2(scores - m_safe[:, None])
+                        alpha = tl.exp2(m - m_safe)
+                        l = l * alpha + tl.sum(p, 1)
+                        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=INPUT_PRECISION)
+                        m = m_new
+                here = (i < count) & (g < G)
+                l = tl.where(l == 0.0, 1.0, l)
+                acc = acc * (1.0 / l)[:, None]
+                at_head = at_row * G + g
+                tl.store(lse_ptr + at_head, m + tl.log2(l), mask=here)
+                part_ptrs = part_ptr + at_head[:, None] * Dv + dv[None, :]
+                mask = here[:, None] & (dv[None, :] < Dv)
+                # Evicted first from L2, because parts are read only after the whole window is written. Queries stay.
+                tl.store(part_ptrs, acc.to(part_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
-        count = following
+            count = following
 
 
 @triton.jit(do_not_specialize=RUNTIME)
