@@ -167,7 +167,8 @@ def _fwd_kernel(
             t = (seqlen_k - q_last + token).to(tl.int32)
     limit = seqlen_k
     if CAUSAL:
-        limit = tl.maximum(causal_end(t, seqlen_k, token, pos_ptr), 0)
+        # Not `max(end, 0)`: from that, ptxas 12.8 makes a schedule that is 4% slower for decode of D = 64 on an H100.
+        limit = tl.maximum(causal_end(t, seqlen_k, token, pos_ptr) - 1, -1) + 1
 
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
