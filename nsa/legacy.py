@@ -31,22 +31,24 @@ def _direct(
     """A call on packed rows, whose only selection is ``cu_seqlens``."""
     if scale is not None and type(scale) is not float:
         scale = number(scale)
+    schedule, current = "per_head" if per_head else "auto", settings.get()
     call: Call = tuple.__new__(
         Call,
         (
             Q, K, V, None, None, None, None, cu_seqlens, None, None, None, None, out, None, True, scale, max_selected,
-            None,
-            "triton", "per_head" if per_head else "auto", return_lse, settings.get(),
+            None, "triton", schedule, return_lse, current,
         ),
     )  # fmt: skip
     if any_autocast_enabled() or transforms_active() or forward_ad._current_level >= 0:
         call = _unusual(call)
+        Q, K, V = call[:3]
     try:
-        planned = routing.plan(call, call.rows_key(), routing.make_rows_plan)
+        key = Call.rows_key(Q, K, V, cu_seqlens, out, max_selected, schedule, current)
+        planned = routing.plan(call, key, routing.make_rows_plan)
     except AttributeError:
         check_tensors(**_named(call))
         raise
-    if torch.is_grad_enabled() and (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad):
+    if torch.is_grad_enabled() and (Q.requires_grad or K.requires_grad or V.requires_grad):
         raise RuntimeError("packed rows have no backward, and an input requires grad: use selection_attention")
     o, lse = dispatch.launch(planned, call)
     return o if lse is None else (o, lse)

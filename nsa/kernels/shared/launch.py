@@ -120,8 +120,8 @@ class Variant:
         Raises:
             nsa.guard.ProbeFailed: Triton would have to compile, and the kernel failed in a child process.
         """
-        cuda = device.type == "cuda"
-        if cuda and device.index != current_device():
+        index = device.index  # None: not a GPU
+        if index is not None and index != current_device():
             with torch.cuda.device(device):
                 return self.launch(grid, device, tensors, numbers, common)
         addresses, union = [], 0
@@ -137,7 +137,7 @@ class Variant:
         if compiled is not None and common:
             run, function, metadata, last = compiled
             if not (knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls):  # set by a profiler
-                stream = current_stream(device.index)
+                stream = current_stream(index)
                 given = self._described(addresses, tensors) if self.blocks else addresses
                 run(*grid, stream, function, metadata, None, None, None, *given, *numbers, *last)
                 return None
@@ -149,11 +149,11 @@ class Variant:
         last = tuple(self.constexprs[name] for name in self.kernel.arg_names[len(tensors) + len(numbers) :])
         if not self.cluster:
             kernel = self.kernel[grid](*self._described(tensors, tensors), *numbers, **keywords)
-            if DIRECT and common and cuda and kernel is not None:
+            if DIRECT and common and index is not None and kernel is not None:
                 self._compiled = kernel.run, kernel.function, kernel.packed_metadata, last
             return None
         kernel = self.kernel.warmup(*tensors, *numbers, **keywords, grid=grid)
-        if not cuda or kernel is None:  # None: the GPU is not there, or a hook compiles the kernel elsewhere
+        if index is None or kernel is None:  # None: the GPU is not there, or a hook compiles the kernel elsewhere
             return None
         # Triton's own clusters share tensors. So Triton compiles without a cluster, and the launch sets its size.
         run, packed = kernel.run, kernel.packed_metadata
@@ -165,9 +165,9 @@ class Variant:
             function = self._asked.get(kernel)
             if function is None:  # load the kernel again, with more shared memory
                 utils = triton.runtime.driver.active.utils
-                function = utils.load_binary(kernel.name, kernel.kernel, UNASKED + 1, device.index)[1]
+                function = utils.load_binary(kernel.name, kernel.kernel, UNASKED + 1, index)[1]
                 self._asked[kernel] = function
-        stream = current_stream(device.index)
+        stream = current_stream(index)
         about = kernel.launch_metadata(grid, stream, *tensors, *numbers, *last)
         hooks = knobs.launch_enter_hook, knobs.launch_exit_hook
         run(*grid, stream, function, metadata, about, *hooks, *addresses, *numbers, *last)
