@@ -84,10 +84,10 @@ def test_tables_of_any_strides_where_the_merge_reads_keys(device, table, tables_
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_slice_of_a_table_is_not_copied(device, schedule, table, tables_read, monkeypatch, fresh_plans):
     monkeypatch.setattr(union_tiles, "forced", union_tiles.Choice(worth=union_tiles.ALWAYS))
-    q, cache = sliced(16, PAGE, torch.int32, device)  # enough queries for tiles of the union kernel
+    q, cache = sliced(8, PAGE, torch.int32, device)  # enough queries for tiles of the union kernel
     cut, side_by_side = TABLES[table]
     other = cut(cache.block_table)
-    selection = {"block_indices": everything(3, 16, device), "block_size": PAGE, "schedule": schedule}
+    selection = {"block_indices": everything(3, 8, device), "block_size": PAGE, "schedule": schedule}
     want = call(q, cache, **selection)
     tables_read.clear()
     got = call(q, cache, **selection, block_table=other)

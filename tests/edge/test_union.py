@@ -65,6 +65,16 @@ def test_tiles_whose_rows_share_blocks_are_served(prompt, device, served, monkey
     assert served() == [True] * 4 + [False] * 4
 
 
+@pytest.mark.parametrize("size", [1 << 12, 1 << 33])
+def test_a_block_of_more_keys_than_there_are(prompt, device, served, monkeypatch, size):
+    """It has no tiles past the last key, and other blocks have no keys."""
+    monkeypatch.setattr(tiles, "forced", tiles.Choice(worth=tiles.ALWAYS))
+    selection = blocks_of(device, *[[0, 3]] * 4, *[[2**31 - 1, 0]] * 4) | {"block_size": size}
+    check(prompt(), selection)
+    call = Call(*prompt(), block_indices=selection["block_indices"], block_size=size)
+    assert union.plan(call).size == KEYS
+
+
 def test_a_block_listed_twice_counts_twice(prompt, device, served, monkeypatch):
     monkeypatch.setattr(tiles, "forced", tiles.Choice(worth=tiles.ALWAYS))
     check(prompt(), blocks_of(device, [0, 1], [2, 2], [1, 0], [0, 1], *[[4, 1]] * 4))

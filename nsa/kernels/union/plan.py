@@ -63,10 +63,10 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     g = geometry(call)
     capability, _ = query_major.device_limits(device)
     tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, block_size, tiles.forced)
-    size = min(block_size, max(g.S_kv, 1))
-    if tile is None or not tiles.fits(g.S_kv, size):
+    if tile is None or not tiles.fits(g.S_kv, min(block_size, max(g.S_kv, 1))):
         raise DoesNotFit(f"union: no tile for {g.n} blocks a row, {g.G} query heads a KV head and {g.S_kv} keys")
     tiled = block_size % tile.BLOCK_N == 0
+    size = min(block_size, -(-max(g.S_kv, 1) // tile.BLOCK_N) * tile.BLOCK_N)  # no tiles past the last key
     tile = tile._replace(TMA=tile.TMA and TMA and tiled and _tma_reads(call, g, tile))
     shared: dict[str, Any] = {
         "G": g.G, "D": g.D, "Dv": g.Dv, "LAYOUT": g.layout, "PAGE": g.page, "CAUSAL": call.causal, "TILED": tiled,
@@ -76,11 +76,11 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     kinds, steps = call.dtypes(), rest.steps is not None
     lists, *unions = _variants(device, dtype, kinds, tile, steps, **shared)
     _, *by_pointers = _variants(device, dtype, kinds, tile._replace(TMA=False), steps, **shared)
-    narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, block_size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
+    narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
     worth = tiles.worth(block_size) if tiles.forced is None else tiles.forced.worth
     worth = worth._replace(gain=worth.gain * tile.HEADS)
     return Launch(
-        lists, tuple(unions), tuple(by_pointers), device, tile, worth, g, block_size, tiles.tiles_at_once(tile, g.HKV),
+        lists, tuple(unions), tuple(by_pointers), device, tile, worth, g, size, tiles.tiles_at_once(tile, g.HKV),
         narrow, 1.0 / math.sqrt(g.D), rest,
     )  # fmt: skip
 
