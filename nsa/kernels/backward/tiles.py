@@ -14,7 +14,7 @@ DQ_BYTES = 1280 << 20
 written once per window. Half of this limit adds 3 ms to a pass of 32 ms (H100, HQ/HKV 64/4, 65,536 tokens)."""
 
 HEAD_BYTES = 48 << 20
-"""Limit of the queries and gradients of one KV head in a window, as :data:`key_tiles.HEAD_BYTES`."""
+"""Limit of the queries and gradients of one KV head in a window, like `HEAD_BYTES` of key-major's tiles."""
 
 SUM_BYTES = 256 << 20
 """Limit of the partial sums of dK and dV. Blocks that several programs share have partial sums."""

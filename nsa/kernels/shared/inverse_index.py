@@ -241,7 +241,7 @@ def _strip_kernel(count_ptr, total_ptr, heads, blocks, strips, CHUNK: tl.constex
 def chunks_of(cu_q_ptr, B, STEPS: tl.constexpr, CHUNK: tl.constexpr):
     """``(low, high)``: all sequences of a ragged batch with more than ``STEPS`` queries are in ``[low, high)``.
 
-    Ends that fall leave queries to sequences that seem to have few: then the result is ``(0, B)``.
+    If ends are not in rising order, a sequence that seems short may have many queries, so the result is ``(0, B)``.
     """
     low = tl.zeros([CHUNK], tl.int32) + B
     high = tl.zeros([CHUNK], tl.int32)
@@ -268,8 +268,8 @@ def _scan_kernel(
     A program takes one window and head. count, start ``[windows, heads, blocks]``. work ``[3, windows, heads, work]``:
     each share's block, first unit and number of units, zero before the launch (a share of 0 units has no work). part
     ``[windows, heads, blocks]`` or None: number of a block's first partial sum, counted over blocks of several shares.
-    STEPS: sequences of at most as many queries have no units, and a program looks only from the first to the last of
-    the other sequences.
+    STEPS: sequences of at most ``STEPS`` queries have no units. A program looks only from the first to the last of the
+    other sequences.
     """
     group = tl.program_id(0)
     all_work = tl.num_programs(0) * work
@@ -281,7 +281,7 @@ def _scan_kernel(
     parts = tl.zeros([], tl.int32)
     low, high = 0, blocks
     if STEPS:
-        low, high = chunks_of(cu_q_ptr, B, STEPS, 128)  # one end a thread, or the loop below gets a layout that is slow
+        low, high = chunks_of(cu_q_ptr, B, STEPS, 128)  # one end a thread; else the loop below gets a slow layout
         low = low * (blocks // tl.maximum(B, 1)) // CHUNK * CHUNK  # a multiple, for which Triton makes better code
         high *= blocks // tl.maximum(B, 1)
     for begin in range(low, high, CHUNK):

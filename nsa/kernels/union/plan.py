@@ -1,4 +1,4 @@
-"""Union forward: lists the unions of tiles, computes the tiles whose union is worth it; key-major computes the others.
+"""Union forward: lists the union of each tile, and computes tiles whose union is small. Key-major computes the others.
 
 The host does not wait for the device. Key-major is launched for all rows and skips those that are served, so a captured
 graph replays with other selections. The kernels are in ``kernel.py``.
@@ -29,7 +29,7 @@ class Launch(NamedTuple):
 
     list: Variant
     unions: tuple[Variant, Variant]  # without LSE, and with it
-    by_pointers: tuple[Variant, Variant]  # the same where TMA cannot take an address, or the scale is not positive
+    by_pointers: tuple[Variant, Variant]  # the same without TMA, if a tensor is misaligned or the scale not positive
     device: torch.device
     tile: tiles.Tile
     worth: tiles.Worth
