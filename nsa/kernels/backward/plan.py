@@ -66,8 +66,8 @@ class Launch(NamedTuple):
     """All that shapes, strides and dtypes decide about a call."""
 
     kernels: dict[str, Variant]
-    parts: Pass | None  # for rows whose dQ is taken from key blocks
-    alone: Pass  # for other rows
+    parts: Pass | None  # for rows whose dQ is summed from parts
+    alone: Pass  # for other rows: writes no parts of dQ
     unions: Unions | None
     device: torch.device
     geometry: Geometry
@@ -225,7 +225,7 @@ VARIANTS = _pass, _by_row, _by_union
 
 
 def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a tile that make `VARIANTS` return this variant of the kernel with that name."""
+    """The fields of a tile for which `VARIANTS` gives the named kernel these arguments and options."""
     fields = {"share": constexprs["SHARE"]} if "SHARE" in constexprs else {}
     if kernel == "_dq_kernel":
         fields |= {"dq_heads": constexprs["HEADS"], "BLOCK_G": constexprs["BLOCK_G"], "BLOCK_L": constexprs["BLOCK_L"]}

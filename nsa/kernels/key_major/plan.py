@@ -177,7 +177,7 @@ def _variants(
 
 
 def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a tile that make :func:`_variants` return this variant of the kernel with that name."""
+    """The fields of a tile for which :func:`_variants` gives the named kernel these arguments and options."""
     merging = kernel == "_merge_kernel"
     named = {"SHARE": "share", "AT_ONCE": "at_once"} | ({"HEADS": "merge_heads"} if merging else {})
     fields = {named.get(name, name): value for name, value in constexprs.items()}

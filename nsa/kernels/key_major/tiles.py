@@ -185,7 +185,7 @@ class Grid(NamedTuple):
 
 
 def grid(of: str, B: int, S_kv: int, HKV: int, n: int, block_size: int | None, packed: bool, bound: int | None) -> Grid:
-    """The blocks that the call lists. ``n`` ranges of ``bound`` keys a row are cut into blocks of `GRID` keys.
+    """The key blocks of a call. A row's ``n`` ranges, of ``bound`` keys together, are cut into blocks of `GRID` keys.
 
     Raises:
         ValueError: there are more keys or KV heads than the kernels count. ``of`` is the kernel that the text names.

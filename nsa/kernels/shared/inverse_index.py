@@ -1,9 +1,9 @@
 """Inverts the selection on the device: lists which rows read each key block, by a counting sort without a host sync.
 
-A *unit* is a key block that a row (token, KV head) reads. In a block list each slot is a unit. In ranges each piece of
-a span that lies in one block of the grid is a unit. For each window of tokens and each KV head, units are listed block
-by block, and the list is cut into *shares*. A share is the work of one program of :mod:`nsa.kernels.key_major.kernel`.
-The lists may hold only some KV heads at a time: ``heads`` of them, from ``head0`` on.
+A *unit* is a key block that a row (token, KV head) reads. In a block list each slot is a unit. Ranges are cut where key
+blocks begin, and each piece is a unit. For each window of tokens and each KV head, units are listed block by block, and
+the list is cut into *shares*. A share is the work of one program of :mod:`nsa.kernels.key_major.kernel`. The lists may
+hold only some KV heads at a time: ``heads`` of them, from ``head0`` on.
 
 In the forward pass atomics decide the order of a block's units, and no result depends on that order. The sums of
 :mod:`nsa.kernels.backward.kernel` depend on it, so the backward pass lists units in the order of tokens and slots.

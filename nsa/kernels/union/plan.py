@@ -122,7 +122,7 @@ def _variants(
 
 
 def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a tile that make :func:`_variants` return this variant of the kernel with that name."""
+    """The fields of a tile for which :func:`_variants` gives the named kernel these arguments and options."""
     fields = {name: value for name, value in constexprs.items() if name in tiles.Tile._fields}
     if kernel == "_union_kernel":
         fields |= {"warps": options["num_warps"], "stages": options["num_stages"]}
