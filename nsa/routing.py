@@ -214,7 +214,7 @@ def plan(call: Call, key: Any = None, make: Callable[[Call], Plan] = make_plan) 
     """``make(call)``, remembered by ``key``, so that a repeated call only pays a look-up.
 
     Args:
-        key: None: ``call.key()``.
+        key: ``call.key()`` if None.
 
     Raises:
         AttributeError: an argument that must be a tensor is not.

@@ -282,7 +282,7 @@ def _scan_kernel(
     low, high = 0, blocks
     if STEPS:
         low, high = chunks_of(cu_q_ptr, B, STEPS, 128)  # one end a thread; else the loop below gets a slow layout
-        low = low * (blocks // tl.maximum(B, 1)) // CHUNK * CHUNK  # a multiple, for which Triton makes better code
+        low = low * (blocks // tl.maximum(B, 1)) // CHUNK * CHUNK  # for a multiple of CHUNK Triton makes better code
         high *= blocks // tl.maximum(B, 1)
     for begin in range(low, high, CHUNK):
         block = begin + tl.arange(0, CHUNK)

@@ -91,7 +91,7 @@ def select(
 
 
 def worth(size: int) -> Worth:
-    """When a union of blocks of ``size`` keys is worth reading, for each query head of a token."""
+    """When a union of blocks of ``size`` keys is worth reading, if tokens have one query head."""
     return WORTH if size <= 64 else WORTH_LONG
 
 
