@@ -169,7 +169,7 @@ def _count_spans(
 
 @triton.jit
 def _rank_in_order(counts, block, listed, CHUNK: tl.constexpr):
-    """Ranks of ``block [CHUNK]``, after the units that this program has counted before, then by place in ``block``."""
+    """Ranks of ``block [CHUNK]``: after the units that this program counted earlier, in the order of ``block``."""
     i = tl.arange(0, CHUNK)
     ahead = (block[None, :] == block[:, None]) & (i[None, :] < i[:, None]) & listed[None, :]
     rank = tl.atomic_add(counts + block, 0, mask=listed, sem="relaxed")  # a plain load could read an old value from L1

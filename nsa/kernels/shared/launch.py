@@ -94,7 +94,7 @@ class Variant:
         }
 
     def _described(self, values: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-        """A value for each tensor, and the tensor descriptor instead where the kernel takes one."""
+        """The values of the tensors, with a tensor descriptor in place of each that the kernel takes as one."""
         given = list(values)
         for at, block in self.blocks.items():
             x = tensors[at]
