@@ -33,7 +33,7 @@ FAMILIES: dict[str, Any] = {"key_major": key_tiles, "union": union_tiles}
 
 STAND_IN = "NVIDIA H100 80GB HBM3"
 """The GPU whose crossover is used on a GPU without one. The crossover depends far more on the group size than on the
-GPU, and a schedule changes the speed of a call, not its result."""
+GPU, and a schedule changes the speed of a call, and its result only by rounding."""
 
 # The crossover is used for calls within these limits. It was measured with 16 blocks of 64 keys a row.
 DTYPES = (torch.float16, torch.bfloat16)
