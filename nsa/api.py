@@ -85,7 +85,7 @@ def selection_attention(
             the span ``[b * block_size, (b + 1) * block_size)``. A negative index, in any slot, is padding.
         block_size: keys per block; required with ``block_indices``, refused with ``ranges``.
         causal: clamp each span's end to ``t + 1``, where ``t = S_kv - S + s`` is the position of query ``s``
-            (varlen: all three within its sequence).
+            (varlen: ``S_kv``, ``S`` and ``s`` are those of its sequence).
         q_positions: ``[B, S]`` (varlen ``[T]``) int32 or int64: replaces ``t`` of each query; only if ``causal``.
         scale: factor of the scores; ``1 / sqrt(D)`` if None.
         cu_seqlens: ``[B + 1]`` int32 or int64, cumulative lengths of varlen sequences, or a pair ``(cu_seqlens_q,
@@ -100,7 +100,7 @@ def selection_attention(
         schedule: what a program of a Triton kernel computes. ``query_major``: one row with all heads of its group;
             ``per_head``: one head of a row; ``key_major``: one block of keys, for all queries that selected it;
             ``union`` (block indices, up to 32 heads a group): a few neighbouring queries, for which the program reads
-            each block that any of them selected once. Queries that share too few blocks are left to key-major.
+            the union of their blocks, each block once. Queries that share too few blocks are left to key-major.
             ``auto`` uses union or key-major for prefills with block indices where measurements show that they are
             faster (`nsa.routing`). In key-major, a NaN or inf of a key may also reach rows that selected the key's
             block but must not see the key.
@@ -196,14 +196,14 @@ def selection_attention_with_kvcache(
         block_table: ``[B, width]`` int32 or int64, the page numbers of each sequence, in the order of its positions.
             Pages may lie in any order in the cache, and sequences may share pages. A slice ``wider[:, :width]`` is read
             without a copy.
-        page_size: optional. It is only compared with ``k_cache.shape[1]``.
+        page_size: optional, only compared with ``k_cache.shape[1]``.
         cu_seqlens_q: ``[B + 1]`` int32 or int64, ``B`` up to 16,384: cumulative numbers of queries. Sequence ``b`` has
             the tokens ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of ``q``, in order. The values are not checked,
             because that would sync. The first sequence always begins at token 0. A sequence may have no queries. Tokens
             after the last sequence select nothing, so a captured graph may have more tokens than a batch uses.
         max_seqlen_q: upper bound, known to the host, of the queries of a sequence. It decides only which kernels run.
             Without it, a call is planned as if each sequence had ``T / B`` queries. A wrong bound changes no result
-            beyond rounding. Beside key-major and union, query-major serves the sequences of at most 8 queries.
+            beyond rounding. In calls of key-major and union, query-major serves sequences of at most 8 queries.
         k_scale, v_scale: fp32 on ``q``'s device, ``[]`` or ``[1]`` (one number for all heads) or ``[HKV]``; only with
             a ``float8_e4m3fn`` cache. A key is its entry of the cache times ``k_scale``, a value its entry times
             ``v_scale``. None means 1.

@@ -5,7 +5,8 @@ Settings come in layers, of which the later one wins: defaults < YAML (`nsa/conf
 first `get()`. Later calls of `get()` only read a few globals, because every attention call begins with `get()`.
 
 A change by `nsa.configure` holds for one thread or asyncio task. Autograd runs a backward pass on its own threads.
-There the settings are those of the thread that called `backward()`.
+There the settings are those of the thread that called `backward()`, until our backward pass applies those of its
+forward pass.
 """
 
 from __future__ import annotations
@@ -91,10 +92,10 @@ def sources() -> dict[str, str]:
 def configure(**values: Value) -> AbstractContextManager[Settings]:
     """Change settings inside a `with` block. Blocks nest, and the end of a block undoes its changes.
 
-    The change holds only for this thread or asyncio task. A backward pass uses the settings of its forward pass. A
-    checkpoint that is computed again, and the backward pass of a compiled graph, use the settings in force where
-    `backward()` is called. Before PyTorch 2.13, if several threads have open blocks, both use the settings outside all
-    blocks instead.
+    The change holds only for this thread or asyncio task. A backward pass uses the settings of its forward pass. There
+    are two exceptions: a checkpoint that is computed again, and the backward pass of a compiled graph, use the settings
+    in force where `backward()` is called. Before PyTorch 2.13, if several threads have open blocks, these two use the
+    settings outside all blocks.
 
     Args:
         values: names and values as in :class:`Settings`.
@@ -168,8 +169,8 @@ def applied(settings: Settings) -> Iterator[None]:
 def _of_caller() -> Settings | None:
     """On a thread of autograd, the settings of the `configure` blocks around the call of `backward()`.
 
-    PyTorch 2.13 hands the context variables of that call to its threads. Before, they are those of the only thread that
-    has open blocks.
+    PyTorch 2.13 hands the context variables of that call to its threads. For older versions, the settings are those of
+    the only thread with open blocks.
     """
     if torch._C._is_key_in_tls("context"):
         context = torch._C._get_obj_in_tls("context")

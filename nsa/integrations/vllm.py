@@ -28,7 +28,7 @@ from nsa.validate import E4M3
 
 VERSIONS = ("0.33.0",)  # of vLLM, whose functions have the signatures and layouts below
 OPS = "vllm.models.minimax_m3.common.ops.sparse_attn"  # the module that defines the functions
-PAGE = 128  # keys of a page and of a block: vLLM's kernels know no other number
+PAGE = 128  # keys of a page and of a block: vLLM's kernels take no other number
 
 # vLLM shows records below WARNING only of loggers under its own.
 logger = logging.getLogger("vllm.nsa")
@@ -161,7 +161,7 @@ def _serve(
             selection_attention_with_kvcache(
                 q, keys, values, block_size=PAGE, k_scale=k_scale, v_scale=v_scale, backend="triton", **call
             )
-        except (ValueError, TypeError) as error:  # of validation, before anything is launched
+        except (ValueError, TypeError) as error:  # from validation: nothing was launched
             why_not = str(error)
         except torch.OutOfMemoryError:
             why_not = "memory: our kernel's workspace did not fit"
@@ -200,7 +200,7 @@ def _why_not(
 
 
 def _flat(scale: Tensor) -> Tensor:
-    """A scale of one element as ``[1]``. One for each token stays as it is, which validation refuses."""
+    """A scale of one element as ``[1]``. Scales for each token stay as they are; validation refuses them."""
     return scale.view(1) if scale.numel() == 1 else scale
 
 
@@ -285,7 +285,7 @@ def installed() -> list[str]:
 
 
 def _put(module: ModuleType) -> None:
-    """Replace vLLM's functions in the module that defines them, and in all that imported them from there."""
+    """Replace vLLM's functions in the module that defines them, and in all modules that imported them."""
     for name, ours in NAMES.items():
         wanted = list(inspect.signature(ours).parameters)
         theirs = getattr(module, name, None)

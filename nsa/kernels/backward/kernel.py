@@ -3,8 +3,8 @@
 ``P`` are the weights and ``O`` the output of the forward pass: ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP -
 delta)``, ``dQ = scale * dS K``, ``dK = scale * dS^T Q``. Here ``delta = rowsum(dO * O) - dLSE`` is the gradient
 through the normalisation and the log-sum-exp. Source: FlashAttention-2, arXiv 2307.08691, algorithm 2; order of loops
-as in NSA, arXiv 2502.11089, section 3.4. There are no float atomics. Sums follow the order in which
-units are listed.
+as in NSA, arXiv 2502.11089, section 3.4. There are no float atomics. Sums follow the order in which units
+(``shared/inverse_index.py``) are listed.
 """
 
 import triton
@@ -185,7 +185,7 @@ def _dkdv_kernel(
         k_seen = tl.where(tl.abs(k) < float("inf"), k, 0.0).to(k.dtype)
     dk_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    upcoming = load_unit(unit_ptr, (row // HEADS) // HEAD_TILES, count)  # a tile ahead: addresses wait for units
+    upcoming = load_unit(unit_ptr, (row // HEADS) // HEAD_TILES, count)  # a tile ahead: addresses depend on it
     for done in range(0, count * HEAD_TILES, UNITS):
         i = (done + row // HEADS) // HEAD_TILES  # [BLOCK_M]
         g = (done % HEAD_TILES) * HEADS + row % HEADS

@@ -1,8 +1,8 @@
 """Backward: lists which rows selected each block and sums dK and dV block by block.
 
-dQ is taken in one of three ways: as parts, which the kernel of dK and dV leaves for each block of a row; row by row; or
-tile by tile from the union of the blocks of neighbouring tokens. Unions and parts may serve one call. Then blocks are
-listed twice, for rows of either kind, because rows with unions need no parts, and a launch that writes none is faster.
+dQ is computed in one of three ways: from parts, which the kernel of dK and dV writes for each block of a row; row by
+row; or tile by tile from the union of the blocks of neighbouring tokens. If both unions and parts serve a call, blocks
+are listed once for the rows of each. Rows with unions need no parts, and a launch that writes none is faster.
 
 The host does not wait for the device: grids follow from shapes. There are no float atomics, and every sum has a fixed
 order, so gradients are equal bit by bit from run to run. Tokens are processed in windows, which bounds the workspace.
@@ -38,7 +38,7 @@ COUNTED = 32  # slots that a program of the order kernel takes at a time
 ELEMENTS = 1024  # elements that a program of the scan or scatter kernel takes at a time
 STRIPPED = 32  # blocks of a program of the strip kernel
 STATS_ROWS = 4
-GATHERED = 16  # query heads of a program that adds parts of dQ; fewer programs find sooner that a row has no parts
+GATHERED = 16  # query heads of a program that adds parts of dQ; fewer programs mean less time for rows without parts
 SUM_ROWS = 16  # keys of a program that adds partial sums
 PIPELINES = TRITON >= (3, 3)  # Triton 3.1 cannot pipeline loads whose addresses were loaded, too
 STRIDES = " ".join(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split())
@@ -66,8 +66,8 @@ class Launch(NamedTuple):
     """All that shapes, strides and dtypes decide about a call."""
 
     kernels: dict[str, Variant]
-    parts: Pass | None  # for rows whose dQ is taken from key blocks
-    alone: Pass  # for other rows
+    parts: Pass | None  # for rows whose dQ is summed from parts
+    alone: Pass  # for other rows: writes no parts of dQ
     unions: Unions | None
     device: torch.device
     geometry: Geometry
@@ -132,7 +132,7 @@ def plan(call: Call, bound: int | None = None) -> Launch:
 def _unions(
     call: Call, g: Geometry, size: int, capability: int, sizes: dict[str, int], shared: dict[str, Any]
 ) -> Unions | None:
-    """How unions are read; None if the call is too small, must be `batch_invariant`, or no tile holds two tokens."""
+    """How unions are read, or None: for small calls or groups, `batch_invariant`, old Tritons, or if no tile fits."""
     small = sizes["rows"] * g.G < backward_tiles.UNIONS_FROM or g.G < backward_tiles.LEAST_UNION_G
     if small or call.settings.batch_invariant or not PIPELINES:
         return None
@@ -156,7 +156,7 @@ def _pass(
     source: int,
     **shared: Any,
 ) -> dict[str, Variant]:
-    """The kernels of a pass for a tile and the compile-time arguments ``shared``. Sizes make no other kernels.
+    """The kernels of a pass for a tile and the compile-time arguments ``shared``. Plans of other sizes share them.
 
     Kernels for other dtypes of the inputs or of the index tensors, and kernels that may leave parts of dQ (``kinds``),
     are other entries of the cache.
@@ -225,7 +225,7 @@ VARIANTS = _pass, _by_row, _by_union
 
 
 def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a tile that make `VARIANTS` return this variant of the kernel with that name."""
+    """The fields of a tile for which `VARIANTS` gives the named kernel these arguments and options."""
     fields = {"share": constexprs["SHARE"]} if "SHARE" in constexprs else {}
     if kernel == "_dq_kernel":
         fields |= {"dq_heads": constexprs["HEADS"], "BLOCK_G": constexprs["BLOCK_G"], "BLOCK_L": constexprs["BLOCK_L"]}

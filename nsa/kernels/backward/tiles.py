@@ -14,7 +14,7 @@ DQ_BYTES = 1280 << 20
 written once per window. Half of this limit adds 3 ms to a pass of 32 ms (H100, HQ/HKV 64/4, 65,536 tokens)."""
 
 HEAD_BYTES = 48 << 20
-"""Limit of the queries and gradients of one KV head in a window, as :data:`key_tiles.HEAD_BYTES`."""
+"""Limit of the queries and gradients of one KV head in a window, like `HEAD_BYTES` of key-major's tiles."""
 
 SUM_BYTES = 256 << 20
 """Limit of the partial sums of dK and dV. Blocks that several programs share have partial sums."""
@@ -43,7 +43,7 @@ LEAST_UNION_G = 8
 """Smallest group with unions. A tile of a smaller group has so many tokens that its union is seldom worth reading."""
 
 WORTH = union_tiles.Worth(64, 3)
-"""Which unions are read, for each query head of a token, as :data:`union_tiles.WORTH`."""
+"""Which unions are worth reading, as `WORTH` of the union's tiles."""
 
 
 class Choice(NamedTuple):
@@ -112,7 +112,7 @@ def select(
     Args:
         capability, itemsize: as for :func:`nsa.kernels.query_major.tiles.select`.
         pipelines: this Triton can pipeline the loads of queries.
-        parts: dQ may be taken from key blocks.
+        parts: dQ may be summed from parts.
     """
     block_d, block_dv = padded(D), padded(Dv)
     narrow = max(block_d, block_dv) <= 128
@@ -200,7 +200,7 @@ def windows(
     """Windows whose lists and partial results stay within the limits above.
 
     Raises:
-        ValueError: one token or the counters of blocks exceed a limit.
+        ValueError: the lists or parts of one token, or the counters of blocks, exceed a limit.
     """
     slots = max(slots, 1)
     bits = max(slots - 1, 1).bit_length()

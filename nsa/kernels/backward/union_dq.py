@@ -1,6 +1,6 @@
 """dQ of tiles of neighbouring tokens, which read the union of their blocks as in ``nsa/kernels/union/kernel.py``.
 
-The lists are made by the forward pass' list kernel. A tile reads each block of its union once, and a block's bits say
+The list kernel of the forward pass makes the lists. A tile reads each block of its union once, and a block's bits say
 which tokens selected the block. Rows of these tiles have no parts of dQ.
 """
 
@@ -69,7 +69,7 @@ def _union_dq_kernel(
 
     dq = tl.zeros([TOKENS * HEADS, BLOCK_D], tl.float32)
     keys = tl.arange(0, BLOCK_N)
-    # A step ahead, and taken apart at once, as in the forward pass.
+    # An entry is loaded a step ahead and taken apart at once, as in the forward pass.
     coming = tl.load(list_ptr)
     mask = (coming >> 32).to(tl.int32)
     begin = coming.to(tl.int32) * size

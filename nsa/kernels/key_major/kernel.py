@@ -1,9 +1,9 @@
 """Key-major forward: a program holds a key block and reads the queries that selected it; a second kernel merges.
 
 A block is read once for many queries, while query-major reads a block for every row. The price is a partial result for
-each (row, block), in the dtype of the inputs, that is written to memory and read again. For large groups the merge
-kernel also reads some blocks itself, as query-major does. Source: NSA, arXiv 2502.11089, section 3.4; order of loops as
-in FSA, arXiv 2508.18224.
+each (row, block), in the dtype of the inputs, that is written to memory and read again. For groups of 9 to 16 heads the
+merge kernel may also read some blocks itself, as query-major does. Source: NSA, arXiv 2502.11089, section 3.4; order of
+loops as in FSA, arXiv 2508.18224.
 """
 
 import triton
@@ -63,11 +63,11 @@ def _partial_kernel(
     INPUT_PRECISION: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Partial results of one window's units: normalised O ``[window, heads, slots, G, Dv]`` and base-2 LSE without Dv.
+    """Partial results of one window's units: O ``[window, heads, slots, G, Dv]``, normalised, and LSE in base 2.
 
     A program takes one share (``inverse_index.py``), whose units are of one block, ``BLOCK_M / HEADS`` units at a time.
-    In a ragged batch it goes on with every ``programs``-th share: few of the sequences may have units, so a program for
-    each share that there could be would leave most programs without work.
+    In a ragged batch it goes on with every ``programs``-th share. With a program for each possible share, most programs
+    would have no work, because few of the sequences may have units.
     ``first``: first token of the window. ``index``: number of the window in the lists.
     """
     E4M3: tl.constexpr = k_ptr.dtype.element_ty == tl.float8e4nv  # keys are converted to the dtype of queries
@@ -75,7 +75,7 @@ def _partial_kernel(
     head = tl.program_id(1)
     head_kv = head0 + head
     group = index * heads + head
-    # Begin in the middle of the list. The blocks that most rows select, the first and the newest, are at its ends. If
+    # Begin in the middle of the list. The blocks that most rows select, the oldest and the newest, are at its ends. If
     # their programs began last, the whole kernel would wait for them.
     programs = tl.num_programs(0)
     at = tl.program_id(0) + programs // 2
@@ -155,7 +155,7 @@ def _partial_kernel(
 
             q_base = q_ptr + (q_off + tl.cast(head_kv, tl.int64) * G * stride_qh) * STRIDE_UNIT
             head_off = (g.to(tl.int64) if WIDE else g) * stride_qh
-            coming = load_unit(units, row // HEADS, count)  # a step ahead, because addresses of queries wait for it
+            coming = load_unit(units, row // HEADS, count)  # a step ahead, because addresses of queries depend on it
             for done in range(0, count, UNITS):
                 i = done + row // HEADS
                 query = lead + (coming >> slot_bits)
@@ -173,7 +173,7 @@ def _partial_kernel(
                 high = stop + low
                 if CAUSAL:
                     high = causal_end(lead + local + shift, stop, token, pos_ptr)
-                at_row = (local * heads + head) * slots + slot  # [BLOCK_M]; all elements of parts fit int32
+                at_row = (local * heads + head) * slots + slot  # [BLOCK_M]; offsets of parts fit int32
                 if SOURCE == RANGES:
                     span = tl.load(span_ptr + index * window * heads * slots + at_row)
                     pair = sel_ptr + ((token.to(tl.int64) * HKV + head_kv) * n + span) * 2
@@ -264,7 +264,7 @@ def _merge_kernel(
     head_kv = head0 + program // tokens
     token = first + local
     if served_ptr is not None:
-        if tl.load(served_ptr + token.to(tl.int64) * HKV + head_kv) != 0:  # a union of neighbours served this row
+        if tl.load(served_ptr + token.to(tl.int64) * HKV + head_kv) != 0:  # served by a union or as a step
             return
     row = local.to(tl.int64) * heads + program // tokens
     g = tl.program_id(1) * HEADS + tl.arange(0, HEADS)  # [HEADS]

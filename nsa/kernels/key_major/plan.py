@@ -2,7 +2,7 @@
 
 The host does not wait for the device: grids follow from shapes, and a program without work returns at once. Tokens are
 processed in windows whose partial results share one buffer, so the workspace is bounded for any length. The kernels are
-in ``kernel.py`` and ``shared/inverse_index.py``. ``plan`` and ``forward`` are called as those of query-major are.
+in ``kernel.py`` and ``shared/inverse_index.py``. ``plan`` and ``forward`` are called as those of query-major.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from nsa.validate import E4M3
 
 logger = logging.getLogger("nsa")
 
-WIDE_FROM = INT32_MAX  # if q has more elements than this, its offsets take 64 bits
+WIDE_FROM = INT32_MAX  # if the last element of q lies farther than this from the first, offsets take 64 bits
 COUNTED = 64  # slots that a program of the count kernel takes at a time
 ELEMENTS = 1024  # elements that a program of the scan or scatter kernel takes at a time
 MERGE_CHUNK = 16
-SCARCE = (4, 16)  # divisors of the limits of the workspace, tried in turn where memory is missing
+SCARCE = (4, 16)  # divisors of the workspace's limits, tried in turn if memory is lacking
 
 
 class Launch(NamedTuple):
@@ -57,8 +57,8 @@ class Launch(NamedTuple):
     size: int  # keys of a block
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
-    steps: query_major.Launch | None  # of a ragged batch, for sequences of few queries, which share no blocks
-    likely: int  # blocks that have units, or of a ragged batch probably have
+    steps: query_major.Launch | None  # for the sequences of few queries of a ragged batch, which seldom share blocks
+    likely: int  # all blocks; of a ragged batch, those that probably have units
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -71,9 +71,9 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
 
     With ``skips`` every :func:`forward` of the launch gets ``served``, otherwise none does.
 
-    Query-major serves the steps of a ragged batch (:func:`_steps`). A row's result never depends on what the rest of
-    the call holds. With ``batch_invariant`` the result does not depend on the length of the call and on the number of
-    sequences either. A row whose ranges have more than ``bound`` keys may come out as NaN.
+    Query-major serves the steps of a ragged batch (:func:`_steps`). A row's result never depends on the values of other
+    rows. With ``batch_invariant`` it depends neither on the length of the call nor on the number of sequences. A row
+    whose ranges have more than ``bound`` keys may come out as NaN.
 
     Raises:
         ValueError: there are more keys or KV heads than the kernels count; or the workspace cannot hold the counters of
@@ -87,7 +87,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
     size, blocks, slots = key_tiles.grid("key_major", g.B, S_kv, HKV, n, block_size, g.packed, bound)
     capability, _ = query_major.device_limits(device)
     ragged = g.layout == RAGGED.value
-    chunks = _chunks(g, call.max_seqlen_q) if ragged else 1  # whose queries `g.S` counts
+    chunks = _chunks(g, call.max_seqlen_q) if ragged else 1  # sequences whose queries `g.S` counts
     likely = blocks // max(g.B, 1) * chunks if ragged else blocks
     walk = key_tiles.walks(g.S, S_kv * chunks, call.settings.batch_invariant)
     listed = block_size or size  # not cut to S_kv, because S_kv must not change a row's tiles
@@ -115,9 +115,10 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
 
 
 def _steps(call: Call, g: Geometry, bound: int | None) -> query_major.Launch | None:
-    """Query-major for the sequences of at most `STEPS` queries of a ragged batch with blocks. None if it serves none:
-    if the call must be ``batch_invariant``, because the number of sequences chooses tiles; or if all sequences must
-    have more queries, because none has more than ``max_seqlen_q``.
+    """Query-major for the sequences of at most `STEPS` queries of a ragged batch with blocks, or None.
+
+    None if the call must be ``batch_invariant``, because the number of sequences decides tiles; and if ``max_seqlen_q``
+    is so small that every sequence must have more than `STEPS` queries.
     """
     if g.layout != RAGGED.value or call.block_size is None or call.settings.batch_invariant:
         return None
@@ -127,7 +128,7 @@ def _steps(call: Call, g: Geometry, bound: int | None) -> query_major.Launch | N
 
 
 def _chunks(g: Geometry, longest: int | None) -> int:
-    """How many sequences of a ragged batch probably have units, if one has at most ``longest`` queries."""
+    """How many sequences of a ragged batch probably have units, if each has at most ``longest`` queries."""
     longest = max(longest or 1, -(-g.tokens // max(g.B, 1)), 1)
     return min(g.B, max(1, (2 * g.tokens + longest) // (2 * longest)))
 
@@ -176,7 +177,7 @@ def _variants(
 
 
 def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a tile that make :func:`_variants` return this variant of the kernel with that name."""
+    """The fields of a tile for which :func:`_variants` gives the named kernel these arguments and options."""
     merging = kernel == "_merge_kernel"
     named = {"SHARE": "share", "AT_ONCE": "at_once"} | ({"HEADS": "merge_heads"} if merging else {})
     fields = {named.get(name, name): value for name, value in constexprs.items()}
@@ -213,10 +214,10 @@ settings.ON_RELOAD.append(_scarce.clear)
 
 
 def reserve(launch: Launch, dtype: torch.dtype, Dv: int) -> tuple[key_tiles.Windows, Memory]:
-    """Windows of a call and their workspace. Where memory is missing, windows are smaller, which is slower.
+    """Windows of a call and their workspace. If memory is lacking, windows are smaller, which is slower.
 
-    A row's result stays the same, bit by bit. The smaller windows are logged and remembered for the shape, so a larger
-    workspace is not tried again: before an allocator fails, it gives back all memory that it had kept.
+    A row's result stays the same, bit by bit. The smaller windows are logged and remembered for the shape. A larger
+    workspace is not tried again, because a failing allocator first gives back all memory that it had cached.
 
     Raises:
         torch.OutOfMemoryError: there is no memory for the smallest workspace either.
@@ -255,8 +256,8 @@ def _less(sized: tuple[int, ...], w: key_tiles.Windows) -> key_tiles.Windows | N
 def _programs(launch: Launch, w: key_tiles.Windows) -> int:
     """Programs of the partial kernel for a KV head: as many as there may be shares.
 
-    In a ragged batch as many as there probably are, which may be a twentieth: programs without work take 2 ns each. A
-    program goes on to further shares if there are more.
+    In a ragged batch as many as there probably are, which may be a twentieth. A program without work takes 2 ns. If
+    there are more shares, programs take several.
     """
     if launch.geometry.layout != RAGGED.value:
         return w.work
@@ -284,7 +285,7 @@ def forward(
 
     Args:
         served: int32 ``[tokens, HKV]``, not 0 for rows of blocks that are served already; they are left as they are.
-            None: no row is; this function then begins with the steps.
+            None: no row is served yet; this function then serves the steps first.
         lse: where LSE goes; None: a new tensor if the call asks for LSE.
     """
     q, k, v, out, return_lse = call.q, call.k, call.v, call.out, call.return_lse
@@ -313,7 +314,7 @@ def forward(
     scale = launch.scale if call.scale is None else call.scale
     heads, most = w.heads, w.most
     groups = most * heads
-    # The shares' numbers of units and the counters must be zero before. They lie last in `lists`, side by side.
+    # The shares' numbers of units and the counters must be zero before a pass. They lie last in `lists`, side by side.
     work, counts, zero = (lists[groups * i * w.work :] for i in (0, 3, 2))
     ends = None if launch.steps is None else cu_seqlens_q
     programs = _programs(launch, w)

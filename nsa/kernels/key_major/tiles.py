@@ -18,11 +18,11 @@ INDEX_BYTES = 56 << 20
 """Limit of the lists of units. Longer calls take several passes."""
 
 HEAD_BYTES = 16 << 20
-"""Limit of the queries of one KV head in a window, where fewer KV heads are processed at once to make windows longer.
-Programs read these queries many times, so they should stay in L2."""
+"""Limit of the queries of one KV head in a window that is made longer by processing fewer KV heads at once. Programs
+read these queries many times, so they should stay in L2."""
 
 REREAD = 4
-"""Windows are made longer while a window reads more than 1/4 as many bytes of keys as of its partial results."""
+"""Windows are made longer while the keys that a window reads have more than 1/4 of the bytes of its partial results."""
 
 COUNT_BYTES = 16 << 20
 """Limit of the counters of blocks, two ints each, of all windows of a pass. One window may take more."""
@@ -34,7 +34,7 @@ MOST_HEADS = 65_535  # KV heads, which are an axis of a CUDA grid
 MAX_SLOTS = 64
 MIN_REUSE = 4  # rows that read a block
 """Routing takes key-major only within these limits. With at most 64 slots, windows have thousands of tokens. On an H100
-query-major was faster with one row a block, sometimes with two, never with four (docs/notebook/serving.md)."""
+query-major was faster where one row reads a block, sometimes with two, never with four (docs/notebook/serving.md)."""
 
 
 class DoesNotFit(ValueError):
@@ -70,7 +70,7 @@ WIDE_HEADS = Choice(32, 4, None, 8, 4, 4)  # D or Dv above 128; with 8 warps Tri
 FP32 = Choice(16, 4, None, 8, 4, 4)  # fp32 dot products run on the CUDA cores
 
 LIMITED_SIZE = 64
-"""Keys of the largest blocks that get a limit of registers. An H100 is faster without one for blocks of 128 and 256."""
+"""Keys of the largest blocks whose kernel has a register limit. For blocks of 128 and 256 an H100 is faster without."""
 ONE_TILE = 128
 SEVERAL_TILES = 64
 """Keys of the largest block that is one tile, and keys of a tile of larger blocks (docs/notebook/key-major.md)."""
@@ -144,7 +144,7 @@ def _rule(itemsize: int, G: int, narrow: bool, size: int, walk: bool, e4m3: bool
         chosen = LONG if reads >= FEW_READS else LONG._replace(share=FEW_SHARE)
     if chosen.registers is not None and size > LIMITED_SIZE:
         chosen = chosen._replace(registers=None)
-    if e4m3:  # more stages, to have as many bytes in flight; longer tiles would spill
+    if e4m3:  # more stages, to keep as many bytes in flight as in 16 bits; longer tiles would spill
         chosen = chosen._replace(walk_stages=2 * chosen.walk_stages - 1)
     return chosen if walk else chosen._replace(walked=0)
 
@@ -185,7 +185,7 @@ class Grid(NamedTuple):
 
 
 def grid(of: str, B: int, S_kv: int, HKV: int, n: int, block_size: int | None, packed: bool, bound: int | None) -> Grid:
-    """The blocks that the call lists. ``n`` ranges of ``bound`` keys a row are cut into blocks of `GRID` keys.
+    """The key blocks of a call. A row's ``n`` ranges, of ``bound`` keys together, are cut into blocks of `GRID` keys.
 
     Raises:
         ValueError: there are more keys or KV heads than the kernels count. ``of`` is the kernel that the text names.
@@ -242,7 +242,7 @@ def windows(
     """
     bits = max(slots - 1, 1).bit_length()
     parts_bytes, index_bytes = PARTS_BYTES // scarce, INDEX_BYTES // scarce
-    listed_bytes = max(slots, 1) * (16 if spans else 12)  # of one head of a token, as are `part_bytes`
+    listed_bytes = max(slots, 1) * (16 if spans else 12)  # for one head of a token, like `part_bytes`
     part_bytes = max(slots, 1) * G * (Dv * itemsize + 4)
 
     def most(heads: int) -> int:

@@ -48,7 +48,7 @@ from nsa.kernels.shared.primitives import (
 
 # These arguments vary from batch to batch and must not make Triton compile again. Strides are divided by STRIDE_UNIT.
 # The kernel multiplies by STRIDE_UNIT again, so the compiler knows a factor of all strides, as vector loads need. The
-# page table's stride is not divided, and comes last: among the others it costs kernels without pages 2 or 3 registers.
+# page table's stride is not divided. It comes last, because elsewhere it costs kernels without pages 2 or 3 registers.
 RUNTIME = [
     *("B", "S", "S_kv", "n", "block_size", "pages"),
     *(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh tb".split()),
@@ -72,8 +72,8 @@ def _fwd_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """STEPS: the grid has a place for each of the first ``STEPS`` queries of each sequence of a ragged batch, the first
-    queries of all sequences first. Rows of sequences of at most ``STEPS`` queries are served, and marked in served
-    ``[tokens, HKV]``; programs of all other places end at once.
+    queries of all sequences first. Sequences of at most ``STEPS`` queries are served, and their rows are marked in
+    served ``[tokens, HKV]``. Programs of all other places return at once.
     """
     if OVERLAP:
         gdc_launch_dependents()  # the merge kernel may start; it waits for this kernel's end before it reads
@@ -122,7 +122,7 @@ def _fwd_kernel(
         behind = last_query(cu_q_ptr, batch, batch < B) - token
     elif LAYOUT == RAGGED:
         batch, filled, behind = sequence_of_cache(cu_q_ptr, cu_k_ptr, B, token)
-    if k_scale_ptr is not None:  # a scale of the keys is one of the scores
+    if k_scale_ptr is not None:  # scaling the keys scales the scores
         scale *= tl.load(k_scale_ptr + head_kv * K_STEP)
     if v_scale_ptr is not None:
         v_scale = tl.load(v_scale_ptr + head_kv * V_STEP)
@@ -196,7 +196,7 @@ def _fwd_kernel(
     else:
         acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
 
-    # This is a loop even for one chunk: what does not need the spans is computed before it, while the spans are loaded.
+    # One chunk is a loop, too. What does not need the spans is computed before the loop, while the spans are loaded.
     # The opaque zero that is added to the spans keeps LLVM from moving the wait for them out of the loop.
     if SOURCE == WHOLE:
         chunks = 1

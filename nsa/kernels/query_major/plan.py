@@ -30,12 +30,12 @@ class Launch(NamedTuple):
     """All that shapes, strides and dtypes decide about a launch."""
 
     variant: Variant
-    variant_lse: Variant  # the one that also writes LSE
+    variant_lse: Variant  # also writes LSE
     device: torch.device
     grid: tuple[int, int, int]
     splits: int
     merged: bool  # the programs that share a row are a cluster and merge their results themselves
-    places: int  # for queries: the tokens; of steps, those that each sequence has room for
+    places: int  # queries for which the grid has programs: all tokens, or for steps `tiles.STEPS` a sequence
     sizes: tuple[int, ...]  # the kernel's run-time ints: sizes, then strides in units
     narrow: bool  # all sizes fit int32
     scale: float  # the default, for calls without `scale`
@@ -61,7 +61,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, steps: bo
         bound: host bound on the keys of a row.
         per_head: one query head per program, for comparison.
         steps: serve only sequences of at most `tiles.STEPS` queries of a ragged batch. :func:`forward` gets ``served``.
-            Tiles are those of one query a sequence, since only the device knows how many there are.
+            Tiles are chosen for one query a sequence, because only the device knows the number of queries.
     """
     device, dtype, block_size = call.q.device, call.q.dtype, call.block_size
     pipelined, invariant = call.settings.sel_triton_db, call.settings.batch_invariant
@@ -125,14 +125,14 @@ def _variant(
 ) -> Variant:
     """The kernel for a tile and the other compile-time arguments, ``decided``.
 
-    Plans that differ only in sizes share it, so that the first call with a longer cache does not launch slowly. Kernels
-    for other dtypes of q, or of the index tensors (``kinds``), are other entries of the cache.
+    Plans that differ only in sizes share a kernel, so that the first call with a longer cache does not launch slowly.
+    Kernels for other dtypes of q, or of the index tensors (``kinds``), are other entries of the cache.
     """
     source, split, ptx = decided["SOURCE"], decided["SPLIT"], runs_ptx(device)
     constexprs: dict[str, object] = {**tile._asdict(), **decided, "INPUT_PRECISION": "ieee"}
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}
-    # HOLD_Q: queries are loaded before the loop. More than 16 heads would spill. Not for packed rows: calls of few
-    # packed rows would be 0.5% faster, calls of many 0.5% slower.
+    # HOLD_Q: queries are loaded before the loop. More than 16 heads would spill. Packed rows do not use HOLD_Q, because
+    # calls of many rows would be 0.5% slower, though calls of few rows 0.5% faster.
     hold_q = ptx and dtype.itemsize == 2 and tile.BLOCK_G <= 16 and not tile.STREAM_Q
     constexprs.update(HOLD=ptx, HOLD_Q=hold_q and source != primitives.WHOLE.value)
     # EACH: every thread loads all ranges of its row and finds its own keys. Tiles that are not pipelined gain by this,

@@ -38,7 +38,7 @@ EXCHANGE_BYTES = 33_296
 
 UNBOUNDED = 1024
 """Assumed keys of a row without a bound, where its result must not depend on the other rows of the call. The length of
-K does not count, because K holds the keys of those rows, too. Tables are measured up to this length."""
+K cannot be the bound, because K holds the keys of those rows, too. Tables are measured up to this length."""
 
 
 class Choice(NamedTuple):
@@ -49,7 +49,7 @@ class Choice(NamedTuple):
     BLOCK_L: int
     num_warps: int
     num_stages: int
-    cluster: int = 1  # 1: the programs that share a row merge in a cluster where the GPU can; 0: a second kernel merges
+    cluster: int = 1  # 1: programs that share a row merge as a cluster where the GPU can; 0: a second kernel merges
 
 
 forced: Choice | None = None
@@ -127,8 +127,8 @@ def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int, ev
 def pairs(block_g: int, block_dv: int) -> bool:
     """Whether a kernel should read e4m3 values in pairs, where their strides allow it.
 
-    A matrix instruction with operands in registers needs the values of consecutive keys side by side, and would load
-    them from shared memory byte by byte. Tiles of 64 heads use `wgmma`, which reads shared memory itself.
+    A matrix instruction with operands in registers needs the values of consecutive keys side by side. Without pairs the
+    kernel loads them from shared memory byte by byte. Tiles of 64 heads use `wgmma`, which reads shared memory itself.
     """
     return block_g < 64 and block_dv >= 32  # Triton 3.1 multiplies 16 columns or more
 
@@ -322,15 +322,15 @@ def fits_clusters(programs: int, splits: int, processors: int, largest: int) -> 
     """Whether the programs that share a row should be a cluster. ``programs``: of an unsplit launch.
 
     A cluster lies in one GPC, and not every GPC has a multiple of 4 multiprocessors. Clusters of 4 fill 120 of the 132
-    multiprocessors of an H100 at a time, and all other clusters wait.
+    multiprocessors of an H100 at a time, and the other clusters wait.
     """
     return 1 < splits <= largest and (splits == 2 or 4 * programs * splits <= 3 * processors)
 
 
 # Measured on an H100. Rates are in bytes per ns.
-PROGRAM_RATE = 37.0  # at which one program reads
+PROGRAM_RATE = 37.0  # of one program that reads
 PROCESSOR_RATE = 23.5  # of the memory, divided by the number of multiprocessors
-KEY_NS = 4.0  # time of a program for a key
+KEY_NS = 4.0  # a program's time for one key
 CLUSTER_NS = 1250.0  # time to merge partial results in a cluster
 MERGE_NS = 3000.0  # time to merge partial results in a second kernel
 MIN_SPLIT = 64  # smallest part of a row, in keys

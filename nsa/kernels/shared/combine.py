@@ -18,7 +18,7 @@ def _combine_kernel(
     stride_ob, stride_os, stride_oh,
     Dv: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Each program merges the parts of one (token, head). STEPS: parts are by place, as in query-major's kernel."""
+    """Each program merges the parts of one (token, head). STEPS: parts are ordered by place, as in query-major."""
     row = tl.program_id(0) + tl.arange(0, 1)  # token * HQ + head
     token = row // HQ
     dv = tl.arange(0, BLOCK_DV)

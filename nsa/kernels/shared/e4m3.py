@@ -15,8 +15,8 @@ def half_of(x):
     return half
 
 
-# Of two pairs at a time: the first bytes side by side in a, the second bytes in b. Triton 3.1 fails if assembly has two
-# results. ptxas does the common part once.
+# Takes two pairs at a time, and puts their first bytes in a, their second bytes in b. Two assemblies convert one each,
+# because Triton 3.1 fails if assembly has two results. ptxas computes their common part once.
 SPLIT_PAIRS = tl.constexpr(
     "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x3120; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, "
 )
@@ -50,7 +50,7 @@ def add_pairs(p, pairs, acc, acc_odd, m_old, m):
 def fit_half(q):
     """fp16 of ``q [R, BLOCK_D]``, each row times a power of two, and the inverse powers ``[R]``, fp32.
 
-    The largest magnitude of a row becomes 2^14 or more. So nothing overflows, and fp16 holds all bits of a bf16 element
+    The largest magnitude of a row becomes 2^14 to 2^15. So nothing overflows, and fp16 holds all bits of a bf16 element
     unless the element is 2^31 times smaller than that. Rows whose largest magnitude is below 2^-112 become smaller.
     """
     q = q.to(tl.float32)

@@ -25,7 +25,7 @@ class Geometry(NamedTuple):
     page: int  # keys of a page; 0 without pages
     pages: int  # pages of the cache
     stride_tb: int  # entries from a row of the page table to the next; 0 without pages
-    copies_table: bool  # the page table is copied, because the entries of its rows are apart
+    copies_table: bool  # the page table must be copied, because the entries of a row are not contiguous
     layout: int  # BATCH, VARLEN, PACKED, CACHE or RAGGED
     source: int  # WHOLE, RANGES or BLOCKS
     packed: bool  # cu_seqlens say where sequences of keys begin
@@ -34,7 +34,7 @@ class Geometry(NamedTuple):
     like_q: bool  # a new output has the shape and strides of q
     k_step: int  # elements of k_scale from one KV head to the next: 0 for one number, or none
     v_step: int
-    pairs: bool  # values are e4m3, and the strides allow to read them in pairs
+    pairs: bool  # values are e4m3, and strides allow kernels to read them in pairs
 
 
 def geometry(call: Call, output: bool = True) -> Geometry:

@@ -1,9 +1,9 @@
 """Inverts the selection on the device: lists which rows read each key block, by a counting sort without a host sync.
 
-A *unit* is a key block that a row (token, KV head) reads. In a block list each slot is a unit. In ranges each piece of
-a span that lies in one block of the grid is a unit. For each window of tokens and each KV head, units are listed block
-by block, and the list is cut into *shares*. A share is the work of one program of :mod:`nsa.kernels.key_major.kernel`.
-The lists may hold only some KV heads at a time: ``heads`` of them, from ``head0`` on.
+A *unit* is a key block that a row (token, KV head) reads. In a block list each slot is a unit. Ranges are cut where key
+blocks begin, and each piece is a unit. For each window of tokens and each KV head, units are listed block by block, and
+the list is cut into *shares*. A share is the work of one program of :mod:`nsa.kernels.key_major.kernel`. The lists may
+hold only some KV heads at a time: ``heads`` of them, from ``head0`` on.
 
 In the forward pass atomics decide the order of a block's units, and no result depends on that order. The sums of
 :mod:`nsa.kernels.backward.kernel` depend on it, so the backward pass lists units in the order of tokens and slots.
@@ -169,7 +169,7 @@ def _count_spans(
 
 @triton.jit
 def _rank_in_order(counts, block, listed, CHUNK: tl.constexpr):
-    """Ranks of ``block [CHUNK]``, after the units that this program has counted before, then by place in ``block``."""
+    """Ranks of ``block [CHUNK]``: after the units that this program counted earlier, in the order of ``block``."""
     i = tl.arange(0, CHUNK)
     ahead = (block[None, :] == block[:, None]) & (i[None, :] < i[:, None]) & listed[None, :]
     rank = tl.atomic_add(counts + block, 0, mask=listed, sem="relaxed")  # a plain load could read an old value from L1
@@ -241,7 +241,7 @@ def _strip_kernel(count_ptr, total_ptr, heads, blocks, strips, CHUNK: tl.constex
 def chunks_of(cu_q_ptr, B, STEPS: tl.constexpr, CHUNK: tl.constexpr):
     """``(low, high)``: all sequences of a ragged batch with more than ``STEPS`` queries are in ``[low, high)``.
 
-    Ends that fall leave queries to sequences that seem to have few: then the result is ``(0, B)``.
+    If ends are not in rising order, a sequence that seems short may have many queries, so the result is ``(0, B)``.
     """
     low = tl.zeros([CHUNK], tl.int32) + B
     high = tl.zeros([CHUNK], tl.int32)
@@ -268,8 +268,8 @@ def _scan_kernel(
     A program takes one window and head. count, start ``[windows, heads, blocks]``. work ``[3, windows, heads, work]``:
     each share's block, first unit and number of units, zero before the launch (a share of 0 units has no work). part
     ``[windows, heads, blocks]`` or None: number of a block's first partial sum, counted over blocks of several shares.
-    STEPS: sequences of at most as many queries have no units, and a program looks only from the first to the last of
-    the other sequences.
+    STEPS: sequences of at most ``STEPS`` queries have no units. A program looks only from the first to the last of the
+    other sequences.
     """
     group = tl.program_id(0)
     all_work = tl.num_programs(0) * work
@@ -281,8 +281,8 @@ def _scan_kernel(
     parts = tl.zeros([], tl.int32)
     low, high = 0, blocks
     if STEPS:
-        low, high = chunks_of(cu_q_ptr, B, STEPS, 128)  # one end a thread, or the loop below gets a layout that is slow
-        low = low * (blocks // tl.maximum(B, 1)) // CHUNK * CHUNK  # a multiple, for which Triton makes better code
+        low, high = chunks_of(cu_q_ptr, B, STEPS, 128)  # one end a thread; else the loop below gets a slow layout
+        low = low * (blocks // tl.maximum(B, 1)) // CHUNK * CHUNK  # for a multiple of CHUNK Triton makes better code
         high *= blocks // tl.maximum(B, 1)
     for begin in range(low, high, CHUNK):
         block = begin + tl.arange(0, CHUNK)

@@ -42,7 +42,7 @@ def workspace(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 class Variant:
-    """A kernel with everything that decides how Triton compiles it, except what ``common`` says of a launch.
+    """A kernel with everything that decides how Triton compiles it, except ``common`` of :meth:`launch`.
 
     All launches of one variant must have tensors of the same dtypes, with the same ones absent. This is not checked.
 
@@ -94,7 +94,7 @@ class Variant:
         }
 
     def _described(self, values: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-        """A value for each tensor, and the tensor descriptor instead where the kernel takes one."""
+        """The values of the tensors, with a tensor descriptor in place of each that the kernel takes as one."""
         given = list(values)
         for at, block in self.blocks.items():
             x = tensors[at]
@@ -115,7 +115,7 @@ class Variant:
         Args:
             tensors, numbers: the run-time arguments, in the kernel's order.
             common: the ints fit int32. If they do not, or if an address is not a multiple of 16, the launch needs
-                another variant. This is rare, so Triton's own launch finds the variant.
+                another compiled kernel. This is rare, so Triton's own launch finds that kernel.
 
         Raises:
             nsa.guard.ProbeFailed: Triton would have to compile, and the kernel failed in a child process.

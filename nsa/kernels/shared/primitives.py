@@ -78,10 +78,10 @@ def clamp_span(begin, stop, limit, block_size, SOURCE: tl.constexpr):
 
 @triton.jit
 def causal_end(position, end, token, pos_ptr, origin=0):
-    """The causal rule: the end of the keys before ``end`` that a query may read, those up to its own position.
+    """The causal rule: a query may read the keys before ``end`` up to its own position. Returns the end of these keys.
 
     ``pos_ptr`` holds positions of tokens, of any value, which replace ``position``; or it is None. Keys and
-    ``position`` count from ``origin``. The end may be negative for a query without keys.
+    ``position`` count from ``origin``. The result may be negative for a query without keys.
     """
     if pos_ptr is not None:
         position = tl.maximum(tl.minimum(tl.load(pos_ptr + token), origin + end - 1), -1).to(tl.int32) - origin
@@ -202,8 +202,8 @@ def in_page(table_row, key, inside, pages, stride_k, stride_v, PAGE: tl.constexp
     k_page and v_page are the int64 offsets of the key's page in K and V. place is the key's number within the page.
     Keys in pages that do not exist are not ``inside``.
     """
-    # The key is masked, not the load or the quotient. Triton 3.1 cannot pipeline masked look-ups, and Triton 3.3 dies
-    # of a masked quotient. Entry 0 of the table exists wherever there are keys.
+    # The key is masked, not the load or the quotient. Triton 3.1 cannot pipeline masked look-ups, and a masked quotient
+    # makes Triton 3.3 crash. Entry 0 of the table exists wherever there are keys.
     key = tl.where(inside, key, 0)
     page = tl.load(table_row + key // PAGE)
     inside = inside & (page >= 0) & (page < pages)
@@ -260,19 +260,19 @@ def not_before(x):
 
 @triton.jit
 def apart(x):
-    """int32 ``x``. A branch that uses the result stays a branch; LLVM may turn another into selects. NVIDIA only."""
+    """int32 ``x``. A branch that uses the result stays a branch: LLVM cannot turn it into selects. NVIDIA only."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, False, 1)
 
 
 @triton.jit
 def nothing_of(x):
-    """An opaque int32 zero, for ``x >= 0``: it keeps LLVM from hoisting a sum with it out of a loop. NVIDIA only."""
+    """An opaque zero made of int32 ``x >= 0``: LLVM cannot hoist a sum with this zero out of a loop. NVIDIA only."""
     return tl.inline_asm_elementwise("shr.s32 $0, $1, 31;", "=r,r", [x], tl.int32, True, 1)
 
 
 @triton.jit
 def nothing_of_lanes(x):
-    """As :func:`nothing_of`, and the compiler cannot see that all lanes have the same value. NVIDIA only.
+    """As :func:`nothing_of`, but the compiler cannot see that all lanes have the same value. NVIDIA only.
 
     Values that all lanes share are computed by the uniform datapath, where a step takes several times as long.
     """
@@ -353,7 +353,7 @@ def sequence_keys(seq, B, S_kv, cu_k_ptr):
 @triton.jit
 def sequence_of_cache(cu_q_ptr, cache_seqlens_ptr, B, token):
     """``(seq, filled, behind)`` of one token of a ragged batch: its sequence, the sequence's length as it is in memory,
-    and how many queries the sequence has from the token on, itself included. It is 1 or less for the last query.
+    and how many queries the sequence has from the token on: 1 for the last query, less for a token after it.
 
     A token after the last sequence gets a length of 0, and the last sequence, so that its row of a page table exists.
     Without sequences ``seq`` is 0.
@@ -377,15 +377,15 @@ def find_step(cu_q_ptr, B, tokens, place, STEPS: tl.constexpr):
     end = tl.minimum(tl.maximum(end, 0), tokens).to(tl.int32)
     token = begin + place // B
     found = (token < end) & (end - begin <= STEPS)
-    # Ends that fall give a token to several sequences. It counts as one of the sequence that all kernels find.
+    # If ends are not in rising order, several sequences claim a token. It belongs to the one that all kernels find.
     found &= find_without_loop(cu_q_ptr, B, token, 128) == seq
     return tl.where(found, token, -1)
 
 
 @triton.jit
 def find_without_loop(cu_seqlens_ptr, B, token, CHUNK: tl.constexpr):
-    """As :func:`find_sequence`, for at most ``CHUNK * CHUNK`` sequences. Of more than ``CHUNK`` sequences the ends must
-    be in rising order, or the result may be any sequence, or ``B``.
+    """As :func:`find_sequence`, for at most ``CHUNK * CHUNK`` sequences. If there are more than ``CHUNK``, the ends
+    must be in rising order; otherwise the result may be any sequence, or ``B``.
 
     From version 3.7 on, Triton does not pipeline the keys of some tiles if a loop or a branch comes before them.
     """
@@ -400,6 +400,6 @@ def find_without_loop(cu_seqlens_ptr, B, token, CHUNK: tl.constexpr):
 
 @triton.jit
 def last_query(cu_q_ptr, seq, known):
-    """One past the last query of a sequence, clamped to what int32 holds."""
+    """One past the last query of a sequence, clamped to ``[0, 2^31 - 1]``."""
     end = tl.load(cu_q_ptr + seq + 1, mask=known, other=0)
     return tl.minimum(tl.maximum(end, 0), 2147483647).to(tl.int32)

@@ -2,8 +2,8 @@
 
 In trained models neighbouring queries select mostly the same blocks. A tile's rows are masked by a bit of the block's
 mask (bit ``i``: token ``i`` of the tile selected it) and by their causal limits. Nothing is merged afterwards. A list
-kernel makes the unions, and decides for each tile whether its union is worth reading: the other tiles are served by
-key-major, which skips the rows that ``served_ptr`` marks. Source: NSA, arXiv 2502.11089, section 3.4.
+kernel makes the unions, and decides for each tile whether its union is worth reading. Key-major serves the other tiles,
+and skips the rows that ``served_ptr`` marks. Source: NSA, arXiv 2502.11089, section 3.4.
 """
 
 import triton
@@ -32,15 +32,15 @@ def _list_kernel(
 
     A program takes ``TOKENS`` tokens of a KV head; ``first`` is the number of the launch's first tile. count ``[tiles,
     HKV]`` is `NOT_SERVED` where the tokens are of several sequences, where a row lists a block twice, and where the
-    union is not worth reading: where it has more than ``gain / cost`` of a block for each listed block. served
-    ``[tokens, HKV]`` is 1 for rows of the other tiles, else 0. STEPS: query-major has marked its own rows in served
-    before. Their marks stay, and their tiles are `NOT_SERVED`.
+    union is not worth reading, because it has more than ``gain / cost`` blocks for each listed block. served ``[tokens,
+    HKV]`` is 1 for rows of the other tiles, else 0. STEPS: query-major has already marked the rows that it serves.
+    These marks stay, and the tiles of these rows are `NOT_SERVED`.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
     token0 = (first + tile) * TOKENS
     seq, k_first, seqlen_k, shift = sequence_of(token0, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)
-    # All tokens must be of one sequence. In a ragged batch a token after the last sequence has its number, but no keys.
+    # All tokens must be of one sequence. In a ragged batch a token after the last sequence has its `seq`, but no keys.
     newest = tl.minimum(token0 + TOKENS, tokens) - 1
     other, _, keys, _ = sequence_of(newest, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)
     together = (other == seq) & (keys == seqlen_k)
@@ -61,8 +61,8 @@ def _list_kernel(
     entry = tl.sort(entry)
     listed = entry != UNLISTED
 
-    # Each entry needs the one before it, and each block the sums of bits at its first entry and at that of the next
-    # block. They are read back from the program's own part of the lists.
+    # Each entry needs the entry before it. Each block needs the sums of bits at its first entry and at the next block's
+    # first entry. Both are read back from the program's own part of the lists.
     list_ptr += (tile.to(tl.int64) * HKV + head) * (TOKENS * SLOTS)
     tl.store(list_ptr + i, entry.to(tl.int64))
     tl.debug_barrier()
@@ -106,12 +106,11 @@ def _union_kernel(
     TMA: ``k_ptr`` and ``v_ptr`` are tensor descriptors of ``[sequences or pages, HKV, keys, D]``, and packed sequences
     count as one. TMA computes the addresses of a tile, and reads zeros past the end of the tensor. Requires TILED, and
     pages of whole tiles. Unlike pointers it also reads keys that no row may see: places of a cache that are not filled,
-    or the next packed sequence. A NaN there has the effect that follows. ``scale`` must be positive, so that a row's
-    highest product is its highest score. The kernel does not negate q instead: Triton would then load q into registers
-    in every step.
+    or the next packed sequence. ``scale`` must be positive, so that a row's highest product is its highest score. The
+    kernel does not negate q instead, because Triton would then load q into registers in every step.
 
-    A weight of zero times a NaN or an infinity is NaN, so a value that only a neighbour selected could spoil a row. A
-    tile whose result has a NaN is therefore not served: its rows are computed again, each alone.
+    A weight of zero times a NaN or an infinity is NaN, so a value that only a neighbour selected, or that only TMA
+    reads, could spoil a row. A tile whose result has a NaN is therefore not served: key-major computes its rows again.
     """
     tile = tl.program_id(0) % tiles  # one KV head after the other, so that its keys may stay in L2
     head_kv = tl.program_id(0) // tiles
@@ -164,8 +163,8 @@ def _union_kernel(
         steps = tl.cdiv(blocks * size, BLOCK_N)
     elif not ONE_TILE:
         steps = blocks * (size // BLOCK_N)
-    # An entry is loaded a step ahead, because addresses of keys wait for it. It is taken apart at once, because Triton
-    # fails for sm_100 if the entry itself goes from step to step.
+    # An entry is loaded a step ahead, because addresses of keys depend on it. It is taken apart at once, because Triton
+    # fails for sm_100 if the loop carries the entry itself.
     coming = tl.load(list_ptr)
     mask = (coming >> 32).to(tl.int32)
     begin = coming.to(tl.int32) * size
@@ -227,7 +226,7 @@ def _union_kernel(
             v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
         scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
         if TMA:
-            # In most tiles a row may see all keys or none, and `some` is its mask. Only near a limit keys are compared.
+            # In most tiles a row may see all keys or none, and `some` is its mask. Only near a limit keys need a mask.
             if partial:
                 few = chosen
                 if not INTERPRETED:

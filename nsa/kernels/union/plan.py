@@ -1,4 +1,4 @@
-"""Union forward: lists the unions of tiles, computes the tiles whose union is worth it; key-major computes the others.
+"""Union forward: lists the union of each tile, and computes tiles whose union is small. Key-major computes the others.
 
 The host does not wait for the device. Key-major is launched for all rows and skips those that are served, so a captured
 graph replays with other selections. The kernels are in ``kernel.py``.
@@ -29,7 +29,7 @@ class Launch(NamedTuple):
 
     list: Variant
     unions: tuple[Variant, Variant]  # without LSE, and with it
-    by_pointers: tuple[Variant, Variant]  # the same where TMA cannot take an address, or the scale is not positive
+    by_pointers: tuple[Variant, Variant]  # the same without TMA, if a tensor is misaligned or the scale not positive
     device: torch.device
     tile: tiles.Tile
     worth: tiles.Worth
@@ -122,7 +122,7 @@ def _variants(
 
 
 def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a tile that make :func:`_variants` return this variant of the kernel with that name."""
+    """The fields of a tile for which :func:`_variants` gives the named kernel these arguments and options."""
     fields = {name: value for name, value in constexprs.items() if name in tiles.Tile._fields}
     if kernel == "_union_kernel":
         fields |= {"warps": options["num_warps"], "stages": options["num_stages"]}

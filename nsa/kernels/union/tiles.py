@@ -26,8 +26,8 @@ NEVER = Worth(1, 0)  # no union, unless it is empty
 
 WORTH = Worth(64, 3)
 WORTH_LONG = Worth(32, 1)  # blocks of more than 64 keys, which key-major reads faster
-"""For each query head of a token: tiles of 4 tokens of 16 heads may have 48 blocks for 64 listed ones (32 if blocks are
-long). An H100 takes about as long for such a union as key-major takes for the tile's rows (docs/notebook/union.md)."""
+"""``gain`` is multiplied by the query heads of a token. A tile with 16 heads may have 48 blocks for 64 listed ones (32
+if blocks are long). On an H100 such a union takes about as long as its rows in key-major (docs/notebook/union.md)."""
 
 
 class Choice(NamedTuple):
@@ -53,7 +53,7 @@ class Tile(NamedTuple):
     BLOCK_D: int
     BLOCK_DV: int
     BLOCK_N: int  # keys of a tile
-    TMA: bool  # TMA loads keys and values where it can; a Hopper GPU's, and 64 rows, so that wgmma reads what it loads
+    TMA: bool  # TMA loads keys and values where it can; only for `wgmma`, which needs a Hopper GPU and 64 rows
     warps: int
     stages: int
 
@@ -77,7 +77,7 @@ def select(
         tokens //= 2
     if tokens < 2 or slots == 0:
         return None
-    # A tile of keys lies in one block if blocks are as large, and takes several blocks if they are smaller.
+    # A tile of keys lies in one block, or takes several blocks if they are smaller than a tile.
     block_n = min(chosen.keys, 64 if narrow and itemsize == 2 else 32)
     block_n = min(block_n, max(16, size)) if size & (size - 1) == 0 else block_n
     stages = chosen.stages
@@ -91,7 +91,7 @@ def select(
 
 
 def worth(size: int) -> Worth:
-    """When a union of blocks of ``size`` keys is worth reading, for each query head of a token."""
+    """When a union of blocks of ``size`` keys is worth reading, if tokens have one query head."""
     return WORTH if size <= 64 else WORTH_LONG
 
 

@@ -37,7 +37,7 @@ NEEDS = {
     "small scores": "scores that overflow exp",
     "default scale": "a scale other than D**-0.5",
 }
-"""What a kernel may need of its inputs, and the inputs for which a kernel with that need promises nothing."""
+"""What a kernel may need of its inputs, and the inputs that a kernel with this need does not take."""
 
 
 @dataclass(frozen=True)
