@@ -141,15 +141,17 @@ class _Attention(torch.autograd.Function):
         o, lse = dispatch.run(planned, call)
         ctx.set_materialize_grads(False)  # an unused output has gradient None instead of zeros
         ctx.save_for_backward(*call[: TENSORS - 1], o, lse)
-        ctx.options = call[TENSORS:]
+        ctx.rest = call[TENSORS:], planned, (q.stride(), k.stride(), v.stride())
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         *tensors, o, lse = ctx.saved_tensors
-        call = Call._make((*tensors, None, *ctx.options))
+        options, planned, strides = ctx.rest
+        call = Call._make((*tensors, None, *options))
         with settings.applied(call.settings):  # this may be a thread of autograd
-            planned = routing.plan(call)  # looked up, because a hook may have saved copies with other strides
+            if tuple(x.stride() for x in call[:3]) != strides:  # a hook saved copies
+                planned = routing.plan(call)
             found = _gradients(call, planned, do, dlse, o, lse, ctx.needs_input_grad[2:])
         return None, None, *found
 
