@@ -117,9 +117,12 @@ class Call(NamedTuple):
             None if k_scale is None and v_scale is None else scales_metadata(k_scale, v_scale),
         )  # fmt: skip
 
-    def rows_key(self) -> tuple[Any, ...]:
-        """:meth:`key` of a call on packed rows. It is shorter, because such a call has fewer arguments."""
-        q, k, v, _, _, _, _, cu, _, _, _, _, out, _, _, _, most, _, _, schedule, _, settings = self
+    @staticmethod
+    def rows_key(q: Any, k: Any, v: Any, cu: Any, out: Any, most: Any, schedule: str, settings: Settings) -> Any:
+        """:meth:`key` of a call on packed rows, which has fewer arguments.
+
+        They are passed one by one, because unpacking a `Call` would add 3% to the host time of a call.
+        """
         return (
             settings.text, schedule, most, most.__class__, q.shape, q.dtype, q.device, q.stride(), k.shape, k.dtype,
             k.device, k.stride(), v.shape, v.dtype, v.device, v.stride(), None if cu is None else metadata(cu),

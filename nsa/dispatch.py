@@ -1,7 +1,7 @@
 """Runs a planned call: launches its kernel, or the fallback if the kernel is broken, and counts routes.
 
-A kernel that failed to compile or to launch is remembered by its compiled variants, and not tried again. A backend that
-the caller named never falls back: it raises.
+A kernel that failed to compile or to launch is remembered by its compiled variants, and not tried again. If the caller
+named a backend, there is no fallback, and errors are raised.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nsa.routing import PLAIN, Plan
 logger = logging.getLogger("nsa")
 
 # Texts of driver errors that are not the kernel's fault: memory is full, an earlier kernel broke the context, or a
-# stream is being captured. Triton's errors contain the text, but not the code, which is in the comments.
+# stream is being captured. Comments give the codes, because Triton's errors contain only the texts.
 OF_THE_DRIVER = frozenset((
     "out of memory",  # 2
     "an illegal memory access was encountered",  # 700
@@ -88,7 +88,7 @@ def failures() -> tuple[type[BaseException], ...]:
 def _is_kernel_failure(error: BaseException) -> bool:
     """Whether a caught error is the kernel's fault. Lack of memory and a lost CUDA context are not."""
     if isinstance(error, guard.ProbeFailed):
-        return True  # its text may quote such an error of the child process
+        return True  # decided first, because its text may quote a driver error of the child process
     if isinstance(error, RuntimeError) and type(error).__module__.startswith("torch"):
         return False
     if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN):
@@ -196,12 +196,12 @@ class _Refusal:
 
 
 Planned = tuple[Any, Any, Any, tuple[str, str]]
-"""The `plan` module of a kernel family, its launch of the call, what a failure is remembered by (the launch's variants,
-or the signature of a launch that has none), and what the route log counts: route and reason."""
+"""The `plan` module of a kernel family, its launch of the call, the key of a failure (the launch's variants, or the
+signature if the launch has none), and the entry of the route log (route and reason)."""
 
 
 def with_variants(kernel: Any, launch: Any, signature: str, counted: tuple[str, str]) -> Planned:
-    """A kernel and its launch, with what a failure is remembered by."""
+    """A kernel and its launch, with the key of a failure and the entry of the route log."""
     return kernel, launch, getattr(launch, "variants", signature), counted
 
 
@@ -227,7 +227,7 @@ def launch(what: Plan, call: Call, planned: Planned | None = None) -> Result:
 
 
 def _written(out: Tensor) -> None:
-    """Tell autograd that ``out`` was modified. It does not see the writes of a kernel."""
+    """Tell autograd that ``out`` was modified, because autograd does not see the writes of a kernel."""
     if not out.is_inference():
         increment_version(out)
 

@@ -6,8 +6,8 @@
 - `crossover`: from how many queries on key-major is faster than query-major;
 - `tiles`: tile sizes and splits, by kernel family.
 
-A section of the user's own file, `$XDG_CONFIG_HOME/nsa/gpus/<slug>.yaml`, replaces the packaged section. A section in
-neither file is None, and rules apply instead. The files are read at the first call on a GPU of that model.
+A section of the user's own file, `$XDG_CONFIG_HOME/nsa/gpus/<slug>.yaml`, replaces the packaged section. A section that
+is in neither file is None, and defaults apply instead. The files are read at the first call on a GPU of that model.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nsa")
 
-DEFAULT_MIN_L = 2048  # keys; used on unmeasured GPUs, because packed SDPA is never much slower for shorter rows
-TRITON_OFF = sys.maxsize  # keys; the threshold of a GPU on which Triton was never faster: no row is that long
+DEFAULT_MIN_L = 2048  # keys; used on unmeasured GPUs. Cautious, because the threshold of an H100 is 16 keys
+TRITON_OFF = sys.maxsize  # keys; the threshold of a GPU on which Triton was never faster, because no row is that long
 SDPA_LAYOUTS = ("heads_as_queries", "expanded", "enable_gqa")
 
 PACKAGED = Path(__file__).parent / "configs" / "gpus"
@@ -68,7 +68,7 @@ class Crossover:
         """Queries from which on key-major is faster for group size `G`; None if it never is.
 
         If `G` was not measured, the next larger measured group size decides, because key-major gains less for larger
-        groups. Above the largest one the result is None.
+        groups. For groups above the largest measured size the result is None.
         """
         table = self.chunk if chunk else self.tokens
         return table[min(g for g in table if g >= G)] if G <= max(table) else None

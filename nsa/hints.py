@@ -1,7 +1,7 @@
 """What the error of a wrong call adds for callers who know FlashAttention, PyTorch's SDPA or fla's NSA.
 
-A hint names our word for their argument, or our layout for their tensor. No hint costs a right call anything: they are
-made after a check has failed.
+A hint names our word for their argument, or our layout for their tensor. Hints are made after a check has
+failed, so they cost a valid call nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 SCALE = "nsa calls it scale"
 CU_SEQLENS = "selection_attention takes cu_seqlens=(cu_seqlens_q, cu_seqlens_k)"
-LONGEST = "nsa needs no longest length; max_selected is the bound on the keys that one row selects"
+LONGEST = "nsa needs no length of the longest sequence; max_selected bounds the keys that one row selects"
 BRANCH = "nsa computes the selection branch only; compute the {} branch separately"
-GATE = "nsa applies no gate; multiply the output by it"
+GATE = "nsa applies no gate; multiply the output by the gate"
 RAGGED = "; packed queries [T, HQ, D] need cu_seqlens_q"
 APPEND = "nsa appends nothing to a cache; write new keys and values into k_cache and v_cache before the call"
 
@@ -37,7 +37,7 @@ WORDS = {
     "return_softmax_lse": "nsa calls it return_lse",
     "return_attn_probs": "nsa returns no probabilities; return_lse=True also returns the LSE",
     "cu_seqlens_q": CU_SEQLENS,
-    "cu_seqlens_k": f"{CU_SEQLENS}; with a cache, cache_seqlens says how many keys there are",
+    "cu_seqlens_k": f"{CU_SEQLENS}; with a cache, cache_seqlens has the number of keys of each sequence",
     "seqused_k": "selection_attention_with_kvcache calls it cache_seqlens",
     "max_seqlen_q": LONGEST,
     "max_seqlen_k": LONGEST,
@@ -54,7 +54,7 @@ WORDS = {
 def hide_wrong(function: Function) -> Function:
     """Leave ``**wrong`` out of the signature that ``inspect``, ``help`` and editors show. Returns ``function`` itself.
 
-    ``**wrong`` collects unknown keywords. Where it is empty it takes 20 ns of a call; a wrapper would take 230 ns.
+    ``**wrong`` collects unknown keywords. It takes 20 ns of a call without any; a wrapper would take 230 ns.
     """
     signature = inspect.signature(function)
     shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -79,9 +79,9 @@ def refuse(function: Callable[..., Any], wrong: Mapping[str, object]) -> NoRetur
 
 
 def packed(shape: Sequence[int], layout: str) -> str:
-    """A hint where ``shape`` is fla's ``[1, T, …]`` and ``layout`` is ours of packed sequences; empty otherwise."""
+    """A hint where ``shape`` is fla's ``[1, T, …]`` and ``layout`` is our ``[T, …]``; empty otherwise."""
     if layout.startswith("[T") and len(shape) == layout.count(",") + 2 and shape[0] == 1:
-        return f"; packed sequences are {layout} here: squeeze(0)"
+        return f"; nsa takes packed sequences as {layout}: call squeeze(0)"
     return ""
 
 
@@ -107,7 +107,7 @@ def transposed(call: Call, max_group: int) -> str:
     hints, q_k_v = [], "q, k and v" if call.cache_seqlens is None else "q, k_cache and v_cache"
     if fits(a, c) and (first, second) in ((b, c), (c, b)):
         names = q_k_v if (first, second) == (b, c) else f"{q_k_v.replace(' and', ',')} and {name}"
-        hints.append(f"{names} look like [B, H, S, D]: nsa takes [B, S, H, D], transpose(1, 2)")
+        hints.append(f"{names} look like [B, H, S, D]: nsa takes [B, S, H, D], call transpose(1, 2)")
     if fits(b, d) and (first, second) == (d, a):
-        hints.append(f"{name} looks like [B, HKV, S, {inner}]: nsa takes [B, S, HKV, {inner}], transpose(1, 2)")
+        hints.append(f"{name} looks like [B, HKV, S, {inner}]: nsa takes [B, S, HKV, {inner}], call transpose(1, 2)")
     return "; " + ", or ".join(hints) if hints else ""

@@ -1,7 +1,7 @@
 """The original function names and layouts. The same kernels serve them.
 
-``sel_attn_fwd_*`` take packed rows: ``N`` rows of ``H`` query heads, each of which reads all of its keys. They run
-Triton or raise. The two wrappers in the original layout route and fall back.
+``sel_attn_fwd_*`` take packed rows: ``N`` rows of ``H`` query heads; a row reads all keys that are packed for it. They
+run Triton or raise an error. The two wrappers in the original layout fall back, as `nsa.selection_attention` does.
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ def _direct(
     """A call on packed rows, whose only selection is ``cu_seqlens``."""
     if scale is not None and type(scale) is not float:
         scale = number(scale)
+    schedule, current = "per_head" if per_head else "auto", settings.get()
     call: Call = tuple.__new__(
         Call,
         (
             Q, K, V, None, None, None, None, cu_seqlens, None, None, None, None, out, None, True, scale, max_selected,
-            None,
-            "triton", "per_head" if per_head else "auto", return_lse, settings.get(),
+            None, "triton", schedule, return_lse, current,
         ),
     )  # fmt: skip
     if any_autocast_enabled() or transforms_active() or forward_ad._current_level >= 0:
         call = _unusual(call)
+        Q, K, V = call[:3]
     try:
-        planned = routing.plan(call, call.rows_key(), routing.make_rows_plan)
+        key = Call.rows_key(Q, K, V, cu_seqlens, out, max_selected, schedule, current)
+        planned = routing.plan(call, key, routing.make_rows_plan)
     except AttributeError:
         check_tensors(**_named(call))
         raise
-    if torch.is_grad_enabled() and (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad):
+    if torch.is_grad_enabled() and (Q.requires_grad or K.requires_grad or V.requires_grad):
         raise RuntimeError("packed rows have no backward, and an input requires grad: use selection_attention")
     o, lse = dispatch.launch(planned, call)
     return o if lse is None else (o, lse)
@@ -71,8 +73,8 @@ def sel_attn_fwd_dense(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of rows whose ``L`` selected keys are packed side by side. A row has ``H`` query heads and one KV head.
 
-    Each program of the Triton kernel computes one head of a row (route ``per_head``). It is kept for comparison:
-    :func:`sel_attn_fwd_dense_group` reads the keys of a row once.
+    Each program of the Triton kernel computes one head of a row (route ``per_head``). This function is kept for
+    comparison, because :func:`sel_attn_fwd_dense_group` reads the keys of a row once for all heads.
 
     Args:
         Q: ``[N, H, D]``, fp16, bf16 or fp32.
@@ -112,8 +114,8 @@ def sel_attn_fwd_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of packed rows of different lengths, one after another in ``K_all`` and ``V_all``.
 
-    Each program of the Triton kernel computes one head of a row (route ``per_head``). It is kept for comparison:
-    :func:`sel_attn_fwd_varlen_group` reads the keys of a row once.
+    Each program of the Triton kernel computes one head of a row (route ``per_head``). This function is kept for
+    comparison, because :func:`sel_attn_fwd_varlen_group` reads the keys of a row once for all heads.
 
     Args:
         Q: ``[N, H, D]``, fp16, bf16 or fp32.
@@ -121,7 +123,7 @@ def sel_attn_fwd_varlen(
         V_all: ``[sum L, Dv]``.
         cu_seqlens: ``[N + 1]`` int32 or int64. Row ``i`` reads keys ``[cu_seqlens[i], cu_seqlens[i + 1])``, clamped to
             the tensor.
-        max_selected: host bound on the keys of a row. It decides tiles and splits only.
+        max_selected: upper bound, known to the host, of the keys of a row. It decides tiles and splits only.
         scale, return_lse, out: as for :func:`sel_attn_fwd_dense`.
 
     Returns, Raises: as for :func:`sel_attn_fwd_dense`.
@@ -163,7 +165,7 @@ def selection_attention_triton(
         K: ``[B, HKV, S_kv, D]``.
         V: ``[B, HKV, S_kv, Dv]``.
         ranges: ``[B, S, HKV, n, 2]`` int32 or int64.
-        causal: clamp spans causally. Off by default, because the original takes spans that are causal already.
+        causal: clamp spans causally. False by default, because the original expects spans that are clamped already.
         scale, max_selected: as for :func:`nsa.selection_attention`.
 
     Returns:

@@ -72,7 +72,7 @@ def _unusual(call: Call, tracing: bool) -> Result:
     dtype = torch_modes.autocast_dtype(call.q.device)
     cached = call.cache_seqlens is not None
     if dtype is not None and not (cached and tracing):
-        with torch.autocast(call.q.device.type, enabled=False):  # SDPA must not cast again
+        with torch.autocast(call.q.device.type, enabled=False):  # so that SDPA does not cast again
             if not cached:  # calls with a cache are not cast
                 call = torch_modes.cast(call, dtype)
             return serve(call, tracing)
@@ -83,7 +83,7 @@ def _unusual(call: Call, tracing: bool) -> Result:
         )
     if cached or (tracing and call.backend in ("auto", "triton")):
         return _operator(call)
-    if tracing:  # not counted as a route, because a graph that reads the counter is recompiled at each count
+    if tracing:  # not counted as a route, because each count would recompile a graph that reads the counter
         planned = routing.traced_plan(call)
         return dispatch.plain(planned.route, planned, call)
     planned = routing.plan(call)
@@ -133,7 +133,7 @@ def _of_arguments(arguments: tuple[Any, ...]) -> Call:
 
 
 class _Attention(torch.autograd.Function):
-    """A planned call with gradients. The operator's own autograd node takes four times as long."""
+    """A planned call with gradients. The autograd node of the operator takes four times as long."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, planned: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -141,15 +141,17 @@ class _Attention(torch.autograd.Function):
         o, lse = dispatch.run(planned, call)
         ctx.set_materialize_grads(False)  # an unused output has gradient None instead of zeros
         ctx.save_for_backward(*call[: TENSORS - 1], o, lse)
-        ctx.rest = call[TENSORS:], planned
+        ctx.rest = call[TENSORS:], planned, (q.stride(), k.stride(), v.stride())
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         *tensors, o, lse = ctx.saved_tensors
-        options, planned = ctx.rest
+        options, planned, strides = ctx.rest
         call = Call._make((*tensors, None, *options))
         with settings.applied(call.settings):  # this may be a thread of autograd
+            if tuple(x.stride() for x in call[:3]) != strides:  # a hook saved copies
+                planned = routing.plan(call)
             found = _gradients(call, planned, do, dlse, o, lse, ctx.needs_input_grad[2:])
         return None, None, *found
 
@@ -208,7 +210,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    if torch_modes.forward_mode():  # refused always, because PyTorch does not say whether a fake tensor has a tangent
+    if torch_modes.forward_mode():  # always refused: PyTorch does not say whether a fake tensor has a tangent
         torch_modes.tangents_refused("a compiled call")
     q, _, v = arguments[:3]
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -1,9 +1,10 @@
-"""Chooses the implementation that serves a call, from metadata and settings. It never reads the device.
+"""Chooses the implementation that serves a call, from metadata and settings. Nothing is read from the device.
 
 Three Triton kernels can serve block indices. Query-major reads the selected keys anew for every query. Key-major reads
 a block once for all queries that selected it, and merges partial results afterwards, which is faster for small groups
 and many queries. Union reads a block once for a few neighbouring queries; the device decides for which of them, and
-key-major serves the others. The crossover, in queries, is measured (`pytest -m perf tests/perf/test_crossover.py
+key-major serves the others. In calls of either, query-major serves the steps of a ragged batch: its sequences of at
+most 8 queries. The crossover, in queries, is measured (`pytest -m perf tests/perf/test_crossover.py
 --nsa-update-schedules`) and stored in the GPU's file (`nsa/gpu.py`).
 """
 
@@ -32,16 +33,16 @@ FAMILIES: dict[str, Any] = {"key_major": key_tiles, "union": union_tiles}
 
 STAND_IN = "NVIDIA H100 80GB HBM3"
 """The GPU whose crossover is used on a GPU without one. The crossover depends far more on the group size than on the
-GPU, and a schedule changes the speed of a call, not its result."""
+GPU, and a schedule changes the speed of a call, and its result only by rounding."""
 
-# Calls for which the crossover is used. It was measured with 16 blocks of 64 keys a row.
+# The crossover is used for calls within these limits. It was measured with 16 blocks of 64 keys a row.
 DTYPES = (torch.float16, torch.bfloat16)
 MIN_SLOTS = 4
 BLOCK_SIZES = (16, 128)
 MIN_BOUND = 512  # keys
 MAX_HEAD_DIM = 128
 UNION_GROUPS = range(4, 33)  # smaller groups leave a tile's rows empty, larger ones fill it with one token
-CHUNK = 8  # keys per query from which on a call counts as a chunk of a longer prompt, which has a crossover of its own
+CHUNK = 8  # at or above this many keys per query, a call is a chunk of a longer prompt, with a crossover of its own
 
 
 class Plan(NamedTuple):
@@ -53,8 +54,8 @@ class Plan(NamedTuple):
     named: bool  # the caller named the backend: no fallback
     launches: dict[Any, Any]  # by the tiles that a sweep forces (None without a sweep): see `dispatch.attach`
     backward_launches: dict[Any, Any]
-    kernel: str = ""  # what a failure of the kernel is remembered by; a string, because strings cache their hash
-    backward: str = ""  # what a failure of the backward kernels is remembered by
+    kernel: str = ""  # the key of a failure of the kernel; a string, because strings cache their hash
+    backward: str = ""  # the key of a failure of the backward kernels
     fallback: str = "sdpa"
     sdpa_layout: str = "heads_as_queries"
     debug: bool = False  # a `debug_*` setting is on
@@ -187,7 +188,7 @@ def _device_facts(device: torch.device) -> tuple[str | None, str, str | None]:
 def traced_plan(call: Call) -> Plan:
     """The plan of a call that names a backend of plain PyTorch, and that ``torch.compile`` traces.
 
-    It uses neither settings nor the device's name, which a compiler cannot look up.
+    Settings and the device's name are not used, because a compiler cannot look them up.
     """
     return Plan(check(call), call.backend, "traced by torch.compile", True, {}, {}, fallback=call.backend)
 
@@ -213,7 +214,7 @@ def plan(call: Call, key: Any = None, make: Callable[[Call], Plan] = make_plan) 
     """``make(call)``, remembered by ``key``, so that a repeated call only pays a look-up.
 
     Args:
-        key: None: ``call.key()``.
+        key: ``call.key()`` if None.
 
     Raises:
         AttributeError: an argument that must be a tensor is not.
@@ -225,12 +226,12 @@ def plan(call: Call, key: Any = None, make: Callable[[Call], Plan] = make_plan) 
         return found
     made = make(call)
     if len(_plans) >= MAX_PLANS:
-        _plans.clear()  # most of them are of shapes that came once; the others are planned again
+        _plans.clear()  # most plans are of shapes that occurred once; the others are made again
     return _plans.setdefault(key, made)
 
 
 def without_kernels(what: Plan) -> Plan:
-    """The plan of a transformed call, which runs in plain PyTorch: its tensors have tangents or no memory of their own.
+    """The plan of a transformed call, in plain PyTorch: its tensors have tangents, or no memory of their own.
 
     Raises:
         RuntimeError: the caller named Triton.
@@ -238,7 +239,7 @@ def without_kernels(what: Plan) -> Plan:
     forward = forward_mode()
     if what.route in PLAIN and (what.named or not forward):
         return what
-    reason = "torch.func or forward-mode AD transforms the call, which Triton's kernels do not know"
+    reason = "torch.func or forward-mode AD transforms the call, which Triton's kernels do not support"
     if what.named:
         raise RuntimeError(f"backend='triton': {reason}")
     # Most SDPA kernels of PyTorch have no forward-mode derivative.
@@ -246,10 +247,10 @@ def without_kernels(what: Plan) -> Plan:
 
 
 def triton_route(call: Call, dims: Dims, device_name: str | None) -> tuple[str, str | None]:
-    """The Triton route of a call, and the reason if a measurement chose it.
+    """The Triton route of a call, and the reason if a measurement decided it.
 
     Args:
-        device_name: the GPU, as CUDA names it. None without a GPU: then key-major runs only if the caller names it.
+        device_name: the GPU, as CUDA names it. None without a GPU; key-major then runs only if the caller names it.
     """
     if call.schedule in ("key_major", "union", "per_head"):
         return call.schedule, None
@@ -259,8 +260,8 @@ def triton_route(call: Call, dims: Dims, device_name: str | None) -> tuple[str, 
         return "ranges", None
     # With `batch_invariant` the number of queries must not decide, because the two schedules round differently.
     if call.schedule == "auto" and device_name is not None and not call.settings.batch_invariant:
-        queries = dims.tokens // max(dims.B, 1)  # per sequence (varlen: the mean), as sequences share no blocks
-        if call.max_seqlen_q is not None and queries > 1:  # most tokens are in chunks; the other sequences decode
+        queries = dims.tokens // max(dims.B, 1)  # per sequence (varlen: the mean), because sequences share no blocks
+        if call.max_seqlen_q is not None and queries > 1:  # assumes one token for each other sequence
             queries = max(queries, min(call.max_seqlen_q, dims.tokens - dims.B + 1))
         S_kv = dims.S_kv // max(dims.B, 1) if dims.varlen and call.cache_seqlens is None else dims.S_kv
         start = key_major_from(device_name, dims.G, S_kv >= CHUNK * queries)
@@ -308,7 +309,7 @@ def key_major_from(device_name: str, G: int, chunk: bool = False) -> int | None:
 
 
 def _why(device_name: str, G: int, start: int | None) -> str:
-    """The reason that `nsa.routes()` shows for key-major. Calls are counted by reason, so it names no call sizes."""
+    """The reason that `nsa.routes()` shows for key-major. It names no sizes, because calls are counted by reason."""
     schedule = measured(device_name)
     assert schedule is not None
     text = f"{start} queries or more with G = {G}: key-major is faster, measured on {schedule.provenance['gpu']}"

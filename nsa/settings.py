@@ -5,7 +5,8 @@ Settings come in layers, of which the later one wins: defaults < YAML (`nsa/conf
 first `get()`. Later calls of `get()` only read a few globals, because every attention call begins with `get()`.
 
 A change by `nsa.configure` holds for one thread or asyncio task. Autograd runs a backward pass on its own threads.
-There the settings are those of the thread that called `backward()`.
+There the settings are those of the thread that called `backward()`, until our backward pass applies those of its
+forward pass.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 class Settings:
     """One set of run-time settings. The environment variable of each is `NSA_` and the setting's name in capitals."""
 
-    use_triton_sel: bool = True  # Triton may be used at all
+    use_triton_sel: bool = True  # backend `auto` may choose Triton
     sel_triton_min_L: int | None = None  # keys; rows with a smaller bound use packed SDPA; None: measured per GPU
     sel_triton_group: bool = True  # a program computes a whole GQA group; False: one head, for comparison
     sel_triton_db: bool = True  # software pipelining (num_stages > 1)
-    batch_invariant: bool = False  # in Triton, a row's result does not depend on the number of rows in the call
+    batch_invariant: bool = False  # in Triton, a row's result does not depend on the other rows of the call
     use_sel_pack: bool = True  # the fallback is packed SDPA; False: the gather reference
     force_parity: bool = False  # `auto` is always the reference
-    probe: str = "auto"  # try kernels in a child process first: always, never, or unless the compile matrix has passed
+    probe: str = "auto"  # try kernels in a child process first; auto: unless the compile matrix has passed
     debug_timing: bool = False  # log route and time of each call, host and device
     debug_compare: bool = False  # log the error of each call against the reference
     debug_shapes: bool = False  # log shapes and strides
@@ -48,7 +49,7 @@ class Settings:
     vllm: bool = False  # our kernels serve MiniMax-M3 in vLLM (nsa.integrations.vllm)
 
     text: str = dataclasses.field(init=False, repr=False)
-    """All values. Every call looks up its plan by its settings, and a string remembers its hash."""
+    """All values as one string. Calls look up their plan by this string, because a string caches its hash."""
 
     def __post_init__(self) -> None:
         values = [getattr(self, field.name) for field in dataclasses.fields(self) if field.init]
@@ -91,9 +92,9 @@ def sources() -> dict[str, str]:
 def configure(**values: Value) -> AbstractContextManager[Settings]:
     """Change settings inside a `with` block. Blocks nest, and the end of a block undoes its changes.
 
-    The change holds for this thread, or this asyncio task, alone. A backward pass uses the settings of its
-    forward pass. A checkpoint that is computed again, and the backward pass of a compiled graph, use the settings in
-    force where `backward()` is called. Before PyTorch 2.13, if several threads have open blocks, these two use the
+    The change holds only for this thread or asyncio task. A backward pass uses the settings of its forward pass. There
+    are two exceptions: a checkpoint that is computed again, and the backward pass of a compiled graph, use the settings
+    in force where `backward()` is called. Before PyTorch 2.13, if several threads have open blocks, these two use the
     settings outside all blocks.
 
     Args:
@@ -101,7 +102,7 @@ def configure(**values: Value) -> AbstractContextManager[Settings]:
 
     Raises:
         TypeError: an unknown name, or a value of the wrong type. Raised by this call, before the block begins.
-        ValueError: a negative length, or an unknown word. Raised likewise.
+        ValueError: a negative ``sel_triton_min_L``, or an unknown value of ``probe``. Raised at the same point.
     """
     for name, value in values.items():
         if name not in NAMES:
@@ -168,8 +169,8 @@ def applied(settings: Settings) -> Iterator[None]:
 def _of_caller() -> Settings | None:
     """On a thread of autograd, the settings of the `configure` blocks around the call of `backward()`.
 
-    PyTorch 2.13 hands the context variables of that call to its threads. Before, they are those of the only thread that
-    has open blocks.
+    PyTorch 2.13 hands the context variables of that call to its threads. For older versions, the settings are those of
+    the only thread with open blocks.
     """
     if torch._C._is_key_in_tls("context"):
         context = torch._C._get_obj_in_tls("context")

@@ -1,7 +1,7 @@
 """Checks a call and returns its dimensions, or raises an error that says what was expected.
 
-Checks use shapes, dtypes, devices and strides, never values, so that nothing is read from the device. Calls with equal
-keys are checked once, because `nsa.routing` remembers their plan.
+Checks use shapes, dtypes, devices and strides, never values, so that nothing is read from the device. Calls with the
+same :meth:`Call.key` are checked once, because `nsa.routing` remembers their plan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nsa.call import Call
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
-E4M3 = torch.float8_e4m3fn  # dtype that only a cache may have, beside that of its queries
+E4M3 = torch.float8_e4m3fn  # dtype that a cache may have instead of the dtype of its queries
 E4M3_QUERIES = (torch.float16, torch.bfloat16)  # dtypes of queries over such a cache
 BACKENDS = ("auto", "triton", "sdpa", "reference")
 SCHEDULES = ("auto", "query_major", "key_major", "union", "per_head")
@@ -30,7 +30,7 @@ MAX_ROOM = 2**30 - 256  # keys of a sequence in a page table: the ends of their 
 class Dims(NamedTuple):
     """Sizes of a valid call. With ``cu_seqlens_q`` a call has ``S = tokens = T``, else ``tokens = B * S``.
 
-    ``bound`` is what the host knows as an upper bound of ``L``, or None. ``S_kv`` includes free places of a cache.
+    ``bound`` is an upper bound of ``L`` that the host knows, or None. ``S_kv`` includes the free room of a cache.
     """
 
     B: int
@@ -122,7 +122,7 @@ def _check_out(out: Tensor, layout: str, shape: tuple[int, ...]) -> None:
     reach, axes = 0, sorted(zip(out.stride(), out.shape, strict=True))  # reach: offset of the last element so far
     for stride, size in axes:
         if size > 1 and stride <= reach:
-            raise ValueError(f"out: expected memory for each element, got {_shape(shape)} of strides {out.stride()}")
+            raise ValueError(f"out: expected no elements that share memory, got strides {out.stride()}")
         reach += stride * (size - 1)
 
 
@@ -219,7 +219,8 @@ def _check_cache(call: Call, B: int, S_kv: int) -> int:
     room = S_kv * table.shape[1]
     if room > MAX_ROOM:
         raise ValueError(
-            f"block_table: expected room for {MAX_ROOM} keys or fewer, got {_shape(table.shape)} with pages of {S_kv}"
+            f"block_table: expected room for {MAX_ROOM} keys or fewer, got {_shape(table.shape)} with pages of {S_kv} "
+            "keys"
         )
     return room
 
@@ -258,11 +259,11 @@ def _check_cache_floats(call: Call) -> None:
 def lengths(cache_seqlens: Any, q: Any, k_cache: Any, block_table: Any, cu_seqlens_q: Any) -> Tensor:
     """``cache_seqlens`` as a tensor. An int is the length of all sequences: it becomes ``[B]`` int32 on ``q``'s device.
 
-    The host knows an int, so it is checked here; lengths in a tensor are clamped by the kernels instead.
+    An int is checked here, because the host knows it. Lengths in a tensor are not; kernels clamp them instead.
 
     Raises:
-        TypeError: it is neither a tensor nor an int.
-        ValueError: the int is negative, or more keys than a sequence has room for.
+        TypeError: ``cache_seqlens`` is neither a tensor nor an int.
+        ValueError: the int is negative, or larger than the room of a sequence.
     """
     if isinstance(cache_seqlens, Tensor):
         return cache_seqlens
@@ -344,7 +345,7 @@ def check(call: Call) -> Dims:
     n, bound = _check_selection(call, lead, lead_name, HKV)
     if call.q_positions is not None:
         if not call.causal:
-            raise ValueError("q_positions: expected None with causal=False, which has no use for them, got a tensor")
+            raise ValueError("q_positions: expected None with causal=False, which does not read it, got a tensor")
         _check_shape("q_positions", call.q_positions, f"[{lead_name}]", lead)
         _check_index("q_positions", call.q_positions, call.q.device)
     if call.out is not None:

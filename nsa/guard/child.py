@@ -84,7 +84,7 @@ def watch(what: dict[str, Any]) -> list[dict[str, Any]]:
     from nsa.kernels.union import plan as union
 
     settings.reload()  # forgets plans and variants, whose tiles an earlier trial chose
-    families = query_major._variant, combine._variant, key_major._variants, union._variants, backward._variants
+    families = query_major._variant, combine._variant, key_major._variants, union._variants, *backward.VARIANTS
     for variants in families:
         variants.cache_clear()
     seen: list[dict[str, Any]] = []

@@ -29,22 +29,28 @@ class Trial(Likeness):
         options: the options that Triton takes, such as ``num_warps``.
         given: dtype by name of argument; None for an absent tensor.
         about: sequence lengths, positions, page table and scales, by field of `Call`.
+        ragged: whether the kernel is one of a ragged batch.
     """
 
     selection: Tensor | None = None
     size: int | None = None  # keys of a block; None for ranges
+    longest: int | None = None  # `max_seqlen_q`; 1 in a batch of more than `STEPS` + 1 tokens: without steps
 
     def __init__(self, what: dict[str, Any], device: torch.device, say: Say) -> None:
+        from nsa.kernels.shared import primitives
+
         super().__init__(what, device)
         self.kernel, self.c, self.options = what["kernel"], what["constexprs"], what["options"]
         self.given, self.say = what["tensors"], say
         self.about: dict[str, Tensor] = {}
+        self.ragged = bool(self.c.get("STEPS")) or self.c.get("LAYOUT") == primitives.RAGGED.value
 
     def layout(self, HKV: int, S_kv: int, B: int = 2, S: int = 3) -> None:
         """Make ``q``, ``k``, ``v``, the output, and the tensors with sequence lengths, pages and positions."""
         from nsa.kernels.shared import primitives as p
 
-        c, layout, page = self.c, self.c.get("LAYOUT", p.BATCH.value), self.c.get("PAGE", 0)
+        c, page = self.c, self.c.get("PAGE", 0)
+        layout = p.RAGGED.value if self.ragged else c.get("LAYOUT", p.BATCH.value)
         batched, width = layout in (p.BATCH.value, p.CACHE.value), -(-S_kv // page) if page else 0
         lead, cache = ((B, S), (B, S_kv)) if batched else ((max(S, 3) + 2,), (S_kv,))
         if layout == p.RAGGED.value:
@@ -60,10 +66,11 @@ class Trial(Likeness):
             self.about["cu_seqlens_q"] = self.place("cu_q_ptr", [0, 1, lead[0] - 1])
         if layout in (p.CACHE.value, p.RAGGED.value):  # a length exceeds the cache, and two pages do not exist
             self.about["cache_seqlens"] = self.place("cu_k_ptr", [S_kv - 7, S_kv + 3])
-            if page:
+            if page:  # the table is a slice of a wider one
                 order = torch.randperm(2 * width, generator=self.generator).view(2, width)
                 order[0, 0], order[1, -1] = -1, 2 * width + 1
-                self.about["block_table"] = self.place("table_ptr", order)
+                wider = torch.cat((order, torch.full((2, 3), -1)), 1)
+                self.about["block_table"] = self.place("table_ptr", wider)[:, :width]
             for name in ("k_scale", "v_scale"):
                 if self.given.get(f"{name}_ptr") is not None:
                     numbers = torch.rand(HKV if c[f"{name[0].upper()}_STEP"] else 1, generator=self.generator)
@@ -114,7 +121,7 @@ class Trial(Likeness):
             q, k, v = (q[:, 0], k[:, :, 0], v[:, :, 0]) if q.dim() == 4 else (q, k[:, 0], v[:, 0])
         kind = "ranges" if self.size is None else "block_indices"
         how = {kind: self.selection, "block_size": self.size, "causal": self.c.get("CAUSAL", True), **self.about}
-        return Call(q, k, v, **how, **more)
+        return Call(q, k, v, **how, max_seqlen_q=self.longest, **more)
 
     def forward(self, module: Any, with_lse: bool, bound: int | None = None) -> str | None:
         """Run the forward pass of a launcher ``module``. Returns how O or LSE is wrong, or None."""
@@ -182,6 +189,7 @@ class Trial(Likeness):
                 work has several shares.
         """
         from nsa.kernels.key_major import tiles as key_tiles
+        from nsa.kernels.query_major.tiles import STEPS
         from nsa.kernels.shared import primitives
 
         source = self.c.get("SOURCE")
@@ -189,13 +197,29 @@ class Trial(Likeness):
         if walk:  # TILED kernels take blocks of whole tiles, the others take any size
             size = self.c["BLOCK_L"] - (source != primitives.TILED.value)
         HKV, B, S, n = (1, 1, 3 + share // 64, 64) if share else (2, 2, 3, 4)
+        S = STEPS + 2 if self.ragged else S  # a step and a chunk
         S_kv = 3 * (key_tiles.GRID if spans else size) + 5 + (2 * S if share else 0)
         self.layout(HKV, S_kv, B, S)
         self.select(max(self.c.get("SPANS", 1), n), None if spans else size, share > 0)
 
+    def unite(self, tokens: int, slots: int, size: int, S: int) -> None:
+        """Make the tensors of a call of two sequences, of ``S`` queries or a ragged batch, whose tiles may have unions.
+
+        One tile has tokens of both sequences and no union. No row lists a block twice; the last row selects nothing.
+        """
+        self.layout(2, 3 * size + 5 + tokens, S=S)
+        self.select(slots, size)
+        assert self.selection is not None
+        order = self.selection.sort(-1).values
+        order[..., 1:].masked_fill_(order[..., 1:] == order[..., :-1], -1)
+        self.selection = self.place("sel_ptr", order)
+
 
 def _forward(t: Trial) -> str | None:
-    """Try query-major on a few rows: with many spans, without any, and with spans that end after the last key."""
+    """Try query-major on a few rows: with many spans, without any, and with spans that end after the last key. A kernel
+    of steps is tried beside key-major.
+    """
+    from nsa.kernels.key_major import plan as key_major
     from nsa.kernels.query_major import plan as query_major
     from nsa.kernels.query_major import tiles
     from nsa.kernels.shared import primitives
@@ -220,19 +244,23 @@ def _forward(t: Trial) -> str | None:
         t.select(n, None if c["SOURCE"] == primitives.RANGES.value else size)
     apart = c["SPLIT"] and not c["CLUSTER"]  # the merge kernel needs the LSE of the parts
     with patch.multiple(tiles, choose=lambda *_, **__: (tile, splits, c["CLUSTER"] > 0)):
-        return t.forward(query_major, apart or t.given["lse_ptr"] is not None, bound=t.S_kv)
+        module = key_major if c["STEPS"] else query_major
+        return t.forward(module, apart or t.given["lse_ptr"] is not None, bound=t.S_kv)
 
 
 def _combine(t: Trial) -> str | None:
-    """Try the merge kernel: a query-major call whose rows are split into ``SPLITS`` parts, some of them empty."""
+    """Try the merge kernel: a query-major call, or steps beside key-major, whose rows are split into ``SPLITS`` parts,
+    some of them empty.
+    """
+    from nsa.kernels.key_major import plan as key_major
     from nsa.kernels.query_major import plan as query_major
     from nsa.kernels.query_major import tiles
 
     splits, choose = t.c["SPLITS"], tiles.choose
     t.layout(2, 7 * splits + 5)
-    t.select(4, None)
+    t.select(4, 7 if t.c["STEPS"] else None)
     with patch.multiple(tiles, choose=lambda *x, **about: (choose(*x, **about)[0], splits, False)):
-        return t.forward(query_major, t.given["lse_ptr"] is not None, bound=t.S_kv)
+        return t.forward(key_major if t.c["STEPS"] else query_major, t.given["lse_ptr"] is not None, bound=t.S_kv)
 
 
 def _key_major(t: Trial) -> str | None:
@@ -244,13 +272,18 @@ def _key_major(t: Trial) -> str | None:
     size = t.c.get("BLOCK_N", 32) * (1 if t.c.get("ONE_TILE", True) else 2)
     t.prepare(size, walk=t.c.get("WALK", False))
     wide = -1 if t.c.get("WIDE", False) else key_major.WIDE_FROM
-    module = key_major if t.given.get("served_ptr") is None else union  # which marks rows that key-major skips
+    skips = t.given.get("served_ptr") is not None or bool(t.c.get("STEPS"))
+    module = union if skips and not t.ragged else key_major  # union, or steps, mark rows that key-major skips
+    t.longest = 1 if t.ragged and not skips else None
     with t.told(key_major, key_tiles), patch.multiple(key_major, WIDE_FROM=wide):
         return t.forward(module, t.kernel != "_merge_kernel" or t.given["lse_ptr"] is not None)
 
 
 def _union(t: Trial) -> str | None:
-    """Try a union kernel in a whole call. Two sequences are a tile and a token long; the last row selects nothing."""
+    """Try a union kernel in a whole call. Two sequences are a tile and a token long; the last row selects nothing. A
+    ragged batch has a step, a chunk with a whole tile, and a token of no sequence.
+    """
+    from nsa.kernels.query_major.tiles import STEPS
     from nsa.kernels.union import plan as union
     from nsa.kernels.union import tiles as union_tiles
 
@@ -260,12 +293,8 @@ def _union(t: Trial) -> str | None:
         size = max(3, size // 2 - 1)
     elif not c.get("ONE_TILE", True):
         size *= 2
-    t.layout(2, 3 * size + 5 + tokens, S=tokens + 1)
-    t.select(c["SLOTS"], size)
-    assert t.selection is not None
-    order = t.selection.sort(-1).values  # blocks that a row lists twice would keep its tile from being served
-    order[..., 1:].masked_fill_(order[..., 1:] == order[..., :-1], -1)
-    t.selection = t.place("sel_ptr", order)
+    t.longest = 1 if t.ragged and not c.get("STEPS", True) else None
+    t.unite(tokens, c["SLOTS"], size, 2 * tokens + STEPS if t.ragged else tokens + 1)
     with (
         t.told(union, union_tiles, HEADS=c.get("HEADS", max(2, 16 // tokens))),
         patch.multiple(union_tiles, WORTH=union_tiles.ALWAYS, WORTH_LONG=union_tiles.ALWAYS),
@@ -274,19 +303,30 @@ def _union(t: Trial) -> str | None:
 
 
 def _backward(t: Trial) -> str | None:
-    """Try a backward kernel in a whole backward pass. The pass's other kernels may be any variants."""
+    """Try a backward kernel in a whole backward pass. The pass's other kernels may be any variants.
+
+    There are unions only where the kernel needs them, so that a pass has one launch of every other kernel.
+    """
     from nsa.kernels.backward import plan as backward
     from nsa.kernels.backward import tiles as backward_tiles
+    from nsa.kernels.union.tiles import ALWAYS
 
-    keep_dq = t.kernel == "_gather_kernel" or t.given.get("dq_part_ptr") is not None
+    unions = t.given.get("served_ptr") is not None
+    keep_dq = unions or t.kernel == "_gather_kernel" or t.given.get("dq_part_ptr") is not None
     crowded, size = t.kernel in ("_dkdv_kernel", "_sum_kernel"), 16
     if t.kernel == "_dkdv_kernel":
         size = t.c["BLOCK_N"] * (1 if keep_dq else 2)
-    t.prepare(size, walk=t.kernel == "_dq_kernel", share=t.c["SHARE"] if crowded else 0)
+    if unions:
+        tokens = t.c.get("TOKENS", 16)
+        t.unite(tokens, t.c.get("SLOTS", 4), t.c.get("BLOCK_N", size), tokens + 1)
+    else:
+        t.prepare(size, walk=t.kernel == "_dq_kernel", share=t.c["SHARE"] if crowded else 0)
     index_bytes = 2 << 30 if crowded else backward_tiles.INDEX_BYTES
+    rows = 0 if unions else 2**62
     with (
         t.told(backward, backward_tiles, keep_dq=keep_dq),
         patch.multiple(backward_tiles, STRIP=1, INDEX_BYTES=index_bytes),
+        patch.multiple(backward_tiles, UNIONS_FROM=rows, LEAST_UNION_G=1, WORTH=ALWAYS),
     ):
         return t.backward(backward)
 
@@ -299,6 +339,6 @@ def _either(t: Trial) -> str | None:
 TRIALS = {"_fwd_kernel": _forward, "_combine_kernel": _combine}
 TRIALS |= {f"_{name}_kernel": _key_major for name in ("count", "partial", "merge")}
 TRIALS |= {f"_{name}_kernel": _union for name in ("list", "union")}
-TRIALS |= {f"_{name}_kernel": _backward for name in ("order", "strip", "delta", "dq", "dkdv", "sum", "gather")}
+TRIALS |= {f"_{name}_kernel": _backward for name in "order strip delta dq union_dq dkdv sum gather".split()}
 TRIALS |= {f"_{name}_kernel": _either for name in ("scan", "scatter")}
 """Trials by kernel name. A trial returns how the variant's results are wrong, or None if they are right."""

@@ -1,8 +1,8 @@
 """MiniMax-M3's sparse attention in vLLM, on our kernels (docs/vllm.md).
 
 :func:`minimax_m3_sparse_attn` and :func:`minimax_m3_sparse_attn_decode` have the names, arguments and layouts of two
-functions of vLLM. :func:`install` puts ours in the place of vLLM's. :func:`plugin` does so in every process that vLLM
-starts, if the setting ``vllm`` asks for it. vLLM's own functions are kept, and serve what our kernels cannot.
+functions of vLLM. :func:`install` replaces vLLM's functions by ours. :func:`plugin` calls it in every process that vLLM
+starts, if the setting ``vllm`` is on. vLLM's own functions are kept, and serve the calls that our kernels cannot serve.
 
 vLLM is imported when :func:`install` or a call needs it, and not before.
 """
@@ -28,7 +28,7 @@ from nsa.validate import E4M3
 
 VERSIONS = ("0.33.0",)  # of vLLM, whose functions have the signatures and layouts below
 OPS = "vllm.models.minimax_m3.common.ops.sparse_attn"  # the module that defines the functions
-PAGE = 128  # keys of a page and of a block: vLLM's kernels know no other number
+PAGE = 128  # keys of a page and of a block: vLLM's kernels take no other number
 
 # vLLM shows records below WARNING only of loggers under its own.
 logger = logging.getLogger("vllm.nsa")
@@ -62,12 +62,12 @@ def minimax_m3_sparse_attn(
         q: ``[T, HQ, D]``, fp16 or bf16, packed queries.
         kv_cache: ``[pages, HKV, 128, 2 D]``, keys in the first half of the last dim and values in the second. In
             ``q``'s dtype or ``float8_e4m3fn``.
-        topk_idx: ``[HKV, T, n]`` int32, blocks of 128 keys; negative: none.
+        topk_idx: ``[HKV, T, n]`` int32, indices of blocks of 128 keys. A negative index is padding.
         block_table: ``[B, width]`` int32, the pages of each sequence.
         cu_seqlens_q: ``[B + 1]`` int32, cumulative numbers of queries. Tokens after the last sequence get zeros.
         seq_lens: ``[B]`` int32, keys of each sequence, those of its queries included.
-        prefix_lens: ``[B]``, keys before the queries. Not read: it is ``seq_lens`` less the number of queries.
-        max_query_len: host bound on the queries of a sequence, in tokens.
+        prefix_lens: ``[B]``, keys before the queries. Not read, because it is ``seq_lens`` less the number of queries.
+        max_query_len: upper bound, known to the host, of the queries of a sequence.
         num_kv_heads: ``HKV``.
         sm_scale: factor of the scores.
         output: ``[T, HQ, D]`` in ``q``'s dtype; the result is written there.
@@ -102,12 +102,12 @@ def minimax_m3_sparse_attn_decode(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """The same for decode steps, where every sequence has ``decode_query_len`` queries: ``T = B * decode_query_len``.
+    """:func:`minimax_m3_sparse_attn` for decode steps, where ``T = B * decode_query_len``.
 
-    A sequence of length 0, which is a padded row of a captured graph, gets zeros.
+    Every sequence has ``decode_query_len`` queries. A sequence of length 0 (padding in a captured graph) gets zeros.
 
     Raises:
-        ValueError: ``q`` has another number of tokens.
+        ValueError: ``q`` has another number of tokens than ``T``.
         ImportError: as :func:`minimax_m3_sparse_attn`.
     """
     B, (T, HQ, D) = seq_lens.shape[0], q.shape
@@ -150,7 +150,7 @@ def _serve(
     kind = name, q.dtype, q.device, q.shape[-2:], kv_cache.dtype, kv_cache.shape[1:], num_kv_heads
     why_not = _why_not(*kind)
     if why_not is None and (k_scale is None) != (v_scale is None):
-        why_not = "scales: expected k_scale and v_scale, or neither, got one of them"
+        why_not = "scales: expected both k_scale and v_scale, or neither, got one of them"
     if why_not is None and not (_broken and kind in _broken):
         if kv_cache.dtype is not E4M3:
             k_scale = v_scale = None
@@ -161,7 +161,7 @@ def _serve(
             selection_attention_with_kvcache(
                 q, keys, values, block_size=PAGE, k_scale=k_scale, v_scale=v_scale, backend="triton", **call
             )
-        except (ValueError, TypeError) as error:  # of validation, before anything is launched
+        except (ValueError, TypeError) as error:  # from validation: nothing was launched
             why_not = str(error)
         except torch.OutOfMemoryError:
             why_not = "memory: our kernel's workspace did not fit"
@@ -194,17 +194,18 @@ def _why_not(
     """
     expected = [num_kv_heads, PAGE, 2 * heads[1]]
     if list(page) != expected:
-        return f"kv_cache: expected [pages, HKV, {PAGE}, 2 D] = [pages, {str(expected)[1:]}, got [pages, *{list(page)}]"
+        wanted, got = (f"[pages, {str(shape)[1:]}" for shape in (expected, list(page)))
+        return f"kv_cache: expected [pages, HKV, {PAGE}, 2 D] = {wanted}, got {got}"
     return routing.obstacle(dtype, device, routing.why_not_triton(device), keys)
 
 
 def _flat(scale: Tensor) -> Tensor:
-    """A scale of one element as ``[1]``. One for each token stays as it is, which validation refuses."""
+    """A scale of one element as ``[1]``. Scales for each token stay as they are; validation refuses them."""
     return scale.view(1) if scale.numel() == 1 else scale
 
 
 def _failed(kind: tuple[Any, ...], error: BaseException) -> None:
-    """Remember that a kernel of ours is broken. A failure during graph capture is not remembered (`nsa.dispatch`).
+    """Remember that a kernel of ours is broken. A failure during graph capture is not remembered (`dispatch.remember`).
 
     Raises:
         ``error``, if it is not the kernel's fault.
@@ -233,9 +234,9 @@ def _say(level: int, name: str, about: str, text: str) -> None:
 
 
 def plugin() -> None:
-    """The entry point of ``vllm.general_plugins``: :func:`install`, if the setting ``vllm`` asks for it.
+    """The entry point of ``vllm.general_plugins``. It calls :func:`install` if the setting ``vllm`` is on.
 
-    What stands in the way is logged as a warning, because a server must start without us, too.
+    An error of :func:`install` is logged as a warning, because the server must start without our kernels, too.
     """
     try:
         if settings.get().vllm:
@@ -245,9 +246,9 @@ def plugin() -> None:
 
 
 def install() -> None:
-    """Put our functions in the place of vLLM's in this process, also where they were imported before.
+    """Replace vLLM's two functions by ours in this process, also in modules that have imported them already.
 
-    If vLLM's module is not loaded yet, our functions are put there when it is. A second call changes nothing.
+    If the module that defines them is not loaded yet, they are replaced when it is. A second call changes nothing.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -284,7 +285,7 @@ def installed() -> list[str]:
 
 
 def _put(module: ModuleType) -> None:
-    """Replace vLLM's functions in the module that defines them, and in all that imported them from there."""
+    """Replace vLLM's functions in the module that defines them, and in all modules that imported them."""
     for name, ours in NAMES.items():
         wanted = list(inspect.signature(ours).parameters)
         theirs = getattr(module, name, None)

@@ -344,8 +344,8 @@ def pack_rows(k: Tensor, v: Tensor, ranges: Tensor, *, max_selected: int | None 
         k: ``[B, S_kv, HKV, D]``, fp16, bf16, fp32 or fp64, any strides.
         v: ``[B, S_kv, HKV, Dv]``, dtype and device of ``k``, any strides.
         ranges: ``[B, S, HKV, n, 2]`` int32 or int64, half-open spans. They are clamped to ``[0, S_kv]``, not causally.
-        max_selected: host bound on the keys of a row, and ``L`` of the result. A row that selects more keys is cut to
-            its first ``max_selected`` ones. Without it the longest row gives ``L``, which takes one device sync.
+        max_selected: ``L`` of the result. A row that selects more keys is cut to its first ``max_selected`` ones. If
+            None, ``L`` is the length of the longest row, which takes one device sync to read.
 
     Returns:
         :class:`PackedRows`: ``K [N, L, D]``, ``V [N, L, Dv]`` and ``lengths [N]``. Keys are in the order of their
@@ -396,7 +396,7 @@ def ranges_from_blocks(block_indices: Tensor, block_size: int, seqlen_k: int | N
 
 
 def merge_ranges(ranges: Tensor) -> Tensor:
-    """Merge the spans of each row: the result selects the same keys, each once.
+    """Merge the spans of each row, so that the result selects the same keys, each once.
 
     Args:
         ranges: ``[..., n, 2]`` int32 or int64, half-open. Empty and reversed spans select nothing.

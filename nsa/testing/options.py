@@ -32,16 +32,18 @@ def add_options(group: Any) -> None:
         action="append",
         metavar="SHAPE",
         help="benchmark only these shapes: N=1024,H=8,D=128,Dv=128,L=64:1024 (powers of two), N=64,256,H=8 (a list), "
-        "dtype=fp16; keys that are left out have defaults (repeatable)",
+        "dtype=fp16; names that are left out have defaults (repeatable)",
     )
-    group.addoption("--nsa-dist", metavar="DIST,…", help="few, many, mixed or a list, for --nsa-shape (default: many)")
-    group.addoption("--nsa-csv", metavar="FILE", help="write the shapes by hand as CSV, the old columns first")
+    dists = "distributions of spans for --nsa-shape: few, many, mixed or a list (default: many)"
+    group.addoption("--nsa-dist", metavar="DIST,…", help=dists)
+    csv = "write the results of --nsa-shape as CSV, the original script's columns first"
+    group.addoption("--nsa-csv", metavar="FILE", help=csv)
     group.addoption("--nsa-report", metavar="DIR", help="write report.md, report.csv and report.html to this folder")
     file = "nsa/configs/gpus/<gpu>.yaml (GPU only)"
     flags = {
-        "--nsa-decode": "time the shapes by hand also as decode steps",
-        "--nsa-update-thresholds": f"also time the cases of a threshold, and write the threshold to {file}",
-        "--nsa-update-schedules": f"also time key-major beside query-major, and write the crossover to {file}",
+        "--nsa-decode": "time the shapes of --nsa-shape also as decode steps",
+        "--nsa-update-thresholds": f"also measure the threshold, and write it to {file}",
+        "--nsa-update-schedules": f"also time key-major beside query-major, and write the crossover of both to {file}",
         "--nsa-sweep": f"instead of the benchmarks, try tiles and write them to {file}",
     }
     add_flags(group, flags)
@@ -123,7 +125,7 @@ def check(config: pytest.Config) -> None:
             _check_own_cases(config, option)
     for what in ("thresholds", "schedules"):
         if {f"--nsa-update-{what}", "--nsa-sweep"} <= set(asked):
-            raise pytest.UsageError(f"--nsa-sweep changes tiles, and {what} with them: leave out --nsa-update-{what}")
+            raise pytest.UsageError(f"--nsa-sweep changes tiles, on which {what} depend: leave out --nsa-update-{what}")
     if "--nsa-sweep" in asked and config.getoption("benchmark_compare", None):
         raise pytest.UsageError("--nsa-sweep runs no benchmark of a baseline: leave out --benchmark-compare")
     missing = [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]

@@ -82,20 +82,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         metavar="MODULE:FUNCTION[@blocks|@dense]",
         help="test this kernel instead of ours: an adapter declared by nsa.testing.contestant, or a function called as "
-        "f(q, k, v, *, ranges, causal, scale, return_lse=False), with block_indices and block_size for @blocks, or on "
-        "packed rows for @dense (repeatable)",
+        "f(q, k, v, *, ranges, causal, scale, return_lse=False); @blocks: with block_indices and block_size instead of "
+        "ranges; @dense: f(Q, K, V) on packed rows (repeatable)",
     )
     for name, what in (
         ("nsa_iters", "samples per benchmark"),
         ("nsa_warmup", "warm-ups per benchmark"),
-        ("nsa_seed", "added to each case's own seed"),
-        ("nsa_streams", "also time N CUDA streams at once"),
+        ("nsa_seed", "number that is added to the seed of each case"),
+        ("nsa_streams", "also time N calls at once, each on its own CUDA stream"),
     ):
         default = options.SAMPLING[name]
         text = f"{what} (default: {default})"
         group.addoption(options.spelled(name), type=int, default=default, metavar="N", help=text)
     flags = {
-        "--nsa-full": "benchmark the full matrix, not core",
+        "--nsa-full": "benchmark all cases of the matrix, not only the core ones that the gate compares",
         "--nsa-hot": "time on buffers in L2, not on cold, rotated ones",
         "--nsa-no-check": "time without checking results first; only impossible times are refused",
     }

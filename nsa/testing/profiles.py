@@ -40,7 +40,7 @@ def add_option(group: Any) -> None:
     group.addoption(
         "--nsa-reproduce",
         metavar="VERSION:BLOB",
-        help="run the one selected Hypothesis test on the call that failed; the printed replay command has the value",
+        help="run the one selected Hypothesis test on the call that failed; the printed replay command contains it",
     )
 
 

@@ -84,6 +84,7 @@ def _matrix(device: torch.device) -> int:
 
     Unions serve every tile that they may serve, for the rest of the process. Returns the number of calls.
     """
+    from nsa.kernels.backward import tiles as backward_tiles
     from nsa.kernels.query_major.tiles import Choice
     from nsa.kernels.union import tiles as union_tiles
     from nsa.testing.contestants.ours import OF, OURS
@@ -107,6 +108,7 @@ def _matrix(device: torch.device) -> int:
         Choice(4, 1, 32, 4, 2, 0),
     ]
     union_tiles.forced = union_tiles.Choice(worth=union_tiles.ALWAYS)
+    backward_tiles.UNIONS_FROM, backward_tiles.WORTH = 0, union_tiles.ALWAYS
     calls = 0
     for case in cases:
         problem = case.make(device)

@@ -263,7 +263,7 @@ def untried(monkeypatch, tmp_path):
     from nsa.kernels.query_major import plan as query_major
     from nsa.kernels.shared import combine
 
-    makers = query_major._variant, combine._variant, key_major._variants, backward._variants
+    makers = query_major._variant, combine._variant, key_major._variants, *backward.VARIANTS
     forget = [maker.cache_clear for maker in makers]
     for clear in forget:
         clear()

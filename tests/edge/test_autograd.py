@@ -172,6 +172,24 @@ def broken(*args):
     raise RuntimeError("PassManager::run failed")
 
 
+@pytest.mark.parametrize("schedule", ["query_major", "key_major"])
+def test_hooks_that_save_copies_with_other_strides(device, schedule):
+    """Offloading of activations gives back contiguous copies of views of a fused projection."""
+    g = torch.Generator().manual_seed(0)
+    fused = torch.randn(1, 8, 8, 16, generator=g).to(device)
+    blocks = torch.randint(0, 3, (1, 8, 2, 2), generator=g).to(device)
+    grads = []
+    for pack in (lambda x: x, lambda x: x.clone(memory_format=torch.contiguous_format)):
+        leaf = fused.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            o = nsa.selection_attention(
+                *leaf.split([4, 2, 2], -2), block_indices=blocks, block_size=4, backend="triton", schedule=schedule
+            )
+        o.square().sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
 @pytest.mark.parametrize("route", ["sdpa", "fallback"])
 def test_packed_keys_of_many_rows_are_not_kept(draw, device, monkeypatch, route):
     """Autograd keeps less than one chunk of them, and gradients are the same."""

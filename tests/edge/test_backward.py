@@ -117,9 +117,9 @@ def test_windows_and_strips_change_nothing(draw, device, like, gradients, limit,
     q, k, v = (x.half() for x in draw(S=12, S_kv=40))
     selection = {"block_indices": random_blocks(1, 5, 1, 12, 2, 6, device=device), "block_size": 8}
     launch = backward.plan(Call.of(q, k, v, **selection))
-    assert launch.windows.heads == (1 if alone and limits in ("index", "sums") else 2)
-    assert (launch.windows.window < 12) == (limits in ("index", "sums"))
-    assert (launch.windows.strip < 12) == (limits == "strips")
+    assert launch.usual.windows.heads == (1 if alone and limits in ("index", "sums") else 2)
+    assert (launch.usual.windows.window < 12) == (limits in ("index", "sums"))
+    assert (launch.usual.windows.strip < 12) == (limits == "strips")
     do = like(q)
     close(gradients(q, k, v, do, choice=SHARES, **selection), exact(q, k, v, do, **selection))
 
@@ -132,7 +132,7 @@ def test_windows_of_ranges_change_nothing(draw, device, like, gradients, limit, 
     slots = 2 * 3  # two spans, three blocks of the grid
     limit(INDEX_BYTES=2 * slots * 16 * 4, HEAD_BYTES=backward_tiles.HEAD_BYTES if alone else 0)
     launch = backward.plan(Call.of(q, k, v, **selection))
-    w = launch.windows
+    w = launch.usual.windows
     assert (w.slots, w.heads, w.window) == (slots, *((1, 8) if alone else (2, 4)))
     do = like(q)
     close(gradients(q, k, v, do, choice=SHARES, **selection), exact(q, k, v, do, **selection))
@@ -155,8 +155,8 @@ def test_two_of_four_heads_at_once(draw, device, like, gradients, limit, ranges,
         )
     limit(INDEX_BYTES=4 * 3 * 3 * (16 if ranges else 12), HEAD_BYTES=6 * 3 * (16 + 24) * 2)
     launch = backward.plan(Call.of(q, k, v, **selection))
-    w = launch.windows
-    assert (w.heads, w.window, launch.tile.keep_dq) == (2, 6, not ranges)
+    w = launch.usual.windows
+    assert (w.heads, w.window, launch.usual.tile.keep_dq) == (2, 6, not ranges)
     do = like(q.new_empty((*q.shape[:-1], 24)))
     close(gradients(q, k, v, do, choice=SHARES, **selection), exact(q, k, v, do, **selection))
 
@@ -168,8 +168,8 @@ def test_keys_of_dq_in_windows(draw, device, like, gradients, limit, alone):
     q, k, v = (x.half() for x in draw(S=12, S_kv=40))
     selection = {"block_indices": random_blocks(1, 5, 1, 12, 2, 3, device=device), "block_size": 8}
     launch = backward.plan(Call.of(q, k, v, **selection))
-    assert launch.tile.keep_dq
-    assert launch.windows.window == (10 if alone else 5)
+    assert launch.usual.tile.keep_dq
+    assert launch.usual.windows.window == (10 if alone else 5)
     do = like(q)
     close(gradients(q, k, v, do, **selection), exact(q, k, v, do, **selection))
 
@@ -344,13 +344,15 @@ def test_too_much_to_count_is_refused(device):
 
 @pytest.mark.parametrize("T", [8192, 65_536, 131_072, 1 << 20])
 @pytest.mark.parametrize(("HQ", "HKV"), [(64, 4), (32, 4), (32, 8), (16, 16)])
-def test_workspace_is_bounded(T, HQ, HKV):
+@pytest.mark.parametrize("parts", [True, False])
+def test_workspace_is_bounded(T, HQ, HKV, parts):
     """1.75 GiB beside the results and the fp32 sums of dK and dV, at any length."""
-    tile = backward_tiles.select(90, 2, HQ // HKV, 128, 128, 64, False)
+    tile = backward_tiles.select(90, 2, HQ // HKV, 128, 128, 64, False, parts=parts)
     blocks = -(-T // 64)
     w = backward_tiles.windows(T, HKV, HQ // HKV, 128, 128, 2, 16, blocks, 64, tile.share, tile.keep_dq, False)
     assert 0 < w.window <= T
-    assert w.window * 16 * w.heads * HQ // HKV * 128 < 2**31, "offsets of parts of dQ are int32"
+    if parts:
+        assert w.window * 16 * w.heads * HQ // HKV * 128 < 2**31, "offsets of parts of dQ are int32"
     assert backward_tiles.workspace_bytes(w, HQ // HKV, 128, 128, 2, 64, tile.keep_dq) <= 7 << 28
     assert 2**w.slot_bits * w.window <= 2**31
 

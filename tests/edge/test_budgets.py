@@ -109,6 +109,11 @@ def test_budgets_are_a_line_a_kernel_and_other_releases_are_kept(tmp_path):
     budgets.update("3.10", "sm_89", [FINE], path)  # the other kernel is gone
     assert budgets.load(path).of("3.10", "sm_89") == {FINE.name: (255, 64)}
     assert budgets.load(path).of("3.9", "sm_89") == {}
+    variants = [dataclasses.replace(FINE, registers=9, spills=80), FINE]
+    for kernels in (variants, variants[::-1]):
+        budgets.update("3.10", "sm_89", kernels, path)
+        assert budgets.load(path).of("3.10", "sm_89") == {FINE.name: (255, 80)}
+        assert budgets.notes(ADA, kernels, {FINE.name: (255, 80)}, "3.10") == []
     with pytest.raises(ValueError, match="expected a report of registers, Triton 3.1 gives none"):
         budgets.update("3.1", "sm_89", [dataclasses.replace(FINE, registers=None)], path)
     path.write_text("sm_89:\n  x: {3.6: [1, 2]}\n")  # a float: 3.10 would be 3.1

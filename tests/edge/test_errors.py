@@ -126,7 +126,8 @@ SHAPES = {
     "varlen-k-4d": (
         VARLEN,
         {"k": rand(1, KEYS, 2, D)},
-        "k: expected [T_kv, HKV, D], got shape [1, 20, 2, 16]; packed sequences are [T_kv, HKV, D] here: squeeze(0)",
+        "k: expected [T_kv, HKV, D], got shape [1, 20, 2, 16]; nsa takes packed sequences as [T_kv, HKV, D]: call "
+        "squeeze(0)",
     ),
     "varlen-v": (VARLEN, {"v": rand(21, 2, DV)}, "v: expected [T_kv, HKV, Dv] = [20, 2, 24], got [21, 2, 24]"),
     "varlen-ranges": (VARLEN, {"ranges": ints(S, 4, 2)}, "ranges: expected [T, HKV, n, 2], got shape [3, 4, 2]"),

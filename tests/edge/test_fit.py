@@ -134,11 +134,11 @@ def test_spans_are_rearranged_to_what_is_needed(device, needs):
 
 def test_a_contract_that_makes_no_sense_is_refused():
     for wrong, message in (
-        ({"takes": ("rows", "ranges")}, "packed rows alone"),
-        ({"needs": ("order",)}, "expected needs"),
-        ({"takes": "blocks"}, "expected takes a tuple"),
-        ({"lse": "10"}, "expected lse"),
-        ({"causal": ()}, "causal not to be empty"),
+        ({"takes": ("rows", "ranges")}, "rows or varlen alone"),
+        ({"needs": ("order",)}, "needs: expected"),
+        ({"takes": "blocks"}, "takes: expected a tuple"),
+        ({"lse": "10"}, "lse: expected"),
+        ({"causal": ()}, "causal: expected at least one"),
     ):
         with pytest.raises(ValueError, match=message):
             contestant(**wrong)

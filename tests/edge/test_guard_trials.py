@@ -16,12 +16,15 @@ from nsa.call import Call
 from nsa.guard import child
 from nsa.guard.trials import TRIALS, Trial
 from nsa.kernels.backward import plan as backward
+from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.key_major import plan as key_major
 from nsa.kernels.query_major import plan as query_major
+from nsa.kernels.query_major import tiles
 from nsa.kernels.shared import combine
 from nsa.kernels.shared.launch import Variant
 from nsa.plain.oracle import beyond_rounding
 from nsa.testing.compile.points import ARCHITECTURES
+from nsa.tuning import sweep
 
 pytestmark = pytest.mark.usefixtures("fresh_routes", "fresh_plans")
 SCRIPT = Path(__file__).with_name("guard_variants.py")
@@ -47,7 +50,8 @@ def fresh():
     query_major._variant.cache_clear()
     combine._variant.cache_clear()
     key_major._variants.cache_clear()
-    backward._variants.cache_clear()
+    for variants in backward.VARIANTS:
+        variants.cache_clear()
 
 
 @pytest.fixture
@@ -186,6 +190,28 @@ def key_major_calls(draw, same, device):
             q[0], k, v, cache_seqlens=lengths, cu_seqlens_q=cu[[0, 2]], ranges=ranges["ranges"][0], **how
         ),
     }
+
+
+@pytest.mark.parametrize("splits", [1, 2], ids=["whole", "split"])
+@pytest.mark.parametrize("schedule", ["key_major", "union"])
+def test_right_kernels_of_steps_are_right(draw, device, launches_of, attempt, schedule, splits):
+    """A chunk, a step and a token of no sequence."""
+    q, k, v = draw(S=12, S_kv=32)
+    blocks = torch.tensor([[1, 0]], dtype=torch.int32, device=device).repeat(12, 2, 1)
+    cu, lengths = (torch.tensor(x, device=device) for x in ([0, 10, 11], [30, 32]))
+    k, v = (x.repeat(2, 1, 1, 1) for x in (k, v))
+    call = functools.partial(
+        nsa.selection_attention_with_kvcache, q[0], k, v, cache_seqlens=lengths, cu_seqlens_q=cu, block_indices=blocks,
+        block_size=16, schedule=schedule, backend="triton", return_lse=True,
+    )  # fmt: skip
+    with sweep.forced(tiles.Choice(splits, 1, 16, 4, 2, 0)):
+        whats = launches_of(call)
+    begin = ["_fwd_kernel", "_combine_kernel"][:splits] + ["_list_kernel", "_union_kernel"] * (schedule == "union")
+    assert [what["kernel"] for what in whats] == [*begin, "_count_kernel", "_scan_kernel", "_scatter_kernel", *LAST]
+    assert whats[0]["constexprs"]["STEPS"]
+    assert [attempt(what) for what in whats if what["kernel"] != "_scatter_kernel"] == [None] * (len(whats) - 1)
+    (without,) = (what for what in launches_of(functools.partial(call, max_seqlen_q=1)) if what["kernel"] == LAST[0])
+    assert attempt(without) is None
 
 
 @pytest.mark.parametrize("name", KEY_MAJOR)
@@ -363,7 +389,8 @@ def dropped_element(c, tensors, numbers):
 
 
 def wrong_scale(c, tensors, numbers):
-    return tensors, (*numbers[:-1], numbers[-1] * 1.03)
+    *sizes, scale, stride_tb = numbers
+    return tensors, (*sizes, scale * 1.03, stride_tb)
 
 
 @pytest.mark.parametrize("mutate", [lost_tail, lost_first_key, dropped_element, wrong_scale])
@@ -389,3 +416,36 @@ def test_nothing_but_zeros_is_compared_too():
     assert beyond_rounding(nothing.half(), nothing, torch.float16) is None
     assert beyond_rounding(nothing.half() + 0.01, nothing, torch.float16).startswith("max error 0.01")
     assert beyond_rounding(nothing - torch.inf, nothing - torch.inf, torch.float32) is None
+
+
+@pytest.fixture
+def backward_unions(draw, same, device, launches_of, monkeypatch):
+    """What a parent would ask a child about a backward pass with unions."""
+    monkeypatch.setattr(backward_tiles, "UNIONS_FROM", 0)
+    q, k, v = (x.half() for x in draw(S=9, G=9))
+    call = Call(q, k, v, block_indices=same([1, -1, 0], 1, 9, 2), block_size=16, causal=True)
+    lse = torch.ones(q.shape[:-1], device=device)
+    return launches_of(lambda: backward.backward(backward.plan(call), call, q, None, q, lse, "backward"))
+
+
+def test_right_kernels_of_backward_unions_are_right(backward_unions, attempt):
+    """Rows with unions and rows without are listed by one order kernel, and have a kernel of dK and dV each."""
+    kernels = "delta list union_dq order strip scan scatter dkdv sum order strip scan scatter dkdv sum gather"
+    assert [what["kernel"] for what in backward_unions] == [f"_{name}_kernel" for name in kernels.split()]
+    special = ("_list_kernel", "_union_dq_kernel", "_order_kernel", "_dkdv_kernel", "_gather_kernel")
+    tried = [what for what in backward_unions if what["kernel"] in special]
+    assert [attempt(what) for what in tried] == [None] * len(tried)
+
+
+def test_wrong_kernels_of_backward_unions_are_wrong(backward_unions, attempt, monkeypatch):
+    real = Variant.launch
+
+    def launch(self, grid, device, tensors, *rest):
+        real(self, grid, device, tensors, *rest)
+        if self.kernel.fn.__name__ == "_union_dq_kernel":
+            tensors[self.kernel.arg_names.index("dq_ptr")].view(-1)[0] += 0.5
+
+    what = next(x for x in backward_unions if x["kernel"] == "_union_dq_kernel")
+    with monkeypatch.context() as patch:
+        patch.setattr(Variant, "launch", launch)
+        assert attempt(what).startswith("max dq error")

@@ -121,9 +121,9 @@ def test_right_calls_compile_without_a_break(name):
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
-OF_SDPA = "look like [B, H, S, D]: nsa takes [B, S, H, D], transpose(1, 2)"
-BLOCKS = "block_indices looks like [B, HKV, S, n]: nsa takes [B, S, HKV, n], transpose(1, 2)"
-RANGES = "ranges looks like [B, HKV, S, n, 2]: nsa takes [B, S, HKV, n, 2], transpose(1, 2)"
+OF_SDPA = "look like [B, H, S, D]: nsa takes [B, S, H, D], call transpose(1, 2)"
+BLOCKS = "block_indices looks like [B, HKV, S, n]: nsa takes [B, S, HKV, n], call transpose(1, 2)"
+RANGES = "ranges looks like [B, HKV, S, n, 2]: nsa takes [B, S, HKV, n, 2], call transpose(1, 2)"
 # q [B, …, D], k and v [B, …, D], the selection, and how the error ends.
 SWAPPED = {
     "all-but-blocks": ((HQ, S), (HKV, KEYS), blocks(B, S, HKV), f"; q, k and v {OF_SDPA}"),
@@ -211,7 +211,7 @@ def test_packed_sequences_with_a_batch_of_one(device, case):
     changes, layout = PACKED[case]
     with pytest.raises(ValueError, match="expected") as raised:
         varlen(device, **changes)
-    assert str(raised.value).endswith(f"; packed sequences are {layout} here: squeeze(0)")
+    assert str(raised.value).endswith(f"; nsa takes packed sequences as {layout}: call squeeze(0)")
     squeezed = {n: x.squeeze(0) if isinstance(x, torch.Tensor) else x for n, x in changes.items()}
     assert varlen(device, **squeezed).shape == (S, HQ, D)
 

@@ -14,32 +14,15 @@ from nsa.call import Call
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
 
+from .cached_calls import BACKENDS, PAGE, ROOM, call, everything, queries
 from .conftest import compare
 
-ROOM, PAGE = 64, 16
-BACKENDS = ["triton", "key_major", "sdpa", "reference"]
 graphs = pytest.mark.skipif(current_lane() != "gpu", reason="graphs need a GPU")
 
 
-@pytest.fixture(params=BACKENDS)  # key_major: of Triton's kernels the ones for chunks
+@pytest.fixture(params=BACKENDS)
 def backend(request):
     return request.param
-
-
-def call(q, cache, backend="triton", **keywords):
-    how = {"backend": backend} if backend != "key_major" else {"backend": "triton", "schedule": backend}
-    return nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, **(cache.arguments | {"return_lse": True} | how | keywords)
-    )
-
-
-def queries(B, S=1, seed=5, device="cpu", HQ=4, D=16):
-    return torch.randn(B, S, HQ, D, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-def everything(B, S, device, n=ROOM // PAGE):
-    """Every block of every sequence, and one past the end."""
-    return torch.arange(n + 1, dtype=torch.int32, device=device).expand(B, S, 2, n + 1).contiguous()
 
 
 @pytest.mark.parametrize("size", [8, 16, 32])
@@ -304,9 +287,9 @@ def test_debug_cache_reports_what_is_wrong_by_its_row(device, caplog):
 # What differs from a call that is right, and what is said.
 LENGTHS, TABLE = "cache_seqlens: expected", "block_table: expected"
 WRONG = {
-    "page-size": ({"page_size": 32}, ValueError, "page_size: expected that of a paged k_cache, got 32"),
+    "page-size": ({"page_size": 32}, ValueError, "page_size: expected shape[1] of k_cache ["),
     "page-size-of-none": (
-        {"block_table": None, "page_size": 16, "contiguous": True}, ValueError, "got 16 with no block_table",
+        {"block_table": None, "page_size": 16, "contiguous": True}, ValueError, "None without block_table, got 16",
     ),
     "lengths-shape": ({"cache_seqlens": torch.zeros(3, dtype=torch.int32)}, ValueError, f"{LENGTHS} [B] = [2]"),
     "lengths-dtype": ({"cache_seqlens": torch.zeros(2)}, TypeError, "cache_seqlens: expected dtype int32, int64"),
@@ -508,5 +491,5 @@ def test_no_cache_is_named_without_gradients_too(device, name):
 
 def test_page_size_of_what_is_no_cache():
     x = torch.zeros(4)
-    with torch.no_grad(), pytest.raises(ValueError, match="page_size: expected that of a paged k_cache, got 16"):
+    with torch.no_grad(), pytest.raises(ValueError, match="page_size: expected shape.1. of k_cache .4., got 16"):
         nsa.selection_attention_with_kvcache(x, x, x, cache_seqlens=x, block_table=x, page_size=16)

@@ -165,8 +165,8 @@ def test_a_graph_is_replayed_with_what_changed_in_place(device, page, route):
         caches.draw(lengths, ROOM, page, device=device, seed=i)
         for i, lengths in enumerate(([40, 7, 0, 0], [64, 33, 0, 20]))
     )
-    q, cu = queries(8, device), ends(0, 5, 6, 7, 7, device=device)
-    blocks, out = everything(8, device), torch.empty_like(q)
+    q, cu = queries(12, device), ends(0, 9, 10, 11, 11, device=device)  # a chunk first, then last
+    blocks, out = everything(12, device), torch.empty_like(q)
     selection = {"block_indices": blocks, "block_size": PAGE}
     call(q, first, cu, route, **selection, out=out)  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -179,8 +179,8 @@ def test_a_graph_is_replayed_with_what_changed_in_place(device, page, route):
     ):
         if x is not None:
             x.copy_(y)
-    q.copy_(queries(8, device, seed=9))
-    cu.copy_(ends(0, 1, 3, 3, 8, device=device))
+    q.copy_(queries(12, device, seed=9))
+    cu.copy_(ends(0, 1, 3, 3, 12, device=device))
     blocks.copy_(blocks.flip(-1))
     allocated = torch.cuda.memory_stats(device)["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")

@@ -16,7 +16,7 @@ from nsa.plain.oracle import selection_reference
 
 BACKENDS = ["auto", "triton", "sdpa", "reference"]
 PLAIN = ["sdpa", "reference"]
-TRANSFORMED = "torch.func or forward-mode AD transforms the call, which Triton's kernels do not know"
+TRANSFORMED = "torch.func or forward-mode AD transforms the call, which Triton's kernels do not support"
 
 
 @pytest.fixture(autouse=True)

@@ -16,13 +16,14 @@ from nsa.testing.judge.forward import cached_parity
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
 
+pytestmark = pytest.mark.usefixtures("fresh_plans")  # plans keep what `worth` was
 UNION = {"backend": "triton", "schedule": "union", "return_lse": True}
 SIZE, KEYS, G = 16, 96, 4  # a tile of fp32 holds 4 tokens of 4 heads
 
 
 @pytest.fixture
-def served(monkeypatch):
-    """What the last call wrote into `served`, `[tokens, HKV]`."""
+def served(monkeypatch, fresh_plans):
+    """What the last call wrote into `served`, `[tokens, HKV]`. No test plans with the bounds of another."""
     seen = []
 
     def workspace(size, dtype, device):
@@ -62,6 +63,16 @@ def test_tiles_whose_rows_share_blocks_are_served(prompt, device, served, monkey
     alike, apart = [[0, 3], [3, 0], [0, -1], [-1, 3]], [[0, 1], [2, 3], [4, 5], [-1, -1]]
     check(prompt(), blocks_of(device, *alike, *apart))
     assert served() == [True] * 4 + [False] * 4
+
+
+@pytest.mark.parametrize("size", [1 << 12, 1 << 33])
+def test_a_block_of_more_keys_than_there_are(prompt, device, served, monkeypatch, size):
+    """It has no tiles past the last key, and other blocks have no keys."""
+    monkeypatch.setattr(tiles, "forced", tiles.Choice(worth=tiles.ALWAYS))
+    selection = blocks_of(device, *[[0, 3]] * 4, *[[2**31 - 1, 0]] * 4) | {"block_size": size}
+    check(prompt(), selection)
+    call = Call(*prompt(), block_indices=selection["block_indices"], block_size=size)
+    assert union.plan(call).size == KEYS
 
 
 def test_a_block_listed_twice_counts_twice(prompt, device, served, monkeypatch):
@@ -159,12 +170,12 @@ def test_ragged_batches(device, served, monkeypatch):
     """A tile that reaches past the last sequence is left to key-major, which gives unused tokens zeros."""
     monkeypatch.setattr(tiles, "forced", tiles.Choice(worth=tiles.ALWAYS))
     cache = caches.draw([90, 50], KEYS, 32, HKV=1, dtype=torch.float32, device=device, seed=1)
-    q = torch.randn(8, G, 16, generator=torch.Generator().manual_seed(2)).to(device)
-    selection = {"block_indices": torch.tensor([[[0, 5]]] * 4 + [[[3, 1]]] * 4, device=device), "block_size": SIZE}
-    cu = torch.tensor([0, 4, 6], dtype=torch.int32, device=device)
+    q = torch.randn(20, G, 16, generator=torch.Generator().manual_seed(2)).to(device)
+    selection = {"block_indices": torch.tensor([[[0, 5]]] * 9 + [[[3, 1]]] * 11, device=device), "block_size": SIZE}
+    cu = torch.tensor([0, 9, 18], dtype=torch.int32, device=device)
     got = nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, **cache.arguments, **selection, cu_seqlens_q=cu, **UNION
+        q, cache.k, cache.v, **cache.arguments, **selection, cu_seqlens_q=cu, max_seqlen_q=9, **UNION
     )
-    assert served() == [True] * 4 + [False] * 4
+    assert served() == [True] * 8 + [False] * 4 + [True] * 4 + [False] * 4
     cached_parity(got, caches.oracle(q, cache, cu, **selection), torch.float32, "union")
-    assert not got[0][6:].any()
+    assert not got[0][18:].any()

@@ -266,10 +266,10 @@ def own_calls():
 
 REFUSED = {
     "page": (None, lambda a: {"kv_cache": a["kv_cache"][:, :, :64]}, f"kv_cache: expected [pages, HKV, 128, 2 D] = "
-             f"[pages, {HKV}, 128, {2 * D}], got [pages, *[{HKV}, 64, {2 * D}]]"),
+             f"[pages, {HKV}, 128, {2 * D}], got [pages, {HKV}, 64, {2 * D}]"),
     "bytes": ("scales", lambda a: {"kv_cache": a["kv_cache"].view(torch.uint8)}, "k_cache: expected dtype"),
     "e5m2": ("scales", lambda a: {"kv_cache": a["kv_cache"].view(torch.float8_e5m2)}, "k_cache: expected dtype"),
-    "one-scale": ("scales", lambda a: {"v_scale": None}, "scales: expected k_scale and v_scale, or neither"),
+    "one-scale": ("scales", lambda a: {"v_scale": None}, "scales: expected both k_scale and v_scale, or neither"),
     "per-token": ("scales", lambda a: dict.fromkeys(("k_scale", "v_scale"), a["k_scale"].expand(HKV, 999)),
                   "k_scale: expected [], [1] or [HKV]"),
 }  # fmt: skip

@@ -8,6 +8,7 @@ from nsa.call import Call
 from nsa.kernels.backward import plan as backward
 from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.shared.poison import poisoned_workspace
+from nsa.kernels.union.tiles import ALWAYS
 from nsa.testing.fixtures import over
 from nsa.testing.judge.gradients import GradientOracle, assert_gradients
 from nsa.testing.matrix.case import Case
@@ -67,3 +68,21 @@ def test_gradients_are_bitwise_equal(gradients: GradientOracle, monkeypatch, kee
     first, second = run(gradients), run(gradients)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert_gradients(first, gradients, f"keep_dq={keep_dq}")
+
+
+@over(lambda c: trained(c) and c.source == "blocks" and c.H in (4, 8, 16) and c.dtype != "fp32")
+def test_triton_sel_parity_backward_unions(gradients: GradientOracle, monkeypatch) -> None:
+    """dQ of every tile that may have a union is taken from it. Twice, and bitwise equal."""
+    monkeypatch.setattr(backward_tiles, "UNIONS_FROM", 0)
+    monkeypatch.setattr(backward_tiles, "LEAST_UNION_G", 4)
+    monkeypatch.setattr(backward_tiles, "WORTH", ALWAYS)
+    seen = []
+    real = backward._by_unions
+    monkeypatch.setattr(backward, "_by_unions", lambda *given: seen.append(real(*given)) or seen[-1])
+    first, second = run(gradients), run(gradients)
+    assert len(seen) == (2 if gradients.problem.case.block_size <= 64 else 0)
+    # Fewer queries may all be in tiles of two sequences, and rows of "overlap" list a block twice.
+    if gradients.problem.q.shape[:-2].numel() >= 32 and gradients.problem.case.dist != "overlap":
+        assert all(served.any() for served in seen)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert_gradients(first, gradients, "unions")

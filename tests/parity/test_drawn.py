@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 import nsa
 import nsa.kernels
+from nsa import settings
 from nsa.call import Call
 from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.shared.poison import poisoned_workspace
+from nsa.kernels.union.tiles import ALWAYS
 from nsa.plain.oracle import selection_reference
 from nsa.testing.judge.gradients import GradientOracle, assert_gradients
 from nsa.testing.matrix import caches, strategies
@@ -93,6 +95,25 @@ def test_triton_sel_parity_backward_any_calls(
         patch.setattr(backward_tiles, "forced", choice)
         got = gradients(oracle.problem, oracle.do)
     assert_gradients(got, oracle, str(choice))
+
+
+@given(st.sampled_from(SOURCES[1:]).flatmap(trained))
+# A block listed twice, no block, and blocks that all rows share.
+@example(Drawn.same(BLOCKS, [1, 1, 5, 4, 0], dtype=torch.int32))
+@example(Drawn.same(BLOCKS, [-1] * 5, dtype=torch.int32))
+@example(Drawn.same(BLOCKS, [3, 1, 5, -1, 0], dtype=torch.int32))
+def test_triton_sel_parity_backward_unions_any_calls(device: torch.device, drawn: Drawn) -> None:
+    """dQ of every tile that may have a union is taken from it."""
+    oracle = oracle_of(drawn.problem(device))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"UNIONS_FROM": 0, "LEAST_UNION_G": 1, "WORTH": ALWAYS}.items():
+            patch.setattr(backward_tiles, name, value)
+        settings.reload()  # forgets plans without unions
+        try:
+            got = gradients(oracle.problem, oracle.do)
+        finally:
+            settings.reload()
+    assert_gradients(got, oracle, "unions")
 
 
 @given(st.sampled_from(SOURCES).flatmap(trained))

@@ -1,6 +1,7 @@
 """Ragged batches over caches: chunks of prompts and decode steps in one call, against the oracle of one sequence."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from nsa.tuning import sweep
 from .test_kvcache import DTYPES, check, draw_blocks, draw_ranges
 
 ROOM = 256
-# A chunk, no queries, a decode step, a padded row of a captured graph, a speculative step, more queries than keys.
+# A chunk, no queries, a decode step, a padded row of a captured graph, a speculative step, more queries than keys. On a
+# GPU the last two are the longest step and the shortest chunk.
 LENGTHS = [203, 77, ROOM, 0, 30, 1]
-QUERIES = (64, 0, 1, 1, 3, 2) if current_lane() == "gpu" else (3, 0, 1, 1, 2, 2)
+QUERIES = (64, 0, 1, 1, 8, 9) if current_lane() == "gpu" else (9, 0, 1, 1, 2, 2)
 UNUSED = 2  # tokens after the last sequence
 SPLIT, WALK = tiles.Choice(2, 1, 32, 4, 2), key_tiles.FP32._replace(walked=8)
 ROUTES = {  # keys of a block, or ranges; schedule; the tiles of query-major and of key-major, where not by the rules
@@ -29,8 +31,10 @@ ROUTES = {  # keys of a block, or ranges; schedule; the tiles of query-major and
     "ranges": (None, "query_major", None, None),
     "split": (32, "query_major", SPLIT, None),
     "key-major": (64, "key_major", None, None),
+    "key-major-split": (32, "key_major", SPLIT, None),
     "key-major-walk": (32, "key_major", None, WALK),
     "key-major-ranges": (None, "key_major", None, None),
+    "union": (16, "union", None, None),
 }
 
 
@@ -63,8 +67,10 @@ def test_triton_sel_parity_ragged(device, page, route, dtype, monkeypatch):
             backend="triton", schedule=schedule, return_lse=True, out=out,
         )  # fmt: skip
     nsa.settings.reload()
-    served = "key_major" if schedule == "key_major" else "ranges" if size is None else "blocks"
-    assert (nsa.kernels.launches - before)[served] == 1
+    served = schedule if schedule != "query_major" else "ranges" if size is None else "blocks"
+    launched = nsa.kernels.launches - before
+    assert launched[served] == 1
+    assert launched["steps"] == (schedule != "query_major" and size is not None)
     check(got, caches.oracle(q, cache, cu, **selection), dtype)
     assert not got[0][-UNUSED:].any()
 
@@ -105,14 +111,14 @@ def test_triton_sel_parity_ragged_backends(device, backend, source, causal):
 @pytest.mark.parametrize("schedule", ["query_major", "key_major"])
 def test_triton_sel_parity_ragged_is_the_call_with_equal_numbers(device, schedule):
     """Sequences of as many queries each: packed or not, the same bits."""
-    dtype = next(iter(DTYPES.values()))
+    dtype, S = next(iter(DTYPES.values())), 2 if schedule == "query_major" else tiles.STEPS + 1
     cache = caches.draw([203, 64], ROOM, 16, D=32, Dv=32, dtype=dtype, device=device)
-    q = drawn_queries(4, device, dtype, HQ=4)
-    blocks = draw_blocks(2, 2, 2, 3, 64, seed=3).to(device, torch.int32)
+    q = drawn_queries(2 * S, device, dtype, HQ=4)
+    blocks = draw_blocks(2, S, 2, 3, 64, seed=3).to(device, torch.int32)
     how = {"block_size": 64, "backend": "triton", "schedule": schedule, "return_lse": True} | cache.arguments
-    want = nsa.selection_attention_with_kvcache(q.view(2, 2, 4, 32), cache.k, cache.v, block_indices=blocks, **how)
+    want = nsa.selection_attention_with_kvcache(q.view(2, S, 4, 32), cache.k, cache.v, block_indices=blocks, **how)
     got = nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, block_indices=blocks.flatten(0, 1), cu_seqlens_q=ends_of((2, 2), device), **how
+        q, cache.k, cache.v, block_indices=blocks.flatten(0, 1), cu_seqlens_q=ends_of((S, S), device), **how
     )
     assert all(torch.equal(a, b.flatten(0, 1)) for a, b in zip(got, want, strict=True))
 
@@ -125,23 +131,29 @@ SPANS, FIVE = Drawn.same(RANGES, [(-3, 9), (30, 73), (0, 1), (5, 4)]), Drawn.sam
 @given(
     st.sampled_from(("ranges", "blocks")).flatmap(strategies.ragged_calls),
     st.sampled_from(["query_major", "key_major"]),
+    st.sampled_from([1, 8]),
 )
-@example(DrawnCache(SPANS, (33, 0, 72), page=8, missing=frozenset((1,)), ends=(1, 2, 3)), "query_major")
-@example(DrawnCache(FIVE, (70, 5), page=36, ends=(3, 3)), "key_major")
+@example(DrawnCache(SPANS, (33, 0, 72), page=8, missing=frozenset((1,)), ends=(1, 2, 3)), "query_major", 8)
+@example(DrawnCache(FIVE, (70, 5), page=36, ends=(3, 3)), "key_major", 8)
 # Ends that cannot be: falling, negative, past the last token.
-@example(DrawnCache(FIVE, (33, 60, 72), ends=(3, -HUGE, 1)), "query_major")
-@example(DrawnCache(SPANS, (33, 60, 72), page=8, ends=(HUGE, 2, -1)), "key_major")
-def test_triton_sel_parity_ragged_any_batches(device: torch.device, drawn: DrawnCache, schedule: str) -> None:
+@example(DrawnCache(FIVE, (33, 60, 72), ends=(3, -HUGE, 1)), "query_major", 8)
+@example(DrawnCache(SPANS, (33, 60, 72), page=8, ends=(HUGE, 2, -1)), "key_major", 8)
+def test_triton_sel_parity_ragged_any_batches(
+    device: torch.device, drawn: DrawnCache, schedule: str, steps: int
+) -> None:
+    """``steps``: the most queries of a step."""
     cache, p, cu = drawn.cache(device), drawn.call.problem(device), drawn.cu_seqlens_q(device)
     q, picked = p.q.flatten(0, 1), {"ranges": p.ranges.flatten(0, 1), "causal": p.causal}
     if p.block_indices is not None:
         del picked["ranges"]
         picked |= {"block_indices": p.block_indices.flatten(0, 1), "block_size": p.block_size}
     out = torch.full((*q.shape[:-1], p.case.Dv), math.nan, dtype=q.dtype, device=device)
-    got = nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, **cache.arguments, **picked, cu_seqlens_q=cu, backend="triton", schedule=schedule,
-        return_lse=True, out=out,
-    )  # fmt: skip
+    nsa.settings.reload()  # forgets plans
+    with patch.object(tiles, "STEPS", steps):
+        got = nsa.selection_attention_with_kvcache(
+            q, cache.k, cache.v, **cache.arguments, **picked, cu_seqlens_q=cu, backend="triton", schedule=schedule,
+            return_lse=True, out=out,
+        )  # fmt: skip
     want = caches.oracle(q, cache, cu, **picked)
     check(got, want, q.dtype)
     plain = nsa.selection_attention_with_kvcache(

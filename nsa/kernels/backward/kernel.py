@@ -3,16 +3,27 @@
 ``P`` are the weights and ``O`` the output of the forward pass: ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP -
 delta)``, ``dQ = scale * dS K``, ``dK = scale * dS^T Q``. Here ``delta = rowsum(dO * O) - dLSE`` is the gradient
 through the normalisation and the log-sum-exp. Source: FlashAttention-2, arXiv 2307.08691, algorithm 2; order of loops
-as in NSA, arXiv 2502.11089, section 3.4. There are no float atomics. Sums follow the order in which
-units are listed.
+as in NSA, arXiv 2502.11089, section 3.4. There are no float atomics. Sums follow the order in which units
+(``shared/inverse_index.py``) are listed.
 """
 
 import triton
 import triton.language as tl
 
 from nsa.kernels.key_major.kernel import load_unit, query_offset
-from nsa.kernels.shared.inverse_index import first_block, sequence_keys, visible_keys
-from nsa.kernels.shared.primitives import BATCH, RANGES, TILED, find_sequence, key_positions, load_spans, tile_start
+from nsa.kernels.shared.inverse_index import first_block, visible_keys
+from nsa.kernels.shared.primitives import (
+    BATCH,
+    RANGES,
+    TILED,
+    causal_end,
+    clamp_span,
+    find_sequence,
+    key_positions,
+    load_spans,
+    sequence_keys,
+    tile_start,
+)
 
 RUNTIME = "rows B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits share several".split()
 RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split()]
@@ -41,48 +52,13 @@ def _delta_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _dq_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    do_ptr,
-    stats_ptr,
-    dq_ptr,
-    sel_ptr,
-    pos_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    B,
-    S,
-    S_kv,
-    HKV,
-    n,
-    size,
-    tokens,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    scale,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    Dv: tl.constexpr,
-    SOURCE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    SPANS: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr,
+    B, S, S_kv, HKV, n, size, tokens,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, scale,
+    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, SOURCE: tl.constexpr, LAYOUT: tl.constexpr,
+    CAUSAL: tl.constexpr, STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
     """dQ query-major: a program holds ``HEADS`` heads of a row and reads the row's keys, as in the forward pass."""
     program = tl.program_id(0)
     token = program % tokens  # one KV head after the other, so that its keys may stay in L2
@@ -138,67 +114,14 @@ def _dq_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _dkdv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    do_ptr,
-    stats_ptr,
-    dk_ptr,
-    dv_ptr,
-    dk_part_ptr,
-    dv_part_ptr,
-    dq_part_ptr,
-    sel_ptr,
-    pos_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    span_ptr,
-    unit_ptr,
-    count_ptr,
-    start_ptr,
-    part_ptr,
-    work_ptr,
-    B,
-    S,
-    S_kv,
-    HKV,
-    heads,
-    head0,
-    n,
-    size,
-    slots,
-    blocks,
-    first,
-    tokens,
-    window,
-    work,
-    slot_bits,
-    several,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    scale,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    Dv: tl.constexpr,
-    SOURCE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SHARE: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr, dq_part_ptr, sel_ptr, pos_ptr,
+    cu_q_ptr, cu_k_ptr, span_ptr, unit_ptr, count_ptr, start_ptr, part_ptr, work_ptr,
+    B, S, S_kv, HKV, heads, head0, n, size, slots, blocks, first, tokens, window, work, slot_bits, several,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, scale,
+    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, SOURCE: tl.constexpr, LAYOUT: tl.constexpr,
+    CAUSAL: tl.constexpr, STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
     """Add one window's units to dK and dV ``[keys, HKV, D | Dv]`` fp32, and write their parts of dQ if ``dq_part_ptr``.
 
     A program takes one share, as in the forward pass, and ``BLOCK_N`` keys of its block. If the block has one share,
@@ -262,7 +185,7 @@ def _dkdv_kernel(
         k_seen = tl.where(tl.abs(k) < float("inf"), k, 0.0).to(k.dtype)
     dk_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    upcoming = load_unit(unit_ptr, (row // HEADS) // HEAD_TILES, count)  # a tile ahead: addresses wait for units
+    upcoming = load_unit(unit_ptr, (row // HEADS) // HEAD_TILES, count)  # a tile ahead: addresses depend on it
     for done in range(0, count * HEAD_TILES, UNITS):
         i = (done + row // HEADS) // HEAD_TILES  # [BLOCK_M]
         g = (done % HEAD_TILES) * HEADS + row % HEADS
@@ -285,18 +208,13 @@ def _dkdv_kernel(
         at_row = (local * heads + head_local) * slots + slot  # [BLOCK_M]
         high = stop + tl.zeros([BLOCK_M], tl.int32)
         if CAUSAL:
-            if pos_ptr is None:
-                high = tl.minimum(high, token + (shift + 1 - key0))
-            else:
-                position = tl.minimum(tl.load(pos_ptr + token), seqlen_k - 1).to(tl.int32)
-                high = tl.minimum(high, position + 1 - key0)
+            high = causal_end(token + (shift - key0), stop, token, pos_ptr, key0)
         seen = here[None, :] & (key[:, None] < high[None, :])  # [BLOCK_N, BLOCK_M]
         if SOURCE == RANGES:
             span = tl.load(span_ptr + at_row)
             pair = sel_ptr + ((token.to(tl.int64) * HKV + head_kv) * n + span) * 2
-            low = tl.minimum(tl.maximum(tl.load(pair), 0), seqlen_k).to(tl.int32) - key0
-            end = tl.minimum(tl.maximum(tl.load(pair + 1), 0), seqlen_k).to(tl.int32) - key0
-            seen &= (key[:, None] >= low[None, :]) & (key[:, None] < end[None, :])
+            low, end = clamp_span(tl.load(pair), tl.load(pair + 1), seqlen_k, size, SOURCE)
+            seen &= (key[:, None] >= (low - key0)[None, :]) & (key[:, None] < (end - key0)[None, :])
 
         # Scores are transposed, because the next products take the weights as their left operand.
         scores = tl.dot(k, tl.trans(q), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
@@ -331,36 +249,11 @@ def _dkdv_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _sum_kernel(
-    dk_part_ptr,
-    dv_part_ptr,
-    dk_ptr,
-    dv_ptr,
-    unit_ptr,
-    count_ptr,
-    start_ptr,
-    part_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    B,
-    S_kv,
-    HKV,
-    head0,
-    size,
-    slots,
-    blocks,
-    first,
-    window,
-    slot_bits,
-    several,
-    D: tl.constexpr,
-    Dv: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SHARE: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
+    dk_part_ptr, dv_part_ptr, dk_ptr, dv_ptr, unit_ptr, count_ptr, start_ptr, part_ptr, cu_q_ptr, cu_k_ptr,
+    B, S_kv, HKV, head0, size, slots, blocks, first, window, slot_bits, several,
+    D: tl.constexpr, Dv: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
     """Add up the partial sums of blocks of several shares, in order. A program takes ``BLOCK_N`` keys of a block."""
     block = tl.program_id(0)
     head_local = tl.program_id(1)
@@ -408,24 +301,20 @@ def _sum_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _gather_kernel(
-    dq_part_ptr,
-    block_ptr,
-    dq_ptr,
-    HKV,
-    heads,
-    head0,
-    slots,
-    first,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """Add up the parts of dQ of one window, one for each block of a row. A program takes ``HEADS`` heads of a row."""
+    dq_part_ptr, block_ptr, served_ptr, dq_ptr,
+    HKV, heads, head0, slots, first,
+    G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of dQ of one window, one for each block of a row. A program takes ``HEADS`` heads of a row.
+
+    Rows that ``served_ptr`` marks have no parts, and their dQ is left as it is.
+    """
     program = tl.program_id(0)
     local = program // heads
     head_kv = head0 + program % heads
+    if served_ptr is not None:
+        if tl.load(served_ptr + (first + local).to(tl.int64) * HKV + head_kv) != 0:
+            return
     row = local.to(tl.int64) * heads + program % heads
     g = tl.program_id(1) * HEADS + tl.arange(0, HEADS)  # [HEADS]
     d = tl.arange(0, BLOCK_D)

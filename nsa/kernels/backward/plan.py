@@ -1,8 +1,12 @@
-"""Backward: lists which rows selected each block and sums dK and dV block by block; dQ is taken by block or by row.
+"""Backward: lists which rows selected each block and sums dK and dV block by block.
+
+dQ is computed in one of three ways: from parts, which the kernel of dK and dV writes for each block of a row; row by
+row; or tile by tile from the union of the blocks of neighbouring tokens. If both unions and parts serve a call, blocks
+are listed once for the rows of each. Rows with unions need no parts, and a launch that writes none is faster.
 
 The host does not wait for the device: grids follow from shapes. There are no float atomics, and every sum has a fixed
 order, so gradients are equal bit by bit from run to run. Tokens are processed in windows, which bounds the workspace.
-The kernels are in ``shared/inverse_index.py`` and ``kernel.py``.
+The kernels are in ``shared/inverse_index.py``, ``kernel.py`` and ``union_dq.py``.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from nsa.call import Call
 from nsa.kernels import launches
 from nsa.kernels.backward import kernel as backward_kernels
 from nsa.kernels.backward import tiles as backward_tiles
+from nsa.kernels.backward.union_dq import _union_dq_kernel
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import plan as query_major
 from nsa.kernels.query_major.tiles import span_bucket
@@ -26,32 +31,59 @@ from nsa.kernels.shared import inverse_index
 from nsa.kernels.shared.geometry import Geometry, geometry
 from nsa.kernels.shared.launch import INT32_MAX, TRITON, Variant, workspace
 from nsa.kernels.shared.primitives import RANGES, TILED
+from nsa.kernels.union import kernel as union_kernels
+from nsa.kernels.union import tiles as union_tiles
 
 COUNTED = 32  # slots that a program of the order kernel takes at a time
 ELEMENTS = 1024  # elements that a program of the scan or scatter kernel takes at a time
 STRIPPED = 32  # blocks of a program of the strip kernel
 STATS_ROWS = 4
+GATHERED = 16  # query heads of a program that adds parts of dQ; fewer programs mean less time for rows without parts
 SUM_ROWS = 16  # keys of a program that adds partial sums
-PIPELINES = TRITON >= (3, 3)  # Triton 3.1 cannot pipeline loads whose addresses are loaded
+PIPELINES = TRITON >= (3, 3)  # Triton 3.1 cannot pipeline loads whose addresses were loaded, too
 STRIDES = " ".join(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split())
+
+
+class Pass(NamedTuple):
+    """How blocks are listed, and dK and dV summed over the lists, with or without parts of dQ."""
+
+    kernels: dict[str, Variant]
+    windows: backward_tiles.Windows
+    tile: backward_tiles.Tile
+    sizes: dict[str, int]  # run-time arguments by name, except those that differ between windows
+
+
+class Unions(NamedTuple):
+    """How dQ of tiles of neighbouring tokens is taken from the union of their blocks."""
+
+    kernels: dict[str, Variant]
+    tile: union_tiles.Tile
+    sizes: dict[str, int]
+    at_once: int  # tiles of one launch
 
 
 class Launch(NamedTuple):
     """All that shapes, strides and dtypes decide about a call."""
 
     kernels: dict[str, Variant]
+    parts: Pass | None  # for rows whose dQ is summed from parts
+    alone: Pass  # for other rows: writes no parts of dQ
+    unions: Unions | None
     device: torch.device
-    windows: backward_tiles.Windows
-    tile: backward_tiles.Tile
     geometry: Geometry
-    sizes: dict[str, int]  # run-time arguments by name, except those that differ between windows
     narrow: bool  # all sizes fit int32
-    scale: float  # of a call that names none
+    scale: float  # the default, for calls without `scale`
+
+    @property
+    def usual(self) -> Pass:
+        """The pass of all rows where there are no unions."""
+        return self.parts or self.alone
 
     @property
     def variants(self) -> tuple[Variant, ...]:
         """All that a call may launch."""
-        return tuple(self.kernels.values())
+        groups = (self, *(group for group in (self.parts, self.alone, self.unions) if group is not None))
+        return tuple(variant for group in groups for variant in group.kernels.values())
 
 
 def plan(call: Call, bound: int | None = None) -> Launch:
@@ -67,71 +99,133 @@ def plan(call: Call, bound: int | None = None) -> Launch:
     G, D, Dv, spans = g.G, g.D, g.Dv, call.block_size is None
     size, blocks, slots = key_tiles.grid("backward", g.B, g.S_kv, g.HKV, g.n, call.block_size, g.packed, bound)
     capability, _ = query_major.device_limits(device)
-    tile = backward_tiles.select(capability, dtype.itemsize, G, D, Dv, size, spans, backward_tiles.forced, PIPELINES)
-    w = backward_tiles.windows(
-        g.tokens, g.HKV, G, D, Dv, dtype.itemsize, slots, blocks, size, tile.share, tile.keep_dq, spans
-    )
-    bucket = span_bucket(g.n, g.S_kv)
-    tiled = not spans and size % tile.BLOCK_L == 0 and bucket * size + g.S_kv <= INT32_MAX
     sizes = {"B": g.B, "S": g.S, "S_kv": g.S_kv, "HKV": g.HKV, "n": g.n, "size": size, "tokens": g.tokens}
-    sizes |= {"rows": g.tokens * G * g.HKV, "heads": w.heads, "slots": w.slots, "blocks": w.blocks, "window": w.window}
-    sizes |= {"work": w.work, "slot_bits": w.slot_bits, "strip": w.strip, "several": w.several}
-    sizes |= dict(zip(STRIDES.split(), g.strides, strict=True))
-    kernels = _variants(
-        device, dtype, call.dtypes(), tile, bucket, g.source, TILED.value if tiled else g.source, G=G, D=D, Dv=Dv,
-        LAYOUT=g.layout, CAUSAL=call.causal, STRIDE_UNIT=g.unit, INPUT_PRECISION="ieee",
+    sizes |= {"rows": g.tokens * G * g.HKV} | dict(zip(STRIDES.split(), g.strides, strict=True))
+    shared = {"G": G, "D": D, "Dv": Dv, "LAYOUT": g.layout, "CAUSAL": call.causal, "STRIDE_UNIT": g.unit}
+    shared |= {"INPUT_PRECISION": "ieee"}
+    bucket = span_bucket(g.n, g.S_kv)
+
+    def pass_of(parts: bool) -> Pass:
+        tile = backward_tiles.select(
+            capability, dtype.itemsize, G, D, Dv, size, spans, backward_tiles.forced, PIPELINES, parts
+        )
+        w = backward_tiles.windows(
+            g.tokens, g.HKV, G, D, Dv, dtype.itemsize, slots, blocks, size, tile.share, tile.keep_dq, spans
+        )
+        about = {name: getattr(w, name) for name in "heads slots blocks window work slot_bits strip several".split()}
+        kernels = _pass(device, dtype, (*call.dtypes(), parts), tile, bucket, g.source, **shared)
+        return Pass(kernels, w, tile, sizes | about)
+
+    usual = pass_of(True)
+    tile = usual.tile
+    alone = pass_of(False) if tile.keep_dq else usual
+    tiled = not spans and size % tile.BLOCK_L == 0 and bucket * size + g.S_kv <= INT32_MAX
+    source = TILED.value if tiled else g.source
+    by_row = _by_row(device, dtype, call.dtypes(), tile, bucket, source, **shared)
+    unions = _unions(call, g, size, capability, sizes, shared) if tile.keep_dq else None
+    narrow = max(*alone.sizes.values(), *usual.sizes.values()) <= INT32_MAX
+    return Launch(
+        by_row, usual if tile.keep_dq else None, alone, unions, device, g, narrow, 1.0 / math.sqrt(D)
     )  # fmt: skip
-    return Launch(kernels, device, w, tile, g, sizes, max(sizes.values()) <= INT32_MAX, 1.0 / math.sqrt(D))
+
+
+def _unions(
+    call: Call, g: Geometry, size: int, capability: int, sizes: dict[str, int], shared: dict[str, Any]
+) -> Unions | None:
+    """How unions are read, or None: for small calls or groups, `batch_invariant`, old Tritons, or if no tile fits."""
+    small = sizes["rows"] * g.G < backward_tiles.UNIONS_FROM or g.G < backward_tiles.LEAST_UNION_G
+    if small or call.settings.batch_invariant or not PIPELINES:
+        return None
+    tile = backward_tiles.union(capability, call.q.dtype.itemsize, g.G, g.D, g.Dv, g.n, size)
+    if tile is None or not union_tiles.fits(g.S_kv, size):
+        return None
+    cost, gain = backward_tiles.WORTH
+    return Unions(
+        _by_union(call.q.device, call.q.dtype, call.dtypes(), tile, **shared), tile,
+        sizes | {"cost": cost, "gain": gain * tile.HEADS}, union_tiles.tiles_at_once(tile, g.HKV),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
-def _variants(
+def _pass(
     device: torch.device,
     dtype: torch.dtype,
     kinds: tuple[object, ...],
     tile: backward_tiles.Tile,
     spans: int,
     source: int,
-    walk_source: int,
     **shared: Any,
 ) -> dict[str, Variant]:
-    """The kernels for a tile and the compile-time arguments ``shared``. Plans that differ only in sizes share them.
+    """The kernels of a pass for a tile and the compile-time arguments ``shared``. Plans of other sizes share them.
 
-    Kernels for other dtypes of the inputs, or of the index tensors (``kinds``), are other entries of the cache.
+    Kernels for other dtypes of the inputs or of the index tensors, and kernels that may leave parts of dQ (``kinds``),
+    are other entries of the cache.
     """
-    layout, D, Dv = shared["LAYOUT"], shared["D"], shared["Dv"]
     wide = {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV}
-    order = {"SOURCE": source, "LAYOUT": layout, "CAUSAL": shared["CAUSAL"], "CHUNK": COUNTED}
+    order = {"SOURCE": source, "LAYOUT": shared["LAYOUT"], "CAUSAL": shared["CAUSAL"], "CHUNK": COUNTED}
     order |= {"SPANS": spans if source == RANGES.value else 1}
-    delta = {"Dv": Dv, "BLOCK_DV": tile.BLOCK_DV, "ROWS": STATS_ROWS}
-    dq = {**shared, **wide, "SOURCE": walk_source, "SPANS": spans}
-    dq |= {"HEADS": tile.dq_heads, "BLOCK_G": tile.BLOCK_G, "BLOCK_L": tile.BLOCK_L}
     dkdv = {**shared, **wide, "SOURCE": source, "SHARE": tile.share}
     dkdv |= {"HEADS": tile.HEADS, "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
-    total = {**wide, "D": D, "Dv": Dv, "LAYOUT": layout, "SHARE": tile.share, "AT_ONCE": 4}
-    total |= {"BLOCK_N": min(SUM_ROWS, tile.BLOCK_N)}
-    gather = {"G": shared["G"], "D": D, "HEADS": min(tile.dq_heads, 4), "BLOCK_D": tile.BLOCK_D, "AT_ONCE": 4}
-    dq_options = {"num_warps": tile.dq_warps, "num_stages": tile.dq_stages}
-    dkdv_options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    one, four = {"num_warps": 1}, {"num_warps": 4}
+    total = {**wide, "D": shared["D"], "Dv": shared["Dv"], "LAYOUT": shared["LAYOUT"]}
+    total |= {"SHARE": tile.share, "AT_ONCE": 4, "BLOCK_N": min(SUM_ROWS, tile.BLOCK_N)}
+    gather = {"G": shared["G"], "D": shared["D"], "BLOCK_D": tile.BLOCK_D}
+    gather |= {"HEADS": min(tile.dq_heads, GATHERED), "AT_ONCE": 4}
+    one, four, some = {"num_warps": 1}, {"num_warps": 4}, {"num_warps": max(1, gather["HEADS"] // 4)}
     return {
         "order": Variant(inverse_index._order_kernel, order, one),
         "strip": Variant(inverse_index._strip_kernel, {"CHUNK": STRIPPED, "AT_ONCE": 32}, four),
-        "scan": Variant(inverse_index._scan_kernel, {"SHARE": tile.share, "CHUNK": ELEMENTS}, four),
+        "scan": Variant(inverse_index._scan_kernel, {"SHARE": tile.share, "STEPS": 0, "CHUNK": ELEMENTS}, four),
         "scatter": Variant(inverse_index._scatter_kernel, {"CHUNK": ELEMENTS}, four),
-        "delta": Variant(backward_kernels._delta_kernel, delta, one),
-        "delta_lse": Variant(backward_kernels._delta_kernel, delta, one),
-        "dq": Variant(backward_kernels._dq_kernel, dq, dq_options),
-        "dkdv": Variant(backward_kernels._dkdv_kernel, dkdv, dkdv_options),
-        # A launch without parts of dQ is a variant of its own.
-        "dkdv_alone": Variant(backward_kernels._dkdv_kernel, dkdv, dkdv_options),
+        "dkdv": Variant(backward_kernels._dkdv_kernel, dkdv, {"num_warps": tile.warps, "num_stages": tile.stages}),
         "sum": Variant(backward_kernels._sum_kernel, total, four),
-        "gather": Variant(backward_kernels._gather_kernel, gather, one),
+        "gather": Variant(backward_kernels._gather_kernel, gather, some),
+        # Launches that leave out rows are variants of their own.
+        "order_some": Variant(inverse_index._order_kernel, order, one),
+        "gather_some": Variant(backward_kernels._gather_kernel, gather, some),
     }
 
 
+@lru_cache(maxsize=1024)
+def _by_row(
+    device: torch.device,
+    dtype: torch.dtype,
+    kinds: tuple[object, ...],
+    tile: backward_tiles.Tile,
+    spans: int,
+    source: int,
+    **shared: Any,
+) -> dict[str, Variant]:
+    """The kernels that go by rows, not by blocks. Arguments as of :func:`_pass`."""
+    delta = {"Dv": shared["Dv"], "BLOCK_DV": tile.BLOCK_DV, "ROWS": STATS_ROWS}
+    dq = shared | {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV, "SOURCE": source, "SPANS": spans}
+    dq |= {"HEADS": tile.dq_heads, "BLOCK_G": tile.BLOCK_G, "BLOCK_L": tile.BLOCK_L}
+    one = {"num_warps": 1}
+    return {
+        "delta": Variant(backward_kernels._delta_kernel, delta, one),
+        "delta_lse": Variant(backward_kernels._delta_kernel, delta, one),
+        "dq": Variant(backward_kernels._dq_kernel, dq, {"num_warps": tile.dq_warps, "num_stages": tile.dq_stages}),
+    }
+
+
+@lru_cache(maxsize=1024)
+def _by_union(
+    device: torch.device, dtype: torch.dtype, kinds: tuple[object, ...], tile: union_tiles.Tile, **shared: Any
+) -> dict[str, Variant]:
+    """The kernels that list unions and take dQ from them. Arguments as of :func:`_pass`."""
+    cut = {"TOKENS": tile.TOKENS, "SLOTS": tile.SLOTS}
+    lists = {"LAYOUT": shared["LAYOUT"], "CAUSAL": shared["CAUSAL"], "STEPS": False, **cut}
+    dq = shared | cut | {name: getattr(tile, name) for name in ("HEADS", "BLOCK_D", "BLOCK_DV", "BLOCK_N")}
+    return {
+        "list": Variant(union_kernels._list_kernel, lists, {"num_warps": 4 if tile.TOKENS * tile.SLOTS > 256 else 1}),
+        "union_dq": Variant(_union_dq_kernel, dq, {"num_warps": tile.warps, "num_stages": tile.stages}),
+    }
+
+
+VARIANTS = _pass, _by_row, _by_union
+
+
 def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a tile that make :func:`_variants` return this variant of the kernel with that name."""
+    """The fields of a tile for which `VARIANTS` gives the named kernel these arguments and options."""
     fields = {"share": constexprs["SHARE"]} if "SHARE" in constexprs else {}
     if kernel == "_dq_kernel":
         fields |= {"dq_heads": constexprs["HEADS"], "BLOCK_G": constexprs["BLOCK_G"], "BLOCK_L": constexprs["BLOCK_L"]}
@@ -168,7 +262,7 @@ def backward(
     """
     q, k, v = call.q, call.k, call.v
     assert call.selection is not None
-    tile, g, sizes = launch.tile, launch.geometry, launch.sizes
+    g, unions = launch.geometry, launch.unions
     of_queries, of_keys = wanted[0], wanted[1] or wanted[2]
     dq = torch.empty(q.shape if of_queries else (0,), dtype=q.dtype, device=launch.device)
     if g.tokens == 0 or k.shape[:-2].numel() == 0 or g.n == 0:
@@ -179,37 +273,86 @@ def backward(
         x if x is None else x.contiguous() for x in (dlse, call.q_positions, call.cu_seqlens_q, call.cu_seqlens_k)
     )
     scale = launch.scale if call.scale is None else call.scale
-    run = _Run(launch, sizes)
+    sizes = launch.usual.sizes
+    run = _Run(launch, launch.kernels, sizes)
     stats = workspace(2 * sizes["rows"], torch.float32, launch.device)
     grid = (-(-sizes["rows"] // STATS_ROWS), 1, 1)
     run("delta" if dlse is None else "delta_lse", grid, (o, do, lse, dlse, stats), "rows")
-    if of_queries and not (tile.keep_dq and of_keys):
-        grid = (g.tokens * g.HKV, -(-g.G // tile.dq_heads), 1)
-        run("dq", grid, (q, k, v, do, stats, dq, selection, *about), f"B S S_kv HKV n size tokens {STRIDES}", scale)
+    given = (q, k, v, do, stats)
+    parts = launch.parts if of_queries and of_keys else None
+    if of_queries and parts is None:
+        grid = (g.tokens * g.HKV, -(-g.G // launch.usual.tile.dq_heads), 1)
+        run("dq", grid, (*given, dq, selection, *about), f"B S S_kv HKV n size tokens {STRIDES}", scale)
     if not of_keys:
         return dq, k.new_empty(0), v.new_empty(0)
-    dk, dv = _by_blocks(launch, (q, k, v, do, stats), dq if of_queries else None, selection, about, scale)
+    keys = k.shape[:-2].numel()
+    dk = torch.zeros((keys, g.HKV, g.D), dtype=torch.float32, device=launch.device)
+    dv = torch.zeros((keys, g.HKV, g.Dv), dtype=torch.float32, device=launch.device)
+    served = None
+    if parts is not None and unions is not None:
+        served = _by_unions(launch, unions, given, dq, selection, about, scale)
+        _by_blocks(launch, launch.alone, given, (dk, dv), None, (selection, *about, served), scale, mark=1)
+    results = (dk, dv), None if parts is None else dq
+    _by_blocks(launch, parts or launch.alone, given, *results, (selection, *about, served), scale)
     dk = dk.view(k.shape).to(k.dtype) if wanted[1] else k.new_empty(0)
     return dq, dk, dv.view(v.shape).to(v.dtype) if wanted[2] else v.new_empty(0)
 
 
-def _by_blocks(
+def _by_unions(
     launch: Launch,
+    unions: Unions,
     given: tuple[Tensor, ...],
-    dq: Tensor | None,
+    dq: Tensor,
     selection: Tensor,
     about: list[Tensor | None],
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """dK and dV ``[keys, HKV, D | Dv]`` fp32, window by window; ``dq``, if its parts are kept, is written here, too.
+) -> Tensor:
+    """Write dQ of tiles whose union is worth reading. Arguments as of :func:`_by_blocks`.
 
-    given: q, k, v, dO and the statistics of rows. about: query positions, ``cu_seqlens_q`` and ``cu_seqlens_k``.
+    Returns ``served [tokens, HKV]`` int32: 1 for rows of these tiles, else 0.
     """
-    device, w, tile, g, sizes = launch.device, launch.windows, launch.tile, launch.geometry, launch.sizes
-    heads, size, keys = w.heads, sizes["size"], given[1].shape[:-2].numel()
+    device, g, tile = launch.device, launch.geometry, unions.tile
+    tiles_of_call = -(-g.tokens // tile.TOKENS)
+    at_once = min(tiles_of_call, unions.at_once)
+    lists = workspace(at_once * g.HKV * tile.TOKENS * tile.SLOTS, torch.int64, device)
+    count = workspace(at_once * g.HKV, torch.int32, device)
+    served = workspace(g.tokens * g.HKV, torch.int32, device)
+    for first in range(0, tiles_of_call, at_once):
+        now = min(at_once, tiles_of_call - first)
+        run = _Run(launch, unions.kernels, unions.sizes | {"first": first, "tiles": now})
+        run(
+            "list", (now, g.HKV, 1), (selection, *about, lists, count, served),
+            "B S S_kv HKV n size tokens first cost gain",
+        )  # fmt: skip
+        run(
+            "union_dq", (now * g.HKV, 1, 1), (*given, dq, *about, lists, count, served),
+            f"B S S_kv HKV size tokens first tiles {STRIDES}", scale,
+        )  # fmt: skip
+    return served
+
+
+def _by_blocks(
+    launch: Launch,
+    how: Pass,
+    given: tuple[Tensor, ...],
+    sums: tuple[Tensor, Tensor],
+    dq: Tensor | None,
+    about: tuple[Tensor | None, ...],
+    scale: float,
+    mark: int = 0,
+) -> None:
+    """Add to dK and dV window by window; write ``dq``, if its parts are kept, too.
+
+    Args:
+        given: q, k, v, dO and the statistics of rows.
+        sums: dK and dV ``[keys, HKV, D | Dv]`` fp32.
+        about: the selection, query positions, ``cu_seqlens_q``, ``cu_seqlens_k``, and ``served [tokens, HKV]`` or None.
+        mark: with ``served``, only rows whose entry is this take part.
+    """
+    device, w, tile, g = launch.device, how.windows, how.tile, launch.geometry
+    *about, served = about
+    heads, size = w.heads, how.sizes["size"]
     row, blocks, shares = heads * w.slots, heads * w.blocks, heads * w.work
-    dk = torch.zeros((keys, g.HKV, g.D), dtype=torch.float32, device=device)
-    dv = torch.zeros((keys, g.HKV, g.Dv), dtype=torch.float32, device=device)
     block, rank, unit = (workspace(w.window * row, torch.int32, device) for _ in range(3))
     span = workspace(w.window * row, torch.int32, device) if g.source == RANGES.value else None
     counted = workspace(-(-w.window // w.strip) * blocks, torch.int32, device)
@@ -217,48 +360,52 @@ def _by_blocks(
     work = workspace(3 * shares, torch.int32, device)
     dk_part = workspace(heads * w.several * size * g.D, torch.float32, device)
     dv_part = workspace(heads * w.several * size * g.Dv, torch.float32, device)
-    dq_part = workspace(w.window * row * g.G * g.D, given[0].dtype, device) if tile.keep_dq and dq is not None else None
-    sum_rows = launch.kernels["sum"].constexprs["BLOCK_N"]
-    gathered = launch.kernels["gather"].constexprs["HEADS"]
+    dq_part = None if dq is None else workspace(w.window * row * g.G * g.D, given[0].dtype, device)
+    sum_rows = how.kernels["sum"].constexprs["BLOCK_N"]
+    gathered = how.kernels["gather"].constexprs["HEADS"]
+    some = "" if served is None else "_some"
     for head0, first in itertools.product(range(0, g.HKV, heads), range(0, g.tokens, w.window)):
         now = min(w.window, g.tokens - first)
         strips = -(-now // w.strip)
-        run = _Run(launch, sizes | {"head0": head0, "first": first, "now": now, "strips": strips})
+        about_window = {"head0": head0, "first": first, "now": now, "strips": strips, "mark": mark}
+        run = _Run(launch, how.kernels, how.sizes | about_window)
         counted.zero_()
         work[2 * shares :].zero_()
         run(
-            "order", (strips, heads, 1), (selection, *about, block, span, rank, counted),
-            "B S S_kv HKV heads head0 n size slots blocks first now strip",
+            f"order{some}", (strips, heads, 1), (*about, served, block, span, rank, counted),
+            "B S S_kv HKV heads head0 n size slots blocks first now strip mark",
         )  # fmt: skip
         run("strip", (-(-w.blocks // STRIPPED), heads, 1), (counted, count), "heads blocks strips")
-        run("scan", (heads, 1, 1), (count, start, work, part), "blocks work")
+        run("scan", (heads, 1, 1), (count, start, work, part, None), "B blocks work")
         run(
             "scatter", (-(-now * row // ELEMENTS), 1, 1), (block, rank, start, counted, unit),
             "heads slots blocks now window strip slot_bits",
         )  # fmt: skip
         run(
-            "dkdv_alone" if dq is None else "dkdv", (w.work, heads, -(-size // tile.BLOCK_N)),
-            (*given, dk, dv, dk_part, dv_part, dq_part, selection, *about, span, unit, count, start, part, work),
+            "dkdv", (w.work, heads, -(-size // tile.BLOCK_N)),
+            (*given, *sums, dk_part, dv_part, dq_part, *about, span, unit, count, start, part, work),
             "B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits several " + STRIDES, scale,
         )  # fmt: skip
         run(
             "sum", (w.blocks, heads, -(-size // sum_rows)),
-            (dk_part, dv_part, dk, dv, unit, count, start, part, *about[1:]),
+            (dk_part, dv_part, *sums, unit, count, start, part, *about[2:]),
             "B S_kv HKV head0 size slots blocks first window slot_bits several",
         )  # fmt: skip
         if dq_part is not None:
-            run("gather", (now * heads, -(-g.G // gathered), 1), (dq_part, block, dq), "HKV heads head0 slots first")
-    return dk, dv
+            run(
+                f"gather{some}", (now * heads, -(-g.G // gathered), 1), (dq_part, block, served, dq),
+                "HKV heads head0 slots first",
+            )  # fmt: skip
 
 
 class _Run:
-    """Launches kernels of a call by name, with run-time arguments by name."""
+    """Launches some of a call's kernels by name, with run-time arguments by name."""
 
-    def __init__(self, launch: Launch, sizes: dict[str, int]) -> None:
-        self.launch, self.sizes = launch, sizes
+    def __init__(self, launch: Launch, kernels: dict[str, Variant], sizes: dict[str, int]) -> None:
+        self.launch, self.kernels, self.sizes = launch, kernels, sizes
 
     def __call__(
         self, name: str, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], sizes: str, *more: float
     ) -> None:
         numbers = (*(self.sizes[size] for size in sizes.split()), *more)
-        self.launch.kernels[name].launch(grid, self.launch.device, tensors, numbers, self.launch.narrow)
+        self.kernels[name].launch(grid, self.launch.device, tensors, numbers, self.launch.narrow)

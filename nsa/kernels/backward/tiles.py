@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from nsa.kernels.key_major.tiles import MOST_COUNT_BYTES, DoesNotFit, even, heads_at_once
 from nsa.kernels.query_major.tiles import next_power_of_2, padded, shared_bytes
+from nsa.kernels.union import tiles as union_tiles
 
 DQ_BYTES = 1280 << 20
-"""Limit of the parts of dQ of a window, one for each block of a row. dK and dV are read and written once per window, so
-longer is better. Half of this limit makes a pass of 32 ms 3 ms slower (H100, HQ/HKV 64/4, 65,536 tokens)."""
+"""Limit of the parts of dQ of a window, one for each block of a row. Long windows are better: dK and dV are read and
+written once per window. Half of this limit adds 3 ms to a pass of 32 ms (H100, HQ/HKV 64/4, 65,536 tokens)."""
 
 HEAD_BYTES = 48 << 20
-"""Limit of the queries and gradients of one KV head in a window, as :data:`key_tiles.HEAD_BYTES`."""
+"""Limit of the queries and gradients of one KV head in a window, like `HEAD_BYTES` of key-major's tiles."""
 
 SUM_BYTES = 256 << 20
 """Limit of the partial sums of dK and dV. Blocks that several programs share have partial sums."""
@@ -28,11 +29,21 @@ STRIP = 16
 """Fewest tokens of a strip. A program counts the tokens of its strip in sequence."""
 
 STRIPS = 2048
-"""Limit of the strips of all heads. More programs do not count faster, and each strip needs counters of all blocks."""
+"""Limit of the strips of all heads. More strips do not count faster, and each strip needs a counter for each block."""
 
 MOST_PARTS_G = 16
-"""Largest group whose dQ is taken from key blocks, as dK and dV are. Larger groups would have many parts of dQ, and
-reading keys again for every query costs less."""
+"""Largest group whose dQ is summed from parts that key blocks compute. Larger groups would have so many bytes of parts
+that it costs less to read the keys again for every query."""
+
+UNIONS_FROM = 1 << 21
+"""Fewest query rows (tokens * query heads), times G, of a call with unions: 2,048 tokens of 64/4, 8,192 of 32/4. In
+smaller calls it costs more to list blocks twice than unions gain."""
+
+LEAST_UNION_G = 8
+"""Smallest group with unions. A tile of a smaller group has so many tokens that its union is seldom worth reading."""
+
+WORTH = union_tiles.Worth(64, 3)
+"""Which unions are worth reading, as `WORTH` of the union's tiles."""
 
 
 class Choice(NamedTuple):
@@ -42,7 +53,7 @@ class Choice(NamedTuple):
     warps: int
     stages: int
     share: int  # tiles of rows that a program takes of its block
-    keep_dq: bool  # dQ is taken from key blocks if a block is one tile
+    keep_dq: bool  # dQ is summed from parts that key blocks compute, if a block is one tile
     BLOCK_L: int  # keys of a tile where dQ is query-major
     dq_warps: int
     dq_stages: int
@@ -53,8 +64,10 @@ forced: Choice | None = None
 
 # Swept on an H100 with G of 1 to 64. The choices that lost are in docs/notebook/backward.md.
 HOPPER_FEW = Choice(32, 4, 2, 64, True, 32, 1, 2)  # G below 4
-HOPPER_SMALL = Choice(32, 4, 2, 128, True, 32, 1, 2)
-HOPPER_LARGE = Choice(32, 4, 2, 128, False, 64, 4, 2)
+HOPPER_SMALL = Choice(32, 4, 2, 128, True, 32, 1, 2)  # G up to 8
+HOPPER_16 = Choice(32, 4, 3, 128, True, 32, 1, 2)  # G up to 16
+HOPPER_LARGE = Choice(32, 4, 3, 128, False, 64, 4, 2)
+HOPPER_ALONE = Choice(32, 4, 3, 256, False, 32, 1, 2)  # G of 4 to 16, where no parts of dQ are written
 # Not measured, but chosen by the registers and shared memory that the compile matrix shows.
 SMALL = Choice(64, 8, 2, 32, True, 32, 1, 2)
 LARGE = Choice(64, 8, 2, 32, False, 32, 4, 2)
@@ -92,16 +105,18 @@ def select(
     spans: bool,
     choice: Choice | None = None,
     pipelines: bool = True,
+    parts: bool = True,
 ) -> Tile:
     """Tile of a call whose blocks hold ``size`` keys.
 
     Args:
         capability, itemsize: as for :func:`nsa.kernels.query_major.tiles.select`.
         pipelines: this Triton can pipeline the loads of queries.
+        parts: dQ may be summed from parts.
     """
     block_d, block_dv = padded(D), padded(Dv)
     narrow = max(block_d, block_dv) <= 128
-    chosen = choice or _rule(capability, itemsize, G, narrow)
+    chosen = choice or _rule(capability, itemsize, G, narrow, parts)
     most = (64 if itemsize == 2 else 32) if narrow else (32 if itemsize == 2 else 16)
     rows, block_n = chosen.rows, min(padded(size), most)
 
@@ -117,19 +132,42 @@ def select(
     stages = chosen.stages if pipelines else 1
     # Without a pipeline dO and dS lie at one address, which ptxas may lose for sm_90 (docs/notebook/compile-matrix.md).
     lost = capability == 90 and itemsize == 2 and stages == 1
+    keep_dq = parts and chosen.keep_dq and not spans and size <= block_n and not lost
     return Tile(
-        in_tile, block_d, block_dv, rows, block_n, chosen.warps, stages, chosen.share * (rows // in_tile),
-        chosen.keep_dq and not spans and size <= block_n and not lost, dq_heads, max(16, dq_heads), chosen.BLOCK_L,
-        chosen.dq_warps if dq_heads <= 16 else 4, chosen.dq_stages,
+        in_tile, block_d, block_dv, rows, block_n, chosen.warps, stages, chosen.share * (rows // in_tile), keep_dq,
+        dq_heads, max(16, dq_heads), chosen.BLOCK_L, chosen.dq_warps if dq_heads <= 16 else 4, chosen.dq_stages,
     )  # fmt: skip
 
 
-def _rule(capability: int, itemsize: int, G: int, narrow: bool) -> Choice:
+def _rule(capability: int, itemsize: int, G: int, narrow: bool, parts: bool) -> Choice:
     if itemsize > 2 or not narrow:
         return FP32 if itemsize > 2 else WIDE_HEADS
     if capability == 90:
-        return HOPPER_FEW if G < 4 else HOPPER_SMALL if G <= MOST_PARTS_G else HOPPER_LARGE
+        if not parts and 4 <= G <= MOST_PARTS_G:
+            return HOPPER_ALONE
+        if G <= 8:
+            return HOPPER_FEW if G < 4 else HOPPER_SMALL
+        return HOPPER_16 if G <= MOST_PARTS_G else HOPPER_LARGE
     return SMALL if G <= MOST_PARTS_G else LARGE
+
+
+@lru_cache(maxsize=1024)
+def union(capability: int, itemsize: int, G: int, D: int, Dv: int, n: int, size: int) -> union_tiles.Tile | None:
+    """Tile of the kernel that takes dQ from unions of ``n`` blocks a row. A block of ``size`` keys is one tile.
+
+    None if no tile holds two tokens, or if shared memory does not hold a tile.
+    """
+    block_n = padded(size)
+    for rows, stages in ((64, 2), (64, 1), (32, 2), (32, 1)):
+        choice = union_tiles.Choice(rows, block_n, 4, stages)
+        tile = union_tiles.select(capability, itemsize, G, D, Dv, n, size, choice)
+        if tile is None or tile.TOKENS * tile.HEADS < 16:
+            return None
+        rows = tile.TOKENS * tile.HEADS
+        wide = tile.BLOCK_D + tile.BLOCK_DV
+        if itemsize * ((rows + stages * block_n) * wide + rows * block_n) <= shared_bytes(capability):
+            return tile._replace(BLOCK_N=block_n, stages=stages)
+    return None
 
 
 class Windows(NamedTuple):
@@ -141,7 +179,7 @@ class Windows(NamedTuple):
     heads: int  # KV heads that are processed at once
     window: int  # tokens of a window
     work: int  # upper bound of the shares of one head
-    several: int  # upper bound of those shares that belong to blocks of several shares
+    several: int  # upper bound of the shares of blocks that have more than one share
     strip: int  # tokens that a program counts
 
 
@@ -162,7 +200,7 @@ def windows(
     """Windows whose lists and partial results stay within the limits above.
 
     Raises:
-        ValueError: one token needs more, or the counters of blocks do.
+        ValueError: the lists or parts of one token, or the counters of blocks, exceed a limit.
     """
     slots = max(slots, 1)
     bits = max(slots - 1, 1).bit_length()

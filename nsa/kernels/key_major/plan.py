@@ -2,7 +2,7 @@
 
 The host does not wait for the device: grids follow from shapes, and a program without work returns at once. Tokens are
 processed in windows whose partial results share one buffer, so the workspace is bounded for any length. The kernels are
-in ``kernel.py`` and ``shared/inverse_index.py``. ``plan`` and ``forward`` are called as those of query-major are.
+in ``kernel.py`` and ``shared/inverse_index.py``. ``plan`` and ``forward`` are called as those of query-major.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from nsa.kernels.key_major import kernel as key_kernels
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.key_major.tiles import DoesNotFit
 from nsa.kernels.query_major import plan as query_major
+from nsa.kernels.query_major import tiles as query_tiles
 from nsa.kernels.query_major.tiles import pairs, span_bucket
 from nsa.kernels.shared import inverse_index
 from nsa.kernels.shared.geometry import Geometry, geometry
@@ -32,11 +33,11 @@ from nsa.validate import E4M3
 
 logger = logging.getLogger("nsa")
 
-WIDE_FROM = INT32_MAX  # if q has more elements than this, its offsets take 64 bits
+WIDE_FROM = INT32_MAX  # if the last element of q lies farther than this from the first, offsets take 64 bits
 COUNTED = 64  # slots that a program of the count kernel takes at a time
 ELEMENTS = 1024  # elements that a program of the scan or scatter kernel takes at a time
 MERGE_CHUNK = 16
-SCARCE = (4, 16)  # divisors of the limits of the workspace, tried in turn where memory is missing
+SCARCE = (4, 16)  # divisors of the workspace's limits, tried in turn if memory is lacking
 
 
 class Launch(NamedTuple):
@@ -56,11 +57,13 @@ class Launch(NamedTuple):
     size: int  # keys of a block
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
+    steps: query_major.Launch | None  # for the sequences of few queries of a ragged batch, which seldom share blocks
+    likely: int  # all blocks; of a ragged batch, those that probably have units
 
     @property
     def variants(self) -> tuple[Variant, ...]:
         """All that a call may launch."""
-        return self[:6]
+        return self[:6] + (() if self.steps is None else self.steps.variants)
 
 
 def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bool = False) -> Launch:
@@ -68,8 +71,9 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
 
     With ``skips`` every :func:`forward` of the launch gets ``served``, otherwise none does.
 
-    A row's result never depends on what the rest of the call holds. With ``batch_invariant`` the result does not depend
-    on the length of the call either. A row whose ranges have more than ``bound`` keys may come out as NaN.
+    Query-major serves the steps of a ragged batch (:func:`_steps`). A row's result never depends on the values of other
+    rows. With ``batch_invariant`` it depends neither on the length of the call nor on the number of sequences. A row
+    whose ranges have more than ``bound`` keys may come out as NaN.
 
     Raises:
         ValueError: there are more keys or KV heads than the kernels count; or the workspace cannot hold the counters of
@@ -82,10 +86,12 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
     spans = block_size is None
     size, blocks, slots = key_tiles.grid("key_major", g.B, S_kv, HKV, n, block_size, g.packed, bound)
     capability, _ = query_major.device_limits(device)
-    keys = S_kv * g.B if g.layout == RAGGED.value else S_kv  # of the sequences whose queries `g.S` counts
-    walk = key_tiles.walks(g.S, keys, call.settings.batch_invariant)
+    ragged = g.layout == RAGGED.value
+    chunks = _chunks(g, call.max_seqlen_q) if ragged else 1  # sequences whose queries `g.S` counts
+    likely = blocks // max(g.B, 1) * chunks if ragged else blocks
+    walk = key_tiles.walks(g.S, S_kv * chunks, call.settings.batch_invariant)
     listed = block_size or size  # not cut to S_kv, because S_kv must not change a row's tiles
-    reads = g.tokens * n // max(blocks, 1)
+    reads = g.tokens * n // max(likely, 1)
     tile = key_tiles.select(
         capability, dtype.itemsize, G, D, Dv, listed, key_tiles.forced, walk, call.k.dtype == E4M3, reads
     )
@@ -96,14 +102,35 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
     farthest = sum((size - 1) * stride for size, stride in zip(call.q.shape, call.q.stride(), strict=True)) + D
     bucket = span_bucket(n, S_kv)
     tiled = listed % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
+    steps = _steps(call, g, bound)
     variants = _variants(
-        device, dtype, (*call.dtypes(), skips), tile, bucket, walked > 0, TILED.value if tiled else g.source,
+        device, dtype, (*call.dtypes(), skips or steps is not None), tile, bucket,
+        0 if steps is None else query_tiles.STEPS, walked > 0, TILED.value if tiled else g.source,
         ONE_TILE=listed <= tile.BLOCK_N, WIDE=farthest > WIDE_FROM, G=G, D=D, Dv=Dv, SOURCE=g.source, LAYOUT=g.layout,
         PAGE=g.page, CAUSAL=call.causal, STRIDE_UNIT=g.unit, K_STEP=g.k_step, V_STEP=g.v_step,
         PAIRS=g.pairs and pairs(tile.merge_heads, tile.BLOCK_DV), INPUT_PRECISION="ieee",
     )  # fmt: skip
-    narrow = max(g.B, g.S, S_kv, HKV, n, size, *g.strides, g.pages) <= INT32_MAX
-    return Launch(*variants, device, sized, windows, tile, g, size, narrow, 1.0 / math.sqrt(D))
+    narrow = max(g.B, g.S, S_kv, HKV, n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
+    return Launch(*variants, device, sized, windows, tile, g, size, narrow, 1.0 / math.sqrt(D), steps, likely)
+
+
+def _steps(call: Call, g: Geometry, bound: int | None) -> query_major.Launch | None:
+    """Query-major for the sequences of at most `STEPS` queries of a ragged batch with blocks, or None.
+
+    None if the call must be ``batch_invariant``, because the number of sequences decides tiles; and if ``max_seqlen_q``
+    is so small that every sequence must have more than `STEPS` queries.
+    """
+    if g.layout != RAGGED.value or call.block_size is None or call.settings.batch_invariant:
+        return None
+    if call.max_seqlen_q is not None and g.tokens > (g.B - 1) * call.max_seqlen_q + query_tiles.STEPS:
+        return None
+    return query_major.plan(call, bound, steps=True)
+
+
+def _chunks(g: Geometry, longest: int | None) -> int:
+    """How many sequences of a ragged batch probably have units, if each has at most ``longest`` queries."""
+    longest = max(longest or 1, -(-g.tokens // max(g.B, 1)), 1)
+    return min(g.B, max(1, (2 * g.tokens + longest) // (2 * longest)))
 
 
 @lru_cache(maxsize=1024)
@@ -113,6 +140,7 @@ def _variants(
     kinds: tuple[object, ...],
     tile: key_tiles.Tile,
     spans: int,
+    steps: int,
     walk: bool,
     walk_source: int,
     **shared: Any,
@@ -125,6 +153,7 @@ def _variants(
     source = shared["SOURCE"]
     count = {name: shared[name] for name in ("SOURCE", "LAYOUT", "CAUSAL")}
     count |= {"CHUNK": COUNTED, "SPANS": spans if source == RANGES.value else 1}
+    scan = {"SHARE": tile.share, "STEPS": steps, "CHUNK": ELEMENTS}
     blocks = {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV}
     partial = {name: x for name, x in shared.items() if name not in ("V_STEP", "PAIRS")}
     partial |= {**blocks, "HEADS": tile.HEADS, "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
@@ -139,7 +168,7 @@ def _variants(
         merging |= {} if tile.walk_registers is None else {"maxnreg": tile.walk_registers}
     return (
         Variant(inverse_index._count_kernel, count, {"num_warps": 1}),
-        Variant(inverse_index._scan_kernel, {"SHARE": tile.share, "CHUNK": ELEMENTS}, {"num_warps": 4}),
+        Variant(inverse_index._scan_kernel, scan, {"num_warps": 4}),
         Variant(inverse_index._scatter_kernel, {"CHUNK": ELEMENTS}, {"num_warps": 4}),
         Variant(key_kernels._partial_kernel, partial, options),
         Variant(key_kernels._merge_kernel, merge, merging),
@@ -148,7 +177,7 @@ def _variants(
 
 
 def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a tile that make :func:`_variants` return this variant of the kernel with that name."""
+    """The fields of a tile for which :func:`_variants` gives the named kernel these arguments and options."""
     merging = kernel == "_merge_kernel"
     named = {"SHARE": "share", "AT_ONCE": "at_once"} | ({"HEADS": "merge_heads"} if merging else {})
     fields = {named.get(name, name): value for name, value in constexprs.items()}
@@ -185,10 +214,10 @@ settings.ON_RELOAD.append(_scarce.clear)
 
 
 def reserve(launch: Launch, dtype: torch.dtype, Dv: int) -> tuple[key_tiles.Windows, Memory]:
-    """Windows of a call and their workspace. Where memory is missing, windows are smaller, which is slower.
+    """Windows of a call and their workspace. If memory is lacking, windows are smaller, which is slower.
 
-    A row's result stays the same, bit by bit. The smaller windows are logged and remembered for the shape, so a larger
-    workspace is not tried again: before an allocator fails, it gives back all memory that it had kept.
+    A row's result stays the same, bit by bit. The smaller windows are logged and remembered for the shape. A larger
+    workspace is not tried again, because a failing allocator first gives back all memory that it had cached.
 
     Raises:
         torch.OutOfMemoryError: there is no memory for the smallest workspace either.
@@ -224,6 +253,31 @@ def _less(sized: tuple[int, ...], w: key_tiles.Windows) -> key_tiles.Windows | N
     return None
 
 
+def _programs(launch: Launch, w: key_tiles.Windows) -> int:
+    """Programs of the partial kernel for a KV head: as many as there may be shares.
+
+    In a ragged batch as many as there probably are, which may be a twentieth. A program without work takes 2 ns. If
+    there are more shares, programs take several.
+    """
+    if launch.geometry.layout != RAGGED.value:
+        return w.work
+    return min(w.work, max(-(-w.window * w.slots // launch.tile.share), launch.likely))
+
+
+def serve_steps(launch: Launch, call: Call, lse: Tensor | None) -> Tensor | None:
+    """Launch query-major for the steps of a ragged batch. Returns ``served`` for :func:`forward`; None without steps.
+
+    Args:
+        call: with ``out``.
+        lse: where LSE goes, if the call asks for it.
+    """
+    if launch.steps is None:
+        return None
+    served = workspace(launch.geometry.tokens * launch.geometry.HKV, torch.int32, launch.device).zero_()
+    query_major.forward(launch.steps, call, "steps", served, lse)
+    return served
+
+
 def forward(
     launch: Launch, call: Call, route: str, served: Tensor | None = None, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -231,6 +285,7 @@ def forward(
 
     Args:
         served: int32 ``[tokens, HKV]``, not 0 for rows of blocks that are served already; they are left as they are.
+            None: no row is served yet; this function then serves the steps first.
         lse: where LSE goes; None: a new tensor if the call asks for LSE.
     """
     q, k, v, out, return_lse = call.q, call.k, call.v, call.out, call.return_lse
@@ -246,19 +301,23 @@ def forward(
         raise DoesNotFit(query_major.ODD)
     w, (parts, part_lse, block, rank, span, unit, start, lists) = reserve(launch, q.dtype, v.shape[-1])
     if served is None:
+        served = serve_steps(launch, call._replace(out=out), lse)
         launches[route] += 1
     selection = call.selection.contiguous()
     lengths = call.cu_seqlens_k if call.cache_seqlens is None else call.cache_seqlens
-    q_positions, cu_seqlens_q, lengths, block_table = (
-        x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths, call.block_table)
+    q_positions, cu_seqlens_q, lengths = (
+        x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths)
     )
+    block_table = call.block_table.contiguous() if g.copies_table and call.block_table is not None else call.block_table
     k_scale, v_scale = (x if x is None else x.contiguous() for x in (call.k_scale, call.v_scale))
     about = (q_positions, cu_seqlens_q, lengths)
     scale = launch.scale if call.scale is None else call.scale
     heads, most = w.heads, w.most
     groups = most * heads
-    # The shares' numbers of units and the counters must be zero before. They lie last in `lists`, side by side.
+    # The shares' numbers of units and the counters must be zero before a pass. They lie last in `lists`, side by side.
     work, counts, zero = (lists[groups * i * w.work :] for i in (0, 3, 2))
+    ends = None if launch.steps is None else cu_seqlens_q
+    programs = _programs(launch, w)
     for head0, first in itertools.product(range(0, g.HKV, heads), range(0, g.tokens, w.tokens)):
         tokens = min(w.tokens, g.tokens - first)
         sizes = (g.B, g.S, g.S_kv, g.HKV, heads, head0, g.n, launch.size, w.slots)
@@ -268,7 +327,9 @@ def forward(
                 (tokens, 1, 1), device, (selection, *about, served, block, span, rank, counts),
                 (*sizes, w.blocks, first, w.window), narrow,
             )  # fmt: skip
-            launch.scan.launch((groups, 1, 1), device, (counts, start, work, None), (w.blocks, w.work), narrow)
+            launch.scan.launch(
+                (groups, 1, 1), device, (counts, start, work, None, ends), (g.B, w.blocks, w.work), narrow
+            )  # fmt: skip
             launch.scatter.launch(
                 (-(-tokens * w.row // ELEMENTS), 1, 1), device, (block, rank, start, None, unit),
                 (heads, w.slots, w.blocks, tokens, w.window, w.window, w.slot_bits), narrow,
@@ -277,9 +338,13 @@ def forward(
             here = first + i * w.window
             if w.slots:
                 launch.partial.launch(
-                    (w.work, heads, -(-g.G // tile.HEADS)), device,
+                    (programs, heads, -(-g.G // tile.HEADS)), device,
                     (q, k, v, parts, part_lse, selection, *about, block_table, k_scale, span, unit, work),
-                    (*sizes, here, w.window, i, most, w.work, w.slot_bits, g.pages, *g.strides[:9], scale), narrow,
+                    (
+                        *sizes, here, w.window, i, most, w.work, w.slot_bits, g.pages, *g.strides[:9], scale,
+                        g.stride_tb,
+                    ),
+                    narrow,
                 )  # fmt: skip
             now = min(w.window, tokens - i * w.window)
             (launch.merge if lse is None else launch.merge_lse).launch(
@@ -287,6 +352,6 @@ def forward(
                 (
                     parts, part_lse, block, q, k, v, out, lse, selection, *about, block_table, served, k_scale, v_scale,
                 ),
-                (*sizes, here, now, i * w.window, g.pages, *g.strides, scale), narrow,
+                (*sizes, here, now, i * w.window, g.pages, *g.strides, scale, g.stride_tb), narrow,
             )  # fmt: skip
     return out, lse

@@ -12,17 +12,17 @@ GRID = 64
 """Keys of a block into which ranges are cut."""
 
 PARTS_BYTES = 920 << 20
-"""Limit of the partial results of one window of tokens. All keys are read once per window, so longer is better."""
+"""Limit of the partial results of a window of tokens. Long windows are better: all keys are read once per window."""
 
 INDEX_BYTES = 56 << 20
 """Limit of the lists of units. Longer calls take several passes."""
 
 HEAD_BYTES = 16 << 20
-"""Limit of the queries of one KV head in a window, where fewer KV heads are processed at once to make windows longer.
-Programs read these queries many times, so they should stay in L2."""
+"""Limit of the queries of one KV head in a window that is made longer by processing fewer KV heads at once. Programs
+read these queries many times, so they should stay in L2."""
 
 REREAD = 4
-"""Windows are made longer while the keys, read once per window, have more than 1/4 of the bytes of partial results."""
+"""Windows are made longer while the keys that a window reads have more than 1/4 of the bytes of its partial results."""
 
 COUNT_BYTES = 16 << 20
 """Limit of the counters of blocks, two ints each, of all windows of a pass. One window may take more."""
@@ -33,8 +33,8 @@ MOST_HEADS = 65_535  # KV heads, which are an axis of a CUDA grid
 
 MAX_SLOTS = 64
 MIN_REUSE = 4  # rows that read a block
-"""What routing asks of a call beside its size. With at most 64 slots, windows have thousands of tokens. With one row a
-block query-major was faster on an H100, with two rows sometimes, with four never (docs/notebook/serving.md)."""
+"""Routing takes key-major only within these limits. With at most 64 slots, windows have thousands of tokens. On an H100
+query-major was faster where one row reads a block, sometimes with two, never with four (docs/notebook/serving.md)."""
 
 
 class DoesNotFit(ValueError):
@@ -64,13 +64,13 @@ SMALL = Choice(64, 4, 128, 16, 8, 4)
 LARGE = Choice(64, 4, 128, 8, 4, 2, 8, 16, 3, 168)  # groups that fill the 16 rows of a tensor core's tile
 HUGE = Choice(64, 4, 128, 8, 4, 4)  # groups too large for the merge's single warp to read keys
 LONG = Choice(64, 4, None, 16, 8, 4)  # `LARGE` for blocks of more than `LIMITED_SIZE` keys: the merge reads no keys
-FEW_SHARE = 8  # its share where fewer than `FEW_READS` rows read a block, on average
+FEW_SHARE = 8  # the share of `LONG` where fewer than `FEW_READS` rows read a block, on average
 FEW_READS = 64
 WIDE_HEADS = Choice(32, 4, None, 8, 4, 4)  # D or Dv above 128; with 8 warps Triton 3.1 aborts for sm_90
 FP32 = Choice(16, 4, None, 8, 4, 4)  # fp32 dot products run on the CUDA cores
 
 LIMITED_SIZE = 64
-"""Keys of the largest blocks that get a limit of registers. An H100 is faster without one for blocks of 128 and 256."""
+"""Keys of the largest blocks whose kernel has a register limit. For blocks of 128 and 256 an H100 is faster without."""
 ONE_TILE = 128
 SEVERAL_TILES = 64
 """Keys of the largest block that is one tile, and keys of a tile of larger blocks (docs/notebook/key-major.md)."""
@@ -144,17 +144,17 @@ def _rule(itemsize: int, G: int, narrow: bool, size: int, walk: bool, e4m3: bool
         chosen = LONG if reads >= FEW_READS else LONG._replace(share=FEW_SHARE)
     if chosen.registers is not None and size > LIMITED_SIZE:
         chosen = chosen._replace(registers=None)
-    if e4m3:  # as many bytes in flight; longer tiles would spill
+    if e4m3:  # more stages, to keep as many bytes in flight as in 16 bits; longer tiles would spill
         chosen = chosen._replace(walk_stages=2 * chosen.walk_stages - 1)
     return chosen if walk else chosen._replace(walked=0)
 
 
 def walks(queries: int, S_kv: int, invariant: bool) -> bool:
-    """Whether the merge kernel may read keys itself. Keys come from L2, unless few queries read a long context.
+    """Whether the merge kernel may read keys itself: not if few queries read a long context, whose keys miss L2.
 
-    On an H100 with HQ/HKV 64/4 and 2,048 queries, a call whose merge read no keys took 1.07 times as long with 4,096
-    keys, as long with 8,192, and 0.91 times as long with 65,536. The answer changes how a row is rounded, so with
-    ``invariant`` the answer is the same for every length.
+    With 2,048 queries on an H100 (HQ/HKV 64/4), a merge that reads no keys makes a call of 4,096 keys 1.07 times as
+    long, of 8,192 keys equally long, and of 65,536 keys 0.91 times as long. The choice changes how a row is rounded,
+    so with ``invariant`` it is the same for every length.
     """
     return invariant or 2 * queries >= S_kv
 
@@ -185,7 +185,7 @@ class Grid(NamedTuple):
 
 
 def grid(of: str, B: int, S_kv: int, HKV: int, n: int, block_size: int | None, packed: bool, bound: int | None) -> Grid:
-    """The blocks that the call lists. ``n`` ranges of ``bound`` keys a row are cut into blocks of `GRID` keys.
+    """The key blocks of a call. A row's ``n`` ranges, of ``bound`` keys together, are cut into blocks of `GRID` keys.
 
     Raises:
         ValueError: there are more keys or KV heads than the kernels count. ``of`` is the kernel that the text names.
@@ -242,7 +242,7 @@ def windows(
     """
     bits = max(slots - 1, 1).bit_length()
     parts_bytes, index_bytes = PARTS_BYTES // scarce, INDEX_BYTES // scarce
-    listed_bytes = max(slots, 1) * (16 if spans else 12)  # of one head of a token, as are `part_bytes`
+    listed_bytes = max(slots, 1) * (16 if spans else 12)  # for one head of a token, like `part_bytes`
     part_bytes = max(slots, 1) * G * (Dv * itemsize + 4)
 
     def most(heads: int) -> int:
@@ -266,7 +266,7 @@ def windows(
     at_once = max(1, min(listed // max(window, 1), COUNT_BYTES // max(count_bytes(heads, blocks), 1)))
     units = window * slots
     work = -(-units // share) + min(blocks, units)
-    work = -(-work // 4) * 4  # so that what follows the lists is aligned
+    work = -(-work // 4) * 4  # aligns the counters that follow the lists
     return Windows(slots, bits, blocks, heads, min(tokens, at_once * window), window, work)
 
 
@@ -274,9 +274,9 @@ def heads_at_once(HKV: int, enough: int, most: Callable[[int], int], longest: in
     """How many of ``HKV`` KV heads are processed at once, a divisor of ``HKV``.
 
     Args:
-        enough: tokens of a window that need not be longer.
+        enough: tokens; a window of this length need not be longer.
         most: the largest window, in tokens, for a number of heads; fewer heads never make it shorter.
-        longest: the largest window for which fewer heads are processed at once.
+        longest: the largest window, in tokens, for which fewer heads are processed at once.
     """
     divisors = [heads for heads in range(HKV, 0, -1) if HKV % heads == 0]
     found = next(heads for heads in divisors if most(heads) > 0 or heads == 1)

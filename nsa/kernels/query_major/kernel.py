@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.shared.clusters import exchange, merge_inbox, open_inbox
+from nsa.kernels.shared.e4m3 import add_pairs, fit_half, half_of, scaled_values
 from nsa.kernels.shared.primitives import (
     CACHE,
     PACKED,
@@ -19,24 +20,24 @@ from nsa.kernels.shared.primitives import (
     TILED,
     VARLEN,
     WHOLE,
-    add_pairs,
     ask_each,
     ask_spans,
+    causal_end,
     clamp_span,
     expect_table,
     find_sequence,
+    find_step,
     finish,
-    fit_half,
     gdc_launch_dependents,
     gdc_wait,
-    half_of,
     in_page,
     key_of_each,
     key_positions,
+    last_query,
     not_before,
     nothing_of,
     nothing_of_lanes,
-    scaled_values,
+    sequence_keys,
     sequence_of_cache,
     slots_of,
     slots_of_each,
@@ -46,83 +47,34 @@ from nsa.kernels.shared.primitives import (
 )
 
 # These arguments vary from batch to batch and must not make Triton compile again. Strides are divided by STRIDE_UNIT.
-# The kernel multiplies by STRIDE_UNIT again, so the compiler knows a factor of all strides, as vector loads need.
+# The kernel multiplies by STRIDE_UNIT again, so the compiler knows a factor of all strides, as vector loads need. The
+# page table's stride is not divided. It comes last, because elsewhere it costs kernels without pages 2 or 3 registers.
 RUNTIME = [
     *("B", "S", "S_kv", "n", "block_size", "pages"),
-    *(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()),
+    *(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh tb".split()),
 ]
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    o_ptr,
-    lse_ptr,
-    part_ptr,
-    sel_ptr,
-    pos_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    table_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    B,
-    S,
-    S_kv,
-    n,
-    block_size,
-    pages,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    scale,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    Dv: tl.constexpr,
-    SOURCE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    PAGE: tl.constexpr,
-    HKV: tl.constexpr,
-    S_MANY: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    CHUNKED: tl.constexpr,
-    FAR: tl.constexpr,
-    HOLD: tl.constexpr,
-    HOLD_Q: tl.constexpr,
-    SINGLE: tl.constexpr,
-    EACH: tl.constexpr,
-    SPLIT: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    K_STEP: tl.constexpr,
-    V_STEP: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    SPANS: tl.constexpr,
-    STREAM_Q: tl.constexpr,
-    UPFRONT: tl.constexpr,
-    CLUSTER: tl.constexpr,
-    MINE: tl.constexpr,
-    SHARED: tl.constexpr,
-    SENDING: tl.constexpr,
-    EARLY: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, part_ptr, sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, table_ptr, k_scale_ptr,
+    v_scale_ptr, served_ptr,
+    B, S, S_kv, n, block_size, pages,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_ob,
+    stride_os, stride_oh, scale, stride_tb,
+    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, SOURCE: tl.constexpr, LAYOUT: tl.constexpr, PAGE: tl.constexpr,
+    HKV: tl.constexpr, S_MANY: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr, CHUNKED: tl.constexpr,
+    FAR: tl.constexpr, HOLD: tl.constexpr, HOLD_Q: tl.constexpr, SINGLE: tl.constexpr, EACH: tl.constexpr,
+    SPLIT: tl.constexpr, STRIDE_UNIT: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, PAIRS: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, HEADS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, SPANS: tl.constexpr, STREAM_Q: tl.constexpr, UPFRONT: tl.constexpr,
+    CLUSTER: tl.constexpr, MINE: tl.constexpr, SHARED: tl.constexpr, SENDING: tl.constexpr, EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
+    """STEPS: the grid has a place for each of the first ``STEPS`` queries of each sequence of a ragged batch, the first
+    queries of all sequences first. Sequences of at most ``STEPS`` queries are served, and their rows are marked in
+    served ``[tokens, HKV]``. Programs of all other places return at once.
+    """
     if OVERLAP:
         gdc_launch_dependents()  # the merge kernel may start; it waits for this kernel's end before it reads
     E4M3: tl.constexpr = k_ptr.dtype.element_ty == tl.float8e4nv
@@ -145,6 +97,15 @@ def _fwd_kernel(
     if EARLY:
         gdc_wait()  # the previous kernel on the stream may still run, so wait for its end before any memory access
 
+    if STEPS:
+        place = token
+        batch = place % B
+        token = find_step(cu_q_ptr, B, S, place, STEPS)
+        if token < 0:
+            return
+        row = token * HKV + head_kv
+        tl.store(served_ptr + row.to(tl.int64), 1)
+
     # Load first what decides which keys are read, and compute the rest while these loads are in flight.
     if SOURCE != WHOLE:
         sel_row = sel_ptr + row.to(tl.int64) * n * (2 if SOURCE == RANGES else 1)
@@ -156,9 +117,12 @@ def _fwd_kernel(
             begin_of, end_of = ask_spans(sel_row, tl.arange(0, SPANS), n, SOURCE)
     if LAYOUT == CACHE:
         filled = tl.load(cu_k_ptr + (token // S if S_MANY else token).to(tl.int64))
+    elif STEPS:
+        filled = tl.load(cu_k_ptr + batch)
+        behind = last_query(cu_q_ptr, batch, batch < B) - token
     elif LAYOUT == RAGGED:
         batch, filled, behind = sequence_of_cache(cu_q_ptr, cu_k_ptr, B, token)
-    if k_scale_ptr is not None:  # a scale of the keys is one of the scores
+    if k_scale_ptr is not None:  # scaling the keys scales the scores
         scale *= tl.load(k_scale_ptr + head_kv * K_STEP)
     if v_scale_ptr is not None:
         v_scale = tl.load(v_scale_ptr + head_kv * V_STEP)
@@ -183,7 +147,7 @@ def _fwd_kernel(
         if PAGE:
             k_off = tl.zeros([], tl.int64)
             v_off = tl.zeros([], tl.int64)
-            table_row = table_ptr + batch * (S_kv // PAGE)
+            table_row = table_ptr + batch * stride_tb
             if EARLY:
                 expect_table(table_row, S_kv // PAGE)
         seqlen_k = S_kv
@@ -192,27 +156,19 @@ def _fwd_kernel(
         seq = token
         if LAYOUT == VARLEN:
             seq = find_sequence(cu_q_ptr, B, token, 128)
-        known = seq < B
         q_off = token.to(tl.int64) * stride_qs
         o_off = token.to(tl.int64) * stride_os
-        k_first = tl.load(cu_k_ptr + seq, mask=known, other=0).to(tl.int64)
-        k_last = tl.load(cu_k_ptr + seq + 1, mask=known, other=0).to(tl.int64)
-        k_first = tl.minimum(tl.maximum(k_first, 0), S_kv)
-        k_last = tl.minimum(tl.maximum(k_last, k_first), S_kv)
+        k_first, seqlen_k = sequence_keys(seq, B, S_kv, cu_k_ptr)
         k_off = k_first * stride_kn
         v_off = k_first * stride_vn
-        seqlen_k = (k_last - k_first).to(tl.int32)
         t = seqlen_k - 1
         if CAUSAL:
-            q_last = tl.load(cu_q_ptr + seq + 1, mask=known, other=0)
+            q_last = tl.load(cu_q_ptr + seq + 1, mask=seq < B, other=0)
             t = (seqlen_k - q_last + token).to(tl.int32)
     limit = seqlen_k
     if CAUSAL:
-        if pos_ptr is None:
-            limit = tl.maximum(tl.minimum(t, seqlen_k - 1), -1) + 1
-        else:
-            position = tl.load(pos_ptr + token)
-            limit = (tl.maximum(tl.minimum(position, seqlen_k - 1), -1) + 1).to(tl.int32)
+        # Not `max(end, 0)`: from that, ptxas 12.8 makes a schedule that is 4% slower for decode of D = 64 on an H100.
+        limit = tl.maximum(causal_end(t, seqlen_k, token, pos_ptr) - 1, -1) + 1
 
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -240,7 +196,7 @@ def _fwd_kernel(
     else:
         acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
 
-    # This is a loop even for one chunk: what does not need the spans is computed before it, while the spans are loaded.
+    # One chunk is a loop, too. What does not need the spans is computed before the loop, while the spans are loaded.
     # The opaque zero that is added to the spans keeps LLVM from moving the wait for them out of the loop.
     if SOURCE == WHOLE:
         chunks = 1
@@ -261,11 +217,11 @@ def _fwd_kernel(
             if LAYOUT == CACHE:  # clamp to the filled keys
                 visible = tl.minimum(tl.maximum(filled + here, 0), S_kv).to(tl.int32)
                 if CAUSAL:
-                    visible = tl.maximum(visible - S + s + 1, 0)
+                    visible = tl.maximum(causal_end(visible - S + s, visible, token, None), 0)
             elif LAYOUT == RAGGED:
                 visible = tl.minimum(tl.maximum(filled + here, 0), S_kv).to(tl.int32)
                 if CAUSAL:  # cu_seqlens may be wrong, so `behind` may be any number
-                    visible = tl.minimum(tl.maximum(visible - behind + 1, 0), visible)
+                    visible = tl.maximum(causal_end(visible - behind, visible, token, None), 0)
             if SINGLE and SOURCE == TILED:
                 start, visible = clamp_span(begin_of + here, end_of + here, visible, block_size, SOURCE)
                 total = BLOCK_L
@@ -384,7 +340,7 @@ def _fwd_kernel(
         heads = (programs // HEAD_TILES).to(tl.int64) * G
         if v_scale_ptr is not None:
             acc = scaled_values(acc, m, v_scale)
-        part = split * heads + token.to(tl.int64) * HKV * G + head
+        part = split * heads + (place if STEPS else token).to(tl.int64) * HKV * G + head
         tl.store(part_ptr + part[:, None] * Dv + dv[None, :], acc, mask=in_group[:, None] & (dv[None, :] < Dv))
         part += splits * heads * Dv  # m and l lie behind the accumulators of all parts
         tl.store(part_ptr + part, m, mask=in_group)

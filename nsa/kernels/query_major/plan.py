@@ -30,17 +30,19 @@ class Launch(NamedTuple):
     """All that shapes, strides and dtypes decide about a launch."""
 
     variant: Variant
-    variant_lse: Variant  # the one that also writes LSE
+    variant_lse: Variant  # also writes LSE
     device: torch.device
     grid: tuple[int, int, int]
     splits: int
     merged: bool  # the programs that share a row are a cluster and merge their results themselves
-    tokens: int
+    places: int  # queries for which the grid has programs: all tokens, or for steps `tiles.STEPS` a sequence
     sizes: tuple[int, ...]  # the kernel's run-time ints: sizes, then strides in units
     narrow: bool  # all sizes fit int32
-    scale: float  # of a call that names none
+    scale: float  # the default, for calls without `scale`
     like_q: bool  # a new output has the shape and strides of q
     pairs: bool  # values are read in pairs of bytes
+    stride_tb: int  # as in a `Geometry`
+    copies_table: bool
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -48,22 +50,25 @@ class Launch(NamedTuple):
         return self.variant, self.variant_lse
 
 
-def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch:
+def plan(call: Call, bound: int | None = None, per_head: bool = False, steps: bool = False) -> Launch:
     """Tiles, splits, grid and run-time sizes of a launch. They hold for every call with the same key.
 
-    With ``batch_invariant`` few rows are launched like many, and `tiles.UNBOUNDED` bounds rows without a bound.
+    With ``batch_invariant`` few rows are launched like many, and rows without a bound count as `tiles.UNBOUNDED` keys.
 
     Args:
         call: valid. Packed rows come as they are: ``q [N, H, D]`` with ``k [N, L, D]``, or with ``k [sum L, D]`` and
             ``cu_seqlens_k``; row ``i`` is sequence ``i``.
         bound: host bound on the keys of a row.
         per_head: one query head per program, for comparison.
+        steps: serve only sequences of at most `tiles.STEPS` queries of a ragged batch. :func:`forward` gets ``served``.
+            Tiles are chosen for one query a sequence, because only the device knows the number of queries.
     """
     device, dtype, block_size = call.q.device, call.q.dtype, call.block_size
     pipelined, invariant = call.settings.sel_triton_db, call.settings.batch_invariant
     g = geometry(call)
     S_kv, G, D, Dv, source = g.S_kv, g.G, g.D, g.Dv, g.source
-    rows = g.tokens * g.HKV
+    rows = (g.B if steps else g.tokens) * g.HKV
+    places = g.B * tiles.STEPS if steps else g.tokens
     causal = call.causal and source != primitives.WHOLE.value
     longest = bound if bound is not None else tiles.UNBOUNDED if invariant else S_kv
     capability, processors = device_limits(device)
@@ -72,7 +77,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
         gpu_name(device), capability, processors, call.k.dtype.itemsize, G, D, Dv, longest, spans, rows, per_head,
         pipelined, tiles.forced, largest_cluster(device, capability, processors), invariant,
     )  # fmt: skip
-    size = min(block_size or 1, max(S_kv, 1))  # keys of a block that the cache can hold
+    size = min(block_size or 1, max(S_kv, 1))  # keys of a block, at most those that exist
     if source == primitives.BLOCKS.value and block_size is not None and block_size % tile.BLOCK_L == 0:
         whole = min(block_size, max(-(-S_kv // tile.BLOCK_L), 1) * tile.BLOCK_L)
         if max(spans * whole, S_kv + whole) <= INT32_MAX:  # the kernel counts slots and keys in int32
@@ -91,19 +96,20 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     variant, variant_lse = (
         _variant(
             device, dtype, (*call.dtypes(), with_lse), tile, splits if merged else 0, early, G=G, D=D, Dv=Dv,
-            SOURCE=source, LAYOUT=g.layout, PAGE=g.page, HKV=g.HKV, S_MANY=g.S > 1 and call.q.dim() == 4, CAUSAL=causal,
+            SOURCE=source, LAYOUT=g.layout, PAGE=g.page, HKV=g.HKV, S_MANY=g.S > 1 and call.q.dim() == 4,
+            STEPS=tiles.STEPS if steps else 0, CAUSAL=causal,
             CHUNKED=g.n > tile.SPANS and not tiles_of_block, FAR=far, SINGLE=tiles_of_block or int(single),
             SPLIT=splits > 1, STRIDE_UNIT=g.unit, K_STEP=g.k_step, V_STEP=g.v_step,
             PAIRS=g.pairs and tiles.pairs(tile.BLOCK_G, tile.BLOCK_DV),
         )
         for with_lse in (False, True)
     )  # fmt: skip
-    programs = rows * -(-G // tile.HEADS)
+    programs = places * g.HKV * -(-G // tile.HEADS)
     grid = (programs, 1, 1) if merged else (programs, splits, 1)
     sizes = (g.B, g.S, S_kv, g.n, size, g.pages, *g.strides)
     return Launch(
-        variant, variant_lse, device, grid, splits, merged, g.tokens, sizes, max(sizes) <= INT32_MAX,
-        1.0 / math.sqrt(D), g.like_q, bool(variant.constexprs["PAIRS"]),
+        variant, variant_lse, device, grid, splits, merged, places, sizes, max(*sizes, g.stride_tb) <= INT32_MAX,
+        1.0 / math.sqrt(D), g.like_q, bool(variant.constexprs["PAIRS"]), g.stride_tb, g.copies_table,
     )  # fmt: skip
 
 
@@ -119,14 +125,14 @@ def _variant(
 ) -> Variant:
     """The kernel for a tile and the other compile-time arguments, ``decided``.
 
-    Plans that differ only in sizes share it, so that the first call with a longer cache does not launch slowly. Kernels
-    for other dtypes of q, or of the index tensors (``kinds``), are other entries of the cache.
+    Plans that differ only in sizes share a kernel, so that the first call with a longer cache does not launch slowly.
+    Kernels for other dtypes of q, or of the index tensors (``kinds``), are other entries of the cache.
     """
     source, split, ptx = decided["SOURCE"], decided["SPLIT"], runs_ptx(device)
     constexprs: dict[str, object] = {**tile._asdict(), **decided, "INPUT_PRECISION": "ieee"}
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}
-    # HOLD_Q: queries are loaded before the loop. More than 16 heads would spill. Packed rows do without, because few
-    # packed rows gain 0.5% by this and many lose 0.5%.
+    # HOLD_Q: queries are loaded before the loop. More than 16 heads would spill. Packed rows do not use HOLD_Q, because
+    # calls of many rows would be 0.5% slower, though calls of few rows 0.5% faster.
     hold_q = ptx and dtype.itemsize == 2 and tile.BLOCK_G <= 16 and not tile.STREAM_Q
     constexprs.update(HOLD=ptx, HOLD_Q=hold_q and source != primitives.WHOLE.value)
     # EACH: every thread loads all ranges of its row and finds its own keys. Tiles that are not pipelined gain by this,
@@ -176,12 +182,16 @@ def gpu_name(device: torch.device) -> str | None:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
-def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | None]:
+def forward(
+    launch: Launch, call: Call, route: str, served: Tensor | None = None, lse: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Launch the forward kernel.
 
     Args:
         launch: what :func:`plan` returned for this call.
         route: name counted in :data:`nsa.kernels.launches`.
+        served: of steps, int32 ``[tokens, HKV]``: set to 1 for the rows that are served, else left as it is.
+        lse: where LSE goes; None: a new tensor if the call asks for LSE.
 
     Returns:
         ``(O, LSE)``, LSE fp32 ``q.shape[:-1]`` or None.
@@ -192,12 +202,13 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     ) = call  # fmt: skip
     if out is None:
         out = torch.empty_like(q) if launch.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = torch.empty(q.shape[:-1], device=launch.device, dtype=torch.float32) if return_lse else None
-    if launch.tokens == 0:
+    if return_lse and lse is None:
+        lse = torch.empty(q.shape[:-1], device=launch.device, dtype=torch.float32)
+    if launch.places == 0:
         return out, lse
     parts = None
     if launch.splits > 1 and not launch.merged:
-        heads = launch.splits * launch.tokens * q.shape[-2]
+        heads = launch.splits * launch.places * q.shape[-2]
         parts = torch.empty(heads * (v.shape[-1] + 2), device=launch.device, dtype=torch.float32)
     if ranges is not None:
         selection = ranges
@@ -215,21 +226,23 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         v_scale = None if v_scale is None else v_scale.contiguous()
         if launch.pairs and v.data_ptr() % 2:
             raise DoesNotFit(ODD)
-        block_table = None if block_table is None else block_table.contiguous()
+        if launch.copies_table and block_table is not None:
+            block_table = block_table.contiguous()
     variant = launch.variant if lse is None or parts is not None else launch.variant_lse
     variant.launch(
         launch.grid,
         launch.device,
         (
             q, k, v, out, None if parts is not None else lse, parts, selection, q_positions, cu_seqlens_q,
-            cu_seqlens_k, block_table, k_scale, v_scale,
+            cu_seqlens_k, block_table, k_scale, v_scale, served,
         ),
-        (*launch.sizes, launch.scale if scale is None else scale),
+        (*launch.sizes, launch.scale if scale is None else scale, launch.stride_tb),
         launch.narrow,
     )  # fmt: skip
     launches[route] += 1
     if launch.splits > 1:
         launches["split"] += 1
     if parts is not None:
-        combine(parts, launch.splits, out, lse, bool(variant.constexprs["OVERLAP"]))
+        ends, steps = (None, 0) if served is None else (cu_seqlens_q, variant.constexprs["STEPS"])
+        combine(parts, launch.splits, out, lse, bool(variant.constexprs["OVERLAP"]), ends, steps)
     return out, lse

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from nsa import gpu
 
 AMD = 942
-"""Stands for every AMD GPU in place of a compute capability. None has less shared memory than a gfx942."""
+"""Stands for the compute capability of every AMD GPU. No AMD GPU has less shared memory than a gfx942."""
 
 SHARED_BYTES = {
     **{80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448},
@@ -30,12 +30,15 @@ MAX_SPLITS = 32
 MAX_HEADS = 64
 """Query heads that one program holds. Larger groups take several programs."""
 
+STEPS = 8
+"""Queries up to which a sequence of a ragged batch counts as a step: one new token, or a few speculative ones."""
+
 EXCHANGE_BYTES = 33_296
 """Limit of the shared memory through which programs of a cluster exchange results: what 16 heads of Dv = 256 need."""
 
 UNBOUNDED = 1024
 """Assumed keys of a row without a bound, where its result must not depend on the other rows of the call. The length of
-K does not count, because K holds the keys of those rows, too. Tables are measured up to this length."""
+K cannot be the bound, because K holds the keys of those rows, too. Tables are measured up to this length."""
 
 
 class Choice(NamedTuple):
@@ -46,7 +49,7 @@ class Choice(NamedTuple):
     BLOCK_L: int
     num_warps: int
     num_stages: int
-    cluster: int = 1  # 1: the programs that share a row merge in a cluster where the GPU can; 0: a second kernel merges
+    cluster: int = 1  # 1: programs that share a row merge as a cluster where the GPU can; 0: a second kernel merges
 
 
 forced: Choice | None = None
@@ -97,7 +100,7 @@ FULL = 2
 def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int, even: bool) -> tuple[int, int, int]:
     """``(BLOCK_L, num_warps, num_stages)``, before `select` cuts them to the bound and to shared memory.
 
-    even: values of one byte may be read in pairs. Read one by one they take more registers.
+    even: values of one byte may be read in pairs. If they are read one by one, they take more registers.
 
     Measured on an H100 in bf16 at G = 8, D = 64 and 128 (docs/notebook/query-major.md). Many rows want small tiles of
     one or two warps, so that a multiprocessor holds many programs. Few rows want long tiles, so that each program keeps
@@ -124,8 +127,8 @@ def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int, ev
 def pairs(block_g: int, block_dv: int) -> bool:
     """Whether a kernel should read e4m3 values in pairs, where their strides allow it.
 
-    Tensor cores take values by keys. A matrix instruction whose operands are in registers would load them from shared
-    memory byte by byte. Tiles of 64 heads are for `wgmma`, which reads shared memory itself.
+    A matrix instruction with operands in registers needs the values of consecutive keys side by side. Without pairs the
+    kernel loads them from shared memory byte by byte. Tiles of 64 heads use `wgmma`, which reads shared memory itself.
     """
     return block_g < 64 and block_dv >= 32  # Triton 3.1 multiplies 16 columns or more
 
@@ -159,8 +162,8 @@ def select(
         itemsize: bytes of an element of K.
         bound: host bound on the keys that a program reads of a row (``S_kv`` without a better one).
         spans: from :func:`span_bucket`; 1 for rows that read one span from their start.
-        fill: how many programs there are: 0 for fewer than multiprocessors, 1 for fewer than four times as many, 2 for
-            more. Not used with a `choice`.
+        fill: how many programs there are: 0 for fewer than multiprocessors, 1 for fewer than 4 per multiprocessor, 2
+            for more. Not used with a `choice`.
         per_head: one head per program instead of the group.
         pipelined: loads may run ahead (``num_stages`` > 1).
         choice: used in place of the rules, and also cut to shared memory.
@@ -180,7 +183,7 @@ def select(
     stages = stages if pipelined and not one_tile else 1
     if capability == 90 and block_g >= 64 and itemsize <= 2 and min(block_d, 64) != min(block_dv, 64) and pipelined:
         stages = max(stages, 2)  # with one stage K and V, swizzled differently, share an address (`child.mixed`)
-    # The operands of `wgmma` are in shared memory: e4m3 tiles once more, converted.
+    # `wgmma` reads its operands from shared memory, so converted e4m3 tiles need 2 more bytes an element there.
     key_bytes = (block_d + block_dv) * (3 if itemsize == 1 and block_g >= 64 else itemsize)
     # Q and the weights lie in shared memory beside the tiles in flight.
     budget = shared_bytes(capability) - block_g * (block_d + block_l) * max(itemsize, 2) - 4096 - taken
@@ -188,7 +191,7 @@ def select(
         stages -= 1
     while block_l > 16 and max(stages - 1, 1) * block_l * key_bytes > budget:
         block_l //= 2
-    # Over an e4m3 cache queries may be converted, which should be done once.
+    # Over an e4m3 cache queries may have to be converted, which a program should do only once.
     stream_q = bound <= (1 if itemsize == 1 else STREAMED) * block_l and block_g <= 16
     upfront = stages == 1 and itemsize <= 2 and block_l * key_bytes <= UPFRONT_REGISTERS * 4 * 32 * num_warps
     return Tile(heads, block_g, block_d, block_dv, block_l, spans, stream_q, upfront, num_warps, stages)
@@ -299,8 +302,8 @@ def measured(
         return sum(abs(math.log2(a / b)) for a, b in ((p.L, bound), (p.rows, rows or p.rows), (p.G, G)))
 
     nearest = min(known, key=lambda p: (distance(p), p))
-    # Splits are right only for similar shapes. With fewer keys the parts would be short; with more rows there would be
-    # more programs than the chip holds.
+    # Splits fit only similar shapes. For fewer keys the parts would be too short, and for more rows there would be more
+    # programs than the chip holds.
     alike = abs(math.log2(nearest.L / bound)) <= 0.5 and abs(math.log2(nearest.rows / (rows or nearest.rows))) <= 0.5
     return points[nearest] if alike or points[nearest].splits == 1 else None
 
@@ -319,15 +322,15 @@ def fits_clusters(programs: int, splits: int, processors: int, largest: int) -> 
     """Whether the programs that share a row should be a cluster. ``programs``: of an unsplit launch.
 
     A cluster lies in one GPC, and not every GPC has a multiple of 4 multiprocessors. Clusters of 4 fill 120 of the 132
-    multiprocessors of an H100 at a time. The clusters that are left over wait.
+    multiprocessors of an H100 at a time, and the other clusters wait.
     """
     return 1 < splits <= largest and (splits == 2 or 4 * programs * splits <= 3 * processors)
 
 
 # Measured on an H100. Rates are in bytes per ns.
-PROGRAM_RATE = 37.0  # at which one program reads
+PROGRAM_RATE = 37.0  # of one program that reads
 PROCESSOR_RATE = 23.5  # of the memory, divided by the number of multiprocessors
-KEY_NS = 4.0  # time of a program for a key
+KEY_NS = 4.0  # a program's time for one key
 CLUSTER_NS = 1250.0  # time to merge partial results in a cluster
 MERGE_NS = 3000.0  # time to merge partial results in a second kernel
 MIN_SPLIT = 64  # smallest part of a row, in keys

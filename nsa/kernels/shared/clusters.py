@@ -92,18 +92,9 @@ def _get(address):
 
 @triton.jit
 def exchange(
-    inbox,
-    program,
-    m,
-    l,
-    acc,
-    g,
-    mask,
-    HEADS: tl.constexpr,
-    CLUSTER: tl.constexpr,
-    MINE: tl.constexpr,
-    SENDING: tl.constexpr,
-):
+    inbox, program, m, l, acc, g, mask,
+    HEADS: tl.constexpr, CLUSTER: tl.constexpr, MINE: tl.constexpr, SENDING: tl.constexpr,
+):  # fmt: skip
     """Send maximum, sum ``[BLOCK_G]`` and accumulator ``[BLOCK_G, BLOCK_DV]`` of heads ``g`` to their programs.
 
     When this returns, the parts that :func:`merge_inbox` reads have arrived. mask ``[BLOCK_G]``: which heads exist.

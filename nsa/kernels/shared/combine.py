@@ -8,32 +8,29 @@ import triton.language as tl
 
 from nsa.kernels.query_major.tiles import next_power_of_2
 from nsa.kernels.shared.launch import INT32_MAX, Variant
-from nsa.kernels.shared.primitives import gdc_wait, merge_parts
+from nsa.kernels.shared.primitives import find_step, gdc_wait, merge_parts
 
 
 @triton.jit(do_not_specialize=["S", "HQ", "heads", "stride_ob", "stride_os", "stride_oh"])
 def _combine_kernel(
-    part_ptr,
-    o_ptr,
-    lse_ptr,
-    S,
-    HQ,
-    heads,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    Dv: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Each program merges the parts of one (token, head)."""
+    part_ptr, o_ptr, lse_ptr, cu_q_ptr,
+    S, HQ, heads,
+    stride_ob, stride_os, stride_oh,
+    Dv: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Each program merges the parts of one (token, head). STEPS: parts are ordered by place, as in query-major."""
     row = tl.program_id(0) + tl.arange(0, 1)  # token * HQ + head
     token = row // HQ
     dv = tl.arange(0, BLOCK_DV)
     if OVERLAP:
         gdc_wait()  # this kernel starts before the end of the kernel that writes the parts
+    if STEPS:
+        first = find_step(cu_q_ptr, heads // (HQ * STEPS), S, tl.program_id(0) // HQ, STEPS)
+        if first < 0:
+            return
+        token = first + tl.zeros_like(row)
     o, lse = merge_parts(part_ptr, row, row < heads, heads, dv, Dv, SPLITS)
+    row = token * HQ + row % HQ if STEPS else row
     o_row = (token // S).to(tl.int64) * stride_ob + (token % S).to(tl.int64) * stride_os
     o_row += (row % HQ).to(tl.int64) * stride_oh
     tl.store(o_ptr + o_row[:, None] + dv, o.to(o_ptr.dtype.element_ty), mask=dv[None, :] < Dv)
@@ -42,7 +39,13 @@ def _combine_kernel(
 
 
 def combine(
-    parts: torch.Tensor, splits: int, out: torch.Tensor, lse: torch.Tensor | None, overlap: bool = False
+    parts: torch.Tensor,
+    splits: int,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    overlap: bool = False,
+    ends: torch.Tensor | None = None,
+    steps: int = 0,
 ) -> None:
     """Merge partial results into ``out`` (and ``lse``).
 
@@ -51,18 +54,24 @@ def combine(
         out: ``[B, S, HQ, Dv]`` or ``[T, HQ, Dv]``, last dim contiguous.
         lse: contiguous fp32 like ``out`` without its last dim, or None.
         overlap: the kernel before this one on the stream allows an early launch.
+        ends, steps: ``cu_seqlens_q``, and the queries of each sequence that have parts. None, 0: all tokens do.
     """
     HQ, Dv = out.shape[-2:]
     tokens = out.numel() // (HQ * Dv)
     stride_ob, S = (out.stride(0), out.shape[1]) if out.dim() == 4 else (0, tokens)
-    sizes = (S, HQ, tokens * HQ, stride_ob, out.stride(-3), out.stride(-2))
-    _variant(out.device, out.dtype, Dv, splits, overlap, lse is None).launch(
-        (tokens * HQ, 1, 1), out.device, (parts, out, lse), sizes, max(sizes) <= INT32_MAX
+    heads = HQ * (tokens if ends is None else steps * (ends.shape[0] - 1))
+    sizes = (S, HQ, heads, stride_ob, out.stride(-3), out.stride(-2))
+    kinds = (lse is None, None if ends is None else ends.dtype)
+    _variant(out.device, out.dtype, Dv, splits, steps, overlap, kinds).launch(
+        (heads, 1, 1), out.device, (parts, out, lse, ends), sizes, max(sizes) <= INT32_MAX
     )
 
 
 @lru_cache(maxsize=64)
-def _variant(device: torch.device, dtype: torch.dtype, Dv: int, splits: int, overlap: bool, no_lse: bool) -> Variant:
-    constexprs = {"Dv": Dv, "BLOCK_DV": next_power_of_2(Dv), "SPLITS": splits, "OVERLAP": overlap}
+def _variant(
+    device: torch.device, dtype: torch.dtype, Dv: int, splits: int, steps: int, overlap: bool, kinds: tuple[object, ...]
+) -> Variant:
+    """``kinds``: whether there is no LSE, and the dtype of ``ends``, for which kernels are compiled, too."""
+    constexprs = {"Dv": Dv, "BLOCK_DV": next_power_of_2(Dv), "SPLITS": splits, "STEPS": steps, "OVERLAP": overlap}
     options = {"num_warps": 1} | ({"launch_pdl": True} if overlap else {})
     return Variant(_combine_kernel, constexprs, options)

@@ -24,6 +24,8 @@ class Geometry(NamedTuple):
     tokens: int
     page: int  # keys of a page; 0 without pages
     pages: int  # pages of the cache
+    stride_tb: int  # entries from a row of the page table to the next; 0 without pages
+    copies_table: bool  # the page table must be copied, because the entries of a row are not contiguous
     layout: int  # BATCH, VARLEN, PACKED, CACHE or RAGGED
     source: int  # WHOLE, RANGES or BLOCKS
     packed: bool  # cu_seqlens say where sequences of keys begin
@@ -32,7 +34,7 @@ class Geometry(NamedTuple):
     like_q: bool  # a new output has the shape and strides of q
     k_step: int  # elements of k_scale from one KV head to the next: 0 for one number, or none
     v_step: int
-    pairs: bool  # values are e4m3, and the strides allow to read them in pairs
+    pairs: bool  # values are e4m3, and strides allow kernels to read them in pairs
 
 
 def geometry(call: Call, output: bool = True) -> Geometry:
@@ -52,10 +54,12 @@ def geometry(call: Call, output: bool = True) -> Geometry:
             strides[::3] = ((x[0], 0, *x[1:]) for x in strides[::3])
     B, S = q_shape[:2] if len(q_shape) == 4 else (sequences or 0, q_shape[0])
     S_kv, HKV = k_shape[-3:-1]
-    pages, page = 0, 0
-    if call.block_table is not None:
-        pages, page = k_shape[0], S_kv
-        S_kv = page * call.block_table.shape[1]
+    pages, page, stride_tb, copies_table = 0, 0, 0, False
+    if call.block_table is not None:  # a slice `table[:, :width]` is read where it lies
+        pages, page, width = k_shape[0], S_kv, call.block_table.shape[1]
+        S_kv = page * width
+        copies_table = width > 1 and call.block_table.stride(1) != 1
+        stride_tb = width if copies_table else call.block_table.stride(0)
     layout = BATCH if sequences is None else PACKED if call.cu_seqlens_q is None else VARLEN
     if call.cache_seqlens is not None:
         layout = CACHE if sequences is None else RAGGED
@@ -68,6 +72,7 @@ def geometry(call: Call, output: bool = True) -> Geometry:
     scales = call.k_scale, call.v_scale
     return Geometry(
         B, S, S_kv, HKV, q_shape[-2] // HKV, q_shape[-1], Dv, n, math.prod(q_shape[:-2]), page, pages,
+        stride_tb, copies_table,
         layout.value, source.value, call.cu_seqlens_k is not None,
         tuple(s // unit for s in flat), unit, like_q, *(int(x is not None and x.numel() > 1) for x in scales),
         v.dtype == E4M3 and unit % 2 == 0 and Dv % 2 == 0,

@@ -1,9 +1,9 @@
 """Inverts the selection on the device: lists which rows read each key block, by a counting sort without a host sync.
 
-A *unit* is a key block that a row (token, KV head) reads. In a block list each slot is a unit. In ranges each piece of
-a span that lies in one block of the grid is a unit. For each window of tokens and each KV head, units are listed block
-by block, and the list is cut into *shares*. A share is the work of one program of :mod:`nsa.kernels.key_major.kernel`.
-The lists may hold only some KV heads at a time: ``heads`` of them, from ``head0`` on.
+A *unit* is a key block that a row (token, KV head) reads. In a block list each slot is a unit. Ranges are cut where key
+blocks begin, and each piece is a unit. For each window of tokens and each KV head, units are listed block by block, and
+the list is cut into *shares*. A share is the work of one program of :mod:`nsa.kernels.key_major.kernel`. The lists may
+hold only some KV heads at a time: ``heads`` of them, from ``head0`` on.
 
 In the forward pass atomics decide the order of a block's units, and no result depends on that order. The sums of
 :mod:`nsa.kernels.backward.kernel` depend on it, so the backward pass lists units in the order of tokens and slots.
@@ -18,16 +18,19 @@ from nsa.kernels.shared.primitives import (
     RAGGED,
     RANGES,
     VARLEN,
+    causal_end,
     filled_keys,
     find_sequence,
+    last_query,
     load_span,
+    sequence_keys,
     sequence_of_cache,
 )
 
 UNUSED = tl.constexpr(-1)  # marks a slot without a unit
 OVERFULL = tl.constexpr(-2)  # marks the first slot of a row with more units than slots, whose units are not listed
 
-RUNTIME = "B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits strip strips".split()
+RUNTIME = "B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits strip strips mark".split()
 
 
 @triton.jit
@@ -67,23 +70,8 @@ def causal_limit(token, shift, seqlen_k, pos_ptr, CAUSAL: tl.constexpr):
     """How many of its sequence's ``seqlen_k`` keys a token, or each of several, may read."""
     limit = seqlen_k
     if CAUSAL:
-        if pos_ptr is None:
-            position = token + shift
-        else:
-            position = tl.load(pos_ptr + token)
-        limit = (tl.maximum(tl.minimum(position, seqlen_k - 1), -1) + 1).to(tl.int32)
+        limit = tl.maximum(causal_end(token + shift, seqlen_k, token, pos_ptr), 0)
     return limit
-
-
-@triton.jit
-def sequence_keys(seq, B, S_kv, cu_k_ptr):
-    """``(first key, number of keys)`` of a sequence of a packed batch. A sequence from ``B`` on has no keys."""
-    known = seq < B
-    k_first = tl.load(cu_k_ptr + seq, mask=known, other=0).to(tl.int64)
-    k_last = tl.load(cu_k_ptr + seq + 1, mask=known, other=0).to(tl.int64)
-    k_first = tl.minimum(tl.maximum(k_first, 0), S_kv)
-    k_last = tl.minimum(tl.maximum(k_last, k_first), S_kv)
-    return k_first, (k_last - k_first).to(tl.int32)
 
 
 @triton.jit
@@ -100,33 +88,10 @@ def first_block(seq, k_first, per_sequence, size, LAYOUT: tl.constexpr):
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _count_kernel(
-    sel_ptr,
-    pos_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    served_ptr,
-    block_ptr,
-    span_ptr,
-    rank_ptr,
-    count_ptr,
-    B,
-    S,
-    S_kv,
-    HKV,
-    heads,
-    head0,
-    n,
-    size,
-    slots,
-    blocks,
-    first,
-    window,
-    SOURCE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SPANS: tl.constexpr,
-):
+    sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, served_ptr, block_ptr, span_ptr, rank_ptr, count_ptr,
+    B, S, S_kv, HKV, heads, head0, n, size, slots, blocks, first, window,
+    SOURCE: tl.constexpr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
     """Write the block of every unit, and its rank among the units of the same window, head and block.
 
     A program takes one token, from ``first`` on; windows have ``window`` tokens. Rows of blocks that ``served_ptr``
@@ -164,21 +129,11 @@ def _count_kernel(
 
 @triton.jit
 def _count_spans(
-    row,
-    counts,
-    block_ptr,
-    span_ptr,
-    rank_ptr,
-    at,
-    base,
-    n,
-    limit,
-    size,
-    slots,
-    CHUNK: tl.constexpr,
-    SPANS: tl.constexpr,
-    ORDERED: tl.constexpr,
-):
+    row, counts,
+    block_ptr, span_ptr, rank_ptr,
+    at, base, n, limit, size, slots,
+    CHUNK: tl.constexpr, SPANS: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
     """Write the units of one row's spans, from element ``at`` on. ``counts``: of the head's blocks from ``base`` on."""
     needed = tl.zeros([], tl.int64)
     for begin in range(0, n, SPANS):
@@ -214,7 +169,7 @@ def _count_spans(
 
 @triton.jit
 def _rank_in_order(counts, block, listed, CHUNK: tl.constexpr):
-    """Ranks of ``block [CHUNK]``, after the units that this program has counted before, then by place in ``block``."""
+    """Ranks of ``block [CHUNK]``: after the units that this program counted earlier, in the order of ``block``."""
     i = tl.arange(0, CHUNK)
     ahead = (block[None, :] == block[:, None]) & (i[None, :] < i[:, None]) & listed[None, :]
     rank = tl.atomic_add(counts + block, 0, mask=listed, sem="relaxed")  # a plain load could read an old value from L1
@@ -226,36 +181,14 @@ def _rank_in_order(counts, block, listed, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _order_kernel(
-    sel_ptr,
-    pos_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    block_ptr,
-    span_ptr,
-    rank_ptr,
-    count_ptr,
-    B,
-    S,
-    S_kv,
-    HKV,
-    heads,
-    head0,
-    n,
-    size,
-    slots,
-    blocks,
-    first,
-    tokens,
-    strip,
-    SOURCE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SPANS: tl.constexpr,
-):
+    sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, served_ptr, block_ptr, span_ptr, rank_ptr, count_ptr,
+    B, S, S_kv, HKV, heads, head0, n, size, slots, blocks, first, tokens, strip, mark,
+    SOURCE: tl.constexpr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
     """As :func:`_count_kernel`, but ranks follow the order of tokens and slots, within a strip of ``strip`` tokens.
 
-    A program takes one strip and head. count ``[strips, heads, blocks]``, zero before the launch.
+    A program takes one strip and head. count ``[strips, heads, blocks]``, zero before the launch. With ``served_ptr``
+    only rows of blocks whose entry is ``mark`` have units.
     """
     head = tl.program_id(1)
     begin_token = tl.program_id(0) * strip
@@ -270,15 +203,19 @@ def _order_kernel(
                 row, counts + base, block_ptr, span_ptr, rank_ptr, at, base, n, limit, size, slots, CHUNK, SPANS, True
             )
         else:
-            row = sel_ptr + ((first + token).to(tl.int64) * HKV + head0 + head) * n
+            at_row = (first + token).to(tl.int64) * HKV + head0 + head
+            if served_ptr is not None:
+                limit = tl.where(tl.load(served_ptr + at_row) == mark, limit, 0)
+            row = sel_ptr + at_row * n
             for begin in range(0, slots, CHUNK):
                 i = begin + tl.arange(0, CHUNK)
                 block = tl.load(row + i, mask=i < slots, other=-1)
                 listed = (block >= 0) & (tl.minimum(block, 2147483647).to(tl.int64) * size < limit)
                 block = tl.where(listed, block, 0).to(tl.int32)
-                rank = _rank_in_order(counts + base, block, listed, CHUNK)
                 tl.store(block_ptr + at + i, tl.where(listed, base + block, UNUSED), mask=i < slots)
-                tl.store(rank_ptr + at + i, rank, mask=listed)
+                if limit > 0:
+                    rank = _rank_in_order(counts + base, block, listed, CHUNK)
+                    tl.store(rank_ptr + at + i, rank, mask=listed)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -300,22 +237,39 @@ def _strip_kernel(count_ptr, total_ptr, heads, blocks, strips, CHUNK: tl.constex
     tl.store(total_ptr + head * blocks + block, total, mask=block < blocks)
 
 
+@triton.jit
+def chunks_of(cu_q_ptr, B, STEPS: tl.constexpr, CHUNK: tl.constexpr):
+    """``(low, high)``: all sequences of a ragged batch with more than ``STEPS`` queries are in ``[low, high)``.
+
+    If ends are not in rising order, a sequence that seems short may have many queries, so the result is ``(0, B)``.
+    """
+    low = tl.zeros([CHUNK], tl.int32) + B
+    high = tl.zeros([CHUNK], tl.int32)
+    for begin in range(0, B, CHUNK):
+        seq = begin + tl.arange(0, CHUNK)
+        start = tl.load(cu_q_ptr + seq, mask=(seq > 0) & (seq < B), other=0)
+        end = last_query(cu_q_ptr, seq, seq < B)
+        start = tl.minimum(tl.maximum(start, 0), 2147483647).to(tl.int32)
+        falls = (end < start) & (seq < B)
+        long = (end - start > STEPS) & (seq < B)
+        low = tl.where(falls, 0, tl.where(long, tl.minimum(low, seq), low))
+        high = tl.where(falls, B, tl.where(long, tl.maximum(high, seq + 1), high))
+    return tl.min(low, 0), tl.max(high, 0)
+
+
 @triton.jit(do_not_specialize=RUNTIME)
 def _scan_kernel(
-    count_ptr,
-    start_ptr,
-    work_ptr,
-    part_ptr,
-    blocks,
-    work,
-    SHARE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    count_ptr, start_ptr, work_ptr, part_ptr, cu_q_ptr,
+    B, blocks, work,
+    SHARE: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Write where each block's units begin, and cut them into shares of at most ``SHARE`` units of one block.
 
     A program takes one window and head. count, start ``[windows, heads, blocks]``. work ``[3, windows, heads, work]``:
     each share's block, first unit and number of units, zero before the launch (a share of 0 units has no work). part
     ``[windows, heads, blocks]`` or None: number of a block's first partial sum, counted over blocks of several shares.
+    STEPS: sequences of at most ``STEPS`` queries have no units. A program looks only from the first to the last of the
+    other sequences.
     """
     group = tl.program_id(0)
     all_work = tl.num_programs(0) * work
@@ -325,7 +279,12 @@ def _scan_kernel(
     units = tl.zeros([], tl.int32)
     shares = tl.zeros([], tl.int32)
     parts = tl.zeros([], tl.int32)
-    for begin in range(0, blocks, CHUNK):
+    low, high = 0, blocks
+    if STEPS:
+        low, high = chunks_of(cu_q_ptr, B, STEPS, 128)  # one end a thread; else the loop below gets a slow layout
+        low = low * (blocks // tl.maximum(B, 1)) // CHUNK * CHUNK  # for a multiple of CHUNK Triton makes better code
+        high *= blocks // tl.maximum(B, 1)
+    for begin in range(low, high, CHUNK):
         block = begin + tl.arange(0, CHUNK)
         count = tl.load(count_ptr + block, mask=block < blocks, other=0)
         mine = (count + (SHARE - 1)) // SHARE
@@ -348,20 +307,10 @@ def _scan_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _scatter_kernel(
-    block_ptr,
-    rank_ptr,
-    start_ptr,
-    strip_ptr,
-    unit_ptr,
-    heads,
-    slots,
-    blocks,
-    tokens,
-    window,
-    strip,
-    slot_bits,
+    block_ptr, rank_ptr, start_ptr, strip_ptr, unit_ptr,
+    heads, slots, blocks, tokens, window, strip, slot_bits,
     CHUNK: tl.constexpr,
-):
+):  # fmt: skip
     """Write the list of units, ``unit [windows, heads, window * slots]``: token within its window, and slot.
 
     A program takes ``CHUNK`` slots.

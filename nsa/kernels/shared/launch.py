@@ -7,6 +7,7 @@ variant. Triton compiles the variant at its first launch, and later launches sta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,11 @@ import triton
 from nsa import guard
 
 TRITON = tuple(int(x) for x in triton.__version__.split(".")[:2])
+TMA = TRITON >= (3, 4)
+"""Whether this Triton takes tensor descriptors that the host makes."""
+
+if TMA:
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 # All versions since 3.5 start a compiled kernel with the same arguments. Older ones, and ROCm, use Triton's launch.
 DIRECT = TRITON >= (3, 5) and torch.version.hip is None
@@ -36,7 +42,7 @@ def workspace(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 class Variant:
-    """A kernel with everything that decides how Triton compiles it, except what ``common`` says of a launch.
+    """A kernel with everything that decides how Triton compiles it, except ``common`` of :meth:`launch`.
 
     All launches of one variant must have tensors of the same dtypes, with the same ones absent. This is not checked.
 
@@ -47,16 +53,25 @@ class Variant:
         cluster: number of neighbouring programs, along the first axis of the grid, that run at the same time and can
             wait for each other. The grid counts clusters. 0: no clusters, as on GPUs without them.
         static: bytes of shared memory that a program of a cluster declares in assembly, which Triton does not know of.
+        blocks: by position of a tensor that the kernel takes as a tensor descriptor, the shape of the blocks that TMA
+            loads. Addresses of these tensors, and all strides but the last, must be multiples of 16 bytes.
     """
 
     def __init__(
-        self, kernel: Any, constexprs: dict[str, object], options: dict[str, Any], cluster: int = 0, static: int = 0
+        self,
+        kernel: Any,
+        constexprs: dict[str, object],
+        options: dict[str, Any],
+        cluster: int = 0,
+        static: int = 0,
+        blocks: dict[int, list[int]] | None = None,
     ) -> None:
         self.kernel = kernel
         self.constexprs = constexprs
         self.options = options
         self.cluster = cluster
         self.static = static
+        self.blocks = blocks or {}
         self._compiled: tuple[Any, ...] | None = None
         self._asked: dict[Any, Any] = {}  # by compiled kernel, its function with more shared memory
         self._probed: set[tuple[bool, ...]] = set()  # which tensors were misaligned when the guard was asked
@@ -78,6 +93,15 @@ class Variant:
             "misaligned": [name for name, x in given.items() if x is not None and x.data_ptr() % 16 != 0],
         }
 
+    def _described(self, values: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+        """The values of the tensors, with a tensor descriptor in place of each that the kernel takes as one."""
+        given = list(values)
+        for at, block in self.blocks.items():
+            x = tensors[at]
+            assert x is not None
+            given[at] = TensorDescriptor(x, x.shape, x.stride(), block)
+        return given
+
     def launch(
         self,
         grid: tuple[int, int, int],
@@ -91,13 +115,13 @@ class Variant:
         Args:
             tensors, numbers: the run-time arguments, in the kernel's order.
             common: the ints fit int32. If they do not, or if an address is not a multiple of 16, the launch needs
-                another variant. This is rare, so Triton's own launch finds the variant.
+                another compiled kernel. This is rare, so Triton's own launch finds that kernel.
 
         Raises:
             nsa.guard.ProbeFailed: Triton would have to compile, and the kernel failed in a child process.
         """
-        cuda = device.type == "cuda"
-        if cuda and device.index != current_device():
+        index = device.index  # None: not a GPU
+        if index is not None and index != current_device():
             with torch.cuda.device(device):
                 return self.launch(grid, device, tensors, numbers, common)
         addresses, union = [], 0
@@ -113,8 +137,9 @@ class Variant:
         if compiled is not None and common:
             run, function, metadata, last = compiled
             if not (knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls):  # set by a profiler
-                stream = current_stream(device.index)
-                run(*grid, stream, function, metadata, None, None, None, *addresses, *numbers, *last)
+                stream = current_stream(index)
+                given = self._described(addresses, tensors) if self.blocks else addresses
+                run(*grid, stream, function, metadata, None, None, None, *given, *numbers, *last)
                 return None
         misaligned = () if union & 15 == 0 else tuple(address & 15 != 0 for address in addresses)
         if misaligned not in self._probed:
@@ -123,12 +148,12 @@ class Variant:
         keywords = self.constexprs | self.options | {"enable_fp_fusion": True}
         last = tuple(self.constexprs[name] for name in self.kernel.arg_names[len(tensors) + len(numbers) :])
         if not self.cluster:
-            kernel = self.kernel[grid](*tensors, *numbers, **keywords)
-            if DIRECT and common and cuda and kernel is not None:
+            kernel = self.kernel[grid](*self._described(tensors, tensors), *numbers, **keywords)
+            if DIRECT and common and index is not None and kernel is not None:
                 self._compiled = kernel.run, kernel.function, kernel.packed_metadata, last
             return None
         kernel = self.kernel.warmup(*tensors, *numbers, **keywords, grid=grid)
-        if not cuda or kernel is None:  # None: the GPU is not there, or a hook compiles the kernel elsewhere
+        if index is None or kernel is None:  # None: the GPU is not there, or a hook compiles the kernel elsewhere
             return None
         # Triton's own clusters share tensors. So Triton compiles without a cluster, and the launch sets its size.
         run, packed = kernel.run, kernel.packed_metadata
@@ -140,9 +165,9 @@ class Variant:
             function = self._asked.get(kernel)
             if function is None:  # load the kernel again, with more shared memory
                 utils = triton.runtime.driver.active.utils
-                function = utils.load_binary(kernel.name, kernel.kernel, UNASKED + 1, device.index)[1]
+                function = utils.load_binary(kernel.name, kernel.kernel, UNASKED + 1, index)[1]
                 self._asked[kernel] = function
-        stream = current_stream(device.index)
+        stream = current_stream(index)
         about = kernel.launch_metadata(grid, stream, *tensors, *numbers, *last)
         hooks = knobs.launch_enter_hook, knobs.launch_exit_hook
         run(*grid, stream, function, metadata, about, *hooks, *addresses, *numbers, *last)

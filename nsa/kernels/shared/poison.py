@@ -19,7 +19,7 @@ AROUND = 64  # elements, so that addresses stay multiples of 16
 def poisoned_workspace(name: str) -> Iterator[None]:
     """Fill the workspace of `nsa.kernels.<name>`, and the memory around it, with NaN or integers far out of bounds.
 
-    Without this, memory may still hold the right values of an earlier call, and hide the error.
+    Without this, memory may still hold the right values of an earlier call, which would hide the error.
     """
     kernels: Any = importlib.import_module(f"nsa.kernels.{name}.plan")  # which imports Triton
     real = kernels.workspace

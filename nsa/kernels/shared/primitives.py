@@ -77,6 +77,18 @@ def clamp_span(begin, stop, limit, block_size, SOURCE: tl.constexpr):
 
 
 @triton.jit
+def causal_end(position, end, token, pos_ptr, origin=0):
+    """The causal rule: a query may read the keys before ``end`` up to its own position. Returns the end of these keys.
+
+    ``pos_ptr`` holds positions of tokens, of any value, which replace ``position``; or it is None. Keys and
+    ``position`` count from ``origin``. The result may be negative for a query without keys.
+    """
+    if pos_ptr is not None:
+        position = tl.maximum(tl.minimum(tl.load(pos_ptr + token), origin + end - 1), -1).to(tl.int32) - origin
+    return tl.minimum(position + 1, end)
+
+
+@triton.jit
 def load_span(sel_ptr, j, n, limit, block_size, SOURCE: tl.constexpr):
     """Load spans ``j`` of one row, clamped to ``[0, limit]``: ``(start, end)`` int32, empty from ``n`` on."""
     begin, stop = ask_spans(sel_ptr, j, n, SOURCE)
@@ -190,8 +202,8 @@ def in_page(table_row, key, inside, pages, stride_k, stride_v, PAGE: tl.constexp
     k_page and v_page are the int64 offsets of the key's page in K and V. place is the key's number within the page.
     Keys in pages that do not exist are not ``inside``.
     """
-    # The key is masked, not the load or the quotient. Triton 3.1 cannot pipeline masked look-ups, and Triton 3.3 dies
-    # of a masked quotient. Entry 0 of the table exists wherever there are keys.
+    # The key is masked, not the load or the quotient. Triton 3.1 cannot pipeline masked look-ups, and a masked quotient
+    # makes Triton 3.3 crash. Entry 0 of the table exists wherever there are keys.
     key = tl.where(inside, key, 0)
     page = tl.load(table_row + key // PAGE)
     inside = inside & (page >= 0) & (page < pages)
@@ -247,74 +259,20 @@ def not_before(x):
 
 
 @triton.jit
-def half_of(x):
-    """fp16 of e4m3 ``x``. fp16 holds every value of e4m3."""
-    half = x.to(tl.float16)
-    if INTERPRETED:  # Triton's interpreter reads NaN as 480
-        half = tl.where((x.to(tl.uint8, bitcast=True) & 127) == 127, float("nan"), half).to(tl.float16)
-    return half
-
-
-# Of two pairs at a time: the first bytes side by side in a, the second bytes in b. Triton 3.1 fails if assembly has two
-# results. ptxas does the common part once.
-SPLIT_PAIRS = tl.constexpr(
-    "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x3120; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, "
-)
-
-
-@triton.jit
-def halves_of(pairs):
-    """The first and the second of each pair of e4m3 values in int16 ``pairs [BLOCK_L, N]``, as fp16."""
-    if INTERPRETED:
-        first = half_of((pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True))
-        second = half_of(((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True))
-    else:
-        first = tl.inline_asm_elementwise(SPLIT_PAIRS + "a; }", "=r,r", [pairs], tl.float16, True, 2)
-        second = tl.inline_asm_elementwise(SPLIT_PAIRS + "b; }", "=r,r", [pairs], tl.float16, True, 2)
-    return first, second
-
-
-@triton.jit
-def add_pairs(p, pairs, acc, acc_odd, m_old, m):
-    """Add the weighted values of a tile to the accumulators of even and odd columns, ``[BLOCK_G, BLOCK_DV // 2]``.
-
-    ``p`` and ``acc`` are from :func:`softmax_step`; ``acc_odd`` is rescaled here, from maximum ``m_old`` to ``m``.
-    """
-    even, odd = halves_of(pairs)
-    alpha = tl.exp2(m_old - tl.where(m == float("-inf"), 0.0, m))
-    p = p.to(tl.float16)
-    return tl.dot(p, even, acc), tl.dot(p, odd, acc_odd * alpha[:, None])
-
-
-@triton.jit
-def fit_half(q):
-    """fp16 of ``q [R, BLOCK_D]``, each row times a power of two, and the inverse powers ``[R]``, fp32.
-
-    The largest magnitude of a row becomes 2^14 or more. So nothing overflows, and fp16 holds all bits of a bf16 element
-    unless the element is 2^31 times smaller than that. Rows whose largest magnitude is below 2^-112 become smaller.
-    """
-    q = q.to(tl.float32)
-    exponent = tl.max(q.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) >> 23
-    exponent = tl.maximum(exponent, 15)
-    power = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-    return (q * power[:, None]).to(tl.float16), ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def scaled_values(o, lse, scale):
-    """``o [R, BLOCK_DV]`` times ``scale``. Rows that selected nothing, whose ``lse [R]`` is -inf, stay 0."""
-    return tl.where((lse == float("-inf"))[:, None], o, o * scale)
+def apart(x):
+    """int32 ``x``. A branch that uses the result stays a branch: LLVM cannot turn it into selects. NVIDIA only."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, False, 1)
 
 
 @triton.jit
 def nothing_of(x):
-    """An opaque int32 zero, for ``x >= 0``: it keeps LLVM from hoisting a sum with it out of a loop. NVIDIA only."""
+    """An opaque zero made of int32 ``x >= 0``: LLVM cannot hoist a sum with this zero out of a loop. NVIDIA only."""
     return tl.inline_asm_elementwise("shr.s32 $0, $1, 31;", "=r,r", [x], tl.int32, True, 1)
 
 
 @triton.jit
 def nothing_of_lanes(x):
-    """As :func:`nothing_of`, and the compiler cannot see that all lanes have the same value. NVIDIA only.
+    """As :func:`nothing_of`, but the compiler cannot see that all lanes have the same value. NVIDIA only.
 
     Values that all lanes share are computed by the uniform datapath, where a step takes several times as long.
     """
@@ -382,9 +340,20 @@ def filled_keys(seq, S_kv, cache_seqlens_ptr):
 
 
 @triton.jit
+def sequence_keys(seq, B, S_kv, cu_k_ptr):
+    """``(first key, number of keys)`` of a sequence of a packed batch. A sequence from ``B`` on has no keys."""
+    known = seq < B
+    k_first = tl.load(cu_k_ptr + seq, mask=known, other=0).to(tl.int64)
+    k_last = tl.load(cu_k_ptr + seq + 1, mask=known, other=0).to(tl.int64)
+    k_first = tl.minimum(tl.maximum(k_first, 0), S_kv)
+    k_last = tl.minimum(tl.maximum(k_last, k_first), S_kv)
+    return k_first, (k_last - k_first).to(tl.int32)
+
+
+@triton.jit
 def sequence_of_cache(cu_q_ptr, cache_seqlens_ptr, B, token):
     """``(seq, filled, behind)`` of one token of a ragged batch: its sequence, the sequence's length as it is in memory,
-    and how many queries the sequence has from the token on, itself included. It is 1 or less for the last query.
+    and how many queries the sequence has from the token on: 1 for the last query, less for a token after it.
 
     A token after the last sequence gets a length of 0, and the last sequence, so that its row of a page table exists.
     Without sequences ``seq`` is 0.
@@ -397,9 +366,26 @@ def sequence_of_cache(cu_q_ptr, cache_seqlens_ptr, B, token):
 
 
 @triton.jit
+def find_step(cu_q_ptr, B, tokens, place, STEPS: tl.constexpr):
+    """Token of query ``place // B`` of sequence ``place % B`` of a ragged batch. -1: the sequence has no such query, or
+    more than ``STEPS`` queries.
+    """
+    seq = place % B
+    begin = tl.load(cu_q_ptr + seq, mask=seq > 0, other=0)
+    end = tl.load(cu_q_ptr + seq + 1)
+    begin = tl.minimum(tl.maximum(begin, 0), tokens).to(tl.int32)
+    end = tl.minimum(tl.maximum(end, 0), tokens).to(tl.int32)
+    token = begin + place // B
+    found = (token < end) & (end - begin <= STEPS)
+    # If ends are not in rising order, several sequences claim a token. It belongs to the one that all kernels find.
+    found &= find_without_loop(cu_q_ptr, B, token, 128) == seq
+    return tl.where(found, token, -1)
+
+
+@triton.jit
 def find_without_loop(cu_seqlens_ptr, B, token, CHUNK: tl.constexpr):
-    """As :func:`find_sequence`, for at most ``CHUNK * CHUNK`` sequences. Of more than ``CHUNK`` sequences the ends must
-    be in rising order, or the result may be any sequence, or ``B``.
+    """As :func:`find_sequence`, for at most ``CHUNK * CHUNK`` sequences. If there are more than ``CHUNK``, the ends
+    must be in rising order; otherwise the result may be any sequence, or ``B``.
 
     From version 3.7 on, Triton does not pipeline the keys of some tiles if a loop or a branch comes before them.
     """
@@ -414,6 +400,6 @@ def find_without_loop(cu_seqlens_ptr, B, token, CHUNK: tl.constexpr):
 
 @triton.jit
 def last_query(cu_q_ptr, seq, known):
-    """One past the last query of a sequence, clamped to what int32 holds."""
+    """One past the last query of a sequence, clamped to ``[0, 2^31 - 1]``."""
     end = tl.load(cu_q_ptr + seq + 1, mask=known, other=0)
     return tl.minimum(tl.maximum(end, 0), 2147483647).to(tl.int32)

@@ -26,7 +26,7 @@ def kernel_sources() -> str:
     """A short hash of the meaning of all kernels, which does not change when code moves between files.
 
     It covers jit functions and module constants, which kernels read, but neither imports nor functions of the host. The
-    compile matrix records it.
+    compile matrix records this hash.
     """
     statements = [x for path in kernel_files() for x in ast.parse(path.read_bytes()).body if _is_compiled(x)]
     return hashlib.sha256("\n".join(sorted(map(_dump, statements))).encode()).hexdigest()[:12]

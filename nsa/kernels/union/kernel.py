@@ -2,8 +2,8 @@
 
 In trained models neighbouring queries select mostly the same blocks. A tile's rows are masked by a bit of the block's
 mask (bit ``i``: token ``i`` of the tile selected it) and by their causal limits. Nothing is merged afterwards. A list
-kernel makes the unions, and decides for each tile whether its union is worth reading: the other tiles are served by
-key-major, which skips the rows that ``served_ptr`` marks. Source: NSA, arXiv 2502.11089, section 3.4.
+kernel makes the unions, and decides for each tile whether its union is worth reading. Key-major serves the other tiles,
+and skips the rows that ``served_ptr`` marks. Source: NSA, arXiv 2502.11089, section 3.4.
 """
 
 import triton
@@ -11,10 +11,10 @@ import triton.language as tl
 
 from nsa.kernels.key_major.kernel import query_offset
 from nsa.kernels.shared.inverse_index import causal_limit, sequence_of
-from nsa.kernels.shared.primitives import VARLEN, finish, in_page, tile_in_pages
+from nsa.kernels.shared.primitives import INTERPRETED, VARLEN, apart, finish, in_page, tile_in_pages
 
 RUNTIME = "B S S_kv HKV n size tokens first tiles pages cost gain".split()
-RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh".split()]
+RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh tb".split()]
 
 NOT_SERVED = tl.constexpr(-1)  # the number of blocks of a tile that another kernel serves
 UNLISTED = tl.constexpr(2147483647)  # sorts after all blocks
@@ -22,45 +22,34 @@ UNLISTED = tl.constexpr(2147483647)  # sorts after all blocks
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _list_kernel(
-    sel_ptr,
-    pos_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    list_ptr,
-    count_ptr,
-    served_ptr,
-    B,
-    S,
-    S_kv,
-    HKV,
-    n,
-    size,
-    tokens,
-    first,
-    cost,
-    gain,
-    LAYOUT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+    sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, list_ptr, count_ptr, served_ptr,
+    B, S, S_kv, HKV, n, size, tokens, first, cost, gain,
+    LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, STEPS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
     """Write the union of a tile's blocks in the order of keys: list ``[tiles, HKV, TOKENS * SLOTS]`` int64.
 
     An entry has the block in its lower 32 bits and the mask of the tokens that selected it in its upper 32 bits.
 
     A program takes ``TOKENS`` tokens of a KV head; ``first`` is the number of the launch's first tile. count ``[tiles,
     HKV]`` is `NOT_SERVED` where the tokens are of several sequences, where a row lists a block twice, and where the
-    union is not worth reading: where it has more than ``gain / cost`` of a block for each listed block. served
-    ``[tokens, HKV]`` is 1 for rows of the other tiles, else 0.
+    union is not worth reading, because it has more than ``gain / cost`` blocks for each listed block. served ``[tokens,
+    HKV]`` is 1 for rows of the other tiles, else 0. STEPS: query-major has already marked the rows that it serves.
+    These marks stay, and the tiles of these rows are `NOT_SERVED`.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
     token0 = (first + tile) * TOKENS
     seq, k_first, seqlen_k, shift = sequence_of(token0, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)
-    # All tokens must be of one sequence. In a ragged batch a token after the last sequence has its number, but no keys.
+    # All tokens must be of one sequence. In a ragged batch a token after the last sequence has its `seq`, but no keys.
     newest = tl.minimum(token0 + TOKENS, tokens) - 1
     other, _, keys, _ = sequence_of(newest, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)
     together = (other == seq) & (keys == seqlen_k)
+    mine = token0 + tl.arange(0, TOKENS)
+    served_ptr += mine.to(tl.int64) * HKV + head
+    served = tl.zeros([TOKENS], tl.int32)
+    if STEPS:
+        served = tl.load(served_ptr, mask=mine < tokens, other=0)
+        together &= tl.max(served, 0) == 0
 
     i = tl.arange(0, TOKENS * SLOTS)
     token = token0 + i // SLOTS
@@ -72,8 +61,8 @@ def _list_kernel(
     entry = tl.sort(entry)
     listed = entry != UNLISTED
 
-    # Each entry needs the one before it, and each block the sums of bits at its first entry and at that of the next
-    # block. They are read back from the program's own part of the lists.
+    # Each entry needs the entry before it. Each block needs the sums of bits at its first entry and at the next block's
+    # first entry. Both are read back from the program's own part of the lists.
     list_ptr += (tile.to(tl.int64) * HKV + head) * (TOKENS * SLOTS)
     tl.store(list_ptr + i, entry.to(tl.int64))
     tl.debug_barrier()
@@ -96,70 +85,32 @@ def _list_kernel(
 
     worth = together & (twice == 0) & (blocks * cost <= tl.sum(listed.to(tl.int32), 0) * gain)
     tl.store(count_ptr + tile * HKV + head, tl.where(worth, blocks, NOT_SERVED))
-    mine = token0 + tl.arange(0, TOKENS)
-    served = tl.zeros([TOKENS], tl.int32) + worth.to(tl.int32)
-    tl.store(served_ptr + mine.to(tl.int64) * HKV + head, served, mask=mine < tokens)
+    tl.store(served_ptr, served + worth.to(tl.int32), mask=mine < tokens)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _union_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    o_ptr,
-    lse_ptr,
-    pos_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    table_ptr,
-    list_ptr,
-    count_ptr,
-    served_ptr,
-    B,
-    S,
-    S_kv,
-    HKV,
-    size,
-    tokens,
-    first,
-    tiles,
-    pages,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    scale,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    Dv: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    PAGE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    TILED: tl.constexpr,
-    ONE_TILE: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, table_ptr, list_ptr, count_ptr, served_ptr,
+    B, S, S_kv, HKV, size, tokens, first, tiles, pages,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_ob,
+    stride_os, stride_oh, scale, stride_tb,
+    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, LAYOUT: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr,
+    TILED: tl.constexpr, ONE_TILE: tl.constexpr, STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """Attention of one tile: ``TOKENS`` tokens with ``HEADS`` query heads each (``G``, rounded up to a power of two).
 
     TILED: ``size`` is a multiple of ``BLOCK_N``, so a tile of keys lies in one block; otherwise it may span several.
 
-    A weight of zero times a NaN or an infinity is NaN, so a value that only a neighbour selected could spoil a row. A
-    tile whose result has a NaN is therefore not served: its rows are computed again, each alone.
+    TMA: ``k_ptr`` and ``v_ptr`` are tensor descriptors of ``[sequences or pages, HKV, keys, D]``, and packed sequences
+    count as one. TMA computes the addresses of a tile, and reads zeros past the end of the tensor. Requires TILED, and
+    pages of whole tiles. Unlike pointers it also reads keys that no row may see: places of a cache that are not filled,
+    or the next packed sequence. ``scale`` must be positive, so that a row's highest product is its highest score. The
+    kernel does not negate q instead, because Triton would then load q into registers in every step.
+
+    A weight of zero times a NaN or an infinity is NaN, so a value that only a neighbour selected, or that only TMA
+    reads, could spoil a row. A tile whose result has a NaN is therefore not served: key-major computes its rows again.
     """
     tile = tl.program_id(0) % tiles  # one KV head after the other, so that its keys may stay in L2
     head_kv = tl.program_id(0) // tiles
@@ -175,6 +126,7 @@ def _union_kernel(
     limit = causal_limit(tl.minimum(token, tokens - 1), shift, seqlen_k, pos_ptr, CAUSAL)
     limit = tl.where(exists, limit, 0)
     farthest = tl.max(limit, 0)
+    nearest = tl.min(tl.where(exists, limit, farthest), 0)
 
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
@@ -182,31 +134,37 @@ def _union_kernel(
     q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT) + head.to(tl.int64) * stride_qh
     q_ptrs = q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :]
     q = tl.load(q_ptrs, mask=exists[:, None] & (d[None, :] < D), other=0.0)  # [TOKENS * HEADS, BLOCK_D]
-    k_off = tl.cast(head_kv, tl.int64) * stride_kh
-    v_off = tl.cast(head_kv, tl.int64) * stride_vh
     if PAGE:
-        table_row = table_ptr + tl.cast(seq, tl.int64) * (S_kv // PAGE)
-    elif LAYOUT != VARLEN:
-        k_off += tl.cast(seq, tl.int64) * stride_kb
-        v_off += tl.cast(seq, tl.int64) * stride_vb
+        table_row = table_ptr + tl.cast(seq, tl.int64) * stride_tb
+    if TMA:
+        row, shifted = seq.to(tl.int32), 0  # where the sequence begins
+        if LAYOUT == VARLEN:
+            row, shifted = 0, k_first.to(tl.int32)
     else:
-        k_off += k_first * stride_kn
-        v_off += k_first * stride_vn
-    k_base = k_ptr + k_off * STRIDE_UNIT
-    v_base = v_ptr + v_off * STRIDE_UNIT
+        k_off = tl.cast(head_kv, tl.int64) * stride_kh
+        v_off = tl.cast(head_kv, tl.int64) * stride_vh
+        if LAYOUT == VARLEN:
+            k_off += k_first * stride_kn
+            v_off += k_first * stride_vn
+        elif not PAGE:
+            k_off += tl.cast(seq, tl.int64) * stride_kb
+            v_off += tl.cast(seq, tl.int64) * stride_vb
+        k_base = k_ptr + k_off * STRIDE_UNIT
+        v_base = v_ptr + v_off * STRIDE_UNIT
     list_ptr += (tile.to(tl.int64) * HKV + head_kv) * (TOKENS * SLOTS)
 
     m = tl.full([TOKENS * HEADS], float("-inf"), tl.float32)
     l = tl.zeros([TOKENS * HEADS], tl.float32)
     acc = tl.zeros([TOKENS * HEADS, BLOCK_DV], tl.float32)
     keys = tl.arange(0, BLOCK_N)
+    factor = scale * 1.4426950408889634
     steps = blocks
     if not TILED:
         steps = tl.cdiv(blocks * size, BLOCK_N)
     elif not ONE_TILE:
         steps = blocks * (size // BLOCK_N)
-    # An entry is loaded a step ahead, because addresses of keys wait for it. It is taken apart at once, because Triton
-    # fails for sm_100 if the entry itself goes from step to step.
+    # An entry is loaded a step ahead, because addresses of keys depend on it. It is taken apart at once, because Triton
+    # fails for sm_100 if the loop carries the entry itself.
     coming = tl.load(list_ptr)
     mask = (coming >> 32).to(tl.int32)
     begin = coming.to(tl.int32) * size
@@ -217,8 +175,14 @@ def _union_kernel(
                 key += step % (size // BLOCK_N) * BLOCK_N
             stop = farthest - key
             chosen = tl.where(((mask >> (r // HEADS)) & 1) != 0, limit - key, 0)  # keys of this tile that a row may see
+            partial = key + BLOCK_N > nearest
             seen = keys[None, :] < chosen[:, None]  # [TOKENS * HEADS, BLOCK_N]
-            if PAGE and PAGE % BLOCK_N == 0:
+            if TMA:
+                if PAGE:
+                    page, _, key, found = in_page(table_row, key, stop > 0, pages, 1, 1, PAGE)
+                    row = tl.where(found, page, pages).to(tl.int32)  # past the last page TMA reads zeros
+                    chosen = tl.where(found, chosen, 0)
+            elif PAGE and PAGE % BLOCK_N == 0:
                 k_page, v_page, key, found = in_page(table_row, key, stop > 0, pages, stride_kb, stride_vb, PAGE)
                 valid = keys < tl.where(found, stop, 0)
                 key = key + keys
@@ -244,23 +208,39 @@ def _union_kernel(
             valid = known & (key < farthest)
             if PAGE:
                 k_page, v_page, key, valid = in_page(table_row, key, valid, pages, stride_kb, stride_vb, PAGE)
-        if PAGE:
-            seen &= valid[None, :]
-        key = key.to(tl.int64)
-        k_at = key * stride_kn
-        v_at = key * stride_vn
-        if PAGE:
-            k_at += k_page
-            v_at += v_page
-        k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
-        v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
-        k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_N, BLOCK_D]
-        v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
-        scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
-        scores = tl.where(seen, scores, float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, 1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
-        p = tl.exp2(scores - m_safe[:, None])
+        if TMA:
+            k = tl.reshape(k_ptr.load([row, head_kv, shifted + key, 0]), [BLOCK_N, BLOCK_D])
+            v = tl.reshape(v_ptr.load([row, head_kv, shifted + key, 0]), [BLOCK_N, BLOCK_DV])
+        else:
+            if PAGE:
+                seen &= valid[None, :]
+            key = key.to(tl.int64)
+            k_at = key * stride_kn
+            v_at = key * stride_vn
+            if PAGE:
+                k_at += k_page
+                v_at += v_page
+            k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
+            v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
+            k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_N, BLOCK_D]
+            v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
+        scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
+        if TMA:
+            # In most tiles a row may see all keys or none, and `some` is its mask. Only near a limit keys need a mask.
+            if partial:
+                few = chosen
+                if not INTERPRETED:
+                    few = apart(few)
+                scores = tl.where(keys[None, :] < few[:, None], scores, float("-inf"))
+            some = chosen > 0
+            m_new = tl.maximum(m, tl.where(some, tl.max(scores, 1) * factor, float("-inf")))
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
+            p = tl.exp2(scores * factor - tl.where(some, m_safe, float("inf"))[:, None])
+        else:
+            scores = tl.where(seen, scores * factor, float("-inf"))
+            m_new = tl.maximum(m, tl.max(scores, 1))
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.exp2(scores - m_safe[:, None])
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=INPUT_PRECISION)

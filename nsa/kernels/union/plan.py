@@ -1,4 +1,4 @@
-"""Union forward: lists the unions of tiles, computes the tiles whose union is worth it; key-major computes the others.
+"""Union forward: lists the union of each tile, and computes tiles whose union is small. Key-major computes the others.
 
 The host does not wait for the device. Key-major is launched for all rows and skips those that are served, so a captured
 graph replays with other selections. The kernels are in ``kernel.py``.
@@ -19,7 +19,7 @@ from nsa.kernels.key_major import plan as key_major
 from nsa.kernels.key_major.tiles import DoesNotFit
 from nsa.kernels.query_major import plan as query_major
 from nsa.kernels.shared.geometry import Geometry, geometry
-from nsa.kernels.shared.launch import INT32_MAX, Variant, workspace
+from nsa.kernels.shared.launch import INT32_MAX, TMA, Variant, workspace
 from nsa.kernels.union import kernel as union_kernels
 from nsa.kernels.union import tiles
 
@@ -28,8 +28,8 @@ class Launch(NamedTuple):
     """All that shapes, strides and dtypes decide about a call."""
 
     list: Variant
-    union: Variant
-    union_lse: Variant
+    unions: tuple[Variant, Variant]  # without LSE, and with it
+    by_pointers: tuple[Variant, Variant]  # the same without TMA, if a tensor is misaligned or the scale not positive
     device: torch.device
     tile: tiles.Tile
     worth: tiles.Worth
@@ -43,7 +43,7 @@ class Launch(NamedTuple):
     @property
     def variants(self) -> tuple[Variant, ...]:
         """All that a call may launch."""
-        return (*self[:3], *self.rest.variants)
+        return (self.list, *self.unions, *self.by_pointers, *self.rest.variants)
 
 
 def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch:
@@ -63,21 +63,37 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     g = geometry(call)
     capability, _ = query_major.device_limits(device)
     tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, block_size, tiles.forced)
-    size = min(block_size, max(g.S_kv, 1))
-    if tile is None or not tiles.fits(g.S_kv, size):
+    if tile is None or not tiles.fits(g.S_kv, min(block_size, max(g.S_kv, 1))):
         raise DoesNotFit(f"union: no tile for {g.n} blocks a row, {g.G} query heads a KV head and {g.S_kv} keys")
-    variants = _variants(
-        device, dtype, call.dtypes(), tile, G=g.G, D=g.D, Dv=g.Dv, LAYOUT=g.layout, PAGE=g.page, CAUSAL=call.causal,
-        TILED=block_size % tile.BLOCK_N == 0, ONE_TILE=block_size <= tile.BLOCK_N, STRIDE_UNIT=g.unit,
-        INPUT_PRECISION="ieee",
-    )  # fmt: skip
-    narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, block_size, *g.strides, g.pages) <= INT32_MAX
+    tiled = block_size % tile.BLOCK_N == 0
+    size = min(block_size, -(-max(g.S_kv, 1) // tile.BLOCK_N) * tile.BLOCK_N)  # no tiles past the last key
+    tile = tile._replace(TMA=tile.TMA and TMA and tiled and _tma_reads(call, g, tile))
+    shared: dict[str, Any] = {
+        "G": g.G, "D": g.D, "Dv": g.Dv, "LAYOUT": g.layout, "PAGE": g.page, "CAUSAL": call.causal, "TILED": tiled,
+        "ONE_TILE": block_size <= tile.BLOCK_N, "STRIDE_UNIT": g.unit, "INPUT_PRECISION": "ieee",
+    }  # fmt: skip
+    rest = key_major.plan(call, bound, skips=True)
+    kinds, steps = call.dtypes(), rest.steps is not None
+    lists, *unions = _variants(device, dtype, kinds, tile, steps, **shared)
+    _, *by_pointers = _variants(device, dtype, kinds, tile._replace(TMA=False), steps, **shared)
+    narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
     worth = tiles.worth(block_size) if tiles.forced is None else tiles.forced.worth
     worth = worth._replace(gain=worth.gain * tile.HEADS)
     return Launch(
-        *variants, device, tile, worth, g, block_size, tiles.tiles_at_once(tile, g.HKV), narrow,
-        1.0 / math.sqrt(g.D), key_major.plan(call, bound, skips=True),
+        lists, tuple(unions), tuple(by_pointers), device, tile, worth, g, size, tiles.tiles_at_once(tile, g.HKV),
+        narrow, 1.0 / math.sqrt(g.D), rest,
     )  # fmt: skip
+
+
+def _tma_reads(call: Call, g: Geometry, tile: tiles.Tile) -> bool:
+    """Whether TMA takes the strides of K and V: positive multiples of 16 bytes. A tile must lie in one page."""
+    aligned = g.unit * call.k.dtype.itemsize % 16 == 0 and g.page % tile.BLOCK_N == 0
+    return aligned and all(min(x.stride()[:-1]) > 0 and x.numel() > 0 for x in (call.k, call.v))
+
+
+def _for_tma(x: Tensor) -> Tensor:
+    """A view ``[sequences or pages, HKV, keys, D]`` of K or V. Packed sequences count as one."""
+    return (x if x.dim() == 4 else x.unsqueeze(0)).transpose(1, 2)
 
 
 @lru_cache(maxsize=1024)
@@ -86,25 +102,27 @@ def _variants(
     dtype: torch.dtype,
     kinds: tuple[torch.dtype | None, ...],
     tile: tiles.Tile,
+    steps: bool,
     **shared: Any,
 ) -> tuple[Variant, ...]:
     """The kernels for a tile and the compile-time arguments ``shared``. Plans that differ only in sizes share them.
 
-    Kernels for other dtypes of the inputs, or of the index tensors (``kinds``), are other entries of the cache.
+    Returns the list kernel, and the union kernel without and with LSE. Kernels for other dtypes of the inputs, or of
+    the index tensors (``kinds``), are other entries of the cache.
     """
-    cut = {"TOKENS": tile.TOKENS, "SLOTS": tile.SLOTS}
-    lists = {name: shared[name] for name in ("LAYOUT", "CAUSAL")} | cut
-    blocks = {"HEADS": tile.HEADS, "BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV, "BLOCK_N": tile.BLOCK_N}
+    lists = {name: shared[name] for name in ("LAYOUT", "CAUSAL")} | {"STEPS": steps}
+    lists |= {"TOKENS": tile.TOKENS, "SLOTS": tile.SLOTS}
+    whole = shared | {name: getattr(tile, name) for name in tiles.Tile._fields if name.isupper()}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    of_tma = {1: [1, 1, tile.BLOCK_N, tile.BLOCK_D], 2: [1, 1, tile.BLOCK_N, tile.BLOCK_DV]} if tile.TMA else {}
     return (
         Variant(union_kernels._list_kernel, lists, {"num_warps": 4 if tile.TOKENS * tile.SLOTS > 256 else 1}),
-        Variant(union_kernels._union_kernel, shared | cut | blocks, options),
-        Variant(union_kernels._union_kernel, shared | cut | blocks, options),  # with LSE
+        *(Variant(union_kernels._union_kernel, whole, options, blocks=of_tma) for _ in range(2)),
     )
 
 
 def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a tile that make :func:`_variants` return this variant of the kernel with that name."""
+    """The fields of a tile for which :func:`_variants` gives the named kernel these arguments and options."""
     fields = {name: value for name, value in constexprs.items() if name in tiles.Tile._fields}
     if kernel == "_union_kernel":
         fields |= {"warps": options["num_warps"], "stages": options["num_stages"]}
@@ -124,17 +142,24 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         return out, lse
     selection = call.selection.contiguous()
     lengths = call.cu_seqlens_k if call.cache_seqlens is None else call.cache_seqlens
-    q_positions, cu_seqlens_q, lengths, block_table = (
-        x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths, call.block_table)
+    q_positions, cu_seqlens_q, lengths = (
+        x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths)
     )
+    block_table = call.block_table.contiguous() if g.copies_table and call.block_table is not None else call.block_table
     about = (q_positions, cu_seqlens_q, lengths)
     scale = launch.scale if call.scale is None else call.scale
     tiles_of_call = -(-g.tokens // tile.TOKENS)
     at_once = min(tiles_of_call, launch.at_once)
     lists = workspace(at_once * g.HKV * tile.TOKENS * tile.SLOTS, torch.int64, device)
     count = workspace(at_once * g.HKV, torch.int32, device)
-    served = workspace(g.tokens * g.HKV, torch.int32, device)
     launches[route] += 1
+    tma = tile.TMA and scale > 0 and (k.data_ptr() | v.data_ptr()) % 16 == 0
+    union = (launch.unions if tma else launch.by_pointers)[lse is not None]
+    if tma:
+        k, v = _for_tma(k), _for_tma(v)
+    served = key_major.serve_steps(launch.rest, call, lse)
+    if served is None:
+        served = workspace(g.tokens * g.HKV, torch.int32, device)
     for first in range(0, tiles_of_call, at_once):
         now = min(at_once, tiles_of_call - first)
         sizes = (g.B, g.S, g.S_kv, g.HKV)
@@ -142,8 +167,8 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
             (now, g.HKV, 1), device, (selection, *about, lists, count, served),
             (*sizes, g.n, launch.size, g.tokens, first, *launch.worth), narrow,
         )  # fmt: skip
-        (launch.union if lse is None else launch.union_lse).launch(
+        union.launch(
             (now * g.HKV, 1, 1), device, (q, k, v, out, lse, *about, block_table, lists, count, served),
-            (*sizes, launch.size, g.tokens, first, now, g.pages, *g.strides, scale), narrow,
+            (*sizes, launch.size, g.tokens, first, now, g.pages, *g.strides, scale, g.stride_tb), narrow,
         )  # fmt: skip
     return key_major.forward(launch.rest, call, route, served, lse)

@@ -7,27 +7,27 @@ from typing import NamedTuple
 
 from nsa.kernels.query_major.tiles import next_power_of_2, padded, shared_bytes
 
-MOST_TOKENS = 16  # of a tile, whose masks are 32 bits
+MOST_TOKENS = 16  # of a tile; a mask of its tokens must fit 32 bits
 MOST_ENTRIES = 1024  # listed blocks of a tile, which one program sorts
-MOST_BLOCKS = 1 << 26  # of a sequence, so that block and token of an entry fit 31 bits
+MOST_BLOCKS = 1 << 26  # of a sequence; the block and the token of an entry must fit 31 bits
 LIST_BYTES = 64 << 20
 """Limit of the lists of one pass. Longer calls take several passes."""
 
 
 class Worth(NamedTuple):
-    """A tile is served by its union if the union has at most ``gain / cost`` of a block for each listed block."""
+    """A tile is served by its union if the union has at most ``gain / cost`` blocks for each listed block."""
 
     cost: int
     gain: int
 
 
 ALWAYS = Worth(0, 0)  # a union of any size
-NEVER = Worth(1, 0)  # unless it is empty
+NEVER = Worth(1, 0)  # no union, unless it is empty
 
 WORTH = Worth(64, 3)
 WORTH_LONG = Worth(32, 1)  # blocks of more than 64 keys, which key-major reads faster
-"""For each query head of a token: tiles of 4 tokens of 16 heads may have 48 blocks for 64 listed ones (32 if blocks are
-long). An H100 takes about as long for such a union as key-major takes for the tile's rows (docs/notebook/union.md)."""
+"""``gain`` is multiplied by the query heads of a token. A tile with 16 heads may have 48 blocks for 64 listed ones (32
+if blocks are long). On an H100 such a union takes about as long as its rows in key-major (docs/notebook/union.md)."""
 
 
 class Choice(NamedTuple):
@@ -53,6 +53,7 @@ class Tile(NamedTuple):
     BLOCK_D: int
     BLOCK_DV: int
     BLOCK_N: int  # keys of a tile
+    TMA: bool  # TMA loads keys and values where it can; only for `wgmma`, which needs a Hopper GPU and 64 rows
     warps: int
     stages: int
 
@@ -76,7 +77,7 @@ def select(
         tokens //= 2
     if tokens < 2 or slots == 0:
         return None
-    # A tile of keys lies in one block if blocks are as large, and takes several blocks if they are smaller.
+    # A tile of keys lies in one block, or takes several blocks if they are smaller than a tile.
     block_n = min(chosen.keys, 64 if narrow and itemsize == 2 else 32)
     block_n = min(block_n, max(16, size)) if size & (size - 1) == 0 else block_n
     stages = chosen.stages
@@ -84,11 +85,13 @@ def select(
         capability
     ):
         stages -= 1
-    return Tile(tokens, max(heads, 16 // tokens), slots, block_d, block_dv, block_n, chosen.warps, stages)
+    padded_heads = max(heads, 16 // tokens)
+    tma = capability == 90 and itemsize == 2 and narrow and tokens * padded_heads >= 64
+    return Tile(tokens, padded_heads, slots, block_d, block_dv, block_n, tma, chosen.warps, stages)
 
 
 def worth(size: int) -> Worth:
-    """When a union of blocks of ``size`` keys is worth reading, for each query head of a token."""
+    """When a union of blocks of ``size`` keys is worth reading, if tokens have one query head."""
     return WORTH if size <= 64 else WORTH_LONG
 
 

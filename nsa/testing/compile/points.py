@@ -7,7 +7,7 @@ import dataclasses
 from nsa import routing
 from nsa.kernels.query_major import tiles
 
-MOST = 120
+MOST = 123
 """The most points of one architecture. Points from a GPU's table of tiles are added to `POINTS` up to this number."""
 
 
@@ -70,7 +70,7 @@ class Point:
     # Any of cu_seqlens, q_positions, int64, per_head, unpipelined, key_major, union, backward; far (strides beyond
     # int32); cache (contiguous), or page64 (pages of 64 keys); e4m3 (a cache of float8_e4m3fn). A cache holds 65,536
     # keys for each of `rows` sequences; with key_major or union it has two sequences, with half of the rows each.
-    # ragged: its queries are packed.
+    # ragged: its queries are packed; with key_major or union, query-major serves its steps.
     options: tuple[str, ...] = ()
     choice: tiles.Choice | None = None  # forced tiles, as in a sweep; None: the tables and rules of `tiles`
 
@@ -161,6 +161,17 @@ POINTS = (
     Point(
         "blocks", "bf16", 16, 128, 128, 65536, 2048, n=16, causal=True, HKV=4, options=("key_major", "page128", "e4m3")
     ),
+    Point(
+        "blocks", "bf16", 16, 128, 128, 65536, 1024, n=16, causal=True, HKV=4, options=("key_major", "page64", "e4m3")
+    ),  # a merge that reads keys
+    Point(
+        "blocks", "bf16", 16, 128, 128, 2048, 2048, n=16, causal=True, HKV=4,
+        options=("key_major", "page128", "ragged"), choice=tiles.Choice(1, 1, 32, 2, 3),
+    ),  # the tile of many steps
+    Point(
+        "blocks", "bf16", 16, 128, 128, 2048, 2048, n=16, causal=True, HKV=4,
+        options=("key_major", "page128", "ragged", "e4m3"), choice=tiles.Choice(1, 1, 64, 2, 3),
+    ),
     Point("ranges", "fp16", 8, 128, 64, 4096, 1024, n=16, causal=True, HKV=4, options=("key_major", "cache", "e4m3")),
     Point("blocks", "bf16", 4, 128, 128, 4096, 4096, n=16, causal=True, HKV=8, options=("key_major", "page64", "e4m3")),
     Point("blocks", "bf16", 3, 100, 96, 1000, 512, n=16, options=("key_major", "q_positions")),
@@ -180,8 +191,11 @@ POINTS = (
     Point("blocks", "fp32", 4, 128, 128, 4096, 1024, n=16, causal=True, HKV=2, options=("union",)),
     Point("blocks", "bf16", 4, 128, 128, 8192, 1024, n=16, causal=True, HKV=8, options=("backward",)),
     Point("blocks", "bf16", 1, 128, 128, 8192, 1024, n=16, causal=True, HKV=16, options=("backward",)),
-    Point("blocks", "fp16", 8, 128, 64, 4096, 1024, n=16, causal=True, HKV=4, options=("backward", "cu_seqlens")),
+    Point("blocks", "fp16", 8, 128, 64, 8192, 1024, n=16, causal=True, HKV=4, options=("backward", "cu_seqlens")),
     Point("blocks", "bf16", 3, 100, 96, 1000, 512, n=16, options=("backward", "q_positions", "int64")),
+    Point(
+        "blocks", "bf16", 12, 100, 96, 4096, 768, n=16, causal=True, HKV=4, options=("backward", "q_positions", "int64")
+    ),  # unions of blocks of 48
     Point("blocks", "bf16", 64, 128, 128, 4096, 1024, n=16, causal=True, options=("backward",)),
     Point("blocks", "bf16", 128, 256, 256, 4096, 2048, n=16, causal=True, options=("backward",)),  # blocks of 128
     Point("ranges", "bf16", 16, 192, 128, 4096, 1024, n=16, causal=True, options=("backward",)),

@@ -37,19 +37,19 @@ NEEDS = {
     "small scores": "scores that overflow exp",
     "default scale": "a scale other than D**-0.5",
 }
-"""What a kernel may need of its inputs, and what a kernel with that need does not promise."""
+"""What a kernel may need of its inputs, and the inputs that a kernel with this need does not take."""
 
 
 @dataclass(frozen=True)
 class Contract:
     """What a contestant takes and promises. An empty tuple of sizes means any size.
 
-    takes: how keys are selected: "ranges", "blocks", or packed "rows" or "varlen". dtypes: of "bf16", "fp16", "fp32".
-    dims: head dimensions D. value_dims: Dv, if it may differ from D (`unequal_dims`). groups: query heads of a KV head.
-    block_sizes: keys of a block. causal: the values of `causal`. chunks: whether S may differ from S_kv. sequences:
-    `cu_seqlens`. positions: `q_positions`. int64: also selections in int64. caches: of "contiguous" and "pages". pages:
-    keys of a page. needs: keys of `NEEDS`. lse: the base of the LSE, "e" or "2"; empty: no LSE. gradients: autograd
-    through O. repeatable: equal bits in each call.
+    takes: forms of the selection: "ranges", "blocks", packed "rows" or packed "varlen". dtypes: "bf16", "fp16", "fp32".
+    dims: head dimensions D. unequal_dims: whether Dv may differ from D; value_dims lists Dv. groups: query heads per KV
+    head. block_sizes: keys of a block. causal: values of `causal`. chunks: whether S may differ from S_kv. sequences:
+    whether it takes `cu_seqlens`. positions: whether it takes `q_positions`. int64: whether it takes int64 selections.
+    caches: "contiguous", "pages". pages: keys of a page. needs: preconditions, keys of `NEEDS`. lse: base of the LSE,
+    "e" or "2"; empty if it returns none. gradients: autograd through O. repeatable: calls give equal bits.
     """
 
     takes: tuple[str, ...] = ("ranges",)
@@ -78,15 +78,15 @@ class Contract:
         for name, values in known.items():
             given = getattr(self, name)
             if not isinstance(given, tuple) or not set(given) <= set(values):
-                raise ValueError(f"expected {name} a tuple of {', '.join(map(repr, values))}, got {given!r}")
+                raise ValueError(f"{name}: expected a tuple of {', '.join(map(repr, values))}, got {given!r}")
         for name in ("takes", "dtypes", "causal"):
             if not getattr(self, name):
-                raise ValueError(f"expected {name} not to be empty")
+                raise ValueError(f"{name}: expected at least one, got an empty tuple")
         if self.lse not in ("", "e", "2"):
-            raise ValueError(f"expected lse 'e', '2' or '', got {self.lse!r}")
+            raise ValueError(f"lse: expected 'e', '2' or '', got {self.lse!r}")
         packed = {"rows", "varlen"} & set(self.takes)
         if packed and len(self.takes) > 1:
-            raise ValueError(f"expected packed rows alone, got takes={self.takes!r}: write an adapter for each")
+            raise ValueError(f"takes: expected rows or varlen alone, got {self.takes!r}: write an adapter for each")
 
     def refuses(self, case: Case) -> str | None:
         """Why the contract excludes a case; None if it does not."""
@@ -146,8 +146,8 @@ def always(case: Case) -> str | None:
 class Contestant:
     """An implementation that is tested or timed.
 
-    call: runs a `Problem`, `call(p, return_lse, out)`. route: for our own, the route whose kernel a call must launch.
-    supports: returns None for a case that it takes, otherwise the reason why not. poison: whether the call takes `out`.
+    call: runs a `Problem`, `call(p, return_lse, out)`. route: for our kernels, the route that a call must launch.
+    supports: None for a case that it takes, otherwise the reason why not. poison: whether the call takes `out`.
     lse: whether it returns an LSE. other: what it computes instead of the selection. contract: None for comparators.
     declared: whether the author wrote the contract. cached: runs a call over a cache, `cached(q, cache, **selection)`.
     """

@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("nsa", "selection attention")
     flags = {
         "--nsa-save-baseline": "run the perf session in three processes, and keep the results as the baseline of this "
-        "device if all are green",
+        "device if all three pass",
         "--nsa-accept-regression": "save a baseline even if a benchmark became slower",
         "--nsa-strict": "exit with status 1 also if a verdict is ambiguous or if nothing was gated",
     }

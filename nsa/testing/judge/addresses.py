@@ -46,7 +46,8 @@ def watch() -> bool:
         global _launched
         _launched += 1
         positional, named = to_host(self, *args, **kwargs)
-        tensors = [x for x in (*positional, *named.values()) if isinstance(x, torch.Tensor)]
+        given = (getattr(x, "base", x) for x in (*positional, *named.values()))  # a tensor descriptor has a base
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
         watched.kernel, watched.tensors = self.fn.__name__, [_extent(x) for x in tensors if x.numel()]
         return positional, named
 

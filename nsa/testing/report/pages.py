@@ -44,6 +44,10 @@ README_PREFILL = (
     *("HQ/HKV", "T", "shared", "ours", "ns/token", "TFLOP/s", "fla-core", "dense cuDNN", "dense flash"),
     *("vs fla-core", "vs cuDNN", "vs flash"),
 )
+PREFILL_LEGEND = (
+    "*shared*: the share of its blocks that a query has in common with the query before it; without a figure, blocks "
+    "are random. *TFLOP/s*: of the selected keys."
+)
 README_TRAINING = tuple(name for name in TRAINING_HEADER if name != "ns/token")
 SERVING_LEGEND = (
     "*vs*: how many times as fast. *over*: how many times as long. *no cache*: the same keys without lengths and "
@@ -105,7 +109,7 @@ def readme_block(recordings: Sequence[Recording]) -> str:
         served = servings(recording.facts)
         if prompts:
             title = "Prefill, forward, 16 blocks of 64, D = 128, milliseconds, and how many times as fast"
-            text += [f"{title} {_when(recording, prompts)}:", ""]
+            text += [f"{title} {_when(recording, prompts)}:", "", PREFILL_LEGEND, ""]
             text += _table(README_PREFILL, PREFILL_HEADER, prefill_rows(prompts))
         if trained:
             title = "Training on the same prompts (dQ, dK and dV, alone and with the forward pass before)"

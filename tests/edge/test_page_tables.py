@@ -1,0 +1,110 @@
+"""Page tables of any strides: a slice of a wider table is read where it lies, as servers pass it at every step."""
+
+import math
+
+import pytest
+import torch
+
+from nsa.kernels.key_major import tiles as key_tiles
+from nsa.kernels.shared.launch import Variant
+from nsa.kernels.union import tiles as union_tiles
+from nsa.testing.matrix import caches
+
+from .cached_calls import BACKENDS, PAGE, ROOM, call, everything, queries
+
+
+def wider(table, more=12):
+    """A table with `more` entries a row, each of page 0. The address of a row stays a multiple of 16 bytes."""
+    return torch.cat((table, table.new_zeros(table.shape[0], more)), 1)
+
+
+# How a table with these entries may lie in memory, and whether the entries of its rows are side by side.
+TABLES = {
+    "slice": (lambda table: wider(table)[:, : table.shape[1]], True),
+    "rows": (lambda table: wider(table).repeat_interleave(2, 0)[::2, : table.shape[1]], True),
+    "columns": (lambda table: table.t().contiguous().t(), False),
+    "every-second-entry": (lambda table: table.repeat_interleave(2, 1)[:, ::2], False),
+}
+SCHEDULES = ["query_major", "key_major", "union"]
+
+
+def sliced(S, page, index, device):
+    """Queries, and a cache whose page 0 is NaN and belongs to no sequence."""
+    cache = caches.draw([17, ROOM, 50], ROOM, page, index=index, device=device)
+    k, v = (torch.cat((torch.full_like(x[:1], math.nan), x)) for x in (cache.k, cache.v))
+    table = torch.where(cache.block_table >= 0, cache.block_table + 1, cache.block_table)
+    return queries(3, S, device=device), caches.Cache(k, v, cache.cache_seqlens, table)
+
+
+@pytest.fixture
+def tables_read(monkeypatch):
+    """The page tables, and strides of their rows, with which kernels are launched."""
+    seen, launch = [], Variant.launch
+
+    def spy(self, grid, device, tensors, numbers, common=True):
+        given = dict(zip(self.kernel.arg_names, (*tensors, *numbers), strict=False))
+        if given.get("table_ptr") is not None:
+            seen.append((given["table_ptr"], given["stride_tb"]))
+        return launch(self, grid, device, tensors, numbers, common)
+
+    monkeypatch.setattr(Variant, "launch", spy)
+    return seen
+
+
+@pytest.mark.parametrize(("page", "index"), [(8, torch.int32), (32, torch.int64)], ids=["page8-int32", "page32-int64"])
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tables_of_any_strides(device, backend, table, page, index):
+    """The same bits as with a contiguous table."""
+    q, cache = sliced(2, page, index, device)
+    spans = torch.tensor([[0, 3], [7, ROOM]], dtype=torch.int32, device=device).expand(3, 2, 2, 2, 2).contiguous()
+    other = TABLES[table][0](cache.block_table)
+    assert torch.equal(other, cache.block_table)
+    assert not other.is_contiguous()
+    for selection in ({"block_indices": everything(3, 2, device), "block_size": PAGE}, {"ranges": spans}):
+        want = call(q, cache, backend, **selection)
+        got = call(q, cache, backend, **selection, block_table=other)
+        assert not want[0].isnan().any()
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_tables_of_any_strides_where_the_merge_reads_keys(device, table, tables_read, monkeypatch, fresh_plans):
+    """Key-major's merge kernel looks pages up, too, where it reads some of a row's blocks itself."""
+    monkeypatch.setattr(key_tiles, "forced", key_tiles.SMALL._replace(walked=8))
+    q, cache = sliced(2, PAGE, torch.int32, device)
+    selection = {"block_indices": everything(3, 2, device), "block_size": PAGE}
+    want = call(q, cache, "key_major", **selection)
+    got = call(q, cache, "key_major", **selection, block_table=TABLES[table][0](cache.block_table))
+    assert len(tables_read) == 4  # two kernels of each call
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_slice_of_a_table_is_not_copied(device, schedule, table, tables_read, monkeypatch, fresh_plans):
+    monkeypatch.setattr(union_tiles, "forced", union_tiles.Choice(worth=union_tiles.ALWAYS))
+    q, cache = sliced(8, PAGE, torch.int32, device)  # enough queries for tiles of the union kernel
+    cut, side_by_side = TABLES[table]
+    other = cut(cache.block_table)
+    selection = {"block_indices": everything(3, 8, device), "block_size": PAGE, "schedule": schedule}
+    want = call(q, cache, **selection)
+    tables_read.clear()
+    got = call(q, cache, **selection, block_table=other)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert tables_read
+    for read, stride in tables_read:
+        assert (read.data_ptr() == other.data_ptr()) == side_by_side
+        assert stride == read.stride(0)
+        assert read.stride(1) == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_table_that_repeats_one_row(device, backend):
+    """`expand` gives it a stride of 0."""
+    cache = caches.draw([40, 40], ROOM, PAGE, device=device)
+    q, selection = queries(2, device=device), {"block_indices": everything(2, 1, device), "block_size": PAGE}
+    shared = cache.block_table[:1].expand(2, -1)
+    want = call(q, cache, backend, **selection, block_table=shared.contiguous())
+    got = call(q, cache, backend, **selection, block_table=shared)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
