@@ -73,6 +73,7 @@ class Point:
     # ragged: its queries are packed; with key_major or union, query-major serves its steps.
     options: tuple[str, ...] = ()
     choice: tiles.Choice | None = None  # forced tiles, as in a sweep; None: the tables and rules of `tiles`
+    rare: bool = False  # compiled by `make aot` only
 
     @property
     def id(self) -> str:
@@ -82,41 +83,49 @@ class Point:
         return "-".join([self.source, self.dtype, *shape, *words])
 
 
-QUICK = (
+_FIRST = (
     Point("dense", "bf16", 8, 128, 128, 1024, 512),
-    Point("dense", "bf16", 4, 64, 64, 1024, 16),
+    Point("dense", "bf16", 4, 64, 64, 1024, 16, rare=True),
     Point("dense", "fp16", 8, 128, 64, 64, 1024),  # few rows: split, and combined
-    Point("dense", "bf16", 128, 256, 256, 1024, 1024),  # the largest tiles there are
+    Point("dense", "bf16", 128, 256, 256, 1024, 1024, rare=True),  # the largest tiles there are
     Point("varlen", "bf16", 8, 128, 128, 1024, 512),
     Point("ranges", "bf16", 8, 128, 128, 1024, 1024, n=8),
-    Point("ranges", "fp16", 3, 96, 100, 1024, 256, n=8, causal=True, options=("int64", "unpipelined")),
+    Point("ranges", "fp16", 3, 96, 100, 1024, 256, n=8, causal=True, options=("int64", "unpipelined"), rare=True),
     Point("ranges", "bf16", 4, 64, 128, 4096, 1024, n=16, causal=True, HKV=2, options=("cu_seqlens",)),
-    Point("ranges", "fp32", 16, 256, 256, 1024, 1024, n=64, causal=True, options=("q_positions",)),
+    Point("ranges", "fp32", 16, 256, 256, 1024, 1024, n=64, causal=True, options=("q_positions",), rare=True),
     Point("blocks", "bf16", 16, 128, 128, 65536, 1024, n=16, causal=True, HKV=4),
     Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True),  # decode: split
-    Point("blocks", "bf16", 8, 128, 128, 1024, 1024, n=16, causal=True, options=("per_head",)),
+    Point("blocks", "bf16", 8, 128, 128, 1024, 1024, n=16, causal=True, options=("per_head",), rare=True),
     Point("dense", "bf16", 8, 128, 128, 64, 128, choice=tiles.Choice(1, 1, 128, 4, 1)),  # a single tile
     Point("ranges", "bf16", 8, 128, 128, 64, 256, n=8, choice=tiles.Choice(2, 1, 64, 4, 3)),  # a cluster
     Point("ranges", "bf16", 64, 128, 32, 8, 256, n=8, choice=tiles.Choice(4, 1, 64, 4, 1)),  # a cluster, `wgmma`
     Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, choice=tiles.Choice(16, 1, 64, 4, 2)),
     Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, choice=tiles.Choice(8, 1, 128, 8, 1, 0)),
     Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, HKV=4, options=("page64",)),
-    Point("blocks", "bf16", 16, 128, 128, 64, 1024, n=16, causal=True, HKV=4, options=("page16",)),
+    Point("blocks", "bf16", 16, 128, 128, 64, 1024, n=16, causal=True, HKV=4, options=("page16",), rare=True),
     Point("blocks", "bf16", 16, 128, 128, 8, 2048, n=16, causal=True, HKV=4, options=("page128", "e4m3")),
     Point("blocks", "bf16", 16, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("key_major",)),
-    Point("blocks", "bf16", 4, 128, 128, 8192, 1024, n=16, causal=True, HKV=8, options=("key_major",)),
-    Point("ranges", "fp16", 1, 64, 64, 4096, 1024, n=16, causal=True, HKV=16, options=("key_major", "cu_seqlens")),
-    Point("blocks", "bf16", 16, 128, 128, 1024, 1024, n=16, causal=True, HKV=4, options=("key_major", "page64")),
+    Point("blocks", "bf16", 4, 128, 128, 8192, 1024, n=16, causal=True, HKV=8, options=("key_major",), rare=True),
+    Point(
+        "ranges", "fp16", 1, 64, 64, 4096, 1024, n=16, causal=True, HKV=16, options=("key_major", "cu_seqlens"),
+        rare=True,
+    ),
+    Point(
+        "blocks", "bf16", 16, 128, 128, 1024, 1024, n=16, causal=True, HKV=4, options=("key_major", "page64"),
+        rare=True,
+    ),
     Point("blocks", "bf16", 16, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("union",)),
     Point("blocks", "bf16", 16, 128, 128, 64, 2048, n=16, causal=True, HKV=4, options=("page128", "ragged")),
     Point("blocks", "bf16", 16, 128, 128, 2048, 2048, n=16, causal=True, options=("key_major", "page128", "ragged")),
     Point("blocks", "bf16", 16, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("backward",)),
     Point("ranges", "fp16", 1, 64, 64, 4096, 1024, n=16, causal=True, HKV=16, options=("backward", "cu_seqlens")),
 )
+
+QUICK = tuple(point for point in _FIRST if not point.rare)
 """The points that `make test` compiles."""
 
 POINTS = (
-    *QUICK,
+    *_FIRST,
     Point("dense", "fp16", 4, 100, 64, 1024, 128),
     Point("dense", "bf16", 16, 192, 128, 256, 512),
     Point("dense", "bf16", 64, 128, 128, 1024, 1024),
