@@ -54,6 +54,33 @@ def test_fla_is_given_the_same_problem(fla, device, scale):
     assert isinstance(fla.run(problem), torch.Tensor)
 
 
+def test_xunhao_is_given_the_same_problem(device, monkeypatch):
+    """Whole prompts, a batch as sequences end to end."""
+
+    def topk_sparse_attention(q, k, v, topk_idx, block_size, cu_seqlens, softmax_scale=None):
+        assert topk_idx.dtype == cu_seqlens.dtype == torch.int32
+        blocks = topk_idx.transpose(0, 1)
+        assert bool(((blocks[..., :-1] >= 0) | (blocks[..., 1:] < 0)).all()), "padding is not last"
+        return selection_reference(Call.of(
+            q, k, v, block_indices=blocks, block_size=block_size, cu_seqlens=cu_seqlens, scale=softmax_scale,
+            causal=True,
+        ))[0]  # fmt: skip
+
+    module = ModuleType(peers.XUNHAO)
+    module.topk_sparse_attention = topk_sparse_attention
+    monkeypatch.setitem(sys.modules, "native_sparse_attention", ModuleType("native_sparse_attention"))
+    monkeypatch.setitem(sys.modules, peers.XUNHAO, module)
+    peers.installed.cache_clear()
+    xunhao = peers.xunhao()["xunhao"]
+    peers.installed.cache_clear()
+    prompts = Case(2, 16, 16, 48, 80, "prefill", "fp32", HKV=1, S=40, S_kv=40, block_size=16)
+    problem = dataclasses.replace(prompts.make(device), scale=0.3)
+    assert xunhao.supports(prompts) is None
+    assert_parity(xunhao.run(problem), Oracle.of(problem), "xunhao")
+    refused = xunhao.supports(dataclasses.replace(prompts, S=20, N=40))
+    assert refused == "takes causal blocks of whole prompts"
+
+
 def test_a_peer_is_tuned_for_the_shape_at_hand(fla, device):
     """What fla-core chose for a prompt must not be timed at decode, nor what another process chose."""
     import triton

@@ -1,4 +1,4 @@
-"""The shapes of MiniMax-M3's sparse attention over its cache, in bf16 and fp8, beside vLLM's kernels if installed."""
+"""The shapes of MiniMax-M3's sparse attention over its cache, in bf16 and fp8, beside installed public kernels."""
 
 import math
 from functools import partial
@@ -11,7 +11,7 @@ import nsa
 from nsa.testing.clock import timing
 from nsa.testing.clock.measure import Measurement, gate_figures, measure, run_facts
 from nsa.testing.contestants.m3 import APART, DENSE, M3, M3_16, arguments
-from nsa.testing.contestants.peers import VLLM, installed, vllm, vllm_arguments
+from nsa.testing.contestants.peers import VLLM, installed, peers, vllm, vllm_arguments, xunhao
 from nsa.testing.contestants.sdpa import END_TO_END, PACKED
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix import m3
@@ -42,7 +42,8 @@ def problem(name: str, device: torch.device, request: pytest.FixtureRequest) -> 
 def test_m3(name: str, problem: Problem, publish, machine_sampling: dict[str, Any]) -> None:
     controls = END_TO_END if problem.case.dist == "decode" else {DENSE.name: DENSE}
     of_ours = [M3_16] if problem.scales else [APART] if problem.case.seqlens else []
-    beside = [*vllm().values(), *of_ours, *controls.values()]
+    contiguous = [one for one in (peers() | xunhao()).values() if not one.supports(problem.case)]
+    beside = [*vllm().values(), *contiguous, *of_ours, *controls.values()]
 
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         torch.cuda.empty_cache()
@@ -53,10 +54,12 @@ def test_m3(name: str, problem: Problem, publish, machine_sampling: dict[str, An
 
 
 def facts(name: str, result: Measurement) -> dict[str, Any]:
-    """Ratios to vLLM and to other calls of ours, and the share of the rate at which this GPU reads memory."""
+    """Ratios to public kernels and to other calls of ours, and the share of the rate at which this GPU reads memory."""
     return {
         "case": name,  # one in fp8 has the fields of the one in bf16
         "speedup_vs_vllm": result.speedup("vllm"),
+        "speedup_vs_fla": result.speedup("fla"),
+        "speedup_vs_xunhao": result.speedup("xunhao"),
         "speedup_vs_calls_apart": result.speedup(APART.name),
         "speedup_vs_bf16": result.speedup(M3_16.name),
         "share_of_read": result.problem.unique_bytes / result.ours.median / result.ceilings.read,

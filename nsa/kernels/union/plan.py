@@ -63,7 +63,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     g = geometry(call)
     capability, _ = query_major.device_limits(device)
     tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, block_size, tiles.forced)
-    if tile is None or not tiles.fits(g.S_kv, min(block_size, max(g.S_kv, 1))):
+    if tile is None or not tiles.fits(g.S_kv, block_size):
         raise DoesNotFit(f"union: no tile for {g.n} blocks a row, {g.G} query heads a KV head and {g.S_kv} keys")
     tiled = block_size % tile.BLOCK_N == 0
     size = min(block_size, -(-max(g.S_kv, 1) // tile.BLOCK_N) * tile.BLOCK_N)  # no tiles past the last key

@@ -1,4 +1,4 @@
-"""Public kernels for the same work, timed beside ours if they are installed (`pip install 'nsa[peers]'`).
+"""Public kernels for the same work, timed beside ours if they are installed (fla-core by `pip install 'nsa[peers]'`).
 
 They are checked against the oracle like our own. The results say why a peer does not take a case.
 """
@@ -22,6 +22,7 @@ from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.problem import Problem
 
 FLA = "fla.ops.nsa.parallel"
+XUNHAO = "native_sparse_attention.ops"
 VLLM = "vllm.models.minimax_m3.common.ops.sparse_attn"
 VLLM_STEP = 16  # queries of a sequence, up to which a call counts as a decode or speculative step
 # Errors of importing a peer that does not fit this torch or Triton. Such a peer counts as not installed.
@@ -101,6 +102,47 @@ def fla_supports(case: Case) -> str | None:
     return None
 
 
+def xunhao() -> dict[str, Contestant]:
+    """XunhaoLai's kernel, if it can be imported here. It is timed beside the prompt of MiniMax-M3 alone."""
+    function = getattr(installed(XUNHAO), "topk_sparse_attention", None)
+    if function is None:
+        return {}
+    return {"xunhao": Contestant("xunhao", _xunhao(function), supports=xunhao_supports, lse=False)}
+
+
+def xunhao_supports(case: Case) -> str | None:
+    """Why XunhaoLai's kernel does not take a case; None if it does."""
+    if case.source != "blocks" or case.seqlens or case.positions or not case.causal or case.S != case.S_kv:
+        return "takes causal blocks of whole prompts"
+    return None if case.D == case.Dv else f"takes Dv = D, got {case.D} and {case.Dv}"
+
+
+def _xunhao(function: Callable[..., Tensor]) -> Any:
+    def call(p: Problem, return_lse: bool, out: Tensor | None) -> Tensor:
+        blocks, ends = p.derived(_sequences)
+        q, k, v = (x.flatten(0, 1) for x in (p.q, p.k, p.v))
+        try:
+            return function(q, k, v, blocks, p.block_size, ends, p.scale).view(*p.q.shape[:-1], p.case.Dv)
+        except (TypeError, AttributeError) as error:
+            raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
+
+    return call
+
+
+def _sequences(p: Problem) -> tuple[Tensor, Tensor]:
+    """A batch as sequences end to end: its blocks, and where each sequence begins and the last ends."""
+    ends = torch.arange(p.case.B + 1, dtype=torch.int32, device=p.q.device) * p.case.S
+    return padding_last(p).int(), ends
+
+
+def padding_last(p: Problem) -> Tensor:
+    """A problem's blocks as `[HKV, T, n]`, each row in order, with padding last."""
+    assert p.block_indices is not None
+    blocks = p.block_indices.flatten(0, -3)
+    blocks = blocks.masked_fill(blocks < 0, 2**31 - 1).sort(-1).values
+    return blocks.masked_fill(blocks == 2**31 - 1, -1).transpose(0, 1).contiguous()
+
+
 def vllm() -> dict[str, Contestant]:
     """vLLM's kernels for MiniMax-M3 over the caches of `matrix/m3.py`, if they can be imported here."""
     module = installed(VLLM)
@@ -137,15 +179,10 @@ def _vllm(chunks: Callable[..., None], steps: Callable[..., None]) -> Any:
 def vllm_arguments(p: Problem) -> list[dict[str, Any]]:
     """vLLM's arguments, without the output, for each group of sequences. Its own server makes them before the call.
 
-    Blocks are `[HKV, T, n]` with padding last. Scales are one number each, vLLM's faster way: ours are equal for all
-    heads.
+    Scales are one number each, vLLM's faster way: ours are equal for all heads.
     """
-    cache, blocks = p.derived(m3.combined), p.block_indices
-    assert blocks is not None
+    cache, blocks = p.derived(m3.combined), padding_last(p)
     assert cache.block_table is not None
-    blocks = blocks.flatten(0, -3)
-    blocks = blocks.masked_fill(blocks < 0, 2**31 - 1).sort(-1).values
-    blocks = blocks.masked_fill(blocks == 2**31 - 1, -1).transpose(0, 1).contiguous()
     scales = {} if p.scales is None else {"k_scale": p.scales[0][:1].clone(), "v_scale": p.scales[1][:1].clone()}
     found: list[dict[str, Any]] = []
     for group in m3.groups(p.case):

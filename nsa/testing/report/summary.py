@@ -148,17 +148,18 @@ def _serving_table(facts: list[Fact]) -> list[str]:
 
 
 def _m3_table(facts: list[Fact]) -> list[str]:
-    """A line for each shape of MiniMax-M3, beside vLLM's kernels, our own bf16 cache, and one call for each length."""
+    """A line for each shape of MiniMax-M3, beside public kernels, our own bf16 cache, and one call for each length."""
     if not facts:
         return []
-    heads = {"vLLM": "speedup_vs_vllm", "bf16": "speedup_vs_bf16", "calls apart": "speedup_vs_calls_apart"}
-    text = [f"{'MiniMax-M3, times as fast as':30}{'time':>9}{''.join(f'{name:>12}' for name in heads)}{'of read':>9}"]
+    heads = {"vLLM": "speedup_vs_vllm", "fla-core": "speedup_vs_fla", "XunhaoLai": "speedup_vs_xunhao"}
+    heads |= {"bf16": "speedup_vs_bf16", "apart": "speedup_vs_calls_apart"}
+    text = [f"{'MiniMax-M3, times as fast as':30}{'time':>9}{''.join(f'{name:>10}' for name in heads)}{'of read':>9}"]
     for fact in facts:
-        cells = "".join(f"{_ratio(fact.get(key)):>12}" for key in heads.values())
+        cells = "".join(f"{_ratio(fact.get(key)):>10}" for key in heads.values())
         share = fact.get("share_of_read")
         text.append(f"{fact['case']:30}{seconds(fact['median']):>9}{cells}{'-' if not share else f'{share:.1%}':>9}")
         text += [f"  {name} not timed: {reason}" for name, reason in (fact.get("left_out") or {}).items()]
-    text.append("  of read: unique bytes over time, as a share of the measured rate of reads")
+    text.append("  apart: chunks in one call, steps in another; of read: share of the measured read rate")
     return text
 
 
