@@ -21,7 +21,7 @@ import pytest
 from nsa.settings import child_environment
 from nsa.testing.gate import words
 from nsa.testing.gate.rule import Reading, Side, Verdict, judge, pooled
-from nsa.testing.gate.store import read, reading
+from nsa.testing.gate.store import read
 
 PERF = "tests/perf"
 PAIRS = 3  # processes of each tree in a round; the first round runs all benchmarks, the second the slower ones
@@ -144,7 +144,7 @@ def _run(tree: Tree, arguments: Sequence[str], work: Path) -> bool:
         name, imported = benchmark["name"], benchmark["extra_info"].get("commit")
         if tree.commit and imported not in (None, tree.commit):
             raise NotCompared(f"{tree.name}: its process imported nsa of {imported}, expected {tree.commit}")
-        tree.readings.setdefault(name, []).append(reading(file, benchmark))
+        tree.readings.setdefault(name, []).append(Reading.of(benchmark["stats"]["data"], benchmark["extra_info"]))
         tree.ids[name] = benchmark["fullname"]
     for name in _red(xml):
         tree.red[name] = tree.red.get(name, 0) + 1

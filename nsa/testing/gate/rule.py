@@ -7,14 +7,12 @@ turn in one process. The time of each is the lower quartile of its samples, beca
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 LIMIT = 0.10  # a benchmark that is worse by more than this share is a regression
-LEGACY = 0.15  # the most by which a ratio stated in a file may differ from the ratio of the file's own samples
 
 
 def quartile(samples: Sequence[float]) -> float:
@@ -37,37 +35,16 @@ class Reading:
 
     @classmethod
     def of(cls, samples: Sequence[float], info: Mapping[str, Any]) -> Reading:
-        """From a benchmark's samples (seconds) and its `extra_info`.
-
-        Raises:
-            ValueError: the ratio stated in an old file, which holds no samples of controls, contradicts its samples.
-        """
+        """From a benchmark's samples (seconds) and its `extra_info`. Files of before 2026-11-24 hold no controls."""
         time, by = quartile(samples), info.get("control")
         ceiling = info["ceiling_gbps"] * 1e9 if info.get("ceiling_gbps") else None
-        if by is None:
-            return cls(time, ceiling=ceiling)
-        if "control_samples" in info:
-            controls = {name: quartile(theirs) for name, theirs in info["control_samples"].items()}
-        else:
-            controls = _stated(samples, info)
+        controls = {name: quartile(theirs) for name, theirs in info.get("control_samples", {}).items()}
         return cls(time, controls, by, ceiling)
 
     def ratio(self, by: str | None) -> float | None:
         """The benchmark's time divided by that of the control `by`; None if `by` was not timed."""
         control = self.controls.get(by or "")
         return self.time / control if control else None
-
-
-def _stated(samples: Sequence[float], info: Mapping[str, Any]) -> dict[str, float]:
-    """Times of controls in an old file, which holds no samples of them: from its stated ratio, after a check."""
-    median, control, by = statistics.median(samples), info["control_median"], info["control"]
-    stated, of_medians = info.get("gate_ratio", info["ratio_to_control"]), info["ratio_to_control"]
-    if not math.isclose(of_medians, median / control, rel_tol=1e-9):  # replaying the samples rounded them
-        raise ValueError(f"ratio_to_control is {of_medians:.6g}, and its own samples say {median / control:.6g}")
-    expected = quartile(samples) / control
-    if not abs(stated / expected - 1) <= LEGACY:
-        raise ValueError(f"gate_ratio is {stated:.6g}, and its own samples say about {expected:.6g}")
-    return dict(info.get("medians") or {}) | {by: quartile(samples) / stated}
 
 
 @dataclass(frozen=True)

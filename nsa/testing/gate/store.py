@@ -80,22 +80,10 @@ def find(folder: Path, key: Key) -> Baseline | None:
     for path, document in groups[found]:
         wanted = [b for b in document["benchmarks"] if len(runs.get(b["name"], ())) < FILES]
         for b in wanted:
-            runs.setdefault(b["name"], []).append(reading(path, b))
+            runs.setdefault(b["name"], []).append(Reading.of(b["stats"]["data"], b["extra_info"]))
         if wanted or not document["benchmarks"]:
             paths.append(path)
     return Baseline(found, paths[::-1], pooled({name: Side.of(them[::-1]) for name, them in runs.items()}))
-
-
-def reading(path: Path, benchmark: Mapping[str, Any]) -> Reading:
-    """The reading of one benchmark of a file, from its samples.
-
-    Raises:
-        ValueError: the samples contradict the file. The error names the file and the benchmark.
-    """
-    try:
-        return Reading.of(benchmark["stats"]["data"], benchmark["extra_info"])
-    except ValueError as error:
-        raise ValueError(f"{path}: {benchmark['name']}: {error}") from error
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -129,13 +129,18 @@ def kernels(facts: Iterable[Fact]) -> list[Fact]:
 
 
 def prefills(facts: Iterable[Fact]) -> list[Fact]:
-    """The facts of whole prompts, which have a time per token."""
-    return [fact for fact in facts if fact.get("ns_per_token")]
+    """The facts of whole prompts, which have a time per token, in the order of core."""
+    return sorted((fact for fact in facts if fact.get("ns_per_token")), key=_prompt)
 
 
 def trainings(facts: Iterable[Fact]) -> list[Fact]:
-    """The facts of backward passes and training steps."""
-    return [fact for fact in facts if fact.get("ns_per_query")]
+    """The facts of backward passes and training steps, in the order of core's prompts."""
+    return sorted((fact for fact in facts if fact.get("ns_per_query")), key=_prompt)
+
+
+def _prompt(fact: Fact) -> tuple[Any, ...]:
+    """Sorts prompts, because a merged recording begins with those that were recorded last."""
+    return fact["S"], -fact["HQ"], fact["HKV"], fact.get("shared", 0.0), fact["group"]
 
 
 def servings(facts: Iterable[Fact]) -> list[Fact]:

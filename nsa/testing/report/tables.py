@@ -95,8 +95,8 @@ TRAINING_TEXT = (
 )
 TRAINING_OTHERS = ("fla", "dense_cudnn", "dense_flash")
 TRAINING_HEADER = (
-    "HQ/HKV", "T", "timed", "ours", "ns/token", "fla-core", "dense cuDNN", "dense flash", "vs fla-core", "vs cuDNN",
-    "vs flash", "memory vs flash",
+    "HQ/HKV", "T", "shared", "timed", "ours", "ns/token", "fla-core", "dense cuDNN", "dense flash", "vs fla-core",
+    "vs cuDNN", "vs flash", "memory vs flash",
 )  # fmt: skip
 SERVING_TEXT = (
     "A decode step, and a chunk of a prompt, over a KV cache: 16 blocks of 64 a query, microseconds. No cache: the "
@@ -149,7 +149,7 @@ def prefill_rows(facts: list[Fact]) -> list[Sequence[str]]:
         share = fact.get("share_of_matmul")
         heads = f"{fact['HQ']}/{fact['HKV']}"
         rows.append(
-            [heads, str(fact["S"]), f"{fact['shared']:.0%}" if fact.get("shared") else "-", summary.kernel_of(fact),
+            [heads, str(fact["S"]), _shared(fact), summary.kernel_of(fact),
              f"{fact['median'] * 1e3:.2f}", f"{fact['ns_per_token']:.1f}", summary.tflops(fact), *others, *ratios,
              "-" if not share else f"{share:.1%}"]
         )  # fmt: skip
@@ -190,8 +190,9 @@ def training_rows(facts: list[Fact]) -> list[Sequence[str]]:
         others = [f"{medians[name] * 1e3:.2f}" if name in medians else "-" for name in TRAINING_OTHERS]
         ratios = [_times(fact.get(f"speedup_vs_{word}")) for word in ("fla", "cudnn", "flash")]
         rows.append(
-            [f"{fact['HQ']}/{fact['HKV']}", str(fact["S"]), str(fact["group"]), f"{fact['median'] * 1e3:.2f}",
-             f"{fact['ns_per_query']:.1f}", *others, *ratios, _times(fact.get("memory_vs_flash"))]
+            [f"{fact['HQ']}/{fact['HKV']}", str(fact["S"]), _shared(fact), str(fact["group"]),
+             f"{fact['median'] * 1e3:.2f}", f"{fact['ns_per_query']:.1f}", *others, *ratios,
+             _times(fact.get("memory_vs_flash"))]
         )  # fmt: skip
     return rows
 
@@ -209,6 +210,10 @@ def serving_rows(facts: list[Fact]) -> list[Sequence[str]]:
         faster = _times(medians["fla"] / ours if "fla" in medians else None)
         rows.append([*where, f"{ours * 1e6:.2f}", *others, *over, faster, _times(fact.get("times_its_share"))])
     return rows
+
+
+def _shared(fact: Fact) -> str:
+    return f"{fact['shared']:.0%}" if fact.get("shared") else "-"
 
 
 def _times(ratio: float | None) -> str:
