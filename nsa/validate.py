@@ -345,7 +345,7 @@ def check(call: Call) -> Dims:
     n, bound = _check_selection(call, lead, lead_name, HKV)
     if call.q_positions is not None:
         if not call.causal:
-            raise ValueError("q_positions: expected None with causal=False, which does not read it, got a tensor")
+            raise ValueError("causal: expected True with q_positions, which causal=False does not read, got False")
         _check_shape("q_positions", call.q_positions, f"[{lead_name}]", lead)
         _check_index("q_positions", call.q_positions, call.q.device)
     if call.out is not None:

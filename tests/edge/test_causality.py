@@ -51,7 +51,7 @@ def test_not_causal_sees_everything(attend, agrees, draw, everything, device):
     q, k, v = draw(S=3, S_kv=KEYS, HKV=1)
     _, lse = agrees(attend, q, k, v, **everything(1, 3, 1), causal=False)
     is_close(lse, expected_lse(q, k, [[KEYS] * 3]))
-    with pytest.raises(ValueError, match="q_positions: expected None with causal=False"):
+    with pytest.raises(ValueError, match="causal: expected True with q_positions"):
         attend(q, k, v, **everything(1, 3, 1), causal=False, q_positions=torch.zeros(1, 3, dtype=torch.int64))
 
 
