@@ -1,14 +1,19 @@
 """Kernels of others by `--nsa-impl`: judged within their contracts, told what they compute, refused in three lines."""
 
+import contextlib
 import os
 import re
 import textwrap
 
 import pytest
+import torch
 
+import nsa
 from nsa.testing.contestants import named
 from nsa.testing.contestants.contract import Contract
 from nsa.testing.contestants.fit import ENOUGH
+from nsa.testing.matrix.case import Case
+from nsa.testing.suite.parity.test_promises import over_a_cache
 from nsa.testing.verdicts import Tally, Verdicts
 
 KERNELS = """
@@ -202,6 +207,57 @@ def test_a_baseline_is_of_one_contestant(suite):
     done = suite("-m", "perf", *two, "--nsa-save-baseline")
     assert done.returncode == 1
     assert "a baseline is of one contestant: leave out all but one --nsa-impl" in done.stderr
+
+
+# --- caches in fp8 and ragged queries --------------------------------------------------------------------------------
+
+OVER_A_CACHE = Contract(takes=("blocks",), caches=("contiguous", "pages"), fp8=True, ragged=True, lse="e")
+STEPS = Case(4, 32, 32, 64, 12, "prefill", "fp16", HKV=1, S=3, S_kv=256, block_size=16)
+
+
+def plain(q, k, v, *, cu_seqlens_q=None, max_seqlen_q=None, k_scale=None, v_scale=None, **how):
+    how = {name: x for name, x in how.items() if name not in ("q_positions", "cu_seqlens")}
+    ragged = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    return nsa.selection_attention_with_kvcache(q, k, v, **how, **ragged, **scales, backend="sdpa")
+
+
+def without(name):
+    """`plain`, which takes another scale for 1."""
+    return lambda q, k, v, **how: plain(q, k, v, **how | ({} if how[name] is None else {name: how[name] * 0 + 1}))
+
+
+def one_query_early(q, k, v, *, cu_seqlens_q, **how):
+    """The second sequence begins with the last query of the first."""
+    if cu_seqlens_q is not None:
+        cu_seqlens_q = cu_seqlens_q - torch.tensor([0, 1, 1, 0, 0], dtype=torch.int32, device=cu_seqlens_q.device)
+    return plain(q, k, v, cu_seqlens_q=cu_seqlens_q, **how)
+
+
+FP8, RAGGED = {"fp8": True}, {"counts": (3, 0, 1, 5)}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "how", "wrong"),
+    [(plain, FP8, False), (plain, RAGGED, False), (without("k_scale"), FP8, True), (without("v_scale"), FP8, True),
+     (one_query_early, RAGGED, True)],
+    ids=["fp8", "ragged", "no k_scale", "no v_scale", "one query early"],
+)  # fmt: skip
+@pytest.mark.parametrize("page", ["", 64])
+def test_over_a_cache(device, kernel, how, wrong, page):
+    impl = named.of_function("mine:kernel", kernel, OVER_A_CACHE, declared=True)
+    with pytest.raises(AssertionError, match="mine:kernel on .*bound") if wrong else contextlib.nullcontext():
+        over_a_cache(impl, STEPS, device, page, **how)
+
+
+@pytest.mark.parametrize(("promise", "argument"), [("fp8", "k_scale"), ("ragged", "cu_seqlens_q")])
+def test_a_cache_that_the_signature_cannot_take_is_refused(promise, argument):
+    def kernel(q, k, v, *, block_indices, block_size, causal, scale, cache_seqlens):
+        """An adapter for decode steps in 16 bits."""
+
+    contract = Contract(takes=("blocks",), caches=("contiguous",), **{promise: True})
+    with pytest.raises(ValueError, match=f"the contract needs an argument '{argument}'"):
+        named.of_function("mine:kernel", kernel, contract)
 
 
 # --- verdicts, without a run -----------------------------------------------------------------------------------------

@@ -139,6 +139,9 @@ def test_a_contract_that_makes_no_sense_is_refused():
         ({"takes": "blocks"}, "takes: expected a tuple"),
         ({"lse": "10"}, "lse: expected"),
         ({"causal": ()}, "causal: expected at least one"),
+        ({"ragged": True}, "ragged: expected False without caches, got True"),
+        ({"fp8": True}, "fp8: expected False without caches, got True"),
+        ({"fp8": True, "caches": ("pages",), "dtypes": ("fp32",)}, "fp8: expected bf16 or fp16 among dtypes"),
     ):
         with pytest.raises(ValueError, match=message):
             contestant(**wrong)
@@ -150,4 +153,6 @@ def test_what_is_not_promised_is_said():
     said = CONTRACTS["one-size"].not_promised()
     for words in ("padding in any slot", "G other than 16", "LSE", "fp32", "S != S_kv", "causal=False"):
         assert words in said
-    assert "LSE" not in NSA.contract.not_promised()
+    assert not {"LSE", "caches in fp8", "ragged queries"} & set(NSA.contract.not_promised())
+    some = dataclasses.replace(NSA.contract, fp8=False, ragged=False)
+    assert some.not_promised()[-2:] == ["caches in fp8", "ragged queries"]

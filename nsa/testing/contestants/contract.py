@@ -48,8 +48,10 @@ class Contract:
     dims: head dimensions D. unequal_dims: whether Dv may differ from D; value_dims lists Dv. groups: query heads per KV
     head. block_sizes: keys of a block. causal: values of `causal`. chunks: whether S may differ from S_kv. sequences:
     whether it takes `cu_seqlens`. positions: whether it takes `q_positions`. int64: whether it takes int64 selections.
-    caches: "contiguous", "pages". pages: keys of a page. needs: preconditions, keys of `NEEDS`. lse: base of the LSE,
-    "e" or "2"; empty if it returns none. gradients: autograd through O. repeatable: calls give equal bits.
+    caches: "contiguous", "pages". pages: keys of a page. fp8: whether it takes caches in float8_e4m3fn with a scale for
+    each KV head (`k_scale`, `v_scale`). ragged: whether it takes packed queries of sequences over caches, with
+    `cu_seqlens_q`. needs: preconditions, keys of `NEEDS`. lse: base of the LSE, "e" or "2"; empty if it returns none.
+    gradients: autograd through O. repeatable: calls give equal bits.
     """
 
     takes: tuple[str, ...] = ("ranges",)
@@ -66,6 +68,8 @@ class Contract:
     int64: bool = True
     caches: tuple[str, ...] = ()
     pages: tuple[int, ...] = ()
+    fp8: bool = False
+    ragged: bool = False
     needs: tuple[str, ...] = ()
     lse: str = ""
     gradients: bool = False
@@ -84,6 +88,11 @@ class Contract:
                 raise ValueError(f"{name}: expected at least one, got an empty tuple")
         if self.lse not in ("", "e", "2"):
             raise ValueError(f"lse: expected 'e', '2' or '', got {self.lse!r}")
+        for name in ("fp8", "ragged"):
+            if getattr(self, name) and not self.caches:
+                raise ValueError(f"{name}: expected False without caches, got True: name them in caches=")
+        if self.fp8 and self.dtypes == ("fp32",):
+            raise ValueError("fp8: expected bf16 or fp16 among dtypes, those of the queries, got only 'fp32'")
         packed = {"rows", "varlen"} & set(self.takes)
         if packed and len(self.takes) > 1:
             raise ValueError(f"takes: expected rows or varlen alone, got {self.takes!r}: write an adapter for each")
@@ -123,6 +132,8 @@ class Contract:
             words += ["S != S_kv"] * (not self.chunks) + ["cu_seqlens"] * (not self.sequences)
             words += ["q_positions"] * (not self.positions) + ["int64 selections"] * (not self.int64)
             words += [f"caches ({kind})" for kind in CACHES if kind not in self.caches]
+            if self.caches:
+                words += ["caches in fp8"] * (not self.fp8) + ["ragged queries"] * (not self.ragged)
         words += ["LSE"] * (not self.lse) + ["gradients"] * (not self.gradients)
         return words + ["equal bits each time"] * (not self.repeatable)
 

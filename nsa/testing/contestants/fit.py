@@ -216,4 +216,6 @@ def promises(contract: Contract) -> dict[str, str]:
     found |= {"repeatable": "equal bits each time"} if contract.repeatable else {}
     found |= {"cu_seqlens": "cu_seqlens"} if contract.sequences else {}
     found |= {"q_positions": "q_positions"} if contract.positions else {}
+    found |= {"caches in fp8": "caches in fp8"} if contract.fp8 else {}
+    found |= {"ragged queries": "ragged queries"} if contract.ragged else {}
     return found | {f"caches ({kind})": f"caches ({kind})" for kind in contract.caches}

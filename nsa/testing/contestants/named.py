@@ -23,7 +23,7 @@ ARGUMENTS = {
     "varlen": ("cu_seqlens", "scale", "return_lse"),
 }
 """Arguments of a call beside q, k and v, by source. A call over a cache also has those in `OF_CACHES`."""
-OF_CACHES = ("cache_seqlens", "block_table")
+OF_CACHES = ("cache_seqlens", "block_table", "cu_seqlens_q", "max_seqlen_q", "k_scale", "v_scale")
 UNDECLARED = {"": "ranges", "blocks": "blocks", "dense": "rows"}
 
 
@@ -76,7 +76,8 @@ def of_function(name: str, f: Callable[..., Any], contract: Contract, declared: 
         return answer(result, (*qkv[0].shape[:-1], p.case.Dv), return_lse)
 
     def cached(q: Tensor, cache: Any, return_lse: bool = False, **selection: Any) -> Any:
-        rest = selection | cache.arguments | {"return_lse": return_lse, "q_positions": None, "cu_seqlens": None}
+        absent = dict.fromkeys(("q_positions", "cu_seqlens", *OF_CACHES))
+        rest = absent | selection | cache.arguments | {"return_lse": return_lse}
         result = f(q, cache.k, cache.v, **_chosen(passed, rest))
         return answer(result, (*q.shape[:-1], cache.v.shape[-1]), return_lse)
 
@@ -143,6 +144,8 @@ def _check(name: str, f: Callable[..., Any], contract: Contract, passed: frozens
         missing += ["q_positions"] * (contract.positions and "q_positions" not in passed)
     missing += ["cache_seqlens"] * (bool(contract.caches) and "cache_seqlens" not in passed)
     missing += ["block_table"] * ("pages" in contract.caches and "block_table" not in passed)
+    missing += ["cu_seqlens_q"] * (contract.ragged and "cu_seqlens_q" not in passed)
+    missing += [x for x in ("k_scale", "v_scale") if contract.fp8 and x not in passed]
     if "scale" not in passed and "default scale" not in contract.needs:
         missing.append("scale")
     if missing:

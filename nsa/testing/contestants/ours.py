@@ -10,7 +10,7 @@ from torch import Tensor
 import nsa
 from nsa.kernels.union import tiles as union_tiles
 from nsa.testing.contestants.contract import CACHES, Call, Contestant, Contract, Support
-from nsa.testing.contestants.named import of_function
+from nsa.testing.contestants.named import OF_CACHES, of_function
 from nsa.testing.matrix import caches
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.problem import Problem
@@ -139,9 +139,10 @@ def _nsa(
     q: Tensor, k: Tensor, v: Tensor, *,
     cache_seqlens: Tensor | None = None, block_table: Tensor | None = None, **how: Any,
 ) -> Any:  # fmt: skip
+    apart = OF_CACHES if cache_seqlens is None else ("q_positions", "cu_seqlens")
+    how = {name: x for name, x in how.items() if name not in apart}
     if cache_seqlens is None:
         return nsa.selection_attention(q, k, v, **how, backend="triton")
-    how = {name: x for name, x in how.items() if name not in ("q_positions", "cu_seqlens")}
     return nsa.selection_attention_with_kvcache(
         q, k, v, cache_seqlens=cache_seqlens, block_table=block_table, **how, backend="triton"
     )
@@ -155,6 +156,8 @@ NSA = of_function(
         sequences=True,
         positions=True,
         caches=CACHES,
+        fp8=True,
+        ragged=True,
         lse="e",
         gradients=True,
         repeatable=True,

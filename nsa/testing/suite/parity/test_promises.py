@@ -1,6 +1,7 @@
 """The promises of a contract beside outputs and LSE: gradients, equal bits in each call, and calls over a cache."""
 
 import dataclasses
+import itertools
 
 import torch
 
@@ -19,6 +20,7 @@ CACHED = [
     for i, (S, size, n) in enumerate(((1, 16, 4), (1, 64, 3), (3, 32, 3), (2, 128, 2), (1, 128, 2), (2, 16, 6)))
     for H, D, dtype in [((4, 32, "fp32"), (16, 64, "fp16"), (2, 64, "fp32"))[i % 3]]
 ]
+PAGES = {"contiguous": ("",), "pages": (16, 64, 128)}
 LENGTHS = (203, 0, 1, 256)  # an end within a page, no keys, one key, a full cache
 ROOMY = (203, 70, 128, 256)  # lengths with which each query sees a key
 
@@ -51,21 +53,46 @@ def test_triton_sel_parity_twice(contestant, problem):
         raise Wrong(f"{contestant.name} on {problem.case.id}: two calls with equal inputs gave different bits")
 
 
+def over(impl):
+    """The cases of calls over a cache."""
+    cases = cases_of(impl.contract, CACHED, INTERPRETED)[: len(CACHED)]
+    return [c for c in cases if not c.seqlens and not c.positions]
+
+
+def pages_of(impl, kind):
+    """The keys of a page of each cache of a kind; empty for a contiguous cache."""
+    if kind not in impl.contract.caches:
+        return []
+    taken = impl.contract.pages
+    return [page for page in PAGES[kind] if not page or not taken or page in taken]
+
+
 def cached(kind):
+    return lambda impl: [(c, page) for c in over(impl) for page in pages_of(impl, kind)]
+
+
+def each_once(promise):
+    """Each case and each page in one row at least, if the contract has a promise."""
+
     def of(impl):
-        if kind not in impl.contract.caches:
-            return []
-        pages = {"contiguous": ("",), "pages": (16, 64, 128)}[kind]
-        cases = cases_of(impl.contract, CACHED, INTERPRETED)[: len(CACHED)]
-        taken = [(c, page) for c in cases if not c.seqlens and not c.positions for page in pages]
-        return [(c, page) for c, page in taken if not page or not impl.contract.pages or page in impl.contract.pages]
+        cases, pages = over(impl), [page for kind in PAGES for page in pages_of(impl, kind)]
+        rows = max(len(cases), len(pages)) if getattr(impl.contract, promise) else 0
+        return [(cases[i % len(cases)], pages[i % len(pages)]) for i in range(rows)]
 
     return of
 
 
+def in_16_bits(impl):
+    """`each_once` of caches in fp8, whose queries have 16 bits."""
+    dtypes = [x for x in impl.contract.dtypes if x != "fp32" and not (INTERPRETED and x == "bf16")]
+    dtypes = dtypes or [x for x in impl.contract.dtypes if x != "fp32"]
+    rows = each_once("fp8")(impl)
+    return [(dataclasses.replace(c, dtype=dtypes[i % len(dtypes)]), page) for i, (c, page) in enumerate(rows)]
+
+
 @contested(cached("contiguous"), "page", promise="caches (contiguous)")
 def test_triton_sel_parity_caches(contestant, case, device, page):
-    over_a_cache(contestant, case, device, None)
+    over_a_cache(contestant, case, device, page)
 
 
 @contested(cached("pages"), "page", promise="caches (pages)")
@@ -73,26 +100,51 @@ def test_triton_sel_parity_pages(contestant, case, device, page):
     over_a_cache(contestant, case, device, page)
 
 
-def over_a_cache(contestant, case, device, page):
-    """Sequences of unequal length. Every place of the cache outside the sequences, spare pages included, is NaN."""
+@contested(in_16_bits, "page", promise="caches in fp8")
+def test_triton_sel_parity_fp8(contestant, case, device, page):
+    """Keys and values in float8_e4m3fn, each with a scale for each KV head. The oracle reads them dequantised."""
+    over_a_cache(contestant, case, device, page, fp8=True)
+
+
+@contested(each_once("ragged"), "page", promise="ragged queries")
+def test_triton_sel_parity_ragged_queries(contestant, case, device, page):
+    """Sequences of different numbers of queries, one of none, end to end."""
+    over_a_cache(contestant, case, device, page, counts=(case.S, 0, 1, case.S + 2))
+
+
+def over_a_cache(contestant, case, device, page, fp8=False, counts=()):
+    """Sequences of unequal length. Every place of the cache outside the sequences, spare pages included, is NaN.
+
+    counts: queries of each sequence of a ragged batch.
+    """
     room = -(-case.S_kv // 128) * 128
     needs = contestant.contract.needs
     lengths = [min(length, room) for length in (ROOMY if {"nonempty", "visible"} & set(needs) else LENGTHS)]
     cache = caches.draw(
-        lengths, room, page, HKV=case.HKV, D=case.D, Dv=case.Dv, dtype=case.torch_dtype, device=device, seed=case.seed
-    )
+        lengths, room, page or None, HKV=case.HKV, D=case.D, Dv=case.Dv, dtype=case.torch_dtype, device=device,
+        seed=case.seed,
+    )  # fmt: skip
     if "finite" in needs:
         cache = dataclasses.replace(cache, k=cache.k.nan_to_num(), v=cache.v.nan_to_num())
-    p = dataclasses.replace(case, N=case.S * case.HKV * len(lengths)).make(device)
-    at = torch.arange(case.S) - case.S + torch.tensor(lengths)[:, None]  # [B, S]
-    limit = (at + 1 if case.causal else torch.tensor(lengths)[:, None].expand_as(at)).clamp(min=0).to(device)
+    cache = caches.quantized(cache) if fp8 else cache
+    B, S = (1, sum(counts)) if counts else (len(lengths), case.S)  # a ragged batch is drawn as one sequence
+    p = dataclasses.replace(case, N=B * S * case.HKV, S=S).make(device)
+    ends = list(zip(lengths, counts or (S,) * B, strict=True))
+    at = torch.cat([torch.arange(count) - count + length for length, count in ends]).view(B, S)
+    keys = torch.cat([torch.full((count,), length) for length, count in ends]).view(B, S)
+    limit = (at + 1 if case.causal else keys).clamp(min=0).to(device)
     p = with_limit(p, contestant.contract, limit[..., None, None].expand(*limit.shape, case.HKV, 1))
-    chosen = {"ranges": p.ranges}
+    q, chosen = p.q, {"ranges": p.ranges}
     if p.block_indices is not None:
         chosen = {"block_indices": p.block_indices, "block_size": p.block_size}
-    q = p.q
     chosen |= {"causal": p.causal, "scale": case.D**-0.5}
-    want = caches.oracle(q, cache, **chosen)
+    if counts:
+        q, chosen = q[0], chosen | {name: chosen[name][0] for name in caches.PER_ROW if name in chosen}
+        cu_seqlens_q = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
+        want = caches.oracle(q, cache, cu_seqlens_q, **chosen)
+        chosen |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max(counts)}
+    else:
+        want = caches.oracle(q, cache, **chosen)
     for return_lse in (False, True) if contestant.lse else (False,):
         got = contestant.cached(q, cache, return_lse=return_lse, **chosen)
         cached_parity(got if return_lse else (got, None), want, case.torch_dtype, f"{contestant.name} on {case.id}")
