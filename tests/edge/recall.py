@@ -104,6 +104,7 @@ class Selection:
     chosen: int
     backend: str = "auto"
     score: Score = score_means
+    watch: Callable[[Tensor], None] | None = None  # is given the blocks of every call
 
     @property
     def share(self) -> float:
@@ -113,6 +114,8 @@ class Selection:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.no_grad():
             blocks = select_blocks(self.score(q, k), self.chosen)
+        if self.watch is not None:
+            self.watch(blocks)
         return nsa.selection_attention(q, k, v, block_indices=blocks, block_size=BLOCK_SIZE, backend=self.backend)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nsa.testing.judge.forward import SAMPLED, Oracle, assert_parity, fp64, some_queries
-from nsa.testing.matrix import case
+from nsa.testing.matrix import case, overlap
 from nsa.testing.matrix.case import PREFILL_HEADS, Case, core, full, long_context, parity, prefill, small
 
 SMALL = Case(2, 16, 16, 64, 400, "prefill", "fp32", HKV=2, S=100, S_kv=130, block_size=16)
@@ -58,8 +58,26 @@ def test_blocks_of_a_long_prompt(device, shared):
 @pytest.mark.parametrize("shared", [0.5, 0.9])
 def test_neighbours_share_as_many_blocks_as_asked_for(device, shared):
     blocks = prefill(8192, 4, 2, shared=shared).make(device).block_indices[0, 4096:]
-    common = (blocks[1:, :, :, None] == blocks[:-1, :, None, :]).any(-1).float().mean()
-    assert float(common) == pytest.approx(shared, abs=0.02)
+    assert overlap.in_common(blocks) == pytest.approx(shared, abs=0.02)
+
+
+def test_unions_of_neighbours():
+    """Two tiles of two queries and two KV heads, and a query that fills no tile."""
+    rows = [[[0, 1, -1], [4, 5, 6]], [[1, 2, -1], [4, 5, 6]], [[3, -1, -1], [7, 8, 9]], [[4, -1, -1], [7, 8, 1]]]
+    blocks = torch.tensor([*rows, [[0, 1, 2], [7, 8, 1]]])
+    assert overlap.in_common(blocks) == (1 + 3 + 0 + 0 + 0 + 2 + 0 + 3) / (2 + 3 + 1 + 3 + 1 + 3 + 3 + 3)
+    assert overlap.in_unions(blocks, 2) == (3 + 3 + 2 + 4) / (4 + 6 + 2 + 6)
+
+
+def test_smooth_states_select_what_their_neighbours_select():
+    rough, smooth = (overlap.by_scores(2048, window)[1024:] for window in (1, 256))
+    own = torch.arange(1024, 2048)[:, None] // 64
+    for blocks in (rough, smooth):
+        assert blocks.shape == (1024, 1, 16)
+        assert bool(((blocks == own[..., None]).any(-1) & (blocks == 0).any(-1)).all())
+        assert bool((blocks <= own[..., None]).all())
+    assert overlap.in_common(smooth) > overlap.in_common(rough) + 0.2
+    assert overlap.in_unions(smooth) < overlap.in_unions(rough)
 
 
 @pytest.mark.parametrize("wrong", [{"dist": "decode"}, {"positions": True}, {"n": 1, "L": 16}])

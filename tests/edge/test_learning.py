@@ -3,10 +3,13 @@
 The loss is in nats, the mean of the last `LAST` steps, each on sequences not seen before. `CHANCE` is ln 4 = 1.39.
 """
 
+from collections import deque
+
 import pytest
 import torch
 
 import nsa.kernels
+from nsa.testing.matrix import overlap
 from nsa.testing.plugin import current_lane
 
 from . import recall
@@ -41,10 +44,13 @@ def dense_loss(device):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_learns_as_with_dense_attention(backend, device, dense_loss, record_property):
-    selection = Selection(CHOSEN, backend)
+    last = deque(maxlen=2)  # the blocks of both layers in the last step
+    selection = Selection(CHOSEN, backend, watch=last.append)
     assert selection.share <= 0.25
     loss = final_loss(selection, device)
     record_property("losses", (dense_loss, loss))
+    record_property("in_common", common := [overlap.in_common(blocks) for blocks in last])
+    assert min(common) > 0.5, "docs/notebook/union.md has what was measured"
     assert dense_loss < 0.1 * CHANCE
     assert loss == pytest.approx(dense_loss, rel=0, abs=CLOSE)
 
