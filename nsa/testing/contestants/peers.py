@@ -16,7 +16,8 @@ from torch import Tensor
 
 from nsa.dispatch import failures
 from nsa.kernels.query_major.tiles import next_power_of_2
-from nsa.testing.contestants.contract import Contestant
+from nsa.testing.contestants.contract import Contestant, Contract
+from nsa.testing.contestants.fit import arranged
 from nsa.testing.matrix import m3
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.problem import Problem
@@ -24,6 +25,7 @@ from nsa.testing.matrix.problem import Problem
 FLA = "fla.ops.nsa.parallel"
 XUNHAO = "native_sparse_attention.ops"
 VLLM = "vllm.models.minimax_m3.common.ops.sparse_attn"
+ORDERED = Contract(takes=("blocks",), needs=("sorted", "padding last"))
 VLLM_STEP = 16  # queries of a sequence, up to which a call counts as a decode or speculative step
 # Errors of importing a peer that does not fit this torch or Triton. Such a peer counts as not installed.
 UNUSABLE: tuple[type[BaseException], ...] = (*failures(), AttributeError, TypeError)
@@ -137,10 +139,9 @@ def _sequences(p: Problem) -> tuple[Tensor, Tensor]:
 
 def padding_last(p: Problem) -> Tensor:
     """A problem's blocks as `[HKV, T, n]`, each row in order, with padding last."""
-    assert p.block_indices is not None
-    blocks = p.block_indices.flatten(0, -3)
-    blocks = blocks.masked_fill(blocks < 0, 2**31 - 1).sort(-1).values
-    return blocks.masked_fill(blocks == 2**31 - 1, -1).transpose(0, 1).contiguous()
+    blocks = arranged(p, ORDERED).block_indices
+    assert blocks is not None
+    return blocks.flatten(0, -3).transpose(0, 1).contiguous()
 
 
 def vllm() -> dict[str, Contestant]:
