@@ -192,7 +192,7 @@ def test_a_contestants_own_baseline_gates_it(run_pytest, tmp_path, pytestconfig)
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST") and k != "TRITON_INTERPRET"}
     kept |= {"PYTHONPATH": str(pytestconfig.rootpath), "NSA_TEST_TRITON_SEL": "0"}
     chosen = ("-p", "nsa_pytest", "--pyargs", "nsa.testing.suite", "-m", "perf", "--nsa-impl", "timed:attend")
-    chosen = (*chosen, "-k", "many and D64-Dv64-L1024", "-q", "-p", "no:cacheprovider")
+    chosen = (*chosen, "-k", "many and D64-Dv64-L256", "-q", "-p", "no:cacheprovider")
     saved = run_pytest(*chosen, "--nsa-save-baseline", cwd=tmp_path, environment=kept)
     assert saved.returncode == 0, saved.stdout + saved.stderr
     (folder,) = {path.parent for path in tmp_path.glob("nsa-baselines/*/timed-attend/*.json")}

@@ -138,7 +138,7 @@ def test_pages_are_whole(device):
 
 def test_what_is_timed():
     cases = {name: shape.case for name, shape in m3.NAMED.items()}
-    assert len(m3.NAMED) == 18
+    assert len(m3.NAMED) == 19
     assert all((c.HQ, c.HKV, c.D, c.Dv, c.n, c.block_size) == (64, 4, 128, 128, 16, 128) for c in cases.values())
     assert all(shape.fp8 == ("fp8" in name) for name, shape in m3.NAMED.items())
     assert [(cases[f"m3-decode-B{B}"].B, cases[f"m3-decode-B{B}"].S_kv) for B in (1, 8, 64, 256)] == [

@@ -46,7 +46,7 @@ def _named() -> dict[str, Shape]:
         kv_seqlens=kv_seqlens,
     )  # fmt: skip
     found["m3-ragged"] = Shape(ragged)
-    steps["chunk4096"] = case(1, 4096, LONG)
+    steps |= {"chunk4096": case(1, 4096, LONG), "prompt": case(1, LONG, LONG)}
     return found | {f"m3-fp8-{name}": Shape(step, fp8=True) for name, step in steps.items()}
 
 
