@@ -14,13 +14,26 @@ from pathlib import Path
 from typing import Any
 
 from nsa.gpu import device_slug
-from nsa.testing.report.recording import Fact, Recording, load, newest, prefills, servings, speedup, trainings
+from nsa.testing.report.recording import (
+    Fact,
+    Recording,
+    load,
+    m3,
+    newest,
+    prefills,
+    servings,
+    speedup,
+    trainings,
+)
 from nsa.testing.report.tables import (
+    M3_HEADER,
+    M3_TEXT,
     PREFILL_HEADER,
     SERVING_HEADER,
     TRAINING_HEADER,
     describe,
     longest_prompts,
+    m3_rows,
     prefill_rows,
     serving_rows,
     summary_rows,
@@ -37,7 +50,8 @@ COLUMNS = (
     "speedup_vs_sdpa_best", "sdpa_best", "speedup_vs_sdpa_expanded", "HQ", "HKV", "S", "S_kv", "shared", "ns_per_token",
     "ns_per_query", "memory_vs_flash", "tflops", "share_of_matmul",
     "speedup_vs_cudnn", "speedup_vs_flash", "speedup_vs_fla", "speedup_vs_query_major",
-    "speedup_vs_key_major", "control", "ratio_to_control", "mae", "seed",
+    "speedup_vs_key_major", "speedup_vs_vllm", "speedup_vs_xunhao", "share_of_read",
+    "control", "ratio_to_control", "mae", "seed",
     "how", "cold", "device", "torch", "triton", "commit",
 )  # fmt: skip
 README_PREFILL = (
@@ -106,7 +120,7 @@ def readme_block(recordings: Sequence[Recording]) -> str:
         where = f"**{recording.gpu or recording.device}**, torch {recording.torch}, Triton {recording.triton}"
         text += [f"{where}; ratios are of one run.", ""]
         prompts, trained = prefills(recording.facts), trainings(recording.facts)
-        served = servings(recording.facts)
+        served, of_m3 = servings(recording.facts), m3(recording.facts)
         if prompts:
             title = "Prefill, forward, 16 blocks of 64, D = 128, milliseconds, and how many times as fast"
             text += [f"{title} {_when(recording, prompts)}:", "", PREFILL_LEGEND, ""]
@@ -119,7 +133,10 @@ def readme_block(recordings: Sequence[Recording]) -> str:
             title = "Serving from a KV cache, 16 blocks of 64 a query, D = 128, microseconds, as a graph"
             rows = [SERVING_LEGEND, "", *_table(SERVING_HEADER, SERVING_HEADER, serving_rows(served))]
             text += _folded(f"{title} {_when(recording, served)}", rows)
-        rest = [fact for fact in recording.facts if fact not in (*prompts, *trained, *served)]
+        if of_m3:
+            rows = [M3_TEXT, "", *_table(M3_HEADER, M3_HEADER, m3_rows(of_m3))]
+            text += _folded(f"MiniMax-M3 over its cache, beside vLLM's kernels {_when(recording, of_m3)}", rows)
+        rest = [fact for fact in recording.facts if fact not in (*prompts, *trained, *served, *of_m3)]
         others = _groups(rest)
         title = (
             f"Packed rows, spans and decode: how many times as fast, geometric mean (worst) {_when(recording, rest)}"

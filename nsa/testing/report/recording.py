@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.testing.matrix.case import SOURCES
+from nsa.testing.matrix.m3 import NAMED
 
 Fact = dict[str, Any]
 
@@ -149,8 +150,10 @@ def servings(facts: Iterable[Fact]) -> list[Fact]:
 
 
 def m3(facts: Iterable[Fact]) -> list[Fact]:
-    """The facts of MiniMax-M3's shapes."""
-    return [fact for fact in facts if fact.get("impl") == "m3"]
+    """The facts of MiniMax-M3's shapes, in their order; what else was timed on them comes last."""
+    rank = {name: i for i, name in enumerate(NAMED)}
+    found = (fact for fact in facts if fact.get("impl") == "m3")
+    return sorted(found, key=lambda fact: rank.get(str(fact["case"]), len(rank)))
 
 
 def geomean(values: Iterable[float | None]) -> float | None:

@@ -20,6 +20,13 @@ PREFILL_VERSUS = {
     "q-major": "speedup_vs_query_major",  # our schedules, asked for by name
     "k-major": "speedup_vs_key_major",
 }
+M3_VERSUS = {
+    "vLLM": "speedup_vs_vllm",
+    "fla-core": "speedup_vs_fla",
+    "XunhaoLai": "speedup_vs_xunhao",
+    "bf16": "speedup_vs_bf16",  # our call over the same cache in bf16
+    "apart": "speedup_vs_calls_apart",  # our calls, one for the chunks and one for the steps
+}
 PEERS = ("fla",)  # names of nsa.testing.contestants.peers
 VERSUS = {
     "replaced": "speedup_vs_fallback",  # packed SDPA with its packing, which routing would run instead
@@ -151,11 +158,10 @@ def _m3_table(facts: list[Fact]) -> list[str]:
     """A line for each shape of MiniMax-M3, beside public kernels, our own bf16 cache, and one call for each length."""
     if not facts:
         return []
-    heads = {"vLLM": "speedup_vs_vllm", "fla-core": "speedup_vs_fla", "XunhaoLai": "speedup_vs_xunhao"}
-    heads |= {"bf16": "speedup_vs_bf16", "apart": "speedup_vs_calls_apart"}
-    text = [f"{'MiniMax-M3, times as fast as':30}{'time':>9}{''.join(f'{name:>10}' for name in heads)}{'of read':>9}"]
+    heads = "".join(f"{name:>10}" for name in M3_VERSUS)
+    text = [f"{'MiniMax-M3, times as fast as':30}{'time':>9}{heads}{'of read':>9}"]
     for fact in facts:
-        cells = "".join(f"{_ratio(fact.get(key)):>10}" for key in heads.values())
+        cells = "".join(f"{_ratio(fact.get(key)):>10}" for key in M3_VERSUS.values())
         share = fact.get("share_of_read")
         text.append(f"{fact['case']:30}{seconds(fact['median']):>9}{cells}{'-' if not share else f'{share:.1%}':>9}")
         text += [f"  {name} not timed: {reason}" for name, reason in (fact.get("left_out") or {}).items()]

@@ -14,6 +14,7 @@ from nsa.testing.report.recording import (
     geomean,
     grouped,
     kernels,
+    m3,
     prefills,
     servings,
     speedup,
@@ -54,6 +55,7 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
         Section("Prefill", PREFILL_TEXT, header=PREFILL_HEADER, rows=prefill_rows(now.facts)),
         Section("Training", TRAINING_TEXT, header=TRAINING_HEADER, rows=training_rows(now.facts)),
         Section("Serving", SERVING_TEXT, header=SERVING_HEADER, rows=serving_rows(now.facts)),
+        Section("MiniMax-M3", M3_TEXT, header=M3_HEADER, rows=m3_rows(now.facts)),
         Section("Roofline", _timing_note(now.facts), [p for p in [plots.roofline(now.facts)] if p]),
     ]
     if len(recordings) == 2:
@@ -107,6 +109,13 @@ SERVING_HEADER = (
     "HQ/HKV", "B", "queries", "keys", "pages", "ours", *SERVING_OTHERS, "over no cache", "over contiguous",
     "vs fla-core", "over its share",
 )  # fmt: skip
+M3_TEXT = (
+    "64/4 heads, D = 128, 16 blocks of 128 a query, microseconds. *vs*: how many times as fast; *bf16*: our call over "
+    "the same cache in bf16; *apart*: our two calls, one for the chunks and one for the steps. fla-core and XunhaoLai "
+    "read contiguous keys in bf16. *of read*: share of the measured read rate, which limits steps, not prompts."
+)
+M3_OTHERS = {"vLLM": "vllm", "fla-core": "fla", "XunhaoLai": "xunhao"}
+M3_HEADER = ("shape", "ours", *M3_OTHERS, *(f"vs {name}" for name in summary.M3_VERSUS), "of read")
 CASE_HEADER = ("case", "group", "median", "95% interval", "GB/s", "of ceiling", "vs replaced", "vs best SDPA", "MAE")
 ORDINALS = ("before", "after")
 THIS_RUN = "this run"  # the source of the recording that `artifacts.this_run` makes
@@ -209,6 +218,18 @@ def serving_rows(facts: list[Fact]) -> list[Sequence[str]]:
         where = [f"{fact['HQ']}/{fact['HKV']}", *(str(fact[name]) for name in ("B", "S", "S_kv")), page]
         faster = _times(medians["fla"] / ours if "fla" in medians else None)
         rows.append([*where, f"{ours * 1e6:.2f}", *others, *over, faster, _times(fact.get("times_its_share"))])
+    return rows
+
+
+def m3_rows(facts: list[Fact]) -> list[Sequence[str]]:
+    """One row per shape of MiniMax-M3: the microseconds of each implementation, and how many times as fast ours is."""
+    rows: list[Sequence[str]] = []
+    for fact in m3(facts):
+        medians, share = fact.get("medians") or {}, fact.get("share_of_read")
+        others = [f"{medians[name] * 1e6:.1f}" if name in medians else "-" for name in M3_OTHERS.values()]
+        ratios = [_times(fact.get(key)) for key in summary.M3_VERSUS.values()]
+        name = str(fact["case"]).removeprefix("m3-")
+        rows.append([name, f"{fact['median'] * 1e6:.1f}", *others, *ratios, f"{share:.1%}" if share else "-"])
     return rows
 
 
