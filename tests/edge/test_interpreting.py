@@ -71,7 +71,9 @@ def test_same_bits_of_merged_parts(call):
 @pytest.mark.skipif(not triton_version().startswith("3.9."), reason="other releases work otherwise")
 def test_everything_is_quickened():
     """A release that renames what is quickened would have the suite take twice as long, and nothing else say so."""
-    assert interpreter.quicken() == ("overflow", "calls", "types", "shapes", "operands", "constants")
+    assert interpreter.quicken() == (
+        "overflow", "calls", "members", "types", "shapes", "widths", "tiles", "operands", "casts", "constants"
+    )  # fmt: skip
 
 
 def test_types_of_operands_are_kept():
@@ -116,3 +118,19 @@ def test_overflow_is_not_asserted_by_triton_either(device):
         double[(1,)](x)
         found.append(x.tolist())
     assert found == [[2**30 + 5, -(2**31) + 11]] * 4
+
+
+def test_shapes_that_do_not_fit_are_told_by_triton():
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def unequal(ptr):
+        tl.store(ptr + tl.arange(0, 4), tl.load(ptr + tl.arange(0, 4)) + tl.load(ptr + tl.arange(0, 8)))
+
+    said = []
+    for context in (contextlib.nullcontext(), interpreter.as_released()):
+        with context, pytest.raises(Exception, match="incompatible dimensions at index 0: 4 and 8") as raised:
+            unequal[(1,)](torch.zeros(8))
+        said.append(str(raised.value))
+    assert said[0] == said[1]
