@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 from nsa.kernels.query_major import tiles
 from nsa.kernels.shared import clusters
@@ -27,13 +28,12 @@ def test_every_line_arrives_where_it_is_merged(shape):
     sent = set()
     statements = _parsed(clusters.sending(*shape))
     for program in (0, cluster - 1):
-        for thread in range(threads):
-            for receiver, to, from_ in _lines(statements, INBOX, program, thread):
-                line = from_ - INBOX - tiles.BARRIER_BYTES - box  # where in the outbox, which is laid out by receiver
-                assert receiver == line // per_program, "a line of another program's heads"
-                assert to == INBOX + tiles.BARRIER_BYTES + program * per_program + line % per_program
-                assert (program, line) not in sent, "sent twice: more bytes arrive than are waited for"
-                sent.add((program, line))
+        for receiver, to, from_ in _lines(statements, INBOX, program, threads):
+            line = from_ - INBOX - tiles.BARRIER_BYTES - box  # where in the outbox, which is laid out by receiver
+            assert receiver == line // per_program, "a line of another program's heads"
+            assert to == INBOX + tiles.BARRIER_BYTES + program * per_program + line % per_program
+            assert (program, line) not in sent, "sent twice: more bytes arrive than are waited for"
+            sent.add((program, line))
     owners = min(heads, cluster)
     assert len(sent) == 2 * owners * per_program // 16, "fewer bytes arrive than are waited for"
 
@@ -51,23 +51,25 @@ def _parsed(assembly):
     return statements
 
 
-def _lines(statements, inbox, program, thread):
-    """``(receiver, address there, address here)`` of each 16 bytes that a thread sends."""
-    registers, loaded, mapped = {"$1": inbox, "$2": program, "%tid.x": thread}, {}, {}
+def _lines(statements, inbox, program, threads):
+    """``(receiver, address there, address here)`` of each 16 bytes that a thread sends. Registers hold all threads'."""
+    registers, loaded, mapped = {}, {}, {}
 
     def value(operand):
-        return registers[operand] if operand in registers else int(operand)
+        return registers[operand] if operand in registers else torch.full((threads,), int(operand))
 
+    registers |= {"$1": value(inbox), "$2": value(program), "%tid.x": torch.arange(threads)}
     for guarded, operation, (to, *rest), names, at in statements:
-        if guarded and not registers["p"]:
-            continue
+        assert names is not None or not guarded, "expected guards of loads and stores only"
         if names is not None:
             if operation.startswith("ld."):
                 loaded[names] = value(at[0][0]) + int(at[0][1])
             else:
                 (receiver, address), (waiting, barrier) = mapped[at[0][0]], mapped[at[1][0]]
-                assert (waiting, barrier) == (receiver, inbox), "the bytes count for who gets them"
-                yield receiver, address, loaded[names]
+                assert torch.equal(waiting, receiver), "the bytes count for who gets them"
+                assert (barrier == inbox).all()
+                on = registers["p"] if guarded else slice(None)
+                yield from zip(*(x[on].tolist() for x in (receiver, address, loaded[names])), strict=True)
             continue
         kind = operation.split(".")[0]
         if kind == "mapa":
@@ -83,7 +85,7 @@ def _lines(statements, inbox, program, thread):
             "shr": lambda x: x[0] >> x[1],
             "setp": lambda x: x[0] < x[1],
         }[kind](x)
-        assert 0 <= registers[to] < 2**32
+        assert ((0 <= registers[to]) & (registers[to] < 2**32)).all()
 
 
 @pytest.mark.edge
