@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter five times as fast, by leaving out work whose result is not used.
+"""Makes Triton's interpreter faster, five times from Triton 3.6 on, by leaving out work whose result is not used.
 
 Kernels compute the same results bit by bit (`tests/edge/test_interpreting.py`). Without this module:
 
@@ -10,10 +10,10 @@ Kernels compute the same results bit by bit (`tests/edge/test_interpreting.py`).
 - operands of one type and shape are compared number by number, to find out that neither is converted or broadcast, and
   an integer in the source becomes a tile each time;
 - each argument of a function is asked three times whether it is a constant of compile time;
-- each function of `triton.language` is called through two others, of which one copies the keyword arguments;
-- what is beside a larger tile becomes as large by way of several types, number by number of the shape;
-- a cast to the type that a value has compares names;
-- each result is asked twice by its own functions whether NumPy's numbers are wider than Triton's.
+- each function of `triton.language` is called through two others, one of which copies the keyword arguments;
+- a value beside a larger tile is made as large as the tile in several steps, which make types and check shapes;
+- a cast to the type that a value already has compares the names of types;
+- each result is checked twice, in functions of their own, for NumPy numbers that are wider than Triton's type.
 
 A step is left out if this release of Triton does not have the functions that it replaces.
 """
@@ -165,7 +165,7 @@ def _shapes(interpreter: Any) -> bool:
 
 
 def _widths(interpreter: Any) -> bool:
-    """Ask in place whether NumPy's numbers are wider than Triton's, and only where they are go Triton's way."""
+    """Check in place whether NumPy's numbers are wider than Triton's type; only then call Triton's functions."""
     from triton.language import core
 
     handle: Any = getattr(interpreter, "TensorHandle", None)
@@ -261,7 +261,7 @@ def _constants(interpreter: Any) -> bool:
 
 
 def _members(interpreter: Any) -> bool:
-    """Call the functions of `triton.language` directly. What is left out checks that `_semantic` is given, as it is."""
+    """Call the functions of `triton.language` without their wrapper, which only checks that `_semantic` was given."""
     semantic = getattr(interpreter, "interpreter_semantic", None)
     if semantic is None or not hasattr(interpreter, "_LangPatchScope"):
         return False
@@ -280,7 +280,7 @@ def _members(interpreter: Any) -> bool:
 
 
 def _tiles(interpreter: Any) -> bool:
-    """Make a number, or a tile of fewer numbers, as large as the tile beside it in one step. Ranks must be equal."""
+    """In one step make a number, or a tile with axes of length 1, as large as the tile beside it, of equal rank."""
     import numpy as np
     from triton.language import core, semantic
 
@@ -333,7 +333,7 @@ def _tiles(interpreter: Any) -> bool:
 
 
 def _casts(interpreter: Any) -> bool:
-    """Return a value that has the type already."""
+    """Return a value that already has the type as it is."""
     from triton.language import semantic
 
     owner = getattr(semantic, "TritonSemantic", None)

@@ -110,9 +110,12 @@ SERVING_HEADER = (
     "vs fla-core", "over its share",
 )  # fmt: skip
 M3_TEXT = (
-    "64/4 heads, D = 128, 16 blocks of 128 a query, microseconds. *vs*: how many times as fast; *bf16*: our call over "
-    "the same cache in bf16; *apart*: our two calls, one for the chunks and one for the steps. fla-core and XunhaoLai "
-    "read contiguous keys in bf16. *of read*: share of the measured read rate, which limits steps, not prompts."
+    "64/4 heads, D = 128, 16 blocks of 128 a query, microseconds; contexts of 65,536 keys, of 16,384 for B = 64 and "
+    "8,192 for B = 256. *speculative*: 8 sequences of 4 queries. *shared0.9*: a query has 90% of its blocks in common "
+    "with the query before it. *ragged*: 3 chunks of 512 queries and 61 decode steps in one call. *eager*: the host's "
+    "time. *vs*: how many times as fast; *bf16*: our call over the same cache in bf16; *apart*: our two calls, one "
+    "for the chunks and one for the steps. fla-core and XunhaoLai read contiguous keys in bf16. *of read*: share of "
+    "the measured read rate, which limits steps, not prompts."
 )
 M3_OTHERS = {"vLLM": "vllm", "fla-core": "fla", "XunhaoLai": "xunhao"}
 M3_HEADER = ("shape", "ours", *M3_OTHERS, *(f"vs {name}" for name in summary.M3_VERSUS), "of read")
