@@ -39,7 +39,7 @@ def quicken() -> tuple[str, ...]:
     except ImportError:
         return ()
 
-    steps = {  # `operands` falls back on what `tiles` puts in place
+    steps = {
         "overflow": _overflow, "calls": _calls, "members": _members, "types": _types, "shapes": _shapes,
         "widths": _widths, "tiles": _tiles, "operands": _operands, "casts": _casts, "constants": _constants,
     }  # fmt: skip
@@ -49,7 +49,7 @@ def quicken() -> tuple[str, ...]:
 @contextlib.contextmanager
 def as_released() -> Iterator[None]:
     """Triton's own interpreter within the context, for comparison."""
-    for owner, name, released, _ in reversed(_changes):  # some attributes are changed twice
+    for owner, name, released, _ in _changes:
         setattr(owner, name, released)
     try:
         yield
@@ -193,14 +193,13 @@ def _widths(interpreter: Any) -> bool:
 
 
 def _operands(interpreter: Any) -> bool:
-    """Take operands of one type and shape as they are. Keep the tiles that integers become, which nothing changes."""
+    """Take operands of one type as they are. Keep the tiles that integers become, which nothing changes."""
     from triton.language import core, semantic
 
     Shape, owner = getattr(core, "tuple", None), getattr(semantic, "TritonSemantic", None)
     if Shape is None or owner is None or core.constexpr.__hash__ is None:  # shapes are keys below
         return False
     convert: Any = owner.binary_op_type_checking_impl
-    broadcast: Any = owner.broadcast_impl_value
     tiles: dict[tuple[Any, ...], Any] = {}  # of integers
 
     def converting(
@@ -215,7 +214,7 @@ def _operands(interpreter: Any) -> bool:
         if type(lhs) is type(rhs) is core.tensor:
             kind = lhs.dtype
             if kind is rhs.dtype and type(kind) is core.dtype and not (div_or_mod and kind.is_floating()):
-                return broadcasting(self, lhs, rhs)
+                return self.broadcast_impl_value(lhs, rhs)
         elif type(lhs) is core.tensor and type(rhs) is int and type(lhs.dtype) is core.dtype:
             shape = tuple(lhs.shape.values) if type(lhs.shape) is Shape else tuple(lhs.shape)
             key = rhs, lhs.dtype, shape, arithmetic_check, div_or_mod
@@ -229,18 +228,7 @@ def _operands(interpreter: Any) -> bool:
             return same, number
         return convert(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
-    def broadcasting(self: Any, lhs: Any, rhs: Any) -> Any:
-        left, right = lhs.type, rhs.type
-        blocks = left.is_block(), right.is_block()
-        if blocks == (False, False):
-            return lhs, rhs
-        if blocks == (True, True) and type(left.shape) is type(right.shape) is Shape:
-            if left.shape is right.shape or left.shape.values == right.shape.values:
-                return lhs, rhs
-        return broadcast(self, lhs, rhs)
-
     _change(owner, "binary_op_type_checking_impl", converting)
-    _change(owner, "broadcast_impl_value", broadcasting)
     return True
 
 
@@ -280,7 +268,9 @@ def _members(interpreter: Any) -> bool:
 
 
 def _tiles(interpreter: Any) -> bool:
-    """In one step make a number, or a tile with axes of length 1, as large as the tile beside it, of equal rank."""
+    """Take tiles of one shape as they are. In one step make a number, or a tile with axes of length 1, as large as the
+    tile beside it, of equal rank.
+    """
     import numpy as np
     from triton.language import core, semantic
 
@@ -314,10 +304,14 @@ def _tiles(interpreter: Any) -> bool:
 
     def broadcasting(self: Any, lhs: Any, rhs: Any) -> Any:
         left, right = lhs.type, rhs.type
+        if not left.is_block() and not right.is_block():
+            return lhs, rhs
         if type(left) is core.block_type and type(left.shape) is Shape:
             if type(right) is core.dtype:
                 return lhs, splatting(rhs, left)
             if type(right) is core.block_type and type(right.shape) is Shape:
+                if left.shape is right.shape or left.shape.values == right.shape.values:
+                    return lhs, rhs
                 key = *left.shape.values, 0, *right.shape.values
                 if key not in common:
                     common[key] = meeting(left.shape.values, right.shape.values)
