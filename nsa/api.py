@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from nsa import ops, settings
 from nsa.call import UNREAD, Call
 from nsa.hints import hide_wrong, refuse
-from nsa.validate import lengths, number
+from nsa.validate import SIZES, integer, lengths, number
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -104,7 +104,7 @@ def selection_attention(
             ``auto`` uses union or key-major for prefills with block indices where measurements show that they are
             faster (`nsa.routing`). In key-major, a NaN or inf of a key may also reach rows that selected the key's
             block but must not see the key.
-        out: ``[..., HQ, Dv]``, memory for the result; its elements must not overlap.
+        out: ``[..., HQ, Dv]``, memory for the result; its elements must not overlap, nor share memory with an input.
 
     Gradients flow from ``O`` and from ``LSE`` to ``q``, ``k`` and ``v``, in the dtype of each. The selection has no
     gradient. Gradients are bitwise equal from run to run. A NaN or inf of a query or of its ``dO`` may also reach dK
@@ -131,6 +131,8 @@ def selection_attention(
     cu_q, cu_k = (None, None) if cu_seqlens is None else _pair(cu_seqlens)
     if scale is not None and type(scale) is not float:
         scale = number(scale)
+    if block_size.__class__ not in SIZES or max_selected.__class__ not in SIZES:
+        block_size, max_selected = integer(block_size), integer(max_selected)
     tracing = is_compiling()
     call: Call = tuple.__new__(
         Call,
@@ -229,6 +231,8 @@ def selection_attention_with_kvcache(
     if page_size is not None and (block_table is None or k_cache.shape[1:2] != (page_size,)):
         expected = "None without block_table" if block_table is None else f"shape[1] of k_cache {list(k_cache.shape)}"
         raise ValueError(f"page_size: expected {expected}, got {page_size}")
+    if block_size.__class__ not in SIZES or max_selected.__class__ not in SIZES or max_seqlen_q.__class__ not in SIZES:
+        block_size, max_selected, max_seqlen_q = map(integer, (block_size, max_selected, max_seqlen_q))
     if type(cache_seqlens) is not Tensor:
         cache_seqlens = lengths(cache_seqlens, q, k_cache, block_table, cu_seqlens_q)
     if scale is not None and type(scale) is not float:

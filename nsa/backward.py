@@ -12,11 +12,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from nsa import dispatch, routing
+from nsa import dispatch, failures, routing
 from nsa.call import Call
 from nsa.kernels.backward import tiles as backward_tiles
-from nsa.kernels.key_major.tiles import DoesNotFit
+from nsa.kernels.shared.errors import NO_MEMORY, DoesNotFit
 from nsa.routing import Plan
+from nsa.torch_modes import odd
 
 ROUTE = "backward"
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -53,15 +54,20 @@ def backward(
         return _recompute(what.route, f"backward: {what.reason}", what, call, do, dlse, wanted)
     if what.named:
         return _launch(what, call, do, dlse, o, lse, wanted)
-    known = dispatch.known_failure(what.backward, what.backward_launches.get(backward_tiles.forced))
+    key = dispatch.failure_key(what.backward, what.backward_launches.get(backward_tiles.forced))
+    known = failures.known(key)
     if known is None:
         try:
-            return _launch(what, call, do, dlse, o, lse, wanted)
+            result = _launch(what, call, do, dlse, o, lse, wanted)
         except DoesNotFit as error:
             known = f"backward: {error}"
-        except dispatch.failures() as error:
-            planned = what.backward_launches.get(backward_tiles.forced)
-            known = dispatch.remember(what.backward, planned, ROUTE, error, what.fallback)
+        except failures.caught() as error:
+            key = dispatch.failure_key(what.backward, what.backward_launches.get(backward_tiles.forced))
+            given = (*call.tensors, do, dlse, o, lse)
+            known = NO_MEMORY if any(map(odd, given)) else failures.remember(key, ROUTE, error, what.fallback)
+        else:
+            failures.works(key)
+            return result
     return _recompute(what.fallback, known, what, call, do, dlse, wanted)
 
 
@@ -72,7 +78,7 @@ def _launch(
     if found is None:
         kernel = importlib.import_module("nsa.kernels.backward.plan")  # not imported above: it imports Triton
         planned = kernel.plan(call, what.dims.bound)
-        found = dispatch.with_variants(kernel, planned, what.backward, (ROUTE, what.reason))
+        found = dispatch.with_variants(kernel, planned, what.backward, ROUTE, what.reason)
         what.backward_launches[backward_tiles.forced] = found
     do = torch.zeros_like(o) if do is None else do
     result: Gradients = found[0].backward(found[1], call, do, dlse, o, lse, ROUTE, wanted)

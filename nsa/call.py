@@ -106,8 +106,8 @@ class Call(NamedTuple):
         return (
             settings.text, q.shape, q.dtype, q.device, q.stride(), k.shape, k.dtype, k.device, k.stride(),
             v.shape, v.dtype, v.device, v.stride(),
-            None if ranges is None else (ranges.shape, ranges.dtype, ranges.device, ranges.stride()),
-            None if blocks is None else (blocks.shape, blocks.dtype, blocks.device, blocks.stride()),
+            None if ranges is None else (ranges.__class__, ranges.shape, ranges.dtype, ranges.device, ranges.stride()),
+            None if blocks is None else (blocks.__class__, blocks.shape, blocks.dtype, blocks.device, blocks.stride()),
             size, size.__class__, causal, causal.__class__,
             None if positions is None else metadata(positions),
             longest if cu_q is None else (metadata(cu_q), longest, longest.__class__),
@@ -131,8 +131,8 @@ class Call(NamedTuple):
 
 
 def metadata(x: Any) -> tuple[Any, ...]:
-    """Shape, dtype, device and strides of a tensor."""
-    return x.shape, x.dtype, x.device, x.stride()
+    """Class, shape, dtype, device and strides of a tensor. The class says whether a kernel may read its memory."""
+    return x.__class__, x.shape, x.dtype, x.device, x.stride()
 
 
 def scales_metadata(k_scale: Any, v_scale: Any) -> tuple[Any, ...]:

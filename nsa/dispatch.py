@@ -1,49 +1,30 @@
 """Runs a planned call: launches its kernel, or the fallback if the kernel is broken, and counts routes.
 
-A kernel that failed to compile or to launch is remembered by its compiled variants, and not tried again. If the caller
-named a backend, there is no fallback, and errors are raised.
+`nsa.failures` remembers a kernel that failed by its compiled variants. If the caller named a backend, there is no
+fallback, and errors are raised.
 """
 
 from __future__ import annotations
 
-import errno
 import importlib
 import logging
-import re
-import subprocess
 import time
 from collections import Counter
-from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from nsa import debug, guard
+from nsa import debug, failures
 from nsa.call import Call
-from nsa.kernels.key_major.tiles import DoesNotFit
-from nsa.kernels.shared import errors
+from nsa.failures import broken
+from nsa.kernels.shared.errors import NO_MEMORY, DoesNotFit
 from nsa.plain import oracle, packed_sdpa
 from nsa.routing import PLAIN, Plan
+from nsa.torch_modes import odd
 
 logger = logging.getLogger("nsa")
-
-# Texts of driver errors that are not the kernel's fault: memory is full, an earlier kernel broke the context, or a
-# stream is being captured. Comments give the codes, because Triton's errors contain only the texts.
-OF_THE_DRIVER = frozenset((
-    "out of memory",  # 2
-    "an illegal memory access was encountered",  # 700
-    "the launch timed out and was terminated",  # 702
-    "device-side assert triggered",  # 710
-    "an illegal instruction was encountered",  # 715
-    "misaligned address",  # 716
-    "unspecified launch failure",  # 719
-    "operation not permitted when stream is capturing",  # 900
-    "operation failed due to a previous error during capture",  # 901
-    "operation would make the legacy stream depend on a capturing blocking stream",  # 906
-))  # fmt: skip
-
 
 class RouteRecord(NamedTuple):
     """How often calls took one route (`routes` lists the names) for one reason, since the process started."""
@@ -55,82 +36,34 @@ class RouteRecord(NamedTuple):
 
 Result = tuple[Tensor, Tensor | None]
 
-_taken: Counter[tuple[str, str]] = Counter()
-_broken: dict[Any, str] = {}  # causes of failures, by `_suspect`
+_taken: dict[tuple[str, str], list[int]] = {}
+"""Calls by route and reason. Each count is a list of one number, which a plan keeps, because a look-up takes longer."""
 
 
 def routes() -> list[RouteRecord]:
     """The routes that ran in this process, why, and how often; the most frequent first.
 
     Routes are ``dense_group``, ``varlen_group``, ``ranges``, ``blocks``, ``per_head``, ``key_major``, ``union``,
-    ``backward``, ``sdpa`` and ``reference``.
+    ``backward``, ``sdpa`` and ``reference``. If a kernel failed, the reason of the route that serves instead says why.
     """
-    return [RouteRecord(route, reason, calls) for (route, reason), calls in _taken.most_common()]
+    counts = Counter({entry: calls for entry, (calls,) in _taken.items() if calls})
+    return [RouteRecord(route, reason, calls) for (route, reason), calls in counts.most_common()]
 
 
 def reset() -> None:
     """Forget the route log and the failures of kernels, so that kernels are tried again. Files of `nsa.guard` stay."""
-    _taken.clear()
-    _broken.clear()
-    guard.forget()
+    for calls in _taken.values():  # not `clear`: plans keep these lists
+        calls[0] = 0
+    failures.forget()
 
 
-@lru_cache(maxsize=1)
-def failures() -> tuple[type[BaseException], ...]:
-    """The errors that compiling or launching a kernel may raise. No other error is caught.
-
-    ImportError comes from a missing Triton, RuntimeError from the MLIR pass manager and the driver, OSError and
-    CalledProcessError from the C compiler of Triton's launcher.
-    """
-    return (*errors.compile_errors(), ImportError, RuntimeError, OSError, subprocess.CalledProcessError)
-
-
-def _is_kernel_failure(error: BaseException) -> bool:
-    """Whether a caught error is the kernel's fault. Lack of memory and a lost CUDA context are not."""
-    if isinstance(error, guard.ProbeFailed):
-        return True  # decided first, because its text may quote a driver error of the child process
-    if isinstance(error, RuntimeError) and type(error).__module__.startswith("torch"):
-        return False
-    if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN):
-        return False  # the system has no memory or process for the assembler or the C compiler
-    if errors.starved(error):
-        return False
-    driver = re.match(r"Triton Error \[(?:CUDA|HIP)\]: (.*)", str(error))
-    of_torch = str(error).startswith(("CUDA error: ", "HIP error: "))  # before 2.8 torch raises a plain RuntimeError
-    return not (of_torch or driver is not None and driver[1].strip() in OF_THE_DRIVER)
-
-
-def _suspect(signature: str, planned: Planned | None) -> Any:
-    """The key of a failure in `_broken`: the compiled variants of the launch, or the signature before there are any."""
-    return signature if planned is None else planned[2]
-
-
-def known_failure(signature: str, planned: Planned | None) -> str | None:
-    """The cause if this launch failed before in this process, else None."""
-    return _broken.get(_suspect(signature, planned)) if _broken else None
-
-
-def remember(signature: str, planned: Planned | None, route: str, error: BaseException, server: str) -> str:
-    """Remember that a kernel is broken and log a warning. Returns the reason for calls that ``server`` serves instead.
-
-    A failure during CUDA graph capture is not remembered, because CUDA may refuse to load a kernel then.
-
-    Raises:
-        ``error``, if it is not the kernel's fault.
-    """
-    if not _is_kernel_failure(error):
-        raise error
-    cause = f"{route} kernel failed: {type(error).__name__}: {str(error).strip() or 'no message'}"
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return f"{cause} (under CUDA graph capture)"
-    _broken[_suspect(signature, planned)] = cause
-    logger.warning("%s; %s serves this signature from now on", cause, server)
-    return cause
+def _counter(route: str, reason: str) -> list[int]:
+    return _taken.setdefault((route, reason), [0])
 
 
 def count(route: str, reason: str) -> None:
     """Count a call in the route log."""
-    _taken[route, reason] += 1
+    _counter(route, reason)[0] += 1
 
 
 def run(what: Plan, call: Call) -> Result:
@@ -138,20 +71,20 @@ def run(what: Plan, call: Call) -> Result:
     if what.debug:
         return _run_debug(what, call)
     planned, error = what.launches.get(what.tiles.forced), None
-    if planned is not None and not _broken:  # the fast path of most calls
+    if planned is not None and not broken:  # the fast path of most calls
         try:
             result: Result = planned[0].forward(planned[1], call, what.route)
-        except (DoesNotFit, *failures()) as raised:  # type: ignore[misc]
+        except (DoesNotFit, *failures.caught()) as raised:  # type: ignore[misc]
             if what.named:
                 raise
             error = raised
         else:
             if call.out is not None:
                 _written(call.out)
-            _taken[planned[3]] += 1
+            planned[3][0] += 1
             return result
     result, route, reason = _served(what, call, error)
-    _taken[route, reason] += 1
+    count(route, reason)
     return result
 
 
@@ -167,21 +100,25 @@ def _served(what: Plan, call: Call, error: BaseException | None = None) -> tuple
     if what.named:
         return launch(what, call), what.route, reason
     while True:
-        known = _broken.get(what.kernel) if _broken else None
+        known = failures.known(what.kernel)
         planned = what.launches.get(what.tiles.forced)
         if known is None:
             try:
                 if error is not None:
                     raise error
                 planned = planned or attach(what, call)
-                known = _broken.get(planned[2]) if _broken else None
+                known = failures.known(planned[2])
                 if known is None:
-                    return launch(what, call, planned), what.route, reason
+                    result = launch(what, call, planned)
+                    failures.works(planned[2])
+                    return result, what.route, reason
             except DoesNotFit as misfit:
                 known = str(misfit)
-            except failures() as failure:
+            except failures.caught() as failure:
                 server = what.fallback if what.instead is None else what.instead.route
-                known = remember(what.kernel, planned, what.route, failure, server)
+                key = failure_key(what.kernel, planned)
+                odd_one = any(map(odd, call.tensors))
+                known = NO_MEMORY if odd_one else failures.remember(key, what.route, failure, server)
         if what.instead is None:
             return plain(what.fallback, what, call), what.fallback, known
         what, reason, error = what.instead, known, None
@@ -195,14 +132,19 @@ class _Refusal:
         raise DoesNotFit(why)
 
 
-Planned = tuple[Any, Any, Any, tuple[str, str]]
+Planned = tuple[Any, Any, Any, list[int]]
 """The `plan` module of a kernel family, its launch of the call, the key of a failure (the launch's variants, or the
-signature if the launch has none), and the entry of the route log (route and reason)."""
+signature if the launch has none), and the count of its calls in the route log."""
 
 
-def with_variants(kernel: Any, launch: Any, signature: str, counted: tuple[str, str]) -> Planned:
-    """A kernel and its launch, with the key of a failure and the entry of the route log."""
-    return kernel, launch, getattr(launch, "variants", signature), counted
+def with_variants(kernel: Any, launch: Any, signature: str, route: str, reason: str) -> Planned:
+    """A kernel and its launch, with the key of a failure and the count in the route log."""
+    return kernel, launch, getattr(launch, "variants", signature), _counter(route, reason)
+
+
+def failure_key(signature: str, planned: Planned | None) -> Any:
+    """The key of a failure in `nsa.failures`: the variants of a launch, or the signature before there are any."""
+    return signature if planned is None else planned[2]
 
 
 def attach(what: Plan, call: Call) -> Planned:
@@ -210,9 +152,9 @@ def attach(what: Plan, call: Call) -> Planned:
     kernel: Any = importlib.import_module(f"nsa.kernels.{what.module}.plan")  # not imported above: it imports Triton
     try:
         planned = kernel.plan(call, what.dims.bound, what.route == "per_head")
-        found = with_variants(kernel, planned, what.kernel, (what.route, what.reason))
+        found = with_variants(kernel, planned, what.kernel, what.route, what.reason)
     except DoesNotFit as error:
-        found = _Refusal, str(error), what.kernel, (what.route, what.reason)
+        found = _Refusal, str(error), what.kernel, _counter(what.route, what.reason)
     what.launches[what.tiles.forced] = found
     return found
 

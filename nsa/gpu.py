@@ -119,9 +119,9 @@ def measured(device_name: str) -> Gpu:
     """
     name = f"{device_slug(device_name)}.yaml"
     folder = settings.user_gpus()
-    mine = read(folder / name)
-    old = folder.parent / "devices" / name
-    if mine.threshold is None and old.is_file():
+    mine = Gpu() if folder is None else read(folder / name)
+    old = None if folder is None else folder.parent / "devices" / name
+    if mine.threshold is None and old is not None and settings.readable(old):
         logger.warning("%s is no longer read: `python -m nsa calibrate` measures that GPU anew", old)
     if mine.threshold and mine.crossover and mine.tiles:
         return mine
@@ -151,7 +151,7 @@ settings.ON_RELOAD += [measured.cache_clear, _measured_min_L.cache_clear]
 
 
 def read(path: Path, text: str | None = None) -> Gpu:
-    """Parse one file. A file that does not exist has no sections.
+    """Parse one file. A file that does not exist, or that cannot be read, has no sections.
 
     Args:
         text: parsed instead of the file; for content that is about to be written there.
@@ -159,7 +159,7 @@ def read(path: Path, text: str | None = None) -> Gpu:
     Raises:
         ValueError: it cannot be parsed. The text names the file, the key, the value and what is accepted.
     """
-    if text is None and not path.is_file():
+    if text is None and not settings.readable(path):
         return Gpu()
     document = settings.read_yaml(path, text)
     settings.reject_unknown(path, "", document, SECTIONS)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from nsa import dispatch, routing, settings, torch_modes
+from nsa import dispatch, overlap, routing, settings, torch_modes
 from nsa.api import selection_attention
 from nsa.call import Call
-from nsa.torch_modes import any_autocast_enabled, transforms_active
-from nsa.validate import check_tensors, number
+from nsa.torch_modes import any_autocast_enabled, odd, transforms_active
+from nsa.validate import check_tensors, integer, number
 
 
 def _direct(
@@ -31,6 +31,7 @@ def _direct(
     """A call on packed rows, whose only selection is ``cu_seqlens``."""
     if scale is not None and type(scale) is not float:
         scale = number(scale)
+    max_selected = integer(max_selected)
     schedule, current = "per_head" if per_head else "auto", settings.get()
     call: Call = tuple.__new__(
         Call,
@@ -42,6 +43,14 @@ def _direct(
     if any_autocast_enabled() or transforms_active() or forward_ad._current_level >= 0:
         call = _unusual(call)
         Q, K, V = call[:3]
+    if Q.__class__ is not Tensor or K.__class__ is not Tensor or V.__class__ is not Tensor:
+        call = _with_memory(call)
+    elif Q.is_neg() or K.is_neg() or V.is_neg():
+        call = _with_memory(call)
+        Q, K, V = call[:3]
+    if out is not None:
+        check_tensors(out=out)
+        overlap.check(call, _named)
     try:
         key = Call.rows_key(Q, K, V, cu_seqlens, out, max_selected, schedule, current)
         planned = routing.plan(call, key, routing.make_rows_plan)
@@ -62,6 +71,18 @@ def _unusual(call: Call) -> Call:
         raise RuntimeError("packed rows have no rule for transforms of torch.func: use selection_attention")
     dtype = torch_modes.autocast_dtype(call.q.device)
     return call if dtype is None else torch_modes.cast(call, dtype)
+
+
+def _with_memory(call: Call) -> Call:
+    """The call with negative views resolved. Other tensors without memory of their own are refused."""
+    named = _named(call)
+    check_tensors(**named)
+    call = call._replace(q=call.q.resolve_neg(), k=call.k.resolve_neg(), v=call.v.resolve_neg())
+    for name, x in zip(named, call.tensors[:3], strict=False):
+        if odd(x):
+            kind = type(x).__name__ if type(x) is not Tensor else "a tensor without memory of its own"
+            raise TypeError(f"{name}: expected a torch.Tensor, got {kind}: packed rows are no operator of PyTorch")
+    return call
 
 
 def _named(call: Call) -> dict[str, Tensor]:

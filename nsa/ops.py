@@ -1,8 +1,8 @@
 """Connects a call to PyTorch: an autograd function, and one operator for each direction.
 
 A call takes the cheapest of three ways. Without gradients it goes straight to its plan. With gradients it is an
-autograd function. Compiled calls, fake tensors and tensor subclasses use the operator, into which ``torch.compile``
-does not trace.
+autograd function. A call is an operator wherever something looks at PyTorch's dispatcher: ``torch.compile``, which does
+not trace into the operator, a dispatch mode, and tensors with a rule of their own, such as fake ones.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
-from nsa import backward, dispatch, routing, settings, torch_modes
+from nsa import backward, dispatch, overlap, routing, settings, torch_modes
 from nsa.backward import Gradients
 from nsa.call import TENSORS, Call
 from nsa.dispatch import Result
 from nsa.routing import Plan
-from nsa.torch_modes import any_autocast_enabled, transforms_active
-from nsa.validate import check_tensors
+from nsa.torch_modes import any_autocast_enabled, dispatch_modes, odd, transforms_active
+from nsa.validate import check, check_tensors
 
 # The fields of a `Call`, in their order, without `out`, `return_lse` and `settings`.
 _CALL = (
@@ -45,29 +46,33 @@ def serve(call: Call, tracing: bool = False) -> Result:
     Raises:
         As :func:`nsa.selection_attention`.
     """
-    if tracing or any_autocast_enabled() or transforms_active() or forward_ad._current_level >= 0:
+    if tracing or any_autocast_enabled() or transforms_active() or dispatch_modes() or forward_ad._current_level >= 0:
         return _unusual(call, tracing)
+    q, k, v, out = call.q, call.k, call.v, call.out
+    if q.__class__ is not Tensor or k.__class__ is not Tensor or v.__class__ is not Tensor:
+        check_tensors(**_named(call))
+        if any(map(odd, call.tensors)):
+            return _dispatched(call)
+    elif q.is_neg() or k.is_neg() or v.is_neg():
+        return _dispatched(call)
+    if out is not None:
+        check_tensors(out=out)
+        overlap.check(call, _named)
     try:
         planned = routing.plan(call)
     except AttributeError:
         check_tensors(**_named(call))
         raise
-    q = call.q
     wants_grad = is_grad_enabled() and (
-        q.requires_grad
-        or call.k.requires_grad
-        or call.v.requires_grad
-        or (call.out is not None and call.out.requires_grad)
+        q.requires_grad or k.requires_grad or v.requires_grad or (out is not None and out.requires_grad)
     )
-    # A tensor subclass such as FakeTensor may have no memory for a kernel; the operator handles it.
-    if wants_grad or q.__class__ is not Tensor:
-        if planned.route not in routing.PLAIN or call.cache_seqlens is not None:
-            return _operator(call) if q.__class__ is not Tensor else _recorded(call, planned)
+    if wants_grad and (planned.route not in routing.PLAIN or call.cache_seqlens is not None):
+        return _recorded(call, planned)
     return dispatch.run(planned, call)
 
 
 def _unusual(call: Call, tracing: bool) -> Result:
-    """Run a call that is compiled, under autocast, in a transform of ``torch.func`` or in forward-mode AD."""
+    """Run a call that is compiled, transformed by ``torch.func``, in forward-mode AD, under autocast or a mode."""
     check_tensors(**_named(call))
     dtype = torch_modes.autocast_dtype(call.q.device)
     cached = call.cache_seqlens is not None
@@ -76,18 +81,30 @@ def _unusual(call: Call, tracing: bool) -> Result:
             if not cached:  # calls with a cache are not cast
                 call = torch_modes.cast(call, dtype)
             return serve(call, tracing)
-    wrapped = not tracing and torch_modes.transformed(*call.tensors)
+    if tracing:
+        return _dispatched(call, tracing)
+    wrapped = torch_modes.transformed(*call.tensors)
     if cached and wrapped:
         raise RuntimeError(
             "selection_attention_with_kvcache has no rule for transforms of torch.func, nor for forward-mode AD"
         )
-    if cached or (tracing and call.backend in ("auto", "triton")):
+    if not wrapped and (dispatch_modes() or any(map(odd, call.tensors))):
+        return _dispatched(call)
+    if cached:
         return _operator(call)
-    if tracing:  # not counted as a route, because each count would recompile a graph that reads the counter
-        planned = routing.traced_plan(call)
-        return dispatch.plain(planned.route, planned, call)
     planned = routing.plan(call)
     return dispatch.run(routing.without_kernels(planned) if wrapped else planned, call)
+
+
+def _dispatched(call: Call, tracing: bool = False) -> Result:
+    """Run a call as an operator, or, if the caller named plain PyTorch, as the operators of which that consists."""
+    if call.cache_seqlens is not None or call.backend in ("auto", "triton"):
+        if not tracing:  # a compiler would guard each size that a check compares
+            check(call)
+        return _operator(call)
+    # Not counted as a route, because each count would recompile a graph that reads the counter.
+    planned = routing.traced_plan(call)
+    return dispatch.plain(planned.route, planned, call)
 
 
 def _named(call: Call) -> dict[str, Tensor]:
@@ -169,7 +186,8 @@ def _gradients(
         raise RuntimeError("selection_attention_with_kvcache has no gradient: train with selection_attention")
     if do is None and dlse is None:
         return (None,) * 3
-    if planned is not None and not is_grad_enabled():
+    seen = is_grad_enabled() or dispatch_modes() or odd(do) or odd(dlse) or any(map(odd, call.tensors))
+    if planned is not None and not seen:
         found = backward.backward(planned, call, do, dlse, o, lse, wanted)
     else:  # if the gradient is differentiated again, the operator raises an error that says what to do
         found = torch.ops.nsa.selection_attention_backward(do, dlse, o, lse, list(wanted), *_arguments(call))
@@ -232,14 +250,33 @@ def _backward_fake(
     return dq, dk, dv
 
 
-for _name, _schema, _real, _fake in (
-    ("selection_attention", _SCHEMA, _forward, _forward_fake),
-    ("selection_attention_backward", _BACKWARD_SCHEMA, _backward, _backward_fake),
+def _backward_vmap(
+    info: Any, in_dims: tuple[Any, ...], do: Tensor | None, dlse: Tensor | None, *rest: Any
+) -> tuple[Gradients, tuple[int, int, int]]:
+    """The gradients for several gradients of one output at once (``is_grads_batched``): one backward pass for each.
+
+    Raises:
+        RuntimeError: ``vmap`` also maps an input of the call.
+    """
+    if any(dim is not None for dim in tree_leaves(in_dims[2:])):
+        torch_modes.vmap_refused()
+    given = [(x, dim) for x, dim in zip((do, dlse), in_dims, strict=False)]
+    each = []
+    for i in range(info.batch_size):
+        one = [x if x is None or dim is None else x.select(dim, i) for x, dim in given]
+        each.append(torch.ops.nsa.selection_attention_backward(*one, *rest))
+    dq, dk, dv = (torch.stack(xs) for xs in zip(*each, strict=True))
+    return (dq, dk, dv), (0, 0, 0)
+
+
+for _name, _schema, _real, _fake, _vmap in (
+    ("selection_attention", _SCHEMA, _forward, _forward_fake, torch_modes.vmap_refused),
+    ("selection_attention_backward", _BACKWARD_SCHEMA, _backward, _backward_fake, _backward_vmap),
 ):
     _library.define(_name + _schema, tags=_TAGS)
     _library.impl(_name, _real, "CPU")
     _library.impl(_name, _real, "CUDA")
     torch.library.register_fake(f"nsa::{_name}", _fake, lib=_library)
-    torch.library.register_vmap(f"nsa::{_name}", torch_modes.vmap_refused, lib=_library)
+    torch.library.register_vmap(f"nsa::{_name}", _vmap, lib=_library)
 torch.library.register_autograd("nsa::selection_attention", _differentiate, setup_context=_save, lib=_library)
 torch.library.register_autograd("nsa::selection_attention_backward", _twice, lib=_library)

@@ -20,6 +20,7 @@ from nsa import gpu, settings
 from nsa.call import Call
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import tiles
+from nsa.kernels.shared.errors import NO_MEMORY
 from nsa.kernels.union import tiles as union_tiles
 from nsa.torch_modes import forward_mode
 from nsa.validate import E4M3, Dims, check, check_rows
@@ -122,7 +123,7 @@ def make_plan(call: Call) -> Plan:
     dims, current, device = check(call), call.settings, call.q.device
     fallback = "sdpa" if current.use_sel_pack else "reference"
     device_name, layout, no_triton = _device_facts(device)
-    why_not = obstacle(call.q.dtype, device, no_triton, call.k.dtype)
+    why_not = obstacle(call.q.dtype, device, no_triton, call.k.dtype) or _without_memory(call)
     kernel, why_kernel = triton_route(call, dims, device_name)
 
     if call.backend == "triton":
@@ -185,6 +186,12 @@ def _device_facts(device: torch.device) -> tuple[str | None, str, str | None]:
     return name, layout, why_not_triton(device)
 
 
+def _without_memory(call: Call) -> str | None:
+    """Why kernels cannot read the tensors of a call, as far as their classes tell; None if kernels can."""
+    plain = [x is None or x.__class__ in (torch.Tensor, torch.nn.Parameter) for x in call.tensors]
+    return None if all(plain) or not plain[0] else NO_MEMORY  # q is not plain if only a plan is asked for
+
+
 def traced_plan(call: Call) -> Plan:
     """The plan of a call that names a backend of plain PyTorch, and that ``torch.compile`` traces.
 
@@ -202,7 +209,7 @@ def make_rows_plan(call: Call) -> Plan:
     """
     dims = check_rows(call)
     dtype, device = call.q.dtype, call.q.device
-    why_not = obstacle(dtype, device, why_not_triton(device))
+    why_not = obstacle(dtype, device, why_not_triton(device)) or _without_memory(call)
     if why_not is not None:
         raise RuntimeError(why_not)
     grouped = "dense_group" if call.cu_seqlens_k is None else "varlen_group"

@@ -12,7 +12,9 @@ forward pass.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
+import logging
 import os
 import re
 import threading
@@ -23,8 +25,11 @@ from pathlib import Path
 
 import torch
 
+logger = logging.getLogger("nsa")
+
 ON_RELOAD: list[Callable[[], None]] = []  # called by `reload`: other modules forget what they derived from settings
 PROBE = ("auto", "always", "never")
+VARIABLES_OF_THE_SUITE = ("NSA_TEST_TRITON_SEL", "NSA_COMMIT")
 
 _CONFIGS = Path(__file__).parent / "configs"
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -60,6 +65,7 @@ NAMES = tuple(field.name for field in dataclasses.fields(Settings) if field.init
 Value = bool | int | str | None  # the value of a setting
 
 _lock = threading.RLock()
+_unreadable: set[Path] = set()  # files of which a warning said that they cannot be read
 _loaded: tuple[Settings, dict[str, str]] | None = None  # the first three layers, and the source of each value
 _layers: ContextVar[tuple[dict[str, Value], ...]] = ContextVar("blocks of `configure`, innermost last", default=())
 _in_force: ContextVar[Settings | None] = ContextVar("settings within `configure` blocks", default=None)
@@ -124,18 +130,35 @@ def reload() -> None:
         forget()
 
 
-def user_gpus() -> Path:
-    """The folder of this user's measurements, which `python -m nsa calibrate` writes."""
-    config_home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(config_home).expanduser() / "nsa" / "gpus"
+def user_gpus() -> Path | None:
+    """The folder of this user's measurements, which `python -m nsa calibrate` writes; None without a home directory."""
+    return _of_user("XDG_CONFIG_HOME", "~/.config", "gpus")
 
 
 def user_probes() -> Path | None:
     """The folder in which `nsa.guard` keeps its results for this user; None if the user has no home directory."""
+    return _of_user("XDG_CACHE_HOME", "~/.cache", "probe")
+
+
+def _of_user(variable: str, default: str, name: str) -> Path | None:
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nsa" / "probe"
+        return Path(os.environ.get(variable) or default).expanduser() / "nsa" / name
     except RuntimeError:  # HOME is unset and the user id has no entry in the system, as in some containers
         return None
+
+
+def readable(path: Path) -> bool:
+    """Whether a file is there and can be read. If it is there and cannot be read, one warning names it."""
+    try:
+        with path.open("rb"):
+            return True
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if path not in _unreadable:
+            _unreadable.add(path)
+            logger.warning("%s is skipped: it cannot be read (%s)", path, error.strerror)
+        return False
 
 
 def child_environment(interpret: bool) -> dict[str, str]:
@@ -215,10 +238,13 @@ def _load() -> tuple[Settings, dict[str, str]]:
     origin = dict.fromkeys(NAMES, "default")
     files = [_CONFIGS / "base.yaml"]
     user_file = os.environ.get("NSA_CONFIG")
-    if user_file:
+    if user_file is not None and not user_file.strip():
+        raise ValueError(f"NSA_CONFIG={user_file!r}: expected the path of a YAML file, got nothing")
+    if user_file is not None and readable(Path(user_file)):
         files.append(Path(user_file))
-        if not files[-1].is_file():
-            raise ValueError(f"NSA_CONFIG={user_file!r}: expected the path of a YAML file, found none there")
+    elif user_file is not None and Path(user_file) not in _unreadable:
+        logger.warning("NSA_CONFIG=%r is skipped: there is no such file", user_file)
+    _name_misspelt()
     for path in files:
         for name, value in _parse_runtime(path).items():
             values[name], origin[name] = value, str(path)
@@ -228,6 +254,16 @@ def _load() -> tuple[Settings, dict[str, str]]:
         if text is not None:
             values[name], origin[name] = _parse_variable(name, variable, text), variable
     return Settings(**values), origin  # type: ignore[arg-type]
+
+
+def _name_misspelt() -> None:
+    """Log a warning for each variable whose name is nearly that of a variable of ours."""
+    ours = {"NSA_CONFIG", *(f"NSA_{name.upper()}" for name in NAMES), *VARIABLES_OF_THE_SUITE}
+    for variable in os.environ:
+        if variable.upper().startswith("NSA_") and variable not in ours:
+            near = difflib.get_close_matches(variable.upper(), sorted(ours), 1, 0.85)
+            if near:
+                logger.warning("the variable %s is not read: did you mean %s?", variable, near[0])
 
 
 def _parse_variable(name: str, variable: str, text: str) -> Value:

@@ -1,22 +1,32 @@
-"""The PyTorch modes that change a call: autocast, forward-mode AD and the transforms of ``torch.func``.
+"""The PyTorch modes that change a call: autocast, forward-mode AD, the transforms of ``torch.func``, dispatch modes.
 
-Autocast casts a call as it casts SDPA. ``vmap`` is refused. Under other transforms a call runs in plain PyTorch.
+Autocast casts a call as it casts SDPA. ``vmap`` is refused. Under other transforms a call runs in plain PyTorch. Where
+a ``TorchDispatchMode`` looks at the dispatcher (checkpoint policies, fake tensors, tracing), a call is an operator.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from nsa.call import Call
 
-# Every call asks these two, so PyTorch's cheapest functions are used. For the same reason `ops.serve` inlines
-# `forward_mode`.
+# Every call asks these three, so PyTorch's cheapest functions are used. For the same reason `ops.serve` inlines
+# `forward_mode` and parts of `odd`.
 any_autocast_enabled = torch._C._is_any_autocast_enabled
 transforms_active = torch._C._are_functorch_transforms_active
+dispatch_modes = torch._C._len_torch_dispatch_stack
+_WRAPPERS = "FuncTorchBatched", "FuncTorchGradWrapper", "Functionalize", "Python"
+_VIEWS = "Negative", "Conjugate", "ZeroTensor"
+_ODD = functools.reduce(
+    operator.or_, (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)).raw_repr() for key in _WRAPPERS + _VIEWS)
+)
 DEVICES = ("cpu", "cuda")  # device types whose autocast state is asked for; autocast may not know other types
 
 
@@ -30,6 +40,19 @@ def cast(call: Call, dtype: torch.dtype) -> Call:
     """Cast ``q``, ``k`` and ``v`` as autocast does for SDPA: fp64 stays fp64. Gradients have the dtypes from before."""
     q, k, v = [x if x.dtype == torch.float64 else x.to(dtype) for x in (call.q, call.k, call.v)]
     return call._replace(q=q, k=k, v=v)
+
+
+def odd(x: Tensor | None) -> bool:
+    """Whether a kernel must not read the memory of ``x``: ``x`` may have none, or memory that means something else.
+
+    True for subclasses (fake tensors), tensors that ``torch.func`` or ``is_grads_batched`` wraps, zero tensors and
+    negative views. PyTorch's dispatcher has a rule for each of them.
+    """
+    if x is None:
+        return False
+    if x.__class__ not in (Tensor, Parameter) or torch._C._functorch.is_legacy_batchedtensor(x):
+        return True
+    return bool(torch._C._dispatch_keys(x).raw_repr() & _ODD)
 
 
 def transformed(*tensors: Tensor | None) -> bool:

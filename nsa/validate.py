@@ -21,6 +21,7 @@ E4M3 = torch.float8_e4m3fn  # dtype that a cache may have instead of the dtype o
 E4M3_QUERIES = (torch.float16, torch.bfloat16)  # dtypes of queries over such a cache
 BACKENDS = ("auto", "triton", "sdpa", "reference")
 SCHEDULES = ("auto", "query_major", "key_major", "union", "per_head")
+SIZES = (int, type(None))  # classes of a size that needs no conversion
 MAX_GROUP = 128
 HEAD_DIMS = (16, 256)
 MAX_RAGGED = 128**2  # sequences of a ragged batch: kernels find a token's sequence in two steps of 128
@@ -65,6 +66,11 @@ def number(scale: Any) -> Any:
     if not isinstance(scale, numbers.Real):
         raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}")
     return float(scale)
+
+
+def integer(size: Any) -> Any:
+    """``size`` as an int if it is an integer of NumPy. Other values stay as they are, to be checked."""
+    return size if isinstance(size, bool) or not isinstance(size, numbers.Integral) else int(size)
 
 
 def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -267,6 +273,7 @@ def lengths(cache_seqlens: Any, q: Any, k_cache: Any, block_table: Any, cu_seqle
     """
     if isinstance(cache_seqlens, Tensor):
         return cache_seqlens
+    cache_seqlens = integer(cache_seqlens)
     if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, (int, torch.SymInt)):
         raise TypeError(f"cache_seqlens: expected a torch.Tensor or an int, got {type(cache_seqlens).__name__}")
     check_tensors(q=q, k_cache=k_cache)
@@ -398,13 +405,13 @@ def check_packing(k: Tensor, v: Tensor, ranges: Tensor, max_selected: int | None
     _check_shape("ranges", ranges, layout, (B, ranges.shape[1], HKV, ranges.shape[3], 2))
     _check_index("ranges", ranges, k.device, "k")
     if max_selected is not None:
-        _check_count("max_selected", max_selected, 0)
+        _check_count("max_selected", integer(max_selected), 0)
 
 
 def check_blocks(block_indices: Any, block_size: Any, seqlen_k: Any) -> None:
     """Check the arguments of ``ranges_from_blocks``. This must be cheap, because packed SDPA calls it, too."""
     check_tensors(block_indices=block_indices)
     _check_index_dtype("block_indices", block_indices.dtype)
-    _check_count("block_size", block_size, 1)
+    _check_count("block_size", integer(block_size), 1)
     if seqlen_k is not None:
-        _check_count("seqlen_k", seqlen_k, 0)
+        _check_count("seqlen_k", integer(seqlen_k), 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -55,7 +56,14 @@ _child: Child | None = None  # the child that waits for a question
 
 
 class ProbeFailed(RuntimeError):
-    """A kernel was refused before it was compiled in this process. The text says why."""
+    """A kernel was refused before it was compiled in this process. The text says why.
+
+    lasting: whether the verdict is about the kernel; else it is about this moment or environment.
+    """
+
+    def __init__(self, cause: str, lasting: bool = True) -> None:
+        super().__init__(cause)
+        self.lasting = lasting
 
 
 def require(variant: Any, device: torch.device, tensors: tuple[torch.Tensor | None, ...]) -> None:
@@ -71,13 +79,13 @@ def require(variant: Any, device: torch.device, tensors: tuple[torch.Tensor | No
         seen = variant.kernel.fn.__name__ not in UNSEEN
         if device.type == "cpu" or (seen and passed.passed(sources.triton_version(), sources.architecture(device))):
             return
-    cause = find_out(variant.describe(tensors), device)
-    if cause is not None:
-        raise ProbeFailed(cause)
+    verdict = find_out(variant.describe(tensors), device)
+    if verdict.cause is not None:
+        raise ProbeFailed(verdict.cause, verdict.lasting)
 
 
-def find_out(what: dict[str, Any], device: torch.device) -> str | None:
-    """Why the kernel described by ``what`` must not be compiled here, or None if it may be.
+def find_out(what: dict[str, Any], device: torch.device) -> Verdict:
+    """Whether the kernel described by ``what`` may be compiled here.
 
     If several threads ask at the same time, a child is asked once. If the verdict is not lasting, the next call asks a
     child again.
@@ -95,7 +103,7 @@ def find_out(what: dict[str, Any], device: torch.device) -> str | None:
                     if verdict.lasting:
                         memory.write(key, verdict.cause, what)
                 memory.known[key] = verdict
-    return verdict.cause
+    return verdict
 
 
 def ask(what: dict[str, Any], device: torch.device) -> Verdict:
@@ -125,6 +133,16 @@ def ask(what: dict[str, Any], device: torch.device) -> Verdict:
     return ask(what, device) if used else verdict
 
 
+def _above_streams(file: IO[bytes]) -> IO[bytes]:
+    """``file`` with a descriptor above 2. In a process whose stdin or stdout is closed, as a daemon's, a new file gets
+    their number, and the child would take it for one of them.
+    """
+    if file.fileno() > 2:
+        return file
+    with file:
+        return os.fdopen(fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 3), "w+b")
+
+
 class Child:
     """A process that runs `nsa.guard.child`.
 
@@ -137,7 +155,7 @@ class Child:
     def __init__(self, executable: str, environment: dict[str, str], path: list[str]) -> None:
         self.started_as = executable, environment, path
         with contextlib.ExitStack() as stack:
-            self.files = [stack.enter_context(tempfile.TemporaryFile()) for _ in ("answers", "prints")]
+            self.files = [stack.enter_context(_above_streams(tempfile.TemporaryFile())) for _ in ("answers", "prints")]
             handle = self.files[0].fileno()
             self.process = subprocess.Popen(
                 [executable, "-c", _BOOT, str(handle)], stdin=subprocess.PIPE, stdout=self.files[1], bufsize=0,

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa import dispatch, routing, settings
+from nsa import failures, routing, settings
 from nsa.api import selection_attention_with_kvcache
+from nsa.failures import broken
 from nsa.validate import E4M3
 
 VERSIONS = ("0.33.0",)  # of vLLM, whose functions have the signatures and layouts below
@@ -34,7 +35,6 @@ PAGE = 128  # keys of a page and of a block: vLLM's kernels take no other number
 logger = logging.getLogger("vllm.nsa")
 
 _kept: dict[str, Callable[..., None]] = {}  # vLLM's own functions, by name, while ours are in their place
-_broken: set[tuple[Any, ...]] = set()  # kinds of calls for which a kernel of ours failed
 _said: set[tuple[str, str]] = set()  # what was logged
 
 
@@ -151,7 +151,7 @@ def _serve(
     why_not = _why_not(*kind)
     if why_not is None and (k_scale is None) != (v_scale is None):
         why_not = "scales: expected both k_scale and v_scale, or neither, got one of them"
-    if why_not is None and not (_broken and kind in _broken):
+    if why_not is None and not (broken and failures.known(kind)):
         if kv_cache.dtype is not E4M3:
             k_scale = v_scale = None
         elif k_scale is not None and v_scale is not None and k_scale.dim() > 1:
@@ -165,9 +165,11 @@ def _serve(
             why_not = str(error)
         except torch.OutOfMemoryError:
             why_not = "memory: our kernel's workspace did not fit"
-        except dispatch.failures() as error:
-            _failed(kind, error)
+        except failures.caught() as error:
+            failures.remember(kind, name, error, "vLLM's own kernel")
         else:
+            if broken:
+                failures.works(kind)
             if (name, "") not in _said:
                 _say(logging.INFO, name, "", "nsa's kernels serve it")
             return None
@@ -202,17 +204,6 @@ def _why_not(
 def _flat(scale: Tensor) -> Tensor:
     """A scale of one element as ``[1]``. Scales for each token stay as they are; validation refuses them."""
     return scale.view(1) if scale.numel() == 1 else scale
-
-
-def _failed(kind: tuple[Any, ...], error: BaseException) -> None:
-    """Remember that a kernel of ours is broken. A failure during graph capture is not remembered (`dispatch.remember`).
-
-    Raises:
-        ``error``, if it is not the kernel's fault.
-    """
-    dispatch.remember(f"vLLM {kind}", None, kind[0], error, "vLLM's own kernel")
-    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        _broken.add(kind)
 
 
 def _own(name: str) -> Callable[..., None]:
@@ -274,7 +265,9 @@ def restore() -> None:
         sys.meta_path.remove(_hook)
     for name, theirs in _kept.items():
         _replace(NAMES[name], theirs)
-    for memory in (_kept, _broken, _said):
+    for kind in [key for key in broken if isinstance(key, tuple) and key[0] in NAMES]:
+        del broken[kind]
+    for memory in (_kept, _said):
         memory.clear()
 
 

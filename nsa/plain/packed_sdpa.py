@@ -16,6 +16,7 @@ from nsa.validate import E4M3
 
 WORKSPACE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 23}  # of a chunk of rows; on a CPU a chunk must fit the cache
 KEPT_BYTES = 1 << 30  # packed keys and values that autograd may keep for the backward pass
+READ_FREELY = ("cpu",)  # devices whose values the host reads without waiting
 MAX_ROWS_PER_CALL = 32768  # SDPA's batch becomes a CUDA grid dimension, which is at most 65,535
 
 
@@ -79,7 +80,7 @@ def packed_sdpa(call: Call, bound: int | None = None, layout: str = "heads_as_qu
     k_scale, v_scale = (_of_rows(x, HKV, N) for x in (call.k_scale, call.v_scale))
     scaled = queries if k_scale is None else (queries * k_scale).to(q.dtype)
     lengths = spans.lengths().view(-1)
-    L, masked = sp.max_length(lengths, bound)
+    L, masked = _slots(lengths, bound)
     out = q.new_zeros(N, G, Dv)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.full((N, G), -math.inf, device=q.device, dtype=lse_dtype) if call.return_lse else None
@@ -125,6 +126,14 @@ def packed_sdpa(call: Call, bound: int | None = None, layout: str = "heads_as_qu
         if lse is not None and lse_rows is not None:
             lse[rows] = lse_rows
     return _shaped(q, torch.cat(pieces) if keep else out, lse)
+
+
+def _slots(lengths: Tensor, bound: int | None) -> tuple[int, bool]:
+    """:func:`spans.max_length`. On a CPU reading is free, so a bound does not hide that all rows are equally long."""
+    if bound is None or lengths.device.type not in READ_FREELY or not sp.readable(lengths):
+        return sp.max_length(lengths, bound)
+    L, masked = sp.max_length(lengths, None)
+    return (L, masked) if bound >= L else (bound, True)
 
 
 def _most(call: Call, bound: int | None, n: int) -> int | None:

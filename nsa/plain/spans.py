@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.call import Call
-from nsa.torch_modes import forward_mode, transforms_active
+from nsa.torch_modes import forward_mode, odd, transforms_active
 from nsa.validate import INDEX_DTYPES, check_blocks, check_packing, check_tensors
 
 
@@ -197,19 +197,26 @@ def max_length(lengths: Tensor, max_selected: int | None) -> tuple[int, bool]:
     of a packed call.
 
     Raises:
-        RuntimeError: the call would sync under ``torch.compile`` or CUDA graph capture.
+        RuntimeError: the call would sync under ``torch.compile`` or CUDA graph capture, or the values are fake.
     """
     if max_selected is not None:
         return max_selected, True
     if lengths.numel() == 0:
         return 0, False
-    if torch.compiler.is_compiling() or (lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not readable(lengths):
         raise RuntimeError(
             "packing needs the longest row on the host: expected max_selected=<int> under torch.compile or CUDA graph "
-            "capture, got None"
+            "capture, and for fake tensors, got None"
         )
     shortest, longest = torch.stack(lengths.aminmax()).tolist()
     return int(longest), bool(shortest != longest)
+
+
+def readable(x: Tensor) -> bool:
+    """Whether the values of ``x`` can be read now."""
+    if torch.compiler.is_compiling() or x.is_meta or odd(x):
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 class PackedRows(NamedTuple):

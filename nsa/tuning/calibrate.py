@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,7 +123,11 @@ def obstacle() -> str | None:
 
 def main() -> int:
     """Calibrate the first visible GPU; returns the exit status."""
-    reason = obstacle()
+    try:
+        reason = obstacle()
+        _folder()  # before minutes of measuring
+    except OSError as error:
+        reason = str(error)
     if reason is not None:
         print(f"nsa calibrate: {reason}", file=sys.stderr)
         return 1
@@ -146,7 +151,7 @@ def _threshold(device: torch.device, run: Fact) -> str:
     facts, needed = time_thresholds(device), thresholds.required(thresholds.SQUARE)
     decision = thresholds.decide(facts, needed=needed)
     on_packed = thresholds.decide(facts, needed=needed, against="best")
-    path = thresholds.write(decision, thresholds.best_layout(facts), run, settings.user_gpus())
+    path = thresholds.write(decision, thresholds.best_layout(facts), run, _folder())
     value = "off" if decision.min_L is None else str(decision.min_L)
     lines = [f"parity: {len(PARITY)} kernels agree with the fp64 oracle", *thresholds.rationale(decision, on_packed)]
     return "\n".join([*lines, f"sel_triton_min_L = {value}, written to {path}"])
@@ -155,8 +160,15 @@ def _threshold(device: torch.device, run: Fact) -> str:
 def _crossover(device: torch.device, run: Fact) -> str:
     """Measure and write the section `crossover`. Returns the line to print."""
     points = time_crossover(device)
-    path = crossover.write(points, run, settings.user_gpus(), COMMAND)
+    path = crossover.write(points, run, _folder(), COMMAND)
     return f"{crossover.starts(points)}, written to {path}"
+
+
+def _folder() -> Path:
+    folder = settings.user_gpus()
+    if folder is None:
+        raise OSError("expected a home directory, or the variable XDG_CONFIG_HOME, got neither")
+    return folder
 
 
 def _progress(text: str) -> None:

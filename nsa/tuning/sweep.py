@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from nsa import gpu, settings
-from nsa.dispatch import failures
+from nsa.failures import caught
 from nsa.kernels.query_major import tiles
 from nsa.kernels.query_major.tiles import Choice
 from nsa.testing.clock.cuda import buffer_sets, time_gpu
@@ -43,7 +43,7 @@ WARPS = {16: (1, 2), 32: (1, 2, 4), 64: (2, 4), 128: (4, 8)}  # by BLOCK_L; othe
 OF_A_CHILD = 24  # choices that a child process compiles, about 40 s
 SAME = 1.01  # if the ratio of two choices' times is below this, the faster one changes from run to run
 WAVES = 4  # with more programs per multiprocessor than this, more splits do not help
-FAILURES: tuple[type[BaseException], ...] = (*failures(), AssertionError)
+FAILURES: tuple[type[BaseException], ...] = (*caught(), AssertionError)
 
 
 def cases() -> list[Case]:

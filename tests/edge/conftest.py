@@ -25,7 +25,7 @@ import nsa
 from nsa import dispatch, gpu, settings
 from nsa.call import Call
 from nsa.guard import memory, parent
-from nsa.kernels.key_major.tiles import DoesNotFit
+from nsa.kernels.shared.errors import DoesNotFit
 from nsa.plain.oracle import selection_reference
 from nsa.testing.plugin import current_lane
 

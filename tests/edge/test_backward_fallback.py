@@ -76,7 +76,6 @@ FAILURES = {
     "compilation": CompilationError("a = b", ast.parse("a").body[0], "it does not compile"),
     "resources": OutOfResources(300_000, 232_448, "shared memory"),
     "runtime": BROKEN,
-    "os": FileNotFoundError(2, "No such file or directory", "cc"),
     "no-message": RuntimeError(""),
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nsa
-from nsa import dispatch, ops, routing, settings
+from nsa import dispatch, failures, ops, routing, settings
 from nsa.call import TENSORS, Call
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.plain.oracle import selection_reference
@@ -246,7 +246,7 @@ def test_vmap_of_packed_rows_is_refused_in_our_words(device):
     ],
 )
 def test_errors_are_sorted_by_the_drivers_text(text, of_the_kernel):
-    assert dispatch._is_kernel_failure(RuntimeError(text)) == of_the_kernel
+    assert failures.of_the_kernel(RuntimeError(text)) == of_the_kernel
 
 
 def test_nothing_is_remembered_under_capture(problem, monkeypatch, fresh_routes, fresh_plans):

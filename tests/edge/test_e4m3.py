@@ -12,8 +12,8 @@ import nsa
 from nsa import routing
 from nsa.call import Call
 from nsa.kernels.key_major import tiles as key_tiles
-from nsa.kernels.key_major.tiles import DoesNotFit
 from nsa.kernels.shared.e4m3 import fit_half
+from nsa.kernels.shared.errors import DoesNotFit
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
 

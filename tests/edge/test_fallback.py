@@ -1,7 +1,10 @@
-"""A kernel that fails: tried once per signature, said once with its cause, and packed SDPA from then on."""
+"""A kernel that fails: said once with its cause, and packed SDPA from then on, or until the system may be well."""
 
 import ast
+import errno
+import json
 import logging
+import os
 import subprocess
 
 import pytest
@@ -11,7 +14,9 @@ from triton.runtime import errors
 from triton.runtime.errors import OutOfResources
 
 import nsa
+from nsa import failures
 from nsa.call import Call
+from nsa.guard import ProbeFailed
 from nsa.kernels.query_major import plan as query_major
 from nsa.plain.oracle import selection_reference
 
@@ -25,10 +30,20 @@ FAILURES = {
     "assembler": PTXASError("`ptxas` failed with error code 255"),
     "assembler-crashed": PTXASError("`ptxas` raised SIGSEGV"),
     "runtime": RuntimeError("PassManager::run failed"),
-    "import": ImportError("no module named triton"),
-    "os": FileNotFoundError(2, "No such file or directory", "cc"),
-    "subprocess": subprocess.CalledProcessError(1, ["cc", "launcher.c"]),
+    "probe": ProbeFailed("killed by SIGABRT while compiling"),
     "no-message": RuntimeError(""),
+}
+PASSING = {
+    "import": ImportError("no module named triton"),
+    "launcher": ImportError("launcher.so: file too short"),
+    "damaged-cache": json.JSONDecodeError("Expecting value", "", 0),
+    "subprocess": subprocess.CalledProcessError(1, ["cc", "launcher.c"]),
+    "assembler-without-disk": PTXASError("`ptxas` failed with error code 255\nwrite: No space left on device"),
+    "probe-unsure": ProbeFailed("exit status 1 without an answer while starting", lasting=False),
+    **{
+        errno.errorcode[number].lower(): OSError(number, os.strerror(number), "kernel.json")
+        for number in (errno.EBUSY, errno.ENOENT, errno.ESTALE, errno.ENOSPC, errno.EMFILE, errno.EACCES)
+    },
 }
 
 
@@ -88,6 +103,40 @@ def test_failure_is_tried_and_logged_once(call, break_kernel, caplog, kind):
     assert tries == [torch.float32]
     assert warnings_of(caplog) == [f"{cause(error)}; sdpa serves this signature from now on"]
     assert nsa.routes() == [nsa.RouteRecord("sdpa", cause(error), 4)]
+
+
+@pytest.mark.parametrize("kind", PASSING)
+def test_an_error_of_the_system_is_retried_after_a_pause(call, break_kernel, caplog, monkeypatch, kind):
+    """At most once a second, ever more rarely, until the kernel runs. Only the first failure is a warning."""
+    forward, error, clock = query_major.forward, PASSING[kind], [100.0]
+    monkeypatch.setattr(failures, "now", lambda: clock[0])
+    tries = break_kernel(error)
+    for pause, count in ((0, 1), (0.99, 1), (0.01, 2), (1.99, 2), (0.01, 3), (3.99, 3)):
+        clock[0] += pause
+        call()
+        call()
+        assert len(tries) == count
+    reason = f"{cause(error)}; tried again after a pause"
+    assert warnings_of(caplog) == [
+        f"{cause(error)}; sdpa serves this signature, and the kernel is tried again in 1 s"
+    ]
+    assert nsa.routes() == [nsa.RouteRecord("sdpa", reason, 12)]
+    monkeypatch.setattr(query_major, "forward", forward)
+    clock[0] += 0.01
+    call()
+    assert warnings_of(caplog)[1] == f"the kernel runs again after 3 failed tries: {cause(error).partition(';')[0]}"
+    assert [record.calls for record in nsa.routes() if record.route == "ranges"] == [1]
+    assert not failures.broken
+
+
+def test_the_pause_has_an_upper_limit(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(failures, "now", lambda: clock[0])
+    for _ in range(12):
+        failures.remember("key", "ranges", OSError(28, "No space left on device"), "sdpa")
+        clock[0] = failures.broken["key"].until
+    assert failures.broken["key"].until - failures.LONGEST_PAUSE_S <= clock[0]
+    assert failures.known("key") is None
 
 
 def test_once_per_variant(call, break_kernel, caplog):

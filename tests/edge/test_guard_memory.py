@@ -54,7 +54,7 @@ def test_who_is_asked_about(monkeypatch, mode, device, pair, asks):
     monkeypatch.setattr(passed, "passed_pairs", lambda: {("3.6", "sm_90")})
     monkeypatch.setattr(sources, "triton_version", lambda: f"{pair[0]}.1")
     monkeypatch.setattr(sources, "architecture", lambda device: pair[1])
-    monkeypatch.setattr(parent, "find_out", lambda *_: "it aborts")
+    monkeypatch.setattr(parent, "find_out", lambda *_: Verdict("it aborts", True))
     with nsa.configure(probe=mode):
         if not asks:
             return parent.require(variant_of("_fwd_kernel"), torch.device(device), ())
@@ -101,7 +101,7 @@ def test_what_compiles_but_no_gpu_has_run_is_tried(monkeypatch, name):
     monkeypatch.setattr(parent, "UNSEEN", frozenset({"_dkdv_kernel"}))
     monkeypatch.setattr(sources, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(passed, "passed", lambda triton, arch: True)
-    monkeypatch.setattr(parent, "find_out", lambda what, device: asked.append(what["kernel"]))
+    monkeypatch.setattr(parent, "find_out", lambda what, _: asked.append(what["kernel"]) or Verdict(None, True))
     with nsa.configure(probe="auto"):
         parent.require(variant_of(name), torch.device("cuda", 0), ())
     assert asked == [name] * (name == "_dkdv_kernel")
@@ -143,9 +143,9 @@ BAD = Verdict("killed by SIGABRT while compiling", True)
 @pytest.mark.parametrize("cause", [None, BAD.cause], ids=["works", "aborts"])
 def test_another_process_does_not_ask_again(answer, cause):
     whats = answer(Verdict(cause, True))
-    assert parent.find_out(WHAT, CPU) == cause
+    assert parent.find_out(WHAT, CPU).cause == cause
     memory.forget()
-    assert parent.find_out(WHAT, CPU) == cause
+    assert parent.find_out(WHAT, CPU).cause == cause
     assert len(whats) == 1
 
 
@@ -153,12 +153,12 @@ def test_what_is_not_about_the_kernel_is_not_kept(answer, kept):
     """Who asks again, which `auto` does not, has a child look again."""
     whats = answer(Verdict("out of memory", False))
     for count in (1, 2):
-        assert parent.find_out(WHAT, CPU) == "out of memory"
+        assert parent.find_out(WHAT, CPU).cause == "out of memory"
         assert len(whats) == count
     assert kept() == []
     whats = answer(Verdict(None, True))
     for _ in range(2):
-        assert parent.find_out(WHAT, CPU) is None
+        assert parent.find_out(WHAT, CPU).cause is None
     assert len(whats) == 1
 
 
@@ -171,7 +171,7 @@ def test_forgotten_while_waiting(answer):
             waits = thread.submit(parent.find_out, WHAT, CPU)
             time.sleep(0.2)
             memory.forget()
-        assert waits.result() == "out of memory"
+        assert waits.result().cause == "out of memory"
     assert len(whats) == 2
 
 
@@ -186,7 +186,7 @@ def test_threads_ask_one_child(monkeypatch, lasting):
 
     def find_out(_):
         ready.wait()
-        return parent.find_out(WHAT, CPU)
+        return parent.find_out(WHAT, CPU).cause
 
     monkeypatch.setattr(parent, "ask", ask)
     with ThreadPoolExecutor(8) as threads:
@@ -311,10 +311,10 @@ def test_a_damaged_file_is_no_file(answer, damage, kept):
     (path,) = kept()
     damage(path)
     memory.forget()
-    assert parent.find_out(WHAT, CPU) == BAD.cause
+    assert parent.find_out(WHAT, CPU).cause == BAD.cause
     assert len(whats) == 2
     memory.forget()
-    assert parent.find_out(WHAT, CPU) == BAD.cause
+    assert parent.find_out(WHAT, CPU).cause == BAD.cause
     assert len(whats) == 2 + path.is_dir(), "mended, but where a folder lies no file can be put"
 
 
@@ -344,7 +344,7 @@ def test_a_folder_that_takes_no_files_only_costs_time(answer, monkeypatch, tmp_p
     with caplog.at_level(logging.DEBUG, logger="nsa"):
         for processes in (1, 2):
             for _ in range(2):
-                assert parent.find_out(WHAT, CPU) == BAD.cause
+                assert parent.find_out(WHAT, CPU).cause == BAD.cause
             assert len(whats) == processes
             memory.forget()
     (said,) = [r.getMessage() for r in caplog.records if r.levelno == logging.DEBUG]
@@ -378,3 +378,23 @@ def test_many_processes_at_once(kept):
     assert (done.returncode, done.stdout) == (0, f"{[0] * 8}\n"), done.stderr
     (path,) = kept()
     assert json.loads(path.read_text())["cause"].endswith("x" * 20_000)
+
+
+@pytest.mark.parametrize("closed", [(0,), (0, 1), (0, 1, 2)], ids=str)
+def test_a_daemon_without_streams_can_ask(tmp_path, closed):
+    """New files get the numbers of closed streams. The stand-in for a child writes to the file that it is told."""
+    child = tmp_path / "child"
+    child.write_text("""#!/bin/sh\nread question\necho '["result", "right"]' > /dev/fd/$3\n""")
+    child.chmod(0o700)
+    kept = [os.dup(stream) for stream in (0, 1, 2)]
+    try:
+        for stream in closed:
+            os.close(stream)
+        asked = parent.Child(str(child), dict(os.environ), [])
+        verdict = asked.ask({"what": WHAT})
+        asked.end()
+    finally:
+        for stream, copy in enumerate(kept):
+            os.dup2(copy, stream)
+            os.close(copy)
+    assert verdict == Verdict(None, True)

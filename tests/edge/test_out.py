@@ -4,8 +4,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import nsa
+from nsa import overlap
 
 
 @pytest.fixture
@@ -90,6 +93,56 @@ def test_out_of_the_front_door(problem, backend):
         with nsa.configure(sel_triton_min_L=min_L):
             assert nsa.selection_attention(*qkv, **selection, max_selected=17, backend=backend, out=out) is out
         assert not out.isnan().any()
+
+
+SHARED = "out: expected a tensor with memory of its own, got one that shares memory with {}"
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
+def test_out_that_shares_memory_with_an_input_is_refused(draw, same, name, backend):
+    """One query head a KV head and equal lengths: then inputs have the shape of the output."""
+    qkv = dict(zip("qkv", draw(S=8, S_kv=8, G=1), strict=True))
+    with pytest.raises(ValueError, match=f"^{SHARED.format(name)}$"):
+        nsa.selection_attention(**qkv, ranges=same([(0, 4)], 1, 8, 2), backend=backend, out=qkv[name])
+
+
+def test_out_of_a_cache_or_of_packed_rows_that_shares_memory_is_refused(draw, same, device):
+    q, k, v = draw(S=1, S_kv=8, G=1)
+    blocks = {"block_indices": same([0], 1, 1, 2), "block_size": 4}
+    with pytest.raises(ValueError, match=SHARED.format("k_cache")):
+        nsa.selection_attention_with_kvcache(q, k, v, **blocks, cache_seqlens=8, out=k[:, 3:4])
+    Q, K, V = (torch.randn(2, 9, 16, device=device) for _ in range(3))
+    with pytest.raises(ValueError, match=SHARED.format("K")):
+        nsa.sel_attn_fwd_dense_group(Q, K, V, out=K)
+
+
+def test_which_slices_of_one_buffer_share_memory(draw, same):
+    """Exact for slices of one buffer, as of a fused projection."""
+    fused, spans = torch.cat(draw(S=8, S_kv=8, G=1), 2), same([(0, 4)], 1, 8, 2)
+    fused = torch.cat([fused, fused], 2)
+    q, k, v, out = fused[:, :, 0:2], fused[:, :, 2:4], fused[:, :, 4:6], fused[:, :, 6:8]
+    want = nsa.selection_attention(q.clone(), k.clone(), v.clone(), ranges=spans)
+    assert torch.equal(nsa.selection_attention(q, k, v, ranges=spans, out=out), want)
+    for near in (fused[:, :, 5:7], fused[:, :, 2:6:2]):
+        with pytest.raises(ValueError, match="shares memory with [kv]"):
+            nsa.selection_attention(q, k, v, ranges=spans, out=near)
+
+
+@given(data=st.data())
+def test_shared_memory_is_never_overlooked(data):
+    """Against all addresses of both tensors."""
+    buffer, views = torch.arange(240), []
+    for _ in range(2):
+        x = buffer.view(data.draw(st.sampled_from([(4, 60), (6, 5, 8), (2, 12, 10), (240,)])))
+        for axis in range(x.dim()):
+            begin, step = data.draw(st.integers(0, x.shape[axis] - 1)), data.draw(st.integers(1, 3))
+            x = x.narrow(axis, begin, data.draw(st.integers(1, x.shape[axis] - begin)))
+            x = x[(slice(None),) * axis + (slice(None, None, step),)]
+        views.append(x)
+    a, b = views
+    shared = bool(set(a.flatten().tolist()) & set(b.flatten().tolist()))
+    assert overlap._shared(a, b, b.data_ptr() - a.data_ptr()) >= shared
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from nsa.call import Call
 from nsa.gpu import PROVENANCE
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import plan as query_major
+from nsa.kernels.shared.errors import DoesNotFit
 from nsa.plain.oracle import selection_reference
 from nsa.tuning import files
 
@@ -43,7 +44,7 @@ def kernels(monkeypatch, gpus, fresh_routes):
     def plan(call, bound, per_head):
         state["planned"] = bound, per_head
         if state["misfit"] is not None:
-            raise key_tiles.DoesNotFit(state["misfit"])
+            raise DoesNotFit(state["misfit"])
         return "launch"
 
     def key_major(launch, call, route):
@@ -133,7 +134,7 @@ def test_broken_query_major_says_nothing_of_key_major(kernels, attend):
     kernels["query_major"] = BROKEN
     attend(schedule="query_major")
     attend()
-    assert [r.route for r in nsa.routes()] == ["sdpa", "key_major"]
+    assert {r.route for r in nsa.routes()} == {"sdpa", "key_major"}
 
 
 def test_reset_tries_it_again(kernels, attend):

@@ -11,7 +11,7 @@ import torch
 
 import nsa
 import nsa.settings as settings
-from nsa import routing
+from nsa import gpu, routing
 
 BASE = str(Path(settings.__file__).parent / "configs" / "base.yaml")
 NAMES = (
@@ -131,11 +131,60 @@ def test_environment_word_error(monkeypatch, text):
         settings.get()
 
 
-def test_config_file_missing(monkeypatch):
+def test_config_file_missing(monkeypatch, caplog):
     monkeypatch.setenv("NSA_CONFIG", "/nowhere.yaml")
     settings.reload()
-    with raises_exactly(ValueError, "NSA_CONFIG='/nowhere.yaml': expected the path of a YAML file, found none there"):
+    assert settings.get() == settings.Settings()
+    settings.get()
+    assert [r.getMessage() for r in caplog.records] == ["NSA_CONFIG='/nowhere.yaml' is skipped: there is no such file"]
+
+
+def test_config_file_that_cannot_be_read(monkeypatch, caplog, tmp_path):
+    path = tmp_path / "folder.yaml"
+    path.mkdir()  # root may read any file, but no folder
+    monkeypatch.setenv("NSA_CONFIG", str(path))
+    settings.reload()
+    assert settings.get() == settings.Settings()
+    assert [r.getMessage() for r in caplog.records] == [f"{path} is skipped: it cannot be read (Is a directory)"]
+
+
+def test_an_empty_path_of_a_config_file_is_an_error(monkeypatch):
+    monkeypatch.setenv("NSA_CONFIG", "")
+    settings.reload()
+    with raises_exactly(ValueError, "NSA_CONFIG='': expected the path of a YAML file, got nothing"):
         settings.get()
+
+
+def test_a_misspelt_variable_is_named(monkeypatch, caplog):
+    for name in ("NSA_FORCE_PARTY", "nsa_probe", "NSA_SOMETHING_ELSE", "NSA_FORCE_PARITY"):
+        monkeypatch.setenv(name, "0")
+    settings.reload()
+    settings.get()
+    assert [r.getMessage() for r in caplog.records] == [
+        f"the variable {name} is not read: did you mean {ours}?"
+        for name, ours in (("NSA_FORCE_PARTY", "NSA_FORCE_PARITY"), ("nsa_probe", "NSA_PROBE"))
+    ]
+
+
+@pytest.mark.parametrize("home", ["unset", "unreadable"])
+def test_measurements_of_a_user_without_a_home(monkeypatch, caplog, home):
+    """As in a container. Nothing is said of a home that is not there."""
+    for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def refused(*_):
+        raise RuntimeError("Could not determine home directory.") if home == "unset" else PermissionError(13, "denied")
+
+    monkeypatch.setattr(Path, "expanduser" if home == "unset" else "open", refused)
+    monkeypatch.setenv("XDG_CONFIG_HOME", "~/.config" if home == "unset" else "/root/hidden")
+    gpu.measured.cache_clear()
+    try:
+        assert gpu.measured("NVIDIA of nobody") == gpu.Gpu()
+    finally:
+        gpu.measured.cache_clear()
+    said = [r.getMessage() for r in caplog.records]
+    skipped = "/root/hidden/nsa/gpus/nvidia-of-nobody.yaml is skipped: it cannot be read (denied)"
+    assert said == ([] if home == "unset" else [skipped, *said[1:]])
 
 
 @pytest.mark.parametrize(

@@ -211,14 +211,14 @@ def test_vmap_of_something_else(qkv, attend):
 
 
 @pytest.mark.parametrize("operator", ["selection_attention", "selection_attention_backward"])
-def test_vmap_of_the_operators_is_refused(qkv, same, operator):
+def test_vmap_of_an_operators_inputs_is_refused(qkv, same, operator):
+    """The gradient's operator has a rule for its first two arguments, gradients of outputs (`test_doors.py`)."""
     arguments = ops._arguments(Call(*qkv, ranges=same([(0, 4)], 1, 2, 1), max_selected=9))
     outputs = torch.ops.nsa.selection_attention(*arguments)
-    if operator != "selection_attention":
-        arguments = (outputs[0], None, *outputs, [True] * 3, *arguments)
+    before = () if operator == "selection_attention" else (outputs[0], None, *outputs, [True] * 3)
     first, *rest = arguments
     with pytest.raises(RuntimeError) as raised:
-        torch.vmap(lambda x: getattr(torch.ops.nsa, operator)(x, *rest))(torch.stack([first] * 3))
+        torch.vmap(lambda x: getattr(torch.ops.nsa, operator)(*before, x, *rest))(torch.stack([first] * 3))
     assert str(raised.value) == NO_VMAP
 
 

@@ -9,7 +9,7 @@ import nsa
 from nsa import settings
 from nsa.call import Call
 from nsa.kernels.key_major import plan as key_major
-from nsa.kernels.key_major.tiles import DoesNotFit
+from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.union import plan as union
 from nsa.kernels.union import tiles
 from nsa.testing.judge.forward import cached_parity

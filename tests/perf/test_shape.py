@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.dispatch import failures
+from nsa.failures import caught
 from nsa.testing.clock import timing
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.problem import Problem
@@ -27,7 +27,7 @@ def test_shape(case: Case, lane: Lane, device: torch.device, publish, by_hand, m
     try:
         problem = request.getfixturevalue("problem")  # here: one that memory does not hold has failed like any other
         samples, info = take()
-    except (*failures(), AssertionError, ValueError) as e:  # ValueError: a shape that the path does not take
+    except (*caught(), AssertionError, ValueError) as e:  # ValueError: a shape that the path does not take
         status = f"failed: {(str(e).splitlines() or [type(e).__name__])[0]}"
         by_hand(row(case, problem, None, status, streams, device))
         raise

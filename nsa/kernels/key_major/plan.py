@@ -21,11 +21,11 @@ from nsa.call import Call
 from nsa.kernels import launches
 from nsa.kernels.key_major import kernel as key_kernels
 from nsa.kernels.key_major import tiles as key_tiles
-from nsa.kernels.key_major.tiles import DoesNotFit
 from nsa.kernels.query_major import plan as query_major
 from nsa.kernels.query_major import tiles as query_tiles
 from nsa.kernels.query_major.tiles import pairs, span_bucket
 from nsa.kernels.shared import inverse_index
+from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.geometry import Geometry, geometry
 from nsa.kernels.shared.launch import INT32_MAX, Variant, workspace
 from nsa.kernels.shared.primitives import RAGGED, RANGES, TILED

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nsa.kernels.query_major.tiles import next_power_of_2, padded, shared_bytes
+from nsa.kernels.shared.errors import DoesNotFit
 
 GRID = 64
 """Keys of a block into which ranges are cut."""
@@ -35,10 +36,6 @@ MAX_SLOTS = 64
 MIN_REUSE = 4  # rows that read a block
 """Routing takes key-major only within these limits. With at most 64 slots, windows have thousands of tokens. On an H100
 query-major was faster where one row reads a block, sometimes with two, never with four (docs/notebook/serving.md)."""
-
-
-class DoesNotFit(ValueError):
-    """The workspace of a call would not fit. Another kernel must serve the call."""
 
 
 class Choice(NamedTuple):

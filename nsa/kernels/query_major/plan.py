@@ -12,12 +12,12 @@ from torch import Tensor
 from nsa import settings
 from nsa.call import Call
 from nsa.kernels import launches
-from nsa.kernels.key_major.tiles import DoesNotFit
 from nsa.kernels.query_major import kernel as query_kernels
 from nsa.kernels.query_major import tiles
 from nsa.kernels.shared import primitives
 from nsa.kernels.shared.clusters import sending
 from nsa.kernels.shared.combine import combine
+from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.geometry import geometry
 from nsa.kernels.shared.launch import INT32_MAX, TRITON, Variant
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
 import re
 import signal
 import subprocess
 
+NO_MEMORY = "a tensor has no memory of its own, as in a transform of torch.func or under a dispatch mode"
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # exit status of a process, and of the shell that started it
+
+# Errors of a file system that other processes use, too, and of limits that other processes may free.
+PASSING = (
+    errno.EBUSY, errno.ENOENT, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EIO,
+    errno.EROFS, errno.ETXTBSY, errno.EINTR, errno.EACCES,
+)  # fmt: skip
+
+
+class DoesNotFit(ValueError):
+    """A kernel cannot serve a call: its workspace would be too large, or a tensor has no memory of its own."""
 
 
 @functools.cache
@@ -32,3 +45,11 @@ def starved(error: BaseException) -> bool:
         return error.returncode in KILLED
     found = re.search(r"`?ptxas`? failed with error code (-?\d+)", str(error))
     return found is not None and int(found[1]) in KILLED
+
+
+def of_system(error: BaseException) -> bool:
+    """Whether an error quotes one of the operating system, which may be over at the next try.
+
+    Triton and the assembler report such errors in texts of their own: "`ptxas` failed ... No space left on device".
+    """
+    return any(os.strerror(number) in str(error) for number in PASSING)

@@ -14,6 +14,7 @@ import torch
 import triton
 
 from nsa import guard
+from nsa.kernels.shared.errors import NO_MEMORY, DoesNotFit
 
 TRITON = tuple(int(x) for x in triton.__version__.split(".")[:2])
 TMA = TRITON >= (3, 4)
@@ -118,6 +119,7 @@ class Variant:
                 another compiled kernel. This is rare, so Triton's own launch finds that kernel.
 
         Raises:
+            DoesNotFit: a tensor has elements, but no memory.
             nsa.guard.ProbeFailed: Triton would have to compile, and the kernel failed in a child process.
         """
         index = device.index  # None: not a GPU
@@ -130,6 +132,8 @@ class Variant:
                 addresses.append(0)
             else:
                 address = x.data_ptr()
+                if address == 0 and x.numel() > 0:
+                    raise DoesNotFit(NO_MEMORY)
                 addresses.append(address)
                 union |= address
         common = common and union & 15 == 0

@@ -16,8 +16,8 @@ from torch import Tensor
 from nsa.call import Call
 from nsa.kernels import launches
 from nsa.kernels.key_major import plan as key_major
-from nsa.kernels.key_major.tiles import DoesNotFit
 from nsa.kernels.query_major import plan as query_major
+from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.geometry import Geometry, geometry
 from nsa.kernels.shared.launch import INT32_MAX, TMA, Variant, workspace
 from nsa.kernels.union import kernel as union_kernels

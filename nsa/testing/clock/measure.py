@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import nsa
-from nsa.dispatch import failures
+from nsa.failures import caught
 from nsa.testing.clock.cuda import buffer_sets, time_gpu, time_streams
 from nsa.testing.clock.guard import Ceilings, detectable, guard
 from nsa.testing.clock.timing import InvalidMeasurement, Timing, time_host
@@ -136,7 +136,7 @@ def why_not(unsupported: str | None, check: Callable[[], None]) -> str | None:
         return f"unsupported: {e}"
     except AssertionError as e:
         return f"wrong: {e}"
-    except failures() as e:
+    except caught() as e:
         return f"cannot run: {type(e).__name__}: {(str(e).splitlines() or ['no message'])[0][:150]}"
     return None
 

@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from nsa.dispatch import failures
+from nsa.failures import caught
 from nsa.testing.clock import training
 from nsa.testing.contestants import prefill
 from nsa.testing.contestants.ours import OF, OURS
@@ -55,19 +55,19 @@ def _shorter(case: Case) -> Case:
 
 
 def _train(case: Case, device: str) -> None:
-    with contextlib.suppress(*failures(), AssertionError):
+    with contextlib.suppress(*caught(), AssertionError):
         problem = case.make(torch.device(device))
         for one in (training.ours(), *training.beside()):
-            with contextlib.suppress(*failures(), AssertionError, NotImplementedError):
+            with contextlib.suppress(*caught(), AssertionError, NotImplementedError):
                 if one.supports(case) is None:
                     training.gradients(one, problem, training.draw_do(problem))
 
 
 def _run(case: Case, device: str) -> None:
     beside = [impl for impl in prefill.beside() if impl.other is None] if case.dist == "prefill" else []
-    with contextlib.suppress(*failures(), AssertionError):
+    with contextlib.suppress(*caught(), AssertionError):
         problem = case.make(torch.device(device))
         for impl in (OURS[OF[case.source]], *beside):
-            with contextlib.suppress(*failures(), AssertionError):
+            with contextlib.suppress(*caught(), AssertionError):
                 if impl.supports(case) is None:
                     impl.run(problem)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.dispatch import failures
+from nsa.failures import caught
 from nsa.kernels.query_major.tiles import next_power_of_2
 from nsa.testing.contestants.contract import Contestant, Contract
 from nsa.testing.contestants.fit import arranged
@@ -28,7 +28,7 @@ VLLM = "vllm.models.minimax_m3.common.ops.sparse_attn"
 ORDERED = Contract(takes=("blocks",), needs=("sorted", "padding last"))
 VLLM_STEP = 16  # queries of a sequence, up to which a call counts as a decode or speculative step
 # Errors of importing a peer that does not fit this torch or Triton. Such a peer counts as not installed.
-UNUSABLE: tuple[type[BaseException], ...] = (*failures(), AttributeError, TypeError)
+UNUSABLE: tuple[type[BaseException], ...] = (*caught(), AttributeError, TypeError)
 
 
 @functools.cache

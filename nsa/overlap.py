@@ -1,0 +1,66 @@
+"""Whether ``out`` shares memory with an input. A kernel writes ``out`` while other programs still read the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nsa.call import Call
+from nsa.torch_modes import odd
+
+_same_storage = torch._C._is_alias_of  # type: ignore[attr-defined]
+_OUT = Call._fields.index("out")
+
+
+def check(call: Call, named: Callable[[Call], dict[str, Tensor]]) -> None:
+    """Check the memory of ``call.out``, which must not be None.
+
+    Args:
+        named: gives the tensors of a call by the caller's names.
+
+    Raises:
+        ValueError: ``out`` has no memory of its own, or shares memory with an input.
+    """
+    out = call.out
+    assert out is not None
+    if odd(out):
+        raise ValueError("out: expected a tensor with memory of its own, got a negative view, a zero or a fake tensor")
+    for x in call.tensors[:_OUT]:
+        if x is not None and _same_storage(out, x) and _shared(out, x, x.data_ptr() - out.data_ptr()):
+            name = next(name for name, tensor in named(call).items() if tensor is x)
+            raise ValueError(f"out: expected a tensor with memory of its own, got one that shares memory with {name}")
+
+
+def _shared(a: Tensor, b: Tensor, offset: int) -> bool:
+    """Whether two tensors share a byte; ``offset``: bytes from the start of ``a`` to that of ``b``.
+
+    Exact if strides are equal or nested, as in slices of one buffer. Else tensors count as sharing memory if their
+    extents overlap.
+    """
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    return _meet(_dims(a), _dims(b), a.element_size(), b.element_size(), offset)
+
+
+def _dims(x: Tensor) -> list[tuple[int, int]]:
+    """``(stride in bytes, size)`` of the dimensions with more than one element."""
+    return [(stride * x.element_size(), size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+
+
+def _meet(a: list[tuple[int, int]], b: list[tuple[int, int]], wide_a: int, wide_b: int, offset: int) -> bool:
+    """:func:`_shared` for the dimensions ``a`` and ``b`` of elements that are ``wide_a`` and ``wide_b`` bytes wide."""
+    reach_a = wide_a + sum(stride * (size - 1) for stride, size in a)
+    reach_b = wide_b + sum(stride * (size - 1) for stride, size in b)
+    if offset >= reach_a or -offset >= reach_b:
+        return False
+    period = max([stride for stride, _ in (*a, *b)], default=0)
+    inner_a, inner_b = ([(stride, size) for stride, size in dims if stride < period] for dims in (a, b))
+    in_both = len(inner_a) < len(a) and len(inner_b) < len(b)
+    inner = (wide_a, inner_a), (wide_b, inner_b)
+    if not in_both or any(wide + sum(stride * (size - 1) for stride, size in dims) > period for wide, dims in inner):
+        return True
+    # In each period both tensors have the same pattern, so two neighbouring offsets between the patterns suffice.
+    near = offset % period
+    return any(_meet(inner_a, inner_b, wide_a, wide_b, shift) for shift in (near, near - period))

@@ -1,0 +1,250 @@
+"""Tensors that have no memory of their own, or memory that means something else, at every public function.
+
+PyTorch serves them, or an error refuses them: no launch gets their address, and no kernel counts as broken.
+"""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import nsa
+from nsa import failures
+from nsa.call import Call
+from nsa.kernels.shared.launch import Variant
+from nsa.plain.oracle import selection_reference
+
+pytestmark = pytest.mark.usefixtures("fresh_routes")
+SHAPE = dict(S=2, S_kv=9, HKV=1, Dv=24)
+
+
+@pytest.fixture(autouse=True)
+def long_rows():
+    with nsa.configure(sel_triton_min_L=0):
+        yield
+
+
+@pytest.fixture
+def qkv(draw):
+    return draw(**SHAPE)
+
+
+@pytest.fixture
+def blocks(same):
+    return dict(block_indices=same([0, 2], 1, 2, 1), block_size=3)
+
+
+class Wrapper(torch.Tensor):
+    """A subclass without memory, whose operators run on the tensor it holds."""
+
+    @staticmethod
+    def __new__(cls, held):
+        x = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+        x.held = held
+        return x
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        bare = [x.held if isinstance(x, cls) else x for x in args]
+        return function(*bare, **(kwargs or {}))
+
+
+def negative(x):
+    return torch._neg_view(-x)
+
+
+FAKE = FakeTensorMode()
+MEMORY = {
+    "plain": lambda x: x.clone(),
+    "parameter": lambda x: torch.nn.Parameter(x.clone(), requires_grad=False),
+    "negative": negative,
+    "zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype, device=x.device),
+    "meta": lambda x: x.to("meta"),
+    "fake": FAKE.from_tensor,
+    "wrapped": Wrapper,
+    "functional": torch._to_functional_tensor,
+}
+# What PyTorch and our checks raise (AssertionError: fake tensors beside others). A kernel that read such memory would
+# give a wrong result or lose the process.
+REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError)
+
+
+@contextlib.contextmanager
+def no_bad_address(monkeypatch):
+    """Fails at its end if a kernel was launched on a tensor that is not an ordinary one."""
+    launch, bad = Variant.launch, []
+
+    def watched(self, grid, device, tensors, *rest):
+        launch(self, grid, device, tensors, *rest)
+        bad.extend(x for x in tensors if x is not None and (x.is_neg() or x.numel() and x.data_ptr() == 0))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Variant, "launch", watched)
+        yield
+    assert not bad
+
+
+# A CPU build of torch computes no shapes of operators on fake CUDA tensors.
+CUDA_BUILD = pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch, which needs no GPU")
+KINDS = st.tuples(*[st.sampled_from(sorted(MEMORY))] * 5)
+
+
+def test_any_tensor_is_served_or_refused(draw, same, monkeypatch):
+    @given(kinds=KINDS, spans=st.booleans(), grad=st.booleans(), cached=st.booleans())
+    def served_or_refused(kinds, spans, grad, cached):
+        q, k, v = draw(**SHAPE)
+        selection = same([(0, 4), (2, 7)] if spans else [0, 2], 1, 2, 1)
+        if kinds[3] == "negative":
+            kinds = (*kinds[:3], "plain", kinds[4])
+        inputs = [MEMORY[kind](x) for kind, x in zip(kinds, (q, k, v, selection), strict=False)]
+        means = {"zeros": torch.zeros_like}
+        exact = [means.get(kind, torch.clone)(x) for kind, x in zip(kinds, (q, k, v, selection), strict=False)]
+        how = ("ranges", None) if spans else ("block_indices", 3)
+        call = {how[0]: inputs[3], "block_size": how[1], "max_selected": 9}
+        want = selection_reference(Call.of(*exact[:3], **(call | {how[0]: exact[3]}), return_lse=True))
+        got = None
+        with no_bad_address(monkeypatch), contextlib.suppress(*REFUSALS):
+            if cached:
+                got = nsa.selection_attention_with_kvcache(*inputs[:3], cache_seqlens=9, return_lse=True, **call)
+            else:
+                if grad:
+                    inputs[:3] = [x.detach().requires_grad_() for x in inputs[:3]]
+                got = nsa.selection_attention(*inputs[:3], return_lse=True, **call)
+                if grad:
+                    torch.autograd.grad(got[0], inputs[:3], MEMORY[kinds[4]](torch.ones_like(want[0])))
+        if got is not None and not {"meta", "fake", "wrapped"} & set(kinds[:4]):
+            bare = [torch._from_functional_tensor(x) if torch._is_functional_tensor(x) else x for x in got]
+            for a, b in zip(bare, want, strict=True):
+                torch.testing.assert_close(a.resolve_neg() + 0, b, rtol=0, atol=1e-5)
+        assert not failures.broken
+
+    served_or_refused()
+
+
+@pytest.mark.parametrize("kind", sorted(set(MEMORY) - {"plain", "parameter"}))
+def test_packed_rows_refuse_them(device, monkeypatch, kind):
+    Q, K, V = (torch.randn(shape, device=device) for shape in ((2, 4, 16), (2, 9, 16), (2, 9, 16)))
+    want = nsa.sel_attn_fwd_dense_group(Q, K, V)
+    with no_bad_address(monkeypatch):
+        for at in range(3):
+            given = [MEMORY[kind](x) if i == at else x for i, x in enumerate((Q, K, V))]
+            if kind == "negative":
+                assert torch.equal(nsa.sel_attn_fwd_dense_group(*given), want)
+            else:
+                with pytest.raises(REFUSALS):
+                    nsa.sel_attn_fwd_dense_group(*given)
+    assert not failures.broken
+
+
+def test_a_negative_view_is_read_as_what_it_means(qkv, blocks):
+    want = nsa.selection_attention(*qkv, **blocks)
+    for at in range(3):
+        given = [negative(x) if i == at else x for i, x in enumerate(qkv)]
+        assert given[at].is_neg()
+        torch.testing.assert_close(nsa.selection_attention(*given, **blocks), want, rtol=0, atol=0)
+
+
+# --- gradients in batches ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_batched_gradients_are_those_one_by_one(qkv, blocks, backend, monkeypatch):
+    """`is_grads_batched` maps the backward pass, whose operator has a rule for that."""
+    leaves = [x.requires_grad_() for x in qkv]
+    o, lse = nsa.selection_attention(*leaves, **blocks, backend=backend, return_lse=True)
+    dos, dlses = torch.randn(3, *o.shape, device=o.device), torch.randn(3, *lse.shape, device=o.device)
+    pairs = list(zip(dos, dlses, strict=True))
+    one_by_one = [torch.autograd.grad((o, lse), leaves, pair, retain_graph=True) for pair in pairs]
+    with no_bad_address(monkeypatch):
+        got = torch.autograd.grad((o, lse), leaves, (dos, dlses), retain_graph=True, is_grads_batched=True)
+        alone = torch.autograd.grad(o, leaves[1], dos, is_grads_batched=True)[0]
+    for x, *each in zip(got, *one_by_one, strict=True):
+        assert torch.equal(x, torch.stack(each))
+    assert alone.shape == (3, *qkv[1].shape)
+    assert not failures.broken
+
+
+def test_a_vectorized_jacobian(qkv, blocks):
+    q, k, v = qkv
+    jacobian = torch.autograd.functional.jacobian
+    f = lambda q: nsa.selection_attention(q, k, v, **blocks)[..., :2]  # noqa: E731
+    assert torch.equal(jacobian(f, q, vectorize=True), jacobian(f, q))
+
+
+# --- what looks at the dispatcher -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["must-save", "must-recompute"])
+def test_a_policy_decides_whether_attention_runs_again(qkv, blocks, saved):
+    op, seen = torch.ops.nsa.selection_attention.default, []
+
+    def policy(context, function, *_, **__):
+        if function is op:
+            seen.append(context.is_recompute)
+            return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.MUST_RECOMPUTE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def layer(q, k, v):
+        return nsa.selection_attention(q * 2, k, v, **blocks).sin()
+
+    leaves = [x.requires_grad_() for x in qkv]
+    want = torch.autograd.grad(layer(*leaves).sum(), leaves)
+    nsa.dispatch.reset()
+    contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
+    got = torch.autograd.grad(checkpoint(layer, *leaves, use_reentrant=False, context_fn=contexts).sum(), leaves)
+    assert all(map(torch.equal, got, want))
+    assert seen[:1] == [False]
+    forwards = sum(record.calls for record in nsa.routes() if record.route != "backward")
+    assert forwards == (1 if saved else 2)
+
+
+@pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("leaf", [False, True], ids=["forward", "backward"])
+def test_make_fx(qkv, blocks, tracing, leaf):
+    def f(q, k, v, indices):
+        o = nsa.selection_attention(q, k, v, block_indices=indices, block_size=3)
+        return torch.autograd.grad(o.sum(), (q, k, v)) if leaf else (o,)
+
+    given = *(x.requires_grad_(leaf) for x in qkv), blocks["block_indices"]
+    graph = make_fx(f, tracing_mode=tracing)(*given)
+    targets = [str(node.target) for node in graph.graph.nodes]
+    assert "nsa.selection_attention.default" in targets
+    assert ("nsa.selection_attention_backward.default" in targets) == leaf
+    assert all(map(torch.equal, graph(*given), f(*given)))
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", pytest.param("sdpa", marks=CUDA_BUILD)])
+def test_fake_gpus_need_no_gpu(backend):
+    """Shapes and errors as on the GPU that the tensors pretend to be on."""
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 2, 4, 16, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        ranges = torch.zeros(1, 2, 4, 3, 2, dtype=torch.int32, device="cuda")
+        o, lse = nsa.selection_attention(q, k, v, ranges=ranges, max_selected=9, backend=backend, return_lse=True)
+        assert (o.shape, o.dtype, o.device.type) == (q.shape, q.dtype, "cuda")
+        assert (lse.shape, lse.dtype) == ((1, 2, 4), torch.float32)
+        with pytest.raises(ValueError, match="ranges: expected"):
+            nsa.selection_attention(q, k, v, ranges=torch.empty_like(q, dtype=torch.int32), backend=backend)
+
+
+def test_ranges_without_a_bound_on_fake_tensors():
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 2, 4, 16) for _ in range(3))
+        ranges = torch.zeros(1, 2, 4, 3, 2, dtype=torch.int32)
+        assert nsa.selection_attention(q, k, v, ranges=ranges).shape == q.shape
+        with pytest.raises(RuntimeError, match="expected max_selected=<int>.*fake tensors, got None"):
+            nsa.selection_attention(q, k, v, ranges=ranges, backend="sdpa")
+
+
+def test_plain_calls_do_not_go_through_the_dispatcher(qkv, blocks, monkeypatch):
+    """An operator takes the host four times as long."""
+    monkeypatch.setattr(nsa.ops, "_operator", None)
+    for leaf, inference in itertools.product((False, True), repeat=2):
+        given = [x.detach().requires_grad_(leaf) for x in qkv]
+        with torch.inference_mode(inference):
+            nsa.selection_attention(*given, **blocks)
