@@ -14,7 +14,7 @@ from nsa import dispatch, overlap, routing, settings, torch_modes
 from nsa.api import selection_attention
 from nsa.call import Call
 from nsa.torch_modes import any_autocast_enabled, odd, transforms_active
-from nsa.validate import check_tensors, integer, number
+from nsa.validate import SIZES, check_tensors, integer, number
 
 
 def _direct(
@@ -31,7 +31,8 @@ def _direct(
     """A call on packed rows, whose only selection is ``cu_seqlens``."""
     if scale is not None and type(scale) is not float:
         scale = number(scale)
-    max_selected = integer(max_selected)
+    if max_selected.__class__ not in SIZES:
+        max_selected = integer(max_selected)
     schedule, current = "per_head" if per_head else "auto", settings.get()
     call: Call = tuple.__new__(
         Call,
@@ -48,15 +49,14 @@ def _direct(
     elif Q.is_neg() or K.is_neg() or V.is_neg():
         call = _with_memory(call)
         Q, K, V = call[:3]
-    if out is not None:
-        check_tensors(out=out)
-        overlap.check(call, _named)
     try:
         key = Call.rows_key(Q, K, V, cu_seqlens, out, max_selected, schedule, current)
         planned = routing.plan(call, key, routing.make_rows_plan)
     except AttributeError:
         check_tensors(**_named(call))
         raise
+    if out is not None:
+        overlap.check(call, planned.extents, _named)
     if torch.is_grad_enabled() and (Q.requires_grad or K.requires_grad or V.requires_grad):
         raise RuntimeError("packed rows have no backward, and an input requires grad: use selection_attention")
     o, lse = dispatch.launch(planned, call)

@@ -55,14 +55,13 @@ def serve(call: Call, tracing: bool = False) -> Result:
             return _dispatched(call)
     elif q.is_neg() or k.is_neg() or v.is_neg():
         return _dispatched(call)
-    if out is not None:
-        check_tensors(out=out)
-        overlap.check(call, _named)
     try:
         planned = routing.plan(call)
     except AttributeError:
         check_tensors(**_named(call))
         raise
+    if out is not None:
+        overlap.check(call, planned.extents, _named)
     wants_grad = is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (out is not None and out.requires_grad)
     )

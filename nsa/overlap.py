@@ -3,34 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from nsa.call import Call
 from nsa.torch_modes import odd
 
-_same_storage = torch._C._is_alias_of  # type: ignore[attr-defined]
 _OUT = Call._fields.index("out")
+Extents = tuple[int, tuple[tuple[int, int], ...]]
+"""Bytes from the first to the last element of ``out``, and ``(field, bytes)`` of each input of a call."""
 
 
-def check(call: Call, named: Callable[[Call], dict[str, Tensor]]) -> None:
+def extents(call: Call) -> Extents | None:
+    """What :func:`check` needs to know of all calls of a plan; None without ``out``.
+
+    Raises:
+        ValueError: ``out`` is of a class whose tensors may have no memory.
+    """
+    if call.out is None:
+        return None
+    if odd(call.out):
+        raise ValueError("out: expected a tensor with memory of its own, got a negative view, a zero or a fake tensor")
+    return _extent(call.out), tuple((i, _extent(x)) for i, x in enumerate(call.tensors[:_OUT]) if x is not None)
+
+
+def check(call: Call, known: Extents | None, named: Callable[[Call], dict[str, Tensor]]) -> None:
     """Check the memory of ``call.out``, which must not be None.
 
     Args:
+        known: :func:`extents` of the plan.
         named: gives the tensors of a call by the caller's names.
 
     Raises:
-        ValueError: ``out`` has no memory of its own, or shares memory with an input.
+        ValueError: ``out`` shares memory with an input, or is a negative view.
     """
-    out = call.out
-    assert out is not None
-    if odd(out):
-        raise ValueError("out: expected a tensor with memory of its own, got a negative view, a zero or a fake tensor")
-    for x in call.tensors[:_OUT]:
-        if x is not None and _same_storage(out, x) and _shared(out, x, x.data_ptr() - out.data_ptr()):
+    out: Any = call.out
+    assert known is not None
+    reach, inputs = known
+    begin = out.data_ptr()
+    for i, size in inputs:
+        x: Any = call[i]
+        offset = x.data_ptr() - begin
+        if -size < offset < reach and _shared(out, x, offset):
             name = next(name for name, tensor in named(call).items() if tensor is x)
             raise ValueError(f"out: expected a tensor with memory of its own, got one that shares memory with {name}")
+    if out.is_neg():
+        raise ValueError("out: expected a tensor with memory of its own, got a negative view")
+
+
+def _extent(x: Tensor) -> int:
+    if x.numel() == 0:
+        return 0
+    return x.element_size() + sum(stride * (size - 1) for stride, size in _dims(x))
 
 
 def _shared(a: Tensor, b: Tensor, offset: int) -> bool:
@@ -39,8 +64,6 @@ def _shared(a: Tensor, b: Tensor, offset: int) -> bool:
     Exact if strides are equal or nested, as in slices of one buffer. Else tensors count as sharing memory if their
     extents overlap.
     """
-    if a.numel() == 0 or b.numel() == 0:
-        return False
     return _meet(_dims(a), _dims(b), a.element_size(), b.element_size(), offset)
 
 

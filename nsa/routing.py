@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nsa import gpu, settings
+from nsa import gpu, overlap, settings
 from nsa.call import Call
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import tiles
@@ -62,6 +62,7 @@ class Plan(NamedTuple):
     debug: bool = False  # a `debug_*` setting is on
     module: str = "query_major"  # of nsa.kernels, for Triton routes
     tiles: Any = tiles  # the module whose `forced` holds the tiles that a sweep forces on the kernel
+    extents: overlap.Extents | None = None  # of the call's tensors, if it has `out`
     instead: Plan | None = None  # what runs before the fallback if this kernel is broken
 
 
@@ -162,6 +163,7 @@ def make_plan(call: Call) -> Plan:
         backward=f"backward {call.block_size} {signature}",
         fallback=fallback,
         sdpa_layout=layout,
+        extents=overlap.extents(call),
         debug=current.debug_timing or current.debug_compare or current.debug_shapes or current.debug_cache,
     )
     if kernel not in FAMILIES:
@@ -214,7 +216,7 @@ def make_rows_plan(call: Call) -> Plan:
         raise RuntimeError(why_not)
     grouped = "dense_group" if call.cu_seqlens_k is None else "varlen_group"
     route = "per_head" if call.schedule == "per_head" else grouped
-    return Plan(dims, route, "packed rows", True, {}, {})
+    return Plan(dims, route, "packed rows", True, {}, {}, extents=overlap.extents(call))
 
 
 def plan(call: Call, key: Any = None, make: Callable[[Call], Plan] = make_plan) -> Plan:

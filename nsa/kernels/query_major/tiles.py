@@ -93,6 +93,14 @@ def span_bucket(n: int, S_kv: int) -> int:
     return bucket
 
 
+
+def most_heads(itemsize: int) -> int:
+    """Most heads of a program. With more than 16 heads in fp32 ptxas spills, up to 18 KiB a thread, and the driver then
+    reserves gigabytes of GPU memory at the first launch.
+    """
+    return MAX_HEADS if itemsize <= 2 else 16
+
+
 FULL = 2
 """At or above this many rows per multiprocessor, tiles and splits no longer depend on the number of rows."""
 
@@ -112,7 +120,8 @@ def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int, ev
             return 64, 4, 3  # not measured
         return ((128, 4, 3), (64, 2, 3), (64, 4, 2))[fill]
     if itemsize > 2:
-        return 32, 4, 2  # fp32 dot products run on the CUDA cores and are limited by registers, not by bandwidth
+        # fp32 dot products run on the CUDA cores and are limited by registers, not by bandwidth.
+        return 32, 4 if head_dim <= 128 else 8, 2
     if block_g > 16 or head_dim > 128:
         return (64 if head_dim <= 128 else 32), 4, 3
     if fill == 2:
@@ -169,7 +178,7 @@ def select(
         choice: used in place of the rules, and also cut to shared memory.
         taken: bytes of shared memory that tiles may not use.
     """
-    heads = 1 if per_head else min(G, MAX_HEADS)
+    heads = 1 if per_head else min(G, most_heads(itemsize))
     if choice is not None and not per_head:
         heads = min(heads, -(-G // choice.head_tiles))
     block_g, block_d, block_dv = padded(heads), padded(D), padded(Dv)
@@ -235,7 +244,7 @@ def choose(
         splits, fill = min(choice.splits, MAX_SPLITS), 0
         merged = bool(choice.cluster) and 1 < splits <= largest
     else:
-        programs = rows * -(-G // (1 if per_head else min(G, MAX_HEADS)))
+        programs = rows * -(-G // (1 if per_head else min(G, most_heads(itemsize))))
         splits = 1 if full else split_count(programs, bound, (D + Dv) * itemsize, processors, largest)
         fill = 0 if programs * splits < processors else 1 if programs * splits < 4 * processors else 2
         fill = 2 if full else fill
