@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling  # other tracers are dispatch modes, see `nsa.ops`
 
 from nsa import ops, settings
 from nsa.call import UNREAD, Call
 from nsa.hints import hide_wrong, refuse
-from nsa.validate import SIZES, integer, lengths, number
+from nsa.validate import lengths, number
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -131,9 +131,7 @@ def selection_attention(
     cu_q, cu_k = (None, None) if cu_seqlens is None else _pair(cu_seqlens)
     if scale is not None and type(scale) is not float:
         scale = number(scale)
-    if block_size.__class__ not in SIZES or max_selected.__class__ not in SIZES:
-        block_size, max_selected = integer(block_size), integer(max_selected)
-    tracing = is_compiling()
+    tracing = is_dynamo_compiling()
     call: Call = tuple.__new__(
         Call,
         (
@@ -231,13 +229,11 @@ def selection_attention_with_kvcache(
     if page_size is not None and (block_table is None or k_cache.shape[1:2] != (page_size,)):
         expected = "None without block_table" if block_table is None else f"shape[1] of k_cache {list(k_cache.shape)}"
         raise ValueError(f"page_size: expected {expected}, got {page_size}")
-    if block_size.__class__ not in SIZES or max_selected.__class__ not in SIZES or max_seqlen_q.__class__ not in SIZES:
-        block_size, max_selected, max_seqlen_q = map(integer, (block_size, max_selected, max_seqlen_q))
     if type(cache_seqlens) is not Tensor:
         cache_seqlens = lengths(cache_seqlens, q, k_cache, block_table, cu_seqlens_q)
     if scale is not None and type(scale) is not float:
         scale = number(scale)
-    tracing = is_compiling()
+    tracing = is_dynamo_compiling()
     call: Call = tuple.__new__(
         Call,
         (

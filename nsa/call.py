@@ -106,14 +106,16 @@ class Call(NamedTuple):
         return (
             settings.text, q.shape, q.dtype, q.device, q.stride(), k.shape, k.dtype, k.device, k.stride(),
             v.shape, v.dtype, v.device, v.stride(),
-            None if ranges is None else (ranges.__class__, ranges.shape, ranges.dtype, ranges.device, ranges.stride()),
-            None if blocks is None else (blocks.__class__, blocks.shape, blocks.dtype, blocks.device, blocks.stride()),
+            None if ranges is None else (type(ranges), ranges.shape, ranges.dtype, ranges.device, ranges.stride()),
+            None if blocks is None else (type(blocks), blocks.shape, blocks.dtype, blocks.device, blocks.stride()),
             size, size.__class__, causal, causal.__class__,
             None if positions is None else metadata(positions),
             longest if cu_q is None else (metadata(cu_q), longest, longest.__class__),
             None if cu_k is None else metadata(cu_k), most, most.__class__, None if out is None else metadata(out),
-            backend, schedule, None if lengths is None else metadata(lengths),
-            None if table is None else metadata(table),
+            backend, schedule,
+            None if lengths is None
+            else (type(lengths), lengths.shape, lengths.dtype, lengths.device, lengths.stride()),
+            None if table is None else (type(table), table.shape, table.dtype, table.device, table.stride()),
             None if k_scale is None and v_scale is None else scales_metadata(k_scale, v_scale),
         )  # fmt: skip
 
@@ -132,7 +134,7 @@ class Call(NamedTuple):
 
 def metadata(x: Any) -> tuple[Any, ...]:
     """Class, shape, dtype, device and strides of a tensor. The class says whether a kernel may read its memory."""
-    return x.__class__, x.shape, x.dtype, x.device, x.stride()
+    return type(x), x.shape, x.dtype, x.device, x.stride()
 
 
 def scales_metadata(k_scale: Any, v_scale: Any) -> tuple[Any, ...]:

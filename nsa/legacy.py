@@ -6,15 +6,14 @@ run Triton or raise an error. The two wrappers in the original layout fall back,
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
 from nsa import dispatch, overlap, routing, settings, torch_modes
 from nsa.api import selection_attention
 from nsa.call import Call
 from nsa.torch_modes import any_autocast_enabled, odd, transforms_active
-from nsa.validate import SIZES, check_tensors, integer, number
+from nsa.validate import check_tensors, integer, number
 
 
 def _direct(
@@ -31,8 +30,6 @@ def _direct(
     """A call on packed rows, whose only selection is ``cu_seqlens``."""
     if scale is not None and type(scale) is not float:
         scale = number(scale)
-    if max_selected.__class__ not in SIZES:
-        max_selected = integer(max_selected)
     schedule, current = "per_head" if per_head else "auto", settings.get()
     call: Call = tuple.__new__(
         Call,
@@ -44,20 +41,21 @@ def _direct(
     if any_autocast_enabled() or transforms_active() or forward_ad._current_level >= 0:
         call = _unusual(call)
         Q, K, V = call[:3]
-    if Q.__class__ is not Tensor or K.__class__ is not Tensor or V.__class__ is not Tensor:
-        call = _with_memory(call)
-    elif Q.is_neg() or K.is_neg() or V.is_neg():
-        call = _with_memory(call)
-        Q, K, V = call[:3]
+    if type(Q) is not Tensor or type(K) is not Tensor or type(V) is not Tensor:
+        _refuse_odd(call)
     try:
         key = Call.rows_key(Q, K, V, cu_seqlens, out, max_selected, schedule, current)
         planned = routing.plan(call, key, routing.make_rows_plan)
     except AttributeError:
         check_tensors(**_named(call))
         raise
+    except TypeError:
+        if integer(max_selected) is max_selected:
+            raise
+        return _direct(Q, K, V, cu_seqlens, integer(max_selected), scale, return_lse, out, per_head)
     if out is not None:
         overlap.check(call, planned.extents, _named)
-    if torch.is_grad_enabled() and (Q.requires_grad or K.requires_grad or V.requires_grad):
+    if is_grad_enabled() and (Q.requires_grad or K.requires_grad or V.requires_grad):
         raise RuntimeError("packed rows have no backward, and an input requires grad: use selection_attention")
     o, lse = dispatch.launch(planned, call)
     return o if lse is None else (o, lse)
@@ -73,16 +71,13 @@ def _unusual(call: Call) -> Call:
     return call if dtype is None else torch_modes.cast(call, dtype)
 
 
-def _with_memory(call: Call) -> Call:
-    """The call with negative views resolved. Other tensors without memory of their own are refused."""
+def _refuse_odd(call: Call) -> None:
+    """Raise TypeError for a tensor of a class that may have no memory of its own."""
     named = _named(call)
     check_tensors(**named)
-    call = call._replace(q=call.q.resolve_neg(), k=call.k.resolve_neg(), v=call.v.resolve_neg())
-    for name, x in zip(named, call.tensors[:3], strict=False):
+    for name, x in list(named.items())[:3]:
         if odd(x):
-            kind = type(x).__name__ if type(x) is not Tensor else "a tensor without memory of its own"
-            raise TypeError(f"{name}: expected a torch.Tensor, got {kind}: packed rows are no operator of PyTorch")
-    return call
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}: packed rows are no operator")
 
 
 def _named(call: Call) -> dict[str, Tensor]:
@@ -149,7 +144,8 @@ def sel_attn_fwd_varlen(
 
     Returns, Raises: as for :func:`sel_attn_fwd_dense`.
     """
-    check_tensors(cu_seqlens=cu_seqlens)
+    if type(cu_seqlens) is not Tensor:  # asked first, because a call of a function takes longer
+        check_tensors(cu_seqlens=cu_seqlens)
     return _direct(Q, K_all, V_all, cu_seqlens, max_selected, scale, return_lse, out, True)
 
 
@@ -165,7 +161,8 @@ def sel_attn_fwd_varlen_group(
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`sel_attn_fwd_varlen` with all ``H`` query heads of a row in one program (route ``varlen_group``)."""
-    check_tensors(cu_seqlens=cu_seqlens)
+    if type(cu_seqlens) is not Tensor:  # asked first, because a call of a function takes longer
+        check_tensors(cu_seqlens=cu_seqlens)
     return _direct(Q, K_all, V_all, cu_seqlens, max_selected, scale, return_lse, out, False)
 
 

@@ -20,7 +20,7 @@ from nsa.call import TENSORS, Call
 from nsa.dispatch import Result
 from nsa.routing import Plan
 from nsa.torch_modes import any_autocast_enabled, dispatch_modes, odd, transforms_active
-from nsa.validate import check, check_tensors
+from nsa.validate import check, check_tensors, integer
 
 # The fields of a `Call`, in their order, without `out`, `return_lse` and `settings`.
 _CALL = (
@@ -49,17 +49,20 @@ def serve(call: Call, tracing: bool = False) -> Result:
     if tracing or any_autocast_enabled() or transforms_active() or dispatch_modes() or forward_ad._current_level >= 0:
         return _unusual(call, tracing)
     q, k, v, out = call.q, call.k, call.v, call.out
-    if q.__class__ is not Tensor or k.__class__ is not Tensor or v.__class__ is not Tensor:
+    if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
         check_tensors(**_named(call))
         if any(map(odd, call.tensors)):
             return _dispatched(call)
-    elif q.is_neg() or k.is_neg() or v.is_neg():
-        return _dispatched(call)
     try:
         planned = routing.plan(call)
     except AttributeError:
         check_tensors(**_named(call))
         raise
+    except TypeError:
+        sizes = {name: integer(getattr(call, name)) for name in ("block_size", "max_selected", "max_seqlen_q")}
+        if all(value is getattr(call, name) for name, value in sizes.items()):
+            raise
+        return serve(call._replace(**sizes))
     if out is not None:
         overlap.check(call, planned.extents, _named)
     wants_grad = is_grad_enabled() and (

@@ -47,6 +47,9 @@ def odd(x: Tensor | None) -> bool:
 
     True for subclasses (fake tensors), tensors that ``torch.func`` or ``is_grads_batched`` wraps, zero tensors and
     negative views. PyTorch's dispatcher has a rule for each of them.
+
+    A call asks only for the classes of ``q``, ``k`` and ``v``. Launches find zero tensors by their address. A negative
+    view, the imaginary part of a conjugate, is refused because the stride of its last dimension is even.
     """
     if x is None:
         return False

@@ -21,7 +21,6 @@ E4M3 = torch.float8_e4m3fn  # dtype that a cache may have instead of the dtype o
 E4M3_QUERIES = (torch.float16, torch.bfloat16)  # dtypes of queries over such a cache
 BACKENDS = ("auto", "triton", "sdpa", "reference")
 SCHEDULES = ("auto", "query_major", "key_major", "union", "per_head")
-SIZES = (int, type(None))  # classes of a size that needs no conversion
 MAX_GROUP = 128
 HEAD_DIMS = (16, 256)
 MAX_RAGGED = 128**2  # sequences of a ragged batch: kernels find a token's sequence in two steps of 128
@@ -70,7 +69,7 @@ def number(scale: Any) -> Any:
 
 def integer(size: Any) -> Any:
     """``size`` as an int if it is an integer of NumPy. Other values stay as they are, to be checked."""
-    return size if isinstance(size, bool) or not isinstance(size, numbers.Integral) else int(size)
+    return size if isinstance(size, int) or not isinstance(size, numbers.Integral) else int(size)
 
 
 def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:

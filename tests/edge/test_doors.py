@@ -6,6 +6,7 @@ PyTorch serves them, or an error refuses them: no launch gets their address, and
 import contextlib
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -56,7 +57,7 @@ class Wrapper(torch.Tensor):
 
 
 def negative(x):
-    return torch._neg_view(-x)
+    return torch.complex(torch.zeros_like(x), -x).conj().imag if x.is_floating_point() else x.clone()
 
 
 FAKE = FakeTensorMode()
@@ -100,8 +101,6 @@ def test_any_tensor_is_served_or_refused(draw, same, monkeypatch):
     def served_or_refused(kinds, spans, grad, cached):
         q, k, v = draw(**SHAPE)
         selection = same([(0, 4), (2, 7)] if spans else [0, 2], 1, 2, 1)
-        if kinds[3] == "negative":
-            kinds = (*kinds[:3], "plain", kinds[4])
         inputs = [MEMORY[kind](x) for kind, x in zip(kinds, (q, k, v, selection), strict=False)]
         means = {"zeros": torch.zeros_like}
         exact = [means.get(kind, torch.clone)(x) for kind, x in zip(kinds, (q, k, v, selection), strict=False)]
@@ -130,24 +129,42 @@ def test_any_tensor_is_served_or_refused(draw, same, monkeypatch):
 @pytest.mark.parametrize("kind", sorted(set(MEMORY) - {"plain", "parameter"}))
 def test_packed_rows_refuse_them(device, monkeypatch, kind):
     Q, K, V = (torch.randn(shape, device=device) for shape in ((2, 4, 16), (2, 9, 16), (2, 9, 16)))
-    want = nsa.sel_attn_fwd_dense_group(Q, K, V)
     with no_bad_address(monkeypatch):
         for at in range(3):
             given = [MEMORY[kind](x) if i == at else x for i, x in enumerate((Q, K, V))]
-            if kind == "negative":
-                assert torch.equal(nsa.sel_attn_fwd_dense_group(*given), want)
-            else:
-                with pytest.raises(REFUSALS):
-                    nsa.sel_attn_fwd_dense_group(*given)
+            with pytest.raises(REFUSALS):
+                nsa.sel_attn_fwd_dense_group(*given)
     assert not failures.broken
 
 
-def test_a_negative_view_is_read_as_what_it_means(qkv, blocks):
-    want = nsa.selection_attention(*qkv, **blocks)
-    for at in range(3):
+def test_negative_views_are_refused_and_their_gradients_served(qkv, blocks):
+    """Their last dimension has stride 2, so validation refuses them. A gradient may have any strides."""
+    for at, name in enumerate("qkv"):
         given = [negative(x) if i == at else x for i, x in enumerate(qkv)]
         assert given[at].is_neg()
-        torch.testing.assert_close(nsa.selection_attention(*given, **blocks), want, rtol=0, atol=0)
+        with pytest.raises(ValueError, match=f"{name}: expected a contiguous last dimension"):
+            nsa.selection_attention(*given, **blocks)
+    leaves = [x.requires_grad_() for x in qkv]
+    o = nsa.selection_attention(*leaves, **blocks)
+    do = torch.randn_like(o)
+    want = torch.autograd.grad(o, leaves, do, retain_graph=True)
+    assert all(map(torch.equal, torch.autograd.grad(o, leaves, negative(do)), want))
+
+
+def test_integers_of_numpy_are_sizes(qkv, blocks):
+    want = nsa.selection_attention(*qkv, **blocks)
+    size, bound = np.int64(3), np.int32(6)
+    indices = blocks["block_indices"]
+    got = nsa.selection_attention(*qkv, block_indices=indices, block_size=size, max_selected=bound)
+    assert torch.equal(got, want)
+    lengths = torch.full((1,), qkv[1].shape[1], dtype=torch.int32, device=indices.device)
+    for cached in (lengths, np.int64(qkv[1].shape[1])):
+        got = nsa.selection_attention_with_kvcache(
+            *qkv, block_indices=indices, block_size=size, max_selected=bound, cache_seqlens=cached
+        )
+        torch.testing.assert_close(got, want)
+    with pytest.raises(TypeError, match="block_size: expected an int, got float"):
+        nsa.selection_attention(*qkv, block_indices=indices, block_size=np.float32(3))
 
 
 # --- gradients in batches ---------------------------------------------------------------------------------------------

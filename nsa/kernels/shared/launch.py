@@ -74,6 +74,7 @@ class Variant:
         self.static = static
         self.blocks = blocks or {}
         self._compiled: tuple[Any, ...] | None = None
+        self._absent = -1  # tensors without an address in the last launch that was checked
         self._asked: dict[Any, Any] = {}  # by compiled kernel, its function with more shared memory
         self._probed: set[tuple[bool, ...]] = set()  # which tensors were misaligned when the guard was asked
 
@@ -93,6 +94,12 @@ class Variant:
             "tensors": {name: x if x is None else str(x.dtype) for name, x in given.items()},
             "misaligned": [name for name, x in given.items() if x is not None and x.data_ptr() % 16 != 0],
         }
+
+    def _check_memory(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
+        """Refuse tensors that have elements, but no memory. The compile matrix launches on meta tensors."""
+        if any(x is not None and x.data_ptr() == 0 and x.numel() > 0 and not x.is_meta for x in tensors):
+            raise DoesNotFit(NO_MEMORY)
+        self._absent = sum(x is None or x.data_ptr() == 0 for x in tensors)
 
     def _described(self, values: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> list[Any]:
         """The values of the tensors, with a tensor descriptor in place of each that the kernel takes as one."""
@@ -132,10 +139,10 @@ class Variant:
                 addresses.append(0)
             else:
                 address = x.data_ptr()
-                if address == 0 and x.numel() > 0 and not x.is_meta:  # the compile matrix launches on meta tensors
-                    raise DoesNotFit(NO_MEMORY)
                 addresses.append(address)
                 union |= address
+        if addresses.count(0) != self._absent:
+            self._check_memory(tensors)
         common = common and union & 15 == 0
         compiled = self._compiled
         if compiled is not None and common:
