@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nsa.testing import artifacts, options, suite
 from nsa.testing.clock import timing
@@ -17,6 +18,7 @@ from nsa.testing.machine import current_lane
 from nsa.testing.matrix.case import Case, core, full, long_context
 from nsa.testing.report.terminal import notes_key, published_key
 
+__all__ = ["by_hand", "machine_sampling", "publish", "sampling"]  # the fixtures, see `fixtures`
 ON_REQUEST = {"nsa_update_thresholds": "test_threshold.py", "nsa_update_schedules": "test_crossover.py"}
 MINUTES = "test_training.py"  # takes longer than core, which takes two minutes; runs with --nsa-full, or if named
 rows_key = pytest.StashKey[list[dict[str, Any]]]()  # rows of the CSV of shapes by hand
@@ -46,9 +48,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", register(cases), indirect=True, scope="module")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def compiled_ahead(request: pytest.FixtureRequest) -> None:
-    """Compile the kernels of this run before its first benchmark, if there are many."""
+    """Compile the kernels of this run before its first benchmark that publishes, if there are many."""
     items = [item for item in request.session.items if item.get_closest_marker("perf") and hasattr(item, "callspec")]
     on_gpu = ("gpu", "contested")  # marks of the benchmarks of kernels
     items = [item for item in items if "case" in item.callspec.params and any(map(item.get_closest_marker, on_gpu))]
@@ -60,7 +62,7 @@ def compiled_ahead(request: pytest.FixtureRequest) -> None:
     cases = known(item.callspec.params["case"] for item in items if item.path.name != MINUTES)
     worth = len(cases) >= precompile.WORTH or len(trained) > 1
     if worth and not request.config.getoption("nsa_sweep"):
-        device = request.getfixturevalue("device")
+        device = torch.device("cuda", 0)
         precompile.compile_ahead(cases, device, precompile.processes(device), trained)
 
 
@@ -84,7 +86,7 @@ def by_hand(request: pytest.FixtureRequest) -> Callable[[dict[str, Any]], None]:
 
 
 @pytest.fixture
-def publish(request: pytest.FixtureRequest, benchmark: Any) -> Callable[..., None]:
+def publish(request: pytest.FixtureRequest, benchmark: Any, compiled_ahead: None) -> Callable[..., None]:
     """A function that hands samples and facts to pytest-benchmark and to the summary, under a group's name.
 
     again: measures once more. A gated run calls it if the first measurement is slower than the baseline. core: False

@@ -21,6 +21,8 @@ from nsa.testing import options, profiles
 from nsa.testing.fixtures import NONE, parametrize
 from nsa.testing.fixtures import case as case
 from nsa.testing.fixtures import contestant as contestant
+from nsa.testing.fixtures import device as device
+from nsa.testing.fixtures import lane as lane
 from nsa.testing.fixtures import oracle as oracle
 from nsa.testing.fixtures import problem as problem
 from nsa.testing.interpreter import quicken
@@ -57,18 +59,6 @@ def missing_gpu(capability: tuple[int, int] | None = None, memory_gib: float | N
     if memory_gib is not None and gpu.total_memory < memory_gib * 2**30:
         return f"needs {memory_gib:g} GiB of GPU memory: {gpu.name} has {gpu.total_memory / 2**30:.0f}"
     return None
-
-
-@pytest.fixture(scope="session")
-def lane() -> Lane:
-    """`gpu` or `interpreter`. In the interpreter lane Triton kernels run on CPU tensors, in fp32 and fp16."""
-    return current_lane()
-
-
-@pytest.fixture(scope="session")
-def device(lane: Lane) -> torch.device:
-    """The device on which the lane's tensors live."""
-    return torch.device("cuda", 0) if lane == "gpu" else torch.device("cpu")
 
 
 # --- options and configuration ---------------------------------------------------------------------------------------

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from nsa.testing.contestants.contract import Contestant, Contract, Declared
+from nsa.testing.judge.conduct import untouched
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix.problem import Problem
 
@@ -176,23 +176,6 @@ def _said(x: Any) -> str:
     return f"a tuple of {len(x)}" if isinstance(x, tuple) else f"a {type(x).__name__}"
 
 
-@contextlib.contextmanager
-def untouched(spec: str, p: Problem) -> Iterator[None]:
-    """Checks that a kernel does not write to its inputs.
-
-    Raises:
-        AssertionError: a tensor of `p` has changed.
-    """
-    inputs = {
-        name: x for name in ("q", "k", "v", "ranges", "block_indices") for x in [getattr(p, name)] if x is not None
-    }
-    before = {name: x.detach().clone() for name, x in inputs.items()}
-    yield
-    for name, x in inputs.items():
-        same = torch.equal(*(y.detach().contiguous().view(torch.uint8) for y in (x, before[name])))  # bytes: equal NaN
-        assert same, f"{spec}: wrote to its input {name}"
-
-
 class Wrong(AssertionError):
     """A wrong result. `result` and `oracle` are None if there is no result to compare."""
 
@@ -204,6 +187,13 @@ class Wrong(AssertionError):
 def returns(impl: Contestant) -> tuple[str, ...]:
     """The values of `wanted` for `prove`. Each is a test of its own, because only one of them may be right."""
     return ("O", "LSE") if impl.lse else ("O",)
+
+
+def unsupported(what: str, error: NotImplementedError) -> NoReturn:
+    """Skip a test because a kernel refused a call. `verdicts` fails a test that a kernel skips in another way."""
+    import pytest  # here, because `calibrate` imports this module without pytest
+
+    raise pytest.skip.Exception(f"unsupported: {what}: {error}") from error
 
 
 def prove(impl: Contestant, p: Problem, oracle: Oracle, wanted: str) -> Any:
@@ -225,9 +215,7 @@ def prove(impl: Contestant, p: Problem, oracle: Oracle, wanted: str) -> Any:
     except NotImplementedError as e:
         if impl.declared:
             raise Wrong(f"{impl.name}: promises {p.case.id}, and raised NotImplementedError: {e}") from e
-        import pytest  # here, because `calibrate` imports this module without pytest
-
-        pytest.skip(f"unsupported{' with LSE' if wanted == 'LSE' else ''}: {p.case.id}: {e}")
+        unsupported(f"{'with LSE: ' * (wanted == 'LSE')}{p.case.id}", e)
     try:
         assert_parity(result, oracle, impl.name)
     except AssertionError as error:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from nsa.testing.contestants.fit import arranged, cases_of, fitted
 from nsa.testing.contestants.named import prove, returns
 from nsa.testing.contestants.ours import OF_SOURCE, OURS
+from nsa.testing.fixtures import *  # noqa: F403  (a fixture of a module precedes one of a project's conftest.py)
 from nsa.testing.fixtures import contested, lane_cases
 from nsa.testing.judge.forward import Oracle
 from nsa.testing.machine import current_lane
