@@ -239,16 +239,16 @@ from nsa.testing.judge import addresses
 
 @pytest.fixture(autouse=True)
 def as_alone(request):
-    from conftest import SECONDS
-    assert engine.MAX_SHRINKING_SECONDS == SECONDS
     assert not addresses.checking
-    assert not {"compiled_ahead"} & set(request.fixturenames)
+    assert "compiled_ahead" not in request.fixturenames
 
 @pytest.mark.gpu(count=2)
 def test_theirs(device, lane, case, problem, oracle, contestant, publish, by_hand, sampling, machine_sampling):
     assert {device, lane, case, problem, oracle, contestant, publish, by_hand, sampling, machine_sampling} == {"theirs"}
 
 def test_profiles():
+    from conftest import SECONDS
+    assert engine.MAX_SHRINKING_SECONDS == SECONDS
     assert hypothesis.settings().max_examples == 7
     assert hypothesis.settings.get_profile("ci").max_examples == 8
 
