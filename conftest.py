@@ -7,15 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from nsa.testing import lane
+from nsa.testing import lane, owned
 
 pytest_plugins = ["nsa.testing.plugin"]
+TESTS = Path(__file__).parent / "tests"
 _PROBLEM = lane.choose()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    from nsa.testing import profiles  # here, so that pytest can rewrite the plugin before its import
+
     if _PROBLEM is not None:
         raise pytest.UsageError(_PROBLEM)
+    owned.own(config, TESTS)
+    profiles.load()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -23,4 +29,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """First, so that `-m` sees the marks."""
     from nsa.testing.shipped import mark_by_folder  # here, so that pytest can rewrite the plugin before its import
 
-    mark_by_folder(items, Path(__file__).parent / "tests")
+    mark_by_folder(items, TESTS)

@@ -11,6 +11,7 @@ import importlib.util
 import re
 import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def _register(config: pytest.Config) -> None:
     missing = [name for module, name in NEEDS.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise pytest.UsageError(f"nsa.testing.suite needs {', '.join(missing)}: pip install 'nsa[test]'")
+    _refuse_another_nsa(config)
     if importlib.util.find_spec("nsa.testing.lane") is None:
         return  # an older checkout's `nsa` comes first on sys.path, and its conftest.py registers the plugin
     from nsa.testing import lane
@@ -65,3 +67,23 @@ def _register(config: pytest.Config) -> None:
     if problem is not None:
         raise pytest.UsageError(problem)
     config.pluginmanager.import_plugin("nsa.testing.plugin")
+
+
+def _refuse_another_nsa(config: pytest.Config) -> None:
+    """Raise pytest.UsageError if the project has a package `nsa` of its own, because only one of both is imported."""
+    import pytest
+
+    spec = importlib.util.find_spec("nsa")
+    found = Path((spec and spec.origin) or "nowhere")
+    folders = (config.rootpath, config.rootpath / "src")
+    beside = [file for folder in folders for file in (folder / "nsa" / "__init__.py", folder / "nsa.py")]
+    theirs = next((file for file in (found, *beside) if file.is_file() and not _is_ours(file)), None)
+    if theirs is not None:
+        raise pytest.UsageError(
+            f"two packages are called nsa: the suite needs its own, this project has {theirs}, and `import nsa` finds "
+            f"{found}: rename the project's, or run the suite in a folder outside of that project"
+        )
+
+
+def _is_ours(file: Path) -> bool:
+    return (file.parent / "testing" / "plugin.py").is_file()

@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from nsa.testing import artifacts, options, suite
+from nsa.testing import artifacts, options
 from nsa.testing.clock import timing
 from nsa.testing.fixtures import known, register
 from nsa.testing.gate import hooks
 from nsa.testing.gate.run import Again
 from nsa.testing.machine import current_lane
 from nsa.testing.matrix.case import Case, core, full, long_context
+from nsa.testing.owned import folders, is_ours
 from nsa.testing.report.terminal import notes_key, published_key
 
+__all__ = ["by_hand", "machine_sampling", "publish", "sampling"]  # the fixtures, see `fixtures`
 ON_REQUEST = {"nsa_update_thresholds": "test_threshold.py", "nsa_update_schedules": "test_crossover.py"}
 MINUTES = "test_training.py"  # takes longer than core, which takes two minutes; runs with --nsa-full, or if named
 rows_key = pytest.StashKey[list[dict[str, Any]]]()  # rows of the CSV of shapes by hand
@@ -38,6 +41,8 @@ def timed(config: pytest.Config, prompts: bool) -> list[Case]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize shapes by hand, and training by the prompts of core."""
+    if not is_ours(metafunc.config, metafunc.definition.path):
+        return
     if "by_hand" in metafunc.fixturenames:
         shapes = options.shapes(metafunc.config)
         metafunc.parametrize("case", register(shapes), indirect=True, scope="module")
@@ -46,10 +51,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", register(cases), indirect=True, scope="module")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def compiled_ahead(request: pytest.FixtureRequest) -> None:
-    """Compile the kernels of this run before its first benchmark, if there are many."""
-    items = [item for item in request.session.items if item.get_closest_marker("perf") and hasattr(item, "callspec")]
+    """Compile the kernels of this run before its first benchmark that publishes, if there are many."""
+    ours = [item for item in request.session.items if is_ours(request.config, item.path)]
+    items = [item for item in ours if item.get_closest_marker("perf") and hasattr(item, "callspec")]
     on_gpu = ("gpu", "contested")  # marks of the benchmarks of kernels
     items = [item for item in items if "case" in item.callspec.params and any(map(item.get_closest_marker, on_gpu))]
     if current_lane() != "gpu" or not items or request.config.getoption("nsa_impl"):
@@ -60,7 +66,7 @@ def compiled_ahead(request: pytest.FixtureRequest) -> None:
     cases = known(item.callspec.params["case"] for item in items if item.path.name != MINUTES)
     worth = len(cases) >= precompile.WORTH or len(trained) > 1
     if worth and not request.config.getoption("nsa_sweep"):
-        device = request.getfixturevalue("device")
+        device = torch.device("cuda", 0)
         precompile.compile_ahead(cases, device, precompile.processes(device), trained)
 
 
@@ -84,7 +90,7 @@ def by_hand(request: pytest.FixtureRequest) -> Callable[[dict[str, Any]], None]:
 
 
 @pytest.fixture
-def publish(request: pytest.FixtureRequest, benchmark: Any) -> Callable[..., None]:
+def publish(request: pytest.FixtureRequest, benchmark: Any, compiled_ahead: None) -> Callable[..., None]:
     """A function that hands samples and facts to pytest-benchmark and to the summary, under a group's name.
 
     again: measures once more. A gated run calls it if the first measurement is slower than the baseline. core: False
@@ -110,8 +116,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
     Files in `ON_REQUEST` and `MINUTES` run only if their option is given.
     """
-    ours = (config.rootpath / "tests" / "perf", Path(suite.__file__).parent / "perf")
-    if collection_path.parent not in ours or not collection_path.name.startswith("test_"):
+    ours = [folder / "perf" for folder in folders(config)]
+    if collection_path.parent.resolve() not in ours or not collection_path.name.startswith("test_"):
         return None
     name = collection_path.name
     if config.getoption("nsa_sweep") or name == "test_sweep.py":

@@ -1,6 +1,8 @@
-"""Fixtures: `case` (by id), `problem` (its tensors), `oracle` (the right answer), and `contestant`.
+"""Fixtures: `lane`, `device`, `case` (by id), `problem` (its tensors), `oracle` (the right answer), and `contestant`.
 
-A test gets its cases from `over`, or from `contested`, which runs it for each contestant over that contestant's cases.
+The plugin registers them for all tests. The modules of the suite import them as well, with `*`: a fixture of a module
+precedes one of the same name in a project's conftest.py. A test gets its cases from `over`, or from `contested`, which
+runs it for each contestant over that contestant's cases.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from nsa.testing.contestants.contract import Contestant
 from nsa.testing.contestants.fit import arranged
 from nsa.testing.contestants.ours import NSA, OURS
 from nsa.testing.judge.forward import Oracle
-from nsa.testing.machine import current_lane
+from nsa.testing.machine import Lane, current_lane
 from nsa.testing.matrix.case import Case, parity, small
 from nsa.testing.matrix.problem import Problem
 
+__all__ = ["case", "contestant", "device", "lane", "oracle", "problem"]
 Row = tuple[Any, ...]  # a case, and the values of a test's other arguments
 NONE = "none"  # the parameter of a `contested` test without rows
 _by_id: dict[str, Case] = {}
@@ -102,6 +105,18 @@ def register(cases: list[Case]) -> list[str]:
 def known(ids: Iterable[str]) -> list[Case]:
     """The cases with these ids, each once."""
     return [_by_id[name] for name in dict.fromkeys(ids)]
+
+
+@pytest.fixture(scope="session")
+def lane() -> Lane:
+    """`gpu` or `interpreter`. In the interpreter lane Triton kernels run on CPU tensors, in fp32 and fp16."""
+    return current_lane()
+
+
+@pytest.fixture(scope="session")
+def device(lane: Lane) -> torch.device:
+    """The device on which the lane's tensors live."""
+    return torch.device("cuda", 0) if lane == "gpu" else torch.device("cpu")
 
 
 @pytest.fixture(scope="module")

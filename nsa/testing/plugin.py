@@ -21,6 +21,8 @@ from nsa.testing import options, profiles
 from nsa.testing.fixtures import NONE, parametrize
 from nsa.testing.fixtures import case as case
 from nsa.testing.fixtures import contestant as contestant
+from nsa.testing.fixtures import device as device
+from nsa.testing.fixtures import lane as lane
 from nsa.testing.fixtures import oracle as oracle
 from nsa.testing.fixtures import problem as problem
 from nsa.testing.interpreter import quicken
@@ -30,6 +32,7 @@ from nsa.testing.machine import commit as commit
 from nsa.testing.machine import current_lane as current_lane
 from nsa.testing.machine import device_name as device_name
 from nsa.testing.machine import triton_version as triton_version
+from nsa.testing.owned import is_ours
 
 # In the order in which they print, see `terminal`. `benchmarks` comes last, because it imports others, and pytest can
 # rewrite assertions only in plugins that were not imported before.
@@ -57,18 +60,6 @@ def missing_gpu(capability: tuple[int, int] | None = None, memory_gib: float | N
     if memory_gib is not None and gpu.total_memory < memory_gib * 2**30:
         return f"needs {memory_gib:g} GiB of GPU memory: {gpu.name} has {gpu.total_memory / 2**30:.0f}"
     return None
-
-
-@pytest.fixture(scope="session")
-def lane() -> Lane:
-    """`gpu` or `interpreter`. In the interpreter lane Triton kernels run on CPU tensors, in fp32 and fp16."""
-    return current_lane()
-
-
-@pytest.fixture(scope="session")
-def device(lane: Lane) -> torch.device:
-    """The device on which the lane's tensors live."""
-    return torch.device("cuda", 0) if lane == "gpu" else torch.device("cpu")
 
 
 # --- options and configuration ---------------------------------------------------------------------------------------
@@ -114,7 +105,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "contested(of, names, ours, promise): runs once for each contestant")
-    profiles.set_profiles()
+    profiles.choose(config)
     profiles.check(config)
     reportchars = getattr(config.option, "reportchars", "")
     if not set("sSaAN") & set(reportchars):
@@ -162,7 +153,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if nothing:
         items[:] = [item for item in items if item not in nothing]
     for item in items:
-        for mark in item.iter_markers("gpu"):
+        for mark in item.iter_markers("gpu") if is_ours(config, item.path) else ():
             reason = missing_gpu(*mark.args, **mark.kwargs)
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
@@ -175,7 +166,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare the process for the tests that `-k` and `-m` have left."""
     profiles.reproduce(session.config, session.items)
-    checked = any(item.get_closest_marker(mark) for item in session.items for mark in ("parity", "edge"))
+    ours = [item for item in session.items if is_ours(session.config, item.path)]
+    checked = any(item.get_closest_marker(mark) for item in ours for mark in ("parity", "edge"))
     if checked and current_lane() == "interpreter":
         quicken()
         addresses.watch()
@@ -189,8 +181,13 @@ def large_tests_lock() -> Path:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Run tests that name the GPU memory they need one at a time, over all workers; empty torch's cache after tests."""
-    if current_lane() != "gpu":
+    """Run tests that name the GPU memory they need one at a time, over all workers; empty torch's cache after tests.
+
+    Addresses of interpreted kernels are checked in the suite's own tests alone.
+    """
+    addresses.checking = is_ours(item.config, item.path)
+    addresses.outside.clear()
+    if current_lane() != "gpu" or not addresses.checking:
         return (yield)
     large = any(mark.kwargs.get("memory_gib") for mark in item.iter_markers("gpu"))
     with FileLock(large_tests_lock()) if large else contextlib.nullcontext():
@@ -204,8 +201,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Stop the run after an illegal access, because this process cannot use the GPU any more. Name the failing test."""
+    """Stop the run after an illegal access, because this process cannot use the GPU any more. Name the failing test.
+
+    The report also gets the call that a failing test drew, for the command that replays it.
+    """
     report = yield
+    report.nsa_call = "" if call.excinfo is None else profiles.drawn(call.excinfo.value)  # type: ignore[attr-defined]
     if call.excinfo is not None and current_lane() == "gpu":
         try:
             torch.cuda.synchronize()
@@ -214,15 +215,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    addresses.outside.clear()
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Fail a test in which an interpreted kernel left its tensors, even if the error was caught. Fixtures count too."""
-    result = yield
+    with profiles.shrinking() if is_ours(item.config, item.path) else contextlib.nullcontext():
+        result = yield
     if addresses.outside:
         pytest.fail(f"out of bounds: {addresses.outside[0]}", pytrace=False)
     return result
@@ -265,12 +262,11 @@ def _notes_of_tests(reporter: pytest.TerminalReporter) -> list[str]:
 
 
 def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -> list[str]:
-    from nsa.testing.gate.hooks import gated_again  # here, so that pytest can rewrite these plugins before their import
-    from nsa.testing.shipped import FOLDERS
+    from nsa.testing.gate.hooks import gated_again  # here, so that pytest can rewrite this plugin before its import
 
     ours: dict[Any, Any] = {}  # the first report of each test
     for report in (*reporter.stats.get("failed", ()), *reporter.stats.get("error", ())):
-        if set(FOLDERS) & set(getattr(report, "keywords", ())):
+        if getattr(report, "nsa_ours", False):
             ours.setdefault(report.nodeid, report)
     words = "".join(f" --nsa-impl {impl}" for impl in config.getoption("nsa_impl"))
     words += options.sampling_again(config) + options.by_hand_again(config) + gated_again(config)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -21,18 +23,58 @@ so that Hypothesis tries some hundred calls.
 """
 
 
-def set_profiles() -> None:
-    """Register the profiles. Hypothesis' own `pytest_configure` then loads the one that --hypothesis-profile names.
+_chosen = DEFAULT
+
+
+def choose(config: pytest.Config) -> None:
+    """Remember which profile --hypothesis-profile names for the suite's own tests.
+
+    Tests of a project keep the profiles of that project. Hypothesis loads the named one after this function, and does
+    not know ours. So if the project has none of that name, it becomes another name of the profile in use.
+    """
+    global _chosen
+    name = config.getoption("hypothesis_profile", None)
+    _chosen = name if name in EXAMPLES else DEFAULT
+    if name in EXAMPLES:
+        try:
+            hypothesis.settings.get_profile(name)
+        except InvalidArgument:
+            hypothesis.settings.register_profile(name, hypothesis.settings())
+
+
+def load() -> None:
+    """Make our profiles those of the whole run, in a checkout, where all tests are ours."""
+    for name in EXAMPLES:
+        hypothesis.settings.register_profile(name, _settings(name))
+    hypothesis.settings.load_profile(DEFAULT)
+
+
+def drawing(share: float = 1.0) -> hypothesis.settings:
+    """A decorator for a test of the suite: our settings, with a share of the calls that other tests draw."""
+    return hypothesis.settings(_settings(_chosen), max_examples=max(1, int(EXAMPLES[_chosen] * share)))
+
+
+def _settings(name: str) -> hypothesis.settings:
+    """The settings of a profile. There is no database, because the printed command contains the call that failed.
 
     The phase `explain` is left out. After a failure it traces every line of Python, which makes the interpreter slow.
     """
-    settings, slow = hypothesis.settings, [hypothesis.HealthCheck.too_slow]  # an interpreted kernel takes seconds
+    slow = [hypothesis.HealthCheck.too_slow]  # an interpreted kernel takes seconds
     phases = [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain]
-    common = settings(deadline=None, print_blob=True, suppress_health_check=slow, phases=phases)
-    settings.register_profile(DEFAULT, common, max_examples=EXAMPLES[DEFAULT], derandomize=True, database=None)
-    settings.register_profile("deep", common, max_examples=EXAMPLES["deep"], derandomize=False)
-    settings.load_profile(DEFAULT)
-    engine.MAX_SHRINKING_SECONDS = SHRINK_SECONDS  # Hypothesis has no setting for it
+    return hypothesis.settings(
+        deadline=None, print_blob=True, suppress_health_check=slow, phases=phases, database=None,
+        max_examples=EXAMPLES[name], derandomize=name == DEFAULT,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def shrinking() -> Iterator[None]:
+    """Within it, Hypothesis shrinks a failing call for at most `SHRINK_SECONDS`. It has no setting for that."""
+    before, engine.MAX_SHRINKING_SECONDS = engine.MAX_SHRINKING_SECONDS, SHRINK_SECONDS
+    try:
+        yield
+    finally:
+        engine.MAX_SHRINKING_SECONDS = before
 
 
 def add_option(group: Any) -> None:
@@ -78,6 +120,14 @@ def reproduce(config: pytest.Config, items: list[pytest.Item]) -> None:
     hypothesis.reproduce_failure(version, blob.encode())(getattr(test, "__func__", test))
 
 
+def drawn(error: BaseException) -> str:
+    """`VERSION:BLOB` of the call that a test drew when it failed, as Hypothesis notes it; empty without such a note."""
+    errors = [error, *getattr(error, "exceptions", ())]  # of a test that failed in several ways
+    notes = "\n".join(str(note) for one in errors for note in getattr(one, "__notes__", ()))
+    found = re.search(r"@reproduce_failure\('([^']+)', b'([^']+)'\)", notes)
+    return ":".join(found.groups()) if found else ""
+
+
 def again(config: pytest.Config, report: Any) -> str:
     """The command-line options with which another run draws the call that failed; empty for tests that draw none.
 
@@ -85,9 +135,8 @@ def again(config: pytest.Config, report: Any) -> str:
     """
     if "hypothesis" not in getattr(report, "keywords", ()):
         return ""
-    profile, call = config.getoption("hypothesis_profile", None), config.getoption("nsa_reproduce")
-    found = re.search(r"@reproduce_failure\('([^']+)', b'([^']+)'\)", getattr(report, "longreprtext", ""))
-    call = ":".join(found.groups()) if found else call
+    profile = config.getoption("hypothesis_profile", None)
+    call = getattr(report, "nsa_call", "") or config.getoption("nsa_reproduce")
     words = ["--hypothesis-profile", profile] if profile not in (None, DEFAULT) else []
     words += ["--nsa-reproduce", call] if call else []
     return "".join(f" {shlex.quote(word)}" for word in words)

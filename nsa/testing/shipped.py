@@ -7,7 +7,6 @@ finds their files in the installed package, and makes their warnings errors. It 
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import types
 import warnings
@@ -17,7 +16,8 @@ from pathlib import Path
 import pytest
 from _pytest.config import parse_warning_filter
 
-SUITE = Path(__file__).parent.resolve() / "suite"
+from nsa.testing.owned import SUITE, inside, is_ours
+
 FOLDERS = ("parity", "edge", "perf")
 MARKS = (
     "parity: numbers against the fp64 oracle (set by the folder of that name)",
@@ -41,15 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("python_files", f"{SUITE}/*/test_*.py")  # for projects with another `python_files`
 
 
-@functools.cache
-def _inside(path: Path) -> bool:
-    return path.resolve().is_relative_to(SUITE)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """First, so that `-m` sees the marks."""
-    ours = [item for item in items if _inside(item.path)]
+    ours = [item for item in items if inside(item.path)]
     mark_by_folder(ours, SUITE)
     strict = pytest.mark.filterwarnings("error", *EXEMPT, *_command_line(config))
     for item in ours:
@@ -83,15 +78,16 @@ def _exempt() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    with _exempt() if _inside(collector.path) else contextlib.nullcontext():
+    with _exempt() if inside(collector.path) else contextlib.nullcontext():
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Add to the report the name of the test's module for `--pyargs`, because its id is no path from this folder."""
+    """Add to the report whether the test is ours, and the name of its module for `--pyargs`, whose id is no path."""
     report = yield
-    if _inside(item.path):
+    report.nsa_ours = is_ours(item.config, item.path)  # type: ignore[attr-defined]
+    if inside(item.path):
         parts = item.path.resolve().relative_to(SUITE).with_suffix("").parts
         report.nsa_module = ".".join(("nsa.testing.suite", *parts))  # type: ignore[attr-defined]
     return report
@@ -112,5 +108,5 @@ def pytest_terminal_summary() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> None:
     """Collect functions called test_*, also in projects with another `python_functions`."""
-    if name.startswith("test_") and isinstance(obj, types.FunctionType) and _inside(collector.path):
+    if name.startswith("test_") and isinstance(obj, types.FunctionType) and inside(collector.path):
         obj.__test__ = True  # type: ignore[attr-defined]

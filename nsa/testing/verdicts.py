@@ -1,7 +1,8 @@
 """The verdicts on the contestants of `--nsa-impl`: on how many cases each is right, and what a wrong one computes.
 
 A run that does not prove a contestant ends red: if the parity lane has fewer than `fit.ENOUGH` cases, if no test
-exercised a promise, or if nothing ran in a lane.
+exercised a promise, if nothing ran in a lane, or if a test has no result. So does a run that found a wrong result, even
+if a plugin ran that test again and it passed.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ class Verdicts:
         self.known: list[str] = []  # findings of this process so far
         self.tallies: dict[tuple[str, str], Tally] = {}
         self.whole = True  # False if tests were selected by id
+        self.failed: dict[str, list[str] | None] = {}  # ids of tests that failed in this process, and the findings
+        self.expected: dict[str, None] = {}  # ids of the tests of this run, in order
+        self.told: set[str] = set()  # ids of tests with a result
+        self.spoiled: set[str] = set()  # ids of tests that also ended without a result
 
     @property
     def specs(self) -> list[str]:
@@ -52,7 +57,10 @@ class Verdicts:
 
     # --- in the process that runs a test -----------------------------------------------------------------------------
 
-    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.expected.update(dict.fromkeys(item.nodeid for item in session.items))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # around plugins that run a test again, and pytest's own for xfail
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
         report: Any = yield
         mark = item.get_closest_marker("contested")
@@ -62,8 +70,15 @@ class Verdicts:
             return report  # type: ignore[no-any-return]
         params = item.callspec.params
         case = "-".join(str(params[name]) for name in ("case", "twist", "page") if params.get(name) not in (None, ""))
+        lane = next((lane for lane in (*LANES, "perf") if item.get_closest_marker(lane)), "")
         error = None if call.excinfo is None else call.excinfo.value
-        found: list[str] | None = None
+        if report.outcome != "failed" and lane in LANES:
+            hidden = report.when == "call" and error is not None and not _unsupported(error, item)
+            if hidden or item.nodeid in self.failed:
+                said = f"expected a result, got {type(error).__name__}: {error}"
+                report.outcome, report.longrepr = "failed", said if hidden else "failed before this run of the test"
+                report.__dict__.pop("wasxfail", None)
+        found = self.failed.get(item.nodeid)
         if isinstance(error, Wrong):
             found = self._diagnosed(error)
             said = "; ".join(found) if found else "no known mistake fits"
@@ -73,8 +88,9 @@ class Verdicts:
                 report.sections.append(("diagnosis", said))
         elif isinstance(error, AssertionError) and report.outcome == "failed" and self.specs:
             report.longrepr = str(error)
+        if report.outcome == "failed":
+            self.failed[item.nodeid] = found
         reason = report.longrepr[2] if report.outcome == "skipped" and isinstance(report.longrepr, tuple) else ""
-        lane = next((lane for lane in (*LANES, "perf") if item.get_closest_marker(lane)), "")
         exercised = [mark.kwargs["promise"] or str(params.get("wanted", "O"))]
         exercised += ["cu_seqlens"] * ("-seqs" in case) + ["q_positions"] * ("-positions" in case)
         report.user_properties.append(
@@ -96,10 +112,17 @@ class Verdicts:
 
     # --- in the process that reports ---------------------------------------------------------------------------------
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self.expected.update(dict.fromkeys(ids))
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        for name, facts in report.user_properties:
-            if name != "nsa_contest":
-                continue
+        facts_of = [facts for name, facts in report.user_properties if name == "nsa_contest"]
+        if facts_of:
+            self.told.add(report.nodeid)
+        elif report.outcome not in ("passed", "skipped"):  # of a worker that died, or of a teardown
+            self.spoiled.add(report.nodeid)
+        for facts in facts_of:
             told: Any = facts
             spec, lane, case, outcome, found, reason, exercised = told
             tally = self.tallies.setdefault((str(spec), str(lane)), Tally())
@@ -120,8 +143,9 @@ class Verdicts:
             return
         # A run of tests by id, such as a replay command, does not have to prove a contestant.
         self.whole = not any("::" in str(word) for word in self.config.args)
-        unproved = [line for _, lines in self._verdicts() for line in lines if ": not proved" in line]
-        if unproved and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        said = "\n".join(line for _, lines in self._verdicts() for line in lines)
+        green = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+        if green and (": not proved" in said or ": WRONG" in said):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(trylast=True)  # below the replay commands
@@ -143,9 +167,17 @@ class Verdicts:
         for spec in self.specs:
             mine = {lane: self.tallies[spec, lane] for lane in LANES if (spec, lane) in self.tallies}
             said = [line for lane, tally in mine.items() for line in self._of_lane(named.load(spec), lane, tally)]
+            said += [] if any(tally.wrong for tally in mine.values()) else self._lost(spec)
             if said:
                 lines.append((spec, said))
         return lines
+
+    def _lost(self, spec: str) -> list[str]:
+        """A line if tests of a contestant have no result, as after a crash of the process that ran them."""
+        begins = f"[{spec}-".encode("unicode_escape").decode()  # as pytest escapes ids
+        lost = [name for name in self.expected if begins in name and (name not in self.told or name in self.spoiled)]
+        count = f"{len(lost)} test{'s' * (len(lost) != 1)} ended"
+        return [f"{spec}: not proved: {count} without a result, the first is {lost[0]}"] if lost else []
 
     def _of_lane(self, impl: Contestant, lane: str, tally: Tally) -> list[str]:
         assert impl.contract is not None
@@ -174,6 +206,13 @@ class Verdicts:
         lines = [f"{right} distinct cases, {ENOUGH} are needed"] if right < ENOUGH else []
         missing = [text for key, text in wanted.items() if key not in tally.exercised]
         return lines + [f"{text}: promised, and no test of this run asked for it" for text in missing]
+
+
+def _unsupported(error: BaseException, item: pytest.Item) -> bool:
+    """Whether a test was skipped because of a `NotImplementedError` from a kernel whose contract was not declared."""
+    impl: Contestant = item.funcargs["contestant"]  # type: ignore[attr-defined]
+    refused = isinstance(error, pytest.skip.Exception) and isinstance(error.__cause__, NotImplementedError)
+    return refused and not impl.declared
 
 
 def _wrong(head: str, tally: Tally) -> list[str]:

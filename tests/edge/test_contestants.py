@@ -159,6 +159,44 @@ def test_a_mistake_of_use_takes_three_lines(folder, monkeypatch, which):
     assert len(str(error.value).splitlines()) <= 3
 
 
+# What a module does when it is imported, and how the error describes it. Line 3 is the user's.
+BROKEN = {
+    "name": ("tile = BLOCK", "NameError: name 'BLOCK' is not defined"),
+    "of-torch": ("torch.no_such_thing(3)", "AttributeError: module 'torch' has no attribute 'no_such_thing'"),
+    "module": ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+    "syntax": ("tile = = 3", "SyntaxError: invalid syntax"),
+    "exits": ("raise SystemExit(0)", "SystemExit: 0"),
+    "skips": ("pytest.skip('no GPU', allow_module_level=True)", "Skipped: no GPU"),
+}
+
+
+@pytest.mark.parametrize("which", BROKEN)
+def test_a_module_that_raises_is_named_in_one_line(tmp_path, monkeypatch, which):
+    line, message = BROKEN[which]
+    name = f"broken_{which.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(f"import pytest\nimport torch\n{line}\n")
+    (tmp_path / f"uses_{name}.py").write_text(f"import {name}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = f"importing uses_{name} raised {message} ({tmp_path / name}.py:3)"
+    with pytest.raises(ValueError, match=f"^--nsa-impl uses_{name}:attend: {re.escape(said)}$"):
+        named.load(f"uses_{name}:attend")
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("./mine:f", "type --nsa-impl mine:f"),
+        ("mine.py:f@dense", "type --nsa-impl mine:f@dense"),
+        ("sub/../deep/mine.py:f", "type --nsa-impl deep.mine:f"),
+        ("/a/b/mine.py:f@blocks", "type --nsa-impl mine:f@blocks in /a/b, or with that folder in PYTHONPATH"),
+    ],
+)
+def test_a_path_is_told_what_to_type(tmp_path, monkeypatch, spec, said):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"^--nsa-impl {re.escape(spec)}: expected a module, got a path: {said}$"):
+        named.load(spec)
+
+
 def test_a_mistake_of_use_ends_the_run_before_it_collects(suite):
     done = suite("-m", "parity", "--nsa-impl", MISUSED["other-words"][0])
     assert done.returncode == pytest.ExitCode.USAGE_ERROR

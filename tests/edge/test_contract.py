@@ -5,6 +5,7 @@ import re
 import pytest
 
 from nsa.testing.contestants import named
+from nsa.testing.judge.conduct import untouched
 from nsa.testing.matrix.case import Case
 
 CASE = Case(2, 16, 16, 24, 4, "mixed", "fp32", HKV=2, S=1, S_kv=40)
@@ -89,7 +90,7 @@ def run(device, monkeypatch, tmp_path):
         impl = named.load(f"contract_kernels:{name}{kind}")
         p = (ROWS if kind else CASE).make(device)
         for return_lse in (False, True) if impl.lse else (False,):
-            with named.untouched(impl.name, p):
+            with untouched(impl.name, p):
                 impl.run(p, return_lse)
 
     return both

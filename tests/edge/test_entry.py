@@ -21,7 +21,7 @@ import pytest
 
 import nsa
 import nsa_pytest
-from nsa.testing import shipped
+from nsa.testing import benchmarks, fixtures, shipped
 
 from .test_package import ENTRY_POINTS
 
@@ -53,6 +53,36 @@ def test_own_mark():
 def test_exempt():
     warnings.warn("Synchronization debug mode is a prototype feature", UserWarning)
 """
+FIXTURES = """
+import hypothesis
+from hypothesis import given, strategies
+from hypothesis.internal.conjecture import engine
+
+from nsa.testing import profiles
+from nsa.testing.fixtures import *
+from nsa.testing.fixtures import over
+from nsa.testing.judge import addresses
+from nsa.testing.matrix.case import Case
+
+CASE = Case(2, 16, 16, 24, 6, "mixed", "fp32", HKV=2, S=3, S_kv=40)
+
+@over([CASE])
+def test_fixtures(case, problem, oracle, device, lane):
+    assert (case, device.type, lane, oracle.problem) == (CASE, "cpu", "interpreter", problem)
+    assert addresses.checking
+
+calls = []
+
+@profiles.drawing(0.01)
+@given(strategies.integers())
+def test_drawn(number):
+    assert engine.MAX_SHRINKING_SECONDS == profiles.SHRINK_SECONDS
+    calls.append(number)
+
+def test_as_many_calls_as_the_profile_says(request):
+    profile = request.config.getoption("hypothesis_profile") or "ci"
+    assert len(calls) == max(1, profiles.EXAMPLES[profile] // 100)
+"""
 MODULE_MARK = """
 import warnings
 import pytest
@@ -69,9 +99,11 @@ SUITE = {
     "parity/test_b.py": MODULE_MARK,
     "edge/__init__.py": "",
     "edge/test_c.py": "def test_deselected():\n    assert False\n",
+    "perf/__init__.py": "",
+    "perf/test_fixtures.py": FIXTURES,
 }
 SHIPPED = ("--pyargs", "nsa.testing.suite", "-m", "parity", "--nsa-impl", "mine:attend")
-PASSED, FAILED = 4, 1  # of the tests above
+PASSED, FAILED, ELSEWHERE = 4, 1, 4  # of the tests above: in parity, and elsewhere
 
 
 def write(folder, files):
@@ -183,11 +215,91 @@ def test_another_projects_settings_are_for_its_own_tests(run_pytest, folder, ins
     assert ("FAILED perf/test_theirs.py" in done.stdout) == bool(fails)
 
 
+CONFTEST = """
+import hypothesis
+import pytest
+from hypothesis.internal.conjecture import engine
+
+hypothesis.settings.register_profile("theirs", max_examples=7)
+hypothesis.settings.register_profile("ci", max_examples=8)
+hypothesis.settings.load_profile("theirs")
+SECONDS = engine.MAX_SHRINKING_SECONDS
+
+@pytest.fixture
+def device():
+    return "theirs"
+
+lane = case = problem = oracle = contestant = publish = by_hand = sampling = machine_sampling = device
+"""
+USERS = """
+import hypothesis
+import pytest
+from hypothesis.internal.conjecture import engine
+from nsa.testing.judge import addresses
+
+@pytest.fixture(autouse=True)
+def as_alone(request):
+    assert not addresses.checking
+    assert "compiled_ahead" not in request.fixturenames
+
+@pytest.mark.gpu(count=2)
+def test_theirs(device, lane, case, problem, oracle, contestant, publish, by_hand, sampling, machine_sampling):
+    assert {device, lane, case, problem, oracle, contestant, publish, by_hand, sampling, machine_sampling} == {"theirs"}
+
+def test_profiles():
+    from conftest import SECONDS
+    assert engine.MAX_SHRINKING_SECONDS == SECONDS
+    assert hypothesis.settings().max_examples == 7
+    assert hypothesis.settings.get_profile("ci").max_examples == 8
+
+@pytest.mark.parity
+def test_fails():
+    assert False
+"""
+
+
+@pytest.mark.parametrize("profile", [[], ["--hypothesis-profile", "deep"]], ids=["none", "deep"])
+def test_another_projects_fixtures_and_profiles_are_for_its_own_tests(run_pytest, folder, installed, profile):
+    """Their files may be called as ours. A run with `deep` writes nothing, so the folder may be write-protected."""
+    files = {"conftest.py": CONFTEST, "tests/perf/test_training.py": USERS, "tests/perf/test_sweep.py": USERS}
+    write(folder, files | {".hypothesis": "a file, so that the folder of that name cannot be made"})
+    chosen = ["--pyargs", "nsa.testing.suite.perf", "tests", "--nsa-impl", "mine:attend", "--import-mode=importlib"]
+    done = run_pytest(*chosen, *profile, cwd=folder, environment=installed)
+    assert outcome(done) == {"passed": 3 + 2 * 2, "failed": 2}, done.stdout + done.stderr
+    assert "replay one failure" not in done.stdout, "the tests that fail are theirs"
+
+
+THEIR_OWN = ["nsa/__init__.py", "src/nsa.py"]
+
+
+@pytest.mark.parametrize("file", THEIR_OWN)
+def test_another_package_of_that_name_is_refused_in_one_line(run_pytest, folder, installed, site, file):
+    write(folder, {file: "", "pytest.ini": "[pytest]\n"})
+    done = run_pytest(*SHIPPED, cwd=folder, environment=installed)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    found = folder / file if file == THEIR_OWN[0] else site / "nsa/__init__.py"
+    [line] = done.stderr.strip().splitlines()
+    assert line == (
+        f"ERROR: two packages are called nsa: the suite needs its own, this project has {folder / file}, and "
+        f"`import nsa` finds {found}: rename the project's, or run the suite in a folder outside of that project"
+    )
+
+
+def test_modules_of_the_suite_have_the_fixtures_of_their_tests():
+    """A fixture of a module precedes one of the same name in a project's conftest.py."""
+    for file in shipped.SUITE.glob("*/test_*.py"):
+        module = importlib.import_module(".".join(("nsa.testing.suite", file.parent.name, file.stem)))
+        names = fixtures.__all__ + (benchmarks.__all__ if file.parent.name == "perf" else [])
+        found = {name: getattr(module, name, None) for name in names}
+        given = {name: getattr(benchmarks if name in benchmarks.__all__ else fixtures, name) for name in names}
+        assert found == given, file
+
+
 def test_warnings_of_the_suite_can_be_allowed_by_hand(run_pytest, folder, installed):
     done = run_pytest(*SHIPPED, "-W", "ignore:of a (test:", cwd=folder, environment=installed)
     ran(done)
     done = run_pytest(*SHIPPED, "-W", "ignore:of a test:RuntimeWarning", cwd=folder, environment=installed)
-    assert outcome(done) == {"passed": PASSED + FAILED, "deselected": 1}
+    assert outcome(done) == {"passed": PASSED + FAILED, "deselected": ELSEWHERE}
 
 
 @pytest.mark.parametrize("way", ["ini", "environment", "file"])
@@ -269,7 +381,7 @@ def test_a_checkout_registers_the_plugin_once(run_pytest, checkout, site, metada
 
 # --- not asked for ----------------------------------------------------------------------------------------------------
 
-OTHERS = """
+UNASKED = """
 import importlib, json, os, sys, time, warnings
 import pytest
 
@@ -317,7 +429,7 @@ print(json.dumps(found))
 def test_a_run_that_does_not_ask_pays_nothing(tmp_path, installed):
     """Their folder may be called as one of ours, and their tests may warn."""
     write(tmp_path, {"perf/test_theirs.py": THEIRS.format("test")})
-    command = [sys.executable, "-c", OTHERS]
+    command = [sys.executable, "-c", UNASKED]
     done = subprocess.run(command, cwd=tmp_path, env=installed, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -339,7 +451,7 @@ def test_the_library_keeps_its_own_assertions(run_pytest, tmp_path, installed, a
 
 
 def config(**options):
-    return types.SimpleNamespace(option=argparse.Namespace(**options))
+    return types.SimpleNamespace(option=argparse.Namespace(**options), rootpath=ROOT)
 
 
 @pytest.mark.parametrize(

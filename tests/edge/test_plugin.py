@@ -340,7 +340,7 @@ def test_gpu_requirement_says_what_is_missing(monkeypatch, needs, reason):
 
 
 @pytest.mark.parametrize(("large", "kept"), [(True, 1), (False, 1), (False, plugin.KEPT_BYTES + 1)])
-def test_large_tests_take_turns(monkeypatch, tmp_path, large, kept):
+def test_large_tests_take_turns(monkeypatch, pytestconfig, tmp_path, large, kept):
     """And only they: the lock is held while such a test runs. What is much is given back after any test."""
     emptied, held = [], []
     monkeypatch.setattr(plugin, "current_lane", lambda: "gpu")
@@ -350,7 +350,7 @@ def test_large_tests_take_turns(monkeypatch, tmp_path, large, kept):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**30 + kept)
     monkeypatch.setattr(plugin.tempfile, "gettempdir", lambda: str(tmp_path))
     mark = pytest.mark.gpu(memory_gib=24).mark if large else pytest.mark.gpu.mark
-    item = types.SimpleNamespace(iter_markers=lambda name: [mark])
+    item = types.SimpleNamespace(iter_markers=lambda name: [mark], config=pytestconfig, path=Path(__file__))
     run = plugin.pytest_runtest_protocol(item)
     next(run)
     with contextlib.suppress(Timeout), FileLock(plugin.large_tests_lock(), timeout=0):

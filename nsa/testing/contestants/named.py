@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+import os.path
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+import nsa
 from nsa.testing.contestants.contract import Contestant, Contract, Declared
+from nsa.testing.judge.conduct import untouched
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix.problem import Problem
 
@@ -39,11 +45,13 @@ def load(spec: str) -> Contestant:
     module, _, name = path.partition(":")
     if not module or not name or kind not in UNDECLARED:
         raise ValueError(f"--nsa-impl: expected package.module:function[@blocks|@dense], got {spec!r}")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as e:
-        where = "from here, from PYTHONPATH or from what is installed"
-        raise ValueError(f"--nsa-impl {spec}: cannot be imported {where}:\n{e}") from e
+    if "/" in module or module.endswith(".py"):
+        raise ValueError(f"--nsa-impl {spec}: expected a module, got a path: {_of_path(module, spec)}")
+    imported = _imported(spec, module)
+    if not hasattr(imported, name):
+        file = getattr(imported, "__file__", "a folder")
+        raise ValueError(f"--nsa-impl {spec}: the module {module} ({file}) has no attribute {name!r}")
+    found = getattr(imported, name)
     if isinstance(found, Declared):
         return of_function(spec, found.function, found.contract, declared=True)
     if not callable(found):
@@ -55,6 +63,41 @@ def load(spec: str) -> Contestant:
         takes=(takes,), lse="e" if "return_lse" in promised else "", needs=("default scale",) if unscaled else ()
     )
     return of_function(spec, found, contract)
+
+
+def _of_path(file: str, spec: str) -> str:
+    """What to type for `folder/file.py:function`."""
+    stem, called = Path(os.path.abspath(file.removesuffix(".py"))), spec.removeprefix(file)
+    if stem.is_relative_to(Path.cwd()):
+        return f"type --nsa-impl {'.'.join(stem.relative_to(Path.cwd()).parts)}{called}"
+    return f"type --nsa-impl {stem.name}{called} in {stem.parent}, or with that folder in PYTHONPATH"
+
+
+def _imported(spec: str, module: str) -> ModuleType:
+    """The module, or a ValueError in one line that names what it raised, and where."""
+    try:
+        return importlib.import_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # a module may raise anything, also SystemExit and pytest.skip
+        said = e.msg if isinstance(e, SyntaxError) else (str(e).splitlines() or [""])[0]
+        if isinstance(e, ModuleNotFoundError) and e.name and f"{module}.".startswith(f"{e.name}."):
+            ours = f" (nsa is {nsa.__file__})" if module.startswith("nsa.") else ""
+            where = "from here, from PYTHONPATH or from what is installed"
+            raise ValueError(f"--nsa-impl {spec}: cannot be imported {where}: {said}{ours}") from e
+        text = f"importing {module} raised {type(e).__name__}: {said} ({_place(e)})"
+        raise ValueError(f"--nsa-impl {spec}: {text}") from e
+
+
+def _place(error: BaseException) -> str:
+    """`file:line` of an error in a module: the innermost line that is neither Python's nor of an installed package."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = [x for x in traceback.extract_tb(error.__traceback__)[1:] if not x.filename.startswith("<frozen")]
+    frames = [x for x in frames if x.filename != importlib.__file__]
+    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    theirs = [x for x in frames if not x.filename.startswith(installed)] or frames[:1]
+    return f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else "at an unknown line"
 
 
 def of_function(name: str, f: Callable[..., Any], contract: Contract, declared: bool = False) -> Contestant:
@@ -176,23 +219,6 @@ def _said(x: Any) -> str:
     return f"a tuple of {len(x)}" if isinstance(x, tuple) else f"a {type(x).__name__}"
 
 
-@contextlib.contextmanager
-def untouched(spec: str, p: Problem) -> Iterator[None]:
-    """Checks that a kernel does not write to its inputs.
-
-    Raises:
-        AssertionError: a tensor of `p` has changed.
-    """
-    inputs = {
-        name: x for name in ("q", "k", "v", "ranges", "block_indices") for x in [getattr(p, name)] if x is not None
-    }
-    before = {name: x.detach().clone() for name, x in inputs.items()}
-    yield
-    for name, x in inputs.items():
-        same = torch.equal(*(y.detach().contiguous().view(torch.uint8) for y in (x, before[name])))  # bytes: equal NaN
-        assert same, f"{spec}: wrote to its input {name}"
-
-
 class Wrong(AssertionError):
     """A wrong result. `result` and `oracle` are None if there is no result to compare."""
 
@@ -204,6 +230,13 @@ class Wrong(AssertionError):
 def returns(impl: Contestant) -> tuple[str, ...]:
     """The values of `wanted` for `prove`. Each is a test of its own, because only one of them may be right."""
     return ("O", "LSE") if impl.lse else ("O",)
+
+
+def unsupported(what: str, error: NotImplementedError) -> NoReturn:
+    """Skip a test because a kernel refused a call. `verdicts` fails a test that a kernel skips in another way."""
+    import pytest  # here, because `calibrate` imports this module without pytest
+
+    raise pytest.skip.Exception(f"unsupported: {what}: {error}") from error
 
 
 def prove(impl: Contestant, p: Problem, oracle: Oracle, wanted: str) -> Any:
@@ -225,9 +258,7 @@ def prove(impl: Contestant, p: Problem, oracle: Oracle, wanted: str) -> Any:
     except NotImplementedError as e:
         if impl.declared:
             raise Wrong(f"{impl.name}: promises {p.case.id}, and raised NotImplementedError: {e}") from e
-        import pytest  # here, because `calibrate` imports this module without pytest
-
-        pytest.skip(f"unsupported{' with LSE' if wanted == 'LSE' else ''}: {p.case.id}: {e}")
+        unsupported(f"{'with LSE: ' * (wanted == 'LSE')}{p.case.id}", e)
     try:
         assert_parity(result, oracle, impl.name)
     except AssertionError as error:

@@ -15,6 +15,9 @@ import torch
 outside: list[str] = []
 """Accesses out of bounds by kernels of this process. The plugin clears the list before each test."""
 
+checking = True
+"""Whether addresses are checked. The plugin switches it off while a test runs that is not the suite's."""
+
 _launched = 0
 
 
@@ -91,7 +94,7 @@ class _Watched:
 
     def _check(self, pointers: Any, mask: Any, itemsize: int, does: str) -> None:
         used = pointers if mask is None or mask.all() else pointers[mask]
-        if used.size == 0:
+        if used.size == 0 or not checking:
             return
         first, last = int(used.min()), int(used.max()) + itemsize
         if any(begin <= first and last <= end for begin, end in self.tensors):

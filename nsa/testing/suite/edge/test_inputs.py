@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa.testing.contestants.contract import Contract
 from nsa.testing.contestants.fit import arranged, fitted
 from nsa.testing.contestants.named import prove, returns
+from nsa.testing.fixtures import *  # noqa: F403  (a fixture of a module precedes one of a project's conftest.py)
 from nsa.testing.fixtures import contested
+from nsa.testing.judge.conduct import copied, same_bits
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.machine import current_lane
 from nsa.testing.matrix.case import Case
@@ -30,6 +33,7 @@ CASES = [
         Case(4, 32, 16, 33, 2, "few", dtype),
     )
 ]
+REPLACED = ("q", "k", "v", "ranges", "block_indices")
 Twist = Callable[[Problem], Problem]
 
 
@@ -128,9 +132,14 @@ NEEDED = {
 """For each twist the need of a contract that excludes the twist."""
 
 
+def fitting(impl):
+    """`CASES` within a contract."""
+    return dict.fromkeys(fitted(case, impl.contract, INTERPRETED) for case in CASES)
+
+
 def twisted(impl):
     """Each twist of each case. Large scores are left out in fp32, where the order of additions decides their result."""
-    for case in dict.fromkeys(fitted(case, impl.contract, INTERPRETED) for case in CASES):
+    for case in fitting(impl):
         twists = OF_ANY if case.source in ("rows", "varlen") else TWISTS
         for twist in twists:
             unfair = twist == "large-scores" and case.dtype == "fp32"
@@ -142,7 +151,7 @@ def twisted(impl):
 def selected(impl):
     """Cases in which some key is selected by no row."""
     every = {"finite", "own block"} & set(impl.contract.needs)
-    for case in dict.fromkeys(fitted(case, impl.contract, INTERPRETED) for case in CASES):
+    for case in fitting(impl):
         one_block = "blocks" in impl.contract.takes and case.S_kv <= case.block_size
         if not every and not one_block and case.source not in ("rows", "varlen"):
             yield from ((case, wanted) for wanted in returns(impl))
@@ -167,16 +176,39 @@ def test_keys_that_no_row_selects_may_be_nan(contestant, problem, wanted):
     prove(contestant, dataclasses.replace(p, k=k, v=v, extra={}), Oracle.of(p), wanted)
 
 
+def own_memory(p: Problem) -> Problem:
+    own = {name: x.clone() for name in REPLACED for x in [getattr(p, name)] if x is not None}
+    return dataclasses.replace(p, **own, extra={})
+
+
+def remade(p: Problem, contract: Contract) -> Problem:
+    """Other values in tensors of the same shapes."""
+    other = p.with_tensors(p.q.flip(-1), p.k.roll(1, -1), p.v.flip(-1))
+    if p.case.source in ("rows", "varlen"):
+        return other
+    return arranged(other.choosing(chosen(p.case.make(p.q.device, p.seed + 1))), contract)
+
+
+@contested(lambda impl: [(c, returns(impl)[-1]) for c in fitting(impl)], "wanted")
+def test_inputs_that_change_in_place(contestant, problem, wanted):
+    """A kernel may not know a call again by its tensors' addresses, nor change a result that it returned."""
+    p = own_memory(problem)
+    first = prove(contestant, p, Oracle.of(problem), wanted)
+    kept, other = copied(first), remade(problem, contestant.contract)
+    for name in REPLACED:
+        if getattr(p, name) is not None:
+            getattr(p, name).copy_(getattr(other, name))
+    prove(contestant, p, Oracle.of(other), wanted)
+    assert same_bits(first, kept), f"{contestant.name}: a later call changed a result that was returned"
+
+
 @pytest.mark.skipif(current_lane() != "gpu", reason="streams need a GPU")
-@contested(lambda impl: [(case,) for case in dict.fromkeys(fitted(case, impl.contract) for case in CASES)])
+@contested(lambda impl: [(case,) for case in fitting(impl)])
 def test_the_current_stream_is_waited_for(contestant, problem):
     """Inputs are written late, on the current stream. A kernel that is launched on another stream reads NaN."""
     p = problem
     oracle = Oracle.of(p)
-    try:
-        contestant.run(p)  # compiles
-    except NotImplementedError as e:
-        pytest.skip(f"unsupported: {p.case.id}: {e}")
+    prove(contestant, p, oracle, "O")  # compiles
     late = dataclasses.replace(p, **{name: torch.full_like(getattr(p, name), math.nan) for name in "qkv"}, extra={})
     if p.case.source == "rows":
         assert late.rows.K.isnan().all()  # makes the views here, because that synchronizes
@@ -189,3 +221,5 @@ def test_the_current_stream_is_waited_for(contestant, problem):
         result = contestant.run(late)
     stream.synchronize()
     assert_parity(result, oracle, contestant.name)
+    for name in "qkv":
+        assert same_bits(getattr(late, name), getattr(p, name)), f"{contestant.name}: wrote to its input {name}"

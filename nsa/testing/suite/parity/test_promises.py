@@ -6,8 +6,10 @@ import itertools
 import torch
 
 from nsa.testing.contestants.fit import cases_of, with_limit
-from nsa.testing.contestants.named import Wrong, untouched
+from nsa.testing.contestants.named import Wrong
+from nsa.testing.fixtures import *  # noqa: F403  (a fixture of a module precedes one of a project's conftest.py)
 from nsa.testing.fixtures import contested, lane_cases
+from nsa.testing.judge.conduct import copied, same_bits, tensors, untouched
 from nsa.testing.judge.forward import cached_parity
 from nsa.testing.judge.gradients import GradientOracle, assert_gradients
 from nsa.testing.machine import current_lane
@@ -38,19 +40,26 @@ def test_triton_sel_parity_gradients(contestant, problem):
     """Gradients of sum(O * dO) for a random dO. tests/parity/test_backward.py tests ours on more cases."""
     oracle = GradientOracle.of(problem)
     leaves = [x.detach().clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
-    with untouched(contestant.name, problem):
-        out = contestant.run(problem.with_tensors(*leaves))
+    p = problem.with_tensors(*leaves)
+    with untouched(contestant.name, p, {"dO": oracle.do}):
+        out = contestant.run(p)
         got = torch.autograd.grad(out, leaves, oracle.do)
     assert_gradients(got, oracle, contestant.name)
 
 
 @contested(lambda impl: some(impl, 5 * impl.contract.repeatable), promise="repeatable")
 def test_triton_sel_parity_twice(contestant, problem):
-    """Repeated calls give equal bits."""
-    first, *others = (contestant.run(problem) for _ in range(3))
-    outputs = [x[0] if isinstance(x, tuple) else x for x in (first, *others)]
-    if not all(torch.equal(outputs[0].view(torch.uint8), x.view(torch.uint8)) for x in outputs[1:]):
-        raise Wrong(f"{contestant.name} on {problem.case.id}: two calls with equal inputs gave different bits")
+    """Repeated calls give equal bits. They are copied, because a later call could write to the same memory."""
+    results, copies = [], []
+    for _ in range(3):
+        with untouched(contestant.name, problem):
+            results.append(contestant.run(problem))
+        copies.append(copied(results[-1]))
+    head = f"{contestant.name} on {problem.case.id}"
+    if not all(same_bits(copies[0], x) for x in copies[1:]):
+        raise Wrong(f"{head}: two calls with equal inputs gave different bits")
+    if not all(map(same_bits, results, copies)):
+        raise Wrong(f"{head}: a later call changed a result that was returned")
 
 
 def over(impl):
@@ -115,36 +124,55 @@ def test_triton_sel_parity_ragged_queries(contestant, case, device, page):
 def over_a_cache(contestant, case, device, page, fp8=False, counts=()):
     """Sequences of unequal length. Every place of the cache outside the sequences, spare pages included, is NaN.
 
+    Two calls, the second with other values in the same memory: a kernel may not know a call again by its tensors'
+    addresses, nor change a result that it returned.
+
     counts: queries of each sequence of a ragged batch.
     """
+    head = f"{contestant.name} on {case.id}"
+    turns = [a_cache(contestant.contract, case, device, page, fp8, counts, turn) for turn in (0, 1)]
+    given, wants = turns[0][0], [want for _, want in turns]
+    returned = []
+    for turn, want in enumerate(wants):
+        for name, x in tensors(given).items():
+            x.copy_(tensors(turns[turn][0])[name])
+        q, cache, chosen = given
+        return_lse = contestant.lse and turn == 1
+        with untouched(contestant.name, {"q": q}, cache, chosen):
+            got = contestant.cached(q, cache, return_lse=return_lse, **chosen)
+        cached_parity(got if return_lse else (got, None), want, case.torch_dtype, head)
+        returned.append((got, copied(got)))
+    assert all(same_bits(*pair) for pair in returned), f"{head}: a later call changed a result that was returned"
+
+
+def a_cache(contract, case, device, page, fp8, counts, turn):
+    """`(q, cache, selection)` of a call, and its right `(O, LSE)`. `turn` chooses lengths and values, not shapes."""
     room = -(-case.S_kv // 128) * 128
-    needs = contestant.contract.needs
+    needs = contract.needs
     lengths = [min(length, room) for length in (ROOMY if {"nonempty", "visible"} & set(needs) else LENGTHS)]
+    lengths, counts = (x[turn:] + x[:turn] for x in (lengths, counts))
     cache = caches.draw(
         lengths, room, page or None, HKV=case.HKV, D=case.D, Dv=case.Dv, dtype=case.torch_dtype, device=device,
-        seed=case.seed,
+        seed=case.seed + turn,
     )  # fmt: skip
     if "finite" in needs:
         cache = dataclasses.replace(cache, k=cache.k.nan_to_num(), v=cache.v.nan_to_num())
     cache = caches.quantized(cache) if fp8 else cache
     B, S = (1, sum(counts)) if counts else (len(lengths), case.S)  # a ragged batch is drawn as one sequence
-    p = dataclasses.replace(case, N=B * S * case.HKV, S=S).make(device)
+    drawn = dataclasses.replace(case, N=B * S * case.HKV, S=S)
+    p = drawn.make(device, drawn.seed + turn)
     ends = list(zip(lengths, counts or (S,) * B, strict=True))
     at = torch.cat([torch.arange(count) - count + length for length, count in ends]).view(B, S)
     keys = torch.cat([torch.full((count,), length) for length, count in ends]).view(B, S)
     limit = (at + 1 if case.causal else keys).clamp(min=0).to(device)
-    p = with_limit(p, contestant.contract, limit[..., None, None].expand(*limit.shape, case.HKV, 1))
+    p = with_limit(p, contract, limit[..., None, None].expand(*limit.shape, case.HKV, 1))
     q, chosen = p.q, {"ranges": p.ranges}
     if p.block_indices is not None:
         chosen = {"block_indices": p.block_indices, "block_size": p.block_size}
     chosen |= {"causal": p.causal, "scale": case.D**-0.5}
-    if counts:
-        q, chosen = q[0], chosen | {name: chosen[name][0] for name in caches.PER_ROW if name in chosen}
-        cu_seqlens_q = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
-        want = caches.oracle(q, cache, cu_seqlens_q, **chosen)
-        chosen |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max(counts)}
-    else:
-        want = caches.oracle(q, cache, **chosen)
-    for return_lse in (False, True) if contestant.lse else (False,):
-        got = contestant.cached(q, cache, return_lse=return_lse, **chosen)
-        cached_parity(got if return_lse else (got, None), want, case.torch_dtype, f"{contestant.name} on {case.id}")
+    if not counts:
+        return (q, cache, chosen), caches.oracle(q, cache, **chosen)
+    q, chosen = q[0], chosen | {name: chosen[name][0] for name in caches.PER_ROW if name in chosen}
+    cu_seqlens_q = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
+    want = caches.oracle(q, cache, cu_seqlens_q, **chosen)
+    return (q, cache, chosen | {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max(counts)}), want

@@ -1,15 +1,17 @@
 """Outputs and LSE over the lane's matrix, and over selections that Hypothesis draws, against the fp64 oracle."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa.testing.contestants.fit import arranged, cases_of, fitted
 from nsa.testing.contestants.named import prove, returns
 from nsa.testing.contestants.ours import OF_SOURCE, OURS
+from nsa.testing.fixtures import *  # noqa: F403  (a fixture of a module precedes one of a project's conftest.py)
 from nsa.testing.fixtures import contested, lane_cases
 from nsa.testing.judge.forward import Oracle
 from nsa.testing.machine import current_lane
 from nsa.testing.matrix.strategies import INT32, OF_CONTESTANTS, Drawn, seeds, selections
+from nsa.testing.profiles import drawing
 
 INTERPRETED = current_lane() == "interpreter"
 FAR = 2**27 - 2  # the last block of 16 keys that ends within int32
@@ -39,7 +41,7 @@ def shapes(impl):
 
 
 @contested(shapes, "wanted", ours=tuple)  # tests/parity/test_spans.py draws for ours, with past bugs as examples
-@settings(max_examples=settings().max_examples * 2 // 5)  # for each shape, for O and for the LSE
+@drawing(2 / 5)  # for each shape, for O and for the LSE
 @given(st.data(), seeds())
 def test_triton_sel_parity_any_selection(device, contestant, case, wanted, data, seed):
     far = FAR if case.source == "blocks" else INT32 - 1

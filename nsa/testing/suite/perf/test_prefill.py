@@ -3,12 +3,15 @@
 import pytest
 import torch
 
+from nsa.testing.benchmarks import *  # noqa: F403  (as below)
 from nsa.testing.benchmarks import timed
 from nsa.testing.clock import timing
 from nsa.testing.clock.measure import measure
 from nsa.testing.contestants import prefill
 from nsa.testing.contestants.fit import fitted
+from nsa.testing.contestants.named import unsupported
 from nsa.testing.contestants.ours import OURS
+from nsa.testing.fixtures import *  # noqa: F403  (a fixture of a module precedes one of a project's conftest.py)
 from nsa.testing.fixtures import contested
 
 BUDGET_S = 0.6  # seconds of samples for each: at least 40 samples of ours, and 10 of dense attention at 0.2 s a call
@@ -37,4 +40,4 @@ def test_prefill(contestant, problem, publish, machine_sampling):
     try:
         publish(name, *take(), again=take)
     except NotImplementedError as e:
-        pytest.skip(f"unsupported: {problem.case.id}: {e}")
+        unsupported(problem.case.id, e)

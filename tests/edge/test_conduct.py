@@ -1,0 +1,256 @@
+"""Kernels that misbehave are not green: they spoil inputs, remember results, skip tests, or end their process."""
+
+import os
+import re
+import textwrap
+import types
+
+import pytest
+import torch
+
+import nsa
+from nsa.call import Call
+from nsa.plain.oracle import selection_reference
+from nsa.testing.contestants import named
+from nsa.testing.contestants.contract import Contract
+from nsa.testing.judge.conduct import tensors
+from nsa.testing.matrix.case import Case
+from nsa.testing.suite.edge.test_inputs import test_inputs_that_change_in_place as in_place
+from nsa.testing.suite.parity.test_promises import over_a_cache
+from nsa.testing.suite.parity.test_promises import test_triton_sel_parity_gradients as gradients
+from nsa.testing.suite.parity.test_promises import test_triton_sel_parity_twice as twice
+from nsa.testing.verdicts import Verdicts
+
+for borrowed in (in_place, gradients, twice):
+    borrowed.__test__ = False  # called below
+
+SPANS = Case(2, 16, 16, 24, 6, "mixed", "fp32", HKV=2, S=3, S_kv=40)
+POSITIONS = Case(2, 16, 16, 24, 6, "mixed", "fp32", HKV=2, S=3, S_kv=40, positions=True)
+ROWS = Case(2, 16, 16, 24, 3, "few", "fp32")
+VARLEN = Case(2, 16, 16, 24, 3, "few", "fp32", source="varlen")
+SEQUENCES = Case(2, 16, 16, 24, 10, "mixed", "fp32", HKV=2, S=5, S_kv=30, seqlens=(2, 3), kv_seqlens=(10, 20))
+STEPS = Case(2, 16, 16, 64, 12, "prefill", "fp16", HKV=1, S=3, S_kv=256, block_size=16)
+PROMISES = {"lse": "e", "sequences": True, "positions": True, "gradients": True, "repeatable": True}
+PROMISES |= {"caches": ("contiguous", "pages"), "fp8": True, "ragged": True}
+
+
+def right(q, k, v, *, cache_seqlens=None, return_lse=False, **how):
+    """Every call of the suite, in plain torch."""
+    if cache_seqlens is not None:
+        how = {name: x for name, x in how.items() if name not in ("q_positions", "cu_seqlens")}
+        how |= {"cache_seqlens": cache_seqlens, "return_lse": return_lse, "backend": "sdpa"}
+        return nsa.selection_attention_with_kvcache(q, k, v, **how)
+    if q.dim() == 3 and "causal" not in how:
+        return nsa.sel_attn_fwd_varlen(q, k, v, how["cu_seqlens"], scale=how["scale"], return_lse=return_lse)
+    how = {name: x for name, x in how.items() if name not in named.OF_CACHES}
+    how["cu_seqlens"] = (how["cu_seqlens"],) * 2 if isinstance(how["cu_seqlens"], torch.Tensor) else how["cu_seqlens"]
+    o, lse = selection_reference(Call.of(q, k, v, **how, return_lse=True))
+    return (o, lse.float()) if return_lse else o
+
+
+def contestant(kernel, **promises):
+    contract = Contract(**{"takes": ("ranges", "blocks")} | PROMISES | promises)
+    return named.of_function("mine:kernel", kernel, contract, declared=True)
+
+
+def spoiling(name):
+    """`right`, which also changes one bit of an input."""
+
+    def kernel(q, k, v, **how):
+        result = right(q, k, v, **how)
+        given = tensors({"q": q, "k": k, "v": v} | how)
+        with torch.no_grad():
+            given[name].detach().view(-1)[:1].view(torch.uint8)[0] ^= 1
+        return result
+
+    return kernel
+
+
+OF_A_CACHE = {"q": {}, "k": {}, "v": {}, "block_indices": {}, "cache_seqlens": {}, "block_table": {"page": 64}}
+OF_A_CACHE |= {"k_scale": {"fp8": True}, "v_scale": {"fp8": True}, "cu_seqlens_q": {"counts": (3, 0, 1, 5)}}
+
+
+@pytest.mark.parametrize("name", OF_A_CACHE)
+def test_a_kernel_that_spoils_an_input_over_a_cache(name):
+    how = {"page": ""} | OF_A_CACHE[name]
+    over_a_cache(contestant(right), STEPS, torch.device("cpu"), **how)
+    with pytest.raises(AssertionError, match=f"^mine:kernel: wrote to its input {name}$"):
+        over_a_cache(contestant(spoiling(name)), STEPS, torch.device("cpu"), **how)
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [(SPANS, "ranges"), (POSITIONS, "q_positions"), (SEQUENCES, "cu_seqlens[0]"), (SEQUENCES, "cu_seqlens[1]"),
+     (VARLEN, "cu_seqlens"), (SPANS, "k")],
+    ids=lambda x: x if isinstance(x, str) else "",
+)  # fmt: skip
+@pytest.mark.parametrize("test", [twice, gradients], ids=["twice", "gradients"])
+def test_a_kernel_that_spoils_an_input(test, case, name):
+    if case is VARLEN and test is gradients:
+        return  # packed rows have no gradients in the suite
+    promises = {"takes": ("varlen",), "sequences": False, "caches": (), "fp8": False, "ragged": False}
+    promises = promises if case is VARLEN else {}
+    test(contestant(right, **promises), case.make("cpu"))
+    stored = {"cu_seqlens[0]": "cu_seqlens", "cu_seqlens[1]": "cu_seqlens_k"}.get(name, name)
+    with pytest.raises(AssertionError, match=f"^mine:kernel: wrote to its input {stored}$"):
+        test(contestant(spoiling(name), **promises), case.make("cpu"))
+
+
+def one_buffer(change=False):
+    """Each result is written to the memory of the one before. `change`: and every other one is off by a bit."""
+    kept, calls = [], []
+
+    def kernel(q, k, v, **how):
+        result = right(q, k, v, **how)
+        o = result[0] if isinstance(result, tuple) else result
+        kept.extend([o] * (not kept))
+        kept[0].resize_(o.shape).copy_(o)
+        calls.append(1)
+        if change and len(calls) % 2:
+            kept[0].view(torch.int32).view(-1)[0] ^= 1
+        return (kept[0], result[1]) if isinstance(result, tuple) else kept[0]
+
+    return kernel
+
+
+def remembering():
+    """A result by the address of the keys."""
+    known = {}
+
+    def kernel(q, k, v, *, return_lse=False, **how):
+        key = k.data_ptr(), return_lse and "cache_seqlens" not in how
+        known.setdefault(key, right(q, k, v, **how, return_lse=True))
+        return known[key] if return_lse else known[key][0]
+
+    return kernel
+
+
+CHANGED = "a later call changed a result that was returned"
+MEMORY = {
+    "other bits in one buffer": (lambda: one_buffer(change=True), twice, "two calls with equal inputs gave different"),
+    "one buffer, other inputs": (one_buffer, in_place, CHANGED),
+    "remembered": (remembering, in_place, "error .* > bound"),
+    "one buffer, over a cache": (one_buffer, over_a_cache, CHANGED),
+    "remembered, over a cache": (remembering, over_a_cache, "error .* > bound"),
+}
+
+
+@pytest.mark.parametrize("which", MEMORY)
+def test_a_kernel_whose_results_are_in_memory_of_its_own(which):
+    make, test, message = MEMORY[which]
+    arguments = {"case": STEPS, "device": torch.device("cpu"), "page": ""} if test is over_a_cache else {}
+    arguments = arguments or {"problem": SPANS.make("cpu")} | ({"wanted": "LSE"} if test is in_place else {})
+    test(contestant(right), **arguments)
+    with pytest.raises(AssertionError, match=message):
+        test(contestant(make()), **arguments)
+
+
+def test_packed_rows_change_in_place():
+    promises = {"takes": ("rows",), "sequences": False, "caches": (), "fp8": False, "ragged": False}
+
+    def rows(Q, K, V, scale, return_lse=False, **how):
+        return nsa.sel_attn_fwd_dense(Q, K, V, scale=scale, return_lse=return_lse)
+
+    in_place(contestant(rows, **promises), ROWS.make("cpu"), "O")
+    first = []
+    with pytest.raises(AssertionError, match="error .* > bound"):
+        in_place(contestant(lambda *a, **b: first.append(rows(*a, **b)) or first[0], **promises), ROWS.make("cpu"), "O")
+
+
+# --- skips, retries and crashes --------------------------------------------------------------------------------------
+
+KERNELS = """
+    import os, signal
+    import pytest
+    from pathlib import Path
+    from nsa.call import Call
+    from nsa.plain.oracle import selection_reference
+
+    def right(q, k, v, *, ranges, causal, scale, return_lse=False, **absent):
+        call = Call(q.double(), k, v, ranges=ranges, causal=causal, scale=scale, return_lse=True)
+        o, lse = selection_reference(call)
+        return (o.to(q.dtype), lse.float()) if return_lse else o.to(q.dtype)
+
+    def first(what):
+        try:
+            (Path(__file__).parent / what).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def dies(*args, **how):
+        if first("dies"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return right(*args, **how)
+
+    def skips(*args, **how):
+        if args[0].shape[2] == 4:
+            pytest.skip("too large")
+        return right(*args, **how)
+
+    def xfails(*args, **how):
+        if args[0].shape[2] == 4:
+            pytest.xfail("too large")
+        return right(*args, **how)
+
+    def moody(*args, **how):
+        return right(*args, **how) if not first("moody") else args[0] * 3
+"""
+RETRY = """
+    from _pytest.runner import runtestprotocol
+
+    def pytest_runtest_protocol(item, nextitem):
+        "As pytest-rerunfailures: a test that fails runs again, and the last run counts."
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for last in (False, True):
+            reports = runtestprotocol(item, log=False, nextitem=nextitem)
+            again = not last and any(report.failed for report in reports)
+            for report in reports if not again else ():
+                item.ihook.pytest_runtest_logreport(report=report)
+            if not again:
+                break
+            item._initrequest()
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+"""
+
+
+def test_skips_retries_and_crashes_are_not_green(run_pytest, tmp_path, pytestconfig):
+    """Each of these kernels is right in all other calls, and the lane `edge` asks for no number of cases."""
+    for name, text in {"mine.py": KERNELS, "retry.py": RETRY}.items():
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "NSA_")) and k != "TRITON_INTERPRET"}
+    kept |= {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(pytestconfig.rootpath))), "NSA_TEST_TRITON_SEL": "0"}
+    chosen = [word for name in ("right", "dies", "skips", "xfails", "moody") for word in ("--nsa-impl", f"mine:{name}")]
+    chosen += ["--pyargs", "nsa.testing.suite.edge", "-k", "model_may and one-key", "-p", "retry", "-n", "1"]
+    done = run_pytest(*chosen, cwd=pytestconfig.rootpath, environment=kept)
+    said = re.sub(r"\n    ", " ", done.stdout.partition("= contestants =")[2])
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    verdicts = dict(re.findall(r"^mine:(\w+)(?:, edge)?: (right on|WRONG|not proved)", said, re.M))
+    wrong = {"skips": "WRONG", "xfails": "WRONG", "moody": "WRONG"}
+    assert verdicts == {"right": "right on", "dies": "not proved"} | wrong, said
+    assert re.search(r"^mine:dies: not proved: 1 test ended without a result, the first is .*mine:dies-", said, re.M)
+    assert "expected a result, got Skipped: too large" in done.stdout
+    assert "expected a result, got XFailed: too large" in done.stdout
+    assert "failed before this run of the test" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("outcome", "wrong", "red"),
+    [("failed", {}, True), ("rerun", {}, True), ("passed", {"case": None}, True), ("passed", {}, False)],
+)
+def test_what_was_wrong_once_ends_red(monkeypatch, outcome, wrong, red):
+    """pytest-rerunfailures runs a test again, also one whose worker died, and ends green."""
+    impl = contestant(right)
+    monkeypatch.setattr(named, "load", lambda spec: impl)
+    options = types.SimpleNamespace(collectonly=False, nsa_impl=["mine:kernel"])
+    config = types.SimpleNamespace(getoption=vars(options).get, args=["nsa::a"], option=options)
+    one, name = Verdicts(config), "test_a[mine:kernel-case]"
+    session = types.SimpleNamespace(exitstatus=pytest.ExitCode.OK, items=[types.SimpleNamespace(nodeid=name)])
+    one.pytest_collection_finish(session)
+    facts = [("nsa_contest", ["mine:kernel", "edge", "case", "passed", None, "", ["O"]])]
+    for report in ((outcome, []), ("passed", facts)):
+        one.pytest_runtest_logreport(types.SimpleNamespace(nodeid=name, outcome=report[0], user_properties=report[1]))
+    one.tallies["mine:kernel", "edge"].wrong = wrong
+    one.pytest_sessionfinish(session)
+    assert session.exitstatus == (pytest.ExitCode.TESTS_FAILED if red else pytest.ExitCode.OK)
