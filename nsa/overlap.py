@@ -3,53 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor
 
 from nsa.call import Call
 from nsa.torch_modes import odd
 
 _OUT = Call._fields.index("out")
-Extents = tuple[int, tuple[tuple[int, int], ...]]
-"""Bytes from the first to the last element of ``out``, and ``(field, bytes)`` of each input of a call."""
+_SHARED = "out: expected a tensor with memory of its own, got one that shares memory with {}"
+Extents = tuple[int, int, int, int]
+"""Bytes from the first to the last element of ``out``, ``q``, ``k`` and ``v``."""
 
 
 def extents(call: Call) -> Extents | None:
     """What :func:`check` needs to know of all calls of a plan; None without ``out``.
 
+    Also checks ``out`` against the selection and the other small inputs. Once a plan, because each look at a tensor
+    takes the host 1% of a call, and integers share memory with ``out`` only by `view(dtype)`.
+
     Raises:
-        ValueError: ``out`` is of a class whose tensors may have no memory.
+        ValueError: ``out`` has no memory of its own, or shares it with one of those inputs.
     """
-    if call.out is None:
+    out = call.out
+    if out is None:
         return None
-    if odd(call.out):
+    if odd(out):
         raise ValueError("out: expected a tensor with memory of its own, got a negative view, a zero or a fake tensor")
-    return _extent(call.out), tuple((i, _extent(x)) for i, x in enumerate(call.tensors[:_OUT]) if x is not None)
+    for name, x in zip(Call._fields[3:_OUT], call.tensors[3:_OUT], strict=True):
+        if x is not None and not odd(x) and _shared(out, x, x.data_ptr() - out.data_ptr()):
+            raise ValueError(_SHARED.format(name))
+    return _extent(out), _extent(call.q), _extent(call.k), _extent(call.v)
 
 
 def check(call: Call, known: Extents | None, named: Callable[[Call], dict[str, Tensor]]) -> None:
-    """Check the memory of ``call.out``, which must not be None.
+    """Check the memory of ``call.out``, which must not be None, against that of ``q``, ``k`` and ``v``.
 
     Args:
         known: :func:`extents` of the plan.
         named: gives the tensors of a call by the caller's names.
 
     Raises:
-        ValueError: ``out`` shares memory with an input, or is a negative view.
+        ValueError: ``out`` shares memory with one of them.
     """
-    out: Any = call.out
+    q, k, v, out = call.q, call.k, call.v, call.out
+    assert out is not None
     assert known is not None
-    reach, inputs = known
+    reach, of_q, of_k, of_v = known
     begin = out.data_ptr()
-    for i, size in inputs:
-        x: Any = call[i]
-        offset = x.data_ptr() - begin
-        if -size < offset < reach and _shared(out, x, offset):
-            name = next(name for name, tensor in named(call).items() if tensor is x)
-            raise ValueError(f"out: expected a tensor with memory of its own, got one that shares memory with {name}")
-    if out.is_neg():
-        raise ValueError("out: expected a tensor with memory of its own, got a negative view")
+    for_q, for_k, for_v = q.data_ptr() - begin, k.data_ptr() - begin, v.data_ptr() - begin
+    if -of_q < for_q < reach or -of_k < for_k < reach or -of_v < for_v < reach:
+        for name, x in zip(named(call), (q, k, v), strict=False):
+            if _shared(out, x, x.data_ptr() - begin):
+                raise ValueError(_SHARED.format(name))
 
 
 def _extent(x: Tensor) -> int:
@@ -64,6 +68,8 @@ def _shared(a: Tensor, b: Tensor, offset: int) -> bool:
     Exact if strides are equal or nested, as in slices of one buffer. Else tensors count as sharing memory if their
     extents overlap.
     """
+    if a.numel() == 0 or b.numel() == 0:
+        return False
     return _meet(_dims(a), _dims(b), a.element_size(), b.element_size(), offset)
 
 

@@ -300,10 +300,10 @@ def kept(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def shared_folder(tmp_path_factory):
+def shared_folder(tmp_path_factory, pytestconfig):
     """A folder of this run, the same for all of its xdist workers."""
     base = tmp_path_factory.getbasetemp()
-    return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    return base.parent if hasattr(pytestconfig, "workerinput") else base
 
 
 @pytest.fixture(scope="session")

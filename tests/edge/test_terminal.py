@@ -81,8 +81,7 @@ def project(forked_project, monkeypatch):
     for name in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / name, pytester.path)
     (perf / "test_named.py").write_text(BENCHMARKS)
-    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_ADDOPTS", "TRITON_INTERPRET"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for name, value in {"PYTHONPATH": str(ROOT), "NSA_TEST_TRITON_SEL": "0", "NSA_COMMIT": "abc1234567"}.items():
         monkeypatch.setenv(name, value)
 
