@@ -345,10 +345,34 @@ def test_a_file_that_was_left_out_is_one_line(project):
 
 
 def test_a_damaged_file_is_an_error(project):
-    project.baseline[1].write_text(project.baseline[1].read_text()[:500])
+    """The baseline's, and one that pytest-benchmark shows beside this run. `test_gate_documents.py` has every damage."""
+
+    def no_time(i, document):
+        document["benchmarks"][1]["stats"]["data"][3] = float("nan")
+
+    change(project.baseline[1:2], no_time)
+    stored = project.path / "tests" / "perf" / "stored.json"
+    document = json.loads(project.baseline[0].read_text())
+    del document["benchmarks"][0]["stats"]["outliers"]
+    stored.write_text(json.dumps(document))
+    said = "*0002_*.json: test_bench[[]beta[]]: stats.data[[]3[]]: expected seconds from *, got nan*"
+    for named, status, line in (("", 1, said), (f"={stored}", 4, "*stored.json: *alpha[]]: stats.outliers: expected *")):
+        if named:
+            shutil.copy(project.baseline[0], project.baseline[1])
+        result = project.runpytest_subprocess("-m", "perf", f"--benchmark-compare{named}")
+        assert result.ret == status
+        assert "INTERNALERROR" not in result.stdout.str() + result.stderr.str()
+        (result.stderr if named else result.stdout).fnmatch_lines([line])
+
+
+def test_a_run_whose_samples_are_no_times_fails(project):
+    odd = {"beta": {"ours": [float("nan")], "control": 1.0}, "gamma": {"ours": [2.0], "control": -1.0}}
+    inject(project.path, ALIKE | odd)
     result = compare(project)
     assert result.ret == 1
-    assert "0002_" in result.stdout.str() + result.stderr.str()
+    result.assert_outcomes(passed=2, failed=2)
+    for where in ("[[]beta[]]: stats.data[[]0[]]", "[[]gamma[]]: extra_info.control_samples.plain[[]0[]]"):
+        result.stdout.fnmatch_lines([f"this run: test_bench{where}: expected seconds from *"])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import pytest
 from nsa.settings import child_environment
 from nsa.testing.gate import words
 from nsa.testing.gate.rule import Reading, Side, Verdict, judge, pooled
-from nsa.testing.gate.store import read
+from nsa.testing.report.document import read
 
 PERF = "tests/perf"
 PAIRS = 3  # processes of each tree in a round; the first round runs all benchmarks, the second the slower ones
@@ -139,7 +139,10 @@ def _run(tree: Tree, arguments: Sequence[str], work: Path) -> bool:
     tree.processes += 1
     if done.returncode not in EXPECTED and not (tree.commit and done.returncode == pytest.ExitCode.USAGE_ERROR):
         raise NotCompared(f"{tree.name}: pytest exited with {done.returncode}:\n{said.read_text()[-2000:]}")
-    document = read(file) if file.exists() else {"benchmarks": []}
+    try:
+        document = read(file) if file.exists() else {"benchmarks": []}
+    except ValueError as e:
+        raise NotCompared(f"{tree.name}: {e}") from e
     for benchmark in document["benchmarks"]:
         name, imported = benchmark["name"], benchmark["extra_info"].get("commit")
         if tree.commit and imported not in (None, tree.commit):

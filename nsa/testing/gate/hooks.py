@@ -21,6 +21,7 @@ from nsa.testing.gate import against, store
 from nsa.testing.gate.run import Again, Gate, Info
 from nsa.testing.gate.store import Baseline, Key
 from nsa.testing.machine import commit
+from nsa.testing.report.document import read
 
 NOT_CORE = ("nsa_full", *options.BY_HAND, "nsa_update_thresholds", "nsa_update_schedules")
 STORAGE = "--benchmark-storage"
@@ -256,7 +257,12 @@ def _show_beside(benchmarks: Any, compare: Any, folder: Path, baseline: Baseline
         return
     else:
         benchmarks.compare = compare
-        benchmarks.storage = stored if stored is not None and stored.query(compare) else own  # type: ignore[no-untyped-call]
+        try:
+            benchmarks.storage = stored if stored is not None and stored.query(compare) else own  # type: ignore[no-untyped-call]
+            for path in benchmarks.storage.query(compare) if isinstance(benchmarks.storage, FileStorage) else ():
+                read(path, needs="stats")
+        except ValueError as error:
+            raise pytest.UsageError(f"--benchmark-compare={compare}: {error}") from error
     with warnings.catch_warnings():
         # The warning prints two whole machine descriptions on one line. `Key` holds the fields that matter.
         warnings.filterwarnings("ignore", "Benchmark machine_info is different")
@@ -296,7 +302,10 @@ def gated_again(config: pytest.Config) -> str:
 def gated(config: pytest.Config, name: str, samples: Timing, info: Info, again: Again | None) -> tuple[Timing, Info]:
     """Judge a benchmark if this run is gated. Returns the samples and facts to store."""
     gate = config.stash[gate_key]
-    return (samples, info) if gate is None else gate.judge(name, samples, info, again)
+    try:
+        return (samples, info) if gate is None else gate.judge(name, samples, info, again)
+    except ValueError as error:
+        pytest.fail(str(error), pytrace=False)
 
 
 def enforce(config: pytest.Config, name: str) -> None:

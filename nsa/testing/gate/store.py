@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import os
 import re
 import shutil
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nsa.testing.gate.rule import Reading, Side, pooled
+from nsa.testing.report.document import read
 
 FILES = 3  # processes of a recording, and files that the gate reads
 
@@ -84,21 +84,6 @@ def find(folder: Path, key: Key) -> Baseline | None:
         if wanted or not document["benchmarks"]:
             paths.append(path)
     return Baseline(found, paths[::-1], pooled({name: Side.of(them[::-1]) for name, them in runs.items()}))
-
-
-def read(path: Path) -> dict[str, Any]:
-    """The contents of a file that pytest-benchmark wrote.
-
-    Raises:
-        ValueError: the file is not the JSON of a run, or parts of it are missing.
-    """
-    try:
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        Key.of(document["machine_info"])
-        [(b["name"], b["extra_info"], b["stats"]["data"][0]) for b in document["benchmarks"]]
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
-        raise ValueError(f"{path}: expected the JSON of a pytest-benchmark run, got {type(e).__name__}: {e}") from e
-    return document
 
 
 class NotSaved(RuntimeError):
