@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import sys
 import warnings
@@ -17,7 +16,7 @@ from pytest_benchmark.storage.file import FileStorage
 from nsa.testing import options
 from nsa.testing.clock.guard import undetectable
 from nsa.testing.clock.timing import Timing
-from nsa.testing.gate import against, store
+from nsa.testing.gate import against, children, store
 from nsa.testing.gate.run import Again, Gate, Info
 from nsa.testing.gate.store import Baseline, Key
 from nsa.testing.machine import commit
@@ -114,6 +113,7 @@ def _swallowed(config: pytest.Config, value: object) -> str | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """With `--nsa-save-baseline` or `--nsa-against`, this process measures nothing. It starts processes that do."""
+    options.check_values(config)
     option = config.option
     if option.collectonly or option.nsa_recording or not (option.nsa_save_baseline or option.nsa_against):
         return None
@@ -123,7 +123,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         return 1
     run, failed = (_against, "nothing was compared") if option.nsa_against else (_record, "no baseline saved")
     try:
-        return run(config)
+        with children.ended_is_interrupted():
+            return run(config)
     except KeyboardInterrupt:
         print(f"{failed}: interrupted", file=sys.stderr)
         return int(pytest.ExitCode.INTERRUPTED)
@@ -149,13 +150,7 @@ def _refused_parent(config: pytest.Config) -> str | None:
 
 
 def _against(config: pytest.Config) -> int:
-    ref, given = config.option.nsa_against, list(map(str, config.invocation_params.args))
-    apart = {"--nsa-against": 2, f"--nsa-against={ref}": 1, "--nsa-strict": 1}  # words of each option left out below
-    arguments: list[str] = []
-    while given:
-        width = apart.get(given[0], 0)
-        arguments += [] if width else given[:1]
-        del given[: width or 1]
+    ref, arguments = config.option.nsa_against, list(map(str, config.invocation_params.args))
     paths = [word for word in arguments if word in config.args]
     return against.compare(ref, arguments, paths, config.rootpath, config.option.nsa_strict)
 
@@ -211,8 +206,8 @@ def _storage(config: pytest.Config) -> Path:
 
 
 def _contestant(config: pytest.Config) -> str:
-    """The folder of a contestant's baselines, below the folder of the device; empty for our own kernels."""
-    return "".join(re.sub(r"[^\w.@-]+", "-", spec) for spec in config.option.nsa_impl[:1])
+    """The contestant whose baseline it is; empty for our own kernels."""
+    return "".join(config.option.nsa_impl[:1])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -237,7 +232,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if not compare and not config.option.nsa_recording:
         return
     key = Key.of(benchmarks.get_machine_info())
-    folder = _storage(config) / key.device / _contestant(config)
+    folder = store.folder_of(_storage(config), key.device, _contestant(config))
     gate = config.stash[gate_key] = _open(key, folder, config.option)
     if compare:
         _show_beside(benchmarks, compare, folder, gate.baseline)

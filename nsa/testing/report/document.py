@@ -187,7 +187,8 @@ _STATS: dict[str, _Check] = {
 _TEXTS = "case commit control device dist dtype gpu impl sdpa_best source torch triton"
 _NUMBERS = """
     B D Dv H HKV HQ L N S S_kv bytes ceiling_gbps ceiling_tflops flops gbps mae memory_vs_flash ms ns_per_query
-    ns_per_token overhead_us ratio_to_control scores share_of_ceiling share_of_matmul share_of_read shared tflops times_its_share us
+    ns_per_token overhead_us ratio_to_control scores share_of_ceiling share_of_matmul share_of_read shared tflops
+    times_its_share us
 """
 _FACTS: dict[str, _Check] = {
     **dict.fromkeys(_TEXTS.split(), _text_or_none),
