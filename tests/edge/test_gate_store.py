@@ -3,6 +3,7 @@
 import fcntl
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,13 @@ def test_recordings_at_the_same_time_have_numbers_of_their_own(tmp_path, monkeyp
     (tmp_path / "device" / ".lock").touch()
     made = [recordings(tmp_path / f"work{i}", json.dumps(i)) for i in range(6)]
     together = threading.Barrier(len(made))
+    rename = Path.rename
+
+    def slow(self, target):
+        time.sleep(0.002)  # the others choose their numbers meanwhile, if they may
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", slow)
 
     def move(group):
         together.wait()
@@ -119,6 +127,7 @@ def test_the_lock_is_held_by_one_and_leaves_no_file(tmp_path):
         for _ in range(20):
             with files.locked(tmp_path):
                 inside.append(1)
+                time.sleep(0.0005)  # the others come in, if they may
                 most.append(len(inside))
                 inside.pop()
 

@@ -23,7 +23,8 @@ ODD = {
 }
 FUZZ = (
     *ODD, "", "~", "yes", "x", "-1", "0", "1.5", ".nan", ".inf", "1e999", "[]", "[1]", "{}", "{a: 1}",
-    "[[[{a: [[]]}]]]", "!!binary x", "!!set {b}", "!!omap [b]", "!!python/object:os.system x", "{[1]: 2}", "2026-02-28", "\x00", "'", "{",
+    "[[[{a: [[]]}]]]", "!!binary x", "!!set {b}", "!!omap [b]", "!!python/object:os.system x", "{[1]: 2}", "2026-02-28",
+    "\x00", "'", "{",
 )  # fmt: skip
 VALID = {
     "threshold": {"sel_triton_min_L": 64, "sdpa_layout": "expanded"},
