@@ -254,4 +254,4 @@ def _is_int(value: object, least: int = 1) -> bool:
 
 
 def _wrong(path: Path, key: str, expected: str, got: object) -> NoReturn:
-    raise ValueError(f"{path}: {key}: expected {expected}, got {got!r}")
+    raise ValueError(f"{path}: {key}: expected {expected}, got {repr(got)[:200]}")

@@ -6,6 +6,7 @@ import functools
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,17 @@ import torch
 from nsa import settings
 
 Lane = Literal["gpu", "interpreter"]
+OF_A_REPOSITORY = {
+    f"GIT_{name}" for name in (
+        "ALTERNATE_OBJECT_DIRECTORIES", "COMMON_DIR", "CONFIG", "DIR", "GRAFT_FILE", "IMPLICIT_WORK_TREE", "INDEX_FILE",
+        "INTERNAL_SUPER_PREFIX", "NO_REPLACE_OBJECTS", "OBJECT_DIRECTORY", "PREFIX", "REPLACE_REF_BASE", "SHALLOW_FILE",
+        "WORK_TREE",
+    )
+}  # fmt: skip
+"""Variables by which git tells its hooks which repository and index they serve, `git rev-parse --local-env-vars`.
+GIT_CONFIG_COUNT and GIT_CONFIG_PARAMETERS are not among them. git too keeps those for its work in other repositories,
+because they may hold `safe.directory`.
+"""
 
 
 def current_lane() -> Lane:
@@ -52,9 +64,21 @@ def commit() -> str:
     named = os.environ.get("NSA_COMMIT")
     if named:
         return named
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        done = git(Path(__file__).parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except FileNotFoundError:  # no git
         return "unknown"
     return done.stdout.strip() or "unknown"
+
+
+def git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run git in a folder, on the repository of that folder even inside a hook of another. Raises FileNotFoundError."""
+    command = ["git", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=without_git(), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+
+
+def without_git(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """An environment, by default this process's, without the variables by which git names a repository."""
+    return {name: value for name, value in (environment or os.environ).items() if name not in OF_A_REPOSITORY}

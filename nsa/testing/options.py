@@ -109,6 +109,37 @@ def without_benchmarks(config: pytest.Config, option: str) -> str | None:
     return None
 
 
+NEEDS = {
+    "nsa_strict": ("benchmark_compare", "nsa_against", "nsa_save_baseline", "nsa_recording"),
+    "nsa_accept_regression": ("nsa_save_baseline", "nsa_recording", "benchmark_compare"),
+    "benchmark_compare_fail": ("benchmark_compare",),
+}
+"""Options that do nothing without one of others. An error tells the user to add the first of those."""
+TYPED = {"nsa_against": "--nsa-against=HEAD", "benchmark_compare": "--benchmark-compare"}
+"""Options as a user types them, where that is not `--option=VALUE`."""
+
+
+def check_values(config: pytest.Config) -> None:
+    """Raise pytest.UsageError for an option that would do nothing: its value is empty, or it needs another option.
+
+    An unset variable in a script, as in `--nsa-against="$BASE"`, makes an empty value.
+    """
+    given = {name: value for name, value in vars(config.option).items() if name.startswith(("nsa_", "benchmark_"))}
+    given.pop("benchmark_netrc", None)  # its default is empty
+    for name, value in given.items():
+        if any(map(_empty, value if isinstance(value, list) else [value])):
+            typed = TYPED.get(name, f"{spelled(name)}=VALUE")
+            raise pytest.UsageError(f"{spelled(name)}: its value is empty: type {typed}, or leave the option out")
+    for name, others in NEEDS.items():
+        if given.get(name) and not any(map(given.get, others)):
+            needed = " or ".join(spelled(other) for other in others if other in given and other != "nsa_recording")
+            raise pytest.UsageError(f"{spelled(name)} needs {needed}: add it, or leave out {spelled(name)}")
+
+
+def _empty(value: object) -> bool:
+    return (isinstance(value, str) and not value.strip()) or value == Path("")
+
+
 def check(config: pytest.Config) -> None:
     """Raise pytest.UsageError at once for options with which the run could only fail at its end."""
     try:

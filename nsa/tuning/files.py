@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,40 @@ def write_whole(path: Path, text: str) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # the contents must be on disk before the file has its name
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time is in this context for a folder, which must exist. Raises OSError.
+
+    The lock's file is removed at the end. A process that waited for a removed file takes a new one.
+    """
+    path = folder / ".lock"
+    while True:
+        with path.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not _is(file.fileno(), path):
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is(file: int, path: Path) -> bool:
+    """Whether an open file still has this path."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def write_section(
@@ -42,21 +72,29 @@ def write_section(
         ValueError: another section of that file cannot be read. The error names the section.
         OSError: the folder cannot be written.
     """
+    path = folder / f"{gpu.device_slug(gpu_name)}.yaml"
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        before = path.read_text(encoding="utf-8") if path.is_file() else ""
+        whole = _with_section(before, section, content, comments)
+        gpu.read(path, whole)
+        write_whole(path, whole)
+    settings.reload()
+    return path
+
+
+def _with_section(before: str, section: str, content: Mapping[str, Any], comments: Sequence[str]) -> str:
+    """The text of a GPU's file with one section written anew."""
     import yaml
 
-    path = folder / f"{gpu.device_slug(gpu_name)}.yaml"
-    before = path.read_text(encoding="utf-8") if path.is_file() else ""
     head, *parts = re.split(r"(?m)^(?=\w+:)", before)
     text = yaml.safe_dump({section: content}, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
     first, _, rest = text.partition("\n")
     found = {part.partition(":")[0]: part.rstrip("\n") + "\n" for part in parts}
     found[section] = "\n".join([first, *(f"  # {line}" for line in comments), rest])
     order = sorted(found, key=lambda name: gpu.SECTIONS.index(name) if name in gpu.SECTIONS else len(gpu.SECTIONS))
-    whole = (head or HEAD) + "".join(found[name] for name in order)
-    gpu.read(path, whole)
-    write_whole(path, whole)
-    settings.reload()
-    return path
+    return (head or HEAD) + "".join(found[name] for name in order)
+
 
 
 def provenance(facts: dict[str, Any], **more: str) -> dict[str, str]:

@@ -1,53 +1,20 @@
 """This tree against another commit of it: what a small repository is told, and what the rounds come to."""
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from nsa.testing import plugin
 from nsa.testing.gate import against
 from nsa.testing.gate.rule import Reading
 
-ROOT = Path(plugin.__file__).parents[2]
-BENCHMARKS = """
-import pytest
-from nsa.testing.clock.measure import gate_figures
-from nsa.testing.clock.timing import Timing, clock, feed
-
-pytestmark = [pytest.mark.perf, pytest.mark.benchmark(timer=clock)]
-TIMES = {TIMES}
-
-@pytest.mark.parametrize("name", TIMES)
-def test_bench(name, benchmark):
-    ours, plain = (Timing([ms * 1e-3] * 10, "host", False, 1, 1) for ms in (TIMES[name], 1.0))
-    benchmark.extra_info.update(gate_figures({"ours": ours, "plain": plain}, ["plain"]))
-    feed(benchmark, ours)
-"""
-INI = "[pytest]\nmarkers =\n    perf: benchmarks\naddopts = --import-mode=importlib\n"
-
-
-def git(path, *words):
-    who = ["-c", "user.name=x", "-c", "user.email=x@y"]
-    return subprocess.run(["git", *who, *words], cwd=path, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def write(path, times):
-    (path / "tests" / "perf").mkdir(parents=True, exist_ok=True)
-    (path / "tests" / "perf" / "test_a.py").write_text(BENCHMARKS.replace("{TIMES}", repr(times)))
+from .small_repository import ROOT, git, make, write
 
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """A repository whose one commit has two benchmarks of its own; it imports this tree's `nsa`."""
-    path = tmp_path / "repository"
-    path.mkdir()
-    (path / "pytest.ini").write_text(INI)
-    write(path, {"alpha": 2.0, "beta": 2.0})
-    git(path, "init", "--quiet")
-    git(path, "add", "-A")
-    git(path, "commit", "--quiet", "-m", "base")
+    path = make(tmp_path / "repository")
     monkeypatch.setattr(against, "PAIRS", 1)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     yield path

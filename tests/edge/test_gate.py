@@ -343,10 +343,35 @@ def test_a_file_that_was_left_out_is_one_line(project):
 
 
 def test_a_damaged_file_is_an_error(project):
-    project.baseline[1].write_text(project.baseline[1].read_text()[:500])
+    """The baseline's, and one that pytest-benchmark shows beside this run. `test_gate_documents.py` has all damages."""
+
+    def no_time(i, document):
+        document["benchmarks"][1]["stats"]["data"][3] = float("nan")
+
+    change(project.baseline[1:2], no_time)
+    stored = project.path / "tests" / "perf" / "stored.json"
+    document = json.loads(project.baseline[0].read_text())
+    del document["benchmarks"][0]["stats"]["outliers"]
+    stored.write_text(json.dumps(document))
+    said = "*0002_*.json: test_bench[[]beta[]]: stats.data[[]3[]]: expected seconds from *, got nan*"
+    shown = "*stored.json: *alpha[]]: stats.outliers: expected a string*"
+    for named, status, line in (("", 1, said), (f"={stored}", 4, shown)):
+        if named:
+            shutil.copy(project.baseline[0], project.baseline[1])
+        result = project.runpytest_subprocess("-m", "perf", f"--benchmark-compare{named}")
+        assert result.ret == status
+        assert "INTERNALERROR" not in result.stdout.str() + result.stderr.str()
+        (result.stderr if named else result.stdout).fnmatch_lines([line])
+
+
+def test_a_run_whose_samples_are_no_times_fails(project):
+    odd = {"beta": {"ours": [float("nan")], "control": 1.0}, "gamma": {"ours": [2.0], "control": -1.0}}
+    inject(project.path, ALIKE | odd)
     result = compare(project)
     assert result.ret == 1
-    assert "0002_" in result.stdout.str() + result.stderr.str()
+    result.assert_outcomes(passed=2, failed=2)
+    for where in ("[[]beta[]]: stats.data[[]0[]]", "[[]gamma[]]: extra_info.control_samples.plain[[]0[]]"):
+        result.stdout.fnmatch_lines([f"this run: test_bench{where}: expected seconds from *"])
 
 
 @pytest.mark.parametrize(
@@ -364,6 +389,21 @@ def test_what_would_pass_without_comparing_is_refused(project, arguments, reason
     result = compare(project, *arguments)
     assert result.ret == 1
     result.stderr.fnmatch_lines([f"*{reason}"])
+
+
+USELESS = {
+    "--benchmark-compare=": "--benchmark-compare: its value is empty: type --benchmark-compare, or leave the*",
+    "--nsa-against=": "--nsa-against: its value is empty: type --nsa-against=HEAD, or leave the option out",
+    "--nsa-strict": "--nsa-strict needs --benchmark-compare or --nsa-against or --nsa-save-baseline: add it, or leave*",
+}
+
+
+def test_an_option_that_would_do_nothing_is_a_usage_error(project):
+    """`test_options.py` has all of them."""
+    for option, said in USELESS.items():
+        result = project.runpytest_subprocess("-m", "perf", option)
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        result.stderr.fnmatch_lines([f"ERROR: {said}"])
 
 
 NOT_CORE = (
@@ -508,23 +548,6 @@ def test_a_full_disk_while_recording_leaves_nothing(project):
     (project.path / "tests" / "perf" / "test_injected.py").write_text(limit + INJECTED)
     assert project.runpytest_subprocess("-m", "perf", "-p", "no:cacheprovider", "--nsa-save-baseline").ret == 1
     assert left(project) == []
-
-
-def test_a_failing_rename_takes_back_the_files_before_it(tmp_path, monkeypatch):
-    files = [tmp_path / f"{i}.json" for i in range(3)]
-    for file in files:
-        file.write_text("{}")
-    rename = Path.rename
-
-    def once_full(self, target):
-        if self == files[2]:
-            raise OSError(28, "No space left on device")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", once_full)
-    with pytest.raises(OSError, match="No space left"):
-        store._move(files, tmp_path / "device", "label")
-    assert list((tmp_path / "device").iterdir()) == []
 
 
 @pytest.mark.parametrize("path", [INJECTED_PATH, "tests/perf", f"{INJECTED_PATH}::test_bench"])

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from nsa import settings
 from nsa.testing.compile.points import ARCHITECTURES, Architecture
-from nsa.testing.machine import commit, triton_version
+from nsa.testing.machine import commit, git, triton_version
 
 ROOT = Path(__file__).parents[3]
 OVERHEARD = (3, 3)
@@ -164,5 +164,6 @@ def _summary(kernels: list[Compiled]) -> str:
 
 
 def _uncommitted() -> bool:
-    command = ["git", "status", "--porcelain", "--", "nsa/kernels/*.py", "nsa/testing/compile/*.py", "nsa/configs/gpus"]
-    return bool(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    done = git(ROOT, "status", "--porcelain", "--", "nsa/kernels/*.py", "nsa/testing/compile/*.py", "nsa/configs/gpus")
+    done.check_returncode()
+    return bool(done.stdout)

@@ -6,9 +6,10 @@ This needs no stored baseline, so any machine can gate a change. Both trees run 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
-import subprocess
-import sys
+import shlex
+import shutil
 import tempfile
 import time
 import xml.etree.ElementTree as ET
@@ -19,12 +20,14 @@ from pathlib import Path
 import pytest
 
 from nsa.settings import child_environment
-from nsa.testing.gate import words
+from nsa.testing.gate import children, words
 from nsa.testing.gate.rule import Reading, Side, Verdict, judge, pooled
-from nsa.testing.gate.store import read
+from nsa.testing.machine import git
+from nsa.testing.report.document import read
 
 PERF = "tests/perf"
 PAIRS = 3  # processes of each tree in a round; the first round runs all benchmarks, the second the slower ones
+PREFIX, OWNER = "nsa-against-", "owner"  # of the temporary folder; of the file in it that this process locks
 EXPECTED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
@@ -56,7 +59,7 @@ def compare(ref: str, arguments: Sequence[str], paths: Sequence[str], root: Path
     """Gate the tree at `root` against commit `ref`, and print the verdicts. Returns the exit status.
 
     Args:
-        arguments: arguments of pytest, for both trees.
+        arguments: arguments of pytest, for both trees. Those of the comparison itself are left out.
         paths: the arguments that are paths of tests; without any, pytest runs `PERF`.
         root: the root of a git checkout. Uncommitted changes in it are measured too.
         strict: an AMBIGUOUS verdict also gives status 1, and so does a run that compared nothing.
@@ -64,10 +67,11 @@ def compare(ref: str, arguments: Sequence[str], paths: Sequence[str], root: Path
     Raises:
         NotCompared: there is no such commit, or pytest ended with an exit status other than those in `EXPECTED`.
     """
-    others = [word for word in arguments if word not in paths]
+    others = [word for word in _of_one_tree(arguments) if word not in paths]
     arguments = [*others, *(paths or [PERF])]
     commit = _git(root, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
-    with tempfile.TemporaryDirectory(prefix="nsa-against-") as work, _worktree(root, commit, Path(work)) as path:
+    _remove_abandoned(root)
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as work, _worktree(root, commit, Path(work)) as path:
         base, head = Tree(f"base {ref}", path, commit), Tree("this tree", root)
         if not _run(base, arguments, Path(work)):
             print(f"not gated: {ref} ({commit[:12]}) has no benchmarks that these arguments select", flush=True)
@@ -84,6 +88,18 @@ def compare(ref: str, arguments: Sequence[str], paths: Sequence[str], root: Path
                 _run(tree, [*others, *(ids[name] for name in slower)], Path(work))
             verdicts = _verdicts(base, head, again)
     return _report(ref, base, head, verdicts, strict)
+
+
+def _of_one_tree(arguments: Sequence[str]) -> list[str]:
+    """The arguments without those of the comparison, which a process of one tree must not have."""
+    kept: list[str] = []
+    rest = iter(arguments)
+    for word in rest:
+        if word == "--nsa-against":
+            next(rest, None)
+        elif word != "--nsa-strict" and not word.startswith("--nsa-against="):
+            kept.append(word)
+    return kept
 
 
 def _turns(base: Tree, head: Tree) -> list[Tree]:
@@ -127,19 +143,21 @@ def _run(tree: Tree, arguments: Sequence[str], work: Path) -> bool:
     """
     stem = work / f"{tree.path.name}-{tree.processes}-{time.monotonic_ns()}"
     file, xml, said = (stem.with_suffix(end) for end in (".json", ".xml", ".txt"))
-    command = [sys.executable, "-m", "pytest", f"--benchmark-json={file}", f"--junitxml={xml}", *arguments]
+    command = ["-m", "pytest", f"--benchmark-json={file}", f"--junitxml={xml}", *arguments]
     environment = child_environment(interpret=False)
     environment.pop("NSA_COMMIT", None)  # so that `extra_info` names the commit of the `nsa` that was imported
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tree.path), environment.get("PYTHONPATH")]))
+    environment["PYTEST_ADDOPTS"] = shlex.join(_of_one_tree(shlex.split(environment.get("PYTEST_ADDOPTS", ""))))
     began = time.monotonic()
     with said.open("w") as stream:
-        done = subprocess.run(
-            command, cwd=tree.path, env=environment, stdout=stream, stderr=subprocess.STDOUT, check=False
-        )
+        status = children.run(command, tree.path, environment, stream)
     tree.processes += 1
-    if done.returncode not in EXPECTED and not (tree.commit and done.returncode == pytest.ExitCode.USAGE_ERROR):
-        raise NotCompared(f"{tree.name}: pytest exited with {done.returncode}:\n{said.read_text()[-2000:]}")
-    document = read(file) if file.exists() else {"benchmarks": []}
+    if status not in EXPECTED and not (tree.commit and status == pytest.ExitCode.USAGE_ERROR):
+        raise NotCompared(f"{tree.name}: pytest exited with {status}:\n{said.read_text()[-2000:]}")
+    try:
+        document = read(file) if file.exists() else {"benchmarks": []}
+    except ValueError as e:
+        raise NotCompared(f"{tree.name}: {e}") from e
     for benchmark in document["benchmarks"]:
         name, imported = benchmark["name"], benchmark["extra_info"].get("commit")
         if tree.commit and imported not in (None, tree.commit):
@@ -163,19 +181,46 @@ def _red(xml: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _worktree(root: Path, commit: str, work: Path) -> Iterator[Path]:
-    """A git worktree of `commit`, removed at the end of the context."""
+    """A git worktree of `commit`, removed at the end of the context. This process holds a lock in `work` meanwhile."""
     path = work / "base"
-    _git(root, "worktree", "add", "--detach", "--quiet", str(path), commit)
+    with (work / OWNER).open("w") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        try:
+            _git(root, "worktree", "add", "--detach", "--quiet", str(path), commit)
+            yield path
+        finally:
+            _remove(root, path)
+
+
+def _remove(root: Path, path: Path) -> None:
+    """Remove a worktree and its registration, also if `git worktree add` was interrupted, which leaves it locked."""
+    shutil.rmtree(path, ignore_errors=True)
+    git(root, "worktree", "remove", "--force", "--force", str(path))
+
+
+def _remove_abandoned(root: Path) -> None:
+    """Remove the worktrees of comparisons that were killed. Other worktrees stay, also if their folder is gone."""
+    for line in _git(root, "worktree", "list", "--porcelain").splitlines():
+        path = Path(line.removeprefix("worktree "))
+        if line.startswith("worktree ") and path.parent.name.startswith(PREFIX) and _abandoned(path.parent):
+            _remove(root, path)
+            shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _abandoned(work: Path) -> bool:
+    """Whether no process compares in this folder any more."""
     try:
-        yield path
-    finally:
-        _git(root, "worktree", "remove", "--force", str(path))
+        with (work / OWNER).open() as owner:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return not work.exists()
+    return True
 
 
 def _git(root: Path, *arguments: str) -> str:
     """Run git and return its output. Raises NotCompared if git fails."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+        done = git(root, *arguments)
     except FileNotFoundError as e:
         raise NotCompared("--nsa-against needs git") from e
     if done.returncode:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import sys
 import warnings
@@ -17,10 +16,11 @@ from pytest_benchmark.storage.file import FileStorage
 from nsa.testing import options
 from nsa.testing.clock.guard import undetectable
 from nsa.testing.clock.timing import Timing
-from nsa.testing.gate import against, store
+from nsa.testing.gate import against, children, store
 from nsa.testing.gate.run import Again, Gate, Info
 from nsa.testing.gate.store import Baseline, Key
 from nsa.testing.machine import commit
+from nsa.testing.report.document import read
 
 NOT_CORE = ("nsa_full", *options.BY_HAND, "nsa_update_thresholds", "nsa_update_schedules")
 STORAGE = "--benchmark-storage"
@@ -113,6 +113,7 @@ def _swallowed(config: pytest.Config, value: object) -> str | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """With `--nsa-save-baseline` or `--nsa-against`, this process measures nothing. It starts processes that do."""
+    options.check_values(config)
     option = config.option
     if option.collectonly or option.nsa_recording or not (option.nsa_save_baseline or option.nsa_against):
         return None
@@ -122,7 +123,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         return 1
     run, failed = (_against, "nothing was compared") if option.nsa_against else (_record, "no baseline saved")
     try:
-        return run(config)
+        with children.ended_is_interrupted():
+            return run(config)
     except KeyboardInterrupt:
         print(f"{failed}: interrupted", file=sys.stderr)
         return int(pytest.ExitCode.INTERRUPTED)
@@ -148,13 +150,7 @@ def _refused_parent(config: pytest.Config) -> str | None:
 
 
 def _against(config: pytest.Config) -> int:
-    ref, given = config.option.nsa_against, list(map(str, config.invocation_params.args))
-    apart = {"--nsa-against": 2, f"--nsa-against={ref}": 1, "--nsa-strict": 1}  # words of each option left out below
-    arguments: list[str] = []
-    while given:
-        width = apart.get(given[0], 0)
-        arguments += [] if width else given[:1]
-        del given[: width or 1]
+    ref, arguments = config.option.nsa_against, list(map(str, config.invocation_params.args))
     paths = [word for word in arguments if word in config.args]
     return against.compare(ref, arguments, paths, config.rootpath, config.option.nsa_strict)
 
@@ -210,8 +206,8 @@ def _storage(config: pytest.Config) -> Path:
 
 
 def _contestant(config: pytest.Config) -> str:
-    """The folder of a contestant's baselines, below the folder of the device; empty for our own kernels."""
-    return "".join(re.sub(r"[^\w.@-]+", "-", spec) for spec in config.option.nsa_impl[:1])
+    """The contestant whose baseline it is; empty for our own kernels."""
+    return "".join(config.option.nsa_impl[:1])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -236,7 +232,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if not compare and not config.option.nsa_recording:
         return
     key = Key.of(benchmarks.get_machine_info())
-    folder = _storage(config) / key.device / _contestant(config)
+    folder = store.folder_of(_storage(config), key.device, _contestant(config))
     gate = config.stash[gate_key] = _open(key, folder, config.option)
     if compare:
         _show_beside(benchmarks, compare, folder, gate.baseline)
@@ -256,7 +252,12 @@ def _show_beside(benchmarks: Any, compare: Any, folder: Path, baseline: Baseline
         return
     else:
         benchmarks.compare = compare
-        benchmarks.storage = stored if stored is not None and stored.query(compare) else own  # type: ignore[no-untyped-call]
+        try:
+            benchmarks.storage = stored if stored is not None and stored.query(compare) else own  # type: ignore[no-untyped-call]
+            for path in benchmarks.storage.query(compare) if isinstance(benchmarks.storage, FileStorage) else ():
+                read(path, needs="stats")
+        except ValueError as error:
+            raise pytest.UsageError(f"--benchmark-compare={compare}: {error}") from error
     with warnings.catch_warnings():
         # The warning prints two whole machine descriptions on one line. `Key` holds the fields that matter.
         warnings.filterwarnings("ignore", "Benchmark machine_info is different")
@@ -296,7 +297,10 @@ def gated_again(config: pytest.Config) -> str:
 def gated(config: pytest.Config, name: str, samples: Timing, info: Info, again: Again | None) -> tuple[Timing, Info]:
     """Judge a benchmark if this run is gated. Returns the samples and facts to store."""
     gate = config.stash[gate_key]
-    return (samples, info) if gate is None else gate.judge(name, samples, info, again)
+    try:
+        return (samples, info) if gate is None else gate.judge(name, samples, info, again)
+    except ValueError as error:
+        pytest.fail(str(error), pytrace=False)
 
 
 def enforce(config: pytest.Config, name: str) -> None:

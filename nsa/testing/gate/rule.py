@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nsa.testing.report.document import check_timing
+
 LIMIT = 0.10  # a benchmark that is worse by more than this share is a regression
 
 
@@ -35,10 +37,15 @@ class Reading:
 
     @classmethod
     def of(cls, samples: Sequence[float], info: Mapping[str, Any]) -> Reading:
-        """From a benchmark's samples (seconds) and its `extra_info`. Files of before 2026-11-24 hold no controls."""
+        """From a benchmark's samples (seconds) and its `extra_info`. Files of before 2026-11-24 hold no controls.
+
+        Raises:
+            ValueError: a number by which the gate would decide cannot be a measurement. The text names it.
+        """
+        check_timing(samples, info)
         time, by = quartile(samples), info.get("control")
         ceiling = info["ceiling_gbps"] * 1e9 if info.get("ceiling_gbps") else None
-        controls = {name: quartile(theirs) for name, theirs in info.get("control_samples", {}).items()}
+        controls = {name: quartile(theirs) for name, theirs in (info.get("control_samples") or {}).items()}
         return cls(time, controls, by, ceiling)
 
     def ratio(self, by: str | None) -> float | None:

@@ -46,10 +46,12 @@ class Gate:
         """Compare one benchmark with its baseline. Returns its last measurement, which is to be stored.
 
         Raises:
-            ValueError: the control is our own code. A change that slows down both would not show in their ratio.
+            ValueError: the control is our own code, so that a change that slows down both would not show in their
+                ratio; or a sample cannot be a measurement. The text names the benchmark.
         """
         if info.get("control") in OURS:
             raise ValueError(f"control of {name}: expected plain torch, got our own {info['control']}")
+        reading = self._reading(name, samples, info)
         if self.baseline is None or self.why_not is not None:
             return samples, info
         old = self.baseline.benchmarks.get(name)
@@ -64,13 +66,20 @@ class Gate:
             nonlocal kept
             assert again is not None
             kept = again()
-            return old, Side.of([Reading.of(kept[0].samples, kept[1])])
+            return old, Side.of([self._reading(name, *kept)])
 
-        new = Side.of([Reading.of(samples.samples, info)])
+        new = Side.of([reading])
         verdict = judge(name, old, new, None if again is None else once_more, versions=self.versions)
         self.verdicts.append(verdict)
         outcome = {"verdict": verdict.kind, "seen": words.seen(verdict), "reason": verdict.reason}
         return kept[0], kept[1] | {"gate": outcome}
+
+    @staticmethod
+    def _reading(name: str, samples: Timing, info: Info) -> Reading:
+        try:
+            return Reading.of(samples.samples, info)
+        except ValueError as error:
+            raise ValueError(f"this run: {name}: {error}") from error
 
     def failure(self, name: str) -> str | None:
         """Why this benchmark's test has to fail; None if it passes."""

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
+import hashlib
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nsa.testing.gate import children
 from nsa.testing.gate.rule import Reading, Side, pooled
+from nsa.testing.report.document import read
+from nsa.tuning.files import locked
 
 FILES = 3  # processes of a recording, and files that the gate reads
+LONGEST = 100  # bytes of a name; file systems allow 255
 
 
 class Key(NamedTuple):
@@ -86,21 +87,6 @@ def find(folder: Path, key: Key) -> Baseline | None:
     return Baseline(found, paths[::-1], pooled({name: Side.of(them[::-1]) for name, them in runs.items()}))
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The contents of a file that pytest-benchmark wrote.
-
-    Raises:
-        ValueError: the file is not the JSON of a run, or parts of it are missing.
-    """
-    try:
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        Key.of(document["machine_info"])
-        [(b["name"], b["extra_info"], b["stats"]["data"][0]) for b in document["benchmarks"]]
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
-        raise ValueError(f"{path}: expected the JSON of a pytest-benchmark run, got {type(e).__name__}: {e}") from e
-    return document
-
-
 class NotSaved(RuntimeError):
     """Why a recording was not kept. `status` is the exit status of pytest."""
 
@@ -109,41 +95,55 @@ class NotSaved(RuntimeError):
         self.status = status
 
 
+def folder_of(storage: Path, device: str, contestant: str = "") -> Path:
+    """The folder of a baseline. contestant: as `--nsa-impl` names it; empty for our own kernels."""
+    return storage / file_name(device) / (file_name(contestant) if contestant else "")
+
+
+def file_name(text: str) -> str:
+    """Any text as (a part of) the name of a file. Names that are fine stay as they are."""
+    name = re.sub(r"[^\w.@-]+", "-", text).strip("-.") or "unnamed"
+    short = name.encode()[:LONGEST].decode(errors="ignore")
+    return name if short == name else f"{short}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
 def record(storage: Path, arguments: Sequence[str], cwd: Path, label: str, contestant: str = "") -> list[Path]:
     """Run pytest in `FILES` processes, one after the other, and keep their files if all runs were green.
 
     Args:
         arguments: arguments of pytest, to which `--benchmark-json` is added.
-        label: the last part of the file names. contestant: the folder of a contestant below its device's folder.
+        label: the last part of the file names. contestant: see `folder_of`.
 
     Raises:
-        NotSaved: a run was red, or its file cannot be read. No file was kept.
+        NotSaved: a run was red, or its file cannot be read, so no file was kept; or all runs were green and the files
+            cannot be moved. The error then names the folder where they are.
+        OSError: the storage cannot be written. Nothing was run.
         KeyboardInterrupt: the recording was interrupted or terminated. No file was kept.
     """
     storage.mkdir(parents=True, exist_ok=True)
     # The temporary folder is on the storage's file system, so that a finished file can be moved by a rename.
     work = Path(tempfile.mkdtemp(prefix=".recording-", dir=storage))
+    lost = True
     try:
-        with _terminated_is_interrupted():
-            files = [_run(work / f"{i}.json", arguments, cwd, i) for i in range(1, FILES + 1)]
-            keys = {Key.of(read(file)["machine_info"]) for file in files}
-            names = [{b["name"] for b in read(file)["benchmarks"]} for file in files]
-            if len(keys) != 1 or not names[0] or any(n != names[0] for n in names):
-                raise NotSaved("the runs do not hold the same benchmarks of the same machine")
-            return _move(files, storage / keys.pop().device / contestant, label)
+        files = [_run(work / f"{i}.json", arguments, cwd, i) for i in range(1, FILES + 1)]
+        documents = [read(file) for file in files]
+        keys = {Key.of(document["machine_info"]) for document in documents}
+        names = [{b["name"] for b in document["benchmarks"]} for document in documents]
+        if len(keys) != 1 or not names[0] or any(n != names[0] for n in names):
+            raise NotSaved("the runs do not hold the same benchmarks of the same machine")
+        try:
+            return _move(files, folder_of(storage, keys.pop().device, contestant), label)
+        except OSError as error:
+            lost = False
+            raise NotSaved(f"{error}; the recordings stay in {work}") from error
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        if lost:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _run(file: Path, arguments: Sequence[str], cwd: Path, number: int) -> Path:
     print(f"recording {number} of {FILES}", flush=True)
-    command = [sys.executable, "-m", "pytest", f"--benchmark-json={file}", *arguments]
-    with subprocess.Popen(command, cwd=cwd) as process:
-        try:
-            status = process.wait()
-        except KeyboardInterrupt:  # SIGTERM reaches only this process
-            process.terminate()
-            raise
+    status = children.run(["-m", "pytest", f"--benchmark-json={file}", *arguments], cwd)
     if status:
         raise NotSaved(f"run {number} of {FILES} was red (exit status {status})", status if status > 0 else 1)
     try:
@@ -154,36 +154,24 @@ def _run(file: Path, arguments: Sequence[str], cwd: Path, number: int) -> Path:
 
 
 def _move(files: Sequence[Path], folder: Path, label: str) -> list[Path]:
-    """Move all files to consecutive numbers, or none of them."""
+    """Move all files to consecutive numbers that no other recording has, or none of them."""
     folder.mkdir(parents=True, exist_ok=True)
-    taken = [int(path.name[:4]) for path in folder.glob("[0-9][0-9][0-9][0-9]_*.json")]
-    first = max(taken, default=0) + 1
-    day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d")
-    targets = [folder / f"{first + i:04}_{day}-{label}.json" for i in range(len(files))]
     for file in files:
         with file.open("rb") as stream:
             os.fsync(stream.fileno())  # the contents must be on disk before the file has its name
-    moved: list[Path] = []
-    try:
-        for file, target in zip(files, targets, strict=True):
-            moved.append(target)
-            file.rename(target)
-    except BaseException:
-        for target in moved:
-            target.unlink(missing_ok=True)
-        raise
+    day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d")
+    with locked(folder):
+        taken = [int(path.name[:4]) for path in folder.glob("[0-9][0-9][0-9][0-9]_*.json")]
+        first = max(taken, default=0) + 1
+        targets = [folder / f"{first + i:04}_{day}-{file_name(label)}.json" for i in range(len(files))]
+        moved: list[tuple[Path, Path]] = []
+        try:
+            for file, target in zip(files, targets, strict=True):
+                moved.append((file, target))
+                file.rename(target)
+        except BaseException:
+            for file, target in moved:
+                with contextlib.suppress(FileNotFoundError):
+                    target.rename(file)
+            raise
     return targets
-
-
-@contextlib.contextmanager
-def _terminated_is_interrupted() -> Iterator[None]:
-    """Treat SIGTERM, by which CI cancels a job, as Ctrl-C, so that files are cleaned up."""
-
-    def interrupt(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

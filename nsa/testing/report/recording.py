@@ -6,7 +6,6 @@ keeps the same facts, so that code which reads facts works on both.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ from typing import Any
 
 from nsa.testing.matrix.case import SOURCES
 from nsa.testing.matrix.m3 import NAMED
+from nsa.testing.report.document import read
 
 Fact = dict[str, Any]
 
@@ -64,19 +64,16 @@ def load(path: Path) -> Recording:
     """Read a file that pytest-benchmark wrote.
 
     Raises:
-        ValueError: the file cannot be read. The error names the file and the cause.
+        ValueError: the file cannot be read, or a value in it is not what it should be. The error names both.
     """
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        machine, benchmarks = document["machine_info"], document["benchmarks"]
-        facts = [b["extra_info"] | {k: b[k] for k in ("group", "name")} for b in benchmarks]
-        for fact, benchmark in zip(facts, benchmarks, strict=True):
-            fact["median"], fact["date"] = benchmark["stats"]["median"], document["datetime"]
-        date, commit = document["datetime"], document["commit_info"]["id"]
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: expected the JSON of a pytest-benchmark run, got {error!r}") from error
+    document = read(path, needs="median")
+    machine, benchmarks, date = document["machine_info"], document["benchmarks"], document.get("datetime")
+    commit = (document.get("commit_info") or {}).get("id")
+    if date is None or commit is None:
+        raise ValueError(f"{path}: expected a datetime and a commit_info.id, got {date!r} and {commit!r}")
+    facts = [b["extra_info"] | {"group": b["group"], "name": b["name"]} for b in benchmarks]
+    for fact, benchmark in zip(facts, benchmarks, strict=True):
+        fact["median"], fact["date"] = benchmark["stats"]["median"], date
     gpu = machine.get("gpu")
     first = facts[0] if facts else {}
     return Recording(

@@ -1,0 +1,155 @@
+"""Recordings on their way into the store: named safely, never lost, never over one another."""
+
+import fcntl
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from nsa import gpu
+from nsa.testing.gate import children, store
+from nsa.tuning import files
+
+DOCUMENT = {"machine_info": {"device": "gpu"}, "benchmarks": []}
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("fix/abc", "fix-abc"), ("abc1234", "abc1234"), ("../../x", "x"), ("..", "unnamed"), ("", "unnamed"),
+        ("a b\0c\nd", "a-b-c-d"), ("nvidia-h100-80gb-hbm3", "nvidia-h100-80gb-hbm3"), (".hidden", "hidden"),
+        ("my.package:attend@blocks", "my.package-attend@blocks"), ("noyau_é", "noyau_é"), ("\udcff", "unnamed"),
+    ],
+)  # fmt: skip
+def test_any_text_makes_a_name_of_a_file(text, name, tmp_path):
+    assert store.file_name(text) == name
+    (tmp_path / name).touch()
+
+
+def test_long_names_stay_apart(tmp_path):
+    names = {store.file_name("ü" * 300 + end) for end in "ab"}
+    assert len(names) == 2
+    for name in names:
+        (tmp_path / f"0001_20261126-{name}.json").touch()
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Processes that measure nothing and leave a file."""
+    bench = {"name": "x", "fullname": "x", "group": None, "extra_info": {}}
+    stats = dict.fromkeys(("min", "max", "mean", "median", "stddev", "iqr"), 1.0)
+    bench["stats"] = stats | {"rounds": 1, "iterations": 1, "outliers": "0;0", "data": [1.0]}
+
+    def run(arguments, cwd):
+        Path(arguments[2].partition("=")[2]).write_text(json.dumps(DOCUMENT | {"benchmarks": [bench]}))
+        return 0
+
+    monkeypatch.setattr(children, "run", run)
+
+
+def test_a_commit_that_is_no_name_of_a_file_loses_nothing(measured, tmp_path):
+    saved = store.record(tmp_path / "baselines", [], tmp_path, "fix/abc", "../mine:f")
+    assert [path.name[:5] + path.name[13:] for path in saved] == [f"000{i}_-fix-abc.json" for i in (1, 2, 3)]
+    assert {path.parent for path in saved} == {tmp_path / "baselines" / "gpu" / "mine-f"}
+    assert all(path.is_file() for path in saved)
+    assert [path.name for path in (tmp_path / "baselines").iterdir()] == ["gpu"]
+
+
+def test_recordings_that_cannot_be_moved_stay_where_they_are(measured, tmp_path):
+    storage = tmp_path / "baselines"
+    storage.mkdir()
+    (storage / "gpu").write_text("a file in the place of the folder")
+    with pytest.raises(store.NotSaved, match=r"the recordings stay in (.*)") as raised:
+        store.record(storage, [], tmp_path, "abc")
+    kept = Path(str(raised.value).partition("stay in ")[2])
+    assert [path.name for path in sorted(kept.iterdir())] == ["1.json", "2.json", "3.json"]
+
+
+def recordings(folder, text="{}"):
+    folder.mkdir()
+    made = [folder / f"{i}.json" for i in range(3)]
+    for file in made:
+        file.write_text(text)
+    return made
+
+
+def test_a_failing_rename_takes_back_the_files_before_it(tmp_path, monkeypatch):
+    made = recordings(tmp_path / "work")
+    rename = Path.rename
+
+    def once_full(self, target):
+        if self == made[2]:
+            raise OSError(28, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", once_full)
+    with pytest.raises(OSError, match="No space left"):
+        store._move(made, tmp_path / "device", "label")
+    assert list((tmp_path / "device").iterdir()) == []
+    assert all(file.is_file() for file in made)
+
+
+def test_recordings_at_the_same_time_have_numbers_of_their_own(tmp_path, monkeypatch):
+    """Of the same commit and day, so that equal numbers would be equal names. A killed process left its lock's file."""
+    (tmp_path / "device").mkdir()
+    (tmp_path / "device" / ".lock").touch()
+    made = [recordings(tmp_path / f"work{i}", json.dumps(i)) for i in range(6)]
+    together = threading.Barrier(len(made))
+    rename = Path.rename
+
+    def slow(self, target):
+        time.sleep(0.002)  # the others choose their numbers meanwhile, if they may
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", slow)
+
+    def move(group):
+        together.wait()
+        store._move(group, tmp_path / "device", "label")
+
+    threads = [threading.Thread(target=move, args=(group,)) for group in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = sorted((tmp_path / "device").iterdir())
+    assert [int(path.name[:4]) for path in found] == list(range(1, 19))
+    contents = [json.loads(path.read_text()) for path in found]
+    assert all(contents[i] == contents[i + 1] == contents[i + 2] for i in range(0, 18, 3))
+
+
+def test_the_lock_is_held_by_one_and_leaves_no_file(tmp_path):
+    inside, most = [], []
+
+    def work():
+        for _ in range(20):
+            with files.locked(tmp_path):
+                inside.append(1)
+                time.sleep(0.0005)  # the others come in, if they may
+                most.append(len(inside))
+                inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(most) == {1}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_section_is_read_and_written_under_the_lock(tmp_path, monkeypatch):
+    """Otherwise two processes that write two sections of a GPU's file would lose one."""
+    seen = []
+
+    def read(path, text):
+        with (tmp_path / ".lock").open() as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        seen.append(text)
+
+    monkeypatch.setattr(gpu, "read", read)
+    path = files.write_section(tmp_path, "NVIDIA X", "threshold", {"sel_triton_min_L": 16}, [])
+    assert seen == [path.read_text()]
+    assert list(tmp_path.iterdir()) == [path]
