@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+
 from torch import Tensor
 
 from nsa.call import Call
