@@ -1,4 +1,4 @@
-# make test    lint aside, everything CI checks: parity and edge in parallel, then the benchmarks one by one, ungated
+# make test    parity, edge cases and, without measuring, the benchmarks, in parallel
 # make perf    the benchmarks, compared with the baseline stored for this device
 # make gate    the benchmarks of this tree against those of BASE (origin/main), in processes that take turns
 # make aot     compile the kernels for every architecture there need not be; .ci/aot VERSION: with another Triton
@@ -18,11 +18,13 @@ endif
 
 # Containers often set this. The tests start hundreds of processes, and each would compile again what it imports.
 unexport PYTHONDONTWRITEBYTECODE
+# And nothing of another pytest that started make, or of Python's switches, reaches the tests (see tests/conftest.py).
+unexport PYTHONOPTIMIZE PYTHONSAFEPATH PYTHONWARNINGS PYTHONHASHSEED PYTEST_PLUGINS PYTEST_DISABLE_PLUGIN_AUTOLOAD
+unexport PYTEST_XDIST_WORKER PYTEST_XDIST_WORKER_COUNT PYTEST_XDIST_TESTRUNUID PYTEST_CURRENT_TEST
 
 .PHONY: test perf gate aot sanitize lint
 test: $(READY)
-	$(PYTHON) -m pytest -m "not perf" -n $(WORKERS) --benchmark-disable
-	$(PYTHON) -m pytest -m perf
+	$(PYTHON) -m pytest -n $(WORKERS) --benchmark-disable
 
 perf: $(READY)
 	$(PYTHON) -m pytest -m perf --benchmark-compare

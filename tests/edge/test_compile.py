@@ -106,9 +106,9 @@ def test_amd_gets_its_own_shared_memory_and_nothing_of_nvidia(monkeypatch):
     ("arguments", "ids"),
     [
         (["-m", "aot"], list(ARCHITECTURES)),
-        (["-m", "not perf"], ["sm_90-quick"]),
+        ([], ["sm_90-quick"]),
     ],
-    ids=["aot", "not-perf"],
+    ids=["aot", "everything"],
 )
 def test_only_a_run_for_aot_compiles_everything(run_pytest, arguments, ids):
     command = ["--collect-only", "-q", *arguments, __file__]

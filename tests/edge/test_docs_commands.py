@@ -1,5 +1,6 @@
 """Commands in documents parse: options are registered, paths, targets, sub-commands and cases exist."""
 
+import ast
 import functools
 import importlib.util
 import os
@@ -126,6 +127,18 @@ def test_options_that_are_mentioned_exist(name, pytestconfig):
     registered = {word for group in (*parser._groups, parser._anonymous) for o in group.options for word in o.names()}
     mentioned = set(re.findall(r"--(?:nsa|benchmark)-[a-z][a-z-]*[a-z]", DOCUMENTS[name].read_text(encoding="utf-8")))
     assert mentioned - registered == set()
+
+
+def test_words_of_when_something_is_off_are_printed():
+    """The first column of its tables, as strings of the library and its suite."""
+    page = DOCUMENTS["when-something-is-off.md"].read_text()
+    words = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    sources = [ast.parse(path.read_text()) for path in (ROOT / "nsa").rglob("*.py")]
+    constants = [x.value for tree in sources for x in ast.walk(tree) if isinstance(x, ast.Constant)]
+    strings = [value for value in constants if isinstance(value, str)]
+    assert len(words) >= 15
+    assert [word for word in words if not any(word in text for text in strings)] == []
+    assert len(page.splitlines()) <= 60
 
 
 BROKEN = {

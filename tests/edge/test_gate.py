@@ -544,7 +544,7 @@ def test_an_interrupted_recording_leaves_nothing(project, number):
 
 
 def test_a_full_disk_while_recording_leaves_nothing(project):
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"  # bytes a file may have
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))\n"  # bytes a file may have
     (project.path / "tests" / "perf" / "test_injected.py").write_text(limit + INJECTED)
     assert project.runpytest_subprocess("-m", "perf", "-p", "no:cacheprovider", "--nsa-save-baseline").ret == 1
     assert left(project) == []

@@ -156,13 +156,14 @@ def test_an_empty_path_of_a_config_file_is_an_error(monkeypatch):
 
 
 def test_a_misspelt_variable_is_named(monkeypatch, caplog):
-    for name in ("NSA_FORCE_PARTY", "nsa_probe", "NSA_SOMETHING_ELSE", "NSA_FORCE_PARITY"):
+    wrong = "FORCE_PARTY", "SOMETHING_ELSE"
+    for name in (*(f"NSA_{word}" for word in wrong), "nsa_probe", "NSA_FORCE_PARITY"):
         monkeypatch.setenv(name, "0")
     settings.reload()
     settings.get()
     assert [r.getMessage() for r in caplog.records] == [
         f"the variable {name} is not read: did you mean {ours}?"
-        for name, ours in (("NSA_FORCE_PARTY", "NSA_FORCE_PARITY"), ("nsa_probe", "NSA_PROBE"))
+        for name, ours in ((f"NSA_{wrong[0]}", "NSA_FORCE_PARITY"), ("nsa_probe", "NSA_PROBE"))
     ]
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from nsa.testing import benchmarks
 from nsa.testing.clock import timing
 from nsa.testing.clock.timing import InvalidMeasurement, Timing, time_host
 
@@ -112,3 +113,25 @@ def test_median_and_interval():
     t = Timing([1.0] * 30 + [2.0] * 10, "host", False, 1, 1)
     assert (t.median, t.interval()) == (1.0, (1.0, 1.0))
     assert t.figure()["ci95_s"] == [1.0, 1.0]
+
+
+def test_without_measurements_each_call_is_made_once():
+    """The plugin turns its end into a pass of a benchmark; an assertion before it or in a call stays a failure."""
+    calls = []
+    with timing.unmeasured(), pytest.raises(timing.Unmeasured):
+        time_host({"a": lambda: calls.append("a"), "b": [lambda: calls.append("b"), lambda: calls.append("c")]})
+    assert calls == ["a", "b"]
+    assert len(time_host({"a": lambda: None}, iters=10, budget_s=0.01)["a"].samples) == 10
+
+    for disabled, mark, raised, ends in (
+        (True, "perf", timing.Unmeasured, "passed"), (True, None, timing.Unmeasured, "raised"),
+        (False, "perf", timing.Unmeasured, "raised"), (True, "perf", AssertionError, "raised"),
+    ):  # fmt: skip
+        config = SimpleNamespace(getoption=lambda *_, disabled=disabled: disabled)
+        item = SimpleNamespace(config=config, get_closest_marker=lambda name, mark=mark: name == mark)
+        hook = benchmarks.pytest_pyfunc_call(item)
+        next(hook)
+        assert timing._measuring == (not disabled or mark is None)
+        with pytest.raises(StopIteration if ends == "passed" else raised):
+            hook.throw(raised())
+        assert timing._measuring

@@ -100,6 +100,18 @@ def test_both_lanes_have_a_workflow():
     assert '-exec cp {} "$out/gpus/"' in (ROOT / ".ci" / "gpu").read_text()
 
 
+def test_ci_runs_the_commands_of_readme():
+    """As README prints them, in a copy of the tree that has no environment of git."""
+    readme, script = ((ROOT / name).read_text() for name in ("README.md", ".ci/run"))
+    section = readme.partition("## Set up and prove it")[2].partition("```")[2].partition("```")[0]
+    commands = [line.partition("#")[0].strip() for line in section.strip().splitlines()]
+    assert commands == ["make perf", "make test"]
+    lines = script.splitlines()
+    assert [line for line in lines if line in commands] == commands
+    assert lines.index('cd "$copy"') < lines.index(commands[0])
+    assert runs(WORKFLOWS["ci"].read_text())[0] == ".ci/run"
+
+
 def test_a_pull_request_is_gated_against_its_base():
     """On the runner itself: no stored baseline fits it. The base commit has to be in the clone."""
     ci = yaml.safe_load(WORKFLOWS["ci"].read_text())

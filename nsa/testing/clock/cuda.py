@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nsa.testing.clock.timing import LEAST, Fn, Timing, in_turn
+from nsa.testing.clock.timing import LEAST, Fn, Timing, in_turn, once_if_unmeasured
 from nsa.testing.matrix.problem import Problem
 
 COLD = 3.0  # between two uses of a buffer, a rotation reads this many times the size of the L2 cache
@@ -81,6 +81,7 @@ def time_gpu(
         warmup: replays before the first sample, at most.
         cold: whether no call finds its inputs in L2, as `buffer_sets` says. The timing records it.
     """
+    once_if_unmeasured(calls[0] for calls in fns.values())
     pool = torch.cuda.graph_pool_handle()
     first = next(iter(fns.values()))
     whole = _replayable(first, replay_s, pool)  # kept until all are captured: the pool is freed with its last graph

@@ -6,6 +6,7 @@ one. If the clock rate of the processor drifts, it changes all implementations a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -13,7 +14,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,36 @@ SCHEDSTAT = Path("/proc/thread-self/schedstat")  # ns on a core, ns waiting for 
 
 class InvalidMeasurement(AssertionError):
     """A time that cannot be right: the hardware is slower than that, or the timer is too coarse to measure it."""
+
+
+class Unmeasured(BaseException):
+    """Ends a benchmark of a run without measurements, after each call was made once. Not an error to handle."""
+
+
+_measuring = True
+
+
+@contextlib.contextmanager
+def unmeasured() -> Iterator[None]:
+    """Within it every timing function calls what it is given once, and raises `Unmeasured`."""
+    global _measuring
+    _measuring = False
+    try:
+        yield
+    finally:
+        _measuring = True
+
+
+def once_if_unmeasured(calls: Iterable[Fn]) -> None:
+    """What each timing function calls first, with all that it would time.
+
+    Raises:
+        Unmeasured: this run measures nothing; each call was made once.
+    """
+    if not _measuring:
+        for call in calls:
+            call()
+        raise Unmeasured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +161,7 @@ def time_host(
     torch runs on one thread, because several threads wait for the slowest of them, which may lose its core for
     milliseconds. Freed memory stays with the process, see `_keep_memory`.
     """
+    once_if_unmeasured(fn if callable(fn) else fn[0] for fn in fns.values())
     _keep_memory()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

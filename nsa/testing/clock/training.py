@@ -23,7 +23,7 @@ from nsa.plain.oracle import selection_reference
 from nsa.testing.clock.cuda import EVENT_TICK_S
 from nsa.testing.clock.guard import Ceilings, guard
 from nsa.testing.clock.measure import why_not
-from nsa.testing.clock.timing import LEAST, Timing, in_turn
+from nsa.testing.clock.timing import LEAST, Timing, in_turn, once_if_unmeasured
 from nsa.testing.contestants import prefill
 from nsa.testing.contestants.peers import FLA, call_fla, fla_supports, installed
 from nsa.testing.judge.forward import describe, some_queries
@@ -206,6 +206,7 @@ def _time(
     calls: dict[str, Callable[[], object]], p: Problem, iters: int, warmup: int, budget_s: float
 ) -> dict[str, Timing]:
     """Time calls in turn: `budget_s` seconds of samples for each, and at least `LEAST` samples."""
+    once_if_unmeasured(calls.values())
     clock = _event_s if p.q.is_cuda else _host_s
     counts: dict[str, int] = {}
     samples: dict[str, list[float]] = {name: [] for name in calls}
