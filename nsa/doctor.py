@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import nsa
-from nsa import gpu, routing, settings
+from nsa import failures, gpu, routing, settings
 from nsa.call import Call
 from nsa.gpu import Gpu, Threshold, Tiles
 from nsa.guard import memory
@@ -59,6 +59,7 @@ def report() -> list[str]:
     ]
     if why_not is None:
         lines += [f"compiled   {_compiled(device)}", *_refused(device)]
+    lines += [f"off        {failure.cause}" for failure in failures.broken.values()]  # where a process asks of itself
     lines.append(f"kernels    {SHAPE}")
     lines += [f"  {kind:21} {server}: {reason}" for kind, server, reason in served(device)]
     lines.append("settings")
