@@ -80,7 +80,7 @@ def packed_sdpa(call: Call, bound: int | None = None, layout: str = "heads_as_qu
     k_scale, v_scale = (_of_rows(x, HKV, N) for x in (call.k_scale, call.v_scale))
     scaled = queries if k_scale is None else (queries * k_scale).to(q.dtype)
     lengths = spans.lengths().view(-1)
-    L, masked = _slots(lengths, bound)
+    L, masked = sp.max_length(lengths, bound) if e4m3 else _slots(lengths, bound)
     out = q.new_zeros(N, G, Dv)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.full((N, G), -math.inf, device=q.device, dtype=lse_dtype) if call.return_lse else None
