@@ -113,7 +113,7 @@ def test_kernel_is_launched_once_and_counted(problem):
     torch.autograd.grad(o.sum(), leaves)
     assert nsa.kernels.launches - before == {"backward": 1}
     reason = "rows are long enough for Triton"
-    assert nsa.routes()[1:] == [nsa.RouteRecord("backward", reason, 1)]
+    assert nsa.RouteRecord("backward", reason, 1) in nsa.routes()
 
 
 # --- what reaches a kernel: see `BackwardKernel` ----------------------------------------------------------------------
