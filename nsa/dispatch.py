@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from nsa import debug, failures
+from nsa import debug, failures, routing
 from nsa.call import Call
 from nsa.failures import broken
 from nsa.kernels.shared.errors import NO_MEMORY, DoesNotFit
@@ -52,8 +52,8 @@ def routes() -> list[RouteRecord]:
 
 def reset() -> None:
     """Forget the route log and the failures of kernels, so that kernels are tried again. Files of `nsa.guard` stay."""
-    for calls in _taken.values():  # not `clear`: plans keep these lists
-        calls[0] = 0
+    _taken.clear()
+    routing.forget()  # plans keep the counts of their calls
     failures.forget()
 
 

@@ -67,7 +67,8 @@ class Plan(NamedTuple):
 
 
 _plans: dict[Any, Plan] = {}  # by `Call.key`
-settings.ON_RELOAD.append(_plans.clear)
+forget = _plans.clear
+settings.ON_RELOAD.append(forget)
 
 
 @lru_cache(maxsize=64)
