@@ -20,6 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if _PROBLEM is not None:
         raise pytest.UsageError(_PROBLEM)
+    config.addinivalue_line("markers", "suite: tests of the suite itself (set by the folder of that name)")
     owned.own(config, TESTS)
     profiles.load()
 
@@ -27,6 +28,6 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """First, so that `-m` sees the marks."""
-    from nsa.testing.shipped import mark_by_folder  # here, so that pytest can rewrite the plugin before its import
+    from nsa.testing.shipped import FOLDERS, mark_by_folder  # here, so that pytest can rewrite the plugin first
 
-    mark_by_folder(items, TESTS)
+    mark_by_folder(items, TESTS, (*FOLDERS, "suite"))

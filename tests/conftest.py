@@ -1,13 +1,29 @@
-"""What all tests of this checkout share: an environment of which no outcome depends."""
+"""What all tests of this checkout share: an environment of which no outcome depends, small tensors, runs of pytest.
+
+The tensors are small because an interpreted Triton program costs about ten milliseconds.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+
+from nsa import dispatch, gpu, settings
+from nsa.call import Call
+from nsa.plain.oracle import selection_reference
+from nsa.testing.plugin import current_lane
 
 # Of make, git, a pytest that started this run, Python, locale and terminal. PYTHONPATH stays: torch may lie there.
 # PYTEST_CURRENT_TEST and PYTEST_VERSION stay too: pytest itself sets and removes them.
@@ -42,3 +58,156 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         for name in clean.items() - before.items():
             patch.setenv(*name)
         yield
+
+
+@pytest.fixture
+def draw(device):
+    """`draw(B, S, S_kv, …) -> (q, k, v)` in FlashAttention layout; drawn on the CPU, so equal on every device."""
+
+    def make(B=1, S=3, S_kv=24, HKV=2, G=2, D=16, Dv=16, dtype=torch.float32, seed=0, varlen=False):
+        g = torch.Generator().manual_seed(seed)
+        shapes = (B, S, HKV * G, D), (B, S_kv, HKV, D), (B, S_kv, HKV, Dv)
+        tensors = [torch.randn(s[1:] if varlen else s, generator=g).to(device, dtype) for s in shapes]
+        return tuple(tensors)
+
+    return make
+
+
+@pytest.fixture
+def same(device):
+    """`same(spans, *lead)`: the same spans (or block indices) for every row, `[*lead, n, 2]` (or `[*lead, n]`)."""
+
+    def make(spans, *lead, dtype=torch.int32):
+        one = torch.tensor(spans, dtype=dtype, device=device)
+        return one.expand(*lead, *one.shape).contiguous()
+
+    return make
+
+
+def tolerance(dtype: torch.dtype, peak: float) -> float:
+    """Rounding of the output and of the weights in the input dtype; a wrong key moves the LSE by far more."""
+    return max(6 * torch.finfo(dtype).eps, 1e-5) * max(1.0, peak)
+
+
+def compare(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
+    """Outputs within rounding, LSE within fp32's, infinities and zero rows exactly."""
+    (o, lse), (o_want, lse_want) = got, want
+    assert o.dtype == dtype
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    peak = float(o_want.abs().max()) if o_want.numel() else 0.0
+    torch.testing.assert_close(o.double(), o_want, rtol=0, atol=tolerance(dtype, peak))
+    torch.testing.assert_close(lse.double(), lse_want, rtol=1e-5, atol=2e-5)
+    empty = lse_want == -math.inf
+    assert not o[empty].any(), "rows that select nothing must be exactly 0"
+
+
+@pytest.fixture
+def agrees():
+    """`agrees(attend, q, k, v, **selection) -> (O, LSE)`, after comparing both with the fp64 oracle."""
+
+    def check(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, **selection: Any):
+        got = attend(q, k, v, **selection, out=out, return_lse=True)
+        selection.pop("max_selected", None)  # the oracle needs no bound
+        cu = selection.pop("cu_seqlens", None)
+        cu = (cu, cu) if isinstance(cu, Tensor) else cu
+        want = selection_reference(Call.of(q.double(), k, v, **selection, cu_seqlens=cu, return_lse=True))
+        compare(got, want, q.dtype)
+        return got
+
+    return check
+
+
+@pytest.fixture
+def fresh_plans():
+    """Whatever is remembered about calls by their metadata is worked out anew, in the test and after it."""
+    for forget in settings.ON_RELOAD:
+        forget()
+    yield
+    for forget in settings.ON_RELOAD:
+        forget()
+
+
+@pytest.fixture
+def gpus(monkeypatch, tmp_path):
+    """An empty folder in place of the packaged measurements of GPUs; this user has none either."""
+    folder = tmp_path / "gpus"
+    folder.mkdir()
+    monkeypatch.setattr(gpu, "PACKAGED", folder)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("NSA_SEL_TRITON_MIN_L", raising=False)
+    settings.reload()
+    yield folder
+    monkeypatch.undo()
+    settings.reload()
+
+
+@pytest.fixture(params=["kernel", "cluster"] if current_lane() == "gpu" else ["kernel"])
+def split(request, monkeypatch, fresh_plans):
+    """Every row's keys are shared among 3 programs and merged, whatever the shape: that is decided by measurements."""
+    from nsa.kernels.query_major import tiles
+
+    together = request.param == "cluster"
+    monkeypatch.setattr(tiles, "fits_clusters", lambda programs, splits, _, largest: together and splits <= largest)
+    monkeypatch.setattr(tiles, "split_count", lambda *_: 3)
+    monkeypatch.setattr(tiles, "measured", lambda *_: None)
+
+
+@pytest.fixture
+def fresh_routes():
+    """An empty route log and no remembered failures, before and after."""
+    dispatch.reset()
+    yield
+    dispatch.reset()
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory, pytestconfig):
+    """A folder of this run, the same for all of its xdist workers."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if hasattr(pytestconfig, "workerinput") else base
+
+
+@pytest.fixture(scope="session")
+def forking(shared_folder):
+    """A process that forks itself for each run of pytest, see `forked_pytest.py`; started for whoever asks first."""
+    script = Path(__file__).with_name("forked_pytest.py")
+    command = [sys.executable, str(script), str(shared_folder / "bytecode")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def run_pytest(forking, tmp_path_factory):
+    """`run_pytest(*arguments, cwd=…, environment=…)`: `python -m pytest` as a process of its own, without the seconds
+    in which it imports torch. Returns what `subprocess.run` does; unless given, the environment is this process's.
+    """
+
+    def run(*arguments, cwd, environment=None):
+        folder = tmp_path_factory.mktemp("pytest", numbered=True)
+        out, err = folder / "out", folder / "err"
+        request = {"arguments": [str(x) for x in arguments], "cwd": str(cwd), "out": str(out), "err": str(err)}
+        request["environment"] = dict(os.environ if environment is None else environment)
+        print(json.dumps(request), file=forking.stdin, flush=True)
+        status = int(forking.stdout.readline())
+        return subprocess.CompletedProcess(["pytest", *arguments], status, out.read_text(), err.read_text())
+
+    return run
+
+
+@pytest.fixture
+def forked_project(run_pytest, pytester, monkeypatch, tmp_path_factory):
+    """`pytester`, whose `runpytest_subprocess` forks; `Pytester.runpytest_subprocess` still starts a process anew."""
+
+    def run(*arguments):
+        began = time.monotonic()
+        base = tmp_path_factory.mktemp("inner", numbered=True)
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
+        done = run_pytest(f"--basetemp={base}", *arguments, cwd=Path.cwd(), environment=environment)
+        print(done.stdout, done.stderr, sep="\n")
+        lines = done.stdout.splitlines(), done.stderr.splitlines()
+        return pytest.RunResult(done.returncode, *lines, time.monotonic() - began)
+
+    monkeypatch.setattr(pytester, "runpytest_subprocess", run)
+    return pytester

@@ -1,6 +1,6 @@
 """Makes Triton's interpreter faster, five times from Triton 3.6 on, by leaving out work whose result is not used.
 
-Kernels compute the same results bit by bit (`tests/edge/test_interpreting.py`). Without this module:
+Kernels compute the same results bit by bit (`tests/suite/test_interpreting.py`). Without this module:
 
 - integer sums, differences and products are computed a second time in 64 bits, for an overflow assertion that is always
   off in the interpreter;

@@ -10,7 +10,7 @@ import contextlib
 import re
 import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from nsa.testing.owned import SUITE, inside, is_ours
 FOLDERS = ("parity", "edge", "perf")
 MARKS = (
     "parity: numbers against the fp64 oracle (set by the folder of that name)",
-    "edge: semantics, errors, and the suite's own tests (set by the folder of that name)",
+    "edge: semantics and errors at the edges (set by the folder of that name)",
     "perf: benchmarks (set by the folder of that name)",
     "aot: compiles kernels for GPUs that are not here (`-m aot`: the whole matrix, otherwise a quick part of it)",
     "gpu(capability=None, memory_gib=None): needs an NVIDIA GPU with at least that compute capability and memory",
@@ -52,12 +52,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(strict, append=False)
 
 
-def mark_by_folder(items: Iterable[pytest.Item], root: Path) -> None:
-    """Mark each test below `root` with the names in `FOLDERS` of the folders that contain it."""
+def mark_by_folder(items: Iterable[pytest.Item], root: Path, folders: Collection[str] = FOLDERS) -> None:
+    """Mark each test below `root` with those names of `folders` whose folders contain it."""
     for item in items:
         path = item.path.resolve()
         if path.is_relative_to(root.resolve()):
-            for folder in set(FOLDERS) & set(path.relative_to(root.resolve()).parts[:-1]):
+            for folder in set(folders) & set(path.relative_to(root.resolve()).parts[:-1]):
                 item.add_marker(folder)
 
 

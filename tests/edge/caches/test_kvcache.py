@@ -14,8 +14,8 @@ from nsa.call import Call
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
 
+from ...conftest import compare
 from .cached_calls import BACKENDS, PAGE, ROOM, call, everything, queries
-from .conftest import compare
 
 graphs = pytest.mark.skipif(current_lane() != "gpu", reason="graphs need a GPU")
 

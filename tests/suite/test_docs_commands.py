@@ -145,7 +145,7 @@ BROKEN = {
     "option": ("pytest -m perf --nsa-rapport=out", "no option --nsa-rapport"),
     "value": ("pytest -m perf --nsa-iters", "expected one argument"),
     "path": ("pytest tests/perf/test_nothing.py", "no path tests/perf/test_nothing.py"),
-    "test": ("pytest tests/edge/test_import.py::test_nothing", "no test tests/edge/test_import.py::test_nothing"),
+    "test": ("pytest tests/parity/test_spans.py::test_nothing", "no test tests/parity/test_spans.py::test_nothing"),
     "mark": ("pytest -m 'perf and fast'", "no mark fast"),
     "keyword": ("pytest -m parity -k 'mixed and triton_sel_party'", "nothing is called triton_sel_party"),
     "impl": (

@@ -78,7 +78,7 @@ def test_a_block_that_fails_is_named_by_its_line(tmp_path, lane, monkeypatch, fr
 
 OF_OTHERS = re.compile(r"(TRITON|XDG|CUDA|PYTEST)_[A-Z_]+")
 INTERNAL = {
-    "NSA_TRACES": "tests/edge/test_ahead.py tells its own child where to write",
+    "NSA_TRACES": "tests/edge/kernels/test_ahead.py tells its own child where to write",
     "TRITON_CACHE_DIR": "set, not read: the compile matrix gives its children an empty cache",
     "PYTEST_XDIST_WORKER": "xdist sets it, and nobody else",
 }

@@ -130,7 +130,7 @@ def test_a_pull_request_is_gated_against_its_base():
 def test_script_for_gpu_boxes_does_every_step():
     script = (ROOT / ".ci" / "gpu").read_text()
     for words in (
-        '-m "parity or edge"',
+        '-m "parity or edge or suite"',
         "-m edge -k another_gpu",
         "nsa.testing.sanitize",
         "--benchmark-compare",
@@ -167,7 +167,7 @@ def pytest_commands():
 
 def test_the_gpu_script_gates_core_and_training(pytest_commands, run_pytest):
     """Which files run is what pytest collects for the script's own words: a path in the wrong place selects others."""
-    everything = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("*/test_*.py")}
+    everything = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
     parity, _, core, training = pytest_commands
     assert selected(parity, run_pytest) == {path for path in everything if not path.startswith("tests/perf/")}
     left_out = {f"tests/perf/test_{name}.py" for name in ("training", "shape", "sweep")}
@@ -210,7 +210,7 @@ def test_calls_are_drawn_at_length_every_night(run_pytest):
     chosen = {line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
     drawn = {
         f"{path.relative_to(ROOT)}::{test.name}"
-        for path in ROOT.glob("tests/*/test_*.py")
+        for path in ROOT.glob("tests/**/test_*.py")
         for test in ast.parse(path.read_text()).body
         if isinstance(test, ast.FunctionDef) and any("given(" in ast.unparse(x) for x in test.decorator_list)
     }

@@ -20,7 +20,7 @@ from nsa.testing.contestants.ours import OURS
 from nsa.testing.matrix.case import Case
 from nsa.tuning import calibrate, crossover, thresholds
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GPU = "NVIDIA H100 80GB HBM3"
 
 

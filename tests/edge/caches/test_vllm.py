@@ -21,7 +21,7 @@ from nsa.integrations import vllm
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
 
-from .conftest import tolerance
+from ...conftest import tolerance
 
 GPU = current_lane() == "gpu"
 DTYPE = torch.bfloat16 if GPU else torch.float16  # the interpreter computes bf16 wrong

@@ -17,7 +17,7 @@ from nsa.kernels.shared.errors import DoesNotFit
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
 
-from .conftest import compare
+from ...conftest import compare
 
 ROOM, PAGE = 64, 16
 GPU = current_lane() == "gpu"

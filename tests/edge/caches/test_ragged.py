@@ -15,7 +15,7 @@ from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
 from nsa.tuning import sweep
 
-from .conftest import compare
+from ...conftest import compare
 
 ROOM, PAGE = 64, 16
 ROUTES = {

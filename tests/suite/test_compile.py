@@ -114,7 +114,7 @@ def test_only_a_run_for_aot_compiles_everything(run_pytest, arguments, ids):
     command = ["--collect-only", "-q", *arguments, __file__]
     listed = run_pytest(*command, cwd=Path(__file__).parents[2]).stdout
     assert [line for line in listed.splitlines() if "::test_kernels_compile" in line] == [
-        f"tests/edge/test_compile.py::test_kernels_compile[{name}]" for name in ids
+        f"tests/suite/test_compile.py::test_kernels_compile[{name}]" for name in ids
     ], listed
 
 
