@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import nsa
 from nsa import failures
 from nsa.call import Call
+from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.launch import Variant
 from nsa.plain.oracle import selection_reference
 
@@ -78,12 +79,18 @@ REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionE
 
 @contextlib.contextmanager
 def no_bad_address(monkeypatch):
-    """Fails at its end if a kernel was launched on a tensor that is not an ordinary one."""
+    """Fails at its end if a launch did not refuse a tensor that is not an ordinary one."""
     launch, bad = Variant.launch, []
 
     def watched(self, grid, device, tensors, *rest):
-        launch(self, grid, device, tensors, *rest)
-        bad.extend(x for x in tensors if x is not None and (x.is_neg() or x.numel() and x.data_ptr() == 0))
+        odd = [x for x in tensors if x is not None and (x.is_neg() or x.numel() and x.data_ptr() == 0)]
+        try:
+            launch(self, grid, device, tensors, *rest)
+        except DoesNotFit:
+            odd = []
+            raise
+        finally:
+            bad.extend(odd)
 
     with monkeypatch.context() as patch:
         patch.setattr(Variant, "launch", watched)
