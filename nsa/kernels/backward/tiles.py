@@ -47,6 +47,14 @@ WORTH = union_tiles.Worth(64, 3)
 """Which unions are worth reading, as `WORTH` of the union's tiles."""
 
 
+class Unions(NamedTuple):
+    """Which calls have unions, and which unions are worth reading."""
+
+    rows: int = UNIONS_FROM
+    least_G: int = LEAST_UNION_G
+    worth: union_tiles.Worth = WORTH
+
+
 class Choice(NamedTuple):
     """What a sweep varies."""
 
@@ -59,9 +67,6 @@ class Choice(NamedTuple):
     dq_warps: int
     dq_stages: int
 
-
-forced: Choice | None = None
-"""The choice that a sweep launches next."""
 
 # Swept on an H100 with G of 1 to 64. The choices that lost are in docs/notebook/backward.md.
 HOPPER_FEW = Choice(32, 4, 2, 64, True, 32, 1, 2)  # G below 4

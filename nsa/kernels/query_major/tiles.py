@@ -52,10 +52,6 @@ class Choice(NamedTuple):
     cluster: int = 1  # 1: programs that share a row merge as a cluster where the GPU can; 0: a second kernel merges
 
 
-forced: Choice | None = None
-"""The choice that a sweep launches next, in place of tables and rules."""
-
-
 class Tile(NamedTuple):
     """Compile-time choices of the forward kernel."""
 
@@ -91,7 +87,6 @@ def span_bucket(n: int, S_kv: int) -> int:
     while bucket > 1 and bucket * S_kv >= 2**31 - 256:  # 256: a tile may reach past the last slot
         bucket //= 2
     return bucket
-
 
 
 def most_heads(itemsize: int) -> int:

@@ -104,7 +104,8 @@ def _call(point: Point) -> None:
         tensors.update(k_scale=meta(HKV, dtype=torch.float32), v_scale=meta(1, dtype=torch.float32))
     if "far" in point.options:
         k, v = (x.as_strided(x.shape, (*x.stride()[:-3], 16 * 2**27, *x.stride()[-2:])) for x in (k, v))
-    current = Settings(sel_triton_db="unpipelined" not in point.options)
+    pins = (("query_major", point.choice),)
+    current = Settings(sel_triton_db="unpipelined" not in point.options, pins=pins)
     call = Call(
         q, k, v, **tensors, block_size=block_size, causal=point.causal, return_lse=point.source != "dense",
         settings=current,
@@ -113,7 +114,6 @@ def _call(point: Point) -> None:
         out, lse = meta(*lead, HKV * G, Dv), meta(*lead, HKV * G, dtype=torch.float32)
         backward.backward(backward.plan(call, point.L), call, out, lse, out, lse, "backward")
         return
-    tiles.forced = point.choice
     kernel.forward(kernel.plan(call, point.L, "per_head" in point.options), call, point.source)
 
 
