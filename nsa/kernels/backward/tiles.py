@@ -79,6 +79,8 @@ SMALL = Choice(64, 8, 2, 32, True, 32, 1, 2)
 LARGE = Choice(64, 8, 2, 32, False, 32, 4, 2)
 WIDE_HEADS = Choice(32, 8, 1, 32, False, 16, 4, 1)  # D or Dv above 128
 FP32 = Choice(16, 4, 1, 32, False, 16, 4, 1)  # fp32 dot products run on the CUDA cores
+# Over ranges, a program of dQ with 4 warps or more than 16 heads would need 2 KiB of local memory a thread.
+WIDE_FP32 = FP32._replace(dq_warps=8)
 
 
 class Tile(NamedTuple):
@@ -134,7 +136,7 @@ def select(
         rows, block_n = (rows // 2, block_n) if rows >= block_n else (rows, block_n // 2)
     heads = next_power_of_2(G)
     in_tile = min(heads, rows)
-    dq_heads = min(heads, 64 if narrow else 16)
+    dq_heads = min(heads, 64 if narrow and itemsize == 2 else 16)
     stages = chosen.stages if pipelines else 1
     # Without a pipeline dO and dS lie at one address, which ptxas may lose for sm_90 (docs/notebook/compile-matrix.md).
     lost = capability == 90 and itemsize == 2 and stages == 1
@@ -146,8 +148,10 @@ def select(
 
 
 def _rule(capability: int, itemsize: int, G: int, narrow: bool, parts: bool) -> Choice:
-    if itemsize > 2 or not narrow:
-        return FP32 if itemsize > 2 else WIDE_HEADS
+    if itemsize > 2:
+        return FP32 if narrow else WIDE_FP32
+    if not narrow:
+        return WIDE_HEADS
     if capability == 90:
         if not parts and 4 <= G <= MOST_PARTS_G:
             return HOPPER_ALONE
