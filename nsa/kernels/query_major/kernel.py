@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.shared.clusters import exchange, merge_inbox, open_inbox
-from nsa.kernels.shared.e4m3 import add_pairs, fit_half, half_of, scaled_values
+from nsa.kernels.shared.e4m3 import fit_half, scaled_values
+from nsa.kernels.shared.keys import attend, load_tile, places_of_block, places_of_each
 from nsa.kernels.shared.primitives import (
     CACHE,
     PACKED,
@@ -30,7 +31,6 @@ from nsa.kernels.shared.primitives import (
     finish,
     gdc_launch_dependents,
     gdc_wait,
-    in_page,
     key_of_each,
     key_positions,
     last_query,
@@ -41,8 +41,6 @@ from nsa.kernels.shared.primitives import (
     sequence_of_cache,
     slots_of,
     slots_of_each,
-    softmax_step,
-    tile_in_pages,
     tile_start,
 )
 
@@ -131,6 +129,7 @@ def _fwd_kernel(
         inbox = open_inbox(CLUSTER, MINE, BLOCK_DV, SHARED)
 
     # Find the row's query and the keys of its sequence, [k_first, k_first + seqlen_k).
+    table_row = table_ptr
     if LAYOUT != VARLEN and LAYOUT != PACKED:
         if LAYOUT == RAGGED:
             batch = batch.to(tl.int64)
@@ -195,6 +194,9 @@ def _fwd_kernel(
         acc_odd = tl.zeros([BLOCK_G, BLOCK_DV // 2], tl.float32)
     else:
         acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
+        acc_odd = 0.0
+    if not FIT:
+        fit = 1.0
 
     # One chunk is a loop, too. What does not need the spans is computed before the loop, while the spans are loaded.
     # The opaque zero that is added to the spans keeps LLVM from moving the wait for them out of the loop.
@@ -253,78 +255,40 @@ def _fwd_kernel(
             slot = begin + tl.arange(0, BLOCK_L)
             valid = slot < last
             if SOURCE == WHOLE:
-                key = slot
+                k_page, v_page, key = 0, 0, slot
             elif SOURCE == TILED:
                 if SINGLE:
                     key = start + split % SINGLE * BLOCK_L
                 else:
                     key = tile_start(begin, start, before, length)
-                if PAGE and PAGE % BLOCK_L == 0:
-                    stop = visible - key
-                    k_page, v_page, key, exists = in_page(table_row, key, stop > 0, pages, stride_kb, stride_vb, PAGE)
-                    valid = tl.arange(0, BLOCK_L) < tl.where(exists, stop, 0)
-                    key = key + tl.arange(0, BLOCK_L)
-                elif PAGE:
-                    if BLOCK_L % PAGE == 0 and BLOCK_L <= 8 * PAGE:
-                        k_page, v_page, key, valid = tile_in_pages(
-                            table_row, key, visible, pages, stride_kb, stride_vb, PAGE, BLOCK_L
-                        )
-                    else:
-                        key = key + tl.arange(0, BLOCK_L)
-                        k_page, v_page, key, valid = in_page(
-                            table_row, key, key < visible, pages, stride_kb, stride_vb, PAGE
-                        )
-                else:
-                    key = key + tl.arange(0, BLOCK_L)
-                    valid = key < visible
+                k_page, v_page, key, valid = places_of_block(
+                    table_row, key, visible, pages, stride_kb, stride_vb, PAGE, BLOCK_L
+                )
             else:
                 if EACH:
                     key = key_of_each(slot, shift, before)
                 else:
                     key = key_positions(slot, start, before, length)
-                if PAGE:
-                    k_page, v_page, key, valid = in_page(table_row, key, valid, pages, stride_kb, stride_vb, PAGE)
+                k_page, v_page, key, valid = places_of_each(table_row, key, valid, pages, stride_kb, stride_vb, PAGE)
             if FAR:  # otherwise the key's offset, in units, fits int32
                 key = key.to(tl.int64)
-            k_at = (key * stride_kn).to(tl.int64)
-            v_at = (key * stride_vn).to(tl.int64)
-            if PAGE:
-                k_at += k_page
-                v_at += v_page
-            k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
-            k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_L, BLOCK_D]
+            k_at = (key * stride_kn).to(tl.int64) + k_page
+            v_at = (key * stride_vn).to(tl.int64) + v_page
+            k = load_tile(k_base, k_at, valid, d, D, STRIDE_UNIT)  # [BLOCK_L, BLOCK_D]
             if PAIRS:
-                v_ptrs = v_base + v_at[:, None] * (STRIDE_UNIT // 2) + dv_pair[None, :]
-                v = tl.load(v_ptrs, mask=valid[:, None] & (dv_pair[None, :] < Dv // 2), other=0)
+                v = load_tile(v_base, v_at, valid, dv_pair, Dv // 2, STRIDE_UNIT // 2)
             else:
-                v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
-                v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
+                v = load_tile(v_base, v_at, valid, dv, Dv, STRIDE_UNIT)  # [BLOCK_L, BLOCK_DV]
             if STREAM_Q:
                 q = tl.load(q_ptrs + tl.minimum(tile, 0) * 16, mask=q_mask, other=0.0)
-            if UPFRONT:
-                if SINGLE:  # without a loop, ptxas would load values only after the keys have arrived
-                    tl.debug_barrier()
-                    q = not_before(q)
-                k = not_before(k)
-            if E4M3:
-                k = half_of(k)
-            if FIT:
-                if STREAM_Q:
-                    q, fit = fit_half(q)
-                scores = tl.dot(q, tl.trans(k)) * (fit * (scale * 1.4426950408889634))[:, None]
-            else:
-                scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
-            scores = tl.where(valid[None, :], scores, float("-inf"))  # [BLOCK_G, BLOCK_L]
-            m_old = m
-            m, l, acc, p = softmax_step(scores, m, l, acc)
-            if UPFRONT:
-                v = not_before(v)
-            if PAIRS:
-                acc, acc_odd = add_pairs(p, v, acc, acc_odd, m_old, m)
-            else:
-                if E4M3:
-                    v = half_of(v)
-                acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
+            if UPFRONT and SINGLE:  # without a loop, ptxas would load values only after the keys have arrived
+                tl.debug_barrier()
+                q = not_before(q)
+            if FIT and STREAM_Q:
+                q, fit = fit_half(q)
+            m, l, acc, acc_odd = attend(
+                q, fit, k, v, valid, scale, m, l, acc, acc_odd, E4M3, FIT, PAIRS, UPFRONT, INPUT_PRECISION
+            )
         if CHUNKED:
             begin_of, end_of = ask_spans(sel_row, (chunk + 1) * SPANS + tl.arange(0, SPANS), n, SOURCE)
 
