@@ -53,6 +53,61 @@ RUNTIME = [
 ]
 
 
+@triton.jit
+def find_row(
+    token, batch, B, S, S_kv, cu_q_ptr, cu_k_ptr, stride_qb, stride_qs, stride_kb, stride_kn, stride_vb, stride_vn,
+    stride_ob, stride_os, LAYOUT: tl.constexpr, PAGE: tl.constexpr, S_MANY: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Find a row's query and the keys of its sequence: ``(batch, s, t, seqlen_k, q_off, o_off, k_off, v_off)``.
+
+    ``s``: number of the query in its sequence, 0 for packed queries. ``t``: its position. ``seqlen_k``: keys of the
+    sequence. Offsets are int64, in units, those of K and V 0 with pages.
+    """
+    if LAYOUT == VARLEN or LAYOUT == PACKED:
+        s = 0
+        seq = token
+        if LAYOUT == VARLEN:
+            seq = find_sequence(cu_q_ptr, B, token, 128)
+        q_off = token.to(tl.int64) * stride_qs
+        o_off = token.to(tl.int64) * stride_os
+        k_first, seqlen_k = sequence_keys(seq, B, S_kv, cu_k_ptr)
+        k_off = k_first * stride_kn
+        v_off = k_first * stride_vn
+        t = seqlen_k - 1
+        if CAUSAL:
+            q_last = tl.load(cu_q_ptr + seq + 1, mask=seq < B, other=0)
+            t = (seqlen_k - q_last + token).to(tl.int32)
+    else:
+        if LAYOUT == RAGGED:
+            batch = batch.to(tl.int64)
+            s = 0
+            q_off = token.to(tl.int64) * stride_qs
+            o_off = token.to(tl.int64) * stride_os
+        else:
+            batch = (token // S if S_MANY else token).to(tl.int64)
+            s = token % S if S_MANY else 0
+            q_off = batch * stride_qb + tl.cast(s, tl.int64) * stride_qs
+            o_off = batch * stride_ob + tl.cast(s, tl.int64) * stride_os
+        k_off = tl.zeros([], tl.int64) if PAGE else batch * stride_kb
+        v_off = tl.zeros([], tl.int64) if PAGE else batch * stride_vb
+        seqlen_k = S_kv
+        t = S_kv - S + s  # bottom-right: the last query sees the last key
+    return batch, s, t, seqlen_k, q_off, o_off, k_off, v_off
+
+
+@triton.jit
+def store_part(part_ptr, split, splits, heads, first, head, m, l, acc, mask, dv, Dv: tl.constexpr):
+    """Store the results of one of ``splits`` shares of the keys, for :func:`merge_parts`.
+
+    The call has ``heads`` heads, those of this token from ``first`` on; ``head [BLOCK_G]``: which of them to store.
+    """
+    part = split * heads + first + head
+    tl.store(part_ptr + part[:, None] * Dv + dv[None, :], acc, mask=mask[:, None] & (dv[None, :] < Dv))
+    part += splits * heads * Dv  # m and l lie behind the accumulators of all parts
+    tl.store(part_ptr + part, m, mask=mask)
+    tl.store(part_ptr + splits * heads + part, tl.sum(l, 1), mask=mask)
+
+
 @triton.jit(do_not_specialize=RUNTIME)
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, part_ptr, sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, table_ptr, k_scale_ptr,
@@ -91,6 +146,7 @@ def _fwd_kernel(
     head_tile = program % HEAD_TILES
     token = row // HKV
     head_kv = row % HKV
+    batch = token  # until its sequence is found
 
     if EARLY:
         gdc_wait()  # the previous kernel on the stream may still run, so wait for its end before any memory access
@@ -128,42 +184,15 @@ def _fwd_kernel(
     if CLUSTER:
         inbox = open_inbox(CLUSTER, MINE, BLOCK_DV, SHARED)
 
-    # Find the row's query and the keys of its sequence, [k_first, k_first + seqlen_k).
+    batch, s, t, seqlen_k, q_off, o_off, k_off, v_off = find_row(
+        token, batch, B, S, S_kv, cu_q_ptr, cu_k_ptr, stride_qb, stride_qs, stride_kb, stride_kn, stride_vb, stride_vn,
+        stride_ob, stride_os, LAYOUT, PAGE, S_MANY, CAUSAL,
+    )  # fmt: skip
     table_row = table_ptr
-    if LAYOUT != VARLEN and LAYOUT != PACKED:
-        if LAYOUT == RAGGED:
-            batch = batch.to(tl.int64)
-            s = 0
-            q_off = token.to(tl.int64) * stride_qs
-            o_off = token.to(tl.int64) * stride_os
-        else:
-            batch = (token // S if S_MANY else token).to(tl.int64)
-            s = token % S if S_MANY else 0
-            q_off = batch * stride_qb + tl.cast(s, tl.int64) * stride_qs
-            o_off = batch * stride_ob + tl.cast(s, tl.int64) * stride_os
-        k_off = batch * stride_kb
-        v_off = batch * stride_vb
-        if PAGE:
-            k_off = tl.zeros([], tl.int64)
-            v_off = tl.zeros([], tl.int64)
-            table_row = table_ptr + batch * stride_tb
-            if EARLY:
-                expect_table(table_row, S_kv // PAGE)
-        seqlen_k = S_kv
-        t = S_kv - S + s  # bottom-right: the last query sees the last key
-    else:
-        seq = token
-        if LAYOUT == VARLEN:
-            seq = find_sequence(cu_q_ptr, B, token, 128)
-        q_off = token.to(tl.int64) * stride_qs
-        o_off = token.to(tl.int64) * stride_os
-        k_first, seqlen_k = sequence_keys(seq, B, S_kv, cu_k_ptr)
-        k_off = k_first * stride_kn
-        v_off = k_first * stride_vn
-        t = seqlen_k - 1
-        if CAUSAL:
-            q_last = tl.load(cu_q_ptr + seq + 1, mask=seq < B, other=0)
-            t = (seqlen_k - q_last + token).to(tl.int32)
+    if PAGE:
+        table_row += batch * stride_tb
+        if EARLY:
+            expect_table(table_row, S_kv // PAGE)
     limit = seqlen_k
     if CAUSAL:
         # Not `max(end, 0)`: from that, ptxas 12.8 makes a schedule that is 4% slower for decode of D = 64 on an H100.
@@ -301,14 +330,11 @@ def _fwd_kernel(
         head = head_kv * G + head_tile * HEADS + g  # [MINE]
         o, lse = merge_inbox(inbox, in_group, BLOCK_DV, CLUSTER, MINE)
     elif SPLIT:
-        heads = (programs // HEAD_TILES).to(tl.int64) * G
         if v_scale_ptr is not None:
             acc = scaled_values(acc, m, v_scale)
-        part = split * heads + (place if STEPS else token).to(tl.int64) * HKV * G + head
-        tl.store(part_ptr + part[:, None] * Dv + dv[None, :], acc, mask=in_group[:, None] & (dv[None, :] < Dv))
-        part += splits * heads * Dv  # m and l lie behind the accumulators of all parts
-        tl.store(part_ptr + part, m, mask=in_group)
-        tl.store(part_ptr + splits * heads + part, tl.sum(l, 1), mask=in_group)
+        heads = (programs // HEAD_TILES).to(tl.int64) * G
+        first = (place if STEPS else token).to(tl.int64) * HKV * G
+        store_part(part_ptr, split, splits, heads, first, head, m, l, acc, in_group, dv, Dv)
     else:
         o, lse = finish(m, tl.sum(l, 1), acc)
     if CLUSTER or not SPLIT:
