@@ -11,7 +11,7 @@ from nsa.testing.compile.matrix import Compiled
 from nsa.testing.compile.points import ARCHITECTURES
 
 ADA, AMD = ARCHITECTURES["sm_89"], ARCHITECTURES["gfx942"]
-FINE = Compiled("dense-bf16-G8", "_fwd_kernel", 101_376, 255, 1280, 384, 256, True, False, early=True, hasty=False)
+FINE = Compiled("dense-bf16-G8", "_fwd_kernel", 101_376, 255, 1280, 640, 256, True, False, early=True, hasty=False)
 
 
 def complaints(change, architecture=ADA):
@@ -24,7 +24,7 @@ def complaints(change, architecture=ADA):
         ({"shared": 101_377}, "101377 bytes of shared memory, sm_89 has 101376"),
         ({"threads": 512}, "130560 registers a program, a multiprocessor has 65536"),
         ({"local": 1281}, "1281 bytes of local memory a thread, 1280 are allowed"),
-        ({"looped": 385}, "spills in a loop: 385 bytes a turn, 384 are allowed"),
+        ({"looped": 641}, "spills in a loop: 641 bytes a turn, 640 are allowed"),
         ({"hasty": True}, "is launched early, and accesses memory before it waits for the previous kernel"),
         (
             {"mixed": True},
@@ -45,7 +45,7 @@ def test_what_is_complained_of(change, complaint):
 
 
 def test_few_bytes_may_be_in_a_loop_and_amd_has_more_registers():
-    assert complaints({"local": 64, "looped": 400}) == []
+    assert complaints({"local": 64, "looped": 700}) == []
     assert complaints({"threads": 512, "shared": 0}, AMD) == []
 
 

@@ -146,21 +146,23 @@ def test_tiles_behind_memory_of_another_are_found_askew():
 
 
 SASS = """
-        /*0100*/                   LDL.64 R2, [R1+0x8] ;
-        /*0110*/                   STL [R1], R4 ;
-        /*0120*/                   LDL.128 R8, [R1+0x10] ;
-        /*0130*/                   STL [R1+0x4], R5 ;
-        /*0140*/               @P0 BRA 0x120 ;
-        /*0150*/                   LDL R6, [R1] ;
-        /*0160*/              @!P1 BRA 0x110 ;
-        /*0170*/                   BRA 0x170;
+        /*0100*/                   LDL.64 R2, [R1+0x8] ;                         /* 0x0000080001027983 */
+                                                                                 /* 0x001fea0000100a00 */
+        /*0110*/                   STL [R1], R4 ;                                /* 0x0000000401007387 */
+        /*0120*/                   LDL.128 R8, [R1+0x10] ;                       /* 0x0000100001087983 */
+        /*0130*/                   STL [R1+0x4], R5 ;                            /* 0x0000040501007387 */
+        /*0140*/               @P0 BRA 0x120 ;                                   /* 0xfffffffc00000947 */
+        /*0150*/                   LDL R6, [R1] ;                                /* 0x0000000001067983 */
+        /*0160*/              @!P1 BRA P2, 0x110 ;                               /* 0xfffffff800009947 */
+        /*0170*/                   BRA 0x170;                                    /* 0xfffffffc00fc7947 */
 """
 
 
 def test_local_memory_in_the_innermost_loop_is_counted():
     assert looped(SASS) == 16 + 4
     assert looped(SASS.replace("@P0 BRA 0x120", "@P0 BRA 0x170")) == 4 + 16 + 4 + 4, "the outer loop is innermost now"
-    assert looped(SASS.replace("BRA 0x1", "BRA 0x2")) == 0, "no branch back"
+    forward = SASS.replace("BRA 0x1", "BRA 0x2").replace("BRA P2, 0x1", "BRA P2, 0x2")
+    assert looped(forward) == 0, "no branch back"
     amd = ".LBB0_2:\n\tscratch_load_dwordx2 v[2:3], off, off\n\tscratch_store_dword off, v1, off\n"
     assert looped(f"{amd}\ts_cbranch_scc1 .LBB0_2\n") == 12
     assert looped(f"{amd}\ts_cbranch_scc1 .LBB0_3\n") == 0

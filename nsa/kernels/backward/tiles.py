@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nsa.kernels.key_major.tiles import MOST_COUNT_BYTES, even, heads_at_once
-from nsa.kernels.query_major.tiles import next_power_of_2, padded, shared_bytes
+from nsa.kernels.query_major.tiles import AMD, next_power_of_2, padded, shared_bytes
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.union import tiles as union_tiles
 
@@ -76,6 +76,7 @@ HOPPER_LARGE = Choice(32, 4, 3, 128, False, 64, 4, 2)
 HOPPER_ALONE = Choice(32, 4, 3, 256, False, 32, 1, 2)  # G of 4 to 16, where no parts of dQ are written
 # Not measured, but chosen by the registers and shared memory that the compile matrix shows.
 SMALL = Choice(64, 8, 2, 32, True, 32, 1, 2)
+SMALL_AMD = SMALL._replace(rows=32, warps=4)  # 64 rows and 8 warps spill up to 2.7 KiB in each turn of the loop
 LARGE = Choice(64, 8, 2, 32, False, 32, 4, 2)
 WIDE_HEADS = Choice(32, 8, 1, 32, False, 16, 4, 1)  # D or Dv above 128
 FP32 = Choice(16, 4, 1, 32, False, 16, 4, 1)  # fp32 dot products run on the CUDA cores
@@ -158,7 +159,7 @@ def _rule(capability: int, itemsize: int, G: int, narrow: bool, parts: bool) -> 
         if G <= 8:
             return HOPPER_FEW if G < 4 else HOPPER_SMALL
         return HOPPER_16 if G <= MOST_PARTS_G else HOPPER_LARGE
-    return SMALL if G <= MOST_PARTS_G else LARGE
+    return LARGE if G > MOST_PARTS_G else SMALL_AMD if capability == AMD else SMALL
 
 
 @lru_cache(maxsize=1024)

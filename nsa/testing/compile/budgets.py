@@ -21,7 +21,7 @@ MOST_LOCAL = 1280
 """Most bytes of local memory of a thread. At a kernel's first launch the driver reserves this for each thread that the
 GPU can hold at a time: 1 KiB is 277 MB on an H100."""
 
-MOST_LOOPED = 384
+MOST_LOOPED = 640
 """Most bytes of local memory that a thread loads and stores in one turn of an innermost loop."""
 
 FEW = 64

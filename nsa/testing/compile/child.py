@@ -36,7 +36,7 @@ DECLARED = re.compile(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]")
 PLACE = re.compile(r"\s*(?:/\*([0-9a-f]{4,})\*/|(\.LBB\w+):)")
 """An address in NVIDIA's assembly, or a label in AMD's, where a branch may lead."""
 
-BRANCH = re.compile(r"\bBRA\b.*\b0x([0-9a-f]+)|\bs_c?branch\w* (\.LBB\w+)")
+BRANCH = re.compile(r"\bBRA\b[^;]*\b0x([0-9a-f]+)|\bs_c?branch\w* (\.LBB\w+)")
 LOCAL = re.compile(r"\b(?:LDL|STL)(?:\.\w+)*|\bscratch_(?:load|store)_\w+")
 """An access to local memory."""
 
