@@ -104,7 +104,7 @@ def test_xdist_runs_parity_and_replays(inner):
         "tests/perf/test_a.py": BENCHMARK,
         "tests/edge/test_a.py": threads.format(len(plugin.os.sched_getaffinity(0))),
     }
-    done = inner(files, "-m", "not perf", "-n", "2", "--benchmark-disable")
+    done = inner(files, "-m", "not perf", "-n", "2", "--benchmark-disable", OMP_NUM_THREADS="5")
     assert outcome(done) == {"passed": 3, "failed": 1}
     assert 'pytest "tests/parity/test_a.py::test_fails[H8-D128]"' in done.stdout
 
