@@ -35,10 +35,11 @@ FOREIGN = re.compile(
     r"MAKE.*|MFLAGS|GNUMAKEFLAGS|WORKERS|BASE|GIT_.*|PYTEST_(?!CURRENT_TEST$|VERSION$).*|PYTHON(?!PATH$).*|PY_COLORS|NO_COLOR"
     r"|FORCE_COLOR|CLICOLOR.*|LANG|LANGUAGE|LC_.*|COLUMNS|LINES|CI|BUILD_NUMBER"
 )
-# The size that a pipe has; the one locale that is everywhere; git without the user's settings, on a folder of any
-# owner, as a container may have mounted it.
+# The size that a pipe has; the one locale that is everywhere; one thread for a child's tensors, which are small; git
+# without the user's settings, on a folder of any owner, as a container may have mounted it.
 OURS = {
-    "COLUMNS": "80", "LINES": "24", "LC_ALL": "C.UTF-8", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1",
+    "COLUMNS": "80", "LINES": "24", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1",
+    "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*",
 }  # fmt: skip
 
@@ -122,6 +123,15 @@ def agrees():
 
 
 @pytest.fixture
+def one_thread():
+    """For small tensors: with two threads on a busy machine most of the time is spent waiting for the other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def fresh_plans():
     """Whatever is remembered about calls by their metadata is worked out anew, in the test and after it."""
     for forget in settings.ON_RELOAD:
@@ -179,11 +189,10 @@ def shared_folder(tmp_path_factory, pytestconfig):
 
 
 @pytest.fixture(scope="session")
-def forking(shared_folder):
+def forking():
     """A process that forks itself for each run of pytest, see `forked_pytest.py`; started for whoever asks first."""
     script = Path(__file__).with_name("forked_pytest.py")
-    command = [sys.executable, str(script), str(shared_folder / "bytecode")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         yield process
         process.stdin.close()
@@ -203,7 +212,7 @@ class ForkedPytest:
     def each(
         self, runs: Sequence[Sequence[Any]], cwd: Path, environment: Mapping[str, str] | None = None
     ) -> list[subprocess.CompletedProcess[str]]:
-        """Several runs in one process, for runs that are refused before they collect a test."""
+        """Several runs in one process, for runs that execute no test."""
         folder = self.folders.mktemp("pytest", numbered=True)
         request = {"runs": [list(map(str, run)) for run in runs], "cwd": str(cwd), "folder": str(folder)}
         request["environment"] = dict(os.environ if environment is None else environment)

@@ -1,13 +1,11 @@
-"""`python -m pytest …` in forks of a process that has imported torch, for tests of how pytest ends. Run as a script,
-with a folder in which the forks share the bytecode of what they import.
+"""`python -m pytest …` in forks of a process that has imported torch, for tests of how pytest ends. Run as a script.
 
 Each run is a process of its own with its own environment, folder and output, as if it had been started anew, but for
 the seconds in which torch and pytest are imported and everything's assertions are rewritten. Neither `nsa` nor Triton
 nor an installed plugin of pytest is imported beforehand: they read the environment, or are rewritten, when they are.
 
 A request is a line of JSON, the answer a line with the exit status. A request may hold several runs, one after the
-other in one process, for runs that are refused before they collect a test. The exit statuses of all but the last are
-in files.
+other in one process, for runs that execute no test. The exit statuses of all but the last are in files.
 """
 
 import atexit
@@ -78,7 +76,6 @@ def run(request, installed):
 
 def main():
     _pytest.config.get_config()  # imports pytest's own plugins
-    sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     installed = [folder for folder in sys.path[1:] if folder not in given]
     gc.freeze()
