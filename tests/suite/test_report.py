@@ -482,6 +482,7 @@ def test_report_says_what_a_recording_measured_beside_what_is_in_force(user_fold
     said = "did not measure it" if packed else measured
     rationale = pages.rationale(recording, *decisions)
     assert rationale[0] == f"This recording {said}."
+    assert rationale[1].startswith("No benchmark here times" if packed else "From L = 64 on")
     assert str(nsa.gpu.DEFAULT_MIN_L) not in " ".join(rationale)
     text = " ".join("\n".join(summary.lines(recording.facts)).split())
     assert f"sel_triton_min_L in force: {PACKAGED} this run {said}" in text
