@@ -30,6 +30,7 @@ EXEMPT = (
     "default::pytest_benchmark.logger.PytestBenchmarkWarning",
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
     "ignore:Synchronization debug mode is a prototype feature:UserWarning",
+    "ignore:Module already imported so cannot be rewritten; nsa:pytest.PytestAssertRewriteWarning",
 )
 """Warnings that are not errors. `pyproject.toml` lists them for `tests/`, and says why."""
 
