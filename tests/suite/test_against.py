@@ -12,7 +12,7 @@ from .small_repository import ROOT, git, make, write
 
 
 @pytest.fixture
-def repository(tmp_path, monkeypatch):
+def repository(tmp_path, monkeypatch, forked_children):
     """A repository whose one commit has two benchmarks of its own; it imports this tree's `nsa`."""
     path = make(tmp_path / "repository")
     monkeypatch.setattr(against, "PAIRS", 1)

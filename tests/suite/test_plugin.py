@@ -140,7 +140,7 @@ def drew(done):
     return set(re.findall(r"drew \d+", done.stdout))
 
 
-@pytest.mark.parametrize(("profile", "workers"), [("ci", "0"), ("deep", "0"), ("deep", "1")])
+@pytest.mark.parametrize(("profile", "workers"), [("ci", "0"), ("deep", "1")])
 def test_a_drawn_call_that_failed_is_replayed(inner, profile, workers):
     """By the line as it is printed. `deep` draws others in each run."""
     files = {"tests/parity/test_a.py": DRAWN, "tests/edge/test_a.py": PROFILE.format(profiles.EXAMPLES[profile])}
@@ -178,9 +178,9 @@ UNREPLAYED = [  # the call, which tests are selected, and what is said
 def test_a_call_that_cannot_be_replayed_is_refused(run_pytest, tmp_path):
     lay_out(tmp_path, {"tests/parity/test_a.py": DRAWN + "\ndef test_plain():\n    pass\n"})
     runs = [["-k", *selected.split(), "--nsa-reproduce", call] for call, selected, _ in UNREPLAYED]
-    for done, (*given, said) in zip(run_pytest.each(runs, tmp_path, off_gpu()), UNREPLAYED, strict=True):
-        assert (done.returncode, given) == (pytest.ExitCode.USAGE_ERROR, given), done.stdout
-        assert done.stderr.startswith(f"ERROR: --nsa-reproduce: {said}"), given
+    for done, (*how, said) in zip(run_pytest.each(runs, tmp_path, off_gpu()), UNREPLAYED, strict=True):
+        assert (done.returncode, how) == (pytest.ExitCode.USAGE_ERROR, how), done.stdout
+        assert done.stderr.startswith(f"ERROR: --nsa-reproduce: {said}"), how
 
 
 def test_a_failing_call_is_made_smaller_for_so_long(monkeypatch):
