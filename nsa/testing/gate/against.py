@@ -42,8 +42,8 @@ class NotCompared(RuntimeError):
 class Tree:
     """One of the two trees.
 
-    readings: by benchmark, one for each process. ids: pytest's id of each benchmark in this tree. red: by test, the
-    number of processes in which it failed.
+    readings: by benchmark, one for each process. ids: pytest's id of each benchmark in this tree. red: by test, what
+    each process in which it failed said of it.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Tree:
     commit: str | None = None  # of the code under test that its processes must import; None: not checked
     readings: dict[str, list[Reading]] = field(default_factory=dict)
     ids: dict[str, str] = field(default_factory=dict)
-    red: dict[str, int] = field(default_factory=dict)
+    red: dict[str, list[str]] = field(default_factory=dict)
     processes: int = 0
 
     def sides(self) -> dict[str, Side]:
@@ -136,9 +136,10 @@ def _report(ref: str, base: Tree, head: Tree, verdicts: list[Verdict], strict: b
     sides = ((base, head, f"in {ref}, not in this tree"), (head, base, f"in this tree, not in {ref}"))
     for one, other, where in sides:
         lines += [f"{where}: {name}" for name in one.readings if name not in other.readings]
-    broken = {name: count for name, count in head.red.items() if count == head.processes and name not in base.red}
+    broken = [name for name, said in head.red.items() if len(said) == head.processes and name not in base.red]
     for tree in (base, head):
-        lines += [f"red in {tree.name}, {n} of {tree.processes} processes: {name}" for name, n in tree.red.items()]
+        for name, said in tree.red.items():
+            lines += [f"red in {tree.name}, {len(said)} of {tree.processes} processes: {name}", f"  {said[-1]}"]
     print(*words.narrowed(lines), words.counts(verdicts), sep="\n", flush=True)
     kinds = {v.kind for v in verdicts}
     gated = bool(kinds - {"cannot gate"})
@@ -199,19 +200,23 @@ def _run(tree: Tree, arguments: Sequence[str], work: Path, module: str) -> bool:
             raise NotCompared(f"{tree.name}: its process imported {module} of {imported}, expected {tree.commit}")
         tree.readings.setdefault(name, []).append(Reading.of(benchmark["stats"]["data"], benchmark["extra_info"]))
         tree.ids[name] = benchmark["fullname"]
-    for name in _red(xml):
-        tree.red[name] = tree.red.get(name, 0) + 1
+    for name, said in _red(xml).items():
+        tree.red.setdefault(name, []).append(said)
     seconds = time.monotonic() - began
     print(f"{tree.name}: {len(document['benchmarks'])} benchmarks in {seconds:.0f} s", flush=True)
     return bool(document["benchmarks"])
 
 
-def _red(xml: Path) -> list[str]:
-    """The names of the tests that failed, from a JUnit file."""
+def _red(xml: Path) -> dict[str, str]:
+    """The tests that failed, from a JUnit file, with the first line of what each said."""
     if not xml.exists():
-        return []
-    cases = ET.parse(xml).getroot().iter("testcase")
-    return [str(case.get("name")) for case in cases if {part.tag for part in case} & {"failure", "error"}]
+        return {}
+    failed = {}
+    for case in ET.parse(xml).getroot().iter("testcase"):
+        for part in case:
+            if part.tag in ("failure", "error"):
+                failed[str(case.get("name"))] = (part.get("message") or "").partition("\n")[0]
+    return failed
 
 
 @contextlib.contextmanager
