@@ -32,6 +32,7 @@ from nsa.testing.machine import commit as commit
 from nsa.testing.machine import current_lane as current_lane
 from nsa.testing.machine import device_name as device_name
 from nsa.testing.machine import triton_version as triton_version
+from nsa.testing.machine import under_test
 from nsa.testing.owned import is_ours, module_of
 
 # In the order in which they print, see `terminal`. `benchmarks` comes last, because it imports others, and pytest can
@@ -105,6 +106,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "contested(of, names, ours, promise): runs once for each contestant")
+    for impl in config.option.nsa_impl[:1]:
+        under_test(impl.partition(":")[0])
     profiles.choose(config)
     profiles.check(config)
     reportchars = getattr(config.option, "reportchars", "")
