@@ -200,8 +200,8 @@ def _run(tree: Tree, arguments: Sequence[str], work: Path, module: str) -> bool:
             raise NotCompared(f"{tree.name}: its process imported {module} of {imported}, expected {tree.commit}")
         tree.readings.setdefault(name, []).append(Reading.of(benchmark["stats"]["data"], benchmark["extra_info"]))
         tree.ids[name] = benchmark["fullname"]
-    for name, said in _red(xml).items():
-        tree.red.setdefault(name, []).append(said)
+    for name, why in _red(xml).items():
+        tree.red.setdefault(name, []).append(why)
     seconds = time.monotonic() - began
     print(f"{tree.name}: {len(document['benchmarks'])} benchmarks in {seconds:.0f} s", flush=True)
     return bool(document["benchmarks"])
