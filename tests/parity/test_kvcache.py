@@ -1,6 +1,5 @@
 """Caches of sequences of unequal length, contiguous and in pages, against the oracle that lays them side by side."""
 
-import itertools
 import math
 
 import pytest
@@ -14,6 +13,8 @@ from nsa.testing.judge.forward import cached_parity
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
 from nsa.tuning import sweep
+
+from .pairs import in_pairs
 
 GPU = current_lane() == "gpu"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16} if GPU else {"fp32": torch.float32}
@@ -43,13 +44,6 @@ def draw_ranges(B, S, HKV, n, seed):
     g = torch.Generator().manual_seed(seed)
     start = torch.randint(-9, ROOM + 9, (B, S, HKV, n), generator=g)
     return torch.stack((start, start + torch.randint(-3, 90, start.shape, generator=g)), -1)
-
-
-def in_pairs(*axes):
-    """All combinations of named values; interpreted half of them, in which each pair of two axes' values occurs."""
-    numbered = itertools.product(*(list(enumerate(axis.items())) for axis in axes))
-    chosen = [row for row in numbered if GPU or sum(i for i, _ in row) % 2 == 0]
-    return [pytest.param(*(x for _, (_, x) in row), id="-".join(name for _, (name, _) in row)) for row in chosen]
 
 
 BY_PAGE = {f"page{page}": page for page in PAGES}
@@ -183,10 +177,12 @@ def test_triton_sel_parity_kvcache_e4m3_key_major(device, page, size, walked, dt
 
 
 @pytest.mark.parametrize("backend", ["triton", "sdpa", "reference"])
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=["int32", "int64"])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
-@pytest.mark.parametrize("source", ["ranges", "blocks"])
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"page{page}")
+@pytest.mark.parametrize(
+    ("page", "source", "causal", "index"),
+    in_pairs(
+        BY_PAGE, ("ranges", "blocks"), {"causal": True, "all": False}, {"int32": torch.int32, "int64": torch.int64}
+    ),
+)
 def test_triton_sel_parity_kvcache_backends(device, page, source, causal, index, backend):
     dtype = next(iter(DTYPES.values()))
     cache = caches.draw(LENGTHS, ROOM, page, HKV=2, dtype=dtype, index=index, device=device, seed=1)
@@ -204,9 +200,10 @@ def test_triton_sel_parity_kvcache_backends(device, page, source, causal, index,
     check(got, caches.oracle(q, cache, **selection, causal=causal, scale=0.3), dtype)
 
 
-@pytest.mark.parametrize("source", ["ranges", "blocks"])
-@pytest.mark.parametrize("schedule", ["query_major", "key_major"])
-@pytest.mark.parametrize("page", [1, 5, 8, 48], ids=lambda page: f"page{page}")
+@pytest.mark.parametrize(
+    ("page", "schedule", "source"),
+    in_pairs({f"page{x}": x for x in (1, 5, 8, 48)}, ("query_major", "key_major"), ("ranges", "blocks")),
+)
 def test_triton_sel_parity_kvcache_odd_pages(device, page, schedule, source):
     """Many to a tile, and ones that no tile is made of."""
     dtype = next(iter(DTYPES.values()))

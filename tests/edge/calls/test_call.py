@@ -109,13 +109,6 @@ def test_a_loose_bound_costs_nothing(problem, bound):
     torch.testing.assert_close(o, packed_sdpa(call)[0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("causal", ["no", 1, None])
-def test_causal_is_a_bool(problem, causal):
-    qkv, selection = problem
-    with pytest.raises(TypeError, match=f"causal: expected a bool, got {type(causal).__name__}"):
-        nsa.selection_attention(*qkv, **selection, causal=causal)
-
-
 @pytest.mark.parametrize("backend", ["triton", "sdpa", "reference"])
 def test_any_real_number_is_a_scale(problem, backend):
     qkv, selection = problem
