@@ -192,7 +192,8 @@ def shared_folder(tmp_path_factory, pytestconfig):
 def forking():
     """A process that forks itself for each run of pytest, see `forked_pytest.py`; started for whoever asks first."""
     script = Path(__file__).with_name("forked_pytest.py")
-    with subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, script], **pipes) as process:
         assert process.stdout.readline() == "ready\n"
         yield process
         process.stdin.close()

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-import hypothesis
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -20,6 +19,7 @@ from nsa.testing.judge.gradients import GradientOracle, assert_gradients
 from nsa.testing.matrix import caches, strategies
 from nsa.testing.matrix.problem import Problem
 from nsa.testing.matrix.strategies import BLOCKS, HUGE, INT32, PACKED, RANGES, Drawn, DrawnCache
+from nsa.testing.profiles import drawing
 
 from .test_kvcache import check
 
@@ -72,6 +72,7 @@ def through_lse(oracle: GradientOracle, dlse: torch.Tensor) -> GradientOracle:
     return dataclasses.replace(oracle, exact=exact)
 
 
+@drawing(2 / 5)
 @given(st.sampled_from(SOURCES).flatmap(trained), st.sampled_from(CHOICES))
 # Keys that a row lists twice, and rows that list none: neither was looked at in gradients before.
 @example(Drawn.same(RANGES, [(3, 40)] * 4), None)
@@ -96,7 +97,7 @@ def test_triton_sel_parity_backward_any_calls(
     assert_gradients(got, oracle, str(choice))
 
 
-@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)
+@drawing(1 / 5)
 @given(st.sampled_from(SOURCES[1:]).flatmap(trained))
 # A block listed twice, no block, and blocks that all rows share.
 @example(Drawn.same(BLOCKS, [1, 1, 5, 4, 0], dtype=torch.int32))
@@ -110,7 +111,7 @@ def test_triton_sel_parity_backward_unions_any_calls(device: torch.device, drawn
     assert_gradients(got, oracle, "unions")
 
 
-@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)
+@drawing(1 / 5)
 @given(st.sampled_from(SOURCES).flatmap(trained))
 # One key, whose score is the LSE: all of dQ and dK comes through it. A row without keys: nothing, and no NaN.
 @example(Drawn.same(RANGES, [(0, 0), (0, 1), (0, 0), (0, 0)]))
@@ -131,6 +132,7 @@ LENGTHS = (33, 0, 1, 48)  # within a page, nothing, one key, no room left
 IMPOSSIBLE = (-5, 55, -INT32, INT32 - 1)
 
 
+@drawing(3 / 5)
 @given(st.sampled_from(SOURCES[:2]).flatmap(strategies.cached_calls), st.sampled_from(["query_major", "key_major"]))
 # Lengths that cannot be: negative ones are 0, others as long as there is room.
 @example(DrawnCache(SPANS, IMPOSSIBLE), "query_major")

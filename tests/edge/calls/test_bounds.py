@@ -150,8 +150,7 @@ def test_int32_and_int64_agree_bitwise(attend, draw, device, source):
     for width in (torch.int32, torch.int64):
         given = {name: x.to(device, width) if isinstance(x, torch.Tensor) else x for name, x in selection.items()}
         results.append(attend(q, k, v, **given, return_lse=True))
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
@@ -189,8 +188,7 @@ def test_block_larger_than_any_cache(attend, draw, same, size, width):
     blocks = same([0, 1, -1], 1, 1, 1, dtype=width)
     got = attend(q, k, v, block_indices=blocks, block_size=size, max_selected=KEYS, return_lse=True)
     want = attend(q, k, v, ranges=same([(0, KEYS)], 1, 1, 1), max_selected=KEYS, return_lse=True)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 16, 64], ids=lambda size: f"size{size}")
@@ -200,8 +198,7 @@ def test_huge_block_indices_select_nothing(attend, agrees, draw, same, size):
     blocks = same([BIG, 0, -BIG, 2**63 - 1, -(2**63), 2**58, 2**32], 1, 1, 1, dtype=torch.int64)
     got = agrees(attend, q, k, v, block_indices=blocks, block_size=size)
     want = attend(q, k, v, block_indices=same([0], 1, 1, 1), block_size=size, return_lse=True)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 
 
 def test_blocks_of_rows(attend, agrees, draw, device, dtype):
