@@ -106,7 +106,7 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
         Section("Roofline", _timing_note(now.facts), [p for p in [plots.roofline(now.facts)] if p]),
         *([_change(recordings[0], now)] if len(recordings) == 2 else []),
         Section.of(tables.threshold(decision, on_packed)),
-        Section.of(tables.cases(now.facts)),
+        Section.of(tables.make("cases", (fact for fact in now.facts if not fact.get("layouts")))),
         Section.of(_environment(recordings)),
         Section("How to reproduce", code=_commands(recordings)),
     ]
@@ -181,19 +181,12 @@ def _change(before: Recording, after: Recording) -> Section:
     picture = plots.before_after([(name, ratio) for name, _, ratio, _, _ in pairs])
     moved = sorted((pair for pair in pairs if abs(pair[2] - 1) > MOVED), key=lambda pair: -pair[2])
     names = [{fact["name"] for fact in recording.facts} for recording in (before, after)]
-    columns = [
-        Column("benchmark", lambda pair: pair[0]),
-        Column("group", lambda pair: pair[1]),
-        Column("change, to control", lambda pair: f"{pair[2] - 1:+.1%}"),
-        Column("before", lambda pair: tables.seconds(pair[3])),
-        Column("after", lambda pair: tables.seconds(pair[4])),
-    ]
     return Section(
         "Before and after",
         f"{len(pairs)} benchmarks in both, {len(names[0] - names[1])} only before, {len(names[1] - names[0])} only "
         f"after. Geometric mean of the changes {geomean(p[2] for p in pairs) or 1:.3f}×; {len(moved)} above 10%.",
         [picture] if picture else [],
-        Table("Before and after", columns, moved),
+        tables.make("changes", moved),
     )
 
 

@@ -126,12 +126,15 @@ def kernels(facts: Iterable[Fact]) -> list[Fact]:
     return [fact for fact in facts if fact.get("share_of_ceiling")]
 
 
+KINDS = ("prefill", "training", "serving", "m3", "kernels", "others")
+
+
 def by_kind(facts: Iterable[Fact]) -> dict[str, list[Fact]]:
-    """Facts by the table that shows them: kernels, prefill, training, serving, m3 and others.
+    """Facts by the table that shows them.
 
     Prompts and the shapes of MiniMax-M3 are in a fixed order, because a merged recording begins with the newest facts.
     """
-    found: dict[str, list[Fact]] = {name: [] for name in ("kernels", "prefill", "training", "serving", "m3", "others")}
+    found: dict[str, list[Fact]] = {name: [] for name in KINDS}
     for fact in facts:
         if not fact.get("layouts"):  # times of packed SDPA's layouts, which a threshold needs and no table shows
             found[_kind(fact)].append(fact)
