@@ -4,15 +4,14 @@ import dataclasses
 import math
 
 import hypothesis
-import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import nsa
 import nsa.kernels
-from nsa import settings
 from nsa.call import Call
+from nsa.kernels import pinned
 from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.shared.poison import poisoned_workspace
 from nsa.kernels.union.tiles import ALWAYS
@@ -92,8 +91,7 @@ def test_triton_sel_parity_backward_any_calls(
     device: torch.device, drawn: Drawn, choice: backward_tiles.Choice | None
 ) -> None:
     oracle = oracle_of(drawn.problem(device))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backward_tiles, "forced", choice)
+    with pinned(backward=choice):
         got = gradients(oracle.problem, oracle.do)
     assert_gradients(got, oracle, str(choice))
 
@@ -107,14 +105,8 @@ def test_triton_sel_parity_backward_any_calls(
 def test_triton_sel_parity_backward_unions_any_calls(device: torch.device, drawn: Drawn) -> None:
     """dQ of every tile that may have a union is taken from it."""
     oracle = oracle_of(drawn.problem(device))
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"UNIONS_FROM": 0, "LEAST_UNION_G": 1, "WORTH": ALWAYS}.items():
-            patch.setattr(backward_tiles, name, value)
-        settings.reload()  # forgets plans without unions
-        try:
-            got = gradients(oracle.problem, oracle.do)
-        finally:
-            settings.reload()
+    with pinned(backward_unions=backward_tiles.Unions(0, 1, ALWAYS)):
+        got = gradients(oracle.problem, oracle.do)
     assert_gradients(got, oracle, "unions")
 
 

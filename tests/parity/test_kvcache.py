@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import nsa
+from nsa.kernels import pinned
 from nsa.kernels.key_major import plan as key_major
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import tiles
 from nsa.testing.judge.forward import cached_parity
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
-from nsa.tuning import sweep
 
 GPU = current_lane() == "gpu"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16} if GPU else {"fp32": torch.float32}
@@ -72,7 +72,7 @@ def test_triton_sel_parity_kvcache_blocks(device, page, size, queries, dtype):
     blocks = draw_blocks(len(LENGTHS), S, 2, SLOTS, size, seed=size).to(device, torch.int32)
     selection = {"block_indices": blocks, "block_size": size}
     out = torch.full((*q.shape[:-1], 16), math.nan, dtype=dtype, device=device)
-    with sweep.forced(choice):
+    with pinned(query_major=choice):
         got = nsa.selection_attention_with_kvcache(
             q, cache.k, cache.v, **cache.arguments, **selection, backend="triton", return_lse=True, out=out
         )
@@ -89,7 +89,7 @@ def test_triton_sel_parity_kvcache_blocks(device, page, size, queries, dtype):
         {"parts": 0, "walk": 8},
     ),
 )
-def test_triton_sel_parity_kvcache_key_major(device, page, size, walked, dtype, monkeypatch):
+def test_triton_sel_parity_kvcache_key_major(device, page, size, walked, dtype, pin, monkeypatch):
     """A chunk of a prompt: partial results of each block, or some of its keys read by the kernel that merges."""
     cache = caches.draw(LENGTHS, ROOM, page, HKV=2, D=32, Dv=16, dtype=dtype, device=device, seed=7)
     S = CHUNK
@@ -100,7 +100,7 @@ def test_triton_sel_parity_kvcache_key_major(device, page, size, walked, dtype, 
         blocks = draw_blocks(len(LENGTHS), S, 2, SLOTS, size, seed=9).to(device, torch.int32)
         selection = {"block_indices": blocks, "block_size": size}
     out = torch.full((*q.shape[:-1], 16), math.nan, dtype=dtype, device=device)
-    monkeypatch.setattr(key_tiles, "forced", key_tiles.FP32._replace(walked=walked))
+    pin(key_major=key_tiles.FP32._replace(walked=walked))
     nsa.settings.reload()  # what is planned, with other tiles, is not planned again
     merged = []
     forward = key_major.forward
@@ -148,7 +148,7 @@ def test_triton_sel_parity_kvcache_e4m3(device, page, source, Dv, choice, dtype)
         blocks = draw_blocks(len(LENGTHS), 1, 2, SLOTS, size, seed=size).to(device, torch.int32)
         blocks[-1, ..., 1] = (ROOM - 1) // size  # the last key of all
         selection = {"block_indices": blocks, "block_size": size}
-    with sweep.forced(CHOICES[choice]):
+    with pinned(query_major=CHOICES[choice]):
         got = nsa.selection_attention_with_kvcache(
             q, cache.k, cache.v, **cache.arguments, **selection, backend="triton", return_lse=True
         )
@@ -159,7 +159,7 @@ def test_triton_sel_parity_kvcache_e4m3(device, page, source, Dv, choice, dtype)
 @pytest.mark.parametrize(
     ("page", "size", "walked"), [(64, 64, 8), (16, 128, 0), (None, 48, 8), (128, None, 0)], ids=str
 )
-def test_triton_sel_parity_kvcache_e4m3_key_major(device, page, size, walked, dtype, monkeypatch):
+def test_triton_sel_parity_kvcache_e4m3_key_major(device, page, size, walked, dtype, pin, monkeypatch):
     cache = caches.quantized(caches.draw(LENGTHS, ROOM, page, D=32, Dv=32, device=device, seed=7))
     S = CHUNK
     q = torch.randn(len(LENGTHS), S, 6, 32, generator=torch.Generator().manual_seed(S)).to(device, dtype)
@@ -168,7 +168,7 @@ def test_triton_sel_parity_kvcache_e4m3_key_major(device, page, size, walked, dt
     else:
         blocks = draw_blocks(len(LENGTHS), S, 2, SLOTS, size, seed=9).to(device, torch.int32)
         selection = {"block_indices": blocks, "block_size": size}
-    monkeypatch.setattr(key_tiles, "forced", key_tiles.FP32._replace(walked=walked))
+    pin(key_major=key_tiles.FP32._replace(walked=walked))
     nsa.settings.reload()  # what is planned, with other tiles, is not planned again
     walks, forward = [], key_major.forward
     monkeypatch.setattr(

@@ -9,12 +9,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import nsa
+from nsa.kernels import pinned
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import tiles
 from nsa.testing.matrix import caches, strategies
 from nsa.testing.matrix.strategies import BLOCKS, HUGE, RANGES, Drawn, DrawnCache
 from nsa.testing.plugin import current_lane
-from nsa.tuning import sweep
 
 from .test_kvcache import DTYPES, check, draw_blocks, draw_ranges
 
@@ -49,7 +49,7 @@ def drawn_queries(T, device, dtype, HQ=6, D=32):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("page", [None, 16], ids=["contiguous", "paged"])
-def test_triton_sel_parity_ragged(device, page, route, dtype, monkeypatch):
+def test_triton_sel_parity_ragged(device, page, route, dtype, pin):
     size, schedule, choice, key_choice = ROUTES[route]
     cache = caches.draw(LENGTHS, ROOM, page, HKV=2, D=32, Dv=16, dtype=dtype, device=device, seed=3)
     T = sum(QUERIES) + UNUSED
@@ -58,10 +58,10 @@ def test_triton_sel_parity_ragged(device, page, route, dtype, monkeypatch):
     selection = {"ranges": picked.int()} if size is None else {"block_indices": picked.int(), "block_size": size}
     selection = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in selection.items()}
     out = torch.full((T, 6, 16), math.nan, dtype=dtype, device=device)
-    monkeypatch.setattr(key_tiles, "forced", key_choice)
+    pin(key_major=key_choice)
     nsa.settings.reload()
     before, cu = nsa.kernels.launches.copy(), ends_of(QUERIES, device)
-    with sweep.forced(choice):
+    with pinned(query_major=choice):
         got = nsa.selection_attention_with_kvcache(
             q, cache.k, cache.v, **cache.arguments, **selection, cu_seqlens_q=cu, max_seqlen_q=max(QUERIES),
             backend="triton", schedule=schedule, return_lse=True, out=out,

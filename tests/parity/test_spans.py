@@ -9,13 +9,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from nsa.kernels import pinned
 from nsa.kernels.query_major import tiles
 from nsa.testing.contestants.ours import OURS
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix import strategies
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.strategies import BLOCKS, HUGE, INT32, PACKED, RANGES, Drawn
-from nsa.tuning import sweep
 
 VARLEN = Case(2, 32, 32, 100, 3, "few", "fp32", source="varlen")
 
@@ -81,7 +81,7 @@ CHOICES = (None, tiles.Choice(1, 1, 16, 1, 2), tiles.Choice(2, 1, 16, 1, 1))
 @example(Drawn.same(dataclasses.replace(BLOCKS, H=40, block_size=13), [5, 0, -1, 2, 5], dtype=torch.int32), CHOICES[1])
 def test_triton_sel_parity_blocks_any_indices(device: torch.device, drawn: Drawn, choice: tiles.Choice | None) -> None:
     problem = drawn.problem(device)
-    with sweep.forced(choice):
+    with pinned(query_major=choice):
         check("blocks", problem)
     check("sdpa", problem)
 

@@ -11,6 +11,7 @@ import triton.language as tl
 import nsa
 from nsa import routing
 from nsa.call import Call
+from nsa.kernels import pinned
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.shared.e4m3 import fit_half
 from nsa.kernels.shared.errors import DoesNotFit
@@ -112,11 +113,10 @@ def test_a_scale_of_zero_or_nan(device, dtype, how, of, value):
 def test_scales_of_split_rows(device, dtype):
     """The programs that share a row apply the scale to their parts; a part may hold no key."""
     from nsa.kernels.query_major import tiles
-    from nsa.tuning import sweep
 
     q, cache, selection = draw(device, dtype, lengths=(20, 0))
     cache.v_scale[1] = math.nan
-    with sweep.forced(tiles.Choice(4, 1, 16, 4, 2, 0)):
+    with pinned(query_major=tiles.Choice(4, 1, 16, 4, 2, 0)):
         o, lse = call(q, cache, **selection, backend="triton")
     o_want, lse_want = caches.oracle(q, cache, **selection)
     assert torch.equal(o.isnan(), o_want.isnan())
@@ -214,9 +214,9 @@ def test_a_gpu_without_the_conversion_is_served_by_packed_sdpa(device, fresh_rou
 
 
 @pytest.mark.parametrize("schedule", ["query_major", "key_major"])
-def test_values_at_an_odd_address(device, fresh_routes, fresh_plans, monkeypatch, schedule):
+def test_values_at_an_odd_address(device, fresh_routes, fresh_plans, pin, schedule):
     """Kernels read pairs of values, which must begin at an even address. Those of key-major do so in their merge."""
-    monkeypatch.setattr(key_tiles, "forced", key_tiles.FP32._replace(walked=8))
+    pin(key_major=key_tiles.FP32._replace(walked=8))
     q, cache, selection = draw(device, page=None)
     memory = torch.empty(cache.v.numel() + 1, dtype=torch.uint8, device=device)[1:].view(torch.float8_e4m3fn)
     odd = dataclasses.replace(cache, v=memory.view(cache.v.shape).copy_(cache.v))

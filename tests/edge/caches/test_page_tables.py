@@ -69,9 +69,9 @@ def test_tables_of_any_strides(device, backend, table, page, index):
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_tables_of_any_strides_where_the_merge_reads_keys(device, table, tables_read, monkeypatch, fresh_plans):
+def test_tables_of_any_strides_where_the_merge_reads_keys(device, table, tables_read, pin, fresh_plans):
     """Key-major's merge kernel looks pages up, too, where it reads some of a row's blocks itself."""
-    monkeypatch.setattr(key_tiles, "forced", key_tiles.SMALL._replace(walked=8))
+    pin(key_major=key_tiles.SMALL._replace(walked=8))
     q, cache = sliced(2, PAGE, torch.int32, device)
     selection = {"block_indices": everything(3, 2, device), "block_size": PAGE}
     want = call(q, cache, "key_major", **selection)
@@ -82,8 +82,8 @@ def test_tables_of_any_strides_where_the_merge_reads_keys(device, table, tables_
 
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_slice_of_a_table_is_not_copied(device, schedule, table, tables_read, monkeypatch, fresh_plans):
-    monkeypatch.setattr(union_tiles, "forced", union_tiles.Choice(worth=union_tiles.ALWAYS))
+def test_a_slice_of_a_table_is_not_copied(device, schedule, table, tables_read, pin, fresh_plans):
+    pin(union=union_tiles.Choice(worth=union_tiles.ALWAYS))
     q, cache = sliced(8, PAGE, torch.int32, device)  # enough queries for tiles of the union kernel
     cut, side_by_side = TABLES[table]
     other = cut(cache.block_table)

@@ -10,10 +10,10 @@ import torch
 import nsa
 from nsa import ops
 from nsa.call import Call
+from nsa.kernels import pinned
 from nsa.kernels.query_major import tiles
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
-from nsa.tuning import sweep
 
 from ...conftest import compare
 
@@ -109,7 +109,7 @@ def test_programs_of_one_tile_look_up_no_page_that_is_not_there(device, size):
     cache = caches.draw([50, 64], ROOM, PAGE, device=device)
     q, cu = queries(3, device), ends(0, 1, 2, device=device)
     selection = {"block_indices": everything(3, device, 1), "block_size": size}
-    with sweep.forced(tiles.Choice(2, 1, PAGE, 4, 1)):
+    with pinned(query_major=tiles.Choice(2, 1, PAGE, 4, 1)):
         got = call(q, cache, cu, **selection)
     compare(got, caches.oracle(q, cache, cu, **selection), q.dtype)
 

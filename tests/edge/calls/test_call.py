@@ -148,7 +148,7 @@ def test_a_training_step_plans_once(problem, fresh_plans, monkeypatch):
     assert (len(made), len(looked_up)) == (1, 2)
 
 
-def test_tiles_of_key_major_may_be_forced_at_any_time(draw, same, monkeypatch, fresh_plans):
+def test_tiles_of_key_major_may_be_forced_at_any_time(draw, same, pin, monkeypatch, fresh_plans):
     """A sweep forces them after a first call."""
     from nsa.kernels.key_major import plan as key_major
 
@@ -156,7 +156,7 @@ def test_tiles_of_key_major_may_be_forced_at_any_time(draw, same, monkeypatch, f
     planned, plan = [], key_major.plan
     monkeypatch.setattr(key_major, "plan", lambda *args: planned.append(plan(*args)) or planned[-1])
     for forced in (None, None, key_tiles.FP32, None):
-        monkeypatch.setattr(key_tiles, "forced", forced)
+        pin(key_major=forced)
         nsa.selection_attention(
             q, k, v, block_indices=same([0, 1], 1, 3, 2), block_size=8, backend="triton", schedule="key_major"
         )

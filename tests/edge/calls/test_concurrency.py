@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import nsa
+from nsa.kernels import pinned
 from nsa.kernels.query_major.tiles import Choice
 from nsa.testing.plugin import current_lane
-from nsa.tuning import sweep
 
 ROOT = Path(nsa.__file__).parents[1]
 SCRIPT = Path(__file__).with_name("pooled_calls.py")
@@ -84,7 +84,7 @@ def test_repeats_under_load(device, source, choice):
         call = lambda: nsa.selection_attention(q, k, v, **selection, **how)  # noqa: E731
     load = torch.randn(4096, 4096, device=device).bfloat16()
     other = torch.cuda.Stream()
-    with sweep.forced(choice):
+    with pinned(query_major=choice):
         want = call()
         torch.cuda.synchronize()
         different = torch.zeros((), dtype=torch.int64, device=device)
@@ -102,7 +102,7 @@ def test_repeats_under_load(device, source, choice):
 @pytest.mark.parametrize("choice", [None, Choice(4, 1, 64, 4, 2, 1), Choice(4, 1, 64, 4, 2, 0)], ids=str)
 def test_tensors_of_another_gpu(choice):
     """`cuda:1` while `cuda:0` is current."""
-    with sweep.forced(choice):
+    with pinned(query_major=choice):
         want = attend(*problem(torch.device("cuda", 0), 3), "triton")
         qkv, ranges = problem(torch.device("cuda", 1), 3)
         assert torch.cuda.current_device() == 0
