@@ -100,7 +100,7 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
         Section(
             "Speedup over L",
             "Ratios of medians from one run, implementations sampled in turn. Bars divide the ends of the two 95% "
-            "bootstrap intervals" + _interval_note(now.facts),
+            "bootstrap intervals, if both are recorded, so they are never too short; most are smaller than the marks.",
             [p for p in (plots.speedup_over_L(now.facts, name) for name in (plots.REPLACED, plots.BEST)) if p],
         ),
         Section("Roofline", _timing_note(now.facts), [p for p in [plots.roofline(now.facts)] if p]),
@@ -131,13 +131,6 @@ def rationale(recording: Recording, decision: thresholds.Decision, on_packed: th
     if recording.gpu is None:
         return []
     return [f"This recording {summary.measured(decision)}.", *thresholds.rationale(decision, on_packed)]
-
-
-def _interval_note(facts: list[Fact]) -> str:
-    known = [fact for fact in kernels(facts) if fact.get("medians")]
-    if known and not any(fact.get("intervals") for fact in known):
-        return "; this recording holds no intervals of the comparators, so it has no bars."
-    return ", so they are never too short; most are smaller than the marks."
 
 
 def _timing_note(facts: list[Fact]) -> str:

@@ -71,9 +71,10 @@ def load(path: Path) -> Recording:
     commit = (document.get("commit_info") or {}).get("id")
     if date is None or commit is None:
         raise ValueError(f"{path}: expected a datetime and a commit_info.id, got {date!r} and {commit!r}")
-    facts = [b["extra_info"] | {"group": b["group"], "name": b["name"]} for b in benchmarks]
-    for fact, benchmark in zip(facts, benchmarks, strict=True):
-        fact["median"], fact["date"] = benchmark["stats"]["median"], date
+    facts = [
+        b["extra_info"] | {"group": b["group"], "name": b["name"], "median": b["stats"]["median"], "date": date}
+        for b in benchmarks
+    ]
     gpu = machine.get("gpu")
     first = facts[0] if facts else {}
     return Recording(
