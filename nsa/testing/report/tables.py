@@ -265,10 +265,10 @@ def headline(facts: Iterable[Fact]) -> Table:
     kinds = by_kind(facts)
     widest = next(fact for fact in kinds["prefill"] if fact["S"] == kinds["prefill"][-1]["S"])
     calls = [("prefill", fact) for fact in kinds["prefill"]]
-    calls += [("prefill and its backward", fact) for fact in kinds["training"] if fact["group"] != "backward"]
+    calls += [("prefill with its backward pass", fact) for fact in kinds["training"] if fact["group"] != "backward"]
     alike = [(name, fact) for name, fact in calls if all(fact[x] == widest[x] for x in ("HQ", "HKV", "S"))]
     rows = [(f"{name}, {fact['S']:,} tokens", fact) for name, fact in alike if fact["shared"] in (0.9, 0.0)]
-    named = {"m3-chunk4096": "MiniMax-M3, chunk of 4,096 tokens", "m3-decode-B64": "MiniMax-M3, step of 64 sequences"}
+    named = {"m3-chunk4096": "MiniMax-M3, chunk of 4,096 tokens", "m3-decode-B64": "MiniMax-M3, decode step of 64 sequences"}
     shapes = [(named.get(str(fact["case"]).removesuffix("-shared0.9")), fact) for fact in kinds["m3"]]
     rows += [(name, fact) for name, fact in shapes if name]
 
