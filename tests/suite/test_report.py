@@ -31,6 +31,12 @@ def recorded():
     return json.loads(DATA.read_text())
 
 
+def stored(path, document, **changed):
+    """A recording of a changed document."""
+    path.write_text(json.dumps(document | changed))
+    return load(path)
+
+
 @pytest.fixture(scope="module")
 def drawn():
     """The libraries of the extra `report`."""
@@ -91,9 +97,7 @@ def whole(recorded, tmp_path_factory):
         served(like, step, "paged16", kvcache=4e-6),
         chunk,
     ]
-    path = tmp_path_factory.mktemp("whole") / "run.json"
-    path.write_text(json.dumps(document))
-    return load(path)
+    return stored(tmp_path_factory.mktemp("whole") / "run.json", document)
 
 
 # --- the model of a table and its writers ----------------------------------------------------------------------------
@@ -206,34 +210,27 @@ def test_every_table_has_a_legend_and_an_example(whole):
 # --- recordings ------------------------------------------------------------------------------------------------------
 
 
-def test_newest_recording_of_each_device(recorded, tmp_path):
-    for number, date in (("0001", "2026-01-01"), ("0002", "2026-03-01"), ("0003", "2026-02-01")):
-        folder = tmp_path / "nvidia-h100-80gb-hbm3"
-        folder.mkdir(exist_ok=True)
-        (folder / f"{number}_x.json").write_text(json.dumps(recorded | {"datetime": date}))
-    assert [r.date for r in newest(tmp_path)] == ["2026-03-01"]
-    assert newest(tmp_path)[0].facts == load(tmp_path / "nvidia-h100-80gb-hbm3" / "0002_x.json").facts
-    assert newest(tmp_path / "nothing") == []
-
-
 def test_recordings_of_parts_make_one(recorded, tmp_path, drawn):
     """The newest figures of each benchmark; other versions of Triton do not count."""
-    whole, part, other = (json.loads(json.dumps(recorded)) for _ in range(3))
-    names = [b["name"] for b in whole["benchmarks"]]
+    assert newest(tmp_path) == []
+    part, other = (copy.deepcopy(recorded) for _ in range(2))
+    names = [b["name"] for b in recorded["benchmarks"]]
     part["benchmarks"] = part["benchmarks"][:2]
     for b in part["benchmarks"]:
         b["extra_info"]["commit"] = "fedcba9876543210"
         b["stats"]["median"] = 1.5
     other["benchmarks"][-1]["name"] = "of another Triton"
     other["machine_info"]["triton"] = "3.1.0"
-    for number, document, date in ((1, whole, "2026-01-01"), (2, other, "2026-02-01"), (3, part, "2026-03-01")):
-        (tmp_path / f"000{number}_x.json").write_text(json.dumps(document | {"datetime": date}))
+    first = stored(tmp_path / "0001_x.json", recorded, datetime="2026-01-01")
+    stored(tmp_path / "0002_x.json", other, datetime="2026-02-01")
+    assert [r.date for r in newest(tmp_path)] == ["2026-02-01"], "one of each device"
+    stored(tmp_path / "0003_x.json", part, datetime="2026-03-01")
     (found,) = newest(tmp_path)
     assert [fact["name"] for fact in found.facts] == names
     assert [fact["median"] == 1.5 for fact in found.facts] == [True, True] + [False] * (len(names) - 2)
-    first = load(tmp_path / "0001_x.json").commit[:12]
-    assert found.commits == f"fedcba987654, {first}"
-    assert f"Recorded at fedcba987654, 2026-03-01; {first}, 2026-01-01." in pages.results(found)
+    assert found.facts[2:] == first.facts[2:]
+    assert found.commits == f"fedcba987654, {first.commit[:12]}"
+    assert f"Recorded at fedcba987654, 2026-03-01; {first.commit[:12]}, 2026-01-01." in pages.results(found)
 
 
 # --- pages -----------------------------------------------------------------------------------------------------------
@@ -267,43 +264,33 @@ def test_report_from_a_recording(tmp_path, whole, drawn):
     assert plots.roofline(whole.facts) in page, "the same recording gives the same picture"
 
 
-@pytest.fixture
-def slowed(recorded, tmp_path):
-    """The same run with one benchmark 30% slower, one gone and one new; ours alone, the control stands."""
+def test_before_and_after_names_what_moved(recorded, tmp_path, drawn):
+    """One benchmark is 30% slower, one gone and one new; ours alone, the control stands."""
     changed = copy.deepcopy(recorded)
     slow, gone = changed["benchmarks"][10], changed["benchmarks"].pop(20)
     slow["stats"]["median"] *= 1.3
     slow["extra_info"]["ratio_to_control"] *= 1.3
     changed["benchmarks"].append(copy.deepcopy(slow) | {"name": "test_selection[new]"})
-    path = tmp_path / "after.json"
-    path.write_text(json.dumps(changed))
-    return path, slow["name"], gone["name"]
-
-
-def test_before_and_after_names_what_moved(slowed, drawn):
-    path, slow, gone = slowed
-    before, after = load(DATA), load(path)
+    before, after = load(DATA), stored(tmp_path / "after.json", changed)
     found = pages.changes(before, after)
-    assert [(name, round(ratio, 6)) for name, _, ratio, _, _ in found if abs(ratio - 1) > 0.1] == [(slow, 1.3)]
-    assert gone not in [name for name, *_ in found]
+    assert [(name, round(ratio, 6)) for name, _, ratio, _, _ in found if abs(ratio - 1) > 0.1] == [(slow["name"], 1.3)]
+    assert gone["name"] not in [name for name, *_ in found]
     change = pages._change(before, after)
     assert change.text.startswith("47 benchmarks in both, 1 only before, 1 only after.")
-    assert [(row["benchmark"], row["change, to control"]) for row in change.table.cells()] == [(slow, "+30.0%")]
+    rows = [(row["benchmark"], row["change, to control"]) for row in change.table.cells()]
+    assert rows == [(slow["name"], "+30.0%")]
     assert len(change.pictures) == 1
 
 
 def test_change_is_over_the_control_of_before(recorded, tmp_path):
     """The fastest comparator was another one: twice as slow is twice as slow, over a control twice as slow, too."""
     one = copy.deepcopy(recorded | {"benchmarks": recorded["benchmarks"][10:11]})
-    info = one["benchmarks"][0]["extra_info"]
-    median, other = one["benchmarks"][0]["stats"]["median"], next(n for n in info["medians"] if n != info["control"])
+    info, stats = (one["benchmarks"][0][name] for name in ("extra_info", "stats"))
+    median, other = stats["median"], next(n for n in info["medians"] if n != info["control"])
     info |= {"medians": {info["control"]: median, other: 2 * median}, "ratio_to_control": 1.0}
-    paths = [tmp_path / "before.json", tmp_path / "after.json"]
-    paths[0].write_text(json.dumps(one))
-    one["benchmarks"][0]["stats"]["median"] = 2 * median
-    info["control"] = other
-    paths[1].write_text(json.dumps(one))
-    ((_, _, ratio, _, _),) = pages.changes(*map(load, paths))
+    before = stored(tmp_path / "before.json", one)
+    stats["median"], info["control"] = 2 * median, other
+    ((_, _, ratio, _, _),) = pages.changes(before, stored(tmp_path / "after.json", one))
     assert ratio == pytest.approx(2.0)
 
 
@@ -312,9 +299,8 @@ def test_machine_that_slowed_as_a_whole_changes_nothing(recorded, tmp_path):
     slower = copy.deepcopy(recorded)
     for benchmark in slower["benchmarks"]:
         benchmark["stats"]["median"] *= 1.4
-    path = tmp_path / "slower.json"
-    path.write_text(json.dumps(slower))
-    assert {round(ratio, 6) for _, _, ratio, _, _ in pages.changes(load(DATA), load(path))} == {1.0}
+    found = pages.changes(load(DATA), stored(tmp_path / "slower.json", slower))
+    assert {round(ratio, 6) for _, _, ratio, _, _ in found} == {1.0}
 
 
 @pytest.mark.parametrize(

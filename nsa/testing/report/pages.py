@@ -100,13 +100,13 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
         Section(
             "Speedup over L",
             "Ratios of medians from one run, implementations sampled in turn. Bars divide the ends of the two 95% "
-            "bootstrap intervals" + _interval_note(now.facts),
+            "bootstrap intervals, if both are recorded, so they are never too short; most are smaller than the marks.",
             [p for p in (plots.speedup_over_L(now.facts, name) for name in (plots.REPLACED, plots.BEST)) if p],
         ),
         Section("Roofline", _timing_note(now.facts), [p for p in [plots.roofline(now.facts)] if p]),
         *([_change(recordings[0], now)] if len(recordings) == 2 else []),
         Section.of(tables.threshold(decision, on_packed)),
-        Section.of(tables.cases(now.facts)),
+        Section.of(tables.make("cases", (fact for fact in now.facts if not fact.get("layouts")))),
         Section.of(_environment(recordings)),
         Section("How to reproduce", code=_commands(recordings)),
     ]
@@ -131,13 +131,6 @@ def rationale(recording: Recording, decision: thresholds.Decision, on_packed: th
     if recording.gpu is None:
         return []
     return [f"This recording {summary.measured(decision)}.", *thresholds.rationale(decision, on_packed)]
-
-
-def _interval_note(facts: list[Fact]) -> str:
-    known = [fact for fact in kernels(facts) if fact.get("medians")]
-    if known and not any(fact.get("intervals") for fact in known):
-        return "; this recording holds no intervals of the comparators, so it has no bars."
-    return ", so they are never too short; most are smaller than the marks."
 
 
 def _timing_note(facts: list[Fact]) -> str:
@@ -181,19 +174,12 @@ def _change(before: Recording, after: Recording) -> Section:
     picture = plots.before_after([(name, ratio) for name, _, ratio, _, _ in pairs])
     moved = sorted((pair for pair in pairs if abs(pair[2] - 1) > MOVED), key=lambda pair: -pair[2])
     names = [{fact["name"] for fact in recording.facts} for recording in (before, after)]
-    columns = [
-        Column("benchmark", lambda pair: pair[0]),
-        Column("group", lambda pair: pair[1]),
-        Column("change, to control", lambda pair: f"{pair[2] - 1:+.1%}"),
-        Column("before", lambda pair: tables.seconds(pair[3])),
-        Column("after", lambda pair: tables.seconds(pair[4])),
-    ]
     return Section(
         "Before and after",
         f"{len(pairs)} benchmarks in both, {len(names[0] - names[1])} only before, {len(names[1] - names[0])} only "
         f"after. Geometric mean of the changes {geomean(p[2] for p in pairs) or 1:.3f}×; {len(moved)} above 10%.",
         [picture] if picture else [],
-        Table("Before and after", columns, moved),
+        tables.make("changes", moved),
     )
 
 

@@ -71,9 +71,10 @@ def load(path: Path) -> Recording:
     commit = (document.get("commit_info") or {}).get("id")
     if date is None or commit is None:
         raise ValueError(f"{path}: expected a datetime and a commit_info.id, got {date!r} and {commit!r}")
-    facts = [b["extra_info"] | {"group": b["group"], "name": b["name"]} for b in benchmarks]
-    for fact, benchmark in zip(facts, benchmarks, strict=True):
-        fact["median"], fact["date"] = benchmark["stats"]["median"], date
+    facts = [
+        b["extra_info"] | {"group": b["group"], "name": b["name"], "median": b["stats"]["median"], "date": date}
+        for b in benchmarks
+    ]
     gpu = machine.get("gpu")
     first = facts[0] if facts else {}
     return Recording(
@@ -126,12 +127,15 @@ def kernels(facts: Iterable[Fact]) -> list[Fact]:
     return [fact for fact in facts if fact.get("share_of_ceiling")]
 
 
+KINDS = ("prefill", "training", "serving", "m3", "kernels", "others")
+
+
 def by_kind(facts: Iterable[Fact]) -> dict[str, list[Fact]]:
-    """Facts by the table that shows them: kernels, prefill, training, serving, m3 and others.
+    """Facts by the table that shows them.
 
     Prompts and the shapes of MiniMax-M3 are in a fixed order, because a merged recording begins with the newest facts.
     """
-    found: dict[str, list[Fact]] = {name: [] for name in ("kernels", "prefill", "training", "serving", "m3", "others")}
+    found: dict[str, list[Fact]] = {name: [] for name in KINDS}
     for fact in facts:
         if not fact.get("layouts"):  # times of packed SDPA's layouts, which a threshold needs and no table shows
             found[_kind(fact)].append(fact)

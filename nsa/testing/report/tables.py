@@ -34,18 +34,19 @@ CSV = """
 
 def of(facts: Iterable[Fact]) -> list[Table]:
     """The tables of a run or a recording, without the empty ones."""
-    kinds = by_kind(facts)
-    made = {"prefill": prefill, "training": training, "serving": serving, "m3": m3, "kernels": kernels}
-    return [make(kinds[kind]) for kind, make in (made | {"others": controls}).items() if kinds[kind]]
+    groups = ("kernels", "others")
+    kinds = {kind: grouped(found).items() if kind in groups else found for kind, found in by_kind(facts).items()}
+    return [make(kind, rows) for kind, rows in kinds.items() if rows]
+
+
+def make(kind: str, rows: Iterable[Any], columns: Sequence[Column] | None = None) -> Table:
+    """The table of a kind of rows, with what `legends.yaml` says of it. columns: if they are not fixed."""
+    return Table(columns=COLUMNS[kind] if columns is None else columns, rows=list(rows), **_legends()[kind])
 
 
 @functools.cache
 def _legends() -> dict[str, dict[str, Any]]:
     return dict(yaml.safe_load(LEGENDS.read_text(encoding="utf-8")))
-
-
-def _table(title: str, columns: Sequence[Column], rows: Iterable[Any]) -> Table:
-    return Table(title, columns, list(rows), **_legends()[title])
 
 
 # --- cells -----------------------------------------------------------------------------------------------------------
@@ -114,6 +115,11 @@ HEADS = Column("HQ/HKV", lambda fact: f"{fact['HQ']}/{fact['HKV']}")
 OVERLAP = _key("shared", form=".0%")
 
 
+def overlap(fact: Fact) -> float:
+    """The share of its blocks that a query has in common with the query before it. Old recordings do not hold it."""
+    return float(fact.get("shared") or 0.0)
+
+
 def kernel_of(fact: Fact) -> str | None:
     """The route of our kernel that ran, or the name of the contestant."""
     return ", ".join(sorted(fact.get("launched") or ())) or fact.get("impl")
@@ -124,12 +130,31 @@ def fallback(fact: Fact) -> bool:
     return fact.get("impl") == thresholds.REPLACED
 
 
-# --- a row for each benchmark ----------------------------------------------------------------------------------------
+# --- columns ---------------------------------------------------------------------------------------------------------
+
+Group = tuple[str, list[Fact]]
 
 
-def prefill(facts: Iterable[Fact]) -> Table:
-    """A row for each prompt."""
-    columns = [
+def _over(key: str) -> Callable[[Group], Two | None]:
+    return lambda group: mean_and_worst(fact.get(key) for fact in group[1] if not fallback(fact))
+
+
+def _over_controls(group: Group) -> Two | None:
+    """How many times as fast as their controls. The fallback counts only if the group has no other benchmark."""
+    counted = [fact for fact in group[1] if not fallback(fact)] or group[1]
+    return mean_and_worst(1 / fact["ratio_to_control"] for fact in counted if fact.get("ratio_to_control"))
+
+
+def _controls(group: Group) -> str | None:
+    return ", ".join(dict.fromkeys(fact["control"] for fact in group[1] if fact.get("control"))) or None
+
+
+def _top(group: Group) -> Fact:
+    return max(group[1], key=lambda fact: float(fact["gbps"]))
+
+
+COLUMNS: dict[str, list[Column]] = {
+    "prefill": [
         HEADS,
         _key("T", "S"),
         OVERLAP,
@@ -139,13 +164,8 @@ def prefill(facts: Iterable[Fact]) -> Table:
         _key("TFLOP/s", "tflops", ".0f"),
         *_beside({"query_major": "query-major", "key_major": "key-major"} | PEERS | DENSE, _milliseconds),
         _key("of matrix rate", "share_of_matmul", ".1%", "page"),
-    ]
-    return _table("Prefill", columns, facts)
-
-
-def training(facts: Iterable[Fact]) -> Table:
-    """Two rows for each prompt: the backward pass, and the whole step."""
-    columns = [
+    ],
+    "training": [
         HEADS,
         _key("T", "S"),
         OVERLAP,
@@ -154,13 +174,8 @@ def training(facts: Iterable[Fact]) -> Table:
         _key("ns/token", "ns_per_query", ".1f", "page"),
         *_beside(PEERS | DENSE, _milliseconds),
         Column("memory vs flash", lambda fact: times(fact.get("memory_vs_flash"))),
-    ]
-    return _table("Training", columns, facts)
-
-
-def serving(facts: Iterable[Fact]) -> Table:
-    """A row for each step over a cache."""
-    columns = [
+    ],
+    "serving": [
         HEADS,
         _key("B"),
         _key("queries", "S"),
@@ -169,25 +184,30 @@ def serving(facts: Iterable[Fact]) -> Table:
         _ours(_microseconds),
         *_beside({"auto": "no cache", "kvcache": "contiguous"} | PEERS, _microseconds),
         Column("over its share", lambda fact: times(fact.get("times_its_share"))),
-    ]
-    return _table("Serving", columns, facts)
-
-
-def m3(facts: Iterable[Fact]) -> Table:
-    """A row for each shape of MiniMax-M3."""
-    others = {"vllm": "vLLM"} | PEERS | {"xunhao": "XunhaoLai", "m3_bf16": "bf16 cache", "calls_apart": "two calls"}
-    columns = [
+    ],
+    "m3": [
         Column("shape", lambda fact: str(fact["case"]).removeprefix("m3-")),
         _ours(_microseconds),
-        *_beside(others, _microseconds),
+        *_beside({"vllm": "vLLM"} | PEERS, _microseconds),
+        *_beside({"xunhao": "XunhaoLai", "m3_bf16": "bf16 cache", "calls_apart": "two calls"}, _microseconds),
         _key("of read", "share_of_read", ".1%"),
-    ]
-    return _table("MiniMax-M3", columns, facts)
-
-
-def cases(facts: Iterable[Fact]) -> Table:
-    """A row for each benchmark of a recording."""
-    columns = [
+    ],
+    "kernels": [
+        Column("benchmarks", lambda group: group[0]),
+        Column("cases", lambda group: len(group[1])),
+        *(Column(f"vs {name}", _over(key)) for name, key in VERSUS.items()),
+        Column("GB/s", lambda group: f"{_top(group)['gbps']:.0f}"),
+        Column("of ceiling", lambda group: f"{_top(group)['share_of_ceiling']:.1%}"),
+    ],
+    "others": [
+        Column("benchmarks", lambda group: group[0]),
+        Column("cases", lambda group: len(group[1])),
+        Column("vs control", _over_controls),
+        Column("fastest", lambda group: seconds(min(fact["median"] for fact in group[1]))),
+        Column("slowest", lambda group: seconds(max(fact["median"] for fact in group[1]))),
+        Column("control", _controls),
+    ],
+    "cases": [
         Column("case", lambda fact: fact["case"] if fact.get("share_of_ceiling") else fact["name"]),
         _key("group"),
         Column("median", lambda fact: seconds(fact["median"])),
@@ -197,8 +217,15 @@ def cases(facts: Iterable[Fact]) -> Table:
         Column("vs replaced", lambda fact: _faster(fact, thresholds.REPLACED)),
         Column("vs best SDPA", lambda fact: None if fallback(fact) else _faster(fact, str(fact.get("sdpa_best")))),
         _key("MAE", "mae", ".1e"),
-    ]
-    return _table("All benchmarks", columns, (fact for fact in facts if not fact.get("layouts")))
+    ],
+    "changes": [
+        Column("benchmark", lambda change: change[0]),
+        Column("group", lambda change: change[1]),
+        Column("change, to control", lambda change: f"{change[2] - 1:+.1%}"),
+        Column("before", lambda change: seconds(change[3])),
+        Column("after", lambda change: seconds(change[4])),
+    ],
+}
 
 
 def csv_of(facts: Iterable[Fact]) -> Table:
@@ -212,52 +239,6 @@ def csv_of(facts: Iterable[Fact]) -> Table:
 
     columns = [Column(name, lambda line, name=name: line.get(name)) for name in CSV]  # type: ignore[misc]
     return Table("report.csv", columns, [line(fact) for fact in facts if not fact.get("layouts")])
-
-
-# --- a row for each group --------------------------------------------------------------------------------------------
-
-Group = tuple[str, list[Fact]]
-GROUP = [Column("benchmarks", lambda group: group[0]), Column("cases", lambda group: str(len(group[1])))]
-
-
-def _over(key: str) -> Callable[[Group], Two | None]:
-    return lambda group: mean_and_worst(fact.get(key) for fact in group[1] if not fallback(fact))
-
-
-def _top(group: Group) -> Fact:
-    return max(group[1], key=lambda fact: float(fact["gbps"]))
-
-
-def kernels(facts: Iterable[Fact]) -> Table:
-    """A row for each group of our kernels on packed rows, spans and decode steps."""
-    columns = [
-        *GROUP,
-        *(Column(f"vs {name}", _over(key)) for name, key in VERSUS.items()),
-        Column("GB/s", lambda group: f"{_top(group)['gbps']:.0f}"),
-        Column("of ceiling", lambda group: f"{_top(group)['share_of_ceiling']:.1%}"),
-    ]
-    return _table("Packed rows, spans and decode", columns, grouped(facts).items())
-
-
-def _over_controls(group: Group) -> Two | None:
-    """How many times as fast as their controls. The fallback counts only if the group has no other benchmark."""
-    counted = [fact for fact in group[1] if not fallback(fact)] or group[1]
-    return mean_and_worst(1 / fact["ratio_to_control"] for fact in counted if fact.get("ratio_to_control"))
-
-
-def controls(facts: Iterable[Fact]) -> Table:
-    """A row for each group of the other benchmarks, beside their control in plain torch."""
-    columns = [
-        *GROUP,
-        Column("vs control", _over_controls),
-        Column("fastest", lambda group: seconds(min(fact["median"] for fact in group[1]))),
-        Column("slowest", lambda group: seconds(max(fact["median"] for fact in group[1]))),
-        Column(
-            "control",
-            lambda group: ", ".join(dict.fromkeys(f["control"] for f in group[1] if f.get("control"))) or None,
-        ),
-    ]
-    return _table("Beside plain torch", columns, grouped(facts).items())
 
 
 def threshold(decision: thresholds.Decision, on_packed: thresholds.Decision) -> Table:
@@ -278,7 +259,7 @@ def threshold(decision: thresholds.Decision, on_packed: thresholds.Decision) -> 
 
     rows = [row(key) for key in sorted(decision.groups, key=lambda key: (key[3], key))]
     columns = [Column(name, lambda row, name=name: row[name]) for name in (rows or [{}])[0]]  # type: ignore[misc]
-    return _table("Threshold", columns, rows)
+    return make("threshold", rows, columns)
 
 
 # --- README ----------------------------------------------------------------------------------------------------------
@@ -289,12 +270,12 @@ def headline(facts: Iterable[Fact]) -> Table:
     kinds = by_kind(facts)
     widest = next(fact for fact in kinds["prefill"] if fact["S"] == kinds["prefill"][-1]["S"])
     calls = [("prefill", fact) for fact in kinds["prefill"]]
-    calls += [("prefill and its backward", fact) for fact in kinds["training"] if fact["group"] != "backward"]
+    calls += [("prefill with its backward pass", fact) for fact in kinds["training"] if fact["group"] != "backward"]
     alike = [(name, fact) for name, fact in calls if all(fact[x] == widest[x] for x in ("HQ", "HKV", "S"))]
-    rows = [(f"{name}, {fact['S']:,} tokens", fact) for name, fact in alike if fact["shared"] in (0.9, 0.0)]
-    named = {"m3-chunk4096": "MiniMax-M3, chunk of 4,096 tokens", "m3-decode-B64": "MiniMax-M3, step of 64 sequences"}
+    rows = [(f"{name}, {fact['S']:,} tokens", fact) for name, fact in alike if overlap(fact) in (0.9, 0.0)]
+    named = {"m3-chunk4096": "chunk of 4,096 tokens", "m3-decode-B64": "decode step of 64 sequences"}
     shapes = [(named.get(str(fact["case"]).removesuffix("-shared0.9")), fact) for fact in kinds["m3"]]
-    rows += [(name, fact) for name, fact in shapes if name]
+    rows += [(f"MiniMax-M3, {name}", fact) for name, fact in shapes if name]
 
     def of_fact(column: Column) -> Column:
         return Column(column.name, lambda row: column.of(row[1]), column.place)
@@ -306,7 +287,7 @@ def headline(facts: Iterable[Fact]) -> Table:
         of_fact(_ours(_three_digits)),
         *map(of_fact, _beside(PEERS | {"vllm": "vLLM", "dense_cudnn": "dense cuDNN"}, _three_digits)),
     ]
-    return _table("Measured", columns, sorted(rows, key=lambda row: -row[1]["shared"]))
+    return make("headline", sorted(rows, key=lambda row: -overlap(row[1])), columns)
 
 
 def longest_prompts(facts: Iterable[Fact]) -> dict[str, Any] | None:
@@ -314,7 +295,7 @@ def longest_prompts(facts: Iterable[Fact]) -> dict[str, Any] | None:
 
     `{"T": 65536, "milliseconds": {"64/4": {"ours, 90% shared": "6.62", "ours, random": …, "fla-core": …}}}`
     """
-    rows = prefill(by_kind(facts)["prefill"]).cells()
+    rows = make("prefill", by_kind(facts)["prefill"]).cells()
     if not rows:
         return None
     found: dict[str, dict[str, str]] = {}
