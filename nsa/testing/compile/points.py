@@ -122,7 +122,7 @@ _FIRST = (
 )
 
 QUICK = tuple(point for point in _FIRST if not point.rare)
-"""The points that `make test` compiles."""
+"""The points of which `make test` compiles some launches (`child.cover`)."""
 
 POINTS = (
     *_FIRST,
