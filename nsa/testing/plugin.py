@@ -220,8 +220,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Fail a test in which an interpreted kernel left its tensors, even if the error was caught. Fixtures count too."""
-    draws = addresses.checking and item.get_closest_marker("hypothesis")
-    with profiles.shrinking() if draws else contextlib.nullcontext():
+    with profiles.shrinking() if addresses.checking else contextlib.nullcontext():
         result = yield
     if addresses.outside:
         pytest.fail(f"out of bounds: {addresses.outside[0]}", pytrace=False)
