@@ -1,6 +1,4 @@
-"""`--nsa-sweep`: tiles and splits on the hot shapes, the best of each goes to the GPU's table at the end of the run;
-and, for the record, head dimensions in pieces.
-"""
+"""`--nsa-sweep`: tiles and splits on the hot shapes. The best of each goes to the GPU's table at the end of the run."""
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from nsa.testing.clock import precompile, timing
 from nsa.testing.clock.measure import run_facts
 from nsa.testing.fixtures import over
 from nsa.testing.matrix.case import Case
-from nsa.tuning import sweep, tilings
+from nsa.tuning import sweep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 
@@ -46,17 +44,3 @@ def test_sweep(case: Case, deadly, processors: int, largest: int, device: torch.
     note = f"{case.id}: {now:.2f} -> {us:.2f} us, {len(facts)} tried, {failed} failed"
     info = run_facts(device) | case.fields() | {"impl": "sweep", "note": note, "sweep": facts}
     publish(f"sweep: {case.dist}", best, info | {"tiles": sweep.entry(case, facts)})
-
-
-PIECES = [Case(8, 128, 128, L, N, "few", "bf16") for N, L in ((64, 1024), (1024, 64), (1024, 1024))]
-
-
-@over(PIECES)
-def test_tilings(case: Case, device: torch.device, publish) -> None:
-    torch.cuda.empty_cache()
-    whole, facts = tilings.compare(case, device)
-    tried = ", ".join(f"{f['BLOCK_D']}x{f['BLOCK_DV']} {f['us']:.2f}" for f in facts)
-    note = f"{case.id}: D x Dv in pieces, us: {tried}"
-    publish(
-        "sweep: pieces", whole, run_facts(device) | case.fields() | {"impl": "tilings", "note": note, "tilings": facts}
-    )

@@ -16,7 +16,7 @@ from nsa.kernels.query_major import tiles
 from nsa.kernels.query_major.tiles import Choice, Point
 from nsa.testing.clock.timing import Timing
 from nsa.testing.matrix.case import Case
-from nsa.tuning import sweep, tilings
+from nsa.tuning import sweep
 
 H100 = "NVIDIA H100 80GB HBM3"
 FACTS = {"gpu": H100, "torch": "2.11.0", "triton": "3.6.0", "commit": "abc"}
@@ -268,14 +268,3 @@ def test_what_is_used_stays_until_something_is_clearly_faster(tmp_path, us, kept
     path = sweep.write([shape | {"best": best}], FACTS, tmp_path)
     found = yaml.safe_load(path.read_text())["tiles"]["query_major"][0]["best"]
     assert [fact["us"] for fact in found] == ([us, 10.0, 10.05] if kept else [10.0, 10.05, *([us] if us else [])])
-
-
-def test_pieces_of_head_dimensions_are_right(device):
-    """The kernel that is timed for the record."""
-    case = Case(4, 32, 64, 100, 3, "few", "fp32")
-    problem = case.make(device)
-    oracle = sweep.Oracle.of(problem)
-    assert tilings.pieces(case) == [(32, 64), (16, 64), (32, 32), (16, 32), (16, 16)]
-    for pair in tilings.pieces(case):
-        result = tilings.run(problem, *pair).view(*problem.q.shape[:-1], case.Dv)
-        sweep.assert_parity(result, oracle, str(pair))

@@ -40,12 +40,15 @@ BRANCH = re.compile(r"\bBRA\b[^;]*\b0x([0-9a-f]+)|\bs_c?branch\w* (\.LBB\w+)")
 LOCAL = re.compile(r"\b(?:LDL|STL)(?:\.\w+)*|\bscratch_(?:load|store)_\w+")
 """An access to local memory."""
 
+SIZES_OR_0 = ("CLUSTER", "PAGE")
+"""Compile-time arguments whose 0 leaves out a part of the kernel. They count as switches, as Booleans do."""
+
 
 @dataclasses.dataclass
 class Launches:
     """What the launchers did since the last `clear`.
 
-    variants: of each launch, the kernel's name and which of its compile-time arguments are set. wanted: the launches to
+    variants: of each launch, the kernel's name and which of its compile-time switches are set. wanted: the launches to
     compile, by position. kernels, reports: what was compiled, and the reports of `ptxas -v`.
     """
 
@@ -83,7 +86,7 @@ def main(name: str, extent: str) -> None:
 
 
 def cover(variants: Sequence[frozenset[tuple[str, ...]]]) -> set[int]:
-    """Positions of a few launches that together have every kernel, and every compile-time argument set and not set.
+    """Positions of a few launches that together have every kernel, and every compile-time switch set and not set.
 
     Greedy: the next launch is the one that adds most.
     """
@@ -199,11 +202,12 @@ def _pretend(architecture: Architecture) -> Launches:
 
 
 def _variant(kernel: Any, args: Sequence[Any], keywords: dict[str, Any]) -> frozenset[tuple[str, ...]]:
-    """The kernel's name, alone and with each compile-time argument and whether the argument is 0, False or None."""
+    """The kernel's name, alone and with each compile-time switch and whether the switch is set."""
     name = kernel.fn.__name__
     values = dict(zip(kernel.arg_names, args, strict=False)) | keywords
     arguments = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
-    return frozenset({(name,), *((name, key, str(bool(value))) for key, value in arguments.items())})
+    switches = {key: value for key, value in arguments.items() if isinstance(value, bool) or key in SIZES_OR_0}
+    return frozenset({(name,), *((name, key, str(bool(value))) for key, value in switches.items())})
 
 
 class _AbsentGPU:

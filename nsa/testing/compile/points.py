@@ -7,7 +7,7 @@ import dataclasses
 from nsa import routing
 from nsa.kernels.query_major import tiles
 
-MOST = 127
+MOST = 128
 """The most points of one architecture. Points from a GPU's table of tiles are added to `POINTS` up to this number."""
 
 
@@ -122,7 +122,7 @@ _FIRST = (
 )
 
 QUICK = tuple(point for point in _FIRST if not point.rare)
-"""The points that `make test` compiles."""
+"""The points of which `make test` compiles some launches (`child.cover`)."""
 
 POINTS = (
     *_FIRST,
@@ -214,6 +214,7 @@ POINTS = (
     Point("dense", "fp32", 16, 128, 128, 8, 1024),
     Point("ranges", "fp32", 48, 128, 128, 4096, 1024, n=16, causal=True, options=("backward",)),
     Point("ranges", "fp32", 48, 160, 160, 4096, 1024, n=16, causal=True, options=("backward",)),
+    Point("ranges", "bf16", 64, 256, 256, 4096, 1024, n=64, causal=True, options=("q_positions",)),  # most in 16 bits
 )
 """The points that `make aot` compiles for every architecture."""
 

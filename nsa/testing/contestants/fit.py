@@ -210,12 +210,10 @@ def _ordered(
 
 def promises(contract: Contract) -> dict[str, str]:
     """What a run of the parity lane must have tested: the key of each promise, and its words in a verdict."""
-    found = {"O": "outputs"}
-    found |= {"LSE": "LSE"} if contract.lse else {}
-    found |= {"gradients": "gradients"} if contract.gradients else {}
-    found |= {"repeatable": "equal bits each time"} if contract.repeatable else {}
-    found |= {"cu_seqlens": "cu_seqlens"} if contract.sequences else {}
-    found |= {"q_positions": "q_positions"} if contract.positions else {}
-    found |= {"caches in fp8": "caches in fp8"} if contract.fp8 else {}
-    found |= {"ragged queries": "ragged queries"} if contract.ragged else {}
-    return found | {f"caches ({kind})": f"caches ({kind})" for kind in contract.caches}
+    flags = {
+        "LSE": bool(contract.lse), "gradients": contract.gradients, "repeatable": contract.repeatable,
+        "cu_seqlens": contract.sequences, "q_positions": contract.positions, "caches in fp8": contract.fp8,
+        "ragged queries": contract.ragged,
+    } | {f"caches ({kind})": True for kind in contract.caches}  # fmt: skip
+    words = {"O": "outputs", "repeatable": "equal bits each time"}
+    return {key: words.get(key, key) for key in ("O", *(key for key, promised in flags.items() if promised))}

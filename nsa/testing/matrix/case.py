@@ -87,7 +87,7 @@ class Case:
         """Query heads, `H * HKV`."""
         return self.H * self.HKV
 
-    @functools.cached_property
+    @property
     def large(self) -> bool:
         """Whether a packed copy, or the oracle's answer for all rows, would take too much memory."""
         return self.N >= LARGE

@@ -32,7 +32,7 @@ def draw(case: Case, device: torch.device, seed: int) -> Problem:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, device=device, dtype=case.torch_dtype)
 
-    q = normal(*lead, case.HQ, case.D)
+    q = normal(*lead, case.H * case.HKV, case.D)
     return Problem(
         case=case,
         seed=seed,

@@ -277,14 +277,7 @@ class DrawnCache:
 def cached_calls(draw: st.DrawFn, source: str) -> DrawnCache:
     """A call over a cache with `source` "ranges" or "blocks": any lengths, any page size that fits, missing pages."""
     call = draw(calls(source, explicit=False))
-    room, B = call.case.S_kv, call.case.B
-    length = st.integers(0, room) | st.sampled_from([0, room, -5, room + 7])
-    lengths = draw(st.lists(length, min_size=B, max_size=B))
-    sizes = (1, 8, 10, 36) if GPU else range(1, room + 1)  # kernels are compiled for the size of a page
-    page = draw(st.none() | st.sampled_from([size for size in sizes if room % size == 0]))
-    places = st.integers(0, B * (room // page) - 1) if page else st.nothing()
-    missing = draw(st.frozensets(places, max_size=3 if page else 0))
-    return DrawnCache(call, tuple(lengths), page, missing, draw(st.sampled_from([False, False, True])))
+    return dataclasses.replace(draw(_caches(call, call.case.B)), e4m3=draw(st.sampled_from([False, False, True])))
 
 
 @st.composite
@@ -293,15 +286,22 @@ def ragged_calls(draw: st.DrawFn, source: str) -> DrawnCache:
     ends in no order, lengths shorter than the number of queries.
     """
     call = draw(calls(source, explicit=False))
-    room, T, B = call.case.S_kv, call.case.N // call.case.HKV, draw(st.integers(1, 4))
-    lengths = draw(st.lists(st.integers(0, room) | st.sampled_from([0, room, -5, room + 7]), min_size=B, max_size=B))
+    T, B = call.case.N // call.case.HKV, draw(st.integers(1, 4))
     ends = st.lists(st.integers(0, T), min_size=B, max_size=B)
     wild = st.lists(st.integers(-2, 2 * T) | st.sampled_from([-HUGE, HUGE, -INT32, INT32 - 1]), min_size=B, max_size=B)
-    sizes = (1, 8, 10, 36) if GPU else range(1, room + 1)
+    return dataclasses.replace(draw(_caches(call, B)), ends=tuple(draw(st.one_of(ends.map(sorted), wild))))
+
+
+@st.composite
+def _caches(draw: st.DrawFn, call: Drawn, B: int) -> DrawnCache:
+    """The call over a cache of `B` sequences."""
+    room = call.case.S_kv
+    length = st.integers(0, room) | st.sampled_from([0, room, -5, room + 7])
+    lengths = draw(st.lists(length, min_size=B, max_size=B))
+    sizes = (1, 8, 10, 36) if GPU else range(1, room + 1)  # kernels are compiled for the size of a page
     page = draw(st.none() | st.sampled_from([size for size in sizes if room % size == 0]))
     places = st.integers(0, B * (room // page) - 1) if page else st.nothing()
-    missing = draw(st.frozensets(places, max_size=3 if page else 0))
-    return DrawnCache(call, tuple(lengths), page, missing, ends=tuple(draw(st.one_of(ends.map(sorted), wild))))
+    return DrawnCache(call, tuple(lengths), page, draw(st.frozensets(places, max_size=3 if page else 0)))
 
 
 def seeds() -> st.SearchStrategy[int]:
