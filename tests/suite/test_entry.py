@@ -159,6 +159,7 @@ def ran(done):
 
 # --- the suite, installed ---------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_the_shipped_suite_runs_in_an_empty_folder_and_is_replayed(run_pytest, folder, installed, workers):
     """A failure, by the line as it is printed. The command `pytest` leaves the current folder out of sys.path."""

@@ -38,19 +38,6 @@ def dense(p, q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-def test_it_is_timed_where_it_is_named(run_pytest, request):
-    """With it core would take minutes more."""
-
-    def listed(*arguments):
-        done = run_pytest("-q", "-p", "no:cacheprovider", "--collect-only", *arguments, cwd=request.config.rootpath)
-        assert done.returncode == 0, done.stdout
-        return "test_training.py::test_training[" in done.stdout
-
-    assert not listed("tests/perf")
-    assert listed("tests/perf/test_training.py")
-    assert listed("tests/perf", "--nsa-full")
-
-
 def test_everybody_is_timed(problem):
     others = [Trainee(name, dense, **ALWAYS, selects=False) for name in ("dense_cudnn", "dense_flash")]
     result = training.train(problem, [training.ours("sdpa"), *others], iters=3, warmup=1, budget_s=0.01)
