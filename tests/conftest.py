@@ -5,6 +5,7 @@ The tensors are small because an interpreted Triton program costs about ten mill
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from nsa import dispatch, gpu, settings
 from nsa.call import Call
+from nsa.kernels import pinned
 from nsa.plain.oracle import selection_reference
 from nsa.testing import machine
 from nsa.testing.gate import children
@@ -137,6 +139,13 @@ def fresh_plans():
     yield
     for forget in settings.ON_RELOAD:
         forget()
+
+
+@pytest.fixture
+def pin():
+    """`pin(query_major=…)`: from now on the test's calls use these tiles, as in `nsa.kernels.pinned`."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **tiles: stack.enter_context(pinned(**tiles))
 
 
 @pytest.fixture

@@ -126,31 +126,29 @@ def kernels(facts: Iterable[Fact]) -> list[Fact]:
     return [fact for fact in facts if fact.get("share_of_ceiling")]
 
 
-def prefills(facts: Iterable[Fact]) -> list[Fact]:
-    """The facts of whole prompts, which have a time per token, in the order of core."""
-    return sorted((fact for fact in facts if fact.get("ns_per_token")), key=_prompt)
+def by_kind(facts: Iterable[Fact]) -> dict[str, list[Fact]]:
+    """Facts by the table that shows them: kernels, prefill, training, serving, m3 and others.
 
-
-def trainings(facts: Iterable[Fact]) -> list[Fact]:
-    """The facts of backward passes and training steps, in the order of core's prompts."""
-    return sorted((fact for fact in facts if fact.get("ns_per_query")), key=_prompt)
-
-
-def _prompt(fact: Fact) -> tuple[Any, ...]:
-    """Sorts prompts, because a merged recording begins with those that were recorded last."""
-    return fact["S"], -fact["HQ"], fact["HKV"], fact.get("shared", 0.0), fact["group"]
-
-
-def servings(facts: Iterable[Fact]) -> list[Fact]:
-    """The facts of calls over KV caches."""
-    return [fact for fact in facts if re.fullmatch(r"kvcache|paged\d+", str(fact.get("impl")))]
-
-
-def m3(facts: Iterable[Fact]) -> list[Fact]:
-    """The facts of MiniMax-M3's shapes, in their order; what else was timed on them comes last."""
+    Prompts and the shapes of MiniMax-M3 are in a fixed order, because a merged recording begins with the newest facts.
+    """
+    found: dict[str, list[Fact]] = {name: [] for name in ("kernels", "prefill", "training", "serving", "m3", "others")}
+    for fact in facts:
+        if not fact.get("layouts"):  # times of packed SDPA's layouts, which a threshold needs and no table shows
+            found[_kind(fact)].append(fact)
+    for name in ("prefill", "training"):
+        found[name].sort(key=lambda fact: (fact["S"], -fact["HQ"], fact["HKV"], fact.get("shared", 0.0), fact["group"]))
     rank = {name: i for i, name in enumerate(NAMED)}
-    found = (fact for fact in facts if fact.get("impl") == "m3")
-    return sorted(found, key=lambda fact: rank.get(str(fact["case"]), len(rank)))
+    found["m3"].sort(key=lambda fact: rank.get(str(fact["case"]), len(rank)))
+    return found
+
+
+def _kind(fact: Fact) -> str:
+    if fact.get("impl") == "m3":
+        return "m3"
+    if re.fullmatch(r"kvcache|paged\d+", str(fact.get("impl"))):
+        return "serving"
+    figures = {"ns_per_token": "prefill", "ns_per_query": "training", "share_of_ceiling": "kernels"}
+    return next((kind for name, kind in figures.items() if fact.get(name)), "others")
 
 
 def geomean(values: Iterable[float | None]) -> float | None:

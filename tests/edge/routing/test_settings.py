@@ -143,8 +143,9 @@ def test_config_file_that_cannot_be_read(monkeypatch, caplog, tmp_path):
     path = tmp_path / "folder.yaml"
     path.mkdir()  # root may read any file, but no folder
     monkeypatch.setenv("NSA_CONFIG", str(path))
-    settings.reload()
-    assert settings.get() == settings.Settings()
+    for _ in range(2):  # and one warning, however often the settings are read
+        settings.reload()
+        assert settings.get() == settings.Settings()
     assert [r.getMessage() for r in caplog.records] == [f"{path} is skipped: it cannot be read (Is a directory)"]
 
 

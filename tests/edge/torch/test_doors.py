@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import nsa
 from nsa import failures
 from nsa.call import Call
+from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.launch import Variant
 from nsa.plain.oracle import selection_reference
 
@@ -78,12 +79,18 @@ REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionE
 
 @contextlib.contextmanager
 def no_bad_address(monkeypatch):
-    """Fails at its end if a kernel was launched on a tensor that is not an ordinary one."""
+    """Fails at its end if a launch did not refuse a tensor that is not an ordinary one."""
     launch, bad = Variant.launch, []
 
     def watched(self, grid, device, tensors, *rest):
-        launch(self, grid, device, tensors, *rest)
-        bad.extend(x for x in tensors if x is not None and (x.is_neg() or x.numel() and x.data_ptr() == 0))
+        odd = [x for x in tensors if x is not None and (x.is_neg() or x.numel() and x.data_ptr() == 0)]
+        try:
+            launch(self, grid, device, tensors, *rest)
+        except DoesNotFit:
+            odd = []
+            raise
+        finally:
+            bad.extend(odd)
 
     with monkeypatch.context() as patch:
         patch.setattr(Variant, "launch", watched)
@@ -93,37 +100,62 @@ def no_bad_address(monkeypatch):
 
 # A CPU build of torch computes no shapes of operators on fake CUDA tensors.
 CUDA_BUILD = pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch, which needs no GPU")
-KINDS = st.tuples(*[st.sampled_from(sorted(MEMORY))] * 5)
+ODD = sorted(set(MEMORY) - {"plain"})
+INPUTS = "q", "k", "v", "selection", "gradient"
 
 
-def test_any_tensor_is_served_or_refused(draw, same, monkeypatch):
-    @given(kinds=KINDS, spans=st.booleans(), grad=st.booleans(), cached=st.booleans())
-    def served_or_refused(kinds, spans, grad, cached):
+@pytest.fixture
+def served_or_refused(draw, same, monkeypatch):
+    """`served_or_refused(kinds, spans, grad, cached)`: one call, whose inputs by name are of a kind of `MEMORY`."""
+
+    def check(kinds, spans, grad, cached):
         q, k, v = draw(**SHAPE)
-        selection = same([(0, 4), (2, 7)] if spans else [0, 2], 1, 2, 1)
-        inputs = [MEMORY[kind](x) for kind, x in zip(kinds, (q, k, v, selection), strict=False)]
-        means = {"zeros": torch.zeros_like}
-        exact = [means.get(kind, torch.clone)(x) for kind, x in zip(kinds, (q, k, v, selection), strict=False)]
+        plain = {"q": q, "k": k, "v": v, "selection": same([(0, 4), (2, 7)] if spans else [0, 2], 1, 2, 1)}
+        given = {name: MEMORY[kinds.get(name, "plain")](x) for name, x in plain.items()}
+        exact = {name: x * 0 if kinds.get(name) == "zeros" else x for name, x in plain.items()}
+        selection, exact_selection = given.pop("selection"), exact.pop("selection")
         how = ("ranges", None) if spans else ("block_indices", 3)
-        call = {how[0]: inputs[3], "block_size": how[1], "max_selected": 9}
-        want = selection_reference(Call.of(*exact[:3], **(call | {how[0]: exact[3]}), return_lse=True))
-        got = None
+        call = {"block_size": how[1], "max_selected": 9}
+        want = selection_reference(Call.of(*exact.values(), **call, **{how[0]: exact_selection}, return_lse=True))
+        call[how[0]] = selection
+        inputs, got = list(given.values()), None
         with no_bad_address(monkeypatch), contextlib.suppress(*REFUSALS):
             if cached:
-                got = nsa.selection_attention_with_kvcache(*inputs[:3], cache_seqlens=9, return_lse=True, **call)
+                got = nsa.selection_attention_with_kvcache(*inputs, cache_seqlens=9, return_lse=True, **call)
             else:
                 if grad:
-                    inputs[:3] = [x.detach().requires_grad_() for x in inputs[:3]]
-                got = nsa.selection_attention(*inputs[:3], return_lse=True, **call)
+                    inputs = [x.detach().requires_grad_() for x in inputs]
+                got = nsa.selection_attention(*inputs, return_lse=True, **call)
                 if grad:
-                    torch.autograd.grad(got[0], inputs[:3], MEMORY[kinds[4]](torch.ones_like(want[0])))
-        if got is not None and not {"meta", "fake", "wrapped"} & set(kinds[:4]):
+                    do = MEMORY[kinds.get("gradient", "plain")](torch.ones_like(want[0]))
+                    torch.autograd.grad(got[0], inputs, do)
+        if got is not None and not {"meta", "fake", "wrapped"} & set(kinds.values()):
             bare = [torch._from_functional_tensor(x) if torch._is_functional_tensor(x) else x for x in got]
             for a, b in zip(bare, want, strict=True):
                 torch.testing.assert_close(a.resolve_neg() + 0, b, rtol=0, atol=1e-5)
         assert not failures.broken
 
-    served_or_refused()
+    return check
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("name", INPUTS)
+def test_one_odd_tensor_is_served_or_refused(served_or_refused, name, kind):
+    for spans in (False, True):
+        served_or_refused({name: kind}, spans, True, False)
+        if name != "gradient":
+            served_or_refused({name: kind}, spans, False, spans)
+
+
+def test_any_tensors_are_served_or_refused(served_or_refused):
+    @given(
+        kinds=st.dictionaries(st.sampled_from(INPUTS), st.sampled_from(ODD), min_size=2),
+        spans=st.booleans(), grad=st.booleans(), cached=st.booleans(),
+    )  # fmt: skip
+    def each(kinds, spans, grad, cached):
+        served_or_refused(kinds, spans, grad, cached)
+
+    each()
 
 
 @pytest.mark.parametrize("kind", sorted(set(MEMORY) - {"plain", "parameter"}))
@@ -258,10 +290,12 @@ def test_ranges_without_a_bound_on_fake_tensors():
             nsa.selection_attention(q, k, v, ranges=ranges, backend="sdpa")
 
 
-def test_plain_calls_do_not_go_through_the_dispatcher(qkv, blocks, monkeypatch):
-    """An operator takes the host four times as long."""
+@pytest.mark.parametrize("backend", ["auto", "triton", "sdpa", "reference"])
+def test_plain_calls_do_not_go_through_the_dispatcher(qkv, blocks, backend, monkeypatch):
+    """An operator takes the host four times as long. Results are the same without gradients."""
     monkeypatch.setattr(nsa.ops, "_operator", None)
-    for leaf, inference in itertools.product((False, True), repeat=2):
+    want = nsa.selection_attention(*qkv, **blocks, backend=backend)
+    for leaf, mode in itertools.product((False, True), (torch.enable_grad, torch.no_grad, torch.inference_mode)):
         given = [x.detach().requires_grad_(leaf) for x in qkv]
-        with torch.inference_mode(inference):
-            nsa.selection_attention(*given, **blocks)
+        with mode():
+            assert torch.equal(nsa.selection_attention(*given, **blocks, backend=backend), want)
