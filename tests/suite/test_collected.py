@@ -1,5 +1,7 @@
 """Which benchmarks a command selects, as pytest collects them: those that take minutes run where they are named."""
 
+from collections import Counter
+
 import pytest
 
 from nsa.testing.plugin import current_lane
@@ -33,3 +35,9 @@ def test_lengthy_benchmarks_are_collected_on_request_only(run_pytest):
 def test_named_by_path_it_skips_without_a_gpu(run_pytest):
     done = run_pytest("-q", "-p", "no:cacheprovider", "tests/perf/test_crossover.py", cwd=ROOT)
     assert (done.returncode, outcome(done)) == (0, {"skipped": SHAPES}), done.stdout
+
+
+def test_names_of_test_files_are_unique():
+    """In a checkout and in the suite that ships, so that a name alone says which file is meant."""
+    files = [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "nsa" / "testing" / "suite").rglob("test_*.py")]
+    assert [name for name, count in Counter(path.name for path in files).items() if count > 1] == []
