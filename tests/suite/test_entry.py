@@ -282,30 +282,31 @@ def test_warnings_of_the_suite_can_be_allowed_by_hand(run_pytest, folder, instal
     assert outcome(done) == {"passed": PASSED + FAILED, "deselected": ELSEWHERE}
 
 
-@pytest.mark.parametrize("way", ["ini", "environment", "file"])
-def test_arguments_from_elsewhere_count(run_pytest, folder, installed, way):
-    write(folder, {"words": "\n".join(SHIPPED)})
-    if way == "ini":
-        write(folder, {"pytest.ini": f"[pytest]\naddopts = {' '.join(SHIPPED)}\n"})
-    elif way == "environment":
-        installed["PYTEST_ADDOPTS"] = " ".join(SHIPPED)
-    ran(run_pytest(*["@words"] * (way == "file"), cwd=folder, environment=installed))
+BY_HAND = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+WORKERS = ("-p", "nsa_pytest", "-p", "pytest_benchmark.plugin", "-p", "xdist.plugin", "-n", "1")
+WAYS = {  # files, environment, arguments
+    "ini": ({"pytest.ini": f"[pytest]\naddopts = {' '.join(SHIPPED)}\n"}, {}, ()),
+    "environment": ({}, {"PYTEST_ADDOPTS": " ".join(SHIPPED)}, ()),
+    "file": ({"words": "\n".join(SHIPPED)}, {}, ("@words",)),
+    "named twice": ({}, {}, (*SHIPPED, "-p", "nsa_pytest", "-p", "nsa.testing.plugin")),
+    "named": ({}, BY_HAND, (*SHIPPED, "-p", "nsa_pytest")),
+    "named with workers": ({}, BY_HAND, (*SHIPPED, *WORKERS)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_ask_for_the_suite(run_pytest, folder, installed, way):
+    files, environment, arguments = WAYS[way]
+    write(folder, files)
+    ran(run_pytest(*arguments, cwd=folder, environment=installed | environment))
 
 
 def test_without_autoload_it_is_named(run_pytest, folder, installed):
-    installed["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    nothing = run_pytest(*SHIPPED, cwd=folder, environment=installed)
-    assert nothing.returncode == pytest.ExitCode.USAGE_ERROR
+    runs = [SHIPPED, (*SHIPPED, *WORKERS, "--nsa-csv", "x.csv")]
+    nothing, refused = run_pytest.each(runs, cwd=folder, environment=installed | BY_HAND)
+    assert nothing.returncode == refused.returncode == pytest.ExitCode.USAGE_ERROR
     assert "unrecognized arguments: --nsa-impl" in nothing.stderr
-    ran(run_pytest(*SHIPPED, "-p", "nsa_pytest", cwd=folder, environment=installed))
-    named = ("-p", "nsa_pytest", "-p", "pytest_benchmark.plugin", "-p", "xdist.plugin", "-n", "1")
-    ran(run_pytest(*SHIPPED, *named, cwd=folder, environment=installed))
-    refused = run_pytest(*SHIPPED, *named, "--nsa-csv", "x.csv", cwd=folder, environment=installed)
     assert "--nsa-csv needs benchmarks, and under xdist there are none" in refused.stderr
-
-
-def test_naming_an_autoloaded_plugin_registers_it_once(run_pytest, folder, installed):
-    ran(run_pytest(*SHIPPED, "-p", "nsa_pytest", "-p", "nsa.testing.plugin", cwd=folder, environment=installed))
 
 
 @pytest.mark.parametrize("interpret", ["", "1"], ids=["to-compile", "to-interpret"])
