@@ -378,7 +378,7 @@ def test_a_right_result_and_garbage_have_no_finding(c):
 @pytest.mark.parametrize("large", [False, True])
 def test_every_row_decides(large, monkeypatch):
     """400 rows, and 32 of them rule findings out: of the rows that are right anyway, one more is put wrong."""
-    monkeypatch.setattr(case, "LARGE", 0 if large else math.inf)
+    monkeypatch.setattr(Case, "large", property(lambda _: large))
     monkeypatch.setattr(evidence, "CHUNK", 100 * 64 * 32)  # rows are verified in chunks of 100
     oracle = Oracle.of(PROMPT.make("cpu"))
     assert (oracle.at is not None) == large

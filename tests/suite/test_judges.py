@@ -14,7 +14,6 @@ from nsa.testing.contestants.named import load, prove
 from nsa.testing.judge import forward, gradients
 from nsa.testing.judge.forward import Oracle, assert_parity, fp64
 from nsa.testing.judge.gradients import NAMES, GradientOracle, assert_gradients
-from nsa.testing.matrix import case
 from nsa.testing.matrix.case import Case
 
 SPANS = Case(2, 16, 16, 24, 6, "overlap", "fp32", HKV=2, S=3, S_kv=40)  # rows 1 and 4 list nothing
@@ -107,7 +106,7 @@ def test_a_mean_error_outside_its_bound_is_red():
 
 @pytest.mark.parametrize("large", [False, True])
 def test_an_lse_outside_its_bound_is_red(large, monkeypatch):
-    monkeypatch.setattr(case, "LARGE", 0 if large else math.inf)
+    monkeypatch.setattr(Case, "large", property(lambda _: large))
     p = PROMPT.make("cpu")
     oracle = Oracle.of(p)
     norms = p.case.D**-0.5 * largest(p.q.norm(dim=-1)) * largest(p.k.norm(dim=-1))
@@ -121,7 +120,7 @@ def test_an_lse_outside_its_bound_is_red(large, monkeypatch):
 
 
 def test_of_a_large_problem_some_queries_are_compared_and_none_may_be_nan(monkeypatch):
-    monkeypatch.setattr(case, "LARGE", 0)
+    monkeypatch.setattr(Case, "large", property(lambda _: True))
     p = PROMPT.make("cpu")
     oracle = Oracle.of(p)
     out, _ = right(oracle)

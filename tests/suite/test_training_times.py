@@ -12,7 +12,6 @@ from nsa.testing.clock.measure import gate_figures
 from nsa.testing.clock.timing import InvalidMeasurement, Timing
 from nsa.testing.clock.training import Trainee
 from nsa.testing.contestants import prefill
-from nsa.testing.matrix import case
 from nsa.testing.matrix.case import Case
 
 CASE = Case(2, 16, 16, 32, 128, "prefill", "fp32", HKV=2, S=64, S_kv=64, block_size=8)
@@ -29,7 +28,7 @@ def unknown(monkeypatch):
 def problem(request, monkeypatch):
     """Also as one that counts as large, of which some queries and blocks are looked at."""
     if request.param == "large":
-        monkeypatch.setattr(case, "LARGE", 0)
+        monkeypatch.setattr(Case, "large", property(lambda _: True))
     return CASE.make("cpu")
 
 
