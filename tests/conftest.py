@@ -191,9 +191,8 @@ def shared_folder(tmp_path_factory, pytestconfig):
 @pytest.fixture(scope="session")
 def forking():
     """A process that forks itself for each run of pytest, see `forked_pytest.py`; started for whoever asks first."""
-    script = Path(__file__).with_name("forked_pytest.py")
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, script], **pipes) as process:
+    command = [sys.executable, Path(__file__).with_name("forked_pytest.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         yield process
         process.stdin.close()

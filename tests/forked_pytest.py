@@ -32,7 +32,7 @@ def become(request, installed):
     os.chdir(request["cwd"])
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the background job of a shell ignores
     folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[:] = [os.getcwd(), *folders, *installed]
+    sys.path[:] = [*([] if "PYTHONSAFEPATH" in os.environ else [os.getcwd()]), *folders, *installed]
     sys.path_importer_cache.clear()
 
 

@@ -21,7 +21,7 @@ from nsa.testing.matrix.problem import Problem
 from nsa.testing.matrix.strategies import BLOCKS, HUGE, INT32, PACKED, RANGES, Drawn, DrawnCache
 from nsa.testing.profiles import drawing
 
-from .test_kvcache import check
+from .test_caches import check
 
 SOURCES = ("ranges", "blocks", "packed")
 FOUR = [(3, 40), (60, 72), (0, 1), (5, 4)]

@@ -18,7 +18,7 @@ from nsa.testing.plugin import current_lane
 from nsa.testing.profiles import drawing
 
 from .pairs import in_pairs
-from .test_kvcache import DTYPES, check, draw_blocks, draw_ranges
+from .test_caches import DTYPES, check, draw_blocks, draw_ranges
 
 GPU, ROOM = current_lane() == "gpu", 256
 # A chunk, no queries, a decode step, a padded row of a captured graph, a speculative step, more queries than keys. On a

@@ -6,6 +6,8 @@ import shutil
 import types
 from pathlib import Path
 
+import pytest
+
 from nsa.testing import plugin
 from nsa.testing.gate import hooks
 
@@ -37,6 +39,17 @@ def saving(folder, *arguments, impl=()):
     params = types.SimpleNamespace(args=arguments, dir=folder)
     option = types.SimpleNamespace(benchmark_storage=hooks.UPSTREAM_STORAGE, nsa_impl=list(impl))
     return types.SimpleNamespace(option=option, rootpath=folder, invocation_params=params)
+
+
+class Session:
+    """As much of a pytest session as the end of a run asks for. flags: options that are on."""
+
+    def __init__(self, *flags, exitstatus=pytest.ExitCode.OK, **options):
+        self.exitstatus, self.config = exitstatus, self
+        self.options = dict.fromkeys(flags, True) | options
+
+    def getoption(self, name, default=None):
+        return self.options.get(name, default)
 
 
 def outcome(done):

@@ -1,11 +1,9 @@
 """Shapes by hand: what the syntax means, what the CSV holds, and the whole command on the CPU lane."""
 
 import csv
-import os
 import re
 import shlex
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,8 @@ from nsa.testing.clock.measure import Measurement
 from nsa.testing.clock.timing import Timing
 from nsa.testing.matrix.case import Case
 
-ROOT = Path(__file__).parents[2]
+from .small_project import ROOT, off_gpu
+
 OLD = "mode,N,H,D,Dv,L,nspans,streams,tri_ms,ref_ms,speedup,mae,status"
 
 
@@ -99,24 +98,15 @@ def test_row_of_a_kernel_that_failed_has_no_times():
     ]  # fmt: skip
 
 
-@pytest.fixture
-def anywhere(run_pytest):
-    """`anywhere(*arguments)`: pytest in this repository, on the CPU lane and outside any xdist worker."""
-
-    def make(*arguments):
-        kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        kept["NSA_TEST_TRITON_SEL"] = "0"
-        return run_pytest("-p", "no:cacheprovider", *arguments, cwd=ROOT, environment=kept)
-
-    return make
+PERF = ("-p", "no:cacheprovider", "tests/perf", "-m", "perf")
 
 
 @pytest.fixture
-def run(anywhere):
-    """`run(*arguments)`: its perf lane."""
+def run(run_pytest):
+    """`run(*arguments)`: pytest in this repository, on the CPU lane."""
 
     def make(*arguments):
-        return anywhere("tests/perf", "-m", "perf", *arguments)
+        return run_pytest(*arguments, cwd=ROOT, environment=off_gpu())
 
     return make
 
@@ -126,7 +116,8 @@ def test_command_on_the_cpu_lane(run, tmp_path):
     pytest.importorskip("jinja2")
     file, folder = tmp_path / "out.csv", tmp_path / "report"
     shape = ["--nsa-shape", "N=2,H=4,D=64,Dv=64,L=64:128", "--nsa-dist", "few,many", "--nsa-decode"]
-    done = run(*shape, "--nsa-iters", "10", "--nsa-warmup", "1", "--nsa-csv", str(file), "--nsa-report", str(folder))
+    written = ("--nsa-csv", str(file), "--nsa-report", str(folder))
+    done = run(*PERF, *shape, "--nsa-iters", "10", "--nsa-warmup", "1", *written)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 passed" in done.stdout  # two lengths, three kinds, and nothing else of the perf lane
     assert f"csv: {file}" in done.stdout
@@ -144,34 +135,28 @@ def test_command_on_the_cpu_lane(run, tmp_path):
 FAILING = "H2-D8-Dv8-L16-N2-many-fp32"  # SDPA takes no head dimension of 8
 
 
-@pytest.mark.parametrize("others", [[], ["--nsa-shape", "N=1,H=4,D=64,L=16"]], ids=["alone", "beside-a-good-one"])
-def test_a_shape_that_fails_is_in_the_csv(run, tmp_path, others):
+def test_a_shape_that_fails_or_that_memory_does_not_hold_is_in_the_csv(run, tmp_path):
     file = tmp_path / "out.csv"
-    done = run(*others, "--nsa-shape", "N=2,H=2,D=8,L=16", "--nsa-iters", "10", "--nsa-csv", str(file))
+    shapes_by_hand = ("N=1,H=4,D=64,L=16", "N=2,H=2,D=8,L=16", "N=1000000000000000,H=4,D=64,L=16")
+    chosen = [word for shape in shapes_by_hand for word in ("--nsa-shape", shape)]
+    done = run(*PERF, *chosen, "--nsa-iters", "10", "--nsa-csv", str(file))
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert f"csv: {file}" in done.stdout
-    *good, bad = csv.DictReader(file.read_text().splitlines())
-    assert [row["status"] for row in good] == [shapes.NO_TRITON] * (len(others) // 2)
+    good, bad, large = csv.DictReader(file.read_text().splitlines())
+    assert good["status"] == shapes.NO_TRITON
     assert (bad["D"], bad["ref_ms"], bad["status"]) == ("8", "", "failed: head dim D: expected 16 to 256, got 8")
-
-
-def test_a_shape_that_memory_does_not_hold_is_in_the_csv(run, tmp_path):
-    file = tmp_path / "out.csv"
-    done = run("--nsa-shape", "N=1000000000000000,H=4,D=64,L=16", "--nsa-csv", str(file))
-    assert done.returncode == pytest.ExitCode.TESTS_FAILED
-    [row] = csv.DictReader(file.read_text().splitlines())
-    assert (row["N"], row["mode"], row["nspans"], row["ref_ms"]) == (f"{10**15}", "ranges", "", "")
-    assert "allocate" in row["status"]
-    assert row["torch"] == torch.__version__
+    assert (large["N"], large["mode"], large["nspans"], large["ref_ms"]) == (f"{10**15}", "ranges", "", "")
+    assert "allocate" in large["status"]
+    assert bad["torch"] == large["torch"] == torch.__version__
 
 
 @pytest.mark.parametrize("others", [[], ["--nsa-dist", "few,many", "--nsa-decode"]], ids=["shape", "all"])
-def test_a_shape_that_fails_is_replayed_by_the_command_at_the_end(run, anywhere, others):
-    done = run("--nsa-shape", "N=2,H=2,D=8,L=16", *others, "--nsa-iters", "10", "--nsa-seed", "7")
+def test_a_shape_that_fails_is_replayed_by_the_command_at_the_end(run, others):
+    done = run(*PERF, "--nsa-shape", "N=2,H=2,D=8,L=16", *others, "--nsa-iters", "10", "--nsa-seed", "7")
     [command] = re.findall(rf"^(.*pytest .*{FAILING}.*)$", done.stdout, re.M)
     lane, program, *arguments = shlex.split(command)
     assert (lane, program) == ("NSA_TEST_TRITON_SEL=0", "pytest")
-    again = anywhere(*arguments)
+    again = run(*arguments)
     assert again.returncode == pytest.ExitCode.TESTS_FAILED, again.stdout + again.stderr
     assert re.search(r"= 1 failed.* in ", again.stdout), again.stdout
     assert command in again.stdout
@@ -190,23 +175,22 @@ def test_shapes_by_hand_as_words(given, words):
     assert options.by_hand_again(types.SimpleNamespace(getoption=given.get)) == words
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--nsa-shape", "N=4,M=2"], "ERROR: --nsa-shape 'N=4,M=2': cannot read 'M=2'"),
-        (["--nsa-shape", "N=4", "--nsa-dist", "some"], "ERROR: --nsa-dist 'some': expected"),
-        (["--nsa-update-thresholds"], "ERROR: --nsa-update-thresholds needs an NVIDIA GPU"),
-        (["--nsa-update-schedules"], "ERROR: --nsa-update-schedules needs an NVIDIA GPU"),
-        (["--nsa-csv", "/nowhere/out.csv"], "ERROR: --nsa-csv=/nowhere/out.csv: there is no folder /nowhere"),
-        (["--nsa-report", "x", "-n", "2"], "ERROR: --nsa-report needs benchmarks, and under xdist there are none"),
-        (["--nsa-report", "x", "--benchmark-disable"], "ERROR: --nsa-report needs benchmarks: leave out"),
-    ],
-    ids=["shape", "dist", "thresholds", "schedules", "csv", "xdist", "disabled"],
-)
-def test_what_would_fail_at_the_end_is_refused_at_once(run, arguments, message):
-    done = run(*arguments)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert message in done.stderr
+REFUSED = [
+    (["--nsa-shape", "N=4,M=2"], "ERROR: --nsa-shape 'N=4,M=2': cannot read 'M=2'"),
+    (["--nsa-shape", "N=4", "--nsa-dist", "some"], "ERROR: --nsa-dist 'some': expected"),
+    (["--nsa-update-thresholds"], "ERROR: --nsa-update-thresholds needs an NVIDIA GPU"),
+    (["--nsa-update-schedules"], "ERROR: --nsa-update-schedules needs an NVIDIA GPU"),
+    (["--nsa-csv", "/nowhere/out.csv"], "ERROR: --nsa-csv=/nowhere/out.csv: there is no folder /nowhere"),
+    (["--nsa-report", "x", "-n", "2"], "ERROR: --nsa-report needs benchmarks, and under xdist there are none"),
+    (["--nsa-report", "x", "--benchmark-disable"], "ERROR: --nsa-report needs benchmarks: leave out"),
+]
+
+
+def test_what_would_fail_at_the_end_is_refused_at_once(run_pytest):
+    seen = run_pytest.each([[*PERF, *words] for words, _ in REFUSED], cwd=ROOT, environment=off_gpu())
+    for done, (words, message) in zip(seen, REFUSED, strict=True):
+        assert (done.returncode, words) == (pytest.ExitCode.USAGE_ERROR, words)
+        assert message in done.stderr
 
 
 def test_a_report_that_cannot_be_written_turns_a_green_run_red(run, tmp_path):
@@ -214,7 +198,7 @@ def test_a_report_that_cannot_be_written_turns_a_green_run_red(run, tmp_path):
     pytest.importorskip("jinja2")
     (tmp_path / "report").write_text("a file where the folder should go")
     shape = ["--nsa-shape", "N=1,H=4,D=64,L=16", "--nsa-iters", "10"]
-    done = run(*shape, "--nsa-report", str(tmp_path / "report"))
+    done = run(*PERF, *shape, "--nsa-report", str(tmp_path / "report"))
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert "1 passed" in done.stdout
     assert "--nsa-report: [Errno 17]" in done.stdout

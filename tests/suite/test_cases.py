@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nsa.testing.judge.forward import SAMPLED, Oracle, assert_parity, fp64, some_queries
-from nsa.testing.matrix import case, overlap
+from nsa.testing.matrix import overlap
 from nsa.testing.matrix.case import PREFILL_HEADS, Case, core, full, long_context, parity, prefill, small
 
 SMALL = Case(2, 16, 16, 64, 400, "prefill", "fp32", HKV=2, S=100, S_kv=130, block_size=16)
@@ -15,7 +15,7 @@ SMALL = Case(2, 16, 16, 64, 400, "prefill", "fp32", HKV=2, S=100, S_kv=130, bloc
 @pytest.fixture
 def large(monkeypatch):
     """Every problem counts as large."""
-    monkeypatch.setattr(case, "LARGE", 0)
+    monkeypatch.setattr(Case, "large", property(lambda _: True))
 
 
 def test_core_holds_prompts_by_overlap():

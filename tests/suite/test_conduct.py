@@ -1,6 +1,5 @@
 """Kernels that misbehave are not green: they spoil inputs, remember results, skip tests, or end their process."""
 
-import os
 import re
 import textwrap
 import types
@@ -20,6 +19,8 @@ from nsa.testing.suite.parity.test_promises import over_a_cache
 from nsa.testing.suite.parity.test_promises import test_triton_sel_parity_gradients as gradients
 from nsa.testing.suite.parity.test_promises import test_triton_sel_parity_twice as twice
 from nsa.testing.verdicts import Verdicts
+
+from .small_project import ROOT, off_gpu
 
 for borrowed in (in_place, gradients, twice):
     borrowed.__test__ = False  # called below
@@ -215,15 +216,13 @@ RETRY = """
 """
 
 
-def test_skips_retries_and_crashes_are_not_green(run_pytest, tmp_path, pytestconfig):
+def test_skips_retries_and_crashes_are_not_green(run_pytest, tmp_path):
     """Each of these kernels is right in all other calls, and the lane `edge` asks for no number of cases."""
     for name, text in {"mine.py": KERNELS, "retry.py": RETRY}.items():
         (tmp_path / name).write_text(textwrap.dedent(text))
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "NSA_")) and k != "TRITON_INTERPRET"}
-    kept |= {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(pytestconfig.rootpath))), "NSA_TEST_TRITON_SEL": "0"}
     chosen = [word for name in ("right", "dies", "skips", "xfails", "moody") for word in ("--nsa-impl", f"mine:{name}")]
     chosen += ["--pyargs", "nsa.testing.suite.edge", "-k", "model_may and one-key", "-p", "retry", "-n", "1"]
-    done = run_pytest(*chosen, cwd=pytestconfig.rootpath, environment=kept)
+    done = run_pytest(*chosen, cwd=ROOT, environment=off_gpu(tmp_path))
     said = re.sub(r"\n    ", " ", done.stdout.partition("= contestants =")[2])
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     verdicts = dict(re.findall(r"^mine:(\w+)(?:, edge)?: (right on|WRONG|not proved)", said, re.M))

@@ -71,6 +71,8 @@ KERNELS = """
     def other_words(q, k, v, *, spans, causal):
         pass
 
+    not_callable = 3
+
     @contestant(takes=("ranges",))
     def one_causal(q, k, v, ranges, scale):
         pass
@@ -142,6 +144,7 @@ def test_what_is_not_proved_is_red(suite):
 MISUSED = {
     "no-module": ("nowhere:attend", "cannot be imported"),
     "no-function": ("mine:rihgt", "has no attribute 'rihgt'"),
+    "not-callable": ("mine:not_callable", "--nsa-impl mine:not_callable: expected a function, got a int"),
     "no-function-named": ("mine", "expected package.module:function"),
     "other-words": ("mine:other_words", r"missing a required .*argument: 'spans'"),
     "no-selection": ("mine:no_selection", "the contract needs an argument 'ranges'"),

@@ -250,7 +250,7 @@ def test_a_rounded_query_is_named():
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_kernel_is_named(fault, dtype):
     give, where, text = FAULTS[fault]
-    shown, first = 0, 0
+    shown, first, alone = 0, 0, False
     for c in cases(dtype, where, 6):
         oracle = oracle_of(c)
         result = give(oracle.problem)
@@ -259,8 +259,10 @@ def test_a_wrong_kernel_is_named(fault, dtype):
             found = diagnose(result, oracle)
             assert text in found, f"{c.id}: {found}"
             first += found[0] == text
-            assert diagnose(result, oracle, ["nothing of the kind", text]) == [text]
-            if not red((oracle.out, result[1]), oracle):
+            if shown == 1:  # in one case: a diagnosis tries every mistake that is known
+                assert diagnose(result, oracle, ["nothing of the kind", text]) == [text]
+            if not alone and not red((oracle.out, result[1]), oracle):
+                alone = True
                 assert text in diagnose(result[0], oracle)
     assert shown, "the fault shows in none of these cases"
     assert first, "it is never what is named first"
@@ -324,7 +326,7 @@ def test_exp_in_fp16_without_the_maximum():
     ids=["base-2", "plus-1", "largest-score"],
 )
 def test_an_lse_alone(change, text, dtype):
-    for c in cases(dtype, lambda c: c.L > 1, 12):
+    for c in cases(dtype, lambda c: c.L > 1, 6):
         oracle = oracle_of(c)
         out, lse = kernel(oracle.problem)
         result = out, change(lse, oracle.problem)
@@ -376,7 +378,7 @@ def test_a_right_result_and_garbage_have_no_finding(c):
 @pytest.mark.parametrize("large", [False, True])
 def test_every_row_decides(large, monkeypatch):
     """400 rows, and 32 of them rule findings out: of the rows that are right anyway, one more is put wrong."""
-    monkeypatch.setattr(case, "LARGE", 0 if large else math.inf)
+    monkeypatch.setattr(Case, "large", property(lambda _: large))
     monkeypatch.setattr(evidence, "CHUNK", 100 * 64 * 32)  # rows are verified in chunks of 100
     oracle = Oracle.of(PROMPT.make("cpu"))
     assert (oracle.at is not None) == large

@@ -15,17 +15,15 @@ import subprocess
 import sys
 import types
 import warnings
-from pathlib import Path
 
 import pytest
 
-import nsa
 import nsa_pytest
 from nsa.testing import benchmarks, fixtures, shipped
 
+from .small_project import ROOT, lay_out, outcome, write
 from .test_package import ENTRY_POINTS
 
-ROOT = Path(nsa.__file__).parents[1]
 CALLS = 1000  # functions that may run: about a millisecond
 
 PARITY = """
@@ -106,12 +104,6 @@ SHIPPED = ("--pyargs", "nsa.testing.suite", "-m", "parity", "--nsa-impl", "mine:
 PASSED, FAILED, ELSEWHERE = 4, 1, 4  # of the tests above: in parity, and elsewhere
 
 
-def write(folder, files):
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The package and its module for pytest, not installed: no metadata says that there is a plugin."""
@@ -157,12 +149,6 @@ def folder(tmp_path):
     return empty
 
 
-def outcome(done):
-    """`{"passed": 4, …}`."""
-    last = (done.stdout.splitlines() or [""])[-1]
-    return {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|deselected|skipped)", last)}
-
-
 def ran(done):
     """All of the small suite's parity, and no more."""
     found = outcome(done)
@@ -173,19 +159,13 @@ def ran(done):
 
 # --- the suite, installed ---------------------------------------------------------------------------------------------
 
-SCRIPT = "import sys; del sys.path[0]; import pytest; sys.exit(pytest.main())"
-"""The command `pytest`: unlike `python -m pytest`, it leaves the current folder out of sys.path."""
-
-
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_the_shipped_suite_runs_in_an_empty_folder(folder, installed, workers):
-    command = [sys.executable, "-c", SCRIPT, *SHIPPED, "-n", workers]
-    ran(subprocess.run(command, cwd=folder, env=installed, capture_output=True, text=True, check=False))
-
 
 @pytest.mark.parametrize("workers", ["0", "1"])
-def test_a_failure_is_replayed_by_the_line_as_it_is_printed(run_pytest, folder, installed, workers):
+def test_the_shipped_suite_runs_in_an_empty_folder_and_is_replayed(run_pytest, folder, installed, workers):
+    """A failure, by the line as it is printed. The command `pytest` leaves the current folder out of sys.path."""
+    installed["PYTHONSAFEPATH"] = "1"
     first = run_pytest(*SHIPPED, "-n", workers, cwd=folder, environment=installed)
+    ran(first)
     [line] = [line for line in first.stdout.splitlines() if "pytest --pyargs" in line]
     words = shlex.split(line)
     assert words[:2] == ["NSA_TEST_TRITON_SEL=0", "pytest"]
@@ -302,30 +282,31 @@ def test_warnings_of_the_suite_can_be_allowed_by_hand(run_pytest, folder, instal
     assert outcome(done) == {"passed": PASSED + FAILED, "deselected": ELSEWHERE}
 
 
-@pytest.mark.parametrize("way", ["ini", "environment", "file"])
-def test_arguments_from_elsewhere_count(run_pytest, folder, installed, way):
-    write(folder, {"words": "\n".join(SHIPPED)})
-    if way == "ini":
-        write(folder, {"pytest.ini": f"[pytest]\naddopts = {' '.join(SHIPPED)}\n"})
-    elif way == "environment":
-        installed["PYTEST_ADDOPTS"] = " ".join(SHIPPED)
-    ran(run_pytest(*["@words"] * (way == "file"), cwd=folder, environment=installed))
+BY_HAND = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+WORKERS = ("-p", "nsa_pytest", "-p", "pytest_benchmark.plugin", "-p", "xdist.plugin", "-n", "1")
+WAYS = {  # files, environment, arguments
+    "ini": ({"pytest.ini": f"[pytest]\naddopts = {' '.join(SHIPPED)}\n"}, {}, ()),
+    "environment": ({}, {"PYTEST_ADDOPTS": " ".join(SHIPPED)}, ()),
+    "file": ({"words": "\n".join(SHIPPED)}, {}, ("@words",)),
+    "named twice": ({}, {}, (*SHIPPED, "-p", "nsa_pytest", "-p", "nsa.testing.plugin")),
+    "named": ({}, BY_HAND, (*SHIPPED, "-p", "nsa_pytest")),
+    "named with workers": ({}, BY_HAND, (*SHIPPED, *WORKERS)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_ask_for_the_suite(run_pytest, folder, installed, way):
+    files, environment, arguments = WAYS[way]
+    write(folder, files)
+    ran(run_pytest(*arguments, cwd=folder, environment=installed | environment))
 
 
 def test_without_autoload_it_is_named(run_pytest, folder, installed):
-    installed["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    nothing = run_pytest(*SHIPPED, cwd=folder, environment=installed)
-    assert nothing.returncode == pytest.ExitCode.USAGE_ERROR
+    runs = [SHIPPED, (*SHIPPED, *WORKERS, "--nsa-csv", "x.csv")]
+    nothing, refused = run_pytest.each(runs, cwd=folder, environment=installed | BY_HAND)
+    assert nothing.returncode == refused.returncode == pytest.ExitCode.USAGE_ERROR
     assert "unrecognized arguments: --nsa-impl" in nothing.stderr
-    ran(run_pytest(*SHIPPED, "-p", "nsa_pytest", cwd=folder, environment=installed))
-    named = ("-p", "nsa_pytest", "-p", "pytest_benchmark.plugin", "-p", "xdist.plugin", "-n", "2")
-    ran(run_pytest(*SHIPPED, *named, cwd=folder, environment=installed))
-    refused = run_pytest(*SHIPPED, *named, "--nsa-csv", "x.csv", cwd=folder, environment=installed)
     assert "--nsa-csv needs benchmarks, and under xdist there are none" in refused.stderr
-
-
-def test_naming_an_autoloaded_plugin_registers_it_once(run_pytest, folder, installed):
-    ran(run_pytest(*SHIPPED, "-p", "nsa_pytest", "-p", "nsa.testing.plugin", cwd=folder, environment=installed))
 
 
 @pytest.mark.parametrize("interpret", ["", "1"], ids=["to-compile", "to-interpret"])
@@ -355,26 +336,17 @@ def test_once(request, lane):
 """
 
 
-@pytest.fixture
-def checkout(tmp_path):
-    project = tmp_path / "checkout"
-    project.mkdir()
-    for name in ("conftest.py", "pyproject.toml"):
-        shutil.copy(ROOT / name, project)
-    return project
-
-
 @pytest.mark.parametrize(
     ("entry", "words"),
-    [(True, []), (True, ["--nsa-seed", "7"]), (True, ["--nsa-seed", "7", "-n", "2"]), (False, ["--nsa-seed", "7"])],
+    [(True, []), (True, ["--nsa-seed", "7"]), (True, ["--nsa-seed", "7", "-n", "1"]), (False, ["--nsa-seed", "7"])],
     ids=["editable-plain", "editable-option", "editable-xdist", "not-installed"],
 )
-def test_a_checkout_registers_the_plugin_once(run_pytest, checkout, site, metadata, environment, entry, words):
+def test_a_checkout_registers_the_plugin_once(run_pytest, tmp_path, site, metadata, environment, entry, words):
     """Its root conftest.py does, and where it is installed, the entry point, too."""
-    write(checkout, {"tests/parity/test_once.py": REGISTERED.format(entry=entry)})
+    lay_out(tmp_path, {"tests/parity/test_once.py": REGISTERED.format(entry=entry)})
     path = [metadata, site] if entry else [site]
     words = words if entry else [*words, "-p", "no:nsa_pytest"]  # the environment of this test may have installed it
-    done = run_pytest(*words, "-m", "parity", cwd=checkout, environment=environment(*path))
+    done = run_pytest(*words, "-m", "parity", cwd=tmp_path, environment=environment(*path))
     assert outcome(done) == {"passed": 1}, done.stdout + done.stderr
     assert done.stdout.count("nsa lane:") == 1
 

@@ -18,6 +18,8 @@ from nsa.testing.gate.store import Key
 from nsa.testing.report.document import read
 from nsa.testing.report.recording import load, newest_of
 
+from .odd_files import nodes, refused
+
 RECORDED = Path(__file__).parents[1] / "perf" / "baselines" / "nvidia-h100-80gb-hbm3"
 ODD = {
     "null": None, "true": True, "string": "x", "number in a string": "1.0", "zero": 0, "negative": -1.0, "large": 1e300,
@@ -37,13 +39,6 @@ def valid():
     for content, name in ((document["machine_info"], "cpu"), (b, "options"), (b["extra_info"], "figures")):
         content[name] = {}  # many values that nothing reads
     return document | {"benchmarks": [b]}
-
-
-def nodes(value, path=()):
-    """The path of each node of a document, its root first."""
-    yield path
-    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
-        yield from nodes(value[key], (*path, key))
 
 
 def changed(document, path, values):
@@ -97,29 +92,15 @@ def use(path):
     assert newest_of([path])[0].facts == load(path).facts
 
 
-def refused(path, call=use):
-    """The text with which a file is refused; None if it is not."""
-    try:
-        call(path)
-    except ValueError as error:
-        said = str(error)
-    else:
-        return None
-    assert said.startswith(f"{path}: ")
-    assert "\n" not in said
-    assert len(said) < len(str(path)) + 400
-    return said
-
-
 def test_any_odd_value_in_a_baseline_is_harmless_or_refused(valid, tmp_path):
     path = tmp_path / "0001_x.json"
     path.write_text(json.dumps(valid))
-    assert refused(path) is None
+    assert refused(path, use) is None
     taken = 0
     for where in nodes(valid):
         for text in changed(valid, where, ODD.values()):
             path.write_text(text)
-            taken += refused(path) is not None
+            taken += refused(path, use) is not None
     assert taken > 700
 
 
@@ -131,7 +112,7 @@ def test_any_odd_value_in_a_baseline_is_harmless_or_refused(valid, tmp_path):
 def test_a_file_that_is_no_run_is_refused(content, tmp_path):
     path = tmp_path / "0001_x.json"
     path.write_bytes(content)
-    assert refused(path)
+    assert refused(path, use)
     assert refused(path, load)
 
 
@@ -151,7 +132,7 @@ def test_a_number_that_decides_and_is_no_measurement_is_refused(valid, tmp_path,
         info["ceiling_gbps"] = value
     path = tmp_path / "0001_x.json"
     path.write_text(json.dumps(document))
-    said = refused(path)
+    said = refused(path, use)
     assert f"{b['name']}: {where}: expected " in said
     for strict in (False, True):
         gate = Gate(Key("gpu", "2.11", "3.6"), None, recording=True, strict=strict)  # a first recording: no baseline

@@ -14,7 +14,6 @@ from nsa.testing.contestants.named import load, prove
 from nsa.testing.judge import forward, gradients
 from nsa.testing.judge.forward import Oracle, assert_parity, fp64
 from nsa.testing.judge.gradients import NAMES, GradientOracle, assert_gradients
-from nsa.testing.matrix import case
 from nsa.testing.matrix.case import Case
 
 SPANS = Case(2, 16, 16, 24, 6, "overlap", "fp32", HKV=2, S=3, S_kv=40)  # rows 1 and 4 list nothing
@@ -107,7 +106,7 @@ def test_a_mean_error_outside_its_bound_is_red():
 
 @pytest.mark.parametrize("large", [False, True])
 def test_an_lse_outside_its_bound_is_red(large, monkeypatch):
-    monkeypatch.setattr(case, "LARGE", 0 if large else math.inf)
+    monkeypatch.setattr(Case, "large", property(lambda _: large))
     p = PROMPT.make("cpu")
     oracle = Oracle.of(p)
     norms = p.case.D**-0.5 * largest(p.q.norm(dim=-1)) * largest(p.k.norm(dim=-1))
@@ -121,7 +120,7 @@ def test_an_lse_outside_its_bound_is_red(large, monkeypatch):
 
 
 def test_of_a_large_problem_some_queries_are_compared_and_none_may_be_nan(monkeypatch):
-    monkeypatch.setattr(case, "LARGE", 0)
+    monkeypatch.setattr(Case, "large", property(lambda _: True))
     p = PROMPT.make("cpu")
     oracle = Oracle.of(p)
     out, _ = right(oracle)
@@ -265,13 +264,17 @@ def returning(change):
 WRONG_KERNELS = {
     "not-a-tensor": (returning(lambda r: r.tolist()), "O", "expected a tensor O, got a list"),
     "pair-not-asked-for": (returning(lambda r: (r, r)), "O", "expected a tensor O, got a tuple of 2"),
-    "shape": (returning(lambda r: r.transpose(-1, -2)), "O", "expected O of shape"),
+    "nothing": (returning(lambda r: None), "O", "expected a tensor O, got a NoneType"),
+    "shape": (returning(lambda r: r.mT), "O", r"expected O of shape \(1, 3, 4, 16\), got \(1, 3, 16, 4\)"),
     "dtype": (returning(lambda r: r.half()), "O", "expected torch.float32, got torch.float16"),
     "value": (returning(lambda r: r * 1.01), "O", "error .* > bound"),
     "no-pair": (returning(lambda r: r[0]), "LSE", r"expected \(O, LSE\) with return_lse=True, got a Tensor"),
     "three": (returning(lambda r: (*r, r[1])), "LSE", r"expected \(O, LSE\) with return_lse=True, got a tuple of 3"),
+    "list": (returning(list), "LSE", r"expected \(O, LSE\) with return_lse=True, got a list"),
     "LSE-not-a-tensor": (returning(lambda r: (r[0], 0.0)), "LSE", "expected a tensor LSE, got a float"),
-    "LSE-shape": (returning(lambda r: (r[0], r[1][0])), "LSE", "expected LSE of shape"),
+    "LSE-shape": (
+        returning(lambda r: (r[0], r[1][..., None])), "LSE", r"expected LSE of shape \(1, 3, 4\), got \(1, 3, 4, 1\)",
+    ),
     "LSE-dtype": (returning(lambda r: (r[0], r[1].double())), "LSE", "expected an LSE in float32, got torch.float64"),
     "LSE-value": (returning(lambda r: (r[0], r[1] / math.log(2))), "LSE", "LSE error .* > bound"),
 } | {
@@ -282,13 +285,13 @@ WRONG_KERNELS = {
 
 @pytest.fixture
 def third_party(monkeypatch):
-    """Loads a function as `--nsa-impl` does, as one of spans or of blocks."""
+    """Loads a function as `--nsa-impl` does, in one of its short forms."""
 
-    def make(kernel, blocks):
+    def make(kernel, form=""):
         module = ModuleType("a_third_party")
         module.kernel = kernel
         monkeypatch.setitem(sys.modules, "a_third_party", module)
-        return load("a_third_party:kernel" + "@blocks" * blocks)
+        return load(f"a_third_party:kernel{form}")
 
     return make
 
@@ -296,10 +299,16 @@ def third_party(monkeypatch):
 @pytest.mark.parametrize("wrong", WRONG_KERNELS)
 def test_a_wrong_third_party_is_red(third_party, wrong):
     kernel, wanted, message = WRONG_KERNELS[wrong]
-    blocks = wrong == "writes-block_indices"
-    p = (BLOCKS if blocks else SPANS).make("cpu")
+    p, form = (BLOCKS, "@blocks") if wrong == "writes-block_indices" else (SPANS, "")
+    p = p.make("cpu")
     oracle = Oracle.of(p)
     for right in ("O", "LSE"):
-        prove(third_party(answer, blocks), p, oracle, right)
-    with pytest.raises(AssertionError, match=message):
-        prove(third_party(kernel, blocks), p, oracle, wanted)
+        prove(third_party(answer, form), p, oracle, right)
+    with pytest.raises(AssertionError, match=f"^a_third_party:kernel.*{message}"):
+        prove(third_party(kernel, form), p, oracle, wanted)
+
+
+def test_packed_rows_of_another_shape_are_red(third_party):
+    p = Case(2, 16, 16, 9, 2, "few", "fp32").make("cpu")
+    with pytest.raises(AssertionError, match=r"expected O of shape \(2, 2, 16\), got \(64,\)"):
+        prove(third_party(lambda Q, K, V: Q.flatten(), "@dense"), p, Oracle.of(p), "O")

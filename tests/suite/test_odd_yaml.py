@@ -8,6 +8,8 @@ import yaml
 
 from nsa import gpu, settings
 
+from .odd_files import nodes, refused
+
 BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{x}: &{x} [{', '.join([f'*{y}'] * 9)}]\n" for y, x in zip("abcdefgh", "bcdefghi", strict=True)
 )
@@ -33,20 +35,6 @@ VALID = {
 }
 
 
-def refused(path, call=gpu.read):
-    """The text with which a file is refused; None if it is read."""
-    try:
-        call(path)
-    except ValueError as error:
-        said = str(error)
-    else:
-        return None
-    assert said.startswith(f"{path}: ")
-    assert "\n" not in said
-    assert len(said) < len(str(path)) + 500
-    return said
-
-
 @pytest.mark.parametrize("value", ODD, ids=[re.sub(r"\W+", "-", value[:20]) for value in ODD])
 def test_the_line_names_file_and_key(value, tmp_path):
     path = tmp_path / "x.yaml"
@@ -54,7 +42,7 @@ def test_the_line_names_file_and_key(value, tmp_path):
     assert f"{path}: runtime.probe" in refused(path, settings.read_yaml)
     assert ODD[value] in refused(path, settings.read_yaml)
     path.write_text(f"tiles:\n  query_major:\n  - {{best: [1, {value}]}}\n")
-    assert f"{path}: tiles.query_major[0].best[1]" in refused(path)
+    assert f"{path}: tiles.query_major[0].best[1]" in refused(path, gpu.read)
 
 
 @pytest.mark.parametrize("loader", ["CSafeLoader", "SafeLoader"])
@@ -69,12 +57,6 @@ def test_a_file_that_is_none_is_refused(text, loader, tmp_path, monkeypatch):
     assert refused(path, settings.read_yaml)
 
 
-def nodes(value, path=()):
-    yield path
-    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
-        yield from nodes(value[key], (*path, key))
-
-
 def test_any_odd_value_in_a_file_of_measurements_is_read_or_refused(tmp_path):
     from nsa.kernels.query_major.tiles import Choice, Point
 
@@ -87,7 +69,7 @@ def test_any_odd_value_in_a_file_of_measurements_is_read_or_refused(tmp_path):
     entry["best"] = [dict.fromkeys(Choice._fields, 1)]
     path, taken = tmp_path / "x.yaml", 0
     path.write_text(yaml.safe_dump(valid))
-    assert refused(path) is None
+    assert refused(path, gpu.read) is None
     for *way, last in filter(None, nodes(valid)):
         document = copy.deepcopy(valid)
         parent = document
@@ -97,5 +79,5 @@ def test_any_odd_value_in_a_file_of_measurements_is_read_or_refused(tmp_path):
         text = yaml.safe_dump(document, default_flow_style=True)
         for value in FUZZ:
             path.write_text(text.replace("ODDVALUE", value))
-            taken += refused(path) is not None
+            taken += refused(path, gpu.read) is not None
     assert taken > 700

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from nsa import gpu, settings
-from nsa.testing import artifacts, options
+from nsa.testing import artifacts
 from nsa.testing.report.recording import load, speedup
 from nsa.tuning import files, thresholds
+
+from .small_project import Session
 
 DATA = Path(__file__).parent / "data" / "h100-core-trimmed.json"  # an H100 run as recorded, some benchmarks and keys
 FACTS = {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.11.0+cu130", "triton": "3.6.0", "commit": "abc123"}
@@ -171,45 +173,17 @@ def test_recorded_h100_core_is_not_enough():
 # --- at the end of a run ----------------------------------------------------------------------------------------------
 
 
-class Session:
-    """As much of a pytest session as the end of a run asks for."""
-
-    def __init__(self, exitstatus=pytest.ExitCode.OK, **options):
-        self.exitstatus, self.config = exitstatus, self
-        self.options = {"nsa_csv": None, "nsa_update_thresholds": True, "nsa_report": None} | options
-
-    def getoption(self, name, default=None):
-        return self.options.get(name, default)
-
-
 def test_green_run_updates_the_packaged_thresholds(gpus):
-    session = Session()
+    session = Session("nsa_update_thresholds")
     [note] = artifacts.finish(session, everywhere(), [])
     assert note == f"thresholds: sel_triton_min_L = 16 written to {gpus / 'nvidia-h100-80gb-hbm3.yaml'}"
     assert session.exitstatus == pytest.ExitCode.OK
 
 
 def test_red_or_incomplete_run_updates_nothing(gpus):
-    red = Session(pytest.ExitCode.TESTS_FAILED)
+    red = Session("nsa_update_thresholds", exitstatus=pytest.ExitCode.TESTS_FAILED)
     assert "only a green run" in artifacts.finish(red, everywhere(), [])[0]
-    incomplete = Session()
+    incomplete = Session("nsa_update_thresholds")
     assert "combinations were not measured" in artifacts.finish(incomplete, [fact(5, 64)], [])[0]
     assert incomplete.exitstatus == pytest.ExitCode.TESTS_FAILED
     assert list(gpus.iterdir()) == []
-
-
-@pytest.mark.parametrize("option", ["nsa_hot", "nsa_no_check", "nsa_shape"])
-def test_thresholds_need_cold_checked_cases_of_their_own(monkeypatch, option):
-    monkeypatch.setattr(options, "current_lane", lambda: "gpu")
-    value = ["L=64"] if option == "nsa_shape" else True
-    with pytest.raises(pytest.UsageError, match=f"leave out --{option.replace('_', '-')}"):
-        options.check(Session(dist="no", **{option: value}))
-
-
-def test_every_case_it_needs_is_collected(run_pytest, request):
-    """A GPU is needed to time them, not to list them: a folder that cannot be collected shows here, without one."""
-    arguments = ["tests/perf", "--collect-only", "-q", "--nsa-update-thresholds", "-p", "no:cacheprovider"]
-    done = run_pytest(*arguments, cwd=request.config.rootpath)
-    assert done.returncode == 0, done.stdout
-    listed = sum("test_threshold.py::test_threshold[" in line for line in done.stdout.splitlines())
-    assert listed == len(thresholds.cases())

@@ -11,13 +11,13 @@ import nsa
 import nsa.kernels
 from nsa import routing
 from nsa.testing import artifacts, options
-from nsa.testing.plugin import current_lane
 from nsa.testing.report import summary
 from nsa.tuning import crossover
 from nsa.tuning.crossover import CONTEXTS, HEADS, TOKENS, Point
 
+from .small_project import Session
+
 FACTS = {"gpu": "NVIDIA Nobody 1", "torch": "2.11.0", "triton": "3.6.0", "commit": "abc123", "device": "x"}
-SHAPES = len(HEADS) * (len(TOKENS) + sum(map(len, CONTEXTS.values())))
 STARTS = {1: 64, 2: 256, 4: 1024, 8: 16384, 16: None, 64: None}
 
 
@@ -152,17 +152,6 @@ def test_incomplete_is_not_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-class Session:
-    """As much of a pytest session as the end of a run asks for."""
-
-    def __init__(self, exitstatus=pytest.ExitCode.OK, **options):
-        self.exitstatus, self.config = exitstatus, self
-        self.options = {"nsa_update_schedules": True} | options
-
-    def getoption(self, name, default=None):
-        return self.options.get(name, default)
-
-
 @pytest.fixture
 def updates(monkeypatch):
     """What the end of a run had written, without writing it."""
@@ -172,7 +161,8 @@ def updates(monkeypatch):
 
 
 def test_green_run_updates_and_red_does_not(updates):
-    green, red, unasked = Session(), Session(pytest.ExitCode.TESTS_FAILED), Session(nsa_update_schedules=False)
+    green, unasked = Session("nsa_update_schedules"), Session()
+    red = Session("nsa_update_schedules", exitstatus=pytest.ExitCode.TESTS_FAILED)
     assert artifacts.finish(green, facts(measured()), []) == ["schedules: written"]
     text = "--nsa-update-schedules: schedules not written: only a green run may change them"
     assert artifacts.finish(red, facts(measured()), []) == [text]
@@ -181,18 +171,18 @@ def test_green_run_updates_and_red_does_not(updates):
 
 
 def test_green_run_that_cannot_write_ends_red():
-    session = Session()
+    session = Session("nsa_update_schedules")
     assert "101 points were not measured" in artifacts.finish(session, facts(measured()[:1]), [])[0]
     assert session.exitstatus == pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.mark.parametrize("update", ["nsa_update_thresholds", "nsa_update_schedules"])
 @pytest.mark.parametrize("option", ["nsa_hot", "nsa_no_check", "nsa_shape", "nsa_sweep"])
-def test_schedules_need_cold_checked_cases_of_their_own(monkeypatch, option):
+def test_measurements_need_cold_checked_cases_of_their_own(monkeypatch, update, option):
     monkeypatch.setattr(options, "current_lane", lambda: "gpu")
-    value = ["L=64"] if option == "nsa_shape" else True
-    other = "--nsa-update-schedules" if option == "nsa_sweep" else f"--{option.replace('_', '-')}"
+    other = options.spelled(update if option == "nsa_sweep" else option)
     with pytest.raises(pytest.UsageError, match=f"leave out {other}"):
-        options.check(Session(dist="no", **{option: value}))
+        options.check(Session(update, dist="no", **{option: ["L=64"] if option == "nsa_shape" else True}))
 
 
 def test_table_fits_a_terminal():
@@ -257,31 +247,3 @@ def test_rotation_is_cold_where_it_can_be():
         assert all(torch.equal(x, inputs[0]) for s in sets for x in s)
     sets, cold = crossover.rotation(tuple(x[:1] for x in inputs), 10**9)
     assert (len(sets), cold) == (crossover.MOST_SETS, False)
-
-
-# --- the run ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pytest_run(run_pytest, request):
-    def make(*arguments):
-        done = run_pytest("-q", "-p", "no:cacheprovider", *arguments, cwd=request.config.rootpath)
-        return done.returncode, done.stdout
-
-    return make
-
-
-def test_it_is_collected_on_request_only(pytest_run):
-    code, listed = pytest_run("tests/perf", "--collect-only", "--nsa-update-schedules")
-    assert code == 0, listed
-    assert listed.count("test_crossover.py::test_crossover[") == SHAPES
-    assert "test_crossover[G4-T1024]" in listed
-    assert "test_threshold.py" not in listed
-    assert "test_crossover.py" not in pytest_run("tests/perf", "--collect-only")[1]
-
-
-@pytest.mark.skipif(current_lane() == "gpu", reason="there it is timed")
-def test_named_by_path_it_skips_without_a_gpu(pytest_run):
-    code, printed = pytest_run("tests/perf/test_crossover.py")
-    assert code == 0, printed
-    assert f"{SHAPES} skipped" in printed

@@ -12,7 +12,6 @@ from nsa.testing.clock.measure import gate_figures
 from nsa.testing.clock.timing import InvalidMeasurement, Timing
 from nsa.testing.clock.training import Trainee
 from nsa.testing.contestants import prefill
-from nsa.testing.matrix import case
 from nsa.testing.matrix.case import Case
 
 CASE = Case(2, 16, 16, 32, 128, "prefill", "fp32", HKV=2, S=64, S_kv=64, block_size=8)
@@ -29,26 +28,13 @@ def unknown(monkeypatch):
 def problem(request, monkeypatch):
     """Also as one that counts as large, of which some queries and blocks are looked at."""
     if request.param == "large":
-        monkeypatch.setattr(case, "LARGE", 0)
+        monkeypatch.setattr(Case, "large", property(lambda _: True))
     return CASE.make("cpu")
 
 
 def dense(p, q, k, v):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-
-def test_it_is_timed_where_it_is_named(run_pytest, request):
-    """With it core would take minutes more."""
-
-    def listed(*arguments):
-        done = run_pytest("-q", "-p", "no:cacheprovider", "--collect-only", *arguments, cwd=request.config.rootpath)
-        assert done.returncode == 0, done.stdout
-        return "test_training.py::test_training[" in done.stdout
-
-    assert not listed("tests/perf")
-    assert listed("tests/perf/test_training.py")
-    assert listed("tests/perf", "--nsa-full")
 
 
 def test_everybody_is_timed(problem):

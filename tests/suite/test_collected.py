@@ -1,0 +1,43 @@
+"""Which benchmarks a command selects, as pytest collects them: those that take minutes run where they are named."""
+
+from collections import Counter
+
+import pytest
+
+from nsa.testing.plugin import current_lane
+from nsa.tuning import crossover, thresholds
+
+from .small_project import ROOT, outcome
+
+SHAPES = len(crossover.HEADS) * (len(crossover.TOKENS) + sum(map(len, crossover.CONTEXTS.values())))
+LENGTHY = ("test_crossover", "test_threshold", "test_training")  # files, and the tests in them that take minutes
+# What is typed, and how many benchmarks of each it selects; True: some; 0: nothing of that file.
+SELECTED = [
+    (["tests/perf"], (0, 0, False)),
+    (["tests/perf", "--nsa-full"], (0, 0, True)),
+    (["tests/perf/test_training.py"], (0, 0, True)),
+    (["tests/perf", "--nsa-update-schedules"], (SHAPES, 0, False)),
+    (["tests/perf", "--nsa-update-thresholds"], (0, len(thresholds.cases()), False)),
+]
+
+
+def test_lengthy_benchmarks_are_collected_on_request_only(run_pytest):
+    """A GPU is needed to time them, not to list them: a folder that cannot be collected shows here, without one."""
+    runs = [[*words, "--collect-only", "-q", "-p", "no:cacheprovider"] for words, _ in SELECTED]
+    for done, (words, counts) in zip(run_pytest.each(runs, cwd=ROOT), SELECTED, strict=True):
+        assert done.returncode == 0, done.stdout + done.stderr
+        for name, count in zip(LENGTHY, counts, strict=True):
+            listed = done.stdout.count(f"tests/perf/{name}.py::{name}[" if count else f"{name}.py")
+            assert type(count)(listed) == count, (words, name, listed)
+
+
+@pytest.mark.skipif(current_lane() == "gpu", reason="there it is timed")
+def test_named_by_path_it_skips_without_a_gpu(run_pytest):
+    done = run_pytest("-q", "-p", "no:cacheprovider", "tests/perf/test_crossover.py", cwd=ROOT)
+    assert (done.returncode, outcome(done)) == (0, {"skipped": SHAPES}), done.stdout
+
+
+def test_names_of_test_files_are_unique():
+    """In a checkout and in the suite that ships, so that a name alone says which file is meant."""
+    files = [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "nsa" / "testing" / "suite").rglob("test_*.py")]
+    assert [name for name, count in Counter(path.name for path in files).items() if count > 1] == []
