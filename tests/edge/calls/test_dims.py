@@ -14,9 +14,12 @@ LIST = [(3, 9), (12, 17), (13, 14)]
 
 @pytest.mark.parametrize(
     ("G", "HKV", "source", "dtype"),
-    in_pairs({f"G{G}": G for G in GROUPS}, {"one-kv-head": 1, "two-kv-heads": 2}, ("ranges", "blocks"), LANE_DTYPES),
+    in_pairs(
+        {f"G{G}": G for G in GROUPS}, {"one-kv-head": 1, "two-kv-heads": 2}, ("ranges", "blocks"), LANE_DTYPES,
+        full=False,
+    ),
     indirect=["dtype"],
-)
+)  # fmt: skip
 def test_group_sizes(attend, agrees, draw, same, G, HKV, source, dtype):
     q, k, v = draw(S=1, HKV=HKV, G=G, seed=G, dtype=dtype)
     selection = {"ranges": same(LIST, 1, 1, HKV), "max_selected": 12}
