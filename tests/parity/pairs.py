@@ -21,11 +21,11 @@ def all_pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     return [tuple(axis[i] for axis, i in zip(map(list, axes), row, strict=True)) for row in sorted(chosen)]
 
 
-def in_pairs(*axes: Mapping[str, Any] | Iterable[Any]) -> list[Any]:
-    """Parameters for pytest: `all_pairs` where Triton is interpreted, all combinations on a GPU.
+def in_pairs(*axes: Mapping[str, Any] | Iterable[Any], full: bool = current_lane() == "gpu") -> list[Any]:
+    """Parameters for pytest: `all_pairs` where Triton is interpreted, by default all combinations on a GPU.
 
     An axis maps the words of an id to values; values of another axis are their own words.
     """
     named = [list((axis if isinstance(axis, Mapping) else {str(x): x for x in axis}).items()) for axis in axes]
-    rows = itertools.product(*named) if current_lane() == "gpu" else all_pairs(*named)
+    rows = itertools.product(*named) if full else all_pairs(*named)
     return [pytest.param(*(x for _, x in row), id="-".join(word for word, _ in row)) for row in rows]

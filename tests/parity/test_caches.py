@@ -58,14 +58,18 @@ def drawn(device, dtype, page, S, size, n=SLOTS, lengths=LENGTHS, room=ROOM, HQ=
     return q, cache, {"block_indices": blocks.to(device, index), "block_size": size}
 
 
-def serve(q, cache, selection, Dv=None, **how):
-    """`(O, LSE)` of Triton's kernels, compared with the oracle; into a tensor of NaN, if it is given its width."""
+def serve(q, cache, selection, cu=None, Dv=None, **how):
+    """`(O, LSE)` of Triton's kernels, compared with the oracle; into a tensor of NaN, if it is given its width.
+
+    `cu`: ends of packed queries.
+    """
     out = None if Dv is None else torch.full((*q.shape[:-1], Dv), math.nan, dtype=q.dtype, device=q.device)
     how = {"backend": "triton", "return_lse": True, "out": out} | cache.arguments | how
+    how |= {"cu_seqlens_q": cu} if cu is not None else {}
     got = nsa.selection_attention_with_kvcache(q, cache.k, cache.v, **selection, **how)
     assert out is None or got[0] is out
     oracles = {name: how[name] for name in ("causal", "scale") if name in how}
-    check(got, caches.oracle(q, cache, **selection, **oracles), q.dtype)
+    check(got, caches.oracle(q, cache, cu, **selection, **oracles), q.dtype)
     return got
 
 

@@ -1,7 +1,6 @@
 """Gradients and caches as Hypothesis draws them, against fp64. Past bugs are examples that always run."""
 
 import dataclasses
-import math
 
 import torch
 from hypothesis import example, given
@@ -16,12 +15,12 @@ from nsa.kernels.shared.poison import poisoned_workspace
 from nsa.kernels.union.tiles import ALWAYS
 from nsa.plain.oracle import selection_reference
 from nsa.testing.judge.gradients import GradientOracle, assert_gradients
-from nsa.testing.matrix import caches, strategies
+from nsa.testing.matrix import strategies
 from nsa.testing.matrix.problem import Problem
 from nsa.testing.matrix.strategies import BLOCKS, HUGE, INT32, PACKED, RANGES, Drawn, DrawnCache
 from nsa.testing.profiles import drawing
 
-from .test_caches import check
+from .test_caches import serve
 
 SOURCES = ("ranges", "blocks", "packed")
 FOUR = [(3, 40), (60, 72), (0, 1), (5, 4)]
@@ -155,12 +154,7 @@ def test_triton_sel_parity_kvcache_any_caches(device: torch.device, drawn: Drawn
     picked["causal"] = p.causal
     q = p.q.half() if drawn.e4m3 and p.q.dtype == torch.float32 else p.q
     before = nsa.kernels.launches.copy()
-    out = torch.full((*q.shape[:-1], p.case.Dv), math.nan, dtype=q.dtype, device=device)
-    got = nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, **cache.arguments, **picked, backend="triton", schedule=schedule, return_lse=True,
-        out=out,
-    )  # fmt: skip
+    serve(q, cache, picked, Dv=p.case.Dv, schedule=schedule)
     ran = nsa.kernels.launches - before
     route = "key_major" if schedule == "key_major" else "blocks" if blocks else "ranges"
     assert ran[route] > 0, f"expected {route} to be launched, got {dict(ran)}"
-    check(got, caches.oracle(q, cache, **picked), q.dtype)

@@ -1,6 +1,5 @@
 """Ragged batches over caches: chunks of prompts and decode steps in one call, against the oracle of one sequence."""
 
-import math
 from unittest.mock import patch
 
 import pytest
@@ -18,7 +17,7 @@ from nsa.testing.plugin import current_lane
 from nsa.testing.profiles import drawing
 
 from .pairs import in_pairs
-from .test_caches import DTYPES, check, draw_blocks, draw_ranges
+from .test_caches import DTYPES, draw_blocks, draw_ranges, serve
 
 GPU, ROOM = current_lane() == "gpu", 256
 # A chunk, no queries, a decode step, a padded row of a captured graph, a speculative step, more queries than keys. On a
@@ -48,68 +47,51 @@ def drawn_queries(T, device, dtype, HQ=6, D=32):
     return torch.randn(T, HQ, D, generator=torch.Generator().manual_seed(T)).to(device, dtype)
 
 
+def ragged(device, dtype, page, size, HKV=2, D=32, Dv=16, index=torch.int32):
+    """Packed queries, a cache, blocks of a size or spans, and the queries' ends."""
+    cache = caches.draw(LENGTHS, ROOM, page, HKV=HKV, D=D, Dv=Dv, index=index, dtype=dtype, device=device, seed=3)
+    T, H = sum(QUERIES) + UNUSED, 3 * HKV
+    selection = {"ranges": draw_ranges(1, T, HKV, 3, seed=4)[0].to(device, index)}
+    if size is not None:
+        selection = {"block_indices": draw_blocks(1, T, HKV, 3, size, seed=4)[0].to(device, index), "block_size": size}
+    return drawn_queries(T, device, dtype, H, D), cache, selection, ends_of(QUERIES, device, index)
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("page", [None, 16], ids=["contiguous", "paged"])
 def test_triton_sel_parity_ragged(device, page, route, dtype, pin):
     size, schedule, choice, key_choice = ROUTES[route]
-    HKV = 2 if GPU or page is None else 1
-    cache = caches.draw(LENGTHS, ROOM, page, HKV=HKV, D=32, Dv=16, dtype=dtype, device=device, seed=3)
-    T = sum(QUERIES) + UNUSED
-    q = drawn_queries(T, device, dtype, 3 * HKV)
-    picked = draw_ranges(1, T, HKV, 3, seed=4)[0] if size is None else draw_blocks(1, T, HKV, 3, size, seed=4)[0]
-    selection = {"ranges": picked.int()} if size is None else {"block_indices": picked.int(), "block_size": size}
-    selection = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in selection.items()}
-    out = torch.full((T, 3 * HKV, 16), math.nan, dtype=dtype, device=device)
+    call = ragged(device, dtype, page, size, HKV=2 if GPU or page is None else 1)
     pin(key_major=key_choice)
-    nsa.settings.reload()
-    before, cu = nsa.kernels.launches.copy(), ends_of(QUERIES, device)
+    nsa.settings.reload()  # forgets plans, which were made with other tiles
+    before = nsa.kernels.launches.copy()
     with pinned(query_major=choice):
-        got = nsa.selection_attention_with_kvcache(
-            q, cache.k, cache.v, **cache.arguments, **selection, cu_seqlens_q=cu, max_seqlen_q=max(QUERIES),
-            backend="triton", schedule=schedule, return_lse=True, out=out,
-        )  # fmt: skip
+        o, _ = serve(*call, Dv=16, schedule=schedule, max_seqlen_q=max(QUERIES))
     nsa.settings.reload()
     served = schedule if schedule != "query_major" else "ranges" if size is None else "blocks"
     launched = nsa.kernels.launches - before
     assert launched[served] == 1
     assert launched["steps"] == (schedule != "query_major" and size is not None)
-    check(got, caches.oracle(q, cache, cu, **selection), dtype)
-    assert not got[0][-UNUSED:].any()
+    assert not o[-UNUSED:].any()
 
 
 @pytest.mark.parametrize("schedule", ["query_major", "key_major"])
 @pytest.mark.parametrize("page", [None, 16], ids=["contiguous", "paged"])
 def test_triton_sel_parity_ragged_e4m3(device, page, schedule):
-    dtype, T = torch.bfloat16 if GPU else torch.float16, sum(QUERIES) + UNUSED
-    cache = caches.quantized(caches.draw(LENGTHS, ROOM, page, HKV=2, D=32, Dv=16, dtype=dtype, device=device, seed=3))
-    q, cu = drawn_queries(T, device, dtype), ends_of(QUERIES, device)
-    selection = {"block_indices": draw_blocks(1, T, 2, 3, 64, seed=4)[0].int().to(device), "block_size": 64}
-    got = nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, **cache.arguments, **selection, cu_seqlens_q=cu, backend="triton", schedule=schedule,
-        return_lse=True,
-    )  # fmt: skip
-    check(got, caches.oracle(q, cache, cu, **selection), dtype)
-    assert not got[0][-UNUSED:].any()
+    q, cache, selection, cu = ragged(device, torch.bfloat16 if GPU else torch.float16, page, 64)
+    o, _ = serve(q, caches.quantized(cache), selection, cu, schedule=schedule)
+    assert not o[-UNUSED:].any()
 
 
 @pytest.mark.parametrize(
-    ("backend", "source", "causal"),
-    in_pairs(("sdpa", "reference", "triton"), ("ranges", "blocks"), {"causal": True, "all": False}),
+    ("backend", "size", "causal"),
+    in_pairs(("sdpa", "reference", "triton"), {"ranges": None, "blocks": 32}, {"causal": True, "all": False}),
 )
-def test_triton_sel_parity_ragged_backends(device, backend, source, causal):
+def test_triton_sel_parity_ragged_backends(device, backend, size, causal):
     """In int64, with pages."""
-    dtype, T = next(iter(DTYPES.values())), sum(QUERIES) + UNUSED
-    cache = caches.draw(LENGTHS, ROOM, 64, dtype=dtype, index=torch.int64, device=device, seed=1)
-    q, cu = drawn_queries(T, device, dtype, 4, 16), ends_of(QUERIES, device, torch.int64)
-    selection = {"ranges": draw_ranges(1, T, 2, 3, seed=3)[0].to(device)}
-    if source == "blocks":
-        selection = {"block_indices": draw_blocks(1, T, 2, 3, 32, seed=3)[0].to(device), "block_size": 32}
-    selection |= {"causal": causal, "scale": 0.3}
-    got = nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, **cache.arguments, **selection, cu_seqlens_q=cu, backend=backend, return_lse=True
-    )
-    check(got, caches.oracle(q, cache, cu, **selection), dtype)
+    call = ragged(device, next(iter(DTYPES.values())), 64, size, D=16, index=torch.int64)
+    serve(*call, backend=backend, causal=causal, scale=0.3)
 
 
 @pytest.mark.parametrize("schedule", ["query_major", "key_major"])
@@ -118,13 +100,11 @@ def test_triton_sel_parity_ragged_is_the_call_with_equal_numbers(device, schedul
     dtype, S = next(iter(DTYPES.values())), 2 if schedule == "query_major" else tiles.STEPS + 1
     cache = caches.draw([203, 64], ROOM, 16, D=32, Dv=32, dtype=dtype, device=device)
     q = drawn_queries(2 * S, device, dtype, HQ=4)
-    blocks = draw_blocks(2, S, 2, 3, 64, seed=3).to(device, torch.int32)
-    how = {"block_size": 64, "backend": "triton", "schedule": schedule, "return_lse": True} | cache.arguments
-    want = nsa.selection_attention_with_kvcache(q.view(2, S, 4, 32), cache.k, cache.v, block_indices=blocks, **how)
-    got = nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, block_indices=blocks.flatten(0, 1), cu_seqlens_q=ends_of((S, S), device), **how
-    )
-    assert all(torch.equal(a, b.flatten(0, 1)) for a, b in zip(got, want, strict=True))
+    packed = {"block_indices": draw_blocks(1, 2 * S, 2, 3, 64, seed=3)[0].int().to(device), "block_size": 64}
+    want = serve(q, cache, packed, ends_of((S, S), device), schedule=schedule)
+    batch = packed | {"block_indices": packed["block_indices"].unflatten(0, (2, S))}
+    got = serve(q.unflatten(0, (2, S)), cache, batch, schedule=schedule)
+    assert all(torch.equal(a.flatten(0, 1), b) for a, b in zip(got, want, strict=True))
 
 
 # Four tokens: rows with spans, or blocks, in any order.
@@ -151,16 +131,7 @@ def test_triton_sel_parity_ragged_any_batches(
     if p.block_indices is not None:
         del picked["ranges"]
         picked |= {"block_indices": p.block_indices.flatten(0, 1), "block_size": p.block_size}
-    out = torch.full((*q.shape[:-1], p.case.Dv), math.nan, dtype=q.dtype, device=device)
     nsa.settings.reload()  # forgets plans
     with patch.object(tiles, "STEPS", steps):
-        got = nsa.selection_attention_with_kvcache(
-            q, cache.k, cache.v, **cache.arguments, **picked, cu_seqlens_q=cu, backend="triton", schedule=schedule,
-            return_lse=True, out=out,
-        )  # fmt: skip
-    want = caches.oracle(q, cache, cu, **picked)
-    check(got, want, q.dtype)
-    plain = nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, **cache.arguments, **picked, cu_seqlens_q=cu, backend="sdpa", return_lse=True
-    )
-    check(plain, want, q.dtype)
+        serve(q, cache, picked, cu, Dv=p.case.Dv, schedule=schedule)
+    serve(q, cache, picked, cu, backend="sdpa")

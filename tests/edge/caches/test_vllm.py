@@ -166,33 +166,24 @@ def refuse(name):
 @pytest.mark.parametrize("fp8", [None, "scales", "1.0"], ids=["half", "fp8", "fp8-without-scales"])
 @pytest.mark.parametrize("name", vllm.NAMES)
 def test_equal_to_the_oracle(device, monkeypatch, name, fp8):
-    """In place, in `output` alone, and on a Triton route."""
+    """In place, in `output` alone, on a Triton route, and without gradients where they are enabled, as vLLM's own."""
     monkeypatch.setattr(vllm, "_own", refuse)
     made = step(device, name, fp8)
-    close(made.run(getattr(vllm, name)), made.want)
-    assert (made.buffer[len(made.want) :] == 7).all()
-    assert {record.route for record in nsa.routes()} <= {"blocks", "key_major", "union"}
-
-
-def test_no_gradients(device, monkeypatch):
-    """As in vLLM's own functions, also where gradients are enabled."""
-    monkeypatch.setattr(vllm, "_own", refuse)
-    made = step(device, DECODE, queries=1)
     made.arguments["q"] = made.arguments["q"].clone().requires_grad_()
     assert torch.is_grad_enabled()
-    assert not made.run(vllm.minimax_m3_sparse_attn_decode).requires_grad
+    assert not made.run(getattr(vllm, name)).requires_grad
     close(made.arguments["output"], made.want)
+    assert (made.buffer[len(made.want) :] == 7).all()
+    assert {record.route for record in nsa.routes()} <= {"blocks", "key_major", "union"}
 
 
 def test_scales_that_vllm_ignores_or_shapes_otherwise(device, monkeypatch):
     """A cache of 16 bits has none, whatever is passed; one element may be of any shape."""
     monkeypatch.setattr(vllm, "_own", refuse)
-    made = step(device, DECODE, queries=1)
-    made.arguments |= dict.fromkeys(("k_scale", "v_scale"), torch.tensor(9.0, device=device))
-    close(made.run(vllm.minimax_m3_sparse_attn_decode), made.want)
-    made = step(device, DECODE, "scales", queries=1)
-    made.arguments |= {name: made.arguments[name].view(1, 1) for name in ("k_scale", "v_scale")}
-    close(made.run(vllm.minimax_m3_sparse_attn_decode), made.want)
+    for fp8, change in ((None, lambda x: torch.tensor(9.0, device=device)), ("scales", lambda x: x.view(1, 1))):
+        made = step(device, DECODE, fp8, queries=1)
+        made.arguments |= {name: change(made.arguments.get(name)) for name in ("k_scale", "v_scale")}
+        close(made.run(vllm.minimax_m3_sparse_attn_decode), made.want)
 
 
 def test_a_wrong_number_of_tokens_is_refused(device):
@@ -299,13 +290,16 @@ def test_vllm_serves_where_the_gpu_cannot(device, fake, monkeypatch, caplog):
     vllm._why_not.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("error", "tried"),
-    [(RuntimeError("PassManager::run failed"), 1), (torch.OutOfMemoryError("full"), 2)],
-    ids=["broken", "memory"],
-)
+FAILURES = {  # an error, and how often our function is asked in two calls; None: the error reaches the caller
+    "broken": (RuntimeError("PassManager::run failed"), 1),
+    "memory": (torch.OutOfMemoryError("full"), 2),
+    "context": (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), None),
+}
+
+
+@pytest.mark.parametrize(("error", "tried"), FAILURES.values(), ids=FAILURES)
 def test_a_kernel_that_fails(device, fake, monkeypatch, caplog, error, tried):
-    """A broken one is not tried again; memory may suffice the next time."""
+    """A broken one is not tried again; memory may suffice the next time; a lost context is raised."""
     asked = []
 
     def fail(*_, **__):
@@ -315,21 +309,15 @@ def test_a_kernel_that_fails(device, fake, monkeypatch, caplog, error, tried):
     monkeypatch.setattr(vllm, "selection_attention_with_kvcache", fail)
     vllm.install()
     made = step(device, DECODE)
+    if tried is None:
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            made.run(vllm.minimax_m3_sparse_attn_decode)
+        assert own_calls() == []
+        return
     for _ in range(2):
         made.run(vllm.minimax_m3_sparse_attn_decode)
     assert (len(asked), len(own_calls())) == (tried, 2)
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
-
-
-def test_a_lost_context_is_raised(device, fake, monkeypatch):
-    def fail(*_, **__):
-        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
-
-    monkeypatch.setattr(vllm, "selection_attention_with_kvcache", fail)
-    vllm.install()
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        step(device, DECODE).run(vllm.minimax_m3_sparse_attn_decode)
-    assert own_calls() == []
 
 
 # --- in vLLM's place --------------------------------------------------------------------------------------------------

@@ -26,11 +26,6 @@ def logged(caplog, draw, same):
     return make
 
 
-@pytest.mark.parametrize("backend", ["auto", "triton", "sdpa", "reference"])
-def test_nothing_is_logged_by_default(logged, backend):
-    assert logged(backend) == []
-
-
 def test_shapes_and_strides(logged):
     (line,) = logged(debug_shapes=True)
     assert line == (
@@ -39,28 +34,26 @@ def test_shapes_and_strides(logged):
     )
 
 
-@pytest.mark.parametrize(
-    ("backend", "route", "reason"),
-    [
-        ("auto", "ranges", "rows are long enough for Triton"),
-        ("triton", "ranges", "backend='triton' asked for"),
-        ("sdpa", "sdpa", "backend='sdpa' asked for"),
-        ("reference", "reference", "backend='reference' asked for"),
-    ],
-)
-def test_timing_names_the_route(logged, backend, route, reason):
+REASONS = {
+    "auto": ("ranges", "rows are long enough for Triton"),
+    "triton": ("ranges", "backend='triton' asked for"),
+    "sdpa": ("sdpa", "backend='sdpa' asked for"),
+    "reference": ("reference", "backend='reference' asked for"),
+}
+
+
+@pytest.mark.parametrize("backend", REASONS)
+def test_timing_names_the_route_and_compare_the_error(logged, backend):
+    """And without a setting nothing is logged."""
+    route, reason = REASONS[backend]
+    assert logged(backend) == []
     (line,) = logged(backend, debug_timing=True)
     assert re.fullmatch(rf"route {route} \({re.escape(reason)}\): \d+\.\d{{3}} ms, host and device", line)
-
-
-@pytest.mark.parametrize("backend", ["auto", "triton", "sdpa", "reference"])
-@pytest.mark.parametrize("return_lse", [True, False], ids=["lse", "no-lse"])
-def test_compare_states_the_error(logged, backend, return_lse):
-    (line,) = logged(backend, return_lse, debug_compare=True)
-    route = "ranges" if backend in ("auto", "triton") else backend
-    match = re.fullmatch(rf"route {route} against the reference: max error (\d\.\d{{3}}e[+-]\d\d)", line)
-    assert match
-    assert float(match[1]) < 1e-5
+    for return_lse in (True, False):
+        (line,) = logged(backend, return_lse, debug_compare=True)
+        match = re.fullmatch(rf"route {route} against the reference: max error (\d\.\d{{3}}e[+-]\d\d)", line)
+        assert match
+        assert float(match[1]) < 1e-5
 
 
 def test_compare_finds_a_wrong_kernel(logged, monkeypatch):

@@ -22,13 +22,6 @@ def test_forward(attend, draw, same, dtype, source):
     results_are_equal(lambda: attend(q, k, v, **selection, return_lse=True))
 
 
-@pytest.mark.usefixtures("split")
-def test_forward_split_among_programs(attend, draw, same):
-    q, k, v = draw(S=1, S_kv=60, HKV=1)
-    ranges = same([(3, 25), (30, 60)], 1, 1, 1)
-    results_are_equal(lambda: attend(q, k, v, ranges=ranges, return_lse=True))
-
-
 @pytest.fixture
 def several_threads():
     """As outside of pytest-xdist, whose workers have one each on two cores."""

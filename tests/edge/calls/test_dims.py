@@ -3,30 +3,29 @@
 import pytest
 import torch
 
+from ...parity.pairs import in_pairs
+from ..conftest import LANE_DTYPES
+
 GROUPS = (1, 2, 3, 7, 16, 33, 64, 100, 128)
 DIMS = ((16, 256), (256, 16), (17, 33), (24, 40), (64, 64), (64, 100), (96, 64), (100, 192), (128, 128), (192, 24))
 SPLIT = ({"G": 100, "D": 24}, {"G": 3, "D": 24, "Dv": 100}, {"G": 64, "D": 64, "Dv": 32}, {"G": 33, "D": 128, "Dv": 16})
 LIST = [(3, 9), (12, 17), (13, 14)]
 
 
-@pytest.mark.parametrize("HKV", [1, 2], ids=["one-kv-head", "two-kv-heads"])
-@pytest.mark.parametrize("G", GROUPS, ids=lambda G: f"G{G}")
-def test_group_sizes(attend, agrees, draw, same, G, HKV):
-    q, k, v = draw(S=1, HKV=HKV, G=G, seed=G)
-    agrees(attend, q, k, v, ranges=same(LIST, 1, 1, HKV), max_selected=12)
-
-
-@pytest.mark.parametrize("attend_all", ["per_head"], indirect=True)
-@pytest.mark.parametrize("G", [1, 3, 16], ids=lambda G: f"G{G}")
-def test_group_sizes_per_head(attend_all, agrees, draw, same, G):
-    q, k, v = draw(S=1, G=G, seed=G)
-    agrees(attend_all, q, k, v, ranges=same(LIST, 1, 1, 2), max_selected=12)
-
-
-@pytest.mark.parametrize("G", GROUPS[::2], ids=lambda G: f"G{G}")
-def test_group_sizes_over_blocks(attend, agrees, draw, same, dtype, G):
-    q, k, v = draw(S=1, HKV=1, G=G, dtype=dtype)
-    agrees(attend, q, k, v, block_indices=same([1, -1, 0], 1, 1, 1), block_size=7)
+@pytest.mark.parametrize(
+    ("G", "HKV", "source", "dtype"),
+    in_pairs(
+        {f"G{G}": G for G in GROUPS}, {"one-kv-head": 1, "two-kv-heads": 2}, ("ranges", "blocks"), LANE_DTYPES,
+        full=False,
+    ),
+    indirect=["dtype"],
+)  # fmt: skip
+def test_group_sizes(attend, agrees, draw, same, G, HKV, source, dtype):
+    q, k, v = draw(S=1, HKV=HKV, G=G, seed=G, dtype=dtype)
+    selection = {"ranges": same(LIST, 1, 1, HKV), "max_selected": 12}
+    if source == "blocks":
+        selection = {"block_indices": same([1, -1, 0], 1, 1, HKV), "block_size": 7}
+    agrees(attend, q, k, v, **selection)
 
 
 @pytest.mark.parametrize(("D", "Dv"), DIMS, ids=lambda d: str(d))

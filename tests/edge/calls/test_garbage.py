@@ -76,7 +76,7 @@ def test_in_a_sea_of_nan(attend_all, draw, device, dtype, source):
     """Bitwise as on clean tensors: no value outside of K, V, Q and the selection is used, however wild the spans."""
     g = torch.Generator().manual_seed(5)
     varlen = source == "varlen"
-    q, k, v = draw(B=2, S=6 if varlen else 3, S_kv=KEYS, HKV=2, dtype=dtype, varlen=varlen)
+    q, k, v = draw(B=2, S=6 if varlen else 3, S_kv=KEYS, HKV=2, D=24, Dv=40, dtype=dtype, varlen=varlen)
     lead = (6, 2) if varlen else (2, 3, 2)
     selection = {}
     if source == "blocks":

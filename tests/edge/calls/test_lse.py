@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import nsa
-import nsa.kernels
 
 
 def expected(q, k, keys, scale):
@@ -38,20 +37,6 @@ def test_large_scores_do_not_overflow(attend, draw, same, scale):
     assert want.abs().max() > 200
     assert o.isfinite().all()
     torch.testing.assert_close(lse.double(), want, rtol=1e-5, atol=1e-3)
-
-
-@pytest.mark.usefixtures("split")
-@pytest.mark.parametrize("source", ["ranges", "blocks"])
-def test_split_among_programs(attend, agrees, draw, same, dtype, source):
-    q, k, v = draw(S=1, S_kv=60, HKV=1, dtype=dtype)
-    if source == "ranges":
-        selection = {"ranges": same([(7, 25), (30, 57)], 1, 1, 1)}
-    else:
-        selection = {"block_indices": same([0, 3, 1, 4], 1, 1, 1), "block_size": 13}
-    before = nsa.kernels.launches["split"]
-    agrees(attend, q, k, v, **selection, causal=False)
-    if attend.name == "triton":
-        assert nsa.kernels.launches["split"] == before + 1
 
 
 def test_output_does_not_depend_on_the_lse(attend_all, draw, same, dtype):

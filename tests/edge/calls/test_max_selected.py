@@ -141,26 +141,20 @@ def test_pack_rows_with_a_bound_does_not_sync(draw, same, no_sync):
 # --- torch.compile and graph capture ----------------------------------------------------------------------------------
 
 
-def test_unbounded_packing_under_torch_compile_says_what_to_pass(draw, same):
+@pytest.mark.parametrize("packing", ["packed-sdpa", "pack_rows"])
+def test_unbounded_packing_under_torch_compile_says_what_to_pass(draw, same, packing):
     """`auto` packs inside its operator, which is not traced."""
-    q, k, v = draw()
     ranges = same([(0, 7)], 1, 3, 2)
 
     def call(q, k, v):
+        if packing == "pack_rows":
+            return nsa.pack_rows(k, v, ranges)
         return nsa.selection_attention(q, k, v, ranges=ranges, backend="sdpa")
 
     settings.get()
     torch._dynamo.reset()
     with pytest.raises(Exception, match=re.escape(NEEDS_BOUND)):  # noqa: B017, PT011 - dynamo wraps it as it likes
-        torch.compile(call, backend="eager", fullgraph=True)(q, k, v)
-
-
-def test_unbounded_pack_rows_under_torch_compile_says_what_to_pass(draw, same):
-    _, k, v = draw()
-    ranges = same([(0, 7)], 1, 3, 2)
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match=re.escape(NEEDS_BOUND)):  # noqa: B017, PT011 - dynamo wraps it as it likes
-        torch.compile(lambda k, v: nsa.pack_rows(k, v, ranges), backend="eager", fullgraph=True)(k, v)
+        torch.compile(call, backend="eager", fullgraph=True)(*draw())
 
 
 def test_pack_rows_with_a_bound_compiles(draw, same):

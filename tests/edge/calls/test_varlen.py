@@ -8,16 +8,6 @@ import torch
 BIG = 2**62
 
 
-@pytest.fixture
-def cu(device):
-    """`cu(0, 3, 7)`: cumulative lengths on the device."""
-
-    def make(*ends, dtype=torch.int32):
-        return torch.tensor(ends, dtype=dtype, device=device)
-
-    return make
-
-
 def rows_of(n, T, HKV=2, low=-3, high=14, seed=0, device=None):
     g = torch.Generator().manual_seed(seed)
     return torch.randint(low, high, (T, HKV, n, 2), generator=g, dtype=torch.int32).to(device)

@@ -41,6 +41,16 @@ def workspace(monkeypatch):
     return make
 
 
+@pytest.fixture
+def exact(problem):
+    (q, *kv), selection = problem
+    return oracle.selection_reference(Call.of(q.double(), *kv, **selection, return_lse=True))
+
+
+def close(got, want):
+    torch.testing.assert_close(tuple(x.double() for x in got), want, rtol=0, atol=2e-5)
+
+
 def run(problem, layout="heads_as_queries", **keywords):
     qkv, selection = problem
     return packed_sdpa.packed_sdpa(Call.of(*qkv, **selection, return_lse=True, **keywords), layout=layout)
@@ -77,12 +87,11 @@ def test_row_larger_than_the_workspace_is_packed_alone(problem, workspace):
     assert min(used for _, used in chunks) > 1000
 
 
-def test_rows_per_call_are_limited(problem, workspace, monkeypatch):
+def test_rows_per_call_are_limited(problem, workspace, exact, monkeypatch):
     """SDPA's batch is a grid dimension of a kernel."""
     monkeypatch.setattr(packed_sdpa, "MAX_ROWS_PER_CALL", 7)
     chunks = workspace(2**30)
-    want = oracle.selection_reference(Call.of(*problem[0], **problem[1], return_lse=True))
-    torch.testing.assert_close(run(problem), want, rtol=0, atol=2e-5)
+    close(run(problem), exact)
     assert [rows for rows, _ in chunks] == [7, 7, 7, 3]
 
 
@@ -102,11 +111,9 @@ def test_gradients_do_not_depend_on_the_workspace(problem, workspace):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bound", [None, 75], ids=["unbounded", "bound"])
-def test_layouts_agree(problem, layout, bound):
+def test_layouts_agree(problem, exact, layout, bound):
     """However SDPA is told that the group shares a KV head."""
-    want = oracle.selection_reference(Call.of(problem[0][0].double(), *problem[0][1:], **problem[1], return_lse=True))
-    for a, b in zip(run(problem, layout=layout, max_selected=bound), want, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-5)
+    close(run(problem, layout=layout, max_selected=bound), exact)
 
 
 def test_oracle_in_chunks(problem, monkeypatch):

@@ -97,26 +97,18 @@ def test_result_has_the_dtype_that_sdpa_gives(draw, attend, autocast, dtypes):
     assert lse.dtype == (torch.float64 if dtypes[0] == torch.float64 else torch.float32)
 
 
-def test_mixed_with_fp64_is_refused(draw, attend, autocast):
-    q, k, v = draw(S=2, S_kv=9)
-    with autocast(), pytest.raises(TypeError, match=r"^k: expected dtype float64 \(that of q\), got float16$"):
-        attend(q.double(), k, v)
-
-
-def test_switched_off_inside(draw, attend, autocast):
-    qkv = draw(S=2, S_kv=9)
-    with autocast(), autocast(enabled=False):
-        assert attend(*qkv)[0].dtype == torch.float32
-
-
 def test_state_is_restored(draw, attend, autocast, device):
-    qkv = draw(S=2, S_kv=9)
+    """Also by calls that are refused, and where autocast is switched off inside."""
+    q, k, v = draw(S=2, S_kv=9)
     with autocast():
-        attend(*qkv)
-        assert torch.is_autocast_enabled(device.type)
+        attend(q, k, v)
+        with pytest.raises(TypeError, match=r"^k: expected dtype float64 \(that of q\), got float16$"):
+            attend(q.double(), k, v)
         with pytest.raises(ValueError, match="^backend: "):
-            attend(*qkv, backend="trition")
+            attend(q, k, v, backend="trition")
         assert torch.is_autocast_enabled(device.type)
+        with autocast(enabled=False):
+            assert attend(q, k, v)[0].dtype == torch.float32
     assert not torch.is_autocast_enabled(device.type)
 
 
@@ -148,22 +140,21 @@ def test_compiled(draw, attend, autocast, backend, where):
     qkv = draw(S=2, S_kv=9, Dv=24)
     want = trained(lambda *qkv: attend(*(x.to(LOW) for x in qkv), backend=backend), qkv)
 
-    def call(*qkv):
-        if where == "around":
-            return attend(*qkv, backend=backend)
-        with autocast():
-            return attend(*qkv, backend=backend)
+    def inner(*qkv):
+        return attend(*qkv, backend=backend)
+
+    def under(call):
+        def wrapped(*qkv):
+            with autocast():
+                return call(*qkv)
+
+        return wrapped
 
     nsa.settings.get()
     torch._dynamo.reset()
-    graph = torch.compile(call, backend="aot_eager", fullgraph=True)
-    if where == "around":
-        inner = graph
-
-        def graph(*qkv):
-            with autocast():
-                return inner(*qkv)
-
+    traced = inner if where == "around" else under(inner)
+    graph = torch.compile(traced, backend="aot_eager", fullgraph=True)
+    graph = under(graph) if where == "around" else graph
     for a, b in zip(trained(graph, qkv), want, strict=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * max(1.0, float(b.abs().max())))

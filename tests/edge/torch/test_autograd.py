@@ -145,16 +145,6 @@ def test_unselected_nan_does_not_reach_gradients(draw, same, attend_plain):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_no_grad_and_detached_inputs_need_none(draw, same):
-    q, k, v = draw()
-    ranges = same([(3, 7)], 1, 3, 2)
-    assert not nsa.selection_attention(q, k, v, ranges=ranges).requires_grad
-    q.requires_grad_()
-    with torch.no_grad():
-        assert not nsa.selection_attention(q, k, v, ranges=ranges).requires_grad
-    assert nsa.selection_attention(q, k, v, ranges=ranges).requires_grad
-
-
 def test_double_use_of_one_tensor(draw, same, attend_plain):
     """K is V: both gradients add up."""
     q, k, _ = draw(dtype=torch.float64)
@@ -188,46 +178,53 @@ def test_hooks_that_save_copies_with_other_strides(device, schedule):
     assert torch.equal(*grads)
 
 
-@pytest.mark.parametrize("route", ["sdpa", "fallback"])
-def test_packed_keys_of_many_rows_are_not_kept(draw, device, monkeypatch, route):
-    """Autograd keeps less than one chunk of them, and gradients are the same."""
-    q, k, v = draw(S=32, S_kv=40, HKV=2, G=2)
+@pytest.fixture
+def many_rows(draw, device):
+    """`(q, k, v), selection` of 64 rows."""
     blocks = torch.randint(-1, 5, (1, 32, 2, 3), generator=torch.Generator().manual_seed(0)).to(device)
-    selection, kept = {"block_indices": blocks, "block_size": 8}, []
+    return draw(S=32, S_kv=40, HKV=2, G=2), {"block_indices": blocks, "block_size": 8}
 
-    def gradients():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+@pytest.fixture
+def small_chunks(monkeypatch, device):
+    def make():
+        monkeypatch.setitem(packed_sdpa.WORKSPACE_BYTES, device.type, 1 << 14)
+        monkeypatch.setattr(packed_sdpa, "KEPT_BYTES", 1 << 15)
+
+    return make
+
+
+@pytest.mark.parametrize("route", ["sdpa", "fallback"])
+def test_packed_keys_of_many_rows_are_not_kept(many_rows, small_chunks, monkeypatch, route):
+    """Autograd keeps less than one chunk of them; gradients are the same, also where a backward kernel is broken."""
+    (qkv, selection), kept = many_rows, []
+
+    def gradients(route="sdpa"):
+        leaves = [x.detach().requires_grad_() for x in qkv]
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes) or x, lambda x: x):
-            o, lse = nsa.selection_attention(*leaves, **selection, backend="sdpa", return_lse=True)
+            backend = "sdpa" if route == "sdpa" else "auto"
+            o, lse = nsa.selection_attention(*leaves, **selection, backend=backend, return_lse=True)
+        if route == "fallback":
+            monkeypatch.setattr("nsa.backward._launch", broken)
         return torch.autograd.grad(o.sum() + lse.clamp(min=-100).sum(), leaves)
 
     want = gradients()
     assert sum(kept) > 64 * 24 * 16 * 4 * 2, "packed keys and values of 64 rows"
-    monkeypatch.setitem(packed_sdpa.WORKSPACE_BYTES, device.type, 1 << 14)
-    monkeypatch.setattr(packed_sdpa, "KEPT_BYTES", 1 << 15)
-    if route == "fallback":  # what a broken backward kernel leads to
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        with nsa.configure(sel_triton_min_L=0):
-            o, lse = nsa.selection_attention(*leaves, **selection, return_lse=True)
-            monkeypatch.setattr("nsa.backward._launch", broken)
-            got = torch.autograd.grad(o.sum() + lse.clamp(min=-100).sum(), leaves)
-        dispatch.reset()
-    else:
-        got = gradients()
-        assert sum(kept) < 64 * 24 * 16 * 4
-    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+    small_chunks()
+    with nsa.configure(sel_triton_min_L=0):
+        torch.testing.assert_close(gradients(route), want, rtol=0, atol=2e-5)
+    assert sum(kept) < 64 * 24 * 16 * 4
+    dispatch.reset()
 
 
-def test_torch_func_differentiates_many_rows(draw, device, monkeypatch):
+def test_torch_func_differentiates_many_rows(many_rows, small_chunks):
     """Which cannot forget what it has packed."""
-    q, k, v = draw(S=32, S_kv=40, HKV=2, G=2)
-    blocks = torch.randint(-1, 5, (1, 32, 2, 3), generator=torch.Generator().manual_seed(0)).to(device)
+    (q, k, v), selection = many_rows
 
     def loss(q):
-        return nsa.selection_attention(q, k, v, block_indices=blocks, block_size=8, backend="sdpa").sum()
+        return nsa.selection_attention(q, k, v, **selection, backend="sdpa").sum()
 
     want = torch.func.grad(loss)(q)
-    monkeypatch.setitem(packed_sdpa.WORKSPACE_BYTES, device.type, 1 << 14)
-    monkeypatch.setattr(packed_sdpa, "KEPT_BYTES", 1 << 15)
+    small_chunks()
     torch.testing.assert_close(torch.func.grad(loss)(q), want, rtol=0, atol=2e-5)

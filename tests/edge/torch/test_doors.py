@@ -298,4 +298,6 @@ def test_plain_calls_do_not_go_through_the_dispatcher(qkv, blocks, backend, monk
     for leaf, mode in itertools.product((False, True), (torch.enable_grad, torch.no_grad, torch.inference_mode)):
         given = [x.detach().requires_grad_(leaf) for x in qkv]
         with mode():
-            assert torch.equal(nsa.selection_attention(*given, **blocks, backend=backend), want)
+            got = nsa.selection_attention(*given, **blocks, backend=backend)
+        assert torch.equal(got, want)
+        assert got.requires_grad == (leaf and mode is torch.enable_grad)
