@@ -154,7 +154,8 @@ def _sharded(
         call = call._replace(cu_seqlens_q=own)
     else:
         positions = shards.query_positions(queries, keys.total, rank, call.q.shape[0], call.q.device)
-    call = call._replace(q_positions=positions if call.causal else None)
+    ranges, blocks = (x if x is None else x.contiguous() for x in (call.ranges, call.block_indices))
+    call = call._replace(q_positions=positions if call.causal else None, ranges=ranges, block_indices=blocks)
     return Sharded(call, group, keys, passes.groups(HKV, heads_at_once), keep)
 
 

@@ -6,18 +6,20 @@ waits for all work that was queued before it. dK and dV of a shard are summed in
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nsa import backward as gradients
-from nsa import dispatch, routing
+from nsa import dispatch, failures, routing
 from nsa.call import Call
 from nsa.distributed.agreement import post
 from nsa.distributed.shards import Layout, divided, joined
+from nsa.kernels.shared.errors import DoesNotFit
 
 Heads = tuple[int, int]  # the first KV head of a group, and the first after it
 KEEPS = ("none", "last", "all")
@@ -62,9 +64,16 @@ def of_heads(x: Tensor, heads: Heads, HKV: int, axis: int = -2) -> Tensor:
 
 
 def gathered(s: Sharded, order: Iterable[Heads], kept: dict[Heads, Tensor]) -> Iterator[tuple[Heads, Tensor]]:
-    """K and V ``[.., S_kv, heads, D + Dv]`` of each group of heads. The next group travels meanwhile."""
+    """K and V ``[.., S_kv, heads, D + Dv]`` of each group of heads. The first group travels from now on, each other
+    group while the one before it is computed.
+    """
     waiting = list(order)
-    coming = _start(s, waiting[0], kept)
+    return _gathered(s, waiting, kept, _start(s, waiting[0], kept))
+
+
+def _gathered(
+    s: Sharded, waiting: list[Heads], kept: dict[Heads, Tensor], coming: Tensor | None
+) -> Iterator[tuple[Heads, Tensor]]:
     for heads, following in zip(waiting, [*waiting[1:], None], strict=True):
         arriving = coming
         coming = None if following is None else _start(s, following, kept)
@@ -140,8 +149,13 @@ def backward(
     arrivals = gathered(s, s.heads[::-1], kept)
     heads = None
     try:
+        kernels = Kernels(s, do, dlse, o, lse, dq) if wanted[1] and wanted[2] else None
         for heads, kv in arrivals:
             part = s.part(heads, kv)
+            sums = None if kernels is None else kernels.serve(part, heads)
+            if sums is not None:
+                returning.send(heads, *sums)
+                continue
             part_do = None if do is None else of_heads(do, heads, HKV)
             part_dlse = None if dlse is None else of_heads(dlse, heads, HKV, -1)
             outputs = of_heads(o, heads, HKV), of_heads(lse, heads, HKV, -1)
@@ -158,6 +172,76 @@ def backward(
     finally:
         returning.finish()
     return dq, dk, dv
+
+
+class Kernels:
+    """The kernels of the backward pass, on views of a few heads, each of which would otherwise be copied."""
+
+    def __init__(
+        self, s: Sharded, do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, dq: Tensor | None
+    ) -> None:
+        self.s, self.outputs, self.dq = s, (do, dlse, o, lse), dq
+        self.shared: tuple[Tensor, Tensor, tuple[Tensor, Tensor]] | None = None  # dO, row statistics, sums
+
+    def serve(self, part: Call, heads: Heads) -> tuple[Tensor, Tensor] | None:
+        """Write dQ of some heads, and return the sums of their dK and dV in fp32. None if the kernels cannot serve."""
+        planned, HKV = routing.plan(part), self.s.call.k.shape[-2]
+        dims = planned.dims
+        if self.dq is None or planned.route in routing.PLAIN or 0 in (dims.tokens, dims.n, self.s.keys.total):
+            return None
+        try:
+            kernel, launch = _launch(part, dims.bound, HKV)
+        except DoesNotFit:
+            return None
+        key = launch.variants
+        if failures.known(key) is not None:
+            return None
+        try:
+            do, stats, sums = self.shared or self._share(kernel, launch)
+            here = tuple(x[..., heads[0] :, :] for x in sums)
+            whole = kernel.Whole(HKV, stats[heads[0] * dims.G :], of_heads(self.dq, heads, HKV), here)
+            kernel.backward_of_heads(launch, part, of_heads(do, heads, HKV), whole, gradients.ROUTE)
+        except DoesNotFit:
+            return None
+        except failures.caught() as error:
+            failures.remember(key, gradients.ROUTE, error, planned.fallback)
+            return None
+        failures.works(key)
+        dispatch.count(gradients.ROUTE, planned.reason)
+        dk, dv = (x[..., slice(*heads), :] for x in sums)
+        return dk, dv
+
+    def _share(self, kernel: Any, launch: Any) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """What the groups of heads have in common."""
+        (do, dlse, o, lse), call = self.outputs, self.s.call
+        do = torch.zeros_like(o) if do is None else do.contiguous()
+        stats = kernel.statistics(launch, do, None if dlse is None else dlse.contiguous(), o, lse)
+        sums = []
+        for x in (call.k, call.v):
+            shape = [*x.shape]
+            shape[self.s.axis] = self.s.keys.total
+            sums.append(x.new_zeros(shape, dtype=torch.float32))
+        self.shared = do, stats, (sums[0], sums[1])
+        return self.shared
+
+
+_launches: dict[Any, Any] = {}
+
+
+def _launch(part: Call, bound: int | None, HKV: int) -> tuple[Any, Any]:
+    """The module of the backward kernels, and their launch for some of ``HKV`` KV heads.
+
+    Few heads get less memory for parts of dQ, as their windows are still as long as those of a call of all heads.
+    """
+    kernel = importlib.import_module("nsa.kernels.backward.plan")  # not imported above: it imports Triton
+    key = part.key(), HKV
+    if key not in _launches:
+        if len(_launches) >= routing.MAX_PLANS:
+            _launches.clear()
+        some = part.k.shape[-2]
+        most = kernel.backward_tiles.DQ_BYTES * max(2 * some, HKV) // (2 * HKV)
+        _launches[key] = kernel.plan(part, bound, dq_bytes=most).within(HKV)
+    return kernel, _launches[key]
 
 
 class Returning:
@@ -189,7 +273,7 @@ class Returning:
         s, rank = self.s, self.s.group.rank()
         going = []
         for x in whole:
-            outgoing = x.new_empty(x.numel())
+            outgoing = x.new_empty(x.numel(), dtype=s.call.k.dtype)
             divided(x, s.keys, s.axis, outgoing)
             per_token = x.numel() // max(s.keys.total, 1)
             ins = [length * per_token for length in s.keys.lengths]

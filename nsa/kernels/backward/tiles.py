@@ -197,8 +197,9 @@ def windows(
     share: int,
     keep_dq: bool,
     spans: bool,
+    dq_bytes: int = DQ_BYTES,
 ) -> Windows:
-    """Windows whose lists and partial results stay within the limits above.
+    """Windows whose lists and partial results stay within the limits above, parts of dQ within ``dq_bytes``.
 
     Raises:
         ValueError: the lists or parts of one token, or the counters of blocks, exceed a limit.
@@ -213,11 +214,11 @@ def windows(
     def most(heads: int) -> int:
         longest = min(INDEX_BYTES // (heads * index), (1 << 31 - bits) - 1, max(tokens, 1))
         longest = min(longest, max(1, SUM_BYTES * share // (heads * sums)))
-        return min(longest, DQ_BYTES // (heads * dq)) if dq else longest
+        return min(longest, dq_bytes // (heads * dq)) if dq else longest
 
     if most(1) == 0:
         raise DoesNotFit(
-            f"backward: expected the lists of a row to fit {INDEX_BYTES} bytes and its parts of dQ {DQ_BYTES} bytes, "
+            f"backward: expected the lists of a row to fit {INDEX_BYTES} bytes and its parts of dQ {dq_bytes} bytes, "
             f"got {index} and {dq} bytes for {slots} blocks{'; max_selected bounds them' if spans else ''}"
         )
     heads = heads_at_once(HKV, tokens, most, HEAD_BYTES // (G * (D + Dv) * itemsize))
