@@ -104,11 +104,11 @@ class Whole(NamedTuple):
     sums: tuple[Tensor, Tensor]  # dK and dV in fp32, contiguous in the larger call, zeros
 
 
-def plan(call: Call, bound: int | None = None, *, dq_bytes: int = backward_tiles.DQ_BYTES) -> Launch:
+def plan(call: Call, bound: int | None = None, *, dq_bytes: int | None = None) -> Launch:
     """Tiles, windows and run-time sizes of a backward pass. They hold for every call with the same key.
 
     Args:
-        dq_bytes: limit of the parts of dQ.
+        dq_bytes: limit of the parts of dQ; None: that of the tiles.
 
     Raises:
         ValueError: there are more keys or KV heads than the kernels count; or the workspace cannot hold the counters of

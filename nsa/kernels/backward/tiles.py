@@ -197,14 +197,14 @@ def windows(
     share: int,
     keep_dq: bool,
     spans: bool,
-    dq_bytes: int = DQ_BYTES,
+    dq_bytes: int | None = None,
 ) -> Windows:
-    """Windows whose lists and partial results stay within the limits above, parts of dQ within ``dq_bytes``.
+    """Windows whose lists and partial results stay within the limits above. ``dq_bytes`` replaces `DQ_BYTES` if given.
 
     Raises:
         ValueError: the lists or parts of one token, or the counters of blocks, exceed a limit.
     """
-    slots = max(slots, 1)
+    slots, dq_bytes = max(slots, 1), dq_bytes or DQ_BYTES
     bits = max(slots - 1, 1).bit_length()
     # Bytes of one head of a token: its lists, its parts of dQ, and its partial sums multiplied by `share`.
     index = slots * (16 if spans else 12)
