@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_dynamo_compiling
 
 from nsa import api, ops, routing, settings, torch_modes
 from nsa.call import TENSORS, Call
-from nsa.distributed import agreement, passes, shards
+from nsa.distributed import agreement, passes, shards, traced
 from nsa.distributed.passes import KEEPS, Sharded
 from nsa.distributed.shards import ORDERS, Layout
 from nsa.hints import hide_wrong, refuse
@@ -19,7 +20,6 @@ from nsa.validate import _check_choice, _check_count, check_tensors, number
 
 
 @hide_wrong
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def selection_attention(
     q: Tensor, k: Tensor, v: Tensor, *, mesh: Any,
     ranges: Tensor | None = None, block_indices: Tensor | None = None, block_size: int | None = None,
@@ -52,7 +52,8 @@ def selection_attention(
         scale, max_selected, return_lse, backend, schedule: as for the plain function.
 
     Gradients of ``q``, ``k`` and ``v`` go to the shards. dK and dV of the ranks are added in the order of ranks, so
-    gradients are equal bit by bit from run to run. All ranks must run the backward pass.
+    gradients are equal bit by bit from run to run. All ranks must run the backward pass. Under ``torch.compile`` shards
+    must be equal, which is not checked, and K and V of all heads are gathered at once.
 
     Returns:
         ``O``, and ``LSE`` with ``return_lse``, of the rank's queries, as the plain function.
@@ -62,6 +63,12 @@ def selection_attention(
             raises; or, as a RuntimeError that names the rank, another rank raised.
     """
     group = agreement.group_of(mesh)
+    if is_dynamo_compiling():
+        options: dict[str, Any] = {
+            "ranges": ranges, "block_indices": block_indices, "block_size": block_size, "scale": scale,
+            "max_selected": max_selected, "return_lse": return_lse, "backend": backend, "schedule": schedule,
+        }  # fmt: skip
+        return traced.attend(q, k, v, group, order, cu_seqlens, causal, options)
     try:
         if wrong:
             refuse(selection_attention, wrong)

@@ -13,6 +13,7 @@ import nsa
 from nsa import backward, dispatch
 from nsa.distributed import agreement, selection_attention
 from nsa.distributed.shards import Layout
+from nsa.testing.clock import sharded as measured
 
 
 def draw(shape, seed):
@@ -131,7 +132,7 @@ def fails(rank, group, where):
 
 def silent(rank, group):
     """Rank 1 makes no call."""
-    short = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    short = dist.new_group([0, 1], timeout=timedelta(seconds=2))  # all four ranks make it
     return text_of(lambda: agreement.exchange(short, {})) if rank == 0 else None
 
 
@@ -166,3 +167,23 @@ def meshes(rank, group):
         name: text_of(lambda mesh=mesh: selection_attention(*tensors[:3], **selection, mesh=mesh))[0]
         for name, mesh in wrong.items()
     }
+
+
+def clock(rank, group):
+    """A small measurement, as text."""
+    ask = measured.Ask(4, 256, 0, 4, 2, 16, heads_at_once=(1,), samples=1, device="cpu", backend="reference")
+    alone = [dist.new_group([other]) for other in range(4)][rank]
+    found = measured._prompt(ask, measured.Clock(torch.device("cpu"), 1), alone, None, lambda text: None)
+    return found, measured.table(ask, found)
+
+
+def compiled(rank, group):
+    """Results of a call, and of the same call in one graph of ``torch.compile``."""
+    tensors, selection = problem()
+    mine, local, *_ = shards(rank, tensors, selection, (12, 12), (12, 12), "zigzag")
+
+    def attend(q, k, v, **options):
+        return selection_attention(q, k, v, **local, **options, mesh=group, order="zigzag")
+
+    found = [gradients(call, *mine) for call in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True))]
+    return [arrays(one) for one in found]
