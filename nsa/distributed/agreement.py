@@ -62,12 +62,13 @@ def exchange(group: ProcessGroup, message: Mapping[str, Any]) -> list[dict[str, 
             f"selection_attention: expected all ranks to make the call within {limit.total_seconds():.0f} s, "
             f"got nothing from rank {', '.join(map(str, silent))}"
         ) from error
-    messages = [json.loads(store.get(key)) for key in keys]
+    posted = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    messages = [json.loads(text) for text in posted]
     if turn:  # all ranks have made this call, so all have read the messages before it
         store.delete_key(_key(turn - 1, rank))
-    for other, posted in enumerate(messages):
-        if "error" in posted:
-            raise RuntimeError(f"selection_attention: rank {other} raised {posted['error']}")
+    for other, found in enumerate(messages):
+        if "error" in found:
+            raise RuntimeError(f"selection_attention: rank {other} raised {found['error']}")
     return messages
 
 

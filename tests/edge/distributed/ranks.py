@@ -3,7 +3,6 @@
 import os
 import socket
 import traceback
-from contextlib import suppress
 from multiprocessing.connection import wait
 
 import torch
@@ -23,13 +22,12 @@ def _serve(rank, port, pipe):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
     groups = {2: dist.new_group([0, 1]), WORLD: dist.group.WORLD}
     pipe.send("ready")
-    while (job := pipe.recv()) is not None:
-        name, world, keywords = job
+    while True:
+        name, world, keywords = pipe.recv()
         try:
             pipe.send((None, getattr(jobs, name)(rank, groups.get(world), **keywords)))
         except BaseException:  # noqa: BLE001  (the test shows it)
             pipe.send((traceback.format_exc(), None))
-    dist.destroy_process_group()
 
 
 class Ranks:
@@ -81,10 +79,7 @@ class Ranks:
         return [results[rank] for rank in range(world)]
 
     def stop(self):
-        for pipe in self.pipes or ():
-            with suppress(OSError):
-                pipe.send(None)
         for process in self.processes or ():
-            process.join(2)
             process.kill()
+            process.join()
         self.processes = self.pipes = None
