@@ -62,7 +62,8 @@ def exchange(group: ProcessGroup, message: Mapping[str, Any]) -> list[dict[str, 
             f"selection_attention: expected all ranks to make the call within {limit.total_seconds():.0f} s, "
             f"got nothing from rank {', '.join(map(str, silent))}"
         ) from error
-    posted = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    at_once = store.has_extended_api()  # type: ignore[attr-defined]
+    posted = store.multi_get(keys) if at_once else [store.get(key) for key in keys]
     messages = [json.loads(text) for text in posted]
     if turn:  # all ranks have made this call, so all have read the messages before it
         store.delete_key(_key(turn - 1, rank))
