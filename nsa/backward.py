@@ -14,7 +14,6 @@ from torch import Tensor
 
 from nsa import dispatch, failures, routing
 from nsa.call import Call
-from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.shared.errors import NO_MEMORY, DoesNotFit
 from nsa.routing import Plan
 from nsa.torch_modes import odd
@@ -54,7 +53,7 @@ def backward(
         return _recompute(what.route, f"backward: {what.reason}", what, call, do, dlse, wanted)
     if what.named:
         return _launch(what, call, do, dlse, o, lse, wanted)
-    key = dispatch.failure_key(what.backward, what.backward_launches.get(backward_tiles.forced))
+    key = dispatch.failure_key(what.backward, what.backward_launch)
     known = failures.known(key)
     if known is None:
         try:
@@ -62,7 +61,7 @@ def backward(
         except DoesNotFit as error:
             known = f"backward: {error}"
         except failures.caught() as error:
-            key = dispatch.failure_key(what.backward, what.backward_launches.get(backward_tiles.forced))
+            key = dispatch.failure_key(what.backward, what.backward_launch)
             given = (*call.tensors, do, dlse, o, lse)
             known = NO_MEMORY if any(map(odd, given)) else failures.remember(key, ROUTE, error, what.fallback)
         else:
@@ -74,12 +73,12 @@ def backward(
 def _launch(
     what: Plan, call: Call, do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, wanted: tuple[bool, ...]
 ) -> Gradients:
-    found = what.backward_launches.get(backward_tiles.forced)
+    found = what.backward_launch
     if found is None:
         kernel = importlib.import_module("nsa.kernels.backward.plan")  # not imported above: it imports Triton
         planned = kernel.plan(call, what.dims.bound)
         found = dispatch.with_variants(kernel, planned, what.backward, ROUTE, what.reason)
-        what.backward_launches[backward_tiles.forced] = found
+        what.backward_launch = found
     do = torch.zeros_like(o) if do is None else do
     result: Gradients = found[0].backward(found[1], call, do, dlse, o, lse, ROUTE, wanted)
     dispatch.count(ROUTE, what.reason)

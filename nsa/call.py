@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nsa import settings
 from nsa.settings import Settings
 
 TENSORS = 13  # the first fields of a `Call` are tensors
@@ -51,9 +52,9 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Any = None, **given: Any) -> Call:
-        """A call from keywords, with ``cu_seqlens`` as :func:`nsa.selection_attention` takes it."""
+        """A call with the settings in force, from keywords as :func:`nsa.selection_attention` takes them."""
         pair = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
-        return cls(q, k, v, cu_seqlens_q=pair[0], cu_seqlens_k=pair[1], **given)
+        return cls(q, k, v, cu_seqlens_q=pair[0], cu_seqlens_k=pair[1], **{"settings": settings.get()} | given)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

@@ -26,6 +26,7 @@ from nsa.torch_modes import odd
 
 logger = logging.getLogger("nsa")
 
+
 class RouteRecord(NamedTuple):
     """How often calls took one route (`routes` lists the names) for one reason, since the process started."""
 
@@ -70,7 +71,7 @@ def run(what: Plan, call: Call) -> Result:
     """Run a planned call. Returns ``(O, LSE)``; LSE is None without ``call.return_lse``."""
     if what.debug:
         return _run_debug(what, call)
-    planned, error = what.launches.get(what.tiles.forced), None
+    planned, error = what.launch, None
     if planned is not None and not broken:  # the fast path of most calls
         try:
             result: Result = planned[0].forward(planned[1], call, what.route)
@@ -101,7 +102,7 @@ def _served(what: Plan, call: Call, error: BaseException | None = None) -> tuple
         return launch(what, call), what.route, reason
     while True:
         known = failures.known(what.kernel)
-        planned = what.launches.get(what.tiles.forced)
+        planned = what.launch
         if known is None:
             try:
                 if error is not None:
@@ -155,13 +156,13 @@ def attach(what: Plan, call: Call) -> Planned:
         found = with_variants(kernel, planned, what.kernel, what.route, what.reason)
     except DoesNotFit as error:
         found = _Refusal, str(error), what.kernel, _counter(what.route, what.reason)
-    what.launches[what.tiles.forced] = found
+    what.launch = found
     return found
 
 
 def launch(what: Plan, call: Call, planned: Planned | None = None) -> Result:
     """Launch the kernel of a planned call. Raises if that fails."""
-    found = planned or what.launches.get(what.tiles.forced) or attach(what, call)
+    found = planned or what.launch or attach(what, call)
     result: Result = found[0].forward(found[1], call, what.route)
     if call.out is not None:
         _written(call.out)

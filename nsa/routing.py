@@ -11,15 +11,15 @@ most 8 queries. The crossover, in queries, is measured (`pytest -m perf tests/pe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from nsa import gpu, overlap, settings
 from nsa.call import Call
 from nsa.kernels.key_major import tiles as key_tiles
-from nsa.kernels.query_major import tiles
 from nsa.kernels.shared.errors import NO_MEMORY
 from nsa.kernels.union import tiles as union_tiles
 from nsa.torch_modes import forward_mode
@@ -29,8 +29,8 @@ MIN_CAPABILITY = 80  # ten times the compute capability
 PLAIN = ("sdpa", "reference")  # routes in plain PyTorch, which PyTorch can differentiate
 E4M3_CAPABILITY = 89  # the first with an instruction that converts E4M3
 MAX_PLANS = 4096
-FAMILIES: dict[str, Any] = {"key_major": key_tiles, "union": union_tiles}
-"""Tiles of the schedules that are kernel families of their own; `query_major` serves all other routes."""
+FAMILIES = ("key_major", "union")
+"""The schedules that are kernel families of their own; `query_major` serves all other routes."""
 
 STAND_IN = "NVIDIA H100 80GB HBM3"
 """The GPU whose crossover is used on a GPU without one. The crossover depends far more on the group size than on the
@@ -46,24 +46,24 @@ UNION_GROUPS = range(4, 33)  # smaller groups leave a tile's rows empty, larger 
 CHUNK = 8  # at or above this many keys per query, a call is a chunk of a longer prompt, with a crossover of its own
 
 
-class Plan(NamedTuple):
+@dataclass(eq=False)
+class Plan:
     """What will run for a call, and why."""
 
     dims: Dims
     route: str
     reason: str
     named: bool  # the caller named the backend: no fallback
-    launches: dict[Any, Any]  # by the tiles that a sweep forces (None without a sweep): see `dispatch.attach`
-    backward_launches: dict[Any, Any]
     kernel: str = ""  # the key of a failure of the kernel; a string, because strings cache their hash
     backward: str = ""  # the key of a failure of the backward kernels
     fallback: str = "sdpa"
     sdpa_layout: str = "heads_as_queries"
     debug: bool = False  # a `debug_*` setting is on
     module: str = "query_major"  # of nsa.kernels, for Triton routes
-    tiles: Any = tiles  # the module whose `forced` holds the tiles that a sweep forces on the kernel
     extents: overlap.Extents | None = None  # of the call's tensors, if it has `out`
     instead: Plan | None = None  # what runs before the fallback if this kernel is broken
+    launch: Any = None  # from the first call on: see `dispatch.attach`
+    backward_launch: Any = None
 
 
 _plans: dict[Any, Plan] = {}  # by `Call.key`
@@ -156,8 +156,6 @@ def make_plan(call: Call) -> Plan:
         route=route,
         reason=reason,
         named=call.backend != "auto",
-        launches={},
-        backward_launches={},
         kernel=f"{kernel} {signature}",
         # The tiles of key-major and of the backward kernels depend on the block size (None: ranges). A failure of such
         # a kernel says nothing about other block sizes.
@@ -173,12 +171,12 @@ def make_plan(call: Call) -> Plan:
     others = {"union": ("key_major", spans), "key_major": (spans,)}[kernel]
     served_by: Plan | None = None
     for name in (*reversed(others), kernel):
-        here = chosen._replace(route=name, kernel=f"{name} {signature}", launches={}, instead=served_by)
+        here = replace(chosen, route=name, kernel=f"{name} {signature}", instead=served_by)
         if name in FAMILIES:
-            here = here._replace(module=name, tiles=FAMILIES[name], kernel=f"{name} {call.block_size} {signature}")
+            here = replace(here, module=name, kernel=f"{name} {call.block_size} {signature}")
         served_by = here
     assert served_by is not None
-    return served_by if route == kernel and not chosen.named else served_by._replace(route=route, instead=None)
+    return served_by if route == kernel and not chosen.named else replace(served_by, route=route, instead=None)
 
 
 def _device_facts(device: torch.device) -> tuple[str | None, str, str | None]:
@@ -200,7 +198,7 @@ def traced_plan(call: Call) -> Plan:
 
     Settings and the device's name are not used, because a compiler cannot look them up.
     """
-    return Plan(check(call), call.backend, "traced by torch.compile", True, {}, {}, fallback=call.backend)
+    return Plan(check(call), call.backend, "traced by torch.compile", True, fallback=call.backend)
 
 
 def make_rows_plan(call: Call) -> Plan:
@@ -217,7 +215,7 @@ def make_rows_plan(call: Call) -> Plan:
         raise RuntimeError(why_not)
     grouped = "dense_group" if call.cu_seqlens_k is None else "varlen_group"
     route = "per_head" if call.schedule == "per_head" else grouped
-    return Plan(dims, route, "packed rows", True, {}, {}, extents=overlap.extents(call))
+    return Plan(dims, route, "packed rows", True, extents=overlap.extents(call))
 
 
 def plan(call: Call, key: Any = None, make: Callable[[Call], Plan] = make_plan) -> Plan:
@@ -253,7 +251,7 @@ def without_kernels(what: Plan) -> Plan:
     if what.named:
         raise RuntimeError(f"backend='triton': {reason}")
     # Most SDPA kernels of PyTorch have no forward-mode derivative.
-    return what._replace(route="reference" if forward else what.fallback, reason=reason, launches={})
+    return replace(what, route="reference" if forward else what.fallback, reason=reason, launch=None)
 
 
 def triton_route(call: Call, dims: Dims, device_name: str | None) -> tuple[str, str | None]:

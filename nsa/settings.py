@@ -54,6 +54,8 @@ class Settings:
     debug_cache: bool = False  # log lengths and page numbers that are impossible for the KV cache
     vllm: bool = False  # our kernels serve MiniMax-M3 in vLLM (nsa.integrations.vllm)
 
+    pins: tuple[tuple[str, Any], ...] = ()  # tiles by kernel family: see `nsa.kernels.pinned`, not a setting by name
+
     text: str = dataclasses.field(init=False, repr=False)
     """All values as one string. Calls look up their plan by this string, because a string caches its hash."""
 
@@ -61,14 +63,18 @@ class Settings:
         values = [getattr(self, field.name) for field in dataclasses.fields(self) if field.init]
         object.__setattr__(self, "text", repr(values))
 
+    def pin(self, family: str) -> Any:
+        """The tiles that are pinned for a kernel family; None if tables and rules choose them."""
+        return dict(self.pins).get(family)
 
-NAMES = tuple(field.name for field in dataclasses.fields(Settings) if field.init)
+
+NAMES = tuple(field.name for field in dataclasses.fields(Settings) if field.name not in ("pins", "text"))
 Value = bool | int | str | None  # the value of a setting
 
 _lock = threading.RLock()
 _unreadable: set[Path] = set()  # files of which a warning said that they cannot be read
 _loaded: tuple[Settings, dict[str, str]] | None = None  # the first three layers, and the source of each value
-_layers: ContextVar[tuple[dict[str, Value], ...]] = ContextVar("blocks of `configure`, innermost last", default=())
+_layers: ContextVar[tuple[dict[str, Any], ...]] = ContextVar("blocks of `configure`, innermost last", default=())
 _in_force: ContextVar[Settings | None] = ContextVar("settings within `configure` blocks", default=None)
 
 _open: dict[int, Settings] = {}  # what `configure` blocks have in force, by thread
@@ -92,7 +98,7 @@ def get() -> Settings:
 
 def sources() -> dict[str, str]:
     """The source of each setting's value: `default`, a file, a variable or `nsa.configure`."""
-    argued = {name: "nsa.configure" for layer in _layers.get() for name in layer}
+    argued = {name: "nsa.configure" for layer in _layers.get() for name in layer if name in NAMES}
     return {**_first()[1], **argued}
 
 
@@ -119,6 +125,11 @@ def configure(**values: Value) -> AbstractContextManager[Settings]:
         if not _valid(name, value):
             raise ValueError(f"{name}: expected {_expected(name)}, got {value!r}")
     return _argument_layer(dict(values))
+
+
+def pinned(tiles: Mapping[str, Any]) -> AbstractContextManager[Settings]:
+    """In a `with` block, kernels use these tiles, by family. Scope and nesting are those of :func:`configure`."""
+    return _argument_layer({"pins": tuple(sorted((dict(get().pins) | dict(tiles)).items()))})
 
 
 def reload() -> None:
@@ -204,7 +215,7 @@ def _of_caller() -> Settings | None:
 
 
 @contextmanager
-def _argument_layer(values: dict[str, Value]) -> Iterator[Settings]:
+def _argument_layer(values: dict[str, Any]) -> Iterator[Settings]:
     _apply((*_layers.get(), values))
     try:
         yield get()
@@ -213,7 +224,7 @@ def _argument_layer(values: dict[str, Value]) -> Iterator[Settings]:
         _apply(tuple(layer for layer in _layers.get() if layer is not values))
 
 
-def _apply(layers: tuple[dict[str, Value], ...]) -> None:
+def _apply(layers: tuple[dict[str, Any], ...]) -> None:
     _layers.set(layers)
     settings = _first()[0] if layers else None
     for layer in layers:

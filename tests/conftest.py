@@ -5,6 +5,7 @@ The tensors are small because an interpreted Triton program costs about ten mill
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from torch import Tensor
 
 from nsa import dispatch, gpu, settings
 from nsa.call import Call
+from nsa.kernels import pinned
 from nsa.plain.oracle import selection_reference
+from nsa.testing import machine
+from nsa.testing.gate import children
 from nsa.testing.plugin import current_lane
 
 # Of make, git, a pytest that started this run, Python, locale and terminal. PYTHONPATH stays: torch may lie there.
@@ -31,10 +35,11 @@ FOREIGN = re.compile(
     r"MAKE.*|MFLAGS|GNUMAKEFLAGS|WORKERS|BASE|GIT_.*|PYTEST_(?!CURRENT_TEST$|VERSION$).*|PYTHON(?!PATH$).*|PY_COLORS|NO_COLOR"
     r"|FORCE_COLOR|CLICOLOR.*|LANG|LANGUAGE|LC_.*|COLUMNS|LINES|CI|BUILD_NUMBER"
 )
-# The size that a pipe has; the one locale that is everywhere; git without the user's settings, on a folder of any
-# owner, as a container may have mounted it.
+# The size that a pipe has; the one locale that is everywhere; one thread for a child's tensors, which are small; git
+# without the user's settings, on a folder of any owner, as a container may have mounted it.
 OURS = {
-    "COLUMNS": "80", "LINES": "24", "LC_ALL": "C.UTF-8", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1",
+    "COLUMNS": "80", "LINES": "24", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1",
+    "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*",
 }  # fmt: skip
 
@@ -118,6 +123,15 @@ def agrees():
 
 
 @pytest.fixture
+def one_thread():
+    """For small tensors: with two threads on a busy machine most of the time is spent waiting for the other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def fresh_plans():
     """Whatever is remembered about calls by their metadata is worked out anew, in the test and after it."""
     for forget in settings.ON_RELOAD:
@@ -125,6 +139,13 @@ def fresh_plans():
     yield
     for forget in settings.ON_RELOAD:
         forget()
+
+
+@pytest.fixture
+def pin():
+    """`pin(query_major=…)`: from now on the test's calls use these tiles, as in `nsa.kernels.pinned`."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **tiles: stack.enter_context(pinned(**tiles))
 
 
 @pytest.fixture
@@ -168,32 +189,60 @@ def shared_folder(tmp_path_factory, pytestconfig):
 
 
 @pytest.fixture(scope="session")
-def forking(shared_folder):
+def forking():
     """A process that forks itself for each run of pytest, see `forked_pytest.py`; started for whoever asks first."""
     script = Path(__file__).with_name("forked_pytest.py")
-    command = [sys.executable, str(script), str(shared_folder / "bytecode")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, script], **pipes) as process:
         assert process.stdout.readline() == "ready\n"
         yield process
         process.stdin.close()
 
 
-@pytest.fixture
-def run_pytest(forking, tmp_path_factory):
-    """`run_pytest(*arguments, cwd=…, environment=…)`: `python -m pytest` as a process of its own, without the seconds
-    in which it imports torch. Returns what `subprocess.run` does; unless given, the environment is this process's.
+class ForkedPytest:
+    """`run(*arguments, cwd=…, environment=…)`: `python -m pytest` as a process of its own, without the seconds in which
+    it imports torch. Returns what `subprocess.run` does; unless given, the environment is this process's.
     """
 
-    def run(*arguments, cwd, environment=None):
-        folder = tmp_path_factory.mktemp("pytest", numbered=True)
-        out, err = folder / "out", folder / "err"
-        request = {"arguments": [str(x) for x in arguments], "cwd": str(cwd), "out": str(out), "err": str(err)}
-        request["environment"] = dict(os.environ if environment is None else environment)
-        print(json.dumps(request), file=forking.stdin, flush=True)
-        status = int(forking.stdout.readline())
-        return subprocess.CompletedProcess(["pytest", *arguments], status, out.read_text(), err.read_text())
+    def __init__(self, process: subprocess.Popen[str], folders: pytest.TempPathFactory) -> None:
+        self.process, self.folders = process, folders
 
-    return run
+    def __call__(self, *arguments: Any, **how: Any) -> subprocess.CompletedProcess[str]:
+        return self.each([arguments], **how)[0]
+
+    def each(
+        self, runs: Sequence[Sequence[Any]], cwd: Path, environment: Mapping[str, str] | None = None
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """Several runs in one process, for runs that execute no test."""
+        folder = self.folders.mktemp("pytest", numbered=True)
+        request = {"runs": [list(map(str, run)) for run in runs], "cwd": str(cwd), "folder": str(folder)}
+        request["environment"] = dict(os.environ if environment is None else environment)
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        (folder / f"status{len(runs) - 1}").write_text(self.process.stdout.readline())
+
+        def read(number: int) -> list[str]:
+            return [(folder / f"{name}{number}").read_text() for name in ("status", "out", "err")]
+
+        done = zip(runs, map(read, range(len(runs))), strict=True)
+        return [subprocess.CompletedProcess(["pytest", *run], int(status), *said) for run, (status, *said) in done]
+
+
+@pytest.fixture(scope="session")
+def run_pytest(forking, tmp_path_factory):
+    return ForkedPytest(forking, tmp_path_factory)
+
+
+@pytest.fixture
+def forked_children(run_pytest, monkeypatch):
+    """The processes that the gate starts in this one are forks. `test_gate_children.py` has how they are started."""
+
+    def run(arguments, cwd, environment=None, output=None):
+        assert arguments[:2] == ["-m", "pytest"]
+        done = run_pytest(*arguments[2:], cwd=cwd, environment=machine.without_git(environment))
+        print(done.stdout + done.stderr, file=output)
+        return done.returncode
+
+    monkeypatch.setattr(children, "run", run)
 
 
 @pytest.fixture
@@ -203,8 +252,7 @@ def forked_project(run_pytest, pytester, monkeypatch, tmp_path_factory):
     def run(*arguments):
         began = time.monotonic()
         base = tmp_path_factory.mktemp("inner", numbered=True)
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
-        done = run_pytest(f"--basetemp={base}", *arguments, cwd=Path.cwd(), environment=environment)
+        done = run_pytest(f"--basetemp={base}", *arguments, cwd=Path.cwd())
         print(done.stdout, done.stderr, sep="\n")
         lines = done.stdout.splitlines(), done.stderr.splitlines()
         return pytest.RunResult(done.returncode, *lines, time.monotonic() - began)

@@ -1,11 +1,11 @@
-"""`python -m pytest …` in forks of a process that has imported torch, for tests of how pytest ends. Run as a script,
-with a folder in which the forks share the bytecode of what they import.
+"""`python -m pytest …` in forks of a process that has imported torch, for tests of how pytest ends. Run as a script.
 
 Each run is a process of its own with its own environment, folder and output, as if it had been started anew, but for
-the seconds in which torch is imported and everything's assertions are rewritten. Neither `nsa` nor Triton nor a plugin
-of pytest is imported beforehand: they read the environment, or are rewritten, when they are.
+the seconds in which torch and pytest are imported and everything's assertions are rewritten. Neither `nsa` nor Triton
+nor an installed plugin of pytest is imported beforehand: they read the environment, or are rewritten, when they are.
 
-A request is a line of JSON, the answer a line with the exit status.
+A request is a line of JSON, the answer a line with the exit status. A request may hold several runs, one after the
+other in one process, for runs that execute no test. The exit statuses of all but the last are in files.
 """
 
 import atexit
@@ -13,48 +13,69 @@ import gc
 import json
 import os
 import runpy
+import signal
 import sys
 import traceback
 
+import _pytest.config
+import filelock  # noqa: F401
 import numpy  # noqa: F401
+import pygments.lexers  # noqa: F401
 import torch  # noqa: F401
 import yaml  # noqa: F401
 
 
 def become(request, installed):
-    """What a new process would be: its environment, folder, files and import path."""
+    """What a new process would be: its environment, folder, signals and import path."""
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
-    for number, name in enumerate((os.devnull, request["out"], request["err"])):
-        file = os.open(name, os.O_WRONLY | os.O_CREAT if number else os.O_RDONLY)
-        os.dup2(file, number)
-        os.close(file)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the background job of a shell ignores
     folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:] = [os.getcwd(), *folders, *installed]
     sys.path_importer_cache.clear()
-    sys.argv[:] = ["pytest", *request["arguments"]]
+
+
+def redirect(*files):
+    for number, name in enumerate((os.devnull, *files)):
+        file = os.open(name, os.O_WRONLY | os.O_CREAT if number else os.O_RDONLY)
+        os.dup2(file, number)
+        os.close(file)
+
+
+def run_one(arguments):
+    sys.argv[:] = ["pytest", *arguments]
+    try:
+        runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        if not isinstance(sys.exc_info()[1], SystemExit | None):
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 1
 
 
 def run(request, installed):
     """Never returns. What is left out of Python's own end is taking torch apart object by object."""
-    become(request, installed)
     status = 1
     try:
-        runpy.run_module("pytest", run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        status = int(end.code or 0)
+        become(request, installed)
+        *others, last = request["runs"]
+        for number, arguments in enumerate(others):
+            redirect(*(os.path.join(request["folder"], f"{name}{number}") for name in ("out", "err")))
+            with open(os.path.join(request["folder"], f"status{number}"), "w") as file:
+                file.write(str(run_one(arguments)))
+        redirect(*(os.path.join(request["folder"], f"{name}{len(others)}") for name in ("out", "err")))
+        status = run_one(last)
     finally:
-        if sys.exc_info()[0] is not None:
-            traceback.print_exc()
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(status)
 
 
 def main():
-    sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False
+    _pytest.config.get_config()  # imports pytest's own plugins
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     installed = [folder for folder in sys.path[1:] if folder not in given]
     gc.freeze()

@@ -13,7 +13,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from nsa import settings
 from nsa.call import Call
+from nsa.kernels import pinned
 from nsa.kernels.shared.likeness import Likeness
 from nsa.kernels.shared.poison import POISON, poisoned_workspace
 from nsa.plain.oracle import beyond_rounding, selection_reference
@@ -121,7 +123,7 @@ class Trial(Likeness):
             q, k, v = (q[:, 0], k[:, :, 0], v[:, :, 0]) if q.dim() == 4 else (q, k[:, 0], v[:, 0])
         kind = "ranges" if self.size is None else "block_indices"
         how = {kind: self.selection, "block_size": self.size, "causal": self.c.get("CAUSAL", True), **self.about}
-        return Call(q, k, v, **how, max_seqlen_q=self.longest, **more)
+        return Call(q, k, v, **how, max_seqlen_q=self.longest, settings=settings.get(), **more)
 
     def forward(self, module: Any, with_lse: bool, bound: int | None = None) -> str | None:
         """Run the forward pass of a launcher ``module``. Returns how O or LSE is wrong, or None."""
@@ -326,7 +328,7 @@ def _backward(t: Trial) -> str | None:
     with (
         t.told(backward, backward_tiles, keep_dq=keep_dq),
         patch.multiple(backward_tiles, STRIP=1, INDEX_BYTES=index_bytes),
-        patch.multiple(backward_tiles, UNIONS_FROM=rows, LEAST_UNION_G=1, WORTH=ALWAYS),
+        pinned(backward_unions=backward_tiles.Unions(rows, 1, ALWAYS)),
     ):
         return t.backward(backward)
 

@@ -1,7 +1,34 @@
 """Triton kernels and their launchers. Importing this package does not import Triton; its modules do."""
 
 from collections import Counter
+from contextlib import AbstractContextManager
+from typing import Any
+
+from nsa import settings
 
 launches: Counter[str] = Counter()
 """Kernel launches of this process by route name, counted at the launch. ``split`` counts launches that divided each row
 among several programs. ``steps`` counts launches of query-major for the steps of a ragged batch of another schedule."""
+
+PINS = ("query_major", "key_major", "union", "backward", "backward_unions")
+
+
+def pinned(**tiles: Any) -> AbstractContextManager[settings.Settings]:
+    """In a `with` block, kernels use these tiles in place of tables and rules. For sweeps and tests.
+
+        with nsa.kernels.pinned(query_major=Choice(2, 1, 64, 4, 2)):
+            nsa.selection_attention(...)
+
+    Pins are part of the settings of a call, and so of the key of its plan. Blocks nest, and hold for one thread.
+
+    Args:
+        tiles: by family, the ``Choice`` of its ``tiles`` module, or None for the rules. ``backward_unions`` takes the
+            ``Unions`` of the backward tiles.
+
+    Raises:
+        TypeError: a name that is no family.
+    """
+    for name in tiles:
+        if name not in PINS:
+            raise TypeError(f"unknown family {name!r}, expected one of: {', '.join(PINS)}")
+    return settings.pinned(tiles)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import platform
 import subprocess
@@ -58,14 +59,35 @@ def _cpu_brand() -> str:
     return platform.processor() or platform.machine()
 
 
+_under_test = Path(__file__).parent
+
+
+def under_test(module: str) -> None:
+    """From now on, :func:`commit` is of the repository that holds this module, which another project may have."""
+    global _under_test
+    try:
+        found = importlib.util.find_spec(module.partition(".")[0])  # finds a top-level name without importing it
+    except (ImportError, ValueError):
+        return
+    places = [] if found is None else [found.origin, *(found.submodule_search_locations or ())]
+    files = [place for place in places if place and os.path.exists(place)]
+    if files:
+        _under_test = Path(files[0]).resolve()
+        commit.cache_clear()
+
+
 @functools.cache
 def commit() -> str:
-    """The commit under test: NSA_COMMIT if set (for a copy without git), otherwise git's, otherwise "unknown"."""
+    """The commit under test: NSA_COMMIT if set (for a copy without git), otherwise git's, otherwise "unknown".
+
+    It is the commit of `nsa`, or, after :func:`under_test`, that of a contestant.
+    """
     named = os.environ.get("NSA_COMMIT")
     if named:
         return named
     try:
-        done = git(Path(__file__).parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        folder = _under_test if _under_test.is_dir() else _under_test.parent
+        done = git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except FileNotFoundError:  # no git
         return "unknown"
     return done.stdout.strip() or "unknown"

@@ -33,3 +33,11 @@ def is_ours(config: pytest.Config, path: Path) -> bool:
 def inside(path: Path, roots: tuple[Path, ...] = (SUITE,)) -> bool:
     """Whether a file is below one of the folders; by default, whether it ships in the package."""
     return any(path.resolve().is_relative_to(root) for root in roots)
+
+
+@functools.cache
+def module_of(path: Path) -> str | None:
+    """The name of the module of a test that ships in the package; None for other tests."""
+    if not inside(path):
+        return None
+    return ".".join(("nsa.testing.suite", *path.resolve().relative_to(SUITE).with_suffix("").parts))

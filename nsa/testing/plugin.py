@@ -32,7 +32,8 @@ from nsa.testing.machine import commit as commit
 from nsa.testing.machine import current_lane as current_lane
 from nsa.testing.machine import device_name as device_name
 from nsa.testing.machine import triton_version as triton_version
-from nsa.testing.owned import is_ours
+from nsa.testing.machine import under_test
+from nsa.testing.owned import is_ours, module_of
 
 # In the order in which they print, see `terminal`. `benchmarks` comes last, because it imports others, and pytest can
 # rewrite assertions only in plugins that were not imported before.
@@ -105,6 +106,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "contested(of, names, ours, promise): runs once for each contestant")
+    for impl in config.option.nsa_impl[:1]:
+        under_test(impl.partition(":")[0])
     profiles.choose(config)
     profiles.check(config)
     reportchars = getattr(config.option, "reportchars", "")
@@ -203,9 +206,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Stop the run after an illegal access, because this process cannot use the GPU any more. Name the failing test.
 
-    The report also gets the call that a failing test drew, for the command that replays it.
+    The report also gets what the command that replays the test needs: whether the test is ours, the name of its module
+    for `--pyargs` (the id of a test that ships is no path), and the call that a failing test drew.
     """
     report = yield
+    report.nsa_ours, report.nsa_module = addresses.checking, module_of(item.path)  # type: ignore[attr-defined]
     report.nsa_call = "" if call.excinfo is None else profiles.drawn(call.excinfo.value)  # type: ignore[attr-defined]
     if call.excinfo is not None and current_lane() == "gpu":
         try:
@@ -218,7 +223,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Fail a test in which an interpreted kernel left its tensors, even if the error was caught. Fixtures count too."""
-    with profiles.shrinking() if is_ours(item.config, item.path) else contextlib.nullcontext():
+    with profiles.shrinking() if addresses.checking else contextlib.nullcontext():
         result = yield
     if addresses.outside:
         pytest.fail(f"out of bounds: {addresses.outside[0]}", pytrace=False)
@@ -251,14 +256,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     commands = _replay_commands(terminalreporter, config)
     if commands:
         terminalreporter.section("replay one failure")
-    for line in [*commands, *_notes_of_tests(terminalreporter)]:
+    for line in commands:
         terminalreporter.write_line(line)
-
-
-def _notes_of_tests(reporter: pytest.TerminalReporter) -> list[str]:
-    """The texts that tests recorded as `nsa_note`, so that a green run shows them, also from xdist's workers."""
-    reports = [report for outcome in ("passed", "failed") for report in reporter.stats.get(outcome, ())]
-    return [str(text) for report in reports for name, text in report.user_properties if name == "nsa_note"]
 
 
 def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -> list[str]:

@@ -68,8 +68,14 @@ def _sanitized(tool: str, name: str, what: str) -> subprocess.CompletedProcess[s
 def _child(what: str) -> int:
     device = torch.device("cuda", 0)
     if what == "matrix":
-        # racecheck reports PyTorch's own fused kernel of fp32 attention, so SDPA uses plain operators here.
-        with sdpa_kernel(SDPBackend.MATH):
+        from nsa.kernels import pinned
+        from nsa.kernels.backward.tiles import Unions
+        from nsa.kernels.union.tiles import ALWAYS, Choice
+
+        # racecheck reports PyTorch's own fused kernel of fp32 attention, so SDPA uses plain operators here. Unions
+        # serve every tile that they may serve.
+        unions = pinned(union=Choice(worth=ALWAYS), backward_unions=Unions(rows=0, worth=ALWAYS))
+        with sdpa_kernel(SDPBackend.MATH), unions:
             print(f"checked {_matrix(device)} calls")
         return 0
     from nsa.testing.faults import plant
@@ -82,14 +88,12 @@ def _child(what: str) -> int:
 def _matrix(device: torch.device) -> int:
     """Call each source and dtype, with the usual and with forced splits and tiles, and check the results.
 
-    Unions serve every tile that they may serve, for the rest of the process. Returns the number of calls.
+    Returns the number of calls.
     """
-    from nsa.kernels.backward import tiles as backward_tiles
+    from nsa.kernels import pinned
     from nsa.kernels.query_major.tiles import Choice
-    from nsa.kernels.union import tiles as union_tiles
     from nsa.testing.contestants.ours import OF, OURS
     from nsa.testing.judge.forward import Oracle, assert_parity
-    from nsa.tuning.sweep import forced
 
     cases = [
         Case(8, 128, 128, 256, 3, "few", "bf16"),
@@ -107,15 +111,13 @@ def _matrix(device: torch.device) -> int:
         Choice(2, 1, 64, 4, 2, 1),
         Choice(4, 1, 32, 4, 2, 0),
     ]
-    union_tiles.forced = union_tiles.Choice(worth=union_tiles.ALWAYS)
-    backward_tiles.UNIONS_FROM, backward_tiles.WORTH = 0, union_tiles.ALWAYS
     calls = 0
     for case in cases:
         problem = case.make(device)
         oracle = Oracle.of(problem)
         for choice in choices:
             for return_lse in (False, True):
-                with forced(choice):
+                with pinned(query_major=choice):
                     result, _ = OURS[OF[case.source]].run_counted(problem, return_lse)
                 assert_parity(result, oracle, f"{case.id} {choice}")
                 calls += 1

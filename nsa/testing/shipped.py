@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from _pytest.config import parse_warning_filter
 
-from nsa.testing.owned import SUITE, inside, is_ours
+from nsa.testing.owned import SUITE, inside
 
 FOLDERS = ("parity", "edge", "perf")
 MARKS = (
@@ -30,6 +30,7 @@ EXEMPT = (
     "default::pytest_benchmark.logger.PytestBenchmarkWarning",
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
     "ignore:Synchronization debug mode is a prototype feature:UserWarning",
+    "ignore:Module already imported so cannot be rewritten; nsa:pytest.PytestAssertRewriteWarning",
 )
 """Warnings that are not errors. `pyproject.toml` lists them for `tests/`, and says why."""
 
@@ -80,17 +81,6 @@ def _exempt() -> Iterator[None]:
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
     with _exempt() if inside(collector.path) else contextlib.nullcontext():
         return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Add to the report whether the test is ours, and the name of its module for `--pyargs`, whose id is no path."""
-    report = yield
-    report.nsa_ours = is_ours(item.config, item.path)  # type: ignore[attr-defined]
-    if inside(item.path):
-        parts = item.path.resolve().relative_to(SUITE).with_suffix("").parts
-        report.nsa_module = ".".join(("nsa.testing.suite", *parts))  # type: ignore[attr-defined]
-    return report
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest-benchmark's wrapper, which warns

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import multiprocessing
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -22,6 +22,7 @@ import torch
 
 from nsa import gpu, settings
 from nsa.failures import caught
+from nsa.kernels import pinned
 from nsa.kernels.query_major import tiles
 from nsa.kernels.query_major.tiles import Choice
 from nsa.testing.clock.cuda import buffer_sets, time_gpu
@@ -91,21 +92,11 @@ def candidates(case: Case, processors: int, largest: int = 16) -> list[Choice]:
     return found
 
 
-@contextlib.contextmanager
-def forced(choice: Choice | None) -> Iterator[None]:
-    """Let every launch within the context use `choice`."""
-    before, tiles.forced = tiles.forced, choice
-    try:
-        yield
-    finally:
-        tiles.forced = before
-
-
 def _compile(case: Case, choices: Sequence[Choice]) -> None:
     """Compile kernels into Triton's cache, in a child process. The parent repeats a failure and records its cause."""
     problem = case.make(torch.device("cuda", 0))
     for choice in choices:
-        with forced(choice), contextlib.suppress(*FAILURES):
+        with pinned(query_major=choice), contextlib.suppress(*FAILURES):
             OURS[OF[case.source]].run(problem)
 
 
@@ -153,7 +144,7 @@ def sweep(
     errors = dict(deadly or {})
     for choice in (c for c in choices if c not in errors):
         try:
-            with forced(choice):
+            with pinned(query_major=choice):
                 result, launched = impl.run_counted(problem)
             assert_parity(result, oracle, str(choice))
             assert launched[str(impl.route)] == 1, f"{choice} launched {dict(launched)}"
@@ -179,7 +170,7 @@ def _time(
     impl: Contestant, choices: Sequence[Choice | None], sets: tuple[list[Any], bool], sampling: dict[str, Any]
 ) -> dict[Choice | None, Timing]:
     def call(choice: Choice | None, s: Any) -> None:
-        with forced(choice):
+        with pinned(query_major=choice):
             impl.run(s)
 
     fns = {str(choice): [partial(call, choice, s) for s in sets[0]] for choice in choices}

@@ -146,7 +146,7 @@ def rationale(decision: Decision, on_packed: Decision | None = None) -> list[str
     """Sentences: the threshold, why it is not lower, and the comparison on packed rows."""
     if not decision.points:
         return [
-            "No benchmark here reads a selection from a cache by a Triton kernel.",
+            "No benchmark here times a Triton kernel beside packed SDPA with its packing.",
             "`pytest -m perf --nsa-update-thresholds` measures the threshold, and so does `python -m nsa calibrate`.",
         ]
     margin, replaced = f"{decision.margin:g}x", "packed SDPA with its packing"

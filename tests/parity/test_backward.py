@@ -51,31 +51,29 @@ def test_triton_sel_parity_backward(gradients: GradientOracle) -> None:
 
 
 @over(lambda c: trained(c) and c.source == "blocks" and c.H in (1, 4, 16) and c.dtype != "fp32")
-def test_triton_sel_parity_backward_other_dq(gradients: GradientOracle, monkeypatch) -> None:
+def test_triton_sel_parity_backward_other_dq(gradients: GradientOracle, pin) -> None:
     """dQ query-major where it comes from key blocks, and the other way round; in small shares, merged in order."""
     case = gradients.problem.case
     usual = backward_tiles.select(90, 2, case.H, case.D, case.Dv, case.block_size, False)
     choice = backward_tiles.Choice(32, 4, 2, 1, not usual.keep_dq, 16, 1, 1)
-    monkeypatch.setattr(backward_tiles, "forced", choice)
+    pin(backward=choice)
     assert_gradients(run(gradients), gradients, str(choice))
 
 
 @over(lambda c: trained(c) and c.H in (2, 8) and c.dtype != "fp32")
 @pytest.mark.parametrize("keep_dq", [True, False])
-def test_gradients_are_bitwise_equal(gradients: GradientOracle, monkeypatch, keep_dq: bool) -> None:
+def test_gradients_are_bitwise_equal(gradients: GradientOracle, pin, keep_dq: bool) -> None:
     """Twice, in many shares, whichever way dQ is taken: sums have an order. And right, which twice wrong is not."""
-    monkeypatch.setattr(backward_tiles, "forced", backward_tiles.Choice(32, 4, 2, 1, keep_dq, 16, 1, 1))
+    pin(backward=backward_tiles.Choice(32, 4, 2, 1, keep_dq, 16, 1, 1))
     first, second = run(gradients), run(gradients)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert_gradients(first, gradients, f"keep_dq={keep_dq}")
 
 
 @over(lambda c: trained(c) and c.source == "blocks" and c.H in (4, 8, 16) and c.dtype != "fp32")
-def test_triton_sel_parity_backward_unions(gradients: GradientOracle, monkeypatch) -> None:
+def test_triton_sel_parity_backward_unions(gradients: GradientOracle, pin, monkeypatch) -> None:
     """dQ of every tile that may have a union is taken from it. Twice, and bitwise equal."""
-    monkeypatch.setattr(backward_tiles, "UNIONS_FROM", 0)
-    monkeypatch.setattr(backward_tiles, "LEAST_UNION_G", 4)
-    monkeypatch.setattr(backward_tiles, "WORTH", ALWAYS)
+    pin(backward_unions=backward_tiles.Unions(0, 4, ALWAYS))
     seen = []
     real = backward._by_unions
     monkeypatch.setattr(backward, "_by_unions", lambda *given: seen.append(real(*given)) or seen[-1])

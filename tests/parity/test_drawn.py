@@ -3,16 +3,14 @@
 import dataclasses
 import math
 
-import hypothesis
-import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import nsa
 import nsa.kernels
-from nsa import settings
 from nsa.call import Call
+from nsa.kernels import pinned
 from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.shared.poison import poisoned_workspace
 from nsa.kernels.union.tiles import ALWAYS
@@ -21,6 +19,7 @@ from nsa.testing.judge.gradients import GradientOracle, assert_gradients
 from nsa.testing.matrix import caches, strategies
 from nsa.testing.matrix.problem import Problem
 from nsa.testing.matrix.strategies import BLOCKS, HUGE, INT32, PACKED, RANGES, Drawn, DrawnCache
+from nsa.testing.profiles import drawing
 
 from .test_kvcache import check
 
@@ -73,6 +72,7 @@ def through_lse(oracle: GradientOracle, dlse: torch.Tensor) -> GradientOracle:
     return dataclasses.replace(oracle, exact=exact)
 
 
+@drawing(2 / 5)
 @given(st.sampled_from(SOURCES).flatmap(trained), st.sampled_from(CHOICES))
 # Keys that a row lists twice, and rows that list none: neither was looked at in gradients before.
 @example(Drawn.same(RANGES, [(3, 40)] * 4), None)
@@ -92,13 +92,12 @@ def test_triton_sel_parity_backward_any_calls(
     device: torch.device, drawn: Drawn, choice: backward_tiles.Choice | None
 ) -> None:
     oracle = oracle_of(drawn.problem(device))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backward_tiles, "forced", choice)
+    with pinned(backward=choice):
         got = gradients(oracle.problem, oracle.do)
     assert_gradients(got, oracle, str(choice))
 
 
-@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)
+@drawing(1 / 5)
 @given(st.sampled_from(SOURCES[1:]).flatmap(trained))
 # A block listed twice, no block, and blocks that all rows share.
 @example(Drawn.same(BLOCKS, [1, 1, 5, 4, 0], dtype=torch.int32))
@@ -107,18 +106,12 @@ def test_triton_sel_parity_backward_any_calls(
 def test_triton_sel_parity_backward_unions_any_calls(device: torch.device, drawn: Drawn) -> None:
     """dQ of every tile that may have a union is taken from it."""
     oracle = oracle_of(drawn.problem(device))
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"UNIONS_FROM": 0, "LEAST_UNION_G": 1, "WORTH": ALWAYS}.items():
-            patch.setattr(backward_tiles, name, value)
-        settings.reload()  # forgets plans without unions
-        try:
-            got = gradients(oracle.problem, oracle.do)
-        finally:
-            settings.reload()
+    with pinned(backward_unions=backward_tiles.Unions(0, 1, ALWAYS)):
+        got = gradients(oracle.problem, oracle.do)
     assert_gradients(got, oracle, "unions")
 
 
-@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)
+@drawing(1 / 5)
 @given(st.sampled_from(SOURCES).flatmap(trained))
 # One key, whose score is the LSE: all of dQ and dK comes through it. A row without keys: nothing, and no NaN.
 @example(Drawn.same(RANGES, [(0, 0), (0, 1), (0, 0), (0, 0)]))
@@ -139,6 +132,7 @@ LENGTHS = (33, 0, 1, 48)  # within a page, nothing, one key, no room left
 IMPOSSIBLE = (-5, 55, -INT32, INT32 - 1)
 
 
+@drawing(3 / 5)
 @given(st.sampled_from(SOURCES[:2]).flatmap(strategies.cached_calls), st.sampled_from(["query_major", "key_major"]))
 # Lengths that cannot be: negative ones are 0, others as long as there is room.
 @example(DrawnCache(SPANS, IMPOSSIBLE), "query_major")

@@ -5,7 +5,6 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa.kernels.query_major import tiles
 from nsa.kernels.query_major.tiles import Choice
 from nsa.kernels.shared.primitives import gdc_launch_dependents
 from nsa.testing.contestants.ours import OF, OURS
@@ -103,16 +102,14 @@ def _writes_late(x_ptr, y_ptr, n, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
     "choice", [None, Choice(1, 1, 128, 4, 1), Choice(2, 1, 64, 4, 3, 1), Choice(4, 1, 64, 4, 2, 0)], ids=str
 )
 @over(ONE_EACH)
-def test_triton_sel_parity_gpu_waits(
-    problem: Problem, choice: Choice | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_triton_sel_parity_gpu_waits(problem: Problem, choice: Choice | None, device: torch.device, pin) -> None:
     """A kernel that may begin before the one before it has ended sees what that one wrote last."""
     if torch.cuda.get_device_capability(device) < (9, 0):
         pytest.skip("needs programmatic dependent launch: sm_90 or newer")
     p = problem
     impl, oracle = OURS[OF[p.case.source]], Oracle.of(p)
     keys = {"rows": p.rows, "varlen": p.varlen}.get(p.case.source, (p.q, p.k))[1]
-    monkeypatch.setattr(tiles, "forced", choice)
+    pin(query_major=choice)
     assert keys.is_contiguous()
     saved = keys.clone()
     impl.run(p)

@@ -1,19 +1,20 @@
 """Caches of sequences of unequal length, contiguous and in pages, against the oracle that lays them side by side."""
 
-import itertools
 import math
 
 import pytest
 import torch
 
 import nsa
+from nsa.kernels import pinned
 from nsa.kernels.key_major import plan as key_major
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import tiles
 from nsa.testing.judge.forward import cached_parity
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
-from nsa.tuning import sweep
+
+from .pairs import in_pairs
 
 GPU = current_lane() == "gpu"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16} if GPU else {"fp32": torch.float32}
@@ -45,11 +46,27 @@ def draw_ranges(B, S, HKV, n, seed):
     return torch.stack((start, start + torch.randint(-3, 90, start.shape, generator=g)), -1)
 
 
-def in_pairs(*axes):
-    """All combinations of named values; interpreted half of them, in which each pair of two axes' values occurs."""
-    numbered = itertools.product(*(list(enumerate(axis.items())) for axis in axes))
-    chosen = [row for row in numbered if GPU or sum(i for i, _ in row) % 2 == 0]
-    return [pytest.param(*(x for _, (_, x) in row), id="-".join(name for _, (name, _) in row)) for row in chosen]
+def drawn(device, dtype, page, S, size, n=SLOTS, lengths=LENGTHS, room=ROOM, HQ=6, D=32, Dv=16, index=torch.int32):
+    """Queries, a cache of two KV heads, and blocks of a size, or spans if it is None."""
+    seed, B = (size or 3) + S, len(lengths)
+    cache = caches.draw(lengths, room, page, D=D, Dv=Dv, dtype=dtype, index=index, device=device, seed=seed)
+    q = torch.randn(B, S, HQ, D, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    if size is None:
+        return q, cache, {"ranges": draw_ranges(B, S, 2, 5, seed).to(device, index)}
+    blocks = draw_blocks(B, S, 2, n, size, seed)
+    blocks[-1, ..., 1] = (room - 1) // size  # the last key of all
+    return q, cache, {"block_indices": blocks.to(device, index), "block_size": size}
+
+
+def serve(q, cache, selection, Dv=None, **how):
+    """`(O, LSE)` of Triton's kernels, compared with the oracle; into a tensor of NaN, if it is given its width."""
+    out = None if Dv is None else torch.full((*q.shape[:-1], Dv), math.nan, dtype=q.dtype, device=q.device)
+    how = {"backend": "triton", "return_lse": True, "out": out} | cache.arguments | how
+    got = nsa.selection_attention_with_kvcache(q, cache.k, cache.v, **selection, **how)
+    assert out is None or got[0] is out
+    oracles = {name: how[name] for name in ("causal", "scale") if name in how}
+    check(got, caches.oracle(q, cache, **selection, **oracles), q.dtype)
+    return got
 
 
 BY_PAGE = {f"page{page}": page for page in PAGES}
@@ -66,18 +83,25 @@ BY_QUERIES = {
 )
 def test_triton_sel_parity_kvcache_blocks(device, page, size, queries, dtype):
     S, choice = queries
-    cache = caches.draw(LENGTHS, ROOM, page, HKV=2, D=32, Dv=16, dtype=dtype, device=device, seed=size + S)
-    g = torch.Generator().manual_seed(S)
-    q = torch.randn(len(LENGTHS), S, 6, 32, generator=g).to(device, dtype)
-    blocks = draw_blocks(len(LENGTHS), S, 2, SLOTS, size, seed=size).to(device, torch.int32)
-    selection = {"block_indices": blocks, "block_size": size}
-    out = torch.full((*q.shape[:-1], 16), math.nan, dtype=dtype, device=device)
-    with sweep.forced(choice):
-        got = nsa.selection_attention_with_kvcache(
-            q, cache.k, cache.v, **cache.arguments, **selection, backend="triton", return_lse=True, out=out
-        )
-    assert got[0] is out
-    check(got, caches.oracle(q, cache, **selection), dtype)
+    with pinned(query_major=choice):
+        serve(*drawn(device, dtype, page, S, size), Dv=16)
+
+
+@pytest.fixture
+def walks(monkeypatch, pin):
+    """`with_walk(keys)` lets key-major's merge read so many keys of a row itself; the list tells whether merges do."""
+    walks, forward = [], key_major.forward
+    monkeypatch.setattr(
+        key_major, "forward", lambda x, *a, **how: walks.append(x.merge_lse.constexprs) or forward(x, *a, **how)
+    )
+
+    def with_walk(keys):
+        pin(key_major=key_tiles.FP32._replace(walked=keys))
+        nsa.settings.reload()  # what is planned, with other tiles, is not planned again
+        return walks
+
+    yield with_walk
+    nsa.settings.reload()
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -89,33 +113,12 @@ def test_triton_sel_parity_kvcache_blocks(device, page, size, queries, dtype):
         {"parts": 0, "walk": 8},
     ),
 )
-def test_triton_sel_parity_kvcache_key_major(device, page, size, walked, dtype, monkeypatch):
+def test_triton_sel_parity_kvcache_key_major(device, page, size, walked, dtype, walks):
     """A chunk of a prompt: partial results of each block, or some of its keys read by the kernel that merges."""
-    cache = caches.draw(LENGTHS, ROOM, page, HKV=2, D=32, Dv=16, dtype=dtype, device=device, seed=7)
-    S = CHUNK
-    q = torch.randn(len(LENGTHS), S, 6, 32, generator=torch.Generator().manual_seed(S)).to(device, dtype)
-    if size is None:
-        selection = {"ranges": draw_ranges(len(LENGTHS), S, 2, 5, seed=3).to(device, torch.int32)}
-    else:
-        blocks = draw_blocks(len(LENGTHS), S, 2, SLOTS, size, seed=9).to(device, torch.int32)
-        selection = {"block_indices": blocks, "block_size": size}
-    out = torch.full((*q.shape[:-1], 16), math.nan, dtype=dtype, device=device)
-    monkeypatch.setattr(key_tiles, "forced", key_tiles.FP32._replace(walked=walked))
-    nsa.settings.reload()  # what is planned, with other tiles, is not planned again
-    merged = []
-    forward = key_major.forward
-    monkeypatch.setattr(
-        key_major, "forward", lambda launch, *a, **how: merged.append(launch) or forward(launch, *a, **how)
-    )
-    before = nsa.kernels.launches.copy()
-    got = nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, **cache.arguments, **selection, backend="triton", schedule="key_major", return_lse=True,
-        out=out,
-    )  # fmt: skip
-    nsa.settings.reload()
+    seen, before = walks(walked), nsa.kernels.launches.copy()
+    serve(*drawn(device, dtype, page, CHUNK, size), Dv=16, schedule="key_major")
     assert (nsa.kernels.launches - before)["key_major"] == 1
-    assert merged[0].merge_lse.constexprs["WALK"] == (walked > 0 and size is not None)
-    check(got, caches.oracle(q, cache, **selection), dtype)
+    assert seen[0]["WALK"] == (walked > 0 and size is not None)
 
 
 E4M3_QUERIES = {"bf16": torch.bfloat16, "fp16": torch.float16} if GPU else {"fp16": torch.float16}
@@ -123,117 +126,70 @@ E4M3_QUERIES = {"bf16": torch.bfloat16, "fp16": torch.float16} if GPU else {"fp1
 
 @pytest.mark.parametrize("dtype", E4M3_QUERIES.values(), ids=E4M3_QUERIES)
 @pytest.mark.parametrize(
-    ("source", "page", "choice", "Dv"),
+    ("size", "page", "choice", "Dv"),
     [
-        ("block64", None, "auto", 48),
-        ("block64", 16, "wide", 32),
-        ("block64", 128, "split", 19),  # 19 values of a byte are no pairs
-        ("block128", 64, "auto", 32),
-        ("block48", 64, "split", 48),
-        ("ranges", None, "wide", 32),
-        ("ranges", 16, "auto", 19),
+        (64, None, "auto", 48),
+        (64, 16, "wide", 32),
+        (64, 128, "split", 19),  # 19 values of a byte are no pairs
+        (128, 64, "auto", 32),
+        (48, 64, "split", 48),
+        (None, None, "wide", 32),
+        (None, 16, "auto", 19),
     ],
     ids=str,
 )
-def test_triton_sel_parity_kvcache_e4m3(device, page, source, Dv, choice, dtype):
+def test_triton_sel_parity_kvcache_e4m3(device, page, size, Dv, choice, dtype):
     """Bytes outside the sequences are those of NaN."""
-    cache = caches.draw(LENGTHS, ROOM, page, D=32, Dv=Dv, device=device, seed=Dv)
+    _, cache, selection = drawn(device, torch.float32, page, 1, size, Dv=Dv)
     cache = caches.quantized(cache, per_head=Dv != 48)
     assert bool(cache.k.isnan().any())
     q = torch.randn(len(LENGTHS), 1, 6, 32, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    if source == "ranges":
-        selection = {"ranges": draw_ranges(len(LENGTHS), 1, 2, SLOTS, seed=3).to(device, torch.int32)}
-    else:
-        size = int(source.removeprefix("block"))
-        blocks = draw_blocks(len(LENGTHS), 1, 2, SLOTS, size, seed=size).to(device, torch.int32)
-        blocks[-1, ..., 1] = (ROOM - 1) // size  # the last key of all
-        selection = {"block_indices": blocks, "block_size": size}
-    with sweep.forced(CHOICES[choice]):
-        got = nsa.selection_attention_with_kvcache(
-            q, cache.k, cache.v, **cache.arguments, **selection, backend="triton", return_lse=True
-        )
-    check(got, caches.oracle(q, cache, **selection), dtype)
+    with pinned(query_major=CHOICES[choice]):
+        serve(q, cache, selection)
 
 
 @pytest.mark.parametrize("dtype", E4M3_QUERIES.values(), ids=E4M3_QUERIES)
 @pytest.mark.parametrize(
     ("page", "size", "walked"), [(64, 64, 8), (16, 128, 0), (None, 48, 8), (128, None, 0)], ids=str
 )
-def test_triton_sel_parity_kvcache_e4m3_key_major(device, page, size, walked, dtype, monkeypatch):
-    cache = caches.quantized(caches.draw(LENGTHS, ROOM, page, D=32, Dv=32, device=device, seed=7))
-    S = CHUNK
-    q = torch.randn(len(LENGTHS), S, 6, 32, generator=torch.Generator().manual_seed(S)).to(device, dtype)
-    if size is None:
-        selection = {"ranges": draw_ranges(len(LENGTHS), S, 2, 5, seed=3).to(device, torch.int32)}
-    else:
-        blocks = draw_blocks(len(LENGTHS), S, 2, SLOTS, size, seed=9).to(device, torch.int32)
-        selection = {"block_indices": blocks, "block_size": size}
-    monkeypatch.setattr(key_tiles, "forced", key_tiles.FP32._replace(walked=walked))
-    nsa.settings.reload()  # what is planned, with other tiles, is not planned again
-    walks, forward = [], key_major.forward
-    monkeypatch.setattr(
-        key_major, "forward", lambda x, *rest: walks.append(x.merge_lse.constexprs["PAIRS"]) or forward(x, *rest)
-    )
-    got = nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, **cache.arguments, **selection, backend="triton", schedule="key_major", return_lse=True
-    )
-    nsa.settings.reload()
-    assert walks == [walked > 0]
-    check(got, caches.oracle(q, cache, **selection), dtype)
+def test_triton_sel_parity_kvcache_e4m3_key_major(device, page, size, walked, dtype, walks):
+    q, cache, selection = drawn(device, torch.float32, page, CHUNK, size, Dv=32)
+    seen = walks(walked)
+    serve(q.to(dtype), caches.quantized(cache), selection, schedule="key_major")
+    assert [x["PAIRS"] for x in seen] == [walked > 0]
 
 
 @pytest.mark.parametrize("backend", ["triton", "sdpa", "reference"])
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=["int32", "int64"])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
-@pytest.mark.parametrize("source", ["ranges", "blocks"])
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"page{page}")
-def test_triton_sel_parity_kvcache_backends(device, page, source, causal, index, backend):
+@pytest.mark.parametrize(
+    ("page", "size", "causal", "index"),
+    in_pairs(
+        BY_PAGE, {"ranges": None, "blocks": 32}, {"causal": True, "all": False},
+        {"int32": torch.int32, "int64": torch.int64},
+    ),
+)  # fmt: skip
+def test_triton_sel_parity_kvcache_backends(device, page, size, causal, index, backend):
     dtype = next(iter(DTYPES.values()))
-    cache = caches.draw(LENGTHS, ROOM, page, HKV=2, dtype=dtype, index=index, device=device, seed=1)
-    q = torch.randn(len(LENGTHS), 2, 4, 16, generator=torch.Generator().manual_seed(2)).to(device, dtype)
-    if source == "ranges":
-        selection = {"ranges": draw_ranges(len(LENGTHS), 2, 2, 5, seed=3).to(device, index)}
-    else:
-        selection = {
-            "block_indices": draw_blocks(len(LENGTHS), 2, 2, 5, 32, seed=3).to(device, index),
-            "block_size": 32,
-        }
-    got = nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, **cache.arguments, **selection, causal=causal, scale=0.3, backend=backend, return_lse=True
-    )
-    check(got, caches.oracle(q, cache, **selection, causal=causal, scale=0.3), dtype)
+    call = drawn(device, dtype, page, 2, size, n=5, HQ=4, D=16, index=index)
+    serve(*call, causal=causal, scale=0.3, backend=backend)
 
 
-@pytest.mark.parametrize("source", ["ranges", "blocks"])
-@pytest.mark.parametrize("schedule", ["query_major", "key_major"])
-@pytest.mark.parametrize("page", [1, 5, 8, 48], ids=lambda page: f"page{page}")
-def test_triton_sel_parity_kvcache_odd_pages(device, page, schedule, source):
+@pytest.mark.parametrize(
+    ("page", "schedule", "size"),
+    in_pairs({f"page{x}": x for x in (1, 5, 8, 48)}, ("query_major", "key_major"), {"ranges": None, "blocks": 64}),
+)
+def test_triton_sel_parity_kvcache_odd_pages(device, page, schedule, size):
     """Many to a tile, and ones that no tile is made of."""
-    dtype = next(iter(DTYPES.values()))
     room = -(-250 // page) * page  # no whole tiles: the last one reaches past the table
-    cache = caches.draw([203, 0, 1, room], room, page, HKV=2, dtype=dtype, device=device, seed=4)
-    q = torch.randn(len(LENGTHS), 3, 4, 16, generator=torch.Generator().manual_seed(2)).to(device, dtype)
-    if source == "ranges":
-        selection = {"ranges": draw_ranges(len(LENGTHS), 3, 2, 5, seed=3).to(device, torch.int32)}
-    else:
-        blocks = draw_blocks(len(LENGTHS), 3, 2, 4, 64, seed=3).to(device, torch.int32)
-        blocks[..., 1] = (room - 1) // 64
-        selection = {"block_indices": blocks, "block_size": 64}
-    got = nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, **cache.arguments, **selection, backend="triton", schedule=schedule, return_lse=True
-    )
-    check(got, caches.oracle(q, cache, **selection), dtype)
+    dtype, lengths = next(iter(DTYPES.values())), [203, 0, 1, room]
+    call = drawn(device, dtype, page, 3, size, n=4, lengths=lengths, room=room, HQ=4, D=16)
+    serve(*call, schedule=schedule)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"page{page}")
 def test_triton_sel_parity_kvcache_is_the_call_without_one(device, page):
     """A cache that is full, and the same keys without lengths or pages: the same bits."""
     dtype = next(iter(DTYPES.values()))
-    cache = caches.draw([ROOM, ROOM], ROOM, page, HKV=2, D=32, Dv=32, dtype=dtype, device=device)
-    q = torch.randn(2, 3, 8, 32, generator=torch.Generator().manual_seed(2)).to(device, dtype)
-    blocks = draw_blocks(2, 3, 2, 4, 64, seed=3).to(device, torch.int32)
-    selection = {"block_indices": blocks, "block_size": 64, "backend": "triton", "return_lse": True}
-    got = nsa.selection_attention_with_kvcache(q, cache.k, cache.v, **cache.arguments, **selection)
+    q, cache, selection = drawn(device, dtype, page, 3, 64, n=4, lengths=[ROOM, ROOM], HQ=8, Dv=32)
     k, v = (torch.stack([cache.sequence(b)[i] for b in range(2)]) for i in range(2))
-    want = nsa.selection_attention(q, k, v, **selection)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    want = nsa.selection_attention(q, k, v, **selection, backend="triton", return_lse=True)
+    assert all(torch.equal(a, b) for a, b in zip(serve(q, cache, selection), want, strict=True))

@@ -4,10 +4,13 @@ import math
 import random
 import statistics
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from nsa.call import Call
+from nsa.plain.oracle import selection_reference
 from nsa.testing.fixtures import over
 from nsa.testing.judge.forward import Oracle, assert_parity, fp64, sdpa_same_keys, sum_variance
 from nsa.testing.judge.gradients import GradientOracle, assert_gradients, multiplicity
@@ -25,46 +28,135 @@ PLAIN = [
 ]
 
 
-def plain(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by its definition, in Python floats."""
-    q, k, v = (x.double().cpu() for x in (p.q, p.k, p.v))
+def plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, causal: bool = True,
+    positions: torch.Tensor | None = None, ends: tuple[list[int], list[int]] | None = None, scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attention by its definition, in Python floats; `ends` are the two cu_seqlens of a packed batch."""
+    q, k, v = (x.double().cpu() for x in (q, k, v))
     out, lse = q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -math.inf)
-    HKV, G = k.shape[-2], q.shape[-2] // k.shape[-2]
+    scale, G = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[-2] // k.shape[-2]
     sequence = {}  # token of a packed batch -> (where it stands, its sequence's first key and last)
-    if p.cu_seqlens is not None:
-        cu_q, cu_k = p.cu_seqlens.tolist(), (p.cu_seqlens if p.cu_seqlens_k is None else p.cu_seqlens_k).tolist()
-        for a, b, first, last in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
-            sequence |= {t: (last - first - (b - t), first, last) for t in range(a, b)}
+    for a, b, first, last in zip(ends[0], ends[0][1:], *(ends[1], ends[1][1:]), strict=False) if ends else ():
+        sequence |= {t: (last - first - (b - t), first, last) for t in range(a, b)}
     for token in map(tuple, torch.ones(q.shape[:-2]).nonzero().tolist()):
-        if sequence:
-            t, first, last = sequence[token[0]]
-            keys, values, S_kv = k[first:last], v[first:last], last - first
+        if ends:
+            t, first, last = sequence.get(token[0], (0, 0, 0))
+            keys, values = k[first:last], v[first:last]
         else:
-            keys, values, S_kv = k[token[0]], v[token[0]], k.shape[1]
-            t = S_kv - q.shape[1] + token[1]
-        if p.q_positions is not None:
-            t = int(p.q_positions[token])
+            keys, values = k[token[0]], v[token[0]]
+            t = len(keys) - q.shape[1] + token[1]
+        if positions is not None:
+            t = int(positions[token])
         for head in range(q.shape[-2]):
-            spans = p.ranges[token][head // G].tolist()
-            picked = [j for a, b in spans for j in range(a, b) if j < S_kv and (not p.causal or j <= t)]
+            spans = ranges[token][head // G].tolist()
+            picked = [j for a, b in spans for j in range(len(keys)) if a <= j < b and (not causal or j <= t)]
             if not picked:
                 continue
-            scores = [float(q[token][head] @ keys[j, head // G]) / math.sqrt(q.shape[-1]) for j in picked]
+            scores = [float(q[token][head] @ keys[j, head // G]) * scale for j in picked]
             total = sum(math.exp(s) for s in scores)
             for s, j in zip(scores, picked, strict=True):
                 out[token][head] += math.exp(s) / total * values[j, head // G]
             lse[token][head] = math.log(total)
-    assert HKV * G == q.shape[-2]
     return out, lse
+
+
+def check(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, torch.Tensor]) -> None:
+    torch.testing.assert_close(tuple(x.cpu() for x in got), want, rtol=0, atol=1e-12)
 
 
 @over(PLAIN)
 def test_oracle_is_the_definition(problem: Problem) -> None:
-    out, lse = (x.cpu() for x in fp64(problem))
-    expected, expected_lse = plain(problem)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-12)
-    assert (lse == -math.inf).any() == (problem.key_index[1] == 0).any().cpu()
+    p, pair = problem, problem.cu_seqlens_pair
+    ends = None if pair is None else tuple(x.tolist() for x in pair)
+    got = fp64(p)
+    check(got, plain(p.q, p.k, p.v, p.ranges, p.causal, p.q_positions, ends))
+    assert (got[1] == -math.inf).any() == (p.key_index[1] == 0).any()
+
+
+HUGE = 2**62
+B, S, S_KV, HKV, G, D, DV = 2, 3, 20, 2, 3, 16, 24
+# Spans as a caller may write them, the same for every row.
+SPANS = {
+    "dense": [(0, S_KV)],
+    "empty": [(0, 0), (7, 7)],
+    "duplicates": [(2, 9), (2, 9), (5, 6)],
+    "overlap": [(2, 9), (4, 15)],
+    "unsorted": [(15, 18), (1, 4), (8, 10)],
+    "reversed": [(9, 2), (3, 6)],
+    "negative": [(-7, 3), (-5, -1)],
+    "past-the-end": [(17, 90), (40, 50)],
+    "huge": [(-HUGE, 3), (18, HUGE), (HUGE, -HUGE), (HUGE, HUGE)],
+}
+
+
+def drawn(*lead: int, low: int, high: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(low, high, lead, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def qkv(device: torch.device) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    shapes = (B, S, HKV * G, D), (B, S_KV, HKV, D), (B, S_KV, HKV, DV)
+    return [torch.randn(s, generator=g, dtype=torch.float64).to(device) for s in shapes]
+
+
+def reference(qkv: list[torch.Tensor], **selection: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    on = {name: x.to(qkv[0].device) if isinstance(x, torch.Tensor) else x for name, x in selection.items()}
+    return selection_reference(Call.of(*qkv, **on, return_lse=True))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("kind", ["random", *SPANS])
+def test_oracle_ranges(qkv: list[torch.Tensor], kind: str, causal: bool) -> None:
+    ranges = drawn(B, S, HKV, 4, 2, low=-3, high=S_KV + 4)
+    if kind != "random":
+        ranges = torch.tensor(SPANS[kind]).expand(B, S, HKV, -1, 2)
+    check(reference(qkv, ranges=ranges, causal=causal), plain(*qkv, ranges, causal))
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 24, 64])
+def test_oracle_blocks(qkv: list[torch.Tensor], size: int) -> None:
+    blocks = drawn(B, S, HKV, 5, low=-2, high=-(-S_KV // size) + 1, seed=size)
+    spans = torch.stack((blocks * size, blocks * size + size), -1).masked_fill(blocks[..., None] < 0, 0)
+    for place, block in (((0, 0, 0, 1), HUGE), ((1, 2, 1, 0), -HUGE)):
+        blocks[place], spans[place] = block, 0
+    check(reference(qkv, block_indices=blocks, block_size=size, scale=-0.7), plain(*qkv, spans, scale=-0.7))
+
+
+def test_oracle_more_queries_than_keys(qkv: list[torch.Tensor]) -> None:
+    """The first queries sit before the first key: they see nothing."""
+    q, k, v = qkv
+    ranges = drawn(B, S, HKV, 3, 2, low=0, high=3)
+    ranges[..., 0, :] = torch.tensor([0, 2])
+    got = reference([q, k[:, :2], v[:, :2]], ranges=ranges)
+    check(got, plain(q, k[:, :2], v[:, :2], ranges))
+    assert (got[1][:, 0] == -math.inf).all()
+
+
+def test_oracle_q_positions(qkv: list[torch.Tensor]) -> None:
+    positions, ranges = torch.tensor([[4, -1, 19], [0, HUGE, -HUGE]]), drawn(B, S, HKV, 3, 2, low=0, high=S_KV)
+    check(reference(qkv, ranges=ranges, q_positions=positions), plain(*qkv, ranges, positions=positions))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_oracle_varlen(qkv: list[torch.Tensor], causal: bool) -> None:
+    """Sequences of their own lengths, one without queries, one without keys, one with more queries than keys."""
+    q, k, v = (x.flatten(0, 1) for x in qkv)  # 6 queries, 40 keys
+    q = torch.cat((q, q[:2]))
+    ends = [0, 3, 3, 4, 7], [0, 11, 20, 20, 22]  # the last token belongs to no sequence
+    ranges, cu = drawn(8, HKV, 3, 2, low=-2, high=14), tuple(torch.tensor(c, device=q.device).int() for c in ends)
+    check(reference([q, k, v], ranges=ranges, cu_seqlens=cu, causal=causal), plain(q, k, v, ranges, causal, ends=ends))
+
+
+def test_oracle_result_is_in_the_dtype_of_q(qkv: list[torch.Tensor]) -> None:
+    """Half inputs are computed in fp64 and rounded once."""
+    (q, k, v), ranges = (x.half() for x in qkv), drawn(B, S, HKV, 3, 2, low=0, high=S_KV)
+    exact, exact_lse = reference([q.double(), k.double(), v.double()], ranges=ranges)
+    o, lse = reference([q, k, v], ranges=ranges)
+    assert torch.equal(o, exact.half())
+    assert torch.equal(lse, exact_lse.float())
+    assert torch.equal(reference([q.double(), k, v], ranges=ranges)[0], exact)
 
 
 SELECTIONS = [

@@ -5,24 +5,26 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import nsa
+from nsa.kernels import pinned
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import tiles
 from nsa.testing.matrix import caches, strategies
 from nsa.testing.matrix.strategies import BLOCKS, HUGE, RANGES, Drawn, DrawnCache
 from nsa.testing.plugin import current_lane
-from nsa.tuning import sweep
+from nsa.testing.profiles import drawing
 
+from .pairs import in_pairs
 from .test_kvcache import DTYPES, check, draw_blocks, draw_ranges
 
-ROOM = 256
+GPU, ROOM = current_lane() == "gpu", 256
 # A chunk, no queries, a decode step, a padded row of a captured graph, a speculative step, more queries than keys. On a
 # GPU the last two are the longest step and the shortest chunk.
 LENGTHS = [203, 77, ROOM, 0, 30, 1]
-QUERIES = (64, 0, 1, 1, 8, 9) if current_lane() == "gpu" else (9, 0, 1, 1, 2, 2)
+QUERIES = (64, 0, 1, 1, 8, 9) if GPU else (9, 0, 1, 1, 2, 2)
 UNUSED = 2  # tokens after the last sequence
 SPLIT, WALK = tiles.Choice(2, 1, 32, 4, 2), key_tiles.FP32._replace(walked=8)
 ROUTES = {  # keys of a block, or ranges; schedule; the tiles of query-major and of key-major, where not by the rules
@@ -49,19 +51,20 @@ def drawn_queries(T, device, dtype, HQ=6, D=32):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("page", [None, 16], ids=["contiguous", "paged"])
-def test_triton_sel_parity_ragged(device, page, route, dtype, monkeypatch):
+def test_triton_sel_parity_ragged(device, page, route, dtype, pin):
     size, schedule, choice, key_choice = ROUTES[route]
-    cache = caches.draw(LENGTHS, ROOM, page, HKV=2, D=32, Dv=16, dtype=dtype, device=device, seed=3)
+    HKV = 2 if GPU or page is None else 1
+    cache = caches.draw(LENGTHS, ROOM, page, HKV=HKV, D=32, Dv=16, dtype=dtype, device=device, seed=3)
     T = sum(QUERIES) + UNUSED
-    q = drawn_queries(T, device, dtype)
-    picked = draw_ranges(1, T, 2, 3, seed=4)[0] if size is None else draw_blocks(1, T, 2, 3, size, seed=4)[0]
+    q = drawn_queries(T, device, dtype, 3 * HKV)
+    picked = draw_ranges(1, T, HKV, 3, seed=4)[0] if size is None else draw_blocks(1, T, HKV, 3, size, seed=4)[0]
     selection = {"ranges": picked.int()} if size is None else {"block_indices": picked.int(), "block_size": size}
     selection = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in selection.items()}
-    out = torch.full((T, 6, 16), math.nan, dtype=dtype, device=device)
-    monkeypatch.setattr(key_tiles, "forced", key_choice)
+    out = torch.full((T, 3 * HKV, 16), math.nan, dtype=dtype, device=device)
+    pin(key_major=key_choice)
     nsa.settings.reload()
     before, cu = nsa.kernels.launches.copy(), ends_of(QUERIES, device)
-    with sweep.forced(choice):
+    with pinned(query_major=choice):
         got = nsa.selection_attention_with_kvcache(
             q, cache.k, cache.v, **cache.arguments, **selection, cu_seqlens_q=cu, max_seqlen_q=max(QUERIES),
             backend="triton", schedule=schedule, return_lse=True, out=out,
@@ -78,7 +81,7 @@ def test_triton_sel_parity_ragged(device, page, route, dtype, monkeypatch):
 @pytest.mark.parametrize("schedule", ["query_major", "key_major"])
 @pytest.mark.parametrize("page", [None, 16], ids=["contiguous", "paged"])
 def test_triton_sel_parity_ragged_e4m3(device, page, schedule):
-    dtype, T = torch.bfloat16 if current_lane() == "gpu" else torch.float16, sum(QUERIES) + UNUSED
+    dtype, T = torch.bfloat16 if GPU else torch.float16, sum(QUERIES) + UNUSED
     cache = caches.quantized(caches.draw(LENGTHS, ROOM, page, HKV=2, D=32, Dv=16, dtype=dtype, device=device, seed=3))
     q, cu = drawn_queries(T, device, dtype), ends_of(QUERIES, device)
     selection = {"block_indices": draw_blocks(1, T, 2, 3, 64, seed=4)[0].int().to(device), "block_size": 64}
@@ -90,9 +93,10 @@ def test_triton_sel_parity_ragged_e4m3(device, page, schedule):
     assert not got[0][-UNUSED:].any()
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
-@pytest.mark.parametrize("source", ["ranges", "blocks"])
-@pytest.mark.parametrize("backend", ["sdpa", "reference", "triton"])
+@pytest.mark.parametrize(
+    ("backend", "source", "causal"),
+    in_pairs(("sdpa", "reference", "triton"), ("ranges", "blocks"), {"causal": True, "all": False}),
+)
 def test_triton_sel_parity_ragged_backends(device, backend, source, causal):
     """In int64, with pages."""
     dtype, T = next(iter(DTYPES.values())), sum(QUERIES) + UNUSED
@@ -127,7 +131,7 @@ def test_triton_sel_parity_ragged_is_the_call_with_equal_numbers(device, schedul
 SPANS, FIVE = Drawn.same(RANGES, [(-3, 9), (30, 73), (0, 1), (5, 4)]), Drawn.same(BLOCKS, [2, 1, 9, -1, 1])
 
 
-@settings(max_examples=settings().max_examples // 2)
+@drawing(1 / 5)
 @given(
     st.sampled_from(("ranges", "blocks")).flatmap(strategies.ragged_calls),
     st.sampled_from(["query_major", "key_major"]),

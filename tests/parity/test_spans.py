@@ -9,17 +9,19 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from nsa.kernels import pinned
 from nsa.kernels.query_major import tiles
 from nsa.testing.contestants.ours import OURS
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix import strategies
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.strategies import BLOCKS, HUGE, INT32, PACKED, RANGES, Drawn
-from nsa.tuning import sweep
+from nsa.testing.profiles import drawing
 
 VARLEN = Case(2, 32, 32, 100, 3, "few", "fp32", source="varlen")
 
 
+@drawing(2 / 5)
 @given(strategies.calls("ranges"))
 # Ends as far off as int64 and int32 go: a kernel that adds to them, or counts their keys in 32 bits, reads outside.
 @example(Drawn.same(RANGES, [(-HUGE, HUGE), (HUGE, -HUGE), (0, HUGE), (-HUGE, 1)]))
@@ -48,6 +50,7 @@ def test_triton_sel_parity_ranges_any_spans(device: torch.device, drawn: Drawn) 
     check("sdpa", problem)
 
 
+@drawing(2 / 5)
 @given(strategies.calls("packed"))
 # Packed SDPA failed on sequences without keys; the last of them may begin past the last key (5104ed0).
 @example(Drawn.same(dataclasses.replace(PACKED, N=4, seqlens=(1, 1), kv_seqlens=(5, 0)), [(0, 5)] * 4))
@@ -66,6 +69,7 @@ def test_triton_sel_parity_ranges_any_spans_packed_batch(device: torch.device, d
 CHOICES = (None, tiles.Choice(1, 1, 16, 1, 2), tiles.Choice(2, 1, 16, 1, 1))
 
 
+@drawing(2 / 5)
 @given(strategies.calls("blocks"), st.sampled_from(CHOICES))
 # Padding in any slot, and nothing but padding.
 @example(Drawn.same(BLOCKS, [-1, 2, -INT32, 0, -1], dtype=torch.int32), None)
@@ -81,11 +85,12 @@ CHOICES = (None, tiles.Choice(1, 1, 16, 1, 2), tiles.Choice(2, 1, 16, 1, 1))
 @example(Drawn.same(dataclasses.replace(BLOCKS, H=40, block_size=13), [5, 0, -1, 2, 5], dtype=torch.int32), CHOICES[1])
 def test_triton_sel_parity_blocks_any_indices(device: torch.device, drawn: Drawn, choice: tiles.Choice | None) -> None:
     problem = drawn.problem(device)
-    with sweep.forced(choice):
+    with pinned(query_major=choice):
         check("blocks", problem)
     check("sdpa", problem)
 
 
+@drawing(2 / 5)
 @given(strategies.calls("blocks"))
 # A block that every query of a sequence selects, twice: its list is as long as all rows.
 @example(Drawn.same(BLOCKS, [0, 0, 4, 4, 1], dtype=torch.int32))
@@ -95,6 +100,7 @@ def test_triton_sel_parity_key_major_any_indices(device: torch.device, drawn: Dr
     check("key_major", drawn.problem(device))
 
 
+@drawing(2 / 5)
 @given(st.lists(st.integers(0, VARLEN.L), min_size=VARLEN.N, max_size=VARLEN.N), strategies.seeds())
 # Empty rows first, last, everywhere: there may be no keys at all.
 @example([0, 100, 0], 0)

@@ -25,9 +25,9 @@ def tiled(case: Case) -> bool:
 
 
 @pytest.fixture(params=["always", "worth"])
-def worth(request, monkeypatch):
+def worth(request, pin):
     if request.param == "always":
-        monkeypatch.setattr(tiles, "forced", tiles.Choice(worth=tiles.ALWAYS))
+        pin(union=tiles.Choice(worth=tiles.ALWAYS))
     return request.param
 
 
@@ -42,10 +42,10 @@ def test_triton_sel_parity_union(oracle: Oracle, worth: str) -> None:
 
 @pytest.mark.parametrize("size", [16, 48, 64], ids=lambda size: f"block{size}")
 @pytest.mark.parametrize("page", [None, 8, 64, 128, 5], ids=lambda page: f"page{page}")
-def test_triton_sel_parity_union_kvcache(device, page, size, monkeypatch):
+def test_triton_sel_parity_union_kvcache(device, page, size, pin):
     """Chunks of sequences of any length; keys of a tile in a page, in several, and across their ends."""
     dtype = torch.bfloat16 if GPU else torch.float16
-    monkeypatch.setattr(tiles, "forced", tiles.Choice(worth=tiles.ALWAYS))
+    pin(union=tiles.Choice(worth=tiles.ALWAYS))
     room = 130 if page is None else -(-130 // page) * page
     lengths, S = [130, 0, 67], 4
     cache = caches.draw(lengths, room, page, HKV=1, D=32, Dv=16, dtype=dtype, device=device, seed=size)

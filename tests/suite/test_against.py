@@ -1,6 +1,7 @@
 """This tree against another commit of it: what a small repository is told, and what the rounds come to."""
 
 import shutil
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from .small_repository import ROOT, git, make, write
 
 
 @pytest.fixture
-def repository(tmp_path, monkeypatch):
+def repository(tmp_path, monkeypatch, forked_children):
     """A repository whose one commit has two benchmarks of its own; it imports this tree's `nsa`."""
     path = make(tmp_path / "repository")
     monkeypatch.setattr(against, "PAIRS", 1)
@@ -57,7 +58,7 @@ def test_a_test_that_is_red_here_alone_is_red(repository, capsys):
         "import pytest\n\n@pytest.mark.perf\ndef test_c():\n    assert False\n"
     )
     assert compare(repository) == 1
-    assert "red in this tree, 1 of 1 processes: test_c" in capsys.readouterr().out
+    assert "red in this tree, 1 of 1 processes: test_c\n  assert False\n" in capsys.readouterr().out
 
 
 def test_an_unknown_commit_is_refused(repository):
@@ -73,6 +74,59 @@ def test_a_base_that_imports_another_copy_is_refused(repository, monkeypatch):
     git(repository, "commit", "--quiet", "-am", "stamped")
     with pytest.raises(against.NotCompared, match="its process imported nsa of 0000"):
         compare(repository)
+
+
+KERNEL = """
+    from nsa.call import Call
+    from nsa.plain.packed_sdpa import packed_sdpa
+    from nsa.testing.clock import timing
+
+    def attend(q, k, v, *, ranges, causal, scale):
+        attend.called = True
+        return packed_sdpa(Call.of(q, k, v, ranges=ranges, causal=causal, scale=scale))[0] * RIGHT
+
+    def sample(calls, repeats, sync):
+        attend.called = False
+        calls[0]()
+        return 1e-2 * (TIMES if attend.called else 1.0)
+
+    timing._host_sample = sample  # the clock of this test
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "said"),
+    [
+        ({"TIMES": 1.0}, 0, "gate: 1 pass, 0 FAIL"),
+        ({"TIMES": 1.3}, 1, "30.0% slower beside its control"),
+        ({"RIGHT": 1.5}, 1, "16384 of 16384 off, 0 NaN\ngate: 0 pass"),
+    ],
+    ids=["as-it-was", "slower", "wrong"],
+)
+def test_a_contestant_is_gated_in_its_own_repository(
+    tmp_path, monkeypatch, forked_children, capsys, change, status, said
+):
+    """Its package lies below the root. The suite is the installed one; commits are those of the contestant."""
+    package = tmp_path / "repository" / "src"
+    package.mkdir(parents=True)
+    top = package.parent
+
+    def write(TIMES=1.0, RIGHT=1.0):
+        (package / "timed.py").write_text(f"TIMES, RIGHT = {TIMES}, {RIGHT}\n{textwrap.dedent(KERNEL)}")
+
+    write()
+    for words in (("init", "--quiet"), ("add", "-A"), ("commit", "--quiet", "-m", "base")):
+        git(top, *words)
+    write(**change)
+    monkeypatch.setattr(against, "PAIRS", 1)
+    monkeypatch.syspath_prepend(package)  # as an installation in place does
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("NSA_TEST_TRITON_SEL", "0")
+    chosen = ["-p", "nsa_pytest", "-m", "perf", "--nsa-impl", "timed:attend", "-k", "many and D64-Dv64-L256"]
+    suite = "nsa.testing.suite"
+    assert against.compare("HEAD", [*chosen, "--pyargs", suite], [suite], top, True, "timed") == status
+    assert said in capsys.readouterr().out
+    assert git(top, "worktree", "list").count("\n") == 0
 
 
 def tree(name, times):

@@ -1,7 +1,6 @@
 """Kernels of others by `--nsa-impl`: judged within their contracts, told what they compute, refused in three lines."""
 
 import contextlib
-import os
 import re
 import textwrap
 
@@ -12,9 +11,12 @@ import nsa
 from nsa.testing.contestants import named
 from nsa.testing.contestants.contract import Contract
 from nsa.testing.contestants.fit import ENOUGH
+from nsa.testing.gate import hooks
 from nsa.testing.matrix.case import Case
 from nsa.testing.suite.parity.test_promises import over_a_cache
 from nsa.testing.verdicts import Tally, Verdicts
+
+from .small_project import ROOT, off_gpu, saving
 
 KERNELS = """
     import torch
@@ -83,15 +85,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def suite(run_pytest, folder, pytestconfig):
+def suite(run_pytest, folder):
     """`suite(*arguments)`: the shipped suite in this checkout, on kernels of `mine.py`, without a GPU."""
 
-    def run(*arguments, **environment):
-        kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        path = os.pathsep.join((str(folder), str(pytestconfig.rootpath)))
-        kept |= {"PYTHONPATH": path, "NSA_TEST_TRITON_SEL": "0"} | environment
+    def run(*arguments):
         arguments = ("--pyargs", "nsa.testing.suite", *arguments, "-q", "-p", "no:cacheprovider")
-        return run_pytest(*arguments, cwd=pytestconfig.rootpath, environment=kept)
+        return run_pytest(*arguments, cwd=ROOT, environment=off_gpu(folder))
 
     return run
 
@@ -117,7 +116,7 @@ def test_a_kernel_of_one_size_is_judged_on_it(suite):
 
 
 def test_a_wrong_kernel_is_told_what_it_computes(suite):
-    done = suite("-m", "parity", "--nsa-impl", "mine:first_64", "-k", "not any_selection")
+    done = suite("-m", "parity", "--nsa-impl", "mine:first_64", "-k", "L67 or L99 or L130 or L131 or L17")
     assert done.returncode == 1
     said = verdicts(done)
     assert re.match(r"mine:first_64, parity: WRONG on (\d+) of \d+ cases\n", said), done.stdout
@@ -225,27 +224,20 @@ TIMED = """
 """
 
 
-def test_a_contestants_own_baseline_gates_it(run_pytest, tmp_path, pytestconfig):
+def test_a_contestants_own_baseline_gates_it(run_pytest, forked_children, tmp_path, monkeypatch):
     """Plain torch, on a clock of the test: half as slow again is a FAIL. Ours keep the baselines that they have."""
     (tmp_path / "timed.py").write_text(textwrap.dedent(TIMED))
-    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    kept |= {"PYTHONPATH": str(pytestconfig.rootpath), "NSA_TEST_TRITON_SEL": "0", "TIMES": "1"}
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for name, value in off_gpu(TIMES="1").items():
+        monkeypatch.setenv(name, value)
     chosen = ("-p", "nsa_pytest", "--pyargs", "nsa.testing.suite", "-m", "perf", "--nsa-impl", "timed:attend")
     chosen = (*chosen, "-k", "many and D64-Dv64-L256", "-q", "-p", "no:cacheprovider")
-    saved = run_pytest(*chosen, "--nsa-save-baseline", cwd=tmp_path, environment=kept)
-    assert saved.returncode == 0, saved.stdout + saved.stderr
+    assert hooks._record(saving(tmp_path, *chosen, "--nsa-save-baseline", impl=["timed:attend"])) == 0
     (folder,) = {path.parent for path in tmp_path.glob("nsa-baselines/*/timed-attend/*.json")}
     assert len(list(folder.glob("*.json"))) == 3
-    slow = run_pytest(*chosen, "--benchmark-compare", cwd=tmp_path, environment=kept | {"TIMES": "1.5"})
+    slow = run_pytest(*chosen, "--benchmark-compare", cwd=tmp_path, environment=off_gpu(TIMES="1.5"))
     assert slow.returncode == 1, slow.stdout
     assert re.search(r"gate: .*[1-9] FAIL", slow.stdout), slow.stdout
-
-
-def test_a_baseline_is_of_one_contestant(suite):
-    two = ("--nsa-impl", "mine:right", "--nsa-impl", "mine:first_64")
-    done = suite("-m", "perf", *two, "--nsa-save-baseline")
-    assert done.returncode == 1
-    assert "a baseline is of one contestant: leave out all but one --nsa-impl" in done.stderr
 
 
 # --- caches in fp8 and ragged queries --------------------------------------------------------------------------------

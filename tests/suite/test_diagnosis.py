@@ -26,13 +26,7 @@ LONG = [  # rows and spans of so different lengths that sizes of blocks can be t
 PROMPT = Case(2, 16, 16, 64, 400, "prefill", "fp32", HKV=2, S=100, S_kv=130, block_size=16)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Small tensors: with two threads on a busy machine most of the time is spent waiting for the other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def same(x):

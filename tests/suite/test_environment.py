@@ -14,7 +14,7 @@ HOSTILE = {
     "LANG": "de_DE", "COLUMNS": "40", "PYTHONOPTIMIZE": "1", "PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "error",
     "PYTEST_ADDOPTS": "-x", "PYTEST_PLUGINS": "none", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "FORCE_COLOR": "1",
     "PYTEST_XDIST_WORKER": "gw0", "PYTEST_XDIST_WORKER_COUNT": "2", "GIT_DIR": "/nowhere", "GIT_INDEX_FILE": "index",
-    "CI": "true", "HOME": "/nowhere",
+    "CI": "true", "HOME": "/nowhere", "OMP_NUM_THREADS": "64",
 }  # fmt: skip
 
 

@@ -75,7 +75,7 @@ def test_one_key_too_many_is_red_and_named(prove, tmp_path):
     assert re.search(rf'pytest --pyargs "{ID.format("parity")}" --nsa-impl one_key_more:attend', done.stdout)
 
 
-def test_serving_from_pages_gives_the_tokens_of_a_run_without_a_cache(lane, fresh_routes, capsys):
+def test_serving_from_pages_gives_the_tokens_of_a_run_without_a_cache(lane, fresh_routes, one_thread, capsys):
     """On a GPU by kernels, whatever its threshold; the interpreter would take minutes."""
     spec = importlib.util.spec_from_file_location("paged_decode", ROOT / "examples" / "paged_decode.py")
     example = importlib.util.module_from_spec(spec)

@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 
 import nsa
-from nsa.kernels.shared import sources
-from nsa.testing.compile import budgets
+from nsa.kernels.shared import passed, sources
 
 ROOT = Path(nsa.__file__).parents[1]
 PARTS = ("pyproject.toml", "README.md", "LICENSE", "nsa", "nsa_pytest.py")
@@ -76,7 +75,7 @@ def built(tmp_path_factory):
 def test_sdist_and_wheel_carry_all_that_is_read_at_run_time(built):
     inside, wheel = built
     tree = files()
-    read = {"nsa/configs/base.yaml", "nsa/kernels/budgets.yaml", "nsa/testing/report/templates/report.md.j2"}
+    read = {"nsa/configs/base.yaml", "nsa/configs/compiled.yaml", "nsa/testing/report/templates/report.md.j2"}
     assert read <= set(tree)
     assert any(name.startswith("nsa/testing/suite/parity/test_") for name in tree)
     with zipfile.ZipFile(wheel) as archive:
@@ -113,11 +112,11 @@ sys.path[:] = [entry for entry in sys.path if entry != checkout]
 sys.meta_path[:] = [f for f in sys.meta_path if not getattr(f, "__module__", "").startswith("__editable__")]
 import torch, nsa
 from nsa import gpu, routing
-from nsa.kernels.shared import sources
+from nsa.kernels.shared import passed, sources
 from nsa.testing.compile import budgets
 found = {
     "measured": sorted({str(getattr(gpu.measured(routing.STAND_IN), name).path) for name in gpu.SECTIONS}),
-    "budgets": sorted(budgets.load().entries), "sources": sources.kernel_sources(),
+    "passed": sorted(map(list, passed.passed_pairs())), "sources": sources.kernel_sources(),
     "templates": str(budgets.PACKAGE / "testing" / "report" / "templates"),
 }
 q, k = torch.randn(1, 3, 4, 16), torch.randn(1, 9, 2, 16)
@@ -146,7 +145,7 @@ def test_wheel_works_outside_the_checkout(built, tmp_path):
     first, *doctor, last = done.stdout.splitlines()
     assert json.loads(first) == {
         "measured": [str(site / "nsa/configs/gpus/nvidia-h100-80gb-hbm3.yaml")],
-        "budgets": sorted(budgets.load().entries),
+        "passed": sorted(map(list, passed.passed_pairs())),
         "sources": sources.kernel_sources(),
         "templates": str(site / "nsa/testing/report/templates"),
         "shape": [1, 3, 4, 16],

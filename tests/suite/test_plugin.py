@@ -3,7 +3,6 @@
 import contextlib
 import re
 import shlex
-import shutil
 import time
 import types
 from pathlib import Path
@@ -18,27 +17,20 @@ from hypothesis.internal.conjecture import engine
 from nsa import settings as nsa_settings
 from nsa.testing import lane, plugin, profiles
 
-pytest_plugins = ["pytester"]
-ROOT = Path(plugin.__file__).parents[2]
+from .small_project import lay_out, off_gpu, outcome
 
 
 @pytest.fixture
-def project(forked_project, monkeypatch):
-    """A rootdir with this repository's conftest.py and pyproject.toml, on the CPU lane, outside any xdist worker."""
-    pytester = forked_project
-    for name in ("conftest.py", "pyproject.toml"):
-        shutil.copy(ROOT / name, pytester.path)
-    for name in ("NSA_COMMIT", "TRITON_INTERPRET"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("NSA_TEST_TRITON_SEL", "0")
-    return pytester
+def inner(run_pytest, tmp_path):
+    """`inner(files, *arguments)`: pytest in a rootdir with these files and this repository's configuration."""
 
+    def run(files, *arguments, **environment):
+        lay_out(tmp_path, files)
+        done = run_pytest(*arguments, cwd=tmp_path, environment=off_gpu(**environment))
+        print(done.stdout, done.stderr, sep="\n")
+        return done
 
-def write(project, path, text):
-    file = project.path / path
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
+    return run
 
 
 MARKS = "def test_marks(request):\n    assert [mark.name for mark in request.node.iter_markers()] == [{!r}]\n"
@@ -53,23 +45,24 @@ PROFILE = "import hypothesis\ndef test_profile():\n    assert hypothesis.setting
 BENCHMARK = "def test_bench(benchmark):\n    benchmark(sum, range(100))\n"
 
 
-def test_folders_mark_header_skips_and_replay(project):
-    write(project, "tests/parity/test_a.py", MARKS.format("parity") + FAILS)
-    write(project, "tests/parity/deep/test_b.py", MARKS.format("parity") + LANE)
-    write(project, "tests/edge/test_a.py", MARKS.format("edge") + NEEDS_GPU + PROFILE.format(25))
-    write(project, "tests/perf/test_a.py", "def test_deselected():\n    assert False\n")
-    write(project, "tests/other/test_a.py", "def test_deselected():\n    assert False\n")
-    result = project.runpytest_subprocess("-m", "parity or edge", "--nsa-seed", "7")
-    result.assert_outcomes(passed=5, failed=1, skipped=1, deselected=2)
-    result.stdout.fnmatch_lines(
-        [
-            "nsa lane: CPU: Triton interpreter, fp32/fp16 on small shapes",
-            f"nsa: torch {torch.__version__}, triton {plugin.triton_version()}, seed 7, commit *",
-            "*= replay one failure =*",
-            'NSA_TEST_TRITON_SEL=0 pytest "tests/parity/test_a.py::test_fails[[]H8-D128[]]" --nsa-seed 7',
-            "SKIPPED [[]1[]] tests/edge/test_a.py:*: needs an NVIDIA GPU: NSA_TEST_TRITON_SEL=0 keeps the suite off it",
-        ]
-    )
+def test_folders_mark_header_skips_and_replay(inner):
+    files = {
+        "tests/parity/test_a.py": MARKS.format("parity") + FAILS,
+        "tests/parity/deep/test_b.py": MARKS.format("parity") + LANE,
+        "tests/edge/test_a.py": MARKS.format("edge") + NEEDS_GPU + PROFILE.format(25),
+        "tests/perf/test_a.py": "def test_deselected():\n    assert False\n",
+        "tests/other/test_a.py": "def test_deselected():\n    assert False\n",
+    }
+    done = inner(files, "-m", "parity or edge", "--nsa-seed", "7")
+    assert outcome(done) == {"passed": 5, "failed": 1, "skipped": 1, "deselected": 2}
+    for line in (
+        "nsa lane: CPU: Triton interpreter, fp32/fp16 on small shapes",
+        f"nsa: torch {re.escape(torch.__version__)}, triton {plugin.triton_version()}, seed 7, commit ",
+        "=+ replay one failure =+",
+        r'NSA_TEST_TRITON_SEL=0 pytest "tests/parity/test_a.py::test_fails\[H8-D128\]" --nsa-seed 7',
+        r"SKIPPED \[1\] tests/edge/test_a.py:\d+: needs an NVIDIA GPU: NSA_TEST_TRITON_SEL=0 keeps the suite off it",
+    ):
+        assert re.search(f"^{line}", done.stdout, re.M), line
 
 
 LOST = """
@@ -91,85 +84,36 @@ def test_later():
 """
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_lost_context_stops_the_run_and_names_the_test(project, workers):
-    write(project, "tests/edge/test_a.py", LOST)
-    result = project.runpytest_subprocess("-n", workers, "--dist", "loadfile", "--benchmark-disable")
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*test_a.py::test_bad lost the CUDA context: CUDA error: an illegal memory access*"])
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_lost_context_stops_the_run_and_names_the_test(inner, workers):
+    done = inner({"tests/edge/test_a.py": LOST}, "-n", workers, "--dist", "loadfile", "--benchmark-disable")
+    assert outcome(done) == {"passed": 1, "failed": 1}
+    assert re.search("test_a.py::test_bad lost the CUDA context: CUDA error: an illegal memory access", done.stdout)
 
 
-def test_a_benchmark_is_replayed_as_it_was_sampled(project):
-    write(project, "tests/perf/test_a.py", "def test_fails():\n    assert False\n")
+def test_a_benchmark_is_replayed_as_it_was_sampled(inner):
     said = "--nsa-iters 20 --nsa-warmup 2 --nsa-seed 7 --nsa-streams 3 --nsa-full --nsa-hot --nsa-no-check"
-    result = project.runpytest_subprocess("-m", "perf", *said.split())
-    result.stdout.fnmatch_lines([f'NSA_TEST_TRITON_SEL=0 pytest "tests/perf/test_a.py::test_fails" {said}'])
+    done = inner({"tests/perf/test_a.py": "def test_fails():\n    assert False\n"}, "-m", "perf", *said.split())
+    assert f'NSA_TEST_TRITON_SEL=0 pytest "tests/perf/test_a.py::test_fails" {said}' in done.stdout.splitlines()
 
 
-def test_xdist_runs_parity_and_replays(project):
-    write(project, "tests/parity/test_a.py", MARKS.format("parity") + FAILS + LANE)
-    write(project, "tests/perf/test_a.py", BENCHMARK)
+def test_xdist_runs_parity_and_replays(inner):
     threads = "import torch\ndef test_threads():\n    assert torch.get_num_threads() == max(1, {} // 2)\n"
-    write(project, "tests/edge/test_a.py", threads.format(len(plugin.os.sched_getaffinity(0))))
-    result = pytest.Pytester.runpytest_subprocess(project, "-m", "not perf", "-n", "2", "--benchmark-disable")
-    result.assert_outcomes(passed=3, failed=1)
-    result.stdout.fnmatch_lines(['*pytest "tests/parity/test_a.py::test_fails[[]H8-D128[]]"'])
+    files = {
+        "tests/parity/test_a.py": MARKS.format("parity") + FAILS + LANE,
+        "tests/perf/test_a.py": BENCHMARK,
+        "tests/edge/test_a.py": threads.format(len(plugin.os.sched_getaffinity(0))),
+    }
+    done = inner(files, "-m", "not perf", "-n", "2", "--benchmark-disable", OMP_NUM_THREADS="5")
+    assert outcome(done) == {"passed": 3, "failed": 1}
+    assert 'pytest "tests/parity/test_a.py::test_fails[H8-D128]"' in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["-n", "2", "--benchmark-compare"], "compare needs benchmarks, and under xdist there are none: leave out -n"),
-        (["--benchmark-disable", "--benchmark-save=x"], "save needs benchmarks: leave out --benchmark-disable"),
-    ],
-    ids=["xdist", "disabled"],
-)
-def test_benchmarks_that_would_not_run_are_refused(project, arguments, message):
-    write(project, "tests/perf/test_a.py", BENCHMARK)
-    result = project.runpytest_subprocess("-m", "perf", *arguments)
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stderr.fnmatch_lines([f"*--benchmark-{message}"])
-
-
-def test_lane_switch_must_be_0_or_1(project, monkeypatch):
-    write(project, "tests/edge/test_a.py", LANE)
-    monkeypatch.setenv("NSA_TEST_TRITON_SEL", "off")
-    result = project.runpytest_subprocess()
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: NSA_TEST_TRITON_SEL='off': expected 0 (keep the suite off the GPU) or 1"])
-
-
-def test_without_a_baseline_it_says_how_to_record_one(project):
-    write(project, "tests/perf/test_a.py", BENCHMARK)
-    missing = project.runpytest_subprocess("-m", "perf", "--benchmark-compare")
-    assert missing.ret == 0
-    missing.stdout.fnmatch_lines(
-        [
-            "not gated: no baseline for *threads, *",
-            "record one: the same command with --nsa-save-baseline instead of --benchmark-compare",
-            "*= 1 passed in *",
-        ]
-    )
-    assert not list(project.path.rglob("*.json"))  # nothing is saved unless asked for
-
-
-def test_what_pytest_benchmark_saves_by_itself_is_no_baseline(project, monkeypatch):
-    """`--benchmark-autosave` and `--benchmark-save` work as upstream's documentation says; the gate reads neither."""
-    write(project, "tests/perf/test_a.py", BENCHMARK)
-    assert project.runpytest_subprocess("-m", "perf", "--benchmark-autosave").ret == 0
-    assert project.runpytest_subprocess("-m", "perf", "--benchmark-save=mine").ret == 0
-    saved = sorted(path.relative_to(project.path).parts for path in project.path.rglob("*.json"))
-    assert [(parts[0], parts[-1][:5]) for parts in saved] == [(".benchmarks", "0001_"), (".benchmarks", "0002_")]
-    ungated = project.runpytest_subprocess("-m", "perf", "--benchmark-compare")
-    ungated.stdout.fnmatch_lines(["not gated: no baseline for *"])
-    named = project.runpytest_subprocess("-m", "perf", "--benchmark-compare=0002")
-    for run in ("NOW", "0002"):
-        named.stdout.fnmatch_lines([f"bench ({run})*"])
-
-
-def test_hypothesis_profile_deep(project):
-    write(project, "tests/edge/test_a.py", PROFILE.format(profiles.EXAMPLES["deep"]))
-    project.runpytest_subprocess("--hypothesis-profile=deep").assert_outcomes(passed=1)
+def test_lane_switch_must_be_0_or_1(inner):
+    done = inner({"tests/edge/test_a.py": LANE}, NSA_TEST_TRITON_SEL="off")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    said = "ERROR: NSA_TEST_TRITON_SEL='off': expected 0 (keep the suite off the GPU) or 1"
+    assert said in done.stderr.splitlines()
 
 
 # --- what Hypothesis draws --------------------------------------------------------------------------------------------
@@ -187,62 +131,56 @@ def test_fails(case, number, flag):
 """
 
 
-def replay_line(result):
-    [line] = [line for line in result.outlines if "test_fails" in line and "pytest " in line]
+def replay_line(done):
+    [line] = [line for line in done.stdout.splitlines() if "test_fails" in line and "pytest " in line]
     return shlex.split(line.removeprefix("NSA_TEST_TRITON_SEL=0 "))
 
 
-def drew(result):
-    return set(re.findall(r"drew \d+", result.stdout.str()))
+def drew(done):
+    return set(re.findall(r"drew \d+", done.stdout))
 
 
-@pytest.mark.parametrize(
-    ("profile", "workers"),
-    [([], []), (["--hypothesis-profile", "deep"], []), (["--hypothesis-profile", "deep"], ["-n", "2"])],
-    ids=["ci", "deep", "xdist"],
-)
-def test_a_drawn_call_that_failed_is_replayed(project, profile, workers):
+@pytest.mark.parametrize(("profile", "workers"), [("ci", "0"), ("deep", "1")])
+def test_a_drawn_call_that_failed_is_replayed(inner, profile, workers):
     """By the line as it is printed. `deep` draws others in each run."""
-    write(project, "tests/parity/test_a.py", DRAWN)
-    first = project.runpytest_subprocess(*profile, *workers)
-    first.assert_outcomes(passed=1, failed=1)
+    files = {"tests/parity/test_a.py": DRAWN, "tests/edge/test_a.py": PROFILE.format(profiles.EXAMPLES[profile])}
+    chosen = [] if profile == profiles.DEFAULT else ["--hypothesis-profile", profile]
+    first = inner(files, *chosen, "-n", workers, "--benchmark-disable")
+    assert outcome(first) == {"passed": 2, "failed": 1}
     command = replay_line(first)
     assert command[:2] == ["pytest", "tests/parity/test_a.py::test_fails[H8-D128]"]
-    assert command[2:4] == (profile or ["--nsa-reproduce", command[3]])
-    again = project.runpytest_subprocess(*command[1:])
-    again.assert_outcomes(failed=1)
+    assert command[2:4] == (chosen or ["--nsa-reproduce", command[3]])
+    again = inner(files, *command[1:])
+    assert outcome(again) == {"failed": 1}
     assert drew(again) == drew(first) != set()
     assert replay_line(again) == command
 
 
-def test_an_example_is_replayed_by_its_test_alone(project):
+def test_an_example_is_replayed_by_its_test_alone(inner):
     text = DRAWN.replace("Phase.generate", "Phase.explicit").replace("import Phase", "import Phase, example")
-    write(project, "tests/parity/test_a.py", text.replace("def test_fails", "@example(5000, True)\ndef test_fails"))
-    result = project.runpytest_subprocess("--hypothesis-profile", "deep")
-    assert replay_line(result)[2:] == ["--hypothesis-profile", "deep"]
-    assert drew(result) == {"drew 5000"}
+    text = text.replace("def test_fails", "@example(5000, True)\ndef test_fails")
+    done = inner({"tests/parity/test_a.py": text}, "--hypothesis-profile", "deep")
+    assert replay_line(done)[2:] == ["--hypothesis-profile", "deep"]
+    assert drew(done) == {"drew 5000"}
 
 
 HYPOTHESIS = profiles.hypothesis.__version__
+UNREPLAYED = [  # the call, which tests are selected, and what is said
+    (f"{HYPOTHESIS}:AAAA", "H8 -n2", "leave out -n, because one test runs"),
+    ("AXic", "H8", "expected VERSION:BLOB, got 'AXic'"),
+    ("1.2.3:AXic", "H8", f"the call was drawn by Hypothesis 1.2.3, and this is {HYPOTHESIS}, which would draw"),
+    (f"{HYPOTHESIS}:AXic", "H8", "Invalid "),
+    (f"{HYPOTHESIS}:AAAA", "test_fails", "expected one Hypothesis test to be selected, got 2"),
+    (f"{HYPOTHESIS}:AAAA", "test_plain", "expected one Hypothesis test to be selected, got 0"),
+]
 
 
-@pytest.mark.parametrize(
-    ("call", "selected", "message"),
-    [
-        (f"{HYPOTHESIS}:AAAA", "H8 -n2", "leave out -n, because one test runs"),
-        ("AXic", "H8", "expected VERSION:BLOB, got 'AXic'"),
-        ("1.2.3:AXic", "H8", f"the call was drawn by Hypothesis 1.2.3, and this is {HYPOTHESIS}, which would draw*"),
-        (f"{HYPOTHESIS}:AXic", "H8", "Invalid *"),
-        (f"{HYPOTHESIS}:AAAA", "test_fails", "expected one Hypothesis test to be selected, got 2"),
-        (f"{HYPOTHESIS}:AAAA", "test_plain", "expected one Hypothesis test to be selected, got 0"),
-    ],
-    ids=["xdist", "no-version", "another-version", "no-blob", "two-tests", "no-drawn-test"],
-)
-def test_a_call_that_cannot_be_replayed_is_refused(project, call, selected, message):
-    write(project, "tests/parity/test_a.py", DRAWN + "\ndef test_plain():\n    pass\n")
-    result = project.runpytest_subprocess("-k", *selected.split(), "--nsa-reproduce", call)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: --nsa-reproduce: {message}"])
+def test_a_call_that_cannot_be_replayed_is_refused(run_pytest, tmp_path):
+    lay_out(tmp_path, {"tests/parity/test_a.py": DRAWN + "\ndef test_plain():\n    pass\n"})
+    runs = [["-k", *selected.split(), "--nsa-reproduce", call] for call, selected, _ in UNREPLAYED]
+    for done, (*how, said) in zip(run_pytest.each(runs, tmp_path, off_gpu()), UNREPLAYED, strict=True):
+        assert (done.returncode, how) == (pytest.ExitCode.USAGE_ERROR, how), done.stdout
+        assert done.stderr.startswith(f"ERROR: --nsa-reproduce: {said}"), how
 
 
 def test_a_failing_call_is_made_smaller_for_so_long(monkeypatch):

@@ -10,6 +10,7 @@ import yaml
 
 import nsa
 from nsa import gpu, settings
+from nsa.kernels import pinned
 from nsa.kernels.query_major import plan as query_major
 from nsa.kernels.query_major import tiles
 from nsa.kernels.query_major.tiles import Choice, Point
@@ -91,7 +92,7 @@ def test_every_candidate_is_right(device):
     choices = [c for c in sweep.candidates(case, 132) if c.num_stages == 2 and c.num_warps in (2, 4)]
     assert {c.head_tiles for c in choices} == {1, 2}
     for choice in choices:
-        with sweep.forced(choice):
+        with pinned(query_major=choice):
             sweep.assert_parity(impl.run(problem, return_lse=True), oracle, str(choice))
 
 
@@ -107,7 +108,7 @@ def test_tiles_without_keys_weigh_nothing(device, draw, agrees, source, keys):
     else:
         selection = {"ranges": torch.tensor([[0, keys]], device=device).expand(1, 2, HKV, 1, 2)}
     for choice in (Choice(1, 1, 64, 4, 2), Choice(1, 1, 16, 1, 2), Choice(2, 1, 64, 4, 2), Choice(4, 1, 16, 1, 2)):
-        with sweep.forced(choice):
+        with pinned(query_major=choice):
             if source == "rows":
                 dense(q, k, v, keys)
             else:
@@ -132,7 +133,7 @@ def test_forced_holds_for_its_block_only(device, pretend_gpu):
     q, k = torch.zeros(1, 1, 4, 16, device=device), torch.zeros(1, 64, 1, 16, device=device)
     ranges = torch.tensor([[[[[0, 64]]]]], dtype=torch.int32, device=device)
     for choice in (Choice(2, 2, 32, 4, 2), None):
-        with sweep.forced(choice):
+        with pinned(query_major=choice):
             nsa.selection_attention(q, k, k, ranges=ranges, backend="triton")
     assert [launch.splits for launch in pretend_gpu] == [2, 1]
     assert [launch.grid[0] for launch in pretend_gpu] == [2, 1]

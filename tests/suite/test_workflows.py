@@ -1,10 +1,11 @@
-"""The workflows have the shape GitHub accepts, and run what exists. The rules are those of its schema that we use."""
+"""The workflows have the shape that GitHub accepts, and run what exists."""
 
 import ast
 import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,67 +15,59 @@ from nsa.testing import profiles
 from nsa.testing.compile import budgets, matrix
 
 ROOT = Path(__file__).parents[2]
-WORKFLOWS = {path.stem: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
-TOP = {"name", "on", "permissions", "env", "defaults", "concurrency", "jobs"}
-JOB = {"name", "needs", "if", "runs-on", "permissions", "env", "strategy", "timeout-minutes", "steps", "outputs"}
-STEP = {"name", "id", "if", "uses", "with", "run", "env", "shell", "working-directory", "timeout-minutes"}
-EVENTS = {"push", "pull_request", "workflow_dispatch", "schedule"}
-INPUT = {"description", "type", "default", "required", "options"}
+FILES = {path.stem: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
+WORKFLOWS = {name: yaml.safe_load(path.read_text()) for name, path in FILES.items()}  # YAML 1.1 reads `on` as true
 SECONDS_A_CALL = 0.3  # to draw and check one, in the interpreter: the mean of all tests that draw, on one core
-CONTEXTS = {"github", "matrix", "inputs", "secrets", "needs", "env", "runner"}
+SCHEMA = ("--builtin-schema", "vendor.github-workflows")  # GitHub's, which the package ships
+EXPRESSION = r" (github|matrix|inputs|secrets|needs|env|runner)(\.[\w-]+)+ "
+INPUTS = {"boolean": bool, "string": str, "number": int, "choice": str}
+
+
+def check(*paths):
+    """What GitHub's schema says of workflows."""
+    pytest.importorskip("check_jsonschema")
+    command = [sys.executable, "-m", "check_jsonschema", *SCHEMA, *map(str, paths)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def problems(text):
-    """What is wrong with a workflow, as lines; none if nothing is."""
+    """What the schema does not know."""
     document = yaml.safe_load(text)
-    document["on"] = document.pop(True, document.get("on"))  # YAML 1.1 reads `on` as true
-    found = [f"unknown key {key}" for key in document.keys() - TOP]
-    events = document["on"] if isinstance(document["on"], dict) else dict.fromkeys(document["on"] or [])
-    found += [f"unknown event {event}" for event in events.keys() - EVENTS] + ["no event"] * (not events)
-    for name, spec in ((events.get("workflow_dispatch") or {}).get("inputs") or {}).items():
-        found += [f"input {name}: unknown key {key}" for key in spec.keys() - INPUT]
-        kind = {"boolean": bool, "string": str, "number": int, "choice": str}.get(spec.get("type"))
-        if kind is None or not isinstance(spec.get("default", kind()), kind):
+    found = [f"expression {x}" for x in re.findall(r"\$\{\{(.*?)\}\}", text) if not re.fullmatch(EXPRESSION, x)]
+    found += ["an expression is not closed"] * (text.count("${{") != text.count("}}"))
+    events = document.get(True)
+    asked = events.get("workflow_dispatch") if isinstance(events, dict) else None
+    for name, spec in ((asked or {}).get("inputs") or {}).items():
+        if not isinstance(spec.get("default"), INPUTS.get(spec.get("type"), ())):
             found.append(f"input {name}: expected a known type and a default of it")
-    jobs = document.get("jobs") or {}
-    for name, job in jobs.items():
-        found += [f"{name}: unknown key {key}" for key in job.keys() - JOB]
-        found += [f"{name}: no {key}" for key in ("runs-on", "timeout-minutes", "steps") if not job.get(key)]
-        needs = job.get("needs", [])
-        found += [f"{name}: needs {n}" for n in ([needs] if isinstance(needs, str) else needs) if n not in jobs]
-        for i, step in enumerate(job.get("steps") or []):
-            where = f"{name}, step {i}"
-            found += [f"{where}: unknown key {key}" for key in step.keys() - STEP]
-            if ("uses" in step) == ("run" in step):
-                found.append(f"{where}: expected one of uses and run")
+    for name, job in document["jobs"].items():
+        needs = [job["needs"]] if isinstance(job.get("needs"), str) else job.get("needs", [])
+        found += [f"{name}: needs {other}" for other in needs if other not in document["jobs"]]
+        found += [f"{name}: no timeout-minutes"] * ("timeout-minutes" not in job)
+        for step in job.get("steps", []):
             if "uses" in step and not re.fullmatch(r"[\w.-]+/[\w./-]+@(v\d+|[0-9a-f]{40})", step["uses"]):
-                found.append(f"{where}: expected owner/action@version, got {step['uses']}")
-            if "with" in step and "uses" not in step:
-                found.append(f"{where}: with belongs to uses")
-    for expression in re.findall(r"\$\{\{(.*?)\}\}", text):
-        if not re.fullmatch(r" (" + "|".join(CONTEXTS) + r")(\.[\w-]+)+ ", expression):
-            found.append(f"expression ${{{{{expression}}}}}")
-    if text.count("${{") != text.count("}}"):
-        found.append("an expression is not closed")
+                found.append(f"{name}: expected owner/action@version, got {step['uses']}")
+            found += [f"{name}: with belongs to uses"] * ("with" in step and "uses" not in step)
     return found
 
 
-def runs(text):
-    return [step["run"] for job in yaml.safe_load(text)["jobs"].values() for step in job["steps"] if "run" in step]
+def runs(name):
+    return [step["run"] for job in WORKFLOWS[name]["jobs"].values() for step in job["steps"] if "run" in step]
 
 
 def syntax_error(script):
     return subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False).stderr
 
 
-@pytest.mark.parametrize("name", WORKFLOWS)
-def test_workflow_has_the_shape_github_accepts(name):
-    assert problems(WORKFLOWS[name].read_text()) == []
+def test_workflows_have_the_shape_github_accepts():
+    done = check(*FILES.values())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {name: problems(path.read_text()) for name, path in FILES.items()} == dict.fromkeys(FILES, [])
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_workflow_runs_scripts_that_exist(name):
-    for run in runs(WORKFLOWS[name].read_text()):
+    for run in runs(name):
         assert "${{" not in run, "untrusted text must not become part of a script: pass it in env"
         assert syntax_error(run) == ""
         for script in re.findall(r"\.ci/\w+", run):
@@ -84,18 +77,18 @@ def test_workflow_runs_scripts_that_exist(name):
 
 def test_both_lanes_have_a_workflow():
     assert set(WORKFLOWS) == {"ci", "gpu", "nightly"}
-    ci, gpu = (yaml.safe_load(WORKFLOWS[name].read_text()) for name in ("ci", "gpu"))
+    ci, gpu = WORKFLOWS["ci"], WORKFLOWS["gpu"]
     assert {"push", "pull_request"} <= ci[True].keys()
-    assert ".ci/run" in runs(WORKFLOWS["ci"].read_text())
+    assert ".ci/run" in runs("ci")
     assert set(gpu[True]) == {"workflow_dispatch"}
     assert gpu["jobs"]["gpu"]["runs-on"] == ["self-hosted", "gpu"]
     steps = {step.get("uses", "").partition("@")[0]: step for job in gpu["jobs"].values() for step in job["steps"]}
     up, down = (steps[f"actions/{way}-artifact"] for way in ("upload", "download"))
     assert up["if"] == "always()"  # a red gate needs its report most
     assert up["with"]["name"] == down["with"]["name"]
-    assert f".ci/gpu {up['with']['path']}" in runs(WORKFLOWS["gpu"].read_text())
+    assert f".ci/gpu {up['with']['path']}" in runs("gpu")
     assert gpu["jobs"]["propose"]["permissions"] == {"contents": "write", "pull-requests": "write"}
-    [propose] = [run for run in runs(WORKFLOWS["gpu"].read_text()) if "gh pr create" in run]
+    [propose] = [run for run in runs("gpu") if "gh pr create" in run]
     assert f"cp {up['with']['path']}/gpus/*.yaml nsa/configs/gpus/" in propose
     assert '-exec cp {} "$out/gpus/"' in (ROOT / ".ci" / "gpu").read_text()
 
@@ -109,12 +102,12 @@ def test_ci_runs_the_commands_of_readme():
     lines = script.splitlines()
     assert [line for line in lines if line in commands] == commands
     assert lines.index('cd "$copy"') < lines.index(commands[0])
-    assert runs(WORKFLOWS["ci"].read_text())[0] == ".ci/run"
+    assert runs("ci")[0] == ".ci/run"
 
 
 def test_a_pull_request_is_gated_against_its_base():
     """On the runner itself: no stored baseline fits it. The base commit has to be in the clone."""
-    ci = yaml.safe_load(WORKFLOWS["ci"].read_text())
+    ci = WORKFLOWS["ci"]
     job = ci["jobs"]["gate"]
     assert job["if"] == "github.event_name == 'pull_request'"
     [checkout] = [step for step in job["steps"] if step.get("uses", "").startswith("actions/checkout")]
@@ -144,41 +137,40 @@ def test_script_for_gpu_boxes_does_every_step():
 
 
 MEASURED = "--nsa-update-thresholds --nsa-update-schedules"  # of the report, only where it is written
-
-
-def selected(command, run_pytest):
-    """The test files that a command line of `.ci/gpu` selects."""
-    command = command.replace('"$PYTHON" -m pytest', "").replace('"${measured[@]}"', MEASURED)
-    words = shlex.split(command.partition("||")[0])
-    words = [word for word in words if not word.startswith(("--junitxml", "--benchmark-json", "--nsa-report", "$out"))]
-    if "-n" in words:  # a worker process would only import torch once more
-        del words[words.index("-n") : words.index("-n") + 2]
-    done = run_pytest(*words, "--collect-only", "-q", cwd=ROOT)
-    assert done.returncode == 0, done.stdout[-500:] + done.stderr
-    return {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+WRITTEN = ("--junitxml", "--benchmark-json", "--nsa-report", "$out")
 
 
 @pytest.fixture(scope="module")
-def pytest_commands():
-    """The command lines of `.ci/gpu` that start pytest, each on one line."""
-    text = (ROOT / ".ci" / "gpu").read_text().replace("\\\n", " ")
-    return [line.strip() for line in text.splitlines() if line.strip().startswith('"$PYTHON" -m pytest')]
+def collected(run_pytest):
+    """The tests that each pytest of `.ci/gpu` and of the nightly workflow selects, after the words of its command."""
+    text = (ROOT / ".ci" / "gpu").read_text().replace("\\\n", " ").replace('"${measured[@]}"', MEASURED)
+    commands = [line.strip() for line in text.splitlines() if line.strip().startswith('"$PYTHON" -m pytest')]
+    commands.append(WORKFLOWS["nightly"]["jobs"]["drawn"]["steps"][-1]["run"])
+    commands = [shlex.split(command.partition("||")[0])[3:] for command in commands]
+    runs = [[word for word in words if not word.startswith(WRITTEN)] for words in commands]
+    runs = [[*words, "-n", "0", "--collect-only", "-q", "-p", "no:cacheprovider"] for words in runs]
+    seen = run_pytest.each(runs, cwd=ROOT)
+    assert all(done.returncode == 0 for done in seen), [done.stdout[-500:] + done.stderr for done in seen]
+    return [
+        (words, [line for line in done.stdout.splitlines() if "::" in line])
+        for words, done in zip(commands, seen, strict=True)
+    ]
 
 
-def test_the_gpu_script_gates_core_and_training(pytest_commands, run_pytest):
+def test_the_gpu_script_gates_core_and_training(collected):
     """Which files run is what pytest collects for the script's own words: a path in the wrong place selects others."""
+    parity, _, core, training = ({line.partition("::")[0] for line in lines} for _, lines in collected[:4])
     everything = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
-    parity, _, core, training = pytest_commands
-    assert selected(parity, run_pytest) == {path for path in everything if not path.startswith("tests/perf/")}
+    assert parity == {path for path in everything if not path.startswith("tests/perf/")}
     left_out = {f"tests/perf/test_{name}.py" for name in ("training", "shape", "sweep")}
-    assert selected(core, run_pytest) == {path for path in everything if path.startswith("tests/perf/")} - left_out
-    assert selected(training, run_pytest) == {"tests/perf/test_training.py"}
-    for command in (core, training):
-        assert {"--benchmark-compare", "--nsa-strict"} <= set(shlex.split(command))
+    assert core == {path for path in everything if path.startswith("tests/perf/")} - left_out
+    assert training == {"tests/perf/test_training.py"}
+    for words, _ in collected[2:4]:
+        assert {"--benchmark-compare", "--nsa-strict"} <= set(words)
 
 
 def test_every_triton_that_must_work_compiles_the_kernels_every_night():
-    nightly = yaml.safe_load(WORKFLOWS["nightly"].read_text())
+    nightly = WORKFLOWS["nightly"]
     assert len(nightly[True]["schedule"]) == 1
     assert re.fullmatch(r"\d+ \d+ \* \* \*", nightly[True]["schedule"][0]["cron"])
     job = nightly["jobs"]["aot"]
@@ -197,24 +189,22 @@ def test_every_triton_that_must_work_compiles_the_kernels_every_night():
         assert words in script
 
 
-def test_calls_are_drawn_at_length_every_night(run_pytest):
+def test_calls_are_drawn_at_length_every_night(collected):
     """All tests that draw, and within the hour on two cores if a call takes what it took when this was written."""
-    job = yaml.safe_load(WORKFLOWS["nightly"].read_text())["jobs"]["drawn"]
+    job = WORKFLOWS["nightly"]["jobs"]["drawn"]
     make, command = (step["run"] for step in job["steps"] if "run" in step)
     assert make == "make --no-print-directory .venv/ready"
-    python, *arguments = shlex.split(command)
-    assert (python, arguments[:2]) == (".venv/bin/python", ["-m", "pytest"])
+    assert command.startswith(".venv/bin/python -m pytest ")
+    arguments, lines = collected[-1]
     assert arguments[arguments.index("--hypothesis-profile") + 1] == "deep"
     assert profiles.EXAMPLES["deep"] >= 10 * profiles.EXAMPLES[profiles.DEFAULT]
-    done = run_pytest(*arguments[2:], "-n", "0", "--collect-only", "-q", "-p", "no:cacheprovider", cwd=ROOT)
-    chosen = {line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
     drawn = {
         f"{path.relative_to(ROOT)}::{test.name}"
         for path in ROOT.glob("tests/**/test_*.py")
         for test in ast.parse(path.read_text()).body
         if isinstance(test, ast.FunctionDef) and any("given(" in ast.unparse(x) for x in test.decorator_list)
     }
-    assert chosen == drawn
+    assert {line.partition("[")[0] for line in lines} == drawn
     assert len(drawn) * profiles.EXAMPLES["deep"] * SECONDS_A_CALL / 2 < 0.8 * 60 * job["timeout-minutes"]
 
 
@@ -224,19 +214,30 @@ def test_nightly_script_asks_for_a_version():
     assert "expected a version of Triton, or newest" in done.stderr
 
 
-BROKEN = {
-    "misspelt-key": ("timeout-minutes", "timeout_minutes", "unknown key timeout_minutes"),
-    "unpinned": ("actions/checkout@v4", "actions/checkout", "expected owner/action@version"),
-    "nothing-to-do": ("- run: .ci/run", "- name: nothing", "expected one of uses and run"),
-    "unclosed": ("matrix.python }}", "matrix.python", "an expression is not closed"),
-    "unknown-context": ("matrix.python", "matrx.python", "expression"),
-    "unknown-event": ("pull_request", "pullrequest", "unknown event pullrequest"),
-}
+UNSHAPED = [  # what the schema finds
+    ("ci", "timeout-minutes", "timeout_minutes"), ("ci", "- run: .ci/run", "- name: nothing"),
+    ("ci", "pull_request:", "pullrequest:"), ("ci", "runs-on:", "runs_on:"), ("gpu", "permissions:", "permission:"),
+    ("ci", "- run: .ci/run", "- run: .ci/run\n        uses: actions/checkout@v4"),
+]  # fmt: skip
+UNSOUND = [  # what it does not know
+    ("ci", "actions/checkout@v4", "actions/checkout", "expected owner/action@version"),
+    ("ci", "matrix.python }}", "matrix.python", "an expression is not closed"),
+    ("ci", "matrix.python", "matrx.python", "expression"),
+    ("ci", "timeout-minutes: 45", "name: x", "no timeout-minutes"),
+    ("gpu", "needs: gpu", "needs: cpu", "needs cpu"),
+    ("gpu", "type: boolean", "type: bool", "input propose: expected a known type"),
+    ("gpu", "default: true", "default: 3", "input propose: expected a known type"),
+    ("ci", "- run: .ci/run", "- run: .ci/run\n        with: {a: b}", "with belongs to uses"),
+]
 
 
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_workflow_is_noticed(how):
-    right, wrong, message = BROKEN[how]
-    text = WORKFLOWS["ci"].read_text()
-    assert right in text
-    assert any(message in problem for problem in problems(text.replace(right, wrong)))
+def test_a_broken_workflow_is_noticed(tmp_path):
+    for i, (name, right, wrong, *_) in enumerate(UNSHAPED + UNSOUND):
+        text = FILES[name].read_text()
+        assert right in text
+        (tmp_path / f"{i}.yml").write_text(text.replace(right, wrong))
+    said = check(*tmp_path.iterdir())
+    named = set(map(int, re.findall(r"(\d+)\.yml::\$", said.stdout)))
+    assert named == set(range(len(UNSHAPED))), said.stdout + said.stderr
+    for i, (*_, message) in enumerate(UNSOUND, len(UNSHAPED)):
+        assert any(message in problem for problem in problems((tmp_path / f"{i}.yml").read_text())), message

@@ -128,7 +128,7 @@ def plan(call: Call, bound: int | None = None, *, dq_bytes: int | None = None) -
 
     def pass_of(parts: bool) -> Pass:
         tile = backward_tiles.select(
-            capability, dtype.itemsize, G, D, Dv, size, spans, backward_tiles.forced, PIPELINES, parts
+            capability, dtype.itemsize, G, D, Dv, size, spans, call.settings.pin("backward"), PIPELINES, parts
         )
         w = backward_tiles.windows(
             g.tokens, g.HKV, G, D, Dv, dtype.itemsize, slots, blocks, size, tile.share, tile.keep_dq, spans,
@@ -155,13 +155,14 @@ def _unions(
     call: Call, g: Geometry, size: int, capability: int, sizes: dict[str, int], shared: dict[str, Any]
 ) -> Unions | None:
     """How unions are read, or None: for small calls or groups, `batch_invariant`, old Tritons, or if no tile fits."""
-    small = sizes["rows"] * g.G < backward_tiles.UNIONS_FROM or g.G < backward_tiles.LEAST_UNION_G
+    rule: backward_tiles.Unions = call.settings.pin("backward_unions") or backward_tiles.Unions()
+    small = sizes["rows"] * g.G < rule.rows or g.G < rule.least_G
     if small or call.settings.batch_invariant or not PIPELINES:
         return None
     tile = backward_tiles.union(capability, call.q.dtype.itemsize, g.G, g.D, g.Dv, g.n, size)
     if tile is None or not union_tiles.fits(g.S_kv, size):
         return None
-    cost, gain = backward_tiles.WORTH
+    cost, gain = rule.worth
     return Unions(
         _by_union(call.q.device, call.q.dtype, call.dtypes(), tile, **shared), tile,
         sizes | {"cost": cost, "gain": gain * tile.HEADS}, union_tiles.tiles_at_once(tile, g.HKV),

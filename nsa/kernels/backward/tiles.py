@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nsa.kernels.key_major.tiles import MOST_COUNT_BYTES, even, heads_at_once
-from nsa.kernels.query_major.tiles import next_power_of_2, padded, shared_bytes
+from nsa.kernels.query_major.tiles import AMD, next_power_of_2, padded, shared_bytes
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.union import tiles as union_tiles
 
@@ -47,6 +47,14 @@ WORTH = union_tiles.Worth(64, 3)
 """Which unions are worth reading, as `WORTH` of the union's tiles."""
 
 
+class Unions(NamedTuple):
+    """Which calls have unions, and which unions are worth reading."""
+
+    rows: int = UNIONS_FROM
+    least_G: int = LEAST_UNION_G
+    worth: union_tiles.Worth = WORTH
+
+
 class Choice(NamedTuple):
     """What a sweep varies."""
 
@@ -60,9 +68,6 @@ class Choice(NamedTuple):
     dq_stages: int
 
 
-forced: Choice | None = None
-"""The choice that a sweep launches next."""
-
 # Swept on an H100 with G of 1 to 64. The choices that lost are in docs/notebook/backward.md.
 HOPPER_FEW = Choice(32, 4, 2, 64, True, 32, 1, 2)  # G below 4
 HOPPER_SMALL = Choice(32, 4, 2, 128, True, 32, 1, 2)  # G up to 8
@@ -71,9 +76,12 @@ HOPPER_LARGE = Choice(32, 4, 3, 128, False, 64, 4, 2)
 HOPPER_ALONE = Choice(32, 4, 3, 256, False, 32, 1, 2)  # G of 4 to 16, where no parts of dQ are written
 # Not measured, but chosen by the registers and shared memory that the compile matrix shows.
 SMALL = Choice(64, 8, 2, 32, True, 32, 1, 2)
+SMALL_AMD = SMALL._replace(rows=32, warps=4)  # 64 rows and 8 warps spill up to 2.7 KiB in each turn of the loop
 LARGE = Choice(64, 8, 2, 32, False, 32, 4, 2)
 WIDE_HEADS = Choice(32, 8, 1, 32, False, 16, 4, 1)  # D or Dv above 128
 FP32 = Choice(16, 4, 1, 32, False, 16, 4, 1)  # fp32 dot products run on the CUDA cores
+# Over ranges, a program of dQ with 4 warps or more than 16 heads would need 2 KiB of local memory a thread.
+WIDE_FP32 = FP32._replace(dq_warps=8)
 
 
 class Tile(NamedTuple):
@@ -129,7 +137,7 @@ def select(
         rows, block_n = (rows // 2, block_n) if rows >= block_n else (rows, block_n // 2)
     heads = next_power_of_2(G)
     in_tile = min(heads, rows)
-    dq_heads = min(heads, 64 if narrow else 16)
+    dq_heads = min(heads, 64 if narrow and itemsize == 2 else 16)
     stages = chosen.stages if pipelines else 1
     # Without a pipeline dO and dS lie at one address, which ptxas may lose for sm_90 (docs/notebook/compile-matrix.md).
     lost = capability == 90 and itemsize == 2 and stages == 1
@@ -141,15 +149,17 @@ def select(
 
 
 def _rule(capability: int, itemsize: int, G: int, narrow: bool, parts: bool) -> Choice:
-    if itemsize > 2 or not narrow:
-        return FP32 if itemsize > 2 else WIDE_HEADS
+    if itemsize > 2:
+        return FP32 if narrow else WIDE_FP32
+    if not narrow:
+        return WIDE_HEADS
     if capability == 90:
         if not parts and 4 <= G <= MOST_PARTS_G:
             return HOPPER_ALONE
         if G <= 8:
             return HOPPER_FEW if G < 4 else HOPPER_SMALL
         return HOPPER_16 if G <= MOST_PARTS_G else HOPPER_LARGE
-    return SMALL if G <= MOST_PARTS_G else LARGE
+    return LARGE if G > MOST_PARTS_G else SMALL_AMD if capability == AMD else SMALL
 
 
 @lru_cache(maxsize=1024)

@@ -93,7 +93,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bo
     listed = block_size or size  # not cut to S_kv, because S_kv must not change a row's tiles
     reads = g.tokens * n // max(likely, 1)
     tile = key_tiles.select(
-        capability, dtype.itemsize, G, D, Dv, listed, key_tiles.forced, walk, call.k.dtype == E4M3, reads
+        capability, dtype.itemsize, G, D, Dv, listed, call.settings.pin("key_major"), walk, call.k.dtype == E4M3, reads
     )
     walked = 0 if spans else n * tile.walked // 16
     slots -= walked

@@ -53,9 +53,6 @@ class Choice(NamedTuple):
     walk_registers: int | None = None
 
 
-forced: Choice | None = None
-"""The choice that a sweep launches next."""
-
 # Measured on an H100 in bf16 with D = 128 (docs/notebook/key-major.md).
 SMALL = Choice(64, 4, 128, 16, 8, 4)
 LARGE = Choice(64, 4, 128, 8, 4, 2, 8, 16, 3, 168)  # groups that fill the 16 rows of a tensor core's tile

@@ -75,7 +75,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, steps: bo
     spans = 1 if source == primitives.WHOLE.value else tiles.span_bucket(g.n, S_kv)
     tile, splits, merged = tiles.choose(
         gpu_name(device), capability, processors, call.k.dtype.itemsize, G, D, Dv, longest, spans, rows, per_head,
-        pipelined, tiles.forced, largest_cluster(device, capability, processors), invariant,
+        pipelined, call.settings.pin("query_major"), largest_cluster(device, capability, processors), invariant,
     )  # fmt: skip
     size = min(block_size or 1, max(S_kv, 1))  # keys of a block, at most those that exist
     if source == primitives.BLOCKS.value and block_size is not None and block_size % tile.BLOCK_L == 0:

@@ -52,10 +52,6 @@ class Choice(NamedTuple):
     cluster: int = 1  # 1: programs that share a row merge as a cluster where the GPU can; 0: a second kernel merges
 
 
-forced: Choice | None = None
-"""The choice that a sweep launches next, in place of tables and rules."""
-
-
 class Tile(NamedTuple):
     """Compile-time choices of the forward kernel."""
 
@@ -93,7 +89,6 @@ def span_bucket(n: int, S_kv: int) -> int:
     return bucket
 
 
-
 def most_heads(itemsize: int) -> int:
     """Most heads of a program. With more than 16 heads in fp32 ptxas spills, up to 18 KiB a thread, and the driver then
     reserves gigabytes of GPU memory at the first launch.
@@ -120,8 +115,9 @@ def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int, ev
             return 64, 4, 3  # not measured
         return ((128, 4, 3), (64, 2, 3), (64, 4, 2))[fill]
     if itemsize > 2:
-        # fp32 dot products run on the CUDA cores and are limited by registers, not by bandwidth.
-        return 32, 4 if head_dim <= 128 else 8, 2
+        # fp32 dot products run on the CUDA cores and are limited by registers, not by bandwidth. With 4 warps and
+        # D = 128 ptxas may unroll the loop until it spills 800 bytes in each turn.
+        return 32, 4 if head_dim <= 64 else 8, 2
     if block_g > 16 or head_dim > 128:
         return (64 if head_dim <= 128 else 32), 4, 3
     if fill == 2:

@@ -62,7 +62,8 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
         raise DoesNotFit("union: a row's result depends on its neighbours, which batch_invariant forbids")
     g = geometry(call)
     capability, _ = query_major.device_limits(device)
-    tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, block_size, tiles.forced)
+    pin: tiles.Choice | None = call.settings.pin("union")
+    tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, block_size, pin)
     if tile is None or not tiles.fits(g.S_kv, block_size):
         raise DoesNotFit(f"union: no tile for {g.n} blocks a row, {g.G} query heads a KV head and {g.S_kv} keys")
     tiled = block_size % tile.BLOCK_N == 0
@@ -77,7 +78,7 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
     lists, *unions = _variants(device, dtype, kinds, tile, steps, **shared)
     _, *by_pointers = _variants(device, dtype, kinds, tile._replace(TMA=False), steps, **shared)
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
-    worth = tiles.worth(block_size) if tiles.forced is None else tiles.forced.worth
+    worth = tiles.worth(block_size) if pin is None else pin.worth
     worth = worth._replace(gain=worth.gain * tile.HEADS)
     return Launch(
         lists, tuple(unions), tuple(by_pointers), device, tile, worth, g, size, tiles.tiles_at_once(tile, g.HKV),

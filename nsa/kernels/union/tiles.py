@@ -40,10 +40,6 @@ class Choice(NamedTuple):
     worth: Worth = WORTH
 
 
-forced: Choice | None = None
-"""The choice that a sweep launches next."""
-
-
 class Tile(NamedTuple):
     """Compile-time choices of the kernels."""
 

@@ -2,7 +2,7 @@
 
 It calls the real launchers on meta tensors. Triton's launch is replaced by its warm-up, so that every kernel is
 specialised and configured exactly as on that GPU. The process prints one JSON line per kernel on stdout, and the point
-that it compiles on stderr.
+that it compiles on stderr. Of the quick points it compiles only the launches that `cover` chooses.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from nsa.call import Call
 from nsa.kernels.query_major import tiles
 from nsa.settings import Settings
+from nsa.testing.compile.budgets import FEW
 from nsa.testing.compile.matrix import OVERHEARD, Compiled, minor
 from nsa.testing.compile.points import ARCHITECTURES, Architecture, Point, points
 
@@ -30,22 +33,67 @@ DECLARED = re.compile(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]")
 """Statically sized shared memory, which lies before the dynamically sized one."""
 
 
+PLACE = re.compile(r"\s*(?:/\*([0-9a-f]{4,})\*/|(\.LBB\w+):)")
+"""An address in NVIDIA's assembly, or a label in AMD's, where a branch may lead."""
+
+BRANCH = re.compile(r"\bBRA\b[^;]*\b0x([0-9a-f]+)|\bs_c?branch\w* (\.LBB\w+)")
+LOCAL = re.compile(r"\b(?:LDL|STL)(?:\.\w+)*|\bscratch_(?:load|store)_\w+")
+"""An access to local memory."""
+
+
+@dataclasses.dataclass
+class Launches:
+    """What the launchers did since the last `clear`.
+
+    variants: of each launch, the kernel's name and which of its compile-time arguments are set. wanted: the launches to
+    compile, by position. kernels, reports: what was compiled, and the reports of `ptxas -v`.
+    """
+
+    variants: list[frozenset[tuple[str, ...]]] = dataclasses.field(default_factory=list)
+    wanted: Container[int] = ()
+    kernels: list[Any] = dataclasses.field(default_factory=list)
+    reports: list[str] = dataclasses.field(default_factory=list)
+
+
 def main(name: str, extent: str) -> None:
     architecture = ARCHITECTURES[name]
-    kernels, reports = _pretend(architecture)
+    launches = _pretend(architecture)
+    chosen = points(architecture, extent)
+    if extent == "quick":
+        for point in chosen:
+            _call(point)
+        launches.wanted = cover(launches.variants)
+        launches.variants.clear()
+    else:
+        launches.wanted = range(sys.maxsize)
     seen: set[str] = set()
-    for point in points(architecture, extent):
-        kernels.clear()
-        reports.clear()
+    for point in chosen:
+        before = len(launches.variants)
+        launches.kernels.clear()
+        launches.reports.clear()
         print(f"compiling {point.id} for {name}", file=sys.stderr, flush=True)
         _call(point)
-        if not kernels:
+        if len(launches.variants) == before:
             raise RuntimeError(f"expected {point.id} to launch a kernel")
-        fresh = list({kernel.hash: kernel for kernel in kernels if kernel.hash not in seen}.values())
+        fresh = list({kernel.hash: kernel for kernel in launches.kernels if kernel.hash not in seen}.values())
         for i, kernel in enumerate(fresh):
-            report = reports[i] if len(reports) == len(fresh) else None
+            report = launches.reports[i] if len(launches.reports) == len(fresh) else None
             print(json.dumps(dataclasses.asdict(_describe(architecture, point, kernel, report))), flush=True)
         seen.update(kernel.hash for kernel in fresh)
+
+
+def cover(variants: Sequence[frozenset[tuple[str, ...]]]) -> set[int]:
+    """Positions of a few launches that together have every kernel, and every compile-time argument set and not set.
+
+    Greedy: the next launch is the one that adds most.
+    """
+    missing = set().union(*variants)
+    found = set()
+    while missing:
+        best = max(range(len(variants)), key=lambda i: len(variants[i] & missing))
+        found.add(best)
+        missing -= variants[best]
+    return found
 
 
 def _call(point: Point) -> None:
@@ -104,7 +152,8 @@ def _call(point: Point) -> None:
         tensors.update(k_scale=meta(HKV, dtype=torch.float32), v_scale=meta(1, dtype=torch.float32))
     if "far" in point.options:
         k, v = (x.as_strided(x.shape, (*x.stride()[:-3], 16 * 2**27, *x.stride()[-2:])) for x in (k, v))
-    current = Settings(sel_triton_db="unpipelined" not in point.options)
+    pins = (("query_major", point.choice),)
+    current = Settings(sel_triton_db="unpipelined" not in point.options, pins=pins)
     call = Call(
         q, k, v, **tensors, block_size=block_size, causal=point.causal, return_lse=point.source != "dense",
         settings=current,
@@ -113,16 +162,11 @@ def _call(point: Point) -> None:
         out, lse = meta(*lead, HKV * G, Dv), meta(*lead, HKV * G, dtype=torch.float32)
         backward.backward(backward.plan(call, point.L), call, out, lse, out, lse, "backward")
         return
-    tiles.forced = point.choice
     kernel.forward(kernel.plan(call, point.L, "per_head" in point.options), call, point.source)
 
 
-def _pretend(architecture: Architecture) -> tuple[list[Any], list[str]]:
-    """Make this process behave as with a GPU of `architecture`, but launch nothing.
-
-    Returns two lists that grow from now on: the kernels that were compiled instead of launched, and the reports of
-    `ptxas -v`.
-    """
+def _pretend(architecture: Architecture) -> Launches:
+    """Make this process behave as with a GPU of `architecture`, but launch nothing. Returns what grows from now on."""
     if architecture.backend == "hip":
         torch.version.hip = "6.4"  # our kernels read this when they are imported
     from triton.runtime import driver
@@ -130,18 +174,20 @@ def _pretend(architecture: Architecture) -> tuple[list[Any], list[str]]:
 
     from nsa.kernels.query_major import plan as query_major
 
-    kernels: list[Any] = []
-    reports: list[str] = []
+    launches = Launches()
     launch, run = JITFunction.run, subprocess.run
 
     def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> Any:
-        kernels.append(launch(self, *args, grid=grid, warmup=True, **keywords))
-        return kernels[-1]
+        launches.variants.append(_variant(self, args, keywords))
+        if len(launches.variants) - 1 not in launches.wanted:
+            return None
+        launches.kernels.append(launch(self, *args, grid=grid, warmup=True, **keywords))
+        return launches.kernels[-1]
 
     def overhear(command: Any, *args: Any, **keywords: Any) -> Any:
         done = run(command, *args, **keywords)
         if "-v" in command and Path(command[0]).name.startswith("ptxas"):  # or ptxas-blackwell
-            reports.append(Path(keywords["stderr"].name).read_text())
+            launches.reports.append(Path(keywords["stderr"].name).read_text())
         return done
 
     driver.set_active(_AbsentGPU(architecture))
@@ -149,7 +195,15 @@ def _pretend(architecture: Architecture) -> tuple[list[Any], list[str]]:
     subprocess.run = overhear  # type: ignore[assignment]
     query_major.device_limits = lambda device: (architecture.capability, architecture.processors)  # type: ignore[assignment]
     query_major.gpu_name = lambda device: architecture.gpu  # type: ignore[assignment]
-    return kernels, reports
+    return launches
+
+
+def _variant(kernel: Any, args: Sequence[Any], keywords: dict[str, Any]) -> frozenset[tuple[str, ...]]:
+    """The kernel's name, alone and with each compile-time argument and whether the argument is 0, False or None."""
+    name = kernel.fn.__name__
+    values = dict(zip(kernel.arg_names, args, strict=False)) | keywords
+    arguments = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
+    return frozenset({(name,), *((name, key, str(bool(value))) for key, value in arguments.items())})
 
 
 class _AbsentGPU:
@@ -173,12 +227,13 @@ class _AbsentGPU:
 def _describe(architecture: Architecture, point: Point, kernel: Any, report: str | None) -> Compiled:
     if architecture.backend == "hip":
         return _describe_amd(point, kernel)
-    registers, spills = None, None
+    registers = local = in_loop = None
     if minor() >= OVERHEARD:
         if report is None:
             raise RuntimeError("the kernel compiled, but ptxas left no report: this Triton calls it in another way")
         registers = _number(r"Used (\d+) registers", report)
-        spills = _number(r"(\d+) bytes spill stores", report)
+        local = _number(r"(\d+) bytes stack frame", report)
+        in_loop = looped(_disassembled(kernel.asm["cubin"])) if local > FEW else 0
     ptx = kernel.asm["ptx"]
     early = bool(getattr(kernel.metadata, "launch_pdl", False))
     first = re.search(r"griddepcontrol\.wait|\b(ld|st|atom|red)\.\S*global|cp\.async\.c[ag]\b", ptx)
@@ -187,7 +242,9 @@ def _describe(architecture: Architecture, point: Point, kernel: Any, report: str
         kernel.metadata.name,
         kernel.metadata.shared,
         registers,
-        spills,
+        local,
+        in_loop,
+        32 * kernel.metadata.num_warps,
         mma=re.search(r"\b(wgmma\.)?mma[._]", ptx) is not None,
         cluster="barrier.cluster" in ptx,
         early=early,
@@ -195,6 +252,40 @@ def _describe(architecture: Architecture, point: Point, kernel: Any, report: str
         mixed=mixed(ptx),
         askew=askew(ptx),
     )
+
+
+def _disassembled(cubin: bytes) -> str:
+    from triton.tools import disasm
+
+    found = disasm.path_to_cuobjdump()  # Triton 3.3 returns the version, too
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [found[0] if isinstance(found, tuple) else found, "-sass", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    if not LOCAL.search(text):
+        raise RuntimeError(f"expected accesses to local memory in the disassembly, got {text[-2000:]!r}")
+    return text
+
+
+def looped(assembly: str) -> int:
+    """Bytes of local memory that a thread loads and stores in one turn of a loop: the most of all innermost loops."""
+    places: dict[str, int] = {}
+    ends: dict[int, int] = {}
+    before = [0]  # bytes accessed before each line
+    for i, line in enumerate(assembly.splitlines()):
+        if place := PLACE.match(line):
+            places[(place[1] or place[2]).lstrip("0")] = i
+        if branch := BRANCH.search(line):
+            start = places.get((branch[1] or branch[2]).lstrip("0"))
+            if start is not None:
+                ends[start] = i
+        access = LOCAL.search(line)
+        width = re.search(r"\.(64|128)\b|x([234])", access[0]) if access else None
+        size = 4 if width is None else int(width[1]) // 8 if width[1] else 4 * int(width[2])
+        before.append(before[-1] + (size if access else 0))
+    innermost = ((s, e) for s, e in ends.items() if not any(s < t and ends[t] <= e for t in ends))
+    return max((before[e + 1] - before[s] for s, e in innermost), default=0)
 
 
 def mixed(ptx: str) -> bool:
@@ -222,13 +313,14 @@ def askew(ptx: str) -> bool:
 
 
 def _describe_amd(point: Point, kernel: Any) -> Compiled:
-    """Read the metadata of the code object. A spilled vector register counts as 4 bytes a thread."""
+    """Read the metadata of the code object."""
     text = kernel.asm["amdgcn"]
     shared = max(kernel.metadata.shared, _number(r"\.group_segment_fixed_size: +(\d+)", text))
     registers = _number(r"\.vgpr_count: +(\d+)", text)
-    spills = 4 * _number(r"\.vgpr_spill_count: +(\d+)", text)
+    local = _number(r"\.private_segment_fixed_size: +(\d+)", text)
     mma = "v_mfma" in text
-    return Compiled(point.id, kernel.metadata.name, shared, registers, spills, mma, False, False, False)
+    name, threads = kernel.metadata.name, 64 * kernel.metadata.num_warps
+    return Compiled(point.id, name, shared, registers, local, looped(text), threads, mma, False, False, False)
 
 
 def _number(words: str, report: str) -> int:

@@ -7,7 +7,7 @@ import dataclasses
 from nsa import routing
 from nsa.kernels.query_major import tiles
 
-MOST = 123
+MOST = 127
 """The most points of one architecture. Points from a GPU's table of tiles are added to `POINTS` up to this number."""
 
 
@@ -209,6 +209,11 @@ POINTS = (
     Point("blocks", "bf16", 128, 256, 256, 4096, 2048, n=16, causal=True, options=("backward",)),  # blocks of 128
     Point("ranges", "bf16", 16, 192, 128, 4096, 1024, n=16, causal=True, options=("backward",)),
     Point("blocks", "fp32", 4, 128, 128, 4096, 1024, n=16, causal=True, HKV=2, options=("backward",)),
+    # Corners of the rules in fp32, where tiles of more heads or of fewer warps took kilobytes of local memory a thread.
+    Point("dense", "fp32", 48, 160, 160, 8, 1024),
+    Point("dense", "fp32", 16, 128, 128, 8, 1024),
+    Point("ranges", "fp32", 48, 128, 128, 4096, 1024, n=16, causal=True, options=("backward",)),
+    Point("ranges", "fp32", 48, 160, 160, 4096, 1024, n=16, causal=True, options=("backward",)),
 )
 """The points that `make aot` compiles for every architecture."""
 

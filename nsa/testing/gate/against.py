@@ -1,15 +1,18 @@
 """Is this tree slower than another commit? Each tree runs its own benchmarks here, in processes that take turns.
 
-This needs no stored baseline, so any machine can gate a change. Both trees run on the same machine on the same day.
+This needs no stored baseline, so any machine can gate a change. Both trees run on the same machine on the same day. The
+tree may be a checkout of `nsa`, or that of a contestant: then both trees are measured by the suite that is installed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import os
 import shlex
 import shutil
+import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
@@ -39,53 +42,60 @@ class NotCompared(RuntimeError):
 class Tree:
     """One of the two trees.
 
-    readings: by benchmark, one for each process. ids: pytest's id of each benchmark in this tree. red: by test, the
-    number of processes in which it failed.
+    readings: by benchmark, one for each process. ids: pytest's id of each benchmark in this tree. red: by test, what
+    each process in which it failed said of it.
     """
 
     name: str
-    path: Path
-    commit: str | None = None  # the commit of `nsa` that its processes must import; None: not checked
+    path: Path  # the folder in which its processes run
+    imports: Sequence[str] = ()  # the first entries of their `sys.path`
+    commit: str | None = None  # of the code under test that its processes must import; None: not checked
     readings: dict[str, list[Reading]] = field(default_factory=dict)
     ids: dict[str, str] = field(default_factory=dict)
-    red: dict[str, int] = field(default_factory=dict)
+    red: dict[str, list[str]] = field(default_factory=dict)
     processes: int = 0
 
     def sides(self) -> dict[str, Side]:
         return pooled({name: Side.of(readings) for name, readings in self.readings.items()})
 
 
-def compare(ref: str, arguments: Sequence[str], paths: Sequence[str], root: Path, strict: bool) -> int:
+def compare(
+    ref: str, arguments: Sequence[str], paths: Sequence[str], root: Path, strict: bool, module: str = "nsa"
+) -> int:
     """Gate the tree at `root` against commit `ref`, and print the verdicts. Returns the exit status.
 
     Args:
         arguments: arguments of pytest, for both trees. Those of the comparison itself are left out.
-        paths: the arguments that are paths of tests; without any, pytest runs `PERF`.
-        root: the root of a git checkout. Uncommitted changes in it are measured too.
+        paths: the arguments that are paths of tests; without any, pytest runs `PERF` of a checkout of `nsa`.
+        root: a folder of a git checkout, in which pytest runs. Uncommitted changes are measured too.
         strict: an AMBIGUOUS verdict also gives status 1, and so does a run that compared nothing.
+        module: the package under test, `nsa` or a contestant's, which each tree imports from its own checkout.
 
     Raises:
         NotCompared: there is no such commit, or pytest ended with an exit status other than those in `EXPECTED`.
     """
     others = [word for word in _of_one_tree(arguments) if word not in paths]
-    arguments = [*others, *(paths or [PERF])]
+    arguments = [*others, *(paths or [PERF] * (module == "nsa"))]
+    top = Path(_git(root, "rev-parse", "--show-toplevel"))
     commit = _git(root, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
     _remove_abandoned(root)
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as work, _worktree(root, commit, Path(work)) as path:
-        base, head = Tree(f"base {ref}", path, commit), Tree("this tree", root)
-        if not _run(base, arguments, Path(work)):
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as work, _worktree(root, commit, Path(work)) as base_top:
+        path = base_top / root.resolve().relative_to(top.resolve())
+        places = (path, _imports(path, base_top, top)), (root, _imports(root, top, top))
+        base, head = Tree(f"base {ref}", *places[0], commit), Tree("this tree", *places[1])
+        if not path.is_dir() or not _run(base, arguments, Path(work), module):
             print(f"not gated: {ref} ({commit[:12]}) has no benchmarks that these arguments select", flush=True)
             return int(strict)
         for tree in _turns(base, head)[1:]:
-            _run(tree, arguments, Path(work))
+            _run(tree, arguments, Path(work), module)
         verdicts = _verdicts(base, head)
         slower = [v.name for v in verdicts if v.kind in ("FAIL", "AMBIGUOUS")]
         if slower:
             print(f"{len(slower)} slower: timed again, {PAIRS} processes of each tree", flush=True)
-            again = Tree(base.name, path, commit), Tree(head.name, root)
+            again = Tree(base.name, *places[0], commit), Tree(head.name, *places[1])
             for tree in _turns(*again):
                 ids = (base if tree is again[0] else head).ids
-                _run(tree, [*others, *(ids[name] for name in slower)], Path(work))
+                _run(tree, [*others, *(_argument(ids[name], paths) for name in slower)], Path(work), module)
             verdicts = _verdicts(base, head, again)
     return _report(ref, base, head, verdicts, strict)
 
@@ -126,27 +136,53 @@ def _report(ref: str, base: Tree, head: Tree, verdicts: list[Verdict], strict: b
     sides = ((base, head, f"in {ref}, not in this tree"), (head, base, f"in this tree, not in {ref}"))
     for one, other, where in sides:
         lines += [f"{where}: {name}" for name in one.readings if name not in other.readings]
-    broken = {name: count for name, count in head.red.items() if count == head.processes and name not in base.red}
+    broken = [name for name, said in head.red.items() if len(said) == head.processes and name not in base.red]
     for tree in (base, head):
-        lines += [f"red in {tree.name}, {n} of {tree.processes} processes: {name}" for name, n in tree.red.items()]
+        for name, said in tree.red.items():
+            lines += [f"red in {tree.name}, {len(said)} of {tree.processes} processes: {name}", f"  {said[-1]}"]
     print(*words.narrowed(lines), words.counts(verdicts), sep="\n", flush=True)
     kinds = {v.kind for v in verdicts}
     gated = bool(kinds - {"cannot gate"})
     return int(bool(broken) or "FAIL" in kinds or (strict and ("AMBIGUOUS" in kinds or not gated)))
 
 
-def _run(tree: Tree, arguments: Sequence[str], work: Path) -> bool:
-    """Run `pytest` once in the tree, on the tree's own `nsa`. Returns False if no benchmark ran.
+def _argument(test: str, paths: Sequence[str]) -> str:
+    """What selects a test on a command line: its id, or with `--pyargs` its module.
+
+    The id of a test in a package of `paths` begins at that package.
+    """
+    path, _, name = test.partition("::")
+    for package in paths:
+        found = importlib.util.find_spec(package) if package.replace(".", "").isidentifier() else None
+        for folder in (found and found.submodule_search_locations) or ():
+            if Path(folder, path).is_file():
+                return f"{package}.{path.removesuffix('.py').replace('/', '.')}::{name}"
+    return test
+
+
+def _imports(path: Path, base_top: Path, top: Path) -> list[str]:
+    """Where processes of the tree at `base_top` look for modules first: where this process looks in the tree at `top`.
+
+    A project that is installed in place may have its package in a folder below the root.
+    """
+    top, installed = top.resolve(), Path(sys.prefix).resolve()  # an environment may lie in the tree
+    entries = [Path(entry).resolve() for entry in sys.path if entry]
+    inside = [x for x in entries if x.is_relative_to(top) and not x.is_relative_to(installed)]
+    return [str(x) for x in dict.fromkeys([path, *(base_top / x.relative_to(top) for x in inside)])]
+
+
+def _run(tree: Tree, arguments: Sequence[str], work: Path, module: str) -> bool:
+    """Run `pytest` once in the tree, on the tree's own `module`. Returns False if no benchmark ran.
 
     Raises:
-        NotCompared: pytest ended with an unexpected exit status, or imported the `nsa` of another commit.
+        NotCompared: pytest ended with an unexpected exit status, or imported the `module` of another commit.
     """
     stem = work / f"{tree.path.name}-{tree.processes}-{time.monotonic_ns()}"
     file, xml, said = (stem.with_suffix(end) for end in (".json", ".xml", ".txt"))
     command = ["-m", "pytest", f"--benchmark-json={file}", f"--junitxml={xml}", *arguments]
     environment = child_environment(interpret=False)
-    environment.pop("NSA_COMMIT", None)  # so that `extra_info` names the commit of the `nsa` that was imported
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tree.path), environment.get("PYTHONPATH")]))
+    environment.pop("NSA_COMMIT", None)  # so that `extra_info` names the commit of what was imported
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*tree.imports, environment.get("PYTHONPATH")]))
     environment["PYTEST_ADDOPTS"] = shlex.join(_of_one_tree(shlex.split(environment.get("PYTEST_ADDOPTS", ""))))
     began = time.monotonic()
     with said.open("w") as stream:
@@ -161,22 +197,26 @@ def _run(tree: Tree, arguments: Sequence[str], work: Path) -> bool:
     for benchmark in document["benchmarks"]:
         name, imported = benchmark["name"], benchmark["extra_info"].get("commit")
         if tree.commit and imported not in (None, tree.commit):
-            raise NotCompared(f"{tree.name}: its process imported nsa of {imported}, expected {tree.commit}")
+            raise NotCompared(f"{tree.name}: its process imported {module} of {imported}, expected {tree.commit}")
         tree.readings.setdefault(name, []).append(Reading.of(benchmark["stats"]["data"], benchmark["extra_info"]))
         tree.ids[name] = benchmark["fullname"]
-    for name in _red(xml):
-        tree.red[name] = tree.red.get(name, 0) + 1
+    for name, why in _red(xml).items():
+        tree.red.setdefault(name, []).append(why)
     seconds = time.monotonic() - began
     print(f"{tree.name}: {len(document['benchmarks'])} benchmarks in {seconds:.0f} s", flush=True)
     return bool(document["benchmarks"])
 
 
-def _red(xml: Path) -> list[str]:
-    """The names of the tests that failed, from a JUnit file."""
+def _red(xml: Path) -> dict[str, str]:
+    """The tests that failed, from a JUnit file, with the first line of what each said."""
     if not xml.exists():
-        return []
-    cases = ET.parse(xml).getroot().iter("testcase")
-    return [str(case.get("name")) for case in cases if {part.tag for part in case} & {"failure", "error"}]
+        return {}
+    failed = {}
+    for case in ET.parse(xml).getroot().iter("testcase"):
+        for part in case:
+            if part.tag in ("failure", "error"):
+                failed[str(case.get("name"))] = (part.get("message") or "").partition("\n")[0]
+    return failed
 
 
 @contextlib.contextmanager

@@ -152,7 +152,10 @@ def _refused_parent(config: pytest.Config) -> str | None:
 def _against(config: pytest.Config) -> int:
     ref, arguments = config.option.nsa_against, list(map(str, config.invocation_params.args))
     paths = [word for word in arguments if word in config.args]
-    return against.compare(ref, arguments, paths, config.rootpath, config.option.nsa_strict)
+    contestant = _contestant(config)
+    root = config.invocation_params.dir if contestant else config.rootpath
+    module = contestant.partition(":")[0].partition(".")[0]
+    return against.compare(ref, arguments, paths, root, config.option.nsa_strict, module or "nsa")
 
 
 def _record(config: pytest.Config) -> int:

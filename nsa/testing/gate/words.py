@@ -45,28 +45,33 @@ def wrapped(text: str, first: int = 0, others: int = 0) -> list[str]:
 
 
 def seen(v: Verdict) -> str:
-    """How the ratio of a benchmark and its time changed, and why, if the two seem to disagree."""
+    """How the ratio of a benchmark and its time changed, and why, if the two seem to disagree.
+
+    Figures are of the first measurement. Those of the second are added where they are smaller: the smaller decides.
+    """
+    times = f"{duration(v.old.time)} -> {duration(v.new.time)}"
     if v.change is None or v.old.ratio is None or v.new.ratio is None:
-        return f"{duration(v.old.time)} -> {duration(v.new.time)}"
-    change = v.change if v.again is None else v.change.least(v.again)
+        return times
+    slower = _more(v.change.ratio)
     ratios = f"{v.old.ratio:.4g} -> {v.old.ratio * (1 + v.change.ratio):.4g} times its time"
     if v.again is not None:
         ratios += f", measured again {v.old.ratio * (1 + v.again.ratio):.4g}"
-    beside = f"{_more(change.ratio)} beside its control {v.old.by} ({ratios}"
-    times = f"{duration(v.old.time)} -> {duration(v.new.time)}"
-    return f"{beside}); {_agreement(change, v.change)}: {times}"
+        if v.again.ratio < v.change.ratio:
+            slower += f", and {_more(v.again.ratio)} when measured again,"
+    return f"{slower} beside its control {v.old.by} ({ratios}); {_agreement(v.change, v.again)}: {times}"
 
 
-def _agreement(change: Change, first: Change) -> str:
+def _agreement(change: Change, again: Change | None) -> str:
     """How the benchmark's time changed, and its control's time if that explains why ratio and time differ."""
     if change.scaled:
-        return f"its time, scaled by the read ceilings of both runs, {_changed(change.time)}"
-    own = f"its time {_changed(first.time)}"
-    if abs(first.time) <= LEVEL:
+        later = f", and {_changed(again.time)} when measured again" if again and again.time < change.time else ""
+        return f"its time, scaled by the read ceilings of both runs, {_changed(change.time)}{later}"
+    own = f"its time {_changed(change.time)}"
+    if abs(change.time) <= LEVEL:
         own = "as long as before"
-    if abs(first.control) <= LEVEL or abs(first.time - change.ratio) <= LEVEL:
+    if abs(change.control) <= LEVEL or abs(change.time - change.ratio) <= LEVEL:
         return own
-    return f"{own}, while its control became {_more(first.control, 0)}"
+    return f"{own}, while its control became {_more(change.control, 0)}"
 
 
 def _more(share: float, digits: int = 1) -> str:

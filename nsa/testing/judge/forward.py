@@ -84,8 +84,7 @@ class Oracle:
 
 def fp64(p: Problem) -> tuple[Tensor, Tensor]:
     """`selection_reference` in full fp64: `(out [B,S,HQ,Dv], lse [B,S,HQ])`."""
-    selection = p.selection | {"cu_seqlens": p.cu_seqlens_pair}
-    out, lse = selection_reference(Call.of(p.q.double(), p.k, p.v, **selection, return_lse=True))
+    out, lse = selection_reference(Call.of(p.q.double(), p.k, p.v, **p.selection, return_lse=True))
     assert lse is not None
     return out, lse
 

@@ -6,6 +6,7 @@ Parity, edge and perf share cases, inputs and seeds (`inputs.py` draws the input
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from dataclasses import dataclass
 
@@ -76,27 +77,27 @@ class Case:
         if self.shared and (self.dist != "prefill" or self.positions or self.seqlens or self.n < 2):
             raise ValueError(f"expected shared = 0 except for a prefill of whole prompts, got {self.shared:g}")
 
-    @property
+    @functools.cached_property
     def B(self) -> int:
         """Batch size, or sequences of a packed batch."""
         return len(self.seqlens) or self.N // (self.S * self.HKV)
 
-    @property
+    @functools.cached_property
     def HQ(self) -> int:
         """Query heads, `H * HKV`."""
         return self.H * self.HKV
 
-    @property
+    @functools.cached_property
     def large(self) -> bool:
         """Whether a packed copy, or the oracle's answer for all rows, would take too much memory."""
         return self.N >= LARGE
 
-    @property
+    @functools.cached_property
     def torch_dtype(self) -> torch.dtype:
         """`dtype` as torch names it."""
         return DTYPES[self.dtype]
 
-    @property
+    @functools.cached_property
     def id(self) -> str:
         """`H8-D128-Dv128-L512-N1024-many-bf16`, then a word for each field that differs from its usual value."""
         words = [f"H{self.H}", f"D{self.D}", f"Dv{self.Dv}", f"L{self.L}", f"N{self.N}", self.dist, self.dtype]
@@ -118,7 +119,7 @@ class Case:
     def __str__(self) -> str:
         return self.id
 
-    @property
+    @functools.cached_property
     def seed(self) -> int:
         """The seed of the inputs, a hash of the id."""
         return zlib.crc32(self.id.encode())

@@ -1,1 +1,1 @@
-"""Reports of a run or a recording: `recording` reads, the other modules write text, Markdown, HTML and CSV."""
+"""Reports of a run or a recording: `recording` reads facts, `tables` says what is shown of them, the others write."""

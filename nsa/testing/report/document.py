@@ -14,7 +14,7 @@ RATE = (1e-6, 1e9)
 """What a measured memory rate may be, GB/s."""
 
 Needs = Literal["data", "stats", "median"]
-_Check = Callable[[str, Any], None]
+_Check = Callable[[str, Any], object]  # raises ValueError
 
 
 def read(path: Path, needs: Needs = "data") -> dict[str, Any]:
@@ -47,14 +47,8 @@ def check_timing(samples: Any, info: Mapping[str, Any]) -> None:
     Raises:
         ValueError: one of them cannot be a measurement. The text names it.
     """
-    _samples("stats.data", samples)
-    _named("extra_info", info, "control", _text_or_none)
-    controls = info.get("control_samples")
-    if controls is not None:
-        for name, theirs in _mapping("extra_info.control_samples", controls).items():
-            _samples(f"extra_info.control_samples.{name}", theirs)
-    if info.get("ceiling_gbps") is not None:
-        _number("extra_info.ceiling_gbps", info["ceiling_gbps"], "a rate in GB/s", *RATE)
+    _SAMPLES("stats.data", samples)
+    _TIMING("extra_info", info)
 
 
 def wrong(key: str, expected: str, got: object) -> NoReturn:
@@ -67,18 +61,15 @@ _short.maxlong = _short.maxother = _short.maxstring = 40
 
 
 def _check_run(document: Any, needs: Needs) -> None:
-    machine = _mapping("machine_info", _mapping("the file", document).get("machine_info"))
-    for field in ("device", "node", "gpu", "torch", "triton"):
-        _named("machine_info", machine, field, _text_or_none)
-    _named("the file", document, "datetime", _text_or_none)
-    commit = _mapping("commit_info", document.get("commit_info") or {})
-    _named("commit_info", commit, "id", _text_or_none)
+    _MAPPING("the file", document)
+    _MACHINE("machine_info", document.get("machine_info"))
+    _optional(_TEXT)("the file.datetime", document.get("datetime"))
+    _fields({"id": _optional(_TEXT)})("commit_info", document.get("commit_info") or {})
     benchmarks = document.get("benchmarks")
-    if not isinstance(benchmarks, list):
-        wrong("benchmarks", "a list", benchmarks)
+    _LIST("benchmarks", benchmarks)
     for i, benchmark in enumerate(benchmarks):
-        name: Any = _mapping(f"benchmarks[{i}]", benchmark).get("name")
-        _text(f"benchmarks[{i}].name", name)
+        _MAPPING(f"benchmarks[{i}]", benchmark)
+        _TEXT(f"benchmarks[{i}].name", name := benchmark.get("name"))
         try:
             _check_benchmark(benchmark, needs)
         except ValueError as error:
@@ -86,102 +77,92 @@ def _check_run(document: Any, needs: Needs) -> None:
 
 
 def _check_benchmark(benchmark: Mapping[str, Any], needs: Needs) -> None:
-    _text("fullname", benchmark.get("fullname"))
-    _text_or_none("group", benchmark.get("group"))
-    stats = _mapping("stats", benchmark.get("stats"))
+    _TEXT("fullname", benchmark.get("fullname"))
+    _optional(_TEXT)("group", benchmark.get("group"))
+    stats: Any = benchmark.get("stats")
+    info: Any = benchmark.get("extra_info")
+    _MAPPING("stats", stats)
     for name, check in _STATS.items():
         if name == "median" or name in stats or (needs != "median" and name != "ops"):  # `ops` is worked out if missing
-            _named("stats", stats, name, check)
-    info = _mapping("extra_info", benchmark.get("extra_info"))
+            check(f"stats.{name}", stats.get(name))
+    _MAPPING("extra_info", info)
     for name, value in info.items():
-        _FACTS.get(name, _numeric if name.startswith("speedup_vs_") else _fact)(f"extra_info.{name}", value)
+        _FACTS.get(name, _NUMERIC if name.startswith("speedup_vs_") else _FACT)(f"extra_info.{name}", value)
     if needs == "data" or "data" in stats:
         check_timing(stats.get("data"), info)
 
 
-def _samples(key: str, samples: Any) -> None:
-    if not isinstance(samples, list) or not samples:
-        wrong(key, "a list of seconds", samples)
-    for i, sample in enumerate(samples):
-        _duration(f"{key}[{i}]", sample)
+# --- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _named(key: str, content: Mapping[str, Any], name: str, check: _Check) -> None:
-    check(f"{key}.{name}", content.get(name))
+def _rule(expected: str, holds: Callable[[Any], bool]) -> _Check:
+    def check(key: str, value: Any) -> None:
+        if not holds(value):
+            wrong(key, expected, value)
+
+    return check
 
 
-def _mapping(key: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        wrong(key, "a mapping", value)
-    return value
+def _all(*checks: _Check) -> _Check:
+    def check(key: str, value: Any) -> None:
+        for one in checks:
+            one(key, value)
+
+    return check
 
 
-def _text(key: str, value: Any) -> None:
-    if not isinstance(value, str):
-        wrong(key, "a string", value)
+def _optional(check: _Check) -> _Check:
+    return lambda key, value: None if value is None else check(key, value)
 
 
-def _text_or_none(key: str, value: Any) -> None:
-    if value is not None:
-        _text(key, value)
-
-
-def _count(key: str, value: Any) -> None:
-    if not isinstance(value, int):
-        wrong(key, "a whole number", value)
-    _number(key, value, "a count", 1, 1e12)
-
-
-def _number(key: str, value: Any, what: str, low: float, high: float) -> None:
+def _number(what: str, low: float, high: float) -> _Check:
     """NaN and integers beyond any float are outside of every range."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        wrong(key, f"{what} from {low:g} to {high:g}", value)
+    expected = f"{what} from {low:g} to {high:g}"
+    return _rule(expected, lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and low <= x <= high)
 
 
-# --- facts of a benchmark ---------------------------------------------------------------------------------------------
+def _fields(checks: Mapping[str, _Check]) -> _Check:
+    """A mapping with these keys, or without them."""
+    return _all(_MAPPING, lambda key, value: [check(f"{key}.{x}", value.get(x)) for x, check in checks.items()])
 
 
-def _fact(key: str, value: Any) -> None:
-    """A fact that the tables print, or one that they do not know: a finite number if it is a number."""
-    if isinstance(value, (int, float)) and not abs(value) <= 1e300:
-        wrong(key, "a finite number", value)
-
-
-def _numeric(key: str, value: Any) -> None:
-    if value is not None and not isinstance(value, (int, float)):
-        wrong(key, "a number or null", value)
-    _fact(key, value)
+def _values(check: _Check) -> _Check:
+    """A mapping whose values pass a check."""
+    return _all(_MAPPING, lambda key, value: [check(f"{key}.{x}", part) for x, part in value.items()])
 
 
 def _each(check: _Check) -> _Check:
-    def every(key: str, value: Any) -> None:
-        for name, part in _mapping(key, value or {}).items():
-            check(f"{key}.{name}", part)
-
-    return every
+    """A mapping, or nothing, whose values pass a check."""
+    return lambda key, value: _values(check)(key, value or {})
 
 
-def _interval(key: str, value: Any) -> None:
-    if value is not None:
-        if not isinstance(value, list) or len(value) != 2:
-            wrong(key, "two ends", value)
-        for i, end in enumerate(value):
-            _duration(f"{key}[{i}]", end)
+def _items(check: _Check) -> _Check:
+    return lambda key, value: [check(f"{key}[{i}]", item) for i, item in enumerate(value)]
 
 
-def _duration(key: str, value: Any) -> None:
-    _number(key, value, "seconds", *SECONDS)
-
-
-def _not_negative(key: str, value: Any) -> None:
-    _number(key, value, "a number", 0.0, 1 / SECONDS[0])
-
-
+_TEXT = _rule("a string", lambda value: isinstance(value, str))
+_LIST = _rule("a list", lambda value: isinstance(value, list))
+_MAPPING = _rule("a mapping", lambda value: isinstance(value, Mapping))
+_DURATION = _number("seconds", *SECONDS)
+_COUNT = _all(_rule("a whole number", lambda value: isinstance(value, int)), _number("a count", 1, 1e12))
+_FACT = _rule("a finite number", lambda value: not isinstance(value, (int, float)) or abs(value) <= 1e300)
+"""A fact that the tables print, or one that they do not know: a finite number if it is a number."""
+_NUMERIC = _all(_rule("a number or null", lambda value: value is None or isinstance(value, (int, float))), _FACT)
+_SAMPLES = _all(_rule("a list of seconds", lambda value: isinstance(value, list) and value != []), _items(_DURATION))
+_ENDS = _all(_rule("two ends", lambda value: isinstance(value, list) and len(value) == 2), _items(_DURATION))
+_MACHINE = _fields(dict.fromkeys(("device", "node", "gpu", "torch", "triton"), _optional(_TEXT)))
+_TIMING = _fields(
+    {
+        "control": _optional(_TEXT),
+        "control_samples": _optional(_values(_SAMPLES)),
+        "ceiling_gbps": _optional(_number("a rate in GB/s", *RATE)),
+    }
+)
 _STATS: dict[str, _Check] = {
-    **dict.fromkeys(("min", "max", "mean", "median"), _duration),
-    **dict.fromkeys(("stddev", "iqr", "ops"), _not_negative),
-    **dict.fromkeys(("rounds", "iterations"), _count),
-    "outliers": _text,
+    **dict.fromkeys(("min", "max", "mean", "median"), _DURATION),
+    **dict.fromkeys(("stddev", "iqr", "ops"), _number("a number", 0.0, 1 / SECONDS[0])),
+    **dict.fromkeys(("rounds", "iterations"), _COUNT),
+    "outliers": _TEXT,
 }
 """The statistics that pytest-benchmark shows of a stored run."""
 _TEXTS = "case commit control device dist dtype gpu impl sdpa_best source torch triton"
@@ -191,11 +172,11 @@ _NUMBERS = """
     times_its_share us
 """
 _FACTS: dict[str, _Check] = {
-    **dict.fromkeys(_TEXTS.split(), _text_or_none),
-    **dict.fromkeys(_NUMBERS.split(), _numeric),
-    "ci95": _interval,
-    "intervals": _each(_interval),
-    "medians": _each(_duration),
-    "left_out": _each(_text_or_none),
-    "launched": _each(_numeric),
+    **dict.fromkeys(_TEXTS.split(), _optional(_TEXT)),
+    **dict.fromkeys(_NUMBERS.split(), _NUMERIC),
+    "ci95": _optional(_ENDS),
+    "intervals": _each(_optional(_ENDS)),
+    "medians": _each(_DURATION),
+    "left_out": _each(_optional(_TEXT)),
+    "launched": _each(_NUMERIC),
 }

@@ -1,4 +1,4 @@
-"""The report: `python -m nsa.testing.report [JSON…] -o DIR`, and `--readme` for the tables and pictures of README.md.
+"""The report: `python -m nsa.testing.report [JSON…] -o DIR`, and `--readme` for README.md and `docs/results/`.
 
 The report of a recording is written as Markdown, CSV and a self-contained HTML page. Of two recordings, before and
 after, it also shows the changes. Pictures need matplotlib and pages need jinja2 (`pip install 'nsa[report]'`).
@@ -7,67 +7,47 @@ after, it also shows the changes. Pictures need matplotlib and pages need jinja2
 from __future__ import annotations
 
 import argparse
-import csv
+import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nsa.gpu import device_slug
-from nsa.testing.report.recording import (
-    Fact,
-    Recording,
-    load,
-    m3,
-    newest,
-    prefills,
-    servings,
-    speedup,
-    trainings,
-)
-from nsa.testing.report.tables import (
-    M3_HEADER,
-    M3_TEXT,
-    PREFILL_HEADER,
-    SERVING_HEADER,
-    TRAINING_HEADER,
-    describe,
-    longest_prompts,
-    m3_rows,
-    prefill_rows,
-    serving_rows,
-    summary_rows,
-    training_rows,
-)
+from nsa.testing.report import summary, table, tables
+from nsa.testing.report.recording import Fact, Recording, geomean, kernels, load, newest
+from nsa.testing.report.table import Column, Table
 from nsa.tuning import thresholds
+from nsa.tuning.files import write_whole
 
 ROOT = Path(__file__).parents[3]
 BASELINES = ROOT / "tests" / "perf" / "baselines"
+RESULTS = Path("docs", "results")
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-COLUMNS = (
-    "group", "case", "dist", "source", "H", "D", "Dv", "L", "N", "dtype", "impl", "median_us", "ci95_low_us",
-    "ci95_high_us", "gbps", "share_of_ceiling", "speedup_vs_fallback", "fallback_low", "fallback_high",
-    "speedup_vs_sdpa_best", "sdpa_best", "speedup_vs_sdpa_expanded", "HQ", "HKV", "S", "S_kv", "shared", "ns_per_token",
-    "ns_per_query", "memory_vs_flash", "tflops", "share_of_matmul",
-    "speedup_vs_cudnn", "speedup_vs_flash", "speedup_vs_fla", "speedup_vs_query_major",
-    "speedup_vs_key_major", "speedup_vs_vllm", "speedup_vs_xunhao", "share_of_read",
-    "control", "ratio_to_control", "mae", "seed",
-    "how", "cold", "device", "torch", "triton", "commit",
-)  # fmt: skip
-README_PREFILL = (
-    *("HQ/HKV", "T", "shared", "ours", "ns/token", "TFLOP/s", "fla-core", "dense cuDNN", "dense flash"),
-    *("vs fla-core", "vs cuDNN", "vs flash"),
-)
-PREFILL_LEGEND = (
-    "*shared*: the share of its blocks that a query has in common with the query before it; without a figure, blocks "
-    "are random. *TFLOP/s*: of the selected keys."
-)
-README_TRAINING = tuple(name for name in TRAINING_HEADER if name != "ns/token")
-SERVING_LEGEND = (
-    "*vs*: how many times as fast. *over*: how many times as long. *no cache*: the same keys without lengths and "
-    "pages; *its share*: the chunk's part of a whole prompt's time."
-)
 EXTRA_MISSING = "the report needs {}: pip install 'nsa[report]'"
+THIS_RUN = "this run"  # the source of the recording that `artifacts.this_run` makes
+MOVED = 0.1  # a change of more than 10% is listed by name
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, and any of text, pictures (SVG, or a path), a table and code."""
+
+    title: str
+    text: str = ""
+    pictures: Sequence[str] = ()
+    table: Table | None = None
+    code: str = ""
+
+    @classmethod
+    def of(cls, table: Table, text: str = "", pictures: Sequence[str] = ()) -> Section:
+        """A table below its legend and its example."""
+        return cls(table.title, "\n\n".join(filter(None, (text, table.legend, table.explained()))), pictures, table)
+
+
+# --- the report of a recording ---------------------------------------------------------------------------------------
 
 
 def write(recordings: Sequence[Recording], folder: Path) -> Path:
@@ -80,135 +60,219 @@ def write(recordings: Sequence[Recording], folder: Path) -> Path:
         ModuleNotFoundError: matplotlib or jinja2 is missing.
         OSError: the folder cannot be written.
     """
-    from jinja2 import Environment, PackageLoader
+    import jinja2  # noqa: F401  # before anything is drawn
 
     context = describe(recordings)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, escape in (("report.md", False), ("report.html", True)):
-        options: dict[str, Any] = {"autoescape": escape, "trim_blocks": True, "lstrip_blocks": True}
-        template = Environment(loader=PackageLoader("nsa.testing.report"), **options).get_template(f"{name}.j2")
-        (folder / name).write_text(template.render(context) + "\n", encoding="utf-8")
-    with (folder / "report.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(_line(fact) for fact in recordings[-1].facts if not fact.get("layouts"))
+    for name in ("report.md", "report.html"):
+        (folder / name).write_text(rendered(name, context), encoding="utf-8")
+    table.write_csv(tables.csv_of(recordings[-1].facts), folder / "report.csv")
     return folder / "report.html"
 
 
-def _line(fact: Fact) -> dict[str, Any]:
-    """A line of report.csv, with times in microseconds."""
-    line = {name: fact.get(name, "") for name in COLUMNS} | {"median_us": fact["median"] * 1e6}
-    for name, end in zip(("ci95_low_us", "ci95_high_us"), fact.get("ci95") or (), strict=False):
-        line[name] = end * 1e6
-    ends = speedup(fact, thresholds.REPLACED)
-    if ends is not None:
-        line |= {"fallback_low": ends[1], "fallback_high": ends[2]}
-    timing = fact.get("timing") or {}
-    return line | {"case": fact.get("case") or fact["name"], "how": timing.get("how"), "cold": timing.get("cold")}
+def rendered(name: str, context: dict[str, Any]) -> str:
+    """A page made of the template `name`. Raises ModuleNotFoundError without jinja2."""
+    from jinja2 import Environment, PackageLoader
+    from markupsafe import Markup, escape
+
+    def marked(text: str) -> Markup:
+        """`*term*` and `` `code` `` of a legend as HTML, paragraphs as line breaks."""
+        text = re.sub(r"`([^`]+)`", r"<code>\1</code>", re.sub(r"\*([^*]+)\*", r"<em>\1</em>", str(escape(text))))
+        return Markup(text.replace("\n\n", "<br>"))  # escaped above
+
+    how = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    pages = Environment(loader=PackageLoader("nsa.testing.report"), autoescape=name.endswith("html"), **how)  # type: ignore[arg-type]
+    pages.filters |= {"markdown": table.markdown, "marked": marked}
+    return pages.get_template(f"{name}.j2").render(context)
 
 
-# --- README ----------------------------------------------------------------------------------------------------------
+def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
+    """The variables of the templates: title, subtitle, verdict, rationale and sections."""
+    from nsa.testing.report import plots
+
+    now = recordings[-1]
+    decision, on_packed = thresholds.decide(now.facts), thresholds.decide(now.facts, against="best")
+    bars = plots.prefill_bars(now.facts, now.gpu or now.device)
+    sections = [
+        Section.of(one, pictures=[bars] if bars and one.title == "Prefill" else []) for one in tables.of(now.facts)
+    ]
+    sections += [
+        Section(
+            "Speedup over L",
+            "Ratios of medians from one run, implementations sampled in turn. Bars divide the ends of the two 95% "
+            "bootstrap intervals, if both are recorded, so they are never too short; most are smaller than the marks.",
+            [p for p in (plots.speedup_over_L(now.facts, name) for name in (plots.REPLACED, plots.BEST)) if p],
+        ),
+        Section("Roofline", _timing_note(now.facts), [p for p in [plots.roofline(now.facts)] if p]),
+        *([_change(recordings[0], now)] if len(recordings) == 2 else []),
+        Section.of(tables.threshold(decision, on_packed)),
+        Section.of(tables.make("cases", (fact for fact in now.facts if not fact.get("layouts")))),
+        Section.of(_environment(recordings)),
+        Section("How to reproduce", code=_commands(recordings)),
+    ]
+    return {
+        "title": f"Selection attention on {now.gpu or now.device}",
+        "subtitle": f"torch {now.torch}, Triton {now.triton}, commit {now.commit}, {now.environment['date']}",
+        "verdict": verdict(now),
+        "rationale": rationale(now, decision, on_packed),
+        "sections": [s for s in sections if s.pictures or (s.table and s.table.rows) or s.code],
+    }
 
 
-def readme_block(recordings: Sequence[Recording]) -> str:
-    """The measured results for README.md, from the newest recording of each GPU, or of each CPU if there is no GPU."""
-    text: list[str] = []
-    for recording in _shown(recordings):
-        picture = longest_prompts(recording)
-        if picture is not None:
-            text += [f"![{_alternative(picture)}]({picture_path(recording)})", ""]
-        where = f"**{recording.gpu or recording.device}**, torch {recording.torch}, Triton {recording.triton}"
-        text += [f"{where}; ratios are of one run.", ""]
-        prompts, trained = prefills(recording.facts), trainings(recording.facts)
-        served, of_m3 = servings(recording.facts), m3(recording.facts)
-        if prompts:
-            title = "Prefill, forward, 16 blocks of 64, D = 128, milliseconds, and how many times as fast"
-            text += [f"{title} {_when(recording, prompts)}:", "", PREFILL_LEGEND, ""]
-            text += _table(README_PREFILL, PREFILL_HEADER, prefill_rows(prompts))
-        if trained:
-            title = "Training on the same prompts (dQ, dK and dV, alone and with the forward pass before)"
-            rows = _table(README_TRAINING, TRAINING_HEADER, training_rows(trained))
-            text += _folded(f"{title} {_when(recording, trained)}", rows)
-        if served:
-            title = "Serving from a KV cache, 16 blocks of 64 a query, D = 128, microseconds, as a graph"
-            rows = [SERVING_LEGEND, "", *_table(SERVING_HEADER, SERVING_HEADER, serving_rows(served))]
-            text += _folded(f"{title} {_when(recording, served)}", rows)
-        if of_m3:
-            rows = [M3_TEXT, "", *_table(M3_HEADER, M3_HEADER, m3_rows(of_m3))]
-            text += _folded(f"MiniMax-M3 over its cache, beside vLLM's kernels {_when(recording, of_m3)}", rows)
-        rest = [fact for fact in recording.facts if fact not in (*prompts, *trained, *served, *of_m3)]
-        others = _groups(rest)
-        title = (
-            f"Packed rows, spans and decode: how many times as fast, geometric mean (worst) {_when(recording, rest)}"
-        )
-        text += _folded(title, others) if prompts or trained else [f"{title}:", "", *others]
-    return "\n".join([BEGIN, *text, END])
+def verdict(recording: Recording) -> str:
+    """The threshold in force on the recording's device, and its source."""
+    if recording.gpu is None:
+        return "sel_triton_min_L is not used on this device: without a GPU, calls run packed SDPA."
+    return f"sel_triton_min_L in force: {summary.in_force(recording.gpu, live=recording.source == THIS_RUN)}."
 
 
-def _when(recording: Recording, facts: list[Fact]) -> str:
-    """`(commit, date)` of some benchmarks, because the tables of README may come from different days."""
-    return f"({'; '.join(recording.taken(facts))})"
+def rationale(recording: Recording, decision: thresholds.Decision, on_packed: thresholds.Decision) -> list[str]:
+    """Sentences that say which threshold the recording measured, and why."""
+    if recording.gpu is None:
+        return []
+    return [f"This recording {summary.measured(decision)}.", *thresholds.rationale(decision, on_packed)]
 
 
-def _shown(recordings: Sequence[Recording]) -> list[Recording]:
-    return [r for r in recordings if r.gpu] or list(recordings)
+def _timing_note(facts: list[Fact]) -> str:
+    how = {"graph": "CUDA graph replay", "eager": "eager calls", "host": "the host's clock"}
+    timings = [t for fact in kernels(facts) if (t := fact.get("timing"))]
+    counts = Counter(f"{how[t['how']]}, {'cold rotated' if t['cold'] else 'hot'} buffers" for t in timings)
+    words = [f"{name} ({n} benchmarks)" for name, n in counts.most_common()]
+    return f"Timed by {'; '.join(words)}. Ceilings were measured in the same run." if words else ""
 
 
-def _groups(facts: list[Fact]) -> list[str]:
-    """A Markdown table with a line for each group of benchmarks."""
-    columns = (
-        *("benchmarks", "cases", "vs what it replaces"),
-        *("vs gather + SDPA", "vs best SDPA on packed rows", "of memory ceiling"),
+def changes(before: Recording, after: Recording) -> list[tuple[str, str, float, float, float]]:
+    """`(name, group, new / old ratio, old median, new median)` of the benchmarks that both recordings have.
+
+    The ratios are those to the control, because the speed of a machine differs from day to day. Without a control they
+    are medians.
+    """
+    old = {fact["name"]: fact for fact in before.facts}
+    found = []
+    for fact in after.facts:
+        then = old.get(fact["name"])
+        if then is None:
+            continue
+        was, now = (_ratio_to(then.get("control"), each) for each in (then, fact))
+        ratio = now / was if was and now else fact["median"] / then["median"]
+        found.append((fact["name"], fact["group"], ratio, then["median"], fact["median"]))
+    return found
+
+
+def _ratio_to(control: str | None, fact: Fact) -> float | None:
+    """The fact's median over that of `control`, which need not be its own control; None if that was not timed."""
+    if control == fact.get("control"):
+        return fact.get("ratio_to_control")
+    seconds = (fact.get("medians") or {}).get(control)
+    return fact["median"] / seconds if seconds else None
+
+
+def _change(before: Recording, after: Recording) -> Section:
+    from nsa.testing.report import plots
+
+    pairs = changes(before, after)
+    picture = plots.before_after([(name, ratio) for name, _, ratio, _, _ in pairs])
+    moved = sorted((pair for pair in pairs if abs(pair[2] - 1) > MOVED), key=lambda pair: -pair[2])
+    names = [{fact["name"] for fact in recording.facts} for recording in (before, after)]
+    return Section(
+        "Before and after",
+        f"{len(pairs)} benchmarks in both, {len(names[0] - names[1])} only before, {len(names[1] - names[0])} only "
+        f"after. Geometric mean of the changes {geomean(p[2] for p in pairs) or 1:.3f}×; {len(moved)} above 10%.",
+        [picture] if picture else [],
+        tables.make("changes", moved),
     )
-    text = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
-    for name, cases, *cells in summary_rows(facts):
-        replaced, gather, best, control = (_both(cells[i : i + 2]) for i in (0, 2, 4, 8))
-        first = replaced if replaced != "-" else "-" if cells[-1] != "-" else f"{control} (control)"
-        text.append(f"| {name} | {cases} | {first} | {gather} | {best} | {cells[-1]} |")
-    return [*text, ""]
 
 
-def _folded(title: str, body: list[str]) -> list[str]:
-    """Markdown that a reader unfolds."""
-    return ["<details>", f"<summary>{title}</summary>", "", *body, "</details>", ""]
+def _environment(recordings: Sequence[Recording]) -> Table:
+    names = ("before", "after") if len(recordings) == 2 else ("this run",)
+    columns = [Column("", lambda name: name)]
+    columns += [
+        Column(name, recording.environment.__getitem__) for name, recording in zip(names, recordings, strict=True)
+    ]
+    return Table("Environment", columns, list(recordings[0].environment))
 
 
-def picture_path(recording: Recording) -> str:
-    """The path of a device's picture, relative to the root of the repository."""
-    return f"docs/{device_slug(recording.gpu or recording.device)}.svg"
+def _commands(recordings: Sequence[Recording]) -> str:
+    now = recordings[-1]
+    revision, _, dirty = now.commit.partition("-")
+    # Merged recordings come from the baselines, which the command finds without a name.
+    files = ["run.json" if r.source == THIS_RUN else r.source for r in recordings if not r.merged]
+    return "\n".join(
+        [
+            f"git checkout {revision}{'   # there were uncommitted changes' if dirty else ''}",
+            f"pip install -e '.[test,report]' torch=={now.torch.partition('+')[0]}   # Triton {now.triton}",
+            "pytest -m perf --benchmark-json=run.json" + " --nsa-update-thresholds" * (now.gpu is not None),
+            " ".join(("python -m nsa.testing.report", *files, "-o report")),
+        ]
+    )
 
 
-def pictures(recordings: Sequence[Recording]) -> dict[str, str]:
-    """The SVG files that README's block shows, by path.
+# --- README and docs/results -----------------------------------------------------------------------------------------
+
+
+def documents(recordings: Sequence[Recording], readme: str) -> dict[str, str]:
+    """README.md with its measured part rewritten, and the pages and pictures of `docs/results/`, by path.
 
     Raises:
-        ModuleNotFoundError: matplotlib is missing.
+        ModuleNotFoundError: matplotlib or jinja2 is missing.
+        ValueError: `readme` lacks a marker.
     """
     from nsa.testing.report import plots
 
-    found = {picture_path(recording): longest_prompts(recording) for recording in _shown(recordings)}
-    return {path: plots.prefill_bars(shown) for path, shown in found.items() if shown is not None}
+    shown = [recording for recording in recordings if recording.gpu] or list(recordings)
+    written = {"README.md": with_block(readme, readme_block(shown))}
+    for recording in shown:
+        path = RESULTS / device_slug(recording.gpu or recording.device)
+        written[f"{path}.md"] = results(recording)
+        picture = plots.prefill_bars(recording.facts, recording.gpu or recording.device)
+        if picture is not None:
+            written[f"{path}.svg"] = picture
+    return written
 
 
-def _alternative(shown: dict[str, Any]) -> str:
-    """The picture's alternative text."""
-    said = [
-        f"{heads} heads: " + ", ".join(f"{name} {value}" for name, value in found.items())
-        for heads, found in shown["milliseconds"].items()
+def results(recording: Recording) -> str:
+    """The page of a device in `docs/results/`: all tables, each with the commits and dates of its benchmarks."""
+    name = recording.gpu or recording.device
+    found = tables.longest_prompts(recording.facts)
+    picture = [f"![{_alternative(name, found)}]({device_slug(name)}.svg)"] if found else []
+    sections = [
+        Section.of(one, f"Recorded at {_when(recording, one)}.", picture if one.title == "Prefill" else [])
+        for one in tables.of(recording.facts)
     ]
-    return f"Prefill of {shown['T']} tokens on {shown['gpu']}, milliseconds. {'; '.join(said)}"
+    source = (
+        f"torch {recording.torch}, Triton {recording.triton}. `python -m nsa.testing.report --readme` makes this page "
+        "from the baselines in `tests/perf/baselines/`. Ratios are of medians of one run."
+    )
+    return rendered("report.md", {"title": f"Measured on {name}", "subtitle": source, "sections": sections})
 
 
-def _table(columns: Sequence[str], header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table of those of the columns that a row fills, and an empty line."""
-    named = [dict(zip(header, row, strict=True)) for row in rows]
-    columns = [name for name in columns if any(row[name] != "-" for row in named)]
-    lines = [f"| {' | '.join(row[name] for name in columns)} |" for row in named]
-    return [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}", *lines, ""]
+def _when(recording: Recording, one: Table) -> str:
+    """`commit, date` of a table's benchmarks, because the tables of a page may come from different days."""
+    facts = [fact for row in one.rows for fact in (row[1] if isinstance(row, tuple) else [row])]
+    return "; ".join(recording.taken(facts))
 
 
-def _both(cells: Sequence[str]) -> str:
-    return "-" if cells[0] == "-" else f"{cells[0]} ({cells[1]})"
+def readme_block(recordings: Sequence[Recording]) -> str:
+    """The measured part of README.md: a picture and a table of each device, and where all tables are."""
+    text: list[str] = []
+    for recording in recordings:
+        name = recording.gpu or recording.device
+        path, found = RESULTS / device_slug(name), tables.longest_prompts(recording.facts)
+        where = f"**{name}**, torch {recording.torch}, Triton {recording.triton}"
+        if found is not None:
+            one = tables.headline(recording.facts)
+            text += [f"![{_alternative(name, found)}]({path}.svg)", "", f"{where}. {one.legend}", ""]
+            text += [table.markdown(one), "", one.explained()]
+            where = "All tables"
+        text += [f"{where}: [{path}.md]({path}.md).", ""]
+    return "\n".join([BEGIN, *text[:-1], END])
+
+
+def _alternative(gpu: str, found: dict[str, Any]) -> str:
+    """The picture's alternative text: the bars at its top."""
+    heads, first = next(iter(found["milliseconds"].items()))
+    said = "; ".join(f"{name}: {value}" for name, value in first.items())
+    return f"Prefill of {found['T']} tokens on {gpu}, milliseconds with {heads} heads: {said}"
 
 
 def with_block(readme: str, block: str) -> str:
@@ -218,15 +282,14 @@ def with_block(readme: str, block: str) -> str:
     return readme[: readme.index(BEGIN)] + block + readme[readme.index(END) + len(END) :]
 
 
-def _update_readme() -> str:
-    recordings = _baselines()
-    drawn = pictures(recordings)  # before README is written, because drawing may fail
-    path = ROOT / "README.md"
-    path.write_text(with_block(path.read_text(encoding="utf-8"), readme_block(recordings)), encoding="utf-8")
-    for name, picture in drawn.items():
-        (ROOT / name).parent.mkdir(exist_ok=True)
-        (ROOT / name).write_text(picture, encoding="utf-8")
-    return ", ".join([str(path), *drawn])
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+def _update_documents() -> str:
+    written = documents(_baselines(), (ROOT / "README.md").read_text(encoding="utf-8"))
+    for name, text in written.items():
+        write_whole(ROOT / name, text)
+    return ", ".join(written)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -234,14 +297,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m nsa.testing.report", description=__doc__)
     parser.add_argument("json", nargs="*", type=Path, help="one recording, or before and after; default: the baselines")
     parser.add_argument("-o", metavar="DIR", type=Path, help="where report.md, report.csv and report.html go")
-    parser.add_argument("--readme", action="store_true", help="rewrite README.md's measured results and pictures")
+    parser.add_argument("--readme", action="store_true", help="rewrite README.md's measured part and docs/results/")
     args = parser.parse_args(argv)
     if len(args.json) > 2:
         parser.error(f"expected one recording, or before and after, got {len(args.json)} files")
     if args.readme == (args.o is not None):
         parser.error("expected either -o DIR or --readme")
     try:
-        done = _update_readme() if args.readme else str(write([load(p) for p in args.json] or _baselines()[:1], args.o))
+        done = _update_documents() if args.readme else str(write([*map(load, args.json)] or _baselines()[:1], args.o))
     except ModuleNotFoundError as error:
         name = str(error.name).partition(".")[0]
         if name not in ("matplotlib", "jinja2"):

@@ -71,9 +71,10 @@ def load(path: Path) -> Recording:
     commit = (document.get("commit_info") or {}).get("id")
     if date is None or commit is None:
         raise ValueError(f"{path}: expected a datetime and a commit_info.id, got {date!r} and {commit!r}")
-    facts = [b["extra_info"] | {"group": b["group"], "name": b["name"]} for b in benchmarks]
-    for fact, benchmark in zip(facts, benchmarks, strict=True):
-        fact["median"], fact["date"] = benchmark["stats"]["median"], date
+    facts = [
+        b["extra_info"] | {"group": b["group"], "name": b["name"], "median": b["stats"]["median"], "date": date}
+        for b in benchmarks
+    ]
     gpu = machine.get("gpu")
     first = facts[0] if facts else {}
     return Recording(
@@ -126,31 +127,32 @@ def kernels(facts: Iterable[Fact]) -> list[Fact]:
     return [fact for fact in facts if fact.get("share_of_ceiling")]
 
 
-def prefills(facts: Iterable[Fact]) -> list[Fact]:
-    """The facts of whole prompts, which have a time per token, in the order of core."""
-    return sorted((fact for fact in facts if fact.get("ns_per_token")), key=_prompt)
+KINDS = ("prefill", "training", "serving", "m3", "kernels", "others")
 
 
-def trainings(facts: Iterable[Fact]) -> list[Fact]:
-    """The facts of backward passes and training steps, in the order of core's prompts."""
-    return sorted((fact for fact in facts if fact.get("ns_per_query")), key=_prompt)
+def by_kind(facts: Iterable[Fact]) -> dict[str, list[Fact]]:
+    """Facts by the table that shows them.
 
-
-def _prompt(fact: Fact) -> tuple[Any, ...]:
-    """Sorts prompts, because a merged recording begins with those that were recorded last."""
-    return fact["S"], -fact["HQ"], fact["HKV"], fact.get("shared", 0.0), fact["group"]
-
-
-def servings(facts: Iterable[Fact]) -> list[Fact]:
-    """The facts of calls over KV caches."""
-    return [fact for fact in facts if re.fullmatch(r"kvcache|paged\d+", str(fact.get("impl")))]
-
-
-def m3(facts: Iterable[Fact]) -> list[Fact]:
-    """The facts of MiniMax-M3's shapes, in their order; what else was timed on them comes last."""
+    Prompts and the shapes of MiniMax-M3 are in a fixed order, because a merged recording begins with the newest facts.
+    """
+    found: dict[str, list[Fact]] = {name: [] for name in KINDS}
+    for fact in facts:
+        if not fact.get("layouts"):  # times of packed SDPA's layouts, which a threshold needs and no table shows
+            found[_kind(fact)].append(fact)
+    for name in ("prefill", "training"):
+        found[name].sort(key=lambda fact: (fact["S"], -fact["HQ"], fact["HKV"], fact.get("shared", 0.0), fact["group"]))
     rank = {name: i for i, name in enumerate(NAMED)}
-    found = (fact for fact in facts if fact.get("impl") == "m3")
-    return sorted(found, key=lambda fact: rank.get(str(fact["case"]), len(rank)))
+    found["m3"].sort(key=lambda fact: rank.get(str(fact["case"]), len(rank)))
+    return found
+
+
+def _kind(fact: Fact) -> str:
+    if fact.get("impl") == "m3":
+        return "m3"
+    if re.fullmatch(r"kvcache|paged\d+", str(fact.get("impl"))):
+        return "serving"
+    figures = {"ns_per_token": "prefill", "ns_per_query": "training", "share_of_ceiling": "kernels"}
+    return next((kind for name, kind in figures.items() if fact.get(name)), "others")
 
 
 def geomean(values: Iterable[float | None]) -> float | None:

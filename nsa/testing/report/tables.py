@@ -1,361 +1,308 @@
-"""The contents of a report of one recording, or of two: verdict, tables and pictures, in the order of the page."""
+"""What the tables show of facts: on the screen after a run, in a report, and in `docs/results/`."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from nsa.testing.report import summary
-from nsa.testing.report.recording import (
-    Fact,
-    Recording,
-    geomean,
-    grouped,
-    kernels,
-    m3,
-    prefills,
-    servings,
-    speedup,
-    trainings,
-    worst,
-)
+import yaml
+
+from nsa.testing.report.recording import Fact, by_kind, geomean, grouped, speedup, worst
+from nsa.testing.report.table import EMPTY, Column, Table, Two
 from nsa.tuning import thresholds
 
+LEGENDS = Path(__file__).with_name("templates") / "legends.yaml"
+VERSUS = {
+    "replaced": "speedup_vs_fallback",  # packed SDPA with its packing, which routing would run instead
+    "gather + SDPA": "speedup_vs_sdpa_end_to_end",  # gather from the cache and SDPA, with an index made beforehand
+    "best SDPA": "speedup_vs_sdpa_best",  # the fastest SDPA layout, on rows already packed
+    "expanded": "speedup_vs_sdpa_expanded",  # SDPA with K and V expanded to heads, on rows already packed
+}
+PEERS = {"fla": "fla-core"}  # names of nsa.testing.contestants.peers
+DENSE = {"dense_cudnn": "dense cuDNN", "dense_flash": "dense flash"}
+CSV = """
+    group case dist source H D Dv L N dtype impl median_us ci95_low_us ci95_high_us gbps share_of_ceiling
+    speedup_vs_fallback fallback_low fallback_high speedup_vs_sdpa_best sdpa_best speedup_vs_sdpa_expanded HQ HKV S S_kv
+    shared ns_per_token ns_per_query memory_vs_flash tflops share_of_matmul speedup_vs_cudnn speedup_vs_flash
+    speedup_vs_fla speedup_vs_query_major speedup_vs_key_major speedup_vs_vllm speedup_vs_xunhao share_of_read control
+    ratio_to_control mae seed how cold device torch triton commit
+""".split()
 
-@dataclass
-class Section:
-    """A heading, and any of text, pictures (SVG), a table and code."""
 
-    title: str
-    text: str = ""
-    pictures: list[str] = field(default_factory=list)
-    header: Sequence[str] = ()
-    rows: list[Sequence[str]] = field(default_factory=list)
-    code: str = ""
-    folded: bool = False
+def of(facts: Iterable[Fact]) -> list[Table]:
+    """The tables of a run or a recording, without the empty ones."""
+    groups = ("kernels", "others")
+    kinds = {kind: grouped(found).items() if kind in groups else found for kind, found in by_kind(facts).items()}
+    return [make(kind, rows) for kind, rows in kinds.items() if rows]
 
 
-def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
-    """The variables of the templates: title, verdict, rationale and sections."""
-    from nsa.testing.report import plots
+def make(kind: str, rows: Iterable[Any], columns: Sequence[Column] | None = None) -> Table:
+    """The table of a kind of rows, with what `legends.yaml` says of it. columns: if they are not fixed."""
+    return Table(columns=COLUMNS[kind] if columns is None else columns, rows=list(rows), **_legends()[kind])
 
-    now = recordings[-1]
-    decision, on_packed = thresholds.decide(now.facts), thresholds.decide(now.facts, against="best")
-    cases = [_case_row(fact) for fact in now.facts if "layouts" not in fact]
-    sections = [
-        Section("Summary", "Speedups over what the column names.", header=SUMMARY_HEADER, rows=summary_rows(now.facts)),
-        Section(
-            "Speedup over L",
-            "Ratios of medians from one run, implementations sampled in turn. Bars divide the ends of the two 95% "
-            "bootstrap intervals" + _interval_note(now.facts),
-            [p for p in (plots.speedup_over_L(now.facts, name) for name in (plots.REPLACED, plots.BEST)) if p],
-        ),
-        Section("Prefill", PREFILL_TEXT, header=PREFILL_HEADER, rows=prefill_rows(now.facts)),
-        Section("Training", TRAINING_TEXT, header=TRAINING_HEADER, rows=training_rows(now.facts)),
-        Section("Serving", SERVING_TEXT, header=SERVING_HEADER, rows=serving_rows(now.facts)),
-        Section("MiniMax-M3", M3_TEXT, header=M3_HEADER, rows=m3_rows(now.facts)),
-        Section("Roofline", _timing_note(now.facts), [p for p in [plots.roofline(now.facts)] if p]),
+
+@functools.cache
+def _legends() -> dict[str, dict[str, Any]]:
+    return dict(yaml.safe_load(LEGENDS.read_text(encoding="utf-8")))
+
+
+# --- cells -----------------------------------------------------------------------------------------------------------
+
+
+def times(ratio: float | None) -> str | None:
+    return None if ratio is None else f"{ratio:.2f}×"
+
+
+def mean_and_worst(ratios: Iterable[float | None]) -> Two | None:
+    """The geometric mean of the ratios that are known, and the smallest."""
+    known = [ratio for ratio in ratios if ratio]
+    return Two(f"{geomean(known):.2f}×", f"{worst(known):.2f}×") if known else None
+
+
+def seconds(value: float) -> str:
+    """`1.25 ms`: three digits and a unit."""
+    scale, unit = next((s, u) for s, u in ((1, "s"), (1e-3, "ms"), (1e-6, "us")) if value >= s or u == "us")
+    return f"{value / scale:.3g} {unit}"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value * 1e3:.2f}"
+
+
+def _microseconds(value: float) -> str:
+    return f"{value * 1e6:.1f}"
+
+
+def _three_digits(value: float) -> str:
+    """Milliseconds, `15.0` or `0.885`."""
+    return f"{value * 1e3:.{max(0, 2 - math.floor(math.log10(value * 1e3)))}f}"
+
+
+def _key(name: str, key: str = "", form: str = "", place: Any = None) -> Column:
+    """A fact as it is, or in a format; nothing for 0."""
+    return Column(name, lambda fact: format(fact[key or name], form) if fact.get(key or name) else None, place)
+
+
+def _faster(fact: Fact, comparator: str) -> str | None:
+    """How many times as fast ours is; None if it is ours that is the comparator."""
+    found = None if comparator == fact.get("impl") else speedup(fact, comparator)
+    return times(found and found[0])
+
+
+def _beside(comparators: dict[str, str], shown: Callable[[float], str]) -> list[Column]:
+    """Other implementations: their times and how many times as fast ours is; on the screen `vs name`, without times."""
+
+    def both(fact: Fact, comparator: str) -> Two | None:
+        ratio = _faster(fact, comparator)
+        return None if ratio is None else Two(shown(fact["medians"][comparator]), ratio)
+
+    pairs = [
+        (Column(name, functools.partial(both, comparator=key), "page"),
+         Column(f"vs {name}", functools.partial(_faster, comparator=key), "screen"))
+        for key, name in comparators.items()
+    ]  # fmt: skip
+    return [column for pair in pairs for column in pair]
+
+
+def _ours(shown: Callable[[float], str]) -> Column:
+    return Column("ours", lambda fact: shown(fact["median"]))
+
+
+HEADS = Column("HQ/HKV", lambda fact: f"{fact['HQ']}/{fact['HKV']}")
+OVERLAP = _key("shared", form=".0%")
+
+
+def overlap(fact: Fact) -> float:
+    """The share of its blocks that a query has in common with the query before it. Old recordings do not hold it."""
+    return float(fact.get("shared") or 0.0)
+
+
+def kernel_of(fact: Fact) -> str | None:
+    """The route of our kernel that ran, or the name of the contestant."""
+    return ", ".join(sorted(fact.get("launched") or ())) or fact.get("impl")
+
+
+def fallback(fact: Fact) -> bool:
+    """Whether a benchmark times the path that Triton replaces."""
+    return fact.get("impl") == thresholds.REPLACED
+
+
+# --- columns ---------------------------------------------------------------------------------------------------------
+
+Group = tuple[str, list[Fact]]
+
+
+def _over(key: str) -> Callable[[Group], Two | None]:
+    return lambda group: mean_and_worst(fact.get(key) for fact in group[1] if not fallback(fact))
+
+
+def _over_controls(group: Group) -> Two | None:
+    """How many times as fast as their controls. The fallback counts only if the group has no other benchmark."""
+    counted = [fact for fact in group[1] if not fallback(fact)] or group[1]
+    return mean_and_worst(1 / fact["ratio_to_control"] for fact in counted if fact.get("ratio_to_control"))
+
+
+def _controls(group: Group) -> str | None:
+    return ", ".join(dict.fromkeys(fact["control"] for fact in group[1] if fact.get("control"))) or None
+
+
+def _top(group: Group) -> Fact:
+    return max(group[1], key=lambda fact: float(fact["gbps"]))
+
+
+COLUMNS: dict[str, list[Column]] = {
+    "prefill": [
+        HEADS,
+        _key("T", "S"),
+        OVERLAP,
+        Column("kernel", kernel_of),
+        _ours(_milliseconds),
+        _key("ns/token", "ns_per_token", ".1f", "page"),
+        _key("TFLOP/s", "tflops", ".0f"),
+        *_beside({"query_major": "query-major", "key_major": "key-major"} | PEERS | DENSE, _milliseconds),
+        _key("of matrix rate", "share_of_matmul", ".1%", "page"),
+    ],
+    "training": [
+        HEADS,
+        _key("T", "S"),
+        OVERLAP,
+        _key("timed", "group"),
+        _ours(_milliseconds),
+        _key("ns/token", "ns_per_query", ".1f", "page"),
+        *_beside(PEERS | DENSE, _milliseconds),
+        Column("memory vs flash", lambda fact: times(fact.get("memory_vs_flash"))),
+    ],
+    "serving": [
+        HEADS,
+        _key("B"),
+        _key("queries", "S"),
+        _key("keys", "S_kv"),
+        Column("pages", lambda fact: str(fact["impl"]).partition("paged")[2] or None),
+        _ours(_microseconds),
+        *_beside({"auto": "no cache", "kvcache": "contiguous"} | PEERS, _microseconds),
+        Column("over its share", lambda fact: times(fact.get("times_its_share"))),
+    ],
+    "m3": [
+        Column("shape", lambda fact: str(fact["case"]).removeprefix("m3-")),
+        _ours(_microseconds),
+        *_beside({"vllm": "vLLM"} | PEERS, _microseconds),
+        *_beside({"xunhao": "XunhaoLai", "m3_bf16": "bf16 cache", "calls_apart": "two calls"}, _microseconds),
+        _key("of read", "share_of_read", ".1%"),
+    ],
+    "kernels": [
+        Column("benchmarks", lambda group: group[0]),
+        Column("cases", lambda group: len(group[1])),
+        *(Column(f"vs {name}", _over(key)) for name, key in VERSUS.items()),
+        Column("GB/s", lambda group: f"{_top(group)['gbps']:.0f}"),
+        Column("of ceiling", lambda group: f"{_top(group)['share_of_ceiling']:.1%}"),
+    ],
+    "others": [
+        Column("benchmarks", lambda group: group[0]),
+        Column("cases", lambda group: len(group[1])),
+        Column("vs control", _over_controls),
+        Column("fastest", lambda group: seconds(min(fact["median"] for fact in group[1]))),
+        Column("slowest", lambda group: seconds(max(fact["median"] for fact in group[1]))),
+        Column("control", _controls),
+    ],
+    "cases": [
+        Column("case", lambda fact: fact["case"] if fact.get("share_of_ceiling") else fact["name"]),
+        _key("group"),
+        Column("median", lambda fact: seconds(fact["median"])),
+        Column("95% interval", lambda fact: " – ".join(map(seconds, fact.get("ci95") or ())) or None),
+        Column("GB/s", lambda fact: f"{fact['gbps']:.0f}" if fact.get("share_of_ceiling") else None),
+        _key("of ceiling", "share_of_ceiling", ".1%"),
+        Column("vs replaced", lambda fact: _faster(fact, thresholds.REPLACED)),
+        Column("vs best SDPA", lambda fact: None if fallback(fact) else _faster(fact, str(fact.get("sdpa_best")))),
+        _key("MAE", "mae", ".1e"),
+    ],
+    "changes": [
+        Column("benchmark", lambda change: change[0]),
+        Column("group", lambda change: change[1]),
+        Column("change, to control", lambda change: f"{change[2] - 1:+.1%}"),
+        Column("before", lambda change: seconds(change[3])),
+        Column("after", lambda change: seconds(change[4])),
+    ],
+}
+
+
+def csv_of(facts: Iterable[Fact]) -> Table:
+    """A row for each benchmark, figures as they are; times in microseconds."""
+
+    def line(fact: Fact) -> dict[str, Any]:
+        ends = zip(("ci95_low_us", "ci95_high_us"), fact.get("ci95") or (), strict=False)
+        bounds = zip(("fallback_low", "fallback_high"), (speedup(fact, thresholds.REPLACED) or ())[1:], strict=False)
+        more = {"case": fact.get("case") or fact["name"], "median_us": fact["median"] * 1e6}
+        return fact | (fact.get("timing") or {}) | more | {name: end * 1e6 for name, end in ends} | dict(bounds)
+
+    columns = [Column(name, lambda line, name=name: line.get(name)) for name in CSV]  # type: ignore[misc]
+    return Table("report.csv", columns, [line(fact) for fact in facts if not fact.get("layouts")])
+
+
+def threshold(decision: thresholds.Decision, on_packed: thresholds.Decision) -> Table:
+    """A row for each combination of heads, dims and distribution that decides `sel_triton_min_L`."""
+
+    def row(key: thresholds.Key) -> dict[str, str | None]:
+        mine = [point for point in decision.points if point.key == key]
+        least, decided = min(mine, key=lambda point: point.speedup), any(point.low is not None for point in mine)
+        starts = [str(found.groups.get(key) or "never") if decided else "undecided" for found in (decision, on_packed)]
+        return dict(zip(("H", "D", "Dv", "distribution"), map(str, key), strict=True)) | {
+            "L measured": ", ".join(map(str, sorted({point.L for point in mine}))),
+            f"{decision.margin:g}× the replaced path from L": starts[0],
+            "slowest": times(least.speedup),
+            "95% interval": None if least.low is None else f"{least.low:.2f}–{least.high:.2f}",
+            "at L": str(least.L),
+            f"{decision.margin:g}× the best SDPA on packed rows from L": starts[1],
+        }
+
+    rows = [row(key) for key in sorted(decision.groups, key=lambda key: (key[3], key))]
+    columns = [Column(name, lambda row, name=name: row[name]) for name in (rows or [{}])[0]]  # type: ignore[misc]
+    return make("threshold", rows, columns)
+
+
+# --- README ----------------------------------------------------------------------------------------------------------
+
+
+def headline(facts: Iterable[Fact]) -> Table:
+    """At most eight rows for README: the longest prompt, training on it, and MiniMax-M3; most overlap first."""
+    kinds = by_kind(facts)
+    widest = next(fact for fact in kinds["prefill"] if fact["S"] == kinds["prefill"][-1]["S"])
+    calls = [("prefill", fact) for fact in kinds["prefill"]]
+    calls += [("prefill with its backward pass", fact) for fact in kinds["training"] if fact["group"] != "backward"]
+    alike = [(name, fact) for name, fact in calls if all(fact[x] == widest[x] for x in ("HQ", "HKV", "S"))]
+    rows = [(f"{name}, {fact['S']:,} tokens", fact) for name, fact in alike if overlap(fact) in (0.9, 0.0)]
+    named = {"m3-chunk4096": "chunk of 4,096 tokens", "m3-decode-B64": "decode step of 64 sequences"}
+    shapes = [(named.get(str(fact["case"]).removesuffix("-shared0.9")), fact) for fact in kinds["m3"]]
+    rows += [(f"MiniMax-M3, {name}", fact) for name, fact in shapes if name]
+
+    def of_fact(column: Column) -> Column:
+        return Column(column.name, lambda row: column.of(row[1]), column.place)
+
+    columns = [
+        Column("call", lambda row: row[0]),
+        of_fact(HEADS),
+        Column("shared", lambda row: OVERLAP.of(row[1]) or "random"),
+        of_fact(_ours(_three_digits)),
+        *map(of_fact, _beside(PEERS | {"vllm": "vLLM", "dense_cudnn": "dense cuDNN"}, _three_digits)),
     ]
-    if len(recordings) == 2:
-        sections.append(_change(recordings[0], now))
-    if decision.points:
-        sections.append(_threshold_section(decision, on_packed))
-    columns = ORDINALS if len(recordings) == 2 else ("this run",)
-    sections += [
-        Section("All benchmarks", header=CASE_HEADER, rows=cases, folded=True),
-        Section("Environment", header=("", *columns), rows=_environment(recordings)),
-        Section("How to reproduce", code=_commands(recordings)),
-    ]
-    return {
-        "title": f"Selection attention on {now.gpu or now.device}",
-        "subtitle": f"torch {now.torch}, Triton {now.triton}, commit {now.commit}, {now.environment['date']}",
-        "verdict": verdict(now),
-        "rationale": rationale(now, decision, on_packed),
-        "sections": [s for s in sections if s.pictures or s.rows or s.code],
-    }
+    return make("headline", sorted(rows, key=lambda row: -overlap(row[1])), columns)
 
 
-SUMMARY_HEADER = (
-    "benchmarks", "cases", "replaced path: geomean", "worst", "gather + SDPA, index given: geomean", "worst",
-    "best SDPA on packed rows: geomean", "worst", "expanded SDPA: geomean", "worst", "control: geomean", "worst",
-    "best GB/s", "of ceiling",
-)  # fmt: skip
-PREFILL_TEXT = (
-    "Forward, 16 blocks of 64 a row, milliseconds. Dense: causal SDPA over all keys of the same prompt. Ratios: how "
-    "many times as fast ours is, from medians of one run. Shared: blocks that neighbouring queries have in common."
-)
-PREFILL_OTHERS = ("query_major", "key_major", "fla", "dense_cudnn", "dense_flash")
-PREFILL_HEADER = (
-    "HQ/HKV", "T", "shared", "kernel", "ours", "ns/token", "TFLOP/s", "query-major", "key-major", "fla-core",
-    "dense cuDNN", "dense flash", "vs cuDNN", "vs flash", "vs fla-core", "of matrix rate",
-)  # fmt: skip
-TRAINING_TEXT = (
-    "dQ, dK and dV of the prompts above, alone and with the forward pass before, milliseconds. Memory: the most that a "
-    "step takes beside its inputs (outputs and gradients included), as a multiple of what dense flash attention takes."
-)
-TRAINING_OTHERS = ("fla", "dense_cudnn", "dense_flash")
-TRAINING_HEADER = (
-    "HQ/HKV", "T", "shared", "timed", "ours", "ns/token", "fla-core", "dense cuDNN", "dense flash", "vs fla-core",
-    "vs cuDNN", "vs flash", "memory vs flash",
-)  # fmt: skip
-SERVING_TEXT = (
-    "A decode step, and a chunk of a prompt, over a KV cache: 16 blocks of 64 a query, microseconds. No cache: the "
-    "same keys without lengths or page table. Its share: the chunk's part, by tokens, of the whole prompt's time."
-)
-SERVING_OTHERS = {"no cache": "auto", "contiguous": "kvcache", "fla-core": "fla"}
-SERVING_HEADER = (
-    "HQ/HKV", "B", "queries", "keys", "pages", "ours", *SERVING_OTHERS, "over no cache", "over contiguous",
-    "vs fla-core", "over its share",
-)  # fmt: skip
-M3_TEXT = (
-    "64/4 heads, D = 128, 16 blocks of 128 a query, microseconds; contexts of 65,536 keys, of 16,384 for B = 64 and "
-    "8,192 for B = 256. *speculative*: 8 sequences of 4 queries. *shared0.9*: a query has 90% of its blocks in common "
-    "with the query before it. *ragged*: 3 chunks of 512 queries and 61 decode steps in one call. *eager*: the host's "
-    "time. *vs*: how many times as fast; *bf16*: our call over the same cache in bf16; *apart*: our two calls, one "
-    "for the chunks and one for the steps. fla-core and XunhaoLai read contiguous keys in bf16. *of read*: share of "
-    "the measured read rate, which limits steps, not prompts."
-)
-M3_OTHERS = {"vLLM": "vllm", "fla-core": "fla", "XunhaoLai": "xunhao"}
-M3_HEADER = ("shape", "ours", *M3_OTHERS, *(f"vs {name}" for name in summary.M3_VERSUS), "of read")
-CASE_HEADER = ("case", "group", "median", "95% interval", "GB/s", "of ceiling", "vs replaced", "vs best SDPA", "MAE")
-ORDINALS = ("before", "after")
-THIS_RUN = "this run"  # the source of the recording that `artifacts.this_run` makes
+def longest_prompts(facts: Iterable[Fact]) -> dict[str, Any] | None:
+    """The contents of README's picture: milliseconds of the longest prompts, as in their table; None without prompts.
 
-
-def verdict(recording: Recording) -> str:
-    """The threshold in force on the recording's device, and its source."""
-    if recording.gpu is None:
-        return "sel_triton_min_L is not used on this device: without a GPU, calls run packed SDPA."
-    return f"sel_triton_min_L in force: {summary.in_force(recording.gpu, live=recording.source == THIS_RUN)}."
-
-
-def rationale(recording: Recording, decision: thresholds.Decision, on_packed: thresholds.Decision) -> list[str]:
-    """Sentences that say which threshold the recording measured, and why."""
-    if recording.gpu is None:
-        return []
-    return [f"This recording {summary.measured(decision)}.", *thresholds.rationale(decision, on_packed)]
-
-
-def summary_rows(facts: list[Fact]) -> list[Sequence[str]]:
-    """One row per benchmark group."""
-    rows: list[Sequence[str]] = []
-    for name, infos in grouped(fact for fact in facts if "layouts" not in fact).items():
-        ratios = [[fact.get(key) for fact in infos if not summary.fallback(fact)] for key in summary.VERSUS.values()]
-        ratios.append(summary.over_controls(infos))
-        top = max(kernels(infos), key=lambda fact: float(fact["gbps"]), default=None)
-        cells = [_times(function(values)) for values in ratios for function in (geomean, worst)]
-        best = ["-", "-"] if top is None else [f"{top['gbps']:.0f}", f"{top['share_of_ceiling']:.1%}"]
-        rows.append([name, str(len(infos)), *cells, *best])
-    return rows
-
-
-def prefill_rows(facts: list[Fact]) -> list[Sequence[str]]:
-    """One row per prompt: the milliseconds of each implementation, and how many times as fast ours is."""
-    rows: list[Sequence[str]] = []
-    for fact in prefills(facts):
-        medians = fact.get("medians") or {}
-        others = [f"{medians[name] * 1e3:.2f}" if name in medians else "-" for name in PREFILL_OTHERS]
-        ratios = [_times(fact.get(key)) for key in list(summary.PREFILL_VERSUS.values())[:3]]
-        share = fact.get("share_of_matmul")
-        heads = f"{fact['HQ']}/{fact['HKV']}"
-        rows.append(
-            [heads, str(fact["S"]), _shared(fact), summary.kernel_of(fact),
-             f"{fact['median'] * 1e3:.2f}", f"{fact['ns_per_token']:.1f}", summary.tflops(fact), *others, *ratios,
-             "-" if not share else f"{share:.1%}"]
-        )  # fmt: skip
-    return rows
-
-
-def longest_prompts(recording: Recording) -> dict[str, Any] | None:
-    """The contents of README's picture: milliseconds of the longest prompts, as in its table; None if none were timed.
-
-    `{"gpu", "T", "torch", "triton", "commits", "milliseconds": {"64/4": {"ours": "1.25", "ours, 50% shared": …}}}`
+    `{"T": 65536, "milliseconds": {"64/4": {"ours, 90% shared": "6.62", "ours, random": …, "fla-core": …}}}`
     """
-    rows = [dict(zip(PREFILL_HEADER, row, strict=True)) for row in prefill_rows(recording.facts)]
-    alone = [row for row in rows if row["shared"] == "-"]
-    if not alone:
+    rows = make("prefill", by_kind(facts)["prefill"]).cells()
+    if not rows:
         return None
-    T = max(int(row["T"]) for row in alone)
     found: dict[str, dict[str, str]] = {}
-    for row in (row for row in alone if int(row["T"]) == T):
-        alike = [other for other in rows if other not in alone and all(other[x] == row[x] for x in ("HQ/HKV", "T"))]
-        others = {name: row[name] for name in ("fla-core", "dense cuDNN", "dense flash") if row[name] != "-"}
-        shared = {f"ours, {other['shared']} shared": other["ours"] for other in alike}
-        found[row["HQ/HKV"]] = {"ours": row["ours"]} | shared | others
-    return {
-        "gpu": recording.gpu or recording.device,
-        "T": T,
-        "torch": recording.torch,
-        "triton": recording.triton,
-        "commits": recording.commits,
-        "milliseconds": found,
-    }
-
-
-def training_rows(facts: list[Fact]) -> list[Sequence[str]]:
-    """One row per prompt for the backward pass and one for the whole step, as :func:`prefill_rows`."""
-    rows: list[Sequence[str]] = []
-    for fact in trainings(facts):
-        medians = fact.get("medians") or {}
-        others = [f"{medians[name] * 1e3:.2f}" if name in medians else "-" for name in TRAINING_OTHERS]
-        ratios = [_times(fact.get(f"speedup_vs_{word}")) for word in ("fla", "cudnn", "flash")]
-        rows.append(
-            [f"{fact['HQ']}/{fact['HKV']}", str(fact["S"]), _shared(fact), str(fact["group"]),
-             f"{fact['median'] * 1e3:.2f}", f"{fact['ns_per_query']:.1f}", *others, *ratios,
-             _times(fact.get("memory_vs_flash"))]
-        )  # fmt: skip
-    return rows
-
-
-def serving_rows(facts: list[Fact]) -> list[Sequence[str]]:
-    """One row per step over a cache. "over": how many times as long ours takes; "vs": how many times as fast it is."""
-    rows: list[Sequence[str]] = []
-    for fact in servings(facts):
-        ours, medians = fact["median"], fact.get("medians") or {}
-        medians = {name: t for name, t in medians.items() if name != fact["impl"]}
-        others = [f"{medians[name] * 1e6:.2f}" if name in medians else "-" for name in SERVING_OTHERS.values()]
-        over = [_times(ours / medians[name] if name in medians else None) for name in ("auto", "kvcache")]
-        page = str(fact["impl"]).removeprefix("paged") if fact["impl"] != "kvcache" else "-"
-        where = [f"{fact['HQ']}/{fact['HKV']}", *(str(fact[name]) for name in ("B", "S", "S_kv")), page]
-        faster = _times(medians["fla"] / ours if "fla" in medians else None)
-        rows.append([*where, f"{ours * 1e6:.2f}", *others, *over, faster, _times(fact.get("times_its_share"))])
-    return rows
-
-
-def m3_rows(facts: list[Fact]) -> list[Sequence[str]]:
-    """One row per shape of MiniMax-M3: the microseconds of each implementation, and how many times as fast ours is."""
-    rows: list[Sequence[str]] = []
-    for fact in m3(facts):
-        medians, share = fact.get("medians") or {}, fact.get("share_of_read")
-        others = [f"{medians[name] * 1e6:.1f}" if name in medians else "-" for name in M3_OTHERS.values()]
-        ratios = [_times(fact.get(key)) for key in summary.M3_VERSUS.values()]
-        name = str(fact["case"]).removeprefix("m3-")
-        rows.append([name, f"{fact['median'] * 1e6:.1f}", *others, *ratios, f"{share:.1%}" if share else "-"])
-    return rows
-
-
-def _shared(fact: Fact) -> str:
-    return f"{fact['shared']:.0%}" if fact.get("shared") else "-"
-
-
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}×"
-
-
-def _interval_note(facts: list[Fact]) -> str:
-    known = [fact for fact in kernels(facts) if fact.get("medians")]
-    if known and not any(fact.get("intervals") for fact in known):
-        return "; this recording holds no intervals of the comparators, so it has no bars."
-    return ", so they are never too short; most are smaller than the marks."
-
-
-def _timing_note(facts: list[Fact]) -> str:
-    how = {"graph": "CUDA graph replay", "eager": "eager calls", "host": "the host's clock"}
-    timings = [t for fact in kernels(facts) if (t := fact.get("timing"))]
-    counts = Counter(f"{how[t['how']]}, {'cold rotated' if t['cold'] else 'hot'} buffers" for t in timings)
-    words = [f"{name} ({n} benchmarks)" for name, n in counts.most_common()]
-    return f"Timed by {'; '.join(words)}. Ceilings were measured in the same run." if words else ""
-
-
-def changes(before: Recording, after: Recording) -> list[tuple[str, str, float, float, float]]:
-    """`(name, group, new / old ratio, old median, new median)` of the benchmarks that both recordings have.
-
-    The ratios are those to the control, because the speed of a machine differs from day to day. Without a control they
-    are medians.
-    """
-    old = {fact["name"]: fact for fact in before.facts}
-    found = []
-    for fact in after.facts:
-        then = old.get(fact["name"])
-        if then is None:
-            continue
-        was, now = (_ratio_to(then.get("control"), each) for each in (then, fact))
-        ratio = now / was if was and now else fact["median"] / then["median"]
-        found.append((fact["name"], fact["group"], ratio, then["median"], fact["median"]))
-    return found
-
-
-def _ratio_to(control: str | None, fact: Fact) -> float | None:
-    """The fact's median over that of `control`, which need not be its own control; None if that was not timed."""
-    if control == fact.get("control"):
-        return fact.get("ratio_to_control")
-    seconds = (fact.get("medians") or {}).get(control)
-    return fact["median"] / seconds if seconds else None
-
-
-def _change(before: Recording, after: Recording) -> Section:
-    from nsa.testing.report import plots
-
-    pairs = changes(before, after)
-    picture = plots.before_after([(name, group, ratio) for name, group, ratio, _, _ in pairs])
-    moved = sorted((p for p in pairs if abs(p[2] - 1) > 0.1), key=lambda p: -p[2])
-    names = [{fact["name"] for fact in r.facts} for r in (before, after)]
-    return Section(
-        "Before and after",
-        f"{len(pairs)} benchmarks in both, {len(names[0] - names[1])} only before, {len(names[1] - names[0])} only "
-        f"after. Geometric mean of the changes {geomean(p[2] for p in pairs) or 1:.3f}×; {len(moved)} above 10%.",
-        [picture] if picture else [],
-        ("benchmark", "group", "change, to control", "before", "after"),
-        [(n, g, f"{ratio - 1:+.1%}", summary.seconds(old), summary.seconds(new)) for n, g, ratio, old, new in moved],
-    )
-
-
-def _threshold_section(decision: thresholds.Decision, on_packed: thresholds.Decision) -> Section:
-    rows: list[Sequence[str]] = []
-    for key, L in sorted(decision.groups.items(), key=lambda item: (item[0][3], item[0])):
-        mine = [p for p in decision.points if p.key == key]
-        least = min(mine, key=lambda p: p.speedup)
-        interval = "not recorded" if least.low is None else f"{least.low:.2f}–{least.high:.2f}"
-        packed = on_packed.groups.get(key)
-        lengths = ", ".join(str(n) for n in sorted({p.L for p in mine}))
-        unknown = all(p.low is None for p in mine)
-        starts = ["undecided" if unknown else _never(start) for start in (L, packed)]
-        cells = (starts[0], f"{least.speedup:.2f}×", interval, str(least.L), starts[1])
-        rows.append((key[3], *(str(n) for n in key[:3]), lengths, *cells))
-    header = (
-        "distribution", "H", "D", "Dv", "L measured", f"{decision.margin:g}× the replaced path from L", "slowest",
-        "95% interval", "at L", f"{decision.margin:g}× the best SDPA on packed rows from L",
-    )  # fmt: skip
-    text = "Only selections that are read from a cache count, because calls with packed rows are not routed."
-    return Section("Threshold", text, [], header, rows)
-
-
-def _never(L: int | None) -> str:
-    return "never" if L is None else str(L)
-
-
-def _case_row(fact: Fact) -> Sequence[str]:
-    interval = " – ".join(summary.seconds(end) for end in fact.get("ci95") or ())
-    known = bool(fact.get("share_of_ceiling"))
-    ends = tuple(_times((speedup(fact, name) or (None,))[0]) for name in (thresholds.REPLACED, fact.get("sdpa_best")))
-    name = str(fact["case"] if known else fact["name"])
-    if summary.fallback(fact):
-        ends = ("-", "-")
-    return (
-        name, str(fact["group"]), summary.seconds(fact["median"]),
-        interval or "-",
-        f"{fact['gbps']:.0f}" if known else "-", f"{fact['share_of_ceiling']:.1%}" if known else "-",
-        *ends, f"{fact['mae']:.1e}" if fact.get("mae") else "-",
-    )  # fmt: skip
-
-
-def _environment(recordings: Sequence[Recording]) -> list[Sequence[str]]:
-    columns = [recording.environment for recording in recordings]
-    return [(name, *(column[name] for column in columns)) for name in columns[0]]
-
-
-def _commands(recordings: Sequence[Recording]) -> str:
-    now = recordings[-1]
-    revision, _, dirty = now.commit.partition("-")
-    # Merged recordings come from the baselines, which the command finds without a name.
-    files = ["run.json" if r.source == THIS_RUN else r.source for r in recordings if not r.merged]
-    return "\n".join(
-        [
-            f"git checkout {revision}{'   # there were uncommitted changes' if dirty else ''}",
-            f"pip install -e '.[test,report]' torch=={now.torch.partition('+')[0]}   # Triton {now.triton}",
-            "pytest -m perf --benchmark-json=run.json" + " --nsa-update-thresholds" * (now.gpu is not None),
-            " ".join(("python -m nsa.testing.report", *files, "-o report")),
-        ]
-    )
+    for row in (row for row in rows if row["T"] == rows[-1]["T"]):
+        mine, alone = found.setdefault(row["HQ/HKV"], {}), row.get("shared", EMPTY) == EMPTY
+        others = {name: row.get(name, EMPTY) for name in (*PEERS.values(), *DENSE.values()) if alone}
+        ours = {"ours, random" if alone else f"ours, {row['shared']} shared": row["ours"]}
+        # Most overlap first, and the others last; rows come with the least overlap first.
+        found[row["HQ/HKV"]] = ours | mine | {name: cell.first for name, cell in others.items() if cell != EMPTY}
+    return {"T": int(rows[-1]["T"]), "milliseconds": found}

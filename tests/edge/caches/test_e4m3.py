@@ -1,4 +1,4 @@
-"""Caches of float8_e4m3fn: every value of the format, scales of any value, what is refused, and who serves a call."""
+"""Caches of float8_e4m3fn: every value of the format, scales of any value, and who serves a call."""
 
 import dataclasses
 import math
@@ -11,6 +11,7 @@ import triton.language as tl
 import nsa
 from nsa import routing
 from nsa.call import Call
+from nsa.kernels import pinned
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.shared.e4m3 import fit_half
 from nsa.kernels.shared.errors import DoesNotFit
@@ -18,22 +19,15 @@ from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
 
 from ...conftest import compare
+from .cached_calls import PAGE, ROOM, agrees, call, everything, queries
 
-ROOM, PAGE = 64, 16
 GPU = current_lane() == "gpu"
 DTYPES = [torch.bfloat16, torch.float16] if GPU else [torch.float16]
-HOW = {
-    "triton": {"backend": "triton"},
-    "per_head": {"backend": "triton", "schedule": "per_head"},
-    "key_major": {"backend": "triton", "schedule": "key_major"},
-    "sdpa": {"backend": "sdpa"},
-    "reference": {"backend": "reference"},
-}
 
 
-@pytest.fixture(params=HOW)
-def how(request):
-    return HOW[request.param]
+@pytest.fixture(params=["triton", "per_head", "key_major", "sdpa", "reference"])
+def backend(request):
+    return request.param
 
 
 @pytest.fixture(params=DTYPES, ids=str)
@@ -41,28 +35,19 @@ def dtype(request):
     return request.param
 
 
-def call(q, cache, **keywords):
-    return nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, **(cache.arguments | {"return_lse": True} | keywords)
-    )
-
-
-def draw(device, dtype=torch.float16, page=PAGE, lengths=(40, 0), **about):
+def draw(device, dtype=torch.float16, page=PAGE, lengths=(40, 0)):
     """Queries, a quantised cache of two sequences, the second without keys, and a selection of all blocks."""
-    about = {"D": 32, "Dv": 32} | about
-    cache = caches.quantized(caches.draw(list(lengths), ROOM, page, device=device, **about))
-    q = torch.randn(2, 1, 4, about["D"], generator=torch.Generator().manual_seed(5)).to(device, dtype)
-    blocks = torch.arange(4, dtype=torch.int32, device=device).expand(2, 1, 2, 4).contiguous()
-    return q, cache, {"block_indices": blocks, "block_size": 16}
+    cache = caches.quantized(caches.draw(list(lengths), ROOM, page, device=device, D=32, Dv=32))
+    return queries(2, 1, device=device, D=32).to(dtype), cache, everything(2, 1, device=device, n=3)
 
 
-def test_every_value_of_the_format(device, dtype, how):
+def test_every_value_of_the_format(device, dtype, backend):
     """A row that selects one key has its values as O and, for a query of one element, an element as LSE."""
     codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).view(1, 8, 1, 32)
     q = torch.eye(32, dtype=dtype, device=device).expand(1, 8, 32, 32).contiguous()  # query s: head h is element h
     each = torch.arange(8, dtype=torch.int32, device=device).view(1, 8, 1, 1)
     cache = caches.Cache(codes, codes, torch.tensor([8], device=device), None)
-    o, lse = call(q, cache, block_indices=each, block_size=1, causal=False, scale=1.0, **how)
+    o, lse = call(q, cache, backend, block_indices=each, block_size=1, causal=False, scale=1.0)
     want = codes[0, :, 0].float()  # [key, dim]
     keyed = want.clone()
     keyed[want.isnan().any(1)] = math.nan  # the product with a NaN is one, also if its factor is 0
@@ -75,8 +60,10 @@ def test_every_value_of_the_format(device, dtype, how):
 @pytest.mark.parametrize(
     ("shape", "page"), [("number", None), ("one", PAGE), ("heads", PAGE), ("strided", None)], ids=str
 )
-def test_scales(device, dtype, how, page, shape):
+def test_scales(device, dtype, backend, page, shape):
     q, cache, selection = draw(device, dtype, page)
+    if page is not None:
+        cache.block_table[0, 1] = -1 if shape == "one" else cache.k.shape[0]  # pages that do not exist
     made = {
         "number": lambda x: x[0],
         "one": lambda x: x[:1],
@@ -85,21 +72,21 @@ def test_scales(device, dtype, how, page, shape):
     }[shape]
     scales = torch.tensor([[0.7, 0.01], [1.3, 2.5]], device=device)
     cache = dataclasses.replace(cache, k_scale=made(scales[0] / 100), v_scale=made(scales[1] / 100))
-    compare(call(q, cache, **selection, **how), caches.oracle(q, cache, **selection), dtype)
+    agrees(q, cache, backend, **selection)
     for one in ("k_scale", "v_scale") if shape == "heads" else ():
         single = dataclasses.replace(cache, **{one: None})
         q_small = q / 64 if one == "k_scale" else q  # keys up to 448
-        compare(call(q_small, single, **selection, **how), caches.oracle(q_small, single, **selection), dtype)
+        agrees(q_small, single, backend, **selection)
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan], ids=["zero", "nan"])
 @pytest.mark.parametrize("of", ["k_scale", "v_scale"])
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # of NumPy, in the interpreter
-def test_a_scale_of_zero_or_nan(device, dtype, how, of, value):
+def test_a_scale_of_zero_or_nan(device, dtype, backend, of, value):
     """As of the dequantised keys: weights are equal, values 0, or both NaN. A row without keys stays 0 and -inf."""
     q, cache, selection = draw(device, dtype)
     getattr(cache, of)[1] = value  # of the second KV head
-    o, lse = call(q, cache, **selection, **how)
+    o, lse = call(q, cache, backend, **selection)
     assert not o[1].any()
     assert (lse[1] == -math.inf).all()
     (o_want, lse_want) = caches.oracle(q, cache, **selection)
@@ -112,32 +99,25 @@ def test_a_scale_of_zero_or_nan(device, dtype, how, of, value):
 def test_scales_of_split_rows(device, dtype):
     """The programs that share a row apply the scale to their parts; a part may hold no key."""
     from nsa.kernels.query_major import tiles
-    from nsa.tuning import sweep
 
     q, cache, selection = draw(device, dtype, lengths=(20, 0))
     cache.v_scale[1] = math.nan
-    with sweep.forced(tiles.Choice(4, 1, 16, 4, 2, 0)):
-        o, lse = call(q, cache, **selection, backend="triton")
+    with pinned(query_major=tiles.Choice(4, 1, 16, 4, 2, 0)):
+        o, lse = call(q, cache, **selection)
     o_want, lse_want = caches.oracle(q, cache, **selection)
     assert torch.equal(o.isnan(), o_want.isnan())
     compare((o.nan_to_num(), lse), (o_want.nan_to_num(), lse_want), dtype)
 
 
-def test_pages_that_do_not_exist(device, how, dtype):
-    q, cache, selection = draw(device, dtype, lengths=(50, 64))
-    cache.block_table[0, 1], cache.block_table[1, 2] = -1, cache.k.shape[0]
-    compare(call(q, cache, **selection, **how), caches.oracle(q, cache, **selection), dtype)
-
-
-def test_scales_are_read_at_each_call(device, how, dtype):
+def test_scales_are_read_at_each_call(device, backend, dtype):
     """New numbers in them, or one number after one for each head."""
     q, cache, selection = draw(device, dtype)
-    call(q, cache, **selection, **how)
+    call(q, cache, backend, **selection)
     cache.k_scale.mul_(0.5)
     cache.v_scale.mul_(3.0)
     for of in ((), ("k_scale",), ("v_scale",)):
         cache = dataclasses.replace(cache, **{name: getattr(cache, name)[1:] for name in of})
-        compare(call(q, cache, **selection, **how), caches.oracle(q, cache, **selection), dtype)
+        agrees(q, cache, backend, **selection)
 
 
 def test_plans_of_an_e4m3_cache_are_its_own(device):
@@ -180,12 +160,12 @@ def test_queries_of_any_size_fit_fp16(device):
 
 @pytest.mark.skipif(not GPU, reason="bf16 needs a GPU")
 @pytest.mark.parametrize("size", [2.0**100, 2.0**-120, 0.0, math.inf, math.nan], ids=str)
-def test_bf16_queries_of_any_size(device, how, size):
+def test_bf16_queries_of_any_size(device, backend, size):
     """Only the first head's."""
     q, cache, selection = draw(device, torch.bfloat16, lengths=(40, 64))
     q[:, :, 0] *= size
     cache = dataclasses.replace(cache, k_scale=cache.k_scale / max(1.0, size if math.isfinite(size) else 1.0))
-    o, lse = call(q, cache, **selection, **how)
+    o, lse = call(q, cache, backend, **selection)
     o_want, lse_want = caches.oracle(q, cache, **selection)
     assert torch.equal(o.isnan(), o_want.isnan())
     if math.isfinite(size):
@@ -207,32 +187,32 @@ def test_a_gpu_without_the_conversion_is_served_by_packed_sdpa(device, fresh_rou
     monkeypatch.setattr(routing, "why_not_e4m3", lambda _: why)
     q, cache, selection = draw(device)
     with nsa.configure(sel_triton_min_L=0):
-        compare(call(q, cache, **selection), caches.oracle(q, cache, **selection), q.dtype)
+        agrees(q, cache, "auto", **selection)
         assert [(x.route, x.reason) for x in nsa.routes()] == [("sdpa", why)]
         with pytest.raises(RuntimeError, match="backend='triton': Triton route reads float8_e4m3fn on NVIDIA GPUs"):
-            call(q, cache, **selection, backend="triton")
+            call(q, cache, **selection)
 
 
 @pytest.mark.parametrize("schedule", ["query_major", "key_major"])
-def test_values_at_an_odd_address(device, fresh_routes, fresh_plans, monkeypatch, schedule):
+def test_values_at_an_odd_address(device, fresh_routes, fresh_plans, pin, schedule):
     """Kernels read pairs of values, which must begin at an even address. Those of key-major do so in their merge."""
-    monkeypatch.setattr(key_tiles, "forced", key_tiles.FP32._replace(walked=8))
+    pin(key_major=key_tiles.FP32._replace(walked=8))
     q, cache, selection = draw(device, page=None)
     memory = torch.empty(cache.v.numel() + 1, dtype=torch.uint8, device=device)[1:].view(torch.float8_e4m3fn)
     odd = dataclasses.replace(cache, v=memory.view(cache.v.shape).copy_(cache.v))
     many = q.expand(2, 32, 4, 32).contiguous()
     blocks = selection["block_indices"].expand(2, 32, 2, 4).contiguous()
     with pytest.raises(DoesNotFit, match="expected v_cache at an even address"):
-        call(many, odd, block_indices=blocks, block_size=16, backend="triton", schedule=schedule)
+        call(many, odd, schedule, block_indices=blocks, block_size=16)
     with nsa.configure(sel_triton_min_L=0):
-        got = call(q, odd, **selection)
+        got = call(q, odd, "auto", **selection)
     assert [x.route for x in nsa.routes()] == ["sdpa"]
     compare(got, caches.oracle(q, cache, **selection), q.dtype)
 
 
 def test_compiled_calls_have_the_scales(device):
     q, cache, selection = draw(device)
-    compiled = torch.compile(lambda q, cache: call(q, cache, **selection, backend="sdpa"), backend="eager")
+    compiled = torch.compile(lambda q, cache: call(q, cache, "sdpa", **selection), backend="eager")
     compare(compiled(q, cache), caches.oracle(q, cache, **selection), q.dtype)
 
 
@@ -240,58 +220,11 @@ def test_compiled_calls_have_the_scales(device):
 def test_a_graph_reads_the_scales_anew(device, dtype):
     q, cache, selection = draw(device, dtype)
     out = torch.empty_like(q)
-    call(q, cache, **selection, backend="triton", out=out)
+    call(q, cache, **selection, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _, lse = call(q, cache, **selection, backend="triton", out=out)
+        _, lse = call(q, cache, **selection, out=out)
     cache.k_scale.mul_(0.5)
     cache.v_scale.mul_(3.0)
     graph.replay()
     compare((out, lse), caches.oracle(q, cache, **selection), dtype)
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-E4M3 = torch.float8_e4m3fn
-WRONG = {
-    "shape": ({"k_scale": torch.ones(3)}, ValueError, r"k_scale: expected \[\], \[1\] or \[HKV\] = \[2\], got \[3\]"),
-    "shape-2d": ({"v_scale": torch.ones(1, 2)}, ValueError, r"v_scale: expected .*, got \[1, 2\]"),
-    "dtype": ({"v_scale": torch.ones(2).half()}, TypeError, "v_scale: expected dtype float32, got float16"),
-    "device": ({"k_scale": torch.ones(2, device="meta")}, ValueError, r"k_scale: expected device .* \(that of q\)"),
-    "number": ({"k_scale": 0.5}, TypeError, "k_scale: expected a torch.Tensor, got float"),
-    "fp8-query": ({"q": E4M3}, TypeError, "q: expected dtype float16, bfloat16 with a cache of float8_e4m3fn, got flo"),
-    "fp32-query": ({"q": torch.float32}, TypeError, "q: expected dtype float16, bfloat16 with .*, got float32"),
-    "value-dtype": ({"v": torch.float16}, TypeError, r"v_cache: expected dtype float8_e4m3fn \(that of k_cache\), got"),
-    "key-dtype": ({"k": torch.float16}, TypeError, r"v_cache: expected dtype float16 \(that of q\), got float8_e4m3fn"),
-    "other-fp8": (
-        {"k": torch.float8_e4m3fnuz}, TypeError,
-        "k_cache: expected dtype float16, float8_e4m3fn, got float8_e4m3fnuz",
-    ),
-    "e5m2": ({"k": torch.float8_e5m2}, TypeError, "k_cache: expected dtype float16, float8_e4m3fn, got float8_e5m2"),
-    "no-fp8": (
-        {"k": torch.float16, "v": torch.float16}, ValueError,
-        "k_scale: expected None with a cache of float16, got a tensor",
-    ),
-    "out": ({"out": torch.empty(2, 1, 4, 32)}, TypeError, r"out: expected dtype float16 \(that of q\), got float32"),
-    "k_descale": ({"k_descale": torch.ones(2)}, TypeError, "'k_descale': nsa calls it k_scale"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_calls_say_what_is_expected(device, name):
-    q, cache, selection = draw(device)
-    keywords, error, text = WRONG[name]
-    on_cpu = (name for name, x in keywords.items() if isinstance(x, torch.Tensor) and x.device.type == "cpu")
-    keywords = keywords | {name: keywords[name].to(device) for name in on_cpu}
-    if "q" in keywords:
-        q = q.to(keywords.pop("q"))
-    k, v = (x.to(keywords.pop(y, E4M3)) for x, y in ((cache.k.float(), "k"), (cache.v.float(), "v")))
-    cache = dataclasses.replace(cache, k=k, v=v)
-    with pytest.raises(error, match=text):
-        call(q, cache, **selection, **keywords)
-
-
-def test_only_a_cache_may_be_fp8(device):
-    q, cache, selection = draw(device, page=None)
-    with pytest.raises(TypeError, match=r"k: expected dtype float16 \(that of q\), got float8_e4m3fn"):
-        nsa.selection_attention(q, cache.k, cache.v, **selection)

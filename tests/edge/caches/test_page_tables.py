@@ -10,7 +10,8 @@ from nsa.kernels.shared.launch import Variant
 from nsa.kernels.union import tiles as union_tiles
 from nsa.testing.matrix import caches
 
-from .cached_calls import BACKENDS, PAGE, ROOM, call, everything, queries
+from ...parity.pairs import in_pairs
+from .cached_calls import BACKENDS, PAGE, ROOM, bitwise, call, everything, queries
 
 
 def wider(table, more=12):
@@ -25,7 +26,6 @@ TABLES = {
     "columns": (lambda table: table.t().contiguous().t(), False),
     "every-second-entry": (lambda table: table.repeat_interleave(2, 1)[:, ::2], False),
 }
-SCHEDULES = ["query_major", "key_major", "union"]
 
 
 def sliced(S, page, index, device):
@@ -51,60 +51,65 @@ def tables_read(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize(("page", "index"), [(8, torch.int32), (32, torch.int64)], ids=["page8-int32", "page32-int64"])
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_tables_of_any_strides(device, backend, table, page, index):
+PAGED = {"page8-int32": (8, torch.int32), "page32-int64": (32, torch.int64)}
+SPANS = [[0, 3], [7, ROOM]]
+
+
+@pytest.mark.parametrize(
+    ("backend", "table", "paged", "source"),
+    in_pairs(
+        BACKENDS,
+        list(TABLES),
+        {"page8-int32": (8, torch.int32), "page32-int64": (32, torch.int64)},
+        ("blocks", "ranges"),
+    ),
+)
+def test_tables_of_any_strides(device, backend, table, paged, source):
     """The same bits as with a contiguous table."""
-    q, cache = sliced(2, page, index, device)
-    spans = torch.tensor([[0, 3], [7, ROOM]], dtype=torch.int32, device=device).expand(3, 2, 2, 2, 2).contiguous()
+    q, cache = sliced(2, *paged, device)
     other = TABLES[table][0](cache.block_table)
     assert torch.equal(other, cache.block_table)
     assert not other.is_contiguous()
-    for selection in ({"block_indices": everything(3, 2, device), "block_size": PAGE}, {"ranges": spans}):
-        want = call(q, cache, backend, **selection)
-        got = call(q, cache, backend, **selection, block_table=other)
-        assert not want[0].isnan().any()
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    spans = torch.tensor(SPANS, dtype=torch.int32, device=device).expand(3, 2, 2, 2, 2).contiguous()
+    selection = everything(3, 2, device=device) if source == "blocks" else {"ranges": spans}
+    want = call(q, cache, backend, **selection)
+    assert not want[0].isnan().any()
+    assert bitwise(call(q, cache, backend, **selection, block_table=other), want)
 
 
-@pytest.mark.parametrize("table", TABLES)
-def test_tables_of_any_strides_where_the_merge_reads_keys(device, table, tables_read, monkeypatch, fresh_plans):
+def test_tables_of_any_strides_where_the_merge_reads_keys(device, tables_read, pin, fresh_plans):
     """Key-major's merge kernel looks pages up, too, where it reads some of a row's blocks itself."""
-    monkeypatch.setattr(key_tiles, "forced", key_tiles.SMALL._replace(walked=8))
-    q, cache = sliced(2, PAGE, torch.int32, device)
-    selection = {"block_indices": everything(3, 2, device), "block_size": PAGE}
+    pin(key_major=key_tiles.SMALL._replace(walked=8))
+    (q, cache), selection = sliced(2, PAGE, torch.int32, device), everything(3, 2, device=device)
     want = call(q, cache, "key_major", **selection)
-    got = call(q, cache, "key_major", **selection, block_table=TABLES[table][0](cache.block_table))
-    assert len(tables_read) == 4  # two kernels of each call
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    for cut, _ in TABLES.values():
+        tables_read.clear()
+        assert bitwise(call(q, cache, "key_major", **selection, block_table=cut(cache.block_table)), want)
+        assert len(tables_read) == 2  # kernels of a call
 
 
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_slice_of_a_table_is_not_copied(device, schedule, table, tables_read, monkeypatch, fresh_plans):
-    monkeypatch.setattr(union_tiles, "forced", union_tiles.Choice(worth=union_tiles.ALWAYS))
-    q, cache = sliced(8, PAGE, torch.int32, device)  # enough queries for tiles of the union kernel
-    cut, side_by_side = TABLES[table]
-    other = cut(cache.block_table)
-    selection = {"block_indices": everything(3, 8, device), "block_size": PAGE, "schedule": schedule}
-    want = call(q, cache, **selection)
-    tables_read.clear()
-    got = call(q, cache, **selection, block_table=other)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert tables_read
-    for read, stride in tables_read:
-        assert (read.data_ptr() == other.data_ptr()) == side_by_side
-        assert stride == read.stride(0)
-        assert read.stride(1) == 1
+@pytest.mark.parametrize("schedule", ["query_major", "key_major", "union"])
+def test_a_slice_of_a_table_is_not_copied(device, schedule, tables_read, pin, fresh_plans):
+    pin(union=union_tiles.Choice(worth=union_tiles.ALWAYS))
+    S = 8 if schedule == "union" else 2  # enough queries for tiles of the union kernel
+    (q, cache), selection = sliced(S, PAGE, torch.int32, device), everything(3, S, device=device)
+    want = call(q, cache, schedule, **selection)
+    for cut, side_by_side in TABLES.values():
+        tables_read.clear()
+        other = cut(cache.block_table)
+        assert bitwise(call(q, cache, schedule, **selection, block_table=other), want)
+        assert tables_read
+        for read, stride in tables_read:
+            assert (read.data_ptr() == other.data_ptr()) == side_by_side
+            assert stride == read.stride(0)
+            assert read.stride(1) == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_table_that_repeats_one_row(device, backend):
     """`expand` gives it a stride of 0."""
     cache = caches.draw([40, 40], ROOM, PAGE, device=device)
-    q, selection = queries(2, device=device), {"block_indices": everything(2, 1, device), "block_size": PAGE}
+    q, selection = queries(2, 1, device=device), everything(2, 1, device=device)
     shared = cache.block_table[:1].expand(2, -1)
     want = call(q, cache, backend, **selection, block_table=shared.contiguous())
-    got = call(q, cache, backend, **selection, block_table=shared)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert bitwise(call(q, cache, backend, **selection, block_table=shared), want)

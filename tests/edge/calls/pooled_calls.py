@@ -1,6 +1,7 @@
 """Run by test_concurrency.py: imports `nsa`, asks nothing of CUDA, and has the children of a pool call it."""
 
 import multiprocessing
+import os
 import sys
 
 import torch
@@ -24,8 +25,26 @@ def call(device, backend, seed):
     return [x.cpu() for x in attend(*problem(device, seed), backend)]
 
 
-if __name__ == "__main__":
-    how, device, backend, out = sys.argv[1:]
+def seen(visible):
+    """How many GPUs a process sees that may see these, and the route that it takes."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    qkv, ranges = problem("cuda" if torch.cuda.is_available() else "cpu", 0)
+    attend(qkv, ranges, "auto")
+    return torch.cuda.device_count(), nsa.routes()[0].route
+
+
+def pool(how, processes):
     # A fork has lost the threads of its parent's pool.
-    with multiprocessing.get_context(how).Pool(2, torch.set_num_threads, (1,)) as pool:
-        torch.save(pool.starmap(call, [(device, backend, seed) for seed in range(2)]), out)
+    return multiprocessing.get_context(how).Pool(processes, torch.set_num_threads, (1,))
+
+
+if __name__ == "__main__":
+    device, backend, out = sys.argv[1:]
+    found = {}
+    for how, processes in (("fork", 2), ("spawn", 1)):  # a spawned child imports torch anew
+        with pool(how, processes) as children:
+            found[how] = children.starmap(call, [(device, backend, seed) for seed in range(2)])
+    for visible in ("", "0"):
+        with pool("fork", 1) as children:
+            found[f"visible {visible}"] = children.apply(seen, (visible,))
+    torch.save(found, out)

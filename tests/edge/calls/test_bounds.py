@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import nsa
+from nsa.kernels import pinned
 from nsa.kernels.query_major import tiles
-from nsa.tuning import sweep
 
 triton = partial(nsa.selection_attention, backend="triton")
 KEYS = 24
@@ -95,7 +95,7 @@ def test_blocks_of_whole_tiles(agrees, draw, device, variants, choice, causal):
     g = torch.Generator().manual_seed(0)
     blocks = torch.randint(-2, 6, (1, 2, 1, 70), generator=g).to(device)
     blocks[:, 0, :, :66] = -1
-    with sweep.forced(tiles.Choice(*choice)):
+    with pinned(query_major=tiles.Choice(*choice)):
         agrees(triton, q, k, v, block_indices=blocks, block_size=32, causal=causal)
     assert {made["SOURCE"] for made in variants} == {TILED.value}
 
@@ -112,7 +112,7 @@ def test_programs_of_one_tile(agrees, draw, device, variants, block_size, parts,
     blocks[:, 1] = -1
     blocks[:, 2, :, 1:] = -1
     blocks[:, 3, :, : n - 1] = -1
-    with sweep.forced(tiles.Choice(parts, 1, 32, 2, 1)):
+    with pinned(query_major=tiles.Choice(parts, 1, 32, 2, 1)):
         agrees(triton, q, k, v, block_indices=blocks, block_size=block_size, causal=False)
     assert {made["SINGLE"] for made in variants} == {0 if more else max(1, block_size // 32)}
 
@@ -125,7 +125,7 @@ def test_packed_rows_of_one_tile(draw, variants, parts):
         want = nsa.selection_attention(
             q, k, v, ranges=torch.tensor([[0, L]], device=q.device).expand(2, 1, 1, 1, 2), backend="reference"
         )
-        with sweep.forced(tiles.Choice(parts, 1, 32, 2, 1)):
+        with pinned(query_major=tiles.Choice(parts, 1, 32, 2, 1)):
             got = nsa.sel_attn_fwd_dense_group(q[:, 0], k[:, :, 0], v[:, :, 0])
         torch.testing.assert_close(got, want[:, 0], rtol=0, atol=1e-5)
         assert variants[-1]["SINGLE"] == (L <= 32 * parts)
@@ -134,7 +134,7 @@ def test_packed_rows_of_one_tile(draw, variants, parts):
 def test_huge_blocks_cost_what_they_hold(agrees, draw, same, fresh_plans):
     """Of a block of 2^20 keys ten exist: with a tile walked for every key that it might hold this would not end."""
     q, k, v = draw(S=1, HKV=1, S_kv=10)
-    with sweep.forced(tiles.Choice(1, 1, 16, 1, 2)):
+    with pinned(query_major=tiles.Choice(1, 1, 16, 1, 2)):
         agrees(triton, q, k, v, block_indices=same([-1] * 7 + [0], 1, 1, 1), block_size=2**20)
 
 
@@ -150,8 +150,7 @@ def test_int32_and_int64_agree_bitwise(attend, draw, device, source):
     for width in (torch.int32, torch.int64):
         given = {name: x.to(device, width) if isinstance(x, torch.Tensor) else x for name, x in selection.items()}
         results.append(attend(q, k, v, **given, return_lse=True))
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
@@ -189,8 +188,7 @@ def test_block_larger_than_any_cache(attend, draw, same, size, width):
     blocks = same([0, 1, -1], 1, 1, 1, dtype=width)
     got = attend(q, k, v, block_indices=blocks, block_size=size, max_selected=KEYS, return_lse=True)
     want = attend(q, k, v, ranges=same([(0, KEYS)], 1, 1, 1), max_selected=KEYS, return_lse=True)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 16, 64], ids=lambda size: f"size{size}")
@@ -200,8 +198,7 @@ def test_huge_block_indices_select_nothing(attend, agrees, draw, same, size):
     blocks = same([BIG, 0, -BIG, 2**63 - 1, -(2**63), 2**58, 2**32], 1, 1, 1, dtype=torch.int64)
     got = agrees(attend, q, k, v, block_indices=blocks, block_size=size)
     want = attend(q, k, v, block_indices=same([0], 1, 1, 1), block_size=size, return_lse=True)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 
 
 def test_blocks_of_rows(attend, agrees, draw, device, dtype):

@@ -16,6 +16,8 @@ from nsa.kernels.key_major import tiles as key_tiles
 from nsa.plain.oracle import selection_reference
 from nsa.plain.packed_sdpa import packed_sdpa
 
+from ...parity.pairs import in_pairs
+
 ROOT = Path(nsa.__file__).parent
 PUBLIC = {
     "selection_attention", "selection_attention_with_kvcache", "selection_attention_triton", "pack_rows",
@@ -75,25 +77,17 @@ def test_a_written_out_is_a_modified_tensor(problem, attend_all):
 
 
 @pytest.mark.parametrize("backend", ["triton", "sdpa", "reference"])
-def test_a_leaf_that_requires_grad_is_no_out(problem, backend):
+def test_what_is_no_out(problem, backend):
     qkv, selection = problem
-    leaf = torch.empty_like(qkv[0]).requires_grad_()
+    leaf, shape = torch.empty_like(qkv[0]).requires_grad_(), qkv[0].shape
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
         nsa.selection_attention(*qkv, **selection, backend=backend, out=leaf)
     with torch.no_grad():
         assert nsa.selection_attention(*qkv, **selection, backend=backend, out=leaf) is leaf
-
-
-@pytest.mark.parametrize("backend", ["triton", "sdpa", "reference"])
-@pytest.mark.parametrize("kind", ["expanded", "overlapping"])
-def test_an_out_whose_elements_share_memory_is_refused(problem, backend, kind):
-    qkv, selection = problem
-    shape = qkv[0].shape
-    out = qkv[0].new_empty(shape[-1]).expand(shape)
-    if kind == "overlapping":
-        out = qkv[0].new_empty(1000).as_strided(shape, (16, 16, 8, 1))
-    with pytest.raises(ValueError, match="out: expected no elements that share memory, got strides"):
-        nsa.selection_attention(*qkv, **selection, backend=backend, out=out)
+    overlapping = qkv[0].new_empty(1000).as_strided(shape, (16, 16, 8, 1))
+    for out in (qkv[0].new_empty(shape[-1]).expand(shape), overlapping):
+        with pytest.raises(ValueError, match="out: expected no elements that share memory, got strides"):
+            nsa.selection_attention(*qkv, **selection, backend=backend, out=out)
 
 
 # --- bounds and numbers -----------------------------------------------------------------------------------------------
@@ -107,13 +101,6 @@ def test_a_loose_bound_costs_nothing(problem, bound):
     torch.testing.assert_close(packed_sdpa(call)[0], selection_reference(call)[0], rtol=0, atol=1e-5)
     o = nsa.selection_attention(q, k, v, **selection, max_selected=bound, backend="sdpa")
     torch.testing.assert_close(o, packed_sdpa(call)[0], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("causal", ["no", 1, None])
-def test_causal_is_a_bool(problem, causal):
-    qkv, selection = problem
-    with pytest.raises(TypeError, match=f"causal: expected a bool, got {type(causal).__name__}"):
-        nsa.selection_attention(*qkv, **selection, causal=causal)
 
 
 @pytest.mark.parametrize("backend", ["triton", "sdpa", "reference"])
@@ -148,7 +135,7 @@ def test_a_training_step_plans_once(problem, fresh_plans, monkeypatch):
     assert (len(made), len(looked_up)) == (1, 2)
 
 
-def test_tiles_of_key_major_may_be_forced_at_any_time(draw, same, monkeypatch, fresh_plans):
+def test_tiles_of_key_major_may_be_forced_at_any_time(draw, same, pin, monkeypatch, fresh_plans):
     """A sweep forces them after a first call."""
     from nsa.kernels.key_major import plan as key_major
 
@@ -156,7 +143,7 @@ def test_tiles_of_key_major_may_be_forced_at_any_time(draw, same, monkeypatch, f
     planned, plan = [], key_major.plan
     monkeypatch.setattr(key_major, "plan", lambda *args: planned.append(plan(*args)) or planned[-1])
     for forced in (None, None, key_tiles.FP32, None):
-        monkeypatch.setattr(key_tiles, "forced", forced)
+        pin(key_major=forced)
         nsa.selection_attention(
             q, k, v, block_indices=same([0, 1], 1, 3, 2), block_size=8, backend="triton", schedule="key_major"
         )
@@ -184,9 +171,10 @@ def test_debug_timing_names_its_own_route(problem, caplog, monkeypatch):
 # --- frozen keys and values -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wanted", ["q", "k", "v", "kv", "qv"])
-@pytest.mark.parametrize("kind", ["ranges", "blocks"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "operator"])
+@pytest.mark.parametrize(
+    ("wanted", "kind", "compiled"),
+    in_pairs(("q", "k", "v", "kv", "qv"), ("ranges", "blocks"), {"eager": False, "operator": True}),
+)
 def test_only_wanted_gradients_are_computed(draw, same, wanted, kind, compiled, monkeypatch):
     from nsa.kernels.shared.launch import Variant
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import nsa
+from nsa.kernels import pinned
 from nsa.kernels.query_major.tiles import Choice
 from nsa.testing.plugin import current_lane
-from nsa.tuning import sweep
 
 ROOT = Path(nsa.__file__).parents[1]
 SCRIPT = Path(__file__).with_name("pooled_calls.py")
@@ -43,7 +43,7 @@ BACKENDS = ("triton", "sdpa") if current_lane() == "gpu" else ("sdpa", "referenc
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_eight_threads_and_four_streams(device, backend):
     """Each thread its own problem, shape and stream; the first calls, which compile, at the same time as well."""
-    rows = 20 if device.type == "cuda" else 4  # a row takes the CPU as long as all of them take a GPU
+    rows, times = (20, 10) if device.type == "cuda" else (2, 4)  # a row takes a CPU as long as all of them take a GPU
     work = [problem(device, seed, N=rows + seed) for seed in range(8)]
     streams = [torch.cuda.Stream() for _ in range(4)] if device.type == "cuda" else [None] * 4
     if device.type == "cuda":
@@ -51,7 +51,7 @@ def test_eight_threads_and_four_streams(device, backend):
 
     def run(i):
         with torch.cuda.stream(streams[i % 4]):
-            return [attend(*work[i], backend) for _ in range(10)]
+            return [attend(*work[i], backend) for _ in range(times)]
 
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(run, range(8)))
@@ -84,7 +84,7 @@ def test_repeats_under_load(device, source, choice):
         call = lambda: nsa.selection_attention(q, k, v, **selection, **how)  # noqa: E731
     load = torch.randn(4096, 4096, device=device).bfloat16()
     other = torch.cuda.Stream()
-    with sweep.forced(choice):
+    with pinned(query_major=choice):
         want = call()
         torch.cuda.synchronize()
         different = torch.zeros((), dtype=torch.int64, device=device)
@@ -102,7 +102,7 @@ def test_repeats_under_load(device, source, choice):
 @pytest.mark.parametrize("choice", [None, Choice(4, 1, 64, 4, 2, 1), Choice(4, 1, 64, 4, 2, 0)], ids=str)
 def test_tensors_of_another_gpu(choice):
     """`cuda:1` while `cuda:0` is current."""
-    with sweep.forced(choice):
+    with pinned(query_major=choice):
         want = attend(*problem(torch.device("cuda", 0), 3), "triton")
         qkv, ranges = problem(torch.device("cuda", 1), 3)
         assert torch.cuda.current_device() == 0
@@ -112,36 +112,30 @@ def test_tensors_of_another_gpu(choice):
     assert bitwise([x.cpu() for x in want], [x.cpu() for x in got])
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory, device):
+    """What the children of `pooled_calls.py` found. It is a fresh process: one that has used CUDA cannot be forked."""
+    out = tmp_path_factory.mktemp("processes") / "results.pt"
+    # TRITON_INTERPRET set to 0 or not at all: which it is decides whether kernels are interpreted.
+    environment = {
+        name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET" and not name.startswith("NSA_")
+    }
+    environment |= {"PYTHONPATH": str(ROOT), "NSA_SEL_TRITON_MIN_L": "0"}
+    subprocess.run([sys.executable, SCRIPT, device.type, BACKENDS[0], out], env=environment, check=True, timeout=300)
+    return torch.load(out)
+
+
 @pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_processes_after_import(tmp_path, how, device):
-    """`nsa` is imported, and children call it. A fresh parent: one that has used CUDA cannot be forked."""
-    out = tmp_path / "results.pt"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, SCRIPT, how, device.type, BACKENDS[0], out]
-    subprocess.run(command, env=environment, check=True, timeout=300)
-    found = torch.load(out)
+def test_processes_after_import(processes, how, device):
+    """`nsa` is imported, and children call it."""
+    found = processes[how]
     assert len(found) == 2
     for seed, got in enumerate(found):
         assert bitwise(calls.call(device.type, BACKENDS[0], seed), got)
 
 
 @pytest.mark.parametrize("visible", ["", "0"], ids=["no GPU", "one GPU"])
-def test_visible_devices(visible):
+def test_visible_devices(processes, visible):
     """A process that sees no GPU, or one of them, routes by what it sees."""
-    script = (
-        "import nsa, torch; d = 'cuda' if torch.cuda.is_available() else 'cpu';"
-        "q = torch.randn(1, 2, 4, 64, device=d); k = torch.randn(1, 50, 1, 64, device=d);"
-        "r = torch.tensor([[0, 50]], device=d).expand(1, 2, 1, 1, 2);"
-        "nsa.selection_attention(q, k, k, ranges=r).cpu(); print(torch.cuda.device_count(), nsa.routes()[0].route)"
-    )
-    # Set to 0 or not at all: which it is decides whether kernels are interpreted.
-    environment = {
-        name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET" and not name.startswith("NSA_")
-    }
-    environment |= {"CUDA_VISIBLE_DEVICES": visible, "PYTHONPATH": str(ROOT), "NSA_SEL_TRITON_MIN_L": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=300
-    )
     gpus = 1 if visible and current_lane() == "gpu" else 0
-    assert done.stdout.split() == [str(gpus), "ranges" if gpus else "sdpa"]
+    assert processes[f"visible {visible}"] == (gpus, "ranges" if gpus else "sdpa")

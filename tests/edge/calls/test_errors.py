@@ -5,337 +5,203 @@ import torch
 
 import nsa
 
+from .refusals import META, floats, ints, move, refuses, wrong
+
 B, S, KEYS, HKV, G, D, DV = 2, 3, 20, 2, 2, 16, 24
-INT = torch.int32
-
-
-def rand(*shape, dtype=torch.float32):
-    return torch.zeros(shape, dtype=dtype)
-
-
-def ints(*shape, dtype=INT):
-    return torch.zeros(shape, dtype=dtype)
-
-
 BATCH = {
-    "q": rand(B, S, HKV * G, D),
-    "k": rand(B, KEYS, HKV, D),
-    "v": rand(B, KEYS, HKV, DV),
+    "q": floats(B, S, HKV * G, D), "k": floats(B, KEYS, HKV, D), "v": floats(B, KEYS, HKV, DV),
     "ranges": ints(B, S, HKV, 4, 2),
-}
+}  # fmt: skip
 BLOCKS = {**BATCH, "ranges": None, "block_indices": ints(B, S, HKV, 4), "block_size": 16}
 VARLEN = {
-    "q": rand(S, HKV * G, D),
-    "k": rand(KEYS, HKV, D),
-    "v": rand(KEYS, HKV, DV),
-    "ranges": ints(S, HKV, 4, 2),
+    "q": floats(S, HKV * G, D), "k": floats(KEYS, HKV, D), "v": floats(KEYS, HKV, DV), "ranges": ints(S, HKV, 4, 2),
     "cu_seqlens": ints(3),
-}
-
-# What is changed in a good call, and what the call then says; {device} is the device of the good tensors.
-META = torch.device("meta")
-SHAPES = {
-    "q-3d": (BATCH, {"q": rand(S, 4, D)}, "q: expected [B, S, HQ, D], got shape [3, 4, 16]"),
-    "q-5d": (BATCH, {"q": rand(1, 1, S, 4, D)}, "q: expected [B, S, HQ, D], got shape [1, 1, 3, 4, 16]"),
-    "k-3d": (BATCH, {"k": rand(KEYS, 2, D)}, "k: expected [B, S_kv, HKV, D], got shape [20, 2, 16]"),
-    "v-3d": (BATCH, {"v": rand(KEYS, 2, D)}, "v: expected [B, S_kv, HKV, Dv], got shape [20, 2, 16]"),
-    "k-batch": (
+}  # fmt: skip
+GROUP, CU = "heads: expected HQ = G * HKV with G from 1 to 128, got", "[B + 1] with B >= 0, got shape"
+K, V, RANGES = "[B, S_kv, HKV, D] = [2, 20, 2, 16]", "[B, S_kv, HKV, Dv] = [2, 20, 2, 24]", "[B, S, HKV, n, 2]"
+FLOATS, INTS = "expected dtype float16, bfloat16, float32, float64, got", "expected dtype int32, int64, got"
+N = "block_indices: expected [B, S, HKV, n]"
+SQUEEZE = "nsa takes packed sequences as [T_kv, HKV, D]: call squeeze(0)"
+# What is changed in a good call, and what the call then says.
+SHAPES = [
+    *wrong(
         BATCH,
-        {"k": rand(3, KEYS, 2, D)},
-        "k: expected [B, S_kv, HKV, D] = [2, 20, 2, 16], got [3, 20, 2, 16]",
+        ({"q": floats(S, 4, D)}, "q: expected [B, S, HQ, D], got shape [3, 4, 16]"),
+        ({"q": floats(1, 1, S, 4, D)}, "q: expected [B, S, HQ, D], got shape [1, 1, 3, 4, 16]"),
+        ({"k": floats(KEYS, 2, D)}, "k: expected [B, S_kv, HKV, D], got shape [20, 2, 16]"),
+        ({"v": floats(KEYS, 2, D)}, "v: expected [B, S_kv, HKV, Dv], got shape [20, 2, 16]"),
+        ({"k": floats(3, KEYS, 2, D)}, f"k: expected {K}, got [3, 20, 2, 16]"),
+        ({"k": floats(B, KEYS, 2, 32)}, f"k: expected {K}, got [2, 20, 2, 32]"),
+        ({"v": floats(B, 21, 2, DV)}, f"v: expected {V}, got [2, 21, 2, 24]"),
+        ({"v": floats(B, KEYS, 1, DV)}, f"v: expected {V}, got [2, 20, 1, 24]"),
+        ({"ranges": ints(B, S, 4, 2)}, f"ranges: expected {RANGES}, got shape [2, 3, 4, 2]"),
+        ({"ranges": ints(B, S, 4, 4, 2)}, f"ranges: expected {RANGES} = [2, 3, 2, 4, 2], got [2, 3, 4, 4, 2]"),
+        ({"ranges": ints(B, 1, 2, 4, 2)}, f"ranges: expected {RANGES} = [2, 3, 2, 4, 2], got [2, 1, 2, 4, 2]"),
+        ({"ranges": ints(B, S, 2, 4, 3)}, f"ranges: expected {RANGES} = [2, 3, 2, 4, 2], got [2, 3, 2, 4, 3]"),
+        ({"q_positions": ints(B, 4)}, "q_positions: expected [B, S] = [2, 3], got [2, 4]"),
+        ({"q_positions": ints(S)}, "q_positions: expected [B, S] = [2, 3], got [3]"),
+        ({"out": floats(B, S, 4, D)}, "out: expected [B, S, HQ, Dv] = [2, 3, 4, 24], got [2, 3, 4, 16]"),
+        ({"out": floats(S, 4, DV)}, "out: expected [B, S, HQ, Dv] = [2, 3, 4, 24], got [3, 4, 24]"),
+        ({"q": floats(B, S, 4, 8), "k": floats(B, KEYS, 2, 8)}, "head dim D: expected 16 to 256, got 8"),
+        ({"q": floats(B, S, 4, 257), "k": floats(B, KEYS, 2, 257)}, "head dim D: expected 16 to 256, got 257"),
+        ({"v": floats(B, KEYS, 2, 15)}, "head dim Dv: expected 16 to 256, got 15"),
+        ({"v": floats(B, KEYS, 2, 320)}, "head dim Dv: expected 16 to 256, got 320"),
+        ({"q": floats(B, S, 5, D)}, f"{GROUP} HQ=5, HKV=2"),
+        ({"q": floats(B, S, 1, D)}, f"{GROUP} HQ=1, HKV=2"),
+        ({"q": floats(B, S, 0, D)}, f"{GROUP} HQ=0, HKV=2"),
+        ({"k": floats(B, KEYS, 0, D), "v": floats(B, KEYS, 0, DV)}, f"{GROUP} HQ=4, HKV=0"),
+        ({"q": floats(B, S, 258, D)}, f"{GROUP} HQ=258, HKV=2"),
+        ({"cu_seqlens": ints(3)}, "q: expected [T, HQ, D], got shape [2, 3, 4, 16]"),
     ),
-    "k-dim": (BATCH, {"k": rand(B, KEYS, 2, 32)}, "k: expected [B, S_kv, HKV, D] = [2, 20, 2, 16], got [2, 20, 2, 32]"),
-    "v-keys": (BATCH, {"v": rand(B, 21, 2, DV)}, "v: expected [B, S_kv, HKV, Dv] = [2, 20, 2, 24], got [2, 21, 2, 24]"),
-    "v-heads": (
-        BATCH,
-        {"v": rand(B, KEYS, 1, DV)},
-        "v: expected [B, S_kv, HKV, Dv] = [2, 20, 2, 24], got [2, 20, 1, 24]",
-    ),
-    "ranges-4d": (BATCH, {"ranges": ints(B, S, 4, 2)}, "ranges: expected [B, S, HKV, n, 2], got shape [2, 3, 4, 2]"),
-    "ranges-heads": (
-        BATCH,
-        {"ranges": ints(B, S, 4, 4, 2)},
-        "ranges: expected [B, S, HKV, n, 2] = [2, 3, 2, 4, 2], got [2, 3, 4, 4, 2]",
-    ),
-    "ranges-queries": (
-        BATCH,
-        {"ranges": ints(B, 1, 2, 4, 2)},
-        "ranges: expected [B, S, HKV, n, 2] = [2, 3, 2, 4, 2], got [2, 1, 2, 4, 2]",
-    ),
-    "ranges-triples": (
-        BATCH,
-        {"ranges": ints(B, S, 2, 4, 3)},
-        "ranges: expected [B, S, HKV, n, 2] = [2, 3, 2, 4, 2], got [2, 3, 2, 4, 3]",
-    ),
-    "blocks-5d": (
+    *wrong(
         BLOCKS,
-        {"block_indices": ints(B, S, 2, 4, 2)},
-        "block_indices: expected [B, S, HKV, n], got shape [2, 3, 2, 4, 2]",
+        ({"block_indices": ints(B, S, 2, 4, 2)}, f"{N}, got shape [2, 3, 2, 4, 2]"),
+        (
+            {"block_indices": ints(B, S, 1, 4)},
+            f"{N} = [2, 3, 2, 4], got [2, 3, 1, 4]",
+        ),
     ),
-    "blocks-heads": (
+    *wrong(
+        VARLEN,
+        ({"q": floats(2, S, 4, D)}, "q: expected [T, HQ, D], got shape [2, 3, 4, 16]"),
+        ({"k": floats(1, KEYS, 2, D)}, f"k: expected [T_kv, HKV, D], got shape [1, 20, 2, 16]; {SQUEEZE}"),
+        ({"v": floats(21, 2, DV)}, "v: expected [T_kv, HKV, Dv] = [20, 2, 24], got [21, 2, 24]"),
+        ({"ranges": ints(S, 4, 2)}, "ranges: expected [T, HKV, n, 2], got shape [3, 4, 2]"),
+        ({"ranges": ints(4, 2, 4, 2)}, "ranges: expected [T, HKV, n, 2] = [3, 2, 4, 2], got [4, 2, 4, 2]"),
+        (
+            {"ranges": None, "block_indices": ints(S, 2), "block_size": 16},
+            "block_indices: expected [T, HKV, n], got shape [3, 2]",
+        ),
+        ({"q_positions": ints(1, S)}, "q_positions: expected [T] = [3], got [1, 3]"),
+        ({"out": floats(S, 4, D)}, "out: expected [T, HQ, Dv] = [3, 4, 24], got [3, 4, 16]"),
+        ({"cu_seqlens": ints(1, 3)}, f"cu_seqlens_q: expected {CU} [1, 3]"),
+        ({"cu_seqlens": ints(0)}, f"cu_seqlens_q: expected {CU} [0]"),
+        ({"cu_seqlens": (ints(3), ints())}, f"cu_seqlens_k: expected {CU} []"),
+        ({"cu_seqlens": (ints(3), ints(4))}, "cu_seqlens_k: expected [3] (that of cu_seqlens_q), got [4]"),
+        ({"cu_seqlens": None}, "q: expected [B, S, HQ, D], got shape [3, 4, 16]"),
+    ),
+]
+TYPES = [
+    *wrong(
+        BATCH,
+        ({"q": ints(B, S, 4, D)}, f"q: {FLOATS} int32"),
+        ({"q": floats(B, S, 4, D, dtype=torch.float8_e5m2)}, f"q: {FLOATS} float8_e5m2"),
+        ({"k": floats(B, KEYS, 2, D).half()}, "k: expected dtype float32 (that of q), got float16"),
+        ({"v": floats(B, KEYS, 2, DV).double()}, "v: expected dtype float32 (that of q), got float64"),
+        ({"out": floats(B, S, 4, DV).bfloat16()}, "out: expected dtype float32 (that of q), got bfloat16"),
+        ({"ranges": floats(B, S, 2, 4, 2)}, f"ranges: {INTS} float32"),
+        ({"ranges": ints(B, S, 2, 4, 2, dtype=torch.int16)}, f"ranges: {INTS} int16"),
+        ({"q_positions": floats(B, S)}, f"q_positions: {INTS} float32"),
+        ({"q": [1.0]}, "q: expected a torch.Tensor, got list"),
+        ({"k": None}, "k: expected a torch.Tensor, got NoneType"),
+        ({"v": floats(B, KEYS, 2, DV).numpy()}, "v: expected a torch.Tensor, got ndarray"),
+        ({"ranges": [[0, 4]]}, "ranges: expected a torch.Tensor, got list"),
+        ({"q_positions": 3}, "q_positions: expected a torch.Tensor, got int"),
+        ({"out": "here"}, "out: expected a torch.Tensor, got str"),
+        ({"scale": "x"}, "scale: expected a number or None, got str"),
+        ({"scale": torch.ones(1)}, "scale: expected a number or None, got Tensor"),
+        ({"max_selected": 7.5}, "max_selected: expected an int, got float"),
+        ({"max_selected": True}, "max_selected: expected an int, got bool"),
+        *(({"causal": x}, f"causal: expected a bool, got {type(x).__name__}") for x in ("no", 1, None)),
+    ),
+    *wrong(
         BLOCKS,
-        {"block_indices": ints(B, S, 1, 4)},
-        "block_indices: expected [B, S, HKV, n] = [2, 3, 2, 4], got [2, 3, 1, 4]",
+        ({"block_indices": ints(B, S, 2, 4, dtype=torch.uint8)}, f"block_indices: {INTS} uint8"),
+        ({"block_indices": [0]}, "block_indices: expected a torch.Tensor, got list"),
+        ({"block_size": 16.5}, "block_size: expected an int, got float"),
+        ({"block_size": True}, "block_size: expected an int, got bool"),
+        ({"block_size": torch.tensor(16)}, "block_size: expected an int, got Tensor"),
     ),
-    "positions": (BATCH, {"q_positions": ints(B, 4)}, "q_positions: expected [B, S] = [2, 3], got [2, 4]"),
-    "positions-1d": (BATCH, {"q_positions": ints(S)}, "q_positions: expected [B, S] = [2, 3], got [3]"),
-    "out": (
-        BATCH,
-        {"out": rand(B, S, 4, D)},
-        "out: expected [B, S, HQ, Dv] = [2, 3, 4, 24], got [2, 3, 4, 16]",
-    ),
-    "out-3d": (BATCH, {"out": rand(S, 4, DV)}, "out: expected [B, S, HQ, Dv] = [2, 3, 4, 24], got [3, 4, 24]"),
-    "dim-small": (
-        BATCH,
-        {"q": rand(B, S, 4, 8), "k": rand(B, KEYS, 2, 8)},
-        "head dim D: expected 16 to 256, got 8",
-    ),
-    "dim-large": (
-        BATCH,
-        {"q": rand(B, S, 4, 257), "k": rand(B, KEYS, 2, 257)},
-        "head dim D: expected 16 to 256, got 257",
-    ),
-    "value-dim-small": (BATCH, {"v": rand(B, KEYS, 2, 15)}, "head dim Dv: expected 16 to 256, got 15"),
-    "value-dim-large": (BATCH, {"v": rand(B, KEYS, 2, 320)}, "head dim Dv: expected 16 to 256, got 320"),
-    "heads-not-a-multiple": (
-        BATCH,
-        {"q": rand(B, S, 5, D)},
-        "heads: expected HQ = G * HKV with G from 1 to 128, got HQ=5, HKV=2",
-    ),
-    "heads-fewer": (
-        BATCH,
-        {"q": rand(B, S, 1, D)},
-        "heads: expected HQ = G * HKV with G from 1 to 128, got HQ=1, HKV=2",
-    ),
-    "heads-none": (
-        BATCH,
-        {"q": rand(B, S, 0, D)},
-        "heads: expected HQ = G * HKV with G from 1 to 128, got HQ=0, HKV=2",
-    ),
-    "kv-heads-none": (
-        BATCH,
-        {"k": rand(B, KEYS, 0, D), "v": rand(B, KEYS, 0, DV)},
-        "heads: expected HQ = G * HKV with G from 1 to 128, got HQ=4, HKV=0",
-    ),
-    "group-too-large": (
-        BATCH,
-        {"q": rand(B, S, 258, D)},
-        "heads: expected HQ = G * HKV with G from 1 to 128, got HQ=258, HKV=2",
-    ),
-    "varlen-q-4d": (VARLEN, {"q": rand(2, S, 4, D)}, "q: expected [T, HQ, D], got shape [2, 3, 4, 16]"),
-    "varlen-k-4d": (
+    *wrong(
         VARLEN,
-        {"k": rand(1, KEYS, 2, D)},
-        "k: expected [T_kv, HKV, D], got shape [1, 20, 2, 16]; nsa takes packed sequences as [T_kv, HKV, D]: call "
-        "squeeze(0)",
+        ({"cu_seqlens": floats(3)}, f"cu_seqlens_q: {INTS} float32"),
+        ({"cu_seqlens": (ints(3), ints(3, dtype=torch.int8))}, f"cu_seqlens_k: {INTS} int8"),
+        ({"cu_seqlens": [0, 1, 3]}, "cu_seqlens_q: expected a torch.Tensor, got list"),
+        ({"cu_seqlens": (None, ints(3))}, "cu_seqlens: expected a tensor or a pair of tensors, got a pair with None"),
+        ({"cu_seqlens": (ints(3),)}, "cu_seqlens: expected a tensor or a pair of tensors, got a tuple of 1"),
     ),
-    "varlen-v": (VARLEN, {"v": rand(21, 2, DV)}, "v: expected [T_kv, HKV, Dv] = [20, 2, 24], got [21, 2, 24]"),
-    "varlen-ranges": (VARLEN, {"ranges": ints(S, 4, 2)}, "ranges: expected [T, HKV, n, 2], got shape [3, 4, 2]"),
-    "varlen-ranges-tokens": (
-        VARLEN,
-        {"ranges": ints(4, 2, 4, 2)},
-        "ranges: expected [T, HKV, n, 2] = [3, 2, 4, 2], got [4, 2, 4, 2]",
-    ),
-    "varlen-blocks": (
-        VARLEN,
-        {"ranges": None, "block_indices": ints(S, 2), "block_size": 16},
-        "block_indices: expected [T, HKV, n], got shape [3, 2]",
-    ),
-    "varlen-positions": (VARLEN, {"q_positions": ints(1, S)}, "q_positions: expected [T] = [3], got [1, 3]"),
-    "varlen-out": (VARLEN, {"out": rand(S, 4, D)}, "out: expected [T, HQ, Dv] = [3, 4, 24], got [3, 4, 16]"),
-    "cu-2d": (VARLEN, {"cu_seqlens": ints(1, 3)}, "cu_seqlens_q: expected [B + 1] with B >= 0, got shape [1, 3]"),
-    "cu-empty": (VARLEN, {"cu_seqlens": ints(0)}, "cu_seqlens_q: expected [B + 1] with B >= 0, got shape [0]"),
-    "cu-k-scalar": (
-        VARLEN,
-        {"cu_seqlens": (ints(3), ints())},
-        "cu_seqlens_k: expected [B + 1] with B >= 0, got shape []",
-    ),
-    "cu-pair": (
-        VARLEN,
-        {"cu_seqlens": (ints(3), ints(4))},
-        "cu_seqlens_k: expected [3] (that of cu_seqlens_q), got [4]",
-    ),
-    "cu-with-a-batch": (BATCH, {"cu_seqlens": ints(3)}, "q: expected [T, HQ, D], got shape [2, 3, 4, 16]"),
-    "tokens-without-cu": (VARLEN, {"cu_seqlens": None}, "q: expected [B, S, HQ, D], got shape [3, 4, 16]"),
-}
-DTYPES = {
-    "q-int": (BATCH, {"q": ints(B, S, 4, D)}, "q: expected dtype float16, bfloat16, float32, float64, got int32"),
-    "q-float8": (
+]
+ELSEWHERE = "expected device {device} (that of q), got meta"
+DEVICES = [
+    *wrong(BATCH, *(({name: BATCH[name].to(META)}, f"{name}: {ELSEWHERE}") for name in ("k", "v", "ranges"))),
+    *wrong(BLOCKS, ({"block_indices": ints(B, S, HKV, 4).to(META)}, f"block_indices: {ELSEWHERE}")),
+    *wrong(
         BATCH,
-        {"q": rand(B, S, 4, D).to(torch.float8_e5m2)},
-        "q: expected dtype float16, bfloat16, float32, float64, got float8_e5m2",
+        ({"out": floats(B, S, 4, DV).to(META)}, f"out: {ELSEWHERE}"),
+        ({"q_positions": ints(B, S).to(META)}, f"q_positions: {ELSEWHERE}"),
     ),
-    "k": (BATCH, {"k": rand(B, KEYS, 2, D).half()}, "k: expected dtype float32 (that of q), got float16"),
-    "v": (BATCH, {"v": rand(B, KEYS, 2, DV).double()}, "v: expected dtype float32 (that of q), got float64"),
-    "out": (BATCH, {"out": rand(B, S, 4, DV).bfloat16()}, "out: expected dtype float32 (that of q), got bfloat16"),
-    "ranges": (BATCH, {"ranges": rand(B, S, 2, 4, 2)}, "ranges: expected dtype int32, int64, got float32"),
-    "ranges-short": (
+    *wrong(
+        VARLEN,
+        ({"cu_seqlens": ints(3).to(META)}, f"cu_seqlens_q: {ELSEWHERE}"),
+        ({"cu_seqlens": (ints(3), ints(3).to(META))}, f"cu_seqlens_k: {ELSEWHERE}"),
+    ),
+]
+ONE = "selection: expected exactly one of ranges and block_indices, got"
+VALUES = [
+    *wrong(
         BATCH,
-        {"ranges": ints(B, S, 2, 4, 2, dtype=torch.int16)},
-        "ranges: expected dtype int32, int64, got int16",
+        ({"ranges": None}, f"{ONE} neither"),
+        ({"block_size": 16}, "block_size: expected None with ranges, got 16"),
+        ({"max_selected": -1}, "max_selected: expected an int >= 0, got -1"),
     ),
-    "blocks": (
+    *wrong(
         BLOCKS,
-        {"block_indices": ints(B, S, 2, 4, dtype=torch.uint8)},
-        "block_indices: expected dtype int32, int64, got uint8",
+        ({"ranges": ints(B, S, 2, 4, 2)}, f"{ONE} both"),
+        ({"block_size": None}, "block_size: expected an int >= 1 with block_indices, got None"),
+        ({"block_size": 0}, "block_size: expected an int >= 1, got 0"),
+        ({"block_size": -16}, "block_size: expected an int >= 1, got -16"),
     ),
-    "positions": (BATCH, {"q_positions": rand(B, S)}, "q_positions: expected dtype int32, int64, got float32"),
-    "cu": (VARLEN, {"cu_seqlens": rand(3)}, "cu_seqlens_q: expected dtype int32, int64, got float32"),
-    "half-a-pair": (
-        VARLEN,
-        {"cu_seqlens": (None, ints(3))},
-        "cu_seqlens: expected a tensor or a pair of tensors, got a pair with None",
+]
+
+
+@pytest.mark.parametrize(("call", "text"), SHAPES)
+def test_shapes(attend, device, call, text):
+    refuses(ValueError, text, device, attend, **call)
+
+
+@pytest.mark.parametrize(("call", "text"), TYPES)
+def test_types(attend, device, call, text):
+    refuses(TypeError, text, device, attend, **call)
+
+
+@pytest.mark.parametrize(("call", "text"), DEVICES)
+def test_devices(attend, device, call, text):
+    refuses(ValueError, text, device, attend, **call)
+
+
+@pytest.mark.parametrize(("call", "text"), VALUES)
+def test_values(attend, device, call, text):
+    refuses(ValueError, text, device, attend, **call)
+
+
+BACKEND = "backend: expected one of auto, triton, sdpa, reference, got"
+SCHEDULE = "schedule: expected one of auto, query_major, key_major, union, per_head, got"
+OPTIONS = wrong(
+    BATCH,
+    ({"backend": "cuda"}, f"{BACKEND} 'cuda'"),
+    ({"backend": None}, f"{BACKEND} None"),
+    ({"schedule": "fast"}, f"{SCHEDULE} 'fast'"),
+    *(
+        ({"backend": backend, "schedule": name}, f"schedule: expected auto with backend='{backend}', got '{name}'")
+        for backend, name in (("sdpa", "per_head"), ("sdpa", "key_major"), ("reference", "query_major"))
     ),
-    "cu-k": (
-        VARLEN,
-        {"cu_seqlens": (ints(3), ints(3, dtype=torch.int8))},
-        "cu_seqlens_k: expected dtype int32, int64, got int8",
-    ),
-    "q-list": (BATCH, {"q": [1.0]}, "q: expected a torch.Tensor, got list"),
-    "k-none": (BATCH, {"k": None}, "k: expected a torch.Tensor, got NoneType"),
-    "v-array": (BATCH, {"v": rand(B, KEYS, 2, DV).numpy()}, "v: expected a torch.Tensor, got ndarray"),
-    "ranges-list": (BATCH, {"ranges": [[0, 4]]}, "ranges: expected a torch.Tensor, got list"),
-    "blocks-list": (BLOCKS, {"block_indices": [0]}, "block_indices: expected a torch.Tensor, got list"),
-    "positions-int": (BATCH, {"q_positions": 3}, "q_positions: expected a torch.Tensor, got int"),
-    "cu-one": (
-        VARLEN,
-        {"cu_seqlens": (ints(3),)},
-        "cu_seqlens: expected a tensor or a pair of tensors, got a tuple of 1",
-    ),
-    "scale-str": (BATCH, {"scale": "x"}, "scale: expected a number or None, got str"),
-    "scale-tensor": (BATCH, {"scale": torch.ones(1)}, "scale: expected a number or None, got Tensor"),
-    "cu-list": (VARLEN, {"cu_seqlens": [0, 1, 3]}, "cu_seqlens_q: expected a torch.Tensor, got list"),
-    "out-str": (BATCH, {"out": "here"}, "out: expected a torch.Tensor, got str"),
-    "block-size-float": (BLOCKS, {"block_size": 16.5}, "block_size: expected an int, got float"),
-    "block-size-bool": (BLOCKS, {"block_size": True}, "block_size: expected an int, got bool"),
-    "block-size-tensor": (BLOCKS, {"block_size": torch.tensor(16)}, "block_size: expected an int, got Tensor"),
-    "max-selected-float": (BATCH, {"max_selected": 7.5}, "max_selected: expected an int, got float"),
-    "max-selected-bool": (BATCH, {"max_selected": True}, "max_selected: expected an int, got bool"),
-}
-DEVICES = {
-    name: (base, {name: base[name].to(META)}, f"{name}: expected device {{device}} (that of q), got meta")
-    for name, base in (("k", BATCH), ("v", BATCH), ("ranges", BATCH), ("block_indices", BLOCKS))
-}
-DEVICES |= {
-    "out": (
-        BATCH,
-        {"out": rand(B, S, 4, DV).to(META)},
-        "out: expected device {device} (that of q), got meta",
-    ),
-    "positions": (
-        BATCH,
-        {"q_positions": ints(B, S).to(META)},
-        "q_positions: expected device {device} (that of q), got meta",
-    ),
-    "cu": (VARLEN, {"cu_seqlens": ints(3).to(META)}, "cu_seqlens_q: expected device {device} (that of q), got meta"),
-    "cu-k": (
-        VARLEN,
-        {"cu_seqlens": (ints(3), ints(3).to(META))},
-        "cu_seqlens_k: expected device {device} (that of q), got meta",
-    ),
-}
-VALUES = {
-    "selection-neither": (
-        BATCH,
-        {"ranges": None},
-        "selection: expected exactly one of ranges and block_indices, got neither",
-    ),
-    "selection-both": (
-        BLOCKS,
-        {"ranges": ints(B, S, 2, 4, 2)},
-        "selection: expected exactly one of ranges and block_indices, got both",
-    ),
-    "block-size-missing": (
-        BLOCKS,
-        {"block_size": None},
-        "block_size: expected an int >= 1 with block_indices, got None",
-    ),
-    "block-size-zero": (BLOCKS, {"block_size": 0}, "block_size: expected an int >= 1, got 0"),
-    "block-size-negative": (BLOCKS, {"block_size": -16}, "block_size: expected an int >= 1, got -16"),
-    "block-size-with-ranges": (BATCH, {"block_size": 16}, "block_size: expected None with ranges, got 16"),
-    "max-selected-negative": (BATCH, {"max_selected": -1}, "max_selected: expected an int >= 0, got -1"),
-}
+)
 
 
-def call(base, changes, device, **keywords):
-    def move(x):
-        if isinstance(x, tuple):
-            return tuple(move(y) for y in x)
-        return x.to(device) if isinstance(x, torch.Tensor) and x.device != META else x
-
-    return nsa.selection_attention(**{name: move(x) for name, x in (base | changes).items()}, **keywords)
-
-
-def refuses(error, case, device, attend):
-    """Exactly these words; again when the same call comes again."""
-    base, changes, text = case
-    for _ in range(2):
-        with pytest.raises(error) as raised:
-            call(base, changes, device, **attend.keywords)
-        assert str(raised.value) == text.format(device=device)
-
-
-@pytest.mark.parametrize("case", SHAPES)
-def test_shapes(attend, device, case):
-    refuses(ValueError, SHAPES[case], device, attend)
-
-
-@pytest.mark.parametrize("case", DTYPES)
-def test_types(attend, device, case):
-    refuses(TypeError, DTYPES[case], device, attend)
-
-
-@pytest.mark.parametrize("case", DEVICES)
-def test_devices(attend, device, case):
-    refuses(ValueError, DEVICES[case], device, attend)
-
-
-@pytest.mark.parametrize("case", VALUES)
-def test_values(attend, device, case):
-    refuses(ValueError, VALUES[case], device, attend)
-
-
-OPTIONS = {
-    "backend": ({"backend": "cuda"}, "backend: expected one of auto, triton, sdpa, reference, got 'cuda'"),
-    "backend-none": ({"backend": None}, "backend: expected one of auto, triton, sdpa, reference, got None"),
-    "schedule": (
-        {"schedule": "fast"},
-        "schedule: expected one of auto, query_major, key_major, union, per_head, got 'fast'",
-    ),
-    "schedule-of-sdpa": (
-        {"backend": "sdpa", "schedule": "per_head"},
-        "schedule: expected auto with backend='sdpa', got 'per_head'",
-    ),
-    "key-major-of-sdpa": (
-        {"backend": "sdpa", "schedule": "key_major"},
-        "schedule: expected auto with backend='sdpa', got 'key_major'",
-    ),
-    "schedule-of-reference": (
-        {"backend": "reference", "schedule": "query_major"},
-        "schedule: expected auto with backend='reference', got 'query_major'",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", OPTIONS)
-def test_options(device, case):
-    keywords, text = OPTIONS[case]
-    with pytest.raises(ValueError, match=r"^(backend|schedule): ") as raised:
-        call(BATCH, {}, device, **keywords)
-    assert str(raised.value) == text
+@pytest.mark.parametrize(("call", "text"), OPTIONS)
+def test_options(device, call, text):
+    refuses(ValueError, text, device, nsa.selection_attention, **call)
 
 
 @pytest.mark.parametrize("base", [BATCH, BLOCKS, VARLEN], ids=["ranges", "blocks", "varlen"])
 def test_the_calls_that_were_spoiled_are_good(attend, device, base):
-    assert call(base, {}, device, **attend.keywords).shape[-1] == DV
+    assert attend(**{name: move(x, device) for name, x in base.items()}).shape[-1] == DV
 
 
-@pytest.mark.parametrize("name", ["block_size", "max_selected"])
-def test_equal_numbers_of_another_type_are_refused_too(attend, device, name):
+@pytest.mark.parametrize(("name", "base"), [("block_size", BLOCKS), ("max_selected", BATCH)])
+def test_equal_numbers_of_another_type_are_refused_too(attend, device, name, base):
     """`1 == 1.0 == True`: a call remembered by its metadata must not let them pass."""
-    base = BLOCKS if name == "block_size" else BATCH
-    call(base, {name: 1}, device, **attend.keywords)
-    for wrong, kind in ((True, "bool"), (1.0, "float")):
-        with pytest.raises(TypeError) as raised:
-            call(base, {name: wrong}, device, **attend.keywords)
-        assert str(raised.value) == f"{name}: expected an int, got {kind}"
+    base = {argument: move(x, device) for argument, x in base.items()}
+    attend(**base | {name: 1})
+    for number, kind in ((True, "bool"), (1.0, "float")):
+        refuses(TypeError, f"{name}: expected an int, got {kind}", device, attend, **base | {name: number})

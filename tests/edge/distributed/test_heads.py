@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import nsa
+import nsa.kernels
 from nsa import backward, dispatch, routing, settings
 from nsa.call import Call
 from nsa.distributed import passes
@@ -22,7 +23,6 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_heads_in_turn(draw, device, monkeypatch, fresh_plans, name):
     dtype, G, HKV, blocks, ranges, unions = SHAPES[name]
-    monkeypatch.setattr(tiles, "UNIONS_FROM", 0)
     monkeypatch.setattr(passes, "_launches", {})
     q, k, v = draw(S=16, S_kv=16, HKV=HKV, G=G, Dv=32, dtype=dtype)
     do, dlse = torch.randn_like(q[..., :1].expand(*q.shape[:-1], 32)), torch.randn(q.shape[:-1], device=device)
@@ -30,7 +30,7 @@ def test_heads_in_turn(draw, device, monkeypatch, fresh_plans, name):
     selection = {"block_indices": listed, "block_size": 8}
     if ranges:
         selection = {"ranges": nsa.ranges_from_blocks(listed, 8), "max_selected": 16}
-    with nsa.configure(sel_triton_min_L=0):
+    with nsa.configure(sel_triton_min_L=0), nsa.kernels.pinned(backward_unions=tiles.Unions(rows=0)):
         call = Call(q, k, v, **selection, backend="triton", settings=settings.get(), return_lse=True)
         planned = routing.plan(call)
         o, lse = dispatch.run(planned, call)

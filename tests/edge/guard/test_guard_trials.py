@@ -15,6 +15,7 @@ from nsa import guard, settings
 from nsa.call import Call
 from nsa.guard import child
 from nsa.guard.trials import TRIALS, Trial
+from nsa.kernels import pinned
 from nsa.kernels.backward import plan as backward
 from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.key_major import plan as key_major
@@ -24,7 +25,6 @@ from nsa.kernels.shared import combine
 from nsa.kernels.shared.launch import Variant
 from nsa.plain.oracle import beyond_rounding
 from nsa.testing.compile.points import ARCHITECTURES
-from nsa.tuning import sweep
 
 pytestmark = pytest.mark.usefixtures("fresh_routes", "fresh_plans")
 SCRIPT = Path(__file__).with_name("guard_variants.py")
@@ -204,7 +204,7 @@ def test_right_kernels_of_steps_are_right(draw, device, launches_of, attempt, sc
         nsa.selection_attention_with_kvcache, q[0], k, v, cache_seqlens=lengths, cu_seqlens_q=cu, block_indices=blocks,
         block_size=16, schedule=schedule, backend="triton", return_lse=True,
     )  # fmt: skip
-    with sweep.forced(tiles.Choice(splits, 1, 16, 4, 2, 0)):
+    with pinned(query_major=tiles.Choice(splits, 1, 16, 4, 2, 0)):
         whats = launches_of(call)
     begin = ["_fwd_kernel", "_combine_kernel"][:splits] + ["_list_kernel", "_union_kernel"] * (schedule == "union")
     assert [what["kernel"] for what in whats] == [*begin, "_count_kernel", "_scan_kernel", "_scatter_kernel", *LAST]
@@ -419,12 +419,13 @@ def test_nothing_but_zeros_is_compared_too():
 
 
 @pytest.fixture
-def backward_unions(draw, same, device, launches_of, monkeypatch):
+def backward_unions(draw, same, device, launches_of):
     """What a parent would ask a child about a backward pass with unions."""
-    monkeypatch.setattr(backward_tiles, "UNIONS_FROM", 0)
     q, k, v = (x.half() for x in draw(S=9, G=9))
-    call = Call(q, k, v, block_indices=same([1, -1, 0], 1, 9, 2), block_size=16, causal=True)
+    call = Call.of(q, k, v, block_indices=same([1, -1, 0], 1, 9, 2), block_size=16, causal=True)
     lse = torch.ones(q.shape[:-1], device=device)
+    with pinned(backward_unions=backward_tiles.Unions(rows=0)):
+        call = call._replace(settings=settings.get())
     return launches_of(lambda: backward.backward(backward.plan(call), call, q, None, q, lse, "backward"))
 
 

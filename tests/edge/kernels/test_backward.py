@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nsa.call import Call
+from nsa.kernels import pinned
 from nsa.kernels.backward import plan as backward
 from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.shared.launch import Variant
@@ -31,14 +32,13 @@ def limit(monkeypatch, fresh_plans):
 
 
 @pytest.fixture
-def gradients(monkeypatch):
+def gradients():
     """`gradients(q, k, v, do, dlse=None, choice=None, **selection) -> (dq, dk, dv)`, of NaN where nobody wrote."""
 
     def make(q, k, v, do, dlse=None, choice=None, causal=True, **selection):
-        monkeypatch.setattr(backward_tiles, "forced", choice)
         o, lse = selection_reference(Call.of(q.double(), k, v, **selection, causal=causal, return_lse=True))
-        call = Call.of(q, k, v, **selection, causal=causal)
-        with poisoned_workspace("backward"):
+        with pinned(backward=choice), poisoned_workspace("backward"):
+            call = Call.of(q, k, v, **selection, causal=causal)
             return backward.backward(backward.plan(call), call, do, dlse, o.to(q.dtype), lse.float(), "backward")
 
     return make

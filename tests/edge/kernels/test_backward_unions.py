@@ -20,11 +20,9 @@ APART = [[0, 1], [2, 3], [4, 5], [-1, -1]]
 
 
 @pytest.fixture
-def served(monkeypatch, fresh_plans):
+def served(pin, monkeypatch, fresh_plans):
     """Unions of any size, in a call of any length. `served()`: what the last call marked, `[tokens][HKV]`."""
-    monkeypatch.setattr(backward_tiles, "UNIONS_FROM", 0)
-    monkeypatch.setattr(backward_tiles, "LEAST_UNION_G", 4)
-    monkeypatch.setattr(backward_tiles, "WORTH", union_tiles.ALWAYS)
+    pin(backward_unions=backward_tiles.Unions(0, 4, union_tiles.ALWAYS))
     seen = []
     real = backward._by_unions
     monkeypatch.setattr(backward, "_by_unions", lambda *given: seen.append(real(*given)) or seen[-1])
@@ -74,9 +72,9 @@ def check(q, k, v, do, dlse=None, **selection):
     return got
 
 
-def test_tiles_whose_rows_share_blocks_are_served(prompt, device, served, monkeypatch):
+def test_tiles_whose_rows_share_blocks_are_served(prompt, device, served, pin):
     """Rows of one tile by its union, rows of the other by parts: dK and dV sum both."""
-    monkeypatch.setattr(backward_tiles, "WORTH", union_tiles.Worth(4 * G, 3))  # three blocks for four listed ones
+    pin(backward_unions=backward_tiles.Unions(0, 4, union_tiles.Worth(4 * G, 3)))  # three blocks for four listed ones
     check(*prompt(), **blocks_of(device, *ALIKE, *APART))
     assert served() == [True] * 4 + [False] * 4
     check(*prompt(), **blocks_of(device, *APART, *ALIKE))
@@ -156,12 +154,12 @@ def test_a_bad_query_spoils_only_what_it_reads(prompt, device, served):
 
 
 @pytest.mark.parametrize("limits", [{"INDEX_BYTES": 12 * 2 * 3}, {"DQ_BYTES": 2 * G * 16 * 2 * 3}, {"SUM_BYTES": 1}])
-def test_windows(prompt, device, served, limits, monkeypatch):
+def test_windows(prompt, device, served, limits, pin, monkeypatch):
     """Rows of both kinds, in windows shorter than a tile, in shares of one tile; unions one tile at a time."""
     for name, value in limits.items():
         monkeypatch.setattr(backward_tiles, name, value)
-    monkeypatch.setattr(backward_tiles, "forced", backward_tiles.Choice(32, 4, 2, 1, True, 16, 1, 1))
-    monkeypatch.setattr(backward_tiles, "WORTH", union_tiles.Worth(4 * G, 3))
+    pin(backward=backward_tiles.Choice(32, 4, 2, 1, True, 16, 1, 1))
+    pin(backward_unions=backward_tiles.Unions(0, 4, union_tiles.Worth(4 * G, 3)))
     monkeypatch.setattr(union_tiles, "LIST_BYTES", 1)
     check(*prompt(S=12), **blocks_of(device, *ALIKE, *APART, *ALIKE))
     assert served() == [True] * 4 + [False] * 4 + [True] * 4
@@ -180,7 +178,7 @@ def test_frozen_inputs(prompt, device, served, wanted):
     assert (served() is not None) == (wanted[0] and any(wanted[1:]))
 
 
-def test_no_unions(prompt, device, served, monkeypatch):
+def test_no_unions(prompt, device, served, pin):
     """`batch_invariant` forbids that neighbours matter; short calls and small groups would not gain."""
 
     def plan(dtype=torch.float16, **how):
@@ -192,7 +190,7 @@ def test_no_unions(prompt, device, served, monkeypatch):
     assert plan(torch.float32).unions is None
     with settings.configure(batch_invariant=True):
         assert plan().unions is None
-    monkeypatch.setattr(backward_tiles, "UNIONS_FROM", 8 * G * G + 1)
+    pin(backward_unions=backward_tiles.Unions(8 * G * G + 1, 4))
     assert plan().unions is None
 
 
@@ -208,8 +206,8 @@ def test_rows_of_both_kinds_share_no_kernels(prompt, device, served, monkeypatch
 
 
 @pytest.mark.skipif(current_lane() != "gpu", reason="graphs need a GPU")
-def test_replays_with_other_selections(prompt, device, served, monkeypatch):
-    monkeypatch.setattr(backward_tiles, "WORTH", union_tiles.Worth(4 * G, 3))
+def test_replays_with_other_selections(prompt, device, served, pin):
+    pin(backward_unions=backward_tiles.Unions(0, 4, union_tiles.Worth(4 * G, 3)))
     q, k, v, do = prompt()
     first, second = blocks_of(device, *ALIKE, *APART), blocks_of(device, *APART, *ALIKE)
     want = gradients(q, k, v, do, **second)

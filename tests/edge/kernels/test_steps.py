@@ -5,13 +5,13 @@ import torch
 
 import nsa
 from nsa.call import Call
+from nsa.kernels import pinned
 from nsa.kernels.key_major import plan as key_major
 from nsa.kernels.query_major import tiles
 from nsa.kernels.union import plan as union
 from nsa.kernels.union import tiles as union_tiles
 from nsa.testing.judge.forward import cached_parity
 from nsa.testing.matrix import caches
-from nsa.tuning import sweep
 
 ROOM, SIZE, HKV, G = 64, 16, 1, 4
 LONGEST = tiles.STEPS
@@ -63,16 +63,16 @@ def run(call, schedule, **more):
 def test_sequences_of_few_queries_are_steps(batch, marked, schedule, splits):
     """The longest step, the shortest chunk, no queries, and tokens of no sequence."""
     call, want = batch((LONGEST + 1, LONGEST, 0, 1), unused=2)
-    with sweep.forced(None if splits is None else tiles.Choice(splits, 1, 16, 4, 2, 0)):
+    with pinned(query_major=None if splits is None else tiles.Choice(splits, 1, 16, 4, 2, 0)):
         got = run(call, schedule)
     assert marked() == [0] * (LONGEST + 1) + [1] * (LONGEST + 1) + [0] * 2
     cached_parity(got, want, torch.float32, schedule)
     assert not got[0][-2:].any()
 
 
-def test_unions_leave_steps_alone(batch, marked, monkeypatch):
+def test_unions_leave_steps_alone(batch, marked, pin, monkeypatch):
     """Two tiles of four tokens are in a step. The device counts no block of theirs, and key-major skips them."""
-    monkeypatch.setattr(union_tiles, "forced", union_tiles.Choice(worth=union_tiles.ALWAYS))
+    pin(union=union_tiles.Choice(worth=union_tiles.ALWAYS))
     seen = []
 
     def workspace(size, dtype, device):

@@ -27,9 +27,9 @@ SIZE = 64
 
 
 @pytest.fixture(autouse=True)
-def always(monkeypatch, fresh_plans):
+def always(pin, fresh_plans):
     """Every tile is served by its union. A plan of another test may have other bounds."""
-    monkeypatch.setattr(tiles, "forced", tiles.Choice(worth=tiles.ALWAYS))
+    pin(union=tiles.Choice(worth=tiles.ALWAYS))
 
 
 @pytest.fixture

@@ -57,32 +57,32 @@ def check(qkv, selection, got=None):
     return got
 
 
-def test_tiles_whose_rows_share_blocks_are_served(prompt, device, served, monkeypatch):
+def test_tiles_whose_rows_share_blocks_are_served(prompt, device, served, pin):
     """Four tokens that agree are served; four that have nothing in common are not, since a union saves them no read."""
-    monkeypatch.setattr(tiles, "WORTH", tiles.Worth(4 * G, 3))  # up to three blocks for four listed ones
+    pin(union=tiles.Choice(worth=tiles.Worth(4 * G, 3)))  # up to three blocks for four listed ones
     alike, apart = [[0, 3], [3, 0], [0, -1], [-1, 3]], [[0, 1], [2, 3], [4, 5], [-1, -1]]
     check(prompt(), blocks_of(device, *alike, *apart))
     assert served() == [True] * 4 + [False] * 4
 
 
 @pytest.mark.parametrize("size", [1 << 12, 1 << 33])
-def test_a_block_of_more_keys_than_there_are(prompt, device, served, monkeypatch, size):
+def test_a_block_of_more_keys_than_there_are(prompt, device, served, pin, size):
     """It has no tiles past the last key, and other blocks have no keys."""
-    monkeypatch.setattr(tiles, "forced", tiles.Choice(worth=tiles.ALWAYS))
+    pin(union=tiles.Choice(worth=tiles.ALWAYS))
     selection = blocks_of(device, *[[0, 3]] * 4, *[[2**31 - 1, 0]] * 4) | {"block_size": size}
     check(prompt(), selection)
     call = Call(*prompt(), block_indices=selection["block_indices"], block_size=size)
     assert union.plan(call).size == KEYS
 
 
-def test_a_block_listed_twice_counts_twice(prompt, device, served, monkeypatch):
-    monkeypatch.setattr(tiles, "forced", tiles.Choice(worth=tiles.ALWAYS))
+def test_a_block_listed_twice_counts_twice(prompt, device, served, pin):
+    pin(union=tiles.Choice(worth=tiles.ALWAYS))
     check(prompt(), blocks_of(device, [0, 1], [2, 2], [1, 0], [0, 1], *[[4, 1]] * 4))
     assert served() == [False] * 4 + [True] * 4
 
 
-def test_a_tile_holds_tokens_of_one_sequence(draw, device, served, monkeypatch):
-    monkeypatch.setattr(tiles, "forced", tiles.Choice(worth=tiles.ALWAYS))
+def test_a_tile_holds_tokens_of_one_sequence(draw, device, served, pin):
+    pin(union=tiles.Choice(worth=tiles.ALWAYS))
     q, k, v = draw(S=12, S_kv=KEYS, HKV=1, G=G, dtype=torch.float32, varlen=True)
     cu = tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 6, 8], [0, 50, KEYS]))
     selection = blocks_of(device, *[[0, 1]] * 12)
@@ -95,9 +95,9 @@ def test_a_tile_holds_tokens_of_one_sequence(draw, device, served, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy says so when the interpreter computes with infinities
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_a_value_that_only_a_neighbour_selected_does_not_matter(prompt, device, served, poison, monkeypatch):
+def test_a_value_that_only_a_neighbour_selected_does_not_matter(prompt, device, served, poison, pin):
     """Its weight is zero, and zero times NaN is NaN: such a tile is computed row by row."""
-    monkeypatch.setattr(tiles, "forced", tiles.Choice(worth=tiles.ALWAYS))
+    pin(union=tiles.Choice(worth=tiles.ALWAYS))
     q, k, v = prompt()
     selection = blocks_of(device, [0, 1], [1, 3], [0, 1], [1, 0], *[[4, 1]] * 4)
     clean = nsa.selection_attention(q, k, v, **selection, **UNION)
@@ -115,9 +115,9 @@ def test_any_scale(prompt, device, scale):
     check(prompt(), blocks_of(device, *[[0, 3]] * 8) | {"scale": scale})
 
 
-def test_several_passes(prompt, device, served, monkeypatch):
+def test_several_passes(prompt, device, served, pin, monkeypatch):
     """Lists that hold one tile at a time."""
-    monkeypatch.setattr(tiles, "forced", tiles.Choice(worth=tiles.ALWAYS))
+    pin(union=tiles.Choice(worth=tiles.ALWAYS))
     monkeypatch.setattr(tiles, "LIST_BYTES", 1)
     check(prompt(), blocks_of(device, *[[0, 3]] * 4, *[[2, 5]] * 4))
     assert all(served())
@@ -149,9 +149,9 @@ def test_ranges_have_no_unions(prompt, same):
 
 
 @pytest.mark.skipif(current_lane() != "gpu", reason="graphs need a GPU")
-def test_replays_with_other_selections(prompt, device, served, monkeypatch):
+def test_replays_with_other_selections(prompt, device, served, pin):
     """The device decides which tiles are served, so a captured graph serves others for other selections."""
-    monkeypatch.setattr(tiles, "WORTH", tiles.Worth(4 * G, 3))
+    pin(union=tiles.Choice(worth=tiles.Worth(4 * G, 3)))
     q, k, v = prompt()
     selection = blocks_of(device, *[[0, 3]] * 4, *[[2, 5]] * 4)
     run = lambda: nsa.selection_attention(q, k, v, **selection, **UNION)  # noqa: E731
@@ -166,9 +166,9 @@ def test_replays_with_other_selections(prompt, device, served, monkeypatch):
     check((q, k, v), selection, got)
 
 
-def test_ragged_batches(device, served, monkeypatch):
+def test_ragged_batches(device, served, pin):
     """A tile that reaches past the last sequence is left to key-major, which gives unused tokens zeros."""
-    monkeypatch.setattr(tiles, "forced", tiles.Choice(worth=tiles.ALWAYS))
+    pin(union=tiles.Choice(worth=tiles.ALWAYS))
     cache = caches.draw([90, 50], KEYS, 32, HKV=1, dtype=torch.float32, device=device, seed=1)
     q = torch.randn(20, G, 16, generator=torch.Generator().manual_seed(2)).to(device)
     selection = {"block_indices": torch.tensor([[[0, 5]]] * 9 + [[[3, 1]]] * 11, device=device), "block_size": SIZE}

@@ -158,7 +158,7 @@ class Model(nn.Module):
 
 
 def train(
-    attention: Attention, *, steps: int, seed: int, device: torch.device, B: int = 16, lr: float = 5e-3
+    attention: Attention, *, steps: int, seed: int, device: torch.device, B: int = 8, lr: float = 5e-3
 ) -> list[float]:
     """Loss of each step in nats, on new sequences every time; these and the initial weights depend on the seed alone.
 

@@ -127,8 +127,7 @@ def test_keys_listed_twice_get_both_gradients(draw, same, attend_plain, bound):
         K, V = (x[:, keys] for x in leaves[1:])
         o, lse = attend_plain(leaves[0], K, V, ranges=ranges, causal=False, max_selected=bound, return_lse=True)
         twice.append((o, lse, *torch.autograd.grad((o * torch.arange(24, device=o.device)).sum() + lse.sum(), leaves)))
-    for a, b in zip(*twice, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+    torch.testing.assert_close(*twice, rtol=0, atol=1e-10)
 
 
 def test_unselected_nan_does_not_reach_gradients(draw, same, attend_plain):
@@ -143,8 +142,7 @@ def test_unselected_nan_does_not_reach_gradients(draw, same, attend_plain):
         leaves = [x.requires_grad_() for x in (q.clone(), *bad)]
         got = torch.autograd.grad(attend_plain(*leaves, ranges=ranges, max_selected=9).sum(), leaves)
         want = want or got
-        for a, b in zip(got, want, strict=True):
-            assert torch.equal(a, b)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def test_no_grad_and_detached_inputs_need_none(draw, same):
@@ -218,8 +216,7 @@ def test_packed_keys_of_many_rows_are_not_kept(draw, device, monkeypatch, route)
     else:
         got = gradients()
         assert sum(kept) < 64 * 24 * 16 * 4
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
 
 
 def test_torch_func_differentiates_many_rows(draw, device, monkeypatch):

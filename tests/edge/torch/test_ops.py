@@ -9,10 +9,13 @@ from nsa import ops
 from nsa.call import Call
 from nsa.plain.oracle import selection_reference
 
+from ...parity.pairs import in_pairs
+
 FORWARD = torch.ops.nsa.selection_attention
 BACKWARD = torch.ops.nsa.selection_attention_backward
 ALL_CHECKS = {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
 BACKENDS = ["auto", "triton", "sdpa", "reference"]
+PROBLEMS = ["ranges", "blocks", "varlen"]
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +24,7 @@ def long_rows(fresh_routes):
         yield
 
 
-@pytest.fixture(params=["ranges", "blocks", "varlen"])
+@pytest.fixture(params=PROBLEMS)
 def problem(request, draw, same, device):
     """`(q, k, v), selection`, where `selection` are fields of a `Call`."""
     if request.param == "varlen":
@@ -55,16 +58,20 @@ def close(got, want):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-5 * max(1.0, float(b.abs().max())))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("leaves", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize(
+    ("problem", "backend", "leaves"),
+    in_pairs(PROBLEMS, BACKENDS, {"gradients": True, "forward": False}),
+    indirect=["problem"],
+)
 def test_forward_is_as_torch_wants_it(problem, backend, leaves):
     qkv, selection = problem
     args = arguments([x.requires_grad_(leaves) for x in qkv], selection, backend)
     assert dict.fromkeys(ALL_CHECKS, "SUCCESS") == torch.library.opcheck(FORWARD.default, args)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("lse", [False, True], ids=["no-lse", "lse"])
+@pytest.mark.parametrize(
+    ("problem", "backend", "lse"), in_pairs(PROBLEMS, BACKENDS, {"no-lse": False, "lse": True}), indirect=["problem"]
+)
 def test_backward_is_as_torch_wants_it(problem, backend, lse):
     """An expanded dO, as `sum()` makes it."""
     qkv, selection = problem
@@ -75,8 +82,9 @@ def test_backward_is_as_torch_wants_it(problem, backend, lse):
     assert dict.fromkeys(ALL_CHECKS, "SUCCESS") == torch.library.opcheck(BACKWARD.default, args)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("used", ["o", "lse", "both"])
+@pytest.mark.parametrize(
+    ("problem", "backend", "used"), in_pairs(PROBLEMS, BACKENDS, ("o", "lse", "both")), indirect=["problem"]
+)
 def test_gradients(problem, backend, used):
     """Through either output or both, by every backend that somebody may ask the operator for."""
     qkv, selection = problem

@@ -1,0 +1,394 @@
+"""Caches of a live server: lengths and tables that are wrong, stale or change under a graph."""
+
+import logging
+import math
+import threading
+
+import pytest
+import torch
+
+import nsa
+from nsa import ops
+from nsa.call import Call
+from nsa.testing.matrix import caches
+from nsa.testing.plugin import current_lane
+
+from ...conftest import compare
+from .cached_calls import BACKENDS, PAGE, ROOM, agrees, bitwise, call, ends, everything, queries
+
+graphs = pytest.mark.skipif(current_lane() != "gpu", reason="graphs need a GPU")
+LAYOUTS = pytest.mark.parametrize("page", [None, PAGE], ids=["contiguous", "paged"])
+SERVED_ANYWHERE = "triton" if current_lane() == "gpu" else "sdpa"
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("size", "packed"), [(8, False), (16, False), (32, False), (16, True)], ids=["8", "16", "32", "packed"]
+)
+def test_pages_that_do_not_exist_are_not_read(device, backend, size, packed):
+    """In the middle of a sequence, too: their keys are as if nobody had selected them."""
+    cache = caches.draw([50, 64, 33], ROOM, PAGE, device=device)
+    pages = cache.k.shape[0]
+    for place, page in (((0, 1), -1), ((1, 0), pages), ((1, 3), 2**31 - 1), ((2, 0), -(2**31)), ((2, 1), pages + 7)):
+        cache.block_table[place] = page
+    lead, cu = ((4,), ends(0, 2, 3, 4, device=device)) if packed else ((3, 2), None)
+    q = queries(*lead, device=device)
+    agrees(q, cache, backend, cu, **everything(*lead, device=device, n=ROOM // size, size=size))
+
+
+def test_pages_beyond_32_bits(device, backend):
+    cache = caches.draw([50, 64], ROOM, PAGE, index=torch.int64, device=device)
+    cache.block_table[0, 1], cache.block_table[1, 2] = 2**62, -(2**62)
+    agrees(queries(2, 1, device=device), cache, backend, **everything(2, 1, device=device))
+
+
+@LAYOUTS
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_lengths_that_cannot_be(device, backend, page, index):
+    """Negative ones are 0, those beyond the cache, or the table, as long as that."""
+    cache = caches.draw([ROOM] * 4, ROOM, page, index=index, device=device)
+    far = torch.iinfo(index).max
+    cache.cache_seqlens.copy_(torch.tensor([-1, -far, ROOM + 1, far]))
+    o, lse = agrees(queries(4, 2, device=device), cache, backend, **everything(4, 2, device=device))
+    assert not o[:2].any()
+    assert (lse[:2] == -math.inf).all()
+
+
+@LAYOUTS
+def test_what_lies_past_a_length_is_never_used(device, backend, page):
+    """It is NaN in `caches.draw`; without causality, and by spans that reach for it, too."""
+    cache = caches.draw([1, 17, 0, 63], ROOM, page, device=device)
+    spans = torch.tensor([[0, 2**31 - 1], [-5, 40]], dtype=torch.int32, device=device).expand(4, 2, 2, 2, 2)
+    for causal in (True, False):
+        agrees(queries(4, 2, device=device), cache, backend, ranges=spans.contiguous(), causal=causal)
+
+
+def test_a_page_may_serve_several_sequences(device, backend):
+    """A prompt in common is stored once."""
+    cache = caches.draw([40, 55, 64], ROOM, PAGE, device=device)
+    cache.block_table[1:, :2] = cache.block_table[0, :2]
+    agrees(queries(3, 1, device=device), cache, backend, **everything(3, 1, device=device))
+
+
+def test_caches_of_any_strides(device, backend):
+    """Heads before keys, and one cache for K and V as servers keep them."""
+    cache = caches.draw([40, 64], ROOM, PAGE, device=device)
+    both = torch.stack((cache.k, cache.v), 1)  # [pages, 2, page, HKV, D]
+    q, selection = queries(2, 1, device=device), everything(2, 1, device=device)
+    want = call(q, cache, backend, **selection)
+    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (both[:, 0], both[:, 1]))
+    for keys, values in ((both[:, 0], both[:, 1]), (k, v)):
+        other = caches.Cache(keys, values, cache.cache_seqlens, cache.block_table)
+        assert bitwise(call(q, other, backend, **selection), want)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@LAYOUTS
+def test_no_sequences_no_queries_no_room(device, backend, page, packed):
+    """Without sequences a page table has no row to look a key up in. One block may be one tile."""
+    for B, S, width in ((0, 1, 4), (0, 2, 4), (2, 0, 4), (2, 1, 0)):
+        cache = caches.draw([0] * B, ROOM, page, device=device)
+        if page is not None:
+            cache = caches.Cache(cache.k, cache.v, cache.cache_seqlens, cache.block_table[:, :width])
+        lead = (S,) if packed else (B, S)
+        cu = ends(*(min(i, S) for i in range(B + 1)), device=device) if packed else None
+        for n, size in ((3, 8), (0, PAGE), (0, 1)):
+            selection = everything(*lead, device=device, n=n, size=size)
+            o, lse = call(queries(*lead, device=device), cache, backend, cu, **selection)
+            assert (o.shape, lse.shape) == ((*lead, 4, 16), (*lead, 4))
+            assert not o.any()
+            assert (lse == -math.inf).all()
+
+
+def test_a_pool_without_pages(device, backend):
+    """Whatever lengths and table say."""
+    pool = torch.empty(0, PAGE, 2, 16, device=device)
+    lengths = torch.tensor([40, 64], dtype=torch.int32, device=device)
+    cache = caches.Cache(pool, pool, lengths, torch.zeros(2, ROOM // PAGE, dtype=torch.int32, device=device))
+    o, lse = call(queries(2, 1, device=device), cache, backend, **everything(2, 1, device=device))
+    assert not o.any()
+    assert (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_packing_copies_no_more_than_its_own_keys(device, monkeypatch, layers):
+    """Packed SDPA gathers a few keys from a pool as it lies.
+
+    With many queries it copies the keys, to append a row of zeros for padding: its own, not all layers' that lie
+    between them.
+    """
+    from nsa.plain import spans
+
+    cache = caches.draw([40, 64], ROOM if layers > 1 else 4 * ROOM, PAGE, device=device)
+    pool = torch.stack((cache.k, cache.v) * layers, 1)  # [pages, layers and K or V, page, HKV, D]
+    seen, take = [], spans.take_rows
+    monkeypatch.setattr(spans, "take_rows", lambda x, *rest: seen.append(x) or take(x, *rest))
+    S, n = (1, 1) if layers == 1 else (32, ROOM // PAGE)
+    q, selection = queries(2, S, device=device), everything(2, S, device=device, n=n)
+    want = call(q, cache, "sdpa", **selection)
+    seen.clear()
+    layer = caches.Cache(pool[:, -2], pool[:, -1], cache.cache_seqlens, cache.block_table)
+    assert bitwise(call(q, layer, "sdpa", **selection), want)
+    if layers == 1:
+        assert {x.untyped_storage().data_ptr() for x in seen} == {pool.untyped_storage().data_ptr()}
+    else:
+        assert {x.untyped_storage().nbytes() for x in seen} == {(cache.k[..., 0].numel() + 1) * 16 * 4}
+
+
+def test_autocast_casts_nothing(device, backend):
+    cache = caches.draw([40, 64], ROOM, PAGE, device=device)
+    q, selection = queries(2, 1, device=device), everything(2, 1, device=device)
+    want = call(q, cache, backend, **selection)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert bitwise(call(q, cache, backend, **selection), want)
+
+
+def test_auto_falls_back_and_says_so(device, fresh_routes):
+    cache = caches.draw([40, 64], ROOM, PAGE, device=device)
+    q, selection, got = queries(2, 1, device=device), everything(2, 1, device=device), {}
+    for min_L in (0, 10**6):
+        with nsa.configure(sel_triton_min_L=min_L):
+            got[min_L] = call(q, cache, "auto", **selection)
+    assert {record.route for record in nsa.routes()} == {"blocks", "sdpa"}
+    torch.testing.assert_close(got[0], got[10**6])
+
+
+def test_a_broken_kernel_for_pages_does_not_speak_of_other_caches(device, fresh_routes, monkeypatch):
+    from nsa.kernels.query_major import plan as query_major
+
+    real = query_major.forward
+
+    def forward(launch, call, route):
+        if call.block_table is not None:
+            raise RuntimeError("PassManager::run failed")
+        return real(launch, call, route)
+
+    monkeypatch.setattr(query_major, "forward", forward)
+    with nsa.configure(sel_triton_min_L=0):
+        for page in (PAGE, None, PAGE):
+            cache = caches.draw([40, 64], ROOM, page, device=device)
+            agrees(queries(2, 1, device=device), cache, "auto", **everything(2, 1, device=device))
+    assert {(record.route, record.calls) for record in nsa.routes()} == {("sdpa", 2), ("blocks", 1)}
+
+
+@LAYOUTS
+def test_threads(device, page):
+    """Eight at once, each its own lengths: the answers are those of one after the other."""
+    cache = caches.draw([64] * 2, ROOM, page, device=device)
+    q, selection = queries(2, 1, device=device), everything(2, 1, device=device)
+    lengths = [torch.tensor([8 * i + 1, 64 - 8 * i], dtype=torch.int32, device=device) for i in range(8)]
+
+    def serve(i):  # Triton's interpreter serves one thread only
+        return call(q, cache, SERVED_ANYWHERE, **selection, cache_seqlens=lengths[i])
+
+    want, got = [serve(i) for i in range(8)], [None] * 8
+
+    def work(i):
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with torch.cuda.stream(stream):
+            got[i] = serve(i)
+            if stream is not None:
+                stream.synchronize()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(map(bitwise, got, want))
+
+
+@graphs
+@pytest.mark.parametrize("backend", ["triton", "key_major"])
+@pytest.mark.parametrize("page", [None, PAGE, 64], ids=["contiguous", "page16", "page64"])
+def test_a_graph_is_replayed_with_what_changed_in_place(device, page, backend):
+    """Selection, lengths, table, queries and cache; without allocation, sync or compiling."""
+    first, second = (
+        caches.draw(lengths, ROOM, page, device=device, seed=i) for i, lengths in enumerate(([40, 7], [64, 0]))
+    )
+    q, selection = queries(2, 1, device=device), everything(2, 1, device=device)
+    out = torch.empty_like(q)
+    replayed(first, second, q, queries(2, 1, seed=9, device=device), None, None, backend, selection, out)
+
+
+@graphs
+@pytest.mark.parametrize("backend", ["query_major", "key_major"])
+@pytest.mark.parametrize("page", [None, PAGE, 64], ids=["contiguous", "page16", "page64"])
+def test_a_graph_of_packed_queries_is_replayed_with_what_changed_in_place(device, page, backend):
+    """Their ends, too; a chunk comes first, then last."""
+    first, second = (
+        caches.draw(lengths, ROOM, page, device=device, seed=i)
+        for i, lengths in enumerate(([40, 7, 0, 0], [64, 33, 0, 20]))
+    )
+    q, selection = queries(12, device=device), everything(12, device=device)
+    cu, other = ends(0, 9, 10, 11, 11, device=device), ends(0, 1, 3, 3, 12, device=device)
+    out = torch.empty_like(q)
+    replayed(first, second, q, queries(12, device=device, seed=9), cu, other, backend, selection, out)
+
+
+def replayed(first, second, q, other_q, cu, other_cu, backend, selection, out):
+    """A call is captured, and replayed after all its tensors were overwritten: no allocation, no sync."""
+    call(q, first, backend, cu, **selection, out=out)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, lse = call(q, first, backend, cu, **selection, out=out)
+    graph.replay()
+    compare((out, lse), caches.oracle(q, first, cu, **selection), q.dtype)
+    for x, y in zip(
+        (first.k, first.v, *first.arguments.values()), (second.k, second.v, *second.arguments.values()), strict=True
+    ):
+        if x is not None:
+            x.copy_(y)
+    q.copy_(other_q)
+    if cu is not None:
+        cu.copy_(other_cu)
+    selection["block_indices"].copy_(selection["block_indices"].flip(-1))
+    allocated = torch.cuda.memory_stats(q.device)["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph.replay()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats(q.device)["allocation.all.allocated"] == allocated
+    compare((out, lse), caches.oracle(q, second, cu, **selection), q.dtype)
+
+
+def test_debug_cache_reports_what_is_wrong_by_its_row(device, caplog):
+    cache = caches.draw([40, 64, 20, 20], ROOM, PAGE, device=device)
+    pages = cache.k.shape[0]
+    cache.block_table[0, 2], cache.block_table[1, 0] = -3, pages
+    cache.cache_seqlens[2:] = torch.tensor([65, 1])
+    q, selection = queries(4, 2, device=device), everything(4, 2, device=device)
+    with caplog.at_level(logging.WARNING, "nsa"):
+        call(q, cache, "sdpa", **selection)
+        assert not caplog.messages
+        with nsa.configure(debug_cache=True):
+            call(q, cache, "sdpa", **selection)
+    lengths, short, table = caplog.messages
+    assert lengths == "cache_seqlens: expected 0 to 64, got 65 of sequence 2"
+    assert short == "cache_seqlens: expected 2 or more, or queries see nothing, got 1 of sequence 3"
+    assert table.startswith(f"block_table: expected pages 0 to {pages - 1}, got -3 at [0, 2], {pages} at [1, 0], ")
+    caplog.clear()
+    cache.cache_seqlens[2] = 20
+    with nsa.configure(debug_cache=True):
+        call(q, cache, "sdpa", **selection, causal=False)
+    assert [text.split(":")[0] for text in caplog.messages] == ["block_table"]  # all queries see the one key there is
+    caplog.clear()
+    cache = caches.draw([64], ROOM, PAGE, device=device)
+    with nsa.configure(debug_cache=True):
+        call(queries(1, 1, device=device), cache, "sdpa", **everything(1, 1, device=device))
+    assert not caplog.messages
+
+
+@LAYOUTS
+@pytest.mark.parametrize("length", [0, 1, 37, ROOM])
+def test_an_int_is_the_length_of_all_sequences(device, backend, page, length):
+    cache = caches.draw([length] * 3, ROOM, page, device=device)
+    q, selection = queries(3, 1, device=device), everything(3, 1, device=device)
+    want = call(q, cache, backend, **selection)
+    assert bitwise(call(q, cache, backend, **selection, cache_seqlens=length), want)
+    if backend == "sdpa":
+        packed = q[:, 0], cache, backend, ends(0, 2, 2, 3, device=device)
+        selection = everything(3, device=device)
+        assert bitwise(call(*packed, **selection, cache_seqlens=length), call(*packed, **selection))
+
+
+@LAYOUTS
+def test_compiled_calls_take_an_int(device, page):
+    """Other lengths compile once more, to a symbol, and an int out of range is refused in a compiled call, too."""
+    cache = caches.draw([ROOM] * 2, ROOM, page, device=device)
+    q, selection = queries(2, 1, device=device), everything(2, 1, device=device)
+    compiles = []
+
+    def count(graph, _):
+        compiles.append(graph)
+        return graph
+
+    def serve(q, length):
+        return call(q, cache, SERVED_ANYWHERE, **selection, cache_seqlens=length)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(serve, fullgraph=True, backend=count)
+    for length in (40, 41, 42, 17, ROOM):
+        assert bitwise(compiled(q, length), serve(q, length))
+    assert len(compiles) == 2
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match="cache_seqlens: expected an int from 0"):
+        torch.compile(serve, backend="eager")(q, ROOM + 1)
+
+
+@graphs
+@LAYOUTS
+def test_a_graph_keeps_the_int_that_it_was_captured_with(device, page):
+    """Neither the call nor its capture syncs."""
+    cache = caches.draw([40, 40], ROOM, page, device=device)
+    q, selection = queries(2, 1, device=device), everything(2, 1, device=device)
+    want = call(q, cache, **selection)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = call(q, cache, **selection, cache_seqlens=40)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(q, cache, **selection, cache_seqlens=40)
+    for _ in range(2):
+        graph.replay()
+        assert all(bitwise(result, want) for result in (got, captured))
+
+
+def test_gradients_and_transforms_are_refused(device, backend):
+    cache = caches.draw([40, 64], ROOM, PAGE, device=device)
+    q, selection = queries(2, 1, device=device).requires_grad_(), everything(2, 1, device=device)
+    o, lse = call(q, cache, backend, **selection)  # of a model whose weights require grad, say
+    for result in (o, lse):
+        with pytest.raises(RuntimeError, match="selection_attention_with_kvcache has no gradient"):
+            result.sum().backward(retain_graph=True)
+    with torch.no_grad():
+        assert torch.equal(call(q, cache, backend, **selection)[0], o)
+    with pytest.raises(RuntimeError, match="vmap"):
+        torch.vmap(lambda q: call(q, cache, backend, **selection)[0])(q.detach()[None])
+    with pytest.raises(RuntimeError, match="has no gradient|no rule for transforms"):
+        torch.func.grad(lambda q: call(q, cache, backend, **selection)[0].sum())(q.detach())
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged", "packed"])
+def test_the_operator_is_one_and_compiles(device, kind):
+    cache = caches.draw([40, 64], ROOM, None if kind == "contiguous" else PAGE, device=device)
+    lead, more = ((2, 1), {}) if kind != "packed" else ((4,), {"cu_seqlens_q": ends(0, 3, 4, device=device)})
+    more |= {"max_seqlen_q": 3} if more else {}
+    q, selection = queries(*lead, device=device), everything(*lead, device=device) | more
+    arguments = ops._arguments(Call(q, cache.k, cache.v, **cache.arguments, **selection, backend=SERVED_ANYWHERE))
+    torch.library.opcheck(
+        torch.ops.nsa.selection_attention.default, arguments,
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )  # fmt: skip
+
+    def serve(q):
+        return call(q, cache, SERVED_ANYWHERE, **selection)
+
+    compiler = "inductor" if device.type == "cuda" else "aot_eager"  # it generates code, in seconds of a CPU
+    assert bitwise(torch.compile(serve, fullgraph=True, backend=compiler)(q), serve(q))
+
+
+def test_compiled_calls_report_garbage_and_check_out(device, caplog):
+    """`torch.compile` sees an operator, behind which lengths are at hand as ever."""
+    cache = caches.draw([40, 64], ROOM, PAGE, device=device)
+    cache.cache_seqlens[1] = ROOM + 1
+    q, selection = queries(2, 1, device=device), everything(2, 1, device=device)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def serve(q, out):
+        return call(q, cache, SERVED_ANYWHERE, **selection, out=out)[0]
+
+    with caplog.at_level(logging.WARNING, "nsa"), nsa.configure(debug_cache=True):
+        got = serve(q, torch.empty_like(q))
+    assert caplog.messages == [f"cache_seqlens: expected 0 to {ROOM}, got {ROOM + 1} of sequence 1"]
+    assert torch.equal(got, call(q, cache, SERVED_ANYWHERE, **selection)[0])
+    for wrong in (q.new_empty(2, 2, 4, 16), q.double()):
+        with pytest.raises(Exception, match="out: expected "):
+            serve(q, wrong)

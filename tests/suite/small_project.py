@@ -1,0 +1,58 @@
+"""Small projects in which a test runs pytest with the suite's plugin, and what such a run says."""
+
+import os
+import re
+import shutil
+import types
+from pathlib import Path
+
+from nsa.testing import plugin
+from nsa.testing.gate import hooks
+
+ROOT = Path(plugin.__file__).parents[2]
+
+
+def off_gpu(*folders, **more):
+    """The environment of a run in the interpreter's lane, with `folders` and then this checkout on the import path."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "NSA_COMMIT")}
+    path = os.pathsep.join(map(str, (*folders, ROOT)))
+    return kept | {"PYTHONPATH": path, "NSA_TEST_TRITON_SEL": "0"} | more
+
+
+def write(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def lay_out(folder, files):
+    """A rootdir with this repository's conftest.py and pyproject.toml, and these files."""
+    for name in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    write(folder, files)
+
+
+def saving(folder, *arguments, impl=()):
+    """What `hooks._record` reads of a configuration: pytest with these arguments, in the rootdir `folder`."""
+    params = types.SimpleNamespace(args=arguments, dir=folder)
+    option = types.SimpleNamespace(benchmark_storage=hooks.UPSTREAM_STORAGE, nsa_impl=list(impl))
+    return types.SimpleNamespace(option=option, rootpath=folder, invocation_params=params)
+
+
+def outcome(done):
+    """`{"passed": 4, …}`, as pytest counts at the end."""
+    last = next((line for line in reversed(done.stdout.splitlines()) if re.search(r" in [\d.]+s", line)), "")
+    return {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|deselected|skipped)", last)}
+
+
+def section(done, title):
+    """The lines under the heading `title`."""
+    lines = done.stdout.splitlines()
+    start = next(i for i, line in enumerate(lines) if f" {title} " in line and line.startswith("="))
+    stop = next((i for i in range(start + 1, len(lines)) if lines[i].startswith("=")), len(lines))
+    return lines[start + 1 : stop]
+
+
+def joined(lines):
+    """Text as it was before it was wrapped."""
+    return " ".join(line.strip() for line in lines)
