@@ -74,6 +74,15 @@ class Launch(NamedTuple):
     narrow: bool  # all sizes fit int32
     scale: float  # the default, for calls without `scale`
 
+    def within(self, HKV: int) -> Launch:
+        """The launch for tensors in the layout of a call with ``HKV`` KV heads, of which this one has some."""
+        more = {"HKV": HKV, "rows": self.geometry.tokens * self.geometry.G * HKV}
+        parts, alone, unions = (
+            x and x._replace(sizes=x.sizes | more) for x in (self.parts, self.alone, self.unions)
+        )  # fmt: skip
+        assert isinstance(alone, Pass)
+        return self._replace(parts=parts, alone=alone, unions=unions)
+
     @property
     def usual(self) -> Pass:
         """The pass of all rows where there are no unions."""
@@ -86,8 +95,20 @@ class Launch(NamedTuple):
         return tuple(variant for group in groups for variant in group.kernels.values())
 
 
-def plan(call: Call, bound: int | None = None) -> Launch:
+class Whole(NamedTuple):
+    """The larger call of which a call has some KV heads. All tensors begin at the first of these heads."""
+
+    HKV: int
+    stats: Tensor  # of :func:`statistics`
+    dq: Tensor  # contiguous in the larger call, not filled
+    sums: tuple[Tensor, Tensor]  # dK and dV in fp32, contiguous in the larger call, zeros
+
+
+def plan(call: Call, bound: int | None = None, *, dq_bytes: int | None = None) -> Launch:
     """Tiles, windows and run-time sizes of a backward pass. They hold for every call with the same key.
+
+    Args:
+        dq_bytes: limit of the parts of dQ; None: that of the tiles.
 
     Raises:
         ValueError: there are more keys or KV heads than the kernels count; or the workspace cannot hold the counters of
@@ -110,8 +131,9 @@ def plan(call: Call, bound: int | None = None) -> Launch:
             capability, dtype.itemsize, G, D, Dv, size, spans, call.settings.pin("backward"), PIPELINES, parts
         )
         w = backward_tiles.windows(
-            g.tokens, g.HKV, G, D, Dv, dtype.itemsize, slots, blocks, size, tile.share, tile.keep_dq, spans
-        )
+            g.tokens, g.HKV, G, D, Dv, dtype.itemsize, slots, blocks, size, tile.share, tile.keep_dq, spans,
+            dq_bytes,
+        )  # fmt: skip
         about = {name: getattr(w, name) for name in "heads slots blocks window work slot_bits strip several".split()}
         kernels = _pass(device, dtype, (*call.dtypes(), parts), tile, bucket, g.source, **shared)
         return Pass(kernels, w, tile, sizes | about)
@@ -263,7 +285,7 @@ def backward(
     """
     q, k, v = call.q, call.k, call.v
     assert call.selection is not None
-    g, unions = launch.geometry, launch.unions
+    g = launch.geometry
     of_queries, of_keys = wanted[0], wanted[1] or wanted[2]
     dq = torch.empty(q.shape if of_queries else (0,), dtype=q.dtype, device=launch.device)
     if g.tokens == 0 or k.shape[:-2].numel() == 0 or g.n == 0:
@@ -274,29 +296,72 @@ def backward(
         x if x is None else x.contiguous() for x in (dlse, call.q_positions, call.cu_seqlens_q, call.cu_seqlens_k)
     )
     scale = launch.scale if call.scale is None else call.scale
-    sizes = launch.usual.sizes
-    run = _Run(launch, launch.kernels, sizes)
-    stats = workspace(2 * sizes["rows"], torch.float32, launch.device)
-    grid = (-(-sizes["rows"] // STATS_ROWS), 1, 1)
-    run("delta" if dlse is None else "delta_lse", grid, (o, do, lse, dlse, stats), "rows")
-    given = (q, k, v, do, stats)
-    parts = launch.parts if of_queries and of_keys else None
-    if of_queries and parts is None:
-        grid = (g.tokens * g.HKV, -(-g.G // launch.usual.tile.dq_heads), 1)
-        run("dq", grid, (*given, dq, selection, *about), f"B S S_kv HKV n size tokens {STRIDES}", scale)
+    given = (q, k, v, do, statistics(launch, do, dlse, o, lse))
     if not of_keys:
+        _gradients(launch, given, dq, None, (selection, *about), scale)
         return dq, k.new_empty(0), v.new_empty(0)
     keys = k.shape[:-2].numel()
     dk = torch.zeros((keys, g.HKV, g.D), dtype=torch.float32, device=launch.device)
     dv = torch.zeros((keys, g.HKV, g.Dv), dtype=torch.float32, device=launch.device)
-    served = None
-    if parts is not None and unions is not None:
-        served = _by_unions(launch, unions, given, dq, selection, about, scale)
-        _by_blocks(launch, launch.alone, given, (dk, dv), None, (selection, *about, served), scale, mark=1)
-    results = (dk, dv), None if parts is None else dq
-    _by_blocks(launch, parts or launch.alone, given, *results, (selection, *about, served), scale)
+    _gradients(launch, given, dq if of_queries else None, (dk, dv), (selection, *about), scale)
     dk = dk.view(k.shape).to(k.dtype) if wanted[1] else k.new_empty(0)
     return dq, dk, dv.view(v.shape).to(v.dtype) if wanted[2] else v.new_empty(0)
+
+
+def statistics(launch: Launch, do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor) -> Tensor:
+    """What the other kernels need of each row: ``[2, rows]`` fp32, base-2 LSE and delta. All tensors are contiguous."""
+    sizes = launch.usual.sizes
+    stats = workspace(2 * sizes["rows"], torch.float32, launch.device)
+    run = _Run(launch, launch.kernels, sizes)
+    grid = (-(-sizes["rows"] // STATS_ROWS), 1, 1)
+    run("delta" if dlse is None else "delta_lse", grid, (o, do, lse, dlse, stats), "rows")
+    return stats
+
+
+def backward_of_heads(launch: Launch, call: Call, do: Tensor, whole: Whole, route: str) -> None:
+    """Write dQ, dK and dV of some KV heads of a larger call, without copies of their tensors.
+
+    Args:
+        launch: of :func:`plan` for ``call``, :meth:`Launch.within` the larger call.
+        call: ``q`` and the selection are views of the larger call's, whose selection is contiguous; ``k`` and ``v`` may
+            lie anywhere.
+        do: the gradient of these heads' ``o``, a view of the larger call's, which is contiguous.
+        whole: where the results go.
+        route: as of :func:`backward`.
+    """
+    assert call.selection is not None
+    launches[route] += 1
+    about = [x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, call.cu_seqlens_k)]
+    scale = launch.scale if call.scale is None else call.scale
+    given = (call.q, call.k, call.v, do, whole.stats)
+    _gradients(launch, given, whole.dq, whole.sums, (call.selection, *about), scale)
+
+
+def _gradients(
+    launch: Launch,
+    given: tuple[Tensor, ...],
+    dq: Tensor | None,
+    sums: tuple[Tensor, Tensor] | None,
+    about: tuple[Tensor | None, ...],
+    scale: float,
+) -> None:
+    """Write dQ, and add to dK and dV. Arguments as of :func:`_by_blocks`; None for gradients that are not needed."""
+    g, unions = launch.geometry, launch.unions
+    parts = launch.parts if dq is not None and sums is not None else None
+    if dq is not None and parts is None:
+        grid = (g.tokens * g.HKV, -(-g.G // launch.usual.tile.dq_heads), 1)
+        run = _Run(launch, launch.kernels, launch.usual.sizes)
+        run("dq", grid, (*given, dq, *about), f"B S S_kv HKV n size tokens {STRIDES}", scale)
+    if sums is None:
+        return
+    served = None
+    if parts is not None and unions is not None:
+        assert dq is not None
+        served = _by_unions(launch, unions, given, dq, about, scale)
+        _by_blocks(launch, launch.alone, given, sums, None, (*about, served), scale, mark=1)
+    _by_blocks(
+        launch, parts or launch.alone, given, sums, None if parts is None else dq, (*about, served), scale
+    )  # fmt: skip
 
 
 def _by_unions(
@@ -304,29 +369,28 @@ def _by_unions(
     unions: Unions,
     given: tuple[Tensor, ...],
     dq: Tensor,
-    selection: Tensor,
-    about: list[Tensor | None],
+    about: tuple[Tensor | None, ...],
     scale: float,
 ) -> Tensor:
     """Write dQ of tiles whose union is worth reading. Arguments as of :func:`_by_blocks`.
 
     Returns ``served [tokens, HKV]`` int32: 1 for rows of these tiles, else 0.
     """
-    device, g, tile = launch.device, launch.geometry, unions.tile
+    device, g, tile, HKV = launch.device, launch.geometry, unions.tile, unions.sizes["HKV"]
     tiles_of_call = -(-g.tokens // tile.TOKENS)
     at_once = min(tiles_of_call, unions.at_once)
-    lists = workspace(at_once * g.HKV * tile.TOKENS * tile.SLOTS, torch.int64, device)
-    count = workspace(at_once * g.HKV, torch.int32, device)
-    served = workspace(g.tokens * g.HKV, torch.int32, device)
+    lists = workspace(at_once * HKV * tile.TOKENS * tile.SLOTS, torch.int64, device)
+    count = workspace(at_once * HKV, torch.int32, device)
+    served = workspace(g.tokens * HKV, torch.int32, device)
     for first in range(0, tiles_of_call, at_once):
         now = min(at_once, tiles_of_call - first)
         run = _Run(launch, unions.kernels, unions.sizes | {"first": first, "tiles": now})
         run(
-            "list", (now, g.HKV, 1), (selection, *about, lists, count, served),
+            "list", (now, g.HKV, 1), (*about, lists, count, served),
             "B S S_kv HKV n size tokens first cost gain",
         )  # fmt: skip
         run(
-            "union_dq", (now * g.HKV, 1, 1), (*given, dq, *about, lists, count, served),
+            "union_dq", (now * g.HKV, 1, 1), (*given, dq, *about[1:], lists, count, served),
             f"B S S_kv HKV size tokens first tiles {STRIDES}", scale,
         )  # fmt: skip
     return served

@@ -207,13 +207,14 @@ def windows(
     share: int,
     keep_dq: bool,
     spans: bool,
+    dq_bytes: int | None = None,
 ) -> Windows:
-    """Windows whose lists and partial results stay within the limits above.
+    """Windows whose lists and partial results stay within the limits above. ``dq_bytes`` replaces `DQ_BYTES` if given.
 
     Raises:
         ValueError: the lists or parts of one token, or the counters of blocks, exceed a limit.
     """
-    slots = max(slots, 1)
+    slots, dq_bytes = max(slots, 1), dq_bytes or DQ_BYTES
     bits = max(slots - 1, 1).bit_length()
     # Bytes of one head of a token: its lists, its parts of dQ, and its partial sums multiplied by `share`.
     index = slots * (16 if spans else 12)
@@ -223,11 +224,11 @@ def windows(
     def most(heads: int) -> int:
         longest = min(INDEX_BYTES // (heads * index), (1 << 31 - bits) - 1, max(tokens, 1))
         longest = min(longest, max(1, SUM_BYTES * share // (heads * sums)))
-        return min(longest, DQ_BYTES // (heads * dq)) if dq else longest
+        return min(longest, dq_bytes // (heads * dq)) if dq else longest
 
     if most(1) == 0:
         raise DoesNotFit(
-            f"backward: expected the lists of a row to fit {INDEX_BYTES} bytes and its parts of dQ {DQ_BYTES} bytes, "
+            f"backward: expected the lists of a row to fit {INDEX_BYTES} bytes and its parts of dQ {dq_bytes} bytes, "
             f"got {index} and {dq} bytes for {slots} blocks{'; max_selected bounds them' if spans else ''}"
         )
     heads = heads_at_once(HKV, tokens, most, HEAD_BYTES // (G * (D + Dv) * itemsize))

@@ -1,0 +1,303 @@
+"""Forward and backward pass of one rank: K and V of a few heads arrive while the heads before them are computed.
+
+A gather, or the exchange of dK and dV, is issued before the kernels that it shall overlap with, because a collective
+waits for all work that was queued before it. dK and dV of a shard are summed in the order of ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from nsa import backward as gradients
+from nsa import dispatch, failures, routing
+from nsa.call import Call
+from nsa.distributed.agreement import post
+from nsa.distributed.shards import Layout, divided, joined
+from nsa.kernels.shared.errors import DoesNotFit
+
+Heads = tuple[int, int]  # the first KV head of a group, and the first after it
+KEEPS = ("none", "last", "all")
+collectives = torch.ops._c10d_functional
+
+
+class Sharded(NamedTuple):
+    """What one rank knows of a call."""
+
+    call: Call  # its queries and its shard of keys; positions and `cu_seqlens` fit its queries and the whole of keys
+    group: ProcessGroup
+    keys: Layout
+    heads: tuple[Heads, ...]  # KV heads that travel together
+    keep: str  # which gathered keys wait for the backward pass
+
+    @property
+    def axis(self) -> int:
+        """The axis of tokens."""
+        return self.call.q.dim() - 3
+
+    def part(self, heads: Heads, kv: Tensor) -> Call:
+        """The call of some KV heads over the gathered ``kv [.., S_kv, heads, D + Dv]``."""
+        call, D = self.call, self.call.k.shape[-1]
+        q = of_heads(call.q, heads, self.call.k.shape[-2])
+        ranges = None if call.ranges is None else call.ranges[..., slice(*heads), :, :]
+        blocks = None if call.block_indices is None else call.block_indices[..., slice(*heads), :]
+        return call._replace(q=q, k=kv[..., :D], v=kv[..., D:], ranges=ranges, block_indices=blocks)
+
+
+def groups(HKV: int, at_once: int) -> tuple[Heads, ...]:
+    """KV heads that travel together: ``at_once``, but one first and one last, because no kernels hide their travel."""
+    if at_once >= HKV:
+        return ((0, HKV),)
+    inner = range(1, HKV - 1, at_once)
+    return ((0, 1), *((head, min(head + at_once, HKV - 1)) for head in inner), (HKV - 1, HKV))
+
+
+def of_heads(x: Tensor, heads: Heads, HKV: int, axis: int = -2) -> Tensor:
+    """A view of the query heads of some KV heads."""
+    G = x.shape[axis] // HKV
+    return x.narrow(axis, heads[0] * G, (heads[1] - heads[0]) * G)
+
+
+def gathered(s: Sharded, order: Iterable[Heads], kept: dict[Heads, Tensor]) -> Iterator[tuple[Heads, Tensor]]:
+    """K and V ``[.., S_kv, heads, D + Dv]`` of each group of heads. The first group travels from now on, each other
+    group while the one before it is computed.
+    """
+    waiting = list(order)
+    return _gathered(s, waiting, kept, _start(s, waiting[0], kept))
+
+
+def _gathered(
+    s: Sharded, waiting: list[Heads], kept: dict[Heads, Tensor], coming: Tensor | None
+) -> Iterator[tuple[Heads, Tensor]]:
+    for heads, following in zip(waiting, [*waiting[1:], None], strict=True):
+        arriving = coming
+        coming = None if following is None else _start(s, following, kept)
+        yield heads, kept.pop(heads) if arriving is None else _arrived(s, arriving)
+
+
+def _start(s: Sharded, heads: Heads, kept: dict[Heads, Tensor]) -> Tensor | None:
+    """Start to gather K and V of a group, if they were not kept."""
+    if heads in kept:
+        return None
+    shard = torch.cat([x[..., slice(*heads), :] for x in (s.call.k, s.call.v)], -1)
+    missing = s.keys.longest - shard.shape[s.axis]
+    if missing:
+        shape = [*shard.shape]
+        shape[s.axis] = missing
+        shard = torch.cat((shard, shard.new_zeros(shape)), s.axis)
+    if not shard.numel():
+        return shard.expand(s.group.size(), *shard.shape)
+    coming: Tensor = collectives.all_gather_into_tensor(shard[None], s.group.size(), s.group.group_name)
+    return coming
+
+
+def _arrived(s: Sharded, parts: Tensor) -> Tensor:
+    if parts.numel():
+        parts = collectives.wait_tensor(parts)
+    return joined(parts, s.keys, s.axis)
+
+
+def forward(s: Sharded) -> tuple[Tensor, Tensor, dict[Heads, Tensor]]:
+    """``(O, LSE, kept)`` of a rank's queries.
+
+    If a kernel fails on this rank, the gathers go on, so that no other rank waits for them.
+    """
+    call = s.call
+    HKV, Dv = call.v.shape[-2:]
+    o = call.q.new_empty((*call.q.shape[:-1], Dv))
+    lse = call.q.new_empty(call.q.shape[:-1], dtype=torch.promote_types(call.q.dtype, torch.float32))
+    kept: dict[Heads, Tensor] = {}
+    arrivals = gathered(s, s.heads, {})
+    try:
+        for heads, kv in arrivals:
+            part = s.part(heads, kv)._replace(out=of_heads(o, heads, HKV), return_lse=True)
+            part_lse = dispatch.run(routing.plan(part), part)[1]
+            assert part_lse is not None
+            of_heads(lse, heads, HKV, -1).copy_(part_lse)
+            if s.keep == "all" or (s.keep == "last" and heads == s.heads[-1]):
+                kept[heads] = kv
+    except BaseException as error:
+        for _ in arrivals:
+            pass
+        post(s.group, error)
+        raise
+    return o, lse, kept
+
+
+def backward(
+    s: Sharded,
+    kept: dict[Heads, Tensor],
+    do: Tensor | None,
+    dlse: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of a rank's shards. Groups of heads come in reverse order, because the last may have been kept.
+
+    If a kernel fails on this rank, it sends zeros, so that no other rank waits for it.
+    """
+    call, HKV = s.call, s.call.k.shape[-2]
+    dq = call.q.new_empty(call.q.shape) if wanted[0] else None
+    dk, dv = (x.new_empty(x.shape) if want else None for x, want in zip((call.k, call.v), wanted[1:], strict=True))
+    returning = Returning(s, dk, dv)
+    arrivals = gathered(s, s.heads[::-1], kept)
+    heads = None
+    try:
+        kernels = Kernels(s, do, dlse, o, lse, dq) if wanted[1] and wanted[2] else None
+        for heads, kv in arrivals:
+            part = s.part(heads, kv)
+            sums = None if kernels is None else kernels.serve(part, heads)
+            if sums is not None:
+                returning.send(heads, *sums)
+                continue
+            part_do = None if do is None else of_heads(do, heads, HKV)
+            part_dlse = None if dlse is None else of_heads(dlse, heads, HKV, -1)
+            outputs = of_heads(o, heads, HKV), of_heads(lse, heads, HKV, -1)
+            got = gradients.backward(routing.plan(part), part, part_do, part_dlse, *outputs, wanted)
+            if dq is not None:
+                of_heads(dq, heads, HKV).copy_(got[0])
+            returning.send(heads, *got[1:])
+    except BaseException as error:
+        returning.send_nothing(heads)
+        for heads, _ in arrivals:
+            returning.send_nothing(heads)
+        post(s.group, error)
+        raise
+    finally:
+        returning.finish()
+    return dq, dk, dv
+
+
+class Kernels:
+    """The kernels of the backward pass, on views of a few heads, each of which would otherwise be copied."""
+
+    def __init__(
+        self, s: Sharded, do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, dq: Tensor | None
+    ) -> None:
+        self.s, self.outputs, self.dq = s, (do, dlse, o, lse), dq
+        self.shared: tuple[Tensor, Tensor, tuple[Tensor, Tensor]] | None = None  # dO, row statistics, sums
+
+    def serve(self, part: Call, heads: Heads) -> tuple[Tensor, Tensor] | None:
+        """Write dQ of some heads, and return the sums of their dK and dV in fp32. None if the kernels cannot serve."""
+        planned, HKV = routing.plan(part), self.s.call.k.shape[-2]
+        dims = planned.dims
+        if self.dq is None or planned.route in routing.PLAIN or 0 in (dims.tokens, dims.n, self.s.keys.total):
+            return None
+        try:
+            kernel, launch = _launch(part, dims.bound, HKV)
+        except DoesNotFit:
+            return None
+        key = launch.variants
+        if failures.known(key) is not None:
+            return None
+        try:
+            do, stats, sums = self.shared or self._share(kernel, launch)
+            here = tuple(x[..., heads[0] :, :] for x in sums)
+            whole = kernel.Whole(HKV, stats[heads[0] * dims.G :], of_heads(self.dq, heads, HKV), here)
+            kernel.backward_of_heads(launch, part, of_heads(do, heads, HKV), whole, gradients.ROUTE)
+        except DoesNotFit:
+            return None
+        except failures.caught() as error:
+            failures.remember(key, gradients.ROUTE, error, planned.fallback)
+            return None
+        failures.works(key)
+        dispatch.count(gradients.ROUTE, planned.reason)
+        dk, dv = (x[..., slice(*heads), :] for x in sums)
+        return dk, dv
+
+    def _share(self, kernel: Any, launch: Any) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """What the groups of heads have in common."""
+        (do, dlse, o, lse), call = self.outputs, self.s.call
+        do = torch.zeros_like(o) if do is None else do.contiguous()
+        stats = kernel.statistics(launch, do, None if dlse is None else dlse.contiguous(), o, lse)
+        sums = []
+        for x in (call.k, call.v):
+            shape = [*x.shape]
+            shape[self.s.axis] = self.s.keys.total
+            sums.append(x.new_zeros(shape, dtype=torch.float32))
+        self.shared = do, stats, (sums[0], sums[1])
+        return self.shared
+
+
+_launches: dict[Any, Any] = {}
+
+
+def _launch(part: Call, bound: int | None, HKV: int) -> tuple[Any, Any]:
+    """The module of the backward kernels, and their launch for some of ``HKV`` KV heads.
+
+    Few heads get less memory for parts of dQ, as their windows are still as long as those of a call of all heads.
+    """
+    kernel = importlib.import_module("nsa.kernels.backward.plan")  # not imported above: it imports Triton
+    key = part.key(), HKV
+    if key not in _launches:
+        if len(_launches) >= routing.MAX_PLANS:
+            _launches.clear()
+        some = part.k.shape[-2]
+        most = kernel.backward_tiles.DQ_BYTES * max(2 * some, HKV) // (2 * HKV)
+        _launches[key] = kernel.plan(part, bound, dq_bytes=most).within(HKV)
+    return kernel, _launches[key]
+
+
+class Returning:
+    """Brings dK and dV to the ranks that own the keys, a group of heads at a time, while the next is computed."""
+
+    def __init__(self, s: Sharded, dk: Tensor | None, dv: Tensor | None) -> None:
+        self.s, self.sums = s, [x for x in (dk, dv) if x is not None]
+        self.which = [x is not None for x in (dk, dv)]
+        self.going: tuple[Heads, list[Tensor]] | None = None
+        self.sent: set[Heads] = set()
+
+    def send(self, heads: Heads, dk: Tensor, dv: Tensor) -> None:
+        """Start to send partial sums ``[.., S_kv, heads, D | Dv]``; then take in those of the group before."""
+        self._send(heads, [x for x, want in zip((dk, dv), self.which, strict=True) if want])
+
+    def send_nothing(self, heads: Heads | None) -> None:
+        """Send zeros for a group that was not sent."""
+        if heads is None or heads in self.sent:
+            return
+        shapes = []
+        for x in self.sums:
+            shape = [*x.shape[:-2], heads[1] - heads[0], x.shape[-1]]
+            shape[self.s.axis] = self.s.keys.total
+            shapes.append(x.new_zeros(shape))
+        self._send(heads, shapes)
+
+    def _send(self, heads: Heads, whole: list[Tensor]) -> None:
+        self.sent.add(heads)
+        s, rank = self.s, self.s.group.rank()
+        going = []
+        for x in whole:
+            outgoing = x.new_empty(x.numel(), dtype=s.call.k.dtype)
+            divided(x, s.keys, s.axis, outgoing)
+            per_token = x.numel() // max(s.keys.total, 1)
+            ins = [length * per_token for length in s.keys.lengths]
+            outs = [ins[rank]] * len(ins)
+            if x.numel():
+                going.append(collectives.all_to_all_single(outgoing, outs, ins, s.group.group_name))
+        before, self.going = self.going, (heads, going)
+        self._take(before)
+
+    def _take(self, arriving: tuple[Heads, list[Tensor]] | None) -> None:
+        """Sum what all ranks sent, in the order of ranks."""
+        if arriving is None:
+            return
+        heads, parcels = arriving
+        for total, parcel in zip(self.sums, parcels, strict=False):
+            parts = collectives.wait_tensor(parcel)
+            mine = total[..., slice(*heads), :]
+            parts = parts.view(self.s.group.size(), *mine.shape)
+            added = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
+            for part in parts[1:]:
+                added += part
+            mine.copy_(added)
+
+    def finish(self) -> None:
+        """Take in the last group."""
+        self._take(self.going)
+        self.going = None
