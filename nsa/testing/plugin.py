@@ -276,6 +276,8 @@ def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -
 def _test(config: pytest.Config, report: Any) -> str:
     """The words that select a report's test on a command line. A test that ships is named by its module."""
     module = getattr(report, "nsa_module", None)
+    path, _, name = str(report.nodeid).partition("::")
     if module is None:
-        return f'"{config.cwd_relative_nodeid(report.nodeid)}"'
-    return f'--pyargs "{module}::{report.nodeid.partition("::")[2]}"'
+        path = os.path.relpath(config.rootpath / path, config.invocation_params.dir)
+        return f'"{path}::{name}"' if name else f'"{path}"'
+    return f'--pyargs "{module}::{name}"'
