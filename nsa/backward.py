@@ -5,7 +5,6 @@ The plan is that of the forward pass. A failure of the forward kernel says nothi
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from nsa import dispatch, failures, routing
 from nsa.call import Call
+from nsa.kernels.families import BACKWARD
 from nsa.kernels.shared.errors import NO_MEMORY, DoesNotFit
 from nsa.routing import Plan
 from nsa.torch_modes import odd
@@ -75,9 +75,8 @@ def _launch(
 ) -> Gradients:
     found = what.backward_launch
     if found is None:
-        kernel = importlib.import_module("nsa.kernels.backward.plan")  # not imported above: it imports Triton
-        planned = kernel.plan(call, what.dims.bound)
-        found = dispatch.with_variants(kernel, planned, what.backward, ROUTE, what.reason)
+        planned = BACKWARD.plan(call, what.shape, ROUTE)
+        found = dispatch.with_variants(BACKWARD.kernels, planned, what.backward, ROUTE, what.reason)
         what.backward_launch = found
     do = torch.zeros_like(o) if do is None else do
     result: Gradients = found[0].backward(found[1], call, do, dlse, o, lse, ROUTE, wanted)
@@ -92,7 +91,7 @@ def _recompute(
     with _recorded(call.q.device.type):
         q, k, v = (x.detach().requires_grad_(want) for x, want in zip((call.q, call.k, call.v), wanted, strict=True))
         again = call._replace(q=q, k=k, v=v, return_lse=dlse is not None, out=None)
-        outputs = dispatch.plain(route, what, again)
+        outputs = dispatch.plain(route, again, what.shape.bound, what.sdpa_layout)
         dispatch.count(route, reason)
         pairs = [(x, g) for x, g in zip(outputs, (do, dlse), strict=True) if x is not None and g is not None]
         leaves = [x for x in (q, k, v) if x.requires_grad]

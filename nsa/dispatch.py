@@ -6,7 +6,6 @@ fallback, and errors are raised.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import time
 from collections import Counter
@@ -19,6 +18,7 @@ from torch.autograd.graph import increment_version
 from nsa import debug, failures, routing
 from nsa.call import Call
 from nsa.failures import broken
+from nsa.gpu import SDPA_LAYOUTS
 from nsa.kernels.shared.errors import NO_MEMORY, DoesNotFit
 from nsa.plain import oracle, packed_sdpa
 from nsa.routing import PLAIN, Plan
@@ -97,7 +97,7 @@ def _served(what: Plan, call: Call, error: BaseException | None = None) -> tuple
     """
     reason = what.reason
     if what.route in PLAIN:
-        return plain(what.route, what, call), what.route, reason
+        return plain(what.route, call, what.shape.bound, what.sdpa_layout), what.route, reason
     if what.named:
         return launch(what, call), what.route, reason
     while True:
@@ -121,7 +121,7 @@ def _served(what: Plan, call: Call, error: BaseException | None = None) -> tuple
                 odd_one = any(map(odd, call.tensors))
                 known = NO_MEMORY if odd_one else failures.remember(key, what.route, failure, server)
         if what.instead is None:
-            return plain(what.fallback, what, call), what.fallback, known
+            return plain(what.fallback, call, what.shape.bound, what.sdpa_layout), what.fallback, known
         what, reason, error = what.instead, known, None
 
 
@@ -150,10 +150,10 @@ def failure_key(signature: str, planned: Planned | None) -> Any:
 
 def attach(what: Plan, call: Call) -> Planned:
     """Have the kernel family plan the launch, at the first call of a plan."""
-    kernel: Any = importlib.import_module(f"nsa.kernels.{what.module}.plan")  # not imported above: it imports Triton
+    family = what.family
     try:
-        planned = kernel.plan(call, what.dims.bound, what.route == "per_head")
-        found = with_variants(kernel, planned, what.kernel, what.route, what.reason)
+        planned = family.plan(call, what.shape, what.schedule)
+        found = with_variants(family.kernels, planned, what.kernel, what.route, what.reason)
     except DoesNotFit as error:
         found = _Refusal, str(error), what.kernel, _counter(what.route, what.reason)
     what.launch = found
@@ -175,10 +175,15 @@ def _written(out: Tensor) -> None:
         increment_version(out)
 
 
-def plain(route: str, what: Plan, call: Call) -> Result:
-    """Run packed SDPA or the reference."""
+def plain(route: str, call: Call, bound: int | None, layout: str = SDPA_LAYOUTS[0]) -> Result:
+    """Run packed SDPA or the reference.
+
+    Args:
+        bound: of the keys of a row, if the host knows one.
+        layout: of packed SDPA.
+    """
     if route == "sdpa":
-        o, lse = packed_sdpa.packed_sdpa(call, what.dims.bound, what.sdpa_layout)
+        o, lse = packed_sdpa.packed_sdpa(call, bound, layout)
     else:
         o, lse = oracle.selection_reference(call)
     return (o if call.out is None else call.out.copy_(o)), lse
@@ -202,7 +207,7 @@ def _run_debug(what: Plan, call: Call) -> Result:
         elapsed = (time.perf_counter() - began) * 1e3
         logger.info("route %s (%s): %.3f ms, host and device", route, reason, elapsed)
     if current.debug_compare:
-        exact = plain("reference", what, call._replace(return_lse=False, out=None))[0]
+        exact = plain("reference", call._replace(return_lse=False, out=None), None)[0]
         count("reference", "debug_compare is set")
         error = (result[0].double() - exact.double()).abs()
         worst = error.max().item() if error.numel() else 0.0

@@ -20,6 +20,7 @@ from nsa import failures, gpu, routing, settings
 from nsa.call import Call
 from nsa.gpu import Gpu, Threshold, Tiles
 from nsa.guard import memory
+from nsa.kernels.key_major import family as crossover
 from nsa.kernels.shared import passed, sources
 
 HQ, HKV, D, SLOTS, BLOCK = 64, 4, 128, 16, 64
@@ -72,7 +73,7 @@ def report() -> list[str]:
         here = "pytest -m parity -n auto" if checkout else "python -m nsa, on a machine with an NVIDIA GPU"
         return [*lines, "threshold  none applies: packed SDPA serves every call", f"next       {here}"]
     found, explicit = gpu.measured(names[0]), current.sel_triton_min_L
-    lines += [f"schedules  {routing.describe(names[0])}", f"tiles      {_tiles(found.tiles)}"]
+    lines += [f"schedules  {crossover.describe(names[0])}", f"tiles      {_tiles(found.tiles)}"]
     if explicit is not None:
         lines.append(f"threshold  sel_triton_min_L = {explicit}, set by {origins['sel_triton_min_L']}")
     if found.threshold or explicit is None:

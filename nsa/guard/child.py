@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from nsa import guard, settings
+from nsa import settings
 from nsa.guard.trials import TRIALS, Say, Trial
-from nsa.kernels.shared import errors, sources
+from nsa.kernels.shared import asking, errors, sources
 
 
 def serve(question: dict[str, Any], handle: int) -> None:
@@ -77,16 +77,10 @@ def watch(what: dict[str, Any]) -> list[dict[str, Any]]:
     Raises:
         RuntimeError: a later launch compiles the kernel of ``what`` as another variant.
     """
-    from nsa.kernels.backward import plan as backward
-    from nsa.kernels.key_major import plan as key_major
-    from nsa.kernels.query_major import plan as query_major
-    from nsa.kernels.shared import combine
-    from nsa.kernels.union import plan as union
+    from nsa.kernels.shared import launch
 
     settings.reload()  # forgets plans and variants, whose tiles an earlier trial chose
-    families = query_major._variant, combine._variant, key_major._variants, union._variants, *backward.VARIANTS
-    for variants in families:
-        variants.cache_clear()
+    launch.forget()
     seen: list[dict[str, Any]] = []
 
     def require(variant: Any, device: torch.device, tensors: tuple[torch.Tensor | None, ...]) -> None:
@@ -96,5 +90,5 @@ def watch(what: dict[str, Any]) -> list[dict[str, Any]]:
             raise RuntimeError(f"the child would compile another variant, (expected, got): {other}")
         seen.append(found)
 
-    guard.require = require
+    asking.ask = require
     return seen

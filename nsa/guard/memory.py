@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from nsa import settings
+from nsa.files import write_whole
 from nsa.kernels.shared import sources
-from nsa.tuning.files import write_whole
 
 logger = logging.getLogger("nsa")
 

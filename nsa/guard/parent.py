@@ -27,6 +27,7 @@ import torch
 from nsa import settings
 from nsa.guard import memory
 from nsa.guard.memory import Verdict
+from nsa.kernels.families import BACKWARD, FAMILIES
 from nsa.kernels.shared import passed, sources
 
 logger = logging.getLogger("nsa")
@@ -39,10 +40,6 @@ REAP_S = 5.0  # seconds to wait for the end of a killed child
 # Signals that only a compiler or a kernel raises. SIGKILL and SIGTERM come from outside, as when memory is short.
 CRASHES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP")
 AT_WORK = ("compiling", "running")  # phases in which a death or a hang is the kernel's fault
-
-UNSEEN: frozenset[str] = frozenset()
-"""Names of kernels that the GPU lane has not passed yet. A child tries them first on every GPU, even if the compile
-matrix has passed that GPU. Add each new kernel here."""
 
 # The child's `sys.path` is that of this process. The child reads the first question before it imports anything from the
 # current folder, whose files could shadow the standard library.
@@ -76,7 +73,8 @@ def require(variant: Any, device: torch.device, tensors: tuple[torch.Tensor | No
     if mode == "never" or device.type not in ("cuda", "cpu"):
         return
     if mode == "auto":
-        seen = variant.kernel.fn.__name__ not in UNSEEN
+        name = variant.kernel.fn.__name__
+        seen = not any(family.unseen and name in family.functions() for family in (*FAMILIES, BACKWARD))
         if device.type == "cpu" or (seen and passed.passed(sources.triton_version(), sources.architecture(device))):
             return
     verdict = find_out(variant.describe(tensors), device)

@@ -16,8 +16,11 @@ from torch import Tensor
 from nsa import settings
 from nsa.call import Call
 from nsa.kernels import pinned
+from nsa.kernels.families import OF_SCHEDULE
+from nsa.kernels.shared.family import Family
 from nsa.kernels.shared.likeness import Likeness
 from nsa.kernels.shared.poison import POISON, poisoned_workspace
+from nsa.kernels.shared.shape import shape_of
 from nsa.plain.oracle import beyond_rounding, selection_reference
 
 Say = Callable[[str, str], None]
@@ -125,12 +128,12 @@ class Trial(Likeness):
         how = {kind: self.selection, "block_size": self.size, "causal": self.c.get("CAUSAL", True), **self.about}
         return Call(q, k, v, **how, max_seqlen_q=self.longest, settings=settings.get(), **more)
 
-    def forward(self, module: Any, with_lse: bool, bound: int | None = None) -> str | None:
-        """Run the forward pass of a launcher ``module``. Returns how O or LSE is wrong, or None."""
+    def forward(self, family: Family, with_lse: bool, bound: int | None = None) -> str | None:
+        """Run the forward pass of a family. Returns how O or LSE is wrong, or None."""
         out = self.out[:, 0] if self.selection is None and self.out.dim() == 4 else self.out
         call = self.call(out=out, return_lse=with_lse)
-        launch = module.plan(call, bound)
-        _, lse = self.compute(lambda: module.forward(launch, call, "trial"))
+        launch = family.plan(call, shape_of(call, bound), family.name)
+        _, lse = self.compute(lambda: family.kernels.forward(launch, call, "trial"))
         o_want, lse_want = self.reference(*(x.cpu().double() for x in (self.q, self.k, self.v)))
         wrong = beyond_rounding(out, o_want.view(out.shape), out.dtype)
         return wrong or (None if lse is None else beyond_rounding(lse, lse_want.view(lse.shape), torch.float32, "LSE "))
@@ -178,7 +181,7 @@ class Trial(Likeness):
         with (
             patch.multiple(tiles, select=lambda *arguments: select(*arguments)._replace(**fields)),
             patch.object(module, "span_bucket", bucket, create=True),
-            poisoned_workspace(module.__name__.split(".")[2]),
+            poisoned_workspace(),
         ):
             yield
 
@@ -191,8 +194,8 @@ class Trial(Likeness):
                 work has several shares.
         """
         from nsa.kernels.key_major import tiles as key_tiles
-        from nsa.kernels.query_major.tiles import STEPS
         from nsa.kernels.shared import primitives
+        from nsa.kernels.shared.sizes import STEPS
 
         source = self.c.get("SOURCE")
         spans = source == primitives.RANGES.value
@@ -221,8 +224,6 @@ def _forward(t: Trial) -> str | None:
     """Try query-major on a few rows: with many spans, without any, and with spans that end after the last key. A kernel
     of steps is tried beside key-major.
     """
-    from nsa.kernels.key_major import plan as key_major
-    from nsa.kernels.query_major import plan as query_major
     from nsa.kernels.query_major import tiles
     from nsa.kernels.shared import primitives
 
@@ -246,46 +247,45 @@ def _forward(t: Trial) -> str | None:
         t.select(n, None if c["SOURCE"] == primitives.RANGES.value else size)
     apart = c["SPLIT"] and not c["CLUSTER"]  # the merge kernel needs the LSE of the parts
     with patch.multiple(tiles, choose=lambda *_, **__: (tile, splits, c["CLUSTER"] > 0)):
-        module = key_major if c["STEPS"] else query_major
-        return t.forward(module, apart or t.given["lse_ptr"] is not None, bound=t.S_kv)
+        family = OF_SCHEDULE["key_major" if c["STEPS"] else "query_major"]
+        return t.forward(family, apart or t.given["lse_ptr"] is not None, bound=t.S_kv)
 
 
 def _combine(t: Trial) -> str | None:
     """Try the merge kernel: a query-major call, or steps beside key-major, whose rows are split into ``SPLITS`` parts,
     some of them empty.
     """
-    from nsa.kernels.key_major import plan as key_major
-    from nsa.kernels.query_major import plan as query_major
     from nsa.kernels.query_major import tiles
 
     splits, choose = t.c["SPLITS"], tiles.choose
     t.layout(2, 7 * splits + 5)
     t.select(4, 7 if t.c["STEPS"] else None)
     with patch.multiple(tiles, choose=lambda *x, **about: (choose(*x, **about)[0], splits, False)):
-        return t.forward(key_major if t.c["STEPS"] else query_major, t.given["lse_ptr"] is not None, bound=t.S_kv)
+        family = OF_SCHEDULE["key_major" if t.c["STEPS"] else "query_major"]
+        return t.forward(family, t.given["lse_ptr"] is not None, bound=t.S_kv)
 
 
 def _key_major(t: Trial) -> str | None:
     """Try a key-major kernel in a whole call. The call's other kernels may be any variants."""
     from nsa.kernels.key_major import plan as key_major
     from nsa.kernels.key_major import tiles as key_tiles
-    from nsa.kernels.union import plan as union
 
     size = t.c.get("BLOCK_N", 32) * (1 if t.c.get("ONE_TILE", True) else 2)
     t.prepare(size, walk=t.c.get("WALK", False))
     wide = -1 if t.c.get("WIDE", False) else key_major.WIDE_FROM
     skips = t.given.get("served_ptr") is not None or bool(t.c.get("STEPS"))
-    module = union if skips and not t.ragged else key_major  # union, or steps, mark rows that key-major skips
+    # Union, or steps, mark rows that key-major skips.
+    family = OF_SCHEDULE["union" if skips and not t.ragged else "key_major"]
     t.longest = 1 if t.ragged and not skips else None
     with t.told(key_major, key_tiles), patch.multiple(key_major, WIDE_FROM=wide):
-        return t.forward(module, t.kernel != "_merge_kernel" or t.given["lse_ptr"] is not None)
+        return t.forward(family, t.kernel != "_merge_kernel" or t.given["lse_ptr"] is not None)
 
 
 def _union(t: Trial) -> str | None:
     """Try a union kernel in a whole call. Two sequences are a tile and a token long; the last row selects nothing. A
     ragged batch has a step, a chunk with a whole tile, and a token of no sequence.
     """
-    from nsa.kernels.query_major.tiles import STEPS
+    from nsa.kernels.shared.sizes import STEPS
     from nsa.kernels.union import plan as union
     from nsa.kernels.union import tiles as union_tiles
 
@@ -301,7 +301,7 @@ def _union(t: Trial) -> str | None:
         t.told(union, union_tiles, HEADS=c.get("HEADS", max(2, 16 // tokens))),
         patch.multiple(union_tiles, WORTH=union_tiles.ALWAYS, WORTH_LONG=union_tiles.ALWAYS),
     ):
-        return t.forward(union, t.kernel != "_union_kernel" or t.given["lse_ptr"] is not None)
+        return t.forward(OF_SCHEDULE["union"], t.kernel != "_union_kernel" or t.given["lse_ptr"] is not None)
 
 
 def _backward(t: Trial) -> str | None:

@@ -15,6 +15,7 @@ import nsa
 from nsa.call import Call
 from nsa.guard import memory, parent
 from nsa.kernels.shared.errors import DoesNotFit
+from nsa.kernels.shared.shape import Shape
 from nsa.testing.plugin import current_lane
 
 ROUTES: dict[str, dict[str, Any]] = {
@@ -100,7 +101,7 @@ class BackwardKernel:
     call: Call | None = None  # of the last plan
     planned: int = 0
 
-    def plan(self, call: Call, bound: int | None) -> str:
+    def plan(self, call: Call, shape: Shape) -> str:
         self.call, self.planned = call, self.planned + 1
         if self.misfit is not None:
             raise DoesNotFit(self.misfit)
@@ -131,22 +132,15 @@ def backward_kernel(monkeypatch, fresh_plans, fresh_routes):
 @pytest.fixture
 def untried(monkeypatch, tmp_path):
     """No kernel was launched or tried; trials are forced, as the interpreter needs none; rows are long."""
-    from nsa.kernels.backward import plan as backward
-    from nsa.kernels.key_major import plan as key_major
-    from nsa.kernels.query_major import plan as query_major
-    from nsa.kernels.shared import combine
+    from nsa.kernels.shared import launch
 
-    makers = query_major._variant, combine._variant, key_major._variants, *backward.VARIANTS
-    forget = [maker.cache_clear for maker in makers]
-    for clear in forget:
-        clear()
+    launch.forget()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(memory, "_told", set())
     with nsa.configure(probe="always", sel_triton_min_L=0):
         yield
     parent.end_child()
-    for clear in forget:
-        clear()
+    launch.forget()
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def gradients(p: Problem, do: torch.Tensor, dlse: torch.Tensor | None = None) ->
     """`(dq, dk, dv)` of a call through our kernels, where `dO` and `dLSE` come back to it."""
     leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
     before = nsa.kernels.launches["backward"]
-    with poisoned_workspace("backward"):
+    with poisoned_workspace():
         o, lse = nsa.selection_attention(
             *leaves, **p.selection, backend="triton", max_selected=p.case.L, return_lse=True
         )

@@ -12,6 +12,7 @@ import nsa
 from nsa.kernels import pinned
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import tiles
+from nsa.kernels.shared.sizes import STEPS
 from nsa.testing.matrix import caches, strategies
 from nsa.testing.matrix.strategies import BLOCKS, HUGE, RANGES, Drawn, DrawnCache
 from nsa.testing.plugin import current_lane
@@ -111,7 +112,7 @@ def test_triton_sel_parity_ragged_backends(device, backend, source, causal):
 @pytest.mark.parametrize("schedule", ["query_major", "key_major"])
 def test_triton_sel_parity_ragged_is_the_call_with_equal_numbers(device, schedule):
     """Sequences of as many queries each: packed or not, the same bits."""
-    dtype, S = next(iter(DTYPES.values())), 2 if schedule == "query_major" else tiles.STEPS + 1
+    dtype, S = next(iter(DTYPES.values())), 2 if schedule == "query_major" else STEPS + 1
     cache = caches.draw([203, 64], ROOM, 16, D=32, Dv=32, dtype=dtype, device=device)
     q = drawn_queries(2 * S, device, dtype, HQ=4)
     blocks = draw_blocks(2, S, 2, 3, 64, seed=3).to(device, torch.int32)

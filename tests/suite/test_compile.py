@@ -11,7 +11,7 @@ import torch
 
 from nsa.guard.trials import TRIALS
 from nsa.kernels.query_major import plan as query_major
-from nsa.kernels.query_major import tiles
+from nsa.kernels.shared import device as device_facts
 from nsa.testing.compile import budgets, matrix
 from nsa.testing.compile.child import askew, mixed
 from nsa.testing.compile.points import ARCHITECTURES, MOST, POINTS, QUICK, points
@@ -93,13 +93,13 @@ def test_amd_gets_its_own_shared_memory_and_nothing_of_nvidia(monkeypatch):
     mi250 = SimpleNamespace(major=9, minor=0, multi_processor_count=104)  # the compute capability of an H100
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mi250)
     device = torch.device("cuda", 0)
-    limits = query_major.device_limits.__wrapped__
+    limits = device_facts.limits.__wrapped__
     assert limits(device) == (90, 104)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert limits(device) == (tiles.AMD, 104)
-    assert not query_major.runs_ptx(device)
-    assert query_major.largest_cluster(device, tiles.AMD, 304) == 0
-    assert tiles.SHARED_BYTES[tiles.AMD] == 65_536
+    assert limits(device) == (device_facts.AMD, 104)
+    assert not device_facts.runs_ptx(device)
+    assert query_major.largest_cluster(device, device_facts.AMD, 304) == 0
+    assert device_facts.SHARED_BYTES[device_facts.AMD] == 65_536
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +24,11 @@ from nsa.kernels.backward import kernel as backward_kernels
 from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.backward.union_dq import _union_dq_kernel
 from nsa.kernels.key_major import tiles as key_tiles
-from nsa.kernels.query_major import plan as query_major
-from nsa.kernels.query_major.tiles import span_bucket
+from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared import inverse_index
-from nsa.kernels.shared.geometry import Geometry, geometry
-from nsa.kernels.shared.launch import INT32_MAX, TRITON, Variant, workspace
-from nsa.kernels.shared.primitives import RANGES, TILED
+from nsa.kernels.shared.launch import TRITON, Variant, remembered, workspaces
+from nsa.kernels.shared.shape import RANGES, TILED, Shape, shape_of
+from nsa.kernels.shared.sizes import INT32_MAX, span_bucket
 from nsa.kernels.union import kernel as union_kernels
 from nsa.kernels.union import tiles as union_tiles
 
@@ -70,7 +68,7 @@ class Launch(NamedTuple):
     alone: Pass  # for other rows: writes no parts of dQ
     unions: Unions | None
     device: torch.device
-    geometry: Geometry
+    shape: Shape
     narrow: bool  # all sizes fit int32
     scale: float  # the default, for calls without `scale`
 
@@ -86,19 +84,18 @@ class Launch(NamedTuple):
         return tuple(variant for group in groups for variant in group.kernels.values())
 
 
-def plan(call: Call, bound: int | None = None) -> Launch:
+def plan(call: Call, shape: Shape | None = None) -> Launch:
     """Tiles, windows and run-time sizes of a backward pass. They hold for every call with the same key.
 
     Raises:
         ValueError: there are more keys or KV heads than the kernels count; or the workspace cannot hold the counters of
             blocks, or the lists of one token (of ranges without a bound, for example).
     """
-    assert call.selection is not None
     device, dtype = call.q.device, call.q.dtype
-    g = geometry(call, output=False)
+    g = (shape_of(call) if shape is None else shape).without_output()
     G, D, Dv, spans = g.G, g.D, g.Dv, call.block_size is None
-    size, blocks, slots = key_tiles.grid("backward", g.B, g.S_kv, g.HKV, g.n, call.block_size, g.packed, bound)
-    capability, _ = query_major.device_limits(device)
+    size, blocks, slots = key_tiles.grid("backward", g.B, g.S_kv, g.HKV, g.n, call.block_size, g.packed, g.bound)
+    capability, _ = gpu.limits(device)
     sizes = {"B": g.B, "S": g.S, "S_kv": g.S_kv, "HKV": g.HKV, "n": g.n, "size": size, "tokens": g.tokens}
     sizes |= {"rows": g.tokens * G * g.HKV} | dict(zip(STRIDES.split(), g.strides, strict=True))
     shared = {"G": G, "D": D, "Dv": Dv, "LAYOUT": g.layout, "CAUSAL": call.causal, "STRIDE_UNIT": g.unit}
@@ -107,7 +104,7 @@ def plan(call: Call, bound: int | None = None) -> Launch:
 
     def pass_of(parts: bool) -> Pass:
         tile = backward_tiles.select(
-            capability, dtype.itemsize, G, D, Dv, size, spans, call.settings.pin("backward"), PIPELINES, parts
+            capability, dtype.itemsize, G, D, Dv, size, spans, call.settings.pin.get("backward"), PIPELINES, parts
         )
         w = backward_tiles.windows(
             g.tokens, g.HKV, G, D, Dv, dtype.itemsize, slots, blocks, size, tile.share, tile.keep_dq, spans
@@ -120,7 +117,7 @@ def plan(call: Call, bound: int | None = None) -> Launch:
     tile = usual.tile
     alone = pass_of(False) if tile.keep_dq else usual
     tiled = not spans and size % tile.BLOCK_L == 0 and bucket * size + g.S_kv <= INT32_MAX
-    source = TILED.value if tiled else g.source
+    source = TILED if tiled else g.source
     by_row = _by_row(device, dtype, call.dtypes(), tile, bucket, source, **shared)
     unions = _unions(call, g, size, capability, sizes, shared) if tile.keep_dq else None
     narrow = max(*alone.sizes.values(), *usual.sizes.values()) <= INT32_MAX
@@ -130,10 +127,10 @@ def plan(call: Call, bound: int | None = None) -> Launch:
 
 
 def _unions(
-    call: Call, g: Geometry, size: int, capability: int, sizes: dict[str, int], shared: dict[str, Any]
+    call: Call, g: Shape, size: int, capability: int, sizes: dict[str, int], shared: dict[str, Any]
 ) -> Unions | None:
     """How unions are read, or None: for small calls or groups, `batch_invariant`, old Tritons, or if no tile fits."""
-    rule: backward_tiles.Unions = call.settings.pin("backward_unions") or backward_tiles.Unions()
+    rule: backward_tiles.Unions = call.settings.pin.get("backward_unions") or backward_tiles.Unions()
     small = sizes["rows"] * g.G < rule.rows or g.G < rule.least_G
     if small or call.settings.batch_invariant or not PIPELINES:
         return None
@@ -147,7 +144,7 @@ def _unions(
     )  # fmt: skip
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _pass(
     device: torch.device,
     dtype: torch.dtype,
@@ -164,7 +161,7 @@ def _pass(
     """
     wide = {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV}
     order = {"SOURCE": source, "LAYOUT": shared["LAYOUT"], "CAUSAL": shared["CAUSAL"], "CHUNK": COUNTED}
-    order |= {"SPANS": spans if source == RANGES.value else 1}
+    order |= {"SPANS": spans if source == RANGES else 1}
     dkdv = {**shared, **wide, "SOURCE": source, "SHARE": tile.share}
     dkdv |= {"HEADS": tile.HEADS, "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
     total = {**wide, "D": shared["D"], "Dv": shared["Dv"], "LAYOUT": shared["LAYOUT"]}
@@ -186,7 +183,7 @@ def _pass(
     }
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _by_row(
     device: torch.device,
     dtype: torch.dtype,
@@ -208,7 +205,7 @@ def _by_row(
     }
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _by_union(
     device: torch.device, dtype: torch.dtype, kinds: tuple[object, ...], tile: union_tiles.Tile, **shared: Any
 ) -> dict[str, Variant]:
@@ -222,11 +219,8 @@ def _by_union(
     }
 
 
-VARIANTS = _pass, _by_row, _by_union
-
-
 def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a tile for which `VARIANTS` gives the named kernel these arguments and options."""
+    """The fields of a tile for which :func:`_pass` and the like give the named kernel these arguments and options."""
     fields = {"share": constexprs["SHARE"]} if "SHARE" in constexprs else {}
     if kernel == "_dq_kernel":
         fields |= {"dq_heads": constexprs["HEADS"], "BLOCK_G": constexprs["BLOCK_G"], "BLOCK_L": constexprs["BLOCK_L"]}
@@ -263,7 +257,7 @@ def backward(
     """
     q, k, v = call.q, call.k, call.v
     assert call.selection is not None
-    g, unions = launch.geometry, launch.unions
+    g, unions = launch.shape, launch.unions
     of_queries, of_keys = wanted[0], wanted[1] or wanted[2]
     dq = torch.empty(q.shape if of_queries else (0,), dtype=q.dtype, device=launch.device)
     if g.tokens == 0 or k.shape[:-2].numel() == 0 or g.n == 0:
@@ -276,7 +270,7 @@ def backward(
     scale = launch.scale if call.scale is None else call.scale
     sizes = launch.usual.sizes
     run = _Run(launch, launch.kernels, sizes)
-    stats = workspace(2 * sizes["rows"], torch.float32, launch.device)
+    (stats,) = workspaces(launch.device, stats=(2 * sizes["rows"], torch.float32))
     grid = (-(-sizes["rows"] // STATS_ROWS), 1, 1)
     run("delta" if dlse is None else "delta_lse", grid, (o, do, lse, dlse, stats), "rows")
     given = (q, k, v, do, stats)
@@ -312,12 +306,15 @@ def _by_unions(
 
     Returns ``served [tokens, HKV]`` int32: 1 for rows of these tiles, else 0.
     """
-    device, g, tile = launch.device, launch.geometry, unions.tile
+    device, g, tile = launch.device, launch.shape, unions.tile
     tiles_of_call = -(-g.tokens // tile.TOKENS)
     at_once = min(tiles_of_call, unions.at_once)
-    lists = workspace(at_once * g.HKV * tile.TOKENS * tile.SLOTS, torch.int64, device)
-    count = workspace(at_once * g.HKV, torch.int32, device)
-    served = workspace(g.tokens * g.HKV, torch.int32, device)
+    lists, count, served = workspaces(
+        device,
+        lists=(at_once * g.HKV * tile.TOKENS * tile.SLOTS, torch.int64),
+        count=(at_once * g.HKV, torch.int32),
+        served=(g.tokens * g.HKV, torch.int32),
+    )
     for first in range(0, tiles_of_call, at_once):
         now = min(at_once, tiles_of_call - first)
         run = _Run(launch, unions.kernels, unions.sizes | {"first": first, "tiles": now})
@@ -350,18 +347,26 @@ def _by_blocks(
         about: the selection, query positions, ``cu_seqlens_q``, ``cu_seqlens_k``, and ``served [tokens, HKV]`` or None.
         mark: with ``served``, only rows whose entry is this take part.
     """
-    device, w, tile, g = launch.device, how.windows, how.tile, launch.geometry
+    device, w, tile, g = launch.device, how.windows, how.tile, launch.shape
     *about, served = about
     heads, size = w.heads, how.sizes["size"]
     row, blocks, shares = heads * w.slots, heads * w.blocks, heads * w.work
-    block, rank, unit = (workspace(w.window * row, torch.int32, device) for _ in range(3))
-    span = workspace(w.window * row, torch.int32, device) if g.source == RANGES.value else None
-    counted = workspace(-(-w.window // w.strip) * blocks, torch.int32, device)
-    count, start, part = (workspace(blocks, torch.int32, device) for _ in range(3))
-    work = workspace(3 * shares, torch.int32, device)
-    dk_part = workspace(heads * w.several * size * g.D, torch.float32, device)
-    dv_part = workspace(heads * w.several * size * g.Dv, torch.float32, device)
-    dq_part = None if dq is None else workspace(w.window * row * g.G * g.D, given[0].dtype, device)
+    units, i32, f32 = w.window * row, torch.int32, torch.float32
+    block, rank, unit, span, counted, count, start, part, work, dk_part, dv_part, dq_part = workspaces(
+        device,
+        block=(units, i32),
+        rank=(units, i32),
+        unit=(units, i32),
+        span=(units, i32) if g.source == RANGES else None,
+        counted=(-(-w.window // w.strip) * blocks, i32),
+        count=(blocks, i32),
+        start=(blocks, i32),
+        part=(blocks, i32),
+        work=(3 * shares, i32),
+        dk_part=(heads * w.several * size * g.D, f32),
+        dv_part=(heads * w.several * size * g.Dv, f32),
+        dq_part=None if dq is None else (units * g.G * g.D, given[0].dtype),
+    )
     sum_rows = how.kernels["sum"].constexprs["BLOCK_N"]
     gathered = how.kernels["gather"].constexprs["HEADS"]
     some = "" if served is None else "_some"

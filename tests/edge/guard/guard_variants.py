@@ -12,12 +12,8 @@ import torch
 
 from nsa import settings
 from nsa.guard.trials import TRIALS, Trial
-from nsa.kernels.backward import plan as backward
-from nsa.kernels.key_major import plan as key_major
-from nsa.kernels.query_major import plan as query_major
-from nsa.kernels.shared import combine
-from nsa.kernels.shared.launch import Variant
-from nsa.kernels.union import plan as union
+from nsa.kernels.shared import device as device_facts
+from nsa.kernels.shared.launch import Variant, forget
 from nsa.testing.compile import child, points
 
 
@@ -40,20 +36,15 @@ def main() -> None:
     report = {}
     gpus = [chip for chip in points.ARCHITECTURES.values() if chip.backend == "cuda"]
     for chip, point in [(gpu, point) for gpu in gpus for point in points.points(gpu, "full")]:
-        query_major.device_limits = lambda device, chip=chip: (chip.capability, chip.processors)
-        query_major.gpu_name = lambda device, chip=chip: chip.gpu
+        device_facts.limits = lambda device, chip=chip: (chip.capability, chip.processors)
+        device_facts.gpu_name = lambda device, chip=chip: chip.gpu
         seen.clear()
         settings.reload()
         child._call(point)
         for what in list(seen):
             seen.clear()
             settings.reload()
-            query_major._variant.cache_clear()
-            combine._variant.cache_clear()
-            key_major._variants.cache_clear()
-            union._variants.cache_clear()
-            for variants in backward.VARIANTS:
-                variants.cache_clear()
+            forget()
             try:
                 TRIALS[what["kernel"]](Trial(what, torch.device("meta"), stop))
             except Launched:

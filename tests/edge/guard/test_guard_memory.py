@@ -21,6 +21,7 @@ import nsa
 from nsa import settings
 from nsa.guard import ProbeFailed, memory, parent
 from nsa.guard.memory import Verdict
+from nsa.kernels.families import BACKWARD
 from nsa.kernels.shared import passed, sources
 from nsa.testing.compile.points import ARCHITECTURES
 
@@ -98,7 +99,7 @@ def test_the_packaged_list():
 def test_what_compiles_but_no_gpu_has_run_is_tried(monkeypatch, name):
     """With a Triton and a GPU that the compile matrix has passed."""
     asked = []
-    monkeypatch.setattr(parent, "UNSEEN", frozenset({"_dkdv_kernel"}))
+    monkeypatch.setattr(BACKWARD, "unseen", True)
     monkeypatch.setattr(sources, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(passed, "passed", lambda triton, arch: True)
     monkeypatch.setattr(parent, "find_out", lambda what, _: asked.append(what["kernel"]) or Verdict(None, True))

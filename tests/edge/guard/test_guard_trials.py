@@ -11,17 +11,16 @@ import pytest
 import torch
 
 import nsa
-from nsa import guard, settings
+from nsa import settings
 from nsa.call import Call
 from nsa.guard import child
 from nsa.guard.trials import TRIALS, Trial
 from nsa.kernels import pinned
 from nsa.kernels.backward import plan as backward
 from nsa.kernels.backward import tiles as backward_tiles
-from nsa.kernels.key_major import plan as key_major
-from nsa.kernels.query_major import plan as query_major
 from nsa.kernels.query_major import tiles
-from nsa.kernels.shared import combine
+from nsa.kernels.shared import asking
+from nsa.kernels.shared import launch as launching
 from nsa.kernels.shared.launch import Variant
 from nsa.plain.oracle import beyond_rounding
 from nsa.testing.compile.points import ARCHITECTURES
@@ -47,11 +46,7 @@ def test_it_launches_what_the_parent_would():
 def fresh():
     """Nothing is planned, so that a tile given to the trial is not taken for that of the call."""
     settings.reload()
-    query_major._variant.cache_clear()
-    combine._variant.cache_clear()
-    key_major._variants.cache_clear()
-    for variants in backward.VARIANTS:
-        variants.cache_clear()
+    launching.forget()
 
 
 @pytest.fixture
@@ -61,7 +56,7 @@ def launches_of(monkeypatch):
     def make(call):
         asked = []
         with monkeypatch.context() as patch:
-            patch.setattr(guard, "require", lambda variant, device, tensors: asked.append((variant, tensors)))
+            patch.setattr(asking, "ask", lambda variant, device, tensors: asked.append((variant, tensors)))
             fresh()
             call()
         return [json.loads(json.dumps(variant.describe(tensors))) for variant, tensors in asked]
@@ -75,7 +70,7 @@ def attempt(monkeypatch, device):
 
     def make(what):
         with monkeypatch.context() as patch:
-            patch.setattr(guard, "require", guard.require)
+            patch.setattr(asking, "ask", asking.ask)
             seen = child.watch(what)
             wrong = TRIALS[what["kernel"]](Trial(what, device, lambda kind, text: None))
             assert what in seen

@@ -41,8 +41,8 @@ def kernels(monkeypatch, gpus, fresh_routes):
     monkeypatch.setitem(sys.modules, stub.__name__, stub)
     right = query_major.forward
 
-    def plan(call, bound, per_head):
-        state["planned"] = bound, per_head
+    def plan(call, shape, skips, steps):
+        state["planned"] = shape.bound, skips, steps
         if state["misfit"] is not None:
             raise DoesNotFit(state["misfit"])
         return "launch"
@@ -95,7 +95,7 @@ def test_key_major_serves(kernels, attend):
     attend()
     assert nsa.routes() == [nsa.RouteRecord("key_major", MEASURED, 1)]
     assert nsa.kernels.launches - before == {"key_major": 1}
-    assert kernels["planned"] == (512, False)
+    assert kernels["planned"] == (512, False, None)
 
 
 def test_query_major_serves_where_key_major_is_broken(kernels, attend, caplog):

@@ -8,6 +8,7 @@ from nsa import routing, settings
 from nsa.call import Call
 from nsa.doctor import Shaped
 from nsa.gpu import device_slug
+from nsa.kernels.key_major import family as crossover
 from nsa.kernels.key_major import tiles as key_tiles
 
 GPU = "NVIDIA Nobody 1"
@@ -41,39 +42,39 @@ def folder(gpus):
 )
 def test_the_nearest_group_that_is_not_smaller_decides(folder, G, start):
     folder()
-    assert routing.key_major_from(GPU, G) == start
+    assert crossover.key_major_from(GPU, G) == start
 
 
 def test_chunks_have_a_table_of_their_own(folder):
     folder()
-    assert [routing.key_major_from(GPU, G, chunk=True) for G in (1, 2, 4, 5)] == [64, 256, 256, None]
+    assert [crossover.key_major_from(GPU, G, chunk=True) for G in (1, 2, 4, 5)] == [64, 256, 256, None]
 
 
 def test_order_of_the_file_does_not_matter(folder):
     folder("{16: null, 4: 1024, 1: 2}")
-    assert [routing.key_major_from(GPU, G) for G in (1, 2, 8)] == [2, 1024, None]
+    assert [crossover.key_major_from(GPU, G) for G in (1, 2, 8)] == [2, 1024, None]
 
 
 def test_nobody_measured_anything(folder):
-    assert routing.key_major_from(GPU, 1) is None
-    assert routing.describe(GPU) == "query-major everywhere: key-major was not measured"
+    assert crossover.key_major_from(GPU, 1) is None
+    assert crossover.describe(GPU) == "query-major everywhere: key-major was not measured"
 
 
 def test_a_gpu_nobody_measured_uses_the_stand_in(folder):
-    folder("{8: 512}", name=routing.STAND_IN)
-    assert routing.key_major_from(GPU, 8) == 512
+    folder("{8: 512}", name=crossover.STAND_IN)
+    assert crossover.key_major_from(GPU, 8) == 512
     folder("{8: 64}")
-    assert routing.key_major_from(GPU, 8) == 64
+    assert crossover.key_major_from(GPU, 8) == 64
 
 
 def test_doctor_line(folder):
     path = folder()
     text = "key-major from 2 queries at G = 1, 1024 queries at G = 4, never at G = 16; chunks of longer prompts: "
     text += "key-major from 64 queries at G = 1, 256 queries at G = 4, never at G = 16; measured"
-    assert routing.describe(GPU) == f"{text} 2026-12-01, {path}"
-    folder("{1: null}", name=routing.STAND_IN, chunks="{1: null}")
+    assert crossover.describe(GPU) == f"{text} 2026-12-01, {path}"
+    folder("{1: null}", name=crossover.STAND_IN, chunks="{1: null}")
     path.unlink()
-    assert routing.describe(GPU).startswith(
+    assert crossover.describe(GPU).startswith(
         "query-major everywhere; chunks of longer prompts: query-major everywhere; measured on NVIDIA Nobody 1, not on "
     )
 
@@ -108,7 +109,7 @@ USUAL |= {"head_dim": 128}
     ids=str,
 )
 def test_conditions(changed, taken):
-    assert routing.takes_key_major(**(USUAL | changed)) is taken
+    assert crossover.takes_key_major(**(USUAL | changed)) is taken
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
@@ -176,7 +177,7 @@ def planned(
 
 
 def route(plan):
-    return plan.route, plan.reason, plan.module, plan.named, plan.instead and plan.instead.route
+    return plan.route, plan.reason, plan.family.name, plan.named, plan.instead and plan.instead.route
 
 
 KEY_MAJOR = ("key_major", f"2 queries or more with G = 1: {MEASURED}", "key_major", False, "blocks")
@@ -281,11 +282,11 @@ def test_no_file_means_query_major(folder, gpu):
 
 
 def test_the_stand_in_is_said(folder, gpu):
-    provenance = PROVENANCE.replace(GPU, routing.STAND_IN)
-    folder(name=routing.STAND_IN, provenance=provenance)
+    provenance = PROVENANCE.replace(GPU, crossover.STAND_IN)
+    folder(name=crossover.STAND_IN, provenance=provenance)
     with nsa.configure(sel_triton_min_L=0):
         plan = planned()
-    text = f"2 queries or more with G = 1: key-major is faster, measured on {routing.STAND_IN}"
+    text = f"2 queries or more with G = 1: key-major is faster, measured on {crossover.STAND_IN}"
     assert (plan.route, plan.reason) == ("key_major", f"{text} ({GPU} was not measured)")
 
 
