@@ -126,7 +126,7 @@ def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]
 
 def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | None]:
     """Launch the kernels. Arguments and results as of :func:`nsa.kernels.query_major.plan.forward`."""
-    q, k, v, out, selection = call.q, call.k, call.v, call.out, call.selection
+    q, k, v, out, selection = call.q, call.k, call.v, call.out, call.block_indices
     assert selection is not None
     device, tile, g, narrow = launch.device, launch.tile, launch.shape, launch.narrow
     if out is None:
@@ -156,8 +156,8 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     union = (launch.unions if tma else launch.by_pointers)[lse is not None]
     if tma:
         k, v = _for_tma(k), _for_tma(v)
-    if launch.rest.steps is not None:
-        served = launch.rest.serve_steps(call, lse)
+    by_steps = launch.rest.serve_steps(call, lse)
+    served = served if by_steps is None else by_steps
     for first in range(0, tiles_of_call, at_once):
         now = min(at_once, tiles_of_call - first)
         sizes = (g.B, g.S, g.S_kv, g.HKV)
