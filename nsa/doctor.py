@@ -29,10 +29,6 @@ MOST_REFUSED = 3  # kernels that the report lists
 SHAPE = f"bf16, HQ/HKV {HQ}/{HKV}, D = {D}, {SLOTS} blocks of {BLOCK} keys a row, causal"
 NO_TRITON = "no Triton is installed"
 WORDS = {
-    "ranges": "query-major",
-    "blocks": "query-major",
-    "key_major": "key-major",
-    "union": "union",
     "per_head": "query-major, a head a program",
     "sdpa": "packed SDPA",
     "reference": "the gather reference",
@@ -108,7 +104,7 @@ def served(device: torch.device) -> list[tuple[str, str, str]]:
             "cache, 2048 queries": _plan(device, S=2048, S_kv=LONG, cache=True),
         }
     # Packed rows (`nsa.sel_attn_fwd_*`) have neither threshold nor fallback.
-    rows = "query-major (dense_group, varlen_group)", "no threshold, no fallback"
+    rows = "query-major", "no threshold, no fallback"
     why_not = routing.obstacle(torch.bfloat16, device, routing.why_not_triton(device))
     if why_not is not None or not triton_installed():
         rows = "refused", why_not or NO_TRITON
@@ -147,7 +143,8 @@ def _serves(plan: routing.Plan) -> tuple[str, str]:
     """The route of a plan, in words and by name, and the reason."""
     lost = plan.route not in routing.PLAIN and not triton_installed()
     route, reason = (plan.fallback, NO_TRITON) if lost else (plan.route, plan.reason)
-    return f"{WORDS[route]} ({route})", reason
+    rows = plan.rows if route == plan.family.name else ""
+    return f"{WORDS.get(route, route.replace('_', '-'))} ({rows or route})", reason
 
 
 def triton_installed() -> bool:

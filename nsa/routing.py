@@ -45,7 +45,7 @@ class Plan:
     sdpa_layout: str = "heads_as_queries"
     debug: bool = False  # a `debug_*` setting is on
     family: Family = FAMILIES[-1]  # of the kernel, for Triton routes
-    schedule: str = ""  # that the family serves
+    rows: str = ""  # the kind of rows that query-major reads, `ranges` or `blocks`
     extents: overlap.Extents | None = None  # of the call's tensors, if it has `out`
     instead: Plan | None = None  # what runs before the fallback if this kernel is broken
     launch: Any = None  # from the first call on: see `dispatch.attach`
@@ -112,8 +112,7 @@ def make_plan(call: Call) -> Plan:
     fallback = "sdpa" if current.use_sel_pack else "reference"
     device_name, layout, no_triton = _device_facts(device)
     why_not = obstacle(call.q.dtype, device, no_triton, call.k.dtype) or _without_memory(call)
-    schedule, why_kernel = choose(call, shape, device_name)
-    kernel = _route(call, schedule)
+    kernel, why_kernel = choose(call, shape, device_name)
 
     if call.backend == "triton":
         if why_not is not None:
@@ -151,23 +150,16 @@ def make_plan(call: Call) -> Plan:
         debug=current.debug_timing or current.debug_compare or current.debug_shapes or current.debug_cache,
     )
     plans: Plan | None = None
-    family = OF_SCHEDULE[schedule]
+    family = OF_SCHEDULE[kernel]
     for server in reversed(FAMILIES[FAMILIES.index(family) :]):
-        word = schedule if server is family else server.name
-        name = _route(call, word)
-        of_size = f"{call.block_size} " if server.by_block_size else ""
+        word = kernel if server is family else server.name
+        rows = ("ranges" if call.block_size is None else "blocks") if word == FAMILIES[-1].name else ""
+        about = rows or (f"{call.block_size}" if server.by_block_size else "")
         plans = replace(
-            chosen, route=name, family=server, schedule=word, kernel=f"{name} {of_size}{signature}", instead=plans
+            chosen, route=word, family=server, rows=rows, kernel=f"{word} {about} {signature}", instead=plans
         )
     assert plans is not None
     return plans if route == kernel and not chosen.named else replace(plans, route=route, instead=None)
-
-
-def _route(call: Call, schedule: str) -> str:
-    """The name of a schedule's route: that of the kind of rows for query-major."""
-    if schedule != FAMILIES[-1].name:
-        return schedule
-    return "ranges" if call.block_size is None else "blocks"
 
 
 def choose(call: Call, shape: Shape, device_name: str | None) -> tuple[str, str | None]:
@@ -211,10 +203,8 @@ def make_rows_plan(call: Call) -> Plan:
     why_not = obstacle(dtype, device, why_not_triton(device)) or _without_memory(call)
     if why_not is not None:
         raise RuntimeError(why_not)
-    grouped = "dense_group" if call.cu_seqlens_k is None else "varlen_group"
-    schedule = "per_head" if call.schedule == "per_head" else FAMILIES[-1].name
-    route = schedule if schedule == "per_head" else grouped
-    return Plan(shape, route, "packed rows", True, extents=overlap.extents(call), schedule=schedule)
+    route = "per_head" if call.schedule == "per_head" else FAMILIES[-1].name
+    return Plan(shape, route, "packed rows", True, extents=overlap.extents(call))
 
 
 def plan(call: Call, key: Any = None, make: Callable[[Call], Plan] = make_plan) -> Plan:

@@ -213,8 +213,8 @@ def test_table_fits_a_terminal():
 @pytest.fixture
 def results(monkeypatch):
     """`results[schedule] = (O, LSE)` that a call returns; each counts a launch of what it should be, or of `ran`."""
-    found = {name: (torch.ones(1, 4, 2, 16), torch.zeros(1, 4, 2)) for name in crossover.ROUTES}
-    ran = dict(crossover.ROUTES)
+    found = {name: (torch.ones(1, 4, 2, 16), torch.zeros(1, 4, 2)) for name in crossover.SCHEDULES}
+    ran = {name: name for name in crossover.SCHEDULES}
     monkeypatch.setattr(nsa.kernels, "launches", Counter())
 
     def attend(q, k, v, *, schedule, backend, return_lse, **selection):

@@ -42,8 +42,8 @@ def test_shapes_and_strides(logged):
 @pytest.mark.parametrize(
     ("backend", "route", "reason"),
     [
-        ("auto", "ranges", "rows are long enough for Triton"),
-        ("triton", "ranges", "backend='triton' asked for"),
+        ("auto", "query_major", "rows are long enough for Triton"),
+        ("triton", "query_major", "backend='triton' asked for"),
         ("sdpa", "sdpa", "backend='sdpa' asked for"),
         ("reference", "reference", "backend='reference' asked for"),
     ],
@@ -57,7 +57,7 @@ def test_timing_names_the_route(logged, backend, route, reason):
 @pytest.mark.parametrize("return_lse", [True, False], ids=["lse", "no-lse"])
 def test_compare_states_the_error(logged, backend, return_lse):
     (line,) = logged(backend, return_lse, debug_compare=True)
-    route = "ranges" if backend in ("auto", "triton") else backend
+    route = "query_major" if backend in ("auto", "triton") else backend
     match = re.fullmatch(rf"route {route} against the reference: max error (\d\.\d{{3}}e[+-]\d\d)", line)
     assert match
     assert float(match[1]) < 1e-5
@@ -71,7 +71,7 @@ def test_compare_finds_a_wrong_kernel(logged, monkeypatch):
         return o.add_(0.25), lse
 
     monkeypatch.setattr(query_major, "forward", wrong)
-    assert logged("triton", debug_compare=True) == ["route ranges against the reference: max error 2.500e-01"]
+    assert logged("triton", debug_compare=True) == ["route query_major against the reference: max error 2.500e-01"]
 
 
 def test_compare_of_nothing(draw, same, caplog):

@@ -167,9 +167,9 @@ def test_route_of_each_entry_point(draw_rows, cu):
     packed = K[0], V[0], cu(0, 3, 5, 9)
     for call, route in (
         (lambda: nsa.sel_attn_fwd_dense(Q, K, V), "per_head"),
-        (lambda: nsa.sel_attn_fwd_dense_group(Q, K, V), "dense_group"),
+        (lambda: nsa.sel_attn_fwd_dense_group(Q, K, V), "query_major"),
         (lambda: nsa.sel_attn_fwd_varlen(Q, *packed), "per_head"),
-        (lambda: nsa.sel_attn_fwd_varlen_group(Q, *packed), "varlen_group"),
+        (lambda: nsa.sel_attn_fwd_varlen_group(Q, *packed), "query_major"),
     ):
         before = nsa.kernels.launches.copy()
         call()

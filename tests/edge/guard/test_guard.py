@@ -162,7 +162,7 @@ def test_fault_at_launch(call, inject, asked, caplog, kind, kept, monkeypatch):
         call()
     (record,) = nsa.routes()
     assert (record.route, record.calls) == ("sdpa", 3)
-    assert record.reason.startswith(f"ranges kernel failed: ProbeFailed: {cause}")
+    assert record.reason.startswith(f"query_major kernel failed: ProbeFailed: {cause}")
     why = record.reason if lasting else record.reason.removesuffix(AGAIN)
     assert lasting or why != record.reason
     end = " from now on" if lasting else ", and the kernel is tried again in 1 s"
@@ -173,7 +173,7 @@ def test_fault_at_launch(call, inject, asked, caplog, kind, kept, monkeypatch):
             call(backend="triton")
     assert len(asked) == (1 if lasting else 3), "who names it may have it tried again"
     assert [json.loads(path.read_text())["cause"] for path in kept()] == (
-        [record.reason.removeprefix("ranges kernel failed: ProbeFailed: ")] if lasting else []
+        [record.reason.removeprefix("query_major kernel failed: ProbeFailed: ")] if lasting else []
     )
 
 
@@ -202,7 +202,7 @@ def test_hang(call, inject, limits, tmp_path, phase, kept):
         limits(100.0, 2.0)
         inject(hang)
     call()
-    assert nsa.routes()[0].reason == f"ranges kernel failed: ProbeFailed: no answer in 2 s while {phase}" + (
+    assert nsa.routes()[0].reason == f"query_major kernel failed: ProbeFailed: no answer in 2 s while {phase}" + (
         HINT + AGAIN if phase == "starting" else ""
     )
     assert len(kept()) == (phase == "compiling")
@@ -222,7 +222,7 @@ def test_a_slow_start_is_no_hang(call, inject, limits, kept, monkeypatch, tmp_pa
 
     monkeypatch.setattr(parent, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=wait))
     call()
-    assert [record.route for record in nsa.routes()] == ["ranges"]
+    assert [record.route for record in nsa.routes()] == ["query_major"]
     (path,) = kept()
     assert json.loads(path.read_text())["cause"] is None
 
@@ -231,7 +231,7 @@ def test_what_a_death_leaves_behind_is_ended(call, inject, tmp_path):
     """A compiler that the child started, and that holds its output open. It would sleep on if this process waited."""
     inject(HANG.format(str(tmp_path / "pid")) + "os.abort()")
     call()
-    assert nsa.routes()[0].reason == "ranges kernel failed: ProbeFailed: killed by SIGABRT while compiling"
+    assert nsa.routes()[0].reason == "query_major kernel failed: ProbeFailed: killed by SIGABRT while compiling"
     assert gone(int((tmp_path / "pid").read_text()))
 
 
@@ -239,7 +239,7 @@ def test_a_child_without_questions_ends_with_what_it_left_behind(call, inject, s
     monkeypatch.setattr(parent, "IDLE_S", 0.1)
     inject(HANG.format(str(tmp_path / "pid")) + "real(self, grid, device, tensors, numbers, common)")
     call()
-    assert [record.route for record in nsa.routes()] == ["ranges"]
+    assert [record.route for record in nsa.routes()] == ["query_major"]
     assert started[0].wait(300) == -signal.SIGKILL
     assert gone(int((tmp_path / "pid").read_text()))
 
@@ -251,7 +251,7 @@ def test_others_who_bury_children(call, kept):
         call()
     finally:
         signal.signal(signal.SIGCHLD, before)
-    assert [record.route for record in nsa.routes()] == ["ranges"]
+    assert [record.route for record in nsa.routes()] == ["query_major"]
     assert len(kept()) == 1
 
 
@@ -320,7 +320,7 @@ def test_what_others_print_is_no_answer(call, inject, asked, kept):
     at_work = f"{NOISE}; import atexit; atexit.register(lambda: {NOISE}); "
     inject(at_work + "real(self, grid, device, tensors, numbers, common)", start=f"import os; {NOISE}")
     call()
-    assert [record.route for record in nsa.routes()] == ["ranges"]
+    assert [record.route for record in nsa.routes()] == ["query_major"]
     assert len(asked) == 1
     (path,) = kept()
     assert json.loads(path.read_text())["cause"] is None
@@ -333,7 +333,7 @@ def test_a_child_is_as_this_process_was_started(call, asked, monkeypatch, tmp_pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRITON_INTERPRET", "0" if current_lane() == "interpreter" else "1")
     call()
-    assert [record.route for record in nsa.routes()] == ["ranges"]
+    assert [record.route for record in nsa.routes()] == ["query_major"]
     assert [what["interpreted"] for what in asked] == [current_lane() == "interpreter"]
 
 
@@ -394,7 +394,7 @@ def test_a_variant_that_kills_the_child_leaves_the_next_one_right(draw, same, in
     spans = {"ranges": same([(0, 7), (9, 13)], 1, 3, 2)}
     for qkv, lse in (((q, k, v), False), (half, False), ((q, k, v), True)):
         nsa.selection_attention(*qkv, **spans, return_lse=lse)
-    assert sorted((record.route, record.calls) for record in nsa.routes()) == [("ranges", 2), ("sdpa", 1)]
+    assert sorted((record.route, record.calls) for record in nsa.routes()) == [("query_major", 2), ("sdpa", 1)]
     assert causes(kept) == [None, None, "killed by SIGABRT while compiling"]
     assert len(started) == 3
 
@@ -404,7 +404,7 @@ def test_a_child_that_an_earlier_variant_broke_blames_no_other(draw, same, injec
     q, k, v = draw()
     for lse in (False, True):
         nsa.selection_attention(q, k, v, ranges=same([(0, 7), (9, 13)], 1, 3, 2), return_lse=lse)
-    assert [(record.route, record.calls) for record in nsa.routes()] == [("ranges", 2)]
+    assert [(record.route, record.calls) for record in nsa.routes()] == [("query_major", 2)]
     assert causes(kept) == [None, None]
     assert len(started) == 2
 

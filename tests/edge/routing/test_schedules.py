@@ -180,10 +180,10 @@ def route(plan):
     return plan.route, plan.reason, plan.family.name, plan.named, plan.instead and plan.instead.route
 
 
-KEY_MAJOR = ("key_major", f"2 queries or more with G = 1: {MEASURED}", "key_major", False, "blocks")
-CHUNK = ("key_major", f"64 queries or more with G = 1: {MEASURED}", "key_major", False, "blocks")
-BLOCKS = ("blocks", LONG, "query_major", False, None)
-NAMED = ("key_major", LONG, "key_major", False, "blocks")
+KEY_MAJOR = ("key_major", f"2 queries or more with G = 1: {MEASURED}", "key_major", False, "query_major")
+CHUNK = ("key_major", f"64 queries or more with G = 1: {MEASURED}", "key_major", False, "query_major")
+BLOCKS = ("query_major", LONG, "query_major", False, None)
+NAMED = ("key_major", LONG, "key_major", False, "query_major")
 ROUTES = {
     "prefill": ({}, KEY_MAJOR),
     "varlen": ({"varlen": True}, KEY_MAJOR),
@@ -221,15 +221,15 @@ ROUTES = {
     "two-sequences-below-it": ({"G": 2, "S": 512, "B": 2}, BLOCKS),
     "at-its-group": (
         {"G": 2, "S": 1024},
-        ("key_major", f"1024 queries or more with G = 2: {MEASURED}", "key_major", False, "blocks"),
+        ("key_major", f"1024 queries or more with G = 2: {MEASURED}", "key_major", False, "query_major"),
     ),
     "never": ({"G": 16, "S": 10**6}, BLOCKS),
     "larger-than-measured": ({"G": 17, "S": 10**6}, BLOCKS),
-    "ranges": ({"blocks": False}, ("ranges", LONG, "query_major", False, None)),
+    "ranges": ({"blocks": False}, ("query_major", LONG, "query_major", False, None)),
     "query-major-named": ({"schedule": "query_major"}, BLOCKS),
     "per-head-named": ({"schedule": "per_head"}, ("per_head", LONG, "query_major", False, None)),
     "key-major-named": ({"schedule": "key_major", "S": 1, "n": 1, "block_size": 7}, NAMED),
-    "key-major-named-for-ranges": ({"schedule": "key_major", "blocks": False}, (*NAMED[:-1], "ranges")),
+    "key-major-named-for-ranges": ({"schedule": "key_major", "blocks": False}, (*NAMED[:-1], "query_major")),
     "key-major-named-in-fp32": ({"schedule": "key_major", "dtype": torch.float32}, NAMED),
     "triton-named": (
         {"backend": "triton"},
@@ -253,7 +253,7 @@ def test_routes(folder, gpu, kind):
 @pytest.mark.parametrize(
     ("changed", "shape", "want"),
     [
-        ({"batch_invariant": True}, {}, ("blocks", LONG)),
+        ({"batch_invariant": True}, {}, ("query_major", LONG)),
         ({"batch_invariant": True}, {"schedule": "key_major"}, ("key_major", LONG)),
         ({"sel_triton_group": False}, {}, ("per_head", LONG)),
         ({"sel_triton_group": False}, {"schedule": "key_major"}, ("key_major", LONG)),
@@ -331,6 +331,6 @@ def test_prompts_on_an_h100_and_on_what_nobody_measured(monkeypatch, name):
     for G in (1, 2, 3, 4, 8, 16):
         prompt = "union" if G >= 4 else "key_major"
         assert planned(G=G, S=4096, backend="triton").route == prompt
-        assert planned(G=G, S=1, backend="triton").route == "blocks"
-        assert planned(G=G, S=4096, blocks=False, backend="triton").route == "ranges"
-    assert planned(G=64, S=4096, backend="triton").route == "blocks"
+        assert planned(G=G, S=1, backend="triton").route == "query_major"
+        assert planned(G=G, S=4096, blocks=False, backend="triton").route == "query_major"
+    assert planned(G=64, S=4096, backend="triton").route == "query_major"
