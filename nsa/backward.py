@@ -11,9 +11,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from nsa import dispatch, failures, routing
+from nsa import dispatch, failures, guard, routing
 from nsa.call import Call
 from nsa.kernels.families import BACKWARD
+from nsa.kernels.shared.asking import Untried
 from nsa.kernels.shared.errors import NO_MEMORY, DoesNotFit
 from nsa.routing import Plan
 from nsa.torch_modes import odd
@@ -79,7 +80,12 @@ def _launch(
         found = dispatch.with_variants(BACKWARD.kernels, planned, what.backward, ROUTE, what.reason)
         what.backward_launch = found
     do = torch.zeros_like(o) if do is None else do
-    result: Gradients = found[0].backward(found[1], call, do, dlse, o, lse, ROUTE, wanted)
+    try:
+        result: Gradients = found[0].backward(found[1], call, do, dlse, o, lse, ROUTE, wanted)
+    except Untried as untried:
+        given = {"do": do, "dlse": dlse, "o": o, "lse": lse, "wanted": wanted}
+        guard.admit(untried, guard.describe(call, what.shape, ROUTE, found[1], given), call.q.device)
+        return _launch(what, call, do, dlse, o, lse, wanted)
     dispatch.count(ROUTE, what.reason)
     return result
 
@@ -110,6 +116,6 @@ def _recorded(device_type: str) -> Iterator[None]:
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for name in _AUTOGRAD:
         excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
-    guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
-    with guard, torch.enable_grad(), torch.autocast(device_type, enabled=False):
+    keys = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+    with keys, torch.enable_grad(), torch.autocast(device_type, enabled=False):
         yield

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from nsa import debug, failures, routing
+from nsa import debug, failures, guard, routing
 from nsa.call import Call
 from nsa.failures import broken
 from nsa.gpu import SDPA_LAYOUTS
+from nsa.kernels.shared.asking import Untried
 from nsa.kernels.shared.errors import NO_MEMORY, DoesNotFit
 from nsa.plain import oracle, packed_sdpa
 from nsa.routing import PLAIN, Plan
@@ -82,9 +83,9 @@ def run(what: Plan, call: Call) -> Result:
         try:
             result: Result = planned[0].forward(planned[1], call, what.route)
         except (DoesNotFit, *failures.caught()) as raised:  # type: ignore[misc]
-            if what.named:
+            error = None if isinstance(raised, Untried) else raised
+            if what.named and error is not None:
                 raise
-            error = raised
         else:
             if call.out is not None:
                 _written(call.out)
@@ -169,7 +170,11 @@ def attach(what: Plan, call: Call) -> Planned:
 def launch(what: Plan, call: Call, planned: Planned | None = None) -> Result:
     """Launch the kernel of a planned call. Raises if that fails."""
     found = planned or what.launch or attach(what, call)
-    result: Result = found[0].forward(found[1], call, what.route)
+    try:
+        result: Result = found[0].forward(found[1], call, what.route)
+    except Untried as untried:
+        guard.admit(untried, guard.describe(call, what.shape, what.route, found[1]), call.q.device)
+        return launch(what, call, found)
     if call.out is not None:
         _written(call.out)
     return result

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import nsa
+from nsa import guard
 from nsa.call import Call
 from nsa.guard import memory, parent
 from nsa.kernels.shared.errors import DoesNotFit
@@ -145,12 +146,25 @@ def untried(monkeypatch, tmp_path):
 
 @pytest.fixture
 def answer(monkeypatch):
-    """`answer(verdict) -> whats`: what `nsa.guard` would ask a child, which always finds this."""
+    """`answer(verdict) -> whats`: what `nsa.guard` would ask a child, which always finds this.
+
+    If it finds that kernels work, those that were about to be compiled are among them.
+    """
+    find_out = parent.find_out
 
     def make(verdict):
         whats = []
         monkeypatch.setattr(parent, "ask", lambda what, device: whats.append(what) or verdict)
         return whats
+
+    def admit(untried, what, device):
+        verdict = find_out(what, device)
+        if verdict.cause is None:
+            memory.admitted.add(memory.key_of(untried.variant, device))
+        else:
+            raise parent.ProbeFailed(verdict.cause, verdict.lasting)
+
+    monkeypatch.setattr(guard, "admit", admit)
 
     return make
 

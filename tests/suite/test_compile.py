@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa.guard.trials import TRIALS
+from nsa.kernels.families import BACKWARD, FAMILIES
 from nsa.kernels.query_major import plan as query_major
 from nsa.kernels.shared import device as device_facts
+from nsa.kernels.shared import sources
 from nsa.testing.compile import budgets, matrix
 from nsa.testing.compile.child import askew, mixed
 from nsa.testing.compile.points import ARCHITECTURES, MOST, POINTS, QUICK, points
@@ -53,7 +54,9 @@ def test_kernels_compile(name, extent, record_property):
     # A shape of a table may need what another one needed; that each was launched, the child sees to.
     asked = {point.id for point in points(architecture, extent)}
     assert {point.id for point in points(architecture, "quick")} <= {k.point for k in kernels} <= asked
-    assert {k.kernel for k in kernels} == set(TRIALS)
+    folders = [*(family.name for family in (*FAMILIES, BACKWARD)), "shared"]
+    functions = {name for folder in folders for name in sources.functions(folder) if name.endswith("_kernel")}
+    assert {k.kernel for k in kernels} == functions
     assert {k.registers is None for k in kernels} == {RELEASE < matrix.OVERHEARD}
     query_major = [k for k in kernels if k.kernel in ("_fwd_kernel", "_combine_kernel")]
     assert {k.early for k in kernels if k not in query_major} == {False}

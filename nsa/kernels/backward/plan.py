@@ -26,6 +26,7 @@ from nsa.kernels.backward.union_dq import _union_dq_kernel
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared import inverse_index
+from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import TRITON, Variant, remembered, workspaces
 from nsa.kernels.shared.shape import RANGES, TILED, Shape, shape_of
 from nsa.kernels.shared.sizes import INT32_MAX, span_bucket
@@ -71,6 +72,24 @@ class Launch(NamedTuple):
     shape: Shape
     narrow: bool  # all sizes fit int32
     scale: float  # the default, for calls without `scale`
+    exact: Exact
+
+    @property
+    def unites(self) -> bool:
+        """Whether dQ is taken from unions."""
+        return self.unions is not None
+
+    @property
+    def queries(self) -> int:
+        """Enough that the work of a block has several shares, if all rows select it; or a tile with unions."""
+        if self.unions is not None:
+            return self.unions.tile.TOKENS + 1
+        return min(3 + max(self.usual.tile.share, self.alone.tile.share) // max(self.shape.n - 2, 1), 300)
+
+    @property
+    def pins(self) -> dict[str, Exact]:
+        """Pins with which another call compiles the same variants, and reads unions of any size."""
+        return {"backward": self.exact}
 
     @property
     def usual(self) -> Pass:
@@ -101,11 +120,18 @@ def plan(call: Call, shape: Shape | None = None) -> Launch:
     shared = {"G": G, "D": D, "Dv": Dv, "LAYOUT": g.layout, "CAUSAL": call.causal, "STRIDE_UNIT": g.unit}
     shared |= {"INPUT_PRECISION": "ieee"}
     bucket = span_bucket(g.n, g.S_kv)
+    pin = call.settings.pin.get("backward")
+    exact = pin if isinstance(pin, Exact) else None
+    if exact is not None:
+        bucket = exact.more[2]
 
     def pass_of(parts: bool) -> Pass:
-        tile = backward_tiles.select(
-            capability, dtype.itemsize, G, D, Dv, size, spans, call.settings.pin.get("backward"), PIPELINES, parts
-        )
+        if exact is not None:
+            tile = backward_tiles.Tile(*(exact.tile if parts else exact.more[0]))
+        else:
+            tile = backward_tiles.select(
+                capability, dtype.itemsize, G, D, Dv, size, spans, pin, PIPELINES, parts
+            )  # fmt: skip
         w = backward_tiles.windows(
             g.tokens, g.HKV, G, D, Dv, dtype.itemsize, slots, blocks, size, tile.share, tile.keep_dq, spans
         )
@@ -117,24 +143,35 @@ def plan(call: Call, shape: Shape | None = None) -> Launch:
     tile = usual.tile
     alone = pass_of(False) if tile.keep_dq else usual
     tiled = not spans and size % tile.BLOCK_L == 0 and bucket * size + g.S_kv <= INT32_MAX
+    tiled = tiled if exact is None else exact.more[3]
     source = TILED if tiled else g.source
     by_row = _by_row(device, dtype, call.dtypes(), tile, bucket, source, **shared)
-    unions = _unions(call, g, size, capability, sizes, shared) if tile.keep_dq else None
+    unions = _unions(call, g, size, capability, sizes, shared, exact) if tile.keep_dq else None
     narrow = max(*alone.sizes.values(), *usual.sizes.values()) <= INT32_MAX
+    told = Exact(tuple(tile), (tuple(alone.tile), None if unions is None else tuple(unions.tile), bucket, tiled))
     return Launch(
-        by_row, usual if tile.keep_dq else None, alone, unions, device, g, narrow, 1.0 / math.sqrt(D)
+        by_row, usual if tile.keep_dq else None, alone, unions, device, g, narrow, 1.0 / math.sqrt(D), told
     )  # fmt: skip
 
 
 def _unions(
-    call: Call, g: Shape, size: int, capability: int, sizes: dict[str, int], shared: dict[str, Any]
+    call: Call,
+    g: Shape,
+    size: int,
+    capability: int,
+    sizes: dict[str, int],
+    shared: dict[str, Any],
+    exact: Exact | None,
 ) -> Unions | None:
     """How unions are read, or None: for small calls or groups, `batch_invariant`, old Tritons, or if no tile fits."""
     rule: backward_tiles.Unions = call.settings.pin.get("backward_unions") or backward_tiles.Unions()
+    if exact is not None:
+        rule = backward_tiles.Unions(0 if exact.more[1] else 2**62, 0, union_tiles.ALWAYS)
     small = sizes["rows"] * g.G < rule.rows or g.G < rule.least_G
     if small or call.settings.batch_invariant or not PIPELINES:
         return None
     tile = backward_tiles.union(capability, call.q.dtype.itemsize, g.G, g.D, g.Dv, g.n, size)
+    tile = tile if exact is None else union_tiles.Tile(*exact.more[1])
     if tile is None or not union_tiles.fits(g.S_kv, size):
         return None
     cost, gain = rule.worth
@@ -217,18 +254,6 @@ def _by_union(
         "list": Variant(union_kernels._list_kernel, lists, {"num_warps": 4 if tile.TOKENS * tile.SLOTS > 256 else 1}),
         "union_dq": Variant(_union_dq_kernel, dq, {"num_warps": tile.warps, "num_stages": tile.stages}),
     }
-
-
-def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a tile for which :func:`_pass` and the like give the named kernel these arguments and options."""
-    fields = {"share": constexprs["SHARE"]} if "SHARE" in constexprs else {}
-    if kernel == "_dq_kernel":
-        fields |= {"dq_heads": constexprs["HEADS"], "BLOCK_G": constexprs["BLOCK_G"], "BLOCK_L": constexprs["BLOCK_L"]}
-        fields |= {"dq_warps": options["num_warps"], "dq_stages": options["num_stages"]}
-    elif kernel == "_dkdv_kernel":
-        fields |= {name: constexprs[name] for name in ("HEADS", "BLOCK_M", "BLOCK_N")}
-        fields |= {"warps": options["num_warps"], "stages": options["num_stages"]}
-    return fields
 
 
 def backward(

@@ -23,6 +23,7 @@ from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared import inverse_index
 from nsa.kernels.shared.errors import ODD, DoesNotFit
+from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import Variant, remembered, workspaces
 from nsa.kernels.shared.shape import E4M3, RAGGED, RANGES, TILED, Shape, shape_of
 from nsa.kernels.shared.sizes import INT32_MAX, STEPS, pairs, span_bucket
@@ -55,6 +56,14 @@ class Launch(NamedTuple):
     scale: float  # of a call that names none
     steps: Any  # query-major's launch for the sequences of few queries of a ragged batch, which seldom share blocks
     likely: int  # all blocks; of a ragged batch, those that probably have units
+    exact: Exact
+    unites: bool = False
+    queries: int = 3
+
+    @property
+    def pins(self) -> dict[str, Exact]:
+        """Pins with which another call compiles the same variants."""
+        return {"key_major": self.exact} | ({} if self.steps is None else self.steps.pins)
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -97,34 +106,34 @@ def plan(call: Call, shape: Shape | None = None, skips: bool = False, steps: Any
     walk = key_tiles.walks(g.S, S_kv * chunks, call.settings.batch_invariant)
     listed = block_size or size  # not cut to S_kv, because S_kv must not change a row's tiles
     reads = g.tokens * n // max(likely, 1)
+    pin = call.settings.pin.get("key_major")
+    exact = isinstance(pin, Exact)
+    choice = None if exact else pin
     tile = key_tiles.select(
-        capability,
-        dtype.itemsize,
-        G,
-        D,
-        Dv,
-        listed,
-        call.settings.pin.get("key_major"),
-        walk,
-        call.k.dtype == E4M3,
-        reads,
-    )
+        capability, dtype.itemsize, G, D, Dv, listed, choice, walk, call.k.dtype == E4M3, reads
+    )  # fmt: skip
+    bucket = span_bucket(n, S_kv)
+    tiled = listed % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
+    farthest = sum((size - 1) * stride for size, stride in zip(call.q.shape, call.q.stride(), strict=True)) + D
+    wide = farthest > WIDE_FROM
+    if exact:
+        tile, (bucket, tiled, wide) = key_tiles.Tile(*pin.tile), pin.more
     walked = 0 if spans else n * tile.walked // 16
     slots -= walked
     sized = (g.tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, tile.share, spans)
     windows = key_tiles.windows(*sized)
-    farthest = sum((size - 1) * stride for size, stride in zip(call.q.shape, call.q.stride(), strict=True)) + D
-    bucket = span_bucket(n, S_kv)
-    tiled = listed % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
     variants = _variants(
         device, dtype, (*call.dtypes(), skips or steps is not None), tile, bucket,
         0 if steps is None else STEPS, walked > 0, TILED if tiled else g.source,
-        ONE_TILE=listed <= tile.BLOCK_N, WIDE=farthest > WIDE_FROM, G=G, D=D, Dv=Dv, SOURCE=g.source, LAYOUT=g.layout,
+        ONE_TILE=listed <= tile.BLOCK_N, WIDE=wide, G=G, D=D, Dv=Dv, SOURCE=g.source, LAYOUT=g.layout,
         PAGE=g.page, CAUSAL=call.causal, STRIDE_UNIT=g.unit, K_STEP=g.k_step, V_STEP=g.v_step,
         PAIRS=g.pairs and pairs(tile.merge_heads, tile.BLOCK_DV), INPUT_PRECISION="ieee",
     )  # fmt: skip
     narrow = max(g.B, g.S, S_kv, HKV, n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
-    return Launch(*variants, device, sized, windows, tile, g, size, narrow, 1.0 / math.sqrt(D), steps, likely)
+    return Launch(
+        *variants, device, sized, windows, tile, g, size, narrow, 1.0 / math.sqrt(D), steps, likely,
+        Exact(tuple(tile), (bucket, tiled, wide)),
+    )  # fmt: skip
 
 
 def _chunks(g: Shape, longest: int | None) -> int:
@@ -174,19 +183,6 @@ def _variants(
         Variant(key_kernels._merge_kernel, merge, merging),
         Variant(key_kernels._merge_kernel, merge, merging),  # with LSE
     )
-
-
-def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a tile for which :func:`_variants` gives the named kernel these arguments and options."""
-    merging = kernel == "_merge_kernel"
-    named = {"SHARE": "share", "AT_ONCE": "at_once"} | ({"HEADS": "merge_heads"} if merging else {})
-    fields = {named.get(name, name): value for name, value in constexprs.items()}
-    if merging:
-        fields |= {"walked": 8 * constexprs["WALK"], "walk_registers": options.get("maxnreg")}
-        fields |= {"walk_stages": options["num_stages"]} if constexprs["WALK"] else {}
-    elif kernel == "_partial_kernel":
-        fields |= {"warps": options["num_warps"], "registers": options.get("maxnreg")}
-    return {name: value for name, value in fields.items() if name in key_tiles.Tile._fields}
 
 
 Memory = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]

@@ -18,6 +18,7 @@ from nsa.kernels.shared.clusters import sending
 from nsa.kernels.shared.combine import combine
 from nsa.kernels.shared.device import runs_ptx
 from nsa.kernels.shared.errors import ODD, DoesNotFit
+from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import TRITON, Variant, remembered
 from nsa.kernels.shared.shape import BATCH, BLOCKS, RANGES, TILED, WHOLE, Shape, shape_of
 from nsa.kernels.shared.sizes import INT32_MAX
@@ -43,6 +44,14 @@ class Launch(NamedTuple):
     pairs: bool  # values are read in pairs of bytes
     stride_tb: int  # as in a `Shape`
     copies_table: bool
+    exact: Exact
+    unites: bool = False
+    queries: int = 3
+
+    @property
+    def pins(self) -> dict[str, Exact]:
+        """Pins with which another call compiles the same variants."""
+        return {"query_major": self.exact}
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -77,14 +86,18 @@ def plan(call: Call, shape: Shape | None = None, per_head: bool = False, steps: 
     longest = bound if bound is not None else tiles.UNBOUNDED if invariant else S_kv
     capability, processors = gpu.limits(device)
     spans = 1 if source == WHOLE else sizes.span_bucket(g.n, S_kv)
-    tile, splits, merged = tiles.choose(
-        gpu.gpu_name(device), capability, processors, call.k.dtype.itemsize, G, D, Dv, longest, spans, rows, per_head,
-        pipelined, call.settings.pin.get("query_major"), largest_cluster(device, capability, processors), invariant,
-    )  # fmt: skip
+    pin, tiled = call.settings.pin.get("query_major"), True
+    if isinstance(pin, Exact):
+        tile, (splits, merged, tiled) = tiles.Tile(*pin.tile), pin.more
+    else:
+        tile, splits, merged = tiles.choose(
+            gpu.gpu_name(device), capability, processors, call.k.dtype.itemsize, G, D, Dv, longest, spans, rows,
+            per_head, pipelined, pin, largest_cluster(device, capability, processors), invariant,
+        )  # fmt: skip
     size = min(block_size or 1, max(S_kv, 1))  # keys of a block, at most those that exist
     if source == BLOCKS and block_size is not None and block_size % tile.BLOCK_L == 0:
         whole = min(block_size, max(-(-S_kv // tile.BLOCK_L), 1) * tile.BLOCK_L)
-        if max(spans * whole, S_kv + whole) <= INT32_MAX:  # the kernel counts slots and keys in int32
+        if tiled and max(spans * whole, S_kv + whole) <= INT32_MAX:  # the kernel counts slots and keys in int32
             source, size = TILED, whole
     tile = tile._replace(UPFRONT=tile.UPFRONT and runs_ptx(device))
     early = runs_ptx(device) and capability >= 90 and primitives.gdc_wait is not None
@@ -114,6 +127,7 @@ def plan(call: Call, shape: Shape | None = None, per_head: bool = False, steps: 
     return Launch(
         variant, variant_lse, device, grid, splits, merged, places, numbers, max(*numbers, g.stride_tb) <= INT32_MAX,
         1.0 / math.sqrt(D), g.like_q, bool(variant.constexprs["PAIRS"]), g.stride_tb, g.copies_table,
+        Exact(tuple(tile), (splits, merged, source == TILED)),
     )  # fmt: skip
 
 

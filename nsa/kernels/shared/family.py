@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from nsa.call import Call
 from nsa.kernels.shared import sources
 from nsa.kernels.shared.shape import Shape
+
+
+class Exact(NamedTuple):
+    """A pin that repeats all that tile rules decided about another launch, as its ``pins`` tells. JSON can hold it."""
+
+    tile: tuple[Any, ...]  # the fields of the family's `Tile`
+    more: tuple[Any, ...] = ()  # what else the family's plan decided
 
 
 class Family:

@@ -16,6 +16,7 @@ from nsa.call import Call
 from nsa.kernels import launches
 from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared.errors import DoesNotFit
+from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import TMA, Variant, remembered, workspaces
 from nsa.kernels.shared.shape import Shape
 from nsa.kernels.shared.sizes import INT32_MAX
@@ -38,6 +39,18 @@ class Launch(NamedTuple):
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
     rest: Any  # key-major's launch, for the other tiles
+    exact: Exact
+    unites: bool = True
+
+    @property
+    def queries(self) -> int:
+        """A tile, and a token."""
+        return self.tile.TOKENS + 1
+
+    @property
+    def pins(self) -> dict[str, Exact]:
+        """Pins with which another call compiles the same variants, and reads unions of any size."""
+        return {"union": self.exact, **self.rest.pins}
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -57,10 +70,13 @@ def plan(call: Call, shape: Shape, rest: Any) -> Launch:
     g, device, dtype, block_size = shape, call.q.device, call.q.dtype, call.block_size
     assert block_size is not None
     capability, _ = gpu.limits(device)
-    pin: tiles.Choice | None = call.settings.pin.get("union")
-    tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, block_size, pin)
+    pin = call.settings.pin.get("union")
+    exact = isinstance(pin, Exact)
+    tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, block_size, None if exact else pin)
+    tile = tiles.Tile(*pin.tile) if exact else tile
     if tile is None or not tiles.fits(g.S_kv, block_size):
         raise DoesNotFit(f"union: no tile for {g.n} blocks a row, {g.G} query heads a KV head and {g.S_kv} keys")
+    told = Exact(tuple(tile))
     tiled = block_size % tile.BLOCK_N == 0
     size = min(block_size, -(-max(g.S_kv, 1) // tile.BLOCK_N) * tile.BLOCK_N)  # no tiles past the last key
     tile = tile._replace(TMA=tile.TMA and TMA and tiled and _tma_reads(call, g, tile))
@@ -72,11 +88,11 @@ def plan(call: Call, shape: Shape, rest: Any) -> Launch:
     lists, *unions = _variants(device, dtype, kinds, tile, steps, **shared)
     _, *by_pointers = _variants(device, dtype, kinds, tile._replace(TMA=False), steps, **shared)
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
-    worth = tiles.worth(block_size) if pin is None else pin.worth
+    worth = tiles.ALWAYS if exact else tiles.worth(block_size) if pin is None else pin.worth
     worth = worth._replace(gain=worth.gain * tile.HEADS)
     return Launch(
         lists, tuple(unions), tuple(by_pointers), device, tile, worth, g, size, tiles.tiles_at_once(tile, g.HKV),
-        narrow, 1.0 / math.sqrt(g.D), rest,
+        narrow, 1.0 / math.sqrt(g.D), rest, told,
     )  # fmt: skip
 
 
@@ -114,14 +130,6 @@ def _variants(
         Variant(union_kernels._list_kernel, lists, {"num_warps": 4 if tile.TOKENS * tile.SLOTS > 256 else 1}),
         *(Variant(union_kernels._union_kernel, whole, options, blocks=of_tma) for _ in range(2)),
     )
-
-
-def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a tile for which :func:`_variants` gives the named kernel these arguments and options."""
-    fields = {name: value for name, value in constexprs.items() if name in tiles.Tile._fields}
-    if kernel == "_union_kernel":
-        fields |= {"warps": options["num_warps"], "stages": options["num_stages"]}
-    return fields
 
 
 def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | None]:
