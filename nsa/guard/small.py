@@ -49,7 +49,7 @@ def describe(
         "kernel": route,
         "schedule": call.schedule if route == "backward" or g.source == WHOLE else route,
         "interpreted": settings.interpreter(),
-        "sizes": [g.S_kv, g.HKV, g.n, call.q.shape[-2], g.Dv, g.unit, g.layout, g.source],
+        "sizes": [g.n, g.Dv, g.unit, g.layout, g.source],
         "shapes": {name: [*lead, *ends.get(name, ())] for name, lead in own.items() if name not in ("out", "do")},
         "dtypes": {name: str(x.dtype).removeprefix("torch.") for name, x in given.items()},
         "misaligned": [name for name in memory if given[name].data_ptr() % 16 and given[name].numel()],
@@ -91,7 +91,7 @@ class Small:
 
     def __init__(self, what: dict[str, Any], device: torch.device) -> None:
         self.what, self.device, self.generator = what, device, torch.Generator().manual_seed(0)
-        self.S_kv, self.HKV, self.n, self.HQ, self.Dv, self.unit, self.layout, self.source = what["sizes"]
+        self.n, self.Dv, self.unit, self.layout, self.source = what["sizes"]
 
     def call(self) -> Call:
         """The call, with the settings and the pins of the caller's."""
