@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from nsa import settings
-from nsa.call import TENSORS, Call
+from nsa.call import Call
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.shape import RAGGED, RANGES, VARLEN, WHOLE, Shape
 from nsa.kernels.shared.sizes import STEPS
 from nsa.settings import Settings
 
 MOST_KEYS = 4096 + 37  # of a sequence: more than a program of query-major reads at once, and no multiple of a tile
-COPIED = Call._fields[3:TENSORS]  # kernels get contiguous copies of these, which are aligned
 
 
 def describe(
@@ -43,7 +42,8 @@ def describe(
     for name in ("k_scale", "v_scale"):
         if name in own:
             own[name] = list(given[name].shape)
-    memory = [name for name, x in given.items() if name not in COPIED or x.is_contiguous()]
+    read = (*Call._fields[:3], "out", *["block_table"] * (not g.copies_table))  # where they lie; of others a copy
+    memory = [name for name, x in given.items() if name in read or x.is_contiguous()]
     steps = g.layout != RAGGED or getattr(getattr(launch, "rest", launch), "steps", None) is not None
     return {
         "kernel": route,

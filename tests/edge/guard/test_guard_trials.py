@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import nsa
-from nsa import settings
+from nsa import failures, settings
 from nsa.guard import child, parent
 from nsa.kernels import pinned
 from nsa.kernels.backward import tiles as backward_tiles
@@ -78,6 +78,7 @@ def right(asked):
         call()
         new = asked[before:]
         assert [verdict.cause for _, verdict in new] == [None] * len(new)
+        assert not failures.broken, "what was about to be compiled was not among what the child compiled"
         return [variant["kernel"] for _, verdict in new for variant in verdict.variants]
 
     return make
@@ -113,6 +114,10 @@ def calls(draw, same, device):
         "cache": lambda: cached(k, v, **ranges),
         "int64-cache": lambda: cached(k, v, **blocks | {"cache_seqlens": lengths.long()}),
         "pages": lambda: cached(*pages, **blocks, block_table=table),
+        "sliced-table": lambda: nsa.selection_attention_with_kvcache(
+            torch.cat((q, q)), *pages, cache_seqlens=lengths.repeat(2), block_table=table.repeat(2, 2)[:, 1:4],
+            block_indices=blocks["block_indices"].repeat(2, 1, 1, 1), block_size=16,
+        ),
         "ragged": lambda: nsa.selection_attention_with_kvcache(
             q[0], *pages, cache_seqlens=lengths, cu_seqlens_q=cu[[0, 2]], block_table=table,
             block_indices=blocks["block_indices"][0], block_size=16,
@@ -142,7 +147,8 @@ def calls(draw, same, device):
 KEY_MAJOR = "ranges blocks odd varlen positions int64 tiled-walk walk cache-walk e4m3-walk pages-walk pages".split()
 KEY_MAJOR += ["ragged"]
 NAMES = "ranges lse fp16 long int64 misaligned positions blocks tiled odd one per-head varlen dense packed".split()
-NAMES += "cache int64-cache pages e4m3 ragged spans-in-pages more-spans-than-one-holds more-blocks-in-one-tile".split()
+NAMES += "cache int64-cache pages sliced-table e4m3 ragged spans-in-pages more-spans-than-one-holds".split()
+NAMES += ["more-blocks-in-one-tile"]
 
 
 @pytest.mark.parametrize("name", NAMES)
