@@ -10,7 +10,6 @@ import json
 
 import torch
 
-from nsa import settings
 from nsa.guard import describe
 from nsa.guard.small import Small
 from nsa.kernels.families import BACKWARD, FAMILIES, OF_SCHEDULE
@@ -45,7 +44,6 @@ def main() -> None:
         device_facts.limits = lambda device, chip=chip: (chip.capability, chip.processors)
         device_facts.gpu_name = lambda device, chip=chip: chip.gpu
         seen.clear()
-        settings.reload()
         child._call(point)
         wanted = list(seen)
         call, shape, schedule, made = planned[-1]
