@@ -5,15 +5,16 @@ The plan is that of the forward pass. A failure of the forward kernel says nothi
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from nsa import dispatch, failures, routing
+from nsa import dispatch, failures, guard, routing
 from nsa.call import Call
+from nsa.kernels.families import BACKWARD
+from nsa.kernels.shared.asking import Untried
 from nsa.kernels.shared.errors import NO_MEMORY, DoesNotFit
 from nsa.routing import Plan
 from nsa.torch_modes import odd
@@ -75,12 +76,16 @@ def _launch(
 ) -> Gradients:
     found = what.backward_launch
     if found is None:
-        kernel = importlib.import_module("nsa.kernels.backward.plan")  # not imported above: it imports Triton
-        planned = kernel.plan(call, what.dims.bound)
-        found = dispatch.with_variants(kernel, planned, what.backward, ROUTE, what.reason)
+        planned = BACKWARD.plan(call, what.shape, ROUTE)
+        found = dispatch.with_variants(BACKWARD.kernels, planned, what.backward, ROUTE, what.reason)
         what.backward_launch = found
     do = torch.zeros_like(o) if do is None else do
-    result: Gradients = found[0].backward(found[1], call, do, dlse, o, lse, ROUTE, wanted)
+    try:
+        result: Gradients = found[0].backward(found[1], call, do, dlse, o, lse, ROUTE, wanted)
+    except Untried as untried:
+        given = {"do": do, "dlse": dlse, "o": o, "lse": lse, "wanted": wanted}
+        guard.admit(untried, guard.describe(call, what.shape, ROUTE, found[1], given), call.q.device)
+        return _launch(what, call, do, dlse, o, lse, wanted)
     dispatch.count(ROUTE, what.reason)
     return result
 
@@ -92,7 +97,7 @@ def _recompute(
     with _recorded(call.q.device.type):
         q, k, v = (x.detach().requires_grad_(want) for x, want in zip((call.q, call.k, call.v), wanted, strict=True))
         again = call._replace(q=q, k=k, v=v, return_lse=dlse is not None, out=None)
-        outputs = dispatch.plain(route, what, again)
+        outputs = dispatch.plain(route, again, what.shape.bound, what.sdpa_layout)
         dispatch.count(route, reason)
         pairs = [(x, g) for x, g in zip(outputs, (do, dlse), strict=True) if x is not None and g is not None]
         leaves = [x for x in (q, k, v) if x.requires_grad]
@@ -111,6 +116,6 @@ def _recorded(device_type: str) -> Iterator[None]:
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for name in _AUTOGRAD:
         excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
-    guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
-    with guard, torch.enable_grad(), torch.autocast(device_type, enabled=False):
+    keys = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+    with keys, torch.enable_grad(), torch.autocast(device_type, enabled=False):
         yield

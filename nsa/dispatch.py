@@ -6,7 +6,6 @@ fallback, and errors are raised.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import time
 from collections import Counter
@@ -16,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from nsa import debug, failures, routing
+from nsa import debug, failures, guard, routing
 from nsa.call import Call
 from nsa.failures import broken
+from nsa.gpu import SDPA_LAYOUTS
+from nsa.kernels.shared.asking import Untried
 from nsa.kernels.shared.errors import NO_MEMORY, DoesNotFit
 from nsa.plain import oracle, packed_sdpa
 from nsa.routing import PLAIN, Plan
@@ -28,27 +29,33 @@ logger = logging.getLogger("nsa")
 
 
 class RouteRecord(NamedTuple):
-    """How often calls took one route (`routes` lists the names) for one reason, since the process started."""
+    """How often calls took one route (`routes` lists the names) for one reason, since the process started.
+
+    ``rows`` is the kind of rows that query-major read, ``ranges`` or ``blocks``; empty for other routes.
+    """
 
     route: str
     reason: str
     calls: int
+    rows: str = ""
 
 
 Result = tuple[Tensor, Tensor | None]
 
-_taken: dict[tuple[str, str], list[int]] = {}
-"""Calls by route and reason. Each count is a list of one number, which a plan keeps, because a look-up takes longer."""
+_taken: dict[tuple[str, str, str], list[int]] = {}
+"""Calls by route, reason and kind of rows. Each count is a list of one number, which a plan keeps, because a look-up
+takes longer."""
 
 
 def routes() -> list[RouteRecord]:
     """The routes that ran in this process, why, and how often; the most frequent first.
 
-    Routes are ``dense_group``, ``varlen_group``, ``ranges``, ``blocks``, ``per_head``, ``key_major``, ``union``,
-    ``backward``, ``sdpa`` and ``reference``. If a kernel failed, the reason of the route that serves instead says why.
+    Routes are the schedules ``query_major``, ``per_head``, ``key_major`` and ``union``, and ``backward``, ``sdpa`` and
+    ``reference``. Calls on packed rows (``sel_attn_fwd_*``) are not counted. If a kernel failed, the reason of the
+    route that serves instead says why.
     """
     counts = Counter({entry: calls for entry, (calls,) in _taken.items() if calls})
-    return [RouteRecord(route, reason, calls) for (route, reason), calls in counts.most_common()]
+    return [RouteRecord(route, reason, calls, rows) for (route, reason, rows), calls in counts.most_common()]
 
 
 def reset() -> None:
@@ -58,13 +65,13 @@ def reset() -> None:
     failures.forget()
 
 
-def _counter(route: str, reason: str) -> list[int]:
-    return _taken.setdefault((route, reason), [0])
+def _counter(route: str, reason: str, rows: str = "") -> list[int]:
+    return _taken.setdefault((route, reason, rows), [0])
 
 
-def count(route: str, reason: str) -> None:
+def count(route: str, reason: str, rows: str = "") -> None:
     """Count a call in the route log."""
-    _counter(route, reason)[0] += 1
+    _counter(route, reason, rows)[0] += 1
 
 
 def run(what: Plan, call: Call) -> Result:
@@ -76,30 +83,30 @@ def run(what: Plan, call: Call) -> Result:
         try:
             result: Result = planned[0].forward(planned[1], call, what.route)
         except (DoesNotFit, *failures.caught()) as raised:  # type: ignore[misc]
-            if what.named:
+            error = None if isinstance(raised, Untried) else raised
+            if what.named and error is not None:
                 raise
-            error = raised
         else:
             if call.out is not None:
                 _written(call.out)
             planned[3][0] += 1
             return result
-    result, route, reason = _served(what, call, error)
-    count(route, reason)
+    result, *taken = _served(what, call, error)
+    count(*taken)
     return result
 
 
-def _served(what: Plan, call: Call, error: BaseException | None = None) -> tuple[Result, str, str]:
-    """Run a call with fallbacks. Returns the result, its route and the reason.
+def _served(what: Plan, call: Call, error: BaseException | None = None) -> tuple[Result, str, str, str]:
+    """Run a call with fallbacks. Returns the result, its route, the reason and the kind of rows.
 
     Args:
         error: the error of a launch that was already tried.
     """
     reason = what.reason
     if what.route in PLAIN:
-        return plain(what.route, what, call), what.route, reason
+        return plain(what.route, call, what.shape.bound, what.sdpa_layout), what.route, reason, ""
     if what.named:
-        return launch(what, call), what.route, reason
+        return launch(what, call), what.route, reason, what.rows
     while True:
         known = failures.known(what.kernel)
         planned = what.launch
@@ -112,7 +119,7 @@ def _served(what: Plan, call: Call, error: BaseException | None = None) -> tuple
                 if known is None:
                     result = launch(what, call, planned)
                     failures.works(planned[2])
-                    return result, what.route, reason
+                    return result, what.route, reason, what.rows
             except DoesNotFit as misfit:
                 known = str(misfit)
             except failures.caught() as failure:
@@ -121,7 +128,7 @@ def _served(what: Plan, call: Call, error: BaseException | None = None) -> tuple
                 odd_one = any(map(odd, call.tensors))
                 known = NO_MEMORY if odd_one else failures.remember(key, what.route, failure, server)
         if what.instead is None:
-            return plain(what.fallback, what, call), what.fallback, known
+            return plain(what.fallback, call, what.shape.bound, what.sdpa_layout), what.fallback, known, ""
         what, reason, error = what.instead, known, None
 
 
@@ -138,9 +145,9 @@ Planned = tuple[Any, Any, Any, list[int]]
 signature if the launch has none), and the count of its calls in the route log."""
 
 
-def with_variants(kernel: Any, launch: Any, signature: str, route: str, reason: str) -> Planned:
+def with_variants(kernel: Any, launch: Any, signature: str, *taken: str) -> Planned:
     """A kernel and its launch, with the key of a failure and the count in the route log."""
-    return kernel, launch, getattr(launch, "variants", signature), _counter(route, reason)
+    return kernel, launch, getattr(launch, "variants", signature), _counter(*taken)
 
 
 def failure_key(signature: str, planned: Planned | None) -> Any:
@@ -150,12 +157,12 @@ def failure_key(signature: str, planned: Planned | None) -> Any:
 
 def attach(what: Plan, call: Call) -> Planned:
     """Have the kernel family plan the launch, at the first call of a plan."""
-    kernel: Any = importlib.import_module(f"nsa.kernels.{what.module}.plan")  # not imported above: it imports Triton
+    family = what.family
     try:
-        planned = kernel.plan(call, what.dims.bound, what.route == "per_head")
-        found = with_variants(kernel, planned, what.kernel, what.route, what.reason)
+        planned = family.plan(call, what.shape, what.route)
+        found = with_variants(family.kernels, planned, what.kernel, what.route, what.reason, what.rows)
     except DoesNotFit as error:
-        found = _Refusal, str(error), what.kernel, _counter(what.route, what.reason)
+        found = _Refusal, str(error), what.kernel, _counter(what.route, what.reason, what.rows)
     what.launch = found
     return found
 
@@ -163,7 +170,11 @@ def attach(what: Plan, call: Call) -> Planned:
 def launch(what: Plan, call: Call, planned: Planned | None = None) -> Result:
     """Launch the kernel of a planned call. Raises if that fails."""
     found = planned or what.launch or attach(what, call)
-    result: Result = found[0].forward(found[1], call, what.route)
+    try:
+        result: Result = found[0].forward(found[1], call, what.route)
+    except Untried as untried:
+        guard.admit(untried, guard.describe(call, what.shape, what.route, found[1]), call.q.device)
+        return launch(what, call, found)
     if call.out is not None:
         _written(call.out)
     return result
@@ -175,10 +186,15 @@ def _written(out: Tensor) -> None:
         increment_version(out)
 
 
-def plain(route: str, what: Plan, call: Call) -> Result:
-    """Run packed SDPA or the reference."""
+def plain(route: str, call: Call, bound: int | None, layout: str = SDPA_LAYOUTS[0]) -> Result:
+    """Run packed SDPA or the reference.
+
+    Args:
+        bound: of the keys of a row, if the host knows one.
+        layout: of packed SDPA.
+    """
     if route == "sdpa":
-        o, lse = packed_sdpa.packed_sdpa(call, what.dims.bound, what.sdpa_layout)
+        o, lse = packed_sdpa.packed_sdpa(call, bound, layout)
     else:
         o, lse = oracle.selection_reference(call)
     return (o if call.out is None else call.out.copy_(o)), lse
@@ -195,14 +211,14 @@ def _run_debug(what: Plan, call: Call) -> Result:
     synchronize = torch.cuda.synchronize if call.q.is_cuda else lambda _: None
     synchronize(call.q.device)
     began = time.perf_counter()
-    result, route, reason = _served(what, call)
+    result, route, reason, rows = _served(what, call)
     synchronize(call.q.device)
-    count(route, reason)
+    count(route, reason, rows)
     if current.debug_timing:
         elapsed = (time.perf_counter() - began) * 1e3
         logger.info("route %s (%s): %.3f ms, host and device", route, reason, elapsed)
     if current.debug_compare:
-        exact = plain("reference", what, call._replace(return_lse=False, out=None))[0]
+        exact = plain("reference", call._replace(return_lse=False, out=None), None)[0]
         count("reference", "debug_compare is set")
         error = (result[0].double() - exact.double()).abs()
         worst = error.max().item() if error.numel() else 0.0

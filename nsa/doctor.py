@@ -20,6 +20,7 @@ from nsa import failures, gpu, routing, settings
 from nsa.call import Call
 from nsa.gpu import Gpu, Threshold, Tiles
 from nsa.guard import memory
+from nsa.kernels.key_major import family as crossover
 from nsa.kernels.shared import passed, sources
 
 HQ, HKV, D, SLOTS, BLOCK = 64, 4, 128, 16, 64
@@ -28,10 +29,6 @@ MOST_REFUSED = 3  # kernels that the report lists
 SHAPE = f"bf16, HQ/HKV {HQ}/{HKV}, D = {D}, {SLOTS} blocks of {BLOCK} keys a row, causal"
 NO_TRITON = "no Triton is installed"
 WORDS = {
-    "ranges": "query-major",
-    "blocks": "query-major",
-    "key_major": "key-major",
-    "union": "union",
     "per_head": "query-major, a head a program",
     "sdpa": "packed SDPA",
     "reference": "the gather reference",
@@ -72,7 +69,7 @@ def report() -> list[str]:
         here = "pytest -m parity -n auto" if checkout else "python -m nsa, on a machine with an NVIDIA GPU"
         return [*lines, "threshold  none applies: packed SDPA serves every call", f"next       {here}"]
     found, explicit = gpu.measured(names[0]), current.sel_triton_min_L
-    lines += [f"schedules  {routing.describe(names[0])}", f"tiles      {_tiles(found.tiles)}"]
+    lines += [f"schedules  {crossover.describe(names[0])}", f"tiles      {_tiles(found.tiles)}"]
     if explicit is not None:
         lines.append(f"threshold  sel_triton_min_L = {explicit}, set by {origins['sel_triton_min_L']}")
     if found.threshold or explicit is None:
@@ -107,7 +104,7 @@ def served(device: torch.device) -> list[tuple[str, str, str]]:
             "cache, 2048 queries": _plan(device, S=2048, S_kv=LONG, cache=True),
         }
     # Packed rows (`nsa.sel_attn_fwd_*`) have neither threshold nor fallback.
-    rows = "query-major (dense_group, varlen_group)", "no threshold, no fallback"
+    rows = "query-major", "no threshold, no fallback"
     why_not = routing.obstacle(torch.bfloat16, device, routing.why_not_triton(device))
     if why_not is not None or not triton_installed():
         rows = "refused", why_not or NO_TRITON
@@ -146,7 +143,8 @@ def _serves(plan: routing.Plan) -> tuple[str, str]:
     """The route of a plan, in words and by name, and the reason."""
     lost = plan.route not in routing.PLAIN and not triton_installed()
     route, reason = (plan.fallback, NO_TRITON) if lost else (plan.route, plan.reason)
-    return f"{WORDS[route]} ({route})", reason
+    rows = plan.rows if route == plan.family.name else ""
+    return f"{WORDS.get(route, route.replace('_', '-'))} ({rows or route})", reason
 
 
 def triton_installed() -> bool:

@@ -19,13 +19,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from nsa import settings
-from nsa.validate import MAX_GROUP
-
-if TYPE_CHECKING:
-    from nsa.kernels.query_major.tiles import Choice, Point
+from nsa.kernels.query_major.choice import Choice, Point
+from nsa.kernels.shared.shape import MAX_GROUP
 
 logger = logging.getLogger("nsa")
 
@@ -200,8 +198,6 @@ def _starts(path: Path, key: str, table: object) -> Mapping[int, int | None]:
 
 
 def _tiles(path: Path, section: object) -> Tiles:
-    from nsa.kernels.query_major.tiles import Choice, Point  # which imports this module
-
     entries = _mapping(path, "tiles", section, "query_major").get("query_major")
     if not isinstance(entries, list) or not entries:
         _wrong(path, "tiles.query_major", "a list of shapes", entries)

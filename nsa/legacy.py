@@ -113,7 +113,7 @@ def sel_attn_fwd_dense(
 def sel_attn_fwd_dense_group(
     Q: Tensor, K: Tensor, V: Tensor, *, scale: float | None = None, return_lse: bool = False, out: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`sel_attn_fwd_dense` with all ``H`` query heads of a row in one program (route ``dense_group``)."""
+    """:func:`sel_attn_fwd_dense` with all ``H`` query heads of a row in one program (route ``query_major``)."""
     return _direct(Q, K, V, None, None, scale, return_lse, out, False)
 
 
@@ -160,7 +160,7 @@ def sel_attn_fwd_varlen_group(
     return_lse: bool = False,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`sel_attn_fwd_varlen` with all ``H`` query heads of a row in one program (route ``varlen_group``)."""
+    """:func:`sel_attn_fwd_varlen` with all ``H`` query heads of a row in one program (route ``query_major``)."""
     if type(cu_seqlens) is not Tensor:  # asked first, because a call of a function takes longer
         check_tensors(cu_seqlens=cu_seqlens)
     return _direct(Q, K_all, V_all, cu_seqlens, max_selected, scale, return_lse, out, False)

@@ -20,7 +20,7 @@ from nsa.call import TENSORS, Call
 from nsa.dispatch import Result
 from nsa.routing import Plan
 from nsa.torch_modes import any_autocast_enabled, dispatch_modes, odd, transforms_active
-from nsa.validate import check, check_tensors, integer
+from nsa.validate import check_bound, check_tensors, integer
 
 # The fields of a `Call`, in their order, without `out`, `return_lse` and `settings`.
 _CALL = (
@@ -102,11 +102,11 @@ def _dispatched(call: Call, tracing: bool = False) -> Result:
     """Run a call as an operator, or, if the caller named plain PyTorch, as the operators of which that consists."""
     if call.cache_seqlens is not None or call.backend in ("auto", "triton"):
         if not tracing:  # a compiler would guard each size that a check compares
-            check(call)
+            check_bound(call)
         return _operator(call)
     # Not counted as a route, because each count would recompile a graph that reads the counter.
-    planned = routing.traced_plan(call)
-    return dispatch.plain(planned.route, planned, call)
+    # A compiler can look up neither settings nor the device's name, so there is no plan.
+    return dispatch.plain(call.backend, call, check_bound(call))
 
 
 def _named(call: Call) -> dict[str, Tensor]:

@@ -59,16 +59,16 @@ class Settings:
     text: str = dataclasses.field(init=False, repr=False)
     """All values as one string. Calls look up their plan by this string, because a string caches its hash."""
 
+    pin: dict[str, Any] = dataclasses.field(init=False, repr=False, compare=False)
+    """The pinned tiles by family."""
+
     def __post_init__(self) -> None:
         values = [getattr(self, field.name) for field in dataclasses.fields(self) if field.init]
         object.__setattr__(self, "text", repr(values))
-
-    def pin(self, family: str) -> Any:
-        """The tiles that are pinned for a kernel family; None if tables and rules choose them."""
-        return dict(self.pins).get(family)
+        object.__setattr__(self, "pin", dict(self.pins))
 
 
-NAMES = tuple(field.name for field in dataclasses.fields(Settings) if field.name not in ("pins", "text"))
+NAMES = tuple(field.name for field in dataclasses.fields(Settings) if field.init and field.name != "pins")
 Value = bool | int | str | None  # the value of a setting
 
 _lock = threading.RLock()
@@ -129,7 +129,7 @@ def configure(**values: Value) -> AbstractContextManager[Settings]:
 
 def pinned(tiles: Mapping[str, Any]) -> AbstractContextManager[Settings]:
     """In a `with` block, kernels use these tiles, by family. Scope and nesting are those of :func:`configure`."""
-    return _argument_layer({"pins": tuple(sorted((dict(get().pins) | dict(tiles)).items()))})
+    return _argument_layer({"pins": tuple(sorted((get().pin | dict(tiles)).items()))})
 
 
 def reload() -> None:

@@ -7,44 +7,24 @@ same :meth:`Call.key` are checked once, because `nsa.routing` remembers their pl
 from __future__ import annotations
 
 import numbers
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa import hints
 from nsa.call import Call
+from nsa.kernels import families
+from nsa.kernels.shared.shape import E4M3, MAX_GROUP, Shape, shape_of
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
-E4M3 = torch.float8_e4m3fn  # dtype that a cache may have instead of the dtype of its queries
 E4M3_QUERIES = (torch.float16, torch.bfloat16)  # dtypes of queries over such a cache
 BACKENDS = ("auto", "triton", "sdpa", "reference")
-SCHEDULES = ("auto", "query_major", "key_major", "union", "per_head")
-MAX_GROUP = 128
+SCHEDULES = ("auto", *families.SCHEDULES)
 HEAD_DIMS = (16, 256)
 MAX_RAGGED = 128**2  # sequences of a ragged batch: kernels find a token's sequence in two steps of 128
 MAX_ROOM = 2**30 - 256  # keys of a sequence in a page table: the ends of their blocks and tiles must fit int32
-
-
-class Dims(NamedTuple):
-    """Sizes of a valid call. With ``cu_seqlens_q`` a call has ``S = tokens = T``, else ``tokens = B * S``.
-
-    ``bound`` is an upper bound of ``L`` that the host knows, or None. ``S_kv`` includes the free room of a cache.
-    """
-
-    B: int
-    S: int
-    S_kv: int
-    HQ: int
-    HKV: int
-    G: int
-    D: int
-    Dv: int
-    n: int
-    tokens: int
-    varlen: bool  # queries are packed
-    bound: int | None
 
 
 def check_tensors(**named: Any) -> None:
@@ -180,8 +160,8 @@ def _check_sequences(call: Call) -> int:
     return B
 
 
-def _check_selection(call: Call, lead: tuple[int, ...], lead_name: str, HKV: int) -> tuple[int, int | None]:
-    """Check ``ranges`` or ``block_indices``, and ``max_selected``. Returns ``(n, bound)`` of :class:`Dims`."""
+def _check_selection(call: Call, lead: tuple[int, ...], lead_name: str, HKV: int) -> int | None:
+    """Check ``ranges`` or ``block_indices``, and ``max_selected``. Returns the host's bound of a row's keys."""
     if (call.ranges is None) == (call.block_indices is None):
         got = "neither" if call.ranges is None else "both"
         raise ValueError(f"selection: expected exactly one of ranges and block_indices, got {got}")
@@ -195,7 +175,7 @@ def _check_selection(call: Call, lead: tuple[int, ...], lead_name: str, HKV: int
         _check_ndim("ranges", call.ranges, layout)
         _check_shape("ranges", call.ranges, layout, (*lead, HKV, call.ranges.shape[-2], 2), call)
         _check_index("ranges", call.ranges, call.q.device)
-        return call.ranges.shape[-2], bound
+        return bound
     assert call.block_indices is not None
     if call.block_size is None:
         raise ValueError("block_size: expected an int >= 1 with block_indices, got None")
@@ -205,17 +185,17 @@ def _check_selection(call: Call, lead: tuple[int, ...], lead_name: str, HKV: int
     n = call.block_indices.shape[-1]
     _check_shape("block_indices", call.block_indices, layout, (*lead, HKV, n), call)
     _check_index("block_indices", call.block_indices, call.q.device)
-    return n, n * call.block_size if bound is None else min(bound, n * call.block_size)
+    return n * call.block_size if bound is None else min(bound, n * call.block_size)
 
 
-def _check_cache(call: Call, B: int, S_kv: int) -> int:
-    """Check the arguments that only a call with a cache has. Returns how many keys a sequence may have."""
+def _check_cache(call: Call, B: int, S_kv: int) -> None:
+    """Check the arguments that only a call with a cache has."""
     lengths, table = call.cache_seqlens, call.block_table
     assert lengths is not None
     _check_shape("cache_seqlens", lengths, "[B]", (B,))
     _check_index("cache_seqlens", lengths, call.q.device)
     if table is None:
-        return S_kv
+        return
     _check_ndim("block_table", table, "[B, width]")
     _check_shape("block_table", table, "[B, width]", (B, table.shape[1]))
     _check_index("block_table", table, call.q.device)
@@ -227,7 +207,6 @@ def _check_cache(call: Call, B: int, S_kv: int) -> int:
             f"block_table: expected room for {MAX_ROOM} keys or fewer, got {_shape(table.shape)} with pages of {S_kv} "
             "keys"
         )
-    return room
 
 
 def _check_cache_floats(call: Call) -> None:
@@ -297,8 +276,17 @@ def lengths(cache_seqlens: Any, q: Any, k_cache: Any, block_table: Any, cu_seqle
     return filled
 
 
-def check(call: Call) -> Dims:
-    """Check a call and return its dimensions.
+def check(call: Call) -> Shape:
+    """Check a call and return its shape.
+
+    Raises:
+        ValueError, TypeError: as :func:`check_bound`.
+    """
+    return shape_of(call, check_bound(call))
+
+
+def check_bound(call: Call) -> int | None:
+    """Check a call. Returns an upper bound of the keys of a row, if the host knows one.
 
     Raises:
         ValueError, TypeError: an argument is wrong. The text says what was expected and what it got.
@@ -347,8 +335,8 @@ def check(call: Call) -> Dims:
         raise ValueError(f"heads: expected HQ = G * HKV with G from 1 to {MAX_GROUP}, got HQ={HQ}, HKV={HKV}{hint}")
 
     if cached:
-        S_kv = _check_cache(call, B, S_kv)
-    n, bound = _check_selection(call, lead, lead_name, HKV)
+        _check_cache(call, B, S_kv)
+    bound = _check_selection(call, lead, lead_name, HKV)
     if call.q_positions is not None:
         if not call.causal:
             raise ValueError("causal: expected True with q_positions, which causal=False does not read, got False")
@@ -356,11 +344,10 @@ def check(call: Call) -> Dims:
         _check_index("q_positions", call.q_positions, call.q.device)
     if call.out is not None:
         _check_out(call.out, f"[{lead_name}, HQ, Dv]", (*lead, HQ, Dv))
-    tokens = lead[0] if varlen else lead[0] * lead[1]
-    return Dims(B, lead[-1], S_kv, HQ, HKV, HQ // HKV, D, Dv, n, tokens, varlen, bound)
+    return bound
 
 
-def check_rows(call: Call) -> Dims:
+def check_rows(call: Call) -> Shape:
     """Check packed rows: ``Q [N, H, D]`` with ``K [N, L, D]``, or ``K_all [sum L, D]`` and ``cu_seqlens [N + 1]``.
 
     Shapes, dtypes and devices are checked here, so that errors contain the caller's names. Everything else is checked
@@ -384,12 +371,12 @@ def check_rows(call: Call) -> Dims:
     nothing = torch.empty((N, 1, 0, 2), dtype=torch.int32, device=q.device)
     if cu is None:
         view = Call(q[:, None], k[:, :, None], v[:, :, None], ranges=nothing[:, None], max_selected=call.max_selected)
-        return check(view)
+        return shape_of(call, check_bound(view))
     _check_index("cu_seqlens", cu, q.device, "Q")
     if cu.shape != (N + 1,):
         raise ValueError(f"cu_seqlens: expected [N + 1] = [{N + 1}], got {_shape(cu.shape)}")
     view = Call(q, k[:, None], v[:, None], ranges=nothing, max_selected=call.max_selected)
-    return check(view._replace(cu_seqlens_q=cu, cu_seqlens_k=cu))
+    return shape_of(call, check_bound(view._replace(cu_seqlens_q=cu, cu_seqlens_k=cu)))
 
 
 def check_packing(k: Tensor, v: Tensor, ranges: Tensor, max_selected: int | None) -> None:

@@ -106,7 +106,7 @@ def _checked(call: Call, order: str, heads_at_once: int, keep: str) -> tuple[Cal
     dtype = torch_modes.autocast_dtype(call.q.device)
     if dtype is not None:
         call = torch_modes.cast(call, dtype)
-    dims = routing.plan(call).dims
+    shape = routing.plan(call).shape
     axis = call.q.dim() - 3
     lengths = {"queries": call.q.shape[axis], "keys": call.k.shape[axis]}
     if order == "zigzag":
@@ -114,8 +114,8 @@ def _checked(call: Call, order: str, heads_at_once: int, keep: str) -> tuple[Cal
             if length % 2:
                 raise ValueError(f"order: expected an even number of {name} on each rank in zigzag order, got {length}")
     same: dict[str, Any] = {
-        "dtype": str(call.q.dtype), "device": call.q.device.type, "B": dims.B, "HQ": dims.HQ, "HKV": dims.HKV,
-        "D": dims.D, "Dv": dims.Dv, "packed": dims.varlen,
+        "dtype": str(call.q.dtype), "device": call.q.device.type, "B": shape.B, "HQ": shape.HKV * shape.G,
+        "HKV": shape.HKV, "D": shape.D, "Dv": shape.Dv, "packed": shape.varlen,
         "selection": "block_indices" if call.ranges is None else "ranges", "block_size": call.block_size,
         "causal": call.causal, "scale": call.scale, "order": order, "heads_at_once": heads_at_once, "keep": keep,
     }  # fmt: skip

@@ -20,6 +20,7 @@ from nsa.call import Call
 from nsa.distributed.agreement import post
 from nsa.distributed.shards import Layout, divided, joined
 from nsa.kernels.shared.errors import DoesNotFit
+from nsa.kernels.shared.shape import Shape
 
 Heads = tuple[int, int]  # the first KV head of a group, and the first after it
 KEEPS = ("none", "last", "all")
@@ -186,11 +187,11 @@ class Kernels:
     def serve(self, part: Call, heads: Heads) -> tuple[Tensor, Tensor] | None:
         """Write dQ of some heads, and return the sums of their dK and dV in fp32. None if the kernels cannot serve."""
         planned, HKV = routing.plan(part), self.s.call.k.shape[-2]
-        dims = planned.dims
-        if self.dq is None or planned.route in routing.PLAIN or 0 in (dims.tokens, dims.n, self.s.keys.total):
+        shape = planned.shape
+        if self.dq is None or planned.route in routing.PLAIN or 0 in (shape.tokens, shape.n, self.s.keys.total):
             return None
         try:
-            kernel, launch = _launch(part, dims.bound, HKV)
+            kernel, launch = _launch(part, shape, HKV)
         except DoesNotFit:
             return None
         key = launch.variants
@@ -199,7 +200,7 @@ class Kernels:
         try:
             do, stats, sums = self.shared or self._share(kernel, launch)
             here = tuple(x[..., heads[0] :, :] for x in sums)
-            whole = kernel.Whole(HKV, stats[heads[0] * dims.G :], of_heads(self.dq, heads, HKV), here)
+            whole = kernel.Whole(HKV, stats[heads[0] * shape.G :], of_heads(self.dq, heads, HKV), here)
             kernel.backward_of_heads(launch, part, of_heads(do, heads, HKV), whole, gradients.ROUTE)
         except DoesNotFit:
             return None
@@ -228,7 +229,7 @@ class Kernels:
 _launches: dict[Any, Any] = {}
 
 
-def _launch(part: Call, bound: int | None, HKV: int) -> tuple[Any, Any]:
+def _launch(part: Call, shape: Shape, HKV: int) -> tuple[Any, Any]:
     """The module of the backward kernels, and their launch for some of ``HKV`` KV heads.
 
     Few heads get less memory for parts of dQ, as their windows are still as long as those of a call of all heads.
@@ -240,7 +241,7 @@ def _launch(part: Call, bound: int | None, HKV: int) -> tuple[Any, Any]:
             _launches.clear()
         some = part.k.shape[-2]
         most = kernel.backward_tiles.DQ_BYTES * max(2 * some, HKV) // (2 * HKV)
-        _launches[key] = kernel.plan(part, bound, dq_bytes=most).within(HKV)
+        _launches[key] = kernel.plan(part, shape, dq_bytes=most).within(HKV)
     return kernel, _launches[key]
 
 

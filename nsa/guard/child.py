@@ -1,8 +1,9 @@
-"""The child process of `nsa.guard.parent`. It answers questions, each about one variant of one kernel.
+"""The child process of `nsa.guard.parent`. It answers questions, each about the kernels of one call.
 
 A question is a line of JSON on stdin. Answers are lines of JSON in a file that the parent reads: ``["phase", ...]``
-during the work and ``["result", ...]`` at its end. The process ends after an error, because the CUDA context may be
-lost. Its last line is then ``["broken", ...]`` if Triton cannot compile the variant, or ``["error", ...]``.
+during the work, ``["variants", ...]`` and ``["result", ...]`` at its end. The process ends after an error, because the
+CUDA context may be lost. Its last line is then ``["broken", ...]`` if Triton cannot compile a kernel, or
+``["error", ...]``.
 """
 
 from __future__ import annotations
@@ -13,20 +14,29 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from nsa import guard, settings
-from nsa.guard.trials import TRIALS, Say, Trial
-from nsa.kernels.shared import errors, sources
+from nsa import backward, dispatch, routing, settings
+from nsa.call import Call
+from nsa.guard.small import Small
+from nsa.kernels.shared import asking, errors, sources
+from nsa.kernels.shared.poison import poisoned_workspace
+from nsa.kernels.shared.shape import WHOLE
+from nsa.plain.oracle import beyond_rounding
+from nsa.plain.packed_sdpa import packed_sdpa
+
+Say = Callable[[str, str], None]
 
 
 def serve(question: dict[str, Any], handle: int) -> None:
     """Answer the first question and all later ones. Ends the process if no question comes for ``idle_s`` seconds.
 
     Args:
-        question: the description ``what`` of a variant, ``device``, ``arch``, ``limit_s`` and ``idle_s`` (seconds).
+        question: the description ``what`` of a call, ``device``, ``arch``, ``limit_s`` and ``idle_s`` (seconds).
         handle: file descriptor of the file of answers.
     """
     os.set_inheritable(handle, False)
@@ -54,47 +64,81 @@ def serve(question: dict[str, Any], handle: int) -> None:
 
 
 def answer(what: dict[str, Any], device: torch.device, arch: str, say: Say) -> str | None:
-    """Try the variant ``what``. Returns how its result is wrong, or None if the result is right."""
+    """Make the small call ``what``. Returns how its result is wrong, or None if the result is right."""
     if sources.architecture(device) != arch:
         raise RuntimeError(f"expected {device} to be {arch}, found {sources.architecture(device)}")
     torch.zeros(1, device=device)  # starts CUDA here, so that a failed start is not taken for the kernel's failure
-    seen = watch(what)
-    found = TRIALS[what["kernel"]](Trial(what, device, say))
-    if what not in seen:
-        raise RuntimeError(f"expected {what['kernel']} to be launched, saw {len(seen)} other launches")
-    torch.cuda.empty_cache()  # leaves the memory to the parent
-    return found
+    from nsa.kernels.shared import launch  # imports Triton
+
+    settings.reload()
+    launch.forget()  # variants of an earlier question have asked already
+    compiled: list[dict[str, Any]] = []
+
+    def note(variant: Any, device: Any, tensors: Any) -> None:
+        compiled.append(variant.describe(tensors))
+
+    asking.ask = note
+    small = Small(what, device)
+    call = small.call()
+    with poisoned_workspace(), settings.applied(call.settings):
+        say("phase", "compiling")
+        wrong = forward(small, call, say) if what["wanted"] is None else gradients(small, call, say)
+    say("variants", json.dumps(compiled))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # leaves the memory to the parent
+    return wrong
 
 
-def watch(what: dict[str, Any]) -> list[dict[str, Any]]:
-    """Record the variants that Triton compiles from now on, described as the parent describes them.
+def forward(small: Small, call: Call, say: Say) -> str | None:
+    """How ``O`` or LSE of a call is wrong, or None."""
+    if small.source == WHOLE:
+        o, lse = dispatch.launch(routing.make_rows_plan(call), call)
+    else:
+        o, lse = dispatch.run(routing.make_plan(call), call)
+    wait(call, say)
+    want, want_lse = exact(call)
+    wrong = beyond_rounding(o, want.detach().view(o.shape), o.dtype)
+    return wrong or (None if lse is None else beyond_rounding(lse, want_lse.view(lse.shape), torch.float32, "LSE "))
 
-    From now on this process compiles without asking a child of its own.
 
-    Returns:
-        A list to which each variant is added before it is compiled.
+def gradients(small: Small, call: Call, say: Say) -> str | None:
+    """How a gradient of a call is wrong, or None."""
+    dtypes, wanted = small.what["dtypes"], small.what["wanted"]
+    leaves = [x.cpu().double().requires_grad_() for x in call[:3]]
+    o_want, lse_want = exact(call._replace(return_lse=True), *leaves)
+    do = small.floats("do", o_want.shape, unit=False)
+    dlse = small.floats("dlse", lse_want.shape, unit=False) if "dlse" in dtypes else None
+    loss = (o_want * do.cpu().double()).sum()
+    if dlse is not None:
+        loss = loss + (lse_want.masked_fill(lse_want.isinf(), 0) * dlse.cpu().double()).sum()
+    want = torch.autograd.grad(loss, leaves)
+    o, lse = small.place("o", o_want.detach()), small.place("lse", lse_want.detach())
+    got = backward.backward(routing.make_plan(call), call, do, dlse, o, lse, tuple(wanted))
+    wait(call, say)
+    pairs = [pair for pair in zip("qkv", got, want, wanted, strict=True) if pair[3]]
+    wrong = (beyond_rounding(x, y, call.q.dtype, f"d{of} ") for of, x, y, _ in pairs)
+    return next(filter(None, wrong), None)
 
-    Raises:
-        RuntimeError: a later launch compiles the kernel of ``what`` as another variant.
-    """
-    from nsa.kernels.backward import plan as backward
-    from nsa.kernels.key_major import plan as key_major
-    from nsa.kernels.query_major import plan as query_major
-    from nsa.kernels.shared import combine
-    from nsa.kernels.union import plan as union
 
-    settings.reload()  # forgets plans and variants, whose tiles an earlier trial chose
-    families = query_major._variant, combine._variant, key_major._variants, union._variants, *backward.VARIANTS
-    for variants in families:
-        variants.cache_clear()
-    seen: list[dict[str, Any]] = []
+def wait(call: Call, say: Say) -> None:
+    """Wait for the GPU, and tell the parent the phases."""
+    say("phase", "running")
+    if call.q.is_cuda:
+        torch.cuda.synchronize(call.q.device)
+    say("phase", "comparing")
 
-    def require(variant: Any, device: torch.device, tensors: tuple[torch.Tensor | None, ...]) -> None:
-        found = json.loads(json.dumps(variant.describe(tensors)))
-        if found["kernel"] == what["kernel"] and found != what:
-            other = {key: (what[key], found[key]) for key in what if what[key] != found[key]}
-            raise RuntimeError(f"the child would compile another variant, (expected, got): {other}")
-        seen.append(found)
 
-    guard.require = require
-    return seen
+def exact(call: Call, *leaves: Tensor) -> Any:
+    """``O`` and LSE of packed SDPA in fp64 on the CPU."""
+    q, k, v = leaves or (x.cpu().double() if x.dtype == call.q.dtype else x.cpu() for x in call[:3])
+    moved: dict[str, Any] = {name: x.cpu() for name, x in call.named_tensors().items()}
+    host = call._replace(**moved | {"q": q, "k": k, "v": v, "out": None})
+    if call.selection is None:  # packed rows: every row reads its sequence
+        everything = torch.tensor([0, 2**31 - 1], dtype=torch.int32).expand(len(q), 1, 1, 2)
+        if call.cu_seqlens_k is None:
+            host = host._replace(q=q[:, None], k=k[:, :, None], v=v[:, :, None], ranges=everything[:, None])
+        else:
+            rows = torch.arange(len(q) + 1)
+            host = host._replace(k=k[:, None], v=v[:, None], ranges=everything, cu_seqlens_q=rows)
+        host = host._replace(causal=False)
+    return packed_sdpa(host)

@@ -27,7 +27,9 @@ import torch
 from nsa import settings
 from nsa.guard import memory
 from nsa.guard.memory import Verdict
+from nsa.kernels.families import BACKWARD, FAMILIES
 from nsa.kernels.shared import passed, sources
+from nsa.kernels.shared.asking import Untried
 
 logger = logging.getLogger("nsa")
 
@@ -39,10 +41,6 @@ REAP_S = 5.0  # seconds to wait for the end of a killed child
 # Signals that only a compiler or a kernel raises. SIGKILL and SIGTERM come from outside, as when memory is short.
 CRASHES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP")
 AT_WORK = ("compiling", "running")  # phases in which a death or a hang is the kernel's fault
-
-UNSEEN: frozenset[str] = frozenset()
-"""Names of kernels that the GPU lane has not passed yet. A child tries them first on every GPU, even if the compile
-matrix has passed that GPU. Add each new kernel here."""
 
 # The child's `sys.path` is that of this process. The child reads the first question before it imports anything from the
 # current folder, whose files could shadow the standard library.
@@ -56,9 +54,9 @@ _child: Child | None = None  # the child that waits for a question
 
 
 class ProbeFailed(RuntimeError):
-    """A kernel was refused before it was compiled in this process. The text says why.
+    """The kernels of a call were refused before they were compiled in this process. The text says why.
 
-    lasting: whether the verdict is about the kernel; else it is about this moment or environment.
+    lasting: whether the verdict is about the kernels; else it is about this moment or environment.
     """
 
     def __init__(self, cause: str, lasting: bool = True) -> None:
@@ -70,22 +68,41 @@ def require(variant: Any, device: torch.device, tensors: tuple[torch.Tensor | No
     """Called before Triton compiles ``variant`` (:class:`Variant`) for a launch on ``tensors``.
 
     Raises:
-        ProbeFailed: the variant must not be compiled in this process.
+        Untried: the variant must not be compiled in this process until :func:`admit` has tried its call.
     """
     mode = settings.get().probe
     if mode == "never" or device.type not in ("cuda", "cpu"):
         return
     if mode == "auto":
-        seen = variant.kernel.fn.__name__ not in UNSEEN
+        name = variant.kernel.fn.__name__
+        seen = not any(family.unseen and name in family.functions() for family in (*FAMILIES, BACKWARD))
         if device.type == "cpu" or (seen and passed.passed(sources.triton_version(), sources.architecture(device))):
             return
-    verdict = find_out(variant.describe(tensors), device)
-    if verdict.cause is not None:
-        raise ProbeFailed(verdict.cause, verdict.lasting)
+    described = variant.describe(tensors)
+    if memory.key_of(described, device) not in memory.admitted:
+        raise Untried(described)
+
+
+def admit(untried: Untried, what: dict[str, Any], device: torch.device) -> None:
+    """Have a child make the small call ``what`` (:func:`nsa.guard.small.describe`), unless one has made it before.
+
+    Raises:
+        ProbeFailed: the kernels of the call must not be compiled in this process.
+    """
+    verdict = find_out(what, device)
+    if verdict.cause is None:
+        memory.admitted |= {memory.key_of(variant, device) for variant in verdict.variants}
+        wanted = json.loads(json.dumps(untried.variant))
+        if memory.key_of(wanted, device) in memory.admitted:
+            return
+        alike = [x for x in verdict.variants if x["kernel"] == wanted["kernel"]] or [dict.fromkeys(wanted)]
+        other = {key: (wanted[key], alike[0][key]) for key in wanted if wanted[key] != alike[0][key]}
+        verdict = _unsure(f"the child compiled another variant, (expected, got): {other}")
+    raise ProbeFailed(str(verdict.cause), verdict.lasting)
 
 
 def find_out(what: dict[str, Any], device: torch.device) -> Verdict:
-    """Whether the kernel described by ``what`` may be compiled here.
+    """Whether the kernels of the call ``what`` may be compiled here.
 
     If several threads ask at the same time, a child is asked once. If the verdict is not lasting, the next call asks a
     child again.
@@ -101,15 +118,15 @@ def find_out(what: dict[str, Any], device: torch.device) -> Verdict:
                     logger.info("%s: compiled first in a child process (NSA_PROBE=never: not)", what["kernel"])
                     verdict = ask(what, device)
                     if verdict.lasting:
-                        memory.write(key, verdict.cause, what)
+                        memory.write(key, verdict.cause, what, verdict.variants)
                 memory.known[key] = verdict
     return verdict
 
 
 def ask(what: dict[str, Any], device: torch.device) -> Verdict:
-    """Have a child compile and run the kernel.
+    """Have a child make the call.
 
-    An earlier variant may have damaged a child that was used before. If such a child finds a fault, a new child is
+    An earlier call may have damaged a child that was used before. If such a child finds a fault, a new child is
     asked.
     """
     global _child
@@ -234,7 +251,9 @@ def judge(status: int | None, says: dict[str, str], printed: str) -> Verdict:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
         cause, lasting = f"killed by {name} while {phase}{last}", name in CRASHES and at_work
     elif status == 0 and "result" in says:
-        return Verdict(None if says["result"] == "right" else f"wrong result: {says['result']}", True)
+        if says["result"] != "right":
+            return Verdict(f"wrong result: {says['result']}", True)
+        return Verdict(None, True, tuple(json.loads(says.get("variants", "[]"))))
     else:
         cause, lasting = f"exit status {status} without an answer while {phase}{last}", False
     return Verdict(cause, True) if lasting else _unsure(cause)

@@ -25,7 +25,7 @@ from torch import Tensor
 from nsa import failures, routing, settings
 from nsa.api import selection_attention_with_kvcache
 from nsa.failures import broken
-from nsa.validate import E4M3
+from nsa.kernels.shared.shape import E4M3
 
 VERSIONS = ("0.33.0",)  # of vLLM, whose functions have the signatures and layouts below
 OPS = "vllm.models.minimax_m3.common.ops.sparse_attn"  # the module that defines the functions
@@ -124,9 +124,7 @@ def minimax_m3_sparse_attn_decode(
     )  # fmt: skip
 
 
-NAMES: dict[str, Callable[..., None]] = {
-    f.__name__: f for f in (minimax_m3_sparse_attn, minimax_m3_sparse_attn_decode)
-}
+NAMES: dict[str, Callable[..., None]] = {f.__name__: f for f in (minimax_m3_sparse_attn, minimax_m3_sparse_attn_decode)}
 
 
 def _serve(

@@ -10,8 +10,6 @@ launches: Counter[str] = Counter()
 """Kernel launches of this process by route name, counted at the launch. ``split`` counts launches that divided each row
 among several programs. ``steps`` counts launches of query-major for the steps of a ragged batch of another schedule."""
 
-PINS = ("query_major", "key_major", "union", "backward", "backward_unions")
-
 
 def pinned(**tiles: Any) -> AbstractContextManager[settings.Settings]:
     """In a `with` block, kernels use these tiles in place of tables and rules. For sweeps and tests.
@@ -28,7 +26,10 @@ def pinned(**tiles: Any) -> AbstractContextManager[settings.Settings]:
     Raises:
         TypeError: a name that is no family.
     """
+    from nsa.kernels.families import BACKWARD, NAMES  # which imports this package
+
+    known = (*NAMES, BACKWARD.name, f"{BACKWARD.name}_unions")
     for name in tiles:
-        if name not in PINS:
-            raise TypeError(f"unknown family {name!r}, expected one of: {', '.join(PINS)}")
+        if name not in known:
+            raise TypeError(f"unknown family {name!r}, expected one of: {', '.join(known)}")
     return settings.pinned(tiles)

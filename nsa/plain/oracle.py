@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from nsa.call import Call
+from nsa.kernels.shared.shape import E4M3
 from nsa.plain import spans as sp
-from nsa.validate import E4M3
 
 ORACLE_BYTES = 1 << 28  # workspace, which sets how many queries are computed at a time
 

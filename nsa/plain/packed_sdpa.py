@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nsa.call import Call
+from nsa.kernels.shared.shape import E4M3
 from nsa.plain import spans as sp
 from nsa.torch_modes import transforms_active
-from nsa.validate import E4M3
 
 WORKSPACE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 23}  # of a chunk of rows; on a CPU a chunk must fit the cache
 KEPT_BYTES = 1 << 30  # packed keys and values that autograd may keep for the backward pass

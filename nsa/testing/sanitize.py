@@ -91,7 +91,7 @@ def _matrix(device: torch.device) -> int:
     Returns the number of calls.
     """
     from nsa.kernels import pinned
-    from nsa.kernels.query_major.tiles import Choice
+    from nsa.kernels.query_major.choice import Choice
     from nsa.testing.contestants.ours import OF, OURS
     from nsa.testing.judge.forward import Oracle, assert_parity
 

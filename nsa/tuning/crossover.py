@@ -36,7 +36,7 @@ MARGIN = 1.02
 """The least ratio of times at which key-major counts as faster. A smaller ratio may be due to the GPU's clock rate."""
 
 LSE_ATOL = 2e-4  # one key more or less among a few hundred changes the LSE by more than this
-ROUTES = {"key_major": "key_major", "query_major": "blocks"}  # the kernel that each schedule must launch
+SCHEDULES = ("key_major", "query_major")
 COMMAND = "pytest -m perf tests/perf/test_crossover.py --nsa-update-schedules"
 SHAPE = (
     f"B = 1, S = S_kv from {TOKENS[0]} to {TOKENS[-1]}, chunks of {TOKENS[0]} to {CONTEXTS[65536][-1]} at S_kv = "
@@ -97,11 +97,11 @@ def attend(schedule: str, inputs: Inputs, return_lse: bool = False) -> Any:
 def check(inputs: Inputs) -> None:
     """Check that both kernels are launched and that their results agree. Raises AssertionError."""
     found = {}
-    for schedule, route in ROUTES.items():
+    for schedule in SCHEDULES:
         before = nsa.kernels.launches.copy()
         found[schedule] = attend(schedule, inputs, return_lse=True)
         launched = nsa.kernels.launches - before
-        assert launched[route] == 1, f"schedule {schedule}: expected a launch of {route}, got {dict(launched)}"
+        assert launched[schedule] == 1, f"schedule {schedule}: expected a launch of {schedule}, got {dict(launched)}"
     (o, lse), (o_want, lse_want) = found["key_major"], found["query_major"]
     # Partial results are rounded to the input dtype, so the bound is a few roundings of the largest number of a head.
     bound = 4 * torch.finfo(o.dtype).eps * o_want.abs().amax(-1, keepdim=True).float()
@@ -141,7 +141,7 @@ def compare(
     del p  # frees its spans
     check(inputs)
     sets, cold = rotation(inputs, torch.cuda.get_device_properties(device).L2_cache_size)
-    times = time_gpu({name: [partial(attend, name, s) for s in sets] for name in ROUTES}, cold=cold, **sampling)
+    times = time_gpu({name: [partial(attend, name, s) for s in sets] for name in SCHEDULES}, cold=cold, **sampling)
     for name, timing in times.items():
         if timing.how != "graph":
             raise InvalidMeasurement(f"invalid measurement: {name} was not captured: {timing.refused}")

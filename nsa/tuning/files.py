@@ -7,30 +7,14 @@ import datetime
 import fcntl
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nsa import gpu, settings
+from nsa.files import write_whole
 
 HEAD = "# What was measured on this GPU, section by section (nsa/gpu.py). Written by commands, not by hand.\n"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file and its folders. The old file stays until the new one is complete. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # the contents must be on disk before the file has its name
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
 
 
 @contextlib.contextmanager
@@ -94,7 +78,6 @@ def _with_section(before: str, section: str, content: Mapping[str, Any], comment
     found[section] = "\n".join([first, *(f"  # {line}" for line in comments), rest])
     order = sorted(found, key=lambda name: gpu.SECTIONS.index(name) if name in gpu.SECTIONS else len(gpu.SECTIONS))
     return (head or HEAD) + "".join(found[name] for name in order)
-
 
 
 def provenance(facts: dict[str, Any], **more: str) -> dict[str, str]:

@@ -23,8 +23,8 @@ import torch
 from nsa import gpu, settings
 from nsa.failures import caught
 from nsa.kernels import pinned
-from nsa.kernels.query_major import tiles
-from nsa.kernels.query_major.tiles import Choice
+from nsa.kernels.query_major.choice import Choice
+from nsa.kernels.shared.sizes import next_power_of_2
 from nsa.testing.clock.cuda import buffer_sets, time_gpu
 from nsa.testing.clock.timing import Timing
 from nsa.testing.contestants.contract import Contestant
@@ -78,7 +78,7 @@ def candidates(case: Case, processors: int, largest: int = 16) -> list[Choice]:
             if splits > 1 and (part < 16 or programs * splits > WAVES * processors):
                 continue
             for block_l in (16, 32, 64, 128):
-                if block_l > max(16, tiles.next_power_of_2(part)):
+                if block_l > max(16, next_power_of_2(part)):
                     continue
                 if head_tiles > 1 and block_l != 64:  # two head tiles read every key twice, so one size is enough
                     continue

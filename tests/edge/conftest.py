@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 import nsa
+from nsa import guard
 from nsa.call import Call
 from nsa.guard import memory, parent
 from nsa.kernels.shared.errors import DoesNotFit
+from nsa.kernels.shared.shape import Shape
 from nsa.testing.plugin import current_lane
 
 ROUTES: dict[str, dict[str, Any]] = {
@@ -100,7 +102,7 @@ class BackwardKernel:
     call: Call | None = None  # of the last plan
     planned: int = 0
 
-    def plan(self, call: Call, bound: int | None) -> str:
+    def plan(self, call: Call, shape: Shape) -> str:
         self.call, self.planned = call, self.planned + 1
         if self.misfit is not None:
             raise DoesNotFit(self.misfit)
@@ -131,32 +133,38 @@ def backward_kernel(monkeypatch, fresh_plans, fresh_routes):
 @pytest.fixture
 def untried(monkeypatch, tmp_path):
     """No kernel was launched or tried; trials are forced, as the interpreter needs none; rows are long."""
-    from nsa.kernels.backward import plan as backward
-    from nsa.kernels.key_major import plan as key_major
-    from nsa.kernels.query_major import plan as query_major
-    from nsa.kernels.shared import combine
+    from nsa.kernels.shared import launch
 
-    makers = query_major._variant, combine._variant, key_major._variants, *backward.VARIANTS
-    forget = [maker.cache_clear for maker in makers]
-    for clear in forget:
-        clear()
+    launch.forget()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(memory, "_told", set())
     with nsa.configure(probe="always", sel_triton_min_L=0):
         yield
     parent.end_child()
-    for clear in forget:
-        clear()
+    launch.forget()
 
 
 @pytest.fixture
 def answer(monkeypatch):
-    """`answer(verdict) -> whats`: what `nsa.guard` would ask a child, which always finds this."""
+    """`answer(verdict) -> whats`: what `nsa.guard` would ask a child, which always finds this.
+
+    If it finds that kernels work, those that were about to be compiled are among them.
+    """
+    find_out = parent.find_out
 
     def make(verdict):
         whats = []
         monkeypatch.setattr(parent, "ask", lambda what, device: whats.append(what) or verdict)
         return whats
+
+    def admit(untried, what, device):
+        verdict = find_out(what, device)
+        if verdict.cause is None:
+            memory.admitted.add(memory.key_of(untried.variant, device))
+        else:
+            raise parent.ProbeFailed(verdict.cause, verdict.lasting)
+
+    monkeypatch.setattr(guard, "admit", admit)
 
     return make
 

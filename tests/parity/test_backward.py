@@ -31,7 +31,7 @@ def gradients(problem) -> GradientOracle:
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    with poisoned_workspace("backward"):
+    with poisoned_workspace():
         yield
 
 

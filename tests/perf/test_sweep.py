@@ -5,6 +5,7 @@ import torch
 
 from nsa.kernels.query_major import plan as query_major
 from nsa.kernels.query_major.tiles import Choice
+from nsa.kernels.shared import device as device_facts
 from nsa.testing.clock import precompile, timing
 from nsa.testing.clock.measure import run_facts
 from nsa.testing.fixtures import over
@@ -21,7 +22,7 @@ def processors(device: torch.device) -> int:
 
 @pytest.fixture(scope="module")
 def largest(processors: int, device: torch.device) -> int:
-    return query_major.largest_cluster(device, query_major.device_limits(device)[0], processors)
+    return query_major.largest_cluster(device, device_facts.limits(device)[0], processors)
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa.guard.trials import TRIALS
+from nsa.kernels.families import BACKWARD, FAMILIES
 from nsa.kernels.query_major import plan as query_major
-from nsa.kernels.query_major import tiles
+from nsa.kernels.shared import device as device_facts
+from nsa.kernels.shared import sources
 from nsa.testing.compile import budgets, matrix
 from nsa.testing.compile.child import askew, cover, looped, mixed
 from nsa.testing.compile.points import ARCHITECTURES, MOST, POINTS, QUICK, points
@@ -48,7 +49,9 @@ def test_kernels_compile(name, extent):
     # A shape of a table may need what another one needed; that each was launched, the child sees to.
     quick = {point.id for point in points(architecture, "quick")} if extent == "full" else set()
     assert quick <= compiled <= asked
-    assert {k.kernel for k in kernels} == set(TRIALS)
+    folders = [*(family.name for family in (*FAMILIES, BACKWARD)), "shared"]
+    functions = {name for folder in folders for name in sources.functions(folder) if name.endswith("_kernel")}
+    assert {k.kernel for k in kernels} == functions
     assert {k.registers is None for k in kernels} == {RELEASE < matrix.OVERHEARD}
     query_major = [k for k in kernels if k.kernel in ("_fwd_kernel", "_combine_kernel")]
     assert {k.early for k in kernels if k not in query_major} == {False}
@@ -97,13 +100,13 @@ def test_amd_gets_its_own_shared_memory_and_nothing_of_nvidia(monkeypatch):
     mi250 = SimpleNamespace(major=9, minor=0, multi_processor_count=104)  # the compute capability of an H100
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mi250)
     device = torch.device("cuda", 0)
-    limits = query_major.device_limits.__wrapped__
+    limits = device_facts.limits.__wrapped__
     assert limits(device) == (90, 104)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert limits(device) == (tiles.AMD, 104)
-    assert not query_major.runs_ptx(device)
-    assert query_major.largest_cluster(device, tiles.AMD, 304) == 0
-    assert tiles.SHARED_BYTES[tiles.AMD] == 65_536
+    assert limits(device) == (device_facts.AMD, 104)
+    assert not device_facts.runs_ptx(device)
+    assert query_major.largest_cluster(device, device_facts.AMD, 304) == 0
+    assert device_facts.SHARED_BYTES[device_facts.AMD] == 65_536
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 import nsa
 import nsa.kernels
-from nsa import routing
+from nsa.kernels.key_major import family as key_major
 from nsa.testing import artifacts, options
 from nsa.testing.report import summary
 from nsa.tuning import crossover
@@ -97,7 +97,7 @@ def test_points_that_decide_decide_as_all_of_them(seed):
 
 def test_points_that_decide_are_enough_to_write(gpus):
     path = crossover.write(walked(measured()), FACTS, gpus, "python -m nsa calibrate")
-    schedule = routing.measured(FACTS["gpu"])
+    schedule = key_major.measured(FACTS["gpu"])
     assert dict(schedule.tokens) == STARTS
     assert schedule.provenance["command"] == "python -m nsa calibrate"
     assert "#   G = 16: 16384 " in path.read_text()
@@ -124,13 +124,13 @@ def test_what_is_measured():
 
 
 def test_written_file_is_what_routing_reads(gpus):
-    assert routing.key_major_from(FACTS["gpu"], 1) is None  # and that is forgotten when the file is written
+    assert key_major.key_major_from(FACTS["gpu"], 1) is None  # and that is forgotten when the file is written
     said = crossover.update(facts(measured()))
     path = gpus / "nvidia-nobody-1.yaml"
     starts = "G = 1 64, G = 2 256, G = 4 1024, G = 8 16384, G = 16 never, G = 64 never"
     chunks = "G = 1 64, G = 2 256, G = 4 1024, G = 8 never, G = 16 never, G = 64 never"
     assert said == f"schedules: key-major from {starts} queries on, of chunks {chunks}, written to {path}"
-    schedule = routing.measured(FACTS["gpu"])
+    schedule = key_major.measured(FACTS["gpu"])
     assert dict(schedule.tokens) == STARTS
     assert schedule.start(4, chunk=True) == 1024
     assert schedule.path == path
@@ -203,8 +203,8 @@ def test_table_fits_a_terminal():
 @pytest.fixture
 def results(monkeypatch):
     """`results[schedule] = (O, LSE)` that a call returns; each counts a launch of what it should be, or of `ran`."""
-    found = {name: (torch.ones(1, 4, 2, 16), torch.zeros(1, 4, 2)) for name in crossover.ROUTES}
-    ran = dict(crossover.ROUTES)
+    found = {name: (torch.ones(1, 4, 2, 16), torch.zeros(1, 4, 2)) for name in crossover.SCHEDULES}
+    ran = {name: name for name in crossover.SCHEDULES}
     monkeypatch.setattr(nsa.kernels, "launches", Counter())
 
     def attend(q, k, v, *, schedule, backend, return_lse, **selection):

@@ -14,6 +14,7 @@ from nsa.kernels import pinned
 from nsa.kernels.query_major import plan as query_major
 from nsa.kernels.query_major import tiles
 from nsa.kernels.query_major.tiles import Choice, Point
+from nsa.kernels.shared import device as device_facts
 from nsa.testing.clock.timing import Timing
 from nsa.testing.matrix.case import Case
 from nsa.tuning import sweep
@@ -169,7 +170,7 @@ def test_a_tile_of_the_table_is_used_and_cut_to_shared_memory(table):
     assert not tiles.choose(H100, 90, *arguments, largest=2)[2]
     assert (splits, tile.BLOCK_L, tile.num_warps, tile.num_stages) == (4, 128, 8, 4)
     tile, *_ = tiles.choose(H100, 89, *arguments)
-    assert (tile.num_stages - 1) * tile.BLOCK_L * 512 < tiles.SHARED_BYTES[89]
+    assert (tile.num_stages - 1) * tile.BLOCK_L * 512 < device_facts.SHARED_BYTES[89]
     rules = tiles.choose(None, 90, *arguments)
     assert tiles.choose(H100, 90, *arguments, per_head=True)[0].HEADS == 1
     assert rules[0] != tile

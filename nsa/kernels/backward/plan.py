@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +24,12 @@ from nsa.kernels.backward import kernel as backward_kernels
 from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.backward.union_dq import _union_dq_kernel
 from nsa.kernels.key_major import tiles as key_tiles
-from nsa.kernels.query_major import plan as query_major
-from nsa.kernels.query_major.tiles import span_bucket
+from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared import inverse_index
-from nsa.kernels.shared.geometry import Geometry, geometry
-from nsa.kernels.shared.launch import INT32_MAX, TRITON, Variant, workspace
-from nsa.kernels.shared.primitives import RANGES, TILED
+from nsa.kernels.shared.family import Exact
+from nsa.kernels.shared.launch import TRITON, Variant, remembered, workspaces
+from nsa.kernels.shared.shape import RANGES, TILED, Shape, shape_of
+from nsa.kernels.shared.sizes import INT32_MAX, span_bucket
 from nsa.kernels.union import kernel as union_kernels
 from nsa.kernels.union import tiles as union_tiles
 
@@ -70,13 +69,31 @@ class Launch(NamedTuple):
     alone: Pass  # for other rows: writes no parts of dQ
     unions: Unions | None
     device: torch.device
-    geometry: Geometry
+    shape: Shape
     narrow: bool  # all sizes fit int32
     scale: float  # the default, for calls without `scale`
+    exact: Exact
+
+    @property
+    def unites(self) -> bool:
+        """Whether dQ is taken from unions."""
+        return self.unions is not None
+
+    @property
+    def queries(self) -> int:
+        """Enough that the work of a block has several shares, if all rows select it; or a tile with unions."""
+        if self.unions is not None:
+            return self.unions.tile.TOKENS + 1
+        return min(3 + max(self.usual.tile.share, self.alone.tile.share) // max(self.shape.n - 2, 1), 300)
+
+    @property
+    def pins(self) -> dict[str, Exact]:
+        """Pins with which another call compiles the same variants, and reads unions of any size."""
+        return {"backward": self.exact}
 
     def within(self, HKV: int) -> Launch:
         """The launch for tensors in the layout of a call with ``HKV`` KV heads, of which this one has some."""
-        more = {"HKV": HKV, "rows": self.geometry.tokens * self.geometry.G * HKV}
+        more = {"HKV": HKV, "rows": self.shape.tokens * self.shape.G * HKV}
         parts, alone, unions = (
             x and x._replace(sizes=x.sizes | more) for x in (self.parts, self.alone, self.unions)
         )  # fmt: skip
@@ -104,7 +121,7 @@ class Whole(NamedTuple):
     sums: tuple[Tensor, Tensor]  # dK and dV in fp32, contiguous in the larger call, zeros
 
 
-def plan(call: Call, bound: int | None = None, *, dq_bytes: int | None = None) -> Launch:
+def plan(call: Call, shape: Shape | None = None, *, dq_bytes: int | None = None) -> Launch:
     """Tiles, windows and run-time sizes of a backward pass. They hold for every call with the same key.
 
     Args:
@@ -114,22 +131,28 @@ def plan(call: Call, bound: int | None = None, *, dq_bytes: int | None = None) -
         ValueError: there are more keys or KV heads than the kernels count; or the workspace cannot hold the counters of
             blocks, or the lists of one token (of ranges without a bound, for example).
     """
-    assert call.selection is not None
     device, dtype = call.q.device, call.q.dtype
-    g = geometry(call, output=False)
+    g = (shape_of(call) if shape is None else shape).without_output()
     G, D, Dv, spans = g.G, g.D, g.Dv, call.block_size is None
-    size, blocks, slots = key_tiles.grid("backward", g.B, g.S_kv, g.HKV, g.n, call.block_size, g.packed, bound)
-    capability, _ = query_major.device_limits(device)
+    size, blocks, slots = key_tiles.grid("backward", g.B, g.S_kv, g.HKV, g.n, call.block_size, g.packed, g.bound)
+    capability, _ = gpu.limits(device)
     sizes = {"B": g.B, "S": g.S, "S_kv": g.S_kv, "HKV": g.HKV, "n": g.n, "size": size, "tokens": g.tokens}
     sizes |= {"rows": g.tokens * G * g.HKV} | dict(zip(STRIDES.split(), g.strides, strict=True))
     shared = {"G": G, "D": D, "Dv": Dv, "LAYOUT": g.layout, "CAUSAL": call.causal, "STRIDE_UNIT": g.unit}
     shared |= {"INPUT_PRECISION": "ieee"}
     bucket = span_bucket(g.n, g.S_kv)
+    pin = call.settings.pin.get("backward")
+    exact = pin if isinstance(pin, Exact) else None
+    if exact is not None:
+        bucket = exact.more[2]
 
     def pass_of(parts: bool) -> Pass:
-        tile = backward_tiles.select(
-            capability, dtype.itemsize, G, D, Dv, size, spans, call.settings.pin("backward"), PIPELINES, parts
-        )
+        if exact is not None:
+            tile = backward_tiles.Tile(*(exact.tile if parts else exact.more[0]))
+        else:
+            tile = backward_tiles.select(
+                capability, dtype.itemsize, G, D, Dv, size, spans, pin, PIPELINES, parts
+            )  # fmt: skip
         w = backward_tiles.windows(
             g.tokens, g.HKV, G, D, Dv, dtype.itemsize, slots, blocks, size, tile.share, tile.keep_dq, spans,
             dq_bytes,
@@ -142,24 +165,35 @@ def plan(call: Call, bound: int | None = None, *, dq_bytes: int | None = None) -
     tile = usual.tile
     alone = pass_of(False) if tile.keep_dq else usual
     tiled = not spans and size % tile.BLOCK_L == 0 and bucket * size + g.S_kv <= INT32_MAX
-    source = TILED.value if tiled else g.source
+    tiled = tiled if exact is None else exact.more[3]
+    source = TILED if tiled else g.source
     by_row = _by_row(device, dtype, call.dtypes(), tile, bucket, source, **shared)
-    unions = _unions(call, g, size, capability, sizes, shared) if tile.keep_dq else None
+    unions = _unions(call, g, size, capability, sizes, shared, exact) if tile.keep_dq else None
     narrow = max(*alone.sizes.values(), *usual.sizes.values()) <= INT32_MAX
+    told = Exact(tuple(tile), (tuple(alone.tile), None if unions is None else tuple(unions.tile), bucket, tiled))
     return Launch(
-        by_row, usual if tile.keep_dq else None, alone, unions, device, g, narrow, 1.0 / math.sqrt(D)
+        by_row, usual if tile.keep_dq else None, alone, unions, device, g, narrow, 1.0 / math.sqrt(D), told
     )  # fmt: skip
 
 
 def _unions(
-    call: Call, g: Geometry, size: int, capability: int, sizes: dict[str, int], shared: dict[str, Any]
+    call: Call,
+    g: Shape,
+    size: int,
+    capability: int,
+    sizes: dict[str, int],
+    shared: dict[str, Any],
+    exact: Exact | None,
 ) -> Unions | None:
     """How unions are read, or None: for small calls or groups, `batch_invariant`, old Tritons, or if no tile fits."""
-    rule: backward_tiles.Unions = call.settings.pin("backward_unions") or backward_tiles.Unions()
+    rule: backward_tiles.Unions = call.settings.pin.get("backward_unions") or backward_tiles.Unions()
+    if exact is not None:
+        rule = backward_tiles.Unions(0 if exact.more[1] else 2**62, 0, union_tiles.ALWAYS)
     small = sizes["rows"] * g.G < rule.rows or g.G < rule.least_G
     if small or call.settings.batch_invariant or not PIPELINES:
         return None
     tile = backward_tiles.union(capability, call.q.dtype.itemsize, g.G, g.D, g.Dv, g.n, size)
+    tile = tile if exact is None else union_tiles.Tile(*exact.more[1])
     if tile is None or not union_tiles.fits(g.S_kv, size):
         return None
     cost, gain = rule.worth
@@ -169,7 +203,7 @@ def _unions(
     )  # fmt: skip
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _pass(
     device: torch.device,
     dtype: torch.dtype,
@@ -186,7 +220,7 @@ def _pass(
     """
     wide = {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV}
     order = {"SOURCE": source, "LAYOUT": shared["LAYOUT"], "CAUSAL": shared["CAUSAL"], "CHUNK": COUNTED}
-    order |= {"SPANS": spans if source == RANGES.value else 1}
+    order |= {"SPANS": spans if source == RANGES else 1}
     dkdv = {**shared, **wide, "SOURCE": source, "SHARE": tile.share}
     dkdv |= {"HEADS": tile.HEADS, "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
     total = {**wide, "D": shared["D"], "Dv": shared["Dv"], "LAYOUT": shared["LAYOUT"]}
@@ -208,7 +242,7 @@ def _pass(
     }
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _by_row(
     device: torch.device,
     dtype: torch.dtype,
@@ -230,7 +264,7 @@ def _by_row(
     }
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _by_union(
     device: torch.device, dtype: torch.dtype, kinds: tuple[object, ...], tile: union_tiles.Tile, **shared: Any
 ) -> dict[str, Variant]:
@@ -242,21 +276,6 @@ def _by_union(
         "list": Variant(union_kernels._list_kernel, lists, {"num_warps": 4 if tile.TOKENS * tile.SLOTS > 256 else 1}),
         "union_dq": Variant(_union_dq_kernel, dq, {"num_warps": tile.warps, "num_stages": tile.stages}),
     }
-
-
-VARIANTS = _pass, _by_row, _by_union
-
-
-def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a tile for which `VARIANTS` gives the named kernel these arguments and options."""
-    fields = {"share": constexprs["SHARE"]} if "SHARE" in constexprs else {}
-    if kernel == "_dq_kernel":
-        fields |= {"dq_heads": constexprs["HEADS"], "BLOCK_G": constexprs["BLOCK_G"], "BLOCK_L": constexprs["BLOCK_L"]}
-        fields |= {"dq_warps": options["num_warps"], "dq_stages": options["num_stages"]}
-    elif kernel == "_dkdv_kernel":
-        fields |= {name: constexprs[name] for name in ("HEADS", "BLOCK_M", "BLOCK_N")}
-        fields |= {"warps": options["num_warps"], "stages": options["num_stages"]}
-    return fields
 
 
 def backward(
@@ -285,7 +304,7 @@ def backward(
     """
     q, k, v = call.q, call.k, call.v
     assert call.selection is not None
-    g = launch.geometry
+    g = launch.shape
     of_queries, of_keys = wanted[0], wanted[1] or wanted[2]
     dq = torch.empty(q.shape if of_queries else (0,), dtype=q.dtype, device=launch.device)
     if g.tokens == 0 or k.shape[:-2].numel() == 0 or g.n == 0:
@@ -311,7 +330,7 @@ def backward(
 def statistics(launch: Launch, do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor) -> Tensor:
     """What the other kernels need of each row: ``[2, rows]`` fp32, base-2 LSE and delta. All tensors are contiguous."""
     sizes = launch.usual.sizes
-    stats = workspace(2 * sizes["rows"], torch.float32, launch.device)
+    (stats,) = workspaces(launch.device, stats=(2 * sizes["rows"], torch.float32))
     run = _Run(launch, launch.kernels, sizes)
     grid = (-(-sizes["rows"] // STATS_ROWS), 1, 1)
     run("delta" if dlse is None else "delta_lse", grid, (o, do, lse, dlse, stats), "rows")
@@ -346,7 +365,7 @@ def _gradients(
     scale: float,
 ) -> None:
     """Write dQ, and add to dK and dV. Arguments as of :func:`_by_blocks`; None for gradients that are not needed."""
-    g, unions = launch.geometry, launch.unions
+    g, unions = launch.shape, launch.unions
     parts = launch.parts if dq is not None and sums is not None else None
     if dq is not None and parts is None:
         grid = (g.tokens * g.HKV, -(-g.G // launch.usual.tile.dq_heads), 1)
@@ -376,12 +395,15 @@ def _by_unions(
 
     Returns ``served [tokens, HKV]`` int32: 1 for rows of these tiles, else 0.
     """
-    device, g, tile, HKV = launch.device, launch.geometry, unions.tile, unions.sizes["HKV"]
+    device, g, tile, HKV = launch.device, launch.shape, unions.tile, unions.sizes["HKV"]
     tiles_of_call = -(-g.tokens // tile.TOKENS)
     at_once = min(tiles_of_call, unions.at_once)
-    lists = workspace(at_once * HKV * tile.TOKENS * tile.SLOTS, torch.int64, device)
-    count = workspace(at_once * HKV, torch.int32, device)
-    served = workspace(g.tokens * HKV, torch.int32, device)
+    lists, count, served = workspaces(
+        device,
+        lists=(at_once * HKV * tile.TOKENS * tile.SLOTS, torch.int64),
+        count=(at_once * HKV, torch.int32),
+        served=(g.tokens * HKV, torch.int32),
+    )
     for first in range(0, tiles_of_call, at_once):
         now = min(at_once, tiles_of_call - first)
         run = _Run(launch, unions.kernels, unions.sizes | {"first": first, "tiles": now})
@@ -414,18 +436,26 @@ def _by_blocks(
         about: the selection, query positions, ``cu_seqlens_q``, ``cu_seqlens_k``, and ``served [tokens, HKV]`` or None.
         mark: with ``served``, only rows whose entry is this take part.
     """
-    device, w, tile, g = launch.device, how.windows, how.tile, launch.geometry
+    device, w, tile, g = launch.device, how.windows, how.tile, launch.shape
     *about, served = about
     heads, size = w.heads, how.sizes["size"]
     row, blocks, shares = heads * w.slots, heads * w.blocks, heads * w.work
-    block, rank, unit = (workspace(w.window * row, torch.int32, device) for _ in range(3))
-    span = workspace(w.window * row, torch.int32, device) if g.source == RANGES.value else None
-    counted = workspace(-(-w.window // w.strip) * blocks, torch.int32, device)
-    count, start, part = (workspace(blocks, torch.int32, device) for _ in range(3))
-    work = workspace(3 * shares, torch.int32, device)
-    dk_part = workspace(heads * w.several * size * g.D, torch.float32, device)
-    dv_part = workspace(heads * w.several * size * g.Dv, torch.float32, device)
-    dq_part = None if dq is None else workspace(w.window * row * g.G * g.D, given[0].dtype, device)
+    units, i32, f32 = w.window * row, torch.int32, torch.float32
+    block, rank, unit, span, counted, count, start, part, work, dk_part, dv_part, dq_part = workspaces(
+        device,
+        block=(units, i32),
+        rank=(units, i32),
+        unit=(units, i32),
+        span=(units, i32) if g.source == RANGES else None,
+        counted=(-(-w.window // w.strip) * blocks, i32),
+        count=(blocks, i32),
+        start=(blocks, i32),
+        part=(blocks, i32),
+        work=(3 * shares, i32),
+        dk_part=(heads * w.several * size * g.D, f32),
+        dv_part=(heads * w.several * size * g.Dv, f32),
+        dq_part=None if dq is None else (units * g.G * g.D, given[0].dtype),
+    )
     sum_rows = how.kernels["sum"].constexprs["BLOCK_N"]
     gathered = how.kernels["gather"].constexprs["HEADS"]
     some = "" if served is None else "_some"

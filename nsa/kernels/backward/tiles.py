@@ -6,8 +6,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nsa.kernels.key_major.tiles import MOST_COUNT_BYTES, even, heads_at_once
-from nsa.kernels.query_major.tiles import AMD, next_power_of_2, padded, shared_bytes
+from nsa.kernels.shared.device import AMD, shared_bytes
 from nsa.kernels.shared.errors import DoesNotFit
+from nsa.kernels.shared.sizes import next_power_of_2, padded
 from nsa.kernels.union import tiles as union_tiles
 
 DQ_BYTES = 1280 << 20

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,15 +20,13 @@ from nsa.call import Call
 from nsa.kernels import launches
 from nsa.kernels.key_major import kernel as key_kernels
 from nsa.kernels.key_major import tiles as key_tiles
-from nsa.kernels.query_major import plan as query_major
-from nsa.kernels.query_major import tiles as query_tiles
-from nsa.kernels.query_major.tiles import pairs, span_bucket
+from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared import inverse_index
-from nsa.kernels.shared.errors import DoesNotFit
-from nsa.kernels.shared.geometry import Geometry, geometry
-from nsa.kernels.shared.launch import INT32_MAX, Variant, workspace
-from nsa.kernels.shared.primitives import RAGGED, RANGES, TILED
-from nsa.validate import E4M3
+from nsa.kernels.shared.errors import ODD, DoesNotFit
+from nsa.kernels.shared.family import Exact
+from nsa.kernels.shared.launch import Variant, remembered, workspaces
+from nsa.kernels.shared.shape import E4M3, RAGGED, RANGES, TILED, Shape, shape_of
+from nsa.kernels.shared.sizes import INT32_MAX, STEPS, pairs, span_bucket
 
 logger = logging.getLogger("nsa")
 
@@ -53,87 +50,99 @@ class Launch(NamedTuple):
     sized: tuple[int, ...]  # arguments of `key_tiles.windows`
     windows: key_tiles.Windows
     tile: key_tiles.Tile
-    geometry: Geometry
+    shape: Shape
     size: int  # keys of a block
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
-    steps: query_major.Launch | None  # for the sequences of few queries of a ragged batch, which seldom share blocks
+    steps: Any  # query-major's launch for the sequences of few queries of a ragged batch, which seldom share blocks
     likely: int  # all blocks; of a ragged batch, those that probably have units
+    exact: Exact
+    unites: bool = False
+    queries: int = 3
+
+    @property
+    def pins(self) -> dict[str, Exact]:
+        """Pins with which another call compiles the same variants."""
+        return {"key_major": self.exact} | ({} if self.steps is None else self.steps.pins)
 
     @property
     def variants(self) -> tuple[Variant, ...]:
         """All that a call may launch."""
         return self[:6] + (() if self.steps is None else self.steps.variants)
 
+    def serve(self, call: Call, route: str, served: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """:func:`forward` for a family that leaves rows to this launch."""
+        return forward(self, call, route, served, lse)
 
-def plan(call: Call, bound: int | None = None, per_head: bool = False, skips: bool = False) -> Launch:
-    """Tiles, windows and run-time sizes of a launch. Arguments as for query-major; ``per_head`` changes nothing.
+    def serve_steps(self, call: Call, lse: Tensor | None) -> Tensor | None:
+        """:func:`serve_steps` for such a family."""
+        return serve_steps(self, call, lse)
 
-    With ``skips`` every :func:`forward` of the launch gets ``served``, otherwise none does.
 
-    Query-major serves the steps of a ragged batch (:func:`_steps`). A row's result never depends on the values of other
-    rows. With ``batch_invariant`` it depends neither on the length of the call nor on the number of sequences. A row
-    whose ranges have more than ``bound`` keys may come out as NaN.
+def plan(call: Call, shape: Shape | None = None, skips: bool = False, steps: Any = None) -> Launch:
+    """Tiles, windows and run-time sizes of a launch.
+
+    A row's result never depends on the values of other rows. With ``batch_invariant`` it depends neither on the length
+    of the call nor on the number of sequences. A row whose ranges have more than ``bound`` keys may come out as NaN.
+
+    Args:
+        shape: of the call; None: derived here.
+        skips: every :func:`forward` of the launch gets ``served``, otherwise none does.
+        steps: the launch that serves the steps of a ragged batch, see :func:`has_steps`; None without.
 
     Raises:
         ValueError: there are more keys or KV heads than the kernels count; or the workspace cannot hold the counters of
             blocks, or the partial results of one token (of ranges without a bound, for example).
     """
-    assert call.selection is not None
     device, dtype, block_size = call.q.device, call.q.dtype, call.block_size
-    g = geometry(call)
+    g = shape_of(call) if shape is None else shape
     S_kv, HKV, G, D, Dv, n = g.S_kv, g.HKV, g.G, g.D, g.Dv, g.n
     spans = block_size is None
-    size, blocks, slots = key_tiles.grid("key_major", g.B, S_kv, HKV, n, block_size, g.packed, bound)
-    capability, _ = query_major.device_limits(device)
-    ragged = g.layout == RAGGED.value
+    size, blocks, slots = key_tiles.grid("key_major", g.B, S_kv, HKV, n, block_size, g.packed, g.bound)
+    capability, _ = gpu.limits(device)
+    ragged = g.layout == RAGGED
     chunks = _chunks(g, call.max_seqlen_q) if ragged else 1  # sequences whose queries `g.S` counts
     likely = blocks // max(g.B, 1) * chunks if ragged else blocks
     walk = key_tiles.walks(g.S, S_kv * chunks, call.settings.batch_invariant)
     listed = block_size or size  # not cut to S_kv, because S_kv must not change a row's tiles
     reads = g.tokens * n // max(likely, 1)
+    pin = call.settings.pin.get("key_major")
+    exact = isinstance(pin, Exact)
+    choice = None if exact else pin
     tile = key_tiles.select(
-        capability, dtype.itemsize, G, D, Dv, listed, call.settings.pin("key_major"), walk, call.k.dtype == E4M3, reads
-    )
+        capability, dtype.itemsize, G, D, Dv, listed, choice, walk, call.k.dtype == E4M3, reads
+    )  # fmt: skip
+    bucket = span_bucket(n, S_kv)
+    tiled = listed % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
+    farthest = sum((size - 1) * stride for size, stride in zip(call.q.shape, call.q.stride(), strict=True)) + D
+    wide = farthest > WIDE_FROM
+    if exact:
+        tile, (bucket, tiled, wide) = key_tiles.Tile(*pin.tile), pin.more
     walked = 0 if spans else n * tile.walked // 16
     slots -= walked
     sized = (g.tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, tile.share, spans)
     windows = key_tiles.windows(*sized)
-    farthest = sum((size - 1) * stride for size, stride in zip(call.q.shape, call.q.stride(), strict=True)) + D
-    bucket = span_bucket(n, S_kv)
-    tiled = listed % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
-    steps = _steps(call, g, bound)
     variants = _variants(
         device, dtype, (*call.dtypes(), skips or steps is not None), tile, bucket,
-        0 if steps is None else query_tiles.STEPS, walked > 0, TILED.value if tiled else g.source,
-        ONE_TILE=listed <= tile.BLOCK_N, WIDE=farthest > WIDE_FROM, G=G, D=D, Dv=Dv, SOURCE=g.source, LAYOUT=g.layout,
+        0 if steps is None else STEPS, walked > 0, TILED if tiled else g.source,
+        ONE_TILE=listed <= tile.BLOCK_N, WIDE=wide, G=G, D=D, Dv=Dv, SOURCE=g.source, LAYOUT=g.layout,
         PAGE=g.page, CAUSAL=call.causal, STRIDE_UNIT=g.unit, K_STEP=g.k_step, V_STEP=g.v_step,
         PAIRS=g.pairs and pairs(tile.merge_heads, tile.BLOCK_DV), INPUT_PRECISION="ieee",
     )  # fmt: skip
     narrow = max(g.B, g.S, S_kv, HKV, n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
-    return Launch(*variants, device, sized, windows, tile, g, size, narrow, 1.0 / math.sqrt(D), steps, likely)
+    return Launch(
+        *variants, device, sized, windows, tile, g, size, narrow, 1.0 / math.sqrt(D), steps, likely,
+        Exact(tuple(tile), (bucket, tiled, wide)),
+    )  # fmt: skip
 
 
-def _steps(call: Call, g: Geometry, bound: int | None) -> query_major.Launch | None:
-    """Query-major for the sequences of at most `STEPS` queries of a ragged batch with blocks, or None.
-
-    None if the call must be ``batch_invariant``, because the number of sequences decides tiles; and if ``max_seqlen_q``
-    is so small that every sequence must have more than `STEPS` queries.
-    """
-    if g.layout != RAGGED.value or call.block_size is None or call.settings.batch_invariant:
-        return None
-    if call.max_seqlen_q is not None and g.tokens > (g.B - 1) * call.max_seqlen_q + query_tiles.STEPS:
-        return None
-    return query_major.plan(call, bound, steps=True)
-
-
-def _chunks(g: Geometry, longest: int | None) -> int:
+def _chunks(g: Shape, longest: int | None) -> int:
     """How many sequences of a ragged batch probably have units, if each has at most ``longest`` queries."""
     longest = max(longest or 1, -(-g.tokens // max(g.B, 1)), 1)
     return min(g.B, max(1, (2 * g.tokens + longest) // (2 * longest)))
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _variants(
     device: torch.device,
     dtype: torch.dtype,
@@ -152,7 +161,7 @@ def _variants(
     """
     source = shared["SOURCE"]
     count = {name: shared[name] for name in ("SOURCE", "LAYOUT", "CAUSAL")}
-    count |= {"CHUNK": COUNTED, "SPANS": spans if source == RANGES.value else 1}
+    count |= {"CHUNK": COUNTED, "SPANS": spans if source == RANGES else 1}
     scan = {"SHARE": tile.share, "STEPS": steps, "CHUNK": ELEMENTS}
     blocks = {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV}
     partial = {name: x for name, x in shared.items() if name not in ("V_STEP", "PAIRS")}
@@ -163,7 +172,7 @@ def _variants(
     merge |= {"HEADS": tile.merge_heads, "BLOCK_L": tile.BLOCK_L, "CHUNK": MERGE_CHUNK, "AT_ONCE": tile.at_once}
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": 1 if shared["ONE_TILE"] else 2}
     merging: dict[str, Any] = {"num_warps": 1, "num_stages": tile.walk_stages if walk else 1}
-    if query_major.runs_ptx(device):
+    if gpu.runs_ptx(device):
         options |= {} if tile.registers is None else {"maxnreg": tile.registers}
         merging |= {} if tile.walk_registers is None else {"maxnreg": tile.walk_registers}
     return (
@@ -176,19 +185,6 @@ def _variants(
     )
 
 
-def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a tile for which :func:`_variants` gives the named kernel these arguments and options."""
-    merging = kernel == "_merge_kernel"
-    named = {"SHARE": "share", "AT_ONCE": "at_once"} | ({"HEADS": "merge_heads"} if merging else {})
-    fields = {named.get(name, name): value for name, value in constexprs.items()}
-    if merging:
-        fields |= {"walked": 8 * constexprs["WALK"], "walk_registers": options.get("maxnreg")}
-        fields |= {"walk_stages": options["num_stages"]} if constexprs["WALK"] else {}
-    elif kernel == "_partial_kernel":
-        fields |= {"warps": options["num_warps"], "registers": options.get("maxnreg")}
-    return {name: value for name, value in fields.items() if name in key_tiles.Tile._fields}
-
-
 Memory = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]
 
 
@@ -197,14 +193,18 @@ def allocate(launch: Launch, w: key_tiles.Windows, dtype: torch.dtype, Dv: int) 
 
     ``lists`` holds block, first unit and number of units of each share, then the counters of blocks.
     """
-    device, g, units, groups = launch.device, launch.geometry, w.tokens * w.row, w.most * w.heads
-    parts = workspace(w.window * w.row * g.G * Dv, dtype, device)
-    part_lse = workspace(w.window * w.row * g.G, torch.float32, device)
-    block, rank = (workspace(units, torch.int32, device) for _ in range(2))
-    span = workspace(units, torch.int32, device) if g.source == RANGES.value else None
-    unit = workspace(w.most * w.window * w.row, torch.int32, device)
-    start = workspace(groups * w.blocks, torch.int32, device)
-    lists = workspace(groups * (3 * w.work + w.blocks), torch.int32, device)
+    device, g, units, groups = launch.device, launch.shape, w.tokens * w.row, w.most * w.heads
+    parts, part_lse, block, rank, span, unit, start, lists = workspaces(
+        device,
+        parts=(w.window * w.row * g.G * Dv, dtype),
+        part_lse=(w.window * w.row * g.G, torch.float32),
+        block=(units, torch.int32),
+        rank=(units, torch.int32),
+        span=(units, torch.int32) if g.source == RANGES else None,
+        unit=(w.most * w.window * w.row, torch.int32),
+        start=(groups * w.blocks, torch.int32),
+        lists=(groups * (3 * w.work + w.blocks), torch.int32),
+    )
     return parts, part_lse, block, rank, span, unit, start, lists
 
 
@@ -259,7 +259,7 @@ def _programs(launch: Launch, w: key_tiles.Windows) -> int:
     In a ragged batch as many as there probably are, which may be a twentieth. A program without work takes 2 ns. If
     there are more shares, programs take several.
     """
-    if launch.geometry.layout != RAGGED.value:
+    if launch.shape.layout != RAGGED:
         return w.work
     return min(w.work, max(-(-w.window * w.slots // launch.tile.share), launch.likely))
 
@@ -273,8 +273,8 @@ def serve_steps(launch: Launch, call: Call, lse: Tensor | None) -> Tensor | None
     """
     if launch.steps is None:
         return None
-    served = workspace(launch.geometry.tokens * launch.geometry.HKV, torch.int32, launch.device).zero_()
-    query_major.forward(launch.steps, call, "steps", served, lse)
+    served = workspaces(launch.device, served=(launch.shape.tokens * launch.shape.HKV, torch.int32))[0].zero_()
+    launch.steps.serve(call, "steps", served, lse)
     return served
 
 
@@ -289,8 +289,9 @@ def forward(
         lse: where LSE goes; None: a new tensor if the call asks for LSE.
     """
     q, k, v, out, return_lse = call.q, call.k, call.v, call.out, call.return_lse
-    assert call.selection is not None
-    device, tile, g, narrow = launch.device, launch.tile, launch.geometry, launch.narrow
+    selection = call.selection
+    assert selection is not None
+    device, tile, g, narrow = launch.device, launch.tile, launch.shape, launch.narrow
     if out is None:
         out = torch.empty_like(q) if g.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
     if return_lse and lse is None:
@@ -298,12 +299,12 @@ def forward(
     if g.tokens == 0:
         return out, lse
     if launch.merge.constexprs["PAIRS"] and v.data_ptr() % 2:
-        raise DoesNotFit(query_major.ODD)
+        raise DoesNotFit(ODD)
     w, (parts, part_lse, block, rank, span, unit, start, lists) = reserve(launch, q.dtype, v.shape[-1])
     if served is None:
         served = serve_steps(launch, call._replace(out=out), lse)
         launches[route] += 1
-    selection = call.selection.contiguous()
+    selection = selection.contiguous()
     lengths = call.cu_seqlens_k if call.cache_seqlens is None else call.cache_seqlens
     q_positions, cu_seqlens_q, lengths = (
         x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from nsa.kernels.query_major.tiles import next_power_of_2, padded, shared_bytes
+from nsa.kernels.shared.device import shared_bytes
 from nsa.kernels.shared.errors import DoesNotFit
+from nsa.kernels.shared.sizes import next_power_of_2, padded
 
 GRID = 64
 """Keys of a block into which ranges are cut."""
@@ -204,16 +205,8 @@ class Windows(NamedTuple):
     tokens: int  # of a pass
     window: int  # tokens of a window
     work: int  # upper bound of the shares of one window and head
-
-    @property
-    def row(self) -> int:
-        """Units of a token, of all KV heads that are processed at once."""
-        return self.heads * self.slots
-
-    @property
-    def most(self) -> int:
-        """Windows of a pass."""
-        return -(-self.tokens // self.window)
+    row: int  # units of a token, of all KV heads that are processed at once
+    most: int  # windows of a pass
 
 
 def windows(
@@ -261,7 +254,8 @@ def windows(
     units = window * slots
     work = -(-units // share) + min(blocks, units)
     work = -(-work // 4) * 4  # aligns the counters that follow the lists
-    return Windows(slots, bits, blocks, heads, min(tokens, at_once * window), window, work)
+    of_pass = min(tokens, at_once * window)
+    return Windows(slots, bits, blocks, heads, of_pass, window, work, heads * slots, -(-of_pass // max(window, 1)))
 
 
 def heads_at_once(HKV: int, enough: int, most: Callable[[int], int], longest: int) -> int:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa import settings
 from nsa.call import Call
 from nsa.kernels import launches
 from nsa.kernels.query_major import kernel as query_kernels
 from nsa.kernels.query_major import tiles
-from nsa.kernels.shared import primitives
+from nsa.kernels.shared import device as gpu
+from nsa.kernels.shared import primitives, sizes
 from nsa.kernels.shared.clusters import sending
 from nsa.kernels.shared.combine import combine
-from nsa.kernels.shared.errors import DoesNotFit
-from nsa.kernels.shared.geometry import geometry
-from nsa.kernels.shared.launch import INT32_MAX, TRITON, Variant
+from nsa.kernels.shared.device import runs_ptx
+from nsa.kernels.shared.errors import ODD, DoesNotFit
+from nsa.kernels.shared.family import Exact
+from nsa.kernels.shared.launch import TRITON, Variant, remembered
+from nsa.kernels.shared.shape import BATCH, BLOCKS, RANGES, TILED, WHOLE, Shape, shape_of
+from nsa.kernels.shared.sizes import INT32_MAX
 
 TUPLES = TRITON >= (3, 4)  # Triton compiles tuples as the kernel uses them
-ODD = "values of float8_e4m3fn are read in pairs: expected v_cache at an even address, got an odd one"
 CLUSTERS = TRITON >= (3, 6)  # older versions pack the metadata of a launch differently
 
 
@@ -35,22 +36,34 @@ class Launch(NamedTuple):
     grid: tuple[int, int, int]
     splits: int
     merged: bool  # the programs that share a row are a cluster and merge their results themselves
-    places: int  # queries for which the grid has programs: all tokens, or for steps `tiles.STEPS` a sequence
+    places: int  # queries for which the grid has programs: all tokens, or for steps `STEPS` a sequence
     sizes: tuple[int, ...]  # the kernel's run-time ints: sizes, then strides in units
     narrow: bool  # all sizes fit int32
     scale: float  # the default, for calls without `scale`
     like_q: bool  # a new output has the shape and strides of q
     pairs: bool  # values are read in pairs of bytes
-    stride_tb: int  # as in a `Geometry`
+    stride_tb: int  # as in a `Shape`
     copies_table: bool
+    exact: Exact
+    unites: bool = False
+    queries: int = 3
+
+    @property
+    def pins(self) -> dict[str, Exact]:
+        """Pins with which another call compiles the same variants."""
+        return {"query_major": self.exact}
 
     @property
     def variants(self) -> tuple[Variant, ...]:
         """All that a call may launch."""
         return self.variant, self.variant_lse
 
+    def serve(self, call: Call, route: str, served: Tensor | None, lse: Tensor | None) -> None:
+        """:func:`forward` for a family that has its steps served by this launch."""
+        forward(self, call, route, served, lse)
 
-def plan(call: Call, bound: int | None = None, per_head: bool = False, steps: bool = False) -> Launch:
+
+def plan(call: Call, shape: Shape | None = None, per_head: bool = False, steps: bool = False) -> Launch:
     """Tiles, splits, grid and run-time sizes of a launch. They hold for every call with the same key.
 
     With ``batch_invariant`` few rows are launched like many, and rows without a bound count as `tiles.UNBOUNDED` keys.
@@ -58,62 +71,67 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False, steps: bo
     Args:
         call: valid. Packed rows come as they are: ``q [N, H, D]`` with ``k [N, L, D]``, or with ``k [sum L, D]`` and
             ``cu_seqlens_k``; row ``i`` is sequence ``i``.
-        bound: host bound on the keys of a row.
+        shape: of the call; None: derived here.
         per_head: one query head per program, for comparison.
-        steps: serve only sequences of at most `tiles.STEPS` queries of a ragged batch. :func:`forward` gets ``served``.
+        steps: serve only sequences of at most `STEPS` queries of a ragged batch. :func:`forward` gets ``served``.
             Tiles are chosen for one query a sequence, because only the device knows the number of queries.
     """
     device, dtype, block_size = call.q.device, call.q.dtype, call.block_size
     pipelined, invariant = call.settings.sel_triton_db, call.settings.batch_invariant
-    g = geometry(call)
-    S_kv, G, D, Dv, source = g.S_kv, g.G, g.D, g.Dv, g.source
+    g = shape_of(call) if shape is None else shape
+    S_kv, G, D, Dv, source, bound = g.S_kv, g.G, g.D, g.Dv, g.source, g.bound
     rows = (g.B if steps else g.tokens) * g.HKV
-    places = g.B * tiles.STEPS if steps else g.tokens
-    causal = call.causal and source != primitives.WHOLE.value
+    places = g.B * sizes.STEPS if steps else g.tokens
+    causal = call.causal and source != WHOLE
     longest = bound if bound is not None else tiles.UNBOUNDED if invariant else S_kv
-    capability, processors = device_limits(device)
-    spans = 1 if source == primitives.WHOLE.value else tiles.span_bucket(g.n, S_kv)
-    tile, splits, merged = tiles.choose(
-        gpu_name(device), capability, processors, call.k.dtype.itemsize, G, D, Dv, longest, spans, rows, per_head,
-        pipelined, call.settings.pin("query_major"), largest_cluster(device, capability, processors), invariant,
-    )  # fmt: skip
+    capability, processors = gpu.limits(device)
+    spans = 1 if source == WHOLE else sizes.span_bucket(g.n, S_kv)
+    pin, tiled = call.settings.pin.get("query_major"), True
+    if isinstance(pin, Exact):
+        tile, (splits, merged, tiled) = tiles.Tile(*pin.tile), pin.more
+    else:
+        tile, splits, merged = tiles.choose(
+            gpu.gpu_name(device), capability, processors, call.k.dtype.itemsize, G, D, Dv, longest, spans, rows,
+            per_head, pipelined, pin, largest_cluster(device, capability, processors), invariant,
+        )  # fmt: skip
     size = min(block_size or 1, max(S_kv, 1))  # keys of a block, at most those that exist
-    if source == primitives.BLOCKS.value and block_size is not None and block_size % tile.BLOCK_L == 0:
+    if source == BLOCKS and block_size is not None and block_size % tile.BLOCK_L == 0:
         whole = min(block_size, max(-(-S_kv // tile.BLOCK_L), 1) * tile.BLOCK_L)
-        if max(spans * whole, S_kv + whole) <= INT32_MAX:  # the kernel counts slots and keys in int32
-            source, size = primitives.TILED.value, whole
+        if tiled and max(spans * whole, S_kv + whole) <= INT32_MAX:  # the kernel counts slots and keys in int32
+            source, size = TILED, whole
     tile = tile._replace(UPFRONT=tile.UPFRONT and runs_ptx(device))
     early = runs_ptx(device) and capability >= 90 and primitives.gdc_wait is not None
     # SINGLE: for any spans, every program reads at most one tile, so the kernel needs no loop over tiles. This rule
     # counts `block_size` keys a block, not those that exist, so that other sequences of a batch cannot change SINGLE.
-    most = INT32_MAX if source == primitives.RANGES.value else S_kv if block_size is None else g.n * block_size
+    most = INT32_MAX if source == RANGES else S_kv if block_size is None else g.n * block_size
     single = tile.num_stages == 1 and most <= splits * tile.BLOCK_L
     single = single and not (g.page and S_kv * g.B == 0)  # an empty page table has no entry to look up
-    single = single and (source != primitives.WHOLE.value or g.layout == primitives.BATCH.value)
-    tiles_of_block = size // tile.BLOCK_L if single and source == primitives.TILED.value else 0
+    single = single and (source != WHOLE or g.layout == BATCH)
+    tiles_of_block = size // tile.BLOCK_L if single and source == TILED else 0
     # FAR: a key's offset may not fit int32. The last tile may begin at the last key, so masked keys count, too.
     far = (S_kv + size + tile.BLOCK_L) * max(g.strides[4], g.strides[7]) > INT32_MAX
     variant, variant_lse = (
         _variant(
             device, dtype, (*call.dtypes(), with_lse), tile, splits if merged else 0, early, G=G, D=D, Dv=Dv,
             SOURCE=source, LAYOUT=g.layout, PAGE=g.page, HKV=g.HKV, S_MANY=g.S > 1 and call.q.dim() == 4,
-            STEPS=tiles.STEPS if steps else 0, CAUSAL=causal,
+            STEPS=sizes.STEPS if steps else 0, CAUSAL=causal,
             CHUNKED=g.n > tile.SPANS and not tiles_of_block, FAR=far, SINGLE=tiles_of_block or int(single),
             SPLIT=splits > 1, STRIDE_UNIT=g.unit, K_STEP=g.k_step, V_STEP=g.v_step,
-            PAIRS=g.pairs and tiles.pairs(tile.BLOCK_G, tile.BLOCK_DV),
+            PAIRS=g.pairs and sizes.pairs(tile.BLOCK_G, tile.BLOCK_DV),
         )
         for with_lse in (False, True)
     )  # fmt: skip
     programs = places * g.HKV * -(-G // tile.HEADS)
     grid = (programs, 1, 1) if merged else (programs, splits, 1)
-    sizes = (g.B, g.S, S_kv, g.n, size, g.pages, *g.strides)
+    numbers = (g.B, g.S, S_kv, g.n, size, g.pages, *g.strides)
     return Launch(
-        variant, variant_lse, device, grid, splits, merged, places, sizes, max(*sizes, g.stride_tb) <= INT32_MAX,
+        variant, variant_lse, device, grid, splits, merged, places, numbers, max(*numbers, g.stride_tb) <= INT32_MAX,
         1.0 / math.sqrt(D), g.like_q, bool(variant.constexprs["PAIRS"]), g.stride_tb, g.copies_table,
+        Exact(tuple(tile), (splits, merged, source == TILED)),
     )  # fmt: skip
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _variant(
     device: torch.device,
     dtype: torch.dtype,
@@ -134,35 +152,19 @@ def _variant(
     # HOLD_Q: queries are loaded before the loop. More than 16 heads would spill. Packed rows do not use HOLD_Q, because
     # calls of many rows would be 0.5% slower, though calls of few rows 0.5% faster.
     hold_q = ptx and dtype.itemsize == 2 and tile.BLOCK_G <= 16 and not tile.STREAM_Q
-    constexprs.update(HOLD=ptx, HOLD_Q=hold_q and source != primitives.WHOLE.value)
+    constexprs.update(HOLD=ptx, HOLD_Q=hold_q and source != WHOLE)
     # EACH: every thread loads all ranges of its row and finds its own keys. Tiles that are not pipelined gain by this,
     # because they wait for all that happens between the arrival of the ranges and the first load of keys.
-    each = TUPLES and source == primitives.RANGES.value and tile.num_stages == 1 and tile.SPANS <= 8
+    each = TUPLES and source == RANGES and tile.num_stages == 1 and tile.SPANS <= 8
     constexprs.update(EACH=each and not decided["CHUNKED"])
     box = tile.HEADS, tile.BLOCK_DV, cluster
-    shared = tiles.exchange_bytes(*box)
-    constexprs.update(CLUSTER=cluster, MINE=tiles.merged_heads(tile.HEADS, cluster), SHARED=shared)
+    shared = sizes.exchange_bytes(*box)
+    constexprs.update(CLUSTER=cluster, MINE=sizes.merged_heads(tile.HEADS, cluster), SHARED=shared)
     constexprs.update(SENDING=sending(*box, 32 * tile.num_warps) if cluster else None)
     constexprs.update(EARLY=early, OVERLAP=early and split and not cluster)
     if early:
         options["launch_pdl"] = True
     return Variant(query_kernels._fwd_kernel, constexprs, options, cluster, shared)
-
-
-@lru_cache(maxsize=64)
-def device_limits(device: torch.device) -> tuple[int, int]:
-    """Compute capability times ten, and number of multiprocessors. Interpreted kernels get those of an H100."""
-    if device.type != "cuda":
-        return 90, 132
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip is not None:  # ROCm says 9.0 of an MI250
-        return tiles.AMD, properties.multi_processor_count
-    return properties.major * 10 + properties.minor, properties.multi_processor_count
-
-
-def runs_ptx(device: torch.device) -> bool:
-    """Whether kernels for ``device`` may contain NVIDIA's assembly."""
-    return device.type != "cpu" and torch.version.hip is None and not settings.interpreter()
 
 
 def largest_cluster(device: torch.device, capability: int, processors: int) -> int:
@@ -174,12 +176,6 @@ def largest_cluster(device: torch.device, capability: int, processors: int) -> i
     if not (CLUSTERS and runs_ptx(device)) or capability < 90 or processors < 78:
         return 0
     return 16 if capability in (90, 100) and processors >= 128 else 8
-
-
-@lru_cache(maxsize=64)
-def gpu_name(device: torch.device) -> str | None:
-    """The name under which a GPU's table of tiles is stored."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def forward(

@@ -12,26 +12,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nsa import gpu
-
-AMD = 942
-"""Stands for the compute capability of every AMD GPU. No AMD GPU has less shared memory than a gfx942."""
-
-SHARED_BYTES = {
-    **{80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448},
-    **{100: 232_448, 103: 232_448, 110: 232_448, 120: 101_376, 121: 101_376},
-    AMD: 65_536,
-}
-"""Shared memory that one program may use, by compute capability. An unknown capability gets the smallest."""
-
-SPAN_BUCKETS = (8, 16, 64)
-"""How many spans a program may hold in registers. Rows with more than 64 are read in chunks of 64."""
+from nsa.kernels.query_major.choice import Choice, Point
+from nsa.kernels.shared.device import shared_bytes
+from nsa.kernels.shared.sizes import exchange_bytes, padded
 
 MAX_SPLITS = 32
 MAX_HEADS = 64
 """Query heads that one program holds. Larger groups take several programs."""
-
-STEPS = 8
-"""Queries up to which a sequence of a ragged batch counts as a step: one new token, or a few speculative ones."""
 
 EXCHANGE_BYTES = 33_296
 """Limit of the shared memory through which programs of a cluster exchange results: what 16 heads of Dv = 256 need."""
@@ -39,17 +26,6 @@ EXCHANGE_BYTES = 33_296
 UNBOUNDED = 1024
 """Assumed keys of a row without a bound, where its result must not depend on the other rows of the call. The length of
 K cannot be the bound, because K holds the keys of those rows, too. Tables are measured up to this length."""
-
-
-class Choice(NamedTuple):
-    """What a sweep varies and a table holds."""
-
-    splits: int  # parts into which the keys of a row are split
-    head_tiles: int  # programs among which a group of query heads is divided
-    BLOCK_L: int
-    num_warps: int
-    num_stages: int
-    cluster: int = 1  # 1: programs that share a row merge as a cluster where the GPU can; 0: a second kernel merges
 
 
 class Tile(NamedTuple):
@@ -65,28 +41,6 @@ class Tile(NamedTuple):
     UPFRONT: bool  # a tile that is not pipelined issues all its loads before it waits for the first
     num_warps: int
     num_stages: int
-
-
-def next_power_of_2(x: int) -> int:
-    return 1 << max(x - 1, 0).bit_length()
-
-
-def padded(x: int) -> int:
-    """Length of a tile's axis for ``x`` elements: the next power of two, and at least the 16 of tensor cores."""
-    return max(16, next_power_of_2(x))
-
-
-def shared_bytes(capability: int) -> int:
-    """Shared memory that one program may use."""
-    return SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
-
-
-def span_bucket(n: int, S_kv: int) -> int:
-    """Spans that a program holds at a time. A chunk counts its slots in int32, so enormous caches get fewer spans."""
-    bucket = next((b for b in SPAN_BUCKETS if n <= b), SPAN_BUCKETS[-1])
-    while bucket > 1 and bucket * S_kv >= 2**31 - 256:  # 256: a tile may reach past the last slot
-        bucket //= 2
-    return bucket
 
 
 def most_heads(itemsize: int) -> int:
@@ -127,15 +81,6 @@ def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int, ev
     if fill == 1:
         return (32, 2, 3) if wide else (64, 4, 3)
     return 128, 4, 3
-
-
-def pairs(block_g: int, block_dv: int) -> bool:
-    """Whether a kernel should read e4m3 values in pairs, where their strides allow it.
-
-    A matrix instruction with operands in registers needs the values of consecutive keys side by side. Without pairs the
-    kernel loads them from shared memory byte by byte. Tiles of 64 heads use `wgmma`, which reads shared memory itself.
-    """
-    return block_g < 64 and block_dv >= 32  # Triton 3.1 multiplies 16 columns or more
 
 
 UPFRONT_REGISTERS = 128
@@ -248,41 +193,6 @@ def choose(
     taken = EXCHANGE_BYTES if merged else 0
     tile = select(capability, itemsize, G, D, Dv, -(-bound // splits), spans, fill, per_head, pipelined, choice, taken)
     return tile, splits, merged and exchange_bytes(tile.HEADS, tile.BLOCK_DV, splits) <= taken
-
-
-def merged_heads(heads: int, cluster: int) -> int:
-    """Heads that each program of a cluster merges, padded to a power of two."""
-    return next_power_of_2(-(-heads // max(cluster, 1)))
-
-
-BARRIER_BYTES = 16
-PATTERN_BYTES = 1024  # period of the pattern of a swizzled tile in shared memory; PTX ISA 9.7.15.5.1
-
-
-def box_bytes(heads: int, block_dv: int, cluster: int) -> int:
-    """Bytes in which a program of a cluster receives all parts of its own heads, or lays out its part of all heads."""
-    return cluster * merged_heads(heads, cluster) * (block_dv + 4) * 4
-
-
-def exchange_bytes(heads: int, block_dv: int, cluster: int) -> int:
-    """Shared memory that a program of a cluster needs beside its tiles, see :mod:`nsa.kernels.shared.clusters`.
-
-    The tiles lie behind these bytes. Tensor cores that read tiles of 64 rows (``wgmma``) derive the swizzle pattern
-    from the address, so the number of bytes is then a multiple of the pattern's period.
-    """
-    if not cluster:
-        return 0
-    total = BARRIER_BYTES + 2 * box_bytes(heads, block_dv, cluster)
-    align = PATTERN_BYTES if next_power_of_2(heads) >= 64 else BARRIER_BYTES
-    return -(-total // align) * align
-
-
-class Point(NamedTuple):
-    """A measured shape in one bucket of a table."""
-
-    G: int
-    rows: int
-    L: int
 
 
 def measured(

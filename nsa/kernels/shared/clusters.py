@@ -12,8 +12,8 @@ cluster-wide fence.
 import triton
 import triton.language as tl
 
-from nsa.kernels.query_major.tiles import BARRIER_BYTES, box_bytes, merged_heads
 from nsa.kernels.shared.primitives import finish
+from nsa.kernels.shared.sizes import BARRIER_BYTES, box_bytes, merged_heads
 
 HEADER = tl.constexpr(BARRIER_BYTES)
 
@@ -52,7 +52,7 @@ def sending(heads: int, block_dv: int, cluster: int, threads: int) -> str:
 def open_inbox(CLUSTER: tl.constexpr, MINE: tl.constexpr, BLOCK_DV: tl.constexpr, SHARED: tl.constexpr):
     """Address of a program's inbox in its shared memory, int32. The outbox lies behind the inbox.
 
-    No program may send before :func:`exchange`. SHARED: bytes of both boxes, see ``tiles.exchange_bytes``; Triton's own
+    No program may send before :func:`exchange`. SHARED: bytes of both boxes, see ``sizes.exchange_bytes``; Triton's own
     shared memory begins after them.
     """
     BOX: tl.constexpr = CLUSTER * MINE * (BLOCK_DV + 4) * 4

@@ -1,14 +1,12 @@
 """Merges the partial results of a row's splits in a kernel of its own."""
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
-from nsa.kernels.query_major.tiles import next_power_of_2
-from nsa.kernels.shared.launch import INT32_MAX, Variant
+from nsa.kernels.shared.launch import Variant, remembered
 from nsa.kernels.shared.primitives import find_step, gdc_wait, merge_parts
+from nsa.kernels.shared.sizes import INT32_MAX, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["S", "HQ", "heads", "stride_ob", "stride_os", "stride_oh"])
@@ -67,7 +65,7 @@ def combine(
     )
 
 
-@lru_cache(maxsize=64)
+@remembered
 def _variant(
     device: torch.device, dtype: torch.dtype, Dv: int, splits: int, steps: int, overlap: bool, kinds: tuple[object, ...]
 ) -> Variant:

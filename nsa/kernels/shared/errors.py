@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 
+ODD = "values of float8_e4m3fn are read in pairs: expected v_cache at an even address, got an odd one"
 NO_MEMORY = "a tensor has no memory of its own, as in a transform of torch.func or under a dispatch mode"
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # exit status of a process, and of the shell that started it
 

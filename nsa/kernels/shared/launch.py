@@ -8,12 +8,14 @@ variant. Triton compiles the variant at its first launch, and later launches sta
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 
-from nsa import guard
+from nsa.kernels.shared import asking
 from nsa.kernels.shared.errors import NO_MEMORY, DoesNotFit
 
 TRITON = tuple(int(x) for x in triton.__version__.split(".")[:2])
@@ -25,7 +27,6 @@ if TMA:
 
 # All versions since 3.5 start a compiled kernel with the same arguments. Older ones, and ROCm, use Triton's launch.
 DIRECT = TRITON >= (3, 5) and torch.version.hip is None
-INT32_MAX = 2**31 - 1
 UNASKED = 48 * 1024
 """Bytes of shared memory that CUDA gives any kernel. Triton asks for more where its own tiles need more."""
 
@@ -36,12 +37,33 @@ current_stream = getattr(
 )
 knobs: Any = triton.knobs.runtime if DIRECT else None
 
+_remembered: list[Any] = []  # functions that make variants
+
+
+def remembered(make: Any) -> Any:
+    """`lru_cache` for a function that makes variants: plans that differ only in sizes share them."""
+    cached = lru_cache(maxsize=1024)(make)
+    _remembered.append(cached)
+    return cached
+
+
+def forget() -> None:
+    """Forget all variants, so that the next plans make them anew, and their launches compile."""
+    for cached in _remembered:
+        cached.cache_clear()
+
 
 def workspace(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory that no kernel may read before it was written; tests fill it with NaN."""
     return torch.empty(size, dtype=dtype, device=device)
 
 
+def workspaces(device: torch.device, **sizes: tuple[int, torch.dtype] | None) -> list[Any]:
+    """A :func:`workspace` for each name, in order; None for None."""
+    return [None if size is None else workspace(*size, device) for size in sizes.values()]
+
+
+@dataclass(eq=False, repr=False)
 class Variant:
     """A kernel with everything that decides how Triton compiles it, except ``common`` of :meth:`launch`.
 
@@ -58,25 +80,16 @@ class Variant:
             loads. Addresses of these tensors, and all strides but the last, must be multiples of 16 bytes.
     """
 
-    def __init__(
-        self,
-        kernel: Any,
-        constexprs: dict[str, object],
-        options: dict[str, Any],
-        cluster: int = 0,
-        static: int = 0,
-        blocks: dict[int, list[int]] | None = None,
-    ) -> None:
-        self.kernel = kernel
-        self.constexprs = constexprs
-        self.options = options
-        self.cluster = cluster
-        self.static = static
-        self.blocks = blocks or {}
-        self._compiled: tuple[Any, ...] | None = None
-        self._absent = -1  # tensors without an address in the last launch that was checked
-        self._asked: dict[Any, Any] = {}  # by compiled kernel, its function with more shared memory
-        self._probed: set[tuple[bool, ...]] = set()  # which tensors were misaligned when the guard was asked
+    kernel: Any
+    constexprs: dict[str, object]
+    options: dict[str, Any]
+    cluster: int = 0
+    static: int = 0
+    blocks: dict[int, list[int]] = field(default_factory=dict)
+    _compiled: tuple[Any, ...] | None = None
+    _absent: int = -1  # tensors without an address in the last launch that was checked
+    _asked: dict[Any, Any] = field(default_factory=dict)  # by compiled kernel, its function with more shared memory
+    _probed: set[tuple[bool, ...]] = field(default_factory=set)  # which tensors were misaligned when it was asked about
 
     def describe(self, tensors: tuple[torch.Tensor | None, ...]) -> dict[str, Any]:
         """Everything that decides what Triton compiles for a launch on ``tensors``; values that JSON can hold.
@@ -154,7 +167,7 @@ class Variant:
                 return None
         misaligned = () if union & 15 == 0 else tuple(address & 15 != 0 for address in addresses)
         if misaligned not in self._probed:
-            guard.require(self, device, tensors)
+            asking.ask(self, device, tensors)
             self._probed.add(misaligned)
         keywords = self.constexprs | self.options | {"enable_fp_fusion": True}
         last = tuple(self.constexprs[name] for name in self.kernel.arg_names[len(tensors) + len(numbers) :])

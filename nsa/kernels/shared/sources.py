@@ -39,6 +39,14 @@ def _is_compiled(x: ast.stmt) -> bool:
     return not isinstance(x, (ast.Import, ast.ImportFrom)) and not _is_prose(x)
 
 
+@functools.cache
+def functions(family: str) -> frozenset[str]:
+    """Names of the Triton functions that the folder of a family defines."""
+    paths = sorted((FOLDER / family).glob("*.py"))
+    found = (x for path in paths for x in ast.parse(path.read_bytes()).body if isinstance(x, ast.FunctionDef))
+    return frozenset(x.name for x in found if _is_compiled(x))
+
+
 def hash_of(paths: Iterable[Path]) -> str:
     """A hash of the meaning of the files, in this order."""
     return hashlib.sha256("\n".join(meaning(path.read_bytes()) for path in paths).encode()).hexdigest()

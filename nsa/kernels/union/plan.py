@@ -7,7 +7,6 @@ graph replays with other selections. The kernels are in ``kernel.py``.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +14,12 @@ from torch import Tensor
 
 from nsa.call import Call
 from nsa.kernels import launches
-from nsa.kernels.key_major import plan as key_major
-from nsa.kernels.query_major import plan as query_major
+from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared.errors import DoesNotFit
-from nsa.kernels.shared.geometry import Geometry, geometry
-from nsa.kernels.shared.launch import INT32_MAX, TMA, Variant, workspace
+from nsa.kernels.shared.family import Exact
+from nsa.kernels.shared.launch import TMA, Variant, remembered, workspaces
+from nsa.kernels.shared.shape import Shape
+from nsa.kernels.shared.sizes import INT32_MAX
 from nsa.kernels.union import kernel as union_kernels
 from nsa.kernels.union import tiles
 
@@ -33,12 +33,24 @@ class Launch(NamedTuple):
     device: torch.device
     tile: tiles.Tile
     worth: tiles.Worth
-    geometry: Geometry
+    shape: Shape
     size: int  # keys of a block
     at_once: int  # tiles of a pass
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
-    rest: key_major.Launch  # of the other tiles
+    rest: Any  # key-major's launch, for the other tiles
+    exact: Exact
+    unites: bool = True
+
+    @property
+    def queries(self) -> int:
+        """A tile, and a token."""
+        return self.tile.TOKENS + 1
+
+    @property
+    def pins(self) -> dict[str, Exact]:
+        """Pins with which another call compiles the same variants, and reads unions of any size."""
+        return {"union": self.exact, **self.rest.pins}
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -46,26 +58,25 @@ class Launch(NamedTuple):
         return (self.list, *self.unions, *self.by_pointers, *self.rest.variants)
 
 
-def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch:
-    """Tiles and run-time sizes of a launch. Arguments as for query-major; ``per_head`` changes nothing.
+def plan(call: Call, shape: Shape, rest: Any) -> Launch:
+    """Tiles and run-time sizes of a launch.
+
+    Args:
+        rest: key-major's launch, which skips rows that are served.
 
     Raises:
-        DoesNotFit: the call lists no blocks, must be `batch_invariant`, has a cache in fp8, or has more query heads,
-            slots or keys than a tile holds; or key-major cannot serve the call.
+        DoesNotFit: the call has more query heads, slots or keys than a tile holds.
     """
-    device, dtype, block_size = call.q.device, call.q.dtype, call.block_size
-    if block_size is None:
-        raise DoesNotFit("union: expected block_indices, got ranges")
-    if call.k.dtype != dtype:
-        raise DoesNotFit(f"union: expected a cache of dtype {dtype} (that of q), got {call.k.dtype}")
-    if call.settings.batch_invariant:
-        raise DoesNotFit("union: a row's result depends on its neighbours, which batch_invariant forbids")
-    g = geometry(call)
-    capability, _ = query_major.device_limits(device)
-    pin: tiles.Choice | None = call.settings.pin("union")
-    tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, block_size, pin)
+    g, device, dtype, block_size = shape, call.q.device, call.q.dtype, call.block_size
+    assert block_size is not None
+    capability, _ = gpu.limits(device)
+    pin = call.settings.pin.get("union")
+    exact = isinstance(pin, Exact)
+    tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, block_size, None if exact else pin)
+    tile = tiles.Tile(*pin.tile) if exact else tile
     if tile is None or not tiles.fits(g.S_kv, block_size):
         raise DoesNotFit(f"union: no tile for {g.n} blocks a row, {g.G} query heads a KV head and {g.S_kv} keys")
+    told = Exact(tuple(tile))
     tiled = block_size % tile.BLOCK_N == 0
     size = min(block_size, -(-max(g.S_kv, 1) // tile.BLOCK_N) * tile.BLOCK_N)  # no tiles past the last key
     tile = tile._replace(TMA=tile.TMA and TMA and tiled and _tma_reads(call, g, tile))
@@ -73,20 +84,19 @@ def plan(call: Call, bound: int | None = None, per_head: bool = False) -> Launch
         "G": g.G, "D": g.D, "Dv": g.Dv, "LAYOUT": g.layout, "PAGE": g.page, "CAUSAL": call.causal, "TILED": tiled,
         "ONE_TILE": block_size <= tile.BLOCK_N, "STRIDE_UNIT": g.unit, "INPUT_PRECISION": "ieee",
     }  # fmt: skip
-    rest = key_major.plan(call, bound, skips=True)
     kinds, steps = call.dtypes(), rest.steps is not None
     lists, *unions = _variants(device, dtype, kinds, tile, steps, **shared)
     _, *by_pointers = _variants(device, dtype, kinds, tile._replace(TMA=False), steps, **shared)
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
-    worth = tiles.worth(block_size) if pin is None else pin.worth
+    worth = tiles.ALWAYS if exact else tiles.worth(block_size) if pin is None else pin.worth
     worth = worth._replace(gain=worth.gain * tile.HEADS)
     return Launch(
         lists, tuple(unions), tuple(by_pointers), device, tile, worth, g, size, tiles.tiles_at_once(tile, g.HKV),
-        narrow, 1.0 / math.sqrt(g.D), rest,
+        narrow, 1.0 / math.sqrt(g.D), rest, told,
     )  # fmt: skip
 
 
-def _tma_reads(call: Call, g: Geometry, tile: tiles.Tile) -> bool:
+def _tma_reads(call: Call, g: Shape, tile: tiles.Tile) -> bool:
     """Whether TMA takes the strides of K and V: positive multiples of 16 bytes. A tile must lie in one page."""
     aligned = g.unit * call.k.dtype.itemsize % 16 == 0 and g.page % tile.BLOCK_N == 0
     return aligned and all(min(x.stride()[:-1]) > 0 and x.numel() > 0 for x in (call.k, call.v))
@@ -97,7 +107,7 @@ def _for_tma(x: Tensor) -> Tensor:
     return (x if x.dim() == 4 else x.unsqueeze(0)).transpose(1, 2)
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _variants(
     device: torch.device,
     dtype: torch.dtype,
@@ -122,26 +132,18 @@ def _variants(
     )
 
 
-def tile_fields(kernel: str, constexprs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a tile for which :func:`_variants` gives the named kernel these arguments and options."""
-    fields = {name: value for name, value in constexprs.items() if name in tiles.Tile._fields}
-    if kernel == "_union_kernel":
-        fields |= {"warps": options["num_warps"], "stages": options["num_stages"]}
-    return fields
-
-
 def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | None]:
     """Launch the kernels. Arguments and results as of :func:`nsa.kernels.query_major.plan.forward`."""
-    q, k, v, out = call.q, call.k, call.v, call.out
-    assert call.selection is not None
-    device, tile, g, narrow = launch.device, launch.tile, launch.geometry, launch.narrow
+    q, k, v, out, selection = call.q, call.k, call.v, call.out, call.block_indices
+    assert selection is not None
+    device, tile, g, narrow = launch.device, launch.tile, launch.shape, launch.narrow
     if out is None:
         out = torch.empty_like(q) if g.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
         call = call._replace(out=out)
     lse = torch.empty(q.shape[:-1], device=device, dtype=torch.float32) if call.return_lse else None
     if g.tokens == 0:
         return out, lse
-    selection = call.selection.contiguous()
+    selection = selection.contiguous()
     lengths = call.cu_seqlens_k if call.cache_seqlens is None else call.cache_seqlens
     q_positions, cu_seqlens_q, lengths = (
         x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths)
@@ -151,16 +153,19 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     scale = launch.scale if call.scale is None else call.scale
     tiles_of_call = -(-g.tokens // tile.TOKENS)
     at_once = min(tiles_of_call, launch.at_once)
-    lists = workspace(at_once * g.HKV * tile.TOKENS * tile.SLOTS, torch.int64, device)
-    count = workspace(at_once * g.HKV, torch.int32, device)
+    lists, count, served = workspaces(
+        device,
+        lists=(at_once * g.HKV * tile.TOKENS * tile.SLOTS, torch.int64),
+        count=(at_once * g.HKV, torch.int32),
+        served=(g.tokens * g.HKV, torch.int32) if launch.rest.steps is None else None,
+    )
     launches[route] += 1
     tma = tile.TMA and scale > 0 and (k.data_ptr() | v.data_ptr()) % 16 == 0
     union = (launch.unions if tma else launch.by_pointers)[lse is not None]
     if tma:
         k, v = _for_tma(k), _for_tma(v)
-    served = key_major.serve_steps(launch.rest, call, lse)
-    if served is None:
-        served = workspace(g.tokens * g.HKV, torch.int32, device)
+    by_steps = launch.rest.serve_steps(call, lse)
+    served = served if by_steps is None else by_steps
     for first in range(0, tiles_of_call, at_once):
         now = min(at_once, tiles_of_call - first)
         sizes = (g.B, g.S, g.S_kv, g.HKV)
@@ -172,4 +177,4 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
             (now * g.HKV, 1, 1), device, (q, k, v, out, lse, *about, block_table, lists, count, served),
             (*sizes, launch.size, g.tokens, first, now, g.pages, *g.strides, scale, g.stride_tb), narrow,
         )  # fmt: skip
-    return key_major.forward(launch.rest, call, route, served, lse)
+    return launch.rest.serve(call, route, served, lse)  # type: ignore[no-any-return]

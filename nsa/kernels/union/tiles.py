@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from nsa.kernels.query_major.tiles import next_power_of_2, padded, shared_bytes
+from nsa.kernels.shared.device import shared_bytes
+from nsa.kernels.shared.sizes import next_power_of_2, padded
 
 MOST_TOKENS = 16  # of a tile; a mask of its tokens must fit 32 bits
 MOST_ENTRIES = 1024  # listed blocks of a tile, which one program sorts

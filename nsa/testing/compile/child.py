@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from nsa.call import Call
-from nsa.kernels.query_major import tiles
+from nsa.kernels.shared.sizes import PATTERN_BYTES
 from nsa.settings import Settings
 from nsa.testing.compile.budgets import FEW
 from nsa.testing.compile.matrix import OVERHEARD, Compiled, minor
@@ -100,13 +100,11 @@ def cover(variants: Sequence[frozenset[tuple[str, ...]]]) -> set[int]:
 
 
 def _call(point: Point) -> None:
-    from nsa.kernels.backward import plan as backward
-    from nsa.kernels.key_major import plan as key_major
-    from nsa.kernels.query_major import plan as query_major
-    from nsa.kernels.union import plan as union
+    from nsa.kernels.families import BACKWARD, FAMILIES, OF_SCHEDULE
+    from nsa.kernels.shared.shape import shape_of
 
-    families: dict[str, Any] = {"key_major": key_major, "union": union}
-    kernel = next((families[name] for name in point.options if name in families), query_major)
+    schedule = next((name for name in point.options if name in OF_SCHEDULE), FAMILIES[-1].name)
+    family = OF_SCHEDULE[schedule]
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[point.dtype]
     index = torch.int64 if "int64" in point.options else torch.int32
 
@@ -136,7 +134,7 @@ def _call(point: Point) -> None:
         paged = [int(option.removeprefix("page")) for option in point.options if option.startswith("page")]
         if paged or "cache" in point.options:
             width = 65536 // paged[0] if paged else 0
-            B = rows if kernel is query_major else 2
+            B = rows if family is FAMILIES[-1] else 2
             lead = (B, rows // B)
             cache = (B * width, paged[0], HKV) if paged else (B, 65536, HKV)
             name = "ranges" if point.source == "ranges" else "block_indices"
@@ -163,9 +161,11 @@ def _call(point: Point) -> None:
     )  # fmt: skip
     if "backward" in point.options:
         out, lse = meta(*lead, HKV * G, Dv), meta(*lead, HKV * G, dtype=torch.float32)
-        backward.backward(backward.plan(call, point.L), call, out, lse, out, lse, "backward")
+        launch = BACKWARD.plan(call, shape_of(call, point.L), "backward")
+        BACKWARD.kernels.backward(launch, call, out, lse, out, lse, "backward")
         return
-    kernel.forward(kernel.plan(call, point.L, "per_head" in point.options), call, point.source)
+    launch = family.plan(call, shape_of(call, point.L), schedule)
+    family.kernels.forward(launch, call, point.source)
 
 
 def _pretend(architecture: Architecture) -> Launches:
@@ -175,7 +175,7 @@ def _pretend(architecture: Architecture) -> Launches:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from nsa.kernels.query_major import plan as query_major
+    from nsa.kernels.shared import device
 
     launches = Launches()
     launch, run = JITFunction.run, subprocess.run
@@ -196,8 +196,8 @@ def _pretend(architecture: Architecture) -> Launches:
     driver.set_active(_AbsentGPU(architecture))
     JITFunction.run = warm_up
     subprocess.run = overhear  # type: ignore[assignment]
-    query_major.device_limits = lambda device: (architecture.capability, architecture.processors)  # type: ignore[assignment]
-    query_major.gpu_name = lambda device: architecture.gpu  # type: ignore[assignment]
+    device.limits = lambda device: (architecture.capability, architecture.processors)  # type: ignore[assignment]
+    device.gpu_name = lambda device: architecture.gpu  # type: ignore[assignment]
     return launches
 
 
@@ -313,7 +313,7 @@ def askew(ptx: str) -> bool:
     this happened with 33 heads and more.
     """
     before = sum(int(size) for size in DECLARED.findall(ptx))
-    return ("wgmma" in ptx or "tcgen05" in ptx) and before % tiles.PATTERN_BYTES != 0
+    return ("wgmma" in ptx or "tcgen05" in ptx) and before % PATTERN_BYTES != 0
 
 
 def _describe_amd(point: Point, kernel: Any) -> Compiled:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from nsa import routing
-from nsa.kernels.query_major import tiles
+from nsa.kernels.query_major import tiles as query_tiles
+from nsa.kernels.query_major.choice import Choice
+from nsa.kernels.shared import device
 
 MOST = 128
 """The most points of one architecture. Points from a GPU's table of tiles are added to `POINTS` up to this number."""
@@ -18,7 +20,7 @@ class Architecture:
     name: str  # sm_90, gfx942
     backend: str  # Triton's: cuda or hip
     target: int | str
-    capability: int  # as `query_major.device_limits` returns it
+    capability: int  # as `device.limits` returns it
     processors: int  # number of multiprocessors, which decides whether keys are split
     since: tuple[int, int]  # the first Triton that compiles for it on any machine
     gpu: str | None = None  # the GPU whose table of tiles is compiled too
@@ -27,7 +29,7 @@ class Architecture:
 
     @property
     def shared_bytes(self) -> int:
-        return tiles.SHARED_BYTES[self.capability]
+        return device.SHARED_BYTES[self.capability]
 
     @property
     def e4m3(self) -> bool:
@@ -48,7 +50,7 @@ ARCHITECTURES = {
         _nvidia(100, 148, (3, 3), largest_cluster=16),  # B200
         _nvidia(120, 170, (3, 3), largest_cluster=8),  # RTX 5090
         # MI300X. Before 3.5 Triton links with the ld.lld of an installed ROCm.
-        Architecture("gfx942", "hip", "gfx942", tiles.AMD, 304, (3, 5), warp=64),
+        Architecture("gfx942", "hip", "gfx942", device.AMD, 304, (3, 5), warp=64),
     )
 }
 
@@ -72,7 +74,7 @@ class Point:
     # keys for each of `rows` sequences; with key_major or union it has two sequences, with half of the rows each.
     # ragged: its queries are packed; with key_major or union, query-major serves its steps.
     options: tuple[str, ...] = ()
-    choice: tiles.Choice | None = None  # forced tiles, as in a sweep; None: the tables and rules of `tiles`
+    choice: Choice | None = None  # forced tiles, as in a sweep; None: the tables and rules of `tiles`
     rare: bool = False  # compiled by `make aot` only
 
     @property
@@ -96,22 +98,42 @@ _FIRST = (
     Point("blocks", "bf16", 16, 128, 128, 65536, 1024, n=16, causal=True, HKV=4),
     Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True),  # decode: split
     Point("blocks", "bf16", 8, 128, 128, 1024, 1024, n=16, causal=True, options=("per_head",), rare=True),
-    Point("dense", "bf16", 8, 128, 128, 64, 128, choice=tiles.Choice(1, 1, 128, 4, 1)),  # a single tile
-    Point("ranges", "bf16", 8, 128, 128, 64, 256, n=8, choice=tiles.Choice(2, 1, 64, 4, 3)),  # a cluster
-    Point("ranges", "bf16", 64, 128, 32, 8, 256, n=8, choice=tiles.Choice(4, 1, 64, 4, 1)),  # a cluster, `wgmma`
-    Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, choice=tiles.Choice(16, 1, 64, 4, 2)),
-    Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, choice=tiles.Choice(8, 1, 128, 8, 1, 0)),
+    Point("dense", "bf16", 8, 128, 128, 64, 128, choice=Choice(1, 1, 128, 4, 1)),  # a single tile
+    Point("ranges", "bf16", 8, 128, 128, 64, 256, n=8, choice=Choice(2, 1, 64, 4, 3)),  # a cluster
+    Point("ranges", "bf16", 64, 128, 32, 8, 256, n=8, choice=Choice(4, 1, 64, 4, 1)),  # a cluster, `wgmma`
+    Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, choice=Choice(16, 1, 64, 4, 2)),
+    Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, choice=Choice(8, 1, 128, 8, 1, 0)),
     Point("blocks", "bf16", 16, 128, 128, 8, 1024, n=16, causal=True, HKV=4, options=("page64",)),
     Point("blocks", "bf16", 16, 128, 128, 64, 1024, n=16, causal=True, HKV=4, options=("page16",), rare=True),
     Point("blocks", "bf16", 16, 128, 128, 8, 2048, n=16, causal=True, HKV=4, options=("page128", "e4m3")),
     Point("blocks", "bf16", 16, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("key_major",)),
     Point("blocks", "bf16", 4, 128, 128, 8192, 1024, n=16, causal=True, HKV=8, options=("key_major",), rare=True),
     Point(
-        "ranges", "fp16", 1, 64, 64, 4096, 1024, n=16, causal=True, HKV=16, options=("key_major", "cu_seqlens"),
+        "ranges",
+        "fp16",
+        1,
+        64,
+        64,
+        4096,
+        1024,
+        n=16,
+        causal=True,
+        HKV=16,
+        options=("key_major", "cu_seqlens"),
         rare=True,
     ),
     Point(
-        "blocks", "bf16", 16, 128, 128, 1024, 1024, n=16, causal=True, HKV=4, options=("key_major", "page64"),
+        "blocks",
+        "bf16",
+        16,
+        128,
+        128,
+        1024,
+        1024,
+        n=16,
+        causal=True,
+        HKV=4,
+        options=("key_major", "page64"),
         rare=True,
     ),
     Point("blocks", "bf16", 16, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("union",)),
@@ -152,8 +174,18 @@ POINTS = (
     Point("ranges", "bf16", 16, 128, 128, 64, 1024, n=16, causal=True, HKV=4, options=("page64",)),
     Point("blocks", "bf16", 16, 128, 128, 256, 2048, n=16, causal=True, HKV=4, options=("page128", "e4m3")),
     Point(
-        "blocks", "bf16", 16, 128, 128, 8, 2048, n=16, causal=True, HKV=4, options=("page128", "e4m3"),
-        choice=tiles.Choice(16, 1, 128, 8, 1),
+        "blocks",
+        "bf16",
+        16,
+        128,
+        128,
+        8,
+        2048,
+        n=16,
+        causal=True,
+        HKV=4,
+        options=("page128", "e4m3"),
+        choice=Choice(16, 1, 128, 8, 1),
     ),  # a single tile, in a cluster
     Point("ranges", "fp16", 8, 64, 128, 64, 1024, n=16, causal=True, HKV=4, options=("page64", "e4m3")),
     Point("ranges", "fp16", 3, 100, 33, 8, 1024, n=8, causal=True, options=("cache", "e4m3")),  # values byte by byte
@@ -174,12 +206,32 @@ POINTS = (
         "blocks", "bf16", 16, 128, 128, 65536, 1024, n=16, causal=True, HKV=4, options=("key_major", "page64", "e4m3")
     ),  # a merge that reads keys
     Point(
-        "blocks", "bf16", 16, 128, 128, 2048, 2048, n=16, causal=True, HKV=4,
-        options=("key_major", "page128", "ragged"), choice=tiles.Choice(1, 1, 32, 2, 3),
+        "blocks",
+        "bf16",
+        16,
+        128,
+        128,
+        2048,
+        2048,
+        n=16,
+        causal=True,
+        HKV=4,
+        options=("key_major", "page128", "ragged"),
+        choice=Choice(1, 1, 32, 2, 3),
     ),  # the tile of many steps
     Point(
-        "blocks", "bf16", 16, 128, 128, 2048, 2048, n=16, causal=True, HKV=4,
-        options=("key_major", "page128", "ragged", "e4m3"), choice=tiles.Choice(1, 1, 64, 2, 3),
+        "blocks",
+        "bf16",
+        16,
+        128,
+        128,
+        2048,
+        2048,
+        n=16,
+        causal=True,
+        HKV=4,
+        options=("key_major", "page128", "ragged", "e4m3"),
+        choice=Choice(1, 1, 64, 2, 3),
     ),
     Point("ranges", "fp16", 8, 128, 64, 4096, 1024, n=16, causal=True, HKV=4, options=("key_major", "cache", "e4m3")),
     Point("blocks", "bf16", 4, 128, 128, 4096, 4096, n=16, causal=True, HKV=8, options=("key_major", "page64", "e4m3")),
@@ -232,15 +284,15 @@ def _of_table(architecture: Architecture) -> list[Point]:
     known = set()
     for p in POINTS:
         spans = p.source in ("ranges", "blocks")
-        rows, full = p.rows * p.HKV, tiles.FULL * architecture.processors
+        rows, full = p.rows * p.HKV, query_tiles.FULL * architecture.processors
         itemsize = 4 if p.dtype == "fp32" else 2
-        choice = tiles.measured(
+        choice = query_tiles.measured(
             architecture.gpu, itemsize, p.G, p.D, p.Dv, p.L, not spans, rows if rows < full else None, full
         )
         if p.choice is None and choice is not None:
             known.add((not spans, p.D, p.Dv, choice[2:5]))
     shapes: dict[object, list[Point]] = {}
-    for (one_span, D, Dv), measured in tiles.table(architecture.gpu).items():
+    for (one_span, D, Dv), measured in query_tiles.table(architecture.gpu).items():
         for shape, choice in measured.items():
             source, n = ("dense", 1) if one_span else ("ranges", 8)
             point = Point(source, "bf16", shape.G, D, Dv, shape.rows, shape.L, n=n)

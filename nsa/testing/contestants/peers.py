@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa.failures import caught
-from nsa.kernels.query_major.tiles import next_power_of_2
+from nsa.kernels.shared.sizes import next_power_of_2
 from nsa.testing.contestants.contract import Contestant, Contract
 from nsa.testing.contestants.fit import arranged
 from nsa.testing.matrix import m3

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nsa.files import write_whole
 from nsa.gpu import device_slug
 from nsa.testing.report import summary, table, tables
 from nsa.testing.report.recording import Fact, Recording, geomean, kernels, load, newest
 from nsa.testing.report.table import Column, Table
 from nsa.tuning import thresholds
-from nsa.tuning.files import write_whole
 
 ROOT = Path(__file__).parents[3]
 BASELINES = ROOT / "tests" / "perf" / "baselines"

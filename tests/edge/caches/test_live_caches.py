@@ -153,7 +153,7 @@ def test_auto_falls_back_and_says_so(device, fresh_routes):
     for min_L in (0, 10**6):
         with nsa.configure(sel_triton_min_L=min_L):
             got[min_L] = call(q, cache, "auto", **selection)
-    assert {record.route for record in nsa.routes()} == {"blocks", "sdpa"}
+    assert {record.route for record in nsa.routes()} == {"query_major", "sdpa"}
     torch.testing.assert_close(got[0], got[10**6])
 
 
@@ -172,7 +172,7 @@ def test_a_broken_kernel_for_pages_does_not_speak_of_other_caches(device, fresh_
         for page in (PAGE, None, PAGE):
             cache = caches.draw([40, 64], ROOM, page, device=device)
             agrees(queries(2, 1, device=device), cache, "auto", **everything(2, 1, device=device))
-    assert {(record.route, record.calls) for record in nsa.routes()} == {("sdpa", 2), ("blocks", 1)}
+    assert {(record.route, record.calls) for record in nsa.routes()} == {("sdpa", 2), ("query_major", 1)}
 
 
 @LAYOUTS

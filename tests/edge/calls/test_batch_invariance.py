@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import nsa
-from nsa.kernels.query_major import plan as query_major
 from nsa.kernels.query_major import tiles
+from nsa.kernels.shared import device as device_facts
 from nsa.testing.plugin import current_lane
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -104,7 +104,7 @@ def test_alone_and_in_company(draw, device, monkeypatch, source, schedule):
 @pytest.mark.usefixtures("fresh_plans")
 def test_beside_a_longer_row(monkeypatch, device, source):
     """Keys of all rows lie in one tensor, whose length would choose tiles where no `max_selected` is given."""
-    monkeypatch.setattr(query_major, "gpu_name", lambda device: H100)
+    monkeypatch.setattr(device_facts, "gpu_name", lambda device: H100)
     n = [100, 900]
     g = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, 64, generator=g).half().to(device)

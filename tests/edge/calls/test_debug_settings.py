@@ -35,8 +35,8 @@ def test_shapes_and_strides(logged):
 
 
 REASONS = {
-    "auto": ("ranges", "rows are long enough for Triton"),
-    "triton": ("ranges", "backend='triton' asked for"),
+    "auto": ("query_major", "rows are long enough for Triton"),
+    "triton": ("query_major", "backend='triton' asked for"),
     "sdpa": ("sdpa", "backend='sdpa' asked for"),
     "reference": ("reference", "backend='reference' asked for"),
 }
@@ -64,7 +64,7 @@ def test_compare_finds_a_wrong_kernel(logged, monkeypatch):
         return o.add_(0.25), lse
 
     monkeypatch.setattr(query_major, "forward", wrong)
-    assert logged("triton", debug_compare=True) == ["route ranges against the reference: max error 2.500e-01"]
+    assert logged("triton", debug_compare=True) == ["route query_major against the reference: max error 2.500e-01"]
 
 
 def test_compare_of_nothing(draw, same, caplog):

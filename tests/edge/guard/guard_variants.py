@@ -1,7 +1,7 @@
-"""For each point of the compile matrix, on each of its NVIDIA GPUs: does a trial launch what the parent will?
+"""For each point of the compile matrix, on each of its NVIDIA GPUs: does the small call launch what the caller's does?
 
-Run as a script it prints, as JSON, for every launch of the parent, where the child's differs. Nothing is compiled: what
-decides that is compared. It must not run in Triton's interpreter, hence a process of its own.
+Run as a script it prints, as JSON, for every launch of the caller, whether the small call has it, too. Nothing is
+compiled: what decides that is compared. It must not run in Triton's interpreter, hence a process of its own.
 """
 
 from __future__ import annotations
@@ -10,59 +10,62 @@ import json
 
 import torch
 
-from nsa import settings
-from nsa.guard.trials import TRIALS, Trial
-from nsa.kernels.backward import plan as backward
-from nsa.kernels.key_major import plan as key_major
-from nsa.kernels.query_major import plan as query_major
-from nsa.kernels.shared import combine
-from nsa.kernels.shared.launch import Variant
-from nsa.kernels.union import plan as union
+from nsa.guard import describe
+from nsa.guard.small import Small
+from nsa.kernels.families import BACKWARD, FAMILIES, OF_SCHEDULE
+from nsa.kernels.shared import device as device_facts
+from nsa.kernels.shared.launch import Variant, forget
+from nsa.kernels.shared.shape import shape_of
 from nsa.testing.compile import child, points
-
-
-class Launched(BaseException):
-    """The child need go no further: tensors without data cannot be compared with anything."""
-
-
-def stop(kind: str, text: str) -> None:
-    if text == "running":
-        raise Launched
 
 
 def main() -> None:
     seen: list[dict[str, object]] = []
+    planned: list[tuple[object, ...]] = []
 
     def launch(self: Variant, grid: object, device: object, tensors: tuple[object, ...], *_: object) -> None:
         seen.append(json.loads(json.dumps(self.describe(tensors))))
 
     Variant.launch = launch
+
+    def recorded(real):
+        def plan(self, call, shape, schedule, *rest, **more):
+            made = real(self, call, shape, schedule, *rest, **more)
+            planned.append((call, shape, schedule, made))
+            return made
+
+        return plan
+
+    for family in (*FAMILIES, BACKWARD):  # a family that leans on another is planned after it
+        type(family).plan = recorded(type(family).plan)
     report = {}
     gpus = [chip for chip in points.ARCHITECTURES.values() if chip.backend == "cuda"]
     for chip, point in [(gpu, point) for gpu in gpus for point in points.points(gpu, "full")]:
-        query_major.device_limits = lambda device, chip=chip: (chip.capability, chip.processors)
-        query_major.gpu_name = lambda device, chip=chip: chip.gpu
+        device_facts.limits = lambda device, chip=chip: (chip.capability, chip.processors)
+        device_facts.gpu_name = lambda device, chip=chip: chip.gpu
         seen.clear()
-        settings.reload()
         child._call(point)
-        for what in list(seen):
-            seen.clear()
-            settings.reload()
-            query_major._variant.cache_clear()
-            combine._variant.cache_clear()
-            key_major._variants.cache_clear()
-            union._variants.cache_clear()
-            for variants in backward.VARIANTS:
-                variants.cache_clear()
-            try:
-                TRIALS[what["kernel"]](Trial(what, torch.device("meta"), stop))
-            except Launched:
-                pass
-            found = [x for x in seen if x["kernel"] == what["kernel"]]
-            got = found[0]
-            assert all(x == got for x in found)  # the order kernel is launched for rows with and without unions
-            differs = {key: (what[key], got[key]) for key in what if what[key] != got[key]}
-            report[f"{chip.name} {point.id} {what['kernel']}"] = {"differs": differs, "cluster": what["cluster"]}
+        wanted = list(seen)
+        call, shape, schedule, made = planned[-1]
+        backward = schedule == "backward"
+        like_o, lse = call.q.new_empty(*call.q.shape[:-1], shape.Dv), torch.empty(call.q.shape[:-1], device="meta")
+        given = {"do": like_o, "dlse": lse, "o": like_o, "lse": lse, "wanted": (True,) * 3} if backward else None
+        what = json.loads(json.dumps(describe(call, shape, schedule, made, given)))
+        seen.clear()
+        forget()
+        small = Small(what, torch.device("meta")).call()
+        if backward:
+            o, lse = small.q.new_empty(*small.q.shape[:-1], shape.Dv), torch.empty(small.q.shape[:-1], device="meta")
+            again = BACKWARD.plan(small, shape_of(small), schedule)
+            BACKWARD.kernels.backward(again, small, o, lse, o, lse, "backward")
+        else:
+            family = OF_SCHEDULE[schedule]
+            family.kernels.forward(family.plan(small, shape_of(small, shape.bound), schedule), small, schedule)
+        for x in wanted:
+            alike = [y for y in seen if y["kernel"] == x["kernel"]]
+            found = x in alike
+            differs = {} if found else {key: (x[key], [y[key] for y in alike]) for key in x}
+            report[f"{chip.name} {point.id} {x['kernel']}"] = {"differs": differs, "cluster": x["cluster"]}
     print(json.dumps(report))
 
 

@@ -1,5 +1,6 @@
 """When a child process is asked about a kernel, and what is remembered of its answer."""
 
+import contextlib
 import errno
 import functools
 import json
@@ -19,9 +20,11 @@ import torch
 
 import nsa
 from nsa import settings
-from nsa.guard import ProbeFailed, memory, parent
+from nsa.guard import memory, parent
 from nsa.guard.memory import Verdict
+from nsa.kernels.families import BACKWARD
 from nsa.kernels.shared import passed, sources
+from nsa.kernels.shared.asking import Untried
 from nsa.testing.compile.points import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("fresh_routes", "fresh_plans", "untried")
@@ -54,11 +57,10 @@ def test_who_is_asked_about(monkeypatch, mode, device, pair, asks):
     monkeypatch.setattr(passed, "passed_pairs", lambda: {("3.6", "sm_90")})
     monkeypatch.setattr(sources, "triton_version", lambda: f"{pair[0]}.1")
     monkeypatch.setattr(sources, "architecture", lambda device: pair[1])
-    monkeypatch.setattr(parent, "find_out", lambda *_: Verdict("it aborts", True))
     with nsa.configure(probe=mode):
         if not asks:
             return parent.require(variant_of("_fwd_kernel"), torch.device(device), ())
-        with pytest.raises(ProbeFailed, match="^it aborts$"):
+        with pytest.raises(Untried, match="^_fwd_kernel was not tried$"):
             parent.require(variant_of("_fwd_kernel"), torch.device(device), ())
     return None
 
@@ -97,14 +99,12 @@ def test_the_packaged_list():
 @pytest.mark.parametrize("name", ["_fwd_kernel", "_dkdv_kernel"])
 def test_what_compiles_but_no_gpu_has_run_is_tried(monkeypatch, name):
     """With a Triton and a GPU that the compile matrix has passed."""
-    asked = []
-    monkeypatch.setattr(parent, "UNSEEN", frozenset({"_dkdv_kernel"}))
+    monkeypatch.setattr(BACKWARD, "unseen", True)
     monkeypatch.setattr(sources, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(passed, "passed", lambda triton, arch: True)
-    monkeypatch.setattr(parent, "find_out", lambda what, _: asked.append(what["kernel"]) or Verdict(None, True))
-    with nsa.configure(probe="auto"):
+    unseen = pytest.raises(Untried) if name == "_dkdv_kernel" else contextlib.nullcontext()
+    with nsa.configure(probe="auto"), unseen:
         parent.require(variant_of(name), torch.device("cuda", 0), ())
-    assert asked == [name] * (name == "_dkdv_kernel")
 
 
 ENTRIES = [
@@ -236,7 +236,7 @@ EDITS = [  # of a file: what it means stays, or not
 def test_edited_prose_is_the_same_kernel_and_edited_code_another(monkeypatch, tmp_path, edit, same):
     """Any file of `nsa/kernels`, or of what judges them."""
     package = tmp_path / "nsa"
-    judges = ("guard/child.py", "guard/trials.py", "plain/oracle.py", "plain/spans.py")
+    judges = ("guard/child.py", "guard/small.py", "plain/oracle.py", "plain/packed_sdpa.py", "plain/spans.py")
     judges = [ROOT / "nsa" / name for name in judges]
     for source in [*(ROOT / "nsa" / "kernels").rglob("*.py"), *judges]:
         (package / source.relative_to(ROOT / "nsa")).parent.mkdir(parents=True, exist_ok=True)

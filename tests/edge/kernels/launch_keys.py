@@ -14,6 +14,7 @@ import torch
 
 import nsa
 from nsa import routing, settings
+from nsa.kernels.shared import device as device_facts
 
 BATCHES = 400
 HKV, G, D, DV = 3, 5, 40, 72  # strides that are multiples of 16 in some batches, and in others not
@@ -73,7 +74,6 @@ def main() -> None:
     from triton.runtime import driver
 
     from nsa.kernels.query_major import kernel as query_kernels
-    from nsa.kernels.query_major import plan as query_major
     from nsa.kernels.shared import combine
 
     class Driver:
@@ -94,7 +94,7 @@ def main() -> None:
 
     kernel.run = run
     combine._combine_kernel.run = lambda *args, **keywords: None
-    query_major.device_limits = lambda device: (90, 132)
+    device_facts.limits = lambda device: (90, 132)
     routing.why_not_triton = lambda device: None
     report = {}
     for source in ("ranges", "blocks", "blocks of all sizes"):

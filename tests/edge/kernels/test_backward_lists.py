@@ -37,7 +37,7 @@ def gradients():
 
     def make(q, k, v, do, dlse=None, choice=None, causal=True, **selection):
         o, lse = selection_reference(Call.of(q.double(), k, v, **selection, causal=causal, return_lse=True))
-        with pinned(backward=choice), poisoned_workspace("backward"):
+        with pinned(backward=choice), poisoned_workspace():
             call = Call.of(q, k, v, **selection, causal=causal)
             return backward.backward(backward.plan(call), call, do, dlse, o.to(q.dtype), lse.float(), "backward")
 

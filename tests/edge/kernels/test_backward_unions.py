@@ -48,7 +48,7 @@ def blocks_of(device, *rows, causal=False):
 def gradients(q, k, v, do, dlse=None, wanted=(True, True, True), **selection):
     o, lse = selection_reference(Call.of(q.double(), k, v, **selection, return_lse=True))
     call = Call.of(q, k, v, **selection)
-    with poisoned_workspace("backward"):
+    with poisoned_workspace():
         return backward.backward(backward.plan(call), call, do, dlse, o.to(q.dtype), lse.float(), "backward", wanted)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nsa.kernels.query_major import tiles
-from nsa.kernels.shared import clusters
+from nsa.kernels.shared import clusters, sizes
 
 SHAPES = [
     (heads, block_dv, cluster, threads)
@@ -14,7 +14,7 @@ SHAPES = [
     for block_dv in (16, 64, 128, 256)
     for cluster in (2, 3, 4, 8, 16)
     for threads in (32, 128)
-    if tiles.exchange_bytes(heads, block_dv, cluster) <= tiles.EXCHANGE_BYTES
+    if sizes.exchange_bytes(heads, block_dv, cluster) <= tiles.EXCHANGE_BYTES
 ]
 INBOX = 1024
 
@@ -23,15 +23,15 @@ INBOX = 1024
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_every_line_arrives_where_it_is_merged(shape):
     heads, block_dv, cluster, threads = shape
-    box = tiles.box_bytes(heads, block_dv, cluster)
+    box = sizes.box_bytes(heads, block_dv, cluster)
     per_program = box // cluster
     sent = set()
     statements = _parsed(clusters.sending(*shape))
     for program in (0, cluster - 1):
         for receiver, to, from_ in _lines(statements, INBOX, program, threads):
-            line = from_ - INBOX - tiles.BARRIER_BYTES - box  # where in the outbox, which is laid out by receiver
+            line = from_ - INBOX - sizes.BARRIER_BYTES - box  # where in the outbox, which is laid out by receiver
             assert receiver == line // per_program, "a line of another program's heads"
-            assert to == INBOX + tiles.BARRIER_BYTES + program * per_program + line % per_program
+            assert to == INBOX + sizes.BARRIER_BYTES + program * per_program + line % per_program
             assert (program, line) not in sent, "sent twice: more bytes arrive than are waited for"
             sent.add((program, line))
     owners = min(heads, cluster)
@@ -92,8 +92,8 @@ def _lines(statements, inbox, program, threads):
 @pytest.mark.parametrize("heads", [33, 64])
 @pytest.mark.parametrize("cluster", [2, 3, 8, 16])
 def test_tiles_of_64_rows_begin_where_a_pattern_does(heads, cluster):
-    assert tiles.exchange_bytes(heads, 32, cluster) % tiles.PATTERN_BYTES == 0
-    assert tiles.exchange_bytes(32, 32, cluster) == tiles.BARRIER_BYTES + 2 * tiles.box_bytes(32, 32, cluster)
+    assert sizes.exchange_bytes(heads, 32, cluster) % sizes.PATTERN_BYTES == 0
+    assert sizes.exchange_bytes(32, 32, cluster) == sizes.BARRIER_BYTES + 2 * sizes.box_bytes(32, 32, cluster)
 
 
 @pytest.mark.edge
@@ -105,4 +105,4 @@ def test_programs_that_cannot_hold_what_they_are_sent_are_no_cluster(heads, clus
     )  # fmt: skip
     assert splits == cluster
     assert merged == fits
-    assert not merged or tiles.exchange_bytes(tile.HEADS, tile.BLOCK_DV, splits) <= tiles.EXCHANGE_BYTES
+    assert not merged or sizes.exchange_bytes(tile.HEADS, tile.BLOCK_DV, splits) <= tiles.EXCHANGE_BYTES

@@ -13,6 +13,8 @@ from nsa import settings
 from nsa.call import Call
 from nsa.kernels.key_major import plan as key_major
 from nsa.kernels.key_major import tiles as key_tiles
+from nsa.kernels.shared import device as device_facts
+from nsa.kernels.shared import launch as launching
 from nsa.kernels.shared.primitives import TILED
 from nsa.testing.plugin import current_lane
 
@@ -155,7 +157,7 @@ def test_workspace_is_below_a_gib(HQ, HKV, spans):
 
 
 def test_workspace_counted_is_what_is_allocated(call, monkeypatch):
-    allocated, real, planned = [], key_major.workspace, []
+    allocated, real, planned = [], launching.workspace, []
     windows = key_tiles.windows
     monkeypatch.setattr(key_tiles, "windows", lambda *args: planned.append((windows(*args), args)) or planned[-1][0])
     forget()
@@ -164,7 +166,7 @@ def test_workspace_counted_is_what_is_allocated(call, monkeypatch):
         allocated.append(size * dtype.itemsize)
         return real(size, dtype, device)
 
-    monkeypatch.setattr(key_major, "workspace", workspace)
+    monkeypatch.setattr(launching, "workspace", workspace)
     call()
     ((w, args),) = planned
     _, _, G, _, Dv, itemsize, *_, spans = args
@@ -176,7 +178,7 @@ def memory(monkeypatch):
     """`memory(size)`: bytes that a workspace may take from now on; the list it returns says how much each took."""
 
     def leave(size):
-        real, held, peaks = key_major.workspace, [], []
+        real, held, peaks = launching.workspace, [], []
 
         def workspace(elements, dtype, device):
             taken = sum(x.numel() * x.itemsize for x in (ref() for ref in held) if x is not None)
@@ -190,7 +192,7 @@ def memory(monkeypatch):
             held.append(weakref.ref(made))
             return made
 
-        monkeypatch.setattr(key_major, "workspace", workspace)
+        monkeypatch.setattr(launching, "workspace", workspace)
         return peaks
 
     key_major._scarce.clear()
@@ -230,7 +232,7 @@ def test_where_memory_is_scarce_windows_are_shorter(call, small, memory, caplog)
 )
 def test_less_may_be_fewer_heads_at_once(monkeypatch, G, HKV, n, T, block, within, found):
     """Of the shape of a long prompt in bf16 on an H100, which no machine here has the memory for."""
-    monkeypatch.setattr(key_major.query_major, "device_limits", lambda device: (90, 132))
+    monkeypatch.setattr(device_facts, "limits", lambda device: (90, 132))
     q, k = (torch.empty(1, T, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (G * HKV, HKV))
     blocks = torch.empty(1, T, HKV, n, dtype=torch.int32, device="meta")
     launch = key_major.plan(Call(q, k, k, block_indices=blocks, block_size=block))
@@ -243,7 +245,7 @@ def test_less_may_be_fewer_heads_at_once(monkeypatch, G, HKV, n, T, block, withi
             raise torch.OutOfMemoryError("CUDA out of memory")
         return torch.empty(elements, dtype=dtype, device=device)
 
-    monkeypatch.setattr(key_major, "workspace", workspace)
+    monkeypatch.setattr(launching, "workspace", workspace)
     w, _ = key_major.reserve(launch, q.dtype, 128)
     assert (w.heads, w.window) == found
     assert sum(taken) <= within << 20

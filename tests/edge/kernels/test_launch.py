@@ -51,7 +51,7 @@ def kernel(monkeypatch):
     monkeypatch.setattr(launch, "current_stream", lambda index: STREAM + index)
     monkeypatch.setattr(launch, "knobs", knobs())
     monkeypatch.setattr(launch, "DIRECT", True)
-    monkeypatch.setattr(launch.guard, "require", lambda *_: None)
+    monkeypatch.setattr(launch.asking, "ask", lambda *_: None)
     return Kernel()
 
 

@@ -8,13 +8,14 @@ from nsa.call import Call
 from nsa.kernels import pinned
 from nsa.kernels.key_major import plan as key_major
 from nsa.kernels.query_major import tiles
-from nsa.kernels.union import plan as union
+from nsa.kernels.shared import launch as launching
+from nsa.kernels.shared.sizes import STEPS
 from nsa.kernels.union import tiles as union_tiles
 from nsa.testing.judge.forward import cached_parity
 from nsa.testing.matrix import caches
 
 ROOM, SIZE, HKV, G = 64, 16, 1, 4
-LONGEST = tiles.STEPS
+LONGEST = STEPS
 pytestmark = pytest.mark.usefixtures("fresh_plans")
 
 
@@ -79,7 +80,7 @@ def test_unions_leave_steps_alone(batch, marked, pin, monkeypatch):
         seen.append(torch.empty(size, dtype=dtype, device=device))
         return seen[-1]
 
-    monkeypatch.setattr(union, "workspace", workspace)
+    monkeypatch.setattr(launching, "workspace", workspace)
     call, want = batch((12, 8))
     got = run(call, "union")
     assert [count >= 0 for count in seen[1].tolist()] == [True] * 3 + [False] * 2

@@ -18,7 +18,7 @@ from nsa.call import Call
 from nsa.plain.oracle import selection_reference
 
 LONG = "rows are long enough for Triton"
-FORWARD = nsa.RouteRecord("ranges", LONG, 1)
+FORWARD = nsa.RouteRecord("query_major", LONG, 1, "ranges")
 BROKEN = RuntimeError("PassManager::run failed")
 
 
@@ -96,7 +96,7 @@ def test_missing_kernels_are_broken_ones(train, backward_kernel, monkeypatch, ca
     assert not train()
     assert not train()
     assert len(warnings_of(caplog)) == 1
-    ((route, reason, calls),) = backward_routes()
+    ((route, reason, calls, _),) = backward_routes()
     assert (route, calls) == ("sdpa", 2)
     assert reason.startswith("backward kernel failed: ModuleNotFoundError: ")
 
@@ -106,7 +106,7 @@ def test_forward_is_not_blamed(train, backward_kernel):
     backward_kernel.error = BROKEN
     for _ in range(2):
         train()
-    assert nsa.RouteRecord("ranges", LONG, 2) in nsa.routes()
+    assert nsa.RouteRecord("query_major", LONG, 2, "ranges") in nsa.routes()
 
 
 def test_broken_forward_is_not_blamed_on_the_backward(train, backward_kernel, monkeypatch):
@@ -215,7 +215,7 @@ def test_named_call_that_does_not_fit_raises(train, backward_kernel):
     for _ in range(2):
         with pytest.raises(ValueError, match="^expected at most 64 slots, got 65$"):
             train(backend="triton")
-    assert backward_routes() == [nsa.RouteRecord("ranges", "backend='triton' asked for", 2)]
+    assert backward_routes() == [nsa.RouteRecord("query_major", "backend='triton' asked for", 2, "ranges")]
 
 
 # --- routes that never come to the kernel -----------------------------------------------------------------------------

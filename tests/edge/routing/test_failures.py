@@ -90,7 +90,7 @@ def warnings_of(caplog):
 
 
 def cause(error):
-    return f"ranges kernel failed: {type(error).__name__}: {str(error).strip() or 'no message'}"
+    return f"query_major kernel failed: {type(error).__name__}: {str(error).strip() or 'no message'}"
 
 
 @pytest.mark.parametrize("kind", FAILURES)
@@ -125,7 +125,7 @@ def test_an_error_of_the_system_is_retried_after_a_pause(call, break_kernel, cap
     clock[0] += 0.01
     call()
     assert warnings_of(caplog)[1] == f"the kernel runs again after 3 failed tries: {cause(error).partition(';')[0]}"
-    assert [record.calls for record in nsa.routes() if record.route == "ranges"] == [1]
+    assert [record.calls for record in nsa.routes() if record.route == "query_major"] == [1]
     assert not failures.broken
 
 
@@ -172,7 +172,7 @@ def test_kernel_that_works_again_is_not_tried(call, break_kernel, monkeypatch):
     assert [r.route for r in nsa.routes()] == ["sdpa"]
     nsa.dispatch.reset()
     call()
-    assert [r.route for r in nsa.routes()] == ["ranges"]
+    assert [r.route for r in nsa.routes()] == ["query_major"]
 
 
 def test_fallback_without_packing_is_the_reference(call, break_kernel, caplog):
@@ -180,7 +180,7 @@ def test_fallback_without_packing_is_the_reference(call, break_kernel, caplog):
     with nsa.configure(use_sel_pack=False):
         call()
     assert [r.route for r in nsa.routes()] == ["reference"]
-    text = "ranges kernel failed: RuntimeError: broken; reference serves this signature from now on"
+    text = "query_major kernel failed: RuntimeError: broken; reference serves this signature from now on"
     assert warnings_of(caplog) == [text]
 
 
@@ -243,7 +243,7 @@ def test_a_thousand_calls_try_it_once(draw, same, break_kernel):
     for _ in range(1000):
         assert torch.equal(nsa.selection_attention(q, k, v, ranges=ranges, max_selected=7), want)
     assert len(tries) == 1
-    assert nsa.routes() == [nsa.RouteRecord("sdpa", "ranges kernel failed: RuntimeError: broken", 1001)]
+    assert nsa.routes() == [nsa.RouteRecord("sdpa", "query_major kernel failed: RuntimeError: broken", 1001)]
 
 
 def test_memory_may_be_there_next_time(call, break_kernel, monkeypatch):
@@ -254,7 +254,7 @@ def test_memory_may_be_there_next_time(call, break_kernel, monkeypatch):
         call()
     monkeypatch.setattr(query_major, "forward", forward)
     call()
-    assert [r.route for r in nsa.routes()] == ["ranges"]
+    assert [r.route for r in nsa.routes()] == ["query_major"]
 
 
 def test_out_is_written_by_the_fallback(draw, same, break_kernel):
@@ -277,7 +277,7 @@ def test_original_wrapper_falls_back(draw, same, break_kernel):
             q.unflatten(2, (2, 2)), k.transpose(1, 2), v.transpose(1, 2), same([(0, 7)], 1, 3, 2)
         )
     assert len(tries) == 1
-    assert nsa.routes() == [nsa.RouteRecord("sdpa", "ranges kernel failed: RuntimeError: broken", 2)]
+    assert nsa.routes() == [nsa.RouteRecord("sdpa", "query_major kernel failed: RuntimeError: broken", 2)]
 
 
 def test_packed_rows_never_fall_back(draw, break_kernel):

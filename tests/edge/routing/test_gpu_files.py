@@ -8,6 +8,7 @@ import torch
 
 import nsa
 from nsa import gpu, routing, settings
+from nsa.kernels.key_major import family as crossover
 from nsa.kernels.query_major import tiles
 from nsa.kernels.query_major.tiles import Choice, Point
 from nsa.tuning.files import HEAD, write_section
@@ -123,16 +124,16 @@ def test_without_a_threshold_the_safe_default_serves_and_is_said_once(packaged, 
     assert [gpu.min_L_for(NAME) for _ in range(3)] == [2048] * 3
     assert said(caplog) == [("nsa", NOT_MEASURED)]
     assert gpu.measured(NAME).threshold is None
-    assert routing.key_major_from(NAME, 1) == 2
+    assert crossover.key_major_from(NAME, 1) == 2
     assert tiles.table(NAME)
 
 
 def test_without_a_crossover_the_stand_in_serves(packaged, gpus, caplog):
     packaged(THRESHOLD + TILES)
-    assert routing.key_major_from(NAME, 1) is None
+    assert crossover.key_major_from(NAME, 1) is None
     (gpus / "nvidia-h100-80gb-hbm3.yaml").write_text(CROSSOVER.replace("1: 2", "1: 512"))
     settings.reload()
-    assert routing.key_major_from(NAME, 1) == 512
+    assert crossover.key_major_from(NAME, 1) == 512
     assert gpu.min_L_for(NAME) == 64
     assert said(caplog) == []
 

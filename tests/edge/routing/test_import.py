@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 import nsa
+from nsa import validate
+from nsa.kernels import families
+from nsa.kernels.shared import primitives, shape
 
 ROOT = Path(nsa.__file__).parents[1]
 
@@ -45,7 +48,7 @@ assert torch.equal(o, nsa.selection_attention(q, k, k, ranges=ranges, backend="s
 nsa.merge_ranges(ranges), nsa.pack_rows(k, k, ranges)
 assert "triton" not in "".join(loaded()), loaded()
 for record in nsa.routes():
-    print(*record, sep="|")
+    print(*record[:3], sep="|")
 for call in (
     lambda: nsa.selection_attention(q, k, k, ranges=ranges, backend="triton"),
     lambda: nsa.sel_attn_fwd_dense(q[0], k[0, :3], k[0, :3]),
@@ -83,7 +86,7 @@ with nsa.configure(sel_triton_min_L=0):
     except ImportError as error:
         print(type(error).__name__)
 for record in nsa.routes():
-    print(*record, sep="|")
+    print(*record[:3], sep="|")
 """
 
 
@@ -92,7 +95,7 @@ def test_without_triton_installed():
     out, err = run(TRITON_MISSING)
     named, record = out.splitlines()
     assert named == "ModuleNotFoundError"
-    assert record.startswith("sdpa|ranges kernel failed: ModuleNotFoundError: import of triton")
+    assert record.startswith("sdpa|query_major kernel failed: ModuleNotFoundError: import of triton")
     assert record.endswith("|2")
     assert err.count("sdpa serves this signature, and the kernel is tried again in 1 s") == 1
 
@@ -121,3 +124,47 @@ def test_no_module_imports_itself_through_others():
     while free := {name for name, needed in left.items() if not needed & left.keys()}:
         left = {name: needed for name, needed in left.items() if name not in free}
     assert not left, f"these import each other in a circle, or import one that does: {sorted(left)}"
+
+
+def below(*parts):
+    """Modules of a package, its own file left out."""
+    return [path for path in (ROOT / "nsa" / Path(*parts)).rglob("*.py") if path.name != "__init__.py"]
+
+
+def all_imports(path):
+    """What a file imports, in functions, too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{a.name}" for a in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names)
+
+
+def test_shared_is_the_ground():
+    """What all families stand on knows none of them, nor the guard; and the guard knows neither tuning nor testing."""
+    for path in below("kernels", "shared"):
+        for name in all_imports(path):
+            assert not name.startswith("nsa.kernels.") or name.startswith("nsa.kernels.shared"), f"{path}: {name}"
+            assert not name.startswith(("nsa.guard", "nsa.routing", "nsa.dispatch")), f"{path}: {name}"
+    for path in (path for path in below() if not {"testing", "tuning"} & set(path.parts)):
+        for name in all_imports(path):
+            assert not name.startswith(("nsa.testing", "nsa.tuning")) or path.name == "__main__.py", f"{path}: {name}"
+
+
+def test_routing_and_dispatch_name_no_family():
+    """Only `families.py` does."""
+    for file in ("routing.py", "dispatch.py", "backward.py"):
+        path = ROOT / "nsa" / file
+        words = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        assert not words & set(families.NAMES)
+        assert not [x for x in all_imports(path) for family in families.NAMES if x.startswith(f"nsa.kernels.{family}")]
+
+
+def test_schedules_of_families_are_the_public_ones():
+    assert set(families.OF_SCHEDULE) == set(validate.SCHEDULES) - {"auto"}
+
+
+def test_layouts_and_sources_are_those_of_the_kernels():
+    """Kernels read constants of Triton, the host plain ints."""
+    for name in "WHOLE RANGES BLOCKS TILED BATCH VARLEN PACKED CACHE RAGGED".split():
+        assert getattr(shape, name) == getattr(primitives, name).value

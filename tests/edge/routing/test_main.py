@@ -178,7 +178,7 @@ def test_doctor_says_where_kernels_are_compiled(gpu, monkeypatch, tmp_path, mode
 
 
 ON = {
-    "packed rows": "query-major (dense_group, varlen_group): no threshold, no fallback",
+    "packed rows": "query-major: no threshold, no fallback",
     "spans": "query-major (ranges): rows are long enough for Triton",
     "blocks, 8192 queries": "union (union): 1024 queries or more with G = 16: key-major is faster, measured on",
     "blocks, 1 query": "query-major (blocks): rows are long enough for Triton",

@@ -45,9 +45,9 @@ def front_door(tensors, selection, **keywords):
     ("bound", "min_L", "route", "reason"),
     [
         (BOUND, BOUND + 1, "sdpa", "rows select at most 11 keys, sel_triton_min_L is 12"),
-        (BOUND, BOUND, "ranges", "rows are long enough for Triton"),
-        (BOUND, 0, "ranges", "rows are long enough for Triton"),
-        (None, 10**9, "ranges", "rows are long enough for Triton"),
+        (BOUND, BOUND, "query_major", "rows are long enough for Triton"),
+        (BOUND, 0, "query_major", "rows are long enough for Triton"),
+        (None, 10**9, "query_major", "rows are long enough for Triton"),
         (0, 1, "sdpa", "rows select at most 0 keys, sel_triton_min_L is 1"),
     ],
     ids=["below", "at", "threshold-0", "no-bound-counts-as-long", "bound-0"],
@@ -62,7 +62,7 @@ def test_threshold(draw, ranges, bound, min_L, route, reason):
 @pytest.mark.parametrize(
     ("bound", "min_L", "route", "reason"),
     [
-        (None, 15, "blocks", "rows are long enough for Triton"),
+        (None, 15, "query_major", "rows are long enough for Triton"),
         (None, 16, "sdpa", "rows select at most 15 keys, sel_triton_min_L is 16"),
         (10, 15, "sdpa", "rows select at most 10 keys, sel_triton_min_L is 15"),
         (99, 16, "sdpa", "rows select at most 15 keys, sel_triton_min_L is 16"),
@@ -81,7 +81,7 @@ def test_default_threshold_where_nobody_measured(draw, ranges, monkeypatch, fres
     with nsa.configure(sel_triton_min_L=None):
         want = "rows select at most 2047 keys, sel_triton_min_L is 2048"
         assert ran(front_door(draw(), ranges, max_selected=2047)) == ("sdpa", want)
-        assert ran(front_door(draw(), ranges, max_selected=2048)) == ("ranges", "rows are long enough for Triton")
+        assert ran(front_door(draw(), ranges, max_selected=2048)) == ("query_major", "rows are long enough for Triton")
 
 
 # --- switches ---------------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ SWITCHES = {
     "triton-off": ({"use_triton_sel": False}, "sdpa", "use_triton_sel is off"),
     "triton-and-packing-off": ({"use_triton_sel": False, "use_sel_pack": False}, "reference", "use_triton_sel is off"),
     "per-head": ({"sel_triton_group": False}, "per_head", "rows are long enough for Triton"),
-    "no-pipelining": ({"sel_triton_db": False}, "ranges", "rows are long enough for Triton"),
+    "no-pipelining": ({"sel_triton_db": False}, "query_major", "rows are long enough for Triton"),
     "parity-before-triton-off": (
         {"force_parity": True, "use_triton_sel": False},
         "reference",
@@ -131,10 +131,10 @@ def test_settings_hold_for_their_block_only(draw, ranges):
     """And a call remembered under other settings is not reused."""
     call = front_door(draw(), ranges, max_selected=BOUND)
     with nsa.configure(sel_triton_min_L=0):
-        assert ran(call)[0] == "ranges"
+        assert ran(call)[0] == "query_major"
         with nsa.configure(sel_triton_min_L=100):
             assert ran(call)[0] == "sdpa"
-        assert ran(call)[0] == "ranges"
+        assert ran(call)[0] == "query_major"
 
 
 # --- what Triton cannot do --------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_settings_hold_for_their_block_only(draw, ranges):
 def test_gradients_change_no_route(draw, ranges, leaf):
     tensors = draw()
     tensors[leaf].requires_grad_()
-    for min_L, route in ((0, "ranges"), (BOUND + 1, "sdpa")):
+    for min_L, route in ((0, "query_major"), (BOUND + 1, "sdpa")):
         with nsa.configure(sel_triton_min_L=min_L):
             assert ran(front_door(tensors, ranges, max_selected=BOUND))[0] == route
             with torch.no_grad():
@@ -185,17 +185,17 @@ def test_old_gpu_is_packed(draw, ranges, monkeypatch, fresh_plans):
 def test_named_backends_run_whatever_the_settings_say(draw, ranges, blocks):
     against = {"use_triton_sel": False, "force_parity": True, "use_sel_pack": False, "sel_triton_min_L": 10**9}
     with nsa.configure(**against):
-        for backend, route in (("triton", "ranges"), ("sdpa", "sdpa"), ("reference", "reference")):
+        for backend, route in (("triton", "query_major"), ("sdpa", "sdpa"), ("reference", "reference")):
             call = front_door(draw(), ranges, max_selected=BOUND, backend=backend)
             assert ran(call) == (route, f"backend={backend!r} asked for")
-        assert ran(front_door(draw(), blocks, backend="triton"))[0] == "blocks"
+        assert ran(front_door(draw(), blocks, backend="triton"))[0] == "query_major"
         schedule = {"backend": "triton", "schedule": "per_head"}
         assert ran(front_door(draw(), ranges, **schedule))[0] == "per_head"
 
 
 def test_named_schedule_wins_over_the_setting(draw, ranges):
     with nsa.configure(**LONG, sel_triton_group=False):
-        assert ran(front_door(draw(), ranges, schedule="query_major"))[0] == "ranges"
+        assert ran(front_door(draw(), ranges, schedule="query_major"))[0] == "query_major"
     with nsa.configure(**LONG):
         assert ran(front_door(draw(), ranges, schedule="per_head"))[0] == "per_head"
 
@@ -215,7 +215,7 @@ def test_original_entry_points(draw, ranges):
     """The wrapper routes as `auto` does; its packed twin is packed SDPA."""
     q, k, v = draw()
     original = q.unflatten(2, (2, 2)), k.transpose(1, 2), v.transpose(1, 2), ranges["ranges"]
-    for min_L, route in ((0, "ranges"), (100, "sdpa")):
+    for min_L, route in ((0, "query_major"), (100, "sdpa")):
         with nsa.configure(sel_triton_min_L=min_L):
             assert ran(lambda: nsa.selection_attention_triton(*original, max_selected=BOUND))[0] == route
             assert ran(lambda: nsa.grouped_selection_attention_packed(*original, max_selected=BOUND))[0] == "sdpa"
@@ -229,7 +229,7 @@ def test_routes_counts_calls_most_frequent_first(draw, ranges):
         for bound in (BOUND, BOUND - 1, BOUND - 1, None, None):
             nsa.selection_attention(*draw(), **ranges, max_selected=bound)
     assert nsa.routes() == [
-        nsa.RouteRecord("ranges", "rows are long enough for Triton", 3),
+        nsa.RouteRecord("query_major", "rows are long enough for Triton", 3, "ranges"),
         nsa.RouteRecord("sdpa", "rows select at most 10 keys, sel_triton_min_L is 11", 2),
     ]
 

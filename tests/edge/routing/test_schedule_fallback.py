@@ -41,8 +41,8 @@ def kernels(monkeypatch, gpus, fresh_routes):
     monkeypatch.setitem(sys.modules, stub.__name__, stub)
     right = query_major.forward
 
-    def plan(call, bound, per_head):
-        state["planned"] = bound, per_head
+    def plan(call, shape, skips, steps):
+        state["planned"] = shape.bound, skips, steps
         if state["misfit"] is not None:
             raise DoesNotFit(state["misfit"])
         return "launch"
@@ -95,7 +95,7 @@ def test_key_major_serves(kernels, attend):
     attend()
     assert nsa.routes() == [nsa.RouteRecord("key_major", MEASURED, 1)]
     assert nsa.kernels.launches - before == {"key_major": 1}
-    assert kernels["planned"] == (512, False)
+    assert kernels["planned"] == (512, False, None)
 
 
 def test_query_major_serves_where_key_major_is_broken(kernels, attend, caplog):
@@ -103,10 +103,10 @@ def test_query_major_serves_where_key_major_is_broken(kernels, attend, caplog):
     for _ in range(3):
         attend()
     assert kernels["tried"] == ["key_major", *["query_major"] * 3]
-    assert warnings_of(caplog) == [f"{SAID.format('key_major')}; blocks serves this signature from now on"]
-    assert nsa.routes() == [nsa.RouteRecord("blocks", SAID.format("key_major"), 3)]
+    assert warnings_of(caplog) == [f"{SAID.format('key_major')}; query_major serves this signature from now on"]
+    assert nsa.routes() == [nsa.RouteRecord("query_major", SAID.format("key_major"), 3, "blocks")]
     attend(schedule="query_major")  # which is not broken
-    assert nsa.routes()[1] == nsa.RouteRecord("blocks", LONG, 1)
+    assert nsa.routes()[1] == nsa.RouteRecord("query_major", LONG, 1, "blocks")
 
 
 def test_packed_sdpa_serves_where_both_are_broken(kernels, attend, caplog):
@@ -115,10 +115,10 @@ def test_packed_sdpa_serves_where_both_are_broken(kernels, attend, caplog):
         attend()
     assert kernels["tried"] == ["key_major", "query_major"]
     assert warnings_of(caplog) == [
-        f"{SAID.format('key_major')}; blocks serves this signature from now on",
-        f"{SAID.format('blocks')}; sdpa serves this signature from now on",
+        f"{SAID.format('key_major')}; query_major serves this signature from now on",
+        f"{SAID.format('query_major')}; sdpa serves this signature from now on",
     ]
-    assert nsa.routes() == [nsa.RouteRecord("sdpa", SAID.format("blocks"), 3)]
+    assert nsa.routes() == [nsa.RouteRecord("sdpa", SAID.format("query_major"), 3)]
 
 
 def test_what_query_major_already_failed_at_is_not_tried_again(kernels, attend):
@@ -159,8 +159,8 @@ def test_key_major_missing_is_a_broken_kernel(kernels, attend, monkeypatch):
     monkeypatch.setitem(sys.modules, "nsa.kernels.key_major.plan", None)  # importing it raises
     attend()
     attend()
-    ((name, reason, calls),) = nsa.routes()
-    assert (name, calls) == ("blocks", 2)
+    ((name, reason, calls, _),) = nsa.routes()
+    assert (name, calls) == ("query_major", 2)
     assert reason.startswith("key_major kernel failed: ModuleNotFoundError: ")
 
 
@@ -180,8 +180,8 @@ def test_a_named_schedule_falls_back_like_any_other(kernels, attend, caplog):
     attend(schedule="key_major")
     attend(schedule="key_major")
     assert kernels["tried"] == ["key_major", "query_major", "query_major"]
-    assert warnings_of(caplog) == [f"{SAID.format('key_major')}; blocks serves this signature from now on"]
-    assert nsa.routes() == [nsa.RouteRecord("blocks", SAID.format("key_major"), 2)]
+    assert warnings_of(caplog) == [f"{SAID.format('key_major')}; query_major serves this signature from now on"]
+    assert nsa.routes() == [nsa.RouteRecord("query_major", SAID.format("key_major"), 2, "blocks")]
 
 
 @pytest.mark.parametrize("schedule", ["auto", "key_major"])
@@ -190,7 +190,7 @@ def test_a_call_that_does_not_fit_the_workspace_is_served_by_another_schedule(ke
     attend(schedule=schedule)
     attend(schedule=schedule)
     assert kernels["tried"] == ["query_major", "query_major"]
-    assert nsa.routes() == [nsa.RouteRecord("blocks", kernels["misfit"], 2)]
+    assert nsa.routes() == [nsa.RouteRecord("query_major", kernels["misfit"], 2, "blocks")]
     assert not warnings_of(caplog)
     with pytest.raises(ValueError, match="do not fit"):
         attend(schedule=schedule, backend="triton")
@@ -209,5 +209,5 @@ def test_debug_timing_logs_what_served(kernels, attend, caplog):
     with nsa.configure(debug_timing=True), caplog.at_level(logging.INFO, logger="nsa"):
         attend()
         attend()
-    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("route blocks (key_major kernel")]
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("route query_major (key_major kernel")]
     assert len(lines) == 2

@@ -8,6 +8,7 @@ from nsa import routing, settings
 from nsa.call import Call
 from nsa.doctor import Shaped
 from nsa.gpu import device_slug
+from nsa.kernels.key_major import family as crossover
 from nsa.kernels.key_major import tiles as key_tiles
 
 GPU = "NVIDIA Nobody 1"
@@ -41,39 +42,39 @@ def folder(gpus):
 )
 def test_the_nearest_group_that_is_not_smaller_decides(folder, G, start):
     folder()
-    assert routing.key_major_from(GPU, G) == start
+    assert crossover.key_major_from(GPU, G) == start
 
 
 def test_chunks_have_a_table_of_their_own(folder):
     folder()
-    assert [routing.key_major_from(GPU, G, chunk=True) for G in (1, 2, 4, 5)] == [64, 256, 256, None]
+    assert [crossover.key_major_from(GPU, G, chunk=True) for G in (1, 2, 4, 5)] == [64, 256, 256, None]
 
 
 def test_order_of_the_file_does_not_matter(folder):
     folder("{16: null, 4: 1024, 1: 2}")
-    assert [routing.key_major_from(GPU, G) for G in (1, 2, 8)] == [2, 1024, None]
+    assert [crossover.key_major_from(GPU, G) for G in (1, 2, 8)] == [2, 1024, None]
 
 
 def test_nobody_measured_anything(folder):
-    assert routing.key_major_from(GPU, 1) is None
-    assert routing.describe(GPU) == "query-major everywhere: key-major was not measured"
+    assert crossover.key_major_from(GPU, 1) is None
+    assert crossover.describe(GPU) == "query-major everywhere: key-major was not measured"
 
 
 def test_a_gpu_nobody_measured_uses_the_stand_in(folder):
-    folder("{8: 512}", name=routing.STAND_IN)
-    assert routing.key_major_from(GPU, 8) == 512
+    folder("{8: 512}", name=crossover.STAND_IN)
+    assert crossover.key_major_from(GPU, 8) == 512
     folder("{8: 64}")
-    assert routing.key_major_from(GPU, 8) == 64
+    assert crossover.key_major_from(GPU, 8) == 64
 
 
 def test_doctor_line(folder):
     path = folder()
     text = "key-major from 2 queries at G = 1, 1024 queries at G = 4, never at G = 16; chunks of longer prompts: "
     text += "key-major from 64 queries at G = 1, 256 queries at G = 4, never at G = 16; measured"
-    assert routing.describe(GPU) == f"{text} 2026-12-01, {path}"
-    folder("{1: null}", name=routing.STAND_IN, chunks="{1: null}")
+    assert crossover.describe(GPU) == f"{text} 2026-12-01, {path}"
+    folder("{1: null}", name=crossover.STAND_IN, chunks="{1: null}")
     path.unlink()
-    assert routing.describe(GPU).startswith(
+    assert crossover.describe(GPU).startswith(
         "query-major everywhere; chunks of longer prompts: query-major everywhere; measured on NVIDIA Nobody 1, not on "
     )
 
@@ -108,7 +109,7 @@ USUAL |= {"head_dim": 128}
     ids=str,
 )
 def test_conditions(changed, taken):
-    assert routing.takes_key_major(**(USUAL | changed)) is taken
+    assert crossover.takes_key_major(**(USUAL | changed)) is taken
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
@@ -176,13 +177,13 @@ def planned(
 
 
 def route(plan):
-    return plan.route, plan.reason, plan.module, plan.named, plan.instead and plan.instead.route
+    return plan.route, plan.reason, plan.family.name, plan.named, plan.instead and plan.instead.route
 
 
-KEY_MAJOR = ("key_major", f"2 queries or more with G = 1: {MEASURED}", "key_major", False, "blocks")
-CHUNK = ("key_major", f"64 queries or more with G = 1: {MEASURED}", "key_major", False, "blocks")
-BLOCKS = ("blocks", LONG, "query_major", False, None)
-NAMED = ("key_major", LONG, "key_major", False, "blocks")
+KEY_MAJOR = ("key_major", f"2 queries or more with G = 1: {MEASURED}", "key_major", False, "query_major")
+CHUNK = ("key_major", f"64 queries or more with G = 1: {MEASURED}", "key_major", False, "query_major")
+BLOCKS = ("query_major", LONG, "query_major", False, None)
+NAMED = ("key_major", LONG, "key_major", False, "query_major")
 ROUTES = {
     "prefill": ({}, KEY_MAJOR),
     "varlen": ({"varlen": True}, KEY_MAJOR),
@@ -220,15 +221,15 @@ ROUTES = {
     "two-sequences-below-it": ({"G": 2, "S": 512, "B": 2}, BLOCKS),
     "at-its-group": (
         {"G": 2, "S": 1024},
-        ("key_major", f"1024 queries or more with G = 2: {MEASURED}", "key_major", False, "blocks"),
+        ("key_major", f"1024 queries or more with G = 2: {MEASURED}", "key_major", False, "query_major"),
     ),
     "never": ({"G": 16, "S": 10**6}, BLOCKS),
     "larger-than-measured": ({"G": 17, "S": 10**6}, BLOCKS),
-    "ranges": ({"blocks": False}, ("ranges", LONG, "query_major", False, None)),
+    "ranges": ({"blocks": False}, ("query_major", LONG, "query_major", False, None)),
     "query-major-named": ({"schedule": "query_major"}, BLOCKS),
     "per-head-named": ({"schedule": "per_head"}, ("per_head", LONG, "query_major", False, None)),
     "key-major-named": ({"schedule": "key_major", "S": 1, "n": 1, "block_size": 7}, NAMED),
-    "key-major-named-for-ranges": ({"schedule": "key_major", "blocks": False}, (*NAMED[:-1], "ranges")),
+    "key-major-named-for-ranges": ({"schedule": "key_major", "blocks": False}, (*NAMED[:-1], "query_major")),
     "key-major-named-in-fp32": ({"schedule": "key_major", "dtype": torch.float32}, NAMED),
     "triton-named": (
         {"backend": "triton"},
@@ -252,7 +253,7 @@ def test_routes(folder, gpu, kind):
 @pytest.mark.parametrize(
     ("changed", "shape", "want"),
     [
-        ({"batch_invariant": True}, {}, ("blocks", LONG)),
+        ({"batch_invariant": True}, {}, ("query_major", LONG)),
         ({"batch_invariant": True}, {"schedule": "key_major"}, ("key_major", LONG)),
         ({"sel_triton_group": False}, {}, ("per_head", LONG)),
         ({"sel_triton_group": False}, {"schedule": "key_major"}, ("key_major", LONG)),
@@ -281,11 +282,11 @@ def test_no_file_means_query_major(folder, gpu):
 
 
 def test_the_stand_in_is_said(folder, gpu):
-    provenance = PROVENANCE.replace(GPU, routing.STAND_IN)
-    folder(name=routing.STAND_IN, provenance=provenance)
+    provenance = PROVENANCE.replace(GPU, crossover.STAND_IN)
+    folder(name=crossover.STAND_IN, provenance=provenance)
     with nsa.configure(sel_triton_min_L=0):
         plan = planned()
-    text = f"2 queries or more with G = 1: key-major is faster, measured on {routing.STAND_IN}"
+    text = f"2 queries or more with G = 1: key-major is faster, measured on {crossover.STAND_IN}"
     assert (plan.route, plan.reason) == ("key_major", f"{text} ({GPU} was not measured)")
 
 
@@ -330,6 +331,6 @@ def test_prompts_on_an_h100_and_on_what_nobody_measured(monkeypatch, name):
     for G in (1, 2, 3, 4, 8, 16):
         prompt = "union" if G >= 4 else "key_major"
         assert planned(G=G, S=4096, backend="triton").route == prompt
-        assert planned(G=G, S=1, backend="triton").route == "blocks"
-        assert planned(G=G, S=4096, blocks=False, backend="triton").route == "ranges"
-    assert planned(G=64, S=4096, backend="triton").route == "blocks"
+        assert planned(G=G, S=1, backend="triton").route == "query_major"
+        assert planned(G=G, S=4096, blocks=False, backend="triton").route == "query_major"
+    assert planned(G=64, S=4096, backend="triton").route == "query_major"

@@ -27,7 +27,7 @@ def train(attention, steps, **how):
     losses = recall.train(attention, steps=steps, seed=0, **how)
     launched = nsa.kernels.launches - before
     wanted = 2 * steps if attention is not recall.dense and attention.backend == "triton" else 0
-    assert (launched["blocks"] + launched["key_major"], launched["backward"]) == (wanted, wanted)
+    assert (launched["query_major"] + launched["key_major"], launched["backward"]) == (wanted, wanted)
     return losses
 
 

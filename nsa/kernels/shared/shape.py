@@ -1,27 +1,37 @@
-"""Sizes, strides and layout of a call, in the form in which all kernels take them."""
+"""The sizes, strides and layout of a call, derived once, in the form in which all kernels take them.
+
+Imports no Triton. ``LAYOUT`` and ``SOURCE`` are explained in `primitives.py`, whose constants have these values.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
+import torch
+
 from nsa.call import Call
-from nsa.kernels.shared.primitives import BATCH, BLOCKS, CACHE, PACKED, RAGGED, RANGES, VARLEN, WHOLE
-from nsa.validate import E4M3
+
+E4M3 = torch.float8_e4m3fn  # dtype that a cache may have instead of the dtype of its queries
+MAX_GROUP = 128
+WHOLE, RANGES, BLOCKS, TILED = range(4)  # SOURCE
+BATCH, VARLEN, PACKED, CACHE, RAGGED = range(5)  # LAYOUT
 
 
-class Geometry(NamedTuple):
+class Shape(NamedTuple):
     """What shapes and strides say about a call. Sizes have the names of the kernels' arguments."""
 
     B: int  # sequences
     S: int
-    S_kv: int  # keys of a sequence, or of all sequences of a packed batch
+    S_kv: int  # keys of a sequence, the free room of a cache included; or of all sequences of a packed batch
     HKV: int
     G: int
     D: int
     Dv: int
     n: int  # spans or blocks of a row; 0 for packed rows
     tokens: int
+    bound: int | None  # upper bound of the keys of a row that the host knows
+    varlen: bool  # queries are packed
     page: int  # keys of a page; 0 without pages
     pages: int  # pages of the cache
     stride_tb: int  # entries from a row of the page table to the next; 0 without pages
@@ -36,9 +46,15 @@ class Geometry(NamedTuple):
     v_step: int
     pairs: bool  # values are e4m3, and strides allow kernels to read them in pairs
 
+    def without_output(self) -> Shape:
+        """The shape for kernels that take no output, whose strides then have a common factor of their own."""
+        flat = [s * self.unit for s in self.strides[:9]]
+        unit = math.gcd(16, *flat)
+        return self._replace(strides=tuple(s // unit for s in flat), unit=unit)
 
-def geometry(call: Call, output: bool = True) -> Geometry:
-    """The geometry of a validated call. ``output``: the kernels also take the strides of an output."""
+
+def shape_of(call: Call, bound: int | None = None) -> Shape:
+    """The shape of a valid call. ``bound``: of the keys of a row, as validation found it."""
     q, k, v, selection = call.q, call.k, call.v, call.selection
     q_shape, k_shape, Dv = tuple(q.shape), tuple(k.shape), v.shape[-1]
     cu = call.cu_seqlens_k if call.cache_seqlens is None else call.cu_seqlens_q
@@ -58,23 +74,22 @@ def geometry(call: Call, output: bool = True) -> Geometry:
     if call.block_table is not None:  # a slice `table[:, :width]` is read where it lies
         pages, page, width = k_shape[0], S_kv, call.block_table.shape[1]
         S_kv = page * width
-        copies_table = width > 1 and call.block_table.stride(1) != 1
-        stride_tb = width if copies_table else call.block_table.stride(0)
+        copies_table = width > 1 and call.block_table.stride()[1] != 1
+        stride_tb = width if copies_table else call.block_table.stride()[0]
     layout = BATCH if sequences is None else PACKED if call.cu_seqlens_q is None else VARLEN
     if call.cache_seqlens is not None:
         layout = CACHE if sequences is None else RAGGED
     source, n = WHOLE, 0
     if selection is not None:
         source, n = (RANGES, selection.shape[-2]) if call.block_size is None else (BLOCKS, selection.shape[-1])
-    used = strides if output else strides[:3]
-    flat = [s for x in used for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]  # a 3-D tensor has no batch
+    flat = [s for x in strides for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]  # a 3-D tensor has no batch
     unit = math.gcd(16, *flat)
     scales = call.k_scale, call.v_scale
-    return Geometry(
-        B, S, S_kv, HKV, q_shape[-2] // HKV, q_shape[-1], Dv, n, math.prod(q_shape[:-2]), page, pages,
-        stride_tb, copies_table,
-        layout.value, source.value, call.cu_seqlens_k is not None,
-        tuple(s // unit for s in flat), unit, like_q, *(int(x is not None and x.numel() > 1) for x in scales),
+    return Shape(
+        B, S, S_kv, HKV, q_shape[-2] // HKV, q_shape[-1], Dv, n, math.prod(q_shape[:-2]), bound,
+        call.cu_seqlens_q is not None, page, pages, stride_tb, copies_table, layout, source,
+        call.cu_seqlens_k is not None, tuple(s // unit for s in flat), unit, like_q,
+        *(int(x is not None and x.numel() > 1) for x in scales),
         v.dtype == E4M3 and unit % 2 == 0 and Dv % 2 == 0,
     )  # fmt: skip
 

@@ -1,0 +1,46 @@
+"""Union as routing sees it: whether it serves a call, and whether that pays."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from nsa.call import Call
+from nsa.kernels.key_major.family import FAMILY as KEY_MAJOR
+from nsa.kernels.shared.errors import DoesNotFit
+from nsa.kernels.shared.family import Family
+from nsa.kernels.shared.shape import Shape
+from nsa.kernels.union import tiles
+
+GROUPS = range(4, 33)  # smaller groups leave a tile's rows empty, larger ones fill it with one token
+
+
+class Union(Family):
+    name = "union"
+    schedules = ("union",)
+
+    def why_not(self, call: Call, shape: Shape) -> str | None:
+        if call.block_size is None:
+            return "union: expected block_indices, got ranges"
+        if call.k.dtype != call.q.dtype:
+            return f"union: expected a cache of dtype {call.q.dtype} (that of q), got {call.k.dtype}"
+        if call.settings.batch_invariant:
+            return "union: a row's result depends on its neighbours, which batch_invariant forbids"
+        return None
+
+    def pays(self, call: Call, shape: Shape, device_name: str) -> str | None:
+        if shape.G not in GROUPS or self.why_not(call, shape) is not None:
+            return None
+        assert call.block_size is not None
+        why = KEY_MAJOR.pays(call, shape, device_name) if tiles.fits(shape.S_kv, call.block_size) else None
+        return None if why is None else f"{why}; union serves neighbours that share blocks"
+
+    def plan(self, call: Call, shape: Shape, schedule: str) -> Any:
+        why_not = self.why_not(call, shape)
+        if why_not is not None:
+            raise DoesNotFit(why_not)
+        rest = KEY_MAJOR.plan(call, shape, schedule, skips=True)
+        return import_module("nsa.kernels.union.plan").plan(call, shape, rest)
+
+
+FAMILY = Union()
