@@ -119,7 +119,7 @@ def fails(rank, group, where):
 
     def failing(*arguments):
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == (1 if where == "forward" else 2):
             raise RuntimeError("planted")
         return real(*arguments)
 
