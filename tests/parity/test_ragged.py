@@ -12,6 +12,7 @@ import nsa
 from nsa.kernels import pinned
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import tiles
+from nsa.kernels.shared import sizes
 from nsa.kernels.shared.sizes import STEPS
 from nsa.testing.matrix import caches, strategies
 from nsa.testing.matrix.strategies import BLOCKS, HUGE, RANGES, Drawn, DrawnCache
@@ -149,7 +150,7 @@ def test_triton_sel_parity_ragged_any_batches(
         picked |= {"block_indices": p.block_indices.flatten(0, 1), "block_size": p.block_size}
     out = torch.full((*q.shape[:-1], p.case.Dv), math.nan, dtype=q.dtype, device=device)
     nsa.settings.reload()  # forgets plans
-    with patch.object(tiles, "STEPS", steps):
+    with patch.object(sizes, "STEPS", steps):
         got = nsa.selection_attention_with_kvcache(
             q, cache.k, cache.v, **cache.arguments, **picked, cu_seqlens_q=cu, backend="triton", schedule=schedule,
             return_lse=True, out=out,
