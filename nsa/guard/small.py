@@ -13,9 +13,9 @@ from torch import Tensor
 
 from nsa import settings
 from nsa.call import Call
+from nsa.kernels.shared import sizes
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.shape import RAGGED, RANGES, VARLEN, WHOLE, Shape
-from nsa.kernels.shared.sizes import STEPS
 from nsa.settings import Settings
 
 MOST_KEYS = 4096 + 37  # of a sequence: more than a program of query-major reads at once, and no multiple of a tile
@@ -76,7 +76,7 @@ def _leads(call: Call, g: Shape, queries: int) -> dict[str, tuple[int, ...]]:
         return {"q": (rows,), "k": cache, "v": cache, "cu_seqlens_k": (rows + 1,)}
     S, B = min(g.S, queries) if g.S > 1 and not g.varlen else 1, 2
     if g.varlen:
-        B, S = (2, 2 * queries + STEPS + 2) if g.layout == RAGGED else (3, 2 * queries + 2)
+        B, S = (2, 2 * queries + sizes.STEPS + 2) if g.layout == RAGGED else (3, 2 * queries + 2)
     lead = (S,) if g.varlen else (B, S)
     cache = (keys,) if g.layout == VARLEN else (B, keys)
     width = -(-keys // g.page) if g.page else 0

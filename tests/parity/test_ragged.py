@@ -11,6 +11,7 @@ import nsa
 from nsa.kernels import pinned
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import tiles
+from nsa.kernels.shared import sizes
 from nsa.kernels.shared.sizes import STEPS
 from nsa.testing.matrix import caches, strategies
 from nsa.testing.matrix.strategies import BLOCKS, HUGE, RANGES, Drawn, DrawnCache
@@ -132,6 +133,6 @@ def test_triton_sel_parity_ragged_any_batches(
         del picked["ranges"]
         picked |= {"block_indices": p.block_indices.flatten(0, 1), "block_size": p.block_size}
     nsa.settings.reload()  # forgets plans
-    with patch.object(tiles, "STEPS", steps):
+    with patch.object(sizes, "STEPS", steps):
         serve(q, cache, picked, cu, Dv=p.case.Dv, schedule=schedule)
     serve(q, cache, picked, cu, backend="sdpa")

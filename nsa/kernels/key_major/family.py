@@ -16,9 +16,9 @@ from nsa import gpu
 from nsa.call import Call
 from nsa.kernels.key_major import tiles
 from nsa.kernels.query_major.family import FAMILY as QUERY_MAJOR
+from nsa.kernels.shared import sizes
 from nsa.kernels.shared.family import Family
 from nsa.kernels.shared.shape import RAGGED, Shape
-from nsa.kernels.shared.sizes import STEPS
 
 STAND_IN = "NVIDIA H100 80GB HBM3"
 """The GPU whose crossover is used on a GPU without one. The crossover depends far more on the group size than on the
@@ -70,7 +70,7 @@ def has_steps(call: Call, shape: Shape) -> bool:
     """
     if shape.layout != RAGGED or call.block_size is None or call.settings.batch_invariant:
         return False
-    return call.max_seqlen_q is None or shape.tokens <= (shape.B - 1) * call.max_seqlen_q + STEPS
+    return call.max_seqlen_q is None or shape.tokens <= (shape.B - 1) * call.max_seqlen_q + sizes.STEPS
 
 
 def takes_key_major(

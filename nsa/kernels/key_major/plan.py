@@ -21,12 +21,12 @@ from nsa.kernels import launches
 from nsa.kernels.key_major import kernel as key_kernels
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.shared import device as gpu
-from nsa.kernels.shared import inverse_index
+from nsa.kernels.shared import inverse_index, sizes
 from nsa.kernels.shared.errors import ODD, DoesNotFit
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import Variant, remembered, workspaces
 from nsa.kernels.shared.shape import E4M3, RAGGED, RANGES, TILED, Shape, shape_of
-from nsa.kernels.shared.sizes import INT32_MAX, STEPS, pairs, span_bucket
+from nsa.kernels.shared.sizes import INT32_MAX, pairs, span_bucket
 
 logger = logging.getLogger("nsa")
 
@@ -124,7 +124,7 @@ def plan(call: Call, shape: Shape | None = None, skips: bool = False, steps: Any
     windows = key_tiles.windows(*sized)
     variants = _variants(
         device, dtype, (*call.dtypes(), skips or steps is not None), tile, bucket,
-        0 if steps is None else STEPS, walked > 0, TILED if tiled else g.source,
+        0 if steps is None else sizes.STEPS, walked > 0, TILED if tiled else g.source,
         ONE_TILE=listed <= tile.BLOCK_N, WIDE=wide, G=G, D=D, Dv=Dv, SOURCE=g.source, LAYOUT=g.layout,
         PAGE=g.page, CAUSAL=call.causal, STRIDE_UNIT=g.unit, K_STEP=g.k_step, V_STEP=g.v_step,
         PAIRS=g.pairs and pairs(tile.merge_heads, tile.BLOCK_DV), INPUT_PRECISION="ieee",
