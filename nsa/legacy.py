@@ -53,8 +53,8 @@ def _direct(
         if integer(max_selected) is max_selected:
             raise
         return _direct(Q, K, V, cu_seqlens, integer(max_selected), scale, return_lse, out, per_head)
-    if out is not None:
-        overlap.check(call, planned.extents, _named)
+    if out is not None and overlap.near(out, Q, K, V, planned.extents):
+        overlap.refuse_shared(call, _named)
     if is_grad_enabled() and (Q.requires_grad or K.requires_grad or V.requires_grad):
         raise RuntimeError("packed rows have no backward, and an input requires grad: use selection_attention")
     o, lse = dispatch.launch(planned, call)

@@ -63,8 +63,8 @@ def serve(call: Call, tracing: bool = False) -> Result:
         if all(value is getattr(call, name) for name, value in sizes.items()):
             raise
         return serve(call._replace(**sizes))
-    if out is not None:
-        overlap.check(call, planned.extents, _named)
+    if out is not None and overlap.near(out, q, k, v, planned.extents):
+        overlap.refuse_shared(call, _named)
     wants_grad = is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (out is not None and out.requires_grad)
     )

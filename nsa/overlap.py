@@ -16,7 +16,7 @@ Extents = tuple[int, int, int, int]
 
 
 def extents(call: Call) -> Extents | None:
-    """What :func:`check` needs to know of all calls of a plan; None without ``out``.
+    """What :func:`near` needs to know of all calls of a plan; None without ``out``.
 
     Also checks ``out`` against the selection and the other small inputs. Once a plan, because each look at a tensor
     takes the host 1% of a call, and integers share memory with ``out`` only by `view(dtype)`.
@@ -35,26 +35,37 @@ def extents(call: Call) -> Extents | None:
     return _extent(out), _extent(call.q), _extent(call.k), _extent(call.v)
 
 
-def check(call: Call, known: Extents | None, named: Callable[[Call], dict[str, Tensor]]) -> None:
-    """Check the memory of ``call.out``, which must not be None, against that of ``q``, ``k`` and ``v``.
+def near(out: Tensor, q: Tensor, k: Tensor, v: Tensor, known: Extents | None) -> bool:
+    """Whether ``out`` begins within the extent of ``q``, ``k`` or ``v``, or one of these within its extent.
+
+    Every call with ``out`` asks this. If true, :func:`refuse_shared` looks closer.
 
     Args:
         known: :func:`extents` of the plan.
+    """
+    reach, of_q, of_k, of_v = known  # type: ignore[misc]  # the plan of a call with `out` has them
+    begin = out.data_ptr()
+    return (
+        -of_q < q.data_ptr() - begin < reach
+        or -of_k < k.data_ptr() - begin < reach
+        or -of_v < v.data_ptr() - begin < reach
+    )
+
+
+def refuse_shared(call: Call, named: Callable[[Call], dict[str, Tensor]]) -> None:
+    """Refuse an ``out``, which must not be None, that shares memory with ``q``, ``k`` or ``v``.
+
+    Args:
         named: gives the tensors of a call by the caller's names.
 
     Raises:
         ValueError: ``out`` shares memory with one of them.
     """
-    q, k, v, out = call.q, call.k, call.v, call.out
+    out = call.out
     assert out is not None
-    assert known is not None
-    reach, of_q, of_k, of_v = known
-    begin = out.data_ptr()
-    for_q, for_k, for_v = q.data_ptr() - begin, k.data_ptr() - begin, v.data_ptr() - begin
-    if -of_q < for_q < reach or -of_k < for_k < reach or -of_v < for_v < reach:
-        for name, x in zip(named(call), (q, k, v), strict=False):
-            if _shared(out, x, x.data_ptr() - begin):
-                raise ValueError(_SHARED.format(name))
+    for name, x in zip(named(call), (call.q, call.k, call.v), strict=False):
+        if _shared(out, x, x.data_ptr() - out.data_ptr()):
+            raise ValueError(_SHARED.format(name))
 
 
 def _extent(x: Tensor) -> int:

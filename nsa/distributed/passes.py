@@ -19,6 +19,7 @@ from nsa import dispatch, failures, routing
 from nsa.call import Call
 from nsa.distributed.agreement import post
 from nsa.distributed.shards import Layout, divided, joined
+from nsa.kernels.shared.asking import Untried
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.shape import Shape
 
@@ -202,7 +203,7 @@ class Kernels:
             here = tuple(x[..., heads[0] :, :] for x in sums)
             whole = kernel.Whole(HKV, stats[heads[0] * shape.G :], of_heads(self.dq, heads, HKV), here)
             kernel.backward_of_heads(launch, part, of_heads(do, heads, HKV), whole, gradients.ROUTE)
-        except DoesNotFit:
+        except (DoesNotFit, Untried):  # untried kernels are admitted by the ordinary way, which comes instead
             return None
         except failures.caught() as error:
             failures.remember(key, gradients.ROUTE, error, planned.fallback)
