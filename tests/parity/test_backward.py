@@ -8,6 +8,7 @@ from nsa.call import Call
 from nsa.kernels.backward import plan as backward
 from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.shared.poison import poisoned_workspace
+from nsa.kernels.shared.shape import shape_of
 from nsa.kernels.union.tiles import ALWAYS
 from nsa.testing.fixtures import over
 from nsa.testing.judge.gradients import GradientOracle, assert_gradients
@@ -38,7 +39,7 @@ def poisoned():
 def run(oracle: GradientOracle) -> tuple[torch.Tensor, ...]:
     p = oracle.problem
     call = Call.of(p.q, p.k, p.v, **p.selection | {"cu_seqlens": p.cu_seqlens_pair})
-    launch = backward.plan(call, p.case.L if p.block_indices is None else None)
+    launch = backward.plan(call, shape_of(call, p.case.L if p.block_indices is None else None))
     before = nsa.kernels.launches["backward"]
     got = backward.backward(launch, call, oracle.do, None, oracle.o, oracle.lse, "backward")
     assert nsa.kernels.launches["backward"] == before + 1
