@@ -1,4 +1,6 @@
-"""For each point of the compile matrix, on each of its NVIDIA GPUs: does the small call launch what the caller's does?
+"""For points of the compile matrix, on each of its NVIDIA GPUs: does the small call launch what the caller's does?
+
+All points of one GPU, and of the others those of the quick part, which has every kernel and every switch.
 
 Run as a script it prints, as JSON, for every launch of the caller, whether the small call has it, too. Nothing is
 compiled: what decides that is compared. It must not run in Triton's interpreter, hence a process of its own.
@@ -17,6 +19,8 @@ from nsa.kernels.shared import device as device_facts
 from nsa.kernels.shared.launch import Variant, forget
 from nsa.kernels.shared.shape import shape_of
 from nsa.testing.compile import child, points
+
+WHOLE = "sm_90"
 
 
 def main() -> None:
@@ -40,7 +44,7 @@ def main() -> None:
         type(family).plan = recorded(type(family).plan)
     report = {}
     gpus = [chip for chip in points.ARCHITECTURES.values() if chip.backend == "cuda"]
-    for chip, point in [(gpu, point) for gpu in gpus for point in points.points(gpu, "full")]:
+    for chip, point in [(gpu, x) for gpu in gpus for x in points.points(gpu, "full" if gpu.name == WHOLE else "quick")]:
         device_facts.limits = lambda device, chip=chip: (chip.capability, chip.processors)
         device_facts.gpu_name = lambda device, chip=chip: chip.gpu
         seen.clear()

@@ -222,6 +222,7 @@ def test_the_key_holds_the_driver(monkeypatch):
     sources.driver_version.cache_clear()
     assert len(keys) == 3
 
+
 meaning = functools.cache(sources.meaning)  # most files are the same in most of these comparisons
 EDITS = [  # of a file: what it means stays, or not
     (lambda text: "# the first line\n" + text.replace("\n\n", "\n\n    # a comment\n\n\n"), True),

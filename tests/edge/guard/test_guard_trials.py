@@ -33,7 +33,7 @@ ROOT = Path(nsa.__file__).parents[1]
 
 
 def test_it_launches_what_the_parent_would():
-    """Every point of the compile matrix, with tensors without data for GPUs that are not there."""
+    """Points of the compile matrix, with tensors without data for GPUs that are not there."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, check=False)
