@@ -87,12 +87,12 @@ def _check_index(name: str, m: Tensor, device: torch.device, of: str = "q") -> N
     _check_device(name, m, device, of)
 
 
-def _check_choice(name: str, value: str, accepted: tuple[str, ...]) -> None:
+def check_choice(name: str, value: str, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
         raise ValueError(f"{name}: expected one of {', '.join(accepted)}, got {value!r}")
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
+def check_count(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if value < least:
@@ -167,7 +167,7 @@ def _check_selection(call: Call, lead: tuple[int, ...], lead_name: str, HKV: int
         raise ValueError(f"selection: expected exactly one of ranges and block_indices, got {got}")
     bound = call.max_selected
     if bound is not None:
-        _check_count("max_selected", bound, 0)
+        check_count("max_selected", bound, 0)
     if call.ranges is not None:
         if call.block_size is not None:
             raise ValueError(f"block_size: expected None with ranges, got {call.block_size}")
@@ -179,7 +179,7 @@ def _check_selection(call: Call, lead: tuple[int, ...], lead_name: str, HKV: int
     assert call.block_indices is not None
     if call.block_size is None:
         raise ValueError("block_size: expected an int >= 1 with block_indices, got None")
-    _check_count("block_size", call.block_size, 1)
+    check_count("block_size", call.block_size, 1)
     layout = f"[{lead_name}, HKV, n]"
     _check_ndim("block_indices", call.block_indices, layout)
     n = call.block_indices.shape[-1]
@@ -291,8 +291,8 @@ def check_bound(call: Call) -> int | None:
     Raises:
         ValueError, TypeError: an argument is wrong. The text says what was expected and what it got.
     """
-    _check_choice("backend", call.backend, BACKENDS)
-    _check_choice("schedule", call.schedule, SCHEDULES)
+    check_choice("backend", call.backend, BACKENDS)
+    check_choice("schedule", call.schedule, SCHEDULES)
     if call.schedule != "auto" and call.backend in ("sdpa", "reference"):
         raise ValueError(f"schedule: expected auto with backend={call.backend!r}, got {call.schedule!r}")
     if not isinstance(call.causal, bool):
@@ -303,7 +303,7 @@ def check_bound(call: Call) -> int | None:
     if call.max_seqlen_q is not None:
         if not varlen:
             raise ValueError(f"max_seqlen_q: expected None without cu_seqlens_q, got {call.max_seqlen_q}")
-        _check_count("max_seqlen_q", call.max_seqlen_q, 0)
+        check_count("max_seqlen_q", call.max_seqlen_q, 0)
     lead_name = "T" if varlen else "B, S"
     kv_name = "B, S_max" if cached else "T_kv" if varlen else "B, S_kv"
     if call.block_table is not None:
@@ -391,13 +391,13 @@ def check_packing(k: Tensor, v: Tensor, ranges: Tensor, max_selected: int | None
     _check_shape("ranges", ranges, layout, (B, ranges.shape[1], HKV, ranges.shape[3], 2))
     _check_index("ranges", ranges, k.device, "k")
     if max_selected is not None:
-        _check_count("max_selected", integer(max_selected), 0)
+        check_count("max_selected", integer(max_selected), 0)
 
 
 def check_blocks(block_indices: Any, block_size: Any, seqlen_k: Any) -> None:
     """Check the arguments of ``ranges_from_blocks``. This must be cheap, because packed SDPA calls it, too."""
     check_tensors(block_indices=block_indices)
     _check_index_dtype("block_indices", block_indices.dtype)
-    _check_count("block_size", integer(block_size), 1)
+    check_count("block_size", integer(block_size), 1)
     if seqlen_k is not None:
-        _check_count("seqlen_k", integer(seqlen_k), 0)
+        check_count("seqlen_k", integer(seqlen_k), 0)

@@ -164,7 +164,7 @@ def gpus(monkeypatch, tmp_path):
 
 @pytest.fixture(params=["kernel", "cluster"] if current_lane() == "gpu" else ["kernel"])
 def split(request, monkeypatch, fresh_plans):
-    """Every row's keys are shared among 3 programs and merged, whatever the shape: that is decided by measurements."""
+    """Three programs share every row's keys, and their parts are merged. Otherwise measurements decide how many do."""
     from nsa.kernels.query_major import tiles
 
     together = request.param == "cluster"
@@ -190,7 +190,7 @@ def shared_folder(tmp_path_factory, pytestconfig):
 
 @pytest.fixture(scope="session")
 def forking():
-    """A process that forks itself for each run of pytest, see `forked_pytest.py`; started for whoever asks first."""
+    """A process that forks itself for each run of pytest (`forked_pytest.py`). Started when first needed."""
     command = [sys.executable, Path(__file__).with_name("forked_pytest.py")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"

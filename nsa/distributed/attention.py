@@ -16,7 +16,7 @@ from nsa.distributed.passes import KEEPS, Sharded
 from nsa.distributed.shards import ORDERS, Layout
 from nsa.hints import hide_wrong, refuse
 from nsa.plain.spans import ranges_from_blocks
-from nsa.validate import _check_choice, _check_count, check_tensors, number
+from nsa.validate import check_choice, check_count, check_tensors, number
 
 
 @hide_wrong
@@ -78,9 +78,9 @@ def selection_attention(
             scale=None if scale is None else number(scale), max_selected=max_selected, backend=backend,
             schedule=schedule, return_lse=return_lse, settings=settings.get(),
         )  # fmt: skip
-        _check_choice("order", order, ORDERS)
-        _check_choice("keep", keep, KEEPS)
-        _check_count("heads_at_once", heads_at_once, 1)
+        check_choice("order", order, ORDERS)
+        check_choice("keep", keep, KEEPS)
+        check_count("heads_at_once", heads_at_once, 1)
         if group.size() == 1:
             o, lse = ops.serve(call)
             return o if lse is None else (o, lse)

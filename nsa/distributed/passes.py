@@ -6,7 +6,6 @@ waits for all work that was queued before it. dK and dV of a shard are summed in
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from nsa import dispatch, failures, routing
 from nsa.call import Call
 from nsa.distributed.agreement import post
 from nsa.distributed.shards import Layout, divided, joined
+from nsa.kernels.families import BACKWARD
 from nsa.kernels.shared.asking import Untried
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.shape import Shape
@@ -235,8 +235,7 @@ def _launch(part: Call, shape: Shape, HKV: int) -> tuple[Any, Any]:
 
     Few heads get less memory for parts of dQ, as their windows are still as long as those of a call of all heads.
     """
-    kernel = importlib.import_module("nsa.kernels.backward.plan")  # not imported above: it imports Triton
-    key = part.key(), HKV
+    kernel, key = BACKWARD.kernels, (part.key(), HKV)
     if key not in _launches:
         if len(_launches) >= routing.MAX_PLANS:
             _launches.clear()
