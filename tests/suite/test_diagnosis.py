@@ -138,6 +138,14 @@ def reordered(p, order, *names):
     return kernel(dataclasses.replace(p, **{name: getattr(p, name)[order] for name in names}, extra={}))
 
 
+def one_sequence(p):
+    tensors = {name: getattr(p, name) for name in ("q", "k", "v", "ranges", "block_indices")}
+    return dataclasses.replace(
+        p, **{name: None if x is None else x[None] for name, x in tensors.items()}, cu_seqlens=None, cu_seqlens_k=None,
+        extra={},
+    )  # fmt: skip
+
+
 def first(p):
     return [0] * p.case.B
 
@@ -302,6 +310,10 @@ FAULTS = {
     "place-among-all": (
         lambda p: kernel(dataclasses.replace(p, q_positions=torch.arange(len(p.q)), extra={})),
         lambda c: c.seqlens and c.causal, "takes a query's place among all packed queries for its position",
+    ),
+    "one-sequence": (
+        lambda p: tuple(x[0] for x in kernel(one_sequence(p))), lambda c: c.seqlens,
+        "takes packed sequences for one sequence",
     ),
     "sink": (lambda p: kernel(p, sink=lambda h: 0.0), any_case, "adds a sink to the softmax: one more score, 0"),
     "learned-sink": (

@@ -256,21 +256,21 @@ def test_functional_gradient_of_named_triton_is_refused(qkv, attend):
 def test_second_gradients_are_refused(draw, attend, backend, through, triton):
     """When they are taken, not when `create_graph=True` allows for them; also where packed SDPA serves `auto`.
 
-    SDPA's fast kernels are differentiable once. They take D = Dv.
+    SDPA's fast kernels are differentiable once. They take D = Dv and, on a GPU, a KV head for each query head.
     """
-    leaves = [x.requires_grad_() for x in draw(S=2, S_kv=9, HKV=1)]
+    leaves = [x.requires_grad_() for x in draw(S=2, S_kv=9, G=1)]
     with nsa.configure(use_triton_sel=triton):
         o = attend(*leaves, backend=backend)
         do = torch.ones_like(o).requires_grad_(through == "do")
         first = torch.autograd.grad(o, leaves, do, create_graph=True)
     detached = [x.detach().requires_grad_() for x in leaves]
-    spans = torch.tensor([(0, 4), (2, 7)], dtype=torch.int32, device=o.device).expand(1, 2, 1, 2, 2)
+    spans = torch.tensor([(0, 4), (2, 7)], dtype=torch.int32, device=o.device).expand(1, 2, 2, 2, 2)
     close(first, torch.autograd.grad(selection_reference(Call.of(*detached, ranges=spans))[0].sum(), detached))
     refused(NO_SECOND_GRADIENTS, torch.autograd.grad, first[0].square().sum(), leaves[0] if through == "q" else do)
 
 
 def test_second_gradients_of_torch_func_are_refused(draw, attend):
-    q, k, v = draw(S=2, S_kv=9, HKV=1)
+    q, k, v = draw(S=2, S_kv=9, G=1)
     first = torch.func.grad(lambda q: attend(q, k, v).square().sum())
     refused(NO_SECOND_GRADIENTS, torch.func.grad(lambda q: first(q).square().sum()), q)
 
