@@ -42,8 +42,9 @@ def quicken() -> tuple[str, ...]:
         return ()
 
     steps = {
-        "index": _index, "overflow": _overflow, "calls": _calls, "members": _members, "types": _types, "shapes": _shapes,
-        "widths": _widths, "tiles": _tiles, "operands": _operands, "casts": _casts, "constants": _constants,
+        "index": _index, "overflow": _overflow, "calls": _calls, "members": _members, "types": _types,
+        "shapes": _shapes, "widths": _widths, "tiles": _tiles, "operands": _operands, "casts": _casts,
+        "constants": _constants,
     }  # fmt: skip
     return tuple(name for name, step in steps.items() if step(interpreter))
 
@@ -75,7 +76,7 @@ def _index(interpreter: Any) -> bool:
         patch(tensor, *scope)
         tensor.__index__ = lambda self: int(self.handle.data.item())
 
-    _change(interpreter, "_patch_lang_tensor", patching)
+    interpreter._patch_lang_tensor = patching  # not undone by `as_released`
     return True
 
 
