@@ -170,10 +170,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare the process for the tests that `-k` and `-m` have left."""
     profiles.reproduce(session.config, session.items)
     ours = [item for item in session.items if is_ours(session.config, item.path)]
-    checked = any(item.get_closest_marker(mark) for item in ours for mark in ("parity", "edge"))
-    if checked and current_lane() == "interpreter":
+    if ours and current_lane() == "interpreter":
         quicken()
-        addresses.watch()
+        if any(item.get_closest_marker(mark) for item in ours for mark in ("parity", "edge")):
+            addresses.watch()
 
 
 def large_tests_lock() -> Path:
