@@ -19,7 +19,7 @@ def test_every_option_of_the_suite_with_a_value_is_known(pytestconfig):
     """So that this test names a new one."""
     ours = {name for name in vars(pytestconfig.option) if name.startswith("nsa_")}
     flags = {name for name in ours if isinstance(pytestconfig.getoption(name), bool)}
-    numbers = set(options.SAMPLING)
+    numbers = {*options.SAMPLING, "nsa_regret"}
     assert ours - flags - numbers == {name for name in VALUES if name.startswith("nsa_")} | {"nsa_impl", "nsa_shape"}
     options.check_values(pytestconfig)  # the defaults
 

@@ -23,10 +23,11 @@ K_SCALE, V_SCALE = 9 / 512, 13 / 512  # of fp8 caches: 448 of them are about 8; 
 
 
 class Shape(NamedTuple):
-    """A case, and whether its cache is in fp8. The queries are in the dtype of the case either way."""
+    """A case, and where its keys are: in a cache in fp8, in pages, or in plain tensors. Queries are never in fp8."""
 
     case: Case
     fp8: bool = False
+    paged: bool = True
 
 
 def case(B: int, S: int, S_kv: int, shared: float = 0.0) -> Case:

@@ -27,6 +27,10 @@ def lines(facts: list[Fact]) -> list[str]:
         for name, reason in (fact.get("left_out") or {}).items()
     ]
     text += [*_left_out(facts), *_threshold(facts), *crossover.table(crossover.points(facts))]
+    if rows := [fact["regret"] for fact in facts if fact.get("regret")]:
+        from nsa.testing import regret  # imports Triton
+
+        text += regret.summary(rows)
     return fitted(text)
 
 
