@@ -10,6 +10,7 @@ from nsa.testing import regret
 from nsa.testing.clock import timing
 from nsa.testing.clock.measure import run_facts
 from nsa.testing.clock.precompile import compile_ahead, processes
+from nsa.testing.clock.serving import kind, pool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
 
@@ -28,7 +29,7 @@ def compiled(request: pytest.FixtureRequest, device: torch.device) -> None:
 def test_regret(seed: int, compiled: None, device: torch.device, publish) -> None:
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         with nsa.configure(probe="never"):  # the kernels were compiled ahead
-            times, row = regret.measured(seed, device)
+            times, row = regret.measured(seed, pool(device))
         return times, run_facts(device) | {"regret": row}
 
-    publish(f"regret: {regret.kind(regret.drawn(seed).case)}", *take(), again=take, core=False)
+    publish(f"regret: {kind(regret.drawn(seed).case)}", *take(), again=take, core=False)

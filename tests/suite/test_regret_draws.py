@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nsa.testing import regret
+from nsa.testing.clock.serving import Pool, kind, problems
 from nsa.testing.clock.timing import Timing
 from nsa.testing.contestants.contract import Contestant
 from nsa.testing.matrix.case import Case
@@ -33,7 +34,7 @@ def small(monkeypatch, request):
 
 def test_shapes_are_those_of_training_and_serving():
     shapes = [regret.drawn(seed) for seed in range(400)]
-    assert {regret.kind(shape.case) for shape in shapes} == {"prompt", "chunk", "decode"}
+    assert {kind(shape.case) for shape in shapes} == {"prompt", "chunk", "decode"}
     assert {shape.case.H for shape in shapes} >= {1, 2, 4, 8, 16, 32}
     assert {shape.case.block_size for shape in shapes} == {16, 32, 64, 128}
     assert {shape.case.shared for shape in shapes} == {0.0, 0.5, 0.9}
@@ -58,7 +59,7 @@ def test_a_seed_names_its_shape_and_successive_ones_share_a_model():
 
 @pytest.mark.parametrize("small", [False, True], ids=["plain", "pages"], indirect=True)
 def test_a_shape_is_checked_and_timed_with_every_schedule(small):
-    times, row = regret.measured(7, CPU, clock, 1 << 20)
+    times, row = regret.measured(7, Pool(CPU, 1 << 20), clock)
     assert times.median == US["auto"] * 1e-6
     assert row["us"] == {name: us for name, us in US.items() if name != "other"}
     assert (row["best"], row["regret"], row["peer"]) == ("key_major", 1.5, None)
@@ -69,25 +70,24 @@ def test_a_shape_is_checked_and_timed_with_every_schedule(small):
 
 @pytest.mark.parametrize("small", [False], indirect=True)
 def test_buffer_sets_are_other_tensors_with_one_selection(small):
-    first, second = regret.problems(regret.drawn(0), 0, regret.Pool(CPU, 1 << 20), 2)
+    first, second = problems(regret.drawn(0), 0, Pool(CPU, 1 << 20), 2)
     assert first.k.data_ptr() != second.k.data_ptr()
     assert torch.equal(first.block_indices, second.block_indices)
     assert not torch.equal(first.k, second.k)
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["plain", "pages"], indirect=True)
-@pytest.mark.parametrize(("name", "fails"), [("union", True), ("other", False)])
-def test_a_wrong_result_of_ours_fails_and_one_of_a_peer_is_left_out(small, monkeypatch, name, fails):
-    right = regret.contestants(regret.drawn(0))
-    wrong = Contestant(name, lambda p, lse, out: right[0].run(p) * 1.5, lse=False)
-    monkeypatch.setattr(regret, "contestants", lambda shape: [*(one for one in right if one.name != name), wrong])
-    if fails:
-        with pytest.raises(AssertionError, match="union: wrong: differs from auto by"):
-            regret.measured(0, CPU, clock, 1 << 20)
-    else:
-        row = regret.measured(0, CPU, clock, 1 << 20)[1]
-        assert row["left_out"]["other"].startswith("wrong: differs from auto by")
-        assert "other" not in row["us"]
+def test_a_wrong_schedule_fails_and_a_wrong_peer_is_left_out(small, monkeypatch):
+    auto, *others = regret.contestants(regret.drawn(0))
+    wrong = [Contestant(name, lambda p, lse, out: auto.run(p) * 1.2, lse=False) for name in ("auto", "union", "other")]
+    monkeypatch.setattr(regret, "beside", lambda shape: wrong[2:])
+    row = regret.measured(0, Pool(CPU, 1 << 20), clock)[1]
+    assert row["left_out"]["other"].startswith("wrong: other: an output differs by")
+    assert "other" not in row["us"]
+    for mine, said in (([auto, *others, wrong[1]], "union: wrong: union: an"), ([wrong[0]], "auto: an output differs")):
+        monkeypatch.setattr(regret, "contestants", lambda shape, mine=mine: mine)
+        with pytest.raises(AssertionError, match=said):
+            regret.measured(0, Pool(CPU, 1 << 20), clock)
 
 
 def made_up(seed, **us):
