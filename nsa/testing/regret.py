@@ -79,9 +79,8 @@ def drawn(seed: int) -> Shape:
             H, D, Dv, n * size, B * S * HKV, "decode" if S == 1 else "prefill", "bf16", HKV=HKV, S=S, S_kv=S_kv,
             block_size=size, n=n, shared=shared,
         )  # fmt: skip
-        tensors = max(B * S_kv * HKV * (D + Dv if paged else D), B * S * case.HQ * D) * case.torch_dtype.itemsize
         flops = 2 * case.N * min(case.L, S_kv) * H * (D + Dv)
-        if tensors <= LARGEST and flops <= MOST_FLOPS:
+        if serving.largest(Shape(case, fp8, paged)) <= LARGEST and flops <= MOST_FLOPS:
             return Shape(case, fp8, paged)
 
 

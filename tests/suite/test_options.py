@@ -12,7 +12,10 @@ def check(**given):
     options.check_values(SimpleNamespace(option=SimpleNamespace(**given)))
 
 
-VALUES = ("nsa_against", "nsa_csv", "nsa_report", "nsa_dist", "nsa_workload", "nsa_reproduce", "benchmark_compare", "benchmark_storage")
+VALUES = (
+    "nsa_against", "nsa_csv", "nsa_report", "nsa_dist", "nsa_workload", "nsa_reproduce", "benchmark_compare",
+    "benchmark_storage",
+)  # fmt: skip
 
 
 def test_every_option_of_the_suite_with_a_value_is_known(pytestconfig):

@@ -6,6 +6,7 @@ rotation lies elsewhere. Of a shape only its block indices are drawn.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 import nsa
+from nsa.failures import caught
 from nsa.testing.clock.cuda import COLD, time_gpu
 from nsa.testing.clock.measure import HOST_S, why_not
 from nsa.testing.clock.timing import Timing
@@ -64,6 +66,14 @@ class Pool:
         if dtype == E4M3:  # torch does not move fp8 everywhere, but it moves bytes
             some = (some / SCALE).to(E4M3).view(torch.uint8)
         return some.repeat(-(-count // len(some)))[:count].view(dtype)
+
+
+def largest(shape: Shape) -> int:
+    """Bytes of the largest tensor of a shape."""
+    case = shape.case
+    keys = sum(-(-S_kv // case.block_size) * case.block_size for _, S_kv in sequences(case)) * case.HKV
+    numbers = max(keys * (case.D + case.Dv if shape.paged else max(case.D, case.Dv)), case.N * case.H * case.D)
+    return numbers * case.torch_dtype.itemsize
 
 
 @cache
@@ -255,8 +265,8 @@ def _routes() -> Counter[tuple[str, str]]:
 
 def warm(shape: Shape, found: Iterable[Contestant], device: torch.device) -> None:
     """Call contestants once, to compile their kernels: for child processes (`precompile.py`)."""
-    with nsa.configure(probe="never"):
-        (p,) = problems(shape, 0, pool(device, 5 << 28), 1)
+    with nsa.configure(probe="never"), contextlib.suppress(*caught()):
+        (p,) = problems(shape, 0, Pool(device, largest(shape)), 1)
         for one in found:
             why_not(one.supports(shape.case), partial(run, one, p))
 
