@@ -7,7 +7,7 @@ not trace into the operator, a dispatch mode, and tensors with a rule of their o
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -213,13 +213,6 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
     return (*found, *(None,) * (len(ctx.needs_input_grad) - len(found)))
 
 
-def _twice(ctx: Any, *_: Tensor | None) -> NoReturn:
-    raise RuntimeError(
-        "the gradient of selection_attention cannot be differentiated: differentiate twice with "
-        'backend="reference", or with backend="sdpa" under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)'
-    )
-
-
 # --- the operators ----------------------------------------------------------------------------------------------------
 
 
@@ -283,4 +276,6 @@ for _name, _schema, _real, _fake, _vmap in (
     torch.library.register_fake(f"nsa::{_name}", _fake, lib=_library)
     torch.library.register_vmap(f"nsa::{_name}", _vmap, lib=_library)
 torch.library.register_autograd("nsa::selection_attention", _differentiate, setup_context=_save, lib=_library)
-torch.library.register_autograd("nsa::selection_attention_backward", _twice, lib=_library)
+torch.library.register_autograd(
+    "nsa::selection_attention_backward", torch_modes.differentiable_once, lib=_library
+)
