@@ -164,9 +164,10 @@ def check(attend, agrees, draw, device, dtype, row):
     tensors side by side, in 64 bits, without LSE: the same bits.
     """
     qkv, integers, more = tensors(draw, device, dtype, **row)
-    out = drowned(qkv[0].new_full((*qkv[0].shape[:-1], qkv[2].shape[-1]), math.nan))
+    out = drowned(qkv[0].new_full((*qkv[0].shape[:-1], qkv[2].shape[-1]), math.nan), 2)
     apart = {name: scattered(name, x) for name, x in integers.items()}
-    got, _ = agrees(attend, *map(drowned, qkv), out=out, **apart, **more)
+    amid = [drowned(x, room) for room, x in enumerate(qkv, 3)]  # no two have the same strides
+    got, _ = agrees(attend, *amid, out=out, **apart, **more)
     assert got is out
     assert out._base.isnan().sum() == out._base.numel() - out.numel()
     assert torch.equal(attend(*qkv, **integers, **more), out)

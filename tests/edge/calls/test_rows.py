@@ -57,8 +57,9 @@ def check(schedule, draw_rows, dtype, ends=None, scale=None, one=False, max_sele
     ranges = torch.tensor(spans, dtype=torch.int64, device=Q.device).view(len(Q), 1, 1, 1, 2)
     call = Call.of(Q[:, None].double(), K[:, :, None], V[:, :, None], ranges=ranges, causal=False, scale=scale)
     want = [x[:, 0] for x in selection_reference(call._replace(return_lse=True))]
-    out = drowned(Q.new_full((*Q.shape[:2], V.shape[-1]), math.nan))
-    got = attend(*(rows if one else map(drowned, rows)), *cu, **how, out=out, return_lse=True)
+    out = drowned(Q.new_full((*Q.shape[:2], V.shape[-1]), math.nan), 2)
+    amid = rows if one else [drowned(x, room) for room, x in enumerate(rows, 3)]  # no two have the same strides
+    got = attend(*amid, *cu, **how, out=out, return_lse=True)
     assert got[0] is out
     compare(got, want, dtype)
     assert out._base.isnan().sum() == out._base.numel() - out.numel()
