@@ -188,7 +188,9 @@ def _gradients(
         raise RuntimeError("selection_attention_with_kvcache has no gradient: train with selection_attention")
     if do is None and dlse is None:
         return (None,) * 3
-    seen = is_grad_enabled() or dispatch_modes() or odd(do) or odd(dlse) or any(map(odd, call.tensors))
+    # A kernel served the saved tensors, so only a hook can have replaced them by odd ones.
+    replaced = any(x.__class__ is not Tensor and odd(x) for x in call[:3])
+    seen = is_grad_enabled() or dispatch_modes() or odd(do) or odd(dlse) or replaced
     if planned is not None and not seen:
         found = backward.backward(planned, call, do, dlse, o, lse, wanted)
     else:  # if the gradient is differentiated again, the operator raises an error that says what to do
