@@ -365,6 +365,17 @@ def cases(dtype, where, count):
     return found[:: max(1, len(found) // count)] + [c for c in LONG if c.dtype == dtype and where(c)]
 
 
+def test_a_sink_is_not_taken_for_a_scale():
+    """Where weights change little, scores times 0.997 fit the outputs, too. Nor the other way round."""
+    oracle = oracle_of(Case(1, 64, 64, 128, 12, "mixed", "fp16", S_kv=128, causal=False))
+    for how, text in (({"sink": lambda h: 0.0}, FAULTS["sink"][2]), ({"factor": 0.98}, "scales scores by 0.98 times")):
+        out, lse = kernel(oracle.problem, **how)
+        assert red((out, lse), oracle)
+        for result in (out, (out, lse)):
+            [found] = diagnose(result, oracle)
+            assert found.startswith(text)
+
+
 def test_a_rounded_query_is_named():
     """A scale that is no power of two costs a bit of every score, which large scores show."""
     case = Case(2, 32, 32, 48, 6, "overlap", "fp16", HKV=2, S=3, S_kv=80, scores=64)
