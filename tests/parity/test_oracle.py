@@ -3,7 +3,6 @@
 import math
 import random
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -231,15 +230,6 @@ def judge(seed: int, device: torch.device) -> float:
     error = float((sdpa_same_keys(p).double() - oracle.out).abs().max())
     narrow = 2 * error + 4 * torch.finfo(torch.float32).eps * oracle.peak
     return oracle.bound / narrow if narrow and p.case.scores == 1 else 1.0
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Many small operations: threads would wait for each other, on a busy machine for most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("one_thread")
