@@ -3,6 +3,7 @@
 import ast
 import sys
 import threading
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,14 @@ def test_what_is_no_out(problem, backend):
             nsa.selection_attention(*qkv, **selection, backend=backend, out=out)
 
 
-# --- autocast ---------------------------------------------------------------------------------------------------------
+# --- numbers and autocast ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["triton", "sdpa", "reference"])
+def test_any_real_number_is_a_scale(problem, backend):
+    qkv, selection = problem
+    want = nsa.selection_attention(*qkv, **selection, backend=backend, scale=0.25)
+    assert torch.equal(nsa.selection_attention(*qkv, **selection, backend=backend, scale=Fraction(1, 4)), want)
 
 
 def test_half_a_pair_of_sequences_is_refused_under_autocast(draw, same, device):

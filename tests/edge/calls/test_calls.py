@@ -2,7 +2,6 @@
 
 import math
 import random
-from fractions import Fraction
 
 import pytest
 import torch
@@ -115,7 +114,7 @@ CALLS = {
     # Scores above 88, too: exp of them is no fp32 number.
     **{
         f"scale-{scale}": {"S": 2, "D": 24, "spans": [[(2, 9), (11, 15)]], "causal": False, "scale": scale}
-        for scale in (1.0, Fraction(1, 4), 0.03, -0.5, 0.0, 8.0, -8.0)
+        for scale in (1.0, 0.03, -0.5, 0.0, 8.0, -8.0)
     },
 }  # fmt: skip
 GROUPS = (1, 2, 3, 7, 16, 33, 64, 100, 128)
