@@ -1,7 +1,6 @@
 """The sweep without a GPU: candidates, what a wrong one does, the table it writes and how tiles are found in it."""
 
 import dataclasses
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -95,22 +94,6 @@ def test_every_candidate_is_right(device):
     for choice in choices:
         with pinned(query_major=choice):
             sweep.assert_parity(impl.run(problem, return_lse=True), oracle, str(choice))
-
-
-@pytest.mark.parametrize("keys", [0, 5, 40, 129], ids=["empty", "one tile", "some tiles", "more"])
-@pytest.mark.parametrize("source", ["ranges", "blocks"])
-def test_tiles_without_keys_weigh_nothing(device, draw, agrees, source, keys):
-    """The bound says 256 keys: what a row selects fills some of the tiles, or none."""
-    q, k, v = draw(B=1, S=2, S_kv=160)
-    HKV = k.shape[2]
-    if source == "blocks":
-        listed = [0, 1, 2, 3, 4, 5, 6, 7, 8][: -(-keys // 16)] + [-1] * 9
-        selection = {"block_indices": torch.tensor(listed, device=device).expand(1, 2, HKV, -1), "block_size": 16}
-    else:
-        selection = {"ranges": torch.tensor([[0, keys]], device=device).expand(1, 2, HKV, 1, 2)}
-    for choice in (Choice(1, 1, 64, 4, 2), Choice(1, 1, 16, 1, 2), Choice(2, 1, 64, 4, 2), Choice(4, 1, 16, 1, 2)):
-        with pinned(query_major=choice):
-            agrees(partial(nsa.selection_attention, backend="triton", max_selected=256), q, k, v, **selection)
 
 
 def test_forced_holds_for_its_block_only(device, pretend_gpu):
