@@ -137,10 +137,9 @@ def untried(monkeypatch, tmp_path):
 
     launch.forget()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(memory, "_told", set())
+    memory.log_once.cache_clear()
     with nsa.configure(probe="always", sel_triton_min_L=0):
         yield
-    parent.end_child()
     launch.forget()
 
 

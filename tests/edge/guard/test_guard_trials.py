@@ -55,10 +55,11 @@ def asked(monkeypatch, device):
     def ask(what, _):
         says = {}
         what = json.loads(json.dumps(what))
+        launching.forget()
         with monkeypatch.context() as patch:
             patch.setattr(asking, "ask", asking.ask)
             with torch.enable_grad():  # which a backward pass switches off, in this process only
-                wrong = child.answer(what, device, sources.architecture(device), says.__setitem__)
+                wrong = child.answer(what, device, says.__setitem__)
         verdict = parent.judge(0, says | {"phase": "comparing", "result": wrong or "right"}, "")
         found.append((what, verdict))
         return verdict
