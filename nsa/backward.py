@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa import dispatch, failures, guard, routing
 from nsa.call import Call
+from nsa.dispatch import Planned
 from nsa.kernels.families import BACKWARD
 from nsa.kernels.shared.asking import Untried
 from nsa.kernels.shared.errors import NO_MEMORY, DoesNotFit
@@ -54,7 +55,7 @@ def backward(
         return _recompute(what.route, f"backward: {what.reason}", what, call, do, dlse, wanted)
     if what.named:
         return _launch(what, call, do, dlse, o, lse, wanted)
-    key = dispatch.failure_key(what.backward, what.backward_launch)
+    key = dispatch.failure_key(what.backward, what.backward_launches.get(None))
     known = failures.known(key)
     if known is None:
         try:
@@ -62,7 +63,7 @@ def backward(
         except DoesNotFit as error:
             known = f"backward: {error}"
         except failures.caught() as error:
-            key = dispatch.failure_key(what.backward, what.backward_launch)
+            key = dispatch.failure_key(what.backward, what.backward_launches.get(None))
             given = (*call.tensors, do, dlse, o, lse)
             known = NO_MEMORY if any(map(odd, given)) else failures.remember(key, ROUTE, error, what.fallback)
         else:
@@ -74,20 +75,26 @@ def backward(
 def _launch(
     what: Plan, call: Call, do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, wanted: tuple[bool, ...]
 ) -> Gradients:
-    found = what.backward_launch
-    if found is None:
-        planned = BACKWARD.plan(call, what.shape, ROUTE)
-        found = dispatch.with_variants(BACKWARD.kernels, planned, what.backward, ROUTE, what.reason)
-        what.backward_launch = found
+    kernel, launch, _, calls = attach(what, call)
     do = torch.zeros_like(o) if do is None else do
     try:
-        result: Gradients = found[0].backward(found[1], call, do, dlse, o, lse, ROUTE, wanted)
+        result: Gradients = kernel.backward(launch, call, do, dlse, o, lse, ROUTE, wanted)
     except Untried as untried:
         given = {"do": do, "dlse": dlse, "o": o, "lse": lse, "wanted": wanted}
-        guard.admit(untried, guard.describe(call, what.shape, ROUTE, found[1], given), call.q.device)
+        guard.admit(untried, guard.describe(call, what.shape, ROUTE, launch, given), call.q.device)
         return _launch(what, call, do, dlse, o, lse, wanted)
-    dispatch.count(ROUTE, what.reason)
+    calls[0] += 1
     return result
+
+
+def attach(what: Plan, call: Call, within: int | None = None) -> Planned:
+    """The kernels and their launch, which are planned at the first call. ``within`` as of the kernels' ``plan``."""
+    planned = what.backward_launches.get(within)
+    if planned is None:
+        launch = BACKWARD.kernels.plan(call, what.shape, within)
+        planned = dispatch.with_variants(BACKWARD.kernels, launch, what.backward, ROUTE, what.reason)
+        what.backward_launches[within] = planned
+    return planned
 
 
 def _recompute(

@@ -10,7 +10,7 @@ of a ragged batch: its sequences of at most 8 queries.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -49,7 +49,7 @@ class Plan:
     extents: overlap.Extents | None = None  # of the call's tensors, if it has `out`
     instead: Plan | None = None  # what runs before the fallback if this kernel is broken
     launch: Any = None  # from the first call on: see `dispatch.attach`
-    backward_launch: Any = None
+    backward_launches: dict[int | None, Any] = field(init=False, default_factory=dict)  # see `backward.attach`
 
 
 _plans: dict[Any, Plan] = {}  # by `Call.key`

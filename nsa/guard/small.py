@@ -48,7 +48,7 @@ def describe(
         "scale": None if call.scale is None or call.scale > 0 else float(call.scale),
         "max_seqlen_q": None if steps else 1,
         "wanted": None if gradients is None else list(gradients["wanted"]),
-        "unions": launch.unites,
+        "unions": getattr(launch, "unions", None) is not None,
         "settings": {name: getattr(call.settings, name) for name in ("sel_triton_db", "batch_invariant")},
         "pins": launch.pins,
     }

@@ -56,14 +56,8 @@ class Launch(NamedTuple):
     scale: float  # of a call that names none
     steps: Any  # query-major's launch for the sequences of few queries of a ragged batch, which seldom share blocks
     likely: int  # all blocks; of a ragged batch, those that probably have units
-    exact: Exact
-    unites: bool = False
-    queries: int = 3
-
-    @property
-    def pins(self) -> dict[str, Exact]:
-        """Pins with which another call compiles the same variants."""
-        return {"key_major": self.exact} | ({} if self.steps is None else self.steps.pins)
+    pins: dict[str, Exact]  # with these, another call compiles the same variants
+    queries: int = 3  # of the guard's small call
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -132,7 +126,7 @@ def plan(call: Call, shape: Shape | None = None, skips: bool = False, steps: Any
     narrow = max(g.B, g.S, S_kv, HKV, n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
     return Launch(
         *variants, device, sized, windows, tile, g, size, narrow, 1.0 / math.sqrt(D), steps, likely,
-        Exact(tuple(tile), (bucket, tiled, wide)),
+        {"key_major": Exact(tuple(tile), (bucket, tiled, wide))} | ({} if steps is None else steps.pins),
     )  # fmt: skip
 
 

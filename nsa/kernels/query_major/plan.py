@@ -44,14 +44,8 @@ class Launch(NamedTuple):
     pairs: bool  # values are read in pairs of bytes
     stride_tb: int  # as in a `Shape`
     copies_table: bool
-    exact: Exact
-    unites: bool = False
-    queries: int = 3
-
-    @property
-    def pins(self) -> dict[str, Exact]:
-        """Pins with which another call compiles the same variants."""
-        return {"query_major": self.exact}
+    pins: dict[str, Exact]  # with these, another call compiles the same variants
+    queries: int = 3  # of the guard's small call
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -127,7 +121,7 @@ def plan(call: Call, shape: Shape | None = None, per_head: bool = False, steps: 
     return Launch(
         variant, variant_lse, device, grid, splits, merged, places, numbers, max(*numbers, g.stride_tb) <= INT32_MAX,
         1.0 / math.sqrt(D), g.like_q, bool(variant.constexprs["PAIRS"]), g.stride_tb, g.copies_table,
-        Exact(tuple(tile), (splits, merged, source == TILED)),
+        {"query_major": Exact(tuple(tile), (splits, merged, source == TILED))},
     )  # fmt: skip
 
 

@@ -39,18 +39,12 @@ class Launch(NamedTuple):
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
     rest: Any  # key-major's launch, for the other tiles
-    exact: Exact
-    unites: bool = True
+    pins: dict[str, Exact]  # with these, another call compiles the same variants, and reads unions of any size
 
     @property
     def queries(self) -> int:
-        """A tile, and a token."""
+        """Of the guard's small call: a tile, and a token."""
         return self.tile.TOKENS + 1
-
-    @property
-    def pins(self) -> dict[str, Exact]:
-        """Pins with which another call compiles the same variants, and reads unions of any size."""
-        return {"union": self.exact, **self.rest.pins}
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -76,7 +70,7 @@ def plan(call: Call, shape: Shape, rest: Any) -> Launch:
     tile = tiles.Tile(*pin.tile) if exact else tile
     if tile is None or not tiles.fits(g.S_kv, block_size):
         raise DoesNotFit(f"union: no tile for {g.n} blocks a row, {g.G} query heads a KV head and {g.S_kv} keys")
-    told = Exact(tuple(tile))
+    pins = {"union": Exact(tuple(tile)), **rest.pins}
     tiled = block_size % tile.BLOCK_N == 0
     size = min(block_size, -(-max(g.S_kv, 1) // tile.BLOCK_N) * tile.BLOCK_N)  # no tiles past the last key
     tile = tile._replace(TMA=tile.TMA and TMA and tiled and _tma_reads(call, g, tile))
@@ -92,7 +86,7 @@ def plan(call: Call, shape: Shape, rest: Any) -> Launch:
     worth = worth._replace(gain=worth.gain * tile.HEADS)
     return Launch(
         lists, tuple(unions), tuple(by_pointers), device, tile, worth, g, size, tiles.tiles_at_once(tile, g.HKV),
-        narrow, 1.0 / math.sqrt(g.D), rest, told,
+        narrow, 1.0 / math.sqrt(g.D), rest, pins,
     )  # fmt: skip
 
 
