@@ -110,6 +110,7 @@ def change(files, edit):
     """Edit stored documents, or with a name of a benchmark, that benchmark in them."""
     for i, file in enumerate(files):
         document = json.loads(file.read_text())
+        del document["checksum"]
         edit(i, document)
         file.write_text(json.dumps(document))
 
