@@ -201,7 +201,7 @@ def _tiles(path: Path, section: object) -> Tiles:
     entries = _mapping(path, "tiles", section, "query_major").get("query_major")
     if not isinstance(entries, list) or not entries:
         _wrong(path, "tiles.query_major", "a list of shapes", entries)
-    found: dict[Bucket, dict[Point, Choice]] = {}
+    choices: dict[Bucket, dict[Point, Choice]] = {}
     sweeps: dict[tuple[str, ...], Mapping[str, str]] = {}
     for i, entry in enumerate(entries):
         key = f"tiles.query_major[{i}]"
@@ -214,10 +214,10 @@ def _tiles(path: Path, section: object) -> Tiles:
         if not isinstance(best, list) or not best:
             _wrong(path, f"{key}.best", "a list of choices, the best first", best)
         choice = _integers(path, f"{key}.best[0]", _mapping(path, f"{key}.best[0]", best[0]), Choice._fields)
-        found.setdefault((one_span, D, Dv), {})[Point(*point)] = Choice(*choice)
+        choices.setdefault((one_span, D, Dv), {})[Point(*point)] = Choice(*choice)
         sweep = _provenance(path, "tiles", key, content)
         sweeps[tuple(sweep.values())] = sweep
-    return Tiles(found, tuple(sweeps.values()), path)
+    return Tiles(choices, tuple(sweeps.values()), path)
 
 
 def _provenance(path: Path, section: str, key: str, content: Mapping[Any, Any]) -> dict[str, str]:

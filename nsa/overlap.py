@@ -35,15 +35,15 @@ def extents(call: Call) -> Extents | None:
     return _extent(out), _extent(call.q), _extent(call.k), _extent(call.v)
 
 
-def near(out: Tensor, q: Tensor, k: Tensor, v: Tensor, known: Extents | None) -> bool:
+def near(out: Tensor, q: Tensor, k: Tensor, v: Tensor, reaches: Extents | None) -> bool:
     """Whether ``out`` begins within the extent of ``q``, ``k`` or ``v``, or one of these within its extent.
 
     Every call with ``out`` asks this. If true, :func:`refuse_shared` looks closer.
 
     Args:
-        known: :func:`extents` of the plan.
+        reaches: :func:`extents` of the plan.
     """
-    reach, of_q, of_k, of_v = known  # type: ignore[misc]  # the plan of a call with `out` has them
+    reach, of_q, of_k, of_v = reaches  # type: ignore[misc]  # the plan of a call with `out` has them
     begin = out.data_ptr()
     return (
         -of_q < q.data_ptr() - begin < reach

@@ -154,9 +154,9 @@ def make_plan(call: Call) -> Plan:
     for server in reversed(FAMILIES[FAMILIES.index(family) :]):
         word = kernel if server is family else server.name
         rows = ("ranges" if call.block_size is None else "blocks") if word == FAMILIES[-1].name else ""
-        about = rows or (f"{call.block_size}" if server.by_block_size else "")
+        kind = rows or (f"{call.block_size}" if server.by_block_size else "")
         plans = replace(
-            chosen, route=word, family=server, rows=rows, kernel=f"{word} {about} {signature}", instead=plans
+            chosen, route=word, family=server, rows=rows, kernel=f"{word} {kind} {signature}", instead=plans
         )
     assert plans is not None
     return plans if route == kernel and not chosen.named else replace(plans, route=route, instead=None)
@@ -218,26 +218,26 @@ def plan(call: Call, key: Any = None, make: Callable[[Call], Plan] = make_plan) 
         ValueError, TypeError, RuntimeError: from ``make``.
     """
     key = call.key() if key is None else key
-    found = _plans.get(key)
-    if found is not None:
-        return found
+    remembered = _plans.get(key)
+    if remembered is not None:
+        return remembered
     made = make(call)
     if len(_plans) >= MAX_PLANS:
         _plans.clear()  # most plans are of shapes that occurred once; the others are made again
     return _plans.setdefault(key, made)
 
 
-def without_kernels(what: Plan) -> Plan:
+def without_kernels(plan: Plan) -> Plan:
     """The plan of a transformed call, in plain PyTorch: its tensors have tangents, or no memory of their own.
 
     Raises:
         RuntimeError: the caller named Triton.
     """
     forward = forward_mode()
-    if what.route in PLAIN and (what.named or not forward):
-        return what
+    if plan.route in PLAIN and (plan.named or not forward):
+        return plan
     reason = "torch.func or forward-mode AD transforms the call, which Triton's kernels do not support"
-    if what.named:
+    if plan.named:
         raise RuntimeError(f"backend='triton': {reason}")
     # Most SDPA kernels of PyTorch have no forward-mode derivative.
-    return replace(what, route="reference" if forward else what.fallback, reason=reason, launch=None)
+    return replace(plan, route="reference" if forward else plan.fallback, reason=reason, launch=None)

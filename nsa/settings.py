@@ -355,9 +355,9 @@ def _odd_scalar(node: Any, constructor: Any, seen: set[Any], key: str = "") -> s
     for i, part in enumerate(node.value):
         name, value = part if isinstance(part, tuple) else (None, part)
         below = f"{key}[{i}]" if name is None else f"{key}.{name.value}" if key else f"{name.value}"
-        found = name and _odd_scalar(name, constructor, seen, below) or _odd_scalar(value, constructor, seen, below)
-        if found:
-            return found
+        odd = name and _odd_scalar(name, constructor, seen, below) or _odd_scalar(value, constructor, seen, below)
+        if odd:
+            return odd
     return None
 
 

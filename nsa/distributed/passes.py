@@ -193,7 +193,7 @@ class Kernels:
             kernel, launch, key, calls = gradients.attach(planned, part, HKV)
         except DoesNotFit:
             return None
-        if failures.known(key) is not None:
+        if failures.cause_of(key) is not None:
             return None
         try:
             do, stats, sums = self.shared or self._share(kernel, launch)

@@ -32,7 +32,7 @@ Compared = tuple[tuple[str, ...], Iterable[Any], Callable[[], Iterable[Tensor]]]
 
 
 def serve(question: dict[str, Any]) -> None:
-    """Answer a question: the description ``what`` of a call, ``device``, ``arch`` and ``limit_s`` (seconds)."""
+    """Answer a question: a described ``call``, ``device``, ``arch`` and ``limit_s`` (seconds)."""
     answers = os.fdopen(os.dup(0), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # processes started from here cannot write answers
 
@@ -50,19 +50,19 @@ def serve(question: dict[str, Any]) -> None:
     torch.zeros(1, device=device)  # starts CUDA here, so that a failed start is not taken for the kernel's failure
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(math.ceil(question["limit_s"]))
-    say("result", answer(question["what"], device, say) or "right")
+    say("result", answer(question["call"], device, say) or "right")
     os.killpg(0, signal.SIGKILL)  # also ends the processes that this one started
 
 
-def answer(what: dict[str, Any], device: torch.device, say: Say) -> str | None:
-    """Make the small call ``what``. Returns how its result is wrong, or None if the result is right."""
+def answer(described: dict[str, Any], device: torch.device, say: Say) -> str | None:
+    """Make the small call ``described``. Returns how its result is wrong, or None if the result is right."""
     compiled: list[dict[str, Any]] = []
     asking.ask = lambda variant, device, tensors: compiled.append(variant.describe(tensors))
-    small = Small(what, device)
+    small = Small(described, device)
     call = small.call()
     with poisoned_workspace():
         say("phase", "compiling")
-        names, results, exact_results = (forward if what["wanted"] is None else gradients)(small, call)
+        names, results, exact_results = (forward if described["wanted"] is None else gradients)(small, call)
         say("phase", "running")
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -84,8 +84,8 @@ def gradients(small: Small, call: Call) -> Compared:
     leaves = [x.cpu().double().requires_grad_() for x in call[:3]]
     outputs = dict(zip(("do", "dlse"), exact(call._replace(return_lse=True), *leaves), strict=True))
     o, lse = (small.place(name[1:], x.detach()) for name, x in outputs.items())
-    given = {name: small.floats(name, x.shape, 0) for name, x in outputs.items() if name in small.what["dtypes"]}
-    wanted = tuple(small.what["wanted"])
+    given = {name: small.floats(name, x.shape, 0) for name, x in outputs.items() if name in small.described["dtypes"]}
+    wanted = tuple(small.described["wanted"])
     got = backward.backward(routing.make_plan(call), call, given["do"], given.get("dlse"), o, lse, wanted)
     of, by = [outputs[name] for name in given], [x.cpu().double() for x in given.values()]
     return ("dq ", "dk ", "dv "), got, lambda: torch.autograd.grad(of, leaves, by)

@@ -30,19 +30,19 @@ class Verdict(NamedTuple):
     variants: tuple[dict[str, Any], ...] = ()  # what was compiled, if they work
 
 
-known: dict[str, Verdict] = {}  # by `key_of` the call
+verdicts: dict[str, Verdict] = {}  # by `key_of` the call
 admitted: set[str] = set()  # `key_of` the variants that may be compiled in this process
 
 
 def forget() -> None:
     """Forget the verdicts of this process. Files stay."""
-    known.clear()
+    verdicts.clear()
     admitted.clear()
 
 
-def key_of(what: dict[str, Any], device: torch.device) -> str:
+def key_of(described: dict[str, Any], device: torch.device) -> str:
     """A hash of a described call or variant, all kernel sources, versions and architecture. It names a call's file."""
-    parts = [compared(), sources.versions(device), what]
+    parts = [compared(), sources.versions(device), described]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -72,7 +72,7 @@ def _file(key: str) -> dict[str, Any] | None:
         stored = json.loads((_folder() / f"{key}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(stored, dict) or stored.get("key") != key or not isinstance(stored.get("what"), dict):
+    if not isinstance(stored, dict) or stored.get("key") != key or not isinstance(stored.get("call"), dict):
         return None
     return stored if isinstance(stored.get("cause", 0), str | None) else None
 
@@ -81,13 +81,13 @@ def refused(device: torch.device) -> list[tuple[str, str]]:
     """`(kernel, cause)` of the broken calls on disk that match the sources, versions and GPU of this process."""
     folder = settings.user_probes()
     files = [] if folder is None else [_file(path.stem) for path in folder.glob("*.json")]
-    failed = [x for x in files if x is not None and x["cause"] is not None and key_of(x["what"], device) == x["key"]]
-    return sorted({(x["what"]["kernel"], x["cause"]) for x in failed})
+    failed = [x for x in files if x is not None and x["cause"] is not None and key_of(x["call"], device) == x["key"]]
+    return sorted({(x["call"]["kernel"], x["cause"]) for x in failed})
 
 
-def write(key: str, verdict: Verdict, what: dict[str, Any]) -> None:
+def write(key: str, verdict: Verdict, described: dict[str, Any]) -> None:
     """Write a lasting verdict to disk. If that fails, other processes ask a child of their own."""
-    stored = {"key": key, "date": time.strftime("%Y-%m-%d"), "what": what, **verdict._asdict()}
+    stored = {"key": key, "date": time.strftime("%Y-%m-%d"), "call": described, **verdict._asdict()}
     try:
         write_whole(_folder() / f"{key}.json", json.dumps(stored, indent=1))
     except OSError as error:

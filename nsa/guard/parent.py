@@ -74,13 +74,13 @@ def require(variant: Any, device: torch.device, tensors: tuple[torch.Tensor | No
         raise Untried(described)
 
 
-def admit(untried: Untried, what: dict[str, Any], device: torch.device) -> None:
-    """Have a child make the small call ``what`` (:func:`nsa.guard.small.describe`), unless one has made it before.
+def admit(untried: Untried, described: dict[str, Any], device: torch.device) -> None:
+    """Have a child make the small call ``described`` (:func:`nsa.guard.small.describe`), unless one has made it before.
 
     Raises:
         ProbeFailed: the kernels of the call must not be compiled in this process.
     """
-    verdict = find_out(what, device)
+    verdict = find_out(described, device)
     if verdict.cause is None:
         memory.admitted |= {memory.key_of(variant, device) for variant in verdict.variants}
         if memory.key_of(untried.variant, device) in memory.admitted:
@@ -90,37 +90,37 @@ def admit(untried: Untried, what: dict[str, Any], device: torch.device) -> None:
     raise ProbeFailed(str(verdict.cause), verdict.lasting)
 
 
-def find_out(what: dict[str, Any], device: torch.device) -> Verdict:
-    """Whether the kernels of the call ``what`` may be compiled here.
+def find_out(described: dict[str, Any], device: torch.device) -> Verdict:
+    """Whether the kernels of the call ``described`` may be compiled here.
 
     If several threads ask at the same time, a child is asked once. If the verdict is not lasting, the next call asks a
     child again.
     """
-    key = memory.key_of(what, device)
-    before = memory.known.get(key)
+    key = memory.key_of(described, device)
+    before = memory.verdicts.get(key)
     with _asking:
-        verdict = memory.known.get(key)
+        verdict = memory.verdicts.get(key)
         if verdict is None or (verdict is before and not verdict.lasting):  # else another thread asked meanwhile
             verdict = memory.read(key)
             if verdict is None:
-                logger.info("%s: compiled first in a child process (NSA_PROBE=never: not)", what["kernel"])
-                verdict = ask(what, device)
+                logger.info("%s: compiled first in a child process (NSA_PROBE=never: not)", described["kernel"])
+                verdict = ask(described, device)
                 if verdict.lasting:
-                    memory.write(key, verdict, what)
-            memory.known[key] = verdict
+                    memory.write(key, verdict, described)
+            memory.verdicts[key] = verdict
     return verdict
 
 
-def ask(what: dict[str, Any], device: torch.device) -> Verdict:
+def ask(described: dict[str, Any], device: torch.device) -> Verdict:
     """Have a child make the call, and end it with the compilers that it started.
 
     The child, which runs `nsa.guard.child`, answers in the file that is its stdin, because libraries print to the other
     streams. The child leads a process group of its own. It is a new program, not a fork, which CUDA would not survive.
     """
     path = [entry for entry in sys.path if isinstance(entry, str)]
-    question = {"what": what, "device": str(device), "arch": sources.architecture(device), "path": path}
+    question = {"call": described, "device": str(device), "arch": sources.architecture(device), "path": path}
     command = [sys.executable or "python", "-c", _BOOT, json.dumps(question | {"limit_s": LIMIT_S})]
-    environment = settings.child_environment(what["interpreted"])
+    environment = settings.child_environment(described["interpreted"])
     with tempfile.TemporaryFile() as answers, tempfile.TemporaryFile() as prints:
         try:
             child = subprocess.Popen(

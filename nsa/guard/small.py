@@ -79,30 +79,30 @@ def _shapes(call: Call, g: Shape, queries: int) -> dict[str, tuple[int, ...]]:
 class Small:
     """The tensors of a described call, in memory of their own."""
 
-    def __init__(self, what: dict[str, Any], device: torch.device) -> None:
-        self.what, self.device, self.generator = what, device, torch.Generator().manual_seed(0)
-        self.n, self.Dv, self.unit, self.layout, self.source = what["sizes"]
-        shape = what["shapes"]["k"]
-        self.keys = shape[-2 if self.source == WHOLE else -3] * what["shapes"].get("block_table", (0, 1))[1]
+    def __init__(self, described: dict[str, Any], device: torch.device) -> None:
+        self.described, self.device, self.generator = described, device, torch.Generator().manual_seed(0)
+        self.n, self.Dv, self.unit, self.layout, self.source = described["sizes"]
+        shape = described["shapes"]["k"]
+        self.keys = shape[-2 if self.source == WHOLE else -3] * described["shapes"].get("block_table", (0, 1))[1]
 
     def call(self) -> Call:
         """The call, with the settings and the pins of the caller's."""
-        what, shapes = self.what, self.what["shapes"]
-        pins = tuple(sorted((name, Exact(*map(_tuples, pin))) for name, pin in what["pins"].items()))
-        current = Settings(**what["settings"], probe="always", sel_triton_min_L=0, pins=pins)
+        described, shapes = self.described, self.described["shapes"]
+        pins = tuple(sorted((name, Exact(*map(_tuples, pin))) for name, pin in described["pins"].items()))
+        current = Settings(**described["settings"], probe="always", sel_triton_min_L=0, pins=pins)
         tensors: dict[str, Any] = {name: self.floats(name, shapes[name], self.unit) for name in "qkv"}
         for name in [*shapes][3:]:
             tensors[name] = self.place(name, self._values(name, shapes[name]))
         if "block_table" in tensors:
             tensors["block_table"] = tensors["block_table"][:, :-3]
-        if what["wanted"] is None:
+        if described["wanted"] is None:
             tensors["out"] = self.floats("out", (*shapes["q"][:-1], self.Dv), self.unit).fill_(math.nan)
-        given = {name: what[name] for name in ("schedule", "scale", "max_seqlen_q")} | what["options"]
+        given = {name: described[name] for name in ("schedule", "scale", "max_seqlen_q")} | described["options"]
         return Call(**tensors, **given, backend="triton", settings=current)
 
     def place(self, name: str, values: Tensor) -> Tensor:
         """A contiguous tensor of these values on the device, with the dtype and the alignment of the caller's."""
-        offset, kinds = int(name in self.what["misaligned"]), self.what["dtypes"]
+        offset, kinds = int(name in self.described["misaligned"]), self.described["dtypes"]
         dtype = getattr(torch, kinds.get(name, kinds["q"]))
         memory = torch.empty(values.numel() + offset, dtype=dtype, device=self.device)
         return memory[offset:].view(values.shape).copy_(values)
@@ -124,7 +124,7 @@ class Small:
         if name == "q_positions":
             return self._draw(shape, -1, keys)
         if name == "cu_seqlens_q":  # of RAGGED tokens one is unused
-            tokens = self.what["shapes"]["q"][0]
+            tokens = self.described["shapes"]["q"][0]
             return torch.tensor([0, 1, tokens - 1] if self.layout == RAGGED else [0, 2, 2, tokens])
         if name == "cu_seqlens_k":
             ends = [0, keys // 3, keys // 2] if self.layout == VARLEN else [0, 7, 7, keys - 9, keys - 1]
@@ -152,12 +152,12 @@ class Small:
             chosen.view(-1, self.n, 2)[0, :1] = torch.tensor([-5, self.keys + 5])
             chosen.view(-1, self.n, 2)[-1] = 0
         else:
-            chosen = self._draw(shape, -1, -(-self.keys // self.what["options"]["block_size"]) + 1)
+            chosen = self._draw(shape, -1, -(-self.keys // self.described["options"]["block_size"]) + 1)
             chosen.view(-1, self.n)[-1] = -1
-        if self.what["unions"]:
+        if self.described["unions"]:
             chosen = chosen.sort(-1).values
             chosen[..., 1:].masked_fill_(chosen[..., 1:] == chosen[..., :-1], -1)
-        elif self.what["wanted"] is not None:
+        elif self.described["wanted"] is not None:
             chosen.view(-1, self.n, *first.shape)[:, 2:] = first
         elif self.source != RANGES:
             chosen[..., 8:-1] = -1  # padding: many blocks would take long

@@ -129,9 +129,9 @@ def plan(call: Call, shape: Shape | None = None, within: int | None = None) -> L
         w = backward_tiles.windows(
             g.tokens, g.HKV, G, D, Dv, dtype.itemsize, slots, blocks, size, tile.share, tile.keep_dq, spans, dq_bytes
         )
-        about = {name: getattr(w, name) for name in "heads slots blocks window work slot_bits strip several".split()}
+        window = {name: getattr(w, name) for name in "heads slots blocks window work slot_bits strip several".split()}
         kernels = _pass((*kinds, parts), tile, bucket, g.source, **shared)
-        return Pass(kernels, w, tile, sizes | about)
+        return Pass(kernels, w, tile, sizes | window)
 
     usual = pass_of(True)
     tile = usual.tile
@@ -304,9 +304,9 @@ def add(
         route: as of :func:`backward`.
     """
     launches[route] += 1
-    about = [x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, call.cu_seqlens_k)]
+    index = [x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, call.cu_seqlens_k)]
     scale = launch.scale if call.scale is None else call.scale
-    x = _Inputs(launch, (call.q, call.k, call.v, do, stats), (call.selection, *about), scale)
+    x = _Inputs(launch, (call.q, call.k, call.v, do, stats), (call.selection, *index), scale)
     parts, served = launch.parts if dq is not None and sums is not None else None, None
     if dq is not None and parts is None:
         g, usual = launch.shape, launch.usual
@@ -327,7 +327,7 @@ class _Inputs(NamedTuple):
 
     launch: Launch
     given: tuple[Tensor, ...]  # q, k, v, dO and the statistics of rows
-    about: tuple[Tensor | None, ...]  # the selection, query positions, `cu_seqlens_q` and `cu_seqlens_k`
+    index: tuple[Tensor | None, ...]  # the selection, query positions, `cu_seqlens_q` and `cu_seqlens_k`
     scale: float
 
 
@@ -336,7 +336,7 @@ def _by_unions(x: _Inputs, unions: Unions, dq: Tensor) -> Tensor:
 
     Returns ``served [tokens, HKV]`` int32: 1 for rows of these tiles, else 0.
     """
-    launch, given, about, scale = x
+    launch, given, index, scale = x
     device, g, tile, HKV = launch.device, launch.shape, unions.tile, unions.sizes["HKV"]
     tiles_of_call = -(-g.tokens // tile.TOKENS)
     at_once = min(tiles_of_call, unions.at_once)
@@ -349,9 +349,9 @@ def _by_unions(x: _Inputs, unions: Unions, dq: Tensor) -> Tensor:
     for first in range(0, tiles_of_call, at_once):
         now = min(at_once, tiles_of_call - first)
         run = partial(_run, launch, unions.kernels, unions.sizes | {"first": first, "tiles": now})
-        run("list", (now, g.HKV, 1), (*about, lists, count, served), "B S S_kv HKV n size tokens first cost gain")
+        run("list", (now, g.HKV, 1), (*index, lists, count, served), "B S S_kv HKV n size tokens first cost gain")
         run(
-            "union_dq", (now * g.HKV, 1, 1), (*given, dq, *about[1:], lists, count, served),
+            "union_dq", (now * g.HKV, 1, 1), (*given, dq, *index[1:], lists, count, served),
             f"B S S_kv HKV size tokens first tiles {STRIDES}", scale,
         )  # fmt: skip
     return served
@@ -365,7 +365,7 @@ def _by_blocks(
     Args:
         served: ``[tokens, HKV]``: only rows whose entry is ``mark`` take part; None: all rows do.
     """
-    launch, given, about, scale = x
+    launch, given, index, scale = x
     device, w, tile, g = launch.device, how.windows, how.tile, launch.shape
     heads, size = w.heads, how.sizes["size"]
     row, blocks, shares = heads * w.slots, heads * w.blocks, heads * w.work
@@ -396,7 +396,7 @@ def _by_blocks(
         counted.zero_()
         work[2 * shares :].zero_()
         run(
-            f"order{some}", (strips, heads, 1), (*about, served, block, span, rank, counted),
+            f"order{some}", (strips, heads, 1), (*index, served, block, span, rank, counted),
             "B S S_kv HKV heads head0 n size slots blocks first now strip mark",
         )  # fmt: skip
         run("strip", (-(-w.blocks // STRIPPED), heads, 1), (counted, count), "heads blocks strips")
@@ -407,12 +407,12 @@ def _by_blocks(
         )  # fmt: skip
         run(
             "dkdv", (w.work, heads, -(-size // tile.BLOCK_N)),
-            (*given, *sums, dk_part, dv_part, dq_part, *about, span, unit, count, start, part, work),
+            (*given, *sums, dk_part, dv_part, dq_part, *index, span, unit, count, start, part, work),
             "B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits several " + STRIDES, scale,
         )  # fmt: skip
         run(
             "sum", (w.blocks, heads, -(-size // sum_rows)),
-            (dk_part, dv_part, *sums, unit, count, start, part, *about[2:]),
+            (dk_part, dv_part, *sums, unit, count, start, part, *index[2:]),
             "B S_kv HKV head0 size slots blocks first window slot_bits several",
         )  # fmt: skip
         if dq_part is not None:

@@ -234,16 +234,16 @@ def _less(sized: tuple[int, ...], w: key_tiles.Windows) -> key_tiles.Windows | N
     before = key_tiles.workspace_bytes(w, G, Dv, itemsize, bool(spans))
     for times in SCARCE:
         try:
-            found = key_tiles.windows(*sized, times)
+            smaller = key_tiles.windows(*sized, times)
         except ValueError:  # the partial results of one token do not fit
             return None
-        taken = key_tiles.workspace_bytes(found, G, Dv, itemsize, bool(spans))
+        taken = key_tiles.workspace_bytes(smaller, G, Dv, itemsize, bool(spans))
         if taken < before:
             logger.warning(
                 "key_major: out of memory for a workspace of %.0f MiB; from now on calls of this shape use %.0f MiB, "
                 "which is slower", before / 2**20, taken / 2**20,
             )  # fmt: skip
-            return found
+            return smaller
     return None
 
 
@@ -305,7 +305,7 @@ def forward(
     )
     block_table = call.block_table.contiguous() if g.copies_table and call.block_table is not None else call.block_table
     k_scale, v_scale = (x if x is None else x.contiguous() for x in (call.k_scale, call.v_scale))
-    about = (q_positions, cu_seqlens_q, lengths)
+    index = (q_positions, cu_seqlens_q, lengths)
     scale = launch.scale if call.scale is None else call.scale
     heads, most = w.heads, w.most
     groups = most * heads
@@ -319,7 +319,7 @@ def forward(
         if w.slots:
             zero.zero_()
             launch.count.launch(
-                (tokens, 1, 1), device, (selection, *about, served, block, span, rank, counts),
+                (tokens, 1, 1), device, (selection, *index, served, block, span, rank, counts),
                 (*sizes, w.blocks, first, w.window), narrow,
             )  # fmt: skip
             launch.scan.launch(
@@ -334,7 +334,7 @@ def forward(
             if w.slots:
                 launch.partial.launch(
                     (programs, heads, -(-g.G // tile.HEADS)), device,
-                    (q, k, v, parts, part_lse, selection, *about, block_table, k_scale, span, unit, work),
+                    (q, k, v, parts, part_lse, selection, *index, block_table, k_scale, span, unit, work),
                     (
                         *sizes, here, w.window, i, most, w.work, w.slot_bits, g.pages, *g.strides[:9], scale,
                         g.stride_tb,
@@ -345,7 +345,7 @@ def forward(
             (launch.merge if lse is None else launch.merge_lse).launch(
                 (now * heads, -(-g.G // tile.merge_heads), 1), device,
                 (
-                    parts, part_lse, block, q, k, v, out, lse, selection, *about, block_table, served, k_scale, v_scale,
+                    parts, part_lse, block, q, k, v, out, lse, selection, *index, block_table, served, k_scale, v_scale,
                 ),
                 (*sizes, here, now, i * w.window, g.pages, *g.strides, scale, g.stride_tb), narrow,
             )  # fmt: skip

@@ -267,12 +267,12 @@ def heads_at_once(HKV: int, enough: int, most: Callable[[int], int], longest: in
         longest: the largest window, in tokens, for which fewer heads are processed at once.
     """
     divisors = [heads for heads in range(HKV, 0, -1) if HKV % heads == 0]
-    found = next(heads for heads in divisors if most(heads) > 0 or heads == 1)
-    for heads in divisors[divisors.index(found) :]:
-        if most(found) >= enough or most(heads) > longest:
+    chosen = next(heads for heads in divisors if most(heads) > 0 or heads == 1)
+    for heads in divisors[divisors.index(chosen) :]:
+        if most(chosen) >= enough or most(heads) > longest:
             break
-        found = heads
-    return found
+        chosen = heads
+    return chosen
 
 
 def even(tokens: int, most: int) -> int:

@@ -205,18 +205,18 @@ def measured(
     if name is None or itemsize != 2 or G > MAX_HEADS or bound == 0 or rows == 0:
         return None
     points = table(name).get((one_span, padded(D), padded(Dv)), {})
-    known = [p for p in points if bound <= 2 * p.L and padded(p.G) == padded(G)]
+    near = [p for p in points if bound <= 2 * p.L and padded(p.G) == padded(G)]
     if rows is None:
-        known = [p for p in known if p.rows >= full and points[p].splits == 1]
+        near = [p for p in near if p.rows >= full and points[p].splits == 1]
     else:
-        known = [p for p in known if p.rows <= 2 * rows]
-    if not known:
+        near = [p for p in near if p.rows <= 2 * rows]
+    if not near:
         return None
 
     def distance(p: Point) -> float:
         return sum(abs(math.log2(a / b)) for a, b in ((p.L, bound), (p.rows, rows or p.rows), (p.G, G)))
 
-    nearest = min(known, key=lambda p: (distance(p), p))
+    nearest = min(near, key=lambda p: (distance(p), p))
     # Splits fit only similar shapes. For fewer keys the parts would be too short, and for more rows there would be more
     # programs than the chip holds.
     alike = abs(math.log2(nearest.L / bound)) <= 0.5 and abs(math.log2(nearest.rows / (rows or nearest.rows))) <= 0.5

@@ -143,7 +143,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths)
     )
     block_table = call.block_table.contiguous() if g.copies_table and call.block_table is not None else call.block_table
-    about = (q_positions, cu_seqlens_q, lengths)
+    index = (q_positions, cu_seqlens_q, lengths)
     scale = launch.scale if call.scale is None else call.scale
     tiles_of_call = -(-g.tokens // tile.TOKENS)
     at_once = min(tiles_of_call, launch.at_once)
@@ -164,11 +164,11 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         now = min(at_once, tiles_of_call - first)
         sizes = (g.B, g.S, g.S_kv, g.HKV)
         launch.list.launch(
-            (now, g.HKV, 1), device, (selection, *about, lists, count, served),
+            (now, g.HKV, 1), device, (selection, *index, lists, count, served),
             (*sizes, g.n, launch.size, g.tokens, first, *launch.worth), narrow,
         )  # fmt: skip
         union.launch(
-            (now * g.HKV, 1, 1), device, (q, k, v, out, lse, *about, block_table, lists, count, served),
+            (now * g.HKV, 1, 1), device, (q, k, v, out, lse, *index, block_table, lists, count, served),
             (*sizes, launch.size, g.tokens, first, now, g.pages, *g.strides, scale, g.stride_tb), narrow,
         )  # fmt: skip
     return launch.rest.serve(call, route, served, lse)  # type: ignore[no-any-return]

@@ -286,7 +286,7 @@ def test_what_a_source_means():
         lambda path: path.write_text("[]"),
         lambda path: path.write_text("[" * 200_000),
         lambda path: path.write_text(json.dumps({"key": path.stem})),
-        lambda path: path.write_text(json.dumps({"key": path.stem, "cause": 3})),
+        lambda path: path.write_text(json.dumps({"key": path.stem, "call": {}, "cause": 3})),
         lambda path: path.write_text(json.dumps({"key": "another", "cause": None})),
         lambda path: path.unlink() or path.mkdir(),
     ],
