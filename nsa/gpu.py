@@ -118,9 +118,6 @@ def measured(device_name: str) -> Gpu:
     name = f"{device_slug(device_name)}.yaml"
     folder = settings.user_gpus()
     mine = Gpu() if folder is None else read(folder / name)
-    old = None if folder is None else folder.parent / "devices" / name
-    if mine.threshold is None and old is not None and settings.readable(old):
-        logger.warning("%s is no longer read: `python -m nsa calibrate` measures that GPU anew", old)
     if mine.threshold and mine.crossover and mine.tiles:
         return mine
     packaged = read(PACKAGED / name)
@@ -250,4 +247,4 @@ def _is_int(value: object, least: int = 1) -> bool:
 
 
 def _wrong(path: Path, key: str, expected: str, got: object) -> NoReturn:
-    raise ValueError(f"{path}: {key}: expected {expected}, got {repr(got)[:200]}")
+    raise ValueError(f"{path}: {key}: expected {expected}, got {settings.shown(got)}")

@@ -25,7 +25,7 @@ from nsa.kernels.shared import inverse_index, sizes
 from nsa.kernels.shared.errors import ODD, DoesNotFit
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import Variant, remembered, workspaces
-from nsa.kernels.shared.shape import E4M3, RAGGED, RANGES, TILED, Shape, shape_of
+from nsa.kernels.shared.shape import E4M3, RAGGED, RANGES, TILED, Shape, index_tensors, outputs, shape_of
 from nsa.kernels.shared.sizes import INT32_MAX, pairs, span_bucket
 
 logger = logging.getLogger("nsa")
@@ -117,7 +117,7 @@ def plan(call: Call, shape: Shape | None = None, skips: bool = False, steps: Any
     sized = (g.tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, tile.share, spans)
     windows = key_tiles.windows(*sized)
     variants = _variants(
-        device, dtype, (*call.dtypes(), skips or steps is not None), tile, bucket,
+        (device, dtype, *call.dtypes(), skips or steps is not None), tile, bucket,
         0 if steps is None else sizes.STEPS, walked > 0, TILED if tiled else g.source,
         ONE_TILE=listed <= tile.BLOCK_N, WIDE=wide, G=G, D=D, Dv=Dv, SOURCE=g.source, LAYOUT=g.layout,
         PAGE=g.page, CAUSAL=call.causal, STRIDE_UNIT=g.unit, K_STEP=g.k_step, V_STEP=g.v_step,
@@ -138,20 +138,11 @@ def _chunks(g: Shape, longest: int | None) -> int:
 
 @remembered
 def _variants(
-    device: torch.device,
-    dtype: torch.dtype,
-    kinds: tuple[object, ...],
-    tile: key_tiles.Tile,
-    spans: int,
-    steps: int,
-    walk: bool,
-    walk_source: int,
-    **shared: Any,
+    kinds: tuple[Any, ...], tile: key_tiles.Tile, spans: int, steps: int, walk: bool, walk_source: int, **shared: Any
 ) -> tuple[Variant, ...]:
     """The kernels for a tile and the compile-time arguments ``shared``. Plans that differ only in sizes share them.
 
-    Kernels for other dtypes of the inputs or of the index tensors, and kernels that skip rows (``kinds``), are other
-    entries of the cache.
+    Kernels for another device or other dtypes, and kernels that skip rows (``kinds``), are other entries of the cache.
     """
     source = shared["SOURCE"]
     count = {name: shared[name] for name in ("SOURCE", "LAYOUT", "CAUSAL")}
@@ -166,7 +157,7 @@ def _variants(
     merge |= {"HEADS": tile.merge_heads, "BLOCK_L": tile.BLOCK_L, "CHUNK": MERGE_CHUNK, "AT_ONCE": tile.at_once}
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": 1 if shared["ONE_TILE"] else 2}
     merging: dict[str, Any] = {"num_warps": 1, "num_stages": tile.walk_stages if walk else 1}
-    if gpu.runs_ptx(device):
+    if gpu.runs_ptx(kinds[0]):
         options |= {} if tile.registers is None else {"maxnreg": tile.registers}
         merging |= {} if tile.walk_registers is None else {"maxnreg": tile.walk_registers}
     return (
@@ -282,14 +273,9 @@ def forward(
             None: no row is served yet; this function then serves the steps first.
         lse: where LSE goes; None: a new tensor if the call asks for LSE.
     """
-    q, k, v, out, return_lse = call.q, call.k, call.v, call.out, call.return_lse
-    selection = call.selection
-    assert selection is not None
+    q, k, v = call[:3]
     device, tile, g, narrow = launch.device, launch.tile, launch.shape, launch.narrow
-    if out is None:
-        out = torch.empty_like(q) if g.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
-    if return_lse and lse is None:
-        lse = torch.empty(q.shape[:-1], device=device, dtype=torch.float32)
+    out, lse = outputs(call, g, lse)
     if g.tokens == 0:
         return out, lse
     if launch.merge.constexprs["PAIRS"] and v.data_ptr() % 2:
@@ -298,20 +284,14 @@ def forward(
     if served is None:
         served = serve_steps(launch, call._replace(out=out), lse)
         launches[route] += 1
-    selection = selection.contiguous()
-    lengths = call.cu_seqlens_k if call.cache_seqlens is None else call.cache_seqlens
-    q_positions, cu_seqlens_q, lengths = (
-        x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths)
-    )
-    block_table = call.block_table.contiguous() if g.copies_table and call.block_table is not None else call.block_table
+    *index, block_table = index_tensors(call, g)
     k_scale, v_scale = (x if x is None else x.contiguous() for x in (call.k_scale, call.v_scale))
-    index = (q_positions, cu_seqlens_q, lengths)
     scale = launch.scale if call.scale is None else call.scale
     heads, most = w.heads, w.most
     groups = most * heads
     # The shares' numbers of units and the counters must be zero before a pass. They lie last in `lists`, side by side.
     work, counts, zero = (lists[groups * i * w.work :] for i in (0, 3, 2))
-    ends = None if launch.steps is None else cu_seqlens_q
+    ends = None if launch.steps is None else index[2]
     programs = _programs(launch, w)
     for head0, first in itertools.product(range(0, g.HKV, heads), range(0, g.tokens, w.tokens)):
         tokens = min(w.tokens, g.tokens - first)
@@ -319,7 +299,7 @@ def forward(
         if w.slots:
             zero.zero_()
             launch.count.launch(
-                (tokens, 1, 1), device, (selection, *index, served, block, span, rank, counts),
+                (tokens, 1, 1), device, (*index, served, block, span, rank, counts),
                 (*sizes, w.blocks, first, w.window), narrow,
             )  # fmt: skip
             launch.scan.launch(
@@ -334,7 +314,7 @@ def forward(
             if w.slots:
                 launch.partial.launch(
                     (programs, heads, -(-g.G // tile.HEADS)), device,
-                    (q, k, v, parts, part_lse, selection, *index, block_table, k_scale, span, unit, work),
+                    (q, k, v, parts, part_lse, *index, block_table, k_scale, span, unit, work),
                     (
                         *sizes, here, w.window, i, most, w.work, w.slot_bits, g.pages, *g.strides[:9], scale,
                         g.stride_tb,
@@ -344,9 +324,7 @@ def forward(
             now = min(w.window, tokens - i * w.window)
             (launch.merge if lse is None else launch.merge_lse).launch(
                 (now * heads, -(-g.G // tile.merge_heads), 1), device,
-                (
-                    parts, part_lse, block, q, k, v, out, lse, selection, *index, block_table, served, k_scale, v_scale,
-                ),
+                (parts, part_lse, block, q, k, v, out, lse, *index, block_table, served, k_scale, v_scale),
                 (*sizes, here, now, i * w.window, g.pages, *g.strides, scale, g.stride_tb), narrow,
             )  # fmt: skip
     return out, lse

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ def plan(call: Call, shape: Shape | None = None, per_head: bool = False, steps: 
     far = (S_kv + size + tile.BLOCK_L) * max(g.strides[4], g.strides[7]) > INT32_MAX
     variant, variant_lse = (
         _variant(
-            device, dtype, (*call.dtypes(), with_lse), tile, splits if merged else 0, early, G=G, D=D, Dv=Dv,
+            (device, dtype, *call.dtypes(), with_lse), tile, splits if merged else 0, early, G=G, D=D, Dv=Dv,
             SOURCE=source, LAYOUT=g.layout, PAGE=g.page, HKV=g.HKV, S_MANY=g.S > 1 and call.q.dim() == 4,
             STEPS=sizes.STEPS if steps else 0, CAUSAL=causal,
             CHUNKED=g.n > tile.SPANS and not tiles_of_block, FAR=far, SINGLE=tiles_of_block or int(single),
@@ -126,20 +126,13 @@ def plan(call: Call, shape: Shape | None = None, per_head: bool = False, steps: 
 
 
 @remembered
-def _variant(
-    device: torch.device,
-    dtype: torch.dtype,
-    kinds: tuple[object, ...],
-    tile: tiles.Tile,
-    cluster: int,
-    early: bool,
-    **decided: int,
-) -> Variant:
+def _variant(kinds: tuple[Any, ...], tile: tiles.Tile, cluster: int, early: bool, **decided: int) -> Variant:
     """The kernel for a tile and the other compile-time arguments, ``decided``.
 
     Plans that differ only in sizes share a kernel, so that the first call with a longer cache does not launch slowly.
-    Kernels for other dtypes of q, or of the index tensors (``kinds``), are other entries of the cache.
+    Kernels for another device or other dtypes (``kinds``) are other entries of the cache.
     """
+    device, dtype, *_ = kinds
     source, split, ptx = decided["SOURCE"], decided["SPLIT"], runs_ptx(device)
     constexprs: dict[str, object] = {**tile._asdict(), **decided, "INPUT_PRECISION": "ieee"}
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}

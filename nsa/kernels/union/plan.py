@@ -18,7 +18,7 @@ from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import TMA, Variant, remembered, workspaces
-from nsa.kernels.shared.shape import Shape
+from nsa.kernels.shared.shape import Shape, index_tensors, outputs
 from nsa.kernels.shared.sizes import INT32_MAX
 from nsa.kernels.union import kernel as union_kernels
 from nsa.kernels.union import tiles
@@ -78,9 +78,9 @@ def plan(call: Call, shape: Shape, rest: Any) -> Launch:
         "G": g.G, "D": g.D, "Dv": g.Dv, "LAYOUT": g.layout, "PAGE": g.page, "CAUSAL": call.causal, "TILED": tiled,
         "ONE_TILE": block_size <= tile.BLOCK_N, "STRIDE_UNIT": g.unit, "INPUT_PRECISION": "ieee",
     }  # fmt: skip
-    kinds, steps = call.dtypes(), rest.steps is not None
-    lists, *unions = _variants(device, dtype, kinds, tile, steps, **shared)
-    _, *by_pointers = _variants(device, dtype, kinds, tile._replace(TMA=False), steps, **shared)
+    kinds, steps = (device, dtype, *call.dtypes()), rest.steps is not None
+    lists, *unions = _variants(kinds, tile, steps, **shared)
+    _, *by_pointers = _variants(kinds, tile._replace(TMA=False), steps, **shared)
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
     worth = tiles.ALWAYS if exact else tiles.worth(block_size) if pin is None else pin.worth
     worth = worth._replace(gain=worth.gain * tile.HEADS)
@@ -103,17 +103,12 @@ def _for_tma(x: Tensor) -> Tensor:
 
 @remembered
 def _variants(
-    device: torch.device,
-    dtype: torch.dtype,
-    kinds: tuple[torch.dtype | None, ...],
-    tile: tiles.Tile,
-    steps: bool,
-    **shared: Any,
+    kinds: tuple[object, ...], tile: tiles.Tile, steps: bool, **shared: Any
 ) -> tuple[Variant, ...]:
     """The kernels for a tile and the compile-time arguments ``shared``. Plans that differ only in sizes share them.
 
-    Returns the list kernel, and the union kernel without and with LSE. Kernels for other dtypes of the inputs, or of
-    the index tensors (``kinds``), are other entries of the cache.
+    Returns the list kernel, and the union kernel without and with LSE. Kernels for another device or other dtypes
+    (``kinds``) are other entries of the cache.
     """
     lists = {name: shared[name] for name in ("LAYOUT", "CAUSAL")} | {"STEPS": steps}
     lists |= {"TOKENS": tile.TOKENS, "SLOTS": tile.SLOTS}
@@ -128,22 +123,13 @@ def _variants(
 
 def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | None]:
     """Launch the kernels. Arguments and results as of :func:`nsa.kernels.query_major.plan.forward`."""
-    q, k, v, out, selection = call.q, call.k, call.v, call.out, call.block_indices
-    assert selection is not None
+    q, k, v = call[:3]
     device, tile, g, narrow = launch.device, launch.tile, launch.shape, launch.narrow
-    if out is None:
-        out = torch.empty_like(q) if g.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
-        call = call._replace(out=out)
-    lse = torch.empty(q.shape[:-1], device=device, dtype=torch.float32) if call.return_lse else None
+    out, lse = outputs(call, g)
     if g.tokens == 0:
         return out, lse
-    selection = selection.contiguous()
-    lengths = call.cu_seqlens_k if call.cache_seqlens is None else call.cache_seqlens
-    q_positions, cu_seqlens_q, lengths = (
-        x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths)
-    )
-    block_table = call.block_table.contiguous() if g.copies_table and call.block_table is not None else call.block_table
-    index = (q_positions, cu_seqlens_q, lengths)
+    call = call if call.out is out else call._replace(out=out)
+    selection, *index, block_table = index_tensors(call, g)
     scale = launch.scale if call.scale is None else call.scale
     tiles_of_call = -(-g.tokens // tile.TOKENS)
     at_once = min(tiles_of_call, launch.at_once)
