@@ -312,7 +312,7 @@ def add(
         g, usual = launch.shape, launch.usual
         grid = (g.tokens * g.HKV, -(-g.G // usual.tile.dq_heads), 1)
         names = f"B S S_kv HKV n size tokens {STRIDES}"
-        _run(launch, launch.kernels, usual.sizes, "dq", grid, (*x.given, dq, *x.about), names, scale)
+        _run(launch, launch.kernels, usual.sizes, "dq", grid, (*x.given, dq, *x.index), names, scale)
     if sums is None:
         return
     if parts is not None and launch.unions is not None:
