@@ -25,7 +25,7 @@ from nsa.kernels.shared import inverse_index, sizes
 from nsa.kernels.shared.errors import ODD, DoesNotFit
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import Variant, remembered, workspaces
-from nsa.kernels.shared.shape import E4M3, RAGGED, RANGES, TILED, Shape, index_tensors, outputs, shape_of
+from nsa.kernels.shared.shape import E4M3, RAGGED, RANGES, TILED, Shape, prepared, shape_of
 from nsa.kernels.shared.sizes import INT32_MAX, pairs, span_bucket
 
 logger = logging.getLogger("nsa")
@@ -275,7 +275,7 @@ def forward(
     """
     q, k, v = call[:3]
     device, tile, g, narrow = launch.device, launch.tile, launch.shape, launch.narrow
-    out, lse = outputs(call, g, lse)
+    out, lse, *index, block_table = prepared(call, g, lse)
     if g.tokens == 0:
         return out, lse
     if launch.merge.constexprs["PAIRS"] and v.data_ptr() % 2:
@@ -284,7 +284,6 @@ def forward(
     if served is None:
         served = serve_steps(launch, call._replace(out=out), lse)
         launches[route] += 1
-    *index, block_table = index_tensors(call, g)
     k_scale, v_scale = (x if x is None else x.contiguous() for x in (call.k_scale, call.v_scale))
     scale = launch.scale if call.scale is None else call.scale
     heads, most = w.heads, w.most

@@ -18,7 +18,7 @@ from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import TMA, Variant, remembered, workspaces
-from nsa.kernels.shared.shape import Shape, index_tensors, outputs
+from nsa.kernels.shared.shape import Shape, prepared
 from nsa.kernels.shared.sizes import INT32_MAX
 from nsa.kernels.union import kernel as union_kernels
 from nsa.kernels.union import tiles
@@ -125,11 +125,10 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     """Launch the kernels. Arguments and results as of :func:`nsa.kernels.query_major.plan.forward`."""
     q, k, v = call[:3]
     device, tile, g, narrow = launch.device, launch.tile, launch.shape, launch.narrow
-    out, lse = outputs(call, g)
+    out, lse, selection, *index, block_table = prepared(call, g)
     if g.tokens == 0:
         return out, lse
     call = call if call.out is out else call._replace(out=out)
-    selection, *index, block_table = index_tensors(call, g)
     scale = launch.scale if call.scale is None else call.scale
     tiles_of_call = -(-g.tokens // tile.TOKENS)
     at_once = min(tiles_of_call, launch.at_once)
@@ -144,8 +143,8 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     union = (launch.unions if tma else launch.by_pointers)[lse is not None]
     if tma:
         k, v = _for_tma(k), _for_tma(v)
-    by_steps = launch.rest.serve_steps(call, lse)
-    served = served if by_steps is None else by_steps
+    if served is None:
+        served = launch.rest.serve_steps(call, lse)
     for first in range(0, tiles_of_call, at_once):
         now = min(at_once, tiles_of_call - first)
         sizes = (g.B, g.S, g.S_kv, g.HKV)
