@@ -58,8 +58,8 @@ class Baseline:
 
 
 def _minor(version: object) -> str:
-    found = re.match(r"\d+\.\d+", str(version))
-    return found.group() if found else str(version)
+    match = re.match(r"\d+\.\d+", str(version))
+    return match.group() if match else str(version)
 
 
 def find(folder: Path, key: Key) -> Baseline | None:
@@ -75,18 +75,18 @@ def find(folder: Path, key: Key) -> Baseline | None:
         owner = Key.of(document["machine_info"])
         newest = newest or owner
         groups.setdefault(owner, []).append((path, document))
-    found = key if key in groups else newest
-    if found is None:
+    chosen = key if key in groups else newest
+    if chosen is None:
         return None
     paths: list[Path] = []
     runs: dict[str, list[Reading]] = {}
-    for path, document in groups[found]:
+    for path, document in groups[chosen]:
         wanted = [b for b in document["benchmarks"] if len(runs.get(b["name"], ())) < FILES]
         for b in wanted:
             runs.setdefault(b["name"], []).append(Reading.of(b["stats"]["data"], b["extra_info"]))
         if wanted or not document["benchmarks"]:
             paths.append(path)
-    return Baseline(found, paths[::-1], pooled({name: Side.of(them[::-1]) for name, them in runs.items()}))
+    return Baseline(chosen, paths[::-1], pooled({name: Side.of(them[::-1]) for name, them in runs.items()}))
 
 
 class NotSaved(RuntimeError):
