@@ -35,17 +35,12 @@ def backward(
     lse: Tensor,
     wanted: tuple[bool, ...] = (True, True, True),
 ) -> Gradients:
-    """The gradients of ``q``, ``k`` and ``v``.
+    """The gradients of ``q``, ``k`` and ``v``, in their shapes and dtypes, contiguous.
 
     Args:
-        plan: the plan of the call.
-        do: gradient of ``o``, its shape and dtype, any strides; None: zeros.
-        dlse: gradient of ``lse``, likewise.
+        do, dlse: gradients of ``o`` and ``lse``, in their shapes and dtypes, any strides; None: zeros.
         o, lse: outputs of the forward pass.
         wanted: which of the three gradients are computed; the others are empty tensors.
-
-    Returns:
-        ``dq``, ``dk``, ``dv``: shapes and dtypes of ``q``, ``k`` and ``v``, contiguous.
 
     Raises:
         ValueError: ``backend="triton"``, and the call does not fit the workspace of the kernels.

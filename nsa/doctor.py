@@ -82,12 +82,9 @@ def report() -> list[str]:
 
 
 def served(device: torch.device) -> list[tuple[str, str, str]]:
-    """``(kind of call, what would serve it, why)`` for calls on ``device``.
+    """``(kind of call, what would serve it, why)`` for calls on ``device``. Raises ValueError as :func:`report`.
 
     Failures of kernels and verdicts of `nsa.guard` are not considered.
-
-    Raises:
-        ValueError: as :func:`report`.
     """
     # The threshold is set as an argument here, because `gpu.min_L_for` would warn if this GPU was not measured.
     explicit, threshold = settings.get().sel_triton_min_L, None

@@ -107,13 +107,9 @@ def min_L_for(device_name: str) -> int:
 
 @functools.lru_cache(maxsize=64)
 def measured(device_name: str) -> Gpu:
-    """The measurements of a GPU model: each section from the user's file, else from the packaged one.
+    """The measurements of a GPU model, as CUDA names it: each section from the user's file, else from the packaged one.
 
-    Args:
-        device_name: as CUDA names it.
-
-    Raises:
-        ValueError: as :func:`read`.
+    Raises ValueError as :func:`read`.
     """
     name = f"{device_slug(device_name)}.yaml"
     folder = settings.user_gpus()
@@ -146,10 +142,8 @@ settings.ON_RELOAD += [measured.cache_clear, _measured_min_L.cache_clear]
 
 
 def read(path: Path, text: str | None = None) -> Gpu:
-    """Parse one file. A file that does not exist, or that cannot be read, has no sections.
-
-    Args:
-        text: parsed instead of the file; for content that is about to be written there.
+    """Parse one file, or ``text``, which is about to be written there. A file that is missing or cannot be read has no
+    sections.
 
     Raises:
         ValueError: it cannot be parsed. The text names the file, the key, the value and what is accepted.

@@ -38,10 +38,7 @@ def extents(call: Call) -> Extents | None:
 def near(out: Tensor, q: Tensor, k: Tensor, v: Tensor, reaches: Extents | None) -> bool:
     """Whether ``out`` begins within the extent of ``q``, ``k`` or ``v``, or one of these within its extent.
 
-    Every call with ``out`` asks this. If true, :func:`refuse_shared` looks closer.
-
-    Args:
-        reaches: :func:`extents` of the plan.
+    Every call with ``out`` asks this. If true, :func:`refuse_shared` looks closer. ``reaches``: :func:`extents`.
     """
     reach, of_q, of_k, of_v = reaches  # type: ignore[misc]  # the plan of a call with `out` has them
     begin = out.data_ptr()
@@ -50,13 +47,9 @@ def near(out: Tensor, q: Tensor, k: Tensor, v: Tensor, reaches: Extents | None) 
 
 
 def refuse_shared(call: Call, named: Callable[[Call], dict[str, Tensor]]) -> None:
-    """Refuse an ``out``, which must not be None, that shares memory with ``q``, ``k`` or ``v``.
+    """Raise ValueError if ``out``, which is not None, shares memory with ``q``, ``k`` or ``v``.
 
-    Args:
-        named: gives the tensors of a call by the caller's names.
-
-    Raises:
-        ValueError: ``out`` shares memory with one of them.
+    ``named`` gives the tensors of a call by the caller's names.
     """
     out = call.out
     assert out is not None

@@ -85,12 +85,9 @@ def why_not_e4m3(device: torch.device) -> str | None:
 def obstacle(
     dtype: torch.dtype, device: torch.device, no_triton: str | None, keys: torch.dtype | None = None
 ) -> str | None:
-    """Why Triton cannot serve a call, or None if it can.
+    """Why Triton cannot serve a call with queries of ``dtype`` and keys of ``keys``, or None if it can.
 
-    Args:
-        dtype: of the queries.
-        no_triton: the answer of :func:`why_not_triton`.
-        keys: dtype of the keys, if it may differ.
+    ``no_triton``: the answer of :func:`why_not_triton`.
     """
     if dtype == torch.float64:
         return "Triton route takes float16, bfloat16 and float32, got float64"
@@ -166,8 +163,7 @@ def make_plan(call: Call) -> Plan:
 def choose(call: Call, shape: Shape, device_name: str | None) -> tuple[str, str | None]:
     """The schedule of a call, and the reason if a measurement decided it.
 
-    Args:
-        device_name: the GPU, as CUDA names it. None without a GPU; only the last family is then taken unasked.
+    Without a GPU (``device_name`` None) only the last family is taken unasked.
     """
     if call.schedule != "auto":
         return call.schedule, None
@@ -209,10 +205,7 @@ def make_rows_plan(call: Call) -> Plan:
 
 
 def plan(call: Call, key: Any = None, make: Callable[[Call], Plan] = make_plan) -> Plan:
-    """``make(call)``, remembered by ``key``, so that a repeated call only pays a look-up.
-
-    Args:
-        key: ``call.key()`` if None.
+    """``make(call)``, remembered by ``key`` (``call.key()`` if None), so that a repeated call only pays a look-up.
 
     Raises:
         AttributeError: an argument that must be a tensor is not.

@@ -307,10 +307,7 @@ def _parse_runtime(path: Path) -> dict[str, Value]:
 
 
 def read_yaml(path: Path, text: str | None = None) -> dict[object, object]:
-    """Parse a file of settings or measurements.
-
-    Args:
-        text: parsed instead of the file; for content that is about to be written there.
+    """Parse a file of settings or measurements, or ``text``, which is about to be written there.
 
     Raises:
         ValueError: it is not a YAML mapping. The text names the file.

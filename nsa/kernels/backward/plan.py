@@ -102,8 +102,7 @@ def plan(call: Call, shape: Shape | None = None, within: int | None = None) -> L
             parts of dQ, because their windows are still as long as those of the larger call.
 
     Raises:
-        ValueError: there are more keys or KV heads than the kernels count; or the workspace cannot hold the counters of
-            blocks, or the lists of one token (of ranges without a bound, for example).
+        DoesNotFit: more keys or KV heads than the kernels count, or a workspace that is too large.
     """
     device, dtype = call.q.device, call.q.dtype
     g = (shape_of(call) if shape is None else shape).without_output()

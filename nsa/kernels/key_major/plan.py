@@ -80,13 +80,11 @@ def plan(call: Call, shape: Shape | None = None, skips: bool = False, steps: Any
     of the call nor on the number of sequences. A row whose ranges have more than ``bound`` keys may come out as NaN.
 
     Args:
-        shape: of the call; None: derived here.
         skips: every :func:`forward` of the launch gets ``served``, otherwise none does.
         steps: the launch that serves the steps of a ragged batch, see :func:`has_steps`; None without.
 
     Raises:
-        ValueError: there are more keys or KV heads than the kernels count; or the workspace cannot hold the counters of
-            blocks, or the partial results of one token (of ranges without a bound, for example).
+        DoesNotFit: more keys or KV heads than the kernels count, or a workspace that is too large.
     """
     device, dtype, block_size = call.q.device, call.q.dtype, call.block_size
     g = shape_of(call) if shape is None else shape
@@ -203,9 +201,6 @@ def reserve(launch: Launch, dtype: torch.dtype, Dv: int) -> tuple[key_tiles.Wind
 
     A row's result stays the same, bit by bit. The smaller windows are logged and remembered for the shape. A larger
     workspace is not tried again, because a failing allocator first gives back all memory that it had cached.
-
-    Raises:
-        torch.OutOfMemoryError: there is no memory for the smallest workspace either.
     """
     key = launch.device, launch.sized
     while True:
@@ -250,11 +245,9 @@ def _programs(launch: Launch, w: key_tiles.Windows) -> int:
 
 
 def serve_steps(launch: Launch, call: Call, lse: Tensor | None) -> Tensor | None:
-    """Launch query-major for the steps of a ragged batch. Returns ``served`` for :func:`forward`; None without steps.
+    """Launch query-major for the steps of a ragged batch, with LSE to ``lse``. ``call`` has ``out``.
 
-    Args:
-        call: with ``out``.
-        lse: where LSE goes, if the call asks for it.
+    Returns ``served`` for :func:`forward`; None without steps.
     """
     if launch.steps is None:
         return None

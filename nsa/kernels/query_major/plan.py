@@ -65,7 +65,6 @@ def plan(call: Call, shape: Shape | None = None, per_head: bool = False, steps: 
     Args:
         call: valid. Packed rows come as they are: ``q [N, H, D]`` with ``k [N, L, D]``, or with ``k [sum L, D]`` and
             ``cu_seqlens_k``; row ``i`` is sequence ``i``.
-        shape: of the call; None: derived here.
         per_head: one query head per program, for comparison.
         steps: serve only sequences of at most `STEPS` queries of a ragged batch. :func:`forward` gets ``served``.
             Tiles are chosen for one query a sequence, because only the device knows the number of queries.
