@@ -28,7 +28,8 @@ def describe(
 
     Args:
         route: of the call; ``backward`` for its backward pass.
-        launch: of the call. It has ``pins``, and ``queries``: how many of a sequence launch all that it may.
+        launch: of the call. It has ``pins``, ``queries``: how many of a sequence launch all that it may, and
+            ``unites`` if no row of the small call may list a block twice.
         gradients: of a backward pass, the tensors ``do``, ``dlse``, ``o`` and ``lse``, and ``wanted``.
     """
     given = call.named_tensors() | {name: x for name, x in (gradients or {}).items() if isinstance(x, Tensor)}
@@ -48,7 +49,7 @@ def describe(
         "scale": None if call.scale is None or call.scale > 0 else float(call.scale),
         "max_seqlen_q": None if steps else 1,
         "wanted": None if gradients is None else list(gradients["wanted"]),
-        "unions": getattr(launch, "unions", None) is not None,
+        "unions": getattr(launch, "unites", False),
         "settings": {name: getattr(call.settings, name) for name in ("sel_triton_db", "batch_invariant")},
         "pins": launch.pins,
     }

@@ -74,6 +74,7 @@ class Launch(NamedTuple):
     narrow: bool  # all sizes fit int32
     scale: float  # the default, for calls without `scale`
     pins: dict[str, Exact]  # with these, another call compiles the same variants, and reads unions of any size
+    unites: bool  # no row of the guard's small call may list a block twice
 
     @property
     def queries(self) -> int:
@@ -143,7 +144,7 @@ def plan(call: Call, shape: Shape | None = None, within: int | None = None) -> L
     narrow = max(*alone.sizes.values(), *usual.sizes.values()) <= INT32_MAX
     told = Exact(tuple(tile), (tuple(alone.tile), None if unions is None else tuple(unions.tile), bucket, tiled))
     parts, scale = usual if tile.keep_dq else None, 1.0 / math.sqrt(D)
-    return Launch(by_row, parts, alone, unions, device, g, narrow, scale, {"backward": told})
+    return Launch(by_row, parts, alone, unions, device, g, narrow, scale, {"backward": told}, unions is not None)
 
 
 def _unions(

@@ -40,6 +40,7 @@ class Launch(NamedTuple):
     scale: float  # of a call that names none
     rest: Any  # key-major's launch, for the other tiles
     pins: dict[str, Exact]  # with these, another call compiles the same variants, and reads unions of any size
+    unites: bool = True  # no row of the guard's small call may list a block twice
 
     @property
     def queries(self) -> int:
