@@ -11,7 +11,7 @@ import pytest
 
 from nsa.testing.machine import current_lane
 
-WRITES = ("nsa_csv", "nsa_report", "nsa_update_thresholds", "nsa_update_schedules", "nsa_sweep", "nsa_regret")
+WRITES = ("nsa_csv", "nsa_report", "nsa_update_thresholds", "nsa_sweep", "nsa_regret")
 """Options with which a run writes files, or times cases of its own on a GPU."""
 ALONE = {"nsa_sweep": "test_sweep.py", "nsa_regret": "test_regret.py", "nsa_workload": "test_workload.py"}
 """Options with which a run times one file of benchmarks and no other."""
@@ -49,7 +49,6 @@ def add_options(group: Any) -> None:
     flags = {
         "--nsa-decode": "time the shapes of --nsa-shape also as decode steps",
         "--nsa-update-thresholds": f"also measure the threshold, and write it to {file}",
-        "--nsa-update-schedules": f"also time key-major beside query-major, and write the crossover of both to {file}",
         "--nsa-sweep": f"instead of the benchmarks, try tiles and write them to {file}",
     }
     add_flags(group, flags)

@@ -14,7 +14,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,18 @@ def warm(seed: int, device: torch.device) -> None:
     serving.warm(shape, [*(one for one in contestants(shape) if one.name != "sdpa"), *beside(shape)], device)
 
 
+def rows(seeds: Sequence[int], device: torch.device) -> Iterator[dict[str, Any]]:
+    """Compile the kernels of all seeds, then measure one shape after the other. Shapes that are wrong are printed."""
+    compile_ahead([(warm, seed) for seed in seeds], device, processes(device))
+    facts = run_facts(device)
+    with nsa.configure(probe="never"):  # the children have compiled the kernels
+        for seed in seeds:
+            try:
+                yield facts | measured(seed, serving.pool(device))[1]
+            except AssertionError as error:
+                print(f"seed {seed}: {error}: {COMMAND.format(seed=seed)}", flush=True)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the summary, and append a row of JSON for each shape to a file. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m nsa.testing.regret", description=__doc__.partition("\n")[0])
@@ -164,24 +176,14 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("regret needs an NVIDIA GPU: Triton is not timed on a CPU", file=sys.stderr)
         return 1
-    device, rows, wrong = torch.device("cuda", 0), [], 0
-    seeds, began = range(given.seed, given.seed + given.count), time.perf_counter()
-    compile_ahead([(warm, seed) for seed in seeds], device, processes(device))
-    compiled, facts = time.perf_counter(), run_facts(device)
-    with nsa.configure(probe="never"):  # the children have compiled the kernels
-        for seed in seeds:
-            try:
-                rows.append(measured(seed, serving.pool(device))[1])
-            except AssertionError as error:
-                wrong += 1
-                print(f"seed {seed}: {error}: {COMMAND.format(seed=seed)}", flush=True)
-                continue
-            if given.out is not None:
-                with given.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(facts | rows[-1]) + "\n")
-    each = (time.perf_counter() - compiled) / max(1, given.count)
-    print(f"compiled in {compiled - began:.0f} s, then {each:.2f} s a shape", *summary(rows), sep="\n")
-    return 1 if wrong else 0
+    found, began = [], time.perf_counter()
+    for row in rows(range(given.seed, given.seed + given.count), torch.device("cuda", 0)):
+        found.append(row)
+        if given.out is not None:
+            with given.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+    print(f"{time.perf_counter() - began:.0f} s", *summary(found), sep="\n")
+    return 0 if len(found) == given.count else 1
 
 
 if __name__ == "__main__":
