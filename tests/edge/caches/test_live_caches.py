@@ -15,8 +15,8 @@ from nsa.kernels.query_major import tiles
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
 
-from ...conftest import compare
-from .cached_calls import BACKENDS, PAGE, ROOM, agrees, bitwise, call, ends, everything, queries
+from ...conftest import bitwise, compare
+from .cached_calls import BACKENDS, PAGE, ROOM, agrees, call, ends, everything, queries
 
 graphs = pytest.mark.skipif(current_lane() != "gpu", reason="graphs need a GPU")
 LAYOUTS = pytest.mark.parametrize("page", [None, PAGE], ids=["contiguous", "paged"])
