@@ -255,7 +255,7 @@ def test_the_pause_has_an_upper_limit(monkeypatch):
         pauses.append(failures.broken["key"].until - clock[0])
         clock[0] = failures.broken["key"].until
     assert (pauses[0], pauses[-1]) == (failures.PAUSE_S, failures.LONGEST_PAUSE_S)
-    assert failures.known("key") is None
+    assert failures.cause_of("key") is None
 
 
 def test_once_per_variant(call, kernel, said):

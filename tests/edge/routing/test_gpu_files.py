@@ -1,6 +1,5 @@
 """The file of a GPU: its sections, the user's before the packaged, what serves without one, and each error's words."""
 
-import logging
 import re
 
 import pytest
@@ -174,18 +173,6 @@ def test_triton_that_never_pays_stays_off(packaged, value):
     packaged(THRESHOLD.replace("64", value))
     assert gpu.min_L_for(NAME) == gpu.TRITON_OFF
     assert gpu.TRITON_OFF >= 2**62  # keys: more than any row
-
-
-def test_a_file_of_an_earlier_calibration_is_named_with_what_to_type(mine, caplog):
-    old = mine("sel_triton_min_L: 16\n", folder="devices")
-    with caplog.at_level(logging.WARNING, logger="nsa"):
-        assert gpu.measured(NAME) == gpu.Gpu()
-    line = f"{old} is no longer read: `python -m nsa calibrate` measures that GPU anew"
-    assert said(caplog) == [("nsa", line)]
-    caplog.clear()
-    mine(THRESHOLD)
-    assert gpu.min_L_for(NAME) == 64
-    assert said(caplog) == []
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -233,7 +233,7 @@ def test_doctor_names_kernels_that_a_child_found_broken(gpu, monkeypatch, tmp_pa
 
     def remember(kernel, cause):
         what = {"kernel": kernel}
-        memory.write(memory.key_of(what, device), cause, what)
+        memory.write(memory.key_of(what, device), memory.Verdict(cause, True), what)
 
     monkeypatch.setattr(sources, "triton_version", lambda: "3.1.0")
     remember("_dq_kernel", "wrong result: of another Triton")
