@@ -35,8 +35,8 @@ from nsa.testing.machine import triton_version as triton_version
 from nsa.testing.machine import under_test
 from nsa.testing.owned import is_ours, module_of
 
-# `benchmarks` comes last and `hooks` first, because plugins import one another, and pytest can rewrite assertions only in
-# plugins that were not imported before.
+# `benchmarks` comes last and `hooks` first: plugins import one another, and pytest cannot rewrite assertions in a plugin
+# that was imported before.
 pytest_plugins = [
     "nsa.testing.gate.hooks", "nsa.testing.verdicts", "nsa.testing.report.terminal", "nsa.testing.shipped",
     "nsa.testing.benchmarks",
@@ -155,6 +155,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     nothing = [item for item in items if item.get_closest_marker("contested") and item.name.endswith(f"[{NONE}]")]
     if nothing:
         items[:] = [item for item in items if item not in nothing]
+        config.hook.pytest_deselected(items=nothing)
     for item in items:
         for mark in item.iter_markers("gpu") if is_ours(config, item.path) else ():
             reason = missing_gpu(*mark.args, **mark.kwargs)

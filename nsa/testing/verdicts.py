@@ -171,7 +171,7 @@ class Verdicts:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)  # around all others, the gate's included: verdicts come last
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> Iterator[None]:
         stats = terminalreporter.stats
         everything: dict[str, list[Any]] = {name: stats[name] for name in ("failed", "error") if name in stats}
         failures = [report for reports in everything.values() for report in reports]
@@ -184,6 +184,8 @@ class Verdicts:
             hidden = len(failures) - sum(len(stats.get(name, ())) for name in everything)
             stats.update(everything)
             self._conclude(terminalreporter, hidden, [*shown, *failures])
+            if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.config.option.keyword:
+                terminalreporter.write_line(f"nothing ran: no test matches -k {self.config.option.keyword!r}")
 
     def _first_of_each_kind(self, reports: list[Any]) -> list[Any]:
         """The first report of each kind of failure of a contestant, at most `KINDS`, and all other reports."""

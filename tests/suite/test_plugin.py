@@ -33,7 +33,10 @@ def inner(run_pytest, tmp_path):
     return run
 
 
-MARKS = "def test_marks(request):\n    assert [mark.name for mark in request.node.iter_markers()] == [{!r}]\n"
+MARKS = (
+    "def test_marks(request):\n"
+    "    assert [mark.name for mark in request.node.iter_markers()] == ['filterwarnings', {!r}]\n"
+)
 FAILS = "import pytest\n@pytest.mark.parametrize('case', ['H8-D128'])\ndef test_fails(case):\n    assert False\n"
 NEEDS_GPU = "import pytest\n@pytest.mark.gpu\ndef test_gpu():\n    pass\n"
 LANE = (

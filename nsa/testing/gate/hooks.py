@@ -27,6 +27,7 @@ STORAGE = "--benchmark-storage"
 UPSTREAM_STORAGE = "file://./.benchmarks"  # pytest-benchmark's default: the option was not given
 _compare_key = pytest.StashKey[Any]()  # the value of --benchmark-compare
 gate_key = pytest.StashKey[Gate | None]()
+_regressed_key = pytest.StashKey[list[str]]()  # what --benchmark-compare-fail found
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -316,12 +317,29 @@ def enforce(config: pytest.Config, name: str) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    """With `--nsa-strict`, fail a run that gated nothing. All other hooks come first, so results are still written."""
+    """Fail a green run that gated nothing under `--nsa-strict`, or that `--benchmark-compare-fail` forbids.
+
+    All other hooks come first, so results are still written.
+    """
     yield
-    gate, option = session.config.stash.get(gate_key, None), session.config.option
-    excused = gate is None or gate.recording or option.collectonly or session.exitstatus != pytest.ExitCode.OK
-    if gate is not None and gate.strict and not gate.on and not excused:
+    config = session.config
+    gate, option = config.stash.get(gate_key, None), config.option
+    regressed = config.stash[_regressed_key] = _regressed(getattr(config, "_benchmarksession", None))
+    excused = gate is None or gate.recording or option.collectonly
+    unproved = gate is not None and gate.strict and not gate.on and not excused
+    if (unproved or regressed) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _regressed(benchmarks: Any) -> list[str]:
+    """What --benchmark-compare-fail found. pytest-benchmark would raise it below its tables, with a traceback."""
+    if benchmarks is None or not benchmarks.compare_fail:
+        return []
+    found = [f"{name}: {fail}" for name, fail in benchmarks.performance_regressions]
+    if not benchmarks.compared_mapping:
+        found = ["nothing was compared, because no stored run was found"]
+    benchmarks.compare_fail, benchmarks.performance_regressions = [], []
+    return [f"--benchmark-compare-fail: {text}" for text in found]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -344,4 +362,6 @@ def _summarize(terminalreporter: pytest.TerminalReporter, config: pytest.Config)
     if gate is not None:
         terminalreporter.section("gate")
         for line in gate.report(bench.name for bench in session.benchmarks if not bench.has_error):
+            terminalreporter.write_line(line)
+        for line in config.stash.get(_regressed_key, []):
             terminalreporter.write_line(line)
