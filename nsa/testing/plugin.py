@@ -35,8 +35,8 @@ from nsa.testing.machine import triton_version as triton_version
 from nsa.testing.machine import under_test
 from nsa.testing.owned import is_ours, module_of
 
-# `benchmarks` comes last and `hooks` first: plugins import one another, and pytest cannot rewrite assertions in a plugin
-# that was imported before.
+# `benchmarks` comes last and `hooks` first: plugins import one another, and pytest cannot rewrite the assertions of a
+# plugin that was imported before.
 pytest_plugins = [
     "nsa.testing.gate.hooks", "nsa.testing.verdicts", "nsa.testing.report.terminal", "nsa.testing.shipped",
     "nsa.testing.benchmarks",

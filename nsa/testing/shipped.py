@@ -30,6 +30,7 @@ MARKS = (
 EXEMPT = (
     # A benchmark run says by warnings what it could not compare or save. As errors they end pytest from inside.
     "default::pytest_benchmark.logger.PytestBenchmarkWarning",
+    "ignore:Benchmark fixture was not used at all",  # in a test that failed or was skipped before
     # torch 2.11 deprecates what its own compiler still imports.
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
     "ignore:Synchronization debug mode is a prototype feature:UserWarning",

@@ -1,6 +1,7 @@
 """Kernels of others by `--nsa-impl`: judged within their contracts, told what they compute, refused in three lines."""
 
 import contextlib
+import importlib.util
 import re
 import textwrap
 
@@ -8,15 +9,18 @@ import pytest
 import torch
 
 import nsa
+from nsa.testing import machine
 from nsa.testing.contestants import named
 from nsa.testing.contestants.contract import Contract
 from nsa.testing.contestants.fit import ENOUGH
 from nsa.testing.gate import hooks
 from nsa.testing.matrix.case import Case
+from nsa.testing.report import pages
 from nsa.testing.suite.parity.test_promises import over_a_cache
 from nsa.testing.verdicts import KINDS, Tally, Verdicts
 
 from .small_project import ROOT, off_gpu, saving
+from .small_repository import git
 
 KERNELS = """
     import torch
@@ -279,20 +283,42 @@ TIMED = """
 """
 
 
-def test_a_contestants_own_baseline_gates_it(run_pytest, forked_children, tmp_path, monkeypatch):
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A repository of a contestant, whose modules this process can import. Commits are its own."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "_under_test", machine._under_test)
+    yield tmp_path
+    monkeypatch.undo()
+    machine.commit.cache_clear()
+
+
+def test_a_contestants_own_baseline_gates_it_and_is_reported(run_pytest, forked_children, repository, monkeypatch):
     """Plain torch, on a clock of the test: half as slow again is a FAIL. Ours keep the baselines that they have."""
+    tmp_path = repository
     (tmp_path / "timed.py").write_text(textwrap.dedent(TIMED))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for words in (("init", "--quiet"), ("add", "-A"), ("commit", "--quiet", "-m", "theirs")):
+        git(tmp_path, *words)
+    for name in ("TRITON_INTERPRET", "NSA_COMMIT"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in off_gpu(TIMES="1").items():
         monkeypatch.setenv(name, value)
     chosen = ("-p", "nsa_pytest", "--pyargs", "nsa.testing.suite", "-m", "perf", "--nsa-impl", "timed:attend")
     chosen = (*chosen, "-k", "many and D64-Dv64-L256", "-q", "-p", "no:cacheprovider")
     assert hooks._record(saving(tmp_path, *chosen, "--nsa-save-baseline", impl=["timed:attend"])) == 0
     (folder,) = {path.parent for path in tmp_path.glob("nsa-baselines/*/timed-attend/*.json")}
-    assert len(list(folder.glob("*.json"))) == 3
+    theirs = git(tmp_path, "rev-parse", "HEAD")
+    assert [path.stem.partition("-")[2] for path in folder.glob("*.json")] == [theirs[:7]] * 3
     slow = run_pytest(*chosen, "--benchmark-compare", cwd=tmp_path, environment=off_gpu(TIMES="1.5"))
     assert slow.returncode == 1, slow.stdout
     assert re.search(r"gate: .*[1-9] FAIL", slow.stdout), slow.stdout
+    if all(map(importlib.util.find_spec, ("matplotlib", "jinja2"))):
+        assert pages.main(["-o", "report"]) == 0
+        text = (tmp_path / "report" / "report.md").read_text()
+        command = "pytest -m perf --pyargs nsa.testing.suite --nsa-impl timed:attend --benchmark-json=run.json"
+        assert f"git checkout {theirs}\n" in text
+        assert f"\n{command}\n" in text
 
 
 # --- caches in fp8 and ragged queries --------------------------------------------------------------------------------

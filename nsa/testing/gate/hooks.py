@@ -16,10 +16,10 @@ from pytest_benchmark.storage.file import FileStorage
 from nsa.testing import options
 from nsa.testing.clock.guard import undetectable
 from nsa.testing.clock.timing import Timing
-from nsa.testing.gate import against, children, store
+from nsa.testing.gate import against, children, store, words
 from nsa.testing.gate.run import Again, Gate, Info
 from nsa.testing.gate.store import Baseline, Key
-from nsa.testing.machine import commit
+from nsa.testing.machine import commit, under_test
 from nsa.testing.report.document import read
 
 NOT_CORE = ("nsa_full", *options.BY_HAND, "nsa_update_thresholds", "nsa_update_schedules")
@@ -162,7 +162,9 @@ def _against(config: pytest.Config) -> int:
 def _record(config: pytest.Config) -> int:
     params = config.invocation_params
     arguments = ["--nsa-recording", *_one_word(a for a in map(str, params.args) if a != "--nsa-save-baseline")]
-    saved = store.record(_storage(config), arguments, params.dir, commit()[:7], _contestant(config))
+    contestant = _contestant(config)
+    under_test(contestant.partition(":")[0] or "nsa")
+    saved = store.record(_storage(config), arguments, params.dir, commit()[:7], contestant)
     print("baseline saved:", *saved, sep="\n  ")
     return 0
 
@@ -289,10 +291,10 @@ def gated_again(config: pytest.Config) -> str:
     compare, option = config.stash.get(_compare_key, None), config.option
     if not compare:
         return ""
-    words = ["--benchmark-compare" if compare is True else f"--benchmark-compare={compare}"]
-    words += ["--nsa-strict"] if option.nsa_strict else []
-    words += [] if option.benchmark_storage == UPSTREAM_STORAGE else [f"{STORAGE}={option.benchmark_storage}"]
-    return f" {shlex.join(words)}"
+    typed = ["--benchmark-compare" if compare is True else f"--benchmark-compare={compare}"]
+    typed += ["--nsa-strict"] if option.nsa_strict else []
+    typed += [] if option.benchmark_storage == UPSTREAM_STORAGE else [f"{STORAGE}={option.benchmark_storage}"]
+    return f" {shlex.join(typed)}"
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------
@@ -363,5 +365,5 @@ def _summarize(terminalreporter: pytest.TerminalReporter, config: pytest.Config)
         terminalreporter.section("gate")
         for line in gate.report(bench.name for bench in session.benchmarks if not bench.has_error):
             terminalreporter.write_line(line)
-        for line in config.stash.get(_regressed_key, []):
+        for line in words.narrowed(config.stash.get(_regressed_key, list[str]())):
             terminalreporter.write_line(line)
