@@ -1,8 +1,9 @@
 """Marks, warnings and file names of the suite's tests, in any project.
 
 The tests in `nsa.testing.suite` run in projects whose settings we do not know. So this plugin registers their marks and
-finds their files in the installed package. It makes warnings errors in the suite's own tests, those of a checkout
-included. It does not affect other tests, nor other plugins: the setting `filterwarnings` would.
+finds their files in the installed package. Within the functions of the suite's own tests and fixtures, those of a
+checkout included, warnings are errors. It does not affect other tests, nor other plugins in their hooks, as the setting
+`filterwarnings` would.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import types
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.config import parse_warning_filter
@@ -50,11 +52,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """First, so that `-m` sees the marks."""
     for root in folders(config):
         _mark_by_folder(items, root)
-    strict = pytest.mark.filterwarnings(*_strict(config))
-    for item in items:
-        if is_ours(config, item.path):
-            # The last mark wins. This mark comes first, so that a test or its module can override it.
-            item.add_marker(strict, append=False)
 
 
 def _mark_by_folder(items: Iterable[pytest.Item], root: Path) -> None:
@@ -74,25 +71,42 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path.parent.resolve() in folders(config) else None
 
 
-def _strict(config: pytest.Config) -> list[str]:
-    """The filters of the suite's own tests, as marks have them: messages are regular expressions. Those of `-W` win."""
-    given = [text.split(":") for text in config.getoption("pythonwarnings") or ()]
-    return ["error", *EXEMPT, *(":".join([*x[:1], *map(re.escape, x[1:2]), *x[2:]]) for x in given)]
-
-
 @contextlib.contextmanager
 def _filtered(*filters: str) -> Iterator[None]:
-    """Apply filters outside of tests."""
+    """Apply filters, whose messages are regular expressions."""
     with warnings.catch_warnings():
         for text in filters:
             warnings.filterwarnings(*parse_warning_filter(text, escape=False))
         yield
 
 
+def _strict(node: pytest.Item | pytest.Collector) -> contextlib.AbstractContextManager[None]:
+    """Makes warnings errors. Marks of a test or its module win over that, and `-W` wins over both."""
+    marked = [text for mark in node.iter_markers("filterwarnings") for text in mark.args]
+    given = [text.split(":") for text in node.config.getoption("pythonwarnings") or ()]
+    escaped = [":".join([*fields[:1], *map(re.escape, fields[1:2]), *fields[2:]]) for fields in given]
+    return _filtered("error", *EXEMPT, *marked, *escaped)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
     ours = isinstance(collector, pytest.File) and is_ours(collector.config, collector.path)
-    with _filtered(*_strict(collector.config) if ours else ()):
+    with _strict(collector) if ours else contextlib.nullcontext():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)  # within the wrappers of other plugins
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    with _strict(pyfuncitem) if is_ours(pyfuncitem.config, pyfuncitem.path) else contextlib.nullcontext():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[None]:
+    item, code = request._pyfuncitem, getattr(fixturedef.func, "__code__", None)
+    file = Path(code.co_filename if code else "nowhere")
+    ours = is_ours(item.config, item.path) and inside(file, (SUITE.parent, *folders(item.config)))
+    with _strict(item) if ours else contextlib.nullcontext():
         return (yield)
 
 

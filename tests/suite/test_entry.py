@@ -36,7 +36,7 @@ from nsa.testing.judge import addresses
 warnings.warn("Synchronization debug mode is a prototype feature", UserWarning)
 
 def test_mark_lane_and_contestant(request, lane):
-    assert [mark.name for mark in request.node.iter_markers()] == ["filterwarnings", "parity"]
+    assert [mark.name for mark in request.node.iter_markers()] == ["parity"]
     assert (lane, os.environ["TRITON_INTERPRET"], os.environ["NSA_PROBE"]) == ("interpreter", "1", "never")
     assert (interpreter.quicken.cache_info().currsize, addresses.watch.cache_info().currsize) == (1, 1)
     assert load(request.config.getoption("nsa_impl")[0]).lse
@@ -330,7 +330,7 @@ def test_once(request, lane):
     assert config.pluginmanager.hasplugin("nsa.testing.plugin")
     assert len([line for line in config.getini("markers") if line.startswith("parity:")]) == 1
     assert config.pluginmanager.hasplugin("nsa_pytest") == {entry}
-    assert [mark.name for mark in request.node.iter_markers()] == ["filterwarnings", "parity"]
+    assert [mark.name for mark in request.node.iter_markers()] == ["parity"]
 """
 
 

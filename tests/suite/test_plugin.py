@@ -33,10 +33,7 @@ def inner(run_pytest, tmp_path):
     return run
 
 
-MARKS = (
-    "def test_marks(request):\n"
-    "    assert [mark.name for mark in request.node.iter_markers()] == ['filterwarnings', {!r}]\n"
-)
+MARKS = "def test_marks(request):\n    assert [mark.name for mark in request.node.iter_markers()] == [{!r}]\n"
 FAILS = "import pytest\n@pytest.mark.parametrize('case', ['H8-D128'])\ndef test_fails(case):\n    assert False\n"
 NEEDS_GPU = "import pytest\n@pytest.mark.gpu\ndef test_gpu():\n    pass\n"
 LANE = (

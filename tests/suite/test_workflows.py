@@ -105,6 +105,19 @@ def test_ci_runs_the_commands_of_readme():
     assert runs("ci")[0] == ".ci/run"
 
 
+PLUGINS = ("asyncio", "codspeed", "cov", "randomly", "rerunfailures", "timeout")  # and xdist, which our extra has
+
+
+def test_every_lane_runs_beside_other_plugins():
+    """In a checkout and in another project. Here the plugins are not installed; `test_beside.py` does what they do."""
+    [step] = [step for step in WORKFLOWS["ci"]["jobs"]["plugins"]["steps"] if "run" in step]
+    assert step["run"] == ".ci/plugins"
+    script = (ROOT / ".ci" / "plugins").read_text()
+    assert sorted(re.findall(r"pytest-(\w+)", script)) == list(PLUGINS)
+    lanes = re.findall(r'^"\$PYTHON" -m pytest ("\$\{suite\[@\]\}" )?-m (\w+)', script, re.M)
+    assert lanes == [(where, lane) for where in ("", '"${suite[@]}" ') for lane in ("parity", "edge", "perf")]
+
+
 def test_a_pull_request_is_gated_against_its_base():
     """On the runner itself: no stored baseline fits it. The base commit has to be in the clone."""
     ci = WORKFLOWS["ci"]

@@ -365,5 +365,6 @@ def _summarize(terminalreporter: pytest.TerminalReporter, config: pytest.Config)
         terminalreporter.section("gate")
         for line in gate.report(bench.name for bench in session.benchmarks if not bench.has_error):
             terminalreporter.write_line(line)
-        for line in words.narrowed(config.stash.get(_regressed_key, list[str]())):
+        regressed = config.stash.get(_regressed_key, [])
+        for line in words.narrowed(regressed):
             terminalreporter.write_line(line)
