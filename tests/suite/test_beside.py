@@ -81,7 +81,7 @@ CODSPEED = """
 
 @pytest.fixture
 def folder(tmp_path):
-    for name, text in {"loud": LOUD, "mine": KERNEL, "codspeed": CODSPEED}.items():
+    for name, text in {"loud": LOUD, "mine": KERNEL, "speed": CODSPEED}.items():
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
     return tmp_path
 
@@ -110,7 +110,7 @@ def test_a_contestant_is_judged_in_any_order_and_beside_warnings(run_pytest, fol
 
 def test_codspeed_is_refused_in_one_line(run_pytest, folder):
     """It replaces the fixture `benchmark`, and knows no timer."""
-    suite = ("--pyargs", "nsa.testing.suite", "--nsa-impl", "mine:attend", "-p", "codspeed")
+    suite = ("--pyargs", "nsa.testing.suite", "--nsa-impl", "mine:attend", "-p", "speed")
     perf, parity = run_pytest.each(
         [(*suite, "-m", "perf"), (*suite, "-m", "parity", "-k", "L33", "--collect-only", "-q")],
         cwd=folder, environment=off_gpu(folder),
