@@ -183,7 +183,7 @@ class Verdicts:
         finally:
             hidden = len(failures) - sum(len(stats.get(name, ())) for name in everything)
             stats.update(everything)
-            self._conclude(terminalreporter, hidden, [*shown, *failures])
+            self._conclude(terminalreporter, hidden, shown)
             if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.config.option.keyword:
                 terminalreporter.write_line(f"nothing ran: no test matches -k {self.config.option.keyword!r}")
 
