@@ -90,28 +90,28 @@ class Verdicts:
             if hidden or item.nodeid in self.failed:
                 report.outcome, report.longrepr = "failed", "failed before this run of the test"
                 report.__dict__.pop("wasxfail", None)
-        found = self.failed.get(item.nodeid, {})
+        kinds = self.failed.get(item.nodeid, {})
         if report.outcome == "failed" and error is not None:
-            found = self.failed[item.nodeid] = self._kinds(error, params["contestant"], params["case"])
+            kinds = self.failed[item.nodeid] = self._kinds(error, params["contestant"], params["case"])
             if self.specs:
-                report.longrepr = _text(error, found) or report.longrepr
+                report.longrepr = _text(error, kinds) or report.longrepr
             elif isinstance(error, Wrong):
-                report.sections.append(("diagnosis", "; ".join(found.values())))
+                report.sections.append(("diagnosis", "; ".join(kinds.values())))
         reason = report.longrepr[2] if report.outcome == "skipped" and isinstance(report.longrepr, tuple) else ""
         exercised = [mark.kwargs["promise"] or str(params.get("wanted", "O"))]
         exercised += ["cu_seqlens"] * ("-seqs" in case) + ["q_positions"] * ("-positions" in case)
         slower = lane == "perf" and isinstance(error, pytest.fail.Exception)  # the gate's verdict: the result is right
         outcome = "passed" if slower else report.outcome
         report.user_properties.append(
-            ("nsa_contest", [params["contestant"], lane, case, outcome, found, reason, exercised])
+            ("nsa_contest", [params["contestant"], lane, case, outcome, kinds, reason, exercised])
         )
         return report  # type: ignore[no-any-return]
 
     def _kinds(self, error: BaseException, spec: str, case: str) -> Kinds:
         """What failed: the findings of a wrong result, or the exception and its line in the contestant's code."""
-        found = self._diagnosed(error) if isinstance(error, Wrong) else []
-        if found:
-            return {text: text for text in found}
+        diagnoses = self._diagnosed(error) if isinstance(error, Wrong) else []
+        if diagnoses:
+            return {text: text for text in diagnoses}
         place = traces.place(error)
         if place is not None:
             raised = f"{type(error).__name__} at {place}"
@@ -128,11 +128,11 @@ class Verdicts:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # with small tensors on a busy machine, two threads take thirty times as long as one
         try:
-            found = diagnose(error.result, error.oracle, self.known)
+            diagnoses = diagnose(error.result, error.oracle, self.known)
         finally:
             torch.set_num_threads(threads)
-        self.known += [text for text in found if text not in self.known]
-        return found
+        self.known += [text for text in diagnoses if text not in self.known]
+        return diagnoses
 
     # --- in the process that reports ---------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class Verdicts:
             self.spoiled.add(report.nodeid)
         for facts in facts_of:
             told: Any = facts
-            spec, lane, case, outcome, found, reason, exercised = told
+            spec, lane, case, outcome, kinds, reason, exercised = told
             tally = self.tallies.setdefault((str(spec), str(lane)), Tally())
             if outcome == "skipped":
                 tally.skipped.setdefault(case, reason)
@@ -157,7 +157,7 @@ class Verdicts:
             if outcome == "passed":
                 tally.right.add(case)
             else:
-                tally.wrong[case] = tally.wrong.get(case, {}) | found
+                tally.wrong[case] = tally.wrong.get(case, {}) | kinds
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -268,10 +268,10 @@ def _first(error: BaseException) -> BaseException:
     return error if not inner or inner[0] is None else _first(inner[0])
 
 
-def _text(error: BaseException, found: Kinds) -> str:
+def _text(error: BaseException, kinds: Kinds) -> str:
     """What a failing test of a contestant prints: nothing of the suite. Empty if the suite itself raised the error."""
     if isinstance(error, Wrong):
-        lines = [str(error), *(UNKNOWN if key == UNKNOWN else text for key, text in found.items())]
+        lines = [str(error), *(UNKNOWN if key == UNKNOWN else text for key, text in kinds.items())]
     elif traces.of(error):
         lines = traces.text(error).splitlines()
         if isinstance(error, pytest.skip.Exception | pytest.xfail.Exception):
@@ -303,10 +303,10 @@ def _diagnosis(wrong: dict[str, Kinds]) -> list[str]:
     """A few kinds that explain the wrong cases, the most common first, each with the number of cases it explains."""
     left, lines = dict(wrong), list[str]()
     while any(left.values()) and len(lines) < KINDS:
-        best, count = Counter(key for found in left.values() for key in found).most_common(1)[0]
-        shown = next(found[best] for found in left.values() if best in found)
+        best, count = Counter(key for kinds in left.values() for key in kinds).most_common(1)[0]
+        shown = next(kinds[best] for kinds in left.values() if best in kinds)
         lines.append(f"{shown} ({_cases(count)})")
-        left = {case: found for case, found in left.items() if best not in found}
+        left = {case: kinds for case, kinds in left.items() if best not in kinds}
     return lines + [f"{_cases(len(left))} failed in other ways"] * bool(left)
 
 

@@ -89,7 +89,8 @@ def test_a_block_that_fails_is_named_by_its_line(tmp_path, lane, monkeypatch, fr
 # --- tables and figures ----------------------------------------------------------------------------------------------
 
 OF_OTHERS = re.compile(r"(TRITON|XDG|CUDA|PYTEST)_[A-Z_]+")
-INTERNAL = {"NSA_TRACES", "TRITON_CACHE_DIR", "PYTEST_XDIST_WORKER"}  # for our own children and by xdist, not for users
+# For our own children and by xdist, not for users.
+INTERNAL = {"NSA_TRACES", "NSA_RECORD_WORKLOAD", "TRITON_CACHE_DIR", "PYTEST_XDIST_WORKER"}
 SETTINGS = "variable", "setting", "default", "what it does"
 
 
@@ -172,6 +173,14 @@ def test_figures_are_those_of_the_code():
     for path, sentences in said.items():
         text = " ".join(path.read_text(encoding="utf-8").split())
         assert [sentence for sentence in sentences if sentence not in text] == []
+
+
+def test_the_gpus_that_were_measured_are_named():
+    names = sorted(gpu.read(file).threshold.provenance["gpu"] for file in gpu.PACKAGED.glob("*.yaml"))
+    for page in (ROOT / "README.md", USING):
+        text = " ".join(page.read_text(encoding="utf-8").split())
+        assert f"Measured so far: {', '.join(names)}. On" in text
+        assert f"{gpu.DEFAULT_MIN_L} keys" in text.partition("Measured so far: ")[2][:200]
 
 
 def test_words_of_when_something_is_off_are_printed():
