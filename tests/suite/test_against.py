@@ -134,6 +134,36 @@ def gated(runner, words):
     return hooks._against(types.SimpleNamespace(option=options, invocation_params=params, args=[FEWER["perf"][0]]))
 
 
+@pytest.fixture
+def merged(tmp_path, monkeypatch, forked_children):
+    """`merged(**change)`: a clone as a runner has it, of a fork's request. The contestant lies below the root.
+
+    The suite is installed. Commits are those of the contestant.
+    """
+    upstream, runner = tmp_path / "upstream", tmp_path / "runner"
+
+    def write(folder, TIMES=1.0, RIGHT=1.0):
+        (folder / "src").mkdir(parents=True, exist_ok=True)
+        (folder / "src" / "timed.py").write_text(f"TIMES, RIGHT = {TIMES}, {RIGHT}\n{textwrap.dedent(KERNEL)}")
+
+    def make(**change):
+        write(runner, **change)
+        git(runner, "commit", "--quiet", "--allow-empty", "-am", "the request, merged into main")
+        return runner
+
+    write(upstream)
+    for words in (("init", "--quiet", "--initial-branch=main"), ("add", "-A"), ("commit", "--quiet", "-m", "base")):
+        git(upstream, *words)
+    git(tmp_path, "clone", "--quiet", str(upstream), str(runner))
+    monkeypatch.setattr(against, "PAIRS", 1)
+    monkeypatch.syspath_prepend(runner / "src")  # as an installation in place does
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (runner / "src", ROOT))))
+    monkeypatch.setenv("NSA_TEST_TRITON_SEL", "0")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    yield make
+    assert git(runner, "worktree", "list").count("\n") == 0
+
+
 @pytest.mark.parametrize(
     ("change", "passed", "said"),
     [
@@ -144,27 +174,10 @@ def gated(runner, words):
     ids=["as-it-was", "slower", "wrong"],
 )
 def test_a_request_of_a_fork_is_gated_by_the_workflow_that_users_copy(
-    run_pytest, tmp_path, monkeypatch, forked_children, capsys, change, passed, said
+    merged, run_pytest, tmp_path, capsys, change, passed, said
 ):
-    """In a clone as a runner has it, until a step fails. The package lies below the root; the suite is installed."""
-    upstream, runner = tmp_path / "upstream", tmp_path / "runner"
-
-    def write(folder, TIMES=1.0, RIGHT=1.0):
-        (folder / "src").mkdir(parents=True, exist_ok=True)
-        (folder / "src" / "timed.py").write_text(f"TIMES, RIGHT = {TIMES}, {RIGHT}\n{textwrap.dedent(KERNEL)}")
-
-    write(upstream)
-    for words in (("init", "--quiet", "--initial-branch=main"), ("add", "-A"), ("commit", "--quiet", "-m", "base")):
-        git(upstream, *words)
-    git(tmp_path, "clone", "--quiet", str(upstream), str(runner))
-    write(runner, **change)
-    git(runner, "commit", "--quiet", "--allow-empty", "-am", "the request, merged into main")
-    monkeypatch.setattr(against, "PAIRS", 1)
-    monkeypatch.syspath_prepend(runner / "src")  # as an installation in place does
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (runner / "src", ROOT))))
-    monkeypatch.setenv("NSA_TEST_TRITON_SEL", "0")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    green = []
+    """Until a step fails."""
+    runner, green = merged(**change), []
     for module, name, *words in commands("kernel.yml", tmp_path):
         if name == "pip":
             green += words[:1]
@@ -173,7 +186,6 @@ def test_a_request_of_a_fork_is_gated_by_the_workflow_that_users_copy(
         lane = words[words.index("-m") + 1]
         if lane == "perf":
             status, told = gated(runner, words), capsys.readouterr().out
-            assert git(runner, "worktree", "list").count("\n") == 0
         else:
             tests, few = FEWER[lane]
             words = [tests if word == "nsa.testing.suite" else word for word in words]
@@ -184,6 +196,18 @@ def test_a_request_of_a_fork_is_gated_by_the_workflow_that_users_copy(
         green.append(lane)
     assert green == passed, told
     assert said in told
+
+
+def test_a_contestant_that_is_wrong_here_is_not_timed(merged, monkeypatch, capsys):
+    """The base is, once: it runs first."""
+    monkeypatch.setattr(against, "PAIRS", 3)
+    words = "-m perf --pyargs nsa.testing.suite --nsa-impl timed:attend --nsa-against origin/main"
+    assert gated(merged(RIGHT=1.5), words.split()) == 1
+    lines = capsys.readouterr().out.splitlines()
+    ran = [line.partition(" in ")[0] for line in lines if " benchmarks in " in line]
+    assert ran == ["base origin/main: 1 benchmarks", "this tree: 0 benchmarks"]
+    assert "this tree: timed:attend, perf: WRONG on 1 of 1 case" in lines
+    assert lines[-1] == "gate: 0 pass, 0 FAIL, 0 AMBIGUOUS, 0 cannot gate"
 
 
 def test_workflows_that_users_copy_type_the_same(tmp_path):
