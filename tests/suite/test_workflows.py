@@ -60,9 +60,11 @@ def syntax_error(script):
 
 
 def test_workflows_have_the_shape_github_accepts():
-    done = check(*FILES.values())
+    """Ours, and those that users copy."""
+    files = [*FILES.values(), *(ROOT / "examples" / "workflows").iterdir()]
+    done = check(*files)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {name: problems(path.read_text()) for name, path in FILES.items()} == dict.fromkeys(FILES, [])
+    assert {path.name: problems(path.read_text()) for path in files} == {path.name: [] for path in files}
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
@@ -103,6 +105,19 @@ def test_ci_runs_the_commands_of_readme():
     assert [line for line in lines if line in commands] == commands
     assert lines.index('cd "$copy"') < lines.index(commands[0])
     assert runs("ci")[0] == ".ci/run"
+
+
+PLUGINS = ("asyncio", "codspeed", "cov", "randomly", "rerunfailures", "timeout")  # and xdist, which our extra has
+
+
+def test_every_lane_runs_beside_other_plugins():
+    """In a checkout and in another project. Here the plugins are not installed; `test_beside.py` does what they do."""
+    [step] = [step for step in WORKFLOWS["ci"]["jobs"]["plugins"]["steps"] if "run" in step]
+    assert step["run"] == ".ci/plugins"
+    script = (ROOT / ".ci" / "plugins").read_text()
+    assert sorted(re.findall(r"pytest-(\w+)", script)) == list(PLUGINS)
+    lanes = re.findall(r'^"\$PYTHON" -m pytest ("\$\{suite\[@\]\}" )?-m (\w+)', script, re.M)
+    assert lanes == [(where, lane) for where in ("", '"${suite[@]}" ') for lane in ("parity", "edge", "perf")]
 
 
 def test_a_pull_request_is_gated_against_its_base():
