@@ -1,13 +1,14 @@
 """Regret: what is drawn, how a shape is measured (small ones, by a made-up clock), and what is said of the rows."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
 from nsa.testing import regret
 from nsa.testing.clock.serving import Pool, kind, problems
-from nsa.testing.clock.timing import Timing
+from nsa.testing.clock.timing import Timing, each
 from nsa.testing.contestants.contract import Contestant
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.m3 import Shape
@@ -19,9 +20,9 @@ US = {"auto": 30.0, "query_major": 30.0, "key_major": 20.0, "union": 25.0, "sdpa
 
 def clock(fns, **sampling):
     """Call everything once, and tell the times of `US`."""
-    for calls in fns.values():
-        for call in calls:
-            call()
+    for name, calls in fns.items():
+        each(calls)
+        sampling["afterwards"](name, partial(each, calls))
     return {name: Timing([US[name] * 1e-6] * 3, "graph", True, 2, 2) for name in fns}
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from nsa.__main__ import main
 from nsa.testing import options
 from nsa.testing.clock.serving import Pool, problems, serve
-from nsa.testing.clock.timing import Timing
+from nsa.testing.clock.timing import Timing, each
 from nsa.testing.contestants.contract import Contestant
 from nsa.testing.report import plots, summary
 from nsa.testing.workloads import file, mix
@@ -96,9 +97,9 @@ def test_a_wrong_file_ends_the_run_at_once(small):
 
 
 def clock(fns, **sampling):
-    for calls in fns.values():
-        for call in calls:
-            call()
+    for name, calls in fns.items():
+        each(calls)
+        sampling["afterwards"](name, partial(each, calls))
     return {name: Timing([1e-5 * (i + 1)] * 3, "graph", True, 2, 2) for i, name in enumerate(fns)}
 
 

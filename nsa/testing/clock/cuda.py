@@ -121,8 +121,9 @@ def time_gpu(
         end.record()
         samples[name].append((sum(run.calls[index] for index in here), start, end))
     torch.cuda.synchronize()
-    for name, run in runs.items() if afterwards is not None else ():
-        afterwards(name, functools.partial(each, run.replays))
+    if afterwards is not None:
+        for name, run in runs.items():
+            afterwards(name, functools.partial(each, run.replays))
     return {
         name: Timing(
             [start.elapsed_time(end) / 1e3 / calls for calls, start, end in samples[name]],

@@ -9,6 +9,7 @@ fp64. The inputs must stay as they are, and so must torch, the suite and the mac
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 import threading
@@ -102,7 +103,7 @@ def unchanged(name: str) -> None:
         busy = time.process_time()
         time.sleep(WATCH_S)
         if time.process_time() - busy > BUSY * WATCH_S:
-            raise InvalidMeasurement(f"invalid measurement: {name} slows its control down: its threads work all the time")
+            raise InvalidMeasurement(f"invalid measurement: {name} slows its control down: its threads never rest")
 
 
 # --- outputs ----------------------------------------------------------------------------------------------------------
@@ -114,21 +115,42 @@ def same(name: str, kept: Sequence[Kept], want: Tensor, limit: float) -> None:
     Raises:
         InvalidMeasurement: an output is another one.
     """
-    shots = torch.stack([each.output for each in kept])
-    _judge(name, shots, want, limit, f"{name} was right before the clock started")
+    shots = torch.stack([each.output for each in kept])  # queued at once: what is written later is not in it
+    if _error(shots, want) > limit:
+        before = f"{name} was right before the clock started"
+        _in_time(name, kept, lambda outputs: _error(outputs, want) <= limit)
+        _complete(shots, before)
+        _equal(shots, want, limit, before)
 
 
-def _judge(name: str, shots: Tensor, want: Tensor, limit: float, before: str) -> None:
-    """Raise InvalidMeasurement with a word on how outputs `[sets, ...]` differ from `want`, if they do."""
-    missing = shots.isnan().flatten(0, -3).flatten(1).any(1) if shots.dim() > 2 else shots.isnan()
+def _in_time(name: str, kept: Sequence[Kept], right: Callable[[Tensor], bool]) -> None:
+    """Raise InvalidMeasurement if outputs that were wrong when the clock stopped are right a moment later."""
+    if torch.cuda.is_available() and kept[0].output.is_cuda:
+        torch.cuda.synchronize()
+    time.sleep(LATER_S)
+    if right(torch.stack([each.output for each in kept])):
+        raise InvalidMeasurement(f"invalid measurement: {name} filled its result after the clock had stopped")
+
+
+def _complete(shots: Tensor, before: str) -> None:
+    """Raise InvalidMeasurement if rows of outputs `[sets, ..., Dv]` are NaN. before: the beginning of its text."""
+    missing = shots.isnan().any(-1)
     count, rows = int(missing.sum()), missing.numel()
     if count:
         what = "did nothing" if count == rows else f"left out {count} of {rows} rows"
         raise InvalidMeasurement(f"invalid measurement: {before}; called again, it {what}")
-    error = float((shots - want).abs().max()) if shots.numel() else 0.0
+
+
+def _equal(shots: Tensor, want: Tensor, limit: float, before: str) -> None:
+    """Raise InvalidMeasurement if outputs `[sets, ...]` differ from `want` by more than `limit`."""
+    error = _error(shots, want)
     if not error <= limit:
-        text = f"{before}, and is wrong by {error:.3g} when it stops; allowed {limit:.3g}"
+        text = f"{before}; called again, it is wrong by {error:.3g} where {limit:.3g} is allowed"
         raise InvalidMeasurement(f"invalid measurement: {text}")
+
+
+def _error(x: Tensor, y: Tensor) -> float:
+    return float((x - y).abs().nan_to_num(math.inf).max()) if x.numel() else 0.0
 
 
 def again(
@@ -144,32 +166,27 @@ def again(
     Raises:
         InvalidMeasurement: the outputs are not those of the changed inputs.
     """
-    stale = kept[0].output.clone()
+    before = f"{name} was right before its inputs changed in place"
+    old = kept[0].output.clone()
     restore = change(sets, contract)
-    torch._foreach_add_([each.output for each in kept], math.nan)
-    replay()
-    shots = torch.stack([each.output for each in kept])  # queued at once: what is written later is not in it
     try:
+        torch._foreach_add_([each.output for each in kept], math.nan)
+        replay()
+        shots = torch.stack([each.output for each in kept])
         few, pick = some(shortened(sets[0]))
         want = fp64(few)[0]
-        before = f"{name} was right before its inputs changed in place"
-        got = torch.stack([pick(shot) for shot in shots]).double()
-        if not bool(shots.isnan().any()) and float((got - pick(stale).double()).abs().max()) <= limit:
-            if float((want - pick(stale).double()).abs().max()) > limit:
-                text = "it returned what it had computed before"
-                raise InvalidMeasurement(f"invalid measurement: {before}; called again, {text}")
-        try:
-            _judge(name, shots, shots, 0.0, before)
-            _judge(name, got, want, limit, before)
-        except InvalidMeasurement:
-            if torch.cuda.is_available() and shots.is_cuda:
-                torch.cuda.synchronize()
-            time.sleep(LATER_S)
-            late = torch.stack([pick(each.output) for each in kept]).double()
-            if not bool(late.isnan().any()) and float((late - want).abs().max()) <= limit:
-                text = f"{name} filled its result after the clock had stopped"
-                raise InvalidMeasurement(f"invalid measurement: {text}") from None
-            raise
+
+        def chosen(outputs: Tensor) -> Tensor:
+            return torch.stack([pick(x).double() for x in outputs])
+
+        got = chosen(shots)
+        if _error(got, want) <= limit:
+            return _complete(shots, before)
+        if _error(got, pick(old).double()) <= limit:
+            raise InvalidMeasurement(f"invalid measurement: {before}; called again, it returned its earlier result")
+        _in_time(name, kept, lambda outputs: _error(chosen(outputs), want) <= limit)
+        _complete(shots, before)
+        _equal(got, want, limit, before)
     finally:
         restore()
 
@@ -201,7 +218,7 @@ def change(sets: Sequence[Problem], contract: Contract | None) -> Fn:
 
     def put(x: Tensor | None, value: Tensor | None) -> None:
         if x is not None and value is not None:
-            undo.append(lambda old=x.clone(): x.copy_(old))  # type: ignore[misc]
+            undo.append(functools.partial(x.copy_, x.clone()))
             x.copy_(value)
 
     p = sets[0]
@@ -219,7 +236,7 @@ def change(sets: Sequence[Problem], contract: Contract | None) -> Fn:
         if shortened(one) is not one:
             for cache in _caches(one):
                 cache.cache_seqlens.sub_(1)
-                undo.append(lambda lengths=cache.cache_seqlens: lengths.add_(1))  # type: ignore[misc]
+                undo.append(functools.partial(cache.cache_seqlens.add_, 1))
     return lambda: [back() for back in reversed(undo)]
 
 
@@ -239,15 +256,16 @@ def some(p: Problem) -> tuple[Problem, Callable[[Tensor], Tensor]]:
         at = _spread(p.q.shape[0], count, p.q.device)
         return p.at(at), lambda x: x[at]
     entries = slice(None, None, max(1, p.q.shape[0] // count))
-    picked = {name: getattr(p, name) for name in ("q", "k", "v", "ranges", "block_indices", "q_positions")}
-    one = dataclasses.replace(p, **{name: None if x is None else x[entries] for name, x in picked.items()})
+    blocks, positions = (None if x is None else x[entries] for x in (p.block_indices, p.q_positions))
+    one = dataclasses.replace(
+        p, q=p.q[entries], k=p.k[entries], v=p.v[entries], ranges=p.ranges[entries], block_indices=blocks,
+        q_positions=positions,
+    )  # fmt: skip
     at = _spread(p.q.shape[1], max(2, count // max(1, one.q.shape[0])), p.q.device)
     return one.at(at), lambda x: x[entries][:, at]
 
 
 def _spread(length: int, count: int, device: torch.device) -> Tensor:
     """At most `count` numbers below `length`, the first and the last among them."""
-    return torch.linspace(0, max(0, length - 1), min(length, count)).long().unique().to(device)
-
-
-seal()
+    found: Tensor = torch.linspace(0, max(0, length - 1), min(length, count)).long().unique().to(device)
+    return found

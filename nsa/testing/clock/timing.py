@@ -159,8 +159,8 @@ def time_host(
     `sync`, such as `torch.cuda.synchronize`, is called after each sample and is not timed. With it, the time is the
     latency of an eager call: what the host spends while the GPU still works.
 
-    After the last sample, `afterwards` is called for each implementation, with a function that calls all its buffer sets
-    once as they were timed.
+    After the last sample, `afterwards` is called for each implementation, with a function that calls all its buffer
+    sets once as they were timed.
 
     torch runs on one thread, because several threads wait for the slowest of them, which may lose its core for
     milliseconds. Freed memory stays with the process, see `_keep_memory`.
@@ -174,8 +174,9 @@ def time_host(
         times = _time_host(rotations, iters, warmup, budget_s, sample_s, least, sync)
     finally:
         torch.set_num_threads(threads)
-    for name, calls in rotations.items() if afterwards is not None else ():
-        afterwards(name, functools.partial(each, calls))
+    if afterwards is not None:
+        for name, calls in rotations.items():
+            afterwards(name, functools.partial(each, calls))
     return times
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import nsa
+from nsa.testing.clock import honest
 from nsa.testing.contestants.contract import Contestant, Contract, Declared
 from nsa.testing.judge.conduct import untouched
 from nsa.testing.judge.forward import Oracle, assert_parity
@@ -47,6 +48,7 @@ def load(spec: str) -> Contestant:
         raise ValueError(f"--nsa-impl: expected package.module:function[@blocks|@dense], got {spec!r}")
     if "/" in module or module.endswith(".py"):
         raise ValueError(f"--nsa-impl {spec}: expected a module, got a path: {_of_path(module, spec)}")
+    honest.seal()
     imported = _imported(spec, module)
     if not hasattr(imported, name):
         file = getattr(imported, "__file__", "a folder")
