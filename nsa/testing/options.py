@@ -117,6 +117,7 @@ def without_benchmarks(config: pytest.Config, option: str) -> str | None:
 
 NEEDS = {
     "nsa_strict": ("benchmark_compare", "nsa_against", "nsa_save_baseline", "nsa_recording"),
+    "nsa_accept_drift": ("nsa_save_baseline", "nsa_recording", "benchmark_compare"),
     "nsa_accept_regression": ("nsa_save_baseline", "nsa_recording", "benchmark_compare"),
     "benchmark_compare_fail": ("benchmark_compare",),
 }

@@ -167,10 +167,10 @@ def again(
         InvalidMeasurement: the outputs are not those of the changed inputs.
     """
     before = f"{name} was right before its inputs changed in place"
-    old = kept[0].output.clone()
+    old = next(each.output.clone() for each in kept if each.last is not None)
     restore = change(sets, contract)
     try:
-        torch._foreach_add_([each.output for each in kept], math.nan)
+        torch._foreach_add_([each.output for each in kept if each.last is not None], math.nan)
         replay()
         shots = torch.stack([each.output for each in kept])
         few, pick = some(shortened(sets[0]))
