@@ -1,6 +1,7 @@
 """The pytest plugin of the suite: lanes, options, skip reasons and replay commands.
 
-`nsa_pytest`, or the root `conftest.py` of a checkout, first chooses the lane (see `lane`), then registers this plugin.
+Registered by `nsa_pytest`, or by a root conftest.py: `pytest_plugins = ["nsa.testing.plugin"]`. Its import chooses the
+lane (see `lane`).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from nsa.testing.fixtures import oracle as oracle
 from nsa.testing.fixtures import problem as problem
 from nsa.testing.interpreter import quicken
 from nsa.testing.judge import addresses
+from nsa.testing.machine import GIB_PER_WORKER, under_test
 from nsa.testing.machine import Lane as Lane
 from nsa.testing.machine import commit as commit
 from nsa.testing.machine import current_lane as current_lane
 from nsa.testing.machine import device_name as device_name
 from nsa.testing.machine import triton_version as triton_version
-from nsa.testing.machine import under_test
 from nsa.testing.owned import is_ours, module_of
 
 # In the order in which they print, see `terminal`. `benchmarks` comes last, because it imports others, and pytest can
@@ -42,7 +43,6 @@ pytest_plugins = [
     "nsa.testing.benchmarks",
 ]  # fmt: skip
 WORKERS_PER_GPU = 16  # xdist workers that share a GPU, because most of their time is compiling, on the CPU
-GIB_PER_WORKER = 6  # GPU memory of a worker: its CUDA context, packed SDPA with 1 GiB of workspace, and the oracle
 KEPT_BYTES = 512 << 20  # memory that torch may keep in its cache after a test, in each worker
 
 
@@ -162,6 +162,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest's own errors about marks
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     parametrize(metafunc)
 
@@ -170,10 +171,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare the process for the tests that `-k` and `-m` have left."""
     profiles.reproduce(session.config, session.items)
     ours = [item for item in session.items if is_ours(session.config, item.path)]
-    checked = any(item.get_closest_marker(mark) for item in ours for mark in ("parity", "edge"))
-    if checked and current_lane() == "interpreter":
+    if ours and current_lane() == "interpreter":
         quicken()
-        addresses.watch()
+        if any(item.get_closest_marker(mark) for item in ours for mark in ("parity", "edge")):
+            addresses.watch()
 
 
 def large_tests_lock() -> Path:

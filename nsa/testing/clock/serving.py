@@ -272,6 +272,8 @@ def serve(
     times = {name: found for name, found in times.items() if name not in wrong}
     for name in [name for name, t in times.items() if t.how == "eager" and t.median < HOST_S]:
         left_out[name] = f"not captured: {times.pop(name).refused}"
+    if mine[0].name not in times:
+        raise InvalidMeasurement(f"{mine[0].name}: {left_out[mine[0].name]}")
     return Served(sets[0], times, left_out, route, reason, cold)
 
 
