@@ -189,6 +189,8 @@ def test_some_rows_of_packed_sequences():
 
 def test_what_surrounds_a_kernel(monkeypatch):
     honest.seal()
+    import torch._dynamo  # replaces torch.manual_seed
+
     honest.unchanged("mine")
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a: None)

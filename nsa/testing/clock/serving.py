@@ -101,7 +101,7 @@ def problems(shape: Shape, seed: int, numbers: Pool, sets: int) -> list[Problem]
     lengths, table = lengths.to(device), table.to(device)
     scale = torch.full((case.HKV,), SCALE, device=device) if shape.fp8 else None
     scales = None if scale is None else (scale, scale)
-    found = []
+    made = []
     for _ in range(sets):
         q = numbers.take(case.torch_dtype, *lead, case.HQ, case.D)
         k, v = (numbers.take(case.torch_dtype, *of_keys, case.HKV, d) for d in (case.D, case.Dv))
@@ -113,8 +113,8 @@ def problems(shape: Shape, seed: int, numbers: Pool, sets: int) -> list[Problem]
             pages = numbers.take(dtype, count, case.HKV, case.block_size, case.D + case.Dv)
             k, v = (x.transpose(1, 2) for x in (pages[..., : case.D], pages[..., case.D :]))
             p.__dict__["_derived"] = {combined: Combined(k, v, lengths, table, scale, scale, pages)}
-        found.append(p)
-    return found
+        made.append(p)
+    return made
 
 
 # --- contestants ------------------------------------------------------------------------------------------------------
@@ -130,8 +130,8 @@ def ours(shape: Shape, name: str, backend: str, schedule: str = "auto", launches
 
 def beside(shape: Shape) -> list[Contestant]:
     """The peers that can be imported here and take the shape: vLLM over pages, fla-core and XunhaoLai without."""
-    found = vllm() if shape.paged else peers() | xunhao()
-    return [one for one in found.values() if one.supports(shape.case) is None]
+    installed = vllm() if shape.paged else peers() | xunhao()
+    return [one for one in installed.values() if one.supports(shape.case) is None]
 
 
 def run(one: Contestant, p: Problem) -> Tensor:
@@ -269,7 +269,7 @@ def serve(
 
     times = timer(rotations, iters=ITERS, budget_s=BUDGET_S, replay_s=SAMPLE_S, cold=cold, afterwards=afterwards)
     left_out |= wrong
-    times = {name: found for name, found in times.items() if name not in wrong}
+    times = {name: timing for name, timing in times.items() if name not in wrong}
     for name in [name for name, t in times.items() if t.how == "eager" and t.median < HOST_S]:
         left_out[name] = f"not captured: {times.pop(name).refused}"
     if mine[0].name not in times:
@@ -281,11 +281,11 @@ def _routes() -> Counter[tuple[str, str]]:
     return Counter({(x.route, x.reason): x.calls for x in nsa.routes()})
 
 
-def warm(shape: Shape, found: Iterable[Contestant], device: torch.device) -> None:
+def warm(shape: Shape, contestants: Iterable[Contestant], device: torch.device) -> None:
     """Call contestants once, to compile their kernels: for child processes (`precompile.py`)."""
     with nsa.configure(probe="never"), contextlib.suppress(*caught()):
         (p,) = problems(shape, 0, Pool(device, largest(shape)), 1)
-        for one in found:
+        for one in contestants:
             why_not(one.supports(shape.case), partial(run, one, p))
 
 

@@ -98,13 +98,13 @@ def history(recordings: Sequence[Recording]) -> dict[str, list[tuple[str, float]
     beside = {path for known in paths if known.is_file() for path in known.parent.glob("[0-9][0-9][0-9][0-9]_*.json")}
     same = (now.device, now.torch, now.triton)
     files = [one for one in map(load, sorted(beside)) if (one.device, one.torch, one.triton) == same]
-    found: dict[str, dict[str, list[float]]] = {}
+    ratios_of: dict[str, dict[str, list[float]]] = {}
     for one in [*files, *([] if Path(now.source) in beside else [now])]:
         for fact in one.facts:
             if ratio := fact.get("ratio_to_control"):
-                found.setdefault(fact["name"], {}).setdefault(one.commit[:7], []).append(ratio)
+                ratios_of.setdefault(fact["name"], {}).setdefault(one.commit[:7], []).append(ratio)
     return {
-        name: [(commit, statistics.median(ratios)) for commit, ratios in by.items()] for name, by in found.items()
+        name: [(commit, statistics.median(ratios)) for commit, ratios in by.items()] for name, by in ratios_of.items()
     }
 
 
