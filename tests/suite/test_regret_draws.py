@@ -77,6 +77,23 @@ def test_buffer_sets_are_other_tensors_with_one_selection(small):
     assert not torch.equal(first.k, second.k)
 
 
+@pytest.mark.parametrize("small", [True], indirect=True)
+def test_what_a_peer_derives_is_made_before_it_is_timed(small, monkeypatch):
+    """In a graph it could not be made."""
+    made, timing = [], []
+    auto = regret.contestants(regret.drawn(0))[0]
+
+    def arguments(p):
+        assert not timing
+        made.append(p)
+        return p
+
+    peer = Contestant("other", lambda p, lse, out: auto.run(p.derived(arguments)), lse=False)
+    monkeypatch.setattr(regret, "beside", lambda shape: [peer])
+    regret.measured(0, Pool(CPU, 1 << 20), lambda fns, **how: timing.append(1) or clock(fns, **how))
+    assert len(made) == 2
+
+
 @pytest.mark.parametrize("small", [False, True], ids=["plain", "pages"], indirect=True)
 def test_a_wrong_schedule_fails_and_a_wrong_peer_is_left_out(small, monkeypatch):
     auto, *others = regret.contestants(regret.drawn(0))

@@ -28,7 +28,8 @@ from nsa.testing.judge.forward import fp64
 from nsa.testing.matrix.caches import Cache
 from nsa.testing.matrix.problem import Problem
 
-EXACT_BYTES = 1 << 28  # of the keys and values in fp64 of the rows that are compared
+EXACT_BYTES = 1 << 26  # of the keys and values in fp64 of the rows that are compared
+EXACT_TOKENS = 16  # whose rows are compared, at most
 LATER_S = 0.1  # a result that is right after this time, and was not when the clock stopped, came too late
 WATCH_S, BUSY = 0.01, 0.5  # threads that work while this one sleeps for so long, for more than this share of it
 LEFT_S = 1e-3  # work that the GPU still does so long after the stream of the clock is done
@@ -258,11 +259,11 @@ def some(p: Problem) -> tuple[Problem, Callable[[Tensor], Tensor]]:
     """A part of a problem for which fp64 takes little memory, and what picks its rows of an output."""
     p = dataclasses.replace(p)  # what was derived from the old inputs is forgotten
     HKV, width = p.ranges.shape[-3], p.case.L * (p.case.D + p.case.Dv) * 8
-    count = max(2, EXACT_BYTES // max(1, HKV * width))
+    count = max(2, min(EXACT_TOKENS, EXACT_BYTES // max(1, HKV * width)))
     if p.cu_seqlens is not None:
         at = _spread(p.q.shape[0], count, p.q.device)
         return p.at(at), lambda x: x[at]
-    entries = slice(None, None, max(1, p.q.shape[0] // count))
+    entries = slice(None, None, max(1, -(-p.q.shape[0] // count)))
     blocks, positions = (None if x is None else x[entries] for x in (p.block_indices, p.q_positions))
     one = dataclasses.replace(
         p, q=p.q[entries], k=p.k[entries], v=p.v[entries], ranges=p.ranges[entries], block_indices=blocks,

@@ -255,6 +255,9 @@ def serve(
     run(mine[0], sets[0])
     ((route, reason),) = _routes() - before
     served, left_out, want = agree(mine, others, sets[0])
+    for each in sets[1:]:  # what comparators derive, so that no timed call does
+        for make in sets[0].__dict__.get("_derived", {}):
+            each.derived(make)
     rotations = {one.name: [Kept(partial(one.run, s)) for s in sets] for one in served}
     wrong: Left = {}
 

@@ -172,12 +172,12 @@ def time_host(
     try:
         rotations = {name: [fn] if callable(fn) else list(fn) for name, fn in fns.items()}
         times = _time_host(rotations, iters, warmup, budget_s, sample_s, least, sync)
+        if afterwards is not None:
+            for name, calls in rotations.items():
+                afterwards(name, functools.partial(each, calls))
+        return times
     finally:
         torch.set_num_threads(threads)
-    if afterwards is not None:
-        for name, calls in rotations.items():
-            afterwards(name, functools.partial(each, calls))
-    return times
 
 
 def each(calls: Iterable[Fn]) -> None:
