@@ -96,6 +96,13 @@ def test_a_wrong_file_ends_the_run_at_once(small):
             options.check(Session("nsa_workload", nsa_workload=given))
 
 
+@pytest.mark.parametrize("other", ["nsa_regret", "nsa_shape"])
+def test_one_special_run_at_a_time(small, other):
+    given = {"nsa_workload": str(small), other: ["L=64"] if other == "nsa_shape" else 3}
+    with pytest.raises(pytest.UsageError, match="times its own cases alone: leave out --nsa-"):
+        options.check(Session(**given))
+
+
 def clock(fns, **sampling):
     for name, calls in fns.items():
         each(calls)
