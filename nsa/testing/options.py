@@ -116,6 +116,7 @@ def without_benchmarks(config: pytest.Config, option: str) -> str | None:
 
 NEEDS = {
     "nsa_strict": ("benchmark_compare", "nsa_against", "nsa_save_baseline", "nsa_recording"),
+    "nsa_accept_drift": ("nsa_save_baseline", "nsa_recording", "benchmark_compare"),
     "nsa_accept_regression": ("nsa_save_baseline", "nsa_recording", "benchmark_compare"),
     "benchmark_compare_fail": ("benchmark_compare",),
 }
@@ -155,6 +156,9 @@ def check(config: pytest.Config) -> None:
             read(find(config.getoption("nsa_workload")))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
+    alone = [name for name in (*ALONE, "nsa_shape") if config.getoption(name, None)]
+    if len(alone) > 1:
+        raise pytest.UsageError(f"{spelled(alone[0])} times its own cases alone: leave out {spelled(alone[1])}")
     asked = [spelled(name) for name in WRITES if config.getoption(name)]
     if not asked:
         return

@@ -90,10 +90,10 @@ def drawn(seed: int) -> Shape:
 def contestants(shape: Shape) -> list[Contestant]:
     """Ours: `auto` first, then each schedule, and packed SDPA unless it copies too much."""
     case = shape.case
-    found = [ours(shape, "auto", "auto"), *(ours(shape, name, "triton", name, name) for name in SCHEDULES)]
+    schedules = [ours(shape, "auto", "auto"), *(ours(shape, name, "triton", name, name) for name in SCHEDULES)]
     if case.N * case.L * (case.D + case.Dv) * case.torch_dtype.itemsize <= PACKED_BYTES:
-        found.append(ours(shape, "sdpa", "sdpa"))
-    return found
+        schedules.append(ours(shape, "sdpa", "sdpa"))
+    return schedules
 
 
 def measured(seed: int, numbers: Pool, timer: Timer = time_gpu) -> tuple[Timing, dict[str, Any]]:
@@ -103,14 +103,14 @@ def measured(seed: int, numbers: Pool, timer: Timer = time_gpu) -> tuple[Timing,
         AssertionError: one of our schedules is wrong.
     """
     shape = drawn(seed)
-    case, found = shape.case, serve(shape, seed, contestants(shape), beside(shape), numbers, timer)
-    return found.times["auto"], judged({
+    case, served = shape.case, serve(shape, seed, contestants(shape), beside(shape), numbers, timer)
+    return served.times["auto"], judged({
         "seed": seed, "kind": kind(case), "case": case.id + "-pages" * shape.paged + "-fp8" * shape.fp8,
         "B": case.B, "S": case.S, "S_kv": case.S_kv, "HQ": case.HQ, "HKV": case.HKV, "G": case.H, "D": case.D,
         "Dv": case.Dv, "block_size": case.block_size, "n": case.n, "L": case.L, "shared": case.shared,
-        "paged": shape.paged, "fp8": shape.fp8, "cold": found.cold, "bytes": found.problem.unique_bytes,
-        "flops": found.problem.flops, "route": found.route, "reason": found.reason,
-        "us": {name: round(t.median * 1e6, 3) for name, t in found.times.items()}, "left_out": found.left_out,
+        "paged": shape.paged, "fp8": shape.fp8, "cold": served.cold, "bytes": served.problem.unique_bytes,
+        "flops": served.problem.flops, "route": served.route, "reason": served.reason,
+        "us": {name: round(t.median * 1e6, 3) for name, t in served.times.items()}, "left_out": served.left_out,
         "again": COMMAND.format(seed=seed),
     })  # fmt: skip
 
@@ -133,8 +133,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = [*_distribution("our best schedule", [row["regret"] for row in rows])]
     lines += _distribution("the fastest peer", [row["against_peer"] for row in rows if row["peer"] is not None])
     for key, other in (("regret", "best"), ("against_peer", "peer")):
-        found = sorted((row for row in rows if (row[key] or 0) > 1 + NEAR[0]), key=lambda row: -row[key])
-        for row in found[:WORST]:
+        slow = sorted((row for row in rows if (row[key] or 0) > 1 + NEAR[0]), key=lambda row: -row[key])
+        for row in slow[:WORST]:
             us, name = row["us"], row[other]
             times = f"auto {us['auto']:.0f} us ({row['route']}), {name} {us[name]:.0f}"
             lines += [f"{row[key]:.2f}x  {times}: {row['case']}", f"       {row['again']}"]

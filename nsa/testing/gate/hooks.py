@@ -45,6 +45,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the perf session in this tree and in a git worktree of REF, in processes that take turns, and gate "
         "this tree against REF; needs no baseline",
     )
+    group.addoption(
+        "--nsa-accept-drift",
+        action="append",
+        default=[],
+        metavar="BENCHMARK",
+        help="let this benchmark be slower than its best recording, which it became in small steps (repeatable)",
+    )
     group.addoption("--nsa-recording", action="store_true", help=argparse.SUPPRESS)  # a process of --nsa-save-baseline
 
 
@@ -276,7 +283,7 @@ def _open(key: Key, folder: Path, option: argparse.Namespace) -> Gate:
         baseline = store.find(folder, key)
     except ValueError as e:
         pytest.exit(f"a baseline cannot be read: {e}", returncode=1)
-    flags = (option.nsa_recording, option.nsa_accept_regression, option.nsa_strict)
+    flags = (option.nsa_recording, option.nsa_accept_regression, option.nsa_strict, option.nsa_accept_drift)
     return Gate(key, baseline, *flags, "--nsa-full runs everything, the gate is for core" if option.nsa_full else None)
 
 
