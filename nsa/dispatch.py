@@ -205,9 +205,7 @@ def _run_debug(plan: Plan, call: Call) -> Result:
     """Run a call and log what the ``debug_*`` settings ask for. ``debug_timing`` synchronizes."""
     current = call.settings
     if (folder := recording()) is not None:
-        from nsa.testing.workloads.record import count as record
-
-        record(call, folder)
+        debug.count_shape(call, folder)
     if current.debug_shapes:
         named = call.named_tensors()
         logger.info("shapes: %s", ", ".join(f"{k} {list(x.shape)} strides {x.stride()}" for k, x in named.items()))
