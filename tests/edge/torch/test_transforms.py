@@ -1,4 +1,4 @@
-"""What wraps a call: inference mode, fake tensors, `torch.func`, forward-mode AD. `test_training_tools.py` has the others."""
+"""What wraps a call: `torch.func`, forward-mode AD, `out`. `test_training_tools.py` has the others."""
 
 import contextlib
 
