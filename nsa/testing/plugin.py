@@ -163,7 +163,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest's own errors about marks
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     parametrize(metafunc)
 

@@ -373,7 +373,7 @@ NEEDS = "--benchmark-compare needs benchmarks"
 OTHERS = "--nsa-against starts several processes, and {} is for one process: leave out {}"
 BEFORE = "write the path before the option, pytest -m perf {} --benchmark-compare"
 NOT_CORE = (
-    "--nsa-full", "--nsa-update-thresholds", "--nsa-update-schedules", "--nsa-shape=N=2,L=16", "--nsa-dist=few",
+    "--nsa-full", "--nsa-update-thresholds", "--nsa-shape=N=2,L=16", "--nsa-dist=few",
     "--nsa-decode", "--nsa-csv=out.csv", "--nsa-seed=7", "--nsa-iters=10", "--nsa-warmup=0", "--nsa-streams=2",
     "--nsa-regret=2",
 )  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import nsa
+from nsa.testing.clock import honest
 from nsa.testing.contestants import traces
 from nsa.testing.contestants.contract import Contestant, Contract, Declared
 from nsa.testing.judge.conduct import untouched
@@ -46,6 +47,7 @@ def load(spec: str) -> Contestant:
         raise ValueError(f"--nsa-impl: expected package.module:function[@blocks|@dense], got {spec!r}")
     if "/" in module or module.endswith(".py"):
         raise ValueError(f"--nsa-impl {spec}: expected a module, got a path: {_of_path(module, spec)}")
+    honest.seal()
     imported = _imported(spec, module)
     if not hasattr(imported, name):
         file = getattr(imported, "__file__", "a folder")

@@ -22,7 +22,7 @@ from nsa.testing.gate.store import Baseline, Key
 from nsa.testing.machine import commit, under_test
 from nsa.testing.report.document import read
 
-NOT_CORE = ("nsa_full", *options.BY_HAND, "nsa_update_thresholds", "nsa_update_schedules", "nsa_regret")
+NOT_CORE = ("nsa_full", *options.BY_HAND, "nsa_update_thresholds", "nsa_regret")
 STORAGE = "--benchmark-storage"
 UPSTREAM_STORAGE = "file://./.benchmarks"  # pytest-benchmark's default: the option was not given
 _compare_key = pytest.StashKey[Any]()  # the value of --benchmark-compare
@@ -44,6 +44,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="REF",
         help="run the perf session in this tree and in a git worktree of REF, in processes that take turns, and gate "
         "this tree against REF; needs no baseline",
+    )
+    group.addoption(
+        "--nsa-accept-drift",
+        action="append",
+        default=[],
+        metavar="BENCHMARK",
+        help="let this benchmark be slower than its best recording, which it became in small steps (repeatable)",
     )
     group.addoption("--nsa-recording", action="store_true", help=argparse.SUPPRESS)  # a process of --nsa-save-baseline
 
@@ -276,7 +283,7 @@ def _open(key: Key, folder: Path, option: argparse.Namespace) -> Gate:
         baseline = store.find(folder, key)
     except ValueError as e:
         pytest.exit(f"a baseline cannot be read: {e}", returncode=1)
-    flags = (option.nsa_recording, option.nsa_accept_regression, option.nsa_strict)
+    flags = (option.nsa_recording, option.nsa_accept_regression, option.nsa_strict, option.nsa_accept_drift)
     return Gate(key, baseline, *flags, "--nsa-full runs everything, the gate is for core" if option.nsa_full else None)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from nsa.files import write_whole
 from nsa.gpu import device_slug
 from nsa.testing.report import summary, table, tables
-from nsa.testing.report.recording import Fact, Recording, geomean, kernels, load, newest
+from nsa.testing.report.recording import Fact, Recording, geomean, history, kernels, load, newest
 from nsa.testing.report.table import Column, Table
 from nsa.tuning import thresholds
 
@@ -108,6 +108,7 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
         ),
         *_workloads(now.facts),
         Section("Roofline", _timing_note(now.facts), [p for p in [plots.roofline(now.facts)] if p]),
+        Section("Drift", "", [p for p in [plots.drift(history(recordings))] if p]),
         *([_change(recordings[0], now)] if len(recordings) == 2 else []),
         Section.of(tables.threshold(decision, on_packed)),
         Section.of(tables.make("cases", (fact for fact in now.facts if not fact.get("layouts")))),
