@@ -165,7 +165,7 @@ class Verdicts:
             return
         # A run of tests by id, such as a replay command, does not have to prove a contestant.
         self.whole = not any("::" in str(word) for word in self.config.args)
-        said = "\n".join(line for _, lines in self._verdicts() for line in lines)
+        said = "\n".join(self._verdicts())
         green = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
         if green and (": not proved" in said or ": WRONG" in said):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -199,7 +199,7 @@ class Verdicts:
     def _conclude(self, reporter: pytest.TerminalReporter, hidden: int, failures: list[Any]) -> None:
         if self.config.option.collectonly:
             return
-        verdicts = [line for _, lines in self._verdicts() for line in lines]
+        verdicts = self._verdicts()
         if verdicts:
             reporter.section("contestants")
         for line in verdicts + [f"{hidden} more failures of these kinds: -v shows them"] * bool(hidden):
@@ -211,17 +211,15 @@ class Verdicts:
         for line in commands:
             reporter.write_line(line)
 
-    def _verdicts(self) -> list[tuple[str, list[str]]]:
-        lines: list[tuple[str, list[str]]] = []
+    def _verdicts(self) -> list[str]:
         if not self.specs:  # our own kernels: only wrong results are printed
             wrong = {key: tally for key, tally in self.tallies.items() if tally.wrong}
-            return [(spec, _wrong(f"{spec}, {lane}", tally)) for (spec, lane), tally in wrong.items()]
+            return [line for (spec, lane), tally in wrong.items() for line in _wrong(f"{spec}, {lane}", tally)]
+        lines = []
         for spec in self.specs:
             mine = {lane: self.tallies[spec, lane] for lane in (*LANES, "perf") if (spec, lane) in self.tallies}
-            said = [line for lane, tally in mine.items() for line in self._of_lane(named.load(spec), lane, tally)]
-            said += [] if any(tally.wrong for tally in mine.values()) else self._lost(spec)
-            if said:
-                lines.append((spec, said))
+            lines += [line for lane, tally in mine.items() for line in self._of_lane(named.load(spec), lane, tally)]
+            lines += [] if any(tally.wrong for tally in mine.values()) else self._lost(spec)
         return lines
 
     def _lost(self, spec: str) -> list[str]:
