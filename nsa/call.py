@@ -66,6 +66,18 @@ class Call(NamedTuple):
         """Ranges or block indices; None for packed rows."""
         return self.block_indices if self.ranges is None else self.ranges
 
+    def with_lists(self) -> Call:
+        """The call with a list for each KV head, where one list serves all: a view, whose stride over heads is 0."""
+        name, axis = ("block_indices", -2) if self.ranges is None else ("ranges", -3)
+        x, k = getattr(self, name), self.k
+        if not (isinstance(x, Tensor) and isinstance(k, Tensor)) or x.dim() < 1 - axis or k.dim() < 2:
+            return self
+        if x.shape[axis] != 1 or k.shape[-2] == 1:
+            return self
+        shape = list(x.shape)
+        shape[axis] = k.shape[-2]
+        return self._replace(**{name: x.expand(shape)})
+
     @property
     def cu_seqlens(self) -> tuple[Tensor, Tensor] | None:
         """``(cu_seqlens_q, cu_seqlens_k)``, or None."""
