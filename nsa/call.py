@@ -54,7 +54,7 @@ class Call(NamedTuple):
     def of(cls, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Any = None, **given: Any) -> Call:
         """A call with the settings in force, from keywords as :func:`nsa.selection_attention` takes them."""
         pair = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
-        return cls(q, k, v, cu_seqlens_q=pair[0], cu_seqlens_k=pair[1], **{"settings": settings.get()} | given)
+        return cls(q, k, v, cu_seqlens_q=pair[0], cu_seqlens_k=pair[1], **{"settings": settings.get()} | given).with_lists()
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

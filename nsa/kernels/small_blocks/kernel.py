@@ -371,7 +371,9 @@ def _unions_kernel(
     splits = tl.num_programs(1)
     number = head_kv % lists
     blocks = tl.load(count_ptr + tile * lists + number)
-    if blocks < 0:
+    if SPLIT:
+        blocks = tl.maximum(blocks, 0)  # the merge reads the parts of all tiles
+    elif blocks < 0:
         return
     token0, end = _tokens_of(first + tile, run, TOKENS)
     seq, k_first, seqlen_k, shift = sequence_of(token0, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 import nsa
+from nsa.kernels.small_blocks import tiles as small_tiles
 from nsa.kernels.union import tiles as union_tiles
 from nsa.testing.contestants.contract import CACHES, Call, Contestant, Contract, Support
 from nsa.testing.contestants.named import OF_CACHES, of_function
@@ -89,6 +90,10 @@ def _in_unions(case: Case) -> str | None:
     return BLOCKS(case) or (None if found else "takes groups of which a tile holds two")
 
 
+def _small(case: Case) -> str | None:
+    return BLOCKS(case) or (None if case.block_size <= small_tiles.LARGEST else "takes small blocks")
+
+
 OURS = {
     impl.name: impl
     for impl in (
@@ -105,6 +110,7 @@ OURS = {
         Contestant("query_major_ranges", front_door("triton", "query_major"), "query_major", poison=True),
         Contestant("key_major", front_door("triton", "key_major", blocks=True), "key_major", BLOCKS, poison=True),
         Contestant("union", front_door("triton", "union", blocks=True), "union", _in_unions, poison=True),
+        Contestant("small_blocks", front_door("triton", "small_blocks", blocks=True), "small_blocks", _small, poison=True),
         Contestant("key_major_ranges", front_door("triton", "key_major"), "key_major", poison=True),
         Contestant("sdpa", front_door("sdpa"), poison=True),
         Contestant("sdpa_unbounded", front_door("sdpa", bound=False), poison=True),
