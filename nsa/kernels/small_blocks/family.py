@@ -27,9 +27,9 @@ class SmallBlocks(Family):
         return None
 
     def pays(self, call: Call, shape: Shape, device_name: str) -> str | None:
-        if self.why_not(call, shape) is not None or shape.n < tiles.MANY or call.q.element_size() > 2:
+        if self.why_not(call, shape) is not None or shape.n <= tiles.FEW or call.q.dtype.itemsize > 2:
             return None
-        return f"{tiles.MANY} blocks or more of {tiles.LARGEST} keys or fewer"
+        return f"rows of more than {tiles.FEW} blocks of {tiles.LARGEST} keys or fewer"
 
     def plan(self, call: Call, shape: Shape, schedule: str) -> Any:
         why_not = self.why_not(call, shape)

@@ -246,15 +246,18 @@ def _tokens_of(tile, run, TOKENS: tl.constexpr):
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _list_kernel(
-    sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, table_ptr, entry_ptr, place_ptr, count_ptr, served_ptr, index_ptr,
-    B, S, S_kv, n, pages, lists, first, tiles, run, blocks, room, cost, gain, stride_lt, stride_lh, stride_tb,
+    sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, table_ptr, entry_ptr, k_place_ptr, v_place_ptr, count_ptr, served_ptr,
+    index_ptr,
+    B, S, S_kv, n, pages, lists, first, tiles, run, blocks, room, cost, gain, stride_lt, stride_lh, stride_kb, stride_kn,
+    stride_vb, stride_vn, stride_tb,
     SIZE: tl.constexpr, LAYOUT: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the unions of tiles of ``TOKENS`` tokens: entry and place ``[tiles, lists, room]`` int32, and count.
+    """Write the unions of tiles of ``TOKENS`` tokens: entry int32 and place int64 ``[tiles, lists, room]``, and count.
 
-    An entry is a block times ``2^TOKENS`` plus the mask of the tokens that selected the block. Its place is the block's
-    number in the cache times 32, plus the number of its keys that a token of the tile may see. Entries are in the order
+    An entry is a block times ``2^TOKENS`` plus the mask of the tokens that selected the block. Its place is the offset
+    of its first key from the first key of :func:`_bases`, in units of the strides, times 32, plus the number of its
+    keys that a token of the tile may see. v_place is None if values have the strides of keys. Entries are in the order
     in which they first occur, token by token. A program takes every so many tiles; ``first`` is the number of the
     launch's first tile. index ``[programs, lists, blocks]`` int16 says where in the list of the program's tile a block
     is. It is checked against the list, so it is never cleared (Briggs and Torczon, 1993, sparse sets).
@@ -274,7 +277,8 @@ def _list_kernel(
         # All tokens must be of one sequence. In a ragged batch a token after the last sequence has its `seq`, but no
         # keys.
         other, _, keys, _ = sequence_of(end - 1, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)
-        farthest = tl.max(causal_limit(tl.minimum(token0 + mine, end - 1), shift, seqlen_k, pos_ptr, CAUSAL) + mine * 0, 0)
+        limits = causal_limit(tl.minimum(token0 + mine, end - 1), shift, seqlen_k, pos_ptr, CAUSAL)
+        farthest = tl.max(limits + mine * 0, 0)  # a call that is not causal has one limit
         at_list = (tile * lists + number).to(tl.int64) * room
         count = 0
         selected = 0
@@ -287,11 +291,15 @@ def _list_kernel(
             block = tl.maximum(tl.minimum(block, 2147483647), -1).to(tl.int32)
             listed = (block >= 0) & (block.to(tl.int64) * SIZE < limit)
             block = tl.where(listed, block, 0)
-            place = block
+            key = block * SIZE
+            page = tl.zeros_like(block)
             if PAGE:
-                page = tl.load(table_ptr + tl.cast(seq, tl.int64) * stride_tb + block * SIZE // PAGE, mask=listed, other=-1)
+                page = tl.load(table_ptr + tl.cast(seq, tl.int64) * stride_tb + key // PAGE, mask=listed, other=-1)
                 listed &= (page >= 0) & (page < pages)
-                place = tl.where(listed, page, 0).to(tl.int32) * (PAGE // SIZE) + block % (PAGE // SIZE)
+                page = tl.where(listed, page, 0).to(tl.int32)
+                key = key % PAGE
+            seen = tl.minimum(farthest - block * SIZE, SIZE)
+            k_place = (page.to(tl.int64) * stride_kb + key.to(tl.int64) * stride_kn) * 32 + seen
             at = tl.load(index_ptr + block, mask=listed, other=-1).to(tl.int32)
             known = listed & (at >= 0) & (at < count)
             there = tl.load(entry_ptr + at_list + at, mask=known, other=-1)
@@ -302,7 +310,10 @@ def _list_kernel(
             entry = tl.where(known, there, block << TOKENS) | (1 << t)
             tl.debug_barrier()  # entries are read before any is written
             tl.store(entry_ptr + at_list + at, entry, mask=listed)
-            tl.store(place_ptr + at_list + at, (place << 5) + tl.minimum(farthest - block * SIZE, SIZE), mask=fresh)
+            tl.store(k_place_ptr + at_list + at, k_place, mask=fresh)
+            if v_place_ptr is not None:
+                v_place = (page.to(tl.int64) * stride_vb + key.to(tl.int64) * stride_vn) * 32 + seen
+                tl.store(v_place_ptr + at_list + at, v_place, mask=fresh)
             tl.store(index_ptr + block, at.to(tl.int16), mask=fresh)
             tl.debug_barrier()
             # Two slots of this row list the same new block: one of them finds the other's place.
@@ -330,30 +341,16 @@ def _of_list(list_ptr, slot, total, SIZE: tl.constexpr):
     return tl.load(list_ptr + slot // SIZE, mask=slot < total, other=0)
 
 
-@triton.jit
-def _offset_of(
-    block, within, stride_page, stride_key, SIZE: tl.constexpr, PAGE: tl.constexpr, STRIDE_UNIT: tl.constexpr
-):
-    """Elements from the first key of :func:`_bases` to the key ``within`` a block of the cache, int64."""
-    if PAGE:
-        page = block // (PAGE // SIZE)
-        within += block % (PAGE // SIZE) * SIZE
-        at = page.to(tl.int64) * stride_page + within.to(tl.int64) * stride_key
-    else:
-        at = (block.to(tl.int64) * SIZE + within) * stride_key
-    return at * STRIDE_UNIT
-
-
 @triton.jit(do_not_specialize=RUNTIME)
 def _unions_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, part_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, k_scale_ptr, v_scale_ptr, entry_ptr,
-    place_ptr, count_ptr, served_ptr,
+    k_place_ptr, v_place_ptr, count_ptr, served_ptr,
     B, S, S_kv, tokens, lists, first, tiles, run, room,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_ob,
     stride_os, stride_oh, scale,
     G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, LAYOUT: tl.constexpr,
-    PAGE: tl.constexpr, CAUSAL: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, ALIKE: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr, CAUSAL: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile: ``TOKENS`` tokens with ``G`` query heads each, in ``ROWS`` rows, over their union.
@@ -390,7 +387,9 @@ def _unions_kernel(
     stride = splits * BLOCK_N
     at_list = (tile * lists + number).to(tl.int64) * room
     entry = _of_list(entry_ptr + at_list, split * BLOCK_N + slots, total, SIZE)
-    place = _of_list(place_ptr + at_list, split * BLOCK_N + slots, total, SIZE)
+    k_place = _of_list(k_place_ptr + at_list, split * BLOCK_N + slots, total, SIZE)
+    if v_place_ptr is not None:
+        v_place = _of_list(v_place_ptr + at_list, split * BLOCK_N + slots, total, SIZE)
 
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
@@ -415,19 +414,23 @@ def _unions_kernel(
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     for begin in range(split * BLOCK_N, total, stride):
-        within = (begin + slots) % SIZE
-        valid = within < place % 32
-        k_at = _offset_of(place >> 5, within, stride_kb, stride_kn, SIZE, PAGE, STRIDE_UNIT)
+        within = slots % SIZE  # the key's number in its block
+        if BLOCK_N % SIZE:
+            within = (begin + slots) % SIZE
+        valid = within < k_place % 32
+        k_at = ((k_place >> 5) + within.to(tl.int64) * stride_kn) * STRIDE_UNIT
         k = tl.load(k_base + k_at[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < D), other=0.0)
         v_at = k_at
-        if not ALIKE:
-            v_at = _offset_of(place >> 5, within, stride_vb, stride_vn, SIZE, PAGE, STRIDE_UNIT)
+        if v_place_ptr is not None:
+            v_at = ((v_place >> 5) + within.to(tl.int64) * stride_vn) * STRIDE_UNIT
         v = tl.load(v_base + v_at[:, None] + dv[None, :], mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)
         mask = entry
         key = (entry >> TOKENS) * SIZE + within
         # Ask for what the next turn reads.
         entry = _of_list(entry_ptr + at_list, begin + stride + slots, total, SIZE)
-        place = _of_list(place_ptr + at_list, begin + stride + slots, total, SIZE)
+        k_place = _of_list(k_place_ptr + at_list, begin + stride + slots, total, SIZE)
+        if v_place_ptr is not None:
+            v_place = _of_list(v_place_ptr + at_list, begin + stride + slots, total, SIZE)
 
         if E4M3:
             k = half_of(k)

@@ -122,7 +122,7 @@ def plan(call: Call, shape: Shape) -> Launch:
         parts = parts or tiles.union_splits(number * g.HKV, processors, g.n * size, choice)
         blocks, alike = -(-g.S_kv // size), g.strides[3:5] == g.strides[6:8]
         once = number if parts > 1 else tiles.at_once(tile, lists, g.n, number)
-        lister, *united = _of_unions(device, dtype, kinds, tile, parts > 1, early, ALIKE=alike, **shared)
+        lister, *united = _of_unions(device, dtype, (*kinds, alike), tile, parts > 1, early, **shared)
         unions = Unions(
             lister, tuple(united), tile, worth, parts, run, number, once, tiles.list_programs(lists, blocks, once),
             blocks,
@@ -144,9 +144,8 @@ def _unions(
     and where a row's result must not depend on its neighbours.
     """
     apart = g.page % (call.block_size or 1) != 0  # a block may lie in two pages
-    far = max(g.S_kv, g.pages * g.page) // (call.block_size or 1) > tiles.MOST_PLACES
     alone = g.S <= 1 if g.layout in (BATCH, CACHE) else call.max_seqlen_q is not None and call.max_seqlen_q <= 1
-    if apart or far or alone or call.settings.batch_invariant or g.n == 0:
+    if apart or alone or call.settings.batch_invariant or g.n == 0:
         return None
     assert call.block_size is not None
     return tiles.unions(capability, *items, g.G, g.D, g.Dv, g.n, -(-g.S_kv // call.block_size), choice)
@@ -225,10 +224,12 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     if unions is not None:
         tile, n = unions.tile, g.n
         room = tile.TOKENS * n
-        entries, places, count, index, served, parts = workspaces(
+        every = unions.at_once * lists * room
+        entries, keys, values, count, index, served, parts = workspaces(
             device,
-            entries=(unions.at_once * lists * room, torch.int32),
-            places=(unions.at_once * lists * room, torch.int32),
+            entries=(every, torch.int32),
+            keys=(every, torch.int64),
+            values=None if g.strides[3:5] == g.strides[6:8] else (every, torch.int64),
             count=(unions.at_once * lists, torch.int32),
             index=(unions.programs * lists * unions.blocks, torch.int16),
             served=(g.tokens * lists, torch.int32),
@@ -238,14 +239,14 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         for first in range(0, unions.tiles, unions.at_once):
             now = min(unions.at_once, unions.tiles - first)
             unions.list.launch(
-                (min(now, unions.programs), lists, 1), device, (selection, *about, table, entries, places, count, served, index),
+                (min(now, unions.programs), lists, 1), device, (selection, *about, table, entries, keys, values, count, served, index),
                 (g.B, g.S, g.S_kv, n, g.pages, lists, first, now, unions.run, unions.blocks, room, *unions.worth,
-                 *steps, g.stride_tb), narrow,
+                 *steps, *g.strides[3:5], *g.strides[6:8], g.stride_tb), narrow,
             )  # fmt: skip
             union.launch(
                 (now * g.HKV, unions.splits, 1), device,
-                (q, k, v, out, None if parts is not None else lse, parts, *about, k_scale, v_scale, entries, places,
-                 count, served),
+                (q, k, v, out, None if parts is not None else lse, parts, *about, k_scale, v_scale, entries, keys,
+                 values, count, served),
                 (g.B, g.S, g.S_kv, g.tokens, lists, first, now, unions.run, room, *g.strides, scale), narrow,
             )  # fmt: skip
         launches["small_blocks unions"] += 1

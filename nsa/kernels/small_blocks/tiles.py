@@ -10,13 +10,12 @@ from nsa.kernels.shared.device import shared_bytes
 from nsa.kernels.shared.sizes import exchange_bytes, padded
 
 LARGEST = 16  # keys of a small block
-MANY = 32  # blocks of a row from which on the family is taken unasked: query-major looks up its spans in chunks of 64
+FEW = 64  # blocks of a row that query-major looks up at once. Rows of more are served by this family, unasked
 MOST_BLOCKS = 1 << 16  # of a row
 MOST_KEYS = 2**30  # of a sequence: keys and slots are counted in int32
 
 MOST_TOKENS = 8  # of a tile of neighbouring tokens, whose mask is a part of an int32 entry
 MOST_SLOTS = 4096  # blocks of a row in a union, which a program of the list kernel holds at once
-MOST_PLACES = 1 << 26  # blocks of a cache: times 32 they must fit int32
 LIST_BYTES = 64 << 20
 """Limit of the lists of one pass. Longer calls take several passes."""
 PLACE_BYTES = 32 << 20
@@ -167,7 +166,7 @@ def union_splits(programs: int, processors: int, bound: int, choice: Choice = RU
 
 def at_once(tile: Unions, lists: int, n: int, tiles: int) -> int:
     """Tiles of one pass: as many as lists within `LIST_BYTES` hold."""
-    return max(1, min(tiles, LIST_BYTES // (8 * max(lists * tile.TOKENS * n, 1))))
+    return max(1, min(tiles, LIST_BYTES // (12 * max(lists * tile.TOKENS * n, 1))))
 
 
 def list_programs(lists: int, blocks: int, tiles: int) -> int:

@@ -183,6 +183,8 @@ def route(plan):
 KEY_MAJOR = ("key_major", f"2 queries or more with G = 1: {MEASURED}", "key_major", False, "query_major")
 CHUNK = ("key_major", f"64 queries or more with G = 1: {MEASURED}", "key_major", False, "query_major")
 BLOCKS = ("query_major", LONG, "query_major", False, None)
+MANY = "rows of more than 64 blocks of 16 keys or fewer"
+SMALL_BLOCKS = ("small_blocks", MANY, "small_blocks", False, "union")
 NAMED = ("key_major", LONG, "key_major", False, "query_major")
 ROUTES = {
     "prefill": ({}, KEY_MAJOR),
@@ -216,7 +218,9 @@ ROUTES = {
     "fp32": ({"dtype": torch.float32}, BLOCKS),
     "few-slots": ({"n": 3}, BLOCKS),
     "promised-short": ({"bound": 511}, BLOCKS),
-    "small-blocks": ({"block_size": 8, "n": 64}, BLOCKS),
+    "64-small-blocks": ({"block_size": 8, "n": 64}, BLOCKS),
+    "65-small-blocks": ({"block_size": 16, "n": 65}, SMALL_BLOCKS),
+    "small-blocks-fp32": ({"block_size": 16, "n": 65, "dtype": torch.float32}, BLOCKS),
     "below-its-group": ({"G": 2, "S": 1023}, BLOCKS),
     "two-sequences-below-it": ({"G": 2, "S": 512, "B": 2}, BLOCKS),
     "at-its-group": (
