@@ -413,17 +413,21 @@ def _unions_kernel(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    within = slots % SIZE  # the key's number in its block
+    k_ptrs = k_base + (within.to(tl.int64) * stride_kn * STRIDE_UNIT)[:, None] + d[None, :]
+    v_ptrs = v_base + (within.to(tl.int64) * stride_vn * STRIDE_UNIT)[:, None] + dv[None, :]
     for begin in range(split * BLOCK_N, total, stride):
-        within = slots % SIZE  # the key's number in its block
         if BLOCK_N % SIZE:
             within = (begin + slots) % SIZE
-        valid = within < k_place % 32
-        k_at = ((k_place >> 5) + within.to(tl.int64) * stride_kn) * STRIDE_UNIT
-        k = tl.load(k_base + k_at[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < D), other=0.0)
+            k_ptrs = k_base + (within.to(tl.int64) * stride_kn * STRIDE_UNIT)[:, None] + d[None, :]
+            v_ptrs = v_base + (within.to(tl.int64) * stride_vn * STRIDE_UNIT)[:, None] + dv[None, :]
+        valid = within < (k_place & 31).to(tl.int32)
+        k_at = (k_place >> 5) * STRIDE_UNIT
+        k = tl.load(k_ptrs + k_at[:, None], mask=valid[:, None] & (d[None, :] < D), other=0.0)
         v_at = k_at
         if v_place_ptr is not None:
-            v_at = ((v_place >> 5) + within.to(tl.int64) * stride_vn) * STRIDE_UNIT
-        v = tl.load(v_base + v_at[:, None] + dv[None, :], mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)
+            v_at = (v_place >> 5) * STRIDE_UNIT
+        v = tl.load(v_ptrs + v_at[:, None], mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)
         mask = entry
         key = (entry >> TOKENS) * SIZE + within
         # Ask for what the next turn reads.
