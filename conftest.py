@@ -1,4 +1,4 @@
-"""The entry point of the suite in a checkout: chooses the lane before Triton is imported, and marks `tests/` by folder.
+"""The entry point of the suite in a checkout: loads its plugin, which chooses the lane, and marks `tests/` by folder.
 
 Where the package is installed, `nsa_pytest` does the same for the tests that ship in it.
 """
@@ -7,19 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from nsa.testing import lane, owned
+from nsa.testing import owned
 
 pytest_plugins = ["nsa.testing.plugin"]
 TESTS = Path(__file__).parent / "tests"
-_PROBLEM = lane.choose()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     from nsa.testing import profiles  # here, so that pytest can rewrite the plugin before its import
 
-    if _PROBLEM is not None:
-        raise pytest.UsageError(_PROBLEM)
     config.addinivalue_line("markers", "suite: tests of the suite itself (set by the folder of that name)")
     owned.own(config, TESTS)
     profiles.load()

@@ -52,7 +52,7 @@ def _asked(config: pytest.Config, parser: pytest.Parser, args: list[str]) -> boo
 
 
 def _register(config: pytest.Config) -> None:
-    """Choose the lane, then register the plugin. Registering it a second time does nothing."""
+    """Register the plugin, which chooses the lane. Registering it a second time does nothing."""
     import pytest
 
     missing = [name for module, name in NEEDS.items() if importlib.util.find_spec(module) is None]
@@ -61,11 +61,6 @@ def _register(config: pytest.Config) -> None:
     _refuse_another_nsa(config)
     if importlib.util.find_spec("nsa.testing.lane") is None:
         return  # an older checkout's `nsa` comes first on sys.path, and its conftest.py registers the plugin
-    from nsa.testing import lane
-
-    problem = lane.choose()
-    if problem is not None:
-        raise pytest.UsageError(problem)
     config.pluginmanager.import_plugin("nsa.testing.plugin")
 
 

@@ -23,6 +23,7 @@ from nsa.kernels.shared.asking import Untried
 from nsa.kernels.shared.errors import NO_MEMORY, DoesNotFit
 from nsa.plain import oracle, packed_sdpa
 from nsa.routing import PLAIN, Plan
+from nsa.settings import recording
 from nsa.torch_modes import odd
 
 logger = logging.getLogger("nsa")
@@ -201,14 +202,18 @@ def plain(route: str, call: Call, bound: int | None, layout: str = SDPA_LAYOUTS[
 
 
 def _run_debug(what: Plan, call: Call) -> Result:
-    """Run a call and log what the ``debug_*`` settings ask for. Synchronizes."""
+    """Run a call and log what the ``debug_*`` settings ask for. ``debug_timing`` synchronizes."""
     current = call.settings
+    if (folder := recording()) is not None:
+        from nsa.testing.workloads.record import count as record
+
+        record(call, folder)
     if current.debug_shapes:
         named = call.named_tensors()
         logger.info("shapes: %s", ", ".join(f"{k} {list(x.shape)} strides {x.stride()}" for k, x in named.items()))
     if current.debug_cache and call.cache_seqlens is not None:
         debug.report_cache(call)
-    synchronize = torch.cuda.synchronize if call.q.is_cuda else lambda _: None
+    synchronize = torch.cuda.synchronize if call.q.is_cuda and current.debug_timing else lambda _: None
     synchronize(call.q.device)
     began = time.perf_counter()
     result, route, reason, rows = _served(what, call)

@@ -7,7 +7,7 @@ not trace into the operator, a dispatch mode, and tensors with a rule of their o
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -189,7 +189,9 @@ def _gradients(
         raise RuntimeError("selection_attention_with_kvcache has no gradient: train with selection_attention")
     if do is None and dlse is None:
         return (None,) * 3
-    seen = is_grad_enabled() or dispatch_modes() or odd(do) or odd(dlse) or any(map(odd, call.tensors))
+    # A kernel served the saved tensors, so only a hook can have replaced them by odd ones.
+    replaced = any(x.__class__ is not Tensor and odd(x) for x in call[:3])
+    seen = is_grad_enabled() or dispatch_modes() or odd(do) or odd(dlse) or replaced
     if planned is not None and not seen:
         found = backward.backward(planned, call, do, dlse, o, lse, wanted)
     else:  # if the gradient is differentiated again, the operator raises an error that says what to do
@@ -210,13 +212,6 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
     with settings.applied(call.settings):
         found = _gradients(call, None, do, dlse, o, lse, tuple(ctx.needs_input_grad[:3]))
     return (*found, *(None,) * (len(ctx.needs_input_grad) - len(found)))
-
-
-def _twice(ctx: Any, *_: Tensor | None) -> NoReturn:
-    raise RuntimeError(
-        "the gradient of selection_attention cannot be differentiated: differentiate twice with "
-        'backend="reference", or with backend="sdpa" under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)'
-    )
 
 
 # --- the operators ----------------------------------------------------------------------------------------------------
@@ -282,4 +277,6 @@ for _name, _schema, _real, _fake, _vmap in (
     torch.library.register_fake(f"nsa::{_name}", _fake, lib=_library)
     torch.library.register_vmap(f"nsa::{_name}", _vmap, lib=_library)
 torch.library.register_autograd("nsa::selection_attention", _differentiate, setup_context=_save, lib=_library)
-torch.library.register_autograd("nsa::selection_attention_backward", _twice, lib=_library)
+torch.library.register_autograd(
+    "nsa::selection_attention_backward", torch_modes.differentiable_once, lib=_library
+)

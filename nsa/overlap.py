@@ -45,11 +45,8 @@ def near(out: Tensor, q: Tensor, k: Tensor, v: Tensor, known: Extents | None) ->
     """
     reach, of_q, of_k, of_v = known  # type: ignore[misc]  # the plan of a call with `out` has them
     begin = out.data_ptr()
-    return (
-        -of_q < q.data_ptr() - begin < reach
-        or -of_k < k.data_ptr() - begin < reach
-        or -of_v < v.data_ptr() - begin < reach
-    )
+    end = begin + reach
+    return begin - of_q < q.data_ptr() < end or begin - of_k < k.data_ptr() < end or begin - of_v < v.data_ptr() < end
 
 
 def refuse_shared(call: Call, named: Callable[[Call], dict[str, Tensor]]) -> None:

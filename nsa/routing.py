@@ -43,7 +43,7 @@ class Plan:
     backward: str = ""  # the key of a failure of the backward kernels
     fallback: str = "sdpa"
     sdpa_layout: str = "heads_as_queries"
-    debug: bool = False  # a `debug_*` setting is on
+    debug: bool = False  # a `debug_*` setting is on, or calls are recorded
     family: Family = FAMILIES[-1]  # of the kernel, for Triton routes
     rows: str = ""  # the kind of rows that query-major reads, `ranges` or `blocks`
     extents: overlap.Extents | None = None  # of the call's tensors, if it has `out`
@@ -147,7 +147,8 @@ def make_plan(call: Call) -> Plan:
         fallback=fallback,
         sdpa_layout=layout,
         extents=overlap.extents(call),
-        debug=current.debug_timing or current.debug_compare or current.debug_shapes or current.debug_cache,
+        debug=current.debug_timing or current.debug_compare or current.debug_shapes or current.debug_cache
+        or settings.recording() is not None,
     )
     plans: Plan | None = None
     family = OF_SCHEDULE[kernel]

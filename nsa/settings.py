@@ -412,6 +412,12 @@ def _expected(name: str, *, yaml: bool = False) -> str:
 
 
 @functools.cache
+def recording() -> str | None:
+    """The folder for which this process counts its calls (`python -m nsa record-workload`), or None."""
+    return os.environ.get("NSA_RECORD_WORKLOAD")
+
+
+@functools.cache
 def interpreter() -> bool:
     """Whether Triton interprets kernels in this process. The variable is read once, as Triton does."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes")

@@ -99,6 +99,17 @@ def tangents_refused(what: str) -> NoReturn:
     raise RuntimeError(f"{what} has no rule for forward-mode AD: call selection_attention, and not compiled")
 
 
+NO_SECOND_GRADIENTS = (
+    "the gradient of selection_attention cannot be differentiated: differentiate twice with "
+    'backend="reference", or with backend="sdpa" under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)'
+)
+
+
+def differentiable_once(*_: object) -> NoReturn:
+    """Raise the error of a second gradient."""
+    raise RuntimeError(NO_SECOND_GRADIENTS)
+
+
 def vmap_refused(*_: object) -> NoReturn:
     """Raise the error of ``vmap``. A kernel has one batch axis; a hidden loop over the mapped one would be slow."""
     raise RuntimeError(

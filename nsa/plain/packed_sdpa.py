@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from nsa.call import Call
 from nsa.kernels.shared.shape import E4M3
 from nsa.plain import spans as sp
-from nsa.torch_modes import transforms_active
+from nsa.torch_modes import differentiable_once, transforms_active
 
 WORKSPACE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 23}  # of a chunk of rows; on a CPU a chunk must fit the cache
 KEPT_BYTES = 1 << 30  # packed keys and values that autograd may keep for the backward pass
@@ -37,15 +38,43 @@ def sdpa_rows(q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None, scale: float
     """
     K, V = K[:, None], V[:, None]
     attn_mask = None if mask is None else mask[:, None, None, :]
-    if layout == "heads_as_queries":
-        return F.scaled_dot_product_attention(q[:, None], K, V, attn_mask, is_causal=False, scale=scale)[:, 0]
-    q = q[:, :, None]
+    as_queries = layout == "heads_as_queries"
+    q = q[:, None] if as_queries else q[:, :, None]
     if layout == "expanded":
         K, V = (x.expand(-1, q.shape[1], -1, -1) for x in (K, V))
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        for x in (q, K, V):
+            if x.requires_grad:
+                x.register_hook(_once)
     out = F.scaled_dot_product_attention(
         q, K, V, attn_mask, is_causal=False, scale=scale, enable_gqa=layout == "enable_gqa"
     )
-    return out[:, :, 0]
+    return out[:, 0] if as_queries else out[:, :, 0]
+
+
+def _once(gradient: Tensor | None) -> Tensor | None:
+    """A hook on SDPA's inputs: where SDPA's gradient cannot be differentiated, the error is ours, not PyTorch's."""
+    node = None if gradient is None else gradient.grad_fn
+    if node is None or node.name() != "torch::autograd::NotImplemented":
+        return None
+    found: Tensor = _DifferentiableOnce.apply(gradient)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _DifferentiableOnce(torch.autograd.Function):
+    """The identity, whose gradient is an error."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        differentiable_once()
 
 
 def packed_sdpa(call: Call, bound: int | None = None, layout: str = "heads_as_queries") -> tuple[Tensor, Tensor | None]:

@@ -67,7 +67,7 @@ def compiled_ahead(request: pytest.FixtureRequest) -> None:
     worth = len(cases) >= precompile.WORTH or len(trained) > 1
     if worth and not request.config.getoption("nsa_sweep"):
         device = torch.device("cuda", 0)
-        precompile.compile_ahead(cases, device, precompile.processes(device), trained)
+        precompile.compile_ahead(precompile.jobs(cases, trained), device, precompile.processes(device))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -128,16 +128,16 @@ def publish(
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Select the files of a run: only the one of its special kind (`--nsa-sweep`, shapes by hand), or the usual ones.
+    """Select the files of a run: only the one of its special kind (`ALONE`, shapes by hand), or the usual ones.
 
     Files in `ON_REQUEST` and `MINUTES` run only if their option is given.
     """
     ours = [folder / "perf" for folder in folders(config)]
     if collection_path.parent.resolve() not in ours or not collection_path.name.startswith("test_"):
         return None
-    name = collection_path.name
-    if config.getoption("nsa_sweep") or name == "test_sweep.py":
-        return None if config.getoption("nsa_sweep") and name == "test_sweep.py" else True
+    name, alone = collection_path.name, {file for asked, file in options.ALONE.items() if config.getoption(asked)}
+    if alone or name in options.ALONE.values():
+        return None if name in alone else True
     wanted = options.by_hand(config) == (name == "test_shape.py")
     for asked, needed in ON_REQUEST.items():
         wanted = wanted and (name != needed or config.getoption(asked))

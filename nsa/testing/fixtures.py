@@ -1,15 +1,16 @@
 """Fixtures: `lane`, `device`, `case` (by id), `problem` (its tensors), `oracle` (the right answer), and `contestant`.
 
 The plugin registers them for all tests. The modules of the suite import them as well, with `*`: a fixture of a module
-precedes one of the same name in a project's conftest.py. A test gets its cases from `over`, or from `contested`, which
-runs it for each contestant over that contestant's cases.
+precedes one of the same name in a project's conftest.py. A test gets its cases from `over`, which needs no plugin, or
+from `contested`, which runs it for each contestant over that contestant's cases.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -19,11 +20,14 @@ from nsa.testing.contestants.contract import Contestant
 from nsa.testing.contestants.fit import arranged
 from nsa.testing.contestants.ours import NSA, OURS
 from nsa.testing.judge.forward import Oracle
+from nsa.testing.lane import Misuse, choose
 from nsa.testing.machine import Lane, current_lane
 from nsa.testing.matrix.case import Case, parity, small
 from nsa.testing.matrix.problem import Problem
 
 __all__ = ["case", "contestant", "device", "lane", "oracle", "problem"]
+choose()
+T = TypeVar("T")
 Row = tuple[Any, ...]  # a case, and the values of a test's other arguments
 NONE = "none"  # the parameter of a `contested` test without rows
 _by_id: dict[str, Case] = {}
@@ -34,13 +38,27 @@ def lane_cases() -> list[Case]:
     return parity() if current_lane() == "gpu" else small()
 
 
-def over(cases: list[Case] | Callable[[Case], bool]) -> pytest.MarkDecorator:
+def over(cases: list[Case] | Callable[[Case], bool]) -> Callable[[T], T]:
     """Run a test once per case, or per case of the lane's matrix that satisfies a predicate.
 
-    Parameters are ids, not `Case`s, because pytest-benchmark stores parameters as JSON.
+    The test's module gets those of the fixtures `case`, `problem` and `oracle` whose names it does not have. So `over`
+    works where the plugin is not registered. Parameters are ids, because pytest-benchmark stores parameters as JSON.
+
+    Raises:
+        Misuse: `cases` is something else.
     """
     chosen = [c for c in lane_cases() if cases(c)] if callable(cases) else cases
-    return pytest.mark.parametrize("case", register(chosen), indirect=True, scope="module")
+    if not all(isinstance(c, Case) for c in chosen):
+        raise Misuse(f"over: expected a list of nsa.testing.matrix.case.Case or a predicate of one, got {cases!r}")
+    mark = pytest.mark.parametrize("case", register(chosen), indirect=True, scope="module")
+
+    def decorate(test: T) -> T:
+        module = sys.modules.get(test.__module__)  # None for code that is executed from a string
+        for name in ("case", "problem", "oracle") if module else ():
+            vars(module).setdefault(name, globals()[name])
+        return cast(T, mark(test))
+
+    return decorate
 
 
 def contested(
@@ -66,11 +84,19 @@ def contested(
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """Parametrize a test that is marked by `contested`. The plugin's `pytest_generate_tests` calls this."""
+    """Parametrize a test that is marked by `contested`. The plugin's `pytest_generate_tests` calls this.
+
+    Raises:
+        Misuse: a test does not use what `over` or `contested` gives it.
+    """
     mark = metafunc.definition.get_closest_marker("contested")
     if mark is None:
+        given = [m.args[1] for m in metafunc.definition.iter_markers("parametrize") if m.args[:1] == ("case",)]
+        if any(name in _by_id for names in given for name in names if isinstance(name, str)):
+            _needs(metafunc, "over", "case", text="case, problem or oracle")
         return
     of, names, ours = (mark.kwargs[word] for word in ("of", "names", "ours"))
+    _needs(metafunc, "contested", "contestant", "case", *names)
     specs = list(dict.fromkeys(metafunc.config.getoption("nsa_impl")))
     if specs:
         pairs = [(impl, tuple(row)) for impl in map(named.load, specs) for row in _told(of, metafunc.config, impl)]
@@ -88,6 +114,14 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
         params = [pytest.param(NSA.name, NONE, *[NONE] * len(names), id=NONE)]  # `plugin` deselects it
     arguments = ["contestant", "case", *names]
     metafunc.parametrize(arguments, params, indirect=["contestant", "case"], scope="module")
+
+
+def _needs(metafunc: pytest.Metafunc, mark: str, *names: str, text: str = "") -> None:
+    """Raise Misuse if a marked test uses one of the fixtures `names` neither itself nor by another fixture."""
+    missing = [name for name in names if name not in metafunc.fixturenames]
+    if missing:
+        wanted = text or " and ".join(missing)
+        raise Misuse(f"{metafunc.definition.name} is marked by {mark}: give it the argument {wanted}")
 
 
 def _told(rows: Callable[..., Iterable[Any]], config: pytest.Config, *args: Any) -> Iterable[Any]:
@@ -114,9 +148,13 @@ def lane() -> Lane:
 
 
 @pytest.fixture(scope="session")
-def device(lane: Lane) -> torch.device:
+def device() -> torch.device:
     """The device on which the lane's tensors live."""
-    return torch.device("cuda", 0) if lane == "gpu" else torch.device("cpu")
+    return _device()
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", 0) if current_lane() == "gpu" else torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -129,15 +167,18 @@ def contestant(request: pytest.FixtureRequest) -> Contestant:
 @pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest) -> Case:
     """The case of a test that `over` or `contested` marks."""
+    if not hasattr(request, "param"):
+        needed = "the fixtures case, problem and oracle need cases: write @over(...) above the test"
+        pytest.fail(f"{needed} (from nsa.testing.fixtures import over)", pytrace=False)
     return _by_id[request.param]
 
 
 @pytest.fixture(scope="module")
-def problem(case: Case, device: torch.device, request: pytest.FixtureRequest) -> Problem:
+def problem(case: Case, request: pytest.FixtureRequest) -> Problem:
     """The case's tensors, within the contract of the contestant. The seed is printed, so that a failure shows it."""
-    seed = (case.seed + request.config.getoption("nsa_seed")) % 2**32
+    seed = (case.seed + request.config.getoption("nsa_seed", 0)) % 2**32
     print(f"{case.id}: seed {seed}")
-    made = case.make(device, seed)
+    made = case.make(_device(), seed)
     if "contestant" in request.fixturenames:
         made = arranged(made, request.getfixturevalue("contestant").contract)
     return made

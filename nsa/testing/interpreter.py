@@ -15,6 +15,8 @@ Kernels compute the same results bit by bit (`tests/suite/test_interpreting.py`)
 - a cast to the type that a value already has compares the names of types;
 - each result is checked twice, in functions of their own, for NumPy numbers that are wider than Triton's type.
 
+One step is a repair: before Triton 3.7, a loop whose bound the kernel computes raises TypeError with NumPy 2.4.
+
 A step is left out if this release of Triton does not have the functions that it replaces.
 """
 
@@ -40,8 +42,9 @@ def quicken() -> tuple[str, ...]:
         return ()
 
     steps = {
-        "overflow": _overflow, "calls": _calls, "members": _members, "types": _types, "shapes": _shapes,
-        "widths": _widths, "tiles": _tiles, "operands": _operands, "casts": _casts, "constants": _constants,
+        "index": _index, "overflow": _overflow, "calls": _calls, "members": _members, "types": _types,
+        "shapes": _shapes, "widths": _widths, "tiles": _tiles, "operands": _operands, "casts": _casts,
+        "constants": _constants,
     }  # fmt: skip
     return tuple(name for name, step in steps.items() if step(interpreter))
 
@@ -61,6 +64,20 @@ def as_released() -> Iterator[None]:
 def _change(owner: Any, name: str, quick: Any) -> None:
     _changes.append((owner, name, getattr(owner, name), quick))
     setattr(owner, name, quick)
+
+
+def _index(interpreter: Any) -> bool:
+    """Convert a tensor to an int by its one element. Before 3.7 Triton converts the array, which NumPy 2.4 refuses."""
+    patch = getattr(interpreter, "_patch_lang_tensor", None)
+    if patch is None:
+        return False
+
+    def patching(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patching  # not undone by `as_released`
+    return True
 
 
 def _overflow(interpreter: Any) -> bool:

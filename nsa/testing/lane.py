@@ -3,7 +3,8 @@
 In the GPU lane torch sees an NVIDIA GPU, and neither NSA_TEST_TRITON_SEL=0 nor TRITON_INTERPRET is set. Each xdist
 worker is pinned to one GPU. In the interpreter lane kernels run on the CPU, and GPUs are hidden.
 
-The root `conftest.py` of a checkout and the installed `nsa_pytest` both call `choose`. The first call decides.
+The modules of the suite that need a lane call `choose` when they are imported: `fixtures`, and with it the plugin, and
+`strategies`. The first call decides.
 """
 
 from __future__ import annotations
@@ -14,24 +15,30 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from nsa import settings
 
 
+class Misuse(pytest.UsageError, pytest.Collector.CollectError):  # type: ignore[misc]
+    """An error that pytest prints in one line, whether it loads plugins or collects tests."""
+
+
 @functools.cache
-def choose() -> str | None:
-    """Set the environment of the lane, once per process. Returns an error text, or None if the lane can run."""
+def choose() -> None:
+    """Set the environment of the lane, once per process. Raises Misuse if the lane cannot run."""
     # The suite itself tests whether kernels work. With a trial of each kernel in a child process it would take an hour.
     os.environ.setdefault("NSA_PROBE", "never")
     imported_to_compile = "triton" in sys.modules and not settings.interpreter()
     problem = _choose()
     if problem is None and imported_to_compile and settings.interpreter():
-        return (
-            "Triton was imported before the suite chose its lane, which on this machine is Triton's interpreter.\n"
-            "Set TRITON_INTERPRET=1, or do not import Triton in a plugin of pytest or before pytest.main()."
+        problem = (
+            "Triton was imported before the suite chose its lane, here Triton's interpreter: set TRITON_INTERPRET=1, "
+            'or write pytest_plugins = ["nsa.testing.plugin"] in the root conftest.py and import kernels in tests only'
         )
-    return problem
+    if problem is not None:
+        raise Misuse(problem)
 
 
 def _choose() -> str | None:

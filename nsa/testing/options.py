@@ -11,8 +11,10 @@ import pytest
 
 from nsa.testing.machine import current_lane
 
-WRITES = ("nsa_csv", "nsa_report", "nsa_update_thresholds", "nsa_update_schedules", "nsa_sweep")
-"""Options with which a run writes files."""
+WRITES = ("nsa_csv", "nsa_report", "nsa_update_thresholds", "nsa_update_schedules", "nsa_sweep", "nsa_regret")
+"""Options with which a run writes files, or times cases of its own on a GPU."""
+ALONE = {"nsa_sweep": "test_sweep.py", "nsa_regret": "test_regret.py", "nsa_workload": "test_workload.py"}
+"""Options with which a run times one file of benchmarks and no other."""
 DEFAULT_SHAPE = "L=64:1024"
 BY_HAND = ("nsa_shape", "nsa_dist", "nsa_decode", "nsa_csv")
 SAMPLING = {"nsa_iters": 50, "nsa_warmup": 5, "nsa_seed": 0, "nsa_streams": 1}
@@ -34,6 +36,10 @@ def add_options(group: Any) -> None:
         help="benchmark only these shapes: N=1024,H=8,D=128,Dv=128,L=64:1024 (powers of two), N=64,256,H=8 (a list), "
         "dtype=fp16; names that are left out have defaults (repeatable)",
     )
+    regret = "benchmark only auto, on N drawn shapes, beside all schedules and peers; --nsa-seed: of the first"
+    group.addoption("--nsa-regret", type=int, default=0, metavar="N", help=regret)
+    workload = "benchmark only this workload: a file, or one of nsa/testing/workloads by name"
+    group.addoption("--nsa-workload", metavar="NAME|PATH", help=workload)
     dists = "distributions of spans for --nsa-shape: few, many, mixed or a list (default: many)"
     group.addoption("--nsa-dist", metavar="DIST,…", help=dists)
     csv = "write the results of --nsa-shape as CSV, the original script's columns first"
@@ -144,6 +150,10 @@ def check(config: pytest.Config) -> None:
     """Raise pytest.UsageError at once for options with which the run could only fail at its end."""
     try:
         shapes(config)
+        if config.getoption("nsa_workload", None):
+            from nsa.testing.workloads.file import find, read
+
+            read(find(config.getoption("nsa_workload")))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
     asked = [spelled(name) for name in WRITES if config.getoption(name)]

@@ -1,6 +1,7 @@
 """The pytest plugin of the suite: lanes, options, skip reasons and replay commands.
 
-`nsa_pytest`, or the root `conftest.py` of a checkout, first chooses the lane (see `lane`), then registers this plugin.
+Registered by `nsa_pytest`, or by a root conftest.py: `pytest_plugins = ["nsa.testing.plugin"]`. Its import chooses the
+lane (see `lane`).
 """
 
 from __future__ import annotations
@@ -162,6 +163,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest's own errors about marks
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     parametrize(metafunc)
 
@@ -170,10 +172,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare the process for the tests that `-k` and `-m` have left."""
     profiles.reproduce(session.config, session.items)
     ours = [item for item in session.items if is_ours(session.config, item.path)]
-    checked = any(item.get_closest_marker(mark) for item in ours for mark in ("parity", "edge"))
-    if checked and current_lane() == "interpreter":
+    if ours and current_lane() == "interpreter":
         quicken()
-        addresses.watch()
+        if any(item.get_closest_marker(mark) for item in ours for mark in ("parity", "edge")):
+            addresses.watch()
 
 
 def large_tests_lock() -> Path:

@@ -3,7 +3,7 @@
 import pytest
 
 from nsa.testing.contestants.ours import OURS
-from nsa.testing.fixtures import lane_cases, over
+from nsa.testing.fixtures import lane_cases, register
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix.case import Case
 from nsa.testing.plugin import current_lane
@@ -18,24 +18,6 @@ def modes(case: Case) -> tuple[bool, ...]:
     return (case.N == 64,) if case.N in (64, 256, 1024) and case.HKV == 1 else (False, True)
 
 
-def check(name: str, oracle: Oracle) -> None:
-    impl, case = OURS[name], oracle.problem.case
-    for return_lse in modes(case) if impl.lse else (False,):
-        result, launched = impl.run_counted(oracle.problem, return_lse)
-        assert_parity(result, oracle, name)
-        assert impl.route is None or set(launched) - {"split"} == {impl.route}, f"{name} launched {launched}"
-
-
-def check_key_major(name: str, oracle: Oracle) -> None:
-    """As `check`, with and without LSE; kernels that sort and merge may run beside it, none of query-major."""
-    impl, others = OURS[name], {impl.route for impl in OURS.values()} - {"key_major"}
-    for return_lse in (False, True) if GPU else modes(oracle.problem.case):
-        result, launched = impl.run_counted(oracle.problem, return_lse)
-        assert_parity(result, oracle, name)
-        assert launched["key_major"], f"{name} launched {launched}"
-        assert not others & set(launched), f"{name} launched {launched}"
-
-
 def prompts(case: Case) -> bool:
     """Blocks, and prompts in spans: of the matrix, what has many queries, or each group size and head dim once."""
     return case.S > 1 or bool(case.seqlens) or (case.source == "blocks" and few(case))
@@ -48,51 +30,31 @@ def few(case: Case) -> bool:
     return case.N == 64 and case.H in (8, 16) and case.dtype == "bf16" and case.L in (64, 1024)
 
 
-@over(lambda c: c.source == "blocks" and prompts(c))
-def test_triton_sel_parity_key_major(oracle: Oracle) -> None:
-    check_key_major("key_major", oracle)
+ROUTES = {  # a contestant's name, and its cases
+    "key_major": lambda c: c.source == "blocks" and prompts(c),
+    "key_major_ranges": lambda c: c.source != "varlen" and prompts(c),  # spans, of blocks or of any other lengths
+    "dense_per_head": lambda c: c.source == "rows" and few(c),
+    "varlen_per_head": lambda c: c.source == "varlen" and few(c),
+    "ranges_per_head": lambda c: c.source == "ranges" and few(c),
+    "ranges": lambda c: c.source != "ranges" and few(c),  # rows, varlen rows and blocks are spans too
+    "ranges_unbounded": lambda c: c.source == "ranges" and few(c),  # without the host's bound every row counts as long
+    "sdpa": few, "sdpa_unbounded": few, "reference": few,
+    **dict.fromkeys(("original", "original_packed"), lambda c: few(c) and OURS["original"].supports(c) is None),
+}  # fmt: skip
 
 
-@over(lambda c: c.source != "varlen" and prompts(c))
-def test_triton_sel_parity_key_major_ranges(oracle: Oracle) -> None:
-    """Told spans, of blocks or of any other lengths."""
-    check_key_major("key_major_ranges", oracle)
+def rows():
+    """Case by case, so that the routes of a case share its oracle."""
+    pairs = [(case, name) for case in lane_cases() for name, takes in ROUTES.items() if takes(case)]
+    return list(zip(register([case for case, _ in pairs]), [name for _, name in pairs], strict=True))
 
 
-@over(lambda c: c.source == "rows" and few(c))
-def test_triton_sel_parity_dense_per_head(oracle: Oracle) -> None:
-    check("dense_per_head", oracle)
-
-
-@over(lambda c: c.source == "varlen" and few(c))
-def test_triton_sel_parity_varlen_per_head(oracle: Oracle) -> None:
-    check("varlen_per_head", oracle)
-
-
-@over(lambda c: c.source == "ranges" and few(c))
-def test_triton_sel_parity_ranges_per_head(oracle: Oracle) -> None:
-    check("ranges_per_head", oracle)
-
-
-@over(lambda c: c.source != "ranges" and few(c))
-def test_triton_sel_parity_ranges_any_source(oracle: Oracle) -> None:
-    """Rows, varlen rows and blocks are spans too."""
-    check("ranges", oracle)
-
-
-@over(lambda c: c.source == "ranges" and few(c))
-def test_triton_sel_parity_ranges_unbounded(oracle: Oracle) -> None:
-    """Without the host's bound on L every row counts as long."""
-    check("ranges_unbounded", oracle)
-
-
-@over(few)
-@pytest.mark.parametrize("name", ["sdpa", "sdpa_unbounded", "reference"])
-def test_fallback_parity(oracle: Oracle, name: str) -> None:
-    check(name, oracle)
-
-
-@over(lambda c: few(c) and OURS["original"].supports(c) is None)
-@pytest.mark.parametrize("name", ["original", "original_packed"])
-def test_original_layout_parity(oracle: Oracle, name: str) -> None:
-    check(name, oracle)
+@pytest.mark.parametrize(("case", "name"), rows(), indirect=["case"], scope="module")
+def test_triton_sel_parity_other_routes(oracle: Oracle, name: str) -> None:
+    """Kernels that sort and merge may run beside key-major, none of another route."""
+    impl, case, routes = OURS[name], oracle.problem.case, {impl.route for impl in OURS.values()}
+    both = GPU and name.startswith("key_major")
+    for return_lse in ((False, True) if both else modes(case)) if impl.lse else (False,):
+        result, launched = impl.run_counted(oracle.problem, return_lse)
+        assert_parity(result, oracle, name)
+        assert impl.route is None or routes & set(launched) == {impl.route}, f"{name} launched {launched}"

@@ -75,7 +75,7 @@ def test_m3_eager(name: str, problem: Problem, device: torch.device, publish, sa
     calls = {"ours": partial(nsa.selection_attention_with_kvcache, **arguments(problem), out=out)}
     if vllm():
         step = installed(VLLM).minimax_m3_sparse_attn_decode
-        calls["vllm"] = partial(step, **vllm_arguments(problem)[0], output=out.flatten(0, 1))
+        calls["vllm"] = partial(step, **vllm_arguments(problem)[0][1], output=out.flatten(0, 1))
     for who, call in calls.items():
         out.fill_(math.nan)
         call()

@@ -23,6 +23,7 @@ LONG = [  # rows and spans of so different lengths that sizes of blocks can be t
     Case(1, 16, 16, L, 12, dist, dtype, source=source, causal=False)
     for dtype in DTYPES for L, dist, source in [(400, "few", "varlen"), (1000, "mixed", "ranges")]
 ]  # fmt: skip
+LONG += [Case(2, 16, 16, 24, 12, "mixed", dtype, HKV=2, S=2, S_kv=40) for dtype in DTYPES]  # three batch entries
 PROMPT = Case(2, 16, 16, 64, 400, "prefill", "fp32", HKV=2, S=100, S_kv=130, block_size=16)
 
 
@@ -35,13 +36,15 @@ def same(x):
 
 def kernel(
     p, *, limit=lambda own, total: own + 1, padding=None, span=same, row=same, factor=1.0,
-    heads=lambda h, HKV, G: (h // G, h // G), exp=None, pad=lambda n: 0,
+    heads=lambda h, HKV, G: (h // G, h // G), exp=None, pad=lambda n: 0, entry=None, sink=None, online=None,
 ):
     """`(O, LSE)` in the dtypes of a kernel. By default the right answer; each argument puts one thing wrong.
 
     `limit(own, total)`: first key that a query does not see. `padding`: the block that -1 stands for. `span` and `row`
     change a list of keys. `heads(h, HKV, G)`: the KV heads of the keys and of the values of a query head. `exp`
     computes weights of scores. `pad(n)`: how many keys of score and value 0 a row of `n` keys has beside them.
+    `entry(i, n)`: the sequence or packed row, of `n`, whose keys and values entry `i` reads. `sink(h)`: one more score.
+    `online`: `(keys of a tile, whether tiles begin with each span, what is not rescaled)`.
     """  # fmt: skip
     HKV, n = p.ranges.shape[-3:-1]
     HQ, D = p.q.shape[-2:]
@@ -59,6 +62,7 @@ def kernel(
     if p.q_positions is not None:
         own = p.q_positions.flatten().tolist()
     tokens = len(own)
+    shift = [0] * tokens if entry is None else shifts(p, sequences, entry)
     ranges = p.ranges.reshape(tokens, HKV, n, 2).tolist()
     blocks = None if p.block_indices is None else p.block_indices.reshape(tokens, HKV, n).tolist()
     out, lse = torch.zeros(tokens, HQ, p.case.Dv, dtype=torch.float64), torch.full((tokens, HQ), -math.inf).double()
@@ -69,10 +73,11 @@ def kernel(
             if padding is not None:
                 begins = [(padding if b < 0 else b) * p.block_size for b in blocks[t][g]]
                 listed = [(begin, begin + p.block_size) for begin in begins]
-            keys = row(sum((span(list(range(max(a, 0), min(b, end)))) for a, b in listed), []))
+            spans = [span(list(range(max(a, 0), min(b, end)))) for a, b in listed]
+            keys = row(sum(spans, []))
             if not keys:
                 continue
-            index = torch.tensor(keys) + first[t]
+            index = (torch.tensor(keys) + first[t] + shift[t]).clamp(max=len(k) - 1)
             for h in range(g * G, g * G + G):
                 of_k, of_v = heads(h, HKV, G)
                 scores = k[index, of_k] @ q[t, h] * scale
@@ -81,10 +86,38 @@ def kernel(
                     out[t, h] = weights @ v[index, of_v].to(weights.dtype) / weights.sum()
                     lse[t, h] = weights.sum().log()
                     continue
-                scores = torch.cat((scores, scores.new_zeros(pad(len(keys)))))
+                if online is not None:
+                    parts = [len(x) for x in spans] if online[1] else len(keys)
+                    tiles = [x.split(online[0]) for x in torch.arange(len(keys)).split(parts)]
+                    out[t, h], lse[t, h] = in_tiles(scores, v[index, of_v], sum(tiles, ()), online[2])
+                    continue
+                more = [] if sink is None else [sink(h)]
+                scores = torch.cat((scores, scores.new_tensor(more + [0.0] * pad(len(keys)))))
                 lse[t, h] = scores.logsumexp(0)
                 out[t, h] = scores.softmax(0)[: len(keys)] @ v[index, of_v]
     return out.view(*p.q.shape[:-1], -1).to(p.q.dtype), lse.view(p.q.shape[:-1]).float()
+
+
+def shifts(p, sequences, entry):
+    """How many keys further on each token reads."""
+    if p.case.source == "varlen":
+        begins, member = p.ranges[0, :, 0, 0, 0].tolist(), range(p.q.shape[1])
+    else:
+        begins = p.cu_seqlens_pair[1].tolist()[:-1]
+        member = [i for i, (queries, _) in enumerate(sequences) for _ in range(queries)]
+    return [begins[entry(i, len(begins))] - begins[i] for i in member]
+
+
+def in_tiles(scores, values, tiles, forgotten):
+    """`(O, LSE)` of online softmax over these slots, one tile after the other."""
+    m, total, acc = -math.inf, 0.0, 0.0
+    for tile in (x for x in tiles if len(x)):
+        largest = max(m, float(scores[tile].max()))
+        weights, shrink = (scores[tile] - largest).exp(), math.exp(m - largest)
+        total = total * (1 if "sum" in forgotten else shrink) + float(weights.sum())
+        acc = acc * (1 if "accumulator" in forgotten else shrink) + weights @ values[tile]
+        m = largest
+    return acc / total, m + math.log(total)
 
 
 def in_order(p, order):
@@ -98,6 +131,27 @@ def filled(p, value, *where):
     out, lse = kernel(p)
     out[where] = value
     return out, lse
+
+
+def reordered(p, order, *names):
+    """The right answer of a problem some of whose tensors have batch entries in another order."""
+    return kernel(dataclasses.replace(p, **{name: getattr(p, name)[order] for name in names}, extra={}))
+
+
+def first(p):
+    return [0] * p.case.B
+
+
+def turned(p):
+    return [*range(1, p.case.B), 0]
+
+
+def batches(c):
+    return c.B > 1 and not c.seqlens
+
+
+def keys_differ(c):
+    return c.seqlens and c.kv_seqlens
 
 
 def many_heads(c):
@@ -200,7 +254,72 @@ FAULTS = {
         "leaves queries from 1 on NaN",
     ),
     "nothing": (lambda p: filled(p, 0.0, ...), any_case, "leaves the whole output zero"),
+    "batch-0": (
+        lambda p: reordered(p, first(p), "k", "v"), batches,
+        "reads the keys and values of another batch entry: each reads those of the first",
+    ),
+    "next-batch": (
+        lambda p: reordered(p, turned(p), "k", "v"), lambda c: batches(c) and c.B > 2,
+        "reads the keys and values of another batch entry: each reads those of the next",
+    ),
+    "batch-mirrored": (
+        lambda p: reordered(p, list(range(p.case.B))[::-1], "q", "k", "v", "ranges"),
+        lambda c: batches(c) and c.B > 2 and c.source == "ranges",
+        "reads everything of another batch entry: each reads those of its mirror image",
+    ),
+    "keys-of-batch-0": (
+        lambda p: reordered(p, first(p), "k"), batches,
+        "reads the keys of another batch entry: each reads those of the first",
+    ),
+    "values-of-batch-0": (
+        lambda p: reordered(p, first(p), "v"), batches,
+        "reads the values of another batch entry: each reads those of the first",
+    ),
+    "queries-of-batch-0": (
+        lambda p: reordered(p, first(p), "q"), batches,
+        "reads the queries of another batch entry: each reads those of the first",
+    ),
+    "selection-of-batch-0": (
+        lambda p: reordered(p, first(p), "ranges"), lambda c: batches(c) and c.source == "ranges",
+        "reads the selection of another batch entry: each reads those of the first",
+    ),
+    "sequence-0": (
+        lambda p: kernel(p, entry=lambda i, n: 0), lambda c: c.seqlens,
+        "reads the keys and values of another sequence: each reads those of the first",
+    ),
+    "next-sequence": (
+        lambda p: kernel(p, entry=lambda i, n: (i + 1) % n), keys_differ,
+        "reads the keys and values of another sequence: each reads those of the next",
+    ),
+    "packed-row-0": (
+        lambda p: kernel(p, entry=lambda i, n: 0), lambda c: c.source == "varlen",
+        "reads the keys and values of another packed row: each reads those of the first",
+    ),
+    "cu_seqlens-of-queries": (
+        lambda p: kernel(dataclasses.replace(p, cu_seqlens_k=None, extra={})), keys_differ,
+        "takes cu_seqlens of the queries for those of the keys",
+    ),
+    "place-among-all": (
+        lambda p: kernel(dataclasses.replace(p, q_positions=torch.arange(len(p.q)), extra={})),
+        lambda c: c.seqlens and c.causal, "takes a query's place among all packed queries for its position",
+    ),
+    "sink": (lambda p: kernel(p, sink=lambda h: 0.0), any_case, "adds a sink to the softmax: one more score, 0"),
+    "learned-sink": (
+        lambda p: kernel(p, sink=lambda h: math.cos(h) + 1), lambda c: c.B * c.S > 1 and c.scores == 1,
+        "adds a sink to the softmax: one more score, learned by each query head",
+    ),
 }  # fmt: skip
+for size, forgotten, each, of in (
+    (16, "accumulator", False, "a row"), (32, "accumulator", True, "each span"), (64, "accumulator", False, "a row"),
+    (16, "sum of weights", False, "a row"), (16, "accumulator and its sum of weights", True, "each span"),
+):
+    FAULTS[f"not-rescaled-{size}-{forgotten}"] = (
+        lambda p, how=(size, each, forgotten): kernel(p, online=how),
+        lambda c, size=size, each=each: c.L > size and (c.dist != "few" or not each),
+        f"does not rescale its {forgotten} when the running maximum grows (tiles of {size} keys of {of})",
+    )  # fmt: skip
+APART = ("does not rescale", "adds a sink", "another batch entry", "another sequence", "another packed row")
+"""Words of mistakes that are named only where they were made."""
 for size in (16, 32, 64, 128):
     FAULTS[f"partial-block-{size}"] = (
         lambda p, size=size: kernel(p, row=lambda x: x[: len(x) // size * size]), lambda c: c.L != 1,
@@ -258,6 +377,8 @@ def test_a_wrong_kernel_is_named(fault, dtype):
             shown += 1
             found = diagnose(result, oracle)
             assert text in found, f"{c.id}: {found}"
+            assert not [x for x in found for word in APART if word in x and word not in text], f"{c.id}: {found}"
+            assert not [x for x in found if x.startswith("is right except")] or text.startswith("is right except")
             first += found[0] == text
             if shown == 1:  # in one case: a diagnosis tries every mistake that is known
                 assert diagnose(result, oracle, ["nothing of the kind", text]) == [text]

@@ -89,7 +89,8 @@ def test_a_block_that_fails_is_named_by_its_line(tmp_path, lane, monkeypatch, fr
 # --- tables and figures ----------------------------------------------------------------------------------------------
 
 OF_OTHERS = re.compile(r"(TRITON|XDG|CUDA|PYTEST)_[A-Z_]+")
-INTERNAL = {"NSA_TRACES", "TRITON_CACHE_DIR", "PYTEST_XDIST_WORKER"}  # for our own children and by xdist, not for users
+# For our own children and by xdist, not for users.
+INTERNAL = {"NSA_TRACES", "NSA_RECORD_WORKLOAD", "TRITON_CACHE_DIR", "PYTEST_XDIST_WORKER"}
 SETTINGS = "variable", "setting", "default", "what it does"
 
 

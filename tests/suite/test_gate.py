@@ -366,6 +366,7 @@ BEFORE = "write the path before the option, pytest -m perf {} --benchmark-compar
 NOT_CORE = (
     "--nsa-full", "--nsa-update-thresholds", "--nsa-update-schedules", "--nsa-shape=N=2,L=16", "--nsa-dist=few",
     "--nsa-decode", "--nsa-csv=out.csv", "--nsa-seed=7", "--nsa-iters=10", "--nsa-warmup=0", "--nsa-streams=2",
+    "--nsa-regret=2",
 )  # fmt: skip
 ONE = ("--benchmark-json=out.json", "--junitxml=out.xml", "--benchmark-compare", "--nsa-save-baseline", "--nsa-sweep")
 CONTESTANTS = ["--nsa-impl", "mine:right", "--nsa-impl", "mine:wrong"]

@@ -72,7 +72,7 @@ def test_same_bits_of_merged_parts(call):
 def test_everything_is_quickened():
     """A release that renames what is quickened would have the suite take twice as long, and nothing else say so."""
     assert interpreter.quicken() == (
-        "overflow", "calls", "members", "types", "shapes", "widths", "tiles", "operands", "casts", "constants"
+        "index", "overflow", "calls", "members", "types", "shapes", "widths", "tiles", "operands", "casts", "constants"
     )  # fmt: skip
 
 

@@ -89,8 +89,21 @@ def test_one_element_outside_the_bound_is_red(dtype):
     bound = bound_of(error, largest(oracle.out), dtype)
     out, _ = right(oracle)
     assert_parity(moved(out, (*FULL, 3), 0.5 * bound, oracle.out), oracle)
-    with pytest.raises(AssertionError, match=r"error .* > bound .*at \(0, 0, 0, 3\).* 1 of 192 off, 0 NaN"):
+    said = r"error .* > bound .*; the first at batch 0, query 0, head 0, dimension 3: .* 1 of 192 off, 0 NaN"
+    with pytest.raises(AssertionError, match=said):
         assert_parity(moved(out, (*FULL, 3), 1.5 * bound, oracle.out), oracle)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_first_wrong_element_is_named_and_not_the_worst(packed):
+    """Packed sequences have no batch: queries are counted over all of them."""
+    oracle = Oracle.of(dataclasses.replace(SPANS, seqlens=(1, 2) if packed else ()).make("cpu"))
+    out, _ = right(oracle)
+    first, worst = ((2, 1, 4), (2, 3, 0)) if packed else ((0, 2, 1, 4), (0, 2, 3, 0))
+    out = moved(moved(out, first, 2 * oracle.bound, oracle.out), worst, 100.0, oracle.out)
+    where = ("" if packed else "batch 0, ") + "query 2, head 1, dimension 4"
+    with pytest.raises(AssertionError, match=rf"error 100 > bound .*; the first at {where}: .* 2 of 192 off, 0 NaN"):
+        assert_parity(out, oracle)
 
 
 def test_a_mean_error_outside_its_bound_is_red():
@@ -115,7 +128,9 @@ def test_an_lse_outside_its_bound_is_red(large, monkeypatch):
     exact = fp64(p)[1]
     for at in (FULL, (1, 99, 3)):
         assert_parity((out, moved(lse, at, 0.5 * bound, exact)), oracle)
-        with pytest.raises(AssertionError, match="LSE error .* > bound"):
+        batch, query, head = at
+        said = f"LSE error .* > bound .* batch {batch}, query {query}, head {head}: got"
+        with pytest.raises(AssertionError, match=said):
             assert_parity((out, moved(lse, at, 1.5 * bound, exact)), oracle)
 
 
@@ -127,7 +142,7 @@ def test_of_a_large_problem_some_queries_are_compared_and_none_may_be_nan(monkey
     exact = fp64(p)[0]
     seen, unseen = int(oracle.at[7]), next(s for s in range(100) if s not in oracle.at)
     assert_parity(moved(out, (1, unseen, 3, 5), 1.0, exact), oracle)
-    with pytest.raises(AssertionError, match="error .* > bound"):
+    with pytest.raises(AssertionError, match=f"error .* > bound .* batch 1, query {seen}, head 3, dimension 5: got"):
         assert_parity(moved(out, (1, seen, 3, 5), 1.5 * oracle.bound, exact), oracle)
     for query in (seen, unseen):
         with pytest.raises(AssertionError, match="1 NaN"):
@@ -199,9 +214,13 @@ def test_a_gradient_outside_its_bound_is_red(judged, i):
     [
         (lambda x: x[..., :-1], "expected shape"),
         (lambda x: x.double(), "expected torch.*, got torch.float64"),
-        (lambda x: with_value(x, (0, 2, 1, 3), math.nan), "error inf > bound"),
+        (
+            lambda x: with_value(x, (0, 2, 1, 3), math.nan),
+            r"error inf > bound .* batch 0, (query 2, head|key 2, KV head) 1, dimension 3: got nan, .* 1 NaN",
+        ),
+        (lambda x: with_value(x, (0, 2, 1, 3), -math.inf), "error inf > bound .* 1, dimension 3: got -inf, .* 0 NaN"),
     ],
-    ids=["shape", "dtype", "NaN"],
+    ids=["shape", "dtype", "NaN", "infinite"],
 )
 @pytest.mark.parametrize("i", range(3), ids=NAMES)
 def test_a_wrong_gradient_is_red(judged, i, change, message):

@@ -157,7 +157,7 @@ def test_vllm_itself_takes_these_arguments(device, name):
     if not peers.vllm():
         pytest.skip("vLLM with kernels for MiniMax-M3 is not installed")
     problem, module = m3.make(SMALL[name], device), peers.installed(peers.VLLM)
-    for arguments in peers.vllm_arguments(problem):
+    for _, arguments in peers.vllm_arguments(problem):
         step = "decode_query_len" in arguments
         function = module.minimax_m3_sparse_attn_decode if step else module.minimax_m3_sparse_attn
         inspect.signature(function).bind(**arguments, output=problem.q)

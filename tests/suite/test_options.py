@@ -12,14 +12,17 @@ def check(**given):
     options.check_values(SimpleNamespace(option=SimpleNamespace(**given)))
 
 
-VALUES = ("nsa_against", "nsa_csv", "nsa_report", "nsa_dist", "nsa_reproduce", "benchmark_compare", "benchmark_storage")
+VALUES = (
+    "nsa_against", "nsa_csv", "nsa_report", "nsa_dist", "nsa_workload", "nsa_reproduce", "benchmark_compare",
+    "benchmark_storage",
+)  # fmt: skip
 
 
 def test_every_option_of_the_suite_with_a_value_is_known(pytestconfig):
     """So that this test names a new one."""
     ours = {name for name in vars(pytestconfig.option) if name.startswith("nsa_")}
     flags = {name for name in ours if isinstance(pytestconfig.getoption(name), bool)}
-    numbers = set(options.SAMPLING)
+    numbers = {*options.SAMPLING, "nsa_regret"}
     assert ours - flags - numbers == {name for name in VALUES if name.startswith("nsa_")} | {"nsa_impl", "nsa_shape"}
     options.check_values(pytestconfig)  # the defaults
 

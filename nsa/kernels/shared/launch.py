@@ -63,6 +63,12 @@ def workspaces(device: torch.device, **sizes: tuple[int, torch.dtype] | None) ->
     return [None if size is None else workspace(*size, device) for size in sizes.values()]
 
 
+def _check_memory(tensors: tuple[torch.Tensor | None, ...]) -> None:
+    """Refuse tensors that have elements, but no memory. The compile matrix launches on meta tensors."""
+    if any(x is not None and x.data_ptr() == 0 and x.numel() > 0 and not x.is_meta for x in tensors):
+        raise DoesNotFit(NO_MEMORY)
+
+
 @dataclass(eq=False, repr=False)
 class Variant:
     """A kernel with everything that decides how Triton compiles it, except ``common`` of :meth:`launch`.
@@ -87,9 +93,8 @@ class Variant:
     static: int = 0
     blocks: dict[int, list[int]] = field(default_factory=dict)
     _compiled: tuple[Any, ...] | None = None
-    _absent: int = -1  # tensors without an address in the last launch that was checked
     _asked: dict[Any, Any] = field(default_factory=dict)  # by compiled kernel, its function with more shared memory
-    _probed: set[tuple[bool, ...]] = field(default_factory=set)  # which tensors were misaligned when it was asked about
+    _probed: set[tuple[bool, ...]] = field(default_factory=set)  # which tensors were aligned when it was asked about
 
     def describe(self, tensors: tuple[torch.Tensor | None, ...]) -> dict[str, Any]:
         """Everything that decides what Triton compiles for a launch on ``tensors``; values that JSON can hold.
@@ -107,12 +112,6 @@ class Variant:
             "tensors": {name: x if x is None else str(x.dtype) for name, x in given.items()},
             "misaligned": [name for name, x in given.items() if x is not None and x.data_ptr() % 16 != 0],
         }
-
-    def _check_memory(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
-        """Refuse tensors that have elements, but no memory. The compile matrix launches on meta tensors."""
-        if any(x is not None and x.data_ptr() == 0 and x.numel() > 0 and not x.is_meta for x in tensors):
-            raise DoesNotFit(NO_MEMORY)
-        self._absent = sum(x is None or x.data_ptr() == 0 for x in tensors)
 
     def _described(self, values: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> list[Any]:
         """The values of the tensors, with a tensor descriptor in place of each that the kernel takes as one."""
@@ -146,35 +145,36 @@ class Variant:
         if index is not None and index != current_device():
             with torch.cuda.device(device):
                 return self.launch(grid, device, tensors, numbers, common)
-        addresses, union = [], 0
-        for x in tensors:  # in one loop, because every call pays for it
-            if x is None:
-                addresses.append(0)
-            else:
-                address = x.data_ptr()
-                addresses.append(address)
-                union |= address
-        if addresses.count(0) != self._absent:
-            self._check_memory(tensors)
-        common = common and union & 15 == 0
         compiled = self._compiled
-        if compiled is not None and common:
-            run, function, metadata, last = compiled
-            if not (knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls):  # set by a profiler
+        # Hooks are set by a profiler. Triton's own launch calls them.
+        if compiled and common and not (knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls):
+            run, function, metadata, last, present, absent = compiled
+            addresses, union = absent.copy(), 0
+            for at in present:  # in one loop, because every call pays for it
+                address = tensors[at].data_ptr()  # type: ignore[union-attr]
+                addresses[at] = address
+                union |= address
+                if not address:
+                    _check_memory(tensors)
+            if union & 15 == 0:
                 stream = current_stream(index)
                 given = self._described(addresses, tensors) if self.blocks else addresses
                 run(*grid, stream, function, metadata, None, None, None, *given, *numbers, *last)
                 return None
-        misaligned = () if union & 15 == 0 else tuple(address & 15 != 0 for address in addresses)
-        if misaligned not in self._probed:
+        _check_memory(tensors)
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        aligned = [address & 15 == 0 for address in addresses]
+        common = common and all(aligned)
+        if tuple(aligned) not in self._probed:
             asking.ask(self, device, tensors)
-            self._probed.add(misaligned)
+            self._probed.add(tuple(aligned))
         keywords = self.constexprs | self.options | {"enable_fp_fusion": True}
         last = tuple(self.constexprs[name] for name in self.kernel.arg_names[len(tensors) + len(numbers) :])
+        present = [at for at, x in enumerate(tensors) if x is not None]
         if not self.cluster:
             kernel = self.kernel[grid](*self._described(tensors, tensors), *numbers, **keywords)
             if DIRECT and common and index is not None and kernel is not None:
-                self._compiled = kernel.run, kernel.function, kernel.packed_metadata, last
+                self._compiled = kernel.run, kernel.function, kernel.packed_metadata, last, present, [0] * len(tensors)
             return None
         kernel = self.kernel.warmup(*tensors, *numbers, **keywords, grid=grid)
         if index is None or kernel is None:  # None: the GPU is not there, or a hook compiles the kernel elsewhere
@@ -196,5 +196,5 @@ class Variant:
         hooks = knobs.launch_enter_hook, knobs.launch_exit_hook
         run(*grid, stream, function, metadata, about, *hooks, *addresses, *numbers, *last)
         if common:
-            self._compiled = run, function, metadata, last
+            self._compiled = run, function, metadata, last, present, [0] * len(tensors)
         return None

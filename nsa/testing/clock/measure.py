@@ -126,7 +126,7 @@ def verdict(impl: Contestant, oracle: Oracle) -> str | None:
     return why_not(impl.supports(p.case), check)
 
 
-def why_not(unsupported: str | None, check: Callable[[], None]) -> str | None:
+def why_not(unsupported: str | None, check: Callable[[], object]) -> str | None:
     """None if `unsupported` is None and `check` raises nothing; otherwise the reason, in one line."""
     if unsupported is not None:
         return f"unsupported: {unsupported}"

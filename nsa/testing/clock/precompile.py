@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 import torch
 
@@ -29,22 +30,31 @@ def processes(device: torch.device) -> int:
     return max(1, min(memory, len(os.sched_getaffinity(0)) - 2))
 
 
-def compile_ahead(cases: Sequence[Case], device: torch.device, count: int, trained: Sequence[Case] = ()) -> None:
-    """Run our implementation of each case once in ``count`` child processes, so that Triton's cache holds its kernels.
+Job = tuple[Callable[[Any, torch.device], None], Any]  # a function of a module, and its first argument
 
-    If a case fails in a child, or kills the child, the run itself shows why. Long prompts are shortened first: shorter
-    ones with as many heads take the same kernels, and less memory in each child.
+
+def compile_ahead(jobs: Iterable[Job], device: torch.device, count: int) -> None:
+    """Run jobs in `count` child processes, so that Triton's cache holds their kernels.
+
+    If a job fails in a child, or kills the child, the run itself shows why.
+    """
+    context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
+    pool = ProcessPoolExecutor(count, mp_context=context)
+    with contextlib.suppress(BrokenProcessPool), pool as children:
+        for done in [children.submit(job, what, device) for job, what in jobs]:
+            done.result()
+
+
+def jobs(cases: Iterable[Case], trained: Iterable[Case] = ()) -> list[Job]:
+    """Run our implementation of each case once. Long prompts are shortened first: shorter ones with as many heads take
+    the same kernels, and less memory in each child.
 
     Args:
         cases: cases whose forward pass is timed.
         trained: cases whose gradients are timed.
     """
-    forward, both = (list(dict.fromkeys(map(_shorter, some))) for some in (cases, trained))
-    context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
-    with contextlib.suppress(BrokenProcessPool), ProcessPoolExecutor(count, mp_context=context) as children:
-        jobs = [*((_train, case) for case in both), *((_run, case) for case in forward)]
-        for done in [children.submit(job, case, str(device)) for job, case in jobs]:
-            done.result()
+    found: dict[Job, None] = {(_train, _shorter(case)): None for case in trained}
+    return list(found | {(_run, _shorter(case)): None for case in cases})
 
 
 def _shorter(case: Case) -> Case:
@@ -54,19 +64,19 @@ def _shorter(case: Case) -> Case:
     return dataclasses.replace(case, N=case.B * S * case.HKV, S=S, S_kv=S, shared=0.0)
 
 
-def _train(case: Case, device: str) -> None:
+def _train(case: Case, device: torch.device) -> None:
     with contextlib.suppress(*caught(), AssertionError):
-        problem = case.make(torch.device(device))
+        problem = case.make(device)
         for one in (training.ours(), *training.beside()):
             with contextlib.suppress(*caught(), AssertionError, NotImplementedError):
                 if one.supports(case) is None:
                     training.gradients(one, problem, training.draw_do(problem))
 
 
-def _run(case: Case, device: str) -> None:
+def _run(case: Case, device: torch.device) -> None:
     beside = [impl for impl in prefill.beside() if impl.other is None] if case.dist == "prefill" else []
     with contextlib.suppress(*caught(), AssertionError):
-        problem = case.make(torch.device(device))
+        problem = case.make(device)
         for impl in (OURS[OF[case.source]], *beside):
             with contextlib.suppress(*caught(), AssertionError):
                 if impl.supports(case) is None:

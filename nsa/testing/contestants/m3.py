@@ -29,11 +29,12 @@ def arguments(p: Problem, make: Callable[[Problem], Combined] = combined) -> dic
     return found | {"backend": "triton"}
 
 
-def _one_call(make: Callable[[Problem], Combined]) -> Call:
+def one_call(make: Callable[[Problem], Combined] = combined, **how: str) -> Call:
+    """Our call over the cache. how: `backend` and `schedule`; by default "triton" and "auto"."""
     entry: Callable[..., Any] = nsa.selection_attention_with_kvcache
 
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
-        return entry(**arguments(p, make), return_lse=return_lse, out=out)
+        return entry(**arguments(p, make) | how, return_lse=return_lse, out=out)
 
     return call
 
@@ -100,9 +101,9 @@ def _check_dense(p: Problem, out: Tensor) -> None:
         assert bool(error <= limit), f"dense attention: error {float(error):.3g} > bound {float(limit):.3g}"
 
 
-M3 = Contestant("m3", _one_call(combined), None, BLOCKS, poison=True)
+M3 = Contestant("m3", one_call(combined), None, BLOCKS, poison=True)
 """Our call over the cache, two views of one tensor."""
-M3_16 = Contestant("m3_bf16", _one_call(combined_16), None, BLOCKS)
+M3_16 = Contestant("m3_bf16", one_call(combined_16), None, BLOCKS)
 """The same over a cache in the queries' dtype, beside the one in fp8."""
 APART = Contestant("calls_apart", _apart, None, BLOCKS, lse=False)
 """Our call, once for the chunks of a ragged batch and once for its steps."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -162,14 +163,14 @@ def vllm_supports(case: Case) -> str | None:
 
 
 def _vllm(chunks: Callable[..., None], steps: Callable[..., None]) -> Any:
-    """A call for each group of equal sequences, into one output, as vLLM serves a ragged batch."""
+    """A call for the chunks of a batch and one for its steps, into one output, as vLLM serves a ragged batch."""
 
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Tensor:
         o = torch.empty_like(p.q) if out is None else out
-        for group, arguments in zip(m3.groups(p.case), p.derived(vllm_arguments), strict=True):
+        for tokens, arguments in p.derived(vllm_arguments):
             function = steps if "decode_query_len" in arguments else chunks
             try:
-                function(**arguments, output=o.flatten(0, -3)[group.tokens])
+                function(**arguments, output=o.flatten(0, -3)[tokens])
             except (TypeError, AttributeError) as error:
                 raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
         return o
@@ -177,29 +178,34 @@ def _vllm(chunks: Callable[..., None], steps: Callable[..., None]) -> Any:
     return call
 
 
-def vllm_arguments(p: Problem) -> list[dict[str, Any]]:
-    """vLLM's arguments, without the output, for each group of sequences. Its own server makes them before the call.
+def vllm_arguments(p: Problem) -> list[tuple[slice, dict[str, Any]]]:
+    """vLLM's arguments, without the output, for the tokens of all successive chunks, or of steps of equal length.
 
-    Scales are one number each, vLLM's faster way: ours are equal for all heads.
+    vLLM's own server makes the arguments before the call. Scales are one number each, vLLM's faster way: ours are equal
+    for all heads.
     """
     cache, blocks = p.derived(m3.combined), padding_last(p)
     assert cache.block_table is not None
     scales = {} if p.scales is None else {"k_scale": p.scales[0][:1].clone(), "v_scale": p.scales[1][:1].clone()}
-    found: list[dict[str, Any]] = []
-    for group in m3.groups(p.case):
-        lengths = cache.cache_seqlens[group.sequences].clone()
-        ends = torch.arange(group.B + 1, dtype=torch.int32, device=p.q.device) * group.S
-        step = {"decode_query_len": group.S}
-        chunk = {"cu_seqlens_q": ends, "prefix_lens": lengths - group.S, "max_query_len": group.S}
-        found.append({
-            "q": p.q.flatten(0, -3)[group.tokens],
+    found: list[tuple[slice, dict[str, Any]]] = []
+    first = token = 0
+    pairs = m3.sequences(p.case)
+    for step, some in itertools.groupby((S for S, _ in pairs), lambda S: S if S <= VLLM_STEP else None):
+        queries = list(some)
+        mine, tokens = slice(first, first + len(queries)), slice(token, token + sum(queries))
+        first, token = mine.stop, tokens.stop
+        lengths = cache.cache_seqlens[mine].clone()
+        ends = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32, device=p.q.device)
+        chunk = {"cu_seqlens_q": ends, "prefix_lens": lengths - ends.diff(), "max_query_len": max(queries)}
+        found.append((tokens, {
+            "q": p.q.flatten(0, -3)[tokens],
             "kv_cache": cache.pages,
-            "topk_idx": blocks[:, group.tokens],
-            "block_table": cache.block_table[group.sequences],
+            "topk_idx": blocks[:, tokens],
+            "block_table": cache.block_table[mine],
             "seq_lens": lengths,
             "num_kv_heads": p.case.HKV,
             "sm_scale": p.scale or p.case.D**-0.5,
-            **(step if group.S <= VLLM_STEP else chunk),
+            **(chunk if step is None else {"decode_query_len": step}),
             **scales,
-        })  # fmt: skip
+        }))  # fmt: skip
     return found

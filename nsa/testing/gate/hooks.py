@@ -22,7 +22,7 @@ from nsa.testing.gate.store import Baseline, Key
 from nsa.testing.machine import commit
 from nsa.testing.report.document import read
 
-NOT_CORE = ("nsa_full", *options.BY_HAND, "nsa_update_thresholds", "nsa_update_schedules")
+NOT_CORE = ("nsa_full", *options.BY_HAND, "nsa_update_thresholds", "nsa_update_schedules", "nsa_regret")
 STORAGE = "--benchmark-storage"
 UPSTREAM_STORAGE = "file://./.benchmarks"  # pytest-benchmark's default: the option was not given
 _compare_key = pytest.StashKey[Any]()  # the value of --benchmark-compare

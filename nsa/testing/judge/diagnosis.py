@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from nsa.testing.judge.counterfactual import (
-    KV_VARIANTS,
     LOG2E,
-    Answer,
-    Finding,
-    Reading,
+    PARTS,
     from_kv_head,
     from_kv_heads,
+    mixed_up,
+    not_rescaled,
     over_slots,
     partial_blocks,
     scaled,
+    sinks,
     wrong_keys,
     wrong_scales,
 )
-from nsa.testing.judge.evidence import Evidence, differ, without_empty_rows
+from nsa.testing.judge.evidence import Answer, Evidence, Finding, Reading, differ, without_empty_rows
 from nsa.testing.judge.forward import Oracle, Result
 
 ENOUGH = 16  # this many right elements cannot be due to chance
@@ -53,14 +53,15 @@ def diagnose(result: Result, oracle: Oracle, known: Sequence[str] = ()) -> list[
     recalled = [text.removesuffix(more) for text in known]
     for only in (recalled, None) if recalled else (None,):
         found = [
-            finding.text
+            finding
             for start, family in FAMILIES
             if only is None or any(text.startswith(start) for text in only)
             for finding in family(evidence, recalled)
             if (only is None or finding.text in only) and evidence.fits(finding)
         ]
-        if found:
-            return [text + more for text in dict.fromkeys(found)]
+        told = [finding for finding in found if not finding.weak] or found[:1]
+        if told:
+            return [text + more for text in dict.fromkeys(finding.text for finding in told)]
     return []
 
 
@@ -87,9 +88,9 @@ def _unwritten(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
 def _partly_right(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
     """Right up to some column, head or query, or right except for the LSE. The least specific findings."""
     if not bool(e.off.any()):
-        yield Finding("is right except for the LSE")
+        yield Finding("is right except for the LSE", weak=True)
     for axis, start, _ in _tails(e):
-        yield Finding(f"is right except for {axis} from {start} on")
+        yield Finding(f"is right except for {axis} from {start} on", weak=True)
 
 
 def _tails(e: Evidence) -> Iterator[tuple[str, int, Callable[[Tensor], Tensor]]]:
@@ -150,7 +151,7 @@ def _prefix(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
     # With large scores, several numbers of keys may fit. Numbers found earlier come first, then round ones.
     order = sorted(fitting, key=lambda i: (text(i + 1) not in known, float(error[i]) > least, -(i + 1 & -(i + 1)), i))
     for keys in (i + 1 for i in order[:8]):
-        finding = over_slots(text(keys), e.read, partial(_before, keys))
+        finding = over_slots(text(keys), e, partial(_before, keys))
         if e.fits(finding):
             yield Finding(finding.text)
             return
@@ -160,9 +161,20 @@ def _before(keys: int, reading: Reading) -> Tensor:
     return reading.slot < keys
 
 
-def _scale(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
+def _scale_or_sink(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
+    """The scale or the sink that fits best. One looks like the other where weights change little."""
+    sink = next(filter(e.fits, sinks(e)), None)
+    scale = next(_scale(e), None)
+    if scale is not None and sink is not None:
+        # The learned sink has a number for each query head, and so comes closer in any case.
+        closer = (2 if sink.weak else 1) * e.distance(sink) < e.distance(scale)
+        scale, sink = (None, sink) if closer else (scale, None)
+    yield from (finding for finding in (scale, sink) if finding is not None)
+
+
+def _scale(e: Evidence) -> Iterator[Finding]:
     """The factor of the scores that fits the longest wrong row best, unless one of `wrong_scales` fits."""
-    if any(e.fits(finding) for finding in wrong_scales(e.oracle, e.read)):
+    if any(e.fits(finding) for finding in wrong_scales(e)):
         return
     row = e.wrong_rows[e.oracle.seen.lengths[e.wrong_rows].argmax()].view(1)
     r = Reading(e.oracle.seen, row)
@@ -173,9 +185,9 @@ def _scale(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
         best = _best_factor(r.scores[0], r.values[0], e.out[row[0]], lse)
         for digits in (3, 4, 5, 8):
             factor = float(f"{best:.{digits}g}")
-            finding = scaled(f"scales scores by {factor:g} times what was asked", factor, e.read)
+            finding = scaled(f"scales scores by {factor:g} times what was asked", factor, e)
             if e.fits(finding):
-                yield Finding(finding.text)
+                yield finding
                 return
 
 
@@ -235,7 +247,7 @@ def _kv_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
     head = torch.arange(HKV, device=e.out.device)
     rows = (_some_tokens(e)[:, None] * HKV + head).flatten()
     modulo = torch.arange(HKV * H, device=e.out.device).view(HKV, H) % HKV
-    for variant in KV_VARIANTS:
+    for variant in (text for text, part in PARTS.items() if "q" not in part):
         answers = [from_kv_head(p, rows, g, variant).out for g in range(HKV)]
         off = torch.stack([differ(e.out[rows], x, e.bound(x)).any(-1) for x in answers])
         match = ~off.view(HKV, -1, HKV, H).any(1)  # [HKV, HKV, H]: which KV heads fit each query head
@@ -253,16 +265,18 @@ def _kv_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
         yield Finding(text, partial(from_kv_heads, p, heads, variant))
 
 
-FAMILIES: tuple[tuple[str, Callable[[Evidence, Sequence[str]], Iterator[Finding]]], ...] = (
+FAMILIES: tuple[tuple[str | tuple[str, ...], Callable[[Evidence, Sequence[str]], Iterator[Finding]]], ...] = (
     ("gives the", _lse),
     ("leaves", _unwritten),
     ("does not subtract", _overflow),
-    ("", lambda e, known: wrong_keys(e.oracle, e.read)),
+    ("", lambda e, known: wrong_keys(e)),
     ("reads only", _prefix),
-    ("", lambda e, known: partial_blocks(e.oracle, e.read)),
-    ("", lambda e, known: wrong_scales(e.oracle, e.read)),
-    ("scales scores", _scale),
+    ("", lambda e, known: partial_blocks(e)),
+    ("does not rescale", lambda e, known: not_rescaled(e)),
+    ("", lambda e, known: wrong_scales(e)),
+    (("scales scores", "adds a sink"), _scale_or_sink),
     ("gives the answers", _query_heads),
+    ("reads", lambda e, known: mixed_up(e)),
     ("reads the", _kv_heads),
     ("is right except", _partly_right),
 )

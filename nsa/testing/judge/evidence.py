@@ -1,7 +1,8 @@
-"""Compares a wrong result with the right answer and with the answer of a finding.
+"""Compares a wrong result with the right answer, and with the answer of a finding: a kernel that does one thing wrong.
 
 A finding fits if the result agrees with its answer in every row, within the bound of `forward`, and that answer differs
 from the right one by more than the bound. A sample of wrong rows is compared first, because it rules out most findings.
+Keys come from the suite's own index arithmetic (`Problem.key_index`).
 """
 
 from __future__ import annotations
@@ -11,15 +12,141 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa.testing.judge.counterfactual import Answer, Finding, Reading
 from nsa.testing.judge.forward import Oracle
+from nsa.testing.matrix.problem import Problem
 
 SAMPLE = 32  # rows that are compared first
 CHUNK = 1 << 24  # elements of keys and values that are gathered at a time, 128 MiB in fp64
+
+
+class Answer(NamedTuple):
+    """`out [N, H, Dv]` and `lse [N, H]` of `N` rows, fp64."""
+
+    out: Tensor
+    lse: Tensor
+
+    def beside(self, more: Tensor) -> Answer:
+        """The answer with further keys of value 0. `more [N, H]` is the logarithm of the sum of their weights."""
+        total = self.lse.logaddexp(more)
+        return Answer(self.out * (self.lse - finite(total)).exp()[..., None], total)
+
+
+@dataclass(frozen=True, eq=False)
+class Finding:
+    """A possible mistake of a kernel.
+
+    text: the mistake, as a verb phrase about the kernel. answer: the answer of such a kernel for some rows; None: the
+    mistake is known to fit. strain: the factor by which its scores, and so its rounding errors, exceed the right ones.
+    weak: it is told only if no other finding fits.
+    """
+
+    text: str
+    answer: Callable[[Tensor], Answer] | None = None
+    strain: float = 1.0
+    weak: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """The keys and values that rows `rows [N]` of a problem read, in fp64: a slot for each key, in the order listed.
+
+    What is read instead of each row's own, each `[N]`. listed: the rows whose selection is read. key_head, value_head:
+    KV heads. key_base, value_base: the first keys of other sequences.
+    """
+
+    p: Problem
+    rows: Tensor
+    listed: Tensor | None = None
+    key_head: Tensor | None = None
+    value_head: Tensor | None = None
+    key_base: Tensor | None = None
+    value_base: Tensor | None = None
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """`[N, 1]`: the number of slots that hold keys."""
+        return self._listed(self.p.lengths)[:, None]
+
+    @cached_property
+    def index(self) -> Tensor:
+        """`[N, L]`: flat rows of `k`; in slots without a key, any row."""
+        return self._listed(self.p.key_index[0])[:, : int(self.lengths.max())]
+
+    @cached_property
+    def slot(self) -> Tensor:
+        """`[L]`: the number of each slot."""
+        return torch.arange(self.index.shape[1], device=self.index.device)
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """`[N, L]` bool: which slots hold keys."""
+        return self.slot < self.lengths
+
+    @cached_property
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """`(place, size)` as `span`, if the whole row is one span."""
+        return self.slot.expand(self.index.shape), self.lengths.expand(self.index.shape)
+
+    @cached_property
+    def span(self) -> tuple[Tensor, Tensor]:
+        """`(place, size)`, each `[N, L]`: the place of a slot in its span, and the number of keys of that span."""
+        _, start, end = self.p.clamped
+        size = self._listed(end - start)
+        last = size.cumsum(1)
+        slot = self.slot.expand(self.index.shape).contiguous()
+        which = torch.searchsorted(last, slot, right=True).clamp(max=size.shape[1] - 1)
+        return slot - (last - size).gather(1, which), size.gather(1, which)
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """`[N, H, L]`, scaled; -inf in slots without a key."""
+        p = self.p
+        q = p.q.reshape(-1, p.case.H, p.case.D)[self.rows].double()
+        scale = p.case.D**-0.5 if p.scale is None else p.scale
+        k = self._gather(p.k, self.key_head, self.key_base)
+        return (q @ k.mT * scale).masked_fill(~self.valid[:, None], -math.inf)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """`[N, L, Dv]`, zero in slots without a key."""
+        return self._gather(self.p.v, self.value_head, self.value_base)
+
+    @cached_property
+    def first_mention(self) -> Tensor:
+        """`[N, L]` bool: slots whose key is in no earlier slot of the row."""
+        key, order = torch.where(self.valid, self.index, -1 - self.slot).sort(dim=1, stable=True)
+        first = torch.ones_like(self.valid)
+        first[:, 1:] = key.diff(dim=1) != 0
+        return torch.empty_like(first).scatter_(1, order, first)
+
+    def attend(self, keep: Tensor | None = None, factor: float = 1.0) -> Answer:
+        """Attention over the slots `keep [N, L]` (default: all), with scores times `factor`."""
+        scores = self.scores * factor
+        if keep is not None:
+            scores = scores.masked_fill(~keep.expand_as(self.valid)[:, None], -math.inf)
+        lse = scores.logsumexp(-1)
+        return Answer((scores - finite(lse)[..., None]).exp() @ self.values, lse)
+
+    def _listed(self, x: Tensor) -> Tensor:
+        return x[self.rows if self.listed is None else self.listed]
+
+    def _gather(self, x: Tensor, head: Tensor | None, base: Tensor | None) -> Tensor:
+        head = self.rows % x.shape[-2] if head is None else head
+        moved = 0 if base is None else (base - self._listed(first_keys(self.p)))[:, None]
+        x = x.flatten(0, -3)
+        at = (self.index + moved).clamp(0, max(0, x.shape[0] - 1))
+        return x[at, head[:, None]].double().masked_fill(~self.valid[..., None], 0.0)
+
+
+def first_keys(p: Problem) -> Tensor:
+    """`[N]`: the first key of each row's sequence, or of the row itself if rows are packed."""
+    base, start, _ = p.clamped
+    return start[:, 0] if p.case.source == "varlen" else base
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +196,10 @@ class Evidence:
     def _sampled(self) -> Reading:
         return Reading(self.oracle.seen, self.sample)
 
+    def answer(self, rows: Tensor) -> Answer:
+        """The right answer of some rows."""
+        return Answer(self.right.out[rows], self.right.lse[rows])
+
     def read(self, rows: Tensor) -> Reading:
         """The keys and values that rows of the right problem read."""
         return self._sampled if rows is self.sample else Reading(self.oracle.seen, rows)
@@ -94,6 +225,11 @@ class Evidence:
             differs = differs or here
         return differs
 
+    def distance(self, finding: Finding) -> float:
+        """The mean difference between the result's outputs and the finding's, over the sample."""
+        assert finding.answer is not None
+        return float((self.out[self.sample] - finding.answer(self.sample).out).abs().mean())
+
     def _compare(self, finding: Finding, give: Callable[[Tensor], Answer], rows: Tensor) -> tuple[bool, bool]:
         """Whether the result agrees with an answer in some rows, and whether that answer differs from the right one."""
         answer = give(rows)
@@ -106,6 +242,11 @@ class Evidence:
         if bool(differ(self.lse[rows], answer.lse, atol).any()):
             return False, False
         return True, differs or bool(differ(answer.lse, self.right.lse[rows], atol).any())
+
+
+def finite(lse: Tensor) -> Tensor:
+    """`lse`, with 0 for rows without keys, so that differences are not NaN."""
+    return lse.masked_fill(lse == -math.inf, 0.0)
 
 
 def differ(x: Tensor, y: Tensor, bound: float) -> Tensor:

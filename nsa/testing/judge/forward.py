@@ -10,6 +10,7 @@ either may be exact by chance. So in fp32 `err_SDPA` is at least two standard de
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from nsa.testing.matrix.problem import Problem
 Result = Tensor | tuple[Tensor, Tensor]
 MAE = 1e-3  # for N(0,1) inputs and rows of at least 16 keys
 MAE_MIN_L = 16
+OUTPUT = ("query", "head", "dimension")  # the dimensions of an output after the batch
 SAMPLED = 2048  # rows of a large problem that are compared, 1 GiB of keys and values at D = 128 and L = 1024
 
 
@@ -69,8 +71,7 @@ class Oracle:
         seen = p if at is None else p.at(at)
         out, lse = fp64(p) if at is None else reference_at(p.q, p.k, p.v, at, **p.selection)
         sdpa = sdpa_same_keys(seen)
-        peak = float(out.abs().max()) if out.numel() else 0.0
-        err = float((sdpa.double() - out).abs().max()) if out.numel() else 0.0
+        peak, err = largest(out), largest(errors(sdpa, out))
         one = one_by_one(seen) if p.q.dtype == torch.float32 else 0.0
         rounding = max(16 * torch.finfo(p.q.dtype).eps, 1e-4 if p.q.dtype == torch.float32 else 0.0) * max(1.0, peak)
         rounding = max(rounding, 8 * one)  # larger than the line above only if scores are large
@@ -201,19 +202,16 @@ def assert_parity(result: Result, oracle: Oracle, name: str = "output") -> None:
     if oracle.at is not None:  # the other queries are not compared, but N(0,1) inputs must not give NaN
         assert not bool(out.isnan().any()), f"{head}: {int(out.isnan().sum())} NaN"
         out = oracle.pick(out)
-    diff = (out.double() - oracle.out).abs()
-    worst = torch.where(diff.isnan(), math.inf, diff)
-    err, at = float(worst.max()), int(worst.argmax())
-    if not err <= oracle.bound:
-        raise AssertionError(
-            f"{head}: error {err:.4g} > bound {oracle.bound:.4g} = 2*{oracle.err_sdpa:.3g} (SDPA) + 4*eps*"
-            f"{oracle.peak:.3g}; {_place(out, oracle.out, at)}, SDPA {float(oracle.sdpa.flatten()[at]):.6g}, "
-            f"{int((worst > oracle.bound).sum())} of {out.numel()} off, {int(out.isnan().sum())} NaN"
-        )
+    diff, bound = errors(out, oracle.out), oracle.bound
+    err = largest(diff)
+    assert err <= bound, (
+        f"{head}: error {err:.4g} > bound {bound:.4g} = 2*{oracle.err_sdpa:.3g} (SDPA) + 4*eps*{oracle.peak:.3g}; "
+        f"{first_wrong(out, oracle.out, bound, p, OUTPUT, oracle.at)}"
+    )
     keys = p.unpack(p.lengths[:, None].expand(-1, p.case.H))
     mae = _mean(diff[keys >= MAE_MIN_L])
     assert mae <= MAE, (
-        f"{head}: mean absolute error {mae:.4g} > {MAE} (error {err:.4g} within bound {oracle.bound:.4g})"
+        f"{head}: mean absolute error {mae:.4g} > {MAE} (error {err:.4g} within bound {bound:.4g})"
     )
     assert not bool(out[keys == 0].any()), f"{head}: rows that select no key must be exactly 0"
 
@@ -226,11 +224,11 @@ def assert_lse(lse: Tensor, oracle: Oracle, head: str) -> None:
     if not lse.numel():
         return
     lse = oracle.pick(lse)
-    same = (lse.double() == want) & want.isinf()
-    diff = torch.where(same, 0.0, (lse.double() - want).abs())
-    worst = torch.where(diff.isnan(), math.inf, diff)
-    err, at = float(worst.max()), int(worst.argmax())
-    assert err <= oracle.lse_atol, f"{head}: LSE error {err:.4g} > bound {oracle.lse_atol:.4g}; {_place(lse, want, at)}"
+    err, bound = largest(errors(lse, want)), oracle.lse_atol
+    assert err <= bound, (
+        f"{head}: LSE error {err:.4g} > bound {bound:.4g}; "
+        f"{first_wrong(lse, want, bound, oracle.seen, OUTPUT[:2], oracle.at)}"
+    )
 
 
 def cached_parity(
@@ -243,18 +241,16 @@ def cached_parity(
     """
     (o, lse), (o_want, lse_want) = got, want
     assert o.dtype == dtype, f"{head}: expected {dtype}, got {o.dtype}"
-    peak = max(1.0, float(o_want.abs().max())) if o_want.numel() else 1.0
-    bound = max(6 * torch.finfo(dtype).eps, 1e-5) * peak
-    error = (o.double() - o_want).abs().nan_to_num(nan=math.inf)
-    assert not o.numel() or float(error.max()) <= bound, f"{head}: error {float(error.max()):.4g} > bound {bound:.4g}"
+    bound, error = max(6 * torch.finfo(dtype).eps, 1e-5) * max(1.0, largest(o_want)), largest(errors(o, o_want))
+    assert error <= bound, f"{head}: error {error:.4g} > bound {bound:.4g}"
     empty = lse_want == -math.inf
     assert not bool(o[empty].any()), f"{head}: rows that select nothing must be exactly 0"
     if lse is not None:
         assert lse.dtype == torch.float32, f"{head}: expected an LSE in float32, got {lse.dtype}"
-        off = (lse.double() - lse_want).abs().masked_fill(empty & (lse == lse_want), 0.0).nan_to_num(nan=math.inf)
-        allowed = 2e-5 + 1e-5 * lse_want.abs().masked_fill(empty, 0.0)
-        worst = float((off - allowed).max()) if off.numel() else 0.0
-        assert worst <= 0, f"{head}: LSE error exceeds its bound of 2e-5 + 1e-5*|LSE| by {worst:.4g}"
+        excess = errors(lse, lse_want) - (2e-5 + 1e-5 * lse_want.abs().masked_fill(empty, 0.0))
+        assert bool((excess <= 0).all()), (
+            f"{head}: LSE error exceeds its bound of 2e-5 + 1e-5*|LSE| by {float(excess.max()):.4g}"
+        )
 
 
 def mean_abs_error(out: Tensor, oracle: Oracle) -> float:
@@ -273,6 +269,33 @@ def describe(p: Problem) -> str:
     return f"{p.case.id} [q {tuple(p.q.shape)}, k {tuple(p.k.shape)}, {p.case.dtype}, seed {p.seed}]"
 
 
-def _place(got: Tensor, want: Tensor, at: int) -> str:
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), got.shape))
-    return f"at {index} got {float(got.flatten()[at]):.6g}, expected {float(want.flatten()[at]):.6g}"
+def errors(got: Tensor, want: Tensor) -> Tensor:
+    """The absolute errors. That of NaN is infinite."""
+    return torch.where(got.double() == want, 0.0, (got.double() - want).abs().nan_to_num(math.inf, math.inf))
+
+
+def largest(x: Tensor) -> float:
+    """The largest absolute value, 0 of an empty tensor."""
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def first_wrong(
+    got: Tensor, want: Tensor, bound: float, p: Problem, axes: Sequence[str] = OUTPUT, queries: Tensor | None = None
+) -> str:
+    """Where the first element is that is wrong by more than `bound`, and how many there are.
+
+    Args:
+        axes: the names of the dimensions after the batch. queries: which queries these are, if only some.
+    """
+    diff = errors(got, want)
+    wrong = (diff > bound).nonzero()
+    at = tuple(wrong[0].tolist())
+    index = [*at]
+    if queries is not None:
+        index[1] = int(queries[index[1]])
+    names = axes if p.cu_seqlens is not None else ("batch", *axes)
+    where = ", ".join(f"{name} {i}" for name, i in zip(names, index, strict=True))
+    return (
+        f"the first at {where}: got {float(got[at]):.6g}, expected {float(want[at]):.6g} (error "
+        f"{float(diff[at]):.3g}); {len(wrong)} of {got.numel()} off, {int(got.isnan().sum())} NaN"
+    )

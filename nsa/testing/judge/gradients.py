@@ -17,10 +17,11 @@ from torch import Tensor
 
 from nsa.call import Call
 from nsa.plain.oracle import selection_reference
-from nsa.testing.judge.forward import describe, sum_variance
+from nsa.testing.judge.forward import OUTPUT, describe, errors, first_wrong, largest, sum_variance
 from nsa.testing.matrix.problem import Problem
 
 NAMES = ("dq", "dk", "dv")
+KEYS = ("key", "KV head", "dimension")  # the dimensions of dk and dv after the batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,18 +54,18 @@ class GradientOracle:
         exact = torch.autograd.grad((o * do.double()).sum(), leaves)
         plain = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
         sdpa = torch.autograd.grad(dense_sdpa(p, *plain), plain, do)
-        errors = tuple(_error(got, want) for got, want in zip(sdpa, exact, strict=True))
+        found = tuple(largest(errors(got, want)) for got, want in zip(sdpa, exact, strict=True))
         eps = torch.finfo(p.q.dtype).eps
         ones = one_by_one(p, do, o, lse, exact) if p.q.dtype == torch.float32 else (0.0, 0.0, 0.0)
-        for name, error, want, one in zip(NAMES, errors, exact, ones, strict=True):
-            rounding = max(32 * eps, 1e-4 if p.q.dtype == torch.float32 else 0.0) * max(1.0, _peak(want))
+        for name, error, want, one in zip(NAMES, found, exact, ones, strict=True):
+            rounding = max(32 * eps, 1e-4 if p.q.dtype == torch.float32 else 0.0) * max(1.0, largest(want))
             rounding = max(rounding, 8 * one)  # larger than the line above only if scores are large
             assert error <= rounding, (
                 f"{describe(p)}: {name} of the fp64 oracle and of dense SDPA differ by {error:.3g}, rounding explains "
                 f"{rounding:.3g}: one of the two is wrong"
             )
-        errors = tuple(max(error, 2 * one) for error, one in zip(errors, ones, strict=True))
-        return cls(p, do, o.detach().to(p.q.dtype), lse.detach().float(), exact, errors)
+        err_sdpa = tuple(max(error, 2 * one) for error, one in zip(found, ones, strict=True))
+        return cls(p, do, o.detach().to(p.q.dtype), lse.detach().float(), exact, err_sdpa)
 
 
 def one_by_one(p: Problem, do: Tensor, o: Tensor, lse: Tensor, exact: Sequence[Tensor]) -> tuple[float, ...]:
@@ -138,9 +139,11 @@ def assert_gradients(got: Sequence[Tensor], oracle: GradientOracle, name: str) -
         head = f"{name} on {describe(p)}: {which}"
         assert x.shape == like.shape, f"{head}: expected shape {tuple(like.shape)}, got {tuple(x.shape)}"
         assert x.dtype == like.dtype, f"{head}: expected {like.dtype}, got {x.dtype}"
-        bound = 2 * err + 4 * eps * _peak(want)
-        error = _error(x, want)
-        assert error <= bound, f"{head}: error {error:.4g} > bound {bound:.4g} = 2*{err:.3g} (SDPA) + 4*eps*max"
+        bound, error = 2 * err + 4 * eps * largest(want), largest(errors(x, want))
+        assert error <= bound, (
+            f"{head}: error {error:.4g} > bound {bound:.4g} = 2*{err:.3g} (SDPA) + 4*eps*max; "
+            f"{first_wrong(x, want, bound, p, OUTPUT if which == 'dq' else KEYS)}"
+        )
         nothing = unread[0] if which == "dq" else unread[1]
         assert not bool(x[nothing].any()), f"{head}: expected exactly 0 for empty rows and for keys that no row lists"
 
@@ -151,14 +154,3 @@ def _unread(p: Problem) -> tuple[Tensor, Tensor]:
     rows = counts.sum(-1).repeat_interleave(p.case.H, 2) == 0
     keys = counts.sum(1).transpose(1, 2) == 0
     return rows.view(p.q.shape[:-1]), keys.reshape(p.k.shape[:-1])
-
-
-def _error(got: Tensor, want: Tensor) -> float:
-    if not want.numel():
-        return 0.0
-    diff = (got.double() - want).abs()
-    return float(torch.where(diff.isnan(), math.inf, diff).max())
-
-
-def _peak(want: Tensor) -> float:
-    return float(want.abs().max()) if want.numel() else 0.0

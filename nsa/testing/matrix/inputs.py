@@ -5,6 +5,7 @@ One generator, on the device of the inputs, draws all of them, so that the seed 
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,13 @@ def draw(case: Case, device: torch.device, seed: int) -> Problem:
     )
 
 
+def blocks_of(case: Case, g: torch.Generator) -> Tensor:
+    """Block indices `[..., HKV, n]` (int32) of a prefill or decode step with two slots or more, in little memory."""
+    visible, extent = (x.repeat_interleave(case.HKV) for x in _visible(case, g.device))
+    lead = (sum(case.seqlens),) if case.seqlens else (case.B, case.S)
+    return _shared_blocks(case, visible, extent, g).view(*lead, case.HKV, case.n)
+
+
 def _positions(case: Case, device: torch.device) -> Tensor:
     """Query positions `[B, S]`, spread over the keys: neither bottom-right nor in order."""
     steps = torch.arange(case.B * case.S, device=device).view(case.B, case.S)
@@ -75,7 +83,7 @@ def _select(case: Case, g: torch.Generator) -> tuple[Tensor, Tensor | None]:
     visible, extent = (x.repeat_interleave(case.HKV) for x in _visible(case, g.device))
     lead = (sum(case.seqlens), case.HKV) if case.seqlens else (case.B, case.S, case.HKV)
     if case.source == "blocks":
-        many = case.large and case.n > 1 and not (case.positions or case.seqlens)
+        many = case.large and case.n > 1 and not case.positions
         draw_blocks = _shared_blocks if case.dist == "prefill" and (case.shared or many) else _blocks
         draw_blocks = _overlapping if case.dist == "overlap" else draw_blocks
         blocks = draw_blocks(case, visible, extent, g).view(*lead, -1)
@@ -159,26 +167,28 @@ def _shared_blocks(case: Case, visible: Tensor, extent: Tensor, g: torch.Generat
     Each of the `n - 2` slots draws from its own residue class of blocks, so that no two blocks of a row are equal. This
     takes memory for `N n` numbers, while `_blocks` needs a number for each row and block of the cache.
 
-    In each slot a query keeps the block of the query before it, or draws a new one. The probability follows from
-    `case.shared`, which also counts the first block and the own block. A class with at most one block is always drawn.
+    In each slot a query keeps the block of the query before it in its sequence, or draws a new one. The probability
+    follows from `case.shared`, which also counts the first block and the own block. A class with at most one block is
+    always drawn.
     """
-    B, S, HKV, n, device = case.B, case.S, case.HKV, case.n, g.device
-    free = n - 2
-    own = (visible - 1).clamp(min=0).view(B, S, HKV, 1) // case.block_size  # [B, S, HKV, 1]
+    HKV, n, device = case.HKV, case.n, g.device
+    T, free = case.N // HKV, n - 2
+    own = (visible - 1).clamp(min=0).view(T, HKV, 1) // case.block_size  # [T, HKV, 1]
     slot = torch.arange(free, device=device)
     choice = (own - 1 - slot).add(free - 1).div(max(free, 1), rounding_mode="floor")  # blocks 1 + slot + i*free < own
-    drawn = torch.rand(B, S, HKV, free, generator=g, device=device)
+    drawn = torch.rand(T, HKV, free, generator=g, device=device)
     blocks = torch.where(choice > 0, 1 + slot + free * (drawn * choice).long().minimum(choice - 1), -1).to(torch.int32)
     if case.shared and free:
         equal = (case.shared * n - 2) / free  # the wanted share of equal slots among `free`; some are equal by chance
         keep = (equal * choice - 1) / (choice - 1).clamp(min=1)
-        fresh = torch.rand(B, S, HKV, free, generator=g, device=device) >= keep
-        fresh[:, :1] = True
-        since = torch.where(fresh, torch.arange(S, device=device)[:, None, None], 0).cummax(1).values
-        blocks = blocks.gather(1, since)
+        fresh = torch.rand(T, HKV, free, generator=g, device=device) >= keep
+        first = itertools.accumulate(case.seqlens or (case.S,) * case.B, initial=0)
+        fresh[[token for token in first if token < T]] = True  # the first query of each sequence
+        since = torch.where(fresh, torch.arange(T, device=device)[:, None, None], 0).cummax(0).values
+        blocks = blocks.gather(0, since)
     own = own.to(torch.int32)
-    first = torch.where(own > 0, 0, -1).to(torch.int32)  # the own block may be the first
-    return torch.cat((first, blocks, own), -1).sort(-1).values.view(case.N, n)
+    first_block = torch.where(own > 0, 0, -1).to(torch.int32)  # the own block may be the first
+    return torch.cat((first_block, blocks, own), -1).sort(-1).values.view(case.N, n)
 
 
 def drowned(x: Tensor, room: int = 3) -> Tensor:

@@ -23,10 +23,11 @@ K_SCALE, V_SCALE = 9 / 512, 13 / 512  # of fp8 caches: 448 of them are about 8; 
 
 
 class Shape(NamedTuple):
-    """A case, and whether its cache is in fp8. The queries are in the dtype of the case either way."""
+    """A case, and where its keys are: in a cache in fp8, in pages, or in plain tensors. Queries are never in fp8."""
 
     case: Case
     fp8: bool = False
+    paged: bool = True
 
 
 def case(B: int, S: int, S_kv: int, shared: float = 0.0) -> Case:
@@ -76,6 +77,13 @@ def in_e4m3(p: Problem) -> Problem:
     return dataclasses.replace(tensors, scales=(k_scale, v_scale))
 
 
+def sequences(case: Case) -> list[tuple[int, int]]:
+    """The queries and the keys of each sequence of a batch."""
+    if not case.seqlens:
+        return [(case.S, case.S_kv)] * case.B
+    return list(zip(case.seqlens, case.kv_seqlens or case.seqlens, strict=True))
+
+
 class Group(NamedTuple):
     """`B` sequences of a batch with `S` queries and `S_kv` keys each. `first` and `token`: the first of each."""
 
@@ -107,7 +115,7 @@ def groups(case: Case) -> list[Group]:
         return [Group(0, 0, case.B, case.S, case.S_kv)]
     found: list[Group] = []
     first = token = 0
-    for (S, S_kv), some in itertools.groupby(zip(case.seqlens, case.kv_seqlens or case.seqlens, strict=True)):
+    for (S, S_kv), some in itertools.groupby(sequences(case)):
         found.append(Group(first, token, len(list(some)), S, S_kv))
         first, token = first + found[-1].B, token + found[-1].B * S
     return found
@@ -128,6 +136,16 @@ def combined(p: Problem) -> Combined:
     return _in_pages(p, p.scales)
 
 
+def block_table(lengths: Tensor, size: int, seed: int) -> tuple[Tensor, int]:
+    """Pages in random order for sequences of `lengths [B]` keys: a table `[B, width]` (int32), and their number."""
+    counts = (-(-lengths // size)).tolist()
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+    table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    for row, pages in zip(table, order.split(counts), strict=True):
+        row[: len(pages)] = pages
+    return table, sum(counts)
+
+
 def combined_16(p: Problem) -> Combined:
     """The same in the problem's own dtype, also if the problem has scales."""
     return _in_pages(p, None)
@@ -135,16 +153,13 @@ def combined_16(p: Problem) -> Combined:
 
 def _in_pages(p: Problem, scales: tuple[Tensor, Tensor] | None) -> Combined:
     case, device, size = p.case, p.k.device, p.case.block_size
-    lengths = torch.tensor([group.S_kv for group in groups(case) for _ in range(group.B)], dtype=torch.int32)
-    counts = (lengths // size).tolist()
+    lengths = torch.tensor([S_kv for _, S_kv in sequences(case)], dtype=torch.int32)
     if bool((lengths % size).any()):
         raise ValueError(f"expected sequences of whole pages of {size} keys, got {sorted(set(lengths.tolist()))}")
-    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(p.seed)).to(torch.int32)
-    table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
-    for row, pages in zip(table, order.split(counts), strict=True):
-        row[: len(pages)] = pages
+    table, count = block_table(lengths, size, p.seed)
+    order = torch.cat([row[: length // size] for row, length in zip(table, lengths.tolist(), strict=True)])
     dtype = p.k.dtype if scales is None else E4M3
-    pages = torch.empty(sum(counts), case.HKV, size, case.D + case.Dv, dtype=dtype, device=device)
+    pages = torch.empty(count, case.HKV, size, case.D + case.Dv, dtype=dtype, device=device)
     place = order.to(device, torch.int64)
     for part, x, scale in zip((slice(0, case.D), slice(case.D, None)), (p.k, p.v), scales or (None, None), strict=True):
         x, into = x.reshape(-1, size, case.HKV, x.shape[-1]).transpose(1, 2), pages

@@ -15,6 +15,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nsa.testing.lane import choose
 from nsa.testing.machine import current_lane
 from nsa.testing.matrix import caches
 from nsa.testing.matrix.case import Case
@@ -25,6 +26,7 @@ INT32 = 2**31  # the first number past int32
 ROWS = 32  # rows of a selection that are drawn one by one; Hypothesis gives up on draws of more than 8,192 bytes
 Span = tuple[int, int]
 
+choose()
 GPU = current_lane() == "gpu"
 LANE_DTYPES = ("bf16", "fp16", "fp32") if GPU else ("fp32", "fp16")
 # `L` is the host's bound n * S_kv, because each of the n spans may be as long as the cache.

@@ -103,6 +103,7 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
             "bootstrap intervals, if both are recorded, so they are never too short; most are smaller than the marks.",
             [p for p in (plots.speedup_over_L(now.facts, name) for name in (plots.REPLACED, plots.BEST)) if p],
         ),
+        *_workloads(now.facts),
         Section("Roofline", _timing_note(now.facts), [p for p in [plots.roofline(now.facts)] if p]),
         *([_change(recordings[0], now)] if len(recordings) == 2 else []),
         Section.of(tables.threshold(decision, on_packed)),
@@ -131,6 +132,18 @@ def rationale(recording: Recording, decision: thresholds.Decision, on_packed: th
     if recording.gpu is None:
         return []
     return [f"This recording {summary.measured(decision)}.", *thresholds.rationale(decision, on_packed)]
+
+
+def _workloads(facts: list[Fact]) -> list[Section]:
+    """The summary of workloads, and a picture for each peer and the control."""
+    if not any(fact.get("workload") for fact in facts):
+        return []
+    from nsa.testing.report import plots
+    from nsa.testing.workloads import mix
+
+    mixes = mix.by_mix(facts)
+    pictures = [plots.workloads(mixes, other) for other in mix.others(fact for rows in mixes.values() for fact in rows)]
+    return [Section("Workloads", "", [picture for picture in pictures if picture], code="\n".join(mix.summary(facts)))]
 
 
 def _timing_note(facts: list[Fact]) -> str:

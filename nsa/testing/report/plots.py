@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from matplotlib import rc_context
@@ -151,6 +151,28 @@ def prefill_bars(facts: Iterable[Fact], gpu: str) -> str | None:
     )
     figure.suptitle(f"{gpu}: prefill of {shown['T']} tokens, forward")
     return _svg(figure, Creator=None, Description=json.dumps(shown))
+
+
+@rc_context(STYLE)  # type: ignore[arg-type]
+def workloads(mixes: Mapping[tuple[str, str], list[Fact]], other: str) -> str | None:
+    """Our time over that of `other`: a dot a shape, its area by weight, a colour for each workload and variant."""
+    figure = Figure(figsize=(WIDTH, 4.6))
+    ax, ends = figure.subplots(), []
+    for (name, variant), facts in mixes.items():
+        rows = [fact for fact in facts if other in fact["medians"]]
+        most = max((fact["workload"]["weight"] for fact in rows), default=0) or 1
+        pairs = [(fact["medians"][fact["impl"]] * 1e6, fact["medians"][other] * 1e6) for fact in rows]
+        size = [8 + 150 * fact["workload"]["weight"] / most for fact in rows]
+        label = ", ".join(filter(None, (name, variant)))
+        ax.scatter([x for x, _ in pairs], [y for _, y in pairs], s=size, alpha=0.5, linewidths=0, label=label)
+        ends += [end for pair in pairs for end in pair]
+    if not ends:
+        return None
+    ax.plot([min(ends), max(ends)], [min(ends), max(ends)], color="#444444", lw=0.9, label="equally fast")
+    ax.set(xscale="log", yscale="log", xlabel="ours, us a call", ylabel=f"{other}, us a call")
+    figure.legend(loc="outside lower center", ncols=4)
+    figure.suptitle(f"Workloads beside {other}: above the line ours is faster; areas by weight")
+    return _svg(figure)
 
 
 @rc_context(STYLE)  # type: ignore[arg-type]

@@ -27,6 +27,14 @@ def lines(facts: list[Fact]) -> list[str]:
         for name, reason in (fact.get("left_out") or {}).items()
     ]
     text += [*_left_out(facts), *_threshold(facts), *crossover.table(crossover.points(facts))]
+    if rows := [fact["regret"] for fact in facts if fact.get("regret")]:
+        from nsa.testing import regret  # here, because it imports Triton
+
+        text += regret.summary(rows)
+    if any(fact.get("workload") for fact in facts):
+        from nsa.testing.workloads import mix
+
+        text += mix.summary(facts)
     return fitted(text)
 
 

@@ -10,6 +10,8 @@ import torch
 import nsa
 from nsa import ops
 from nsa.call import Call
+from nsa.kernels import pinned
+from nsa.kernels.query_major import tiles
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
 
@@ -24,66 +26,6 @@ SERVED_ANYWHERE = "triton" if current_lane() == "gpu" else "sdpa"
 @pytest.fixture(params=BACKENDS)
 def backend(request):
     return request.param
-
-
-@pytest.mark.parametrize(
-    ("size", "packed"), [(8, False), (16, False), (32, False), (16, True)], ids=["8", "16", "32", "packed"]
-)
-def test_pages_that_do_not_exist_are_not_read(device, backend, size, packed):
-    """In the middle of a sequence, too: their keys are as if nobody had selected them."""
-    cache = caches.draw([50, 64, 33], ROOM, PAGE, device=device)
-    pages = cache.k.shape[0]
-    for place, page in (((0, 1), -1), ((1, 0), pages), ((1, 3), 2**31 - 1), ((2, 0), -(2**31)), ((2, 1), pages + 7)):
-        cache.block_table[place] = page
-    lead, cu = ((4,), ends(0, 2, 3, 4, device=device)) if packed else ((3, 2), None)
-    q = queries(*lead, device=device)
-    agrees(q, cache, backend, cu, **everything(*lead, device=device, n=ROOM // size, size=size))
-
-
-def test_pages_beyond_32_bits(device, backend):
-    cache = caches.draw([50, 64], ROOM, PAGE, index=torch.int64, device=device)
-    cache.block_table[0, 1], cache.block_table[1, 2] = 2**62, -(2**62)
-    agrees(queries(2, 1, device=device), cache, backend, **everything(2, 1, device=device))
-
-
-@LAYOUTS
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=["int32", "int64"])
-def test_lengths_that_cannot_be(device, backend, page, index):
-    """Negative ones are 0, those beyond the cache, or the table, as long as that."""
-    cache = caches.draw([ROOM] * 4, ROOM, page, index=index, device=device)
-    far = torch.iinfo(index).max
-    cache.cache_seqlens.copy_(torch.tensor([-1, -far, ROOM + 1, far]))
-    o, lse = agrees(queries(4, 2, device=device), cache, backend, **everything(4, 2, device=device))
-    assert not o[:2].any()
-    assert (lse[:2] == -math.inf).all()
-
-
-@LAYOUTS
-def test_what_lies_past_a_length_is_never_used(device, backend, page):
-    """It is NaN in `caches.draw`; without causality, and by spans that reach for it, too."""
-    cache = caches.draw([1, 17, 0, 63], ROOM, page, device=device)
-    spans = torch.tensor([[0, 2**31 - 1], [-5, 40]], dtype=torch.int32, device=device).expand(4, 2, 2, 2, 2)
-    for causal in (True, False):
-        agrees(queries(4, 2, device=device), cache, backend, ranges=spans.contiguous(), causal=causal)
-
-
-def test_a_page_may_serve_several_sequences(device, backend):
-    """A prompt in common is stored once."""
-    cache = caches.draw([40, 55, 64], ROOM, PAGE, device=device)
-    cache.block_table[1:, :2] = cache.block_table[0, :2]
-    agrees(queries(3, 1, device=device), cache, backend, **everything(3, 1, device=device))
-
-
-def test_caches_of_any_strides(device, backend):
-    """Heads before keys, and one cache for K and V as servers keep them."""
-    cache = caches.draw([40, 64], ROOM, PAGE, device=device)
-    both = torch.stack((cache.k, cache.v), 1)  # [pages, 2, page, HKV, D]
-    q, selection = queries(2, 1, device=device), everything(2, 1, device=device)
-    want = call(q, cache, backend, **selection)
-    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (both[:, 0], both[:, 1]))
-    for keys, values in ((both[:, 0], both[:, 1]), (k, v)):
-        other = caches.Cache(keys, values, cache.cache_seqlens, cache.block_table)
-        assert bitwise(call(q, other, backend, **selection), want)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
@@ -392,3 +334,56 @@ def test_compiled_calls_report_garbage_and_check_out(device, caplog):
     for wrong in (q.new_empty(2, 2, 4, 16), q.double()):
         with pytest.raises(Exception, match="out: expected "):
             serve(q, wrong)
+
+
+# --- packed queries ---------------------------------------------------------------------------------------------------
+
+
+@LAYOUTS
+def test_rows_of_nothing_do_not_touch_the_cache(device, backend, page):
+    """Every key is NaN, and so is its page; where nothing may be read, the result is zero without a NaN.
+
+    Tokens 0 and 1 are padded rows of a captured graph, token 2 is a query too early for its one key, the others come
+    after the last sequence.
+    """
+    cache = caches.draw([0, 0, 1], ROOM, page, device=device)
+    cache.k.fill_(math.nan)
+    cache.v.fill_(math.nan)
+    o, lse = call(
+        queries(6, device=device), cache, backend, ends(0, 1, 2, 4, device=device), **everything(6, device=device)
+    )
+    assert o[3].isnan().all()  # it is not that no row reads anything
+    quiet = [0, 1, 2, 4, 5]
+    assert not o[quiet].any()
+    assert (lse[quiet] == -math.inf).all()
+
+
+@pytest.mark.parametrize("size", [PAGE, PAGE // 2], ids=["tiles", "no-tiles"])
+def test_programs_of_one_tile_look_up_no_page_that_is_not_there(device, size):
+    """They look up a page without asking whether there is a key; after the last sequence the table has no row."""
+    cache = caches.draw([50, 64], ROOM, PAGE, device=device)
+    cu, selection = ends(0, 1, 2, device=device), everything(3, device=device, n=1, size=size)
+    with pinned(query_major=tiles.Choice(2, 1, PAGE, 4, 1)):
+        agrees(queries(3, device=device), cache, "query_major", cu, **selection)
+
+
+@pytest.mark.parametrize("B", [130, 131])
+def test_more_sequences_than_a_program_looks_at_at_once(device, B):
+    """128 are: every second one, then those in between. The last query belongs to none."""
+    cache = caches.draw([PAGE] * B, PAGE, None, HKV=1, device=device)
+    cu = torch.zeros(B + 1, dtype=torch.int32, device=device)
+    for token, seq in enumerate((0, 127, B - 1)):
+        cu[seq + 1 :] = token + 1
+    blocks = torch.zeros(4, 1, 1, dtype=torch.int32, device=device)
+    agrees(queries(4, device=device), cache, "query_major", cu, block_indices=blocks, block_size=PAGE)
+
+
+def test_debug_cache_reports_ends_and_short_lengths(device, caplog):
+    cache = caches.draw([40, 2, 20, 0], ROOM, PAGE, device=device)
+    short = "cache_seqlens: expected the number of queries or more, or queries see nothing, got 2 of sequence 1"
+    wild = "cu_seqlens_q: expected 0 first, then ends in rising order up to 8, got 1 at [0], 3 at [2], 9 at [4]"
+    for values, said in (((0, 2, 5, 6, 7), [short]), ((1, 5, 3, 4, 9), [wild]), ((0, 2, 4, 6, 7), [])):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "nsa"), nsa.configure(debug_cache=True):
+            call(queries(8, device=device), cache, "sdpa", ends(*values, device=device), **everything(8, device=device))
+        assert caplog.messages == said

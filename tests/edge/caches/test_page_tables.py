@@ -10,22 +10,8 @@ from nsa.kernels.shared.launch import Variant
 from nsa.kernels.union import tiles as union_tiles
 from nsa.testing.matrix import caches
 
-from ...parity.pairs import in_pairs
 from .cached_calls import BACKENDS, PAGE, ROOM, bitwise, call, everything, queries
-
-
-def wider(table, more=12):
-    """A table with `more` entries a row, each of page 0. The address of a row stays a multiple of 16 bytes."""
-    return torch.cat((table, table.new_zeros(table.shape[0], more)), 1)
-
-
-# How a table with these entries may lie in memory, and whether the entries of its rows are side by side.
-TABLES = {
-    "slice": (lambda table: wider(table)[:, : table.shape[1]], True),
-    "rows": (lambda table: wider(table).repeat_interleave(2, 0)[::2, : table.shape[1]], True),
-    "columns": (lambda table: table.t().contiguous().t(), False),
-    "every-second-entry": (lambda table: table.repeat_interleave(2, 1)[:, ::2], False),
-}
+from .test_odd_caches import TABLES
 
 
 def sliced(S, page, index, device):
@@ -49,32 +35,6 @@ def tables_read(monkeypatch):
 
     monkeypatch.setattr(Variant, "launch", spy)
     return seen
-
-
-PAGED = {"page8-int32": (8, torch.int32), "page32-int64": (32, torch.int64)}
-SPANS = [[0, 3], [7, ROOM]]
-
-
-@pytest.mark.parametrize(
-    ("backend", "table", "paged", "source"),
-    in_pairs(
-        BACKENDS,
-        list(TABLES),
-        {"page8-int32": (8, torch.int32), "page32-int64": (32, torch.int64)},
-        ("blocks", "ranges"),
-    ),
-)
-def test_tables_of_any_strides(device, backend, table, paged, source):
-    """The same bits as with a contiguous table."""
-    q, cache = sliced(2, *paged, device)
-    other = TABLES[table][0](cache.block_table)
-    assert torch.equal(other, cache.block_table)
-    assert not other.is_contiguous()
-    spans = torch.tensor(SPANS, dtype=torch.int32, device=device).expand(3, 2, 2, 2, 2).contiguous()
-    selection = everything(3, 2, device=device) if source == "blocks" else {"ranges": spans}
-    want = call(q, cache, backend, **selection)
-    assert not want[0].isnan().any()
-    assert bitwise(call(q, cache, backend, **selection, block_table=other), want)
 
 
 def test_tables_of_any_strides_where_the_merge_reads_keys(device, tables_read, pin, fresh_plans):

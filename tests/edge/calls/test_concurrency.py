@@ -138,4 +138,4 @@ def test_processes_after_import(processes, how, device):
 def test_visible_devices(processes, visible):
     """A process that sees no GPU, or one of them, routes by what it sees."""
     gpus = 1 if visible and current_lane() == "gpu" else 0
-    assert processes[f"visible {visible}"] == (gpus, "ranges" if gpus else "sdpa")
+    assert processes[f"visible {visible}"] == (gpus, "query_major" if gpus else "sdpa")

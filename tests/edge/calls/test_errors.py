@@ -143,6 +143,10 @@ VALUES = [
         ({"ranges": None}, f"{ONE} neither"),
         ({"block_size": 16}, "block_size: expected None with ranges, got 16"),
         ({"max_selected": -1}, "max_selected: expected an int >= 0, got -1"),
+        (
+            {"causal": False, "q_positions": ints(B, S)},
+            "causal: expected True with q_positions, which causal=False does not read, got False",
+        ),
     ),
     *wrong(
         BLOCKS,

@@ -116,14 +116,6 @@ def test_one_sync_without_a_bound(problem, monkeypatch):
     assert reads == [2]  # the shortest and the longest row
 
 
-@pytest.mark.parametrize("bound", [11, 12, 64, 1000])
-def test_bound_does_not_change_the_result(problem, attend, agrees, bound):
-    qkv, selection = problem
-    want = attend(*qkv, **selection, return_lse=True)
-    got = agrees(attend, *qkv, **selection, max_selected=bound)
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-
-
 def test_pack_rows_with_a_bound_does_not_sync(draw, same, no_sync):
     _, k, v = draw()
     ranges = same([(0, 7), (9, 13)], 1, 3, 2)

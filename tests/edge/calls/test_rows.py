@@ -8,24 +8,24 @@ import torch
 import nsa
 from nsa.call import Call
 from nsa.plain.oracle import selection_reference
+from nsa.testing.matrix.inputs import drowned
+
+from ...conftest import compare
+from ...parity.pairs import in_pairs
+from ..conftest import LANE_DTYPES
 
 DENSE = {"group": nsa.sel_attn_fwd_dense_group, "per_head": nsa.sel_attn_fwd_dense}
 VARLEN = {"group": nsa.sel_attn_fwd_varlen_group, "per_head": nsa.sel_attn_fwd_varlen}
-
-
-@pytest.fixture(params=DENSE)
-def schedule(request):
-    return request.param
-
-
-@pytest.fixture
-def dense(schedule):
-    return DENSE[schedule]
-
-
-@pytest.fixture
-def varlen(schedule):
-    return VARLEN[schedule]
+HEADS = (1, 3, 64, 100, 128)
+# Sizes and arguments of a call; `ends` are the cu_seqlens of rows with lengths of their own.
+ROWS = {
+    **{"usual": {}, "scale": {"scale": -0.3}, "no-rows": {"N": 0}, "no-keys": {"L": 0}, "nothing": {"N": 0, "L": 0}},
+    **{f"H{H}": {"H": H} for H in HEADS},
+    **{f"varlen-H{H}": {"H": H, "ends": (0, 4, 9)} for H in HEADS},
+    **{f"some-empty-bound-{L}": {"ends": (0, 0, 3, 3, 12, 12), "max_selected": L} for L in (None, 9, 40)},
+    **{"varlen-no-rows": {"ends": (0,)}, "varlen-no-keys": {"ends": (0, 0, 0, 0)}},
+    "one-cache-for-all": {"one": True},
+}
 
 
 @pytest.fixture
@@ -40,97 +40,54 @@ def draw_rows(device):
     return make
 
 
-def check(got, Q, K, V, spans, scale=None):
-    """Against the oracle: row `i` reads `spans[i]` of keys `K [N or 1, L, D]`."""
-    q, k, v = Q[:, None].double(), K.expand(len(Q), -1, -1)[:, :, None], V.expand(len(Q), -1, -1)[:, :, None]
-    ranges = torch.tensor(spans, device=Q.device).view(len(Q), 1, 1, 1, 2)
-    o, lse = (
-        x[:, 0]
-        for x in selection_reference(Call.of(q, k, v, ranges=ranges, causal=False, scale=scale, return_lse=True))
-    )
-    assert (got[0].dtype, got[1].dtype) == (Q.dtype, torch.float32)
-    torch.testing.assert_close(got[0].double(), o, rtol=0, atol=max(1e-5, 20 * torch.finfo(Q.dtype).eps))
-    torch.testing.assert_close(got[1].double(), lse, rtol=0, atol=2e-5)
+def check(schedule, draw_rows, dtype, ends=None, scale=None, one=False, max_selected=None, **sizes):
+    """Amid NaN, into a tensor of NaN whose surroundings stay as they are: what the oracle says. Without LSE: the same
+    bits.
+    """
+    attend, how = DENSE[schedule], {"scale": scale}
+    if ends is not None:
+        attend, how["max_selected"] = VARLEN[schedule], max_selected
+        sizes |= {"N": len(ends) - 1, "total": ends[-1]}
+    Q, K, V = rows = draw_rows(**sizes, dtype=dtype)
+    cu = () if ends is None else (torch.tensor(ends, device=Q.device),)
+    spans = [(0, K.shape[1])] * len(Q) if ends is None else list(zip(ends, ends[1:], strict=False))
+    if one or ends is not None:
+        K, V = (x[None if ends else slice(1)].expand(len(Q), -1, -1) for x in (K, V))
+    rows = [Q, K, V] if one else rows
+    ranges = torch.tensor(spans, dtype=torch.int64, device=Q.device).view(len(Q), 1, 1, 1, 2)
+    call = Call.of(Q[:, None].double(), K[:, :, None], V[:, :, None], ranges=ranges, causal=False, scale=scale)
+    want = [x[:, 0] for x in selection_reference(call._replace(return_lse=True))]
+    out = drowned(Q.new_full((*Q.shape[:2], V.shape[-1]), math.nan), 2)
+    amid = rows if one else [drowned(x, room) for room, x in enumerate(rows, 3)]  # no two have the same strides
+    got = attend(*amid, *cu, **how, out=out, return_lse=True)
+    assert got[0] is out
+    compare(got, want, dtype)
+    assert out._base.isnan().sum() == out._base.numel() - out.numel()
+    assert torch.equal(attend(*rows, *(x.int() for x in cu), **how), out)
 
 
-@pytest.mark.parametrize("scale", [None, -0.3], ids=["default-scale", "scale"])
-def test_dense_rows(dense, draw_rows, dtype, scale):
-    Q, K, V = draw_rows(dtype=dtype)
-    o, lse = dense(Q, K, V, scale=scale, return_lse=True)
-    assert (o.shape, lse.shape) == ((3, 4, 24), (3, 4))
-    check((o, lse), Q, K, V, [(0, 9)] * 3, scale)
-    assert torch.equal(dense(Q, K, V, scale=scale), o)
-
-
-@pytest.mark.parametrize("width", [torch.int32, torch.int64], ids=["int32", "int64"])
-@pytest.mark.parametrize("max_selected", [None, 9, 40], ids=["unbounded", "bound", "loose-bound"])
-def test_varlen_rows(varlen, draw_rows, cu, dtype, width, max_selected):
-    """An empty row first, between and last."""
-    Q, K, V = draw_rows(N=5, total=12, dtype=dtype)
-    ends = (0, 0, 3, 3, 12, 12)
-    o, lse = varlen(Q, K, V, cu(*ends, dtype=width), max_selected=max_selected, return_lse=True)
-    assert (o.shape, lse.shape) == ((5, 4, 24), (5, 4))
-    check((o, lse), Q, K[None], V[None], list(zip(ends, ends[1:], strict=False)))
-    for row in (0, 2, 4):
-        assert not o[row].any()
-        assert (lse[row] == -math.inf).all()
+@pytest.mark.parametrize(("schedule", "row", "dtype"), in_pairs(list(DENSE), ROWS, LANE_DTYPES), indirect=["dtype"])
+def test_rows(draw_rows, schedule, row, dtype):
+    check(schedule, draw_rows, dtype, **row)
 
 
 @pytest.mark.usefixtures("split")
-def test_split_rows(dense, varlen, draw_rows, cu, dtype):
-    Q, K, V = draw_rows(N=2, L=40, dtype=dtype)
-    check(dense(Q, K, V, return_lse=True), Q, K, V, [(0, 40)] * 2)
-    K, V = K.flatten(0, 1), V.flatten(0, 1)
-    check(varlen(Q, K, V, cu(0, 73, 80), return_lse=True), Q, K[None], V[None], [(0, 73), (73, 80)])
+@pytest.mark.parametrize("schedule", DENSE)
+@pytest.mark.parametrize("row", [{"N": 2, "L": 40}, {"ends": (0, 73, 80)}], ids=["dense", "varlen"])
+def test_split_rows(draw_rows, schedule, row, dtype):
+    check(schedule, draw_rows, dtype, **row)
 
 
-def test_nothing_to_do(dense, varlen, draw_rows, cu):
-    for N, L in ((0, 9), (3, 0), (0, 0)):
-        o, lse = dense(*draw_rows(N=N, L=L), return_lse=True)
-        assert (o.shape, lse.shape) == ((N, 4, 24), (N, 4))
-        assert not o.any()
-        assert (lse == -math.inf).all()
-        o, lse = varlen(*draw_rows(N=N, total=0), cu(*[0] * (N + 1)), return_lse=True)
-        assert (o.shape, lse.shape) == ((N, 4, 24), (N, 4))
-        assert not o.any()
-        assert (lse == -math.inf).all()
+@pytest.fixture(params=VARLEN)
+def varlen(request):
+    return VARLEN[request.param]
 
 
-def test_out(dense, varlen, draw_rows, cu):
-    Q, K, V = draw_rows()
-    buffer = torch.full((4, 3, 31), math.nan, device=Q.device)
-    out = buffer.transpose(0, 1)[..., 2:26]
-    assert dense(Q, K, V, out=out) is out
-    assert torch.equal(out, dense(Q, K, V))
-    assert buffer.isnan().sum() == buffer.numel() - out.numel()
-    out.fill_(math.nan)
-    K, V = K.flatten(0, 1), V.flatten(0, 1)
-    assert varlen(Q, K, V, cu(0, 9, 9, 20), out=out) is out
-    assert torch.equal(out, varlen(Q, K, V, cu(0, 9, 9, 20)))
-
-
-def test_any_strides(dense, varlen, draw_rows, cu):
-    """Heads first, keys as every other one of a larger buffer, a cache shared by all rows."""
-    Q, K, V = draw_rows()
-    want = dense(Q, K, V)
-    Q2 = Q.transpose(0, 1).contiguous().transpose(0, 1)
-    K2, V2 = (torch.stack((x, x * math.nan), 2)[:, :, 0] for x in (K, V))
-    torch.testing.assert_close(dense(Q2, K2, V2), want, rtol=0, atol=1e-6)
-    one = dense(Q, K[:1].expand_as(K), V[:1].expand_as(V), return_lse=True)
-    check(one, Q, K[:1], V[:1], [(0, 9)] * 3)
-    K2, V2 = (torch.stack((x, x * math.nan), 1)[:, 0] for x in (K[0], V[0]))
-    check(varlen(Q, K2, V2, cu(0, 2, 7, 9), return_lse=True), Q, K[:1], V[:1], [(0, 2), (2, 7), (7, 9)])
-
-
-def test_other_rows_do_not_matter(dense, varlen, draw_rows, cu, dtype):
-    Q, K, V = draw_rows(dtype=dtype)
-    bad = [x.clone() for x in (Q, K, V)]
-    for x in bad:
-        x[[0, 2]] = math.nan
-    assert torch.equal(dense(*bad)[1], dense(Q, K, V)[1])
-    flat = (0, 9, 18, 27)
-    want = varlen(Q, K.flatten(0, 1), V.flatten(0, 1), cu(*flat))
-    assert torch.equal(varlen(bad[0], bad[1].flatten(0, 1), bad[2].flatten(0, 1), cu(*flat))[1], want[1])
+def test_other_rows_do_not_matter(varlen, draw_rows, cu, dtype):
+    rows = draw_rows(total=27, dtype=dtype)
+    want = varlen(*rows, cu(0, 9, 18, 27))[1]
+    rows[0][[0, 2]], rows[1][:9], rows[1][18:], rows[2][:9], rows[2][18:] = [math.nan] * 5
+    assert torch.equal(varlen(*rows, cu(0, 9, 18, 27))[1], want)
 
 
 @pytest.mark.parametrize(
@@ -142,14 +99,6 @@ def test_wrong_cu_seqlens_read_nothing_outside(varlen, draw_rows, cu, ends):
     o, lse = varlen(Q, K, V, cu(*ends), return_lse=True)
     assert not o.isnan().any()
     assert not lse.isnan().any()
-
-
-@pytest.mark.parametrize("H", [1, 3, 64, 100, 128], ids=lambda H: f"H{H}")
-def test_heads_of_a_row(draw_rows, cu, H):
-    Q, K, V = draw_rows(N=2, H=H)
-    check(nsa.sel_attn_fwd_dense_group(Q, K, V, return_lse=True), Q, K, V, [(0, 9)] * 2)
-    got = nsa.sel_attn_fwd_varlen_group(Q, K[0], V[0], cu(0, 4, 9), return_lse=True)
-    check(got, Q, K[:1], V[:1], [(0, 4), (4, 9)])
 
 
 # --- the original wrapper's layout ------------------------------------------------------------------------------------

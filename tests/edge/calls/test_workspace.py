@@ -109,6 +109,31 @@ def test_gradients_do_not_depend_on_the_workspace(problem, workspace):
     assert len(chunks) > 1
 
 
+@pytest.fixture
+def several_threads():
+    """As outside of pytest-xdist, whose workers have one each on two cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(2, threads))
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("several_threads")
+def test_backward_of_rows_that_share_keys(attend_plain, draw, same, dtype):
+    """All rows add to the gradient of the same few keys: any order of additions but a fixed one would show."""
+    q, k, v = (x.requires_grad_() for x in draw(B=1, S=64, S_kv=70, HKV=1, G=4, D=32, Dv=32, dtype=dtype))
+    ranges = same([(0, 6), (2, 5)], 1, 64, 1)
+    g = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q)
+
+    def gradients():
+        o = attend_plain(q, k, v, ranges=ranges, max_selected=9)
+        return torch.autograd.grad(o, (q, k, v), g)
+
+    first = gradients()
+    for _ in range(3):
+        torch.testing.assert_close(gradients(), first, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bound", [None, 75], ids=["unbounded", "bound"])
 def test_layouts_agree(problem, exact, layout, bound):

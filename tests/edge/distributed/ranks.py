@@ -16,16 +16,20 @@ PATIENCE_S = 120  # for a job; on a busy machine the interpreter takes its time
 def _serve(rank, port, pipe):
     torch.set_num_threads(1)
     from nsa.testing import interpreter
+    from nsa.testing.judge import addresses
     from tests.edge.distributed import jobs
 
     interpreter.quicken()
+    addresses.watch()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
     groups = {2: dist.new_group([0, 1]), WORLD: dist.group.WORLD}
     pipe.send("ready")
     while True:
         name, world, keywords = pipe.recv()
         try:
-            pipe.send((None, getattr(jobs, name)(rank, groups.get(world), **keywords)))
+            result = getattr(jobs, name)(rank, groups.get(world), **keywords)
+            assert not addresses.outside, addresses.outside
+            pipe.send((None, result))
         except BaseException:  # noqa: BLE001  (the test shows it)
             pipe.send((traceback.format_exc(), None))
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from concurrent.futures import Future
 
 import pytest
 import torch
@@ -30,31 +29,27 @@ def traces(monkeypatch, tmp_path):
     return tmp_path
 
 
+def of_lengths(*lengths):
+    return precompile.jobs([dataclasses.replace(CASE, L=L) for L in lengths])
+
+
 def test_every_case_in_a_child(traces):
-    precompile.compile_ahead([dataclasses.replace(CASE, L=L) for L in (16, 32, 64)], CPU, 2)
+    precompile.compile_ahead(of_lengths(16, 32, 64), CPU, 2)
     assert {path.name for path in traces.iterdir()} == {"16", "32", "64"}
     assert str(os.getpid()) not in {path.read_text() for path in traces.iterdir()}
 
 
 def test_a_child_that_dies_is_survived(traces):
-    precompile.compile_ahead([dataclasses.replace(CASE, L=L) for L in (16, 48)], CPU, 1)
+    precompile.compile_ahead(of_lengths(16, 48), CPU, 1)
     assert {path.name for path in traces.iterdir()} <= {"16"}
 
 
-def test_long_prompts_are_compiled_for_on_shorter_ones(monkeypatch, traces):
+def test_long_prompts_are_compiled_for_on_shorter_ones():
     """Once for all lengths of a group, whatever their selections share."""
-    ran = []
-
-    def submit(pool, job, case, device):
-        ran.append((job, case))
-        return Future()
-
-    monkeypatch.setattr(Future, "result", lambda self: None)
-    monkeypatch.setattr(precompile.ProcessPoolExecutor, "submit", submit)
     long = [prefill(T, 32, HKV, shared=f) for T in (8192, 65_536) for HKV in (4, 8) for f in (0.0, 0.9)]
-    precompile.compile_ahead([*long, CASE], CPU, 1, [prefill(65_536, 32, 8)])
     short = prefill(8192, 32, 4), prefill(8192, 32, 8)
-    assert ran == [(precompile._train, short[1]), *((precompile._run, case) for case in (*short, CASE))]
+    found = precompile.jobs([*long, CASE], [prefill(65_536, 32, 8)])
+    assert found == [(precompile._train, short[1]), *((precompile._run, case) for case in (*short, CASE))]
 
 
 def test_gradients_are_taken_of_what_is_trained(monkeypatch):
@@ -62,7 +57,7 @@ def test_gradients_are_taken_of_what_is_trained(monkeypatch):
     monkeypatch.setattr(precompile.training, "ours", lambda: training.Trainee("ours", None, lambda case: None))
     monkeypatch.setattr(precompile.training, "beside", lambda: (training.Trainee("other", None, lambda case: "no"),))
     monkeypatch.setattr(precompile.training, "gradients", lambda one, problem, do: taken.append((one.name, do.shape)))
-    precompile._train(CASE, "cpu")
+    precompile._train(CASE, CPU)
     assert taken == [("ours", CASE.make("cpu").q.shape)]
 
 
@@ -75,5 +70,5 @@ def test_a_case_that_fails_is_left_to_the_run(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(Case, "make", make)
-    precompile._run(CASE, "cpu")
+    precompile._run(CASE, CPU)
     assert ran == [(CASE, CPU)]

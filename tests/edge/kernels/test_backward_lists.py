@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from nsa.call import Call
-from nsa.kernels import pinned
 from nsa.kernels.backward import plan as backward
 from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.shared.launch import Variant
-from nsa.kernels.shared.poison import poisoned_workspace
-from nsa.plain.oracle import selection_reference
 from nsa.testing.plugin import current_lane
+
+from .gradients import close, exact, gradients, like
 
 Choice = backward_tiles.Choice
 SHARES = Choice(16, 4, 2, 1, True, 16, 1, 1)  # one tile a share
@@ -31,49 +30,14 @@ def limit(monkeypatch, fresh_plans):
     return make
 
 
-@pytest.fixture
-def gradients():
-    """`gradients(q, k, v, do, dlse=None, choice=None, **selection) -> (dq, dk, dv)`, of NaN where nobody wrote."""
-
-    def make(q, k, v, do, dlse=None, choice=None, causal=True, **selection):
-        o, lse = selection_reference(Call.of(q.double(), k, v, **selection, causal=causal, return_lse=True))
-        with pinned(backward=choice), poisoned_workspace():
-            call = Call.of(q, k, v, **selection, causal=causal)
-            return backward.backward(backward.plan(call), call, do, dlse, o.to(q.dtype), lse.float(), "backward")
-
-    return make
-
-
-def exact(q, k, v, do, dlse=None, **selection):
-    """Gradients of the oracle in fp64."""
-    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    o, lse = selection_reference(Call.of(*leaves, **selection, return_lse=True))
-    loss = (o * do.double()).sum()
-    if dlse is not None:
-        loss = loss + (lse.masked_fill(lse.isinf(), 0) * dlse.double()).sum()
-    return torch.autograd.grad(loss, leaves)
-
-
-def close(got, want):
-    for x, y in zip(got, want, strict=True):
-        eps = torch.finfo(x.dtype).eps
-        torch.testing.assert_close(x.double(), y, rtol=0, atol=max(16 * eps, 1e-5) * float(y.abs().max().clamp(min=1)))
-
-
 def random_blocks(seed, blocks, *shape, device):
     """Random block indices, some of them padding, some too far, some twice."""
     g = torch.Generator().manual_seed(seed)
     return torch.randint(-1, blocks + 1, shape, generator=g).int().to(device)
 
 
-@pytest.fixture
-def like(draw):
-    """`like(x)`: N(0, 1) of its shape and dtype."""
-    return lambda x, seed=7: torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x)
-
-
 @pytest.mark.parametrize("source", ["blocks", "ranges"])
-def test_units_are_listed_in_order(draw, device, like, gradients, limit, monkeypatch, source):
+def test_units_are_listed_in_order(draw, device, limit, monkeypatch, source):
     """Of tokens, then of slots, block by block, whatever the strips: what sums go by."""
     S, n, size, S_kv = 35, 3, 8, 40
     if current_lane() == "gpu":
@@ -106,41 +70,39 @@ def test_units_are_listed_in_order(draw, device, like, gradients, limit, monkeyp
         assert torch.equal(unit[head, : want.numel()].long(), want)
 
 
-WINDOWS = {"one": {}, "strips": {"STRIP": 4}, "index": {"INDEX_BYTES": 12 * 2 * 6 * 5}, "sums": {"SUM_BYTES": 1}}
+WINDOWS = {  # how little room there is; heads and tokens of a window with all heads together, and with each head alone
+    "one": ({}, (2, 12), (2, 12)),
+    "strips": ({"STRIP": 4}, (2, 12), (2, 12)),
+    "index": ({"INDEX_BYTES": 12 * 2 * 6 * 5}, (2, 5), (1, 10)),
+    "sums": ({"SUM_BYTES": 1}, (2, 1), (1, 1)),
+    "dq": ({"DQ_BYTES": 2 * 3 * 2 * 16 * 2 * 10}, (2, 5), (1, 10)),
+    "ranges": ({"INDEX_BYTES": 2 * 6 * 16 * 4}, (2, 4), (1, 8)),
+}
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["heads together", "each head alone"])
-@pytest.mark.parametrize("limits", WINDOWS)
-def test_windows_and_strips_change_nothing(draw, device, like, gradients, limit, limits, alone):
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_windows_and_strips_change_nothing(draw, device, limit, kind, alone):
     """A few queries a strip or window, several shares a block: sums go on from share to share and window to window."""
-    limit(**WINDOWS[limits], HEAD_BYTES=backward_tiles.HEAD_BYTES if alone else 0)
-    q, k, v = (x.half() for x in draw(S=12, S_kv=40))
+    limits, *windows = WINDOWS[kind]
+    limit(**limits, HEAD_BYTES=backward_tiles.HEAD_BYTES if alone else 0)
+    q, k, v = (x.half() for x in (draw(B=2, S=9, S_kv=150) if kind == "ranges" else draw(S=12, S_kv=40)))
     selection = {"block_indices": random_blocks(1, 5, 1, 12, 2, 6, device=device), "block_size": 8}
-    launch = backward.plan(Call.of(q, k, v, **selection))
-    assert launch.usual.windows.heads == (1 if alone and limits in ("index", "sums") else 2)
-    assert (launch.usual.windows.window < 12) == (limits in ("index", "sums"))
-    assert (launch.usual.windows.strip < 12) == (limits == "strips")
+    if kind == "ranges":  # two spans, three blocks of the grid
+        g = torch.Generator().manual_seed(2)
+        selection = {"ranges": torch.randint(-9, 160, (2, 9, 2, 2, 2), generator=g, dtype=torch.int32).to(device)}
+    launch = backward.plan(Call.of(q, k, v, **selection)).usual
+    assert (launch.windows.heads, launch.windows.window) == windows[alone]
+    assert (launch.windows.strip < 12) == (kind == "strips")
+    assert launch.tile.keep_dq or kind != "dq"
     do = like(q)
-    close(gradients(q, k, v, do, choice=SHARES, **selection), exact(q, k, v, do, **selection))
-
-
-@pytest.mark.parametrize("alone", [False, True], ids=["heads together", "each head alone"])
-def test_windows_of_ranges_change_nothing(draw, device, like, gradients, limit, alone):
-    q, k, v = (x.half() for x in draw(B=2, S=9, S_kv=150))
-    g = torch.Generator().manual_seed(2)
-    selection = {"ranges": torch.randint(-9, 160, (2, 9, 2, 2, 2), generator=g, dtype=torch.int32).to(device)}
-    slots = 2 * 3  # two spans, three blocks of the grid
-    limit(INDEX_BYTES=2 * slots * 16 * 4, HEAD_BYTES=backward_tiles.HEAD_BYTES if alone else 0)
-    launch = backward.plan(Call.of(q, k, v, **selection))
-    w = launch.usual.windows
-    assert (w.slots, w.heads, w.window) == (slots, *((1, 8) if alone else (2, 4)))
-    do = like(q)
-    close(gradients(q, k, v, do, choice=SHARES, **selection), exact(q, k, v, do, **selection))
+    for choice in (SHARES, None) if kind == "dq" else (SHARES,):
+        close(gradients(q, k, v, do, choice=choice, **selection), exact(q, k, v, do, **selection))
 
 
 @pytest.mark.parametrize("ranges", [False, True], ids=["blocks", "ranges"])
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "varlen"])
-def test_two_of_four_heads_at_once(draw, device, like, gradients, limit, ranges, packed):
+def test_two_of_four_heads_at_once(draw, device, limit, ranges, packed):
     """Lists and parts of dQ are of the two, all else of the four; 7 + 9 tokens in windows of six."""
     q, k, v = (x.half() for x in draw(B=1, S=16, S_kv=60, HKV=4, G=3, D=16, Dv=24, varlen=packed))
     lead, g = q.shape[:-2], torch.Generator().manual_seed(3)
@@ -161,21 +123,8 @@ def test_two_of_four_heads_at_once(draw, device, like, gradients, limit, ranges,
     close(gradients(q, k, v, do, choice=SHARES, **selection), exact(q, k, v, do, **selection))
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["heads together", "each head alone"])
-def test_keys_of_dq_in_windows(draw, device, like, gradients, limit, alone):
-    # Of five tokens, or ten of one head.
-    limit(DQ_BYTES=2 * 3 * 2 * 16 * 2 * 5, HEAD_BYTES=backward_tiles.HEAD_BYTES if alone else 0)
-    q, k, v = (x.half() for x in draw(S=12, S_kv=40))
-    selection = {"block_indices": random_blocks(1, 5, 1, 12, 2, 3, device=device), "block_size": 8}
-    launch = backward.plan(Call.of(q, k, v, **selection))
-    assert launch.usual.tile.keep_dq
-    assert launch.usual.windows.window == (10 if alone else 5)
-    do = like(q)
-    close(gradients(q, k, v, do, **selection), exact(q, k, v, do, **selection))
-
-
 @pytest.mark.parametrize("G", [1, 40, 128])
-def test_heads_in_tiles(draw, device, like, gradients, G):
+def test_heads_in_tiles(draw, device, G):
     """A unit's heads are one tile, several or a part of one."""
     q, k, v = (x.half() for x in draw(S=3, HKV=1, G=G))
     selection = {"block_indices": random_blocks(2, 3, 1, 3, 1, 2, device=device), "block_size": 8}
@@ -184,40 +133,17 @@ def test_heads_in_tiles(draw, device, like, gradients, G):
         close(gradients(q, k, v, do, choice=choice, **selection), exact(q, k, v, do, **selection))
 
 
-@pytest.mark.parametrize("source", ["blocks", "ranges"])
-def test_keys_listed_twice_count_twice(draw, same, like, gradients, source, dtype):
-    q, k, v = draw(dtype=dtype)
-    selection = {"block_indices": same([1, 0, 1, 1], 1, 3, 2), "block_size": 8}
-    if source == "ranges":
-        selection = {"ranges": same([(0, 9), (3, 7), (8, 20), (3, 7)], 1, 3, 2)}
-    do = like(q)
-    close(gradients(q, k, v, do, **selection), exact(q, k, v, do, **selection))
-
-
-@pytest.mark.parametrize("source", ["blocks", "ranges"])
-def test_gradient_of_the_lse(draw, same, like, gradients, source, dtype):
-    """Also of a row that reads nothing, whose LSE is -inf."""
-    q, k, v = draw(dtype=dtype, Dv=24)
-    selection = {"block_indices": same([1, 0], 1, 3, 2), "block_size": 8}
-    if source == "ranges":
-        selection = {"ranges": same([(0, 9), (3, 7)], 1, 3, 2)}
-    next(iter(selection.values()))[0, 1, 0] = -1
-    do, dlse = like(q[..., :1].expand(*q.shape[:-1], 24)), like(q[..., 0].float(), 8)
-    got = gradients(q, k, v, do, dlse, **selection)
-    close(got, exact(q, k, v, do, dlse, **selection))
-    assert not got[0][0, 1, :2].any()
-
-
-@pytest.mark.parametrize("scale", [0.3, -0.2, 0.0])
-def test_scale(draw, same, like, gradients, scale):
-    q, k, v = draw()
-    selection = {"block_indices": same([1, 0], 1, 3, 2), "block_size": 8, "scale": scale}
-    do = like(q)
+@pytest.mark.parametrize("scale", [None, 0.3, -0.2, 0.0])
+def test_scale_and_strides(draw, same, scale):
+    """Inputs as views; the gradient of a sum has strides of 0."""
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw(S=4))
+    selection = {"block_indices": same([1, 0], 1, 4, 2), "block_size": 8, "scale": scale}
+    do = q.new_ones(1).expand(q.shape)
     close(gradients(q, k, v, do, **selection), exact(q, k, v, do, **selection))
 
 
 @pytest.mark.parametrize("what", ["tokens", "keys", "slots", "selected"])
-def test_nothing_to_do(draw, same, like, gradients, what):
+def test_nothing_to_do(draw, same, what):
     """No token, no key, no slot, or nothing in them: gradients are zero."""
     q, k, v = draw(S=0 if what == "tokens" else 3, S_kv=0 if what == "keys" else 24)
     blocks = same([-1, 99], 1, q.shape[1], 2)
@@ -228,18 +154,9 @@ def test_nothing_to_do(draw, same, like, gradients, what):
         assert not x.any()
 
 
-def test_strides(draw, same, like, gradients):
-    """Inputs as views; the gradient of a sum has strides of 0."""
-    q, k, v = draw(S=4)
-    views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    selection = {"block_indices": same([1, 0], 1, 4, 2), "block_size": 8}
-    do = q.new_ones(1).expand(q.shape)
-    close(gradients(*views, do, **selection), exact(q, k, v, do, **selection))
-
-
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of inf * 0
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_what_nobody_reads_reaches_no_gradient(draw, same, like, gradients, poison):
+def test_what_nobody_reads_reaches_no_gradient(draw, same, poison):
     """NaN and inf in keys that no span holds, in the same block of the grid: to spans keys are single ones."""
     q, k, v = draw(S=4, S_kv=24)
     selection = {"ranges": same([(3, 7)], 1, 4, 2)}
@@ -255,7 +172,7 @@ def test_what_nobody_reads_reaches_no_gradient(draw, same, like, gradients, pois
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of inf * 0
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("keep_dq", [True, False])
-def test_the_future_reaches_no_gradient(draw, same, device, like, gradients, poison, keep_dq):
+def test_the_future_reaches_no_gradient(draw, same, device, poison, keep_dq):
     """NaN and inf in keys of a selected block that causality clamps away for every row, whichever way dQ is taken."""
     q, k, v = (x.half() for x in draw(S=4, S_kv=16))
     where = torch.arange(4, device=device)[None]
@@ -270,7 +187,7 @@ def test_the_future_reaches_no_gradient(draw, same, device, like, gradients, poi
 
 
 @pytest.mark.parametrize("keep_dq", [True, False])
-def test_dq_overflows_no_sooner_than_it_must(draw, same, like, gradients, keep_dq):
+def test_dq_overflows_no_sooner_than_it_must(draw, same, keep_dq):
     """In fp16: 65,504 is the largest number there is, and the scale comes before the rounding."""
     q, k, v = (x.half() for x in draw(S=3, S_kv=16, D=64, Dv=64))
     k, selection = k * 30, {"block_indices": same([0], 1, 3, 2), "block_size": 16, "scale": 1 / 64}
@@ -282,7 +199,7 @@ def test_dq_overflows_no_sooner_than_it_must(draw, same, like, gradients, keep_d
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of an overflow
 @pytest.mark.parametrize("source", ["blocks", "ranges"])
-def test_scores_far_below_zero(draw, same, like, gradients, source):
+def test_scores_far_below_zero(draw, same, source):
     """What a weight of a masked key would be is not finite."""
     q, k, v = draw(S=4, S_kv=20)
     q, k = q.abs() + 30, -k.abs() - 30
@@ -297,7 +214,7 @@ def test_scores_far_below_zero(draw, same, like, gradients, source):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of inf - inf
-def test_no_finite_score_adds_nothing_to_dv(draw, same, like, gradients):
+def test_no_finite_score_adds_nothing_to_dv(draw, same):
     """The row's LSE is -inf, as that of one that reads nothing."""
     q, k, v = draw(S=2, S_kv=16, HKV=1)
     q = q.abs()
@@ -309,7 +226,7 @@ def test_no_finite_score_adds_nothing_to_dv(draw, same, like, gradients):
     assert dv[:, 8:].all()
 
 
-def test_a_bad_query_spoils_only_what_it_reads(draw, same, like, gradients):
+def test_a_bad_query_spoils_only_what_it_reads(draw, same):
     """dK and dV of keys in blocks that the query with the NaN did not select are as without it."""
     q, k, v = draw(S=2, S_kv=24, HKV=1)
     blocks = same([0], 1, 2, 1)

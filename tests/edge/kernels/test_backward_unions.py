@@ -9,10 +9,11 @@ from nsa import settings
 from nsa.call import Call
 from nsa.kernels.backward import plan as backward
 from nsa.kernels.backward import tiles as backward_tiles
-from nsa.kernels.shared.poison import poisoned_workspace
 from nsa.kernels.union import tiles as union_tiles
 from nsa.plain.oracle import selection_reference
 from nsa.testing.plugin import current_lane
+
+from .gradients import close, exact, gradients, like
 
 G, SIZE, KEYS = 16, 16, 90  # a tile holds 4 tokens; the last block has 10 keys
 ALIKE = [[0, 3], [3, 0], [0, -1], [-1, 3]]
@@ -35,7 +36,7 @@ def prompt(draw):
 
     def make(S=8, **how):
         q, k, v = (x.half() for x in draw(**{"S": S, "S_kv": KEYS, "HKV": 1, "G": G} | how))
-        return q, k, v, torch.randn(q.shape, generator=torch.Generator().manual_seed(7)).to(q)
+        return q, k, v, like(q)
 
     return make
 
@@ -45,28 +46,10 @@ def blocks_of(device, *rows, causal=False):
     return {"block_indices": blocks, "block_size": SIZE, "causal": causal}
 
 
-def gradients(q, k, v, do, dlse=None, wanted=(True, True, True), **selection):
-    o, lse = selection_reference(Call.of(q.double(), k, v, **selection, return_lse=True))
-    call = Call.of(q, k, v, **selection)
-    with poisoned_workspace():
-        return backward.backward(backward.plan(call), call, do, dlse, o.to(q.dtype), lse.float(), "backward", wanted)
-
-
-def exact(q, k, v, do, dlse=None, **selection):
-    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    o, lse = selection_reference(Call.of(*leaves, **selection, return_lse=True))
-    loss = (o * do.double()).sum()
-    if dlse is not None:
-        loss = loss + (lse.masked_fill(lse.isinf(), 0) * dlse.double()).sum()
-    return torch.autograd.grad(loss, leaves)
-
-
 def check(q, k, v, do, dlse=None, **selection):
     """As the oracle, and bitwise equal the second time."""
     got = gradients(q, k, v, do, dlse, **selection)
-    for x, y in zip(got, exact(q, k, v, do, dlse, **selection), strict=True):
-        bound = max(16 * torch.finfo(x.dtype).eps, 1e-5) * float(y.abs().max().clamp(min=1))
-        torch.testing.assert_close(x.double(), y, rtol=0, atol=bound)
+    close(got, exact(q, k, v, do, dlse, **selection))
     again = gradients(q, k, v, do, dlse, **selection)
     assert all(torch.equal(x, y) for x, y in zip(got, again, strict=True))
     return got

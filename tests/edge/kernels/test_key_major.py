@@ -23,24 +23,25 @@ ROUTE = {"backend": "triton", "schedule": "key_major"}
 KEY_MAJOR = ROUTE | {"return_lse": True}
 
 
-def forget():
-    """Whatever is planned."""
-    for cache_clear in settings.ON_RELOAD:
-        cache_clear()
+@pytest.fixture
+def planned(monkeypatch, fresh_plans):
+    """Windows, and what they are made of, of the plans from now on."""
+    made, windows = [], key_tiles.windows
+    monkeypatch.setattr(key_tiles, "windows", lambda *args: made.append((windows(*args), args)) or made[-1][0])
+    return made
 
 
 @pytest.fixture
-def small(monkeypatch):
+def small(monkeypatch, fresh_plans):
     """`small(parts, index, head)`: so few bytes for partial results, for lists, and for queries of one KV head."""
 
     def make(parts=key_tiles.PARTS_BYTES, index=key_tiles.INDEX_BYTES, head=key_tiles.HEAD_BYTES):
         monkeypatch.setattr(key_tiles, "HEAD_BYTES", head)
         monkeypatch.setattr(key_tiles, "PARTS_BYTES", parts)
         monkeypatch.setattr(key_tiles, "INDEX_BYTES", index)
-        forget()
+        settings.reload()  # forgets plans
 
-    yield make
-    forget()
+    return make
 
 
 def assert_same_bits(a, b):
@@ -65,74 +66,48 @@ PART, LISTED = 2 * 5 * 2 * (16 * 4 + 4), 2 * 5 * 12
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["heads together", "each head alone"])
-def test_windows_and_passes_change_nothing(call, small, monkeypatch, alone):
+def test_windows_and_passes_change_nothing(call, small, planned, monkeypatch, alone):
     want = call()
     monkeypatch.setattr(key_tiles, "REREAD", 1000)  # a window is never long enough
-    seen = []
-    windows = key_tiles.windows
-    monkeypatch.setattr(key_tiles, "windows", lambda *args: seen.append(windows(*args)) or seen[-1])
     for parts, index in ((24, 24), (7, 24), (24, 5), (1, 14)):
         small(parts * PART, index * LISTED, key_tiles.HEAD_BYTES if alone else 0)
+        planned.clear()
         for a, b in zip(call(), want, strict=True):
             assert_same_bits(a, b)
-        w = seen.pop()
-        assert not seen
+        ((w, _),) = planned
         assert w.heads == (1 if alone and min(parts, index) < 24 else 2)
         assert w.window <= min(parts, index) * 2 // w.heads
         assert w.window <= w.tokens <= max(index * 2 // w.heads, w.window)
         assert (w.window == 24) == (min(parts, index) * 2 // w.heads >= 24)
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["heads together", "each head alone"])
-def test_windows_of_ranges_change_nothing(draw, device, small, monkeypatch, alone):
-    """Several windows a pass, and several passes: which span a unit is of is listed for the heads at hand, too."""
-    q, k, v = draw(B=2, S=12, S_kv=150, HKV=2, G=2)
-    g = torch.Generator().manual_seed(2)
-    ranges = torch.randint(-9, 160, (2, 12, 2, 2, 2), generator=g, dtype=torch.int32).to(device)
-
-    def call():
-        return nsa.selection_attention(q, k, v, ranges=ranges, **KEY_MAJOR)
-
-    want = call()
-    slots, seen = 2 * 3, []  # two spans, three blocks of the grid
-    small(2 * slots * 2 * (16 * 4 + 4) * 3, 2 * slots * 16 * 7, key_tiles.HEAD_BYTES if alone else 0)
-    monkeypatch.setattr(key_tiles, "REREAD", 1000)
-    windows = key_tiles.windows
-    monkeypatch.setattr(key_tiles, "windows", lambda *args: seen.append(windows(*args)) or seen[-1])
-    for a, b in zip(call(), want, strict=True):
-        assert_same_bits(a, b)
-    (w,) = seen
-    assert (w.slots, w.heads) == (slots, 1 if alone else 2)
-    assert w.window < w.tokens < 24
-
-
+@pytest.mark.parametrize("heads", [2, 4], ids=["two heads", "two of four heads at once"])
 @pytest.mark.parametrize("ranges", [False, True], ids=["blocks", "ranges"])
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "varlen"])
-def test_two_of_four_heads_at_once(draw, device, small, monkeypatch, ranges, packed):
-    """Lists and partial results are of the two, all else of the four; 7 + 9 tokens in windows of six."""
-    q, k, v = draw(B=1, S=16, S_kv=150, HKV=4, G=3, D=16, Dv=24, varlen=packed)
+def test_windows_of_some_heads_change_nothing(draw, device, small, planned, monkeypatch, heads, ranges, packed):
+    """Lists and parts are of one head of two, or two of four, all else of all; 7 + 9 tokens in windows of six,
+    several a pass, and several passes.
+    """
+    q, k, v = draw(B=1, S=16, S_kv=150, HKV=heads, G=3, D=16, Dv=24, varlen=packed)
     lead, g = q.shape[:-2], torch.Generator().manual_seed(3)
-    selection = {"block_indices": torch.randint(-1, 10, (*lead, 4, 6), generator=g, dtype=torch.int32).to(device)}
+    selection = {"block_indices": torch.randint(-1, 10, (*lead, heads, 6), generator=g, dtype=torch.int32).to(device)}
     selection["block_size"] = 16
     if ranges:
-        spans = torch.randint(-9, 160, (*lead, 4, 2, 2), generator=g, dtype=torch.int32)
+        spans = torch.randint(-9, 160, (*lead, heads, 2, 2), generator=g, dtype=torch.int32)
         selection = {"ranges": spans.to(device)}
     if packed:
         selection["cu_seqlens"] = tuple(
             torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 7, 16], [0, 70, 150])
         )
-    seen, windows = [], key_tiles.windows
-    monkeypatch.setattr(key_tiles, "windows", lambda *args: seen.append(windows(*args)) or seen[-1])
-    forget()
     want = nsa.selection_attention(q, k, v, **selection, **KEY_MAJOR)
-    slots = seen.pop().slots
+    slots, at_once = planned.pop()[0].slots, heads // 2
     part, listed = slots * 3 * (24 * 4 + 4), slots * (16 if ranges else 12)
-    small(4 * 3 * part, 2 * 13 * listed, 6 * 3 * 16 * 4)
+    small(2 * at_once * 3 * part, at_once * 13 * listed, 6 * 3 * 16 * 4 if heads == 4 else key_tiles.HEAD_BYTES)
     monkeypatch.setattr(key_tiles, "REREAD", 1000)
     for a, b in zip(nsa.selection_attention(q, k, v, **selection, **KEY_MAJOR), want, strict=True):
         assert_same_bits(a, b)
-    (w,) = seen
-    assert (w.heads, w.window, w.tokens) == (2, 6, 12)
+    ((w, _),) = planned
+    assert (w.heads, w.window, w.tokens) == (at_once, 6, 12)
 
 
 SHAPES = [(64, 4), (32, 4), (32, 8), (16, 16), (128, 1), (8, 8), (3, 1)]
@@ -156,11 +131,8 @@ def test_workspace_is_below_a_gib(HQ, HKV, spans):
         assert w.work >= -(-w.window * slots // tile.share)
 
 
-def test_workspace_counted_is_what_is_allocated(call, monkeypatch):
-    allocated, real, planned = [], launching.workspace, []
-    windows = key_tiles.windows
-    monkeypatch.setattr(key_tiles, "windows", lambda *args: planned.append((windows(*args), args)) or planned[-1][0])
-    forget()
+def test_workspace_counted_is_what_is_allocated(call, planned, monkeypatch):
+    allocated, real = [], launching.workspace
 
     def workspace(size, dtype, device):
         allocated.append(size * dtype.itemsize)
@@ -278,16 +250,6 @@ def test_what_is_not_counted_is_refused(sizes, message):
         key_major.plan(Call(q, k, k, block_indices=blocks, block_size=at["block_size"]))
 
 
-@pytest.mark.parametrize("lead", [(1, 0), (0, 3)], ids=str)
-def test_no_queries(device, lead):
-    q, k = torch.empty(*lead, 4, 16, device=device), torch.randn(lead[0], 32, 2, 16, device=device)
-    blocks = torch.zeros(*lead, 2, 3, dtype=torch.int32, device=device)
-    before = nsa.kernels.launches["key_major"]
-    o, lse = nsa.selection_attention(q, k, k, block_indices=blocks, block_size=16, **KEY_MAJOR)
-    assert (o.shape, lse.shape) == ((*lead, 4, 16), (*lead, 4))
-    assert nsa.kernels.launches["key_major"] == before
-
-
 def test_nothing_bounds_the_ranges_of_a_row(draw, same, small):
     small(parts=1000)
     q, k, v = draw(S=1, S_kv=600, HKV=1)
@@ -307,19 +269,6 @@ def test_a_bound_that_was_broken_is_loud(draw, same, device):
     want = nsa.selection_attention(q, k, v, **how, backend="reference", return_lse=True)
     torch.testing.assert_close(o[:, 1], want[0][:, 1], rtol=0, atol=1e-5)
     torch.testing.assert_close(lse[:, 1], want[1][:, 1], rtol=0, atol=1e-5)
-
-
-def test_a_row_does_not_depend_on_the_others(draw, device):
-    """Bit by bit, alone and in company: no setting is needed for that."""
-    q, k, v = draw(B=1, S=12, S_kv=70, HKV=1, G=2)
-    g = torch.Generator().manual_seed(2)
-    blocks = torch.randint(-1, 5, (1, 12, 1, 4), generator=g, dtype=torch.int32).to(device)
-    how = {"block_size": 16, "causal": False} | KEY_MAJOR
-    o, lse = nsa.selection_attention(q, k, v, block_indices=blocks, **how)
-    for s in (0, 11):
-        alone = nsa.selection_attention(q[:, s : s + 1], k, v, block_indices=blocks[:, s : s + 1], **how)
-        assert_same_bits(alone[0][:, 0], o[:, s])
-        assert_same_bits(alone[1][:, 0], lse[:, s])
 
 
 @pytest.mark.parametrize(

@@ -114,11 +114,6 @@ def test_a_value_that_only_a_neighbour_selected_does_not_matter(prompt, device, 
     torch.testing.assert_close(lse, clean[1], rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("scale", [-0.25, 0.0, 3.0])
-def test_any_scale(prompt, device, scale):
-    check(prompt(), blocks_of(device, *[[0, 3]] * 8) | {"scale": scale})
-
-
 def test_several_passes(prompt, device, served, pin, monkeypatch):
     """Lists that hold one tile at a time."""
     pin(union=tiles.Choice(worth=tiles.ALWAYS))

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import nsa
 from nsa import failures
@@ -227,30 +226,6 @@ def test_a_vectorized_jacobian(qkv, blocks):
 
 
 # --- what looks at the dispatcher -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("saved", [True, False], ids=["must-save", "must-recompute"])
-def test_a_policy_decides_whether_attention_runs_again(qkv, blocks, saved):
-    op, seen = torch.ops.nsa.selection_attention.default, []
-
-    def policy(context, function, *_, **__):
-        if function is op:
-            seen.append(context.is_recompute)
-            return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.MUST_RECOMPUTE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    def layer(q, k, v):
-        return nsa.selection_attention(q * 2, k, v, **blocks).sin()
-
-    leaves = [x.requires_grad_() for x in qkv]
-    want = torch.autograd.grad(layer(*leaves).sum(), leaves)
-    nsa.dispatch.reset()
-    contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
-    got = torch.autograd.grad(checkpoint(layer, *leaves, use_reentrant=False, context_fn=contexts).sum(), leaves)
-    assert all(map(torch.equal, got, want))
-    assert seen[:1] == [False]
-    forwards = sum(record.calls for record in nsa.routes() if record.route != "backward")
-    assert forwards == (1 if saved else 2)
 
 
 @pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])

@@ -1,4 +1,4 @@
-"""What wraps a call in a model: checkpointing, inference mode, fake tensors, `torch.func`, second gradients."""
+"""What wraps a call: inference mode, fake tensors, `torch.func`, forward-mode AD. `test_training.py` has the others."""
 
 import contextlib
 
@@ -7,12 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 import nsa
 from nsa import ops
 from nsa.call import Call
-from nsa.plain.oracle import selection_reference
 
 BACKENDS = ["auto", "triton", "sdpa", "reference"]
 PLAIN = ["sdpa", "reference"]
@@ -54,24 +52,6 @@ def refused(text, call, *args):
 def close(got, want, atol=1e-5):
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=atol * max(1.0, float(b.abs().max())))
-
-
-# --- checkpointing ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_checkpoint(qkv, attend, backend, reentrant):
-    """The forward runs again in the backward, and the same bits come out."""
-    forwards = []
-
-    def call(q, k, v):
-        forwards.append(torch.is_grad_enabled())
-        return attend(q * 2, k, v, backend=backend)
-
-    got = gradients(lambda *qkv: checkpoint(call, *qkv, use_reentrant=reentrant), qkv)
-    assert forwards == [not reentrant, True]
-    torch.testing.assert_close(got, gradients(call, qkv), rtol=0, atol=0)
 
 
 # --- modes ------------------------------------------------------------------------------------------------------------
@@ -122,40 +102,6 @@ def test_fake_tensors(draw, same, attend, backend, leaf):
     assert not any("failed" in record.reason for record in nsa.routes())
 
 
-# --- gradients of gradients -------------------------------------------------------------------------------------------
-
-TWICE = (
-    "the gradient of selection_attention cannot be differentiated: differentiate twice with "
-    'backend="reference", or with backend="sdpa" under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)'
-)
-
-
-@pytest.mark.parametrize("backend", ["auto", "triton"])
-@pytest.mark.parametrize("through", ["q", "do"])
-def test_second_gradients_of_kernels_are_refused(qkv, attend, backend, through):
-    """When they are taken, not when `create_graph=True` allows for them."""
-    leaves = [x.requires_grad_() for x in qkv]
-    o = attend(*leaves, backend=backend)
-    do = torch.ones_like(o).requires_grad_(through == "do")
-    first = torch.autograd.grad(o, leaves, do, create_graph=True)
-    close(first, gradients_of_sum(leaves))
-    refused(TWICE, torch.autograd.grad, first[0].square().sum(), leaves[0] if through == "q" else do)
-
-
-def gradients_of_sum(leaves):
-    detached = [x.detach().requires_grad_() for x in leaves]
-    spans = torch.tensor([(0, 4), (2, 7)], dtype=torch.int32, device=leaves[0].device).expand(1, 2, 1, 2, 2)
-    return torch.autograd.grad(selection_reference(Call.of(*detached, ranges=spans))[0].sum(), detached)
-
-
-@pytest.mark.parametrize("backend", PLAIN)
-def test_second_gradients_of_plain_torch(draw, attend, backend):
-    """As the error above says. (SDPA's fast kernels are differentiable once.)"""
-    leaves = [x.requires_grad_() for x in draw(S=2, S_kv=9, HKV=1, dtype=torch.float64)]
-    with sdpa_kernel(SDPBackend.MATH):
-        assert torch.autograd.gradgradcheck(lambda *qkv: attend(*qkv, backend=backend), leaves, fast_mode=True)
-
-
 # --- torch.func -------------------------------------------------------------------------------------------------------
 
 NO_VMAP = (
@@ -201,24 +147,6 @@ def test_vmap_of_an_operators_inputs_is_refused(qkv, same, operator):
     first, *rest = arguments
     mapped = torch.vmap(lambda x: getattr(torch.ops.nsa, operator)(*before, x, *rest))
     refused(NO_VMAP, mapped, torch.stack([first] * 3))
-
-
-@pytest.mark.parametrize("backend", ["auto", *PLAIN])
-def test_functional_gradient(qkv, attend, backend):
-    """Served by plain torch, which `torch.func` can take apart."""
-    want = gradients(lambda *qkv: attend(*qkv, backend="reference"), qkv)
-    weights = torch.arange(24, device=qkv[0].device)
-    got = torch.func.grad(lambda *qkv: (attend(*qkv, backend=backend) * weights).sum(), argnums=(0, 1, 2))(*qkv)
-    close(got, want)
-    if backend == "auto":
-        assert nsa.RouteRecord("sdpa", TRANSFORMED, 1) in nsa.routes()
-
-
-def test_functional_gradient_of_named_triton_is_refused(qkv, attend):
-    q, k, v = qkv
-    gradient = torch.func.grad(lambda q: attend(q, k, v, backend="triton").sum())
-    refused(f"backend='triton': {TRANSFORMED}", gradient, q)
-    assert nsa.routes() == []
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own forward AD

@@ -1,0 +1,178 @@
+"""Workloads: the files that ship, what is wrong with others, how shapes are timed, and what a program's calls make."""
+
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+from nsa.__main__ import main
+from nsa.testing import options
+from nsa.testing.clock.serving import Pool, problems, serve
+from nsa.testing.clock.timing import Timing
+from nsa.testing.contestants.contract import Contestant
+from nsa.testing.report import plots, summary
+from nsa.testing.workloads import file, mix
+
+from .small_project import Session
+
+SMALL = """source: a test
+common: {HQ: 4, HKV: 2, D: 16, block_size: 16, blocks: 3, dtype: fp16}
+variants:
+  plain: {}
+  pages: {pages: true, shared: 0.9}
+shapes:
+- {queries: 2, keys: 50, weight: 3}
+- {queries: [3, 1], keys: [40, 33], name: ragged}
+- {batch: 2, queries: 1, keys: 70, weight: 0}
+"""
+
+
+@pytest.fixture
+def small(tmp_path):
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "weight"), [("m3-prefill", 66, 14_805), ("m3-decode", 42, 140), ("nsa-training", 6, 6)]
+)
+def test_files_that_ship(name, shapes, weight):
+    found = file.read(file.find(name))
+    variants = {entry.variant for entry in found}
+    for variant in variants:
+        mine = [entry for entry in found if entry.variant == variant]
+        assert (len(mine), sum(entry.weight for entry in mine)) == (shapes, weight)
+    assert len({entry.id for entry in found}) == len(found) == shapes * len(variants)
+    if name == "nsa-training":
+        lengths = [length for entry in found for length in entry.shape.case.seqlens]
+        assert all(sum(entry.shape.case.seqlens) == 65_536 for entry in found)
+        assert min(lengths) >= 200
+        assert max(lengths) <= 60_000
+
+
+def test_words_of_a_shape_precede_those_of_its_variant_and_those_of_all(small):
+    first, ragged, steps, *_, last = file.read(small)
+    assert [entry.id for entry in (first, ragged, last)] == ["plain-B1-T2-K50", "plain-ragged", "pages-B2-T2-K70"]
+    assert (first.shape.case.shared, ragged.shape.case.seqlens, ragged.shape.case.kv_seqlens) == (0, (3, 1), (40, 33))
+    assert (steps.shape.case.dist, steps.shape.case.B, steps.weight) == ("decode", 2, 0)
+    assert [shape.paged for *_, shape in file.read(small)] == [False] * 3 + [True] * 3
+
+
+WRONG = [  # what is replaced, by what, the line, and what is said
+    ("weight: 3", "wieght: 3", 7, "wieght: expected a word of a shape: queries, keys, batch"),
+    ("weight: 3", "weight: -1", 7, "weight: expected a number of at least 0, got -1"),
+    ("weight: 0", "weight: .nan", 9, "weight: expected a number of at least 0, got nan"),
+    ("queries: 2", "queries: 0", 7, "queries: expected a whole number above 0, or a list of them, got 0"),
+    ("queries: 2, ", "", 7, "queries: expected a whole number above 0, or a list of them, got None"),
+    ("keys: 50", "keys: 1", 7, "keys: expected at least as many as queries, got 1"),
+    ("keys: [40, 33]", "keys: [40]", 8, "keys: expected as many numbers as queries, without batch, got [40]"),
+    ("D: 16", "D: 512", 7, "shape: expected one that a kernel serves, got 'head dim D: exp"),
+    ("HQ: 4", "HQ: 5", 7, "HQ: expected a multiple of HKV = 2, got 5"),
+    ("pages: {pages: true", "pages: {fp8: true", 7, "fp8: expected false without pages, got True"),
+    ("pages: true", "pages: maybe", 5, "pages: expected true or false, got 'maybe'"),
+    ("source: a test", "sauce: a test", 1, "sauce: expected a key of a workload: source, common, variants, s"),
+    ("source: a test\n", "", 1, "source: expected it, got none"),
+    ("name: ragged", "name: B1-T2-K50", 8, "name: expected shapes of different names, got 'B1-T2-K50'"),
+    ("shapes:", "shapes: []\nmore:", 7, "more: expected a key of a workload"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "line", "said"), WRONG)
+def test_what_is_wrong_is_said_with_its_line(small, old, new, line, said):
+    small.write_text(SMALL.replace(old, new, 1))
+    with pytest.raises(ValueError, match="expected") as raised:
+        file.read(small)
+    assert str(raised.value).startswith(f"{small}, line {line}: {said}")
+
+
+def test_a_wrong_file_ends_the_run_at_once(small):
+    small.write_text(SMALL.replace("weight: 3", "weight: -3"))
+    names = "expected m3-decode, m3-prefill, nsa-training, or the path of a file"
+    for given, said in ((str(small), "line 7: weight: expected"), ("m4", names)):
+        with pytest.raises(pytest.UsageError, match=said):
+            options.check(Session("nsa_workload", nsa_workload=given))
+
+
+def clock(fns, **sampling):
+    for calls in fns.values():
+        for call in calls:
+            call()
+    return {name: Timing([1e-5 * (i + 1)] * 3, "graph", True, 2, 2) for i, name in enumerate(fns)}
+
+
+def test_every_shape_is_checked_in_fp64_and_timed(small):
+    """In pages and without, ragged and not, with a last page that is not full."""
+    found = [mix.measured("small", entry, Pool(torch.device("cpu"), 1 << 20), clock) for entry in file.read(small)]
+    assert [times.median for times, _ in found] == [1e-5] * 6
+    facts = [fact for _, fact in found]
+    assert {fact["control"] for fact in facts} == {"dense_flash"}
+    assert Counter(fact["group"] for fact in facts) == {"small: decode": 6}
+    assert summary.lines([fact | {"name": str(i), "median": 1e-5} for i, fact in enumerate(facts)])[-4:] == [
+        "small, plain: 3 shapes, mean call 0.01 ms",
+        "  dense_flash 0.02 ms: ours is 2.00x as fast",
+        "small, pages: 3 shapes, mean call 0.01 ms",
+        "  dense_flash 0.02 ms: ours is 2.00x as fast",
+    ]
+
+
+def test_a_wrong_row_of_any_sequence_is_found(small):
+    """The output of each query is compared, because there are few; a wrong last row of the first sequence, too."""
+    (entry,) = (entry for entry in file.read(small) if entry.id == "pages-ragged")
+    right = mix.contestants(entry)[0][0]
+
+    def call(p, return_lse, out):
+        o = right.run(p).clone()
+        o[2, 3] = o[1, 3]
+        return o
+
+    with pytest.raises(AssertionError, match="mine: an output differs by"):
+        serve(entry.shape, 0, [Contestant("mine", call, lse=False)], [], Pool(torch.device("cpu"), 1 << 20), clock)
+    assert problems(entry.shape, 0, Pool(torch.device("cpu"), 1 << 20), 1)[0].q.shape == (4, 4, 16)
+
+
+def made_up(shape, weight, mine, **others):
+    workload = {"name": "mix", "variant": "", "shape": shape, "weight": weight}
+    return {"workload": workload, "impl": "auto", "route": "union", "medians": {"auto": mine, **others}}
+
+
+def test_summary_and_picture():
+    facts = [made_up("a", 3, 1e-3, vllm=2e-3, dense_flash=8e-3), made_up("b", 1, 5e-3, vllm=2e-3, dense_flash=8e-3)]
+    facts += [made_up("c", 4, 2e-3, dense_flash=8e-3)]
+    assert mix.summary(facts) == [
+        "mix: 3 shapes, mean call 2 ms",
+        "  vllm 2 ms on 2 of them, where ours is 2 ms: ours is 1.00x as fast",
+        "    0.40x  b: 5000 us (union) beside 2000",
+        "    2.00x  a: 1000 us (union) beside 2000",
+        "  dense_flash 8 ms: ours is 4.00x as fast",
+    ]
+    pytest.importorskip("matplotlib")
+    picture = plots.workloads(mix.by_mix(facts), "vllm")
+    assert picture.startswith("<svg")
+    assert plots.workloads(mix.by_mix(facts), "fla") is None
+
+
+PROGRAM = """
+import nsa, torch
+q, k = torch.randn(1, 3, 4, 16), torch.randn(1, 40, 2, 16)
+blocks = torch.zeros(1, 3, 2, 2, dtype=torch.int32)
+for i in range(5):
+    nsa.selection_attention(q[:, : 1 + i % 2], k, k, block_indices=blocks[:, : 1 + i % 2], block_size=16)
+    nsa.selection_attention(q.half(), k.half(), k.half(), block_indices=blocks, block_size=16, backend="sdpa")
+raise SystemExit(3)
+"""
+
+
+def test_a_workload_is_recorded_from_a_program(tmp_path, capfd):
+    """Its calls in fp32 are left out, and its exit status is passed on."""
+    out = tmp_path / "mine.yaml"
+    assert main(["record-workload", "-o", str(out), "--", sys.executable, "-c", PROGRAM]) == 3
+    said = capfd.readouterr()
+    assert "5 calls left out" in said.err
+    assert f"5 calls of 1 shapes written to {out}" in said.out
+    (entry,) = file.read(out)
+    case = entry.shape.case
+    assert (entry.weight, case.S, case.S_kv, case.H, case.HKV, case.n, case.dtype) == (5, 3, 40, 2, 2, 2, "fp16")
+    assert main(["record-workload", "-o", str(out), "--", sys.executable, "-c", "pass"]) == 1
+    assert "made no call" in capfd.readouterr().err
