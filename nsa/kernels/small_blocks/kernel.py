@@ -248,8 +248,8 @@ def _tokens_of(tile, run, TOKENS: tl.constexpr):
 def _list_kernel(
     sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, table_ptr, entry_ptr, k_place_ptr, v_place_ptr, count_ptr, served_ptr,
     index_ptr,
-    B, S, S_kv, n, pages, lists, first, tiles, run, blocks, room, cost, gain, stride_lt, stride_lh, stride_kb, stride_kn,
-    stride_vb, stride_vn, stride_tb,
+    B, S, S_kv, n, pages, lists, first, tiles, run, blocks, room, cost, gain, stride_lt, stride_lh,
+    stride_kb, stride_kn, stride_vb, stride_vn, stride_tb,
     SIZE: tl.constexpr, LAYOUT: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip

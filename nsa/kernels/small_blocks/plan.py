@@ -22,7 +22,7 @@ from nsa.kernels.shared.combine import combine
 from nsa.kernels.shared.errors import ODD, DoesNotFit
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import Variant, remembered, workspaces
-from nsa.kernels.shared.shape import BATCH, CACHE, RAGGED, Shape
+from nsa.kernels.shared.shape import BATCH, CACHE, Shape
 from nsa.kernels.shared.sizes import INT32_MAX
 from nsa.kernels.small_blocks import kernel as kernels
 from nsa.kernels.small_blocks import tiles
@@ -106,15 +106,15 @@ def plan(call: Call, shape: Shape) -> Launch:
     early = ptx and capability >= 90 and primitives.gdc_wait is not None
     pairs = g.pairs and sizes.pairs(rows.BLOCK_G, rows.BLOCK_DV)
     shared: dict[str, Any] = {
-        "G": g.G, "D": g.D, "Dv": g.Dv, "HKV": g.HKV, "SIZE": size, "LAYOUT": g.layout, "PAGE": g.page, "CAUSAL": call.causal,
-        "STRIDE_UNIT": g.unit, "K_STEP": g.k_step, "V_STEP": g.v_step, "INPUT_PRECISION": "ieee",
+        "G": g.G, "D": g.D, "Dv": g.Dv, "HKV": g.HKV, "SIZE": size, "LAYOUT": g.layout, "PAGE": g.page,
+        "CAUSAL": call.causal, "STRIDE_UNIT": g.unit, "K_STEP": g.k_step, "V_STEP": g.v_step, "INPUT_PRECISION": "ieee",
     }  # fmt: skip
     kinds = call.dtypes()
     cluster = splits if merged else 0
-    of_rows = tuple(
+    of_rows = [
         _rows(device, dtype, (*kinds, tile is None, lse), rows, cluster, splits > 1, early, PAIRS=pairs, **shared)
         for lse in (False, True)
-    )  # fmt: skip
+    ]
     unions = None
     if tile is not None:
         run = g.S if g.layout in (BATCH, CACHE) else max(g.tokens, 1)
@@ -124,16 +124,16 @@ def plan(call: Call, shape: Shape) -> Launch:
         once = number if parts > 1 else tiles.at_once(tile, lists, g.n, number)
         lister, *united = _of_unions(device, dtype, (*kinds, alike), tile, parts > 1, early, **shared)
         unions = Unions(
-            lister, tuple(united), tile, worth, parts, run, number, once, tiles.list_programs(lists, blocks, once),
-            blocks,
+            lister, (united[0], united[1]), tile, worth, parts, run, number, once,
+            tiles.list_programs(lists, blocks, once), blocks,
         )  # fmt: skip
     programs = g.tokens * g.HKV * -(-g.G // rows.HEADS)
     grid = (programs, 1 if merged else splits, 1)  # clusters, or programs
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, g.tokens, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
     more = (splits, merged, None if tile is None else tuple(tile), 0 if unions is None else unions.splits)
     return Launch(
-        of_rows, device, splits, merged, grid, g, lists, _steps(selection, lists), narrow, 1.0 / math.sqrt(g.D), pairs,
-        unions, Exact(tuple(rows), more),
+        (of_rows[0], of_rows[1]), device, splits, merged, grid, g, lists, _steps(selection, lists), narrow,
+        1.0 / math.sqrt(g.D), pairs, unions, Exact(tuple(rows), more),
     )  # fmt: skip
 
 
@@ -186,7 +186,8 @@ def _of_unions(
     **shared: Any,
 ) -> tuple[Variant, ...]:  # fmt: skip
     """The list kernel, and the kernel for unions without and with LSE."""
-    lists = {name: shared[name] for name in ("SIZE", "LAYOUT", "PAGE", "CAUSAL")} | {"TOKENS": tile.TOKENS, "SLOTS": tile.SLOTS}
+    lists = {name: shared[name] for name in ("SIZE", "LAYOUT", "PAGE", "CAUSAL")}
+    lists |= {"TOKENS": tile.TOKENS, "SLOTS": tile.SLOTS}
     whole = shared | {name: getattr(tile, name) for name in tile._fields if name.isupper() and name != "SLOTS"}
     whole |= {"SPLIT": split, "OVERLAP": early and split}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -239,7 +240,8 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         for first in range(0, unions.tiles, unions.at_once):
             now = min(unions.at_once, unions.tiles - first)
             unions.list.launch(
-                (min(now, unions.programs), lists, 1), device, (selection, *about, table, entries, keys, values, count, served, index),
+                (min(now, unions.programs), lists, 1), device,
+                (selection, *about, table, entries, keys, values, count, served, index),
                 (g.B, g.S, g.S_kv, n, g.pages, lists, first, now, unions.run, unions.blocks, room, *unions.worth,
                  *steps, *g.strides[3:5], *g.strides[6:8], g.stride_tb), narrow,
             )  # fmt: skip

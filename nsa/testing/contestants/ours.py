@@ -81,6 +81,7 @@ OF_SOURCE = OF | {"blocks": "query_major"}
 """The implementation that parity runs over the whole matrix, by source."""
 
 
+SMALL = "small_blocks"
 BLOCKS, PACKED = only("blocks"), only("rows", "varlen")
 
 
@@ -110,7 +111,7 @@ OURS = {
         Contestant("query_major_ranges", front_door("triton", "query_major"), "query_major", poison=True),
         Contestant("key_major", front_door("triton", "key_major", blocks=True), "key_major", BLOCKS, poison=True),
         Contestant("union", front_door("triton", "union", blocks=True), "union", _in_unions, poison=True),
-        Contestant("small_blocks", front_door("triton", "small_blocks", blocks=True), "small_blocks", _small, poison=True),
+        Contestant("small_blocks", front_door("triton", SMALL, blocks=True), SMALL, _small, poison=True),
         Contestant("key_major_ranges", front_door("triton", "key_major"), "key_major", poison=True),
         Contestant("sdpa", front_door("sdpa"), poison=True),
         Contestant("sdpa_unbounded", front_door("sdpa", bound=False), poison=True),

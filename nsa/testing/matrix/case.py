@@ -194,7 +194,8 @@ def parity() -> list[Case]:
         Case(c.H, c.D, c.Dv, c.L, c.N, "many", c.dtype, source="blocks", block_size=min(64, c.L))
         for c in base if c.source == "rows"
     ]  # fmt: skip
-    return list(dict.fromkeys(base + varlen + blocks + _shapes(N=64, L=200) + _sequences() + prefills() + small_blocks(33, 3000, ("bf16", "fp16")) + _hard()))
+    blocks += small_blocks(33, 3000, ("bf16", "fp16"))
+    return list(dict.fromkeys(base + varlen + blocks + _shapes(N=64, L=200) + _sequences() + prefills() + _hard()))
 
 
 def _shapes(N: int, L: int) -> list[Case]:
@@ -251,12 +252,13 @@ def small_blocks(S: int, S_kv: int, dtypes: tuple[str, ...]) -> list[Case]:
     """Many blocks of 1 to 16 keys: prompts, decode steps and packed sequences of each size."""
     found: list[Case] = []
     most = 9 if S_kv < 1000 else 513
-    for i, (size, H, HKV, D, Dv) in enumerate([
-        (4, 12, 2, 64, 64), (1, 4, 1, 32, 16), (2, 3, 2, 32, 32), (3, 8, 1, 16, 48), (7, 1, 2, 32, 32), (16, 24, 1, 32, 32),
-        (5, 40, 1, 16, 16),
-    ]):  # fmt: skip
-        n = min(most, -(-S_kv // size))
-        chunk = Case(H, D, Dv, size * n, S * HKV, "prefill", dtypes[i % 2], HKV=HKV, S=S, S_kv=S_kv, block_size=size, n=n)
+    shapes = [
+        (4, 12, 2, 64, 64), (1, 4, 1, 32, 16), (2, 3, 2, 32, 32), (3, 8, 1, 16, 48), (7, 1, 2, 32, 32),
+        (16, 24, 1, 32, 32), (5, 40, 1, 16, 16),
+    ]  # fmt: skip
+    for i, (size, H, HKV, D, Dv) in enumerate(shapes):
+        n, dtype = min(most, -(-S_kv // size)), dtypes[i % 2]
+        chunk = Case(H, D, Dv, size * n, S * HKV, "prefill", dtype, HKV=HKV, S=S, S_kv=S_kv, block_size=size, n=n)
         found += [chunk, dataclasses.replace(chunk, dist="decode", S=1, N=2 * HKV)]
     lengths = (2, 0, S), (S_kv, 3, S)
     packed = dataclasses.replace(found[0], N=2 * (S + 2), S=1, seqlens=lengths[0], kv_seqlens=lengths[1])

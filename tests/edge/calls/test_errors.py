@@ -179,7 +179,7 @@ def test_values(attend, device, call, text):
 
 
 BACKEND = "backend: expected one of auto, triton, sdpa, reference, got"
-SCHEDULE = "schedule: expected one of auto, query_major, key_major, union, per_head, got"
+SCHEDULE = "schedule: expected one of auto, query_major, key_major, union, small_blocks, per_head, got"
 OPTIONS = wrong(
     BATCH,
     ({"backend": "cuda"}, f"{BACKEND} 'cuda'"),
