@@ -28,15 +28,23 @@ NOT_SERVED = tl.constexpr(-1)  # the number of blocks of a tile whose rows are l
 @triton.jit
 def _listed(list_row, slot, total, SIZE: tl.constexpr):
     """Listed block of each ``slot [BLOCK]``, a place for one key. -1 for padding, and for slots from ``total`` on."""
-    block = tl.load(list_row + slot // SIZE, mask=slot < total, other=-1)
-    return tl.maximum(tl.minimum(block, 2147483647), -1).to(tl.int32)
+    return _narrow(tl.load(list_row + slot // SIZE, mask=slot < total, other=-1))
+
+
+@triton.jit
+def _narrow(block):
+    """Block indices as int32. Negative ones stay negative, and those past int32 become its largest number."""
+    if block.dtype == tl.int64:
+        block = tl.maximum(tl.minimum(block, 2147483647), -1).to(tl.int32)
+    return block
 
 
 @triton.jit
 def _key_of(block, slot, limit, SIZE: tl.constexpr):
     """Key of each slot; -1 where there is no block, and for keys from ``limit`` on."""
-    inside = (block >= 0) & (block.to(tl.int64) * SIZE + slot % SIZE < limit)
-    return tl.where(inside, block * SIZE + slot % SIZE, -1)
+    inside = (block >= 0) & (block < tl.cdiv(limit, SIZE))  # so that the product does not overflow
+    key = tl.where(inside, block, 0) * SIZE + slot % SIZE
+    return tl.where(inside & (key < limit), key, -1)
 
 
 @triton.jit
@@ -82,7 +90,7 @@ def _rows_kernel(
     stride_os, stride_oh, scale, stride_tb,
     G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, LAYOUT: tl.constexpr,
     PAGE: tl.constexpr, CAUSAL: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, PAIRS: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, HEADS: tl.constexpr, BLOCK_G: tl.constexpr,
+    ALIKE: tl.constexpr, STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, HEADS: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, SPLIT: tl.constexpr, CLUSTER: tl.constexpr,
     MINE: tl.constexpr, SHARED: tl.constexpr, SENDING: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -168,7 +176,9 @@ def _rows_kernel(
         valid = page >= 0
         k_at = _offset(key, page, stride_kb, stride_kn, PAGE, STRIDE_UNIT)
         k = tl.load(k_base + k_at[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < D), other=0.0)
-        v_at = _offset(key, page, stride_vb, stride_vn, PAGE, STRIDE_UNIT)
+        v_at = k_at
+        if not ALIKE:
+            v_at = _offset(key, page, stride_vb, stride_vn, PAGE, STRIDE_UNIT)
         if PAIRS:
             v_ptrs = v_base + (v_at // 2)[:, None] + dv_pair[None, :]
             v = tl.load(v_ptrs, mask=valid[:, None] & (dv_pair[None, :] < Dv // 2), other=0)
@@ -288,8 +298,8 @@ def _list_kernel(
             limit = causal_limit(token, shift, seqlen_k, pos_ptr, CAUSAL)
             row = sel_ptr + token.to(tl.int64) * stride_lt + tl.cast(number, tl.int64) * stride_lh
             block = tl.load(row + i, mask=i < tl.where(token0 + t < end, n, 0), other=-1)
-            block = tl.maximum(tl.minimum(block, 2147483647), -1).to(tl.int32)
-            listed = (block >= 0) & (block.to(tl.int64) * SIZE < limit)
+            block = _narrow(block)
+            listed = (block >= 0) & (block < tl.cdiv(limit, SIZE))
             block = tl.where(listed, block, 0)
             key = block * SIZE
             page = tl.zeros_like(block)

@@ -110,9 +110,9 @@ def plan(call: Call, shape: Shape) -> Launch:
         "CAUSAL": call.causal, "STRIDE_UNIT": g.unit, "K_STEP": g.k_step, "V_STEP": g.v_step, "INPUT_PRECISION": "ieee",
     }  # fmt: skip
     kinds = call.dtypes()
-    cluster = splits if merged else 0
+    cluster, alike = splits if merged else 0, g.strides[3:5] == g.strides[6:8]
     of_rows = [
-        _rows(device, dtype, (*kinds, tile is None, lse), rows, cluster, splits > 1, early, PAIRS=pairs, **shared)
+        _rows(device, dtype, (*kinds, tile is None, lse), rows, cluster, splits > 1, early, PAIRS=pairs, ALIKE=alike, **shared)
         for lse in (False, True)
     ]
     unions = None
@@ -120,7 +120,7 @@ def plan(call: Call, shape: Shape) -> Launch:
         run = g.S if g.layout in (BATCH, CACHE) else max(g.tokens, 1)
         number = -(-g.tokens // max(run, 1)) * -(-run // tile.TOKENS)
         parts = parts or tiles.union_splits(number * g.HKV, processors, g.n * size, choice)
-        blocks, alike = -(-g.S_kv // size), g.strides[3:5] == g.strides[6:8]
+        blocks = -(-g.S_kv // size)
         once = number if parts > 1 else tiles.at_once(tile, lists, g.n, number)
         lister, *united = _of_unions(device, dtype, (*kinds, alike), tile, parts > 1, early, **shared)
         unions = Unions(
