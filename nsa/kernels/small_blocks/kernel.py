@@ -90,9 +90,9 @@ def _rows_kernel(
     stride_os, stride_oh, scale, stride_tb,
     G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, LAYOUT: tl.constexpr,
     PAGE: tl.constexpr, CAUSAL: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, PAIRS: tl.constexpr,
-    ALIKE: tl.constexpr, STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, HEADS: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, SPLIT: tl.constexpr, CLUSTER: tl.constexpr,
-    MINE: tl.constexpr, SHARED: tl.constexpr, SENDING: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
+    ALIKE: tl.constexpr, STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, SPLIT: tl.constexpr,
+    CLUSTER: tl.constexpr, MINE: tl.constexpr, SHARED: tl.constexpr, SENDING: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row, or of one of its splits: the query heads of a token and a KV head.
 

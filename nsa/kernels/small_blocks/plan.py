@@ -112,9 +112,12 @@ def plan(call: Call, shape: Shape) -> Launch:
     kinds = call.dtypes()
     cluster, alike = splits if merged else 0, g.strides[3:5] == g.strides[6:8]
     of_rows = [
-        _rows(device, dtype, (*kinds, tile is None, lse), rows, cluster, splits > 1, early, PAIRS=pairs, ALIKE=alike, **shared)
+        _rows(
+            device, dtype, (*kinds, tile is None, lse), rows, cluster, splits > 1, early, PAIRS=pairs, ALIKE=alike,
+            **shared,
+        )
         for lse in (False, True)
-    ]
+    ]  # fmt: skip
     unions = None
     if tile is not None:
         run = g.S if g.layout in (BATCH, CACHE) else max(g.tokens, 1)
