@@ -85,19 +85,21 @@ def _offset(key, page, stride_page, stride_key, PAGE: tl.constexpr, STRIDE_UNIT:
 def _rows_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, part_ptr, sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, table_ptr, k_scale_ptr,
     v_scale_ptr, served_ptr,
-    B, S, S_kv, n, tokens, pages, lists, stride_lt, stride_lh,
+    B, S, S_kv, n, tokens, pages, lists, run, stride_lt, stride_lh,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_ob,
     stride_os, stride_oh, scale, stride_tb,
     G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, LAYOUT: tl.constexpr,
     PAGE: tl.constexpr, CAUSAL: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, PAIRS: tl.constexpr,
-    ALIKE: tl.constexpr, STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, SPLIT: tl.constexpr,
-    CLUSTER: tl.constexpr, MINE: tl.constexpr, SHARED: tl.constexpr, SENDING: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
+    ALIKE: tl.constexpr, STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_L: tl.constexpr, SPLIT: tl.constexpr, CLUSTER: tl.constexpr, MINE: tl.constexpr, SHARED: tl.constexpr,
+    SENDING: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row, or of one of its splits: the query heads of a token and a KV head.
 
     Split ``i`` of ``N`` reads the tiles ``i``, ``i + N``, … of the row's slots. Parts are merged as in query-major: by
     the programs of a cluster, or by `_combine_kernel`. With served ``[tokens, lists]``, rows that it marks are skipped.
+    TOKENS: rows are not split, and the programs of axis 1 share the rows of a tile of neighbouring tokens.
     """
     if OVERLAP:
         gdc_launch_dependents()  # the merge kernel may start; it waits for this kernel's end before it reads
@@ -111,126 +113,136 @@ def _rows_kernel(
         split = program % CLUSTER
         splits = CLUSTER
         program = program // CLUSTER
-    row = program // HEAD_TILES
+    if TOKENS:
+        split = 0
+        splits = 1
     head_tile = program % HEAD_TILES
-    token = row // HKV
-    head_kv = row % HKV
+    place = program // HEAD_TILES // HKV  # of the row's token
+    head_kv = program // HEAD_TILES % HKV
     if EARLY:
         gdc_wait()  # the previous kernel on the stream may still run, so wait for its end before any memory access
+    token0 = place
+    turns = 1
+    if TOKENS:
+        # Programs of a tile take its tokens in turn, because programs that return at once cost time, too.
+        token0, end = _tokens_of(place, run, TOKENS)
+        turns = end - token0
     if served_ptr is not None:
-        if tl.load(served_ptr + token.to(tl.int64) * lists + head_kv % lists) > 0:
+        if tl.load(served_ptr + token0.to(tl.int64) * lists + head_kv % lists) > 0:
             return
+    for turn in range(tl.program_id(1) if TOKENS else 0, turns, tl.num_programs(1) if TOKENS else 1):
+        token = token0 + turn
 
-    # A tile's blocks are asked for first, because all else waits for them.
-    slots = tl.arange(0, BLOCK_L)
-    total = n * SIZE
-    stride = splits * BLOCK_L
-    list_row = sel_ptr + token.to(tl.int64) * stride_lt + tl.cast(head_kv, tl.int64) * stride_lh
-    block = _listed(list_row, split * BLOCK_L + slots, total, SIZE)
-    ahead = _listed(list_row, split * BLOCK_L + stride + slots, total, SIZE)
+        # A tile's blocks are asked for first, because all else waits for them.
+        slots = tl.arange(0, BLOCK_L)
+        total = n * SIZE
+        stride = splits * BLOCK_L
+        list_row = sel_ptr + token.to(tl.int64) * stride_lt + tl.cast(head_kv, tl.int64) * stride_lh
+        block = _listed(list_row, split * BLOCK_L + slots, total, SIZE)
+        ahead = _listed(list_row, split * BLOCK_L + stride + slots, total, SIZE)
 
-    seq, k_first, seqlen_k, shift = sequence_of(token, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)
-    limit = causal_limit(token, shift, seqlen_k, pos_ptr, CAUSAL)
-    if k_scale_ptr is not None:  # scaling the keys scales the scores
-        scale *= tl.load(k_scale_ptr + head_kv * K_STEP)
-    if v_scale_ptr is not None:
-        v_scale = tl.load(v_scale_ptr + head_kv * V_STEP)
-    if CLUSTER:
-        inbox = open_inbox(CLUSTER, MINE, BLOCK_DV, SHARED)
+        seq, k_first, seqlen_k, shift = sequence_of(token, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)
+        limit = causal_limit(token, shift, seqlen_k, pos_ptr, CAUSAL)
+        factor = scale * 1.4426950408889634
+        if k_scale_ptr is not None:  # scaling the keys scales the scores
+            factor *= tl.load(k_scale_ptr + head_kv * K_STEP)
+        if v_scale_ptr is not None:
+            v_scale = tl.load(v_scale_ptr + head_kv * V_STEP)
+        if CLUSTER:
+            inbox = open_inbox(CLUSTER, MINE, BLOCK_DV, SHARED)
 
-    g = tl.arange(0, BLOCK_G)
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
-    in_group = (g < HEADS) & (head_tile * HEADS + g < G)
-    head = head_kv * G + head_tile * HEADS + g  # [BLOCK_G]
-    q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT) + head.to(tl.int64) * stride_qh
-    q_ptrs = q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :]
-    q = tl.load(q_ptrs, mask=in_group[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_G, BLOCK_D]
-    factor = scale * 1.4426950408889634
-    if FIT:
-        q, fit = fit_half(q)
-        factors = fit * factor
-    k_base, v_base = _bases(
-        k_ptr, v_ptr, seq, head_kv, k_first, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, LAYOUT,
-        PAGE, STRIDE_UNIT,
-    )  # fmt: skip
-    if PAGE:
-        table_row = table_ptr + tl.cast(seq, tl.int64) * stride_tb
-    if PAIRS:
-        v_base = v_base.to(tl.pointer_type(tl.int16))
-        dv_pair = tl.arange(0, BLOCK_DV // 2)
-
-    m = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_G, BLOCK_L], tl.float32)  # summed over BLOCK_L after the loop
-    if PAIRS:
-        acc = tl.zeros([BLOCK_G, BLOCK_DV // 2], tl.float32)  # of even columns
-        acc_odd = tl.zeros([BLOCK_G, BLOCK_DV // 2], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
-
-    key = _key_of(block, split * BLOCK_L + slots, limit, SIZE)
-    page = key
-    if PAGE:
-        page = _page_of(table_row, key, pages, PAGE)
-    for begin in range(split * BLOCK_L, total, stride):
-        valid = page >= 0
-        k_at = _offset(key, page, stride_kb, stride_kn, PAGE, STRIDE_UNIT)
-        k = tl.load(k_base + k_at[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < D), other=0.0)
-        v_at = k_at
-        if not ALIKE:
-            v_at = _offset(key, page, stride_vb, stride_vn, PAGE, STRIDE_UNIT)
+        g = tl.arange(0, BLOCK_G)
+        d = tl.arange(0, BLOCK_D)
+        dv = tl.arange(0, BLOCK_DV)
+        in_group = (g < HEADS) & (head_tile * HEADS + g < G)
+        head = head_kv * G + head_tile * HEADS + g  # [BLOCK_G]
+        q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT) + head.to(tl.int64) * stride_qh
+        q_ptrs = q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :]
+        q = tl.load(q_ptrs, mask=in_group[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_G, BLOCK_D]
+        if FIT:
+            q, fit = fit_half(q)
+            factors = fit * factor
+        k_base, v_base = _bases(
+            k_ptr, v_ptr, seq, head_kv, k_first, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+            LAYOUT, PAGE, STRIDE_UNIT,
+        )  # fmt: skip
+        if PAGE:
+            table_row = table_ptr + tl.cast(seq, tl.int64) * stride_tb
         if PAIRS:
-            v_ptrs = v_base + (v_at // 2)[:, None] + dv_pair[None, :]
-            v = tl.load(v_ptrs, mask=valid[:, None] & (dv_pair[None, :] < Dv // 2), other=0)
+            v_base = v_base.to(tl.pointer_type(tl.int16))
+            dv_pair = tl.arange(0, BLOCK_DV // 2)
+
+        m = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_G, BLOCK_L], tl.float32)  # summed over BLOCK_L after the loop
+        if PAIRS:
+            acc = tl.zeros([BLOCK_G, BLOCK_DV // 2], tl.float32)  # of even columns
+            acc_odd = tl.zeros([BLOCK_G, BLOCK_DV // 2], tl.float32)
         else:
-            v_ptrs = v_base + v_at[:, None] + dv[None, :]
-            v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
-        # Look up what the next turn reads.
-        key = _key_of(ahead, begin + stride + slots, limit, SIZE)
+            acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
+
+        key = _key_of(block, split * BLOCK_L + slots, limit, SIZE)
         page = key
         if PAGE:
             page = _page_of(table_row, key, pages, PAGE)
-        ahead = _listed(list_row, begin + 2 * stride + slots, total, SIZE)
+        for begin in range(split * BLOCK_L, total, stride):
+            valid = page >= 0
+            k_at = _offset(key, page, stride_kb, stride_kn, PAGE, STRIDE_UNIT)
+            k = tl.load(k_base + k_at[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < D), other=0.0)
+            v_at = k_at
+            if not ALIKE:
+                v_at = _offset(key, page, stride_vb, stride_vn, PAGE, STRIDE_UNIT)
+            if PAIRS:
+                v_ptrs = v_base + (v_at // 2)[:, None] + dv_pair[None, :]
+                v = tl.load(v_ptrs, mask=valid[:, None] & (dv_pair[None, :] < Dv // 2), other=0)
+            else:
+                v_ptrs = v_base + v_at[:, None] + dv[None, :]
+                v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
+            # Look up what the next turn reads.
+            key = _key_of(ahead, begin + stride + slots, limit, SIZE)
+            page = key
+            if PAGE:
+                page = _page_of(table_row, key, pages, PAGE)
+            ahead = _listed(list_row, begin + 2 * stride + slots, total, SIZE)
 
-        if E4M3:
-            k = half_of(k)
-        scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)  # [BLOCK_G, BLOCK_L]
-        if FIT:
-            scores = scores * factors[:, None]
-        else:
-            scores = scores * factor
-        scores = tl.where(valid[None, :], scores, float("-inf"))
-        m_old = m
-        m, l, acc, p = softmax_step(scores, m, l, acc)
-        if PAIRS:
-            acc, acc_odd = add_pairs(p, v, acc, acc_odd, m_old, m)
-        else:
             if E4M3:
-                v = half_of(v)
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
+                k = half_of(k)
+            scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)  # [BLOCK_G, BLOCK_L]
+            if FIT:
+                scores = scores * factors[:, None]
+            else:
+                scores = scores * factor
+            scores = tl.where(valid[None, :], scores, float("-inf"))
+            m_old = m
+            m, l, acc, p = softmax_step(scores, m, l, acc)
+            if PAIRS:
+                acc, acc_odd = add_pairs(p, v, acc, acc_odd, m_old, m)
+            else:
+                if E4M3:
+                    v = half_of(v)
+                acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
 
-    if PAIRS:
-        acc = tl.interleave(acc, acc_odd)
-    if CLUSTER:  # each program of the cluster merges some heads
-        exchange(inbox, split, m, tl.sum(l, 1), acc, g, in_group, HEADS, CLUSTER, MINE, SENDING)
-        g = split + CLUSTER * tl.arange(0, MINE)
-        in_group = (g < HEADS) & (head_tile * HEADS + g < G)
-        head = head_kv * G + head_tile * HEADS + g  # [MINE]
-        o, lse = merge_inbox(inbox, in_group, BLOCK_DV, CLUSTER, MINE)
-    elif SPLIT:
-        if v_scale_ptr is not None:
-            acc = scaled_values(acc, m, v_scale)
-        _store_part(part_ptr, split, splits, token, tokens, head, HKV * G, m, tl.sum(l, 1), acc, dv, in_group, Dv)
-    else:
-        o, lse = finish(m, tl.sum(l, 1), acc)
-    if CLUSTER or not SPLIT:
-        if v_scale_ptr is not None:
-            o = scaled_values(o, lse, v_scale)
-        o_off = query_offset(token, S, stride_ob, stride_os, LAYOUT) + head.to(tl.int64) * stride_oh
-        o_ptrs = o_ptr + o_off[:, None] * STRIDE_UNIT + dv[None, :]
-        tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=in_group[:, None] & (dv[None, :] < Dv))
-        if lse_ptr is not None:
-            tl.store(lse_ptr + token.to(tl.int64) * HKV * G + head, lse, mask=in_group)
+        if PAIRS:
+            acc = tl.interleave(acc, acc_odd)
+        if CLUSTER:  # each program of the cluster merges some heads
+            exchange(inbox, split, m, tl.sum(l, 1), acc, g, in_group, HEADS, CLUSTER, MINE, SENDING)
+            g = split + CLUSTER * tl.arange(0, MINE)
+            in_group = (g < HEADS) & (head_tile * HEADS + g < G)
+            head = head_kv * G + head_tile * HEADS + g  # [MINE]
+            o, lse = merge_inbox(inbox, in_group, BLOCK_DV, CLUSTER, MINE)
+        elif SPLIT:
+            if v_scale_ptr is not None:
+                acc = scaled_values(acc, m, v_scale)
+            _store_part(part_ptr, split, splits, token, tokens, head, HKV * G, m, tl.sum(l, 1), acc, dv, in_group, Dv)
+        else:
+            o, lse = finish(m, tl.sum(l, 1), acc)
+        if CLUSTER or not SPLIT:
+            if v_scale_ptr is not None:
+                o = scaled_values(o, lse, v_scale)
+            o_off = query_offset(token, S, stride_ob, stride_os, LAYOUT) + head.to(tl.int64) * stride_oh
+            o_ptrs = o_ptr + o_off[:, None] * STRIDE_UNIT + dv[None, :]
+            tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=in_group[:, None] & (dv[None, :] < Dv))
+            if lse_ptr is not None:
+                tl.store(lse_ptr + token.to(tl.int64) * HKV * G + head, lse, mask=in_group)
 
 
 @triton.jit

@@ -36,7 +36,6 @@ class Unions(NamedTuple):
     tile: tiles.Unions
     worth: tiles.Worth
     splits: int
-    run: int  # tokens that follow each other; no tile takes tokens of two runs
     tiles: int
     at_once: int  # tiles of a pass
     programs: int  # of the list kernel
@@ -52,6 +51,7 @@ class Launch(NamedTuple):
     merged: bool  # the programs that share a row are a cluster and merge their results themselves
     grid: tuple[int, int, int]
     shape: Shape
+    run: int  # tokens that follow each other; no tile takes tokens of two runs
     lists: int  # of a token: 1 if all KV heads share one, else one for each
     steps: tuple[int, int] | None  # elements from a token's list to the next, and from a KV head's; None: copied first
     narrow: bool  # all sizes fit int32
@@ -111,31 +111,34 @@ def plan(call: Call, shape: Shape) -> Launch:
     }  # fmt: skip
     kinds = call.dtypes()
     cluster, alike = splits if merged else 0, g.strides[3:5] == g.strides[6:8]
+    run = g.S if g.layout in (BATCH, CACHE) else max(g.tokens, 1)
+    number = 0 if tile is None else g.tokens // max(run, 1) * -(-run // tile.TOKENS)  # of tiles
+    together = tile is not None and splits == 1  # a program takes the rows of a tile
     of_rows = [
         _rows(
             device, dtype, (*kinds, tile is None, lse), rows, cluster, splits > 1, early, PAIRS=pairs, ALIKE=alike,
-            **shared,
+            TOKENS=tile.TOKENS if tile is not None and together else 0, **shared,
         )
         for lse in (False, True)
     ]  # fmt: skip
     unions = None
     if tile is not None:
-        run = g.S if g.layout in (BATCH, CACHE) else max(g.tokens, 1)
-        number = -(-g.tokens // max(run, 1)) * -(-run // tile.TOKENS)
         parts = parts or tiles.union_splits(number * g.HKV, processors, g.n * size, choice)
         blocks = -(-g.S_kv // size)
         once = number if parts > 1 else tiles.at_once(tile, lists, g.n, number)
         lister, *united = _of_unions(device, dtype, (*kinds, alike), tile, parts > 1, early, **shared)
         unions = Unions(
-            lister, (united[0], united[1]), tile, worth, parts, run, number, once,
+            lister, (united[0], united[1]), tile, worth, parts, number, once,
             tiles.list_programs(lists, blocks, once), blocks,
         )  # fmt: skip
-    programs = g.tokens * g.HKV * -(-g.G // rows.HEADS)
+    programs = (number if together else g.tokens) * g.HKV * -(-g.G // rows.HEADS)
     grid = (programs, 1 if merged else splits, 1)  # clusters, or programs
+    if tile is not None and together:
+        grid = (programs, max(1, min(tile.TOKENS, 16 * processors // max(programs, 1))), 1)
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, g.tokens, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
     more = (splits, merged, None if tile is None else tuple(tile), 0 if unions is None else unions.splits)
     return Launch(
-        (of_rows[0], of_rows[1]), device, splits, merged, grid, g, lists, _steps(selection, lists), narrow,
+        (of_rows[0], of_rows[1]), device, splits, merged, grid, g, run, lists, _steps(selection, lists), narrow,
         1.0 / math.sqrt(g.D), pairs, unions, Exact(tuple(rows), more),
     )  # fmt: skip
 
@@ -245,14 +248,14 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
             unions.list.launch(
                 (min(now, unions.programs), lists, 1), device,
                 (selection, *about, table, entries, keys, values, count, served, index),
-                (g.B, g.S, g.S_kv, n, g.pages, lists, first, now, unions.run, unions.blocks, room, *unions.worth,
+                (g.B, g.S, g.S_kv, n, g.pages, lists, first, now, launch.run, unions.blocks, room, *unions.worth,
                  *steps, *g.strides[3:5], *g.strides[6:8], g.stride_tb), narrow,
             )  # fmt: skip
             union.launch(
                 (now * g.HKV, unions.splits, 1), device,
                 (q, k, v, out, None if parts is not None else lse, parts, *about, k_scale, v_scale, entries, keys,
                  values, count, served),
-                (g.B, g.S, g.S_kv, g.tokens, lists, first, now, unions.run, room, *g.strides, scale), narrow,
+                (g.B, g.S, g.S_kv, g.tokens, lists, first, now, launch.run, room, *g.strides, scale), narrow,
             )  # fmt: skip
         launches["small_blocks unions"] += 1
         if parts is not None:
@@ -264,7 +267,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     variant.launch(
         launch.grid, device,
         (q, k, v, out, None if parts is not None else lse, parts, selection, *about, table, k_scale, v_scale, served),
-        (g.B, g.S, g.S_kv, g.n, g.tokens, g.pages, lists, *steps, *g.strides, scale, g.stride_tb), narrow,
+        (g.B, g.S, g.S_kv, g.n, g.tokens, g.pages, lists, launch.run, *steps, *g.strides, scale, g.stride_tb), narrow,
     )  # fmt: skip
     launches[route] += 1
     if launch.splits > 1:

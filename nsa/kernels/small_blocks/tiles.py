@@ -106,9 +106,10 @@ def choose(
         merged = merged and fits_clusters(programs, splits, processors, largest)
     merged = merged and exchange_bytes(heads, block_dv, splits) <= EXCHANGE_BYTES
     narrow = block_g <= 16 and q_itemsize <= 2
-    block_l = choice.keys or ((64 if narrow else 32) if q_itemsize <= 2 else 16)
+    few = narrow and not full  # programs, so that each should keep many bytes in flight
+    block_l = choice.keys or ((64 if few else 32) if q_itemsize <= 2 else 16)
     block_l = min(block_l, padded(-(-bound // splits)))
-    warps = choice.warps or (4 if block_l >= 32 else 2)
+    warps = choice.warps or (2 if narrow and block_l <= 32 else 4)
     stages = choice.stages or 3
     stages = stages if pipelined else 1
     budget = shared_bytes(capability) - (EXCHANGE_BYTES if merged else 0) - 4096
