@@ -56,6 +56,7 @@ class Launch(NamedTuple):
     steps: tuple[int, int] | None  # elements from a token's list to the next, and from a KV head's; None: copied first
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
+    alike: bool  # offsets of keys are those of values
     pairs: bool  # values are read in pairs of bytes
     unions: Unions | None
     exact: Exact
@@ -92,8 +93,10 @@ def plan(call: Call, shape: Shape) -> Launch:
     choice = tiles.RULES if pin is None or isinstance(pin, Exact) else pin
     items = call.k.dtype.itemsize, dtype.itemsize
     tile: tiles.Unions | None
+    alike = g.strides[3:5] == g.strides[6:8]
     if isinstance(pin, Exact):
-        rows, (splits, merged, union, parts) = tiles.Rows(*pin.tile), pin.more
+        rows, (splits, merged, union, parts, was_alike) = tiles.Rows(*pin.tile), pin.more
+        alike = alike and was_alike
         tile, worth = None if union is None else tiles.Unions(*union), tiles.ALWAYS
     else:
         rows, splits, merged = tiles.choose(
@@ -110,7 +113,7 @@ def plan(call: Call, shape: Shape) -> Launch:
         "CAUSAL": call.causal, "STRIDE_UNIT": g.unit, "K_STEP": g.k_step, "V_STEP": g.v_step, "INPUT_PRECISION": "ieee",
     }  # fmt: skip
     kinds = call.dtypes()
-    cluster, alike = splits if merged else 0, g.strides[3:5] == g.strides[6:8]
+    cluster = splits if merged else 0
     run = g.S if g.layout in (BATCH, CACHE) else max(g.tokens, 1)
     number = 0 if tile is None else g.tokens // max(run, 1) * -(-run // tile.TOKENS)  # of tiles
     together = tile is not None and splits == 1  # a program takes the rows of a tile
@@ -136,10 +139,10 @@ def plan(call: Call, shape: Shape) -> Launch:
     if tile is not None and together:
         grid = (programs, max(1, min(tile.TOKENS, 16 * processors // max(programs, 1))), 1)
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, g.tokens, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
-    more = (splits, merged, None if tile is None else tuple(tile), 0 if unions is None else unions.splits)
+    more = (splits, merged, None if tile is None else tuple(tile), 0 if unions is None else unions.splits, alike)
     return Launch(
         (of_rows[0], of_rows[1]), device, splits, merged, grid, g, run, lists, _steps(selection, lists), narrow,
-        1.0 / math.sqrt(g.D), pairs, unions, Exact(tuple(rows), more),
+        1.0 / math.sqrt(g.D), alike, pairs, unions, Exact(tuple(rows), more),
     )  # fmt: skip
 
 
@@ -236,7 +239,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
             device,
             entries=(every, torch.int32),
             keys=(every, torch.int64),
-            values=None if g.strides[3:5] == g.strides[6:8] else (every, torch.int64),
+            values=None if launch.alike else (every, torch.int64),
             count=(unions.at_once * lists, torch.int32),
             index=(unions.programs * lists * unions.blocks, torch.int16),
             served=(g.tokens * lists, torch.int32),
