@@ -17,6 +17,7 @@ import torch
 from nsa import settings
 
 Lane = Literal["gpu", "interpreter"]
+GIB_PER_WORKER = 6  # GPU memory of a worker: its CUDA context, packed SDPA with 1 GiB of workspace, and the oracle
 OF_A_REPOSITORY = {
     f"GIT_{name}" for name in (
         "ALTERNATE_OBJECT_DIRECTORIES", "COMMON_DIR", "CONFIG", "DIR", "GRAFT_FILE", "IMPLICIT_WORK_TREE", "INDEX_FILE",

@@ -28,12 +28,12 @@ from nsa.testing.fixtures import oracle as oracle
 from nsa.testing.fixtures import problem as problem
 from nsa.testing.interpreter import quicken
 from nsa.testing.judge import addresses
+from nsa.testing.machine import GIB_PER_WORKER, under_test
 from nsa.testing.machine import Lane as Lane
 from nsa.testing.machine import commit as commit
 from nsa.testing.machine import current_lane as current_lane
 from nsa.testing.machine import device_name as device_name
 from nsa.testing.machine import triton_version as triton_version
-from nsa.testing.machine import under_test
 from nsa.testing.owned import is_ours, module_of
 
 # In the order in which they print, see `terminal`. `benchmarks` comes last, because it imports others, and pytest can
@@ -43,7 +43,6 @@ pytest_plugins = [
     "nsa.testing.benchmarks",
 ]  # fmt: skip
 WORKERS_PER_GPU = 16  # xdist workers that share a GPU, because most of their time is compiling, on the CPU
-GIB_PER_WORKER = 6  # GPU memory of a worker: its CUDA context, packed SDPA with 1 GiB of workspace, and the oracle
 KEPT_BYTES = 512 << 20  # memory that torch may keep in its cache after a test, in each worker
 
 

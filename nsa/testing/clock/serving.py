@@ -22,7 +22,7 @@ import nsa
 from nsa.failures import caught
 from nsa.testing.clock.cuda import COLD, time_gpu
 from nsa.testing.clock.measure import HOST_S, why_not
-from nsa.testing.clock.timing import Timing
+from nsa.testing.clock.timing import InvalidMeasurement, Timing
 from nsa.testing.contestants.contract import Contestant
 from nsa.testing.contestants.m3 import one_call
 from nsa.testing.contestants.ours import BLOCKS, front_door
@@ -256,6 +256,8 @@ def serve(
     times = timer(rotations, iters=ITERS, budget_s=BUDGET_S, replay_s=SAMPLE_S, cold=cold)
     for name in [name for name, t in times.items() if t.how == "eager" and t.median < HOST_S]:
         left_out[name] = f"not captured: {times.pop(name).refused}"
+    if mine[0].name not in times:
+        raise InvalidMeasurement(f"{mine[0].name}: {left_out[mine[0].name]}")
     return Served(sets[0], times, left_out, route, reason, cold)
 
 
