@@ -4,14 +4,21 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import nsa
+from nsa.kernels import pinned
 from nsa.kernels.small_blocks import tiles
 from nsa.testing.contestants.ours import OURS
 from nsa.testing.fixtures import over
 from nsa.testing.judge.forward import Oracle, assert_parity, cached_parity
-from nsa.testing.matrix import caches
+from nsa.testing.matrix import caches, strategies
+from nsa.testing.matrix.strategies import DrawnCache
 from nsa.testing.plugin import current_lane
+from nsa.testing.profiles import drawing
+
+from .test_caches import serve
 
 GPU = current_lane() == "gpu"
 UNIONS = tiles.Choice(worth=tiles.ALWAYS)
@@ -63,3 +70,21 @@ def test_triton_sel_parity_small_blocks_kvcache(device, page, ragged, e4m3, choi
         schedule="small_blocks", return_lse=True, out=out,
     )  # fmt: skip
     cached_parity(got, caches.oracle(q, cache, ends, **selection), dtype, "small_blocks")
+
+
+@drawing(2 / 5)
+@given(
+    strategies.cached_calls("blocks") | strategies.ragged_calls("blocks"), st.sampled_from(list(CHOICES)), st.booleans()
+)
+def test_triton_sel_parity_small_blocks_any_caches(
+    device: torch.device, drawn: DrawnCache, choice: str, shared: bool
+) -> None:
+    """``shared``: one list for all KV heads, and unions for the tokens of a tile."""
+    cache, p = drawn.cache(device), drawn.call.problem(device)
+    blocks = p.block_indices[..., :1, :].contiguous() if shared else p.block_indices
+    q, cu = p.q.half() if drawn.e4m3 and p.q.dtype == torch.float32 else p.q, None
+    if drawn.ends:
+        q, blocks, cu = q.flatten(0, 1), blocks.flatten(0, 1), drawn.cu_seqlens_q(device)
+    picked = {"block_indices": blocks, "block_size": min(p.block_size, tiles.LARGEST), "causal": p.causal}
+    with pinned(small_blocks=CHOICES[choice]):
+        serve(q, cache, picked, cu, Dv=p.case.Dv, schedule="small_blocks")
