@@ -292,7 +292,7 @@ def _list_kernel(
     number = tl.program_id(1)  # of the list, among the lists of a token
     index_ptr += (program * lists + number).to(tl.int64) * blocks
     i = tl.arange(0, SLOTS)
-    mine = tl.arange(0, 8)  # tokens of the tile
+    mine = tl.arange(0, 16)  # tokens of the tile
     for tile in range(program, tiles, tl.num_programs(0)):
         token0, end = _tokens_of(first + tile, run, TOKENS)
         seq, k_first, seqlen_k, shift = sequence_of(token0, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)
@@ -492,6 +492,6 @@ def _unions_kernel(
             tl.store(lse_ptr + token.to(tl.int64) * HKV * G + head, lse, mask=exists)
     spoiled = tl.sum((o != o).to(tl.int32))  # over both axes at once, which compiles for all GPUs
     if spoiled > 0:
-        mine = tl.arange(0, 8)
+        mine = tl.arange(0, 16)
         served = served_ptr + (token0 + mine).to(tl.int64) * lists + number
-        tl.store(served, tl.zeros([8], tl.int32), mask=(token0 + mine < end) & (mine < TOKENS))
+        tl.store(served, tl.zeros([16], tl.int32), mask=(token0 + mine < end) & (mine < TOKENS))

@@ -14,7 +14,7 @@ FEW = 64  # blocks of a row that query-major looks up at once. Rows of more are 
 MOST_BLOCKS = 1 << 16  # of a row
 MOST_KEYS = 2**30  # of a sequence: keys and slots are counted in int32
 
-MOST_TOKENS = 8  # of a tile of neighbouring tokens, whose mask is a part of an int32 entry
+MOST_TOKENS = 16  # of a tile of neighbouring tokens
 MOST_SLOTS = 4096  # blocks of a row in a union, which a program of the list kernel holds at once
 LIST_BYTES = 64 << 20
 """Limit of the lists of one pass. Longer calls take several passes."""
@@ -139,8 +139,9 @@ def unions(
     """
     block_d, block_dv, slots = padded(D), padded(Dv), padded(n)
     rows = choice.rows if q_itemsize <= 2 else min(choice.rows, 16)
-    tokens = min(rows // G, MOST_TOKENS)
-    if tokens < 2 or slots > MOST_SLOTS or blocks >= 1 << (31 - tokens):
+    # A block and the mask of the tokens fit an int32, and places in a list an int16.
+    tokens = min(rows // G, MOST_TOKENS, 31 - blocks.bit_length(), (2**15 - 1) // n)
+    if tokens < 2 or slots > MOST_SLOTS:
         return None
     rows = padded(tokens * G)
     block_n = choice.union_keys or (32 if q_itemsize <= 2 else 16)
