@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa import dispatch, failures, guard, routing
 from nsa.call import Call
+from nsa.dispatch import Attached
 from nsa.kernels.families import BACKWARD
 from nsa.kernels.shared.asking import Untried
 from nsa.kernels.shared.errors import NO_MEMORY, DoesNotFit
@@ -26,7 +27,7 @@ _AUTOGRAD = ("AutogradCPU", "AutogradCUDA", "AutogradOther", "AutogradFunctional
 
 
 def backward(
-    what: Plan,
+    plan: Plan,
     call: Call,
     do: Tensor | None,
     dlse: Tensor | None,
@@ -34,76 +35,77 @@ def backward(
     lse: Tensor,
     wanted: tuple[bool, ...] = (True, True, True),
 ) -> Gradients:
-    """The gradients of ``q``, ``k`` and ``v``.
+    """The gradients of ``q``, ``k`` and ``v``, in their shapes and dtypes, contiguous.
 
     Args:
-        what: the plan of the call.
-        do: gradient of ``o``, its shape and dtype, any strides; None: zeros.
-        dlse: gradient of ``lse``, likewise.
+        do, dlse: gradients of ``o`` and ``lse``, in their shapes and dtypes, any strides; None: zeros.
         o, lse: outputs of the forward pass.
         wanted: which of the three gradients are computed; the others are empty tensors.
-
-    Returns:
-        ``dq``, ``dk``, ``dv``: shapes and dtypes of ``q``, ``k`` and ``v``, contiguous.
 
     Raises:
         ValueError: ``backend="triton"``, and the call does not fit the workspace of the kernels.
         RuntimeError and others: ``backend="triton"``, and a kernel failed.
     """
-    if what.route in routing.PLAIN:
-        return _recompute(what.route, f"backward: {what.reason}", what, call, do, dlse, wanted)
-    if what.named:
-        return _launch(what, call, do, dlse, o, lse, wanted)
-    key = dispatch.failure_key(what.backward, what.backward_launch)
-    known = failures.known(key)
-    if known is None:
+    if plan.route in routing.PLAIN:
+        return _recompute(plan.route, f"backward: {plan.reason}", plan, call, do, dlse, wanted)
+    if plan.named:
+        return _launch(plan, call, do, dlse, o, lse, wanted)
+    key = dispatch.failure_key(plan.backward, plan.backward_launches.get(None))
+    cause = failures.cause_of(key)
+    if cause is None:
         try:
-            result = _launch(what, call, do, dlse, o, lse, wanted)
+            result = _launch(plan, call, do, dlse, o, lse, wanted)
         except DoesNotFit as error:
-            known = f"backward: {error}"
+            cause = f"backward: {error}"
         except failures.caught() as error:
-            key = dispatch.failure_key(what.backward, what.backward_launch)
+            key = dispatch.failure_key(plan.backward, plan.backward_launches.get(None))
             given = (*call.tensors, do, dlse, o, lse)
-            known = NO_MEMORY if any(map(odd, given)) else failures.remember(key, ROUTE, error, what.fallback)
+            cause = NO_MEMORY if any(map(odd, given)) else failures.remember(key, ROUTE, error, plan.fallback)
         else:
             failures.works(key)
             return result
-    return _recompute(what.fallback, known, what, call, do, dlse, wanted)
+    return _recompute(plan.fallback, cause, plan, call, do, dlse, wanted)
 
 
 def _launch(
-    what: Plan, call: Call, do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, wanted: tuple[bool, ...]
+    plan: Plan, call: Call, do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, wanted: tuple[bool, ...]
 ) -> Gradients:
-    found = what.backward_launch
-    if found is None:
-        planned = BACKWARD.plan(call, what.shape, ROUTE)
-        found = dispatch.with_variants(BACKWARD.kernels, planned, what.backward, ROUTE, what.reason)
-        what.backward_launch = found
+    kernel, launch, _, calls = attach(plan, call)
     do = torch.zeros_like(o) if do is None else do
     try:
-        result: Gradients = found[0].backward(found[1], call, do, dlse, o, lse, ROUTE, wanted)
+        result: Gradients = kernel.backward(launch, call, do, dlse, o, lse, ROUTE, wanted)
     except Untried as untried:
         given = {"do": do, "dlse": dlse, "o": o, "lse": lse, "wanted": wanted}
-        guard.admit(untried, guard.describe(call, what.shape, ROUTE, found[1], given), call.q.device)
-        return _launch(what, call, do, dlse, o, lse, wanted)
-    dispatch.count(ROUTE, what.reason)
+        guard.admit(untried, guard.describe(call, plan.shape, ROUTE, launch, given), call.q.device)
+        return _launch(plan, call, do, dlse, o, lse, wanted)
+    calls[0] += 1
     return result
 
 
+def attach(plan: Plan, call: Call, within: int | None = None) -> Attached:
+    """The kernels and their launch, which are planned at the first call. ``within`` as of the kernels' ``plan``."""
+    attached = plan.backward_launches.get(within)
+    if attached is None:
+        launch = BACKWARD.kernels.plan(call, plan.shape, within)
+        attached = dispatch.with_variants(BACKWARD.kernels, launch, plan.backward, ROUTE, plan.reason)
+        plan.backward_launches[within] = attached
+    return attached
+
+
 def _recompute(
-    route: str, reason: str, what: Plan, call: Call, do: Tensor | None, dlse: Tensor | None, wanted: tuple[bool, ...]
+    route: str, reason: str, plan: Plan, call: Call, do: Tensor | None, dlse: Tensor | None, wanted: tuple[bool, ...]
 ) -> Gradients:
     """Run packed SDPA or the reference again, recorded by autograd, and differentiate it."""
     with _recorded(call.q.device.type):
         q, k, v = (x.detach().requires_grad_(want) for x, want in zip((call.q, call.k, call.v), wanted, strict=True))
         again = call._replace(q=q, k=k, v=v, return_lse=dlse is not None, out=None)
-        outputs = dispatch.plain(route, again, what.shape.bound, what.sdpa_layout)
+        outputs = dispatch.plain(route, again, plan.shape.bound, plan.sdpa_layout)
         dispatch.count(route, reason)
         pairs = [(x, g) for x, g in zip(outputs, (do, dlse), strict=True) if x is not None and g is not None]
         leaves = [x for x in (q, k, v) if x.requires_grad]
         given, grads = [x for x, _ in pairs], [g for _, g in pairs]
-        found = iter(torch.autograd.grad(given, leaves, grads, allow_unused=True, materialize_grads=True))
-    dq, dk, dv = (next(found).contiguous() if want else call.q.new_empty(0) for want in wanted)
+        results = iter(torch.autograd.grad(given, leaves, grads, allow_unused=True, materialize_grads=True))
+    dq, dk, dv = (next(results).contiguous() if want else call.q.new_empty(0) for want in wanted)
     return dq, dk, dv
 
 

@@ -100,9 +100,9 @@ class Call(NamedTuple):
         """Dtypes of keys and scales, and of the tensors that define which keys a row reads; None for an absent one.
         Kernels are compiled for these dtypes.
         """
-        about = self.selection, self.q_positions, self.cu_seqlens_q, self.cu_seqlens_k, self.cache_seqlens
+        index = self.selection, self.q_positions, self.cu_seqlens_q, self.cu_seqlens_k, self.cache_seqlens
         keys = self.block_table, self.k, self.k_scale, self.v_scale
-        return tuple(None if x is None else x.dtype for x in (*about, *keys))
+        return tuple(None if x is None else x.dtype for x in (*index, *keys))
 
     def key(self) -> tuple[Any, ...]:
         """All that the plan depends on: calls with equal keys share a plan.

@@ -43,14 +43,14 @@ def report_cache(call: Call) -> None:
 
 def _queries(ends: torch.Tensor, T: int) -> torch.Tensor:
     """Queries of each sequence. Warns of ends that do not rise from 0, or that are past the last token."""
-    found = ends.diff()
+    values = ends.diff()
     expected = f"expected 0 first, then ends in rising order up to {T}"
-    wrong = torch.cat((ends[:1] != 0, (found < 0) | (ends[1:] > T)))
+    wrong = torch.cat((ends[:1] != 0, (values < 0) | (ends[1:] > T)))
     _warn("cu_seqlens_q", expected, [f"{ends[i]} at [{i}]" for i in wrong.nonzero()[:, 0].tolist()])
-    return found
+    return values
 
 
-def _warn(name: str, expected: str, found: list[str]) -> None:
-    if found:
-        more = f" and {len(found) - MOST_REPORTED} more" if len(found) > MOST_REPORTED else ""
-        logger.warning("%s: %s, got %s%s", name, expected, ", ".join(found[:MOST_REPORTED]), more)
+def _warn(name: str, expected: str, values: list[str]) -> None:
+    if values:
+        more = f" and {len(values) - MOST_REPORTED} more" if len(values) > MOST_REPORTED else ""
+        logger.warning("%s: %s, got %s%s", name, expected, ", ".join(values[:MOST_REPORTED]), more)

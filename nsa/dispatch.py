@@ -75,62 +75,62 @@ def count(route: str, reason: str, rows: str = "") -> None:
     _counter(route, reason, rows)[0] += 1
 
 
-def run(what: Plan, call: Call) -> Result:
+def run(plan: Plan, call: Call) -> Result:
     """Run a planned call. Returns ``(O, LSE)``; LSE is None without ``call.return_lse``."""
-    if what.debug:
-        return _run_debug(what, call)
-    planned, error = what.launch, None
-    if planned is not None and not broken:  # the fast path of most calls
+    if plan.debug:
+        return _run_debug(plan, call)
+    attached, error = plan.launch, None
+    if attached is not None and not broken:  # the fast path of most calls
         try:
-            result: Result = planned[0].forward(planned[1], call, what.route)
+            result: Result = attached[0].forward(attached[1], call, plan.route)
         except (DoesNotFit, *failures.caught()) as raised:  # type: ignore[misc]
             error = None if isinstance(raised, Untried) else raised
-            if what.named and error is not None:
+            if plan.named and error is not None:
                 raise
         else:
             if call.out is not None:
                 _written(call.out)
-            planned[3][0] += 1
+            attached[3][0] += 1
             return result
-    result, *taken = _served(what, call, error)
+    result, *taken = _served(plan, call, error)
     count(*taken)
     return result
 
 
-def _served(what: Plan, call: Call, error: BaseException | None = None) -> tuple[Result, str, str, str]:
+def _served(plan: Plan, call: Call, error: BaseException | None = None) -> tuple[Result, str, str, str]:
     """Run a call with fallbacks. Returns the result, its route, the reason and the kind of rows.
 
     Args:
         error: the error of a launch that was already tried.
     """
-    reason = what.reason
-    if what.route in PLAIN:
-        return plain(what.route, call, what.shape.bound, what.sdpa_layout), what.route, reason, ""
-    if what.named:
-        return launch(what, call), what.route, reason, what.rows
+    reason = plan.reason
+    if plan.route in PLAIN:
+        return plain(plan.route, call, plan.shape.bound, plan.sdpa_layout), plan.route, reason, ""
+    if plan.named:
+        return launch(plan, call), plan.route, reason, plan.rows
     while True:
-        known = failures.known(what.kernel)
-        planned = what.launch
-        if known is None:
+        cause = failures.cause_of(plan.kernel)
+        attached = plan.launch
+        if cause is None:
             try:
                 if error is not None:
                     raise error
-                planned = planned or attach(what, call)
-                known = failures.known(planned[2])
-                if known is None:
-                    result = launch(what, call, planned)
-                    failures.works(planned[2])
-                    return result, what.route, reason, what.rows
+                attached = attached or attach(plan, call)
+                cause = failures.cause_of(attached[2])
+                if cause is None:
+                    result = launch(plan, call, attached)
+                    failures.works(attached[2])
+                    return result, plan.route, reason, plan.rows
             except DoesNotFit as misfit:
-                known = str(misfit)
+                cause = str(misfit)
             except failures.caught() as failure:
-                server = what.fallback if what.instead is None else what.instead.route
-                key = failure_key(what.kernel, planned)
+                server = plan.fallback if plan.instead is None else plan.instead.route
+                key = failure_key(plan.kernel, attached)
                 odd_one = any(map(odd, call.tensors))
-                known = NO_MEMORY if odd_one else failures.remember(key, what.route, failure, server)
-        if what.instead is None:
-            return plain(what.fallback, call, what.shape.bound, what.sdpa_layout), what.fallback, known, ""
-        what, reason, error = what.instead, known, None
+                cause = NO_MEMORY if odd_one else failures.remember(key, plan.route, failure, server)
+        if plan.instead is None:
+            return plain(plan.fallback, call, plan.shape.bound, plan.sdpa_layout), plan.fallback, cause, ""
+        plan, reason, error = plan.instead, cause, None
 
 
 class _Refusal:
@@ -141,41 +141,41 @@ class _Refusal:
         raise DoesNotFit(why)
 
 
-Planned = tuple[Any, Any, Any, list[int]]
+Attached = tuple[Any, Any, Any, list[int]]
 """The `plan` module of a kernel family, its launch of the call, the key of a failure (the launch's variants, or the
 signature if the launch has none), and the count of its calls in the route log."""
 
 
-def with_variants(kernel: Any, launch: Any, signature: str, *taken: str) -> Planned:
+def with_variants(kernel: Any, launch: Any, signature: str, *taken: str) -> Attached:
     """A kernel and its launch, with the key of a failure and the count in the route log."""
     return kernel, launch, getattr(launch, "variants", signature), _counter(*taken)
 
 
-def failure_key(signature: str, planned: Planned | None) -> Any:
+def failure_key(signature: str, attached: Attached | None) -> Any:
     """The key of a failure in `nsa.failures`: the variants of a launch, or the signature before there are any."""
-    return signature if planned is None else planned[2]
+    return signature if attached is None else attached[2]
 
 
-def attach(what: Plan, call: Call) -> Planned:
+def attach(plan: Plan, call: Call) -> Attached:
     """Have the kernel family plan the launch, at the first call of a plan."""
-    family = what.family
+    family = plan.family
     try:
-        planned = family.plan(call, what.shape, what.route)
-        found = with_variants(family.kernels, planned, what.kernel, what.route, what.reason, what.rows)
+        of_call = family.plan(call, plan.shape, plan.route)
+        attached = with_variants(family.kernels, of_call, plan.kernel, plan.route, plan.reason, plan.rows)
     except DoesNotFit as error:
-        found = _Refusal, str(error), what.kernel, _counter(what.route, what.reason, what.rows)
-    what.launch = found
-    return found
+        attached = _Refusal, str(error), plan.kernel, _counter(plan.route, plan.reason, plan.rows)
+    plan.launch = attached
+    return attached
 
 
-def launch(what: Plan, call: Call, planned: Planned | None = None) -> Result:
+def launch(plan: Plan, call: Call, attached: Attached | None = None) -> Result:
     """Launch the kernel of a planned call. Raises if that fails."""
-    found = planned or what.launch or attach(what, call)
+    attached = attached or plan.launch or attach(plan, call)
     try:
-        result: Result = found[0].forward(found[1], call, what.route)
+        result: Result = attached[0].forward(attached[1], call, plan.route)
     except Untried as untried:
-        guard.admit(untried, guard.describe(call, what.shape, what.route, found[1]), call.q.device)
-        return launch(what, call, found)
+        guard.admit(untried, guard.describe(call, plan.shape, plan.route, attached[1]), call.q.device)
+        return launch(plan, call, attached)
     if call.out is not None:
         _written(call.out)
     return result
@@ -201,7 +201,7 @@ def plain(route: str, call: Call, bound: int | None, layout: str = SDPA_LAYOUTS[
     return (o if call.out is None else call.out.copy_(o)), lse
 
 
-def _run_debug(what: Plan, call: Call) -> Result:
+def _run_debug(plan: Plan, call: Call) -> Result:
     """Run a call and log what the ``debug_*`` settings ask for. ``debug_timing`` synchronizes."""
     current = call.settings
     if (folder := recording()) is not None:
@@ -216,7 +216,7 @@ def _run_debug(what: Plan, call: Call) -> Result:
     synchronize = torch.cuda.synchronize if call.q.is_cuda and current.debug_timing else lambda _: None
     synchronize(call.q.device)
     began = time.perf_counter()
-    result, route, reason, rows = _served(what, call)
+    result, route, reason, rows = _served(plan, call)
     synchronize(call.q.device)
     count(route, reason, rows)
     if current.debug_timing:

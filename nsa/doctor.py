@@ -68,13 +68,13 @@ def report() -> list[str]:
     if not gpus:
         here = "pytest -m parity -n auto" if checkout else "python -m nsa, on a machine with an NVIDIA GPU"
         return [*lines, "threshold  none applies: packed SDPA serves every call", f"next       {here}"]
-    found, explicit = gpu.measured(names[0]), current.sel_triton_min_L
-    lines += [f"schedules  {crossover.describe(names[0])}", f"tiles      {_tiles(found.tiles)}"]
+    measurements, explicit = gpu.measured(names[0]), current.sel_triton_min_L
+    lines += [f"schedules  {crossover.describe(names[0])}", f"tiles      {_tiles(measurements.tiles)}"]
     if explicit is not None:
         lines.append(f"threshold  sel_triton_min_L = {explicit}, set by {origins['sel_triton_min_L']}")
-    if found.threshold or explicit is None:
-        lines += _threshold(found.threshold)
-    stale = _stale(found)
+    if measurements.threshold or explicit is None:
+        lines += _threshold(measurements.threshold)
+    stale = _stale(measurements)
     if stale:
         return [*lines, f"  {stale}", "next       python -m nsa calibrate"]
     after = "pytest -m perf --benchmark-compare" if checkout else "nsa.routes() after your calls: what ran, and why"
@@ -82,12 +82,9 @@ def report() -> list[str]:
 
 
 def served(device: torch.device) -> list[tuple[str, str, str]]:
-    """``(kind of call, what would serve it, why)`` for calls on ``device``.
+    """``(kind of call, what would serve it, why)`` for calls on ``device``. Raises ValueError as :func:`report`.
 
     Failures of kernels and verdicts of `nsa.guard` are not considered.
-
-    Raises:
-        ValueError: as :func:`report`.
     """
     # The threshold is set as an argument here, because `gpu.min_L_for` would warn if this GPU was not measured.
     explicit, threshold = settings.get().sel_triton_min_L, None
@@ -111,8 +108,8 @@ def served(device: torch.device) -> list[tuple[str, str, str]]:
     backward = _serves(prompt)
     if prompt.route not in routing.PLAIN and backward[1] != NO_TRITON:
         backward = "backward kernels: dQ, then dK and dV by key blocks", "decided as forward"
-    found = {"packed rows": rows, **{kind: _serves(plan) for kind, plan in plans.items()}, "backward": backward}
-    return [(kind, server, reason) for kind, (server, reason) in found.items()]
+    served = {"packed rows": rows, **{kind: _serves(plan) for kind, plan in plans.items()}, "backward": backward}
+    return [(kind, server, reason) for kind, (server, reason) in served.items()]
 
 
 class Shaped:
@@ -167,15 +164,15 @@ def _tiles(tiles: Tiles | None) -> str:
     return f"of {shapes} shapes, swept {max(sweep['date'] for sweep in tiles.provenance)}, {tiles.path}"
 
 
-def _stale(found: Gpu) -> str | None:
+def _stale(measurements: Gpu) -> str | None:
     """Why `python -m nsa calibrate` should run: sections that are missing, or from other versions. None: no need."""
-    sections = {"threshold": found.threshold, "crossover": found.crossover}
+    sections = {"threshold": measurements.threshold, "crossover": measurements.crossover}
     missing = [name for name, section in sections.items() if section is None]
     if missing:
         return f"not measured on this GPU: {' and '.join(missing)}"
     running = {"torch": torch.__version__, "triton": _version("triton")}
-    known = [section.provenance for section in sections.values() if section is not None]
-    stale = [key for key, version in running.items() if any(measured[key] != version for measured in known)]
+    provenances = [section.provenance for section in sections.values() if section is not None]
+    stale = [key for key, version in running.items() if any(measured[key] != version for measured in provenances)]
     return f"measured with another {' and '.join(stale)} than this one" if stale else None
 
 
@@ -194,9 +191,9 @@ def _refused(device: torch.device) -> list[str]:
     """The kernels that child processes of this user found broken with these sources and versions, and how."""
     if settings.get().probe == "never":  # then findings are not used
         return []
-    found = memory.refused(device)
-    lines = [f"refused    {kernel}: {cause}" for kernel, cause in found[:MOST_REFUSED]]
-    return [*lines, f"           and {len(found) - MOST_REFUSED} more"] if len(found) > MOST_REFUSED else lines
+    refused = memory.refused(device)
+    lines = [f"refused    {kernel}: {cause}" for kernel, cause in refused[:MOST_REFUSED]]
+    return [*lines, f"           and {len(refused) - MOST_REFUSED} more"] if len(refused) > MOST_REFUSED else lines
 
 
 def _checkout() -> bool:

@@ -91,7 +91,7 @@ def passing(error: BaseException) -> bool:
     return of_system or errors.of_system(error)
 
 
-def known(key: Any) -> str | None:
+def cause_of(key: Any) -> str | None:
     """The cause if the kernel of ``key`` is off now, else None."""
     failure = broken.get(key)
     return None if failure is None or now() >= failure.until else failure.cause

@@ -107,20 +107,13 @@ def min_L_for(device_name: str) -> int:
 
 @functools.lru_cache(maxsize=64)
 def measured(device_name: str) -> Gpu:
-    """The measurements of a GPU model: each section from the user's file, else from the packaged one.
+    """The measurements of a GPU model, as CUDA names it: each section from the user's file, else from the packaged one.
 
-    Args:
-        device_name: as CUDA names it.
-
-    Raises:
-        ValueError: as :func:`read`.
+    Raises ValueError as :func:`read`.
     """
     name = f"{device_slug(device_name)}.yaml"
     folder = settings.user_gpus()
     mine = Gpu() if folder is None else read(folder / name)
-    old = None if folder is None else folder.parent / "devices" / name
-    if mine.threshold is None and old is not None and settings.readable(old):
-        logger.warning("%s is no longer read: `python -m nsa calibrate` measures that GPU anew", old)
     if mine.threshold and mine.crossover and mine.tiles:
         return mine
     packaged = read(PACKAGED / name)
@@ -149,10 +142,8 @@ settings.ON_RELOAD += [measured.cache_clear, _measured_min_L.cache_clear]
 
 
 def read(path: Path, text: str | None = None) -> Gpu:
-    """Parse one file. A file that does not exist, or that cannot be read, has no sections.
-
-    Args:
-        text: parsed instead of the file; for content that is about to be written there.
+    """Parse one file, or ``text``, which is about to be written there. A file that is missing or cannot be read has no
+    sections.
 
     Raises:
         ValueError: it cannot be parsed. The text names the file, the key, the value and what is accepted.
@@ -201,7 +192,7 @@ def _tiles(path: Path, section: object) -> Tiles:
     entries = _mapping(path, "tiles", section, "query_major").get("query_major")
     if not isinstance(entries, list) or not entries:
         _wrong(path, "tiles.query_major", "a list of shapes", entries)
-    found: dict[Bucket, dict[Point, Choice]] = {}
+    choices: dict[Bucket, dict[Point, Choice]] = {}
     sweeps: dict[tuple[str, ...], Mapping[str, str]] = {}
     for i, entry in enumerate(entries):
         key = f"tiles.query_major[{i}]"
@@ -214,10 +205,10 @@ def _tiles(path: Path, section: object) -> Tiles:
         if not isinstance(best, list) or not best:
             _wrong(path, f"{key}.best", "a list of choices, the best first", best)
         choice = _integers(path, f"{key}.best[0]", _mapping(path, f"{key}.best[0]", best[0]), Choice._fields)
-        found.setdefault((one_span, D, Dv), {})[Point(*point)] = Choice(*choice)
+        choices.setdefault((one_span, D, Dv), {})[Point(*point)] = Choice(*choice)
         sweep = _provenance(path, "tiles", key, content)
         sweeps[tuple(sweep.values())] = sweep
-    return Tiles(found, tuple(sweeps.values()), path)
+    return Tiles(choices, tuple(sweeps.values()), path)
 
 
 def _provenance(path: Path, section: str, key: str, content: Mapping[Any, Any]) -> dict[str, str]:
@@ -250,4 +241,4 @@ def _is_int(value: object, least: int = 1) -> bool:
 
 
 def _wrong(path: Path, key: str, expected: str, got: object) -> NoReturn:
-    raise ValueError(f"{path}: {key}: expected {expected}, got {repr(got)[:200]}")
+    raise ValueError(f"{path}: {key}: expected {expected}, got {settings.shown(got)}")

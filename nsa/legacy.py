@@ -118,20 +118,12 @@ def sel_attn_fwd_dense_group(
 
 
 def sel_attn_fwd_varlen(
-    Q: Tensor,
-    K_all: Tensor,
-    V_all: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    max_selected: int | None = None,
-    scale: float | None = None,
-    return_lse: bool = False,
-    out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    Q: Tensor, K_all: Tensor, V_all: Tensor, cu_seqlens: Tensor, *,
+    max_selected: int | None = None, scale: float | None = None, return_lse: bool = False, out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of packed rows of different lengths, one after another in ``K_all`` and ``V_all``.
 
-    Each program of the Triton kernel computes one head of a row (route ``per_head``). This function is kept for
-    comparison, because :func:`sel_attn_fwd_varlen_group` reads the keys of a row once for all heads.
+    For comparison, as :func:`sel_attn_fwd_dense`.
 
     Args:
         Q: ``[N, H, D]``, fp16, bf16 or fp32.
@@ -150,16 +142,9 @@ def sel_attn_fwd_varlen(
 
 
 def sel_attn_fwd_varlen_group(
-    Q: Tensor,
-    K_all: Tensor,
-    V_all: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    max_selected: int | None = None,
-    scale: float | None = None,
-    return_lse: bool = False,
-    out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    Q: Tensor, K_all: Tensor, V_all: Tensor, cu_seqlens: Tensor, *,
+    max_selected: int | None = None, scale: float | None = None, return_lse: bool = False, out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`sel_attn_fwd_varlen` with all ``H`` query heads of a row in one program (route ``query_major``)."""
     if type(cu_seqlens) is not Tensor:  # asked first, because a call of a function takes longer
         check_tensors(cu_seqlens=cu_seqlens)
@@ -167,15 +152,9 @@ def sel_attn_fwd_varlen_group(
 
 
 def selection_attention_triton(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    ranges: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    max_selected: int | None = None,
-) -> Tensor:
+    Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, *,
+    causal: bool = False, scale: float | None = None, max_selected: int | None = None,
+) -> Tensor:  # fmt: skip
     """:func:`nsa.selection_attention` with ``backend="auto"``, in the original wrapper's layout.
 
     Args:
@@ -196,29 +175,17 @@ def selection_attention_triton(
 
 
 def grouped_selection_attention_packed(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    ranges: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    max_selected: int | None = None,
-) -> Tensor:
+    Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, *,
+    causal: bool = False, scale: float | None = None, max_selected: int | None = None,
+) -> Tensor:  # fmt: skip
     """:func:`selection_attention_triton` with ``backend="sdpa"``, packed SDPA."""
     return _original_layout(Q, K, V, ranges, causal, scale, max_selected, "sdpa")
 
 
 def _original_layout(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    ranges: Tensor,
-    causal: bool,
-    scale: float | None,
-    max_selected: int | None,
+    Q: Tensor, K: Tensor, V: Tensor, ranges: Tensor, causal: bool, scale: float | None, max_selected: int | None,
     backend: str,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     check_tensors(Q=Q, K=K, V=V)
     layouts = {"Q": "[B, S, HKV, G, D]", "K": "[B, HKV, S_kv, D]", "V": "[B, HKV, S_kv, Dv]"}
     for x, (name, layout) in zip((Q, K, V), layouts.items(), strict=True):

@@ -172,8 +172,8 @@ class _Attention(torch.autograd.Function):
         with settings.applied(call.settings):  # this may be a thread of autograd
             if tuple(x.stride() for x in call[:3]) != strides:  # a hook saved copies
                 planned = routing.plan(call)
-            found = _gradients(call, planned, do, dlse, o, lse, ctx.needs_input_grad[2:])
-        return None, None, *found
+            gradients = _gradients(call, planned, do, dlse, o, lse, ctx.needs_input_grad[2:])
+        return None, None, *gradients
 
 
 def _gradients(
@@ -193,10 +193,10 @@ def _gradients(
     replaced = any(x.__class__ is not Tensor and odd(x) for x in call[:3])
     seen = is_grad_enabled() or dispatch_modes() or odd(do) or odd(dlse) or replaced
     if planned is not None and not seen:
-        found = backward.backward(planned, call, do, dlse, o, lse, wanted)
+        gradients = backward.backward(planned, call, do, dlse, o, lse, wanted)
     else:  # if the gradient is differentiated again, the operator raises an error that says what to do
-        found = torch.ops.nsa.selection_attention_backward(do, dlse, o, lse, list(wanted), *_arguments(call))
-    return tuple(x if want else None for x, want in zip(found, wanted, strict=True))
+        gradients = torch.ops.nsa.selection_attention_backward(do, dlse, o, lse, list(wanted), *_arguments(call))
+    return tuple(x if want else None for x, want in zip(gradients, wanted, strict=True))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -210,8 +210,8 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
     *tensors, o, lse = ctx.saved_tensors
     call = Call._make((*tensors, None, *ctx.options))
     with settings.applied(call.settings):
-        found = _gradients(call, None, do, dlse, o, lse, tuple(ctx.needs_input_grad[:3]))
-    return (*found, *(None,) * (len(ctx.needs_input_grad) - len(found)))
+        gradients = _gradients(call, None, do, dlse, o, lse, tuple(ctx.needs_input_grad[:3]))
+    return (*gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients)))
 
 
 # --- the operators ----------------------------------------------------------------------------------------------------

@@ -35,28 +35,21 @@ def extents(call: Call) -> Extents | None:
     return _extent(out), _extent(call.q), _extent(call.k), _extent(call.v)
 
 
-def near(out: Tensor, q: Tensor, k: Tensor, v: Tensor, known: Extents | None) -> bool:
+def near(out: Tensor, q: Tensor, k: Tensor, v: Tensor, reaches: Extents | None) -> bool:
     """Whether ``out`` begins within the extent of ``q``, ``k`` or ``v``, or one of these within its extent.
 
-    Every call with ``out`` asks this. If true, :func:`refuse_shared` looks closer.
-
-    Args:
-        known: :func:`extents` of the plan.
+    Every call with ``out`` asks this. If true, :func:`refuse_shared` looks closer. ``reaches``: :func:`extents`.
     """
-    reach, of_q, of_k, of_v = known  # type: ignore[misc]  # the plan of a call with `out` has them
+    reach, of_q, of_k, of_v = reaches  # type: ignore[misc]  # the plan of a call with `out` has them
     begin = out.data_ptr()
     end = begin + reach
     return begin - of_q < q.data_ptr() < end or begin - of_k < k.data_ptr() < end or begin - of_v < v.data_ptr() < end
 
 
 def refuse_shared(call: Call, named: Callable[[Call], dict[str, Tensor]]) -> None:
-    """Refuse an ``out``, which must not be None, that shares memory with ``q``, ``k`` or ``v``.
+    """Raise ValueError if ``out``, which is not None, shares memory with ``q``, ``k`` or ``v``.
 
-    Args:
-        named: gives the tensors of a call by the caller's names.
-
-    Raises:
-        ValueError: ``out`` shares memory with one of them.
+    ``named`` gives the tensors of a call by the caller's names.
     """
     out = call.out
     assert out is not None

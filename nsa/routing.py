@@ -11,7 +11,7 @@ of a ragged batch: its sequences of at most 8 queries.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -50,7 +50,7 @@ class Plan:
     extents: overlap.Extents | None = None  # of the call's tensors, if it has `out`
     instead: Plan | None = None  # what runs before the fallback if this kernel is broken
     launch: Any = None  # from the first call on: see `dispatch.attach`
-    backward_launch: Any = None
+    backward_launches: dict[int | None, Any] = field(init=False, default_factory=dict)  # see `backward.attach`
 
 
 _plans: dict[Any, Plan] = {}  # by `Call.key`
@@ -86,12 +86,9 @@ def why_not_e4m3(device: torch.device) -> str | None:
 def obstacle(
     dtype: torch.dtype, device: torch.device, no_triton: str | None, keys: torch.dtype | None = None
 ) -> str | None:
-    """Why Triton cannot serve a call, or None if it can.
+    """Why Triton cannot serve a call with queries of ``dtype`` and keys of ``keys``, or None if it can.
 
-    Args:
-        dtype: of the queries.
-        no_triton: the answer of :func:`why_not_triton`.
-        keys: dtype of the keys, if it may differ.
+    ``no_triton``: the answer of :func:`why_not_triton`.
     """
     if dtype == torch.float64:
         return "Triton route takes float16, bfloat16 and float32, got float64"
@@ -156,9 +153,9 @@ def make_plan(call: Call) -> Plan:
     for server in reversed(FAMILIES[FAMILIES.index(family) :]):
         word = kernel if server is family else server.name
         rows = ("ranges" if call.block_size is None else "blocks") if word == FAMILIES[-1].name else ""
-        about = rows or (f"{call.block_size}" if server.by_block_size else "")
+        kind = rows or (f"{call.block_size}" if server.by_block_size else "")
         plans = replace(
-            chosen, route=word, family=server, rows=rows, kernel=f"{word} {about} {signature}", instead=plans
+            chosen, route=word, family=server, rows=rows, kernel=f"{word} {kind} {signature}", instead=plans
         )
     assert plans is not None
     return plans if route == kernel and not chosen.named else replace(plans, route=route, instead=None)
@@ -167,8 +164,7 @@ def make_plan(call: Call) -> Plan:
 def choose(call: Call, shape: Shape, device_name: str | None) -> tuple[str, str | None]:
     """The schedule of a call, and the reason if a measurement decided it.
 
-    Args:
-        device_name: the GPU, as CUDA names it. None without a GPU; only the last family is then taken unasked.
+    Without a GPU (``device_name`` None) only the last family is taken unasked.
     """
     if call.schedule != "auto":
         return call.schedule, None
@@ -210,36 +206,33 @@ def make_rows_plan(call: Call) -> Plan:
 
 
 def plan(call: Call, key: Any = None, make: Callable[[Call], Plan] = make_plan) -> Plan:
-    """``make(call)``, remembered by ``key``, so that a repeated call only pays a look-up.
-
-    Args:
-        key: ``call.key()`` if None.
+    """``make(call)``, remembered by ``key`` (``call.key()`` if None), so that a repeated call only pays a look-up.
 
     Raises:
         AttributeError: an argument that must be a tensor is not.
         ValueError, TypeError, RuntimeError: from ``make``.
     """
     key = call.key() if key is None else key
-    found = _plans.get(key)
-    if found is not None:
-        return found
+    remembered = _plans.get(key)
+    if remembered is not None:
+        return remembered
     made = make(call)
     if len(_plans) >= MAX_PLANS:
         _plans.clear()  # most plans are of shapes that occurred once; the others are made again
     return _plans.setdefault(key, made)
 
 
-def without_kernels(what: Plan) -> Plan:
+def without_kernels(plan: Plan) -> Plan:
     """The plan of a transformed call, in plain PyTorch: its tensors have tangents, or no memory of their own.
 
     Raises:
         RuntimeError: the caller named Triton.
     """
     forward = forward_mode()
-    if what.route in PLAIN and (what.named or not forward):
-        return what
+    if plan.route in PLAIN and (plan.named or not forward):
+        return plan
     reason = "torch.func or forward-mode AD transforms the call, which Triton's kernels do not support"
-    if what.named:
+    if plan.named:
         raise RuntimeError(f"backend='triton': {reason}")
     # Most SDPA kernels of PyTorch have no forward-mode derivative.
-    return replace(what, route="reference" if forward else what.fallback, reason=reason, launch=None)
+    return replace(plan, route="reference" if forward else plan.fallback, reason=reason, launch=None)

@@ -17,6 +17,7 @@ import functools
 import logging
 import os
 import re
+import reprlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -297,92 +298,59 @@ def _parse_runtime(path: Path) -> dict[str, Value]:
     reject_unknown(path, "", document, ("runtime",))
     runtime = document.get("runtime") or {}
     if not isinstance(runtime, dict):
-        raise ValueError(f"{path}: runtime: expected a mapping, got {runtime!r}")
+        raise ValueError(f"{path}: runtime: expected a mapping, got {shown(runtime)}")
     reject_unknown(path, "runtime.", runtime, NAMES)
     for name, value in runtime.items():
         if not _valid(name, value):
-            raise ValueError(f"{path}: runtime.{name}: expected {_expected(name, yaml=True)}, got {value!r}")
+            raise ValueError(f"{path}: runtime.{name}: expected {_expected(name, yaml=True)}, got {shown(value)}")
     return runtime
 
 
 def read_yaml(path: Path, text: str | None = None) -> dict[object, object]:
-    """Parse a file of settings or measurements.
-
-    Args:
-        text: parsed instead of the file; for content that is about to be written there.
+    """Parse a file of settings or measurements, or ``text``, which is about to be written there.
 
     Raises:
         ValueError: it is not a YAML mapping. The text names the file.
     """
     import yaml  # imported here to keep `import nsa` fast
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is six times as fast, but optional
+    loader = _loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # libyaml is six times as fast, but optional
     try:
-        content = path.read_text(encoding="utf-8") if text is None else text
-        document = yaml.load(content, loader)
+        document = yaml.load(path.read_text(encoding="utf-8") if text is None else text, loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: expected YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
         raise ValueError(f"{path}: expected YAML: nested too deep") from error
-    except _OF_SCALARS as error:
-        odd = _odd_scalar(yaml.compose(content, loader), loader(""), set())
-        raise ValueError(f"{path}: {odd or f'expected valid values: {error}'}") from error
-    if not isinstance(document, dict):
-        raise ValueError(f"{path}: expected a mapping of settings, got {repr(document)[:200]}")
-    try:
-        _values(document, "", {})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{path}: expected a mapping of settings, got {shown(document)}")
     return document
 
 
-_OF_SCALARS = (ValueError, KeyError, IndexError, AttributeError)  # as PyYAML raises of `2026-02-31` or `!!bool maybe`
+@functools.cache
+def _loader(base: Any) -> Any:
+    """A loader that names the line of a value that PyYAML cannot make, as `2026-02-31`, or of a number too large."""
+
+    class Loader(base):  # type: ignore[misc]
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            line, kind = node.start_mark.line + 1, node.tag.rpartition(":")[2]
+            try:
+                value = super().construct_object(node, deep)
+            except (KeyError, IndexError, AttributeError, ValueError) as error:
+                if isinstance(node.value, list):  # of a part, whose line the text names
+                    raise
+                raise ValueError(f"line {line}: expected a valid {kind}, got {node.value[:80]!r}") from error
+            if isinstance(value, int) and value.bit_length() > 63:
+                raise ValueError(f"line {line}: expected an integer of at most 64 bits, got {value.bit_length()}")
+            return value
+
+    return Loader
 
 
-def _odd_scalar(node: Any, constructor: Any, seen: set[Any], key: str = "") -> str | None:
-    """Key and value of the first scalar below a node that PyYAML cannot construct; None if it can construct all."""
-    from yaml import YAMLError
-
-    if not isinstance(node.value, list):
-        try:
-            constructor.construct_object(node)
-        except (*_OF_SCALARS, YAMLError):
-            return f"{key}: expected a valid {node.tag.rpartition(':')[2]}, got {node.value[:80]!r}"
-        return None
-    if node in seen:  # through an alias
-        return None
-    seen.add(node)
-    for i, part in enumerate(node.value):
-        name, value = part if isinstance(part, tuple) else (None, part)
-        below = f"{key}[{i}]" if name is None else f"{key}.{name.value}" if key else f"{name.value}"
-        found = name and _odd_scalar(name, constructor, seen, below) or _odd_scalar(value, constructor, seen, below)
-        if found:
-            return found
-    return None
-
-
-def _values(value: object, key: str, sizes: dict[int, int]) -> int:
-    """The number of values below one of a document. `sizes` keeps it for values that have an alias.
-
-    Raises:
-        ValueError: an integer has more than 64 bits, a value contains itself, or aliases make too many values.
-    """
-    if not isinstance(value, (dict, list)):
-        if isinstance(value, int) and value.bit_length() > 63:
-            raise ValueError(f"{key}: expected an integer of at most 64 bits, got one of {value.bit_length()}")
-        return 1
-    if sizes.setdefault(id(value), 0):
-        return sizes[id(value)]
-    size, sizes[id(value)] = 1, -1
-    for name, part in value.items() if isinstance(value, dict) else enumerate(value):
-        _values(name, f"{key}: a key", sizes)
-        below = f"{key}[{name}]" if isinstance(value, list) else f"{key}.{name}" if key else str(name)
-        more = _values(part, below, sizes)
-        size += more
-        if more < 0 or size > 1_000_000:
-            raise ValueError(f"{below}: expected at most a million values, got aliases of aliases")
-    sizes[id(value)] = size
-    return size
+_limits = reprlib.Repr()
+_limits.maxstring = _limits.maxother = 100
+shown = _limits.repr  # a value for the text of an error, however long it is, or deep, or part of itself
 
 
 def reject_unknown(path: Path, prefix: str, keys: Mapping[object, object], accepted: tuple[str, ...]) -> None:

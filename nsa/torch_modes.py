@@ -64,13 +64,13 @@ def transformed(*tensors: Tensor | None) -> bool:
     Raises:
         RuntimeError: ``vmap`` maps a tensor, at any level of nested transforms.
     """
-    functorch, found = torch._C._functorch, False
+    functorch, wrapped = torch._C._functorch, False
     for x in tensors:
         while x is not None and functorch.is_functorch_wrapped_tensor(x):
             if functorch.is_batchedtensor(x):
                 vmap_refused()
-            x, found = functorch.get_unwrapped(x), True
-    return found or has_tangent(*tensors)
+            x, wrapped = functorch.get_unwrapped(x), True
+    return wrapped or has_tangent(*tensors)
 
 
 def has_tangent(*tensors: Tensor | None) -> bool:
@@ -84,19 +84,19 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def no_tangents(what: str, *tensors: Tensor | None) -> None:
-    """Refuse tensors with tangents, because ``what`` would drop the tangents silently.
+def no_tangents(name: str, *tensors: Tensor | None) -> None:
+    """Refuse tensors with tangents, because ``name`` would drop the tangents silently.
 
     Raises:
         RuntimeError: a tensor has a tangent.
     """
     if has_tangent(*tensors):
-        tangents_refused(what)
+        tangents_refused(name)
 
 
-def tangents_refused(what: str) -> NoReturn:
+def tangents_refused(name: str) -> NoReturn:
     """Raise the error of a call that cannot be differentiated in forward mode."""
-    raise RuntimeError(f"{what} has no rule for forward-mode AD: call selection_attention, and not compiled")
+    raise RuntimeError(f"{name} has no rule for forward-mode AD: call selection_attention, and not compiled")
 
 
 NO_SECOND_GRADIENTS = (

@@ -243,11 +243,8 @@ def _check_cache_floats(call: Call) -> None:
 def lengths(cache_seqlens: Any, q: Any, k_cache: Any, block_table: Any, cu_seqlens_q: Any) -> Tensor:
     """``cache_seqlens`` as a tensor. An int is the length of all sequences: it becomes ``[B]`` int32 on ``q``'s device.
 
-    An int is checked here, because the host knows it. Lengths in a tensor are not; kernels clamp them instead.
-
-    Raises:
-        TypeError: ``cache_seqlens`` is neither a tensor nor an int.
-        ValueError: the int is negative, or larger than the room of a sequence.
+    Only an int is checked here, because the host knows it; kernels clamp the lengths in a tensor. Raises TypeError for
+    another type, and ValueError for an int that is negative or larger than the room of a sequence.
     """
     if isinstance(cache_seqlens, Tensor):
         return cache_seqlens
@@ -277,11 +274,7 @@ def lengths(cache_seqlens: Any, q: Any, k_cache: Any, block_table: Any, cu_seqle
 
 
 def check(call: Call) -> Shape:
-    """Check a call and return its shape.
-
-    Raises:
-        ValueError, TypeError: as :func:`check_bound`.
-    """
+    """Check a call and return its shape. Raises as :func:`check_bound`."""
     return shape_of(call, check_bound(call))
 
 

@@ -67,9 +67,9 @@ def exchange(group: ProcessGroup, message: Mapping[str, Any]) -> list[dict[str, 
     messages = [json.loads(text) for text in posted]
     if turn:  # all ranks have made this call, so all have read the messages before it
         store.delete_key(_key(turn - 1, rank))
-    for other, found in enumerate(messages):
-        if "error" in found:
-            raise RuntimeError(f"selection_attention: rank {other} raised {found['error']}")
+    for other, message in enumerate(messages):
+        if "error" in message:
+            raise RuntimeError(f"selection_attention: rank {other} raised {message['error']}")
     return messages
 
 

@@ -190,5 +190,5 @@ class _Attention(torch.autograd.Function):
         s: Sharded = ctx.sharded._replace(call=Call._make((*saved[:TENSORS], *ctx.sharded.call[TENSORS:])))
         agreement.exchange(s.group, {"pass": "backward"})
         with settings.applied(s.call.settings):  # this may be a thread of autograd
-            found = passes.backward(s, kept, do, dlse, o, lse, ctx.needs_input_grad[1:])
-        return None, *found
+            gradients = passes.backward(s, kept, do, dlse, o, lse, ctx.needs_input_grad[1:])
+        return None, *gradients

@@ -18,10 +18,8 @@ from nsa import dispatch, failures, routing
 from nsa.call import Call
 from nsa.distributed.agreement import post
 from nsa.distributed.shards import Layout, divided, joined
-from nsa.kernels.families import BACKWARD
 from nsa.kernels.shared.asking import Untried
 from nsa.kernels.shared.errors import DoesNotFit
-from nsa.kernels.shared.shape import Shape
 
 Heads = tuple[int, int]  # the first KV head of a group, and the first after it
 KEEPS = ("none", "last", "all")
@@ -192,24 +190,23 @@ class Kernels:
         if self.dq is None or planned.route in routing.PLAIN or 0 in (shape.tokens, shape.n, self.s.keys.total):
             return None
         try:
-            kernel, launch = _launch(part, shape, HKV)
+            kernel, launch, key, calls = gradients.attach(planned, part, HKV)
         except DoesNotFit:
             return None
-        key = launch.variants
-        if failures.known(key) is not None:
+        if failures.cause_of(key) is not None:
             return None
         try:
             do, stats, sums = self.shared or self._share(kernel, launch)
             here = tuple(x[..., heads[0] :, :] for x in sums)
-            whole = kernel.Whole(HKV, stats[heads[0] * shape.G :], of_heads(self.dq, heads, HKV), here)
-            kernel.backward_of_heads(launch, part, of_heads(do, heads, HKV), whole, gradients.ROUTE)
+            do, dq = (of_heads(x, heads, HKV) for x in (do, self.dq))
+            kernel.add(launch, part, do, stats[heads[0] * shape.G :], dq, here, gradients.ROUTE)
         except (DoesNotFit, Untried):  # untried kernels are admitted by the ordinary way, which comes instead
             return None
         except failures.caught() as error:
             failures.remember(key, gradients.ROUTE, error, planned.fallback)
             return None
         failures.works(key)
-        dispatch.count(gradients.ROUTE, planned.reason)
+        calls[0] += 1
         dk, dv = (x[..., slice(*heads), :] for x in sums)
         return dk, dv
 
@@ -225,24 +222,6 @@ class Kernels:
             sums.append(x.new_zeros(shape, dtype=torch.float32))
         self.shared = do, stats, (sums[0], sums[1])
         return self.shared
-
-
-_launches: dict[Any, Any] = {}
-
-
-def _launch(part: Call, shape: Shape, HKV: int) -> tuple[Any, Any]:
-    """The module of the backward kernels, and their launch for some of ``HKV`` KV heads.
-
-    Few heads get less memory for parts of dQ, as their windows are still as long as those of a call of all heads.
-    """
-    kernel, key = BACKWARD.kernels, (part.key(), HKV)
-    if key not in _launches:
-        if len(_launches) >= routing.MAX_PLANS:
-            _launches.clear()
-        some = part.k.shape[-2]
-        most = kernel.backward_tiles.DQ_BYTES * max(2 * some, HKV) // (2 * HKV)
-        _launches[key] = kernel.plan(part, shape, dq_bytes=most).within(HKV)
-    return kernel, _launches[key]
 
 
 class Returning:

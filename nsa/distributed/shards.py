@@ -48,12 +48,12 @@ class Layout(NamedTuple):
             there = [(rank, 0, length // 2) for rank, length in enumerate(self.lengths)]
             back = [(rank, length // 2, length // 2) for rank, length in enumerate(self.lengths)]
             cut = there + back[::-1]
-        found, first = [], 0
+        pieces, first = [], 0
         for rank, local, length in cut:
             if length:
-                found.append(Piece(rank, local, first, length))
+                pieces.append(Piece(rank, local, first, length))
             first += length
-        return found
+        return pieces
 
     def of(self, rank: int) -> list[Piece]:
         """The pieces of one rank, in the order of its shard."""
@@ -109,8 +109,8 @@ def joined(parts: Tensor, layout: Layout, axis: int) -> Tensor:
     even = all(length == layout.longest for length in layout.lengths)
     if layout.order == "contiguous" and even and (axis == 0 or parts.shape[1] == 1):  # a view
         return parts.reshape(*(1,) * axis, -1, *parts.shape[axis + 2 :])
-    found = [parts[x.rank].narrow(axis, x.local, x.length) for x in layout.pieces()]
-    return torch.cat(found, axis) if found else parts[0].narrow(axis, 0, 0)
+    pieces = [parts[x.rank].narrow(axis, x.local, x.length) for x in layout.pieces()]
+    return torch.cat(pieces, axis) if pieces else parts[0].narrow(axis, 0, 0)
 
 
 def divided(whole: Tensor, layout: Layout, axis: int, into: Tensor) -> None:

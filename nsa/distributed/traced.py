@@ -59,7 +59,7 @@ def attend(
         positions = shards.query_positions(queries, keys.total, rank, q.shape[0], q.device)
     if not causal:
         positions = None
-    found: Tensor | tuple[Tensor, Tensor] = api.selection_attention(
+    result: Tensor | tuple[Tensor, Tensor] = api.selection_attention(
         q, k, v, q_positions=positions, cu_seqlens=cu_seqlens, causal=causal, **options
     )
-    return found
+    return result

@@ -1,9 +1,8 @@
-"""The child process of `nsa.guard.parent`. It answers questions, each about the kernels of one call.
+"""The child process of `nsa.guard.parent`. It makes one small call, and says whether its result is right.
 
-A question is a line of JSON on stdin. Answers are lines of JSON in a file that the parent reads: ``["phase", ...]``
-during the work, ``["variants", ...]`` and ``["result", ...]`` at its end. The process ends after an error, because the
-CUDA context may be lost. Its last line is then ``["broken", ...]`` if Triton cannot compile a kernel, or
-``["error", ...]``.
+Answers are lines of JSON in a file that the parent reads: ``["phase", ...]`` during the work, ``["variants", ...]`` and
+``["result", ...]`` at its end. After an error the last line is ``["broken", ...]`` if Triton cannot compile a kernel,
+or ``["error", ...]``.
 """
 
 from __future__ import annotations
@@ -11,16 +10,15 @@ from __future__ import annotations
 import json
 import math
 import os
-import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa import backward, dispatch, routing, settings
+from nsa import backward, dispatch, routing
 from nsa.call import Call
 from nsa.guard.small import Small
 from nsa.kernels.shared import asking, errors, sources
@@ -30,18 +28,13 @@ from nsa.plain.oracle import beyond_rounding
 from nsa.plain.packed_sdpa import packed_sdpa
 
 Say = Callable[[str, str], None]
+Compared = tuple[tuple[str, ...], Iterable[Any], Callable[[], Iterable[Tensor]]]  # names, results, exact results
 
 
-def serve(question: dict[str, Any], handle: int) -> None:
-    """Answer the first question and all later ones. Ends the process if no question comes for ``idle_s`` seconds.
-
-    Args:
-        question: the description ``what`` of a call, ``device``, ``arch``, ``limit_s`` and ``idle_s`` (seconds).
-        handle: file descriptor of the file of answers.
-    """
-    os.set_inheritable(handle, False)
-    answers, questions = os.fdopen(handle, "w", encoding="utf-8"), os.fdopen(os.dup(0), encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # processes started from here cannot hold or read the questions
+def serve(question: dict[str, Any]) -> None:
+    """Answer a question: a described ``call``, ``device``, ``arch`` and ``limit_s`` (seconds)."""
+    answers = os.fdopen(os.dup(0), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # processes started from here cannot write answers
 
     def say(kind: str, text: str) -> None:
         print(json.dumps([kind, text]), file=answers, flush=True)
@@ -51,81 +44,51 @@ def serve(question: dict[str, Any], handle: int) -> None:
         sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = last_words
-    while True:
-        signal.alarm(math.ceil(question["limit_s"]) + 5)  # ends this process if the parent is gone
-        result = answer(question["what"], torch.device(question["device"]), question["arch"], say)
-        signal.alarm(0)
-        say("result", result or "right")
-        asked = select.select([questions], [], [], question["idle_s"])[0]
-        line = questions.readline() if asked else ""
-        if not line:
-            os.killpg(0, signal.SIGKILL)  # also ends the processes that this one started
-        question = json.loads(line)
-
-
-def answer(what: dict[str, Any], device: torch.device, arch: str, say: Say) -> str | None:
-    """Make the small call ``what``. Returns how its result is wrong, or None if the result is right."""
+    device, arch = torch.device(question["device"]), question["arch"]
     if sources.architecture(device) != arch:
         raise RuntimeError(f"expected {device} to be {arch}, found {sources.architecture(device)}")
     torch.zeros(1, device=device)  # starts CUDA here, so that a failed start is not taken for the kernel's failure
-    from nsa.kernels.shared import launch  # imports Triton
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(math.ceil(question["limit_s"]))
+    say("result", answer(question["call"], device, say) or "right")
+    os.killpg(0, signal.SIGKILL)  # also ends the processes that this one started
 
-    settings.reload()
-    launch.forget()  # variants of an earlier question have asked already
+
+def answer(described: dict[str, Any], device: torch.device, say: Say) -> str | None:
+    """Make the small call ``described``. Returns how its result is wrong, or None if the result is right."""
     compiled: list[dict[str, Any]] = []
-
-    def note(variant: Any, device: Any, tensors: Any) -> None:
-        compiled.append(variant.describe(tensors))
-
-    asking.ask = note
-    small = Small(what, device)
+    asking.ask = lambda variant, device, tensors: compiled.append(variant.describe(tensors))
+    small = Small(described, device)
     call = small.call()
-    with poisoned_workspace(), settings.applied(call.settings):
+    with poisoned_workspace():
         say("phase", "compiling")
-        wrong = forward(small, call, say) if what["wanted"] is None else gradients(small, call, say)
+        names, results, exact_results = (forward if described["wanted"] is None else gradients)(small, call)
+        say("phase", "running")
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    say("phase", "comparing")
     say("variants", json.dumps(compiled))
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # leaves the memory to the parent
-    return wrong
-
-
-def forward(small: Small, call: Call, say: Say) -> str | None:
-    """How ``O`` or LSE of a call is wrong, or None."""
-    if small.source == WHOLE:
-        o, lse = dispatch.launch(routing.make_rows_plan(call), call)
-    else:
-        o, lse = dispatch.run(routing.make_plan(call), call)
-    wait(call, say)
-    want, want_lse = exact(call)
-    wrong = beyond_rounding(o, want.detach().view(o.shape), o.dtype)
-    return wrong or (None if lse is None else beyond_rounding(lse, want_lse.view(lse.shape), torch.float32, "LSE "))
-
-
-def gradients(small: Small, call: Call, say: Say) -> str | None:
-    """How a gradient of a call is wrong, or None."""
-    dtypes, wanted = small.what["dtypes"], small.what["wanted"]
-    leaves = [x.cpu().double().requires_grad_() for x in call[:3]]
-    o_want, lse_want = exact(call._replace(return_lse=True), *leaves)
-    do = small.floats("do", o_want.shape, unit=False)
-    dlse = small.floats("dlse", lse_want.shape, unit=False) if "dlse" in dtypes else None
-    loss = (o_want * do.cpu().double()).sum()
-    if dlse is not None:
-        loss = loss + (lse_want.masked_fill(lse_want.isinf(), 0) * dlse.cpu().double()).sum()
-    want = torch.autograd.grad(loss, leaves)
-    o, lse = small.place("o", o_want.detach()), small.place("lse", lse_want.detach())
-    got = backward.backward(routing.make_plan(call), call, do, dlse, o, lse, tuple(wanted))
-    wait(call, say)
-    pairs = [pair for pair in zip("qkv", got, want, wanted, strict=True) if pair[3]]
-    wrong = (beyond_rounding(x, y, call.q.dtype, f"d{of} ") for of, x, y, _ in pairs)
+    pairs = [x for x in zip(names, results, exact_results(), strict=True) if x[1] is not None and x[1].numel()]
+    wrong = (beyond_rounding(got, want.detach().view(got.shape), got.dtype, name) for name, got, want in pairs)
     return next(filter(None, wrong), None)
 
 
-def wait(call: Call, say: Say) -> None:
-    """Wait for the GPU, and tell the parent the phases."""
-    say("phase", "running")
-    if call.q.is_cuda:
-        torch.cuda.synchronize(call.q.device)
-    say("phase", "comparing")
+def forward(small: Small, call: Call) -> Compared:
+    """``O`` and LSE of a call."""
+    plan = (routing.make_rows_plan if small.source == WHOLE else routing.make_plan)(call)
+    return ("", "LSE "), dispatch.launch(plan, call), lambda: exact(call._replace(return_lse=True))
+
+
+def gradients(small: Small, call: Call) -> Compared:
+    """The gradients of a call that are wanted."""
+    leaves = [x.cpu().double().requires_grad_() for x in call[:3]]
+    outputs = dict(zip(("do", "dlse"), exact(call._replace(return_lse=True), *leaves), strict=True))
+    o, lse = (small.place(name[1:], x.detach()) for name, x in outputs.items())
+    given = {name: small.floats(name, x.shape, 0) for name, x in outputs.items() if name in small.described["dtypes"]}
+    wanted = tuple(small.described["wanted"])
+    got = backward.backward(routing.make_plan(call), call, given["do"], given.get("dlse"), o, lse, wanted)
+    of, by = [outputs[name] for name in given], [x.cpu().double() for x in given.values()]
+    return ("dq ", "dk ", "dv "), got, lambda: torch.autograd.grad(of, leaves, by)
 
 
 def exact(call: Call, *leaves: Tensor) -> Any:
@@ -133,12 +96,10 @@ def exact(call: Call, *leaves: Tensor) -> Any:
     q, k, v = leaves or (x.cpu().double() if x.dtype == call.q.dtype else x.cpu() for x in call[:3])
     moved: dict[str, Any] = {name: x.cpu() for name, x in call.named_tensors().items()}
     host = call._replace(**moved | {"q": q, "k": k, "v": v, "out": None})
-    if call.selection is None:  # packed rows: every row reads its sequence
+    if call.selection is None:  # packed rows: each row is a sequence of one query, which reads all its keys
+        rows = torch.arange(len(q) + 1)
+        ends = rows * k.shape[-2] if host.cu_seqlens_k is None else host.cu_seqlens_k
         everything = torch.tensor([0, 2**31 - 1], dtype=torch.int32).expand(len(q), 1, 1, 2)
-        if call.cu_seqlens_k is None:
-            host = host._replace(q=q[:, None], k=k[:, :, None], v=v[:, :, None], ranges=everything[:, None])
-        else:
-            rows = torch.arange(len(q) + 1)
-            host = host._replace(k=k[:, None], v=v[:, None], ranges=everything, cu_seqlens_q=rows)
-        host = host._replace(causal=False)
+        k, v = (x.flatten(0, -2)[:, None] for x in (k, v))
+        host = host._replace(k=k, v=v, ranges=everything, cu_seqlens_q=rows, cu_seqlens_k=ends, causal=False)
     return packed_sdpa(host)

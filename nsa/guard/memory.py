@@ -1,4 +1,4 @@
-"""Remembers what child processes found out about kernels: in this process, and on disk for other processes of the user.
+"""Remembers what child processes say of kernels: in this process, and on disk for other processes of the user.
 
 There is one small file per kind of call. It says whether its kernels work, or how they fail.
 """
@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,28 +23,27 @@ logger = logging.getLogger("nsa")
 
 
 class Verdict(NamedTuple):
-    """What a child process found out about the kernels of a call."""
+    """What a child process says of the kernels of a call."""
 
     cause: str | None  # how they fail; None if they work
     lasting: bool  # whether the verdict is about the kernels; else it is about this moment or environment
     variants: tuple[dict[str, Any], ...] = ()  # what was compiled, if they work
 
 
-known: dict[str, Verdict] = {}  # by `key_of` the call
+verdicts: dict[str, Verdict] = {}  # by `key_of` the call
 admitted: set[str] = set()  # `key_of` the variants that may be compiled in this process
-_told: set[str] = set()  # folders whose failed writes were logged
 
 
 def forget() -> None:
     """Forget the verdicts of this process. Files stay."""
-    known.clear()
+    verdicts.clear()
     admitted.clear()
 
 
-def key_of(what: dict[str, Any], device: torch.device) -> str:
+def key_of(described: dict[str, Any], device: torch.device) -> str:
     """A hash of a described call or variant, all kernel sources, versions and architecture. It names a call's file."""
-    about = [compared(), sources.versions(device), what]
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+    parts = [compared(), sources.versions(device), described]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 @functools.cache
@@ -52,45 +51,49 @@ def compared() -> str:
     """A hash of the kernels and of the code that judges them, without comments and docstrings."""
     package = sources.FOLDER.parent
     names = "guard/child.py", "guard/small.py", "plain/oracle.py", "plain/packed_sdpa.py", "plain/spans.py"
-    judges = [package / name for name in names]
-    return sources.hash_of([*sorted((package / "kernels").rglob("*.py")), *judges])
+    return sources.hash_of([*sorted((package / "kernels").rglob("*.py")), *(package / name for name in names)])
 
 
 def read(key: str) -> Verdict | None:
     """The verdict on disk, or None if there is no readable one."""
-    found = _file(key)
-    return None if found is None else Verdict(found["cause"], True, tuple(found.get("variants", ())))
+    stored = _file(key)
+    return None if stored is None else Verdict(stored["cause"], True, tuple(stored.get("variants", ())))
+
+
+def _folder() -> Path:
+    folder = settings.user_probes()
+    if folder is None:
+        raise OSError("no home directory")
+    return folder
 
 
 def _file(key: str) -> dict[str, Any] | None:
-    folder = settings.user_probes()
     try:
-        found = None if folder is None else json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+        stored = json.loads((_folder() / f"{key}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or found.get("key") != key or not isinstance(found.get("what"), dict):
+    if not isinstance(stored, dict) or stored.get("key") != key or not isinstance(stored.get("call"), dict):
         return None
-    return found if isinstance(found.get("cause", 0), str | None) else None
+    return stored if isinstance(stored.get("cause", 0), str | None) else None
 
 
 def refused(device: torch.device) -> list[tuple[str, str]]:
-    """`(kernel, cause)` of the broken variants on disk that match the sources, versions and GPU of this process."""
+    """`(kernel, cause)` of the broken calls on disk that match the sources, versions and GPU of this process."""
     folder = settings.user_probes()
-    paths = () if folder is None else folder.glob("*.json")
-    files = [found for path in paths if (found := _file(path.stem)) is not None and found["cause"] is not None]
-    return sorted({(x["what"]["kernel"], x["cause"]) for x in files if key_of(x["what"], device) == x["key"]})
+    files = [] if folder is None else [_file(path.stem) for path in folder.glob("*.json")]
+    failed = [x for x in files if x is not None and x["cause"] is not None and key_of(x["call"], device) == x["key"]]
+    return sorted({(x["call"]["kernel"], x["cause"]) for x in failed})
 
 
-def write(key: str, cause: str | None, what: dict[str, Any], variants: Sequence[dict[str, Any]] = ()) -> None:
+def write(key: str, verdict: Verdict, described: dict[str, Any]) -> None:
     """Write a lasting verdict to disk. If that fails, other processes ask a child of their own."""
-    folder, why = settings.user_probes(), "no home directory"
-    about = {"key": key, "cause": cause, "date": time.strftime("%Y-%m-%d"), "what": what, "variants": variants}
-    text = json.dumps(about, indent=1)
+    stored = {"key": key, "date": time.strftime("%Y-%m-%d"), "call": described, **verdict._asdict()}
     try:
-        if folder is not None:
-            return write_whole(folder / f"{key}.json", text)
+        write_whole(_folder() / f"{key}.json", json.dumps(stored, indent=1))
     except OSError as error:
-        why = str(error)
-    if str(folder) not in _told:
-        _told.add(str(folder))
-        logger.debug("the results of trying kernels are not kept for other processes: %s", why)
+        log_once(str(error))
+
+
+@functools.cache
+def log_once(why: str) -> None:
+    logger.debug("the results of trying kernels are not kept for other processes: %s", why)

@@ -1,16 +1,13 @@
-"""Asks a child process about kernels, waits for its answers, and judges how the child ended.
+"""Asks a child process about the kernels of a call, waits for its end, and judges what it said and how it ended.
 
-One child answers all questions. It is started at the first question, and again at the first question after its death.
-It ends with this process, or when no question has come for ``IDLE_S`` seconds. Only first compiles use the child, not
-launches of compiled kernels. A first compile during CUDA graph capture does not disturb the capture, because the child
-captures nothing and this process only asks CUDA for its version.
+Each question has a child of its own, so that an earlier call is never taken for the cause of a fault. Only first
+compiles use a child, not launches of compiled kernels. A first compile during CUDA graph capture does not disturb the
+capture, because the child captures nothing and this process only asks CUDA for its version.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -19,8 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -33,31 +29,26 @@ from nsa.kernels.shared.asking import Untried
 
 logger = logging.getLogger("nsa")
 
-START_S = 300.0  # seconds in which a child must import torch, perhaps from a cold file system, and find its GPU
-LIMIT_S = 120.0  # seconds for a trial after that; a trial takes a few seconds, so a longer one counts as hanging
-IDLE_S = 30.0  # seconds for which an idle child keeps its CUDA context and waits for the next question
-POLL_S = 0.02  # seconds between two looks at a child
+LIMIT_S = 120.0  # seconds for a trial, which takes a few; a longer one hangs, and the child's own alarm ends it
+START_S = 300.0  # more seconds for a child to import torch, perhaps from a cold file system, and to find its GPU
 REAP_S = 5.0  # seconds to wait for the end of a killed child
 # Signals that only a compiler or a kernel raises. SIGKILL and SIGTERM come from outside, as when memory is short.
 CRASHES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP")
 AT_WORK = ("compiling", "running")  # phases in which a death or a hang is the kernel's fault
 
-# The child's `sys.path` is that of this process. The child reads the first question before it imports anything from the
+# The child's `sys.path` is that of this process. The child reads the question before it imports anything from the
 # current folder, whose files could shadow the standard library.
 _BOOT = (
-    "import sys; sys.path[:] = [p for p in sys.path if p]; import json; question = json.loads(sys.stdin.readline()); "
-    "sys.path[:] = question['path']; from nsa.guard.child import serve; serve(question, int(sys.argv[1]))"
+    "import sys; sys.path[:] = [p for p in sys.path if p]; import json; question = json.loads(sys.argv[1]); "
+    "sys.path[:] = question['path']; from nsa.guard.child import serve; serve(question)"
 )
 
-_asking = threading.RLock()  # held while a child is asked
-_child: Child | None = None  # the child that waits for a question
+_asking = threading.Lock()  # held while a child is asked
+os.register_at_fork(after_in_child=_asking._at_fork_reinit)  # type: ignore[attr-defined]  # its thread may be gone
 
 
 class ProbeFailed(RuntimeError):
-    """The kernels of a call were refused before they were compiled in this process. The text says why.
-
-    lasting: whether the verdict is about the kernels; else it is about this moment or environment.
-    """
+    """The kernels of a call were refused before they were compiled here. ``lasting`` is that of the verdict."""
 
     def __init__(self, cause: str, lasting: bool = True) -> None:
         super().__init__(cause)
@@ -83,179 +74,95 @@ def require(variant: Any, device: torch.device, tensors: tuple[torch.Tensor | No
         raise Untried(described)
 
 
-def admit(untried: Untried, what: dict[str, Any], device: torch.device) -> None:
-    """Have a child make the small call ``what`` (:func:`nsa.guard.small.describe`), unless one has made it before.
+def admit(untried: Untried, described: dict[str, Any], device: torch.device) -> None:
+    """Have a child make the small call ``described`` (:func:`nsa.guard.small.describe`), unless one has made it before.
 
     Raises:
         ProbeFailed: the kernels of the call must not be compiled in this process.
     """
-    verdict = find_out(what, device)
+    verdict = find_out(described, device)
     if verdict.cause is None:
         memory.admitted |= {memory.key_of(variant, device) for variant in verdict.variants}
-        wanted = json.loads(json.dumps(untried.variant))
-        if memory.key_of(wanted, device) in memory.admitted:
+        if memory.key_of(untried.variant, device) in memory.admitted:
             return
-        alike = [x for x in verdict.variants if x["kernel"] == wanted["kernel"]] or [dict.fromkeys(wanted)]
-        other = {key: (wanted[key], alike[0][key]) for key in wanted if wanted[key] != alike[0][key]}
-        verdict = _unsure(f"the child compiled another variant, (expected, got): {other}")
+        alike = [x for x in verdict.variants if x["kernel"] == untried.variant["kernel"]]
+        verdict = _unsure(f"the child compiled another variant: expected {untried.variant}, got {alike}")
     raise ProbeFailed(str(verdict.cause), verdict.lasting)
 
 
-def find_out(what: dict[str, Any], device: torch.device) -> Verdict:
-    """Whether the kernels of the call ``what`` may be compiled here.
+def find_out(described: dict[str, Any], device: torch.device) -> Verdict:
+    """Whether the kernels of the call ``described`` may be compiled here.
 
     If several threads ask at the same time, a child is asked once. If the verdict is not lasting, the next call asks a
     child again.
     """
-    key = memory.key_of(what, device)
-    verdict = before = memory.known.get(key)
-    if verdict is None or not verdict.lasting:
-        with _asking:
-            verdict = memory.known.get(key)
-            if verdict is None or verdict is before:  # no other thread has asked while this one waited
-                verdict = memory.read(key)
-                if verdict is None:
-                    logger.info("%s: compiled first in a child process (NSA_PROBE=never: not)", what["kernel"])
-                    verdict = ask(what, device)
-                    if verdict.lasting:
-                        memory.write(key, verdict.cause, what, verdict.variants)
-                memory.known[key] = verdict
+    key = memory.key_of(described, device)
+    before = memory.verdicts.get(key)
+    with _asking:
+        verdict = memory.verdicts.get(key)
+        if verdict is None or (verdict is before and not verdict.lasting):  # else another thread asked meanwhile
+            verdict = memory.read(key)
+            if verdict is None:
+                logger.info("%s: compiled first in a child process (NSA_PROBE=never: not)", described["kernel"])
+                verdict = ask(described, device)
+                if verdict.lasting:
+                    memory.write(key, verdict, described)
+            memory.verdicts[key] = verdict
     return verdict
 
 
-def ask(what: dict[str, Any], device: torch.device) -> Verdict:
-    """Have a child make the call.
+def ask(described: dict[str, Any], device: torch.device) -> Verdict:
+    """Have a child make the call, and end it with the compilers that it started.
 
-    An earlier call may have damaged a child that was used before. If such a child finds a fault, a new child is
-    asked.
+    The child, which runs `nsa.guard.child`, answers in the file that is its stdin, because libraries print to the other
+    streams. The child leads a process group of its own. It is a new program, not a fork, which CUDA would not survive.
     """
-    global _child
     path = [entry for entry in sys.path if isinstance(entry, str)]
-    started_as = sys.executable or "python", settings.child_environment(what["interpreted"]), path
-    if _child is not None and _child.started_as != started_as:
-        end_child()
-    used, child, _child = _child is not None, _child, None
-    question = {"what": what, "device": str(device), "arch": sources.architecture(device), "path": path}
-    try:
-        child = child or Child(*started_as)
-        verdict = child.ask(question | {"limit_s": START_S + LIMIT_S, "idle_s": IDLE_S})
-        if verdict.cause is None:
-            _child = child
-            return verdict
-    except OSError as error:
-        return _unsure(f"no child process could be started: {error}")
-    finally:  # also after KeyboardInterrupt
-        if child is not None and _child is not child:
-            child.end()
-    return ask(what, device) if used else verdict
-
-
-def _above_streams(file: IO[bytes]) -> IO[bytes]:
-    """``file`` with a descriptor above 2. In a process whose stdin or stdout is closed, as a daemon's, a new file gets
-    their number, and the child would take it for one of them.
-    """
-    if file.fileno() > 2:
-        return file
-    with file:
-        return os.fdopen(fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 3), "w+b")
-
-
-class Child:
-    """A process that runs `nsa.guard.child`.
-
-    It writes its answers to a file of their own, so that text printed by libraries is not taken for an answer. Files
-    are used instead of pipes because a process that outlives the child could hold a pipe open, and reading would wait
-    for it. The child leads a process group of its own, which is killed together with the compilers it started. A new
-    program is started instead of a fork, which CUDA would not survive.
-    """
-
-    def __init__(self, executable: str, environment: dict[str, str], path: list[str]) -> None:
-        self.started_as = executable, environment, path
-        with contextlib.ExitStack() as stack:
-            self.files = [stack.enter_context(_above_streams(tempfile.TemporaryFile())) for _ in ("answers", "prints")]
-            handle = self.files[0].fileno()
-            self.process = subprocess.Popen(
-                [executable, "-c", _BOOT, str(handle)], stdin=subprocess.PIPE, stdout=self.files[1], bufsize=0,
-                stderr=subprocess.STDOUT, pass_fds=[handle], env=environment, start_new_session=True,
-            )  # fmt: skip
-            assert self.process.stdin is not None
-            self.questions = stack.enter_context(self.process.stdin)
-            self.disown = stack.pop_all().close  # closes the files; the child ends once its stdin is closed
-
-    def ask(self, question: dict[str, Any]) -> Verdict:
-        """Send a question and wait until the child has answered, has ended or is out of time."""
-        for file in self.files:  # empties them; the child shares the file positions
-            file.seek(0)
-            file.truncate()
-        with contextlib.suppress(BrokenPipeError):  # the child is dead: `poll` finds out how it ended
-            self.questions.write(json.dumps(question).encode() + b"\n")
-        began, limit = time.monotonic(), START_S
-        while True:
-            status = self.process.poll()
-            texts = (os.pread(at := file.fileno(), os.fstat(at).st_size, 0) for file in self.files)
-            answers, printed = (text.decode("utf-8", "replace") for text in texts)
-            says = {"phase": "starting"} | dict(json.loads(line) for line in answers.split("\n")[:-1])
-            if status is not None or "result" in says or time.monotonic() - began > limit:
-                return judge(0 if "result" in says else status, says, printed)
-            if limit == START_S and says["phase"] != "starting":  # the start is over: the limit of the trial holds
-                began, limit = time.monotonic(), LIMIT_S
-            time.sleep(POLL_S)
-
-    def end(self) -> None:
-        """Kill the child's process group and reap the child."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(REAP_S)
-        self.disown()
-
-
-@atexit.register
-def end_child() -> None:
-    """End the child that waits for a question, if there is one."""
-    global _child
-    child, _child = _child, None
-    if child is not None:
-        child.end()
-
-
-def _forked() -> None:
-    """After a fork: the child process belongs to the parent, and the thread that held the lock may not exist."""
-    global _child, _asking
-    child, _child, _asking = _child, None, threading.RLock()
-    if child is not None:
-        child.disown()
-        child.process.returncode = 0
-
-
-os.register_at_fork(after_in_child=_forked)
+    question = {"call": described, "device": str(device), "arch": sources.architecture(device), "path": path}
+    command = [sys.executable or "python", "-c", _BOOT, json.dumps(question | {"limit_s": LIMIT_S})]
+    environment = settings.child_environment(described["interpreted"])
+    with tempfile.TemporaryFile() as answers, tempfile.TemporaryFile() as prints:
+        try:
+            child = subprocess.Popen(
+                command, stdin=answers, stdout=prints, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+        except OSError as error:
+            return _unsure(f"no child process could be started: {error}")
+        try:
+            status = child.wait(START_S + LIMIT_S)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:  # also after KeyboardInterrupt
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(REAP_S)
+        said, printed = (os.pread(file.fileno(), 1 << 24, 0).decode("utf-8", "replace") for file in (answers, prints))
+    return judge(status, {"phase": "starting"} | dict(map(json.loads, said.split("\n")[:-1])), printed)
 
 
 def judge(status: int | None, says: dict[str, str], printed: str) -> Verdict:
-    """The verdict that follows from what a child said and how it ended.
+    """The verdict that follows from what a child said and printed, and how it ended.
 
-    Args:
-        status: 0 if the child gave an answer, else its ``Popen.returncode``; None if its time ran out.
-        says: the child's last ``phase``, and its ``result``, ``error`` or ``broken`` if there is one.
-        printed: standard output and error of the child and of the processes it started.
+    ``status`` is its exit status, as subprocess gives it, or None if the time for start and trial ran out.
     """
     phase, error = says["phase"], says.get("broken", says.get("error"))
-    at_work = phase in AT_WORK
+    if "result" in says:
+        if says["result"] == "right":
+            return Verdict(None, True, tuple(json.loads(says["variants"])))
+        return Verdict(f"wrong result: {says['result']}", True)
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    last = f": {lines[-1][:300]}" if lines else ""
-    if status is None:
-        cause, lasting = f"no answer in {START_S if phase == 'starting' else LIMIT_S:g} s while {phase}", at_work
+    last, lasting = f": {lines[-1][:300]}" if lines else "", False
+    if status is None or status == -signal.SIGALRM:
+        limit = START_S + LIMIT_S if status is None else LIMIT_S
+        cause, lasting = f"no answer in {limit:g} s while {phase}", phase in AT_WORK
     elif error is not None and status > 0:
         cause, lasting = f"{error} while {phase}", "broken" in says and phase == "compiling"
     elif status < 0:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-        cause, lasting = f"killed by {name} while {phase}{last}", name in CRASHES and at_work
-    elif status == 0 and "result" in says:
-        if says["result"] != "right":
-            return Verdict(f"wrong result: {says['result']}", True)
-        return Verdict(None, True, tuple(json.loads(says.get("variants", "[]"))))
+        cause, lasting = f"killed by {name} while {phase}{last}", name in CRASHES and phase in AT_WORK
     else:
-        cause, lasting = f"exit status {status} without an answer while {phase}{last}", False
+        cause = f"exit status {status} without an answer while {phase}{last}"
     return Verdict(cause, True) if lasting else _unsure(cause)
 
 

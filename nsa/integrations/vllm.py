@@ -149,7 +149,7 @@ def _serve(
     why_not = _why_not(*kind)
     if why_not is None and (k_scale is None) != (v_scale is None):
         why_not = "scales: expected both k_scale and v_scale, or neither, got one of them"
-    if why_not is None and not (broken and failures.known(kind)):
+    if why_not is None and not (broken and failures.cause_of(kind)):
         if kv_cache.dtype is not E4M3:
             k_scale = v_scale = None
         elif k_scale is not None and v_scale is not None and k_scale.dim() > 1:
@@ -212,10 +212,10 @@ def _own(name: str) -> Callable[..., None]:
     return _kept[name]
 
 
-def _say(level: int, name: str, about: str, text: str) -> None:
+def _say(level: int, name: str, subject: str, text: str) -> None:
     """Log a line, once for each function and subject."""
-    if (name, about) not in _said:
-        _said.add((name, about))
+    if (name, subject) not in _said:
+        _said.add((name, subject))
         logger.log(level, "%s: %s", name, text)
 
 
@@ -280,9 +280,9 @@ def _put(module: ModuleType) -> None:
     for name, ours in NAMES.items():
         wanted = list(inspect.signature(ours).parameters)
         theirs = getattr(module, name, None)
-        found = list(inspect.signature(theirs).parameters) if callable(theirs) else None
-        if found != wanted:
-            logger.warning("nsa: %s: expected arguments %s, got %s; vLLM keeps its own kernels", name, wanted, found)
+        taken = list(inspect.signature(theirs).parameters) if callable(theirs) else None
+        if taken != wanted:
+            logger.warning("nsa: %s: expected arguments %s, got %s; vLLM keeps its own kernels", name, wanted, taken)
             return
     for name, ours in NAMES.items():
         _kept[name] = getattr(module, name)

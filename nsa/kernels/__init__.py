@@ -28,8 +28,8 @@ def pinned(**tiles: Any) -> AbstractContextManager[settings.Settings]:
     """
     from nsa.kernels.families import BACKWARD, NAMES  # which imports this package
 
-    known = (*NAMES, BACKWARD.name, f"{BACKWARD.name}_unions")
+    names = (*NAMES, BACKWARD.name, f"{BACKWARD.name}_unions")
     for name in tiles:
-        if name not in known:
-            raise TypeError(f"unknown family {name!r}, expected one of: {', '.join(known)}")
+        if name not in names:
+            raise TypeError(f"unknown family {name!r}, expected one of: {', '.join(names)}")
     return settings.pinned(tiles)

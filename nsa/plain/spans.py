@@ -116,7 +116,7 @@ def gather_positions(starts: Tensor, ends: Tensor, L: int) -> tuple[Tensor, Tens
         L: slots per row. Rows with fewer keys are padded; of rows with more keys, the last ones are dropped.
 
     Returns:
-        ``positions [R, L]`` int64, 0 in padded slots, and ``valid [R, L]``, False in padded slots.
+        ``positions [R, L]`` int64, and ``valid [R, L]``; 0 and False in padded slots.
     """
     R, n = starts.shape
     spans = (ends - starts).long()
@@ -138,14 +138,11 @@ def gather_positions(starts: Tensor, ends: Tensor, L: int) -> tuple[Tensor, Tens
 def in_pages(
     block_table: Tensor, pages: int, page_size: int, batch: Tensor, position: Tensor, valid: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Look up where keys are in a paged cache.
+    """Look up where keys are in a paged cache of ``pages`` pages.
 
     Args:
         block_table: ``[B, width]``, the pages of each sequence.
-        pages: pages of the cache.
-        page_size: keys of a page.
-        batch, position: sequence of each key, and its position in the sequence.
-        valid: False for padding.
+        batch, position: sequence of each key, and its position in the sequence. valid: False for padding.
 
     Returns:
         ``page`` int64 (0 if not valid), ``place`` int64, the key's index in its page, and ``valid``, which is False
@@ -161,11 +158,8 @@ def in_pages(
 def flat_rows(x: Tensor, gaps: bool = True) -> tuple[Tensor, tuple[int, int, int]]:
     """View ``x [B, S, H, D]`` as rows of ``D`` elements in memory order. Copies ``x`` if there is no such view.
 
-    Dense tensors are not copied. K that shares a tensor with V is not copied either, unless it needs a gradient. The
-    view then contains the rows of both.
-
-    Args:
-        gaps: whether the view may contain rows that are not in ``x``.
+    Dense tensors are not copied. K that shares a tensor with V is not copied either, unless it needs a gradient. With
+    ``gaps`` the view may contain rows that are not in ``x``, those of V for example.
 
     Returns:
         ``rows [rows, D]`` and factors ``(fb, fs, fh)``: ``x[b, s, h]`` is ``rows[b * fb + s * fs + h * fh]``.

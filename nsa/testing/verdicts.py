@@ -78,10 +78,10 @@ class Verdicts:
                 said = f"expected a result, got {type(error).__name__}: {error}"
                 report.outcome, report.longrepr = "failed", said if hidden else "failed before this run of the test"
                 report.__dict__.pop("wasxfail", None)
-        found = self.failed.get(item.nodeid)
+        diagnoses = self.failed.get(item.nodeid)
         if isinstance(error, Wrong):
-            found = self._diagnosed(error)
-            said = "; ".join(found) if found else "no known mistake fits"
+            diagnoses = self._diagnosed(error)
+            said = "; ".join(diagnoses) if diagnoses else "no known mistake fits"
             if self.specs:  # a traceback through the suite does not help the kernel's author
                 report.longrepr = f"{error}\n{said}"
             else:
@@ -89,12 +89,12 @@ class Verdicts:
         elif isinstance(error, AssertionError) and report.outcome == "failed" and self.specs:
             report.longrepr = str(error)
         if report.outcome == "failed":
-            self.failed[item.nodeid] = found
+            self.failed[item.nodeid] = diagnoses
         reason = report.longrepr[2] if report.outcome == "skipped" and isinstance(report.longrepr, tuple) else ""
         exercised = [mark.kwargs["promise"] or str(params.get("wanted", "O"))]
         exercised += ["cu_seqlens"] * ("-seqs" in case) + ["q_positions"] * ("-positions" in case)
         report.user_properties.append(
-            ("nsa_contest", [params["contestant"], lane, case, report.outcome, found, reason, exercised])
+            ("nsa_contest", [params["contestant"], lane, case, report.outcome, diagnoses, reason, exercised])
         )
         return report  # type: ignore[no-any-return]
 
@@ -104,11 +104,11 @@ class Verdicts:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # with small tensors on a busy machine, two threads take thirty times as long as one
         try:
-            found = diagnose(error.result, error.oracle, self.known)
+            diagnoses = diagnose(error.result, error.oracle, self.known)
         finally:
             torch.set_num_threads(threads)
-        self.known += [text for text in found if text not in self.known]
-        return found
+        self.known += [text for text in diagnoses if text not in self.known]
+        return diagnoses
 
     # --- in the process that reports ---------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class Verdicts:
             self.spoiled.add(report.nodeid)
         for facts in facts_of:
             told: Any = facts
-            spec, lane, case, outcome, found, reason, exercised = told
+            spec, lane, case, outcome, diagnoses, reason, exercised = told
             tally = self.tallies.setdefault((str(spec), str(lane)), Tally())
             if outcome == "skipped":
                 tally.skipped.setdefault(case, reason)
@@ -132,10 +132,10 @@ class Verdicts:
             tally.exercised.update(exercised)
             if outcome == "passed":
                 tally.right.add(case)
-            elif found is None:
+            elif diagnoses is None:
                 tally.wrong.setdefault(case, None)
             else:
-                tally.wrong[case] = [*(tally.wrong.get(case) or []), *found]
+                tally.wrong[case] = [*(tally.wrong.get(case) or []), *diagnoses]
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -226,13 +226,13 @@ def _cases(count: int) -> str:
 
 def _diagnosis(wrong: dict[str, list[str] | None]) -> list[str]:
     """A few findings that explain the wrong cases, the most common first, each with the number of cases it explains."""
-    left = {case: found for case, found in wrong.items() if found is not None}
+    left = {case: diagnoses for case, diagnoses in wrong.items() if diagnoses is not None}
     others, lines = len(wrong) - len(left), []
     while any(left.values()):
-        counted = Counter(text for found in left.values() for text in dict.fromkeys(found))
+        counted = Counter(text for diagnoses in left.values() for text in dict.fromkeys(diagnoses))
         best, count = max(counted.items(), key=lambda pair: pair[1])
         lines.append(f"{best} (fits {_cases(count)})")
-        left = {case: found for case, found in left.items() if best not in found}
+        left = {case: diagnoses for case, diagnoses in left.items() if best not in diagnoses}
     lines += [f"no known mistake fits {_cases(len(left))}"] * bool(left)
     return lines + [f"{_cases(others)} failed for another reason, see above"] * bool(others)
 

@@ -101,15 +101,15 @@ def time_crossover(device: torch.device) -> list[crossover.Point]:
         AssertionError: the results of both kernels differ, or a kernel cannot be timed.
         RuntimeError: a kernel does not run here.
     """
-    found: dict[crossover.Key, crossover.Point] = {}
-    for key in crossover.needed(found):
+    points: dict[crossover.Key, crossover.Point] = {}
+    for key in crossover.needed(points):
         G, context, tokens = key
         case = crossover.case(G, tokens, context=context)
         torch.cuda.empty_cache()
         times = crossover.compare(G, tokens, device, case.seed, context, iters=50, warmup=3, budget_s=BUDGET_S)
-        found[key] = crossover.Point(G, tokens, times["query_major"].median, times["key_major"].median, context)
-        _progress(f"{case.id}: key-major {found[key].speedup:.2f}x")
-    return list(found.values())
+        points[key] = crossover.Point(G, tokens, times["query_major"].median, times["key_major"].median, context)
+        _progress(f"{case.id}: key-major {points[key].speedup:.2f}x")
+    return list(points.values())
 
 
 def obstacle() -> str | None:

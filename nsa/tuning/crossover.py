@@ -96,13 +96,13 @@ def attend(schedule: str, inputs: Inputs, return_lse: bool = False) -> Any:
 
 def check(inputs: Inputs) -> None:
     """Check that both kernels are launched and that their results agree. Raises AssertionError."""
-    found = {}
+    results = {}
     for schedule in SCHEDULES:
         before = nsa.kernels.launches.copy()
-        found[schedule] = attend(schedule, inputs, return_lse=True)
+        results[schedule] = attend(schedule, inputs, return_lse=True)
         launched = nsa.kernels.launches - before
         assert launched[schedule] == 1, f"schedule {schedule}: expected a launch of {schedule}, got {dict(launched)}"
-    (o, lse), (o_want, lse_want) = found["key_major"], found["query_major"]
+    (o, lse), (o_want, lse_want) = results["key_major"], results["query_major"]
     # Partial results are rounded to the input dtype, so the bound is a few roundings of the largest number of a head.
     bound = 4 * torch.finfo(o.dtype).eps * o_want.abs().amax(-1, keepdim=True).float()
     error = (o.float() - o_want.float()).abs()
@@ -155,8 +155,8 @@ def compare(
 def points(facts: Iterable[Fact]) -> list[Point]:
     """The points that a run measured, in order. If a point was measured twice, the last time counts."""
     made = (Point(**fact["crossover"]) for fact in facts if fact.get("crossover"))
-    found = {(p.G, p.context or 0, p.tokens): p for p in made}
-    return [found[key] for key in sorted(found)]
+    by_key = {(p.G, p.context or 0, p.tokens): p for p in made}
+    return [by_key[key] for key in sorted(by_key)]
 
 
 def decide(measured: Iterable[Point], margin: float = MARGIN, chunks: bool = False) -> dict[int, int | None]:
@@ -170,12 +170,12 @@ def decide(measured: Iterable[Point], margin: float = MARGIN, chunks: bool = Fal
         if (p.context is not None) != chunks or (chunks and p.reuse < key_tiles.MIN_REUSE):
             continue
         groups.setdefault(p.G, []).append(p)
-    return {G: _from(found, margin) for G, found in sorted(groups.items())}
+    return {G: _from(of_group, margin) for G, of_group in sorted(groups.items())}
 
 
-def _from(found: list[Point], margin: float) -> int | None:
-    slow = max((p.tokens for p in found if p.speedup < margin), default=0)
-    return min((p.tokens for p in found if p.tokens > slow), default=None)
+def _from(of_group: list[Point], margin: float) -> int | None:
+    slow = max((p.tokens for p in of_group if p.speedup < margin), default=0)
+    return min((p.tokens for p in of_group if p.tokens > slow), default=None)
 
 
 def table(measured: Iterable[Point]) -> list[str]:
@@ -193,10 +193,10 @@ def table(measured: Iterable[Point]) -> list[str]:
     return lines
 
 
-def needed(found: Mapping[Key, Point]) -> Iterator[Key]:
+def needed(by_key: Mapping[Key, Point]) -> Iterator[Key]:
     """The points to measure, from most queries down, until key-major is no longer faster.
 
-    found: the points measured so far. The caller adds each point before it asks for the next one.
+    by_key: the points measured so far. The caller adds each point before it asks for the next one.
     """
     for G in HEADS:
         for contexts in ((None,), tuple(CONTEXTS)):
@@ -205,7 +205,7 @@ def needed(found: Mapping[Key, Point]) -> Iterator[Key]:
                 if p.context is not None and p.reuse < key_tiles.MIN_REUSE:
                     continue
                 yield p.key
-                if p.key in found and found[p.key].speedup < MARGIN:
+                if p.key in by_key and by_key[p.key].speedup < MARGIN:
                     break
 
 
@@ -216,17 +216,17 @@ def write(measured: Iterable[Point], facts: Fact, folder: Path, command: str = C
         ValueError: a point of `needed` was not measured; or as `files.write_section`.
         OSError: the folder cannot be written.
     """
-    found = {p.key: p for p in measured}
+    by_key = {p.key: p for p in measured}
     missing = [
         f"G{G}-T{t}{f'-K{context}' if context else ''}"
-        for G, context, t in needed(found)
-        if (G, context, t) not in found
+        for G, context, t in needed(by_key)
+        if (G, context, t) not in by_key
     ]
     if missing:
         names = ", ".join(missing[:3]) + ", …" * (len(missing) > 3)
         raise ValueError(f"schedules not written: {len(missing)} points were not measured ({names})")
     tables = zip(gpu.CROSSOVERS, (False, True), strict=True)
-    content: dict[str, Any] = {name: decide(found.values(), chunks=chunks) for name, chunks in tables}
+    content: dict[str, Any] = {name: decide(by_key.values(), chunks=chunks) for name, chunks in tables}
     content["provenance"] = provenance(facts, command=command, shape=SHAPE)
     comments = [
         f"Measured, not written by hand: `{command}`.",
@@ -235,7 +235,7 @@ def write(measured: Iterable[Point], facts: Fact, folder: Path, command: str = C
     ]
     for context, tokens in ((None, TOKENS), *CONTEXTS.items()):
         for G in HEADS:
-            points = (found[key] for key in ((G, context, t) for t in tokens) if key in found)
+            points = (by_key[key] for key in ((G, context, t) for t in tokens) if key in by_key)
             times = [f"{p.tokens} {p.query_major * 1e6:.1f} {p.key_major * 1e6:.1f}" for p in points]
             of = f", of {context} keys" if context else ""
             comments += [f"  G = {G}{of}: {', '.join(times)}"] if times else []

@@ -74,10 +74,10 @@ def _with_section(before: str, section: str, content: Mapping[str, Any], comment
     head, *parts = re.split(r"(?m)^(?=\w+:)", before)
     text = yaml.safe_dump({section: content}, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
     first, _, rest = text.partition("\n")
-    found = {part.partition(":")[0]: part.rstrip("\n") + "\n" for part in parts}
-    found[section] = "\n".join([first, *(f"  # {line}" for line in comments), rest])
-    order = sorted(found, key=lambda name: gpu.SECTIONS.index(name) if name in gpu.SECTIONS else len(gpu.SECTIONS))
-    return (head or HEAD) + "".join(found[name] for name in order)
+    sections = {part.partition(":")[0]: part.rstrip("\n") + "\n" for part in parts}
+    sections[section] = "\n".join([first, *(f"  # {line}" for line in comments), rest])
+    order = sorted(sections, key=lambda name: gpu.SECTIONS.index(name) if name in gpu.SECTIONS else len(gpu.SECTIONS))
+    return (head or HEAD) + "".join(sections[name] for name in order)
 
 
 def provenance(facts: dict[str, Any], **more: str) -> dict[str, str]:

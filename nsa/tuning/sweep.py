@@ -69,7 +69,7 @@ def candidates(case: Case, processors: int, largest: int = 16) -> list[Choice]:
 
     largest: the most programs of a cluster; 0 for a GPU without clusters.
     """
-    found = []
+    survived = []
     for head_tiles in (1, 2) if case.H >= 16 else (1,):
         programs = case.N * head_tiles
         thirds = (3,) if 3 * programs <= processors < 5 * programs else ()  # clusters of 4 would not fill the GPU
@@ -85,11 +85,11 @@ def candidates(case: Case, processors: int, largest: int = 16) -> list[Choice]:
                 tiled = -(-part // block_l)
                 stages = (1,) if tiled == 1 else range(2, min(tiled + 1, 4 if block_l <= 32 else 3) + 1)
                 clusters = (0,) if not 1 < splits <= largest else (1,) if splits < 4 else (0, 1)
-                found += [
+                survived += [
                     Choice(splits, head_tiles, block_l, *rest)
                     for rest in itertools.product(WARPS[block_l], stages, clusters)
                 ]
-    return found
+    return survived
 
 
 def _compile(case: Case, choices: Sequence[Choice]) -> None:
@@ -125,8 +125,8 @@ def compile_all(work: Sequence[tuple[Case, Sequence[Choice]]], processes: int) -
         jobs += [(case, order[j : j + OF_A_CHILD]) for j in range(0, len(order), OF_A_CHILD)]
     deadly: dict[Case, dict[Choice, str]] = {case: {} for case, _ in work}
     with ThreadPoolExecutor(processes) as threads:
-        for (case, _), found in zip(jobs, threads.map(lambda job: survivors(*job), jobs), strict=True):
-            deadly[case] |= found
+        for (case, _), killers in zip(jobs, threads.map(lambda job: survivors(*job), jobs), strict=True):
+            deadly[case] |= killers
     return deadly
 
 
@@ -221,9 +221,9 @@ def write(entries: Sequence[Fact], facts: Fact, folder: Path | None = None) -> P
     document: dict[Any, Any] = settings.read_yaml(path) if gpu.read(path).tiles else {"tiles": {"query_major": []}}
     known = document["tiles"]["query_major"]
     shapes = {tuple(e["shape"][name] for name in SHAPE): e for e in known}
-    for found in entries:
-        key, shape = tuple(found[name] for name in SHAPE), {name: found[name] for name in SHAPE}
-        best = _prefer(found["best"], shapes[key]["best"] if key in shapes else [])
+    for row in entries:
+        key, shape = tuple(row[name] for name in SHAPE), {name: row[name] for name in SHAPE}
+        best = _prefer(row["best"], shapes[key]["best"] if key in shapes else [])
         shapes[key] = {"shape": shape, "provenance": swept, "best": best}
     comments = ["Measured, not written by hand: `pytest -m perf --nsa-sweep`. us: with it; us_now: before."]
     return write_section(folder, str(facts["gpu"]), "tiles", {"query_major": list(shapes.values())}, comments)

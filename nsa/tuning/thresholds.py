@@ -79,15 +79,15 @@ class Decision:
 
 def points(facts: Iterable[Fact], against: str) -> list[Point]:
     """Speedups of our kernels from a cache, over comparator `against`, or over the fastest packed SDPA for "best"."""
-    found = []
+    made = []
     for fact in facts:
         if fact.get("impl") not in ("ranges", "blocks") or fact.get("source") != fact["impl"]:
             continue
         ratio = speedup(fact, fact.get("sdpa_best") if against == "best" else against)
         if ratio is not None:
             key = (fact["H"], fact["D"], fact["Dv"], fact["dist"])
-            found.append(Point(key, fact["L"], fact["case"], *ratio))
-    return found
+            made.append(Point(key, fact["L"], fact["case"], *ratio))
+    return made
 
 
 def decide(

@@ -177,18 +177,6 @@ def test_triton_sel_parity_kvcache_backends(device, page, size, causal, index, b
     serve(*call, causal=causal, scale=0.3, backend=backend)
 
 
-@pytest.mark.parametrize(
-    ("page", "schedule", "size"),
-    in_pairs({f"page{x}": x for x in (1, 5, 8, 48)}, ("query_major", "key_major"), {"ranges": None, "blocks": 64}),
-)
-def test_triton_sel_parity_kvcache_odd_pages(device, page, schedule, size):
-    """Many to a tile, and ones that no tile is made of."""
-    room = -(-250 // page) * page  # no whole tiles: the last one reaches past the table
-    dtype, lengths = next(iter(DTYPES.values())), [203, 0, 1, room]
-    call = drawn(device, dtype, page, 3, size, n=4, lengths=lengths, room=room, HQ=4, D=16)
-    serve(*call, schedule=schedule)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"page{page}")
 def test_triton_sel_parity_kvcache_is_the_call_without_one(device, page):
     """A cache that is full, and the same keys without lengths or pages: the same bits."""

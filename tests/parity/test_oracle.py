@@ -3,7 +3,6 @@
 import math
 import random
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +15,8 @@ from nsa.testing.judge.forward import Oracle, assert_parity, fp64, sdpa_same_key
 from nsa.testing.judge.gradients import GradientOracle, assert_gradients, multiplicity
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.problem import Problem
+
+from ..edge.calls.test_calls import CALLS, tensors
 
 PLAIN = [
     Case(2, 16, 24, 20, 12, "mixed", "fp32", HKV=2, S=3, S_kv=40),
@@ -74,89 +75,37 @@ def test_oracle_is_the_definition(problem: Problem) -> None:
     assert (got[1] == -math.inf).any() == (p.key_index[1] == 0).any()
 
 
-HUGE = 2**62
-B, S, S_KV, HKV, G, D, DV = 2, 3, 20, 2, 3, 16, 24
-# Spans as a caller may write them, the same for every row.
-SPANS = {
-    "dense": [(0, S_KV)],
-    "empty": [(0, 0), (7, 7)],
-    "duplicates": [(2, 9), (2, 9), (5, 6)],
-    "overlap": [(2, 9), (4, 15)],
-    "unsorted": [(15, 18), (1, 4), (8, 10)],
-    "reversed": [(9, 2), (3, 6)],
-    "negative": [(-7, 3), (-5, -1)],
-    "past-the-end": [(17, 90), (40, 50)],
-    "huge": [(-HUGE, 3), (18, HUGE), (HUGE, -HUGE), (HUGE, HUGE)],
-}
+def spans_of(blocks: torch.Tensor, size: int, far: int = 10**6) -> torch.Tensor:
+    """Spans of blocks of any index and size, in Python's numbers."""
+    spans = [
+        (b * size, min(b * size + size, far)) if 0 <= b * size < far else (0, 0) for b in blocks.flatten().tolist()
+    ]
+    return torch.tensor(spans, dtype=torch.int64).view(*blocks.shape, 2)
 
 
-def drawn(*lead: int, low: int, high: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(low, high, lead, generator=torch.Generator().manual_seed(seed))
+@pytest.mark.parametrize("call", CALLS)
+def test_oracle_of_odd_calls(draw: Any, device: torch.device, call: str) -> None:
+    (q, k, v), integers, how = tensors(draw, device, torch.float64, **CALLS[call])
+    how.pop("max_selected", None)  # the oracle needs no bound
+    ranges = spans_of(integers["block_indices"], how["block_size"]) if "block_size" in how else integers["ranges"]
+    ends = tuple(x.tolist() for x in integers["cu_seqlens"]) if "cu_seqlens" in integers else None
+    causal, scale = how.get("causal", True), how.get("scale")
+    got = selection_reference(Call.of(q, k, v, **integers, **how, return_lse=True))
+    check(got, plain(q, k, v, ranges, causal, integers.get("q_positions"), ends, scale))
 
 
-@pytest.fixture
-def qkv(device: torch.device) -> list[torch.Tensor]:
-    g = torch.Generator().manual_seed(1)
-    shapes = (B, S, HKV * G, D), (B, S_KV, HKV, D), (B, S_KV, HKV, DV)
-    return [torch.randn(s, generator=g, dtype=torch.float64).to(device) for s in shapes]
-
-
-def reference(qkv: list[torch.Tensor], **selection: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    on = {name: x.to(qkv[0].device) if isinstance(x, torch.Tensor) else x for name, x in selection.items()}
-    return selection_reference(Call.of(*qkv, **on, return_lse=True))
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("kind", ["random", *SPANS])
-def test_oracle_ranges(qkv: list[torch.Tensor], kind: str, causal: bool) -> None:
-    ranges = drawn(B, S, HKV, 4, 2, low=-3, high=S_KV + 4)
-    if kind != "random":
-        ranges = torch.tensor(SPANS[kind]).expand(B, S, HKV, -1, 2)
-    check(reference(qkv, ranges=ranges, causal=causal), plain(*qkv, ranges, causal))
-
-
-@pytest.mark.parametrize("size", [1, 3, 16, 24, 64])
-def test_oracle_blocks(qkv: list[torch.Tensor], size: int) -> None:
-    blocks = drawn(B, S, HKV, 5, low=-2, high=-(-S_KV // size) + 1, seed=size)
-    spans = torch.stack((blocks * size, blocks * size + size), -1).masked_fill(blocks[..., None] < 0, 0)
-    for place, block in (((0, 0, 0, 1), HUGE), ((1, 2, 1, 0), -HUGE)):
-        blocks[place], spans[place] = block, 0
-    check(reference(qkv, block_indices=blocks, block_size=size, scale=-0.7), plain(*qkv, spans, scale=-0.7))
-
-
-def test_oracle_more_queries_than_keys(qkv: list[torch.Tensor]) -> None:
-    """The first queries sit before the first key: they see nothing."""
-    q, k, v = qkv
-    ranges = drawn(B, S, HKV, 3, 2, low=0, high=3)
-    ranges[..., 0, :] = torch.tensor([0, 2])
-    got = reference([q, k[:, :2], v[:, :2]], ranges=ranges)
-    check(got, plain(q, k[:, :2], v[:, :2], ranges))
-    assert (got[1][:, 0] == -math.inf).all()
-
-
-def test_oracle_q_positions(qkv: list[torch.Tensor]) -> None:
-    positions, ranges = torch.tensor([[4, -1, 19], [0, HUGE, -HUGE]]), drawn(B, S, HKV, 3, 2, low=0, high=S_KV)
-    check(reference(qkv, ranges=ranges, q_positions=positions), plain(*qkv, ranges, positions=positions))
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_oracle_varlen(qkv: list[torch.Tensor], causal: bool) -> None:
-    """Sequences of their own lengths, one without queries, one without keys, one with more queries than keys."""
-    q, k, v = (x.flatten(0, 1) for x in qkv)  # 6 queries, 40 keys
-    q = torch.cat((q, q[:2]))
-    ends = [0, 3, 3, 4, 7], [0, 11, 20, 20, 22]  # the last token belongs to no sequence
-    ranges, cu = drawn(8, HKV, 3, 2, low=-2, high=14), tuple(torch.tensor(c, device=q.device).int() for c in ends)
-    check(reference([q, k, v], ranges=ranges, cu_seqlens=cu, causal=causal), plain(q, k, v, ranges, causal, ends=ends))
-
-
-def test_oracle_result_is_in_the_dtype_of_q(qkv: list[torch.Tensor]) -> None:
+def test_oracle_result_is_in_the_dtype_of_q(draw: Any, same: Any) -> None:
     """Half inputs are computed in fp64 and rounded once."""
-    (q, k, v), ranges = (x.half() for x in qkv), drawn(B, S, HKV, 3, 2, low=0, high=S_KV)
-    exact, exact_lse = reference([q.double(), k.double(), v.double()], ranges=ranges)
-    o, lse = reference([q, k, v], ranges=ranges)
+    (q, k, v), ranges = draw(dtype=torch.float16), same([(0, 9), (3, 14)], 1, 3, 2)
+
+    def reference(*qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return selection_reference(Call.of(*qkv, ranges=ranges, return_lse=True))
+
+    exact, exact_lse = reference(q.double(), k.double(), v.double())
+    o, lse = reference(q, k, v)
     assert torch.equal(o, exact.half())
     assert torch.equal(lse, exact_lse.float())
-    assert torch.equal(reference([q.double(), k, v], ranges=ranges)[0], exact)
+    assert torch.equal(reference(q.double(), k, v)[0], exact)
 
 
 SELECTIONS = [
@@ -231,15 +180,6 @@ def judge(seed: int, device: torch.device) -> float:
     error = float((sdpa_same_keys(p).double() - oracle.out).abs().max())
     narrow = 2 * error + 4 * torch.finfo(torch.float32).eps * oracle.peak
     return oracle.bound / narrow if narrow and p.case.scores == 1 else 1.0
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Many small operations: threads would wait for each other, on a busy machine for most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("one_thread")

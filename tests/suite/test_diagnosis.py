@@ -138,6 +138,14 @@ def reordered(p, order, *names):
     return kernel(dataclasses.replace(p, **{name: getattr(p, name)[order] for name in names}, extra={}))
 
 
+def one_sequence(p):
+    tensors = {name: getattr(p, name) for name in ("q", "k", "v", "ranges", "block_indices")}
+    return dataclasses.replace(
+        p, **{name: None if x is None else x[None] for name, x in tensors.items()}, cu_seqlens=None, cu_seqlens_k=None,
+        extra={},
+    )  # fmt: skip
+
+
 def first(p):
     return [0] * p.case.B
 
@@ -303,6 +311,10 @@ FAULTS = {
         lambda p: kernel(dataclasses.replace(p, q_positions=torch.arange(len(p.q)), extra={})),
         lambda c: c.seqlens and c.causal, "takes a query's place among all packed queries for its position",
     ),
+    "one-sequence": (
+        lambda p: tuple(x[0] for x in kernel(one_sequence(p))), lambda c: c.seqlens,
+        "takes packed sequences for one sequence",
+    ),
     "sink": (lambda p: kernel(p, sink=lambda h: 0.0), any_case, "adds a sink to the softmax: one more score, 0"),
     "learned-sink": (
         lambda p: kernel(p, sink=lambda h: math.cos(h) + 1), lambda c: c.B * c.S > 1 and c.scores == 1,
@@ -351,6 +363,17 @@ def cases(dtype, where, count):
     """Of the small cases and the long ones, some in which a fault may show."""
     found = [c for c in SMALL if c.dtype == dtype and where(c) and c.N * c.H < 100 and c.N * c.H * c.L < 10_000]
     return found[:: max(1, len(found) // count)] + [c for c in LONG if c.dtype == dtype and where(c)]
+
+
+def test_a_sink_is_not_taken_for_a_scale():
+    """Where weights change little, scores times 0.997 fit the outputs, too. Nor the other way round."""
+    oracle = oracle_of(Case(1, 64, 64, 128, 12, "mixed", "fp16", S_kv=128, causal=False))
+    for how, text in (({"sink": lambda h: 0.0}, FAULTS["sink"][2]), ({"factor": 0.98}, "scales scores by 0.98 times")):
+        out, lse = kernel(oracle.problem, **how)
+        assert red((out, lse), oracle)
+        for result in (out, (out, lse)):
+            [found] = diagnose(result, oracle)
+            assert found.startswith(text)
 
 
 def test_a_rounded_query_is_named():

@@ -34,9 +34,10 @@ def valid():
     """The newest file of the committed baseline with one benchmark of two samples."""
     document = json.loads(sorted(RECORDED.glob("*.json"))[-1].read_text())
     b = document["benchmarks"][0]
-    b["stats"]["data"] = b["stats"]["data"][:2]
-    b["extra_info"]["control_samples"] = {k: x[:2] for k, x in b["extra_info"]["control_samples"].items()}
-    for content, name in ((document["machine_info"], "cpu"), (b, "options"), (b["extra_info"], "figures")):
+    b["stats"]["data"] *= 2
+    b["extra_info"]["control_samples"] = {k: x * 2 for k, x in b["extra_info"]["control_samples"].items()}
+    del document["checksum"]
+    for content, name in ((document["machine_info"], "cpu"), (b["extra_info"], "figures")):
         content[name] = {}  # many values that nothing reads
     return document | {"benchmarks": [b]}
 

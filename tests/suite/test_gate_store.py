@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import random
 import threading
 import time
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 
 from nsa import gpu
 from nsa.testing.gate import children, store
+from nsa.testing.gate.rule import Reading, quartile
+from nsa.testing.report.document import read
 from nsa.tuning import files
 
 DOCUMENT = {"machine_info": {"device": "gpu"}, "benchmarks": []}
@@ -65,6 +68,26 @@ def test_recordings_that_cannot_be_moved_stay_where_they_are(measured, tmp_path)
         store.record(storage, [], tmp_path, "abc")
     kept = Path(str(raised.value).partition("stay in ")[2])
     assert [path.name for path in sorted(kept.iterdir())] == ["1.json", "2.json", "3.json"]
+
+
+def test_a_baseline_keeps_all_that_the_gate_reads_and_shows_an_edit(tmp_path):
+    g = random.Random(0)
+    samples = {name: [g.uniform(1e-5, 2e-5) for _ in range(51)] for name in ("ours", "plain", "other")}
+    controls = {name: samples[name] for name in ("plain", "other")}
+    info = {"control": "plain", "control_samples": controls, "ceiling_gbps": 1 / 3, "gate": {"verdict": "pass"}}
+    stats = dict.fromkeys(("min", "max", "mean", "median", "stddev", "iqr"), 1 / 3)
+    stats |= {"rounds": 51, "iterations": 1, "outliers": "0;0", "data": samples["ours"]}
+    bench = {"name": "x", "fullname": "x", "group": None, "options": {"timer": "x"}, "extra_info": info, "stats": stats}
+    path = tmp_path / "0001_x.json"
+    path.write_text(store.kept(DOCUMENT | {"benchmarks": [bench]}))
+    (small,) = read(path)["benchmarks"]
+    assert Reading.of(small["stats"]["data"], small["extra_info"]) == Reading.of(samples["ours"], info)
+    assert (small["stats"]["data"], small["stats"]["median"]) == ([quartile(samples["ours"])], 0.3333333)
+    assert {"options"} == bench.keys() - small.keys()
+    assert {"gate"} == info.keys() - small["extra_info"].keys()
+    path.write_text(path.read_text().replace("0.3333333,", "0.3333334,", 1))
+    with pytest.raises(ValueError, match="0001_x.json: expected the contents that were written with this checksum"):
+        read(path)
 
 
 def recordings(folder, text="{}"):

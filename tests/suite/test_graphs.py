@@ -183,21 +183,16 @@ def test_captures_share_a_stream_until_one_fails(monkeypatch):
     made, began = [], []
 
     class Stream:
+        wait_stream = lambda self, other: None  # noqa: E731
+
         def __init__(self, device):
             made.append(device)
 
-        def wait_stream(self, other):
-            pass
-
     class CUDAGraph:
+        capture_end = replay = lambda self: None
+
         def capture_begin(self, pool):
             began.append(pool)
-
-        def capture_end(self):
-            pass
-
-        def replay(self):
-            pass
 
     def refuse():
         raise RuntimeError("operation not permitted when stream is capturing")

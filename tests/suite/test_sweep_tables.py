@@ -1,7 +1,6 @@
 """The sweep without a GPU: candidates, what a wrong one does, the table it writes and how tiles are found in it."""
 
 import dataclasses
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -95,39 +94,6 @@ def test_every_candidate_is_right(device):
     for choice in choices:
         with pinned(query_major=choice):
             sweep.assert_parity(impl.run(problem, return_lse=True), oracle, str(choice))
-
-
-@pytest.mark.parametrize("keys", [0, 5, 40, 129], ids=["empty", "one tile", "some tiles", "more"])
-@pytest.mark.parametrize("source", ["ranges", "blocks", "rows"])
-def test_tiles_without_keys_weigh_nothing(device, draw, agrees, source, keys):
-    """The bound says 256 keys: what a row selects fills some of the tiles, or none."""
-    q, k, v = draw(B=1, S=2, S_kv=160)
-    HKV = k.shape[2]
-    if source == "blocks":
-        listed = [0, 1, 2, 3, 4, 5, 6, 7, 8][: -(-keys // 16)] + [-1] * 9
-        selection = {"block_indices": torch.tensor(listed, device=device).expand(1, 2, HKV, -1), "block_size": 16}
-    else:
-        selection = {"ranges": torch.tensor([[0, keys]], device=device).expand(1, 2, HKV, 1, 2)}
-    for choice in (Choice(1, 1, 64, 4, 2), Choice(1, 1, 16, 1, 2), Choice(2, 1, 64, 4, 2), Choice(4, 1, 16, 1, 2)):
-        with pinned(query_major=choice):
-            if source == "rows":
-                dense(q, k, v, keys)
-            else:
-                agrees(partial(nsa.selection_attention, backend="triton", max_selected=256), q, k, v, **selection)
-
-
-def dense(q, k, v, keys):
-    """One packed row per query and KV head, of `keys` keys."""
-    B, S, HQ, D = q.shape
-    HKV, G = k.shape[2], HQ // k.shape[2]
-    Q = q.view(B * S * HKV, G, D)
-    K, V = (x[0, :keys].transpose(0, 1).repeat(S, 1, 1).contiguous() for x in (k, v))  # [S * HKV, keys, D | Dv]
-    cu = torch.arange(B * S * HKV + 1, device=q.device, dtype=torch.int32) * keys
-    got, lse = nsa.sel_attn_fwd_varlen_group(Q, K.flatten(0, 1), V.flatten(0, 1), cu, max_selected=256, return_lse=True)
-    scores = Q.double() @ K.double().transpose(1, 2) * D**-0.5
-    want = scores.softmax(-1) @ V.double() if keys else torch.zeros_like(got)
-    torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=1e-5 if q.dtype == torch.float32 else 1e-2)
-    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=1e-3)
 
 
 def test_forced_holds_for_its_block_only(device, pretend_gpu):

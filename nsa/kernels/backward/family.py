@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from nsa.call import Call
@@ -14,7 +13,7 @@ class Backward(Family):
     name = "backward"
 
     def plan(self, call: Call, shape: Shape, schedule: str) -> Any:
-        return import_module("nsa.kernels.backward.plan").plan(call, shape)
+        return self.kernels.plan(call, shape)
 
 
 FAMILY = Backward()

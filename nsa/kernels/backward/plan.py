@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,33 +73,15 @@ class Launch(NamedTuple):
     shape: Shape
     narrow: bool  # all sizes fit int32
     scale: float  # the default, for calls without `scale`
-    exact: Exact
-
-    @property
-    def unites(self) -> bool:
-        """Whether dQ is taken from unions."""
-        return self.unions is not None
+    pins: dict[str, Exact]  # with these, another call compiles the same variants, and reads unions of any size
+    unites: bool  # no row of the guard's small call may list a block twice
 
     @property
     def queries(self) -> int:
-        """Enough that the work of a block has several shares, if all rows select it; or a tile with unions."""
+        """Of the guard's small call: so many that a block has several shares, if all rows select it; or a tile."""
         if self.unions is not None:
             return self.unions.tile.TOKENS + 1
         return min(3 + max(self.usual.tile.share, self.alone.tile.share) // max(self.shape.n - 2, 1), 300)
-
-    @property
-    def pins(self) -> dict[str, Exact]:
-        """Pins with which another call compiles the same variants, and reads unions of any size."""
-        return {"backward": self.exact}
-
-    def within(self, HKV: int) -> Launch:
-        """The launch for tensors in the layout of a call with ``HKV`` KV heads, of which this one has some."""
-        more = {"HKV": HKV, "rows": self.shape.tokens * self.shape.G * HKV}
-        parts, alone, unions = (
-            x and x._replace(sizes=x.sizes | more) for x in (self.parts, self.alone, self.unions)
-        )  # fmt: skip
-        assert isinstance(alone, Pass)
-        return self._replace(parts=parts, alone=alone, unions=unions)
 
     @property
     def usual(self) -> Pass:
@@ -112,54 +95,43 @@ class Launch(NamedTuple):
         return tuple(variant for group in groups for variant in group.kernels.values())
 
 
-class Whole(NamedTuple):
-    """The larger call of which a call has some KV heads. All tensors begin at the first of these heads."""
-
-    HKV: int
-    stats: Tensor  # of :func:`statistics`
-    dq: Tensor  # contiguous in the larger call, not filled
-    sums: tuple[Tensor, Tensor]  # dK and dV in fp32, contiguous in the larger call, zeros
-
-
-def plan(call: Call, shape: Shape | None = None, *, dq_bytes: int | None = None) -> Launch:
+def plan(call: Call, shape: Shape | None = None, within: int | None = None) -> Launch:
     """Tiles, windows and run-time sizes of a backward pass. They hold for every call with the same key.
 
     Args:
-        dq_bytes: limit of the parts of dQ; None: that of the tiles.
+        within: KV heads of the larger call of which ``call`` has some, see :func:`add`. Few heads get less memory for
+            parts of dQ, because their windows are still as long as those of the larger call.
 
     Raises:
-        ValueError: there are more keys or KV heads than the kernels count; or the workspace cannot hold the counters of
-            blocks, or the lists of one token (of ranges without a bound, for example).
+        DoesNotFit: more keys or KV heads than the kernels count, or a workspace that is too large.
     """
     device, dtype = call.q.device, call.q.dtype
     g = (shape_of(call) if shape is None else shape).without_output()
     G, D, Dv, spans = g.G, g.D, g.Dv, call.block_size is None
     size, blocks, slots = key_tiles.grid("backward", g.B, g.S_kv, g.HKV, g.n, call.block_size, g.packed, g.bound)
     capability, _ = gpu.limits(device)
-    sizes = {"B": g.B, "S": g.S, "S_kv": g.S_kv, "HKV": g.HKV, "n": g.n, "size": size, "tokens": g.tokens}
-    sizes |= {"rows": g.tokens * G * g.HKV} | dict(zip(STRIDES.split(), g.strides, strict=True))
+    HKV = within or g.HKV
+    sizes = {"B": g.B, "S": g.S, "S_kv": g.S_kv, "HKV": HKV, "n": g.n, "size": size, "tokens": g.tokens}
+    sizes |= {"rows": g.tokens * G * HKV} | dict(zip(STRIDES.split(), g.strides, strict=True))
+    dq_bytes = backward_tiles.DQ_BYTES * max(2 * g.HKV, HKV) // (2 * HKV) if within else backward_tiles.DQ_BYTES
     shared = {"G": G, "D": D, "Dv": Dv, "LAYOUT": g.layout, "CAUSAL": call.causal, "STRIDE_UNIT": g.unit}
     shared |= {"INPUT_PRECISION": "ieee"}
-    bucket = span_bucket(g.n, g.S_kv)
+    kinds = device, dtype, *call.dtypes()
     pin = call.settings.pin.get("backward")
     exact = pin if isinstance(pin, Exact) else None
-    if exact is not None:
-        bucket = exact.more[2]
+    bucket = span_bucket(g.n, g.S_kv) if exact is None else exact.more[2]
 
     def pass_of(parts: bool) -> Pass:
         if exact is not None:
             tile = backward_tiles.Tile(*(exact.tile if parts else exact.more[0]))
         else:
-            tile = backward_tiles.select(
-                capability, dtype.itemsize, G, D, Dv, size, spans, pin, PIPELINES, parts
-            )  # fmt: skip
+            tile = backward_tiles.select(capability, dtype.itemsize, G, D, Dv, size, spans, pin, PIPELINES, parts)
         w = backward_tiles.windows(
-            g.tokens, g.HKV, G, D, Dv, dtype.itemsize, slots, blocks, size, tile.share, tile.keep_dq, spans,
-            dq_bytes,
-        )  # fmt: skip
-        about = {name: getattr(w, name) for name in "heads slots blocks window work slot_bits strip several".split()}
-        kernels = _pass(device, dtype, (*call.dtypes(), parts), tile, bucket, g.source, **shared)
-        return Pass(kernels, w, tile, sizes | about)
+            g.tokens, g.HKV, G, D, Dv, dtype.itemsize, slots, blocks, size, tile.share, tile.keep_dq, spans, dq_bytes
+        )
+        window = {name: getattr(w, name) for name in "heads slots blocks window work slot_bits strip several".split()}
+        kernels = _pass((*kinds, parts), tile, bucket, g.source, **shared)
+        return Pass(kernels, w, tile, sizes | window)
 
     usual = pass_of(True)
     tile = usual.tile
@@ -167,56 +139,45 @@ def plan(call: Call, shape: Shape | None = None, *, dq_bytes: int | None = None)
     tiled = not spans and size % tile.BLOCK_L == 0 and bucket * size + g.S_kv <= INT32_MAX
     tiled = tiled if exact is None else exact.more[3]
     source = TILED if tiled else g.source
-    by_row = _by_row(device, dtype, call.dtypes(), tile, bucket, source, **shared)
-    unions = _unions(call, g, size, capability, sizes, shared, exact) if tile.keep_dq else None
+    by_row = _by_row(kinds, tile, bucket, source, **shared)
+    unions = _unions(call, g, sizes, shared, exact) if tile.keep_dq else None
     narrow = max(*alone.sizes.values(), *usual.sizes.values()) <= INT32_MAX
     told = Exact(tuple(tile), (tuple(alone.tile), None if unions is None else tuple(unions.tile), bucket, tiled))
-    return Launch(
-        by_row, usual if tile.keep_dq else None, alone, unions, device, g, narrow, 1.0 / math.sqrt(D), told
-    )  # fmt: skip
+    parts, scale = usual if tile.keep_dq else None, 1.0 / math.sqrt(D)
+    return Launch(by_row, parts, alone, unions, device, g, narrow, scale, {"backward": told}, unions is not None)
 
 
 def _unions(
-    call: Call,
-    g: Shape,
-    size: int,
-    capability: int,
-    sizes: dict[str, int],
-    shared: dict[str, Any],
-    exact: Exact | None,
+    call: Call, g: Shape, sizes: dict[str, int], shared: dict[str, Any], exact: Exact | None
 ) -> Unions | None:
     """How unions are read, or None: for small calls or groups, `batch_invariant`, old Tritons, or if no tile fits."""
     rule: backward_tiles.Unions = call.settings.pin.get("backward_unions") or backward_tiles.Unions()
     if exact is not None:
         rule = backward_tiles.Unions(0 if exact.more[1] else 2**62, 0, union_tiles.ALWAYS)
-    small = sizes["rows"] * g.G < rule.rows or g.G < rule.least_G
+    small = g.tokens * g.G * g.HKV * g.G < rule.rows or g.G < rule.least_G
     if small or call.settings.batch_invariant or not PIPELINES:
         return None
-    tile = backward_tiles.union(capability, call.q.dtype.itemsize, g.G, g.D, g.Dv, g.n, size)
+    tile = backward_tiles.union(
+        gpu.limits(call.q.device)[0], call.q.dtype.itemsize, g.G, g.D, g.Dv, g.n, sizes["size"]
+    )
     tile = tile if exact is None else union_tiles.Tile(*exact.more[1])
-    if tile is None or not union_tiles.fits(g.S_kv, size):
+    if tile is None or not union_tiles.fits(g.S_kv, sizes["size"]):
         return None
     cost, gain = rule.worth
     return Unions(
-        _by_union(call.q.device, call.q.dtype, call.dtypes(), tile, **shared), tile,
+        _by_union((call.q.device, call.q.dtype, *call.dtypes()), tile, **shared), tile,
         sizes | {"cost": cost, "gain": gain * tile.HEADS}, union_tiles.tiles_at_once(tile, g.HKV),
     )  # fmt: skip
 
 
 @remembered
 def _pass(
-    device: torch.device,
-    dtype: torch.dtype,
-    kinds: tuple[object, ...],
-    tile: backward_tiles.Tile,
-    spans: int,
-    source: int,
-    **shared: Any,
+    kinds: tuple[object, ...], tile: backward_tiles.Tile, spans: int, source: int, **shared: Any
 ) -> dict[str, Variant]:
     """The kernels of a pass for a tile and the compile-time arguments ``shared``. Plans of other sizes share them.
 
-    Kernels for other dtypes of the inputs or of the index tensors, and kernels that may leave parts of dQ (``kinds``),
-    are other entries of the cache.
+    Kernels for another device or other dtypes, and kernels that may leave parts of dQ (``kinds``), are other entries
+    of the cache.
     """
     wide = {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV}
     order = {"SOURCE": source, "LAYOUT": shared["LAYOUT"], "CAUSAL": shared["CAUSAL"], "CHUNK": COUNTED}
@@ -244,13 +205,7 @@ def _pass(
 
 @remembered
 def _by_row(
-    device: torch.device,
-    dtype: torch.dtype,
-    kinds: tuple[object, ...],
-    tile: backward_tiles.Tile,
-    spans: int,
-    source: int,
-    **shared: Any,
+    kinds: tuple[object, ...], tile: backward_tiles.Tile, spans: int, source: int, **shared: Any
 ) -> dict[str, Variant]:
     """The kernels that go by rows, not by blocks. Arguments as of :func:`_pass`."""
     delta = {"Dv": shared["Dv"], "BLOCK_DV": tile.BLOCK_DV, "ROWS": STATS_ROWS}
@@ -265,9 +220,7 @@ def _by_row(
 
 
 @remembered
-def _by_union(
-    device: torch.device, dtype: torch.dtype, kinds: tuple[object, ...], tile: union_tiles.Tile, **shared: Any
-) -> dict[str, Variant]:
+def _by_union(kinds: tuple[object, ...], tile: union_tiles.Tile, **shared: Any) -> dict[str, Variant]:
     """The kernels that list unions and take dQ from them. Arguments as of :func:`_pass`."""
     cut = {"TOKENS": tile.TOKENS, "SLOTS": tile.SLOTS}
     lists = {"LAYOUT": shared["LAYOUT"], "CAUSAL": shared["CAUSAL"], "STEPS": False, **cut}
@@ -291,9 +244,7 @@ def backward(
     """Gradients of a forward call.
 
     Args:
-        launch: what :func:`plan` returned for this call.
-        do: gradient of ``o``, in the shape and dtype of ``o``.
-        dlse: gradient of ``lse``, fp32 ``q.shape[:-1]``, or None.
+        do, dlse: gradients of ``o`` and ``lse``, in their shapes and dtypes; ``dlse`` may be None.
         o, lse: what the forward call returned; ``lse`` natural log.
         route: name counted in :data:`nsa.kernels.launches`.
         wanted: which gradients of ``q``, ``k`` and ``v`` are needed. Others are returned as empty tensors. dK and dV
@@ -305,24 +256,21 @@ def backward(
     q, k, v = call.q, call.k, call.v
     assert call.selection is not None
     g = launch.shape
-    of_queries, of_keys = wanted[0], wanted[1] or wanted[2]
-    dq = torch.empty(q.shape if of_queries else (0,), dtype=q.dtype, device=launch.device)
+    dq = torch.empty(q.shape if wanted[0] else (0,), dtype=q.dtype, device=launch.device)
     if g.tokens == 0 or k.shape[:-2].numel() == 0 or g.n == 0:
         return dq.zero_(), k.new_zeros(k.shape if wanted[1] else 0), v.new_zeros(v.shape if wanted[2] else 0)
-    launches[route] += 1
-    do, o, lse, selection = (x.contiguous() for x in (do, o, lse, call.selection))
-    dlse, *about = (
-        x if x is None else x.contiguous() for x in (dlse, call.q_positions, call.cu_seqlens_q, call.cu_seqlens_k)
-    )
-    scale = launch.scale if call.scale is None else call.scale
-    given = (q, k, v, do, statistics(launch, do, dlse, o, lse))
-    if not of_keys:
-        _gradients(launch, given, dq, None, (selection, *about), scale)
+    do, o, lse, dlse = (x if x is None else x.contiguous() for x in (do, o, lse, dlse))  # type: ignore[assignment]
+    if not call.selection.is_contiguous():
+        name = "block_indices" if call.ranges is None else "ranges"
+        call = call._replace(**{name: call.selection.contiguous()})
+    stats = statistics(launch, do, dlse, o, lse)
+    if not (wanted[1] or wanted[2]):
+        add(launch, call, do, stats, dq, None, route)
         return dq, k.new_empty(0), v.new_empty(0)
     keys = k.shape[:-2].numel()
     dk = torch.zeros((keys, g.HKV, g.D), dtype=torch.float32, device=launch.device)
     dv = torch.zeros((keys, g.HKV, g.Dv), dtype=torch.float32, device=launch.device)
-    _gradients(launch, given, dq if of_queries else None, (dk, dv), (selection, *about), scale)
+    add(launch, call, do, stats, dq if wanted[0] else None, (dk, dv), route)
     dk = dk.view(k.shape).to(k.dtype) if wanted[1] else k.new_empty(0)
     return dq, dk, dv.view(v.shape).to(v.dtype) if wanted[2] else v.new_empty(0)
 
@@ -331,70 +279,64 @@ def statistics(launch: Launch, do: Tensor, dlse: Tensor | None, o: Tensor, lse: 
     """What the other kernels need of each row: ``[2, rows]`` fp32, base-2 LSE and delta. All tensors are contiguous."""
     sizes = launch.usual.sizes
     (stats,) = workspaces(launch.device, stats=(2 * sizes["rows"], torch.float32))
-    run = _Run(launch, launch.kernels, sizes)
-    grid = (-(-sizes["rows"] // STATS_ROWS), 1, 1)
-    run("delta" if dlse is None else "delta_lse", grid, (o, do, lse, dlse, stats), "rows")
+    name, grid = "delta" if dlse is None else "delta_lse", (-(-sizes["rows"] // STATS_ROWS), 1, 1)
+    _run(launch, launch.kernels, sizes, name, grid, (o, do, lse, dlse, stats), "rows")
     return stats
 
 
-def backward_of_heads(launch: Launch, call: Call, do: Tensor, whole: Whole, route: str) -> None:
-    """Write dQ, dK and dV of some KV heads of a larger call, without copies of their tensors.
-
-    Args:
-        launch: of :func:`plan` for ``call``, :meth:`Launch.within` the larger call.
-        call: ``q`` and the selection are views of the larger call's, whose selection is contiguous; ``k`` and ``v`` may
-            lie anywhere.
-        do: the gradient of these heads' ``o``, a view of the larger call's, which is contiguous.
-        whole: where the results go.
-        route: as of :func:`backward`.
-    """
-    assert call.selection is not None
-    launches[route] += 1
-    about = [x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, call.cu_seqlens_k)]
-    scale = launch.scale if call.scale is None else call.scale
-    given = (call.q, call.k, call.v, do, whole.stats)
-    _gradients(launch, given, whole.dq, whole.sums, (call.selection, *about), scale)
-
-
-def _gradients(
+def add(
     launch: Launch,
-    given: tuple[Tensor, ...],
+    call: Call,
+    do: Tensor,
+    stats: Tensor,
     dq: Tensor | None,
     sums: tuple[Tensor, Tensor] | None,
-    about: tuple[Tensor | None, ...],
-    scale: float,
+    route: str,
 ) -> None:
-    """Write dQ, and add to dK and dV. Arguments as of :func:`_by_blocks`; None for gradients that are not needed."""
-    g, unions = launch.shape, launch.unions
-    parts = launch.parts if dq is not None and sums is not None else None
+    """Write dQ, and add to dK and dV; None for gradients that are not needed.
+
+    The call may have some KV heads of a larger one (``within`` of :func:`plan`). Then the selection, ``do``, ``stats``,
+    ``dq`` and ``sums`` are views of the larger call's tensors, which are contiguous, from the first of these heads on.
+
+    Args:
+        stats: of :func:`statistics`.
+        sums: dK and dV ``[keys, HKV, D | Dv]`` fp32.
+        route: as of :func:`backward`.
+    """
+    launches[route] += 1
+    index = [x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, call.cu_seqlens_k)]
+    scale = launch.scale if call.scale is None else call.scale
+    x = _Inputs(launch, (call.q, call.k, call.v, do, stats), (call.selection, *index), scale)
+    parts, served = launch.parts if dq is not None and sums is not None else None, None
     if dq is not None and parts is None:
-        grid = (g.tokens * g.HKV, -(-g.G // launch.usual.tile.dq_heads), 1)
-        run = _Run(launch, launch.kernels, launch.usual.sizes)
-        run("dq", grid, (*given, dq, *about), f"B S S_kv HKV n size tokens {STRIDES}", scale)
+        g, usual = launch.shape, launch.usual
+        grid = (g.tokens * g.HKV, -(-g.G // usual.tile.dq_heads), 1)
+        names = f"B S S_kv HKV n size tokens {STRIDES}"
+        _run(launch, launch.kernels, usual.sizes, "dq", grid, (*x.given, dq, *x.index), names, scale)
     if sums is None:
         return
-    served = None
-    if parts is not None and unions is not None:
+    if parts is not None and launch.unions is not None:
         assert dq is not None
-        served = _by_unions(launch, unions, given, dq, about, scale)
-        _by_blocks(launch, launch.alone, given, sums, None, (*about, served), scale, mark=1)
-    _by_blocks(
-        launch, parts or launch.alone, given, sums, None if parts is None else dq, (*about, served), scale
-    )  # fmt: skip
+        served = _by_unions(x, launch.unions, dq)
+        _by_blocks(x, launch.alone, sums, None, served, mark=1)
+    _by_blocks(x, parts or launch.alone, sums, None if parts is None else dq, served)
 
 
-def _by_unions(
-    launch: Launch,
-    unions: Unions,
-    given: tuple[Tensor, ...],
-    dq: Tensor,
-    about: tuple[Tensor | None, ...],
-    scale: float,
-) -> Tensor:
-    """Write dQ of tiles whose union is worth reading. Arguments as of :func:`_by_blocks`.
+class _Inputs(NamedTuple):
+    """What the kernels of a pass read."""
+
+    launch: Launch
+    given: tuple[Tensor, ...]  # q, k, v, dO and the statistics of rows
+    index: tuple[Tensor | None, ...]  # the selection, query positions, `cu_seqlens_q` and `cu_seqlens_k`
+    scale: float
+
+
+def _by_unions(x: _Inputs, unions: Unions, dq: Tensor) -> Tensor:
+    """Write dQ of tiles whose union is worth reading.
 
     Returns ``served [tokens, HKV]`` int32: 1 for rows of these tiles, else 0.
     """
+    launch, given, index, scale = x
     device, g, tile, HKV = launch.device, launch.shape, unions.tile, unions.sizes["HKV"]
     tiles_of_call = -(-g.tokens // tile.TOKENS)
     at_once = min(tiles_of_call, unions.at_once)
@@ -406,38 +348,25 @@ def _by_unions(
     )
     for first in range(0, tiles_of_call, at_once):
         now = min(at_once, tiles_of_call - first)
-        run = _Run(launch, unions.kernels, unions.sizes | {"first": first, "tiles": now})
+        run = partial(_run, launch, unions.kernels, unions.sizes | {"first": first, "tiles": now})
+        run("list", (now, g.HKV, 1), (*index, lists, count, served), "B S S_kv HKV n size tokens first cost gain")
         run(
-            "list", (now, g.HKV, 1), (*about, lists, count, served),
-            "B S S_kv HKV n size tokens first cost gain",
-        )  # fmt: skip
-        run(
-            "union_dq", (now * g.HKV, 1, 1), (*given, dq, *about[1:], lists, count, served),
+            "union_dq", (now * g.HKV, 1, 1), (*given, dq, *index[1:], lists, count, served),
             f"B S S_kv HKV size tokens first tiles {STRIDES}", scale,
         )  # fmt: skip
     return served
 
 
 def _by_blocks(
-    launch: Launch,
-    how: Pass,
-    given: tuple[Tensor, ...],
-    sums: tuple[Tensor, Tensor],
-    dq: Tensor | None,
-    about: tuple[Tensor | None, ...],
-    scale: float,
-    mark: int = 0,
+    x: _Inputs, how: Pass, sums: tuple[Tensor, Tensor], dq: Tensor | None, served: Tensor | None, mark: int = 0
 ) -> None:
     """Add to dK and dV window by window; write ``dq``, if its parts are kept, too.
 
     Args:
-        given: q, k, v, dO and the statistics of rows.
-        sums: dK and dV ``[keys, HKV, D | Dv]`` fp32.
-        about: the selection, query positions, ``cu_seqlens_q``, ``cu_seqlens_k``, and ``served [tokens, HKV]`` or None.
-        mark: with ``served``, only rows whose entry is this take part.
+        served: ``[tokens, HKV]``: only rows whose entry is ``mark`` take part; None: all rows do.
     """
+    launch, given, index, scale = x
     device, w, tile, g = launch.device, how.windows, how.tile, launch.shape
-    *about, served = about
     heads, size = w.heads, how.sizes["size"]
     row, blocks, shares = heads * w.slots, heads * w.blocks, heads * w.work
     units, i32, f32 = w.window * row, torch.int32, torch.float32
@@ -463,11 +392,11 @@ def _by_blocks(
         now = min(w.window, g.tokens - first)
         strips = -(-now // w.strip)
         about_window = {"head0": head0, "first": first, "now": now, "strips": strips, "mark": mark}
-        run = _Run(launch, how.kernels, how.sizes | about_window)
+        run = partial(_run, launch, how.kernels, how.sizes | about_window)
         counted.zero_()
         work[2 * shares :].zero_()
         run(
-            f"order{some}", (strips, heads, 1), (*about, served, block, span, rank, counted),
+            f"order{some}", (strips, heads, 1), (*index, served, block, span, rank, counted),
             "B S S_kv HKV heads head0 n size slots blocks first now strip mark",
         )  # fmt: skip
         run("strip", (-(-w.blocks // STRIPPED), heads, 1), (counted, count), "heads blocks strips")
@@ -478,12 +407,12 @@ def _by_blocks(
         )  # fmt: skip
         run(
             "dkdv", (w.work, heads, -(-size // tile.BLOCK_N)),
-            (*given, *sums, dk_part, dv_part, dq_part, *about, span, unit, count, start, part, work),
+            (*given, *sums, dk_part, dv_part, dq_part, *index, span, unit, count, start, part, work),
             "B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits several " + STRIDES, scale,
         )  # fmt: skip
         run(
             "sum", (w.blocks, heads, -(-size // sum_rows)),
-            (dk_part, dv_part, *sums, unit, count, start, part, *about[2:]),
+            (dk_part, dv_part, *sums, unit, count, start, part, *index[2:]),
             "B S_kv HKV head0 size slots blocks first window slot_bits several",
         )  # fmt: skip
         if dq_part is not None:
@@ -493,14 +422,10 @@ def _by_blocks(
             )  # fmt: skip
 
 
-class _Run:
-    """Launches some of a call's kernels by name, with run-time arguments by name."""
-
-    def __init__(self, launch: Launch, kernels: dict[str, Variant], sizes: dict[str, int]) -> None:
-        self.launch, self.kernels, self.sizes = launch, kernels, sizes
-
-    def __call__(
-        self, name: str, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], sizes: str, *more: float
-    ) -> None:
-        numbers = (*(self.sizes[size] for size in sizes.split()), *more)
-        self.kernels[name].launch(grid, self.launch.device, tensors, numbers, self.launch.narrow)
+def _run(
+    launch: Launch, kernels: dict[str, Variant], sizes: dict[str, int], name: str, grid: tuple[int, int, int],
+    tensors: tuple[Tensor | None, ...], names: str, *more: float,
+) -> None:  # fmt: skip
+    """Launch one of ``kernels``, with the run-time arguments ``names`` of ``sizes``."""
+    numbers = (*(sizes[size] for size in names.split()), *more)
+    kernels[name].launch(grid, launch.device, tensors, numbers, launch.narrow)

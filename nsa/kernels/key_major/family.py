@@ -82,26 +82,17 @@ def takes_key_major(
     reads little there), fp32 (products take longer than reads), or head dims above 128 (they have other tiles).
 
     Args:
-        start: queries from which on key-major is faster for the call's group size; None: never.
-        tokens: query positions of a sequence.
-        n: block slots of a row.
-        block_size: keys of a block.
-        bound: the host's bound on the keys of a row; None: unknown.
-        head_dim: the larger of D and Dv.
+        start: of :func:`key_major_from`. tokens: query positions of a sequence. n: block slots of a row.
+        bound: the host's bound on the keys of a row. head_dim: the larger of D and Dv.
     """
     long = start is not None and tokens >= start and n >= MIN_SLOTS and bound is not None and bound >= MIN_BOUND
     return long and dtype in DTYPES and BLOCK_SIZES[0] <= block_size <= BLOCK_SIZES[1] and head_dim <= MAX_HEAD_DIM
 
 
 def key_major_from(device_name: str, G: int, chunk: bool = False) -> int | None:
-    """Queries from which on key-major is faster on a GPU. None if it never is, or if no GPU was measured.
+    """Queries from which on key-major is faster on a GPU; None if it never is, or if no GPU was measured.
 
-    Args:
-        device_name: as CUDA names it.
-        chunk: the queries are a chunk of a longer prompt.
-
-    Raises:
-        ValueError: a file of measurements cannot be parsed. The text names it.
+    ``chunk``: the queries are a chunk of a longer prompt. Raises ValueError if a file cannot be parsed.
     """
     schedule = measured(device_name)
     return None if schedule is None else schedule.start(G, chunk)
@@ -137,9 +128,5 @@ def _own(schedule: gpu.Crossover, device_name: str) -> bool:
 
 
 def measured(device_name: str) -> gpu.Crossover | None:
-    """The crossover of this GPU model, else that of the stand-in, else None.
-
-    Raises:
-        ValueError: as :func:`key_major_from`.
-    """
+    """The crossover of this GPU model, else that of the stand-in, else None."""
     return gpu.measured(device_name).crossover or gpu.measured(STAND_IN).crossover

@@ -25,7 +25,7 @@ from nsa.kernels.shared import inverse_index, sizes
 from nsa.kernels.shared.errors import ODD, DoesNotFit
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import Variant, remembered, workspaces
-from nsa.kernels.shared.shape import E4M3, RAGGED, RANGES, TILED, Shape, shape_of
+from nsa.kernels.shared.shape import E4M3, RAGGED, RANGES, TILED, Shape, prepared, shape_of
 from nsa.kernels.shared.sizes import INT32_MAX, pairs, span_bucket
 
 logger = logging.getLogger("nsa")
@@ -56,14 +56,8 @@ class Launch(NamedTuple):
     scale: float  # of a call that names none
     steps: Any  # query-major's launch for the sequences of few queries of a ragged batch, which seldom share blocks
     likely: int  # all blocks; of a ragged batch, those that probably have units
-    exact: Exact
-    unites: bool = False
-    queries: int = 3
-
-    @property
-    def pins(self) -> dict[str, Exact]:
-        """Pins with which another call compiles the same variants."""
-        return {"key_major": self.exact} | ({} if self.steps is None else self.steps.pins)
+    pins: dict[str, Exact]  # with these, another call compiles the same variants
+    queries: int = 3  # of the guard's small call
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -86,13 +80,11 @@ def plan(call: Call, shape: Shape | None = None, skips: bool = False, steps: Any
     of the call nor on the number of sequences. A row whose ranges have more than ``bound`` keys may come out as NaN.
 
     Args:
-        shape: of the call; None: derived here.
         skips: every :func:`forward` of the launch gets ``served``, otherwise none does.
         steps: the launch that serves the steps of a ragged batch, see :func:`has_steps`; None without.
 
     Raises:
-        ValueError: there are more keys or KV heads than the kernels count; or the workspace cannot hold the counters of
-            blocks, or the partial results of one token (of ranges without a bound, for example).
+        DoesNotFit: more keys or KV heads than the kernels count, or a workspace that is too large.
     """
     device, dtype, block_size = call.q.device, call.q.dtype, call.block_size
     g = shape_of(call) if shape is None else shape
@@ -123,7 +115,7 @@ def plan(call: Call, shape: Shape | None = None, skips: bool = False, steps: Any
     sized = (g.tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, tile.share, spans)
     windows = key_tiles.windows(*sized)
     variants = _variants(
-        device, dtype, (*call.dtypes(), skips or steps is not None), tile, bucket,
+        (device, dtype, *call.dtypes(), skips or steps is not None), tile, bucket,
         0 if steps is None else sizes.STEPS, walked > 0, TILED if tiled else g.source,
         ONE_TILE=listed <= tile.BLOCK_N, WIDE=wide, G=G, D=D, Dv=Dv, SOURCE=g.source, LAYOUT=g.layout,
         PAGE=g.page, CAUSAL=call.causal, STRIDE_UNIT=g.unit, K_STEP=g.k_step, V_STEP=g.v_step,
@@ -132,7 +124,7 @@ def plan(call: Call, shape: Shape | None = None, skips: bool = False, steps: Any
     narrow = max(g.B, g.S, S_kv, HKV, n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
     return Launch(
         *variants, device, sized, windows, tile, g, size, narrow, 1.0 / math.sqrt(D), steps, likely,
-        Exact(tuple(tile), (bucket, tiled, wide)),
+        {"key_major": Exact(tuple(tile), (bucket, tiled, wide))} | ({} if steps is None else steps.pins),
     )  # fmt: skip
 
 
@@ -144,20 +136,11 @@ def _chunks(g: Shape, longest: int | None) -> int:
 
 @remembered
 def _variants(
-    device: torch.device,
-    dtype: torch.dtype,
-    kinds: tuple[object, ...],
-    tile: key_tiles.Tile,
-    spans: int,
-    steps: int,
-    walk: bool,
-    walk_source: int,
-    **shared: Any,
+    kinds: tuple[Any, ...], tile: key_tiles.Tile, spans: int, steps: int, walk: bool, walk_source: int, **shared: Any
 ) -> tuple[Variant, ...]:
     """The kernels for a tile and the compile-time arguments ``shared``. Plans that differ only in sizes share them.
 
-    Kernels for other dtypes of the inputs or of the index tensors, and kernels that skip rows (``kinds``), are other
-    entries of the cache.
+    Kernels for another device or other dtypes, and kernels that skip rows (``kinds``), are other entries of the cache.
     """
     source = shared["SOURCE"]
     count = {name: shared[name] for name in ("SOURCE", "LAYOUT", "CAUSAL")}
@@ -172,7 +155,7 @@ def _variants(
     merge |= {"HEADS": tile.merge_heads, "BLOCK_L": tile.BLOCK_L, "CHUNK": MERGE_CHUNK, "AT_ONCE": tile.at_once}
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": 1 if shared["ONE_TILE"] else 2}
     merging: dict[str, Any] = {"num_warps": 1, "num_stages": tile.walk_stages if walk else 1}
-    if gpu.runs_ptx(device):
+    if gpu.runs_ptx(kinds[0]):
         options |= {} if tile.registers is None else {"maxnreg": tile.registers}
         merging |= {} if tile.walk_registers is None else {"maxnreg": tile.walk_registers}
     return (
@@ -218,9 +201,6 @@ def reserve(launch: Launch, dtype: torch.dtype, Dv: int) -> tuple[key_tiles.Wind
 
     A row's result stays the same, bit by bit. The smaller windows are logged and remembered for the shape. A larger
     workspace is not tried again, because a failing allocator first gives back all memory that it had cached.
-
-    Raises:
-        torch.OutOfMemoryError: there is no memory for the smallest workspace either.
     """
     key = launch.device, launch.sized
     while True:
@@ -240,16 +220,16 @@ def _less(sized: tuple[int, ...], w: key_tiles.Windows) -> key_tiles.Windows | N
     before = key_tiles.workspace_bytes(w, G, Dv, itemsize, bool(spans))
     for times in SCARCE:
         try:
-            found = key_tiles.windows(*sized, times)
+            smaller = key_tiles.windows(*sized, times)
         except ValueError:  # the partial results of one token do not fit
             return None
-        taken = key_tiles.workspace_bytes(found, G, Dv, itemsize, bool(spans))
+        taken = key_tiles.workspace_bytes(smaller, G, Dv, itemsize, bool(spans))
         if taken < before:
             logger.warning(
                 "key_major: out of memory for a workspace of %.0f MiB; from now on calls of this shape use %.0f MiB, "
                 "which is slower", before / 2**20, taken / 2**20,
             )  # fmt: skip
-            return found
+            return smaller
     return None
 
 
@@ -265,11 +245,9 @@ def _programs(launch: Launch, w: key_tiles.Windows) -> int:
 
 
 def serve_steps(launch: Launch, call: Call, lse: Tensor | None) -> Tensor | None:
-    """Launch query-major for the steps of a ragged batch. Returns ``served`` for :func:`forward`; None without steps.
+    """Launch query-major for the steps of a ragged batch, with LSE to ``lse``. ``call`` has ``out``.
 
-    Args:
-        call: with ``out``.
-        lse: where LSE goes, if the call asks for it.
+    Returns ``served`` for :func:`forward`; None without steps.
     """
     if launch.steps is None:
         return None
@@ -288,14 +266,9 @@ def forward(
             None: no row is served yet; this function then serves the steps first.
         lse: where LSE goes; None: a new tensor if the call asks for LSE.
     """
-    q, k, v, out, return_lse = call.q, call.k, call.v, call.out, call.return_lse
-    selection = call.selection
-    assert selection is not None
+    q, k, v = call[:3]
     device, tile, g, narrow = launch.device, launch.tile, launch.shape, launch.narrow
-    if out is None:
-        out = torch.empty_like(q) if g.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
-    if return_lse and lse is None:
-        lse = torch.empty(q.shape[:-1], device=device, dtype=torch.float32)
+    out, lse, *index, block_table = prepared(call, g, lse)
     if g.tokens == 0:
         return out, lse
     if launch.merge.constexprs["PAIRS"] and v.data_ptr() % 2:
@@ -304,20 +277,13 @@ def forward(
     if served is None:
         served = serve_steps(launch, call._replace(out=out), lse)
         launches[route] += 1
-    selection = selection.contiguous()
-    lengths = call.cu_seqlens_k if call.cache_seqlens is None else call.cache_seqlens
-    q_positions, cu_seqlens_q, lengths = (
-        x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths)
-    )
-    block_table = call.block_table.contiguous() if g.copies_table and call.block_table is not None else call.block_table
     k_scale, v_scale = (x if x is None else x.contiguous() for x in (call.k_scale, call.v_scale))
-    about = (q_positions, cu_seqlens_q, lengths)
     scale = launch.scale if call.scale is None else call.scale
     heads, most = w.heads, w.most
     groups = most * heads
     # The shares' numbers of units and the counters must be zero before a pass. They lie last in `lists`, side by side.
     work, counts, zero = (lists[groups * i * w.work :] for i in (0, 3, 2))
-    ends = None if launch.steps is None else cu_seqlens_q
+    ends = None if launch.steps is None else index[2]
     programs = _programs(launch, w)
     for head0, first in itertools.product(range(0, g.HKV, heads), range(0, g.tokens, w.tokens)):
         tokens = min(w.tokens, g.tokens - first)
@@ -325,7 +291,7 @@ def forward(
         if w.slots:
             zero.zero_()
             launch.count.launch(
-                (tokens, 1, 1), device, (selection, *about, served, block, span, rank, counts),
+                (tokens, 1, 1), device, (*index, served, block, span, rank, counts),
                 (*sizes, w.blocks, first, w.window), narrow,
             )  # fmt: skip
             launch.scan.launch(
@@ -340,7 +306,7 @@ def forward(
             if w.slots:
                 launch.partial.launch(
                     (programs, heads, -(-g.G // tile.HEADS)), device,
-                    (q, k, v, parts, part_lse, selection, *about, block_table, k_scale, span, unit, work),
+                    (q, k, v, parts, part_lse, *index, block_table, k_scale, span, unit, work),
                     (
                         *sizes, here, w.window, i, most, w.work, w.slot_bits, g.pages, *g.strides[:9], scale,
                         g.stride_tb,
@@ -350,9 +316,7 @@ def forward(
             now = min(w.window, tokens - i * w.window)
             (launch.merge if lse is None else launch.merge_lse).launch(
                 (now * heads, -(-g.G // tile.merge_heads), 1), device,
-                (
-                    parts, part_lse, block, q, k, v, out, lse, selection, *about, block_table, served, k_scale, v_scale,
-                ),
+                (parts, part_lse, block, q, k, v, out, lse, *index, block_table, served, k_scale, v_scale),
                 (*sizes, here, now, i * w.window, g.pages, *g.strides, scale, g.stride_tb), narrow,
             )  # fmt: skip
     return out, lse

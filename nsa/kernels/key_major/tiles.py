@@ -106,11 +106,8 @@ def select(
     """Tile of a call whose blocks hold ``size`` keys.
 
     Args:
-        capability: as for :func:`nsa.kernels.query_major.tiles.select`.
-        itemsize: bytes of an element of Q.
-        walk: what :func:`walks` says.
-        e4m3: keys are of one byte.
-        reads: rows that read a block, on average.
+        itemsize: bytes of an element of Q. e4m3: keys are of one byte.
+        walk: of :func:`walks`. reads: rows that read a block, on average.
     """
     block_d, block_dv = padded(D), padded(Dv)
     narrow = max(block_d, block_dv) <= 128
@@ -162,9 +159,8 @@ def count_bytes(heads: int, blocks: int) -> int:
 def pays(sequences: int, queries: int, S_kv: int, keys: int, HKV: int, n: int, block_size: int) -> bool:
     """Whether a call is of the kind that was measured: many rows for each block, few blocks for each row.
 
-    Args:
-        queries, S_kv: of one sequence, or the means of all.
-        keys: of the longest sequence; of all sequences if they are packed end to end.
+    ``queries`` and ``S_kv`` are those of one sequence, or the means of all. ``keys`` are those of the longest sequence,
+    or of all if they are packed end to end.
     """
     blocks = -(-S_kv // block_size)
     counted = keys <= MOST_KEYS and HKV <= MOST_HEADS and count_bytes(HKV, sequences * (blocks + 1)) <= MOST_COUNT_BYTES
@@ -263,16 +259,16 @@ def heads_at_once(HKV: int, enough: int, most: Callable[[int], int], longest: in
 
     Args:
         enough: tokens; a window of this length need not be longer.
-        most: the largest window, in tokens, for a number of heads; fewer heads never make it shorter.
-        longest: the largest window, in tokens, for which fewer heads are processed at once.
+        most: the largest window for a number of heads; fewer heads never make it shorter.
+        longest: the largest window for which fewer heads are processed at once.
     """
     divisors = [heads for heads in range(HKV, 0, -1) if HKV % heads == 0]
-    found = next(heads for heads in divisors if most(heads) > 0 or heads == 1)
-    for heads in divisors[divisors.index(found) :]:
-        if most(found) >= enough or most(heads) > longest:
+    chosen = next(heads for heads in divisors if most(heads) > 0 or heads == 1)
+    for heads in divisors[divisors.index(chosen) :]:
+        if most(chosen) >= enough or most(heads) > longest:
             break
-        found = heads
-    return found
+        chosen = heads
+    return chosen
 
 
 def even(tokens: int, most: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,14 +44,8 @@ class Launch(NamedTuple):
     pairs: bool  # values are read in pairs of bytes
     stride_tb: int  # as in a `Shape`
     copies_table: bool
-    exact: Exact
-    unites: bool = False
-    queries: int = 3
-
-    @property
-    def pins(self) -> dict[str, Exact]:
-        """Pins with which another call compiles the same variants."""
-        return {"query_major": self.exact}
+    pins: dict[str, Exact]  # with these, another call compiles the same variants
+    queries: int = 3  # of the guard's small call
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -71,7 +65,6 @@ def plan(call: Call, shape: Shape | None = None, per_head: bool = False, steps: 
     Args:
         call: valid. Packed rows come as they are: ``q [N, H, D]`` with ``k [N, L, D]``, or with ``k [sum L, D]`` and
             ``cu_seqlens_k``; row ``i`` is sequence ``i``.
-        shape: of the call; None: derived here.
         per_head: one query head per program, for comparison.
         steps: serve only sequences of at most `STEPS` queries of a ragged batch. :func:`forward` gets ``served``.
             Tiles are chosen for one query a sequence, because only the device knows the number of queries.
@@ -112,7 +105,7 @@ def plan(call: Call, shape: Shape | None = None, per_head: bool = False, steps: 
     far = (S_kv + size + tile.BLOCK_L) * max(g.strides[4], g.strides[7]) > INT32_MAX
     variant, variant_lse = (
         _variant(
-            device, dtype, (*call.dtypes(), with_lse), tile, splits if merged else 0, early, G=G, D=D, Dv=Dv,
+            (device, dtype, *call.dtypes(), with_lse), tile, splits if merged else 0, early, G=G, D=D, Dv=Dv,
             SOURCE=source, LAYOUT=g.layout, PAGE=g.page, HKV=g.HKV, S_MANY=g.S > 1 and call.q.dim() == 4,
             STEPS=sizes.STEPS if steps else 0, CAUSAL=causal,
             CHUNKED=g.n > tile.SPANS and not tiles_of_block, FAR=far, SINGLE=tiles_of_block or int(single),
@@ -127,25 +120,18 @@ def plan(call: Call, shape: Shape | None = None, per_head: bool = False, steps: 
     return Launch(
         variant, variant_lse, device, grid, splits, merged, places, numbers, max(*numbers, g.stride_tb) <= INT32_MAX,
         1.0 / math.sqrt(D), g.like_q, bool(variant.constexprs["PAIRS"]), g.stride_tb, g.copies_table,
-        Exact(tuple(tile), (splits, merged, source == TILED)),
+        {"query_major": Exact(tuple(tile), (splits, merged, source == TILED))},
     )  # fmt: skip
 
 
 @remembered
-def _variant(
-    device: torch.device,
-    dtype: torch.dtype,
-    kinds: tuple[object, ...],
-    tile: tiles.Tile,
-    cluster: int,
-    early: bool,
-    **decided: int,
-) -> Variant:
+def _variant(kinds: tuple[Any, ...], tile: tiles.Tile, cluster: int, early: bool, **decided: int) -> Variant:
     """The kernel for a tile and the other compile-time arguments, ``decided``.
 
     Plans that differ only in sizes share a kernel, so that the first call with a longer cache does not launch slowly.
-    Kernels for other dtypes of q, or of the index tensors (``kinds``), are other entries of the cache.
+    Kernels for another device or other dtypes (``kinds``) are other entries of the cache.
     """
+    device, dtype, *_ = kinds
     source, split, ptx = decided["SOURCE"], decided["SPLIT"], runs_ptx(device)
     constexprs: dict[str, object] = {**tile._asdict(), **decided, "INPUT_PRECISION": "ieee"}
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}

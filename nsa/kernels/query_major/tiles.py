@@ -108,8 +108,7 @@ def select(
     """Tile of the query-major forward kernel.
 
     Args:
-        capability: compute capability times ten, 90 for sm_90.
-        itemsize: bytes of an element of K.
+        capability: compute capability times ten, 90 for sm_90. itemsize: bytes of an element of K.
         bound: host bound on the keys that a program reads of a row (``S_kv`` without a better one).
         spans: from :func:`span_bucket`; 1 for rows that read one span from their start.
         fill: how many programs there are: 0 for fewer than multiprocessors, 1 for fewer than 4 per multiprocessor, 2
@@ -169,14 +168,10 @@ def choose(
     At or above :data:`FULL` rows per multiprocessor a row's result is the same, bit by bit, for any number of rows.
 
     Args:
-        name: of the GPU, as CUDA spells it; None on the CPU.
-        processors: multiprocessors of the device.
-        rows: (token, KV head) pairs.
-        choice: what a sweep tries; None for the GPU's table, then the rules.
+        name: of the GPU, as CUDA spells it; None on the CPU. rows: (token, KV head) pairs.
+        choice: of a sweep; None for the GPU's table, then the rules.
         largest: most programs of a cluster; 0 without clusters.
         invariant: few rows are launched like many.
-
-    The other arguments are those of :func:`select`.
     """
     full = invariant or rows >= FULL * processors
     if choice is None and not per_head:
@@ -205,18 +200,18 @@ def measured(
     if name is None or itemsize != 2 or G > MAX_HEADS or bound == 0 or rows == 0:
         return None
     points = table(name).get((one_span, padded(D), padded(Dv)), {})
-    known = [p for p in points if bound <= 2 * p.L and padded(p.G) == padded(G)]
+    near = [p for p in points if bound <= 2 * p.L and padded(p.G) == padded(G)]
     if rows is None:
-        known = [p for p in known if p.rows >= full and points[p].splits == 1]
+        near = [p for p in near if p.rows >= full and points[p].splits == 1]
     else:
-        known = [p for p in known if p.rows <= 2 * rows]
-    if not known:
+        near = [p for p in near if p.rows <= 2 * rows]
+    if not near:
         return None
 
     def distance(p: Point) -> float:
         return sum(abs(math.log2(a / b)) for a, b in ((p.L, bound), (p.rows, rows or p.rows), (p.G, G)))
 
-    nearest = min(known, key=lambda p: (distance(p), p))
+    nearest = min(near, key=lambda p: (distance(p), p))
     # Splits fit only similar shapes. For fewer keys the parts would be too short, and for more rows there would be more
     # programs than the chip holds.
     alike = abs(math.log2(nearest.L / bound)) <= 0.5 and abs(math.log2(nearest.rows / (rows or nearest.rows))) <= 0.5
@@ -224,11 +219,7 @@ def measured(
 
 
 def table(name: str) -> Mapping[gpu.Bucket, Mapping[Point, Choice]]:
-    """The best choices of a GPU by (one span, BLOCK_D, BLOCK_DV); empty if the GPU was not swept.
-
-    Raises:
-        ValueError: the GPU's file is wrong; the text names the file.
-    """
+    """The best choices of a GPU by (one span, BLOCK_D, BLOCK_DV); empty if the GPU was not swept."""
     swept = gpu.measured(name).tiles
     return {} if swept is None else swept.query_major
 
@@ -254,11 +245,7 @@ MIN_SPLIT = 64  # smallest part of a row, in keys
 def split_count(programs: int, bound: int, key_bytes: int, processors: int, largest: int = 0) -> int:
     """Into how many parts the keys of a row are split so that few rows fill the chip; 1 = no split.
 
-    Args:
-        programs: programs of an unsplit launch.
-        bound: host bound on the keys of a row.
-        key_bytes: bytes of one key and its value.
-        processors, largest: as for :func:`choose`.
+    ``programs`` and ``key_bytes``: programs of an unsplit launch, and bytes of one key and its value.
     """
     row_ns = bound * (key_bytes / PROGRAM_RATE + KEY_NS)
     stream = programs * bound * key_bytes / (PROCESSOR_RATE * processors)

@@ -44,8 +44,8 @@ def starved(error: BaseException) -> bool:
     """Whether a compiler's process was killed (SIGKILL), for example for lack of memory. The kernel is not at fault."""
     if isinstance(error, subprocess.CalledProcessError):
         return error.returncode in KILLED
-    found = re.search(r"`?ptxas`? failed with error code (-?\d+)", str(error))
-    return found is not None and int(found[1]) in KILLED
+    status = re.search(r"`?ptxas`? failed with error code (-?\d+)", str(error))
+    return status is not None and int(status[1]) in KILLED
 
 
 def of_system(error: BaseException) -> bool:

@@ -6,7 +6,7 @@ Imports no Triton. ``LAYOUT`` and ``SOURCE`` are explained in `primitives.py`, w
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -92,6 +92,25 @@ def shape_of(call: Call, bound: int | None = None) -> Shape:
         *(int(x is not None and x.numel() > 1) for x in scales),
         v.dtype == E4M3 and unit % 2 == 0 and Dv % 2 == 0,
     )  # fmt: skip
+
+
+def prepared(call: Call, g: Shape, lse: torch.Tensor | None = None) -> tuple[Any, ...]:
+    """Tensors of a call as kernels take them.
+
+    Returns:
+        Where ``O`` and LSE go: what the call or ``lse`` brings, else new tensors; LSE is None if it is not wanted. Then
+        the tensors that say which keys a row reads, contiguous: the selection, query positions, ends of sequences of
+        queries, ends or lengths of sequences of keys, and the page table.
+    """
+    q, out, table = call.q, call.out, call.block_table
+    if out is None:
+        out = torch.empty_like(q) if g.like_q else q.new_empty((*q.shape[:-1], g.Dv))
+    if call.return_lse and lse is None:
+        lse = torch.empty(q.shape[:-1], device=q.device, dtype=torch.float32)
+    selection = call.block_indices if call.ranges is None else call.ranges
+    lengths = call.cu_seqlens_k if call.cache_seqlens is None else call.cache_seqlens
+    index = (x if x is None else x.contiguous() for x in (selection, call.q_positions, call.cu_seqlens_q, lengths))
+    return out, lse, *index, table.contiguous() if table is not None and g.copies_table else table
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

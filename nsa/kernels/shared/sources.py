@@ -43,8 +43,8 @@ def _is_compiled(x: ast.stmt) -> bool:
 def functions(family: str) -> frozenset[str]:
     """Names of the Triton functions that the folder of a family defines."""
     paths = sorted((FOLDER / family).glob("*.py"))
-    found = (x for path in paths for x in ast.parse(path.read_bytes()).body if isinstance(x, ast.FunctionDef))
-    return frozenset(x.name for x in found if _is_compiled(x))
+    defined = (x for path in paths for x in ast.parse(path.read_bytes()).body if isinstance(x, ast.FunctionDef))
+    return frozenset(x.name for x in defined if _is_compiled(x))
 
 
 def hash_of(paths: Iterable[Path]) -> str:

@@ -18,7 +18,7 @@ from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import TMA, Variant, remembered, workspaces
-from nsa.kernels.shared.shape import Shape
+from nsa.kernels.shared.shape import Shape, prepared
 from nsa.kernels.shared.sizes import INT32_MAX
 from nsa.kernels.union import kernel as union_kernels
 from nsa.kernels.union import tiles
@@ -39,18 +39,13 @@ class Launch(NamedTuple):
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
     rest: Any  # key-major's launch, for the other tiles
-    exact: Exact
-    unites: bool = True
+    pins: dict[str, Exact]  # with these, another call compiles the same variants, and reads unions of any size
+    unites: bool = True  # no row of the guard's small call may list a block twice
 
     @property
     def queries(self) -> int:
-        """A tile, and a token."""
+        """Of the guard's small call: a tile, and a token."""
         return self.tile.TOKENS + 1
-
-    @property
-    def pins(self) -> dict[str, Exact]:
-        """Pins with which another call compiles the same variants, and reads unions of any size."""
-        return {"union": self.exact, **self.rest.pins}
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -76,7 +71,7 @@ def plan(call: Call, shape: Shape, rest: Any) -> Launch:
     tile = tiles.Tile(*pin.tile) if exact else tile
     if tile is None or not tiles.fits(g.S_kv, block_size):
         raise DoesNotFit(f"union: no tile for {g.n} blocks a row, {g.G} query heads a KV head and {g.S_kv} keys")
-    told = Exact(tuple(tile))
+    pins = {"union": Exact(tuple(tile)), **rest.pins}
     tiled = block_size % tile.BLOCK_N == 0
     size = min(block_size, -(-max(g.S_kv, 1) // tile.BLOCK_N) * tile.BLOCK_N)  # no tiles past the last key
     tile = tile._replace(TMA=tile.TMA and TMA and tiled and _tma_reads(call, g, tile))
@@ -84,15 +79,15 @@ def plan(call: Call, shape: Shape, rest: Any) -> Launch:
         "G": g.G, "D": g.D, "Dv": g.Dv, "LAYOUT": g.layout, "PAGE": g.page, "CAUSAL": call.causal, "TILED": tiled,
         "ONE_TILE": block_size <= tile.BLOCK_N, "STRIDE_UNIT": g.unit, "INPUT_PRECISION": "ieee",
     }  # fmt: skip
-    kinds, steps = call.dtypes(), rest.steps is not None
-    lists, *unions = _variants(device, dtype, kinds, tile, steps, **shared)
-    _, *by_pointers = _variants(device, dtype, kinds, tile._replace(TMA=False), steps, **shared)
+    kinds, steps = (device, dtype, *call.dtypes()), rest.steps is not None
+    lists, *unions = _variants(kinds, tile, steps, **shared)
+    _, *by_pointers = _variants(kinds, tile._replace(TMA=False), steps, **shared)
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
     worth = tiles.ALWAYS if exact else tiles.worth(block_size) if pin is None else pin.worth
     worth = worth._replace(gain=worth.gain * tile.HEADS)
     return Launch(
         lists, tuple(unions), tuple(by_pointers), device, tile, worth, g, size, tiles.tiles_at_once(tile, g.HKV),
-        narrow, 1.0 / math.sqrt(g.D), rest, told,
+        narrow, 1.0 / math.sqrt(g.D), rest, pins,
     )  # fmt: skip
 
 
@@ -109,17 +104,12 @@ def _for_tma(x: Tensor) -> Tensor:
 
 @remembered
 def _variants(
-    device: torch.device,
-    dtype: torch.dtype,
-    kinds: tuple[torch.dtype | None, ...],
-    tile: tiles.Tile,
-    steps: bool,
-    **shared: Any,
+    kinds: tuple[object, ...], tile: tiles.Tile, steps: bool, **shared: Any
 ) -> tuple[Variant, ...]:
     """The kernels for a tile and the compile-time arguments ``shared``. Plans that differ only in sizes share them.
 
-    Returns the list kernel, and the union kernel without and with LSE. Kernels for other dtypes of the inputs, or of
-    the index tensors (``kinds``), are other entries of the cache.
+    Returns the list kernel, and the union kernel without and with LSE. Kernels for another device or other dtypes
+    (``kinds``) are other entries of the cache.
     """
     lists = {name: shared[name] for name in ("LAYOUT", "CAUSAL")} | {"STEPS": steps}
     lists |= {"TOKENS": tile.TOKENS, "SLOTS": tile.SLOTS}
@@ -134,22 +124,12 @@ def _variants(
 
 def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | None]:
     """Launch the kernels. Arguments and results as of :func:`nsa.kernels.query_major.plan.forward`."""
-    q, k, v, out, selection = call.q, call.k, call.v, call.out, call.block_indices
-    assert selection is not None
+    q, k, v = call[:3]
     device, tile, g, narrow = launch.device, launch.tile, launch.shape, launch.narrow
-    if out is None:
-        out = torch.empty_like(q) if g.like_q else q.new_empty((*q.shape[:-1], v.shape[-1]))
-        call = call._replace(out=out)
-    lse = torch.empty(q.shape[:-1], device=device, dtype=torch.float32) if call.return_lse else None
+    out, lse, selection, *index, block_table = prepared(call, g)
     if g.tokens == 0:
         return out, lse
-    selection = selection.contiguous()
-    lengths = call.cu_seqlens_k if call.cache_seqlens is None else call.cache_seqlens
-    q_positions, cu_seqlens_q, lengths = (
-        x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, lengths)
-    )
-    block_table = call.block_table.contiguous() if g.copies_table and call.block_table is not None else call.block_table
-    about = (q_positions, cu_seqlens_q, lengths)
+    call = call if call.out is out else call._replace(out=out)
     scale = launch.scale if call.scale is None else call.scale
     tiles_of_call = -(-g.tokens // tile.TOKENS)
     at_once = min(tiles_of_call, launch.at_once)
@@ -164,17 +144,17 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     union = (launch.unions if tma else launch.by_pointers)[lse is not None]
     if tma:
         k, v = _for_tma(k), _for_tma(v)
-    by_steps = launch.rest.serve_steps(call, lse)
-    served = served if by_steps is None else by_steps
+    if served is None:
+        served = launch.rest.serve_steps(call, lse)
     for first in range(0, tiles_of_call, at_once):
         now = min(at_once, tiles_of_call - first)
         sizes = (g.B, g.S, g.S_kv, g.HKV)
         launch.list.launch(
-            (now, g.HKV, 1), device, (selection, *about, lists, count, served),
+            (now, g.HKV, 1), device, (selection, *index, lists, count, served),
             (*sizes, g.n, launch.size, g.tokens, first, *launch.worth), narrow,
         )  # fmt: skip
         union.launch(
-            (now * g.HKV, 1, 1), device, (q, k, v, out, lse, *about, block_table, lists, count, served),
+            (now * g.HKV, 1, 1), device, (q, k, v, out, lse, *index, block_table, lists, count, served),
             (*sizes, launch.size, g.tokens, first, now, g.pages, *g.strides, scale, g.stride_tb), narrow,
         )  # fmt: skip
     return launch.rest.serve(call, route, served, lse)  # type: ignore[no-any-return]

@@ -17,8 +17,8 @@ from nsa.failures import caught
 from nsa.testing.clock import training
 from nsa.testing.contestants import prefill
 from nsa.testing.contestants.ours import OF, OURS
-from nsa.testing.matrix.case import Case
 from nsa.testing.machine import GIB_PER_WORKER
+from nsa.testing.matrix.case import Case
 
 SHORT = 8192  # a prompt of this many tokens takes the same kernels as longer ones
 WORTH = 16  # at or above this many cases it pays to start processes

@@ -192,10 +192,10 @@ class Clock:
 
 def check(got: tuple[Tensor, ...], want: tuple[Tensor, ...], at: Tensor) -> dict[str, Any]:
     """Whether O is equal bit by bit, and the largest difference of each gradient over the largest gradient."""
-    found: dict[str, Any] = {"o": torch.equal(got[0], want[0][:, at])}
+    result: dict[str, Any] = {"o": torch.equal(got[0], want[0][:, at])}
     for name, x, y in zip(("dq", "dk", "dv"), got[1:], want[1:], strict=True):
-        found[name] = float((x.float() - y[:, at].float()).abs().max() / y.float().abs().max())
-    return found
+        result[name] = float((x.float() - y[:, at].float()).abs().max() / y.float().abs().max())
+    return result
 
 
 def _rank(rank: int, ask: Ask, port: int, path: str) -> None:
@@ -227,14 +227,14 @@ def _rank(rank: int, ask: Ask, port: int, path: str) -> None:
     del some
     say("compiled")
 
-    found = _prompt(ask, clock, alone, eager, say)
+    result = _prompt(ask, clock, alone, eager, say)
     if ask.long:
         options = _options(ask, dist.group.WORLD, ask.orders[0], ask.heads_at_once[0])
         mine = draw(ask, _positions(ask, ask.long, ask.orders[0], device), 2 + rank)
-        (found["long"],) = clock.times(partial(step, mine, selection_attention, **options), samples=3)
-        say(f"{ask.long} tokens: {statistics.median(found['long']):.1f} ms")
+        (result["long"],) = clock.times(partial(step, mine, selection_attention, **options), samples=3)
+        say(f"{ask.long} tokens: {statistics.median(result['long']):.1f} ms")
     if rank == 0:
-        Path(path).write_text(json.dumps(found), encoding="utf-8")
+        Path(path).write_text(json.dumps(result), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -250,20 +250,20 @@ def _prompt(ask: Ask, clock: Clock, alone: Any, eager: Any, say: Callable[[str],
     plain = partial(step, whole, nsa.selection_attention, backend=ask.backend)
     in_group = partial(step, whole, selection_attention, mesh=alone, backend=ask.backend)
     one, one_of_1 = clock.times(plain, in_group, slowest=False)
-    found: dict[str, Any] = {"one_gpu": one, "one_gpu_bytes": clock.peak(plain, whole.bytes), "world_of_1": one_of_1}
+    result: dict[str, Any] = {"one_gpu": one, "one_gpu_bytes": clock.peak(plain, whole.bytes), "world_of_1": one_of_1}
     want = plain()
     say(f"one GPU: {statistics.median(one):.1f} ms")
     runs = [(order, heads, dist.group.WORLD) for order in ask.orders[:1] for heads in ask.heads_at_once]
     runs += [(order, ask.heads_at_once[0], dist.group.WORLD) for order in ask.orders[1:]]
     runs += [(ask.orders[0], ask.heads_at_once[0], eager)] if eager is not None else []
-    found["sharded"] = []
+    result["sharded"] = []
     for order, heads, mesh in runs:
         at = _positions(ask, ask.tokens, order, clock.device)
         mine = Inputs(*(x[:, at].contiguous() for x in whole))
         figures = _sharded(ask, clock, mine, mesh, order, heads, partial(check, want=want, at=at))
-        found["sharded"].append(figures | {"priority": mesh is eager})
+        result["sharded"].append(figures | {"priority": mesh is eager})
         say(f"{order}, {heads} heads: {statistics.median(figures['whole']):.1f} ms")
-    return found
+    return result
 
 
 def _priority_group(gpu: bool) -> Any:
@@ -308,54 +308,54 @@ def measure(ask: Ask) -> dict[str, Any]:
 
 
 def _started(ask: Ask) -> dict[str, Any]:
-    with TemporaryDirectory() as folder, socket.socket() as found:
+    with TemporaryDirectory() as folder, socket.socket() as free:
         path = os.path.join(folder, "figures.json")
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-        found.close()
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
         mp.spawn(_rank, (ask, port, path), ask.world)  # type: ignore[attr-defined,no-untyped-call]
         figures: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     return figures
 
 
-def ratios(ask: Ask, found: dict[str, Any], figures: dict[str, Any]) -> dict[str, float]:
+def ratios(ask: Ask, result: dict[str, Any], figures: dict[str, Any]) -> dict[str, float]:
     """The figures that `MUST` names, of one way to shard, and the goal's efficiency."""
     whole, compute, communication = (statistics.median(figures[x]) for x in ("whole", "compute", "communication"))
-    one = statistics.median(found["one_gpu"])
+    one = statistics.median(result["one_gpu"])
     ratio = {
         "speedup": one / whole,
         "hidden": (compute + communication - whole) / communication,
-        "memory": figures["bytes"] * ask.world / found["one_gpu_bytes"] if found["one_gpu_bytes"] else 0.0,
-        "world_of_1": statistics.median(found["world_of_1"]) / one,
+        "memory": figures["bytes"] * ask.world / result["one_gpu_bytes"] if result["one_gpu_bytes"] else 0.0,
+        "world_of_1": statistics.median(result["world_of_1"]) / one,
     }
-    if "long" in found:
-        ratio["long"] = statistics.median(found["long"]) / ask.long / (whole / ask.tokens)
+    if "long" in result:
+        ratio["long"] = statistics.median(result["long"]) / ask.long / (whole / ask.tokens)
     return ratio
 
 
-def table(ask: Ask, found: dict[str, Any]) -> str:
+def table(ask: Ask, result: dict[str, Any]) -> str:
     """The figures as text, milliseconds and GiB."""
     lines = [
         f"{ask.world} ranks, {ask.tokens} tokens, {ask.HQ}/{ask.HKV} heads, D {ask.D}, 16 blocks of 64, "
         f"shared {ask.shared:g}, keep {ask.keep}",
-        f"one GPU {statistics.median(found['one_gpu']):.2f} ms (least {min(found['one_gpu']):.2f}), "
-        f"{found['one_gpu_bytes'] / 2**30:.2f} GiB; world of 1 {statistics.median(found['world_of_1']):.2f} ms",
+        f"one GPU {statistics.median(result['one_gpu']):.2f} ms (least {min(result['one_gpu']):.2f}), "
+        f"{result['one_gpu_bytes'] / 2**30:.2f} GiB; world of 1 {statistics.median(result['world_of_1']):.2f} ms",
         f"{'order':>10} {'heads':>5} {'prio':>4} {'whole':>7} {'compute':>7} {'comm':>6} {'GiB':>6} "
         f"{'speedup':>7} {'hidden':>6} {'memory':>6}  O equal; dq, dk, dv off by",
     ]
-    for x in found["sharded"]:
+    for x in result["sharded"]:
         whole, compute, communication = (statistics.median(x[y]) for y in ("whole", "compute", "communication"))
-        r = ratios(ask, found, x)
+        r = ratios(ask, result, x)
         off = ", ".join(f"{x['check'][name]:.1e}" for name in ("dq", "dk", "dv"))
         lines.append(
             f"{x['order']:>10} {x['heads_at_once']:>5} {'high' if x['priority'] else '-':>4} {whole:7.2f} "
             f"{compute:7.2f} {communication:6.2f} {x['bytes'] / 2**30:6.2f} {r['speedup']:6.2f}x {r['hidden']:6.0%} "
             f"{r['memory']:5.2f}x  {x['check']['o']}; {off}"
         )
-    r = ratios(ask, found, found["sharded"][0])
+    r = ratios(ask, result, result["sharded"][0])
     lines.append("; ".join(f"{name} {value:.3f} (must {MUST[name]:g})" for name, value in r.items()))
-    if "long" in found:
-        lines.append(f"{ask.long} tokens {statistics.median(found['long']):.1f} ms")
+    if "long" in result:
+        lines.append(f"{ask.long} tokens {statistics.median(result['long']):.1f} ms")
     return "\n".join(lines)
 
 

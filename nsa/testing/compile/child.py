@@ -91,12 +91,12 @@ def cover(variants: Sequence[frozenset[tuple[str, ...]]]) -> set[int]:
     Greedy: the next launch is the one that adds most.
     """
     missing = set().union(*variants)
-    found = set()
+    choices = set()
     while missing:
         best = max(range(len(variants)), key=lambda i: len(variants[i] & missing))
-        found.add(best)
+        choices.add(best)
         missing -= variants[best]
-    return found
+    return choices
 
 
 def _call(point: Point) -> None:
@@ -261,11 +261,11 @@ def _describe(architecture: Architecture, point: Point, kernel: Any, report: str
 def _disassembled(cubin: bytes) -> str:
     from triton.tools import disasm
 
-    found = disasm.path_to_cuobjdump()  # Triton 3.3 returns the version, too
+    tool = disasm.path_to_cuobjdump()  # Triton 3.3 returns the version, too
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [found[0] if isinstance(found, tuple) else found, "-sass", file.name]
+        command = [tool[0] if isinstance(tool, tuple) else tool, "-sass", file.name]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     if not LOCAL.search(text):
         raise RuntimeError(f"expected accesses to local memory in the disassembly, got {text[-2000:]!r}")
@@ -328,10 +328,10 @@ def _describe_amd(point: Point, kernel: Any) -> Compiled:
 
 
 def _number(words: str, report: str) -> int:
-    found = re.search(words, report)
-    if found is None:
+    match = re.search(words, report)
+    if match is None:
         raise RuntimeError(f"expected {words!r} in the assembler's report, got {report[-2000:]!r}")
-    return int(found[1])
+    return int(match[1])
 
 
 if __name__ == "__main__":

@@ -89,13 +89,13 @@ class Side:
 
     @property
     def control(self) -> float | None:
-        found = [r.controls[self.by] for r in self.readings if self.by is not None and self.by in r.controls]
-        return statistics.median(found) if found else None
+        values = [r.controls[self.by] for r in self.readings if self.by is not None and self.by in r.controls]
+        return statistics.median(values) if values else None
 
     @property
     def ceiling(self) -> float | None:
-        found = [r.ceiling for r in self.readings if r.ceiling]
-        return statistics.median(found) if found else None
+        values = [r.ceiling for r in self.readings if r.ceiling]
+        return statistics.median(values) if values else None
 
 
 def pooled(sides: Mapping[str, Side]) -> dict[str, Side]:

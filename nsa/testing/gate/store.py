@@ -1,7 +1,8 @@
 """Baselines in files: how the baseline of a device and its versions is found, and how a new one is recorded.
 
 A baseline is three files of pytest-benchmark from three processes, `<storage>/<device>/NNNN_*.json` for our kernels and
-`<storage>/<device>/<contestant>/NNNN_*.json` for others. Either all three files are written, or none.
+`<storage>/<device>/<contestant>/NNNN_*.json` for others. Either all three files are written, or none. They hold what
+`kept` keeps of a run.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -19,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nsa.testing.gate import children
-from nsa.testing.gate.rule import Reading, Side, pooled
-from nsa.testing.report.document import read
+from nsa.testing.gate.rule import Reading, Side, pooled, quartile
+from nsa.testing.report.document import checksum, read
 from nsa.tuning.files import locked
 
 FILES = 3  # processes of a recording, and files that the gate reads
@@ -56,8 +58,8 @@ class Baseline:
 
 
 def _minor(version: object) -> str:
-    found = re.match(r"\d+\.\d+", str(version))
-    return found.group() if found else str(version)
+    match = re.match(r"\d+\.\d+", str(version))
+    return match.group() if match else str(version)
 
 
 def find(folder: Path, key: Key) -> Baseline | None:
@@ -73,18 +75,18 @@ def find(folder: Path, key: Key) -> Baseline | None:
         owner = Key.of(document["machine_info"])
         newest = newest or owner
         groups.setdefault(owner, []).append((path, document))
-    found = key if key in groups else newest
-    if found is None:
+    chosen = key if key in groups else newest
+    if chosen is None:
         return None
     paths: list[Path] = []
     runs: dict[str, list[Reading]] = {}
-    for path, document in groups[found]:
+    for path, document in groups[chosen]:
         wanted = [b for b in document["benchmarks"] if len(runs.get(b["name"], ())) < FILES]
         for b in wanted:
             runs.setdefault(b["name"], []).append(Reading.of(b["stats"]["data"], b["extra_info"]))
         if wanted or not document["benchmarks"]:
             paths.append(path)
-    return Baseline(found, paths[::-1], pooled({name: Side.of(them[::-1]) for name, them in runs.items()}))
+    return Baseline(chosen, paths[::-1], pooled({name: Side.of(them[::-1]) for name, them in runs.items()}))
 
 
 class NotSaved(RuntimeError):
@@ -131,6 +133,8 @@ def record(storage: Path, arguments: Sequence[str], cwd: Path, label: str, conte
         names = [{b["name"] for b in document["benchmarks"]} for document in documents]
         if len(keys) != 1 or not names[0] or any(n != names[0] for n in names):
             raise NotSaved("the runs do not hold the same benchmarks of the same machine")
+        for file, document in zip(files, documents, strict=True):
+            file.write_text(kept(document), encoding="utf-8")
         try:
             return _move(files, folder_of(storage, keys.pop().device, contestant), label)
         except OSError as error:
@@ -139,6 +143,33 @@ def record(storage: Path, arguments: Sequence[str], cwd: Path, label: str, conte
     finally:
         if lost:
             shutil.rmtree(work, ignore_errors=True)
+
+
+def kept(document: Mapping[str, Any]) -> str:
+    """What a baseline keeps of a run, as JSON with a checksum.
+
+    In place of samples it keeps their lower quartile, to the last bit, as the measured memory rate. Those are what the
+    gate reads. Other numbers are rounded to seven digits. Options of pytest-benchmark and verdicts are left out.
+    """
+    benchmarks = []
+    for b in document["benchmarks"]:
+        stats, info = _rounded(b["stats"]), _rounded({name: x for name, x in b["extra_info"].items() if name != "gate"})
+        stats["data"] = [quartile(b["stats"]["data"])]
+        for name, samples in (b["extra_info"].get("control_samples") or {}).items():
+            info["control_samples"][name] = [quartile(samples)]
+        info |= {name: b["extra_info"][name] for name in ("ceiling_gbps",) if name in info}
+        others = {name: x for name, x in b.items() if name != "options"}
+        benchmarks.append(others | {"stats": stats, "extra_info": info})
+    small = {**document, "benchmarks": benchmarks}
+    return json.dumps(small | {"checksum": checksum(small)}, separators=(",", ":"))
+
+
+def _rounded(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {name: _rounded(part) for name, part in x.items()}
+    if isinstance(x, list):
+        return [_rounded(part) for part in x]
+    return float(f"{x:.7g}") if isinstance(x, float) else x
 
 
 def _run(file: Path, arguments: Sequence[str], cwd: Path, number: int) -> Path:

@@ -40,12 +40,17 @@ def wrong_keys(e: Evidence) -> Iterator[Finding]:
     yield over_slots("misses the last key of a row", e, lambda r: r.slot < r.lengths - 1)
     yield from other_problems(e)
     if p.ranges.shape[-2] > 1:
-        yield over_slots("misses the last key of each span", e, lambda r: r.span[0] < r.span[1] - 1)
+        yield over_slots("misses the last key of each span", e, _but_the_last_of_spans)
         shorter = torch.stack((p.ranges[..., 0], p.ranges[..., 1] - 1), -1)
         text = "misses the last key of each span that causality leaves whole"
         yield instead(text, p, ranges=shorter, block_indices=None)
     yield over_slots("misses the first key of a row", e, lambda r: r.slot > 0)
     yield over_slots("counts a key that is listed twice only once", e, lambda r: r.first_mention)
+
+
+def _but_the_last_of_spans(r: Reading) -> Tensor:
+    place, keys = r.extents["each span"]
+    return place < keys - 1
 
 
 def other_problems(e: Evidence) -> Iterator[Finding]:
@@ -76,32 +81,25 @@ def other_problems(e: Evidence) -> Iterator[Finding]:
 def partial_blocks(e: Evidence) -> Iterator[Finding]:
     """Lengths rounded down or up to a whole number of tiles."""
 
-    def rounded_up(size: int) -> Callable[[Tensor], Answer]:
-        def answer(rows: Tensor) -> Answer:
-            # Keys of score 0 and value 0.
-            return e.answer(rows).beside((-e.oracle.seen.lengths[rows] % size).double().log()[:, None])
+    def whole(r: Reading, size: int, extent: str) -> Tensor:
+        place, keys = r.extents[extent]
+        return place < keys - keys % size
 
-        return answer
+    def rounded_up(rows: Tensor, size: int) -> Answer:
+        return e.answer(rows).beside((-e.oracle.seen.lengths[rows] % size).double().log()[:, None])
 
-    def whole_tiles(size: int, which: str) -> Callable[[Reading], Tensor]:
-        def keep(r: Reading) -> Tensor:
-            place, keys = getattr(r, which)
-            kept: Tensor = place < keys - keys % size
-            return kept
-
-        return keep
-
-    for name, which in _extents(e):
+    for extent in _extents(e):
         for size in TILES:
-            text = f"drops the last partial block of {size} keys of {name}"
-            yield over_slots(text, e, whole_tiles(size, which))
+            text = f"drops the last partial block of {size} keys of {extent}"
+            yield over_slots(text, e, partial(whole, size=size, extent=extent))
     for size in TILES:
-        yield Finding(f"counts empty slots of the last block of {size} keys as keys of score 0", rounded_up(size))
+        text = f"counts empty slots of the last block of {size} keys as keys of score 0"
+        yield Finding(text, partial(rounded_up, size=size))
 
 
-def _extents(e: Evidence) -> list[tuple[str, str]]:
-    """What a kernel may cut into tiles, and the property of `Reading` that says where its keys are in it."""
-    return [("a row", "whole")] + [("each span", "span")] * (e.oracle.seen.ranges.shape[-2] > 1)
+def _extents(e: Evidence) -> tuple[str, ...]:
+    """What a kernel may cut into tiles, of `Reading.extents`."""
+    return ("a row", "each span") if e.oracle.seen.ranges.shape[-2] > 1 else ("a row",)
 
 
 RESCALED = {
@@ -115,9 +113,9 @@ RESCALED = {
 def not_rescaled(e: Evidence) -> Iterator[Finding]:
     """Online softmax in which what was added up is not rescaled when the running maximum grows."""
 
-    def answer(rows: Tensor, size: int, which: str, accumulator: bool, total: bool) -> Answer:
+    def answer(rows: Tensor, size: int, extent: str, accumulator: bool, total: bool) -> Answer:
         r = e.read(rows)
-        place, keys = getattr(r, which)
+        place, keys = r.extents[extent]
         last = (r.slot + torch.minimum(size - place % size, keys - place) - 1).clamp(0, r.slot.numel() - 1)
         running = r.scores.cummax(-1).values.gather(-1, last[:, None].expand_as(r.scores))  # at the end of each tile
         largest = r.scores.amax(-1, keepdim=True)
@@ -129,10 +127,10 @@ def not_rescaled(e: Evidence) -> Iterator[Finding]:
     if int(e.oracle.seen.lengths.max()) < 2:
         return
     for what, (accumulator, total) in RESCALED.items():
-        for name, which in _extents(e):
+        for extent in _extents(e):
             for size in TILES:
-                text = f"does not rescale {what} when the running maximum grows (tiles of {size} keys of {name})"
-                how = partial(answer, size=size, which=which, accumulator=accumulator, total=total)
+                text = f"does not rescale {what} when the running maximum grows (tiles of {size} keys of {extent})"
+                how = partial(answer, size=size, extent=extent, accumulator=accumulator, total=total)
                 yield Finding(text, how)
 
 

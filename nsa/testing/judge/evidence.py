@@ -88,19 +88,15 @@ class Reading:
         return self.slot < self.lengths
 
     @cached_property
-    def whole(self) -> tuple[Tensor, Tensor]:
-        """`(place, size)` as `span`, if the whole row is one span."""
-        return self.slot.expand(self.index.shape), self.lengths.expand(self.index.shape)
-
-    @cached_property
-    def span(self) -> tuple[Tensor, Tensor]:
-        """`(place, size)`, each `[N, L]`: the place of a slot in its span, and the number of keys of that span."""
+    def extents(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """`(place, keys)`, each `[N, L]`, by "a row" and "each span": a slot's place in it, and its number of keys."""
         _, start, end = self.p.clamped
         size = self._listed(end - start)
         last = size.cumsum(1)
         slot = self.slot.expand(self.index.shape).contiguous()
         which = torch.searchsorted(last, slot, right=True).clamp(max=size.shape[1] - 1)
-        return slot - (last - size).gather(1, which), size.gather(1, which)
+        of_span = slot - (last - size).gather(1, which), size.gather(1, which)
+        return {"a row": (slot, self.lengths.expand(slot.shape)), "each span": of_span}
 
     @cached_property
     def scores(self) -> Tensor:

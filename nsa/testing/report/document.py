@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import reprlib
 from collections.abc import Callable, Mapping
@@ -36,9 +37,17 @@ def read(path: Path, needs: Needs = "data") -> dict[str, Any]:
         raise ValueError(f"{path}: expected the JSON of a pytest-benchmark run, got {error!r}") from error
     try:
         _check_run(document, needs)
+        if document.get("checksum") not in (None, checksum(document)):
+            raise ValueError("expected the contents that were written with this checksum, got others")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return dict(document)
+
+
+def checksum(document: Mapping[str, Any]) -> str:
+    """Of a stored run without its own ``checksum``. It shows that a file was edited."""
+    content = {name: value for name, value in document.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_timing(samples: Any, info: Mapping[str, Any]) -> None:

@@ -161,15 +161,15 @@ def changes(before: Recording, after: Recording) -> list[tuple[str, str, float, 
     are medians.
     """
     old = {fact["name"]: fact for fact in before.facts}
-    found = []
+    changes = []
     for fact in after.facts:
         then = old.get(fact["name"])
         if then is None:
             continue
         was, now = (_ratio_to(then.get("control"), each) for each in (then, fact))
         ratio = now / was if was and now else fact["median"] / then["median"]
-        found.append((fact["name"], fact["group"], ratio, then["median"], fact["median"]))
-    return found
+        changes.append((fact["name"], fact["group"], ratio, then["median"], fact["median"]))
+    return changes
 
 
 def _ratio_to(control: str | None, fact: Fact) -> float | None:
@@ -246,8 +246,8 @@ def documents(recordings: Sequence[Recording], readme: str) -> dict[str, str]:
 def results(recording: Recording) -> str:
     """The page of a device in `docs/results/`: all tables, each with the commits and dates of its benchmarks."""
     name = recording.gpu or recording.device
-    found = tables.longest_prompts(recording.facts)
-    picture = [f"![{_alternative(name, found)}]({device_slug(name)}.svg)"] if found else []
+    prompts = tables.longest_prompts(recording.facts)
+    picture = [f"![{_alternative(name, prompts)}]({device_slug(name)}.svg)"] if prompts else []
     sections = [
         Section.of(one, f"Recorded at {_when(recording, one)}.", picture if one.title == "Prefill" else [])
         for one in tables.of(recording.facts)
@@ -270,22 +270,22 @@ def readme_block(recordings: Sequence[Recording]) -> str:
     text: list[str] = []
     for recording in recordings:
         name = recording.gpu or recording.device
-        path, found = RESULTS / device_slug(name), tables.longest_prompts(recording.facts)
+        path, prompts = RESULTS / device_slug(name), tables.longest_prompts(recording.facts)
         where = f"**{name}**, torch {recording.torch}, Triton {recording.triton}"
-        if found is not None:
+        if prompts is not None:
             one = tables.headline(recording.facts)
-            text += [f"![{_alternative(name, found)}]({path}.svg)", "", f"{where}. {one.legend}", ""]
+            text += [f"![{_alternative(name, prompts)}]({path}.svg)", "", f"{where}. {one.legend}", ""]
             text += [table.markdown(one), "", one.explained()]
             where = "All tables"
         text += [f"{where}: [{path}.md]({path}.md).", ""]
     return "\n".join([BEGIN, *text[:-1], END])
 
 
-def _alternative(gpu: str, found: dict[str, Any]) -> str:
+def _alternative(gpu: str, prompts: dict[str, Any]) -> str:
     """The picture's alternative text: the bars at its top."""
-    heads, first = next(iter(found["milliseconds"].items()))
+    heads, first = next(iter(prompts["milliseconds"].items()))
     said = "; ".join(f"{name}: {value}" for name, value in first.items())
-    return f"Prefill of {found['T']} tokens on {gpu}, milliseconds with {heads} heads: {said}"
+    return f"Prefill of {prompts['T']} tokens on {gpu}, milliseconds with {heads} heads: {said}"
 
 
 def with_block(readme: str, block: str) -> str:

@@ -54,13 +54,13 @@ def speedup_over_L(facts: list[Fact], against: str) -> str | None:
     axes = figure.subplots(deep, wide, sharey=True, squeeze=False)
     handles: dict[tuple[int, int, int], Any] = {}
     for ax, ((dist, H), lines) in zip(axes.flat, sorted(series.items()), strict=False):
-        for line, found in sorted(lines.items()):
-            handles[line] = _line(ax, sorted(found), *line)
+        for line, points in sorted(lines.items()):
+            handles[line] = _line(ax, sorted(points), *line)
         ax.set(title=f"{dist}, H={H}", xscale="log", xlabel="L, keys selected in a row")
-        _ticks(ax.xaxis, sorted({L for found in lines.values() for L, _ in found}), "{x:g}")
+        _ticks(ax.xaxis, sorted({L for points in lines.values() for L, _ in points}), "{x:g}")
         ax.axhline(1, color="#444444", lw=0.9, zorder=1)
         ax.axhline(MARGIN, color="#b03030", lw=0.9, ls=":", zorder=1)
-    ratios = [ratio[0] for panel in series.values() for found in panel.values() for _, ratio in found]
+    ratios = [ratio[0] for panel in series.values() for points in panel.values() for _, ratio in points]
     low, high = min(*ratios, 1.0) / 1.08, max(*ratios, MARGIN) * 1.08
     for ax in axes.flat:
         ax.set(yscale="log", ylim=(low, high), ylabel="speedup")
@@ -73,10 +73,10 @@ def speedup_over_L(facts: list[Fact], against: str) -> str | None:
     return _svg(figure)
 
 
-def _line(ax: Axes, found: list[tuple[int, Any]], N: int, D: int, Dv: int) -> Any:
-    x, y = [L for L, _ in found], [ratio[0] for _, ratio in found]
+def _line(ax: Axes, points: list[tuple[int, Any]], N: int, D: int, Dv: int) -> Any:
+    x, y = [L for L, _ in points], [ratio[0] for _, ratio in points]
     style = {(64, 64): "--", (128, 128): "-"}.get((D, Dv), ":")
-    bars = [[abs((ratio[i] or ratio[0]) - ratio[0]) for _, ratio in found] for i in (1, 2)]
+    bars = [[abs((ratio[i] or ratio[0]) - ratio[0]) for _, ratio in points] for i in (1, 2)]
     color = COLORS.get(N, "#555555")
     return ax.errorbar(x, y, yerr=bars, color=color, ls=style, marker="o", ms=3.2, lw=1.3, elinewidth=1, capsize=2)
 
@@ -133,13 +133,13 @@ def prefill_bars(facts: Iterable[Fact], gpu: str) -> str | None:
     if shown is None:
         return None
     groups = shown["milliseconds"]
-    figure = Figure(figsize=(WIDTH, 0.9 + sum(0.25 * len(found) + 0.15 for found in groups.values())))
+    figure = Figure(figsize=(WIDTH, 0.9 + sum(0.25 * len(times) + 0.15 for times in groups.values())))
     axes = figure.subplots(
-        len(groups), 1, sharex=True, squeeze=False, height_ratios=[len(found) for found in groups.values()]
+        len(groups), 1, sharex=True, squeeze=False, height_ratios=[len(times) for times in groups.values()]
     )
-    for ax, (heads, found) in zip(axes.flat, groups.items(), strict=True):
-        bars = ax.barh(list(found), [float(value) for value in found.values()], color=[PEERS[name] for name in found])
-        ax.bar_label(bars, list(found.values()), padding=3)
+    for ax, (heads, times) in zip(axes.flat, groups.items(), strict=True):
+        bars = ax.barh(list(times), [float(value) for value in times.values()], color=[PEERS[name] for name in times])
+        ax.bar_label(bars, list(times.values()), padding=3)
         ax.set_ylabel(f"HQ/HKV\n{heads}", rotation=0, ha="right", va="center", fontweight="bold")
         ax.invert_yaxis()
         ax.grid(visible=False, axis="y")

@@ -41,11 +41,11 @@ class Recording:
 
     def taken(self, facts: Iterable[Fact], dated: bool = True) -> list[str]:
         """The commits of some of its benchmarks, and their dates if `dated`."""
-        found = [
+        names = [
             str(fact.get("commit") or self.commit)[:12] + f", {str(fact.get('date') or self.date)[:10]}" * dated
             for fact in facts
         ]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(names))
 
     @property
     def environment(self) -> dict[str, str]:
@@ -135,15 +135,15 @@ def by_kind(facts: Iterable[Fact]) -> dict[str, list[Fact]]:
 
     Prompts and the shapes of MiniMax-M3 are in a fixed order, because a merged recording begins with the newest facts.
     """
-    found: dict[str, list[Fact]] = {name: [] for name in KINDS}
+    facts_of: dict[str, list[Fact]] = {name: [] for name in KINDS}
     for fact in facts:
         if not fact.get("layouts"):  # times of packed SDPA's layouts, which a threshold needs and no table shows
-            found[_kind(fact)].append(fact)
+            facts_of[_kind(fact)].append(fact)
     for name in ("prefill", "training"):
-        found[name].sort(key=lambda fact: (fact["S"], -fact["HQ"], fact["HKV"], fact.get("shared", 0.0), fact["group"]))
+        facts_of[name].sort(key=lambda x: (x["S"], -x["HQ"], x["HKV"], x.get("shared", 0.0), x["group"]))
     rank = {name: i for i, name in enumerate(NAMED)}
-    found["m3"].sort(key=lambda fact: rank.get(str(fact["case"]), len(rank)))
-    return found
+    facts_of["m3"].sort(key=lambda fact: rank.get(str(fact["case"]), len(rank)))
+    return facts_of
 
 
 def _kind(fact: Fact) -> str:

@@ -35,7 +35,7 @@ CSV = """
 def of(facts: Iterable[Fact]) -> list[Table]:
     """The tables of a run or a recording, without the empty ones."""
     groups = ("kernels", "others")
-    kinds = {kind: grouped(found).items() if kind in groups else found for kind, found in by_kind(facts).items()}
+    kinds = {kind: grouped(of_kind).items() if kind in groups else of_kind for kind, of_kind in by_kind(facts).items()}
     return [make(kind, rows) for kind, rows in kinds.items() if rows]
 
 
@@ -88,8 +88,8 @@ def _key(name: str, key: str = "", form: str = "", place: Any = None) -> Column:
 
 def _faster(fact: Fact, comparator: str) -> str | None:
     """How many times as fast ours is; None if it is ours that is the comparator."""
-    found = None if comparator == fact.get("impl") else speedup(fact, comparator)
-    return times(found and found[0])
+    gain = None if comparator == fact.get("impl") else speedup(fact, comparator)
+    return times(gain and gain[0])
 
 
 def _beside(comparators: dict[str, str], shown: Callable[[float], str]) -> list[Column]:
@@ -247,7 +247,7 @@ def threshold(decision: thresholds.Decision, on_packed: thresholds.Decision) -> 
     def row(key: thresholds.Key) -> dict[str, str | None]:
         mine = [point for point in decision.points if point.key == key]
         least, decided = min(mine, key=lambda point: point.speedup), any(point.low is not None for point in mine)
-        starts = [str(found.groups.get(key) or "never") if decided else "undecided" for found in (decision, on_packed)]
+        starts = [str(by.groups.get(key) or "never") if decided else "undecided" for by in (decision, on_packed)]
         return dict(zip(("H", "D", "Dv", "distribution"), map(str, key), strict=True)) | {
             "L measured": ", ".join(map(str, sorted({point.L for point in mine}))),
             f"{decision.margin:g}× the replaced path from L": starts[0],
@@ -298,11 +298,11 @@ def longest_prompts(facts: Iterable[Fact]) -> dict[str, Any] | None:
     rows = make("prefill", by_kind(facts)["prefill"]).cells()
     if not rows:
         return None
-    found: dict[str, dict[str, str]] = {}
+    milliseconds: dict[str, dict[str, str]] = {}
     for row in (row for row in rows if row["T"] == rows[-1]["T"]):
-        mine, alone = found.setdefault(row["HQ/HKV"], {}), row.get("shared", EMPTY) == EMPTY
+        mine, alone = milliseconds.setdefault(row["HQ/HKV"], {}), row.get("shared", EMPTY) == EMPTY
         others = {name: row.get(name, EMPTY) for name in (*PEERS.values(), *DENSE.values()) if alone}
         ours = {"ours, random" if alone else f"ours, {row['shared']} shared": row["ours"]}
         # Most overlap first, and the others last; rows come with the least overlap first.
-        found[row["HQ/HKV"]] = ours | mine | {name: cell.first for name, cell in others.items() if cell != EMPTY}
-    return {"T": int(rows[-1]["T"]), "milliseconds": found}
+        milliseconds[row["HQ/HKV"]] = ours | mine | {name: cell.first for name, cell in others.items() if cell != EMPTY}
+    return {"T": int(rows[-1]["T"]), "milliseconds": milliseconds}

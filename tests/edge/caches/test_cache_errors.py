@@ -8,15 +8,10 @@ import torch
 import nsa
 from nsa.testing.matrix import caches
 
+from ..calls.refusals import META, ints
 from .cached_calls import PAGE, ROOM, ends, everything, queries
 
-E4M3, META = torch.float8_e4m3fn, torch.device("meta")
-
-
-def ints(*shape):
-    return torch.zeros(shape, dtype=torch.int32)
-
-
+E4M3 = torch.float8_e4m3fn
 LENGTHS, TABLE, TENSOR = "cache_seqlens: expected", "block_table: expected", "expected a torch.Tensor, got"
 NUMBER, RANGE = f"{LENGTHS} a torch.Tensor or an int, got", f"{LENGTHS} an int from 0 to"
 # What differs from a call that is right, and what is said.

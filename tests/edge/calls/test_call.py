@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import nsa
-from nsa import dispatch, failures, ops, routing, settings
+from nsa import dispatch, ops, routing, settings
 from nsa.call import TENSORS, Call
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.plain.oracle import selection_reference
-from nsa.plain.packed_sdpa import packed_sdpa
 
 from ...parity.pairs import in_pairs
 
@@ -90,17 +89,7 @@ def test_what_is_no_out(problem, backend):
             nsa.selection_attention(*qkv, **selection, backend=backend, out=out)
 
 
-# --- bounds and numbers -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bound", [2**24, 2**31])
-def test_a_loose_bound_costs_nothing(problem, bound):
-    """Packed SDPA lays out no more keys than there are."""
-    (q, k, v), selection = problem
-    call = Call(q, k, v, **selection, max_selected=bound)
-    torch.testing.assert_close(packed_sdpa(call)[0], selection_reference(call)[0], rtol=0, atol=1e-5)
-    o = nsa.selection_attention(q, k, v, **selection, max_selected=bound, backend="sdpa")
-    torch.testing.assert_close(o, packed_sdpa(call)[0], rtol=0, atol=1e-5)
+# --- numbers and autocast ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["triton", "sdpa", "reference"])
@@ -215,49 +204,6 @@ def test_vmap_of_packed_rows_is_refused_in_our_words(device):
         torch.vmap(nsa.sel_attn_fwd_dense_group)(Q, K, V)
     with pytest.raises(RuntimeError, match="packed rows have no rule for transforms of torch.func"):
         torch.func.grad(lambda Q: nsa.sel_attn_fwd_dense_group(Q, K[0], V[0]).sum())(Q[0])
-
-
-# --- failures ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "of_the_kernel"),
-    [
-        ("Triton Error [CUDA]: out of memory", False),
-        ("Triton Error [CUDA]: operation not permitted when stream is capturing", False),
-        ("Triton Error [CUDA]: an illegal memory access was encountered", False),
-        ("Triton Error [HIP]: out of memory", False),
-        ("Triton Error [CUDA]: too many resources requested for launch", True),
-        ("Triton Error [CUDA]: device kernel image is invalid", True),
-        ("PassManager::run failed: out of memory words in a kernel's name", True),
-        ("CUDA error: an illegal memory access was encountered", False),
-    ],
-)
-def test_errors_are_sorted_by_the_drivers_text(text, of_the_kernel):
-    assert failures.of_the_kernel(RuntimeError(text)) == of_the_kernel
-
-
-def test_nothing_is_remembered_under_capture(problem, monkeypatch, fresh_routes, fresh_plans):
-    from nsa.kernels.query_major import plan as query_major
-
-    qkv, selection = problem
-    tries = []
-
-    def forward(*args):
-        tries.append(args)
-        raise RuntimeError("PassManager::run failed")
-
-    monkeypatch.setattr(query_major, "forward", forward)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    capturing = [True]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    with nsa.configure(sel_triton_min_L=0):
-        nsa.selection_attention(*qkv, **selection, max_selected=24)
-        capturing[0] = False
-        for _ in range(3):
-            nsa.selection_attention(*qkv, **selection, max_selected=24)
-    assert len(tries) == 2
-    assert "under CUDA graph capture" in [record.reason for record in nsa.routes() if record.calls == 1][0]
 
 
 def test_the_walk_of_a_planned_call(problem, device):

@@ -158,24 +158,15 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize(("call", "text"), SHAPES)
-def test_shapes(attend, device, call, text):
-    refuses(ValueError, text, device, attend, **call)
+REFUSED = [(ValueError, SHAPES), (TypeError, TYPES), (ValueError, DEVICES), (ValueError, VALUES)]
 
 
-@pytest.mark.parametrize(("call", "text"), TYPES)
-def test_types(attend, device, call, text):
-    refuses(TypeError, text, device, attend, **call)
-
-
-@pytest.mark.parametrize(("call", "text"), DEVICES)
-def test_devices(attend, device, call, text):
-    refuses(ValueError, text, device, attend, **call)
-
-
-@pytest.mark.parametrize(("call", "text"), VALUES)
-def test_values(attend, device, call, text):
-    refuses(ValueError, text, device, attend, **call)
+@pytest.mark.parametrize(
+    ("error", "call", "text"),
+    [pytest.param(error, *row.values, id=row.id) for error, rows in REFUSED for row in rows],
+)
+def test_refusals(attend, device, error, call, text):
+    refuses(error, text, device, attend, **call)
 
 
 BACKEND = "backend: expected one of auto, triton, sdpa, reference, got"

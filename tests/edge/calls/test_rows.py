@@ -73,7 +73,7 @@ def test_rows(draw_rows, schedule, row, dtype):
 
 @pytest.mark.usefixtures("split")
 @pytest.mark.parametrize("schedule", DENSE)
-@pytest.mark.parametrize("row", [{"N": 2, "L": 40}, {"ends": (0, 73, 80)}], ids=["dense", "varlen"])
+@pytest.mark.parametrize("row", [{"N": 2, "L": 40}, {"ends": (0, 73, 73, 80)}], ids=["dense", "varlen"])
 def test_split_rows(draw_rows, schedule, row, dtype):
     check(schedule, draw_rows, dtype, **row)
 

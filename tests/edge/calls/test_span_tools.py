@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 import nsa
 from nsa.testing.matrix import strategies
 
+from .test_strides import LAYOUTS
+
 KEYS, N = 24, 5
 HUGE = 2**62
 INT32 = torch.iinfo(torch.int32)
@@ -57,11 +59,6 @@ def test_merge_is_idempotent_and_takes_int32(device, ranges):
 
 
 MERGES = {
-    "nothing": ([(0, 0), (5, 5), (9, 3)], [(0, 0)] * 3),
-    "adjacent": ([(3, 5), (0, 3)], [(0, 5), (0, 0)]),
-    "nested": ([(2, 3), (0, 9), (4, 9)], [(0, 9), (0, 0), (0, 0)]),
-    "from-zero": ([(7, 9), (0, 1)], [(0, 1), (7, 9)]),
-    "below-zero": ([(-5, -2), (-3, 4)], [(-5, 4), (0, 0)]),
     "int32-ends": ([(INT32.min, 0), (0, INT32.max), (INT32.max, INT32.max)], [(INT32.min, INT32.max), *[(0, 0)] * 2]),
     "last-of-int32": ([(INT32.max - 1, INT32.max), (INT32.min, INT32.min + 1)], None),
     "int64-ends": ([(-(2**63), -5), (HUGE, 2**63 - 1)], [(-(2**63), -5), (HUGE, 2**63 - 1)]),
@@ -227,17 +224,7 @@ def test_pack_rows_of_nothing(draw, same, shape):
     assert nsa.pack_rows(k, v, no_spans).K.shape == (N, 0, 16)
 
 
-STRIDED = {
-    "heads-first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "sequence-slice": lambda x: torch.cat((x, x), 1)[:, 24:],
-    "head-slice": lambda x: torch.cat((x * 9, x), 2)[:, :, 2:],
-    "expanded": lambda x: x[:1].expand(2, -1, -1, -1),
-    "last-dim": lambda x: x[..., ::2],
-    "interleaved": lambda x: torch.stack((x * 9, x), 2)[:, :, 1],
-}
-
-
-@pytest.mark.parametrize("view", STRIDED.values(), ids=STRIDED)
+@pytest.mark.parametrize("view", [*LAYOUTS.values(), lambda x: x[..., ::2]], ids=[*LAYOUTS, "last-dim"])
 def test_pack_rows_of_any_strides(draw, same, view):
     """The last dimension's, too; gaps between rows; and enough rows that padding points at a row of zeros."""
     k, v = (view(x) for x in draw(B=2)[1:])

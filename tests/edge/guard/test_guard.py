@@ -7,11 +7,11 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,10 +28,13 @@ pytestmark = pytest.mark.usefixtures("fresh_routes", "fresh_plans", "untried")
 ROOT = Path(nsa.__file__).parents[1]
 HINT = " (NSA_PROBE=never launches the kernel without this check)"
 AGAIN = "; tried again after a pause"
+REAL = "real(self, grid, device, tensors, numbers, common)"
 AT_LAUNCH = """
-import ctypes, os, signal, sys
+import ast, ctypes, os, signal, sys
 sys.path.insert(0, {root!r})
 import torch
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
 from nsa.kernels.shared import launch
 real = launch.Variant.launch
 def broken(self, grid, device, tensors, numbers, common=True):
@@ -71,19 +74,6 @@ def asked(monkeypatch):
 
 
 @pytest.fixture
-def started(monkeypatch):
-    """The children that were started."""
-    children, start = [], parent.Child.__init__
-
-    def record(self, *arguments):
-        start(self, *arguments)
-        children.append(self.process)
-
-    monkeypatch.setattr(parent.Child, "__init__", record)
-    return children
-
-
-@pytest.fixture
 def call(draw, same):
     """A call, compared with the reference."""
     q, k, v = draw()
@@ -104,54 +94,33 @@ def warnings_of(caplog):
 # --- what happens to the child ----------------------------------------------------------------------------------------
 
 # What its launch does, the cause, and whether it is kept for other processes.
-FAULTS = {
-    "abort": ("os.abort()", "killed by SIGABRT while compiling", True),
-    "segfault": ("ctypes.string_at(0)", "killed by SIGSEGV while compiling", True),
-    "wrong": (
-        "real(self, grid, device, tensors, numbers, common); tensors[3].mul_(1.01)",
-        "wrong result: max error 0.0",
-        True,
-    ),
-    "passes": (
-        "raise RuntimeError('PassManager::run failed')",
-        "RuntimeError: PassManager::run failed while compiling",
-        True,
-    ),
-    "compilation": (
-        "from triton.compiler.errors import CompilationError; import ast; "
-        "raise CompilationError('a = b', ast.parse('a').body[0], 'no')",
-        "CompilationError: at 1:0:",
-        True,
-    ),
+RAISES = {
+    "passes": ("RuntimeError('PassManager::run failed')", "RuntimeError: PassManager::run failed", True),
+    "compilation": ("CompilationError('a = b', ast.parse('a').body[0], 'no')", "CompilationError: at 1:0:", True),
     "resources": (
-        "from triton.runtime.errors import OutOfResources; raise OutOfResources(300_000, 232_448, 'shared memory')",
-        "OutOfResources: out of resource: shared memory, Required: 300000, Hardware limit: 232448",
-        True,
+        "OutOfResources(300_000, 232_448, 'shared memory')",
+        "OutOfResources: out of resource: shared memory, Required: 300000, Hardware limit: 232448", True,
     ),
     "assembler-killed": (
-        "raise RuntimeError('`ptxas` failed with error code -9')",
-        f"RuntimeError: `ptxas` failed with error code -9 while compiling{HINT}",
-        False,
+        "RuntimeError('`ptxas` failed with error code -9')", "RuntimeError: `ptxas` failed with error code -9", False
     ),
-    "exception": (
-        "raise RuntimeError('no C compiler')",
-        f"RuntimeError: no C compiler while compiling{HINT}",
-        False,
-    ),
-    "memory": (
-        "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')",
-        f"OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB while compiling{HINT}",
-        False,
-    ),
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", f"killed by SIGKILL while compiling{HINT}", False),
-    "silent": ("os._exit(0)", f"exit status 0 without an answer while compiling{HINT}", False),
-}
+    "exception": ("RuntimeError('no C compiler')", "RuntimeError: no C compiler", False),
+    "memory": ("torch.OutOfMemoryError('no room')", "OutOfMemoryError: no room", False),
+}  # fmt: skip
+FAULTS = {
+    "abort": ("os.abort()", "killed by SIGABRT", True),
+    "segfault": ("ctypes.string_at(0)", "killed by SIGSEGV", True),
+    "wrong": (f"{REAL}; tensors[3].mul_(1.01)", "wrong result: max error 0.0", True),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL", False),
+    "silent": ("os._exit(0)", "exit status 0 without an answer", False),
+} | {kind: (f"raise {error}", cause, lasting) for kind, (error, cause, lasting) in RAISES.items()}
 
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_fault_at_launch(call, inject, asked, caplog, kind, kept, monkeypatch):
     monkeypatch.setattr(failures, "now", lambda: 0.0)  # no pause ends
     body, cause, lasting = FAULTS[kind]
+    cause += "" if kind in ("wrong", "compilation", "resources") else " while compiling" + HINT * (not lasting)
     inject(body)
     for _ in range(3):
         call()
@@ -174,11 +143,12 @@ def test_fault_at_launch(call, inject, asked, caplog, kind, kept, monkeypatch):
 
 def test_a_child_that_compiles_something_else_admits_nothing(call, inject, asked):
     """Its verdict says nothing about what the caller is about to compile."""
-    inject("self.options = self.options | {'num_warps': 8}; real(self, grid, device, tensors, numbers, common)")
+    inject("self.options = self.options | {'num_warps': 8}; " + REAL)
     call()
     (record,) = nsa.routes()
-    text = "query_major kernel failed: ProbeFailed: the child compiled another variant, (expected, got): {'options': "
+    text = "query_major kernel failed: ProbeFailed: the child compiled another variant: expected {'kernel': '_fwd"
     assert record.reason.startswith(text)
+    assert "'options': {'num_warps': 8" in record.reason
     assert record.reason.endswith(f"{HINT}{AGAIN}")
     assert (record.route, len(asked)) == ("sdpa", 1)
 
@@ -186,67 +156,43 @@ def test_a_child_that_compiles_something_else_admits_nothing(call, inject, asked
 HANG = "import subprocess, time; x = subprocess.Popen(['sleep', '100000']); open({!r}, 'w').write(str(x.pid)); "
 
 
-@pytest.fixture
-def limits(monkeypatch):
-    """`limits(start, work)`: seconds that a child has."""
-
-    def make(start, work):
-        monkeypatch.setattr(parent, "START_S", start)
-        monkeypatch.setattr(parent, "LIMIT_S", work)
-
-    return make
-
-
 @pytest.mark.parametrize("phase", ["starting", "compiling"])
-def test_hang(call, inject, limits, tmp_path, phase, kept):
+def test_hang(call, inject, monkeypatch, tmp_path, phase, kept):
     """It ends with whatever it started, and speaks of the kernel only if that was being compiled."""
     hang = HANG.format(str(tmp_path / "pid")) + "time.sleep(100000)"
-    if phase == "starting":
-        limits(2.0, 100.0)
-        inject(start=hang)
-    else:
-        limits(100.0, 2.0)
-        inject(hang)
+    starts = phase == "starting"
+    inject("" if starts else hang, hang if starts else "")
+    monkeypatch.setattr(parent, "START_S", 5.0 if starts else 600.0)
+    monkeypatch.setattr(parent, "LIMIT_S", 2.0)
     call()
-    assert nsa.routes()[0].reason == f"query_major kernel failed: ProbeFailed: no answer in 2 s while {phase}" + (
-        HINT + AGAIN if phase == "starting" else ""
+    seconds, end = (7, HINT + AGAIN) if starts else (2, "")
+    assert nsa.routes()[0].reason == (
+        f"query_major kernel failed: ProbeFailed: no answer in {seconds} s while {phase}{end}"
     )
-    assert len(kept()) == (phase == "compiling")
+    assert len(kept()) == (not starts)
     assert gone(int((tmp_path / "pid").read_text()))
 
 
-def test_a_slow_start_is_no_hang(call, inject, limits, kept, monkeypatch, tmp_path):
-    """As from a cold file system: 250 s of the parent's clock pass before the start, a trial has 100."""
-    now, go = [0.0], tmp_path / "go"
-    limits(300.0, 100.0)
-    inject(start=f"import os, time\nwhile not os.path.exists({str(go)!r}):\n    time.sleep(0.01)")
-
-    def wait(seconds):
-        now[0] = 250.0
-        go.touch()
-        time.sleep(seconds)
-
-    monkeypatch.setattr(parent, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=wait))
+def test_a_slow_start_is_no_hang(call, inject, tmp_path):
+    """The time of a trial begins once torch is imported and the GPU was found."""
+    log = tmp_path / "log"
+    inject(start=f"""
+import signal, sys
+def alarm(seconds):
+    open({str(log)!r}, "a").write(f"{{seconds}} {{'nsa' in sys.modules and sys.modules['torch'].zeros is not None}} ")
+signal.alarm = alarm
+""")
     call()
     assert [record.route for record in nsa.routes()] == ["query_major"]
-    (path,) = kept()
-    assert json.loads(path.read_text())["cause"] is None
+    assert log.read_text() == "120 True "
 
 
-def test_what_a_death_leaves_behind_is_ended(call, inject, tmp_path):
+@pytest.mark.parametrize("end", ["os.abort()", REAL], ids=["abort", "right"])
+def test_what_a_child_leaves_behind_is_ended(call, inject, tmp_path, end):
     """A compiler that the child started, and that holds its output open. It would sleep on if this process waited."""
-    inject(HANG.format(str(tmp_path / "pid")) + "os.abort()")
+    inject(HANG.format(str(tmp_path / "pid")) + end)
     call()
-    assert nsa.routes()[0].reason == "query_major kernel failed: ProbeFailed: killed by SIGABRT while compiling"
-    assert gone(int((tmp_path / "pid").read_text()))
-
-
-def test_a_child_without_questions_ends_with_what_it_left_behind(call, inject, started, monkeypatch, tmp_path):
-    monkeypatch.setattr(parent, "IDLE_S", 0.1)
-    inject(HANG.format(str(tmp_path / "pid")) + "real(self, grid, device, tensors, numbers, common)")
-    call()
-    assert [record.route for record in nsa.routes()] == ["query_major"]
-    assert started[0].wait(300) == -signal.SIGKILL
+    assert [record.route for record in nsa.routes()] == ["query_major" if end == REAL else "sdpa"]
     assert gone(int((tmp_path / "pid").read_text()))
 
 
@@ -276,8 +222,8 @@ def test_no_child_has_children(call, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("status", "phase", "says", "printed", "verdict"),
     [
-        (0, "comparing", {"result": "right", "variants": '[{"f": 1}]'}, "a warning", (None, True, ({"f": 1},))),
-        (0, "comparing", {"result": "max error 1"}, "", ("wrong result: max error 1", True)),
+        (-9, "comparing", {"result": "right", "variants": '[{"f": 1}]'}, "a warning", (None, True, ({"f": 1},))),
+        (-9, "comparing", {"result": "max error 1"}, "", ("wrong result: max error 1", True)),
         (-11, "running", {}, "", ("killed by SIGSEGV while running", True)),
         (-6, "compiling", {}, "a\nassert x\n\n", ("killed by SIGABRT while compiling: assert x", True)),
         (-6, "starting", {}, "", (f"killed by SIGABRT while starting{HINT}", False)),
@@ -285,9 +231,9 @@ def test_no_child_has_children(call, monkeypatch, tmp_path):
         (-99, "compiling", {}, "", (f"killed by signal 99 while compiling{HINT}", False)),
         (1, "compiling", {"error": "OSError: no cc"}, "", (f"OSError: no cc while compiling{HINT}", False)),
         (2, "starting", {}, "usage", (f"exit status 2 without an answer while starting: usage{HINT}", False)),
-        (None, "running", {}, "", ("no answer in 120 s while running", True)),
-        (None, "starting", {}, "", (f"no answer in 300 s while starting{HINT}", False)),
-        (None, "comparing", {}, "", (f"no answer in 120 s while comparing{HINT}", False)),
+        (-14, "running", {}, "", ("no answer in 120 s while running", True)),
+        (None, "starting", {}, "", (f"no answer in 420 s while starting{HINT}", False)),
+        (-14, "comparing", {}, "", (f"no answer in 120 s while comparing{HINT}", False)),
         (1, "compiling", {"broken": "PTXASError: 255"}, "", ("PTXASError: 255 while compiling", True)),
         (1, "starting", {"broken": "PTXASError: 255"}, "", (f"PTXASError: 255 while starting{HINT}", False)),
     ],
@@ -324,7 +270,7 @@ NOISE = r"""os.write(1, b'\xff\xfe["result", \n["result"]\n[1]\n["result", "wron
 def test_what_others_print_is_no_answer(call, inject, asked, kept):
     """Neither before the child begins, nor while it is at work, nor as its end might print it."""
     at_work = f"{NOISE}; import atexit; atexit.register(lambda: {NOISE}); "
-    inject(at_work + "real(self, grid, device, tensors, numbers, common)", start=f"import os; {NOISE}")
+    inject(at_work + REAL, start=f"import os; {NOISE}")
     call()
     assert [record.route for record in nsa.routes()] == ["query_major"]
     assert len(asked) == 1
@@ -360,77 +306,42 @@ def test_an_interrupt_ends_the_child(call, inject, monkeypatch, tmp_path):
     pid = tmp_path / "pid"
     inject(start=HANG.format(str(pid)) + "time.sleep(100000)")
 
-    def interrupted(seconds):
+    wait = subprocess.Popen.wait
+
+    def interrupted(child, seconds):
+        if seconds == parent.REAP_S:
+            return wait(child, seconds)
         while not (pid.exists() and pid.read_text()):
             time.sleep(0.01)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(parent, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupted))
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         call()
     assert gone(int(pid.read_text()))
     assert nsa.routes() == []
 
 
-# --- one child for many questions -------------------------------------------------------------------------------------
-
-
-def test_one_child_for_a_training_step(draw, same, asked, started, kept):
-    """What a step costs is two small calls, one for each pass, and the children that are started for them."""
+def test_a_training_step_asks_twice(draw, same, asked, kept):
+    """What a step costs is two small calls, one for each pass."""
     qkv = [x.requires_grad_() for x in draw(S=8, S_kv=8)]
     o = nsa.selection_attention(*qkv, block_indices=same([1, -1, 0], 1, 8, 2), block_size=4, schedule="key_major")
     o.sum().backward()
     assert {record.route for record in nsa.routes()} == {"key_major", "backward"}
     assert len(asked) == len(kept()) == 2
-    found = [json.loads(path.read_text()) for path in kept()]
-    assert sorted(len(file["variants"]) for file in found) == [5, 8]
-    assert len(started) <= 2
+    assert sorted(len(json.loads(path.read_text())["variants"]) for path in kept()) == [5, 8]
 
 
-def causes(kept):
-    return sorted((json.loads(path.read_text())["cause"] for path in kept()), key=str)
-
-
-ABORT = "os.abort() if {} else real(self, grid, device, tensors, numbers, common)"
-
-
-def test_a_variant_that_kills_the_child_leaves_the_next_one_right(draw, same, inject, started, kept):
-    """Children: one that answers rightly and is killed, one that is asked again and killed, one for what comes next."""
-    inject(ABORT.format("tensors[0].dtype == torch.float16"))
-    q, k, v = draw()
-    half = [x.half() for x in (q, k, v)]
-    spans = {"ranges": same([(0, 7), (9, 13)], 1, 3, 2)}
-    for qkv, lse in (((q, k, v), False), (half, False), ((q, k, v), True)):
-        nsa.selection_attention(*qkv, **spans, return_lse=lse)
-    assert sorted((record.route, record.calls) for record in nsa.routes()) == [("query_major", 2), ("sdpa", 1)]
-    assert causes(kept) == [None, None, "killed by SIGABRT while compiling"]
-    assert len(started) == 3
-
-
-def test_a_child_that_an_earlier_variant_broke_blames_no_other(draw, same, inject, started, kept):
-    inject("launch.count = getattr(launch, 'count', 0) + 1; " + ABORT.format("launch.count == 2"))
-    q, k, v = draw()
-    for lse in (False, True):
-        nsa.selection_attention(q, k, v, ranges=same([(0, 7), (9, 13)], 1, 3, 2), return_lse=lse)
-    assert [(record.route, record.calls) for record in nsa.routes()] == [("query_major", 2)]
-    assert causes(kept) == [None, None]
-    assert len(started) == 2
-
-
-def test_a_fork_does_not_share_the_child_which_ends_with_its_parent(call, started):
-    """A fork has none, and does not keep its parent's child alive. Here the parent's end of the pipe closes, as when
-    that process is killed."""
-    call()
-    child = parent._child
-    with warnings.catch_warnings():
+def test_a_fork_can_ask_while_a_thread_of_its_parent_waits(answer):
+    """The thread that holds the lock does not exist there. Without a new lock the fork waits until it is killed."""
+    answer(Verdict("it aborts", True))
+    with parent._asking, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: this process has threads
         fork = os.fork()
-    if fork == 0:
-        os._exit(parent._child is not None or not child.questions.closed)
+        if fork == 0:
+            signal.alarm(60)
+            os._exit(parent.find_out({"kernel": "_fwd_kernel"}, torch.device("cpu")).cause != "it aborts")
     assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
-    assert (parent._child, child.process.poll()) == (child, None)
-    child.questions.close()
-    assert started[0].wait(300) == -signal.SIGKILL
 
 
 # --- callers ----------------------------------------------------------------------------------------------------------

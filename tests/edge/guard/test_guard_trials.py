@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch
 
@@ -26,6 +28,9 @@ from nsa.kernels.shared.launch import Variant
 from nsa.kernels.union.tiles import ALWAYS
 from nsa.plain.oracle import beyond_rounding
 from nsa.testing.compile.points import ARCHITECTURES
+from nsa.testing.matrix import strategies
+from nsa.testing.matrix.strategies import Drawn
+from nsa.testing.profiles import drawing
 
 pytestmark = pytest.mark.usefixtures("fresh_routes", "fresh_plans", "untried")
 SCRIPT = Path(__file__).with_name("guard_variants.py")
@@ -55,10 +60,11 @@ def asked(monkeypatch, device):
     def ask(what, _):
         says = {}
         what = json.loads(json.dumps(what))
+        launching.forget()
         with monkeypatch.context() as patch:
             patch.setattr(asking, "ask", asking.ask)
             with torch.enable_grad():  # which a backward pass switches off, in this process only
-                wrong = child.answer(what, device, sources.architecture(device), says.__setitem__)
+                wrong = child.answer(what, device, says.__setitem__)
         verdict = parent.judge(0, says | {"phase": "comparing", "result": wrong or "right"}, "")
         found.append((what, verdict))
         return verdict
@@ -89,115 +95,98 @@ def misaligned(x):
     return padded[1:].view(x.shape).copy_(x)
 
 
+def of_drawn(drawn, device):
+    """A call that Hypothesis drew."""
+    p = (drawn if isinstance(drawn, Drawn) else drawn.call).problem(device)
+    if isinstance(drawn, Drawn):
+        return functools.partial(nsa.selection_attention, p.q, p.k, p.v, **p.selection)
+    cache, q = drawn.cache(device), p.q.half() if drawn.e4m3 else p.q
+    name, size = ("ranges", None) if p.block_indices is None else ("block_indices", p.block_size)
+    rows, cu = getattr(p, name), None
+    if drawn.ends:
+        q, rows, cu = q.flatten(0, 1), rows.flatten(0, 1), drawn.cu_seqlens_q(device)
+    return functools.partial(
+        nsa.selection_attention_with_kvcache, q, cache.k, cache.v, **cache.arguments, **{name: rows}, block_size=size,
+        causal=p.causal, cu_seqlens_q=cu,
+    )  # fmt: skip
+
+
+SPANS_AND_BLOCKS = st.sampled_from(("ranges", "blocks"))
+ANY = st.one_of(
+    st.sampled_from(("ranges", "blocks", "packed")).flatmap(strategies.calls),
+    SPANS_AND_BLOCKS.flatmap(strategies.cached_calls),
+    SPANS_AND_BLOCKS.flatmap(strategies.ragged_calls),
+)
+
+
+@hypothesis.settings(drawing(4 / 5), suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(ANY, st.sampled_from(["query_major", "per_head", "key_major"]), st.booleans())
+def test_right_kernels_of_any_call_are_right(device, right, drawn, schedule, lse):
+    """Spans and blocks of any kind, caches and pages, sequences, positions, int64, head dims and groups."""
+    right(lambda: of_drawn(drawn, device)(schedule=schedule, return_lse=lse))
+
+
 @pytest.fixture
 def calls(draw, same, device):
-    """Calls that compile different variants, by name."""
+    """Calls of the suite's other tests, and what is not drawn, by name."""
     q, k, v = draw()
     ranges = {"ranges": same([(0, 7), (9, 13)], 1, 3, 2)}
     blocks = {"block_indices": same([1, -1, 0], 1, 3, 2), "block_size": 16}
-    odd = draw(G=3, D=20, Dv=36, HKV=1)
-    cu = torch.tensor([0, 1, 3], dtype=torch.int32, device=device)
-    packed = draw(S=3, S_kv=21, varlen=True)
     long = [x[:, :, 0].half() for x in draw(B=2, S=1, S_kv=120, HKV=1, G=1, D=128, Dv=128)]
     rows = q[0].flatten(0, 1)[:, None], *(x[0].transpose(0, 1).repeat(6, 1, 1) for x in (k, v))
     n = torch.arange(rows[0].shape[0] + 1, dtype=torch.int64, device=device) * 3
     front = nsa.selection_attention
-    lengths = torch.tensor([20], dtype=torch.int32, device=device)
+    lengths = torch.tensor([20, 20], dtype=torch.int32, device=device)
     pages = [x.view(3, 8, *x.shape[2:]) for x in (k, v)]
-    cached = functools.partial(nsa.selection_attention_with_kvcache, q, cache_seqlens=lengths)
-    table = torch.tensor([[2, 0, 1]], dtype=torch.int32, device=device)
-    scales = {"k_scale": torch.ones(2, device=device), "v_scale": torch.ones([], device=device)}
-    cached_e4m3 = functools.partial(nsa.selection_attention_with_kvcache, q.half(), cache_seqlens=lengths, **scales)
+    table = torch.tensor([[2, 0, 1]], dtype=torch.int32, device=device).repeat(2, 2)
     return {
         "more-spans-than-one-holds": lambda: front(q, k, v, ranges=same([(0, 7), (9, 13)] * 40, 1, 3, 2)),
         "more-blocks-in-one-tile": lambda: front(q, k, v, block_indices=same([1, -1, 0] * 30, 1, 3, 2), block_size=1),
-        "cache": lambda: cached(k, v, **ranges),
-        "int64-cache": lambda: cached(k, v, **blocks | {"cache_seqlens": lengths.long()}),
-        "pages": lambda: cached(*pages, **blocks, block_table=table),
         "sliced-table": lambda: nsa.selection_attention_with_kvcache(
-            torch.cat((q, q)), *pages, cache_seqlens=lengths.repeat(2), block_table=table.repeat(2, 2)[:, 1:4],
+            torch.cat((q, q)), *pages, cache_seqlens=lengths, block_table=table[:, 1:4],
             block_indices=blocks["block_indices"].repeat(2, 1, 1, 1), block_size=16,
         ),
-        "ragged": lambda: nsa.selection_attention_with_kvcache(
-            q[0], *pages, cache_seqlens=lengths, cu_seqlens_q=cu[[0, 2]], block_table=table,
-            block_indices=blocks["block_indices"][0], block_size=16,
-        ),
-        "e4m3": lambda: cached_e4m3(*(x.to(torch.float8_e4m3fn) for x in pages), **blocks, block_table=table),
-        "spans-in-pages": lambda: cached(*pages, **ranges, block_table=table.long(), return_lse=True),
-        "ranges": lambda: front(q, k, v, **ranges),
         "lse": functools.partial(front, q, k, v, **ranges, return_lse=True),
         "fp16": lambda: front(q.half(), k.half(), v.half(), **ranges),
         "long": lambda: nsa.sel_attn_fwd_dense_group(*long),
-        "int64": lambda: front(q, k, v, ranges=ranges["ranges"].long(), causal=False),
         "misaligned": lambda: front(misaligned(q), k, misaligned(v), ranges=misaligned(ranges["ranges"])),
-        "positions": lambda: front(q, k, v, **ranges, q_positions=torch.zeros(1, 3, dtype=torch.int64, device=device)),
-        "blocks": lambda: front(q, k, v, block_indices=blocks["block_indices"], block_size=7),
-        "tiled": lambda: front(q, k, v, **blocks),
-        "odd": lambda: front(*odd, ranges=same([(0, 7)], 1, 3, 1)),
-        "one": lambda: front(*draw(S=1, HKV=1), ranges=same([(0, 7)], 1, 1, 1)),
-        "per-head": lambda: front(q, k, v, **ranges, schedule="per_head"),
-        "varlen": lambda: front(*packed, ranges=same([(0, 7), (9, 13)], 3, 2), cu_seqlens=(cu, cu.long() * 7)),
         "dense": lambda: nsa.sel_attn_fwd_dense_group(*rows, return_lse=True),
         "packed": lambda: nsa.sel_attn_fwd_varlen_group(
             rows[0], rows[1].flatten(0, 1), rows[2].flatten(0, 1), n, max_selected=3
         ),
-    }
-
-
-KEY_MAJOR = "ranges blocks odd varlen positions int64 tiled-walk walk cache-walk e4m3-walk pages-walk pages".split()
-KEY_MAJOR += ["ragged"]
-NAMES = "ranges lse fp16 long int64 misaligned positions blocks tiled odd one per-head varlen dense packed".split()
-NAMES += "cache int64-cache pages sliced-table e4m3 ragged spans-in-pages more-spans-than-one-holds".split()
-NAMES += ["more-blocks-in-one-tile"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_right_kernels_are_right(calls, right, name):
-    assert sorted(calls) == sorted(NAMES)
-    assert right(calls[name]) == ["_fwd_kernel"]
+    }  # fmt: skip
 
 
 @pytest.fixture
 def key_major_calls(draw, same, device):
-    """Calls of the key-major kernels that compile different variants, by name."""
-    how = {"schedule": "key_major", "return_lse": True}
-    q, k, v = draw()
-    ranges = {"ranges": same([(0, 7), (9, 13)], 1, 3, 2)}
-    blocks = {"block_indices": same([1, -1, 0], 1, 3, 2), "block_size": 16}
+    """Calls of the key-major kernels whose merge reads keys, and one whose merge reads none, by name."""
+    how = {"schedule": "key_major", "return_lse": True, "block_size": 16}
     wide = [x.half() for x in draw(S=16, S_kv=32, G=9, HKV=1)]
     walked = same([1, -1, 0], 1, 16, 1)
     lengths = torch.tensor([27], dtype=torch.int32, device=device)
     table = torch.tensor([[1, 0]], dtype=torch.int32, device=device)
     pages = [x.view(2, 16, *x.shape[2:]) for x in wide[1:]]
-    cached = functools.partial(nsa.selection_attention_with_kvcache, wide[0], **how, cache_seqlens=lengths)
+    cached = functools.partial(
+        nsa.selection_attention_with_kvcache, wide[0], **how, cache_seqlens=lengths, block_indices=walked
+    )
     e4m3 = [torch.cat((x, x), -1).to(torch.float8_e4m3fn) for x in wide[1:]]
     e4m3[0] = e4m3[0][..., : wide[0].shape[-1]]  # values of 32 elements are read in pairs
-    cu = torch.tensor([0, 1, 3], dtype=torch.int32, device=device)
-    packed = draw(S=3, S_kv=21, varlen=True)
     front = functools.partial(nsa.selection_attention, **how)
     return {
-        "ranges": lambda: front(q, k, v, **ranges),
-        "blocks": functools.partial(front, q, k, v, **blocks),
-        "odd": lambda: front(*draw(G=3, D=20, Dv=36), block_indices=blocks["block_indices"], block_size=300),
-        "varlen": lambda: front(*packed, ranges=same([(0, 7), (9, 13)], 3, 2), cu_seqlens=(cu, cu.long() * 7)),
-        "positions": lambda: front(q, k, v, **ranges, q_positions=torch.zeros(1, 3, dtype=torch.int64, device=device)),
-        "int64": lambda: front(q.half(), k.half(), v.half(), ranges=ranges["ranges"].long(), causal=False),
-        "tiled-walk": lambda: front(*wide, block_indices=walked, block_size=16),
+        "blocks": functools.partial(front, *draw(), block_indices=same([1, -1, 0], 1, 3, 2)),
+        "tiled-walk": lambda: front(*wide, block_indices=walked),
         "walk": lambda: front(*wide, block_indices=walked, block_size=7),
-        "cache-walk": lambda: cached(*wide[1:], block_indices=walked, block_size=16),
-        "e4m3-walk": lambda: cached(*e4m3, block_indices=walked, block_size=16, v_scale=torch.ones(1, device=device)),
-        "pages-walk": lambda: cached(*pages, block_indices=walked, block_size=16, block_table=table),
-        "pages": lambda: cached(*pages, ranges=same([(0, 7), (9, 30)], 1, 16, 1), block_table=table),
-        "ragged": lambda: nsa.selection_attention_with_kvcache(
-            q[0], k, v, cache_seqlens=lengths, cu_seqlens_q=cu[[0, 2]], ranges=ranges["ranges"][0], **how
-        ),
+        "cache-walk": lambda: cached(*wide[1:]),
+        "e4m3-walk": lambda: cached(*e4m3, v_scale=torch.ones(1, device=device)),
+        "pages-walk": lambda: cached(*pages, block_table=table),
     }
 
 
-@pytest.mark.parametrize("name", KEY_MAJOR)
-def test_right_key_major_kernels_are_right(key_major_calls, right, name):
-    assert sorted(key_major_calls) == sorted(KEY_MAJOR)
-    assert right(key_major_calls[name]) == INDEX
+def test_right_kernels_are_right(calls, key_major_calls, right):
+    for name, call in calls.items():
+        assert right(call) == ["_fwd_kernel"], name
+    for name, call in key_major_calls.items():
+        assert right(call) == INDEX, name
 
 
 INDEX = ["_count_kernel", "_scan_kernel", "_scatter_kernel", "_partial_kernel", "_merge_kernel"]

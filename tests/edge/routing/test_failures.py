@@ -39,6 +39,14 @@ FAILURES = {
     "runtime": RuntimeError("PassManager::run failed"),
     "probe": ProbeFailed("killed by SIGABRT while compiling"),
     "no-message": RuntimeError(""),
+    **{
+        text: RuntimeError(text)
+        for text in (
+            "Triton Error [CUDA]: too many resources requested for launch",
+            "Triton Error [CUDA]: device kernel image is invalid",
+            "PassManager::run failed: out of memory words in a kernel's name",
+        )
+    },
 }
 PASSING = {
     "import": ImportError("no module named triton"),
@@ -56,6 +64,8 @@ PASSED_ON = {
     "out-of-memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     "out-of-memory-by-type": torch.OutOfMemoryError("allocation failed"),
     "out-of-memory-of-the-driver": RuntimeError("Triton Error [CUDA]: out of memory"),
+    "out-of-memory-of-amds-driver": RuntimeError("Triton Error [HIP]: out of memory"),
+    "capture": RuntimeError("Triton Error [CUDA]: operation not permitted when stream is capturing"),
     "out-of-memory-of-the-host": OSError(12, "Cannot allocate memory"),
     "no-process-for-the-assembler": BlockingIOError(11, "Resource temporarily unavailable"),
     "assembler-killed": PTXASError("`ptxas` failed with error code -9\n`ptxas` stderr:\n"),
@@ -238,13 +248,14 @@ def test_an_error_of_the_system_is_retried_after_a_pause(call, kernel, said, mon
 
 
 def test_the_pause_has_an_upper_limit(monkeypatch):
-    clock = [0.0]
+    clock, pauses = [0.0], []
     monkeypatch.setattr(failures, "now", lambda: clock[0])
     for _ in range(12):
         failures.remember("key", "ranges", OSError(28, "No space left on device"), "sdpa")
+        pauses.append(failures.broken["key"].until - clock[0])
         clock[0] = failures.broken["key"].until
-    assert failures.broken["key"].until - failures.LONGEST_PAUSE_S <= clock[0]
-    assert failures.known("key") is None
+    assert (pauses[0], pauses[-1]) == (failures.PAUSE_S, failures.LONGEST_PAUSE_S)
+    assert failures.cause_of("key") is None
 
 
 def test_once_per_variant(call, kernel, said):
@@ -324,6 +335,18 @@ def test_a_call_that_does_not_fit_is_served_by_another(request, part, said):
     dispatch.reset()
     run()
     assert [r.route for r in taken(name)] == [name]
+
+
+def test_nothing_is_remembered_under_capture(call, kernel, monkeypatch):
+    kernel.error, capturing = RuntimeError("broken"), [True]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    call()
+    capturing[0] = False
+    for _ in range(3):
+        call()
+    assert len(kernel.tries) == 2
+    assert "under CUDA graph capture" in [record.reason for record in nsa.routes() if record.calls == 1][0]
 
 
 def test_fallback_without_packing_is_the_reference(call, kernel, said):

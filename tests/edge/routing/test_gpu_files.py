@@ -1,6 +1,5 @@
 """The file of a GPU: its sections, the user's before the packaged, what serves without one, and each error's words."""
 
-import logging
 import re
 
 import pytest
@@ -176,34 +175,29 @@ def test_triton_that_never_pays_stays_off(packaged, value):
     assert gpu.TRITON_OFF >= 2**62  # keys: more than any row
 
 
-def test_a_file_of_an_earlier_calibration_is_named_with_what_to_type(mine, caplog):
-    old = mine("sel_triton_min_L: 16\n", folder="devices")
-    with caplog.at_level(logging.WARNING, logger="nsa"):
-        assert gpu.measured(NAME) == gpu.Gpu()
-    line = f"{old} is no longer read: `python -m nsa calibrate` measures that GPU anew"
-    assert said(caplog) == [("nsa", line)]
-    caplog.clear()
-    mine(THRESHOLD)
-    assert gpu.min_L_for(NAME) == 64
-    assert said(caplog) == []
-
-
 # --- errors -----------------------------------------------------------------------------------------------------------
 
-GROUPS = "expected group sizes from 1 to 128, got"
-START = "expected a positive integer or null, got"
+GROUPS, START = "expected group sizes from 1 to 128, got", "expected a positive integer or null, got"
+SHAPE_OF, BEST_OF = "tiles.query_major[0].shape", "tiles.query_major[0].best"
+KEYS = "expected the keys gpu, torch, triton, commit, date"
+
+
+def of_groups(table):
+    return f"crossover: {{key_major_from: {table}}}"
+
+
 WRONG = {
     "no-mapping": ("[1]", "expected a mapping of settings, got [1]"),
     "no-yaml": ("{", "expected YAML: "),
     "section": ("schedule: {}", "unknown key schedule, expected one of: threshold, crossover, tiles"),
     "empty-section": ("threshold:", "threshold: expected a mapping, got None"),
     "no-min-L": (
-        THRESHOLD.replace("sel_triton_min_L: 64, ", ""),
-        f"threshold.sel_triton_min_L: {INTEGER}, found no such key",
+        THRESHOLD.replace("sel_triton_min_L: 64, ", ""), f"threshold.sel_triton_min_L: {INTEGER}, found no such key",
     ),
-    "min-L-text": (THRESHOLD.replace("64", "x"), f"threshold.sel_triton_min_L: {INTEGER}, got 'x'"),
-    "min-L-on": (THRESHOLD.replace("64", "on"), f"threshold.sel_triton_min_L: {INTEGER}, got True"),
-    "min-L-negative": (THRESHOLD.replace("64", "-1"), f"threshold.sel_triton_min_L: {INTEGER}, got -1"),
+    **{
+        f"min-L-{value}": (THRESHOLD.replace("64", value), f"threshold.sel_triton_min_L: {INTEGER}, got {got}")
+        for value, got in {"x": "'x'", "on": "True", "-1": "-1"}.items()
+    },
     "layout": (
         THRESHOLD.replace("expanded", "best"),
         "threshold.sdpa_layout: expected one of heads_as_queries, expanded, enable_gqa, got 'best'",
@@ -213,66 +207,44 @@ WRONG = {
         "unknown key threshold.speed, expected one of: sel_triton_min_L, sdpa_layout, provenance",
     ),
     "threshold-provenance": (
-        "threshold: {sel_triton_min_L: 1}",
-        "threshold.provenance: expected the keys gpu, torch, triton, commit, date, margin, got None",
+        "threshold: {sel_triton_min_L: 1}", f"threshold.provenance: {KEYS}, margin, got None",
     ),
     "crossover-key": (
         "crossover: {key_major: {}}",
         "unknown key crossover.key_major, expected one of: key_major_from, chunk_key_major_from, provenance",
     ),
     "no-table": ("crossover: {}", "crossover.key_major_from: expected queries by group size, got None"),
-    "empty-table": (
-        "crossover: {key_major_from: {}}",
-        "crossover.key_major_from: expected queries by group size, got {}",
-    ),
-    "group": ("crossover: {key_major_from: {129: 1}}", f"crossover.key_major_from: {GROUPS} 129"),
-    "group-0": ("crossover: {key_major_from: {0: 1}}", f"crossover.key_major_from: {GROUPS} 0"),
-    "group-true": ("crossover: {key_major_from: {true: 1}}", f"crossover.key_major_from: {GROUPS} True"),
-    "group-text": ("crossover: {key_major_from: {G1: 1}}", f"crossover.key_major_from: {GROUPS} 'G1'"),
-    "start-0": ("crossover: {key_major_from: {4: 0}}", f"crossover.key_major_from.4: {START} 0"),
-    "start-text": ("crossover: {key_major_from: {4: never}}", f"crossover.key_major_from.4: {START} 'never'"),
-    "start-float": ("crossover: {key_major_from: {4: 1.5}}", f"crossover.key_major_from.4: {START} 1.5"),
-    "no-chunks": (
-        "crossover: {key_major_from: {4: 64}}",
-        "crossover.chunk_key_major_from: expected queries by group size, got None",
-    ),
+    "empty-table": (of_groups("{}"), "crossover.key_major_from: expected queries by group size, got {}"),
+    **{
+        f"group-{group}": (of_groups(f"{{{group}: 1}}"), f"crossover.key_major_from: {GROUPS} {got}")
+        for group, got in {"129": "129", "0": "0", "true": "True", "G1": "'G1'"}.items()
+    },
+    **{
+        f"start-{start}": (of_groups(f"{{4: {start}}}"), f"crossover.key_major_from.4: {START} {got}")
+        for start, got in {"0": "0", "never": "'never'", "1.5": "1.5"}.items()
+    },
+    "no-chunks": (of_groups("{4: 64}"), "crossover.chunk_key_major_from: expected queries by group size, got None"),
     "chunk": (CROSSOVER.replace("{1: 64}", "{4: 0}"), f"crossover.chunk_key_major_from.4: {START} 0"),
     "part-of-a-provenance": (
-        "crossover: {key_major_from: {4: 64}, chunk_key_major_from: {4: 64}, provenance: {gpu: x}}",
-        "crossover.provenance: expected the keys gpu, torch, triton, commit, date, command, shape, got {'gpu': 'x'}",
+        CROSSOVER.replace(f"{{{OF}, command: c, shape: s}}", "{gpu: x}"),
+        f"crossover.provenance: {KEYS}, command, shape, got {{'gpu': 'x'}}",
     ),
     "family": ("tiles: {key_major: []}", "unknown key tiles.key_major, expected one of: query_major"),
     "no-shapes": ("tiles: {query_major: []}", "tiles.query_major: expected a list of shapes, got []"),
     "no-shape": ("tiles: {query_major: [1]}", "tiles.query_major[0]: expected a mapping, got 1"),
-    "shape-key": (
-        TILES.replace("shape:", "shapes:"),
-        "unknown key tiles.query_major[0].shapes, expected one of: shape, provenance, best",
-    ),
-    "spans": (
-        TILES.replace("one_span: false", "one_span: 0"),
-        "tiles.query_major[0].shape.one_span: expected true or false, got 0",
-    ),
-    "rows": (
-        TILES.replace("rows: 64", "rows: 0"),
-        "tiles.query_major[0].shape.rows: expected a positive integer, got 0",
-    ),
-    "no-choice": (
-        TILES.replace(f"[{{{BEST}}}]", "[]"),
-        "tiles.query_major[0].best: expected a list of choices, the best first, got []",
-    ),
-    "choice": (
-        TILES.replace("num_warps: 2", "num_warps: two"),
-        "tiles.query_major[0].best[0].num_warps: expected a positive integer, got 'two'",
-    ),
-    "cluster": (
-        TILES.replace(", cluster: 0", ""),
-        "tiles.query_major[0].best[0].cluster: expected a non-negative integer, got None",
-    ),
-    "sweep": (
-        TILES.replace(", commit: abc", ""),
-        "tiles.query_major[0].provenance: expected the keys gpu, torch, triton, commit, date, got {",
-    ),
-}
+    **{
+        f"tiles-{right}": (TILES.replace(right, wrong, 1), message)
+        for right, wrong, message in (
+            ("shape:", "shapes:", "unknown key tiles.query_major[0].shapes, expected one of: shape, provenance, best"),
+            ("one_span: false", "one_span: 0", f"{SHAPE_OF}.one_span: expected true or false, got 0"),
+            ("rows: 64", "rows: 0", f"{SHAPE_OF}.rows: expected a positive integer, got 0"),
+            (f"[{{{BEST}}}]", "[]", f"{BEST_OF}: expected a list of choices, the best first, got []"),
+            ("num_warps: 2", "num_warps: x", f"{BEST_OF}[0].num_warps: expected a positive integer, got 'x'"),
+            (", cluster: 0", "", f"{BEST_OF}[0].cluster: expected a non-negative integer, got None"),
+            (", commit: abc", "", f"tiles.query_major[0].provenance: {KEYS}, got {{"),
+        )
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", WRONG)
@@ -294,36 +266,31 @@ def test_a_file_that_is_no_text_is_named(packaged):
 
 # --- writing ----------------------------------------------------------------------------------------------------------
 
+CONTENT = {"sel_triton_min_L": 16, "provenance": dict.fromkeys(gpu.PROVENANCE["threshold"], "x")}
+
 
 def test_a_section_is_written_and_the_others_stay_to_the_byte(packaged, gpus):
     path = packaged("# A note.\n" + TILES + CROSSOVER.replace("\n", "  # as measured\n"))
-    of = dict.fromkeys(gpu.PROVENANCE["threshold"], "x")
-    content = {"sel_triton_min_L": 16, "provenance": of}
-    assert write_section(gpus, NAME, "threshold", content, ["first", "  second"]) == path
+    assert write_section(gpus, NAME, "threshold", CONTENT, ["first", "  second"]) == path
     text = path.read_text()
     assert text.startswith("# A note.\nthreshold:\n  # first\n  #   second\n  sel_triton_min_L: 16\n")
     assert text.endswith(CROSSOVER.replace("\n", "  # as measured\n") + TILES)
     assert gpu.measured(NAME).threshold.sel_triton_min_L == 16
-    write_section(gpus, NAME, "threshold", content | {"sel_triton_min_L": 8}, ["first", "  second"])
+    write_section(gpus, NAME, "threshold", CONTENT | {"sel_triton_min_L": 8}, ["first", "  second"])
     assert path.read_text() == text.replace("sel_triton_min_L: 16", "sel_triton_min_L: 8")
     assert [p.name for p in gpus.iterdir()] == [path.name]
-
-
-def test_a_new_file_says_what_it_is(gpus):
-    of = dict.fromkeys(gpu.PROVENANCE["threshold"], "x")
-    path = write_section(gpus, NAME, "threshold", {"sel_triton_min_L": 16, "provenance": of}, [])
+    path.unlink()
+    write_section(gpus, NAME, "threshold", CONTENT, [])
     assert path.read_text().startswith(f"{HEAD}threshold:\n  sel_triton_min_L: 16\n  provenance: {{gpu: x, ")
 
 
 def test_a_broken_section_is_replaced_and_another_broken_one_refuses(packaged, gpus):
-    of = dict.fromkeys(gpu.PROVENANCE["threshold"], "x")
-    content = {"sel_triton_min_L": 16, "provenance": of}
     packaged("threshold: 5\n" + TILES)
-    write_section(gpus, NAME, "threshold", content, [])
+    write_section(gpus, NAME, "threshold", CONTENT, [])
     assert gpu.measured(NAME).threshold.sel_triton_min_L == 16
     path = packaged("threshold: 5\ntiles: 6\n")
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: tiles: expected a mapping, got 6$"):
-        write_section(gpus, NAME, "threshold", content, [])
+        write_section(gpus, NAME, "threshold", CONTENT, [])
     assert path.read_text() == "threshold: 5\ntiles: 6\n"
 
 

@@ -27,23 +27,8 @@ GPU = "NVIDIA H100 80GB HBM3"
 def run(*arguments, **environment):
     kept = {k: v for k, v in os.environ.items() if not k.startswith("NSA_") and k != "TRITON_INTERPRET"}
     kept |= {"CUDA_VISIBLE_DEVICES": "", **environment}
-    command = [sys.executable, "-m", "nsa", *arguments]
+    command = [sys.executable, *(arguments if arguments[:1] == ("-c",) else ("-m", "nsa", *arguments))]
     return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, check=False)
-
-
-def test_doctor_says_what_is_here_and_what_is_next():
-    done = run(NSA_FORCE_PARITY="1")
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
-    assert lines[0] == "GPU        none"
-    assert lines[1].startswith(f"versions   nsa {nsa.__version__}, torch {torch.__version__}, triton ")
-    assert any(line.split() == ["force_parity", "true", "NSA_FORCE_PARITY"] for line in lines)
-    split = lines.index("settings")
-    assert sum(line.startswith("  ") for line in lines[split:]) == len(settings.NAMES)
-    kernels = lines.index(f"kernels    {doctor.SHAPE}")
-    reasons = {line.partition(": ")[2] for line in lines[kernels + 1 : split]}
-    assert reasons == {"force_parity is set", "Triton route needs a CUDA device, got cpu"}
-    assert lines[-1] == "next       pytest -m parity -n auto"
 
 
 BESIDE_TORCH = """
@@ -58,14 +43,23 @@ finally:
 """
 
 
-def test_doctor_takes_hardly_longer_than_importing_torch():
-    """Beside torch it imports this package and YAML, no Triton, and starts no process: 0.3 s of 2.9."""
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+def test_doctor_says_what_is_here_and_what_is_next():
+    """Hardly later than torch is imported: it imports this package and YAML, no Triton, and starts no process."""
     program = BESIDE_TORCH.format(events=("subprocess.Popen", "os.fork", "os.posix_spawn"))
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.stdout.startswith("GPU ")
+    done = run("-c", program, NSA_FORCE_PARITY="1")
+    assert done.returncode == 0
     names = [name for name in done.stderr.split() if "cython" not in name]  # what PyYAML's C loader brings
     assert names == ["nsa", "yaml"]
+    lines = done.stdout.splitlines()
+    assert lines[0] == "GPU        none"
+    assert lines[1].startswith(f"versions   nsa {nsa.__version__}, torch {torch.__version__}, triton ")
+    assert any(line.split() == ["force_parity", "true", "NSA_FORCE_PARITY"] for line in lines)
+    split = lines.index("settings")
+    assert sum(line.startswith("  ") for line in lines[split:]) == len(settings.NAMES)
+    kernels = lines.index(f"kernels    {doctor.SHAPE}")
+    reasons = {line.partition(": ")[2] for line in lines[kernels + 1 : split]}
+    assert reasons == {"force_parity is set", "Triton route needs a CUDA device, got cpu"}
+    assert lines[-1] == "next       pytest -m parity -n auto"
 
 
 def test_doctor_names_a_setting_that_cannot_be_parsed():
@@ -80,18 +74,16 @@ def test_doctor_names_a_setting_that_cannot_be_parsed():
     ids=["no-gpu", "interpreter"],
 )
 def test_calibrate_without_a_gpu_is_one_line(tmp_path, environment, reason):
-    done = run("calibrate", XDG_CONFIG_HOME=str(tmp_path), **environment)
+    """It needs no pytest."""
+    program = (
+        "import runpy, sys; sys.modules.update(dict.fromkeys(['pytest', 'hypothesis', 'pytest_benchmark'])); "
+        "sys.argv = ['nsa', 'calibrate']; import nsa.tuning.calibrate; runpy.run_module('nsa', run_name='__main__')"
+    )
+    done = run("-c", program, XDG_CONFIG_HOME=str(tmp_path), **environment)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"nsa calibrate: {reason}")
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_calibrate_needs_no_pytest():
-    block = "import sys; sys.modules.update(dict.fromkeys(['pytest', 'hypothesis', 'pytest_benchmark']))\n"
-    command = [sys.executable, "-c", block + "import nsa.tuning.calibrate"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.fixture
@@ -241,7 +233,7 @@ def test_doctor_names_kernels_that_a_child_found_broken(gpu, monkeypatch, tmp_pa
 
     def remember(kernel, cause):
         what = {"kernel": kernel}
-        memory.write(memory.key_of(what, device), cause, what)
+        memory.write(memory.key_of(what, device), memory.Verdict(cause, True), what)
 
     monkeypatch.setattr(sources, "triton_version", lambda: "3.1.0")
     remember("_dq_kernel", "wrong result: of another Triton")

@@ -38,41 +38,68 @@ def front_door(tensors, selection, **keywords):
     return lambda: nsa.selection_attention(*tensors, **selection, **keywords)
 
 
-# --- the threshold ----------------------------------------------------------------------------------------------------
+LONG = "rows are long enough for Triton"
 
 
-@pytest.mark.parametrize(
-    ("bound", "min_L", "route", "reason"),
-    [
-        (BOUND, BOUND + 1, "sdpa", "rows select at most 11 keys, sel_triton_min_L is 12"),
-        (BOUND, BOUND, "query_major", "rows are long enough for Triton"),
-        (BOUND, 0, "query_major", "rows are long enough for Triton"),
-        (None, 10**9, "query_major", "rows are long enough for Triton"),
-        (0, 1, "sdpa", "rows select at most 0 keys, sel_triton_min_L is 1"),
-    ],
-    ids=["below", "at", "threshold-0", "no-bound-counts-as-long", "bound-0"],
-)
-def test_threshold(draw, ranges, bound, min_L, route, reason):
-    if bound == 0:
-        ranges["ranges"].zero_()
-    with nsa.configure(sel_triton_min_L=min_L):
-        assert ran(front_door(draw(), ranges, max_selected=bound)) == (route, reason)
+def short(bound, min_L):
+    return f"rows select at most {bound} keys, sel_triton_min_L is {min_L}"
 
 
-@pytest.mark.parametrize(
-    ("bound", "min_L", "route", "reason"),
-    [
-        (None, 15, "query_major", "rows are long enough for Triton"),
-        (None, 16, "sdpa", "rows select at most 15 keys, sel_triton_min_L is 16"),
-        (10, 15, "sdpa", "rows select at most 10 keys, sel_triton_min_L is 15"),
-        (99, 16, "sdpa", "rows select at most 15 keys, sel_triton_min_L is 16"),
-    ],
-    ids=["at", "below", "smaller-bound", "larger-bound"],
-)
-def test_blocks_bound_themselves(draw, blocks, bound, min_L, route, reason):
-    """Three blocks of five keys: at most 15, padding or not."""
-    with nsa.configure(sel_triton_min_L=min_L):
-        assert ran(front_door(draw(), blocks, max_selected=bound)) == (route, reason)
+AGAINST = {"use_triton_sel": False, "force_parity": True, "use_sel_pack": False, "sel_triton_min_L": 10**9}
+# Settings, what is changed in the call, and the route with its reason. Without a threshold rows are long.
+ROUTES = {
+    "below": ({"sel_triton_min_L": 12}, {"max_selected": 11}, "sdpa", short(11, 12)),
+    "at": ({"sel_triton_min_L": 11}, {"max_selected": 11}, "query_major", LONG),
+    "threshold-0": ({}, {"max_selected": 11}, "query_major", LONG),
+    "no-bound-counts-as-long": ({"sel_triton_min_L": 10**9}, {}, "query_major", LONG),
+    "bound-0": ({"sel_triton_min_L": 1}, {"spans": [(0, 0)], "max_selected": 0}, "sdpa", short(0, 1)),
+    # Three blocks of five keys: at most 15, padding or not.
+    "blocks-at": ({"sel_triton_min_L": 15}, {"blocks": True}, "query_major", LONG),
+    "blocks-below": ({"sel_triton_min_L": 16}, {"blocks": True}, "sdpa", short(15, 16)),
+    "blocks-smaller-bound": ({"sel_triton_min_L": 15}, {"blocks": True, "max_selected": 10}, "sdpa", short(10, 15)),
+    "blocks-larger-bound": ({"sel_triton_min_L": 16}, {"blocks": True, "max_selected": 99}, "sdpa", short(15, 16)),
+    "force-parity": ({"force_parity": True}, {}, "reference", "force_parity is set"),
+    "triton-off": ({"use_triton_sel": False}, {}, "sdpa", "use_triton_sel is off"),
+    "triton-and-packing-off": (
+        {"use_triton_sel": False, "use_sel_pack": False}, {}, "reference", "use_triton_sel is off",
+    ),
+    "short-without-packing": (
+        {"sel_triton_min_L": 100, "use_sel_pack": False}, {"max_selected": 11}, "reference", short(11, 100),
+    ),
+    "per-head": ({"sel_triton_group": False}, {}, "per_head", LONG),
+    "no-pipelining": ({"sel_triton_db": False}, {}, "query_major", LONG),
+    "parity-before-triton-off": (
+        {"force_parity": True, "use_triton_sel": False}, {}, "reference", "force_parity is set",
+    ),
+    "fp64": (
+        {}, {"dtype": torch.float64}, "sdpa", "Triton route takes float16, bfloat16 and float32, got float64",
+    ),
+    # By name, whatever the settings say.
+    **{
+        f"{backend}-named": (AGAINST, {"backend": backend, "max_selected": 11}, route, f"backend={backend!r} asked for")
+        for backend, route in (("triton", "query_major"), ("sdpa", "sdpa"), ("reference", "reference"))
+    },
+    "blocks-named": (AGAINST, {"backend": "triton", "blocks": True}, "query_major", "backend='triton' asked for"),
+    "per-head-named": (
+        AGAINST, {"backend": "triton", "schedule": "per_head"}, "per_head", "backend='triton' asked for",
+    ),
+    "schedule-before-the-setting": ({"sel_triton_group": False}, {"schedule": "query_major"}, "query_major", LONG),
+    "schedule-named": ({}, {"schedule": "per_head"}, "per_head", LONG),
+}  # fmt: skip
+if current_lane() == "interpreter":  # on a GPU bf16 is computed right
+    ROUTES["bf16"] = ({}, {"dtype": torch.bfloat16}, "sdpa", "Triton's interpreter computes bfloat16 wrong")
+
+
+@pytest.mark.parametrize("kind", ROUTES)
+def test_routes(draw, same, ranges, blocks, kind):
+    changed, call, route, reason = ROUTES[kind]
+    call = dict(call)
+    selection = blocks if call.pop("blocks", False) else ranges
+    if "spans" in call:
+        selection = {"ranges": same(call.pop("spans"), 1, 3, 2)}
+    tensors = draw(dtype=call.pop("dtype", torch.float32))
+    with nsa.configure(**{"sel_triton_min_L": 0} | changed):
+        assert ran(front_door(tensors, selection, **call)) == (route, reason)
 
 
 def test_default_threshold_where_nobody_measured(draw, ranges, monkeypatch, fresh_plans):
@@ -81,37 +108,7 @@ def test_default_threshold_where_nobody_measured(draw, ranges, monkeypatch, fres
     with nsa.configure(sel_triton_min_L=None):
         want = "rows select at most 2047 keys, sel_triton_min_L is 2048"
         assert ran(front_door(draw(), ranges, max_selected=2047)) == ("sdpa", want)
-        assert ran(front_door(draw(), ranges, max_selected=2048)) == ("query_major", "rows are long enough for Triton")
-
-
-# --- switches ---------------------------------------------------------------------------------------------------------
-
-LONG = {"sel_triton_min_L": 0}
-SWITCHES = {
-    "force-parity": ({"force_parity": True}, "reference", "force_parity is set"),
-    "triton-off": ({"use_triton_sel": False}, "sdpa", "use_triton_sel is off"),
-    "triton-and-packing-off": ({"use_triton_sel": False, "use_sel_pack": False}, "reference", "use_triton_sel is off"),
-    "per-head": ({"sel_triton_group": False}, "per_head", "rows are long enough for Triton"),
-    "no-pipelining": ({"sel_triton_db": False}, "query_major", "rows are long enough for Triton"),
-    "parity-before-triton-off": (
-        {"force_parity": True, "use_triton_sel": False},
-        "reference",
-        "force_parity is set",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", SWITCHES)
-def test_switches(draw, ranges, kind):
-    changed, route, reason = SWITCHES[kind]
-    with nsa.configure(**LONG, **changed):
-        assert ran(front_door(draw(), ranges)) == (route, reason)
-
-
-def test_fallback_of_short_rows_without_packing(draw, ranges):
-    with nsa.configure(sel_triton_min_L=100, use_sel_pack=False):
-        want = "rows select at most 11 keys, sel_triton_min_L is 100"
-        assert ran(front_door(draw(), ranges, max_selected=BOUND)) == ("reference", want)
+        assert ran(front_door(draw(), ranges, max_selected=2048)) == ("query_major", LONG)
 
 
 def test_pipelining_off_means_one_stage(draw, ranges, monkeypatch, fresh_plans):
@@ -121,7 +118,7 @@ def test_pipelining_off_means_one_stage(draw, ranges, monkeypatch, fresh_plans):
     plan = query_major.plan
     monkeypatch.setattr(query_major, "plan", lambda *args: seen.append(plan(*args)) or seen[-1])
     for on in (True, False):
-        with nsa.configure(**LONG, sel_triton_db=on):
+        with nsa.configure(sel_triton_min_L=0, sel_triton_db=on):
             ran(front_door(draw(), ranges, max_selected=1000))  # several tiles: of one there is nothing to load ahead
     assert seen[0].variant.options["num_stages"] > 1
     assert seen[1].variant.options["num_stages"] == 1
@@ -151,19 +148,6 @@ def test_gradients_change_no_route(draw, ranges, leaf):
                 assert ran(front_door(tensors, ranges, max_selected=BOUND))[0] == route
 
 
-def test_fp64_is_packed(draw, ranges):
-    reason = "Triton route takes float16, bfloat16 and float32, got float64"
-    with nsa.configure(**LONG):
-        assert ran(front_door(draw(dtype=torch.float64), ranges)) == ("sdpa", reason)
-
-
-@pytest.mark.skipif(current_lane() == "gpu", reason="on the GPU bf16 is computed right")
-def test_interpreted_bf16_is_packed(draw, ranges):
-    with nsa.configure(**LONG):
-        want = "sdpa", "Triton's interpreter computes bfloat16 wrong"
-        assert ran(front_door(draw(dtype=torch.bfloat16), ranges)) == want
-
-
 def test_old_gpu_is_packed(draw, ranges, monkeypatch, fresh_plans):
     text = "Triton route needs compute capability 8.0 or newer, cuda:0 has 7.5"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
@@ -172,7 +156,7 @@ def test_old_gpu_is_packed(draw, ranges, monkeypatch, fresh_plans):
     nsa.routing.why_not_triton.cache_clear()
 
     monkeypatch.setattr(nsa.routing, "why_not_triton", lambda device: text)
-    with nsa.configure(**LONG):
+    with nsa.configure(sel_triton_min_L=0):
         assert ran(front_door(draw(), ranges)) == ("sdpa", text)
         with pytest.raises(RuntimeError) as raised:
             nsa.selection_attention(*draw(), **ranges, backend="triton")
@@ -180,24 +164,6 @@ def test_old_gpu_is_packed(draw, ranges, monkeypatch, fresh_plans):
 
 
 # --- by name ----------------------------------------------------------------------------------------------------------
-
-
-def test_named_backends_run_whatever_the_settings_say(draw, ranges, blocks):
-    against = {"use_triton_sel": False, "force_parity": True, "use_sel_pack": False, "sel_triton_min_L": 10**9}
-    with nsa.configure(**against):
-        for backend, route in (("triton", "query_major"), ("sdpa", "sdpa"), ("reference", "reference")):
-            call = front_door(draw(), ranges, max_selected=BOUND, backend=backend)
-            assert ran(call) == (route, f"backend={backend!r} asked for")
-        assert ran(front_door(draw(), blocks, backend="triton"))[0] == "query_major"
-        schedule = {"backend": "triton", "schedule": "per_head"}
-        assert ran(front_door(draw(), ranges, **schedule))[0] == "per_head"
-
-
-def test_named_schedule_wins_over_the_setting(draw, ranges):
-    with nsa.configure(**LONG, sel_triton_group=False):
-        assert ran(front_door(draw(), ranges, schedule="query_major"))[0] == "query_major"
-    with nsa.configure(**LONG):
-        assert ran(front_door(draw(), ranges, schedule="per_head"))[0] == "per_head"
 
 
 @pytest.mark.parametrize("leaf", [None, 0], ids=["forward", "gradients"])
@@ -229,7 +195,7 @@ def test_routes_counts_calls_most_frequent_first(draw, ranges):
         for bound in (BOUND, BOUND - 1, BOUND - 1, None, None):
             nsa.selection_attention(*draw(), **ranges, max_selected=bound)
     assert nsa.routes() == [
-        nsa.RouteRecord("query_major", "rows are long enough for Triton", 3, "ranges"),
+        nsa.RouteRecord("query_major", LONG, 3, "ranges"),
         nsa.RouteRecord("sdpa", "rows select at most 10 keys, sel_triton_min_L is 11", 2),
     ]
 

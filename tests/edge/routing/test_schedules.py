@@ -85,31 +85,24 @@ USUAL = {"start": 64, "tokens": 64, "dtype": torch.bfloat16, "n": 16, "block_siz
 USUAL |= {"head_dim": 128}
 
 
-@pytest.mark.parametrize(
-    ("changed", "taken"),
-    [
-        ({}, True),
-        ({"start": None}, False),
-        ({"tokens": 63}, False),
-        ({"tokens": 10**6}, True),
-        ({"dtype": torch.float16}, True),
-        ({"dtype": torch.float32}, False),
-        ({"dtype": torch.float64}, False),
-        ({"n": 4}, True),
-        ({"n": 3}, False),
-        ({"block_size": 16}, True),
-        ({"block_size": 15}, False),
-        ({"block_size": 128}, True),
-        ({"block_size": 129}, False),
-        ({"bound": 512}, True),
-        ({"bound": 511}, False),
-        ({"bound": None}, False),
-        ({"head_dim": 129}, False),
-    ],
-    ids=str,
-)
-def test_conditions(changed, taken):
-    assert crossover.takes_key_major(**(USUAL | changed)) is taken
+TAKEN = [
+    {},
+    {"tokens": 10**6},
+    {"dtype": torch.float16},
+    {"n": 4},
+    {"block_size": 16},
+    {"block_size": 128},
+    {"bound": 512},
+]
+NOT_TAKEN = [
+    *({"start": None}, {"tokens": 63}, {"dtype": torch.float32}, {"dtype": torch.float64}, {"n": 3}),
+    *({"block_size": 15}, {"block_size": 129}, {"bound": 511}, {"bound": None}, {"head_dim": 129}),
+]
+
+
+@pytest.mark.parametrize("changed", TAKEN + NOT_TAKEN, ids=str)
+def test_conditions(changed):
+    assert crossover.takes_key_major(**(USUAL | changed)) is (changed in TAKEN)
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
@@ -139,20 +132,9 @@ def gpu(monkeypatch):
 
 
 def planned(
-    S=256,
-    B=1,
-    G=1,
-    n=16,
-    block_size=64,
-    dtype=torch.bfloat16,
-    blocks=True,
-    varlen=False,
-    keys=1024,
-    HKV=2,
-    cache=False,
-    page=None,
-    **how,
-):
+    S=256, B=1, G=1, n=16, block_size=64, dtype=torch.bfloat16, blocks=True, varlen=False, keys=1024, HKV=2,
+    cache=False, page=None, **how,
+):  # fmt: skip
     """The plan of a call of these shapes on a GPU that need not be there: no tensor is made."""
     device = torch.device("cuda", 0)
 
@@ -203,7 +185,8 @@ ROUTES = {
     "ragged-chunks-and-steps": ({"B": 64, "S": 2, "keys": 8192, "cache": True, "varlen": True, "longest": 65}, CHUNK),
     "ragged-chunks-that-are-not-told": ({"B": 64, "S": 2, "keys": 8192, "cache": True, "varlen": True}, BLOCKS),
     "ragged-a-chunk-among-many-steps": (
-        {"B": 96, "T": 160, "keys": 8192, "cache": True, "varlen": True, "longest": 65}, BLOCKS,
+        {"B": 96, "T": 160, "keys": 8192, "cache": True, "varlen": True, "longest": 65},
+        BLOCKS,
     ),
     "ragged-steps": ({"B": 64, "S": 1, "keys": 8192, "cache": True, "varlen": True, "longest": 512}, BLOCKS),
     "decode-from-a-cache": ({"S": 1, "keys": 8192, "cache": True, "page": 64}, BLOCKS),

@@ -1,21 +1,16 @@
 """`torch.autocast`: q, k and v are cast as SDPA's are, on every backend, and gradients come back in their own dtype."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import nsa
-from nsa.call import Call
-from nsa.plain.oracle import selection_reference
 
-BACKENDS = ["auto", "triton", "sdpa", "reference"]
+from .test_training import BACKENDS
+
 LOW = torch.float16  # which the interpreter computes right
-
-
-@pytest.fixture(autouse=True)
-def long_rows(fresh_routes):
-    with nsa.configure(sel_triton_min_L=0):
-        yield
 
 
 @pytest.fixture
@@ -24,10 +19,9 @@ def autocast(device):
 
 
 @pytest.fixture
-def attend(draw, same):
-    """`attend(*tensors, backend=…) -> (O, LSE)`, two spans that overlap."""
-    ranges = same([(0, 4), (2, 7)], 1, 2, 2)
-    return lambda *qkv, **how: nsa.selection_attention(*qkv, ranges=ranges, max_selected=9, return_lse=True, **how)
+def attend(attend):
+    """`attend(*tensors, backend=…) -> (O, LSE)`."""
+    return functools.partial(attend, return_lse=True)
 
 
 def trained(call, leaves):
@@ -159,13 +153,3 @@ def test_compiled(draw, attend, autocast, backend, where):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * max(1.0, float(b.abs().max())))
     torch._dynamo.reset()
-
-
-def test_precision_of_the_reference_is_kept(draw, same, autocast):
-    """It computes in fp64 whatever it is given."""
-    q, k, v = draw(S=2, S_kv=9)
-    ranges = same([(0, 4), (2, 7)], 1, 2, 2)
-    with autocast():
-        _, lse = nsa.selection_attention(q, k, v, ranges=ranges, return_lse=True)
-    exact = selection_reference(Call.of(*(x.to(LOW).double() for x in (q, k, v)), ranges=ranges, return_lse=True))[1]
-    torch.testing.assert_close(lse.double(), exact, rtol=0, atol=1e-5)

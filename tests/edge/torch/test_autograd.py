@@ -1,16 +1,24 @@
 """Gradients: exact against finite differences and against the fp64 oracle, zero where nothing was selected."""
 
+import dataclasses
+import functools
 import math
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 import nsa
-import nsa.kernels
 from nsa import dispatch
 from nsa.call import Call
 from nsa.plain import packed_sdpa
 from nsa.plain.oracle import selection_reference
+from nsa.testing.judge.gradients import assert_gradients
+from nsa.testing.matrix.strategies import BLOCKS, RANGES, Drawn
+from nsa.testing.profiles import drawing
+
+from ...parity.test_drawn import SOURCES, oracle_of, through_lse, trained
 
 
 @pytest.fixture(params=["ranges", "blocks", "positions", "varlen"])
@@ -56,68 +64,42 @@ def test_finite_differences_of_odd_rows(draw, same, attend_plain, bound):
     assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "auto"])
+@drawing(3 / 5)
+@given(st.sampled_from(SOURCES).flatmap(trained), st.sampled_from(["sdpa", "reference"]), st.booleans())
+# Keys that a row lists twice, and rows that list none.
+@example(Drawn.same(RANGES, [(3, 40), (2, 50), (3, 5), (0, 1)]), "sdpa", True)
+@example(Drawn.same(RANGES, [(3, 40), (2, 50), (3, 5), (0, 1)]), "sdpa", False)
+@example(Drawn.same(RANGES, [(0, 0)] * 4), "sdpa", True)
+@example(Drawn.same(BLOCKS, [-1, 1, 1, 0, 5], dtype=torch.int32), "reference", False)
+def test_gradients_of_plain_torch_of_any_calls(device, drawn, backend, bounded):
+    """Through O and LSE, against the fp64 oracle: exactly 0 for empty rows, and for keys that no row lists."""
+    drawn = dataclasses.replace(drawn, case=dataclasses.replace(drawn.case, dtype="fp32"))
+    oracle = oracle_of(drawn.problem(device))
+    p = oracle.problem
+    leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
+    bound = p.case.L if bounded else None
+    outputs = nsa.selection_attention(*leaves, **p.selection, backend=backend, max_selected=bound, return_lse=True)
+    dlse = torch.randn(oracle.lse.shape, generator=torch.Generator().manual_seed(drawn.seed + 2)).to(device)
+    got = torch.autograd.grad(outputs, leaves, (oracle.do, dlse))
+    assert_gradients(got, through_lse(oracle, dlse), backend)
+
+
 @pytest.mark.parametrize("bound", [None, 9], ids=["unbounded", "bound"])
-def test_gradients_of_a_training_dtype(problem, dtype, backend, bound):
+def test_gradients_of_packed_sdpa_in_a_training_dtype(problem, dtype, bound):
     """Against the oracle's fp64 gradients of the same (rounded) inputs."""
     qkv, selection = problem
-    g = torch.randn(*qkv[0].shape, generator=torch.Generator().manual_seed(1)).to(qkv[0].device)
+    rounded = [x.to(dtype) for x in qkv]
+    g = torch.randn(*qkv[0].shape, generator=torch.Generator().manual_seed(1)).to(qkv[0].device, dtype)
 
-    def gradients(call, *leaves):
+    def gradients(call, leaves):
         leaves = [x.detach().requires_grad_() for x in leaves]
         return torch.autograd.grad(call(*leaves, **selection), leaves, g.to(leaves[0].dtype))
 
-    rounded, before = [x.to(dtype) for x in qkv], nsa.kernels.launches["backward"]
-    with nsa.configure(sel_triton_min_L=0):
-        got = gradients(
-            lambda *a, **kw: nsa.selection_attention(*a, **kw, max_selected=bound, backend=backend), *rounded
-        )
-    assert nsa.kernels.launches["backward"] - before == (backend == "auto")
-    want = gradients(lambda *a, **kw: selection_reference(Call.of(*a, **kw))[0], *(x.double() for x in rounded))
+    got = gradients(functools.partial(nsa.selection_attention, max_selected=bound, backend="sdpa"), rounded)
+    want = gradients(lambda *a, **kw: selection_reference(Call.of(*a, **kw))[0], [x.double() for x in rounded])
     for a, b in zip(got, want, strict=True):
         assert a.dtype == dtype
         torch.testing.assert_close(a.double(), b, rtol=0, atol=max(1e-5, 16 * torch.finfo(dtype).eps) * b.abs().max())
-
-
-def test_keys_that_nobody_selects_get_zero(draw, same, attend_plain):
-    q, k, v = (x.requires_grad_() for x in draw(S=2))
-    attend_plain(q, k, v, ranges=same([(3, 7), (9, 12)], 1, 2, 2)).sum().backward()
-    selected = torch.zeros(24, dtype=torch.bool, device=q.device)
-    selected[[*range(3, 7), *range(9, 12)]] = True
-    for x in (k, v):
-        assert not x.grad[:, ~selected].any()
-        assert x.grad[:, selected].abs().amax((0, 2, 3)).gt(0).all()
-
-
-@pytest.mark.parametrize("bound", [None, 12], ids=["unbounded", "bound"])
-@pytest.mark.parametrize("rows", ["one", "all"])
-def test_empty_rows_have_zero_gradients(draw, same, attend_plain, rows, bound):
-    """Zero, not NaN; also for K and V that only empty rows could read, and also through the LSE."""
-    q, k, v = (x.requires_grad_() for x in draw(S=2))
-    ranges = same([(3, 7), (9, 12)], 1, 2, 2)
-    ranges[:, 0 if rows == "one" else slice(None)] = 0
-    for lse_too in (False, True):
-        o, lse = attend_plain(q, k, v, ranges=ranges, max_selected=bound, return_lse=True)
-        loss = o.sum() + (lse.clamp(min=-9).sum() if lse_too else 0)
-        gradients = torch.autograd.grad(loss, (q, k, v))
-        assert all(x.isfinite().all() for x in gradients)
-        assert not gradients[0][:, 0].any()
-        if rows == "all":
-            assert not any(x.any() for x in gradients)
-
-
-@pytest.mark.parametrize("bound", [None, 9], ids=["unbounded", "bound"])
-def test_keys_listed_twice_get_both_gradients(draw, same, attend_plain, bound):
-    """As if they stood in memory twice."""
-    q, *kv = draw(S=2, S_kv=7, Dv=24, dtype=torch.float64)
-    listed = [1, 2, 3, 2, 3, 4, 2]
-    twice, spans = [], same([(1, 4), (2, 5), (2, 3)], 1, 2, 2)
-    for keys, ranges in ((list(range(7)), spans), (listed, same([(0, 7)], 1, 2, 2))):
-        leaves = [x.detach().requires_grad_() for x in (q, *kv)]
-        K, V = (x[:, keys] for x in leaves[1:])
-        o, lse = attend_plain(leaves[0], K, V, ranges=ranges, causal=False, max_selected=bound, return_lse=True)
-        twice.append((o, lse, *torch.autograd.grad((o * torch.arange(24, device=o.device)).sum() + lse.sum(), leaves)))
-    torch.testing.assert_close(*twice, rtol=0, atol=1e-10)
 
 
 def test_unselected_nan_does_not_reach_gradients(draw, same, attend_plain):

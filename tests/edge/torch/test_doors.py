@@ -21,19 +21,7 @@ from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.launch import Variant
 from nsa.plain.oracle import selection_reference
 
-pytestmark = pytest.mark.usefixtures("fresh_routes")
 SHAPE = dict(S=2, S_kv=9, HKV=1, Dv=24)
-
-
-@pytest.fixture(autouse=True)
-def long_rows():
-    with nsa.configure(sel_triton_min_L=0):
-        yield
-
-
-@pytest.fixture
-def qkv(draw):
-    return draw(**SHAPE)
 
 
 @pytest.fixture
@@ -97,8 +85,6 @@ def no_bad_address(monkeypatch):
     assert not bad
 
 
-# A CPU build of torch computes no shapes of operators on fake CUDA tensors.
-CUDA_BUILD = pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch, which needs no GPU")
 ODD = sorted(set(MEMORY) - {"plain"})
 INPUTS = "q", "k", "v", "selection", "gradient"
 
@@ -243,17 +229,26 @@ def test_make_fx(qkv, blocks, tracing, leaf):
     assert all(map(torch.equal, graph(*given), f(*given)))
 
 
-@pytest.mark.parametrize("backend", ["auto", "triton", pytest.param("sdpa", marks=CUDA_BUILD)])
-def test_fake_gpus_need_no_gpu(backend):
-    """Shapes and errors as on the GPU that the tensors pretend to be on."""
+@pytest.mark.parametrize("backend", ["auto", "triton", "sdpa"])
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", id="gpu")])
+def test_fake_tensors_need_no_memory(backend, kind):
+    """Nor a GPU. Shapes, gradients' shapes and errors are those on the device that the tensors pretend to be on."""
+    if kind == "cuda" and backend == "sdpa" and torch.version.cuda is None:
+        pytest.skip("a CPU build of torch computes no shapes of operators on fake CUDA tensors")
     with FakeTensorMode():
-        q, k, v = (torch.empty(1, 2, 4, 16, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-        ranges = torch.zeros(1, 2, 4, 3, 2, dtype=torch.int32, device="cuda")
+        dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+        q, k, v = (torch.empty(1, 2, 4, D, device=kind, dtype=dtype) for D in (16, 16, 24))
+        if kind == "cpu":  # autograd asks the driver for the device
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+        ranges = torch.zeros(1, 2, 4, 3, 2, dtype=torch.int32, device=kind)
         o, lse = nsa.selection_attention(q, k, v, ranges=ranges, max_selected=9, backend=backend, return_lse=True)
-        assert (o.shape, o.dtype, o.device.type) == (q.shape, q.dtype, "cuda")
+        assert (o.shape, o.dtype, o.device.type) == (v.shape, dtype, kind)
         assert (lse.shape, lse.dtype) == ((1, 2, 4), torch.float32)
+        if kind == "cpu":
+            assert [x.shape for x in torch.autograd.grad(o.sum(), (q, k, v))] == [x.shape for x in (q, k, v)]
         with pytest.raises(ValueError, match="ranges: expected"):
             nsa.selection_attention(q, k, v, ranges=torch.empty_like(q, dtype=torch.int32), backend=backend)
+    assert not failures.broken
 
 
 def test_ranges_without_a_bound_on_fake_tensors():
@@ -274,5 +269,6 @@ def test_plain_calls_do_not_go_through_the_dispatcher(qkv, blocks, backend, monk
         given = [x.detach().requires_grad_(leaf) for x in qkv]
         with mode():
             got = nsa.selection_attention(*given, **blocks, backend=backend)
+            assert got.is_inference() == (mode is torch.inference_mode)
         assert torch.equal(got, want)
         assert got.requires_grad == (leaf and mode is torch.enable_grad)

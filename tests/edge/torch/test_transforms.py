@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -12,63 +11,7 @@ import nsa
 from nsa import ops
 from nsa.call import Call
 
-BACKENDS = ["auto", "triton", "sdpa", "reference"]
-PLAIN = ["sdpa", "reference"]
-TRANSFORMED = "torch.func or forward-mode AD transforms the call, which Triton's kernels do not support"
-
-
-@pytest.fixture(autouse=True)
-def long_rows(fresh_routes):
-    with nsa.configure(sel_triton_min_L=0):
-        yield
-
-
-@pytest.fixture
-def qkv(draw):
-    return draw(S=2, S_kv=9, HKV=1, Dv=24)
-
-
-@pytest.fixture
-def attend(same):
-    """`attend(*tensors, backend=…) -> O`; other spans where they are given."""
-    spans = same([(0, 4), (2, 7)], 1, 2, 1)
-    return lambda *qkv, ranges=spans, **how: nsa.selection_attention(*qkv, ranges=ranges, max_selected=9, **how)
-
-
-def gradients(call, qkv):
-    leaves = [x.detach().clone().requires_grad_() for x in qkv]
-    o = call(*leaves)
-    (o * torch.arange(o.shape[-1], device=o.device)).sum().backward()  # reentrant checkpoints know no `grad`
-    return [x.grad for x in leaves]
-
-
-def refused(text, call, *args):
-    """Word for word."""
-    with pytest.raises(RuntimeError) as raised:
-        call(*args)
-    assert str(raised.value) == text
-
-
-def close(got, want, atol=1e-5):
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=atol * max(1.0, float(b.abs().max())))
-
-
-# --- modes ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("leaf", [False, True], ids=["plain", "requires-grad"])
-def test_inference_mode(qkv, attend, backend, leaf):
-    want = attend(*qkv, backend=backend)
-    inputs = [x.clone().requires_grad_(leaf) for x in qkv]
-    with torch.inference_mode():
-        got = attend(*inputs, backend=backend)
-        again = attend(*(x.clone() for x in qkv), backend=backend)  # tensors born there
-    assert got.is_inference()
-    assert not got.requires_grad
-    assert torch.equal(got, want)
-    assert torch.equal(again, want)
+from .test_training import BACKENDS, TRANSFORMED, close, gradients, refused
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -84,22 +27,6 @@ def test_out_with_gradients(qkv, attend, backend):
 
     close(gradients(call, qkv), want, atol=0)
     assert torch.equal(outs[0].detach(), attend(*qkv, backend=backend))
-
-
-@pytest.mark.parametrize("backend", ["auto", "triton", "sdpa"])
-@pytest.mark.parametrize("leaf", [False, True], ids=["forward", "gradients"])
-def test_fake_tensors(draw, same, attend, backend, leaf):
-    """Their shapes go through, and no kernel is launched on memory that is not there, nor held to be broken."""
-    mode = FakeTensorMode()
-    ranges = mode.from_tensor(same([(0, 4), (2, 7)], 1, 2, 1))
-    q, k, v = (mode.from_tensor(x).requires_grad_(leaf) for x in draw(S=2, S_kv=9, HKV=1, Dv=24))
-    with mode:
-        o, lse = attend(q, k, v, ranges=ranges, backend=backend, return_lse=True)
-        assert (o.shape, o.dtype, o.requires_grad) == ((1, 2, 2, 24), torch.float32, leaf)
-        assert (lse.shape, lse.dtype) == ((1, 2, 2), torch.float32)
-        if leaf:
-            assert [x.shape for x in torch.autograd.grad(o.sum(), (q, k, v))] == [x.shape for x in (q, k, v)]
-    assert not any("failed" in record.reason for record in nsa.routes())
 
 
 # --- torch.func -------------------------------------------------------------------------------------------------------
