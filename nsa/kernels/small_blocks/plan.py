@@ -60,7 +60,11 @@ class Launch(NamedTuple):
     pairs: bool  # values are read in pairs of bytes
     unions: Unions | None
     exact: Exact
-    unites: bool = True
+
+    @property
+    def unites(self) -> bool:
+        """Whether no row of the guard's small call may list a block twice."""
+        return self.unions is not None
 
     @property
     def queries(self) -> int:
