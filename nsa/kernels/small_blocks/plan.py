@@ -161,6 +161,7 @@ def _unions(
     if apart or alone or call.settings.batch_invariant or g.n == 0:
         return None
     assert call.block_size is not None
+    choice = choice if call.settings.sel_triton_db else choice._replace(union_stages=1)
     return tiles.unions(capability, *items, g.G, g.D, g.Dv, g.n, -(-g.S_kv // call.block_size), choice)
 
 
