@@ -17,7 +17,14 @@ from nsa.kernels.key_major.kernel import query_offset
 from nsa.kernels.shared.clusters import exchange, merge_inbox, open_inbox
 from nsa.kernels.shared.e4m3 import add_pairs, fit_half, half_of, scaled_values
 from nsa.kernels.shared.inverse_index import causal_limit, sequence_of
-from nsa.kernels.shared.primitives import VARLEN, finish, gdc_launch_dependents, gdc_wait, softmax_step
+from nsa.kernels.shared.primitives import (
+    VARLEN,
+    expect_table,
+    finish,
+    gdc_launch_dependents,
+    gdc_wait,
+    softmax_step,
+)
 
 RUNTIME = "B S S_kv n tokens pages lists first tiles run blocks room cost gain stride_lt stride_lh".split()
 RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh tb".split()]
@@ -142,6 +149,10 @@ def _rows_kernel(
         ahead = _listed(list_row, split * BLOCK_L + stride + slots, total, SIZE)
 
         seq, k_first, seqlen_k, shift = sequence_of(token, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)
+        if PAGE:
+            table_row = table_ptr + tl.cast(seq, tl.int64) * stride_tb
+            if EARLY:
+                expect_table(table_row, S_kv // PAGE)
         limit = causal_limit(token, shift, seqlen_k, pos_ptr, CAUSAL)
         factor = scale * 1.4426950408889634
         if k_scale_ptr is not None:  # scaling the keys scales the scores
@@ -166,8 +177,6 @@ def _rows_kernel(
             k_ptr, v_ptr, seq, head_kv, k_first, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
             LAYOUT, PAGE, STRIDE_UNIT,
         )  # fmt: skip
-        if PAGE:
-            table_row = table_ptr + tl.cast(seq, tl.int64) * stride_tb
         if PAIRS:
             v_base = v_base.to(tl.pointer_type(tl.int16))
             dv_pair = tl.arange(0, BLOCK_DV // 2)
