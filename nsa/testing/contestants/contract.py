@@ -30,6 +30,7 @@ NEEDS = {
     "distinct": "a key listed twice",
     "visible": "blocks or spans ahead of the query or outside of the keys",
     "nonempty": "rows that select nothing",
+    "one list": "a list of its own for each KV head",
     "own block": "rows that do not list the query's own block",
     "some queries": "calls without a query",
     "contiguous": "strided tensors",
