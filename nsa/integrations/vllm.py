@@ -31,6 +31,7 @@ from nsa.kernels.shared.shape import E4M3
 VERSIONS = ("0.33.0",)  # of vLLM, whose functions have the signatures and layouts below
 OPS = "vllm.models.minimax_m3.common.ops.sparse_attn"  # the module that defines the functions of MiniMax-M3
 QSA_OPS = "vllm.models.qwen4_exp.nvidia.ops.qsa"  # and that of QSA
+NEWER = ["query_start_loc", "token_to_req_indices"]  # arguments that versions after 0.33.0 have
 PAGE = 128  # keys of a page and of a block: vLLM's kernels take no other number
 
 # vLLM shows records below WARNING only of loggers under its own.
@@ -103,22 +104,32 @@ def minimax_m3_sparse_attn_decode(
     decode_query_len: int,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    token_to_req_indices: Tensor | None = None,
 ) -> None:
     """:func:`minimax_m3_sparse_attn` for decode steps, where ``T = B * decode_query_len``.
 
     Every sequence has ``decode_query_len`` queries. A sequence of length 0 (padding in a captured graph) gets zeros.
+    Versions of vLLM after 0.33.0 pass two more arguments: with ``query_start_loc [B + 1]``, cumulative numbers of
+    queries, sequences have up to ``decode_query_len``. ``token_to_req_indices`` is not read, because it says the same.
 
     Raises:
         ValueError: ``q`` has another number of tokens than ``T``.
         ImportError: as :func:`minimax_m3_sparse_attn`.
     """
+    given = (
+        q, kv_cache, topk_idx, block_table, seq_lens, num_kv_heads, sm_scale, output, decode_query_len, k_scale,
+        v_scale, *(() if query_start_loc is None else (query_start_loc, token_to_req_indices)),
+    )  # fmt: skip
+    if query_start_loc is not None:
+        return _serve(
+            "minimax_m3_sparse_attn_decode", given, q, kv_cache, num_kv_heads, k_scale, v_scale,
+            block_indices=topk_idx.transpose(0, 1), block_table=block_table, cache_seqlens=seq_lens, scale=sm_scale,
+            cu_seqlens_q=query_start_loc, max_seqlen_q=decode_query_len, out=output,
+        )  # fmt: skip
     B, (T, HQ, D) = seq_lens.shape[0], q.shape
     if T != B * decode_query_len:
         raise ValueError(f"q: expected {B} sequences of {decode_query_len} queries, got {T} tokens")
-    given = (
-        q, kv_cache, topk_idx, block_table, seq_lens, num_kv_heads, sm_scale, output, decode_query_len, k_scale,
-        v_scale,
-    )  # fmt: skip
     _serve(
         "minimax_m3_sparse_attn_decode", given, q.view(B, decode_query_len, HQ, D), kv_cache, num_kv_heads, k_scale,
         v_scale, block_indices=topk_idx.transpose(0, 1).view(B, decode_query_len, *topk_idx.shape[::2]),
@@ -362,7 +373,7 @@ def _put(module: ModuleType) -> None:
         wanted = list(inspect.signature(ours).parameters)
         theirs = getattr(module, name, None)
         taken = list(inspect.signature(theirs).parameters) if callable(theirs) else None
-        if taken != wanted:
+        if taken not in (wanted, [x for x in wanted if x not in NEWER]):
             logger.warning("nsa: %s: expected arguments %s, got %s; vLLM keeps its own kernels", name, wanted, taken)
             return
     for name, ours in names.items():

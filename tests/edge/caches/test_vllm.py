@@ -345,11 +345,32 @@ def held():
     ]  # fmt: skip
 
 
+def signature(function):
+    return [(p.name, p.default, p.kind) for p in inspect.signature(function).parameters.values()]
+
+
 def test_signatures_are_those_of_vllm(fake):
     for theirs, ours in zip(held()[:2], OURS, strict=True):
-        assert [(p.name, p.default, p.kind) for p in inspect.signature(ours).parameters.values()] == [
-            (p.name, p.default, p.kind) for p in inspect.signature(theirs).parameters.values()
-        ]
+        assert [p for p in signature(ours) if p[0] not in vllm.NEWER] == signature(theirs)
+
+
+def test_the_newer_signature_is_known(fake, caplog):
+    last = "decode_query_len,\n            k_scale=None, v_scale=None,"
+    fake(**{last: f"{last} query_start_loc=None, token_to_req_indices=None,"})
+    assert signature(held()[1]) == signature(OURS[1])
+    vllm.install()
+    assert held() == OURS * 3
+
+
+def test_steps_of_different_lengths(device, monkeypatch):
+    """As newer versions pass them: the same as a chunk of so many queries."""
+    monkeypatch.setattr(vllm, "_own", refuse)
+    made = step(device, PREFILL)
+    arguments = dict(made.arguments)
+    del arguments["prefix_lens"]
+    arguments |= {"query_start_loc": arguments.pop("cu_seqlens_q"), "decode_query_len": arguments.pop("max_query_len")}
+    vllm.minimax_m3_sparse_attn_decode(**arguments, token_to_req_indices=None)
+    close(made.arguments["output"], made.want)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["before-vllm's-modules", "after-them"])
@@ -507,9 +528,5 @@ def test_qsa_is_put_in_place_and_restored(fake):
     assert module.qsa_sparse_paged_attention is vllm.qsa_sparse_paged_attention
     assert vllm.installed() == [vllm.QSA_OPS]
     vllm.restore()
-    theirs, ours = (
-        [(p.name, p.default, p.kind) for p in inspect.signature(f).parameters.values()]
-        for f in (module.qsa_sparse_paged_attention, vllm.qsa_sparse_paged_attention)
-    )
-    assert theirs == ours
+    assert signature(module.qsa_sparse_paged_attention) == signature(vllm.qsa_sparse_paged_attention)
     assert module.qsa_sparse_paged_attention is not vllm.qsa_sparse_paged_attention
