@@ -67,17 +67,22 @@ def _gate(out_ptr, gate_ptr, rows, HQ, stride_t, stride_h, D: tl.constexpr, BLOC
     tl.store(out, (x / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, ids: Tensor, block_table: Tensor, token_to_req: Tensor, out: Tensor,
-    k_scale: float, v_scale: float, gate: Tensor,
-) -> None:  # fmt: skip
-    """Attention of ``q [T, HQ, D]`` over the keys ``ids [T, 4 n]``, whose last column is their number; into ``out``.
+def attend(call: Call, ids: Tensor, token_to_req: Tensor, v_scale: float, gate: Tensor) -> None:
+    """Attention over the keys ``ids [T, 4 n]``, whose last column is their number; into ``call.out``.
+
+    Args:
+        call: ``q [T, HQ, D]``, the cache with its block table, ``out`` and ``scale``; the rest is added here.
+        token_to_req: ``[T]``, the sequence of each token.
+        v_scale: factor of the cached values.
+        gate: as many elements as ``q``.
 
     Raises:
         ValueError, TypeError: as :func:`nsa.selection_attention_with_kvcache`. ``out`` was not written.
     """
-    (T, HQ, D), B, n = q.shape, block_table.shape[0], ids.shape[1] // SIZE
-    room = k_cache.shape[1] * block_table.shape[1]
+    q, table, out = call.q, call.block_table, call.out
+    assert table is not None and out is not None
+    (T, HQ, D), B, n = q.shape, table.shape[0], ids.shape[1] // SIZE
+    room = call.k.shape[1] * table.shape[1]
     blocks, positions, ends, lengths = (
         torch.empty(shape, dtype=torch.int32, device=q.device) for shape in ((T, 1, n), (T,), (B + 1,), (B,))
     )
@@ -87,10 +92,10 @@ def attend(
         if number not in _numbers:
             _numbers[number] = torch.full((1,), v_scale, dtype=torch.float32, device=q.device)
         scale = _numbers[number]
-    call = Call(
-        q, k_cache, v_cache, block_indices=blocks, q_positions=positions, cu_seqlens_q=ends, cache_seqlens=lengths,
-        block_table=block_table, v_scale=scale, out=out, block_size=SIZE, scale=k_scale * D**-0.5,
-        max_seqlen_q=1 if T <= B else None, backend="triton", schedule="small_blocks", settings=settings.get(),
+    call = call._replace(
+        block_indices=blocks, q_positions=positions, cu_seqlens_q=ends, cache_seqlens=lengths, v_scale=scale,
+        block_size=SIZE, max_seqlen_q=1 if T <= B else None, backend="triton", schedule="small_blocks",
+        settings=settings.get(),
     )  # fmt: skip
     _prepare[(T + B,)](
         ids, token_to_req, blocks, positions, ends, lengths, T, B, n, room, ids.stride(0), SIZE=SIZE,

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from nsa import failures, routing, settings
 from nsa.api import selection_attention_with_kvcache
+from nsa.call import Call
 from nsa.failures import broken
 from nsa.kernels.shared.shape import E4M3
 
@@ -185,7 +186,8 @@ def qsa_sparse_paged_attention(
         from nsa.integrations import qsa  # imports Triton
 
         scales = (1.0, 1.0) if k_cache.dtype is not E4M3 else (k_scale or 1.0, v_scale or 1.0)
-        qsa.attend(q, k_cache, v_cache, logical_indices, block_table, token_to_req, result, *scales, output_gate)
+        call = Call(q, k_cache, v_cache, block_table=block_table, out=result, scale=scales[0] * q.shape[-1] ** -0.5)
+        qsa.attend(call, logical_indices, token_to_req, scales[1], output_gate)
 
     if q.shape[0] and _attempt(name, kind, why_not, run):
         return result
