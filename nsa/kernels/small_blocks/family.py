@@ -23,7 +23,8 @@ class SmallBlocks(Family):
         if call.block_size > tiles.LARGEST:
             return f"small_blocks: expected blocks of {tiles.LARGEST} keys or fewer, got {call.block_size}"
         if shape.S_kv > tiles.MOST_KEYS or shape.n > tiles.MOST_BLOCKS:
-            return f"small_blocks: expected {tiles.MOST_KEYS} keys or fewer, got {shape.S_kv}"
+            most = f"{tiles.MOST_KEYS} keys and {tiles.MOST_BLOCKS} blocks a row"
+            return f"small_blocks: expected at most {most}, got {shape.S_kv} and {shape.n}"
         return None
 
     def pays(self, call: Call, shape: Shape, device_name: str) -> str | None:
