@@ -277,6 +277,4 @@ for _name, _schema, _real, _fake, _vmap in (
     torch.library.register_fake(f"nsa::{_name}", _fake, lib=_library)
     torch.library.register_vmap(f"nsa::{_name}", _vmap, lib=_library)
 torch.library.register_autograd("nsa::selection_attention", _differentiate, setup_context=_save, lib=_library)
-torch.library.register_autograd(
-    "nsa::selection_attention_backward", torch_modes.differentiable_once, lib=_library
-)
+torch.library.register_autograd("nsa::selection_attention_backward", torch_modes.differentiable_once, lib=_library)

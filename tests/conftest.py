@@ -106,6 +106,10 @@ def compare(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], dtype: torc
     assert not o[empty].any(), "rows that select nothing must be exactly 0"
 
 
+def bitwise(got: Sequence[Tensor], want: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 @pytest.fixture
 def agrees():
     """`agrees(attend, q, k, v, **selection) -> (O, LSE)`, after comparing both with the fp64 oracle."""

@@ -40,7 +40,3 @@ def everything(*lead, device, n=ROOM // PAGE, size=PAGE):
 
 def ends(*values, device, dtype=torch.int32):
     return torch.tensor(values, dtype=dtype, device=device)
-
-
-def bitwise(got, want):
-    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -15,8 +15,8 @@ from nsa.kernels.query_major import tiles
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
 
-from ...conftest import compare
-from .cached_calls import BACKENDS, PAGE, ROOM, agrees, bitwise, call, ends, everything, queries
+from ...conftest import bitwise, compare
+from .cached_calls import BACKENDS, PAGE, ROOM, agrees, call, ends, everything, queries
 
 graphs = pytest.mark.skipif(current_lane() != "gpu", reason="graphs need a GPU")
 LAYOUTS = pytest.mark.parametrize("page", [None, PAGE], ids=["contiguous", "paged"])
@@ -145,35 +145,21 @@ def test_threads(device, page):
 
 
 @graphs
-@pytest.mark.parametrize("backend", ["triton", "key_major"])
-@pytest.mark.parametrize("page", [None, PAGE, 64], ids=["contiguous", "page16", "page64"])
-def test_a_graph_is_replayed_with_what_changed_in_place(device, page, backend):
-    """Selection, lengths, table, queries and cache; without allocation, sync or compiling."""
-    first, second = (
-        caches.draw(lengths, ROOM, page, device=device, seed=i) for i, lengths in enumerate(([40, 7], [64, 0]))
-    )
-    q, selection = queries(2, 1, device=device), everything(2, 1, device=device)
-    out = torch.empty_like(q)
-    replayed(first, second, q, queries(2, 1, seed=9, device=device), None, None, backend, selection, out)
-
-
-@graphs
 @pytest.mark.parametrize("backend", ["query_major", "key_major"])
 @pytest.mark.parametrize("page", [None, PAGE, 64], ids=["contiguous", "page16", "page64"])
-def test_a_graph_of_packed_queries_is_replayed_with_what_changed_in_place(device, page, backend):
-    """Their ends, too; a chunk comes first, then last."""
-    first, second = (
-        caches.draw(lengths, ROOM, page, device=device, seed=i)
-        for i, lengths in enumerate(([40, 7, 0, 0], [64, 33, 0, 20]))
-    )
-    q, selection = queries(12, device=device), everything(12, device=device)
-    cu, other = ends(0, 9, 10, 11, 11, device=device), ends(0, 1, 3, 3, 12, device=device)
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_a_graph_is_replayed_with_what_changed_in_place(device, page, backend, packed):
+    """Selection, lengths, table, queries, their ends and cache, all overwritten: no allocation, sync or compiling. Of
+    packed queries a chunk comes first, then last.
+    """
+    lengths = ([40, 7, 0, 0], [64, 33, 0, 20]) if packed else ([40, 7], [64, 0])
+    first, second = (caches.draw(some, ROOM, page, device=device, seed=i) for i, some in enumerate(lengths))
+    lead = (12,) if packed else (2, 1)
+    q, other_q = (queries(*lead, seed=seed, device=device) for seed in (5, 9))
+    selection = everything(*lead, device=device)
+    values = ((0, 9, 10, 11, 11), (0, 1, 3, 3, 12)) if packed else ()
+    cu, other_cu = (ends(*some, device=device) for some in values) if packed else (None, None)
     out = torch.empty_like(q)
-    replayed(first, second, q, queries(12, device=device, seed=9), cu, other, backend, selection, out)
-
-
-def replayed(first, second, q, other_q, cu, other_cu, backend, selection, out):
-    """A call is captured, and replayed after all its tensors were overwritten: no allocation, no sync."""
     call(q, first, backend, cu, **selection, out=out)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -10,7 +10,8 @@ from nsa.kernels.shared.launch import Variant
 from nsa.kernels.union import tiles as union_tiles
 from nsa.testing.matrix import caches
 
-from .cached_calls import BACKENDS, PAGE, ROOM, bitwise, call, everything, queries
+from ...conftest import bitwise
+from .cached_calls import BACKENDS, PAGE, ROOM, call, everything, queries
 from .test_odd_caches import TABLES
 
 

@@ -10,6 +10,8 @@ from nsa.kernels.query_major import tiles
 from nsa.kernels.shared import device as device_facts
 from nsa.testing.plugin import current_lane
 
+from ...conftest import bitwise
+
 H100 = "NVIDIA H100 80GB HBM3"
 SMS = 132
 SHAPES = [  # itemsize, G, D, Dv, bound, spans
@@ -66,10 +68,6 @@ def test_key_major_does_not_see_what_else_is_there(draw, device, block_size, cac
     call = alone if cached else packed
     with nsa.configure(batch_invariant=True):
         assert torch.equal(call(100), call(400))
-
-
-def bitwise(want, got):
-    return all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
 @pytest.mark.parametrize("schedule", ["query_major", "per_head"])

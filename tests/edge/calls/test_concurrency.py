@@ -15,6 +15,8 @@ from nsa.kernels import pinned
 from nsa.kernels.query_major.tiles import Choice
 from nsa.testing.plugin import current_lane
 
+from ...conftest import bitwise
+
 ROOT = Path(nsa.__file__).parents[1]
 SCRIPT = Path(__file__).with_name("pooled_calls.py")
 REPEATS = 200
@@ -29,10 +31,6 @@ def load(script):
 
 calls = load(SCRIPT)
 problem, attend = calls.problem, calls.attend
-
-
-def bitwise(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 # Triton's interpreter patches the language while a kernel runs, for the whole process: one thread only.

@@ -71,12 +71,24 @@ def check(q, k, v, selection, cu=None, **more):
     cached_parity(tuple(x.cpu() for x in got), want, q.dtype, "union")
 
 
-@pytest.mark.parametrize("D", [16, 64, 80, 128], ids=lambda D: f"D{D}")
-def test_heads_of_any_size(device, by_tma, D):
-    """Keys end within a block, and heads within a tile."""
-    q, k, v = normal(device, 2, 9, 32, D), normal(device, 2, 200, 2, D, seed=1), normal(device, 2, 200, 2, D, seed=2)
-    check(q, k, v, blocks(device, 2, 9, 2))
-    assert by_tma == [True]
+def qkv(device, B=1, S=8, HKV=1, D=64, keys=200):
+    return [normal(device, B, *shape, D, seed=i) for i, shape in enumerate(((S, 16 * HKV), (keys, HKV), (keys, HKV)))]
+
+
+CALLS = {  # sizes, other arguments, and whether TMA loads keys and values
+    **{f"D{D}": ({"B": 2, "S": 9, "HKV": 2, "D": D}, {}, True) for D in (16, 64, 80, 128)},
+    **{f"scale{scale}": ({}, {"scale": scale}, scale > 0) for scale in (-0.25, 0.0, 3.0)},
+    "bidirectional": ({}, {"causal": False}, True),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_calls(device, by_tma, kind):
+    """Keys end within a block, and heads of some sizes within a tile."""
+    sizes, how, loads = CALLS[kind]
+    q, k, v = qkv(device, **sizes)
+    check(q, k, v, blocks(device, *q.shape[:2], k.shape[2]), **how)
+    assert by_tma == [loads]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of keys that no row sees
@@ -116,25 +128,12 @@ def test_views_of_one_cache(device, by_tma):
     assert by_tma == [True]
 
 
-@pytest.mark.parametrize("scale", [-0.25, 0.0, 3.0])
-def test_any_scale(device, by_tma, scale):
-    q, k, v = normal(device, 1, 8, 16, 64), normal(device, 1, 200, 1, 64, seed=1), normal(device, 1, 200, 1, 64, seed=2)
-    check(q, k, v, blocks(device, 1, 8, 1), scale=scale)
-    assert by_tma == [scale > 0]
-
-
-def test_bidirectional(device, by_tma):
-    q, k, v = normal(device, 1, 8, 16, 64), normal(device, 1, 200, 1, 64, seed=1), normal(device, 1, 200, 1, 64, seed=2)
-    check(q, k, v, blocks(device, 1, 8, 1), causal=False)
-    assert by_tma == [True]
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy says so when the interpreter computes with infinities
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["keys", "values"])
 def test_a_neighbours_nan(device, where, poison):
     """Only the first token selects the block with the NaN, or the infinity. Others get what they get without it."""
-    q, k, v = normal(device, 1, 4, 16, 64), normal(device, 1, 200, 1, 64, seed=1), normal(device, 1, 200, 1, 64, seed=2)
+    q, k, v = qkv(device, S=4)
     rows = torch.tensor([[0, 1], [0, -1], [2, 0], [0, 2]], dtype=torch.int32, device=device)
     selection = {"block_indices": rows.view(1, 4, 1, 2), "block_size": SIZE, "causal": False}
     clean = nsa.selection_attention(q, k, v, **selection, **UNION)
@@ -176,7 +175,7 @@ def test_pages_smaller_than_a_tile(device, by_tma):
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_an_address_that_tma_cannot_take(device, by_tma, which):
     """Calls of the same shapes and strides have one plan. The address decides at the launch."""
-    q, k, v = normal(device, 1, 8, 16, 64), normal(device, 1, 200, 1, 64, seed=1), normal(device, 1, 200, 1, 64, seed=2)
+    q, k, v = qkv(device)
     moved = torch.empty(k.numel() + 1, dtype=DTYPE, device=device)[1:].view(k.shape)
     selection = blocks(device, 1, 8, 1)
     check(q, k, v, selection)
@@ -193,7 +192,7 @@ def test_other_gpus_read_by_pointers(capability):
 
 def test_triton_without_descriptors(device, by_tma, monkeypatch):
     monkeypatch.setattr(union, "TMA", False)
-    q, k, v = normal(device, 1, 8, 16, 64), normal(device, 1, 200, 1, 64, seed=1), normal(device, 1, 200, 1, 64, seed=2)
+    q, k, v = qkv(device)
     check(q, k, v, blocks(device, 1, 8, 1))
     assert by_tma == [False]
 
@@ -201,7 +200,7 @@ def test_triton_without_descriptors(device, by_tma, monkeypatch):
 @pytest.mark.skipif(current_lane() != "gpu", reason="graphs need a GPU")
 def test_replays_with_other_keys(device):
     """A captured launch holds a descriptor, as it holds an address: it reads what lies there at the replay."""
-    q, k, v = normal(device, 1, 8, 16, 64), normal(device, 1, 200, 1, 64, seed=1), normal(device, 1, 200, 1, 64, seed=2)
+    q, k, v = qkv(device)
     selection = blocks(device, 1, 8, 1)
     run = lambda: nsa.selection_attention(q, k, v, **selection, **UNION)  # noqa: E731
     run()
