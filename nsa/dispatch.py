@@ -51,9 +51,9 @@ takes longer."""
 def routes() -> list[RouteRecord]:
     """The routes that ran in this process, why, and how often; the most frequent first.
 
-    Routes are the schedules ``query_major``, ``per_head``, ``key_major`` and ``union``, and ``backward``, ``sdpa`` and
-    ``reference``. Calls on packed rows (``sel_attn_fwd_*``) are not counted. If a kernel failed, the reason of the
-    route that serves instead says why.
+    Routes are the schedules ``query_major``, ``per_head``, ``key_major``, ``union`` and ``small_blocks``, and
+    ``backward``, ``sdpa`` and ``reference``. Calls on packed rows (``sel_attn_fwd_*``) are not counted. If a kernel
+    failed, the reason of the route that serves instead says why.
     """
     counts = Counter({entry: calls for entry, (calls,) in _taken.items() if calls})
     return [RouteRecord(route, reason, calls, rows) for (route, reason, rows), calls in counts.most_common()]
