@@ -15,7 +15,6 @@ from nsa.kernels.small_blocks import tiles
 class SmallBlocks(Family):
     name = "small_blocks"
     schedules = ("small_blocks",)
-    unseen = True
 
     def why_not(self, call: Call, shape: Shape) -> str | None:
         if call.block_size is None:

@@ -14,6 +14,13 @@ FEW = 64  # blocks of a row that query-major looks up at once. Rows of more are 
 MOST_BLOCKS = 1 << 16  # of a row
 MOST_KEYS = 2**30  # of a sequence: keys and slots are counted in int32
 
+TWICE = 2  # programs for each multiprocessor, into which the keys of few rows are split
+MOST_SHARES = 8  # of a row, for that
+LONELY = 16  # fewer programs than this have a tile and a merge of their own
+"""On an H100, D = 256, 512 blocks of 4 (2026-11-27): 16 rows in 8 shares of 32 keys, merged by a second kernel, 34.6 us (in
+4 of 64 keys, a cluster each, 36.0); in fp8 22.8 (28.4). 64 rows in 2 shares 105 (whole 110), in fp8 70 (90). One row in
+32 shares of 64 keys 11.5. Tiles of tokens with two stages 560 us for 2,048 tokens of 8,192, with three 770."""
+
 MOST_TOKENS = 16  # of a tile of neighbouring tokens
 MOST_SLOTS = 4096  # blocks of a row in a union, which a program of the list kernel holds at once
 LIST_BYTES = 64 << 20
@@ -101,15 +108,18 @@ def choose(
     splits = choice.splits
     if not splits:
         splits = 1 if full else split_count(programs, bound, (D + Dv) * itemsize, processors, largest)
-    merged = 1 < splits <= largest and bool(choice.cluster)
+        while not full and splits < MOST_SHARES and 2 * splits * programs <= TWICE * processors and bound > 64 * splits:
+            splits *= 2
+    lonely = programs < LONELY  # else a second kernel merges faster than a cluster
+    merged = 1 < splits <= largest and bool(choice.cluster) and (lonely or bool(choice.splits))
     if not choice.splits:
         merged = merged and fits_clusters(programs, splits, processors, largest)
     merged = merged and exchange_bytes(heads, block_dv, splits) <= EXCHANGE_BYTES
     narrow = block_g <= 16 and q_itemsize <= 2
     few = narrow and not full  # programs, so that each should keep many bytes in flight
-    block_l = choice.keys or ((64 if few else 32) if q_itemsize <= 2 else 16)
+    block_l = choice.keys or ((64 if few and lonely else 32) if q_itemsize <= 2 else 16)
     block_l = min(block_l, padded(-(-bound // splits)))
-    warps = choice.warps or (2 if narrow and block_l <= 32 else 4)
+    warps = choice.warps or (2 if narrow and block_l <= 32 and block_d + block_dv < 512 else 4)
     stages = choice.stages or 3
     stages = stages if pipelined else 1
     budget = shared_bytes(capability) - (EXCHANGE_BYTES if merged else 0) - 4096
@@ -146,7 +156,7 @@ def unions(
     rows = padded(tokens * G)
     block_n = choice.union_keys or (32 if q_itemsize <= 2 else 16)
     warps = choice.union_warps or 4
-    stages = choice.union_stages or 3
+    stages = choice.union_stages or 2
     key_bytes = (block_d + block_dv) * (itemsize + 2 if itemsize == 1 else itemsize)
     budget = shared_bytes(capability) - rows * (block_d + block_n) * max(q_itemsize, 2) - 4096
     while stages > 2 and stages * block_n * key_bytes > budget:
