@@ -427,5 +427,5 @@ def _run(
     tensors: tuple[Tensor | None, ...], names: str, *more: float,
 ) -> None:  # fmt: skip
     """Launch one of ``kernels``, with the run-time arguments ``names`` of ``sizes``."""
-    numbers = (*(sizes[size] for size in names.split()), *more)
+    numbers = (*map(sizes.__getitem__, names.split()), *more)  # a call launches eight kernels
     kernels[name].launch(grid, launch.device, tensors, numbers, launch.narrow)
