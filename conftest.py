@@ -1,4 +1,4 @@
-"""The entry point of the suite in a checkout: loads its plugin, which chooses the lane, and marks `tests/` by folder.
+"""The entry point of the suite in a checkout: loads its plugin, which chooses the lane, and names `tests/` as ours.
 
 Where the package is installed, `nsa_pytest` does the same for the tests that ship in it.
 """
@@ -20,11 +20,3 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "suite: tests of the suite itself (set by the folder of that name)")
     owned.own(config, TESTS)
     profiles.load()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First, so that `-m` sees the marks."""
-    from nsa.testing.shipped import FOLDERS, mark_by_folder  # here, so that pytest can rewrite the plugin first
-
-    mark_by_folder(items, TESTS, (*FOLDERS, "suite"))

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 import nsa
-from nsa import failures, gpu, routing, settings
+from nsa import failures, gpu, routing, schedules, settings
 from nsa.call import Call
 from nsa.gpu import Gpu, Threshold, Tiles
 from nsa.guard import memory
-from nsa.kernels.key_major import family as crossover
 from nsa.kernels.shared import passed, sources
 
 HQ, HKV, D, SLOTS, BLOCK = 64, 4, 128, 16, 64
@@ -69,7 +68,7 @@ def report() -> list[str]:
         here = "pytest -m parity -n auto" if checkout else "python -m nsa, on a machine with an NVIDIA GPU"
         return [*lines, "threshold  none applies: packed SDPA serves every call", f"next       {here}"]
     measurements, explicit = gpu.measured(names[0]), current.sel_triton_min_L
-    lines += [f"schedules  {crossover.describe(names[0])}", f"tiles      {_tiles(measurements.tiles)}"]
+    lines += [f"schedules  {schedules.describe(names[0])}", f"tiles      {_tiles(measurements.tiles)}"]
     if explicit is not None:
         lines.append(f"threshold  sel_triton_min_L = {explicit}, set by {origins['sel_triton_min_L']}")
     if measurements.threshold or explicit is None:
@@ -166,7 +165,7 @@ def _tiles(tiles: Tiles | None) -> str:
 
 def _stale(measurements: Gpu) -> str | None:
     """Why `python -m nsa calibrate` should run: sections that are missing, or from other versions. None: no need."""
-    sections = {"threshold": measurements.threshold, "crossover": measurements.crossover}
+    sections = {"threshold": measurements.threshold, "costs": measurements.costs}
     missing = [name for name, section in sections.items() if section is None]
     if missing:
         return f"not measured on this GPU: {' and '.join(missing)}"

@@ -3,7 +3,7 @@
 `nsa/configs/gpus/<slug>.yaml` has up to three sections, each with its own provenance:
 
 - `threshold`: from how many keys on Triton is faster than packed SDPA, and the fastest layout of packed SDPA;
-- `crossover`: from how many queries on key-major is faster than query-major;
+- `costs`: what a unit of a schedule's work costs (`nsa/schedules.py`);
 - `tiles`: tile sizes and splits, by kernel family.
 
 A section of the user's own file, `$XDG_CONFIG_HOME/nsa/gpus/<slug>.yaml`, replaces the packaged section. A section that
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 import sys
 from collections.abc import Mapping
@@ -23,7 +24,6 @@ from typing import Any, NoReturn
 
 from nsa import settings
 from nsa.kernels.query_major.choice import Choice, Point
-from nsa.kernels.shared.shape import MAX_GROUP
 
 logger = logging.getLogger("nsa")
 
@@ -34,11 +34,24 @@ SDPA_LAYOUTS = ("heads_as_queries", "expanded", "enable_gqa")
 PACKAGED = Path(__file__).parent / "configs" / "gpus"
 """The folder of the measurements in the package. `--nsa-update-thresholds` and similar options write there."""
 
-SECTIONS = ("threshold", "crossover", "tiles")
-CROSSOVERS = ("key_major_from", "chunk_key_major_from")
+SECTIONS = ("threshold", "costs", "tiles")
 SWEPT = ("gpu", "torch", "triton", "commit", "date")
-PROVENANCE = {"threshold": (*SWEPT, "margin"), "crossover": (*SWEPT, "command", "shape"), "tiles": SWEPT}
+PROVENANCE = {"threshold": (*SWEPT, "margin"), "costs": (*SWEPT, "command", "shapes"), "tiles": SWEPT}
 """The keys of each section's provenance."""
+
+KINDS = ("narrow", "wide", "narrow_e4m3", "wide_e4m3")
+OF_BLOCKS = (
+    "calls", "doublings_of_entries", "entries", "entries_by_heads", "parts", "products", "numbers", "blocks",
+    "numbers_of_blocks", "numbers_of_tiles",
+)  # fmt: skip
+TERMS = {
+    "query_major": (
+        "calls", "keys_of_a_row", "keys", "numbers", "numbers_by_heads", "blocks", "numbers_by_block_size",
+        "numbers_by_heads_and_block_size", "keys_in_pages_by_block_size",
+    ),
+    "key_major": OF_BLOCKS, "union_apart": OF_BLOCKS, "union_shared": OF_BLOCKS,
+}  # fmt: skip
+"""The kinds of calls, and the terms of each schedule, that have costs."""
 
 Bucket = tuple[bool, int, int]  # whether rows have one span, BLOCK_D, BLOCK_DV
 
@@ -54,22 +67,14 @@ class Threshold:
 
 
 @dataclass(frozen=True)
-class Crossover:
-    """From how many queries on key-major is faster than query-major."""
+class Costs:
+    """What a unit of a schedule's work costs."""
 
-    tokens: Mapping[int, int | None]  # group size G to queries; None: key-major is never faster
-    chunk: Mapping[int, int | None]  # the same for a chunk of a longer prompt
+    kinds: Mapping[str, Mapping[str, Mapping[str, float]]]  # microseconds by kind of calls, schedule and term
     provenance: Mapping[str, str]
     path: Path
 
-    def start(self, G: int, chunk: bool = False) -> int | None:
-        """Queries from which on key-major is faster for group size `G`; None if it never is.
-
-        If `G` was not measured, the next larger measured group size decides, because key-major gains less for larger
-        groups. For groups above the largest measured size the result is None.
-        """
-        table = self.chunk if chunk else self.tokens
-        return table[min(g for g in table if g >= G)] if G <= max(table) else None
+    __hash__ = object.__hash__  # mappings have none
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class Gpu:
     """The measurements of one GPU model. A section that was not measured is None."""
 
     threshold: Threshold | None = None
-    crossover: Crossover | None = None
+    costs: Costs | None = None
     tiles: Tiles | None = None
 
 
@@ -114,10 +119,10 @@ def measured(device_name: str) -> Gpu:
     name = f"{device_slug(device_name)}.yaml"
     folder = settings.user_gpus()
     mine = Gpu() if folder is None else read(folder / name)
-    if mine.threshold and mine.crossover and mine.tiles:
+    if mine.threshold and mine.costs and mine.tiles:
         return mine
     packaged = read(PACKAGED / name)
-    return Gpu(mine.threshold or packaged.threshold, mine.crossover or packaged.crossover, mine.tiles or packaged.tiles)
+    return Gpu(mine.threshold or packaged.threshold, mine.costs or packaged.costs, mine.tiles or packaged.tiles)
 
 
 @functools.cache
@@ -151,8 +156,10 @@ def read(path: Path, text: str | None = None) -> Gpu:
     if text is None and not settings.readable(path):
         return Gpu()
     document = settings.read_yaml(path, text)
+    if document.pop("crossover", None) is not None:
+        logger.warning("%s: its section crossover is no longer read: `python -m nsa calibrate` measures costs", path)
     settings.reject_unknown(path, "", document, SECTIONS)
-    parsers: dict[object, Any] = dict(zip(SECTIONS, (_threshold, _crossover, _tiles), strict=True))
+    parsers: dict[object, Any] = dict(zip(SECTIONS, (_threshold, _costs, _tiles), strict=True))
     return Gpu(**{str(name): parsers[name](path, section) for name, section in document.items()})
 
 
@@ -171,21 +178,17 @@ def _threshold(path: Path, section: object) -> Threshold:
     return Threshold(min_L, layout, _provenance(path, "threshold", "threshold", content), path)
 
 
-def _crossover(path: Path, section: object) -> Crossover:
-    content = _mapping(path, "crossover", section, *CROSSOVERS, "provenance")
-    starts, chunks = (_starts(path, f"crossover.{name}", content.get(name)) for name in CROSSOVERS)
-    return Crossover(starts, chunks, _provenance(path, "crossover", "crossover", content), path)
-
-
-def _starts(path: Path, key: str, table: object) -> Mapping[int, int | None]:
-    if not isinstance(table, dict) or not table:
-        _wrong(path, key, "queries by group size", table)
-    for G, start in table.items():
-        if not _is_int(G) or G > MAX_GROUP:
-            _wrong(path, key, f"group sizes from 1 to {MAX_GROUP}", G)
-        if start is not None and not _is_int(start):
-            _wrong(path, f"{key}.{G}", "a positive integer or null", start)
-    return dict(sorted(table.items()))
+def _costs(path: Path, section: object) -> Costs:
+    content = _mapping(path, "costs", section, *KINDS, "provenance")
+    for kind in content.keys() - {"provenance"}:
+        of_kind = _mapping(path, f"costs.{kind}", content[kind], *TERMS)
+        for schedule, costs in of_kind.items():
+            key = f"costs.{kind}.{schedule}"
+            for term, cost in _mapping(path, key, costs, *TERMS[schedule]).items():
+                if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not 0 <= cost < math.inf:
+                    _wrong(path, f"{key}.{term}", "microseconds, 0 or more", cost)
+    kinds = {kind: content[kind] for kind in KINDS if kind in content}
+    return Costs(kinds, _provenance(path, "costs", "costs", content), path)
 
 
 def _tiles(path: Path, section: object) -> Tiles:

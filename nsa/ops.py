@@ -46,6 +46,7 @@ def serve(call: Call, tracing: bool = False) -> Result:
     Raises:
         As :func:`nsa.selection_attention`.
     """
+    call = call.with_lists()
     if tracing or any_autocast_enabled() or transforms_active() or dispatch_modes() or forward_ad._current_level >= 0:
         return _unusual(call, tracing)
     q, k, v, out = call.q, call.k, call.v, call.out
@@ -276,6 +277,4 @@ for _name, _schema, _real, _fake, _vmap in (
     torch.library.register_fake(f"nsa::{_name}", _fake, lib=_library)
     torch.library.register_vmap(f"nsa::{_name}", _vmap, lib=_library)
 torch.library.register_autograd("nsa::selection_attention", _differentiate, setup_context=_save, lib=_library)
-torch.library.register_autograd(
-    "nsa::selection_attention_backward", torch_modes.differentiable_once, lib=_library
-)
+torch.library.register_autograd("nsa::selection_attention_backward", torch_modes.differentiable_once, lib=_library)

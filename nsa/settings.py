@@ -179,9 +179,10 @@ def child_environment(interpret: bool) -> dict[str, str]:
 
     `TRITON_INTERPRET` is set anew, because this process may have changed it after Triton read it. `NSA_PROBE=never`
     keeps the child from starting children of its own. It could start them without end if `sys.executable` is an
-    application that calls `nsa` when it starts.
+    application that calls `nsa` when it starts. The calls of a child are not recorded.
     """
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    dropped = ("TRITON_INTERPRET", "NSA_RECORD_WORKLOAD")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
     return kept | {"NSA_PROBE": "never"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
 
 

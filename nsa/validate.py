@@ -77,13 +77,13 @@ def _check_device(name: str, m: Tensor, device: torch.device, of: str = "q") -> 
         raise ValueError(f"{name}: expected device {device} (that of {of}), got {m.device}")
 
 
-def _check_index_dtype(name: str, dtype: torch.dtype) -> None:
-    if dtype not in INDEX_DTYPES:
-        raise TypeError(f"{name}: expected dtype {_dtypes(INDEX_DTYPES)}, got {_dtypes((dtype,))}")
+def _check_dtype(name: str, dtype: torch.dtype, accepted: tuple[torch.dtype, ...], why: str = "") -> None:
+    if dtype not in accepted:
+        raise TypeError(f"{name}: expected dtype {_dtypes(accepted)}{why}, got {_dtypes((dtype,))}")
 
 
 def _check_index(name: str, m: Tensor, device: torch.device, of: str = "q") -> None:
-    _check_index_dtype(name, m.dtype)
+    _check_dtype(name, m.dtype, INDEX_DTYPES)
     _check_device(name, m, device, of)
 
 
@@ -113,16 +113,11 @@ def _check_out(out: Tensor, layout: str, shape: tuple[int, ...]) -> None:
 
 def _check_alike(q_name: str, q: Tensor, *named: tuple[str, Tensor | None]) -> None:
     """Check that all tensors have the floating dtype and the device of the first one."""
-    if q.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{q_name}: expected dtype {_dtypes(FLOAT_DTYPES)}, got {_dtypes((q.dtype,))}")
+    _check_dtype(q_name, q.dtype, FLOAT_DTYPES)
     for name, m in named:
-        if m is None:
-            continue
-        if m.dtype != q.dtype:
-            raise TypeError(
-                f"{name}: expected dtype {_dtypes((q.dtype,))} (that of {q_name}), got {_dtypes((m.dtype,))}"
-            )
-        _check_device(name, m, q.device, q_name)
+        if m is not None:
+            _check_dtype(name, m.dtype, (q.dtype,), f" (that of {q_name})")
+            _check_device(name, m, q.device, q_name)
 
 
 def _check_floats(q_name: str, q: Tensor, *named: tuple[str, Tensor | None]) -> None:
@@ -215,28 +210,23 @@ def _check_cache_floats(call: Call) -> None:
     scales = ("k_scale", call.k_scale), ("v_scale", call.v_scale)
     if k.dtype != E4M3:
         if q.dtype in E4M3_QUERIES and k.dtype not in FLOAT_DTYPES:
-            raise TypeError(f"k_cache: expected dtype {_dtypes((q.dtype, E4M3))}, got {_dtypes((k.dtype,))}")
+            _check_dtype("k_cache", k.dtype, (q.dtype, E4M3))
         _check_floats("q", q, ("k_cache", k), ("v_cache", v), ("out", call.out))
         for name, scale in scales:
             if scale is not None:
                 raise ValueError(f"{name}: expected None with a cache of {_dtypes((k.dtype,))}, got a tensor")
         return
-    if q.dtype not in E4M3_QUERIES:
-        expected = f"{_dtypes(E4M3_QUERIES)} with a cache of {_dtypes((E4M3,))}"
-        raise TypeError(f"q: expected dtype {expected}, got {_dtypes((q.dtype,))}")
-    if v.dtype != E4M3:
-        raise TypeError(f"v_cache: expected dtype {_dtypes((E4M3,))} (that of k_cache), got {_dtypes((v.dtype,))}")
+    _check_dtype("q", q.dtype, E4M3_QUERIES, f" with a cache of {_dtypes((E4M3,))}")
+    _check_dtype("v_cache", v.dtype, (E4M3,), " (that of k_cache)")
     _check_alike("q", q, ("out", call.out))
     _check_contiguous(("q", q), ("k_cache", k), ("v_cache", v), ("out", call.out))
     for name, m in (("k_cache", k), ("v_cache", v), *scales):
         if m is not None:
             _check_device(name, m, q.device)
     for name, scale in scales:
-        if scale is None:
-            continue
-        if scale.dtype != torch.float32:
-            raise TypeError(f"{name}: expected dtype float32, got {_dtypes((scale.dtype,))}")
-        if tuple(scale.shape) not in ((), (1,), (HKV,)):
+        if scale is not None:
+            _check_dtype(name, scale.dtype, (torch.float32,))
+        if scale is not None and tuple(scale.shape) not in ((), (1,), (HKV,)):
             raise ValueError(f"{name}: expected [], [1] or [HKV] = [{HKV}], got {_shape(scale.shape)}")
 
 
@@ -390,7 +380,7 @@ def check_packing(k: Tensor, v: Tensor, ranges: Tensor, max_selected: int | None
 def check_blocks(block_indices: Any, block_size: Any, seqlen_k: Any) -> None:
     """Check the arguments of ``ranges_from_blocks``. This must be cheap, because packed SDPA calls it, too."""
     check_tensors(block_indices=block_indices)
-    _check_index_dtype("block_indices", block_indices.dtype)
+    _check_dtype("block_indices", block_indices.dtype, INDEX_DTYPES)
     check_count("block_size", integer(block_size), 1)
     if seqlen_k is not None:
         check_count("seqlen_k", integer(seqlen_k), 0)

@@ -24,6 +24,9 @@ import pygments.lexers  # noqa: F401
 import torch  # noqa: F401
 import yaml  # noqa: F401
 
+OTHERS = ("asyncio", "codspeed", "pytest_cov", "randomly", "rerunfailures", "timeout")
+"""Plugins that an environment may have. A run has none of them, because tests expect the order and words of ours."""
+
 
 def become(request, installed):
     """What a new process would be: its environment, folder, signals and import path."""
@@ -44,7 +47,7 @@ def redirect(*files):
 
 
 def run_one(arguments):
-    sys.argv[:] = ["pytest", *arguments]
+    sys.argv[:] = ["pytest", *(f"-pno:{name}" for name in OTHERS), *arguments]
     try:
         runpy.run_module("pytest", run_name="__main__", alter_sys=True)
     except SystemExit as end:

@@ -48,11 +48,10 @@ def key_limits(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     cu_seqlens_q, cu_seqlens_k, table = call.cu_seqlens_q, call.cu_seqlens_k, call.block_table
     S, S_kv = call.q.shape[-3], call.k.shape[-3] * (1 if table is None else table.shape[1])
     token = torch.arange(math.prod(call.q.shape[:-2]), device=call.q.device)
+    zero, B = torch.zeros_like(token), -1 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    if B == 0:
+        return zero, zero, zero
     if cu_seqlens_q is not None and call.cache_seqlens is not None:
-        B = cu_seqlens_q.shape[0] - 1
-        zero = torch.zeros_like(token)
-        if B == 0:
-            return zero, zero, zero
         ends = cu_seqlens_q[1:].long().clamp(min=0)
         seq = torch.searchsorted(ends.sort().values, token, right=True)  # counts the ends, in whatever order they are
         batch, offset = seq.clamp(max=B - 1), zero
@@ -62,19 +61,15 @@ def key_limits(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         seqlen_k = torch.full_like(token, S_kv)
         seqlen_q = torch.full_like(token, S)
         s = token % max(S, 1)
-        batch, offset = token // max(S, 1), torch.zeros_like(token)
+        batch, offset = token // max(S, 1), zero
         if call.cache_seqlens is not None:
             seqlen_k = call.cache_seqlens.long().clamp(0, S_kv)[batch]
     else:
-        B = cu_seqlens_q.shape[0] - 1
-        if B == 0:
-            zero = torch.zeros_like(token)
-            return zero, zero, zero
         seq = torch.searchsorted(cu_seqlens_q[1:].long().contiguous(), token, right=True)
         inside = seq < B
         seq = seq.clamp(max=B - 1)
         begin_q, begin_k = (c.long()[:-1][seq] for c in (cu_seqlens_q, cu_seqlens_k))
-        batch, offset = torch.zeros_like(token), begin_k.clamp(0, S_kv)
+        batch, offset = zero, begin_k.clamp(0, S_kv)
         seqlen_k = (cu_seqlens_k.long()[1:][seq].clamp(0, S_kv) - offset).clamp(min=0) * inside
         offset = offset * (seqlen_k > 0)  # a sequence without keys may begin after the last key of K
         seqlen_q = cu_seqlens_q.long()[1:][seq] - begin_q

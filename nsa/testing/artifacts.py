@@ -34,7 +34,6 @@ def finish(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]
     asked = {
         "nsa_csv": _write_csv,
         "nsa_update_thresholds": _update_thresholds,
-        "nsa_update_schedules": _update_schedules,
         "nsa_sweep": _write_tiles,
         "nsa_report": _write_report,
     }
@@ -78,14 +77,6 @@ def _update_thresholds(session: pytest.Session, facts: list[Fact], rows: list[di
     run = next((fact for fact in facts if fact.get("gpu")), {})
     path = thresholds.write(decision, thresholds.best_layout(facts), run, gpu.PACKAGED)
     return f"thresholds: sel_triton_min_L = {'off' if decision.min_L is None else decision.min_L} written to {path}"
-
-
-def _update_schedules(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:
-    from nsa.tuning import crossover
-
-    if session.exitstatus != pytest.ExitCode.OK:
-        raise ValueError("schedules not written: only a green run may change them")
-    return crossover.update(facts)
 
 
 def _write_tiles(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:

@@ -51,6 +51,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", register(cases), indirect=True, scope="module")
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Raise pytest.UsageError for benchmarks under pytest-codspeed, which replaces pytest-benchmark."""
+    codspeed = session.config.pluginmanager.get_plugin("codspeed_plugin")
+    if codspeed is None or not codspeed.is_codspeed_enabled:
+        return
+    if any(is_ours(session.config, item.path) and item.get_closest_marker("perf") for item in session.items):
+        raise pytest.UsageError(
+            "--codspeed switches off pytest-benchmark, which holds what the suite's benchmarks measure: leave out "
+            "--codspeed, or the suite's benchmarks (-m 'not perf')"
+        )
+
+
 @pytest.fixture(scope="session")
 def compiled_ahead(request: pytest.FixtureRequest) -> None:
     """Compile the kernels of this run before its first benchmark that publishes, if there are many."""

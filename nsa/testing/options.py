@@ -11,7 +11,7 @@ import pytest
 
 from nsa.testing.machine import current_lane
 
-WRITES = ("nsa_csv", "nsa_report", "nsa_update_thresholds", "nsa_update_schedules", "nsa_sweep", "nsa_regret")
+WRITES = ("nsa_csv", "nsa_report", "nsa_update_thresholds", "nsa_sweep", "nsa_regret")
 """Options with which a run writes files, or times cases of its own on a GPU."""
 ALONE = {"nsa_sweep": "test_sweep.py", "nsa_regret": "test_regret.py", "nsa_workload": "test_workload.py"}
 """Options with which a run times one file of benchmarks and no other."""
@@ -49,7 +49,6 @@ def add_options(group: Any) -> None:
     flags = {
         "--nsa-decode": "time the shapes of --nsa-shape also as decode steps",
         "--nsa-update-thresholds": f"also measure the threshold, and write it to {file}",
-        "--nsa-update-schedules": f"also time key-major beside query-major, and write the crossover of both to {file}",
         "--nsa-sweep": f"instead of the benchmarks, try tiles and write them to {file}",
     }
     add_flags(group, flags)
@@ -117,6 +116,7 @@ def without_benchmarks(config: pytest.Config, option: str) -> str | None:
 
 NEEDS = {
     "nsa_strict": ("benchmark_compare", "nsa_against", "nsa_save_baseline", "nsa_recording"),
+    "nsa_accept_drift": ("nsa_save_baseline", "nsa_recording", "benchmark_compare"),
     "nsa_accept_regression": ("nsa_save_baseline", "nsa_recording", "benchmark_compare"),
     "benchmark_compare_fail": ("benchmark_compare",),
 }
@@ -156,6 +156,9 @@ def check(config: pytest.Config) -> None:
             read(find(config.getoption("nsa_workload")))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
+    alone = [name for name in (*ALONE, "nsa_shape") if config.getoption(name, None)]
+    if len(alone) > 1:
+        raise pytest.UsageError(f"{spelled(alone[0])} times its own cases alone: leave out {spelled(alone[1])}")
     asked = [spelled(name) for name in WRITES if config.getoption(name)]
     if not asked:
         return

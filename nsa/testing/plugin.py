@@ -36,10 +36,10 @@ from nsa.testing.machine import device_name as device_name
 from nsa.testing.machine import triton_version as triton_version
 from nsa.testing.owned import is_ours, module_of
 
-# In the order in which they print, see `terminal`. `benchmarks` comes last, because it imports others, and pytest can
-# rewrite assertions only in plugins that were not imported before.
+# `benchmarks` comes last and `hooks` first: plugins import one another, and pytest cannot rewrite the assertions of a
+# plugin that was imported before.
 pytest_plugins = [
-    "nsa.testing.verdicts", "nsa.testing.report.terminal", "nsa.testing.gate.hooks", "nsa.testing.shipped",
+    "nsa.testing.gate.hooks", "nsa.testing.verdicts", "nsa.testing.report.terminal", "nsa.testing.shipped",
     "nsa.testing.benchmarks",
 ]  # fmt: skip
 WORKERS_PER_GPU = 16  # xdist workers that share a GPU, because most of their time is compiling, on the CPU
@@ -155,6 +155,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     nothing = [item for item in items if item.get_closest_marker("contested") and item.name.endswith(f"[{NONE}]")]
     if nothing:
         items[:] = [item for item in items if item not in nothing]
+        config.hook.pytest_deselected(items=nothing)
     for item in items:
         for mark in item.iter_markers("gpu") if is_ours(config, item.path) else ():
             reason = missing_gpu(*mark.args, **mark.kwargs)
@@ -162,7 +163,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest's own errors about marks
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     parametrize(metafunc)
 
@@ -247,38 +247,3 @@ def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
 def pytest_benchmark_update_commit_info(commit_info: dict[str, Any]) -> None:
     if os.environ.get("NSA_COMMIT"):
         commit_info["id"] = commit()
-
-
-# --- the end of a run ------------------------------------------------------------------------------------------------
-
-
-@pytest.hookimpl(trylast=True)  # below pytest-benchmark's tables, above our summary and the gate; see `terminal`
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    commands = _replay_commands(terminalreporter, config)
-    if commands:
-        terminalreporter.section("replay one failure")
-    for line in commands:
-        terminalreporter.write_line(line)
-
-
-def _replay_commands(reporter: pytest.TerminalReporter, config: pytest.Config) -> list[str]:
-    from nsa.testing.gate.hooks import gated_again  # here, so that pytest can rewrite this plugin before its import
-
-    ours: dict[Any, Any] = {}  # the first report of each test
-    for report in (*reporter.stats.get("failed", ()), *reporter.stats.get("error", ())):
-        if getattr(report, "nsa_ours", False):
-            ours.setdefault(report.nodeid, report)
-    words = "".join(f" --nsa-impl {impl}" for impl in config.getoption("nsa_impl"))
-    words += options.sampling_again(config) + options.by_hand_again(config) + gated_again(config)
-    lane = "NSA_TEST_TRITON_SEL=0 " if os.environ.get("NSA_TEST_TRITON_SEL") == "0" else ""
-    return [f"{lane}pytest {_test(config, report)}{words}{profiles.again(config, report)}" for report in ours.values()]
-
-
-def _test(config: pytest.Config, report: Any) -> str:
-    """The words that select a report's test on a command line. A test that ships is named by its module."""
-    module = getattr(report, "nsa_module", None)
-    path, _, name = str(report.nodeid).partition("::")
-    if module is None:
-        path = os.path.relpath(config.rootpath / path, config.invocation_params.dir)
-        return f'"{path}::{name}"' if name else f'"{path}"'
-    return f'--pyargs "{module}::{name}"'

@@ -14,7 +14,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +90,10 @@ def drawn(seed: int) -> Shape:
 def contestants(shape: Shape) -> list[Contestant]:
     """Ours: `auto` first, then each schedule, and packed SDPA unless it copies too much."""
     case = shape.case
-    found = [ours(shape, "auto", "auto"), *(ours(shape, name, "triton", name, name) for name in SCHEDULES)]
+    schedules = [ours(shape, "auto", "auto"), *(ours(shape, name, "triton", name, name) for name in SCHEDULES)]
     if case.N * case.L * (case.D + case.Dv) * case.torch_dtype.itemsize <= PACKED_BYTES:
-        found.append(ours(shape, "sdpa", "sdpa"))
-    return found
+        schedules.append(ours(shape, "sdpa", "sdpa"))
+    return schedules
 
 
 def measured(seed: int, numbers: Pool, timer: Timer = time_gpu) -> tuple[Timing, dict[str, Any]]:
@@ -103,14 +103,14 @@ def measured(seed: int, numbers: Pool, timer: Timer = time_gpu) -> tuple[Timing,
         AssertionError: one of our schedules is wrong.
     """
     shape = drawn(seed)
-    case, found = shape.case, serve(shape, seed, contestants(shape), beside(shape), numbers, timer)
-    return found.times["auto"], judged({
+    case, served = shape.case, serve(shape, seed, contestants(shape), beside(shape), numbers, timer)
+    return served.times["auto"], judged({
         "seed": seed, "kind": kind(case), "case": case.id + "-pages" * shape.paged + "-fp8" * shape.fp8,
         "B": case.B, "S": case.S, "S_kv": case.S_kv, "HQ": case.HQ, "HKV": case.HKV, "G": case.H, "D": case.D,
         "Dv": case.Dv, "block_size": case.block_size, "n": case.n, "L": case.L, "shared": case.shared,
-        "paged": shape.paged, "fp8": shape.fp8, "cold": found.cold, "bytes": found.problem.unique_bytes,
-        "flops": found.problem.flops, "route": found.route, "reason": found.reason,
-        "us": {name: round(t.median * 1e6, 3) for name, t in found.times.items()}, "left_out": found.left_out,
+        "paged": shape.paged, "fp8": shape.fp8, "cold": served.cold, "bytes": served.problem.unique_bytes,
+        "flops": served.problem.flops, "route": served.route, "reason": served.reason,
+        "us": {name: round(t.median * 1e6, 3) for name, t in served.times.items()}, "left_out": served.left_out,
         "again": COMMAND.format(seed=seed),
     })  # fmt: skip
 
@@ -133,8 +133,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = [*_distribution("our best schedule", [row["regret"] for row in rows])]
     lines += _distribution("the fastest peer", [row["against_peer"] for row in rows if row["peer"] is not None])
     for key, other in (("regret", "best"), ("against_peer", "peer")):
-        found = sorted((row for row in rows if (row[key] or 0) > 1 + NEAR[0]), key=lambda row: -row[key])
-        for row in found[:WORST]:
+        slow = sorted((row for row in rows if (row[key] or 0) > 1 + NEAR[0]), key=lambda row: -row[key])
+        for row in slow[:WORST]:
             us, name = row["us"], row[other]
             times = f"auto {us['auto']:.0f} us ({row['route']}), {name} {us[name]:.0f}"
             lines += [f"{row[key]:.2f}x  {times}: {row['case']}", f"       {row['again']}"]
@@ -154,6 +154,18 @@ def warm(seed: int, device: torch.device) -> None:
     serving.warm(shape, [*(one for one in contestants(shape) if one.name != "sdpa"), *beside(shape)], device)
 
 
+def rows(seeds: Sequence[int], device: torch.device) -> Iterator[dict[str, Any]]:
+    """Compile the kernels of all seeds, then measure one shape after the other. Shapes that are wrong are printed."""
+    compile_ahead([(warm, seed) for seed in seeds], device, processes(device))
+    facts = run_facts(device)
+    with nsa.configure(probe="never"):  # the children have compiled the kernels
+        for seed in seeds:
+            try:
+                yield facts | measured(seed, serving.pool(device))[1]
+            except AssertionError as error:
+                print(f"seed {seed}: {error}: {COMMAND.format(seed=seed)}", flush=True)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the summary, and append a row of JSON for each shape to a file. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m nsa.testing.regret", description=__doc__.partition("\n")[0])
@@ -164,24 +176,14 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("regret needs an NVIDIA GPU: Triton is not timed on a CPU", file=sys.stderr)
         return 1
-    device, rows, wrong = torch.device("cuda", 0), [], 0
-    seeds, began = range(given.seed, given.seed + given.count), time.perf_counter()
-    compile_ahead([(warm, seed) for seed in seeds], device, processes(device))
-    compiled, facts = time.perf_counter(), run_facts(device)
-    with nsa.configure(probe="never"):  # the children have compiled the kernels
-        for seed in seeds:
-            try:
-                rows.append(measured(seed, serving.pool(device))[1])
-            except AssertionError as error:
-                wrong += 1
-                print(f"seed {seed}: {error}: {COMMAND.format(seed=seed)}", flush=True)
-                continue
-            if given.out is not None:
-                with given.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(facts | rows[-1]) + "\n")
-    each = (time.perf_counter() - compiled) / max(1, given.count)
-    print(f"compiled in {compiled - began:.0f} s, then {each:.2f} s a shape", *summary(rows), sep="\n")
-    return 1 if wrong else 0
+    found, began = [], time.perf_counter()
+    for row in rows(range(given.seed, given.seed + given.count), torch.device("cuda", 0)):
+        found.append(row)
+        if given.out is not None:
+            with given.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+    print(f"{time.perf_counter() - began:.0f} s", *summary(found), sep="\n")
+    return 0 if len(found) == given.count else 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Marks, warnings and file names of the suite's tests, in any project.
 
-The tests in `nsa.testing.suite` run in projects whose settings we do not know. So this plugin registers their marks,
-finds their files in the installed package, and makes their warnings errors. It does not affect other tests.
+The tests in `nsa.testing.suite` run in projects whose settings we do not know. So this plugin registers their marks and
+finds their files in the installed package. Within the functions of the suite's own tests and fixtures, those of a
+checkout included, warnings are errors. It does not affect other tests, nor other plugins in their hooks, as the setting
+`filterwarnings` would.
 """
 
 from __future__ import annotations
@@ -10,15 +12,16 @@ import contextlib
 import re
 import types
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.config import parse_warning_filter
 
-from nsa.testing.owned import SUITE, inside
+from nsa.testing.owned import SUITE, folders, inside, is_ours
 
-FOLDERS = ("parity", "edge", "perf")
+FOLDERS = ("parity", "edge", "perf", "suite")  # `suite` is in a checkout only
 MARKS = (
     "parity: numbers against the fp64 oracle (set by the folder of that name)",
     "edge: semantics and errors at the edges (set by the folder of that name)",
@@ -27,12 +30,14 @@ MARKS = (
     "gpu(capability=None, memory_gib=None): needs an NVIDIA GPU with at least that compute capability and memory",
 )
 EXEMPT = (
+    # A benchmark run says by warnings what it could not compare or save. As errors they end pytest from inside.
     "default::pytest_benchmark.logger.PytestBenchmarkWarning",
+    "ignore:Benchmark fixture was not used at all",  # in a test that failed or was skipped before
+    # torch 2.11 deprecates what its own compiler still imports.
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
     "ignore:Synchronization debug mode is a prototype feature:UserWarning",
-    "ignore:Module already imported so cannot be rewritten; nsa:pytest.PytestAssertRewriteWarning",
 )
-"""Warnings that are not errors. `pyproject.toml` lists them for `tests/`, and says why."""
+"""Warnings that are not errors."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -45,53 +50,75 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """First, so that `-m` sees the marks."""
-    ours = [item for item in items if inside(item.path)]
-    mark_by_folder(ours, SUITE)
-    strict = pytest.mark.filterwarnings("error", *EXEMPT, *_command_line(config))
-    for item in ours:
-        # The last mark wins. This mark comes first, so that a test or its module can override it.
-        item.add_marker(strict, append=False)
+    for root in folders(config):
+        _mark_by_folder(items, root)
 
 
-def mark_by_folder(items: Iterable[pytest.Item], root: Path, folders: Collection[str] = FOLDERS) -> None:
-    """Mark each test below `root` with those names of `folders` whose folders contain it."""
+def _mark_by_folder(items: Iterable[pytest.Item], root: Path) -> None:
+    """Mark each test below `root` with those names of `FOLDERS` whose folders contain it."""
     for item in items:
         path = item.path.resolve()
-        if path.is_relative_to(root.resolve()):
-            for folder in set(folders) & set(path.relative_to(root.resolve()).parts[:-1]):
+        if path.is_relative_to(root):
+            for folder in set(FOLDERS) & set(path.relative_to(root).parts[:-1]):
                 item.add_marker(folder)
 
 
-def _command_line(config: pytest.Config) -> list[str]:
-    """The filters of `-W` as marks, in which the message is a regular expression."""
-    filters = [text.split(":") for text in config.getoption("pythonwarnings") or ()]
-    return [":".join([*fields[:1], *map(re.escape, fields[1:2]), *fields[2:]]) for fields in filters]
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m perf`, import none of the tests that it leaves out, and so for the other folders."""
+    wanted = config.option.markexpr.strip()
+    if wanted not in FOLDERS or wanted == collection_path.name or collection_path.name not in FOLDERS:
+        return None
+    return True if collection_path.parent.resolve() in folders(config) else None
 
 
 @contextlib.contextmanager
-def _exempt() -> Iterator[None]:
-    """Apply `EXEMPT` outside of tests, where the project's settings could turn these warnings into errors."""
+def _filtered(*filters: str) -> Iterator[None]:
+    """Apply filters, whose messages are regular expressions."""
     with warnings.catch_warnings():
-        for text in EXEMPT:
+        for text in filters:
             warnings.filterwarnings(*parse_warning_filter(text, escape=False))
         yield
 
 
+def _strict(node: pytest.Item | pytest.Collector) -> contextlib.AbstractContextManager[None]:
+    """Makes warnings errors. Marks of a test or its module win over that, and `-W` wins over both."""
+    marked = [text for mark in node.iter_markers("filterwarnings") for text in mark.args]
+    given = [text.split(":") for text in node.config.getoption("pythonwarnings") or ()]
+    escaped = [":".join([*fields[:1], *map(re.escape, fields[1:2]), *fields[2:]]) for fields in given]
+    return _filtered("error", *EXEMPT, *marked, *escaped)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    with _exempt() if inside(collector.path) else contextlib.nullcontext():
+    ours = isinstance(collector, pytest.File) and is_ours(collector.config, collector.path)
+    with _strict(collector) if ours else contextlib.nullcontext():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)  # within the wrappers of other plugins
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    with _strict(pyfuncitem) if is_ours(pyfuncitem.config, pyfuncitem.path) else contextlib.nullcontext():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[None]:
+    item, code = request._pyfuncitem, getattr(fixturedef.func, "__code__", None)
+    file = Path(code.co_filename if code else "nowhere")
+    ours = is_ours(item.config, item.path) and inside(file, (SUITE.parent, *folders(item.config)))
+    with _strict(item) if ours else contextlib.nullcontext():
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest-benchmark's wrapper, which warns
 def pytest_sessionfinish() -> Iterator[None]:
-    with _exempt():
+    with _filtered(*EXEMPT):  # the project's settings may make these warnings errors
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)  # within pytest's own wrapper, which applies the project's settings
 def pytest_terminal_summary() -> Iterator[None]:
-    with _exempt():
+    with _filtered(*EXEMPT):  # the project's settings may make these warnings errors
         return (yield)
 
 

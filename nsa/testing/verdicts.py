@@ -1,4 +1,7 @@
-"""The verdicts on the contestants of `--nsa-impl`: on how many cases each is right, and what a wrong one computes.
+"""The end of a run: verdicts on contestants, and how to repeat a failure.
+
+A verdict says on how many cases a contestant is right, what a wrong one computes, and where one raised an exception. Of
+equal failures of a contestant of `--nsa-impl` the screen shows the first.
 
 A run that does not prove a contestant ends red: if the parity lane has fewer than `fit.ENOUGH` cases, if no test
 exercised a promise, if nothing ran in a lane, or if a test has no result. So does a run that found a wrong result, even
@@ -7,6 +10,7 @@ if a plugin ran that test again and it passed.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
@@ -16,15 +20,24 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.testing.contestants import named
+from nsa.testing import replay
+from nsa.testing.contestants import named, traces
 from nsa.testing.contestants.contract import Contestant
 from nsa.testing.contestants.fit import ENOUGH, promises
 from nsa.testing.contestants.named import Wrong
 from nsa.testing.judge.diagnosis import diagnose
 
 WIDTH = 100
+KINDS = 5  # kinds of failures of a contestant that are shown and counted; others are summed up
+REPLAYED = 3  # commands that repeat a failure
+MESSAGE = 20  # lines of a message; a compiler prints whole kernels
 NAME = "nsa-verdicts"
+UNKNOWN = "no known mistake fits"
 LANES = ("parity", "edge")
+
+
+Kinds = dict[str, str]
+"""What failed in a case: the text that equal failures share, and what the first of them says."""
 
 
 @dataclass
@@ -32,7 +45,7 @@ class Tally:
     """The results of one contestant in one lane, by case. A case counts once, even if several tests ran on it."""
 
     right: set[str] = field(default_factory=set)
-    wrong: dict[str, list[str] | None] = field(default_factory=dict)  # findings of each case; None: not diagnosed
+    wrong: dict[str, Kinds] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)  # the reason for each case
     exercised: set[str] = field(default_factory=set)  # keys of `fit.promises`
 
@@ -45,7 +58,7 @@ class Verdicts:
         self.known: list[str] = []  # findings of this process so far
         self.tallies: dict[tuple[str, str], Tally] = {}
         self.whole = True  # False if tests were selected by id
-        self.failed: dict[str, list[str] | None] = {}  # ids of tests that failed in this process, and the findings
+        self.failed: dict[str, Kinds] = {}  # by the ids of tests that failed in this process
         self.expected: dict[str, None] = {}  # ids of the tests of this run, in order
         self.told: set[str] = set()  # ids of tests with a result
         self.spoiled: set[str] = set()  # ids of tests that also ended without a result
@@ -71,32 +84,43 @@ class Verdicts:
         params = item.callspec.params
         case = "-".join(str(params[name]) for name in ("case", "twist", "page") if params.get(name) not in (None, ""))
         lane = next((lane for lane in (*LANES, "perf") if item.get_closest_marker(lane)), "")
-        error = None if call.excinfo is None else call.excinfo.value
+        error = None if call.excinfo is None else _first(call.excinfo.value)
         if report.outcome != "failed" and lane in LANES:
             hidden = report.when == "call" and error is not None and not _unsupported(error, item)
             if hidden or item.nodeid in self.failed:
-                said = f"expected a result, got {type(error).__name__}: {error}"
-                report.outcome, report.longrepr = "failed", said if hidden else "failed before this run of the test"
+                report.outcome, report.longrepr = "failed", "failed before this run of the test"
                 report.__dict__.pop("wasxfail", None)
-        diagnoses = self.failed.get(item.nodeid)
-        if isinstance(error, Wrong):
-            diagnoses = self._diagnosed(error)
-            said = "; ".join(diagnoses) if diagnoses else "no known mistake fits"
-            if self.specs:  # a traceback through the suite does not help the kernel's author
-                report.longrepr = f"{error}\n{said}"
-            else:
-                report.sections.append(("diagnosis", said))
-        elif isinstance(error, AssertionError) and report.outcome == "failed" and self.specs:
-            report.longrepr = str(error)
-        if report.outcome == "failed":
-            self.failed[item.nodeid] = diagnoses
+        kinds = self.failed.get(item.nodeid, {})
+        if report.outcome == "failed" and error is not None:
+            kinds = self.failed[item.nodeid] = self._kinds(error, params["contestant"], params["case"])
+            if self.specs:
+                report.longrepr = _text(error, kinds) or report.longrepr
+            elif isinstance(error, Wrong):
+                report.sections.append(("diagnosis", "; ".join(kinds.values())))
         reason = report.longrepr[2] if report.outcome == "skipped" and isinstance(report.longrepr, tuple) else ""
         exercised = [mark.kwargs["promise"] or str(params.get("wanted", "O"))]
         exercised += ["cu_seqlens"] * ("-seqs" in case) + ["q_positions"] * ("-positions" in case)
+        slower = lane == "perf" and isinstance(error, pytest.fail.Exception)  # the gate's verdict: the result is right
+        outcome = "passed" if slower else report.outcome
         report.user_properties.append(
-            ("nsa_contest", [params["contestant"], lane, case, report.outcome, diagnoses, reason, exercised])
+            ("nsa_contest", [params["contestant"], lane, case, outcome, kinds, reason, exercised])
         )
         return report  # type: ignore[no-any-return]
+
+    def _kinds(self, error: BaseException, spec: str, case: str) -> Kinds:
+        """What failed: the findings of a wrong result, or the exception and its line in the contestant's code."""
+        diagnoses = self._diagnosed(error) if isinstance(error, Wrong) else []
+        if diagnoses:
+            return {text: text for text in diagnoses}
+        place = traces.place(error)
+        if place is not None:
+            raised = f"{type(error).__name__} at {place}"
+            return {raised: f"{raised}: {traces.said(error)}"}
+        said = re.sub(rf"{re.escape(spec)}( on {re.escape(case)}( \[.*?\])?)?: ", "", traces.said(error))
+        said = said.replace(case, "a case")
+        if isinstance(error, Wrong) and error.result is not None:
+            return {UNKNOWN: f"{UNKNOWN}: {said}"}
+        return {re.sub(r"[\d.]+", "#", said): said}
 
     def _diagnosed(self, error: Wrong) -> list[str]:
         if error.result is None or error.oracle is None:
@@ -124,7 +148,7 @@ class Verdicts:
             self.spoiled.add(report.nodeid)
         for facts in facts_of:
             told: Any = facts
-            spec, lane, case, outcome, diagnoses, reason, exercised = told
+            spec, lane, case, outcome, kinds, reason, exercised = told
             tally = self.tallies.setdefault((str(spec), str(lane)), Tally())
             if outcome == "skipped":
                 tally.skipped.setdefault(case, reason)
@@ -132,10 +156,8 @@ class Verdicts:
             tally.exercised.update(exercised)
             if outcome == "passed":
                 tally.right.add(case)
-            elif diagnoses is None:
-                tally.wrong.setdefault(case, None)
             else:
-                tally.wrong[case] = [*(tally.wrong.get(case) or []), *diagnoses]
+                tally.wrong[case] = tally.wrong.get(case, {}) | kinds
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -143,33 +165,61 @@ class Verdicts:
             return
         # A run of tests by id, such as a replay command, does not have to prove a contestant.
         self.whole = not any("::" in str(word) for word in self.config.args)
-        said = "\n".join(line for _, lines in self._verdicts() for line in lines)
+        said = "\n".join(self._verdicts())
         green = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
         if green and (": not proved" in said or ": WRONG" in said):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    @pytest.hookimpl(trylast=True)  # below the replay commands
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        verdicts = self._verdicts()
-        if not verdicts or self.config.option.collectonly:
-            return
-        terminalreporter.section("contestants")
-        for _, lines in verdicts:
-            for line in lines:
-                for part in textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False):
-                    terminalreporter.write_line(part)
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # around all others, the gate's included: verdicts come last
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> Iterator[None]:
+        stats = terminalreporter.stats
+        everything: dict[str, list[Any]] = {name: stats[name] for name in ("failed", "error") if name in stats}
+        failures = [report for reports in everything.values() for report in reports]
+        shown = self._first_of_each_kind(failures)
+        if self.specs and not self.config.option.verbose > 0:
+            stats.update({name: [x for x in reports if x in shown] for name, reports in everything.items()})
+        try:
+            return (yield)
+        finally:
+            hidden = len(failures) - sum(len(stats.get(name, ())) for name in everything)
+            stats.update(everything)
+            self._conclude(terminalreporter, hidden, shown)
+            if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.config.option.keyword:
+                terminalreporter.write_line(f"nothing ran: no test matches -k {self.config.option.keyword!r}")
 
-    def _verdicts(self) -> list[tuple[str, list[str]]]:
-        lines: list[tuple[str, list[str]]] = []
+    def _first_of_each_kind(self, reports: list[Any]) -> list[Any]:
+        """The first report of each kind of failure of a contestant, at most `KINDS`, and all other reports."""
+        first: dict[Any, Any] = {}
+        for report in reports:
+            facts = dict(getattr(report, "user_properties", ())).get("nsa_contest")
+            first.setdefault((facts[0], *facts[4]) if facts else id(report), report)
+        kinds = [key for key in first if isinstance(key, tuple)]
+        return [report for key, report in first.items() if key not in kinds[KINDS:]]
+
+    def _conclude(self, reporter: pytest.TerminalReporter, hidden: int, failures: list[Any]) -> None:
+        if self.config.option.collectonly:
+            return
+        verdicts = self._verdicts()
+        if verdicts:
+            reporter.section("contestants")
+        for line in verdicts + [f"{hidden} more failures of these kinds: -v shows them"] * bool(hidden):
+            for part in textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False):
+                reporter.write_line(part)
+        commands = replay.commands(self.config, failures)[:REPLAYED]
+        if commands:
+            reporter.section("replay one failure")
+        for line in commands:
+            reporter.write_line(line)
+
+    def _verdicts(self) -> list[str]:
         if not self.specs:  # our own kernels: only wrong results are printed
             wrong = {key: tally for key, tally in self.tallies.items() if tally.wrong}
-            return [(spec, _wrong(f"{spec}, {lane}", tally)) for (spec, lane), tally in wrong.items()]
+            return [line for (spec, lane), tally in wrong.items() for line in _wrong(f"{spec}, {lane}", tally)]
+        lines = []
         for spec in self.specs:
-            mine = {lane: self.tallies[spec, lane] for lane in LANES if (spec, lane) in self.tallies}
-            said = [line for lane, tally in mine.items() for line in self._of_lane(named.load(spec), lane, tally)]
-            said += [] if any(tally.wrong for tally in mine.values()) else self._lost(spec)
-            if said:
-                lines.append((spec, said))
+            mine = {lane: self.tallies[spec, lane] for lane in (*LANES, "perf") if (spec, lane) in self.tallies}
+            lines += [line for lane, tally in mine.items() for line in self._of_lane(named.load(spec), lane, tally)]
+            lines += [] if any(tally.wrong for tally in mine.values()) else self._lost(spec)
         return lines
 
     def _lost(self, spec: str) -> list[str]:
@@ -186,6 +236,8 @@ class Verdicts:
         lines = []
         if tally.wrong:
             lines = _wrong(head, tally)
+        elif lane == "perf":  # its figures are in the tables
+            return []
         else:
             missing = impl.contract.not_promised()
             apart = f"; does not promise: {'; '.join(missing)}" if missing else ""
@@ -200,12 +252,33 @@ class Verdicts:
         assert impl.contract is not None
         if tally.wrong or not self.whole:
             return []
-        if lane == "edge":
+        if lane != "parity":
             return [] if right else ["no test ran to its end"]
         wanted = promises(impl.contract)
         lines = [f"{right} distinct cases, {ENOUGH} are needed"] if right < ENOUGH else []
         missing = [text for key, text in wanted.items() if key not in tally.exercised]
         return lines + [f"{text}: promised, and no test of this run asked for it" for text in missing]
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error itself; the first of a group, as a Hypothesis test raises it; or what an interpreted kernel raised."""
+    inner = getattr(error, "exceptions", None) or [error.__cause__] * (type(error).__name__ == "InterpreterError")
+    return error if not inner or inner[0] is None else _first(inner[0])
+
+
+def _text(error: BaseException, kinds: Kinds) -> str:
+    """What a failing test of a contestant prints: nothing of the suite. Empty if the suite itself raised the error."""
+    if isinstance(error, Wrong):
+        lines = [str(error), *(UNKNOWN if key == UNKNOWN else text for key, text in kinds.items())]
+    elif traces.of(error):
+        lines = traces.text(error).splitlines()
+        if isinstance(error, pytest.skip.Exception | pytest.xfail.Exception):
+            lines.insert(0, f"expected a result, got {type(error).__name__}: {error}")
+    else:
+        lines = str(error).splitlines() if isinstance(error, AssertionError | pytest.fail.Exception) else []
+    if len(lines) > MESSAGE:
+        lines[MESSAGE // 2 : -MESSAGE // 2] = ["..."]
+    return "\n".join(lines)
 
 
 def _unsupported(error: BaseException, item: pytest.Item) -> bool:
@@ -224,17 +297,15 @@ def _cases(count: int) -> str:
     return f"{count} case{'s' * (count != 1)}"
 
 
-def _diagnosis(wrong: dict[str, list[str] | None]) -> list[str]:
-    """A few findings that explain the wrong cases, the most common first, each with the number of cases it explains."""
-    left = {case: diagnoses for case, diagnoses in wrong.items() if diagnoses is not None}
-    others, lines = len(wrong) - len(left), []
-    while any(left.values()):
-        counted = Counter(text for diagnoses in left.values() for text in dict.fromkeys(diagnoses))
-        best, count = max(counted.items(), key=lambda pair: pair[1])
-        lines.append(f"{best} (fits {_cases(count)})")
-        left = {case: diagnoses for case, diagnoses in left.items() if best not in diagnoses}
-    lines += [f"no known mistake fits {_cases(len(left))}"] * bool(left)
-    return lines + [f"{_cases(others)} failed for another reason, see above"] * bool(others)
+def _diagnosis(wrong: dict[str, Kinds]) -> list[str]:
+    """A few kinds that explain the wrong cases, the most common first, each with the number of cases it explains."""
+    left, lines = dict(wrong), list[str]()
+    while any(left.values()) and len(lines) < KINDS:
+        best, count = Counter(key for kinds in left.values() for key in kinds).most_common(1)[0]
+        shown = next(kinds[best] for kinds in left.values() if best in kinds)
+        lines.append(f"{shown} ({_cases(count)})")
+        left = {case: kinds for case, kinds in left.items() if best not in kinds}
+    return lines + [f"{_cases(len(left))} failed in other ways"] * bool(left)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,7 +1,7 @@
-"""`python -m nsa calibrate`: a short run that measures threshold and crossover of a new GPU.
+"""`python -m nsa calibrate`: a short run that measures threshold and costs of a new GPU.
 
-It checks parity on a few cases, and times each combination of the threshold once, the layouts of packed SDPA, and both
-schedules at the numbers of queries that decide. It needs torch and Triton, but not pytest. It writes the user's own
+It checks parity on a few cases, and times each combination of the threshold once, the layouts of packed SDPA, and all
+schedules on drawn shapes. It needs torch and Triton, but not pytest. It writes the user's own
 file of this GPU, whose sections replace the package's measurements. It does not measure tiles (`--nsa-sweep`).
 """
 
@@ -26,7 +26,7 @@ from nsa.testing.contestants.sdpa import packed_layouts
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix.case import Case
 from nsa.testing.report.recording import Fact
-from nsa.tuning import crossover, thresholds
+from nsa.tuning import costs, thresholds
 
 # Only the larger N, where Triton's lead is smaller (H100, 2026-11-21: 13.6x at N = 1024, 18x at N = 64).
 ROWS = (1024,)
@@ -38,6 +38,7 @@ PARITY = {
 }
 LAYOUT_SHAPES = [f"H8-D{D}-L{L}-N256" for D in (64, 128) for L in (256, 1024)]
 BUDGET_S = 0.01  # seconds of samples for each implementation, which has at least ten samples
+SHAPES = 160  # drawn shapes on which schedules are timed: about two minutes
 COMMAND = "python -m nsa calibrate"
 
 
@@ -94,22 +95,20 @@ def time_thresholds(device: torch.device) -> list[Fact]:
     return facts
 
 
-def time_crossover(device: torch.device) -> list[crossover.Point]:
-    """The points that decide above which number of queries key-major is faster.
+def time_schedules(device: torch.device) -> list[costs.Row]:
+    """The times of all schedules on drawn shapes.
 
     Raises:
-        AssertionError: the results of both kernels differ, or a kernel cannot be timed.
+        AssertionError: the results of two schedules differ, or `auto` cannot be timed.
         RuntimeError: a kernel does not run here.
     """
-    points: dict[crossover.Key, crossover.Point] = {}
-    for key in crossover.needed(points):
-        G, context, tokens = key
-        case = crossover.case(G, tokens, context=context)
-        torch.cuda.empty_cache()
-        times = crossover.compare(G, tokens, device, case.seed, context, iters=50, warmup=3, budget_s=BUDGET_S)
-        points[key] = crossover.Point(G, tokens, times["query_major"].median, times["key_major"].median, context)
-        _progress(f"{case.id}: key-major {points[key].speedup:.2f}x")
-    return list(points.values())
+    from nsa.testing import regret
+
+    rows = []
+    for row in regret.rows(range(SHAPES), device):
+        rows.append(row)
+        _progress(f"{row['case']}: {row['best']}")
+    return rows
 
 
 def obstacle() -> str | None:
@@ -133,7 +132,7 @@ def main() -> int:
         return 1
     began, device = time.monotonic(), torch.device("cuda", 0)
     run = run_facts(device)
-    for section, failed in ((_threshold, "nothing written"), (_crossover, "crossover not written")):
+    for section, failed in ((_threshold, "nothing written"), (_schedules, "costs not written")):
         try:
             said = section(device, run)
         except (AssertionError, RuntimeError, ValueError, OSError) as error:
@@ -157,11 +156,9 @@ def _threshold(device: torch.device, run: Fact) -> str:
     return "\n".join([*lines, f"sel_triton_min_L = {value}, written to {path}"])
 
 
-def _crossover(device: torch.device, run: Fact) -> str:
-    """Measure and write the section `crossover`. Returns the line to print."""
-    points = time_crossover(device)
-    path = crossover.write(points, run, _folder(), COMMAND)
-    return f"{crossover.starts(points)}, written to {path}"
+def _schedules(device: torch.device, run: Fact) -> str:
+    """Measure and write the section `costs`. Returns the line to print."""
+    return costs.write(time_schedules(device), _folder(), COMMAND)
 
 
 def _folder() -> Path:

@@ -1,12 +1,16 @@
 """This tree against another commit of it: what a small repository is told, and what the rounds come to."""
 
+import os
 import shutil
+import subprocess
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
+import yaml
 
-from nsa.testing.gate import against
+from nsa.testing.gate import against, hooks
 from nsa.testing.gate.rule import Reading
 
 from .small_repository import ROOT, git, make, write
@@ -94,39 +98,122 @@ KERNEL = """
 """
 
 
+SHIM = """#!/bin/sh
+printf '%s\\n' "$@" > "$(mktemp commands/XXXXXX)"
+"""
+FEWER = {  # than a user runs. By name, because then a run does not have to prove the kernel
+    "parity": ("nsa.testing.suite.parity.test_selection::test_triton_sel_parity", "L33"),
+    "edge": ("nsa.testing.suite.edge.test_inputs::test_what_a_model_may_hand_over", "one-key"),
+    "perf": ("nsa.testing.suite", "many and D64-Dv64-L256"),
+}
+REQUEST = "github.event_name == 'pull_request'"
+
+
+def commands(workflow, tmp_path):
+    """The arguments of `python` in the `run` lines of a workflow for users, at a pull request to main."""
+    [job] = yaml.safe_load((ROOT / "examples" / "workflows" / workflow).read_text())["jobs"].values()
+    shim, folder = tmp_path / "python", tmp_path / "commands"
+    folder.mkdir(parents=True)
+    shim.write_text(SHIM)
+    shim.chmod(0o755)
+    given = {name: text.replace("${{ github.base_ref }}", "main") for name, text in job["env"].items()}
+    environment = os.environ | given | {"IMPL": "timed:attend", "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    for step in job["steps"]:
+        if "run" in step and step.get("if", REQUEST) == REQUEST:
+            subprocess.run(["bash", "-e", "-c", step["run"]], cwd=tmp_path, env=environment, check=True)
+            [file] = folder.iterdir()
+            yield file.read_text().splitlines()
+            file.unlink()
+
+
+def gated(runner, words):
+    """What pytest does with these words, in this process, whose children are forks."""
+    options = types.SimpleNamespace(nsa_against=words[-1], nsa_impl=["timed:attend"], nsa_strict=True)
+    args = ["-p", "nsa_pytest", *words, "-k", FEWER["perf"][1]]
+    params = types.SimpleNamespace(args=args, dir=runner)
+    return hooks._against(types.SimpleNamespace(option=options, invocation_params=params, args=[FEWER["perf"][0]]))
+
+
+@pytest.fixture
+def merged(tmp_path, monkeypatch, forked_children):
+    """`merged(**change)`: a clone as a runner has it, of a fork's request. The contestant lies below the root.
+
+    The suite is installed. Commits are those of the contestant.
+    """
+    upstream, runner = tmp_path / "upstream", tmp_path / "runner"
+
+    def write(folder, TIMES=1.0, RIGHT=1.0):
+        (folder / "src").mkdir(parents=True, exist_ok=True)
+        (folder / "src" / "timed.py").write_text(f"TIMES, RIGHT = {TIMES}, {RIGHT}\n{textwrap.dedent(KERNEL)}")
+
+    def make(**change):
+        write(runner, **change)
+        git(runner, "commit", "--quiet", "--allow-empty", "-am", "the request, merged into main")
+        return runner
+
+    write(upstream)
+    for words in (("init", "--quiet", "--initial-branch=main"), ("add", "-A"), ("commit", "--quiet", "-m", "base")):
+        git(upstream, *words)
+    git(tmp_path, "clone", "--quiet", str(upstream), str(runner))
+    monkeypatch.setattr(against, "PAIRS", 1)
+    monkeypatch.syspath_prepend(runner / "src")  # as an installation in place does
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (runner / "src", ROOT))))
+    monkeypatch.setenv("NSA_TEST_TRITON_SEL", "0")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    yield make
+    assert git(runner, "worktree", "list").count("\n") == 0
+
+
 @pytest.mark.parametrize(
-    ("change", "status", "said"),
+    ("change", "passed", "said"),
     [
-        ({"TIMES": 1.0}, 0, "gate: 1 pass, 0 FAIL"),
-        ({"TIMES": 1.3}, 1, "30.0% slower beside its control"),
-        ({"RIGHT": 1.5}, 1, "16384 of 16384 off, 0 NaN\ngate: 0 pass"),
+        ({}, ["install", "parity", "edge", "perf"], "gate: 1 pass, 0 FAIL"),
+        ({"TIMES": 1.3}, ["install", "parity", "edge"], "30.0% slower beside its control"),
+        ({"RIGHT": 1.5}, ["install"], "timed:attend, parity: WRONG on"),
     ],
     ids=["as-it-was", "slower", "wrong"],
 )
-def test_a_contestant_is_gated_in_its_own_repository(
-    tmp_path, monkeypatch, forked_children, capsys, change, status, said
+def test_a_request_of_a_fork_is_gated_by_the_workflow_that_users_copy(
+    merged, run_pytest, tmp_path, capsys, change, passed, said
 ):
-    """Its package lies below the root. The suite is the installed one; commits are those of the contestant."""
-    package = tmp_path / "repository" / "src"
-    package.mkdir(parents=True)
-    top = package.parent
+    """Until a step fails."""
+    runner, green = merged(**change), []
+    for module, name, *words in commands("kernel.yml", tmp_path):
+        if name == "pip":
+            green += words[:1]
+            continue
+        assert (module, name) == ("-m", "pytest")
+        lane = words[words.index("-m") + 1]
+        if lane == "perf":
+            status, told = gated(runner, words), capsys.readouterr().out
+        else:
+            tests, few = FEWER[lane]
+            words = [tests if word == "nsa.testing.suite" else word for word in words]
+            done = run_pytest("-p", "nsa_pytest", *words, "-k", few, "-n", "0", cwd=runner)
+            status, told = done.returncode, done.stdout
+        if status:
+            break
+        green.append(lane)
+    assert green == passed, told
+    assert said in told
 
-    def write(TIMES=1.0, RIGHT=1.0):
-        (package / "timed.py").write_text(f"TIMES, RIGHT = {TIMES}, {RIGHT}\n{textwrap.dedent(KERNEL)}")
 
-    write()
-    for words in (("init", "--quiet"), ("add", "-A"), ("commit", "--quiet", "-m", "base")):
-        git(top, *words)
-    write(**change)
-    monkeypatch.setattr(against, "PAIRS", 1)
-    monkeypatch.syspath_prepend(package)  # as an installation in place does
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("NSA_TEST_TRITON_SEL", "0")
-    chosen = ["-p", "nsa_pytest", "-m", "perf", "--nsa-impl", "timed:attend", "-k", "many and D64-Dv64-L256"]
-    suite = "nsa.testing.suite"
-    assert against.compare("HEAD", [*chosen, "--pyargs", suite], [suite], top, True, "timed") == status
-    assert said in capsys.readouterr().out
-    assert git(top, "worktree", "list").count("\n") == 0
+def test_a_contestant_that_is_wrong_here_is_not_timed(merged, monkeypatch, capsys):
+    """The base is, once: it runs first."""
+    monkeypatch.setattr(against, "PAIRS", 3)
+    words = "-m perf --pyargs nsa.testing.suite --nsa-impl timed:attend --nsa-against origin/main"
+    assert gated(merged(RIGHT=1.5), words.split()) == 1
+    lines = capsys.readouterr().out.splitlines()
+    ran = [line.partition(" in ")[0] for line in lines if " benchmarks in " in line]
+    assert ran == ["base origin/main: 1 benchmarks", "this tree: 0 benchmarks"]
+    assert "this tree: timed:attend, perf: WRONG on 1 of 1 case" in lines
+    assert lines[-1] == "gate: 0 pass, 0 FAIL, 0 AMBIGUOUS, 0 cannot gate"
+
+
+def test_workflows_that_users_copy_type_the_same(tmp_path):
+    """On a machine of their own nothing is installed."""
+    _, *cpu = commands("kernel.yml", tmp_path / "cpu")
+    assert list(commands("kernel-gpu.yml", tmp_path / "gpu")) == cpu
 
 
 def tree(name, times):

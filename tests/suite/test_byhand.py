@@ -179,7 +179,6 @@ REFUSED = [
     (["--nsa-shape", "N=4,M=2"], "ERROR: --nsa-shape 'N=4,M=2': cannot read 'M=2'"),
     (["--nsa-shape", "N=4", "--nsa-dist", "some"], "ERROR: --nsa-dist 'some': expected"),
     (["--nsa-update-thresholds"], "ERROR: --nsa-update-thresholds needs an NVIDIA GPU"),
-    (["--nsa-update-schedules"], "ERROR: --nsa-update-schedules needs an NVIDIA GPU"),
     (["--nsa-csv", "/nowhere/out.csv"], "ERROR: --nsa-csv=/nowhere/out.csv: there is no folder /nowhere"),
     (["--nsa-report", "x", "-n", "2"], "ERROR: --nsa-report needs benchmarks, and under xdist there are none"),
     (["--nsa-report", "x", "--benchmark-disable"], "ERROR: --nsa-report needs benchmarks: leave out"),

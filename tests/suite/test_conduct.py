@@ -236,7 +236,7 @@ def test_skips_retries_and_crashes_are_not_green(run_pytest, tmp_path):
 
 @pytest.mark.parametrize(
     ("outcome", "wrong", "red"),
-    [("failed", {}, True), ("rerun", {}, True), ("passed", {"case": None}, True), ("passed", {}, False)],
+    [("failed", {}, True), ("rerun", {}, True), ("passed", {"case": {}}, True), ("passed", {}, False)],
 )
 def test_what_was_wrong_once_ends_red(monkeypatch, outcome, wrong, red):
     """pytest-rerunfailures runs a test again, also one whose worker died, and ends green."""

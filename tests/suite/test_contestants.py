@@ -1,6 +1,7 @@
 """Kernels of others by `--nsa-impl`: judged within their contracts, told what they compute, refused in three lines."""
 
 import contextlib
+import importlib.util
 import re
 import textwrap
 
@@ -8,15 +9,18 @@ import pytest
 import torch
 
 import nsa
+from nsa.testing import machine
 from nsa.testing.contestants import named
 from nsa.testing.contestants.contract import Contract
 from nsa.testing.contestants.fit import ENOUGH
 from nsa.testing.gate import hooks
 from nsa.testing.matrix.case import Case
+from nsa.testing.report import pages
 from nsa.testing.suite.parity.test_promises import over_a_cache
-from nsa.testing.verdicts import Tally, Verdicts
+from nsa.testing.verdicts import KINDS, Tally, Verdicts
 
 from .small_project import ROOT, off_gpu, saving
+from .small_repository import git
 
 KERNELS = """
     import torch
@@ -79,10 +83,37 @@ KERNELS = """
 """
 
 
+RAISING = """
+    import torch
+    import triton
+
+    def _launch(q):
+        raise ValueError(f"head dimension {q.shape[-1]} is not supported")
+
+    def raises(q, k, v, *, ranges, causal, scale):
+        return _launch(q)
+
+    def asserts(q, k, v, *, ranges, causal, scale):
+        assert q.shape[-1] == 7
+        return q
+
+    @triton.jit
+    def _kernel():
+        raise IndexError("in a program")
+
+    def interpreted(q, k, v, *, ranges, causal, scale):
+        _kernel[(1,)]()
+
+    def through_torch(q, k, v, *, ranges, causal, scale):
+        return torch.zeros(3).view(2)
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stranger")
-    (folder / "mine.py").write_text(textwrap.dedent(KERNELS))
+    for name, text in {"mine": KERNELS, "raising": RAISING}.items():
+        (folder / f"{name}.py").write_text(textwrap.dedent(text))
     return folder
 
 
@@ -122,8 +153,33 @@ def test_a_wrong_kernel_is_told_what_it_computes(suite):
     assert done.returncode == 1
     said = verdicts(done)
     assert re.match(r"mine:first_64, parity: WRONG on (\d+) of \d+ cases\n", said), done.stdout
-    assert re.findall(r"^  (.*) \(fits", said, re.M) == ["reads only the first 64 keys of a row"]
+    assert re.findall(r"^  (.*) \(\d+ cases\)", said, re.M) == ["reads only the first 64 keys of a row"]
     assert "no known mistake" not in said
+
+
+def test_a_kernel_that_raises_is_told_what_and_where_at_the_end_of_a_short_run(suite, folder):
+    """Also from workers. Equal failures are one: each contestant fails in four tests or more."""
+    lines = textwrap.dedent(RAISING).splitlines()
+    names = {
+        "raises": ("ValueError", "raise ValueError", "head dimension 64 is not supported"),
+        "asserts": ("AssertionError", "assert q", "assert q.shape[-1] == 7"),
+        "interpreted": ("IndexError", "raise IndexError", "in a program"),
+        "through_torch": ("RuntimeError", "return torch", "shape '[2]' is invalid for input of size 3"),
+    }
+    chosen = [word for name in names for word in ("--nsa-impl", f"raising:{name}")]
+    done = suite("-m", "parity", *chosen, "-k", "test_triton_sel_parity and L33 and D64", "-n", "2")
+    said = verdicts(done)
+    for name, (error, line, message) in names.items():
+        at = next(i for i, text in enumerate(lines, 1) if text.strip().startswith(line))
+        pattern = rf"^raising:{name}, parity: WRONG on (\d+) of \1 cases\n  (.*) \(\1 cases\)$"
+        [(_, why)] = re.findall(pattern, said, re.M)
+        assert why == f"{error} at {folder / 'raising.py'}:{at}: {message}"
+        assert done.stdout.count(f"\n{folder / 'raising.py'}:{at}: in ") == 1, "equal failures are shown once"
+        assert len(re.findall(rf"^FAILED .*\[raising:{name}-", done.stdout, re.M)) == 1
+    titles = [line.strip("= ") for line in done.stdout.splitlines() if line.startswith("=")]
+    assert titles[-3:] == ["short test summary info", "contestants", "replay one failure"]
+    assert len(done.stdout.partition("replay one failure")[2].splitlines()) == 5, "three, a heading and pytest's counts"
+    assert "in test_triton_sel_parity" not in done.stdout, "no traceback through the suite"
 
 
 def test_what_is_not_proved_is_red(suite):
@@ -212,7 +268,6 @@ TIMED = """
 
     from nsa.call import Call
     from nsa.plain.packed_sdpa import packed_sdpa
-    from nsa.testing.clock import timing
 
     def attend(q, k, v, *, ranges, causal, scale):
         attend.called = True
@@ -222,25 +277,52 @@ TIMED = """
         attend.called = False
         calls[0]()
         return 1e-2 * (float(os.environ["TIMES"]) if attend.called else 1.0)
+"""
+CLOCK = """
+    import timed
+    from nsa.testing.clock import timing
 
-    timing._host_sample = sample  # the clock of this test
+    timing._host_sample = timed.sample  # before the suite loads a contestant, which must not patch the suite
 """
 
 
-def test_a_contestants_own_baseline_gates_it(run_pytest, forked_children, tmp_path, monkeypatch):
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A repository of a contestant, whose modules this process can import. Commits are its own."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "_under_test", machine._under_test)
+    yield tmp_path
+    monkeypatch.undo()
+    machine.commit.cache_clear()
+
+
+def test_a_contestants_own_baseline_gates_it_and_is_reported(run_pytest, forked_children, repository, monkeypatch):
     """Plain torch, on a clock of the test: half as slow again is a FAIL. Ours keep the baselines that they have."""
+    tmp_path = repository
     (tmp_path / "timed.py").write_text(textwrap.dedent(TIMED))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    (tmp_path / "clock.py").write_text(textwrap.dedent(CLOCK))
+    for words in (("init", "--quiet"), ("add", "-A"), ("commit", "--quiet", "-m", "theirs")):
+        git(tmp_path, *words)
+    for name in ("TRITON_INTERPRET", "NSA_COMMIT"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in off_gpu(TIMES="1").items():
         monkeypatch.setenv(name, value)
     chosen = ("-p", "nsa_pytest", "--pyargs", "nsa.testing.suite", "-m", "perf", "--nsa-impl", "timed:attend")
-    chosen = (*chosen, "-k", "many and D64-Dv64-L256", "-q", "-p", "no:cacheprovider")
+    chosen = (*chosen, "-p", "clock", "-k", "many and D64-Dv64-L256", "-q", "-p", "no:cacheprovider")
     assert hooks._record(saving(tmp_path, *chosen, "--nsa-save-baseline", impl=["timed:attend"])) == 0
     (folder,) = {path.parent for path in tmp_path.glob("nsa-baselines/*/timed-attend/*.json")}
-    assert len(list(folder.glob("*.json"))) == 3
+    theirs = git(tmp_path, "rev-parse", "HEAD")
+    assert [path.stem.partition("-")[2] for path in folder.glob("*.json")] == [theirs[:7]] * 3
     slow = run_pytest(*chosen, "--benchmark-compare", cwd=tmp_path, environment=off_gpu(TIMES="1.5"))
     assert slow.returncode == 1, slow.stdout
     assert re.search(r"gate: .*[1-9] FAIL", slow.stdout), slow.stdout
+    if all(map(importlib.util.find_spec, ("matplotlib", "jinja2"))):
+        assert pages.main(["-o", "report"]) == 0
+        text = (tmp_path / "report" / "report.md").read_text()
+        command = "pytest -m perf --pyargs nsa.testing.suite --nsa-impl timed:attend --benchmark-json=run.json"
+        assert f"git checkout {theirs}\n" in text
+        assert f"\n{command}\n" in text
 
 
 # --- caches in fp8 and ragged queries --------------------------------------------------------------------------------
@@ -315,11 +397,14 @@ def test_a_promise_that_no_test_asked_for_is_named():
     assert len(said_of(Tally(right={"one"}, exercised=everything), whole=False, **how)) == 1, "a replay claims no more"
 
 
-def test_mistakes_are_counted_by_case_and_the_fewest_are_named():
-    wrong = {f"case{i}": ["misses the last key", "reads only the first 7 keys"] for i in range(2)}
-    wrong |= {f"more{i}": ["misses the last key"] for i in range(3)} | {"odd": []}
+def test_failures_are_counted_by_case_and_the_fewest_kinds_are_named():
+    last, first = ({text: text} for text in ("misses the last key", "reads only the first 7 keys"))
+    wrong = {f"case{i}": last | first for i in range(2)} | {f"more{i}": last for i in range(3)}
+    wrong |= {f"raised{i}": {"ValueError at a.py:3": f"ValueError at a.py:3: D = {i}"} for i in (7, 8)}
+    wrong |= {f"odd{i}": {f"kind {i}": f"kind {i}"} for i in range(KINDS)}
     lines = said_of(Tally(right={"fine"}, wrong=wrong))
-    assert lines == [
-        "a:kernel, parity: WRONG on 6 of 7 cases", "  misses the last key (fits 5 cases)",
-        "  no known mistake fits 1 case",
+    assert lines[:4] == [
+        "a:kernel, parity: WRONG on 12 of 13 cases", "  misses the last key (5 cases)",
+        "  ValueError at a.py:3: D = 7 (2 cases)", "  kind 0 (1 case)",
     ]  # fmt: skip
+    assert lines[1 + KINDS :] == ["  2 cases failed in other ways"]

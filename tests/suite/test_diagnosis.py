@@ -37,7 +37,7 @@ def same(x):
 def kernel(
     p, *, limit=lambda own, total: own + 1, padding=None, span=same, row=same, factor=1.0,
     heads=lambda h, HKV, G: (h // G, h // G), exp=None, pad=lambda n: 0, entry=None, sink=None, online=None,
-):
+):  # fmt: skip
     """`(O, LSE)` in the dtypes of a kernel. By default the right answer; each argument puts one thing wrong.
 
     `limit(own, total)`: first key that a query does not see. `padding`: the block that -1 stands for. `span` and `row`
@@ -324,7 +324,7 @@ FAULTS = {
 for size, forgotten, each, of in (
     (16, "accumulator", False, "a row"), (32, "accumulator", True, "each span"), (64, "accumulator", False, "a row"),
     (16, "sum of weights", False, "a row"), (16, "accumulator and its sum of weights", True, "each span"),
-):
+):  # fmt: skip
     FAULTS[f"not-rescaled-{size}-{forgotten}"] = (
         lambda p, how=(size, each, forgotten): kernel(p, online=how),
         lambda c, size=size, each=each: c.L > size and (c.dist != "few" or not each),

@@ -71,7 +71,7 @@ def test_one_key_too_many_is_red_and_named(prove, tmp_path):
     write_copy(tmp_path / "one_key_more.py", RIGHT, ONE_MORE)
     done = prove("parity", "one_key_more:attend", "--maxfail=4")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
-    assert re.search(r"one_key_more:attend on H\d+-\S+ \[.*\]: error \S+ > bound ", done.stdout)
+    assert re.search(r"one_key_more:attend on H\d+-\S+ \[.*\]: (LSE )?error \S+ > bound ", done.stdout)
     assert re.search(rf'pytest --pyargs "{ID.format("parity")}" --nsa-impl one_key_more:attend', done.stdout)
 
 

@@ -333,10 +333,18 @@ def test_a_damaged_file_is_an_error(project):
 
 
 def test_a_users_own_compare_fail_works_on_top(project):
+    """What is worse is named below the gate's verdicts, without a traceback, also where nothing could be compared."""
     project.inject(slower_5={"ours": [2.1], "control": 1.0})  # fine for the gate
     done = project.compare("--benchmark-compare-fail=median:3%")
-    assert done.returncode != 0
-    assert "Performance has regressed" in done.stdout + done.stderr
+    assert done.returncode == 1
+    counts, fail = joined(gate(done)).split("gate: ")[1].split(" --benchmark-compare-fail: ")
+    assert counts == "8 pass, 0 FAIL, 0 AMBIGUOUS, 0 cannot gate"
+    assert re.fullmatch(r"bench\[slower_5\] \(0003\): Field 'median' has failed .*: 5.0\d* > 3.0\d*", fail)
+    assert "Traceback" not in done.stdout + done.stderr
+    for file in project.files:
+        file.unlink()
+    done = project.compare("--benchmark-compare-fail=median:3%")
+    assert (done.returncode, gate(done)[-1].partition(", ")[0]) == (1, "--benchmark-compare-fail: nothing was compared")
 
 
 def test_the_report_has_what_was_gated_beside_this_run(project, tmp_path):
@@ -365,7 +373,7 @@ NEEDS = "--benchmark-compare needs benchmarks"
 OTHERS = "--nsa-against starts several processes, and {} is for one process: leave out {}"
 BEFORE = "write the path before the option, pytest -m perf {} --benchmark-compare"
 NOT_CORE = (
-    "--nsa-full", "--nsa-update-thresholds", "--nsa-update-schedules", "--nsa-shape=N=2,L=16", "--nsa-dist=few",
+    "--nsa-full", "--nsa-update-thresholds", "--nsa-shape=N=2,L=16", "--nsa-dist=few",
     "--nsa-decode", "--nsa-csv=out.csv", "--nsa-seed=7", "--nsa-iters=10", "--nsa-warmup=0", "--nsa-streams=2",
     "--nsa-regret=2",
 )  # fmt: skip

@@ -29,7 +29,7 @@ FUZZ = (
 )  # fmt: skip
 VALID = {
     "threshold": {"sel_triton_min_L": 64, "sdpa_layout": "expanded"},
-    "crossover": {"key_major_from": {1: 512, 16: None}, "chunk_key_major_from": {16: 64}},
+    "costs": {"narrow": {"query_major": {"calls": 5, "numbers": 0.25}}},
     "tiles": {"query_major": [{}]},
 }
 
@@ -59,7 +59,7 @@ def test_any_odd_value_in_a_file_of_measurements_is_read_or_refused(tmp_path):
     from nsa.kernels.query_major.tiles import Choice, Point
 
     valid = copy.deepcopy(VALID)
-    for name in ("threshold", "crossover"):
+    for name in ("threshold", "costs"):
         valid[name]["provenance"] = dict.fromkeys(gpu.PROVENANCE[name], "x")
     [entry] = valid["tiles"]["query_major"]
     entry["provenance"] = dict.fromkeys(gpu.PROVENANCE["tiles"], "x")

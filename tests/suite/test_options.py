@@ -16,6 +16,7 @@ VALUES = (
     "nsa_against", "nsa_csv", "nsa_report", "nsa_dist", "nsa_workload", "nsa_reproduce", "benchmark_compare",
     "benchmark_storage",
 )  # fmt: skip
+LISTS = ("nsa_impl", "nsa_shape", "nsa_accept_drift")
 
 
 def test_every_option_of_the_suite_with_a_value_is_known(pytestconfig):
@@ -23,14 +24,14 @@ def test_every_option_of_the_suite_with_a_value_is_known(pytestconfig):
     ours = {name for name in vars(pytestconfig.option) if name.startswith("nsa_")}
     flags = {name for name in ours if isinstance(pytestconfig.getoption(name), bool)}
     numbers = {*options.SAMPLING, "nsa_regret"}
-    assert ours - flags - numbers == {name for name in VALUES if name.startswith("nsa_")} | {"nsa_impl", "nsa_shape"}
+    assert ours - flags - numbers == {name for name in VALUES if name.startswith("nsa_")} | set(LISTS)
     options.check_values(pytestconfig)  # the defaults
 
 
 @pytest.mark.parametrize("empty", ["", "  "])
-@pytest.mark.parametrize("name", [*VALUES, "nsa_impl", "nsa_shape", "benchmark_json"])
+@pytest.mark.parametrize("name", [*VALUES, *LISTS, "benchmark_json"])
 def test_an_empty_value_is_refused(name, empty):
-    value = [empty] if name in ("nsa_impl", "nsa_shape") else Path(empty.strip()) if name == "benchmark_json" else empty
+    value = [empty] if name in LISTS else Path(empty.strip()) if name == "benchmark_json" else empty
     with pytest.raises(pytest.UsageError, match=f"^{options.spelled(name)}: its value is empty: type --") as raised:
         check(**{name: value, "benchmark_netrc": ""})
     assert "\n" not in str(raised.value)

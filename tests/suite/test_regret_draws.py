@@ -1,13 +1,14 @@
 """Regret: what is drawn, how a shape is measured (small ones, by a made-up clock), and what is said of the rows."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
 from nsa.testing import regret
 from nsa.testing.clock.serving import Pool, kind, problems
-from nsa.testing.clock.timing import Timing
+from nsa.testing.clock.timing import Timing, each
 from nsa.testing.contestants.contract import Contestant
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.m3 import Shape
@@ -19,9 +20,9 @@ US = {"auto": 30.0, "query_major": 30.0, "key_major": 20.0, "union": 25.0, "sdpa
 
 def clock(fns, **sampling):
     """Call everything once, and tell the times of `US`."""
-    for calls in fns.values():
-        for call in calls:
-            call()
+    for name, calls in fns.items():
+        each(calls)
+        sampling["afterwards"](name, partial(each, calls))
     return {name: Timing([US[name] * 1e-6] * 3, "graph", True, 2, 2) for name in fns}
 
 
@@ -74,6 +75,23 @@ def test_buffer_sets_are_other_tensors_with_one_selection(small):
     assert first.k.data_ptr() != second.k.data_ptr()
     assert torch.equal(first.block_indices, second.block_indices)
     assert not torch.equal(first.k, second.k)
+
+
+@pytest.mark.parametrize("small", [True], indirect=True)
+def test_what_a_peer_derives_is_made_before_it_is_timed(small, monkeypatch):
+    """In a graph it could not be made."""
+    made, timing = [], []
+    auto = regret.contestants(regret.drawn(0))[0]
+
+    def arguments(p):
+        assert not timing
+        made.append(p)
+        return p
+
+    peer = Contestant("other", lambda p, lse, out: auto.run(p.derived(arguments)), lse=False)
+    monkeypatch.setattr(regret, "beside", lambda shape: [peer])
+    regret.measured(0, Pool(CPU, 1 << 20), lambda fns, **how: timing.append(1) or clock(fns, **how))
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["plain", "pages"], indirect=True)

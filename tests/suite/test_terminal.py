@@ -152,12 +152,12 @@ def test_tables_fit_120_columns_with_and_without_a_baseline_and_the_gate_is_last
     pairs = rows(beside)
     assert [name.endswith(" (NOW)") for name in pairs] == [i % 2 == 1 for i in range(len(pairs))]
     assert [name.removesuffix(" (NOW)") for name in pairs[1::2]] == [n.removesuffix(" (0091)") for n in pairs[::2]]
-    # Tables, replay commands, summary, pytest's own short summary, and then the gate.
-    text = ["Legend:", "= replay one failure =", "= selection attention", "= short test summary info =", "= gate ="]
+    # Tables, summary, pytest's own short summary, the gate, and how to repeat a failure.
+    text = ["Legend:", "= selection attention", "= short test summary info =", "= gate =", "= replay one failure ="]
     places = [max(i for i, line in enumerate(beside) if words in line) for words in text]
     assert places == sorted(places)
     assert [line.strip("= ") for line in beside[places[0] :] if line.startswith("=")][:-1] == [
-        "replay one failure", "selection attention: ratios of medians of this run", "short test summary info", "gate",
+        "selection attention: ratios of medians of this run", "short test summary info", "gate", "replay one failure",
     ]  # fmt: skip
     assert not [line for line in beside if "machine_info" in line]
 

@@ -60,9 +60,11 @@ def syntax_error(script):
 
 
 def test_workflows_have_the_shape_github_accepts():
-    done = check(*FILES.values())
+    """Ours, and those that users copy."""
+    files = [*FILES.values(), *(ROOT / "examples" / "workflows").iterdir()]
+    done = check(*files)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {name: problems(path.read_text()) for name, path in FILES.items()} == dict.fromkeys(FILES, [])
+    assert {path.name: problems(path.read_text()) for path in files} == {path.name: [] for path in files}
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
@@ -105,6 +107,19 @@ def test_ci_runs_the_commands_of_readme():
     assert runs("ci")[0] == ".ci/run"
 
 
+PLUGINS = ("asyncio", "codspeed", "cov", "randomly", "rerunfailures", "timeout")  # and xdist, which our extra has
+
+
+def test_every_lane_runs_beside_other_plugins():
+    """In a checkout and in another project. Here the plugins are not installed; `test_beside.py` does what they do."""
+    [step] = [step for step in WORKFLOWS["ci"]["jobs"]["plugins"]["steps"] if "run" in step]
+    assert step["run"] == ".ci/plugins"
+    script = (ROOT / ".ci" / "plugins").read_text()
+    assert sorted(re.findall(r"pytest-(\w+)", script)) == list(PLUGINS)
+    lanes = re.findall(r'^"\$PYTHON" -m pytest ("\$\{suite\[@\]\}" )?-m (\w+)', script, re.M)
+    assert lanes == [(where, lane) for where in ("", '"${suite[@]}" ') for lane in ("parity", "edge", "perf")]
+
+
 def test_a_pull_request_is_gated_against_its_base():
     """On the runner itself: no stored baseline fits it. The base commit has to be in the clone."""
     ci = WORKFLOWS["ci"]
@@ -128,7 +143,6 @@ def test_script_for_gpu_boxes_does_every_step():
         "nsa.testing.sanitize",
         "--benchmark-compare",
         "--nsa-update-thresholds",
-        "--nsa-update-schedules",
         "nsa/configs/gpus",
         "--nsa-report",
         "--junitxml",
@@ -136,7 +150,7 @@ def test_script_for_gpu_boxes_does_every_step():
         assert words in script
 
 
-MEASURED = "--nsa-update-thresholds --nsa-update-schedules"  # of the report, only where it is written
+MEASURED = "--nsa-update-thresholds"  # of the report, only where it is written
 WRITTEN = ("--junitxml", "--benchmark-json", "--nsa-report", "$out")
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from nsa.__main__ import main
 from nsa.testing import options
 from nsa.testing.clock.serving import Pool, problems, serve
-from nsa.testing.clock.timing import Timing
+from nsa.testing.clock.timing import Timing, each
 from nsa.testing.contestants.contract import Contestant
 from nsa.testing.report import plots, summary
 from nsa.testing.workloads import file, mix
@@ -95,10 +96,17 @@ def test_a_wrong_file_ends_the_run_at_once(small):
             options.check(Session("nsa_workload", nsa_workload=given))
 
 
+@pytest.mark.parametrize("other", ["nsa_regret", "nsa_shape"])
+def test_one_special_run_at_a_time(small, other):
+    given = {"nsa_workload": str(small), other: ["L=64"] if other == "nsa_shape" else 3}
+    with pytest.raises(pytest.UsageError, match="times its own cases alone: leave out --nsa-"):
+        options.check(Session(**given))
+
+
 def clock(fns, **sampling):
-    for calls in fns.values():
-        for call in calls:
-            call()
+    for name, calls in fns.items():
+        each(calls)
+        sampling["afterwards"](name, partial(each, calls))
     return {name: Timing([1e-5 * (i + 1)] * 3, "graph", True, 2, 2) for i, name in enumerate(fns)}
 
 

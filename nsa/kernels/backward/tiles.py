@@ -246,12 +246,3 @@ def windows(
     units = window * slots
     work = -(-units // share) + min(blocks, units)
     return Windows(slots, bits, blocks, heads, window, work, max(1, 2 * units // share), strip)
-
-
-def workspace_bytes(w: Windows, G: int, D: int, Dv: int, itemsize: int, size: int, keep_dq: bool) -> int:
-    """Bytes that a call allocates beside its results and the fp32 sums of dK and dV."""
-    row = w.heads * w.slots
-    dq = w.window * row * G * D * itemsize if keep_dq else 0
-    sums = w.heads * w.several * size * (D + Dv) * 4
-    counters = (-(-w.window // w.strip) + 3) * w.heads * w.blocks * 4
-    return dq + sums + w.window * row * 16 + counters + 12 * w.heads * w.work

@@ -34,9 +34,7 @@ MOST_KEYS = 2**31 - 1 - 256  # of a sequence: a tile that begins at the last key
 MOST_HEADS = 65_535  # KV heads, which are an axis of a CUDA grid
 
 MAX_SLOTS = 64
-MIN_REUSE = 4  # rows that read a block
-"""Routing takes key-major only within these limits. With at most 64 slots, windows have thousands of tokens. On an H100
-query-major was faster where one row reads a block, sometimes with two, never with four (docs/notebook/serving.md)."""
+"""Blocks of a row that routing gives to key-major. With at most 64, windows have thousands of tokens."""
 
 
 class Choice(NamedTuple):
@@ -156,15 +154,14 @@ def count_bytes(heads: int, blocks: int) -> int:
     return 8 * heads * blocks
 
 
-def pays(sequences: int, queries: int, S_kv: int, keys: int, HKV: int, n: int, block_size: int) -> bool:
-    """Whether a call is of the kind that was measured: many rows for each block, few blocks for each row.
+def counts(sequences: int, S_kv: int, keys: int, HKV: int, n: int, block_size: int) -> bool:
+    """Whether the kernels can number the blocks of a call, and list those of a row.
 
-    ``queries`` and ``S_kv`` are those of one sequence, or the means of all. ``keys`` are those of the longest sequence,
-    or of all if they are packed end to end.
+    ``S_kv`` is that of one sequence, or the mean of all. ``keys`` are those of the longest sequence, or of all if they
+    are packed end to end.
     """
-    blocks = -(-S_kv // block_size)
-    counted = keys <= MOST_KEYS and HKV <= MOST_HEADS and count_bytes(HKV, sequences * (blocks + 1)) <= MOST_COUNT_BYTES
-    return counted and n <= MAX_SLOTS and queries * n >= MIN_REUSE * blocks
+    numbered = count_bytes(HKV, sequences * (-(-S_kv // block_size) + 1)) <= MOST_COUNT_BYTES
+    return keys <= MOST_KEYS and HKV <= MOST_HEADS and numbered and n <= MAX_SLOTS
 
 
 class Grid(NamedTuple):

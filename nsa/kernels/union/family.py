@@ -5,14 +5,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from nsa import schedules
 from nsa.call import Call
 from nsa.kernels.key_major.family import FAMILY as KEY_MAJOR
+from nsa.kernels.key_major.family import counts
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.family import Family
 from nsa.kernels.shared.shape import Shape
 from nsa.kernels.union import tiles
 
-GROUPS = range(4, 33)  # smaller groups leave a tile's rows empty, larger ones fill it with one token
+LEAST_GROUP = 3  # smaller groups leave a tile's rows empty: union was never faster than key-major for one head
 
 
 class Union(Family):
@@ -29,11 +31,13 @@ class Union(Family):
         return None
 
     def pays(self, call: Call, shape: Shape, device_name: str) -> str | None:
-        if shape.G not in GROUPS or self.why_not(call, shape) is not None:
+        if shape.G < LEAST_GROUP or self.why_not(call, shape) is not None or not counts(call, shape):
             return None
-        assert call.block_size is not None
-        why = KEY_MAJOR.pays(call, shape, device_name) if tiles.fits(shape.S_kv, call.block_size) else None
-        return None if why is None else f"{why}; union serves neighbours that share blocks"
+        g, size = shape, call.block_size
+        assert size is not None
+        tile = tiles.select(90, call.q.dtype.itemsize, g.G, g.D, g.Dv, g.n, size)  # None on every GPU, or on none
+        fits = tile is not None and tiles.fits(g.S_kv, size)
+        return schedules.why(call, shape, device_name, self.name, KEY_MAJOR.name) if fits else None
 
     def plan(self, call: Call, shape: Shape, schedule: str) -> Any:
         why_not = self.why_not(call, shape)

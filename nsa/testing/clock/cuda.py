@@ -10,13 +10,13 @@ import functools
 import gc
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from nsa.testing.clock.timing import LEAST, Fn, Timing, in_turn, once_if_unmeasured
+from nsa.testing.clock.timing import LEAST, Fn, Timing, each, in_turn, once_if_unmeasured
 from nsa.testing.matrix.problem import Problem
 
 COLD = 3.0  # between two uses of a buffer, a rotation reads this many times the size of the L2 cache
@@ -65,6 +65,7 @@ def time_gpu(
     budget_s: float = 0.15,
     cold: bool = False,
     replay_s: float = REPLAY_S,
+    afterwards: Callable[[str, Fn], None] | None = None,
 ) -> dict[str, Timing]:
     """Time calls on the current GPU by replaying CUDA graphs, implementations in turn.
 
@@ -80,6 +81,7 @@ def time_gpu(
             The untimed replays come on top.
         warmup: replays before the first sample, at most.
         cold: whether no call finds its inputs in L2, as `buffer_sets` says. The timing records it.
+        afterwards: as for `time_host`. The outputs of a graph are not reused as long as a caller holds them.
     """
     once_if_unmeasured(calls[0] for calls in fns.values())
     pool = torch.cuda.graph_pool_handle()
@@ -119,6 +121,9 @@ def time_gpu(
         end.record()
         samples[name].append((sum(run.calls[index] for index in here), start, end))
     torch.cuda.synchronize()
+    if afterwards is not None:
+        for name, run in runs.items():
+            afterwards(name, functools.partial(each, run.replays))
     return {
         name: Timing(
             [start.elapsed_time(end) / 1e3 / calls for calls, start, end in samples[name]],
@@ -229,7 +234,7 @@ def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any, parts: int = 1)
         how = "graph"
     except RuntimeError as error:  # the call synchronizes or allocates, as some kernels of others and of torch do
         torch.cuda.synchronize()
-        replays, how = [functools.partial(_each, piece) for piece in pieces], "eager"
+        replays, how = [functools.partial(each, piece) for piece in pieces], "eager"
         refused = str(error).partition("\n")[0]
     replays[0]()
     enough = 0.9 * replay_s
@@ -240,17 +245,12 @@ def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any, parts: int = 1)
         if part_s >= enough or wanted <= cycles:
             break
         cycles = wanted
-        replays = [_capture(calls, cycles, pool) if how == "graph" else functools.partial(_each, [*calls] * cycles)]
+        replays = [_capture(calls, cycles, pool) if how == "graph" else functools.partial(each, [*calls] * cycles)]
         replays[0]()
         part_s = min(_elapsed(replays[0]) for _ in range(2))
     replayed = min(parts, math.ceil(enough / part_s))
     calls_each = [cycles * len(piece) for piece in pieces]
     return _Run(replays, calls_each, how, replayed, replayed * part_s, once * parts, refused)
-
-
-def _each(calls: Sequence[Fn]) -> None:
-    for call in calls:
-        call()
 
 
 # One stream for all graphs: a graph captured on a fifth stream takes 0.2 us longer a launch (docs/notebook/timing.md).
@@ -269,7 +269,7 @@ def _lane(device: int, number: int) -> torch.cuda.Stream:
 def _capture(calls: Sequence[Fn], cycles: int, pool: Any) -> Fn:
     """As `torch.cuda.graph`, without its `gc.collect()` and `empty_cache()`, which would take longer than the timing.
 
-    All graphs share a memory pool, because they are replayed one after the other and their outputs are not read.
+    All graphs share a memory pool, because they are replayed one after the other. A caller may hold their outputs.
     """
     graph = torch.cuda.CUDAGraph()
     stream = _capture_stream(torch.cuda.current_device())
@@ -281,7 +281,7 @@ def _capture(calls: Sequence[Fn], cycles: int, pool: Any) -> Fn:
             try:
                 graph.capture_begin(pool=pool)
                 for _ in range(cycles):
-                    _each(calls)
+                    each(calls)
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # reports the failed capture once more
                     graph.capture_end()

@@ -5,6 +5,7 @@ A comparator whose result is wrong is listed as wrong, and is not timed.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -12,14 +13,17 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import nsa
 from nsa.failures import caught
+from nsa.testing.clock import honest
 from nsa.testing.clock.cuda import buffer_sets, time_gpu, time_streams
 from nsa.testing.clock.guard import Ceilings, detectable, guard
-from nsa.testing.clock.timing import InvalidMeasurement, Timing, time_host
+from nsa.testing.clock.timing import Fn, InvalidMeasurement, Timing, time_host
 from nsa.testing.contestants.contract import Contestant
-from nsa.testing.judge.forward import Oracle, assert_parity, mean_abs_error
+from nsa.testing.judge.conduct import untouched
+from nsa.testing.judge.forward import Oracle, Result, assert_parity, mean_abs_error
 from nsa.testing.machine import commit, device_name, triton_version
 from nsa.testing.matrix.problem import Problem
 
@@ -110,20 +114,27 @@ def run_facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def verdict(impl: Contestant, oracle: Oracle) -> str | None:
-    """None if the implementation runs and is right; otherwise the reason, in one line."""
+def verdict(impl: Contestant, oracle: Oracle, outputs: dict[str, Tensor] | None = None) -> str | None:
+    """None if the implementation runs and is right; otherwise the reason, in one line. outputs: gets its output."""
     p = oracle.problem
 
     def check() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns why a backend of SDPA does not take a call
             result = impl.run(p)
+        if outputs is not None:
+            outputs[impl.name] = _output(result)
         if impl.other is None:
             assert_parity(result, oracle, impl.name)
         else:
-            impl.other.check(p, result if isinstance(result, torch.Tensor) else result[0])
+            impl.other.check(p, _output(result))
 
     return why_not(impl.supports(p.case), check)
+
+
+def _output(result: Result) -> Tensor:
+    """A copy of `O`."""
+    return (result[0] if isinstance(result, tuple) else result).detach().clone()
 
 
 def why_not(unsupported: str | None, check: Callable[[], object]) -> str | None:
@@ -167,35 +178,46 @@ def measure(
     """
     oracle = Oracle.of(p)
     result, launched = ours.run_counted(p)
-    mae = None
+    mae, outputs, limit = None, {ours.name: _output(result)}, 2 * oracle.bound
     if check:
         assert_parity(result, oracle, ours.name)
         mae = mean_abs_error(result[0] if isinstance(result, tuple) else result, oracle)
-    reasons = {impl.name: verdict(impl, oracle) for impl in others}
+    reasons = {impl.name: verdict(impl, oracle, outputs) for impl in others}
     impls = [ours, *(impl for impl in others if reasons[impl.name] is None)]
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
     del oracle, result  # to free memory for the buffer sets
     sets, cold = buffer_sets(p, hot=hot)
-    rotations = {impl.name: [partial(impl.run, s) for s in sets] for impl in impls}
+    rotations = {impl.name: [honest.Kept(partial(impl.run, s)) for s in sets] for impl in impls}
+    sampling: dict[str, Any] = {"iters": iters, "warmup": warmup, "budget_s": budget_s}
+    if check:
+        sampling["afterwards"] = partial(_read, {impl.name: impl for impl in impls}, rotations, sets, outputs, limit)
+    with untouched(ours.name, p) if check else contextlib.nullcontext():
+        if p.q.device.type == "cuda":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                rotated = time_gpu(rotations | _packing(sets), **sampling, cold=cold)
+        else:
+            rotated = time_host(rotations, **sampling, least=least)
+    for kept in (kept for rotation in rotations.values() for kept in rotation):
+        kept.last = None  # frees the memory of graphs
+    if check and ours.contract is not None:
+        honest.unchanged(ours.name)
+    extra: dict[str, Any] = {"launched": dict(launched)}
     if p.q.device.type != "cuda":
-        times = time_host(rotations, iters=iters, warmup=warmup, budget_s=budget_s, least=least)
-        return Measurement(p, ours.name, times, left_out, mae, extra={"launched": dict(launched)})
+        return Measurement(p, ours.name, rotated, left_out, mae, extra=extra)
 
     from nsa.testing.clock.ceilings import ceilings  # needs Triton and a GPU
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        rotated = time_gpu(rotations | _packing(sets), iters=iters, warmup=warmup, budget_s=budget_s, cold=cold)
-        sampling = {"iters": iters, "warmup": warmup}
-        figures = {} if "packing" not in rotated else {"packing": rotated.pop("packing")}
-        if not p.case.large:  # calls of a large problem in one sample would keep the GPU busy for seconds
-            figures |= time_host(
-                {"call_latency": rotations[ours.name][0]},
-                **sampling, budget_s=LATENCY_BUDGET_S, sync=torch.cuda.synchronize,
-            )  # fmt: skip
-        if streams > 1:
-            together = time_streams(rotations[ours.name], streams, **sampling, budget_s=budget_s, cold=cold)
-            figures |= {} if together is None else {"concurrency": together}
+    sampling = {"iters": iters, "warmup": warmup}
+    calls = [each.call for each in rotations[ours.name]]
+    figures = {} if "packing" not in rotated else {"packing": rotated.pop("packing")}
+    if not p.case.large:  # calls of a large problem in one sample would keep the GPU busy for seconds
+        figures |= time_host(
+            {"call_latency": calls[0]}, **sampling, budget_s=LATENCY_BUDGET_S, sync=torch.cuda.synchronize
+        )
+    if streams > 1:
+        together = time_streams(calls, streams, **sampling, budget_s=budget_s, cold=cold)
+        figures |= {} if together is None else {"concurrency": together}
     # The time of an eager call includes the host's overhead. Only a contestant of `--nsa-impl`, and slow comparators of
     # a large problem, may be timed eagerly.
     for name in [name for name, timing in rotated.items() if timing.how != "graph"]:
@@ -211,8 +233,40 @@ def measure(
     if "concurrency" in figures:
         name, many = f"{ours.name} on {streams} streams", figures["concurrency"]
         guard(name, many, streams * p.unique_bytes, streams * p.flops, limits)
-    extra = {"streams": streams, "launched": dict(launched)}
-    return Measurement(p, ours.name, rotated, left_out, mae, limits, extra, figures)
+    return Measurement(p, ours.name, rotated, left_out, mae, limits, extra | {"streams": streams}, figures)
+
+
+def _read(
+    impls: dict[str, Contestant],
+    rotations: dict[str, list[honest.Kept]],
+    sets: list[Problem],
+    outputs: dict[str, Tensor],
+    limit: float,
+    name: str,
+    replay: Fn,
+) -> None:
+    """Compare what an implementation, the first of which is under test, computed while it was timed.
+
+    Args:
+        outputs: the checked outputs. limit: the largest absolute error of the implementation under test.
+        name, replay: as `time_gpu` passes them to `afterwards`.
+
+    Raises:
+        AssertionError: a timed output is wrong.
+    """
+    kept = [each for each in rotations.get(name, ()) if each.last is not None]
+    if not kept:  # not one of the implementations, or not called
+        return
+    impl, want = impls[name], outputs[name]
+    if impl.other is not None:  # it may leave parts of its output as they are
+        return impl.other.check(sets[0], kept[0].output)
+    honest.same(name, kept, want, max(limit, 16 * torch.finfo(want.dtype).eps * _peak(want)))
+    if name == next(iter(impls)):
+        honest.again(name, rotations[name], sets, impl.contract, limit, replay)
+
+
+def _peak(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
 
 
 def _packing(sets: list[Problem]) -> dict[str, list[Any]]:

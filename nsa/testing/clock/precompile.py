@@ -53,8 +53,8 @@ def jobs(cases: Iterable[Case], trained: Iterable[Case] = ()) -> list[Job]:
         cases: cases whose forward pass is timed.
         trained: cases whose gradients are timed.
     """
-    found: dict[Job, None] = {(_train, _shorter(case)): None for case in trained}
-    return list(found | {(_run, _shorter(case)): None for case in cases})
+    once: dict[Job, None] = {(_train, _shorter(case)): None for case in trained}
+    return list(once | {(_run, _shorter(case)): None for case in cases})
 
 
 def _shorter(case: Case) -> Case:

@@ -21,8 +21,9 @@ from torch import Tensor
 import nsa
 from nsa.failures import caught
 from nsa.testing.clock.cuda import COLD, time_gpu
+from nsa.testing.clock.honest import Kept
 from nsa.testing.clock.measure import HOST_S, why_not
-from nsa.testing.clock.timing import InvalidMeasurement, Timing
+from nsa.testing.clock.timing import Fn, InvalidMeasurement, Timing
 from nsa.testing.contestants.contract import Contestant
 from nsa.testing.contestants.m3 import one_call
 from nsa.testing.contestants.ours import BLOCKS, front_door
@@ -100,7 +101,7 @@ def problems(shape: Shape, seed: int, numbers: Pool, sets: int) -> list[Problem]
     lengths, table = lengths.to(device), table.to(device)
     scale = torch.full((case.HKV,), SCALE, device=device) if shape.fp8 else None
     scales = None if scale is None else (scale, scale)
-    found = []
+    made = []
     for _ in range(sets):
         q = numbers.take(case.torch_dtype, *lead, case.HQ, case.D)
         k, v = (numbers.take(case.torch_dtype, *of_keys, case.HKV, d) for d in (case.D, case.Dv))
@@ -112,8 +113,8 @@ def problems(shape: Shape, seed: int, numbers: Pool, sets: int) -> list[Problem]
             pages = numbers.take(dtype, count, case.HKV, case.block_size, case.D + case.Dv)
             k, v = (x.transpose(1, 2) for x in (pages[..., : case.D], pages[..., case.D :]))
             p.__dict__["_derived"] = {combined: Combined(k, v, lengths, table, scale, scale, pages)}
-        found.append(p)
-    return found
+        made.append(p)
+    return made
 
 
 # --- contestants ------------------------------------------------------------------------------------------------------
@@ -129,8 +130,8 @@ def ours(shape: Shape, name: str, backend: str, schedule: str = "auto", launches
 
 def beside(shape: Shape) -> list[Contestant]:
     """The peers that can be imported here and take the shape: vLLM over pages, fla-core and XunhaoLai without."""
-    found = vllm() if shape.paged else peers() | xunhao()
-    return [one for one in found.values() if one.supports(shape.case) is None]
+    installed = vllm() if shape.paged else peers() | xunhao()
+    return [one for one in installed.values() if one.supports(shape.case) is None]
 
 
 def run(one: Contestant, p: Problem) -> Tensor:
@@ -177,17 +178,19 @@ def exact(p: Problem) -> tuple[Tensor, Tensor]:
     return tokens, (scores.softmax(-1) @ v).flatten(1, 2)
 
 
-def agree(mine: Sequence[Contestant], others: Sequence[Contestant], p: Problem) -> tuple[list[Contestant], Left]:
-    """The contestants that serve a problem and are right, and why the others are left out.
+def agree(
+    mine: Sequence[Contestant], others: Sequence[Contestant], p: Problem
+) -> tuple[list[Contestant], Left, Tensor]:
+    """The contestants that serve a problem and are right, why the others are left out, and the right output.
 
     The first of `mine` is compared with fp64 at some tokens, all others with the first.
 
     Raises:
         AssertionError: one of `mine` is wrong.
     """
-    want = run(mine[0], p).float()
+    want = run(mine[0], p).clone()
     tokens, truth = exact(p)
-    _near(mine[0], want.flatten(0, -3)[tokens].double(), truth, OURS_EPS, p.q.dtype)
+    _near(mine[0], want.flatten(0, -3)[tokens], truth, OURS_EPS)
     served: list[Contestant] = [mine[0]]
     left_out: Left = {}
 
@@ -196,7 +199,7 @@ def agree(mine: Sequence[Contestant], others: Sequence[Contestant], p: Problem) 
         if one.other is not None:
             one.other.check(p, out)
         else:
-            _near(one, out.float(), want, OURS_EPS if one in mine else PEERS_EPS, p.q.dtype)
+            _near(one, out, want, OURS_EPS if one in mine else PEERS_EPS)
 
     for one in (*mine[1:], *others):
         reason = why_not(one.supports(p.case), partial(check, one))
@@ -206,12 +209,12 @@ def agree(mine: Sequence[Contestant], others: Sequence[Contestant], p: Problem) 
             raise AssertionError(f"{one.name}: {reason}")
         else:
             left_out[one.name] = reason
-    return served, left_out
+    return served, left_out, want
 
 
-def _near(one: Contestant, got: Tensor, want: Tensor, roundings: int, dtype: torch.dtype) -> None:
-    bound = roundings * torch.finfo(dtype).eps * want.abs().amax(-1, keepdim=True)
-    error = (got - want).abs()
+def _near(one: Contestant, got: Tensor, want: Tensor, roundings: int) -> None:
+    bound = roundings * torch.finfo(got.dtype).eps * want.abs().amax(-1, keepdim=True).float()
+    error = (got.float() - want.float()).abs()
     worst = float(error.nan_to_num(math.inf).max())
     assert bool((error <= bound).all()), f"{one.name}: an output differs by {worst:.3g}"
 
@@ -251,9 +254,25 @@ def serve(
     cold = len(sets) * p.unique_bytes >= COLD * size * 0.99
     run(mine[0], sets[0])
     ((route, reason),) = _routes() - before
-    served, left_out = agree(mine, others, sets[0])
-    rotations = {one.name: [partial(one.run, s) for s in sets] for one in served}
-    times = timer(rotations, iters=ITERS, budget_s=BUDGET_S, replay_s=SAMPLE_S, cold=cold)
+    served, left_out, want = agree(mine, others, sets[0])
+    for each in sets[1:]:  # what comparators derive, so that no timed call does
+        for make in sets[0].__dict__.get("_derived", {}):
+            each.derived(make)
+    rotations = {one.name: [Kept(partial(one.run, s)) for s in sets] for one in served}
+    wrong: Left = {}
+
+    def afterwards(name: str, replay: Fn) -> None:
+        (one,) = (one for one in served if one.name == name)
+        check = partial(_near, one, rotations[name][0].output, want, OURS_EPS if one in mine else PEERS_EPS)
+        reason = None if one.other is not None else why_not(None, check)
+        if reason is not None and one in mine:
+            raise InvalidMeasurement(f"invalid measurement: when it was timed, {reason}")
+        if reason is not None:
+            wrong[name] = f"when it was timed, {reason}"
+
+    times = timer(rotations, iters=ITERS, budget_s=BUDGET_S, replay_s=SAMPLE_S, cold=cold, afterwards=afterwards)
+    left_out |= wrong
+    times = {name: timing for name, timing in times.items() if name not in wrong}
     for name in [name for name, t in times.items() if t.how == "eager" and t.median < HOST_S]:
         left_out[name] = f"not captured: {times.pop(name).refused}"
     if mine[0].name not in times:
@@ -265,11 +284,11 @@ def _routes() -> Counter[tuple[str, str]]:
     return Counter({(x.route, x.reason): x.calls for x in nsa.routes()})
 
 
-def warm(shape: Shape, found: Iterable[Contestant], device: torch.device) -> None:
+def warm(shape: Shape, contestants: Iterable[Contestant], device: torch.device) -> None:
     """Call contestants once, to compile their kernels: for child processes (`precompile.py`)."""
     with nsa.configure(probe="never"), contextlib.suppress(*caught()):
         (p,) = problems(shape, 0, Pool(device, largest(shape)), 1)
-        for one in found:
+        for one in contestants:
             why_not(one.supports(shape.case), partial(run, one, p))
 
 

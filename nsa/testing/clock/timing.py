@@ -149,6 +149,7 @@ def time_host(
     sample_s: float = SAMPLE_S,
     least: int = LEAST,
     sync: Fn | None = None,
+    afterwards: Callable[[str, Fn], None] | None = None,
 ) -> dict[str, Timing]:
     """Time calls by the host's clock, implementations in turn.
 
@@ -157,6 +158,9 @@ def time_host(
 
     `sync`, such as `torch.cuda.synchronize`, is called after each sample and is not timed. With it, the time is the
     latency of an eager call: what the host spends while the GPU still works.
+
+    After the last sample, `afterwards` is called for each implementation, with a function that calls all its buffer
+    sets once as they were timed.
 
     torch runs on one thread, because several threads wait for the slowest of them, which may lose its core for
     milliseconds. Freed memory stays with the process, see `_keep_memory`.
@@ -167,9 +171,19 @@ def time_host(
     torch.set_num_threads(1)
     try:
         rotations = {name: [fn] if callable(fn) else list(fn) for name, fn in fns.items()}
-        return _time_host(rotations, iters, warmup, budget_s, sample_s, least, sync)
+        times = _time_host(rotations, iters, warmup, budget_s, sample_s, least, sync)
+        if afterwards is not None:
+            for name, calls in rotations.items():
+                afterwards(name, functools.partial(each, calls))
+        return times
     finally:
         torch.set_num_threads(threads)
+
+
+def each(calls: Iterable[Fn]) -> None:
+    """Make each call once."""
+    for call in calls:
+        call()
 
 
 def _time_host(

@@ -6,8 +6,6 @@ import importlib
 import inspect
 import math
 import os.path
-import sysconfig
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +15,8 @@ import torch
 from torch import Tensor
 
 import nsa
+from nsa.testing.clock import honest
+from nsa.testing.contestants import traces
 from nsa.testing.contestants.contract import Contestant, Contract, Declared
 from nsa.testing.judge.conduct import untouched
 from nsa.testing.judge.forward import Oracle, assert_parity
@@ -47,6 +47,7 @@ def load(spec: str) -> Contestant:
         raise ValueError(f"--nsa-impl: expected package.module:function[@blocks|@dense], got {spec!r}")
     if "/" in module or module.endswith(".py"):
         raise ValueError(f"--nsa-impl {spec}: expected a module, got a path: {_of_path(module, spec)}")
+    honest.seal()
     imported = _imported(spec, module)
     if not hasattr(imported, name):
         file = getattr(imported, "__file__", "a folder")
@@ -85,19 +86,8 @@ def _imported(spec: str, module: str) -> ModuleType:
             ours = f" (nsa is {nsa.__file__})" if module.startswith("nsa.") else ""
             where = "from here, from PYTHONPATH or from what is installed"
             raise ValueError(f"--nsa-impl {spec}: cannot be imported {where}: {said}{ours}") from e
-        text = f"importing {module} raised {type(e).__name__}: {said} ({_place(e)})"
+        text = f"importing {module} raised {type(e).__name__}: {said} ({traces.place(e)})"
         raise ValueError(f"--nsa-impl {spec}: {text}") from e
-
-
-def _place(error: BaseException) -> str:
-    """`file:line` of an error in a module: the innermost line that is neither Python's nor of an installed package."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    frames = [x for x in traceback.extract_tb(error.__traceback__)[1:] if not x.filename.startswith("<frozen")]
-    frames = [x for x in frames if x.filename != importlib.__file__]
-    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    theirs = [x for x in frames if not x.filename.startswith(installed)] or frames[:1]
-    return f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else "at an unknown line"
 
 
 def of_function(name: str, f: Callable[..., Any], contract: Contract, declared: bool = False) -> Contestant:

@@ -187,7 +187,7 @@ def vllm_arguments(p: Problem) -> list[tuple[slice, dict[str, Any]]]:
     cache, blocks = p.derived(m3.combined), padding_last(p)
     assert cache.block_table is not None
     scales = {} if p.scales is None else {"k_scale": p.scales[0][:1].clone(), "v_scale": p.scales[1][:1].clone()}
-    found: list[tuple[slice, dict[str, Any]]] = []
+    calls: list[tuple[slice, dict[str, Any]]] = []
     first = token = 0
     pairs = m3.sequences(p.case)
     for step, some in itertools.groupby((S for S, _ in pairs), lambda S: S if S <= VLLM_STEP else None):
@@ -197,7 +197,7 @@ def vllm_arguments(p: Problem) -> list[tuple[slice, dict[str, Any]]]:
         lengths = cache.cache_seqlens[mine].clone()
         ends = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32, device=p.q.device)
         chunk = {"cu_seqlens_q": ends, "prefix_lens": lengths - ends.diff(), "max_query_len": max(queries)}
-        found.append((tokens, {
+        calls.append((tokens, {
             "q": p.q.flatten(0, -3)[tokens],
             "kv_cache": cache.pages,
             "topk_idx": blocks[:, tokens],
@@ -208,4 +208,4 @@ def vllm_arguments(p: Problem) -> list[tuple[slice, dict[str, Any]]]:
             **(chunk if step is None else {"decode_query_len": step}),
             **scales,
         }))  # fmt: skip
-    return found
+    return calls

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -43,7 +44,7 @@ class Tree:
     """One of the two trees.
 
     readings: by benchmark, one for each process. ids: pytest's id of each benchmark in this tree. red: by test, what
-    each process in which it failed said of it.
+    each process in which it failed said of it. wrong: the verdicts on a contestant whose results are wrong.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Tree:
     readings: dict[str, list[Reading]] = field(default_factory=dict)
     ids: dict[str, str] = field(default_factory=dict)
     red: dict[str, list[str]] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
     processes: int = 0
 
     def sides(self) -> dict[str, Side]:
@@ -87,7 +89,8 @@ def compare(
             print(f"not gated: {ref} ({commit[:12]}) has no benchmarks that these arguments select", flush=True)
             return int(strict)
         for tree in _turns(base, head)[1:]:
-            _run(tree, arguments, Path(work), module)
+            if not _run(tree, arguments, Path(work), module) and tree.red:
+                break  # nothing of this tree can be compared
         verdicts = _verdicts(base, head)
         slower = [v.name for v in verdicts if v.kind in ("FAIL", "AMBIGUOUS")]
         if slower:
@@ -138,6 +141,7 @@ def _report(ref: str, base: Tree, head: Tree, verdicts: list[Verdict], strict: b
         lines += [f"{where}: {name}" for name in one.readings if name not in other.readings]
     broken = [name for name, said in head.red.items() if len(said) == head.processes and name not in base.red]
     for tree in (base, head):
+        lines += [f"{tree.name}: {verdict}" for verdict in dict.fromkeys(tree.wrong)]
         for name, said in tree.red.items():
             lines += [f"red in {tree.name}, {len(said)} of {tree.processes} processes: {name}", f"  {said[-1]}"]
     print(*words.narrowed(lines), words.counts(verdicts), sep="\n", flush=True)
@@ -200,6 +204,7 @@ def _run(tree: Tree, arguments: Sequence[str], work: Path, module: str) -> bool:
             raise NotCompared(f"{tree.name}: its process imported {module} of {imported}, expected {tree.commit}")
         tree.readings.setdefault(name, []).append(Reading.of(benchmark["stats"]["data"], benchmark["extra_info"]))
         tree.ids[name] = benchmark["fullname"]
+    tree.wrong += re.findall(r"^\S+, \w+: WRONG on .*", said.read_text(), re.MULTILINE)
     for name, why in _red(xml).items():
         tree.red.setdefault(name, []).append(why)
     seconds = time.monotonic() - began

@@ -16,17 +16,18 @@ from pytest_benchmark.storage.file import FileStorage
 from nsa.testing import options
 from nsa.testing.clock.guard import undetectable
 from nsa.testing.clock.timing import Timing
-from nsa.testing.gate import against, children, store
+from nsa.testing.gate import against, children, store, words
 from nsa.testing.gate.run import Again, Gate, Info
 from nsa.testing.gate.store import Baseline, Key
-from nsa.testing.machine import commit
+from nsa.testing.machine import commit, under_test
 from nsa.testing.report.document import read
 
-NOT_CORE = ("nsa_full", *options.BY_HAND, "nsa_update_thresholds", "nsa_update_schedules", "nsa_regret")
+NOT_CORE = ("nsa_full", *options.BY_HAND, "nsa_update_thresholds", "nsa_regret")
 STORAGE = "--benchmark-storage"
 UPSTREAM_STORAGE = "file://./.benchmarks"  # pytest-benchmark's default: the option was not given
 _compare_key = pytest.StashKey[Any]()  # the value of --benchmark-compare
 gate_key = pytest.StashKey[Gate | None]()
+_regressed_key = pytest.StashKey[list[str]]()  # what --benchmark-compare-fail found
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,6 +44,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="REF",
         help="run the perf session in this tree and in a git worktree of REF, in processes that take turns, and gate "
         "this tree against REF; needs no baseline",
+    )
+    group.addoption(
+        "--nsa-accept-drift",
+        action="append",
+        default=[],
+        metavar="BENCHMARK",
+        help="let this benchmark be slower than its best recording, which it became in small steps (repeatable)",
     )
     group.addoption("--nsa-recording", action="store_true", help=argparse.SUPPRESS)  # a process of --nsa-save-baseline
 
@@ -161,7 +169,9 @@ def _against(config: pytest.Config) -> int:
 def _record(config: pytest.Config) -> int:
     params = config.invocation_params
     arguments = ["--nsa-recording", *_one_word(a for a in map(str, params.args) if a != "--nsa-save-baseline")]
-    saved = store.record(_storage(config), arguments, params.dir, commit()[:7], _contestant(config))
+    contestant = _contestant(config)
+    under_test(contestant.partition(":")[0] or "nsa")
+    saved = store.record(_storage(config), arguments, params.dir, commit()[:7], contestant)
     print("baseline saved:", *saved, sep="\n  ")
     return 0
 
@@ -273,7 +283,7 @@ def _open(key: Key, folder: Path, option: argparse.Namespace) -> Gate:
         baseline = store.find(folder, key)
     except ValueError as e:
         pytest.exit(f"a baseline cannot be read: {e}", returncode=1)
-    flags = (option.nsa_recording, option.nsa_accept_regression, option.nsa_strict)
+    flags = (option.nsa_recording, option.nsa_accept_regression, option.nsa_strict, option.nsa_accept_drift)
     return Gate(key, baseline, *flags, "--nsa-full runs everything, the gate is for core" if option.nsa_full else None)
 
 
@@ -288,10 +298,10 @@ def gated_again(config: pytest.Config) -> str:
     compare, option = config.stash.get(_compare_key, None), config.option
     if not compare:
         return ""
-    words = ["--benchmark-compare" if compare is True else f"--benchmark-compare={compare}"]
-    words += ["--nsa-strict"] if option.nsa_strict else []
-    words += [] if option.benchmark_storage == UPSTREAM_STORAGE else [f"{STORAGE}={option.benchmark_storage}"]
-    return f" {shlex.join(words)}"
+    typed = ["--benchmark-compare" if compare is True else f"--benchmark-compare={compare}"]
+    typed += ["--nsa-strict"] if option.nsa_strict else []
+    typed += [] if option.benchmark_storage == UPSTREAM_STORAGE else [f"{STORAGE}={option.benchmark_storage}"]
+    return f" {shlex.join(typed)}"
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------
@@ -316,12 +326,29 @@ def enforce(config: pytest.Config, name: str) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    """With `--nsa-strict`, fail a run that gated nothing. All other hooks come first, so results are still written."""
+    """Fail a green run that gated nothing under `--nsa-strict`, or that `--benchmark-compare-fail` forbids.
+
+    All other hooks come first, so results are still written.
+    """
     yield
-    gate, option = session.config.stash.get(gate_key, None), session.config.option
-    excused = gate is None or gate.recording or option.collectonly or session.exitstatus != pytest.ExitCode.OK
-    if gate is not None and gate.strict and not gate.on and not excused:
+    config = session.config
+    gate, option = config.stash.get(gate_key, None), config.option
+    regressed = config.stash[_regressed_key] = _regressed(getattr(config, "_benchmarksession", None))
+    excused = gate is None or gate.recording or option.collectonly
+    unproved = gate is not None and gate.strict and not gate.on and not excused
+    if (unproved or regressed) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _regressed(benchmarks: Any) -> list[str]:
+    """What --benchmark-compare-fail found. pytest-benchmark would raise it below its tables, with a traceback."""
+    if benchmarks is None or not benchmarks.compare_fail:
+        return []
+    found = [f"{name}: {fail}" for name, fail in benchmarks.performance_regressions]
+    if not benchmarks.compared_mapping:
+        found = ["nothing was compared, because no stored run was found"]
+    benchmarks.compare_fail, benchmarks.performance_regressions = [], []
+    return [f"--benchmark-compare-fail: {text}" for text in found]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -344,4 +371,7 @@ def _summarize(terminalreporter: pytest.TerminalReporter, config: pytest.Config)
     if gate is not None:
         terminalreporter.section("gate")
         for line in gate.report(bench.name for bench in session.benchmarks if not bench.has_error):
+            terminalreporter.write_line(line)
+        regressed = config.stash.get(_regressed_key, [])
+        for line in words.narrowed(regressed):
             terminalreporter.write_line(line)

@@ -140,11 +140,30 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Best:
+    """The lowest ratio that a benchmark ever had in a recording, to which control, and the commit of that recording."""
+
+    ratio: float
+    by: str
+    commit: str
+
+    @classmethod
+    def of(cls, sides: Side, commit: str, stored: Mapping[str, Any] | None) -> Best | None:
+        """The better one of a recording and of what it has stored of earlier ones, if both have the same control."""
+        mine = Best(sides.ratio, sides.by, commit) if sides.ratio and sides.by else None
+        earlier = Best(stored["ratio"], stored["by"], stored["commit"]) if stored else None
+        if mine is None or earlier is None or earlier.by != mine.by:
+            return mine
+        return min(mine, earlier, key=lambda best: best.ratio)
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What the gate says of one benchmark.
 
     kind: "pass", "FAIL", "AMBIGUOUS" or "cannot gate". change: of the first measurement. again: of the second, if there
-    was one. reason: why it is AMBIGUOUS or cannot be gated. resolution: a slowdown above this share would be a FAIL.
+    was one. reason: why it is AMBIGUOUS, cannot be gated, or is a FAIL in small steps. resolution: a slowdown above
+    this share would be a FAIL. drift: whether it is a FAIL because of many small steps.
     """
 
     kind: str
@@ -155,15 +174,19 @@ class Verdict:
     again: Change | None = None
     reason: str = ""
     resolution: float = LIMIT
+    drift: bool = False
 
 
 Again = Callable[[], "tuple[Side, Side]"]
 
 
 def judge(
-    name: str, old: Side, new: Side, again: Again | None = None, *, versions: bool = True, paired: bool = False
-) -> Verdict:
+    name: str, old: Side, new: Side, again: Again | None = None, *, versions: bool = True, paired: bool = False,
+    best: Best | None = None,
+) -> Verdict:  # fmt: skip
     """A benchmark that is more than 10% worse in two measurements is a FAIL, or AMBIGUOUS if there is reason for doubt.
+
+    It is also a FAIL if it passes beside its baseline, and is in two measurements that much worse than its best.
 
     Args:
         again: measures once more and returns the `(old, new)` to compare. Called only if the first measurement is more
@@ -171,6 +194,7 @@ def judge(
         versions: whether torch and Triton are those of the baseline. If not, the control is another program, and a FAIL
             takes a ratio and a time that are both worse.
         paired: whether old and new were measured on the same day, in processes that took turns.
+        best: the best recording of the same versions.
     """
     by = old.by
     used = replace(new, by=by) if by else new
@@ -188,7 +212,9 @@ def judge(
     resolution = max(LIMIT, old.spread, used.spread) if paired else max(LIMIT, 2 * old.spread)
     fine = "cannot gate" if resolution > LIMIT else "pass"
     why = f"its ratio spreads by {max(old.spread, used.spread if paired else 0.0):.1%}" if fine != "pass" else ""
-    if not _worse(first):
+    comparable = best if versions and best is not None and best.by == by else None
+    limit = comparable.ratio * (1 + resolution) if comparable is not None else float("inf")
+    if not _worse(first) and used.ratio <= limit:
         return Verdict(fine, name, old, used, first, reason=why, resolution=resolution)
     second, both = None, first
     if again is not None:
@@ -199,7 +225,11 @@ def judge(
         if paired:
             old, used = (Side.of(a.readings + b.readings, by) for a, b in ((old, earlier), (used, later)))
     if not _worse(both):
-        return Verdict(fine, name, old, used, first, second, why, resolution)
+        lowest = (old.ratio or 0.0) * (1 + both.ratio)
+        if comparable is None or lowest <= limit:
+            return Verdict(fine, name, old, used, first, second, why, resolution)
+        text = f"{lowest / comparable.ratio - 1:.1%} slower than at {comparable.commit[:12]}, in small steps"
+        return Verdict("FAIL", name, old, used, first, second, text, resolution, drift=True)
     doubt = _doubt(old, used, both, scaled, paired)
     return Verdict("AMBIGUOUS" if doubt else "FAIL", name, old, used, first, second, doubt, resolution)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from nsa.testing.clock.timing import Timing
@@ -28,6 +28,7 @@ class Gate:
     recording: bool = False
     accept: bool = False
     strict: bool = False
+    drift: Collection[str] = ()  # benchmarks that may be slower than their best
     why_not: str | None = None  # why nothing is gated although there is a baseline
     verdicts: list[Verdict] = field(default_factory=list)
     new: list[str] = field(default_factory=list)  # benchmarks that the baseline does not hold
@@ -54,6 +55,7 @@ class Gate:
         reading = self._reading(name, samples, info)
         if self.baseline is None or self.why_not is not None:
             return samples, info
+        best = self.baseline.best.get(name) if self.versions else None
         old = self.baseline.benchmarks.get(name)
         if old is None:
             self.new.append(name)
@@ -69,10 +71,14 @@ class Gate:
             return old, Side.of([self._reading(name, *kept)])
 
         new = Side.of([reading])
-        verdict = judge(name, old, new, None if again is None else once_more, versions=self.versions)
+        more = None if again is None else once_more
+        verdict = judge(name, old, new, more, versions=self.versions, best=best)
         self.verdicts.append(verdict)
         outcome = {"verdict": verdict.kind, "seen": words.seen(verdict), "reason": verdict.reason}
-        return kept[0], kept[1] | {"gate": outcome}
+        # A slowdown that was accepted is the first of a new series: its recording holds nothing better.
+        accepted = name in self.drift if verdict.drift else verdict.kind == "FAIL" and self.accept
+        known = {} if best is None or accepted else {"best": asdict(best)}
+        return kept[0], kept[1] | {"gate": outcome} | known
 
     @staticmethod
     def _reading(name: str, samples: Timing, info: Info) -> Reading:
@@ -84,7 +90,9 @@ class Gate:
     def failure(self, name: str) -> str | None:
         """Why this benchmark's test has to fail; None if it passes."""
         for v in (v for v in self.verdicts if v.name == name):
-            if v.kind == "FAIL" and not self.accept:
+            if v.drift and name not in self.drift:
+                return f"performance regression: {v.reason}: accepted by --nsa-accept-drift '{name}' alone"
+            if v.kind == "FAIL" and not v.drift and not self.accept:
                 return f"performance regression: {words.seen(v)}"
             if v.kind == "AMBIGUOUS" and self.strict:
                 return f"ambiguous under --nsa-strict: {words.seen(v)}; {v.reason}"
@@ -112,8 +120,10 @@ class Gate:
             side = self.baseline.benchmarks[name]  # timed by pytest-benchmark itself, so without a control
             self.verdicts.append(Verdict("cannot gate", name, side, side, reason="no control"))
         lines += words.table(self.verdicts)
-        if self.accept and any(v.kind == "FAIL" for v in self.verdicts):
+        if self.accept and any(v.kind == "FAIL" and not v.drift for v in self.verdicts):
             lines.append("accepted by --nsa-accept-regression")
+        accepted = [v.name for v in self.verdicts if v.drift and v.name in self.drift]
+        lines += [f"accepted by --nsa-accept-drift: {name}" for name in accepted]
         lines += self._explained()
         lines += self._missing(set(ran))
         if not self.verdicts:

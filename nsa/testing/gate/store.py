@@ -16,12 +16,12 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nsa.testing.gate import children
-from nsa.testing.gate.rule import Reading, Side, pooled, quartile
+from nsa.testing.gate.rule import Best, Reading, Side, pooled, quartile
 from nsa.testing.report.document import checksum, read
 from nsa.tuning.files import locked
 
@@ -49,12 +49,15 @@ class Key(NamedTuple):
 class Baseline:
     """The files of one key, oldest first, and the readings of each benchmark in the last `FILES` files that hold it.
 
+    best: the best recording of each benchmark, of which each file holds what was known when it was recorded.
+
     If a recording holds only some benchmarks (`-k`, a file), earlier recordings stay in force for the others.
     """
 
     key: Key
     paths: list[Path]
     benchmarks: dict[str, Side]
+    best: dict[str, Best] = field(default_factory=dict)
 
 
 def _minor(version: object) -> str:
@@ -80,13 +83,18 @@ def find(folder: Path, key: Key) -> Baseline | None:
         return None
     paths: list[Path] = []
     runs: dict[str, list[Reading]] = {}
+    newest_of: dict[str, tuple[str, Any]] = {}  # the commit of a benchmark's newest file, and what it says of the best
     for path, document in groups[chosen]:
         wanted = [b for b in document["benchmarks"] if len(runs.get(b["name"], ())) < FILES]
         for b in wanted:
             runs.setdefault(b["name"], []).append(Reading.of(b["stats"]["data"], b["extra_info"]))
+            commit = str((document.get("commit_info") or {}).get("id") or "an unknown commit")
+            newest_of.setdefault(b["name"], (commit, b["extra_info"].get("best")))
         if wanted or not document["benchmarks"]:
             paths.append(path)
-    return Baseline(chosen, paths[::-1], pooled({name: Side.of(them[::-1]) for name, them in runs.items()}))
+    sides = {name: Side.of(them[::-1]) for name, them in runs.items()}
+    best = {name: known for name, side in sides.items() if (known := Best.of(side, *newest_of[name])) is not None}
+    return Baseline(chosen, paths[::-1], pooled(sides), best)
 
 
 class NotSaved(RuntimeError):

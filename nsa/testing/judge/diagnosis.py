@@ -6,6 +6,7 @@ order of heads in a few wrong rows. `Evidence.fits` decides whether a finding ex
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -50,13 +51,14 @@ def diagnose(result: Result, oracle: Oracle, known: Sequence[str] = ()) -> list[
     if not evidence.wrong_rows.numel():
         return [" and ".join(empty)] if empty else []
     more = "".join(f", and {text}" for text in empty)
-    recalled = [text.removesuffix(more) for text in known]
+    recalled = tuple(text.removesuffix(more) for text in known)
+    evidence = dataclasses.replace(evidence, known=recalled)
     for only in (recalled, None) if recalled else (None,):
         found = [
             finding
             for start, family in FAMILIES
             if only is None or any(text.startswith(start) for text in only)
-            for finding in family(evidence, recalled)
+            for finding in family(evidence)
             if (only is None or finding.text in only) and evidence.fits(finding)
         ]
         told = [finding for finding in found if not finding.weak] or found[:1]
@@ -65,7 +67,7 @@ def diagnose(result: Result, oracle: Oracle, known: Sequence[str] = ()) -> list[
     return []
 
 
-def _lse(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
+def _lse(e: Evidence) -> Iterator[Finding]:
     """The output is right, and the LSE is another known number."""
     if e.lse is not None and not bool(e.off.any()):
         if not bool(differ(e.lse, e.right.lse * LOG2E, e.oracle.lse_atol * LOG2E).any()):
@@ -75,7 +77,7 @@ def _lse(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
             yield Finding(largest, lambda rows: Answer(e.right.out[rows], e.read(rows).scores.amax(-1)))
 
 
-def _unwritten(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
+def _unwritten(e: Evidence) -> Iterator[Finding]:
     """Zeros or NaN instead of the right answer: everywhere, or from some column, head or query on."""
     for name, value in (("zero", e.out == 0), ("NaN", e.out.isnan())):
         if bool(value.all()) and bool(e.off.any()):
@@ -85,7 +87,7 @@ def _unwritten(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
                 yield Finding(f"leaves {axis} from {start} on {name}")
 
 
-def _partly_right(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
+def _partly_right(e: Evidence) -> Iterator[Finding]:
     """Right up to some column, head or query, or right except for the LSE. The least specific findings."""
     if not bool(e.off.any()):
         yield Finding("is right except for the LSE", weak=True)
@@ -117,7 +119,7 @@ def _tail(shape: tuple[int, ...], dim: int, start: int, x: Tensor) -> Tensor:
     return x.reshape(shape).transpose(0, dim)[start:]
 
 
-def _overflow(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
+def _overflow(e: Evidence) -> Iterator[Finding]:
     """The maximum was not subtracted: the result is NaN, infinite or 0 where exp overflows or vanishes."""
     bad, lse = e.off.any(-1) | e.lse_off, e.right.lse
     wrong = e.out[e.off | e.lse_off[..., None]]  # in a row near the limit, some columns overflow and others are right
@@ -132,7 +134,7 @@ def _overflow(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
         yield Finding("does not subtract the maximum: the output is not finite, or 0, where exp overflows")
 
 
-def _prefix(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
+def _prefix(e: Evidence) -> Iterator[Finding]:
     """Searches for the number of keys that the kernel reads, in the longest wrong rows."""
     longest = e.wrong_rows[e.oracle.seen.lengths[e.wrong_rows].argsort(descending=True)[:2]]
     r = Reading(e.oracle.seen, longest)
@@ -149,7 +151,7 @@ def _prefix(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
         return f"reads only the first {keys} keys of a row"
 
     # With large scores, several numbers of keys may fit. Numbers found earlier come first, then round ones.
-    order = sorted(fitting, key=lambda i: (text(i + 1) not in known, float(error[i]) > least, -(i + 1 & -(i + 1)), i))
+    order = sorted(fitting, key=lambda i: (text(i + 1) not in e.known, float(error[i]) > least, -(i + 1 & -(i + 1)), i))
     for keys in (i + 1 for i in order[:8]):
         finding = over_slots(text(keys), e, partial(_before, keys))
         if e.fits(finding):
@@ -161,7 +163,7 @@ def _before(keys: int, reading: Reading) -> Tensor:
     return reading.slot < keys
 
 
-def _scale_or_sink(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
+def _scale_or_sink(e: Evidence) -> Iterator[Finding]:
     """The scale or the sink that fits best. One looks like the other where weights change little."""
     sink = next(filter(e.fits, sinks(e)), None)
     scale = next(_scale(e), None)
@@ -202,7 +204,7 @@ def _best_factor(scores: Tensor, values: Tensor, out: Tensor, lse: Tensor | None
     return float(2.0**best)
 
 
-def _query_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
+def _query_heads(e: Evidence) -> Iterator[Finding]:
     """Query heads in another order, found by comparing every pair of heads in a few tokens."""
     p = e.oracle.seen
     HQ, HKV, G = p.case.HQ, p.case.HKV, p.case.H
@@ -238,7 +240,7 @@ def _some_tokens(e: Evidence) -> Tensor:
     return first
 
 
-def _kv_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
+def _kv_heads(e: Evidence) -> Iterator[Finding]:
     """Query heads that read another KV head, found by trying every KV head in a few tokens."""
     p = e.oracle.seen
     HKV, H = p.case.HKV, p.case.H
@@ -265,18 +267,18 @@ def _kv_heads(e: Evidence, known: Sequence[str]) -> Iterator[Finding]:
         yield Finding(text, partial(from_kv_heads, p, heads, variant))
 
 
-FAMILIES: tuple[tuple[str | tuple[str, ...], Callable[[Evidence, Sequence[str]], Iterator[Finding]]], ...] = (
+FAMILIES: tuple[tuple[str | tuple[str, ...], Callable[[Evidence], Iterator[Finding]]], ...] = (
     ("gives the", _lse),
     ("leaves", _unwritten),
     ("does not subtract", _overflow),
-    ("", lambda e, known: wrong_keys(e)),
+    ("", wrong_keys),
     ("reads only", _prefix),
-    ("", lambda e, known: partial_blocks(e)),
-    ("does not rescale", lambda e, known: not_rescaled(e)),
-    ("", lambda e, known: wrong_scales(e)),
+    ("", partial_blocks),
+    ("does not rescale", not_rescaled),
+    ("", wrong_scales),
     (("scales scores", "adds a sink"), _scale_or_sink),
     ("gives the answers", _query_heads),
-    ("reads", lambda e, known: mixed_up(e)),
+    ("reads", mixed_up),
     ("reads the", _kv_heads),
     ("is right except", _partly_right),
 )

@@ -147,12 +147,16 @@ def first_keys(p: Problem) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """A result and the right answer, as rows in fp64: `out [N, H, Dv]`, and `lse [N, H]` or None."""
+    """A result and the right answer, as rows in fp64: `out [N, H, Dv]`, and `lse [N, H]` or None.
+
+    known: findings of earlier results, which are tried first.
+    """
 
     oracle: Oracle
     out: Tensor
     lse: Tensor | None
     right: Answer
+    known: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, out: Tensor, lse: Tensor | None, oracle: Oracle) -> Evidence:

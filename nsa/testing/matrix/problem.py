@@ -214,9 +214,18 @@ class Problem:
         return dataclasses.replace(self, q=q, k=k, v=v, extra={})
 
     def at(self, positions: Tensor) -> Problem:
-        """The problem with only the queries at `positions [s]` of each batch entry, which keep their positions."""
-        if self.cu_seqlens is not None:
-            raise ValueError(f"expected a batch of equal lengths to take queries from, got {self.case.id}")
+        """The problem with only the queries at `positions [s]` of each batch entry, which keep their positions.
+
+        Of packed sequences, `positions` are tokens in rising order.
+        """
+        if self.cu_seqlens_pair is not None:
+            cu_q, cu_k = self.cu_seqlens_pair
+            left = torch.searchsorted(positions, cu_q.to(positions.dtype)).to(cu_q.dtype)
+            blocks = None if self.block_indices is None else self.block_indices[positions]
+            return dataclasses.replace(
+                self, q=self.q[positions], ranges=self.ranges[positions], block_indices=blocks, extra={},
+                q_positions=self.positions()[positions], cu_seqlens=left, cu_seqlens_k=cu_k,
+            )  # fmt: skip
         where = self.positions().view(self.q.shape[:2])[:, positions]
         blocks = None if self.block_indices is None else self.block_indices[:, positions]
         ranges = self.ranges[:, positions]

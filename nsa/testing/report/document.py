@@ -188,4 +188,5 @@ _FACTS: dict[str, _Check] = {
     "medians": _each(_DURATION),
     "left_out": _each(_optional(_TEXT)),
     "launched": _each(_NUMERIC),
+    "best": _optional(_fields({"ratio": _number("a ratio", 1e-9, 1e9), "by": _TEXT, "commit": _TEXT})),
 }

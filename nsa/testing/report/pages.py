@@ -1,7 +1,9 @@
 """The report: `python -m nsa.testing.report [JSON…] -o DIR`, and `--readme` for README.md and `docs/results/`.
 
-The report of a recording is written as Markdown, CSV and a self-contained HTML page. Of two recordings, before and
-after, it also shows the changes. Pictures need matplotlib and pages need jinja2 (`pip install 'nsa[report]'`).
+Without a file, it is of the newest baseline: of `nsa-baselines/` in the current folder, where kernels of others have
+theirs, or else of the checkout. The report is written as Markdown, CSV and a self-contained HTML page. Of two
+recordings, before and after, it also shows the changes. Pictures need matplotlib and pages need jinja2
+(`pip install 'nsa[report]'`).
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from typing import Any
 from nsa.files import write_whole
 from nsa.gpu import device_slug
 from nsa.testing.report import summary, table, tables
-from nsa.testing.report.recording import Fact, Recording, geomean, kernels, load, newest
+from nsa.testing.report.recording import Fact, Recording, geomean, history, kernels, load, newest
 from nsa.testing.report.table import Column, Table
 from nsa.tuning import thresholds
 
 ROOT = Path(__file__).parents[3]
 BASELINES = ROOT / "tests" / "perf" / "baselines"
+THEIRS = Path("nsa-baselines")
 RESULTS = Path("docs", "results")
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 EXTRA_MISSING = "the report needs {}: pip install 'nsa[report]'"
@@ -105,6 +108,7 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
         ),
         *_workloads(now.facts),
         Section("Roofline", _timing_note(now.facts), [p for p in [plots.roofline(now.facts)] if p]),
+        Section("Drift", "", [p for p in [plots.drift(history(recordings))] if p]),
         *([_change(recordings[0], now)] if len(recordings) == 2 else []),
         Section.of(tables.threshold(decision, on_packed)),
         Section.of(tables.make("cases", (fact for fact in now.facts if not fact.get("layouts")))),
@@ -208,13 +212,17 @@ def _environment(recordings: Sequence[Recording]) -> Table:
 def _commands(recordings: Sequence[Recording]) -> str:
     now = recordings[-1]
     revision, _, dirty = now.commit.partition("-")
+    impls = dict.fromkeys(str(fact["impl"]) for fact in now.facts if ":" in str(fact.get("impl")))
+    suite = "".join([" --pyargs nsa.testing.suite" * bool(impls), *(f" --nsa-impl {impl}" for impl in impls)])
+    source = "'/path/to/nsa[test,report]'" if impls else "-e '.[test,report]'"
     # Merged recordings come from the baselines, which the command finds without a name.
     files = ["run.json" if r.source == THIS_RUN else r.source for r in recordings if not r.merged]
     return "\n".join(
         [
             f"git checkout {revision}{'   # there were uncommitted changes' if dirty else ''}",
-            f"pip install -e '.[test,report]' torch=={now.torch.partition('+')[0]}   # Triton {now.triton}",
-            "pytest -m perf --benchmark-json=run.json" + " --nsa-update-thresholds" * (now.gpu is not None),
+            f"pip install {source} torch=={now.torch.partition('+')[0]}   # Triton {now.triton}",
+            f"pytest -m perf{suite} --benchmark-json=run.json"
+            + " --nsa-update-thresholds" * (now.gpu is not None and not impls),
             " ".join(("python -m nsa.testing.report", *files, "-o report")),
         ]
     )
@@ -299,7 +307,7 @@ def with_block(readme: str, block: str) -> str:
 
 
 def _update_documents() -> str:
-    written = documents(_baselines(), (ROOT / "README.md").read_text(encoding="utf-8"))
+    written = documents(_baselines(BASELINES), (ROOT / "README.md").read_text(encoding="utf-8"))
     for name, text in written.items():
         write_whole(ROOT / name, text)
     return ", ".join(written)
@@ -331,8 +339,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _baselines() -> list[Recording]:
-    recordings = newest(BASELINES)
+def _baselines(folder: Path | None = None) -> list[Recording]:
+    folder = folder or (THEIRS if THEIRS.is_dir() else BASELINES)
+    recordings = newest(folder)
     if not recordings:
-        raise ValueError(f"no baseline in {BASELINES}; record one with: pytest -m perf --nsa-save-baseline")
+        where = BASELINES if BASELINES.is_dir() else THEIRS.absolute()
+        raise ValueError(f"no baseline in {where}; record one with: pytest -m perf --nsa-save-baseline")
     return recordings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from matplotlib import rc_context
@@ -27,6 +27,7 @@ TITLES = {
     REPLACED: "Speedup over the path Triton replaces: packed SDPA with its packing",
     BEST: "Speedup over the best SDPA call on rows already packed",
 }
+DRIFTING = 8  # benchmarks whose ratios over recordings are drawn
 BARS = 40  # that fit a picture with their names
 WIDTH = 8.6  # inches: as wide as a page of 830 pixels, where text keeps its size
 STYLE = {
@@ -192,6 +193,30 @@ def before_after(pairs: list[tuple[str, float]]) -> str | None:
     ax.set(ylim=(-0.8, len(change) - 0.2), xlabel="time relative to control, change in % (grey: within 10%)")
     ax.margins(x=0.1)
     figure.suptitle(f"After over before (above 0: slower): the largest changes, {len(change)} of {len(pairs)}")
+    return _svg(figure)
+
+
+@rc_context(STYLE)  # type: ignore[arg-type]
+def drift(history: Mapping[str, Sequence[tuple[str, float]]]) -> str | None:
+    """Ratios to the control over recordings `(commit, ratio)`, of the benchmarks furthest behind their best."""
+    known = {name: series for name, series in history.items() if len(series) > 1}
+    behind = {name: series[-1][1] / min(ratio for _, ratio in series) for name, series in known.items()}
+    shown = sorted(behind, key=lambda name: -behind[name])[:DRIFTING]
+    if not shown:
+        return None
+    figure = Figure(figsize=(WIDTH, 4.6))
+    ax = figure.subplots()
+    commits = list(dict.fromkeys(commit for series in known.values() for commit, _ in series))
+    for name in shown:
+        low = min(ratio for _, ratio in known[name])
+        places = [commits.index(commit) for commit, _ in known[name]]
+        label = name.removeprefix("test_")
+        ax.plot(places, [ratio / low for _, ratio in known[name]], marker="o", ms=3, lw=1.2, label=label)
+    ax.axhline(1.1, color="#b03030", lw=0.9, ls=":")
+    ax.set_xticks(range(len(commits)), commits, rotation=30)
+    ax.set(ylabel="ratio to the control, over the best one")
+    figure.legend(loc="outside lower center", ncols=1, fontsize=7)
+    figure.suptitle(f"Ratios over recordings, the {len(shown)} furthest behind their best (dotted: 10%, a FAIL)")
     return _svg(figure)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,24 @@ def load(path: Path) -> Recording:
         date=date,
         source=str(path),
     )
+
+
+def history(recordings: Sequence[Recording]) -> dict[str, list[tuple[str, float]]]:
+    """The ratio to the control of each benchmark over time, `(commit, ratio)`: in the recordings, and in the files that
+    lie beside them and are of the same versions. Of several files of a commit, the median.
+    """
+    now, paths = recordings[-1], {Path(recording.source) for recording in recordings}
+    beside = {path for known in paths if known.is_file() for path in known.parent.glob("[0-9][0-9][0-9][0-9]_*.json")}
+    same = (now.device, now.torch, now.triton)
+    files = [one for one in map(load, sorted(beside)) if (one.device, one.torch, one.triton) == same]
+    ratios_of: dict[str, dict[str, list[float]]] = {}
+    for one in [*files, *([] if Path(now.source) in beside else [now])]:
+        for fact in one.facts:
+            if ratio := fact.get("ratio_to_control"):
+                ratios_of.setdefault(fact["name"], {}).setdefault(one.commit[:7], []).append(ratio)
+    return {
+        name: [(commit, statistics.median(ratios)) for commit, ratios in by.items()] for name, by in ratios_of.items()
+    }
 
 
 def newest(folder: Path) -> list[Recording]:

@@ -12,7 +12,7 @@ from nsa import settings
 from nsa.testing.report import tables
 from nsa.testing.report.recording import Fact, by_kind, grouped
 from nsa.testing.report.table import WIDTH, screen
-from nsa.tuning import crossover, thresholds
+from nsa.tuning import thresholds
 
 
 def lines(facts: list[Fact]) -> list[str]:
@@ -26,7 +26,7 @@ def lines(facts: list[Fact]) -> list[str]:
         for fact in kinds["m3"]
         for name, reason in (fact.get("left_out") or {}).items()
     ]
-    text += [*_left_out(facts), *_threshold(facts), *crossover.table(crossover.points(facts))]
+    text += [*_left_out(facts), *_threshold(facts)]
     if rows := [fact["regret"] for fact in facts if fact.get("regret")]:
         from nsa.testing import regret  # here, because it imports Triton
 

@@ -117,8 +117,8 @@ def read(path: Path) -> list[Entry]:
     common = _words(path, given["common"]) if "common" in given else {}
     variants: dict[str, Any] = {"": {}}
     if "variants" in given:
-        found = _mapping(path, given["variants"], None, "")
-        variants = {name: _words(path, node) for name, node in found.items()}
+        named = _mapping(path, given["variants"], None, "")
+        variants = {name: _words(path, node) for name, node in named.items()}
     own = [(node, _words(path, node)) for node in shapes.value]
     all_words = [(node, name, common | words | mine) for name, words in variants.items() for node, mine in own]
     entries = [_entry(path, *one) for one in all_words]
@@ -136,15 +136,15 @@ Words = dict[str, tuple[Any, yaml.Node]]  # values, and where they stand
 def _mapping(path: Path, node: Any, known: Any, what: str) -> dict[str, yaml.Node]:
     if not isinstance(node, yaml.MappingNode):
         raise _wrong(path, node, "content", "a mapping", _value(node))
-    found: dict[str, yaml.Node] = {}
+    values: dict[str, yaml.Node] = {}
     for key, value in node.value:
         name = str(key.value)
         if known is not None and name not in known:
             raise _wrong(path, key, name, f"{what}: {', '.join(known)}", name)
-        if name in found:
+        if name in values:
             raise _wrong(path, key, name, "each key once", "it again")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def _words(path: Path, node: Any) -> Words:

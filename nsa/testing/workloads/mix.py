@@ -32,14 +32,14 @@ def measured(workload: str, entry: Entry, numbers: Pool, timer: Timer = time_gpu
         AssertionError: our result is wrong.
     """
     case = entry.shape.case
-    found = serve(entry.shape, case.seed, *contestants(entry), numbers, timer)
-    mine, medians = found.times["auto"], {name: t.median for name, t in found.times.items()}
-    facts = run_facts(numbers.device) | case.fields() | gate_figures(found.times, [DENSE.name], "auto")
+    served = serve(entry.shape, case.seed, *contestants(entry), numbers, timer)
+    mine, medians = served.times["auto"], {name: t.median for name, t in served.times.items()}
+    facts = run_facts(numbers.device) | case.fields() | gate_figures(served.times, [DENSE.name], "auto")
     mix = {"name": workload, "variant": entry.variant, "shape": entry.name, "weight": entry.weight}
     return mine, facts | {
         "workload": mix, "case": f"{workload}-{entry.id}", "impl": "auto", "group": f"{workload}: {kind(case)}",
-        "medians": medians, "left_out": found.left_out, "route": found.route, "seed": case.seed,
-        "bytes": found.problem.unique_bytes, "flops": found.problem.flops, "fp8": entry.shape.fp8,
+        "medians": medians, "left_out": served.left_out, "route": served.route, "seed": case.seed,
+        "bytes": served.problem.unique_bytes, "flops": served.problem.flops, "fp8": entry.shape.fp8,
     }  # fmt: skip
 
 

@@ -270,7 +270,10 @@ def test_workspace_is_bounded(T, HQ, HKV, parts):
     assert 0 < w.window <= T
     if parts:
         assert w.window * 16 * w.heads * HQ // HKV * 128 < 2**31, "offsets of parts of dQ are int32"
-    assert backward_tiles.workspace_bytes(w, HQ // HKV, 128, 128, 2, 64, tile.keep_dq) <= 7 << 28
+    units = w.window * w.heads * w.slots
+    taken = 16 * units + 12 * w.heads * w.work + 4 * (-(-w.window // w.strip) + 3) * w.heads * w.blocks  # the lists
+    taken += (units * HQ // HKV * 128 * 2 if tile.keep_dq else 0) + w.heads * w.several * 64 * 256 * 4  # and the parts
+    assert taken <= 7 << 28
     assert 2**w.slot_bits * w.window <= 2**31
 
 

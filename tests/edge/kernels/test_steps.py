@@ -52,7 +52,7 @@ def marked(monkeypatch):
         return served
 
     monkeypatch.setattr(key_major, "serve_steps", serve_steps)
-    return lambda after=False: seen[-1] and (seen[-1][1].tolist() if after else seen[-1][0])
+    return lambda after=False: (seen[-1][1].tolist() if after else seen[-1][0]) if seen and seen[-1] else None
 
 
 def run(call, schedule, **more):

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import nsa
-from nsa import gpu, routing, settings
-from nsa.kernels.key_major import family as crossover
+from nsa import gpu, routing, schedules, settings
 from nsa.kernels.query_major import tiles
 from nsa.kernels.query_major.tiles import Choice, Point
 from nsa.tuning.files import HEAD, write_section
@@ -15,10 +14,7 @@ from nsa.tuning.files import HEAD, write_section
 NAME = "NVIDIA Nobody 1"
 OF = "gpu: G, torch: 2.11.0, triton: 3.6.0, date: 2026-01-31, commit: abc"
 THRESHOLD = f"threshold: {{sel_triton_min_L: 64, sdpa_layout: expanded, provenance: {{{OF}, margin: 1.2}}}}\n"
-CROSSOVER = (
-    "crossover: {key_major_from: {1: 2, 4: 1024, 16: null}, chunk_key_major_from: {1: 64}, "
-    f"provenance: {{{OF}, command: c, shape: s}}}}\n"
-)
+COSTS = f"costs: {{wide: {{key_major: {{calls: 2, parts: 0.5}}}}, provenance: {{{OF}, command: c, shapes: s}}}}\n"
 SHAPE = "one_span: false, D: 128, Dv: 128, G: 8, rows: 64, L: 256"
 BEST = "splits: 2, head_tiles: 1, BLOCK_L: 32, num_warps: 2, num_stages: 3, cluster: 0"
 TILES = f"tiles: {{query_major: [{{shape: {{{SHAPE}}}, provenance: {{{OF}}}, best: [{{{BEST}}}]}}]}}\n"
@@ -68,17 +64,16 @@ def test_device_slug(name, slug):
 
 
 def test_one_file_has_every_section(packaged):
-    path = packaged(THRESHOLD + CROSSOVER + TILES)
+    path = packaged(THRESHOLD + COSTS + TILES)
     found = gpu.measured(NAME)
     assert (found.threshold.sel_triton_min_L, found.threshold.sdpa_layout) == (64, "expanded")
-    assert found.crossover.tokens == {1: 2, 4: 1024, 16: None}
-    assert found.crossover.chunk == {1: 64}
+    assert found.costs.kinds == {"wide": {"key_major": {"calls": 2, "parts": 0.5}}}
     assert found.tiles.query_major == {(False, 128, 128): {Point(8, 64, 256): Choice(2, 1, 32, 2, 3, 0)}}
     of = {"gpu": "G", "torch": "2.11.0", "triton": "3.6.0", "date": "2026-01-31", "commit": "abc"}
     assert found.threshold.provenance == of | {"margin": "1.2"}
-    assert found.crossover.provenance == of | {"command": "c", "shape": "s"}
+    assert found.costs.provenance == of | {"command": "c", "shapes": "s"}
     assert found.tiles.provenance == (of,)
-    assert {found.threshold.path, found.crossover.path, found.tiles.path} == {path}
+    assert {found.threshold.path, found.costs.path, found.tiles.path} == {path}
     assert gpu.measured(NAME) is found
 
 
@@ -87,22 +82,22 @@ def test_every_packaged_file_is_valid():
     assert paths
     for path in paths:
         found = gpu.read(path)
-        parts = [x.provenance for x in (found.threshold, found.crossover) if x]
+        parts = [x.provenance for x in (found.threshold, found.costs) if x]
         parts += found.tiles.provenance if found.tiles else ()
         assert {gpu.device_slug(provenance["gpu"]) for provenance in parts} == {path.stem}
 
 
 def test_the_users_sections_come_first(packaged, mine):
-    first = packaged(THRESHOLD + CROSSOVER)
+    first = packaged(THRESHOLD + COSTS)
     second = mine(THRESHOLD.replace("64", "32") + TILES)
     found = gpu.measured(NAME)
     assert found.threshold.sel_triton_min_L == 32
-    assert (found.threshold.path, found.crossover.path, found.tiles.path) == (second, first, second)
+    assert (found.threshold.path, found.costs.path, found.tiles.path) == (second, first, second)
 
 
 def test_a_whole_file_of_the_users_is_all_that_is_read(packaged, mine):
     packaged("[not read]")
-    path = mine(THRESHOLD + CROSSOVER + TILES)
+    path = mine(THRESHOLD + COSTS + TILES)
     assert gpu.measured(NAME).tiles.path == path
 
 
@@ -119,27 +114,34 @@ def said(caplog):
 
 
 def test_without_a_threshold_the_safe_default_serves_and_is_said_once(packaged, caplog):
-    packaged(CROSSOVER + TILES)
+    packaged(COSTS + TILES)
     assert [gpu.min_L_for(NAME) for _ in range(3)] == [2048] * 3
     assert said(caplog) == [("nsa", NOT_MEASURED)]
     assert gpu.measured(NAME).threshold is None
-    assert crossover.key_major_from(NAME, 1) == 2
+    assert schedules.measured(NAME).kinds["wide"]
     assert tiles.table(NAME)
 
 
-def test_without_a_crossover_the_stand_in_serves(packaged, gpus, caplog):
+def test_without_costs_those_of_the_stand_in_serve(packaged, gpus, caplog):
     packaged(THRESHOLD + TILES)
-    assert crossover.key_major_from(NAME, 1) is None
-    (gpus / "nvidia-h100-80gb-hbm3.yaml").write_text(CROSSOVER.replace("1: 2", "1: 512"))
+    assert schedules.measured(NAME) is None
+    (gpus / "nvidia-h100-80gb-hbm3.yaml").write_text(COSTS)
     settings.reload()
-    assert crossover.key_major_from(NAME, 1) == 512
+    assert schedules.measured(NAME).kinds == {"wide": {"key_major": {"calls": 2, "parts": 0.5}}}
     assert gpu.min_L_for(NAME) == 64
     assert said(caplog) == []
 
 
+def test_the_section_of_older_versions_is_said_and_not_read(packaged, caplog):
+    path = packaged(THRESHOLD + "crossover: {key_major_from: {1: 2}}\n")
+    assert gpu.measured(NAME).costs is None
+    text = f"{path}: its section crossover is no longer read: `python -m nsa calibrate` measures costs"
+    assert said(caplog) == [("nsa", text)]
+
+
 def test_without_tiles_the_rules_serve(packaged, caplog):
     arguments = (90, 132, 2, 8, 128, 128, 256, 8, 64)
-    packaged(THRESHOLD + CROSSOVER)
+    packaged(THRESHOLD + COSTS)
     assert tiles.table(NAME) == {}
     assert tiles.choose(NAME, *arguments) == tiles.choose(None, *arguments)
     packaged(TILES)
@@ -177,19 +179,14 @@ def test_triton_that_never_pays_stays_off(packaged, value):
 
 # --- errors -----------------------------------------------------------------------------------------------------------
 
-GROUPS, START = "expected group sizes from 1 to 128, got", "expected a positive integer or null, got"
 SHAPE_OF, BEST_OF = "tiles.query_major[0].shape", "tiles.query_major[0].best"
 KEYS = "expected the keys gpu, torch, triton, commit, date"
-
-
-def of_groups(table):
-    return f"crossover: {{key_major_from: {table}}}"
 
 
 WRONG = {
     "no-mapping": ("[1]", "expected a mapping of settings, got [1]"),
     "no-yaml": ("{", "expected YAML: "),
-    "section": ("schedule: {}", "unknown key schedule, expected one of: threshold, crossover, tiles"),
+    "section": ("schedule: {}", "unknown key schedule, expected one of: threshold, costs, tiles"),
     "empty-section": ("threshold:", "threshold: expected a mapping, got None"),
     "no-min-L": (
         THRESHOLD.replace("sel_triton_min_L: 64, ", ""), f"threshold.sel_triton_min_L: {INTEGER}, found no such key",
@@ -209,25 +206,26 @@ WRONG = {
     "threshold-provenance": (
         "threshold: {sel_triton_min_L: 1}", f"threshold.provenance: {KEYS}, margin, got None",
     ),
-    "crossover-key": (
-        "crossover: {key_major: {}}",
-        "unknown key crossover.key_major, expected one of: key_major_from, chunk_key_major_from, provenance",
+    "kind": (
+        "costs: {small: {}}",
+        "unknown key costs.small, expected one of: narrow, wide, narrow_e4m3, wide_e4m3, provenance",
     ),
-    "no-table": ("crossover: {}", "crossover.key_major_from: expected queries by group size, got None"),
-    "empty-table": (of_groups("{}"), "crossover.key_major_from: expected queries by group size, got {}"),
+    "schedule": (
+        "costs: {wide: {union: {}}}",
+        "unknown key costs.wide.union, expected one of: query_major, key_major, union_apart, union_shared",
+    ),
+    "term": ("costs: {wide: {query_major: {parts: 1}}}", "unknown key costs.wide.query_major.parts, expected one of: "),
+    "no-terms": ("costs: {wide: {query_major: 1}}", "costs.wide.query_major: expected a mapping, got 1"),
     **{
-        f"group-{group}": (of_groups(f"{{{group}: 1}}"), f"crossover.key_major_from: {GROUPS} {got}")
-        for group, got in {"129": "129", "0": "0", "true": "True", "G1": "'G1'"}.items()
+        f"cost-{cost}": (
+            f"costs: {{wide: {{key_major: {{parts: {cost}}}}}}}",
+            f"costs.wide.key_major.parts: expected microseconds, 0 or more, got {got}",
+        )
+        for cost, got in {"-1": "-1", ".nan": "nan", ".inf": "inf", "x": "'x'", "true": "True", "[1]": "[1]"}.items()
     },
-    **{
-        f"start-{start}": (of_groups(f"{{4: {start}}}"), f"crossover.key_major_from.4: {START} {got}")
-        for start, got in {"0": "0", "never": "'never'", "1.5": "1.5"}.items()
-    },
-    "no-chunks": (of_groups("{4: 64}"), "crossover.chunk_key_major_from: expected queries by group size, got None"),
-    "chunk": (CROSSOVER.replace("{1: 64}", "{4: 0}"), f"crossover.chunk_key_major_from.4: {START} 0"),
     "part-of-a-provenance": (
-        CROSSOVER.replace(f"{{{OF}, command: c, shape: s}}", "{gpu: x}"),
-        f"crossover.provenance: {KEYS}, command, shape, got {{'gpu': 'x'}}",
+        COSTS.replace(f"{{{OF}, command: c, shapes: s}}", "{gpu: x}"),
+        f"costs.provenance: {KEYS}, command, shapes, got {{'gpu': 'x'}}",
     ),
     "family": ("tiles: {key_major: []}", "unknown key tiles.key_major, expected one of: query_major"),
     "no-shapes": ("tiles: {query_major: []}", "tiles.query_major: expected a list of shapes, got []"),
@@ -270,11 +268,11 @@ CONTENT = {"sel_triton_min_L": 16, "provenance": dict.fromkeys(gpu.PROVENANCE["t
 
 
 def test_a_section_is_written_and_the_others_stay_to_the_byte(packaged, gpus):
-    path = packaged("# A note.\n" + TILES + CROSSOVER.replace("\n", "  # as measured\n"))
+    path = packaged("# A note.\n" + TILES + COSTS.replace("\n", "  # as measured\n"))
     assert write_section(gpus, NAME, "threshold", CONTENT, ["first", "  second"]) == path
     text = path.read_text()
     assert text.startswith("# A note.\nthreshold:\n  # first\n  #   second\n  sel_triton_min_L: 16\n")
-    assert text.endswith(CROSSOVER.replace("\n", "  # as measured\n") + TILES)
+    assert text.endswith(COSTS.replace("\n", "  # as measured\n") + TILES)
     assert gpu.measured(NAME).threshold.sel_triton_min_L == 16
     write_section(gpus, NAME, "threshold", CONTENT | {"sel_triton_min_L": 8}, ["first", "  second"])
     assert path.read_text() == text.replace("sel_triton_min_L: 16", "sel_triton_min_L: 8")
@@ -297,7 +295,7 @@ def test_a_broken_section_is_replaced_and_another_broken_one_refuses(packaged, g
 def test_files_are_read_alike_without_libyaml(packaged, monkeypatch):
     import yaml
 
-    packaged(THRESHOLD + CROSSOVER + TILES)
+    packaged(THRESHOLD + COSTS + TILES)
     quick = gpu.measured(NAME)
     monkeypatch.delattr(yaml, "CSafeLoader", raising=False)
     settings.reload()

@@ -18,7 +18,7 @@ from nsa.guard import memory
 from nsa.kernels.shared import passed, sources
 from nsa.testing.contestants.ours import OURS
 from nsa.testing.matrix.case import Case
-from nsa.tuning import calibrate, crossover, thresholds
+from nsa.tuning import calibrate, costs, thresholds
 
 ROOT = Path(__file__).parents[3]
 GPU = "NVIDIA H100 80GB HBM3"
@@ -94,10 +94,10 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(calibrate, "check_parity", lambda device: None)
     monkeypatch.setattr(calibrate, "run_facts", lambda device: facts)
     monkeypatch.setattr(calibrate, "time_thresholds", lambda device: injected())
-    monkeypatch.setattr(calibrate, "time_crossover", lambda device: points())
+    monkeypatch.setattr(calibrate, "time_schedules", lambda device: rows())
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     text = (nsa.gpu.PACKAGED / "nvidia-h100-80gb-hbm3.yaml").read_text()
-    (tmp_path / "nvidia-h100-80gb-hbm3.yaml").write_text(text[text.index("\ncrossover:") + 1 :])
+    (tmp_path / "nvidia-h100-80gb-hbm3.yaml").write_text(text[text.index("\ncosts:") + 1 :])
     monkeypatch.setattr(nsa.gpu, "PACKAGED", tmp_path)
     monkeypatch.delenv("NSA_SEL_TRITON_MIN_L", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -123,9 +123,19 @@ def injected(slow=None):
     return facts + [{"layouts": layouts, "masked": masked} for masked in (False, True)]
 
 
-def points(speedup=2.0):
-    """What calibration times of both schedules."""
-    return [crossover.Point(G, t, speedup, 1.0, context) for G, context, t in crossover.needed({})]
+def rows():
+    """What calibration times of the schedules: a call of key-major takes 10 us, 1,000 keys of query-major 1 us."""
+    sizes = {"B": 1, "HQ": 8, "HKV": 1, "G": 8, "D": 128, "Dv": 128, "block_size": 64, "n": 16, "shared": 0.0}
+    sizes |= {
+        "paged": False,
+        "fp8": False,
+        "gpu": GPU,
+        "torch": torch.__version__,
+        "triton": "3.6.0",
+        "commit": "abc123",
+    }
+    lengths = [2**i for i in range(4, 4 + costs.LEAST)]
+    return [sizes | {"S": S, "S_kv": 2**20, "us": {"query_major": 1.024 * S, "key_major": 10.0}} for S in lengths]
 
 
 def test_calibrate_writes_for_this_user_what_the_doctor_then_shows(gpu, monkeypatch, capsys, caplog):
@@ -136,14 +146,14 @@ def test_calibrate_writes_for_this_user_what_the_doctor_then_shows(gpu, monkeypa
     assert nsa.__main__.main(["calibrate"]) == 0
     said = capsys.readouterr().out
     assert f"sel_triton_min_L = 128, written to {gpu} (" in said
-    assert "key-major from G = 1 64, G = 2 64, " in said
+    assert "schedules: 16 drawn shapes, 100% within 5%, 100% within 15%, worst 1.00x; " in said
     with caplog.at_level(logging.WARNING, logger="nsa"):
         assert nsa.gpu.min_L_for(GPU) == 128
     found = nsa.gpu.measured(GPU)
     assert found.threshold.sdpa_layout == "enable_gqa"
-    assert found.crossover.start(16) == 64
-    assert found.crossover.provenance["command"] == "python -m nsa calibrate"
-    assert (found.threshold.path, found.crossover.path) == (gpu, gpu)
+    assert found.costs.kinds == {"narrow": {"query_major": {"keys": 1000.0}, "key_major": {"calls": 10.0}}}
+    assert found.costs.provenance["command"] == "python -m nsa calibrate"
+    assert (found.threshold.path, found.costs.path) == (gpu, gpu)
     assert found.tiles.path != gpu
     after = "\n".join(doctor.report())
     assert f"measured   sel_triton_min_L = 128, packed SDPA as enable_gqa, {gpu}" in after
@@ -172,10 +182,10 @@ def test_doctor_says_where_kernels_are_compiled(gpu, monkeypatch, tmp_path, mode
 ON = {
     "packed rows": "query-major: no threshold, no fallback",
     "spans": "query-major (ranges): rows are long enough for Triton",
-    "blocks, 8192 queries": "union (union): 1024 queries or more with G = 16: key-major is faster, measured on",
+    "blocks, 8192 queries": "union (union): union is expected to be the fastest, measured on",
     "blocks, 1 query": "query-major (blocks): rows are long enough for Triton",
     "cache, 1 query": "query-major (blocks): rows are long enough for Triton",
-    "cache, 2048 queries": "union (union): 512 queries or more with G = 16: key-major is faster, measured on",
+    "cache, 2048 queries": "union (union): union is expected to be the fastest, measured on",
     "backward": "backward kernels: dQ, then dK and dV by key blocks: decided as forward",
 }
 ALL = [kind for kind in ON if kind != "packed rows"]  # that routing decides about
@@ -275,9 +285,9 @@ def test_doctor_says_what_nobody_measured(gpu, monkeypatch, tmp_path):
     packaged.unlink()
     settings.reload()
     lines = doctor.report()
-    assert "schedules  query-major everywhere: key-major was not measured" in lines
+    assert "schedules  query-major everywhere: costs were not measured" in lines
     assert "tiles      by rules: this GPU was not swept" in lines
-    assert lines[-2] == "  not measured on this GPU: threshold and crossover"
+    assert lines[-2] == "  not measured on this GPU: threshold and costs"
 
 
 def test_calibrate_keeps_what_it_does_not_measure(gpu, tmp_path):
@@ -291,16 +301,16 @@ def test_calibrate_keeps_what_it_does_not_measure(gpu, tmp_path):
 
 
 @pytest.mark.parametrize("error", [AssertionError("key-major and query-major differ by 1"), RuntimeError("no memory")])
-def test_a_threshold_stays_where_the_crossover_cannot_be_measured(gpu, monkeypatch, capsys, error):
+def test_a_threshold_stays_where_costs_cannot_be_measured(gpu, monkeypatch, capsys, error):
     def fail(device):
         raise error
 
-    monkeypatch.setattr(calibrate, "time_crossover", fail)
+    monkeypatch.setattr(calibrate, "time_schedules", fail)
     assert nsa.__main__.main(["calibrate"]) == 1
-    assert capsys.readouterr().err == f"nsa calibrate: crossover not written: {error}\n"
+    assert capsys.readouterr().err == f"nsa calibrate: costs not written: {error}\n"
     found = nsa.gpu.measured(GPU)
     assert found.threshold.path == gpu
-    assert found.crossover.path != gpu
+    assert found.costs.path != gpu
 
 
 def test_calibrate_writes_nothing_where_parity_fails(gpu, monkeypatch, capsys):

@@ -1,108 +1,118 @@
-"""When key-major serves: the measured file, the conditions, and the routes that follow. No kernel runs here."""
+"""Which schedule serves: the measured file, the work of each schedule, and the routes that follow. No kernel runs."""
 
 import pytest
 import torch
 
 import nsa
-from nsa import routing, settings
+from nsa import routing, schedules, settings
 from nsa.call import Call
 from nsa.doctor import Shaped
-from nsa.gpu import device_slug
-from nsa.kernels.key_major import family as crossover
+from nsa.gpu import Costs, device_slug
 from nsa.kernels.key_major import tiles as key_tiles
+from nsa.schedules import Job
 
 GPU = "NVIDIA Nobody 1"
-PROVENANCE = "{gpu: NVIDIA Nobody 1, torch: '2', triton: '3', date: 2026-12-01, commit: abc, command: c, shape: s}"
-TABLE = "{1: 2, 4: 1024, 16: null}"
-CHUNKS = "{1: 64, 4: 256, 16: null}"
+PROVENANCE = "{gpu: NVIDIA Nobody 1, torch: '2', triton: '3', date: 2026-12-01, commit: abc, command: c, shapes: s}"
+COSTS = "{narrow: {query_major: {numbers: 1}, key_major: {calls: 10}}, wide: {query_major: {numbers: 1}}}"
+OF_THREE = "{query_major: {numbers: 1}, key_major: {calls: 10}, union_apart: {calls: 1}, union_shared: {calls: 16}}"
+UNION = f"{{narrow: {OF_THREE}, wide: {OF_THREE}}}"
 LONG = "rows are long enough for Triton"
-MEASURED = "key-major is faster, measured on NVIDIA Nobody 1"
+FASTEST = "is expected to be the fastest, measured on NVIDIA Nobody 1"
 
 
 @pytest.fixture
 def folder(gpus):
-    """`folder(table, name=…, provenance=…, chunks=…) -> path`: an empty folder of measurements, and a file in it."""
+    """`folder(costs, name=…, provenance=…) -> path`: an empty folder of measurements, and a file in it."""
 
-    def write(table=TABLE, name=GPU, provenance=PROVENANCE, chunks=CHUNKS):
+    def write(costs=COSTS, name=GPU, provenance=PROVENANCE):
         path = gpus / f"{device_slug(name)}.yaml"
-        path.write_text(
-            f"crossover: {{key_major_from: {table}, chunk_key_major_from: {chunks}, provenance: {provenance}}}\n"
-        )
+        path.write_text(f"costs: {costs[:-1]}, provenance: {provenance}}}\n")
         settings.reload()
         return path
 
     return write
 
 
-# --- the file ---------------------------------------------------------------------------------------------------------
+# --- what is counted --------------------------------------------------------------------------------------------------
+
+USUAL = Job(sequences=2, queries=64, keys=1000, HKV=4, G=8, D=128, Dv=64, n=4, block_size=16)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 63, 64, 65, 100])
+@pytest.mark.parametrize("n", [1, 4, 20])
+def test_mean_keys_of_causal_rows(queries, n):
+    read = [min(n * 16, position + 1, 100) for position in range(100 - queries, 100)]
+    assert USUAL._replace(queries=queries, keys=100, n=n).mean_keys == pytest.approx(sum(read) / queries)
+
+
+def test_work_of_query_major():
+    rows, keys, width = 2 * 64 * 4, 64, 192
+    found = schedules.work(USUAL, "query_major")
+    assert found["keys"] == pytest.approx(rows * keys / 1e6)
+    assert found["numbers"] == pytest.approx(rows * keys * width / 1e6)
+    assert found["numbers_by_heads"] == 0  # 16 heads or fewer fill one tile
+    wider = schedules.work(USUAL._replace(G=17, paged=True), "query_major")
+    assert wider["numbers_by_heads"] == pytest.approx(found["numbers"])  # 32 heads are two tiles
+    assert wider["keys_in_pages_by_block_size"] == pytest.approx(found["keys"] / 16)
+
+
+def test_work_by_blocks():
+    found = schedules.work(USUAL, "key_major")
+    assert found["entries"] == pytest.approx(2 * 64 * 4 * 4 / 1e6)
+    assert found["products"] == pytest.approx(2 * 64 * 4 * 64 * 8 * 192 / 1e6)
+    assert found["blocks"] == pytest.approx(2 * 4 * 1000 / 16 / 1e6)
+    assert found["numbers_of_blocks"] < found["blocks"] * 16 * 192  # some blocks have no reader
+    assert schedules.work(USUAL, "union") == found
 
 
 @pytest.mark.parametrize(
-    ("G", "start"), [(1, 2), (2, 1024), (3, 1024), (4, 1024), (5, None), (16, None), (17, None), (128, None)]
+    ("changed", "kind"), [({}, "narrow"), ({"Dv": 129}, "wide"), ({"e4m3": True}, "narrow_e4m3"), ({"D": 256}, "wide")]
 )
-def test_the_nearest_group_that_is_not_smaller_decides(folder, G, start):
-    folder()
-    assert crossover.key_major_from(GPU, G) == start
+def test_kinds(changed, kind):
+    assert USUAL._replace(**changed).kind == kind
 
 
-def test_chunks_have_a_table_of_their_own(folder):
-    folder()
-    assert [crossover.key_major_from(GPU, G, chunk=True) for G in (1, 2, 4, 5)] == [64, 256, 256, None]
+def test_union_costs_the_mean_of_both_overlaps():
+    """The host does not know how many blocks neighbours share. A decode step has no neighbours."""
+    costs = Costs({"narrow": {"union_apart": {"calls": 4.0}, "union_shared": {"calls": 9.0}}}, {}, None)
+    assert schedules.microseconds(costs, USUAL) == {"union": 6.0}
+    assert schedules.microseconds(costs, USUAL._replace(queries=1)) == {"union": 4.0}
+    assert schedules.microseconds(costs, USUAL._replace(e4m3=True)) == {}
 
 
-def test_order_of_the_file_does_not_matter(folder):
-    folder("{16: null, 4: 1024, 1: 2}")
-    assert [crossover.key_major_from(GPU, G) for G in (1, 2, 8)] == [2, 1024, None]
+def test_query_major_serves_unless_another_is_faster_by_a_margin():
+    of = {"query_major": {"calls": 10.0}, "key_major": {"calls": 9.8}}
+    assert schedules.fastest(Costs({"narrow": of}, {}, None), USUAL, ("key_major",)) == "query_major"
+    of = of | {"key_major": {"calls": 9.6}}
+    assert schedules.fastest(Costs({"narrow": of}, {}, None), USUAL, ("key_major",)) == "key_major"
+    assert schedules.fastest(Costs({"narrow": of}, {}, None), USUAL, ()) == "query_major"
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
 
 
 def test_nobody_measured_anything(folder):
-    assert crossover.key_major_from(GPU, 1) is None
-    assert crossover.describe(GPU) == "query-major everywhere: key-major was not measured"
+    assert schedules.measured(GPU) is None
+    assert schedules.describe(GPU) == "query-major everywhere: costs were not measured"
 
 
 def test_a_gpu_nobody_measured_uses_the_stand_in(folder):
-    folder("{8: 512}", name=crossover.STAND_IN)
-    assert crossover.key_major_from(GPU, 8) == 512
-    folder("{8: 64}")
-    assert crossover.key_major_from(GPU, 8) == 64
+    stand_in = folder(name=schedules.STAND_IN)
+    assert schedules.measured(GPU).path == stand_in
+    own = folder()
+    assert schedules.measured(GPU).path == own
 
 
 def test_doctor_line(folder):
     path = folder()
-    text = "key-major from 2 queries at G = 1, 1024 queries at G = 4, never at G = 16; chunks of longer prompts: "
-    text += "key-major from 64 queries at G = 1, 256 queries at G = 4, never at G = 16; measured"
-    assert crossover.describe(GPU) == f"{text} 2026-12-01, {path}"
-    folder("{1: null}", name=crossover.STAND_IN, chunks="{1: null}")
+    assert schedules.describe(GPU) == f"by costs; measured 2026-12-01, s, {path}"
+    folder(name=schedules.STAND_IN)
     path.unlink()
-    assert crossover.describe(GPU).startswith(
-        "query-major everywhere; chunks of longer prompts: query-major everywhere; measured on NVIDIA Nobody 1, not on "
-    )
+    settings.reload()
+    assert schedules.describe(GPU).startswith("by costs; measured on NVIDIA Nobody 1, not on this GPU, 2026-12-01")
 
 
 # --- the conditions ---------------------------------------------------------------------------------------------------
-
-USUAL = {"start": 64, "tokens": 64, "dtype": torch.bfloat16, "n": 16, "block_size": 64, "bound": 1024}
-USUAL |= {"head_dim": 128}
-
-
-TAKEN = [
-    {},
-    {"tokens": 10**6},
-    {"dtype": torch.float16},
-    {"n": 4},
-    {"block_size": 16},
-    {"block_size": 128},
-    {"bound": 512},
-]
-NOT_TAKEN = [
-    *({"start": None}, {"tokens": 63}, {"dtype": torch.float32}, {"dtype": torch.float64}, {"n": 3}),
-    *({"block_size": 15}, {"block_size": 129}, {"bound": 511}, {"bound": None}, {"head_dim": 129}),
-]
-
-
-@pytest.mark.parametrize("changed", TAKEN + NOT_TAKEN, ids=str)
-def test_conditions(changed):
-    assert crossover.takes_key_major(**(USUAL | changed)) is (changed in TAKEN)
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
@@ -117,7 +127,7 @@ def test_what_pays_fits(sequences, S_kv, packed, block_size):
         key_tiles.windows(sequences * S_kv, 8, 8, 128, 128, 2, 16, blocks, 8, False)
     except ValueError:
         fits = False
-    taken = key_tiles.pays(sequences, S_kv, S_kv, keys, 8, 16, block_size)
+    taken = key_tiles.counts(sequences, S_kv, keys, 8, 16, block_size)
     assert not taken or fits
     assert taken or sequences * S_kv >= 2**28
 
@@ -132,7 +142,7 @@ def gpu(monkeypatch):
 
 
 def planned(
-    S=256, B=1, G=1, n=16, block_size=64, dtype=torch.bfloat16, blocks=True, varlen=False, keys=1024, HKV=2,
+    S=256, B=1, G=1, n=16, block_size=64, dtype=torch.bfloat16, blocks=True, varlen=False, keys=1024, HKV=2, D=128,
     cache=False, page=None, **how,
 ):  # fmt: skip
     """The plan of a call of these shapes on a GPU that need not be there: no tensor is made."""
@@ -150,7 +160,7 @@ def planned(
     if blocks:
         chosen = {"block_indices": fake(*lead, HKV, n, kind=torch.int32), "block_size": block_size}
     call = Call(
-        fake(*lead, G * HKV, 128), fake(*kv, HKV, 128), fake(*kv, HKV, 128), **chosen, cu_seqlens_q=cu,
+        fake(*lead, G * HKV, D), fake(*kv, HKV, D), fake(*kv, HKV, D), **chosen, cu_seqlens_q=cu,
         cu_seqlens_k=None if cache else cu, max_selected=options["bound"], max_seqlen_q=options["longest"],
         backend=options["backend"], schedule=options["schedule"], cache_seqlens=lengths, block_table=table,
         settings=settings.get(),
@@ -162,53 +172,41 @@ def route(plan):
     return plan.route, plan.reason, plan.family.name, plan.named, plan.instead and plan.instead.route
 
 
-KEY_MAJOR = ("key_major", f"2 queries or more with G = 1: {MEASURED}", "key_major", False, "query_major")
-CHUNK = ("key_major", f"64 queries or more with G = 1: {MEASURED}", "key_major", False, "query_major")
+KEY_MAJOR = ("key_major", f"key_major {FASTEST}", "key_major", False, "query_major")
 BLOCKS = ("query_major", LONG, "query_major", False, None)
+MANY = "rows of more than 64 blocks of 16 keys or fewer"
+SMALL_BLOCKS = ("small_blocks", MANY, "small_blocks", False, "union")
 NAMED = ("key_major", LONG, "key_major", False, "query_major")
-ROUTES = {
+ROUTES = {  # a call of key-major costs 10 us, and a million numbers that query-major reads 1 us
     "prefill": ({}, KEY_MAJOR),
     "varlen": ({"varlen": True}, KEY_MAJOR),
     "fp16": ({"dtype": torch.float16}, KEY_MAJOR),
     "batch-of-prompts": ({"B": 3}, KEY_MAJOR),
     "batch-of-sequences": ({"varlen": True, "B": 3}, KEY_MAJOR),
-    "batch-of-decode": ({"S": 1, "B": 4096}, BLOCKS),
-    "part-of-a-prompt": ({"S": 129}, KEY_MAJOR),  # fewer keys than eight times the queries
-    "chunk": ({"S": 128}, CHUNK),
-    "short-chunk": ({"S": 63}, BLOCKS),
-    "chunk-of-a-group-measured-never": ({"G": 16, "keys": 8192}, BLOCKS),
-    "chunk-of-a-cache": ({"keys": 8192, "cache": True}, CHUNK),
-    "chunk-in-pages": ({"keys": 8192, "cache": True, "page": 64}, CHUNK),
-    "ragged": ({"B": 4, "S": 128, "keys": 8192, "cache": True, "varlen": True}, CHUNK),
-    "ragged-chunks-and-steps": ({"B": 64, "S": 2, "keys": 8192, "cache": True, "varlen": True, "longest": 65}, CHUNK),
-    "ragged-chunks-that-are-not-told": ({"B": 64, "S": 2, "keys": 8192, "cache": True, "varlen": True}, BLOCKS),
-    "ragged-a-chunk-among-many-steps": (
-        {"B": 96, "T": 160, "keys": 8192, "cache": True, "varlen": True, "longest": 65},
-        BLOCKS,
-    ),
-    "ragged-steps": ({"B": 64, "S": 1, "keys": 8192, "cache": True, "varlen": True, "longest": 512}, BLOCKS),
-    "decode-from-a-cache": ({"S": 1, "keys": 8192, "cache": True, "page": 64}, BLOCKS),
-    "four-rows-a-block": ({"keys": 2**16}, CHUNK),
-    "rows-that-share-little": ({"keys": 2**16 + 1}, BLOCKS),
-    "few-queries-of-a-long-cache": ({"S": 512, "keys": 2**20}, BLOCKS),
+    "batch-of-decode": ({"S": 1, "B": 4096}, KEY_MAJOR),
+    "short-chunk": ({"S": 16}, BLOCKS),
+    "chunk-of-a-cache": ({"keys": 8192, "cache": True}, KEY_MAJOR),
+    "chunk-in-pages": ({"keys": 8192, "cache": True, "page": 64}, KEY_MAJOR),
+    "ragged": ({"B": 4, "S": 128, "keys": 8192, "cache": True, "varlen": True}, KEY_MAJOR),
+    "more-queries-than-keys": ({"S": 1025}, BLOCKS),
     "64-slots": ({"n": 64}, KEY_MAJOR),
     "65-slots": ({"n": 65}, BLOCKS),
     "more-keys-than-are-counted": ({"S": 2**30, "n": 64, "keys": 2**31 - 1}, BLOCKS),
     "more-heads-than-a-grid-has": ({"HKV": 65_536}, BLOCKS),
     "decode": ({"S": 1}, BLOCKS),
     "fp32": ({"dtype": torch.float32}, BLOCKS),
-    "few-slots": ({"n": 3}, BLOCKS),
-    "promised-short": ({"bound": 511}, BLOCKS),
-    "small-blocks": ({"block_size": 8, "n": 64}, BLOCKS),
-    "below-its-group": ({"G": 2, "S": 1023}, BLOCKS),
-    "two-sequences-below-it": ({"G": 2, "S": 512, "B": 2}, BLOCKS),
-    "at-its-group": (
-        {"G": 2, "S": 1024},
-        ("key_major", f"1024 queries or more with G = 2: {MEASURED}", "key_major", False, "query_major"),
-    ),
-    "never": ({"G": 16, "S": 10**6}, BLOCKS),
-    "larger-than-measured": ({"G": 17, "S": 10**6}, BLOCKS),
-    "ranges": ({"blocks": False}, ("query_major", LONG, "query_major", False, None)),
+    "4-slots": ({"n": 4}, KEY_MAJOR),
+    "3-slots": ({"n": 3}, BLOCKS),
+    "promised-short": ({"bound": 255}, BLOCKS),
+    "promised-long": ({"bound": 256}, KEY_MAJOR),
+    "few-small-blocks": ({"block_size": 15}, BLOCKS),
+    "65-small-blocks": ({"block_size": 16, "n": 65}, SMALL_BLOCKS),
+    "65-small-blocks-fp32": ({"block_size": 16, "n": 65, "dtype": torch.float32}, BLOCKS),
+    "large-blocks": ({"block_size": 129}, BLOCKS),
+    "a-kind-without-costs": ({"D": 129}, BLOCKS),
+    "largest-group": ({"G": 32}, KEY_MAJOR),
+    "larger-group-than-measured": ({"G": 33}, BLOCKS),
+    "ranges": ({"blocks": False}, BLOCKS),
     "query-major-named": ({"schedule": "query_major"}, BLOCKS),
     "per-head-named": ({"schedule": "per_head"}, ("per_head", LONG, "query_major", False, None)),
     "key-major-named": ({"schedule": "key_major", "S": 1, "n": 1, "block_size": 7}, NAMED),
@@ -259,18 +257,37 @@ def test_settings_come_first(folder, gpu, changed, shape, want):
     assert (plan.instead is not None) == (want[0] == "key_major")
 
 
+@pytest.mark.parametrize(
+    ("shape", "want"),
+    [
+        ({"G": 8}, "union"),
+        ({"G": 2}, "key_major"),  # union leaves most of a tile empty
+        ({"G": 8, "dtype": torch.float16}, "union"),
+        ({"G": 8, "S": 16}, "union"),
+        ({"G": 1, "S": 16}, "query_major"),
+        ({"G": 32}, "union"),
+        ({"G": 32, "D": 256}, "key_major"),  # no tile holds two tokens
+    ],
+    ids=str,
+)
+def test_union_where_it_serves(folder, gpu, shape, want):
+    folder(UNION)
+    with nsa.configure(sel_triton_min_L=0):
+        found = planned(**shape)
+    assert (found.route, found.reason) == (want, LONG if want == "query_major" else f"{want} {FASTEST}")
+
+
 def test_no_file_means_query_major(folder, gpu):
     with nsa.configure(sel_triton_min_L=0):
-        assert route(planned(S=10**6)) == BLOCKS
+        assert route(planned(S=1024)) == BLOCKS
 
 
 def test_the_stand_in_is_said(folder, gpu):
-    provenance = PROVENANCE.replace(GPU, crossover.STAND_IN)
-    folder(name=crossover.STAND_IN, provenance=provenance)
+    folder(name=schedules.STAND_IN, provenance=PROVENANCE.replace(GPU, schedules.STAND_IN))
     with nsa.configure(sel_triton_min_L=0):
         plan = planned()
-    text = f"2 queries or more with G = 1: key-major is faster, measured on {crossover.STAND_IN}"
-    assert (plan.route, plan.reason) == ("key_major", f"{text} ({GPU} was not measured)")
+    text = f"key_major is expected to be the fastest, measured on {schedules.STAND_IN} ({GPU} was not measured)"
+    assert (plan.route, plan.reason) == ("key_major", text)
 
 
 def test_where_there_is_no_gpu_it_runs_by_name_only(folder, monkeypatch):
@@ -288,7 +305,7 @@ def test_what_a_failure_is_remembered_by(folder, gpu):
     with nsa.configure(sel_triton_min_L=0):
         key_major, blocks = planned(), planned(schedule="query_major")
         assert key_major.instead.kernel == blocks.kernel != key_major.kernel
-        assert key_major.kernel == planned(S=4096, n=8).kernel == planned(schedule="key_major").kernel
+        assert key_major.kernel == planned(S=512, n=8).kernel == planned(schedule="key_major").kernel
         others = [planned(block_size=32, keys=512), planned(blocks=False, schedule="key_major"), planned(varlen=True)]
         assert len({p.kernel for p in (key_major, blocks, *others)}) == 5
 
@@ -298,7 +315,7 @@ def test_what_a_backward_failure_is_remembered_by(folder, gpu):
     folder()
     with nsa.configure(sel_triton_min_L=0):
         key_major, blocks = planned(), planned(schedule="query_major")
-        assert key_major.backward == key_major.instead.backward == blocks.backward == planned(S=4096, n=8).backward
+        assert key_major.backward == key_major.instead.backward == blocks.backward == planned(S=512, n=8).backward
         others = [planned(block_size=32, keys=512), planned(blocks=False), planned(varlen=True), planned(G=2)]
         assert len({p.backward for p in (key_major, *others)}) == 5
         assert not {p.kernel for p in (key_major, blocks, *others)} & {p.backward for p in (key_major, *others)}
@@ -312,8 +329,7 @@ def test_prompts_on_an_h100_and_on_what_nobody_measured(monkeypatch, name):
     """Routes that the packaged measurement makes. Its figures may move when it is recorded anew, these calls not."""
     monkeypatch.setattr(routing, "_device_facts", lambda device: (name, "heads_as_queries", None))
     for G in (1, 2, 3, 4, 8, 16):
-        prompt = "union" if G >= 4 else "key_major"
-        assert planned(G=G, S=4096, backend="triton").route == prompt
+        assert planned(G=G, S=4096, keys=4096, backend="triton").route in ("union", "key_major")
         assert planned(G=G, S=1, backend="triton").route == "query_major"
-        assert planned(G=G, S=4096, blocks=False, backend="triton").route == "query_major"
-    assert planned(G=64, S=4096, backend="triton").route == "query_major"
+        assert planned(G=G, S=4096, keys=4096, blocks=False, backend="triton").route == "query_major"
+    assert planned(G=64, S=4096, keys=4096, backend="triton").route == "query_major"

@@ -10,7 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import nsa
-from nsa import dispatch
 from nsa.call import Call
 from nsa.plain import packed_sdpa
 from nsa.plain.oracle import selection_reference
@@ -45,21 +44,6 @@ def test_finite_differences(problem, attend_plain, bound):
 
     def call(q, k, v):
         return attend_plain(q, k, v, **selection, max_selected=bound, return_lse=True)
-
-    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
-
-
-@pytest.mark.parametrize("bound", [None, 9], ids=["unbounded", "bound"])
-def test_finite_differences_of_odd_rows(draw, same, attend_plain, bound):
-    """Keys listed twice, a row without keys, one with a single key, and values of another dim than keys."""
-    ranges = same([(0, 3), (1, 4), (2, 3)], 1, 3, 1)
-    ranges[:, 1] = 0
-    ranges[:, 2] = torch.tensor([(5, 6), (6, 2), (9, 9)])
-    leaves = [x.requires_grad_() for x in draw(S_kv=7, HKV=1, Dv=24, dtype=torch.float64)]
-
-    def call(q, k, v):
-        o, lse = attend_plain(q, k, v, ranges=ranges, max_selected=bound, return_lse=True)
-        return o, lse[:, ::2]  # of the empty row it is -inf, which has no differences
 
     assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
 
@@ -115,17 +99,6 @@ def test_unselected_nan_does_not_reach_gradients(draw, same, attend_plain):
         got = torch.autograd.grad(attend_plain(*leaves, ranges=ranges, max_selected=9).sum(), leaves)
         want = want or got
         torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
-def test_double_use_of_one_tensor(draw, same, attend_plain):
-    """K is V: both gradients add up."""
-    q, k, _ = draw(dtype=torch.float64)
-    ranges = same([(3, 7)], 1, 3, 2)
-    both = [x.clone().requires_grad_() for x in (k, k)]
-    want = sum(torch.autograd.grad(attend_plain(q, *both, ranges=ranges).sum(), both))
-    k.requires_grad_()
-    (got,) = torch.autograd.grad(attend_plain(q, k, k, ranges=ranges).sum(), k)
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
 def broken(*args):
@@ -184,10 +157,8 @@ def test_packed_keys_of_many_rows_are_not_kept(many_rows, small_chunks, monkeypa
     want = gradients()
     assert sum(kept) > 64 * 24 * 16 * 4 * 2, "packed keys and values of 64 rows"
     small_chunks()
-    with nsa.configure(sel_triton_min_L=0):
-        torch.testing.assert_close(gradients(route), want, rtol=0, atol=2e-5)
+    torch.testing.assert_close(gradients(route), want, rtol=0, atol=2e-5)
     assert sum(kept) < 64 * 24 * 16 * 4
-    dispatch.reset()
 
 
 def test_torch_func_differentiates_many_rows(many_rows, small_chunks):

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import nsa
+from nsa import backward
 from nsa.call import Call
 from nsa.plain.oracle import selection_reference
 from nsa.torch_modes import NO_SECOND_GRADIENTS
@@ -171,13 +172,17 @@ def test_grad_scaler(qkv, layer, device, backend):
 
 @pytest.mark.parametrize("trained", ["q", "k", "v", "kv"])
 @every_backend
-def test_frozen_inputs(qkv, attend, backend, trained):
-    """A prefix of frozen K and V, or any other choice: the others get no gradient."""
+def test_frozen_inputs(qkv, attend, backend, trained, monkeypatch):
+    """A prefix of frozen K and V, or any other choice: the others get no gradient, and kernels compute none."""
+    wanted, run = [], backward.backward
     want = gradients(lambda *qkv: attend(*qkv, backend=backend), qkv)
     leaves = [x.clone().requires_grad_(name in trained) for name, x in zip("qkv", qkv, strict=True)]
     o = attend(*leaves, backend=backend)
+    monkeypatch.setattr(backward, "backward", lambda *given: wanted.append(given[-1]) or run(*given))
     (o * torch.arange(o.shape[-1], device=o.device)).sum().backward()
-    assert [x.grad is not None for x in leaves] == [name in trained for name in "qkv"]
+    needed = tuple(name in trained for name in "qkv")
+    assert tuple(x.grad is not None for x in leaves) == needed
+    assert wanted == [needed] * (backend in ("auto", "triton"))
     pairs = [(x.grad, exact) for x, exact in zip(leaves, want, strict=True) if x.requires_grad]
     close(*zip(*pairs, strict=True))
 

@@ -1,0 +1,117 @@
+"""From times of drawn calls to costs that choose a schedule: on made-up times, whose costs are known."""
+
+import json
+import random
+import statistics
+
+import pytest
+
+from nsa import gpu, schedules, settings
+from nsa.testing import regret
+from nsa.tuning import costs
+
+TRUE = {
+    "query_major": {"calls": 5.0, "numbers": 0.25},
+    "key_major": {"calls": 40.0, "numbers_of_blocks": 0.5, "products": 0.005},
+    "union_apart": {"calls": 60.0, "numbers_of_blocks": 0.5, "products": 0.005},
+    "union_shared": {"calls": 50.0, "products": 0.003},
+}
+FACTS = {"gpu": "NVIDIA Nobody 1", "torch": "2.11.0", "triton": "3.6.0", "commit": "abc123"}
+
+
+def rows(count=120, noise=0.0):
+    """Drawn shapes, with times that follow from `TRUE`."""
+    found, r = [], random.Random(0)
+    for seed in range(count):
+        shape = regret.drawn(seed)
+        case = shape.case
+        row = FACTS | {
+            "seed": seed, "B": case.B, "S": case.S, "S_kv": case.S_kv, "HQ": case.HQ, "HKV": case.HKV, "G": case.H,
+            "D": case.D, "Dv": case.Dv, "block_size": case.block_size, "n": case.n, "shared": case.shared,
+            "paged": shape.paged, "fp8": shape.fp8,
+        }  # fmt: skip
+        of = {"query_major": "query_major", "key_major": "key_major"}
+        of |= {} if shape.fp8 else {"union": "union_shared" if case.shared == 0.9 else "union_apart"}
+        job = costs.job(row)
+        us = {
+            name: sum(cost * schedules.work(job, name)[term] for term, cost in TRUE[known].items())
+            for name, known in of.items()
+        }
+        found.append(row | {"us": {name: x * noisy(r, noise) for name, x in us.items()}})
+    return found
+
+
+def noisy(r, noise):
+    return 2 ** r.uniform(-noise, noise)
+
+
+def test_costs_are_found_again():
+    kinds = costs.fit(rows())
+    assert set(kinds) >= {"narrow", "wide", "narrow_e4m3"}
+    assert "union_apart" not in kinds["narrow_e4m3"]
+    for name, known in TRUE.items():
+        found = kinds["narrow"][name]
+        assert {term: found.get(term, 0) for term in known} == pytest.approx(known, rel=0.05)
+
+
+def test_the_choice_is_as_fast_as_the_fastest():
+    """Of shapes whose times were not fitted, too, and with times that are noisy."""
+    measured = rows()
+    assert statistics.mean(costs.ratios(measured, costs.fit(measured))) < 1.1
+    measured = rows(noise=0.1)
+    held_out = costs.held_out(measured)
+    assert len(held_out) == len(measured)
+    first = [row["us"]["query_major"] / min(row["us"].values()) for row in measured]  # were there no costs
+    assert statistics.median(held_out) < 1.1
+    assert statistics.mean(held_out) < statistics.mean(first) / 2
+
+
+def test_a_few_odd_times_do_not_decide():
+    measured = rows()
+    narrow = [row for row in measured if costs.job(row).kind == "narrow"]
+    for row in narrow[::12]:
+        row["us"]["query_major"] *= 20
+    assert costs.fit(measured)["narrow"]["query_major"]["numbers"] == pytest.approx(0.25, rel=0.15)
+
+
+def test_what_is_written_is_read_and_chosen_by(gpus):
+    said = costs.write(rows(), gpus)
+    path = gpus / "nvidia-nobody-1.yaml"
+    assert said.startswith("schedules: 120 drawn shapes, ")
+    assert said.endswith(f"; written to {path}")
+    found = gpu.measured(FACTS["gpu"]).costs
+    assert found.path == path
+    assert found.kinds["narrow"]["query_major"]["numbers"] == pytest.approx(0.25, rel=0.05)
+    assert found.provenance["commit"] == "abc123"
+    assert "worst" in path.read_text().partition("narrow:")[0]  # how good the choice is stands above the costs
+
+
+@pytest.mark.parametrize(
+    ("taken", "got"),
+    [
+        ([], "got 0 of no GPU"),
+        (rows(3), "got 3 of NVIDIA Nobody 1"),
+        ([*rows(), rows(1)[0] | {"gpu": "NVIDIA Somebody"}], "got 121 of NVIDIA Nobody 1, NVIDIA Somebody"),
+    ],
+    ids=["none", "few", "two-gpus"],
+)
+def test_too_little_writes_nothing(taken, got, gpus):
+    with pytest.raises(ValueError, match=f"costs not written: expected 16 calls or more of one GPU, {got}"):
+        costs.write(taken, gpus)
+    assert not list(gpus.iterdir())
+
+
+def test_the_command(gpus, tmp_path, capsys):
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    measured = rows()
+    for path, some in zip(files, (measured[:50], measured[50:]), strict=True):
+        path.write_text("".join(json.dumps(row) + "\n" for row in some))
+    assert costs.main(list(map(str, files))) == 0
+    assert capsys.readouterr().out.startswith("schedules: 120 drawn shapes, ")
+    settings.reload()
+    assert schedules.measured(FACTS["gpu"]) is not None
+    assert costs.main([str(tmp_path / "nothing")]) == 1
+    assert "nothing" in capsys.readouterr().err
+    files[0].write_text(json.dumps({"gpu": "x"}))
+    assert costs.main([str(files[0])]) == 1
+    assert capsys.readouterr().err == "KeyError: 'B'\n"
