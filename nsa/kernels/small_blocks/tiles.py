@@ -17,9 +17,7 @@ MOST_KEYS = 2**30  # of a sequence: keys and slots are counted in int32
 TWICE = 2  # programs for each multiprocessor, into which the keys of few rows are split
 MOST_SHARES = 8  # of a row, for that
 LONELY = 16  # fewer programs than this have a tile and a merge of their own
-"""On an H100, D = 256, 512 blocks of 4 (2026-11-27): 16 rows in 8 shares of 32 keys, merged by a second kernel, took 34.6
-us (in 4 of 64 keys, a cluster each, 36.0), in fp8 22.8 (28.4). 64 rows in 2 shares took 105 (whole 110), in fp8 70 (90);
-one row in 32 shares of 64 keys 11.5. 2,048 tokens of 8,192 in tiles took 560 us with two stages, 770 with three."""
+"""Measured on an H100, see docs/notebook/small-blocks.md."""
 
 MOST_TOKENS = 16  # of a tile of neighbouring tokens
 MOST_SLOTS = 4096  # blocks of a row in a union, which a program of the list kernel holds at once
