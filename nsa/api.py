@@ -80,7 +80,8 @@ def selection_attention(
         k: ``[B, S_kv, HKV, D]`` or ``[T_kv, HKV, D]``.
         v: ``[B, S_kv, HKV, Dv]`` or ``[T_kv, HKV, Dv]``.
         ranges: ``[B, S, HKV, n, 2]`` (varlen ``[T, HKV, n, 2]``) int32 or int64: half-open key spans, counted from the
-            start of the sequence and clamped to it. A key in two spans of a row counts twice.
+            start of the sequence and clamped to it. A key in two spans of a row counts twice. An axis ``HKV`` of 1,
+            here and in ``block_indices``, means one list for all KV heads.
         block_indices: ``[B, S, HKV, n]`` (varlen ``[T, HKV, n]``) int32 or int64, instead of ``ranges``. Block ``b`` is
             the span ``[b * block_size, (b + 1) * block_size)``. A negative index, in any slot, is padding.
         block_size: keys per block; required with ``block_indices``, refused with ``ranges``.
@@ -101,9 +102,10 @@ def selection_attention(
             ``per_head``: one head of a row; ``key_major``: one block of keys, for all queries that selected it;
             ``union`` (block indices, up to 32 heads a group): a few neighbouring queries, for which the program reads
             the union of their blocks, each block once. Queries that share too few blocks are left to key-major.
-            ``auto`` uses union or key-major for prefills with block indices where measurements show that they are
-            faster (`nsa.routing`). In key-major, a NaN or inf of a key may also reach rows that selected the key's
-            block but must not see the key.
+            ``small_blocks`` (blocks of at most 16 keys): one row, or a few neighbouring queries, with many blocks
+            gathered at a time. ``auto`` uses small_blocks for rows of more than 64 such blocks, and union or key-major
+            for prefills with block indices where measurements show that they are faster (`nsa.routing`).
+            In key-major, a NaN or inf of a key may also reach rows that selected the key's block but must not see it.
         out: ``[..., HQ, Dv]``, memory for the result; its elements must not overlap, nor share memory with an input.
 
     Gradients flow from ``O`` and from ``LSE`` to ``q``, ``k`` and ``v``, in the dtype of each. The selection has no

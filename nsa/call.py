@@ -54,7 +54,8 @@ class Call(NamedTuple):
     def of(cls, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Any = None, **given: Any) -> Call:
         """A call with the settings in force, from keywords as :func:`nsa.selection_attention` takes them."""
         pair = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
-        return cls(q, k, v, cu_seqlens_q=pair[0], cu_seqlens_k=pair[1], **{"settings": settings.get()} | given)
+        call = cls(q, k, v, cu_seqlens_q=pair[0], cu_seqlens_k=pair[1], **{"settings": settings.get()} | given)
+        return call.with_lists()
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -65,6 +66,18 @@ class Call(NamedTuple):
     def selection(self) -> Tensor | None:
         """Ranges or block indices; None for packed rows."""
         return self.block_indices if self.ranges is None else self.ranges
+
+    def with_lists(self) -> Call:
+        """The call with a list for each KV head, where one list serves all: a view, whose stride over heads is 0."""
+        x, k, axis = self.selection, self.k, -2 if self.ranges is None else -3
+        if not (isinstance(x, Tensor) and isinstance(k, Tensor)) or x.dim() < 1 - axis or k.dim() < 2:
+            return self
+        if x.shape[axis] != 1 or k.shape[-2] == 1:
+            return self
+        shape = list(x.shape)
+        shape[axis] = k.shape[-2]
+        x = x.expand(shape)
+        return self._replace(block_indices=x) if self.ranges is None else self._replace(ranges=x)
 
     @property
     def cu_seqlens(self) -> tuple[Tensor, Tensor] | None:

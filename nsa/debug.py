@@ -1,12 +1,19 @@
-"""The checks of the setting `debug_cache`: impossible sequence lengths and page numbers of a KV cache are logged."""
+"""What a plan with `debug` asks for beside the call: checks of a KV cache (`debug_cache`), and counts of shapes."""
 
 from __future__ import annotations
 
+import atexit
+import json
 import logging
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from nsa.call import Call
+from nsa.kernels.shared.shape import E4M3
 
 logger = logging.getLogger("nsa")
 MOST_REPORTED = 8  # wrong entries that one line of the log lists
@@ -54,3 +61,34 @@ def _warn(name: str, expected: str, values: list[str]) -> None:
     if values:
         more = f" and {len(values) - MOST_REPORTED} more" if len(values) > MOST_REPORTED else ""
         logger.warning("%s: %s, got %s%s", name, expected, ", ".join(values[:MOST_REPORTED]), more)
+
+
+# --- the shapes of a program's calls, for `python -m nsa record-workload` (nsa/testing/workloads/record.py) -----------
+
+LEFT_OUT = "left out"  # calls that no workload describes: of ranges, or in fp32
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_counts: Counter[str] = Counter()
+
+
+def count_shape(call: Call, folder: str) -> None:
+    """Count a call of this process. The first one arranges that the counts are written when the process ends."""
+    if not _counts:
+        atexit.register(lambda: Path(folder, f"{os.getpid()}.json").write_text(json.dumps(_counts), encoding="utf-8"))
+    words = _words(call)
+    _counts[LEFT_OUT if words is None else json.dumps(words)] += 1
+
+
+def _words(call: Call) -> dict[str, Any] | None:
+    """The words of a call's shape, as `file.WORDS`."""
+    q, k, v, blocks, cu, table = call.q, call.k, call.v, call.block_indices, call.cu_seqlens_q, call.block_table
+    if blocks is None or q.dtype not in NAMES or blocks.shape[-1] < 2:
+        return None
+    B = q.shape[0] if cu is None else cu.numel() - 1
+    queries = q.shape[1] if cu is None else max(1, -(-q.shape[0] // max(1, B)))
+    keys = k.shape[1] if k.ndim == 4 else k.shape[0] // max(1, B)
+    keys = keys if table is None else keys * table.shape[1]
+    return {
+        "batch": B, "queries": queries, "keys": max(keys, queries), "HQ": q.shape[-2], "HKV": k.shape[-2],
+        "D": q.shape[-1], "Dv": v.shape[-1], "block_size": call.block_size, "blocks": blocks.shape[-1],
+        "dtype": NAMES[q.dtype], "pages": table is not None, "fp8": k.dtype == E4M3 and table is not None,
+    }  # fmt: skip

@@ -51,9 +51,9 @@ takes longer."""
 def routes() -> list[RouteRecord]:
     """The routes that ran in this process, why, and how often; the most frequent first.
 
-    Routes are the schedules ``query_major``, ``per_head``, ``key_major`` and ``union``, and ``backward``, ``sdpa`` and
-    ``reference``. Calls on packed rows (``sel_attn_fwd_*``) are not counted. If a kernel failed, the reason of the
-    route that serves instead says why.
+    Routes are the schedules ``query_major``, ``per_head``, ``key_major``, ``union`` and ``small_blocks``, and
+    ``backward``, ``sdpa`` and ``reference``. Calls on packed rows (``sel_attn_fwd_*``) are not counted. If a kernel
+    failed, the reason of the route that serves instead says why.
     """
     counts = Counter({entry: calls for entry, (calls,) in _taken.items() if calls})
     return [RouteRecord(route, reason, calls, rows) for (route, reason, rows), calls in counts.most_common()]
@@ -205,9 +205,7 @@ def _run_debug(plan: Plan, call: Call) -> Result:
     """Run a call and log what the ``debug_*`` settings ask for. ``debug_timing`` synchronizes."""
     current = call.settings
     if (folder := recording()) is not None:
-        from nsa.testing.workloads.record import count as record
-
-        record(call, folder)
+        debug.count_shape(call, folder)
     if current.debug_shapes:
         named = call.named_tensors()
         logger.info("shapes: %s", ", ".join(f"{k} {list(x.shape)} strides {x.stride()}" for k, x in named.items()))

@@ -46,6 +46,7 @@ def serve(call: Call, tracing: bool = False) -> Result:
     Raises:
         As :func:`nsa.selection_attention`.
     """
+    call = call.with_lists()
     if tracing or any_autocast_enabled() or transforms_active() or dispatch_modes() or forward_ad._current_level >= 0:
         return _unusual(call, tracing)
     q, k, v, out = call.q, call.k, call.v, call.out

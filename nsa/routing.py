@@ -1,6 +1,7 @@
 """Chooses the implementation that serves a call, from metadata and settings. Nothing is read from the device.
 
-The families of kernels (`nsa/kernels/families.py`) are asked in turn whether they pay. Query-major reads the selected
+The families of kernels (`nsa/kernels/families.py`) are asked in turn whether they pay. Small blocks gathers many blocks
+of a few keys at a time. Query-major reads the selected
 keys anew for every query. Key-major reads a block once for all queries that selected it, and merges partial results
 afterwards, which is faster for small groups and many queries. Union reads a block once for a few neighbouring queries;
 the device decides for which of them, and key-major serves the others. In calls of either, query-major serves the steps

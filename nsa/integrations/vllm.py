@@ -1,8 +1,9 @@
-"""MiniMax-M3's sparse attention in vLLM, on our kernels (docs/vllm.md).
+"""Sparse attention of MiniMax-M3, and of Qwen's QSA, in vLLM, on our kernels (docs/vllm.md).
 
-:func:`minimax_m3_sparse_attn` and :func:`minimax_m3_sparse_attn_decode` have the names, arguments and layouts of two
-functions of vLLM. :func:`install` replaces vLLM's functions by ours. :func:`plugin` calls it in every process that vLLM
-starts, if the setting ``vllm`` is on. vLLM's own functions are kept, and serve the calls that our kernels cannot serve.
+:func:`minimax_m3_sparse_attn`, :func:`minimax_m3_sparse_attn_decode` and :func:`qsa_sparse_paged_attention` have the
+names, arguments and layouts of functions of vLLM. :func:`install` replaces vLLM's functions by ours. :func:`plugin`
+calls it in every process that vLLM starts, if the setting ``vllm`` is on. vLLM's own functions are kept, and serve the
+calls that our kernels cannot serve.
 
 vLLM is imported when :func:`install` or a call needs it, and not before.
 """
@@ -24,17 +25,20 @@ from torch import Tensor
 
 from nsa import failures, routing, settings
 from nsa.api import selection_attention_with_kvcache
+from nsa.call import Call
 from nsa.failures import broken
 from nsa.kernels.shared.shape import E4M3
 
 VERSIONS = ("0.33.0",)  # of vLLM, whose functions have the signatures and layouts below
-OPS = "vllm.models.minimax_m3.common.ops.sparse_attn"  # the module that defines the functions
+OPS = "vllm.models.minimax_m3.common.ops.sparse_attn"  # the module that defines the functions of MiniMax-M3
+QSA_OPS = "vllm.models.qwen4_exp.nvidia.ops.qsa"  # and that of QSA
+NEWER = ["query_start_loc", "token_to_req_indices"]  # arguments that versions after 0.33.0 have
 PAGE = 128  # keys of a page and of a block: vLLM's kernels take no other number
 
 # vLLM shows records below WARNING only of loggers under its own.
 logger = logging.getLogger("vllm.nsa")
 
-_kept: dict[str, Callable[..., None]] = {}  # vLLM's own functions, by name, while ours are in their place
+_kept: dict[str, Callable[..., Any]] = {}  # vLLM's own functions, by name, while ours are in their place
 _said: set[tuple[str, str]] = set()  # what was logged
 
 
@@ -101,22 +105,32 @@ def minimax_m3_sparse_attn_decode(
     decode_query_len: int,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    token_to_req_indices: Tensor | None = None,
 ) -> None:
     """:func:`minimax_m3_sparse_attn` for decode steps, where ``T = B * decode_query_len``.
 
     Every sequence has ``decode_query_len`` queries. A sequence of length 0 (padding in a captured graph) gets zeros.
+    Versions of vLLM after 0.33.0 pass two more arguments: with ``query_start_loc [B + 1]``, cumulative numbers of
+    queries, sequences have up to ``decode_query_len``. ``token_to_req_indices`` is not read, because it says the same.
 
     Raises:
         ValueError: ``q`` has another number of tokens than ``T``.
         ImportError: as :func:`minimax_m3_sparse_attn`.
     """
+    given = (
+        q, kv_cache, topk_idx, block_table, seq_lens, num_kv_heads, sm_scale, output, decode_query_len, k_scale,
+        v_scale, *(() if query_start_loc is None else (query_start_loc, token_to_req_indices)),
+    )  # fmt: skip
+    if query_start_loc is not None:
+        return _serve(
+            "minimax_m3_sparse_attn_decode", given, q, kv_cache, num_kv_heads, k_scale, v_scale,
+            block_indices=topk_idx.transpose(0, 1), block_table=block_table, cache_seqlens=seq_lens, scale=sm_scale,
+            cu_seqlens_q=query_start_loc, max_seqlen_q=decode_query_len, out=output,
+        )  # fmt: skip
     B, (T, HQ, D) = seq_lens.shape[0], q.shape
     if T != B * decode_query_len:
         raise ValueError(f"q: expected {B} sequences of {decode_query_len} queries, got {T} tokens")
-    given = (
-        q, kv_cache, topk_idx, block_table, seq_lens, num_kv_heads, sm_scale, output, decode_query_len, k_scale,
-        v_scale,
-    )  # fmt: skip
     _serve(
         "minimax_m3_sparse_attn_decode", given, q.view(B, decode_query_len, HQ, D), kv_cache, num_kv_heads, k_scale,
         v_scale, block_indices=topk_idx.transpose(0, 1).view(B, decode_query_len, *topk_idx.shape[::2]),
@@ -124,7 +138,70 @@ def minimax_m3_sparse_attn_decode(
     )  # fmt: skip
 
 
+def qsa_sparse_paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    logical_indices: Tensor,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    use_prefill_config: bool,
+    out: Tensor | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    *,
+    output_gate: Tensor,
+) -> Tensor:
+    """QSA's attention over the selected keys, as vLLM 0.33.0's function of this name.
+
+    Args:
+        q: ``[T, HQ, D]`` bf16, queries in the order of their sequences.
+        k_cache, v_cache: ``[pages, page_size, HKV, D]``, in ``q``'s dtype or ``float8_e4m3fn``.
+        logical_indices: ``[T, 4 n]`` int32: keys in whole blocks of 4, then up to 3 keys of the query's own block. The
+            last column is their number. This is what vLLM's indexer writes; other orders are not checked.
+        block_table: ``[B, width]`` int32, the pages of each sequence.
+        token_to_req: ``[T]`` int32, the sequence of each token. A token of no sequence gets zeros.
+        use_prefill_config: not read.
+        out: where the result is written; None: a new tensor.
+        k_scale, v_scale: numbers, for fp8 caches.
+        output_gate: contiguous, as many elements as ``q``. The rounded output is multiplied by its sigmoid.
+
+    A call that our kernels cannot serve goes to vLLM's own function, and one line of the log says why.
+
+    Returns:
+        ``out``.
+    """
+    name = "qsa_sparse_paged_attention"
+    given = q, k_cache, v_cache, logical_indices, block_table, token_to_req, use_prefill_config, out, k_scale, v_scale
+    kind = name, q.dtype, q.device, q.shape[-2:], k_cache.dtype, k_cache.shape[1:], logical_indices.shape[-1]
+    why_not = routing.obstacle(q.dtype, q.device, routing.why_not_triton(q.device), k_cache.dtype)
+    width = logical_indices.shape[-1]
+    if width % 4 or width < 8:
+        why_not = f"logical_indices: expected 4 n columns, the last of them a count, got {width}"
+    if k_cache.shape[1] % 4:
+        why_not = f"k_cache: expected pages of whole blocks of 4 keys, got {k_cache.shape[1]} keys"
+    result = torch.empty_like(q) if out is None else out
+
+    def run() -> None:
+        from nsa.integrations import qsa  # imports Triton
+
+        scales = (1.0, 1.0) if k_cache.dtype is not E4M3 else (k_scale or 1.0, v_scale or 1.0)
+        call = Call(q, k_cache, v_cache, block_table=block_table, out=result, scale=scales[0] * q.shape[-1] ** -0.5)
+        qsa.attend(call, logical_indices, token_to_req, scales[1], output_gate)
+
+    if q.shape[0] and _attempt(name, kind, why_not, run):
+        return result
+    theirs: Tensor = _own(name)(*given, output_gate=output_gate)
+    return theirs
+
+
 NAMES: dict[str, Callable[..., None]] = {f.__name__: f for f in (minimax_m3_sparse_attn, minimax_m3_sparse_attn_decode)}
+MODULES: dict[str, dict[str, Callable[..., Any]]] = {
+    OPS: dict(NAMES),
+    QSA_OPS: {"qsa_sparse_paged_attention": qsa_sparse_paged_attention},
+}
+"""Our functions by the module of vLLM that defines theirs, and by name."""
+EVERY = {name: ours for names in MODULES.values() for name, ours in names.items()}
 
 
 def _serve(
@@ -142,23 +219,38 @@ def _serve(
     Args:
         call: keywords of :func:`nsa.selection_attention_with_kvcache`.
     """
-    if torch.is_grad_enabled():  # vLLM disables gradients; entering `no_grad` at every call would take 5 us
-        with torch.no_grad():
-            return _serve(name, given, q, kv_cache, num_kv_heads, k_scale, v_scale, **call)
     kind = name, q.dtype, q.device, q.shape[-2:], kv_cache.dtype, kv_cache.shape[1:], num_kv_heads
     why_not = _why_not(*kind)
     if why_not is None and (k_scale is None) != (v_scale is None):
         why_not = "scales: expected both k_scale and v_scale, or neither, got one of them"
-    if why_not is None and not (broken and failures.cause_of(kind)):
-        if kv_cache.dtype is not E4M3:
-            k_scale = v_scale = None
-        elif k_scale is not None and v_scale is not None and k_scale.dim() > 1:
-            k_scale, v_scale = _flat(k_scale), _flat(v_scale)
+    if kv_cache.dtype is not E4M3:
+        k_scale = v_scale = None
+    elif k_scale is not None and v_scale is not None and k_scale.dim() > 1:
+        k_scale, v_scale = _flat(k_scale), _flat(v_scale)
+
+    def run() -> None:
         keys, values = kv_cache.transpose(1, 2).chunk(2, -1)  # [pages, PAGE, HKV, D] each
+        selection_attention_with_kvcache(
+            q, keys, values, block_size=PAGE, k_scale=k_scale, v_scale=v_scale, backend="triton", **call
+        )
+
+    if not _attempt(name, kind, why_not, run):
+        _own(name)(*given)
+
+
+def _attempt(name: str, kind: tuple[Any, ...], why_not: str | None, run: Callable[[], None]) -> bool:
+    """Whether ``run`` served a call on our kernels. If not, a line of the log says why vLLM's own kernel does.
+
+    Args:
+        kind: of the call; calls of a kind fail alike.
+        why_not: why our kernels cannot serve such calls, or None if they can.
+    """
+    if torch.is_grad_enabled():  # vLLM disables gradients; entering `no_grad` at every call would take 5 us
+        with torch.no_grad():
+            return _attempt(name, kind, why_not, run)
+    if why_not is None and not (broken and failures.cause_of(kind)):
         try:
-            selection_attention_with_kvcache(
-                q, keys, values, block_size=PAGE, k_scale=k_scale, v_scale=v_scale, backend="triton", **call
-            )
+            run()
         except (ValueError, TypeError) as error:  # from validation: nothing was launched
             why_not = str(error)
         except torch.OutOfMemoryError:
@@ -170,10 +262,10 @@ def _serve(
                 failures.works(kind)
             if (name, "") not in _said:
                 _say(logging.INFO, name, "", "nsa's kernels serve it")
-            return None
+            return True
     if why_not is not None:
         _say(logging.WARNING, name, why_not.partition(":")[0], f"vLLM's own kernel serves such calls: {why_not}")
-    return _own(name)(*given)
+    return False
 
 
 @lru_cache(maxsize=256)
@@ -204,10 +296,11 @@ def _flat(scale: Tensor) -> Tensor:
     return scale.view(1) if scale.numel() == 1 else scale
 
 
-def _own(name: str) -> Callable[..., None]:
+def _own(name: str) -> Callable[..., Any]:
     """vLLM's own function."""
     if name not in _kept:
-        theirs: Callable[..., None] = getattr(importlib.import_module(OPS), name)
+        module = next(module for module, names in MODULES.items() if name in names)
+        theirs: Callable[..., Any] = getattr(importlib.import_module(module), name)
         return _kept.get(name, theirs)  # the import may have put ours in its place
     return _kept[name]
 
@@ -235,9 +328,9 @@ def plugin() -> None:
 
 
 def install() -> None:
-    """Replace vLLM's two functions by ours in this process, also in modules that have imported them already.
+    """Replace vLLM's functions by ours in this process, also in modules that have imported them already.
 
-    If the module that defines them is not loaded yet, they are replaced when it is. A second call changes nothing.
+    If a module that defines some is not loaded yet, they are replaced when it is. A second call changes nothing.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -251,10 +344,10 @@ def install() -> None:
     if _hook in sys.meta_path:
         return
     sys.meta_path.insert(0, _hook)
-    logger.info("nsa replaces %s in vLLM %s", " and ".join(NAMES), version)
-    loaded = sys.modules.get(OPS)
-    if loaded is not None:
-        _put(loaded)
+    logger.info("nsa replaces %s in vLLM %s", ", ".join(EVERY), version)
+    for name in MODULES:
+        if name in sys.modules:
+            _put(sys.modules[name])
 
 
 def restore() -> None:
@@ -262,8 +355,8 @@ def restore() -> None:
     if _hook in sys.meta_path:
         sys.meta_path.remove(_hook)
     for name, theirs in _kept.items():
-        _replace(NAMES[name], theirs)
-    for kind in [key for key in broken if isinstance(key, tuple) and key[0] in NAMES]:
+        _replace(EVERY[name], theirs)
+    for kind in [key for key in broken if isinstance(key, tuple) and key[0] in EVERY]:
         del broken[kind]
     for memory in (_kept, _said):
         memory.clear()
@@ -271,20 +364,21 @@ def restore() -> None:
 
 def installed() -> list[str]:
     """The loaded modules of vLLM that have our functions, in order of their names."""
-    ours = list(NAMES.values())
+    ours = list(EVERY.values())
     return sorted({module for module, _, value in _names() if any(value is f for f in ours)})
 
 
 def _put(module: ModuleType) -> None:
     """Replace vLLM's functions in the module that defines them, and in all modules that imported them."""
-    for name, ours in NAMES.items():
+    names = MODULES[module.__name__]
+    for name, ours in names.items():
         wanted = list(inspect.signature(ours).parameters)
         theirs = getattr(module, name, None)
         taken = list(inspect.signature(theirs).parameters) if callable(theirs) else None
-        if taken != wanted:
+        if taken not in (wanted, [x for x in wanted if x not in NEWER]):
             logger.warning("nsa: %s: expected arguments %s, got %s; vLLM keeps its own kernels", name, wanted, taken)
             return
-    for name, ours in NAMES.items():
+    for name, ours in names.items():
         _kept[name] = getattr(module, name)
         _replace(_kept[name], ours)
     logger.info("nsa's functions are in place in %s", ", ".join(installed()))
@@ -317,7 +411,7 @@ class _Hook:
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name == OPS else None
+        spec = PathFinder.find_spec(name, path, target) if name in MODULES else None
         if spec is None or not isinstance(spec.loader, SourceFileLoader):
             return None
         spec.loader = _Loader(name, spec.loader.path)

@@ -6,7 +6,7 @@ import importlib
 
 from nsa.kernels.shared.family import Family
 
-NAMES = ("union", "key_major", "query_major")
+NAMES = ("small_blocks", "union", "key_major", "query_major")
 
 
 def _of(name: str) -> Family:

@@ -61,9 +61,9 @@ def test_the_choice_is_as_fast_as_the_fastest():
     measured = rows(noise=0.1)
     held_out = costs.held_out(measured)
     assert len(held_out) == len(measured)
-    assert statistics.mean(held_out) < 1.2
-    first = [row["us"]["query_major"] / min(row["us"].values()) for row in measured]
-    assert statistics.mean(first) > 1.5  # so costs decide something
+    first = [row["us"]["query_major"] / min(row["us"].values()) for row in measured]  # were there no costs
+    assert statistics.median(held_out) < 1.1
+    assert statistics.mean(held_out) < statistics.mean(first) / 2
 
 
 def test_a_few_odd_times_do_not_decide():

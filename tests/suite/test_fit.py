@@ -105,6 +105,7 @@ HOLDS = {
     "visible": lambda b, limit: bool(((b >= -1) & (b * 16 < limit)).all()),
     "nonempty": lambda b, limit: bool(((b >= 0) & (b * 16 < limit)).any(-1).all()),
     "own block": lambda b, limit: bool((b == (limit - 1) // 16).any(-1).all()),
+    "one list": lambda b, limit: torch.equal(b[::2], b[1::2]),  # of two KV heads
 }  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def test_blocks_are_rearranged_to_what_is_needed(device, needs):
     assert_parity(PLAIN.run(made), Oracle.of(made))  # its spans say the same as its blocks
 
 
-SPAN_NEEDS = [("sorted",), ("padding last",), ("visible",), ("distinct", "visible"), ("nonempty",)]
+SPAN_NEEDS = [("sorted",), ("padding last",), ("visible",), ("distinct", "visible"), ("nonempty",), ("one list",)]
 
 
 @pytest.mark.parametrize("needs", SPAN_NEEDS, ids="+".join)
@@ -137,6 +138,9 @@ def test_spans_are_rearranged_to_what_is_needed(device, needs):
     if "distinct" in needs:
         ends = torch.where(some, end, 0).cummax(-1).values
         assert bool((start[:, 1:] >= ends[:, :-1])[some[:, 1:]].all())
+    if "one list" in needs:
+        assert torch.equal(start[::2], start[1::2])
+        assert torch.equal(end[::2], end[1::2])
     if "nonempty" in needs:
         assert bool((end.minimum(limit) > start.clamp(min=0)).any(-1).all())
     assert_parity(PLAIN.run(made), Oracle.of(made))

@@ -24,13 +24,16 @@ class Family:
         name: of the folder below `nsa.kernels`, and the word of the schedule that names this family.
         schedules: all schedules that this family serves.
         by_block_size: tiles depend on the block size, so a failure says nothing about other block sizes.
-        unseen: the GPU lane has not passed with these kernels yet. `nsa.guard` then tries them first on every GPU.
     """
 
     name: str
     schedules: tuple[str, ...] = ()
     by_block_size = True
-    unseen = False
+
+    @property
+    def unseen(self) -> bool:
+        """Whether the GPU lane has not passed with these kernels yet (`sources.UNSEEN`)."""
+        return self.name in sources.UNSEEN
 
     def why_not(self, call: Call, shape: Shape) -> str | None:
         """Why this family cannot serve a call, or None. :meth:`plan` may find other reasons (`DoesNotFit`)."""

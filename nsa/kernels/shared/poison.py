@@ -24,7 +24,8 @@ def poisoned_workspace() -> Iterator[None]:
 
     def poisoned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         x = real(size + 2 * AROUND, dtype, device)
-        return x.fill_(POISON if dtype.is_floating_point else 0x3F3F3F3F)[AROUND : AROUND + size]
+        poison = POISON if dtype.is_floating_point else 0x3F3F3F3F & torch.iinfo(dtype).max
+        return x.fill_(poison)[AROUND : AROUND + size]
 
     launch.workspace = poisoned
     try:

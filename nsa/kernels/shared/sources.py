@@ -14,11 +14,15 @@ import torch
 from nsa import settings
 
 FOLDER = Path(__file__).parents[1]
+UNSEEN = frozenset({"small_blocks"})
+"""Families with which the GPU lane has not passed yet. `nsa.guard` tries their kernels first on every GPU. So the list
+of what has passed the compile matrix does not cover them, and stays valid while they change."""
 
 
 def kernel_files() -> list[Path]:
-    """All files with a ``@triton.jit`` function, which kernels are compiled from."""
-    return [path for path in sorted(FOLDER.rglob("*.py")) if "\n@triton.jit" in path.read_text(encoding="utf-8")]
+    """All files with a ``@triton.jit`` function, which kernels are compiled from, but those of `UNSEEN` families."""
+    paths = [path for path in sorted(FOLDER.rglob("*.py")) if path.parent.name not in UNSEEN]
+    return [path for path in paths if "\n@triton.jit" in path.read_text(encoding="utf-8")]
 
 
 @functools.cache

@@ -31,7 +31,7 @@ registers are left, and which ones depends on its version."""
 REGISTERS = {"cuda": 65_536, "hip": 131_072}
 """Registers of a multiprocessor, which the threads of one program share."""
 
-MULTIPLY = ("_fwd_kernel", "_partial_kernel", "_union_kernel", "_dkdv_kernel", "_dq_kernel")
+MULTIPLY = tuple(f"_{name}_kernel" for name in ("fwd", "partial", "union", "rows", "unions", "dkdv", "dq"))
 """Kernels that consist of dot products."""
 
 

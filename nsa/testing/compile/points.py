@@ -69,10 +69,10 @@ class Point:
     n: int = 1  # spans
     causal: bool = False
     HKV: int = 1
-    # Any of cu_seqlens, q_positions, int64, per_head, unpipelined, key_major, union, backward; far (strides beyond
-    # int32); cache (contiguous), or page64 (pages of 64 keys); e4m3 (a cache of float8_e4m3fn). A cache holds 65,536
-    # keys for each of `rows` sequences; with key_major or union it has two sequences, with half of the rows each.
-    # ragged: its queries are packed; with key_major or union, query-major serves its steps.
+    # Any of cu_seqlens, q_positions, int64, per_head, unpipelined, key_major, union, small_blocks, backward; far
+    # (strides beyond int32); cache (contiguous), or page64 (pages of 64 keys); e4m3 (a cache of float8_e4m3fn). A cache
+    # holds 65,536 keys for each of `rows` sequences; with another schedule it has two sequences, with half of the rows
+    # each. ragged: its queries are packed; with key_major or union, query-major serves its steps.
     options: tuple[str, ...] = ()
     choice: Choice | None = None  # forced tiles, as in a sweep; None: the tables and rules of `tiles`
     rare: bool = False  # compiled by `make aot` only
@@ -139,6 +139,8 @@ _FIRST = (
     Point("blocks", "bf16", 16, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("union",)),
     Point("blocks", "bf16", 16, 128, 128, 64, 2048, n=16, causal=True, HKV=4, options=("page128", "ragged")),
     Point("blocks", "bf16", 16, 128, 128, 2048, 2048, n=16, causal=True, options=("key_major", "page128", "ragged")),
+    Point("blocks", "bf16", 12, 256, 256, 64, 2052, n=513, causal=True, HKV=2, options=("small_blocks", "page64")),
+    Point("blocks", "bf16", 12, 256, 256, 2, 2052, n=513, HKV=2, options=("small_blocks", "page64", "e4m3")),
     Point("blocks", "bf16", 16, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("backward",)),
     Point("ranges", "fp16", 1, 64, 64, 4096, 1024, n=16, causal=True, HKV=16, options=("backward", "cu_seqlens")),
 )
@@ -250,6 +252,12 @@ POINTS = (
     Point("blocks", "fp16", 16, 64, 128, 1024, 1024, n=16, causal=True, HKV=4, options=("union", "page16")),
     Point("blocks", "bf16", 16, 256, 256, 4096, 2048, n=16, causal=True, options=("union",)),
     Point("blocks", "fp32", 4, 128, 128, 4096, 1024, n=16, causal=True, HKV=2, options=("union",)),
+    Point("blocks", "bf16", 12, 256, 256, 2, 2052, n=513, causal=True, HKV=2, options=("small_blocks", "page64")),
+    Point("blocks", "bf16", 12, 256, 256, 4096, 2052, n=513, causal=True, HKV=2, options=("small_blocks",)),
+    Point("blocks", "bf16", 12, 256, 256, 512, 2052, n=513, options=("small_blocks", "page64", "e4m3", "ragged")),
+    Point("blocks", "fp16", 40, 128, 64, 512, 1600, n=100, causal=True, options=("small_blocks", "cu_seqlens")),
+    Point("blocks", "fp16", 3, 100, 96, 512, 500, n=100, causal=True, options=("small_blocks", "int64", "q_positions")),
+    Point("blocks", "fp32", 4, 64, 64, 512, 700, n=100, causal=True, HKV=2, options=("small_blocks", "cache")),
     Point("blocks", "bf16", 4, 128, 128, 8192, 1024, n=16, causal=True, HKV=8, options=("backward",)),
     Point("blocks", "bf16", 1, 128, 128, 8192, 1024, n=16, causal=True, HKV=16, options=("backward",)),
     Point("blocks", "fp16", 8, 128, 64, 8192, 1024, n=16, causal=True, HKV=4, options=("backward", "cu_seqlens")),

@@ -30,6 +30,7 @@ NEEDS = {
     "distinct": "a key listed twice",
     "visible": "blocks or spans ahead of the query or outside of the keys",
     "nonempty": "rows that select nothing",
+    "one list": "a list of its own for each KV head",
     "own block": "rows that do not list the query's own block",
     "some queries": "calls without a query",
     "contiguous": "strided tensors",
@@ -186,7 +187,7 @@ class Contestant:
         """Run, with an output full of NaN if the call takes `out`, and count launches of our kernels."""
         before = nsa.kernels.launches.copy()
         out = p.poisoned() if self.poison else None
-        with poisoned_workspace() if self.route in ("key_major", "union") else contextlib.nullcontext():
+        with poisoned_workspace() if self.route in ("key_major", "union", "small_blocks") else contextlib.nullcontext():
             result = self.run(p, return_lse and self.lse, out)
         if out is not None:
             got = result[0] if isinstance(result, tuple) else result

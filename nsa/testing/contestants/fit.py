@@ -133,6 +133,9 @@ def arranged(p: Problem, contract: Contract | None) -> Problem:
 def with_limit(p: Problem, contract: Contract, limit: Tensor) -> Problem:
     """As `arranged`, where `limit [..., HKV, 1]` is one past the last key that a row may see."""
     needs, blocks = set(contract.needs), p.block_indices
+    if "one list" in needs:  # that of the first KV head
+        p = dataclasses.replace(p, ranges=p.ranges[..., :1, :, :].expand_as(p.ranges))
+        blocks = None if blocks is None else blocks[..., :1, :].expand_as(blocks)
     if "blocks" not in contract.takes or blocks is None:
         spans = _arranged_spans(p.ranges, limit, needs)
         return dataclasses.replace(p, ranges=spans.to(p.ranges.dtype), block_indices=None, block_size=None, extra={})

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 import nsa
+from nsa.kernels.small_blocks import tiles as small_tiles
 from nsa.kernels.union import tiles as union_tiles
 from nsa.testing.contestants.contract import CACHES, Call, Contestant, Contract, Support
 from nsa.testing.contestants.named import OF_CACHES, of_function
@@ -80,6 +81,7 @@ OF_SOURCE = OF | {"blocks": "query_major"}
 """The implementation that parity runs over the whole matrix, by source."""
 
 
+SMALL = "small_blocks"
 BLOCKS, PACKED = only("blocks"), only("rows", "varlen")
 
 
@@ -87,6 +89,10 @@ def _in_unions(case: Case) -> str | None:
     """A tile of 16 to 64 rows holds the heads of two tokens or more."""
     found = union_tiles.select(90, case.torch_dtype.itemsize, case.H, case.D, case.Dv, case.n, case.block_size)
     return BLOCKS(case) or (None if found else "takes groups of which a tile holds two")
+
+
+def _small(case: Case) -> str | None:
+    return BLOCKS(case) or (None if case.block_size <= small_tiles.LARGEST else "takes small blocks")
 
 
 OURS = {
@@ -105,6 +111,7 @@ OURS = {
         Contestant("query_major_ranges", front_door("triton", "query_major"), "query_major", poison=True),
         Contestant("key_major", front_door("triton", "key_major", blocks=True), "key_major", BLOCKS, poison=True),
         Contestant("union", front_door("triton", "union", blocks=True), "union", _in_unions, poison=True),
+        Contestant("small_blocks", front_door("triton", SMALL, blocks=True), SMALL, _small, poison=True),
         Contestant("key_major_ranges", front_door("triton", "key_major"), "key_major", poison=True),
         Contestant("sdpa", front_door("sdpa"), poison=True),
         Contestant("sdpa_unbounded", front_door("sdpa", bound=False), poison=True),

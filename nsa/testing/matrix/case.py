@@ -194,6 +194,7 @@ def parity() -> list[Case]:
         Case(c.H, c.D, c.Dv, c.L, c.N, "many", c.dtype, source="blocks", block_size=min(64, c.L))
         for c in base if c.source == "rows"
     ]  # fmt: skip
+    blocks += small_blocks(33, 3000, ("bf16", "fp16"))
     return list(dict.fromkeys(base + varlen + blocks + _shapes(N=64, L=200) + _sequences() + prefills() + _hard()))
 
 
@@ -247,6 +248,23 @@ def prefills() -> list[Case]:
     return found + [prefill(1000, 8, 2, shared=0.5), prefill(1000, 8, 2, shared=0.9)]
 
 
+def small_blocks(S: int, S_kv: int, dtypes: tuple[str, ...]) -> list[Case]:
+    """Many blocks of 1 to 16 keys: prompts, decode steps and packed sequences of each size."""
+    found: list[Case] = []
+    most = 9 if S_kv < 1000 else 513
+    shapes = [
+        (4, 12, 2, 64, 64), (1, 4, 1, 32, 16), (2, 3, 2, 32, 32), (3, 8, 1, 16, 48), (7, 1, 2, 32, 32),
+        (16, 24, 1, 32, 32), (5, 40, 1, 16, 16),
+    ]  # fmt: skip
+    for i, (size, H, HKV, D, Dv) in enumerate(shapes):
+        n, dtype = min(most, -(-S_kv // size)), dtypes[i % 2]
+        chunk = Case(H, D, Dv, size * n, S * HKV, "prefill", dtype, HKV=HKV, S=S, S_kv=S_kv, block_size=size, n=n)
+        found += [chunk, dataclasses.replace(chunk, dist="decode", S=1, N=2 * HKV)]
+    lengths = (2, 0, S), (S_kv, 3, S)
+    packed = dataclasses.replace(found[0], N=2 * (S + 2), S=1, seqlens=lengths[0], kv_seqlens=lengths[1])
+    return [*found, dataclasses.replace(found[0], shared=0.75), packed]
+
+
 def _hard() -> list[Case]:
     """Keys listed twice, spans past the query, rows without keys; and scores whose exp overflows."""
     found: list[Case] = []
@@ -282,7 +300,7 @@ def small() -> list[Case]:
     out += [dataclasses.replace(long, int64=True), dataclasses.replace(long, S=1, N=2, S_kv=2048, L=1024, dist="many")]
     out += [Case(3, 64, 64, 10, 12, "mixed", "fp32", source="ranges", HKV=2, seqlens=(1, 4, 0, 1))]
     out += [Case(3, 64, 64, 32, 12, "prefill", "fp32", HKV=2, block_size=16, seqlens=(1, 4, 0, 1))]
-    out += _small_prefills()
+    out += _small_prefills() + small_blocks(5, 61, ("fp16", "fp32"))
     out += [
         Case(16, 128, 128, 192, 2, "decode", "fp16", HKV=2, S_kv=500),
         Case(4, 64, 64, 128, 1, "decode", "fp32", S_kv=100, n=3),

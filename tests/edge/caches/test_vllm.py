@@ -1,4 +1,4 @@
-"""vLLM's functions of MiniMax-M3 on our kernels: against the oracle, against vLLM's own, and how they are put in place.
+"""vLLM's functions of MiniMax-M3 and QSA on our kernels: against the oracle, against vLLM's own, and in place.
 
 `PACKAGE` is a vLLM of a few lines, with the modules and signatures of 0.33.0.
 """
@@ -49,6 +49,18 @@ PACKAGE = {
             k_scale=None, v_scale=None,
         ):
             calls.append((q, output, k_scale))
+        """,
+    "vllm/models/qwen4_exp/__init__.py": "",
+    "vllm/models/qwen4_exp/nvidia/__init__.py": "",
+    "vllm/models/qwen4_exp/nvidia/ops/__init__.py": "",
+    "vllm/models/qwen4_exp/nvidia/ops/qsa.py": """
+        calls = []
+        def qsa_sparse_paged_attention(
+            q, k_cache, v_cache, logical_indices, block_table, token_to_req, use_prefill_config, out=None, k_scale=None,
+            v_scale=None, *, output_gate,
+        ):
+            calls.append(q)
+            return out
         """,
     "vllm/models/minimax_m3/common/sparse_attention.py": f"""
         from vllm.models.minimax_m3.common.ops.sparse_attn import {PREFILL}, {DECODE} as decode
@@ -333,11 +345,32 @@ def held():
     ]  # fmt: skip
 
 
+def signature(function):
+    return [(p.name, p.default, p.kind) for p in inspect.signature(function).parameters.values()]
+
+
 def test_signatures_are_those_of_vllm(fake):
     for theirs, ours in zip(held()[:2], OURS, strict=True):
-        assert [(p.name, p.default, p.kind) for p in inspect.signature(ours).parameters.values()] == [
-            (p.name, p.default, p.kind) for p in inspect.signature(theirs).parameters.values()
-        ]
+        assert [p for p in signature(ours) if p[0] not in vllm.NEWER] == signature(theirs)
+
+
+def test_the_newer_signature_is_known(fake, caplog):
+    last = "decode_query_len,\n            k_scale=None, v_scale=None,"
+    fake(**{last: f"{last} query_start_loc=None, token_to_req_indices=None,"})
+    assert signature(held()[1]) == signature(OURS[1])
+    vllm.install()
+    assert held() == OURS * 3
+
+
+def test_steps_of_different_lengths(device, monkeypatch):
+    """As newer versions pass them: the same as a chunk of so many queries."""
+    monkeypatch.setattr(vllm, "_own", refuse)
+    made = step(device, PREFILL)
+    arguments = dict(made.arguments)
+    del arguments["prefix_lens"]
+    arguments |= {"query_start_loc": arguments.pop("cu_seqlens_q"), "decode_query_len": arguments.pop("max_query_len")}
+    vllm.minimax_m3_sparse_attn_decode(**arguments, token_to_req_indices=None)
+    close(made.arguments["output"], made.want)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["before-vllm's-modules", "after-them"])
@@ -418,3 +451,82 @@ def test_other_arguments_are_left_alone(fake, caplog):
     assert vllm.installed() == []
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert record.getMessage().startswith(f"nsa: {DECODE}: expected arguments ['q', ")
+
+
+# --- QSA --------------------------------------------------------------------------------------------------------------
+
+
+def qsa_step(device, fp8=False, counts=(3, 0, 2), lengths=(90, 7, 41), page=8):
+    """Arguments of QSA's function, and what the oracle says: whole blocks of 4 in any order, then the tail."""
+    cache = caches.draw(list(lengths), 96, page, HKV=2, D=D, Dv=D, device=device, dtype=DTYPE)
+    cache = caches.quantized(cache, per_head=False) if fp8 else cache
+    g = torch.Generator().manual_seed(5)
+    T, n = sum(counts) + 1, 6  # the last token is padding
+    q = torch.randn(T, 6 * 2, D, generator=g).to(device, DTYPE)
+    ids, owners, spans = torch.full((T, 4 * n), 10**6, dtype=torch.int32), torch.full((T,), -1, dtype=torch.int32), []
+    positions = [(b, lengths[b] - S + s) for b, S in enumerate(counts) for s in range(S)]
+    for token, (b, t) in enumerate(positions):
+        owners[token] = b
+        whole = torch.randperm((t + 1) // 4, generator=g)[: n - 1]
+        keys = [4 * int(x) + i for x in whole for i in range(4)] + list(range((t + 1) // 4 * 4, t + 1))
+        ids[token, : len(keys)] = torch.tensor(keys, dtype=torch.int32)
+        ids[token, -1] = len(keys)
+        spans.append([[x, x + 1] for x in keys] + [[0, 0]] * (4 * n - len(keys)))
+    ids[-1, -1] = 9
+    gate = torch.randn(T, 12 * D, generator=g).to(device, DTYPE)
+    ranges = torch.tensor([*spans, [[0, 0]] * (4 * n)], device=device)[:, None].expand(-1, 2, -1, -1)
+    cu = torch.tensor([0, *counts], device=device).cumsum(0)
+    want = caches.oracle(q, cache, cu, ranges=ranges, causal=False)[0]
+    arguments = {
+        "q": q, "k_cache": cache.k, "v_cache": cache.v, "logical_indices": ids.to(device),
+        "block_table": cache.block_table, "token_to_req": owners.to(device), "use_prefill_config": False,
+        "out": torch.full_like(q, 7.0), "output_gate": gate,
+    }  # fmt: skip
+    if fp8:
+        arguments |= {"k_scale": float(cache.k_scale), "v_scale": float(cache.v_scale)}
+    return arguments, want, gate.view_as(q).double().sigmoid()
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["half", "fp8"])
+@pytest.mark.parametrize("counts", [(3, 0, 2), (1, 1, 1), (9, 6, 11)], ids=["ragged", "decode", "chunks"])
+def test_qsa_is_equal_to_the_oracle(device, monkeypatch, fp8, counts):
+    monkeypatch.setattr(vllm, "_own", refuse)
+    arguments, want, gate = qsa_step(device, fp8, counts, lengths=(90, 17, 41))
+    got = vllm.qsa_sparse_paged_attention(**arguments)
+    assert got is arguments["out"]
+    close(got, want * gate)
+    assert not got[-1].any()  # of no sequence
+    assert [record.route for record in nsa.routes()] == ["small_blocks"]
+    arguments["out"] = None
+    assert torch.equal(vllm.qsa_sparse_paged_attention(**arguments), got)
+
+
+REFUSED_QSA = {
+    "width": (lambda a: {"logical_indices": a["logical_indices"][:, 1:]}, "logical_indices: expected 4 n columns"),
+    "page": (lambda a: {name: a[name][:, :6] for name in ("k_cache", "v_cache")}, "k_cache: expected pages of whole"),
+    "bytes": (lambda a: {name: a[name].view(torch.uint8) for name in ("k_cache", "v_cache")}, "k_cache: expected"),
+    "heads": (lambda a: {"q": a["q"][:, :11]}, "heads: expected HQ = G * HKV"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), REFUSED_QSA.values(), ids=REFUSED_QSA)
+def test_vllm_serves_qsa_where_we_cannot(device, fake, caplog, change, reason):
+    vllm.install()
+    module = importlib.import_module(vllm.QSA_OPS)
+    arguments = qsa_step(device)[0]
+    arguments |= change(arguments)
+    module.qsa_sparse_paged_attention(**arguments)
+    assert len(module.calls) == 1
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert reason in record.getMessage()
+
+
+def test_qsa_is_put_in_place_and_restored(fake):
+    """Its signature is vLLM's, and it does not wait for MiniMax-M3's module."""
+    vllm.install()
+    module = importlib.import_module(vllm.QSA_OPS)
+    assert module.qsa_sparse_paged_attention is vllm.qsa_sparse_paged_attention
+    assert vllm.installed() == [vllm.QSA_OPS]
+    vllm.restore()
+    assert signature(module.qsa_sparse_paged_attention) == signature(vllm.qsa_sparse_paged_attention)
+    assert module.qsa_sparse_paged_attention is not vllm.qsa_sparse_paged_attention

@@ -57,8 +57,8 @@ SHAPES = [
         BLOCKS,
         ({"block_indices": ints(B, S, 2, 4, 2)}, f"{N}, got shape [2, 3, 2, 4, 2]"),
         (
-            {"block_indices": ints(B, S, 1, 4)},
-            f"{N} = [2, 3, 2, 4], got [2, 3, 1, 4]",
+            {"block_indices": ints(B, S, 3, 4)},
+            f"{N} = [2, 3, 2, 4], got [2, 3, 3, 4]",
         ),
     ),
     *wrong(
@@ -170,7 +170,7 @@ def test_refusals(attend, device, error, call, text):
 
 
 BACKEND = "backend: expected one of auto, triton, sdpa, reference, got"
-SCHEDULE = "schedule: expected one of auto, query_major, key_major, union, per_head, got"
+SCHEDULE = "schedule: expected one of auto, query_major, key_major, union, small_blocks, per_head, got"
 OPTIONS = wrong(
     BATCH,
     ({"backend": "cuda"}, f"{BACKEND} 'cuda'"),

@@ -99,7 +99,7 @@ def test_the_packaged_list():
 @pytest.mark.parametrize("name", ["_fwd_kernel", "_dkdv_kernel"])
 def test_what_compiles_but_no_gpu_has_run_is_tried(monkeypatch, name):
     """With a Triton and a GPU that the compile matrix has passed."""
-    monkeypatch.setattr(BACKWARD, "unseen", True)
+    monkeypatch.setattr(sources, "UNSEEN", {BACKWARD.name})
     monkeypatch.setattr(sources, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(passed, "passed", lambda triton, arch: True)
     unseen = pytest.raises(Untried) if name == "_dkdv_kernel" else contextlib.nullcontext()

@@ -174,6 +174,8 @@ def route(plan):
 
 KEY_MAJOR = ("key_major", f"key_major {FASTEST}", "key_major", False, "query_major")
 BLOCKS = ("query_major", LONG, "query_major", False, None)
+MANY = "rows of more than 64 blocks of 16 keys or fewer"
+SMALL_BLOCKS = ("small_blocks", MANY, "small_blocks", False, "union")
 NAMED = ("key_major", LONG, "key_major", False, "query_major")
 ROUTES = {  # a call of key-major costs 10 us, and a million numbers that query-major reads 1 us
     "prefill": ({}, KEY_MAJOR),
@@ -197,7 +199,9 @@ ROUTES = {  # a call of key-major costs 10 us, and a million numbers that query-
     "3-slots": ({"n": 3}, BLOCKS),
     "promised-short": ({"bound": 255}, BLOCKS),
     "promised-long": ({"bound": 256}, KEY_MAJOR),
-    "small-blocks": ({"block_size": 15}, BLOCKS),
+    "few-small-blocks": ({"block_size": 15}, BLOCKS),
+    "65-small-blocks": ({"block_size": 16, "n": 65}, SMALL_BLOCKS),
+    "65-small-blocks-fp32": ({"block_size": 16, "n": 65, "dtype": torch.float32}, BLOCKS),
     "large-blocks": ({"block_size": 129}, BLOCKS),
     "a-kind-without-costs": ({"D": 129}, BLOCKS),
     "largest-group": ({"G": 32}, KEY_MAJOR),

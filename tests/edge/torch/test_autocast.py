@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import nsa
 
-from .test_training import BACKENDS
+from .test_training_tools import BACKENDS
 
 LOW = torch.float16  # which the interpreter computes right
 

@@ -1,4 +1,4 @@
-"""What wraps a call: inference mode, fake tensors, `torch.func`, forward-mode AD. `test_training.py` has the others."""
+"""What wraps a call: `torch.func`, forward-mode AD, `out`. `test_training_tools.py` has the others."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ import nsa
 from nsa import ops
 from nsa.call import Call
 
-from .test_training import BACKENDS, TRANSFORMED, close, gradients, refused
+from .test_training_tools import BACKENDS, TRANSFORMED, close, gradients, refused
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,0 +1,188 @@
+"""Tiles of the kernels for small blocks: pure functions of shapes. Imports no Triton."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from nsa.kernels.query_major.tiles import EXCHANGE_BYTES, FULL, fits_clusters, most_heads, split_count
+from nsa.kernels.shared.device import shared_bytes
+from nsa.kernels.shared.sizes import exchange_bytes, padded
+
+LARGEST = 16  # keys of a small block
+FEW = 64  # blocks of a row that query-major looks up at once. Rows of more are served by this family, unasked
+MOST_BLOCKS = 1 << 16  # of a row
+MOST_KEYS = 2**30  # of a sequence: keys and slots are counted in int32
+
+TWICE = 2  # programs for each multiprocessor, into which the keys of few rows are split
+MOST_SHARES = 8  # of a row, for that
+LONELY = 16  # fewer programs than this have a tile and a merge of their own
+"""On an H100, D = 256, 512 blocks of 4 (2026-11-27): 16 rows in 8 shares of 32 keys, merged by a second kernel, 34.6 us (in
+4 of 64 keys, a cluster each, 36.0); in fp8 22.8 (28.4). 64 rows in 2 shares 105 (whole 110), in fp8 70 (90). One row in
+32 shares of 64 keys 11.5. Tiles of tokens with two stages 560 us for 2,048 tokens of 8,192, with three 770."""
+
+MOST_TOKENS = 16  # of a tile of neighbouring tokens
+MOST_SLOTS = 4096  # blocks of a row in a union, which a program of the list kernel holds at once
+LIST_BYTES = 64 << 20
+"""Limit of the lists of one pass. Longer calls take several passes."""
+PLACE_BYTES = 32 << 20
+"""Limit of the places of blocks, which decides how many programs make lists at a time."""
+LIST_PROGRAMS = 1024
+
+
+class Worth(NamedTuple):
+    """A tile is served by its union if the union has at most ``gain / cost`` blocks for each listed block."""
+
+    cost: int
+    gain: int
+
+
+ALWAYS = Worth(0, 0)  # a union of any size
+NEVER = Worth(1, 0)  # no union, unless it is empty
+WORTH = Worth(1, 1)
+
+
+class Choice(NamedTuple):
+    """What a sweep varies. None, and a number of 0, stand for the rule."""
+
+    splits: int = 0  # parts into which the keys of a row are split
+    keys: int = 0  # keys of a row's tile
+    warps: int = 0
+    stages: int = 0
+    cluster: int = 1  # 1: programs that share a row merge as a cluster where the GPU can; 0: a second kernel merges
+    rows: int = 64  # query rows of a tile of neighbouring tokens; 0: there are no such tiles
+    union_keys: int = 0  # keys of a step of such a tile
+    union_warps: int = 0
+    union_stages: int = 0
+    union_splits: int = 0
+    worth: Worth = WORTH
+
+
+RULES = Choice()
+
+
+class Rows(NamedTuple):
+    """Compile-time choices of the kernel for single rows."""
+
+    HEADS: int  # query heads of a program
+    BLOCK_G: int  # HEADS padded for the tensor cores
+    BLOCK_D: int
+    BLOCK_DV: int
+    BLOCK_L: int  # keys of a tile
+    warps: int
+    stages: int
+
+
+class Unions(NamedTuple):
+    """Compile-time choices of the kernels for tiles of neighbouring tokens."""
+
+    TOKENS: int
+    ROWS: int  # query rows of a tile, rounded up to a power of two
+    SLOTS: int  # blocks of a row, rounded up to a power of two
+    BLOCK_D: int
+    BLOCK_DV: int
+    BLOCK_N: int  # keys of a step
+    warps: int
+    stages: int
+
+
+def choose(
+    capability: int, processors: int, itemsize: int, q_itemsize: int, G: int, D: int, Dv: int, bound: int, rows: int,
+    largest: int, choice: Choice = RULES, invariant: bool = False, pipelined: bool = True,
+) -> tuple[Rows, int, bool]:  # fmt: skip
+    """Tile and splits of the kernel for single rows, and whether the programs that share a row are a cluster.
+
+    Args:
+        capability, processors: of the GPU, as `device.limits` tells.
+        itemsize, q_itemsize: bytes of an element of K and of q.
+        bound: places for keys in a row.
+        rows: (token, KV head) pairs.
+        largest: most programs of a cluster; 0 without clusters.
+        invariant: few rows are launched like many.
+        pipelined: loads may run ahead.
+    """
+    heads = min(G, most_heads(q_itemsize))
+    block_g, block_d, block_dv = padded(heads), padded(D), padded(Dv)
+    programs = rows * -(-G // heads)
+    full = invariant or rows >= FULL * processors
+    splits = choice.splits
+    if not splits:
+        splits = 1 if full else split_count(programs, bound, (D + Dv) * itemsize, processors, largest)
+        while not full and splits < MOST_SHARES and 2 * splits * programs <= TWICE * processors and bound > 64 * splits:
+            splits *= 2
+    lonely = programs < LONELY  # else a second kernel merges faster than a cluster
+    merged = 1 < splits <= largest and bool(choice.cluster) and (lonely or bool(choice.splits))
+    if not choice.splits:
+        merged = merged and fits_clusters(programs, splits, processors, largest)
+    merged = merged and exchange_bytes(heads, block_dv, splits) <= EXCHANGE_BYTES
+    narrow = block_g <= 16 and q_itemsize <= 2
+    few = narrow and not full  # programs, so that each should keep many bytes in flight
+    block_l = choice.keys or ((64 if few and lonely else 32) if q_itemsize <= 2 else 16)
+    block_l = min(block_l, padded(-(-bound // splits)))
+    warps = choice.warps or (2 if narrow and block_l <= 32 and block_d + block_dv < 512 else 4)
+    stages = choice.stages or 3
+    stages = stages if pipelined else 1
+    budget = shared_bytes(capability) - (EXCHANGE_BYTES if merged else 0) - 4096
+    budget -= block_g * (block_d + block_l) * max(q_itemsize, 2)
+    key_bytes = (block_d + block_dv) * (3 if itemsize == 1 and block_g >= 64 else itemsize)
+    while stages > 2 and (stages - 1) * block_l * key_bytes > budget:
+        stages -= 1
+    while block_l > 16 and max(stages - 1, 1) * block_l * key_bytes > budget:
+        block_l //= 2
+    if capability == 90 and block_g >= 64 and q_itemsize <= 2 and min(block_d, 64) != min(block_dv, 64) and pipelined:
+        stages = max(stages, 2)  # with one stage K and V, swizzled differently, share an address (`child.mixed`)
+    return Rows(heads, block_g, block_d, block_dv, block_l, warps, stages), splits, merged
+
+
+@lru_cache(maxsize=4096)
+def unions(
+    capability: int, itemsize: int, q_itemsize: int, G: int, D: int, Dv: int, n: int, blocks: int,
+    choice: Choice = RULES,
+) -> Unions | None:  # fmt: skip
+    """Tile of neighbouring tokens; None if no tile holds two tokens.
+
+    Args:
+        n: blocks of a row.
+        blocks: of a sequence.
+
+    The other arguments are those of :func:`choose`.
+    """
+    block_d, block_dv, slots = padded(D), padded(Dv), padded(n)
+    rows = choice.rows if q_itemsize <= 2 else min(choice.rows, 16)
+    # A block and the mask of the tokens fit an int32, and places in a list an int16.
+    tokens = min(rows // G, MOST_TOKENS, 31 - blocks.bit_length(), (2**15 - 1) // n)
+    if tokens < 2 or slots > MOST_SLOTS:
+        return None
+    rows = padded(tokens * G)
+    block_n = choice.union_keys or (32 if q_itemsize <= 2 else 16)
+    warps = choice.union_warps or 4
+    stages = choice.union_stages or 2
+    key_bytes = (block_d + block_dv) * (itemsize + 2 if itemsize == 1 else itemsize)
+    budget = shared_bytes(capability) - rows * (block_d + block_n) * max(q_itemsize, 2) - 4096
+    while stages > 2 and stages * block_n * key_bytes > budget:
+        stages -= 1
+    while block_n > 16 and stages * block_n * key_bytes > budget:
+        block_n //= 2
+    return Unions(tokens, rows, slots, block_d, block_dv, block_n, warps, stages)
+
+
+def union_splits(programs: int, processors: int, bound: int, choice: Choice = RULES) -> int:
+    """Parts into which the keys of a union are split, so that few tiles fill the chip."""
+    if choice.union_splits:
+        return choice.union_splits
+    splits = 1
+    while splits < 16 and 4 * splits * programs <= 3 * processors and bound >= 128 * splits:
+        splits *= 2
+    return splits
+
+
+def at_once(tile: Unions, lists: int, n: int, tiles: int) -> int:
+    """Tiles of one pass: as many as lists within `LIST_BYTES` hold."""
+    return max(1, min(tiles, LIST_BYTES // (12 * max(lists * tile.TOKENS * n, 1))))
+
+
+def list_programs(lists: int, blocks: int, tiles: int) -> int:
+    """Programs of the list kernel for each of ``lists``."""
+    return max(1, min(tiles, LIST_PROGRAMS, PLACE_BYTES // (2 * max(lists * blocks, 1))))
+
+

@@ -1,0 +1,225 @@
+"""Small blocks: which tiles a union serves, what a neighbour must not do to a row, and one list for all KV heads."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import nsa
+from nsa import settings
+from nsa.call import Call
+from nsa.kernels.families import OF_SCHEDULE
+from nsa.kernels.shared import launch as launching
+from nsa.kernels.shared.errors import DoesNotFit
+from nsa.kernels.shared.shape import shape_of
+from nsa.kernels.small_blocks import tiles
+from nsa.testing.judge.forward import cached_parity
+from nsa.testing.matrix import caches
+
+pytestmark = pytest.mark.usefixtures("fresh_plans")
+SMALL = {"backend": "triton", "schedule": "small_blocks", "return_lse": True}
+SIZE, KEYS, G, HKV = 4, 48, 4, 2  # a tile of fp32 holds 4 tokens of 4 heads
+ALWAYS = tiles.Choice(worth=tiles.ALWAYS)
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What the last call wrote into `served`, `[tokens, lists]`."""
+    seen = []
+
+    def workspace(size, dtype, device):
+        if dtype == torch.int16:  # where blocks are in the lists, just before `served`
+            seen.clear()
+        seen.append(torch.full((size,), 77, dtype=dtype, device=device))
+        return seen[-1]
+
+    monkeypatch.setattr(launching, "workspace", workspace)
+    return lambda: [x == 1 for x in seen[1].tolist()]
+
+
+@pytest.fixture
+def prompt(draw):
+    """Queries of two tiles, and keys that they all see."""
+    return lambda S=8, **how: draw(S=S, S_kv=KEYS, HKV=HKV, G=G, dtype=torch.float32, **how)
+
+
+def blocks_of(device, *rows):
+    """One list for all KV heads."""
+    return {
+        "block_indices": torch.tensor(rows, dtype=torch.int32, device=device).view(1, len(rows), 1, -1),
+        "block_size": SIZE,
+        "causal": False,
+    }
+
+
+def check(qkv, selection):
+    """Equal to query-major, within rounding."""
+    got = nsa.selection_attention(*qkv, **selection, **SMALL)
+    want = nsa.selection_attention(*qkv, **selection, **SMALL | {"schedule": "query_major"})
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-5, equal_nan=True)
+    return got
+
+
+def test_tiles_whose_rows_share_blocks_are_served(prompt, device, served, pin):
+    pin(small_blocks=tiles.Choice(worth=tiles.Worth(4, 3)))  # up to three blocks for four listed ones
+    alike, apart = [[0, 3], [3, 0], [0, -1], [-1, 3]], [[0, 1], [2, 3], [4, 5], [-1, -1]]
+    check(prompt(), blocks_of(device, *alike, *apart))
+    assert served() == [True] * 4 + [False] * 4
+
+
+@pytest.mark.parametrize("twice", [[2, 2], [1, 1]], ids=["new", "known"])
+def test_a_block_listed_twice_counts_twice(prompt, device, served, pin, twice):
+    """Block 2 is new to the tile's union when it is listed twice, block 1 is known."""
+    pin(small_blocks=ALWAYS)
+    check(prompt(), blocks_of(device, [0, 1], twice, [1, 0], [0, 1], *[[4, 1]] * 4))
+    assert served() == [False] * 4 + [True] * 4
+
+
+def test_a_tile_holds_tokens_of_one_sequence(draw, device, served, pin):
+    pin(small_blocks=ALWAYS)
+    q, k, v = draw(S=12, S_kv=KEYS, HKV=HKV, G=G, dtype=torch.float32, varlen=True)
+    cu = tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 6, 8], [0, 30, KEYS]))
+    selection = blocks_of(device, *[[0, 1]] * 12)
+    selection["block_indices"] = selection["block_indices"][0]
+    o, lse = check((q, k, v), selection | {"cu_seqlens": cu})
+    assert served() == [True] * 4 + [False] * 4 + [True] * 4  # the last tile has no sequence, and reads nothing
+    assert not o[8:].any()
+    assert lse[8:].isneginf().all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy says so when the interpreter computes with infinities
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_value_that_only_a_neighbour_selected_does_not_matter(prompt, device, served, poison, parts, pin):
+    """Its weight is zero, and zero times NaN is NaN: such a tile is computed row by row."""
+    pin(small_blocks=ALWAYS._replace(union_splits=parts))
+    q, k, v = prompt()
+    selection = blocks_of(device, [0, 1], [1, 3], [0, 1], [1, 0], *[[4, 1]] * 4)
+    clean = nsa.selection_attention(q, k, v, **selection, **SMALL)
+    v[:, 3 * SIZE + 2, :, 1] = poison
+    o, lse = check((q, k, v), selection)
+    assert served() == [False] * 4 + [True] * 4
+    for s in (0, 2, 3, 4):
+        torch.testing.assert_close(o[:, s], clean[0][:, s], rtol=2e-5, atol=2e-5)
+    assert not o[0, 1, :, 1].isfinite().any()
+    torch.testing.assert_close(lse, clean[1], rtol=2e-5, atol=2e-5)
+
+
+def test_values_past_the_filled_keys_are_not_read(device, pin, served):
+    """A block that the sequence fills in part, beside NaN in the cache."""
+    pin(small_blocks=ALWAYS)
+    cache = caches.draw([18], KEYS, 8, HKV=HKV, D=16, Dv=16, dtype=torch.float32, device=device, seed=1)
+    q = torch.randn(1, 4, HKV * G, 16, generator=torch.Generator().manual_seed(2)).to(device)
+    selection = blocks_of(device, *[[0, 4]] * 4) | {"causal": True}
+    got = nsa.selection_attention_with_kvcache(q, cache.k, cache.v, **cache.arguments, **selection, **SMALL)
+    cached_parity(got, caches.oracle(q, cache, **selection), torch.float32, "small_blocks")
+    assert served() == [True] * 4
+
+
+def test_several_passes(prompt, device, served, pin, monkeypatch):
+    """Lists that hold one tile at a time, made by one program."""
+    pin(small_blocks=ALWAYS)
+    monkeypatch.setattr(tiles, "LIST_BYTES", 1)
+    monkeypatch.setattr(tiles, "PLACE_BYTES", 1)
+    check(prompt(), blocks_of(device, *[[0, 3]] * 4, *[[2, 5]] * 4))
+    assert all(served())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "spans"),
+    [(x, False) for x in ("small_blocks", "query_major", "key_major", "union")]
+    + [(x, True) for x in ("query_major", "key_major")],
+)
+def test_one_list_for_all_heads(prompt, device, schedule, spans):
+    """The same bits as a copy of the list for each KV head."""
+    selection = blocks_of(device, *[[0, 3, -1], [5, 1, 3]] * 4)
+    if spans:
+        chosen = nsa.ranges_from_blocks(selection.pop("block_indices"), selection.pop("block_size"))
+        shared, each = ({"ranges": x} for x in (chosen, chosen.expand(-1, -1, HKV, -1, -1).contiguous()))
+    else:
+        chosen = selection.pop("block_indices")
+        shared, each = ({"block_indices": x} for x in (chosen, chosen.expand(-1, -1, HKV, -1).contiguous()))
+    qkv, how = prompt(), selection | SMALL | {"schedule": schedule}
+    for x, y in zip(
+        nsa.selection_attention(*qkv, **shared, **how), nsa.selection_attention(*qkv, **each, **how), strict=True
+    ):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+def test_one_list_in_plain_pytorch(prompt, device, backend):
+    selection = blocks_of(device, *[[0, 3, -1], [5, 1, 3]] * 4)
+    got = nsa.selection_attention(*prompt(), **selection, backend=backend)
+    torch.testing.assert_close(got, nsa.selection_attention(*prompt(), **selection, **SMALL)[0], rtol=2e-5, atol=2e-5)
+
+
+def test_gradients_through_one_list(prompt, device):
+    selection = blocks_of(device, *[[0, 3, -1], [5, 1, 3]] * 4)
+    each = selection | {"block_indices": selection["block_indices"].expand(-1, -1, HKV, -1).contiguous()}
+    found = []
+    for chosen in (selection, each):
+        leaves = [x.requires_grad_() for x in prompt()]
+        nsa.selection_attention(*leaves, **chosen, backend="triton").square().sum().backward()
+        found.append([x.grad for x in leaves])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_lists_are_read_where_they_lie(prompt, device, shared):
+    """A slice of wider lists, and lists with the head as first axis, are not copied."""
+    wide = torch.randint(-1, 12, (1, 8, 1 if shared else HKV, 9), device=device, dtype=torch.int32)
+    chosen = wide[..., 2:7]
+    call = Call.of(*prompt(), block_indices=chosen, block_size=SIZE)
+    launch = OF_SCHEDULE["small_blocks"].plan(call, shape_of(call), "small_blocks")
+    assert launch.lists == (1 if shared else HKV)
+    assert launch.steps == (9 * launch.lists, 0 if shared else 9)
+    check(prompt(), {"block_indices": chosen, "block_size": SIZE})
+    across = wide.transpose(-1, -2).contiguous().transpose(-1, -2)[..., :5]
+    check(prompt(), {"block_indices": across, "block_size": SIZE})  # the entries of a list are apart: copied
+
+
+def test_the_tail_of_qsa(device):
+    """The causal clamp cuts the query's own block: its keys up to the query."""
+    lengths, size = [18, 21, 24], 4
+    cache = caches.draw(lengths, KEYS, 8, HKV=HKV, D=16, Dv=16, dtype=torch.float32, device=device, seed=3)
+    q = torch.randn(3, 1, HKV * G, 16, generator=torch.Generator().manual_seed(4)).to(device)
+    own = torch.tensor([(length - 1) // size for length in lengths], dtype=torch.int32, device=device)
+    blocks = torch.stack((torch.zeros_like(own), torch.full_like(own, 2), own), -1).view(3, 1, 1, 3)
+    spans = torch.tensor(
+        [[[0, 4], [8, 12], [(length - 1) // size * size, length]] for length in lengths], device=device
+    ).view(3, 1, 1, 3, 2)
+    got = nsa.selection_attention_with_kvcache(
+        q, cache.k, cache.v, **cache.arguments, block_indices=blocks, block_size=size, **SMALL
+    )
+    cached_parity(got, caches.oracle(q, cache, ranges=spans, causal=False), torch.float32, "small_blocks")
+
+
+def test_rows_do_not_depend_on_neighbours_with_batch_invariant(prompt, device):
+    (q, k, v), selection = prompt(), blocks_of(device, *[[0, 3]] * 8)
+    with settings.configure(batch_invariant=True):
+        whole = nsa.selection_attention(q, k, v, **selection, **SMALL)
+        one = nsa.selection_attention(
+            q[:, 5:6], k, v, **selection | {"block_indices": selection["block_indices"][:, 5:6]}, **SMALL
+        )
+    assert torch.equal(whole[0][:, 5:6], one[0])
+
+
+def test_it_says_what_it_takes(prompt, same, device):
+    with pytest.raises(DoesNotFit, match="expected block_indices, got ranges"):
+        nsa.selection_attention(*prompt(), ranges=same([(0, 9)], 1, 8, HKV), **SMALL)
+    with pytest.raises(DoesNotFit, match="expected blocks of 16 keys or fewer, got 17"):
+        nsa.selection_attention(*prompt(), **blocks_of(device, *[[0]] * 8) | {"block_size": 17}, **SMALL)
+
+
+def test_a_pinned_launch_repeats_itself(prompt, device):
+    """What the guard's child process compiles is what the caller launches."""
+    call = Call.of(*prompt(), **blocks_of(device, *[[0, 3]] * 8))
+    family = OF_SCHEDULE["small_blocks"]
+    launch = family.plan(call, shape_of(call), "small_blocks")
+    pins = tuple(launch.pins.items())
+    again = family.plan(
+        call._replace(settings=dataclasses.replace(call.settings, pins=pins)), shape_of(call), "small_blocks"
+    )
+    assert again.variants == launch.variants

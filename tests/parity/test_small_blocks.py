@@ -1,0 +1,90 @@
+"""The schedule for small blocks over the matrix: single rows, and tiles of neighbouring tokens."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nsa
+from nsa.kernels import pinned
+from nsa.kernels.small_blocks import tiles
+from nsa.testing.contestants.ours import OURS
+from nsa.testing.fixtures import over
+from nsa.testing.judge.forward import Oracle, assert_parity, cached_parity
+from nsa.testing.matrix import caches, strategies
+from nsa.testing.matrix.strategies import DrawnCache
+from nsa.testing.plugin import current_lane
+from nsa.testing.profiles import drawing
+
+from .test_caches import serve
+
+GPU = current_lane() == "gpu"
+UNIONS = tiles.Choice(worth=tiles.ALWAYS, union_keys=16)  # so that a union has several steps, and a row several tiles
+CHOICES = {
+    "rule": tiles.RULES,
+    "rows": tiles.Choice(keys=16, rows=0),
+    "split": tiles.Choice(splits=3, keys=16, cluster=0, rows=0),
+    "cluster": tiles.Choice(splits=4, rows=0),
+    "unions": UNIONS,
+    "split-unions": UNIONS._replace(union_splits=2),
+}
+
+
+@pytest.fixture(params=CHOICES)
+def choice(request, pin):
+    pin(small_blocks=CHOICES[request.param])
+    return CHOICES[request.param]
+
+
+@over(lambda case: OURS["small_blocks"].supports(case) is None)
+def test_triton_sel_parity_small_blocks(oracle: Oracle, choice: tiles.Choice) -> None:
+    result, launched = OURS["small_blocks"].run_counted(oracle.problem, oracle.problem.case.seed % 2 == 0)
+    assert_parity(result, oracle, "small_blocks")
+    assert {"small_blocks"} <= set(launched) <= {"small_blocks", "small_blocks unions", "split"}, f"launched {launched}"
+
+
+@pytest.mark.parametrize("e4m3", [False, True], ids=["16bit", "e4m3"])
+@pytest.mark.parametrize("page", [None, 8, 64, 6], ids=lambda page: f"page{page}")
+@pytest.mark.parametrize("ragged", [False, True], ids=["batch", "ragged"])
+def test_triton_sel_parity_small_blocks_kvcache(device, page, ragged, e4m3, choice):
+    """Sequences of any length with one list for all KV heads; blocks within a page, and across the ends of pages."""
+    dtype = torch.bfloat16 if GPU else torch.float16
+    lengths, S, size, n, HKV = [130, 0, 67], 6, 4, 9, 2
+    room = 132 if page is None else -(-130 // page) * page
+    cache = caches.draw(lengths, room, page, HKV=HKV, D=32, Dv=16, dtype=dtype, device=device, seed=size)
+    cache = caches.quantized(cache) if e4m3 else cache
+    g = torch.Generator().manual_seed(page or 0)
+    q = torch.randn(len(lengths), S, HKV * 5, 32, generator=g).to(device, dtype)
+    blocks = torch.stack([torch.randperm(room // size + 2, generator=g)[:n] - 1 for _ in range(len(lengths) * S)])
+    blocks = blocks.view(len(lengths), S, 1, n).to(device, torch.int32)
+    blocks[:, 1:4] = blocks[:, :1]
+    ends = None
+    if ragged:
+        q, blocks, ends = q.flatten(0, 1), blocks.flatten(0, 1), torch.tensor([0, 8, 8, 17], device=device)
+    selection = {"block_indices": blocks, "block_size": size}
+    out = torch.full((*q.shape[:-1], 16), math.nan, dtype=dtype, device=device)
+    got = nsa.selection_attention_with_kvcache(
+        q, cache.k, cache.v, **cache.arguments, **selection, cu_seqlens_q=ends, backend="triton",
+        schedule="small_blocks", return_lse=True, out=out,
+    )  # fmt: skip
+    cached_parity(got, caches.oracle(q, cache, ends, **selection), dtype, "small_blocks")
+
+
+@drawing(2 / 5)
+@given(
+    strategies.cached_calls("blocks") | strategies.ragged_calls("blocks"), st.sampled_from(list(CHOICES)), st.booleans()
+)
+def test_triton_sel_parity_small_blocks_any_caches(
+    device: torch.device, drawn: DrawnCache, choice: str, shared: bool
+) -> None:
+    """``shared``: one list for all KV heads, and unions for the tokens of a tile."""
+    cache, p = drawn.cache(device), drawn.call.problem(device)
+    blocks = p.block_indices[..., :1, :].contiguous() if shared else p.block_indices
+    q, cu = p.q.half() if drawn.e4m3 and p.q.dtype == torch.float32 else p.q, None
+    if drawn.ends:
+        q, blocks, cu = q.flatten(0, 1), blocks.flatten(0, 1), drawn.cu_seqlens_q(device)
+    picked = {"block_indices": blocks, "block_size": min(p.block_size, tiles.LARGEST), "causal": p.causal}
+    with pinned(small_blocks=CHOICES[choice]):
+        serve(q, cache, picked, cu, Dv=p.case.Dv, schedule="small_blocks")
