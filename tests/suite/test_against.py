@@ -83,7 +83,6 @@ def test_a_base_that_imports_another_copy_is_refused(repository, monkeypatch):
 KERNEL = """
     from nsa.call import Call
     from nsa.plain.packed_sdpa import packed_sdpa
-    from nsa.testing.clock import timing
 
     def attend(q, k, v, *, ranges, causal, scale):
         attend.called = True
@@ -93,10 +92,13 @@ KERNEL = """
         attend.called = False
         calls[0]()
         return 1e-2 * (TIMES if attend.called else 1.0)
-
-    timing._host_sample = sample  # the clock of this test
 """
+CLOCK = """
+import timed
+from nsa.testing.clock import timing
 
+timing._host_sample = timed.sample  # before the suite loads a contestant, which must not patch the suite
+"""
 
 SHIM = """#!/bin/sh
 printf '%s\\n' "$@" > "$(mktemp commands/XXXXXX)"
@@ -129,7 +131,7 @@ def commands(workflow, tmp_path):
 def gated(runner, words):
     """What pytest does with these words, in this process, whose children are forks."""
     options = types.SimpleNamespace(nsa_against=words[-1], nsa_impl=["timed:attend"], nsa_strict=True)
-    args = ["-p", "nsa_pytest", *words, "-k", FEWER["perf"][1]]
+    args = ["-p", "nsa_pytest", "-p", "clock", *words, "-k", FEWER["perf"][1]]
     params = types.SimpleNamespace(args=args, dir=runner)
     return hooks._against(types.SimpleNamespace(option=options, invocation_params=params, args=[FEWER["perf"][0]]))
 
@@ -145,6 +147,7 @@ def merged(tmp_path, monkeypatch, forked_children):
     def write(folder, TIMES=1.0, RIGHT=1.0):
         (folder / "src").mkdir(parents=True, exist_ok=True)
         (folder / "src" / "timed.py").write_text(f"TIMES, RIGHT = {TIMES}, {RIGHT}\n{textwrap.dedent(KERNEL)}")
+        (folder / "src" / "clock.py").write_text(CLOCK)
 
     def make(**change):
         write(runner, **change)
