@@ -176,7 +176,7 @@ def test_the_gpu_script_gates_core_and_training(collected):
     parity, _, core, training = ({line.partition("::")[0] for line in lines} for _, lines in collected[:4])
     everything = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
     assert parity == {path for path in everything if not path.startswith("tests/perf/")}
-    left_out = {f"tests/perf/test_{name}.py" for name in ("training", "shape", "sweep")}
+    left_out = {f"tests/perf/test_{name}.py" for name in ("training", "shape", "sweep", "regret", "workload")}
     assert core == {path for path in everything if path.startswith("tests/perf/")} - left_out
     assert training == {"tests/perf/test_training.py"}
     for words, _ in collected[2:4]:
