@@ -61,7 +61,9 @@ def _costs(rows: Sequence[Row], schedule: str) -> dict[str, float]:
         costs = _least_squares(relative * weights[:, None], weights)
         error = np.log(np.maximum(relative @ costs, 1e-9))
         weights = 1 / np.sqrt(1 + (error / NEAR) ** 2)
-    return {name: float(f"{cost:.4g}") for name, cost in zip(counts[0], costs, strict=True) if cost > 1e-9}
+    shares = (relative * costs).max(0)  # a term that is never a thousandth of a call is left out
+    of = zip(counts[0], costs, shares, strict=True)
+    return {name: float(f"{cost:.4g}") for name, cost, share in of if share > 1e-3}
 
 
 def _least_squares(a: Any, b: Any) -> Any:
