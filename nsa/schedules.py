@@ -121,7 +121,7 @@ def _sum(costs: Mapping[str, float], counts: Mapping[str, float]) -> float:
 
 
 def why(call: Call, shape: Shape, device_name: str, schedule: str, *others: str) -> str | None:
-    """The reason to take a schedule for a call with blocks; None if query-major or another is expected to be faster.
+    """The reason to take a schedule for a call with blocks; None if query-major or one of ``others`` is faster.
 
     Args:
         others: schedules that could serve the call too.
