@@ -77,6 +77,8 @@ def count(route: str, reason: str, rows: str = "") -> None:
 
 def run(plan: Plan, call: Call) -> Result:
     """Run a planned call. Returns ``(O, LSE)``; LSE is None without ``call.return_lse``."""
+    if plan.one_list:
+        call = call.with_lists()
     if plan.debug:
         return _run_debug(plan, call)
     attached, error = plan.launch, None

@@ -46,7 +46,6 @@ def serve(call: Call, tracing: bool = False) -> Result:
     Raises:
         As :func:`nsa.selection_attention`.
     """
-    call = call.with_lists()
     if tracing or any_autocast_enabled() or transforms_active() or dispatch_modes() or forward_ad._current_level >= 0:
         return _unusual(call, tracing)
     q, k, v, out = call.q, call.k, call.v, call.out
@@ -101,6 +100,7 @@ def _unusual(call: Call, tracing: bool) -> Result:
 
 def _dispatched(call: Call, tracing: bool = False) -> Result:
     """Run a call as an operator, or, if the caller named plain PyTorch, as the operators of which that consists."""
+    call = call.with_lists()
     if call.cache_seqlens is not None or call.backend in ("auto", "triton"):
         if not tracing:  # a compiler would guard each size that a check compares
             check_bound(call)

@@ -45,6 +45,7 @@ class Plan:
     fallback: str = "sdpa"
     sdpa_layout: str = "heads_as_queries"
     debug: bool = False  # a `debug_*` setting is on, or calls are recorded
+    one_list: bool = False  # the selection has one list for all KV heads: `Call.with_lists` comes before a launch
     family: Family = FAMILIES[-1]  # of the kernel, for Triton routes
     rows: str = ""  # the kind of rows that query-major reads, `ranges` or `blocks`
     extents: overlap.Extents | None = None  # of the call's tensors, if it has `out`
@@ -106,6 +107,7 @@ def make_plan(call: Call) -> Plan:
         ValueError, TypeError: from :func:`nsa.validate.check`.
         RuntimeError: ``backend="triton"`` where Triton cannot serve the call.
     """
+    given, call = call, call.with_lists()
     shape, current, device = check(call), call.settings, call.q.device
     fallback = "sdpa" if current.use_sel_pack else "reference"
     device_name, layout, no_triton = _device_facts(device)
@@ -145,6 +147,7 @@ def make_plan(call: Call) -> Plan:
         fallback=fallback,
         sdpa_layout=layout,
         extents=overlap.extents(call),
+        one_list=call is not given,
         debug=current.debug_timing or current.debug_compare or current.debug_shapes or current.debug_cache
         or settings.recording() is not None,
     )

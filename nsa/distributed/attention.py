@@ -103,6 +103,7 @@ def selection_attention(
 def _checked(call: Call, order: str, heads_at_once: int, keep: str) -> tuple[Call, dict[str, Any]]:
     """Check what a rank can check alone. Returns the call, cast as autocast asks, and its message to the others."""
     check_tensors(**call.named_tensors())
+    call = call.with_lists()
     dtype = torch_modes.autocast_dtype(call.q.device)
     if dtype is not None:
         call = torch_modes.cast(call, dtype)

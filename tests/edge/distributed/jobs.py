@@ -20,14 +20,17 @@ def draw(shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def problem(S=24, S_kv=None, B=1, HKV=3, G=2, D=16, Dv=32, n=3, size=4, cu=None, ranges=False, scores=1.0):
-    """``(q, k, v, do, dlse), selection`` of the whole; packed if ``cu`` is a pair of cumulative lengths."""
+def problem(S=24, S_kv=None, B=1, HKV=3, G=2, D=16, Dv=32, n=3, size=4, cu=None, ranges=False, lists=None, scores=1.0):
+    """``(q, k, v, do, dlse), selection`` of the whole; packed if ``cu`` is a pair of cumulative lengths.
+
+    lists: of a query, if not one for each KV head.
+    """
     S_kv = S if S_kv is None else S_kv
     batch = () if cu else (B,)
     shapes = [(*batch, length, heads, dim) for length, heads, dim in
               ((S, HKV * G, D), (S_kv, HKV, D), (S_kv, HKV, Dv), (S, HKV * G, Dv))]  # fmt: skip
     tensors = [draw(shape, seed) for seed, shape in enumerate(shapes)]
-    blocks = torch.randint(-1, -(-S_kv // size), (*batch, S, HKV, n), generator=torch.Generator().manual_seed(9))
+    blocks = torch.randint(-1, -(-S_kv // size), (*batch, S, lists or HKV, n), generator=torch.Generator().manual_seed(9))
     selection = {"block_indices": blocks, "block_size": size}
     if ranges:
         selection = {"ranges": nsa.ranges_from_blocks(blocks, size), "max_selected": n * size}

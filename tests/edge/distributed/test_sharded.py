@@ -17,6 +17,7 @@ CASES = {
     "four ranks, uneven": (4, PLAIN, (10, 0, 2, 12), (1, 20, 3, 0), "contiguous", {"heads_at_once": 3}, {"B": 2}),
     "a rank without queries": (2, PLAIN, (24, 0), (12, 12), "contiguous", {}, {"HKV": 4, "ranges": True}),
     "a rank without keys": (2, PLAIN, (12, 12), (0, 24), "zigzag", {"heads_at_once": 2}, {"HKV": 4}),
+    "one list for all KV heads": (2, PLAIN, (12, 12), (12, 12), "contiguous", {"heads_at_once": 1}, {"lists": 1}),
     "packed": (2, PLAIN, (12, 13), (14, 9), "contiguous", {"keep": "none"}, {"S": 25, "S_kv": 23, "cu": CU}),
     "packed, zigzag": (4, PLAIN, (4, 6, 8, 8), (6, 6, 6, 6), "zigzag", {}, {"S": 26, "S_kv": 24, "cu": CU}),
     "not causal": (2, PLAIN | {"causal": False, "scale": 0.5}, (10, 14), (12, 12), "contiguous", {}, {}),

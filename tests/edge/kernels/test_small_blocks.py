@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import nsa
 from nsa import settings
@@ -164,6 +165,30 @@ def test_gradients_through_one_list(prompt, device):
         nsa.selection_attention(*leaves, **chosen, backend="triton").square().sum().backward()
         found.append([x.grad for x in leaves])
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+DOORS = {
+    "compiled": lambda attend: torch.compile(attend, backend="aot_eager"),
+    "operator": lambda attend: lambda *x: with_mode(attend, *x),
+    "torch.func": lambda attend: lambda *x: torch.func.vjp(attend, *x)[0],
+}
+
+
+def with_mode(attend, *tensors):
+    with FlopCounterMode(display=False):  # a dispatch mode, so the call is an operator
+        return attend(*tensors)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_one_list_through_every_door(prompt, device, door):
+    selection = blocks_of(device, *[[0, 3, -1], [5, 1, 3]] * 4)
+    backend = "reference" if door == "torch.func" else "auto"
+
+    def attend(q, k, v):
+        return nsa.selection_attention(q, k, v, **selection, backend=backend)
+
+    qkv = prompt()
+    torch.testing.assert_close(DOORS[door](attend)(*qkv), attend(*qkv), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("shared", [True, False])
