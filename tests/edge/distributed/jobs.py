@@ -30,7 +30,9 @@ def problem(S=24, S_kv=None, B=1, HKV=3, G=2, D=16, Dv=32, n=3, size=4, cu=None,
     shapes = [(*batch, length, heads, dim) for length, heads, dim in
               ((S, HKV * G, D), (S_kv, HKV, D), (S_kv, HKV, Dv), (S, HKV * G, Dv))]  # fmt: skip
     tensors = [draw(shape, seed) for seed, shape in enumerate(shapes)]
-    blocks = torch.randint(-1, -(-S_kv // size), (*batch, S, lists or HKV, n), generator=torch.Generator().manual_seed(9))
+    blocks = torch.randint(
+        -1, -(-S_kv // size), (*batch, S, lists or HKV, n), generator=torch.Generator().manual_seed(9)
+    )
     selection = {"block_indices": blocks, "block_size": size}
     if ranges:
         selection = {"ranges": nsa.ranges_from_blocks(blocks, size), "max_selected": n * size}
