@@ -25,7 +25,7 @@ def selection_attention(
     ranges: Tensor | None = None, block_indices: Tensor | None = None, block_size: int | None = None,
     causal: bool = True, scale: float | None = None, cu_seqlens: api.CuSeqlens | None = None,
     max_selected: int | None = None, return_lse: bool = False, backend: str = "auto", schedule: str = "auto",
-    order: str = "contiguous", heads_at_once: int = 2, keep: str = "last",
+    order: str = "contiguous", heads_at_once: int = 1, keep: str = "last",
     **wrong: object,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`nsa.selection_attention` over a sequence whose tokens are sharded among ranks.

@@ -51,7 +51,7 @@ class Ask(NamedTuple):
     HKV: int = 4
     D: int = 128
     shared: float = 0.0
-    heads_at_once: tuple[int, ...] = (2, 1, 4)  # the first is compared with the targets
+    heads_at_once: tuple[int, ...] = (1, 2, 4)  # the first is compared with the targets
     orders: tuple[str, ...] = ("zigzag", "contiguous")
     keep: str = "last"
     samples: int = 12
