@@ -146,7 +146,8 @@ def merged(tmp_path, monkeypatch, forked_children):
 
     def write(folder, TIMES=1.0, RIGHT=1.0, CAUSAL=True):
         (folder / "src").mkdir(parents=True, exist_ok=True)
-        (folder / "src" / "timed.py").write_text(f"TIMES, RIGHT, CAUSAL = {TIMES}, {RIGHT}, {CAUSAL}\n{textwrap.dedent(KERNEL)}")
+        facts = f"TIMES, RIGHT, CAUSAL = {TIMES}, {RIGHT}, {CAUSAL}\n"
+        (folder / "src" / "timed.py").write_text(facts + textwrap.dedent(KERNEL))
         (folder / "src" / "clock.py").write_text(CLOCK)
 
     def make(**change):

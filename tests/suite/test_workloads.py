@@ -12,7 +12,7 @@ from nsa.testing import options
 from nsa.testing.clock.serving import Pool, problems, serve
 from nsa.testing.clock.timing import Timing, each
 from nsa.testing.contestants.contract import Contestant
-from nsa.testing.report import plots, summary
+from nsa.testing.report import plots, summary, tables
 from nsa.testing.workloads import file, mix
 
 from .small_project import Session
