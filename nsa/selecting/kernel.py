@@ -108,8 +108,32 @@ def _seen(position, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _first_key(tile, SIZE: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr):
+    """First index key of a tile."""
+    return tile // PARTS * SIZE + tile % PARTS * N if PARTS else tile * N
+
+
+@triton.jit
+def _page_of(table_row, key0, i, keys, pages, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr):
+    """Pages of the keys ``key0 + i``: one if the tile lies in one page, else ``[N]``. -1 if there is none.
+
+    A tile's pages are looked up while the tile before it is computed, and carried to it. So Triton pipelines the loads
+    of keys, and not the look-ups.
+    """
+    if PAGE and ONE_PAGE:
+        page = tl.load(table_row + key0 // PAGE, mask=key0 < keys, other=-1)
+        return tl.where((page >= 0) & (page < pages), page, -1).to(tl.int32)
+    elif PAGE:
+        key = key0 + i
+        page = tl.load(table_row + key // PAGE, mask=key < keys, other=-1)
+        return tl.where((page >= 0) & (page < pages), page, -1).to(tl.int32)
+    else:
+        return 0
+
+
+@triton.jit
 def _load_keys(
-    k_ptr, table_row, key0, i, keys, pages, stride_kb, stride_kn, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    k_ptr, page, key0, i, keys, stride_kb, stride_kn, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr, ONE_PAGE: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Index keys ``key0 + i`` of a sequence, ``[N, BLOCK_D]``, transposed on request; and which of them exist, ``[N]``.
@@ -119,14 +143,11 @@ def _load_keys(
     key = key0 + i
     exists = key < keys
     if PAGE and ONE_PAGE:
-        page = tl.load(table_row + key0 // PAGE)
-        known = (page >= 0) & (page < pages)
-        exists = key < tl.where(known, keys, 0)
-        at = tl.where(known, page, 0).to(tl.int64) * stride_kb + (key0 % PAGE + i).to(tl.int64) * stride_kn
+        exists = key < tl.where(page >= 0, keys, 0)
+        at = tl.maximum(page, 0).to(tl.int64) * stride_kb + (key0 % PAGE + i).to(tl.int64) * stride_kn
     elif PAGE:
-        page = tl.load(table_row + tl.where(exists, key, 0) // PAGE)
-        exists &= (page >= 0) & (page < pages)
-        at = tl.where(exists, page, 0).to(tl.int64) * stride_kb + (key % PAGE).to(tl.int64) * stride_kn
+        exists &= page >= 0
+        at = tl.maximum(page, 0).to(tl.int64) * stride_kb + (key % PAGE).to(tl.int64) * stride_kn
     else:
         at = key.to(tl.int64) * stride_kn
     d = tl.arange(0, BLOCK_D)
@@ -167,17 +188,17 @@ def _load_queries(
 
 @triton.jit
 def _block_maxima(
-    q, fit, k_ptr, table_row, tile, limit, keys, pages, stride_kb, stride_kn, in_list,
+    q, fit, k_ptr, page, tile, limit, keys, stride_kb, stride_kn, in_list,
     SIZE: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr, ONE_PAGE: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr, LB: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The largest score of the keys of each block of a tile, ``[LB, blocks of the tile]``."""
     i = tl.arange(0, N)
-    key0 = tile // PARTS * SIZE + tile % PARTS * N if PARTS else tile * N
+    key0 = _first_key(tile, SIZE, N, PARTS)
     k, exists = _load_keys(
-        k_ptr, table_row, key0, i, keys, pages, stride_kb, stride_kn, D, BLOCK_D, PAGE, ONE_PAGE, UNIT,
-        MASKED or (PAGE > 0 and not ONE_PAGE), True,
+        k_ptr, page, key0, i, keys, stride_kb, stride_kn, D, BLOCK_D, PAGE, ONE_PAGE, UNIT,
+        MASKED, True,
     )  # fmt: skip
     s = tl.dot(q, k, input_precision=INPUT_PRECISION)  # [M, N]
     if MASKED:
@@ -202,7 +223,7 @@ def _block_maxima(
 
 @triton.jit
 def _block_sums(
-    q, factor, lse, k_ptr, table_row, tile, limit, keys, pages, stride_kb, stride_kn, carry,
+    q, factor, lse, k_ptr, page, tile, limit, keys, stride_kb, stride_kn, carry,
     SCORE: tl.constexpr, SIZE: tl.constexpr, OVERLAP: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr, UNIT: tl.constexpr,
     HEADS: tl.constexpr, LB: tl.constexpr, INPUT_PRECISION: tl.constexpr, MASKED: tl.constexpr,
@@ -214,10 +235,10 @@ def _block_sums(
     the block. ``carry`` is what the last keys before the tile have in its first block.
     """
     i = tl.arange(0, N)
-    key0 = tile // PARTS * SIZE + tile % PARTS * N if PARTS else tile * N
+    key0 = _first_key(tile, SIZE, N, PARTS)
     k, exists = _load_keys(
-        k_ptr, table_row, key0, i, keys, pages, stride_kb, stride_kn, D, BLOCK_D, PAGE, ONE_PAGE, UNIT,
-        MASKED or (PAGE > 0 and not ONE_PAGE), False,
+        k_ptr, page, key0, i, keys, stride_kb, stride_kn, D, BLOCK_D, PAGE, ONE_PAGE, UNIT,
+        MASKED, False,
     )  # fmt: skip
     s = tl.dot(k, tl.trans(q), input_precision=INPUT_PRECISION)  # [N, M]
     if SCORE == RELU:
@@ -324,7 +345,7 @@ def _scores_kernel(
                 l = l * tl.exp2(m - m_safe) + l_part * tl.exp2(m_part - m_safe)
                 m = m_new
                 at += step
-            lse = m + tl.log2(l)
+            lse = m + tl.log2(tl.where(l > 0, l, 1.0))
         else:
             at = query_offset(safe, S, stride_lb, stride_ls, LAYOUT) + head
             lse = tl.load(lse_ptr + at, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
@@ -339,6 +360,7 @@ def _scores_kernel(
     into = score_ptr + row * width  # [LB]
     BLOCKS: tl.constexpr = 1 if PARTS else N // SIZE
     block = tl.arange(0, BLOCKS)
+    i = tl.arange(0, N)
     OVERLAP: tl.constexpr = WINDOW // STRIDE
 
     seq = _find(token0, B, S, cu_q_ptr, LAYOUT)
@@ -373,72 +395,85 @@ def _scores_kernel(
         begin = split * each * UNITS
         stop = tl.minimum(split * each + each, units) * UNITS
         whole = tl.minimum(tl.maximum(least, 0) // STEP * UNITS, stop)
-        if PAGE and not ONE_PAGE:
-            whole = 0
         limits = _seen(_position(of_row, mine_row, shift, tokens, pos_ptr), STRIDE, WINDOW)  # [M]
         limits = tl.minimum(limits, keys)
         whole = tl.maximum(whole, begin)
+        page = _page_of(table_row, _first_key(begin, SIZE, N, PARTS), i, keys, pages, PAGE, ONE_PAGE)
         if SCORE == MAX:
             best = tl.full([LB, BLOCKS], float("-inf"), tl.float32)
             for tile in range(begin, whole):
                 found = _block_maxima(
-                    q, fit, k_base, table_row, tile, limits, keys, pages, stride_kb, stride_kn, g < G,
+                    q, fit, k_base, page, tile, limits, keys, stride_kb, stride_kn, g < G,
                     SIZE, N, PARTS, D, BLOCK_D, PAGE, ONE_PAGE, UNIT, HEADS, LB, INPUT_PRECISION, False,
                 )  # fmt: skip
-                at = tile * BLOCKS
+                to = tile * BLOCKS
                 if PARTS:
                     best = tl.where(tile % PARTS == 0, found, tl.maximum(best, found))
                     found = best
-                    at = tile // PARTS
-                tl.store(into[:, None] + at + block[None, :], found, mask=mine[:, None] & (block[None, :] >= 0))
+                    to = tile // PARTS
+                tl.store(into[:, None] + to + block[None, :], found, mask=mine[:, None] & (block[None, :] >= 0))
+                page = _page_of(
+                    table_row, _first_key(tile + 1, SIZE, N, PARTS), i, keys, pages, PAGE, ONE_PAGE
+                )  # fmt: skip
             for tile in range(whole, stop):
                 found = _block_maxima(
-                    q, fit, k_base, table_row, tile, limits, keys, pages, stride_kb, stride_kn, g < G,
+                    q, fit, k_base, page, tile, limits, keys, stride_kb, stride_kn, g < G,
                     SIZE, N, PARTS, D, BLOCK_D, PAGE, ONE_PAGE, UNIT, HEADS, LB, INPUT_PRECISION, True,
                 )  # fmt: skip
-                at = tile * BLOCKS
+                to = tile * BLOCKS
                 if PARTS:
                     best = tl.where(tile % PARTS == 0, found, tl.maximum(best, found))
                     found = best
-                    at = tile // PARTS
-                inside = mine[:, None] & ((at + block[None, :]) * SIZE < most)
-                tl.store(into[:, None] + at + block[None, :], found, mask=inside)
+                    to = tile // PARTS
+                inside = mine[:, None] & ((to + block[None, :]) * SIZE < most)
+                tl.store(into[:, None] + to + block[None, :], found, mask=inside)
+                page = _page_of(
+                    table_row, _first_key(tile + 1, SIZE, N, PARTS), i, keys, pages, PAGE, ONE_PAGE
+                )  # fmt: skip
         else:
             best = tl.full([BLOCKS, LB], float("-inf"), tl.float32)
             carry = tl.zeros([LB], tl.float32)
             if SCORE == SOFTMAX:
                 if begin > 0 and begin < stop:
+                    page = _page_of(table_row, (begin - 1) * N, i, keys, pages, PAGE, ONE_PAGE)
                     _, carry = _block_sums(
-                        q, fit, lse, k_base, table_row, begin - 1, limit, keys, pages, stride_kb, stride_kn, carry,
+                        q, fit, lse, k_base, page, begin - 1, limit, keys, stride_kb, stride_kn, carry,
                         SCORE, SIZE, OVERLAP, N, PARTS, D, BLOCK_D, PAGE, ONE_PAGE, UNIT, HEADS, LB,
                         INPUT_PRECISION, True,
                     )  # fmt: skip
+                    page = _page_of(table_row, begin * N, i, keys, pages, PAGE, ONE_PAGE)
             for tile in range(begin, whole):
                 found, carry = _block_sums(
-                    q, fit, lse, k_base, table_row, tile, limit, keys, pages, stride_kb, stride_kn, carry,
+                    q, fit, lse, k_base, page, tile, limit, keys, stride_kb, stride_kn, carry,
                     SCORE, SIZE, OVERLAP, N, PARTS, D, BLOCK_D, PAGE, ONE_PAGE, UNIT, HEADS, LB,
                     INPUT_PRECISION, False,
                 )  # fmt: skip
-                at = tile * BLOCKS
+                to = tile * BLOCKS
                 if PARTS:
                     best = tl.where(tile % PARTS == 0, found, tl.maximum(best, found))
                     found = best
-                    at = tile // PARTS
-                tl.store(into[None, :] + at + block[:, None], found, mask=mine[None, :] & (block[:, None] >= 0))
+                    to = tile // PARTS
+                tl.store(into[None, :] + to + block[:, None], found, mask=mine[None, :] & (block[:, None] >= 0))
+                page = _page_of(
+                    table_row, _first_key(tile + 1, SIZE, N, PARTS), i, keys, pages, PAGE, ONE_PAGE
+                )  # fmt: skip
             for tile in range(whole, stop):
                 found, carry = _block_sums(
-                    q, fit, lse, k_base, table_row, tile, limit, keys, pages, stride_kb, stride_kn, carry,
+                    q, fit, lse, k_base, page, tile, limit, keys, stride_kb, stride_kn, carry,
                     SCORE, SIZE, OVERLAP, N, PARTS, D, BLOCK_D, PAGE, ONE_PAGE, UNIT, HEADS, LB,
                     INPUT_PRECISION, True,
                 )  # fmt: skip
-                at = tile * BLOCKS
+                to = tile * BLOCKS
                 if PARTS:
                     best = tl.where(tile % PARTS == 0, found, tl.maximum(best, found))
                     found = best
-                    at = tile // PARTS
+                    to = tile // PARTS
                 reach = most if SCORE == RELU else most + OVERLAP - 1
-                inside = mine[None, :] & ((at + block[:, None]) * SIZE < reach)
-                tl.store(into[None, :] + at + block[:, None], found, mask=inside)
+                inside = mine[None, :] & ((to + block[:, None]) * SIZE < reach)
+                tl.store(into[None, :] + to + block[:, None], found, mask=inside)
+                page = _page_of(
+                    table_row, _first_key(tile + 1, SIZE, N, PARTS), i, keys, pages, PAGE, ONE_PAGE
+                )  # fmt: skip
         seq += 1
 
 
@@ -503,11 +538,12 @@ def _lse_kernel(
             k_base += tl.cast(tl.minimum(seq, tl.maximum(B - 1, 0)), tl.int64) * stride_kb * UNIT
         tiles = tl.cdiv(tl.max(limit, 0), N)
         each = tl.cdiv(tiles, splits)
+        page = _page_of(table_row, split * each * N, i, keys, pages, PAGE, ONE_PAGE)
         for tile in range(split * each, tl.minimum(split * each + each, tiles)):
             k, exists = _load_keys(
-                k_base, table_row, tile * N, i, keys, pages, stride_kb, stride_kn, D, BLOCK_D, PAGE, ONE_PAGE, UNIT,
-                True, True,
+                k_base, page, tile * N, i, keys, stride_kb, stride_kn, D, BLOCK_D, PAGE, ONE_PAGE, UNIT, True, True
             )  # fmt: skip
+            page = _page_of(table_row, (tile + 1) * N, i, keys, pages, PAGE, ONE_PAGE)
             s = tl.dot(q, k, input_precision=INPUT_PRECISION) * fit[:, None]
             s = tl.where(exists[None, :] & (tile * N + i[None, :] < limit[:, None]), s, float("-inf"))
             m_new = tl.maximum(m, tl.max(s, 1))

@@ -55,7 +55,7 @@ def tile_of(r: Request, processors: int) -> Tile:
     if r.score == "softmax":
         N = max(N, r.size)
     few = tokens * lists * heads <= 32
-    return Tile(tokens, lists, heads, N, 4, 4 if few else 3, (16 if few else 8) * processors)
+    return Tile(tokens, lists, heads, N, 4, 4 if few else 2, (16 if few else 8) * processors)
 
 
 def obstacle(r: Request) -> str | None:
