@@ -334,17 +334,16 @@ def _scores_kernel(
         if LSE_PARTS:
             heads = lists * G
             at = (local * TOKENS + r % TOKENS).to(tl.int64) * heads + head
-            step = tl.num_programs(0) // list_tiles * TOKENS * heads
+            step = tl.cast(tl.num_programs(0) // list_tiles * TOKENS, tl.int64) * heads
             m = tl.full([M], float("-inf"), tl.float32)
             l = tl.zeros([M], tl.float32)
             for part in tl.static_range(LSE_PARTS):
-                m_part = tl.load(lse_ptr + at, mask=valid, other=float("-inf"))
-                l_part = tl.load(lse_ptr + LSE_PARTS * tl.cast(step, tl.int64) + at, mask=valid, other=0.0)
+                m_part = tl.load(lse_ptr + part * step + at, mask=valid, other=float("-inf"))
+                l_part = tl.load(lse_ptr + (LSE_PARTS + part) * step + at, mask=valid, other=0.0)
                 m_new = tl.maximum(m, m_part)
                 m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
                 l = l * tl.exp2(m - m_safe) + l_part * tl.exp2(m_part - m_safe)
                 m = m_new
-                at += step
             lse = m + tl.log2(tl.where(l > 0, l, 1.0))
         else:
             at = query_offset(safe, S, stride_lb, stride_ls, LAYOUT) + head

@@ -108,15 +108,15 @@ def _lse(r: Request, about: Tokens, here: slice, chunk: int) -> Tensor:
 
 
 def _scores(r: Request, about: Tokens, here: slice, first: int, last: int, lse: Tensor | None) -> Tensor:
-    """Scores of the blocks ``first`` to ``last``, ``[t, lists, blocks]``; -inf for blocks without a key, and for NaN."""
+    """Scores of the blocks ``first`` to ``last``, ``[t, lists, blocks]``; -inf for those without a key, and for NaN."""
     begin, end = first * r.size, last * r.size
     if r.score == "softmax":
         assert lse is not None
         overlap = r.window // r.stride
         s, visible = _products(r, about, here, begin - overlap + 1, end)
         p = torch.exp(s * r.scale - lse[..., None]).masked_fill(~visible[:, None, None], 0.0).sum(2)
-        p = sum(p[..., i : p.shape[-1] - (overlap - 1 - i)] for i in range(overlap))  # by stride
-        scores = p.unflatten(-1, (last - first, r.size)).sum(-1)
+        strides = torch.stack([p[..., i : p.shape[-1] - (overlap - 1 - i)] for i in range(overlap)]).sum(0)
+        scores = strides.unflatten(-1, (last - first, r.size)).sum(-1)
     else:
         s, visible = _products(r, about, here, begin, end)
         if r.score == "relu":
@@ -128,7 +128,8 @@ def _scores(r: Request, about: Tokens, here: slice, first: int, last: int, lse: 
         else:
             s = s.masked_fill(~visible[:, None, None] | s.isnan(), -torch.inf).amax(2)
         scores = s.unflatten(-1, (last - first, r.size)).amax(-1)
-    return scores.masked_fill(scores.isnan(), -torch.inf)
+    found: Tensor = scores.masked_fill(scores.isnan(), -torch.inf)
+    return found
 
 
 def _ordered(score: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa import validate
-from nsa.kernels.shared.shape import BATCH, CACHE, E4M3, RAGGED, VARLEN
+from nsa.kernels.shared.shape import BATCH, CACHE, E4M3, MAX_GROUP, RAGGED, VARLEN
 
 SCORES = ("max", "relu", "softmax")
 BACKENDS = ("auto", "triton", "torch", "reference")
@@ -108,7 +108,9 @@ def request(q: Any, k: Any, cu_seqlens: Any, cache_seqlens: Any, lists: Any, sca
     if not isinstance(given["tail"], bool):
         raise TypeError(f"tail: expected a bool, got {type(given['tail']).__name__}")
     tensors = {name: given[name] for name in ("weights", "lse", "q_positions", "block_table", "k_scale")}
-    pair = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, None if cache_seqlens is not None else cu_seqlens)
+    pair = cu_seqlens
+    if not isinstance(pair, tuple):
+        pair = (cu_seqlens, None if cache_seqlens is not None else cu_seqlens)
     if len(pair) != 2:
         raise TypeError(f"cu_seqlens: expected a tensor or a pair of tensors, got a tuple of {len(pair)}")
     tensors |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), pair, strict=True))
@@ -121,9 +123,9 @@ def request(q: Any, k: Any, cu_seqlens: Any, cache_seqlens: Any, lists: Any, sca
     if lists is None:
         lists = HI if given["score"] == "max" else HK
     validate.check_count("lists", lists, 1)
-    if HK == 0 or HI % lists or lists % HK or HI == 0 or HI // lists > validate.MAX_GROUP:
+    if HK == 0 or HI % lists or lists % HK or HI == 0 or HI // lists > MAX_GROUP:
         raise ValueError(
-            f"heads: expected HI = G * lists with G from 1 to {validate.MAX_GROUP}, and lists = a multiple of HK, "
+            f"heads: expected HI = G * lists with G from 1 to {MAX_GROUP}, and lists = a multiple of HK, "
             f"got HI={HI}, lists={lists}, HK={HK}"
         )
     if scale is not None and given["score"] != "softmax":
@@ -198,8 +200,9 @@ def _check_tensors(
         validate.check_dtype("k_scale", k_scale.dtype, (torch.float32,))
         if tuple(k_scale.shape) not in ((), (1,), (HK,)):
             raise ValueError(f"k_scale: expected [], [1] or [HK] = [{HK}], got {list(k_scale.shape)}")
-    for name, x in {**{"k": k, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "cache_seqlens": cache_seqlens},
-                    **{name: given[name] for name in ("weights", "lse", "q_positions", "block_table", "k_scale")}}.items():  # fmt: skip
+    others = {"k": k, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "cache_seqlens": cache_seqlens}
+    others |= {name: given[name] for name in ("weights", "lse", "q_positions", "block_table", "k_scale")}
+    for name, x in others.items():
         if x is not None:
             validate.check_device(name, x, q.device)
 
@@ -224,9 +227,10 @@ def _check_sequences(
             raise TypeError("cu_seqlens: expected a tensor or a pair of tensors, got a pair with None")
         if cu_q is not None and cu_k is not None:
             if cu_q.shape != cu_k.shape:
-                raise ValueError(f"cu_seqlens_k: expected {list(cu_q.shape)} (that of cu_seqlens_q), got {list(cu_k.shape)}")
+                expected = f"{list(cu_q.shape)} (that of cu_seqlens_q)"
+                raise ValueError(f"cu_seqlens_k: expected {expected}, got {list(cu_k.shape)}")
             if cu_k is cu_q and window > 1:
-                raise TypeError("cu_seqlens: expected a pair, of queries and of index keys, with window > 1, got a tensor")
+                raise TypeError("cu_seqlens: expected a pair (of queries, of index keys) with window > 1, got a tensor")
         elif k.shape[0] != B:
             raise ValueError(f"k: expected [B, rows, HK, D] with B={B}, got {list(k.shape)}")
         rows = k.shape[-3]
