@@ -396,6 +396,8 @@ def _scores_kernel(
         whole = tl.minimum(tl.maximum(least, 0) // STEP * UNITS, stop)
         limits = _seen(_position(of_row, mine_row, shift, tokens, pos_ptr), STRIDE, WINDOW)  # [M]
         limits = tl.minimum(limits, keys)
+        if PARTS and SIZE % N:  # a tile reaches past its block
+            whole = 0
         whole = tl.maximum(whole, begin)
         page = _page_of(table_row, _first_key(begin, SIZE, N, PARTS), i, keys, pages, PAGE, ONE_PAGE)
         if SCORE == MAX:
