@@ -27,14 +27,9 @@ _AUTOGRAD = ("AutogradCPU", "AutogradCUDA", "AutogradOther", "AutogradFunctional
 
 
 def backward(
-    plan: Plan,
-    call: Call,
-    do: Tensor | None,
-    dlse: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
+    plan: Plan, call: Call, do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor,
     wanted: tuple[bool, ...] = (True, True, True),
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """The gradients of ``q``, ``k`` and ``v``, in their shapes and dtypes, contiguous.
 
     Args:

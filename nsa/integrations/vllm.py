@@ -46,20 +46,10 @@ _said: set[tuple[str, str]] = set()  # what was logged
 
 
 def minimax_m3_sparse_attn(
-    q: Tensor,
-    kv_cache: Tensor,
-    topk_idx: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    prefix_lens: Tensor,
-    max_query_len: int,
-    num_kv_heads: int,
-    sm_scale: float,
-    output: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
+    q: Tensor, kv_cache: Tensor, topk_idx: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor,
+    prefix_lens: Tensor, max_query_len: int, num_kv_heads: int, sm_scale: float, output: Tensor,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> None:  # fmt: skip
     """Attention of prompts and chunks of prompts over the selected blocks, as vLLM 0.33.0's function of this name.
 
     Args:
@@ -94,20 +84,10 @@ def minimax_m3_sparse_attn(
 
 
 def minimax_m3_sparse_attn_decode(
-    q: Tensor,
-    kv_cache: Tensor,
-    topk_idx: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    num_kv_heads: int,
-    sm_scale: float,
-    output: Tensor,
-    decode_query_len: int,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    query_start_loc: Tensor | None = None,
-    token_to_req_indices: Tensor | None = None,
-) -> None:
+    q: Tensor, kv_cache: Tensor, topk_idx: Tensor, block_table: Tensor, seq_lens: Tensor, num_kv_heads: int,
+    sm_scale: float, output: Tensor, decode_query_len: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, query_start_loc: Tensor | None = None, token_to_req_indices: Tensor | None = None,
+) -> None:  # fmt: skip
     """:func:`minimax_m3_sparse_attn` for decode steps, where ``T = B * decode_query_len``.
 
     Every sequence has ``decode_query_len`` queries. A sequence of length 0 (padding in a captured graph) gets zeros.
@@ -139,19 +119,10 @@ def minimax_m3_sparse_attn_decode(
 
 
 def qsa_sparse_paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    logical_indices: Tensor,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    use_prefill_config: bool,
-    out: Tensor | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
-    *,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, logical_indices: Tensor, block_table: Tensor, token_to_req: Tensor,
+    use_prefill_config: bool, out: Tensor | None = None, k_scale: float | None = None, v_scale: float | None = None, *,
     output_gate: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """QSA's attention over the selected keys, as vLLM 0.33.0's function of this name.
 
     Args:
@@ -205,15 +176,9 @@ EVERY = {name: ours for names in MODULES.values() for name, ours in names.items(
 
 
 def _serve(
-    name: str,
-    given: tuple[Any, ...],
-    q: Tensor,
-    kv_cache: Tensor,
-    num_kv_heads: int,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    **call: Any,
-) -> None:
+    name: str, given: tuple[Any, ...], q: Tensor, kv_cache: Tensor, num_kv_heads: int, k_scale: Tensor | None,
+    v_scale: Tensor | None, **call: Any,
+) -> None:  # fmt: skip
     """Run a call on our kernels, or on vLLM's own function with the arguments ``given``.
 
     Args:
@@ -270,14 +235,9 @@ def _attempt(name: str, kind: tuple[Any, ...], why_not: str | None, run: Callabl
 
 @lru_cache(maxsize=256)
 def _why_not(
-    name: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    heads: Sequence[int],
-    keys: torch.dtype,
-    page: Sequence[int],
+    name: str, dtype: torch.dtype, device: torch.device, heads: Sequence[int], keys: torch.dtype, page: Sequence[int],
     num_kv_heads: int,
-) -> str | None:
+) -> str | None:  # fmt: skip
     """Why our kernels cannot serve calls of a kind, or None if they can.
 
     Args:

@@ -232,15 +232,9 @@ def _by_union(kinds: tuple[object, ...], tile: union_tiles.Tile, **shared: Any) 
 
 
 def backward(
-    launch: Launch,
-    call: Call,
-    do: Tensor,
-    dlse: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    route: str,
+    launch: Launch, call: Call, do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, route: str,
     wanted: tuple[bool, ...] = (True, True, True),
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of a forward call.
 
     Args:
@@ -285,14 +279,9 @@ def statistics(launch: Launch, do: Tensor, dlse: Tensor | None, o: Tensor, lse: 
 
 
 def add(
-    launch: Launch,
-    call: Call,
-    do: Tensor,
-    stats: Tensor,
-    dq: Tensor | None,
-    sums: tuple[Tensor, Tensor] | None,
+    launch: Launch, call: Call, do: Tensor, stats: Tensor, dq: Tensor | None, sums: tuple[Tensor, Tensor] | None,
     route: str,
-) -> None:
+) -> None:  # fmt: skip
     """Write dQ, and add to dK and dV; None for gradients that are not needed.
 
     The call may have some KV heads of a larger one (``within`` of :func:`plan`). Then the selection, ``do``, ``stats``,

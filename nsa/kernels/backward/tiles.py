@@ -106,17 +106,9 @@ class Tile(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def select(
-    capability: int,
-    itemsize: int,
-    G: int,
-    D: int,
-    Dv: int,
-    size: int,
-    spans: bool,
-    choice: Choice | None = None,
-    pipelines: bool = True,
-    parts: bool = True,
-) -> Tile:
+    capability: int, itemsize: int, G: int, D: int, Dv: int, size: int, spans: bool, choice: Choice | None = None,
+    pipelines: bool = True, parts: bool = True,
+) -> Tile:  # fmt: skip
     """Tile of a call whose blocks hold ``size`` keys.
 
     Args:
@@ -196,20 +188,9 @@ class Windows(NamedTuple):
 
 
 def windows(
-    tokens: int,
-    HKV: int,
-    G: int,
-    D: int,
-    Dv: int,
-    itemsize: int,
-    slots: int,
-    blocks: int,
-    size: int,
-    share: int,
-    keep_dq: bool,
-    spans: bool,
-    dq_bytes: int | None = None,
-) -> Windows:
+    tokens: int, HKV: int, G: int, D: int, Dv: int, itemsize: int, slots: int, blocks: int, size: int, share: int,
+    keep_dq: bool, spans: bool, dq_bytes: int | None = None,
+) -> Windows:  # fmt: skip
     """Windows whose lists and partial results stay within the limits above. ``dq_bytes`` replaces `DQ_BYTES` if given.
 
     Raises:
