@@ -41,7 +41,7 @@ def backward(
         ValueError: ``backend="triton"``, and the call does not fit the workspace of the kernels.
         RuntimeError and others: ``backend="triton"``, and a kernel failed.
     """
-    if plan.one_list:
+    if plan.unusual:
         call = call.with_lists()
     if plan.route in routing.PLAIN:
         return _recompute(plan.route, f"backward: {plan.reason}", plan, call, do, dlse, wanted)

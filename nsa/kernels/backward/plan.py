@@ -30,7 +30,7 @@ from nsa.kernels.shared import inverse_index
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import TRITON, Variant, remembered, workspaces
 from nsa.kernels.shared.shape import RANGES, TILED, Shape, shape_of
-from nsa.kernels.shared.sizes import INT32_MAX, span_bucket
+from nsa.kernels.shared.sizes import ALWAYS, INT32_MAX, span_bucket
 from nsa.kernels.union import kernel as union_kernels
 from nsa.kernels.union import tiles as union_tiles
 
@@ -153,7 +153,7 @@ def _unions(
     """How unions are read, or None: for small calls or groups, `batch_invariant`, old Tritons, or if no tile fits."""
     rule: backward_tiles.Unions = call.settings.pin.get("backward_unions") or backward_tiles.Unions()
     if exact is not None:
-        rule = backward_tiles.Unions(0 if exact.more[1] else 2**62, 0, union_tiles.ALWAYS)
+        rule = backward_tiles.Unions(0 if exact.more[1] else 2**62, 0, ALWAYS)
     small = g.tokens * g.G * g.HKV * g.G < rule.rows or g.G < rule.least_G
     if small or call.settings.batch_invariant or not PIPELINES:
         return None

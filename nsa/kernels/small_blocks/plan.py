@@ -23,7 +23,7 @@ from nsa.kernels.shared.errors import ODD, DoesNotFit
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import Variant, remembered, workspaces
 from nsa.kernels.shared.shape import BATCH, CACHE, Shape
-from nsa.kernels.shared.sizes import INT32_MAX
+from nsa.kernels.shared.sizes import ALWAYS, INT32_MAX, Worth
 from nsa.kernels.small_blocks import kernel as kernels
 from nsa.kernels.small_blocks import tiles
 
@@ -34,7 +34,7 @@ class Unions(NamedTuple):
     list: Variant
     unions: tuple[Variant, Variant]  # without LSE, and with it
     tile: tiles.Unions
-    worth: tiles.Worth
+    worth: Worth
     splits: int
     tiles: int
     at_once: int  # tiles of a pass
@@ -101,7 +101,7 @@ def plan(call: Call, shape: Shape) -> Launch:
     if isinstance(pin, Exact):
         rows, (splits, merged, union, parts, was_alike) = tiles.Rows(*pin.tile), pin.more
         alike = alike and was_alike
-        tile, worth = None if union is None else tiles.Unions(*union), tiles.ALWAYS
+        tile, worth = None if union is None else tiles.Unions(*union), ALWAYS
     else:
         rows, splits, merged = tiles.choose(
             capability, processors, *items, g.G, g.D, g.Dv, g.n * size, g.tokens * g.HKV, largest, choice,

@@ -9,7 +9,7 @@ from nsa.kernels import pinned
 from nsa.kernels.key_major import plan as key_major
 from nsa.kernels.query_major import tiles
 from nsa.kernels.shared import launch as launching
-from nsa.kernels.shared.sizes import STEPS
+from nsa.kernels.shared.sizes import ALWAYS, STEPS
 from nsa.kernels.union import tiles as union_tiles
 from nsa.testing.judge.forward import cached_parity
 from nsa.testing.matrix import caches
@@ -73,7 +73,7 @@ def test_sequences_of_few_queries_are_steps(batch, marked, schedule, splits):
 
 def test_unions_leave_steps_alone(batch, marked, pin, monkeypatch):
     """Two tiles of four tokens are in a step. The device counts no block of theirs, and key-major skips them."""
-    pin(union=union_tiles.Choice(worth=union_tiles.ALWAYS))
+    pin(union=union_tiles.Choice(worth=ALWAYS))
     seen = []
 
     def workspace(size, dtype, device):
