@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from nsa import gpu, schedules
-from nsa.work import APART, NAMES, SHARED, Job, work
 from nsa.tuning.files import provenance, write_section
+from nsa.work import APART, NAMES, SHARED, Job, work
 
 NEAR = 0.3
 LEAST = 16  # times, to fit the costs of a schedule and a kind of calls
