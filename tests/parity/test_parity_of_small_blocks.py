@@ -30,6 +30,7 @@ CHOICES = {
     "cluster": tiles.Choice(splits=4, rows=0),
     "unions": UNIONS,
     "split-unions": UNIONS._replace(union_splits=2),
+    "split-rule": tiles.Choice(union_splits=2, keys=16),  # tiles that are not worth it are left to rows, split alike
 }
 
 

@@ -136,7 +136,7 @@ def select(
     return Tile(heads, block_g, block_d, block_dv, block_l, spans, stream_q, upfront, num_warps, stages)
 
 
-def choose(
+def tile_and_splits(
     name: str | None, capability: int, processors: int, itemsize: int, G: int, D: int, Dv: int, bound: int, spans: int,
     rows: int, per_head: bool = False, pipelined: bool = True, choice: Choice | None = None, largest: int = 0,
     invariant: bool = False,

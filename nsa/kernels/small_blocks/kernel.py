@@ -382,15 +382,13 @@ def _unions_kernel(
     G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, LAYOUT: tl.constexpr,
     PAGE: tl.constexpr, CAUSAL: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile: ``TOKENS`` tokens with ``G`` query heads each, in ``ROWS`` rows, over their union.
 
     Splits of the union's keys are as in :func:`_rows_kernel`. A weight of zero times a NaN or an infinity is NaN, so a
     value that only a neighbour selected could spoil a row. A tile whose result has a NaN is therefore not served.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
     E4M3: tl.constexpr = k_ptr.dtype.element_ty == tl.float8e4nv
     FIT: tl.constexpr = E4M3 and q_ptr.dtype.element_ty == tl.bfloat16
     tile = tl.program_id(0) % tiles  # one KV head after the other, so that its keys may stay in L2
