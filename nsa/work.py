@@ -86,5 +86,5 @@ def work(job: Job, schedule: str) -> dict[str, float]:
     }
 
 
-TERMS = {name: tuple(work(Job(*[1] * 9), name)) for name in (*NAMES[:2], APART, SHARED)}
+TERMS = {name: tuple(work(Job(1, 1, 1, 1, 1, 1, 1, 1, 1), name)) for name in (*NAMES[:2], APART, SHARED)}
 """The terms of the work of each schedule that has costs."""

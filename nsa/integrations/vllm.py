@@ -102,19 +102,18 @@ def minimax_m3_sparse_attn_decode(
         q, kv_cache, topk_idx, block_table, seq_lens, num_kv_heads, sm_scale, output, decode_query_len, k_scale,
         v_scale, *(() if query_start_loc is None else (query_start_loc, token_to_req_indices)),
     )  # fmt: skip
+    blocks, longest, B = topk_idx.transpose(0, 1), None, seq_lens.shape[0]
     if query_start_loc is not None:
-        return _serve(
-            "minimax_m3_sparse_attn_decode", given, q, kv_cache, num_kv_heads, k_scale, v_scale,
-            block_indices=topk_idx.transpose(0, 1), block_table=block_table, cache_seqlens=seq_lens, scale=sm_scale,
-            cu_seqlens_q=query_start_loc, max_seqlen_q=decode_query_len, out=output,
-        )  # fmt: skip
-    B, (T, HQ, D) = seq_lens.shape[0], q.shape
-    if T != B * decode_query_len:
-        raise ValueError(f"q: expected {B} sequences of {decode_query_len} queries, got {T} tokens")
+        longest = decode_query_len
+    elif q.shape[0] != B * decode_query_len:
+        raise ValueError(f"q: expected {B} sequences of {decode_query_len} queries, got {q.shape[0]} tokens")
+    else:
+        q, output = q.view(B, decode_query_len, *q.shape[1:]), output.view(B, decode_query_len, *output.shape[1:])
+        blocks = blocks.view(B, decode_query_len, *blocks.shape[1:])
     _serve(
-        "minimax_m3_sparse_attn_decode", given, q.view(B, decode_query_len, HQ, D), kv_cache, num_kv_heads, k_scale,
-        v_scale, block_indices=topk_idx.transpose(0, 1).view(B, decode_query_len, *topk_idx.shape[::2]),
-        block_table=block_table, cache_seqlens=seq_lens, scale=sm_scale, out=output.view(B, decode_query_len, HQ, D),
+        "minimax_m3_sparse_attn_decode", given, q, kv_cache, num_kv_heads, k_scale, v_scale, block_indices=blocks,
+        block_table=block_table, cache_seqlens=seq_lens, scale=sm_scale, cu_seqlens_q=query_start_loc,
+        max_seqlen_q=longest, out=output,
     )  # fmt: skip
 
 

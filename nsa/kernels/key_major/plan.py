@@ -168,16 +168,13 @@ def _variants(
     )
 
 
-Memory = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]
-
-
-def allocate(launch: Launch, w: key_tiles.Windows, dtype: torch.dtype, Dv: int) -> Memory:
+def allocate(launch: Launch, w: key_tiles.Windows, dtype: torch.dtype, Dv: int) -> list[Any]:
     """Workspace for windows ``w``, named as in the kernels. This launches no kernel.
 
     ``lists`` holds block, first unit and number of units of each share, then the counters of blocks.
     """
     device, g, units, groups = launch.device, launch.shape, w.tokens * w.row, w.most * w.heads
-    parts, part_lse, block, rank, span, unit, start, lists = workspaces(
+    return workspaces(
         device,
         parts=(w.window * w.row * g.G * Dv, dtype),
         part_lse=(w.window * w.row * g.G, torch.float32),
@@ -188,7 +185,6 @@ def allocate(launch: Launch, w: key_tiles.Windows, dtype: torch.dtype, Dv: int) 
         start=(groups * w.blocks, torch.int32),
         lists=(groups * (3 * w.work + w.blocks), torch.int32),
     )
-    return parts, part_lse, block, rank, span, unit, start, lists
 
 
 _scarce: dict[tuple[torch.device, tuple[int, ...]], key_tiles.Windows] = {}
@@ -196,7 +192,7 @@ _scarce: dict[tuple[torch.device, tuple[int, ...]], key_tiles.Windows] = {}
 settings.ON_RELOAD.append(_scarce.clear)
 
 
-def reserve(launch: Launch, dtype: torch.dtype, Dv: int) -> tuple[key_tiles.Windows, Memory]:
+def reserve(launch: Launch, dtype: torch.dtype, Dv: int) -> tuple[key_tiles.Windows, list[Any]]:
     """Windows of a call and their workspace. If memory is lacking, windows are smaller, which is slower.
 
     A row's result stays the same, bit by bit. The smaller windows are logged and remembered for the shape. A larger
