@@ -25,7 +25,7 @@ GPU = current_lane() == "gpu"
 UNIONS = tiles.Choice(worth=ALWAYS, union_keys=16)  # so that a union has several steps, and a row several tiles
 CHOICES = {
     "rule": tiles.RULES,
-    "rows": tiles.Choice(keys=16, rows=0),
+    "rows": tiles.Choice(keys=16, rows=0, by_head=1),
     "split": tiles.Choice(splits=3, keys=16, cluster=0, rows=0),
     "cluster": tiles.Choice(splits=4, rows=0),
     "unions": UNIONS,

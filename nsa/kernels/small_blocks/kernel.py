@@ -100,7 +100,7 @@ def _rows_kernel(
     ALIKE: tl.constexpr, STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, TOKENS: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_L: tl.constexpr, SPLIT: tl.constexpr, CLUSTER: tl.constexpr, MINE: tl.constexpr, SHARED: tl.constexpr,
-    SENDING: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
+    SENDING: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr, BY_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row, or of one of its splits: the query heads of a token and a KV head.
 
@@ -124,8 +124,13 @@ def _rows_kernel(
         split = 0
         splits = 1
     head_tile = program % HEAD_TILES
-    place = program // HEAD_TILES // HKV  # of the row's token
-    head_kv = program // HEAD_TILES % HKV
+    if BY_HEAD:  # one KV head after the other, so that its keys may stay in L2
+        places = tl.num_programs(0) // (HEAD_TILES * HKV)
+        place = program // HEAD_TILES % places  # of the row's token
+        head_kv = program // HEAD_TILES // places
+    else:
+        place = program // HEAD_TILES // HKV
+        head_kv = program // HEAD_TILES % HKV
     if EARLY:
         gdc_wait()  # the previous kernel on the stream may still run, so wait for its end before any memory access
     token0 = place
@@ -314,12 +319,14 @@ def _list_kernel(
         count = 0
         selected = 0
         again = 0
-        for t in range(0, TOKENS):
-            token = tl.minimum(token0 + t, end - 1)
+        rows = sel_ptr + tl.cast(number, tl.int64) * stride_lh
+        ahead = tl.load(rows + token0.to(tl.int64) * stride_lt + i, mask=i < n, other=-1)
+        for t in range(0, end - token0):
+            token = token0 + t
             limit = causal_limit(token, shift, seqlen_k, pos_ptr, CAUSAL)
-            row = sel_ptr + token.to(tl.int64) * stride_lt + tl.cast(number, tl.int64) * stride_lh
-            block = tl.load(row + i, mask=i < tl.where(token0 + t < end, n, 0), other=-1)
-            block = _narrow(block)
+            block = _narrow(ahead)
+            row = rows + (token + 1).to(tl.int64) * stride_lt
+            ahead = tl.load(row + i, mask=i < tl.where(token + 1 < end, n, 0), other=-1)
             listed = (block >= 0) & (block < tl.cdiv(limit, SIZE))
             block = tl.where(listed, block, 0)
             key = block * SIZE

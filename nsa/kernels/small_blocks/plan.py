@@ -99,11 +99,11 @@ def plan(call: Call, shape: Shape) -> Launch:
     alike = g.strides[3:5] == g.strides[6:8]
     run = g.S if g.layout in (BATCH, CACHE) else max(g.tokens, 1)
     if isinstance(pin, Exact):
-        rows, (splits, merged, union, was_alike) = tiles.Rows(*pin.tile), pin.more
+        rows, (splits, merged, by_head, union, was_alike) = tiles.Rows(*pin.tile), pin.more
         alike = alike and was_alike
         tile, worth = None if union is None else tiles.Unions(*union), ALWAYS
     else:
-        tile, worth = _unions(call, g, capability, items, choice), choice.worth
+        tile, worth, by_head = _unions(call, g, capability, items, choice), choice.worth, choice.by_head
         if tile is not None:  # the rows that tiles leave are split like the unions, because one kernel merges both
             parts = tiles.union_splits(_tiles(g, run, tile) * g.HKV, processors, g.n * size, choice)
             choice = choice._replace(splits=parts, cluster=0)
@@ -126,7 +126,7 @@ def plan(call: Call, shape: Shape) -> Launch:
     of_rows = [
         _rows(
             device, dtype, (*kinds, tile is None, lse), rows, cluster, splits > 1, early, PAIRS=pairs, ALIKE=alike,
-            TOKENS=tile.TOKENS if tile is not None and together else 0, **shared,
+            TOKENS=tile.TOKENS if tile is not None and together else 0, BY_HEAD=bool(by_head), **shared,
         )
         for lse in (False, True)
     ]  # fmt: skip
@@ -143,7 +143,7 @@ def plan(call: Call, shape: Shape) -> Launch:
     if tile is not None and together:
         grid = (programs, max(1, min(tile.TOKENS, 16 * processors // max(programs, 1))), 1)
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, g.tokens, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
-    more = (splits, merged, None if tile is None else tuple(tile), alike)
+    more = (splits, merged, by_head, None if tile is None else tuple(tile), alike)
     return Launch(
         (of_rows[0], of_rows[1]), device, splits, merged, grid, g, run, lists, _steps(selection, lists), narrow,
         1.0 / math.sqrt(g.D), alike, pairs, unions, Exact(tuple(rows), more),
