@@ -79,7 +79,7 @@ def run(plan: Plan, call: Call) -> Result:
     """Run a planned call. Returns ``(O, LSE)``; LSE is None without ``call.return_lse``."""
     if plan.unusual:
         call = call.with_lists()
-        if debug.wanted(call.settings):
+        if plan.debug:
             return _run_debug(plan, call)
     attached, error = plan.launch, None
     if attached is not None and not broken:  # the fast path of most calls

@@ -44,7 +44,8 @@ class Plan:
     backward: str = ""  # the key of a failure of the backward kernels
     fallback: str = "sdpa"
     sdpa_layout: str = "heads_as_queries"
-    unusual: bool = False  # the selection has one list for all KV heads, or `debug.wanted` asks for more than the call
+    debug: bool = False  # `debug.wanted`
+    unusual: bool = False  # `debug`, or the selection has one list for all KV heads
     family: Family = FAMILIES[-1]  # of the kernel, for Triton routes
     rows: str = ""  # the kind of rows that query-major reads, `ranges` or `blocks`
     extents: overlap.Extents | None = None  # of the call's tensors, if it has `out`
@@ -136,10 +137,11 @@ def make_plan(call: Call) -> Plan:
     # Calls with a cache have their own kernels, for each page size and for a cache of fp8.
     cache = None if call.cache_seqlens is None else (call.page_size or 0, call.k.dtype)
     signature = device, call.q.dtype, shape.G, shape.D, shape.Dv, call.causal, shape.varlen, cache
+    debugged = debug.wanted(current)
     chosen = Plan(
         shape, route, reason, call.backend != "auto", fallback=fallback, sdpa_layout=layout,
         backward=f"{BACKWARD.name} {call.block_size} {signature}",  # tiles depend on the block size (None: ranges)
-        extents=overlap.extents(call), unusual=call is not given or debug.wanted(current),
+        extents=overlap.extents(call), debug=debugged, unusual=debugged or call is not given,
     )  # fmt: skip
     plans: Plan | None = None
     family = OF_SCHEDULE[kernel]
