@@ -44,14 +44,14 @@ def marked(monkeypatch):
     is marked by now.
     """
     seen = []
-    real = key_major.serve_steps
+    real = key_major.Launch.serve_steps
 
     def serve_steps(*arguments):
         served = real(*arguments)
         seen.append(None if served is None else (served.tolist(), served))
         return served
 
-    monkeypatch.setattr(key_major, "serve_steps", serve_steps)
+    monkeypatch.setattr(key_major.Launch, "serve_steps", serve_steps)
     return lambda after=False: (seen[-1][1].tolist() if after else seen[-1][0]) if seen and seen[-1] else None
 
 
