@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import nsa
 from nsa.kernels import pinned
+from nsa.kernels.shared.sizes import ALWAYS
 from nsa.kernels.small_blocks import tiles
 from nsa.testing.contestants.ours import OURS
 from nsa.testing.fixtures import over
@@ -21,7 +22,7 @@ from nsa.testing.profiles import drawing
 from .test_caches import serve
 
 GPU = current_lane() == "gpu"
-UNIONS = tiles.Choice(worth=tiles.ALWAYS, union_keys=16)  # so that a union has several steps, and a row several tiles
+UNIONS = tiles.Choice(worth=ALWAYS, union_keys=16)  # so that a union has several steps, and a row several tiles
 CHOICES = {
     "rule": tiles.RULES,
     "rows": tiles.Choice(keys=16, rows=0, by_head=1),
