@@ -12,6 +12,7 @@ from nsa.legacy import (
 )
 from nsa.plain.spans import PackedRows, merge_ranges, pack_rows, ranges_from_blocks
 from nsa.selecting.api import select_blocks
+from nsa.selecting.compress import compress
 from nsa.settings import Settings, configure
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __all__ = [
     "PackedRows",
     "RouteRecord",
     "Settings",
+    "compress",
     "configure",
     "grouped_selection_attention_packed",
     "merge_ranges",
