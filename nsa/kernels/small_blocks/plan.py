@@ -145,7 +145,7 @@ def plan(call: Call, shape: Shape) -> Launch:
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, g.tokens, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
     more = (splits, merged, by_head, None if tile is None else tuple(tile), alike)
     return Launch(
-        (of_rows[0], of_rows[1]), device, splits, merged, grid, g, run, lists, _steps(selection, lists), narrow,
+        (of_rows[0], of_rows[1]), device, splits, merged, grid, g, run, lists, steps_of(selection, lists), narrow,
         1.0 / math.sqrt(g.D), alike, pairs, unions, Exact(tuple(rows), more),
     )  # fmt: skip
 
@@ -170,7 +170,7 @@ def _tiles(g: Shape, run: int, tile: tiles.Unions) -> int:
     return g.tokens // max(run, 1) * -(-run // tile.TOKENS)
 
 
-def _steps(selection: Tensor, lists: int) -> tuple[int, int] | None:
+def steps_of(selection: Tensor, lists: int) -> tuple[int, int] | None:
     """Elements from a token's list to the next, and from a KV head's list to the next, if one number says so."""
     *outer, head, last = selection.stride()
     if last != 1 and selection.shape[-1] > 1:

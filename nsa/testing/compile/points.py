@@ -142,6 +142,7 @@ _FIRST = (
     Point("blocks", "bf16", 12, 256, 256, 64, 2052, n=513, causal=True, HKV=2, options=("small_blocks", "page64")),
     Point("blocks", "bf16", 12, 256, 256, 2, 2052, n=513, HKV=2, options=("small_blocks", "page64", "e4m3")),
     Point("blocks", "bf16", 16, 128, 128, 8192, 1024, n=16, causal=True, HKV=4, options=("backward",)),
+    Point("blocks", "bf16", 12, 256, 256, 4096, 2052, n=513, causal=True, HKV=2, options=("backward",)),
     Point("ranges", "fp16", 1, 64, 64, 4096, 1024, n=16, causal=True, HKV=16, options=("backward", "cu_seqlens")),
 )
 
@@ -259,6 +260,7 @@ POINTS = (
     Point("blocks", "fp16", 3, 100, 96, 512, 500, n=100, causal=True, options=("small_blocks", "int64", "q_positions")),
     Point("blocks", "fp32", 4, 64, 64, 512, 700, n=100, causal=True, HKV=2, options=("small_blocks", "cache")),
     Point("blocks", "bf16", 4, 128, 128, 8192, 1024, n=16, causal=True, HKV=8, options=("backward",)),
+    Point("blocks", "fp16", 40, 128, 64, 512, 1600, n=100, options=("backward", "cu_seqlens", "int64")),
     Point("blocks", "bf16", 1, 128, 128, 8192, 1024, n=16, causal=True, HKV=16, options=("backward",)),
     Point("blocks", "fp16", 8, 128, 64, 8192, 1024, n=16, causal=True, HKV=4, options=("backward", "cu_seqlens")),
     Point("blocks", "bf16", 3, 100, 96, 1000, 512, n=16, options=("backward", "q_positions", "int64")),
