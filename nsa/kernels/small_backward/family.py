@@ -15,7 +15,8 @@ class SmallBackward(Family):
 
     def why_not(self, call: Call, shape: Shape) -> str | None:
         if call.block_size is None or call.block_size > tiles.LARGEST:
-            return f"small_backward: expected blocks of {tiles.LARGEST} keys or fewer, got {call.block_size or 'ranges'}"
+            got = call.block_size or "ranges"
+            return f"small_backward: expected blocks of {tiles.LARGEST} keys or fewer, got {got}"
         if shape.layout not in (BATCH, VARLEN):
             return "small_backward: expected keys without a cache"
         keys = tiles.keys_of(call, shape)

@@ -2,9 +2,9 @@
 
 The formulas are those of ``backward/kernel.py``. `_unite_kernel` makes the union of the blocks of neighbouring tokens,
 with a mask of the tokens that selected each. `_small_dq_kernel` computes dQ of a tile of tokens over its union.
-`_small_dkdv_kernel` adds a window of tokens to dK and dV: a program takes some keys of the window's union, and the queries
-from the first to the last that selected one of them. A block is in the union once, so no two programs add to the same
-key. Windows are launched one after the other, so every sum has a fixed order.
+`_small_dkdv_kernel` adds a window of tokens to dK and dV: a program takes some keys of the window's union, and the
+queries from the first to the last that selected one of them. A block is in the union once, so no two programs add to
+the same key. Windows are launched one after the other, so every sum has a fixed order.
 
 Keys are counted through all sequences. A block that a row lists several times counts as often: lists of such rows are
 marked, and their kernels count how often a row lists each block (``OFTEN``).

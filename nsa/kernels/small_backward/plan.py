@@ -78,14 +78,14 @@ def plan(call: Call, shape: Shape) -> Launch:
         tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, pin or tiles.RULES)
     assert call.block_indices is not None
     lists = 1 if call.block_indices.stride()[-2] == 0 else g.HKV
-    shared = {"SIZE": call.block_size, "LAYOUT": g.layout}
     heads = {"G": g.G, "D": g.D, "Dv": g.Dv, "HKV": g.HKV, "STRIDE_UNIT": g.unit, "INPUT_PRECISION": "ieee"}
-    programs = max(1, min(-(-PROGRAMS * processors // g.HKV), -(-tile.WINDOW * g.n * (call.block_size or 1) // tile.BLOCK_N)))
+    size = call.block_size or 1
+    programs = max(1, min(-(-PROGRAMS * processors // g.HKV), -(-tile.WINDOW * g.n * size // tile.BLOCK_N)))
     keys = tiles.keys_of(call, g)
     sizes = g.B, g.S, g.S_kv, g.n, g.tokens, keys, *g.strides
+    made = _kernels((device, dtype, *call.dtypes()), tile, call.causal, size, g.layout, **heads)
     return Launch(
-        _kernels((device, dtype, *call.dtypes()), tile, call.causal, shared["SIZE"], shared["LAYOUT"], **heads), tile,
-        device, g, keys, lists, steps_of(call.block_indices, lists), programs, max(sizes) <= INT32_MAX,
+        made, tile, device, g, keys, lists, steps_of(call.block_indices, lists), programs, max(sizes) <= INT32_MAX,
         1.0 / math.sqrt(g.D),
     )  # fmt: skip
 

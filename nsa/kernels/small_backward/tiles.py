@@ -16,7 +16,7 @@ __all__ = ["FEW", "LARGEST", "MOST_SLOTS"]
 MOST_KEYS = 2**26  # of all sequences: a block's first key, times 32, fits an int32
 MOST_TOKENS = 30  # of a window: the mask of its tokens fits an int32
 WINDOW = 30
-"""Tokens whose dK and dV one launch adds. Longer windows read and write dK and dV less often, and multiply more zeros."""
+"""Tokens whose dK and dV one launch adds. Long windows read and write dK and dV less often, but multiply more zeros."""
 
 LIST_BYTES = 64 << 20
 """Limit of the lists of one pass. Longer calls take several passes."""
@@ -71,7 +71,6 @@ def select(capability: int, itemsize: int, G: int, D: int, Dv: int, n: int, choi
     """
     block_d, block_dv = padded(D), padded(Dv)
     narrow = itemsize <= 2
-    # Places in a list of a window fit an int32 with room for their marks.
     window = max(1, min(choice.window or WINDOW, MOST_TOKENS))
     rows, keys = choice.rows or (64 if narrow else 16), choice.keys or (64 if narrow else 16)
     rows = min(rows, padded(window * G))

@@ -150,9 +150,7 @@ def plan(call: Call, shape: Shape) -> Launch:
     )  # fmt: skip
 
 
-def _unions(
-    call: Call, g: Shape, capability: int, items: tuple[int, int], choice: tiles.Choice
-) -> tiles.Unions | None:
+def _unions(call: Call, g: Shape, capability: int, items: tuple[int, int], choice: tiles.Choice) -> tiles.Unions | None:
     """Tile of neighbouring tokens for a call; None where rows are computed one by one: where a sequence has one query,
     and where a row's result must not depend on its neighbours.
     """

@@ -183,5 +183,3 @@ def at_once(tile: Unions, lists: int, n: int, tiles: int) -> int:
 def list_programs(lists: int, blocks: int, tiles: int) -> int:
     """Programs of the list kernel for each of ``lists``."""
     return max(1, min(tiles, LIST_PROGRAMS, PLACE_BYTES // (2 * max(lists * blocks, 1))))
-
-
