@@ -37,7 +37,8 @@ class Worth(NamedTuple):
 
 ALWAYS = Worth(0, 0)  # a union of any size
 NEVER = Worth(1, 0)  # no union, unless it is empty
-WORTH = Worth(1, 1)
+WORTH = Worth(10, 7)
+LEAST_TILES = 32  # programs of tiles, fewer of which lose to rows
 
 
 class Choice(NamedTuple):
