@@ -13,6 +13,7 @@ from nsa.kernels.shared.poison import poisoned_workspace
 from nsa.kernels.shared.shape import shape_of
 from nsa.kernels.small_backward import plan as small_backward
 from nsa.kernels.small_backward import tiles as small_tiles
+from nsa.kernels.small_blocks.tiles import LARGEST
 from nsa.kernels.union.tiles import ALWAYS, MOST_ENTRIES
 from nsa.testing.fixtures import over
 from nsa.testing.judge.gradients import GradientOracle, assert_gradients
@@ -100,7 +101,7 @@ SMALL = {
 }
 
 
-@over(lambda c: trained(c) and c.source == "blocks" and c.block_size <= small_tiles.LARGEST)
+@over(lambda c: trained(c) and c.source == "blocks" and c.block_size <= LARGEST)
 @pytest.mark.parametrize("choice", SMALL)
 def test_triton_sel_parity_small_backward(gradients: GradientOracle, pin, choice: str) -> None:
     """Twice, and bitwise equal."""

@@ -9,9 +9,6 @@ from nsa.call import Call
 from nsa.kernels.shared.device import shared_bytes
 from nsa.kernels.shared.shape import BATCH, Shape
 from nsa.kernels.shared.sizes import padded
-from nsa.kernels.small_blocks.tiles import FEW, LARGEST, MOST_SLOTS
-
-__all__ = ["FEW", "LARGEST", "MOST_SLOTS"]
 
 MOST_KEYS = 2**26  # of all sequences: a block's first key, times 32, fits an int32
 MOST_TOKENS = 30  # of a window: the mask of its tokens fits an int32
@@ -72,7 +69,7 @@ def select(capability: int, itemsize: int, G: int, D: int, Dv: int, n: int, choi
     block_d, block_dv = padded(D), padded(Dv)
     narrow = itemsize <= 2
     window = max(1, min(choice.window or WINDOW, MOST_TOKENS))
-    rows, keys = choice.rows or (64 if narrow else 16), choice.keys or (64 if narrow else 16)
+    rows, keys = choice.rows or (32 if narrow else 16), choice.keys or (64 if narrow else 16)
     rows = min(rows, padded(window * G))
     stages = choice.stages or (2 if narrow else 1)
     budget = shared_bytes(capability)

@@ -15,6 +15,7 @@ from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.shape import shape_of
 from nsa.kernels.small_backward import plan as small_backward
 from nsa.kernels.small_backward import tiles
+from nsa.kernels.small_blocks.tiles import MOST_SLOTS
 
 pytestmark = pytest.mark.usefixtures("fresh_plans")
 SIZE, KEYS, G, HKV, D = 4, 24, 3, 2, 16
@@ -133,7 +134,7 @@ def call_of(n, size, dtype=torch.float16, **more):
         (call_of(64, 4), "backward"),
         (call_of(65, 32), "backward"),
         (call_of(65, 4, torch.float32), "backward"),
-        (call_of(tiles.MOST_SLOTS + 1, 4), "backward"),
+        (call_of(MOST_SLOTS + 1, 4), "backward"),
     ],
     ids=["many", "few", "large", "fp32", "too many"],
 )
