@@ -54,6 +54,7 @@ class Choice(NamedTuple):
     union_stages: int = 0
     union_splits: int = 0
     worth: Worth = WORTH
+    by_head: int = 0  # 1: the rows of one KV head follow those of another
 
 
 RULES = Choice()

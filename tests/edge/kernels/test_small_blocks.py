@@ -63,8 +63,11 @@ def check(qkv, selection):
     return got
 
 
-def test_tiles_whose_rows_share_blocks_are_served(prompt, device, served, pin):
-    pin(small_blocks=tiles.Choice(worth=tiles.Worth(4, 3)))  # up to three blocks for four listed ones
+@pytest.mark.parametrize("parts", [1, 2])
+def test_tiles_whose_rows_share_blocks_are_served(prompt, device, served, pin, parts):
+    """The rows that tiles leave are split like the unions, and one kernel merges both."""
+    few = tiles.Worth(4, 3)  # up to three blocks for four listed ones
+    pin(small_blocks=tiles.Choice(worth=few, splits=parts, union_splits=parts, cluster=0))
     alike, apart = [[0, 3], [3, 0], [0, -1], [-1, 3]], [[0, 1], [2, 3], [4, 5], [-1, -1]]
     check(prompt(), blocks_of(device, *alike, *apart))
     assert served() == [True] * 4 + [False] * 4
