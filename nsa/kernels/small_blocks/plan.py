@@ -21,10 +21,9 @@ from nsa.kernels.shared.errors import ODD, DoesNotFit
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import Variant, remembered, workspaces
 from nsa.kernels.shared.shape import BATCH, CACHE, Shape
-from nsa.kernels.shared.sizes import INT32_MAX
+from nsa.kernels.shared.sizes import ALWAYS, INT32_MAX, Worth
 from nsa.kernels.small_blocks import kernel as kernels
 from nsa.kernels.small_blocks import tiles
-from nsa.kernels.union.tiles import ALWAYS, Worth
 
 
 class Unions(NamedTuple):

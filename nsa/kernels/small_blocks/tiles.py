@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from nsa.kernels.query_major.tiles import FULL, MAX_SPLITS, most_heads, split_count
 from nsa.kernels.shared.device import shared_bytes
-from nsa.kernels.shared.sizes import padded
-from nsa.kernels.union.tiles import Worth
+from nsa.kernels.shared.sizes import Worth, padded
 
 LARGEST = 16  # keys of a small block
 FEW = 64  # blocks of a row that query-major looks up at once. Rows of more are served by this family, unasked
