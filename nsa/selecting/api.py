@@ -105,11 +105,13 @@ def _serve(r: Request, backend: str) -> Tensor:
     if backend == "triton":
         if why_not is not None:
             raise RuntimeError(f"backend='triton' cannot select: {why_not}")
-        return _kernels().select(r, out)
+        _kernels().select(r, out)
+        return out
     kind = ("select", r.q.dtype, r.k.dtype, r.q.device, r.score, r.size, r.G, r.q.shape[-1])
     if backend == "auto" and why_not is None and failures.cause_of(kind) is None:
         try:
-            return _kernels().select(r, out)
+            _kernels().select(r, out)
+            return out
         except failures.caught() as error:
             failures.remember(kind, "select", error, "plain PyTorch")
     return plain.select(r, out)
