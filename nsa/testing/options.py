@@ -1,9 +1,10 @@
-"""The options of a perf run: sampling, shapes by hand, and the files that it writes (`artifacts.py`)."""
+"""The options of a perf run (those of the gate are in `gate/hooks.py`), and why runs with some of them are refused."""
 
 from __future__ import annotations
 
 import importlib.util
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ ALONE = {"nsa_sweep": "test_sweep.py", "nsa_regret": "test_regret.py", "nsa_work
 """Options with which a run times one file of benchmarks and no other."""
 DEFAULT_SHAPE = "L=64:1024"
 BY_HAND = ("nsa_shape", "nsa_dist", "nsa_decode", "nsa_csv")
+STORAGE = "--benchmark-storage"
 SAMPLING = {"nsa_iters": 50, "nsa_warmup": 5, "nsa_seed": 0, "nsa_streams": 1}
 """The default sampling. Baselines always have it."""
 
@@ -167,9 +169,10 @@ def check(config: pytest.Config) -> None:
     for option in asked:
         if option not in ("--nsa-csv", "--nsa-report"):
             _check_own_cases(config, option)
-    for what in ("thresholds", "schedules"):
-        if {f"--nsa-update-{what}", "--nsa-sweep"} <= set(asked):
-            raise pytest.UsageError(f"--nsa-sweep changes tiles, on which {what} depend: leave out --nsa-update-{what}")
+    if {"--nsa-update-thresholds", "--nsa-sweep"} <= set(asked):
+        raise pytest.UsageError(
+            "--nsa-sweep changes tiles, on which thresholds depend: leave out --nsa-update-thresholds"
+        )
     if "--nsa-sweep" in asked and config.getoption("benchmark_compare", None):
         raise pytest.UsageError("--nsa-sweep runs no benchmark of a baseline: leave out --benchmark-compare")
     missing = [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]
@@ -190,3 +193,80 @@ def _check_own_cases(config: pytest.Config, option: str) -> None:
         raise pytest.UsageError(f"{option} needs cold, checked measurements: leave out {spelled(wrong[0])}")
     if by_hand(config):
         raise pytest.UsageError(f"{option} needs its own cases: leave out --nsa-shape")
+
+
+# --- runs that are compared or recorded ------------------------------------------------------------------------------
+
+
+def refused(config: pytest.Config) -> str | None:
+    """Why a run with these options would pass without comparing or recording anything; None if it would not.
+
+    For instance, pytest-benchmark disables itself under xdist, and only warns.
+    """
+    option = config.option
+    names = ("benchmark_compare", "benchmark_compare_fail", "benchmark_save", "benchmark_autosave")
+    asked = [name for name in (*names, "nsa_save_baseline", "nsa_recording", "nsa_against") if getattr(option, name)]
+    if not asked:
+        return None
+    first, folder = spelled(asked[0]), option.benchmark_storage
+    if (reason := without_benchmarks(config, first)) is not None:
+        return reason
+    if option.benchmark_skip and not option.benchmark_only:
+        return f"{first} needs benchmarks: leave out --benchmark-skip"
+    baseline = option.nsa_save_baseline or option.nsa_recording
+    if not option.benchmark_compare and not baseline and not option.nsa_against:
+        return None
+    if not baseline and config.inipath is None and STORAGE in map(str, config.invocation_params.args):
+        return f"{STORAGE} {folder}: pytest takes the folder for a path of tests: write {STORAGE}={folder}"
+    if (swallowed := _swallowed(config, option.benchmark_compare)) is not None:
+        return swallowed
+    rules = (
+        (option.nsa_hot, "gated and recorded times are of cold buffers: leave out --nsa-hot"),
+        (option.nsa_no_check, "gated and recorded benchmarks are checked first: leave out --nsa-no-check"),
+        (baseline and option.nsa_sweep, "a sweep is no baseline: leave out --nsa-sweep"),
+        (len(set(option.nsa_impl)) > 1, "a baseline is of one contestant: leave out all but one --nsa-impl"),
+        *_not_of_core(config, baseline),
+    )
+    return next((f"{first}: {text}" for wrong, text in rules if wrong), None)
+
+
+def _not_of_core(config: pytest.Config, baseline: bool) -> Iterator[tuple[bool, str]]:
+    """A rule for each option with which a run has other benchmarks than core, or samples them otherwise."""
+    names = ("nsa_full", *BY_HAND, "nsa_update_thresholds", "nsa_regret")
+    others = {name: "" for name in names if config.getoption(name)}
+    for name, how in (others | dict.fromkeys(sampled_otherwise(config), ", sampled by default")).items():
+        text = f"a baseline is of core{how}: leave out {spelled(name)} (--benchmark-json keeps everything)"
+        yield baseline, text
+
+
+def _swallowed(config: pytest.Config, value: object) -> str | None:
+    """An error text if the value of `--benchmark-compare` is a path of tests; None if it is a stored run.
+
+    pytest-benchmark takes the word after the option for the stored run to compare with. If that word is a path of
+    tests, pytest does not run those tests, and nothing is compared.
+    """
+    if not isinstance(value, str):
+        return None
+    path = Path(config.invocation_params.dir, value.partition("::")[0])
+    if not ("::" in value or path.is_dir() or path.suffix == ".py"):
+        return None
+    return (
+        f"--benchmark-compare takes {value} for the stored run to compare with: write the path before the option, "
+        f"pytest -m perf {value} --benchmark-compare"
+    )
+
+
+def refused_of_several(config: pytest.Config) -> str | None:
+    """Why a run that starts several processes cannot have these options; None if it can."""
+    option = config.option
+    if not has_benchmarks(config):
+        return "pytest-benchmark is switched off"
+    first = "--nsa-against" if option.nsa_against else "--nsa-save-baseline"
+    each = {"--benchmark-json": option.benchmark_json}
+    if option.nsa_against:
+        each |= {"--junitxml": option.xmlpath} | {spelled(name): getattr(option, name) for name in WRITES}
+        each |= {"--benchmark-compare": option.benchmark_compare, "--nsa-save-baseline": option.nsa_save_baseline}
+    given = next((name for name, value in each.items() if value), None)
+    if given is not None:
+        return f"{first} starts several processes, and {given} is for one process: leave out {given}"
+    return refused(config)

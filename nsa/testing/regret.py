@@ -96,7 +96,7 @@ def contestants(shape: Shape) -> list[Contestant]:
     return schedules
 
 
-def measured(seed: int, numbers: Pool, timer: Timer = time_gpu) -> tuple[Timing, dict[str, Any]]:
+def time_seed(seed: int, numbers: Pool, timer: Timer = time_gpu) -> tuple[Timing, dict[str, Any]]:
     """Time the shape of a seed. Returns the times of `auto`, and a row: the features of the shape, `us` by contestant.
 
     Raises:
@@ -161,7 +161,7 @@ def rows(seeds: Sequence[int], device: torch.device) -> Iterator[dict[str, Any]]
     with nsa.configure(probe="never"):  # the children have compiled the kernels
         for seed in seeds:
             try:
-                yield facts | measured(seed, serving.pool(device))[1]
+                yield facts | time_seed(seed, serving.pool(device))[1]
             except AssertionError as error:
                 print(f"seed {seed}: {error}: {COMMAND.format(seed=seed)}", flush=True)
 

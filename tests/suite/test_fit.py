@@ -83,11 +83,11 @@ def noisy(p):
     if p.block_indices is not None:
         blocks = torch.randint(-2, 9, p.block_indices.shape, generator=g)
         blocks[:, ::5] = -1
-        return dataclasses.replace(p, block_indices=blocks.int().to(p.q.device), extra={})
+        return dataclasses.replace(p, block_indices=blocks.int().to(p.q.device))
     start = torch.randint(-30, 90, p.ranges.shape[:-1], generator=g)
     spans = torch.stack((start, start + torch.randint(-5, 40, start.shape, generator=g)), -1)
     spans[:, ::5] = 3
-    return dataclasses.replace(p, ranges=spans.to(p.q.device), extra={})
+    return dataclasses.replace(p, ranges=spans.to(p.q.device))
 
 
 def listed(p):

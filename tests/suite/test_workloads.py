@@ -112,7 +112,7 @@ def clock(fns, **sampling):
 
 def test_every_shape_is_checked_in_fp64_and_timed(small):
     """In pages and without, ragged and not, with a last page that is not full."""
-    found = [mix.measured("small", entry, Pool(torch.device("cpu"), 1 << 20), clock) for entry in file.read(small)]
+    found = [mix.time_entry("small", entry, Pool(torch.device("cpu"), 1 << 20), clock) for entry in file.read(small)]
     assert [times.median for times, _ in found] == [1e-5] * 6
     facts = [fact for _, fact in found]
     assert {fact["control"] for fact in facts} == {"dense_flash"}

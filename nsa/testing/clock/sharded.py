@@ -31,13 +31,13 @@ import nsa
 from nsa.distributed import passes, selection_attention
 from nsa.distributed.shards import Layout
 from nsa.testing.clock.timing import once_if_unmeasured
+from nsa.testing.clock.training import event_s, host_s, peak_bytes
 from nsa.testing.matrix.case import prefill
 from nsa.testing.matrix.inputs import _shared_blocks
 
 Step = Callable[[], tuple[Tensor, ...]]
 MUST = {"speedup": 1.85, "hidden": 0.70, "memory": 1.15, "world_of_1": 1.02, "long": 1.34}
 LEAD_CYCLES = 8_000_000  # 4 ms of an H100, in which the host queues a step, so that launches are not timed
-TICK_S = 5e-7  # the resolution of CUDA's events
 SHORT = 16_384  # a prompt of this many tokens takes the same kernels as longer ones
 
 
@@ -152,20 +152,10 @@ class Clock:
 
     def one(self, call: Step) -> float:
         """Milliseconds of one call on this rank, which begins when all ranks are ready."""
-        if self.device.type == "cpu":
-            dist.barrier()
-            began = time.perf_counter()
-            call()
-            return (time.perf_counter() - began) * 1e3
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         dist.barrier()
-        torch.cuda._sleep(LEAD_CYCLES)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end))
+        return 1e3 * (host_s(call) if self.device.type == "cpu" else event_s(call, LEAD_CYCLES))
 
     def times(self, *calls: Step, samples: int | None = None, slowest: bool = True) -> list[list[float]]:
         """Samples of each call, in turn, after one that is not counted; of the slowest rank, or of this one."""
@@ -179,13 +169,7 @@ class Clock:
         """Peak bytes of a call and its inputs, of the rank that needs the most."""
         if self.device.type == "cpu":
             return 0
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        torch.cuda.synchronize()
-        taken = torch.tensor(torch.cuda.max_memory_allocated() - before + inputs, device=self.device)
+        taken = torch.tensor(peak_bytes(call) + inputs, device=self.device)
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         return int(taken)
 

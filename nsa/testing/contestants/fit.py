@@ -138,7 +138,7 @@ def with_limit(p: Problem, contract: Contract, limit: Tensor) -> Problem:
         blocks = None if blocks is None else blocks[..., :1, :].expand_as(blocks)
     if "blocks" not in contract.takes or blocks is None:
         spans = _arranged_spans(p.ranges, limit, needs)
-        return dataclasses.replace(p, ranges=spans.to(p.ranges.dtype), block_indices=None, block_size=None, extra={})
+        return dataclasses.replace(p, ranges=spans.to(p.ranges.dtype), block_indices=None, block_size=None)
     assert p.block_size is not None
     return p.choosing(_arranged_blocks(blocks.to(torch.int64), limit, p.block_size, needs))
 
