@@ -30,6 +30,7 @@ from nsa.testing.clock.timing import Timing
 from nsa.testing.contestants.contract import Contestant
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.m3 import Shape
+from nsa.testing.report.recording import within
 
 SCHEDULES = ("query_major", "key_major", "union")
 MODEL = 4  # successive seeds with the same heads, head dims and blocks: a model is called with many lengths
@@ -144,8 +145,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
 def _distribution(what: str, ratios: Sequence[float]) -> list[str]:
     if not ratios:
         return [f"auto beside {what}: no shape"]
-    shares = ", ".join(f"{sum(x <= 1 + near for x in ratios) / len(ratios):.0%} within {near:.0%}" for near in NEAR)
-    return [f"auto beside {what}, {len(ratios)} shapes: {shares}, worst {max(ratios):.2f}x"]
+    return [f"auto beside {what}, {len(ratios)} shapes: {within(ratios, NEAR)}"]
 
 
 def warm(seed: int, device: torch.device) -> None:

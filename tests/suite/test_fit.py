@@ -13,7 +13,7 @@ from nsa.testing.contestants.named import OF_CACHES, of_function
 from nsa.testing.contestants.ours import NSA
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix.case import Case, core, parity, small
-from nsa.testing.matrix.strategies import OF_CONTESTANTS, lead, selections
+from nsa.testing.matrix.strategies import OF_CONTESTANTS, selections
 
 CONTRACTS = {
     "anything": Contract(takes=("ranges", "blocks"), sequences=True, positions=True),
@@ -60,7 +60,7 @@ def _draw(case):
     @settings(max_examples=10)
     @given(selections(case))
     def drawn(selection):
-        assert selection.shape[: -1 if case.source == "blocks" else -2] == lead(case)
+        assert selection.shape[: -1 if case.source == "blocks" else -2] == (*case.lead, case.HKV)
 
     drawn()
 

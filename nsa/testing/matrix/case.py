@@ -87,6 +87,18 @@ class Case:
         """Query heads, `H * HKV`."""
         return self.H * self.HKV
 
+    @functools.cached_property
+    def lead(self) -> tuple[int, ...]:
+        """The first dimensions of the queries: `(B, S)`, or `(T,)` where sequences are packed."""
+        return (sum(self.seqlens),) if self.seqlens else (self.B, self.S)
+
+    @functools.cached_property
+    def sequences(self) -> list[tuple[int, int]]:
+        """The queries and the keys of each sequence."""
+        if not self.seqlens:
+            return [(self.S, self.S_kv)] * self.B
+        return list(zip(self.seqlens, self.kv_seqlens or self.seqlens, strict=True))
+
     @property
     def large(self) -> bool:
         """Whether a packed copy, or the oracle's answer for all rows, would take too much memory."""
