@@ -77,15 +77,6 @@ def shrinking() -> Iterator[None]:
         engine.MAX_SHRINKING_SECONDS = before
 
 
-def add_option(group: Any) -> None:
-    """Add the option of this module."""
-    group.addoption(
-        "--nsa-reproduce",
-        metavar="VERSION:BLOB",
-        help="run the one selected Hypothesis test on the call that failed; the printed replay command contains it",
-    )
-
-
 def check(config: pytest.Config) -> None:
     """Raise pytest.UsageError if this Hypothesis cannot draw the call of --nsa-reproduce."""
     given = config.getoption("nsa_reproduce")

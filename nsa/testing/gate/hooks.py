@@ -1,4 +1,4 @@
-"""The gate's part in pytest: its options, runs of several processes, and the hooks that judge and report."""
+"""The gate's part in pytest: runs of several processes, and the hooks that judge and report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pytest_benchmark.storage.file import FileStorage
 
-from nsa.testing import options
+from nsa.testing import options, refusals
 from nsa.testing.clock.guard import undetectable
 from nsa.testing.clock.timing import Timing
 from nsa.testing.gate import against, children, store, words
@@ -29,42 +29,17 @@ gate_key = pytest.StashKey[Gate | None]()
 _forbidden_key = pytest.StashKey[list[str]]()  # what --benchmark-compare-fail found
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("nsa", "selection attention")
-    flags = {
-        "--nsa-save-baseline": "run the perf session in three processes, and keep the results as the baseline of this "
-        "device if all three pass",
-        "--nsa-accept-regression": "save a baseline even if a benchmark became slower",
-        "--nsa-strict": "exit with status 1 also if a verdict is ambiguous or if nothing was gated",
-    }
-    options.add_flags(group, flags)
-    group.addoption(
-        "--nsa-against",
-        metavar="REF",
-        help="run the perf session in this tree and in a git worktree of REF, in processes that take turns, and gate "
-        "this tree against REF; needs no baseline",
-    )
-    group.addoption(
-        "--nsa-accept-drift",
-        action="append",
-        default=[],
-        metavar="BENCHMARK",
-        help="let this benchmark be slower than its best recording, which it became in small steps (repeatable)",
-    )
-    group.addoption("--nsa-recording", action="store_true", help=argparse.SUPPRESS)  # a process of --nsa-save-baseline
-
-
 # --- runs of several processes ---------------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """With `--nsa-save-baseline` or `--nsa-against`, this process measures nothing. It starts processes that do."""
-    options.check_values(config)
+    refusals.check_values(config)
     option = config.option
     if option.collectonly or option.nsa_recording or not (option.nsa_save_baseline or option.nsa_against):
         return None
-    reason = options.refused_of_several(config)
+    reason = refusals.refused_of_several(config)
     if reason is not None:
         print(f"ERROR: {reason}", file=sys.stderr)
         return 1
@@ -152,7 +127,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[gate_key] = None
     if hasattr(config, "workerinput") or not options.has_benchmarks(config):
         return
-    reason = options.refused(config)
+    reason = refusals.refused(config)
     if reason is not None:
         pytest.exit(reason, returncode=1)
     config.stash[_compare_key] = config.option.benchmark_compare

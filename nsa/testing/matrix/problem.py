@@ -103,7 +103,7 @@ class Problem:
         Spans are local to the sequence. `end` is clamped by causality and the number of keys, but is at least `start`.
         """
         HKV, n = self.ranges.shape[-3:-1]
-        base, kv_len, limit = (x.repeat_interleave(HKV) for x in _bounds(self))  # per row: b, s, hkv
+        base, kv_len, limit = (x.repeat_interleave(HKV) for x in bounds(self))  # per row: b, s, hkv
         spans = self.ranges.reshape(-1, n, 2).to(torch.int64)
         spans = spans.clamp(min=0).minimum(kv_len[:, None, None])
         start, end = spans[..., 0], spans[..., 1].minimum(limit[:, None])
@@ -260,7 +260,7 @@ def spans_of_blocks(blocks: Tensor, size: int) -> Tensor:
     return torch.stack((start, start + size), -1).masked_fill((blocks < 0)[..., None], 0)
 
 
-def _bounds(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def bounds(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """`[tokens]`: the first key of a token's sequence, the number of its keys, and one past the last visible key."""
     if p.cu_seqlens_pair is not None:
         (_, base), _, kv_len = _sequences(*p.cu_seqlens_pair)
