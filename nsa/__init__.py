@@ -11,6 +11,7 @@ from nsa.legacy import (
     selection_attention_triton,
 )
 from nsa.plain.spans import PackedRows, merge_ranges, pack_rows, ranges_from_blocks
+from nsa.selecting.api import select_blocks
 from nsa.settings import Settings, configure
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "sel_attn_fwd_dense_group",
     "sel_attn_fwd_varlen",
     "sel_attn_fwd_varlen_group",
+    "select_blocks",
     "selection_attention",
     "selection_attention_triton",
     "selection_attention_with_kvcache",
