@@ -1,9 +1,8 @@
-"""Every option of the suite, and the words with which another run has the same ones. `refusals.py` checks them."""
+"""Every option of the suite, and what they say together. `refusals.py` checks them."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
 from typing import Any
 
 import pytest
@@ -131,20 +130,3 @@ def shapes(config: pytest.Config) -> list[Any]:
 def sampled_otherwise(config: pytest.Config) -> dict[str, int]:
     """The options of this run that differ from `SAMPLING`."""
     return {name: config.getoption(name) for name, usual in SAMPLING.items() if config.getoption(name) != usual}
-
-
-def sampling_again(config: pytest.Config) -> str:
-    """The command-line options with which another run is sampled and checked as this one; empty by default."""
-    options = [f" {spelled(name)} {number}" for name, number in sampled_otherwise(config).items()]
-    options += [f" {spelled(name)}" for name in ("nsa_full", "nsa_hot", "nsa_no_check") if config.getoption(name)]
-    return "".join(options)
-
-
-def by_hand_again(config: pytest.Config) -> str:
-    """The command-line options with which another run has the same shapes by hand; empty without such shapes."""
-    if not by_hand(config):
-        return ""
-    words = [word for shape in config.getoption("nsa_shape") or [DEFAULT_SHAPE] for word in ("--nsa-shape", shape)]
-    words += ["--nsa-dist", config.getoption("nsa_dist")] if config.getoption("nsa_dist") else []
-    words += ["--nsa-decode"] if config.getoption("nsa_decode") else []
-    return f" {shlex.join(words)}"

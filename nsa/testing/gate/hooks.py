@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -24,7 +23,7 @@ from nsa.testing.options import STORAGE
 from nsa.testing.report.document import read
 
 UPSTREAM_STORAGE = "file://./.benchmarks"  # pytest-benchmark's default: the option was not given
-_compare_key = pytest.StashKey[Any]()  # the value of --benchmark-compare
+compare_key = pytest.StashKey[Any]()  # the value of --benchmark-compare
 gate_key = pytest.StashKey[Gate | None]()
 _forbidden_key = pytest.StashKey[list[str]]()  # what --benchmark-compare-fail found
 
@@ -130,16 +129,16 @@ def pytest_configure(config: pytest.Config) -> None:
     reason = refusals.refused(config)
     if reason is not None:
         pytest.exit(reason, returncode=1)
-    config.stash[_compare_key] = config.option.benchmark_compare
+    config.stash[compare_key] = config.option.benchmark_compare
     config.option.benchmark_compare = []  # `pytest_sessionstart` sets the option again, once the file is known
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     benchmarks = getattr(config, "_benchmarksession", None)  # the object that pytest-benchmark passes to its hooks
-    if benchmarks is None or _compare_key not in config.stash:
+    if benchmarks is None or compare_key not in config.stash:
         return
-    compare = config.option.benchmark_compare = config.stash[_compare_key]
+    compare = config.option.benchmark_compare = config.stash[compare_key]
     if not compare and not config.option.nsa_recording:
         return
     key = Key.of(benchmarks.get_machine_info())
@@ -189,17 +188,6 @@ def compared_with(config: pytest.Config) -> list[Path]:
     """The baseline files that this run is compared with, oldest first."""
     gate = config.stash.get(gate_key, None)
     return [] if gate is None or gate.baseline is None else gate.baseline.paths
-
-
-def gated_again(config: pytest.Config) -> str:
-    """The command-line options that gate another run as this one; empty if this run is not gated."""
-    compare, option = config.stash.get(_compare_key, None), config.option
-    if not compare:
-        return ""
-    typed = ["--benchmark-compare" if compare is True else f"--benchmark-compare={compare}"]
-    typed += ["--nsa-strict"] if option.nsa_strict else []
-    typed += [] if option.benchmark_storage == UPSTREAM_STORAGE else [f"{STORAGE}={option.benchmark_storage}"]
-    return f" {shlex.join(typed)}"
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------
