@@ -28,7 +28,7 @@ from nsa.testing.clock.precompile import compile_ahead, processes
 from nsa.testing.clock.serving import Pool, Timer, beside, kind, ours, serve
 from nsa.testing.clock.timing import Timing
 from nsa.testing.contestants.contract import Contestant
-from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.case import batch
 from nsa.testing.matrix.m3 import Shape
 from nsa.testing.report.recording import within
 
@@ -76,10 +76,7 @@ def drawn(seed: int) -> Shape:
         if paged:  # a page holds one block
             S_kv = -(-S_kv // size) * size
             S = S_kv if kind == "prompt" else S
-        case = Case(
-            H, D, Dv, n * size, B * S * HKV, "decode" if S == 1 else "prefill", "bf16", HKV=HKV, S=S, S_kv=S_kv,
-            block_size=size, n=n, shared=shared,
-        )  # fmt: skip
+        case = batch(B, S, S_kv, H * HKV, HKV, D, n, size, Dv=Dv, shared=shared)
         flops = 2 * case.N * min(case.L, S_kv) * H * (D + Dv)
         if serving.largest(Shape(case, fp8, paged)) <= LARGEST and flops <= MOST_FLOPS:
             return Shape(case, fp8, paged)

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -156,10 +157,25 @@ def core() -> list[Case]:
         Case(8, D, D, L, N, dist, "bf16")
         for dist in ("many", "mixed") for N in (64, 256, 1024) for D in (64, 128) for L in (64, 256, 1024)
     ]  # fmt: skip
-    decode = [Case(16, 128, 128, 1024, 4 * B, "decode", "bf16", HKV=4, S_kv=8192) for B in (1, 8, 64)]
-    decode += [Case(4, 64, 64, 512, B, "decode", "bf16", S_kv=8192) for B in (1, 8, 64)]
     prompts = [prefill(T, *heads, s) for T in (8192, 65_536) for heads in PREFILL_HEADS for s in OVERLAPS]
-    return few + cache + decode + prompts
+    return few + cache + decode_steps() + prompts
+
+
+def batch(
+    B: int, S: int, S_kv: int, HQ: int = 64, HKV: int = 4, D: int = 128, n: int = 16, size: int = 64, **more: Any
+) -> Case:
+    """`S` queries of each of `B` sequences of `S_kv` keys; a query selects `n` blocks of `size` keys. In bf16.
+
+    A decode step if `S` is 1, otherwise a prefill. more: other fields of `Case`.
+    """
+    how: dict[str, Any] = {"Dv": D, "dtype": "bf16", "dist": "decode" if S == 1 else "prefill"} | more
+    return Case(HQ // HKV, D, L=n * size, N=B * S * HKV, HKV=HKV, S=S, S_kv=S_kv, block_size=size, n=n, **how)
+
+
+def decode_steps() -> list[Case]:
+    """Steps of 1, 8 and 64 sequences of 8,192 keys, of a large and of a small model."""
+    large = [batch(B, 1, 8192) for B in (1, 8, 64)]
+    return large + [batch(B, 1, 8192, 4, 1, 64, n=8) for B in (1, 8, 64)]
 
 
 PREFILL_HEADS = ((64, 4), (32, 4), (32, 8), (16, 16))  # HQ, HKV: groups of 16, 8, 4 and 1
@@ -168,7 +184,7 @@ OVERLAPS = (0.0, 0.5, 0.9)  # share of its blocks that a query has in common wit
 
 def prefill(T: int, HQ: int, HKV: int, shared: float = 0.0) -> Case:
     """A whole prompt of `T` tokens in bf16: D = 128, 16 blocks of 64 a row."""
-    return Case(HQ // HKV, 128, 128, 1024, T * HKV, "prefill", "bf16", HKV=HKV, S=T, S_kv=T, shared=shared)
+    return batch(1, T, T, HQ, HKV, shared=shared)
 
 
 def long_context() -> list[Case]:
@@ -176,7 +192,7 @@ def long_context() -> list[Case]:
 
     A decode step reads as many keys as with 8k (2 GiB of cache at B = 8).
     """
-    decode = [Case(16, 128, 128, 1024, 4 * B, "decode", "bf16", HKV=4, S_kv=131_072) for B in (1, 8)]
+    decode = [batch(B, 1, 131_072) for B in (1, 8)]
     lengths = [prefill(T, *heads) for T in (16_384, 32_768, 131_072) for heads in PREFILL_HEADS]
     return decode + lengths
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa.testing.matrix.caches import E4M3, LARGEST, Cache
-from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.case import Case, batch
 from nsa.testing.matrix.problem import Problem
 
 LONG, K = 65_536, 1024
@@ -32,8 +32,7 @@ class Shape(NamedTuple):
 
 def case(B: int, S: int, S_kv: int, shared: float = 0.0) -> Case:
     """`S` queries of each of `B` sequences of `S_kv` keys."""
-    dist = "decode" if S == 1 else "prefill"
-    return Case(16, 128, 128, 2048, B * S * 4, dist, "bf16", HKV=4, S=S, S_kv=S_kv, block_size=128, shared=shared)
+    return batch(B, S, S_kv, size=128, shared=shared)
 
 
 def _named() -> dict[str, Shape]:
