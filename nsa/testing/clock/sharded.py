@@ -33,7 +33,7 @@ from nsa.distributed.shards import Layout
 from nsa.testing.clock.timing import once_if_unmeasured
 from nsa.testing.clock.training import event_s, host_s, peak_bytes
 from nsa.testing.matrix.case import prefill
-from nsa.testing.matrix.inputs import _shared_blocks
+from nsa.testing.matrix.inputs import shared_blocks
 
 Step = Callable[[], tuple[Tensor, ...]]
 MUST = {"speedup": 1.85, "hidden": 0.70, "memory": 1.15, "world_of_1": 1.02, "long": 1.34}
@@ -86,7 +86,7 @@ def draw(ask: Ask, tokens: Tensor, seed: int) -> Inputs:
     )
     case = prefill(S, ask.HQ, ask.HKV, ask.shared)
     visible = (tokens + 1).repeat_interleave(ask.HKV)
-    return Inputs(q, k, v, do, _shared_blocks(case, visible, visible, g).view(1, S, ask.HKV, -1))
+    return Inputs(q, k, v, do, shared_blocks(case, visible, visible, g).view(1, S, ask.HKV, -1))
 
 
 def step(x: Inputs, attend: Callable[..., Any], **options: Any) -> tuple[Tensor, ...]:

@@ -52,7 +52,7 @@ def draw(case: Case, device: torch.device, seed: int) -> Problem:
 def blocks_of(case: Case, g: torch.Generator) -> Tensor:
     """Block indices `[..., HKV, n]` (int32) of a prefill or decode step with two slots or more, in little memory."""
     visible, extent = (x.repeat_interleave(case.HKV) for x in _visible(case, g.device))
-    return _shared_blocks(case, visible, extent, g).view(*case.lead, case.HKV, case.n)
+    return shared_blocks(case, visible, extent, g).view(*case.lead, case.HKV, case.n)
 
 
 def _positions(case: Case, device: torch.device) -> Tensor:
@@ -81,7 +81,7 @@ def _select(case: Case, g: torch.Generator) -> tuple[Tensor, Tensor | None]:
     lead = (*case.lead, case.HKV)
     if case.source == "blocks":
         many = case.large and case.n > 1 and not case.positions
-        draw_blocks = _shared_blocks if case.dist == "prefill" and (case.shared or many) else _blocks
+        draw_blocks = shared_blocks if case.dist == "prefill" and (case.shared or many) else _blocks
         draw_blocks = _overlapping if case.dist == "overlap" else draw_blocks
         blocks = draw_blocks(case, visible, extent, g).view(*lead, -1)
         return spans_of_blocks(blocks, case.block_size), blocks
@@ -158,7 +158,7 @@ def _blocks(case: Case, visible: Tensor, extent: Tensor, g: torch.Generator) -> 
     return picked.sort(1).values.to(torch.int32)
 
 
-def _shared_blocks(case: Case, visible: Tensor, extent: Tensor, g: torch.Generator) -> Tensor:
+def shared_blocks(case: Case, visible: Tensor, extent: Tensor, g: torch.Generator) -> Tensor:
     """Block indices `[N, n]` (int32) of a prefill: the first block, the own block, and `n - 2` that queries may share.
 
     Each of the `n - 2` slots draws from its own residue class of blocks, so that no two blocks of a row are equal. This
