@@ -15,7 +15,8 @@ from nsa.testing.fixtures import known, register
 from nsa.testing.gate import hooks
 from nsa.testing.gate.run import Again
 from nsa.testing.machine import current_lane
-from nsa.testing.matrix.case import Case, core, full, long_context
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.cases import core, full, long_context
 from nsa.testing.owned import folders, is_ours
 from nsa.testing.report.terminal import notes_key, published_key
 

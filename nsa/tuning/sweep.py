@@ -31,7 +31,8 @@ from nsa.testing.contestants.contract import Contestant
 from nsa.testing.contestants.ours import OF, OURS
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix import m3
-from nsa.testing.matrix.case import Case, decode_steps
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.cases import decode_steps
 from nsa.testing.report.recording import Fact
 from nsa.tuning.files import provenance, write_section
 

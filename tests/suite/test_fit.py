@@ -12,7 +12,8 @@ from nsa.testing.contestants.fit import ENOUGH, _limits, arranged, cases_of, fit
 from nsa.testing.contestants.named import OF_CACHES, of_function
 from nsa.testing.contestants.ours import NSA
 from nsa.testing.judge.forward import Oracle, assert_parity
-from nsa.testing.matrix.case import Case, core, parity, small
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.cases import core, parity, small
 from nsa.testing.matrix.strategies import OF_CONTESTANTS, selections
 
 CONTRACTS = {

@@ -32,7 +32,7 @@ from nsa.distributed import passes, selection_attention
 from nsa.distributed.shards import Layout
 from nsa.testing.clock.timing import once_if_unmeasured
 from nsa.testing.clock.training import event_s, host_s, peak_bytes
-from nsa.testing.matrix.case import prefill
+from nsa.testing.matrix.cases import prefill
 from nsa.testing.matrix.inputs import shared_blocks
 
 Step = Callable[[], tuple[Tensor, ...]]
