@@ -14,11 +14,11 @@ from nsa.testing.contestants.ours import OURS
 from nsa.testing.judge import evidence
 from nsa.testing.judge.diagnosis import diagnose
 from nsa.testing.judge.forward import Oracle, fp64
-from nsa.testing.matrix import cases
 from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.cases import small
 
 DTYPES = ("fp32", "fp16")
-SMALL = list(dict.fromkeys(dataclasses.replace(c, dtype=d) for c in cases.small() for d in DTYPES))
+SMALL = list(dict.fromkeys(dataclasses.replace(c, dtype=d) for c in small() for d in DTYPES))
 LONG = [  # rows and spans of so different lengths that sizes of blocks can be told apart
     Case(1, 16, 16, L, 12, dist, dtype, source=source, causal=False)
     for dtype in DTYPES for L, dist, source in [(400, "few", "varlen"), (1000, "mixed", "ranges")]
@@ -506,7 +506,7 @@ def test_rows_that_select_nothing(source, dtype):
     assert diagnose(less, oracle, [both]) == [both]
 
 
-@pytest.mark.parametrize("c", [c for c in SMALL if c in cases.small()], ids=str)
+@pytest.mark.parametrize("c", [c for c in SMALL if c in small()], ids=str)
 def test_a_right_result_and_garbage_have_no_finding(c):
     oracle = oracle_of(c)
     out, lse = fp64(oracle.problem)
