@@ -115,9 +115,7 @@ def by_hand(request: pytest.FixtureRequest) -> Callable[[dict[str, Any]], None]:
 
 
 @pytest.fixture
-def publish(
-    request: pytest.FixtureRequest, benchmark: Any, compiled_ahead: None
-) -> Iterator[Callable[..., None]]:
+def publish(request: pytest.FixtureRequest, benchmark: Any, compiled_ahead: None) -> Iterator[Callable[..., None]]:
     """A function that hands samples and facts to pytest-benchmark and to the summary, under a group's name.
 
     again: measures once more. A gated run calls it if the first measurement is slower than the baseline. core: False

@@ -191,9 +191,7 @@ def _rank(rank: int, ask: Ask, port: int, path: str) -> None:
     else:
         torch.set_num_threads(1)
     where = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group(
-        "nccl" if gpu else "gloo", init_method=where, rank=rank, world_size=ask.world
-    )  # fmt: skip
+    dist.init_process_group("nccl" if gpu else "gloo", init_method=where, rank=rank, world_size=ask.world)
     alone = [dist.new_group([other]) for other in range(ask.world)][rank]
     eager = _priority_group(gpu)
     began = time.perf_counter()

@@ -307,9 +307,7 @@ def _exact(p: Problem, do: Tensor, at: Tensor, heads: slice) -> Gradients:
     seen = p.at(at)
     group = p.case.H
     of_q = slice((heads.start or 0) * group, None if heads.stop is None else heads.stop * group)
-    leaves = [
-        x.double().requires_grad_() for x in (seen.q[:, :, of_q], seen.k[:, :, heads], seen.v[:, :, heads])
-    ]  # fmt: skip
+    leaves = [x.double().requires_grad_() for x in (seen.q[:, :, of_q], seen.k[:, :, heads], seen.v[:, :, heads])]
     selection: dict[str, Any] = {
         name: x[:, :, heads] if isinstance(x, Tensor) and name in ("ranges", "block_indices") else x
         for name, x in seen.selection.items()

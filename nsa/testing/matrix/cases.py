@@ -167,11 +167,11 @@ def small() -> list[Case]:
     out += [
         Case(H, D, Dv, max(L, 16), 2, ("many", "mixed", "few")[i % 3], dtype, source="ranges", S_kv=257)
         for i, (H, D, Dv, L, dtype) in enumerate(rows)
-    ]  # fmt: skip
+    ]
     out += [
         Case(H, D, Dv, 2 * size + 3, 2, "many", dtype, source="blocks", S_kv=211, block_size=size)
         for (H, D, Dv, _, dtype), size in zip(rows, (16, 32, 64, 16, 32, 64, 16, 48), strict=True)
-    ]  # fmt: skip
+    ]
     long = Case(2, 64, 64, 24, 12, "mixed", "fp32", HKV=2, S=3, S_kv=40)
     block = Case(4, 64, 32, 48, 12, "prefill", "fp16", HKV=2, S=3, S_kv=77, block_size=16)
     for c in (long, block):
