@@ -78,7 +78,7 @@ class SmallBlocks(Forward):
     first = torch.int16  # says where blocks are in the lists, just before `served`
 
     def worth(self, worth):
-        how = small_tiles.Choice(worth=worth, splits=self.splits, union_splits=self.splits, cluster=0)
+        how = small_tiles.Choice(worth=worth, splits=self.splits, union_splits=self.splits, least=0)
         self.pin(small_blocks=how)
 
     def served(self):
