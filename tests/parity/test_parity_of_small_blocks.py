@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import nsa
 from nsa.kernels import pinned
+from nsa.kernels.shared.sizes import ALWAYS
 from nsa.kernels.small_blocks import tiles
 from nsa.testing.contestants.ours import OURS
 from nsa.testing.fixtures import over
@@ -21,14 +22,15 @@ from nsa.testing.profiles import drawing
 from .test_caches import serve
 
 GPU = current_lane() == "gpu"
-UNIONS = tiles.Choice(worth=tiles.ALWAYS, union_keys=16)  # so that a union has several steps, and a row several tiles
+UNIONS = tiles.Choice(worth=ALWAYS, union_keys=16)  # so that a union has several steps, and a row several tiles
 CHOICES = {
     "rule": tiles.RULES,
-    "rows": tiles.Choice(keys=16, rows=0),
+    "rows": tiles.Choice(keys=16, rows=0, by_head=1),
     "split": tiles.Choice(splits=3, keys=16, cluster=0, rows=0),
     "cluster": tiles.Choice(splits=4, rows=0),
     "unions": UNIONS,
     "split-unions": UNIONS._replace(union_splits=2),
+    "split-rule": tiles.Choice(union_splits=2, keys=16),  # tiles that are not worth it are left to rows, split alike
 }
 
 

@@ -86,7 +86,7 @@ KERNEL = """
 
     def attend(q, k, v, *, ranges, causal, scale):
         attend.called = True
-        return packed_sdpa(Call.of(q, k, v, ranges=ranges, causal=causal, scale=scale))[0] * RIGHT
+        return packed_sdpa(Call.of(q, k, v, ranges=ranges, causal=causal and CAUSAL, scale=scale))[0] * RIGHT
 
     def sample(calls, repeats, sync):
         attend.called = False
@@ -128,10 +128,10 @@ def commands(workflow, tmp_path):
             file.unlink()
 
 
-def gated(runner, words):
+def gated(runner, words, few=FEWER["perf"][1]):
     """What pytest does with these words, in this process, whose children are forks."""
     options = types.SimpleNamespace(nsa_against=words[-1], nsa_impl=["timed:attend"], nsa_strict=True)
-    args = ["-p", "nsa_pytest", "-p", "clock", *words, "-k", FEWER["perf"][1]]
+    args = ["-p", "nsa_pytest", "-p", "clock", *words, "-k", few]
     params = types.SimpleNamespace(args=args, dir=runner)
     return hooks._against(types.SimpleNamespace(option=options, invocation_params=params, args=[FEWER["perf"][0]]))
 
@@ -144,9 +144,10 @@ def merged(tmp_path, monkeypatch, forked_children):
     """
     upstream, runner = tmp_path / "upstream", tmp_path / "runner"
 
-    def write(folder, TIMES=1.0, RIGHT=1.0):
+    def write(folder, TIMES=1.0, RIGHT=1.0, CAUSAL=True):
         (folder / "src").mkdir(parents=True, exist_ok=True)
-        (folder / "src" / "timed.py").write_text(f"TIMES, RIGHT = {TIMES}, {RIGHT}\n{textwrap.dedent(KERNEL)}")
+        facts = f"TIMES, RIGHT, CAUSAL = {TIMES}, {RIGHT}, {CAUSAL}\n"
+        (folder / "src" / "timed.py").write_text(facts + textwrap.dedent(KERNEL))
         (folder / "src" / "clock.py").write_text(CLOCK)
 
     def make(**change):
@@ -238,3 +239,17 @@ def test_what_is_slower_in_both_rounds_and_in_every_process_fails():
 def test_processes_take_turns():
     base, head = tree("base", {}), tree("head", {})
     assert [t.name for t in against._turns(base, head)] == ["base", "head", "head", "base", "base", "head"]
+
+
+def test_a_mistake_that_no_benchmark_shows_is_named_before_anything_is_timed(merged, capsys):
+    """The keys of the benchmarks lie below the causal limit."""
+    runner = merged(CAUSAL=False)
+    few = f"({FEWER['perf'][1]}) or (triton_sel_parity and Skv40)"
+    words = ["--pyargs", "nsa.testing.suite", "-m", "perf", "--nsa-impl", "timed:attend", "--nsa-against", "HEAD^"]
+    status, told = gated(runner, words, few), capsys.readouterr().out
+    assert status == 1
+    assert "this tree: parity in" in told
+    assert "nothing is timed, because this tree is wrong\n" in told
+    assert "timed:attend, parity: WRONG on" in told
+    assert "  reads keys beyond the causal limit (" in told
+    assert "benchmarks in" not in told

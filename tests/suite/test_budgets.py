@@ -7,7 +7,7 @@ import yaml
 
 from nsa.kernels.shared import sources
 from nsa.testing.compile import budgets, matrix
-from nsa.testing.compile.matrix import Compiled
+from nsa.testing.compile.budgets import Compiled
 from nsa.testing.compile.points import ARCHITECTURES
 
 ADA, AMD = ARCHITECTURES["sm_89"], ARCHITECTURES["gfx942"]

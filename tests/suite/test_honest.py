@@ -230,7 +230,7 @@ def test_a_kernel_that_cheats_on_a_gpu(which, device):
 
     def call(p, return_lse, out):
         if which == "idle" and torch.cuda.is_current_stream_capturing():
-            return known[p.q.data_ptr()]
+            return known.get(p.q.data_ptr(), next(iter(known.values())))
         if which == "idle":
             return known.setdefault(p.q.data_ptr(), OURS["sdpa"].run(p))
         result = torch.full_like(p.q, torch.nan)

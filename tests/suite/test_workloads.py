@@ -12,7 +12,7 @@ from nsa.testing import options
 from nsa.testing.clock.serving import Pool, problems, serve
 from nsa.testing.clock.timing import Timing, each
 from nsa.testing.contestants.contract import Contestant
-from nsa.testing.report import plots, summary
+from nsa.testing.report import plots, summary, tables
 from nsa.testing.workloads import file, mix
 
 from .small_project import Session
@@ -145,7 +145,7 @@ def made_up(shape, weight, mine, **others):
     return {"workload": workload, "impl": "auto", "route": "union", "medians": {"auto": mine, **others}}
 
 
-def test_summary_and_picture():
+def test_summary_picture_and_table():
     facts = [made_up("a", 3, 1e-3, vllm=2e-3, dense_flash=8e-3), made_up("b", 1, 5e-3, vllm=2e-3, dense_flash=8e-3)]
     facts += [made_up("c", 4, 2e-3, dense_flash=8e-3)]
     assert mix.summary(facts) == [
@@ -155,6 +155,11 @@ def test_summary_and_picture():
         "    2.00x  a: 1000 us (union) beside 2000",
         "  dense_flash 8 ms: ours is 4.00x as fast",
     ]
+    [row] = tables.workloads(mix.by_mix(facts)).cells()
+    beside = {"vLLM": "2.00 (1.00×)", "dense flash": "8.00 (4.00×)", "worst shape": "0.40×, b, vLLM"}
+    assert {name: str(cell) for name, cell in row.items()} == {
+        "workload": "mix", "shapes": "3", "ours": "2.00", **beside
+    }  # fmt: skip
     pytest.importorskip("matplotlib")
     picture = plots.workloads(mix.by_mix(facts), "vllm")
     assert picture.startswith("<svg")

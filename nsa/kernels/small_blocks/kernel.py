@@ -100,7 +100,7 @@ def _rows_kernel(
     ALIKE: tl.constexpr, STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, TOKENS: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_L: tl.constexpr, SPLIT: tl.constexpr, CLUSTER: tl.constexpr, MINE: tl.constexpr, SHARED: tl.constexpr,
-    SENDING: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
+    SENDING: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr, BY_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row, or of one of its splits: the query heads of a token and a KV head.
 
@@ -124,8 +124,13 @@ def _rows_kernel(
         split = 0
         splits = 1
     head_tile = program % HEAD_TILES
-    place = program // HEAD_TILES // HKV  # of the row's token
-    head_kv = program // HEAD_TILES % HKV
+    if BY_HEAD:  # one KV head after the other, so that its keys may stay in L2
+        places = tl.num_programs(0) // (HEAD_TILES * HKV)
+        place = program // HEAD_TILES % places  # of the row's token
+        head_kv = program // HEAD_TILES // places
+    else:
+        place = program // HEAD_TILES // HKV
+        head_kv = program // HEAD_TILES % HKV
     if EARLY:
         gdc_wait()  # the previous kernel on the stream may still run, so wait for its end before any memory access
     token0 = place
@@ -314,12 +319,14 @@ def _list_kernel(
         count = 0
         selected = 0
         again = 0
-        for t in range(0, TOKENS):
-            token = tl.minimum(token0 + t, end - 1)
+        rows = sel_ptr + tl.cast(number, tl.int64) * stride_lh
+        ahead = tl.load(rows + token0.to(tl.int64) * stride_lt + i, mask=i < n, other=-1)
+        for t in range(0, end - token0):
+            token = token0 + t
             limit = causal_limit(token, shift, seqlen_k, pos_ptr, CAUSAL)
-            row = sel_ptr + token.to(tl.int64) * stride_lt + tl.cast(number, tl.int64) * stride_lh
-            block = tl.load(row + i, mask=i < tl.where(token0 + t < end, n, 0), other=-1)
-            block = _narrow(block)
+            block = _narrow(ahead)
+            row = rows + (token + 1).to(tl.int64) * stride_lt
+            ahead = tl.load(row + i, mask=i < tl.where(token + 1 < end, n, 0), other=-1)
             listed = (block >= 0) & (block < tl.cdiv(limit, SIZE))
             block = tl.where(listed, block, 0)
             key = block * SIZE
@@ -382,15 +389,13 @@ def _unions_kernel(
     G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, LAYOUT: tl.constexpr,
     PAGE: tl.constexpr, CAUSAL: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile: ``TOKENS`` tokens with ``G`` query heads each, in ``ROWS`` rows, over their union.
 
     Splits of the union's keys are as in :func:`_rows_kernel`. A weight of zero times a NaN or an infinity is NaN, so a
     value that only a neighbour selected could spoil a row. A tile whose result has a NaN is therefore not served.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
     E4M3: tl.constexpr = k_ptr.dtype.element_ty == tl.float8e4nv
     FIT: tl.constexpr = E4M3 and q_ptr.dtype.element_ty == tl.bfloat16
     tile = tl.program_id(0) % tiles  # one KV head after the other, so that its keys may stay in L2

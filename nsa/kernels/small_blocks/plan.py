@@ -23,7 +23,7 @@ from nsa.kernels.shared.errors import ODD, DoesNotFit
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import Variant, remembered, workspaces
 from nsa.kernels.shared.shape import BATCH, CACHE, Shape
-from nsa.kernels.shared.sizes import INT32_MAX
+from nsa.kernels.shared.sizes import ALWAYS, INT32_MAX, Worth
 from nsa.kernels.small_blocks import kernel as kernels
 from nsa.kernels.small_blocks import tiles
 
@@ -34,8 +34,7 @@ class Unions(NamedTuple):
     list: Variant
     unions: tuple[Variant, Variant]  # without LSE, and with it
     tile: tiles.Unions
-    worth: tiles.Worth
-    splits: int
+    worth: Worth
     tiles: int
     at_once: int  # tiles of a pass
     programs: int  # of the list kernel
@@ -98,16 +97,21 @@ def plan(call: Call, shape: Shape) -> Launch:
     items = call.k.dtype.itemsize, dtype.itemsize
     tile: tiles.Unions | None
     alike = g.strides[3:5] == g.strides[6:8]
+    run = g.S if g.layout in (BATCH, CACHE) else max(g.tokens, 1)
     if isinstance(pin, Exact):
-        rows, (splits, merged, union, parts, was_alike) = tiles.Rows(*pin.tile), pin.more
+        rows, (splits, merged, by_head, union, was_alike) = tiles.Rows(*pin.tile), pin.more
         alike = alike and was_alike
-        tile, worth = None if union is None else tiles.Unions(*union), tiles.ALWAYS
+        tile, worth = None if union is None else tiles.Unions(*union), ALWAYS
     else:
+        tile, worth, by_head = _unions(call, g, capability, items, choice), choice.worth, choice.by_head
+        if tile is not None:  # the rows that tiles leave are split like the unions, because one kernel merges both
+            parts = tiles.union_splits(_tiles(g, run, tile) * g.HKV, processors, g.n * size, choice)
+            choice = choice._replace(splits=parts, cluster=0)
         rows, splits, merged = tiles.choose(
             capability, processors, *items, g.G, g.D, g.Dv, g.n * size, g.tokens * g.HKV, largest, choice,
             call.settings.batch_invariant, call.settings.sel_triton_db,
         )  # fmt: skip
-        tile, worth, parts = _unions(call, g, capability, items, choice), choice.worth, 0
+    number = 0 if tile is None else _tiles(g, run, tile)
     selection = call.block_indices
     lists = 1 if selection.stride()[-2] == 0 else g.HKV
     early = ptx and capability >= 90 and primitives.gdc_wait is not None
@@ -118,32 +122,28 @@ def plan(call: Call, shape: Shape) -> Launch:
     }  # fmt: skip
     kinds = call.dtypes()
     cluster = splits if merged else 0
-    run = g.S if g.layout in (BATCH, CACHE) else max(g.tokens, 1)
-    number = 0 if tile is None else g.tokens // max(run, 1) * -(-run // tile.TOKENS)  # of tiles
     together = tile is not None and splits == 1  # a program takes the rows of a tile
     of_rows = [
         _rows(
             device, dtype, (*kinds, tile is None, lse), rows, cluster, splits > 1, early, PAIRS=pairs, ALIKE=alike,
-            TOKENS=tile.TOKENS if tile is not None and together else 0, **shared,
+            TOKENS=tile.TOKENS if tile is not None and together else 0, BY_HEAD=bool(by_head), **shared,
         )
         for lse in (False, True)
     ]  # fmt: skip
     unions = None
     if tile is not None:
-        parts = parts or tiles.union_splits(number * g.HKV, processors, g.n * size, choice)
         blocks = -(-g.S_kv // size)
-        once = number if parts > 1 else tiles.at_once(tile, lists, g.n, number)
-        lister, *united = _of_unions(device, dtype, (*kinds, alike), tile, parts > 1, early, **shared)
+        once = number if splits > 1 else tiles.at_once(tile, lists, g.n, number)
+        lister, *united = _of_unions(device, dtype, (*kinds, alike), tile, splits > 1, **shared)
         unions = Unions(
-            lister, (united[0], united[1]), tile, worth, parts, number, once,
-            tiles.list_programs(lists, blocks, once), blocks,
-        )  # fmt: skip
+            lister, (united[0], united[1]), tile, worth, number, once, tiles.list_programs(lists, blocks, once), blocks
+        )
     programs = (number if together else g.tokens) * g.HKV * -(-g.G // rows.HEADS)
     grid = (programs, 1 if merged else splits, 1)  # clusters, or programs
     if tile is not None and together:
         grid = (programs, max(1, min(tile.TOKENS, 16 * processors // max(programs, 1))), 1)
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, g.tokens, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
-    more = (splits, merged, None if tile is None else tuple(tile), 0 if unions is None else unions.splits, alike)
+    more = (splits, merged, by_head, None if tile is None else tuple(tile), alike)
     return Launch(
         (of_rows[0], of_rows[1]), device, splits, merged, grid, g, run, lists, _steps(selection, lists), narrow,
         1.0 / math.sqrt(g.D), alike, pairs, unions, Exact(tuple(rows), more),
@@ -163,6 +163,11 @@ def _unions(
     assert call.block_size is not None
     choice = choice if call.settings.sel_triton_db else choice._replace(union_stages=1)
     return tiles.unions(capability, *items, g.G, g.D, g.Dv, g.n, -(-g.S_kv // call.block_size), choice)
+
+
+def _tiles(g: Shape, run: int, tile: tiles.Unions) -> int:
+    """The number of tiles of a call. No tile takes tokens of two runs of ``run`` tokens."""
+    return g.tokens // max(run, 1) * -(-run // tile.TOKENS)
 
 
 def _steps(selection: Tensor, lists: int) -> tuple[int, int] | None:
@@ -196,14 +201,13 @@ def _rows(
 
 @remembered
 def _of_unions(
-    device: torch.device, dtype: torch.dtype, kinds: tuple[object, ...], tile: tiles.Unions, split: bool, early: bool,
-    **shared: Any,
-) -> tuple[Variant, ...]:  # fmt: skip
+    device: torch.device, dtype: torch.dtype, kinds: tuple[object, ...], tile: tiles.Unions, split: bool, **shared: Any
+) -> tuple[Variant, ...]:
     """The list kernel, and the kernel for unions without and with LSE."""
     lists = {name: shared[name] for name in ("SIZE", "LAYOUT", "PAGE", "CAUSAL")}
     lists |= {"TOKENS": tile.TOKENS, "SLOTS": tile.SLOTS}
     whole = shared | {name: getattr(tile, name) for name in tile._fields if name.isupper() and name != "SLOTS"}
-    whole |= {"SPLIT": split, "OVERLAP": early and split}
+    whole |= {"SPLIT": split}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return (
         Variant(kernels._list_kernel, lists, {"num_warps": 4 if tile.SLOTS > 128 else 1}),
@@ -235,12 +239,15 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         raise DoesNotFit(ODD)
     about = (positions, ends, lengths)
     scale = launch.scale if call.scale is None else call.scale
-    served = None
+    served = parts = None
+    if launch.splits > 1 and not launch.merged:
+        (parts,) = workspaces(device, parts=(launch.splits * g.tokens * q.shape[-2] * (g.Dv + 2), torch.float32))
+    direct = None if parts is not None else lse
     if unions is not None:
         tile, n = unions.tile, g.n
         room = tile.TOKENS * n
         every = unions.at_once * lists * room
-        entries, keys, values, count, index, served, parts = workspaces(
+        entries, keys, values, count, index, served = workspaces(
             device,
             entries=(every, torch.int32),
             keys=(every, torch.int64),
@@ -248,9 +255,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
             count=(unions.at_once * lists, torch.int32),
             index=(unions.programs * lists * unions.blocks, torch.int16),
             served=(g.tokens * lists, torch.int32),
-            parts=None if unions.splits == 1 else (unions.splits * g.tokens * q.shape[-2] * (g.Dv + 2), torch.float32),
         )
-        union = unions.unions[lse is not None and parts is None]
         for first in range(0, unions.tiles, unions.at_once):
             now = min(unions.at_once, unions.tiles - first)
             unions.list.launch(
@@ -259,22 +264,16 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
                 (g.B, g.S, g.S_kv, n, g.pages, lists, first, now, launch.run, unions.blocks, room, *unions.worth,
                  *steps, *g.strides[3:5], *g.strides[6:8], g.stride_tb), narrow,
             )  # fmt: skip
-            union.launch(
-                (now * g.HKV, unions.splits, 1), device,
-                (q, k, v, out, None if parts is not None else lse, parts, *about, k_scale, v_scale, entries, keys,
-                 values, count, served),
+            unions.unions[direct is not None].launch(
+                (now * g.HKV, launch.splits, 1), device,
+                (q, k, v, out, direct, parts, *about, k_scale, v_scale, entries, keys, values, count, served),
                 (g.B, g.S, g.S_kv, g.tokens, lists, first, now, launch.run, room, *g.strides, scale), narrow,
             )  # fmt: skip
         launches["small_blocks unions"] += 1
-        if parts is not None:
-            combine(parts, unions.splits, out, lse, bool(union.constexprs["OVERLAP"]))
-    parts = None
-    if launch.splits > 1 and not launch.merged:
-        (parts,) = workspaces(device, parts=(launch.splits * g.tokens * q.shape[-2] * (g.Dv + 2), torch.float32))
-    variant = launch.rows[lse is not None and parts is None]
+    variant = launch.rows[direct is not None]
     variant.launch(
         launch.grid, device,
-        (q, k, v, out, None if parts is not None else lse, parts, selection, *about, table, k_scale, v_scale, served),
+        (q, k, v, out, direct, parts, selection, *about, table, k_scale, v_scale, served),
         (g.B, g.S, g.S_kv, g.n, g.tokens, g.pages, lists, launch.run, *steps, *g.strides, scale, g.stride_tb), narrow,
     )  # fmt: skip
     launches[route] += 1

@@ -81,7 +81,8 @@ def time_gpu(
             The untimed replays come on top.
         warmup: replays before the first sample, at most.
         cold: whether no call finds its inputs in L2, as `buffer_sets` says. The timing records it.
-        afterwards: as for `time_host`. The outputs of a graph are not reused as long as a caller holds them.
+        afterwards: as for `time_host`. Before it, all parts of the implementation are replayed once more: graphs share
+            memory, so the last replays of another implementation may have overwritten its outputs.
     """
     once_if_unmeasured(calls[0] for calls in fns.values())
     pool = torch.cuda.graph_pool_handle()
@@ -123,6 +124,7 @@ def time_gpu(
     torch.cuda.synchronize()
     if afterwards is not None:
         for name, run in runs.items():
+            each(run.replays)
             afterwards(name, functools.partial(each, run.replays))
     return {
         name: Timing(

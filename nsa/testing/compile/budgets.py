@@ -1,18 +1,16 @@
-"""The limits of the compile matrix, and the committed list of what has passed."""
+"""What a compiler reports of a kernel, the limits of that, and the committed list of what has passed."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from nsa.kernels.shared import sources
 from nsa.testing.compile.points import Architecture
-
-if TYPE_CHECKING:
-    from nsa.testing.compile.matrix import Compiled
 
 PACKAGE = Path(__file__).parents[2]
 PASSED = PACKAGE / "configs" / "compiled.yaml"
@@ -33,6 +31,25 @@ REGISTERS = {"cuda": 65_536, "hip": 131_072}
 
 MULTIPLY = tuple(f"_{name}_kernel" for name in ("fwd", "partial", "union", "rows", "unions", "dkdv", "dq"))
 """Kernels that consist of dot products."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """The compilers' report of one kernel."""
+
+    point: str
+    kernel: str
+    shared: int  # bytes of shared memory
+    registers: int | None  # registers of a thread; None: this Triton's report cannot be read
+    local: int | None  # bytes of local memory of a thread; None likewise
+    looped: int | None  # bytes of it that a turn of a loop accesses (`child.looped`); 0 on NVIDIA if it has very few
+    threads: int  # of a program
+    mma: bool  # whether it uses the tensor cores
+    cluster: bool  # whether programs of a cluster wait for each other
+    early: bool  # whether it may be launched before the previous kernel has ended
+    hasty: bool  # whether it is launched early and accesses memory before it waits for the previous kernel
+    mixed: bool = False  # see `child.mixed`
+    askew: bool = False  # see `child.askew`
 
 
 def complaints(architecture: Architecture, compiled: Compiled) -> Iterator[str]:

@@ -22,8 +22,8 @@ import torch
 from nsa.call import Call
 from nsa.kernels.shared.sizes import PATTERN_BYTES
 from nsa.settings import Settings
-from nsa.testing.compile.budgets import FEW
-from nsa.testing.compile.matrix import OVERHEARD, Compiled, minor
+from nsa.testing.compile.budgets import FEW, Compiled
+from nsa.testing.compile.matrix import OVERHEARD, minor
 from nsa.testing.compile.points import ARCHITECTURES, Architecture, Point, points
 
 DESCRIPTOR = re.compile(r"(?:or\.b64|add\.s64)\s+%rd\d+, (%rd\d+), (-?\d{18,20});")

@@ -8,7 +8,6 @@ which architectures have passed.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import subprocess
@@ -19,31 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nsa import settings
+from nsa.testing.compile import budgets
+from nsa.testing.compile.budgets import Compiled
 from nsa.testing.compile.points import ARCHITECTURES, Architecture
 from nsa.testing.machine import commit, git, triton_version
 
 ROOT = Path(__file__).parents[3]
 OVERHEARD = (3, 3)
 """The first Triton with which the assembler's report can be read. 3.1 runs ptxas in a shell and deletes the report."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """The compilers' report of one kernel."""
-
-    point: str
-    kernel: str
-    shared: int  # bytes of shared memory
-    registers: int | None  # registers of a thread; None: this Triton's report cannot be read
-    local: int | None  # bytes of local memory of a thread; None likewise
-    looped: int | None  # bytes of it that a turn of a loop accesses (`child.looped`); 0 on NVIDIA if it has very few
-    threads: int  # of a program
-    mma: bool  # whether it uses the tensor cores
-    cluster: bool  # whether programs of a cluster wait for each other
-    early: bool  # whether it may be launched before the previous kernel has ended
-    hasty: bool  # whether it is launched early and accesses memory before it waits for the previous kernel
-    mixed: bool = False  # see `child.mixed`
-    askew: bool = False  # see `child.askew`
 
 
 def minor(version: str | None = None) -> tuple[int, int]:
@@ -131,8 +113,6 @@ def _judge(
     architecture: Architecture, kernels: list[Compiled], error: str, seconds: float, options: argparse.Namespace
 ) -> list[str]:
     """Print the results of one architecture, record it if asked, and return why it fails."""
-    from nsa.testing.compile import budgets
-
     name, release = architecture.name, _dotted(minor())
     complaints = [error] if error else budgets.all_complaints(architecture, kernels)
     if options.record:
@@ -158,6 +138,6 @@ def _summary(kernels: list[Compiled]) -> str:
 
 
 def _uncommitted() -> bool:
-    done = git(ROOT, "status", "--porcelain", "--", "nsa/kernels/*.py", "nsa/testing/compile/*.py", "nsa/configs/gpus")
+    done = git(ROOT, "status", "--porcelain", "--", "nsa/kernels/*.py", "nsa/testing/compile", "nsa/configs/gpus")
     done.check_returncode()
     return bool(done.stdout)

@@ -108,7 +108,11 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
         ),
         *_workloads(now.facts),
         Section("Roofline", _timing_note(now.facts), [p for p in [plots.roofline(now.facts)] if p]),
-        Section("Drift", "", [p for p in [plots.drift(history(recordings))] if p]),
+        Section(
+            "Drift",
+            "Each benchmark's time, divided by its control's, over the recordings that lie beside this one.",
+            [p for p in [plots.drift(history(recordings))] if p],
+        ),
         *([_change(recordings[0], now)] if len(recordings) == 2 else []),
         Section.of(tables.threshold(decision, on_packed)),
         Section.of(tables.make("cases", (fact for fact in now.facts if not fact.get("layouts")))),
@@ -139,7 +143,7 @@ def rationale(recording: Recording, decision: thresholds.Decision, on_packed: th
 
 
 def _workloads(facts: list[Fact]) -> list[Section]:
-    """The summary of workloads, and a picture for each peer and the control."""
+    """The table of workloads, and a picture for each peer and the control."""
     if not any(fact.get("workload") for fact in facts):
         return []
     from nsa.testing.report import plots
@@ -147,7 +151,7 @@ def _workloads(facts: list[Fact]) -> list[Section]:
 
     mixes = mix.by_mix(facts)
     pictures = [plots.workloads(mixes, other) for other in mix.others(fact for rows in mixes.values() for fact in rows)]
-    return [Section("Workloads", "", [picture for picture in pictures if picture], code="\n".join(mix.summary(facts)))]
+    return [Section.of(tables.workloads(mixes), pictures=[picture for picture in pictures if picture])]
 
 
 def _timing_note(facts: list[Fact]) -> str:

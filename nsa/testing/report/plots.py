@@ -11,10 +11,11 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullFormatter, StrMethodFormatter
 
 from nsa.testing.report.recording import Fact, kernels, speedup
-from nsa.testing.report.tables import longest_prompts
+from nsa.testing.report.tables import NAMES, longest_prompts
 from nsa.tuning.thresholds import MARGIN
 
 COLORS = {64: "#7fb2d9", 256: "#2f7fb8", 1024: "#0b3c5d"}  # by N, light to dark
@@ -156,23 +157,27 @@ def prefill_bars(facts: Iterable[Fact], gpu: str) -> str | None:
 
 @rc_context(STYLE)  # type: ignore[arg-type]
 def workloads(mixes: Mapping[tuple[str, str], list[Fact]], other: str) -> str | None:
-    """Our time over that of `other`: a dot a shape, its area by weight, a colour for each workload and variant."""
-    figure = Figure(figsize=(WIDTH, 4.6))
-    ax, ends = figure.subplots(), []
-    for (name, variant), facts in mixes.items():
+    """How many times as fast as `other`: a dot a shape, its area by weight, a colour for each workload and variant."""
+    figure = Figure(figsize=(WIDTH, 4.2))
+    ax, marks = figure.subplots(), []
+    for i, (mix, facts) in enumerate(mixes.items()):
         rows = [fact for fact in facts if other in fact["medians"]]
-        most = max((fact["workload"]["weight"] for fact in rows), default=0) or 1
-        pairs = [(fact["medians"][fact["impl"]] * 1e6, fact["medians"][other] * 1e6) for fact in rows]
+        if not rows:
+            continue
+        ours = [fact["medians"][fact["impl"]] for fact in rows]
+        ratios = [fact["medians"][other] / mine for fact, mine in zip(rows, ours, strict=True)]
+        most = max(fact["workload"]["weight"] for fact in rows) or 1
         size = [8 + 150 * fact["workload"]["weight"] / most for fact in rows]
-        label = ", ".join(filter(None, (name, variant)))
-        ax.scatter([x for x, _ in pairs], [y for _, y in pairs], s=size, alpha=0.5, linewidths=0, label=label)
-        ends += [end for pair in pairs for end in pair]
-    if not ends:
+        ax.scatter([mine * 1e6 for mine in ours], ratios, s=size, alpha=0.5, linewidths=0, color=f"C{i}")
+        marks.append(Line2D([], [], marker="o", ls="", color=f"C{i}", label=", ".join(filter(None, mix))))
+    if not marks:
         return None
-    ax.plot([min(ends), max(ends)], [min(ends), max(ends)], color="#444444", lw=0.9, label="equally fast")
-    ax.set(xscale="log", yscale="log", xlabel="ours, us a call", ylabel=f"{other}, us a call")
-    figure.legend(loc="outside lower center", ncols=4)
-    figure.suptitle(f"Workloads beside {other}: above the line ours is faster; areas by weight")
+    ax.axhline(1, color="#444444", lw=0.9, zorder=1)
+    ax.set(xscale="log", yscale="log", xlabel="ours, us a call", ylabel="times as fast")
+    _ticks(ax.xaxis, [10**i for i in range(8)], "{x:,g}")
+    _ticks(ax.yaxis, [0.1, 0.2, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500], "{x:g}×")
+    figure.legend(handles=marks, loc="outside lower center", ncols=4)
+    figure.suptitle(f"Each shape: how many times as fast as {NAMES.get(other, other)} ours is; areas by weight")
     return _svg(figure)
 
 
@@ -215,7 +220,7 @@ def drift(history: Mapping[str, Sequence[tuple[str, float]]]) -> str | None:
     ax.axhline(1.1, color="#b03030", lw=0.9, ls=":")
     ax.set_xticks(range(len(commits)), commits, rotation=30)
     ax.set(ylabel="ratio to the control, over the best one")
-    figure.legend(loc="outside lower center", ncols=1, fontsize=7)
+    figure.legend(loc="outside lower center", ncols=1, fontsize=8)
     figure.suptitle(f"Ratios over recordings, the {len(shown)} furthest behind their best (dotted: 10%, a FAIL)")
     return _svg(figure)
 

@@ -156,7 +156,8 @@ def by_kind(facts: Iterable[Fact]) -> dict[str, list[Fact]]:
     """
     facts_of: dict[str, list[Fact]] = {name: [] for name in KINDS}
     for fact in facts:
-        if not fact.get("layouts"):  # times of packed SDPA's layouts, which a threshold needs and no table shows
+        # `layouts`: times of packed SDPA's layouts, which a threshold needs. Workloads have a table of their own.
+        if not fact.get("layouts") and not fact.get("workload"):
             facts_of[_kind(fact)].append(fact)
     for name in ("prefill", "training"):
         facts_of[name].sort(key=lambda x: (x["S"], -x["HQ"], x["HKV"], x.get("shared", 0.0), x["group"]))

@@ -23,6 +23,7 @@ VERSUS = {
 }
 PEERS = {"fla": "fla-core"}  # names of nsa.testing.contestants.peers
 DENSE = {"dense_cudnn": "dense cuDNN", "dense_flash": "dense flash"}
+NAMES = {"vllm": "vLLM", "xunhao": "XunhaoLai"} | PEERS | DENSE
 CSV = """
     group case dist source H D Dv L N dtype impl median_us ci95_low_us ci95_high_us gbps share_of_ceiling
     speedup_vs_fallback fallback_low fallback_high speedup_vs_sdpa_best sdpa_best speedup_vs_sdpa_expanded HQ HKV S S_kv
@@ -133,6 +134,7 @@ def fallback(fact: Fact) -> bool:
 # --- columns ---------------------------------------------------------------------------------------------------------
 
 Group = tuple[str, list[Fact]]
+Mix = tuple[tuple[str, str], list[Fact]]  # a workload and its variant, and their facts
 
 
 def _over(key: str) -> Callable[[Group], Two | None]:
@@ -260,6 +262,39 @@ def threshold(decision: thresholds.Decision, on_packed: thresholds.Decision) -> 
     rows = [row(key) for key in sorted(decision.groups, key=lambda key: (key[3], key))]
     columns = [Column(name, lambda row, name=name: row[name]) for name in (rows or [{}])[0]]  # type: ignore[misc]
     return make("threshold", rows, columns)
+
+
+def workloads(mixes: dict[tuple[str, str], list[Fact]]) -> Table:
+    """A row for each workload and variant: our weighted mean time, and that of each other beside it."""
+    from nsa.testing.workloads import mix  # here, because it imports Triton
+
+    def beside(other: str) -> Callable[[Mix], Two | None]:
+        def cell(row: Mix) -> Two | None:
+            rows = [fact for fact in row[1] if other in fact["medians"]]
+            if not rows:
+                return None
+            theirs = mix.mean(rows, other)
+            return Two(_three_digits(theirs), f"{theirs / mix.mean(rows, 'auto'):.2f}×")
+
+        return cell
+
+    def worst_of(row: Mix) -> str | None:
+        ratios = [
+            (seconds / fact["medians"]["auto"], other, fact["workload"]["shape"])
+            for fact in row[1] for other, seconds in fact["medians"].items() if other not in ("auto", *DENSE)
+        ]  # fmt: skip
+        ratio, other, shape = min(ratios, default=(0.0, "", ""))
+        return f"{ratio:.2f}×, {shape}, {NAMES.get(other, other)}" if ratios else None
+
+    others = mix.others(fact for facts in mixes.values() for fact in facts)
+    columns = [
+        Column("workload", lambda row: ", ".join(filter(None, row[0]))),
+        Column("shapes", lambda row: len(row[1])),
+        Column("ours", lambda row: _three_digits(mix.mean(row[1], "auto"))),
+        *(Column(NAMES.get(other, other), beside(other)) for other in others),
+        Column("worst shape", worst_of),
+    ]
+    return make("workloads", mixes.items(), columns)
 
 
 # --- README ----------------------------------------------------------------------------------------------------------

@@ -68,11 +68,11 @@ def summary(facts: Iterable[Fact]) -> list[str]:
     """For each workload and variant: our weighted mean time of a call, each other's, and the worst shapes by name."""
     lines = []
     for (name, variant), rows in by_mix(facts).items():
-        mean = _mean(rows, "auto")
-        lines.append(f"{', '.join(filter(None, (name, variant)))}: {len(rows)} shapes, mean call {mean * 1e3:.4g} ms")
+        title = ", ".join(filter(None, (name, variant)))
+        lines.append(f"{title}: {len(rows)} shapes, mean call {mean(rows, 'auto') * 1e3:.4g} ms")
         for other in others(rows):
             beside = [row for row in rows if other in row["medians"]]
-            theirs, mine = _mean(beside, other), _mean(beside, "auto")
+            theirs, mine = mean(beside, other), mean(beside, "auto")
             on = "" if len(beside) == len(rows) else f" on {len(beside)} of them, where ours is {mine * 1e3:.4g} ms"
             lines.append(f"  {other} {theirs * 1e3:.4g} ms{on}: ours is {theirs / mine:.2f}x as fast")
             worst = sorted(beside, key=lambda row: row["medians"][other] / row["medians"]["auto"])
@@ -83,7 +83,7 @@ def summary(facts: Iterable[Fact]) -> list[str]:
     return lines
 
 
-def _mean(rows: Iterable[Fact], who: str) -> float:
+def mean(rows: Iterable[Fact], who: str) -> float:
     """Seconds of a call. If all weights are 0, every shape counts alike."""
     rows = list(rows)
     weights = [row["workload"]["weight"] for row in rows]

@@ -25,7 +25,7 @@ from nsa.kernels.query_major import tiles
 from nsa.kernels.shared import asking, sources
 from nsa.kernels.shared import launch as launching
 from nsa.kernels.shared.launch import Variant
-from nsa.kernels.union.tiles import ALWAYS
+from nsa.kernels.shared.sizes import ALWAYS
 from nsa.plain.oracle import beyond_rounding
 from nsa.testing.compile.points import ARCHITECTURES
 from nsa.testing.matrix import strategies

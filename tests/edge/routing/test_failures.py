@@ -130,12 +130,13 @@ def key_kernel(monkeypatch):
 def call(draw, same):
     """A call on `auto`, compared with the oracle; keywords of `draw` change its signature."""
 
-    def make(backend="auto", causal=True, schedule="auto", blocks=False, **shape):
+    def make(backend="auto", causal=True, schedule="auto", blocks=False, max_selected=None, **shape):
         q, k, v = draw(**shape)
         selection = {"ranges": same([(0, 7), (9, 13)], q.shape[0], q.shape[1], k.shape[2])}
         if blocks:
             selection = {"block_indices": same([0, 1], q.shape[0], q.shape[1], k.shape[2]), "block_size": 7}
-        o = nsa.selection_attention(q, k, v, **selection, causal=causal, backend=backend, schedule=schedule)
+        how = {"causal": causal, "backend": backend, "schedule": schedule, "max_selected": max_selected}
+        o = nsa.selection_attention(q, k, v, **selection, **how)
         want = selection_reference(Call.of(q.double(), k, v, **selection, causal=causal))[0]
         torch.testing.assert_close(o.double(), want, rtol=0, atol=1e-2 if q.dtype == torch.float16 else 1e-5)
 
@@ -341,10 +342,10 @@ def test_nothing_is_remembered_under_capture(call, kernel, monkeypatch):
     kernel.error, capturing = RuntimeError("broken"), [True]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    call()
+    call(max_selected=14)
     capturing[0] = False
     for _ in range(3):
-        call()
+        call(max_selected=14)
     assert len(kernel.tries) == 2
     assert "under CUDA graph capture" in [record.reason for record in nsa.routes() if record.calls == 1][0]
 

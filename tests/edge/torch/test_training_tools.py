@@ -207,6 +207,7 @@ def test_packed_lengths(draw, same, device, backend):
 # --- programs as data -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11 loads weights from such a buffer
 @pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
 def test_export(draw, device, strict):
     """One operator, any batch size, saved and loaded again; gradients flow through what was loaded."""
