@@ -11,7 +11,7 @@ import triton.language as tl
 
 from nsa.kernels.shared.e4m3 import fit_half, half_of, scaled_values
 from nsa.kernels.shared.inverse_index import OVERFULL, first_block, visible_keys
-from nsa.kernels.shared.keys import attend, load_tile, places_of_each
+from nsa.kernels.shared.keys import attend, load_tiles, places_of_each
 from nsa.kernels.shared.primitives import (
     BATCH,
     CACHE,
@@ -322,10 +322,10 @@ def _merge_kernel(
         fit = 1.0
         if FIT:
             q, fit = fit_half(q)
-        acc_odd = 0.0
+        acc_odd, column = 0.0, dv
         if PAIRS:
             v_base = v_base.to(tl.pointer_type(tl.int16))
-            dv_pair = tl.arange(0, BLOCK_DV // 2)
+            column = tl.arange(0, BLOCK_DV // 2)
             acc, acc_odd = tl.split(tl.reshape(acc, [HEADS, BLOCK_DV // 2, 2]))
         l = tl.where(tl.arange(0, BLOCK_L)[None, :] == 0, total[:, None], 0.0)  # [HEADS, BLOCK_L]
         sel_row = sel_ptr + (token.to(tl.int64) * HKV + head_kv) * n + slots
@@ -354,11 +354,7 @@ def _merge_kernel(
                 key = key.to(tl.int64)
                 k_at = key * stride_kn + k_page
                 v_at = key * stride_vn + v_page
-                k = load_tile(k_base, k_at, valid, d, D, STRIDE_UNIT)  # [BLOCK_L, BLOCK_D]
-                if PAIRS:
-                    v = load_tile(v_base, v_at, valid, dv_pair, Dv // 2, STRIDE_UNIT // 2)
-                else:
-                    v = load_tile(v_base, v_at, valid, dv, Dv, STRIDE_UNIT)  # [BLOCK_L, BLOCK_DV]
+                k, v = load_tiles(k_base, v_base, k_at, v_at, valid, d, column, D, Dv, STRIDE_UNIT, PAIRS)
                 m, l, acc, acc_odd = attend(
                     q, fit, k, v, valid, scale, m, l, acc, acc_odd, E4M3, FIT, PAIRS, False, INPUT_PRECISION
                 )

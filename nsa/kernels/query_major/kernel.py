@@ -12,7 +12,7 @@ import triton.language as tl
 
 from nsa.kernels.shared.clusters import exchange, merge_inbox, open_inbox
 from nsa.kernels.shared.e4m3 import fit_half, scaled_values
-from nsa.kernels.shared.keys import attend, load_tile, places_of_block, places_of_each
+from nsa.kernels.shared.keys import attend, load_tiles, places_of_block, places_of_each
 from nsa.kernels.shared.primitives import (
     CACHE,
     PACKED,
@@ -55,16 +55,17 @@ RUNTIME = [
 
 @triton.jit
 def find_row(
-    token, batch, B, S, S_kv, cu_q_ptr, cu_k_ptr, stride_qb, stride_qs, stride_kb, stride_kn, stride_vb, stride_vn,
-    stride_ob, stride_os, LAYOUT: tl.constexpr, PAGE: tl.constexpr, S_MANY: tl.constexpr, CAUSAL: tl.constexpr,
+    token, batch, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, table_ptr, stride_qb, stride_qs, stride_kb, stride_kn,
+    stride_vb, stride_vn, stride_ob, stride_os, stride_tb,
+    LAYOUT: tl.constexpr, PAGE: tl.constexpr, S_MANY: tl.constexpr, CAUSAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Find a row's query and the keys of its sequence: ``(batch, s, t, seqlen_k, q_off, o_off, k_off, v_off)``.
+    """Find a row's query and the keys of its sequence: ``(table_row, limit, q_off, o_off, k_off, v_off)``.
 
-    ``s``: number of the query in its sequence, 0 for packed queries. ``t``: its position. ``seqlen_k``: keys of the
-    sequence. Offsets are int64, in units, those of K and V 0 with pages.
+    ``table_row``: the sequence's row of the page table. ``limit``: keys that the row may see, if all are filled.
+    Offsets are int64, in units, those of K and V 0 with pages.
     """
+    table_row = table_ptr
     if LAYOUT == VARLEN or LAYOUT == PACKED:
-        s = 0
         seq = token
         if LAYOUT == VARLEN:
             seq = find_sequence(cu_q_ptr, B, token, 128)
@@ -90,22 +91,64 @@ def find_row(
             o_off = batch * stride_ob + tl.cast(s, tl.int64) * stride_os
         k_off = tl.zeros([], tl.int64) if PAGE else batch * stride_kb
         v_off = tl.zeros([], tl.int64) if PAGE else batch * stride_vb
+        if PAGE:
+            table_row += batch * stride_tb
+            if EARLY:
+                expect_table(table_row, S_kv // PAGE)
         seqlen_k = S_kv
         t = S_kv - S + s  # bottom-right: the last query sees the last key
-    return batch, s, t, seqlen_k, q_off, o_off, k_off, v_off
+    limit = seqlen_k
+    if CAUSAL:
+        # Not `max(end, 0)`: from that, ptxas 12.8 makes a schedule that is 4% slower for decode of D = 64 on an H100.
+        limit = tl.maximum(causal_end(t, seqlen_k, token, pos_ptr) - 1, -1) + 1
+    return table_row, limit, q_off, o_off, k_off, v_off
 
 
 @triton.jit
-def store_part(part_ptr, split, splits, heads, first, head, m, l, acc, mask, dv, Dv: tl.constexpr):
-    """Store the results of one of ``splits`` shares of the keys, for :func:`merge_parts`.
+def visible_in_cache(filled, S_kv, before, token, CAUSAL: tl.constexpr):
+    """Keys of a cache that a row may see. ``filled``: the sequence's length as it is in memory, any number.
 
-    The call has ``heads`` heads, those of this token from ``first`` on; ``head [BLOCK_G]``: which of them to store.
+    ``before``: the row's position is so many before ``filled``. It may be any number, because cu_seqlens may be wrong.
     """
-    part = split * heads + first + head
+    visible = tl.minimum(tl.maximum(filled, 0), S_kv).to(tl.int32)
+    if CAUSAL:
+        visible = tl.maximum(causal_end(visible - before, visible, token, None), 0)
+    return visible
+
+
+@triton.jit
+def keys_of_tile(
+    begin, last, start, before, length, shift, visible, split, table_row, pages, stride_kb, stride_vb,
+    SOURCE: tl.constexpr, SINGLE: tl.constexpr, EACH: tl.constexpr, PAGE: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """Keys of the slots from ``begin`` to ``last``, at most ``BLOCK_L``: results as of :func:`places_of_block`.
+
+    start, before, length, shift: of :func:`slots_of` or :func:`slots_of_each`. visible: keys that the row may see.
+    """
+    slot = begin + tl.arange(0, BLOCK_L)
+    valid = slot < last
+    if SOURCE == WHOLE:
+        return 0, 0, slot, valid
+    elif SOURCE == TILED:
+        if SINGLE:
+            key = start + split % SINGLE * BLOCK_L
+        else:
+            key = tile_start(begin, start, before, length)
+        return places_of_block(table_row, key, visible, pages, stride_kb, stride_vb, PAGE, BLOCK_L)
+    else:
+        key = key_of_each(slot, shift, before) if EACH else key_positions(slot, start, before, length)
+        return places_of_each(table_row, key, valid, pages, stride_kb, stride_vb, PAGE)
+
+
+@triton.jit
+def store_part(part_ptr, part, parts, m, l, acc, mask, dv, Dv: tl.constexpr):
+    """Store the results of a share of the keys, for :func:`merge_parts`: ``part [BLOCK_G]`` are their numbers of
+    ``parts``, those of all shares and heads of the call.
+    """
     tl.store(part_ptr + part[:, None] * Dv + dv[None, :], acc, mask=mask[:, None] & (dv[None, :] < Dv))
-    part += splits * heads * Dv  # m and l lie behind the accumulators of all parts
+    part += parts * Dv  # m and l lie behind the accumulators of all parts
     tl.store(part_ptr + part, m, mask=mask)
-    tl.store(part_ptr + splits * heads + part, tl.sum(l, 1), mask=mask)
+    tl.store(part_ptr + parts + part, tl.sum(l, 1), mask=mask)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -171,6 +214,7 @@ def _fwd_kernel(
             begin_of, end_of = ask_spans(sel_row, tl.arange(0, SPANS), n, SOURCE)
     if LAYOUT == CACHE:
         filled = tl.load(cu_k_ptr + (token // S if S_MANY else token).to(tl.int64))
+        behind = S - token % S if S_MANY else S
     elif STEPS:
         filled = tl.load(cu_k_ptr + batch)
         behind = last_query(cu_q_ptr, batch, batch < B) - token
@@ -184,19 +228,10 @@ def _fwd_kernel(
     if CLUSTER:
         inbox = open_inbox(CLUSTER, MINE, BLOCK_DV, SHARED)
 
-    batch, s, t, seqlen_k, q_off, o_off, k_off, v_off = find_row(
-        token, batch, B, S, S_kv, cu_q_ptr, cu_k_ptr, stride_qb, stride_qs, stride_kb, stride_kn, stride_vb, stride_vn,
-        stride_ob, stride_os, LAYOUT, PAGE, S_MANY, CAUSAL,
+    table_row, limit, q_off, o_off, k_off, v_off = find_row(
+        token, batch, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, table_ptr, stride_qb, stride_qs, stride_kb, stride_kn,
+        stride_vb, stride_vn, stride_ob, stride_os, stride_tb, LAYOUT, PAGE, S_MANY, CAUSAL, EARLY,
     )  # fmt: skip
-    table_row = table_ptr
-    if PAGE:
-        table_row += batch * stride_tb
-        if EARLY:
-            expect_table(table_row, S_kv // PAGE)
-    limit = seqlen_k
-    if CAUSAL:
-        # Not `max(end, 0)`: from that, ptxas 12.8 makes a schedule that is 4% slower for decode of D = 64 on an H100.
-        limit = tl.maximum(causal_end(t, seqlen_k, token, pos_ptr) - 1, -1) + 1
 
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -212,9 +247,10 @@ def _fwd_kernel(
     v_off += tl.cast(head_kv, tl.int64) * stride_vh
     k_base = k_ptr + k_off * STRIDE_UNIT
     v_base = v_ptr + v_off * STRIDE_UNIT
+    column = dv
     if PAIRS:
         v_base = v_base.to(tl.pointer_type(tl.int16))
-        dv_pair = tl.arange(0, BLOCK_DV // 2)
+        column = tl.arange(0, BLOCK_DV // 2)
 
     m = tl.full([BLOCK_G], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_G, BLOCK_L], tl.float32)  # summed over BLOCK_L after the loop
@@ -229,31 +265,20 @@ def _fwd_kernel(
 
     # One chunk is a loop, too. What does not need the spans is computed before the loop, while the spans are loaded.
     # The opaque zero that is added to the spans keeps LLVM from moving the wait for them out of the loop.
-    if SOURCE == WHOLE:
-        chunks = 1
-    elif SINGLE and SOURCE == TILED:
-        chunks = tl.minimum(n, 1)
-    else:
-        chunks = (n + SPANS - 1) // SPANS
+    of_block: tl.constexpr = SINGLE and SOURCE == TILED
+    chunks = 1 if SOURCE == WHOLE else tl.minimum(n, 1) if of_block else (n + SPANS - 1) // SPANS
     for chunk in range(0, chunks):
-        visible = limit
+        visible, here, start, before, length, shift = limit, 0, 0, 0, 0, 0
         if SOURCE == WHOLE:
             total = limit
         else:
-            here = 0
             if HOLD and EACH:
                 here = nothing_of_lanes(chunk)
             elif HOLD:
                 here = nothing_of(chunk)
-            if LAYOUT == CACHE:  # clamp to the filled keys
-                visible = tl.minimum(tl.maximum(filled + here, 0), S_kv).to(tl.int32)
-                if CAUSAL:
-                    visible = tl.maximum(causal_end(visible - S + s, visible, token, None), 0)
-            elif LAYOUT == RAGGED:
-                visible = tl.minimum(tl.maximum(filled + here, 0), S_kv).to(tl.int32)
-                if CAUSAL:  # cu_seqlens may be wrong, so `behind` may be any number
-                    visible = tl.maximum(causal_end(visible - behind, visible, token, None), 0)
-            if SINGLE and SOURCE == TILED:
+            if LAYOUT == CACHE or LAYOUT == RAGGED:
+                visible = visible_in_cache(filled + here, S_kv, behind, token, CAUSAL)
+            if of_block:
                 start, visible = clamp_span(begin_of + here, end_of + here, visible, block_size, SOURCE)
                 total = BLOCK_L
             elif EACH:
@@ -262,10 +287,9 @@ def _fwd_kernel(
                 start, before, length, total = slots_of(
                     begin_of + here, end_of + here, visible, block_size, SOURCE, BLOCK_L
                 )
-        first = 0
-        last = total
+        first, last = 0, total
         # This program's share of the chunk's slots, in whole tiles.
-        if SPLIT and not (SINGLE and SOURCE == TILED):
+        if SPLIT and not of_block:
             share = tl.cdiv(tl.cdiv(total, BLOCK_L), splits) * BLOCK_L
             first = tl.minimum(split * share, total)
             last = tl.minimum(first + share, total)
@@ -281,33 +305,14 @@ def _fwd_kernel(
             begin = first if SINGLE else tile
             if HOLD_Q and not FIT:
                 q = not_before(held)  # do not wait for the queries before the loop
-            slot = begin + tl.arange(0, BLOCK_L)
-            valid = slot < last
-            if SOURCE == WHOLE:
-                k_page, v_page, key = 0, 0, slot
-            elif SOURCE == TILED:
-                if SINGLE:
-                    key = start + split % SINGLE * BLOCK_L
-                else:
-                    key = tile_start(begin, start, before, length)
-                k_page, v_page, key, valid = places_of_block(
-                    table_row, key, visible, pages, stride_kb, stride_vb, PAGE, BLOCK_L
-                )
-            else:
-                if EACH:
-                    key = key_of_each(slot, shift, before)
-                else:
-                    key = key_positions(slot, start, before, length)
-                k_page, v_page, key, valid = places_of_each(table_row, key, valid, pages, stride_kb, stride_vb, PAGE)
+            k_page, v_page, key, valid = keys_of_tile(
+                begin, last, start, before, length, shift, visible, split, table_row, pages, stride_kb, stride_vb,
+                SOURCE, SINGLE, EACH, PAGE, BLOCK_L,
+            )  # fmt: skip
             if FAR:  # otherwise the key's offset, in units, fits int32
                 key = key.to(tl.int64)
-            k_at = (key * stride_kn).to(tl.int64) + k_page
-            v_at = (key * stride_vn).to(tl.int64) + v_page
-            k = load_tile(k_base, k_at, valid, d, D, STRIDE_UNIT)  # [BLOCK_L, BLOCK_D]
-            if PAIRS:
-                v = load_tile(v_base, v_at, valid, dv_pair, Dv // 2, STRIDE_UNIT // 2)
-            else:
-                v = load_tile(v_base, v_at, valid, dv, Dv, STRIDE_UNIT)  # [BLOCK_L, BLOCK_DV]
+            k_at, v_at = (key * stride_kn).to(tl.int64) + k_page, (key * stride_vn).to(tl.int64) + v_page
+            k, v = load_tiles(k_base, v_base, k_at, v_at, valid, d, column, D, Dv, STRIDE_UNIT, PAIRS)
             if STREAM_Q:
                 q = tl.load(q_ptrs + tl.minimum(tile, 0) * 16, mask=q_mask, other=0.0)
             if UPFRONT and SINGLE:  # without a loop, ptxas would load values only after the keys have arrived
@@ -333,8 +338,8 @@ def _fwd_kernel(
         if v_scale_ptr is not None:
             acc = scaled_values(acc, m, v_scale)
         heads = (programs // HEAD_TILES).to(tl.int64) * G
-        first = (place if STEPS else token).to(tl.int64) * HKV * G
-        store_part(part_ptr, split, splits, heads, first, head, m, l, acc, in_group, dv, Dv)
+        part = split * heads + (place if STEPS else token).to(tl.int64) * HKV * G + head
+        store_part(part_ptr, part, splits * heads, m, l, acc, in_group, dv, Dv)
     else:
         o, lse = finish(m, tl.sum(l, 1), acc)
     if CLUSTER or not SPLIT:

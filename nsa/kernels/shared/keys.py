@@ -63,6 +63,19 @@ def load_tile(base, at, valid, column, columns, STRIDE_UNIT: tl.constexpr):
 
 
 @triton.jit
+def load_tiles(k_base, v_base, k_at, v_at, valid, d, dv, D, Dv, STRIDE_UNIT: tl.constexpr, PAIRS: tl.constexpr):
+    """K ``[BLOCK_L, BLOCK_D]`` and V ``[BLOCK_L, BLOCK_DV]`` of a tile, see :func:`load_tile`.
+
+    PAIRS: ``v_base`` points to pairs of bytes, and ``dv`` numbers them.
+    """
+    k = load_tile(k_base, k_at, valid, d, D, STRIDE_UNIT)
+    if PAIRS:
+        return k, load_tile(v_base, v_at, valid, dv, Dv // 2, STRIDE_UNIT // 2)
+    else:
+        return k, load_tile(v_base, v_at, valid, dv, Dv, STRIDE_UNIT)
+
+
+@triton.jit
 def attend(
     q, fit, k, v, valid, scale, m, l, acc, acc_odd,
     E4M3: tl.constexpr, FIT: tl.constexpr, PAIRS: tl.constexpr, UPFRONT: tl.constexpr, INPUT_PRECISION: tl.constexpr,

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from nsa.kernels.key_major.kernel import query_offset
 from nsa.kernels.shared.inverse_index import causal_limit, sequence_of
-from nsa.kernels.shared.keys import load_tile
+from nsa.kernels.shared.keys import load_tiles
 from nsa.kernels.shared.primitives import INTERPRETED, VARLEN, apart, finish, in_page, tile_in_pages
 
 RUNTIME = "B S S_kv HKV n size tokens first tiles pages cost gain".split()
@@ -221,8 +221,7 @@ def _union_kernel(
             if PAGE:
                 k_at += k_page
                 v_at += v_page
-            k = load_tile(k_base, k_at, valid, d, D, STRIDE_UNIT)  # [BLOCK_N, BLOCK_D]
-            v = load_tile(v_base, v_at, valid, dv, Dv, STRIDE_UNIT)  # [BLOCK_N, BLOCK_DV]
+            k, v = load_tiles(k_base, v_base, k_at, v_at, valid, d, dv, D, Dv, STRIDE_UNIT, False)
         scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
         if TMA:
             # In most tiles a row may see all keys or none, and `some` is its mask. Only near a limit keys need a mask.
