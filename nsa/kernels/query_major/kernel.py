@@ -55,16 +55,16 @@ RUNTIME = [
 
 @triton.jit
 def find_row(
-    token, batch, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, table_ptr, stride_qb, stride_qs, stride_kb, stride_kn,
-    stride_vb, stride_vn, stride_ob, stride_os, stride_tb,
-    LAYOUT: tl.constexpr, PAGE: tl.constexpr, S_MANY: tl.constexpr, CAUSAL: tl.constexpr, EARLY: tl.constexpr,
+    token, batch, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, stride_qb, stride_qs, stride_kb, stride_kn, stride_vb,
+    stride_vn, stride_ob, stride_os, stride_tb,
+    LAYOUT: tl.constexpr, PAGE: tl.constexpr, S_MANY: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Find a row's query and the keys of its sequence: ``(table_row, limit, q_off, o_off, k_off, v_off)``.
+    """Find a row's query and the keys of its sequence: ``(limit, q_off, o_off, k_off, v_off, table_off)``.
 
-    ``table_row``: the sequence's row of the page table. ``limit``: keys that the row may see, if all are filled.
-    Offsets are int64, in units, those of K and V 0 with pages.
+    ``limit``: keys that the row may see, if all are filled. Offsets are int64, in units, those of K and V 0 with pages.
+    ``table_off``: of the sequence's row of the page table; 0 without pages.
     """
-    table_row = table_ptr
+    table_off = 0
     if LAYOUT == VARLEN or LAYOUT == PACKED:
         seq = token
         if LAYOUT == VARLEN:
@@ -92,16 +92,14 @@ def find_row(
         k_off = tl.zeros([], tl.int64) if PAGE else batch * stride_kb
         v_off = tl.zeros([], tl.int64) if PAGE else batch * stride_vb
         if PAGE:
-            table_row += batch * stride_tb
-            if EARLY:
-                expect_table(table_row, S_kv // PAGE)
+            table_off = batch * stride_tb
         seqlen_k = S_kv
         t = S_kv - S + s  # bottom-right: the last query sees the last key
     limit = seqlen_k
     if CAUSAL:
         # Not `max(end, 0)`: from that, ptxas 12.8 makes a schedule that is 4% slower for decode of D = 64 on an H100.
         limit = tl.maximum(causal_end(t, seqlen_k, token, pos_ptr) - 1, -1) + 1
-    return table_row, limit, q_off, o_off, k_off, v_off
+    return limit, q_off, o_off, k_off, v_off, table_off
 
 
 @triton.jit
@@ -228,10 +226,14 @@ def _fwd_kernel(
     if CLUSTER:
         inbox = open_inbox(CLUSTER, MINE, BLOCK_DV, SHARED)
 
-    table_row, limit, q_off, o_off, k_off, v_off = find_row(
-        token, batch, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, table_ptr, stride_qb, stride_qs, stride_kb, stride_kn,
-        stride_vb, stride_vn, stride_ob, stride_os, stride_tb, LAYOUT, PAGE, S_MANY, CAUSAL, EARLY,
+    limit, q_off, o_off, k_off, v_off, table_off = find_row(
+        token, batch, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, stride_qb, stride_qs, stride_kb, stride_kn, stride_vb,
+        stride_vn, stride_ob, stride_os, stride_tb, LAYOUT, PAGE, S_MANY, CAUSAL,
     )  # fmt: skip
+    if PAGE:
+        table_ptr += table_off  # the sequence's row
+        if EARLY:
+            expect_table(table_ptr, S_kv // PAGE)
 
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -254,12 +256,8 @@ def _fwd_kernel(
 
     m = tl.full([BLOCK_G], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_G, BLOCK_L], tl.float32)  # summed over BLOCK_L after the loop
-    if PAIRS:
-        acc = tl.zeros([BLOCK_G, BLOCK_DV // 2], tl.float32)  # of even columns
-        acc_odd = tl.zeros([BLOCK_G, BLOCK_DV // 2], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
-        acc_odd = 0.0
+    acc = tl.zeros([BLOCK_G, BLOCK_DV // 2 if PAIRS else BLOCK_DV], tl.float32)  # with PAIRS of even columns
+    acc_odd = tl.zeros([BLOCK_G, BLOCK_DV // 2], tl.float32) if PAIRS else 0.0
     if not FIT:
         fit = 1.0
 
@@ -306,7 +304,7 @@ def _fwd_kernel(
             if HOLD_Q and not FIT:
                 q = not_before(held)  # do not wait for the queries before the loop
             k_page, v_page, key, valid = keys_of_tile(
-                begin, last, start, before, length, shift, visible, split, table_row, pages, stride_kb, stride_vb,
+                begin, last, start, before, length, shift, visible, split, table_ptr, pages, stride_kb, stride_vb,
                 SOURCE, SINGLE, EACH, PAGE, BLOCK_L,
             )  # fmt: skip
             if FAR:  # otherwise the key's offset, in units, fits int32
