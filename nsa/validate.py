@@ -60,31 +60,31 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "[" + ", ".join(str(int(s)) for s in shape) + "]"
 
 
-def _check_ndim(name: str, m: Tensor, layout: str, hint: str = "") -> None:
+def check_ndim(name: str, m: Tensor, layout: str, hint: str = "") -> None:
     if len(m.shape) != layout.count(",") + 1:
         hint = hint or hints.packed(m.shape, layout)
         raise ValueError(f"{name}: expected {layout}, got shape {_shape(m.shape)}{hint}")
 
 
-def _check_shape(name: str, m: Tensor, layout: str, expected: tuple[int, ...], of: Call | None = None) -> None:
+def check_shape(name: str, m: Tensor, layout: str, expected: tuple[int, ...], of: Call | None = None) -> None:
     if tuple(m.shape) != expected:
         hint = "" if of is None else hints.transposed(of, MAX_GROUP)
         raise ValueError(f"{name}: expected {layout} = {_shape(expected)}, got {_shape(m.shape)}{hint}")
 
 
-def _check_device(name: str, m: Tensor, device: torch.device, of: str = "q") -> None:
+def check_device(name: str, m: Tensor, device: torch.device, of: str = "q") -> None:
     if m.device != device:
         raise ValueError(f"{name}: expected device {device} (that of {of}), got {m.device}")
 
 
-def _check_dtype(name: str, dtype: torch.dtype, accepted: tuple[torch.dtype, ...], why: str = "") -> None:
+def check_dtype(name: str, dtype: torch.dtype, accepted: tuple[torch.dtype, ...], why: str = "") -> None:
     if dtype not in accepted:
         raise TypeError(f"{name}: expected dtype {_dtypes(accepted)}{why}, got {_dtypes((dtype,))}")
 
 
 def _check_index(name: str, m: Tensor, device: torch.device, of: str = "q") -> None:
-    _check_dtype(name, m.dtype, INDEX_DTYPES)
-    _check_device(name, m, device, of)
+    check_dtype(name, m.dtype, INDEX_DTYPES)
+    check_device(name, m, device, of)
 
 
 def check_choice(name: str, value: str, accepted: tuple[str, ...]) -> None:
@@ -101,7 +101,7 @@ def check_count(name: str, value: Any, least: int) -> None:
 
 def _check_out(out: Tensor, layout: str, shape: tuple[int, ...]) -> None:
     """Check the shape of ``out``, and that its elements do not overlap in memory, as PyTorch does for ``out=``."""
-    _check_shape("out", out, layout, shape)
+    check_shape("out", out, layout, shape)
     if torch.compiler.is_compiling():  # a compiler cannot sort symbolic strides, and copies the result to `out`
         return
     reach, axes = 0, sorted(zip(out.stride(), out.shape, strict=True))  # reach: offset of the last element so far
@@ -113,26 +113,26 @@ def _check_out(out: Tensor, layout: str, shape: tuple[int, ...]) -> None:
 
 def _check_alike(q_name: str, q: Tensor, *named: tuple[str, Tensor | None]) -> None:
     """Check that all tensors have the floating dtype and the device of the first one."""
-    _check_dtype(q_name, q.dtype, FLOAT_DTYPES)
+    check_dtype(q_name, q.dtype, FLOAT_DTYPES)
     for name, m in named:
         if m is not None:
-            _check_dtype(name, m.dtype, (q.dtype,), f" (that of {q_name})")
-            _check_device(name, m, q.device, q_name)
+            check_dtype(name, m.dtype, (q.dtype,), f" (that of {q_name})")
+            check_device(name, m, q.device, q_name)
 
 
 def _check_floats(q_name: str, q: Tensor, *named: tuple[str, Tensor | None]) -> None:
     """Check what :func:`_check_alike` checks, and that the last dimensions are contiguous."""
     _check_alike(q_name, q, *named)
-    _check_contiguous((q_name, q), *named)
+    check_contiguous((q_name, q), *named)
 
 
-def _check_contiguous(*named: tuple[str, Tensor | None]) -> None:
+def check_contiguous(*named: tuple[str, Tensor | None]) -> None:
     for name, m in named:
         if m is not None and m.stride()[-1:] not in ((), (1,)):
             raise ValueError(f"{name}: expected a contiguous last dimension (stride 1), got a strided one")
 
 
-def _check_ends(name: str, m: Tensor) -> None:
+def check_ends(name: str, m: Tensor) -> None:
     if len(m.shape) != 1 or m.shape[0] < 1:
         raise ValueError(f"{name}: expected [B + 1] with B >= 0, got shape {_shape(m.shape)}")
 
@@ -142,7 +142,7 @@ def _check_sequences(call: Call) -> int:
     assert call.cu_seqlens_q is not None
     for name, m in (("cu_seqlens_q", call.cu_seqlens_q), ("cu_seqlens_k", call.cu_seqlens_k)):
         if m is not None:
-            _check_ends(name, m)
+            check_ends(name, m)
             _check_index(name, m, call.q.device)
     if call.cu_seqlens_k is not None and call.cu_seqlens_q.shape != call.cu_seqlens_k.shape:
         raise ValueError(
@@ -167,8 +167,8 @@ def _check_selection(call: Call, lead: tuple[int, ...], lead_name: str, HKV: int
         if call.block_size is not None:
             raise ValueError(f"block_size: expected None with ranges, got {call.block_size}")
         layout = f"[{lead_name}, HKV, n, 2]"
-        _check_ndim("ranges", call.ranges, layout)
-        _check_shape("ranges", call.ranges, layout, (*lead, HKV, call.ranges.shape[-2], 2), call)
+        check_ndim("ranges", call.ranges, layout)
+        check_shape("ranges", call.ranges, layout, (*lead, HKV, call.ranges.shape[-2], 2), call)
         _check_index("ranges", call.ranges, call.q.device)
         return bound
     assert call.block_indices is not None
@@ -176,9 +176,9 @@ def _check_selection(call: Call, lead: tuple[int, ...], lead_name: str, HKV: int
         raise ValueError("block_size: expected an int >= 1 with block_indices, got None")
     check_count("block_size", call.block_size, 1)
     layout = f"[{lead_name}, HKV, n]"
-    _check_ndim("block_indices", call.block_indices, layout)
+    check_ndim("block_indices", call.block_indices, layout)
     n = call.block_indices.shape[-1]
-    _check_shape("block_indices", call.block_indices, layout, (*lead, HKV, n), call)
+    check_shape("block_indices", call.block_indices, layout, (*lead, HKV, n), call)
     _check_index("block_indices", call.block_indices, call.q.device)
     return n * call.block_size if bound is None else min(bound, n * call.block_size)
 
@@ -187,12 +187,12 @@ def _check_cache(call: Call, B: int, S_kv: int) -> None:
     """Check the arguments that only a call with a cache has."""
     lengths, table = call.cache_seqlens, call.block_table
     assert lengths is not None
-    _check_shape("cache_seqlens", lengths, "[B]", (B,))
+    check_shape("cache_seqlens", lengths, "[B]", (B,))
     _check_index("cache_seqlens", lengths, call.q.device)
     if table is None:
         return
-    _check_ndim("block_table", table, "[B, width]")
-    _check_shape("block_table", table, "[B, width]", (B, table.shape[1]))
+    check_ndim("block_table", table, "[B, width]")
+    check_shape("block_table", table, "[B, width]", (B, table.shape[1]))
     _check_index("block_table", table, call.q.device)
     if S_kv < 1:
         raise ValueError(f"k_cache: expected pages of one key or more, got {_shape(call.k.shape)}")
@@ -210,22 +210,22 @@ def _check_cache_floats(call: Call) -> None:
     scales = ("k_scale", call.k_scale), ("v_scale", call.v_scale)
     if k.dtype != E4M3:
         if q.dtype in E4M3_QUERIES and k.dtype not in FLOAT_DTYPES:
-            _check_dtype("k_cache", k.dtype, (q.dtype, E4M3))
+            check_dtype("k_cache", k.dtype, (q.dtype, E4M3))
         _check_floats("q", q, ("k_cache", k), ("v_cache", v), ("out", call.out))
         for name, scale in scales:
             if scale is not None:
                 raise ValueError(f"{name}: expected None with a cache of {_dtypes((k.dtype,))}, got a tensor")
         return
-    _check_dtype("q", q.dtype, E4M3_QUERIES, f" with a cache of {_dtypes((E4M3,))}")
-    _check_dtype("v_cache", v.dtype, (E4M3,), " (that of k_cache)")
+    check_dtype("q", q.dtype, E4M3_QUERIES, f" with a cache of {_dtypes((E4M3,))}")
+    check_dtype("v_cache", v.dtype, (E4M3,), " (that of k_cache)")
     _check_alike("q", q, ("out", call.out))
-    _check_contiguous(("q", q), ("k_cache", k), ("v_cache", v), ("out", call.out))
+    check_contiguous(("q", q), ("k_cache", k), ("v_cache", v), ("out", call.out))
     for name, m in (("k_cache", k), ("v_cache", v), *scales):
         if m is not None:
-            _check_device(name, m, q.device)
+            check_device(name, m, q.device)
     for name, scale in scales:
         if scale is not None:
-            _check_dtype(name, scale.dtype, (torch.float32,))
+            check_dtype(name, scale.dtype, (torch.float32,))
         if scale is not None and tuple(scale.shape) not in ((), (1,), (HKV,)):
             raise ValueError(f"{name}: expected [], [1] or [HKV] = [{HKV}], got {_shape(scale.shape)}")
 
@@ -244,18 +244,18 @@ def lengths(cache_seqlens: Any, q: Any, k_cache: Any, block_table: Any, cu_seqle
     check_tensors(q=q, k_cache=k_cache)
     sequences = q.shape[:1]
     if cu_seqlens_q is None:
-        _check_ndim("q", q, "[B, S, HQ, D]", hints.RAGGED)
+        check_ndim("q", q, "[B, S, HQ, D]", hints.RAGGED)
     else:
         check_tensors(cu_seqlens_q=cu_seqlens_q)
-        _check_ends("cu_seqlens_q", cu_seqlens_q)
+        check_ends("cu_seqlens_q", cu_seqlens_q)
         sequences = (cu_seqlens_q.shape[0] - 1,)
     if block_table is None:
-        _check_ndim("k_cache", k_cache, "[B, S_max, HKV, D]")
+        check_ndim("k_cache", k_cache, "[B, S_max, HKV, D]")
         room = k_cache.shape[1]
     else:
         check_tensors(block_table=block_table)
-        _check_ndim("k_cache", k_cache, "[num_pages, page_size, HKV, D]")
-        _check_ndim("block_table", block_table, "[B, width]")
+        check_ndim("k_cache", k_cache, "[num_pages, page_size, HKV, D]")
+        check_ndim("block_table", block_table, "[B, width]")
         room = k_cache.shape[1] * block_table.shape[1]
     if not 0 <= cache_seqlens <= room:
         raise ValueError(f"cache_seqlens: expected an int from 0 to {room}, got {cache_seqlens}")
@@ -291,10 +291,10 @@ def check_bound(call: Call) -> int | None:
     kv_name = "B, S_max" if cached else "T_kv" if varlen else "B, S_kv"
     if call.block_table is not None:
         kv_name = "num_pages, page_size"
-    _check_ndim("q", call.q, f"[{lead_name}, HQ, D]", hints.RAGGED if cached and not varlen else "")
+    check_ndim("q", call.q, f"[{lead_name}, HQ, D]", hints.RAGGED if cached and not varlen else "")
     k_name, v_name = ("k_cache", "v_cache") if cached else ("k", "v")
-    _check_ndim(k_name, call.k, f"[{kv_name}, HKV, D]")
-    _check_ndim(v_name, call.v, f"[{kv_name}, HKV, Dv]")
+    check_ndim(k_name, call.k, f"[{kv_name}, HKV, D]")
+    check_ndim(v_name, call.v, f"[{kv_name}, HKV, Dv]")
     if call.cache_seqlens is None:
         _check_floats("q", call.q, ("k", call.k), ("v", call.v), ("out", call.out))
     else:
@@ -308,8 +308,8 @@ def check_bound(call: Call) -> int | None:
     k_lead: tuple[int, ...] = (B, S_kv) if cached or not varlen else (S_kv,)
     if call.block_table is not None:
         k_lead = tuple(call.k.shape[:2])
-    _check_shape(k_name, call.k, f"[{kv_name}, HKV, D]", (*k_lead, HKV, D))
-    _check_shape(v_name, call.v, f"[{kv_name}, HKV, Dv]", (*k_lead, HKV, Dv))
+    check_shape(k_name, call.k, f"[{kv_name}, HKV, D]", (*k_lead, HKV, D))
+    check_shape(v_name, call.v, f"[{kv_name}, HKV, Dv]", (*k_lead, HKV, Dv))
     for name, dim in (("D", D), ("Dv", Dv)):
         if not HEAD_DIMS[0] <= dim <= HEAD_DIMS[1]:
             raise ValueError(f"head dim {name}: expected {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, got {dim}")
@@ -323,7 +323,7 @@ def check_bound(call: Call) -> int | None:
     if call.q_positions is not None:
         if not call.causal:
             raise ValueError("causal: expected True with q_positions, which causal=False does not read, got False")
-        _check_shape("q_positions", call.q_positions, f"[{lead_name}]", lead)
+        check_shape("q_positions", call.q_positions, f"[{lead_name}]", lead)
         _check_index("q_positions", call.q_positions, call.q.device)
     if call.out is not None:
         _check_out(call.out, f"[{lead_name}, HQ, Dv]", (*lead, HQ, Dv))
@@ -337,15 +337,15 @@ def check_rows(call: Call) -> Shape:
     by :func:`check`, on views with one query position per row.
     """
     q, k, v, cu, out = call.q, call.k, call.v, call.cu_seqlens_k, call.out
-    _check_ndim("Q", q, "[N, H, D]")
+    check_ndim("Q", q, "[N, H, D]")
     layout, k_name, v_name = ("[N, L, D]", "K", "V") if cu is None else ("[sum L, D]", "K_all", "V_all")
     v_layout = layout.replace("D", "Dv")
-    _check_ndim(k_name, k, layout)
-    _check_ndim(v_name, v, v_layout)
+    check_ndim(k_name, k, layout)
+    check_ndim(v_name, v, v_layout)
     N, H, D = q.shape
     keys = k.shape[:-1] if cu is not None else (N, *k.shape[1:-1])
-    _check_shape(k_name, k, layout, (*keys, D))
-    _check_shape(v_name, v, v_layout, (*keys, v.shape[-1]))
+    check_shape(k_name, k, layout, (*keys, D))
+    check_shape(v_name, v, v_layout, (*keys, v.shape[-1]))
     if q.dtype == torch.float64:
         raise TypeError("Q: expected dtype float16, bfloat16, float32, got float64")
     _check_floats("Q", q, (k_name, k), (v_name, v), ("out", out))
@@ -365,13 +365,13 @@ def check_rows(call: Call) -> Shape:
 def check_packing(k: Tensor, v: Tensor, ranges: Tensor, max_selected: int | None) -> None:
     """Check the arguments of ``pack_rows``."""
     layout = "[B, S, HKV, n, 2]"
-    _check_ndim("k", k, "[B, S_kv, HKV, D]")
-    _check_ndim("v", v, "[B, S_kv, HKV, Dv]")
-    _check_ndim("ranges", ranges, layout)
+    check_ndim("k", k, "[B, S_kv, HKV, D]")
+    check_ndim("v", v, "[B, S_kv, HKV, Dv]")
+    check_ndim("ranges", ranges, layout)
     _check_alike("k", k, ("v", v))
     B, S_kv, HKV, _ = k.shape
-    _check_shape("v", v, "[B, S_kv, HKV, Dv]", (B, S_kv, HKV, v.shape[3]))
-    _check_shape("ranges", ranges, layout, (B, ranges.shape[1], HKV, ranges.shape[3], 2))
+    check_shape("v", v, "[B, S_kv, HKV, Dv]", (B, S_kv, HKV, v.shape[3]))
+    check_shape("ranges", ranges, layout, (B, ranges.shape[1], HKV, ranges.shape[3], 2))
     _check_index("ranges", ranges, k.device, "k")
     if max_selected is not None:
         check_count("max_selected", integer(max_selected), 0)
@@ -380,7 +380,7 @@ def check_packing(k: Tensor, v: Tensor, ranges: Tensor, max_selected: int | None
 def check_blocks(block_indices: Any, block_size: Any, seqlen_k: Any) -> None:
     """Check the arguments of ``ranges_from_blocks``. This must be cheap, because packed SDPA calls it, too."""
     check_tensors(block_indices=block_indices)
-    _check_dtype("block_indices", block_indices.dtype, INDEX_DTYPES)
+    check_dtype("block_indices", block_indices.dtype, INDEX_DTYPES)
     check_count("block_size", integer(block_size), 1)
     if seqlen_k is not None:
         check_count("seqlen_k", integer(seqlen_k), 0)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa.kernels.families import BACKWARD, FAMILIES
+from nsa.kernels.families import BACKWARDS, FAMILIES
 from nsa.kernels.query_major import plan as query_major
 from nsa.kernels.shared import device as device_facts
 from nsa.kernels.shared import sources
@@ -49,7 +49,7 @@ def test_kernels_compile(name, extent):
     # A shape of a table may need what another one needed; that each was launched, the child sees to.
     quick = {point.id for point in points(architecture, "quick")} if extent == "full" else set()
     assert quick <= compiled <= asked
-    folders = [*(family.name for family in (*FAMILIES, BACKWARD)), "shared"]
+    folders = [*(family.name for family in (*FAMILIES, *BACKWARDS)), "shared"]
     functions = {name for folder in folders for name in sources.functions(folder) if name.endswith("_kernel")}
     assert {k.kernel for k in kernels} == functions
     assert {k.registers is None for k in kernels} == {RELEASE < matrix.OVERHEARD}
@@ -109,20 +109,13 @@ def test_amd_gets_its_own_shared_memory_and_nothing_of_nvidia(monkeypatch):
     assert device_facts.SHARED_BYTES[device_facts.AMD] == 65_536
 
 
-@pytest.mark.parametrize(
-    ("arguments", "ids"),
-    [
-        (["-m", "aot"], list(ARCHITECTURES)),
-        ([], ["sm_90-quick"]),
-    ],
-    ids=["aot", "everything"],
-)
-def test_only_a_run_for_aot_compiles_everything(run_pytest, arguments, ids):
-    command = ["--collect-only", "-q", *arguments, __file__]
-    listed = run_pytest(*command, cwd=Path(__file__).parents[2]).stdout
-    assert [line for line in listed.splitlines() if "::test_kernels_compile" in line] == [
-        f"tests/suite/test_compile.py::test_kernels_compile[{name}]" for name in ids
-    ], listed
+def test_only_a_run_for_aot_compiles_everything(run_pytest):
+    runs = [["--collect-only", "-q", *words, __file__] for words in (["-m", "aot"], [])]
+    listed = run_pytest.each(runs, cwd=Path(__file__).parents[2])
+    for done, ids in zip(listed, (ARCHITECTURES, ["sm_90-quick"]), strict=True):
+        assert [line for line in done.stdout.splitlines() if "::test_kernels_compile" in line] == [
+            f"tests/suite/test_compile.py::test_kernels_compile[{name}]" for name in ids
+        ], done.stdout
 
 
 SHARED = [  # of `_dkdv_kernel` for sm_90 without a pipeline, by Triton 3.6: dO and then dS lie there

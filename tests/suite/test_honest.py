@@ -201,9 +201,11 @@ def test_what_surrounds_a_kernel(monkeypatch):
         with pytest.raises(InvalidMeasurement, match=r"mine patched nsa.testing.clock.timing.in_turn"):
             honest.unchanged("mine")
     torch.backends.cuda.enable_flash_sdp(False)
-    with pytest.raises(InvalidMeasurement, match="changed how fast its control is: flash_sdp_enabled was True"):
-        honest.unchanged("mine")
-    torch.backends.cuda.enable_flash_sdp(True)
+    try:
+        with pytest.raises(InvalidMeasurement, match="changed how fast its control is: flash_sdp_enabled was True"):
+            honest.unchanged("mine")
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
     stop = threading.Event()
 
     def spin():

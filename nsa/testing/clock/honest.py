@@ -31,7 +31,7 @@ from nsa.testing.matrix.problem import Problem
 EXACT_BYTES = 1 << 26  # of the keys and values in fp64 of the rows that are compared
 EXACT_TOKENS = 16  # whose rows are compared, at most
 LATER_S = 0.1  # a result that is right after this time, and was not when the clock stopped, came too late
-WATCH_S, BUSY = 0.01, 0.5  # threads that work while this one sleeps for so long, for more than this share of it
+LOOKS, LOOK_S, BUSY = 10, 1e-3, 0.5  # threads that work at more than this share of so many looks, so long apart
 LEFT_S = 1e-3  # work that the GPU still does so long after the stream of the clock is done
 IDLE_SYNCS = 4  # waits for an idle GPU, which take long where other processes use it
 FLAGS: dict[str, Callable[[], object]] = {
@@ -107,11 +107,24 @@ def unchanged(name: str) -> None:
         waited, *idle = (_synchronized() for _ in range(1 + IDLE_SYNCS))
         if waited > LEFT_S + IDLE_SYNCS * max(idle):
             raise InvalidMeasurement(f"invalid measurement: {name} left work on a stream that the clock does not see")
-    if threading.active_count() > 1:
-        busy = time.process_time()
-        time.sleep(WATCH_S)
-        if time.process_time() - busy > BUSY * WATCH_S:
-            raise InvalidMeasurement(f"invalid measurement: {name} slows its control down: its threads never rest")
+    if sum(_threads_work() for _ in range(LOOKS)) > BUSY * LOOKS:
+        raise InvalidMeasurement(f"invalid measurement: {name} slows its control down: its threads never rest")
+
+
+def _threads_work() -> bool:
+    """Whether another thread of Python runs, or could run if a core were free, a moment from now."""
+    others = [thread.native_id for thread in threading.enumerate() if thread is not threading.current_thread()]
+    if not others:
+        return False
+    time.sleep(LOOK_S)
+    for number in others:
+        try:
+            text = Path(f"/proc/self/task/{number}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:  # the thread has ended, or the system has no such files
+            continue
+        if text.rpartition(")")[2].split()[0] == "R":
+            return True
+    return False
 
 
 def _synchronized() -> float:
@@ -221,16 +234,6 @@ def change(sets: Sequence[Problem], contract: Contract | None) -> Fn:
     """
     undo: list[Fn] = []
 
-    def negate(x: Tensor) -> None:
-        first = x[(0,) * x.dim()].clone()
-
-        def both() -> None:
-            x.neg_()
-            x[(0,) * x.dim()] = first
-
-        both()
-        undo.append(both)
-
     def put(x: Tensor | None, value: Tensor | None) -> None:
         if x is not None and value is not None:
             undo.append(functools.partial(x.copy_, x.clone()))
@@ -243,15 +246,20 @@ def change(sets: Sequence[Problem], contract: Contract | None) -> Fn:
         other = arranged(p.choosing(chosen), contract)
         put(p.block_indices, other.block_indices)  # all buffer sets share a selection
         put(p.ranges, other.ranges)
-    for one in sets:
-        if one.q.numel():
-            negate(one.q)
-        if one.v.numel() and not _caches(one):
-            negate(one.v)
-        if shortened(one) is not one:
-            for cache in _caches(one):
-                cache.cache_seqlens.sub_(1)
-                undo.append(functools.partial(cache.cache_seqlens.add_, 1))
+    negated = [x for one in sets for x in (one.q, None if _caches(one) else one.v) if x is not None and x.numel()]
+    first = [x[(0,) * x.dim()] for x in negated]
+
+    def negate() -> None:  # a thousand buffer sets in a few launches
+        torch._foreach_neg_(negated)
+        torch._foreach_neg_(first)
+
+    if negated:
+        negate()
+        undo.append(negate)
+    lengths = [cache.cache_seqlens for one in sets if shortened(one) is not one for cache in _caches(one)]
+    if lengths:
+        torch._foreach_sub_(lengths, 1)
+        undo.append(functools.partial(torch._foreach_add_, lengths, 1))
     return lambda: [back() for back in reversed(undo)]
 
 

@@ -5,11 +5,12 @@ They are checked against the oracle like our own. The results say why a peer doe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ FLA = "fla.ops.nsa.parallel"
 XUNHAO = "native_sparse_attention.ops"
 VLLM = "vllm.models.minimax_m3.common.ops.sparse_attn"
 ORDERED = Contract(takes=("blocks",), needs=("sorted", "padding last"))
+QSA = "vllm.models.qwen4_exp.nvidia.ops.qsa"
 VLLM_STEP = 16  # queries of a sequence, up to which a call counts as a decode or speculative step
 # Errors of importing a peer that does not fit this torch or Triton. Such a peer counts as not installed.
 UNUSABLE: tuple[type[BaseException], ...] = (*caught(), AttributeError, TypeError)
@@ -41,6 +43,15 @@ def installed(module: str) -> Any:
             return importlib.import_module(module)
     except UNUSABLE:
         return None
+
+
+@contextlib.contextmanager
+def _this_version() -> Iterator[None]:
+    """Raises NotImplementedError where a peer of another version has other arguments or names."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
 
 
 def peers() -> dict[str, Contestant]:
@@ -79,10 +90,8 @@ def tune_for(module: str, *tensors: Tensor) -> None:
 def call_fla(function: Callable[..., Any], p: Problem, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     """Call a function of fla-core, tuned for these shapes. rest: arguments after the scale."""
     tune_for(FLA, q, k)
-    try:
+    with _this_version():
         return function(q, k, v, p.block_indices, p.case.n, p.block_size, p.scale or p.case.D**-0.5, *rest)
-    except (TypeError, AttributeError) as error:
-        raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
 
 
 def _fla(forward: Callable[..., tuple[Tensor, Tensor]]) -> Any:
@@ -124,10 +133,8 @@ def _xunhao(function: Callable[..., Tensor]) -> Any:
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Tensor:
         blocks, ends = p.derived(_sequences)
         q, k, v = (x.flatten(0, 1) for x in (p.q, p.k, p.v))
-        try:
+        with _this_version():
             return function(q, k, v, blocks, p.block_size, ends, p.scale).view(*p.q.shape[:-1], p.case.Dv)
-        except (TypeError, AttributeError) as error:
-            raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
 
     return call
 
@@ -169,10 +176,8 @@ def _vllm(chunks: Callable[..., None], steps: Callable[..., None]) -> Any:
         o = torch.empty_like(p.q) if out is None else out
         for tokens, arguments in p.derived(vllm_arguments):
             function = steps if "decode_query_len" in arguments else chunks
-            try:
+            with _this_version():
                 function(**arguments, output=o.flatten(0, -3)[tokens])
-            except (TypeError, AttributeError) as error:
-                raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
         return o
 
     return call
@@ -189,8 +194,7 @@ def vllm_arguments(p: Problem) -> list[tuple[slice, dict[str, Any]]]:
     scales = {} if p.scales is None else {"k_scale": p.scales[0][:1].clone(), "v_scale": p.scales[1][:1].clone()}
     calls: list[tuple[slice, dict[str, Any]]] = []
     first = token = 0
-    pairs = m3.sequences(p.case)
-    for step, some in itertools.groupby((S for S, _ in pairs), lambda S: S if S <= VLLM_STEP else None):
+    for step, some in itertools.groupby((S for S, _ in p.case.sequences), lambda S: S if S <= VLLM_STEP else None):
         queries = list(some)
         mine, tokens = slice(first, first + len(queries)), slice(token, token + sum(queries))
         first, token = mine.stop, tokens.stop
@@ -209,3 +213,43 @@ def vllm_arguments(p: Problem) -> list[tuple[slice, dict[str, Any]]]:
             **scales,
         }))  # fmt: skip
     return calls
+
+
+def vllm_qsa() -> dict[str, Contestant]:
+    """vLLM's kernel for QSA over the caches of `matrix/m3.py`, if it can be imported here."""
+    function = getattr(installed(QSA), "qsa_sparse_paged_attention", None)
+    return {} if function is None else {"vllm": Contestant("vllm", call_qsa(function), lse=False)}
+
+
+def call_qsa(function: Callable[..., Tensor]) -> Any:
+    """A call of vLLM's function for QSA."""
+
+    def call(p: Problem, return_lse: bool, out: Tensor | None) -> Tensor:
+        o = torch.empty_like(p.q) if out is None else out
+        try:
+            function(**p.derived(qsa_arguments), out=o.flatten(0, -3))
+        except (TypeError, AttributeError) as error:
+            raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
+        return o
+
+    return call
+
+
+def qsa_arguments(p: Problem) -> dict[str, Any]:
+    """vLLM's arguments for QSA, without the output: all keys that a query sees, one by one, and their number at the end
+    of the row. Its server makes them before the call. The gate is one after rounding.
+    """
+    cache, case, device = p.derived(m3.combined), p.case, p.q.device
+    assert p.block_indices is not None
+    blocks = p.block_indices[..., 0, :].flatten(0, -2).long()  # [T, n]
+    at = torch.arange(case.S_kv - case.S, case.S_kv, device=device).repeat(case.B)
+    keys = (blocks[..., None] * case.block_size + torch.arange(case.block_size, device=device)).flatten(1)
+    seen = (blocks >= 0).repeat_interleave(case.block_size, 1) & (keys <= at[:, None])
+    first = (~seen).byte().sort(dim=-1, stable=True).indices
+    listed = torch.cat((keys.masked_fill(~seen, -1).gather(1, first), seen.sum(-1, keepdim=True)), 1).int()
+    scales = {} if p.scales is None else {"k_scale": m3.K_SCALE, "v_scale": m3.V_SCALE}
+    return {
+        "q": p.q.flatten(0, -3), "k_cache": cache.k, "v_cache": cache.v, "logical_indices": listed,
+        "block_table": cache.block_table, "token_to_req": (torch.arange(len(at), device=device) // case.S).int(),
+        "use_prefill_config": case.S > VLLM_STEP, "output_gate": torch.full_like(p.q, 30.0), **scales,
+    }  # fmt: skip

@@ -20,7 +20,7 @@ from nsa import failures, settings
 from nsa.guard import child, parent
 from nsa.kernels import pinned
 from nsa.kernels.backward import tiles as backward_tiles
-from nsa.kernels.families import BACKWARD, FAMILIES
+from nsa.kernels.families import BACKWARDS, FAMILIES
 from nsa.kernels.query_major import tiles
 from nsa.kernels.shared import asking, sources
 from nsa.kernels.shared import launch as launching
@@ -46,7 +46,7 @@ def test_it_launches_what_the_parent_would():
     report = json.loads(done.stdout)
     assert {name: x["differs"] for name, x in report.items() if x["differs"]} == {}
     assert {name.split()[0] for name in report} == {name for name in ARCHITECTURES if name.startswith("sm_")}
-    folders = [*(family.name for family in (*FAMILIES, BACKWARD)), "shared"]
+    folders = [*(family.name for family in (*FAMILIES, *BACKWARDS)), "shared"]
     functions = {name for folder in folders for name in sources.functions(folder) if name.endswith("_kernel")}
     assert {name.split()[-1] for name in report} == functions
     assert any(x["cluster"] for x in report.values())
@@ -245,6 +245,16 @@ def steps(draw, same, device):
 def test_right_backward_kernels_are_right(steps, right, name):
     dq = ["_gather_kernel"] if name == "blocks" else ["_dq_kernel"]
     assert sorted(right(steps[name])) == sorted(["_delta_kernel", *SORT, *dq])
+
+
+def test_a_training_step_asks_twice(draw, same, asked, kept):
+    """What a step costs is two small calls, one for each pass."""
+    qkv = [x.requires_grad_() for x in draw(S=8, S_kv=8)]
+    o = nsa.selection_attention(*qkv, block_indices=same([1, -1, 0], 1, 8, 2), block_size=4, schedule="key_major")
+    o.sum().backward()
+    assert {record.route for record in nsa.routes()} == {"key_major", "backward"}
+    assert len(asked) == len(kept()) == 2
+    assert sorted(len(json.loads(path.read_text())["variants"]) for path in kept()) == [5, 8]
 
 
 @pytest.fixture
