@@ -27,14 +27,9 @@ _AUTOGRAD = ("AutogradCPU", "AutogradCUDA", "AutogradOther", "AutogradFunctional
 
 
 def backward(
-    plan: Plan,
-    call: Call,
-    do: Tensor | None,
-    dlse: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
+    plan: Plan, call: Call, do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor,
     wanted: tuple[bool, ...] = (True, True, True),
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """The gradients of ``q``, ``k`` and ``v``, in their shapes and dtypes, contiguous.
 
     Args:
@@ -46,7 +41,7 @@ def backward(
         ValueError: ``backend="triton"``, and the call does not fit the workspace of the kernels.
         RuntimeError and others: ``backend="triton"``, and a kernel failed.
     """
-    if plan.one_list:
+    if plan.unusual:
         call = call.with_lists()
     if plan.route in routing.PLAIN:
         return _recompute(plan.route, f"backward: {plan.reason}", plan, call, do, dlse, wanted)

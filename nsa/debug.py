@@ -1,4 +1,4 @@
-"""What a plan with `debug` asks for beside the call: checks of a KV cache (`debug_cache`), and counts of shapes."""
+"""What settings ask for beside a call: checks of a KV cache (`debug_cache`), and counts of shapes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,16 @@ import torch
 
 from nsa.call import Call
 from nsa.kernels.shared.shape import E4M3
+from nsa.settings import Settings, recording
 
 logger = logging.getLogger("nsa")
 MOST_REPORTED = 8  # wrong entries that one line of the log lists
+
+
+def wanted(current: Settings) -> bool:
+    """Whether a `debug_*` setting is on, or calls are recorded."""
+    logged = current.debug_timing or current.debug_compare or current.debug_shapes or current.debug_cache
+    return logged or recording() is not None
 
 
 def report_cache(call: Call) -> None:

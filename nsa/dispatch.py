@@ -77,10 +77,10 @@ def count(route: str, reason: str, rows: str = "") -> None:
 
 def run(plan: Plan, call: Call) -> Result:
     """Run a planned call. Returns ``(O, LSE)``; LSE is None without ``call.return_lse``."""
-    if plan.one_list:
+    if plan.unusual:
         call = call.with_lists()
-    if plan.debug:
-        return _run_debug(plan, call)
+        if plan.debug:
+            return _run_debug(plan, call)
     attached, error = plan.launch, None
     if attached is not None and not broken:  # the fast path of most calls
         try:

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from nsa import settings
 from nsa.kernels.query_major.choice import Choice, Point
+from nsa.work import TERMS
 
 logger = logging.getLogger("nsa")
 
@@ -40,18 +41,7 @@ PROVENANCE = {"threshold": (*SWEPT, "margin"), "costs": (*SWEPT, "command", "sha
 """The keys of each section's provenance."""
 
 KINDS = ("narrow", "wide", "narrow_e4m3", "wide_e4m3")
-OF_BLOCKS = (
-    "calls", "doublings_of_entries", "entries", "entries_by_heads", "parts", "products", "numbers", "blocks",
-    "numbers_of_blocks", "numbers_of_tiles",
-)  # fmt: skip
-TERMS = {
-    "query_major": (
-        "calls", "keys_of_a_row", "keys", "numbers", "numbers_by_heads", "blocks", "numbers_by_block_size",
-        "numbers_by_heads_and_block_size", "keys_in_pages_by_block_size",
-    ),
-    "key_major": OF_BLOCKS, "union_apart": OF_BLOCKS, "union_shared": OF_BLOCKS,
-}  # fmt: skip
-"""The kinds of calls, and the terms of each schedule, that have costs."""
+"""The kinds of calls that have costs."""
 
 Bucket = tuple[bool, int, int]  # whether rows have one span, BLOCK_D, BLOCK_DV
 

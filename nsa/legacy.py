@@ -17,16 +17,9 @@ from nsa.validate import check_tensors, integer, number
 
 
 def _direct(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    cu_seqlens: Tensor | None,
-    max_selected: int | None,
-    scale: float | None,
-    return_lse: bool,
-    out: Tensor | None,
-    per_head: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+    Q: Tensor, K: Tensor, V: Tensor, cu_seqlens: Tensor | None, max_selected: int | None, scale: float | None,
+    return_lse: bool, out: Tensor | None, per_head: bool,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """A call on packed rows, whose only selection is ``cu_seqlens``."""
     if scale is not None and type(scale) is not float:
         scale = number(scale)

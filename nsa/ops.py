@@ -177,14 +177,9 @@ class _Attention(torch.autograd.Function):
 
 
 def _gradients(
-    call: Call,
-    planned: Plan | None,
-    do: Tensor | None,
-    dlse: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
+    call: Call, planned: Plan | None, do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor,
     wanted: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     if call.cache_seqlens is not None:
         raise RuntimeError("selection_attention_with_kvcache has no gradient: train with selection_attention")
     if do is None and dlse is None:

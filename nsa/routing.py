@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nsa import gpu, overlap, settings
+from nsa import debug, gpu, overlap, settings
 from nsa.call import TENSORS, Call
 from nsa.kernels.families import BACKWARD, FAMILIES, OF_SCHEDULE
 from nsa.kernels.shared.errors import NO_MEMORY
@@ -44,8 +44,8 @@ class Plan:
     backward: str = ""  # the key of a failure of the backward kernels
     fallback: str = "sdpa"
     sdpa_layout: str = "heads_as_queries"
-    debug: bool = False  # a `debug_*` setting is on, or calls are recorded
-    one_list: bool = False  # the selection has one list for all KV heads: `Call.with_lists` comes before a launch
+    debug: bool = False  # `debug.wanted`
+    unusual: bool = False  # `debug`, or the selection has one list for all KV heads
     family: Family = FAMILIES[-1]  # of the kernel, for Triton routes
     rows: str = ""  # the kind of rows that query-major reads, `ranges` or `blocks`
     extents: overlap.Extents | None = None  # of the call's tensors, if it has `out`
@@ -137,20 +137,12 @@ def make_plan(call: Call) -> Plan:
     # Calls with a cache have their own kernels, for each page size and for a cache of fp8.
     cache = None if call.cache_seqlens is None else (call.page_size or 0, call.k.dtype)
     signature = device, call.q.dtype, shape.G, shape.D, shape.Dv, call.causal, shape.varlen, cache
+    debugged = debug.wanted(current)
     chosen = Plan(
-        shape=shape,
-        route=route,
-        reason=reason,
-        named=call.backend != "auto",
-        # The tiles of some families depend on the block size (None: ranges).
-        backward=f"{BACKWARD.name} {call.block_size} {signature}",
-        fallback=fallback,
-        sdpa_layout=layout,
-        extents=overlap.extents(call),
-        one_list=call is not given,
-        debug=current.debug_timing or current.debug_compare or current.debug_shapes or current.debug_cache
-        or settings.recording() is not None,
-    )
+        shape, route, reason, call.backend != "auto", fallback=fallback, sdpa_layout=layout,
+        backward=f"{BACKWARD.name} {call.block_size} {signature}",  # tiles depend on the block size (None: ranges)
+        extents=overlap.extents(call), debug=debugged, unusual=debugged or call is not given,
+    )  # fmt: skip
     plans: Plan | None = None
     family = OF_SCHEDULE[kernel]
     for server in reversed(FAMILIES[FAMILIES.index(family) :]):

@@ -1,4 +1,4 @@
-"""Remembers what child processes say of kernels: in this process, and on disk for other processes of the user.
+"""Remembers what child processes say of kernels, in this process, and on disk for other processes of the user.
 
 There is one small file per kind of call. It says whether its kernels work, or how they fail.
 """
@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -60,36 +59,32 @@ def read(key: str) -> Verdict | None:
     return None if stored is None else Verdict(stored["cause"], True, tuple(stored.get("variants", ())))
 
 
-def _folder() -> Path:
-    folder = settings.user_probes()
-    if folder is None:
-        raise OSError("no home directory")
-    return folder
-
-
 def _file(key: str) -> dict[str, Any] | None:
+    folder = settings.user_probes()
     try:
-        stored = json.loads((_folder() / f"{key}.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        stored: dict[str, Any] = json.loads((folder / f"{key}.json").read_text(encoding="utf-8")) if folder else {}
+        good = stored["key"] == key and isinstance(stored["call"], dict) and isinstance(stored["cause"], str | None)
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
-    if not isinstance(stored, dict) or stored.get("key") != key or not isinstance(stored.get("call"), dict):
-        return None
-    return stored if isinstance(stored.get("cause", 0), str | None) else None
+    return stored if good else None
 
 
 def refused(device: torch.device) -> list[tuple[str, str]]:
     """`(kernel, cause)` of the broken calls on disk that match the sources, versions and GPU of this process."""
     folder = settings.user_probes()
-    files = [] if folder is None else [_file(path.stem) for path in folder.glob("*.json")]
-    failed = [x for x in files if x is not None and x["cause"] is not None and key_of(x["call"], device) == x["key"]]
+    files = map(_file, [path.stem for path in folder.glob("*.json")] if folder else [])
+    failed = (x for x in files if x is not None and x["cause"] is not None and key_of(x["call"], device) == x["key"])
     return sorted({(x["call"]["kernel"], x["cause"]) for x in failed})
 
 
 def write(key: str, verdict: Verdict, described: dict[str, Any]) -> None:
     """Write a lasting verdict to disk. If that fails, other processes ask a child of their own."""
+    folder = settings.user_probes()
     stored = {"key": key, "date": time.strftime("%Y-%m-%d"), "call": described, **verdict._asdict()}
     try:
-        write_whole(_folder() / f"{key}.json", json.dumps(stored, indent=1))
+        if folder is None:
+            raise OSError("no home directory")
+        write_whole(folder / f"{key}.json", json.dumps(stored, indent=1))
     except OSError as error:
         log_once(str(error))
 

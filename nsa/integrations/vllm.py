@@ -46,20 +46,10 @@ _said: set[tuple[str, str]] = set()  # what was logged
 
 
 def minimax_m3_sparse_attn(
-    q: Tensor,
-    kv_cache: Tensor,
-    topk_idx: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    prefix_lens: Tensor,
-    max_query_len: int,
-    num_kv_heads: int,
-    sm_scale: float,
-    output: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
+    q: Tensor, kv_cache: Tensor, topk_idx: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor,
+    prefix_lens: Tensor, max_query_len: int, num_kv_heads: int, sm_scale: float, output: Tensor,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> None:  # fmt: skip
     """Attention of prompts and chunks of prompts over the selected blocks, as vLLM 0.33.0's function of this name.
 
     Args:
@@ -94,20 +84,10 @@ def minimax_m3_sparse_attn(
 
 
 def minimax_m3_sparse_attn_decode(
-    q: Tensor,
-    kv_cache: Tensor,
-    topk_idx: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    num_kv_heads: int,
-    sm_scale: float,
-    output: Tensor,
-    decode_query_len: int,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    query_start_loc: Tensor | None = None,
-    token_to_req_indices: Tensor | None = None,
-) -> None:
+    q: Tensor, kv_cache: Tensor, topk_idx: Tensor, block_table: Tensor, seq_lens: Tensor, num_kv_heads: int,
+    sm_scale: float, output: Tensor, decode_query_len: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, query_start_loc: Tensor | None = None, token_to_req_indices: Tensor | None = None,
+) -> None:  # fmt: skip
     """:func:`minimax_m3_sparse_attn` for decode steps, where ``T = B * decode_query_len``.
 
     Every sequence has ``decode_query_len`` queries. A sequence of length 0 (padding in a captured graph) gets zeros.
@@ -122,36 +102,26 @@ def minimax_m3_sparse_attn_decode(
         q, kv_cache, topk_idx, block_table, seq_lens, num_kv_heads, sm_scale, output, decode_query_len, k_scale,
         v_scale, *(() if query_start_loc is None else (query_start_loc, token_to_req_indices)),
     )  # fmt: skip
+    blocks, longest, B = topk_idx.transpose(0, 1), None, seq_lens.shape[0]
     if query_start_loc is not None:
-        return _serve(
-            "minimax_m3_sparse_attn_decode", given, q, kv_cache, num_kv_heads, k_scale, v_scale,
-            block_indices=topk_idx.transpose(0, 1), block_table=block_table, cache_seqlens=seq_lens, scale=sm_scale,
-            cu_seqlens_q=query_start_loc, max_seqlen_q=decode_query_len, out=output,
-        )  # fmt: skip
-    B, (T, HQ, D) = seq_lens.shape[0], q.shape
-    if T != B * decode_query_len:
-        raise ValueError(f"q: expected {B} sequences of {decode_query_len} queries, got {T} tokens")
+        longest = decode_query_len
+    elif q.shape[0] != B * decode_query_len:
+        raise ValueError(f"q: expected {B} sequences of {decode_query_len} queries, got {q.shape[0]} tokens")
+    else:
+        q, output = q.view(B, decode_query_len, *q.shape[1:]), output.view(B, decode_query_len, *output.shape[1:])
+        blocks = blocks.view(B, decode_query_len, *blocks.shape[1:])
     _serve(
-        "minimax_m3_sparse_attn_decode", given, q.view(B, decode_query_len, HQ, D), kv_cache, num_kv_heads, k_scale,
-        v_scale, block_indices=topk_idx.transpose(0, 1).view(B, decode_query_len, *topk_idx.shape[::2]),
-        block_table=block_table, cache_seqlens=seq_lens, scale=sm_scale, out=output.view(B, decode_query_len, HQ, D),
+        "minimax_m3_sparse_attn_decode", given, q, kv_cache, num_kv_heads, k_scale, v_scale, block_indices=blocks,
+        block_table=block_table, cache_seqlens=seq_lens, scale=sm_scale, cu_seqlens_q=query_start_loc,
+        max_seqlen_q=longest, out=output,
     )  # fmt: skip
 
 
 def qsa_sparse_paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    logical_indices: Tensor,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    use_prefill_config: bool,
-    out: Tensor | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
-    *,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, logical_indices: Tensor, block_table: Tensor, token_to_req: Tensor,
+    use_prefill_config: bool, out: Tensor | None = None, k_scale: float | None = None, v_scale: float | None = None, *,
     output_gate: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """QSA's attention over the selected keys, as vLLM 0.33.0's function of this name.
 
     Args:
@@ -205,15 +175,9 @@ EVERY = {name: ours for names in MODULES.values() for name, ours in names.items(
 
 
 def _serve(
-    name: str,
-    given: tuple[Any, ...],
-    q: Tensor,
-    kv_cache: Tensor,
-    num_kv_heads: int,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    **call: Any,
-) -> None:
+    name: str, given: tuple[Any, ...], q: Tensor, kv_cache: Tensor, num_kv_heads: int, k_scale: Tensor | None,
+    v_scale: Tensor | None, **call: Any,
+) -> None:  # fmt: skip
     """Run a call on our kernels, or on vLLM's own function with the arguments ``given``.
 
     Args:
@@ -270,14 +234,9 @@ def _attempt(name: str, kind: tuple[Any, ...], why_not: str | None, run: Callabl
 
 @lru_cache(maxsize=256)
 def _why_not(
-    name: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    heads: Sequence[int],
-    keys: torch.dtype,
-    page: Sequence[int],
+    name: str, dtype: torch.dtype, device: torch.device, heads: Sequence[int], keys: torch.dtype, page: Sequence[int],
     num_kv_heads: int,
-) -> str | None:
+) -> str | None:  # fmt: skip
     """Why our kernels cannot serve calls of a kind, or None if they can.
 
     Args:

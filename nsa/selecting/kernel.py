@@ -144,12 +144,16 @@ def _load_keys(
     exists = key < keys
     if PAGE and ONE_PAGE:
         exists = key < tl.where(page >= 0, keys, 0)
-        at = tl.maximum(page, 0).to(tl.int64) * stride_kb + (key0 % PAGE + i).to(tl.int64) * stride_kn
+        begin = tl.maximum(page, 0).to(tl.int64) * stride_kb + tl.cast(key0 % PAGE, tl.int64) * stride_kn
+        at = i.to(tl.int64) * stride_kn
     elif PAGE:
         exists &= page >= 0
+        begin = 0
         at = tl.maximum(page, 0).to(tl.int64) * stride_kb + (key % PAGE).to(tl.int64) * stride_kn
     else:
-        at = key.to(tl.int64) * stride_kn
+        begin = tl.cast(key0, tl.int64) * stride_kn
+        at = i.to(tl.int64) * stride_kn
+    k_ptr += begin * UNIT
     d = tl.arange(0, BLOCK_D)
     if TRANSPOSED:
         ptrs = k_ptr + at[None, :] * UNIT + d[:, None]
@@ -206,7 +210,7 @@ def _block_maxima(
         if PARTS and SIZE % N:
             seen &= tile % PARTS * N + i[None, :] < SIZE
         s = tl.where(seen, s, float("-inf"))
-    elif PAGE:
+    elif PAGE and not ONE_PAGE:
         s = tl.where(exists[None, :], s, float("-inf"))
     if INTERPRETED:  # a GPU's maximum ignores NaN
         s = tl.where(s == s, s, float("-inf"))
@@ -215,6 +219,8 @@ def _block_maxima(
     else:
         best = tl.max(tl.reshape(s, [s.shape[0], N // SIZE, SIZE]), 2)  # [M, N // SIZE]
     best = best * fit[:, None]
+    if PAGE and ONE_PAGE:
+        best = tl.where(page >= 0, best, float("-inf"))
     if HEADS > 1:
         best = tl.where(in_list[:, None], best, float("-inf"))
         best = tl.max(tl.reshape(best, [HEADS, LB, best.shape[1]]), 0)
@@ -396,6 +402,8 @@ def _scores_kernel(
         whole = tl.minimum(tl.maximum(least, 0) // STEP * UNITS, stop)
         limits = _seen(_position(of_row, mine_row, shift, tokens, pos_ptr), STRIDE, WINDOW)  # [M]
         limits = tl.minimum(limits, keys)
+        if PARTS and SIZE % N:  # a tile reaches past its block
+            whole = 0
         whole = tl.maximum(whole, begin)
         page = _page_of(table_row, _first_key(begin, SIZE, N, PARTS), i, keys, pages, PAGE, ONE_PAGE)
         if SCORE == MAX:

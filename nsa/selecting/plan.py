@@ -98,6 +98,19 @@ def _variants(
     )
 
 
+def _splits(programs: int, steps: int, wanted: int, at_once: int) -> int:
+    """Programs that share the keys of a tile: as many as are ``wanted``, or up to twice as many if the last wave of
+    ``at_once`` programs is then fuller.
+    """
+    least = max(1, min(steps, -(-wanted // programs)))
+
+    def unused(splits: int) -> float:
+        waves = -(-programs * splits // at_once)
+        return waves * at_once / (programs * splits)
+
+    return min(range(least, min(steps, 2 * least) + 1), key=unused)
+
+
 def select(r: Request, out: Tensor, tile: Tile | None = None) -> Tensor:
     """Choose the blocks of all rows, into ``out``. ``tile``: of this call, instead of the one by rule."""
     if r.T == 0:
@@ -112,7 +125,7 @@ def select(r: Request, out: Tensor, tile: Tile | None = None) -> Tensor:
     programs = r.HK * -(-per_key // tile.LISTS)  # of a tile
     at_once = max(1, min(tiles, WORKSPACE // (4 * tile.TOKENS * r.lists * width)))
     steps = -(-r.rows // max(tile.N, r.size))  # tiles of keys, or blocks
-    splits = max(1, min(steps, -(-tile.programs // (at_once * programs))))
+    splits = _splits(at_once * programs, steps, tile.programs, 2 * processors)
     lse_parts = splits if r.score == "softmax" and r.lse is None else 0
     lse_parts = min(lse_parts, 8)
     block = next_power_of_2(min(r.blocks, tile.BLOCK))

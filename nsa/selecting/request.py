@@ -87,7 +87,10 @@ class Request(NamedTuple):
     @property
     def blocks(self) -> int:
         """No row has more blocks to choose from."""
-        return (self.rows * self.stride + self.window - 1) // self.block_size + 1
+        tokens = self.rows * self.stride + self.window - 1
+        if self.layout == BATCH and self.window > 1 and self.q_positions is None:
+            tokens = min(tokens, self.S)
+        return max(1, tokens // self.block_size if self.tail else -(-tokens // self.block_size))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -70,7 +70,8 @@ def _child(what: str) -> int:
     if what == "matrix":
         from nsa.kernels import pinned
         from nsa.kernels.backward.tiles import Unions
-        from nsa.kernels.union.tiles import ALWAYS, Choice
+        from nsa.kernels.shared.sizes import ALWAYS
+        from nsa.kernels.union.tiles import Choice
 
         # racecheck reports PyTorch's own fused kernel of fp32 attention, so SDPA uses plain operators here. Unions
         # serve every tile that they may serve.

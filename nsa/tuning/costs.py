@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from nsa import gpu, schedules
-from nsa.schedules import APART, NAMES, SHARED, Job
 from nsa.tuning.files import provenance, write_section
+from nsa.work import APART, NAMES, SHARED, Job, work
 
 NEAR = 0.3
 LEAST = 16  # times, to fit the costs of a schedule and a kind of calls
@@ -53,7 +53,7 @@ def fit(rows: Sequence[Row]) -> Kinds:
 
 
 def _costs(rows: Sequence[Row], schedule: str) -> dict[str, float]:
-    counts = [schedules.work(job(row), schedule) for row in rows]
+    counts = [work(job(row), schedule) for row in rows]
     times = np.array([row["us"][schedule] for row in rows])
     relative = np.array([list(of.values()) for of in counts]) / times[:, None]
     weights = np.ones(len(rows))
@@ -131,7 +131,7 @@ def write(rows: Sequence[Row], folder: Path, command: str = COMMAND) -> str:
     )
     comments = [
         f"Measured, not written by hand: {command}.",
-        "Microseconds a unit of work, by kind of calls, schedule and term (nsa/schedules.py).",
+        "Microseconds a unit of work, by kind of calls, schedule and term (nsa/work.py).",
         f"The chosen schedule beside the fastest, {said}",
     ]
     path = write_section(folder, rows[-1]["gpu"], "costs", kinds | {"provenance": of}, comments)

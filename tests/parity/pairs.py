@@ -1,24 +1,33 @@
 """Rows of a table in which any two values of different axes meet, for axes that do not all act on each other."""
 
 import itertools
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import pytest
 
 from nsa.testing.plugin import current_lane
 
+Row = TypeVar("Row")
+
+
+def covering(rows: Sequence[Row], pairs: Callable[[Row], Iterable[Hashable]]) -> list[Row]:
+    """Few of the rows, in their order, that have all pairs of all rows."""
+    having = [set(pairs(row)) for row in rows]
+    missing, chosen = set().union(*having), []
+    while missing:
+        best = max(range(len(rows)), key=lambda i: len(having[i] & missing))  # the first of several
+        missing -= having[best]
+        chosen.append(best)
+    return [rows[i] for i in sorted(chosen)]
+
 
 def all_pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Few combinations of the axes' values, in which every two values of different axes occur together."""
-    rows = list(itertools.product(*(range(len(list(axis))) for axis in axes)))
-    pairs = [set(itertools.combinations(enumerate(row), 2)) for row in rows]
-    missing, chosen = set().union(*pairs), []
-    while missing:
-        best = max(range(len(rows)), key=lambda i: len(pairs[i] & missing))  # the first of several
-        missing -= pairs[best]
-        chosen.append(rows[best])
-    return [tuple(axis[i] for axis, i in zip(map(list, axes), row, strict=True)) for row in sorted(chosen)]
+    axes = tuple(map(list, axes))
+    rows = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    chosen = covering(rows, lambda row: itertools.combinations(enumerate(row), 2))
+    return [tuple(axis[i] for axis, i in zip(axes, row, strict=True)) for row in chosen]
 
 
 def in_pairs(*axes: Mapping[str, Any] | Iterable[Any], full: bool = current_lane() == "gpu") -> list[Any]:

@@ -9,7 +9,8 @@ from nsa.kernels.backward import plan as backward
 from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.shared.poison import poisoned_workspace
 from nsa.kernels.shared.shape import shape_of
-from nsa.kernels.union.tiles import ALWAYS, MOST_ENTRIES
+from nsa.kernels.shared.sizes import ALWAYS
+from nsa.kernels.union.tiles import MOST_ENTRIES
 from nsa.testing.fixtures import over
 from nsa.testing.judge.gradients import GradientOracle, assert_gradients
 from nsa.testing.matrix.case import Case

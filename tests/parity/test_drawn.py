@@ -12,7 +12,7 @@ from nsa.call import Call
 from nsa.kernels import pinned
 from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.shared.poison import poisoned_workspace
-from nsa.kernels.union.tiles import ALWAYS
+from nsa.kernels.shared.sizes import ALWAYS
 from nsa.plain.oracle import selection_reference
 from nsa.testing.judge.gradients import GradientOracle, assert_gradients
 from nsa.testing.matrix import strategies

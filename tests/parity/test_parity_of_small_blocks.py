@@ -1,5 +1,6 @@
 """The schedule for small blocks over the matrix: single rows, and tiles of neighbouring tokens."""
 
+import itertools
 import math
 
 import pytest
@@ -9,23 +10,25 @@ from hypothesis import strategies as st
 
 import nsa
 from nsa.kernels import pinned
+from nsa.kernels.shared.sizes import ALWAYS
 from nsa.kernels.small_blocks import tiles
 from nsa.testing.contestants.ours import OURS
-from nsa.testing.fixtures import over
+from nsa.testing.fixtures import lane_cases, register
 from nsa.testing.judge.forward import Oracle, assert_parity, cached_parity
 from nsa.testing.matrix import caches, strategies
 from nsa.testing.matrix.strategies import DrawnCache
 from nsa.testing.plugin import current_lane
 from nsa.testing.profiles import drawing
 
+from .pairs import covering, in_pairs
 from .test_caches import serve
 
 GPU = current_lane() == "gpu"
-UNIONS = tiles.Choice(worth=tiles.ALWAYS, union_keys=16)  # so that a union has several steps, and a row several tiles
+UNIONS = tiles.Choice(worth=ALWAYS, union_keys=16)  # so that a union has several steps, and a row several tiles
 CHOICES = {
     "rule": tiles.RULES,
     "rows": tiles.Choice(keys=16, rows=0, by_head=1),
-    "split": tiles.Choice(splits=3, keys=16, cluster=0, rows=0),
+    "split": tiles.Choice(splits=2, keys=16, cluster=0, rows=0),
     "cluster": tiles.Choice(splits=4, rows=0),
     "unions": UNIONS,
     "split-unions": UNIONS._replace(union_splits=2),
@@ -33,26 +36,43 @@ CHOICES = {
 }
 
 
-@pytest.fixture(params=CHOICES)
-def choice(request, pin):
-    pin(small_blocks=CHOICES[request.param])
-    return CHOICES[request.param]
+def chosen() -> list[tuple[str, str]]:
+    """Cases and choices; interpreted, each case once, and each choice with each value of what cases differ in."""
+
+    def pairs(row):
+        case, name = row
+        of_case = {
+            "size": case.block_size, "dtype": case.dtype, "dist": case.dist, "HKV": case.HKV, "S": case.S > 1,
+            "seqlens": bool(case.seqlens), "causal": case.causal, "positions": case.positions, "scores": case.scores,
+            "padded": case.D != case.Dv, "rows": case.H > 16,
+        }  # fmt: skip
+        return [case.id, *((name, *value) for value in of_case.items())]
+
+    cases = [case for case in lane_cases() if OURS["small_blocks"].supports(case) is None]
+    rows = list(itertools.product(cases, CHOICES))
+    return [(register([case])[0], name) for case, name in (rows if GPU else covering(rows, pairs))]
 
 
-@over(lambda case: OURS["small_blocks"].supports(case) is None)
-def test_triton_sel_parity_small_blocks(oracle: Oracle, choice: tiles.Choice) -> None:
-    result, launched = OURS["small_blocks"].run_counted(oracle.problem, oracle.problem.case.seed % 2 == 0)
+@pytest.mark.parametrize(("case", "choice"), chosen(), indirect=["case"], scope="module")
+def test_triton_sel_parity_small_blocks(oracle: Oracle, choice: str) -> None:
+    with pinned(small_blocks=CHOICES[choice]):
+        result, launched = OURS["small_blocks"].run_counted(oracle.problem, oracle.problem.case.seed % 2 == 0)
     assert_parity(result, oracle, "small_blocks")
     assert {"small_blocks"} <= set(launched) <= {"small_blocks", "small_blocks unions", "split"}, f"launched {launched}"
 
 
-@pytest.mark.parametrize("e4m3", [False, True], ids=["16bit", "e4m3"])
-@pytest.mark.parametrize("page", [None, 8, 64, 6], ids=lambda page: f"page{page}")
-@pytest.mark.parametrize("ragged", [False, True], ids=["batch", "ragged"])
-def test_triton_sel_parity_small_blocks_kvcache(device, page, ragged, e4m3, choice):
+@pytest.mark.parametrize(
+    ("page", "ragged", "e4m3", "choice"),
+    in_pairs(
+        {f"page{page}": page for page in (None, 8, 64, 6)}, {"batch": False, "ragged": True},
+        {"16bit": False, "e4m3": True}, CHOICES,
+    ),
+)  # fmt: skip
+def test_triton_sel_parity_small_blocks_kvcache(device, pin, page, ragged, e4m3, choice):
     """Sequences of any length with one list for all KV heads; blocks within a page, and across the ends of pages."""
+    pin(small_blocks=choice)
     dtype = torch.bfloat16 if GPU else torch.float16
-    lengths, S, size, n, HKV = [130, 0, 67], 6, 4, 9, 2
+    lengths, S, size, n, HKV = [130, 0, 67], 5, 4, 20, 2  # five tiles of 16 keys a row, so that a part has three
     room = 132 if page is None else -(-130 // page) * page
     cache = caches.draw(lengths, room, page, HKV=HKV, D=32, Dv=16, dtype=dtype, device=device, seed=size)
     cache = caches.quantized(cache) if e4m3 else cache
@@ -63,7 +83,7 @@ def test_triton_sel_parity_small_blocks_kvcache(device, page, ragged, e4m3, choi
     blocks[:, 1:4] = blocks[:, :1]
     ends = None
     if ragged:
-        q, blocks, ends = q.flatten(0, 1), blocks.flatten(0, 1), torch.tensor([0, 8, 8, 17], device=device)
+        q, blocks, ends = q.flatten(0, 1), blocks.flatten(0, 1), torch.tensor([0, 7, 7, 14], device=device)
     selection = {"block_indices": blocks, "block_size": size}
     out = torch.full((*q.shape[:-1], 16), math.nan, dtype=dtype, device=device)
     got = nsa.selection_attention_with_kvcache(

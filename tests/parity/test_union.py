@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import nsa
+from nsa.kernels.shared.sizes import ALWAYS
 from nsa.kernels.union import tiles
 from nsa.testing.contestants.ours import OURS
 from nsa.testing.fixtures import over
@@ -27,7 +28,7 @@ def tiled(case: Case) -> bool:
 @pytest.fixture(params=["always", "worth"])
 def worth(request, pin):
     if request.param == "always":
-        pin(union=tiles.Choice(worth=tiles.ALWAYS))
+        pin(union=tiles.Choice(worth=ALWAYS))
     return request.param
 
 
@@ -45,7 +46,7 @@ def test_triton_sel_parity_union(oracle: Oracle, worth: str) -> None:
 def test_triton_sel_parity_union_kvcache(device, page, size, pin):
     """Chunks of sequences of any length; keys of a tile in a page, in several, and across their ends."""
     dtype = torch.bfloat16 if GPU else torch.float16
-    pin(union=tiles.Choice(worth=tiles.ALWAYS))
+    pin(union=tiles.Choice(worth=ALWAYS))
     room = 130 if page is None else -(-130 // page) * page
     lengths, S = [130, 0, 67], 4
     cache = caches.draw(lengths, room, page, HKV=1, D=32, Dv=16, dtype=dtype, device=device, seed=size)

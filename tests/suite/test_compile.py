@@ -109,20 +109,13 @@ def test_amd_gets_its_own_shared_memory_and_nothing_of_nvidia(monkeypatch):
     assert device_facts.SHARED_BYTES[device_facts.AMD] == 65_536
 
 
-@pytest.mark.parametrize(
-    ("arguments", "ids"),
-    [
-        (["-m", "aot"], list(ARCHITECTURES)),
-        ([], ["sm_90-quick"]),
-    ],
-    ids=["aot", "everything"],
-)
-def test_only_a_run_for_aot_compiles_everything(run_pytest, arguments, ids):
-    command = ["--collect-only", "-q", *arguments, __file__]
-    listed = run_pytest(*command, cwd=Path(__file__).parents[2]).stdout
-    assert [line for line in listed.splitlines() if "::test_kernels_compile" in line] == [
-        f"tests/suite/test_compile.py::test_kernels_compile[{name}]" for name in ids
-    ], listed
+def test_only_a_run_for_aot_compiles_everything(run_pytest):
+    runs = [["--collect-only", "-q", *words, __file__] for words in (["-m", "aot"], [])]
+    listed = run_pytest.each(runs, cwd=Path(__file__).parents[2])
+    for done, ids in zip(listed, (ARCHITECTURES, ["sm_90-quick"]), strict=True):
+        assert [line for line in done.stdout.splitlines() if "::test_kernels_compile" in line] == [
+            f"tests/suite/test_compile.py::test_kernels_compile[{name}]" for name in ids
+        ], done.stdout
 
 
 SHARED = [  # of `_dkdv_kernel` for sm_90 without a pipeline, by Triton 3.6: dO and then dS lie there

@@ -9,6 +9,7 @@ import pytest
 from nsa import gpu, schedules, settings
 from nsa.testing import regret
 from nsa.tuning import costs
+from nsa.work import work
 
 TRUE = {
     "query_major": {"calls": 5.0, "numbers": 0.25},
@@ -34,7 +35,7 @@ def rows(count=120, noise=0.0):
         of |= {} if shape.fp8 else {"union": "union_shared" if case.shared == 0.9 else "union_apart"}
         job = costs.job(row)
         us = {
-            name: sum(cost * schedules.work(job, name)[term] for term, cost in TRUE[known].items())
+            name: sum(cost * work(job, name)[term] for term, cost in TRUE[known].items())
             for name, known in of.items()
         }
         found.append(row | {"us": {name: x * noisy(r, noise) for name, x in us.items()}})

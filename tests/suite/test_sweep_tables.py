@@ -130,15 +130,15 @@ def test_the_nearest_measured_shape_decides(table):
 def test_a_tile_of_the_table_is_used_and_cut_to_shared_memory(table):
     table([(True, 128, 128, 8, 64, 1024, Choice(4, 1, 128, 8, 4))])
     arguments = (132, 2, 8, 128, 128, 1024, 1, 64)  # processors, itemsize, G, D, Dv, bound, spans, rows
-    tile, splits, cluster = tiles.choose(H100, 90, *arguments)
+    tile, splits, cluster = tiles.tile_and_splits(H100, 90, *arguments)
     assert not cluster
-    assert tiles.choose(H100, 90, *arguments, largest=16)[2]
-    assert not tiles.choose(H100, 90, *arguments, largest=2)[2]
+    assert tiles.tile_and_splits(H100, 90, *arguments, largest=16)[2]
+    assert not tiles.tile_and_splits(H100, 90, *arguments, largest=2)[2]
     assert (splits, tile.BLOCK_L, tile.num_warps, tile.num_stages) == (4, 128, 8, 4)
-    tile, *_ = tiles.choose(H100, 89, *arguments)
+    tile, *_ = tiles.tile_and_splits(H100, 89, *arguments)
     assert (tile.num_stages - 1) * tile.BLOCK_L * 512 < device_facts.SHARED_BYTES[89]
-    rules = tiles.choose(None, 90, *arguments)
-    assert tiles.choose(H100, 90, *arguments, per_head=True)[0].HEADS == 1
+    rules = tiles.tile_and_splits(None, 90, *arguments)
+    assert tiles.tile_and_splits(H100, 90, *arguments, per_head=True)[0].HEADS == 1
     assert rules[0] != tile
 
 

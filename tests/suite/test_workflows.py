@@ -154,15 +154,30 @@ MEASURED = "--nsa-update-thresholds"  # of the report, only where it is written
 WRITTEN = ("--junitxml", "--benchmark-json", "--nsa-report", "$out")
 
 
+def drawn():
+    """The tests that draw calls, `file::name`."""
+    return {
+        f"{path.relative_to(ROOT)}::{test.name}"
+        for path in ROOT.glob("tests/**/test_*.py")
+        for test in ast.parse(path.read_text()).body
+        if isinstance(test, ast.FunctionDef) and any("given(" in ast.unparse(x) for x in test.decorator_list)
+    }
+
+
 @pytest.fixture(scope="module")
 def collected(run_pytest):
-    """The tests that each pytest of `.ci/gpu` and of the nightly workflow selects, after the words of its command."""
+    """The tests that each pytest of `.ci/gpu` and of the nightly workflow selects, after the words of its command.
+
+    Only the first command collects all tests, which takes long. The others collect the files that have their tests.
+    """
     text = (ROOT / ".ci" / "gpu").read_text().replace("\\\n", " ").replace('"${measured[@]}"', MEASURED)
     commands = [line.strip() for line in text.splitlines() if line.strip().startswith('"$PYTHON" -m pytest')]
     commands.append(WORKFLOWS["nightly"]["jobs"]["drawn"]["steps"][-1]["run"])
     commands = [shlex.split(command.partition("||")[0])[3:] for command in commands]
     runs = [[word for word in words if not word.startswith(WRITTEN)] for words in commands]
-    runs = [[*words, "-n", "0", "--collect-only", "-q", "-p", "no:cacheprovider"] for words in runs]
+    where = ([], ["tests/edge/calls/test_concurrency.py"], ["tests/perf"], [], {x.partition("::")[0] for x in drawn()})
+    how = ["-n", "0", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    runs = [[*words, *files, *how] for words, files in zip(runs, where, strict=True)]
     seen = run_pytest.each(runs, cwd=ROOT)
     assert all(done.returncode == 0 for done in seen), [done.stdout[-500:] + done.stderr for done in seen]
     return [
@@ -212,14 +227,8 @@ def test_calls_are_drawn_at_length_every_night(collected):
     arguments, lines = collected[-1]
     assert arguments[arguments.index("--hypothesis-profile") + 1] == "deep"
     assert profiles.EXAMPLES["deep"] >= 10 * profiles.EXAMPLES[profiles.DEFAULT]
-    drawn = {
-        f"{path.relative_to(ROOT)}::{test.name}"
-        for path in ROOT.glob("tests/**/test_*.py")
-        for test in ast.parse(path.read_text()).body
-        if isinstance(test, ast.FunctionDef) and any("given(" in ast.unparse(x) for x in test.decorator_list)
-    }
-    assert {line.partition("[")[0] for line in lines} == drawn
-    assert len(drawn) * profiles.EXAMPLES["deep"] * SECONDS_A_CALL / 2 < 0.8 * 60 * job["timeout-minutes"]
+    assert {line.partition("[")[0] for line in lines} == drawn()
+    assert len(drawn()) * profiles.EXAMPLES["deep"] * SECONDS_A_CALL / 2 < 0.8 * 60 * job["timeout-minutes"]
 
 
 def test_nightly_script_asks_for_a_version():

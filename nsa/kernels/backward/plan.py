@@ -30,7 +30,7 @@ from nsa.kernels.shared import inverse_index
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import TRITON, Variant, remembered, workspaces
 from nsa.kernels.shared.shape import RANGES, TILED, Shape, shape_of
-from nsa.kernels.shared.sizes import INT32_MAX, span_bucket
+from nsa.kernels.shared.sizes import ALWAYS, INT32_MAX, span_bucket
 from nsa.kernels.union import kernel as union_kernels
 from nsa.kernels.union import tiles as union_tiles
 
@@ -153,7 +153,7 @@ def _unions(
     """How unions are read, or None: for small calls or groups, `batch_invariant`, old Tritons, or if no tile fits."""
     rule: backward_tiles.Unions = call.settings.pin.get("backward_unions") or backward_tiles.Unions()
     if exact is not None:
-        rule = backward_tiles.Unions(0 if exact.more[1] else 2**62, 0, union_tiles.ALWAYS)
+        rule = backward_tiles.Unions(0 if exact.more[1] else 2**62, 0, ALWAYS)
     small = g.tokens * g.G * g.HKV * g.G < rule.rows or g.G < rule.least_G
     if small or call.settings.batch_invariant or not PIPELINES:
         return None
@@ -232,15 +232,9 @@ def _by_union(kinds: tuple[object, ...], tile: union_tiles.Tile, **shared: Any) 
 
 
 def backward(
-    launch: Launch,
-    call: Call,
-    do: Tensor,
-    dlse: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    route: str,
+    launch: Launch, call: Call, do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, route: str,
     wanted: tuple[bool, ...] = (True, True, True),
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of a forward call.
 
     Args:
@@ -285,14 +279,9 @@ def statistics(launch: Launch, do: Tensor, dlse: Tensor | None, o: Tensor, lse: 
 
 
 def add(
-    launch: Launch,
-    call: Call,
-    do: Tensor,
-    stats: Tensor,
-    dq: Tensor | None,
-    sums: tuple[Tensor, Tensor] | None,
+    launch: Launch, call: Call, do: Tensor, stats: Tensor, dq: Tensor | None, sums: tuple[Tensor, Tensor] | None,
     route: str,
-) -> None:
+) -> None:  # fmt: skip
     """Write dQ, and add to dK and dV; None for gradients that are not needed.
 
     The call may have some KV heads of a larger one (``within`` of :func:`plan`). Then the selection, ``do``, ``stats``,

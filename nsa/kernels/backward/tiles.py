@@ -8,7 +8,7 @@ from typing import NamedTuple
 from nsa.kernels.key_major.tiles import MOST_COUNT_BYTES, even, heads_at_once
 from nsa.kernels.shared.device import AMD, shared_bytes
 from nsa.kernels.shared.errors import DoesNotFit
-from nsa.kernels.shared.sizes import next_power_of_2, padded
+from nsa.kernels.shared.sizes import Worth, next_power_of_2, padded
 from nsa.kernels.union import tiles as union_tiles
 
 DQ_BYTES = 1280 << 20
@@ -44,7 +44,7 @@ smaller calls it costs more to list blocks twice than unions gain."""
 LEAST_UNION_G = 8
 """Smallest group with unions. A tile of a smaller group has so many tokens that its union is seldom worth reading."""
 
-WORTH = union_tiles.Worth(64, 3)
+WORTH = Worth(64, 3)
 """Which unions are worth reading, as `WORTH` of the union's tiles."""
 
 
@@ -53,7 +53,7 @@ class Unions(NamedTuple):
 
     rows: int = UNIONS_FROM
     least_G: int = LEAST_UNION_G
-    worth: union_tiles.Worth = WORTH
+    worth: Worth = WORTH
 
 
 class Choice(NamedTuple):
@@ -106,17 +106,9 @@ class Tile(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def select(
-    capability: int,
-    itemsize: int,
-    G: int,
-    D: int,
-    Dv: int,
-    size: int,
-    spans: bool,
-    choice: Choice | None = None,
-    pipelines: bool = True,
-    parts: bool = True,
-) -> Tile:
+    capability: int, itemsize: int, G: int, D: int, Dv: int, size: int, spans: bool, choice: Choice | None = None,
+    pipelines: bool = True, parts: bool = True,
+) -> Tile:  # fmt: skip
     """Tile of a call whose blocks hold ``size`` keys.
 
     Args:
@@ -196,20 +188,9 @@ class Windows(NamedTuple):
 
 
 def windows(
-    tokens: int,
-    HKV: int,
-    G: int,
-    D: int,
-    Dv: int,
-    itemsize: int,
-    slots: int,
-    blocks: int,
-    size: int,
-    share: int,
-    keep_dq: bool,
-    spans: bool,
-    dq_bytes: int | None = None,
-) -> Windows:
+    tokens: int, HKV: int, G: int, D: int, Dv: int, itemsize: int, slots: int, blocks: int, size: int, share: int,
+    keep_dq: bool, spans: bool, dq_bytes: int | None = None,
+) -> Windows:  # fmt: skip
     """Windows whose lists and partial results stay within the limits above. ``dq_bytes`` replaces `DQ_BYTES` if given.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from nsa import schedules
@@ -23,7 +22,7 @@ class KeyMajor(Family):
 
     def plan(self, call: Call, shape: Shape, schedule: str, skips: bool = False) -> Any:
         steps = QUERY_MAJOR.plan_steps(call, shape) if has_steps(call, shape) else None
-        return import_module("nsa.kernels.key_major.plan").plan(call, shape, skips, steps)
+        return self.kernels.plan(call, shape, skips, steps)
 
 
 FAMILY = KeyMajor()

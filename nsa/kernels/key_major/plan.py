@@ -69,8 +69,15 @@ class Launch(NamedTuple):
         return forward(self, call, route, served, lse)
 
     def serve_steps(self, call: Call, lse: Tensor | None) -> Tensor | None:
-        """:func:`serve_steps` for such a family."""
-        return serve_steps(self, call, lse)
+        """Launch query-major for the steps of a ragged batch, with LSE to ``lse``. ``call`` has ``out``.
+
+        Returns ``served`` for :func:`forward`; None without steps.
+        """
+        if self.steps is None:
+            return None
+        served: Tensor = workspaces(self.device, served=(self.shape.tokens * self.shape.HKV, torch.int32))[0].zero_()
+        self.steps.serve(call, "steps", served, lse)
+        return served
 
 
 def plan(call: Call, shape: Shape | None = None, skips: bool = False, steps: Any = None) -> Launch:
@@ -168,16 +175,13 @@ def _variants(
     )
 
 
-Memory = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]
-
-
-def allocate(launch: Launch, w: key_tiles.Windows, dtype: torch.dtype, Dv: int) -> Memory:
+def allocate(launch: Launch, w: key_tiles.Windows, dtype: torch.dtype, Dv: int) -> list[Any]:
     """Workspace for windows ``w``, named as in the kernels. This launches no kernel.
 
     ``lists`` holds block, first unit and number of units of each share, then the counters of blocks.
     """
     device, g, units, groups = launch.device, launch.shape, w.tokens * w.row, w.most * w.heads
-    parts, part_lse, block, rank, span, unit, start, lists = workspaces(
+    return workspaces(
         device,
         parts=(w.window * w.row * g.G * Dv, dtype),
         part_lse=(w.window * w.row * g.G, torch.float32),
@@ -188,7 +192,6 @@ def allocate(launch: Launch, w: key_tiles.Windows, dtype: torch.dtype, Dv: int) 
         start=(groups * w.blocks, torch.int32),
         lists=(groups * (3 * w.work + w.blocks), torch.int32),
     )
-    return parts, part_lse, block, rank, span, unit, start, lists
 
 
 _scarce: dict[tuple[torch.device, tuple[int, ...]], key_tiles.Windows] = {}
@@ -196,7 +199,7 @@ _scarce: dict[tuple[torch.device, tuple[int, ...]], key_tiles.Windows] = {}
 settings.ON_RELOAD.append(_scarce.clear)
 
 
-def reserve(launch: Launch, dtype: torch.dtype, Dv: int) -> tuple[key_tiles.Windows, Memory]:
+def reserve(launch: Launch, dtype: torch.dtype, Dv: int) -> tuple[key_tiles.Windows, list[Any]]:
     """Windows of a call and their workspace. If memory is lacking, windows are smaller, which is slower.
 
     A row's result stays the same, bit by bit. The smaller windows are logged and remembered for the shape. A larger
@@ -244,18 +247,6 @@ def _programs(launch: Launch, w: key_tiles.Windows) -> int:
     return min(w.work, max(-(-w.window * w.slots // launch.tile.share), launch.likely))
 
 
-def serve_steps(launch: Launch, call: Call, lse: Tensor | None) -> Tensor | None:
-    """Launch query-major for the steps of a ragged batch, with LSE to ``lse``. ``call`` has ``out``.
-
-    Returns ``served`` for :func:`forward`; None without steps.
-    """
-    if launch.steps is None:
-        return None
-    served = workspaces(launch.device, served=(launch.shape.tokens * launch.shape.HKV, torch.int32))[0].zero_()
-    launch.steps.serve(call, "steps", served, lse)
-    return served
-
-
 def forward(
     launch: Launch, call: Call, route: str, served: Tensor | None = None, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -275,7 +266,7 @@ def forward(
         raise DoesNotFit(ODD)
     w, (parts, part_lse, block, rank, span, unit, start, lists) = reserve(launch, q.dtype, v.shape[-1])
     if served is None:
-        served = serve_steps(launch, call._replace(out=out), lse)
+        served = launch.serve_steps(call._replace(out=out), lse)
         launches[route] += 1
     k_scale, v_scale = (x if x is None else x.contiguous() for x in (call.k_scale, call.v_scale))
     scale = launch.scale if call.scale is None else call.scale

@@ -90,17 +90,9 @@ class Tile(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def select(
-    capability: int,
-    itemsize: int,
-    G: int,
-    D: int,
-    Dv: int,
-    size: int,
-    choice: Choice | None = None,
-    walk: bool = True,
-    e4m3: bool = False,
-    reads: int = FEW_READS,
-) -> Tile:
+    capability: int, itemsize: int, G: int, D: int, Dv: int, size: int, choice: Choice | None = None, walk: bool = True,
+    e4m3: bool = False, reads: int = FEW_READS,
+) -> Tile:  # fmt: skip
     """Tile of a call whose blocks hold ``size`` keys.
 
     Args:
@@ -203,18 +195,9 @@ class Windows(NamedTuple):
 
 
 def windows(
-    tokens: int,
-    HKV: int,
-    G: int,
-    D: int,
-    Dv: int,
-    itemsize: int,
-    slots: int,
-    blocks: int,
-    share: int,
-    spans: bool,
+    tokens: int, HKV: int, G: int, D: int, Dv: int, itemsize: int, slots: int, blocks: int, share: int, spans: bool,
     scarce: int = 1,
-) -> Windows:
+) -> Windows:  # fmt: skip
     """Windows and passes whose partial results and lists stay within the limits above, divided by ``scarce``.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from nsa.call import Call
@@ -19,11 +18,11 @@ class QueryMajor(Family):
         return "query_major" if call.settings.sel_triton_group else "per_head"
 
     def plan(self, call: Call, shape: Shape, schedule: str) -> Any:
-        return import_module("nsa.kernels.query_major.plan").plan(call, shape, schedule == "per_head")
+        return self.kernels.plan(call, shape, schedule == "per_head")
 
     def plan_steps(self, call: Call, shape: Shape) -> Any:
         """The launch for the steps of a ragged batch whose other rows another family serves."""
-        return import_module("nsa.kernels.query_major.plan").plan(call, shape, steps=True)
+        return self.kernels.plan(call, shape, steps=True)
 
 
 FAMILY = QueryMajor()

@@ -83,7 +83,7 @@ def plan(call: Call, shape: Shape | None = None, per_head: bool = False, steps: 
     if isinstance(pin, Exact):
         tile, (splits, merged, tiled) = tiles.Tile(*pin.tile), pin.more
     else:
-        tile, splits, merged = tiles.choose(
+        tile, splits, merged = tiles.tile_and_splits(
             gpu.gpu_name(device), capability, processors, call.k.dtype.itemsize, G, D, Dv, longest, spans, rows,
             per_head, pipelined, pin, largest_cluster(device, capability, processors), invariant,
         )  # fmt: skip

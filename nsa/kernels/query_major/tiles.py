@@ -92,19 +92,9 @@ STREAMED = 4
 
 @lru_cache(maxsize=4096)
 def select(
-    capability: int,
-    itemsize: int,
-    G: int,
-    D: int,
-    Dv: int,
-    bound: int,
-    spans: int,
-    fill: int,
-    per_head: bool = False,
-    pipelined: bool = True,
-    choice: Choice | None = None,
-    taken: int = 0,
-) -> Tile:
+    capability: int, itemsize: int, G: int, D: int, Dv: int, bound: int, spans: int, fill: int, per_head: bool = False,
+    pipelined: bool = True, choice: Choice | None = None, taken: int = 0,
+) -> Tile:  # fmt: skip
     """Tile of the query-major forward kernel.
 
     Args:
@@ -146,23 +136,11 @@ def select(
     return Tile(heads, block_g, block_d, block_dv, block_l, spans, stream_q, upfront, num_warps, stages)
 
 
-def choose(
-    name: str | None,
-    capability: int,
-    processors: int,
-    itemsize: int,
-    G: int,
-    D: int,
-    Dv: int,
-    bound: int,
-    spans: int,
-    rows: int,
-    per_head: bool = False,
-    pipelined: bool = True,
-    choice: Choice | None = None,
-    largest: int = 0,
+def tile_and_splits(
+    name: str | None, capability: int, processors: int, itemsize: int, G: int, D: int, Dv: int, bound: int, spans: int,
+    rows: int, per_head: bool = False, pipelined: bool = True, choice: Choice | None = None, largest: int = 0,
     invariant: bool = False,
-) -> tuple[Tile, int, bool]:
+) -> tuple[Tile, int, bool]:  # fmt: skip
     """Tile and splits of a launch, and whether the programs that share a row are a cluster.
 
     At or above :data:`FULL` rows per multiprocessor a row's result is the same, bit by bit, for any number of rows.

@@ -37,14 +37,9 @@ def _combine_kernel(
 
 
 def combine(
-    parts: torch.Tensor,
-    splits: int,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    overlap: bool = False,
-    ends: torch.Tensor | None = None,
-    steps: int = 0,
-) -> None:
+    parts: torch.Tensor, splits: int, out: torch.Tensor, lse: torch.Tensor | None, overlap: bool = False,
+    ends: torch.Tensor | None = None, steps: int = 0,
+) -> None:  # fmt: skip
     """Merge partial results into ``out`` (and ``lse``).
 
     Args:

@@ -123,13 +123,9 @@ class Variant:
         return given
 
     def launch(
-        self,
-        grid: tuple[int, int, int],
-        device: torch.device,
-        tensors: tuple[torch.Tensor | None, ...],
-        numbers: tuple[int | float, ...],
-        common: bool = True,
-    ) -> None:
+        self, grid: tuple[int, int, int], device: torch.device, tensors: tuple[torch.Tensor | None, ...],
+        numbers: tuple[int | float, ...], common: bool = True,
+    ) -> None:  # fmt: skip
         """Launch on ``device``'s current stream.
 
         Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 INT32_MAX = 2**31 - 1
 
@@ -11,6 +12,16 @@ SPAN_BUCKETS = (8, 16, 64)
 
 STEPS = 8
 """Queries up to which a sequence of a ragged batch counts as a step: one new token, or a few speculative ones."""
+
+
+class Worth(NamedTuple):
+    """A tile is served by its union if the union has at most ``gain / cost`` blocks for each listed block."""
+
+    cost: int
+    gain: int
+
+
+ALWAYS = Worth(0, 0)  # a union of any size
 
 
 @lru_cache(maxsize=1024)

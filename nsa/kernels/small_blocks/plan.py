@@ -23,7 +23,7 @@ from nsa.kernels.shared.errors import ODD, DoesNotFit
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import Variant, remembered, workspaces
 from nsa.kernels.shared.shape import BATCH, CACHE, Shape
-from nsa.kernels.shared.sizes import INT32_MAX
+from nsa.kernels.shared.sizes import ALWAYS, INT32_MAX, Worth
 from nsa.kernels.small_blocks import kernel as kernels
 from nsa.kernels.small_blocks import tiles
 
@@ -34,7 +34,7 @@ class Unions(NamedTuple):
     list: Variant
     unions: tuple[Variant, Variant]  # without LSE, and with it
     tile: tiles.Unions
-    worth: tiles.Worth
+    worth: Worth
     tiles: int
     at_once: int  # tiles of a pass
     programs: int  # of the list kernel
@@ -101,7 +101,7 @@ def plan(call: Call, shape: Shape) -> Launch:
     if isinstance(pin, Exact):
         rows, (splits, merged, by_head, union, was_alike) = tiles.Rows(*pin.tile), pin.more
         alike = alike and was_alike
-        tile, worth = None if union is None else tiles.Unions(*union), tiles.ALWAYS
+        tile, worth = None if union is None else tiles.Unions(*union), ALWAYS
     else:
         tile, worth, by_head = _unions(call, g, capability, items, choice), choice.worth, choice.by_head
         if tile is not None:  # the rows that tiles leave are split like the unions, because one kernel merges both

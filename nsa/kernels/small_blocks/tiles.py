@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from nsa.kernels.query_major.tiles import EXCHANGE_BYTES, FULL, fits_clusters, most_heads, split_count
 from nsa.kernels.shared.device import shared_bytes
-from nsa.kernels.shared.sizes import exchange_bytes, padded
+from nsa.kernels.shared.sizes import Worth, exchange_bytes, padded
 
 LARGEST = 16  # keys of a small block
 FEW = 64  # blocks of a row that query-major looks up at once. Rows of more are served by this family, unasked
@@ -27,16 +27,6 @@ PLACE_BYTES = 32 << 20
 """Limit of the places of blocks, which decides how many programs make lists at a time."""
 LIST_PROGRAMS = 1024
 
-
-class Worth(NamedTuple):
-    """A tile is served by its union if the union has at most ``gain / cost`` blocks for each listed block."""
-
-    cost: int
-    gain: int
-
-
-ALWAYS = Worth(0, 0)  # a union of any size
-NEVER = Worth(1, 0)  # no union, unless it is empty
 WORTH = Worth(1, 1)
 
 
@@ -183,5 +173,3 @@ def at_once(tile: Unions, lists: int, n: int, tiles: int) -> int:
 def list_programs(lists: int, blocks: int, tiles: int) -> int:
     """Programs of the list kernel for each of ``lists``."""
     return max(1, min(tiles, LIST_PROGRAMS, PLACE_BYTES // (2 * max(lists * blocks, 1))))
-
-

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from nsa import schedules
@@ -44,7 +43,7 @@ class Union(Family):
         if why_not is not None:
             raise DoesNotFit(why_not)
         rest = KEY_MAJOR.plan(call, shape, schedule, skips=True)
-        return import_module("nsa.kernels.union.plan").plan(call, shape, rest)
+        return self.kernels.plan(call, shape, rest)
 
 
 FAMILY = Union()

@@ -19,7 +19,7 @@ from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import TMA, Variant, remembered, workspaces
 from nsa.kernels.shared.shape import Shape, prepared
-from nsa.kernels.shared.sizes import INT32_MAX
+from nsa.kernels.shared.sizes import ALWAYS, INT32_MAX, Worth
 from nsa.kernels.union import kernel as union_kernels
 from nsa.kernels.union import tiles
 
@@ -32,7 +32,7 @@ class Launch(NamedTuple):
     by_pointers: tuple[Variant, Variant]  # the same without TMA, if a tensor is misaligned or the scale not positive
     device: torch.device
     tile: tiles.Tile
-    worth: tiles.Worth
+    worth: Worth
     shape: Shape
     size: int  # keys of a block
     at_once: int  # tiles of a pass
@@ -83,7 +83,7 @@ def plan(call: Call, shape: Shape, rest: Any) -> Launch:
     lists, *unions = _variants(kinds, tile, steps, **shared)
     _, *by_pointers = _variants(kinds, tile._replace(TMA=False), steps, **shared)
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
-    worth = tiles.ALWAYS if exact else tiles.worth(block_size) if pin is None else pin.worth
+    worth = ALWAYS if exact else tiles.worth(block_size) if pin is None else pin.worth
     worth = worth._replace(gain=worth.gain * tile.HEADS)
     return Launch(
         lists, tuple(unions), tuple(by_pointers), device, tile, worth, g, size, tiles.tiles_at_once(tile, g.HKV),

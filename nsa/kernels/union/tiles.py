@@ -6,24 +6,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nsa.kernels.shared.device import shared_bytes
-from nsa.kernels.shared.sizes import next_power_of_2, padded
+from nsa.kernels.shared.sizes import Worth, next_power_of_2, padded
 
 MOST_TOKENS = 16  # of a tile; a mask of its tokens must fit 32 bits
 MOST_ENTRIES = 1024  # listed blocks of a tile, which one program sorts
 MOST_BLOCKS = 1 << 26  # of a sequence; the block and the token of an entry must fit 31 bits
 LIST_BYTES = 64 << 20
 """Limit of the lists of one pass. Longer calls take several passes."""
-
-
-class Worth(NamedTuple):
-    """A tile is served by its union if the union has at most ``gain / cost`` blocks for each listed block."""
-
-    cost: int
-    gain: int
-
-
-ALWAYS = Worth(0, 0)  # a union of any size
-NEVER = Worth(1, 0)  # no union, unless it is empty
 
 WORTH = Worth(64, 3)
 WORTH_LONG = Worth(32, 1)  # blocks of more than 64 keys, which key-major reads faster

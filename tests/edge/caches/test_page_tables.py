@@ -7,6 +7,7 @@ import torch
 
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.shared.launch import Variant
+from nsa.kernels.shared.sizes import ALWAYS
 from nsa.kernels.union import tiles as union_tiles
 from nsa.testing.matrix import caches
 
@@ -51,7 +52,7 @@ def test_tables_of_any_strides_where_the_merge_reads_keys(device, tables_read, p
 
 @pytest.mark.parametrize("schedule", ["query_major", "key_major", "union"])
 def test_a_slice_of_a_table_is_not_copied(device, schedule, tables_read, pin, fresh_plans):
-    pin(union=union_tiles.Choice(worth=union_tiles.ALWAYS))
+    pin(union=union_tiles.Choice(worth=ALWAYS))
     S = 8 if schedule == "union" else 2  # enough queries for tiles of the union kernel
     (q, cache), selection = sliced(S, PAGE, torch.int32, device), everything(3, S, device=device)
     want = call(q, cache, schedule, **selection)

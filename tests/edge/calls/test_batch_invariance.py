@@ -26,7 +26,7 @@ SHAPES = [  # itemsize, G, D, Dv, bound, spans
 
 
 def chosen(shape, rows, **how):
-    return tiles.choose(how.pop("name", H100), 90, SMS, *shape, rows, largest=16, **how)
+    return tiles.tile_and_splits(how.pop("name", H100), 90, SMS, *shape, rows, largest=16, **how)
 
 
 @pytest.mark.parametrize("name", [H100, None], ids=["table", "rules"])

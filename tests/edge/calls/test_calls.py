@@ -9,6 +9,7 @@ import torch
 from nsa.call import Call
 from nsa.plain import spans
 from nsa.testing.matrix.inputs import drowned
+from nsa.testing.plugin import current_lane
 
 from ...parity.pairs import in_pairs
 from ..conftest import BACKENDS, LANE_DTYPES, ROUTES
@@ -114,6 +115,8 @@ CALLS = {
         for scale in (1.0, 0.03, -0.5, 0.0, 8.0, -8.0)
     },
 }  # fmt: skip
+# The kernel of "triton", with one head a program: interpreted, every third call.
+PER_HEAD = CALLS if current_lane() == "gpu" else dict(list(CALLS.items())[::3])
 GROUPS = (1, 2, 3, 7, 16, 33, 64, 100, 128)
 HEADS = ((16, 256), (256, 16), (17, 33), (24, 40), (64, 64), (64, 100), (96, 64), (100, 192), (128, 128), (192, 24))
 LIST = [[(3, 9), (12, 17), (13, 14)], [(0, 2), (20, 99)]]
@@ -193,7 +196,12 @@ def check(attend, agrees, draw, device, dtype, row):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN in the interpreter
 @pytest.mark.parametrize(
-    ("attend_all", "call", "dtype"), in_pairs(list(ROUTES), CALLS, LANE_DTYPES), indirect=["attend_all", "dtype"]
+    ("attend_all", "call", "dtype"),
+    [
+        *in_pairs([name for name in ROUTES if name != "per_head"], CALLS, LANE_DTYPES),
+        *in_pairs(["per_head"], PER_HEAD, LANE_DTYPES),
+    ],
+    indirect=["attend_all", "dtype"],
 )
 def test_odd_calls(attend_all, agrees, draw, device, call, dtype):
     check(attend_all, agrees, draw, device, dtype, call)

@@ -7,6 +7,9 @@ import torch
 
 from nsa.testing.plugin import current_lane
 
+from ...parity.pairs import in_pairs
+from ..conftest import BACKENDS
+
 KEYS = 96
 FAR = 2**62
 # Span sets of a backend; an interpreted program takes ten milliseconds, so there are fewer of those.
@@ -70,9 +73,13 @@ GARBAGE = {
 }
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("width", [torch.int32, torch.int64], ids=["int32", "int64"])
-@pytest.mark.parametrize("kind", GARBAGE)
+@pytest.mark.parametrize(
+    ("attend", "kind", "width", "causal"),
+    in_pairs(
+        BACKENDS, GARBAGE.keys(), {"int32": torch.int32, "int64": torch.int64}, {"causal": True, "full": False},
+    ),
+    indirect=["attend"],
+)  # fmt: skip
 def test_wrong_lengths_read_nothing_outside(attend, draw, cu, same, kind, width, causal):
     """K and V lie between NaNs: a read past either end shows in the output."""
     q, k, v = draw(S=5, S_kv=24, HKV=1, varlen=True)

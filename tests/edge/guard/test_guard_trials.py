@@ -25,7 +25,7 @@ from nsa.kernels.query_major import tiles
 from nsa.kernels.shared import asking, sources
 from nsa.kernels.shared import launch as launching
 from nsa.kernels.shared.launch import Variant
-from nsa.kernels.union.tiles import ALWAYS
+from nsa.kernels.shared.sizes import ALWAYS
 from nsa.plain.oracle import beyond_rounding
 from nsa.testing.compile.points import ARCHITECTURES
 from nsa.testing.matrix import strategies
@@ -245,6 +245,16 @@ def steps(draw, same, device):
 def test_right_backward_kernels_are_right(steps, right, name):
     dq = ["_gather_kernel"] if name == "blocks" else ["_dq_kernel"]
     assert sorted(right(steps[name])) == sorted(["_delta_kernel", *SORT, *dq])
+
+
+def test_a_training_step_asks_twice(draw, same, asked, kept):
+    """What a step costs is two small calls, one for each pass."""
+    qkv = [x.requires_grad_() for x in draw(S=8, S_kv=8)]
+    o = nsa.selection_attention(*qkv, block_indices=same([1, -1, 0], 1, 8, 2), block_size=4, schedule="key_major")
+    o.sum().backward()
+    assert {record.route for record in nsa.routes()} == {"key_major", "backward"}
+    assert len(asked) == len(kept()) == 2
+    assert sorted(len(json.loads(path.read_text())["variants"]) for path in kept()) == [5, 8]
 
 
 @pytest.fixture

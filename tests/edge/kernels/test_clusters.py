@@ -100,7 +100,7 @@ def test_tiles_of_64_rows_begin_where_a_pattern_does(heads, cluster):
 @pytest.mark.parametrize(("heads", "cluster", "fits"), [(16, 16, True), (16, 3, False), (64, 8, False)])
 def test_programs_that_cannot_hold_what_they_are_sent_are_no_cluster(heads, cluster, fits):
     choice = tiles.Choice(cluster, 1, 64, 4, 1, 1)
-    tile, splits, merged = tiles.choose(
+    tile, splits, merged = tiles.tile_and_splits(
         None, 90, 132, 2, heads, 256, 256, 1024, 16, 4, choice=choice, largest=16
     )  # fmt: skip
     assert splits == cluster

@@ -12,6 +12,7 @@ from nsa import settings
 from nsa.call import Call
 from nsa.kernels.families import OF_SCHEDULE
 from nsa.kernels.shared import launch as launching
+from nsa.kernels.shared import sizes
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.shape import shape_of
 from nsa.kernels.small_blocks import tiles
@@ -21,7 +22,7 @@ from nsa.testing.matrix import caches
 pytestmark = pytest.mark.usefixtures("fresh_plans")
 SMALL = {"backend": "triton", "schedule": "small_blocks", "return_lse": True}
 SIZE, KEYS, G, HKV = 4, 48, 4, 2  # a tile of fp32 holds 4 tokens of 4 heads
-ALWAYS = tiles.Choice(worth=tiles.ALWAYS)
+ALWAYS = tiles.Choice(worth=sizes.ALWAYS)
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def check(qkv, selection):
 @pytest.mark.parametrize("parts", [1, 2])
 def test_tiles_whose_rows_share_blocks_are_served(prompt, device, served, pin, parts):
     """The rows that tiles leave are split like the unions, and one kernel merges both."""
-    few = tiles.Worth(4, 3)  # up to three blocks for four listed ones
+    few = sizes.Worth(4, 3)  # up to three blocks for four listed ones
     pin(small_blocks=tiles.Choice(worth=few, splits=parts, union_splits=parts, cluster=0))
     alike, apart = [[0, 3], [3, 0], [0, -1], [-1, 3]], [[0, 1], [2, 3], [4, 5], [-1, -1]]
     check(prompt(), blocks_of(device, *alike, *apart))

@@ -9,7 +9,7 @@ from nsa.kernels import pinned
 from nsa.kernels.key_major import plan as key_major
 from nsa.kernels.query_major import tiles
 from nsa.kernels.shared import launch as launching
-from nsa.kernels.shared.sizes import STEPS
+from nsa.kernels.shared.sizes import ALWAYS, STEPS
 from nsa.kernels.union import tiles as union_tiles
 from nsa.testing.judge.forward import cached_parity
 from nsa.testing.matrix import caches
@@ -44,14 +44,14 @@ def marked(monkeypatch):
     is marked by now.
     """
     seen = []
-    real = key_major.serve_steps
+    real = key_major.Launch.serve_steps
 
     def serve_steps(*arguments):
         served = real(*arguments)
         seen.append(None if served is None else (served.tolist(), served))
         return served
 
-    monkeypatch.setattr(key_major, "serve_steps", serve_steps)
+    monkeypatch.setattr(key_major.Launch, "serve_steps", serve_steps)
     return lambda after=False: (seen[-1][1].tolist() if after else seen[-1][0]) if seen and seen[-1] else None
 
 
@@ -73,7 +73,7 @@ def test_sequences_of_few_queries_are_steps(batch, marked, schedule, splits):
 
 def test_unions_leave_steps_alone(batch, marked, pin, monkeypatch):
     """Two tiles of four tokens are in a step. The device counts no block of theirs, and key-major skips them."""
-    pin(union=union_tiles.Choice(worth=union_tiles.ALWAYS))
+    pin(union=union_tiles.Choice(worth=ALWAYS))
     seen = []
 
     def workspace(size, dtype, device):

@@ -9,6 +9,7 @@ import nsa
 from nsa.call import Call
 from nsa.kernels.shared import launch
 from nsa.kernels.shared.launch import Variant
+from nsa.kernels.shared.sizes import ALWAYS
 from nsa.kernels.union import plan as union
 from nsa.kernels.union import tiles
 from nsa.plain.oracle import selection_reference
@@ -29,7 +30,7 @@ SIZE = 64
 @pytest.fixture(autouse=True)
 def always(pin, fresh_plans):
     """Every tile is served by its union. A plan of another test may have other bounds."""
-    pin(union=tiles.Choice(worth=tiles.ALWAYS))
+    pin(union=tiles.Choice(worth=ALWAYS))
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from nsa.kernels.key_major import plan as key_major
 from nsa.kernels.shared import launch as launching
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.shape import shape_of
+from nsa.kernels.shared.sizes import ALWAYS, Worth
 from nsa.kernels.union import tiles
 from nsa.plain.oracle import selection_reference
 from nsa.testing.judge.forward import cached_parity
@@ -95,7 +96,7 @@ class Backward:
 def way(request, pin, monkeypatch):
     """Unions of any size, in a call of any length."""
     made = (request.param if hasattr(request, "param") else Backward)(pin, monkeypatch)
-    made.worth(tiles.ALWAYS)
+    made.worth(ALWAYS)
     return made
 
 
@@ -122,7 +123,7 @@ def blocks_of(device, *rows, causal=False):
 
 def worth(way):
     """Three blocks of a union for four listed ones."""
-    return tiles.Worth(4 * way.G, 3)
+    return Worth(4 * way.G, 3)
 
 
 YES, NO = [True] * 4, [False] * 4
@@ -355,7 +356,7 @@ def test_no_unions(prompt, device, way):
     assert plan(torch.float32).unions is None
     with settings.configure(batch_invariant=True):
         assert plan().unions is None
-    way.worth(tiles.ALWAYS, 8 * way.G * way.G + 1)
+    way.worth(ALWAYS, 8 * way.G * way.G + 1)
     assert plan().unions is None
 
 

@@ -143,9 +143,9 @@ def test_without_tiles_the_rules_serve(packaged, caplog):
     arguments = (90, 132, 2, 8, 128, 128, 256, 8, 64)
     packaged(THRESHOLD + COSTS)
     assert tiles.table(NAME) == {}
-    assert tiles.choose(NAME, *arguments) == tiles.choose(None, *arguments)
+    assert tiles.tile_and_splits(NAME, *arguments) == tiles.tile_and_splits(None, *arguments)
     packaged(TILES)
-    assert tiles.choose(NAME, *arguments) != tiles.choose(None, *arguments)
+    assert tiles.tile_and_splits(NAME, *arguments) != tiles.tile_and_splits(None, *arguments)
     assert said(caplog) == []
 
 

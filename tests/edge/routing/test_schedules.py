@@ -9,7 +9,7 @@ from nsa.call import Call
 from nsa.doctor import Shaped
 from nsa.gpu import Costs, device_slug
 from nsa.kernels.key_major import tiles as key_tiles
-from nsa.schedules import Job
+from nsa.work import Job, work
 
 GPU = "NVIDIA Nobody 1"
 PROVENANCE = "{gpu: NVIDIA Nobody 1, torch: '2', triton: '3', date: 2026-12-01, commit: abc, command: c, shapes: s}"
@@ -47,22 +47,22 @@ def test_mean_keys_of_causal_rows(queries, n):
 
 def test_work_of_query_major():
     rows, keys, width = 2 * 64 * 4, 64, 192
-    found = schedules.work(USUAL, "query_major")
+    found = work(USUAL, "query_major")
     assert found["keys"] == pytest.approx(rows * keys / 1e6)
     assert found["numbers"] == pytest.approx(rows * keys * width / 1e6)
     assert found["numbers_by_heads"] == 0  # 16 heads or fewer fill one tile
-    wider = schedules.work(USUAL._replace(G=17, paged=True), "query_major")
+    wider = work(USUAL._replace(G=17, paged=True), "query_major")
     assert wider["numbers_by_heads"] == pytest.approx(found["numbers"])  # 32 heads are two tiles
     assert wider["keys_in_pages_by_block_size"] == pytest.approx(found["keys"] / 16)
 
 
 def test_work_by_blocks():
-    found = schedules.work(USUAL, "key_major")
+    found = work(USUAL, "key_major")
     assert found["entries"] == pytest.approx(2 * 64 * 4 * 4 / 1e6)
     assert found["products"] == pytest.approx(2 * 64 * 4 * 64 * 8 * 192 / 1e6)
     assert found["blocks"] == pytest.approx(2 * 4 * 1000 / 16 / 1e6)
     assert found["numbers_of_blocks"] < found["blocks"] * 16 * 192  # some blocks have no reader
-    assert schedules.work(USUAL, "union") == found
+    assert work(USUAL, "union") == found
 
 
 @pytest.mark.parametrize(

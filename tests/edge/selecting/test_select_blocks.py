@@ -1,0 +1,158 @@
+"""`nsa.select_blocks` against the fp64 oracle: every score and layout, in plain PyTorch and in our kernels."""
+
+import pytest
+import torch
+
+import nsa
+from nsa.kernels.shared.poison import poisoned_workspace
+from nsa.selecting import plan
+from nsa.testing.judge.selections import assert_selection
+from nsa.testing.machine import current_lane
+from nsa.testing.matrix.selecting import as_request, drawn
+
+DTYPES = ("fp32", "fp16") if current_lane() == "interpreter" else ("fp32", "bf16", "fp16")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN and infinities in the interpreter
+
+
+def exact(case):
+    return case.integers and case.score != "softmax"
+
+
+@pytest.mark.parametrize("seed", range(90))
+def test_plain_pytorch(device, seed):
+    case = drawn(seed, (*DTYPES, "bf16"))
+    q, k, how = case.make(device)
+    out = nsa.select_blocks(q, k, **how, backend="torch")
+    assert_selection(out, as_request(q, k, how), f"torch on {case.id}", exact(case))
+
+
+def launch(case, device, **tile):
+    """Run the kernels with a small tile, outputs and workspace poisoned."""
+    q, k, how = case.make(device)
+    r = as_request(q, k, how)
+    assert plan.obstacle(r) is None
+    made = plan.tile_of(r, 132)
+    if case.score != "softmax":
+        made = made._replace(N=max(16, min(made.N, 32)))
+    out = torch.full(r.shape, 12345, dtype=torch.int32, device=device)
+    with poisoned_workspace():
+        plan.select(r, out, made._replace(**tile))
+    return out, r
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_kernels(device, seed):
+    """Splits, and rows that are read in chunks, go in turn."""
+    case = drawn(seed + 1000, DTYPES)
+    out, r = launch(case, device, programs=(1, 40)[seed % 2], BLOCK=(16, 8192, 4)[seed // 3 % 3])
+    assert_selection(out, r, f"kernels on {case.id}", exact(case))
+
+
+def test_the_public_function_takes_the_kernels(device):
+    case = drawn(1003, DTYPES)
+    q, k, how = case.make(device)
+    before = nsa.kernels.launches["select"]
+    out = nsa.select_blocks(q, k, **how, backend="triton")
+    assert nsa.kernels.launches["select"] == before + 1
+    assert_selection(out, as_request(q, k, how), "nsa.select_blocks", exact(case))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_edges_of_one_call(device, backend):
+    """Equal scores, -inf and NaN, forced blocks, and rows with fewer blocks than n."""
+    q = torch.ones(1, 12, 1, 16, device=device)
+    k = torch.zeros(1, 12, 1, 16, device=device)
+    k[0, 4:6] = float("nan")  # block 2
+    k[0, 6:8, :, 0] = -torch.inf  # block 3
+    k[0, 9] = 1.0  # block 4, by its second key
+    out = nsa.select_blocks(q, k, n=3, block_size=2, newest=1, backend=backend)[0, :, 0].tolist()
+    assert out[0] == [0, -1, -1]
+    assert out[3] == [0, 1, -1]
+    assert out[5] == [0, 1, 2]  # forced, though NaN
+    assert out[7] == [0, 1, 3]  # forced; equal scores: the smaller ones
+    assert out[8] == [0, 1, 4]
+    assert out[11] == [0, 4, 5]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_lengths_are_read_when_the_kernel_runs(device, backend):
+    """Lengths beyond the cache are clamped, and sequences without keys have no block."""
+    case = drawn(5, ("fp32",))
+    q, k = torch.ones(3, 2, 2, 16, device=device), torch.ones(3, 10, 1, 16, device=device)
+    lengths = torch.tensor([99, 0, 1], dtype=torch.int32, device=device)
+    out = nsa.select_blocks(q, k, n=2, block_size=4, newest=1, cache_seqlens=lengths, backend=backend)
+    assert case.id
+    assert out[0].tolist() == [[[0, 2]] * 2] * 2
+    assert out[1].tolist() == [[[-1, -1]] * 2] * 2
+    assert out[2].tolist() == [[[-1, -1]] * 2, [[0, -1]] * 2]  # the first of its two queries is before the sequence
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_keys_of_others_are_not_read(device, backend):
+    """NaN around the cache, in its other rows and in pages of no sequence changes nothing."""
+    g = torch.Generator().manual_seed(3)
+    q = torch.randint(-2, 3, (2, 1, 2, 16), generator=g).float().to(device)
+    arena = torch.full((9, 6, 3, 20), float("nan"), device=device)
+    k = arena[1:8, 1:5, 1:2, 2:18]  # [7, 4, 1, 16], gaps of NaN
+    table = torch.tensor([[3, 0, 5], [6, 1, 4]], dtype=torch.int64, device=device)
+    k[table.flatten()] = torch.randint(-2, 3, (6, 4, 1, 16), generator=g).float().to(device)
+    how = {"n": 2, "block_size": 2, "first": 1, "cache_seqlens": torch.tensor([11, 7], device=device)}
+    k[5, 3], k[1, 3], k[4] = float("nan"), float("nan"), float("nan")  # behind the lengths
+    out = nsa.select_blocks(q, k, block_table=table, **how, backend=backend)
+    assert_selection(out, as_request(q, k, how | {"block_table": table}), backend, integers=True)
+    clean = nsa.select_blocks(q, k.nan_to_num(), block_table=table, **how, backend=backend)
+    assert torch.equal(out, clean)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_pages_that_do_not_exist(device, backend):
+    q, k = torch.ones(1, 1, 1, 16, device=device), torch.ones(2, 4, 1, 16, device=device)
+    table = torch.tensor([[7, 1, -3, 0]], dtype=torch.int32, device=device)
+    out = nsa.select_blocks(q, k, n=2, block_size=4, cache_seqlens=16, block_table=table, backend=backend)
+    assert out.flatten().tolist() == [1, 3]
+
+
+def test_the_result_needs_no_gradient(device):
+    q, k = (torch.ones(1, 4, 1, 16, device=device, requires_grad=True) for _ in range(2))
+    assert not nsa.select_blocks(q, k, n=1, block_size=2).requires_grad
+
+
+def test_scores_stay_within_the_workspace(device, monkeypatch):
+    """With room for one tile at a time, a call of several tiles makes several passes."""
+    monkeypatch.setattr(plan, "WORKSPACE", 1)
+    case = drawn(1003, DTYPES)
+    out, r = launch(case, device)
+    assert_selection(out, r, case.id, exact(case))
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_takes_other_lengths(device):
+    """Lengths, tables and queries change between replays."""
+    g = torch.Generator().manual_seed(0)
+    q = torch.randint(-3, 4, (4, 2, 4, 64), generator=g).to(device, torch.bfloat16)
+    k = torch.randint(-3, 4, (40, 128, 1, 64), generator=g).to(device, torch.bfloat16)
+    table = torch.randperm(40, generator=g).view(4, 10).to(device, torch.int32)
+    lengths = torch.tensor([1280, 700, 3, 0], dtype=torch.int32, device=device)
+    how = {"n": 3, "block_size": 128, "first": 1, "newest": 1, "block_table": table, "cache_seqlens": lengths}
+    nsa.select_blocks(q, k, **how, backend="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = nsa.select_blocks(q, k, **how, backend="triton")
+    for change in ([1, 2, 3, 1280], [1280, 1280, 129, 128], [0, 0, 0, 0]):
+        lengths.copy_(torch.tensor(change))
+        table.copy_(table.flip(0))
+        out.fill_(77)
+        graph.replay()
+        assert_selection(out, as_request(q, k, how), str(change), integers=True)
+
+
+@pytest.mark.gpu(memory_gib=12)
+def test_addresses_past_int32(device):
+    """Keys past 2^31 elements of a cache."""
+    k = torch.zeros(2**31 // (128 * 128) + 20, 128, 1, 128, dtype=torch.bfloat16, device=device)
+    far = len(k) - 1
+    k[far], k[0] = 2.0, 1.0
+    q = torch.ones(1, 1, 1, 128, dtype=torch.bfloat16, device=device)
+    table = torch.tensor([[5, 0, 7, far, 9]], dtype=torch.int32, device=device)
+    out = nsa.select_blocks(q, k, n=2, block_size=128, cache_seqlens=640, block_table=table, backend="triton")
+    assert out.flatten().tolist() == [1, 3]
