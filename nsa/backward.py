@@ -14,7 +14,7 @@ from torch import Tensor
 from nsa import dispatch, failures, guard, routing
 from nsa.call import Call
 from nsa.dispatch import Attached
-from nsa.kernels.families import BACKWARD
+from nsa.kernels.families import BACKWARD, backward_of
 from nsa.kernels.shared.asking import Untried
 from nsa.kernels.shared.errors import NO_MEMORY, DoesNotFit
 from nsa.routing import Plan
@@ -83,8 +83,10 @@ def attach(plan: Plan, call: Call, within: int | None = None) -> Attached:
     """The kernels and their launch, which are planned at the first call. ``within`` as of the kernels' ``plan``."""
     attached = plan.backward_launches.get(within)
     if attached is None:
-        launch = BACKWARD.kernels.plan(call, plan.shape, within)
-        attached = dispatch.with_variants(BACKWARD.kernels, launch, plan.backward, ROUTE, plan.reason)
+        family = backward_of(call, plan.shape) if within is None else BACKWARD
+        more = () if within is None else (within,)
+        launch = family.kernels.plan(call, plan.shape, *more)
+        attached = dispatch.with_variants(family.kernels, launch, plan.backward, ROUTE, plan.reason)
         plan.backward_launches[within] = attached
     return attached
 

@@ -23,7 +23,7 @@ import torch
 from nsa import settings
 from nsa.guard import memory
 from nsa.guard.memory import Verdict
-from nsa.kernels.families import BACKWARD, FAMILIES
+from nsa.kernels.families import BACKWARDS, FAMILIES
 from nsa.kernels.shared import passed, sources
 from nsa.kernels.shared.asking import Untried
 
@@ -66,7 +66,7 @@ def require(variant: Any, device: torch.device, tensors: tuple[torch.Tensor | No
         return
     if mode == "auto":
         name = variant.kernel.fn.__name__
-        seen = not any(family.unseen and name in family.functions() for family in (*FAMILIES, BACKWARD))
+        seen = not any(family.unseen and name in family.functions() for family in (*FAMILIES, *BACKWARDS))
         if device.type == "cpu" or (seen and passed.passed(sources.triton_version(), sources.architecture(device))):
             return
     described = variant.describe(tensors)

@@ -26,9 +26,9 @@ def pinned(**tiles: Any) -> AbstractContextManager[settings.Settings]:
     Raises:
         TypeError: a name that is no family.
     """
-    from nsa.kernels.families import BACKWARD, NAMES  # which imports this package
+    from nsa.kernels.families import BACKWARD, BACKWARDS, NAMES  # which imports this package
 
-    names = (*NAMES, BACKWARD.name, f"{BACKWARD.name}_unions")
+    names = (*NAMES, *(family.name for family in BACKWARDS), f"{BACKWARD.name}_unions")
     for name in tiles:
         if name not in names:
             raise TypeError(f"unknown family {name!r}, expected one of: {', '.join(names)}")

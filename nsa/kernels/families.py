@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 
+from nsa.call import Call
 from nsa.kernels.shared.family import Family
+from nsa.kernels.shared.shape import Shape
 
 NAMES = ("small_blocks", "union", "key_major", "query_major")
 
@@ -19,6 +21,13 @@ FAMILIES = tuple(_of(name) for name in NAMES)
 The last one serves every call."""
 
 BACKWARD = _of("backward")
+BACKWARDS = (_of("small_backward"), BACKWARD)
+"""Families of backward kernels, in the order in which they are asked. The last one serves every call."""
+
+
+def backward_of(call: Call, shape: Shape) -> Family:
+    """The family that computes the gradients of a call."""
+    return next((family for family in BACKWARDS if family.pays(call, shape, "") is not None), BACKWARD)
 
 
 SCHEDULES = (*reversed(NAMES), *(word for family in FAMILIES for word in family.schedules[1:]))

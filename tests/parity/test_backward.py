@@ -1,5 +1,7 @@
 """Gradients of the backward kernels over the lane's matrix, against fp64, bounded by dense SDPA's in the same dtype."""
 
+from types import ModuleType
+
 import pytest
 import torch
 
@@ -10,6 +12,9 @@ from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.shared.poison import poisoned_workspace
 from nsa.kernels.shared.shape import shape_of
 from nsa.kernels.shared.sizes import ALWAYS
+from nsa.kernels.small_backward import plan as small_backward
+from nsa.kernels.small_backward import tiles as small_tiles
+from nsa.kernels.small_blocks.tiles import LARGEST
 from nsa.kernels.union.tiles import MOST_ENTRIES
 from nsa.testing.fixtures import over
 from nsa.testing.judge.gradients import GradientOracle, assert_gradients
@@ -37,12 +42,12 @@ def poisoned():
         yield
 
 
-def run(oracle: GradientOracle) -> tuple[torch.Tensor, ...]:
+def run(oracle: GradientOracle, kernels: ModuleType = backward) -> tuple[torch.Tensor, ...]:
     p = oracle.problem
     call = Call.of(p.q, p.k, p.v, **p.selection | {"cu_seqlens": p.cu_seqlens_pair})
-    launch = backward.plan(call, shape_of(call, p.case.L if p.block_indices is None else None))
+    launch = kernels.plan(call, shape_of(call, p.case.L if p.block_indices is None else None))
     before = nsa.kernels.launches["backward"]
-    got = backward.backward(launch, call, oracle.do, None, oracle.o, oracle.lse, "backward")
+    got = kernels.backward(launch, call, oracle.do, None, oracle.o, oracle.lse, "backward")
     assert nsa.kernels.launches["backward"] == before + 1
     return got
 
@@ -88,3 +93,20 @@ def test_triton_sel_parity_backward_unions(gradients: GradientOracle, pin, monke
         assert all(served.any() for served in seen)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert_gradients(first, gradients, "unions")
+
+
+SMALL = {
+    "rule": small_tiles.RULES,
+    "tiles": small_tiles.Choice(window=7, rows=16, keys=16, dq_rows=32, dq_keys=16),  # several of everything
+    "tokens": small_tiles.Choice(window=1, rows=16, keys=32, dq_rows=1),
+}
+
+
+@over(lambda c: trained(c) and c.source == "blocks" and c.block_size <= LARGEST)
+@pytest.mark.parametrize("choice", SMALL)
+def test_triton_sel_parity_small_backward(gradients: GradientOracle, pin, choice: str) -> None:
+    """Twice, and bitwise equal."""
+    pin(small_backward=SMALL[choice])
+    first, second = run(gradients, small_backward), run(gradients, small_backward)
+    assert_gradients(first, gradients, choice)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -24,15 +24,15 @@ from .pairs import covering, in_pairs
 from .test_caches import serve
 
 GPU = current_lane() == "gpu"
-UNIONS = tiles.Choice(worth=ALWAYS, union_keys=16)  # so that a union has several steps, and a row several tiles
+# A union has several steps, and a row several tiles.
+UNIONS = tiles.Choice(worth=ALWAYS, least=0, union_keys=16)
 CHOICES = {
     "rule": tiles.RULES,
-    "rows": tiles.Choice(keys=16, rows=0, by_head=1),
-    "split": tiles.Choice(splits=2, keys=16, cluster=0, rows=0),
-    "cluster": tiles.Choice(splits=4, rows=0),
+    "rows": tiles.Choice(keys=16, rows=0),
+    "split": tiles.Choice(splits=2, keys=16, rows=0),
     "unions": UNIONS,
     "split-unions": UNIONS._replace(union_splits=2),
-    "split-rule": tiles.Choice(union_splits=2, keys=16),  # tiles that are not worth it are left to rows, split alike
+    "split-rule": tiles.Choice(union_splits=2, keys=16, least=0),  # tiles leave rows, split alike
 }
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa.kernels.families import BACKWARD, FAMILIES
+from nsa.kernels.families import BACKWARDS, FAMILIES
 from nsa.kernels.query_major import plan as query_major
 from nsa.kernels.shared import device as device_facts
 from nsa.kernels.shared import sources
@@ -49,7 +49,7 @@ def test_kernels_compile(name, extent):
     # A shape of a table may need what another one needed; that each was launched, the child sees to.
     quick = {point.id for point in points(architecture, "quick")} if extent == "full" else set()
     assert quick <= compiled <= asked
-    folders = [*(family.name for family in (*FAMILIES, BACKWARD)), "shared"]
+    folders = [*(family.name for family in (*FAMILIES, *BACKWARDS)), "shared"]
     functions = {name for folder in folders for name in sources.functions(folder) if name.endswith("_kernel")}
     assert {k.kernel for k in kernels} == functions
     assert {k.registers is None for k in kernels} == {RELEASE < matrix.OVERHEARD}

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.key_major.kernel import query_offset
-from nsa.kernels.shared.clusters import exchange, merge_inbox, open_inbox
 from nsa.kernels.shared.e4m3 import add_pairs, fit_half, half_of, scaled_values
 from nsa.kernels.shared.inverse_index import causal_limit, sequence_of
 from nsa.kernels.shared.primitives import (
@@ -99,13 +98,12 @@ def _rows_kernel(
     PAGE: tl.constexpr, CAUSAL: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, PAIRS: tl.constexpr,
     ALIKE: tl.constexpr, STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, TOKENS: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_L: tl.constexpr, SPLIT: tl.constexpr, CLUSTER: tl.constexpr, MINE: tl.constexpr, SHARED: tl.constexpr,
-    SENDING: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr, BY_HEAD: tl.constexpr,
+    BLOCK_L: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row, or of one of its splits: the query heads of a token and a KV head.
 
-    Split ``i`` of ``N`` reads the tiles ``i``, ``i + N``, … of the row's slots. Parts are merged as in query-major: by
-    the programs of a cluster, or by `_combine_kernel`. With served ``[tokens, lists]``, rows that it marks are skipped.
+    Split ``i`` of ``N`` reads the tiles ``i``, ``i + N``, … of the row's slots. `_combine_kernel` merges their parts.
+    With served ``[tokens, lists]``, rows that it marks are skipped.
     TOKENS: rows are not split, and the programs of axis 1 share the rows of a tile of neighbouring tokens.
     """
     if OVERLAP:
@@ -116,21 +114,12 @@ def _rows_kernel(
     program = tl.program_id(0)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
-    if CLUSTER:  # the programs that share a row are neighbours
-        split = program % CLUSTER
-        splits = CLUSTER
-        program = program // CLUSTER
     if TOKENS:
         split = 0
         splits = 1
     head_tile = program % HEAD_TILES
-    if BY_HEAD:  # one KV head after the other, so that its keys may stay in L2
-        places = tl.num_programs(0) // (HEAD_TILES * HKV)
-        place = program // HEAD_TILES % places  # of the row's token
-        head_kv = program // HEAD_TILES // places
-    else:
-        place = program // HEAD_TILES // HKV
-        head_kv = program // HEAD_TILES % HKV
+    place = program // HEAD_TILES // HKV  # of the row's token
+    head_kv = program // HEAD_TILES % HKV
     if EARLY:
         gdc_wait()  # the previous kernel on the stream may still run, so wait for its end before any memory access
     token0 = place
@@ -164,8 +153,6 @@ def _rows_kernel(
             factor *= tl.load(k_scale_ptr + head_kv * K_STEP)
         if v_scale_ptr is not None:
             v_scale = tl.load(v_scale_ptr + head_kv * V_STEP)
-        if CLUSTER:
-            inbox = open_inbox(CLUSTER, MINE, BLOCK_DV, SHARED)
 
         g = tl.arange(0, BLOCK_G)
         d = tl.arange(0, BLOCK_D)
@@ -237,19 +224,12 @@ def _rows_kernel(
 
         if PAIRS:
             acc = tl.interleave(acc, acc_odd)
-        if CLUSTER:  # each program of the cluster merges some heads
-            exchange(inbox, split, m, tl.sum(l, 1), acc, g, in_group, HEADS, CLUSTER, MINE, SENDING)
-            g = split + CLUSTER * tl.arange(0, MINE)
-            in_group = (g < HEADS) & (head_tile * HEADS + g < G)
-            head = head_kv * G + head_tile * HEADS + g  # [MINE]
-            o, lse = merge_inbox(inbox, in_group, BLOCK_DV, CLUSTER, MINE)
-        elif SPLIT:
+        if SPLIT:
             if v_scale_ptr is not None:
                 acc = scaled_values(acc, m, v_scale)
             _store_part(part_ptr, split, splits, token, tokens, head, HKV * G, m, tl.sum(l, 1), acc, dv, in_group, Dv)
         else:
             o, lse = finish(m, tl.sum(l, 1), acc)
-        if CLUSTER or not SPLIT:
             if v_scale_ptr is not None:
                 o = scaled_values(o, lse, v_scale)
             o_off = query_offset(token, S, stride_ob, stride_os, LAYOUT) + head.to(tl.int64) * stride_oh

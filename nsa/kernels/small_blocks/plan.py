@@ -14,10 +14,8 @@ from torch import Tensor
 
 from nsa.call import Call
 from nsa.kernels import launches
-from nsa.kernels.query_major.plan import largest_cluster
 from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared import primitives, sizes
-from nsa.kernels.shared.clusters import sending
 from nsa.kernels.shared.combine import combine
 from nsa.kernels.shared.errors import ODD, DoesNotFit
 from nsa.kernels.shared.family import Exact
@@ -47,7 +45,6 @@ class Launch(NamedTuple):
     rows: tuple[Variant, Variant]  # without LSE, and with it
     device: torch.device
     splits: int
-    merged: bool  # the programs that share a row are a cluster and merge their results themselves
     grid: tuple[int, int, int]
     shape: Shape
     run: int  # tokens that follow each other; no tile takes tokens of two runs
@@ -91,7 +88,6 @@ def plan(call: Call, shape: Shape) -> Launch:
     assert size is not None and call.block_indices is not None
     capability, processors = gpu.limits(device)
     ptx = gpu.runs_ptx(device)
-    largest = largest_cluster(device, capability, processors)
     pin = call.settings.pin.get("small_blocks")
     choice = tiles.RULES if pin is None or isinstance(pin, Exact) else pin
     items = call.k.dtype.itemsize, dtype.itemsize
@@ -99,16 +95,16 @@ def plan(call: Call, shape: Shape) -> Launch:
     alike = g.strides[3:5] == g.strides[6:8]
     run = g.S if g.layout in (BATCH, CACHE) else max(g.tokens, 1)
     if isinstance(pin, Exact):
-        rows, (splits, merged, by_head, union, was_alike) = tiles.Rows(*pin.tile), pin.more
+        rows, (splits, union, was_alike) = tiles.Rows(*pin.tile), pin.more
         alike = alike and was_alike
         tile, worth = None if union is None else tiles.Unions(*union), ALWAYS
     else:
-        tile, worth, by_head = _unions(call, g, capability, items, choice), choice.worth, choice.by_head
+        tile, worth = _unions(call, g, run, capability, items, choice), choice.worth
         if tile is not None:  # the rows that tiles leave are split like the unions, because one kernel merges both
             parts = tiles.union_splits(_tiles(g, run, tile) * g.HKV, processors, g.n * size, choice)
-            choice = choice._replace(splits=parts, cluster=0)
-        rows, splits, merged = tiles.choose(
-            capability, processors, *items, g.G, g.D, g.Dv, g.n * size, g.tokens * g.HKV, largest, choice,
+            choice = choice._replace(splits=parts)
+        rows, splits = tiles.choose(
+            capability, processors, *items, g.G, g.D, g.Dv, g.n * size, g.tokens * g.HKV, choice,
             call.settings.batch_invariant, call.settings.sel_triton_db,
         )  # fmt: skip
     number = 0 if tile is None else _tiles(g, run, tile)
@@ -121,12 +117,11 @@ def plan(call: Call, shape: Shape) -> Launch:
         "CAUSAL": call.causal, "STRIDE_UNIT": g.unit, "K_STEP": g.k_step, "V_STEP": g.v_step, "INPUT_PRECISION": "ieee",
     }  # fmt: skip
     kinds = call.dtypes()
-    cluster = splits if merged else 0
     together = tile is not None and splits == 1  # a program takes the rows of a tile
     of_rows = [
         _rows(
-            device, dtype, (*kinds, tile is None, lse), rows, cluster, splits > 1, early, PAIRS=pairs, ALIKE=alike,
-            TOKENS=tile.TOKENS if tile is not None and together else 0, BY_HEAD=bool(by_head), **shared,
+            device, dtype, (*kinds, tile is None, lse), rows, splits > 1, early, PAIRS=pairs, ALIKE=alike,
+            TOKENS=tile.TOKENS if tile is not None and together else 0, **shared,
         )
         for lse in (False, True)
     ]  # fmt: skip
@@ -139,22 +134,22 @@ def plan(call: Call, shape: Shape) -> Launch:
             lister, (united[0], united[1]), tile, worth, number, once, tiles.list_programs(lists, blocks, once), blocks
         )
     programs = (number if together else g.tokens) * g.HKV * -(-g.G // rows.HEADS)
-    grid = (programs, 1 if merged else splits, 1)  # clusters, or programs
+    grid = (programs, splits, 1)
     if tile is not None and together:
         grid = (programs, max(1, min(tile.TOKENS, 16 * processors // max(programs, 1))), 1)
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, g.tokens, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
-    more = (splits, merged, by_head, None if tile is None else tuple(tile), alike)
+    more = (splits, None if tile is None else tuple(tile), alike)
     return Launch(
-        (of_rows[0], of_rows[1]), device, splits, merged, grid, g, run, lists, _steps(selection, lists), narrow,
+        (of_rows[0], of_rows[1]), device, splits, grid, g, run, lists, steps_of(selection, lists), narrow,
         1.0 / math.sqrt(g.D), alike, pairs, unions, Exact(tuple(rows), more),
     )  # fmt: skip
 
 
 def _unions(
-    call: Call, g: Shape, capability: int, items: tuple[int, int], choice: tiles.Choice
+    call: Call, g: Shape, run: int, capability: int, items: tuple[int, int], choice: tiles.Choice
 ) -> tiles.Unions | None:
     """Tile of neighbouring tokens for a call; None where rows are computed one by one: where a sequence has one query,
-    and where a row's result must not depend on its neighbours.
+    where there are few tiles, and where a row's result must not depend on its neighbours.
     """
     apart = g.page % (call.block_size or 1) != 0  # a block may lie in two pages
     alone = g.S <= 1 if g.layout in (BATCH, CACHE) else call.max_seqlen_q is not None and call.max_seqlen_q <= 1
@@ -162,7 +157,8 @@ def _unions(
         return None
     assert call.block_size is not None
     choice = choice if call.settings.sel_triton_db else choice._replace(union_stages=1)
-    return tiles.unions(capability, *items, g.G, g.D, g.Dv, g.n, -(-g.S_kv // call.block_size), choice)
+    tile = tiles.unions(capability, *items, g.G, g.D, g.Dv, g.n, -(-g.S_kv // call.block_size), choice)
+    return None if tile is None or _tiles(g, run, tile) * g.HKV < choice.least else tile
 
 
 def _tiles(g: Shape, run: int, tile: tiles.Unions) -> int:
@@ -170,7 +166,7 @@ def _tiles(g: Shape, run: int, tile: tiles.Unions) -> int:
     return g.tokens // max(run, 1) * -(-run // tile.TOKENS)
 
 
-def _steps(selection: Tensor, lists: int) -> tuple[int, int] | None:
+def steps_of(selection: Tensor, lists: int) -> tuple[int, int] | None:
     """Elements from a token's list to the next, and from a KV head's list to the next, if one number says so."""
     *outer, head, last = selection.stride()
     if last != 1 and selection.shape[-1] > 1:
@@ -185,18 +181,14 @@ def _steps(selection: Tensor, lists: int) -> tuple[int, int] | None:
 
 @remembered
 def _rows(
-    device: torch.device, dtype: torch.dtype, kinds: tuple[object, ...], tile: tiles.Rows, cluster: int, split: bool,
-    early: bool, **decided: Any,
+    device: torch.device, dtype: torch.dtype, kinds: tuple[object, ...], tile: tiles.Rows, split: bool, early: bool,
+    **decided: Any,
 ) -> Variant:  # fmt: skip
     """The kernel for rows. Kernels for other dtypes, or with other tensors absent (``kinds``), are other entries."""
-    box = tile.HEADS, tile.BLOCK_DV, cluster
-    shared = sizes.exchange_bytes(*box)
     constexprs = decided | {name: getattr(tile, name) for name in tile._fields if name.isupper()}
-    constexprs |= {"CLUSTER": cluster, "MINE": sizes.merged_heads(tile.HEADS, cluster), "SHARED": shared}
-    constexprs |= {"SENDING": sending(*box, 32 * tile.warps) if cluster else None, "SPLIT": split}
-    constexprs |= {"EARLY": early, "OVERLAP": early and split and not cluster}
+    constexprs |= {"SPLIT": split, "EARLY": early, "OVERLAP": early and split}
     options = {"num_warps": tile.warps, "num_stages": tile.stages} | ({"launch_pdl": True} if early else {})
-    return Variant(kernels._rows_kernel, constexprs, options, cluster, shared)
+    return Variant(kernels._rows_kernel, constexprs, options)
 
 
 @remembered
@@ -240,7 +232,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     about = (positions, ends, lengths)
     scale = launch.scale if call.scale is None else call.scale
     served = parts = None
-    if launch.splits > 1 and not launch.merged:
+    if launch.splits > 1:
         (parts,) = workspaces(device, parts=(launch.splits * g.tokens * q.shape[-2] * (g.Dv + 2), torch.float32))
     direct = None if parts is not None else lse
     if unions is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from nsa.kernels.query_major.tiles import EXCHANGE_BYTES, FULL, fits_clusters, most_heads, split_count
+from nsa.kernels.query_major.tiles import FULL, MAX_SPLITS, most_heads, split_count
 from nsa.kernels.shared.device import shared_bytes
-from nsa.kernels.shared.sizes import Worth, exchange_bytes, padded
+from nsa.kernels.shared.sizes import Worth, padded
 
 LARGEST = 16  # keys of a small block
 FEW = 64  # blocks of a row that query-major looks up at once. Rows of more are served by this family, unasked
@@ -16,7 +16,8 @@ MOST_KEYS = 2**30  # of a sequence: keys and slots are counted in int32
 
 TWICE = 2  # programs for each multiprocessor, into which the keys of few rows are split
 MOST_SHARES = 8  # of a row, for that
-LONELY = 16  # fewer programs than this have a tile and a merge of their own
+LONELY = 16  # fewer programs than this read one tile each
+LONELY_KEYS = 128  # of such a tile
 """Measured on an H100, see docs/notebook/small-blocks.md."""
 
 MOST_TOKENS = 16  # of a tile of neighbouring tokens
@@ -27,7 +28,8 @@ PLACE_BYTES = 32 << 20
 """Limit of the places of blocks, which decides how many programs make lists at a time."""
 LIST_PROGRAMS = 1024
 
-WORTH = Worth(1, 1)
+WORTH = Worth(10, 7)
+LEAST_TILES = 32  # programs of tiles. Fewer of them are slower than rows
 
 
 class Choice(NamedTuple):
@@ -37,14 +39,13 @@ class Choice(NamedTuple):
     keys: int = 0  # keys of a row's tile
     warps: int = 0
     stages: int = 0
-    cluster: int = 1  # 1: programs that share a row merge as a cluster where the GPU can; 0: a second kernel merges
     rows: int = 64  # query rows of a tile of neighbouring tokens; 0: there are no such tiles
     union_keys: int = 0  # keys of a step of such a tile
     union_warps: int = 0
     union_stages: int = 0
     union_splits: int = 0
     worth: Worth = WORTH
-    by_head: int = 0  # 1: the rows of one KV head follow those of another
+    least: int = LEAST_TILES  # programs of tiles
 
 
 RULES = Choice()
@@ -77,16 +78,15 @@ class Unions(NamedTuple):
 
 def choose(
     capability: int, processors: int, itemsize: int, q_itemsize: int, G: int, D: int, Dv: int, bound: int, rows: int,
-    largest: int, choice: Choice = RULES, invariant: bool = False, pipelined: bool = True,
-) -> tuple[Rows, int, bool]:  # fmt: skip
-    """Tile and splits of the kernel for single rows, and whether the programs that share a row are a cluster.
+    choice: Choice = RULES, invariant: bool = False, pipelined: bool = True,
+) -> tuple[Rows, int]:  # fmt: skip
+    """Tile and splits of the kernel for single rows.
 
     Args:
         capability, processors: of the GPU, as `device.limits` tells.
         itemsize, q_itemsize: bytes of an element of K and of q.
         bound: places for keys in a row.
         rows: (token, KV head) pairs.
-        largest: most programs of a cluster; 0 without clusters.
         invariant: few rows are launched like many.
         pipelined: loads may run ahead.
     """
@@ -94,25 +94,22 @@ def choose(
     block_g, block_d, block_dv = padded(heads), padded(D), padded(Dv)
     programs = rows * -(-G // heads)
     full = invariant or rows >= FULL * processors
+    narrow = block_g <= 16 and q_itemsize <= 2
+    lonely = narrow and not full and programs < LONELY
     splits = choice.splits
-    if not splits:
-        splits = 1 if full else split_count(programs, bound, (D + Dv) * itemsize, processors, largest)
+    if not splits and lonely:
+        splits = max(1, min(-(-bound // LONELY_KEYS), MAX_SPLITS, TWICE * processors // programs))
+    elif not splits:
+        splits = 1 if full else split_count(programs, bound, (D + Dv) * itemsize, processors, 0)
         while not full and splits < MOST_SHARES and 2 * splits * programs <= TWICE * processors and bound > 64 * splits:
             splits *= 2
-    lonely = programs < LONELY  # else a second kernel merges faster than a cluster
-    merged = 1 < splits <= largest and bool(choice.cluster) and (lonely or bool(choice.splits))
-    if not choice.splits:
-        merged = merged and fits_clusters(programs, splits, processors, largest)
-    merged = merged and exchange_bytes(heads, block_dv, splits) <= EXCHANGE_BYTES
-    narrow = block_g <= 16 and q_itemsize <= 2
-    few = narrow and not full  # programs, so that each should keep many bytes in flight
-    block_l = choice.keys or ((64 if few and lonely else 32) if q_itemsize <= 2 else 16)
+    usual = LONELY_KEYS if lonely else 64 if itemsize == 1 and not full else 32
+    block_l = choice.keys or (usual if q_itemsize <= 2 else 16)
     block_l = min(block_l, padded(-(-bound // splits)))
     warps = choice.warps or (2 if narrow and block_l <= 32 and block_d + block_dv < 512 else 4)
     stages = choice.stages or 3
     stages = stages if pipelined else 1
-    budget = shared_bytes(capability) - (EXCHANGE_BYTES if merged else 0) - 4096
-    budget -= block_g * (block_d + block_l) * max(q_itemsize, 2)
+    budget = shared_bytes(capability) - block_g * (block_d + block_l) * max(q_itemsize, 2) - 4096
     key_bytes = (block_d + block_dv) * (3 if itemsize == 1 and block_g >= 64 else itemsize)
     while stages > 2 and (stages - 1) * block_l * key_bytes > budget:
         stages -= 1
@@ -120,7 +117,7 @@ def choose(
         block_l //= 2
     if capability == 90 and block_g >= 64 and q_itemsize <= 2 and min(block_d, 64) != min(block_dv, 64) and pipelined:
         stages = max(stages, 2)  # with one stage K and V, swizzled differently, share an address (`child.mixed`)
-    return Rows(heads, block_g, block_d, block_dv, block_l, warps, stages), splits, merged
+    return Rows(heads, block_g, block_d, block_dv, block_l, warps, stages), splits
 
 
 @lru_cache(maxsize=4096)

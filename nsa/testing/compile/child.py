@@ -100,7 +100,7 @@ def cover(variants: Sequence[frozenset[tuple[str, ...]]]) -> set[int]:
 
 
 def _call(point: Point) -> None:
-    from nsa.kernels.families import BACKWARD, FAMILIES, OF_SCHEDULE
+    from nsa.kernels.families import FAMILIES, OF_SCHEDULE, backward_of
     from nsa.kernels.shared.shape import shape_of
 
     schedule = next((name for name in point.options if name in OF_SCHEDULE), FAMILIES[-1].name)
@@ -161,8 +161,10 @@ def _call(point: Point) -> None:
     )  # fmt: skip
     if "backward" in point.options:
         out, lse = meta(*lead, HKV * G, Dv), meta(*lead, HKV * G, dtype=torch.float32)
-        launch = BACKWARD.plan(call, shape_of(call, point.L), "backward")
-        BACKWARD.kernels.backward(launch, call, out, lse, out, lse, "backward")
+        shape = shape_of(call, point.L)
+        of_gradients = backward_of(call, shape)
+        launch = of_gradients.plan(call, shape, "backward")
+        of_gradients.kernels.backward(launch, call, out, lse, out, lse, "backward")
         return
     launch = family.plan(call, shape_of(call, point.L), schedule)
     family.kernels.forward(launch, call, point.source)

@@ -14,7 +14,7 @@ import torch
 
 from nsa.guard import describe
 from nsa.guard.small import Small
-from nsa.kernels.families import BACKWARD, FAMILIES, OF_SCHEDULE
+from nsa.kernels.families import BACKWARDS, FAMILIES, OF_SCHEDULE, backward_of
 from nsa.kernels.shared import device as device_facts
 from nsa.kernels.shared.launch import Variant, forget
 from nsa.kernels.shared.shape import shape_of
@@ -40,7 +40,7 @@ def main() -> None:
 
         return plan
 
-    for family in (*FAMILIES, BACKWARD):  # a family that leans on another is planned after it
+    for family in (*FAMILIES, *BACKWARDS):  # a family that leans on another is planned after it
         type(family).plan = recorded(type(family).plan)
     report = {}
     gpus = [chip for chip in points.ARCHITECTURES.values() if chip.backend == "cuda"]
@@ -60,8 +60,9 @@ def main() -> None:
         small = Small(what, torch.device("meta")).call()
         if backward:
             o, lse = small.q.new_empty(*small.q.shape[:-1], shape.Dv), torch.empty(small.q.shape[:-1], device="meta")
-            again = BACKWARD.plan(small, shape_of(small), schedule)
-            BACKWARD.kernels.backward(again, small, o, lse, o, lse, "backward")
+            of_gradients = backward_of(small, shape_of(small))
+            again = of_gradients.plan(small, shape_of(small), schedule)
+            of_gradients.kernels.backward(again, small, o, lse, o, lse, "backward")
         else:
             family = OF_SCHEDULE[schedule]
             family.kernels.forward(family.plan(small, shape_of(small, shape.bound), schedule), small, schedule)

@@ -20,7 +20,7 @@ from nsa import failures, settings
 from nsa.guard import child, parent
 from nsa.kernels import pinned
 from nsa.kernels.backward import tiles as backward_tiles
-from nsa.kernels.families import BACKWARD, FAMILIES
+from nsa.kernels.families import BACKWARDS, FAMILIES
 from nsa.kernels.query_major import tiles
 from nsa.kernels.shared import asking, sources
 from nsa.kernels.shared import launch as launching
@@ -46,7 +46,7 @@ def test_it_launches_what_the_parent_would():
     report = json.loads(done.stdout)
     assert {name: x["differs"] for name, x in report.items() if x["differs"]} == {}
     assert {name.split()[0] for name in report} == {name for name in ARCHITECTURES if name.startswith("sm_")}
-    folders = [*(family.name for family in (*FAMILIES, BACKWARD)), "shared"]
+    folders = [*(family.name for family in (*FAMILIES, *BACKWARDS)), "shared"]
     functions = {name for folder in folders for name in sources.functions(folder) if name.endswith("_kernel")}
     assert {name.split()[-1] for name in report} == functions
     assert any(x["cluster"] for x in report.values())

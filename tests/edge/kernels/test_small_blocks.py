@@ -22,7 +22,7 @@ from nsa.testing.matrix import caches
 pytestmark = pytest.mark.usefixtures("fresh_plans")
 SMALL = {"backend": "triton", "schedule": "small_blocks", "return_lse": True}
 SIZE, KEYS, G, HKV = 4, 48, 4, 2  # a tile of fp32 holds 4 tokens of 4 heads
-ALWAYS = tiles.Choice(worth=sizes.ALWAYS)
+ALWAYS = tiles.Choice(worth=sizes.ALWAYS, least=0)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def check(qkv, selection):
 def test_tiles_whose_rows_share_blocks_are_served(prompt, device, served, pin, parts):
     """The rows that tiles leave are split like the unions, and one kernel merges both."""
     few = sizes.Worth(4, 3)  # up to three blocks for four listed ones
-    pin(small_blocks=tiles.Choice(worth=few, splits=parts, union_splits=parts, cluster=0))
+    pin(small_blocks=tiles.Choice(worth=few, splits=parts, union_splits=parts, least=0))
     alike, apart = [[0, 3], [3, 0], [0, -1], [-1, 3]], [[0, 1], [2, 3], [4, 5], [-1, -1]]
     check(prompt(), blocks_of(device, *alike, *apart))
     assert served() == [True] * 4 + [False] * 4

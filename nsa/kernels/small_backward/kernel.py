@@ -1,0 +1,346 @@
+"""Backward kernels for selections of many small blocks of ``SIZE`` keys each (1 to 16).
+
+The formulas are those of ``backward/kernel.py``. `_unite_kernel` makes the union of the blocks of neighbouring tokens,
+with a mask of the tokens that selected each. `_small_dq_kernel` computes dQ of a tile of tokens over its union.
+`_small_dkdv_kernel` adds a window of tokens to dK and dV: a program takes some keys of the window's union, and the
+queries from the first to the last that selected one of them. A block is in the union once, so no two programs add to
+the same key. Windows are launched one after the other, so every sum has a fixed order.
+
+Keys are counted through all sequences. A block that a row lists several times counts as often: lists of such rows are
+marked, and their kernels count how often a row lists each block (``OFTEN``).
+"""
+
+import triton
+import triton.language as tl
+
+from nsa.kernels.key_major.kernel import query_offset
+from nsa.kernels.shared.inverse_index import causal_limit, sequence_of
+from nsa.kernels.shared.primitives import BATCH
+from nsa.kernels.small_blocks.kernel import _narrow
+
+RUNTIME = "B S S_kv n tokens lists first tiles window room keys stride_lt stride_lh".split()
+RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split()]
+
+
+@triton.jit
+def _bits(mask):
+    """How many bits of each mask are set."""
+    mask -= (mask >> 1) & 0x55555555
+    mask = (mask & 0x33333333) + ((mask >> 2) & 0x33333333)
+    mask = (mask + (mask >> 4)) & 0x0F0F0F0F
+    mask += mask >> 8
+    return (mask + (mask >> 16)) & 63
+
+
+@triton.jit
+def _log2(x):
+    """The number of the highest bit of an int32 above 0, or one more. Negative for 0."""
+    return (x.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _unite_kernel(
+    sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, place_ptr, mask_ptr, count_ptr, bound_ptr, index_ptr,
+    B, S, S_kv, n, tokens, lists, first, tiles, room, keys, stride_lt, stride_lh,
+    SIZE: tl.constexpr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Write the unions of tiles of ``TOKENS`` tokens: place and mask ``[tiles, lists, room]``, and count.
+
+    A place is the first key of a block times 32, plus the number of its keys; 0 for an entry without a block. Entries
+    are in the order in which blocks first occur, token by token. bound ``[2, tokens]``: the end of the keys that a
+    token may see, and the first key of its sequence. count is ``-1 - count`` where a row lists a block twice. A program
+    takes every so many tiles; ``first`` is the number of the launch's first tile. index ``[programs, lists, keys]`` is
+    a sparse set, as in `small_blocks`.
+    """
+    program = tl.program_id(0)
+    number = tl.program_id(1)  # of the list, among the lists of a token
+    index_ptr += (program * lists + number).to(tl.int64) * keys
+    rows = sel_ptr + tl.cast(number, tl.int64) * stride_lh
+    i = tl.arange(0, SLOTS)
+    for tile in range(program, tiles, tl.num_programs(0)):
+        token0 = (first + tile) * TOKENS
+        end = tl.minimum(token0 + TOKENS, tokens)
+        at_list = (tile * lists + number).to(tl.int64) * room
+        places = place_ptr + at_list
+        masks = mask_ptr + at_list
+        count = 0
+        selected = 0
+        ahead = tl.load(rows + token0.to(tl.int64) * stride_lt + i, mask=i < n, other=-1)
+        for t in range(0, end - token0):
+            token = token0 + t
+            block = _narrow(ahead)
+            row = rows + (token + 1).to(tl.int64) * stride_lt
+            ahead = tl.load(row + i, mask=i < tl.where(token + 1 < end, n, 0), other=-1)
+            seq, k_first, seqlen_k, shift = sequence_of(token, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)
+            limit = causal_limit(token, shift, seqlen_k, pos_ptr, CAUSAL).to(tl.int32)
+            base = k_first.to(tl.int32)
+            if LAYOUT == BATCH:
+                base = (seq * S_kv).to(tl.int32)
+            tl.store(bound_ptr + token, base + limit)  # all lists of a token write the same
+            tl.store(bound_ptr + tokens + token, base)
+            listed = (block >= 0) & (block < tl.cdiv(limit, SIZE))
+            begin = tl.where(listed, block, 0) * SIZE
+            place = ((base + begin) * 32 + tl.minimum(seqlen_k - begin, SIZE)).to(tl.int32)
+            index = index_ptr + base + begin
+            at = tl.load(index, mask=listed, other=-1)
+            known = listed & (at >= 0) & (at < count)
+            known &= tl.load(places + at, mask=known, other=0) == place
+            mask = tl.load(masks + at, mask=known, other=0)
+            fresh = listed & (known == 0)
+            at = tl.where(known, at, count + tl.cumsum(fresh.to(tl.int32), 0) - 1)
+            tl.debug_barrier()  # entries are read before any is written
+            tl.store(masks + at, mask | (1 << t), mask=listed)
+            tl.store(places + at, place, mask=fresh)
+            tl.store(index, at, mask=fresh)
+            tl.debug_barrier()
+            found = tl.load(index, mask=fresh, other=0)
+            if tl.sum((fresh & (found != at)).to(tl.int32), 0) > 0:
+                # Slots of this row list the same new block. The first of them keeps it, in every run.
+                tl.store(index, tl.where(fresh, room, 0), mask=fresh)
+                tl.debug_barrier()
+                tl.atomic_min(index, at, mask=fresh)
+                tl.debug_barrier()
+                none = fresh & (tl.load(index, mask=fresh, other=0, cache_modifier=".cg") != at)
+                tl.store(places + at, tl.zeros_like(at), mask=none)
+                tl.store(masks + at, tl.zeros_like(at), mask=none)
+            count += tl.sum(fresh.to(tl.int32), 0)
+            selected += tl.sum(listed.to(tl.int32), 0)
+            tl.debug_barrier()
+        bits = 0
+        for begin in range(0, count, SLOTS):
+            bits += tl.sum(_bits(tl.load(masks + begin + i, mask=begin + i < count, other=0)), 0)
+        tl.store(count_ptr + tile * lists + number, tl.where(bits == selected, count, -1 - count))
+
+
+@triton.jit
+def _key_offset(key, S_kv, stride_b, stride_n, LAYOUT: tl.constexpr, STRIDE_UNIT: tl.constexpr):
+    """Elements from the first key of a KV head to each key, int64."""
+    if LAYOUT == BATCH:
+        at = (key // S_kv).to(tl.int64) * stride_b + (key % S_kv).to(tl.int64) * stride_n
+    else:
+        at = key.to(tl.int64) * stride_n
+    return at * STRIDE_UNIT
+
+
+@triton.jit
+def _times(rows, exists, base, bound, begin, n, SIZE: tl.constexpr):
+    """How often each row lists the block that begins with key ``begin``: fp32 ``[rows, keys]``.
+
+    rows, exists, base, bound ``[rows]``: the row's list, and as of `_unite_kernel`. begin ``[keys]``, -1 for none.
+    """
+    times = tl.zeros([base.shape[0], begin.shape[0]], tl.float32)
+    most = tl.where(exists, tl.cdiv(bound - base, SIZE), 0)
+    for slot in range(0, n):
+        block = _narrow(tl.load(rows + slot, mask=exists, other=-1))
+        listed = (block >= 0) & (block < most)
+        first = tl.where(listed, base + tl.where(listed, block, 0) * SIZE, -2)
+        times += (first[:, None] == begin[None, :]).to(tl.float32)
+    return times
+
+
+@triton.jit
+def _dq_of(
+    q, do, lse, delta, rows, exists, base, bound, bit, place_ptr, mask_ptr, k_base, v_base, total, n, S_kv, stride_kb,
+    stride_kn, stride_vb, stride_vn, scale,
+    D: tl.constexpr, Dv: tl.constexpr, SIZE: tl.constexpr, LAYOUT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DQ_N: tl.constexpr,
+    OFTEN: tl.constexpr,
+):  # fmt: skip
+    """dQ / scale of a tile. OFTEN: blocks count as often as they are listed, and keys may have NaN or infinities."""
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    slots = tl.arange(0, DQ_N)
+    dq = tl.zeros([q.shape[0], BLOCK_D], tl.float32)
+    place = tl.load(place_ptr + slots // SIZE, mask=slots < total, other=0)
+    mask = tl.load(mask_ptr + slots // SIZE, mask=slots < total, other=0)
+    for begin in range(0, total, DQ_N):
+        within = (begin + slots) % SIZE
+        key = (place >> 5) + within
+        valid = within < (place & 31)
+        seen = ((mask[None, :] & bit[:, None]) != 0) & valid[None, :] & (key[None, :] < bound[:, None])
+        k_at = _key_offset(key, S_kv, stride_kb, stride_kn, LAYOUT, STRIDE_UNIT)
+        k = tl.load(k_base + k_at[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < D), other=0.0)
+        v_at = _key_offset(key, S_kv, stride_vb, stride_vn, LAYOUT, STRIDE_UNIT)
+        v = tl.load(v_base + v_at[:, None] + dv[None, :], mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
+        p = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)  # [ROWS, DQ_N]
+        if OFTEN:
+            p *= _times(rows, exists, base, bound, tl.where(valid, key - within, -1), n, SIZE)
+        dp = tl.dot(do, tl.trans(v), input_precision=INPUT_PRECISION)
+        ds = tl.where(seen, p * (dp - delta[:, None]), 0.0).to(k.dtype)
+        if OFTEN:  # rows that see such a key have NaN in dS already
+            k = tl.where(tl.abs(k) < float("inf"), k, 0.0).to(k.dtype)
+        dq = tl.dot(ds, k, dq, input_precision=INPUT_PRECISION)
+        ahead = begin + DQ_N + slots
+        place = tl.load(place_ptr + ahead // SIZE, mask=ahead < total, other=0)
+        mask = tl.load(mask_ptr + ahead // SIZE, mask=ahead < total, other=0)
+    return dq
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _small_dq_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, sel_ptr, place_ptr, mask_ptr, count_ptr, bound_ptr,
+    S, S_kv, n, tokens, lists, first, room, stride_lt, stride_lh,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, scale,
+    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, LAYOUT: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DQ_N: tl.constexpr,
+):  # fmt: skip
+    """dQ of one tile: ``TOKENS`` tokens with ``HEADS`` query heads each, in ``ROWS`` rows.
+
+    dS is zero where a row may not see a key, and zero times NaN is NaN. So a tile with a NaN is computed once more.
+    """
+    HEAD_TILES: tl.constexpr = (G + HEADS - 1) // HEADS
+    tile = tl.program_id(0) // HEAD_TILES
+    head_tile = tl.program_id(0) % HEAD_TILES
+    head_kv = tl.program_id(1)  # one KV head after the other, so that its keys may stay in L2
+    number = head_kv % lists
+    count = tl.load(count_ptr + tile * lists + number)
+    often = count < 0
+    total = tl.where(often, -1 - count, count) * SIZE
+    r = tl.arange(0, ROWS)
+    token = (first + tile) * TOKENS + r // HEADS  # [ROWS]
+    g = head_tile * HEADS + r % HEADS
+    exists = (r // HEADS < TOKENS) & (token < tokens) & (g < G)
+    bit = tl.where(exists, 1 << (r // HEADS), 0)
+    bound = tl.load(bound_ptr + token, mask=exists, other=0)
+    base = tl.load(bound_ptr + tokens + token, mask=exists, other=0)
+    rows = sel_ptr + token.to(tl.int64) * stride_lt + tl.cast(number, tl.int64) * stride_lh
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    head = head_kv * G + g
+    at = token.to(tl.int64) * HKV * G + head
+    q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT) + head.to(tl.int64) * stride_qh
+    q_mask = exists[:, None] & (d[None, :] < D)
+    q = tl.load(q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=q_mask, other=0.0)  # [ROWS, BLOCK_D]
+    do_mask = exists[:, None] & (dv[None, :] < Dv)
+    do = tl.load(do_ptr + at[:, None] * Dv + dv[None, :], mask=do_mask, other=0.0)  # [ROWS, BLOCK_DV]
+    lse = tl.load(stats_ptr + at, mask=exists, other=float("inf"))
+    delta = tl.load(stats_ptr + tl.cast(tokens, tl.int64) * HKV * G + at, mask=exists, other=0.0)
+    k_base = k_ptr + tl.cast(head_kv, tl.int64) * stride_kh * STRIDE_UNIT
+    v_base = v_ptr + tl.cast(head_kv, tl.int64) * stride_vh * STRIDE_UNIT
+    places = place_ptr + (tile * lists + number).to(tl.int64) * room
+    masks = mask_ptr + (tile * lists + number).to(tl.int64) * room
+    dq = _dq_of(
+        q, do, lse, delta, rows, exists, base, bound, bit, places, masks, k_base, v_base, tl.where(often, 0, total), n,
+        S_kv, stride_kb, stride_kn, stride_vb, stride_vn, scale, D, Dv, SIZE, LAYOUT, STRIDE_UNIT, INPUT_PRECISION,
+        BLOCK_D, BLOCK_DV, DQ_N, False,
+    )  # fmt: skip
+    spoiled = tl.sum((dq != dq).to(tl.int32))  # over both axes at once, which compiles for all GPUs
+    if often | (spoiled > 0):
+        dq = _dq_of(
+            q, do, lse, delta, rows, exists, base, bound, bit, places, masks, k_base, v_base, total, n, S_kv,
+            stride_kb, stride_kn, stride_vb, stride_vn, scale, D, Dv, SIZE, LAYOUT, STRIDE_UNIT, INPUT_PRECISION,
+            BLOCK_D, BLOCK_DV, DQ_N, True,
+        )  # fmt: skip
+    tl.store(dq_ptr + at[:, None] * D + d[None, :], (dq * scale).to(dq_ptr.dtype.element_ty), mask=q_mask)
+
+
+@triton.jit
+def _dkdv_of(
+    q_ptr, do_ptr, stats_ptr, sel_ptr, bound_ptr, k, v, key, begin, mask, low, high, token0, head_kv, S, n, tokens,
+    stride_lt, stride_qb, stride_qs, stride_qh, scale,
+    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, LAYOUT: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, OFTEN: tl.constexpr,
+):  # fmt: skip
+    """dK / scale and dV of some keys, from rows ``low`` to ``high`` of a window. OFTEN as of :func:`_dq_of`.
+
+    Rows whose LSE or gradient is not finite give NaN to all keys that they see, and nothing to others.
+    """
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    dk_sum = tl.zeros([key.shape[0], BLOCK_D], tl.float32)
+    dv_sum = tl.zeros([key.shape[0], BLOCK_DV], tl.float32)
+    for row in range(low, high, BLOCK_M):
+        r = row + tl.arange(0, BLOCK_M)
+        here = r < high
+        token = token0 + r // G  # [BLOCK_M]
+        head = head_kv * G + r % G
+        at = token.to(tl.int64) * HKV * G + head
+        lse = tl.load(stats_ptr + at, mask=here, other=float("inf"))
+        delta = tl.load(stats_ptr + tl.cast(tokens, tl.int64) * HKV * G + at, mask=here, other=0.0)
+        finite = (lse == lse) & (tl.abs(delta) < float("inf"))
+        lse = tl.where(finite, lse, float("nan"))
+        bound = tl.load(bound_ptr + token, mask=here, other=0)
+        q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT) + head.to(tl.int64) * stride_qh
+        q_ptrs = q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :]
+        q = tl.load(q_ptrs, mask=(here & finite)[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_M, BLOCK_D]
+        do_ptrs = do_ptr + at[:, None] * Dv + dv[None, :]
+        do = tl.load(do_ptrs, mask=(here & finite)[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_M, BLOCK_DV]
+        seen = (((mask[:, None] >> (r // G)[None, :]) & 1) != 0) & (key[:, None] < bound[None, :]) & here[None, :]
+        # Scores are transposed, because the next products take the weights as their left operand.
+        scores = tl.dot(k, tl.trans(q), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
+        p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)  # [BLOCK_N, BLOCK_M]
+        if OFTEN:
+            base = tl.load(bound_ptr + tokens + token, mask=here, other=0)
+            rows = sel_ptr + token.to(tl.int64) * stride_lt
+            p *= tl.trans(_times(rows, here, base, bound, begin, n, SIZE))
+        dv_sum = tl.dot(p.to(do.dtype), do, dv_sum, input_precision=INPUT_PRECISION)
+        dp = tl.dot(v, tl.trans(do), input_precision=INPUT_PRECISION)
+        ds = tl.where(seen, p * (dp - delta[None, :]), 0.0).to(q.dtype)
+        dk_sum = tl.dot(ds, q, dk_sum, input_precision=INPUT_PRECISION)
+    return dk_sum, dv_sum
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _small_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, sel_ptr, place_ptr, mask_ptr, count_ptr, bound_ptr,
+    S, S_kv, n, tokens, lists, first, window, room, stride_lt, stride_lh,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, scale,
+    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, LAYOUT: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Add window ``window`` of the lists to dK and dV ``[keys, HKV, D | Dv]`` fp32.
+
+    A program takes every so many ``BLOCK_N`` keys of the union. The first keys of a union have the most rows.
+    """
+    head_kv = tl.program_id(1)
+    number = head_kv % lists
+    count = tl.load(count_ptr + window * lists + number)
+    often = count < 0
+    total = tl.where(often, -1 - count, count) * SIZE
+    token0 = (first + window) * WINDOW
+    rows = (tl.minimum(token0 + WINDOW, tokens) - token0) * G
+    places = place_ptr + tl.cast(window * lists + number, tl.int64) * room
+    masks = mask_ptr + tl.cast(window * lists + number, tl.int64) * room
+    sel_ptr += tl.cast(number, tl.int64) * stride_lh
+    k_base = k_ptr + tl.cast(head_kv, tl.int64) * stride_kh * STRIDE_UNIT
+    v_base = v_ptr + tl.cast(head_kv, tl.int64) * stride_vh * STRIDE_UNIT
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    for chunk in range(tl.program_id(0) * BLOCK_N, total, tl.num_programs(0) * BLOCK_N):
+        slot = chunk + tl.arange(0, BLOCK_N)
+        place = tl.load(places + slot // SIZE, mask=slot < total, other=0)
+        mask = tl.load(masks + slot // SIZE, mask=slot < total, other=0)
+        within = slot % SIZE
+        key = (place >> 5) + within  # [BLOCK_N]
+        valid = within < (place & 31)
+        mask = tl.where(valid, mask, 0)
+        begin = tl.where(valid, key - within, -1)
+        k_at = _key_offset(key, S_kv, stride_kb, stride_kn, LAYOUT, STRIDE_UNIT)
+        dk_mask = valid[:, None] & (d[None, :] < D)
+        k = tl.load(k_base + k_at[:, None] + d[None, :], mask=dk_mask, other=0.0)  # [BLOCK_N, BLOCK_D]
+        v_at = _key_offset(key, S_kv, stride_vb, stride_vn, LAYOUT, STRIDE_UNIT)
+        dv_mask = valid[:, None] & (dv[None, :] < Dv)
+        v = tl.load(v_base + v_at[:, None] + dv[None, :], mask=dv_mask, other=0.0)  # [BLOCK_N, BLOCK_DV]
+        low = _log2(tl.min(tl.where(mask > 0, mask & -mask, 1 << 30), 0)) * G
+        high = tl.minimum((_log2(tl.max(mask, 0)) + 1) * G, rows)
+        if often:
+            dk_sum, dv_sum = _dkdv_of(
+                q_ptr, do_ptr, stats_ptr, sel_ptr, bound_ptr, k, v, key, begin, mask, low, high, token0, head_kv, S, n,
+                tokens, stride_lt, stride_qb, stride_qs, stride_qh, scale, G, D, Dv, HKV, SIZE, LAYOUT, STRIDE_UNIT,
+                INPUT_PRECISION, BLOCK_D, BLOCK_DV, BLOCK_M, True,
+            )  # fmt: skip
+        else:
+            dk_sum, dv_sum = _dkdv_of(
+                q_ptr, do_ptr, stats_ptr, sel_ptr, bound_ptr, k, v, key, begin, mask, low, high, token0, head_kv, S, n,
+                tokens, stride_lt, stride_qb, stride_qs, stride_qh, scale, G, D, Dv, HKV, SIZE, LAYOUT, STRIDE_UNIT,
+                INPUT_PRECISION, BLOCK_D, BLOCK_DV, BLOCK_M, False,
+            )  # fmt: skip
+        at = key.to(tl.int64) * HKV + head_kv
+        dk_ptrs = dk_ptr + at[:, None] * D + d[None, :]
+        tl.store(dk_ptrs, tl.load(dk_ptrs, mask=dk_mask, other=0.0) + dk_sum * scale, mask=dk_mask)
+        dv_ptrs = dv_ptr + at[:, None] * Dv + dv[None, :]
+        tl.store(dv_ptrs, tl.load(dv_ptrs, mask=dv_mask, other=0.0) + dv_sum, mask=dv_mask)

@@ -1,0 +1,179 @@
+"""Backward for small blocks: dQ tile by tile, dK and dV window by window.
+
+The host does not wait for the device: grids follow from shapes. There are no float atomics, and every sum has a fixed
+order, so gradients are equal bit by bit from run to run. Lists are made in passes, which bounds the workspace. The
+kernels are in ``kernel.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa.call import Call
+from nsa.kernels import launches
+from nsa.kernels.backward.kernel import _delta_kernel
+from nsa.kernels.backward.plan import STATS_ROWS
+from nsa.kernels.shared import device as gpu
+from nsa.kernels.shared.family import Exact
+from nsa.kernels.shared.launch import Variant, remembered, workspaces
+from nsa.kernels.shared.shape import Shape
+from nsa.kernels.shared.sizes import INT32_MAX
+from nsa.kernels.small_backward import kernel as kernels
+from nsa.kernels.small_backward import tiles
+from nsa.kernels.small_blocks.plan import steps_of
+
+PROGRAMS = 2  # of dK and dV, for each multiprocessor
+
+
+class Launch(NamedTuple):
+    """All that shapes, strides and dtypes decide about a call."""
+
+    kernels: dict[str, Variant]
+    tile: tiles.Tile
+    device: torch.device
+    shape: Shape
+    keys: int  # of all sequences
+    lists: int  # of a token: 1 if all KV heads share one, else one for each
+    steps: tuple[int, int] | None  # as of the forward pass
+    programs: int  # of dK and dV, for each KV head
+    narrow: bool  # all sizes fit int32
+    scale: float  # of a call that names none
+
+    unites = False
+
+    @property
+    def queries(self) -> int:
+        """Of the guard's small call: more than a window has."""
+        return self.tile.WINDOW + 3
+
+    @property
+    def pins(self) -> dict[str, Exact]:
+        """Pins with which another call compiles the same variants."""
+        return {"small_backward": Exact(tuple(self.tile))}
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """All that a call may launch."""
+        return tuple(self.kernels.values())
+
+    def room(self, tokens: int) -> int:
+        """Blocks that the union of so many tokens may have."""
+        assert tokens > 0
+        return max(1, min(tokens * self.shape.n, self.keys))
+
+
+def plan(call: Call, shape: Shape) -> Launch:
+    """Tiles and run-time sizes of a backward pass. They hold for every call with the same key."""
+    device, dtype = call.q.device, call.q.dtype
+    g = shape.without_output()
+    capability, processors = gpu.limits(device)
+    pin = call.settings.pin.get("small_backward")
+    if isinstance(pin, Exact):
+        tile = tiles.Tile(*pin.tile)
+    else:
+        tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, pin or tiles.RULES)
+    assert call.block_indices is not None
+    lists = 1 if call.block_indices.stride()[-2] == 0 else g.HKV
+    heads = {"G": g.G, "D": g.D, "Dv": g.Dv, "HKV": g.HKV, "STRIDE_UNIT": g.unit, "INPUT_PRECISION": "ieee"}
+    size = call.block_size or 1
+    programs = max(1, min(-(-PROGRAMS * processors // g.HKV), -(-tile.WINDOW * g.n * size // tile.BLOCK_N)))
+    keys = tiles.keys_of(call, g)
+    sizes = g.B, g.S, g.S_kv, g.n, g.tokens, keys, *g.strides
+    made = _kernels((device, dtype, *call.dtypes()), tile, call.causal, size, g.layout, **heads)
+    return Launch(
+        made, tile, device, g, keys, lists, steps_of(call.block_indices, lists), programs, max(sizes) <= INT32_MAX,
+        1.0 / math.sqrt(g.D),
+    )  # fmt: skip
+
+
+@remembered
+def _kernels(
+    kinds: tuple[object, ...], tile: tiles.Tile, causal: bool, size: int, layout: int, **heads: Any
+) -> dict[str, Variant]:
+    """The kernels of a pass. Kernels for another device or other dtypes (``kinds``) are other entries of the cache."""
+    shared = {"SIZE": size, "LAYOUT": layout}
+    wide = {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV}
+    made = {"CAUSAL": causal, "SLOTS": tile.SLOTS} | shared
+    few = {"num_warps": 4 if tile.SLOTS > 128 else 1}
+    dq = shared | heads | wide | {name: getattr(tile, name) for name in ("TOKENS", "HEADS", "ROWS", "DQ_N")}
+    dkdv = shared | heads | wide | {name: getattr(tile, name) for name in ("WINDOW", "BLOCK_M", "BLOCK_N")}
+    delta = {"Dv": heads["Dv"], "BLOCK_DV": tile.BLOCK_DV, "ROWS": STATS_ROWS}
+    return {
+        "delta": Variant(_delta_kernel, delta, {"num_warps": 1}),
+        "delta_lse": Variant(_delta_kernel, delta, {"num_warps": 1}),
+        "lists of tiles": Variant(kernels._unite_kernel, made | {"TOKENS": tile.TOKENS}, few),
+        "lists of windows": Variant(kernels._unite_kernel, made | {"TOKENS": tile.WINDOW}, few),
+        "dq": Variant(kernels._small_dq_kernel, dq, {"num_warps": tile.dq_warps, "num_stages": tile.dq_stages}),
+        "dkdv": Variant(kernels._small_dkdv_kernel, dkdv, {"num_warps": tile.warps, "num_stages": tile.stages}),
+    }
+
+
+def backward(
+    launch: Launch, call: Call, do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, route: str,
+    wanted: tuple[bool, ...] = (True, True, True),
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of a forward call. Arguments and results as of :func:`nsa.kernels.backward.plan.backward`."""
+    q, k, v, selection = call.q, call.k, call.v, call.block_indices
+    assert selection is not None
+    g, device, tile, lists = launch.shape, launch.device, launch.tile, launch.lists
+    dq = torch.empty(q.shape if wanted[0] else (0,), dtype=q.dtype, device=device)
+    if g.tokens == 0 or launch.keys == 0 or g.n == 0:
+        return dq.zero_(), k.new_zeros(k.shape if wanted[1] else 0), v.new_zeros(v.shape if wanted[2] else 0)
+    do, o, lse, dlse = (x if x is None else x.contiguous() for x in (do, o, lse, dlse))  # type: ignore[assignment]
+    steps = launch.steps
+    if steps is None:
+        selection = selection[..., :lists, :].contiguous()
+        steps = lists * g.n, g.n if lists > 1 else 0
+    index = [x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, call.cu_seqlens_k)]
+    scale, narrow = launch.scale if call.scale is None else call.scale, launch.narrow
+    launches[route] += 1
+    rows = g.tokens * g.G * g.HKV
+    (stats,) = workspaces(device, stats=(2 * rows, torch.float32))
+    launch.kernels["delta" if dlse is None else "delta_lse"].launch(
+        (-(-rows // STATS_ROWS), 1, 1), device, (o, do, lse, dlse, stats), (rows,), narrow
+    )
+    given = q, k, v, do, stats
+
+    def listed(name: str, tokens: int) -> Any:
+        """Make the lists of tiles of so many tokens, pass by pass: the pass's first tile, its tiles, and its lists."""
+        room = launch.room(tokens)
+        number = -(-g.tokens // tokens)
+        once = tiles.at_once(room, lists, number)
+        programs = tiles.list_programs(lists, launch.keys, once)
+        places, masks, count, bound, where = workspaces(
+            device,
+            places=(once * lists * room, torch.int32),
+            masks=(once * lists * room, torch.int32),
+            count=(once * lists, torch.int32),
+            bound=(2 * g.tokens, torch.int32),
+            where=(programs * lists * launch.keys, torch.int32),
+        )
+        for first in range(0, number, once):
+            now = min(once, number - first)
+            launch.kernels[name].launch(
+                (min(now, programs), lists, 1), device, (selection, *index, places, masks, count, bound, where),
+                (g.B, g.S, g.S_kv, g.n, g.tokens, lists, first, now, room, launch.keys, *steps), narrow,
+            )  # fmt: skip
+            yield first, now, room, (selection, places, masks, count, bound)
+
+    if wanted[0]:
+        for first, now, room, made in listed("lists of tiles", tile.TOKENS):
+            launch.kernels["dq"].launch(
+                (now * -(-g.G // tile.HEADS), g.HKV, 1), device, (*given, dq, *made),
+                (g.S, g.S_kv, g.n, g.tokens, lists, first, room, *steps, *g.strides, scale), narrow,
+            )  # fmt: skip
+    if not (wanted[1] or wanted[2]):
+        return dq, k.new_empty(0), v.new_empty(0)
+    dk, dv = (torch.zeros((launch.keys, g.HKV, d), dtype=torch.float32, device=device) for d in (g.D, g.Dv))
+    for first, now, room, made in listed("lists of windows", tile.WINDOW):
+        for window in range(now):
+            launch.kernels["dkdv"].launch(
+                (launch.programs, g.HKV, 1), device, (*given, dk, dv, *made),
+                (g.S, g.S_kv, g.n, g.tokens, lists, first, window, room, *steps, *g.strides, scale), narrow,
+            )  # fmt: skip
+    dk = dk.view(k.shape).to(k.dtype) if wanted[1] else k.new_empty(0)
+    return dq, dk, dv.view(v.shape).to(v.dtype) if wanted[2] else v.new_empty(0)
