@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from nsa import failures, routing
+from nsa import failures, routing, settings
 from nsa.hints import hide_wrong, refuse
-from nsa.kernels.shared.asking import Untried
 from nsa.selecting import oracle, plain
 from nsa.selecting.request import BACKENDS, Request, request
 from nsa.validate import check_choice
@@ -100,25 +101,38 @@ def _serve(r: Request, backend: str) -> Tensor:
     if backend == "reference":
         return oracle.select_reference(r)
     out = r.q.new_empty(r.shape, dtype=torch.int32)
-    why_not = _why_not_triton(r) if backend != "torch" else "asked for"
-    if why_not is None:
-        from nsa.selecting import plan  # imports Triton
-
-        why_not = plan.obstacle(r)
-        kind = ("select", r.q.dtype, r.k.dtype, r.q.device, r.score, r.size, r.G, r.q.shape[-1])
-        if why_not is None and backend == "triton":
-            return plan.select(r, out)
-        if why_not is None and failures.cause_of(kind) is None:
-            try:
-                return plan.select(r, out)
-            except Untried:
-                why_not = "not tried on this GPU"
-            except failures.caught() as error:
-                failures.remember(kind, "select", error, "plain PyTorch")
+    why_not = _why_not_triton(r, backend)
     if backend == "triton":
-        raise RuntimeError(f"backend='triton' cannot select: {why_not}")
+        if why_not is not None:
+            raise RuntimeError(f"backend='triton' cannot select: {why_not}")
+        _kernels().select(r, out)
+        return out
+    kind = ("select", r.q.dtype, r.k.dtype, r.q.device, r.score, r.size, r.G, r.q.shape[-1])
+    if backend == "auto" and why_not is None and failures.cause_of(kind) is None:
+        try:
+            _kernels().select(r, out)
+            return out
+        except failures.caught() as error:
+            failures.remember(kind, "select", error, "plain PyTorch")
     return plain.select(r, out)
 
 
-def _why_not_triton(r: Request) -> str | None:
-    return routing.obstacle(r.q.dtype, r.q.device, routing.why_not_triton(r.q.device), r.k.dtype)
+def _kernels() -> ModuleType:
+    """The module that launches the kernels. It imports Triton."""
+    from nsa.selecting import plan
+
+    return plan
+
+
+def _why_not_triton(r: Request, backend: str) -> str | None:
+    """Why the kernels do not serve a call, or None if they do."""
+    if backend == "torch":
+        return "plain PyTorch was asked for"
+    current = settings.get()
+    if backend == "auto" and (r.q.device.type != "cuda" or not current.use_triton_sel or current.force_parity):
+        return "auto takes the kernels on GPUs, unless a setting forbids Triton"
+    no_triton = routing.why_not_triton(r.q.device)
+    why_not = routing.obstacle(r.q.dtype, r.q.device, no_triton, r.k.dtype)
+    if why_not is None:
+        why_not = _kernels().obstacle(r)
+    return why_not

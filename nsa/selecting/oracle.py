@@ -114,7 +114,7 @@ def row_of(r: Request, token: int) -> Row:
         p = s.unflatten(0, (r.lists, r.G)).amax(1)
     for b in range(blocks):
         begin, end = b * r.block_size, (b + 1) * r.block_size
-        for i in range(seen):
+        for i in range(max(0, (begin - r.window) // r.stride + 1), min(seen, (end - 1) // r.stride + 1)):
             key_begin = i * r.stride
             overlap = min(end, key_begin + r.window) - max(begin, key_begin)
             if r.score == "softmax" and overlap > 0:

@@ -85,16 +85,13 @@ def _variants(
     common = {name: x for name, x in sizes.items() if name != "SIZE"} | of_tile
     chosen = where | {"SIZE": size, "SCORE": number, "TAIL": tail, "TOKENS": tile.TOKENS}
     warps = max(1, min(16, block // 512))
+    scored = common | {"SIZE": size, "SCORE": number, "PARTS": parts, "LSE_PARTS": lse_parts}
+    chosen |= {"BLOCK": block, "KEPT": kept, "CHUNKED": chunked}
+    # `nsa.guard` tries calls of attention only. A kernel that does not compile raises, and plain PyTorch serves.
     return (
-        Variant(kernels._lse_kernel, common, options),
-        Variant(
-            kernels._scores_kernel,
-            common | {"SIZE": size, "SCORE": number, "PARTS": parts, "LSE_PARTS": lse_parts},
-            options,
-        ),
-        Variant(
-            kernels._choose_kernel, chosen | {"BLOCK": block, "KEPT": kept, "CHUNKED": chunked}, {"num_warps": warps}
-        ),
+        Variant(kernels._lse_kernel, common, options, tried_first=False),
+        Variant(kernels._scores_kernel, scored, options, tried_first=False),
+        Variant(kernels._choose_kernel, chosen, {"num_warps": warps}, tried_first=False),
     )
 
 

@@ -15,13 +15,14 @@ from nsa.testing.fixtures import known, register
 from nsa.testing.gate import hooks
 from nsa.testing.gate.run import Again
 from nsa.testing.machine import current_lane
-from nsa.testing.matrix.case import Case, core, full, long_context
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.cases import core, full, long_context
 from nsa.testing.owned import folders, is_ours
 from nsa.testing.report.terminal import notes_key, published_key
 
 __all__ = ["by_hand", "machine_sampling", "publish", "sampling"]  # the fixtures, see `fixtures`
-ON_REQUEST = {"nsa_update_thresholds": "test_threshold.py", "nsa_update_schedules": "test_crossover.py"}
-MINUTES = "test_training.py"  # takes longer than core, which takes two minutes; runs with --nsa-full, or if named
+MINUTES = "test_training.py"  # takes longer than core, which takes two minutes
+ON_REQUEST = {"test_threshold.py": "nsa_update_thresholds", MINUTES: "nsa_full"}
 rows_key = pytest.StashKey[list[dict[str, Any]]]()  # rows of the CSV of shapes by hand
 
 
@@ -114,9 +115,7 @@ def by_hand(request: pytest.FixtureRequest) -> Callable[[dict[str, Any]], None]:
 
 
 @pytest.fixture
-def publish(
-    request: pytest.FixtureRequest, benchmark: Any, compiled_ahead: None
-) -> Iterator[Callable[..., None]]:
+def publish(request: pytest.FixtureRequest, benchmark: Any, compiled_ahead: None) -> Iterator[Callable[..., None]]:
     """A function that hands samples and facts to pytest-benchmark and to the summary, under a group's name.
 
     again: measures once more. A gated run calls it if the first measurement is slower than the baseline. core: False
@@ -127,12 +126,15 @@ def publish(
     def publish(
         group: str, samples: timing.Timing, info: dict[str, Any], again: Again | None = None, core: bool = True
     ) -> None:
-        samples, info = hooks.gated(config, name, samples, info, again) if core else (samples, info)
+        slower = None
+        if core:
+            samples, info, slower = hooks.judged(config, name, samples, info, again)
         benchmark.group = group
         benchmark.extra_info.update(info)
         timing.feed(benchmark, samples)
         config.stash[published_key].append(info | {"group": group, "name": request.node.name, "median": samples.median})
-        hooks.enforce(config, name)
+        if slower is not None:  # the verdict fails the test, and so reaches JUnit and the exit status
+            pytest.fail(slower, pytrace=False)
 
     yield publish
     if config.getoption("benchmark_disable") and not benchmark._mode:  # ended unmeasured: not a fixture in vain
@@ -142,7 +144,7 @@ def publish(
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Select the files of a run: only the one of its special kind (`ALONE`, shapes by hand), or the usual ones.
 
-    Files in `ON_REQUEST` and `MINUTES` run only if their option is given.
+    Files in `ON_REQUEST` run only if their option is given.
     """
     ours = [folder / "perf" for folder in folders(config)]
     if collection_path.parent.resolve() not in ours or not collection_path.name.startswith("test_"):
@@ -151,11 +153,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if alone or name in options.ALONE.values():
         return None if name in alone else True
     wanted = options.by_hand(config) == (name == "test_shape.py")
-    for asked, needed in ON_REQUEST.items():
-        wanted = wanted and (name != needed or config.getoption(asked))
-    if name == MINUTES:
-        wanted = wanted and config.getoption("nsa_full")
-    return None if wanted else True
+    asked = name not in ON_REQUEST or config.getoption(ON_REQUEST[name])
+    return None if wanted and asked else True
 
 
 @pytest.hookimpl(trylast=True)

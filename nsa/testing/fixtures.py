@@ -22,7 +22,8 @@ from nsa.testing.contestants.ours import NSA, OURS
 from nsa.testing.judge.forward import Oracle
 from nsa.testing.lane import Misuse, choose
 from nsa.testing.machine import Lane, current_lane
-from nsa.testing.matrix.case import Case, parity, small
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.cases import parity, small
 from nsa.testing.matrix.problem import Problem
 
 __all__ = ["case", "contestant", "device", "lane", "oracle", "problem"]

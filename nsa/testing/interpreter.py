@@ -17,7 +17,8 @@ Kernels compute the same results bit by bit (`tests/suite/test_interpreting.py`)
 
 One step is a repair: before Triton 3.7, a loop whose bound the kernel computes raises TypeError with NumPy 2.4.
 
-A step is left out if this release of Triton does not have the functions that it replaces.
+A step is left out if this release of Triton does not have the functions that it replaces: the step looks them up first,
+and so ends with AttributeError before it changes anything.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 
 MOST_TILES = 1000  # of integers, that are kept at a time
 
+_steps: list[Callable[[Any, Any, Any], None]] = []
 _changes: list[tuple[Any, str, Any, Any]] = []  # object, attribute, Triton's value, our value
 
 
@@ -37,16 +39,16 @@ _changes: list[tuple[Any, str, Any, Any]] = []  # object, attribute, Triton's va
 def quicken() -> tuple[str, ...]:
     """Make the interpreter of this process faster. Returns the names of the steps that apply; none without Triton."""
     try:
+        from triton.language import core, semantic
         from triton.runtime import interpreter
     except ImportError:
         return ()
-
-    steps = {
-        "index": _index, "overflow": _overflow, "calls": _calls, "members": _members, "types": _types,
-        "shapes": _shapes, "widths": _widths, "tiles": _tiles, "operands": _operands, "casts": _casts,
-        "constants": _constants,
-    }  # fmt: skip
-    return tuple(name for name, step in steps.items() if step(interpreter))
+    applied = []
+    for step in _steps:
+        with contextlib.suppress(AttributeError):
+            step(interpreter, core, getattr(semantic, "TritonSemantic", None))
+            applied.append(step.__name__.strip("_"))
+    return tuple(applied)
 
 
 @contextlib.contextmanager
@@ -61,41 +63,41 @@ def as_released() -> Iterator[None]:
             setattr(owner, name, quick)
 
 
+def _step(step: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    """Register a step, which gets Triton's interpreter, `triton.language.core`, and the class `TritonSemantic`."""
+    _steps.append(step)
+    return step
+
+
 def _change(owner: Any, name: str, quick: Any) -> None:
     _changes.append((owner, name, getattr(owner, name), quick))
     setattr(owner, name, quick)
 
 
-def _index(interpreter: Any) -> bool:
+@_step
+def _index(interpreter: Any, core: Any, semantic: Any) -> None:
     """Convert a tensor to an int by its one element. Before 3.7 Triton converts the array, which NumPy 2.4 refuses."""
-    patch = getattr(interpreter, "_patch_lang_tensor", None)
-    if patch is None:
-        return False
+    patch = interpreter._patch_lang_tensor
 
     def patching(tensor: Any, *scope: Any) -> None:
         patch(tensor, *scope)
         tensor.__index__ = lambda self: int(self.handle.data.item())
 
     interpreter._patch_lang_tensor = patching  # not undone by `as_released`
-    return True
 
 
-def _overflow(interpreter: Any) -> bool:
-    options = getattr(interpreter.interpreter_builder, "options", None)
-    if getattr(options, "debug", True) or not getattr(options, "sanitize_overflow", False):
-        return False
-    assert dataclasses.is_dataclass(options)
-    assert not isinstance(options, type)
+@_step
+def _overflow(interpreter: Any, core: Any, semantic: Any) -> None:
+    options = interpreter.interpreter_builder.options
+    if options.debug or not options.sanitize_overflow:
+        raise AttributeError("nothing to switch off")
     _change(interpreter.interpreter_builder, "options", dataclasses.replace(options, sanitize_overflow=False))
-    return True
 
 
-def _calls(interpreter: Any) -> bool:
+@_step
+def _calls(interpreter: Any, core: Any, semantic: Any) -> None:
     """Replace the functions of `triton.language` once per launch for each module whose functions run."""
-    if not hasattr(interpreter, "_LangPatchScope"):
-        return False
-    launch: Callable[..., Any] = interpreter.GridExecutor.__call__
-    patch: Callable[[Any], Any] = interpreter._patch_lang
+    launch, patch, scope = interpreter.GridExecutor.__call__, interpreter._patch_lang, interpreter._LangPatchScope
     seen: set[int] = set()  # the modules, by their globals
     launches: list[Any] = []  # launches that have not ended
 
@@ -111,45 +113,53 @@ def _calls(interpreter: Any) -> bool:
     def patching(fn: Any) -> Any:
         module = id(fn.__globals__)
         if launches and module in seen:
-            return interpreter._LangPatchScope()  # nothing to restore
+            return scope()  # nothing to restore
         seen.add(module)
         return patch(fn)
 
     _change(interpreter.GridExecutor, "__call__", launching)
     _change(interpreter, "_patch_lang", patching)
-    return True
 
 
-def _types(interpreter: Any) -> bool:
+@_step
+def _members(interpreter: Any, core: Any, semantic: Any) -> None:
+    """Call the functions of `triton.language` without their wrapper, which only checks that `_semantic` was given."""
+    of_interpreter, _ = interpreter.interpreter_semantic, interpreter._LangPatchScope
+
+    def patching(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)
+
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = of_interpreter
+            return function(*args, **kwargs)
+
+        scope.set_attr(obj, name, calling)
+
+    _change(interpreter, "_patch_attr", patching)
+
+
+@_step
+def _types(interpreter: Any, core: Any, semantic: Any) -> None:
     """Keep NumPy's type of each scalar type. Pointer types have no hash and are not kept."""
-    find = getattr(interpreter, "_get_np_dtype", None)
-    if find is None:
-        return False
-    from triton.language import dtype
-
+    find = interpreter._get_np_dtype
     known: dict[Any, Any] = {}
 
     def finding(kind: Any) -> Any:
         scalar = kind.scalar
-        if type(scalar) is not dtype:
+        if type(scalar) is not core.dtype:
             return find(kind)
         if scalar not in known:
             known[scalar] = find(kind)
         return known[scalar]
 
     _change(interpreter, "_get_np_dtype", finding)
-    return True
 
 
-def _shapes(interpreter: Any) -> bool:
+@_step
+def _shapes(interpreter: Any, core: Any, semantic: Any) -> None:
     """Let types and values of equal shapes share the attributes that follow from the shape. Nothing changes those."""
-    from triton.language import core
-
-    Shape: Any = getattr(core, "tuple", None)
-    if Shape is None or not hasattr(interpreter, "_LangPatchScope"):
-        return False
-    block_type: Any = core.block_type.__init__
-    tensor: Any = core.tensor.__init__
+    Shape, _ = core.tuple, interpreter._LangPatchScope
+    block_type, tensor = core.block_type.__init__, core.tensor.__init__
     types: dict[tuple[Any, ...], tuple[Any, dict[str, Any]]] = {}  # keeps element types, so that ids are not reused
     shapes: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
@@ -178,18 +188,13 @@ def _shapes(interpreter: Any) -> bool:
 
     _change(core.block_type, "__init__", typing)
     _change(core.tensor, "__init__", holding)
-    return True
 
 
-def _widths(interpreter: Any) -> bool:
+@_step
+def _widths(interpreter: Any, core: Any, semantic: Any) -> None:
     """Check in place whether NumPy's numbers are wider than Triton's type; only then call Triton's functions."""
-    from triton.language import core
-
-    handle: Any = getattr(interpreter, "TensorHandle", None)
-    builder: Any = getattr(interpreter, "InterpreterBuilder", None)
-    if not hasattr(handle, "__post_init__") or not hasattr(builder, "binary_op"):
-        return False
-    operate: Any = builder.binary_op
+    handle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+    operate, _ = builder.binary_op, handle.__post_init__
 
     def making(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
         self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
@@ -206,96 +211,24 @@ def _widths(interpreter: Any) -> bool:
 
     _change(handle, "__init__", making)
     _change(builder, "binary_op", operating)
-    return True
 
 
-def _operands(interpreter: Any) -> bool:
-    """Take operands of one type as they are. Keep the tiles that integers become, which nothing changes."""
-    from triton.language import core, semantic
-
-    Shape, owner = getattr(core, "tuple", None), getattr(semantic, "TritonSemantic", None)
-    if Shape is None or owner is None or core.constexpr.__hash__ is None:  # shapes are keys below
-        return False
-    convert: Any = owner.binary_op_type_checking_impl
-    tiles: dict[tuple[Any, ...], Any] = {}  # of integers
-
-    def converting(
-        self: Any,
-        lhs: Any,
-        rhs: Any,
-        allow_lhs_ptr: bool = False,
-        allow_rhs_ptr: bool = False,
-        arithmetic_check: bool = True,
-        div_or_mod: bool = False,
-    ) -> Any:
-        if type(lhs) is type(rhs) is core.tensor:
-            kind = lhs.dtype
-            if kind is rhs.dtype and type(kind) is core.dtype and not (div_or_mod and kind.is_floating()):
-                return self.broadcast_impl_value(lhs, rhs)
-        elif type(lhs) is core.tensor and type(rhs) is int and type(lhs.dtype) is core.dtype:
-            shape = tuple(lhs.shape.values) if type(lhs.shape) is Shape else tuple(lhs.shape)
-            key = rhs, lhs.dtype, shape, arithmetic_check, div_or_mod
-            if key in tiles:
-                return lhs, tiles[key]
-            same, number = convert(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
-            if len(tiles) == MOST_TILES:
-                tiles.clear()
-            if same is lhs:
-                tiles[key] = number
-            return same, number
-        return convert(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
-
-    _change(owner, "binary_op_type_checking_impl", converting)
-    return True
+def _shape_of_keys(core: Any) -> Any:
+    """Triton's type of shapes, if shapes can be keys of a table. Raises AttributeError if they cannot."""
+    if core.constexpr.__hash__ is None:
+        raise AttributeError("constants of compile time have no hash")
+    return core.tuple
 
 
-def _constants(interpreter: Any) -> bool:
-    """Return a value that is neither a constant of compile time nor a sequence of them, without three questions."""
-    from triton.language import core
-
-    unwrap = getattr(core, "_unwrap_if_constexpr", None)
-    if unwrap is None:
-        return False
-    plain = {core.tensor, core.dtype, bool, int, float, str, type(None)}
-
-    def unwrapping(o: Any) -> Any:
-        return o if type(o) in plain else unwrap(o)
-
-    _change(core, "_unwrap_if_constexpr", unwrapping)
-    return True
-
-
-def _members(interpreter: Any) -> bool:
-    """Call the functions of `triton.language` without their wrapper, which only checks that `_semantic` was given."""
-    semantic = getattr(interpreter, "interpreter_semantic", None)
-    if semantic is None or not hasattr(interpreter, "_LangPatchScope"):
-        return False
-
-    def patching(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        function = getattr(member, "__wrapped__", member)
-
-        def calling(*args: Any, **kwargs: Any) -> Any:
-            kwargs["_semantic"] = semantic
-            return function(*args, **kwargs)
-
-        scope.set_attr(obj, name, calling)
-
-    _change(interpreter, "_patch_attr", patching)
-    return True
-
-
-def _tiles(interpreter: Any) -> bool:
+@_step
+def _tiles(interpreter: Any, core: Any, semantic: Any) -> None:
     """Take tiles of one shape as they are. In one step make a number, or a tile with axes of length 1, as large as the
     tile beside it, of equal rank.
     """
     import numpy as np
-    from triton.language import core, semantic
 
-    Shape, owner = getattr(core, "tuple", None), getattr(semantic, "TritonSemantic", None)
-    if Shape is None or owner is None or core.constexpr.__hash__ is None:  # shapes are keys below
-        return False
-    broadcast: Any = owner.broadcast_impl_value
-    handle_of: Any = interpreter.TensorHandle
+    Shape = _shape_of_keys(core)
+    broadcast, handle_of = semantic.broadcast_impl_value, interpreter.TensorHandle
     splats: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # keeps element types, so that ids are not reused
     common: dict[tuple[Any, ...], list[int] | None] = {}  # shapes of results; None: Triton says what is wrong
 
@@ -339,23 +272,65 @@ def _tiles(interpreter: Any) -> bool:
             return splatting(lhs, right), rhs
         return broadcast(self, lhs, rhs)
 
-    _change(owner, "broadcast_impl_value", broadcasting)
-    return True
+    _change(semantic, "broadcast_impl_value", broadcasting)
 
 
-def _casts(interpreter: Any) -> bool:
+@_step
+def _operands(interpreter: Any, core: Any, semantic: Any) -> None:
+    """Take operands of one type as they are. Keep the tiles that integers become, which nothing changes."""
+    Shape = _shape_of_keys(core)
+    convert = semantic.binary_op_type_checking_impl
+    tiles: dict[tuple[Any, ...], Any] = {}  # of integers
+
+    def converting(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        if type(lhs) is type(rhs) is core.tensor:
+            kind = lhs.dtype
+            if kind is rhs.dtype and type(kind) is core.dtype and not (div_or_mod and kind.is_floating()):
+                return self.broadcast_impl_value(lhs, rhs)
+        elif type(lhs) is core.tensor and type(rhs) is int and type(lhs.dtype) is core.dtype:
+            shape = tuple(lhs.shape.values) if type(lhs.shape) is Shape else tuple(lhs.shape)
+            key = rhs, lhs.dtype, shape, arithmetic_check, div_or_mod
+            if key in tiles:
+                return lhs, tiles[key]
+            same, number = convert(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+            if len(tiles) == MOST_TILES:
+                tiles.clear()
+            if same is lhs:
+                tiles[key] = number
+            return same, number
+        return convert(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    _change(semantic, "binary_op_type_checking_impl", converting)
+
+
+@_step
+def _casts(interpreter: Any, core: Any, semantic: Any) -> None:
     """Return a value that already has the type as it is."""
-    from triton.language import semantic
-
-    owner = getattr(semantic, "TritonSemantic", None)
-    if owner is None:
-        return False
-    cast: Any = owner.cast
+    cast = semantic.cast
 
     def casting(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
         if input.type.scalar is dst_ty.scalar:
             return input
         return cast(self, input, dst_ty, fp_downcast_rounding)
 
-    _change(owner, "cast", casting)
-    return True
+    _change(semantic, "cast", casting)
+
+
+@_step
+def _constants(interpreter: Any, core: Any, semantic: Any) -> None:
+    """Return a value that is neither a constant of compile time nor a sequence of them, without three questions."""
+    unwrap = core._unwrap_if_constexpr
+    plain = {core.tensor, core.dtype, bool, int, float, str, type(None)}
+
+    def unwrapping(o: Any) -> Any:
+        return o if type(o) in plain else unwrap(o)
+
+    _change(core, "_unwrap_if_constexpr", unwrapping)

@@ -1,10 +1,8 @@
-"""The options of a perf run: sampling, shapes by hand, and the files that it writes (`artifacts.py`)."""
+"""Every option of the suite, and what they say together. `refusals.py` checks them."""
 
 from __future__ import annotations
 
-import importlib.util
-import shlex
-from pathlib import Path
+import argparse
 from typing import Any
 
 import pytest
@@ -17,41 +15,88 @@ ALONE = {"nsa_sweep": "test_sweep.py", "nsa_regret": "test_regret.py", "nsa_work
 """Options with which a run times one file of benchmarks and no other."""
 DEFAULT_SHAPE = "L=64:1024"
 BY_HAND = ("nsa_shape", "nsa_dist", "nsa_decode", "nsa_csv")
+STORAGE = "--benchmark-storage"
 SAMPLING = {"nsa_iters": 50, "nsa_warmup": 5, "nsa_seed": 0, "nsa_streams": 1}
 """The default sampling. Baselines always have it."""
 
 
-def add_flags(group: Any, texts: dict[str, str]) -> None:
-    """Add options without a value, each with its help text."""
-    for name, text in texts.items():
-        group.addoption(name, action="store_true", help=text)
+def _flag(text: str) -> dict[str, Any]:
+    return {"action": "store_true", "help": text}
 
 
-def add_options(group: Any) -> None:
-    """Add the options of this module."""
-    group.addoption(
-        "--nsa-shape",
-        action="append",
-        metavar="SHAPE",
-        help="benchmark only these shapes: N=1024,H=8,D=128,Dv=128,L=64:1024 (powers of two), N=64,256,H=8 (a list), "
-        "dtype=fp16; names that are left out have defaults (repeatable)",
-    )
-    regret = "benchmark only auto, on N drawn shapes, beside all schedules and peers; --nsa-seed: of the first"
-    group.addoption("--nsa-regret", type=int, default=0, metavar="N", help=regret)
-    workload = "benchmark only this workload: a file, or one of nsa/testing/workloads by name"
-    group.addoption("--nsa-workload", metavar="NAME|PATH", help=workload)
-    dists = "distributions of spans for --nsa-shape: few, many, mixed or a list (default: many)"
-    group.addoption("--nsa-dist", metavar="DIST,…", help=dists)
-    csv = "write the results of --nsa-shape as CSV, the original script's columns first"
-    group.addoption("--nsa-csv", metavar="FILE", help=csv)
-    group.addoption("--nsa-report", metavar="DIR", help="write report.md, report.csv and report.html to this folder")
-    file = "nsa/configs/gpus/<gpu>.yaml (GPU only)"
-    flags = {
-        "--nsa-decode": "time the shapes of --nsa-shape also as decode steps",
-        "--nsa-update-thresholds": f"also measure the threshold, and write it to {file}",
-        "--nsa-sweep": f"instead of the benchmarks, try tiles and write them to {file}",
-    }
-    add_flags(group, flags)
+def _number(name: str, text: str) -> dict[str, Any]:
+    default = SAMPLING[name]
+    return {"type": int, "default": default, "metavar": "N", "help": f"{text} (default: {default})"}
+
+
+_GPU_FILE = "nsa/configs/gpus/<gpu>.yaml (GPU only)"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--nsa-impl": {
+        "action": "append", "default": [], "metavar": "MODULE:FUNCTION[@blocks|@dense]",
+        "help": "test this kernel instead of ours: an adapter declared by nsa.testing.contestant, or a function called "
+        "as f(q, k, v, *, ranges, causal, scale, return_lse=False); @blocks: with block_indices and block_size instead "
+        "of ranges; @dense: f(Q, K, V) on packed rows (repeatable)",
+    },
+    "--nsa-iters": _number("nsa_iters", "samples per benchmark"),
+    "--nsa-warmup": _number("nsa_warmup", "warm-ups per benchmark"),
+    "--nsa-seed": _number("nsa_seed", "number that is added to the seed of each case"),
+    "--nsa-streams": _number("nsa_streams", "also time N calls at once, each on its own CUDA stream"),
+    "--nsa-full": _flag("benchmark all cases of the matrix, not only the core ones that the gate compares"),
+    "--nsa-hot": _flag("time on buffers in L2, not on cold, rotated ones"),
+    "--nsa-no-check": _flag("time without checking results first; only impossible times are refused"),
+    "--nsa-reproduce": {
+        "metavar": "VERSION:BLOB",
+        "help": "run the one selected Hypothesis test on the call that failed; the printed replay command contains it",
+    },
+    # Benchmarks that run alone, and files that a run writes.
+    "--nsa-shape": {
+        "action": "append", "metavar": "SHAPE",
+        "help": "benchmark only these shapes: N=1024,H=8,D=128,Dv=128,L=64:1024 (powers of two), N=64,256,H=8 (a "
+        "list), dtype=fp16; names that are left out have defaults (repeatable)",
+    },
+    "--nsa-regret": {
+        "type": int, "default": 0, "metavar": "N",
+        "help": "benchmark only auto, on N drawn shapes, beside all schedules and peers; --nsa-seed: of the first",
+    },
+    "--nsa-workload": {
+        "metavar": "NAME|PATH",
+        "help": "benchmark only this workload: a file, or one of nsa/testing/workloads by name",
+    },
+    "--nsa-dist": {
+        "metavar": "DIST,…",
+        "help": "distributions of spans for --nsa-shape: few, many, mixed or a list (default: many)",
+    },
+    "--nsa-csv": {
+        "metavar": "FILE", "help": "write the results of --nsa-shape as CSV, the original script's columns first"
+    },
+    "--nsa-report": {"metavar": "DIR", "help": "write report.md, report.csv and report.html to this folder"},
+    "--nsa-decode": _flag("time the shapes of --nsa-shape also as decode steps"),
+    "--nsa-update-thresholds": _flag(f"also measure the threshold, and write it to {_GPU_FILE}"),
+    "--nsa-sweep": _flag(f"instead of the benchmarks, try tiles and write them to {_GPU_FILE}"),
+    # The gate.
+    "--nsa-save-baseline": _flag(
+        "run the perf session in three processes, and keep the results as the baseline of this device if all three pass"
+    ),
+    "--nsa-accept-regression": _flag("save a baseline even if a benchmark became slower"),
+    "--nsa-strict": _flag("exit with status 1 also if a verdict is ambiguous or if nothing was gated"),
+    "--nsa-against": {
+        "metavar": "REF",
+        "help": "run the perf session in this tree and in a git worktree of REF, in processes that take turns, and "
+        "gate this tree against REF; needs no baseline",
+    },
+    "--nsa-accept-drift": {
+        "action": "append", "default": [], "metavar": "BENCHMARK",
+        "help": "let this benchmark be slower than its best recording, which it became in small steps (repeatable)",
+    },
+    "--nsa-recording": {"action": "store_true", "help": argparse.SUPPRESS},  # a process of --nsa-save-baseline
+}  # fmt: skip
+
+
+def add(parser: pytest.Parser) -> None:
+    """Add every option of the suite."""
+    group = parser.getgroup("nsa", "selection attention")
+    for name, how in OPTIONS.items():
+        group.addoption(name, **how)
 
 
 def spelled(name: str) -> str:
@@ -85,108 +130,3 @@ def shapes(config: pytest.Config) -> list[Any]:
 def sampled_otherwise(config: pytest.Config) -> dict[str, int]:
     """The options of this run that differ from `SAMPLING`."""
     return {name: config.getoption(name) for name, usual in SAMPLING.items() if config.getoption(name) != usual}
-
-
-def sampling_again(config: pytest.Config) -> str:
-    """The command-line options with which another run is sampled and checked as this one; empty by default."""
-    options = [f" {spelled(name)} {number}" for name, number in sampled_otherwise(config).items()]
-    options += [f" {spelled(name)}" for name in ("nsa_full", "nsa_hot", "nsa_no_check") if config.getoption(name)]
-    return "".join(options)
-
-
-def by_hand_again(config: pytest.Config) -> str:
-    """The command-line options with which another run has the same shapes by hand; empty without such shapes."""
-    if not by_hand(config):
-        return ""
-    words = [word for shape in config.getoption("nsa_shape") or [DEFAULT_SHAPE] for word in ("--nsa-shape", shape)]
-    words += ["--nsa-dist", config.getoption("nsa_dist")] if config.getoption("nsa_dist") else []
-    words += ["--nsa-decode"] if config.getoption("nsa_decode") else []
-    return f" {shlex.join(words)}"
-
-
-def without_benchmarks(config: pytest.Config, option: str) -> str | None:
-    """Why this run has no benchmarks, which `option` needs; None if it has."""
-    given = config.getoption
-    if given("dist", "no") != "no" or given("numprocesses", None) or hasattr(config, "workerinput"):
-        return f"{option} needs benchmarks, and under xdist there are none: leave out -n"
-    if given("benchmark_disable", False) and not given("benchmark_enable", False):
-        return f"{option} needs benchmarks: leave out --benchmark-disable"
-    return None
-
-
-NEEDS = {
-    "nsa_strict": ("benchmark_compare", "nsa_against", "nsa_save_baseline", "nsa_recording"),
-    "nsa_accept_drift": ("nsa_save_baseline", "nsa_recording", "benchmark_compare"),
-    "nsa_accept_regression": ("nsa_save_baseline", "nsa_recording", "benchmark_compare"),
-    "benchmark_compare_fail": ("benchmark_compare",),
-}
-"""Options that do nothing without one of others. An error tells the user to add the first of those."""
-TYPED = {"nsa_against": "--nsa-against=HEAD", "benchmark_compare": "--benchmark-compare"}
-"""Options as a user types them, where that is not `--option=VALUE`."""
-
-
-def check_values(config: pytest.Config) -> None:
-    """Raise pytest.UsageError for an option that would do nothing: its value is empty, or it needs another option.
-
-    An unset variable in a script, as in `--nsa-against="$BASE"`, makes an empty value.
-    """
-    given = {name: value for name, value in vars(config.option).items() if name.startswith(("nsa_", "benchmark_"))}
-    given.pop("benchmark_netrc", None)  # its default is empty
-    for name, value in given.items():
-        if any(map(_empty, value if isinstance(value, list) else [value])):
-            typed = TYPED.get(name, f"{spelled(name)}=VALUE")
-            raise pytest.UsageError(f"{spelled(name)}: its value is empty: type {typed}, or leave the option out")
-    for name, others in NEEDS.items():
-        if given.get(name) and not any(map(given.get, others)):
-            needed = " or ".join(spelled(other) for other in others if other in given and other != "nsa_recording")
-            raise pytest.UsageError(f"{spelled(name)} needs {needed}: add it, or leave out {spelled(name)}")
-
-
-def _empty(value: object) -> bool:
-    return (isinstance(value, str) and not value.strip()) or value == Path("")
-
-
-def check(config: pytest.Config) -> None:
-    """Raise pytest.UsageError at once for options with which the run could only fail at its end."""
-    try:
-        shapes(config)
-        if config.getoption("nsa_workload", None):
-            from nsa.testing.workloads.file import find, read
-
-            read(find(config.getoption("nsa_workload")))
-    except ValueError as error:
-        raise pytest.UsageError(str(error)) from error
-    alone = [name for name in (*ALONE, "nsa_shape") if config.getoption(name, None)]
-    if len(alone) > 1:
-        raise pytest.UsageError(f"{spelled(alone[0])} times its own cases alone: leave out {spelled(alone[1])}")
-    asked = [spelled(name) for name in WRITES if config.getoption(name)]
-    if not asked:
-        return
-    if (reason := without_benchmarks(config, asked[0])) is not None:
-        raise pytest.UsageError(reason)
-    for option in asked:
-        if option not in ("--nsa-csv", "--nsa-report"):
-            _check_own_cases(config, option)
-    for what in ("thresholds", "schedules"):
-        if {f"--nsa-update-{what}", "--nsa-sweep"} <= set(asked):
-            raise pytest.UsageError(f"--nsa-sweep changes tiles, on which {what} depend: leave out --nsa-update-{what}")
-    if "--nsa-sweep" in asked and config.getoption("benchmark_compare", None):
-        raise pytest.UsageError("--nsa-sweep runs no benchmark of a baseline: leave out --benchmark-compare")
-    missing = [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]
-    if "--nsa-report" in asked and missing:
-        raise pytest.UsageError(f"--nsa-report needs {' and '.join(missing)}: pip install 'nsa[report]'")
-    for name in ("csv", "report"):
-        value = config.getoption(f"nsa_{name}")
-        if value and not Path(value).absolute().parent.is_dir():
-            raise pytest.UsageError(f"--nsa-{name}={value}: there is no folder {Path(value).absolute().parent}")
-
-
-def _check_own_cases(config: pytest.Config, option: str) -> None:
-    """Raise pytest.UsageError unless this run is on a GPU, with cold buffers, checked results and its own cases."""
-    if current_lane() != "gpu" and not config.option.collectonly:
-        raise pytest.UsageError(f"{option} needs an NVIDIA GPU: Triton is not timed on a CPU")
-    wrong = [name for name in ("nsa_hot", "nsa_no_check") if config.getoption(name, False)]
-    if wrong:
-        raise pytest.UsageError(f"{option} needs cold, checked measurements: leave out {spelled(wrong[0])}")
-    if by_hand(config):
-        raise pytest.UsageError(f"{option} needs its own cases: leave out --nsa-shape")

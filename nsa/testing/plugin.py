@@ -18,7 +18,7 @@ import torch
 from filelock import FileLock
 
 from nsa.gpu import device_slug
-from nsa.testing import options, profiles
+from nsa.testing import options, profiles, refusals
 from nsa.testing.fixtures import NONE, parametrize
 from nsa.testing.fixtures import case as case
 from nsa.testing.fixtures import contestant as contestant
@@ -67,33 +67,7 @@ def missing_gpu(capability: tuple[int, int] | None = None, memory_gib: float | N
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("nsa", "selection attention")
-    group.addoption(
-        "--nsa-impl",
-        action="append",
-        default=[],
-        metavar="MODULE:FUNCTION[@blocks|@dense]",
-        help="test this kernel instead of ours: an adapter declared by nsa.testing.contestant, or a function called as "
-        "f(q, k, v, *, ranges, causal, scale, return_lse=False); @blocks: with block_indices and block_size instead of "
-        "ranges; @dense: f(Q, K, V) on packed rows (repeatable)",
-    )
-    for name, what in (
-        ("nsa_iters", "samples per benchmark"),
-        ("nsa_warmup", "warm-ups per benchmark"),
-        ("nsa_seed", "number that is added to the seed of each case"),
-        ("nsa_streams", "also time N calls at once, each on its own CUDA stream"),
-    ):
-        default = options.SAMPLING[name]
-        text = f"{what} (default: {default})"
-        group.addoption(options.spelled(name), type=int, default=default, metavar="N", help=text)
-    flags = {
-        "--nsa-full": "benchmark all cases of the matrix, not only the core ones that the gate compares",
-        "--nsa-hot": "time on buffers in L2, not on cold, rotated ones",
-        "--nsa-no-check": "time without checking results first; only impossible times are refused",
-    }
-    options.add_flags(group, flags)
-    profiles.add_option(group)
-    options.add_options(group)
+    options.add(parser)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -121,7 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # By default torch uses all cores in each worker, which is slower.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(config.workerinput["workercount"])))
     elif options.has_benchmarks(config):
-        options.check(config)
+        refusals.check(config)
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)

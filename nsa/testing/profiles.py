@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shlex
 from collections.abc import Iterator
-from typing import Any
 
 import hypothesis
 import pytest
@@ -77,15 +75,6 @@ def shrinking() -> Iterator[None]:
         engine.MAX_SHRINKING_SECONDS = before
 
 
-def add_option(group: Any) -> None:
-    """Add the option of this module."""
-    group.addoption(
-        "--nsa-reproduce",
-        metavar="VERSION:BLOB",
-        help="run the one selected Hypothesis test on the call that failed; the printed replay command contains it",
-    )
-
-
 def check(config: pytest.Config) -> None:
     """Raise pytest.UsageError if this Hypothesis cannot draw the call of --nsa-reproduce."""
     given = config.getoption("nsa_reproduce")
@@ -126,17 +115,3 @@ def drawn(error: BaseException) -> str:
     notes = "\n".join(str(note) for one in errors for note in getattr(one, "__notes__", ()))
     found = re.search(r"@reproduce_failure\('([^']+)', b'([^']+)'\)", notes)
     return ":".join(found.groups()) if found else ""
-
-
-def again(config: pytest.Config, report: Any) -> str:
-    """The command-line options with which another run draws the call that failed; empty for tests that draw none.
-
-    An `@example` needs no option, because it always runs.
-    """
-    if "hypothesis" not in getattr(report, "keywords", ()):
-        return ""
-    profile = config.getoption("hypothesis_profile", None)
-    call = getattr(report, "nsa_call", "") or config.getoption("nsa_reproduce")
-    words = ["--hypothesis-profile", profile] if profile not in (None, DEFAULT) else []
-    words += ["--nsa-reproduce", call] if call else []
-    return "".join(f" {shlex.quote(word)}" for word in words)

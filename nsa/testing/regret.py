@@ -28,8 +28,9 @@ from nsa.testing.clock.precompile import compile_ahead, processes
 from nsa.testing.clock.serving import Pool, Timer, beside, kind, ours, serve
 from nsa.testing.clock.timing import Timing
 from nsa.testing.contestants.contract import Contestant
-from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.case import batch
 from nsa.testing.matrix.m3 import Shape
+from nsa.testing.report.recording import within
 
 SCHEDULES = ("query_major", "key_major", "union")
 MODEL = 4  # successive seeds with the same heads, head dims and blocks: a model is called with many lengths
@@ -75,10 +76,7 @@ def drawn(seed: int) -> Shape:
         if paged:  # a page holds one block
             S_kv = -(-S_kv // size) * size
             S = S_kv if kind == "prompt" else S
-        case = Case(
-            H, D, Dv, n * size, B * S * HKV, "decode" if S == 1 else "prefill", "bf16", HKV=HKV, S=S, S_kv=S_kv,
-            block_size=size, n=n, shared=shared,
-        )  # fmt: skip
+        case = batch(B, S, S_kv, H * HKV, HKV, D, n, size, Dv=Dv, shared=shared)
         flops = 2 * case.N * min(case.L, S_kv) * H * (D + Dv)
         if serving.largest(Shape(case, fp8, paged)) <= LARGEST and flops <= MOST_FLOPS:
             return Shape(case, fp8, paged)
@@ -96,7 +94,7 @@ def contestants(shape: Shape) -> list[Contestant]:
     return schedules
 
 
-def measured(seed: int, numbers: Pool, timer: Timer = time_gpu) -> tuple[Timing, dict[str, Any]]:
+def time_seed(seed: int, numbers: Pool, timer: Timer = time_gpu) -> tuple[Timing, dict[str, Any]]:
     """Time the shape of a seed. Returns the times of `auto`, and a row: the features of the shape, `us` by contestant.
 
     Raises:
@@ -144,8 +142,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
 def _distribution(what: str, ratios: Sequence[float]) -> list[str]:
     if not ratios:
         return [f"auto beside {what}: no shape"]
-    shares = ", ".join(f"{sum(x <= 1 + near for x in ratios) / len(ratios):.0%} within {near:.0%}" for near in NEAR)
-    return [f"auto beside {what}, {len(ratios)} shapes: {shares}, worst {max(ratios):.2f}x"]
+    return [f"auto beside {what}, {len(ratios)} shapes: {within(ratios, NEAR)}"]
 
 
 def warm(seed: int, device: torch.device) -> None:
@@ -161,7 +158,7 @@ def rows(seeds: Sequence[int], device: torch.device) -> Iterator[dict[str, Any]]
     with nsa.configure(probe="never"):  # the children have compiled the kernels
         for seed in seeds:
             try:
-                yield facts | measured(seed, serving.pool(device))[1]
+                yield facts | time_seed(seed, serving.pool(device))[1]
             except AssertionError as error:
                 print(f"seed {seed}: {error}: {COMMAND.format(seed=seed)}", flush=True)
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from nsa import gpu, schedules
+from nsa.testing.report.recording import within
 from nsa.tuning.files import provenance, write_section
 from nsa.work import APART, NAMES, SHARED, Job, work
 
@@ -104,14 +105,6 @@ def held_out(rows: Sequence[Row], parts: int = 5) -> list[float]:
     return found
 
 
-def distribution(found: Sequence[float]) -> str:
-    """A list of ratios in words."""
-    shares = ", ".join(
-        f"{sum(x <= 1 + near for x in found) / len(found):.0%} within {near:.0%}" for near in (0.05, 0.15)
-    )
-    return f"{shares}, worst {max(found):.2f}x"
-
-
 def write(rows: Sequence[Row], folder: Path, command: str = COMMAND) -> str:
     """Write the section `costs` of the rows' GPU. Returns the line to print.
 
@@ -126,9 +119,8 @@ def write(rows: Sequence[Row], folder: Path, command: str = COMMAND) -> str:
         raise ValueError(f"costs not written: expected {LEAST} calls or more of one GPU, got {len(rows)} of {names}")
     shapes = f"{len(rows)} drawn shapes"
     of = provenance(rows[-1], command=command, shapes=shapes)
-    said = (
-        f"{shapes}, {distribution(ratios(rows, kinds))}; of models that were held out: {distribution(held_out(rows))}"
-    )
+    of_all, of_others = (within(found, (0.05, 0.15)) for found in (ratios(rows, kinds), held_out(rows)))
+    said = f"{shapes}, {of_all}; of models that were held out: {of_others}"
     comments = [
         f"Measured, not written by hand: {command}.",
         "Microseconds a unit of work, by kind of calls, schedule and term (nsa/work.py).",

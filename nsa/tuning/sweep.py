@@ -32,6 +32,7 @@ from nsa.testing.contestants.ours import OF, OURS
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix import m3
 from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.cases import decode_steps
 from nsa.testing.report.recording import Fact
 from nsa.tuning.files import provenance, write_section
 
@@ -57,8 +58,7 @@ def cases() -> list[Case]:
     return [
         *(Case(8, D, D, L, N, "few", "bf16") for D in (64, 128) for N in (64, 256, 1024) for L in lengths),
         *(Case(8, D, D, L, N, "many", "bf16") for D in (64, 128) for N in (64, 256, 1024) for L in (64, 256, 1024)),
-        *(Case(16, 128, 128, 1024, 4 * B, "decode", "bf16", HKV=4, S_kv=8192) for B in (1, 8, 64)),
-        *(Case(4, 64, 64, 512, B, "decode", "bf16", S_kv=8192) for B in (1, 8, 64)),
+        *decode_steps(),
         *(m3.case(B, 1, S_kv) for B, S_kv in ((1, m3.LONG), (8, m3.LONG), (64, m3.LONG // 4))),
         m3.case(8, 4, m3.LONG, shared=0.9),
     ]

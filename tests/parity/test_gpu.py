@@ -10,7 +10,8 @@ from nsa.kernels.shared.primitives import gdc_launch_dependents
 from nsa.testing.contestants.ours import OF, OURS
 from nsa.testing.fixtures import over
 from nsa.testing.judge.forward import Oracle, assert_parity
-from nsa.testing.matrix.case import Case, core
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.cases import core
 from nsa.testing.matrix.problem import Problem
 
 pytestmark = pytest.mark.gpu

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nsa.testing.clock import sharded, timing
+from nsa.testing.clock.cuda import EVENT_TICK_S
 from nsa.testing.clock.measure import gate_figures, run_facts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]
@@ -28,7 +29,7 @@ def test_context_parallel(world: int, device: torch.device, publish) -> None:
         off = max(one["check"][name] for one in found["sharded"] for name in ("dq", "dk", "dv"))
         assert off < OFF, f"gradients differ from those of one GPU by {off:.1e} of the largest"
         times = {
-            name: timing.Timing([ms / 1e3 for ms in samples], "eager", False, 1, 1, sharded.TICK_S)
+            name: timing.Timing([ms / 1e3 for ms in samples], "eager", False, 1, 1, EVENT_TICK_S)
             for name, samples in (("ours", first["whole"]), ("one_gpu", found["one_gpu"]))
         }
         info = run_facts(device) | gate_figures(times, ["one_gpu"]) | sharded.ratios(ask, found, first)

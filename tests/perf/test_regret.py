@@ -29,7 +29,7 @@ def compiled(request: pytest.FixtureRequest, device: torch.device) -> None:
 def test_regret(seed: int, compiled: None, device: torch.device, publish) -> None:
     def take() -> tuple[timing.Timing, dict[str, Any]]:
         with nsa.configure(probe="never"):  # the kernels were compiled ahead
-            times, row = regret.measured(seed, pool(device))
+            times, row = regret.time_seed(seed, pool(device))
         return times, run_facts(device) | {"regret": row}
 
     publish(f"regret: {kind(regret.drawn(seed).case)}", *take(), again=take, core=False)

@@ -8,7 +8,7 @@ import torch
 from nsa.testing.clock import timing, training
 from nsa.testing.clock.measure import gate_figures, run_facts
 from nsa.testing.contestants import prefill as dense
-from nsa.testing.matrix.case import prefill
+from nsa.testing.matrix.cases import prefill
 from nsa.testing.matrix.problem import Problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=timing.clock)]

@@ -33,7 +33,7 @@ def compiled(request: pytest.FixtureRequest, device: torch.device) -> None:
 
 def test_workload(name: str, compiled: None, device: torch.device, publish, pytestconfig: pytest.Config) -> None:
     path, found = entries(pytestconfig)
-    take = partial(mix.measured, path.stem, found[name], pool(device))
+    take = partial(mix.time_entry, path.stem, found[name], pool(device))
     with nsa.configure(probe="never"):  # the kernels were compiled ahead
         samples, info = take()
         publish(info["group"], samples, info, again=take)

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from nsa.testing import options, shapes
+from nsa.testing import replay, shapes
 from nsa.testing.clock.measure import Measurement
 from nsa.testing.clock.timing import Timing
 from nsa.testing.matrix.case import Case
@@ -172,7 +172,7 @@ def test_a_shape_that_fails_is_replayed_by_the_command_at_the_end(run, others):
     ids=["none", "default", "quoted"],
 )
 def test_shapes_by_hand_as_words(given, words):
-    assert options.by_hand_again(types.SimpleNamespace(getoption=given.get)) == words
+    assert replay.by_hand(types.SimpleNamespace(getoption=given.get)) == words
 
 
 REFUSED = [

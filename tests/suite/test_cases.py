@@ -7,7 +7,8 @@ import torch
 
 from nsa.testing.judge.forward import SAMPLED, Oracle, assert_parity, fp64, some_queries
 from nsa.testing.matrix import overlap
-from nsa.testing.matrix.case import PREFILL_HEADS, Case, core, full, long_context, parity, prefill, small
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.cases import PREFILL_HEADS, core, full, long_context, parity, prefill, small
 
 SMALL = Case(2, 16, 16, 64, 400, "prefill", "fp32", HKV=2, S=100, S_kv=130, block_size=16)
 

@@ -14,11 +14,11 @@ from nsa.testing.contestants.ours import OURS
 from nsa.testing.judge import evidence
 from nsa.testing.judge.diagnosis import diagnose
 from nsa.testing.judge.forward import Oracle, fp64
-from nsa.testing.matrix import case
 from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.cases import small
 
 DTYPES = ("fp32", "fp16")
-SMALL = list(dict.fromkeys(dataclasses.replace(c, dtype=d) for c in case.small() for d in DTYPES))
+SMALL = list(dict.fromkeys(dataclasses.replace(c, dtype=d) for c in small() for d in DTYPES))
 LONG = [  # rows and spans of so different lengths that sizes of blocks can be told apart
     Case(1, 16, 16, L, 12, dist, dtype, source=source, causal=False)
     for dtype in DTYPES for L, dist, source in [(400, "few", "varlen"), (1000, "mixed", "ranges")]
@@ -135,14 +135,13 @@ def filled(p, value, *where):
 
 def reordered(p, order, *names):
     """The right answer of a problem some of whose tensors have batch entries in another order."""
-    return kernel(dataclasses.replace(p, **{name: getattr(p, name)[order] for name in names}, extra={}))
+    return kernel(dataclasses.replace(p, **{name: getattr(p, name)[order] for name in names}))
 
 
 def one_sequence(p):
     tensors = {name: getattr(p, name) for name in ("q", "k", "v", "ranges", "block_indices")}
     return dataclasses.replace(
         p, **{name: None if x is None else x[None] for name, x in tensors.items()}, cu_seqlens=None, cu_seqlens_k=None,
-        extra={},
     )  # fmt: skip
 
 
@@ -193,7 +192,7 @@ FAULTS = {
     "one-key-late": (lambda p: kernel(p, limit=lambda own, _: own + 2), causal, "ends the causal window one key late"),
     "non-causal": (lambda p: kernel(p, limit=lambda _, total: total), causal, "reads keys beyond the causal limit"),
     "q-positions": (
-        lambda p: kernel(dataclasses.replace(p, q_positions=None, extra={})), lambda c: c.positions and c.causal,
+        lambda p: kernel(dataclasses.replace(p, q_positions=None)), lambda c: c.positions and c.causal,
         "ignores q_positions",
     ),
     "from-position-0": (
@@ -304,11 +303,11 @@ FAULTS = {
         "reads the keys and values of another packed row: each reads those of the first",
     ),
     "cu_seqlens-of-queries": (
-        lambda p: kernel(dataclasses.replace(p, cu_seqlens_k=None, extra={})), keys_differ,
+        lambda p: kernel(dataclasses.replace(p, cu_seqlens_k=None)), keys_differ,
         "takes cu_seqlens of the queries for those of the keys",
     ),
     "place-among-all": (
-        lambda p: kernel(dataclasses.replace(p, q_positions=torch.arange(len(p.q)), extra={})),
+        lambda p: kernel(dataclasses.replace(p, q_positions=torch.arange(len(p.q)))),
         lambda c: c.seqlens and c.causal, "takes a query's place among all packed queries for its position",
     ),
     "one-sequence": (
@@ -507,7 +506,7 @@ def test_rows_that_select_nothing(source, dtype):
     assert diagnose(less, oracle, [both]) == [both]
 
 
-@pytest.mark.parametrize("c", [c for c in SMALL if c in case.small()], ids=str)
+@pytest.mark.parametrize("c", [c for c in SMALL if c in small()], ids=str)
 def test_a_right_result_and_garbage_have_no_finding(c):
     oracle = oracle_of(c)
     out, lse = fp64(oracle.problem)

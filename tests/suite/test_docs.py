@@ -21,7 +21,7 @@ from nsa.testing.clock import guard
 from nsa.testing.contestants import named
 from nsa.testing.gate import rule, store
 from nsa.testing.judge import forward
-from nsa.testing.matrix import case
+from nsa.testing.matrix import cases
 from nsa.testing.report import tables
 
 ROOT = Path(__file__).parents[2]
@@ -317,7 +317,7 @@ def searched_by_k():
     """What `-k` may look for: the tests' sources, and the cases' ids."""
     folders = [ROOT / "tests", ROOT / "nsa" / "testing" / "suite"]
     sources = [path for folder in folders for path in folder.rglob("test_*.py") if path != Path(__file__)]
-    ids = [case.id for case in (*case.parity(), *case.small(), *case.core())]
+    ids = [case.id for case in (*cases.parity(), *cases.small(), *cases.core())]
     return [path.read_text(encoding="utf-8") for path in sources] + ids
 
 

@@ -28,9 +28,9 @@ def record(folder, ratio, drift=(), control="plain"):
     baseline = store.find(folder, KEY)
     for i in range(1, 4):
         gate = Gate(KEY, baseline, recording=True, drift=drift)
-        samples, info = gate.judge("x", *timings(ratio, control), lambda: timings(ratio, control))
-        if gate.failure("x"):
-            return gate.failure("x")
+        samples, info, failure = gate.judge("x", *timings(ratio, control), lambda: timings(ratio, control))
+        if failure:
+            return failure
         stats = STATS | {"data": samples.samples, "rounds": 5, "iterations": 1, "ops": 1e3, "median": samples.median}
         bench = {"name": "x", "fullname": "x", "group": None, "extra_info": info, "stats": stats}
         document = {"machine_info": MACHINE, "commit_info": {"id": f"commit{number // 3}abcdefgh"}}

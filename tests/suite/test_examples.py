@@ -84,3 +84,14 @@ def test_serving_from_pages_gives_the_tokens_of_a_run_without_a_cache(lane, fres
         example.main()  # asserts that they are
     assert ("sdpa" in {record.route for record in nsa.routes()}) == (lane != "gpu")
     assert capsys.readouterr().out.startswith(f"{2 * example.STEPS} of {2 * example.STEPS} tokens are those of a run")
+
+
+def test_three_models_select_and_attend_as_plain_pytorch(one_thread, capsys):
+    """In the interpreter lane without Triton, which would take minutes."""
+    spec = importlib.util.spec_from_file_location("selecting", ROOT / "examples" / "selecting.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    with torch.random.fork_rng():
+        example.main()  # asserts that they do
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in said] == ["M3", "QSA", "NSA"]

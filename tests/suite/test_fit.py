@@ -12,8 +12,9 @@ from nsa.testing.contestants.fit import ENOUGH, _limits, arranged, cases_of, fit
 from nsa.testing.contestants.named import OF_CACHES, of_function
 from nsa.testing.contestants.ours import NSA
 from nsa.testing.judge.forward import Oracle, assert_parity
-from nsa.testing.matrix.case import Case, core, parity, small
-from nsa.testing.matrix.strategies import OF_CONTESTANTS, lead, selections
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.cases import core, parity, small
+from nsa.testing.matrix.strategies import OF_CONTESTANTS, selections
 
 CONTRACTS = {
     "anything": Contract(takes=("ranges", "blocks"), sequences=True, positions=True),
@@ -60,7 +61,7 @@ def _draw(case):
     @settings(max_examples=10)
     @given(selections(case))
     def drawn(selection):
-        assert selection.shape[: -1 if case.source == "blocks" else -2] == lead(case)
+        assert selection.shape[: -1 if case.source == "blocks" else -2] == (*case.lead, case.HKV)
 
     drawn()
 
@@ -83,11 +84,11 @@ def noisy(p):
     if p.block_indices is not None:
         blocks = torch.randint(-2, 9, p.block_indices.shape, generator=g)
         blocks[:, ::5] = -1
-        return dataclasses.replace(p, block_indices=blocks.int().to(p.q.device), extra={})
+        return dataclasses.replace(p, block_indices=blocks.int().to(p.q.device))
     start = torch.randint(-30, 90, p.ranges.shape[:-1], generator=g)
     spans = torch.stack((start, start + torch.randint(-5, 40, start.shape, generator=g)), -1)
     spans[:, ::5] = 3
-    return dataclasses.replace(p, ranges=spans.to(p.q.device), extra={})
+    return dataclasses.replace(p, ranges=spans.to(p.q.device))
 
 
 def listed(p):

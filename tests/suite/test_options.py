@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from nsa.testing import options
+from nsa.testing import options, refusals
 
 
 def check(**given):
-    options.check_values(SimpleNamespace(option=SimpleNamespace(**given)))
+    refusals.check_values(SimpleNamespace(option=SimpleNamespace(**given)))
 
 
 VALUES = (
@@ -25,7 +25,7 @@ def test_every_option_of_the_suite_with_a_value_is_known(pytestconfig):
     flags = {name for name in ours if isinstance(pytestconfig.getoption(name), bool)}
     numbers = {*options.SAMPLING, "nsa_regret"}
     assert ours - flags - numbers == {name for name in VALUES if name.startswith("nsa_")} | set(LISTS)
-    options.check_values(pytestconfig)  # the defaults
+    refusals.check_values(pytestconfig)  # the defaults
 
 
 @pytest.mark.parametrize("empty", ["", "  "])
@@ -37,9 +37,9 @@ def test_an_empty_value_is_refused(name, empty):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", options.NEEDS)
+@pytest.mark.parametrize("name", refusals.NEEDS)
 def test_an_option_that_needs_another_is_refused_alone(name):
-    first, *others = options.NEEDS[name]
+    first, *others = refusals.NEEDS[name]
     unset = {"nsa_against": None, "benchmark_compare": [], "nsa_save_baseline": False, "nsa_recording": False}
     with pytest.raises(pytest.UsageError, match=f"^{options.spelled(name)} needs {options.spelled(first)}"):
         check(**unset | {name: True})

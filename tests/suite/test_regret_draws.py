@@ -60,7 +60,7 @@ def test_a_seed_names_its_shape_and_successive_ones_share_a_model():
 
 @pytest.mark.parametrize("small", [False, True], ids=["plain", "pages"], indirect=True)
 def test_a_shape_is_checked_and_timed_with_every_schedule(small):
-    times, row = regret.measured(7, Pool(CPU, 1 << 20), clock)
+    times, row = regret.time_seed(7, Pool(CPU, 1 << 20), clock)
     assert times.median == US["auto"] * 1e-6
     assert row["us"] == {name: us for name, us in US.items() if name != "other"}
     assert (row["best"], row["regret"], row["peer"]) == ("key_major", 1.5, None)
@@ -90,7 +90,7 @@ def test_what_a_peer_derives_is_made_before_it_is_timed(small, monkeypatch):
 
     peer = Contestant("other", lambda p, lse, out: auto.run(p.derived(arguments)), lse=False)
     monkeypatch.setattr(regret, "beside", lambda shape: [peer])
-    regret.measured(0, Pool(CPU, 1 << 20), lambda fns, **how: timing.append(1) or clock(fns, **how))
+    regret.time_seed(0, Pool(CPU, 1 << 20), lambda fns, **how: timing.append(1) or clock(fns, **how))
     assert len(made) == 2
 
 
@@ -99,13 +99,13 @@ def test_a_wrong_schedule_fails_and_a_wrong_peer_is_left_out(small, monkeypatch)
     auto, *others = regret.contestants(regret.drawn(0))
     wrong = [Contestant(name, lambda p, lse, out: auto.run(p) * 1.2, lse=False) for name in ("auto", "union", "other")]
     monkeypatch.setattr(regret, "beside", lambda shape: wrong[2:])
-    row = regret.measured(0, Pool(CPU, 1 << 20), clock)[1]
+    row = regret.time_seed(0, Pool(CPU, 1 << 20), clock)[1]
     assert row["left_out"]["other"].startswith("wrong: other: an output differs by")
     assert "other" not in row["us"]
     for mine, said in (([auto, *others, wrong[1]], "union: wrong: union: an"), ([wrong[0]], "auto: an output differs")):
         monkeypatch.setattr(regret, "contestants", lambda shape, mine=mine: mine)
         with pytest.raises(AssertionError, match=said):
-            regret.measured(0, Pool(CPU, 1 << 20), clock)
+            regret.time_seed(0, Pool(CPU, 1 << 20), clock)
 
 
 def made_up(seed, **us):

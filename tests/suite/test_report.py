@@ -14,7 +14,7 @@ import pytest
 
 import nsa.gpu
 from nsa import settings
-from nsa.testing.matrix.case import core
+from nsa.testing.matrix.cases import core
 from nsa.testing.report import pages, summary, table, tables
 from nsa.testing.report.recording import by_kind, grouped, load, newest
 from nsa.testing.report.table import Column, Table, Two

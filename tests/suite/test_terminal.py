@@ -11,7 +11,8 @@ import pytest
 
 from nsa.testing.gate import words
 from nsa.testing.gate.rule import Reading, Side, judge
-from nsa.testing.matrix.case import Case, long_context
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.cases import long_context
 from nsa.testing.report import terminal
 
 pytest_plugins = ["pytester"]

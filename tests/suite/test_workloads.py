@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa.__main__ import main
-from nsa.testing import options
+from nsa.testing import refusals
 from nsa.testing.clock.serving import Pool, problems, serve
 from nsa.testing.clock.timing import Timing, each
 from nsa.testing.contestants.contract import Contestant
@@ -93,14 +93,14 @@ def test_a_wrong_file_ends_the_run_at_once(small):
     names = "expected m3-decode, m3-prefill, nsa-training, or the path of a file"
     for given, said in ((str(small), "line 7: weight: expected"), ("m4", names)):
         with pytest.raises(pytest.UsageError, match=said):
-            options.check(Session("nsa_workload", nsa_workload=given))
+            refusals.check(Session("nsa_workload", nsa_workload=given))
 
 
 @pytest.mark.parametrize("other", ["nsa_regret", "nsa_shape"])
 def test_one_special_run_at_a_time(small, other):
     given = {"nsa_workload": str(small), other: ["L=64"] if other == "nsa_shape" else 3}
     with pytest.raises(pytest.UsageError, match="times its own cases alone: leave out --nsa-"):
-        options.check(Session(**given))
+        refusals.check(Session(**given))
 
 
 def clock(fns, **sampling):
@@ -112,7 +112,7 @@ def clock(fns, **sampling):
 
 def test_every_shape_is_checked_in_fp64_and_timed(small):
     """In pages and without, ragged and not, with a last page that is not full."""
-    found = [mix.measured("small", entry, Pool(torch.device("cpu"), 1 << 20), clock) for entry in file.read(small)]
+    found = [mix.time_entry("small", entry, Pool(torch.device("cpu"), 1 << 20), clock) for entry in file.read(small)]
     assert [times.median for times, _ in found] == [1e-5] * 6
     facts = [fact for _, fact in found]
     assert {fact["control"] for fact in facts} == {"dense_flash"}

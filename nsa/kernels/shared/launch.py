@@ -82,6 +82,7 @@ class Variant:
         cluster: number of neighbouring programs, along the first axis of the grid, that run at the same time and can
             wait for each other. The grid counts clusters. 0: no clusters, as on GPUs without them.
         static: bytes of shared memory that a program of a cluster declares in assembly, which Triton does not know of.
+        tried_first: whether `asking` is asked before Triton compiles the kernel.
         blocks: by position of a tensor that the kernel takes as a tensor descriptor, the shape of the blocks that TMA
             loads. Addresses of these tensors, and all strides but the last, must be multiples of 16 bytes.
     """
@@ -92,6 +93,7 @@ class Variant:
     cluster: int = 0
     static: int = 0
     blocks: dict[int, list[int]] = field(default_factory=dict)
+    tried_first: bool = True
     _compiled: tuple[Any, ...] | None = None
     _asked: dict[Any, Any] = field(default_factory=dict)  # by compiled kernel, its function with more shared memory
     _probed: set[tuple[bool, ...]] = field(default_factory=set)  # which tensors were aligned when it was asked about
@@ -161,7 +163,7 @@ class Variant:
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
         aligned = [address & 15 == 0 for address in addresses]
         common = common and all(aligned)
-        if tuple(aligned) not in self._probed:
+        if self.tried_first and tuple(aligned) not in self._probed:
             asking.ask(self, device, tensors)
             self._probed.add(tuple(aligned))
         keywords = self.constexprs | self.options | {"enable_fp_fusion": True}

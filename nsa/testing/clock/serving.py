@@ -31,7 +31,7 @@ from nsa.testing.contestants.peers import peers, vllm, xunhao
 from nsa.testing.matrix.caches import E4M3
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.inputs import blocks_of
-from nsa.testing.matrix.m3 import Combined, Shape, block_table, combined, sequences
+from nsa.testing.matrix.m3 import Combined, Shape, block_table, combined
 from nsa.testing.matrix.problem import Problem, spans_of_blocks
 
 MOST_SETS = 48  # of a rotation; enough for a call that reads 1 MiB
@@ -72,7 +72,7 @@ class Pool:
 def largest(shape: Shape) -> int:
     """Bytes of the largest tensor of a shape."""
     case = shape.case
-    keys = sum(-(-S_kv // case.block_size) * case.block_size for _, S_kv in sequences(case)) * case.HKV
+    keys = sum(-(-S_kv // case.block_size) * case.block_size for _, S_kv in case.sequences) * case.HKV
     numbers = max(keys * (case.D + case.Dv if shape.paged else max(case.D, case.Dv)), case.N * case.H * case.D)
     return numbers * case.torch_dtype.itemsize
 
@@ -92,18 +92,17 @@ def problems(shape: Shape, seed: int, numbers: Pool, sets: int) -> list[Problem]
     g = torch.Generator(device).manual_seed(seed)
     blocks = blocks_of(case, g)
     spans = spans_of_blocks(blocks, case.block_size)
-    pairs = sequences(case)
-    queries, keys = (sum(case.seqlens),), (sum(S_kv for _, S_kv in pairs),)
-    lead, of_keys = (queries, keys) if case.seqlens else ((case.B, case.S), (case.B, case.S_kv))
-    cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(x)], device=device).int() for x in zip(*pairs, strict=True))
-    lengths = torch.tensor([S_kv for _, S_kv in pairs], dtype=torch.int32)
+    queries, keys = zip(*case.sequences, strict=True)
+    of_keys = (sum(keys),) if case.seqlens else (case.B, case.S_kv)
+    cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(x)], device=device).int() for x in (queries, keys))
+    lengths = torch.tensor(keys, dtype=torch.int32)
     table, count = block_table(lengths, case.block_size, seed)
     lengths, table = lengths.to(device), table.to(device)
     scale = torch.full((case.HKV,), SCALE, device=device) if shape.fp8 else None
     scales = None if scale is None else (scale, scale)
     made = []
     for _ in range(sets):
-        q = numbers.take(case.torch_dtype, *lead, case.HQ, case.D)
+        q = numbers.take(case.torch_dtype, *case.lead, case.HQ, case.D)
         k, v = (numbers.take(case.torch_dtype, *of_keys, case.HKV, d) for d in (case.D, case.Dv))
         p = Problem(case, seed, q, k, v, spans, blocks, case.block_size, scales=scales)
         if case.seqlens:
@@ -151,7 +150,7 @@ def exact(p: Problem) -> tuple[Tensor, Tensor]:
     Keys are looked up one by one, in the pages if there are some. None of our code for spans and pages is used.
     """
     case, device = p.case, p.q.device
-    pairs = sequences(case)
+    pairs = case.sequences
     row = case.HKV * case.L * (case.D + case.Dv) * 8
     tokens = torch.linspace(0, case.N // case.HKV - 1, max(3, min(64, EXACT_BYTES // row))).long().unique().to(device)
     first_q, first_k = (torch.tensor([0, *itertools.accumulate(x)], device=device) for x in zip(*pairs, strict=True))
@@ -294,5 +293,5 @@ def warm(shape: Shape, contestants: Iterable[Contestant], device: torch.device) 
 
 def kind(case: Case) -> str:
     """What a call is: a whole prompt, a chunk of a longer one, or a decode step of at most four queries."""
-    pairs = sequences(case)
+    pairs = case.sequences
     return "prompt" if pairs[0][0] == pairs[0][1] else "decode" if max(S for S, _ in pairs) <= 4 else "chunk"

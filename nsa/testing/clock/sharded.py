@@ -31,13 +31,13 @@ import nsa
 from nsa.distributed import passes, selection_attention
 from nsa.distributed.shards import Layout
 from nsa.testing.clock.timing import once_if_unmeasured
-from nsa.testing.matrix.case import prefill
-from nsa.testing.matrix.inputs import _shared_blocks
+from nsa.testing.clock.training import event_s, host_s, peak_bytes
+from nsa.testing.matrix.cases import prefill
+from nsa.testing.matrix.inputs import shared_blocks
 
 Step = Callable[[], tuple[Tensor, ...]]
 MUST = {"speedup": 1.85, "hidden": 0.70, "memory": 1.15, "world_of_1": 1.02, "long": 1.34}
 LEAD_CYCLES = 8_000_000  # 4 ms of an H100, in which the host queues a step, so that launches are not timed
-TICK_S = 5e-7  # the resolution of CUDA's events
 SHORT = 16_384  # a prompt of this many tokens takes the same kernels as longer ones
 
 
@@ -86,7 +86,7 @@ def draw(ask: Ask, tokens: Tensor, seed: int) -> Inputs:
     )
     case = prefill(S, ask.HQ, ask.HKV, ask.shared)
     visible = (tokens + 1).repeat_interleave(ask.HKV)
-    return Inputs(q, k, v, do, _shared_blocks(case, visible, visible, g).view(1, S, ask.HKV, -1))
+    return Inputs(q, k, v, do, shared_blocks(case, visible, visible, g).view(1, S, ask.HKV, -1))
 
 
 def step(x: Inputs, attend: Callable[..., Any], **options: Any) -> tuple[Tensor, ...]:
@@ -152,20 +152,10 @@ class Clock:
 
     def one(self, call: Step) -> float:
         """Milliseconds of one call on this rank, which begins when all ranks are ready."""
-        if self.device.type == "cpu":
-            dist.barrier()
-            began = time.perf_counter()
-            call()
-            return (time.perf_counter() - began) * 1e3
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         dist.barrier()
-        torch.cuda._sleep(LEAD_CYCLES)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end))
+        return 1e3 * (host_s(call) if self.device.type == "cpu" else event_s(call, LEAD_CYCLES))
 
     def times(self, *calls: Step, samples: int | None = None, slowest: bool = True) -> list[list[float]]:
         """Samples of each call, in turn, after one that is not counted; of the slowest rank, or of this one."""
@@ -179,13 +169,7 @@ class Clock:
         """Peak bytes of a call and its inputs, of the rank that needs the most."""
         if self.device.type == "cpu":
             return 0
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        torch.cuda.synchronize()
-        taken = torch.tensor(torch.cuda.max_memory_allocated() - before + inputs, device=self.device)
+        taken = torch.tensor(peak_bytes(call) + inputs, device=self.device)
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         return int(taken)
 
@@ -207,9 +191,7 @@ def _rank(rank: int, ask: Ask, port: int, path: str) -> None:
     else:
         torch.set_num_threads(1)
     where = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group(
-        "nccl" if gpu else "gloo", init_method=where, rank=rank, world_size=ask.world
-    )  # fmt: skip
+    dist.init_process_group("nccl" if gpu else "gloo", init_method=where, rank=rank, world_size=ask.world)
     alone = [dist.new_group([other]) for other in range(ask.world)][rank]
     eager = _priority_group(gpu)
     began = time.perf_counter()

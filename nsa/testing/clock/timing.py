@@ -210,11 +210,9 @@ def _time_host(
         samples[name].append(_host_sample(fns[name], repeats[name], sync))
     tick = max(time.get_clock_info("perf_counter").resolution, _clock_cost())
     return {
-        name: Timing(
-            samples[name], "host", False, len(calls), repeats[name] * len(calls), tick
-        ).resolved(name)
+        name: Timing(samples[name], "host", False, len(calls), repeats[name] * len(calls), tick).resolved(name)
         for name, calls in fns.items()
-    }  # fmt: skip
+    }
 
 
 def _host_sample(calls: Sequence[Fn], repeats: int, sync: Fn | None) -> float:

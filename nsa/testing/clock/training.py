@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from nsa.plain.oracle import selection_reference
 from nsa.testing.clock.cuda import EVENT_TICK_S
 from nsa.testing.clock.guard import Ceilings, guard
 from nsa.testing.clock.measure import why_not
-from nsa.testing.clock.timing import LEAST, Timing, in_turn, once_if_unmeasured
+from nsa.testing.clock.timing import LEAST, Fn, Timing, in_turn, once_if_unmeasured
 from nsa.testing.contestants import prefill
 from nsa.testing.contestants.peers import FLA, call_fla, fla_supports, installed
 from nsa.testing.judge.forward import describe, some_queries
@@ -132,7 +133,7 @@ def train(
             kept.append(one)
         else:
             left_out[one.name] = reason
-    peaks = {one.name: _peak(one, p, do) for one in kept} if p.q.is_cuda else {}
+    peaks = {one.name: peak_bytes(partial(gradients, one, p, do)) for one in kept} if p.q.is_cuda else {}
     times = {}
     for each in what:
         calls = {one.name: _call(each, one, p, do) for one in kept}
@@ -183,7 +184,7 @@ def gradients(one: Trainee, p: Problem, do: Tensor) -> Gradients:
     return torch.autograd.grad(one.attend(p, *leaves), leaves, do)
 
 
-def _call(what: str, one: Trainee, p: Problem, do: Tensor) -> Callable[[], object]:
+def _call(what: str, one: Trainee, p: Problem, do: Tensor) -> Fn:
     if what == "step":
         return lambda: gradients(one, p, do)
     leaves = _leaves(p)
@@ -191,23 +192,21 @@ def _call(what: str, one: Trainee, p: Problem, do: Tensor) -> Callable[[], objec
     return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
 
 
-def _peak(one: Trainee, p: Problem, do: Tensor) -> int:
-    """Peak memory of a step in bytes, without its inputs and with its outputs and gradients."""
+def peak_bytes(call: Fn) -> int:
+    """Peak memory of a call on the current GPU, without its inputs and with what it returns."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(p.q.device)
-    torch.cuda.reset_peak_memory_stats(p.q.device)
-    gradients(one, p, do)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated(p.q.device) - before
+    return torch.cuda.max_memory_allocated() - before
 
 
-def _time(
-    calls: dict[str, Callable[[], object]], p: Problem, iters: int, warmup: int, budget_s: float
-) -> dict[str, Timing]:
+def _time(calls: dict[str, Fn], p: Problem, iters: int, warmup: int, budget_s: float) -> dict[str, Timing]:
     """Time calls in turn: `budget_s` seconds of samples for each, and at least `LEAST` samples."""
     once_if_unmeasured(calls.values())
-    clock = _event_s if p.q.is_cuda else _host_s
+    clock = event_s if p.q.is_cuda else host_s
     counts: dict[str, int] = {}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for name, call in calls.items():
@@ -221,9 +220,10 @@ def _time(
     return {name: Timing(x, how, False, 1, 1, tick).resolved(name) for name, x in samples.items()}
 
 
-def _event_s(call: Callable[[], object]) -> float:
+def event_s(call: Fn, lead_cycles: int = LEAD_CYCLES) -> float:
+    """Seconds that a call takes on the GPU. lead_cycles: for which the GPU waits, while the host queues the call."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(LEAD_CYCLES)
+    torch.cuda._sleep(lead_cycles)
     start.record()
     call()
     end.record()
@@ -231,7 +231,8 @@ def _event_s(call: Callable[[], object]) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def _host_s(call: Callable[[], object]) -> float:
+def host_s(call: Fn) -> float:
+    """Seconds that a call takes on the host."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -306,9 +307,7 @@ def _exact(p: Problem, do: Tensor, at: Tensor, heads: slice) -> Gradients:
     seen = p.at(at)
     group = p.case.H
     of_q = slice((heads.start or 0) * group, None if heads.stop is None else heads.stop * group)
-    leaves = [
-        x.double().requires_grad_() for x in (seen.q[:, :, of_q], seen.k[:, :, heads], seen.v[:, :, heads])
-    ]  # fmt: skip
+    leaves = [x.double().requires_grad_() for x in (seen.q[:, :, of_q], seen.k[:, :, heads], seen.v[:, :, heads])]
     selection: dict[str, Any] = {
         name: x[:, :, heads] if isinstance(x, Tensor) and name in ("ranges", "block_indices") else x
         for name, x in seen.selection.items()

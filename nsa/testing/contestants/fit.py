@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa.testing.contestants.contract import Contract
 from nsa.testing.matrix.case import Case
-from nsa.testing.matrix.problem import Problem
+from nsa.testing.matrix.problem import Problem, bounds
 
 ENOUGH = 50  # with fewer distinct cases a kernel is not proved
 PLENTY = 64  # if fewer cases fit a contract, more are added up to this number
@@ -138,20 +138,14 @@ def with_limit(p: Problem, contract: Contract, limit: Tensor) -> Problem:
         blocks = None if blocks is None else blocks[..., :1, :].expand_as(blocks)
     if "blocks" not in contract.takes or blocks is None:
         spans = _arranged_spans(p.ranges, limit, needs)
-        return dataclasses.replace(p, ranges=spans.to(p.ranges.dtype), block_indices=None, block_size=None, extra={})
+        return dataclasses.replace(p, ranges=spans.to(p.ranges.dtype), block_indices=None, block_size=None)
     assert p.block_size is not None
     return p.choosing(_arranged_blocks(blocks.to(torch.int64), limit, p.block_size, needs))
 
 
 def _limits(p: Problem) -> Tensor:
     """`[..., HKV, 1]` int64: one past the last key that each row may see."""
-    at = p.positions().view(p.q.shape[:-2])
-    if p.cu_seqlens_pair is None:
-        keys = torch.full_like(at, p.k.shape[1])
-    else:
-        cu_q, cu_k = (x.to(torch.int64) for x in p.cu_seqlens_pair)
-        keys = cu_k.diff().repeat_interleave(cu_q.diff())
-    limit = (at + 1).clamp(min=0).minimum(keys) if p.causal else keys
+    limit = bounds(p)[2].view(p.q.shape[:-2])
     return limit[..., None, None].expand(*limit.shape, p.ranges.shape[-3], 1)
 
 

@@ -130,9 +130,7 @@ def kvcache(page_size: int | None) -> Contestant:
         how: dict[str, Any] = {"block_indices": p.block_indices, "block_size": p.block_size}
         how = {"ranges": p.ranges} if p.block_indices is None else how
         how |= {"causal": p.causal, "scale": p.scale, "max_selected": p.case.L, "return_lse": return_lse, "out": out}
-        return nsa.selection_attention_with_kvcache(
-            p.q, cache.k, cache.v, **cache.arguments, **how, backend="triton"
-        )  # fmt: skip
+        return nsa.selection_attention_with_kvcache(p.q, cache.k, cache.v, **cache.arguments, **how, backend="triton")
 
     def supports(case: Case) -> str | None:
         if case.seqlens or case.positions or case.source not in ("blocks", "ranges"):
@@ -155,20 +153,9 @@ def _nsa(
     )
 
 
-NSA = of_function(
-    "nsa",
-    _nsa,
-    Contract(
-        takes=("ranges", "blocks"),
-        sequences=True,
-        positions=True,
-        caches=CACHES,
-        fp8=True,
-        ragged=True,
-        lse="e",
-        gradients=True,
-        repeatable=True,
-    ),  # fmt: skip
-    declared=True,
-)
+CONTRACT = Contract(
+    takes=("ranges", "blocks"), sequences=True, positions=True, caches=CACHES, fp8=True, ragged=True, lse="e",
+    gradients=True, repeatable=True,
+)  # fmt: skip
+NSA = of_function("nsa", _nsa, CONTRACT, declared=True)
 """Our front doors, with a contract as other kernels declare it."""

@@ -5,11 +5,12 @@ They are checked against the oracle like our own. The results say why a peer doe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +42,15 @@ def installed(module: str) -> Any:
             return importlib.import_module(module)
     except UNUSABLE:
         return None
+
+
+@contextlib.contextmanager
+def _this_version() -> Iterator[None]:
+    """Raises NotImplementedError where a peer of another version has other arguments or names."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
 
 
 def peers() -> dict[str, Contestant]:
@@ -79,10 +89,8 @@ def tune_for(module: str, *tensors: Tensor) -> None:
 def call_fla(function: Callable[..., Any], p: Problem, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     """Call a function of fla-core, tuned for these shapes. rest: arguments after the scale."""
     tune_for(FLA, q, k)
-    try:
+    with _this_version():
         return function(q, k, v, p.block_indices, p.case.n, p.block_size, p.scale or p.case.D**-0.5, *rest)
-    except (TypeError, AttributeError) as error:
-        raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
 
 
 def _fla(forward: Callable[..., tuple[Tensor, Tensor]]) -> Any:
@@ -124,10 +132,8 @@ def _xunhao(function: Callable[..., Tensor]) -> Any:
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Tensor:
         blocks, ends = p.derived(_sequences)
         q, k, v = (x.flatten(0, 1) for x in (p.q, p.k, p.v))
-        try:
+        with _this_version():
             return function(q, k, v, blocks, p.block_size, ends, p.scale).view(*p.q.shape[:-1], p.case.Dv)
-        except (TypeError, AttributeError) as error:
-            raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
 
     return call
 
@@ -169,10 +175,8 @@ def _vllm(chunks: Callable[..., None], steps: Callable[..., None]) -> Any:
         o = torch.empty_like(p.q) if out is None else out
         for tokens, arguments in p.derived(vllm_arguments):
             function = steps if "decode_query_len" in arguments else chunks
-            try:
+            with _this_version():
                 function(**arguments, output=o.flatten(0, -3)[tokens])
-            except (TypeError, AttributeError) as error:
-                raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
         return o
 
     return call
@@ -189,8 +193,7 @@ def vllm_arguments(p: Problem) -> list[tuple[slice, dict[str, Any]]]:
     scales = {} if p.scales is None else {"k_scale": p.scales[0][:1].clone(), "v_scale": p.scales[1][:1].clone()}
     calls: list[tuple[slice, dict[str, Any]]] = []
     first = token = 0
-    pairs = m3.sequences(p.case)
-    for step, some in itertools.groupby((S for S, _ in pairs), lambda S: S if S <= VLLM_STEP else None):
+    for step, some in itertools.groupby((S for S, _ in p.case.sequences), lambda S: S if S <= VLLM_STEP else None):
         queries = list(some)
         mine, tokens = slice(first, first + len(queries)), slice(token, token + sum(queries))
         first, token = mine.stop, tokens.stop

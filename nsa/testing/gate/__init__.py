@@ -1,5 +1,7 @@
 """The performance gate: is a benchmark slower than its baseline?
 
-`rule` decides, `store` keeps baselines in files, `run` gates one session, `against` compares two commits, `words` has
-the texts of verdicts, and `hooks` connects the gate to pytest.
+A benchmark hands its samples to the fixture `publish` (`nsa.testing.benchmarks`). That asks `hooks.judged`, which asks
+the session's `run.Gate.judge`, which asks `rule.judge`. If the verdict is a FAIL, `publish` fails the benchmark's test.
+
+`store` keeps baselines in files, `against` compares two commits, and `words` has the texts of verdicts.
 """

@@ -1,9 +1,8 @@
-"""The gate's part in pytest: options, refusals, recording, and the hooks that judge and report."""
+"""The gate's part in pytest: runs of several processes, and the hooks that judge and report."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -13,106 +12,20 @@ from typing import Any
 import pytest
 from pytest_benchmark.storage.file import FileStorage
 
-from nsa.testing import options
+from nsa.testing import options, refusals
 from nsa.testing.clock.guard import undetectable
 from nsa.testing.clock.timing import Timing
 from nsa.testing.gate import against, children, store, words
 from nsa.testing.gate.run import Again, Gate, Info
 from nsa.testing.gate.store import Baseline, Key
 from nsa.testing.machine import commit, under_test
+from nsa.testing.options import STORAGE
 from nsa.testing.report.document import read
 
-NOT_CORE = ("nsa_full", *options.BY_HAND, "nsa_update_thresholds", "nsa_regret")
-STORAGE = "--benchmark-storage"
 UPSTREAM_STORAGE = "file://./.benchmarks"  # pytest-benchmark's default: the option was not given
-_compare_key = pytest.StashKey[Any]()  # the value of --benchmark-compare
+compare_key = pytest.StashKey[Any]()  # the value of --benchmark-compare
 gate_key = pytest.StashKey[Gate | None]()
-_regressed_key = pytest.StashKey[list[str]]()  # what --benchmark-compare-fail found
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("nsa", "selection attention")
-    flags = {
-        "--nsa-save-baseline": "run the perf session in three processes, and keep the results as the baseline of this "
-        "device if all three pass",
-        "--nsa-accept-regression": "save a baseline even if a benchmark became slower",
-        "--nsa-strict": "exit with status 1 also if a verdict is ambiguous or if nothing was gated",
-    }
-    options.add_flags(group, flags)
-    group.addoption(
-        "--nsa-against",
-        metavar="REF",
-        help="run the perf session in this tree and in a git worktree of REF, in processes that take turns, and gate "
-        "this tree against REF; needs no baseline",
-    )
-    group.addoption(
-        "--nsa-accept-drift",
-        action="append",
-        default=[],
-        metavar="BENCHMARK",
-        help="let this benchmark be slower than its best recording, which it became in small steps (repeatable)",
-    )
-    group.addoption("--nsa-recording", action="store_true", help=argparse.SUPPRESS)  # a process of --nsa-save-baseline
-
-
-# --- refusals --------------------------------------------------------------------------------------------------------
-
-
-def refusal(config: pytest.Config) -> str | None:
-    """Why a run with these options would pass without comparing or recording anything; None if it would not.
-
-    For instance, pytest-benchmark disables itself under xdist, and only warns.
-    """
-    option = config.option
-    names = ("benchmark_compare", "benchmark_compare_fail", "benchmark_save", "benchmark_autosave")
-    asked = [name for name in (*names, "nsa_save_baseline", "nsa_recording", "nsa_against") if getattr(option, name)]
-    if not asked:
-        return None
-    first = options.spelled(asked[0])
-    if (reason := options.without_benchmarks(config, first)) is not None:
-        return reason
-    if option.benchmark_skip and not option.benchmark_only:
-        return f"{first} needs benchmarks: leave out --benchmark-skip"
-    baseline = option.nsa_save_baseline or option.nsa_recording
-    if not option.benchmark_compare and not baseline and not option.nsa_against:
-        return None
-    if not baseline and config.inipath is None and STORAGE in map(str, config.invocation_params.args):
-        folder = option.benchmark_storage
-        return f"{STORAGE} {folder}: pytest takes the folder for a path of tests: write {STORAGE}={folder}"
-    swallowed = _swallowed(config, option.benchmark_compare)
-    if swallowed is not None:
-        return swallowed
-    if option.nsa_hot:
-        return f"{first}: gated and recorded times are of cold buffers: leave out --nsa-hot"
-    if option.nsa_no_check:
-        return f"{first}: gated and recorded benchmarks are checked first: leave out --nsa-no-check"
-    if baseline and option.nsa_sweep:
-        return f"{first}: a sweep is no baseline: leave out --nsa-sweep"
-    if len(set(option.nsa_impl)) > 1:
-        return f"{first}: a baseline is of one contestant: leave out all but one --nsa-impl"
-    sampled = list(options.sampled_otherwise(config))
-    for what, wrong in (("", [name for name in NOT_CORE if getattr(option, name)]), (", sampled by default", sampled)):
-        if baseline and wrong:
-            other = options.spelled(wrong[0])
-            return f"{first}: a baseline is of core{what}: leave out {other} (--benchmark-json keeps everything)"
-    return None
-
-
-def _swallowed(config: pytest.Config, value: object) -> str | None:
-    """An error text if the value of `--benchmark-compare` is a path of tests; None if it is a stored run.
-
-    pytest-benchmark takes the word after the option for the stored run to compare with. If that word is a path of
-    tests, pytest does not run those tests, and nothing is compared.
-    """
-    if not isinstance(value, str):
-        return None
-    path = Path(config.invocation_params.dir, value.partition("::")[0])
-    if "::" in value or path.is_dir() or path.suffix == ".py":
-        return (
-            f"--benchmark-compare takes {value} for the stored run to compare with: write the path before the option, "
-            f"pytest -m perf {value} --benchmark-compare"
-        )
-    return None
+_forbidden_key = pytest.StashKey[list[str]]()  # what --benchmark-compare-fail found
 
 
 # --- runs of several processes ---------------------------------------------------------------------------------------
@@ -121,11 +34,11 @@ def _swallowed(config: pytest.Config, value: object) -> str | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """With `--nsa-save-baseline` or `--nsa-against`, this process measures nothing. It starts processes that do."""
-    options.check_values(config)
+    refusals.check_values(config)
     option = config.option
     if option.collectonly or option.nsa_recording or not (option.nsa_save_baseline or option.nsa_against):
         return None
-    reason = _refused_parent(config)
+    reason = refusals.refused_of_several(config)
     if reason is not None:
         print(f"ERROR: {reason}", file=sys.stderr)
         return 1
@@ -139,22 +52,6 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     except (against.NotCompared, store.NotSaved, OSError) as e:
         print(f"{failed}: {e}", file=sys.stderr)
         return getattr(e, "status", 1)
-
-
-def _refused_parent(config: pytest.Config) -> str | None:
-    """Why a run of several processes cannot have these options; None if it can."""
-    option = config.option
-    if not options.has_benchmarks(config):
-        return "pytest-benchmark is switched off"
-    first = "--nsa-against" if option.nsa_against else "--nsa-save-baseline"
-    each = {"--benchmark-json": option.benchmark_json}
-    if option.nsa_against:
-        each |= {"--junitxml": option.xmlpath} | {options.spelled(n): getattr(option, n) for n in options.WRITES}
-        each |= {"--benchmark-compare": option.benchmark_compare, "--nsa-save-baseline": option.nsa_save_baseline}
-    given = next((name for name, value in each.items() if value), None)
-    if given is not None:
-        return f"{first} starts several processes, and {given} is for one process: leave out {given}"
-    return refusal(config)
 
 
 def _against(config: pytest.Config) -> int:
@@ -229,19 +126,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[gate_key] = None
     if hasattr(config, "workerinput") or not options.has_benchmarks(config):
         return
-    reason = refusal(config)
+    reason = refusals.refused(config)
     if reason is not None:
         pytest.exit(reason, returncode=1)
-    config.stash[_compare_key] = config.option.benchmark_compare
+    config.stash[compare_key] = config.option.benchmark_compare
     config.option.benchmark_compare = []  # `pytest_sessionstart` sets the option again, once the file is known
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     benchmarks = getattr(config, "_benchmarksession", None)  # the object that pytest-benchmark passes to its hooks
-    if benchmarks is None or _compare_key not in config.stash:
+    if benchmarks is None or compare_key not in config.stash:
         return
-    compare = config.option.benchmark_compare = config.stash[_compare_key]
+    compare = config.option.benchmark_compare = config.stash[compare_key]
     if not compare and not config.option.nsa_recording:
         return
     key = Key.of(benchmarks.get_machine_info())
@@ -293,55 +190,39 @@ def compared_with(config: pytest.Config) -> list[Path]:
     return [] if gate is None or gate.baseline is None else gate.baseline.paths
 
 
-def gated_again(config: pytest.Config) -> str:
-    """The command-line options that gate another run as this one; empty if this run is not gated."""
-    compare, option = config.stash.get(_compare_key, None), config.option
-    if not compare:
-        return ""
-    typed = ["--benchmark-compare" if compare is True else f"--benchmark-compare={compare}"]
-    typed += ["--nsa-strict"] if option.nsa_strict else []
-    typed += [] if option.benchmark_storage == UPSTREAM_STORAGE else [f"{STORAGE}={option.benchmark_storage}"]
-    return f" {shlex.join(typed)}"
-
-
 # --- verdicts --------------------------------------------------------------------------------------------------------
 
 
-def gated(config: pytest.Config, name: str, samples: Timing, info: Info, again: Again | None) -> tuple[Timing, Info]:
-    """Judge a benchmark if this run is gated. Returns the samples and facts to store."""
+def judged(
+    config: pytest.Config, name: str, samples: Timing, info: Info, again: Again | None
+) -> tuple[Timing, Info, str | None]:
+    """Judge a benchmark if this run is gated. Returns the samples and facts to store, and why its test has to fail."""
     gate = config.stash[gate_key]
     try:
-        return (samples, info) if gate is None else gate.judge(name, samples, info, again)
+        return (samples, info, None) if gate is None else gate.judge(name, samples, info, again)
     except ValueError as error:
         pytest.fail(str(error), pytrace=False)
 
 
-def enforce(config: pytest.Config, name: str) -> None:
-    """Fail the test of a benchmark that failed the gate, so that the verdict reaches JUnit and the exit status."""
-    gate = config.stash[gate_key]
-    reason = None if gate is None else gate.failure(name)
-    if reason is not None:
-        pytest.fail(reason, pytrace=False)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    """Fail a green run that gated nothing under `--nsa-strict`, or that `--benchmark-compare-fail` forbids.
+    """End a green run red if it gated nothing under `--nsa-strict`, or if pytest-benchmark's own rule forbids it.
 
-    All other hooks come first, so results are still written.
+    A slower benchmark has already failed its test (`benchmarks.publish`). All other hooks come first, so results are
+    still written.
     """
     yield
     config = session.config
     gate, option = config.stash.get(gate_key, None), config.option
-    regressed = config.stash[_regressed_key] = _regressed(getattr(config, "_benchmarksession", None))
+    forbidden = config.stash[_forbidden_key] = _forbidden(getattr(config, "_benchmarksession", None))
     excused = gate is None or gate.recording or option.collectonly
     unproved = gate is not None and gate.strict and not gate.on and not excused
-    if (unproved or regressed) and session.exitstatus == pytest.ExitCode.OK:
+    if (unproved or forbidden) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def _regressed(benchmarks: Any) -> list[str]:
-    """What --benchmark-compare-fail found. pytest-benchmark would raise it below its tables, with a traceback."""
+def _forbidden(benchmarks: Any) -> list[str]:
+    """What pytest-benchmark's --benchmark-compare-fail found, and would raise below its tables, with a traceback."""
     if benchmarks is None or not benchmarks.compare_fail:
         return []
     found = [f"{name}: {fail}" for name, fail in benchmarks.performance_regressions]
@@ -372,6 +253,6 @@ def _summarize(terminalreporter: pytest.TerminalReporter, config: pytest.Config)
         terminalreporter.section("gate")
         for line in gate.report(bench.name for bench in session.benchmarks if not bench.has_error):
             terminalreporter.write_line(line)
-        regressed = config.stash.get(_regressed_key, [])
-        for line in words.narrowed(regressed):
+        forbidden: list[str] = config.stash.get(_forbidden_key, [])
+        for line in words.narrowed(forbidden):
             terminalreporter.write_line(line)

@@ -43,8 +43,9 @@ class Gate:
         """Whether torch and Triton are those of the baseline."""
         return self.baseline is not None and self.baseline.key == self.key
 
-    def judge(self, name: str, samples: Timing, info: Info, again: Again | None) -> tuple[Timing, Info]:
-        """Compare one benchmark with its baseline. Returns its last measurement, which is to be stored.
+    def judge(self, name: str, samples: Timing, info: Info, again: Again | None) -> tuple[Timing, Info, str | None]:
+        """Compare one benchmark with its baseline. Returns its last measurement, which is to be stored, and why its
+        test has to fail, which is None if it passes.
 
         Raises:
             ValueError: the control is our own code, so that a change that slows down both would not show in their
@@ -54,12 +55,12 @@ class Gate:
             raise ValueError(f"control of {name}: expected plain torch, got our own {info['control']}")
         reading = self._reading(name, samples, info)
         if self.baseline is None or self.why_not is not None:
-            return samples, info
+            return samples, info, None
         best = self.baseline.best.get(name) if self.versions else None
         old = self.baseline.benchmarks.get(name)
         if old is None:
             self.new.append(name)
-            return samples, info
+            return samples, info, None
         if old.by in OURS:  # in files older than the check above
             old = replace(old, by=None)
         kept = samples, info
@@ -78,7 +79,7 @@ class Gate:
         # A slowdown that was accepted is the first of a new series: its recording holds nothing better.
         accepted = name in self.drift if verdict.drift else verdict.kind == "FAIL" and self.accept
         known = {} if best is None or accepted else {"best": asdict(best)}
-        return kept[0], kept[1] | {"gate": outcome} | known
+        return kept[0], kept[1] | {"gate": outcome} | known, self._failure(verdict)
 
     @staticmethod
     def _reading(name: str, samples: Timing, info: Info) -> Reading:
@@ -87,15 +88,13 @@ class Gate:
         except ValueError as error:
             raise ValueError(f"this run: {name}: {error}") from error
 
-    def failure(self, name: str) -> str | None:
-        """Why this benchmark's test has to fail; None if it passes."""
-        for v in (v for v in self.verdicts if v.name == name):
-            if v.drift and name not in self.drift:
-                return f"performance regression: {v.reason}: accepted by --nsa-accept-drift '{name}' alone"
-            if v.kind == "FAIL" and not v.drift and not self.accept:
-                return f"performance regression: {words.seen(v)}"
-            if v.kind == "AMBIGUOUS" and self.strict:
-                return f"ambiguous under --nsa-strict: {words.seen(v)}; {v.reason}"
+    def _failure(self, v: Verdict) -> str | None:
+        if v.drift and v.name not in self.drift:
+            return f"performance regression: {v.reason}: accepted by --nsa-accept-drift '{v.name}' alone"
+        if v.kind == "FAIL" and not v.drift and not self.accept:
+            return f"performance regression: {words.seen(v)}"
+        if v.kind == "AMBIGUOUS" and self.strict:
+            return f"ambiguous under --nsa-strict: {words.seen(v)}; {v.reason}"
         return None
 
     def report(self, ran: Iterable[str]) -> list[str]:

@@ -25,8 +25,7 @@ def tensors(given: Any, name: str = "") -> dict[str, Tensor]:
     if isinstance(given, tuple):
         return {k: x for i, part in enumerate(given) for k, x in tensors(part, f"{name}[{i}]").items()}
     if dataclasses.is_dataclass(given):
-        names = [field.name for field in dataclasses.fields(given) if field.name != "extra"]  # derived, for timings
-        parts: Mapping[str, Any] = {name: getattr(given, name) for name in names}
+        parts: Mapping[str, Any] = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
     else:
         parts = given if isinstance(given, Mapping) else {}
     for word, part in parts.items():

@@ -30,7 +30,7 @@ def over_slots(text: str, e: Evidence, keep: Callable[[Reading], Tensor]) -> Fin
 
 def instead(text: str, p: Problem, **fields: Any) -> Finding:
     """A kernel that solves `p` with other fields."""
-    other = dataclasses.replace(p, **fields, extra={})
+    other = dataclasses.replace(p, **fields)
     return Finding(text, lambda rows: Reading(other, rows).attend())
 
 
@@ -62,7 +62,7 @@ def other_problems(e: Evidence) -> Iterator[Finding]:
         yield instead("ends the causal window one key late", p, q_positions=where + 1)
         yield instead("reads keys beyond the causal limit", p, causal=False)
         if whole.q_positions is not None:
-            usual = dataclasses.replace(whole, q_positions=None, extra={}).positions().view(whole.q.shape[:-2])
+            usual = dataclasses.replace(whole, q_positions=None).positions().view(whole.q.shape[:-2])
             yield instead("ignores q_positions", p, q_positions=pick(usual))
         order = torch.arange(whole.q.shape[p.q.dim() - 3], device=p.q.device).expand(whole.q.shape[:-2])
         packed = p.cu_seqlens is not None

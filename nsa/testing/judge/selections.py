@@ -2,8 +2,8 @@
 
 A selector may order its sums as it likes. So a chosen block is right if its score is at least that of the ``n``-th best
 block, less what rounding explains. On integers nothing is rounded, so there the choice must be the oracle's: ties go to
-the smaller block. What must not depend on rounding is checked exactly: order, padding, duplicates, the number of blocks,
-forced blocks, the tail, and that no block is ahead of the query or behind the end of the sequence.
+the smaller block. What must not depend on rounding is checked exactly: order, padding, duplicates, the number of
+blocks, forced blocks, the tail, and that no block is ahead of the query or behind the end of the sequence.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _rounding(row: Row, number: int, r: Request, score: float) -> float:
 
 
 def flawed(r: Request, token: int, flaw: str) -> list[list[int]]:
-    """What a selector with one of :data:`FLAWS` lists for a token. A flaw that changes nothing lists the right blocks."""
+    """What a selector with one of :data:`FLAWS` lists for a token: the right blocks if the flaw changes nothing."""
     if flaw == "short" and r.cache_seqlens is not None:
         return _lists(r._replace(cache_seqlens=r.cache_seqlens - 1), token)
     if flaw == "one head" and r.G > 1:

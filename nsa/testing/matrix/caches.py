@@ -196,13 +196,8 @@ def maker(page_size: int | None) -> Callable[[Problem], Cache]:
             return Cache(p.k, p.v, lengths, None)
         width = S_kv // page_size
         order = torch.randperm(B * width, generator=torch.Generator().manual_seed(p.seed)).to(p.k.device)
-        k, v = (_scattered(x.reshape(B * width, page_size, *x.shape[2:]), order) for x in (p.k, p.v))
+        where = order.argsort()  # which part of the keys each page holds
+        k, v = (x.reshape(B * width, page_size, *x.shape[2:])[where] for x in (p.k, p.v))
         return Cache(k, v, lengths, order.view(B, width).int())
 
     return make
-
-
-def _scattered(pages: Tensor, order: Tensor) -> Tensor:
-    out = torch.empty_like(pages)
-    out[order] = pages
-    return out

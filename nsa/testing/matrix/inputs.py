@@ -24,7 +24,6 @@ def draw(case: Case, device: torch.device, seed: int) -> Problem:
     ranges, blocks = _select(case, g)
     lengths = case.kv_seqlens or case.seqlens
     keys = sum(lengths) if lengths else int(ranges[..., 1].max()) if case.source == "varlen" else case.S_kv
-    lead = (sum(case.seqlens),) if case.seqlens else (case.B, case.S)
 
     def ends(lengths: tuple[int, ...]) -> Tensor | None:
         cu = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -33,13 +32,13 @@ def draw(case: Case, device: torch.device, seed: int) -> Problem:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, device=device, dtype=case.torch_dtype)
 
-    q = normal(*lead, case.H * case.HKV, case.D)
+    q = normal(*case.lead, case.HQ, case.D)
     return Problem(
         case=case,
         seed=seed,
         q=q if case.scores == 1 else q * case.scores,
-        k=normal(*lead[:-1], keys, case.HKV, case.D),
-        v=normal(*lead[:-1], keys, case.HKV, case.Dv),
+        k=normal(*case.lead[:-1], keys, case.HKV, case.D),
+        v=normal(*case.lead[:-1], keys, case.HKV, case.Dv),
         ranges=ranges.to(torch.int64 if case.int64 else torch.int32),
         block_indices=blocks,
         block_size=None if blocks is None else case.block_size,
@@ -53,8 +52,7 @@ def draw(case: Case, device: torch.device, seed: int) -> Problem:
 def blocks_of(case: Case, g: torch.Generator) -> Tensor:
     """Block indices `[..., HKV, n]` (int32) of a prefill or decode step with two slots or more, in little memory."""
     visible, extent = (x.repeat_interleave(case.HKV) for x in _visible(case, g.device))
-    lead = (sum(case.seqlens),) if case.seqlens else (case.B, case.S)
-    return _shared_blocks(case, visible, extent, g).view(*lead, case.HKV, case.n)
+    return shared_blocks(case, visible, extent, g).view(*case.lead, case.HKV, case.n)
 
 
 def _positions(case: Case, device: torch.device) -> Tensor:
@@ -66,9 +64,8 @@ def _positions(case: Case, device: torch.device) -> Tensor:
 def _visible(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
     """`[tokens]`: how many keys each token may see; and how many keys its sequence has."""
     if case.seqlens:
-        pairs = list(zip(case.seqlens, case.kv_seqlens or case.seqlens, strict=True))
-        t = torch.cat([torch.arange(n_kv - n, n_kv, device=device) for n, n_kv in pairs])
-        total = torch.cat([torch.full((n,), n_kv, device=device) for n, n_kv in pairs])
+        t = torch.cat([torch.arange(n_kv - n, n_kv, device=device) for n, n_kv in case.sequences])
+        total = torch.cat([torch.full((n,), n_kv, device=device) for n, n_kv in case.sequences])
     else:
         t = (torch.arange(case.S, device=device) + case.S_kv - case.S).repeat(case.B)
         total = torch.full_like(t, case.S_kv)
@@ -81,10 +78,10 @@ def _select(case: Case, g: torch.Generator) -> tuple[Tensor, Tensor | None]:
     """`ranges [B,S,HKV,n,2]` (int64), and `block_indices [B,S,HKV,n]` (int32) if the source is blocks."""
     # Spans lie anywhere in the sequence. For S = 1 a row has exactly L keys; otherwise causality may clamp some.
     visible, extent = (x.repeat_interleave(case.HKV) for x in _visible(case, g.device))
-    lead = (sum(case.seqlens), case.HKV) if case.seqlens else (case.B, case.S, case.HKV)
+    lead = (*case.lead, case.HKV)
     if case.source == "blocks":
         many = case.large and case.n > 1 and not case.positions
-        draw_blocks = _shared_blocks if case.dist == "prefill" and (case.shared or many) else _blocks
+        draw_blocks = shared_blocks if case.dist == "prefill" and (case.shared or many) else _blocks
         draw_blocks = _overlapping if case.dist == "overlap" else draw_blocks
         blocks = draw_blocks(case, visible, extent, g).view(*lead, -1)
         return spans_of_blocks(blocks, case.block_size), blocks
@@ -161,7 +158,7 @@ def _blocks(case: Case, visible: Tensor, extent: Tensor, g: torch.Generator) -> 
     return picked.sort(1).values.to(torch.int32)
 
 
-def _shared_blocks(case: Case, visible: Tensor, extent: Tensor, g: torch.Generator) -> Tensor:
+def shared_blocks(case: Case, visible: Tensor, extent: Tensor, g: torch.Generator) -> Tensor:
     """Block indices `[N, n]` (int32) of a prefill: the first block, the own block, and `n - 2` that queries may share.
 
     Each of the `n - 2` slots draws from its own residue class of blocks, so that no two blocks of a row are equal. This

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa.testing.matrix.caches import E4M3, LARGEST, Cache
-from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.case import Case, batch
 from nsa.testing.matrix.problem import Problem
 
 LONG, K = 65_536, 1024
@@ -32,8 +32,7 @@ class Shape(NamedTuple):
 
 def case(B: int, S: int, S_kv: int, shared: float = 0.0) -> Case:
     """`S` queries of each of `B` sequences of `S_kv` keys."""
-    dist = "decode" if S == 1 else "prefill"
-    return Case(16, 128, 128, 2048, B * S * 4, dist, "bf16", HKV=4, S=S, S_kv=S_kv, block_size=128, shared=shared)
+    return batch(B, S, S_kv, size=128, shared=shared)
 
 
 def _named() -> dict[str, Shape]:
@@ -77,13 +76,6 @@ def in_e4m3(p: Problem) -> Problem:
     return dataclasses.replace(tensors, scales=(k_scale, v_scale))
 
 
-def sequences(case: Case) -> list[tuple[int, int]]:
-    """The queries and the keys of each sequence of a batch."""
-    if not case.seqlens:
-        return [(case.S, case.S_kv)] * case.B
-    return list(zip(case.seqlens, case.kv_seqlens or case.seqlens, strict=True))
-
-
 class Group(NamedTuple):
     """`B` sequences of a batch with `S` queries and `S_kv` keys each. `first` and `token`: the first of each."""
 
@@ -115,7 +107,7 @@ def groups(case: Case) -> list[Group]:
         return [Group(0, 0, case.B, case.S, case.S_kv)]
     found: list[Group] = []
     first = token = 0
-    for (S, S_kv), some in itertools.groupby(sequences(case)):
+    for (S, S_kv), some in itertools.groupby(case.sequences):
         found.append(Group(first, token, len(list(some)), S, S_kv))
         first, token = first + found[-1].B, token + found[-1].B * S
     return found
@@ -153,7 +145,7 @@ def combined_16(p: Problem) -> Combined:
 
 def _in_pages(p: Problem, scales: tuple[Tensor, Tensor] | None) -> Combined:
     case, device, size = p.case, p.k.device, p.case.block_size
-    lengths = torch.tensor([S_kv for _, S_kv in sequences(case)], dtype=torch.int32)
+    lengths = torch.tensor([S_kv for _, S_kv in case.sequences], dtype=torch.int32)
     if bool((lengths % size).any()):
         raise ValueError(f"expected sequences of whole pages of {size} keys, got {sorted(set(lengths.tolist()))}")
     table, count = block_table(lengths, size, p.seed)

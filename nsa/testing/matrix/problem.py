@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -64,7 +64,6 @@ class Problem:
     cu_seqlens_k: Tensor | None = None  # None: as `cu_seqlens`
     scale: float | None = None
     scales: tuple[Tensor, Tensor] | None = None  # k_scale and v_scale of the fp8 cache that k and v stand for
-    extra: dict[str, Any] = field(default_factory=dict)  # tensors computed outside of the timing, shared with clones
 
     @property
     def selection(self) -> dict[str, Any]:
@@ -93,13 +92,18 @@ class Problem:
         return self.cu_seqlens, self.cu_seqlens if self.cu_seqlens_k is None else self.cu_seqlens_k
 
     @cached_property
+    def extra(self) -> dict[str, Any]:
+        """Tensors that callers compute outside of the timing. Clones share them; a changed problem has none."""
+        return {}
+
+    @cached_property
     def clamped(self) -> tuple[Tensor, Tensor, Tensor]:
         """`(base [N], start [N, n], end [N, n])`, int64: the first key of a row's sequence, and the row's spans.
 
         Spans are local to the sequence. `end` is clamped by causality and the number of keys, but is at least `start`.
         """
         HKV, n = self.ranges.shape[-3:-1]
-        base, kv_len, limit = (x.repeat_interleave(HKV) for x in _bounds(self))  # per row: b, s, hkv
+        base, kv_len, limit = (x.repeat_interleave(HKV) for x in bounds(self))  # per row: b, s, hkv
         spans = self.ranges.reshape(-1, n, 2).to(torch.int64)
         spans = spans.clamp(min=0).minimum(kv_len[:, None, None])
         start, end = spans[..., 0], spans[..., 1].minimum(limit[:, None])
@@ -185,7 +189,7 @@ class Problem:
         """A copy with its own memory, to rotate through. What was derived already is not computed again."""
         other = dataclasses.replace(self, q=self.q.clone(), k=self.k.clone(), v=self.v.clone())
         shared = ("clamped", "lengths", "key_index", "unique_bytes", "flops")
-        known = {name: self.__dict__[name] for name in shared if name in self.__dict__}
+        known = {name: self.__dict__[name] for name in shared if name in self.__dict__} | {"extra": self.extra}
         if self.case.source != "rows" and "rows" in self.__dict__:
             rows = self.rows
             known["rows"] = Rows(other.q.view_as(rows.Q), rows.K.clone(), rows.V.clone(), rows.lengths)
@@ -204,14 +208,14 @@ class Problem:
     def choosing(self, chosen: Tensor) -> Problem:
         """The same tensors with another selection: spans, or block indices if the problem has blocks."""
         if self.block_indices is None:
-            return dataclasses.replace(self, ranges=chosen.to(self.ranges.dtype), extra={})
+            return dataclasses.replace(self, ranges=chosen.to(self.ranges.dtype))
         assert self.block_size is not None
         spans = spans_of_blocks(chosen, self.block_size).to(self.ranges.dtype)
-        return dataclasses.replace(self, block_indices=chosen.to(self.block_indices.dtype), ranges=spans, extra={})
+        return dataclasses.replace(self, block_indices=chosen.to(self.block_indices.dtype), ranges=spans)
 
     def with_tensors(self, q: Tensor, k: Tensor, v: Tensor) -> Problem:
         """The same selection over other tensors."""
-        return dataclasses.replace(self, q=q, k=k, v=v, extra={})
+        return dataclasses.replace(self, q=q, k=k, v=v)
 
     def at(self, positions: Tensor) -> Problem:
         """The problem with only the queries at `positions [s]` of each batch entry, which keep their positions.
@@ -223,15 +227,13 @@ class Problem:
             left = torch.searchsorted(positions, cu_q.to(positions.dtype)).to(cu_q.dtype)
             blocks = None if self.block_indices is None else self.block_indices[positions]
             return dataclasses.replace(
-                self, q=self.q[positions], ranges=self.ranges[positions], block_indices=blocks, extra={},
+                self, q=self.q[positions], ranges=self.ranges[positions], block_indices=blocks,
                 q_positions=self.positions()[positions], cu_seqlens=left, cu_seqlens_k=cu_k,
             )  # fmt: skip
         where = self.positions().view(self.q.shape[:2])[:, positions]
         blocks = None if self.block_indices is None else self.block_indices[:, positions]
         ranges = self.ranges[:, positions]
-        return dataclasses.replace(
-            self, q=self.q[:, positions], ranges=ranges, block_indices=blocks, q_positions=where, extra={}
-        )
+        return dataclasses.replace(self, q=self.q[:, positions], ranges=ranges, block_indices=blocks, q_positions=where)
 
     def positions(self) -> Tensor:
         """`[tokens]` int64: the position of each query among the keys of its sequence."""
@@ -258,7 +260,7 @@ def spans_of_blocks(blocks: Tensor, size: int) -> Tensor:
     return torch.stack((start, start + size), -1).masked_fill((blocks < 0)[..., None], 0)
 
 
-def _bounds(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def bounds(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """`[tokens]`: the first key of a token's sequence, the number of its keys, and one past the last visible key."""
     if p.cu_seqlens_pair is not None:
         (_, base), _, kv_len = _sequences(*p.cu_seqlens_pair)

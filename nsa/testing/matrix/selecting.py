@@ -128,10 +128,11 @@ def drawn(seed: int, dtypes: tuple[str, ...], scores: tuple[str, ...] = ("max", 
     first = rng.randint(0, 1)
     dtype = rng.choice(dtypes)
     return Selecting(
-        score, layout, dtype, seed, stride=rng.choice([1, 1, 2, 4]), overlap=rng.choice([1, 2]) if score == "softmax" else 1,
-        size=rng.choice(sizes), key_heads=rng.choice([1, 2]), lists=rng.choice([1, 2, 3]), groups=rng.choice([1, 2, 3, 5]),
-        D=rng.choice([16, 32, 24]), n=n, first=first, newest=rng.randint(0, min(2, n - first)), tail=rng.random() < 0.3,
-        rows=rng.choice([6, 20, 50]), queries=rng.choice([1, 2, 5]), integers=rng.random() < 0.6,
+        score, layout, dtype, seed, stride=rng.choice([1, 1, 2, 4]),
+        overlap=rng.choice([1, 2]) if score == "softmax" else 1, size=rng.choice(sizes), key_heads=rng.choice([1, 2]),
+        lists=rng.choice([1, 2, 3]), groups=rng.choice([1, 2, 3, 5]), D=rng.choice([16, 32, 24]), n=n, first=first,
+        newest=rng.randint(0, min(2, n - first)), tail=rng.random() < 0.3, rows=rng.choice([6, 20, 50]),
+        queries=rng.choice([1, 2, 5]), integers=rng.random() < 0.6,
         fp8=layout in ("cache", "pages", "ragged") and dtype != "fp32" and rng.random() < 0.3,
         positions=rng.random() < 0.3, nan=rng.random() < 0.2,
     )  # fmt: skip

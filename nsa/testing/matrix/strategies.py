@@ -48,17 +48,12 @@ OF_CONTESTANTS = [
 """The shapes of drawn calls to contestants. They are few, because a kernel may be compiled for each."""
 
 
-def lead(case: Case) -> tuple[int, ...]:
-    """The first dimensions of a selection: `(B, S, HKV)`, or `(T, HKV)` where sequences are packed."""
-    return (sum(case.seqlens), case.HKV) if case.seqlens else (case.B, case.S, case.HKV)
-
-
 @dataclass(frozen=True, eq=False)
 class Drawn:
     """A drawn call: its shape, its selection, and the seed of its tensors' values.
 
-    selection: `ranges [*lead, n, 2]`, or `block_indices [*lead, n]` if the case's source is "blocks".
-    positions: `q_positions`, of the shape `lead` without HKV, or None.
+    selection: `ranges [*lead, HKV, n, 2]`, or `block_indices [*lead, HKV, n]` if the case's source is "blocks", where
+    `lead` is the case's. positions: `q_positions [*lead]`, or None.
     """
 
     case: Case
@@ -71,10 +66,9 @@ class Drawn:
         cls, case: Case, selection: list[Any], positions: int | None = None, dtype: torch.dtype = torch.int64
     ) -> Drawn:
         """A call in which every row has this selection and every query this position."""
-        rows = lead(case)
         chosen = torch.tensor(selection, dtype=dtype).reshape(-1, *([2] if case.source == "ranges" else []))
-        at = None if positions is None else torch.full(rows[:-1], positions)
-        return cls(case, chosen.expand(*rows, *chosen.shape).contiguous(), positions=at)
+        at = None if positions is None else torch.full(case.lead, positions)
+        return cls(case, chosen.expand(*case.lead, case.HKV, *chosen.shape).contiguous(), positions=at)
 
     def problem(self, device: torch.device) -> Problem:
         """The tensors of the call on a device."""
@@ -219,9 +213,10 @@ def dims() -> st.SearchStrategy[tuple[int, int]]:
 @st.composite
 def selections(draw: st.DrawFn, case: Case, far: int = HUGE) -> Tensor:
     """The selection of a shape: `ranges` within `-far` and `far`, or `block_indices` up to `far`, in int32."""
+    rows = (*case.lead, case.HKV)
     if case.source == "blocks":
-        return draw(block_indices(lead(case), case.n, -(-case.S_kv // case.block_size), min(far, INT32 - 1)))
-    return draw(ranges(lead(case), case.n, max(1, case.S_kv), far))
+        return draw(block_indices(rows, case.n, -(-case.S_kv // case.block_size), min(far, INT32 - 1)))
+    return draw(ranges(rows, case.n, max(1, case.S_kv), far))
 
 
 @st.composite
@@ -232,7 +227,7 @@ def calls(draw: st.DrawFn, source: str, explicit: bool = True) -> Drawn:
     """
     case = draw(st.sampled_from(FIXED[source]) if GPU else _cases(source))
     selection = draw(selections(case, draw(st.sampled_from([HUGE, INT32 - 1]))))
-    at = draw(st.none() | positions(lead(case)[:-1], max(1, case.S_kv))) if explicit and case.causal else None
+    at = draw(st.none() | positions(case.lead, max(1, case.S_kv))) if explicit and case.causal else None
     return Drawn(case, selection, draw(seeds()), at)
 
 

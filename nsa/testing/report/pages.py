@@ -139,7 +139,7 @@ def rationale(recording: Recording, decision: thresholds.Decision, on_packed: th
     """Sentences that say which threshold the recording measured, and why."""
     if recording.gpu is None:
         return []
-    return [f"This recording {summary.measured(decision)}.", *thresholds.rationale(decision, on_packed)]
+    return [f"This recording {summary.outcome(decision)}.", *thresholds.rationale(decision, on_packed)]
 
 
 def _workloads(facts: list[Fact]) -> list[Section]:

@@ -181,9 +181,10 @@ def geomean(values: Iterable[float | None]) -> float | None:
     return math.exp(math.fsum(map(math.log, known)) / len(known)) if known else None
 
 
-def worst(values: Iterable[float | None]) -> float | None:
-    """The smallest of the values that are known; None if none is."""
-    return min((value for value in values if value), default=None)
+def within(ratios: Sequence[float], near: Iterable[float]) -> str:
+    """`88% within 5%, worst 1.20x`: how many ratios are at most so far above 1."""
+    shares = [f"{sum(x <= 1 + share for x in ratios) / len(ratios):.0%} within {share:.0%}" for share in near]
+    return f"{', '.join(shares)}, worst {max(ratios):.2f}x"
 
 
 def speedup(fact: Fact, against: str | None) -> tuple[float, float | None, float | None] | None:

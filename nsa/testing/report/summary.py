@@ -92,14 +92,14 @@ def _threshold(facts: list[Fact]) -> list[str]:
         return []
     decision = thresholds.decide(facts)
     on_packed = thresholds.decide(facts, against="best")
-    text = [f"sel_triton_min_L in force: {in_force(gpu)}", f"  this run {measured(decision)}"]
+    text = [f"sel_triton_min_L in force: {in_force(gpu)}", f"  this run {outcome(decision)}"]
     if not decision.points:
         return text
     beside = "never" if on_packed.min_L is None else f"from L = {on_packed.min_L}"
     return [*text, f"  {decision.margin:g}x the best SDPA call on rows already packed: {beside}"]
 
 
-def measured(decision: thresholds.Decision) -> str:
+def outcome(decision: thresholds.Decision) -> str:
     """What a run or a recording measured of the threshold: the rest of a sentence that begins with its name."""
     if not decision.points:
         return "did not measure it"

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from nsa.testing.report.recording import Fact, by_kind, geomean, grouped, speedup, worst
+from nsa.testing.report.recording import Fact, by_kind, geomean, grouped, speedup
 from nsa.testing.report.table import EMPTY, Column, Table, Two
 from nsa.tuning import thresholds
 
@@ -60,7 +60,7 @@ def times(ratio: float | None) -> str | None:
 def mean_and_worst(ratios: Iterable[float | None]) -> Two | None:
     """The geometric mean of the ratios that are known, and the smallest."""
     known = [ratio for ratio in ratios if ratio]
-    return Two(f"{geomean(known):.2f}×", f"{worst(known):.2f}×") if known else None
+    return Two(f"{geomean(known):.2f}×", f"{min(known):.2f}×") if known else None
 
 
 def seconds(value: float) -> str:

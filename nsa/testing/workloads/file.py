@@ -206,12 +206,11 @@ def _entry(path: Path, node: Any, variant: str, words: Words) -> Entry:
 def _call(shape: Shape) -> Call:
     """The call of a shape, on tensors without memory."""
     case, dtype = shape.case, DTYPES[shape.case.dtype]
-    lead = (case.N // case.HKV,) if case.seqlens else (case.B, case.S)
 
     def empty(*sizes: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(*sizes, dtype=dtype, device="meta")
 
-    q, blocks = empty(*lead, case.HQ, case.D, dtype=dtype), empty(*lead, case.HKV, case.n)
+    q, blocks = empty(*case.lead, case.HQ, case.D, dtype=dtype), empty(*case.lead, case.HKV, case.n)
     keys = (sum(case.kv_seqlens),) if case.seqlens else (case.B, case.S_kv)
     k, v = (empty(*keys, case.HKV, d, dtype=dtype) for d in (case.D, case.Dv))
     cu = empty(case.B + 1) if case.seqlens else None

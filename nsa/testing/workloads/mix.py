@@ -25,7 +25,7 @@ def contestants(entry: Entry) -> tuple[list[Contestant], list[Contestant]]:
     return [ours(entry.shape, "auto", "auto")], [DENSE, *beside(entry.shape)]
 
 
-def measured(workload: str, entry: Entry, numbers: Pool, timer: Timer = time_gpu) -> tuple[Timing, Fact]:
+def time_entry(workload: str, entry: Entry, numbers: Pool, timer: Timer = time_gpu) -> tuple[Timing, Fact]:
     """Check and time a shape. Returns our times, and the facts to publish.
 
     Raises:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nsa.testing.clock import precompile, training
-from nsa.testing.matrix.case import Case, prefill
+from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.cases import prefill
 
 CASE = Case(4, 16, 16, 32, 2, "many", "fp32", S_kv=128)
 CPU = torch.device("cpu")

@@ -85,12 +85,12 @@ def one_key(p: Problem) -> Problem:
 
 def strided(p: Problem) -> Problem:
     """Views of larger tensors that hold NaN elsewhere."""
-    return dataclasses.replace(p, q=drowned(p.q), k=drowned(p.k), v=drowned(p.v), extra={})
+    return dataclasses.replace(p, q=drowned(p.q), k=drowned(p.k), v=drowned(p.v))
 
 
 def large_scores(p: Problem) -> Problem:
     """Scores whose exp overflows fp32 unless the maximum is subtracted."""
-    return dataclasses.replace(p, q=p.q * 64, extra={})
+    return dataclasses.replace(p, q=p.q * 64)
 
 
 def no_queries(p: Problem) -> Problem:
@@ -104,7 +104,7 @@ def no_sequences(p: Problem) -> Problem:
 
 
 def scaled(p: Problem) -> Problem:
-    return dataclasses.replace(p, scale=0.3, extra={})
+    return dataclasses.replace(p, scale=0.3)
 
 
 def without_the_last(p: Problem) -> Problem:
@@ -173,12 +173,12 @@ def test_keys_that_no_row_selects_may_be_nan(contestant, problem, wanted):
         seen[b, max(start, 0) : max(end, 0), h] = True
     assert not bool(seen.all())
     k, v = (x.masked_fill(~seen[..., None], math.nan) for x in (p.k, p.v))
-    prove(contestant, dataclasses.replace(p, k=k, v=v, extra={}), Oracle.of(p), wanted)
+    prove(contestant, dataclasses.replace(p, k=k, v=v), Oracle.of(p), wanted)
 
 
 def own_memory(p: Problem) -> Problem:
     own = {name: x.clone() for name in REPLACED for x in [getattr(p, name)] if x is not None}
-    return dataclasses.replace(p, **own, extra={})
+    return dataclasses.replace(p, **own)
 
 
 def remade(p: Problem, contract: Contract) -> Problem:
@@ -209,7 +209,7 @@ def test_the_current_stream_is_waited_for(contestant, problem):
     p = problem
     oracle = Oracle.of(p)
     prove(contestant, p, oracle, "O")  # compiles
-    late = dataclasses.replace(p, **{name: torch.full_like(getattr(p, name), math.nan) for name in "qkv"}, extra={})
+    late = dataclasses.replace(p, **{name: torch.full_like(getattr(p, name), math.nan) for name in "qkv"})
     if p.case.source == "rows":
         assert late.rows.K.isnan().all()  # makes the views here, because that synchronizes
     stream = torch.cuda.Stream(p.q.device)

@@ -1,0 +1,87 @@
+"""The judge of selections: right ones are green, and each kind of wrong one is red and told by name."""
+
+import pytest
+import torch
+
+from nsa.selecting import oracle
+from nsa.testing.judge import selections
+from nsa.testing.judge.selections import FLAWS, assert_selection, diagnose, findings, flawed
+from nsa.testing.matrix.selecting import Selecting, as_request
+
+CASES = {
+    "max": Selecting("max", "pages", "fp32", 11, size=4, lists=2, D=16, n=3, first=1, newest=1, rows=50, queries=5),
+    "relu": Selecting("relu", "pages", "fp32", 12, size=4, groups=3, D=16, n=3, newest=1, rows=50, queries=5),
+    "open": Selecting("max", "pages", "fp32", 16, size=4, D=16, n=2, rows=50, queries=5),
+    "ties": Selecting("max", "batch", "fp32", 13, size=4, D=16, n=2, rows=50, queries=5),
+    "nan": Selecting("max", "batch", "fp32", 14, size=4, D=16, n=2, rows=50, queries=5, nan=True),
+    "mixed": Selecting("relu", "cache", "fp32", 15, size=4, groups=2, D=16, n=3, rows=50, queries=9, integers=False),
+}
+SHOWN_BY = {"tail": "open", "one head": "relu", "signed": "relu", "unweighted": "relu", "upward": "ties", "nan": "nan"}
+
+
+def made(name):
+    r = as_request(*CASES[name].make("cpu"))
+    if name == "ties":  # few different scores
+        r = r._replace(q=torch.ones_like(r.q), k=(r.k > 1).to(r.k.dtype))
+    return r
+
+
+def wrong(r, flaw):
+    """What a selector with a flaw returns."""
+    out = torch.full(r.shape, -1, dtype=torch.int32)
+    for token in range(r.T):
+        for number, blocks in enumerate(flawed(r, token, flaw)):
+            out.view(r.T, r.lists, -1)[token, number, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+    return out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_oracle_is_right(name):
+    r = made(name)
+    assert findings(oracle.select_reference(r), r, CASES[name].integers) == []
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_each_flaw_is_red_and_told(flaw):
+    r = made(SHOWN_BY.get(flaw, "max"))
+    out = wrong(r, flaw)
+    found = findings(out, r, integers=True)
+    assert found
+    assert diagnose(out, r, found) == FLAWS[flaw]
+    with pytest.raises(AssertionError, match=r"lists are wrong"):
+        assert_selection(out, r, "a selector", integers=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda x: x[..., :2], "shape"),
+        (lambda x: x.long(), "shape"),
+        (lambda x: x.flip(-1), "order"),
+        (lambda x: x.index_fill(-1, torch.tensor([0]), -1), "padding"),
+        (lambda x: torch.cat((x[..., :1], x[..., :1], x[..., 2:]), -1), "duplicates"),
+        (lambda x: x.where(torch.arange(3) < 2, -1), "forced"),
+        (lambda x: x.where(torch.arange(3) < 2, 99), "unreachable"),
+    ],
+)
+def test_what_is_checked_exactly(change, kind):
+    r = made("max")
+    out = oracle.select_reference(r)
+    assert int((out >= 0).sum(-1).max()) == 3
+    assert kind in {x.kind for x in findings(change(out), r, integers=True)}
+
+
+def test_rounding_is_allowed_for_and_no_more():
+    """Two blocks whose scores differ by an fp32 rounding may be exchanged; blocks whose scores differ more may not."""
+    r = made("mixed")
+    token = max(range(r.T), key=lambda t: oracle.row_of(r, t).scores.shape[1])
+    row = oracle.row_of(r, token)
+    best = row.scores[0].sort(descending=True)
+    out = oracle.select_reference(r)
+    worse = sorted([*best.indices[: r.n - 1].tolist(), int(best.indices[r.n])])
+    out.view(r.T, r.lists, -1)[token, 0] = torch.tensor(worse, dtype=torch.int32)
+    found = findings(out, r)
+    assert [x.kind for x in found] == ["scores"]
+    assert "recall 67%" in found[0].text
+    near = row._replace(scores=row.scores.index_fill(1, best.indices[r.n], float(best.values[r.n - 1]) * (1 - 1e-7)))
+    assert selections._problem(worse, near, 0, r, False) is None
