@@ -1,6 +1,7 @@
 """This tree against another commit of it: what a small repository is told, and what the rounds come to."""
 
 import os
+import re
 import shutil
 import subprocess
 import types
@@ -229,3 +230,11 @@ def test_a_mistake_that_no_benchmark_shows_is_named_before_anything_is_timed(mer
     assert "timed:attend, parity: WRONG on" in told
     assert "  reads keys beyond the causal limit (" in told
     assert "benchmarks in" not in told
+
+
+def test_a_mistake_that_a_benchmark_shows_is_named(merged, capsys):
+    """Where `-k` leaves no test of parity."""
+    words = ["--pyargs", "nsa.testing.suite", "-m", "perf", "--nsa-impl", "timed:attend", "--nsa-against", "HEAD^"]
+    status, told = gated(merged(RIGHT=1.5), words), capsys.readouterr().out
+    assert status == 1
+    assert re.search(r"^this tree: timed:attend, perf: WRONG on 1 of 1 case\n  \w", told, re.MULTILINE), told
