@@ -28,6 +28,7 @@ FLA = "fla.ops.nsa.parallel"
 XUNHAO = "native_sparse_attention.ops"
 VLLM = "vllm.models.minimax_m3.common.ops.sparse_attn"
 ORDERED = Contract(takes=("blocks",), needs=("sorted", "padding last"))
+QSA = "vllm.models.qwen4_exp.nvidia.ops.qsa"
 VLLM_STEP = 16  # queries of a sequence, up to which a call counts as a decode or speculative step
 # Errors of importing a peer that does not fit this torch or Triton. Such a peer counts as not installed.
 UNUSABLE: tuple[type[BaseException], ...] = (*caught(), AttributeError, TypeError)
@@ -212,3 +213,43 @@ def vllm_arguments(p: Problem) -> list[tuple[slice, dict[str, Any]]]:
             **scales,
         }))  # fmt: skip
     return calls
+
+
+def vllm_qsa() -> dict[str, Contestant]:
+    """vLLM's kernel for QSA over the caches of `matrix/m3.py`, if it can be imported here."""
+    function = getattr(installed(QSA), "qsa_sparse_paged_attention", None)
+    return {} if function is None else {"vllm": Contestant("vllm", call_qsa(function), lse=False)}
+
+
+def call_qsa(function: Callable[..., Tensor]) -> Any:
+    """A call of vLLM's function for QSA."""
+
+    def call(p: Problem, return_lse: bool, out: Tensor | None) -> Tensor:
+        o = torch.empty_like(p.q) if out is None else out
+        try:
+            function(**p.derived(qsa_arguments), out=o.flatten(0, -3))
+        except (TypeError, AttributeError) as error:
+            raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
+        return o
+
+    return call
+
+
+def qsa_arguments(p: Problem) -> dict[str, Any]:
+    """vLLM's arguments for QSA, without the output: all keys that a query sees, one by one, and their number at the end
+    of the row. Its server makes them before the call. The gate is one after rounding.
+    """
+    cache, case, device = p.derived(m3.combined), p.case, p.q.device
+    assert p.block_indices is not None
+    blocks = p.block_indices[..., 0, :].flatten(0, -2).long()  # [T, n]
+    at = torch.arange(case.S_kv - case.S, case.S_kv, device=device).repeat(case.B)
+    keys = (blocks[..., None] * case.block_size + torch.arange(case.block_size, device=device)).flatten(1)
+    seen = (blocks >= 0).repeat_interleave(case.block_size, 1) & (keys <= at[:, None])
+    first = (~seen).byte().sort(dim=-1, stable=True).indices
+    listed = torch.cat((keys.masked_fill(~seen, -1).gather(1, first), seen.sum(-1, keepdim=True)), 1).int()
+    scales = {} if p.scales is None else {"k_scale": m3.K_SCALE, "v_scale": m3.V_SCALE}
+    return {
+        "q": p.q.flatten(0, -3), "k_cache": cache.k, "v_cache": cache.v, "logical_indices": listed,
+        "block_table": cache.block_table, "token_to_req": (torch.arange(len(at), device=device) // case.S).int(),
+        "use_prefill_config": case.S > VLLM_STEP, "output_gate": torch.full_like(p.q, 30.0), **scales,
+    }  # fmt: skip

@@ -19,6 +19,7 @@ from nsa.testing.matrix.case import Case, batch
 from nsa.testing.matrix.problem import Problem
 
 LONG, K = 65_536, 1024
+SMALL_PAGE = 64  # keys of a page whose blocks have fewer than 16 keys. Other pages hold one block
 K_SCALE, V_SCALE = 9 / 512, 13 / 512  # of fp8 caches: 448 of them are about 8; `in_e4m3` says why they have four bits
 
 
@@ -145,6 +146,7 @@ def combined_16(p: Problem) -> Combined:
 
 def _in_pages(p: Problem, scales: tuple[Tensor, Tensor] | None) -> Combined:
     case, device, size = p.case, p.k.device, p.case.block_size
+    size = size if size >= 16 else SMALL_PAGE
     lengths = torch.tensor([S_kv for _, S_kv in case.sequences], dtype=torch.int32)
     if bool((lengths % size).any()):
         raise ValueError(f"expected sequences of whole pages of {size} keys, got {sorted(set(lengths.tolist()))}")
