@@ -107,8 +107,8 @@ def _rounding(row: Row, number: int, r: Request, score: float) -> float:
     finite = row.scores[number][row.scores[number].isfinite()]
     peak = float(finite.abs().max()) if finite.numel() else 0.0
     if r.score == "softmax":
-        return 64 * eps * r.q.shape[-1] * abs(score)
-    return 4 * eps * r.q.shape[-1] ** 0.5 * max(peak, 1.0) * r.G
+        return float(64 * eps * r.q.shape[-1] * abs(score))
+    return float(4 * eps * r.q.shape[-1] ** 0.5 * max(peak, 1.0) * r.G)
 
 
 def flawed(r: Request, token: int, flaw: str) -> list[list[int]]:
@@ -146,7 +146,7 @@ def _lists(r: Request, token: int) -> list[list[int]]:
 
 
 def _with_tail(blocks: list[int], row: Row) -> list[int]:
-    return blocks + [row.tail] * (row.tail is not None)
+    return blocks if row.tail is None else [*blocks, row.tail]
 
 
 def _other_scores(r: Request, token: int, flaw: str, row: Row) -> Tensor:
