@@ -14,6 +14,8 @@ import torch
 
 from nsa.call import Call
 from nsa.kernels.shared.shape import E4M3
+from nsa.selecting import plain
+from nsa.selecting.request import Request
 from nsa.settings import Settings, recording
 
 logger = logging.getLogger("nsa")
@@ -53,6 +55,27 @@ def report_cache(call: Call) -> None:
         used = torch.arange(table.shape[1]) * size < lengths.clamp(0, room)[:, None]
         missing = (used & ((table < 0) | (table >= pages))).nonzero().tolist()
         _warn("block_table", f"expected pages 0 to {pages - 1}", [f"{table[b, i]} at [{b}, {i}]" for b, i in missing])
+
+
+def report_selection(r: Request) -> None:
+    """Warn of lengths outside the cache of a selection, of pages out of range, and of scores that are NaN, which count
+    as -inf. Synchronizes, so it does nothing while a CUDA graph is captured.
+    """
+    if r.q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    if r.cache_seqlens is not None:
+        lengths, room = r.cache_seqlens.long().cpu(), r.rows * r.stride + r.window - 1
+        wrong = ((lengths < 0) | (lengths > room)).nonzero()[:, 0].tolist()
+        _warn("cache_seqlens", f"expected 0 to {room}", [f"{lengths[b]} of sequence {b}" for b in wrong])
+        if r.block_table is not None:
+            table = r.block_table.long().cpu()
+            keys = ((lengths.clamp(0, room) - r.window) // r.stride + 1).clamp(0, r.rows)
+            used = torch.arange(table.shape[1]) * r.page < keys[:, None]
+            missing = (used & ((table < 0) | (table >= r.k.shape[0]))).nonzero().tolist()
+            expected = f"expected pages 0 to {r.k.shape[0] - 1}"
+            _warn("block_table", expected, [f"{table[b, i]} at [{b}, {i}]" for b, i in missing])
+    count, tokens = plain.count_nan(r)
+    _warn("scores", "expected none that is NaN", [f"{count} of {tokens} tokens"] * (count > 0))
 
 
 def _queries(ends: torch.Tensor, T: int) -> torch.Tensor:

@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -246,19 +245,3 @@ def forked_children(run_pytest, monkeypatch):
         return done.returncode
 
     monkeypatch.setattr(children, "run", run)
-
-
-@pytest.fixture
-def forked_project(run_pytest, pytester, monkeypatch, tmp_path_factory):
-    """`pytester`, whose `runpytest_subprocess` forks; `Pytester.runpytest_subprocess` still starts a process anew."""
-
-    def run(*arguments):
-        began = time.monotonic()
-        base = tmp_path_factory.mktemp("inner", numbered=True)
-        done = run_pytest(f"--basetemp={base}", *arguments, cwd=Path.cwd())
-        print(done.stdout, done.stderr, sep="\n")
-        lines = done.stdout.splitlines(), done.stderr.splitlines()
-        return pytest.RunResult(done.returncode, *lines, time.monotonic() - began)
-
-    monkeypatch.setattr(pytester, "runpytest_subprocess", run)
-    return pytester

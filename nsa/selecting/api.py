@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from nsa import failures, routing, settings
+from nsa import debug, failures, routing, settings
 from nsa.hints import hide_wrong, refuse
 from nsa.selecting import oracle, plain
 from nsa.selecting.request import BACKENDS, Request, request
@@ -69,10 +69,11 @@ def select_blocks(
             ``reference`` (fp64, one query at a time, for tests).
 
     The choice is exact: of two blocks with equal scores the smaller one is chosen, and scores are rounded only as
-    products in fp32 are. A NaN of a key or of a sum over heads counts as -inf. Results are equal from run to run. The
-    result has no gradient. Values of tensors are not read by the host, no read leaves the tensors, and keys in pages
-    outside of ``[0, num_pages)`` count as -inf. Lengths, tables and positions may change between replays of a captured
-    graph. Beside its tensors a call needs 256 MiB at most for scores, or what one tile of queries needs.
+    products in fp32 are. A NaN of a key or of a sum over heads counts as -inf; the setting ``debug_cache`` logs how
+    many there are. Results are equal from run to run. The result has no gradient. Values of tensors are not read by the
+    host, no read leaves the tensors, and keys in pages outside of ``[0, num_pages)`` count as -inf. Lengths, tables and
+    positions may change between replays of a captured graph. Beside its tensors a call needs 256 MiB at most for
+    scores, or what one tile of queries needs.
 
     Returns:
         int32 ``[B, S, lists, n + tail]`` or ``[T, lists, n + tail]``: block indices in rising order, then -1. A block
@@ -100,6 +101,8 @@ def _serve(r: Request, backend: str) -> Tensor:
     """Run a checked call on a backend."""
     if backend == "reference":
         return oracle.select_reference(r)
+    if settings.get().debug_cache:
+        debug.report_selection(r)
     out = r.q.new_empty(r.shape, dtype=torch.int32)
     why_not = _why_not_triton(r, backend)
     if backend == "triton":

@@ -94,6 +94,20 @@ def _products(r: Request, about: Tokens, here: slice, begin: int, end: int) -> t
     return s.reshape(s.shape[0], r.lists, r.G, -1), visible
 
 
+def count_nan(r: Request) -> tuple[int, int]:
+    """How many products of a query head and an index key that it sees are NaN, and of how many tokens. Waits for the
+    device.
+    """
+    about, chunk = tokens_of(r), max(1, ELEMENTS // (r.q.shape[-1] * r.HK))  # keys of one token
+    count, tokens = 0, 0
+    for token in range(r.T):
+        here = slice(token, token + 1)
+        parts = (_products(r, about, here, begin, min(begin + chunk, r.rows)) for begin in range(0, r.rows, chunk))
+        mine = sum(int((s.isnan() & visible[:, None, None]).sum()) for s, visible in parts)
+        count, tokens = count + mine, tokens + (mine > 0)
+    return count, tokens
+
+
 def _lse(r: Request, about: Tokens, here: slice, chunk: int) -> Tensor:
     """Natural LSE ``[t, lists, G]`` of the scaled scores."""
     if r.lse is not None:

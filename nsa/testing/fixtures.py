@@ -67,6 +67,7 @@ def contested(
     *names: str,
     ours: Callable[..., Iterable[tuple[Contestant, Row]]] | None = None,
     promise: str = "",
+    selects: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test that has the arguments `contestant` and `case` once for each row of each contestant.
 
@@ -76,9 +77,10 @@ def contested(
         of: `of(contestant)`, or `of(contestant, config)`, returns the rows of a contestant. A row is a case, then
             values of the arguments `names`.
         ours: returns `(contestant, row)` pairs for our own contestants; by default, the rows of `NSA`.
+        selects: whether the contestants are those that choose blocks, not those that attend.
         promise: the key of `fit.promises` that the test exercises; empty: the value of its argument `wanted`.
     """
-    mark = pytest.mark.contested(of=of, names=names, ours=ours, promise=promise)
+    mark = pytest.mark.contested(of=of, names=names, ours=ours, promise=promise, selects=selects)
     # NumPy warns if an interpreted kernel computes with infinities. The test checks the result instead.
     quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")
     return lambda test: mark(quiet(test))
@@ -100,7 +102,8 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     _needs(metafunc, "contested", "contestant", "case", *names)
     specs = list(dict.fromkeys(metafunc.config.getoption("nsa_impl")))
     if specs:
-        pairs = [(impl, tuple(row)) for impl in map(named.load, specs) for row in _told(of, metafunc.config, impl)]
+        impls = [impl for impl in map(named.load, specs) if (impl.selects is not None) == mark.kwargs["selects"]]
+        pairs = [(impl, tuple(row)) for impl in impls for row in _told(of, metafunc.config, impl)]
     elif ours is not None:
         pairs = [(impl, tuple(row)) for impl, row in _told(ours, metafunc.config)]
     else:

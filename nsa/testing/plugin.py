@@ -79,7 +79,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "contested(of, names, ours, promise): runs once for each contestant")
+    config.addinivalue_line("markers", "contested(of, names, ours, promise, selects): runs once for each contestant")
     for impl in config.option.nsa_impl[:1]:
         under_test(impl.partition(":")[0])
     profiles.choose(config)

@@ -2,3 +2,4 @@
 
 from nsa.testing.suite.parity.test_promises import *  # noqa: F403
 from nsa.testing.suite.parity.test_selection import *  # noqa: F403
+from nsa.testing.suite.parity.test_selectors import *  # noqa: F403

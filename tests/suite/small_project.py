@@ -58,9 +58,8 @@ def outcome(done):
     return {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|deselected|skipped)", last)}
 
 
-def section(done, title):
+def section(lines, title):
     """The lines under the heading `title`."""
-    lines = done.stdout.splitlines()
     start = next(i for i, line in enumerate(lines) if f" {title} " in line and line.startswith("="))
     stop = next((i for i in range(start + 1, len(lines)) if lines[i].startswith("=")), len(lines))
     return lines[start + 1 : stop]

@@ -19,6 +19,25 @@ def test_bench(name, benchmark):
     benchmark.extra_info.update(gate_figures({"ours": ours, "plain": plain}, ["plain"]))
     feed(benchmark, ours)
 """
+CONTESTANT = """
+from nsa.call import Call
+from nsa.plain.packed_sdpa import packed_sdpa
+
+def attend(q, k, v, *, ranges, causal, scale):
+    attend.called = True
+    return packed_sdpa(Call.of(q, k, v, ranges=ranges, causal=causal and {causal}, scale=scale))[0] * {right}
+
+def sample(calls, repeats, sync):
+    attend.called = False
+    calls[0]()
+    return 1e-2 * ({times} if attend.called else 1.0)
+"""
+CLOCK = """
+import timed
+from nsa.testing.clock import timing
+
+timing._host_sample = timed.sample  # before the suite loads a contestant, which must not patch the suite
+"""
 INI = "[pytest]\nmarkers =\n    perf: benchmarks\naddopts = --import-mode=importlib\n"
 
 
@@ -32,6 +51,13 @@ def git(path, *words):
 def write(path, times):
     (path / "tests" / "perf").mkdir(parents=True, exist_ok=True)
     (path / "tests" / "perf" / "test_a.py").write_text(BENCHMARKS.replace("{TIMES}", repr(times)))
+
+
+def contestant(folder, times=1.0, right=1.0, causal=True):
+    """Plain torch as a contestant `timed:attend`, and a plugin `clock` by which it takes `times` as long as others."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "timed.py").write_text(CONTESTANT.format(times=times, right=right, causal=causal))
+    (folder / "clock.py").write_text(CLOCK)
 
 
 def make(path):

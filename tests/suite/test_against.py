@@ -1,9 +1,9 @@
 """This tree against another commit of it: what a small repository is told, and what the rounds come to."""
 
 import os
+import re
 import shutil
 import subprocess
-import textwrap
 import types
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import yaml
 from nsa.testing.gate import against, hooks
 from nsa.testing.gate.rule import Reading
 
-from .small_repository import ROOT, git, make, write
+from .small_repository import ROOT, contestant, git, make, write
 
 
 @pytest.fixture
@@ -80,26 +80,6 @@ def test_a_base_that_imports_another_copy_is_refused(repository, monkeypatch):
         compare(repository)
 
 
-KERNEL = """
-    from nsa.call import Call
-    from nsa.plain.packed_sdpa import packed_sdpa
-
-    def attend(q, k, v, *, ranges, causal, scale):
-        attend.called = True
-        return packed_sdpa(Call.of(q, k, v, ranges=ranges, causal=causal and CAUSAL, scale=scale))[0] * RIGHT
-
-    def sample(calls, repeats, sync):
-        attend.called = False
-        calls[0]()
-        return 1e-2 * (TIMES if attend.called else 1.0)
-"""
-CLOCK = """
-import timed
-from nsa.testing.clock import timing
-
-timing._host_sample = timed.sample  # before the suite loads a contestant, which must not patch the suite
-"""
-
 SHIM = """#!/bin/sh
 printf '%s\\n' "$@" > "$(mktemp commands/XXXXXX)"
 """
@@ -144,18 +124,12 @@ def merged(tmp_path, monkeypatch, forked_children):
     """
     upstream, runner = tmp_path / "upstream", tmp_path / "runner"
 
-    def write(folder, TIMES=1.0, RIGHT=1.0, CAUSAL=True):
-        (folder / "src").mkdir(parents=True, exist_ok=True)
-        facts = f"TIMES, RIGHT, CAUSAL = {TIMES}, {RIGHT}, {CAUSAL}\n"
-        (folder / "src" / "timed.py").write_text(facts + textwrap.dedent(KERNEL))
-        (folder / "src" / "clock.py").write_text(CLOCK)
-
     def make(**change):
-        write(runner, **change)
+        contestant(runner / "src", **change)
         git(runner, "commit", "--quiet", "--allow-empty", "-am", "the request, merged into main")
         return runner
 
-    write(upstream)
+    contestant(upstream / "src")
     for words in (("init", "--quiet", "--initial-branch=main"), ("add", "-A"), ("commit", "--quiet", "-m", "base")):
         git(upstream, *words)
     git(tmp_path, "clone", "--quiet", str(upstream), str(runner))
@@ -169,25 +143,28 @@ def merged(tmp_path, monkeypatch, forked_children):
 
 
 @pytest.mark.parametrize(
-    ("change", "passed", "said"),
+    ("change", "first", "passed", "said"),
     [
-        ({}, ["install", "parity", "edge", "perf"], "gate: 1 pass, 0 FAIL"),
-        ({"TIMES": 1.3}, ["install", "parity", "edge"], "30.0% slower beside its control"),
-        ({"RIGHT": 1.5}, ["install"], "timed:attend, parity: WRONG on"),
+        ({}, "parity", ["install", "parity", "edge", "perf"], "gate: 1 pass, 0 FAIL"),
+        ({"times": 1.3}, "perf", ["install"], "30.0% slower beside its control"),
+        ({"right": 1.5}, "parity", ["install"], "timed:attend, parity: WRONG on"),
     ],
     ids=["as-it-was", "slower", "wrong"],
 )
 def test_a_request_of_a_fork_is_gated_by_the_workflow_that_users_copy(
-    merged, run_pytest, tmp_path, capsys, change, passed, said
+    merged, run_pytest, tmp_path, capsys, change, first, passed, said
 ):
-    """Until a step fails."""
-    runner, green = merged(**change), []
+    """From the step of a lane until one fails: a kernel that is only slower is green before."""
+    runner, green, lanes = merged(**change), [], []
     for module, name, *words in commands("kernel.yml", tmp_path):
         if name == "pip":
             green += words[:1]
             continue
         assert (module, name) == ("-m", "pytest")
         lane = words[words.index("-m") + 1]
+        lanes.append(lane)
+        if first not in lanes:
+            continue
         if lane == "perf":
             status, told = gated(runner, words), capsys.readouterr().out
         else:
@@ -206,7 +183,7 @@ def test_a_contestant_that_is_wrong_here_is_not_timed(merged, monkeypatch, capsy
     """The base is, once: it runs first."""
     monkeypatch.setattr(against, "PAIRS", 3)
     words = "-m perf --pyargs nsa.testing.suite --nsa-impl timed:attend --nsa-against origin/main"
-    assert gated(merged(RIGHT=1.5), words.split()) == 1
+    assert gated(merged(right=1.5), words.split()) == 1
     lines = capsys.readouterr().out.splitlines()
     ran = [line.partition(" in ")[0] for line in lines if " benchmarks in " in line]
     assert ran == ["base origin/main: 1 benchmarks", "this tree: 0 benchmarks"]
@@ -243,7 +220,7 @@ def test_processes_take_turns():
 
 def test_a_mistake_that_no_benchmark_shows_is_named_before_anything_is_timed(merged, capsys):
     """The keys of the benchmarks lie below the causal limit."""
-    runner = merged(CAUSAL=False)
+    runner = merged(causal=False)
     few = f"({FEWER['perf'][1]}) or (triton_sel_parity and Skv40)"
     words = ["--pyargs", "nsa.testing.suite", "-m", "perf", "--nsa-impl", "timed:attend", "--nsa-against", "HEAD^"]
     status, told = gated(runner, words, few), capsys.readouterr().out
@@ -253,3 +230,11 @@ def test_a_mistake_that_no_benchmark_shows_is_named_before_anything_is_timed(mer
     assert "timed:attend, parity: WRONG on" in told
     assert "  reads keys beyond the causal limit (" in told
     assert "benchmarks in" not in told
+
+
+def test_a_mistake_that_a_benchmark_shows_is_named(merged, capsys):
+    """Where `-k` leaves no test of parity."""
+    words = ["--pyargs", "nsa.testing.suite", "-m", "perf", "--nsa-impl", "timed:attend", "--nsa-against", "HEAD^"]
+    status, told = gated(merged(RIGHT=1.5), words), capsys.readouterr().out
+    assert status == 1
+    assert re.search(r"^this tree: timed:attend, perf: WRONG on 1 of 1 case\n  \w", told, re.MULTILINE), told

@@ -20,7 +20,7 @@ from nsa.testing.suite.parity.test_promises import over_a_cache
 from nsa.testing.verdicts import KINDS, Tally, Verdicts
 
 from .small_project import ROOT, off_gpu, saving
-from .small_repository import git
+from .small_repository import contestant, git
 
 KERNELS = """
     import torch
@@ -263,29 +263,6 @@ def test_a_mistake_of_use_ends_the_run_before_it_collects(suite):
     assert "Traceback" not in done.stdout + done.stderr
 
 
-TIMED = """
-    import os
-
-    from nsa.call import Call
-    from nsa.plain.packed_sdpa import packed_sdpa
-
-    def attend(q, k, v, *, ranges, causal, scale):
-        attend.called = True
-        return packed_sdpa(Call.of(q, k, v, ranges=ranges, causal=causal, scale=scale))[0]
-
-    def sample(calls, repeats, sync):
-        attend.called = False
-        calls[0]()
-        return 1e-2 * (float(os.environ["TIMES"]) if attend.called else 1.0)
-"""
-CLOCK = """
-    import timed
-    from nsa.testing.clock import timing
-
-    timing._host_sample = timed.sample  # before the suite loads a contestant, which must not patch the suite
-"""
-
-
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """A repository of a contestant, whose modules this process can import. Commits are its own."""
@@ -300,13 +277,12 @@ def repository(tmp_path, monkeypatch):
 def test_a_contestants_own_baseline_gates_it_and_is_reported(run_pytest, forked_children, repository, monkeypatch):
     """Plain torch, on a clock of the test: half as slow again is a FAIL. Ours keep the baselines that they have."""
     tmp_path = repository
-    (tmp_path / "timed.py").write_text(textwrap.dedent(TIMED))
-    (tmp_path / "clock.py").write_text(textwrap.dedent(CLOCK))
+    contestant(tmp_path)
     for words in (("init", "--quiet"), ("add", "-A"), ("commit", "--quiet", "-m", "theirs")):
         git(tmp_path, *words)
     for name in ("TRITON_INTERPRET", "NSA_COMMIT"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in off_gpu(TIMES="1").items():
+    for name, value in off_gpu().items():
         monkeypatch.setenv(name, value)
     chosen = ("-p", "nsa_pytest", "--pyargs", "nsa.testing.suite", "-m", "perf", "--nsa-impl", "timed:attend")
     chosen = (*chosen, "-p", "clock", "-k", "many and D64-Dv64-L256", "-q", "-p", "no:cacheprovider")
@@ -314,7 +290,8 @@ def test_a_contestants_own_baseline_gates_it_and_is_reported(run_pytest, forked_
     (folder,) = {path.parent for path in tmp_path.glob("nsa-baselines/*/timed-attend/*.json")}
     theirs = git(tmp_path, "rev-parse", "HEAD")
     assert [path.stem.partition("-")[2] for path in folder.glob("*.json")] == [theirs[:7]] * 3
-    slow = run_pytest(*chosen, "--benchmark-compare", cwd=tmp_path, environment=off_gpu(TIMES="1.5"))
+    contestant(tmp_path, times=1.5)
+    slow = run_pytest(*chosen, "--benchmark-compare", cwd=tmp_path, environment=off_gpu())
     assert slow.returncode == 1, slow.stdout
     assert re.search(r"gate: .*[1-9] FAIL", slow.stdout), slow.stdout
     if all(map(importlib.util.find_spec, ("matplotlib", "jinja2"))):

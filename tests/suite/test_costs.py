@@ -75,18 +75,6 @@ def test_a_few_odd_times_do_not_decide():
     assert costs.fit(measured)["narrow"]["query_major"]["numbers"] == pytest.approx(0.25, rel=0.15)
 
 
-def test_what_is_written_is_read_and_chosen_by(gpus):
-    said = costs.write(rows(), gpus)
-    path = gpus / "nvidia-nobody-1.yaml"
-    assert said.startswith("schedules: 120 drawn shapes, ")
-    assert said.endswith(f"; written to {path}")
-    found = gpu.measured(FACTS["gpu"]).costs
-    assert found.path == path
-    assert found.kinds["narrow"]["query_major"]["numbers"] == pytest.approx(0.25, rel=0.05)
-    assert found.provenance["commit"] == "abc123"
-    assert "worst" in path.read_text().partition("narrow:")[0]  # how good the choice is stands above the costs
-
-
 @pytest.mark.parametrize(
     ("taken", "got"),
     [
@@ -102,15 +90,21 @@ def test_too_little_writes_nothing(taken, got, gpus):
     assert not list(gpus.iterdir())
 
 
-def test_the_command(gpus, tmp_path, capsys):
+def test_what_the_command_writes_is_read_and_chosen_by(gpus, tmp_path, capsys):
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     measured = rows()
     for path, some in zip(files, (measured[:50], measured[50:]), strict=True):
         path.write_text("".join(json.dumps(row) + "\n" for row in some))
     assert costs.main(list(map(str, files))) == 0
-    assert capsys.readouterr().out.startswith("schedules: 120 drawn shapes, ")
+    said = capsys.readouterr().out
     settings.reload()
-    assert schedules.measured(FACTS["gpu"]) is not None
+    found = gpu.measured(FACTS["gpu"]).costs
+    assert schedules.measured(FACTS["gpu"]) is found
+    assert said.startswith("schedules: 120 drawn shapes, ")
+    assert said.endswith(f"; written to {found.path}\n")
+    assert found.kinds["narrow"]["query_major"]["numbers"] == pytest.approx(0.25, rel=0.05)
+    assert found.provenance["commit"] == "abc123"
+    assert "worst" in found.path.read_text().partition("narrow:")[0]  # how good the choice is stands above the costs
     assert costs.main([str(tmp_path / "nothing")]) == 1
     assert "nothing" in capsys.readouterr().err
     files[0].write_text(json.dumps({"gpu": "x"}))

@@ -127,7 +127,7 @@ def spread(*names):
 
 
 def gate(done):
-    return section(done, "gate")
+    return section(done.stdout.splitlines(), "gate")
 
 
 def named(done):
@@ -220,15 +220,6 @@ def test_what_fails_is_named_and_found_again_by_the_line_that_is_printed(project
     replayed = project.run(*words)
     assert (replayed.returncode, outcome(replayed)) == (1, {"failed": 1})
     assert re.search("^performance regression: ", replayed.stdout, re.M)
-
-
-def test_a_slower_machine_passes_and_is_told(project):
-    project.inject(**{name: {"ours": [2.8], "control": 1.4} for name in ALIKE})
-    done = project.compare()
-    assert done.returncode == 0
-    words = f"this machine is 40% slower than when the baseline was recorded (median of {COUNT} controls)"
-    assert words in gate(done)
-    assert not named(done)
 
 
 def test_a_path_before_the_option_is_that_of_tests(project):

@@ -102,11 +102,6 @@ def test_a_ratio_is_of_the_lower_quartiles_of_samples():
     assert Reading.of([1.0] * 30 + [2.0] * 10, {}).time == 1.0
 
 
-def test_figures_derived_by_hand_change_nothing():
-    by_hand = {"gate_ratio": 9.0, "ratio_to_control": 9.0, "control_median": 9.0, "medians": {"plain": 9.0}}
-    assert Reading.of([2.0] * 4, stored(**by_hand)) == Reading.of([2.0] * 4, stored())
-
-
 def test_a_ratio_that_a_file_states_without_samples_decides_nothing():
     """`gate_ratio` doubled by hand made a kernel that was 50% slower pass."""
     old = {"control": "plain", "control_median": 1.0, "ratio_to_control": 2.0, "gate_ratio": 2.0}
@@ -239,21 +234,6 @@ def test_a_stored_control_of_ours_gates_nothing():
     gate.judge("test_decode[x]", timing(3.1e-5), info, None)
     (verdict,) = gate.verdicts
     assert (verdict.kind, verdict.reason) == ("cannot gate", "no control in the baseline")
-
-
-def test_a_noisy_benchmark_that_fails_is_not_listed_as_one_that_cannot_be_gated():
-    gate = gate_over(side(0.96, 1.0, 1.04))
-    gate.judge("test_decode[x]", timing(2e-5), stored(control_samples={"plain": [1e-5] * 4}), None)
-    lines = gate.report(["test_decode[x]"])
-    assert lines[-1] == "gate: 0 pass, 1 FAIL, 0 AMBIGUOUS, 0 cannot gate"
-    assert not [line for line in lines if line.startswith("cannot gate")]
-
-
-def test_what_cannot_be_gated_says_what_slowdown_would_have_been_told():
-    gate = gate_over(side(0.96, 1.0, 1.04))
-    gate.judge("test_decode[x]", timing(1e-5), stored(control_samples={"plain": [1e-5] * 4}), None)
-    said = " ".join(gate.report(["test_decode[x]"]))
-    assert "cannot gate test_decode[x]: its ratio spreads by 8%, so only a slowdown of more than 16% would be a" in said
 
 
 def test_no_control_cannot_be_gated():

@@ -5,7 +5,6 @@ import math
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +14,8 @@ from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.cases import long_context
 from nsa.testing.report import terminal
 
-pytest_plugins = ["pytester"]
-ROOT = Path(__file__).parents[2]
+from .small_project import ROOT, lay_out, off_gpu, section, write
+
 BASELINE = ROOT / "tests" / "perf" / "baselines" / "nvidia-h100-80gb-hbm3"
 BENCHMARKS = """
 import json, pathlib, pytest
@@ -81,43 +80,28 @@ ALL = {
 
 
 @pytest.fixture
-def project(forked_project, monkeypatch):
-    """`project(names)`: a rootdir with this repository's configuration and benchmarks of these names."""
-    pytester = forked_project
-    perf = pytester.path / "tests" / "perf"
-    perf.mkdir(parents=True)
-    for name in ("conftest.py", "pyproject.toml"):
-        shutil.copy(ROOT / name, pytester.path)
-    (perf / "test_named.py").write_text(BENCHMARKS)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for name, value in {"PYTHONPATH": str(ROOT), "NSA_TEST_TRITON_SEL": "0", "NSA_COMMIT": "abc1234567"}.items():
-        monkeypatch.setenv(name, value)
+def named(tmp_path):
+    """`named(names)`: a rootdir with this repository's configuration and benchmarks of these names."""
+    lay_out(tmp_path, {"tests/perf/test_named.py": BENCHMARKS})
 
     def make(names):
         functions: dict[str, dict[str, tuple[str, float]]] = {}
-        for name, what in names.items():
+        for name, times in names.items():
             function, _, words = name.partition("[")
-            functions.setdefault(function, {})[words.removesuffix("]")] = what
-        (perf / "names.json").write_text(json.dumps(functions))
-        return pytester
+            functions.setdefault(function, {})[words.removesuffix("]")] = times
+        write(tmp_path, {"tests/perf/names.json": json.dumps(functions)})
 
     return make
 
 
-def run(project, *options):
-    result = project.runpytest_subprocess("-m", "perf", *options)
-    assert result.ret == 1, "one test fails, on purpose"
-    return result.outlines
+@pytest.fixture
+def run(run_pytest, tmp_path):
+    def make(*options):
+        done = run_pytest("-m", "perf", *options, cwd=tmp_path, environment=off_gpu(NSA_COMMIT="abc1234567"))
+        assert done.returncode == 1, "one test fails, on purpose"
+        return done.stdout.splitlines()
 
-
-def recorded(project):
-    """Run, and keep what it wrote as the baseline of the device that it names: a worker of xdist has fewer threads."""
-    lines = run(project, "--benchmark-json=run.json")
-    file = project.path / "run.json"
-    folder = project.path / "tests" / "perf" / "baselines" / json.loads(file.read_text())["machine_info"]["device"]
-    folder.mkdir(parents=True)
-    file.rename(folder / "0091_20261124-abc1234.json")
-    return lines
+    return make
 
 
 def tables(lines):
@@ -126,30 +110,28 @@ def tables(lines):
     return lines[start : lines.index("Legend:")]
 
 
-def section(lines, title):
-    start = next(i for i, line in enumerate(lines) if line.startswith("=") and title in line)
-    stop = next(i for i in range(start + 1, len(lines)) if lines[i].startswith("="))
-    return lines[start + 1 : stop]
-
-
 def rows(lines):
     """Names in the tables, as shown."""
     shown = [line for line in tables(lines) if line.strip("-") and not line.startswith(("-", "Name (", " "))]
     return [line.split("  ")[0] for line in shown]
 
 
-def test_tables_fit_120_columns_with_and_without_a_baseline_and_the_gate_is_last(project):
-    names = {name: what for found in ALL.values() for name, what in found.items()}
-    make, project = project, project(names)
-    alone = recorded(project)
-    make({name: (group, 3 * seconds) for name, (group, seconds) in names.items()})
-    beside = run(project, "--benchmark-compare")
+def test_tables_fit_120_columns_with_and_without_a_baseline_and_the_gate_is_last(named, run, tmp_path):
+    names = {name: times for found in ALL.values() for name, times in found.items()}
+    named(names)
+    alone = run("--benchmark-json=run.json")
+    # What it wrote is the baseline of the device that it names: a worker of xdist has fewer threads.
+    text = (tmp_path / "run.json").read_text()
+    device = json.loads(text)["machine_info"]["device"]
+    write(tmp_path, {f"tests/perf/baselines/{device}/0091_20261124-abc1234.json": text})
+    named({name: (group, 3 * seconds) for name, (group, seconds) in names.items()})
+    beside = run("--benchmark-compare")
     for lines, times in ((alone, 1), (beside, 2)):
         shown = tables(lines)
         assert max(map(len, shown)) <= 120, max(shown, key=len)
         assert len(rows(lines)) == times * len(names)
         assert next(line for line in shown if line.startswith("Name (")).split()[4:] == ["Median", "IQR", "Rounds"]
-        assert max(map(len, section(lines, "selection attention"))) <= 100
+        assert max(map(len, section(lines, "selection attention: ratios of medians of this run"))) <= 100
     pairs = rows(beside)
     assert [name.endswith(" (NOW)") for name in pairs] == [i % 2 == 1 for i in range(len(pairs))]
     assert [name.removesuffix(" (NOW)") for name in pairs[1::2]] == [n.removesuffix(" (0091)") for n in pairs[::2]]
@@ -164,15 +146,15 @@ def test_tables_fit_120_columns_with_and_without_a_baseline_and_the_gate_is_last
 
 
 @pytest.mark.parametrize("where", ["command line", "addopts and environment"])
-def test_what_the_user_gives_wins(project, where, monkeypatch):
+def test_what_the_user_gives_wins(named, run, tmp_path, where, monkeypatch):
     """Also where it is pytest-benchmark's default, which `normal` is."""
-    project = project(of_the_cpu())
+    named(of_the_cpu())
     given = [f"--benchmark-{words}" for words in ("columns=min,ops", "name=normal", "sort=max", "group-by=func")]
     if where != "command line":
-        file = project.path / "pyproject.toml"
+        file = tmp_path / "pyproject.toml"
         file.write_text(file.read_text().replace("addopts = [", f"addopts = [{', '.join(map(repr, given[:2]))}, "))
         monkeypatch.setenv("PYTEST_ADDOPTS", " ".join(given[2:]))
-    lines = run(project, *(given if where == "command line" else []))
+    lines = run(*(given if where == "command line" else []))
     heads = [line.split()[4:] for line in tables(lines) if line.startswith("Name (")]
     assert [head[:2] for head in heads] == [["Min", "OPS"]] * 2
     titles = [line.strip("- ") for line in tables(lines) if " benchmark " in line]
@@ -180,10 +162,10 @@ def test_what_the_user_gives_wins(project, where, monkeypatch):
     assert sorted(rows(lines)) == sorted(of_the_cpu())
 
 
-def test_options_from_a_file_of_arguments_win_and_leave_our_other_defaults(project):
-    project = project(of_the_cpu())
-    (project.path / "arguments.txt").write_text("--benchmark-columns=min,ops\n")
-    lines = run(project, "@arguments.txt")
+def test_options_from_a_file_of_arguments_win_and_leave_our_other_defaults(named, run, tmp_path):
+    named(of_the_cpu())
+    (tmp_path / "arguments.txt").write_text("--benchmark-columns=min,ops\n")
+    lines = run("@arguments.txt")
     assert {" ".join(line.split()[4:6]) for line in tables(lines) if line.startswith("Name (")} == {"Min OPS"}
     assert "packed_sdpa[H16-L1024-N4-decode-HKV4]" in rows(lines)
 

@@ -162,6 +162,8 @@ class Contestant:
     supports: None for a case that it takes, otherwise the reason why not. poison: whether the call takes `out`.
     lse: whether it returns an LSE. other: what it computes instead of the selection. contract: None for comparators.
     declared: whether the author wrote the contract. cached: runs a call over a cache, `cached(q, cache, **selection)`.
+    selects: chooses blocks, `selects(q, k, **how)`. Such a contestant has a contract of `selectors.Selects`, and does
+    not attend.
     """
 
     name: str
@@ -174,6 +176,7 @@ class Contestant:
     contract: Contract | None = None
     declared: bool = False
     cached: Callable[..., Any] | None = field(default=None, compare=False)
+    selects: Callable[..., Any] | None = field(default=None, compare=False)
 
     def run(self, p: Problem, return_lse: bool = False, out: Tensor | None = None) -> Result:
         """`O [B,S,HQ,Dv]`, with `return_lse` also `LSE [B,S,HQ]`. A `NotImplementedError` means unsupported."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import nsa
 from nsa.testing.clock import honest
-from nsa.testing.contestants import traces
+from nsa.testing.contestants import selectors, traces
 from nsa.testing.contestants.contract import Contestant, Contract, Declared
 from nsa.testing.judge.conduct import untouched
 from nsa.testing.judge.forward import Oracle, assert_parity
@@ -53,6 +53,8 @@ def load(spec: str) -> Contestant:
         file = getattr(imported, "__file__", "a folder")
         raise ValueError(f"--nsa-impl {spec}: the module {module} ({file}) has no attribute {name!r}")
     found = getattr(imported, name)
+    if isinstance(found, Declared) and isinstance(found.contract, selectors.Selects):
+        return selectors.of_function(spec, found.function, found.contract)
     if isinstance(found, Declared):
         return of_function(spec, found.function, found.contract, declared=True)
     if not callable(found):

@@ -44,7 +44,8 @@ class Tree:
     """One of the two trees.
 
     readings: by benchmark, one for each process. ids: pytest's id of each benchmark in this tree. red: by test, what
-    each process in which it failed said of it. wrong: the verdicts on a contestant whose results are wrong.
+    each process in which it failed said of it. wrong: the verdicts on a contestant whose results are wrong, and the
+    lines below each.
     """
 
     name: str
@@ -144,7 +145,7 @@ def _report(ref: str, base: Tree, head: Tree, verdicts: list[Verdict], strict: b
         lines += [f"{where}: {name}" for name in one.readings if name not in other.readings]
     broken = [name for name, said in head.red.items() if len(said) == head.processes and name not in base.red]
     for tree in (base, head):
-        lines += [f"{tree.name}: {verdict}" for verdict in dict.fromkeys(tree.wrong)]
+        lines += "\n".join(f"{tree.name}: {verdict}" for verdict in dict.fromkeys(tree.wrong)).splitlines()
         for name, said in tree.red.items():
             lines += [f"red in {tree.name}, {len(said)} of {tree.processes} processes: {name}", f"  {said[-1]}"]
     print(*words.narrowed(lines), words.counts(verdicts), sep="\n", flush=True)
@@ -229,7 +230,7 @@ def _run(tree: Tree, arguments: Sequence[str], work: Path, module: str) -> bool:
             raise NotCompared(f"{tree.name}: its process imported {module} of {imported}, expected {tree.commit}")
         tree.readings.setdefault(name, []).append(Reading.of(benchmark["stats"]["data"], benchmark["extra_info"]))
         tree.ids[name] = benchmark["fullname"]
-    tree.wrong += re.findall(r"^\S+, \w+: WRONG on .*", said, re.MULTILINE)
+    tree.wrong += re.findall(r"^\S+, \w+: WRONG on .*(?:\n  .*)*", said, re.MULTILINE)
     for name, why in _red(xml).items():
         tree.red.setdefault(name, []).append(why)
     seconds = time.monotonic() - began

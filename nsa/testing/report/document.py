@@ -7,7 +7,7 @@ import json
 import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 SECONDS = (1e-12, 1e6)
 """What a duration may be. A sample outside is no measurement; NaN is never inside."""
@@ -15,7 +15,6 @@ RATE = (1e-6, 1e9)
 """What a measured memory rate may be, GB/s."""
 
 Needs = Literal["data", "stats", "median"]
-_Check = Callable[[str, Any], object]  # raises ValueError
 
 
 def read(path: Path, needs: Needs = "data") -> dict[str, Any]:
@@ -56,8 +55,8 @@ def check_timing(samples: Any, info: Mapping[str, Any]) -> None:
     Raises:
         ValueError: one of them cannot be a measurement. The text names it.
     """
-    _SAMPLES("stats.data", samples)
-    _TIMING("extra_info", info)
+    _check("stats.data", samples, _SAMPLES)
+    _check("extra_info", info, _TIMING)
 
 
 def wrong(key: str, expected: str, got: object) -> NoReturn:
@@ -70,15 +69,15 @@ _short.maxlong = _short.maxother = _short.maxstring = 40
 
 
 def _check_run(document: Any, needs: Needs) -> None:
-    _MAPPING("the file", document)
-    _MACHINE("machine_info", document.get("machine_info"))
-    _optional(_TEXT)("the file.datetime", document.get("datetime"))
-    _fields({"id": _optional(_TEXT)})("commit_info", document.get("commit_info") or {})
+    _check("the file", document, _MAPPING)
+    _check("machine_info", document.get("machine_info"), _MACHINE)
+    _check("the file.datetime", document.get("datetime"), _Or(_TEXT))
+    _check("commit_info", document.get("commit_info") or {}, {"id": _Or(_TEXT)})
     benchmarks = document.get("benchmarks")
-    _LIST("benchmarks", benchmarks)
+    _check("benchmarks", benchmarks, _LIST)
     for i, benchmark in enumerate(benchmarks):
-        _MAPPING(f"benchmarks[{i}]", benchmark)
-        _TEXT(f"benchmarks[{i}].name", name := benchmark.get("name"))
+        _check(f"benchmarks[{i}]", benchmark, _MAPPING)
+        _check(f"benchmarks[{i}].name", name := benchmark.get("name"), _TEXT)
         try:
             _check_benchmark(benchmark, needs)
         except ValueError as error:
@@ -86,88 +85,85 @@ def _check_run(document: Any, needs: Needs) -> None:
 
 
 def _check_benchmark(benchmark: Mapping[str, Any], needs: Needs) -> None:
-    _TEXT("fullname", benchmark.get("fullname"))
-    _optional(_TEXT)("group", benchmark.get("group"))
     stats: Any = benchmark.get("stats")
     info: Any = benchmark.get("extra_info")
-    _MAPPING("stats", stats)
-    for name, check in _STATS.items():
+    _check("fullname", benchmark.get("fullname"), _TEXT)
+    _check("group", benchmark.get("group"), _Or(_TEXT))
+    _check("stats", stats, _MAPPING)
+    for name, schema in _STATS.items():
         if name == "median" or name in stats or (needs != "median" and name != "ops"):  # `ops` is worked out if missing
-            check(f"stats.{name}", stats.get(name))
-    _MAPPING("extra_info", info)
+            _check(f"stats.{name}", stats.get(name), schema)
+    _check("extra_info", info, _MAPPING)
     for name, value in info.items():
-        _FACTS.get(name, _NUMERIC if name.startswith("speedup_vs_") else _FACT)(f"extra_info.{name}", value)
+        _check(f"extra_info.{name}", value, _FACTS.get(name, _NUMERIC if name.startswith("speedup_vs_") else _FACT))
     if needs == "data" or "data" in stats:
         check_timing(stats.get("data"), info)
 
 
-# --- checks ----------------------------------------------------------------------------------------------------------
+# --- what is expected ------------------------------------------------------------------------------------------------
 
 
-def _rule(expected: str, holds: Callable[[Any], bool]) -> _Check:
-    def check(key: str, value: Any) -> None:
-        if not holds(value):
-            wrong(key, expected, value)
+class _Rule(NamedTuple):
+    """What a value has to be, in words, and whether it is."""
 
-    return check
-
-
-def _all(*checks: _Check) -> _Check:
-    def check(key: str, value: Any) -> None:
-        for one in checks:
-            one(key, value)
-
-    return check
+    expected: str
+    holds: Callable[[Any], bool]
 
 
-def _optional(check: _Check) -> _Check:
-    return lambda key, value: None if value is None else check(key, value)
+class _Or(NamedTuple):
+    """A value of this schema, or null."""
+
+    schema: Any
 
 
-def _number(what: str, low: float, high: float) -> _Check:
+def _check(key: str, value: Any, schema: Any) -> None:
+    """Raise ValueError if a value does not fit a schema.
+
+    schema: a rule; a tuple of several; a list of one, for each item of a list; or a mapping of schemas by key, where
+    "*" stands for every key that the value has.
+    """
+    match schema:
+        case _Rule(expected, holds):
+            if not holds(value):
+                wrong(key, expected, value)
+        case _Or(other):
+            if value is not None:
+                _check(key, value, other)
+        case dict():
+            _check(key, value, _MAPPING)
+            for name in value if "*" in schema else schema:
+                _check(f"{key}.{name}", value.get(name), schema.get("*") or schema[name])
+        case tuple():
+            for one in schema:
+                _check(key, value, one)
+        case _:
+            for i, item in enumerate(value):
+                _check(f"{key}[{i}]", item, schema[0])
+
+
+def _number(what: str, low: float, high: float) -> _Rule:
     """NaN and integers beyond any float are outside of every range."""
     expected = f"{what} from {low:g} to {high:g}"
-    return _rule(expected, lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and low <= x <= high)
+    return _Rule(expected, lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and low <= x <= high)
 
 
-def _fields(checks: Mapping[str, _Check]) -> _Check:
-    """A mapping with these keys, or without them."""
-    return _all(_MAPPING, lambda key, value: [check(f"{key}.{x}", value.get(x)) for x, check in checks.items()])
-
-
-def _values(check: _Check) -> _Check:
-    """A mapping whose values pass a check."""
-    return _all(_MAPPING, lambda key, value: [check(f"{key}.{x}", part) for x, part in value.items()])
-
-
-def _each(check: _Check) -> _Check:
-    """A mapping, or nothing, whose values pass a check."""
-    return lambda key, value: _values(check)(key, value or {})
-
-
-def _items(check: _Check) -> _Check:
-    return lambda key, value: [check(f"{key}[{i}]", item) for i, item in enumerate(value)]
-
-
-_TEXT = _rule("a string", lambda value: isinstance(value, str))
-_LIST = _rule("a list", lambda value: isinstance(value, list))
-_MAPPING = _rule("a mapping", lambda value: isinstance(value, Mapping))
+_TEXT = _Rule("a string", lambda value: isinstance(value, str))
+_LIST = _Rule("a list", lambda value: isinstance(value, list))
+_MAPPING = _Rule("a mapping", lambda value: isinstance(value, Mapping))
 _DURATION = _number("seconds", *SECONDS)
-_COUNT = _all(_rule("a whole number", lambda value: isinstance(value, int)), _number("a count", 1, 1e12))
-_FACT = _rule("a finite number", lambda value: not isinstance(value, (int, float)) or abs(value) <= 1e300)
+_COUNT = (_Rule("a whole number", lambda value: isinstance(value, int)), _number("a count", 1, 1e12))
+_FACT = _Rule("a finite number", lambda value: not isinstance(value, (int, float)) or abs(value) <= 1e300)
 """A fact that the tables print, or one that they do not know: a finite number if it is a number."""
-_NUMERIC = _all(_rule("a number or null", lambda value: value is None or isinstance(value, (int, float))), _FACT)
-_SAMPLES = _all(_rule("a list of seconds", lambda value: isinstance(value, list) and value != []), _items(_DURATION))
-_ENDS = _all(_rule("two ends", lambda value: isinstance(value, list) and len(value) == 2), _items(_DURATION))
-_MACHINE = _fields(dict.fromkeys(("device", "node", "gpu", "torch", "triton"), _optional(_TEXT)))
-_TIMING = _fields(
-    {
-        "control": _optional(_TEXT),
-        "control_samples": _optional(_values(_SAMPLES)),
-        "ceiling_gbps": _optional(_number("a rate in GB/s", *RATE)),
-    }
-)
-_STATS: dict[str, _Check] = {
+_NUMERIC = (_Rule("a number or null", lambda value: value is None or isinstance(value, (int, float))), _FACT)
+_SAMPLES = (_Rule("a list of seconds", lambda value: isinstance(value, list) and value != []), [_DURATION])
+_ENDS = (_Rule("two ends", lambda value: isinstance(value, list) and len(value) == 2), [_DURATION])
+_MACHINE = dict.fromkeys(("device", "node", "gpu", "torch", "triton"), _Or(_TEXT))
+_TIMING = {
+    "control": _Or(_TEXT),
+    "control_samples": _Or({"*": _SAMPLES}),
+    "ceiling_gbps": _Or(_number("a rate in GB/s", *RATE)),
+}
+_STATS: dict[str, Any] = {
     **dict.fromkeys(("min", "max", "mean", "median"), _DURATION),
     **dict.fromkeys(("stddev", "iqr", "ops"), _number("a number", 0.0, 1 / SECONDS[0])),
     **dict.fromkeys(("rounds", "iterations"), _COUNT),
@@ -180,13 +176,13 @@ _NUMBERS = """
     ns_per_token overhead_us ratio_to_control scores share_of_ceiling share_of_matmul share_of_read shared tflops
     times_its_share us
 """
-_FACTS: dict[str, _Check] = {
-    **dict.fromkeys(_TEXTS.split(), _optional(_TEXT)),
+_FACTS: dict[str, Any] = {
+    **dict.fromkeys(_TEXTS.split(), _Or(_TEXT)),
     **dict.fromkeys(_NUMBERS.split(), _NUMERIC),
-    "ci95": _optional(_ENDS),
-    "intervals": _each(_optional(_ENDS)),
-    "medians": _each(_DURATION),
-    "left_out": _each(_optional(_TEXT)),
-    "launched": _each(_NUMERIC),
-    "best": _optional(_fields({"ratio": _number("a ratio", 1e-9, 1e9), "by": _TEXT, "commit": _TEXT})),
+    "ci95": _Or(_ENDS),
+    "intervals": _Or({"*": _Or(_ENDS)}),
+    "medians": _Or({"*": _DURATION}),
+    "left_out": _Or({"*": _Or(_TEXT)}),
+    "launched": _Or({"*": _NUMERIC}),
+    "best": _Or({"ratio": _number("a ratio", 1e-9, 1e9), "by": _TEXT, "commit": _TEXT}),
 }

@@ -197,7 +197,7 @@ def before_after(pairs: list[tuple[str, float]]) -> str | None:
     ax.tick_params(axis="y", labelsize=7, length=0)
     ax.set(ylim=(-0.8, len(change) - 0.2), xlabel="time relative to control, change in % (grey: within 10%)")
     ax.margins(x=0.1)
-    figure.suptitle(f"After over before (above 0: slower): the largest changes, {len(change)} of {len(pairs)}")
+    figure.suptitle(f"After over before (right of 0: slower): the largest changes, {len(change)} of {len(pairs)}")
     return _svg(figure)
 
 

@@ -89,16 +89,6 @@ def test_autocast_casts_nothing(device, backend):
         assert bitwise(call(q, cache, backend, **selection), want)
 
 
-def test_auto_falls_back_and_says_so(device, fresh_routes):
-    cache = caches.draw([40, 64], ROOM, PAGE, device=device)
-    q, selection, got = queries(2, 1, device=device), everything(2, 1, device=device), {}
-    for min_L in (0, 10**6):
-        with nsa.configure(sel_triton_min_L=min_L):
-            got[min_L] = call(q, cache, "auto", **selection)
-    assert {record.route for record in nsa.routes()} == {"query_major", "sdpa"}
-    torch.testing.assert_close(got[0], got[10**6])
-
-
 def test_a_broken_kernel_for_pages_does_not_speak_of_other_caches(device, fresh_routes, monkeypatch):
     from nsa.kernels.query_major import plan as query_major
 

@@ -66,7 +66,15 @@ def check(schedule, draw_rows, dtype, ends=None, scale=None, one=False, max_sele
     assert torch.equal(attend(*rows, *(x.int() for x in cu), **how), out)
 
 
-@pytest.mark.parametrize(("schedule", "row", "dtype"), in_pairs(list(DENSE), ROWS, LANE_DTYPES), indirect=["dtype"])
+# A head of "per_head" is a program of its own, so that their number is that of programs.
+PER_HEAD = {name: row for name, row in ROWS.items() if row.get("H", 0) <= 3}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "row", "dtype"),
+    in_pairs(["group"], ROWS, LANE_DTYPES) + in_pairs(["per_head"], PER_HEAD, LANE_DTYPES),
+    indirect=["dtype"],
+)
 def test_rows(draw_rows, schedule, row, dtype):
     check(schedule, draw_rows, dtype, **row)
 

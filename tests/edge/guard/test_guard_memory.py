@@ -214,12 +214,11 @@ EDITS = [  # of a file: what it means stays, or not
     (lambda text: "# the first line\n" + text.replace("\n\n", "\n\n    # a comment\n\n\n"), True),
     (lambda text: text.replace('"""', '"""Prose: ', 1), True),
     (lambda text: text + '\n\n"""Prose below a constant."""\n', True),
-    (lambda text: text + "\n\nONE_MORE = 1\n", False),
-    (lambda text: text.replace("tl.", "tl.extra.", 1), False),
+    (lambda text: text + "\n\nONE_MORE = 1\n", False),  # `test_what_a_source_means` has other edits of code
 ]
 
 
-@pytest.mark.parametrize(("edit", "same"), EDITS, ids=["comment", "docstring", "below", "constant", "operation"])
+@pytest.mark.parametrize(("edit", "same"), EDITS, ids=["comment", "docstring", "below", "constant"])
 def test_edited_prose_is_the_same_kernel_and_edited_code_another(monkeypatch, tmp_path, edit, same):
     """Any file of `nsa/kernels`, or of what judges them."""
     package = tmp_path / "nsa"
@@ -346,7 +345,7 @@ children, what = [], {"kernel": "_fwd_kernel"}
 for _ in range(8):
     children.append(os.fork())
     if children[-1] == 0:
-        for i in range(300):
+        for i in range(100):
             memory.write("shared", memory.Verdict(f"cause {i} " + "x" * 20_000, True), what)
             found = memory.read("shared")
             if found is None or not found.cause.endswith("x" * 20_000):

@@ -18,6 +18,8 @@ from nsa.kernels.shared import launch as launching
 from nsa.kernels.shared.primitives import TILED
 from nsa.testing.plugin import current_lane
 
+from ...parity.pairs import in_pairs
+
 GIB = 1 << 30
 ROUTE = {"backend": "triton", "schedule": "key_major"}
 KEY_MAJOR = ROUTE | {"return_lse": True}
@@ -81,9 +83,13 @@ def test_windows_and_passes_change_nothing(call, small, planned, monkeypatch, al
         assert (w.window == 24) == (min(parts, index) * 2 // w.heads >= 24)
 
 
-@pytest.mark.parametrize("heads", [2, 4], ids=["two heads", "two of four heads at once"])
-@pytest.mark.parametrize("ranges", [False, True], ids=["blocks", "ranges"])
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "varlen"])
+@pytest.mark.parametrize(
+    ("heads", "ranges", "packed"),
+    in_pairs(
+        {"two heads": 2, "two of four heads at once": 4}, {"blocks": False, "ranges": True},
+        {"batch": False, "varlen": True},
+    ),
+)  # fmt: skip
 def test_windows_of_some_heads_change_nothing(draw, device, small, planned, monkeypatch, heads, ranges, packed):
     """Lists and parts are of one head of two, or two of four, all else of all; 7 + 9 tokens in windows of six,
     several a pass, and several passes.

@@ -1,7 +1,6 @@
-"""Small blocks: which tiles a union serves, what a neighbour must not do to a row, and one list for all KV heads."""
+"""Small blocks: one list for all KV heads, and what else `test_unions.py`, which has their tiles, does not ask."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -64,54 +63,6 @@ def check(qkv, selection):
     return got
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_tiles_whose_rows_share_blocks_are_served(prompt, device, served, pin, parts):
-    """The rows that tiles leave are split like the unions, and one kernel merges both."""
-    few = sizes.Worth(4, 3)  # up to three blocks for four listed ones
-    pin(small_blocks=tiles.Choice(worth=few, splits=parts, union_splits=parts, least=0))
-    alike, apart = [[0, 3], [3, 0], [0, -1], [-1, 3]], [[0, 1], [2, 3], [4, 5], [-1, -1]]
-    check(prompt(), blocks_of(device, *alike, *apart))
-    assert served() == [True] * 4 + [False] * 4
-
-
-@pytest.mark.parametrize("twice", [[2, 2], [1, 1]], ids=["new", "known"])
-def test_a_block_listed_twice_counts_twice(prompt, device, served, pin, twice):
-    """Block 2 is new to the tile's union when it is listed twice, block 1 is known."""
-    pin(small_blocks=ALWAYS)
-    check(prompt(), blocks_of(device, [0, 1], twice, [1, 0], [0, 1], *[[4, 1]] * 4))
-    assert served() == [False] * 4 + [True] * 4
-
-
-def test_a_tile_holds_tokens_of_one_sequence(draw, device, served, pin):
-    pin(small_blocks=ALWAYS)
-    q, k, v = draw(S=12, S_kv=KEYS, HKV=HKV, G=G, dtype=torch.float32, varlen=True)
-    cu = tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 6, 8], [0, 30, KEYS]))
-    selection = blocks_of(device, *[[0, 1]] * 12)
-    selection["block_indices"] = selection["block_indices"][0]
-    o, lse = check((q, k, v), selection | {"cu_seqlens": cu})
-    assert served() == [True] * 4 + [False] * 4 + [True] * 4  # the last tile has no sequence, and reads nothing
-    assert not o[8:].any()
-    assert lse[8:].isneginf().all()
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy says so when the interpreter computes with infinities
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_a_value_that_only_a_neighbour_selected_does_not_matter(prompt, device, served, poison, parts, pin):
-    """Its weight is zero, and zero times NaN is NaN: such a tile is computed row by row."""
-    pin(small_blocks=ALWAYS._replace(union_splits=parts))
-    q, k, v = prompt()
-    selection = blocks_of(device, [0, 1], [1, 3], [0, 1], [1, 0], *[[4, 1]] * 4)
-    clean = nsa.selection_attention(q, k, v, **selection, **SMALL)
-    v[:, 3 * SIZE + 2, :, 1] = poison
-    o, lse = check((q, k, v), selection)
-    assert served() == [False] * 4 + [True] * 4
-    for s in (0, 2, 3, 4):
-        torch.testing.assert_close(o[:, s], clean[0][:, s], rtol=2e-5, atol=2e-5)
-    assert not o[0, 1, :, 1].isfinite().any()
-    torch.testing.assert_close(lse, clean[1], rtol=2e-5, atol=2e-5)
-
-
 def test_values_past_the_filled_keys_are_not_read(device, pin, served):
     """A block that the sequence fills in part, beside NaN in the cache."""
     pin(small_blocks=ALWAYS)
@@ -121,15 +72,6 @@ def test_values_past_the_filled_keys_are_not_read(device, pin, served):
     got = nsa.selection_attention_with_kvcache(q, cache.k, cache.v, **cache.arguments, **selection, **SMALL)
     cached_parity(got, caches.oracle(q, cache, **selection), torch.float32, "small_blocks")
     assert served() == [True] * 4
-
-
-def test_several_passes(prompt, device, served, pin, monkeypatch):
-    """Lists that hold one tile at a time, made by one program."""
-    pin(small_blocks=ALWAYS)
-    monkeypatch.setattr(tiles, "LIST_BYTES", 1)
-    monkeypatch.setattr(tiles, "PLACE_BYTES", 1)
-    check(prompt(), blocks_of(device, *[[0, 3]] * 4, *[[2, 5]] * 4))
-    assert all(served())
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Tiles of neighbouring tokens that read the union of their blocks, forward and for dQ: which tiles those are, and what
-a neighbour must not do to a row.
+"""Tiles of neighbouring tokens that read the union of their blocks, in union, small blocks and dQ: which tiles those
+are, and what a neighbour must not do to a row.
 """
 
 import math
@@ -18,6 +18,7 @@ from nsa.kernels.shared import launch as launching
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.shape import shape_of
 from nsa.kernels.shared.sizes import ALWAYS, Worth
+from nsa.kernels.small_blocks import tiles as small_tiles
 from nsa.kernels.union import tiles
 from nsa.plain.oracle import selection_reference
 from nsa.testing.judge.forward import cached_parity
@@ -27,7 +28,8 @@ from nsa.testing.plugin import current_lane
 from .gradients import close, exact, gradients, like
 
 pytestmark = pytest.mark.usefixtures("fresh_plans")  # plans keep what `worth` was
-UNION = {"backend": "triton", "schedule": "union", "return_lse": True}
+TRITON = {"backend": "triton", "return_lse": True}
+UNION = TRITON | {"schedule": "union"}
 SIZE, KEYS = 16, 90  # the last block has 10 keys
 ALIKE = [[0, 3], [3, 0], [0, -1], [-1, 3]]
 APART = [[0, 1], [2, 3], [4, 5], [-1, -1]]
@@ -38,12 +40,14 @@ class Forward:
     """Results are O and LSE, of fp32; equal to key-major's. Unions of a group of 4 heads: a tile holds 4 tokens."""
 
     G, dtype, tolerance, poisoned = 4, torch.float32, 2e-5, ["v"]
+    schedule, equal = "union", "key_major"
+    first = torch.int64  # of the lists, which a call makes first
 
     def __init__(self, pin, monkeypatch):
         self.pin, self.made = pin, []
 
         def workspace(size, dtype, device):
-            if dtype == torch.int64:  # the lists, which a call makes first
+            if dtype == self.first:
                 self.made.clear()
             self.made.append(torch.empty(size, dtype=dtype, device=device))
             return self.made[-1]
@@ -58,13 +62,33 @@ class Forward:
         return self.made[2].bool().tolist()
 
     def results(self, q, k, v, do, **selection):
-        return nsa.selection_attention(q, k, v, **selection, **UNION)
+        return nsa.selection_attention(q, k, v, **selection, **TRITON, schedule=self.schedule)
 
     def check(self, q, k, v, do, **selection):
         got = self.results(q, k, v, do, **selection)
-        want = nsa.selection_attention(q, k, v, **selection, **UNION | {"schedule": "key_major"})
+        want = nsa.selection_attention(q, k, v, **selection, **TRITON, schedule=self.equal)
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5, equal_nan=True)
         return got
+
+
+class SmallBlocks(Forward):
+    """Equal to query-major's."""
+
+    schedule, equal, splits = "small_blocks", "query_major", 1
+    first = torch.int16  # says where blocks are in the lists, just before `served`
+
+    def worth(self, worth):
+        how = small_tiles.Choice(worth=worth, splits=self.splits, union_splits=self.splits, least=0)
+        self.pin(small_blocks=how)
+
+    def served(self):
+        return [x == 1 for x in self.made[1].tolist()]
+
+
+class SplitBlocks(SmallBlocks):
+    """The rows that tiles leave are split like the unions, and one kernel merges both."""
+
+    splits = 2
 
 
 class Backward:
@@ -100,6 +124,8 @@ def way(request, pin, monkeypatch):
     return made
 
 
+WAYS = {"forward": Forward, "small": SmallBlocks, "split": SplitBlocks, "backward": Backward}
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS, indirect=True)
 both_ways = pytest.mark.parametrize("way", [Forward, Backward], ids=["forward", "backward"], indirect=True)
 forward = pytest.mark.parametrize("way", [Forward], ids=["forward"], indirect=True)
 
@@ -123,13 +149,13 @@ def blocks_of(device, *rows, causal=False):
 
 def worth(way):
     """Three blocks of a union for four listed ones."""
-    return Worth(4 * way.G, 3)
+    return Worth(4 if isinstance(way, SmallBlocks) else 4 * way.G, 3)
 
 
 YES, NO = [True] * 4, [False] * 4
 
 
-@both_ways
+@every_way
 def test_tiles_whose_rows_share_blocks_are_served(prompt, device, way):
     """Rows of one tile by its union, rows of the other one by one, since a union saves them no read."""
     way.worth(worth(way))
@@ -139,14 +165,14 @@ def test_tiles_whose_rows_share_blocks_are_served(prompt, device, way):
     assert way.served() == NO + YES
 
 
-@both_ways
+@every_way
 def test_positions(prompt, device, way):
     where = torch.tensor([[0, 89, 40, -3, 17, 10**12, 16, 50]], device=device)
     way.check(*prompt(), **blocks_of(device, *ALIKE, *APART, causal=True), q_positions=where)
     assert way.served() == YES + YES
 
 
-@both_ways
+@every_way
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_tile_holds_tokens_of_one_sequence(prompt, device, way, causal):
     """The last tile has no sequence, and reads nothing."""
@@ -160,22 +186,27 @@ def test_a_tile_holds_tokens_of_one_sequence(prompt, device, way, causal):
 
 @both_ways
 def test_two_sequences_of_a_batch(prompt, device, way):
+    """No tile of small blocks reaches from one to the other."""
     blocks = torch.tensor([ALIKE + APART[:1]] * 2, dtype=torch.int32, device=device)[:, :, None]
     way.check(*prompt(B=2, S=5), block_indices=blocks, block_size=SIZE, causal=True)
     assert way.served() == YES + NO + [True] * 2
 
 
-@both_ways
-def test_a_block_listed_twice_counts_twice(prompt, device, way):
-    way.check(*prompt(), **blocks_of(device, [0, 1], [2, 2], [1, 0], [0, 1], *[[4, 1]] * 4))
+@every_way
+@pytest.mark.parametrize("twice", [[2, 2], [1, 1]], ids=["new", "known"])
+def test_a_block_listed_twice_counts_twice(prompt, device, way, twice):
+    """Block 2 is new to the tile's union when it is listed twice, block 1 is known."""
+    way.check(*prompt(), **blocks_of(device, [0, 1], twice, [1, 0], [0, 1], *[[4, 1]] * 4))
     assert way.served() == NO + YES
 
 
-@both_ways
+@every_way
 def test_several_passes(prompt, device, way, monkeypatch):
-    """Lists that hold one tile at a time."""
+    """Lists that hold one tile at a time, and of small blocks are made by one program."""
     way.worth(worth(way))
     monkeypatch.setattr(tiles, "LIST_BYTES", 1)
+    monkeypatch.setattr(small_tiles, "LIST_BYTES", 1)
+    monkeypatch.setattr(small_tiles, "PLACE_BYTES", 1)
     way.check(*prompt(S=12), **blocks_of(device, *ALIKE, *APART, *ALIKE))
     assert way.served() == YES + NO + YES
 
@@ -183,9 +214,10 @@ def test_several_passes(prompt, device, way, monkeypatch):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy says so when the interpreter computes with infinities
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize(
-    ("way", "where"), [(x, where) for x in (Forward, Backward) for where in x.poisoned],
-    ids=["forward-v", "backward-k", "backward-v"], indirect=["way"],
-)  # fmt: skip
+    ("way", "where"),
+    [pytest.param(way, where, id=f"{name}-{where}") for name, way in WAYS.items() for where in way.poisoned],
+    indirect=["way"],
+)
 def test_a_key_that_only_a_neighbour_selected_does_not_matter(prompt, device, way, poison, where):
     """Its weight, or its dS, is zero, and zero times NaN is NaN: such a tile is computed row by row."""
     q, k, v, do = prompt()
@@ -205,7 +237,7 @@ def test_a_key_that_only_a_neighbour_selected_does_not_matter(prompt, device, wa
         torch.testing.assert_close(x[:, :SIZE], y[:, :SIZE], **near)
 
 
-@both_ways
+@every_way
 @pytest.mark.skipif(current_lane() != "gpu", reason="graphs need a GPU")
 def test_replays_with_other_selections(prompt, device, way):
     """The device decides which tiles are served, so a captured graph serves others for other selections."""

@@ -200,9 +200,6 @@ def test_configure_nests_and_restores():
             assert settings.get() == settings.Settings(sel_triton_db=False)
         assert settings.get() == settings.Settings(sel_triton_min_L=5, sel_triton_db=False)
     assert settings.get() == settings.Settings()
-
-
-def test_configure_restores_after_an_exception():
     with contextlib.suppress(KeyError), settings.configure(force_parity=True):
         raise KeyError
     assert settings.get() == settings.Settings()

@@ -125,6 +125,20 @@ def test_scores_stay_within_the_workspace(device, monkeypatch):
     assert_selection(out, r, case.id, exact(case))
 
 
+def test_debug_cache_counts_what_is_odd(device, caplog):
+    q, k = torch.ones(2, 1, 1, 16, device=device), torch.ones(3, 4, 1, 16, device=device)
+    k[1, 2] = float("nan")
+    how = {"n": 1, "block_size": 4, "cache_seqlens": torch.tensor([6, 30], device=device)}
+    table = torch.tensor([[1, 0], [2, 5]], device=device)
+    with nsa.configure(debug_cache=True), caplog.at_level("WARNING", "nsa"):
+        nsa.select_blocks(q, k, **how, block_table=table, backend="torch")
+    assert [record.getMessage() for record in caplog.records] == [
+        "cache_seqlens: expected 0 to 8, got 30 of sequence 1",
+        "block_table: expected pages 0 to 2, got 5 at [1, 1]",
+        "scores: expected none that is NaN, got 1 of 1 tokens",
+    ]
+
+
 @pytest.mark.gpu
 def test_a_captured_graph_takes_other_lengths(device):
     """Lengths, tables and queries change between replays."""

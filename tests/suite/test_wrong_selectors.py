@@ -1,0 +1,96 @@
+"""Selectors as contestants: a right one is proved, wrong ones are WRONG and told why."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from nsa.testing.contestants import named
+from nsa.testing.contestants.fit import ENOUGH
+from nsa.testing.contestants.selectors import selector
+
+ROOT = Path(__file__).parents[2]
+MODULE = '''
+import torch
+import nsa
+from nsa.testing import selector
+from nsa.testing.judge.selections import flawed
+from nsa.testing.matrix.selecting import as_request
+
+SMALL = dict(scores=("max",), layouts=("batch", "pages"), dtypes=("fp32",))
+
+
+@selector(**SMALL)
+def right(q, k, **how):
+    return nsa.select_blocks(q, k, **how, backend="torch")
+
+
+@selector(**SMALL)
+def without_tails(q, k, **how):
+    if how["tail"]:
+        raise NotImplementedError("tails")
+    return nsa.select_blocks(q, k, **how, backend="torch")
+
+
+def with_a_flaw(flaw):
+    @selector(**SMALL)
+    def choose(q, k, **how):
+        r = as_request(q, k, how)
+        out = torch.full(r.shape, -1, dtype=torch.int32)
+        for token in range(r.T):
+            for number, blocks in enumerate(flawed(r, token, flaw)):
+                out.view(r.T, r.lists, -1)[token, number, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        return out
+
+    return choose
+
+
+upward, mean = with_a_flaw("upward"), with_a_flaw("mean")
+'''
+
+
+@pytest.fixture
+def judged(run_pytest, tmp_path):
+    """`judged(*names)`: pytest's run of the parity lane on selectors of the module."""
+    (tmp_path / "my_selectors.py").write_text(MODULE, encoding="utf-8")
+
+    def run(*names):
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        environment |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "NSA_TEST_TRITON_SEL": "0"}
+        impls = [word for name in names for word in ("--nsa-impl", f"my_selectors:{name}")]
+        chosen = ("--pyargs", "nsa.testing.suite", "-m", "parity", *impls)
+        return run_pytest(*chosen, "--benchmark-disable", "-p", "no:cacheprovider", cwd=ROOT, environment=environment)
+
+    return run
+
+
+def test_a_right_selector_is_proved(judged):
+    done = judged("right")
+    said = " ".join(done.stdout.split())
+    assert "my_selectors:right, parity: right on 60 cases; does not promise: score relu; score softmax" in said, said
+    assert "not proved" not in said
+    assert done.returncode == 0
+
+
+def test_wrong_selectors_are_red_and_told(judged):
+    done = judged("upward", "mean", "without_tails")
+    said = " ".join(done.stdout.split())
+    assert done.returncode == 1
+    for name in ("upward", "mean", "without_tails"):
+        assert f"my_selectors:{name}, parity: WRONG on" in said, said
+    assert "of equal scores the larger block is chosen" in said
+    assert "a block has the mean of its keys instead of the largest" in said
+    assert "tails" in said
+
+
+def test_a_contract_is_checked():
+    with pytest.raises(ValueError, match=r"scores: expected a tuple of 'max', 'relu', 'softmax', got 'max'"):
+        selector(scores="max")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
+        selector(speed=3)
+
+
+def test_ours_have_enough_cases():
+    impl = named.load("nsa.testing.contestants.selectors:kernels")
+    assert len({case.id for case in impl.contract.cases(interpreted=False)}) >= ENOUGH
+    assert impl.contract.not_promised() == []
