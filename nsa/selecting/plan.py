@@ -24,6 +24,10 @@ WORKSPACE = 256 * 2**20
 """Bytes of scores that stand in memory at a time, at most, unless one tile of queries needs more."""
 
 
+SPARE = 6144
+"""Bytes of shared memory that a program needs beside its queries and keys."""
+
+
 class Tile(NamedTuple):
     """Tile of the score kernels. TOKENS, LISTS, HEADS: queries, lists and heads of a list; their product is 16 or more.
     N: index keys. programs: how many there should be, at least, if the keys suffice. BLOCK: blocks that the choosing
@@ -40,8 +44,8 @@ class Tile(NamedTuple):
     BLOCK: int = 8192
 
 
-def tile_of(r: Request, processors: int) -> Tile:
-    """The tile of a call."""
+def tile_of(r: Request, processors: int, capability: int = 90) -> Tile:
+    """The tile of a call, cut until it fits the shared memory of a GPU of a capability."""
     per_key = r.lists // r.HK
     queries = r.S if r.layout in (BATCH, CACHE) else r.max_seqlen_q or -(-r.T // max(r.B, 1))
     heads = next_power_of_2(r.G)
@@ -55,7 +59,20 @@ def tile_of(r: Request, processors: int) -> Tile:
     if r.score == "softmax":
         N = max(N, r.size)
     few = tokens * lists * heads <= 32
-    return Tile(tokens, lists, heads, N, 4, 4 if few else 2, (16 if few else 8) * processors)
+    stages = 4 if few else 2
+    least = r.size if r.score == "softmax" else 16
+    row = padded(r.q.shape[-1]) * r.q.dtype.itemsize
+
+    def fits() -> bool:
+        return row * (tokens * lists * heads + stages * N) + SPARE <= gpu.shared_bytes(capability)
+
+    while not fits() and stages > 2:
+        stages -= 1
+    while not fits() and N > max(least, 16):
+        N //= 2
+    while not fits() and tokens > 1:
+        tokens, heads = tokens // 2, max(heads, 32 // (tokens * lists))
+    return Tile(tokens, lists, heads, N, 4, stages, (16 if few else 8) * processors)
 
 
 def obstacle(r: Request) -> str | None:
@@ -113,8 +130,8 @@ def select(r: Request, out: Tensor, tile: Tile | None = None) -> Tensor:
     if r.T == 0:
         return out
     device = r.q.device
-    _, processors = gpu.limits(device)
-    tile = tile_of(r, processors) if tile is None else tile
+    capability, processors = gpu.limits(device)
+    tile = tile_of(r, processors, capability) if tile is None else tile
     width = -(-r.blocks // 16) * 16
     run = r.S if r.layout in (BATCH, CACHE) else r.T
     tiles = r.T // run * -(-run // tile.TOKENS)
