@@ -123,6 +123,22 @@ def _key_offset(key, S_kv, stride_b, stride_n, LAYOUT: tl.constexpr, STRIDE_UNIT
 
 
 @triton.jit
+def _load_keys(
+    k_base, v_base, key, valid, S_kv, stride_kb, stride_kn, stride_vb, stride_vn,
+    D: tl.constexpr, Dv: tl.constexpr, LAYOUT: tl.constexpr, STRIDE_UNIT: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Keys and values ``[keys, BLOCK_D], [keys, BLOCK_DV]``; zeros where not valid."""
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    k_at = _key_offset(key, S_kv, stride_kb, stride_kn, LAYOUT, STRIDE_UNIT)
+    k = tl.load(k_base + k_at[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < D), other=0.0)
+    v_at = _key_offset(key, S_kv, stride_vb, stride_vn, LAYOUT, STRIDE_UNIT)
+    v = tl.load(v_base + v_at[:, None] + dv[None, :], mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)
+    return k, v
+
+
+@triton.jit
 def _times(rows, exists, base, bound, begin, n, SIZE: tl.constexpr):
     """How often each row lists the block that begins with key ``begin``: fp32 ``[rows, keys]``.
 
@@ -147,8 +163,6 @@ def _dq_of(
     OFTEN: tl.constexpr,
 ):  # fmt: skip
     """dQ / scale of a tile. OFTEN: blocks count as often as they are listed, and keys may have NaN or infinities."""
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
     slots = tl.arange(0, DQ_N)
     dq = tl.zeros([q.shape[0], BLOCK_D], tl.float32)
     place = tl.load(place_ptr + slots // SIZE, mask=slots < total, other=0)
@@ -158,10 +172,10 @@ def _dq_of(
         key = (place >> 5) + within
         valid = within < (place & 31)
         seen = ((mask[None, :] & bit[:, None]) != 0) & valid[None, :] & (key[None, :] < bound[:, None])
-        k_at = _key_offset(key, S_kv, stride_kb, stride_kn, LAYOUT, STRIDE_UNIT)
-        k = tl.load(k_base + k_at[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < D), other=0.0)
-        v_at = _key_offset(key, S_kv, stride_vb, stride_vn, LAYOUT, STRIDE_UNIT)
-        v = tl.load(v_base + v_at[:, None] + dv[None, :], mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)
+        k, v = _load_keys(
+            k_base, v_base, key, valid, S_kv, stride_kb, stride_kn, stride_vb, stride_vn, D, Dv, LAYOUT, STRIDE_UNIT,
+            BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
         scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
         p = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)  # [ROWS, DQ_N]
         if OFTEN:
@@ -237,50 +251,57 @@ def _small_dq_kernel(
 
 
 @triton.jit
-def _dkdv_of(
-    q_ptr, do_ptr, stats_ptr, sel_ptr, bound_ptr, k, v, key, begin, mask, low, high, token0, head_kv, S, n, tokens,
-    stride_lt, stride_qb, stride_qs, stride_qh, scale,
-    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, LAYOUT: tl.constexpr,
+def _step(
+    q_ptr, do_ptr, stats_ptr, bound_ptr, k, v, key, mask, row, high, times, dk_sum, dv_sum, token0, head_kv, S, tokens,
+    stride_qb, stride_qs, stride_qh, scale,
+    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, LAYOUT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, OFTEN: tl.constexpr,
 ):  # fmt: skip
-    """dK / scale and dV of some keys, from rows ``low`` to ``high`` of a window. OFTEN as of :func:`_dq_of`.
+    """Add ``BLOCK_M`` rows of a window, from ``row`` on and before ``high``, to dK / scale and dV of some keys.
 
-    Rows whose LSE or gradient is not finite give NaN to all keys that they see, and nothing to others.
+    Rows whose LSE or gradient is not finite give NaN to all keys that they see, and nothing to others. OFTEN: ``times
+    [BLOCK_N, BLOCK_M]`` says how often a row lists each key.
     """
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    dk_sum = tl.zeros([key.shape[0], BLOCK_D], tl.float32)
-    dv_sum = tl.zeros([key.shape[0], BLOCK_DV], tl.float32)
-    for row in range(low, high, BLOCK_M):
-        r = row + tl.arange(0, BLOCK_M)
-        here = r < high
-        token = token0 + r // G  # [BLOCK_M]
-        head = head_kv * G + r % G
-        at = token.to(tl.int64) * HKV * G + head
-        lse = tl.load(stats_ptr + at, mask=here, other=float("inf"))
-        delta = tl.load(stats_ptr + tl.cast(tokens, tl.int64) * HKV * G + at, mask=here, other=0.0)
-        finite = (lse == lse) & (tl.abs(delta) < float("inf"))
-        lse = tl.where(finite, lse, float("nan"))
-        bound = tl.load(bound_ptr + token, mask=here, other=0)
-        q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT) + head.to(tl.int64) * stride_qh
-        q_ptrs = q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :]
-        q = tl.load(q_ptrs, mask=(here & finite)[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_M, BLOCK_D]
-        do_ptrs = do_ptr + at[:, None] * Dv + dv[None, :]
-        do = tl.load(do_ptrs, mask=(here & finite)[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_M, BLOCK_DV]
-        seen = (((mask[:, None] >> (r // G)[None, :]) & 1) != 0) & (key[:, None] < bound[None, :]) & here[None, :]
-        # Scores are transposed, because the next products take the weights as their left operand.
-        scores = tl.dot(k, tl.trans(q), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
-        p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)  # [BLOCK_N, BLOCK_M]
-        if OFTEN:
-            base = tl.load(bound_ptr + tokens + token, mask=here, other=0)
-            rows = sel_ptr + token.to(tl.int64) * stride_lt
-            p *= tl.trans(_times(rows, here, base, bound, begin, n, SIZE))
-        dv_sum = tl.dot(p.to(do.dtype), do, dv_sum, input_precision=INPUT_PRECISION)
-        dp = tl.dot(v, tl.trans(do), input_precision=INPUT_PRECISION)
-        ds = tl.where(seen, p * (dp - delta[None, :]), 0.0).to(q.dtype)
-        dk_sum = tl.dot(ds, q, dk_sum, input_precision=INPUT_PRECISION)
-    return dk_sum, dv_sum
+    r = row + tl.arange(0, BLOCK_M)
+    here = r < high
+    token = token0 + r // G  # [BLOCK_M]
+    head = head_kv * G + r % G
+    at = token.to(tl.int64) * HKV * G + head
+    lse = tl.load(stats_ptr + at, mask=here, other=float("inf"))
+    delta = tl.load(stats_ptr + tl.cast(tokens, tl.int64) * HKV * G + at, mask=here, other=0.0)
+    finite = (lse == lse) & (tl.abs(delta) < float("inf"))
+    lse = tl.where(finite, lse, float("nan"))
+    bound = tl.load(bound_ptr + token, mask=here, other=0)
+    q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT) + head.to(tl.int64) * stride_qh
+    q_ptrs = q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :]
+    q = tl.load(q_ptrs, mask=(here & finite)[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_M, BLOCK_D]
+    do_ptrs = do_ptr + at[:, None] * Dv + dv[None, :]
+    do = tl.load(do_ptrs, mask=(here & finite)[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_M, BLOCK_DV]
+    seen = (((mask[:, None] >> (r // G)[None, :]) & 1) != 0) & (key[:, None] < bound[None, :]) & here[None, :]
+    # Scores are transposed, because the next products take the weights as their left operand.
+    scores = tl.dot(k, tl.trans(q), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
+    p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)  # [BLOCK_N, BLOCK_M]
+    if OFTEN:
+        p *= times
+    dv_sum = tl.dot(p.to(do.dtype), do, dv_sum, input_precision=INPUT_PRECISION)
+    dp = tl.dot(v, tl.trans(do), input_precision=INPUT_PRECISION)
+    ds = tl.where(seen, p * (dp - delta[None, :]), 0.0).to(q.dtype)
+    return tl.dot(ds, q, dk_sum, input_precision=INPUT_PRECISION), dv_sum
+
+
+@triton.jit
+def _add(dk_ptr, dv_ptr, dk, dv, key, valid, head_kv, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr):
+    """Add to dK and dV of some keys of a KV head."""
+    at = key.to(tl.int64) * HKV + head_kv
+    d = tl.arange(0, dk.shape[1])
+    dk_ptrs, dk_mask = dk_ptr + at[:, None] * D + d[None, :], valid[:, None] & (d[None, :] < D)
+    tl.store(dk_ptrs, tl.load(dk_ptrs, mask=dk_mask, other=0.0) + dk, mask=dk_mask)
+    d = tl.arange(0, dv.shape[1])
+    dv_ptrs, dv_mask = dv_ptr + at[:, None] * Dv + d[None, :], valid[:, None] & (d[None, :] < Dv)
+    tl.store(dv_ptrs, tl.load(dv_ptrs, mask=dv_mask, other=0.0) + dv, mask=dv_mask)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -290,26 +311,27 @@ def _small_dkdv_kernel(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, scale,
     G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, LAYOUT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OFTEN: tl.constexpr,
 ):  # fmt: skip
     """Add window ``window`` of the lists to dK and dV ``[keys, HKV, D | Dv]`` fp32.
 
-    A program takes every so many ``BLOCK_N`` keys of the union. The first keys of a union have the most rows.
+    A program takes every so many ``BLOCK_N`` keys of the union. The first keys of a union have the most rows. OFTEN: of
+    windows in which a row lists a block twice, else of others.
     """
     head_kv = tl.program_id(1)
     number = head_kv % lists
     count = tl.load(count_ptr + window * lists + number)
-    often = count < 0
-    total = tl.where(often, -1 - count, count) * SIZE
+    if (count < 0) != OFTEN:
+        return
+    total = (-1 - count if OFTEN else count) * SIZE
     token0 = (first + window) * WINDOW
-    rows = (tl.minimum(token0 + WINDOW, tokens) - token0) * G
+    end = tl.minimum(token0 + WINDOW, tokens)
+    rows = (end - token0) * G
     places = place_ptr + tl.cast(window * lists + number, tl.int64) * room
     masks = mask_ptr + tl.cast(window * lists + number, tl.int64) * room
     sel_ptr += tl.cast(number, tl.int64) * stride_lh
     k_base = k_ptr + tl.cast(head_kv, tl.int64) * stride_kh * STRIDE_UNIT
     v_base = v_ptr + tl.cast(head_kv, tl.int64) * stride_vh * STRIDE_UNIT
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
     for chunk in range(tl.program_id(0) * BLOCK_N, total, tl.num_programs(0) * BLOCK_N):
         slot = chunk + tl.arange(0, BLOCK_N)
         place = tl.load(places + slot // SIZE, mask=slot < total, other=0)
@@ -318,29 +340,27 @@ def _small_dkdv_kernel(
         key = (place >> 5) + within  # [BLOCK_N]
         valid = within < (place & 31)
         mask = tl.where(valid, mask, 0)
-        begin = tl.where(valid, key - within, -1)
-        k_at = _key_offset(key, S_kv, stride_kb, stride_kn, LAYOUT, STRIDE_UNIT)
-        dk_mask = valid[:, None] & (d[None, :] < D)
-        k = tl.load(k_base + k_at[:, None] + d[None, :], mask=dk_mask, other=0.0)  # [BLOCK_N, BLOCK_D]
-        v_at = _key_offset(key, S_kv, stride_vb, stride_vn, LAYOUT, STRIDE_UNIT)
-        dv_mask = valid[:, None] & (dv[None, :] < Dv)
-        v = tl.load(v_base + v_at[:, None] + dv[None, :], mask=dv_mask, other=0.0)  # [BLOCK_N, BLOCK_DV]
+        k, v = _load_keys(
+            k_base, v_base, key, valid, S_kv, stride_kb, stride_kn, stride_vb, stride_vn, D, Dv, LAYOUT, STRIDE_UNIT,
+            BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
         low = _log2(tl.min(tl.where(mask > 0, mask & -mask, 1 << 30), 0)) * G
         high = tl.minimum((_log2(tl.max(mask, 0)) + 1) * G, rows)
-        if often:
-            dk_sum, dv_sum = _dkdv_of(
-                q_ptr, do_ptr, stats_ptr, sel_ptr, bound_ptr, k, v, key, begin, mask, low, high, token0, head_kv, S, n,
-                tokens, stride_lt, stride_qb, stride_qs, stride_qh, scale, G, D, Dv, HKV, SIZE, LAYOUT, STRIDE_UNIT,
-                INPUT_PRECISION, BLOCK_D, BLOCK_DV, BLOCK_M, True,
+        dk_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dv_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+        for row in range(low, high, BLOCK_M):
+            times = 0
+            if OFTEN:
+                token = token0 + (row + tl.arange(0, BLOCK_M)) // G
+                here = token < end
+                bound = tl.load(bound_ptr + token, mask=here, other=0)
+                base = tl.load(bound_ptr + tokens + token, mask=here, other=0)
+                lists_of = sel_ptr + token.to(tl.int64) * stride_lt
+                begin = tl.where(valid, key - within, -1)
+                times = tl.trans(_times(lists_of, here, base, bound, begin, n, SIZE))
+            dk_sum, dv_sum = _step(
+                q_ptr, do_ptr, stats_ptr, bound_ptr, k, v, key, mask, row, high, times, dk_sum, dv_sum, token0,
+                head_kv, S, tokens, stride_qb, stride_qs, stride_qh, scale, G, D, Dv, HKV, LAYOUT, STRIDE_UNIT,
+                INPUT_PRECISION, BLOCK_D, BLOCK_DV, BLOCK_M, OFTEN,
             )  # fmt: skip
-        else:
-            dk_sum, dv_sum = _dkdv_of(
-                q_ptr, do_ptr, stats_ptr, sel_ptr, bound_ptr, k, v, key, begin, mask, low, high, token0, head_kv, S, n,
-                tokens, stride_lt, stride_qb, stride_qs, stride_qh, scale, G, D, Dv, HKV, SIZE, LAYOUT, STRIDE_UNIT,
-                INPUT_PRECISION, BLOCK_D, BLOCK_DV, BLOCK_M, False,
-            )  # fmt: skip
-        at = key.to(tl.int64) * HKV + head_kv
-        dk_ptrs = dk_ptr + at[:, None] * D + d[None, :]
-        tl.store(dk_ptrs, tl.load(dk_ptrs, mask=dk_mask, other=0.0) + dk_sum * scale, mask=dk_mask)
-        dv_ptrs = dv_ptr + at[:, None] * Dv + dv[None, :]
-        tl.store(dv_ptrs, tl.load(dv_ptrs, mask=dv_mask, other=0.0) + dv_sum, mask=dv_mask)
+        _add(dk_ptr, dv_ptr, dk_sum * scale, dv_sum, key, valid, head_kv, D, Dv, HKV)

@@ -7,6 +7,7 @@ kernels are in ``kernel.py``.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from nsa.kernels.small_backward import tiles
 from nsa.kernels.small_blocks.plan import steps_of
 
 PROGRAMS = 2  # of dK and dV, for each multiprocessor
+FEW = 16  # keys, and query rows, of a step of windows in which a row lists a block twice
 
 
 class Launch(NamedTuple):
@@ -101,6 +103,7 @@ def _kernels(
     few = {"num_warps": 4 if tile.SLOTS > 128 else 1}
     dq = shared | heads | wide | {name: getattr(tile, name) for name in ("TOKENS", "HEADS", "ROWS", "DQ_N")}
     dkdv = shared | heads | wide | {name: getattr(tile, name) for name in ("WINDOW", "BLOCK_M", "BLOCK_N")}
+    often = {"BLOCK_M": FEW, "BLOCK_N": FEW, "OFTEN": True}
     delta = {"Dv": heads["Dv"], "BLOCK_DV": tile.BLOCK_DV, "ROWS": STATS_ROWS}
     return {
         "delta": Variant(_delta_kernel, delta, {"num_warps": 1}),
@@ -108,7 +111,10 @@ def _kernels(
         "lists of tiles": Variant(kernels._unite_kernel, made | {"TOKENS": tile.TOKENS}, few),
         "lists of windows": Variant(kernels._unite_kernel, made | {"TOKENS": tile.WINDOW}, few),
         "dq": Variant(kernels._small_dq_kernel, dq, {"num_warps": tile.dq_warps, "num_stages": tile.dq_stages}),
-        "dkdv": Variant(kernels._small_dkdv_kernel, dkdv, {"num_warps": tile.warps, "num_stages": tile.stages}),
+        "dkdv": Variant(
+            kernels._small_dkdv_kernel, dkdv | {"OFTEN": False}, {"num_warps": tile.warps, "num_stages": tile.stages}
+        ),
+        "dkdv_often": Variant(kernels._small_dkdv_kernel, dkdv | often, {"num_warps": 4, "num_stages": 1}),
     }
 
 
@@ -170,8 +176,8 @@ def backward(
         return dq, k.new_empty(0), v.new_empty(0)
     dk, dv = (torch.zeros((launch.keys, g.HKV, d), dtype=torch.float32, device=device) for d in (g.D, g.Dv))
     for first, now, room, made in listed("lists of windows", tile.WINDOW):
-        for window in range(now):
-            launch.kernels["dkdv"].launch(
+        for window, name in itertools.product(range(now), ("dkdv", "dkdv_often")):
+            launch.kernels[name].launch(
                 (launch.programs, g.HKV, 1), device, (*given, dk, dv, *made),
                 (g.S, g.S_kv, g.n, g.tokens, lists, first, window, room, *steps, *g.strides, scale), narrow,
             )  # fmt: skip
