@@ -235,6 +235,6 @@ def test_a_mistake_that_no_benchmark_shows_is_named_before_anything_is_timed(mer
 def test_a_mistake_that_a_benchmark_shows_is_named(merged, capsys):
     """Where `-k` leaves no test of parity."""
     words = ["--pyargs", "nsa.testing.suite", "-m", "perf", "--nsa-impl", "timed:attend", "--nsa-against", "HEAD^"]
-    status, told = gated(merged(RIGHT=1.5), words), capsys.readouterr().out
+    status, told = gated(merged(right=1.5), words), capsys.readouterr().out
     assert status == 1
     assert re.search(r"^this tree: timed:attend, perf: WRONG on 1 of 1 case\n  \w", told, re.MULTILINE), told
