@@ -102,7 +102,7 @@ class BackwardKernel:
     call: Call | None = None  # of the last plan
     planned: int = 0
 
-    def plan(self, call: Call, shape: Shape, within: int | None) -> str:
+    def plan(self, call: Call, shape: Shape, within: int | None = None) -> str:
         self.call, self.planned = call, self.planned + 1
         if self.misfit is not None:
             raise DoesNotFit(self.misfit)

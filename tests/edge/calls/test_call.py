@@ -20,7 +20,7 @@ from ...parity.pairs import in_pairs
 ROOT = Path(nsa.__file__).parent
 PUBLIC = {
     "selection_attention", "selection_attention_with_kvcache", "selection_attention_triton", "pack_rows",
-    "grouped_selection_attention_packed", "qsa_sparse_paged_attention",
+    "grouped_selection_attention_packed", "qsa_sparse_paged_attention", "select_blocks",
     *(f"sel_attn_fwd_{name}" for name in ("dense", "varlen")),
     *(f"sel_attn_fwd_{name}_group" for name in ("dense", "varlen")),
 }  # fmt: skip
