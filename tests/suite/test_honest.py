@@ -143,10 +143,13 @@ def test_an_honest_kernel_is_green_every_time(case, times):
             timed(right, case, [FROM_SPANS])
 
 
+@pytest.mark.parametrize("one_list", [False, True])
 @pytest.mark.parametrize("page", [None, 15])
-def test_lengths_of_caches_change_in_place(page):
-    """And the inputs are as before afterwards, bit by bit."""
+def test_lengths_of_caches_change_in_place(page, one_list):
+    """And the inputs are as before afterwards, bit by bit, also where all KV heads share the memory of one list."""
     problem = BLOCKS.make("cpu")
+    if one_list:
+        problem = problem.choosing(problem.block_indices[..., :1, :].expand_as(problem.block_indices))
     cache = problem.derived(caches.maker(page))
     before, known = problem.clone(), cache.cache_seqlens.clone()
 

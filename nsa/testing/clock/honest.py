@@ -236,6 +236,9 @@ def change(sets: Sequence[Problem], contract: Contract | None) -> Fn:
 
     def put(x: Tensor | None, value: Tensor | None) -> None:
         if x is not None and value is not None:
+            for axis in range(x.dim()):  # all KV heads may share the memory of one list
+                if x.stride(axis) == 0:
+                    x, value = x.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
             undo.append(functools.partial(x.copy_, x.clone()))
             x.copy_(value)
 
