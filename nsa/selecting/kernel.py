@@ -191,6 +191,18 @@ def _load_queries(
 
 
 @triton.jit
+def _in_registers(q, valid):
+    """``q``, zeros where not valid, as it is already.
+
+    A left operand that was just loaded stays in shared memory, and every product reads it there. One that was computed
+    stays in registers. Products of 128 rows and 128 keys are held up by shared memory.
+    """
+    if q.dtype.primitive_bitwidth == 16 and q.shape[1] <= 128:  # else there are too few registers
+        q = tl.where(valid[:, None], q, 0.0)
+    return q
+
+
+@triton.jit
 def _block_maxima(
     q, fit, k_ptr, page, tile, limit, keys, stride_kb, stride_kn, in_list,
     SIZE: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -328,6 +340,8 @@ def _scores_kernel(
     q, fit = _load_queries(
         q_ptr, safe, head, valid, S, stride_qb, stride_qs, stride_qh, D, BLOCK_D, LAYOUT, UNIT, FIT
     )  # fmt: skip
+    if SCORE == MAX:
+        q = _in_registers(q, valid)
     lse = fit
     if SCORE == RELU:
         if weight_ptr is not None:
@@ -570,42 +584,41 @@ def _ordered(score):
     """int32 in the order of fp32 ``score``. NaN counts as -inf, and -0 as 0. Never `NEVER` or `ALWAYS`."""
     score = tl.where(score == score, score, float("-inf")) + 0.0
     bits = score.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _nth_best(key, older, n, TWO: tl.constexpr):
-    """The key of the ``n``-th best of ``key`` and, if TWO, of ``older``; `NEVER` if there are at most ``n``.
+def _nth_best(key, older, count, missing, TWO: tl.constexpr):
+    """``(worst, tied)``: all keys of the ``missing`` best are ``worst`` or better; tied: so are some more.
 
-    Forced blocks are counted, but not searched among.
+    Searches ``key`` and, if TWO, ``older``, where `NEVER` stands for none. count: how many of them are not `NEVER`.
     """
-    free = key != ALWAYS
-    low = tl.min(tl.where(free, key, 2147483646), 0)
-    high = tl.max(tl.where(free, key, NEVER), 0)
-    missing = n - tl.sum(1 - free.to(tl.int32), 0)
+    low = tl.min(tl.where(key == NEVER, ALWAYS, key), 0)
+    high = tl.max(key, 0)
     if TWO:
-        older_free = older != ALWAYS
-        low = tl.minimum(low, tl.min(tl.where(older_free, older, 2147483646), 0))
-        high = tl.maximum(high, tl.max(tl.where(older_free, older, NEVER), 0))
-        missing -= tl.sum(1 - older_free.to(tl.int32), 0)
-    low = tl.minimum(low, high)
-    few = tl.sum((free & (key != NEVER)).to(tl.int32), 0)
-    if TWO:
-        few += tl.sum((older_free & (older != NEVER)).to(tl.int32), 0)
-    low = tl.where(few <= missing, NEVER, low)
-    high = tl.where(few <= missing, NEVER, high)
-    # At least `missing` blocks have the key `low` or a better one, or all do; fewer have one better than `high`.
-    found = missing + 1
+        low = tl.minimum(low, tl.min(tl.where(older == NEVER, ALWAYS, older), 0))
+        high = tl.maximum(high, tl.max(older, 0))
+    some = (missing > 0) & (count > missing)  # neither none nor all
+    low = tl.where(some, low, tl.where(missing > 0, NEVER + 1, ALWAYS))
+    high = tl.where(some, high, low)
+    # At least `missing` keys are `low` or better; fewer are better than `high`.
+    found = missing + some.to(tl.int32)
     while (low < high) & (found != missing):
         middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
-        count = tl.sum((free & (key >= middle)).to(tl.int32), 0)
+        better = tl.sum((key >= middle).to(tl.int32), 0)
         if TWO:
-            count += tl.sum((older_free & (older >= middle)).to(tl.int32), 0)
-        enough = count >= missing
+            better += tl.sum((older >= middle).to(tl.int32), 0)
+        enough = better >= missing
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
-        found = tl.where(enough, count, found)
-    return low
+        found = tl.where(enough, better, found)
+    return low, found != missing
+
+
+@triton.jit
+def _both(begin, end, low, high):
+    """How many numbers are in both ranges."""
+    return tl.maximum(tl.minimum(end, high) - tl.maximum(begin, low), 0)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -638,6 +651,7 @@ def _choose_kernel(
         scored = tl.cdiv(seen, SIZE)
     chosen_from = (position + 1) // BLOCK_TOKENS if TAIL else blocks
     scored = tl.minimum(scored, chosen_from)
+    width = width // 16 * 16  # as it is already, but so the compiler knows it, and threads load four scores at a time
     scores = score_ptr + (place.to(tl.int64) * lists + number) * width
     slots = n + TAIL
     out = out_ptr + (token.to(tl.int64) * lists + number) * slots
@@ -648,45 +662,57 @@ def _choose_kernel(
     j = tl.arange(0, KEPT)
     count = 0
     stop = chosen_from if CHUNKED else 1
+    # Blocks before `free` and from `forced` on are chosen, and of those from `free` to `scored` the best.
+    free = tl.minimum(first, chosen_from)
+    forced = tl.maximum(chosen_from - newest, free)
+    scored = tl.minimum(scored, forced)
     for begin in range(0, stop, BLOCK):
         block = begin + i
-        score = tl.load(scores + block, mask=block < scored, other=float("-inf"))
-        key = tl.where(block < scored, _ordered(score), NEVER)
-        forced = (block < first) | (block >= chosen_from - newest)
-        key = tl.where((block < chosen_from) & forced, ALWAYS, key)
-        need = n
+        score = tl.load(scores + block, mask=block < width, other=float("-inf"))
+        key = tl.where((block >= free) & (block < scored), _ordered(score), NEVER)
+        sure = (block < free) | ((block >= forced) & (block < chosen_from))
+        end = begin + BLOCK
+        candidates = _both(begin, end, free, scored)
+        missing = n - _both(begin, end, 0, free) - _both(begin, end, forced, chosen_from)
         older = tl.full([KEPT], NEVER, tl.int32)
+        older_sure = older == ALWAYS
         if CHUNKED:
             older = tl.load(kept + j, mask=j < count, other=NEVER)
             older_block = tl.load(out + j, mask=j < count, other=-1)
             tl.debug_barrier()  # all is read before any is written
-        worst = _nth_best(key, older, n, CHUNKED)
-        # In one number: blocks better than the n-th best, and those that are as good as it.
-        better = (key > worst).to(tl.int32)
-        equal = ((key == worst) & (key != NEVER)).to(tl.int32)
-        total = tl.sum(better, 0)
+            older_sure = older == ALWAYS
+            forced_before = tl.sum(older_sure.to(tl.int32), 0)
+            candidates += count - forced_before
+            missing -= forced_before
+            older = tl.where(older_sure, NEVER, older)
+        worst, tied = _nth_best(key, older, candidates, missing, CHUNKED)
+        take = key >= worst
+        older_take = older >= worst
+        if tied:  # of the blocks as good as the worst, the smallest
+            need = missing - tl.sum((key > worst).to(tl.int32), 0)
+            if CHUNKED:
+                need -= tl.sum((older > worst).to(tl.int32), 0)
+                equal = (older == worst).to(tl.int32)
+                older_take = (older > worst) | ((equal > 0) & (tl.cumsum(equal, 0) <= need))
+                need -= tl.sum(equal, 0)
+            equal = (key == worst).to(tl.int32)
+            take = (key > worst) | ((equal > 0) & (tl.cumsum(equal, 0) <= need))
+        take = take | sure
         written = 0
         if CHUNKED:
-            older_better = (older > worst).to(tl.int32)
-            older_equal = ((older == worst) & (older != NEVER)).to(tl.int32)
-            need = n - total - tl.sum(older_better, 0)
-            sums = tl.cumsum(older_better + older_equal * 65536, 0)
-            rank = (sums & 65535) - older_better + tl.minimum((sums >> 16) - older_equal, need)
-            take = (older_better > 0) | ((older_equal > 0) & ((sums >> 16) <= need))
-            tl.store(kept + rank, older, mask=take)
-            tl.store(out + rank, older_block, mask=take)
-            written = tl.sum(take.to(tl.int32), 0)
-            need -= tl.minimum(tl.sum(older_equal, 0), need)
-        else:
-            need = n - total
-        sums = tl.cumsum(better + equal * 65536, 0)
-        rank = written + (sums & 65535) - better + tl.minimum((sums >> 16) - equal, need)
-        take = (better > 0) | ((equal > 0) & ((sums >> 16) <= need))
+            older_take = older_take | older_sure
+            chosen = older_take.to(tl.int32)
+            rank = tl.cumsum(chosen, 0) - chosen
+            tl.store(kept + rank, tl.where(older_sure, ALWAYS, older), mask=older_take)
+            tl.store(out + rank, older_block, mask=older_take)
+            written = tl.sum(chosen, 0)
+        chosen = take.to(tl.int32)
+        rank = written + tl.cumsum(chosen, 0) - chosen
         tl.store(out + rank, block, mask=take)
         if CHUNKED:
-            tl.store(kept + rank, key, mask=take)
+            tl.store(kept + rank, tl.where(sure, ALWAYS, key), mask=take)
             tl.debug_barrier()
-        count = written + tl.sum(take.to(tl.int32), 0)
+        count = written + tl.sum(chosen, 0)
     padding = tl.full([KEPT], -1, tl.int32)
     if TAIL:
         open_block = blocks > chosen_from

@@ -54,12 +54,12 @@ def tile_of(r: Request, processors: int, capability: int = 90) -> Tile:
     lists = max(1, min(next_power_of_2(per_key), wide // (heads * tokens)))
     heads = max(heads, 16 // (tokens * lists))
     N = 128 if r.size > 64 or r.size & (r.size - 1) == 0 else padded(r.size)
-    if r.q.dtype == torch.float32:
+    few = tokens * lists * heads <= 32
+    if r.q.dtype == torch.float32 or (r.score != "max" and not few):
         N = min(N, 64)
     if r.score == "softmax":
         N = max(N, r.size)
-    few = tokens * lists * heads <= 32
-    stages = 4 if few else 2
+    stages = 2 if few or (r.score == "max" and r.k.dtype == r.q.dtype) else 3
     least = r.size if r.score == "softmax" else 16
     row = padded(r.q.shape[-1]) * r.q.dtype.itemsize
 
@@ -101,14 +101,15 @@ def _variants(
     parts = 0 if size & (size - 1) == 0 and size <= N else -(-size // N)
     common = {name: x for name, x in sizes.items() if name != "SIZE"} | of_tile
     chosen = where | {"SIZE": size, "SCORE": number, "TAIL": tail, "TOKENS": tile.TOKENS}
-    warps = max(1, min(16, block // 512))
+    warps = max(1, min(16, block // 1024))
+    fewer = {"maxnreg": 80} if warps > 1 else {}  # registers of a thread, so that three programs fit a multiprocessor
     scored = common | {"SIZE": size, "SCORE": number, "PARTS": parts, "LSE_PARTS": lse_parts}
     chosen |= {"BLOCK": block, "KEPT": kept, "CHUNKED": chunked}
     # `nsa.guard` tries calls of attention only. A kernel that does not compile raises, and plain PyTorch serves.
     return (
         Variant(kernels._lse_kernel, common, options, tried_first=False),
         Variant(kernels._scores_kernel, scored, options, tried_first=False),
-        Variant(kernels._choose_kernel, chosen, {"num_warps": warps}, tried_first=False),
+        Variant(kernels._choose_kernel, chosen, {"num_warps": warps} | fewer, tried_first=False),
     )
 
 
