@@ -17,8 +17,9 @@ from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared.launch import Variant, remembered, workspaces
 from nsa.kernels.shared.shape import BATCH, CACHE
 from nsa.kernels.shared.sizes import INT32_MAX, next_power_of_2, padded
-from nsa.selecting import kernel as kernels
+from nsa.selecting.choose import _choose_kernel
 from nsa.selecting.request import SCORES, Request
+from nsa.selecting.scores import _lse_kernel, _scores_kernel
 
 WORKSPACE = 256 * 2**20
 """Bytes of scores that stand in memory at a time, at most, unless one tile of queries needs more."""
@@ -107,9 +108,9 @@ def _variants(
     chosen |= {"BLOCK": block, "KEPT": kept, "CHUNKED": chunked}
     # `nsa.guard` tries calls of attention only. A kernel that does not compile raises, and plain PyTorch serves.
     return (
-        Variant(kernels._lse_kernel, common, options, tried_first=False),
-        Variant(kernels._scores_kernel, scored, options, tried_first=False),
-        Variant(kernels._choose_kernel, chosen, {"num_warps": warps} | fewer, tried_first=False),
+        Variant(_lse_kernel, common, options, tried_first=False),
+        Variant(_scores_kernel, scored, options, tried_first=False),
+        Variant(_choose_kernel, chosen, {"num_warps": warps} | fewer, tried_first=False),
     )
 
 
