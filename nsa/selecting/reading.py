@@ -225,10 +225,7 @@ def known(seq, B):
 
 
 @triton.jit
-def among(token, seq, B, cu_q_ptr, LAYOUT: tl.constexpr):
-    """Which tokens of a tile are the sequence's; all, where no tile takes tokens of two sequences."""
-    mine = token >= 0
-    if LAYOUT == VARLEN or LAYOUT == RAGGED:
-        first_token = tl.load(cu_q_ptr + seq, mask=(seq > 0) & (seq < B), other=0).to(tl.int32)
-        mine = (token >= first_token) & (token < last_query(cu_q_ptr, seq, seq < B))
-    return mine
+def among(token, seq, B, cu_q_ptr):
+    """Which tokens of packed sequences are a sequence's."""
+    first_token = tl.load(cu_q_ptr + seq, mask=(seq > 0) & (seq < B), other=0).to(tl.int32)
+    return (token >= first_token) & (token < last_query(cu_q_ptr, seq, seq < B))

@@ -214,12 +214,15 @@ def _scores_kernel(
         last = find(token1 - 1, B, S, cu_q_ptr, LAYOUT)
     while seq <= last:
         key0, keys, tokens, shift = sequence(seq, B, S, rows, cu_q_ptr, cu_k_ptr, STRIDE, WINDOW, LAYOUT)
-        mine = pair & among(token, seq, B, cu_q_ptr, LAYOUT)
+        mine = pair
+        mine_row = valid
+        if LAYOUT == VARLEN or LAYOUT == RAGGED:
+            mine &= among(token, seq, B, cu_q_ptr)
+            mine_row &= among(of_row, seq, B, cu_q_ptr)
         limit = keys_seen(position_of(token, mine, shift, tokens, pos_ptr), STRIDE, WINDOW)  # [LB]
         limit = tl.minimum(limit, keys)
         most = tl.max(limit, 0)
         least = tl.min(tl.where(mine, limit, 2147483647), 0)
-        mine_row = valid & among(of_row, seq, B, cu_q_ptr, LAYOUT)
         limits = keys_seen(position_of(of_row, mine_row, shift, tokens, pos_ptr), STRIDE, WINDOW)  # [rows]
         limits = tl.minimum(limits, keys)
         k_base = k_ptr + (tl.cast(head_k, tl.int64) * stride_kh + key0 * stride_kn) * UNIT
@@ -271,14 +274,13 @@ def _scores_kernel(
                     best = tl.where(tile % PARTS == 0, scored, tl.maximum(best, scored))
                     scored = best
                     to = tile // PARTS
-                at = to + block  # [BLOCKS]
-                inside = at >= 0
+                inside = block >= 0  # [BLOCKS]
                 if part == 1:
-                    inside = at * SIZE < (most + OVERLAP - 1 if SCORE == SOFTMAX else most)
+                    inside = (to + block) * SIZE < (most + OVERLAP - 1 if SCORE == SOFTMAX else most)
                 if SCORE == MAX:
-                    tl.store(into[:, None] + at[None, :], scored, mask=mine[:, None] & inside[None, :])
+                    tl.store(into[:, None] + to + block[None, :], scored, mask=mine[:, None] & inside[None, :])
                 else:
-                    tl.store(into[None, :] + at[:, None], scored, mask=mine[None, :] & inside[:, None])
+                    tl.store(into[None, :] + to + block[:, None], scored, mask=mine[None, :] & inside[:, None])
                 page = page_of(
                     table_row, first_key(tile + 1, SIZE, N, PARTS), i, keys, pages, PAGE, ONE_PAGE
                 )  # fmt: skip
@@ -321,7 +323,9 @@ def _lse_kernel(
         last = find(token1 - 1, B, S, cu_q_ptr, LAYOUT)
     while seq <= last:
         key0, keys, tokens, shift = sequence(seq, B, S, rows, cu_q_ptr, cu_k_ptr, STRIDE, WINDOW, LAYOUT)
-        mine = valid & among(token, seq, B, cu_q_ptr, LAYOUT)
+        mine = valid
+        if LAYOUT == VARLEN or LAYOUT == RAGGED:
+            mine &= among(token, seq, B, cu_q_ptr)
         limit = tl.minimum(keys_seen(position_of(token, mine, shift, tokens, pos_ptr), STRIDE, WINDOW), keys)  # [M]
         k_base = k_ptr + (tl.cast(head_k, tl.int64) * stride_kh + key0 * stride_kn) * UNIT
         table_row = table_ptr

@@ -44,6 +44,8 @@ CALLS = {
     "relu-chunk": (meta(1, 2048, 4, 128), *cache(1, 8192, 16), QSA),
     "relu-long": (meta(1, 64, 4, 128), *cache(1, 262144, 16), QSA),
     "softmax": (meta(1, 65536, 64, 128), meta(1, 4095, 4, 128), {}, NSA),
+    "weights": (meta(1, 2048, 4, 128), *cache(1, 8192, 16), QSA | {"weights": meta(1, 2048, 4)}),
+    "lse": (meta(1, 512, 64, 128), meta(1, 31, 4, 128), {}, NSA | {"lse": meta(1, 512, 64, dtype=torch.float32)}),
     "wide": (meta(1, 512, 4, 256), *cache(1, 4096, 16, D=256), M3),
 }
 seen = set()
@@ -62,7 +64,8 @@ for name in sys.argv[2].split(","):
     seen |= {kernel.hash for kernel in fresh}
 """
 
-CALLS = {"quick": "chunk,decode", "full": "chunk,decode,decode-e4m3,relu-chunk,relu-long,softmax,wide"}
+CALLS = {"quick": "chunk,decode,weights,lse"}
+CALLS["full"] = CALLS["quick"] + ",decode-e4m3,relu-chunk,relu-long,softmax,wide"
 
 
 @pytest.mark.parametrize(
