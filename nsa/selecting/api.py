@@ -47,8 +47,7 @@ def select_blocks(
             else ``HK``. ``selection_attention`` takes 1 list for all of its KV heads, or one for each.
         window, stride: tokens of an index key, and from the begin of one to that of the next; ``window`` is a multiple
             of ``stride``.
-        first, newest: so many blocks at the begin of the sequence, and so many up to the query's own block, are chosen
-            whatever their scores.
+        first, newest: the ``first`` blocks of the sequence and the ``newest`` up to the query's own are always chosen.
         tail: also list the block that the query's position has begun and not ended, beside the ``n``. It is then none
             of them, and ``newest`` counts from the block before it.
         weights: ``[B, S, HI]`` or ``[T, HI]``, of the heads, only with ``relu``; 1 if None.

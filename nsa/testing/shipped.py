@@ -36,6 +36,7 @@ EXEMPT = (
     # torch 2.11 deprecates what its own compiler still imports.
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
     "ignore:Synchronization debug mode is a prototype feature:UserWarning",
+    "ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning",  # in a thread of autograd
 )
 """Warnings that are not errors."""
 
