@@ -185,8 +185,8 @@ def load_queries(
 def in_registers(q, valid):
     """``q``, zeros where not valid, as it is already.
 
-    A left operand that was just loaded stays in shared memory, and every product reads it there. One that was computed
-    stays in registers. Products of 128 rows and 128 keys are held up by shared memory.
+    The tensor cores read a left operand that was just loaded in shared memory, and one that was computed in registers,
+    which is faster where a tile has many rows.
     """
     if q.dtype.primitive_bitwidth == 16 and q.shape[1] <= 128:  # else there are too few registers
         q = tl.where(valid[:, None], q, 0.0)
