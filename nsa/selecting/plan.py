@@ -103,7 +103,8 @@ def _variants(
     common = {name: x for name, x in sizes.items() if name != "SIZE"} | of_tile
     chosen = where | {"SIZE": size, "SCORE": number, "TAIL": tail, "TOKENS": tile.TOKENS}
     warps = max(1, min(16, block // 1024))
-    fewer = {"maxnreg": 80} if warps > 1 else {}  # registers of a thread, so that three programs fit a multiprocessor
+    # Registers of a thread, so that three programs fit a multiprocessor. Triton for AMD has no such option.
+    fewer = {"maxnreg": 80} if warps > 1 and gpu.runs_ptx(device) else {}
     scored = common | {"SIZE": size, "SCORE": number, "PARTS": parts, "LSE_PARTS": lse_parts}
     chosen |= {"BLOCK": block, "KEPT": kept, "CHUNKED": chunked}
     # `nsa.guard` tries calls of attention only. A kernel that does not compile raises, and plain PyTorch serves.
