@@ -72,7 +72,7 @@ CALLS["full"] = CALLS["quick"] + ",decode-e4m3,relu-chunk,relu-long,softmax,wide
     ("name", "extent"),
     [
         pytest.param("sm_90", "quick", id="sm_90-quick"),
-        *(pytest.param(name, "full", id=name) for name in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")),
+        *(pytest.param(name, "full", id=name) for name in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")),
     ],
 )
 def test_selecting_kernels_compile(name, extent, tmp_path):
