@@ -105,11 +105,9 @@ def _choose_kernel(
         score = tl.load(scores + block, mask=block < width, other=float("-inf"))
         key = tl.where((block >= free) & (block < scored), _ordered(score), NEVER)
         sure = (block < free) | ((block >= forced) & (block < chosen_from))
-        end = begin + BLOCK
-        candidates = _both(begin, end, free, scored)
-        missing = n - _both(begin, end, 0, free) - _both(begin, end, forced, chosen_from)
+        candidates = _both(begin, begin + BLOCK, free, scored)
+        missing = n - _both(begin, begin + BLOCK, 0, free) - _both(begin, begin + BLOCK, forced, chosen_from)
         older = tl.full([KEPT], NEVER, tl.int32)
-        older_sure = older == ALWAYS
         if CHUNKED:
             older = tl.load(kept + j, mask=j < count, other=NEVER)
             older_block = tl.load(out + j, mask=j < count, other=-1)

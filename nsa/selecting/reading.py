@@ -219,7 +219,24 @@ def rows_of(
 
 
 @triton.jit
-def known(seq, B):
+def keys_from(
+    k_ptr, head_k, key0, seq, B, stride_kb, stride_kn, stride_kh, PAGE: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
+    """Pointer to the first index key of a sequence; with pages, to that of a page 0."""
+    k_ptr += (tl.cast(head_k, tl.int64) * stride_kh + key0 * stride_kn) * UNIT
+    if PAGE == 0:
+        k_ptr += _known(seq, B) * stride_kb * UNIT
+    return k_ptr
+
+
+@triton.jit
+def pages_of(table_ptr, seq, B, stride_tb):
+    """A sequence's row of the page table."""
+    return table_ptr + _known(seq, B) * stride_tb
+
+
+@triton.jit
+def _known(seq, B):
     """The number of a sequence, int64; that of the last for tokens after it, which see nothing."""
     return tl.cast(tl.minimum(seq, tl.maximum(B - 1, 0)), tl.int64)
 

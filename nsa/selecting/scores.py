@@ -18,11 +18,12 @@ from nsa.selecting.reading import (
     find,
     first_key,
     in_registers,
+    keys_from,
     keys_seen,
-    known,
     load_keys,
     load_queries,
     page_of,
+    pages_of,
     position_of,
     rows_of,
     sequence,
@@ -123,14 +124,23 @@ def _block_sums(
 
 
 @triton.jit
+def _parts_at(
+    local, token, head, lists, G: tl.constexpr, TOKENS: tl.constexpr, PER_KEY: tl.constexpr, LISTS: tl.constexpr
+):  # fmt: skip
+    """Where a tile's rows lie in a part of the LSE, and elements from a part to the next. token: within the tile."""
+    heads = lists * G
+    PER_HEAD: tl.constexpr = (PER_KEY + LISTS - 1) // LISTS
+    step = tl.cast(tl.num_programs(0) // (lists // PER_KEY * PER_HEAD) * TOKENS, tl.int64) * heads
+    return (local * TOKENS + token).to(tl.int64) * heads + head, step
+
+
+@triton.jit
 def _merged_lse(
     lse_ptr, local, token, head, valid, lists,
-    G: tl.constexpr, PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, PER_KEY: tl.constexpr, LSE_PARTS: tl.constexpr,
+    G: tl.constexpr, TOKENS: tl.constexpr, PER_KEY: tl.constexpr, LISTS: tl.constexpr, LSE_PARTS: tl.constexpr,
 ):  # fmt: skip
     """LSE in base 2 of a tile's rows, of the parts that `_lse_kernel` wrote."""
-    heads = lists * G
-    at = (local * TOKENS + token).to(tl.int64) * heads + head
-    step = tl.cast(tl.num_programs(0) // (lists // PER_KEY * PER_HEAD) * TOKENS, tl.int64) * heads
+    at, step = _parts_at(local, token, head, lists, G, TOKENS, PER_KEY, LISTS)
     m = tl.full([head.shape[0]], float("-inf"), tl.float32)
     l = tl.zeros([head.shape[0]], tl.float32)
     for part in tl.static_range(LSE_PARTS):
@@ -185,9 +195,8 @@ def _scores_kernel(
             scale *= tl.load(k_scale_ptr + head_k * K_STEP)
         fit *= scale * 1.4426950408889634
         if LSE_PARTS:
-            PER_HEAD: tl.constexpr = (PER_KEY + LISTS - 1) // LISTS
             lse = _merged_lse(
-                lse_ptr, local, of_row - token0, head, valid, lists, G, PER_HEAD, TOKENS, PER_KEY, LSE_PARTS
+                lse_ptr, local, of_row - token0, head, valid, lists, G, TOKENS, PER_KEY, LISTS, LSE_PARTS
             )  # fmt: skip
         else:
             at = query_offset(safe, S, stride_lb, stride_ls, LAYOUT) + head
@@ -225,12 +234,8 @@ def _scores_kernel(
         least = tl.min(tl.where(mine, limit, 2147483647), 0)
         limits = keys_seen(position_of(of_row, mine_row, shift, tokens, pos_ptr), STRIDE, WINDOW)  # [rows]
         limits = tl.minimum(limits, keys)
-        k_base = k_ptr + (tl.cast(head_k, tl.int64) * stride_kh + key0 * stride_kn) * UNIT
-        table_row = table_ptr
-        if PAGE:
-            table_row += known(seq, B) * stride_tb
-        else:
-            k_base += known(seq, B) * stride_kb * UNIT
+        k_base = keys_from(k_ptr, head_k, key0, seq, B, stride_kb, stride_kn, stride_kh, PAGE, UNIT)
+        table_row = pages_of(table_ptr, seq, B, stride_tb) if PAGE else table_ptr
         units = tl.cdiv(most, STEP)
         if SCORE == SOFTMAX:  # the last key may reach into one more block
             units = tl.where(most > 0, tl.cdiv(tl.cdiv((most - 1) * STRIDE + WINDOW, STRIDE), STEP), 0)
@@ -302,7 +307,6 @@ def _lse_kernel(
     M: tl.constexpr = HEADS * LISTS * TOKENS
     E4M3: tl.constexpr = k_ptr.dtype.element_ty == tl.float8e4nv
     FIT: tl.constexpr = E4M3 and q_ptr.dtype.element_ty == tl.bfloat16
-    PER_HEAD: tl.constexpr = (PER_KEY + LISTS - 1) // LISTS
     ONE_PAGE: tl.constexpr = PAGE > 0 and PAGE % N == 0
     local, head_k, list0, token0, token1, token, head, g, valid = rows_of(
         end, lists, tile0, run, PER_KEY, G, TOKENS, LISTS, HEADS
@@ -327,12 +331,8 @@ def _lse_kernel(
         if LAYOUT == VARLEN or LAYOUT == RAGGED:
             mine &= among(token, seq, B, cu_q_ptr)
         limit = tl.minimum(keys_seen(position_of(token, mine, shift, tokens, pos_ptr), STRIDE, WINDOW), keys)  # [M]
-        k_base = k_ptr + (tl.cast(head_k, tl.int64) * stride_kh + key0 * stride_kn) * UNIT
-        table_row = table_ptr
-        if PAGE:
-            table_row += known(seq, B) * stride_tb
-        else:
-            k_base += known(seq, B) * stride_kb * UNIT
+        k_base = keys_from(k_ptr, head_k, key0, seq, B, stride_kb, stride_kn, stride_kh, PAGE, UNIT)
+        table_row = pages_of(table_ptr, seq, B, stride_tb) if PAGE else table_ptr
         tiles = tl.cdiv(tl.max(limit, 0), N)
         each = tl.cdiv(tiles, tl.num_programs(1))
         begin = tl.program_id(1) * each
@@ -349,9 +349,7 @@ def _lse_kernel(
             l = l * tl.exp2(m - m_safe) + tl.sum(tl.exp2(s - m_safe[:, None]), 1)
             m = m_new
         seq += 1
-    heads = lists * G
-    step = tl.cast(tl.num_programs(0) // (lists // PER_KEY * PER_HEAD) * TOKENS, tl.int64) * heads
-    at = (local * TOKENS + token - token0).to(tl.int64) * heads + head
+    at, step = _parts_at(local, token - token0, head, lists, G, TOKENS, PER_KEY, LISTS)
     splits = tl.num_programs(1)
     tl.store(lse_ptr + tl.program_id(1) * step + at, m, mask=valid)
     tl.store(lse_ptr + (splits + tl.program_id(1)) * step + at, l, mask=valid)

@@ -136,7 +136,7 @@ def plan(call: Call, shape: Shape) -> Launch:
     programs = (number if together else g.tokens) * g.HKV * -(-g.G // rows.HEADS)
     grid = (programs, splits, 1)
     if tile is not None and together:
-        grid = (programs, max(1, min(tile.TOKENS, 32 * processors // max(programs, 1))), 1)
+        grid = (programs, max(1, min(tile.TOKENS, tiles.LEFT * processors // max(programs, 1))), 1)
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, g.tokens, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
     more = (splits, None if tile is None else tuple(tile), alike)
     return Launch(

@@ -30,6 +30,7 @@ LIST_PROGRAMS = 1024
 
 WORTH = Worth(10, 7)
 LEAST_TILES = 32  # programs of tiles. Fewer of them are slower than rows
+LEFT = 32  # programs for each multiprocessor that share the rows of tiles, which unions may have left
 
 
 class Choice(NamedTuple):
