@@ -80,12 +80,14 @@ def plan(call: Call, shape: Shape | None = None, per_head: bool = False, steps: 
     capability, processors = gpu.limits(device)
     spans = 1 if source == WHOLE else sizes.span_bucket(g.n, S_kv)
     pin, tiled = call.settings.pin.get("query_major"), True
+    block = block_size & -block_size if source == BLOCKS and block_size is not None else 0
     if isinstance(pin, Exact):
         tile, (splits, merged, tiled) = tiles.Tile(*pin.tile), pin.more
     else:
         tile, splits, merged = tiles.tile_and_splits(
             gpu.gpu_name(device), capability, processors, call.k.dtype.itemsize, G, D, Dv, longest, spans, rows,
             per_head, pipelined, pin, largest_cluster(device, capability, processors), invariant,
+            block if block >= 16 else 0,
         )  # fmt: skip
     size = min(block_size or 1, max(S_kv, 1))  # keys of a block, at most those that exist
     if source == BLOCKS and block_size is not None and block_size % tile.BLOCK_L == 0:

@@ -83,6 +83,27 @@ def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int, ev
     return 128, 4, 3
 
 
+def _in_blocks(itemsize: int, block_g: int, head_dim: int, size: int, full: bool) -> tuple[int, int, int]:
+    """``(BLOCK_L, num_warps, num_stages)`` of tiles that lie in one block, whose keys are multiples of ``size``.
+
+    Such a tile looks its block up once. A tile of several blocks looks up each key. Measured on an H100 on drawn shapes
+    (docs/notebook/query-major.md).
+    """
+    keys = min(32, size)
+    if not full:
+        return keys, 1 if keys == 16 else 2, 3
+    if block_g > 32:  # `wgmma` takes 64 rows and four warps
+        return min(64 if head_dim <= 128 else 32, size), 4, 3  # not measured
+    if itemsize == 1:
+        return keys, 1 if block_g <= 16 and head_dim <= 128 else 2, 3
+    if head_dim > 128:
+        return 16, 1, 2
+    return keys, 1, 3 if block_g <= 16 else 2
+
+
+LEAST_SHARE = 32
+"""Keys of the smallest part of a row whose tiles lie in one block."""
+
 UPFRONT_REGISTERS = 128
 """Registers of a thread that the keys and values of a tile may take."""
 
@@ -139,7 +160,7 @@ def select(
 def tile_and_splits(
     name: str | None, capability: int, processors: int, itemsize: int, G: int, D: int, Dv: int, bound: int, spans: int,
     rows: int, per_head: bool = False, pipelined: bool = True, choice: Choice | None = None, largest: int = 0,
-    invariant: bool = False,
+    invariant: bool = False, block: int = 0,
 ) -> tuple[Tile, int, bool]:  # fmt: skip
     """Tile and splits of a launch, and whether the programs that share a row are a cluster.
 
@@ -150,8 +171,13 @@ def tile_and_splits(
         choice: of a sweep; None for the GPU's table, then the rules.
         largest: most programs of a cluster; 0 without clusters.
         invariant: few rows are launched like many.
+        block: the largest power of two that divides the keys of a block; 0 if that is below 16, and for spans.
     """
     full = invariant or rows >= FULL * processors
+    blocks = block > 0 and choice is None and itemsize <= 2 and not per_head
+    if blocks and full:
+        heads, head_dim = min(G, most_heads(itemsize)), max(padded(D), padded(Dv))
+        choice = Choice(1, -(-G // heads), *_in_blocks(itemsize, padded(heads), head_dim, block, full))
     if choice is None and not per_head:
         choice = measured(name, itemsize, G, D, Dv, bound, spans == 1, None if full else rows, FULL * processors)
     if choice is not None:
@@ -165,6 +191,13 @@ def tile_and_splits(
         merged = fits_clusters(programs, splits, processors, largest)
     taken = EXCHANGE_BYTES if merged else 0
     tile = select(capability, itemsize, G, D, Dv, -(-bound // splits), spans, fill, per_head, pipelined, choice, taken)
+    if blocks and not full and tile.BLOCK_L > block and (tile.num_stages > 1 or itemsize == 1):
+        shares = splits if tile.num_stages == 1 else min(2 * splits, MAX_SPLITS, max(splits, bound // LEAST_SHARE))
+        chosen = Choice(shares, -(-G // tile.HEADS), *_in_blocks(itemsize, tile.BLOCK_G, D, block, full), int(merged))
+        return tile_and_splits(
+            name, capability, processors, itemsize, G, D, Dv, bound, spans, rows, pipelined=pipelined, choice=chosen,
+            largest=largest,
+        )  # fmt: skip
     return tile, splits, merged and exchange_bytes(tile.HEADS, tile.BLOCK_DV, splits) <= taken
 
 

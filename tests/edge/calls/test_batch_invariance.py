@@ -31,14 +31,16 @@ def chosen(shape, rows, **how):
 
 @pytest.mark.parametrize("name", [H100, None], ids=["table", "rules"])
 @pytest.mark.parametrize("per_head", [False, True], ids=["group", "per-head"])
+@pytest.mark.parametrize("block", [0, 16, 128], ids=["spans", "block16", "block128"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_full_launch_is_chosen_without_its_rows(shape, per_head, name):
-    many = chosen(shape, 10**7, name=name, per_head=per_head)
+def test_a_full_launch_is_chosen_without_its_rows(shape, block, per_head, name):
+    how = {"name": name, "per_head": per_head, "block": block}
+    many = chosen(shape, 10**7, **how)
     assert many[1:] == (1, False)
     for rows in (2 * SMS, 300, 4 * SMS, 1000, 5000, 10**5):
-        assert chosen(shape, rows, name=name, per_head=per_head) == many
+        assert chosen(shape, rows, **how) == many
     for rows in (1, 8, 64, 2 * SMS - 1):
-        assert chosen(shape, rows, name=name, per_head=per_head, invariant=True) == many
+        assert chosen(shape, rows, invariant=True, **how) == many
 
 
 def test_few_rows_are_split_unless_forbidden():

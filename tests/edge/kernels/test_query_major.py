@@ -60,6 +60,22 @@ def test_packed_rows_of_one_tile(draw, variants, parts):
         assert variants[-1]["SINGLE"] == (L <= 32 * parts)
 
 
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", None], ids=["table", "rules"])
+@pytest.mark.parametrize("itemsize", [1, 2])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_tiles_lie_in_one_block(D, itemsize, name):
+    """A tile of several blocks looks up the page of each of its keys, which takes up to eight times as long. Only rows
+    in 16 bits that are one tile are faster so.
+    """
+    for G, block, rows in itertools.product((1, 8, 32, 64), (16, 32, 64, 128), (1, 64, 263, 264, 10**6)):
+        tile, splits, _ = tiles.tile_and_splits(
+            name, 90, 132, itemsize, G, D, D, 2048, 64, rows, largest=16, block=block
+        )
+        one_tile = itemsize == 2 and tile.num_stages == 1
+        assert block % tile.BLOCK_L == 0 or one_tile, (G, block, rows)
+        assert splits == 1 if rows >= 264 else 2048 // splits >= tile.BLOCK_L, (G, block, rows)
+
+
 def test_huge_blocks_cost_what_they_hold(agrees, draw, same, fresh_plans):
     """Of a block of 2^20 keys ten exist: with a tile walked for every key that it might hold this would not end."""
     q, k, v = draw(S=1, HKV=1, S_kv=10)
