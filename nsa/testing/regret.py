@@ -9,6 +9,7 @@ each, and times them. `pytest -m perf --nsa-regret 100 --nsa-seed 0` does the sa
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import random
@@ -157,6 +158,8 @@ def rows(seeds: Sequence[int], device: torch.device) -> Iterator[dict[str, Any]]
     facts = run_facts(device)
     with nsa.configure(probe="never"):  # the children have compiled the kernels
         for seed in seeds:
+            gc.collect()  # graphs of earlier shapes, with the memory of their outputs
+            torch.cuda.empty_cache()
             try:
                 yield facts | time_seed(seed, serving.pool(device))[1]
             except AssertionError as error:
