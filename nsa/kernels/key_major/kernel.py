@@ -9,8 +9,9 @@ loops as in FSA, arXiv 2508.18224.
 import triton
 import triton.language as tl
 
-from nsa.kernels.shared.e4m3 import add_pairs, fit_half, half_of, scaled_values
+from nsa.kernels.shared.e4m3 import fit_half, half_of, scaled_values
 from nsa.kernels.shared.inverse_index import OVERFULL, first_block, visible_keys
+from nsa.kernels.shared.keys import attend, load_tiles, places_of_each
 from nsa.kernels.shared.primitives import (
     BATCH,
     CACHE,
@@ -28,7 +29,6 @@ from nsa.kernels.shared.primitives import (
     last_query,
     load_spans,
     sequence_keys,
-    softmax_step,
     tile_start,
 )
 
@@ -304,10 +304,11 @@ def _merge_kernel(
         if k_scale_ptr is not None:
             scale *= tl.load(k_scale_ptr + head_kv * K_STEP)
         seq, k_first, limit = visible_keys(token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT, CAUSAL)
+        table_row = table_ptr
         if PAGE:
             k_base = k_ptr + tl.cast(head_kv, tl.int64) * stride_kh * STRIDE_UNIT
             v_base = v_ptr + tl.cast(head_kv, tl.int64) * stride_vh * STRIDE_UNIT
-            table_row = table_ptr + tl.cast(seq, tl.int64) * stride_tb
+            table_row += tl.cast(seq, tl.int64) * stride_tb
         elif LAYOUT != VARLEN:
             k_base = k_ptr + (tl.cast(seq, tl.int64) * stride_kb + tl.cast(head_kv, tl.int64) * stride_kh) * STRIDE_UNIT
             v_base = v_ptr + (tl.cast(seq, tl.int64) * stride_vb + tl.cast(head_kv, tl.int64) * stride_vh) * STRIDE_UNIT
@@ -318,11 +319,13 @@ def _merge_kernel(
         q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT) + head.to(tl.int64) * stride_qh
         q_mask = (g < G)[:, None] & (d[None, :] < D)
         q = tl.load(q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=q_mask, other=0.0)  # [HEADS, BLOCK_D]
+        fit = 1.0
         if FIT:
             q, fit = fit_half(q)
+        acc_odd, column = 0.0, dv
         if PAIRS:
             v_base = v_base.to(tl.pointer_type(tl.int16))
-            dv_pair = tl.arange(0, BLOCK_DV // 2)
+            column = tl.arange(0, BLOCK_DV // 2)
             acc, acc_odd = tl.split(tl.reshape(acc, [HEADS, BLOCK_DV // 2, 2]))
         l = tl.where(tl.arange(0, BLOCK_L)[None, :] == 0, total[:, None], 0.0)  # [HEADS, BLOCK_L]
         sel_row = sel_ptr + (token.to(tl.int64) * HKV + head_kv) * n + slots
@@ -339,42 +342,22 @@ def _merge_kernel(
                     k_page, v_page, key, exists = in_page(table_row, key, stop > 0, pages, stride_kb, stride_vb, PAGE)
                     valid = tl.arange(0, BLOCK_L) < tl.where(exists, stop, 0)
                     key = key + tl.arange(0, BLOCK_L)
-                elif SOURCE == TILED:
-                    key = tile_start(begin, start, before, length) + tl.arange(0, BLOCK_L)
-                    valid = key < limit
                 else:
-                    key = key_positions(at, start, before, length)
-                if PAGE and (SOURCE != TILED or PAGE % BLOCK_L != 0):
-                    k_page, v_page, key, valid = in_page(table_row, key, valid, pages, stride_kb, stride_vb, PAGE)
+                    if SOURCE == TILED:
+                        key = tile_start(begin, start, before, length) + tl.arange(0, BLOCK_L)
+                        valid = key < limit
+                    else:
+                        key = key_positions(at, start, before, length)
+                    k_page, v_page, key, valid = places_of_each(
+                        table_row, key, valid, pages, stride_kb, stride_vb, PAGE
+                    )
                 key = key.to(tl.int64)
-                k_at = key * stride_kn
-                v_at = key * stride_vn
-                if PAGE:
-                    k_at += k_page
-                    v_at += v_page
-                k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
-                k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_L, BLOCK_D]
-                if PAIRS:
-                    v_ptrs = v_base + v_at[:, None] * (STRIDE_UNIT // 2) + dv_pair[None, :]
-                    v = tl.load(v_ptrs, mask=valid[:, None] & (dv_pair[None, :] < Dv // 2), other=0)
-                else:
-                    v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
-                    v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
-                if E4M3:
-                    k = half_of(k)
-                if FIT:
-                    scores = tl.dot(q, tl.trans(k)) * (fit * (scale * 1.4426950408889634))[:, None]
-                else:
-                    scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
-                scores = tl.where(valid[None, :], scores, float("-inf"))
-                m_old = m
-                m, l, acc, p = softmax_step(scores, m, l, acc)
-                if PAIRS:
-                    acc, acc_odd = add_pairs(p, v, acc, acc_odd, m_old, m)
-                else:
-                    if E4M3:
-                        v = half_of(v)
-                    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
+                k_at = key * stride_kn + k_page
+                v_at = key * stride_vn + v_page
+                k, v = load_tiles(k_base, v_base, k_at, v_at, valid, d, column, D, Dv, STRIDE_UNIT, PAIRS)
+                m, l, acc, acc_odd = attend(
+                    q, fit, k, v, valid, scale, m, l, acc, acc_odd, E4M3, FIT, PAIRS, False, INPUT_PRECISION
+                )
         total = tl.sum(l, 1)
         if PAIRS:
             acc = tl.interleave(acc, acc_odd)

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.shared.clusters import exchange, merge_inbox, open_inbox
-from nsa.kernels.shared.e4m3 import add_pairs, fit_half, half_of, scaled_values
+from nsa.kernels.shared.e4m3 import fit_half, scaled_values
+from nsa.kernels.shared.keys import attend, load_tiles, places_of_block, places_of_each
 from nsa.kernels.shared.primitives import (
     CACHE,
     PACKED,
@@ -30,7 +31,6 @@ from nsa.kernels.shared.primitives import (
     finish,
     gdc_launch_dependents,
     gdc_wait,
-    in_page,
     key_of_each,
     key_positions,
     last_query,
@@ -41,8 +41,6 @@ from nsa.kernels.shared.primitives import (
     sequence_of_cache,
     slots_of,
     slots_of_each,
-    softmax_step,
-    tile_in_pages,
     tile_start,
 )
 
@@ -53,6 +51,102 @@ RUNTIME = [
     *("B", "S", "S_kv", "n", "block_size", "pages"),
     *(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh tb".split()),
 ]
+
+
+@triton.jit
+def find_row(
+    token, batch, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, stride_qb, stride_qs, stride_kb, stride_kn, stride_vb,
+    stride_vn, stride_ob, stride_os, stride_tb,
+    LAYOUT: tl.constexpr, PAGE: tl.constexpr, S_MANY: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Find a row's query and the keys of its sequence: ``(limit, q_off, o_off, k_off, v_off, table_off)``.
+
+    ``limit``: keys that the row may see, if all are filled. Offsets are int64, in units, those of K and V 0 with pages.
+    ``table_off``: of the sequence's row of the page table; 0 without pages.
+    """
+    table_off = 0
+    if LAYOUT == VARLEN or LAYOUT == PACKED:
+        seq = token
+        if LAYOUT == VARLEN:
+            seq = find_sequence(cu_q_ptr, B, token, 128)
+        q_off = token.to(tl.int64) * stride_qs
+        o_off = token.to(tl.int64) * stride_os
+        k_first, seqlen_k = sequence_keys(seq, B, S_kv, cu_k_ptr)
+        k_off = k_first * stride_kn
+        v_off = k_first * stride_vn
+        t = seqlen_k - 1
+        if CAUSAL:
+            q_last = tl.load(cu_q_ptr + seq + 1, mask=seq < B, other=0)
+            t = (seqlen_k - q_last + token).to(tl.int32)
+    else:
+        if LAYOUT == RAGGED:
+            batch = batch.to(tl.int64)
+            s = 0
+            q_off = token.to(tl.int64) * stride_qs
+            o_off = token.to(tl.int64) * stride_os
+        else:
+            batch = (token // S if S_MANY else token).to(tl.int64)
+            s = token % S if S_MANY else 0
+            q_off = batch * stride_qb + tl.cast(s, tl.int64) * stride_qs
+            o_off = batch * stride_ob + tl.cast(s, tl.int64) * stride_os
+        k_off = tl.zeros([], tl.int64) if PAGE else batch * stride_kb
+        v_off = tl.zeros([], tl.int64) if PAGE else batch * stride_vb
+        if PAGE:
+            table_off = batch * stride_tb
+        seqlen_k = S_kv
+        t = S_kv - S + s  # bottom-right: the last query sees the last key
+    limit = seqlen_k
+    if CAUSAL:
+        # Not `max(end, 0)`: from that, ptxas 12.8 makes a schedule that is 4% slower for decode of D = 64 on an H100.
+        limit = tl.maximum(causal_end(t, seqlen_k, token, pos_ptr) - 1, -1) + 1
+    return limit, q_off, o_off, k_off, v_off, table_off
+
+
+@triton.jit
+def visible_in_cache(filled, S_kv, before, token, CAUSAL: tl.constexpr):
+    """Keys of a cache that a row may see. ``filled``: the sequence's length as it is in memory, any number.
+
+    ``before``: the row's position is so many before ``filled``. It may be any number, because cu_seqlens may be wrong.
+    """
+    visible = tl.minimum(tl.maximum(filled, 0), S_kv).to(tl.int32)
+    if CAUSAL:
+        visible = tl.maximum(causal_end(visible - before, visible, token, None), 0)
+    return visible
+
+
+@triton.jit
+def keys_of_tile(
+    begin, last, start, before, length, shift, visible, split, table_row, pages, stride_kb, stride_vb,
+    SOURCE: tl.constexpr, SINGLE: tl.constexpr, EACH: tl.constexpr, PAGE: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """Keys of the slots from ``begin`` to ``last``, at most ``BLOCK_L``: results as of :func:`places_of_block`.
+
+    start, before, length, shift: of :func:`slots_of` or :func:`slots_of_each`. visible: keys that the row may see.
+    """
+    slot = begin + tl.arange(0, BLOCK_L)
+    valid = slot < last
+    if SOURCE == WHOLE:
+        return 0, 0, slot, valid
+    elif SOURCE == TILED:
+        if SINGLE:
+            key = start + split % SINGLE * BLOCK_L
+        else:
+            key = tile_start(begin, start, before, length)
+        return places_of_block(table_row, key, visible, pages, stride_kb, stride_vb, PAGE, BLOCK_L)
+    else:
+        key = key_of_each(slot, shift, before) if EACH else key_positions(slot, start, before, length)
+        return places_of_each(table_row, key, valid, pages, stride_kb, stride_vb, PAGE)
+
+
+@triton.jit
+def store_part(part_ptr, part, parts, m, l, acc, mask, dv, Dv: tl.constexpr):
+    """Store the results of a share of the keys, for :func:`merge_parts`: ``part [BLOCK_G]`` are their numbers of
+    ``parts``, those of all shares and heads of the call.
+    """
+    tl.store(part_ptr + part[:, None] * Dv + dv[None, :], acc, mask=mask[:, None] & (dv[None, :] < Dv))
+    part += parts * Dv  # m and l lie behind the accumulators of all parts
+    tl.store(part_ptr + part, m, mask=mask)
+    tl.store(part_ptr + parts + part, tl.sum(l, 1), mask=mask)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -93,6 +187,7 @@ def _fwd_kernel(
     head_tile = program % HEAD_TILES
     token = row // HKV
     head_kv = row % HKV
+    batch = token  # until its sequence is found
 
     if EARLY:
         gdc_wait()  # the previous kernel on the stream may still run, so wait for its end before any memory access
@@ -117,6 +212,7 @@ def _fwd_kernel(
             begin_of, end_of = ask_spans(sel_row, tl.arange(0, SPANS), n, SOURCE)
     if LAYOUT == CACHE:
         filled = tl.load(cu_k_ptr + (token // S if S_MANY else token).to(tl.int64))
+        behind = S - token % S if S_MANY else S
     elif STEPS:
         filled = tl.load(cu_k_ptr + batch)
         behind = last_query(cu_q_ptr, batch, batch < B) - token
@@ -130,45 +226,14 @@ def _fwd_kernel(
     if CLUSTER:
         inbox = open_inbox(CLUSTER, MINE, BLOCK_DV, SHARED)
 
-    # Find the row's query and the keys of its sequence, [k_first, k_first + seqlen_k).
-    if LAYOUT != VARLEN and LAYOUT != PACKED:
-        if LAYOUT == RAGGED:
-            batch = batch.to(tl.int64)
-            s = 0
-            q_off = token.to(tl.int64) * stride_qs
-            o_off = token.to(tl.int64) * stride_os
-        else:
-            batch = (token // S if S_MANY else token).to(tl.int64)
-            s = token % S if S_MANY else 0
-            q_off = batch * stride_qb + tl.cast(s, tl.int64) * stride_qs
-            o_off = batch * stride_ob + tl.cast(s, tl.int64) * stride_os
-        k_off = batch * stride_kb
-        v_off = batch * stride_vb
-        if PAGE:
-            k_off = tl.zeros([], tl.int64)
-            v_off = tl.zeros([], tl.int64)
-            table_row = table_ptr + batch * stride_tb
-            if EARLY:
-                expect_table(table_row, S_kv // PAGE)
-        seqlen_k = S_kv
-        t = S_kv - S + s  # bottom-right: the last query sees the last key
-    else:
-        seq = token
-        if LAYOUT == VARLEN:
-            seq = find_sequence(cu_q_ptr, B, token, 128)
-        q_off = token.to(tl.int64) * stride_qs
-        o_off = token.to(tl.int64) * stride_os
-        k_first, seqlen_k = sequence_keys(seq, B, S_kv, cu_k_ptr)
-        k_off = k_first * stride_kn
-        v_off = k_first * stride_vn
-        t = seqlen_k - 1
-        if CAUSAL:
-            q_last = tl.load(cu_q_ptr + seq + 1, mask=seq < B, other=0)
-            t = (seqlen_k - q_last + token).to(tl.int32)
-    limit = seqlen_k
-    if CAUSAL:
-        # Not `max(end, 0)`: from that, ptxas 12.8 makes a schedule that is 4% slower for decode of D = 64 on an H100.
-        limit = tl.maximum(causal_end(t, seqlen_k, token, pos_ptr) - 1, -1) + 1
+    limit, q_off, o_off, k_off, v_off, table_off = find_row(
+        token, batch, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, stride_qb, stride_qs, stride_kb, stride_kn, stride_vb,
+        stride_vn, stride_ob, stride_os, stride_tb, LAYOUT, PAGE, S_MANY, CAUSAL,
+    )  # fmt: skip
+    if PAGE:
+        table_ptr += table_off  # the sequence's row
+        if EARLY:
+            expect_table(table_ptr, S_kv // PAGE)
 
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -184,45 +249,34 @@ def _fwd_kernel(
     v_off += tl.cast(head_kv, tl.int64) * stride_vh
     k_base = k_ptr + k_off * STRIDE_UNIT
     v_base = v_ptr + v_off * STRIDE_UNIT
+    column = dv
     if PAIRS:
         v_base = v_base.to(tl.pointer_type(tl.int16))
-        dv_pair = tl.arange(0, BLOCK_DV // 2)
+        column = tl.arange(0, BLOCK_DV // 2)
 
     m = tl.full([BLOCK_G], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_G, BLOCK_L], tl.float32)  # summed over BLOCK_L after the loop
-    if PAIRS:
-        acc = tl.zeros([BLOCK_G, BLOCK_DV // 2], tl.float32)  # of even columns
-        acc_odd = tl.zeros([BLOCK_G, BLOCK_DV // 2], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_DV // 2 if PAIRS else BLOCK_DV], tl.float32)  # with PAIRS of even columns
+    acc_odd = tl.zeros([BLOCK_G, BLOCK_DV // 2], tl.float32) if PAIRS else 0.0
+    if not FIT:
+        fit = 1.0
 
     # One chunk is a loop, too. What does not need the spans is computed before the loop, while the spans are loaded.
     # The opaque zero that is added to the spans keeps LLVM from moving the wait for them out of the loop.
-    if SOURCE == WHOLE:
-        chunks = 1
-    elif SINGLE and SOURCE == TILED:
-        chunks = tl.minimum(n, 1)
-    else:
-        chunks = (n + SPANS - 1) // SPANS
+    of_block: tl.constexpr = SINGLE and SOURCE == TILED
+    chunks = 1 if SOURCE == WHOLE else tl.minimum(n, 1) if of_block else (n + SPANS - 1) // SPANS
     for chunk in range(0, chunks):
-        visible = limit
+        visible, here, start, before, length, shift = limit, 0, 0, 0, 0, 0
         if SOURCE == WHOLE:
             total = limit
         else:
-            here = 0
             if HOLD and EACH:
                 here = nothing_of_lanes(chunk)
             elif HOLD:
                 here = nothing_of(chunk)
-            if LAYOUT == CACHE:  # clamp to the filled keys
-                visible = tl.minimum(tl.maximum(filled + here, 0), S_kv).to(tl.int32)
-                if CAUSAL:
-                    visible = tl.maximum(causal_end(visible - S + s, visible, token, None), 0)
-            elif LAYOUT == RAGGED:
-                visible = tl.minimum(tl.maximum(filled + here, 0), S_kv).to(tl.int32)
-                if CAUSAL:  # cu_seqlens may be wrong, so `behind` may be any number
-                    visible = tl.maximum(causal_end(visible - behind, visible, token, None), 0)
-            if SINGLE and SOURCE == TILED:
+            if LAYOUT == CACHE or LAYOUT == RAGGED:
+                visible = visible_in_cache(filled + here, S_kv, behind, token, CAUSAL)
+            if of_block:
                 start, visible = clamp_span(begin_of + here, end_of + here, visible, block_size, SOURCE)
                 total = BLOCK_L
             elif EACH:
@@ -231,10 +285,9 @@ def _fwd_kernel(
                 start, before, length, total = slots_of(
                     begin_of + here, end_of + here, visible, block_size, SOURCE, BLOCK_L
                 )
-        first = 0
-        last = total
+        first, last = 0, total
         # This program's share of the chunk's slots, in whole tiles.
-        if SPLIT and not (SINGLE and SOURCE == TILED):
+        if SPLIT and not of_block:
             share = tl.cdiv(tl.cdiv(total, BLOCK_L), splits) * BLOCK_L
             first = tl.minimum(split * share, total)
             last = tl.minimum(first + share, total)
@@ -250,81 +303,24 @@ def _fwd_kernel(
             begin = first if SINGLE else tile
             if HOLD_Q and not FIT:
                 q = not_before(held)  # do not wait for the queries before the loop
-            slot = begin + tl.arange(0, BLOCK_L)
-            valid = slot < last
-            if SOURCE == WHOLE:
-                key = slot
-            elif SOURCE == TILED:
-                if SINGLE:
-                    key = start + split % SINGLE * BLOCK_L
-                else:
-                    key = tile_start(begin, start, before, length)
-                if PAGE and PAGE % BLOCK_L == 0:
-                    stop = visible - key
-                    k_page, v_page, key, exists = in_page(table_row, key, stop > 0, pages, stride_kb, stride_vb, PAGE)
-                    valid = tl.arange(0, BLOCK_L) < tl.where(exists, stop, 0)
-                    key = key + tl.arange(0, BLOCK_L)
-                elif PAGE:
-                    if BLOCK_L % PAGE == 0 and BLOCK_L <= 8 * PAGE:
-                        k_page, v_page, key, valid = tile_in_pages(
-                            table_row, key, visible, pages, stride_kb, stride_vb, PAGE, BLOCK_L
-                        )
-                    else:
-                        key = key + tl.arange(0, BLOCK_L)
-                        k_page, v_page, key, valid = in_page(
-                            table_row, key, key < visible, pages, stride_kb, stride_vb, PAGE
-                        )
-                else:
-                    key = key + tl.arange(0, BLOCK_L)
-                    valid = key < visible
-            else:
-                if EACH:
-                    key = key_of_each(slot, shift, before)
-                else:
-                    key = key_positions(slot, start, before, length)
-                if PAGE:
-                    k_page, v_page, key, valid = in_page(table_row, key, valid, pages, stride_kb, stride_vb, PAGE)
+            k_page, v_page, key, valid = keys_of_tile(
+                begin, last, start, before, length, shift, visible, split, table_ptr, pages, stride_kb, stride_vb,
+                SOURCE, SINGLE, EACH, PAGE, BLOCK_L,
+            )  # fmt: skip
             if FAR:  # otherwise the key's offset, in units, fits int32
                 key = key.to(tl.int64)
-            k_at = (key * stride_kn).to(tl.int64)
-            v_at = (key * stride_vn).to(tl.int64)
-            if PAGE:
-                k_at += k_page
-                v_at += v_page
-            k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
-            k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_L, BLOCK_D]
-            if PAIRS:
-                v_ptrs = v_base + v_at[:, None] * (STRIDE_UNIT // 2) + dv_pair[None, :]
-                v = tl.load(v_ptrs, mask=valid[:, None] & (dv_pair[None, :] < Dv // 2), other=0)
-            else:
-                v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
-                v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_L, BLOCK_DV]
+            k_at, v_at = (key * stride_kn).to(tl.int64) + k_page, (key * stride_vn).to(tl.int64) + v_page
+            k, v = load_tiles(k_base, v_base, k_at, v_at, valid, d, column, D, Dv, STRIDE_UNIT, PAIRS)
             if STREAM_Q:
                 q = tl.load(q_ptrs + tl.minimum(tile, 0) * 16, mask=q_mask, other=0.0)
-            if UPFRONT:
-                if SINGLE:  # without a loop, ptxas would load values only after the keys have arrived
-                    tl.debug_barrier()
-                    q = not_before(q)
-                k = not_before(k)
-            if E4M3:
-                k = half_of(k)
-            if FIT:
-                if STREAM_Q:
-                    q, fit = fit_half(q)
-                scores = tl.dot(q, tl.trans(k)) * (fit * (scale * 1.4426950408889634))[:, None]
-            else:
-                scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
-            scores = tl.where(valid[None, :], scores, float("-inf"))  # [BLOCK_G, BLOCK_L]
-            m_old = m
-            m, l, acc, p = softmax_step(scores, m, l, acc)
-            if UPFRONT:
-                v = not_before(v)
-            if PAIRS:
-                acc, acc_odd = add_pairs(p, v, acc, acc_odd, m_old, m)
-            else:
-                if E4M3:
-                    v = half_of(v)
-                acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
+            if UPFRONT and SINGLE:  # without a loop, ptxas would load values only after the keys have arrived
+                tl.debug_barrier()
+                q = not_before(q)
+            if FIT and STREAM_Q:
+                q, fit = fit_half(q)
+            m, l, acc, acc_odd = attend(
+                q, fit, k, v, valid, scale, m, l, acc, acc_odd, E4M3, FIT, PAIRS, UPFRONT, INPUT_PRECISION
+            )
         if CHUNKED:
             begin_of, end_of = ask_spans(sel_row, (chunk + 1) * SPANS + tl.arange(0, SPANS), n, SOURCE)
 
@@ -337,14 +333,11 @@ def _fwd_kernel(
         head = head_kv * G + head_tile * HEADS + g  # [MINE]
         o, lse = merge_inbox(inbox, in_group, BLOCK_DV, CLUSTER, MINE)
     elif SPLIT:
-        heads = (programs // HEAD_TILES).to(tl.int64) * G
         if v_scale_ptr is not None:
             acc = scaled_values(acc, m, v_scale)
+        heads = (programs // HEAD_TILES).to(tl.int64) * G
         part = split * heads + (place if STEPS else token).to(tl.int64) * HKV * G + head
-        tl.store(part_ptr + part[:, None] * Dv + dv[None, :], acc, mask=in_group[:, None] & (dv[None, :] < Dv))
-        part += splits * heads * Dv  # m and l lie behind the accumulators of all parts
-        tl.store(part_ptr + part, m, mask=in_group)
-        tl.store(part_ptr + splits * heads + part, tl.sum(l, 1), mask=in_group)
+        store_part(part_ptr, part, splits * heads, m, l, acc, in_group, dv, Dv)
     else:
         o, lse = finish(m, tl.sum(l, 1), acc)
     if CLUSTER or not SPLIT:

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from nsa.kernels.key_major.kernel import query_offset
 from nsa.kernels.shared.inverse_index import causal_limit, sequence_of
+from nsa.kernels.shared.keys import load_tiles
 from nsa.kernels.shared.primitives import INTERPRETED, VARLEN, apart, finish, in_page, tile_in_pages
 
 RUNTIME = "B S S_kv HKV n size tokens first tiles pages cost gain".split()
@@ -220,10 +221,7 @@ def _union_kernel(
             if PAGE:
                 k_at += k_page
                 v_at += v_page
-            k_ptrs = k_base + k_at[:, None] * STRIDE_UNIT + d[None, :]
-            v_ptrs = v_base + v_at[:, None] * STRIDE_UNIT + dv[None, :]
-            k = tl.load(k_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_N, BLOCK_D]
-            v = tl.load(v_ptrs, mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_N, BLOCK_DV]
+            k, v = load_tiles(k_base, v_base, k_at, v_at, valid, d, dv, D, Dv, STRIDE_UNIT, False)
         scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
         if TMA:
             # In most tiles a row may see all keys or none, and `some` is its mask. Only near a limit keys need a mask.
