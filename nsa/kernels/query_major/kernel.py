@@ -185,8 +185,17 @@ def _fwd_kernel(
         programs = programs // CLUSTER
     row = program // HEAD_TILES
     head_tile = program % HEAD_TILES
-    token = row // HKV
-    head_kv = row % HKV
+    # Rows of neighbouring tokens read keys nearby. Of whole rows over blocks there are many, and those of one KV head
+    # follow each other, because the keys of one head may fit L2 where those of all heads do not.
+    BY_HEAD: tl.constexpr = SOURCE == TILED and HKV > 1 and not (SPLIT or STEPS)
+    if BY_HEAD:
+        tokens = programs // HEAD_TILES // HKV
+        token = row % tokens
+        head_kv = row // tokens
+        row = token * HKV + head_kv
+    else:
+        token = row // HKV
+        head_kv = row % HKV
     batch = token  # until its sequence is found
 
     if EARLY:
