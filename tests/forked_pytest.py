@@ -1,8 +1,8 @@
 """`python -m pytest …` in forks of a process that has imported torch, for tests of how pytest ends. Run as a script.
 
 Each run is a process of its own with its own environment, folder and output, as if it had been started anew, but for
-the seconds in which torch and pytest are imported and everything's assertions are rewritten. Neither `nsa` nor Triton
-nor an installed plugin of pytest is imported beforehand: they read the environment, or are rewritten, when they are.
+the seconds in which torch, pytest and `PLUGINS` are imported and everything's assertions are rewritten. Neither `nsa`
+nor Triton is imported beforehand: they read the environment when they are.
 
 A request is a line of JSON, the answer a line with the exit status. A request may hold several runs, one after the
 other in one process, for runs that execute no test. The exit statuses of all but the last are in files.
@@ -10,6 +10,7 @@ other in one process, for runs that execute no test. The exit statuses of all bu
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -17,6 +18,7 @@ import signal
 import sys
 import traceback
 
+import _pytest.assertion
 import _pytest.config
 import filelock  # noqa: F401
 import numpy  # noqa: F401
@@ -26,6 +28,9 @@ import yaml  # noqa: F401
 
 OTHERS = ("asyncio", "codspeed", "pytest_cov", "randomly", "rerunfailures", "timeout")
 """Plugins that an environment may have. A run has none of them, because tests expect the order and words of ours."""
+
+PLUGINS = ("hypothesis", "pytest_benchmark.plugin")
+"""What is imported beforehand of the plugins. Not xdist, which hands the import path of that time to its workers."""
 
 
 def become(request, installed):
@@ -77,8 +82,17 @@ def run(request, installed):
         os._exit(status)
 
 
+def import_plugins():
+    """As pytest imports each distribution that has a plugin: with assertions rewritten."""
+    hook = _pytest.assertion.install_importhook(_pytest.config.get_config())
+    hook.mark_rewrite("_hypothesis_globals", *(name.partition(".")[0] for name in PLUGINS))
+    for name in PLUGINS:
+        importlib.import_module(name)
+    sys.meta_path.remove(hook)
+
+
 def main():
-    _pytest.config.get_config()  # imports pytest's own plugins
+    import_plugins()
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     installed = [folder for folder in sys.path[1:] if folder not in given]
     gc.freeze()

@@ -10,7 +10,9 @@ Kernels compute the same results bit by bit (`tests/suite/test_interpreting.py`)
 - operands of one type and shape are compared number by number, to find out that neither is converted or broadcast, and
   an integer in the source becomes a tile each time;
 - each argument of a function is asked three times whether it is a constant of compile time;
+- the functions of `triton.language` are searched for in its modules in each launch;
 - each function of `triton.language` is called through two others, one of which copies the keyword arguments;
+- operators of numbers of usual types, and of addresses, pass through ten functions before NumPy is called;
 - a value beside a larger tile is made as large as the tile in several steps, which make types and check shapes;
 - a cast to the type that a value already has compares the names of types;
 - each result is checked twice, in functions of their own, for NumPy numbers that are wider than Triton's type.
@@ -26,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +36,7 @@ MOST_TILES = 1000  # of integers, that are kept at a time
 
 _steps: list[Callable[[Any, Any, Any], None]] = []
 _changes: list[tuple[Any, str, Any, Any]] = []  # object, attribute, Triton's value, our value
+_operators: dict[str, Callable[[Any, Any], Any]] = {}  # of tensors; they return None where Triton has to compute
 
 
 @functools.cache
@@ -134,8 +138,33 @@ def _members(interpreter: Any, core: Any, semantic: Any) -> None:
             return function(*args, **kwargs)
 
         scope.set_attr(obj, name, calling)
+        if obj is core.tensor and name in _operators:
+            operator = _operators[name]
+
+            def operating(self: Any, other: Any, **kwargs: Any) -> Any:
+                result = operator(self, other)
+                return calling(self, other, **kwargs) if result is None else result
+
+            scope.set_attr(obj, name, operating)
 
     _change(interpreter, "_patch_attr", patching)
+
+
+@_step
+def _search(interpreter: Any, core: Any, semantic: Any) -> None:
+    """Keep which members of a module, or of the class of tensors, are functions of `triton.language`."""
+    _, _ = interpreter._patch_builtin, interpreter._patch_attr
+    found: dict[Any, list[tuple[str, Any]]] = {}
+
+    def patching(package: Any, builder: Any, scope: Any) -> None:
+        if package not in found:
+            members = inspect.getmembers(package)
+            found[package] = [(name, member) for name, member in members if core.is_builtin(member)]
+        for name, member in found[package]:
+            if getattr(package, name) is member:  # otherwise it has been replaced in this launch
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    _change(interpreter, "_patch_builtin", patching)
 
 
 @_step
@@ -309,6 +338,94 @@ def _operands(interpreter: Any, core: Any, semantic: Any) -> None:
         return convert(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     _change(semantic, "binary_op_type_checking_impl", converting)
+
+
+@_step
+def _arithmetic(interpreter: Any, core: Any, semantic: Any) -> None:
+    """Compute sums, differences, products and comparisons of usual types in one call of NumPy, which broadcasts."""
+    import numpy as np
+
+    Shape, _ = _shape_of_keys(core), semantic._cast_to_computation_type  # a number takes the type of the tile beside it
+    handle_of, builder = interpreter.TensorHandle, interpreter.interpreter_builder
+    if builder.options.sanitize_overflow:
+        raise AttributeError("integers are added twice")
+    integers = {"int32": (np.int32, core.int32), "int64": (np.int64, core.int64)}
+    numbers = integers | {"fp16": (np.float16, core.float16), "fp32": (np.float32, core.float32)}
+    common = {(name, name): kind for name, (_, kind) in numbers.items()}  # of two tiles
+    common |= {("int32", "int64"): core.int64, ("int64", "int32"): core.int64}
+    bounds = {name: np.iinfo(number) for name, (number, _) in integers.items()}
+    types: dict[tuple[Any, ...], Any] = {}  # of results; None: Triton has to compute, or says what is wrong
+
+    def sizes(x: Any) -> list[int] | None:
+        """The shape of a tile, [] of a single number, or None if the shape is of a type that is not known."""
+        if not x.type.is_block():
+            return []
+        return x.type.shape.values if type(x.type.shape) is Shape else None
+
+    def meeting(kind: Any, left: Any, right: Any) -> Any:
+        a, b = sizes(left), sizes(right)
+        if a is None or b is None:
+            return None
+        if not a or not b:
+            return core.block_type(kind, list(a or b)) if a or b else kind
+        if len(a) != len(b) or any(x != y and 1 not in (x, y) for x, y in zip(a, b, strict=True)):
+            return None
+        return core.block_type(kind, list(map(max, a, b)))
+
+    def typed(kind: Any, left: Any, right: Any) -> Any:
+        key = kind.name, id(left.shape), id(right.shape)  # equal shapes are one object, which is kept (`_shapes`)
+        if key not in types:
+            types[key] = meeting(kind, left, right)
+        return types[key]
+
+    def operator(compute: Any, compares: bool = False) -> Callable[[Any, Any], Any]:
+        def operating(self: Any, other: Any) -> Any:
+            if type(other) is core.constexpr:
+                other = other.value
+            if type(other) is core.tensor:
+                kind, beside = common.get((self.dtype.name, other.dtype.name)), other.handle.data
+            else:
+                number, kind = numbers.get(self.dtype.name, (None, None))
+                if type(other) is int:
+                    limits = bounds.get(self.dtype.name)
+                    fits = limits is None or limits.min <= other <= limits.max
+                else:
+                    fits = type(other) is float and self.dtype.name not in integers
+                if number is None or not fits:
+                    return None
+                beside, other = number(other), self
+            if kind is None:
+                return None
+            result = typed(core.int1 if compares else kind, self, other)
+            return None if result is None else core.tensor(handle_of(compute(self.handle.data, beside), kind), result)
+
+        return operating
+
+    def adding(self: Any, other: Any) -> Any:
+        if type(self.dtype) is not core.pointer_type:
+            return adding_numbers(self, other)
+        if type(other) is not core.tensor or other.dtype.name not in integers:
+            return None
+        result = typed(self.dtype, self, other)
+        return None if result is None else core.tensor(builder.create_addptr(self.handle, other.handle), result)
+
+    def logical(compute: Any) -> Callable[[Any, Any], Any]:
+        def operating(self: Any, other: Any) -> Any:
+            if type(other) is not core.tensor or not self.dtype.name == other.dtype.name == "int1":
+                return None
+            a, b, result = self.handle.data, other.handle.data, typed(core.int1, self, other)
+            if result is None or not a.dtype == b.dtype == np.bool_:
+                return None
+            return core.tensor(handle_of(compute(a, b), self.handle.dtype.scalar), result)
+
+        return operating
+
+    adding_numbers = operator(np.add)
+    _operators.update(__and__=logical(np.logical_and), __or__=logical(np.logical_or), __radd__=adding)
+    _operators.update(__add__=adding, __sub__=operator(np.subtract), __mul__=operator(np.multiply))
+    _operators.update(__lt__=operator(np.less, True), __le__=operator(np.less_equal, True))
+    _operators.update(__gt__=operator(np.greater, True), __ge__=operator(np.greater_equal, True))
+    _operators.update(__eq__=operator(np.equal, True), __ne__=operator(np.not_equal, True))
 
 
 @_step

@@ -20,8 +20,8 @@ from nsa.testing.matrix.cases import small
 DTYPES = ("fp32", "fp16")
 SMALL = list(dict.fromkeys(dataclasses.replace(c, dtype=d) for c in small() for d in DTYPES))
 LONG = [  # rows and spans of so different lengths that sizes of blocks can be told apart
-    Case(1, 16, 16, L, 12, dist, dtype, source=source, causal=False)
-    for dtype in DTYPES for L, dist, source in [(400, "few", "varlen"), (1000, "mixed", "ranges")]
+    Case(1, 16, 16, L, N, dist, dtype, source=source, causal=False)
+    for dtype in DTYPES for L, N, dist, source in [(400, 12, "few", "varlen"), (700, 6, "mixed", "ranges")]
 ]  # fmt: skip
 LONG += [Case(2, 16, 16, 24, 12, "mixed", dtype, HKV=2, S=2, S_kv=40) for dtype in DTYPES]  # three batch entries
 PROMPT = Case(2, 16, 16, 64, 400, "prefill", "fp32", HKV=2, S=100, S_kv=130, block_size=16)
@@ -359,10 +359,14 @@ def red(result, oracle):
 
 
 def cases(dtype, where, count):
-    """Of the small cases and the long ones, some in which a fault may show. Rows of one key show no scale."""
+    """Of the small cases and the long ones, some in which a fault may show. Rows of one key show no scale.
+
+    The dtypes take turns: each gets other small cases.
+    """
     found = [c for c in SMALL if c.dtype == dtype and where(c) and c.L > 1 and c.N * c.H < 100]
     found = [c for c in found if c.N * c.H * c.L < 10_000]
-    return found[:: max(1, len(found) // count)] + [c for c in LONG if c.dtype == dtype and where(c)]
+    step = max(1, len(found) // count)
+    return found[DTYPES.index(dtype) * step // 2 :: step] + [c for c in LONG if c.dtype == dtype and where(c)]
 
 
 def test_a_sink_is_not_taken_for_a_scale():
@@ -393,7 +397,7 @@ def test_a_rounded_query_is_named():
 def test_a_wrong_kernel_is_named(fault, dtype):
     give, where, text = FAULTS[fault]
     shown, first, alone = 0, 0, False
-    for c in cases(dtype, where, 6):
+    for c in cases(dtype, where, 3):
         oracle = oracle_of(c)
         result = give(oracle.problem)
         if red(result, oracle):
@@ -470,7 +474,7 @@ def test_exp_in_fp16_without_the_maximum():
     ids=["base-2", "plus-1", "largest-score"],
 )
 def test_an_lse_alone(change, text, dtype):
-    for c in cases(dtype, lambda c: c.L > 1, 6):
+    for c in cases(dtype, lambda c: c.L > 1, 3):
         oracle = oracle_of(c)
         out, lse = kernel(oracle.problem)
         result = out, change(lse, oracle.problem)
@@ -513,9 +517,9 @@ def test_a_right_result_and_garbage_have_no_finding(c):
     g = torch.Generator().manual_seed(0)
     for right in ((out.to(c.torch_dtype), lse.float()), OURS["sdpa"].run(oracle.problem, True)):
         assert diagnose(right, oracle) == diagnose(right[0], oracle) == []
-    for size in (1.0, 0.1):
-        noise = (torch.randn(out.shape, generator=g) * size).to(c.torch_dtype)
-        assert diagnose(noise, oracle) == diagnose((noise, torch.randn(lse.shape, generator=g)), oracle) == []
+    noise = torch.randn(out.shape, generator=g)
+    assert diagnose(noise.to(c.torch_dtype), oracle) == []
+    assert diagnose(((noise * 0.1).to(c.torch_dtype), torch.randn(lse.shape, generator=g)), oracle) == []
     assert diagnose(out[..., :-1], oracle) == []
 
 

@@ -1,6 +1,7 @@
 """The quickened interpreter computes what Triton's own does, bit by bit, in every kernel."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -72,7 +73,8 @@ def test_same_bits_of_merged_parts(call):
 def test_everything_is_quickened():
     """A release that renames what is quickened would have the suite take twice as long, and nothing else say so."""
     assert interpreter.quicken() == (
-        "index", "overflow", "calls", "members", "types", "shapes", "widths", "tiles", "operands", "casts", "constants"
+        "index", "overflow", "calls", "members", "search", "types", "shapes", "widths", "tiles", "operands",
+        "arithmetic", "casts", "constants",
     )  # fmt: skip
 
 
@@ -99,6 +101,56 @@ def test_types_of_operands_are_kept():
         found.append((quotient.tolist(), sums.tolist()))
     assert found[0] == found[1]
     assert found[0][1][5] == -(2**31) + 11
+
+
+def test_operators_of_all_types():
+    """Of two tiles that are broadcast, of a tile and a number, of a tile and a constant, and of single numbers."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def computed(a_ptr, b_ptr, out_ptr, number, CONSTANT: tl.constexpr, FRACTION: tl.constexpr):
+        i = tl.arange(0, 4)
+        a, b = tl.load(a_ptr + i)[:, None], tl.load((b_ptr + i) + 1)[None, :]
+        one, other = tl.load(a_ptr + 2), tl.load(b_ptr + 1)
+        at = out_ptr + 4 * i[:, None] + i[None, :]
+        tl.store(at, a + b)
+        tl.store(at + 16, a - b)
+        tl.store(at + 32, a * b)
+        tl.store(at + 48, ((a < b) & (a != other)) | (one >= b))
+        tl.store(at + 64, ((a <= CONSTANT) | (a == one)) & (a > b))
+        tl.store(at + 80, (3 + a) * CONSTANT - b + (a - 1))
+        tl.store(at + 96, (number * a + number) + (one * other + (one - CONSTANT)))
+        if FRACTION:
+            tl.store(at + 112, (a * 0.3 - b) + (0.7 + a) * (one * 1.7 + b * 3))
+
+    types = [torch.int32, torch.int64, torch.int8, torch.uint8, torch.float16, torch.float32]
+    for left, right in itertools.product(types, repeat=2):
+        found = []
+        for context in (contextlib.nullcontext(), interpreter.as_released()):
+            a, b = torch.tensor([100, 3, 7, 90]).to(left), torch.tensor([9, 9, 100, 2, 7]).to(right)
+            out = torch.zeros(128, dtype=torch.float64)
+            with context:
+                computed[(1,)](a, b, out, 5, 11, left.is_floating_point and right.is_floating_point)
+            found.append(out)
+        assert torch.equal(*found), (left, right, found)
+
+
+@pytest.mark.parametrize("number", [2**31, -(2**31) - 1])
+def test_numbers_that_do_not_fit_are_told_by_triton(number):
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def beyond(ptr, NUMBER: tl.constexpr):
+        tl.store(ptr, tl.load(ptr) + NUMBER)
+
+    said = []
+    for context in (contextlib.nullcontext(), interpreter.as_released()):
+        with context, pytest.raises(Exception, match="is out of range") as raised:
+            beyond[(1,)](torch.zeros(1, dtype=torch.int32), number)
+        said.append(str(raised.value))
+    assert said[0] == said[1]
 
 
 def test_shapes_that_do_not_fit_are_told_by_triton():
