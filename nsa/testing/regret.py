@@ -158,7 +158,7 @@ def rows(seeds: Sequence[int], device: torch.device) -> Iterator[dict[str, Any]]
     facts = run_facts(device)
     with nsa.configure(probe="never"):  # the children have compiled the kernels
         for seed in seeds:
-            gc.collect()  # graphs of earlier shapes, with the memory of their outputs
+            gc.collect()  # frees the CUDA graphs of earlier shapes and their outputs
             torch.cuda.empty_cache()
             try:
                 yield facts | time_seed(seed, serving.pool(device))[1]

@@ -61,8 +61,8 @@ def find_row(
 ):  # fmt: skip
     """Find a row's query and the keys of its sequence: ``(limit, q_off, o_off, k_off, v_off, table_off)``.
 
-    ``limit``: keys that the row may see, if all are filled. Offsets are int64, in units, those of K and V 0 with pages.
-    ``table_off``: of the sequence's row of the page table; 0 without pages.
+    ``limit``: keys that the row may see, if all are filled. Offsets are int64 and in units; with pages, those of K and
+    V are 0. ``table_off``: offset of the sequence's row in the page table; 0 without pages.
     """
     table_off = 0
     if LAYOUT == VARLEN or LAYOUT == PACKED:
@@ -121,7 +121,8 @@ def keys_of_tile(
 ):  # fmt: skip
     """Keys of the slots from ``begin`` to ``last``, at most ``BLOCK_L``: results as of :func:`places_of_block`.
 
-    start, before, length, shift: of :func:`slots_of` or :func:`slots_of_each`. visible: keys that the row may see.
+    start, before, length, shift: of :func:`slots_of` or :func:`slots_of_each`; with SINGLE over blocks, start is of
+    :func:`clamp_span`. visible: one past the last key that the tile may read.
     """
     slot = begin + tl.arange(0, BLOCK_L)
     valid = slot < last
@@ -140,8 +141,9 @@ def keys_of_tile(
 
 @triton.jit
 def store_part(part_ptr, part, parts, m, l, acc, mask, dv, Dv: tl.constexpr):
-    """Store the results of a share of the keys, for :func:`merge_parts`: ``part [BLOCK_G]`` are their numbers of
-    ``parts``, those of all shares and heads of the call.
+    """Store one share's results, laid out as :func:`merge_parts` reads them.
+
+    ``part [BLOCK_G]``: each head's place among the ``parts`` of the call, one for each share and head.
     """
     tl.store(part_ptr + part[:, None] * Dv + dv[None, :], acc, mask=mask[:, None] & (dv[None, :] < Dv))
     part += parts * Dv  # m and l lie behind the accumulators of all parts
@@ -185,8 +187,8 @@ def _fwd_kernel(
         programs = programs // CLUSTER
     row = program // HEAD_TILES
     head_tile = program % HEAD_TILES
-    # Rows of neighbouring tokens read keys nearby. Of whole rows over blocks there are many, and those of one KV head
-    # follow each other, because the keys of one head may fit L2 where those of all heads do not.
+    # If rows over blocks are not split, all tokens of one KV head run before those of the next. The keys of one head
+    # may fit L2 where those of all heads do not.
     BY_HEAD: tl.constexpr = SOURCE == TILED and HKV > 1 and not (SPLIT or STEPS)
     if BY_HEAD:
         tokens = programs // HEAD_TILES // HKV
@@ -196,7 +198,7 @@ def _fwd_kernel(
     else:
         token = row // HKV
         head_kv = row % HKV
-    batch = token  # until its sequence is found
+    batch = token  # replaced below for ragged batches; no other layout reads it
 
     if EARLY:
         gdc_wait()  # the previous kernel on the stream may still run, so wait for its end before any memory access

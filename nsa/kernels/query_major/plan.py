@@ -87,7 +87,7 @@ def plan(call: Call, shape: Shape | None = None, per_head: bool = False, steps: 
         tile, splits, merged = tiles.tile_and_splits(
             gpu.gpu_name(device), capability, processors, call.k.dtype.itemsize, G, D, Dv, longest, spans, rows,
             per_head, pipelined, pin, largest_cluster(device, capability, processors), invariant,
-            block if block >= 16 else 0,
+            block,
         )  # fmt: skip
     size = min(block_size or 1, max(S_kv, 1))  # keys of a block, at most those that exist
     if source == BLOCKS and block_size is not None and block_size % tile.BLOCK_L == 0:

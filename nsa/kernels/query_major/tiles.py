@@ -1,7 +1,8 @@
 """Tile sizes and splits: pure functions of what the host knows of a call. Imports no Triton.
 
 A GPU that was swept (`pytest -m perf --nsa-sweep`) has a table in its file (`nsa/gpu.py`), whose nearest measured shape
-decides. All other GPUs use rules, whose numbers come from an H100 and from the shared memory of each architecture.
+decides. Rules decide on all other GPUs, and on every GPU for many rows over blocks. Their numbers come from an H100 and
+from the shared memory of each architecture.
 """
 
 from __future__ import annotations
@@ -83,26 +84,25 @@ def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int, ev
     return 128, 4, 3
 
 
-def _in_blocks(itemsize: int, block_g: int, head_dim: int, size: int, full: bool) -> tuple[int, int, int]:
-    """``(BLOCK_L, num_warps, num_stages)`` of tiles that lie in one block, whose keys are multiples of ``size``.
+def _in_blocks(itemsize: int, block_g: int, head_dim: int, size: int) -> tuple[int, int, int]:
+    """``(BLOCK_L, num_warps, num_stages)`` of tiles that lie in one block, for many rows in 16 or 8 bits.
 
     Such a tile looks its block up once. A tile of several blocks looks up each key. Measured on an H100 on drawn shapes
-    (docs/notebook/query-major.md).
+    (docs/notebook/query-major.md). ``size``: a power of two that divides the keys of a block.
     """
     keys = min(32, size)
-    if not full:
-        return keys, 1 if keys == 16 else 2, 3
     if block_g > 32:  # `wgmma` takes 64 rows and four warps
         return min(64 if head_dim <= 128 else 32, size), 4, 3  # not measured
     if itemsize == 1:
         return keys, 1 if block_g <= 16 and head_dim <= 128 else 2, 3
     if head_dim > 128:
-        return 16, 1, 2
+        return 16, 1 if block_g <= 16 else 2, 2  # two warps were not measured: with one, sums fill all registers
     return keys, 1, 3 if block_g <= 16 else 2
 
 
 LEAST_SHARE = 32
 """Keys of the smallest part of a row whose tiles lie in one block."""
+SUMS = 4096  # sums of weighted values that a warp keeps at most, half of its registers
 
 UPFRONT_REGISTERS = 128
 """Registers of a thread that the keys and values of a tile may take."""
@@ -171,13 +171,14 @@ def tile_and_splits(
         choice: of a sweep; None for the GPU's table, then the rules.
         largest: most programs of a cluster; 0 without clusters.
         invariant: few rows are launched like many.
-        block: the largest power of two that divides the keys of a block; 0 if that is below 16, and for spans.
+        block: the largest power of two that divides the keys of a block; 0 for spans. Tiles of 16 keys or more may lie
+            in one block (:func:`_in_blocks`).
     """
     full = invariant or rows >= FULL * processors
-    blocks = block > 0 and choice is None and itemsize <= 2 and not per_head
+    blocks = block >= 16 and choice is None and itemsize <= 2 and not per_head
     if blocks and full:
-        heads, head_dim = min(G, most_heads(itemsize)), max(padded(D), padded(Dv))
-        choice = Choice(1, -(-G // heads), *_in_blocks(itemsize, padded(heads), head_dim, block, full))
+        heads = min(G, most_heads(itemsize))
+        choice = Choice(1, -(-G // heads), *_in_blocks(itemsize, padded(heads), max(padded(D), padded(Dv)), block))
     if choice is None and not per_head:
         choice = measured(name, itemsize, G, D, Dv, bound, spans == 1, None if full else rows, FULL * processors)
     if choice is not None:
@@ -191,9 +192,11 @@ def tile_and_splits(
         merged = fits_clusters(programs, splits, processors, largest)
     taken = EXCHANGE_BYTES if merged else 0
     tile = select(capability, itemsize, G, D, Dv, -(-bound // splits), spans, fill, per_head, pipelined, choice, taken)
-    if blocks and not full and tile.BLOCK_L > block and (tile.num_stages > 1 or itemsize == 1):
-        shares = splits if tile.num_stages == 1 else min(2 * splits, MAX_SPLITS, max(splits, bound // LEAST_SHARE))
-        chosen = Choice(shares, -(-G // tile.HEADS), *_in_blocks(itemsize, tile.BLOCK_G, D, block, full), int(merged))
+    one_tile = tile.BLOCK_L * splits >= bound
+    if blocks and not full and block <= 32 and tile.BLOCK_L > block and (itemsize == 1 or not one_tile):
+        shares = splits if one_tile else min(2 * splits, MAX_SPLITS, max(splits, bound // LEAST_SHARE))
+        warps = 4 if tile.BLOCK_G > 32 else max(block // 16, tile.BLOCK_G * tile.BLOCK_DV // SUMS)
+        chosen = Choice(shares, -(-G // tile.HEADS), block, warps, 3, int(merged))
         return tile_and_splits(
             name, capability, processors, itemsize, G, D, Dv, bound, spans, rows, pipelined=pipelined, choice=chosen,
             largest=largest,

@@ -11,7 +11,7 @@ from nsa.kernels.shared.primitives import in_page, not_before, softmax_step, til
 def places_of_block(
     table_row, key, limit, pages, stride_kb, stride_vb, PAGE: tl.constexpr, BLOCK_L: tl.constexpr
 ):  # fmt: skip
-    """Where the tile of keys from ``key`` on lies, which lies in one block: ``(k_page, v_page, place, valid)``.
+    """Find where a tile's keys lie: ``(k_page, v_page, place, valid)``. The tile begins at ``key``, in one block.
 
     Args:
         limit: one past the last key that may be read.
@@ -20,7 +20,7 @@ def places_of_block(
     Returns:
         k_page, v_page: int64 offsets of the pages in K and V, of one page or of each key; 0 without pages.
         place ``[BLOCK_L]``: the keys' numbers within their pages, or within the sequence.
-        valid ``[BLOCK_L]``: which keys exist.
+        valid ``[BLOCK_L]``: which keys exist and lie before ``limit``.
     """
     i = tl.arange(0, BLOCK_L)
     if PAGE == 0:

@@ -14,15 +14,18 @@ from nsa.kernels.shared.primitives import TILED
 triton = partial(nsa.selection_attention, backend="triton")
 
 
-@pytest.mark.parametrize("choice", [(1, 1, 16, 1, 2), (1, 1, 32, 2, 2), (3, 1, 16, 1, 2), (1, 1, 16, 1, 1)], ids=str)
+CHOICES = [(1, 1, 16, 1, 2), (1, 1, 32, 2, 2), (3, 1, 16, 1, 2), (1, 1, 16, 1, 1), (1, 2, 16, 1, 2)]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
 def test_blocks_of_whole_tiles(agrees, draw, device, variants, choice, causal):
     """Blocks of one tile or two, more than a program holds at a time, with padding, blocks past the end, and a block
-    that the end cuts: only what exists is walked.
+    that the end cuts: only what exists is walked. Rows of two KV heads, whose heads one program holds, or two.
     """
-    q, k, v = draw(S=2, HKV=1, S_kv=100)
+    q, k, v = draw(S=2, HKV=2, G=3, S_kv=100)
     g = torch.Generator().manual_seed(0)
-    blocks = torch.randint(-2, 6, (1, 2, 1, 70), generator=g).to(device)
+    blocks = torch.randint(-2, 6, (1, 2, 2, 70), generator=g).to(device)
     blocks[:, 0, :, :66] = -1
     with pinned(query_major=tiles.Choice(*choice)):
         agrees(triton, q, k, v, block_indices=blocks, block_size=32, causal=causal)
@@ -63,17 +66,26 @@ def test_packed_rows_of_one_tile(draw, variants, parts):
 @pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", None], ids=["table", "rules"])
 @pytest.mark.parametrize("itemsize", [1, 2])
 @pytest.mark.parametrize("D", [64, 128, 256])
-def test_tiles_lie_in_one_block(D, itemsize, name):
-    """A tile of several blocks looks up the page of each of its keys, which takes up to eight times as long. Only rows
-    in 16 bits that are one tile are faster so.
+@pytest.mark.parametrize("pipelined", [True, False], ids=["stages", "one-stage"])
+def test_tiles_lie_in_one_block(D, itemsize, name, pipelined):
+    """A tile of several blocks looks up the page of each of its keys, which takes up to eight times as long. It is
+    faster only if it holds all keys of a program, in 16 bits. And a program's sums fit its registers.
     """
-    for G, block, rows in itertools.product((1, 8, 32, 64), (16, 32, 64, 128), (1, 64, 263, 264, 10**6)):
-        tile, splits, _ = tiles.tile_and_splits(
-            name, 90, 132, itemsize, G, D, D, 2048, 64, rows, largest=16, block=block
-        )
-        one_tile = itemsize == 2 and tile.num_stages == 1
-        assert block % tile.BLOCK_L == 0 or one_tile, (G, block, rows)
-        assert splits == 1 if rows >= 264 else 2048 // splits >= tile.BLOCK_L, (G, block, rows)
+    shapes = itertools.product((1, 8, 32, 64), (16, 32), (1, 64, 263, 264, 10**6), (64, 256, 2048))
+    for G, block, rows, bound in shapes:
+        how = {"largest": 16, "pipelined": pipelined, "block": block}
+        tile, splits, _ = tiles.tile_and_splits(name, 90, 132, itemsize, G, D, D, bound, 64, rows, **how)
+        if block % tile.BLOCK_L:
+            assert (itemsize, rows < 264, tile.BLOCK_L * splits >= bound) == (2, True, True), (G, block, rows, bound)
+        else:
+            assert tile.BLOCK_G * tile.BLOCK_DV <= 4096 * tile.num_warps, (G, block, rows, bound)
+        assert splits == 1 or rows < 264 and splits * 32 <= max(bound, 64), (G, block, rows, bound)
+
+
+def test_few_rows_over_small_blocks_are_split_once_more():
+    spans, blocks = (tiles.tile_and_splits(None, 90, 132, 2, 8, 128, 128, 1024, 64, 36, block=b) for b in (0, 32))
+    assert blocks[1] == 2 * spans[1]
+    assert blocks[0].BLOCK_L == 32 < spans[0].BLOCK_L
 
 
 def test_huge_blocks_cost_what_they_hold(agrees, draw, same, fresh_plans):
