@@ -342,7 +342,9 @@ def _operands(interpreter: Any, core: Any, semantic: Any) -> None:
 
 @_step
 def _arithmetic(interpreter: Any, core: Any, semantic: Any) -> None:
-    """Compute sums, differences, products and comparisons of usual types in one call of NumPy, which broadcasts."""
+    """Compute sums, differences, products and comparisons of usual types in one call of NumPy, which broadcasts; and
+    add axes in one.
+    """
     import numpy as np
 
     Shape, _ = _shape_of_keys(core), semantic._cast_to_computation_type  # a number takes the type of the tile beside it
@@ -420,7 +422,23 @@ def _arithmetic(interpreter: Any, core: Any, semantic: Any) -> None:
 
         return operating
 
+    def with_axes(self: Any, places: Any) -> Any:
+        """`x[:, None]` and its like."""
+        if type(places) is not tuple or not all(
+            place is None or type(place) is slice and place == slice(None) for place in places
+        ):
+            return None
+        shape, kind = sizes(self), self.dtype
+        if not shape or len(places) - places.count(None) != len(shape):
+            return None
+        key = kind.name, id(self.shape), *(place is None for place in places)
+        if key not in types:
+            rest = iter(shape)
+            types[key] = core.block_type(kind, [1 if place is None else next(rest) for place in places])
+        return core.tensor(handle_of(self.handle.data[places], self.handle.dtype.scalar), types[key])
+
     adding_numbers = operator(np.add)
+    _operators.update(__getitem__=with_axes, __rmul__=operator(np.multiply))
     _operators.update(__and__=logical(np.logical_and), __or__=logical(np.logical_or), __radd__=adding)
     _operators.update(__add__=adding, __sub__=operator(np.subtract), __mul__=operator(np.multiply))
     _operators.update(__lt__=operator(np.less, True), __le__=operator(np.less_equal, True))

@@ -27,6 +27,7 @@ def write_copy(path, right, wrong):
 
 
 LANES = {"parity": 4, "edge": 10}  # how many tests at least
+FEW = {"parity": "fp32 and D64", "edge": "fp32 and H2"}  # for -k
 ID = r"nsa\.testing\.suite\.{}\.\w+::\S+"
 
 
@@ -38,7 +39,7 @@ def prove(run_pytest, tmp_path):
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
         gpu = lane == "parity" and current_lane() == "gpu"  # which has no fp32, and more cases
-        some = "bf16 and N256" if gpu else "fp32 and not H64"
+        some = "bf16 and N256" if gpu else FEW[lane]
         some = f"mixed and not any_selection and {some}"
         chosen = ("--pyargs", "nsa.testing.suite", "-m", lane, "-k", some, "--nsa-impl", impl, *more)
         return run_pytest(*chosen, "--benchmark-disable", "-p", "no:cacheprovider", cwd=ROOT, environment=environment)

@@ -1,6 +1,5 @@
 """The quickened interpreter computes what Triton's own does, bit by bit, in every kernel."""
 
-import contextlib
 import itertools
 
 import pytest
@@ -37,11 +36,15 @@ def call(request, draw, device):
     return make
 
 
-def assert_same(call, **keywords):
-    quick = call(**keywords)
+def in_both(run):
+    """What `run()` returns where the interpreter is quickened, and where it is Triton's own."""
+    quick = run()
     with interpreter.as_released():
-        released = call(**keywords)
-    for a, b in zip(quick, released, strict=True):
+        return quick, run()
+
+
+def assert_same(call, **keywords):
+    for a, b in zip(*in_both(lambda: call(**keywords)), strict=True):
         assert torch.equal(a, b)
 
 
@@ -78,33 +81,15 @@ def test_everything_is_quickened():
     )  # fmt: skip
 
 
-def test_types_of_operands_are_kept():
-    """Two halves are divided in fp32; a number takes the integer type of the tile beside it, in which the sum wraps:
-    the assertion of an overflow, which is dropped, never fired.
-    """
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def mixed(half, short, long, quotient, sums):
-        i = tl.arange(0, 4)
-        tl.store(quotient + i, tl.load(half + i) / tl.load(half + 3 - i))
-        tl.store(sums + i, tl.load(long + i) * 2 + 1)
-        tl.store(sums + 4 + i, (tl.load(short + i) * 2 + 1).to(tl.int64))
-
-    found = []
-    for context in (contextlib.nullcontext(), interpreter.as_released()):
-        quotient, sums = torch.empty(4), torch.empty(8, dtype=torch.int64)
-        ints = torch.tensor([3, 2**30 + 5, -7, 0])
-        with context:
-            mixed[(1,)](torch.tensor([1.0, 3, 7, 10]).half(), ints.int(), ints << 9, quotient, sums)
-        found.append((quotient.tolist(), sums.tolist()))
-    assert found[0] == found[1]
-    assert found[0][1][5] == -(2**31) + 11
+NUMBERS = [torch.int32, torch.int64, torch.int8, torch.uint8, torch.float16, torch.float32]
 
 
 def test_operators_of_all_types():
-    """Of two tiles that are broadcast, of a tile and a number, of a tile and a constant, and of single numbers."""
+    """Of two tiles that are broadcast, of a tile and a number, of a tile and a constant, and of single numbers.
+
+    Two halves are divided in fp32. A number takes the integer type of the tile beside it, in which the sum wraps: the
+    assertion of an overflow, which is dropped, never fired.
+    """
     import triton
     import triton.language as tl
 
@@ -122,48 +107,43 @@ def test_operators_of_all_types():
         tl.store(at + 80, (3 + a) * CONSTANT - b + (a - 1))
         tl.store(at + 96, (number * a + number) + (one * other + (one - CONSTANT)))
         if FRACTION:
-            tl.store(at + 112, (a * 0.3 - b) + (0.7 + a) * (one * 1.7 + b * 3))
+            tl.store(at + 112, a / b)
+            tl.store(at + 128, (a * 0.3 - b) + (0.7 + a) * (one * 1.7 + b * 3))
 
-    types = [torch.int32, torch.int64, torch.int8, torch.uint8, torch.float16, torch.float32]
-    for left, right in itertools.product(types, repeat=2):
-        found = []
-        for context in (contextlib.nullcontext(), interpreter.as_released()):
-            a, b = torch.tensor([100, 3, 7, 90]).to(left), torch.tensor([9, 9, 100, 2, 7]).to(right)
-            out = torch.zeros(128, dtype=torch.float64)
-            with context:
-                computed[(1,)](a, b, out, 5, 11, left.is_floating_point and right.is_floating_point)
-            found.append(out)
-        assert torch.equal(*found), (left, right, found)
+    for left, right in itertools.product(NUMBERS, repeat=2):
+        large = 2**30 + 5 if {left, right} <= {torch.int32, torch.int64} else 90
+        a, b = torch.tensor([100, 3, 7, large]).to(left), torch.tensor([9, 9, 100, 2, 7]).to(right)
+        floating = left.is_floating_point and right.is_floating_point
+
+        def run(a=a, b=b, floating=floating):
+            out = torch.zeros(144, dtype=torch.float64)
+            computed[(1,)](a, b, out, 5, 11, floating)
+            return out
+
+        quick, released = in_both(run)
+        assert torch.equal(quick, released), (left, right, quick, released)
 
 
-@pytest.mark.parametrize("number", [2**31, -(2**31) - 1])
-def test_numbers_that_do_not_fit_are_told_by_triton(number):
+@pytest.mark.parametrize(
+    ("size", "number", "match"),
+    [
+        (8, 0, "incompatible dimensions at index 0: 4 and 8"),
+        (4, 2**31, "is out of range"),
+        (4, -(2**31) - 1, "is out of range"),
+    ],
+)
+def test_what_does_not_fit_is_told_by_triton(size, number, match):
     import triton
     import triton.language as tl
 
     @triton.jit
-    def beyond(ptr, NUMBER: tl.constexpr):
-        tl.store(ptr, tl.load(ptr) + NUMBER)
+    def added(ptr, SIZE: tl.constexpr, NUMBER: tl.constexpr):
+        tl.store(ptr + tl.arange(0, 4), tl.load(ptr + tl.arange(0, 4)) + tl.load(ptr + tl.arange(0, SIZE)) + NUMBER)
 
-    said = []
-    for context in (contextlib.nullcontext(), interpreter.as_released()):
-        with context, pytest.raises(Exception, match="is out of range") as raised:
-            beyond[(1,)](torch.zeros(1, dtype=torch.int32), number)
-        said.append(str(raised.value))
-    assert said[0] == said[1]
+    def run():
+        with pytest.raises(Exception, match=match) as raised:
+            added[(1,)](torch.zeros(8, dtype=torch.int32), size, number)
+        return str(raised.value)
 
-
-def test_shapes_that_do_not_fit_are_told_by_triton():
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def unequal(ptr):
-        tl.store(ptr + tl.arange(0, 4), tl.load(ptr + tl.arange(0, 4)) + tl.load(ptr + tl.arange(0, 8)))
-
-    said = []
-    for context in (contextlib.nullcontext(), interpreter.as_released()):
-        with context, pytest.raises(Exception, match="incompatible dimensions at index 0: 4 and 8") as raised:
-            unequal[(1,)](torch.zeros(8))
-        said.append(str(raised.value))
-    assert said[0] == said[1]
+    quick, released = in_both(run)
+    assert quick == released

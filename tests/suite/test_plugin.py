@@ -187,13 +187,13 @@ def test_a_failing_call_is_made_smaller_for_so_long(monkeypatch):
     """No setting of Hypothesis bounds that time. Where it no longer reads the number, 30 calls fail here and more."""
     assert engine.MAX_SHRINKING_SECONDS == profiles.SHRINK_SECONDS
     assert Phase.shrink in settings().phases
-    monkeypatch.setattr(engine, "MAX_SHRINKING_SECONDS", 1)
+    monkeypatch.setattr(engine, "MAX_SHRINKING_SECONDS", 0.4)
     failed = []
 
     @settings(max_examples=5)
     @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=60))
     def slow(numbers):
-        time.sleep(0.2)
+        time.sleep(0.08)
         failed.extend([sum(numbers)] * (max(numbers) >= 200_000))
         assert max(numbers) < 200_000
 

@@ -31,6 +31,7 @@ def main() -> None:
         seen.append(json.loads(json.dumps(self.describe(tensors))))
 
     Variant.launch = launch
+    torch.randn = lambda shape, generator: torch.empty(shape, device="meta")  # what lies in tensors is not looked at
 
     def recorded(real):
         def plan(self, call, shape, schedule, *rest, **more):
