@@ -60,6 +60,24 @@ def test_costs_are_found_again(fitted):
         assert {term: found.get(term, 0) for term in known} == pytest.approx(known, rel=0.05)
 
 
+def test_models_are_held_out(monkeypatch):
+    """Each row is judged once, by costs that no row of its model was fitted to."""
+    measured, judged = rows(), []
+
+    def model(row):
+        return tuple(row[name] for name in ("HQ", "HKV", "D", "Dv", "n", "block_size"))
+
+    def ratios(some, fitted):
+        assert not set(map(model, some)) & fitted
+        judged.extend(row["seed"] for row in some)
+        return [1.0] * len(some)
+
+    monkeypatch.setattr(costs, "fit", lambda some: set(map(model, some)))
+    monkeypatch.setattr(costs, "ratios", ratios)
+    costs.held_out(measured)
+    assert sorted(judged) == [row["seed"] for row in measured]
+
+
 def test_the_choice_is_as_fast_as_the_fastest(fitted):
     """Of shapes whose times were not fitted, too, and with times that are noisy."""
     assert statistics.mean(costs.ratios(rows(), fitted)) < 1.1
