@@ -12,7 +12,7 @@ Kernels compute the same results bit by bit (`tests/suite/test_interpreting.py`)
 - each argument of a function is asked three times whether it is a constant of compile time;
 - the functions of `triton.language` are searched for in its modules in each launch;
 - each function of `triton.language` is called through two others, one of which copies the keyword arguments;
-- operators of numbers of usual types, and of addresses, pass through ten functions before NumPy is called;
+- operators on int32, int64, fp16, fp32 and addresses pass through ten functions before NumPy is called;
 - a value beside a larger tile is made as large as the tile in several steps, which make types and check shapes;
 - a cast to the type that a value already has compares the names of types;
 - each result is checked twice, in functions of their own, for NumPy numbers that are wider than Triton's type.
@@ -249,6 +249,12 @@ def _shape_of_keys(core: Any) -> Any:
     return core.tuple
 
 
+def _meeting(left: list[int], right: list[int]) -> list[int] | None:
+    """The shape of two tiles of equal rank that are broadcast; None if they cannot be."""
+    fits = len(left) == len(right) and all(a == b or 1 in (a, b) for a, b in zip(left, right, strict=True))
+    return [max(a, b) for a, b in zip(left, right, strict=True)] if fits else None
+
+
 @_step
 def _tiles(interpreter: Any, core: Any, semantic: Any) -> None:
     """Take tiles of one shape as they are. In one step make a number, or a tile with axes of length 1, as large as the
@@ -271,10 +277,6 @@ def _tiles(interpreter: Any, core: Any, semantic: Any) -> None:
         data[...] = number.handle.data
         return core.tensor(handle_of(data, kind), block)
 
-    def meeting(left: list[int], right: list[int]) -> list[int] | None:
-        fits = len(left) == len(right) and all(a == b or 1 in (a, b) for a, b in zip(left, right, strict=True))
-        return [max(a, b) for a, b in zip(left, right, strict=True)] if fits else None
-
     def widening(tile: Any, shape: list[int]) -> Any:
         if tile.type.shape.values == shape:
             return tile
@@ -293,7 +295,7 @@ def _tiles(interpreter: Any, core: Any, semantic: Any) -> None:
                     return lhs, rhs
                 key = *left.shape.values, 0, *right.shape.values
                 if key not in common:
-                    common[key] = meeting(left.shape.values, right.shape.values)
+                    common[key] = _meeting(left.shape.values, right.shape.values)
                 shape = common[key]
                 if shape is not None:
                     return widening(lhs, shape), widening(rhs, shape)
@@ -370,9 +372,8 @@ def _arithmetic(interpreter: Any, core: Any, semantic: Any) -> None:
             return None
         if not a or not b:
             return core.block_type(kind, list(a or b)) if a or b else kind
-        if len(a) != len(b) or any(x != y and 1 not in (x, y) for x, y in zip(a, b, strict=True)):
-            return None
-        return core.block_type(kind, list(map(max, a, b)))
+        shape = _meeting(a, b)
+        return None if shape is None else core.block_type(kind, shape)
 
     def typed(kind: Any, left: Any, right: Any) -> Any:
         key = kind.name, id(left.shape), id(right.shape)  # equal shapes are one object, which is kept (`_shapes`)
