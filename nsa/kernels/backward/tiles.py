@@ -77,6 +77,7 @@ HOPPER_LARGE = Choice(32, 4, 3, 128, False, 64, 4, 2)
 HOPPER_ALONE = Choice(32, 4, 3, 256, False, 32, 1, 2)  # G of 4 to 16, where no parts of dQ are written
 # Not measured, but chosen by the registers and shared memory that the compile matrix shows.
 SMALL = Choice(64, 8, 2, 32, True, 32, 1, 2)
+SMALL_FEW = SMALL._replace(rows=32, share=64)  # G = 1, where 64 rows spill 1,064 bytes in each turn under Triton 3.6
 SMALL_AMD = SMALL._replace(rows=32, warps=4)  # 64 rows and 8 warps spill up to 2.7 KiB in each turn of the loop
 LARGE = Choice(64, 8, 2, 32, False, 32, 4, 2)
 WIDE_HEADS = Choice(32, 8, 1, 32, False, 16, 4, 1)  # D or Dv above 128
@@ -152,7 +153,9 @@ def _rule(capability: int, itemsize: int, G: int, narrow: bool, parts: bool) -> 
         if G <= 8:
             return HOPPER_FEW if G < 4 else HOPPER_SMALL
         return HOPPER_16 if G <= MOST_PARTS_G else HOPPER_LARGE
-    return LARGE if G > MOST_PARTS_G else SMALL_AMD if capability == AMD else SMALL
+    if G > MOST_PARTS_G:
+        return LARGE
+    return SMALL_AMD if capability == AMD else SMALL_FEW if G == 1 else SMALL
 
 
 @lru_cache(maxsize=1024)
