@@ -73,7 +73,9 @@ def keys_of(r: Request, seq: int, count: int) -> tuple[Tensor, Tensor]:
         at = torch.arange(count)
         page = r.block_table[seq].cpu().long()[at // r.page]
         exists = (page >= 0) & (page < r.k.shape[0])
-        k = r.k.cpu()[torch.where(exists, page, 0), at % r.page]
+        here = (torch.where(exists, page, 0).to(r.k.device), (at % r.page).to(r.k.device))
+        # fp8 cannot be indexed everywhere, so its bytes are.
+        k = r.k.view(torch.uint8)[here].cpu().view(E4M3) if r.k.dtype == E4M3 else r.k[here].cpu()
     elif r.cu_k is not None:
         first = int(r.cu_k[seq]) if seq else 0
         k = r.k[first : first + count].cpu()

@@ -2,5 +2,6 @@
 
 from nsa.testing.suite.perf.test_kernels import test_selection
 from nsa.testing.suite.perf.test_prefill import test_prefill
+from nsa.testing.suite.perf.test_selectors import test_selecting
 
-__all__ = ["test_prefill", "test_selection"]
+__all__ = ["test_prefill", "test_selecting", "test_selection"]

@@ -1,12 +1,17 @@
 """The judge of selections: right ones are green, and each kind of wrong one is red and told by name."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from nsa.selecting import oracle
+from nsa.testing.clock import selecting
+from nsa.testing.clock.timing import InvalidMeasurement
+from nsa.testing.contestants import choosing
 from nsa.testing.judge import selections
 from nsa.testing.judge.selections import FLAWS, assert_selection, diagnose, findings, flawed
-from nsa.testing.matrix.selecting import Selecting, as_request
+from nsa.testing.matrix.selecting import SERVED, Selecting, as_request, seen
 
 CASES = {
     "max": Selecting("max", "pages", "fp32", 11, size=4, lists=2, D=16, n=3, first=1, newest=1, rows=50, queries=5),
@@ -85,3 +90,48 @@ def test_rounding_is_allowed_for_and_no_more():
     assert "recall 67%" in found[0].text
     near = row._replace(scores=row.scores.index_fill(1, best.indices[r.n], float(best.values[r.n - 1]) * (1 - 1e-7)))
     assert selections._problem(worse, near, 0, r, False) is None
+
+
+SMALL = {
+    "m3-chunk4096": {"rows": 700, "queries": 9, "batch": 2},
+    "m3-decode64": {"rows": 700, "batch": 3},
+    "qsa-chunk2048": {"rows": 300, "queries": 5, "n": 40},
+    "qsa-decode16": {"rows": 300, "batch": 2, "n": 400},
+    "nsa-prompt65536": {"rows": 39, "queries": 640, "n": 5},
+}
+
+
+@pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
+def test_what_selectors_are_timed_beside_is_right(case):
+    """The calls of production, smaller: chosen in plain PyTorch as one would write it."""
+    call = dataclasses.replace(case, dtype="fp32", D=16, **SMALL[case.name]).make("cpu")
+    r = as_request(*call)
+    tokens = range(0, r.T, 7)
+    found = findings(choosing.dense(*call), r, tokens=tokens)
+    assert not found, found[0]
+    keys = [oracle.sequence_of(r, token) for token in tokens]
+    assert [max(0, min(rows, (at + 1 - r.window) // r.stride + 1)) for _, rows, _, at in keys] == [
+        int(seen(r).view(-1)[token]) for token in tokens
+    ]
+
+
+@pytest.mark.parametrize("does", ["chooses", "remembers", "leaves out", "differs"])
+def test_what_is_chosen_after_queries_changed_in_place_is_judged(does):
+    case = dataclasses.replace(SERVED[2], dtype="fp32", D=16, **SMALL["qsa-chunk2048"])
+    sets = [case.make("cpu") for _ in range(2)]
+    outputs = [choosing.dense(*call) for call in sets]
+    before, queries = [out.clone() for out in outputs], sets[0][0].clone()
+
+    def replay():
+        if does == "remembers":
+            outputs[0].copy_(before[0]), outputs[1].copy_(before[1])
+        elif does != "leaves out":
+            outputs[0].copy_(choosing.dense(*sets[0]))
+            outputs[1].copy_(before[1] if does == "differs" else outputs[0])
+
+    if does == "chooses":
+        selecting._again("mine", outputs, sets, replay)
+    else:
+        with pytest.raises(InvalidMeasurement, match="mine was right before its queries changed in place"):
+            selecting._again("mine", outputs, sets, replay)
+    assert torch.equal(sets[0][0], queries)

@@ -46,7 +46,7 @@ def installed(module: str) -> Any:
 
 
 @contextlib.contextmanager
-def _this_version() -> Iterator[None]:
+def this_version() -> Iterator[None]:
     """Raises NotImplementedError where a peer of another version has other arguments or names."""
     try:
         yield
@@ -90,7 +90,7 @@ def tune_for(module: str, *tensors: Tensor) -> None:
 def call_fla(function: Callable[..., Any], p: Problem, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     """Call a function of fla-core, tuned for these shapes. rest: arguments after the scale."""
     tune_for(FLA, q, k)
-    with _this_version():
+    with this_version():
         return function(q, k, v, p.block_indices, p.case.n, p.block_size, p.scale or p.case.D**-0.5, *rest)
 
 
@@ -133,7 +133,7 @@ def _xunhao(function: Callable[..., Tensor]) -> Any:
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Tensor:
         blocks, ends = p.derived(_sequences)
         q, k, v = (x.flatten(0, 1) for x in (p.q, p.k, p.v))
-        with _this_version():
+        with this_version():
             return function(q, k, v, blocks, p.block_size, ends, p.scale).view(*p.q.shape[:-1], p.case.Dv)
 
     return call
@@ -176,7 +176,7 @@ def _vllm(chunks: Callable[..., None], steps: Callable[..., None]) -> Any:
         o = torch.empty_like(p.q) if out is None else out
         for tokens, arguments in p.derived(vllm_arguments):
             function = steps if "decode_query_len" in arguments else chunks
-            with _this_version():
+            with this_version():
                 function(**arguments, output=o.flatten(0, -3)[tokens])
         return o
 

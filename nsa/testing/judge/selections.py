@@ -18,6 +18,7 @@ from nsa.selecting import oracle
 from nsa.selecting.oracle import Row
 from nsa.selecting.request import Request
 
+SHOWN = 20  # blocks of a list in an error
 FLAWS = {
     "tail": "keys behind the query's position are scored",
     "ahead": "blocks are counted from 1, or one too far",
@@ -71,9 +72,10 @@ def _problem(got: list[int], row: Row, number: int, r: Request, integers: bool) 
     listed = [b for b in got if b >= 0]
     chosen = [b for b in listed if b != row.tail]
     blocks = row.scores.shape[1]
-    text = f"got {listed}, expected {want}" + (f" and the tail {row.tail}" if row.tail is not None else "")
+    tail = "" if row.tail is None else f" and the tail {row.tail}"
+    text = f"got {_short(listed)}, expected {_short(want)}{tail}"
     if got != listed + [-1] * (len(got) - len(listed)):
-        return "padding", f"padding is not last, or not -1: {got}"
+        return "padding", f"padding is not last, or not -1: {_short(got)}"
     if len(set(listed)) < len(listed):
         return "duplicates", f"a block is listed twice: {text}"
     if listed != sorted(listed):
@@ -99,6 +101,11 @@ def _problem(got: list[int], row: Row, number: int, r: Request, integers: bool) 
         recall = len(set(chosen) & set(want)) / max(len(want), 1)
         return "scores", f"a block of score {worst:.6g} is chosen before one of {lost:.6g}, recall {recall:.0%}: {text}"
     return None
+
+
+def _short(blocks: list[int]) -> str:
+    """A list as an error shows it."""
+    return f"{blocks}" if len(blocks) <= SHOWN else f"[{', '.join(map(str, blocks[:SHOWN]))}, … {len(blocks)} blocks]"
 
 
 def _rounding(row: Row, number: int, r: Request, score: float) -> float:

@@ -1,4 +1,4 @@
-"""Calls of selectors: small random ones of every score and layout, and their tensors."""
+"""Calls of selectors: small random ones of every score and layout, those that models make, and their tensors."""
 
 from __future__ import annotations
 
@@ -51,6 +51,19 @@ class Selecting:
         words += ["positions"] * self.positions + ["nan"] * self.nan + ["integers"] * self.integers
         return "-".join([*words, str(self.seed)])
 
+    @property
+    def heads(self) -> int:
+        """Index heads of a query."""
+        return self.key_heads * self.lists * self.groups
+
+    def options(self) -> dict[str, Any]:
+        """The keywords of :func:`nsa.select_blocks` that are not tensors."""
+        return {
+            "score": self.score, "n": self.n, "block_size": self.size * self.stride, "first": self.first,
+            "lists": self.key_heads * self.lists, "window": self.overlap * self.stride, "stride": self.stride,
+            "newest": self.newest, "tail": self.tail,
+        }  # fmt: skip
+
     def make(self, device: torch.device | str) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """``q``, ``k`` and the keywords of :func:`nsa.select_blocks`."""
         rng, g = random.Random(self.seed), torch.Generator().manual_seed(self.seed)
@@ -60,12 +73,8 @@ class Selecting:
             x = torch.randint(-2, 3, shape, generator=g) if self.integers else torch.randn(shape, generator=g)
             return x.to(dtype)
 
-        lists = self.key_heads * self.lists
-        HI, window = lists * self.groups, self.overlap * self.stride
-        how: dict[str, Any] = {
-            "score": self.score, "n": self.n, "block_size": self.size * self.stride, "lists": lists,
-            "window": window, "stride": self.stride, "first": self.first, "newest": self.newest, "tail": self.tail,
-        }  # fmt: skip
+        HI, how = self.heads, self.options()
+        window = self.overlap * self.stride
         B, packed = 3, self.layout in ("packed", "ragged")
         counts = [self.queries, 0, self.queries + 1]
         ends = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
@@ -109,6 +118,83 @@ class Selecting:
             return x.to(device) if isinstance(x, Tensor) else x
 
         return q.to(device), k.to(device), {name: there(x) for name, x in how.items()}
+
+
+@dataclass(frozen=True)
+class Served(Selecting):
+    """A call of a model in production. batch: sequences of equal length, of which the queries are the newest tokens.
+
+    In the layout ``pages`` index keys lie in pages of ``page`` keys, in random order. In ``batch`` the LSE is given.
+    """
+
+    name: str = ""
+    batch: int = 1
+    page: int = 128
+    integers: bool = False
+
+    @property
+    def id(self) -> str:
+        return self.name
+
+    def make(self, device: torch.device | str) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        g = torch.Generator(device).manual_seed(self.seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=g, device=device, dtype=DTYPES[self.dtype])
+
+        q, how = draw(self.batch, self.queries, self.heads, self.D), self.options()
+        if self.layout == "batch":
+            k = draw(self.batch, self.rows, self.key_heads, self.D)
+            return q, k, how | {"lse": lse(as_request(q, k, how))}
+        width = -(-self.rows // self.page)
+        table = torch.randperm(self.batch * width, generator=g, device=device)
+        how["block_table"] = table.to(torch.int32).view(self.batch, width)
+        # With blocks of several tokens to an index key, the last block has begun and not ended.
+        tokens = self.rows * self.stride - (self.stride > 1)
+        how["cache_seqlens"] = torch.full((self.batch,), tokens, dtype=torch.int32, device=device)
+        return q, draw(self.batch * width, self.page, self.key_heads, self.D), how
+
+
+_M3: dict[str, Any] = {"size": 128, "lists": 4, "D": 128, "n": 16, "first": 1, "newest": 1}
+_QSA: dict[str, Any] = {"size": 1, "stride": 4, "groups": 4, "D": 128, "n": 512, "tail": True, "rows": 8192, "page": 16}
+SERVED = (
+    Served("max", "pages", "bf16", 1, name="m3-chunk4096", rows=65_536, queries=4096, **_M3),
+    Served("max", "pages", "bf16", 2, name="m3-decode64", rows=65_536, queries=1, batch=64, **_M3),
+    Served("relu", "pages", "bf16", 3, name="qsa-chunk2048", queries=2048, **_QSA),
+    Served("relu", "pages", "bf16", 4, name="qsa-decode16", queries=1, batch=16, **_QSA),
+    Served(
+        "softmax", "batch", "bf16", 5, name="nsa-prompt65536", rows=4095, queries=65_536, stride=16, overlap=2, size=4,
+        key_heads=4, groups=16, D=128, n=16, first=1, newest=2,
+    ),
+)  # fmt: skip
+"""MiniMax-M3's and QSA's calls over 65,536 and 32,768 tokens, and NSA's over its compressed keys."""
+
+
+def positions(r: Request) -> Tensor:
+    """Of the queries of a batch or cache, int64 ``[B, S]``, without ``q_positions``."""
+    s = torch.arange(r.S, device=r.q.device)
+    if r.cache_seqlens is not None:
+        return r.cache_seqlens[:, None] - r.S + s
+    return (s + (r.rows - r.S if r.window == 1 else 0)).expand(r.B, -1)
+
+
+def seen(r: Request) -> Tensor:
+    """How many index keys each of these queries sees, int64 ``[B, S]``."""
+    keys = torch.div(positions(r) + 1 - r.window, r.stride, rounding_mode="floor") + 1
+    return keys.clamp(0, r.rows)
+
+
+def lse(r: Request, step: int = 1024) -> Tensor:
+    """The natural LSE of the scaled scores of a batch, fp32 ``[B, S, HI]``; -inf where a query sees no key."""
+    out, keys = r.q.new_empty(r.q.shape[:-1], dtype=torch.float32), torch.arange(r.rows, device=r.q.device)
+    visible = keys < seen(r)[..., None]  # [B, S, rows]
+    for begin in range(0, r.S, step):
+        here = slice(begin, begin + step)
+        q = r.q[:, here].unflatten(2, (r.HK, -1))
+        s = torch.einsum("bshgd,bkhd->bshgk", q, r.k).float() * r.scale
+        s.masked_fill_(~visible[:, here, None, None], -torch.inf)
+        out[:, here] = torch.logsumexp(s, -1).flatten(2)
+    return out
 
 
 def as_request(q: Tensor, k: Tensor, how: dict[str, Any]) -> Request:
