@@ -48,7 +48,7 @@ def noisy(r, noise):
 
 @pytest.fixture(scope="module")
 def fitted():
-    """The costs of `rows()`. A fit takes a second or two, whatever the number of rows."""
+    """The costs of `rows()`. A fit takes one to two seconds for any number of rows."""
     return costs.fit(rows())
 
 

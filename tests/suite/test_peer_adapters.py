@@ -10,10 +10,11 @@ import torch
 from nsa.call import Call
 from nsa.plain.oracle import selection_reference
 from nsa.testing.clock.measure import verdict
-from nsa.testing.contestants import peers
+from nsa.testing.contestants import choosing, peers
 from nsa.testing.contestants.contract import Contestant
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.selecting import SERVED, as_request
 
 DECODE = Case(16, 32, 32, 64, 4, "decode", "fp32", HKV=2, S_kv=128, block_size=16)
 
@@ -141,3 +142,32 @@ def test_a_peer_that_breaks_is_listed_not_raised(device, error):
 )
 def test_what_fla_does_not_take_is_said(fla, case, reason):
     assert fla.supports(case) == reason
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["chunk", "decode"])
+def test_vllm_chooses_for_the_same_calls(which, monkeypatch):
+    """Its lists are by head, and in the order of the scores."""
+    case = dataclasses.replace(SERVED[which], dtype="fp32", D=16, rows=640, n=8, batch=2, queries=(5, 1)[which])
+    call = case.make("cpu")
+    r, right = as_request(*call), choosing.dense(*call)
+
+    def lists():
+        return right.flatten(0, 1).transpose(0, 1).flip(-1)
+
+    def score(q, keys, table, ends, lengths, before, most_queries, most, heads):
+        assert (ends.tolist(), before.tolist(), most_queries, most, heads) == ([0, 5, 10], [635, 635], 5, 640, 4)
+        assert (keys.shape, q.shape) == ((10, 128, 16), (10, 4, 16))
+
+    def decode(q, keys, table, lengths, most, n, first, newest, heads, longest, queries):
+        assert (most, n, first, newest, heads, longest, queries) == (640, 8, 1, 1, 4, 1, 1)
+        return lists()
+
+    module = ModuleType(choosing.VLLM)
+    module.minimax_m3_index_score, module.minimax_m3_index_topk = score, lambda *_: lists()
+    module.minimax_m3_index_decode = decode
+    monkeypatch.setattr(choosing, "installed", lambda name: module if name == choosing.VLLM else None)
+    (vllm,) = choosing.vllm()
+    assert [vllm.takes(each) for each in (r, r._replace(score="relu"))] == [True, False]
+    assert torch.equal(vllm.tidy(vllm.prepare(*call)(), r), right)
+    del module.minimax_m3_index_decode
+    assert choosing.vllm() == []

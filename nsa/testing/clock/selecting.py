@@ -89,6 +89,9 @@ def measure(
         / limits.read, "medians": medians, "intervals": {name: list(t.interval()) for name, t in times.items()},
         "left_out": left_out,
     }  # fmt: skip
+    if "vllm" in medians:
+        theirs, ratio = medians["vllm"] * 1e6, medians["vllm"] / mine.median
+        info["note"] = f"{case.id}: {mine.median * 1e6:,.1f} us, vLLM {theirs:,.1f} us: {ratio:.2f}x as fast"
     return mine, info
 
 
