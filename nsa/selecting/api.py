@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from nsa import debug, failures, routing, settings
+from nsa import debug, failures, routing, settings, torch_modes
 from nsa.hints import hide_wrong, refuse
 from nsa.selecting import oracle, plain
 from nsa.selecting.request import BACKENDS, Request, request
@@ -68,11 +68,12 @@ def select_blocks(
             ``reference`` (fp64, one query at a time, for tests).
 
     The choice is exact: of two blocks with equal scores the smaller one is chosen, and scores are rounded only as
-    products in fp32 are. A NaN of a key or of a sum over heads counts as -inf; the setting ``debug_cache`` logs how
-    many there are. Results are equal from run to run. The result has no gradient. Values of tensors are not read by the
-    host, no read leaves the tensors, and keys in pages outside of ``[0, num_pages)`` count as -inf. Lengths, tables and
-    positions may change between replays of a captured graph. Beside its tensors a call needs 256 MiB at most for
-    scores, or what one tile of queries needs.
+    products in fp32 are, under autocast, too. Weights of a softmax that fp32 cannot hold (below 1e-45) are 0. A NaN
+    of a key or of a sum over heads counts as -inf; the setting ``debug_cache`` logs how many there are. Results are
+    equal from run to run. The result has no gradient. Values of tensors are not read by the host, no read leaves the
+    tensors, and keys in pages outside of ``[0, num_pages)`` count as -inf. Lengths, tables and positions may change
+    between replays of a captured graph. Beside its tensors a call needs 256 MiB at most for scores, or what one tile
+    of queries needs.
 
     Returns:
         int32 ``[B, S, lists, n + tail]`` or ``[T, lists, n + tail]``: block indices in rising order, then -1. A block
@@ -92,6 +93,14 @@ def select_blocks(
     )  # fmt: skip
     if torch.is_grad_enabled():
         with torch.no_grad():
+            return _cast_free(r, backend)
+    return _cast_free(r, backend)
+
+
+def _cast_free(r: Request, backend: str) -> Tensor:
+    """:func:`_serve` without autocast, under which products would be rounded."""
+    if torch_modes.any_autocast_enabled():
+        with torch.autocast(r.q.device.type, enabled=False):
             return _serve(r, backend)
     return _serve(r, backend)
 
@@ -133,6 +142,8 @@ def _why_not_triton(r: Request, backend: str) -> str | None:
     current = settings.get()
     if backend == "auto" and (r.q.device.type != "cuda" or not current.use_triton_sel or current.force_parity):
         return "auto takes the kernels on GPUs, unless a setting forbids Triton"
+    if any(torch_modes.odd(x) for x in r if isinstance(x, Tensor)):
+        return "a tensor has no memory of its own, or is a negative view"
     no_triton = routing.why_not_triton(r.q.device)
     why_not = routing.obstacle(r.q.dtype, r.q.device, no_triton, r.k.dtype)
     if why_not is None:

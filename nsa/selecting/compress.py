@@ -74,7 +74,7 @@ def _reduced(windows: Tensor, weight: Tensor | None, positions: Tensor | None) -
     if positions is not None:
         windows = windows + positions
     equation = "...hwd,wde->...he" if weight.dim() == 3 else "...hwd,hwde->...he"
-    return torch.einsum(equation, windows, weight)
+    return torch.einsum(equation, windows, weight).to(windows.dtype)
 
 
 def _check(x: Any, window: Any, stride: Any, weight: Any, positions: Any, cu_seqlens: Any) -> None:

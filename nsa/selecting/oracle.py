@@ -69,6 +69,8 @@ def sequence_of(r: Request, token: int) -> tuple[int, int, int, int]:
 def keys_of(r: Request, seq: int, count: int) -> tuple[Tensor, Tensor]:
     """The first ``count`` index keys of a sequence, fp64 ``[count, HK, D]``, and which of them exist, ``[count]``."""
     exists = torch.ones(count, dtype=torch.bool)
+    if count == 0 or len(r.k) == 0:
+        return torch.zeros(count, *r.k.shape[-2:], dtype=torch.float64), ~exists
     if r.block_table is not None:
         at = torch.arange(count)
         page = r.block_table[seq].cpu().long()[at // r.page]
@@ -104,7 +106,7 @@ def row_of(r: Request, token: int) -> Row:
     if r.score == "softmax":
         given = None if r.lse is None else r.lse.reshape(r.T, -1)[token].cpu().double()
         s = torch.where(exists, s * r.scale, -math.inf)
-        lse = torch.logsumexp(s, 1) if given is None else given
+        lse = torch.logsumexp(torch.where(s.isnan(), -math.inf, s), 1) if given is None else given
         p = torch.exp(s - lse[:, None]).unflatten(0, (r.lists, r.G)).sum(1)  # [lists, seen]
         p = torch.where(exists, p, 0.0)
     elif r.score == "relu":

@@ -75,6 +75,7 @@ def _products(r: Request, about: Tokens, here: slice, begin: int, end: int) -> t
     key = key.clamp(0, max(r.rows - 1, 0))
     if r.block_table is not None:
         table = r.block_table.long()
+        table = table if table.shape[1] else table.new_full((r.B, 1), -1)
         page = table[about.seq[here, None], key // r.page]
         visible &= (page >= 0) & (page < r.k.shape[0])
         rows = r.k.flatten(0, 1)
@@ -84,14 +85,15 @@ def _products(r: Request, about: Tokens, here: slice, begin: int, end: int) -> t
     else:
         rows, at = r.k.flatten(0, 1), about.seq[here, None] * r.rows + key
     at = torch.where(visible, at, 0)
+    rows = rows if len(rows) else rows.new_zeros(1, *rows.shape[1:])
     # fp8 cannot be indexed everywhere, so its bytes are.
     k = rows.view(torch.uint8)[at].view(E4M3).float() if rows.dtype == E4M3 else rows[at].to(_dtype(r))
     if r.k_scale is not None:
         k = k * r.k_scale.reshape(-1, 1)
     k = torch.where(visible[:, :, None, None], k, 0.0)  # [t, keys, HK, D]
-    q = r.q.reshape(r.T, r.HK, -1, r.q.shape[-1])[here].to(_dtype(r))
+    q = r.q.reshape(r.T, r.HK, r.q.shape[-2] // r.HK, r.q.shape[-1])[here].to(_dtype(r))
     s = torch.matmul(q, k.permute(0, 2, 3, 1))  # [t, HK, heads of a key head, keys]
-    return s.reshape(s.shape[0], r.lists, r.G, -1), visible
+    return s.reshape(s.shape[0], r.lists, r.G, s.shape[-1]), visible
 
 
 def count_nan(r: Request) -> tuple[int, int]:
@@ -115,7 +117,8 @@ def _lse(r: Request, about: Tokens, here: slice, chunk: int) -> Tensor:
     parts = []
     for begin in range(0, r.rows, chunk):
         s, visible = _products(r, about, here, begin, min(begin + chunk, r.rows))
-        parts.append(torch.logsumexp((s * r.scale).masked_fill(~visible[:, None, None], -torch.inf), -1))
+        unseen = ~visible[:, None, None] | s.isnan()
+        parts.append(torch.logsumexp((s * r.scale).masked_fill(unseen, -torch.inf), -1))
     if not parts:
         return r.q.new_full((about.seen[here].shape[0], r.lists, r.G), -torch.inf, dtype=_dtype(r))
     return torch.logsumexp(torch.stack(parts), 0)
@@ -155,11 +158,13 @@ def _ordered(score: Tensor) -> Tensor:
 
 def select(r: Request, out: Tensor) -> Tensor:
     """Choose the blocks of all rows, into ``out``."""
+    if r.B == 0:  # tokens of no sequence
+        return out.fill_(-1)
     about = tokens_of(r)
     D = r.q.shape[-1]
     chunk = max(1, min(r.blocks, ELEMENTS // max(1, 16 * r.size * max(D, r.q.shape[-2]))))  # blocks at a time
     step = max(1, ELEMENTS // (chunk * r.size * max(D * r.HK, r.q.shape[-2])))  # tokens
-    result = out.view(r.T, r.lists, -1)
+    result = out.view(r.T, r.lists, r.shape[-1])
     for start in range(0, r.T, step):
         here = slice(start, min(start + step, r.T))
         _select_some(r, about, here, chunk, result[here])

@@ -141,7 +141,7 @@ def select(r: Request, out: Tensor, tile: Tile | None = None) -> Tensor:
     per_key = r.lists // r.HK
     programs = r.HK * -(-per_key // tile.LISTS)  # of a tile
     at_once = max(1, min(tiles, WORKSPACE // (4 * tile.TOKENS * r.lists * width)))
-    steps = -(-r.rows // max(tile.N, r.size))  # tiles of keys, or blocks
+    steps = max(1, -(-r.rows // max(tile.N, r.size)))  # tiles of keys, or blocks
     splits = _splits(at_once * programs, steps, tile.programs, 2 * processors)
     lse_parts = splits if r.score == "softmax" and r.lse is None else 0
     lse_parts = min(lse_parts, 8)

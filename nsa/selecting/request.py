@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nsa import validate
 from nsa.kernels.shared.shape import BATCH, CACHE, E4M3, MAX_GROUP, RAGGED, VARLEN
+from nsa.kernels.shared.sizes import next_power_of_2
 
 SCORES = ("max", "relu", "softmax")
 BACKENDS = ("auto", "triton", "torch", "reference")
@@ -118,7 +119,8 @@ def request(q: Any, k: Any, cu_seqlens: Any, cache_seqlens: Any, lists: Any, sca
         raise TypeError(f"cu_seqlens: expected a tensor or a pair of tensors, got a tuple of {len(pair)}")
     tensors |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), pair, strict=True))
     validate.check_tensors(q=q, k=k, **{name: x for name, x in tensors.items() if x is not None})
-    if cache_seqlens is not None and type(cache_seqlens) is not Tensor:
+    _check_dims(q, k, pair, cache_seqlens is not None, given["block_table"])
+    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
         cache_seqlens = _lengths(cache_seqlens, q, k, pair[0], given)
     _check_tensors(q, k, pair, cache_seqlens, given)
     HI, HK, D = q.shape[-2], k.shape[-2], q.shape[-1]
@@ -134,9 +136,12 @@ def request(q: Any, k: Any, cu_seqlens: Any, cache_seqlens: Any, lists: Any, sca
     if scale is not None and given["score"] != "softmax":
         raise ValueError(f"scale: expected None with score={given['score']!r}, whose order has no scale, got {scale}")
     scale = D**-0.5 if scale is None else validate.number(scale)
-    return Request(
+    made = Request(
         q, k, lists=lists, scale=scale, cu_q=pair[0], cu_k=pair[1], cache_seqlens=cache_seqlens, **given
     )
+    # One block holds every sequence. A larger one would be work for nothing.
+    whole = next_power_of_2(made.rows + made.window // made.stride) * made.stride
+    return made if made.block_size <= whole else made._replace(block_size=whole)
 
 
 def _lengths(cache_seqlens: Any, q: Tensor, k: Tensor, cu_q: Tensor | None, given: dict[str, Any]) -> Tensor:
@@ -151,17 +156,29 @@ def _lengths(cache_seqlens: Any, q: Tensor, k: Tensor, cu_q: Tensor | None, give
     return q.new_full((q.shape[0] if cu_q is None else cu_q.shape[0] - 1,), value, dtype=torch.int32)
 
 
+def _check_dims(
+    q: Tensor, k: Tensor, pair: tuple[Tensor | None, Tensor | None], cached: bool, table: Tensor | None
+) -> None:
+    cu_q, cu_k = pair
+    k_name = "num_pages, page_size" if table is not None else "B, rows" if cached or cu_q is None else "T_k"
+    validate.check_ndim("q", q, f"[{'B, S' if cu_q is None else 'T'}, HI, D]")
+    validate.check_ndim("k", k, f"[{k_name}, HK, D]")
+    if table is not None:
+        validate.check_ndim("block_table", table, "[B, width]")
+    for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if x is not None:
+            validate.check_ends(name, x)
+            validate.check_dtype(name, x.dtype, validate.INDEX_DTYPES)
+
+
 def _check_tensors(
     q: Tensor, k: Tensor, pair: tuple[Tensor | None, Tensor | None], cache_seqlens: Tensor | None, given: dict[str, Any]
 ) -> None:
     cu_q, cu_k = pair
-    table, k_scale = given["block_table"], given["k_scale"]
+    k_scale = given["k_scale"]
     stride, window, size = given["stride"], given["window"], given["block_size"]
     lead_name = "B, S" if cu_q is None else "T"
     cached = cache_seqlens is not None
-    k_name = "num_pages, page_size" if table is not None else "B, rows" if cached or cu_q is None else "T_k"
-    validate.check_ndim("q", q, f"[{lead_name}, HI, D]")
-    validate.check_ndim("k", k, f"[{k_name}, HK, D]")
     if k.dtype == E4M3:
         validate.check_dtype("q", q.dtype, validate.E4M3_QUERIES, " with k of float8_e4m3fn")
         if not cached:
@@ -218,10 +235,6 @@ def _check_sequences(
         if cu_q is None:
             raise ValueError(f"max_seqlen_q: expected None without cu_seqlens, got {given['max_seqlen_q']}")
         validate.check_count("max_seqlen_q", given["max_seqlen_q"], 0)
-    for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if x is not None:
-            validate.check_ends(name, x)
-            validate.check_dtype(name, x.dtype, validate.INDEX_DTYPES)
     B = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
     if cache_seqlens is None:
         if table is not None:
@@ -246,7 +259,6 @@ def _check_sequences(
         validate.check_dtype("cache_seqlens", cache_seqlens.dtype, validate.INDEX_DTYPES)
         rows = k.shape[1]
         if table is not None:
-            validate.check_ndim("block_table", table, "[B, width]")
             validate.check_shape("block_table", table, "[B, width]", (B, table.shape[1]))
             validate.check_dtype("block_table", table.dtype, validate.INDEX_DTYPES)
             if rows < 1:

@@ -69,16 +69,17 @@ def _block_maxima(
 
 @triton.jit
 def _block_sums(
-    q, factor, lse, k_ptr, page, tile, limit, keys, stride_kb, stride_kn, carry,
+    q, factor, lse, k_ptr, page, tile, limit, keys, stride_kb, stride_kn, carry, in_list,
     SCORE: tl.constexpr, SIZE: tl.constexpr, OVERLAP: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr, UNIT: tl.constexpr,
-    HEADS: tl.constexpr, LB: tl.constexpr, INPUT_PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    G: tl.constexpr, HEADS: tl.constexpr, LB: tl.constexpr, INPUT_PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Scores of the blocks of a tile that sum over heads, ``[blocks of the tile, LB]``; and the next ``carry [LB]``.
 
     RELU: ``factor [M]`` is a head's weight; a block has the largest sum of its keys. SOFTMAX: ``factor`` turns scores
     into exponents of 2; a block has the sum of its keys' weights, each times the number of strides that the key has in
-    the block. ``carry`` is what the last keys before the tile have in its first block.
+    the block. ``carry`` is what the last keys before the tile have in its first block. A key that is infinite or NaN
+    changes no block but its own: nothing is multiplied by 0 that may be either.
     """
     i = tl.arange(0, N)
     key0 = first_key(tile, SIZE, N, PARTS)
@@ -92,6 +93,8 @@ def _block_sums(
     else:
         s = tl.exp2(s * factor[None, :] - lse[None, :])
     if HEADS > 1:
+        if HEADS != G:
+            s = tl.where(in_list[None, :], s, 0.0)
         s = tl.sum(tl.reshape(s, [N, HEADS, LB]), 1)  # [N, LB]
     if SCORE == RELU:
         if MASKED:
@@ -113,11 +116,12 @@ def _block_sums(
         elif PAGE:
             s = tl.where(exists[:, None], s, 0.0)
         own = tl.minimum(OVERLAP, SIZE - i % SIZE).to(tl.float32)[:, None]
-        spill = tl.sum(tl.reshape(s * (OVERLAP - own), [N // SIZE, SIZE, LB]), 1)
+        beyond = tl.where(own < OVERLAP, s * (OVERLAP - own), 0.0)
+        spill = tl.sum(tl.reshape(beyond, [N // SIZE, SIZE, LB]), 1)
         s = tl.sum(tl.reshape(s * own, [N // SIZE, SIZE, LB]), 1)
         block = tl.arange(0, N // SIZE)
-        before = (block[None, :, None] == block[:, None, None] - 1).to(tl.float32)
-        s += tl.sum(before * spill[None, :, :], 1)
+        before = block[None, :, None] == block[:, None, None] - 1
+        s += tl.sum(tl.where(before, spill[None, :, :], 0.0), 1)
         s += tl.where(block[:, None] == 0, carry[None, :], 0.0)
         carry = tl.sum(tl.where(block[:, None] == N // SIZE - 1, spill, 0.0), 0)
     return s, carry
@@ -251,8 +255,8 @@ def _scores_kernel(
             if begin > 0 and begin < stop:
                 page = page_of(table_row, (begin - 1) * N, i, keys, pages, PAGE, ONE_PAGE)
                 _, carry = _block_sums(
-                    q, fit, lse, k_base, page, begin - 1, limit, keys, stride_kb, stride_kn, carry,
-                    SCORE, SIZE, OVERLAP, N, PARTS, D, BLOCK_D, PAGE, ONE_PAGE, UNIT, HEADS, LB,
+                    q, fit, lse, k_base, page, begin - 1, limit, keys, stride_kb, stride_kn, carry, g < G,
+                    SCORE, SIZE, OVERLAP, N, PARTS, D, BLOCK_D, PAGE, ONE_PAGE, UNIT, G, HEADS, LB,
                     INPUT_PRECISION, True,
                 )  # fmt: skip
         if SCORE == MAX:
@@ -270,8 +274,8 @@ def _scores_kernel(
                     )  # fmt: skip
                 else:
                     scored, carry = _block_sums(
-                        q, fit, lse, k_base, page, tile, limit, keys, stride_kb, stride_kn, carry,
-                        SCORE, SIZE, OVERLAP, N, PARTS, D, BLOCK_D, PAGE, ONE_PAGE, UNIT, HEADS, LB,
+                        q, fit, lse, k_base, page, tile, limit, keys, stride_kb, stride_kn, carry, g < G,
+                        SCORE, SIZE, OVERLAP, N, PARTS, D, BLOCK_D, PAGE, ONE_PAGE, UNIT, G, HEADS, LB,
                         INPUT_PRECISION, part == 1,
                     )  # fmt: skip
                 to = tile * BLOCKS

@@ -1,5 +1,6 @@
 """The judge of selections: right ones are green, and each kind of wrong one is red and told by name."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -115,23 +116,31 @@ def test_what_selectors_are_timed_beside_is_right(case):
     ]
 
 
-@pytest.mark.parametrize("does", ["chooses", "remembers", "leaves out", "differs"])
-def test_what_is_chosen_after_queries_changed_in_place_is_judged(does):
+@pytest.mark.parametrize(
+    "does",
+    ["chooses", "remembers", "leaves out", "differs", "keeps pages", "keeps lengths", "right where it is judged"],
+)
+def test_what_is_chosen_after_inputs_changed_in_place_is_judged(does):
     case = dataclasses.replace(SERVED[2], dtype="fp32", D=16, **SMALL["qsa-chunk2048"])
     sets = [case.make("cpu") for _ in range(2)]
     outputs = [choosing.dense(*call) for call in sets]
-    before, queries = [out.clone() for out in outputs], sets[0][0].clone()
+    before, inputs = [out.clone() for out in outputs], [{**how, "q": q} for q, _, how in copy.deepcopy(sets)]
 
     def replay():
         if does == "remembers":
             outputs[0].copy_(before[0]), outputs[1].copy_(before[1])
         elif does != "leaves out":
-            outputs[0].copy_(choosing.dense(*sets[0]))
+            q, k, how = sets[0]
+            kept = {"keeps pages": "block_table", "keeps lengths": "cache_seqlens"}.get(does)
+            outputs[0].copy_(choosing.dense(q, k, how | ({kept: inputs[0][kept]} if kept else {})))
+            if does == "right where it is judged":
+                outputs[0][0, 0] = outputs[0][0, 1]
             outputs[1].copy_(before[1] if does == "differs" else outputs[0])
 
     if does == "chooses":
         selecting._again("mine", outputs, sets, replay)
     else:
-        with pytest.raises(InvalidMeasurement, match="mine was right before its queries changed in place"):
+        with pytest.raises(InvalidMeasurement, match="mine was right before its inputs changed in place"):
             selecting._again("mine", outputs, sets, replay)
-    assert torch.equal(sets[0][0], queries)
+    for (q, _, how), was in zip(sets, inputs, strict=True):
+        assert all(torch.equal(x, was[name]) for name, x in (how | {"q": q}).items() if torch.is_tensor(x))

@@ -16,11 +16,15 @@ from nsa.testing.clock.cuda import ALONE, COLD, time_gpu
 from nsa.testing.clock.guard import guard
 from nsa.testing.clock.measure import gate_figures, run_facts, why_not
 from nsa.testing.clock.timing import Fn, InvalidMeasurement, Timing
-from nsa.testing.contestants.choosing import Comparator
+from nsa.testing.contestants.choosing import Comparator, dense
+from nsa.testing.contestants.selectors import OURS
+from nsa.testing.judge.conduct import untouched
 from nsa.testing.judge.selections import diagnose, findings
 from nsa.testing.matrix.selecting import Served, as_request, seen
 
 UNWRITTEN = 2**31 - 1
+DISPUTED = 3  # tokens
+Call = tuple[Tensor, Tensor, dict[str, Any]]  # `q`, `k` and keywords
 
 
 def work(r: Request) -> tuple[int, int]:
@@ -55,11 +59,14 @@ def measure(
             _judge(one.name, out, r)
         checked[one.name] = out
 
-    judge(ours)
+    given = {"q": call[0], "k": call[1]} | call[2]
+    with untouched(ours.name, given):
+        judge(ours)
     left_out: dict[str, str] = {}
     for one in others:
         why = why_not(None if one.takes(r) else "another call", functools.partial(judge, one))
         left_out |= {} if why is None else {one.name: why}
+    _judge(ours.name, checked[ours.name], r, [checked[name] for name in checked if name not in left_out])
     timed = [ours, *(one for one in others if one.name not in left_out)]
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     copies = 0 if moved >= ALONE * cache else math.ceil(COLD * cache / moved) - 1
@@ -76,7 +83,10 @@ def measure(
         if one is ours:
             _again(name, [each.last for each in kept], sets, replay)
 
-    times = time_gpu(rotations, iters=iters, warmup=warmup, budget_s=budget_s, cold=True, afterwards=afterwards)
+    with untouched(ours.name, given):
+        times = time_gpu(rotations, iters=iters, warmup=warmup, budget_s=budget_s, cold=True, afterwards=afterwards)
+    if ours.name not in OURS:
+        honest.unchanged(ours.name)
     limits = ceilings(device)
     for name, timing in times.items():
         guard(name, timing, moved, flops, limits)
@@ -95,32 +105,49 @@ def measure(
     return mine, info
 
 
-def _copy(call: tuple[Tensor, Tensor, dict[str, Any]]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+def _copy(call: Call) -> Call:
     q, k, how = call
     return q.clone(), k.clone(), {name: x.clone() if isinstance(x, Tensor) else x for name, x in how.items()}
 
 
-def _judge(name: str, out: Tensor, r: Request) -> None:
-    """Raise AssertionError if lists of a token in the middle or of the last one are wrong."""
-    found = findings(out, r, tokens=sorted({r.T // 3, r.T - 1}))
+def _judge(name: str, out: Tensor, r: Request, others: Iterable[Tensor] = ()) -> None:
+    """Raise AssertionError if lists of a token in the middle or of the last one are wrong, or of the first ones for
+    which another right selector chose other blocks.
+    """
+    tokens = {r.T // 3, r.T - 1}
+    for other in others:
+        differs = (out != other).view(r.T, -1).any(-1)
+        tokens |= set(differs.nonzero()[:DISPUTED, 0].tolist())
+    found = findings(out, r, tokens=sorted(tokens))
     if found:
         raise AssertionError(f"{name}: {diagnose(out, r, found)}")
 
 
-def _again(name: str, outputs: list[Tensor], sets: list[tuple[Tensor, Tensor, dict[str, Any]]], replay: Fn) -> None:
-    """Negate the queries in place, replay as it was timed, judge the new lists, and restore the queries."""
-    for q, _, _ in sets:
-        q.neg_()
+def _again(name: str, outputs: list[Tensor], sets: list[Call], replay: Fn) -> None:
+    """Change queries, pages and lengths in place, replay as it was timed, judge the new lists, and restore the inputs.
+
+    Raises:
+        InvalidMeasurement: a list is not that of the changed inputs.
+    """
+    _change(sets, -1)
     for out in outputs:
         out.fill_(UNWRITTEN)
     try:
         replay()
         try:
-            _judge(name, outputs[0], as_request(*sets[0]))
+            _judge(name, outputs[0], as_request(*sets[0]), [dense(*sets[0])])
             assert all(torch.equal(out, outputs[0]) for out in outputs), "equal calls chose different blocks"
         except AssertionError as error:
-            text = f"{name} was right before its queries changed in place; called again: {error}"
+            text = f"{name} was right before its inputs changed in place; called again: {error}"
             raise InvalidMeasurement(f"invalid measurement: {text}") from None
     finally:
-        for q, _, _ in sets:
-            q.neg_()
+        _change(sets, 1)
+
+
+def _change(sets: list[Call], by: int) -> None:
+    """Negate queries, turn the order of pages round, and add to lengths. Twice, with 1 and -1, is nothing."""
+    for q, _, how in sets:
+        q.neg_()
+        if "block_table" in how:
+            how["block_table"].copy_(how["block_table"].flip(-1))
+            how["cache_seqlens"].add_(by)

@@ -30,11 +30,11 @@ def fitted(case: Case, contract: Contract, interpreted: bool = False) -> Case:
     c = _source(case, contract)
     dtypes = [d for d in contract.dtypes if not interpreted or d != "bf16"] or list(contract.dtypes)
     dtype = c.dtype if c.dtype in dtypes else dtypes[c.seed % len(dtypes)]
-    D, H = _nearest(c.D, contract.dims), _nearest(c.H, contract.groups)
-    Dv = _nearest(c.Dv, contract.value_dims) if contract.unequal_dims else D
+    D, H = nearest(c.D, contract.dims), nearest(c.H, contract.groups)
+    Dv = nearest(c.Dv, contract.value_dims) if contract.unequal_dims else D
     packed = c.source in ("rows", "varlen")
     causal = c.causal if packed or c.causal in contract.causal else contract.causal[0]
-    size = _nearest(c.block_size, contract.block_sizes) if c.source == "blocks" else c.block_size
+    size = nearest(c.block_size, contract.block_sizes) if c.source == "blocks" else c.block_size
     c = dataclasses.replace(
         c, dtype=dtype, D=D, Dv=Dv, H=H, causal=causal, int64=c.int64 and contract.int64,
         positions=c.positions and contract.positions and causal,
@@ -90,7 +90,7 @@ def _resized(case: Case, size: int) -> Case:
     return dataclasses.replace(case, block_size=size, n=n, L=max(1, n * size - min(spare, size - 1)), S_kv=S_kv)
 
 
-def _nearest(value: int, taken: tuple[int, ...]) -> int:
+def nearest(value: int, taken: tuple[int, ...]) -> int:
     return value if not taken or value in taken else min(taken, key=lambda x: (abs(x - value), x))
 
 

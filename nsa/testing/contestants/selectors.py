@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +13,12 @@ from torch import Tensor
 import nsa
 from nsa.selecting.request import SCORES
 from nsa.testing.contestants.contract import Contestant, Contract, Declared
+from nsa.testing.contestants.fit import nearest
 from nsa.testing.matrix.selecting import LAYOUTS, Selecting, drawn
 
 CASES = 60  # of a selector; with fewer than `fit.ENOUGH` it is not proved
 TRIED = 4000  # seeds
+LARGE = 20  # index keys of a block, up to which drawn sequences have several blocks
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,13 @@ class Selects(Contract):
         listed = case.layout in self.layouts and case.dtype in self.dtypes
         return listed and all(not taken or x in taken for x, taken in sizes) and all(ok or not x for x, ok in flags)
 
+    def _sized(self, case: Selecting) -> Selecting:
+        """The case with the nearest sizes that the contract takes, and some blocks of them."""
+        D, G = nearest(case.D, self.dims), nearest(case.groups, self.groups)
+        size, stride = nearest(case.size, self.sizes), nearest(case.stride, self.strides)
+        rows = case.rows if size <= LARGE else max(case.rows, (2 + case.seed % 3) * size + case.seed % size)
+        return dataclasses.replace(case, D=D, groups=G, size=size, stride=stride, rows=rows)
+
     def not_promised(self) -> list[str]:
         words = [f"score {x}" for x in SCORES if x not in self.scores]
         words += [x for x in LAYOUTS if x not in self.layouts]
@@ -65,7 +75,7 @@ class Selects(Contract):
     def cases(self, interpreted: bool) -> list[Selecting]:
         """The calls that a selector must get right."""
         dtypes = tuple(x for x in self.dtypes if not interpreted or x != "bf16") or self.dtypes
-        every = (drawn(seed, dtypes, self.scores) for seed in range(TRIED))
+        every = (self._sized(drawn(seed, dtypes, self.scores)) for seed in range(TRIED))
         found: list[Selecting] = []
         for case in every:
             found += [case] * self.has(case)

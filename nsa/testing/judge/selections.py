@@ -9,6 +9,7 @@ blocks, forced blocks, the tail, and that no block is ahead of the query or behi
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
 import torch
@@ -95,7 +96,7 @@ def _problem(got: list[int], row: Row, number: int, r: Request, integers: bool) 
         return None
     worst = float(row.scores[number, sorted(set(chosen) - set(want))].min())
     lost = float(row.scores[number, sorted(set(want) - set(chosen))].max())
-    if integers and worst == lost:
+    if worst == lost and (integers or worst == -math.inf):
         return "ties", f"of equal scores the smaller block must be chosen: {text}"
     if integers or not worst >= lost - _rounding(row, number, r, lost):
         recall = len(set(chosen) & set(want)) / max(len(want), 1)
@@ -113,8 +114,9 @@ def _rounding(row: Row, number: int, r: Request, score: float) -> float:
     eps = torch.finfo(torch.float64 if r.q.dtype == torch.float64 else torch.float32).eps
     finite = row.scores[number][row.scores[number].isfinite()]
     peak = float(finite.abs().max()) if finite.numel() else 0.0
-    if r.score == "softmax":
-        return float(64 * eps * r.q.shape[-1] * abs(score))
+    if r.score == "softmax":  # weights that underflow are equal
+        least = torch.finfo(torch.float32).tiny * r.G * r.size
+        return 64 * eps * r.q.shape[-1] * abs(score) + least if math.isfinite(score) else 0.0
     return float(4 * eps * r.q.shape[-1] ** 0.5 * max(peak, 1.0) * r.G)
 
 

@@ -43,12 +43,17 @@ class Selecting:
     fp8: bool = False
     positions: bool = False
     nan: bool = False
+    close: bool = False  # keys are nearly equal, so that only exact scores tell them apart
+    astray: bool = False  # some pages of the table do not exist
+    int64: bool = False  # tables and lengths
 
     @property
     def id(self) -> str:
         words = [self.score, self.layout, self.dtype, f"size{self.size}", f"n{self.n}", f"G{self.groups}"]
         words += [f"stride{self.stride}"] * (self.stride > 1) + ["tail"] * self.tail + ["fp8"] * self.fp8
-        words += ["positions"] * self.positions + ["nan"] * self.nan + ["integers"] * self.integers
+        words += [f"D{self.D}", f"rows{self.rows}"]
+        flags = ("positions", "nan", "integers", "close", "astray", "int64")
+        words += [name for name in flags if getattr(self, name)]
         return "-".join([*words, str(self.seed)])
 
     @property
@@ -102,13 +107,25 @@ class Selecting:
                 spare = torch.ones(len(k), dtype=torch.bool).index_fill(0, table.flatten(), False)
                 k[spare] = float("nan")
                 how["block_table"] = table.to(torch.int32)
-            if self.fp8:
-                k = k.to(torch.float8_e4m3fn)
-                how["k_scale"] = torch.tensor([0.5, 2.0])[: self.key_heads]
+        if self.close:
+            steps = 1e-4 if dtype == torch.float32 else torch.finfo(dtype).eps
+            near = torch.randint(0, 8, k.shape, generator=g) * steps
+            k = torch.where(k.isnan(), k, (torch.rand(self.D, generator=g) + near).to(dtype))
+        if self.astray and "block_table" in how:
+            shape = how["block_table"].shape
+            wrong = torch.tensor([-1, -(2**31), 2**31 - 1, len(k)])[torch.randint(0, 4, shape, generator=g)]
+            lost = torch.rand(shape, generator=g) < 0.3
+            how["block_table"] = torch.where(lost, wrong, how["block_table"]).to(torch.int32)
+        if self.int64:
+            for name in ("block_table", "cache_seqlens"):
+                how |= {name: how[name].long()} if name in how else {}
         if self.score == "relu":
             how["weights"] = torch.randint(-1, 3, (*lead, HI), generator=g).to(dtype)
         if self.positions:
             how["q_positions"] = torch.randint(-3, self.rows * self.stride + 4, lead, generator=g)
+        if self.fp8:
+            k = k.to(torch.float8_e4m3fn)
+            how["k_scale"] = torch.tensor([0.5, 2.0])[: self.key_heads]
         if self.nan and not self.fp8:
             k.view(-1, self.D)[rng.randrange(k.numel() // self.D)] = float("nan")
 
@@ -211,14 +228,15 @@ def drawn(seed: int, dtypes: tuple[str, ...], scores: tuple[str, ...] = ("max", 
     score, layout = scores[seed % len(scores)], LAYOUTS[seed // len(scores) % len(LAYOUTS)]
     sizes = [2, 4, 8] if score == "softmax" else [1, 2, 4, 8, 16, 3, 20]
     n = rng.randint(1, 6)
-    first = rng.randint(0, 1)
+    first = rng.randint(0, min(2, n))
     dtype = rng.choice(dtypes)
+    exact = rng.random() < 0.6
     return Selecting(
-        score, layout, dtype, seed, stride=rng.choice([1, 1, 2, 4]),
-        overlap=rng.choice([1, 2]) if score == "softmax" else 1, size=rng.choice(sizes), key_heads=rng.choice([1, 2]),
-        lists=rng.choice([1, 2, 3]), groups=rng.choice([1, 2, 3, 5]), D=rng.choice([16, 32, 24]), n=n, first=first,
-        newest=rng.randint(0, min(2, n - first)), tail=rng.random() < 0.3, rows=rng.choice([6, 20, 50]),
-        queries=rng.choice([1, 2, 5]), integers=rng.random() < 0.6,
-        fp8=layout in ("cache", "pages", "ragged") and dtype != "fp32" and rng.random() < 0.3,
-        positions=rng.random() < 0.3, nan=rng.random() < 0.2,
+        score, layout, dtype, seed, stride=rng.choice([1, 1, 2, 4]), overlap=rng.choice([1, 2]),
+        size=rng.choice(sizes), key_heads=rng.choice([1, 2]), lists=rng.choice([1, 2, 3]),
+        groups=rng.choice([1, 2, 3, 5]), D=rng.choice([16, 32, 24, 128]), n=n, first=first,
+        newest=rng.randint(0, min(3, n - first)), tail=rng.random() < 0.3, rows=rng.choice([6, 20, 50, 150]),
+        queries=rng.choice([1, 2, 5]), integers=exact, close=not exact and rng.random() < 0.5,
+        fp8=layout in ("cache", "pages", "ragged") and dtype != "fp32" and exact and rng.random() < 0.5,
+        positions=rng.random() < 0.3, nan=rng.random() < 0.2, astray=rng.random() < 0.3, int64=rng.random() < 0.3,
     )  # fmt: skip

@@ -1,11 +1,13 @@
 """`nsa.select_blocks` against the fp64 oracle: every score and layout, in plain PyTorch and in our kernels."""
 
+import functools
+
 import pytest
 import torch
 
 import nsa
 from nsa.kernels.shared.poison import poisoned_workspace
-from nsa.selecting import plan
+from nsa.selecting import api, plan
 from nsa.testing.judge.selections import assert_selection
 from nsa.testing.machine import current_lane
 from nsa.testing.matrix.selecting import as_request, drawn
@@ -170,3 +172,98 @@ def test_addresses_past_int32(device):
     table = torch.tensor([[5, 0, 7, far, 9]], dtype=torch.int32, device=device)
     out = nsa.select_blocks(q, k, n=2, block_size=128, cache_seqlens=640, block_table=table, backend="triton")
     assert out.flatten().tolist() == [1, 3]
+
+
+EMPTY = {
+    "no rows of compressed keys": lambda: (
+        (1, 20, 2, 16), (1, 0, 1, 16), {"score": "softmax", "window": 32, "stride": 16, "block_size": 64, "n": 4}
+    ),
+    "no sequence": lambda: ((0, 3, 2, 16), (0, 5, 1, 16), {}),
+    "no query": lambda: ((2, 0, 2, 16), (2, 5, 1, 16), {}),
+    "a cache without rows": lambda: ((1, 3, 2, 16), (1, 0, 1, 16), {"cache_seqlens": torch.tensor([9])}),
+    "a table without pages": lambda: (
+        (1, 3, 2, 16), (4, 4, 1, 16), {"cache_seqlens": torch.tensor([9]), "block_table": torch.zeros(1, 0).int()}
+    ),
+    "no pages": lambda: (
+        (1, 3, 2, 16), (0, 4, 1, 16), {"cache_seqlens": torch.tensor([9]), "block_table": torch.zeros(1, 3).int()}
+    ),
+    "no packed key": lambda: (
+        (3, 2, 16), (0, 1, 16), {"cu_seqlens": (torch.tensor([0, 3]), torch.tensor([0, 0]))}
+    ),
+    "tokens of no sequence": lambda: (
+        (3, 2, 16), (4, 4, 1, 16), {
+            "cu_seqlens": torch.zeros(1).int(), "cache_seqlens": torch.zeros(0).int(),
+            "block_table": torch.zeros(0, 3).int(),
+        }
+    ),
+}  # fmt: skip
+
+
+def on(device, x):
+    return tuple(each.to(device) for each in x) if isinstance(x, tuple) else x.to(device) if torch.is_tensor(x) else x
+
+
+@pytest.mark.parametrize("what", EMPTY)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_without_keys_only_forced_blocks_are_listed(device, backend, what):
+    q, k, how = EMPTY[what]()
+    how = {"n": 3, "block_size": 4, "first": 1} | {name: on(device, x) for name, x in how.items()}
+    q, k = torch.randn(q, device=device), torch.randn(k, device=device)
+    wanted = nsa.select_blocks(q, k, **how, backend="reference")
+    assert torch.equal(nsa.select_blocks(q, k, **how, backend=backend), wanted)
+
+
+@pytest.mark.parametrize("score", ["softmax", "relu", "max"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_an_infinite_or_nan_key_changes_its_own_block_alone(device, backend, value, score):
+    """G = 1 has padded heads, and blocks of 4 keys share a tile."""
+    q, k = torch.ones(1, 3, 1, 16, device=device), torch.zeros(1, 32, 1, 16, device=device)
+    k[0, :, 0, 0] = torch.arange(32, device=device) % 7 * 0.1
+    k[0, 9, 0, 3] = value
+    for window, lse in ((1, None), (1, torch.full((1, 3, 1), 3.0, device=device)), (2, None)):
+        how = {"score": score, "n": 3, "block_size": 4, "window": window}
+        how |= {"lse": lse} if score == "softmax" else {}
+        how |= {"q_positions": torch.tensor([[29, 30, 31]], device=device)} if window > 1 else {}
+        wanted = nsa.select_blocks(q, k, **how, backend="reference")
+        assert torch.equal(nsa.select_blocks(q, k, **how, backend=backend), wanted), (window, lse is None)
+
+
+def test_autocast_does_not_round_scores(device):
+    for seed in range(20):
+        g = torch.Generator().manual_seed(seed)
+        q, k = (torch.randn(1, 40, heads, 16, generator=g).to(device) for heads in (2, 1))
+        wanted = nsa.select_blocks(q, k, n=2, block_size=4)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            assert torch.equal(nsa.select_blocks(q, k, n=2, block_size=4), wanted)
+
+
+def test_tensors_without_memory_of_their_own_are_served_by_plain_pytorch(device, monkeypatch):
+    """Nothing is remembered as broken, and kernels do not read a view that is negated in place."""
+    monkeypatch.setattr(api, "_why_not_triton", functools.partial(_as_on_a_gpu, api._why_not_triton))
+    q, k = torch.randn(1, 6, 2, 16, device=device), torch.randn(1, 20, 1, 16, device=device)
+    how = {"n": 2, "block_size": 4}
+    before = nsa.kernels.launches["select"]
+    many = torch.func.vmap(lambda q: nsa.select_blocks(q, k, **how))(q[None])
+    assert torch.equal(many[0], nsa.select_blocks(q, k, **how, backend="torch"))
+    assert torch.equal(
+        nsa.select_blocks(torch._neg_view(q), k, **how), nsa.select_blocks(-q, k, **how, backend="torch")
+    )
+    assert nsa.kernels.launches["select"] == before
+    nsa.select_blocks(q, k, **how)
+    assert nsa.kernels.launches["select"] == before + 1
+    with pytest.raises(RuntimeError, match="cannot select: a tensor has no memory of its own, or is a negative view"):
+        nsa.select_blocks(torch._neg_view(q), k, **how, backend="triton")
+
+
+def _as_on_a_gpu(why_not, r, backend):
+    return why_not(r, "triton" if backend == "auto" else backend)
+
+
+def test_a_block_larger_than_the_sequence_costs_no_more(device):
+    q, k = torch.randn(1, 8, 2, 16, device=device), torch.randn(1, 8, 1, 16, device=device)
+    for tail in (False, True):
+        assert as_request(q, k, {"n": 1, "block_size": 2**24, "tail": tail}).size <= 16
+        for backend in ("torch", "triton", "reference"):
+            out = nsa.select_blocks(q, k, n=1, block_size=2**24, tail=tail, backend=backend)
+            assert out.tolist() == [[[[0, -1] if tail else [0]] * 2] * 8]

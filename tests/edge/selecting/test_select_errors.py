@@ -52,6 +52,8 @@ WRONG = [
     ({"max_seqlen_q": 3}, "max_seqlen_q: expected None without cu_seqlens, got 3"),
     ({"k_scale": torch.ones(2)}, "k_scale: expected None unless k is float8_e4m3fn, got a tensor"),
     (CACHE | {"cache_seqlens": torch.tensor([1])}, "cache_seqlens: expected [B] = [2], got [1]"),
+    ({"k": torch.zeros(5), "cache_seqlens": 3}, "k: expected [B, rows, HK, D], got shape [5]"),
+    ({"cache_seqlens": 3, "block_table": TABLE[0]}, "block_table: expected [B, width], got shape [5]"),
     ({"cache_seqlens": 21}, "cache_seqlens: expected an int from 0 to 20, got 21"),
     (CACHE | {"block_table": TABLE.float()}, "block_table: expected dtype int32, int64, got float32"),
     (CACHE | {"block_table": TABLE[:1]}, "block_table: expected [B, width] = [2, 5], got [1, 5]"),

@@ -30,13 +30,12 @@ def ours():
 @contested(cases, ours=ours, promise="O", selects=True)
 def test_triton_sel_parity_selecting(contestant, case, device):
     """The right blocks, from inputs that stay as they are; and the same ones from a second call."""
+    r = as_request(*case.make(device))  # of tensors that the contestant does not see
     q, k, how = case.make(device)
-    tensors = {name: x for name, x in how.items() if isinstance(x, Tensor)}
     head = f"{contestant.name} on {case.id}"
-    with untouched(contestant.name, {"q": q, "k": k} | tensors):
+    with untouched(contestant.name, {"q": q, "k": k} | how):
         out = contestant.selects(q, k, **how)
     assert isinstance(out, Tensor), f"{head}: expected a tensor, got a {type(out).__name__}"
-    r = as_request(q, k, how)
     found = findings(out, r, case.integers and case.score != "softmax")
     if found:
         raise Wrong(f"{head}: {diagnose(out, r, found)}")
