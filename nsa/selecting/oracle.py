@@ -95,14 +95,12 @@ def row_of(r: Request, token: int) -> Row:
     seen = min(keys, (position + 1 - r.window) // r.stride + 1) if position + 1 >= r.window else 0
     q = r.q.reshape(r.T, r.q.shape[-2], -1)[token].cpu().double()  # [HI, D]
     k, exists = keys_of(r, seq, seen)
-    k = k.repeat_interleave(q.shape[0] // r.HK, 1)  # [seen, HI, D]
-    s = torch.einsum("hd,khd->hk", q, k)
+    heads = q.unflatten(0, (r.HK, q.shape[0] // r.HK))
+    s = torch.matmul(heads, k.permute(1, 2, 0)).flatten(0, 1)  # [HI, seen]
     blocks = position // r.block_size + 1
     open_block = r.tail and (position + 1) % r.block_size != 0
     if open_block:
         blocks -= 1
-    scores = torch.full((r.lists, blocks), -math.inf, dtype=torch.float64)
-    scored = torch.zeros(blocks, dtype=torch.bool)
     if r.score == "softmax":
         given = None if r.lse is None else r.lse.reshape(r.T, -1)[token].cpu().double()
         s = torch.where(exists, s * r.scale, -math.inf)
@@ -116,21 +114,23 @@ def row_of(r: Request, token: int) -> Row:
     else:
         s = torch.where(exists & ~s.isnan(), s, -math.inf)
         p = s.unflatten(0, (r.lists, r.G)).amax(1)
+    of_keys, of_blocks, scored = p.tolist(), [[-math.inf] * blocks for _ in range(r.lists)], [False] * blocks
     for b in range(blocks):
         begin, end = b * r.block_size, (b + 1) * r.block_size
         for i in range(max(0, (begin - r.window) // r.stride + 1), min(seen, (end - 1) // r.stride + 1)):
             key_begin = i * r.stride
             overlap = min(end, key_begin + r.window) - max(begin, key_begin)
-            if r.score == "softmax" and overlap > 0:
-                before = scores[:, b] if scored[b] else 0.0
-                scores[:, b] = before + p[:, i] * (overlap // r.stride)
-                scored[b] = True
-            elif r.score != "softmax" and begin <= key_begin < end:
-                scores[:, b] = torch.maximum(scores[:, b], p[:, i])
-                scored[b] = True
+            for of_key, of_block in zip(of_keys, of_blocks, strict=True):
+                if r.score == "softmax" and overlap > 0:
+                    of_block[b] = (of_block[b] if scored[b] else 0.0) + of_key[i] * (overlap // r.stride)
+                elif r.score != "softmax" and begin <= key_begin < end:
+                    of_block[b] = max(of_block[b], of_key[i])
+            scored[b] |= overlap > 0 if r.score == "softmax" else begin <= key_begin < end
+    scores = torch.tensor(of_blocks, dtype=torch.float64).view(r.lists, blocks)
     at = torch.arange(blocks)
     forced = (at < r.first) | (at >= blocks - r.newest)
-    return Row(torch.where(scores.isnan(), -math.inf, scores), scored, forced, blocks if open_block else None)
+    tail = blocks if open_block else None
+    return Row(torch.where(scores.isnan(), -math.inf, scores), torch.tensor(scored, dtype=torch.bool), forced, tail)
 
 
 def select_reference(r: Request) -> Tensor:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 MODULE = '''
 import torch
 import nsa
+from nsa.selecting import plain
 from nsa.testing import selector
 from nsa.testing.judge.selections import flawed
 from nsa.testing.matrix.selecting import as_request
@@ -46,7 +47,66 @@ def with_a_flaw(flaw):
 
 
 upward, mean = with_a_flaw("upward"), with_a_flaw("mean")
+
+
+def of(**contract):
+    return selector(**dict(dtypes=("fp32",)) | contract)
+
+
+def right_one(q, k, how, **other):
+    return nsa.select_blocks(q, k, **how | other, backend="torch")
+
+
+@of(layouts=("packed",))
+def empties_its_input(q, k, **how):
+    for ends in how["cu_seqlens"]:
+        ends.zero_()
+    return torch.full((q.shape[0], how["lists"], how["n"] + how["tail"]), -1, dtype=torch.int32)
+
+
+@of(scores=("max",))
+def ignores_windows(q, k, **how):
+    return right_one(q, k, how, window=how["stride"])
+
+
+@of(scores=("max",))
+def reads_32_dims(q, k, **how):
+    return right_one(q[..., :32].contiguous(), k[..., :32].contiguous(), how)
+
+
+@of(scores=("relu",))
+def forces_one_and_two(q, k, **how):
+    return right_one(q, k, how, first=min(how["first"], 1), newest=min(how["newest"], 2))
+
+
+@of(scores=("max",), layouts=("pages",), nan=False)
+def wraps_pages(q, k, **how):
+    return right_one(q, k, how, block_table=how["block_table"] % k.shape[0])
+
+
+@of(scores=("softmax",), layouts=("batch", "cache"))
+def prefers_nan(q, k, **how):
+    return right_one(q, k.nan_to_num(nan=50.0), how)
+
+
+@of(scores=("max",), layouts=("batch",))
+def rounds_scores(q, k, **how):
+    before = plain._products
+    try:
+        plain._products = lambda *a: (lambda s, seen: (s.half().float(), seen))(*before(*a))
+        return right_one(q, k, how)
+    finally:
+        plain._products = before
+
+
+@of(scores=("max",), dims=(128,), sizes=(128,))
+def of_one_size(q, k, **how):
+    return right_one(q, k, how) * 0
 '''
+MORE = (
+    "empties_its_input", "ignores_windows", "reads_32_dims", "forces_one_and_two", "wraps_pages", "prefers_nan",
+    "rounds_scores", "of_one_size",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -73,10 +133,11 @@ def test_a_right_selector_is_proved(judged):
 
 
 def test_wrong_selectors_are_red_and_told(judged):
-    done = judged("upward", "mean", "without_tails")
+    names = ("upward", "mean", "without_tails", *MORE)
+    done = judged(*names)
     said = " ".join(done.stdout.split())
     assert done.returncode == 1
-    for name in ("upward", "mean", "without_tails"):
+    for name in names:
         assert f"my_selectors:{name}, parity: WRONG on" in said, said
     assert "of equal scores the larger block is chosen" in said
     assert "a block has the mean of its keys instead of the largest" in said
