@@ -93,9 +93,10 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
         Misuse: a test does not use what `over` or `contested` gives it.
     """
     mark = metafunc.definition.get_closest_marker("contested")
-    if mark is None:
-        given = [m.args[1] for m in metafunc.definition.iter_markers("parametrize") if m.args[:1] == ("case",)]
-        if any(name in _by_id for names in given for name in names if isinstance(name, str)):
+    if mark is None or "of" not in mark.kwargs:
+        marks = [m for m in metafunc.definition.iter_markers("parametrize") if len(m.args) == 2 and m.args[0] == "case"]
+        lists = [m.args[1] for m in marks if isinstance(m.args[1], list | tuple)]  # not iterators, which end
+        if any(name in _by_id for names in lists for name in names if isinstance(name, str)):
             _needs(metafunc, "over", "case", text="case, problem or oracle")
         return
     of, names, ours = (mark.kwargs[word] for word in ("of", "names", "ours"))

@@ -145,6 +145,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare the process for the tests that `-k` and `-m` have left."""
     profiles.reproduce(session.config, session.items)
     ours = [item for item in session.items if is_ours(session.config, item.path)]
+    if ours and not __debug__:
+        raise pytest.UsageError(
+            "the suite judges by assert, which -O and PYTHONOPTIMIZE remove: leave out -O, unset PYTHONOPTIMIZE"
+        )
     if ours and current_lane() == "interpreter":
         quicken()
         if any(item.get_closest_marker(mark) for item in ours for mark in ("parity", "edge")):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -168,6 +170,9 @@ def refused_of_several(config: pytest.Config) -> str | None:
     if not options.has_benchmarks(config):
         return "pytest-benchmark is switched off"
     first = "--nsa-against" if option.nsa_against else "--nsa-save-baseline"
+    typed = [*map(str, config.invocation_params.args), *shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))]
+    if option.nsa_against and not any(word.partition("=")[0] == first for word in typed):
+        return f"{first}: type it on the command line, not in addopts or in an @file, which the processes read, too"
     each = {"--benchmark-json": option.benchmark_json}
     if option.nsa_against:
         each |= {"--junitxml": option.xmlpath} | {spelled(name): getattr(option, name) for name in options.WRITES}

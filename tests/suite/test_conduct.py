@@ -1,6 +1,8 @@
 """Kernels that misbehave are not green: they spoil inputs, remember results, skip tests, or end their process."""
 
 import re
+import subprocess
+import sys
 import textwrap
 import types
 
@@ -126,10 +128,26 @@ def remembering():
     return kernel
 
 
+def ring():
+    """Results lie in two buffers by turns."""
+    kept = {}
+
+    def kernel(q, k, v, **how):
+        result = right(q, k, v, **how)
+        both = result if isinstance(result, tuple) else (result,)
+        buffers, turn = kept.setdefault(tuple(x.shape for x in both), ([[x.clone() for x in both] for _ in "ab"], []))
+        turn.append(1)
+        made = tuple(to.copy_(x) for to, x in zip(buffers[len(turn) % 2], both, strict=True))
+        return made if isinstance(result, tuple) else made[0]
+
+    return kernel
+
+
 CHANGED = "a later call changed a result that was returned"
 MEMORY = {
     "other bits in one buffer": (lambda: one_buffer(change=True), twice, "two calls with equal inputs gave different"),
     "one buffer, other inputs": (one_buffer, in_place, CHANGED),
+    "two buffers, other inputs": (ring, in_place, CHANGED),
     "remembered": (remembering, in_place, "error .* > bound"),
     "one buffer, over a cache": (one_buffer, over_a_cache, CHANGED),
     "remembered, over a cache": (remembering, over_a_cache, "error .* > bound"),
@@ -161,8 +179,9 @@ def test_packed_rows_change_in_place():
 # --- skips, retries and crashes --------------------------------------------------------------------------------------
 
 KERNELS = """
-    import os, signal
+    import atexit, os, signal
     import pytest
+    import torch
     from pathlib import Path
     from nsa.call import Call
     from nsa.plain.oracle import selection_reference
@@ -192,6 +211,18 @@ KERNELS = """
     def xfails(*args, **how):
         if args[0].shape[2] == 4:
             pytest.xfail("too large")
+        return right(*args, **how)
+
+    def exits(*args, **how):
+        os._exit(0)
+
+    def exits_at_the_end(*args, **how):
+        if first("exits"):
+            atexit.register(os._exit, 0)
+        return args[0] * 3
+
+    def patches_torch(*args, **how):
+        torch.equal = lambda *a: True
         return right(*args, **how)
 
     def moody(*args, **how):
@@ -232,6 +263,37 @@ def test_skips_retries_and_crashes_are_not_green(run_pytest, tmp_path):
     assert "expected a result, got Skipped: too large" in done.stdout
     assert "expected a result, got XFailed: too large" in done.stdout
     assert "failed before this run of the test" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["exits", "exits_at_the_end", "patches_torch"])
+def test_ends_and_patches_are_not_green(run_pytest, tmp_path, name):
+    """In the only process, whose end would be status 0 without a word."""
+    (tmp_path / "mine.py").write_text(textwrap.dedent(KERNELS))
+    chosen = ["--nsa-impl", f"mine:{name}", "--pyargs", "nsa.testing.suite.edge", "-k", "model_may and one-key"]
+    done = run_pytest(*chosen, cwd=ROOT, environment=off_gpu(tmp_path))
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    assert f"mine:{name}, edge: WRONG on" in done.stdout
+    why = {"exits": "os._exit(0) was called", "patches_torch": "mine:patches_torch patched torch.equal"}.get(name, "")
+    assert why in done.stdout
+
+
+@pytest.mark.parametrize("name", ["skips", "xfails"])
+def test_a_benchmark_that_its_contestant_leaves_out_is_not_green(run_pytest, tmp_path, name):
+    text = textwrap.dedent(KERNELS).replace("args[0].shape[2] == 4", "True")
+    (tmp_path / "mine.py").write_text(text)
+    chosen = ["--nsa-impl", f"mine:{name}", "--pyargs", "nsa.testing.suite.perf", "-k", "many and D64-Dv64-L256"]
+    done = run_pytest(*chosen, "-m", "perf", cwd=ROOT, environment=off_gpu(tmp_path))
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    assert f"mine:{name}, perf: WRONG on" in done.stdout
+
+
+def test_without_asserts_nothing_is_judged(run_pytest, tmp_path):
+    (tmp_path / "mine.py").write_text(textwrap.dedent(KERNELS))
+    chosen = ["--nsa-impl", "mine:right", "--pyargs", "nsa.testing.suite.edge", "-k", "one-key"]
+    command = [sys.executable, "-O", "-m", "pytest", *chosen]
+    done = subprocess.run(command, cwd=ROOT, env=off_gpu(tmp_path), capture_output=True, text=True, check=False)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
+    assert "the suite judges by assert, which -O and PYTHONOPTIMIZE remove" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,16 @@ def test_a_commit_that_is_no_name_of_a_file_loses_nothing(measured, tmp_path):
     assert [path.name for path in (tmp_path / "baselines").iterdir()] == ["gpu"]
 
 
+def test_a_baseline_of_another_device_is_refused(tmp_path):
+    """A copied folder."""
+    key = store.Key("here", "2.11", "3.6")
+    information = {"device": "elsewhere", "torch": "2.11", "triton": "3.6"}
+    document = {"machine_info": information, "benchmarks": [], "version": "5.2.3"}
+    (tmp_path / "0001_x.json").write_text(json.dumps(document))
+    with pytest.raises(ValueError, match="0001_x.json: machine_info.device: expected here, got elsewhere"):
+        store.find(tmp_path, key)
+
+
 def test_recordings_that_cannot_be_moved_stay_where_they_are(measured, tmp_path):
     storage = tmp_path / "baselines"
     storage.mkdir()

@@ -87,17 +87,24 @@ def _of_torch(function: object) -> bool:
     return code is not None and Path(code.co_filename).is_relative_to(Path(torch.__file__).parent)
 
 
+def patched() -> str:
+    """A function of torch or of the suite that is another one than when `seal` was called; empty if none is."""
+    for module, functions in _sealed.items():
+        now = vars(sys.modules[module])
+        for key, value in functions.items():
+            if now.get(key) is not value and not _of_torch(now.get(key)):
+                return f"{module}.{key}"
+    return ""
+
+
 def unchanged(name: str) -> None:
     """Check that torch, the suite and the machine are as they were when `seal` was called.
 
     Raises:
         InvalidMeasurement: a function was patched, a flag was set, or threads or the GPU are at work.
     """
-    for module, functions in _sealed.items():
-        now = vars(sys.modules[module])
-        patched = [key for key, value in functions.items() if now.get(key) is not value and not _of_torch(now.get(key))]
-        if patched:
-            raise InvalidMeasurement(f"invalid measurement: {name} patched {module}.{patched[0]}")
+    if patch := patched():
+        raise InvalidMeasurement(f"invalid measurement: {name} patched {patch}")
     for flag, value in _flags.items():
         if FLAGS[flag]() != value:
             text = f"{flag} was {value} and is {FLAGS[flag]()}"

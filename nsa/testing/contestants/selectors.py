@@ -18,6 +18,7 @@ from nsa.testing.matrix.selecting import LAYOUTS, Selecting, drawn
 
 CASES = 60  # of a selector; with fewer than `fit.ENOUGH` it is not proved
 TRIED = 4000  # seeds
+ABSENT = ("weights", "lse", "scale", "q_positions", "cu_seqlens", "cache_seqlens", "block_table", "k_scale")
 LARGE = 20  # index keys of a block, up to which drawn sequences have several blocks
 
 
@@ -110,7 +111,8 @@ def of_function(name: str, f: Callable[..., Any], contract: Selects) -> Contesta
     every = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def selects(q: Tensor, k: Tensor, **how: Any) -> Any:
-        return f(q, k, **{word: x for word, x in how.items() if every or word in parameters})
+        given = dict.fromkeys(ABSENT) | how if not every else how
+        return f(q, k, **{word: x for word, x in given.items() if every or word in parameters})
 
     def call(*_: Any) -> Any:
         raise NotImplementedError("a selector does not attend")

@@ -35,6 +35,9 @@ PREFIX, OWNER = "nsa-against-", "owner"  # of the temporary folder; of the file 
 EXPECTED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
+WHOLE = re.MULTILINE | re.DOTALL
+
+
 class NotCompared(RuntimeError):
     """Why the two trees could not be compared."""
 
@@ -188,12 +191,15 @@ def _not_right(tree: Tree, arguments: Sequence[str], work: Path) -> str:
         NotCompared: pytest ended with an unexpected exit status.
     """
     began = time.monotonic()
-    status, said = _pytest(tree, [*arguments, "-m", "parity"], work / "parity.txt")
-    if status not in EXPECTED:
+    xml = work / "parity.xml"
+    status, said = _pytest(tree, [*arguments, "-m", "parity", f"--junitxml={xml}"], work / "parity.txt")
+    if status not in EXPECTED or not xml.exists():
         raise NotCompared(f"{tree.name}: pytest exited with {status}:\n{said[-2000:]}")
     print(f"{tree.name}: parity in {time.monotonic() - began:.0f} s", flush=True)
-    concluded = re.search(r"^=+ contestants =+$.*?: WRONG on .*", said, re.MULTILINE | re.DOTALL)
-    return concluded.group().strip() if concluded else ""
+    concluded = re.search(r"^=+ contestants =+$.*?(?:: WRONG on |ended without a result).*", said, WHOLE)
+    if concluded:
+        return concluded.group().strip()
+    return "".join(f"{name}: {why}\n" for name, why in _red(xml).items())
 
 
 def _pytest(tree: Tree, arguments: Sequence[str], said: Path) -> tuple[int, str]:
@@ -204,7 +210,7 @@ def _pytest(tree: Tree, arguments: Sequence[str], said: Path) -> tuple[int, str]
     environment["PYTEST_ADDOPTS"] = shlex.join(_of_one_tree(shlex.split(environment.get("PYTEST_ADDOPTS", ""))))
     with said.open("w") as stream:
         status = children.run(["-m", "pytest", *arguments], tree.path, environment, stream)
-    return status, said.read_text()
+    return status, re.sub(r"\n {4}(?=\S)", " ", said.read_text())  # verdicts are wrapped
 
 
 def _run(tree: Tree, arguments: Sequence[str], work: Path, module: str) -> bool:

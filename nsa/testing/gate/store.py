@@ -76,6 +76,8 @@ def find(folder: Path, key: Key) -> Baseline | None:
     for path in sorted(folder.glob("[0-9][0-9][0-9][0-9]_*.json"), reverse=True):
         document = read(path)
         owner = Key.of(document["machine_info"])
+        if owner.device != key.device:
+            raise ValueError(f"{path}: machine_info.device: expected {key.device}, got {owner.device}")
         newest = newest or owner
         groups.setdefault(owner, []).append((path, document))
     chosen = key if key in groups else newest

@@ -39,5 +39,15 @@ def test_triton_sel_parity_selecting(contestant, case, device):
     found = findings(out, r, case.integers and case.score != "softmax")
     if found:
         raise Wrong(f"{head}: {diagnose(out, r, found)}")
+    kept, flipped = out.clone(), q.flip(-1)
+    q.copy_(flipped)  # a selector may not know a call again by its tensors' addresses
+    r = r._replace(q=flipped)
+    again = contestant.selects(q, k, **how)
+    found = findings(again, r, case.integers and case.score != "softmax")
+    if found:
+        raise Wrong(f"{head}, whose queries have changed in place: {diagnose(again, r, found)}")
+    if not torch.equal(out, kept):
+        raise Wrong(f"{head}: a later call changed a result that was returned")
+    q.copy_(flipped.flip(-1))
     if contestant.contract.repeatable and not torch.equal(out, contestant.selects(q, k, **how)):
         raise Wrong(f"{head}: two calls with equal inputs chose different blocks")

@@ -40,4 +40,6 @@ def test_prefill(contestant, problem, publish, machine_sampling):
     try:
         publish(name, *take(), again=take)
     except NotImplementedError as e:
+        if contestant.declared:
+            raise
         unsupported(problem.case.id, e)
