@@ -80,7 +80,7 @@ class Verdicts:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
         report: Any = yield
         mark = item.get_closest_marker("contested")
-        if mark is None or not hasattr(item, "callspec"):
+        if mark is None or "promise" not in mark.kwargs or not hasattr(item, "callspec"):
             return report  # type: ignore[no-any-return]
         if report.when == "teardown" or (report.when == "setup" and report.outcome == "passed"):
             return report  # type: ignore[no-any-return]

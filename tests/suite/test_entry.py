@@ -227,6 +227,11 @@ def as_alone(request):
 def test_theirs(device, lane, case, problem, oracle, contestant, publish, by_hand, sampling, machine_sampling):
     assert {device, lane, case, problem, oracle, contestant, publish, by_hand, sampling, machine_sampling} == {"theirs"}
 
+@pytest.mark.contested
+@pytest.mark.parametrize("case", (x for x in (1, 2)))
+def test_iterated_once(case):
+    assert case in (1, 2)
+
 def test_profiles():
     from conftest import SECONDS
     assert engine.MAX_SHRINKING_SECONDS == SECONDS
@@ -246,7 +251,7 @@ def test_another_projects_fixtures_and_profiles_are_for_its_own_tests(run_pytest
     write(folder, files | {".hypothesis": "a file, so that the folder of that name cannot be made"})
     chosen = ["--pyargs", "nsa.testing.suite.perf", "tests", "--nsa-impl", "mine:attend", "--import-mode=importlib"]
     done = run_pytest(*chosen, *profile, cwd=folder, environment=installed)
-    assert outcome(done) == {"passed": 3 + 2 * 2, "failed": 2}, done.stdout + done.stderr
+    assert outcome(done) == {"passed": 3 + 2 * 4, "failed": 2}, done.stdout + done.stderr
     assert "replay one failure" not in done.stdout, "the tests that fail are theirs"
 
 

@@ -58,7 +58,9 @@ def test_every_value_of_the_format(device, dtype, backend):
 
 
 @pytest.mark.parametrize(
-    ("shape", "page"), [("number", None), ("one", PAGE), ("heads", PAGE), ("strided", None)], ids=str
+    ("shape", "page"),
+    [("number", None), ("one", PAGE), ("heads", PAGE), ("strided", None), ("negative", None)],
+    ids=str,
 )
 def test_scales(device, dtype, backend, page, shape):
     q, cache, selection = draw(device, dtype, page)
@@ -69,6 +71,7 @@ def test_scales(device, dtype, backend, page, shape):
         "one": lambda x: x[:1],
         "heads": lambda x: x,
         "strided": lambda x: torch.stack((x, x), 1)[:, 0],
+        "negative": lambda x: torch._neg_view(-x),
     }[shape]
     scales = torch.tensor([[0.7, 0.01], [1.3, 2.5]], device=device)
     cache = dataclasses.replace(cache, k_scale=made(scales[0] / 100), v_scale=made(scales[1] / 100))
