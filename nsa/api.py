@@ -235,9 +235,9 @@ def selection_attention_with_kvcache(
         cache_seqlens = lengths(cache_seqlens, q, k_cache, block_table, cu_seqlens_q)
     if scale is not None and type(scale) is not float:
         scale = number(scale)
-    if k_scale is not None:
+    if isinstance(k_scale, Tensor):
         k_scale = k_scale.resolve_neg()  # kernels would read a negative view as it lies in memory
-    if v_scale is not None:
+    if isinstance(v_scale, Tensor):
         v_scale = v_scale.resolve_neg()
     tracing = is_dynamo_compiling()
     call: Call = tuple.__new__(
