@@ -120,12 +120,14 @@ def row_of(r: Request, token: int) -> Row:
         for i in range(max(0, (begin - r.window) // r.stride + 1), min(seen, (end - 1) // r.stride + 1)):
             key_begin = i * r.stride
             overlap = min(end, key_begin + r.window) - max(begin, key_begin)
+            if overlap <= 0 or (r.score != "softmax" and key_begin < begin):
+                continue
             for of_key, of_block in zip(of_keys, of_blocks, strict=True):
-                if r.score == "softmax" and overlap > 0:
+                if r.score == "softmax":
                     of_block[b] = (of_block[b] if scored[b] else 0.0) + of_key[i] * (overlap // r.stride)
-                elif r.score != "softmax" and begin <= key_begin < end:
+                else:
                     of_block[b] = max(of_block[b], of_key[i])
-            scored[b] |= overlap > 0 if r.score == "softmax" else begin <= key_begin < end
+            scored[b] = True
     scores = torch.tensor(of_blocks, dtype=torch.float64).view(r.lists, blocks)
     at = torch.arange(blocks)
     forced = (at < r.first) | (at >= blocks - r.newest)

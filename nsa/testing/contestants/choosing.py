@@ -86,7 +86,7 @@ def _best(s: Tensor, sees: Tensor, here: slice, r: Request) -> Tensor:
     s = s.sum(-1) if r.score == "softmax" else s.amax(-1)  # [B, s, lists, blocks]
     position = positions(r)[:, here, None, None]
     own, block = position // r.block_size, torch.arange(s.shape[-1], device=s.device)
-    open_block = torch.full_like(own, False, dtype=torch.bool) if not r.tail else (position + 1) % r.block_size != 0
+    open_block = ((position + 1) % r.block_size != 0) & r.tail
     last = own - open_block.long()
     if r.score == "softmax":  # a block of which the query sees no key
         s = s.masked_fill((block * r.block_size - r.window) // r.stride + 1 >= sees[..., None, None], -torch.inf)
