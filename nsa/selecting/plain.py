@@ -149,13 +149,6 @@ def _scores(r: Request, about: Tokens, here: slice, first: int, last: int, lse: 
     return found
 
 
-def _ordered(score: Tensor) -> Tensor:
-    """int64 in the order of the scores."""
-    wide = score.dtype == torch.float64
-    bits = (score + 0.0).view(torch.int64 if wide else torch.int32).long()
-    return torch.where(bits < 0, bits ^ (2**63 - 1 if wide else 2**31 - 1), bits)
-
-
 def select(r: Request, out: Tensor) -> Tensor:
     """Choose the blocks of all rows, into ``out``."""
     if r.B == 0:  # tokens of no sequence
@@ -178,13 +171,16 @@ def _select_some(r: Request, about: Tokens, here: slice, chunk: int, out: Tensor
     if r.score == "softmax":
         scored = torch.where(seen > 0, ((seen - 1) * r.stride + r.window - 1) // r.block_size + 1, 0)
     lse = _lse(r, about, here, chunk * r.size) if r.score == "softmax" else None
-    lowest, highest = -(2**63), 2**63 - 1
+    # A key of the sort is the score; infinity for a forced block and -infinity for what cannot be chosen, and so an
+    # infinite score counts as the largest finite number.
+    lowest, highest, most = -torch.inf, torch.inf, torch.finfo(_dtype(r)).max
     shape = out.shape[0], r.lists, 0
-    key, block = (torch.empty(shape, dtype=torch.int64, device=out.device) for _ in range(2))
+    key, block = (torch.empty(shape, dtype=dtype, device=out.device) for dtype in (_dtype(r), torch.int64))
     for first in range(0, r.blocks, chunk):
         last = min(first + chunk, r.blocks)
         b = torch.arange(first, last, device=out.device)
-        new = torch.where(b < scored, _ordered(_scores(r, about, here, first, last, lse)), lowest)
+        scores = _scores(r, about, here, first, last, lse) + 0.0  # -0.0 becomes 0.0
+        new = torch.where(b < scored, scores.clamp(-most, most), lowest)
         forced = (b < r.first) | (b >= blocks - r.newest)
         new = torch.where(b < blocks, torch.where(forced, highest, new), lowest)
         key, block = torch.cat((key, new), -1), torch.cat((block, b.expand_as(new)), -1)

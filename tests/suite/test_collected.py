@@ -4,10 +4,11 @@ from collections import Counter
 
 import pytest
 
+from nsa.testing.matrix.cases import core
 from nsa.testing.plugin import current_lane
 from nsa.tuning import thresholds
 
-from .small_project import ROOT, outcome
+from .small_project import ROOT, off_gpu, outcome, write
 
 LENGTHY = ("test_regret", "test_threshold", "test_training")  # files, and the tests in them that take minutes
 # What is typed, and how many benchmarks of each it selects; True: some; 0: nothing of that file.
@@ -28,6 +29,29 @@ def test_lengthy_benchmarks_are_collected_on_request_only(run_pytest):
         for name, count in zip(LENGTHY, counts, strict=True):
             listed = done.stdout.count(f"tests/perf/{name}.py::{name}[" if count else f"{name}.py")
             assert type(count)(listed) == count, (words, name, listed)
+
+
+# A plugin that takes the benchmarks' setup for one of the GPU lane and ends the run where kernels would be compiled.
+ON_A_GPU = """\
+import pytest, torch
+from nsa.testing import benchmarks
+benchmarks.current_lane = lambda: "gpu"
+
+def pytest_collection_finish():
+    from nsa.testing.clock import precompile
+    torch.cuda.get_device_properties = lambda device: type("Properties", (), {"total_memory": 2**36})
+    precompile.WORTH = 1
+    precompile.compile_ahead = lambda jobs, *_: pytest.exit(f"to compile: {sorted({case.id for _, case in jobs})}", 7)
+"""
+
+
+def test_all_benchmarks_of_a_run_can_be_compiled_ahead(run_pytest, tmp_path):
+    """Calls of selectors are among them, which are no cases of attention."""
+    write(tmp_path, {"on_a_gpu.py": ON_A_GPU})
+    typed = ("-m", "perf", "-p", "no:cacheprovider", "-p", "on_a_gpu", "tests/perf/test_suite.py")
+    done = run_pytest(*typed, cwd=ROOT, environment=off_gpu(tmp_path))
+    assert done.returncode == 7, done.stdout + done.stderr
+    assert core()[0].id in done.stdout.partition("to compile: ")[2]
 
 
 @pytest.mark.skipif(current_lane() == "gpu", reason="there it is timed")
