@@ -62,6 +62,13 @@ def why(call: Call, shape: Shape, device_name: str, schedule: str, *others: str)
     return text if _own(costs, device_name) else f"{text} ({device_name} was not measured)"
 
 
+def by_row(call: Call, shape: Shape, device_name: str) -> bool:
+    """Whether query-major is expected to be faster than key-major for a call with blocks. Raises as :func:`why`."""
+    costs = measured(device_name)
+    job = None if costs is None else job_of(call, shape)
+    return costs is not None and job is not None and fastest(costs, job, ("key_major",)) == "query_major"
+
+
 def job_of(call: Call, shape: Shape) -> Job | None:
     """The sizes of a call; None if it is unlike all calls that were measured."""
     g, size, sequences = shape, call.block_size, max(shape.B, 1)

@@ -64,7 +64,7 @@ class Launch(NamedTuple):
         """All that a call may launch."""
         return self[:6] + (() if self.steps is None else self.steps.variants)
 
-    def serve(self, call: Call, route: str, served: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def serve(self, call: Call, route: str, served: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """:func:`forward` for a family that leaves rows to this launch."""
         return forward(self, call, route, served, lse)
 

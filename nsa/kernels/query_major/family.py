@@ -24,5 +24,9 @@ class QueryMajor(Family):
         """The launch for the steps of a ragged batch whose other rows another family serves."""
         return self.kernels.plan(call, shape, steps=True)
 
+    def plan_rest(self, call: Call, shape: Shape) -> Any:
+        """The launch for the rows that another family left."""
+        return self.kernels.plan(call, shape, skips=True)
+
 
 FAMILY = QueryMajor()

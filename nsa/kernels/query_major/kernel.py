@@ -169,7 +169,8 @@ def _fwd_kernel(
 ):  # fmt: skip
     """STEPS: the grid has a place for each of the first ``STEPS`` queries of each sequence of a ragged batch, the first
     queries of all sequences first. Sequences of at most ``STEPS`` queries are served, and their rows are marked in
-    served ``[tokens, HKV]``. Programs of all other places return at once.
+    served ``[tokens, HKV]``. Programs of all other places return at once. Without STEPS, programs of rows that served
+    marks return at once.
     """
     if OVERLAP:
         gdc_launch_dependents()  # the merge kernel may start; it waits for this kernel's end before it reads
@@ -211,6 +212,9 @@ def _fwd_kernel(
             return
         row = token * HKV + head_kv
         tl.store(served_ptr + row.to(tl.int64), 1)
+    elif served_ptr is not None:
+        if tl.load(served_ptr + row.to(tl.int64)) != 0:
+            return
 
     # Load first what decides which keys are read, and compute the rest while these loads are in flight.
     if SOURCE != WHOLE:

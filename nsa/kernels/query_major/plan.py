@@ -47,17 +47,21 @@ class Launch(NamedTuple):
     pins: dict[str, Exact]  # with these, another call compiles the same variants
     queries: int = 3  # of the guard's small call
 
+    steps = None  # this launch needs no other one for the steps of a ragged batch
+
     @property
     def variants(self) -> tuple[Variant, ...]:
         """All that a call may launch."""
         return self.variant, self.variant_lse
 
-    def serve(self, call: Call, route: str, served: Tensor | None, lse: Tensor | None) -> None:
-        """:func:`forward` for a family that has its steps served by this launch."""
-        forward(self, call, route, served, lse)
+    def serve(self, call: Call, route: str, served: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """:func:`forward` for a family that leaves rows to this launch."""
+        return forward(self, call, route, served, lse)
 
 
-def plan(call: Call, shape: Shape | None = None, per_head: bool = False, steps: bool = False) -> Launch:
+def plan(
+    call: Call, shape: Shape | None = None, per_head: bool = False, steps: bool = False, skips: bool = False
+) -> Launch:
     """Tiles, splits, grid and run-time sizes of a launch. They hold for every call with the same key.
 
     With ``batch_invariant`` few rows are launched like many, and rows without a bound count as `tiles.UNBOUNDED` keys.
@@ -68,9 +72,10 @@ def plan(call: Call, shape: Shape | None = None, per_head: bool = False, steps: 
         per_head: one query head per program, for comparison.
         steps: serve only sequences of at most `STEPS` queries of a ragged batch. :func:`forward` gets ``served``.
             Tiles are chosen for one query a sequence, because only the device knows the number of queries.
+        skips: leave out the rows that ``served`` marks, and launch few rows like many. :func:`forward` gets ``served``.
     """
     device, dtype, block_size = call.q.device, call.q.dtype, call.block_size
-    pipelined, invariant = call.settings.sel_triton_db, call.settings.batch_invariant
+    pipelined, invariant = call.settings.sel_triton_db, call.settings.batch_invariant or skips
     g = shape_of(call) if shape is None else shape
     S_kv, G, D, Dv, source, bound = g.S_kv, g.G, g.D, g.Dv, g.source, g.bound
     rows = (g.B if steps else g.tokens) * g.HKV
@@ -107,7 +112,7 @@ def plan(call: Call, shape: Shape | None = None, per_head: bool = False, steps: 
     far = (S_kv + size + tile.BLOCK_L) * max(g.strides[4], g.strides[7]) > INT32_MAX
     variant, variant_lse = (
         _variant(
-            (device, dtype, *call.dtypes(), with_lse), tile, splits if merged else 0, early, G=G, D=D, Dv=Dv,
+            (device, dtype, *call.dtypes(), with_lse, skips), tile, splits if merged else 0, early, G=G, D=D, Dv=Dv,
             SOURCE=source, LAYOUT=g.layout, PAGE=g.page, HKV=g.HKV, S_MANY=g.S > 1 and call.q.dim() == 4,
             STEPS=sizes.STEPS if steps else 0, CAUSAL=causal,
             CHUNKED=g.n > tile.SPANS and not tiles_of_block, FAR=far, SINGLE=tiles_of_block or int(single),
@@ -174,7 +179,8 @@ def forward(
     Args:
         launch: what :func:`plan` returned for this call.
         route: name counted in :data:`nsa.kernels.launches`.
-        served: of steps, int32 ``[tokens, HKV]``: set to 1 for the rows that are served, else left as it is.
+        served: int32 ``[tokens, HKV]``. Of steps: set to 1 for the rows that are served, else left as it is. Of a
+            launch that skips: not 0 for the rows to leave out.
         lse: where LSE goes; None: a new tensor if the call asks for LSE.
 
     Returns:

@@ -84,13 +84,15 @@ def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int, ev
     return 128, 4, 3
 
 
-def _in_blocks(itemsize: int, block_g: int, head_dim: int, size: int) -> tuple[int, int, int]:
+def _in_blocks(itemsize: int, block_g: int, head_dim: int, size: int, bound: int) -> tuple[int, int, int]:
     """``(BLOCK_L, num_warps, num_stages)`` of tiles that lie in one block, for many rows in 16 or 8 bits.
 
     Such a tile looks its block up once. A tile of several blocks looks up each key. Measured on an H100 on drawn shapes
-    (docs/notebook/query-major.md). ``size``: a power of two that divides the keys of a block.
+    (docs/notebook/query-major.md). ``size``: a power of two that divides the keys of a block. bound: keys of a row.
     """
     keys = min(32, size)
+    if itemsize == 2 and block_g <= 16 and 64 < head_dim <= 128 and size >= 64 and bound >= LONG:
+        return 64, 2, 3
     if block_g > 32:  # `wgmma` takes 64 rows and four warps
         return min(64 if head_dim <= 128 else 32, size), 4, 3  # not measured
     if itemsize == 1:
@@ -99,6 +101,9 @@ def _in_blocks(itemsize: int, block_g: int, head_dim: int, size: int) -> tuple[i
         return 16, 1 if block_g <= 16 else 2, 2  # two warps were not measured: with one, sums fill all registers
     return keys, 1, 3 if block_g <= 16 else 2
 
+
+LONG = 2048
+"""Rows of at least this many keys have longer tiles. With short tiles too few of their bytes are in flight."""
 
 LEAST_SHARE = 32
 """Keys of the smallest part of a row whose tiles lie in one block."""
@@ -178,9 +183,13 @@ def tile_and_splits(
     blocks = block >= 16 and choice is None and itemsize <= 2 and not per_head
     if blocks and full:
         heads = min(G, most_heads(itemsize))
-        choice = Choice(1, -(-G // heads), *_in_blocks(itemsize, padded(heads), max(padded(D), padded(Dv)), block))
+        widest = max(padded(D), padded(Dv))
+        choice = Choice(1, -(-G // heads), *_in_blocks(itemsize, padded(heads), widest, block, bound))
     if choice is None and not per_head:
-        choice = measured(name, itemsize, G, D, Dv, bound, spans == 1, None if full else rows, FULL * processors)
+        within = block if blocks and block > 32 else 0
+        choice = measured(
+            name, itemsize, G, D, Dv, bound, spans == 1, None if full else rows, FULL * processors, within
+        )  # fmt: skip
     if choice is not None:
         splits, fill = min(choice.splits, MAX_SPLITS), 0
         merged = bool(choice.cluster) and 1 < splits <= largest
@@ -205,11 +214,15 @@ def tile_and_splits(
 
 
 def measured(
-    name: str | None, itemsize: int, G: int, D: int, Dv: int, bound: int, one_span: bool, rows: int | None, full: int
-) -> Choice | None:
+    name: str | None, itemsize: int, G: int, D: int, Dv: int, bound: int, one_span: bool, rows: int | None, full: int,
+    within: int = 0,
+) -> Choice | None:  # fmt: skip
     """The choice of the nearest shape that a sweep measured on this GPU; None if no shape is near.
 
-    ``rows`` None: the nearest shape among those of at least ``full`` rows.
+    Args:
+        rows: None: the nearest shape among those of at least ``full`` rows.
+        within: keys of a block. None, too, if the nearest shape's tile is longer, because it looks up each key; or if
+            the nearest shape has far more or fewer keys or rows. 0: any tile.
     """
     if name is None or itemsize != 2 or G > MAX_HEADS or bound == 0 or rows == 0:
         return None
@@ -229,7 +242,10 @@ def measured(
     # Splits fit only similar shapes. For fewer keys the parts would be too short, and for more rows there would be more
     # programs than the chip holds.
     alike = abs(math.log2(nearest.L / bound)) <= 0.5 and abs(math.log2(nearest.rows / (rows or nearest.rows))) <= 0.5
-    return points[nearest] if alike or points[nearest].splits == 1 else None
+    chosen = points[nearest]
+    if within:
+        return chosen if alike and chosen.BLOCK_L <= within else None
+    return chosen if alike or chosen.splits == 1 else None
 
 
 def table(name: str) -> Mapping[gpu.Bucket, Mapping[Point, Choice]]:

@@ -7,9 +7,12 @@ from typing import Any
 from nsa import schedules
 from nsa.call import Call
 from nsa.kernels.key_major.family import FAMILY as KEY_MAJOR
-from nsa.kernels.key_major.family import counts
+from nsa.kernels.key_major.family import counts, has_steps
+from nsa.kernels.query_major.family import FAMILY as QUERY_MAJOR
+from nsa.kernels.query_major.tiles import FULL
+from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared.errors import DoesNotFit
-from nsa.kernels.shared.family import Family
+from nsa.kernels.shared.family import Exact, Family
 from nsa.kernels.shared.shape import Shape
 from nsa.kernels.union import tiles
 
@@ -42,8 +45,22 @@ class Union(Family):
         why_not = self.why_not(call, shape)
         if why_not is not None:
             raise DoesNotFit(why_not)
-        rest = KEY_MAJOR.plan(call, shape, schedule, skips=True)
+        by_row = self._by_row(call, shape)
+        rest = QUERY_MAJOR.plan_rest(call, shape) if by_row else KEY_MAJOR.plan(call, shape, schedule, skips=True)
         return self.kernels.plan(call, shape, rest)
+
+    def _by_row(self, call: Call, shape: Shape) -> bool:
+        """Whether query-major serves the rows that share too few blocks for a union; otherwise key-major does."""
+        pin, pins = call.settings.pin.get(self.name), call.settings.pin
+        if isinstance(pin, Exact):
+            return KEY_MAJOR.name not in pins
+        if has_steps(call, shape):
+            return False
+        if pin is not None and pin.by_row is not None:
+            return bool(pin.by_row)
+        device = call.q.device
+        many = shape.tokens * shape.HKV >= FULL * gpu.limits(device)[1]  # of few rows, query-major would split each
+        return many and schedules.by_row(call, shape, gpu.gpu_name(device) or "")
 
 
 FAMILY = Union()

@@ -1,7 +1,7 @@
-"""Union forward: lists the union of each tile, and computes tiles whose union is small. Key-major computes the others.
+"""Union forward: lists the union of each tile, and computes tiles whose union is small. Another family computes the rest.
 
-The host does not wait for the device. Key-major is launched for all rows and skips those that are served, so a captured
-graph replays with other selections. The kernels are in ``kernel.py``.
+The host does not wait for the device. The other family is launched for all rows and skips those that are served, so a
+captured graph replays with other selections. The kernels are in ``kernel.py``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Launch(NamedTuple):
     at_once: int  # tiles of a pass
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
-    rest: Any  # key-major's launch, for the other tiles
+    rest: Any  # key-major's or query-major's launch, for the other tiles
     pins: dict[str, Exact]  # with these, another call compiles the same variants, and reads unions of any size
     unites: bool = True  # no row of the guard's small call may list a block twice
 
@@ -57,7 +57,7 @@ def plan(call: Call, shape: Shape, rest: Any) -> Launch:
     """Tiles and run-time sizes of a launch.
 
     Args:
-        rest: key-major's launch, which skips rows that are served.
+        rest: key-major's or query-major's launch, which skips rows that are served.
 
     Raises:
         DoesNotFit: the call has more query heads, slots or keys than a tile holds.
@@ -157,4 +157,4 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
             (now * g.HKV, 1, 1), device, (q, k, v, out, lse, *index, block_table, lists, count, served),
             (*sizes, launch.size, g.tokens, first, now, g.pages, *g.strides, scale, g.stride_tb), narrow,
         )  # fmt: skip
-    return launch.rest.serve(call, route, served, lse)  # type: ignore[no-any-return]
+    return launch.rest.serve(call, "rest", served, lse)  # type: ignore[no-any-return]

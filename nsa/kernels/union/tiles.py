@@ -28,6 +28,7 @@ class Choice(NamedTuple):
     warps: int = 4
     stages: int = 3
     worth: Worth = WORTH
+    by_row: bool | None = None  # whether query-major serves the rows without a union; None: the costs say
 
 
 class Tile(NamedTuple):

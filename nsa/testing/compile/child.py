@@ -21,6 +21,7 @@ import torch
 
 from nsa.call import Call
 from nsa.kernels.shared.sizes import PATTERN_BYTES
+from nsa.kernels.union.tiles import Choice as Union
 from nsa.settings import Settings
 from nsa.testing.compile.budgets import FEW, Compiled
 from nsa.testing.compile.matrix import OVERHEARD, minor
@@ -153,7 +154,7 @@ def _call(point: Point) -> None:
         tensors.update(k_scale=meta(HKV, dtype=torch.float32), v_scale=meta(1, dtype=torch.float32))
     if "far" in point.options:
         k, v = (x.as_strided(x.shape, (*x.stride()[:-3], 16 * 2**27, *x.stride()[-2:])) for x in (k, v))
-    pins = (("query_major", point.choice),)
+    pins = ("query_major", point.choice), ("union", Union(by_row="by_row" in point.options))
     current = Settings(sel_triton_db="unpipelined" not in point.options, pins=pins)
     call = Call(
         q, k, v, **tensors, block_size=block_size, causal=point.causal, return_lse=point.source != "dense",

@@ -68,7 +68,8 @@ class Point:
     options: any of cu_seqlens, q_positions, int64, per_head, unpipelined, key_major, union, small_blocks, backward; far
     (strides beyond int32); cache (contiguous), or page64 (pages of 64 keys); e4m3 (a cache of float8_e4m3fn). A cache
     holds 65,536 keys for each of `rows` sequences; with another schedule it has two sequences, with half of the rows
-    each. ragged: its queries are packed; with key_major or union, query-major serves its steps.
+    each. ragged: its queries are packed; with key_major or union, query-major serves its steps. by_row: query-major
+    serves the rows that have no union, otherwise key-major does.
     """
 
     id: str

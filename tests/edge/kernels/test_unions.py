@@ -71,6 +71,15 @@ class Forward:
         return got
 
 
+class ByRow(Forward):
+    """Query-major, not key-major, serves the rows without a union."""
+
+    equal = "query_major"
+
+    def worth(self, worth):
+        self.pin(union=tiles.Choice(worth=worth, by_row=True))
+
+
 class SmallBlocks(Forward):
     """Equal to query-major's."""
 
@@ -124,7 +133,7 @@ def way(request, pin, monkeypatch):
     return made
 
 
-WAYS = {"forward": Forward, "small": SmallBlocks, "split": SplitBlocks, "backward": Backward}
+WAYS = {"forward": Forward, "by_row": ByRow, "small": SmallBlocks, "split": SplitBlocks, "backward": Backward}
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS, indirect=True)
 both_ways = pytest.mark.parametrize("way", [Forward, Backward], ids=["forward", "backward"], indirect=True)
 forward = pytest.mark.parametrize("way", [Forward], ids=["forward"], indirect=True)
