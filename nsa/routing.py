@@ -4,8 +4,8 @@ The families of kernels (`nsa/kernels/families.py`) are asked in turn whether th
 of a few keys at a time. Query-major reads the selected
 keys anew for every query. Key-major reads a block once for all queries that selected it, and merges partial results
 afterwards, which is faster for small groups and many queries. Union reads a block once for a few neighbouring queries;
-the device decides for which of them, and key-major serves the others. In calls of either, query-major serves the steps
-of a ragged batch: its sequences of at most 8 queries.
+the device decides for which of them, and key-major or query-major serves the others. In calls of key-major and union,
+query-major serves the steps of a ragged batch: its sequences of at most 8 queries.
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ NAMES = ("query_major", "key_major", "union")
 APART, SHARED = "union_apart", "union_shared"
 """Union's costs if neighbouring queries share no blocks, and if they share nine of ten."""
 
+REST = "rest"
+"""A term of union's costs: how much of the time of the schedule that serves rows without a union is added."""
+
 WIDE = 128  # head dims above this have other tiles
 TILE_ROWS = 64  # of key-major
 
@@ -32,6 +35,7 @@ class Job(NamedTuple):
     block_size: int
     paged: bool = False
     e4m3: bool = False
+    ragged: bool = False
 
     @property
     def kind(self) -> str:
@@ -50,7 +54,7 @@ def work(job: Job, schedule: str) -> dict[str, float]:
     """What a schedule does for a call, in millions unless the name says otherwise.
 
     Args:
-        schedule: of `NAMES`; union is counted as key-major is.
+        schedule: of `NAMES`; union is counted as key-major is. Its costs have the term `REST`, too, which is no work.
     """
     rows, width = job.sequences * job.queries * job.HKV, job.D + job.Dv
     read = rows * job.mean_keys / 1e6  # keys, of all rows
@@ -87,4 +91,5 @@ def work(job: Job, schedule: str) -> dict[str, float]:
 
 
 TERMS = {name: tuple(work(Job(1, 1, 1, 1, 1, 1, 1, 1, 1), name)) for name in (*NAMES[:2], APART, SHARED)}
+TERMS |= {name: (*TERMS[name], REST) for name in (APART, SHARED)}
 """The terms of the work of each schedule that has costs."""

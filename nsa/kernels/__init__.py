@@ -8,8 +8,7 @@ from nsa import settings
 
 launches: Counter[str] = Counter()
 """Kernel launches of this process by route name, counted at the launch. ``split`` counts launches that divided each row
-among several programs. ``steps`` counts launches of query-major for the steps of a ragged batch of another schedule, and ``rest`` those for the
-rows that share too few blocks for a union."""
+among several programs. ``steps`` counts launches of query-major for the steps of a ragged batch of another schedule."""
 
 
 def pinned(**tiles: Any) -> AbstractContextManager[settings.Settings]:

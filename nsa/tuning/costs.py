@@ -22,7 +22,7 @@ import numpy as np
 from nsa import gpu, schedules
 from nsa.testing.report.recording import within
 from nsa.tuning.files import provenance, write_section
-from nsa.work import APART, NAMES, SHARED, Job, work
+from nsa.work import APART, NAMES, REST, SHARED, Job, work
 
 NEAR = 0.3
 LEAST = 16  # times, to fit the costs of a schedule and a kind of calls
@@ -43,18 +43,26 @@ def fit(rows: Sequence[Row]) -> Kinds:
     found: Kinds = {}
     for kind in sorted({job(row).kind for row in rows}):
         some = [row for row in rows if job(row).kind == kind]
-        for name, schedule, overlap in (
-            ("query_major", "query_major", None), ("key_major", "key_major", None),
-            *((name, "union", overlap) for name, overlap in OVERLAPS.items()),
-        ):  # fmt: skip
-            timed = [row for row in some if schedule in row["us"] and overlap in (None, row["shared"])]
+        of: dict[str, dict[str, float]] = {}
+        for name in NAMES[:2]:
+            timed = [row for row in some if name in row["us"]]
             if len(timed) >= LEAST:
-                found.setdefault(kind, {})[name] = _costs(timed, schedule)
+                of[name] = _costs(timed, name, [work(job(row), name) for row in timed])
+        for name, overlap in OVERLAPS.items() if of else ():
+            timed = [row for row in some if "union" in row["us"] and row["shared"] == overlap]
+            if len(timed) >= LEAST:
+                of[name] = _costs(timed, "union", [_of_union(of, job(row)) for row in timed])
+        if of:
+            found[kind] = of
     return found
 
 
-def _costs(rows: Sequence[Row], schedule: str) -> dict[str, float]:
-    counts = [work(job(row), schedule) for row in rows]
+def _of_union(of: dict[str, dict[str, float]], of_row: Job) -> dict[str, float]:
+    times = {name: schedules.total(of[name], work(of_row, name)) for name in NAMES[:2] if name in of}
+    return work(of_row, "union") | {REST: times.get(schedules.rest(times, of_row), 0.0)}
+
+
+def _costs(rows: Sequence[Row], schedule: str, counts: Sequence[dict[str, float]]) -> dict[str, float]:
     times = np.array([row["us"][schedule] for row in rows])
     relative = np.array([list(of.values()) for of in counts]) / times[:, None]
     weights = np.ones(len(rows))

@@ -27,8 +27,9 @@ def tiled(case: Case) -> bool:
 
 @pytest.fixture(params=["always", "worth", "by_row"])
 def worth(request, pin):
-    """by_row: as worth, and query-major serves the other rows."""
-    pin(union=tiles.Choice(worth=ALWAYS if request.param == "always" else tiles.WORTH, by_row=request.param == "by_row"))
+    """by_row: query-major serves the rows without a union."""
+    if request.param != "worth":
+        pin(union=tiles.Choice(worth=ALWAYS) if request.param == "always" else tiles.Choice(by_row=True))
     return request.param
 
 
@@ -38,9 +39,7 @@ def test_triton_sel_parity_union(oracle: Oracle, worth: str) -> None:
     for return_lse in modes:
         result, launched = OURS["union"].run_counted(oracle.problem, return_lse)
         assert_parity(result, oracle, "union")
-        steps = bool(launched["steps"])  # of a ragged batch; key-major serves the rest then
-        by_row = {"rest"} if worth == "by_row" and not steps else set()
-        assert set(launched) - {"steps"} == {"union"} | by_row, f"launched {launched}"
+        assert set(launched) == {"union"}, f"launched {launched}"
 
 
 @pytest.mark.parametrize("size", [16, 48, 64], ids=lambda size: f"block{size}")

@@ -64,7 +64,7 @@ class Launch(NamedTuple):
         """All that a call may launch."""
         return self[:6] + (() if self.steps is None else self.steps.variants)
 
-    def serve(self, call: Call, route: str, served: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def serve(self, call: Call, route: str | None, served: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """:func:`forward` for a family that leaves rows to this launch."""
         return forward(self, call, route, served, lse)
 
@@ -248,7 +248,7 @@ def _programs(launch: Launch, w: key_tiles.Windows) -> int:
 
 
 def forward(
-    launch: Launch, call: Call, route: str, served: Tensor | None = None, lse: Tensor | None = None
+    launch: Launch, call: Call, route: str | None, served: Tensor | None = None, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the kernels. Arguments and results as of :func:`nsa.kernels.query_major.plan.forward`.
 
@@ -267,6 +267,7 @@ def forward(
     w, (parts, part_lse, block, rank, span, unit, start, lists) = reserve(launch, q.dtype, v.shape[-1])
     if served is None:
         served = launch.serve_steps(call._replace(out=out), lse)
+    if route is not None:
         launches[route] += 1
     k_scale, v_scale = (x if x is None else x.contiguous() for x in (call.k_scale, call.v_scale))
     scale = launch.scale if call.scale is None else call.scale

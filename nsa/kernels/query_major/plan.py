@@ -54,7 +54,7 @@ class Launch(NamedTuple):
         """All that a call may launch."""
         return self.variant, self.variant_lse
 
-    def serve(self, call: Call, route: str, served: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def serve(self, call: Call, route: str | None, served: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """:func:`forward` for a family that leaves rows to this launch."""
         return forward(self, call, route, served, lse)
 
@@ -94,6 +94,8 @@ def plan(
             per_head, pipelined, pin, largest_cluster(device, capability, processors), invariant,
             block,
         )  # fmt: skip
+    if skips:
+        splits, merged = 1, False  # rows that are left out have no parts to merge
     size = min(block_size or 1, max(S_kv, 1))  # keys of a block, at most those that exist
     if source == BLOCKS and block_size is not None and block_size % tile.BLOCK_L == 0:
         whole = min(block_size, max(-(-S_kv // tile.BLOCK_L), 1) * tile.BLOCK_L)
@@ -172,13 +174,13 @@ def largest_cluster(device: torch.device, capability: int, processors: int) -> i
 
 
 def forward(
-    launch: Launch, call: Call, route: str, served: Tensor | None = None, lse: Tensor | None = None
+    launch: Launch, call: Call, route: str | None, served: Tensor | None = None, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the forward kernel.
 
     Args:
         launch: what :func:`plan` returned for this call.
-        route: name counted in :data:`nsa.kernels.launches`.
+        route: name counted in :data:`nsa.kernels.launches`; None: it is not counted.
         served: int32 ``[tokens, HKV]``. Of steps: set to 1 for the rows that are served, else left as it is. Of a
             launch that skips: not 0 for the rows to leave out.
         lse: where LSE goes; None: a new tensor if the call asks for LSE.
@@ -229,7 +231,8 @@ def forward(
         (*launch.sizes, launch.scale if scale is None else scale, launch.stride_tb),
         launch.narrow,
     )  # fmt: skip
-    launches[route] += 1
+    if route is not None:
+        launches[route] += 1
     if launch.splits > 1:
         launches["split"] += 1
     if parts is not None:

@@ -221,8 +221,8 @@ def measured(
 
     Args:
         rows: None: the nearest shape among those of at least ``full`` rows.
-        within: keys of a block. None, too, if the nearest shape's tile is longer, because it looks up each key; or if
-            the nearest shape has far more or fewer keys or rows. 0: any tile.
+        within: None, too, if the nearest shape's tile is longer than so many keys of a block, because it looks up each
+            key. 0: any tile.
     """
     if name is None or itemsize != 2 or G > MAX_HEADS or bound == 0 or rows == 0:
         return None
@@ -243,9 +243,8 @@ def measured(
     # programs than the chip holds.
     alike = abs(math.log2(nearest.L / bound)) <= 0.5 and abs(math.log2(nearest.rows / (rows or nearest.rows))) <= 0.5
     chosen = points[nearest]
-    if within:
-        return chosen if alike and chosen.BLOCK_L <= within else None
-    return chosen if alike or chosen.splits == 1 else None
+    fits = not within or chosen.BLOCK_L <= within
+    return chosen if fits and (alike or chosen.splits == 1) else None
 
 
 def table(name: str) -> Mapping[gpu.Bucket, Mapping[Point, Choice]]:

@@ -7,13 +7,12 @@ from typing import Any
 from nsa import schedules
 from nsa.call import Call
 from nsa.kernels.key_major.family import FAMILY as KEY_MAJOR
-from nsa.kernels.key_major.family import counts, has_steps
+from nsa.kernels.key_major.family import counts
 from nsa.kernels.query_major.family import FAMILY as QUERY_MAJOR
-from nsa.kernels.query_major.tiles import FULL
 from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.family import Exact, Family
-from nsa.kernels.shared.shape import Shape
+from nsa.kernels.shared.shape import RAGGED, Shape
 from nsa.kernels.union import tiles
 
 LEAST_GROUP = 3  # smaller groups leave a tile's rows empty: union was never faster than key-major for one head
@@ -51,16 +50,17 @@ class Union(Family):
 
     def _by_row(self, call: Call, shape: Shape) -> bool:
         """Whether query-major serves the rows that share too few blocks for a union; otherwise key-major does."""
-        pin, pins = call.settings.pin.get(self.name), call.settings.pin
+        pins = call.settings.pin
+        pin = pins.get(self.name)
         if isinstance(pin, Exact):
             return KEY_MAJOR.name not in pins
-        if has_steps(call, shape):
+        if shape.layout == RAGGED:
             return False
         if pin is not None and pin.by_row is not None:
             return bool(pin.by_row)
-        device = call.q.device
-        many = shape.tokens * shape.HKV >= FULL * gpu.limits(device)[1]  # of few rows, query-major would split each
-        return many and schedules.by_row(call, shape, gpu.gpu_name(device) or "")
+        name, processors = gpu.gpu_name(call.q.device), gpu.limits(call.q.device)[1]
+        many = 2 * shape.tokens * shape.HKV >= processors  # a program a row occupies at least half of the GPU
+        return many and schedules.rest_of(call, shape, name or "") == QUERY_MAJOR.name
 
 
 FAMILY = Union()

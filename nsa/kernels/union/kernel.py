@@ -2,8 +2,8 @@
 
 In trained models neighbouring queries select mostly the same blocks. A tile's rows are masked by a bit of the block's
 mask (bit ``i``: token ``i`` of the tile selected it) and by their causal limits. Nothing is merged afterwards. A list
-kernel makes the unions, and decides for each tile whether its union is worth reading. Key-major serves the other tiles,
-and skips the rows that ``served_ptr`` marks. Source: NSA, arXiv 2502.11089, section 3.4.
+kernel makes the unions, and decides for each tile whether its union is worth reading. Another family serves the other
+tiles, and skips the rows that ``served_ptr`` marks. Source: NSA, arXiv 2502.11089, section 3.4.
 """
 
 import triton
@@ -111,7 +111,7 @@ def _union_kernel(
     kernel does not negate q instead, because Triton would then load q into registers in every step.
 
     A weight of zero times a NaN or an infinity is NaN, so a value that only a neighbour selected, or that only TMA
-    reads, could spoil a row. A tile whose result has a NaN is therefore not served: key-major computes its rows again.
+    reads, could spoil a row. A tile whose result has a NaN is therefore not served: the other family computes its rows.
     """
     tile = tl.program_id(0) % tiles  # one KV head after the other, so that its keys may stay in L2
     head_kv = tl.program_id(0) // tiles

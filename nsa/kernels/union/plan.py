@@ -1,4 +1,4 @@
-"""Union forward: lists the union of each tile, and computes tiles whose union is small. Another family computes the rest.
+"""Union forward: lists the union of each tile and computes tiles whose union is small. Another family does the rest.
 
 The host does not wait for the device. The other family is launched for all rows and skips those that are served, so a
 captured graph replays with other selections. The kernels are in ``kernel.py``.
@@ -103,9 +103,7 @@ def _for_tma(x: Tensor) -> Tensor:
 
 
 @remembered
-def _variants(
-    kinds: tuple[object, ...], tile: tiles.Tile, steps: bool, **shared: Any
-) -> tuple[Variant, ...]:
+def _variants(kinds: tuple[object, ...], tile: tiles.Tile, steps: bool, **shared: Any) -> tuple[Variant, ...]:
     """The kernels for a tile and the compile-time arguments ``shared``. Plans that differ only in sizes share them.
 
     Returns the list kernel, and the union kernel without and with LSE. Kernels for another device or other dtypes
@@ -157,4 +155,4 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
             (now * g.HKV, 1, 1), device, (q, k, v, out, lse, *index, block_table, lists, count, served),
             (*sizes, launch.size, g.tokens, first, now, g.pages, *g.strides, scale, g.stride_tb), narrow,
         )  # fmt: skip
-    return launch.rest.serve(call, "rest", served, lse)  # type: ignore[no-any-return]
+    return launch.rest.serve(call, None, served, lse)  # type: ignore[no-any-return]

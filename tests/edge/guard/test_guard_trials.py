@@ -26,6 +26,7 @@ from nsa.kernels.shared import asking, sources
 from nsa.kernels.shared import launch as launching
 from nsa.kernels.shared.launch import Variant
 from nsa.kernels.shared.sizes import ALWAYS
+from nsa.kernels.union import tiles as union_tiles
 from nsa.plain.oracle import beyond_rounding
 from nsa.testing.compile.points import ARCHITECTURES
 from nsa.testing.matrix import strategies
@@ -209,6 +210,17 @@ def test_right_kernels_of_steps_are_right(draw, device, right, schedule, splits)
     with pinned(query_major=tiles.Choice(splits, 1, 16, 4, 2, 0)):
         assert right(call) == [*["_fwd_kernel", "_combine_kernel"][:splits], *of_union, *INDEX]
         assert right(functools.partial(call, max_seqlen_q=1)) == [*of_union, *INDEX], "all sequences must be long"
+
+
+def test_right_kernels_of_rows_beside_unions_are_right(draw, device, right, pin):
+    """Query-major that skips rows is tried in a child that launches it beside unions, too."""
+    q, k, v = draw(S=12, S_kv=64, HKV=1, G=4)
+    blocks = torch.tensor([[0, 1]] * 6 + [[0, 2], [1, 3]] * 3, dtype=torch.int32, device=device).view(1, 12, 1, 2)
+    pin(union=union_tiles.Choice(by_row=True))
+    call = functools.partial(
+        nsa.selection_attention, q, k, v, block_indices=blocks, block_size=16, schedule="union", backend="triton"
+    )
+    assert sorted(right(call)) == ["_fwd_kernel", "_list_kernel", "_union_kernel"]
 
 
 def trained(qkv, **selection):

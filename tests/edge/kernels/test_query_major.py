@@ -88,6 +88,22 @@ def test_few_rows_over_small_blocks_are_split_once_more():
     assert blocks[0].BLOCK_L == 32 < spans[0].BLOCK_L
 
 
+H100 = ("NVIDIA H100 80GB HBM3", 90, 132, 2)
+
+
+@pytest.mark.parametrize(("rows", "bound"), [(4, 2624), (66, 3072), (144, 2688), (137, 2944)])
+def test_few_rows_over_long_lists_have_tiles_of_one_block(rows, bound):
+    """The table's tiles of 128 keys, measured over blocks of 128, take up to four times as long over blocks of 64."""
+    tile, *_ = tiles.tile_and_splits(*H100, 16, 128, 128, bound, 64, rows, largest=16, block=64)
+    assert tile.BLOCK_L == 64
+
+
+def test_many_long_rows_have_longer_tiles():
+    """Whatever the number of rows, so that a row's result does not depend on it."""
+    for rows, (bound, keys) in itertools.product((264, 10**6), ((2047, 32), (2048, 64))):
+        assert tiles.tile_and_splits(*H100, 16, 128, 128, bound, 16, rows, block=128)[0].BLOCK_L == keys
+
+
 def test_huge_blocks_cost_what_they_hold(agrees, draw, same, fresh_plans):
     """Of a block of 2^20 keys ten exist: with a tile walked for every key that it might hold this would not end."""
     q, k, v = draw(S=1, HKV=1, S_kv=10)

@@ -14,6 +14,7 @@ from nsa.kernels.backward import plan as backward
 from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.families import OF_SCHEDULE
 from nsa.kernels.key_major import plan as key_major
+from nsa.kernels.query_major import tiles as query_tiles
 from nsa.kernels.shared import launch as launching
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.shape import shape_of
@@ -300,6 +301,26 @@ def test_key_major_beside_unions(prompt, device, way):
         way.check(*given, **selection)
 
 
+@pytest.mark.parametrize("way", [ByRow], ids=["by_row"], indirect=True)
+def test_query_major_beside_unions(prompt, device, way, pin):
+    """It leaves out rows that are served. A program holds a whole row even if splits are pinned: without its parts, a
+    row that is left out cannot be merged.
+    """
+    way.worth(worth(way))
+    pin(query_major=query_tiles.Choice(2, 1, 16, 1, 2))
+    selection, given = blocks_of(device, *ALIKE, *APART), prompt()
+    call = Call(*given[:3], **selection, settings=settings.get())
+    rest = OF_SCHEDULE["union"].plan(call, shape_of(call), "union").rest
+    assert ({x.kernel.fn.__name__ for x in rest.variants}, rest.splits) == ({"_fwd_kernel"}, 1)
+    served, out = torch.tensor([1, 0] * 4, dtype=torch.int32, device=device), torch.full_like(given[0], math.nan)
+    rest.serve(call._replace(out=out), None, served, None)
+    assert out[0].isnan().flatten(1).all(1).tolist() == served.bool().tolist()
+    before = nsa.kernels.launches.copy()
+    way.check(*given, **selection)
+    assert way.served() == YES + NO
+    assert nsa.kernels.launches - before == {"union": 1, "query_major": 1, "split": 1}
+
+
 @forward
 def test_rows_do_not_depend_on_neighbours_with_batch_invariant(prompt, device, way):
     qkv, selection = prompt()[:3], blocks_of(device, *[[0, 3]] * 8)
@@ -319,7 +340,7 @@ def test_ranges_have_no_unions(prompt, same, way):
 
 @forward
 def test_ragged_batches(device, way):
-    """A tile that reaches past the last sequence is left to key-major, which gives unused tokens zeros."""
+    """A tile that reaches past the last sequence is left to the others, which give unused tokens zeros."""
     cache = caches.draw([90, 50], 96, 32, HKV=1, dtype=torch.float32, device=device, seed=1)
     q = torch.randn(20, way.G, 16, generator=torch.Generator().manual_seed(2)).to(device)
     selection = {"block_indices": torch.tensor([[[0, 5]]] * 9 + [[[3, 1]]] * 11, device=device), "block_size": SIZE}

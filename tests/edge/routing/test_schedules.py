@@ -8,7 +8,9 @@ from nsa import routing, schedules, settings
 from nsa.call import Call
 from nsa.doctor import Shaped
 from nsa.gpu import Costs, device_slug
+from nsa.kernels.families import OF_SCHEDULE
 from nsa.kernels.key_major import tiles as key_tiles
+from nsa.kernels.shared.shape import shape_of
 from nsa.work import Job, work
 
 GPU = "NVIDIA Nobody 1"
@@ -78,6 +80,33 @@ def test_union_costs_the_mean_of_both_overlaps():
     assert schedules.microseconds(costs, USUAL) == {"union": 6.0}
     assert schedules.microseconds(costs, USUAL._replace(queries=1)) == {"union": 4.0}
     assert schedules.microseconds(costs, USUAL._replace(e4m3=True)) == {}
+
+
+def test_union_costs_what_serves_its_other_rows_costs():
+    """Those of query-major or key-major, a share of which each overlap leaves; of key-major in a ragged batch."""
+    others = {"query_major": {"calls": 32.0}, "key_major": {"calls": 40.0}}
+    of = others | {"union_apart": {"calls": 4.0, "rest": 1.0}, "union_shared": {"calls": 1.0, "rest": 0.25}}
+    costs = Costs({"narrow": of}, {}, None)
+    assert schedules.microseconds(costs, USUAL)["union"] == 18.0  # of 36 and 9
+    ragged = USUAL._replace(ragged=True)
+    assert schedules.microseconds(costs, ragged)["union"] == pytest.approx((44 * 11) ** 0.5), "key-major serves them"
+
+
+@pytest.mark.parametrize(
+    ("query_major", "key_major", "rows", "expected"),
+    [(9.0, 10.0, 66, True), (9.0, 10.0, 65, False), (9.7, 10.0, 66, False), (None, 10.0, 66, False)],
+    ids=["faster", "few rows", "within the margin", "not measured"],
+)
+def test_what_serves_the_rows_that_unions_leave(folder, query_major, key_major, rows, expected):
+    """Query-major, if it is expected to be clearly faster and its programs fill half of the multiprocessors."""
+    of = {"query_major": query_major, "key_major": key_major}
+    of = ", ".join(f"{name}: {{calls: {us}}}" for name, us in of.items() if us is not None)
+    folder(f"{{narrow: {{{of}}}}}", name=schedules.STAND_IN)
+    q = torch.zeros(1, rows, 16, 64, dtype=torch.float16)
+    k = torch.zeros(1, 4096, 1, 64, dtype=torch.float16)
+    blocks = torch.zeros(1, rows, 1, 16, dtype=torch.int32)
+    call = Call(q, k, k, block_indices=blocks, block_size=64, settings=settings.get())
+    assert OF_SCHEDULE["union"]._by_row(call, shape_of(call, 16 * 64)) is expected
 
 
 def test_query_major_serves_unless_another_is_faster_by_a_margin():
