@@ -38,16 +38,19 @@ MOST_GROUP = 32
 def microseconds(costs: gpu.Costs, job: Job) -> dict[str, float]:
     """The time of a call by schedule, as far as there are costs of its kind."""
     of = costs.kinds.get(job.kind, {})
-    found = {name: total(of[name], work(job, name)) for name in NAMES if name in of}
+    found = {name: _sum(of[name], work(job, name)) for name in NAMES if name in of}
     if APART in of and SHARED in of:  # the host does not know which it will be, so it takes the mean
-        counts = work(job, "union") | {REST: found.get(rest(found, job), 0.0)}
-        apart, shared = (total(of[name], counts) for name in (APART, SHARED))
+        apart, shared = (_sum(of[name], of_union(found, job)) for name in (APART, SHARED))
         found["union"] = apart if job.queries == 1 else math.sqrt(apart * shared)
     return found
 
 
-def total(costs: Mapping[str, float], counts: Mapping[str, float]) -> float:
-    """What counted work costs."""
+def of_union(times: Mapping[str, float], job: Job) -> dict[str, float]:
+    """The work of union, and the time of the schedule that serves its other rows. ``times``: of the other schedules."""
+    return work(job, "union") | {REST: times.get(rest(times, job), 0.0)}
+
+
+def _sum(costs: Mapping[str, float], counts: Mapping[str, float]) -> float:
     return sum(cost * counts[name] for name, cost in costs.items())
 
 
@@ -60,10 +63,10 @@ def why(call: Call, shape: Shape, device_name: str, schedule: str, *others: str)
     Raises:
         ValueError: a file of measurements cannot be parsed. The text names it.
     """
-    costs = measured(device_name)
-    job = None if costs is None else job_of(call, shape)
-    if costs is None or job is None or fastest(costs, job, (schedule, *others)) != schedule:
+    known = _known(call, shape, device_name)
+    if known is None or fastest(*known, (schedule, *others)) != schedule:
         return None
+    costs, _ = known
     text = f"{schedule} is expected to be the fastest, measured on {costs.provenance['gpu']}"
     return text if _own(costs, device_name) else f"{text} ({device_name} was not measured)"
 
@@ -79,9 +82,15 @@ def rest(times: Mapping[str, float], job: Job) -> str:
 
 def rest_of(call: Call, shape: Shape, device_name: str) -> str:
     """:func:`rest` for a call with blocks. Raises as :func:`why`."""
+    known = _known(call, shape, device_name)
+    return "key_major" if known is None else rest(microseconds(*known), known[1])
+
+
+def _known(call: Call, shape: Shape, device_name: str) -> tuple[gpu.Costs, Job] | None:
+    """The costs and the sizes of a call; None without costs, or for a call unlike all that were measured."""
     costs = measured(device_name)
     job = None if costs is None else job_of(call, shape)
-    return "key_major" if costs is None or job is None else rest(microseconds(costs, job), job)
+    return None if costs is None or job is None else (costs, job)
 
 
 def job_of(call: Call, shape: Shape) -> Job | None:

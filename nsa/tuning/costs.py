@@ -22,7 +22,7 @@ import numpy as np
 from nsa import gpu, schedules
 from nsa.testing.report.recording import within
 from nsa.tuning.files import provenance, write_section
-from nsa.work import APART, NAMES, REST, SHARED, Job, work
+from nsa.work import APART, NAMES, SHARED, Job, work
 
 NEAR = 0.3
 LEAST = 16  # times, to fit the costs of a schedule and a kind of calls
@@ -58,8 +58,7 @@ def fit(rows: Sequence[Row]) -> Kinds:
 
 
 def _of_union(of: dict[str, dict[str, float]], of_row: Job) -> dict[str, float]:
-    times = {name: schedules.total(of[name], work(of_row, name)) for name in NAMES[:2] if name in of}
-    return work(of_row, "union") | {REST: times.get(schedules.rest(times, of_row), 0.0)}
+    return schedules.of_union(schedules.microseconds(gpu.Costs({of_row.kind: of}, {}, Path()), of_row), of_row)
 
 
 def _costs(rows: Sequence[Row], schedule: str, counts: Sequence[dict[str, float]]) -> dict[str, float]:
