@@ -119,7 +119,7 @@ def job_of(call: Call, shape: Shape) -> Job | None:
     queries = g.tokens // sequences  # varlen: the mean
     if call.max_seqlen_q is not None and queries > 1:  # assumes one token for each other sequence
         queries = max(queries, min(call.max_seqlen_q, g.tokens - g.B + 1))
-        sequences = max(1, g.tokens // max(queries, 1))
+        sequences = max(1, round(g.tokens / queries))
     keys = g.S_kv // max(shape.B, 1) if g.packed else g.S_kv
     usual = call.q.dtype in DTYPES and g.n >= LEAST_BLOCKS and BLOCK_SIZES[0] <= size <= BLOCK_SIZES[1]
     long = g.bound is not None and g.bound >= LEAST_KEYS and 0 < queries <= keys
