@@ -1,6 +1,6 @@
 """What each schedule does for a call, counted from the sizes of the call. `nsa/gpu.py` stores what a unit of it costs.
 
-The tiles and splits are those of an H100 without a table, wherever the call runs, because the costs were measured there.
+Tiles and splits are those of an H100 without a table, wherever the call runs, because there costs were measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nsa.kernels.union import tiles as union_tiles
 
 NAMES = ("query_major", "key_major", "union")
 REST = "rest"
-"""A term of union's costs: of the time of the schedule that serves the rows without a union, their share of all rows."""
+"""A term of union's costs: the share of rows without a union, times the time of the schedule that serves these."""
 
 WIDE = 128  # head dims above this have other tiles
 CAPABILITY, PROCESSORS, LARGEST_CLUSTER = 90, 132, 16  # of an H100
@@ -66,15 +66,20 @@ class Job(NamedTuple):
 
     @property
     def blocks_read(self) -> float:
-        """Blocks that some row reads, of all sequences and KV heads, if a row draws at random what it does not share."""
+        """Blocks that some row reads, of all sequences and KV heads. A row draws at random what it does not share."""
         blocks = max(1.0, self.keys / self.block_size)
         drawn = self.mean_blocks * (1 + (self.queries - 1) * (1 - self.shared))
         return self.sequences * self.HKV * blocks * -math.expm1(-drawn / blocks)
 
+    @property
+    def numbers_of_blocks(self) -> float:
+        return self.blocks_read * self.block_size * (self.D + self.Dv) / 1e6
+
 
 def work(job: Job, schedule: str, skips: bool = False) -> dict[str, float]:
-    """What a schedule does for a call, in millions unless the name says otherwise. ``_each``: what a program does in
-    sequence, which decides the time of few programs.
+    """What a schedule does for a call, in millions unless the name says otherwise. Head dims are as long as in tiles.
+
+    ``_each`` is what the longest program does, or as long as it takes a row to be merged: the time of few programs.
 
     Args:
         schedule: of `NAMES`. Nothing is counted for union if no tile of it holds two tokens.
@@ -86,50 +91,44 @@ def work(job: Job, schedule: str, skips: bool = False) -> dict[str, float]:
 
 
 def _query_major(job: Job, skips: bool) -> dict[str, float]:
-    G, D, Dv, size, most = job.G, job.D, job.Dv, job.block_size, job.most_keys
     tile, splits, _ = query_tiles.tile_and_splits(
-        None, CAPABILITY, PROCESSORS, 1 if job.e4m3 else 2, G, D, Dv, most, span_bucket(job.n, job.keys), job.rows,
-        largest=LARGEST_CLUSTER, invariant=skips, block=size & -size,
+        None, CAPABILITY, PROCESSORS, 1 if job.e4m3 else 2, job.G, job.D, job.Dv, job.most_keys,
+        span_bucket(job.n, job.keys), job.rows, largest=LARGEST_CLUSTER, invariant=skips,
+        block=job.block_size & -job.block_size,
     )  # fmt: skip
-    width, programs = tile.BLOCK_D + tile.BLOCK_DV, job.rows * -(-G // tile.HEADS) * splits
-    tiles = -(-most // (splits * tile.BLOCK_L))  # of a program
-    read = programs / splits * job.mean_keys * width / 1e6
+    width, programs = tile.BLOCK_D + tile.BLOCK_DV, job.rows * -(-job.G // tile.HEADS)
+    each = -(-job.most_keys // (splits * tile.BLOCK_L)) * tile.BLOCK_L * width / 1e6
+    numbers = programs * job.mean_keys * width / 1e6
     return {
         "calls": 1.0,
-        "numbers_each": tiles * tile.BLOCK_L * width / 1e6,
-        "products_each": tiles * tile.BLOCK_L * width * tile.BLOCK_G / tile.num_warps / 1e6,
-        "lookups_each": tiles * job.paged / 1e6,
-        "programs": programs / 1e6,
-        "numbers": read,
-        "products": read * tile.BLOCK_G,
-        "numbers_of_blocks": job.blocks_read * size * (D + Dv) / 1e6,
-        "parts": programs * tile.HEADS * tile.BLOCK_DV * (splits > 1) / 1e6,
+        "numbers_each": each,
+        "products_each": each * tile.BLOCK_G / tile.num_warps,
+        "programs": programs * splits / 1e6,
+        "numbers": numbers,
+        "products": numbers * tile.BLOCK_G,
+        "numbers_of_blocks": job.numbers_of_blocks,
     }
 
 
 def _key_major(job: Job) -> dict[str, float]:
-    G, size, tokens, blocks = job.G, job.block_size, job.sequences * job.queries, job.sequences * job.keys / job.block_size
+    tokens, size, blocks = job.sequences * job.queries, job.block_size, job.sequences * job.keys / job.block_size
     walks, reads = key_tiles.walks(job.queries, job.keys, False), int(tokens * job.n / max(blocks, 1.0))
-    tile = key_tiles.select(CAPABILITY, 2, G, job.D, job.Dv, size, None, walks, job.e4m3, reads)
-    width, walked = tile.BLOCK_D + tile.BLOCK_DV, job.n * tile.walked // 16 / job.n
+    tile = key_tiles.select(CAPABILITY, 2, job.G, job.D, job.Dv, size, None, walks, job.e4m3, reads)
+    width, units, loads = tile.BLOCK_D + tile.BLOCK_DV, tile.BLOCK_M // tile.HEADS, -(-size // tile.BLOCK_N)
+    walked = job.n * tile.walked // 16 / job.n  # the share of a row's blocks that the merge reads itself
     entries = job.rows * job.mean_blocks * (1 - walked)
-    units = tile.BLOCK_M // tile.HEADS  # entries of a step
-    steps = (job.blocks_read + entries / units) * -(-G // tile.HEADS)
-    each = -(-min(job.queries, tile.share) // units)  # the first block of a sequence is read by all of its queries
-    loads = -(-size // tile.BLOCK_N)  # tiles of a block
-    again = steps if loads > 1 else (job.blocks_read + entries / tile.share) * -(-G // tile.HEADS)
+    steps, shares = (job.blocks_read + entries / of for of in (units, tile.share))
+    programs = -(-job.G // tile.HEADS)  # of a share
     return {
         "calls": 1.0,
-        "tokens": tokens / 1e6,
         "blocks": blocks / 1e6,
         "entries": entries / 1e6,
-        "steps": steps * loads / 1e6,
-        "steps_each": each * loads / 1e6,
-        "numbers_each": each * size * width / 1e6,
-        "products": steps * tile.BLOCK_M * size * width / 1e6,
-        "numbers_of_blocks": job.blocks_read * size * (job.D + job.Dv) / 1e6,
-        "keys_in_pages": again * size * job.paged / 1e6,
-        "parts": entries * G * job.Dv / 1e6,
+        "steps": steps * loads * programs / 1e6,
+        "steps_each": -(-min(job.queries, tile.share) // units) * loads / 1e6,  # all queries may read the first block
+        "products": steps * tile.BLOCK_M * size * width * programs / 1e6,
+        "numbers_of_blocks": job.numbers_of_blocks,
+        "keys_in_pages": (shares if loads == 1 else steps) * size * job.paged * programs / 1e6,
+        "parts": entries * job.G * job.Dv / 1e6,
         "parts_each": job.n * (1 - walked) / 1e6,
         "numbers_walked": job.rows * job.mean_keys * walked * width / 1e6,
     }
@@ -139,30 +138,26 @@ def _union(job: Job) -> dict[str, float]:
     tile = union_tiles.select(CAPABILITY, 2, job.G, job.D, job.Dv, job.n, job.block_size)
     if tile is None:
         return {}
-    worth, tokens = union_tiles.worth(job.block_size), min(tile.TOKENS, job.queries)
-    served = mean = most = 0.0  # the share of tiles that their unions serve; the blocks of a union
-    for place in range(PLACES):
-        seen = max(1.0, (job.keys - job.queries * (1 - (place + 0.5) / PLACES)) / job.block_size + 1)
+    (cost, gain), tokens = union_tiles.worth(job.block_size), min(tile.TOKENS, job.queries)
+    unions = [0.0] * PLACES  # blocks of a union; 0 where it is not worth reading
+    for i in range(PLACES):
+        seen = (job.keys - job.queries * (1 - (i + 0.5) / PLACES)) / job.block_size + 1
         listed = min(job.n, seen)
-        drawn = 1 + (tokens - 1) * (1 - job.shared)
-        union = seen * (1 - (1 - listed / seen) ** drawn)
-        if union * worth.cost <= tokens * listed * worth.gain * tile.HEADS:
-            served, mean, most = served + 1 / PLACES, mean + union / PLACES, max(most, union)
-    # The tokens of a tile must be of one sequence.
-    within = 1.0 if job.sequences == 1 or job.queries % tile.TOKENS == 0 else max(0.0, 1 - (tile.TOKENS - 1) / job.queries)
+        union = seen * (1 - (1 - listed / seen) ** (1 + (tokens - 1) * (1 - job.shared)))
+        if union * cost <= tokens * listed * gain * tile.HEADS:
+            unions[i] = union
+    apart = job.sequences > 1 and job.queries % tile.TOKENS  # tiles of tokens of two sequences have no union
+    whole = max(0.0, 1 - (tile.TOKENS - 1) / job.queries) if apart else 1.0
     tiles, slots = -(-job.sequences * job.queries // tile.TOKENS) * job.HKV, tile.TOKENS * tile.SLOTS
-    each = max(1.0, most * (within > 0) * job.block_size / tile.BLOCK_N)
-    numbers = tiles * mean * within * job.block_size * (tile.BLOCK_D + tile.BLOCK_DV) / 1e6
+    each = max(1.0, max(unions) * (whole > 0) * job.block_size / tile.BLOCK_N)
+    products = (tile.BLOCK_D + tile.BLOCK_DV) * tile.TOKENS * tile.HEADS / 1e6  # of a key
     return {
         "calls": 1.0,
-        "tiles": tiles / 1e6,
         "sorted": tiles * slots * math.log2(slots) / 1e6,
-        "sorted_each": math.log2(slots) ** 2 / 1e6,
         "steps_each": each / 1e6,
-        "products_each": each * tile.BLOCK_N * (tile.BLOCK_D + tile.BLOCK_DV) * tile.TOKENS * tile.HEADS / 1e6,
-        "products": numbers * tile.TOKENS * tile.HEADS,
-        "keys_in_pages": tiles * mean * within * job.block_size * job.paged / 1e6,
-        REST: 1 - served * within,
+        "products_each": each * tile.BLOCK_N * products,
+        "products": tiles * whole * sum(unions) / PLACES * job.block_size * products,
+        REST: 1 - whole * sum(union > 0 for union in unions) / PLACES,
     }
 
 

@@ -34,7 +34,7 @@ Kinds = dict[str, dict[str, dict[str, float]]]  # costs by kind of calls, schedu
 def job(row: Row) -> Job:
     """The sizes of a measured call."""
     sizes = (row[name] for name in ("B", "S", "S_kv", "HKV", "G", "D", "Dv", "n", "block_size", "paged", "fp8"))
-    return Job(*sizes, shared=row["shared"])
+    return Job(*sizes)._replace(shared=row["shared"])
 
 
 def fit(rows: Sequence[Row]) -> Kinds:
