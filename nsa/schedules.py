@@ -53,17 +53,14 @@ def microseconds(costs: gpu.Costs, job: Job) -> dict[str, float]:
 def times(of: Kind, job: Job) -> dict[str, float]:
     """The time of a call by schedule, whose rows share as many blocks as the job says."""
     found = {name: _sum(of[name], work(job, name)) for name in NAMES[:2] if name in of}
-    counts = of_union(of, job, found) if "union" in of else {}
+    counts = of_union(job, found) if "union" in of else {}
     return found | ({"union": _sum(of["union"], counts)} if counts else {})
 
 
-def of_union(of: Kind, job: Job, others: Mapping[str, float]) -> dict[str, float]:
+def of_union(job: Job, others: Mapping[str, float]) -> dict[str, float]:
     """The work of union, with the time of the schedule that serves its other rows. ``others``: times of the others."""
     counts = work(job, "union")
-    if counts:
-        name = rest(others, job)
-        counts[REST] *= _sum(of.get(name, {}), work(job, name, skips=True))
-    return counts
+    return counts and counts | {REST: counts[REST] * others.get(rest(others, job), 0.0)}
 
 
 def _sum(costs: Mapping[str, float], counts: Mapping[str, float]) -> float:

@@ -19,7 +19,7 @@ REST = "rest"
 
 WIDE = 128  # head dims above this have other tiles
 CAPABILITY, PROCESSORS, LARGEST_CLUSTER = 90, 132, 16  # of an H100
-PLACES = 4  # of a sequence's queries, at which a union is estimated
+PLACES = 2  # of a sequence's queries, at which a union is estimated
 
 
 class Job(NamedTuple):
@@ -76,25 +76,19 @@ class Job(NamedTuple):
         return self.blocks_read * self.block_size * (self.D + self.Dv) / 1e6
 
 
-def work(job: Job, schedule: str, skips: bool = False) -> dict[str, float]:
-    """What a schedule does for a call, in millions unless the name says otherwise. Head dims are as long as in tiles.
+def work(job: Job, schedule: str) -> dict[str, float]:
+    """What a schedule of `NAMES` does for a call, in millions unless the name says otherwise; empty if it has no tile.
 
     ``_each`` is what the longest program does, or as long as it takes a row to be merged: the time of few programs.
-
-    Args:
-        schedule: of `NAMES`. Nothing is counted for union if no tile of it holds two tokens.
-        skips: query-major serves the rows that unions leave, with the tiles of many rows.
+    Numbers and products are counted with head dims as long as those of tiles, except ``numbers_of_blocks``.
     """
-    if schedule == "query_major":
-        return _query_major(job, skips)
-    return _key_major(job) if schedule == "key_major" else _union(job)
+    return {"query_major": _query_major, "key_major": _key_major, "union": _union}[schedule](job)
 
 
-def _query_major(job: Job, skips: bool) -> dict[str, float]:
+def _query_major(job: Job) -> dict[str, float]:
     tile, splits, _ = query_tiles.tile_and_splits(
         None, CAPABILITY, PROCESSORS, 1 if job.e4m3 else 2, job.G, job.D, job.Dv, job.most_keys,
-        span_bucket(job.n, job.keys), job.rows, largest=LARGEST_CLUSTER, invariant=skips,
-        block=job.block_size & -job.block_size,
+        span_bucket(job.n, job.keys), job.rows, largest=LARGEST_CLUSTER, block=job.block_size & -job.block_size,
     )  # fmt: skip
     width, programs = tile.BLOCK_D + tile.BLOCK_DV, job.rows * -(-job.G // tile.HEADS)
     each = -(-job.most_keys // (splits * tile.BLOCK_L)) * tile.BLOCK_L * width / 1e6
