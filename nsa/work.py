@@ -113,12 +113,14 @@ def _key_major(job: Job) -> dict[str, float]:
     entries = job.rows * job.mean_blocks * (1 - walked)
     steps, shares = (job.blocks_read + entries / of for of in (units, tile.share))
     programs = -(-job.G // tile.HEADS)  # of a share
+    each = -(-min(job.queries, tile.share) // units)  # all queries of a sequence may read its first block
     return {
         "calls": 1.0,
         "blocks": blocks / 1e6,
         "entries": entries / 1e6,
         "steps": steps * loads * programs / 1e6,
-        "steps_each": -(-min(job.queries, tile.share) // units) * loads / 1e6,  # all queries may read the first block
+        "steps_each": each * loads / 1e6,
+        "numbers_each": each * size * width / 1e6,
         "products": steps * tile.BLOCK_M * size * width * programs / 1e6,
         "numbers_of_blocks": job.numbers_of_blocks,
         "keys_in_pages": (shares if loads == 1 else steps) * size * job.paged * programs / 1e6,
