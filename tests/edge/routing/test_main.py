@@ -124,7 +124,7 @@ def injected(slow=None):
 
 
 def rows():
-    """What calibration times of the schedules: a call of key-major takes 10 us, 1,000 keys (256,000 numbers) of query-major 1 us."""
+    """What calibration times of the schedules: a call of key-major takes 10 us, 256,000 numbers of query-major 1 us."""
     sizes = {"B": 1, "HQ": 8, "HKV": 1, "G": 8, "D": 128, "Dv": 128, "block_size": 64, "n": 16, "shared": 0.0}
     sizes |= {
         "paged": False,
