@@ -24,7 +24,6 @@ from typing import Any, NoReturn
 
 from nsa import settings
 from nsa.kernels.query_major.choice import Choice, Point
-from nsa.work import TERMS
 
 logger = logging.getLogger("nsa")
 
@@ -169,6 +168,8 @@ def _threshold(path: Path, section: object) -> Threshold:
 
 
 def _costs(path: Path, section: object) -> Costs:
+    from nsa.work import TERMS  # which imports this module
+
     content = _mapping(path, "costs", section, *KINDS, "provenance")
     for kind in content.keys() - {"provenance"}:
         of_kind = _mapping(path, f"costs.{kind}", content[kind], *TERMS)

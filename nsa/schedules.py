@@ -15,7 +15,7 @@ import torch
 from nsa import gpu
 from nsa.call import Call
 from nsa.kernels.shared.shape import E4M3, RAGGED, Shape
-from nsa.work import APART, NAMES, REST, SHARED, Job, work
+from nsa.work import NAMES, PROCESSORS, REST, Job, work
 
 STAND_IN = "NVIDIA H100 80GB HBM3"
 """The GPU whose costs are used on a GPU without costs of its own. A schedule changes the speed of a call, and its
@@ -34,20 +34,33 @@ LEAST_BLOCKS, LEAST_KEYS = 4, 256  # of a row
 BLOCK_SIZES = (16, 128)
 MOST_GROUP = 32
 
+OVERLAPS = 0.0, 0.9
+"""The shares of blocks that neighbours may have in common. The host takes the mean of the times."""
+
+Kind = Mapping[str, Mapping[str, float]]  # the costs of a kind of calls
+
 
 def microseconds(costs: gpu.Costs, job: Job) -> dict[str, float]:
-    """The time of a call by schedule, as far as there are costs of its kind."""
-    of = costs.kinds.get(job.kind, {})
-    found = {name: _sum(of[name], work(job, name)) for name in NAMES if name in of}
-    if APART in of and SHARED in of:  # the host does not know which it will be, so it takes the mean
-        apart, shared = (_sum(of[name], of_union(found, job)) for name in (APART, SHARED))
-        found["union"] = apart if job.queries == 1 else math.sqrt(apart * shared)
-    return found
+    """The time of a call by schedule, as far as there are costs of its kind.
+
+    The host does not know how many blocks neighbours share, so it takes the mean. A decode step has no neighbours.
+    """
+    overlaps = OVERLAPS if job.queries > 1 else OVERLAPS[:1]
+    found = [times(costs.kinds.get(job.kind, {}), job._replace(shared=overlap)) for overlap in overlaps]
+    return {name: math.prod(each[name] for each in found) ** (1 / len(found)) for name in found[0]}
 
 
-def of_union(times: Mapping[str, float], job: Job) -> dict[str, float]:
-    """The work of union, and the time of the schedule that serves its other rows. ``times``: of the other schedules."""
-    return work(job, "union") | {REST: times.get(rest(times, job), 0.0)}
+def times(of: Kind, job: Job) -> dict[str, float]:
+    """The time of a call by schedule, whose rows share as many blocks as the job says."""
+    found = {name: _sum(of[name], work(job, name)) for name in NAMES[:2] if name in of}
+    counts = of_union(job, found) if "union" in of else {}
+    return found | ({"union": _sum(of["union"], counts)} if counts else {})
+
+
+def of_union(job: Job, others: Mapping[str, float]) -> dict[str, float]:
+    """The work of union, with the time of the schedule that serves its other rows. ``others``: times of the others."""
+    counts = work(job, "union")
+    return counts and counts | {REST: counts[REST] * others.get(rest(others, job), 0.0)}
 
 
 def _sum(costs: Mapping[str, float], counts: Mapping[str, float]) -> float:
@@ -74,9 +87,10 @@ def why(call: Call, shape: Shape, device_name: str, schedule: str, *others: str)
 def rest(times: Mapping[str, float], job: Job) -> str:
     """The schedule that serves the rows that unions leave, by the expected times of the others.
 
-    Key-major does in a ragged batch, where query-major serves the steps already.
+    Key-major does in a ragged batch, where query-major serves the steps already, and for fewer rows than occupy half of
+    the GPU, because query-major would have a program a row.
     """
-    known = not job.ragged and {*times} >= {*NAMES[:2]}
+    known = not job.ragged and 2 * job.rows >= PROCESSORS and {*times} >= {*NAMES[:2]}
     return NAMES[0] if known and times["query_major"] * REST_MARGIN <= times["key_major"] else "key_major"
 
 
@@ -102,7 +116,7 @@ def job_of(call: Call, shape: Shape) -> Job | None:
     queries = g.tokens // sequences  # varlen: the mean
     if call.max_seqlen_q is not None and queries > 1:  # assumes one token for each other sequence
         queries = max(queries, min(call.max_seqlen_q, g.tokens - g.B + 1))
-        sequences = max(1, g.tokens // max(queries, 1))
+        sequences = max(1, round(g.tokens / queries))
     keys = g.S_kv // max(shape.B, 1) if g.packed else g.S_kv
     usual = call.q.dtype in DTYPES and g.n >= LEAST_BLOCKS and BLOCK_SIZES[0] <= size <= BLOCK_SIZES[1]
     long = g.bound is not None and g.bound >= LEAST_KEYS and 0 < queries <= keys

@@ -1,6 +1,6 @@
 """What each schedule does for a call, counted from the sizes of the call. `nsa/gpu.py` stores what a unit of it costs.
 
-The host knows the sizes of a call, but not which keys its rows select.
+Tiles and splits are those of an H100 without a table, wherever the call runs, because there costs were measured.
 """
 
 from __future__ import annotations
@@ -8,17 +8,18 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from nsa.kernels.shared.sizes import next_power_of_2
+from nsa.kernels.key_major import tiles as key_tiles
+from nsa.kernels.query_major import tiles as query_tiles
+from nsa.kernels.shared.sizes import span_bucket
+from nsa.kernels.union import tiles as union_tiles
 
 NAMES = ("query_major", "key_major", "union")
-APART, SHARED = "union_apart", "union_shared"
-"""Union's costs if neighbouring queries share no blocks, and if they share nine of ten."""
-
 REST = "rest"
-"""A term of union's costs: how much of the time of the schedule that serves rows without a union is added."""
+"""A term of union's costs: the share of rows without a union, times the time of the schedule that serves these."""
 
 WIDE = 128  # head dims above this have other tiles
-TILE_ROWS = 64  # of key-major
+CAPABILITY, PROCESSORS, LARGEST_CLUSTER = 90, 132, 16  # of an H100
+PLACES = 2  # of a sequence's queries, at which a union is estimated
 
 
 class Job(NamedTuple):
@@ -36,6 +37,7 @@ class Job(NamedTuple):
     paged: bool = False
     e4m3: bool = False
     ragged: bool = False
+    shared: float = 0.0  # the share of its blocks that a row has in common with the row before; the host cannot know it
 
     @property
     def kind(self) -> str:
@@ -43,53 +45,117 @@ class Job(NamedTuple):
         return ("wide" if max(self.D, self.Dv) > WIDE else "narrow") + ("_e4m3" if self.e4m3 else "")
 
     @property
+    def rows(self) -> int:
+        return self.sequences * self.queries * self.HKV
+
+    @property
+    def most_keys(self) -> int:
+        """Keys of the longest row."""
+        return min(self.n * self.block_size, self.keys)
+
+    @property
     def mean_keys(self) -> float:
         """Keys that a row reads on average, if the queries are the last of the sequence and attend causally."""
-        most, first = min(self.n * self.block_size, self.keys), self.keys - self.queries + 1
+        most, first = self.most_keys, self.keys - self.queries + 1
         short = max(0, most - first + 1)  # queries with fewer keys behind them than a row may read
         return ((first + most) / 2 * short + most * (self.queries - short)) / self.queries
 
+    @property
+    def mean_blocks(self) -> float:
+        return min(self.n, self.mean_keys / self.block_size + 1)
+
+    @property
+    def blocks_read(self) -> float:
+        """Blocks that some row reads, of all sequences and KV heads. A row draws at random what it does not share."""
+        blocks = max(1.0, self.keys / self.block_size)
+        drawn = self.mean_blocks * (1 + (self.queries - 1) * (1 - self.shared))
+        return self.sequences * self.HKV * blocks * -math.expm1(-drawn / blocks)
+
+    @property
+    def numbers_of_blocks(self) -> float:
+        return self.blocks_read * self.block_size * (self.D + self.Dv) / 1e6
+
 
 def work(job: Job, schedule: str) -> dict[str, float]:
-    """What a schedule does for a call, in millions unless the name says otherwise.
+    """What a schedule of `NAMES` does for a call, in millions unless the name says otherwise; empty if it has no tile.
 
-    Args:
-        schedule: of `NAMES`; union is counted as key-major is. Its costs have the term `REST`, too, which is no work.
+    ``_each`` is what the longest program does, or as long as it takes a row to be merged: the time of few programs.
+    Numbers and products are counted with head dims as long as those of tiles, except ``numbers_of_blocks``.
     """
-    rows, width = job.sequences * job.queries * job.HKV, job.D + job.Dv
-    read = rows * job.mean_keys / 1e6  # keys, of all rows
-    if schedule == "query_major":
-        idle = next_power_of_2(max(job.G, 16)) / 16 - 1  # sixteen heads are one tile of a tensor core
-        return {
-            "calls": 1.0,
-            "keys_of_a_row": job.mean_keys,
-            "keys": read,
-            "numbers": read * width,
-            "numbers_by_heads": read * width * idle,
-            "blocks": rows * job.n / 1e6,
-            "numbers_by_block_size": read * width / job.block_size,
-            "numbers_by_heads_and_block_size": read * width * idle / job.block_size,
-            "keys_in_pages_by_block_size": read / job.block_size * job.paged,
-        }
-    entries = rows * job.n * min(1.0, (job.mean_keys + job.block_size) / (job.n * job.block_size))
-    blocks = max(1.0, job.sequences * job.HKV * job.keys / job.block_size)
-    readers = entries / blocks
-    some = blocks * -math.expm1(-readers)  # blocks with a reader, if readers were drawn at random
-    tiles = some * math.ceil(max(1.0, entries / max(some, 1e-9)) * job.G / TILE_ROWS)
+    return {"query_major": _query_major, "key_major": _key_major, "union": _union}[schedule](job)
+
+
+def _query_major(job: Job) -> dict[str, float]:
+    tile, splits, _ = query_tiles.tile_and_splits(
+        None, CAPABILITY, PROCESSORS, 1 if job.e4m3 else 2, job.G, job.D, job.Dv, job.most_keys,
+        span_bucket(job.n, job.keys), job.rows, largest=LARGEST_CLUSTER, block=job.block_size & -job.block_size,
+    )  # fmt: skip
+    width, programs = tile.BLOCK_D + tile.BLOCK_DV, job.rows * -(-job.G // tile.HEADS)
+    each = -(-job.most_keys // (splits * tile.BLOCK_L)) * tile.BLOCK_L * width / 1e6
+    numbers = programs * job.mean_keys * width / 1e6
     return {
         "calls": 1.0,
-        "doublings_of_entries": math.log2(max(entries, 2.0)),
-        "entries": entries / 1e6,
-        "entries_by_heads": entries * job.G / 1e6,
-        "parts": entries * job.G * job.Dv / 1e6,
-        "products": read * job.G * width,
-        "numbers": read * width,
-        "blocks": blocks / 1e6,
-        "numbers_of_blocks": some * job.block_size * width / 1e6,
-        "numbers_of_tiles": tiles * TILE_ROWS * job.block_size * width / 1e6,
+        "numbers_each": each,
+        "products_each": each * tile.BLOCK_G / tile.num_warps,
+        "programs": programs * splits / 1e6,
+        "numbers": numbers,
+        "products": numbers * tile.BLOCK_G,
+        "numbers_of_blocks": job.numbers_of_blocks,
     }
 
 
-TERMS = {name: tuple(work(Job(1, 1, 1, 1, 1, 1, 1, 1, 1), name)) for name in (*NAMES[:2], APART, SHARED)}
-TERMS |= {name: (*TERMS[name], REST) for name in (APART, SHARED)}
-"""The terms of the work of each schedule that has costs."""
+def _key_major(job: Job) -> dict[str, float]:
+    tokens, size, blocks = job.sequences * job.queries, job.block_size, job.sequences * job.keys / job.block_size
+    walks, reads = key_tiles.walks(job.queries, job.keys, False), int(tokens * job.n / max(blocks, 1.0))
+    tile = key_tiles.select(CAPABILITY, 2, job.G, job.D, job.Dv, size, None, walks, job.e4m3, reads)
+    width, units, loads = tile.BLOCK_D + tile.BLOCK_DV, tile.BLOCK_M // tile.HEADS, -(-size // tile.BLOCK_N)
+    walked = job.n * tile.walked // 16 / job.n  # the share of a row's blocks that the merge reads itself
+    entries = job.rows * job.mean_blocks * (1 - walked)
+    steps, shares = (job.blocks_read + entries / of for of in (units, tile.share))
+    programs = -(-job.G // tile.HEADS)  # of a share
+    each = -(-min(job.queries, tile.share) // units)  # all queries of a sequence may read its first block
+    return {
+        "calls": 1.0,
+        "blocks": blocks / 1e6,
+        "entries": entries / 1e6,
+        "steps": steps * loads * programs / 1e6,
+        "steps_each": each * loads / 1e6,
+        "numbers_each": each * size * width / 1e6,
+        "products": steps * tile.BLOCK_M * size * width * programs / 1e6,
+        "numbers_of_blocks": job.numbers_of_blocks,
+        "keys_in_pages": (shares if loads == 1 else steps) * size * job.paged * programs / 1e6,
+        "parts": entries * job.G * job.Dv / 1e6,
+        "parts_each": job.n * (1 - walked) / 1e6,
+        "numbers_walked": job.rows * job.mean_keys * walked * width / 1e6,
+    }
+
+
+def _union(job: Job) -> dict[str, float]:
+    tile = union_tiles.select(CAPABILITY, 2, job.G, job.D, job.Dv, job.n, job.block_size)
+    if tile is None:
+        return {}
+    (cost, gain), tokens = union_tiles.worth(job.block_size), min(tile.TOKENS, job.queries)
+    unions = [0.0] * PLACES  # blocks of a union; 0 where it is not worth reading
+    for i in range(PLACES):
+        seen = (job.keys - job.queries * (1 - (i + 0.5) / PLACES)) / job.block_size + 1
+        listed = min(job.n, seen)
+        union = seen * (1 - (1 - listed / seen) ** (1 + (tokens - 1) * (1 - job.shared)))
+        if union * cost <= tokens * listed * gain * tile.HEADS:
+            unions[i] = union
+    apart = job.sequences > 1 and job.queries % tile.TOKENS  # tiles of tokens of two sequences have no union
+    whole = max(0.0, 1 - (tile.TOKENS - 1) / job.queries) if apart else 1.0
+    tiles, slots = -(-job.sequences * job.queries // tile.TOKENS) * job.HKV, tile.TOKENS * tile.SLOTS
+    each = max(1.0, max(unions) * (whole > 0) * job.block_size / tile.BLOCK_N)
+    products = (tile.BLOCK_D + tile.BLOCK_DV) * tile.TOKENS * tile.HEADS / 1e6  # of a key
+    return {
+        "calls": 1.0,
+        "sorted": tiles * slots * math.log2(slots) / 1e6,
+        "steps_each": each / 1e6,
+        "products_each": each * tile.BLOCK_N * products,
+        "products": tiles * whole * sum(unions) / PLACES * job.block_size * products,
+        REST: 1 - whole * sum(union > 0 for union in unions) / PLACES,
+    }
+
+
+TERMS = {name: tuple(work(Job(1, 64, 64, 1, 8, 64, 64, 4, 16), name)) for name in NAMES}
+"""The terms of the work of each schedule."""

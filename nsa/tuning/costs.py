@@ -22,11 +22,10 @@ import numpy as np
 from nsa import gpu, schedules
 from nsa.testing.report.recording import within
 from nsa.tuning.files import provenance, write_section
-from nsa.work import APART, NAMES, SHARED, Job, work
+from nsa.work import NAMES, Job, work
 
 NEAR = 0.3
 LEAST = 16  # times, to fit the costs of a schedule and a kind of calls
-OVERLAPS = {APART: 0.0, SHARED: 0.9}  # the share of blocks that a row has in common with its neighbour
 COMMAND = "python -m nsa.testing.regret, then python -m nsa.tuning.costs"
 Row = dict[str, Any]  # of `nsa.testing.regret`
 Kinds = dict[str, dict[str, dict[str, float]]]  # costs by kind of calls, schedule and term
@@ -35,7 +34,7 @@ Kinds = dict[str, dict[str, dict[str, float]]]  # costs by kind of calls, schedu
 def job(row: Row) -> Job:
     """The sizes of a measured call."""
     sizes = (row[name] for name in ("B", "S", "S_kv", "HKV", "G", "D", "Dv", "n", "block_size", "paged", "fp8"))
-    return Job(*sizes)
+    return Job(*sizes)._replace(shared=row["shared"])
 
 
 def fit(rows: Sequence[Row]) -> Kinds:
@@ -44,27 +43,23 @@ def fit(rows: Sequence[Row]) -> Kinds:
     for kind in sorted({job(row).kind for row in rows}):
         some = [row for row in rows if job(row).kind == kind]
         of: dict[str, dict[str, float]] = {}
-        for name in NAMES[:2]:
-            timed = [row for row in some if name in row["us"]]
+        for name in NAMES:  # union last, because the others serve some of its rows
+            timed = [(row["us"][name], _counts(of, job(row), name)) for row in some if name in row["us"]]
+            timed = [(us, counts) for us, counts in timed if counts]
             if len(timed) >= LEAST:
-                of[name] = _costs(timed, name, [work(job(row), name) for row in timed])
-        for name, overlap in OVERLAPS.items() if of else ():
-            timed = [row for row in some if "union" in row["us"] and row["shared"] == overlap]
-            if len(timed) >= LEAST:
-                of[name] = _costs(timed, "union", [_of_union(of, job(row)) for row in timed])
+                of[name] = _costs(*zip(*timed, strict=True))
         if of:
             found[kind] = of
     return found
 
 
-def _of_union(of: dict[str, dict[str, float]], of_row: Job) -> dict[str, float]:
-    return schedules.of_union(schedules.microseconds(gpu.Costs({of_row.kind: of}, {}, Path()), of_row), of_row)
+def _counts(of: dict[str, dict[str, float]], of_row: Job, name: str) -> dict[str, float]:
+    return schedules.of_union(of_row, schedules.times(of, of_row)) if name == "union" else work(of_row, name)
 
 
-def _costs(rows: Sequence[Row], schedule: str, counts: Sequence[dict[str, float]]) -> dict[str, float]:
-    times = np.array([row["us"][schedule] for row in rows])
-    relative = np.array([list(of.values()) for of in counts]) / times[:, None]
-    weights = np.ones(len(rows))
+def _costs(times: Sequence[float], counts: Sequence[dict[str, float]]) -> dict[str, float]:
+    relative = np.array([list(of.values()) for of in counts]) / np.array(times)[:, None]
+    weights = np.ones(len(times))
     for _ in range(10):
         costs = _least_squares(relative * weights[:, None], weights)
         error = np.log(np.maximum(relative @ costs, 1e-9))

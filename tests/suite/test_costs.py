@@ -9,13 +9,12 @@ import pytest
 from nsa import gpu, schedules, settings
 from nsa.testing import regret
 from nsa.tuning import costs
-from nsa.work import work
+from nsa.work import NAMES
 
 TRUE = {
     "query_major": {"calls": 5.0, "numbers": 0.25},
     "key_major": {"calls": 40.0, "numbers_of_blocks": 0.5, "products": 0.005},
-    "union_apart": {"calls": 60.0, "numbers_of_blocks": 0.5, "products": 0.005},
-    "union_shared": {"calls": 50.0, "products": 0.003},
+    "union": {"calls": 30.0, "products": 0.003, "rest": 1.0},
 }
 FACTS = {"gpu": "NVIDIA Nobody 1", "torch": "2.11.0", "triton": "3.6.0", "commit": "abc123"}
 
@@ -31,13 +30,7 @@ def rows(count=120, noise=0.0):
             "D": case.D, "Dv": case.Dv, "block_size": case.block_size, "n": case.n, "shared": case.shared,
             "paged": shape.paged, "fp8": shape.fp8,
         }  # fmt: skip
-        of = {"query_major": "query_major", "key_major": "key_major"}
-        of |= {} if shape.fp8 else {"union": "union_shared" if case.shared == 0.9 else "union_apart"}
-        job = costs.job(row)
-        us = {
-            name: sum(cost * work(job, name)[term] for term, cost in TRUE[known].items())
-            for name, known in of.items()
-        }
+        us = schedules.times(TRUE if not shape.fp8 else {name: TRUE[name] for name in NAMES[:2]}, costs.job(row))
         found.append(row | {"us": {name: x * noisy(r, noise) for name, x in us.items()}})
     return found
 
@@ -54,7 +47,7 @@ def fitted():
 
 def test_costs_are_found_again(fitted):
     assert set(fitted) >= {"narrow", "wide", "narrow_e4m3"}
-    assert "union_apart" not in fitted["narrow_e4m3"]
+    assert "union" not in fitted["narrow_e4m3"]
     for name, known in TRUE.items():
         found = fitted["narrow"][name]
         assert {term: found.get(term, 0) for term in known} == pytest.approx(known, rel=0.05)

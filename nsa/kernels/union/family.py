@@ -58,9 +58,7 @@ class Union(Family):
             return False
         if pin is not None and pin.by_row is not None:
             return bool(pin.by_row)
-        name, processors = gpu.gpu_name(call.q.device), gpu.limits(call.q.device)[1]
-        many = 2 * shape.tokens * shape.HKV >= processors  # a program a row occupies at least half of the GPU
-        return many and schedules.rest_of(call, shape, name or "") == QUERY_MAJOR.name
+        return schedules.rest_of(call, shape, gpu.gpu_name(call.q.device) or "") == QUERY_MAJOR.name
 
 
 FAMILY = Union()

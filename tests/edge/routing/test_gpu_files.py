@@ -211,8 +211,8 @@ WRONG = {
         "unknown key costs.small, expected one of: narrow, wide, narrow_e4m3, wide_e4m3, provenance",
     ),
     "schedule": (
-        "costs: {wide: {union: {}}}",
-        "unknown key costs.wide.union, expected one of: query_major, key_major, union_apart, union_shared",
+        "costs: {wide: {union_apart: {}}}",
+        "unknown key costs.wide.union_apart, expected one of: query_major, key_major, union",
     ),
     "term": ("costs: {wide: {query_major: {parts: 1}}}", "unknown key costs.wide.query_major.parts, expected one of: "),
     "no-terms": ("costs: {wide: {query_major: 1}}", "costs.wide.query_major: expected a mapping, got 1"),

@@ -124,7 +124,7 @@ def injected(slow=None):
 
 
 def rows():
-    """What calibration times of the schedules: a call of key-major takes 10 us, 1,000 keys of query-major 1 us."""
+    """What calibration times of the schedules: a call of key-major takes 10 us, 256,000 numbers of query-major 1 us."""
     sizes = {"B": 1, "HQ": 8, "HKV": 1, "G": 8, "D": 128, "Dv": 128, "block_size": 64, "n": 16, "shared": 0.0}
     sizes |= {
         "paged": False,
@@ -151,7 +151,7 @@ def test_calibrate_writes_for_this_user_what_the_doctor_then_shows(gpu, monkeypa
         assert nsa.gpu.min_L_for(GPU) == 128
     found = nsa.gpu.measured(GPU)
     assert found.threshold.sdpa_layout == "enable_gqa"
-    assert found.costs.kinds == {"narrow": {"query_major": {"keys": 1000.0}, "key_major": {"calls": 10.0}}}
+    assert found.costs.kinds == {"narrow": {"query_major": {"numbers": 3.906}, "key_major": {"calls": 10.0}}}
     assert found.costs.provenance["command"] == "python -m nsa calibrate"
     assert (found.threshold.path, found.costs.path) == (gpu, gpu)
     assert found.tiles.path != gpu

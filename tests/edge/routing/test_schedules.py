@@ -16,7 +16,7 @@ from nsa.work import Job, work
 GPU = "NVIDIA Nobody 1"
 PROVENANCE = "{gpu: NVIDIA Nobody 1, torch: '2', triton: '3', date: 2026-12-01, commit: abc, command: c, shapes: s}"
 COSTS = "{narrow: {query_major: {numbers: 1}, key_major: {calls: 10}}, wide: {query_major: {numbers: 1}}}"
-OF_THREE = "{query_major: {numbers: 1}, key_major: {calls: 10}, union_apart: {calls: 1}, union_shared: {calls: 16}}"
+OF_THREE = "{query_major: {numbers: 1}, key_major: {calls: 10}, union: {calls: 4}}"
 UNION = f"{{narrow: {OF_THREE}, wide: {OF_THREE}}}"
 LONG = "rows are long enough for Triton"
 FASTEST = "is expected to be the fastest, measured on NVIDIA Nobody 1"
@@ -50,21 +50,55 @@ def test_mean_keys_of_causal_rows(queries, n):
 def test_work_of_query_major():
     rows, keys, width = 2 * 64 * 4, 64, 192
     found = work(USUAL, "query_major")
-    assert found["keys"] == pytest.approx(rows * keys / 1e6)
     assert found["numbers"] == pytest.approx(rows * keys * width / 1e6)
-    assert found["numbers_by_heads"] == 0  # 16 heads or fewer fill one tile
-    wider = work(USUAL._replace(G=17, paged=True), "query_major")
-    assert wider["numbers_by_heads"] == pytest.approx(found["numbers"])  # 32 heads are two tiles
-    assert wider["keys_in_pages_by_block_size"] == pytest.approx(found["keys"] / 16)
+    assert found["products"] == pytest.approx(16 * found["numbers"]), "16 heads or fewer fill one tile"
+    assert found["programs"] == pytest.approx(rows / 1e6), "many rows are not split"
+    assert found["numbers_each"] == pytest.approx(keys * width / 1e6)
+    assert work(USUAL._replace(G=17), "query_major")["products"] == pytest.approx(2 * found["products"])
+    one = work(USUAL._replace(sequences=1, queries=1, HKV=1, n=64), "query_major")
+    assert one["programs"] * 1e6 > 1, "few long rows are"
+    assert one["numbers_each"] < 64 * 16 * width / 1e6
+
+
+def test_the_longest_row_decides_how_long_a_program_takes():
+    prompt = USUAL._replace(queries=64, keys=64)
+    found = work(prompt, "query_major")
+    assert found["numbers_each"] == work(USUAL, "query_major")["numbers_each"]
+    assert found["numbers"] < 0.6 * work(USUAL, "query_major")["numbers"]
 
 
 def test_work_by_blocks():
     found = work(USUAL, "key_major")
     assert found["entries"] == pytest.approx(2 * 64 * 4 * 4 / 1e6)
-    assert found["products"] == pytest.approx(2 * 64 * 4 * 64 * 8 * 192 / 1e6)
-    assert found["blocks"] == pytest.approx(2 * 4 * 1000 / 16 / 1e6)
-    assert found["numbers_of_blocks"] < found["blocks"] * 16 * 192  # some blocks have no reader
-    assert work(USUAL, "union") == found
+    assert found["blocks"] == pytest.approx(2 * 1000 / 16 / 1e6)
+    assert found["numbers_of_blocks"] < 4 * found["blocks"] * 16 * 192, "some blocks have no reader"
+    shared = work(USUAL._replace(shared=0.9), "key_major")
+    assert shared["numbers_of_blocks"] < found["numbers_of_blocks"]
+    assert shared["entries"] == found["entries"]
+    assert work(USUAL._replace(G=16), "key_major")["numbers_walked"] == 0, "few queries of long sequences"
+    assert work(USUAL._replace(G=16, keys=128), "key_major")["numbers_walked"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "left"),
+    [
+        ({}, 1),  # eight neighbours list 32 different blocks
+        ({"shared": 0.9}, 0),
+        ({"keys": 128}, 0),  # there are only eight blocks
+        ({"shared": 0.9, "queries": 4}, 1),  # a tile has tokens of two sequences
+        ({"shared": 0.9, "queries": 4, "sequences": 1}, 0),
+        ({"shared": 0.9, "queries": 20}, 7 / 20),  # some tiles have
+    ],
+    ids=str,
+)
+def test_rows_without_a_union(changed, left):
+    found = work(USUAL._replace(**changed), "union")
+    assert found["rest"] == pytest.approx(left)
+    assert (found["products"] > 0) is (left < 1)
+
+
+def test_no_tile_of_union_holds_two_tokens_of_many_wide_heads():
+    assert work(USUAL._replace(G=32, D=256), "union") == {}
 
 
 @pytest.mark.parametrize(
@@ -74,22 +108,18 @@ def test_kinds(changed, kind):
     assert USUAL._replace(**changed).kind == kind
 
 
-def test_union_costs_the_mean_of_both_overlaps():
+def test_a_call_costs_the_mean_of_both_overlaps():
     """The host does not know how many blocks neighbours share. A decode step has no neighbours."""
-    costs = Costs({"narrow": {"union_apart": {"calls": 4.0}, "union_shared": {"calls": 9.0}}}, {}, None)
-    assert schedules.microseconds(costs, USUAL) == {"union": 6.0}
-    assert schedules.microseconds(costs, USUAL._replace(queries=1)) == {"union": 4.0}
-    assert schedules.microseconds(costs, USUAL._replace(e4m3=True)) == {}
-
-
-def test_union_costs_what_serves_its_other_rows_costs():
-    """Those of query-major or key-major, a share of which each overlap leaves; of key-major in a ragged batch."""
     others = {"query_major": {"calls": 32.0}, "key_major": {"calls": 40.0}}
-    of = others | {"union_apart": {"calls": 4.0, "rest": 1.0}, "union_shared": {"calls": 1.0, "rest": 0.25}}
-    costs = Costs({"narrow": of}, {}, None)
-    assert schedules.microseconds(costs, USUAL)["union"] == 18.0  # of 36 and 9
-    ragged = USUAL._replace(ragged=True)
-    assert schedules.microseconds(costs, ragged)["union"] == pytest.approx((44 * 11) ** 0.5), "key-major serves them"
+    costs = Costs({"narrow": others | {"union": {"calls": 2.0, "rest": 0.5}}}, {}, None)
+    assert schedules.microseconds(costs, USUAL) == pytest.approx(
+        {"query_major": 32.0, "key_major": 40.0, "union": (18 * 2) ** 0.5}  # query-major serves all rows, or none
+    )
+    assert schedules.microseconds(costs, USUAL._replace(queries=1))["union"] == 22.0, "key-major serves few rows"
+    assert schedules.microseconds(costs, USUAL._replace(ragged=True))["union"] == pytest.approx((22 * 2) ** 0.5)
+    assert schedules.microseconds(costs, USUAL._replace(e4m3=True)) == {}
+    costs = Costs({"narrow": {"union": {"calls": 4.0}}}, {}, None)
+    assert schedules.microseconds(costs, USUAL._replace(G=32, D=256)) == {}, "union has no tile"
 
 
 @pytest.mark.parametrize(
@@ -115,6 +145,25 @@ def test_query_major_serves_unless_another_is_faster_by_a_margin():
     of = of | {"key_major": {"calls": 9.6}}
     assert schedules.fastest(Costs({"narrow": of}, {}, None), USUAL, ("key_major",)) == "key_major"
     assert schedules.fastest(Costs({"narrow": of}, {}, None), USUAL, ()) == "query_major"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "longest", "want"),
+    [(325, 2, 163, (2, 163)), (16363, 3, 5455, (3, 5455)), (1063, 64, 1000, (1, 1000)), (2048, 2, None, (2, 1024))],
+    ids=["two alike", "three alike", "one prompt and steps", "not told"],
+)
+def test_sequences_of_a_ragged_batch(tokens, sequences, longest, want):
+    q, k = torch.zeros(tokens, 16, 64, dtype=torch.float16), torch.zeros(64, 128, 1, 64, dtype=torch.float16)
+    call = Call(
+        q, k, k, block_indices=torch.zeros(tokens, 1, 16, dtype=torch.int32), block_size=64, max_seqlen_q=longest,
+        cu_seqlens_q=torch.zeros(sequences + 1, dtype=torch.int32), settings=settings.get(),
+        cache_seqlens=torch.zeros(sequences, dtype=torch.int32),
+        block_table=torch.zeros(sequences, 128, dtype=torch.int32),
+    )  # fmt: skip
+    job = schedules.job_of(call, shape_of(call, 16 * 64))
+    assert (job.sequences, job.queries) == want
+    assert job.ragged
+    assert job.paged
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
