@@ -41,6 +41,36 @@ def _log2(x):
 
 
 @triton.jit
+def _bucket(mask, TOKENS: tl.constexpr):
+    """One of 32 buckets for each mask: by an eighth of the last token in a quarter of the first, late ones first."""
+    first = _log2(mask & -mask) * 4 // TOKENS
+    return tl.where(mask == 0, 31, first * 8 + 7 - tl.minimum(_log2(mask) * 8 // TOKENS, 7))
+
+
+@triton.jit
+def _sort(places, masks, to_places, to_masks, count, TOKENS: tl.constexpr):
+    """Copy entries, sorted by bucket, so that neighbours are of nearly the same tokens. Equal ones keep their order."""
+    i = tl.arange(0, 64)
+    buckets = tl.arange(0, 32)
+    sizes = tl.zeros([32], tl.int32)
+    for begin in range(0, count, 64):
+        bucket = _bucket(tl.load(masks + begin + i, mask=begin + i < count, other=0), TOKENS)
+        bucket = tl.where(begin + i < count, bucket, -1)
+        sizes += tl.sum((bucket[:, None] == buckets[None, :]).to(tl.int32), 0)
+    starts = tl.cumsum(sizes, 0) - sizes
+    for begin in range(0, count, 64):
+        here = begin + i < count
+        mask = tl.load(masks + begin + i, mask=here, other=0)
+        place = tl.load(places + begin + i, mask=here, other=0)
+        bucket = tl.where(here, _bucket(mask, TOKENS), -1)
+        mine = (bucket[:, None] == buckets[None, :]).to(tl.int32)  # [64, 32]
+        at = tl.sum(mine * (starts[None, :] + tl.cumsum(mine, 0) - mine), 1)
+        tl.store(to_places + at, place, mask=here)
+        tl.store(to_masks + at, mask, mask=here)
+        starts += tl.sum(mine, 0)
+
+
+@triton.jit
 def _finite(lse, delta):
     """Whether a row's statistics are. An LSE may be infinite: of a row without keys, or that is not there."""
     return (lse == lse) & (tl.abs(delta) < float("inf"))
@@ -48,14 +78,15 @@ def _finite(lse, delta):
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _unite_kernel(
-    sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, stats_ptr, place_ptr, mask_ptr, count_ptr, bound_ptr, index_ptr,
+    sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, stats_ptr, place_ptr, mask_ptr, count_ptr, bound_ptr, index_ptr, unsorted_ptr,
     B, S, S_kv, n, tokens, lists, first, tiles, room, keys, HQ, stride_lt, stride_lh,
     SIZE: tl.constexpr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Write the unions of tiles of ``TOKENS`` tokens: place and mask ``[tiles, lists, room]``, and count.
 
     A place is the first key of a block times 32, plus the number of its keys; 0 for an entry without a block. Entries
-    are in the order in which blocks first occur, token by token. bound ``[2, tokens]``: the end of the keys that a
+    are in the order in which blocks first occur, token by token; with unsorted ``[2, programs, lists, room]``, which
+    holds them until then, by their first and last tokens (`_sort`). bound ``[2, tokens]``: the end of the keys that a
     token may see, and the first key of its sequence. count is ``-1 - count`` where a row lists a block twice, and with
     stats ``[2, tokens, HQ]`` where a row's LSE or delta is not finite. A program takes every so many tiles; ``first`` is
     the number of the launch's first tile. index ``[programs, lists, keys]`` is a sparse set, as in `small_blocks`.
@@ -71,6 +102,9 @@ def _unite_kernel(
         at_list = (tile * lists + number).to(tl.int64) * room
         places = place_ptr + at_list
         masks = mask_ptr + at_list
+        if unsorted_ptr is not None:
+            places = unsorted_ptr + (program * lists + number).to(tl.int64) * room
+            masks = places + tl.cast(tl.num_programs(0), tl.int64) * lists * room
         count = 0
         selected = 0
         ahead = tl.load(rows + token0.to(tl.int64) * stride_lt + i, mask=i < n, other=-1)
@@ -127,6 +161,9 @@ def _unite_kernel(
                 delta = tl.load(stats_ptr + tl.cast(tokens, tl.int64) * HQ + at, mask=here, other=0.0)
                 often |= tl.sum((_finite(lse, delta) == 0).to(tl.int32), 0) > 0
         tl.store(count_ptr + tile * lists + number, tl.where(often, -1 - count, count))
+        if unsorted_ptr is not None:
+            _sort(places, masks, place_ptr + at_list, mask_ptr + at_list, count, TOKENS)
+            tl.debug_barrier()  # entries are read before the next tile writes its own
 
 
 @triton.jit
@@ -301,12 +338,12 @@ def _step(
     do = tl.load(do_ptrs, mask=finite[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_M, BLOCK_DV]
     seen = (((mask[:, None] >> (r // G)[None, :]) & 1) != 0) & (key[:, None] < bound[None, :]) & here[None, :]
     # Scores are transposed, because the next products take the weights as their left operand.
-    scores = tl.dot(k, tl.trans(q), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
-    p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)  # [BLOCK_N, BLOCK_M]
+    scores = tl.dot(k, tl.trans(q), input_precision=INPUT_PRECISION)
+    dp = tl.dot(v, tl.trans(do), input_precision=INPUT_PRECISION)
+    p = tl.where(seen, tl.exp2(scores * (scale * 1.4426950408889634) - lse[None, :]), 0.0)  # [BLOCK_N, BLOCK_M]
     if OFTEN:
         p *= times
     dv_sum = tl.dot(p.to(do.dtype), do, dv_sum, input_precision=INPUT_PRECISION)
-    dp = tl.dot(v, tl.trans(do), input_precision=INPUT_PRECISION)
     ds = tl.where(seen, p * (dp - delta[None, :]), 0.0).to(q.dtype)
     return tl.dot(ds, q, dk_sum, input_precision=INPUT_PRECISION), dv_sum
 
@@ -354,8 +391,7 @@ def _small_dkdv_kernel(
 ):  # fmt: skip
     """Add the windows of a pass to dK and dV ``[keys, HKV, D | Dv]`` fp32.
 
-    ``programs`` programs a window and a KV head take every so many ``BLOCK_N`` keys of the union. The first keys of a
-    union have the most rows. OFTEN: of windows in which a row lists a block twice, or is not finite, else of others.
+    ``programs`` programs a window and a KV head take every so many ``BLOCK_N`` keys of the union. OFTEN: of windows in which a row lists a block twice, or is not finite, else of others.
 
     turn ``[2 + windows * HKV]``, zeros before: the programs that have started, of each variant, and of each window and
     KV head those that have added their sums. A program's number is the order in which programs start, so what it waits

@@ -79,7 +79,8 @@ def plan(call: Call, shape: Shape) -> Launch:
     lists = 1 if call.block_indices.stride()[-2] == 0 else g.HKV
     heads = {"G": g.G, "D": g.D, "Dv": g.Dv, "HKV": g.HKV, "STRIDE_UNIT": g.unit, "INPUT_PRECISION": "ieee"}
     size = call.block_size or 1
-    programs = max(1, min(tiles.PROGRAMS, -(-tile.WINDOW * g.n * size // tile.BLOCK_N)))
+    programs = tiles.PROGRAMS if pin is None or isinstance(pin, Exact) else pin.programs or tiles.PROGRAMS
+    programs = max(1, min(programs, -(-tile.WINDOW * g.n * size // tile.BLOCK_N)))
     keys = tiles.keys_of(call, g)
     sizes = g.B, g.S, g.S_kv, g.n, g.tokens, keys, *g.strides
     made = _kernels((device, dtype, *call.dtypes()), tile, call.causal, size, g.layout, **heads)
@@ -147,18 +148,20 @@ def backward(
         number = -(-g.tokens // tokens)
         once = tiles.at_once(room, lists, number)
         programs = tiles.list_programs(lists, launch.keys, once)
-        places, masks, count, bound, where = workspaces(
+        places, masks, count, bound, where, unsorted = workspaces(
             device,
             places=(once * lists * room, torch.int32),
             masks=(once * lists * room, torch.int32),
             count=(once * lists, torch.int32),
             bound=(2 * g.tokens, torch.int32),
             where=(programs * lists * launch.keys, torch.int32),
+            unsorted=None if stats is None else (2 * programs * lists * room, torch.int32),
         )
         for first in range(0, number, once):
             now = min(once, number - first)
             launch.kernels[name].launch(
-                (min(now, programs), lists, 1), device, (selection, *index, stats, places, masks, count, bound, where),
+                (min(now, programs), lists, 1), device,
+                (selection, *index, stats, places, masks, count, bound, where, unsorted),
                 (g.B, g.S, g.S_kv, g.n, g.tokens, lists, first, now, room, launch.keys, g.G * g.HKV, *steps), narrow,
             )  # fmt: skip
             yield first, now, room, (selection, places, masks, count, bound)

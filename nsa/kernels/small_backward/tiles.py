@@ -36,6 +36,7 @@ class Choice(NamedTuple):
     dq_keys: int = 0  # keys of a step
     dq_warps: int = 0
     dq_stages: int = 0
+    programs: int = 0  # of a window and a KV head, for dK and dV
 
 
 RULES = Choice()
