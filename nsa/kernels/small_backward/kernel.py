@@ -323,7 +323,7 @@ def _step(
     here = r < high
     token = token0 + r // G  # [BLOCK_M]
     head = head_kv * G + r % G
-    at = token.to(tl.int64) * HKV * G + head
+    at = token.to(tl.int64) * (HKV * G) + head
     lse = tl.load(stats_ptr + at, mask=here, other=float("inf"))
     delta = tl.load(stats_ptr + tl.cast(tokens, tl.int64) * HKV * G + at, mask=here, other=0.0)
     finite = here
@@ -331,7 +331,9 @@ def _step(
         finite &= _finite(lse, delta)
         lse = tl.where(finite | (here == 0), lse, float("nan"))
     bound = tl.load(bound_ptr + token, mask=here, other=0)
-    q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT) + head.to(tl.int64) * stride_qh
+    q_off = token.to(tl.int64) * stride_qs + head.to(tl.int64) * stride_qh
+    if LAYOUT == BATCH:  # `query_offset` divides int64, which takes longer than all else in this loop
+        q_off += (token // S).to(tl.int64) * (stride_qb - tl.cast(S, tl.int64) * stride_qs)
     q_ptrs = q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :]
     q = tl.load(q_ptrs, mask=finite[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_M, BLOCK_D]
     do_ptrs = do_ptr + at[:, None] * Dv + dv[None, :]
