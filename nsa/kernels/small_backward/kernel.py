@@ -88,8 +88,8 @@ def _unite_kernel(
     are in the order in which blocks first occur, token by token; with unsorted ``[2, programs, lists, room]``, which
     holds them until then, by their first and last tokens (`_sort`). bound ``[2, tokens]``: the end of the keys that a
     token may see, and the first key of its sequence. count is ``-1 - count`` where a row lists a block twice, and with
-    stats ``[2, tokens, HQ]`` where a row's LSE or delta is not finite. A program takes every so many tiles; ``first`` is
-    the number of the launch's first tile. index ``[programs, lists, keys]`` is a sparse set, as in `small_blocks`.
+    stats ``[2, tokens, HQ]`` where a row's LSE or delta is not finite. A program takes every so many tiles; ``first``
+    is the number of the launch's first tile. index ``[programs, lists, keys]`` is a sparse set, as in `small_blocks`.
     """
     program = tl.program_id(0)
     number = tl.program_id(1)  # of the list, among the lists of a token
@@ -305,17 +305,26 @@ def _small_dq_kernel(
 
 
 @triton.jit
+def _weights(scores, dp, seen, lse, delta, times, p, ds, scale, OFTEN: tl.constexpr):
+    """Weights and dS / scale ``[BLOCK_N, BLOCK_M]``, in the dtypes of ``p`` and ``ds``."""
+    weights = tl.where(seen, tl.exp2(scores * (scale * 1.4426950408889634) - lse[None, :]), 0.0)
+    if OFTEN:
+        weights *= times
+    return weights.to(p.dtype), tl.where(seen, weights * (dp - delta[None, :]), 0.0).to(ds.dtype)
+
+
+@triton.jit
 def _step(
     q_ptr, do_ptr, stats_ptr, bound_ptr, k, v, key, mask, row, high, times, dk_sum, dv_sum, token0, head_kv, S, tokens,
     stride_qb, stride_qs, stride_qh, scale,
     G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, LAYOUT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, OFTEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, OFTEN: tl.constexpr, BRANCH: tl.constexpr,
 ):  # fmt: skip
     """Add ``BLOCK_M`` rows of a window, from ``row`` on and before ``high``, to dK / scale and dV of some keys.
 
-    OFTEN: ``times [BLOCK_N, BLOCK_M]`` says how often a row lists each key, and rows whose LSE or gradient is not finite
-    give NaN to all keys that they see, and nothing to others.
+    OFTEN: ``times [BLOCK_N, BLOCK_M]`` says how often a row lists each key, and rows whose LSE or gradient is not
+    finite give NaN to all keys that they see, and nothing to others.
     """
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
@@ -342,11 +351,16 @@ def _step(
     # Scores are transposed, because the next products take the weights as their left operand.
     scores = tl.dot(k, tl.trans(q), input_precision=INPUT_PRECISION)
     dp = tl.dot(v, tl.trans(do), input_precision=INPUT_PRECISION)
-    p = tl.where(seen, tl.exp2(scores * (scale * 1.4426950408889634) - lse[None, :]), 0.0)  # [BLOCK_N, BLOCK_M]
-    if OFTEN:
-        p *= times
-    dv_sum = tl.dot(p.to(do.dtype), do, dv_sum, input_precision=INPUT_PRECISION)
-    ds = tl.where(seen, p * (dp - delta[None, :]), 0.0).to(q.dtype)
+    p = scores.to(do.dtype)
+    ds = dp.to(q.dtype)
+    # The branch is always taken. Without a branch before the next products, Triton does not divide the columns of
+    # scores and dP among warps on Hopper, and with 64 keys four of eight warps compute what the others do.
+    if BRANCH:
+        if row < high:
+            p, ds = _weights(scores, dp, seen, lse, delta, times, p, ds, scale, OFTEN)
+    else:
+        p, ds = _weights(scores, dp, seen, lse, delta, times, p, ds, scale, OFTEN)
+    dv_sum = tl.dot(p, do, dv_sum, input_precision=INPUT_PRECISION)
     return tl.dot(ds, q, dk_sum, input_precision=INPUT_PRECISION), dv_sum
 
 
@@ -389,11 +403,12 @@ def _small_dkdv_kernel(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, scale,
     G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, LAYOUT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OFTEN: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OFTEN: tl.constexpr, BRANCH: tl.constexpr,
 ):  # fmt: skip
     """Add the windows of a pass to dK and dV ``[keys, HKV, D | Dv]`` fp32.
 
-    ``programs`` programs a window and a KV head take every so many ``BLOCK_N`` keys of the union. OFTEN: of windows in which a row lists a block twice, or is not finite, else of others.
+    ``programs`` programs a window and a KV head take every so many ``BLOCK_N`` keys of the union. OFTEN: of windows in
+    which a row lists a block twice, or is not finite, else of others.
 
     turn ``[2 + windows * HKV]``, zeros before: the programs that have started, of each variant, and of each window and
     KV head those that have added their sums. A program's number is the order in which programs start, so what it waits
@@ -445,7 +460,7 @@ def _small_dkdv_kernel(
             dk_sum, dv_sum = _step(
                 q_ptr, do_ptr, stats_ptr, bound_ptr, k, v, key, mask, row, high, times, dk_sum, dv_sum, token0,
                 head_kv, S, tokens, stride_qb, stride_qs, stride_qh, scale, G, D, Dv, HKV, LAYOUT, STRIDE_UNIT,
-                INPUT_PRECISION, BLOCK_D, BLOCK_DV, BLOCK_M, OFTEN,
+                INPUT_PRECISION, BLOCK_D, BLOCK_DV, BLOCK_M, OFTEN, BRANCH,
             )  # fmt: skip
         if chunk == part * BLOCK_N:
             _wait_for(window, programs, count_ptr, done_ptr, lists, SIZE, BLOCK_N, OFTEN, HKV)

@@ -83,7 +83,8 @@ def plan(call: Call, shape: Shape) -> Launch:
     programs = max(1, min(programs, -(-tile.WINDOW * g.n * size // tile.BLOCK_N)))
     keys = tiles.keys_of(call, g)
     sizes = g.B, g.S, g.S_kv, g.n, g.tokens, keys, *g.strides
-    made = _kernels((device, dtype, *call.dtypes()), tile, call.causal, size, g.layout, **heads)
+    branch = capability == 90 and dtype.itemsize == 2  # for `wgmma`
+    made = _kernels((device, dtype, *call.dtypes()), tile, call.causal, size, g.layout, branch, **heads)
     return Launch(
         made, tile, device, g, keys, lists, steps_of(call.block_indices, lists), programs, max(sizes) <= INT32_MAX,
         1.0 / math.sqrt(g.D),
@@ -92,7 +93,7 @@ def plan(call: Call, shape: Shape) -> Launch:
 
 @remembered
 def _kernels(
-    kinds: tuple[object, ...], tile: tiles.Tile, causal: bool, size: int, layout: int, **heads: Any
+    kinds: tuple[object, ...], tile: tiles.Tile, causal: bool, size: int, layout: int, branch: bool, **heads: Any
 ) -> dict[str, Variant]:
     """The kernels of a pass. Kernels for another device or other dtypes (``kinds``) are other entries of the cache."""
     shared = {"SIZE": size, "LAYOUT": layout}
@@ -101,7 +102,7 @@ def _kernels(
     few = {"num_warps": 4 if tile.SLOTS > 128 else 1}
     dq = shared | heads | wide | {name: getattr(tile, name) for name in ("TOKENS", "HEADS", "ROWS", "DQ_N")}
     dkdv = shared | heads | wide | {name: getattr(tile, name) for name in ("WINDOW", "BLOCK_M", "BLOCK_N")}
-    often = {"BLOCK_M": FEW, "BLOCK_N": FEW, "OFTEN": True}
+    often = {"BLOCK_M": FEW, "BLOCK_N": FEW, "OFTEN": True, "BRANCH": False}
     delta = {"Dv": heads["Dv"], "BLOCK_DV": tile.BLOCK_DV, "ROWS": STATS_ROWS}
     return {
         "delta": Variant(_delta_kernel, delta, {"num_warps": 1}),
@@ -110,7 +111,9 @@ def _kernels(
         "lists of windows": Variant(kernels._unite_kernel, made | {"TOKENS": tile.WINDOW}, few),
         "dq": Variant(kernels._small_dq_kernel, dq, {"num_warps": tile.dq_warps, "num_stages": tile.dq_stages}),
         "dkdv": Variant(
-            kernels._small_dkdv_kernel, dkdv | {"OFTEN": False}, {"num_warps": tile.warps, "num_stages": tile.stages}
+            kernels._small_dkdv_kernel,
+            dkdv | {"OFTEN": False, "BRANCH": branch},
+            {"num_warps": tile.warps, "num_stages": tile.stages},
         ),
         "dkdv_often": Variant(kernels._small_dkdv_kernel, dkdv | often, {"num_warps": 4, "num_stages": 1}),
     }
