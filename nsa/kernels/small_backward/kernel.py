@@ -15,7 +15,6 @@ gradient is not finite.
 import triton
 import triton.language as tl
 
-from nsa.kernels.key_major.kernel import query_offset
 from nsa.kernels.shared.inverse_index import causal_limit, sequence_of
 from nsa.kernels.shared.primitives import BATCH
 from nsa.kernels.small_blocks.kernel import _narrow
@@ -167,27 +166,26 @@ def _unite_kernel(
 
 
 @triton.jit
-def _key_offset(key, S_kv, stride_b, stride_n, LAYOUT: tl.constexpr, STRIDE_UNIT: tl.constexpr):
-    """Elements from the first key of a KV head to each key, int64."""
-    if LAYOUT == BATCH:
-        at = (key // S_kv).to(tl.int64) * stride_b + (key % S_kv).to(tl.int64) * stride_n
-    else:
-        at = key.to(tl.int64) * stride_n
-    return at * STRIDE_UNIT
+def _offset(token, S, stride_b, stride_s, FLAT: tl.constexpr):
+    """Offsets of tokens, counted through all sequences of ``S``, in units of the strides: int64."""
+    at = token.to(tl.int64) * stride_s
+    if not FLAT:
+        at += (token // S).to(tl.int64) * (stride_b - tl.cast(S, tl.int64) * stride_s)
+    return at
 
 
 @triton.jit
 def _load_keys(
     k_base, v_base, key, valid, S_kv, stride_kb, stride_kn, stride_vb, stride_vn,
-    D: tl.constexpr, Dv: tl.constexpr, LAYOUT: tl.constexpr, STRIDE_UNIT: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, Dv: tl.constexpr, FLAT: tl.constexpr, STRIDE_UNIT: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Keys and values ``[keys, BLOCK_D], [keys, BLOCK_DV]``; zeros where not valid."""
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    k_at = _key_offset(key, S_kv, stride_kb, stride_kn, LAYOUT, STRIDE_UNIT)
+    k_at = _offset(key, S_kv, stride_kb, stride_kn, FLAT) * STRIDE_UNIT
     k = tl.load(k_base + k_at[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < D), other=0.0)
-    v_at = _key_offset(key, S_kv, stride_vb, stride_vn, LAYOUT, STRIDE_UNIT)
+    v_at = _offset(key, S_kv, stride_vb, stride_vn, FLAT) * STRIDE_UNIT
     v = tl.load(v_base + v_at[:, None] + dv[None, :], mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)
     return k, v
 
@@ -212,7 +210,7 @@ def _times(rows, exists, base, bound, begin, n, SIZE: tl.constexpr):
 def _dq_of(
     q, do, lse, delta, rows, exists, base, bound, bit, place_ptr, mask_ptr, k_base, v_base, total, n, S_kv, stride_kb,
     stride_kn, stride_vb, stride_vn, scale,
-    D: tl.constexpr, Dv: tl.constexpr, SIZE: tl.constexpr, LAYOUT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    D: tl.constexpr, Dv: tl.constexpr, SIZE: tl.constexpr, FLAT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DQ_N: tl.constexpr,
     OFTEN: tl.constexpr,
 ):  # fmt: skip
@@ -227,7 +225,7 @@ def _dq_of(
         valid = within < (place & 31)
         seen = ((mask[None, :] & bit[:, None]) != 0) & valid[None, :] & (key[None, :] < bound[:, None])
         k, v = _load_keys(
-            k_base, v_base, key, valid, S_kv, stride_kb, stride_kn, stride_vb, stride_vn, D, Dv, LAYOUT, STRIDE_UNIT,
+            k_base, v_base, key, valid, S_kv, stride_kb, stride_kn, stride_vb, stride_vn, D, Dv, FLAT, STRIDE_UNIT,
             BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
@@ -250,7 +248,7 @@ def _small_dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, sel_ptr, place_ptr, mask_ptr, count_ptr, bound_ptr,
     S, S_kv, n, tokens, lists, first, room, stride_lt, stride_lh,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, scale,
-    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, LAYOUT: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, FLAT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DQ_N: tl.constexpr,
 ):  # fmt: skip
@@ -278,7 +276,7 @@ def _small_dq_kernel(
     dv = tl.arange(0, BLOCK_DV)
     head = head_kv * G + g
     at = token.to(tl.int64) * HKV * G + head
-    q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT) + head.to(tl.int64) * stride_qh
+    q_off = _offset(token, S, stride_qb, stride_qs, FLAT) + head.to(tl.int64) * stride_qh
     q_mask = exists[:, None] & (d[None, :] < D)
     q = tl.load(q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=q_mask, other=0.0)  # [ROWS, BLOCK_D]
     do_mask = exists[:, None] & (dv[None, :] < Dv)
@@ -291,14 +289,14 @@ def _small_dq_kernel(
     masks = mask_ptr + (tile * lists + number).to(tl.int64) * room
     dq = _dq_of(
         q, do, lse, delta, rows, exists, base, bound, bit, places, masks, k_base, v_base, tl.where(often, 0, total), n,
-        S_kv, stride_kb, stride_kn, stride_vb, stride_vn, scale, D, Dv, SIZE, LAYOUT, STRIDE_UNIT, INPUT_PRECISION,
+        S_kv, stride_kb, stride_kn, stride_vb, stride_vn, scale, D, Dv, SIZE, FLAT, STRIDE_UNIT, INPUT_PRECISION,
         BLOCK_D, BLOCK_DV, DQ_N, False,
     )  # fmt: skip
     spoiled = tl.sum((dq != dq).to(tl.int32))  # over both axes at once, which compiles for all GPUs
     if often | (spoiled > 0):
         dq = _dq_of(
             q, do, lse, delta, rows, exists, base, bound, bit, places, masks, k_base, v_base, total, n, S_kv,
-            stride_kb, stride_kn, stride_vb, stride_vn, scale, D, Dv, SIZE, LAYOUT, STRIDE_UNIT, INPUT_PRECISION,
+            stride_kb, stride_kn, stride_vb, stride_vn, scale, D, Dv, SIZE, FLAT, STRIDE_UNIT, INPUT_PRECISION,
             BLOCK_D, BLOCK_DV, DQ_N, True,
         )  # fmt: skip
     tl.store(dq_ptr + at[:, None] * D + d[None, :], (dq * scale).to(dq_ptr.dtype.element_ty), mask=q_mask)
@@ -317,7 +315,7 @@ def _weights(scores, dp, seen, lse, delta, times, p, ds, scale, OFTEN: tl.conste
 def _step(
     q_ptr, do_ptr, stats_ptr, bound_ptr, k, v, key, mask, row, high, times, dk_sum, dv_sum, token0, head_kv, S, tokens,
     stride_qb, stride_qs, stride_qh, scale,
-    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, LAYOUT: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, FLAT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, OFTEN: tl.constexpr, BRANCH: tl.constexpr,
 ):  # fmt: skip
@@ -340,9 +338,7 @@ def _step(
         finite &= _finite(lse, delta)
         lse = tl.where(finite | (here == 0), lse, float("nan"))
     bound = tl.load(bound_ptr + token, mask=here, other=0)
-    q_off = token.to(tl.int64) * stride_qs + head.to(tl.int64) * stride_qh
-    if LAYOUT == BATCH:  # `query_offset` divides int64, which takes longer than all else in this loop
-        q_off += (token // S).to(tl.int64) * (stride_qb - tl.cast(S, tl.int64) * stride_qs)
+    q_off = _offset(token, S, stride_qb, stride_qs, FLAT) + head.to(tl.int64) * stride_qh
     q_ptrs = q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :]
     q = tl.load(q_ptrs, mask=finite[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_M, BLOCK_D]
     do_ptrs = do_ptr + at[:, None] * Dv + dv[None, :]
@@ -401,7 +397,7 @@ def _small_dkdv_kernel(
     turn_ptr,
     S, S_kv, n, tokens, lists, first, programs, room, stride_lt, stride_lh,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, scale,
-    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, LAYOUT: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, FLAT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OFTEN: tl.constexpr, BRANCH: tl.constexpr,
 ):  # fmt: skip
@@ -440,7 +436,7 @@ def _small_dkdv_kernel(
         valid = within < (place & 31)
         mask = tl.where(valid, mask, 0)
         k, v = _load_keys(
-            k_base, v_base, key, valid, S_kv, stride_kb, stride_kn, stride_vb, stride_vn, D, Dv, LAYOUT, STRIDE_UNIT,
+            k_base, v_base, key, valid, S_kv, stride_kb, stride_kn, stride_vb, stride_vn, D, Dv, FLAT, STRIDE_UNIT,
             BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         low = _log2(tl.min(tl.where(mask > 0, mask & -mask, 1 << 30), 0)) * G
@@ -459,7 +455,7 @@ def _small_dkdv_kernel(
                 times = tl.trans(_times(lists_of, here, base, bound, begin, n, SIZE))
             dk_sum, dv_sum = _step(
                 q_ptr, do_ptr, stats_ptr, bound_ptr, k, v, key, mask, row, high, times, dk_sum, dv_sum, token0,
-                head_kv, S, tokens, stride_qb, stride_qs, stride_qh, scale, G, D, Dv, HKV, LAYOUT, STRIDE_UNIT,
+                head_kv, S, tokens, stride_qb, stride_qs, stride_qh, scale, G, D, Dv, HKV, FLAT, STRIDE_UNIT,
                 INPUT_PRECISION, BLOCK_D, BLOCK_DV, BLOCK_M, OFTEN, BRANCH,
             )  # fmt: skip
         if chunk == part * BLOCK_N:

@@ -19,7 +19,7 @@ from nsa.kernels.backward.plan import STATS_ROWS
 from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import Variant, remembered, workspaces
-from nsa.kernels.shared.shape import Shape
+from nsa.kernels.shared.shape import BATCH, Shape
 from nsa.kernels.shared.sizes import INT32_MAX
 from nsa.kernels.small_backward import kernel as kernels
 from nsa.kernels.small_backward import tiles
@@ -84,7 +84,9 @@ def plan(call: Call, shape: Shape) -> Launch:
     keys = tiles.keys_of(call, g)
     sizes = g.B, g.S, g.S_kv, g.n, g.tokens, keys, *g.strides
     branch = capability == 90 and dtype.itemsize == 2  # for `wgmma`
-    made = _kernels((device, dtype, *call.dtypes()), tile, call.causal, size, g.layout, branch, **heads)
+    long = zip((0, 3, 6), (g.S, g.S_kv, g.S_kv), strict=True)
+    flat = g.layout != BATCH or g.B == 1 or all(g.strides[i] == length * g.strides[i + 1] for i, length in long)
+    made = _kernels((device, dtype, *call.dtypes()), tile, call.causal, size, g.layout, branch, FLAT=flat, **heads)
     return Launch(
         made, tile, device, g, keys, lists, steps_of(call.block_indices, lists), programs, max(sizes) <= INT32_MAX,
         1.0 / math.sqrt(g.D),
@@ -96,12 +98,11 @@ def _kernels(
     kinds: tuple[object, ...], tile: tiles.Tile, causal: bool, size: int, layout: int, branch: bool, **heads: Any
 ) -> dict[str, Variant]:
     """The kernels of a pass. Kernels for another device or other dtypes (``kinds``) are other entries of the cache."""
-    shared = {"SIZE": size, "LAYOUT": layout}
-    wide = {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV}
-    made = {"CAUSAL": causal, "SLOTS": tile.SLOTS} | shared
+    made = {"CAUSAL": causal, "SLOTS": tile.SLOTS, "SIZE": size, "LAYOUT": layout}
+    wide = heads | {"SIZE": size, "BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV}
     few = {"num_warps": 4 if tile.SLOTS > 128 else 1}
-    dq = shared | heads | wide | {name: getattr(tile, name) for name in ("TOKENS", "HEADS", "ROWS", "DQ_N")}
-    dkdv = shared | heads | wide | {name: getattr(tile, name) for name in ("WINDOW", "BLOCK_M", "BLOCK_N")}
+    dq = wide | {name: getattr(tile, name) for name in ("TOKENS", "HEADS", "ROWS", "DQ_N")}
+    dkdv = wide | {name: getattr(tile, name) for name in ("WINDOW", "BLOCK_M", "BLOCK_N")}
     often = {"BLOCK_M": FEW, "BLOCK_N": FEW, "OFTEN": True, "BRANCH": False}
     delta = {"Dv": heads["Dv"], "BLOCK_DV": tile.BLOCK_DV, "ROWS": STATS_ROWS}
     return {
