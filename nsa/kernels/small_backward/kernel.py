@@ -2,23 +2,24 @@
 
 The formulas are those of ``backward/kernel.py``. `_unite_kernel` makes the union of the blocks of neighbouring tokens,
 with a mask of the tokens that selected each. `_small_dq_kernel` computes dQ of a tile of tokens over its union.
-`_small_dkdv_kernel` adds a window of tokens to dK and dV: a program takes some keys of the window's union, and the
-queries from the first to the last that selected one of them. A block is in the union once, so no two programs add to
-the same key. Windows are launched one after the other, so every sum has a fixed order.
+`_small_dkdv_kernel` adds windows of tokens to dK and dV: a program takes some keys of a window's union, and the
+queries from the first to the last that selected one of them. A block is in the union once, so no two programs of a
+window add to the same key. A program adds when all programs of earlier windows have added, so every sum has a fixed
+order.
 
 Keys are counted through all sequences. A block that a row lists several times counts as often: lists of such rows are
-marked, and their kernels count how often a row lists each block (``OFTEN``).
+marked, and their kernels count how often a row lists each block (``OFTEN``). So are windows with a row whose LSE or
+gradient is not finite.
 """
 
 import triton
 import triton.language as tl
 
-from nsa.kernels.key_major.kernel import query_offset
 from nsa.kernels.shared.inverse_index import causal_limit, sequence_of
 from nsa.kernels.shared.primitives import BATCH
 from nsa.kernels.small_blocks.kernel import _narrow
 
-RUNTIME = "B S S_kv n tokens lists first tiles window room keys stride_lt stride_lh".split()
+RUNTIME = "B S S_kv n tokens lists first tiles programs room keys HQ stride_lt stride_lh".split()
 RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split()]
 
 
@@ -38,19 +39,56 @@ def _log2(x):
     return (x.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
 
 
+@triton.jit
+def _bucket(mask, TOKENS: tl.constexpr):
+    """One of 32 buckets for each mask: by an eighth of the last token in a quarter of the first, late ones first."""
+    first = _log2(mask & -mask) * 4 // TOKENS
+    return tl.where(mask == 0, 31, first * 8 + 7 - tl.minimum(_log2(mask) * 8 // TOKENS, 7))
+
+
+@triton.jit
+def _sort(places, masks, to_places, to_masks, count, TOKENS: tl.constexpr):
+    """Copy entries, sorted by bucket, so that neighbours are of nearly the same tokens. Equal ones keep their order."""
+    i = tl.arange(0, 64)
+    buckets = tl.arange(0, 32)
+    sizes = tl.zeros([32], tl.int32)
+    for begin in range(0, count, 64):
+        bucket = _bucket(tl.load(masks + begin + i, mask=begin + i < count, other=0), TOKENS)
+        bucket = tl.where(begin + i < count, bucket, -1)
+        sizes += tl.sum((bucket[:, None] == buckets[None, :]).to(tl.int32), 0)
+    starts = tl.cumsum(sizes, 0) - sizes
+    for begin in range(0, count, 64):
+        here = begin + i < count
+        mask = tl.load(masks + begin + i, mask=here, other=0)
+        place = tl.load(places + begin + i, mask=here, other=0)
+        bucket = tl.where(here, _bucket(mask, TOKENS), -1)
+        mine = (bucket[:, None] == buckets[None, :]).to(tl.int32)  # [64, 32]
+        at = tl.sum(mine * (starts[None, :] + tl.cumsum(mine, 0) - mine), 1)
+        tl.store(to_places + at, place, mask=here)
+        tl.store(to_masks + at, mask, mask=here)
+        starts += tl.sum(mine, 0)
+
+
+@triton.jit
+def _finite(lse, delta):
+    """Whether a row's statistics are. An LSE may be infinite: of a row without keys, or that is not there."""
+    return (lse == lse) & (tl.abs(delta) < float("inf"))
+
+
 @triton.jit(do_not_specialize=RUNTIME)
 def _unite_kernel(
-    sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, place_ptr, mask_ptr, count_ptr, bound_ptr, index_ptr,
-    B, S, S_kv, n, tokens, lists, first, tiles, room, keys, stride_lt, stride_lh,
+    sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, stats_ptr, place_ptr, mask_ptr, count_ptr, bound_ptr, index_ptr, unsorted_ptr,
+    B, S, S_kv, n, tokens, lists, first, tiles, room, keys, HQ, stride_lt, stride_lh,
     SIZE: tl.constexpr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Write the unions of tiles of ``TOKENS`` tokens: place and mask ``[tiles, lists, room]``, and count.
 
     A place is the first key of a block times 32, plus the number of its keys; 0 for an entry without a block. Entries
-    are in the order in which blocks first occur, token by token. bound ``[2, tokens]``: the end of the keys that a
-    token may see, and the first key of its sequence. count is ``-1 - count`` where a row lists a block twice. A program
-    takes every so many tiles; ``first`` is the number of the launch's first tile. index ``[programs, lists, keys]`` is
-    a sparse set, as in `small_blocks`.
+    are in the order in which blocks first occur, token by token; with unsorted ``[2, programs, lists, room]``, which
+    holds them until then, by their first and last tokens (`_sort`). bound ``[2, tokens]``: the end of the keys that a
+    token may see, and the first key of its sequence. count is ``-1 - count`` where a row lists a block twice, and with
+    stats ``[2, tokens, HQ]`` where a row's LSE or delta is not finite. A program takes every so many tiles; ``first``
+    is the number of the launch's first tile. index ``[programs, lists, keys]`` is a sparse set, as in `small_blocks`.
     """
     program = tl.program_id(0)
     number = tl.program_id(1)  # of the list, among the lists of a token
@@ -63,6 +101,9 @@ def _unite_kernel(
         at_list = (tile * lists + number).to(tl.int64) * room
         places = place_ptr + at_list
         masks = mask_ptr + at_list
+        if unsorted_ptr is not None:
+            places = unsorted_ptr + (program * lists + number).to(tl.int64) * room
+            masks = places + tl.cast(tl.num_programs(0), tl.int64) * lists * room
         count = 0
         selected = 0
         ahead = tl.load(rows + token0.to(tl.int64) * stride_lt + i, mask=i < n, other=-1)
@@ -109,31 +150,42 @@ def _unite_kernel(
         bits = 0
         for begin in range(0, count, SLOTS):
             bits += tl.sum(_bits(tl.load(masks + begin + i, mask=begin + i < count, other=0)), 0)
-        tl.store(count_ptr + tile * lists + number, tl.where(bits == selected, count, -1 - count))
+        often = bits != selected
+        if stats_ptr is not None:
+            heads = HQ // lists  # whose rows read this list
+            for begin in range(0, (end - token0) * heads, SLOTS):
+                here = begin + i < (end - token0) * heads
+                at = (token0 + (begin + i) // heads).to(tl.int64) * HQ + number * heads + (begin + i) % heads
+                lse = tl.load(stats_ptr + at, mask=here, other=0.0)
+                delta = tl.load(stats_ptr + tl.cast(tokens, tl.int64) * HQ + at, mask=here, other=0.0)
+                often |= tl.sum((_finite(lse, delta) == 0).to(tl.int32), 0) > 0
+        tl.store(count_ptr + tile * lists + number, tl.where(often, -1 - count, count))
+        if unsorted_ptr is not None:
+            _sort(places, masks, place_ptr + at_list, mask_ptr + at_list, count, TOKENS)
+            tl.debug_barrier()  # entries are read before the next tile writes its own
 
 
 @triton.jit
-def _key_offset(key, S_kv, stride_b, stride_n, LAYOUT: tl.constexpr, STRIDE_UNIT: tl.constexpr):
-    """Elements from the first key of a KV head to each key, int64."""
-    if LAYOUT == BATCH:
-        at = (key // S_kv).to(tl.int64) * stride_b + (key % S_kv).to(tl.int64) * stride_n
-    else:
-        at = key.to(tl.int64) * stride_n
-    return at * STRIDE_UNIT
+def _offset(token, S, stride_b, stride_s, FLAT: tl.constexpr):
+    """Offsets of tokens, counted through all sequences of ``S``, in units of the strides: int64."""
+    at = token.to(tl.int64) * stride_s
+    if not FLAT:
+        at += (token // S).to(tl.int64) * (stride_b - tl.cast(S, tl.int64) * stride_s)
+    return at
 
 
 @triton.jit
 def _load_keys(
     k_base, v_base, key, valid, S_kv, stride_kb, stride_kn, stride_vb, stride_vn,
-    D: tl.constexpr, Dv: tl.constexpr, LAYOUT: tl.constexpr, STRIDE_UNIT: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, Dv: tl.constexpr, FLAT: tl.constexpr, STRIDE_UNIT: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Keys and values ``[keys, BLOCK_D], [keys, BLOCK_DV]``; zeros where not valid."""
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    k_at = _key_offset(key, S_kv, stride_kb, stride_kn, LAYOUT, STRIDE_UNIT)
+    k_at = _offset(key, S_kv, stride_kb, stride_kn, FLAT) * STRIDE_UNIT
     k = tl.load(k_base + k_at[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < D), other=0.0)
-    v_at = _key_offset(key, S_kv, stride_vb, stride_vn, LAYOUT, STRIDE_UNIT)
+    v_at = _offset(key, S_kv, stride_vb, stride_vn, FLAT) * STRIDE_UNIT
     v = tl.load(v_base + v_at[:, None] + dv[None, :], mask=valid[:, None] & (dv[None, :] < Dv), other=0.0)
     return k, v
 
@@ -158,7 +210,7 @@ def _times(rows, exists, base, bound, begin, n, SIZE: tl.constexpr):
 def _dq_of(
     q, do, lse, delta, rows, exists, base, bound, bit, place_ptr, mask_ptr, k_base, v_base, total, n, S_kv, stride_kb,
     stride_kn, stride_vb, stride_vn, scale,
-    D: tl.constexpr, Dv: tl.constexpr, SIZE: tl.constexpr, LAYOUT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    D: tl.constexpr, Dv: tl.constexpr, SIZE: tl.constexpr, FLAT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DQ_N: tl.constexpr,
     OFTEN: tl.constexpr,
 ):  # fmt: skip
@@ -173,7 +225,7 @@ def _dq_of(
         valid = within < (place & 31)
         seen = ((mask[None, :] & bit[:, None]) != 0) & valid[None, :] & (key[None, :] < bound[:, None])
         k, v = _load_keys(
-            k_base, v_base, key, valid, S_kv, stride_kb, stride_kn, stride_vb, stride_vn, D, Dv, LAYOUT, STRIDE_UNIT,
+            k_base, v_base, key, valid, S_kv, stride_kb, stride_kn, stride_vb, stride_vn, D, Dv, FLAT, STRIDE_UNIT,
             BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
@@ -196,7 +248,7 @@ def _small_dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, sel_ptr, place_ptr, mask_ptr, count_ptr, bound_ptr,
     S, S_kv, n, tokens, lists, first, room, stride_lt, stride_lh,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, scale,
-    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, LAYOUT: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, FLAT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DQ_N: tl.constexpr,
 ):  # fmt: skip
@@ -224,7 +276,7 @@ def _small_dq_kernel(
     dv = tl.arange(0, BLOCK_DV)
     head = head_kv * G + g
     at = token.to(tl.int64) * HKV * G + head
-    q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT) + head.to(tl.int64) * stride_qh
+    q_off = _offset(token, S, stride_qb, stride_qs, FLAT) + head.to(tl.int64) * stride_qh
     q_mask = exists[:, None] & (d[None, :] < D)
     q = tl.load(q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :], mask=q_mask, other=0.0)  # [ROWS, BLOCK_D]
     do_mask = exists[:, None] & (dv[None, :] < Dv)
@@ -237,31 +289,40 @@ def _small_dq_kernel(
     masks = mask_ptr + (tile * lists + number).to(tl.int64) * room
     dq = _dq_of(
         q, do, lse, delta, rows, exists, base, bound, bit, places, masks, k_base, v_base, tl.where(often, 0, total), n,
-        S_kv, stride_kb, stride_kn, stride_vb, stride_vn, scale, D, Dv, SIZE, LAYOUT, STRIDE_UNIT, INPUT_PRECISION,
+        S_kv, stride_kb, stride_kn, stride_vb, stride_vn, scale, D, Dv, SIZE, FLAT, STRIDE_UNIT, INPUT_PRECISION,
         BLOCK_D, BLOCK_DV, DQ_N, False,
     )  # fmt: skip
     spoiled = tl.sum((dq != dq).to(tl.int32))  # over both axes at once, which compiles for all GPUs
     if often | (spoiled > 0):
         dq = _dq_of(
             q, do, lse, delta, rows, exists, base, bound, bit, places, masks, k_base, v_base, total, n, S_kv,
-            stride_kb, stride_kn, stride_vb, stride_vn, scale, D, Dv, SIZE, LAYOUT, STRIDE_UNIT, INPUT_PRECISION,
+            stride_kb, stride_kn, stride_vb, stride_vn, scale, D, Dv, SIZE, FLAT, STRIDE_UNIT, INPUT_PRECISION,
             BLOCK_D, BLOCK_DV, DQ_N, True,
         )  # fmt: skip
     tl.store(dq_ptr + at[:, None] * D + d[None, :], (dq * scale).to(dq_ptr.dtype.element_ty), mask=q_mask)
 
 
 @triton.jit
+def _weights(scores, dp, seen, lse, delta, times, p, ds, scale, OFTEN: tl.constexpr):
+    """Weights and dS / scale ``[BLOCK_N, BLOCK_M]``, in the dtypes of ``p`` and ``ds``."""
+    weights = tl.where(seen, tl.exp2(scores * (scale * 1.4426950408889634) - lse[None, :]), 0.0)
+    if OFTEN:
+        weights *= times
+    return weights.to(p.dtype), tl.where(seen, weights * (dp - delta[None, :]), 0.0).to(ds.dtype)
+
+
+@triton.jit
 def _step(
     q_ptr, do_ptr, stats_ptr, bound_ptr, k, v, key, mask, row, high, times, dk_sum, dv_sum, token0, head_kv, S, tokens,
     stride_qb, stride_qs, stride_qh, scale,
-    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, LAYOUT: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, FLAT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, OFTEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, OFTEN: tl.constexpr, BRANCH: tl.constexpr,
 ):  # fmt: skip
     """Add ``BLOCK_M`` rows of a window, from ``row`` on and before ``high``, to dK / scale and dV of some keys.
 
-    Rows whose LSE or gradient is not finite give NaN to all keys that they see, and nothing to others. OFTEN: ``times
-    [BLOCK_N, BLOCK_M]`` says how often a row lists each key.
+    OFTEN: ``times [BLOCK_N, BLOCK_M]`` says how often a row lists each key, and rows whose LSE or gradient is not
+    finite give NaN to all keys that they see, and nothing to others.
     """
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
@@ -269,70 +330,104 @@ def _step(
     here = r < high
     token = token0 + r // G  # [BLOCK_M]
     head = head_kv * G + r % G
-    at = token.to(tl.int64) * HKV * G + head
+    at = token.to(tl.int64) * (HKV * G) + head
     lse = tl.load(stats_ptr + at, mask=here, other=float("inf"))
     delta = tl.load(stats_ptr + tl.cast(tokens, tl.int64) * HKV * G + at, mask=here, other=0.0)
-    finite = (lse == lse) & (tl.abs(delta) < float("inf"))
-    lse = tl.where(finite, lse, float("nan"))
+    finite = here
+    if OFTEN:
+        finite &= _finite(lse, delta)
+        lse = tl.where(finite | (here == 0), lse, float("nan"))
     bound = tl.load(bound_ptr + token, mask=here, other=0)
-    q_off = query_offset(token, S, stride_qb, stride_qs, LAYOUT) + head.to(tl.int64) * stride_qh
+    q_off = _offset(token, S, stride_qb, stride_qs, FLAT) + head.to(tl.int64) * stride_qh
     q_ptrs = q_ptr + q_off[:, None] * STRIDE_UNIT + d[None, :]
-    q = tl.load(q_ptrs, mask=(here & finite)[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_M, BLOCK_D]
+    q = tl.load(q_ptrs, mask=finite[:, None] & (d[None, :] < D), other=0.0)  # [BLOCK_M, BLOCK_D]
     do_ptrs = do_ptr + at[:, None] * Dv + dv[None, :]
-    do = tl.load(do_ptrs, mask=(here & finite)[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_M, BLOCK_DV]
+    do = tl.load(do_ptrs, mask=finite[:, None] & (dv[None, :] < Dv), other=0.0)  # [BLOCK_M, BLOCK_DV]
     seen = (((mask[:, None] >> (r // G)[None, :]) & 1) != 0) & (key[:, None] < bound[None, :]) & here[None, :]
     # Scores are transposed, because the next products take the weights as their left operand.
-    scores = tl.dot(k, tl.trans(q), input_precision=INPUT_PRECISION) * (scale * 1.4426950408889634)
-    p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)  # [BLOCK_N, BLOCK_M]
-    if OFTEN:
-        p *= times
-    dv_sum = tl.dot(p.to(do.dtype), do, dv_sum, input_precision=INPUT_PRECISION)
+    scores = tl.dot(k, tl.trans(q), input_precision=INPUT_PRECISION)
     dp = tl.dot(v, tl.trans(do), input_precision=INPUT_PRECISION)
-    ds = tl.where(seen, p * (dp - delta[None, :]), 0.0).to(q.dtype)
+    p = scores.to(do.dtype)
+    ds = dp.to(q.dtype)
+    # The branch is always taken. Without a branch before the next products, Triton does not divide the columns of
+    # scores and dP among warps on Hopper, and with 64 keys four of eight warps compute what the others do.
+    if BRANCH:
+        if row < high:
+            p, ds = _weights(scores, dp, seen, lse, delta, times, p, ds, scale, OFTEN)
+    else:
+        p, ds = _weights(scores, dp, seen, lse, delta, times, p, ds, scale, OFTEN)
+    dv_sum = tl.dot(p, do, dv_sum, input_precision=INPUT_PRECISION)
     return tl.dot(ds, q, dk_sum, input_precision=INPUT_PRECISION), dv_sum
 
 
 @triton.jit
 def _add(dk_ptr, dv_ptr, dk, dv, key, valid, head_kv, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr):
-    """Add to dK and dV of some keys of a KV head."""
+    """Add to dK and dV of some keys of a KV head. No other program adds to them at the time, so the order is fixed."""
     at = key.to(tl.int64) * HKV + head_kv
     d = tl.arange(0, dk.shape[1])
-    dk_ptrs, dk_mask = dk_ptr + at[:, None] * D + d[None, :], valid[:, None] & (d[None, :] < D)
-    tl.store(dk_ptrs, tl.load(dk_ptrs, mask=dk_mask, other=0.0) + dk, mask=dk_mask)
+    tl.atomic_add(dk_ptr + at[:, None] * D + d[None, :], dk, mask=valid[:, None] & (d[None, :] < D), sem="relaxed")
     d = tl.arange(0, dv.shape[1])
-    dv_ptrs, dv_mask = dv_ptr + at[:, None] * Dv + d[None, :], valid[:, None] & (d[None, :] < Dv)
-    tl.store(dv_ptrs, tl.load(dv_ptrs, mask=dv_mask, other=0.0) + dv, mask=dv_mask)
+    tl.atomic_add(dv_ptr + at[:, None] * Dv + d[None, :], dv, mask=valid[:, None] & (d[None, :] < Dv), sem="relaxed")
+
+
+@triton.jit
+def _total(count, SIZE: tl.constexpr, OFTEN: tl.constexpr):
+    """Keys of a window's union; 0 if the other variant computes the window."""
+    return tl.maximum(-1 - count if OFTEN else count, 0) * SIZE
+
+
+@triton.jit
+def _wait_for(window, programs, count_ptr, done_ptr, lists, SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+              OFTEN: tl.constexpr, HKV: tl.constexpr):  # fmt: skip
+    """Wait until all programs of the windows before ``window`` have added their sums."""
+    total = 0
+    while (window > 0) & (total == 0):  # the last window that has keys: it waits for those before it
+        window -= 1
+        total = _total(tl.load(count_ptr + window * lists), SIZE, OFTEN)
+    if total > 0:
+        expected = tl.minimum(tl.cdiv(total, BLOCK_N), programs)
+        done = tl.atomic_add(done_ptr + window * HKV, 0, sem="acquire")
+        while done < expected:
+            done = tl.atomic_add(done_ptr + window * HKV, 0, sem="acquire")
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _small_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, sel_ptr, place_ptr, mask_ptr, count_ptr, bound_ptr,
-    S, S_kv, n, tokens, lists, first, window, room, stride_lt, stride_lh,
+    turn_ptr,
+    S, S_kv, n, tokens, lists, first, programs, room, stride_lt, stride_lh,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, scale,
-    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, LAYOUT: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, FLAT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OFTEN: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OFTEN: tl.constexpr, BRANCH: tl.constexpr,
 ):  # fmt: skip
-    """Add window ``window`` of the lists to dK and dV ``[keys, HKV, D | Dv]`` fp32.
+    """Add the windows of a pass to dK and dV ``[keys, HKV, D | Dv]`` fp32.
 
-    A program takes every so many ``BLOCK_N`` keys of the union. The first keys of a union have the most rows. OFTEN: of
-    windows in which a row lists a block twice, else of others.
+    ``programs`` programs a window and a KV head take every so many ``BLOCK_N`` keys of the union. OFTEN: of windows in
+    which a row lists a block twice, or is not finite, else of others.
+
+    turn ``[2 + windows * HKV]``, zeros before: the programs that have started, of each variant, and of each window and
+    KV head those that have added their sums. A program's number is the order in which programs start, so what it waits
+    for has started before it.
     """
-    head_kv = tl.program_id(1)
-    number = head_kv % lists
-    count = tl.load(count_ptr + window * lists + number)
-    if (count < 0) != OFTEN:
+    number = tl.atomic_add(turn_ptr + (1 if OFTEN else 0), 1, sem="relaxed")
+    part = number % programs
+    head_kv = number // programs % HKV
+    window = number // programs // HKV
+    done_ptr = turn_ptr + 2 + head_kv
+    count_ptr += head_kv % lists
+    total = _total(tl.load(count_ptr + window * lists), SIZE, OFTEN)
+    if part * BLOCK_N >= total:
         return
-    total = (-1 - count if OFTEN else count) * SIZE
     token0 = (first + window) * WINDOW
     end = tl.minimum(token0 + WINDOW, tokens)
     rows = (end - token0) * G
-    places = place_ptr + tl.cast(window * lists + number, tl.int64) * room
-    masks = mask_ptr + tl.cast(window * lists + number, tl.int64) * room
-    sel_ptr += tl.cast(number, tl.int64) * stride_lh
-    k_base = k_ptr + tl.cast(head_kv, tl.int64) * stride_kh * STRIDE_UNIT
-    v_base = v_ptr + tl.cast(head_kv, tl.int64) * stride_vh * STRIDE_UNIT
-    for chunk in range(tl.program_id(0) * BLOCK_N, total, tl.num_programs(0) * BLOCK_N):
+    places = place_ptr + (window * lists + head_kv % lists).to(tl.int64) * room
+    masks = mask_ptr + (window * lists + head_kv % lists).to(tl.int64) * room
+    sel_ptr += (head_kv % lists).to(tl.int64) * stride_lh
+    k_base = k_ptr + head_kv.to(tl.int64) * stride_kh * STRIDE_UNIT
+    v_base = v_ptr + head_kv.to(tl.int64) * stride_vh * STRIDE_UNIT
+    for chunk in range(part * BLOCK_N, total, programs * BLOCK_N):
         slot = chunk + tl.arange(0, BLOCK_N)
         place = tl.load(places + slot // SIZE, mask=slot < total, other=0)
         mask = tl.load(masks + slot // SIZE, mask=slot < total, other=0)
@@ -341,7 +436,7 @@ def _small_dkdv_kernel(
         valid = within < (place & 31)
         mask = tl.where(valid, mask, 0)
         k, v = _load_keys(
-            k_base, v_base, key, valid, S_kv, stride_kb, stride_kn, stride_vb, stride_vn, D, Dv, LAYOUT, STRIDE_UNIT,
+            k_base, v_base, key, valid, S_kv, stride_kb, stride_kn, stride_vb, stride_vn, D, Dv, FLAT, STRIDE_UNIT,
             BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         low = _log2(tl.min(tl.where(mask > 0, mask & -mask, 1 << 30), 0)) * G
@@ -360,7 +455,11 @@ def _small_dkdv_kernel(
                 times = tl.trans(_times(lists_of, here, base, bound, begin, n, SIZE))
             dk_sum, dv_sum = _step(
                 q_ptr, do_ptr, stats_ptr, bound_ptr, k, v, key, mask, row, high, times, dk_sum, dv_sum, token0,
-                head_kv, S, tokens, stride_qb, stride_qs, stride_qh, scale, G, D, Dv, HKV, LAYOUT, STRIDE_UNIT,
-                INPUT_PRECISION, BLOCK_D, BLOCK_DV, BLOCK_M, OFTEN,
+                head_kv, S, tokens, stride_qb, stride_qs, stride_qh, scale, G, D, Dv, HKV, FLAT, STRIDE_UNIT,
+                INPUT_PRECISION, BLOCK_D, BLOCK_DV, BLOCK_M, OFTEN, BRANCH,
             )  # fmt: skip
+        if chunk == part * BLOCK_N:
+            _wait_for(window, programs, count_ptr, done_ptr, lists, SIZE, BLOCK_N, OFTEN, HKV)
         _add(dk_ptr, dv_ptr, dk_sum * scale, dv_sum, key, valid, head_kv, D, Dv, HKV)
+    tl.debug_barrier()  # all threads have added
+    tl.atomic_add(done_ptr + window * HKV, 1, sem="release")

@@ -1,13 +1,11 @@
 """Backward for small blocks: dQ tile by tile, dK and dV window by window.
 
-The host does not wait for the device: grids follow from shapes. There are no float atomics, and every sum has a fixed
-order, so gradients are equal bit by bit from run to run. Lists are made in passes, which bounds the workspace. The
-kernels are in ``kernel.py``.
+The host does not wait for the device: grids follow from shapes. Every sum has a fixed order, so gradients are equal bit
+by bit from run to run. Lists are made in passes, which bounds the workspace. The kernels are in ``kernel.py``.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -21,14 +19,13 @@ from nsa.kernels.backward.plan import STATS_ROWS
 from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import Variant, remembered, workspaces
-from nsa.kernels.shared.shape import Shape
+from nsa.kernels.shared.shape import BATCH, Shape
 from nsa.kernels.shared.sizes import INT32_MAX
 from nsa.kernels.small_backward import kernel as kernels
 from nsa.kernels.small_backward import tiles
 from nsa.kernels.small_blocks.plan import steps_of
 
-PROGRAMS = 2  # of dK and dV, for each multiprocessor
-FEW = 16  # keys, and query rows, of a step of windows in which a row lists a block twice
+FEW = 16  # keys, and query rows, of a step of marked windows; also the programs of a marked window
 
 
 class Launch(NamedTuple):
@@ -41,7 +38,7 @@ class Launch(NamedTuple):
     keys: int  # of all sequences
     lists: int  # of a token: 1 if all KV heads share one, else one for each
     steps: tuple[int, int] | None  # as of the forward pass
-    programs: int  # of dK and dV, for each KV head
+    programs: int  # of dK and dV, for each window and KV head
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
 
@@ -72,7 +69,7 @@ def plan(call: Call, shape: Shape) -> Launch:
     """Tiles and run-time sizes of a backward pass. They hold for every call with the same key."""
     device, dtype = call.q.device, call.q.dtype
     g = shape.without_output()
-    capability, processors = gpu.limits(device)
+    capability, _ = gpu.limits(device)
     pin = call.settings.pin.get("small_backward")
     if isinstance(pin, Exact):
         tile = tiles.Tile(*pin.tile)
@@ -82,10 +79,14 @@ def plan(call: Call, shape: Shape) -> Launch:
     lists = 1 if call.block_indices.stride()[-2] == 0 else g.HKV
     heads = {"G": g.G, "D": g.D, "Dv": g.Dv, "HKV": g.HKV, "STRIDE_UNIT": g.unit, "INPUT_PRECISION": "ieee"}
     size = call.block_size or 1
-    programs = max(1, min(-(-PROGRAMS * processors // g.HKV), -(-tile.WINDOW * g.n * size // tile.BLOCK_N)))
+    programs = tiles.PROGRAMS if pin is None or isinstance(pin, Exact) else pin.programs or tiles.PROGRAMS
+    programs = max(1, min(programs, -(-tile.WINDOW * g.n * size // tile.BLOCK_N)))
     keys = tiles.keys_of(call, g)
     sizes = g.B, g.S, g.S_kv, g.n, g.tokens, keys, *g.strides
-    made = _kernels((device, dtype, *call.dtypes()), tile, call.causal, size, g.layout, **heads)
+    branch = capability == 90 and dtype.itemsize == 2  # for `wgmma`
+    long = zip((0, 3, 6), (g.S, g.S_kv, g.S_kv), strict=True)
+    flat = g.layout != BATCH or g.B == 1 or all(g.strides[i] == length * g.strides[i + 1] for i, length in long)
+    made = _kernels((device, dtype, *call.dtypes()), tile, call.causal, size, g.layout, branch, FLAT=flat, **heads)
     return Launch(
         made, tile, device, g, keys, lists, steps_of(call.block_indices, lists), programs, max(sizes) <= INT32_MAX,
         1.0 / math.sqrt(g.D),
@@ -94,16 +95,15 @@ def plan(call: Call, shape: Shape) -> Launch:
 
 @remembered
 def _kernels(
-    kinds: tuple[object, ...], tile: tiles.Tile, causal: bool, size: int, layout: int, **heads: Any
+    kinds: tuple[object, ...], tile: tiles.Tile, causal: bool, size: int, layout: int, branch: bool, **heads: Any
 ) -> dict[str, Variant]:
     """The kernels of a pass. Kernels for another device or other dtypes (``kinds``) are other entries of the cache."""
-    shared = {"SIZE": size, "LAYOUT": layout}
-    wide = {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV}
-    made = {"CAUSAL": causal, "SLOTS": tile.SLOTS} | shared
+    made = {"CAUSAL": causal, "SLOTS": tile.SLOTS, "SIZE": size, "LAYOUT": layout}
+    wide = heads | {"SIZE": size, "BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV}
     few = {"num_warps": 4 if tile.SLOTS > 128 else 1}
-    dq = shared | heads | wide | {name: getattr(tile, name) for name in ("TOKENS", "HEADS", "ROWS", "DQ_N")}
-    dkdv = shared | heads | wide | {name: getattr(tile, name) for name in ("WINDOW", "BLOCK_M", "BLOCK_N")}
-    often = {"BLOCK_M": FEW, "BLOCK_N": FEW, "OFTEN": True}
+    dq = wide | {name: getattr(tile, name) for name in ("TOKENS", "HEADS", "ROWS", "DQ_N")}
+    dkdv = wide | {name: getattr(tile, name) for name in ("WINDOW", "BLOCK_M", "BLOCK_N")}
+    often = {"BLOCK_M": FEW, "BLOCK_N": FEW, "OFTEN": True, "BRANCH": False}
     delta = {"Dv": heads["Dv"], "BLOCK_DV": tile.BLOCK_DV, "ROWS": STATS_ROWS}
     return {
         "delta": Variant(_delta_kernel, delta, {"num_warps": 1}),
@@ -112,7 +112,9 @@ def _kernels(
         "lists of windows": Variant(kernels._unite_kernel, made | {"TOKENS": tile.WINDOW}, few),
         "dq": Variant(kernels._small_dq_kernel, dq, {"num_warps": tile.dq_warps, "num_stages": tile.dq_stages}),
         "dkdv": Variant(
-            kernels._small_dkdv_kernel, dkdv | {"OFTEN": False}, {"num_warps": tile.warps, "num_stages": tile.stages}
+            kernels._small_dkdv_kernel,
+            dkdv | {"OFTEN": False, "BRANCH": branch},
+            {"num_warps": tile.warps, "num_stages": tile.stages},
         ),
         "dkdv_often": Variant(kernels._small_dkdv_kernel, dkdv | often, {"num_warps": 4, "num_stages": 1}),
     }
@@ -144,30 +146,32 @@ def backward(
     )
     given = q, k, v, do, stats
 
-    def listed(name: str, tokens: int) -> Any:
+    def listed(name: str, tokens: int, stats: Tensor | None) -> Any:
         """Make the lists of tiles of so many tokens, pass by pass: the pass's first tile, its tiles, and its lists."""
         room = launch.room(tokens)
         number = -(-g.tokens // tokens)
         once = tiles.at_once(room, lists, number)
         programs = tiles.list_programs(lists, launch.keys, once)
-        places, masks, count, bound, where = workspaces(
+        places, masks, count, bound, where, unsorted = workspaces(
             device,
             places=(once * lists * room, torch.int32),
             masks=(once * lists * room, torch.int32),
             count=(once * lists, torch.int32),
             bound=(2 * g.tokens, torch.int32),
             where=(programs * lists * launch.keys, torch.int32),
+            unsorted=None if stats is None else (2 * programs * lists * room, torch.int32),
         )
         for first in range(0, number, once):
             now = min(once, number - first)
             launch.kernels[name].launch(
-                (min(now, programs), lists, 1), device, (selection, *index, places, masks, count, bound, where),
-                (g.B, g.S, g.S_kv, g.n, g.tokens, lists, first, now, room, launch.keys, *steps), narrow,
+                (min(now, programs), lists, 1), device,
+                (selection, *index, stats, places, masks, count, bound, where, unsorted),
+                (g.B, g.S, g.S_kv, g.n, g.tokens, lists, first, now, room, launch.keys, g.G * g.HKV, *steps), narrow,
             )  # fmt: skip
             yield first, now, room, (selection, places, masks, count, bound)
 
     if wanted[0]:
-        for first, now, room, made in listed("lists of tiles", tile.TOKENS):
+        for first, now, room, made in listed("lists of tiles", tile.TOKENS, None):
             launch.kernels["dq"].launch(
                 (now * -(-g.G // tile.HEADS), g.HKV, 1), device, (*given, dq, *made),
                 (g.S, g.S_kv, g.n, g.tokens, lists, first, room, *steps, *g.strides, scale), narrow,
@@ -175,11 +179,12 @@ def backward(
     if not (wanted[1] or wanted[2]):
         return dq, k.new_empty(0), v.new_empty(0)
     dk, dv = (torch.zeros((launch.keys, g.HKV, d), dtype=torch.float32, device=device) for d in (g.D, g.Dv))
-    for first, now, room, made in listed("lists of windows", tile.WINDOW):
-        for window, name in itertools.product(range(now), ("dkdv", "dkdv_often")):
+    for first, now, room, made in listed("lists of windows", tile.WINDOW, stats):
+        turns = torch.zeros(2 + now * g.HKV, dtype=torch.int32, device=device)
+        for name, programs in ("dkdv", launch.programs), ("dkdv_often", min(launch.programs, FEW)):
             launch.kernels[name].launch(
-                (launch.programs, g.HKV, 1), device, (*given, dk, dv, *made),
-                (g.S, g.S_kv, g.n, g.tokens, lists, first, window, room, *steps, *g.strides, scale), narrow,
+                (now * g.HKV * programs, 1, 1), device, (*given, dk, dv, *made, turns),
+                (g.S, g.S_kv, g.n, g.tokens, lists, first, programs, room, *steps, *g.strides, scale), narrow,
             )  # fmt: skip
     dk = dk.view(k.shape).to(k.dtype) if wanted[1] else k.new_empty(0)
     return dq, dk, dv.view(v.shape).to(v.dtype) if wanted[2] else v.new_empty(0)

@@ -15,6 +15,8 @@ MOST_TOKENS = 30  # of a window: the mask of its tokens fits an int32
 WINDOW = 30
 """Tokens whose dK and dV one launch adds. Long windows read and write dK and dV less often, but multiply more zeros."""
 
+PROGRAMS = 96  # of a window and a KV head, for dK and dV
+
 LIST_BYTES = 64 << 20
 """Limit of the lists of one pass. Longer calls take several passes."""
 PLACE_BYTES = 64 << 20
@@ -34,6 +36,7 @@ class Choice(NamedTuple):
     dq_keys: int = 0  # keys of a step
     dq_warps: int = 0
     dq_stages: int = 0
+    programs: int = 0  # of a window and a KV head, for dK and dV
 
 
 RULES = Choice()

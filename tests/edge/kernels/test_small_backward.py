@@ -22,10 +22,10 @@ SIZE, KEYS, G, HKV, D = 4, 24, 3, 2, 16
 TILES = tiles.Choice(window=4, rows=16, keys=16, dq_rows=6, dq_keys=16)
 
 
-def gradients(qkv, selection, do, backend="triton"):
-    leaves = [x.detach().clone().requires_grad_() for x in qkv]
+def gradients(qkv, selection, do, backend="triton", tile=TILES):
+    leaves = [x.detach().requires_grad_() for x in qkv]
     small = small_backward.launches["backward"]
-    with pinned(small_backward=TILES):
+    with pinned(small_backward=tile):
         o = nsa.selection_attention(*leaves, **selection, backend=backend)
         got = torch.autograd.grad(o, leaves, do)
     assert small_backward.launches["backward"] == small + (backend == "triton")
@@ -36,8 +36,8 @@ def gradients(qkv, selection, do, backend="triton"):
 def draw(device):
     g = torch.Generator().manual_seed(3)
 
-    def tensors(S=8, **more):
-        q, k, v = (torch.randn(1, s, h, D, generator=g).to(device) for s, h in ((S, HKV * G), (KEYS, HKV), (KEYS, HKV)))
+    def tensors(S=8, keys=KEYS):
+        q, k, v = (torch.randn(1, s, h, D, generator=g).to(device) for s, h in ((S, HKV * G), (keys, HKV), (keys, HKV)))
         do = torch.randn(1, S, HKV * G, D, generator=g).to(device)
         return (q, k, v), do
 
@@ -106,6 +106,37 @@ def test_several_passes(draw, device, monkeypatch):
     monkeypatch.setattr(tiles, "PLACE_BYTES", 1)
     for x, y in zip(gradients(qkv, selection, do), want, strict=True):
         assert torch.equal(x, y)
+
+
+def test_sums_have_one_order(draw, device):
+    """Many windows add to the same keys. Programs of a window take other shares, and start at other times."""
+    S, repeats = (40, 1) if device.type == "cpu" else (400, 20)
+    qkv, do = draw(S)
+    selection = listed(device, *([i % 6, (i + 1 + i % 3) % 6, (i // 7) % 6] for i in range(S)))
+    want = gradients(qkv, selection, do)
+    for programs in (1, 2, 96) * repeats:
+        got = gradients(qkv, selection, do, tile=TILES._replace(programs=programs))
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+def test_a_window_of_many_blocks(draw, device):
+    """More than are sorted at a time."""
+    qkv, do = draw(keys=400)
+    selection = listed(device, *([(i * i + 7 * j) % 100 for j in range(40)] for i in range(8)))
+    check(gradients(qkv, selection, do), gradients(qkv, selection, do, "reference"))
+
+
+def test_sequences_that_do_not_follow_each_other(draw, device):
+    """A window has tokens of both. Tokens of another sequence lie elsewhere than the next in memory."""
+    qkv, do = draw()
+    apart = [x.new_zeros(2, x.shape[1] + 3, *x.shape[2:])[:, : x.shape[1] - 1] for x in (*qkv, do)]
+    for x, y in zip(apart, (*qkv, do), strict=True):
+        x.copy_(torch.cat([y[:, 1:], -y[:, :-1]]))
+    rows = [[0, 3, 1], [3, 2, 1], [0, 4, 2], *[[2, 0, 3]] * 4]
+    selection = listed(device, *rows, *rows[::-1])
+    selection["block_indices"] = selection["block_indices"].view(2, len(rows), 1, -1)
+    got = gradients(apart[:3], selection, apart[3])
+    check(got, gradients(apart[:3], selection, apart[3], "reference"))
 
 
 @pytest.mark.parametrize(
