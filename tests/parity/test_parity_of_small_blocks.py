@@ -28,6 +28,8 @@ GPU = current_lane() == "gpu"
 UNIONS = tiles.Choice(worth=ALWAYS, least=0, union_keys=16)
 CHOICES = {
     "rule": tiles.RULES,
+    "left": tiles.Choice(least=0),  # tiles leave rows
+    "left-together": tiles.Choice(least=0, left=0),  # a program computes all that a tile left
     "rows": tiles.Choice(keys=16, rows=0),
     "split": tiles.Choice(splits=2, keys=16, rows=0),
     "unions": UNIONS,

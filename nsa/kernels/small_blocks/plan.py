@@ -95,7 +95,7 @@ def plan(call: Call, shape: Shape) -> Launch:
     alike = g.strides[3:5] == g.strides[6:8]
     run = g.S if g.layout in (BATCH, CACHE) else max(g.tokens, 1)
     if isinstance(pin, Exact):
-        rows, (splits, union, was_alike) = tiles.Rows(*pin.tile), pin.more
+        rows, (splits, union, was_alike, together) = tiles.Rows(*pin.tile), pin.more
         alike = alike and was_alike
         tile, worth = None if union is None else tiles.Unions(*union), ALWAYS
     else:
@@ -107,6 +107,9 @@ def plan(call: Call, shape: Shape) -> Launch:
             capability, processors, *items, g.G, g.D, g.Dv, g.n * size, g.tokens * g.HKV, choice,
             call.settings.batch_invariant, call.settings.sel_triton_db,
         )  # fmt: skip
+        # With many rows, a program takes those of a tile in turn: programs that return at once cost time, too.
+        programs = g.tokens * g.HKV * -(-g.G // rows.HEADS)
+        together = tile is not None and splits == 1 and programs > choice.left * processors
     number = 0 if tile is None else _tiles(g, run, tile)
     selection = call.block_indices
     lists = 1 if selection.stride()[-2] == 0 else g.HKV
@@ -117,7 +120,6 @@ def plan(call: Call, shape: Shape) -> Launch:
         "CAUSAL": call.causal, "STRIDE_UNIT": g.unit, "K_STEP": g.k_step, "V_STEP": g.v_step, "INPUT_PRECISION": "ieee",
     }  # fmt: skip
     kinds = call.dtypes()
-    together = tile is not None and splits == 1  # a program takes the rows of a tile
     of_rows = [
         _rows(
             device, dtype, (*kinds, tile is None, lse), rows, splits > 1, early, PAIRS=pairs, ALIKE=alike,
@@ -136,9 +138,9 @@ def plan(call: Call, shape: Shape) -> Launch:
     programs = (number if together else g.tokens) * g.HKV * -(-g.G // rows.HEADS)
     grid = (programs, splits, 1)
     if tile is not None and together:
-        grid = (programs, max(1, min(tile.TOKENS, tiles.LEFT * processors // max(programs, 1))), 1)
+        grid = (programs, max(1, min(tile.TOKENS, choice.left * processors // max(programs, 1))), 1)
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, g.tokens, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
-    more = (splits, None if tile is None else tuple(tile), alike)
+    more = (splits, None if tile is None else tuple(tile), alike, together)
     return Launch(
         (of_rows[0], of_rows[1]), device, splits, grid, g, run, lists, steps_of(selection, lists), narrow,
         1.0 / math.sqrt(g.D), alike, pairs, unions, Exact(tuple(rows), more),

@@ -30,7 +30,6 @@ LIST_PROGRAMS = 1024
 
 WORTH = Worth(10, 7)
 LEAST_TILES = 32  # programs of tiles. Fewer of them are slower than rows
-LEFT = 32  # programs for each multiprocessor that share the rows of tiles, which unions may have left
 
 
 class Choice(NamedTuple):
@@ -47,6 +46,7 @@ class Choice(NamedTuple):
     union_splits: int = 0
     worth: Worth = WORTH
     least: int = LEAST_TILES  # programs of tiles
+    left: int = 32  # programs for each multiprocessor that compute the rows that tiles left
 
 
 RULES = Choice()
