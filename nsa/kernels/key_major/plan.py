@@ -273,21 +273,20 @@ def forward(
     scale = launch.scale if call.scale is None else call.scale
     heads, most = w.heads, w.most
     groups = most * heads
-    # The shares' numbers of units and the counters must be zero before a pass. They lie last in `lists`, side by side.
-    work, counts, zero = (lists[groups * i * w.work :] for i in (0, 3, 2))
+    counts = lists[3 * groups * w.work :]  # behind the shares, so that one launch sets both to zero
     ends = None if launch.steps is None else index[2]
     programs = _programs(launch, w)
     for head0, first in itertools.product(range(0, g.HKV, heads), range(0, g.tokens, w.tokens)):
         tokens = min(w.tokens, g.tokens - first)
         sizes = (g.B, g.S, g.S_kv, g.HKV, heads, head0, g.n, launch.size, w.slots)
         if w.slots:
-            zero.zero_()
+            lists.zero_()
             launch.count.launch(
                 (tokens, 1, 1), device, (*index, served, block, span, rank, counts),
                 (*sizes, w.blocks, first, w.window), narrow,
             )  # fmt: skip
             launch.scan.launch(
-                (groups, 1, 1), device, (counts, start, work, None, ends), (g.B, w.blocks, w.work), narrow
+                (groups, 1, 1), device, (counts, start, lists, None, ends), (g.B, w.blocks, w.work), narrow
             )  # fmt: skip
             launch.scatter.launch(
                 (-(-tokens * w.row // ELEMENTS), 1, 1), device, (block, rank, start, None, unit),
@@ -298,7 +297,7 @@ def forward(
             if w.slots:
                 launch.partial.launch(
                     (programs, heads, -(-g.G // tile.HEADS)), device,
-                    (q, k, v, parts, part_lse, *index, block_table, k_scale, span, unit, work),
+                    (q, k, v, parts, part_lse, *index, block_table, k_scale, span, unit, lists),
                     (
                         *sizes, here, w.window, i, most, w.work, w.slot_bits, g.pages, *g.strides[:9], scale,
                         g.stride_tb,

@@ -25,8 +25,20 @@ TMA = TRITON >= (3, 4)
 if TMA:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    class _Unchecked(TensorDescriptor):  # type: ignore[misc]
+        """A descriptor for a launch like one that Triton has checked, as the checks take as long as all of the launch.
+
+        They compare sizes, strides and the block, which a plan has in common with its first launch; whether strides are
+        multiples of 16 bytes, as plans with descriptors assure; and the address, which :meth:`Variant.launch` checks.
+        """
+
+        def __post_init__(self) -> None:
+            pass
+
+
 # All versions since 3.5 start a compiled kernel with the same arguments. Older ones, and ROCm, use Triton's launch.
 DIRECT = TRITON >= (3, 5) and torch.version.hip is None
+BETWEEN = 256  # bytes, at least, between the tensors of a workspace
 UNASKED = 48 * 1024
 """Bytes of shared memory that CUDA gives any kernel. Triton asks for more where its own tiles need more."""
 
@@ -58,15 +70,57 @@ def workspace(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.empty(size, dtype=dtype, device=device)
 
 
-def workspaces(device: torch.device, **sizes: tuple[int, torch.dtype] | None) -> list[Any]:
-    """A :func:`workspace` for each name, in order; None for None."""
+Size = tuple[int, torch.dtype] | None
+
+
+def workspaces(device: torch.device, **sizes: Size) -> list[Any]:
+    """Tensors of one :func:`workspace`, of at least so many elements, in the order of the names; None for None."""
+    if len(sizes) > 1:
+        return divided(device, tuple(sizes.values()))
     return [None if size is None else workspace(*size, device) for size in sizes.values()]
+
+
+def divided(device: torch.device, sizes: tuple[Size, ...]) -> list[Any]:
+    """:func:`workspaces` without names. One allocation, because each takes the host as long as half of a launch."""
+    lengths, others, absent = _lengths(sizes)
+    whole = workspace(sum(lengths), torch.int32, device)
+    made: list[Any] = list(torch.unsafe_split_with_sizes(whole, lengths))  # unsafe: autograd need not know of views
+    for at, dtype in others:
+        made[at] = made[at].view(dtype)
+    for at in absent:
+        made.insert(at, None)
+    return made
+
+
+@lru_cache(maxsize=1024)
+def _lengths(sizes: tuple[Size, ...]) -> tuple[list[int], list[tuple[int, torch.dtype]], list[int]]:
+    """How :func:`divided` cuts int32: lengths, the dtypes of pieces of another dtype, and where None belongs.
+
+    Addresses are multiples of 512 bytes, as those of allocations are. Between pieces is room for what tests put there.
+    """
+    given = [size for size in sizes if size is not None]
+    lengths = [-(-(size * dtype.itemsize + BETWEEN) // 512) * 128 for size, dtype in given]
+    others = [(at, dtype) for at, (_, dtype) in enumerate(given) if dtype != torch.int32]
+    return lengths, others, [at for at, size in enumerate(sizes) if size is None]
 
 
 def _check_memory(tensors: tuple[torch.Tensor | None, ...]) -> None:
     """Refuse tensors that have elements, but no memory. The compile matrix launches on meta tensors."""
     if any(x is not None and x.data_ptr() == 0 and x.numel() > 0 and not x.is_meta for x in tensors):
         raise DoesNotFit(NO_MEMORY)
+
+
+def _descriptor(make: Any, x: Any, block: list[int]) -> Any:
+    """``make``'s tensor descriptor ``[sequences or pages, heads, keys, D]`` of ``x``, ``[..., keys, heads, D]``.
+
+    Packed sequences, which lack the first axis, count as one. The address and all strides but the last must be
+    multiples of 16 bytes. There is no view for the descriptor, because it would take longer to make.
+    """
+    shape, strides = x.shape, x.stride()
+    if len(shape) == 3:
+        shape, strides = (1, *shape), (shape[0] * strides[0], *strides)
+    (B, keys, heads, D), (batch, key, head, last) = shape, strides
+    return make(x, (B, heads, keys, D), (batch, head, key, last), block)
 
 
 @dataclass(eq=False, repr=False)
@@ -84,7 +138,7 @@ class Variant:
         static: bytes of shared memory that a program of a cluster declares in assembly, which Triton does not know of.
         tried_first: whether `asking` is asked before Triton compiles the kernel.
         blocks: by position of a tensor that the kernel takes as a tensor descriptor, the shape of the blocks that TMA
-            loads. Addresses of these tensors, and all strides but the last, must be multiples of 16 bytes.
+            loads. See :func:`_descriptor`.
     """
 
     kernel: Any
@@ -115,13 +169,11 @@ class Variant:
             "misaligned": [name for name, x in given.items() if x is not None and x.data_ptr() % 16 != 0],
         }
 
-    def _described(self, values: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+    def _described(self, make: Any, values: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> list[Any]:
         """The values of the tensors, with a tensor descriptor in place of each that the kernel takes as one."""
         given = list(values)
         for at, block in self.blocks.items():
-            x = tensors[at]
-            assert x is not None
-            given[at] = TensorDescriptor(x, x.shape, x.stride(), block)
+            given[at] = _descriptor(make, tensors[at], block)
         return given
 
     def launch(
@@ -156,7 +208,7 @@ class Variant:
                     _check_memory(tensors)
             if union & 15 == 0:
                 stream = current_stream(index)
-                given = self._described(addresses, tensors) if self.blocks else addresses
+                given = self._described(_Unchecked, addresses, tensors) if self.blocks else addresses
                 run(*grid, stream, function, metadata, None, None, None, *given, *numbers, *last)
                 return None
         _check_memory(tensors)
@@ -170,7 +222,8 @@ class Variant:
         last = tuple(self.constexprs[name] for name in self.kernel.arg_names[len(tensors) + len(numbers) :])
         present = [at for at, x in enumerate(tensors) if x is not None]
         if not self.cluster:
-            kernel = self.kernel[grid](*self._described(tensors, tensors), *numbers, **keywords)
+            given = self._described(TensorDescriptor, tensors, tensors) if self.blocks else tensors
+            kernel = self.kernel[grid](*given, *numbers, **keywords)
             if DIRECT and common and index is not None and kernel is not None:
                 self._compiled = kernel.run, kernel.function, kernel.packed_metadata, last, present, [0] * len(tensors)
             return None

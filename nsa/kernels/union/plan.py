@@ -97,11 +97,6 @@ def _tma_reads(call: Call, g: Shape, tile: tiles.Tile) -> bool:
     return aligned and all(min(x.stride()[:-1]) > 0 and x.numel() > 0 for x in (call.k, call.v))
 
 
-def _for_tma(x: Tensor) -> Tensor:
-    """A view ``[sequences or pages, HKV, keys, D]`` of K or V. Packed sequences count as one."""
-    return (x if x.dim() == 4 else x.unsqueeze(0)).transpose(1, 2)
-
-
 @remembered
 def _variants(kinds: tuple[object, ...], tile: tiles.Tile, steps: bool, **shared: Any) -> tuple[Variant, ...]:
     """The kernels for a tile and the compile-time arguments ``shared``. Plans that differ only in sizes share them.
@@ -140,8 +135,6 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     launches[route] += 1
     tma = tile.TMA and scale > 0 and (k.data_ptr() | v.data_ptr()) % 16 == 0
     union = (launch.unions if tma else launch.by_pointers)[lse is not None]
-    if tma:
-        k, v = _for_tma(k), _for_tma(v)
     if served is None:
         served = launch.rest.serve_steps(call, lse)
     for first in range(0, tiles_of_call, at_once):

@@ -148,7 +148,8 @@ def test_workspace_counted_is_what_is_allocated(call, planned, monkeypatch):
     call()
     ((w, args),) = planned
     _, _, G, _, Dv, itemsize, *_, spans = args
-    assert sum(allocated) == key_tiles.workspace_bytes(w, G, Dv, itemsize, spans)
+    padded = sum(allocated) - key_tiles.workspace_bytes(w, G, Dv, itemsize, spans)
+    assert 7 * launching.BETWEEN <= padded <= 7 * (launching.BETWEEN + 512)
 
 
 @pytest.fixture
