@@ -79,6 +79,10 @@ class Call(NamedTuple):
         x = x.expand(shape)
         return self._replace(block_indices=x) if self.ranges is None else self._replace(ranges=x)
 
+    def into(self, out: Tensor) -> Call:
+        """The call with this ``out``, as :meth:`_replace` makes it in three times the time."""
+        return tuple.__new__(Call, (*self[: TENSORS - 1], out, *self[TENSORS:]))
+
     @property
     def cu_seqlens(self) -> tuple[Tensor, Tensor] | None:
         """``(cu_seqlens_q, cu_seqlens_k)``, or None."""

@@ -7,7 +7,6 @@ variant. Triton compiles the variant at its first launch, and later launches sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -26,14 +25,15 @@ if TMA:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     class _Unchecked(TensorDescriptor):  # type: ignore[misc]
-        """A descriptor for a launch like one that Triton has checked, as the checks take as long as all of the launch.
+        """A descriptor for a launch like one that Triton has checked. The checks take as long as all of the launch.
 
         They compare sizes, strides and the block, which a plan has in common with its first launch; whether strides are
         multiples of 16 bytes, as plans with descriptors assure; and the address, which :meth:`Variant.launch` checks.
+        Other fields have their defaults, which the class has, too.
         """
 
-        def __post_init__(self) -> None:
-            pass
+        def __init__(self, base: Any, shape: Any, strides: Any, block_shape: list[int]) -> None:
+            self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
 
 
 # All versions since 3.5 start a compiled kernel with the same arguments. Older ones, and ROCm, use Triton's launch.
@@ -82,8 +82,8 @@ def workspaces(device: torch.device, **sizes: Size) -> list[Any]:
 
 def divided(device: torch.device, sizes: tuple[Size, ...]) -> list[Any]:
     """:func:`workspaces` without names. One allocation, because each takes the host as long as half of a launch."""
-    lengths, others, absent = _lengths(sizes)
-    whole = workspace(sum(lengths), torch.int32, device)
+    total, lengths, others, absent = _lengths(sizes)
+    whole = workspace(total, torch.int32, device)
     made: list[Any] = list(torch.unsafe_split_with_sizes(whole, lengths))  # unsafe: autograd need not know of views
     for at, dtype in others:
         made[at] = made[at].view(dtype)
@@ -93,15 +93,15 @@ def divided(device: torch.device, sizes: tuple[Size, ...]) -> list[Any]:
 
 
 @lru_cache(maxsize=1024)
-def _lengths(sizes: tuple[Size, ...]) -> tuple[list[int], list[tuple[int, torch.dtype]], list[int]]:
-    """How :func:`divided` cuts int32: lengths, the dtypes of pieces of another dtype, and where None belongs.
+def _lengths(sizes: tuple[Size, ...]) -> tuple[int, list[int], list[tuple[int, torch.dtype]], list[int]]:
+    """How :func:`divided` cuts int32: all, the length of each, dtypes of those of another dtype, where None belongs.
 
     Addresses are multiples of 512 bytes, as those of allocations are. Between pieces is room for what tests put there.
     """
     given = [size for size in sizes if size is not None]
     lengths = [-(-(size * dtype.itemsize + BETWEEN) // 512) * 128 for size, dtype in given]
     others = [(at, dtype) for at, (_, dtype) in enumerate(given) if dtype != torch.int32]
-    return lengths, others, [at for at, size in enumerate(sizes) if size is None]
+    return sum(lengths), lengths, others, [at for at, size in enumerate(sizes) if size is None]
 
 
 def _check_memory(tensors: tuple[torch.Tensor | None, ...]) -> None:
@@ -169,13 +169,6 @@ class Variant:
             "misaligned": [name for name, x in given.items() if x is not None and x.data_ptr() % 16 != 0],
         }
 
-    def _described(self, make: Any, values: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-        """The values of the tensors, with a tensor descriptor in place of each that the kernel takes as one."""
-        given = list(values)
-        for at, block in self.blocks.items():
-            given[at] = _descriptor(make, tensors[at], block)
-        return given
-
     def launch(
         self, grid: tuple[int, int, int], device: torch.device, tensors: tuple[torch.Tensor | None, ...],
         numbers: tuple[int | float, ...], common: bool = True,
@@ -208,8 +201,9 @@ class Variant:
                     _check_memory(tensors)
             if union & 15 == 0:
                 stream = current_stream(index)
-                given = self._described(_Unchecked, addresses, tensors) if self.blocks else addresses
-                run(*grid, stream, function, metadata, None, None, None, *given, *numbers, *last)
+                for at, block in self.blocks.items():
+                    addresses[at] = _descriptor(_Unchecked, tensors[at], block)
+                run(*grid, stream, function, metadata, None, None, None, *addresses, *numbers, *last)
                 return None
         _check_memory(tensors)
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
@@ -222,7 +216,9 @@ class Variant:
         last = tuple(self.constexprs[name] for name in self.kernel.arg_names[len(tensors) + len(numbers) :])
         present = [at for at, x in enumerate(tensors) if x is not None]
         if not self.cluster:
-            given = self._described(TensorDescriptor, tensors, tensors) if self.blocks else tensors
+            given: list[Any] = list(tensors)
+            for at, block in self.blocks.items():
+                given[at] = _descriptor(TensorDescriptor, tensors[at], block)
             kernel = self.kernel[grid](*given, *numbers, **keywords)
             if DIRECT and common and index is not None and kernel is not None:
                 self._compiled = kernel.run, kernel.function, kernel.packed_metadata, last, present, [0] * len(tensors)

@@ -225,7 +225,7 @@ def test_less_may_be_fewer_heads_at_once(monkeypatch, G, HKV, n, T, block, withi
         return torch.empty(elements, dtype=dtype, device=device)
 
     monkeypatch.setattr(launching, "workspace", workspace)
-    w, _ = key_major.reserve(launch, q.dtype, 128)
+    w, _ = key_major.reserve(launch, q.dtype)
     assert (w.heads, w.window) == found
     assert sum(taken) <= within << 20
 
