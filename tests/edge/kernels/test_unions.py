@@ -108,13 +108,7 @@ class Backward:
 
     def __init__(self, pin, monkeypatch):
         self.pin, self.seen, real = pin, [], backward._by_unions
-
-        def by_unions(x, *rest):
-            served = real(x, *rest)
-            self.seen.append(served[: x.index[0].shape[:-1].numel()])
-            return served
-
-        monkeypatch.setattr(backward, "_by_unions", by_unions)
+        monkeypatch.setattr(backward, "_by_unions", lambda *given: self.seen.append(real(*given)) or self.seen[-1])
 
     def worth(self, worth, queries=0):
         self.pin(backward_unions=backward_tiles.Unions(queries, 4, worth))
