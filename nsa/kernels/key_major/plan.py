@@ -267,10 +267,8 @@ def forward(
     if route is not None:
         launches[route] += 1
     k_scale, v_scale = call.k_scale, call.v_scale
-    if k_scale is not None:
-        k_scale = k_scale.contiguous()
-    if v_scale is not None:
-        v_scale = v_scale.contiguous()
+    if g.copies:
+        k_scale, v_scale = (x if x is None else x.contiguous() for x in (k_scale, v_scale))
     scale = launch.scale if call.scale is None else call.scale
     heads, most = w.heads, w.most
     groups = most * heads

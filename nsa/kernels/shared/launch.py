@@ -201,8 +201,9 @@ class Variant:
                     _check_memory(tensors)
             if union & 15 == 0:
                 stream = current_stream(index)
-                for at, block in self.blocks.items():
-                    addresses[at] = _descriptor(_Unchecked, tensors[at], block)
+                if self.blocks:
+                    for at, block in self.blocks.items():
+                        addresses[at] = _descriptor(_Unchecked, tensors[at], block)
                 run(*grid, stream, function, metadata, None, None, None, *addresses, *numbers, *last)
                 return None
         _check_memory(tensors)

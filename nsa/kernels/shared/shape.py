@@ -36,7 +36,7 @@ class Shape(NamedTuple):
     pages: int  # pages of the cache
     stride_tb: int  # entries from a row of the page table to the next; 0 without pages
     copies_table: bool  # the page table must be copied, because the entries of a row are not contiguous
-    copies_index: bool  # the same of a tensor that says which keys a row reads
+    copies: bool  # the same of the table, of a tensor of `Call.index`, or of a scale
     layout: int  # BATCH, VARLEN, PACKED, CACHE or RAGGED
     source: int  # WHOLE, RANGES or BLOCKS
     packed: bool  # cu_seqlens say where sequences of keys begin
@@ -86,10 +86,10 @@ def shape_of(call: Call, bound: int | None = None) -> Shape:
     flat = [s for x in strides for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]  # a 3-D tensor has no batch
     unit = math.gcd(16, *flat)
     scales = call.k_scale, call.v_scale
-    copies_index = not all(x is None or x.is_contiguous() for x in _index(call))
+    copies = copies_table or not all(x is None or x.is_contiguous() for x in (*call.index, *scales))
     return Shape(
         B, S, S_kv, HKV, q_shape[-2] // HKV, q_shape[-1], Dv, n, math.prod(q_shape[:-2]), bound,
-        call.cu_seqlens_q is not None, page, pages, stride_tb, copies_table, copies_index, layout, source,
+        call.cu_seqlens_q is not None, page, pages, stride_tb, copies_table, copies, layout, source,
         call.cu_seqlens_k is not None, tuple(s // unit for s in flat), unit, like_q,
         *(int(x is not None and x.numel() > 1) for x in scales),
         v.dtype == E4M3 and unit % 2 == 0 and Dv % 2 == 0,
@@ -109,15 +109,10 @@ def prepared(call: Call, g: Shape, lse: torch.Tensor | None = None) -> tuple[Any
         out = torch.empty_like(q) if g.like_q else q.new_empty((*q.shape[:-1], g.Dv))
     if call.return_lse and lse is None:
         lse = torch.empty(q.shape[:-1], device=q.device, dtype=torch.float32)
-    index = _index(call)
-    if g.copies_index:
-        index = tuple(x if x is None else x.contiguous() for x in index)
-    return out, lse, *index, table.contiguous() if table is not None and g.copies_table else table
-
-
-def _index(call: Call) -> tuple[torch.Tensor | None, ...]:
-    lengths = call.cu_seqlens_k if call.cache_seqlens is None else call.cache_seqlens
-    return call.block_indices if call.ranges is None else call.ranges, call.q_positions, call.cu_seqlens_q, lengths
+    if g.copies:
+        index = (x if x is None else x.contiguous() for x in call.index)
+        return out, lse, *index, table.contiguous() if table is not None and g.copies_table else table
+    return out, lse, *call.index, table
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
