@@ -68,7 +68,7 @@ class Call(NamedTuple):
         return self.block_indices if self.ranges is None else self.ranges
 
     @property
-    def index(self) -> tuple[Tensor | None, ...]:
+    def about_keys(self) -> tuple[Tensor | None, ...]:
         """What says which keys a row reads: the selection, query positions, ends of sequences of queries, and ends or
         lengths of sequences of keys.
         """

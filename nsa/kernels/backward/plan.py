@@ -387,7 +387,7 @@ def _by_blocks(
         dv_part=(heads * w.several * size * g.Dv, f32),
         dq_part=None if dq is None else (units * g.G * g.D, given[0].dtype),
     )
-    counted = lists.narrow(0, listed, counts)
+    counted = lists.behind(listed)
     sum_rows = how.kernels["sum"].constexprs["BLOCK_N"]
     gathered = how.kernels["gather"].constexprs["HEADS"]
     some = "" if served is None else "_some"

@@ -273,7 +273,7 @@ def forward(
     heads, most = w.heads, w.most
     groups = most * heads
     # Counters of blocks lie behind the shares, so that one launch sets both to zero.
-    counts = lists.narrow(0, 3 * groups * w.work, groups * w.blocks)
+    counts = lists.behind(3 * groups * w.work)
     ends = None if launch.steps is None else index[2]
     programs = _programs(launch, w)
     for head0, first in itertools.product(range(0, g.HKV, heads), range(0, g.tokens, w.tokens)):

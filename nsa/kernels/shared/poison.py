@@ -28,8 +28,12 @@ def poisoned_workspace() -> Iterator[None]:
     def poisoned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return poison(workspace(size + 2 * AROUND, dtype, device))[AROUND : AROUND + size]
 
-    def pieces(device: torch.device, sizes: tuple[launch.Size, ...]) -> list[Tensor | None]:
-        return [x if x is None else poison(x) for x in divided(device, sizes)]
+    def pieces(device: torch.device, sizes: tuple[launch.Size, ...]) -> list[launch.Piece | None]:
+        made = divided(device, sizes)
+        for piece in made:
+            if piece is not None:
+                poison(piece.room())
+        return made
 
     launch.workspace, launch.divided = poisoned, pieces
     try:

@@ -36,7 +36,7 @@ class Shape(NamedTuple):
     pages: int  # pages of the cache
     stride_tb: int  # entries from a row of the page table to the next; 0 without pages
     copies_table: bool  # the page table must be copied, because the entries of a row are not contiguous
-    copies: bool  # the same of the table, of a tensor of `Call.index`, or of a scale
+    copies: bool  # the same of the table, of a tensor of `Call.about_keys`, or of a scale
     layout: int  # BATCH, VARLEN, PACKED, CACHE or RAGGED
     source: int  # WHOLE, RANGES or BLOCKS
     packed: bool  # cu_seqlens say where sequences of keys begin
@@ -86,7 +86,7 @@ def shape_of(call: Call, bound: int | None = None) -> Shape:
     flat = [s for x in strides for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]  # a 3-D tensor has no batch
     unit = math.gcd(16, *flat)
     scales = call.k_scale, call.v_scale
-    copies = copies_table or not all(x is None or x.is_contiguous() for x in (*call.index, *scales))
+    copies = copies_table or not all(x is None or x.is_contiguous() for x in (*call.about_keys, *scales))
     return Shape(
         B, S, S_kv, HKV, q_shape[-2] // HKV, q_shape[-1], Dv, n, math.prod(q_shape[:-2]), bound,
         call.cu_seqlens_q is not None, page, pages, stride_tb, copies_table, copies, layout, source,
@@ -110,9 +110,9 @@ def prepared(call: Call, g: Shape, lse: torch.Tensor | None = None) -> tuple[Any
     if call.return_lse and lse is None:
         lse = torch.empty(q.shape[:-1], device=q.device, dtype=torch.float32)
     if g.copies:
-        index = (x if x is None else x.contiguous() for x in call.index)
+        index = (x if x is None else x.contiguous() for x in call.about_keys)
         return out, lse, *index, table.contiguous() if table is not None and g.copies_table else table
-    return out, lse, *call.index, table
+    return out, lse, *call.about_keys, table
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
