@@ -85,6 +85,10 @@ class Piece:
     def data_ptr(self) -> int:
         return self.address
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.cut[3]
+
     def room(self) -> torch.Tensor:
         """The tensor, and the room behind it."""
         _, begin, length, dtype = self.cut
