@@ -67,6 +67,14 @@ class Call(NamedTuple):
         """Ranges or block indices; None for packed rows."""
         return self.block_indices if self.ranges is None else self.ranges
 
+    @property
+    def about_keys(self) -> tuple[Tensor | None, ...]:
+        """What says which keys a row reads: the selection, query positions, ends of sequences of queries, and ends or
+        lengths of sequences of keys.
+        """
+        lengths = self.cu_seqlens_k if self.cache_seqlens is None else self.cache_seqlens
+        return self.selection, self.q_positions, self.cu_seqlens_q, lengths
+
     def with_lists(self) -> Call:
         """The call with a list for each KV head, where one list serves all: a view, whose stride over heads is 0."""
         x, k, axis = self.selection, self.k, -2 if self.ranges is None else -3
@@ -78,6 +86,10 @@ class Call(NamedTuple):
         shape[axis] = k.shape[-2]
         x = x.expand(shape)
         return self._replace(block_indices=x) if self.ranges is None else self._replace(ranges=x)
+
+    def into(self, out: Tensor) -> Call:
+        """The call with this ``out``, as :meth:`_replace` makes it in three times the time."""
+        return tuple.__new__(Call, (*self[: TENSORS - 1], out, *self[TENSORS:]))
 
     @property
     def cu_seqlens(self) -> tuple[Tensor, Tensor] | None:
@@ -125,8 +137,8 @@ class Call(NamedTuple):
             size, size.__class__, causal, causal.__class__,
             None if positions is None else metadata(positions),
             longest if cu_q is None else (metadata(cu_q), longest, longest.__class__),
-            None if cu_k is None else metadata(cu_k), most, most.__class__, None if out is None else metadata(out),
-            backend, schedule,
+            None if cu_k is None else metadata(cu_k), most, most.__class__,
+            None if out is None else (type(out), out.shape, out.dtype, out.device, out.stride()), backend, schedule,
             None if lengths is None
             else (type(lengths), lengths.shape, lengths.dtype, lengths.device, lengths.stride()),
             None if table is None else (type(table), table.shape, table.dtype, table.device, table.stride()),

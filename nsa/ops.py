@@ -157,7 +157,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, planned: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        call = call._replace(out=None, return_lse=True)
+        call = Call._make((*call[: TENSORS - 1], None, *call[TENSORS:-2], True, call.settings))  # without out, with LSE
         o, lse = dispatch.run(planned, call)
         ctx.set_materialize_grads(False)  # an unused output has gradient None instead of zeros
         ctx.save_for_backward(*call[: TENSORS - 1], o, lse)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,21 @@ GATHERED = 16  # query heads of a program that adds parts of dQ; fewer programs 
 SUM_ROWS = 16  # keys of a program that adds partial sums
 PIPELINES = TRITON >= (3, 3)  # Triton 3.1 cannot pipeline loads whose addresses were loaded, too
 STRIDES = " ".join(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split())
+NUMBERS: dict[str, Any] = {  # a kernel's ints at run time, picked from their names' values, in the kernel's order
+    name: itemgetter(*names.split())
+    for name, names in {
+        "dq": f"B S S_kv HKV n size tokens {STRIDES}",
+        "list": "B S S_kv HKV n size tokens first cost gain",
+        "union_dq": f"B S S_kv HKV size tokens first tiles {STRIDES}",
+        "order": "B S S_kv HKV heads head0 n size slots blocks first now strip mark",
+        "strip": "heads blocks strips",
+        "scan": "B blocks work",
+        "scatter": "heads slots blocks now window strip slot_bits",
+        "dkdv": f"B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits several {STRIDES}",
+        "sum": "B S_kv HKV head0 size slots blocks first window slot_bits several",
+        "gather": "HKV heads head0 slots first",
+    }.items()
+}
 
 
 class Pass(NamedTuple):
@@ -274,7 +290,7 @@ def statistics(launch: Launch, do: Tensor, dlse: Tensor | None, o: Tensor, lse: 
     sizes = launch.usual.sizes
     (stats,) = workspaces(launch.device, stats=(2 * sizes["rows"], torch.float32))
     name, grid = "delta" if dlse is None else "delta_lse", (-(-sizes["rows"] // STATS_ROWS), 1, 1)
-    _run(launch, launch.kernels, sizes, name, grid, (o, do, lse, dlse, stats), "rows")
+    launch.kernels[name].launch(grid, launch.device, (o, do, lse, dlse, stats), (sizes["rows"],), launch.narrow)
     return stats
 
 
@@ -300,8 +316,7 @@ def add(
     if dq is not None and parts is None:
         g, usual = launch.shape, launch.usual
         grid = (g.tokens * g.HKV, -(-g.G // usual.tile.dq_heads), 1)
-        names = f"B S S_kv HKV n size tokens {STRIDES}"
-        _run(launch, launch.kernels, usual.sizes, "dq", grid, (*x.given, dq, *x.index), names, scale)
+        _run(launch, launch.kernels, usual.sizes, "dq", grid, (*x.given, dq, *x.index), scale)
     if sums is None:
         return
     if parts is not None and launch.unions is not None:
@@ -329,20 +344,17 @@ def _by_unions(x: _Inputs, unions: Unions, dq: Tensor) -> Tensor:
     device, g, tile, HKV = launch.device, launch.shape, unions.tile, unions.sizes["HKV"]
     tiles_of_call = -(-g.tokens // tile.TOKENS)
     at_once = min(tiles_of_call, unions.at_once)
-    lists, count, served = workspaces(
+    lists, count = workspaces(
         device,
         lists=(at_once * HKV * tile.TOKENS * tile.SLOTS, torch.int64),
         count=(at_once * HKV, torch.int32),
-        served=(g.tokens * HKV, torch.int32),
     )
+    (served,) = workspaces(device, served=(g.tokens * HKV, torch.int32))  # alone, because it outlives the lists
     for first in range(0, tiles_of_call, at_once):
         now = min(at_once, tiles_of_call - first)
         run = partial(_run, launch, unions.kernels, unions.sizes | {"first": first, "tiles": now})
-        run("list", (now, g.HKV, 1), (*index, lists, count, served), "B S S_kv HKV n size tokens first cost gain")
-        run(
-            "union_dq", (now * g.HKV, 1, 1), (*given, dq, *index[1:], lists, count, served),
-            f"B S S_kv HKV size tokens first tiles {STRIDES}", scale,
-        )  # fmt: skip
+        run("list", (now, g.HKV, 1), (*index, lists, count, served))
+        run("union_dq", (now * g.HKV, 1, 1), (*given, dq, *index[1:], lists, count, served), scale)
     return served
 
 
@@ -359,21 +371,23 @@ def _by_blocks(
     heads, size = w.heads, how.sizes["size"]
     row, blocks, shares = heads * w.slots, heads * w.blocks, heads * w.work
     units, i32, f32 = w.window * row, torch.int32, torch.float32
-    block, rank, unit, span, counted, count, start, part, work, dk_part, dv_part, dq_part = workspaces(
+    # Block, first unit and number of units of shares, then the counts of strips, so that one launch sets all to zero.
+    listed, counts = -(-3 * shares // 4) * 4, -(-w.window // w.strip) * blocks
+    block, rank, unit, span, lists, count, start, part, dk_part, dv_part, dq_part = workspaces(
         device,
         block=(units, i32),
         rank=(units, i32),
         unit=(units, i32),
         span=(units, i32) if g.source == RANGES else None,
-        counted=(-(-w.window // w.strip) * blocks, i32),
+        lists=(listed + counts, i32),
         count=(blocks, i32),
         start=(blocks, i32),
         part=(blocks, i32),
-        work=(3 * shares, i32),
         dk_part=(heads * w.several * size * g.D, f32),
         dv_part=(heads * w.several * size * g.Dv, f32),
         dq_part=None if dq is None else (units * g.G * g.D, given[0].dtype),
     )
+    counted = lists.behind(listed)
     sum_rows = how.kernels["sum"].constexprs["BLOCK_N"]
     gathered = how.kernels["gather"].constexprs["HEADS"]
     some = "" if served is None else "_some"
@@ -382,39 +396,27 @@ def _by_blocks(
         strips = -(-now // w.strip)
         about_window = {"head0": head0, "first": first, "now": now, "strips": strips, "mark": mark}
         run = partial(_run, launch, how.kernels, how.sizes | about_window)
-        counted.zero_()
-        work[2 * shares :].zero_()
-        run(
-            f"order{some}", (strips, heads, 1), (*index, served, block, span, rank, counted),
-            "B S S_kv HKV heads head0 n size slots blocks first now strip mark",
-        )  # fmt: skip
-        run("strip", (-(-w.blocks // STRIPPED), heads, 1), (counted, count), "heads blocks strips")
-        run("scan", (heads, 1, 1), (count, start, work, part, None), "B blocks work")
-        run(
-            "scatter", (-(-now * row // ELEMENTS), 1, 1), (block, rank, start, counted, unit),
-            "heads slots blocks now window strip slot_bits",
-        )  # fmt: skip
+        lists.zero_()
+        run(f"order{some}", (strips, heads, 1), (*index, served, block, span, rank, counted))
+        run("strip", (-(-w.blocks // STRIPPED), heads, 1), (counted, count))
+        run("scan", (heads, 1, 1), (count, start, lists, part, None))
+        run("scatter", (-(-now * row // ELEMENTS), 1, 1), (block, rank, start, counted, unit))
         run(
             "dkdv", (w.work, heads, -(-size // tile.BLOCK_N)),
-            (*given, *sums, dk_part, dv_part, dq_part, *index, span, unit, count, start, part, work),
-            "B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits several " + STRIDES, scale,
+            (*given, *sums, dk_part, dv_part, dq_part, *index, span, unit, count, start, part, lists), scale,
         )  # fmt: skip
         run(
             "sum", (w.blocks, heads, -(-size // sum_rows)),
             (dk_part, dv_part, *sums, unit, count, start, part, *index[2:]),
-            "B S_kv HKV head0 size slots blocks first window slot_bits several",
         )  # fmt: skip
         if dq_part is not None:
-            run(
-                f"gather{some}", (now * heads, -(-g.G // gathered), 1), (dq_part, block, served, dq),
-                "HKV heads head0 slots first",
-            )  # fmt: skip
+            run(f"gather{some}", (now * heads, -(-g.G // gathered), 1), (dq_part, block, served, dq))
 
 
 def _run(
     launch: Launch, kernels: dict[str, Variant], sizes: dict[str, int], name: str, grid: tuple[int, int, int],
-    tensors: tuple[Tensor | None, ...], names: str, *more: float,
+    tensors: tuple[Tensor | None, ...], *more: float,
 ) -> None:  # fmt: skip
-    """Launch one of ``kernels``, with the run-time arguments ``names`` of ``sizes``."""
-    numbers = (*map(sizes.__getitem__, names.split()), *more)  # a call launches eight kernels
-    kernels[name].launch(grid, launch.device, tensors, numbers, launch.narrow)
+    """Launch one of ``kernels``, with those of ``sizes`` that it takes."""
+    numbers = NUMBERS[name.removesuffix("_some")](sizes)
+    kernels[name].launch(grid, launch.device, tensors, (*numbers, *more), launch.narrow)

@@ -22,9 +22,10 @@ from nsa.kernels.key_major import kernel as key_kernels
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared import inverse_index, sizes
+from nsa.kernels.shared import launch as launching
 from nsa.kernels.shared.errors import ODD, DoesNotFit
 from nsa.kernels.shared.family import Exact
-from nsa.kernels.shared.launch import Variant, remembered, workspaces
+from nsa.kernels.shared.launch import Size, Variant, remembered, workspaces
 from nsa.kernels.shared.shape import E4M3, RAGGED, RANGES, TILED, Shape, prepared, shape_of
 from nsa.kernels.shared.sizes import INT32_MAX, pairs, span_bucket
 
@@ -49,6 +50,7 @@ class Launch(NamedTuple):
     device: torch.device
     sized: tuple[int, ...]  # arguments of `key_tiles.windows`
     windows: key_tiles.Windows
+    room: tuple[Size, ...]  # the workspace of `windows`
     tile: key_tiles.Tile
     shape: Shape
     size: int  # keys of a block
@@ -68,13 +70,11 @@ class Launch(NamedTuple):
         """:func:`forward` for a family that leaves rows to this launch."""
         return forward(self, call, route, served, lse)
 
-    def serve_steps(self, call: Call, lse: Tensor | None) -> Tensor | None:
+    def serve_steps(self, call: Call, lse: Tensor | None) -> Tensor:
         """Launch query-major for the steps of a ragged batch, with LSE to ``lse``. ``call`` has ``out``.
 
-        Returns ``served`` for :func:`forward`; None without steps.
+        Returns ``served`` for :func:`forward`.
         """
-        if self.steps is None:
-            return None
         served: Tensor = workspaces(self.device, served=(self.shape.tokens * self.shape.HKV, torch.int32))[0].zero_()
         self.steps.serve(call, "steps", served, lse)
         return served
@@ -130,8 +130,8 @@ def plan(call: Call, shape: Shape | None = None, skips: bool = False, steps: Any
     )  # fmt: skip
     narrow = max(g.B, g.S, S_kv, HKV, n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
     return Launch(
-        *variants, device, sized, windows, tile, g, size, narrow, 1.0 / math.sqrt(D), steps, likely,
-        {"key_major": Exact(tuple(tile), (bucket, tiled, wide))} | ({} if steps is None else steps.pins),
+        *variants, device, sized, windows, _sizes(g, windows, dtype), tile, g, size, narrow, 1.0 / math.sqrt(D), steps,
+        likely, {"key_major": Exact(tuple(tile), (bucket, tiled, wide))} | ({} if steps is None else steps.pins),
     )  # fmt: skip
 
 
@@ -175,22 +175,18 @@ def _variants(
     )
 
 
-def allocate(launch: Launch, w: key_tiles.Windows, dtype: torch.dtype, Dv: int) -> list[Any]:
-    """Workspace for windows ``w``, named as in the kernels. This launches no kernel.
-
-    ``lists`` holds block, first unit and number of units of each share, then the counters of blocks.
-    """
-    device, g, units, groups = launch.device, launch.shape, w.tokens * w.row, w.most * w.heads
-    return workspaces(
-        device,
-        parts=(w.window * w.row * g.G * Dv, dtype),
-        part_lse=(w.window * w.row * g.G, torch.float32),
-        block=(units, torch.int32),
-        rank=(units, torch.int32),
-        span=(units, torch.int32) if g.source == RANGES else None,
-        unit=(w.most * w.window * w.row, torch.int32),
-        start=(groups * w.blocks, torch.int32),
-        lists=(groups * (3 * w.work + w.blocks), torch.int32),
+def _sizes(g: Shape, w: key_tiles.Windows, dtype: torch.dtype) -> tuple[Size, ...]:
+    """Workspace for windows ``w``, in the order of :func:`forward`."""
+    units, groups, i32 = w.tokens * w.row, w.most * w.heads, torch.int32
+    return (
+        (w.window * w.row * g.G * g.Dv, dtype),  # partial results
+        (w.window * w.row * g.G, torch.float32),  # their LSE
+        (units, i32),  # block and rank of units
+        (units, i32),
+        (units, i32) if g.source == RANGES else None,  # their spans
+        (w.most * w.window * w.row, i32),  # lists of units
+        (groups * w.blocks, i32),  # where the list of a block begins
+        (groups * (3 * w.work + w.blocks), i32),  # block, first unit, and number of units of shares; counters of blocks
     )
 
 
@@ -199,22 +195,23 @@ _scarce: dict[tuple[torch.device, tuple[int, ...]], key_tiles.Windows] = {}
 settings.ON_RELOAD.append(_scarce.clear)
 
 
-def reserve(launch: Launch, dtype: torch.dtype, Dv: int) -> tuple[key_tiles.Windows, list[Any]]:
+def reserve(launch: Launch, dtype: torch.dtype) -> tuple[key_tiles.Windows, list[Any]]:
     """Windows of a call and their workspace. If memory is lacking, windows are smaller, which is slower.
 
     A row's result stays the same, bit by bit. The smaller windows are logged and remembered for the shape. A larger
     workspace is not tried again, because a failing allocator first gives back all memory that it had cached.
     """
-    key = launch.device, launch.sized
+    w, sizes = launch.windows, launch.room
     while True:
-        w = _scarce.get(key, launch.windows)
+        if _scarce and (less := _scarce.get((launch.device, launch.sized))) is not None:
+            w, sizes = less, _sizes(launch.shape, less, dtype)
         try:
-            return w, allocate(launch, w, dtype, Dv)
+            return w, launching.divided(launch.device, sizes)
         except torch.OutOfMemoryError:
             less = _less(launch.sized, w)
             if less is None:
                 raise
-            _scarce[key] = less
+            _scarce[launch.device, launch.sized] = less
 
 
 def _less(sized: tuple[int, ...], w: key_tiles.Windows) -> key_tiles.Windows | None:
@@ -264,30 +261,32 @@ def forward(
         return out, lse
     if launch.merge.constexprs["PAIRS"] and v.data_ptr() % 2:
         raise DoesNotFit(ODD)
-    w, (parts, part_lse, block, rank, span, unit, start, lists) = reserve(launch, q.dtype, v.shape[-1])
-    if served is None:
-        served = launch.serve_steps(call._replace(out=out), lse)
+    w, (parts, part_lse, block, rank, span, unit, start, lists) = reserve(launch, q.dtype)
+    if served is None and launch.steps is not None:
+        served = launch.serve_steps(call.into(out), lse)
     if route is not None:
         launches[route] += 1
-    k_scale, v_scale = (x if x is None else x.contiguous() for x in (call.k_scale, call.v_scale))
+    k_scale, v_scale = call.k_scale, call.v_scale
+    if g.copies:
+        k_scale, v_scale = (x if x is None else x.contiguous() for x in (k_scale, v_scale))
     scale = launch.scale if call.scale is None else call.scale
     heads, most = w.heads, w.most
     groups = most * heads
-    # The shares' numbers of units and the counters must be zero before a pass. They lie last in `lists`, side by side.
-    work, counts, zero = (lists[groups * i * w.work :] for i in (0, 3, 2))
+    # Counters of blocks lie behind the shares, so that one launch sets both to zero.
+    counts = lists.behind(3 * groups * w.work)
     ends = None if launch.steps is None else index[2]
     programs = _programs(launch, w)
     for head0, first in itertools.product(range(0, g.HKV, heads), range(0, g.tokens, w.tokens)):
         tokens = min(w.tokens, g.tokens - first)
         sizes = (g.B, g.S, g.S_kv, g.HKV, heads, head0, g.n, launch.size, w.slots)
         if w.slots:
-            zero.zero_()
+            lists.zero_()
             launch.count.launch(
                 (tokens, 1, 1), device, (*index, served, block, span, rank, counts),
                 (*sizes, w.blocks, first, w.window), narrow,
             )  # fmt: skip
             launch.scan.launch(
-                (groups, 1, 1), device, (counts, start, work, None, ends), (g.B, w.blocks, w.work), narrow
+                (groups, 1, 1), device, (counts, start, lists, None, ends), (g.B, w.blocks, w.work), narrow
             )  # fmt: skip
             launch.scatter.launch(
                 (-(-tokens * w.row // ELEMENTS), 1, 1), device, (block, rank, start, None, unit),
@@ -298,7 +297,7 @@ def forward(
             if w.slots:
                 launch.partial.launch(
                     (programs, heads, -(-g.G // tile.HEADS)), device,
-                    (q, k, v, parts, part_lse, *index, block_table, k_scale, span, unit, work),
+                    (q, k, v, parts, part_lse, *index, block_table, k_scale, span, unit, lists),
                     (
                         *sizes, here, w.window, i, most, w.work, w.slot_bits, g.pages, *g.strides[:9], scale,
                         g.stride_tb,

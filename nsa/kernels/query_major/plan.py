@@ -43,6 +43,7 @@ class Launch(NamedTuple):
     like_q: bool  # a new output has the shape and strides of q
     pairs: bool  # values are read in pairs of bytes
     stride_tb: int  # as in a `Shape`
+    copies: bool  # as in a `Shape`
     copies_table: bool
     pins: dict[str, Exact]  # with these, another call compiles the same variants
     queries: int = 3  # of the guard's small call
@@ -128,7 +129,7 @@ def plan(
     numbers = (g.B, g.S, S_kv, g.n, size, g.pages, *g.strides)
     return Launch(
         variant, variant_lse, device, grid, splits, merged, places, numbers, max(*numbers, g.stride_tb) <= INT32_MAX,
-        1.0 / math.sqrt(D), g.like_q, bool(variant.constexprs["PAIRS"]), g.stride_tb, g.copies_table,
+        1.0 / math.sqrt(D), g.like_q, bool(variant.constexprs["PAIRS"]), g.stride_tb, g.copies, g.copies_table,
         {"query_major": Exact(tuple(tile), (splits, merged, source == TILED))},
     )  # fmt: skip
 
@@ -204,22 +205,17 @@ def forward(
         parts = torch.empty(heads * (v.shape[-1] + 2), device=launch.device, dtype=torch.float32)
     if ranges is not None:
         selection = ranges
-    if selection is not None and not selection.is_contiguous():
-        selection = selection.contiguous()
-    if q_positions is not None and not q_positions.is_contiguous():
-        q_positions = q_positions.contiguous()
-    if cu_seqlens_k is not None:
-        cu_seqlens_k = cu_seqlens_k.contiguous()
-        cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
     if cache_seqlens is not None:
-        cu_seqlens_k = cache_seqlens.contiguous()
-        cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
-        k_scale = None if k_scale is None else k_scale.contiguous()
-        v_scale = None if v_scale is None else v_scale.contiguous()
-        if launch.pairs and v.data_ptr() % 2:
-            raise DoesNotFit(ODD)
+        cu_seqlens_k = cache_seqlens
+    if launch.copies:
+        selection, q_positions, cu_seqlens_q, cu_seqlens_k, k_scale, v_scale = (
+            x if x is None else x.contiguous()
+            for x in (selection, q_positions, cu_seqlens_q, cu_seqlens_k, k_scale, v_scale)
+        )
         if launch.copies_table and block_table is not None:
             block_table = block_table.contiguous()
+    if launch.pairs and v.data_ptr() % 2:
+        raise DoesNotFit(ODD)
     variant = launch.variant if lse is None or parts is not None else launch.variant_lse
     variant.launch(
         launch.grid,

@@ -7,7 +7,6 @@ variant. Triton compiles the variant at its first launch, and later launches sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -25,8 +24,21 @@ TMA = TRITON >= (3, 4)
 if TMA:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    class _Unchecked(TensorDescriptor):  # type: ignore[misc]
+        """A descriptor for a launch like one that Triton has checked. The checks take as long as all of the launch.
+
+        They compare sizes, strides and the block, which a plan has in common with its first launch; whether strides are
+        multiples of 16 bytes, as plans with descriptors assure; and the address, which :meth:`Variant.launch` checks.
+        Other fields have their defaults, which the class has, too.
+        """
+
+        def __init__(self, base: Any, shape: Any, strides: Any, block_shape: list[int]) -> None:
+            self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
+
+
 # All versions since 3.5 start a compiled kernel with the same arguments. Older ones, and ROCm, use Triton's launch.
 DIRECT = TRITON >= (3, 5) and torch.version.hip is None
+BETWEEN = 256  # bytes, at least, between the tensors of a workspace
 UNASKED = 48 * 1024
 """Bytes of shared memory that CUDA gives any kernel. Triton asks for more where its own tiles need more."""
 
@@ -58,15 +70,92 @@ def workspace(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.empty(size, dtype=dtype, device=device)
 
 
-def workspaces(device: torch.device, **sizes: tuple[int, torch.dtype] | None) -> list[Any]:
-    """A :func:`workspace` for each name, in order; None for None."""
+Size = tuple[int, torch.dtype] | None  # elements of a tensor, and their dtype
+Cut = tuple[int, int, int, torch.dtype]  # elements of a tensor, where it begins in int32, its room in int32, and dtype
+
+
+class Piece:
+    """A tensor of a workspace: all that the launch of a compiled kernel needs of one, in a third of a view's time."""
+
+    __slots__ = ("address", "cut", "whole")
+
+    def __init__(self, whole: torch.Tensor, address: int, cut: Cut) -> None:
+        self.whole, self.address, self.cut = whole, address, cut
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.cut[3]
+
+    def room(self) -> torch.Tensor:
+        """The tensor, and the room behind it."""
+        _, begin, length, dtype = self.cut
+        return self.whole.narrow(0, begin, length).view(dtype)
+
+    def tensor(self) -> torch.Tensor:
+        return self.room()[: self.cut[0]]
+
+    def zero_(self) -> None:
+        """Set a tensor of int32 to zero."""
+        self.whole.narrow(0, self.cut[1], self.cut[0]).zero_()
+
+    def behind(self, size: int) -> Piece:
+        """What follows in a tensor of int32 after so many elements, a multiple of 4, as kernels assume of addresses."""
+        elements, begin, length, dtype = self.cut
+        return Piece(self.whole, self.address + 4 * size, (elements - size, begin + size, length - size, dtype))
+
+
+def workspaces(device: torch.device, **sizes: Size) -> list[Any]:
+    """A :class:`Piece` of one :func:`workspace` for each name, in order; None for None. A single one is a tensor."""
+    if len(sizes) > 1:
+        return divided(device, tuple(sizes.values()))
     return [None if size is None else workspace(*size, device) for size in sizes.values()]
+
+
+def divided(device: torch.device, sizes: tuple[Size, ...]) -> list[Any]:
+    """:func:`workspaces` without names. One allocation, because each takes the host as long as half of a launch."""
+    total, cuts = _cuts(sizes)
+    whole = workspace(total, torch.int32, device)
+    begin = whole.data_ptr()
+    return [cut and Piece(whole, begin + 4 * cut[1], cut) for cut in cuts]
+
+
+@lru_cache(maxsize=1024)
+def _cuts(sizes: tuple[Size, ...]) -> tuple[int, list[Cut | None]]:
+    """The length of a workspace of int32, and where its pieces lie.
+
+    Addresses are multiples of 512 bytes, as those of allocations are. Between pieces is room for what tests put there.
+    """
+    total, cuts = 0, list[Cut | None]()
+    for size in sizes:
+        if size is None:
+            cuts.append(None)
+            continue
+        length = -(-(size[0] * size[1].itemsize + BETWEEN) // 512) * 128
+        cuts.append((size[0], total, length, size[1]))
+        total += length
+    return total, cuts
 
 
 def _check_memory(tensors: tuple[torch.Tensor | None, ...]) -> None:
     """Refuse tensors that have elements, but no memory. The compile matrix launches on meta tensors."""
     if any(x is not None and x.data_ptr() == 0 and x.numel() > 0 and not x.is_meta for x in tensors):
         raise DoesNotFit(NO_MEMORY)
+
+
+def _descriptor(make: Any, x: Any, block: list[int]) -> Any:
+    """``make``'s tensor descriptor ``[sequences or pages, heads, keys, D]`` of ``x``, ``[..., keys, heads, D]``.
+
+    Packed sequences, which lack the first axis, count as one. The address and all strides but the last must be
+    multiples of 16 bytes. There is no view for the descriptor, because it would take longer to make.
+    """
+    shape, strides = x.shape, x.stride()
+    if len(shape) == 3:
+        shape, strides = (1, *shape), (shape[0] * strides[0], *strides)
+    (B, keys, heads, D), (batch, key, head, last) = shape, strides
+    return make(x, (B, heads, keys, D), (batch, head, key, last), block)
 
 
 @dataclass(eq=False, repr=False)
@@ -84,7 +173,7 @@ class Variant:
         static: bytes of shared memory that a program of a cluster declares in assembly, which Triton does not know of.
         tried_first: whether `asking` is asked before Triton compiles the kernel.
         blocks: by position of a tensor that the kernel takes as a tensor descriptor, the shape of the blocks that TMA
-            loads. Addresses of these tensors, and all strides but the last, must be multiples of 16 bytes.
+            loads. See :func:`_descriptor`.
     """
 
     kernel: Any
@@ -114,15 +203,6 @@ class Variant:
             "tensors": {name: x if x is None else str(x.dtype) for name, x in given.items()},
             "misaligned": [name for name, x in given.items() if x is not None and x.data_ptr() % 16 != 0],
         }
-
-    def _described(self, values: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-        """The values of the tensors, with a tensor descriptor in place of each that the kernel takes as one."""
-        given = list(values)
-        for at, block in self.blocks.items():
-            x = tensors[at]
-            assert x is not None
-            given[at] = TensorDescriptor(x, x.shape, x.stride(), block)
-        return given
 
     def launch(
         self, grid: tuple[int, int, int], device: torch.device, tensors: tuple[torch.Tensor | None, ...],
@@ -156,9 +236,12 @@ class Variant:
                     _check_memory(tensors)
             if union & 15 == 0:
                 stream = current_stream(index)
-                given = self._described(addresses, tensors) if self.blocks else addresses
-                run(*grid, stream, function, metadata, None, None, None, *given, *numbers, *last)
+                if self.blocks:
+                    for at, block in self.blocks.items():
+                        addresses[at] = _descriptor(_Unchecked, tensors[at], block)
+                run(*grid, stream, function, metadata, None, None, None, *addresses, *numbers, *last)
                 return None
+        tensors = tuple(x.tensor() if x.__class__ is Piece else x for x in tensors)
         _check_memory(tensors)
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
         aligned = [address & 15 == 0 for address in addresses]
@@ -170,7 +253,10 @@ class Variant:
         last = tuple(self.constexprs[name] for name in self.kernel.arg_names[len(tensors) + len(numbers) :])
         present = [at for at, x in enumerate(tensors) if x is not None]
         if not self.cluster:
-            kernel = self.kernel[grid](*self._described(tensors, tensors), *numbers, **keywords)
+            given: list[Any] = list(tensors)
+            for at, block in self.blocks.items():
+                given[at] = _descriptor(TensorDescriptor, tensors[at], block)
+            kernel = self.kernel[grid](*given, *numbers, **keywords)
             if DIRECT and common and index is not None and kernel is not None:
                 self._compiled = kernel.run, kernel.function, kernel.packed_metadata, last, present, [0] * len(tensors)
             return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 POISON = float("nan")
-AROUND = 64  # elements, so that addresses stay multiples of 16
+AROUND = 128  # elements, so that addresses stay multiples of 16
 
 
 @contextlib.contextmanager
@@ -20,15 +20,23 @@ def poisoned_workspace() -> Iterator[None]:
     """
     from nsa.kernels.shared import launch  # imports Triton
 
-    real = launch.workspace
+    workspace, divided = launch.workspace, launch.divided
+
+    def poison(x: Tensor) -> Tensor:
+        return x.fill_(POISON if x.is_floating_point() else 0x3F3F3F3F & torch.iinfo(x.dtype).max)
 
     def poisoned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        x = real(size + 2 * AROUND, dtype, device)
-        poison = POISON if dtype.is_floating_point else 0x3F3F3F3F & torch.iinfo(dtype).max
-        return x.fill_(poison)[AROUND : AROUND + size]
+        return poison(workspace(size + 2 * AROUND, dtype, device))[AROUND : AROUND + size]
 
-    launch.workspace = poisoned
+    def pieces(device: torch.device, sizes: tuple[launch.Size, ...]) -> list[launch.Piece | None]:
+        made = divided(device, sizes)
+        for piece in made:
+            if piece is not None:
+                poison(piece.room())
+        return made
+
+    launch.workspace, launch.divided = poisoned, pieces
     try:
         yield
     finally:
-        launch.workspace = real
+        launch.workspace, launch.divided = workspace, divided

@@ -36,6 +36,7 @@ class Shape(NamedTuple):
     pages: int  # pages of the cache
     stride_tb: int  # entries from a row of the page table to the next; 0 without pages
     copies_table: bool  # the page table must be copied, because the entries of a row are not contiguous
+    copies: bool  # the same of the table, of a tensor of `Call.about_keys`, or of a scale
     layout: int  # BATCH, VARLEN, PACKED, CACHE or RAGGED
     source: int  # WHOLE, RANGES or BLOCKS
     packed: bool  # cu_seqlens say where sequences of keys begin
@@ -85,9 +86,10 @@ def shape_of(call: Call, bound: int | None = None) -> Shape:
     flat = [s for x in strides for s in ((0,) if len(x) == 3 else ()) + tuple(x[:-1])]  # a 3-D tensor has no batch
     unit = math.gcd(16, *flat)
     scales = call.k_scale, call.v_scale
+    copies = copies_table or not all(x is None or x.is_contiguous() for x in (*call.about_keys, *scales))
     return Shape(
         B, S, S_kv, HKV, q_shape[-2] // HKV, q_shape[-1], Dv, n, math.prod(q_shape[:-2]), bound,
-        call.cu_seqlens_q is not None, page, pages, stride_tb, copies_table, layout, source,
+        call.cu_seqlens_q is not None, page, pages, stride_tb, copies_table, copies, layout, source,
         call.cu_seqlens_k is not None, tuple(s // unit for s in flat), unit, like_q,
         *(int(x is not None and x.numel() > 1) for x in scales),
         v.dtype == E4M3 and unit % 2 == 0 and Dv % 2 == 0,
@@ -107,10 +109,10 @@ def prepared(call: Call, g: Shape, lse: torch.Tensor | None = None) -> tuple[Any
         out = torch.empty_like(q) if g.like_q else q.new_empty((*q.shape[:-1], g.Dv))
     if call.return_lse and lse is None:
         lse = torch.empty(q.shape[:-1], device=q.device, dtype=torch.float32)
-    selection = call.block_indices if call.ranges is None else call.ranges
-    lengths = call.cu_seqlens_k if call.cache_seqlens is None else call.cache_seqlens
-    index = (x if x is None else x.contiguous() for x in (selection, call.q_positions, call.cu_seqlens_q, lengths))
-    return out, lse, *index, table.contiguous() if table is not None and g.copies_table else table
+    if g.copies:
+        index = (x if x is None else x.contiguous() for x in call.about_keys)
+        return out, lse, *index, table.contiguous() if table is not None and g.copies_table else table
+    return out, lse, *call.about_keys, table
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,9 +15,10 @@ from torch import Tensor
 from nsa.call import Call
 from nsa.kernels import launches
 from nsa.kernels.shared import device as gpu
+from nsa.kernels.shared import launch as launching
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.family import Exact
-from nsa.kernels.shared.launch import TMA, Variant, remembered, workspaces
+from nsa.kernels.shared.launch import TMA, Size, Variant, remembered
 from nsa.kernels.shared.shape import Shape, prepared
 from nsa.kernels.shared.sizes import ALWAYS, INT32_MAX, Worth
 from nsa.kernels.union import kernel as union_kernels
@@ -35,7 +36,9 @@ class Launch(NamedTuple):
     worth: Worth
     shape: Shape
     size: int  # keys of a block
+    tiles_of_call: int
     at_once: int  # tiles of a pass
+    room: tuple[Size, ...]  # the workspace of a pass: lists, numbers of their blocks, and `served` of all passes
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
     rest: Any  # key-major's or query-major's launch, for the other tiles
@@ -85,8 +88,15 @@ def plan(call: Call, shape: Shape, rest: Any) -> Launch:
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
     worth = ALWAYS if exact else tiles.worth(block_size) if pin is None else pin.worth
     worth = worth._replace(gain=worth.gain * tile.HEADS)
+    tiles_of_call = -(-g.tokens // tile.TOKENS)
+    at_once = max(1, min(tiles_of_call, tiles.tiles_at_once(tile, g.HKV)))
+    room = (
+        (at_once * g.HKV * tile.TOKENS * tile.SLOTS, torch.int64),
+        (at_once * g.HKV, torch.int32),
+        None if steps else (g.tokens * g.HKV, torch.int32),  # the steps' launch makes it
+    )
     return Launch(
-        lists, tuple(unions), tuple(by_pointers), device, tile, worth, g, size, tiles.tiles_at_once(tile, g.HKV),
+        lists, tuple(unions), tuple(by_pointers), device, tile, worth, g, size, tiles_of_call, at_once, room,
         narrow, 1.0 / math.sqrt(g.D), rest, pins,
     )  # fmt: skip
 
@@ -95,11 +105,6 @@ def _tma_reads(call: Call, g: Shape, tile: tiles.Tile) -> bool:
     """Whether TMA takes the strides of K and V: positive multiples of 16 bytes. A tile must lie in one page."""
     aligned = g.unit * call.k.dtype.itemsize % 16 == 0 and g.page % tile.BLOCK_N == 0
     return aligned and all(min(x.stride()[:-1]) > 0 and x.numel() > 0 for x in (call.k, call.v))
-
-
-def _for_tma(x: Tensor) -> Tensor:
-    """A view ``[sequences or pages, HKV, keys, D]`` of K or V. Packed sequences count as one."""
-    return (x if x.dim() == 4 else x.unsqueeze(0)).transpose(1, 2)
 
 
 @remembered
@@ -127,25 +132,16 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
     out, lse, selection, *index, block_table = prepared(call, g)
     if g.tokens == 0:
         return out, lse
-    call = call if call.out is out else call._replace(out=out)
+    call = call if call.out is out else call.into(out)
     scale = launch.scale if call.scale is None else call.scale
-    tiles_of_call = -(-g.tokens // tile.TOKENS)
-    at_once = min(tiles_of_call, launch.at_once)
-    lists, count, served = workspaces(
-        device,
-        lists=(at_once * g.HKV * tile.TOKENS * tile.SLOTS, torch.int64),
-        count=(at_once * g.HKV, torch.int32),
-        served=(g.tokens * g.HKV, torch.int32) if launch.rest.steps is None else None,
-    )
+    lists, count, served = launching.divided(device, launch.room)
     launches[route] += 1
     tma = tile.TMA and scale > 0 and (k.data_ptr() | v.data_ptr()) % 16 == 0
     union = (launch.unions if tma else launch.by_pointers)[lse is not None]
-    if tma:
-        k, v = _for_tma(k), _for_tma(v)
     if served is None:
         served = launch.rest.serve_steps(call, lse)
-    for first in range(0, tiles_of_call, at_once):
-        now = min(at_once, tiles_of_call - first)
+    for first in range(0, launch.tiles_of_call, launch.at_once):
+        now = min(launch.at_once, launch.tiles_of_call - first)
         sizes = (g.B, g.S, g.S_kv, g.HKV)
         launch.list.launch(
             (now, g.HKV, 1), device, (selection, *index, lists, count, served),

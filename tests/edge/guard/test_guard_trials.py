@@ -296,7 +296,8 @@ def said(asked, monkeypatch):
         def launch(self, grid, device, tensors, *rest):
             real(self, grid, device, tensors, *rest)
             if self.kernel.fn.__name__ in kernel.split():
-                change(dict(zip(self.kernel.arg_names, tensors, strict=False)))
+                given = [x.tensor() if isinstance(x, launching.Piece) else x for x in tensors]
+                change(dict(zip(self.kernel.arg_names, given, strict=False)))
 
         with monkeypatch.context() as patch:
             patch.setattr(Variant, "launch", launch)

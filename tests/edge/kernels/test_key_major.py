@@ -148,7 +148,8 @@ def test_workspace_counted_is_what_is_allocated(call, planned, monkeypatch):
     call()
     ((w, args),) = planned
     _, _, G, _, Dv, itemsize, *_, spans = args
-    assert sum(allocated) == key_tiles.workspace_bytes(w, G, Dv, itemsize, spans)
+    padded = sum(allocated) - key_tiles.workspace_bytes(w, G, Dv, itemsize, spans)
+    assert 7 * launching.BETWEEN <= padded <= 7 * (launching.BETWEEN + 512)
 
 
 @pytest.fixture
@@ -224,7 +225,7 @@ def test_less_may_be_fewer_heads_at_once(monkeypatch, G, HKV, n, T, block, withi
         return torch.empty(elements, dtype=dtype, device=device)
 
     monkeypatch.setattr(launching, "workspace", workspace)
-    w, _ = key_major.reserve(launch, q.dtype, 128)
+    w, _ = key_major.reserve(launch, q.dtype)
     assert (w.heads, w.window) == found
     assert sum(taken) <= within << 20
 

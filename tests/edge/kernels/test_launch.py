@@ -77,6 +77,46 @@ def test_the_second_launch_is_direct(kernel):
     assert kernel.log == [by_triton, direct]
 
 
+def test_pieces_of_a_workspace(kernel):
+    """A compiled kernel gets their addresses, multiples of 16, and Triton tensors that lie there and do not overlap."""
+    cpu, i32 = torch.device("cpu"), torch.int32
+    sizes = {"a": (5, torch.float16), "b": (3, torch.int64), "c": None, "d": (7, i32), "e": (300, torch.int16)}
+    *made, none, d, e = launch.workspaces(cpu, **sizes, f=(0, i32))[:5]
+    assert none is None
+    pieces = [*made, d, e, d.behind(4)]
+    assert [(x.tensor().numel(), x.tensor().dtype) for x in pieces] == [*filter(None, sizes.values()), (3, i32)]
+    assert all(x.data_ptr() == x.tensor().data_ptr() and x.data_ptr() % 16 == 0 for x in pieces)
+    for value, x in enumerate(pieces[:4]):
+        x.room().fill_(value)
+    assert [x.tensor().unique().tolist() for x in pieces] == [[0], [1], [2], [3], [2]]
+    d.zero_()
+    assert [x.tensor().unique().tolist() for x in pieces] == [[0], [1], [0], [3], [0]]
+    assert d.room().tolist()[7:] == [2] * (d.room().numel() - 7)
+    variant = Variant(kernel, kernel.constexprs, {})
+    for _ in range(2):
+        variant.launch((1, 1, 1), CUDA, (d, None), (1,))
+    (_, _, (given, *_), _), direct = kernel.log
+    assert (given.data_ptr(), given.numel(), direct[10]) == (d.data_ptr(), 7, d.data_ptr())
+
+
+@pytest.mark.skipif(not launch.TMA, reason="host descriptors need Triton 3.4")
+@pytest.mark.parametrize("shape", [(2, 40, 3, 16), (80, 3, 16)], ids=["batch", "varlen"])
+def test_later_launches_describe_tensors_as_the_first(kernel, shape):
+    """Which Triton checks. Packed sequences count as one, and heads come before keys."""
+    variant = Variant(kernel, kernel.constexprs, {}, blocks={0: [1, 1, 8, 16]})
+    x = torch.zeros(shape, dtype=torch.float16)
+    for _ in range(2):
+        variant.launch((1, 1, 1), CUDA, (x, None), (1,))
+    (_, _, (first, *_), _), direct = kernel.log
+    later, (keys, heads, D) = direct[10], shape[-3:]
+    assert isinstance(later, type(first))
+    assert first.base is later.base is x
+    facts = [{name: getattr(y, name) for name in first.__dataclass_fields__ if name != "base"} for y in (first, later)]
+    assert facts[0] == facts[1]
+    batch = shape[0] if len(shape) == 4 else 1
+    assert (first.shape, first.strides) == ((batch, heads, keys, D), (keys * heads * D, D, heads * D, 1))
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["common first", "rare first"])
 @pytest.mark.parametrize(
     "rare",

@@ -27,16 +27,17 @@ ALWAYS = tiles.Choice(worth=sizes.ALWAYS, least=0)
 @pytest.fixture
 def served(monkeypatch):
     """What the last call wrote into `served`, `[tokens, lists]`."""
-    seen = []
+    seen, real = [], launching.divided
 
-    def workspace(size, dtype, device):
-        if dtype == torch.int16:  # where blocks are in the lists, just before `served`
-            seen.clear()
-        seen.append(torch.full((size,), 77, dtype=dtype, device=device))
-        return seen[-1]
+    def divided(device, sizes):
+        seen[:] = real(device, sizes)
+        for piece in seen:
+            if piece is not None:
+                piece.tensor().fill_(77)
+        return seen.copy()
 
-    monkeypatch.setattr(launching, "workspace", workspace)
-    return lambda: [x == 1 for x in seen[1].tolist()]
+    monkeypatch.setattr(launching, "divided", divided)
+    return lambda: [x == 1 for x in seen[-1].tensor().tolist()]
 
 
 @pytest.fixture

@@ -74,16 +74,16 @@ def test_sequences_of_few_queries_are_steps(batch, marked, schedule, splits):
 def test_unions_leave_steps_alone(batch, marked, pin, monkeypatch):
     """Two tiles of four tokens are in a step. The device counts no block of theirs, and key-major skips them."""
     pin(union=union_tiles.Choice(worth=ALWAYS))
-    seen = []
+    seen, real = [], launching.divided
 
-    def workspace(size, dtype, device):
-        seen.append(torch.empty(size, dtype=dtype, device=device))
+    def divided(device, sizes):
+        seen.append(real(device, sizes))
         return seen[-1]
 
-    monkeypatch.setattr(launching, "workspace", workspace)
+    monkeypatch.setattr(launching, "divided", divided)
     call, want = batch((12, 8))
     got = run(call, "union")
-    assert [count >= 0 for count in seen[1].tolist()] == [True] * 3 + [False] * 2
+    assert [count >= 0 for count in seen[0][1].tensor().tolist()] == [True] * 3 + [False] * 2
     assert marked() == [0] * 12 + [1] * 8
     assert marked(after=True) == [1] * 20
     cached_parity(got, want, torch.float32, "union")

@@ -42,25 +42,25 @@ class Forward:
 
     G, dtype, tolerance, poisoned = 4, torch.float32, 2e-5, ["v"]
     schedule, equal = "union", "key_major"
-    first = torch.int64  # of the lists, which a call makes first
+    of_lists = torch.int64  # the workspace of this dtype is made with `served`
 
     def __init__(self, pin, monkeypatch):
-        self.pin, self.made = pin, []
+        self.pin, self.made, real = pin, [], launching.divided
 
-        def workspace(size, dtype, device):
-            if dtype == self.first:
-                self.made.clear()
-            self.made.append(torch.empty(size, dtype=dtype, device=device))
-            return self.made[-1]
+        def divided(device, sizes):
+            made = real(device, sizes)
+            if self.of_lists in [size[1] for size in sizes if size is not None]:
+                self.made[:] = made
+            return made
 
-        monkeypatch.setattr(launching, "workspace", workspace)
+        monkeypatch.setattr(launching, "divided", divided)
 
     def worth(self, worth):
         self.pin(union=tiles.Choice(worth=worth))
 
     def served(self):
         """What the last call wrote into `served`, `[tokens * HKV]`."""
-        return self.made[2].bool().tolist()
+        return self.made[-1].tensor().bool().tolist()
 
     def results(self, q, k, v, do, **selection):
         return nsa.selection_attention(q, k, v, **selection, **TRITON, schedule=self.schedule)
@@ -85,14 +85,14 @@ class SmallBlocks(Forward):
     """Equal to query-major's."""
 
     schedule, equal, splits = "small_blocks", "query_major", 1
-    first = torch.int16  # says where blocks are in the lists, just before `served`
+    of_lists = torch.int16
 
     def worth(self, worth):
         how = small_tiles.Choice(worth=worth, splits=self.splits, union_splits=self.splits, least=0)
         self.pin(small_blocks=how)
 
     def served(self):
-        return [x == 1 for x in self.made[1].tolist()]
+        return [x == 1 for x in self.made[-1].tensor().tolist()]
 
 
 class SplitBlocks(SmallBlocks):
