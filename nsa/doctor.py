@@ -120,6 +120,9 @@ class Shaped:
     def stride(self) -> tuple[int, ...]:
         return tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
 
+    def is_contiguous(self) -> bool:
+        return True
+
 
 def _plan(
     device: torch.device, S: int, S_kv: int | None = None, spans: bool = False, cache: bool = False
