@@ -203,7 +203,8 @@ def forking():
 
 class ForkedPytest:
     """`run(*arguments, cwd=…, environment=…)`: `python -m pytest` as a process of its own, without the seconds in which
-    it imports torch. Returns what `subprocess.run` does; unless given, the environment is this process's.
+    it imports torch; `run.python("-c", …)`: another program. Both return what `subprocess.run` does; unless given, the
+    environment is this process's.
     """
 
     def __init__(self, process: subprocess.Popen[str], folders: pytest.TempPathFactory) -> None:
@@ -212,10 +213,16 @@ class ForkedPytest:
     def __call__(self, *arguments: Any, **how: Any) -> subprocess.CompletedProcess[str]:
         return self.each([arguments], **how)[0]
 
-    def each(
+    def python(self, *arguments: Any, **how: Any) -> subprocess.CompletedProcess[str]:
+        return self._each([arguments], **how)[0]
+
+    def each(self, runs: Sequence[Sequence[Any]], *where: Any, **how: Any) -> list[subprocess.CompletedProcess[str]]:
+        """Several runs of pytest in one process, for runs that execute no test."""
+        return self._each([("-m", "pytest", *run) for run in runs], *where, **how)
+
+    def _each(
         self, runs: Sequence[Sequence[Any]], cwd: Path, environment: Mapping[str, str] | None = None
     ) -> list[subprocess.CompletedProcess[str]]:
-        """Several runs in one process, for runs that execute no test."""
         folder = self.folders.mktemp("pytest", numbered=True)
         request = {"runs": [list(map(str, run)) for run in runs], "cwd": str(cwd), "folder": str(folder)}
         request["environment"] = dict(os.environ if environment is None else environment)
@@ -226,7 +233,7 @@ class ForkedPytest:
             return [(folder / f"{name}{number}").read_text() for name in ("status", "out", "err")]
 
         done = zip(runs, map(read, range(len(runs))), strict=True)
-        return [subprocess.CompletedProcess(["pytest", *run], int(status), *said) for run, (status, *said) in done]
+        return [subprocess.CompletedProcess(["python", *run], int(status), *said) for run, (status, *said) in done]
 
 
 @pytest.fixture(scope="session")
@@ -239,8 +246,7 @@ def forked_children(run_pytest, monkeypatch):
     """The processes that the gate starts in this one are forks. `test_gate_children.py` has how they are started."""
 
     def run(arguments, cwd, environment=None, output=None):
-        assert arguments[:2] == ["-m", "pytest"]
-        done = run_pytest(*arguments[2:], cwd=cwd, environment=machine.without_git(environment))
+        done = run_pytest.python(*arguments, cwd=cwd, environment=machine.without_git(environment))
         print(done.stdout + done.stderr, file=output)
         return done.returncode
 

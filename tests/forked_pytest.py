@@ -1,4 +1,4 @@
-"""`python -m pytest …` in forks of a process that has imported torch, for tests of how pytest ends. Run as a script.
+"""`python -m pytest …` and other programs in forks of a process that has imported torch. Run as a script.
 
 Each run is a process of its own with its own environment, folder and output, as if it had been started anew, but for
 the seconds in which torch, pytest and `PLUGINS` are imported and everything's assertions are rewritten. Neither `nsa`
@@ -52,9 +52,15 @@ def redirect(*files):
 
 
 def run_one(arguments):
-    sys.argv[:] = ["pytest", *(f"-pno:{name}" for name in OTHERS), *arguments]
+    """`-c program …` or `-m module …`, as Python takes them."""
+    how, what, *rest = arguments
+    sys.argv[:] = [what if how == "-m" else "-c", *(f"-pno:{name}" for name in OTHERS if what == "pytest"), *rest]
     try:
-        runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+        if how == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+        return 0
     except SystemExit as end:
         return int(end.code or 0)
     finally:

@@ -24,11 +24,9 @@ ROOT = Path(__file__).parents[3]
 GPU = "NVIDIA H100 80GB HBM3"
 
 
-def run(*arguments, **environment):
+def environment(**more):
     kept = {k: v for k, v in os.environ.items() if not k.startswith("NSA_") and k != "TRITON_INTERPRET"}
-    kept |= {"CUDA_VISIBLE_DEVICES": "", **environment}
-    command = [sys.executable, *(arguments if arguments[:1] == ("-c",) else ("-m", "nsa", *arguments))]
-    return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, check=False)
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **more}
 
 
 BESIDE_TORCH = """
@@ -46,7 +44,8 @@ finally:
 def test_doctor_says_what_is_here_and_what_is_next():
     """Hardly later than torch is imported: it imports this package and YAML, no Triton, and starts no process."""
     program = BESIDE_TORCH.format(events=("subprocess.Popen", "os.fork", "os.posix_spawn"))
-    done = run("-c", program, NSA_FORCE_PARITY="1")
+    how = {"env": environment(NSA_FORCE_PARITY="1"), "capture_output": True, "text": True, "check": False}
+    done = subprocess.run([sys.executable, "-c", program], **how)
     assert done.returncode == 0
     names = [name for name in done.stderr.split() if "cython" not in name]  # what PyYAML's C loader brings
     assert names == ["nsa", "yaml"]
@@ -62,24 +61,25 @@ def test_doctor_says_what_is_here_and_what_is_next():
     assert lines[-1] == "next       pytest -m parity -n auto"
 
 
-def test_doctor_names_a_setting_that_cannot_be_parsed():
-    done = run(NSA_FORCE_PARITY="perhaps")
+def test_doctor_names_a_setting_that_cannot_be_parsed(run_pytest):
+    done = run_pytest.python("-m", "nsa", cwd=ROOT, environment=environment(NSA_FORCE_PARITY="perhaps"))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("nsa: NSA_FORCE_PARITY='perhaps': expected one of")
 
 
 @pytest.mark.parametrize(
-    ("environment", "reason"),
+    ("variables", "reason"),
     [({}, "no usable NVIDIA GPU"), ({"TRITON_INTERPRET": "1"}, "TRITON_INTERPRET is set")],
     ids=["no-gpu", "interpreter"],
 )
-def test_calibrate_without_a_gpu_is_one_line(tmp_path, environment, reason):
+def test_calibrate_without_a_gpu_is_one_line(run_pytest, tmp_path, variables, reason):
     """It needs no pytest."""
     program = (
         "import runpy, sys; sys.modules.update(dict.fromkeys(['pytest', 'hypothesis', 'pytest_benchmark'])); "
         "sys.argv = ['nsa', 'calibrate']; import nsa.tuning.calibrate; runpy.run_module('nsa', run_name='__main__')"
     )
-    done = run("-c", program, XDG_CONFIG_HOME=str(tmp_path), **environment)
+    given = environment(XDG_CONFIG_HOME=str(tmp_path), **variables)
+    done = run_pytest.python("-c", program, cwd=ROOT, environment=given)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"nsa calibrate: {reason}")
     assert done.stderr.count("\n") == 1
