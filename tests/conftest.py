@@ -241,8 +241,7 @@ def run_pytest(forking, tmp_path_factory):
     return ForkedPytest(forking, tmp_path_factory)
 
 
-@pytest.fixture
-def forked_children(run_pytest, monkeypatch):
+def fork_children(run_pytest: ForkedPytest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes that the gate starts in this one are forks. `test_gate_children.py` has how they are started."""
 
     def run(arguments, cwd, environment=None, output=None):
@@ -251,3 +250,8 @@ def forked_children(run_pytest, monkeypatch):
         return done.returncode
 
     monkeypatch.setattr(children, "run", run)
+
+
+@pytest.fixture
+def forked_children(run_pytest, monkeypatch):
+    fork_children(run_pytest, monkeypatch)

@@ -1,8 +1,9 @@
 """`python -m pytest …` and other programs in forks of a process that has imported torch. Run as a script.
 
 Each run is a process of its own with its own environment, folder and output, as if it had been started anew, but for
-the seconds in which torch, pytest and `PLUGINS` are imported and everything's assertions are rewritten. Neither `nsa`
-nor Triton is imported beforehand: they read the environment when they are.
+the seconds in which torch, pytest and `PLUGINS` are imported and everything's assertions are rewritten. `nsa` is not
+imported beforehand: it reads the environment when it is. So does Triton, which was imported to interpret, and which a
+run that imports it to interpret finds ready.
 
 A request is a line of JSON, the answer a line with the exit status. A request may hold several runs, one after the
 other in one process, for runs that execute no test. The exit statuses of all but the last are in files.
@@ -11,6 +12,8 @@ other in one process, for runs that execute no test. The exit statuses of all bu
 import atexit
 import gc
 import importlib
+import importlib.util
+import inspect
 import json
 import os
 import runpy
@@ -31,6 +34,29 @@ OTHERS = ("asyncio", "codspeed", "pytest_cov", "randomly", "rerunfailures", "tim
 
 PLUGINS = ("hypothesis", "pytest_benchmark.plugin")
 """What is imported beforehand of the plugins. Not xdist, which hands the import path of that time to its workers."""
+
+
+class ReadyTriton:
+    """On the import path, Triton as it is when TRITON_INTERPRET is set. Without that variable, it is imported anew."""
+
+    def __init__(self):
+        os.environ["TRITON_INTERPRET"] = "1"
+        importlib.import_module("triton.language.extra.libdevice")
+        importlib.import_module("triton.runtime.interpreter")
+        self.modules = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "triton"}
+        self.spec = self.modules["triton"].__spec__
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "triton" or os.environ.get("TRITON_INTERPRET") != "1":
+            return None
+        return importlib.util.spec_from_loader(name, self)
+
+    def create_module(self, spec):
+        return self.modules["triton"]
+
+    def exec_module(self, module):
+        module.__spec__ = self.spec
+        sys.modules.update(self.modules)
 
 
 def become(request, installed):
@@ -99,6 +125,8 @@ def import_plugins():
 
 def main():
     import_plugins()
+    sys.meta_path.insert(0, ReadyTriton())
+    inspect.getmodule(main.__code__)  # looks at all modules, once
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     installed = [folder for folder in sys.path[1:] if folder not in given]
     gc.freeze()

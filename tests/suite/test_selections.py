@@ -15,11 +15,11 @@ from nsa.testing.judge.selections import FLAWS, assert_selection, diagnose, find
 from nsa.testing.matrix.selecting import SERVED, Selecting, as_request, seen
 
 CASES = {
-    "max": Selecting("max", "pages", "fp32", 11, size=4, lists=2, D=16, n=3, first=1, newest=1, rows=50, queries=5),
-    "relu": Selecting("relu", "pages", "fp32", 12, size=4, groups=3, D=16, n=3, newest=1, rows=50, queries=5),
+    "max": Selecting("max", "pages", "fp32", 11, size=4, lists=2, D=16, n=3, first=1, newest=1, rows=50, queries=3),
+    "relu": Selecting("relu", "pages", "fp32", 12, size=4, groups=3, D=16, n=3, newest=1, rows=50, queries=3),
     "open": Selecting("max", "pages", "fp32", 16, size=4, D=16, n=2, rows=50, queries=5),
-    "ties": Selecting("max", "batch", "fp32", 13, size=4, D=16, n=2, rows=50, queries=5),
-    "nan": Selecting("max", "batch", "fp32", 14, size=4, D=16, n=2, rows=50, queries=5, nan=True),
+    "ties": Selecting("max", "batch", "fp32", 13, size=4, D=16, n=2, rows=50, queries=3),
+    "nan": Selecting("max", "batch", "fp32", 14, size=4, D=16, n=2, rows=50, queries=3, nan=True),
     "mixed": Selecting("relu", "cache", "fp32", 15, size=4, groups=2, D=16, n=3, rows=50, queries=9, integers=False),
 }
 SHOWN_BY = {"tail": "open", "one head": "relu", "signed": "relu", "unweighted": "relu", "upward": "ties", "nan": "nan"}
