@@ -37,26 +37,30 @@ PLUGINS = ("hypothesis", "pytest_benchmark.plugin")
 
 
 class ReadyTriton:
-    """On the import path, Triton as it is when TRITON_INTERPRET is set. Without that variable, it is imported anew."""
+    """On the import path, Triton as it is when TRITON_INTERPRET is set. Without that variable, all of it is imported
+    anew but for its library, which a process can load once.
+    """
+
+    LIBRARY = "triton._C.libtriton"
 
     def __init__(self):
         os.environ["TRITON_INTERPRET"] = "1"
-        importlib.import_module("triton.language.extra.libdevice")
         importlib.import_module("triton.runtime.interpreter")
         self.modules = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "triton"}
-        self.spec = self.modules["triton"].__spec__
+        self.specs = {name: self.modules[name].__spec__ for name in ("triton", self.LIBRARY)}
 
     def find_spec(self, name, path=None, target=None):
-        if name != "triton" or os.environ.get("TRITON_INTERPRET") != "1":
-            return None
-        return importlib.util.spec_from_loader(name, self)
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        ready = name == self.LIBRARY or (name == "triton" and interpreted)
+        return importlib.util.spec_from_loader(name, self) if ready else None
 
     def create_module(self, spec):
-        return self.modules["triton"]
+        return self.modules[spec.name]
 
     def exec_module(self, module):
-        module.__spec__ = self.spec
-        sys.modules.update(self.modules)
+        module.__spec__ = self.specs[module.__name__]
+        below = f"{module.__name__}."
+        sys.modules.update({name: ready for name, ready in self.modules.items() if name.startswith(below)})
 
 
 def become(request, installed):
