@@ -28,6 +28,7 @@ from nsa.testing import machine
 from nsa.testing.gate import children
 from nsa.testing.plugin import current_lane
 
+ROOT = Path(__file__).parents[1]
 # Of make, git, a pytest that started this run, Python, locale and terminal. PYTHONPATH stays: torch may lie there.
 # PYTEST_CURRENT_TEST and PYTEST_VERSION stay too: pytest itself sets and removes them.
 FOREIGN = re.compile(
@@ -255,3 +256,18 @@ def fork_children(run_pytest: ForkedPytest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def forked_children(run_pytest, monkeypatch):
     fork_children(run_pytest, monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def compiling(run_pytest):
+    """`compiling(script, …)`: what a text or file prints that runs without GPUs, settings and Triton's interpreter."""
+
+    def make(script, *arguments, **more):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **more}
+        text = script.read_text() if isinstance(script, Path) else script
+        done = run_pytest.python("-c", text, *arguments, cwd=ROOT, environment=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return make

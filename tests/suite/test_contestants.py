@@ -240,15 +240,12 @@ def test_a_module_that_raises_is_named_in_one_line(tmp_path, monkeypatch, which)
         named.load(f"uses_{name}:attend")
 
 
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ("./mine:f", "type --nsa-impl mine:f"),
-        ("mine.py:f@dense", "type --nsa-impl mine:f@dense"),
-        ("sub/../deep/mine.py:f", "type --nsa-impl deep.mine:f"),
-        ("/a/b/mine.py:f@blocks", "type --nsa-impl mine:f@blocks in /a/b, or with that folder in PYTHONPATH"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "said"), [
+    ("./mine:f", "type --nsa-impl mine:f"),
+    ("mine.py:f@dense", "type --nsa-impl mine:f@dense"),
+    ("sub/../deep/mine.py:f", "type --nsa-impl deep.mine:f"),
+    ("/a/b/mine.py:f@blocks", "type --nsa-impl mine:f@blocks in /a/b, or with that folder in PYTHONPATH"),
+])  # fmt: skip
 def test_a_path_is_told_what_to_type(tmp_path, monkeypatch, spec, said):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=f"^--nsa-impl {re.escape(spec)}: expected a module, got a path: {said}$"):

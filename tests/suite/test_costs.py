@@ -101,15 +101,11 @@ def test_a_few_odd_times_do_not_decide():
     assert costs.fit(measured)["narrow"]["query_major"]["numbers"] == pytest.approx(0.25, rel=0.15)
 
 
-@pytest.mark.parametrize(
-    ("taken", "got"),
-    [
-        ([], "got 0 of no GPU"),
-        (rows(3), "got 3 of NVIDIA Nobody 1"),
-        ([*rows(16), rows(1)[0] | {"gpu": "NVIDIA Somebody"}], "got 17 of NVIDIA Nobody 1, NVIDIA Somebody"),
-    ],
-    ids=["none", "few", "two-gpus"],
-)
+@pytest.mark.parametrize(("taken", "got"), [
+    ([], "got 0 of no GPU"),
+    (rows(3), "got 3 of NVIDIA Nobody 1"),
+    ([*rows(16), rows(1)[0] | {"gpu": "NVIDIA Somebody"}], "got 17 of NVIDIA Nobody 1, NVIDIA Somebody"),
+], ids=["none", "few", "two-gpus"])  # fmt: skip
 def test_too_little_writes_nothing(taken, got, gpus):
     with pytest.raises(ValueError, match=f"costs not written: expected 16 calls or more of one GPU, {got}"):
         costs.write(taken, gpus)

@@ -268,15 +268,12 @@ class FakeGPU:
     name, major, minor, total_memory = "NVIDIA A100", 8, 0, 40 * 2**30
 
 
-@pytest.mark.parametrize(
-    ("needs", "reason"),
-    [
-        ({}, None),
-        ({"capability": (8, 0), "memory_gib": 40}, None),
-        ({"capability": (9, 0)}, "needs compute capability 9.0: NVIDIA A100 has 8.0"),
-        ({"memory_gib": 60}, "needs 60 GiB of GPU memory: NVIDIA A100 has 40"),
-    ],
-)
+@pytest.mark.parametrize(("needs", "reason"), [
+    ({}, None),
+    ({"capability": (8, 0), "memory_gib": 40}, None),
+    ({"capability": (9, 0)}, "needs compute capability 9.0: NVIDIA A100 has 8.0"),
+    ({"memory_gib": 60}, "needs 60 GiB of GPU memory: NVIDIA A100 has 40"),
+])  # fmt: skip
 def test_gpu_requirement_says_what_is_missing(monkeypatch, needs, reason):
     monkeypatch.setattr(plugin, "current_lane", lambda: "gpu")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: FakeGPU)

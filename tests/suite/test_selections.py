@@ -58,18 +58,15 @@ def test_each_flaw_is_red_and_told(flaw):
         assert_selection(out, r, "a selector", integers=True)
 
 
-@pytest.mark.parametrize(
-    ("change", "kind"),
-    [
-        (lambda x: x[..., :2], "shape"),
-        (lambda x: x.long(), "shape"),
-        (lambda x: x.flip(-1), "order"),
-        (lambda x: x.index_fill(-1, torch.tensor([0]), -1), "padding"),
-        (lambda x: torch.cat((x[..., :1], x[..., :1], x[..., 2:]), -1), "duplicates"),
-        (lambda x: x.where(torch.arange(3) < 2, -1), "forced"),
-        (lambda x: x.where(torch.arange(3) < 2, 99), "unreachable"),
-    ],
-)
+@pytest.mark.parametrize(("change", "kind"), [
+    (lambda x: x[..., :2], "shape"),
+    (lambda x: x.long(), "shape"),
+    (lambda x: x.flip(-1), "order"),
+    (lambda x: x.index_fill(-1, torch.tensor([0]), -1), "padding"),
+    (lambda x: torch.cat((x[..., :1], x[..., :1], x[..., 2:]), -1), "duplicates"),
+    (lambda x: x.where(torch.arange(3) < 2, -1), "forced"),
+    (lambda x: x.where(torch.arange(3) < 2, 99), "unreachable"),
+])  # fmt: skip
 def test_what_is_checked_exactly(change, kind):
     r = made("max")
     out = oracle.select_reference(r)

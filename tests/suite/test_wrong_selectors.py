@@ -1,8 +1,6 @@
 """Selectors as contestants: a right one is proved, wrong ones are WRONG and told why."""
 
-import os
 import re
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +8,8 @@ from nsa.testing.contestants import named
 from nsa.testing.contestants.fit import ENOUGH
 from nsa.testing.contestants.selectors import selector
 
-ROOT = Path(__file__).parents[2]
+from .small_project import ROOT, off_gpu
+
 MODULE = '''
 import torch
 import nsa
@@ -135,11 +134,9 @@ def judged(run_pytest, tmp_path):
     (tmp_path / "my_selectors.py").write_text(MODULE + example, encoding="utf-8")
 
     def run(*names, some="selecting"):
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        environment |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "NSA_TEST_TRITON_SEL": "0"}
         impls = [word for name in names for word in ("--nsa-impl", f"my_selectors:{name}")]
-        chosen = ("--pyargs", "nsa.testing.suite", "-m", "parity", "-k", some, *impls)
-        return run_pytest(*chosen, "--benchmark-disable", "-p", "no:cacheprovider", cwd=ROOT, environment=environment)
+        chosen = ("--pyargs", "nsa.testing.suite", "-m", "parity", "-k", some, *impls, "--benchmark-disable")
+        return run_pytest(*chosen, "-p", "no:cacheprovider", cwd=ROOT, environment=off_gpu(tmp_path))
 
     return run
 
