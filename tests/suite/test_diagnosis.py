@@ -397,7 +397,7 @@ def test_a_rounded_query_is_named():
 def test_a_wrong_kernel_is_named(fault, dtype):
     give, where, text = FAULTS[fault]
     shown, first, alone = 0, 0, False
-    for c in cases(dtype, where, 3):
+    for c in cases(dtype, where, 3 if fault == "padding" else 2):  # few cases have padding that shows
         oracle = oracle_of(c)
         result = give(oracle.problem)
         if red(result, oracle):
