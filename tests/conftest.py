@@ -28,6 +28,7 @@ from nsa.testing import machine
 from nsa.testing.gate import children
 from nsa.testing.plugin import current_lane
 
+ROOT = Path(__file__).parents[1]
 # Of make, git, a pytest that started this run, Python, locale and terminal. PYTHONPATH stays: torch may lie there.
 # PYTEST_CURRENT_TEST and PYTEST_VERSION stay too: pytest itself sets and removes them.
 FOREIGN = re.compile(
@@ -203,7 +204,8 @@ def forking():
 
 class ForkedPytest:
     """`run(*arguments, cwd=…, environment=…)`: `python -m pytest` as a process of its own, without the seconds in which
-    it imports torch. Returns what `subprocess.run` does; unless given, the environment is this process's.
+    it imports torch; `run.python("-c", …)`: another program. Both return what `subprocess.run` does; unless given, the
+    environment is this process's.
     """
 
     def __init__(self, process: subprocess.Popen[str], folders: pytest.TempPathFactory) -> None:
@@ -212,10 +214,16 @@ class ForkedPytest:
     def __call__(self, *arguments: Any, **how: Any) -> subprocess.CompletedProcess[str]:
         return self.each([arguments], **how)[0]
 
-    def each(
+    def python(self, *arguments: Any, **how: Any) -> subprocess.CompletedProcess[str]:
+        return self._each([arguments], **how)[0]
+
+    def each(self, runs: Sequence[Sequence[Any]], *where: Any, **how: Any) -> list[subprocess.CompletedProcess[str]]:
+        """Several runs of pytest in one process, for runs that execute no test."""
+        return self._each([("-m", "pytest", *run) for run in runs], *where, **how)
+
+    def _each(
         self, runs: Sequence[Sequence[Any]], cwd: Path, environment: Mapping[str, str] | None = None
     ) -> list[subprocess.CompletedProcess[str]]:
-        """Several runs in one process, for runs that execute no test."""
         folder = self.folders.mktemp("pytest", numbered=True)
         request = {"runs": [list(map(str, run)) for run in runs], "cwd": str(cwd), "folder": str(folder)}
         request["environment"] = dict(os.environ if environment is None else environment)
@@ -226,7 +234,7 @@ class ForkedPytest:
             return [(folder / f"{name}{number}").read_text() for name in ("status", "out", "err")]
 
         done = zip(runs, map(read, range(len(runs))), strict=True)
-        return [subprocess.CompletedProcess(["pytest", *run], int(status), *said) for run, (status, *said) in done]
+        return [subprocess.CompletedProcess(["python", *run], int(status), *said) for run, (status, *said) in done]
 
 
 @pytest.fixture(scope="session")
@@ -234,14 +242,32 @@ def run_pytest(forking, tmp_path_factory):
     return ForkedPytest(forking, tmp_path_factory)
 
 
-@pytest.fixture
-def forked_children(run_pytest, monkeypatch):
+def fork_children(run_pytest: ForkedPytest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes that the gate starts in this one are forks. `test_gate_children.py` has how they are started."""
 
     def run(arguments, cwd, environment=None, output=None):
-        assert arguments[:2] == ["-m", "pytest"]
-        done = run_pytest(*arguments[2:], cwd=cwd, environment=machine.without_git(environment))
+        done = run_pytest.python(*arguments, cwd=cwd, environment=machine.without_git(environment))
         print(done.stdout + done.stderr, file=output)
         return done.returncode
 
     monkeypatch.setattr(children, "run", run)
+
+
+@pytest.fixture
+def forked_children(run_pytest, monkeypatch):
+    fork_children(run_pytest, monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def compiling(run_pytest):
+    """`compiling(script, …)`: what a text or file prints that runs without GPUs, settings and Triton's interpreter."""
+
+    def make(script, *arguments, **more):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **more}
+        text = script.read_text() if isinstance(script, Path) else script
+        done = run_pytest.python("-c", text, *arguments, cwd=ROOT, environment=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return make

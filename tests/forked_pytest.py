@@ -1,8 +1,9 @@
-"""`python -m pytest …` in forks of a process that has imported torch, for tests of how pytest ends. Run as a script.
+"""`python -m pytest …` and other programs in forks of a process that has imported torch. Run as a script.
 
 Each run is a process of its own with its own environment, folder and output, as if it had been started anew, but for
-the seconds in which torch, pytest and `PLUGINS` are imported and everything's assertions are rewritten. Neither `nsa`
-nor Triton is imported beforehand: they read the environment when they are.
+the seconds in which torch, pytest and `PLUGINS` are imported and everything's assertions are rewritten. `nsa` is not
+imported beforehand: it reads the environment when it is. So does Triton, which was imported to interpret, and which a
+run that imports it to interpret finds ready.
 
 A request is a line of JSON, the answer a line with the exit status. A request may hold several runs, one after the
 other in one process, for runs that execute no test. The exit statuses of all but the last are in files.
@@ -11,6 +12,8 @@ other in one process, for runs that execute no test. The exit statuses of all bu
 import atexit
 import gc
 import importlib
+import importlib.util
+import inspect
 import json
 import os
 import runpy
@@ -33,6 +36,33 @@ PLUGINS = ("hypothesis", "pytest_benchmark.plugin")
 """What is imported beforehand of the plugins. Not xdist, which hands the import path of that time to its workers."""
 
 
+class ReadyTriton:
+    """On the import path, Triton as it is when TRITON_INTERPRET is set. Without that variable, all of it is imported
+    anew but for its library, which a process can load once.
+    """
+
+    LIBRARY = "triton._C.libtriton"
+
+    def __init__(self):
+        os.environ["TRITON_INTERPRET"] = "1"
+        importlib.import_module("triton.runtime.interpreter")
+        self.modules = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "triton"}
+        self.specs = {name: self.modules[name].__spec__ for name in ("triton", self.LIBRARY)}
+
+    def find_spec(self, name, path=None, target=None):
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        ready = name == self.LIBRARY or (name == "triton" and interpreted)
+        return importlib.util.spec_from_loader(name, self) if ready else None
+
+    def create_module(self, spec):
+        return self.modules[spec.name]
+
+    def exec_module(self, module):
+        module.__spec__ = self.specs[module.__name__]
+        below = f"{module.__name__}."
+        sys.modules.update({name: ready for name, ready in self.modules.items() if name.startswith(below)})
+
+
 def become(request, installed):
     """What a new process would be: its environment, folder, signals and import path."""
     os.environ.clear()
@@ -52,9 +82,15 @@ def redirect(*files):
 
 
 def run_one(arguments):
-    sys.argv[:] = ["pytest", *(f"-pno:{name}" for name in OTHERS), *arguments]
+    """`-c program …` or `-m module …`, as Python takes them."""
+    how, what, *rest = arguments
+    sys.argv[:] = [what if how == "-m" else "-c", *(f"-pno:{name}" for name in OTHERS if what == "pytest"), *rest]
     try:
-        runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+        if how == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+        return 0
     except SystemExit as end:
         return int(end.code or 0)
     finally:
@@ -93,6 +129,8 @@ def import_plugins():
 
 def main():
     import_plugins()
+    sys.meta_path.insert(0, ReadyTriton())
+    inspect.getmodule(main.__code__)  # looks at all modules, once
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     installed = [folder for folder in sys.path[1:] if folder not in given]
     gc.freeze()

@@ -142,15 +142,11 @@ def merged(tmp_path, monkeypatch, forked_children):
     assert git(runner, "worktree", "list").count("\n") == 0
 
 
-@pytest.mark.parametrize(
-    ("change", "first", "passed", "said"),
-    [
-        ({}, "parity", ["install", "parity", "edge", "perf"], "gate: 1 pass, 0 FAIL"),
-        ({"times": 1.3}, "perf", ["install"], "30.0% slower beside its control"),
-        ({"right": 1.5}, "parity", ["install"], "timed:attend, parity: WRONG on"),
-    ],
-    ids=["as-it-was", "slower", "wrong"],
-)
+@pytest.mark.parametrize(("change", "first", "passed", "said"), [
+    ({}, "parity", ["install", "parity", "edge", "perf"], "gate: 1 pass, 0 FAIL"),
+    ({"times": 1.3}, "perf", ["install"], "30.0% slower beside its control"),
+    ({"right": 1.5}, "parity", ["install"], "timed:attend, parity: WRONG on"),
+], ids=["as-it-was", "slower", "wrong"])  # fmt: skip
 def test_a_request_of_a_fork_is_gated_by_the_workflow_that_users_copy(
     merged, run_pytest, tmp_path, capsys, change, first, passed, said
 ):

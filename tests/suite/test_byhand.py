@@ -18,34 +18,27 @@ from .small_project import ROOT, off_gpu
 OLD = "mode,N,H,D,Dv,L,nspans,streams,tri_ms,ref_ms,speedup,mae,status"
 
 
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("N=1024,H=8,Dv=128,L=64:1024", {"N": [1024], "H": [8], "Dv": [128], "L": [64, 128, 256, 512, 1024]}),
-        ("N=64,256,H=8", {"N": [64, 256], "H": [8]}),
-        ("L=100,64:256,7", {"L": [100, 64, 128, 256, 7]}),
-        ("L=65:1000", {"L": [128, 256, 512]}),
-        (" N=1 , dtype=fp16,fp32", {"N": [1], "dtype": ["fp16", "fp32"]}),
-    ],
-    ids=["as-documented", "list", "list-and-range", "range-between-powers", "dtypes"],
-)
+@pytest.mark.parametrize(("text", "values"), [
+    ("N=1024,H=8,Dv=128,L=64:1024", {"N": [1024], "H": [8], "Dv": [128], "L": [64, 128, 256, 512, 1024]}),
+    ("N=64,256,H=8", {"N": [64, 256], "H": [8]}),
+    ("L=100,64:256,7", {"L": [100, 64, 128, 256, 7]}),
+    ("L=65:1000", {"L": [128, 256, 512]}),
+    (" N=1 , dtype=fp16,fp32", {"N": [1], "dtype": ["fp16", "fp32"]}),
+], ids=["as-documented", "list", "list-and-range", "range-between-powers", "dtypes"])  # fmt: skip
 def test_shape_syntax(text, values):
     assert shapes.parse_shape(text) == values
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("64,N=2", "cannot read '64'"),
-        ("N=4,M=2", "cannot read 'M=2'"),
-        ("N=4,N=2", "N is given twice"),
-        ("N=0", "expected a positive number or a range, got '0'"),
-        ("L=64-128", "expected a positive number or a range, got '64-128'"),
-        ("L=65:100", "no power of two in 65:100"),
-        ("dtype=int8", "expected one of fp16, bf16, fp32, fp64, got 'int8'"),
-        ("", "cannot read ''"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("64,N=2", "cannot read '64'"),
+    ("N=4,M=2", "cannot read 'M=2'"),
+    ("N=4,N=2", "N is given twice"),
+    ("N=0", "expected a positive number or a range, got '0'"),
+    ("L=64-128", "expected a positive number or a range, got '64-128'"),
+    ("L=65:100", "no power of two in 65:100"),
+    ("dtype=int8", "expected one of fp16, bf16, fp32, fp64, got 'int8'"),
+    ("", "cannot read ''"),
+])  # fmt: skip
 def test_shape_that_cannot_be_read_is_named(text, message):
     with pytest.raises(ValueError, match="--nsa-shape") as caught:
         shapes.parse_shape(text)
@@ -150,27 +143,24 @@ def test_a_shape_that_fails_or_that_memory_does_not_hold_is_in_the_csv(run, tmp_
     assert bad["torch"] == large["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize("others", [[], ["--nsa-dist", "few,many", "--nsa-decode"]], ids=["shape", "all"])
-def test_a_shape_that_fails_is_replayed_by_the_command_at_the_end(run, others):
-    done = run(*PERF, "--nsa-shape", "N=2,H=2,D=8,L=16", *others, "--nsa-iters", "10", "--nsa-seed", "7")
+def test_a_shape_that_fails_is_replayed_by_the_command_at_the_end(run):
+    others = ["--nsa-dist", "few,many", "--nsa-decode", "--nsa-iters", "10", "--nsa-seed", "7"]
+    done = run(*PERF, "--nsa-shape", "N=2,H=2,D=8,L=16", *others)
     [command] = re.findall(rf"^(.*pytest .*{FAILING}.*)$", done.stdout, re.M)
     lane, program, *arguments = shlex.split(command)
     assert (lane, program) == ("NSA_TEST_TRITON_SEL=0", "pytest")
+    assert {"--nsa-shape", "--nsa-dist", "--nsa-decode", "--nsa-iters", "--nsa-seed"} <= set(arguments)
     again = run(*arguments)
     assert again.returncode == pytest.ExitCode.TESTS_FAILED, again.stdout + again.stderr
     assert re.search(r"= 1 failed.* in ", again.stdout), again.stdout
     assert command in again.stdout
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({}, ""),
-        ({"nsa_csv": "out.csv"}, " --nsa-shape L=64:1024"),
-        ({"nsa_shape": ["N=2, H=4"]}, " --nsa-shape 'N=2, H=4'"),
-    ],
-    ids=["none", "default", "quoted"],
-)
+@pytest.mark.parametrize(("given", "words"), [
+    ({}, ""),
+    ({"nsa_csv": "out.csv"}, " --nsa-shape L=64:1024"),
+    ({"nsa_shape": ["N=2, H=4"]}, " --nsa-shape 'N=2, H=4'"),
+], ids=["none", "default", "quoted"])  # fmt: skip
 def test_shapes_by_hand_as_words(given, words):
     assert replay.by_hand(types.SimpleNamespace(getoption=given.get)) == words
 

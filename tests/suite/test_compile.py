@@ -72,9 +72,9 @@ def test_quick_part_has_each_kernel_and_each_switch_on_and_off():
 
 def test_child_that_dies_names_its_point(monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_MANAGER", "nowhere:nothing")  # the first kernel finds no place to go
-    said = rf"-m nsa\.testing\.compile\.child sm_89 quick exited with 1, compiling {QUICK[0].id} for sm_89:\n"
+    said = rf"-m nsa\.testing\.compile\.child sm_89 full exited with 1, compiling {QUICK[0].id} for sm_89:\n"
     with pytest.raises(RuntimeError, match=f"^{said}"):
-        matrix.compile_for("sm_89", "quick")
+        matrix.compile_for("sm_89", "full")
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -1,13 +1,9 @@
 """The selecting kernels compile for GPUs that are not there, within what those have."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from nsa import settings
 from nsa.testing.compile import matrix
 from nsa.testing.compile.budgets import Compiled, complaints
 from nsa.testing.compile.points import ARCHITECTURES
@@ -68,24 +64,17 @@ CALLS = {"quick": "chunk,decode,weights,lse"}
 CALLS["full"] = CALLS["quick"] + ",decode-e4m3,relu-chunk,relu-long,softmax,wide"
 
 
-@pytest.mark.parametrize(
-    ("name", "extent"),
-    [
-        pytest.param("sm_90", "quick", id="sm_90-quick"),
-        *(pytest.param(name, "full", id=name) for name in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")),
-    ],
-)
-def test_selecting_kernels_compile(name, extent, tmp_path):
+@pytest.mark.parametrize(("name", "extent"), [
+    pytest.param("sm_90", "quick", id="sm_90-quick"),
+    *(pytest.param(name, "full", id=name) for name in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")),
+])  # fmt: skip
+def test_selecting_kernels_compile(compiling, name, extent, tmp_path):
     architecture = ARCHITECTURES[name]
     reason = matrix.unsupported(architecture, matrix.minor())
     if reason is not None:
         pytest.skip(reason)
-    environment = settings.child_environment(interpret=False) | {"TRITON_CACHE_DIR": str(tmp_path)}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(matrix.ROOT), environment.get("PYTHONPATH")]))
-    command = [sys.executable, "-c", SCRIPT, name, CALLS[extent]]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    kernels = [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
+    said = compiling(SCRIPT, name, CALLS[extent], TRITON_CACHE_DIR=str(tmp_path))
+    kernels = [Compiled(**json.loads(line)) for line in said.splitlines()]
     assert {kernel.kernel for kernel in kernels} >= {"_scores_kernel", "_choose_kernel"}
     assert [f"{x.point} {x.kernel}: {text}" for x in kernels for text in complaints(architecture, x)] == []
     assert all(x.mma for x in kernels if x.kernel in ("_scores_kernel", "_lse_kernel"))

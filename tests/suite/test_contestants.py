@@ -158,7 +158,7 @@ def test_a_wrong_kernel_is_told_what_it_computes(suite):
 
 
 def test_a_kernel_that_raises_is_told_what_and_where_at_the_end_of_a_short_run(suite, folder):
-    """Also from workers. Equal failures are one: each contestant fails in four tests or more."""
+    """Also from a worker. Equal failures are one: each contestant fails in four tests or more."""
     lines = textwrap.dedent(RAISING).splitlines()
     names = {
         "raises": ("ValueError", "raise ValueError", "head dimension 64 is not supported"),
@@ -167,7 +167,7 @@ def test_a_kernel_that_raises_is_told_what_and_where_at_the_end_of_a_short_run(s
         "through_torch": ("RuntimeError", "return torch", "shape '[2]' is invalid for input of size 3"),
     }
     chosen = [word for name in names for word in ("--nsa-impl", f"raising:{name}")]
-    done = suite("-m", "parity", *chosen, "-k", "test_triton_sel_parity and L33 and D64", "-n", "2")
+    done = suite("-m", "parity", *chosen, "-k", "test_triton_sel_parity and L33 and D64", "-n", "1")
     said = verdicts(done)
     for name, (error, line, message) in names.items():
         at = next(i for i, text in enumerate(lines, 1) if text.strip().startswith(line))
@@ -240,15 +240,12 @@ def test_a_module_that_raises_is_named_in_one_line(tmp_path, monkeypatch, which)
         named.load(f"uses_{name}:attend")
 
 
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ("./mine:f", "type --nsa-impl mine:f"),
-        ("mine.py:f@dense", "type --nsa-impl mine:f@dense"),
-        ("sub/../deep/mine.py:f", "type --nsa-impl deep.mine:f"),
-        ("/a/b/mine.py:f@blocks", "type --nsa-impl mine:f@blocks in /a/b, or with that folder in PYTHONPATH"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "said"), [
+    ("./mine:f", "type --nsa-impl mine:f"),
+    ("mine.py:f@dense", "type --nsa-impl mine:f@dense"),
+    ("sub/../deep/mine.py:f", "type --nsa-impl deep.mine:f"),
+    ("/a/b/mine.py:f@blocks", "type --nsa-impl mine:f@blocks in /a/b, or with that folder in PYTHONPATH"),
+])  # fmt: skip
 def test_a_path_is_told_what_to_type(tmp_path, monkeypatch, spec, said):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=f"^--nsa-impl {re.escape(spec)}: expected a module, got a path: {said}$"):

@@ -39,9 +39,14 @@ def noisy(r, noise):
     return 2 ** r.uniform(-noise, noise)
 
 
+def narrow(measured):
+    """Those of one kind. Each kind takes a fit of one to two seconds for any number of rows, and five to hold out."""
+    return [row for row in measured if costs.job(row).kind == "narrow"]
+
+
 @pytest.fixture(scope="module")
 def fitted():
-    """The costs of `rows()`. A fit takes one to two seconds for any number of rows."""
+    """The costs of `rows()`."""
     return costs.fit(rows())
 
 
@@ -74,7 +79,7 @@ def test_models_are_held_out(monkeypatch):
 def test_the_choice_is_as_fast_as_the_fastest(fitted):
     """Of shapes whose times were not fitted, too, and with times that are noisy."""
     assert statistics.mean(costs.ratios(rows(), fitted)) < 1.1
-    measured = rows(noise=0.1)
+    measured = narrow(rows(noise=0.1))
     held_out = costs.held_out(measured)
     assert len(held_out) == len(measured)
     first = [row["us"]["query_major"] / min(row["us"].values()) for row in measured]  # were there no costs
@@ -83,22 +88,17 @@ def test_the_choice_is_as_fast_as_the_fastest(fitted):
 
 
 def test_a_few_odd_times_do_not_decide():
-    measured = rows()
-    narrow = [row for row in measured if costs.job(row).kind == "narrow"]
-    for row in narrow[::12]:
+    measured = narrow(rows())
+    for row in measured[::12]:
         row["us"]["query_major"] *= 20
     assert costs.fit(measured)["narrow"]["query_major"]["numbers"] == pytest.approx(0.25, rel=0.15)
 
 
-@pytest.mark.parametrize(
-    ("taken", "got"),
-    [
-        ([], "got 0 of no GPU"),
-        (rows(3), "got 3 of NVIDIA Nobody 1"),
-        ([*rows(16), rows(1)[0] | {"gpu": "NVIDIA Somebody"}], "got 17 of NVIDIA Nobody 1, NVIDIA Somebody"),
-    ],
-    ids=["none", "few", "two-gpus"],
-)
+@pytest.mark.parametrize(("taken", "got"), [
+    ([], "got 0 of no GPU"),
+    (rows(3), "got 3 of NVIDIA Nobody 1"),
+    ([*rows(16), rows(1)[0] | {"gpu": "NVIDIA Somebody"}], "got 17 of NVIDIA Nobody 1, NVIDIA Somebody"),
+], ids=["none", "few", "two-gpus"])  # fmt: skip
 def test_too_little_writes_nothing(taken, got, gpus):
     with pytest.raises(ValueError, match=f"costs not written: expected 16 calls or more of one GPU, {got}"):
         costs.write(taken, gpus)
@@ -107,7 +107,7 @@ def test_too_little_writes_nothing(taken, got, gpus):
 
 def test_what_the_command_writes_is_read_and_chosen_by(gpus, tmp_path, capsys):
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    measured = [row for row in rows() if costs.job(row).kind == "narrow"]  # each kind takes a fit, and five more
+    measured = narrow(rows())
     for path, some in zip(files, (measured[:20], measured[20:]), strict=True):
         path.write_text("".join(json.dumps(row) + "\n" for row in some))
     assert costs.main(list(map(str, files))) == 0

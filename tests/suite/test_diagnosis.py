@@ -397,7 +397,7 @@ def test_a_rounded_query_is_named():
 def test_a_wrong_kernel_is_named(fault, dtype):
     give, where, text = FAULTS[fault]
     shown, first, alone = 0, 0, False
-    for c in cases(dtype, where, 3):
+    for c in cases(dtype, where, 3 if fault == "padding" else 2):  # few cases have padding that shows
         oracle = oracle_of(c)
         result = give(oracle.problem)
         if red(result, oracle):
@@ -464,15 +464,11 @@ def test_exp_in_fp16_without_the_maximum():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (lambda lse, p: lse * math.log2(math.e), "gives the LSE in base 2"),
-        (lambda lse, p: lse + 1, "is right except for the LSE"),
-        (lambda lse, p: largest_score(p), "gives the largest score for the LSE"),
-    ],
-    ids=["base-2", "plus-1", "largest-score"],
-)
+@pytest.mark.parametrize(("change", "text"), [
+    (lambda lse, p: lse * math.log2(math.e), "gives the LSE in base 2"),
+    (lambda lse, p: lse + 1, "is right except for the LSE"),
+    (lambda lse, p: largest_score(p), "gives the largest score for the LSE"),
+], ids=["base-2", "plus-1", "largest-score"])  # fmt: skip
 def test_an_lse_alone(change, text, dtype):
     for c in cases(dtype, lambda c: c.L > 1, 3):
         oracle = oracle_of(c)

@@ -434,22 +434,19 @@ def config(**options):
     return types.SimpleNamespace(option=argparse.Namespace(**options), rootpath=ROOT)
 
 
-@pytest.mark.parametrize(
-    ("word", "asked"),
-    [
-        ("--nsa-impl=mine:attend", True),
-        ("nsa.testing.suite", True),
-        ("nsa.testing.suite.parity.test_a::test_b[x]", True),
-        ("../site-packages/nsa/testing/suite/parity/test_a.py::test_b", True),
-        ("--deselect=nsa/testing/suite/edge", True),
-        ("--nsa", False),
-        ("--no-nsa-x", False),
-        ("-mparity", False),
-        ("nsa.testing", False),
-        ("tests/unsa.testing.suites", False),
-        ("nsa.testing.suites", False),
-    ],
-)
+@pytest.mark.parametrize(("word", "asked"), [
+    ("--nsa-impl=mine:attend", True),
+    ("nsa.testing.suite", True),
+    ("nsa.testing.suite.parity.test_a::test_b[x]", True),
+    ("../site-packages/nsa/testing/suite/parity/test_a.py::test_b", True),
+    ("--deselect=nsa/testing/suite/edge", True),
+    ("--nsa", False),
+    ("--no-nsa-x", False),
+    ("-mparity", False),
+    ("nsa.testing", False),
+    ("tests/unsa.testing.suites", False),
+    ("nsa.testing.suites", False),
+])  # fmt: skip
 def test_arguments_that_ask_for_the_suite(word, asked):
     assert nsa_pytest._asked(config(), None, ["-q", word]) == asked
 

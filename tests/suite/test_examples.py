@@ -76,23 +76,26 @@ def test_one_key_too_many_is_red_and_named(prove, tmp_path):
     assert re.search(rf'pytest --pyargs "{ID.format("parity")}" --nsa-impl one_key_more:attend', done.stdout)
 
 
+def example(name):
+    """A module of the examples."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_serving_from_pages_gives_the_tokens_of_a_run_without_a_cache(lane, fresh_routes, one_thread, capsys):
     """On a GPU by kernels, whatever its threshold; the interpreter would take minutes."""
-    spec = importlib.util.spec_from_file_location("paged_decode", ROOT / "examples" / "paged_decode.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    decode = example("paged_decode")
     with torch.random.fork_rng(), nsa.configure(**({"sel_triton_min_L": 0} if lane == "gpu" else {})):
-        example.main()  # asserts that they are
+        decode.main()  # asserts that they are
     assert ("sdpa" in {record.route for record in nsa.routes()}) == (lane != "gpu")
-    assert capsys.readouterr().out.startswith(f"{2 * example.STEPS} of {2 * example.STEPS} tokens are those of a run")
+    assert capsys.readouterr().out.startswith(f"{2 * decode.STEPS} of {2 * decode.STEPS} tokens are those of a run")
 
 
 def test_three_models_select_and_attend_as_plain_pytorch(one_thread, capsys):
     """In the interpreter lane without Triton, which would take minutes."""
-    spec = importlib.util.spec_from_file_location("selecting", ROOT / "examples" / "selecting.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
     with torch.random.fork_rng():
-        example.main()  # asserts that they do
+        example("selecting").main()  # asserts that they do
     said = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in said] == ["M3", "QSA", "NSA"]

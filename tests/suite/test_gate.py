@@ -3,6 +3,8 @@
 An inner run takes a third of a second, so one run has a benchmark for each verdict.
 """
 
+import contextlib
+import io
 import json
 import re
 import shlex
@@ -16,6 +18,7 @@ from filelock import FileLock
 from nsa.testing.gate import hooks, store
 from nsa.testing.machine import triton_version
 
+from ..conftest import fork_children
 from .small_project import joined, lay_out, off_gpu, outcome, saving, section
 
 NAMES = ("same", "slower_5", "slower_15", "once", "machine", "noisy", "doubtful", "missing")
@@ -72,10 +75,31 @@ class Project:
     def compare(self, *arguments, **how):
         return self.run(*COMPARE, *arguments, **how)
 
+    def compare_both(self, *arguments, cwd=None):
+        """Leniently and strictly. Two runs in one process: their tests compute nothing."""
+        runs = [(*COMPARE, *mode, *arguments) for mode in ([], ["--nsa-strict"])]
+        both = self.run_pytest.each(runs, cwd=cwd or self.path, environment=off_gpu(NSA_COMMIT="abc1234567"))
+        print(*(done.stdout + done.stderr for done in both), sep="\n")
+        return both
+
     def left(self):
         """Every file under the baselines, but for those of the baseline, and unfinished recordings."""
         found = self.baselines.rglob("*")
         return sorted(path.name for path in found if path.is_file() and path not in self.files)
+
+
+def save(run_pytest, monkeypatch, path, *arguments, **options):
+    """The status of `--nsa-save-baseline`, in this process, with forks for its children."""
+    fork_children(run_pytest, monkeypatch)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for name, value in off_gpu(NSA_COMMIT="abc1234567").items():
+        monkeypatch.setenv(name, value)
+    for name in ("check_values", "refused_of_several"):  # which REFUSED is about
+        monkeypatch.setattr(hooks.refusals, name, lambda config: None)
+    config = saving(path, *SAVE, *arguments)
+    given = {"collectonly": False, "nsa_recording": False, "nsa_save_baseline": True, "nsa_against": None} | options
+    vars(config.option).update(given)
+    return hooks.pytest_cmdline_main(config)
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +114,11 @@ def recorded(shared_folder, run_pytest):
             shutil.rmtree(path, ignore_errors=True)
             shutil.rmtree(storage, ignore_errors=True)
             storage.mkdir()
-            done = Project(path, run_pytest).run(*SAVE, "--benchmark-storage", str(storage))
-            assert done.returncode == 0
-            (path / "printed").write_text(done.stdout)
+            Project(path, run_pytest)
+            words = "--benchmark-storage", str(storage)
+            with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+                assert save(run_pytest, patch, path, *words, benchmark_storage=str(storage)) == 0
+            (path / "printed").write_text(said.getvalue())
     return sorted(storage.rglob("*.json")), (path / "printed").read_text()
 
 
@@ -156,9 +182,8 @@ def test_recording_is_three_files_of_three_processes(recorded):
     assert "baseline saved:" in printed
 
 
-@pytest.mark.parametrize("strict", [[], ["--nsa-strict"]], ids=["lenient", "strict"])
-def test_what_is_no_fail(project, tmp_path, strict):
-    """The lenient run is from another folder: pytest-benchmark raises where the storage is outside of the folder."""
+def test_what_is_no_fail(project, tmp_path):
+    """From another folder: pytest-benchmark raises where the storage is outside of the folder."""
     change(project.files, spread("noisy", "doubtful"))
     project.inject(
         slower_5={"ours": [2.1], "control": 1.0}, once={"ours": [3.0, 2.05], "control": 1.0},
@@ -166,25 +191,27 @@ def test_what_is_no_fail(project, tmp_path, strict):
         missing=None, new=ALIKE["same"],
     )  # fmt: skip
     elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir(exist_ok=True)
-    done = project.compare(*strict, "--benchmark-json=out.json", "--", f"{project.path}/tests", cwd=elsewhere)
-    assert done.returncode == (1 if strict else 0)
-    assert outcome(done) == ({"failed": 2, "passed": 6} if strict else {"passed": 8})
-    assert gate(done)[-1] == "gate: 4 pass, 0 FAIL, 2 AMBIGUOUS, 1 cannot gate; 1 passed when measured again"
-    assert named(done) == {"machine", "doubtful", "noisy", "missing", "new"}
-    said = joined(gate(done))
+    elsewhere.mkdir()
+    lenient, strict = project.compare_both("--benchmark-json=out.json", "--", f"{project.path}/tests", cwd=elsewhere)
+    assert (lenient.returncode, outcome(lenient)) == (0, {"passed": 8})
+    assert (strict.returncode, outcome(strict)) == (1, {"failed": 2, "passed": 6})
     by_15 = "15.0% slower beside its control plain (2 -> 2.3 times its time"
-    for text in (
-        f"AMBIGUOUS test_bench[machine] {by_15}",
-        "while its control became 20% slower: 2.001 ms -> 2.761 ms; no more than the control itself changed",
-        f"AMBIGUOUS test_bench[doubtful] {by_15}", "within twice the spread of 8.0%",
-        "cannot gate test_bench[noisy]: its ratio spreads by 8%, so only a slowdown of more than 16% would be a FAIL",
-        "in the baseline, not in this run: test_bench[missing]", "in this run, not in the baseline: test_bench[new]",
-    ):  # fmt: skip
-        assert text in re.sub(" +", " ", said)
-    for run in ("NOW", "0003"):
-        assert re.search(rf"^bench\[same\] \({run}\)", done.stdout, re.M)
-    assert "machine_info is different" not in done.stdout
+    for done in (lenient, strict):
+        assert gate(done)[-1] == "gate: 4 pass, 0 FAIL, 2 AMBIGUOUS, 1 cannot gate; 1 passed when measured again"
+        assert named(done) == {"machine", "doubtful", "noisy", "missing", "new"}
+        said = re.sub(" +", " ", joined(gate(done)))
+        for text in (
+            f"AMBIGUOUS test_bench[machine] {by_15}",
+            "while its control became 20% slower: 2.001 ms -> 2.761 ms; no more than the control itself changed",
+            f"AMBIGUOUS test_bench[doubtful] {by_15}", "within twice the spread of 8.0%",
+            "cannot gate test_bench[noisy]: its ratio spreads by 8%, so only a slowdown of more than 16% would be",
+            "in the baseline, not in this run: test_bench[missing]",
+            "in this run, not in the baseline: test_bench[new]",
+        ):  # fmt: skip
+            assert text in said
+        for run in ("NOW", "0003"):
+            assert re.search(rf"^bench\[same\] \({run}\)", done.stdout, re.M)
+        assert "machine_info is different" not in done.stdout
     assert [path.name for path in elsewhere.rglob("*.json")] == ["out.json"]
     [once] = [b for b in json.loads((elsewhere / "out.json").read_text())["benchmarks"] if "once" in b["name"]]
     assert once["stats"]["median"] == pytest.approx(2.05e-3, rel=2e-3)
@@ -192,31 +219,32 @@ def test_what_is_no_fail(project, tmp_path, strict):
     assert "(2 -> 3 times its time, measured again 2.05)" in once["extra_info"]["gate"]["seen"]
 
 
-@pytest.mark.parametrize("strict", [[], ["--nsa-strict"]], ids=["lenient", "strict"])
-def test_what_fails_is_named_and_found_again_by_the_line_that_is_printed(project, strict):
+def test_what_fails_is_named_and_found_again_by_the_line_that_is_printed(project):
     change(project.files, spread("noisy"))
     nan, negative = {"ours": [float("nan")], "control": 1.0}, {"ours": [2.0], "control": -1.0}
     project.inject(**SLOWER, noisy={"ours": [4.0, 4.0], "control": 1.0}, same=nan, once=negative)
-    done = project.compare(*strict, "--junit-xml=out.xml")
-    assert done.returncode == 1
-    assert outcome(done) == {"failed": 4, "passed": COUNT - 4}
-    assert named(done) == {"slower_15", "noisy", "same", "once"}
-    for name in ("same", "once"):
-        assert f"in the baseline, not in this run: test_bench[{name}]" in gate(done)
-    text = "15.0% slower beside its control plain (2 -> 2.3 times its time, measured again 2.32); its time is 15%"
-    assert f"performance regression: {text} longer: 2.001 ms -> 2.301 ms" in done.stdout.splitlines()
-    first, second = "FAIL       test_bench[slower_15]\n           15.0% slower", "its\n           time is 15% longer: "
-    assert first in "\n".join(gate(done))
-    assert second in "\n".join(gate(done))
-    assert max(map(len, gate(done))) <= 100
-    assert gate(done)[-1] == f"gate: {COUNT - 4} pass, 2 FAIL, 0 AMBIGUOUS, 0 cannot gate"
-    for where in ("same]: stats.data[0]", "once]: extra_info.control_samples.plain[0]"):
-        assert re.search(rf"^this run: test_bench\[{re.escape(where)}: expected seconds from ", done.stdout, re.M)
+    both = project.compare_both("--junit-xml=out.xml")
+    for strict, done in zip(([], ["--nsa-strict"]), both, strict=True):
+        assert done.returncode == 1
+        assert outcome(done) == {"failed": 4, "passed": COUNT - 4}
+        assert named(done) == {"slower_15", "noisy", "same", "once"}
+        for name in ("same", "once"):
+            assert f"in the baseline, not in this run: test_bench[{name}]" in gate(done)
+        text = "15.0% slower beside its control plain (2 -> 2.3 times its time, measured again 2.32); its time is 15%"
+        assert f"performance regression: {text} longer: 2.001 ms -> 2.301 ms" in done.stdout.splitlines()
+        first = "FAIL       test_bench[slower_15]\n           15.0% slower"
+        assert first in "\n".join(gate(done))
+        assert "its\n           time is 15% longer: " in "\n".join(gate(done))
+        assert max(map(len, gate(done))) <= 100
+        assert gate(done)[-1] == f"gate: {COUNT - 4} pass, 2 FAIL, 0 AMBIGUOUS, 0 cannot gate"
+        for where in ("same]: stats.data[0]", "once]: extra_info.control_samples.plain[0]"):
+            said = rf"^this run: test_bench\[{re.escape(where)}: expected seconds from "
+            assert re.search(said, done.stdout, re.M)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("NSA_TEST_TRITON_SEL=0 pytest ")]
+        [words] = [shlex.split(line)[2:] for line in lines if "slower_15" in line]
+        assert words == [f"{PATH}::test_bench[slower_15]", "--benchmark-compare", *strict]
     [suite] = ET.parse(project.path / "out.xml").getroot().iter("testsuite")
     assert (suite.get("failures"), suite.get("errors"), suite.get("tests")) == ("4", "0", str(COUNT))
-    lines = [line for line in done.stdout.splitlines() if line.startswith("NSA_TEST_TRITON_SEL=0 pytest ")]
-    [words] = [shlex.split(line)[2:] for line in lines if "slower_15" in line]
-    assert words == [f"{PATH}::test_bench[slower_15]", "--benchmark-compare", *strict]
     replayed = project.run(*words)
     assert (replayed.returncode, outcome(replayed)) == (1, {"failed": 1})
     assert re.search("^performance regression: ", replayed.stdout, re.M)
@@ -263,32 +291,30 @@ def test_what_pytest_benchmark_saves_by_itself_is_no_baseline(project):
         assert re.search(rf"^bench\[same\] \({run}", done.stdout, re.M)
 
 
-@pytest.mark.parametrize("strict", [[], ["--nsa-strict"]], ids=["lenient", "strict"])
-def test_no_baseline(project, strict):
+def test_no_baseline(project):
     shutil.rmtree(project.baselines)
     project.inject(**SLOW)
-    done = project.compare(*strict)
-    assert (done.returncode, outcome(done)) == (len(strict), {"passed": COUNT})
-    first, second = gate(done)
-    assert re.match(r"not gated: no baseline for .*threads, torch .*, triton ", first)
-    assert second == "record one: the same command with --nsa-save-baseline instead of --benchmark-compare"
+    for status, done in enumerate(project.compare_both()):
+        assert (done.returncode, outcome(done)) == (status, {"passed": COUNT})
+        first, second = gate(done)
+        assert re.match(r"not gated: no baseline for .*threads, torch .*, triton ", first)
+        assert second == "record one: the same command with --nsa-save-baseline instead of --benchmark-compare"
     assert not list(project.path.rglob("00*.json")), "nothing is saved unless asked for"
 
 
-@pytest.mark.parametrize("strict", [[], ["--nsa-strict"]], ids=["lenient", "strict"])
-def test_other_versions_on_a_cpu_cannot_be_gated_and_say_so(project, strict):
+def test_other_versions_on_a_cpu_cannot_be_gated_and_say_so(project):
     """Those of a GPU are judged: `test_gate_rules.py`. Times of a CPU have no memory rate to compare them by."""
     change(project.files, lambda i, document: document["machine_info"].update(torch="2.5.1+cu124"))
     project.inject(**SLOW)
-    done = project.compare(*strict)
-    assert (done.returncode, outcome(done)) == (len(strict), {"passed": COUNT})
-    said = joined(gate(done))
-    for text in (
-        r"^baseline: .*torch 2\.5, .* this run: ",
-        f"cannot gate test_bench, {COUNT} benchmarks: other versions of torch or Triton, and without a measured",
-        f"gate: 0 pass, 0 FAIL, 0 AMBIGUOUS, {COUNT} cannot gate$",
-    ):
-        assert re.search(text, said), said
+    for status, done in enumerate(project.compare_both()):
+        assert (done.returncode, outcome(done)) == (status, {"passed": COUNT})
+        said = joined(gate(done))
+        for text in (
+            r"^baseline: .*torch 2\.5, .* this run: ",
+            f"cannot gate test_bench, {COUNT} benchmarks: other versions of torch or Triton, and without a measured",
+            f"gate: 0 pass, 0 FAIL, 0 AMBIGUOUS, {COUNT} cannot gate$",
+        ):
+            assert re.search(text, said), said
 
 
 def test_a_file_of_other_versions_in_between_and_one_that_was_left_out(project):
@@ -409,16 +435,9 @@ def test_what_would_pass_without_comparing_or_recording_is_refused(project, tmp_
 
 
 @pytest.fixture
-def record(project, forked_children, monkeypatch):
-    """`record(*arguments)`: what `--nsa-save-baseline` does in its process, with forks for its children."""
-
-    def run(*arguments):
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        for name, value in off_gpu(NSA_COMMIT="abc1234567").items():
-            monkeypatch.setenv(name, value)
-        return hooks._record(saving(project.path, *SAVE, *arguments))
-
-    return run
+def record(project, monkeypatch):
+    """`record(*arguments)`: the status of a recording of the project."""
+    return lambda *arguments: save(project.run_pytest, monkeypatch, project.path, *arguments)
 
 
 def test_a_recording_of_some_benchmarks_leaves_the_others_in_force(project, record, capsys):
@@ -435,41 +454,38 @@ def test_a_recording_of_some_benchmarks_leaves_the_others_in_force(project, reco
     assert gate(done)[-1].startswith(f"gate: {COUNT} pass, 0 FAIL")
 
 
-def test_a_regression_is_not_saved_unless_accepted(project):
-    project.inject(**SLOWER)
-    done = project.run(*SAVE)
-    assert (done.returncode, project.left()) == (1, [])
-    assert done.stderr.splitlines()[-1] == "no baseline saved: run 1 of 3 was red (exit status 1)"
-
-
 # Bytes a file may have.
 FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))\n"
 
 
-@pytest.mark.parametrize("why", ["wrong", "full disk"])
-def test_a_wrong_result_or_a_full_disk_is_not_saved_whatever_is_accepted(project, record, why):
-    if why == "wrong":
-        project.inject(same=ALIKE["same"] | {"wrong": True})
-    else:
+@pytest.mark.parametrize("why", ["regression", "wrong", "full disk"])
+def test_what_is_not_saved(project, record, capsys, why):
+    """A regression unless it is accepted, a wrong result or a full disk whatever is accepted."""
+    if why == "full disk":
         (project.path / PATH).write_text(FULL_DISK + TEXT)
-    with pytest.raises(store.NotSaved, match="^run 1 of 3"):
-        record("--nsa-accept-regression", "-p", "no:cacheprovider")
+    else:
+        project.inject(**SLOWER if why == "regression" else {"same": ALIKE["same"] | {"wrong": True}})
+    accepted = ["--nsa-accept-regression"] * (why != "regression")
+    assert record(*accepted, "-p", "no:cacheprovider") == 1
     assert project.left() == []
     assert not list(project.baselines.glob(".recording-*"))
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("no baseline saved: run 1 of 3 ")
+    assert said.endswith("was red (exit status 1)") or why == "full disk"
 
 
 INTERRUPTS = """
 def test_interrupt():
     import os, signal, time
     if list(pathlib.Path(__file__).parent.glob("baselines/.recording-*")):
-        os.kill(os.getppid(), signal.{})
+        os.kill(os.getppid(), signal.SIGTERM)
         time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
-def test_an_interrupted_recording_leaves_nothing(project, number):
-    (project.path / PATH).write_text(TEXT + INTERRUPTS.format(number))
+def test_an_interrupted_recording_leaves_nothing(project):
+    """By SIGTERM, in processes as a user starts them; `test_gate_children.py` has other signals."""
+    (project.path / PATH).write_text(TEXT + INTERRUPTS)
     done = project.run(*SAVE)
     assert (done.returncode, project.left()) == (pytest.ExitCode.INTERRUPTED, [])
     assert done.stderr.splitlines()[-1] == "no baseline saved: interrupted"

@@ -29,37 +29,31 @@ def verdict(old, new, *again, **mode):
     return judge("x", old, side(new), lambda: (old, side(next(later))), **mode).kind
 
 
-@pytest.mark.parametrize(
-    ("ratios", "new", "again", "kind"),
-    [
-        ((1.0, 1.0, 1.0), 1.099, [], "pass"),
-        ((1.0, 1.0, 1.0), 0.2, [], "pass"),
-        ((1.0, 1.0, 1.0), 1.11, [1.11], "FAIL"),
-        ((1.0, 1.0, 1.0), 1.5, [1.09], "pass"),
-        ((1.0, 1.0, 1.0), 1.11, [3.0], "FAIL"),
-        ((0.98, 1.0, 1.03), 1.12, [1.12], "FAIL"),  # twice 5% is less than 12%
-        ((0.96, 1.0, 1.04), 1.09, [], "cannot gate"),
-        ((0.96, 1.0, 1.04), 1.15, [1.15], "AMBIGUOUS"),
-        ((0.96, 1.0, 1.04), 1.5, [1.15], "AMBIGUOUS"),
-        ((0.96, 1.0, 1.04), 1.17, [1.18], "FAIL"),
-        ((0.5, 1.0, 2.0), 3.0, [3.0], "AMBIGUOUS"),
-    ],
-)
+@pytest.mark.parametrize(("ratios", "new", "again", "kind"), [
+    ((1.0, 1.0, 1.0), 1.099, [], "pass"),
+    ((1.0, 1.0, 1.0), 0.2, [], "pass"),
+    ((1.0, 1.0, 1.0), 1.11, [1.11], "FAIL"),
+    ((1.0, 1.0, 1.0), 1.5, [1.09], "pass"),
+    ((1.0, 1.0, 1.0), 1.11, [3.0], "FAIL"),
+    ((0.98, 1.0, 1.03), 1.12, [1.12], "FAIL"),  # twice 5% is less than 12%
+    ((0.96, 1.0, 1.04), 1.09, [], "cannot gate"),
+    ((0.96, 1.0, 1.04), 1.15, [1.15], "AMBIGUOUS"),
+    ((0.96, 1.0, 1.04), 1.5, [1.15], "AMBIGUOUS"),
+    ((0.96, 1.0, 1.04), 1.17, [1.18], "FAIL"),
+    ((0.5, 1.0, 2.0), 3.0, [3.0], "AMBIGUOUS"),
+])  # fmt: skip
 def test_rule(ratios, new, again, kind):
     assert verdict(side(*ratios), new, *again) == kind
 
 
-@pytest.mark.parametrize(
-    ("worse", "control", "kind"),
-    [
-        (1.20, 0.75, "AMBIGUOUS"),  # with work that does not gain from faster memory, a ratio may rise by a third
-        (1.20, 1.25, "AMBIGUOUS"),
-        (1.32, 0.75, "AMBIGUOUS"),
-        (1.35, 0.75, "FAIL"),
-        (1.15, 1.10, "FAIL"),
-        (1.09, 0.50, "pass"),
-    ],
-)
+@pytest.mark.parametrize(("worse", "control", "kind"), [
+    (1.20, 0.75, "AMBIGUOUS"),  # with work that does not gain from faster memory, a ratio may rise by a third
+    (1.20, 1.25, "AMBIGUOUS"),
+    (1.32, 0.75, "AMBIGUOUS"),
+    (1.35, 0.75, "FAIL"),
+    (1.15, 1.10, "FAIL"),
+    (1.09, 0.50, "pass"),
+])  # fmt: skip
 def test_what_its_control_moved_by_itself_is_no_regression(worse, control, kind):
     new = side(worse, control=control * 1e-5)
     assert judge("x", side(1.0, 1.0, 1.0), new, lambda: (side(1.0), new)).kind == kind
@@ -141,17 +135,13 @@ def slowed(documents, ours, control):
         yield name, Timing(samples, "graph", True, 2, 100, 5e-7), info | {"control_samples": theirs}
 
 
-@pytest.mark.parametrize(
-    ("ours", "control", "kind", "words_of_it"),
-    [
-        (1.0, 1.0, "pass", ""),
-        (1.25, 1.0, "FAIL", r"is 2\d% longer"),
-        (1.0, 0.75, "AMBIGUOUS", "is as before"),  # a torch whose SDPA is faster
-        (1.25, 1.25, "AMBIGUOUS", r"is 2\d% longer"),  # both: this machine, or the compiler of both
-        (1.0, 1.25, "pass", ""),
-    ],
-    ids=["alike", "ours", "faster control", "both", "slower control"],
-)
+@pytest.mark.parametrize(("ours", "control", "kind", "words_of_it"), [
+    (1.0, 1.0, "pass", ""),
+    (1.25, 1.0, "FAIL", r"is 2\d% longer"),
+    (1.0, 0.75, "AMBIGUOUS", "is as before"),  # a torch whose SDPA is faster
+    (1.25, 1.25, "AMBIGUOUS", r"is 2\d% longer"),  # both: this machine, or the compiler of both
+    (1.0, 1.25, "pass", ""),
+], ids=["alike", "ours", "faster control", "both", "slower control"])  # fmt: skip
 def test_a_baseline_of_other_versions_is_judged_by_ratio_and_time(relabelled, ours, control, kind, words_of_it):
     baseline, documents = relabelled
     gate = Gate(Key(RECORDED.name, "2.11", "3.6"), baseline)
@@ -193,17 +183,14 @@ def test_one_of_ratio_and_time_alone_is_ambiguous_though_measured_twice():
 # --- two trees, in processes that take turns -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("base", "head", "again", "kind"),
-    [
-        ((1.0, 1.0, 1.0), (1.05, 1.05, 1.05), None, "pass"),
-        ((1.0, 1.0, 1.0), (1.2, 1.2, 1.2), (1.2, 1.2, 1.2), "FAIL"),
-        ((1.0, 1.0, 1.0), (1.2, 1.2, 1.2), (1.0, 1.0, 1.2), "pass"),
-        ((0.9, 1.0, 1.1), (1.2, 1.25, 1.3), (1.2, 1.25, 1.3), "FAIL"),  # a spread of 20%, and yet apart
-        ((0.9, 1.0, 1.21), (1.2, 1.25, 1.3), (1.2, 1.25, 1.3), "AMBIGUOUS"),
-        ((0.9, 1.0, 1.1), (1.0, 1.0, 1.0), None, "cannot gate"),
-    ],
-)
+@pytest.mark.parametrize(("base", "head", "again", "kind"), [
+    ((1.0, 1.0, 1.0), (1.05, 1.05, 1.05), None, "pass"),
+    ((1.0, 1.0, 1.0), (1.2, 1.2, 1.2), (1.2, 1.2, 1.2), "FAIL"),
+    ((1.0, 1.0, 1.0), (1.2, 1.2, 1.2), (1.0, 1.0, 1.2), "pass"),
+    ((0.9, 1.0, 1.1), (1.2, 1.25, 1.3), (1.2, 1.25, 1.3), "FAIL"),  # a spread of 20%, and yet apart
+    ((0.9, 1.0, 1.21), (1.2, 1.25, 1.3), (1.2, 1.25, 1.3), "AMBIGUOUS"),
+    ((0.9, 1.0, 1.1), (1.0, 1.0, 1.0), None, "cannot gate"),
+])  # fmt: skip
 def test_two_trees(base, head, again, kind):
     old = side(*base)
     found = judge("x", old, side(*head), again and (lambda: (old, side(*again))), paired=True)
@@ -242,14 +229,11 @@ def test_no_control_cannot_be_gated():
     assert judge("x", side(1.0), without).reason == "no control in this run"
 
 
-@pytest.mark.parametrize(
-    ("ours", "control", "said"),
-    [
-        (1.3, 1.0, "30.0% slower beside its control plain (1 -> 1.3 times its time); its time is 30% longer"),
-        (1.0, 0.87, "as long as before, while its control became 15% faster: 10 us -> 10 us"),
-        (1.4, 1.2, "16.7% slower beside its control plain (1 -> 1.167 times its time); its time is 40% longer, while"),
-    ],
-)
+@pytest.mark.parametrize(("ours", "control", "said"), [
+    (1.3, 1.0, "30.0% slower beside its control plain (1 -> 1.3 times its time); its time is 30% longer"),
+    (1.0, 0.87, "as long as before, while its control became 15% faster: 10 us -> 10 us"),
+    (1.4, 1.2, "16.7% slower beside its control plain (1 -> 1.167 times its time); its time is 40% longer, while"),
+])  # fmt: skip
 def test_ratio_and_time_that_seem_to_disagree_are_explained(ours, control, said):
     new = Side.of([Reading(ours * 1e-5, {"plain": control * 1e-5}, "plain")])
     assert said in words.seen(judge("x", side(1.0, 1.0, 1.0), new))

@@ -124,14 +124,11 @@ def test_operators_of_all_types():
         assert torch.equal(quick, released), (left, right, quick, released)
 
 
-@pytest.mark.parametrize(
-    ("size", "number", "match"),
-    [
-        (8, 0, "incompatible dimensions at index 0: 4 and 8"),
-        (4, 2**31, "is out of range"),
-        (4, -(2**31) - 1, "is out of range"),
-    ],
-)
+@pytest.mark.parametrize(("size", "number", "match"), [
+    (8, 0, "incompatible dimensions at index 0: 4 and 8"),
+    (4, 2**31, "is out of range"),
+    (4, -(2**31) - 1, "is out of range"),
+])  # fmt: skip
 def test_what_does_not_fit_is_told_by_triton(size, number, match):
     import triton
     import triton.language as tl

@@ -209,16 +209,12 @@ def test_a_gradient_outside_its_bound_is_red(judged, i):
         assert_gradients(replaced(right, i, moved(right[i], at, 1.5 * bounds[i], oracle.exact[i])), oracle, "far")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda x: x[..., :-1], "expected shape"),
-        (lambda x: x.double(), "expected torch.*, got torch.float64"),
-        (lambda x: with_value(x, (0, 2, 1, 3), math.nan), "error inf > bound .* batch 0, PLACE: got nan, .* 1 NaN"),
-        (lambda x: with_value(x, (0, 2, 1, 3), -math.inf), "error inf > bound .* batch 0, PLACE: got -inf, .* 0 NaN"),
-    ],
-    ids=["shape", "dtype", "NaN", "infinite"],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda x: x[..., :-1], "expected shape"),
+    (lambda x: x.double(), "expected torch.*, got torch.float64"),
+    (lambda x: with_value(x, (0, 2, 1, 3), math.nan), "error inf > bound .* batch 0, PLACE: got nan, .* 1 NaN"),
+    (lambda x: with_value(x, (0, 2, 1, 3), -math.inf), "error inf > bound .* batch 0, PLACE: got -inf, .* 0 NaN"),
+], ids=["shape", "dtype", "NaN", "infinite"])  # fmt: skip
 @pytest.mark.parametrize("i", range(3), ids=NAMES)
 def test_a_wrong_gradient_is_red(judged, i, change, message):
     oracle, right, _ = judged

@@ -131,16 +131,15 @@ finally:
 """
 
 
-def test_wheel_works_outside_the_checkout(built, tmp_path):
-    """One process, as importing torch takes most of its time: files, a call, and `python -m nsa`."""
+def test_wheel_works_outside_the_checkout(run_pytest, built, tmp_path):
+    """Files, a call, and `python -m nsa`."""
     site = tmp_path / "site"
     with zipfile.ZipFile(built[1]) as archive:
         archive.extractall(site)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
-    kept |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
+    kept |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(site)}
     kept["XDG_CONFIG_HOME"] = str(tmp_path / "config")
-    command = [sys.executable, "-c", AT_WORK, str(ROOT)]
-    done = subprocess.run(command, cwd=tmp_path, env=kept, capture_output=True, text=True, check=False)
+    done = run_pytest.python("-c", AT_WORK, ROOT, cwd=tmp_path, environment=kept)
     assert (done.returncode, done.stderr) == (0, "")
     first, *doctor, last = done.stdout.splitlines()
     assert json.loads(first) == {

@@ -97,18 +97,6 @@ def test_a_benchmark_is_replayed_as_it_was_sampled(inner):
     assert f'NSA_TEST_TRITON_SEL=0 pytest "tests/perf/test_a.py::test_fails" {said}' in done.stdout.splitlines()
 
 
-def test_xdist_runs_parity_and_replays(inner):
-    threads = "import torch\ndef test_threads():\n    assert torch.get_num_threads() == max(1, {} // 2)\n"
-    files = {
-        "tests/parity/test_a.py": MARKS.format("parity") + FAILS + LANE,
-        "tests/perf/test_a.py": BENCHMARK,
-        "tests/edge/test_a.py": threads.format(len(plugin.os.sched_getaffinity(0))),
-    }
-    done = inner(files, "-m", "not perf", "-n", "2", "--benchmark-disable", OMP_NUM_THREADS="5")
-    assert outcome(done) == {"passed": 3, "failed": 1}
-    assert 'pytest "tests/parity/test_a.py::test_fails[H8-D128]"' in done.stdout
-
-
 def test_lane_switch_must_be_0_or_1(inner):
     done = inner({"tests/edge/test_a.py": LANE}, NSA_TEST_TRITON_SEL="off")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
@@ -132,7 +120,7 @@ def test_fails(case, number, flag):
 
 
 def replay_line(done):
-    [line] = [line for line in done.stdout.splitlines() if "test_fails" in line and "pytest " in line]
+    [line] = [line for line in done.stdout.splitlines() if "test_drawn.py::test_fails" in line and "pytest " in line]
     return shlex.split(line.removeprefix("NSA_TEST_TRITON_SEL=0 "))
 
 
@@ -140,26 +128,44 @@ def drew(done):
     return set(re.findall(r"drew \d+", done.stdout))
 
 
-@pytest.mark.parametrize(("profile", "workers"), [("ci", "0"), ("deep", "1")])
-def test_a_drawn_call_that_failed_is_replayed(inner, profile, workers):
-    """By the line as it is printed. `deep` draws others in each run."""
-    files = {"tests/parity/test_a.py": DRAWN, "tests/edge/test_a.py": PROFILE.format(profiles.EXAMPLES[profile])}
-    chosen = [] if profile == profiles.DEFAULT else ["--hypothesis-profile", profile]
-    first = inner(files, *chosen, "-n", workers, "--benchmark-disable")
-    assert outcome(first) == {"passed": 2, "failed": 1}
+def replays(inner, first, *chosen):
+    """Whether the drawn call that failed fails again by the line as it is printed."""
     command = replay_line(first)
-    assert command[:2] == ["pytest", "tests/parity/test_a.py::test_fails[H8-D128]"]
-    assert command[2:4] == (chosen or ["--nsa-reproduce", command[3]])
-    again = inner(files, *command[1:])
+    assert command[:2] == ["pytest", "tests/parity/test_drawn.py::test_fails[H8-D128]"]
+    assert command[2:4] == (list(chosen) or ["--nsa-reproduce", command[3]])
+    again = inner({}, *command[1:])
     assert outcome(again) == {"failed": 1}
-    assert drew(again) == drew(first) != set()
-    assert replay_line(again) == command
+    return drew(again) == drew(first) != set() and replay_line(again) == command
+
+
+def test_a_drawn_call_that_failed_is_replayed(inner):
+    profile = PROFILE.format(profiles.EXAMPLES[profiles.DEFAULT])
+    first = inner({"tests/parity/test_drawn.py": DRAWN, "tests/edge/test_a.py": profile}, "--benchmark-disable")
+    assert outcome(first) == {"passed": 2, "failed": 1}
+    assert replays(inner, first)
+
+
+def test_xdist_runs_parity_and_replays(inner):
+    """With the profile `deep`, which draws other calls in each run."""
+    threads = "import torch\ndef test_threads():\n    assert torch.get_num_threads() == max(1, {} // 2)\n"
+    files = {
+        "tests/parity/test_a.py": MARKS.format("parity") + FAILS + LANE,
+        "tests/parity/test_drawn.py": DRAWN,
+        "tests/perf/test_a.py": BENCHMARK,
+        "tests/edge/test_a.py": threads.format(len(plugin.os.sched_getaffinity(0))),
+        "tests/edge/test_b.py": PROFILE.format(profiles.EXAMPLES["deep"]),
+    }
+    deep = "--hypothesis-profile", "deep"
+    done = inner(files, "-m", "not perf", "-n", "2", "--benchmark-disable", *deep, OMP_NUM_THREADS="5")
+    assert outcome(done) == {"passed": 5, "failed": 2}
+    assert 'pytest "tests/parity/test_a.py::test_fails[H8-D128]"' in done.stdout
+    assert replays(inner, done, *deep)
 
 
 def test_an_example_is_replayed_by_its_test_alone(inner):
     text = DRAWN.replace("Phase.generate", "Phase.explicit").replace("import Phase", "import Phase, example")
     text = text.replace("def test_fails", "@example(5000, True)\ndef test_fails")
-    done = inner({"tests/parity/test_a.py": text}, "--hypothesis-profile", "deep")
+    done = inner({"tests/parity/test_drawn.py": text}, "--hypothesis-profile", "deep")
     assert replay_line(done)[2:] == ["--hypothesis-profile", "deep"]
     assert drew(done) == {"drew 5000"}
 
@@ -176,7 +182,7 @@ UNREPLAYED = [  # the call, which tests are selected, and what is said
 
 
 def test_a_call_that_cannot_be_replayed_is_refused(run_pytest, tmp_path):
-    lay_out(tmp_path, {"tests/parity/test_a.py": DRAWN + "\ndef test_plain():\n    pass\n"})
+    lay_out(tmp_path, {"tests/parity/test_drawn.py": DRAWN + "\ndef test_plain():\n    pass\n"})
     runs = [["-k", *selected.split(), "--nsa-reproduce", call] for call, selected, _ in UNREPLAYED]
     for done, (*how, said) in zip(run_pytest.each(runs, tmp_path, off_gpu()), UNREPLAYED, strict=True):
         assert (done.returncode, how) == (pytest.ExitCode.USAGE_ERROR, how), done.stdout
@@ -262,15 +268,12 @@ class FakeGPU:
     name, major, minor, total_memory = "NVIDIA A100", 8, 0, 40 * 2**30
 
 
-@pytest.mark.parametrize(
-    ("needs", "reason"),
-    [
-        ({}, None),
-        ({"capability": (8, 0), "memory_gib": 40}, None),
-        ({"capability": (9, 0)}, "needs compute capability 9.0: NVIDIA A100 has 8.0"),
-        ({"memory_gib": 60}, "needs 60 GiB of GPU memory: NVIDIA A100 has 40"),
-    ],
-)
+@pytest.mark.parametrize(("needs", "reason"), [
+    ({}, None),
+    ({"capability": (8, 0), "memory_gib": 40}, None),
+    ({"capability": (9, 0)}, "needs compute capability 9.0: NVIDIA A100 has 8.0"),
+    ({"memory_gib": 60}, "needs 60 GiB of GPU memory: NVIDIA A100 has 40"),
+])  # fmt: skip
 def test_gpu_requirement_says_what_is_missing(monkeypatch, needs, reason):
     monkeypatch.setattr(plugin, "current_lane", lambda: "gpu")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: FakeGPU)

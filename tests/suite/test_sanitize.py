@@ -1,14 +1,9 @@
 """What the sanitizer's runner makes of what a tool says; the tool is a script here."""
 
-import os
 import stat
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-import nsa
 from nsa.testing import sanitize
 
 CAUGHT = {
@@ -47,22 +42,18 @@ def test_all_clean(tool, capsys):
     ]
 
 
-@pytest.mark.parametrize(
-    ("how", "line"),
-    [
-        ({"planted": 0}, "memcheck, memcheck: FAILED, exit 0, planted fault NOT caught"),
-        (
-            {"said": dict.fromkeys(CAUGHT, "========= some other error")},
-            "racecheck: FAILED, exit 77, planted fault NOT",
-        ),
-        (
-            {"matrix": sanitize.FOUND},
-            "memcheck, matrix: FAILED, exit 77, checked 70 calls\n========= Invalid __global__ write",
-        ),
-        ({"matrix": 1}, "racecheck, matrix: FAILED, exit 1"),
-    ],
-    ids=["blind", "other fault", "reports", "crash"],
-)
+@pytest.mark.parametrize(("how", "line"), [
+    ({"planted": 0}, "memcheck, memcheck: FAILED, exit 0, planted fault NOT caught"),
+    (
+        {"said": dict.fromkeys(CAUGHT, "========= some other error")},
+        "racecheck: FAILED, exit 77, planted fault NOT",
+    ),
+    (
+        {"matrix": sanitize.FOUND},
+        "memcheck, matrix: FAILED, exit 77, checked 70 calls\n========= Invalid __global__ write",
+    ),
+    ({"matrix": 1}, "racecheck, matrix: FAILED, exit 1"),
+], ids=["blind", "other fault", "reports", "crash"])  # fmt: skip
 def test_what_is_wrong_is_shown(tool, capsys, how, line):
     tool(**how)
     assert sanitize.main([]) == 1
@@ -100,9 +91,6 @@ for kernel, signature in (
 """
 
 
-def test_the_faults_compile():
+def test_the_faults_compile(compiling):
     pytest.importorskip("triton", minversion="3.3", reason="sources are described as of Triton 3.3 on")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
-    environment |= {"PYTHONPATH": str(Path(nsa.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    compiling(COMPILE)

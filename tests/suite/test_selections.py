@@ -15,11 +15,11 @@ from nsa.testing.judge.selections import FLAWS, assert_selection, diagnose, find
 from nsa.testing.matrix.selecting import SERVED, Selecting, as_request, seen
 
 CASES = {
-    "max": Selecting("max", "pages", "fp32", 11, size=4, lists=2, D=16, n=3, first=1, newest=1, rows=50, queries=5),
-    "relu": Selecting("relu", "pages", "fp32", 12, size=4, groups=3, D=16, n=3, newest=1, rows=50, queries=5),
+    "max": Selecting("max", "pages", "fp32", 11, size=4, lists=2, D=16, n=3, first=1, newest=1, rows=50, queries=3),
+    "relu": Selecting("relu", "pages", "fp32", 12, size=4, groups=3, D=16, n=3, newest=1, rows=50, queries=3),
     "open": Selecting("max", "pages", "fp32", 16, size=4, D=16, n=2, rows=50, queries=5),
-    "ties": Selecting("max", "batch", "fp32", 13, size=4, D=16, n=2, rows=50, queries=5),
-    "nan": Selecting("max", "batch", "fp32", 14, size=4, D=16, n=2, rows=50, queries=5, nan=True),
+    "ties": Selecting("max", "batch", "fp32", 13, size=4, D=16, n=2, rows=50, queries=3),
+    "nan": Selecting("max", "batch", "fp32", 14, size=4, D=16, n=2, rows=50, queries=3, nan=True),
     "mixed": Selecting("relu", "cache", "fp32", 15, size=4, groups=2, D=16, n=3, rows=50, queries=9, integers=False),
 }
 SHOWN_BY = {"tail": "open", "one head": "relu", "signed": "relu", "unweighted": "relu", "upward": "ties", "nan": "nan"}
@@ -58,18 +58,15 @@ def test_each_flaw_is_red_and_told(flaw):
         assert_selection(out, r, "a selector", integers=True)
 
 
-@pytest.mark.parametrize(
-    ("change", "kind"),
-    [
-        (lambda x: x[..., :2], "shape"),
-        (lambda x: x.long(), "shape"),
-        (lambda x: x.flip(-1), "order"),
-        (lambda x: x.index_fill(-1, torch.tensor([0]), -1), "padding"),
-        (lambda x: torch.cat((x[..., :1], x[..., :1], x[..., 2:]), -1), "duplicates"),
-        (lambda x: x.where(torch.arange(3) < 2, -1), "forced"),
-        (lambda x: x.where(torch.arange(3) < 2, 99), "unreachable"),
-    ],
-)
+@pytest.mark.parametrize(("change", "kind"), [
+    (lambda x: x[..., :2], "shape"),
+    (lambda x: x.long(), "shape"),
+    (lambda x: x.flip(-1), "order"),
+    (lambda x: x.index_fill(-1, torch.tensor([0]), -1), "padding"),
+    (lambda x: torch.cat((x[..., :1], x[..., :1], x[..., 2:]), -1), "duplicates"),
+    (lambda x: x.where(torch.arange(3) < 2, -1), "forced"),
+    (lambda x: x.where(torch.arange(3) < 2, 99), "unreachable"),
+])  # fmt: skip
 def test_what_is_checked_exactly(change, kind):
     r = made("max")
     out = oracle.select_reference(r)

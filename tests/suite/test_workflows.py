@@ -14,6 +14,8 @@ import yaml
 from nsa.testing import profiles
 from nsa.testing.compile import budgets, matrix
 
+from .small_project import lay_out
+
 ROOT = Path(__file__).parents[2]
 FILES = {path.stem: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
 WORKFLOWS = {name: yaml.safe_load(path.read_text()) for name, path in FILES.items()}  # YAML 1.1 reads `on` as true
@@ -138,15 +140,9 @@ def test_a_pull_request_is_gated_against_its_base():
 def test_script_for_gpu_boxes_does_every_step():
     script = (ROOT / ".ci" / "gpu").read_text()
     for words in (
-        '-m "parity or edge or suite"',
-        "-m edge -k another_gpu",
-        "nsa.testing.sanitize",
-        "--benchmark-compare",
-        "--nsa-update-thresholds",
-        "nsa/configs/gpus",
-        "--nsa-report",
-        "--junitxml",
-    ):
+        '-m "parity or edge or suite"', "-m edge -k another_gpu", "nsa.testing.sanitize", "--benchmark-compare",
+        "--nsa-update-thresholds", "nsa/configs/gpus", "--nsa-report", "--junitxml",
+    ):  # fmt: skip
         assert words in script
 
 
@@ -165,11 +161,15 @@ def drawn():
 
 
 @pytest.fixture(scope="module")
-def collected(run_pytest):
+def collected(run_pytest, tmp_path_factory):
     """The tests that each pytest of `.ci/gpu` and of the nightly workflow selects, after the words of its command.
 
-    Only the first command collects all tests, which takes long. The others collect the files that have their tests.
+    To collect all tests takes long. So the first command has a tree of the same files, which hold a test each, and the
+    others collect the files that have their tests.
     """
+    tree = tmp_path_factory.mktemp("tree")
+    files = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")]
+    lay_out(tree, dict.fromkeys(files, "def test_a():\n    pass\n"))
     text = (ROOT / ".ci" / "gpu").read_text().replace("\\\n", " ").replace('"${measured[@]}"', MEASURED)
     commands = [line.strip() for line in text.splitlines() if line.strip().startswith('"$PYTHON" -m pytest')]
     commands.append(WORKFLOWS["nightly"]["jobs"]["drawn"]["steps"][-1]["run"])
@@ -178,7 +178,8 @@ def collected(run_pytest):
     where = ([], ["tests/edge/calls/test_concurrency.py"], ["tests/perf"], [], {x.partition("::")[0] for x in drawn()})
     how = ["-n", "0", "--collect-only", "-q", "-p", "no:cacheprovider"]
     runs = [[*words, *files, *how] for words, files in zip(runs, where, strict=True)]
-    seen = run_pytest.each(runs, cwd=ROOT)
+    seen = run_pytest.each(runs[:1], cwd=tree, environment=os.environ | {"PYTHONPATH": str(ROOT)})
+    seen += run_pytest.each(runs[1:], cwd=ROOT)
     assert all(done.returncode == 0 for done in seen), [done.stdout[-500:] + done.stderr for done in seen]
     return [
         (words, [line for line in done.stdout.splitlines() if "::" in line])

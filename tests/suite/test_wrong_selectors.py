@@ -1,8 +1,6 @@
 """Selectors as contestants: a right one is proved, wrong ones are WRONG and told why."""
 
-import os
 import re
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +8,8 @@ from nsa.testing.contestants import named
 from nsa.testing.contestants.fit import ENOUGH
 from nsa.testing.contestants.selectors import selector
 
-ROOT = Path(__file__).parents[2]
+from .small_project import ROOT, off_gpu
+
 MODULE = '''
 import torch
 import nsa
@@ -129,17 +128,15 @@ MORE = (
 
 @pytest.fixture
 def judged(run_pytest, tmp_path):
-    """`judged(*names)`: pytest's run of the parity lane on selectors of the module."""
+    """`judged(*names, some="…")`: pytest's run of the parity lane, or of some of it, on selectors of the module."""
     page = (ROOT / "docs" / "selecting.md").read_text(encoding="utf-8")
     (example,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def choose(" in code)
     (tmp_path / "my_selectors.py").write_text(MODULE + example, encoding="utf-8")
 
-    def run(*names):
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        environment |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "NSA_TEST_TRITON_SEL": "0"}
+    def run(*names, some="selecting"):
         impls = [word for name in names for word in ("--nsa-impl", f"my_selectors:{name}")]
-        chosen = ("--pyargs", "nsa.testing.suite", "-m", "parity", *impls)
-        return run_pytest(*chosen, "--benchmark-disable", "-p", "no:cacheprovider", cwd=ROOT, environment=environment)
+        chosen = ("--pyargs", "nsa.testing.suite", "-m", "parity", "-k", some, *impls, "--benchmark-disable")
+        return run_pytest(*chosen, "-p", "no:cacheprovider", cwd=ROOT, environment=off_gpu(tmp_path))
 
     return run
 
@@ -159,8 +156,9 @@ def test_the_selector_of_the_page_is_proved(judged):
 
 
 def test_wrong_selectors_are_red_and_told(judged):
+    """Each by those of its cases that have 20 rows, a fifth. Ties are among integers; large blocks have neither."""
     names = ("upward", "mean", "without_tails", *MORE)
-    done = judged(*names)
+    done = judged(*names, some="rows20 or of_one_size or (upward and integers)")
     said = " ".join(done.stdout.split())
     assert done.returncode == 1
     for name in names:

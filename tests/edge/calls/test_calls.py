@@ -195,14 +195,10 @@ def check(attend, agrees, draw, device, dtype, row):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN in the interpreter
-@pytest.mark.parametrize(
-    ("attend_all", "call", "dtype"),
-    [
-        *in_pairs([name for name in ROUTES if name != "per_head"], CALLS, LANE_DTYPES),
-        *in_pairs(["per_head"], PER_HEAD, LANE_DTYPES),
-    ],
-    indirect=["attend_all", "dtype"],
-)
+@pytest.mark.parametrize(("attend_all", "call", "dtype"), [
+    *in_pairs([name for name in ROUTES if name != "per_head"], CALLS, LANE_DTYPES),
+    *in_pairs(["per_head"], PER_HEAD, LANE_DTYPES),
+], indirect=["attend_all", "dtype"])  # fmt: skip
 def test_odd_calls(attend_all, agrees, draw, device, call, dtype):
     check(attend_all, agrees, draw, device, dtype, call)
 

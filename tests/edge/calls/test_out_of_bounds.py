@@ -40,14 +40,11 @@ def test_inside_its_tensors(caught):
     assert caught() is None
 
 
-@pytest.mark.parametrize(
-    ("reads", "writes", "counters", "message"),
-    [
-        (17, 16, 2, "_copy_kernel reads 1 elements outside its tensors"),
-        (16, 20, 2, "_copy_kernel writes 4 elements outside its tensors"),
-        (16, 16, 1, "_copy_kernel adds to 1 elements outside its tensors"),
-    ],
-)
+@pytest.mark.parametrize(("reads", "writes", "counters", "message"), [
+    (17, 16, 2, "_copy_kernel reads 1 elements outside its tensors"),
+    (16, 20, 2, "_copy_kernel writes 4 elements outside its tensors"),
+    (16, 16, 1, "_copy_kernel adds to 1 elements outside its tensors"),
+])  # fmt: skip
 def test_outside_its_tensors(caught, reads, writes, counters, message):
     """The next element belongs to the same allocation, and to no argument."""
     with pytest.raises(Exception, match=message):

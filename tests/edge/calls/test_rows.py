@@ -72,9 +72,8 @@ PER_HEAD = {name: row for name, row in ROWS.items() if row.get("H", 0) <= 3}
 
 @pytest.mark.parametrize(
     ("schedule", "row", "dtype"),
-    in_pairs(["group"], ROWS, LANE_DTYPES) + in_pairs(["per_head"], PER_HEAD, LANE_DTYPES),
-    indirect=["dtype"],
-)
+    in_pairs(["group"], ROWS, LANE_DTYPES) + in_pairs(["per_head"], PER_HEAD, LANE_DTYPES), indirect=["dtype"],
+)  # fmt: skip
 def test_rows(draw_rows, schedule, row, dtype):
     check(schedule, draw_rows, dtype, **row)
 

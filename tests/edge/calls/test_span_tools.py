@@ -127,21 +127,18 @@ def test_blocks_are_spans(device, row, size, seqlen_k):
             assert span == want or (want is None and span[0] == span[1] >= 0)
 
 
-@pytest.mark.parametrize(
-    ("block", "block_size", "seqlen_k", "span"),
-    [
-        (-1, 10, None, [0, 0]),
-        (-(2**31), 10, 25, [0, 0]),
-        (2, 10, None, [20, 30]),
-        (2, 10, 25, [20, 25]),
-        (2**25 - 1, 64, 2**31 - 1, [2**31 - 64, 2**31 - 1]),
-        (1, 2**30 + 5, 2**31 - 1, [2**30 + 5, 2**31 - 1]),
-        (2**25 - 1, 64, 2**40, [2**31 - 64, 2**31 - 1]),
-        (2**25, 64, 2**31 - 1, [0, 0]),
-        (3, 10, 30, [30, 30]),
-        (0, 10, 0, [0, 0]),
-    ],
-)
+@pytest.mark.parametrize(("block", "block_size", "seqlen_k", "span"), [
+    (-1, 10, None, [0, 0]),
+    (-(2**31), 10, 25, [0, 0]),
+    (2, 10, None, [20, 30]),
+    (2, 10, 25, [20, 25]),
+    (2**25 - 1, 64, 2**31 - 1, [2**31 - 64, 2**31 - 1]),
+    (1, 2**30 + 5, 2**31 - 1, [2**30 + 5, 2**31 - 1]),
+    (2**25 - 1, 64, 2**40, [2**31 - 64, 2**31 - 1]),
+    (2**25, 64, 2**31 - 1, [0, 0]),
+    (3, 10, 30, [30, 30]),
+    (0, 10, 0, [0, 0]),
+])  # fmt: skip
 def test_padding_and_ends_of_blocks_stay_within_int32(device, block, block_size, seqlen_k, span):
     blocks = torch.tensor([block, 0], dtype=torch.int32, device=device)
     assert nsa.ranges_from_blocks(blocks, block_size, seqlen_k)[0].tolist() == span

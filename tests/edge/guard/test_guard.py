@@ -136,18 +136,15 @@ def test_fault_at_launch(call, inject, asked, caplog, kind, kept, monkeypatch, t
     assert gone(int((tmp_path / "pid").read_text()))
 
 
-@pytest.mark.parametrize(
-    ("error", "broken"),
-    [
-        (RuntimeError("PassManager::run failed"), True),
-        (CompilationError("a = b", ast.parse("a").body[0], "no"), True),
-        (OutOfResources(300_000, 232_448, "shared memory"), True),
-        (RuntimeError("`ptxas` failed with error code -9"), False),
-        (RuntimeError("PassManager::run failed: `ptxas` failed with error code 137"), False),
-        (RuntimeError("no C compiler"), False),
-        (torch.OutOfMemoryError("no room"), False),
-    ],
-)
+@pytest.mark.parametrize(("error", "broken"), [
+    (RuntimeError("PassManager::run failed"), True),
+    (CompilationError("a = b", ast.parse("a").body[0], "no"), True),
+    (OutOfResources(300_000, 232_448, "shared memory"), True),
+    (RuntimeError("`ptxas` failed with error code -9"), False),
+    (RuntimeError("PassManager::run failed: `ptxas` failed with error code 137"), False),
+    (RuntimeError("no C compiler"), False),
+    (torch.OutOfMemoryError("no room"), False),
+])  # fmt: skip
 def test_errors_of_a_broken_kernel(error, broken):
     assert errors.broken(error) == broken
 
@@ -225,27 +222,24 @@ def test_a_right_child_is_right_in_any_surroundings(call, inject, asked, monkeyp
     assert gone(int(pid.read_text()))
 
 
-@pytest.mark.parametrize(
-    ("status", "phase", "says", "printed", "verdict"),
-    [
-        (-9, "comparing", {"result": "right", "variants": '[{"f": 1}]'}, "a warning", (None, True, ({"f": 1},))),
-        (-9, "comparing", {"result": "max error 1"}, "", ("wrong result: max error 1", True)),
-        (-11, "running", {}, "", ("killed by SIGSEGV while running", True)),
-        (-6, "compiling", {}, "a\nassert x\n\n", ("killed by SIGABRT while compiling: assert x", True)),
-        (-6, "starting", {}, "", (f"killed by SIGABRT while starting{HINT}", False)),
-        (-9, "compiling", {}, "", (f"killed by SIGKILL while compiling{HINT}", False)),
-        (0, "compiling", {}, "", (f"exit status 0 without an answer while compiling{HINT}", False)),
-        (-15, "compiling", {}, "", (f"killed by SIGTERM while compiling{HINT}", False)),
-        (-99, "compiling", {}, "", (f"killed by signal 99 while compiling{HINT}", False)),
-        (1, "compiling", {"error": "OSError: no cc"}, "", (f"OSError: no cc while compiling{HINT}", False)),
-        (2, "starting", {}, "usage", (f"exit status 2 without an answer while starting: usage{HINT}", False)),
-        (-14, "running", {}, "", ("no answer in 120 s while running", True)),
-        (None, "starting", {}, "", (f"no answer in 420 s while starting{HINT}", False)),
-        (-14, "comparing", {}, "", (f"no answer in 120 s while comparing{HINT}", False)),
-        (1, "compiling", {"broken": "PTXASError: 255"}, "", ("PTXASError: 255 while compiling", True)),
-        (1, "starting", {"broken": "PTXASError: 255"}, "", (f"PTXASError: 255 while starting{HINT}", False)),
-    ],
-)
+@pytest.mark.parametrize(("status", "phase", "says", "printed", "verdict"), [
+    (-9, "comparing", {"result": "right", "variants": '[{"f": 1}]'}, "a warning", (None, True, ({"f": 1},))),
+    (-9, "comparing", {"result": "max error 1"}, "", ("wrong result: max error 1", True)),
+    (-11, "running", {}, "", ("killed by SIGSEGV while running", True)),
+    (-6, "compiling", {}, "a\nassert x\n\n", ("killed by SIGABRT while compiling: assert x", True)),
+    (-6, "starting", {}, "", (f"killed by SIGABRT while starting{HINT}", False)),
+    (-9, "compiling", {}, "", (f"killed by SIGKILL while compiling{HINT}", False)),
+    (0, "compiling", {}, "", (f"exit status 0 without an answer while compiling{HINT}", False)),
+    (-15, "compiling", {}, "", (f"killed by SIGTERM while compiling{HINT}", False)),
+    (-99, "compiling", {}, "", (f"killed by signal 99 while compiling{HINT}", False)),
+    (1, "compiling", {"error": "OSError: no cc"}, "", (f"OSError: no cc while compiling{HINT}", False)),
+    (2, "starting", {}, "usage", (f"exit status 2 without an answer while starting: usage{HINT}", False)),
+    (-14, "running", {}, "", ("no answer in 120 s while running", True)),
+    (None, "starting", {}, "", (f"no answer in 420 s while starting{HINT}", False)),
+    (-14, "comparing", {}, "", (f"no answer in 120 s while comparing{HINT}", False)),
+    (1, "compiling", {"broken": "PTXASError: 255"}, "", ("PTXASError: 255 while compiling", True)),
+    (1, "starting", {"broken": "PTXASError: 255"}, "", (f"PTXASError: 255 while starting{HINT}", False)),
+])  # fmt: skip
 def test_judge(status, phase, says, printed, verdict):
     assert parent.judge(status, {"phase": phase} | says, printed) == Verdict(*verdict)
 

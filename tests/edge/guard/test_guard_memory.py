@@ -6,7 +6,6 @@ import functools
 import json
 import logging
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -40,19 +39,16 @@ def variant_of(name):
     return SimpleNamespace(kernel=kernel, describe=lambda tensors: {"kernel": name})
 
 
-@pytest.mark.parametrize(
-    ("mode", "device", "pair", "asks"),
-    [
-        ("auto", "cuda", ("3.6", "sm_90"), False),
-        ("auto", "cuda", ("3.6", "sm_89"), True),
-        ("auto", "cuda", ("3.7", "sm_90"), True),
-        ("always", "cuda", ("3.6", "sm_90"), True),
-        ("never", "cuda", ("3.7", "sm_89"), False),
-        ("auto", "cpu", ("3.7", "interpreter"), False),
-        ("always", "cpu", ("3.7", "interpreter"), True),
-        ("always", "meta", ("3.7", "interpreter"), False),
-    ],
-)
+@pytest.mark.parametrize(("mode", "device", "pair", "asks"), [
+    ("auto", "cuda", ("3.6", "sm_90"), False),
+    ("auto", "cuda", ("3.6", "sm_89"), True),
+    ("auto", "cuda", ("3.7", "sm_90"), True),
+    ("always", "cuda", ("3.6", "sm_90"), True),
+    ("never", "cuda", ("3.7", "sm_89"), False),
+    ("auto", "cpu", ("3.7", "interpreter"), False),
+    ("always", "cpu", ("3.7", "interpreter"), True),
+    ("always", "meta", ("3.7", "interpreter"), False),
+])  # fmt: skip
 def test_who_is_asked_about(monkeypatch, mode, device, pair, asks):
     monkeypatch.setattr(passed, "passed_pairs", lambda: {("3.6", "sm_90")})
     monkeypatch.setattr(sources, "triton_version", lambda: f"{pair[0]}.1")
@@ -210,16 +206,14 @@ def test_the_key_holds_all_that_matters(monkeypatch):
 
 
 meaning = functools.cache(sources.meaning)  # most files are the same in most of these comparisons
-EDITS = [  # of a file: what it means stays, or not
-    (lambda text: "# the first line\n" + text.replace("\n\n", "\n\n    # a comment\n\n\n"), True),
-    (lambda text: text.replace('"""', '"""Prose: ', 1), True),
-    (lambda text: text + '\n\n"""Prose below a constant."""\n', True),
-    (lambda text: text + "\n\nONE_MORE = 1\n", False),  # `test_what_a_source_means` has other edits of code
+PROSE = [  # edits of a file that mean nothing; `test_what_a_source_means` has those of code
+    lambda text: "# the first line\n" + text.replace("\n\n", "\n\n    # a comment\n\n\n"),
+    lambda text: text.replace('"""', '"""Prose: ', 1),
+    lambda text: text + '\n\n"""Prose below a constant."""\n',
 ]
 
 
-@pytest.mark.parametrize(("edit", "same"), EDITS, ids=["comment", "docstring", "below", "constant"])
-def test_edited_prose_is_the_same_kernel_and_edited_code_another(monkeypatch, tmp_path, edit, same):
+def test_edited_prose_is_the_same_kernel_and_edited_code_another(monkeypatch, tmp_path):
     """Any file of `nsa/kernels`, or of what judges them."""
     package = tmp_path / "nsa"
     judges = ("guard/child.py", "guard/small.py", "plain/oracle.py", "plain/packed_sdpa.py", "plain/spans.py")
@@ -234,13 +228,12 @@ def test_edited_prose_is_the_same_kernel_and_edited_code_another(monkeypatch, tm
     monkeypatch.setattr(sources, "FOLDER", package / "kernels")
     assert (compared(), kernels()) == real
     texts = {path: path.read_text() for path in package.rglob("*.py")}
-    edited = {path: edit(text) for path, text in texts.items() if edit(text) != text}
-    assert edited
-    if same:  # all files at once
-        for path, text in edited.items():
-            path.write_text(text)
-        assert (compared(), kernels()) == real
-        return
+    for path, text in texts.items():  # all edits of all files at once
+        path.write_text(functools.reduce(lambda text, edit: edit(text), PROSE, text))
+    assert (compared(), kernels()) == real
+    for path, text in texts.items():
+        path.write_text(text)
+    edited = {path: text + "\n\nONE_MORE = 1\n" for path, text in texts.items()}
     for path, text in edited.items():
         path.write_text(text)
         assert compared() != real[0], path
@@ -358,12 +351,9 @@ print([os.waitpid(child, 0)[1] for child in children])
 """
 
 
-def test_many_processes_at_once(kept):
+def test_many_processes_at_once(run_pytest, kept):
     """All write and read one file: none ever sees a part of it, and nothing is left over."""
-    command = [sys.executable, "-W", "ignore", "-c", MANY]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
-    )
+    done = run_pytest.python("-c", MANY, cwd=ROOT, environment=os.environ | {"PYTHONPATH": str(ROOT)})
     assert (done.returncode, done.stdout) == (0, f"{[0] * 8}\n"), done.stderr
     (path,) = kept()
     assert json.loads(path.read_text())["cause"].endswith("x" * 20_000)

@@ -5,30 +5,20 @@ A variant costs a second at its first call; one per batch would cost all of trai
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-import nsa
-
 SCRIPT = Path(__file__).with_name("launch_keys.py")
-ROOT = Path(nsa.__file__).parents[1]
 PER_ENTRY = 4
 
 
 @pytest.fixture(scope="module")
-def report():
+def report(compiling):
     """Keys under which the JIT would look up the launches of all batches, in a process without the interpreter."""
     pytest.importorskip("triton", minversion="3.3", reason="the binder's interface is that of Triton 3.3 and newer")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(compiling(SCRIPT))
 
 
 @pytest.mark.parametrize("source", ["ranges", "blocks", "blocks of all sizes"])

@@ -48,14 +48,11 @@ def mine(gpus):
     return write
 
 
-@pytest.mark.parametrize(
-    ("name", "slug"),
-    [
-        ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"),
-        ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090"),
-        ("Intel(R) Xeon(R) CPU @ 2.20GHz 2threads", "intel-xeon-cpu-2-20ghz-2threads"),
-    ],
-)
+@pytest.mark.parametrize(("name", "slug"), [
+    ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"),
+    ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090"),
+    ("Intel(R) Xeon(R) CPU @ 2.20GHz 2threads", "intel-xeon-cpu-2-20ghz-2threads"),
+])  # fmt: skip
 def test_device_slug(name, slug):
     assert gpu.device_slug(name) == slug
 

@@ -24,11 +24,9 @@ ROOT = Path(__file__).parents[3]
 GPU = "NVIDIA H100 80GB HBM3"
 
 
-def run(*arguments, **environment):
+def environment(**more):
     kept = {k: v for k, v in os.environ.items() if not k.startswith("NSA_") and k != "TRITON_INTERPRET"}
-    kept |= {"CUDA_VISIBLE_DEVICES": "", **environment}
-    command = [sys.executable, *(arguments if arguments[:1] == ("-c",) else ("-m", "nsa", *arguments))]
-    return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, check=False)
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **more}
 
 
 BESIDE_TORCH = """
@@ -46,7 +44,8 @@ finally:
 def test_doctor_says_what_is_here_and_what_is_next():
     """Hardly later than torch is imported: it imports this package and YAML, no Triton, and starts no process."""
     program = BESIDE_TORCH.format(events=("subprocess.Popen", "os.fork", "os.posix_spawn"))
-    done = run("-c", program, NSA_FORCE_PARITY="1")
+    how = {"env": environment(NSA_FORCE_PARITY="1"), "capture_output": True, "text": True, "check": False}
+    done = subprocess.run([sys.executable, "-c", program], **how)
     assert done.returncode == 0
     names = [name for name in done.stderr.split() if "cython" not in name]  # what PyYAML's C loader brings
     assert names == ["nsa", "yaml"]
@@ -62,24 +61,24 @@ def test_doctor_says_what_is_here_and_what_is_next():
     assert lines[-1] == "next       pytest -m parity -n auto"
 
 
-def test_doctor_names_a_setting_that_cannot_be_parsed():
-    done = run(NSA_FORCE_PARITY="perhaps")
+def test_doctor_names_a_setting_that_cannot_be_parsed(run_pytest):
+    done = run_pytest.python("-m", "nsa", cwd=ROOT, environment=environment(NSA_FORCE_PARITY="perhaps"))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("nsa: NSA_FORCE_PARITY='perhaps': expected one of")
 
 
 @pytest.mark.parametrize(
-    ("environment", "reason"),
-    [({}, "no usable NVIDIA GPU"), ({"TRITON_INTERPRET": "1"}, "TRITON_INTERPRET is set")],
+    ("variables", "reason"), [({}, "no usable NVIDIA GPU"), ({"TRITON_INTERPRET": "1"}, "TRITON_INTERPRET is set")],
     ids=["no-gpu", "interpreter"],
-)
-def test_calibrate_without_a_gpu_is_one_line(tmp_path, environment, reason):
+)  # fmt: skip
+def test_calibrate_without_a_gpu_is_one_line(run_pytest, tmp_path, variables, reason):
     """It needs no pytest."""
     program = (
         "import runpy, sys; sys.modules.update(dict.fromkeys(['pytest', 'hypothesis', 'pytest_benchmark'])); "
         "sys.argv = ['nsa', 'calibrate']; import nsa.tuning.calibrate; runpy.run_module('nsa', run_name='__main__')"
     )
-    done = run("-c", program, XDG_CONFIG_HOME=str(tmp_path), **environment)
+    given = environment(XDG_CONFIG_HOME=str(tmp_path), **variables)
+    done = run_pytest.python("-c", program, cwd=ROOT, environment=given)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"nsa calibrate: {reason}")
     assert done.stderr.count("\n") == 1
@@ -126,14 +125,7 @@ def injected(slow=None):
 def rows():
     """What calibration times of the schedules: a call of key-major takes 10 us, 256,000 numbers of query-major 1 us."""
     sizes = {"B": 1, "HQ": 8, "HKV": 1, "G": 8, "D": 128, "Dv": 128, "block_size": 64, "n": 16, "shared": 0.0}
-    sizes |= {
-        "paged": False,
-        "fp8": False,
-        "gpu": GPU,
-        "torch": torch.__version__,
-        "triton": "3.6.0",
-        "commit": "abc123",
-    }
+    sizes |= {"paged": False, "fp8": False, "gpu": GPU, "torch": torch.__version__, "triton": "3.6.0", "commit": "a"}
     lengths = [2**i for i in range(4, 4 + costs.LEAST)]
     return [sizes | {"S": S, "S_kv": 2**20, "us": {"query_major": 1.024 * S, "key_major": 10.0}} for S in lengths]
 
@@ -160,15 +152,12 @@ def test_calibrate_writes_for_this_user_what_the_doctor_then_shows(gpu, monkeypa
     assert "commit             abc123" in after
 
 
-@pytest.mark.parametrize(
-    ("mode", "listed", "text"),
-    [
-        ("auto", True, "passed the compile matrix; kernels are compiled in this process"),
-        ("auto", False, "not on the list of the matrix; a child process compiles each kernel first, findings in {}"),
-        ("always", True, "passed the compile matrix; a child process compiles each kernel first, findings in {}"),
-        ("never", False, "not on the list of the matrix; kernels are compiled in this process, probe is never"),
-    ],
-)
+@pytest.mark.parametrize(("mode", "listed", "text"), [
+    ("auto", True, "passed the compile matrix; kernels are compiled in this process"),
+    ("auto", False, "not on the list of the matrix; a child process compiles each kernel first, findings in {}"),
+    ("always", True, "passed the compile matrix; a child process compiles each kernel first, findings in {}"),
+    ("never", False, "not on the list of the matrix; kernels are compiled in this process, probe is never"),
+])  # fmt: skip
 def test_doctor_says_where_kernels_are_compiled(gpu, monkeypatch, tmp_path, mode, listed, text):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(doctor, "_version", lambda package: "not installed")  # triton, by that name
@@ -192,29 +181,25 @@ ALL = [kind for kind in ON if kind != "packed rows"]  # that routing decides abo
 BLOCKS = "query-major (blocks): rows are long enough for Triton"
 
 
-@pytest.mark.parametrize(
-    ("values", "otherwise"),
-    [
-        ({"sel_triton_min_L": 0}, {}),
-        ({"sel_triton_min_L": 1024}, {}),
-        ({}, dict.fromkeys(ALL, "packed SDPA (sdpa): rows select at most 1024 keys, sel_triton_min_L is 2048")),
-        ({"use_triton_sel": False}, dict.fromkeys(ALL, "packed SDPA (sdpa): use_triton_sel is off")),
-        ({"force_parity": True}, dict.fromkeys(ALL, "the gather reference (reference): force_parity is set")),
-        (
-            {"sel_triton_min_L": 0, "batch_invariant": True},
-            {"blocks, 8192 queries": BLOCKS, "cache, 2048 queries": BLOCKS},
-        ),
-        (
-            {"sel_triton_min_L": 0, "sel_triton_group": False},
-            {
-                kind: "query-major, a head a program (per_head): rows are long enough for Triton"
-                for kind in ALL
-                if kind != "backward"
-            },
-        ),
-    ],
-    ids=["on", "just-on", "unmeasured", "off", "parity", "batch-invariant", "per-head"],
-)
+@pytest.mark.parametrize(("values", "otherwise"), [
+    ({"sel_triton_min_L": 0}, {}),
+    ({"sel_triton_min_L": 1024}, {}),
+    ({}, dict.fromkeys(ALL, "packed SDPA (sdpa): rows select at most 1024 keys, sel_triton_min_L is 2048")),
+    ({"use_triton_sel": False}, dict.fromkeys(ALL, "packed SDPA (sdpa): use_triton_sel is off")),
+    ({"force_parity": True}, dict.fromkeys(ALL, "the gather reference (reference): force_parity is set")),
+    (
+        {"sel_triton_min_L": 0, "batch_invariant": True},
+        {"blocks, 8192 queries": BLOCKS, "cache, 2048 queries": BLOCKS},
+    ),
+    (
+        {"sel_triton_min_L": 0, "sel_triton_group": False},
+        {
+            kind: "query-major, a head a program (per_head): rows are long enough for Triton"
+            for kind in ALL
+            if kind != "backward"
+        },
+    ),
+], ids=["on", "just-on", "unmeasured", "off", "parity", "batch-invariant", "per-head"])  # fmt: skip
 def test_doctor_says_which_kernel_serves_what(gpu, caplog, values, otherwise):
     with nsa.configure(**values):
         lines = doctor.report()

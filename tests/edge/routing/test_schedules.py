@@ -309,24 +309,20 @@ def test_routes(folder, gpu, kind):
         assert route(planned(**shape)) == want
 
 
-@pytest.mark.parametrize(
-    ("changed", "shape", "want"),
-    [
-        ({"batch_invariant": True}, {}, ("query_major", LONG)),
-        ({"batch_invariant": True}, {"schedule": "key_major"}, ("key_major", LONG)),
-        ({"sel_triton_group": False}, {}, ("per_head", LONG)),
-        ({"sel_triton_group": False}, {"schedule": "key_major"}, ("key_major", LONG)),
-        ({"use_triton_sel": False}, {}, ("sdpa", "use_triton_sel is off")),
-        ({"force_parity": True}, {"schedule": "key_major"}, ("reference", "force_parity is set")),
-        ({"sel_triton_min_L": 1025}, {}, ("sdpa", "rows select at most 1024 keys, sel_triton_min_L is 1025")),
-        (
-            {"sel_triton_min_L": 1025},
-            {"schedule": "key_major"},
-            ("sdpa", "rows select at most 1024 keys, sel_triton_min_L is 1025"),
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changed", "shape", "want"), [
+    ({"batch_invariant": True}, {}, ("query_major", LONG)),
+    ({"batch_invariant": True}, {"schedule": "key_major"}, ("key_major", LONG)),
+    ({"sel_triton_group": False}, {}, ("per_head", LONG)),
+    ({"sel_triton_group": False}, {"schedule": "key_major"}, ("key_major", LONG)),
+    ({"use_triton_sel": False}, {}, ("sdpa", "use_triton_sel is off")),
+    ({"force_parity": True}, {"schedule": "key_major"}, ("reference", "force_parity is set")),
+    ({"sel_triton_min_L": 1025}, {}, ("sdpa", "rows select at most 1024 keys, sel_triton_min_L is 1025")),
+    (
+        {"sel_triton_min_L": 1025},
+        {"schedule": "key_major"},
+        ("sdpa", "rows select at most 1024 keys, sel_triton_min_L is 1025"),
+    ),
+], ids=str)  # fmt: skip
 def test_settings_come_first(folder, gpu, changed, shape, want):
     folder()
     with nsa.configure(**({"sel_triton_min_L": 0} | changed)):
@@ -335,19 +331,15 @@ def test_settings_come_first(folder, gpu, changed, shape, want):
     assert (plan.instead is not None) == (want[0] == "key_major")
 
 
-@pytest.mark.parametrize(
-    ("shape", "want"),
-    [
-        ({"G": 8}, "union"),
-        ({"G": 2}, "key_major"),  # union leaves most of a tile empty
-        ({"G": 8, "dtype": torch.float16}, "union"),
-        ({"G": 8, "S": 16}, "union"),
-        ({"G": 1, "S": 16}, "query_major"),
-        ({"G": 32}, "union"),
-        ({"G": 32, "D": 256}, "key_major"),  # no tile holds two tokens
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "want"), [
+    ({"G": 8}, "union"),
+    ({"G": 2}, "key_major"),  # union leaves most of a tile empty
+    ({"G": 8, "dtype": torch.float16}, "union"),
+    ({"G": 8, "S": 16}, "union"),
+    ({"G": 1, "S": 16}, "query_major"),
+    ({"G": 32}, "union"),
+    ({"G": 32, "D": 256}, "key_major"),  # no tile holds two tokens
+], ids=str)  # fmt: skip
 def test_union_where_it_serves(folder, gpu, shape, want):
     folder(UNION)
     with nsa.configure(sel_triton_min_L=0):

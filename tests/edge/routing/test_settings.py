@@ -166,27 +166,24 @@ def test_measurements_of_a_user_without_a_home(monkeypatch, caplog, home):
     assert said == ([] if home == "unset" else [skipped, *said[1:]])
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("runtime: {fast: 1}", f"unknown key runtime.fast, expected one of: {NAMES}"),
-        ("debug: 1", "unknown key debug, expected one of: runtime"),
-        *(
-            (f"runtime: {{{name}: {value}}}", f"runtime.{name}: {expected}, got {got}")
-            for name, value, expected, got in (
-                ("force_parity", "maybe", "expected true or false", "'maybe'"),
-                ("force_parity", "1", "expected true or false", "1"),
-                ("sel_triton_min_L", "-1", f"{INTEGER} or null", "-1"),
-                ("sel_triton_min_L", "on", f"{INTEGER} or null", "True"),
-                ("probe", "off", WORD, "False"),
-                ("probe", "often", WORD, "'often'"),
-            )
-        ),
-        ("runtime: 3", "runtime: expected a mapping, got 3"),
-        ("[]", "expected a mapping of settings, got []"),
-        ("runtime: {", "expected YAML: "),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("runtime: {fast: 1}", f"unknown key runtime.fast, expected one of: {NAMES}"),
+    ("debug: 1", "unknown key debug, expected one of: runtime"),
+    *(
+        (f"runtime: {{{name}: {value}}}", f"runtime.{name}: {expected}, got {got}")
+        for name, value, expected, got in (
+            ("force_parity", "maybe", "expected true or false", "'maybe'"),
+            ("force_parity", "1", "expected true or false", "1"),
+            ("sel_triton_min_L", "-1", f"{INTEGER} or null", "-1"),
+            ("sel_triton_min_L", "on", f"{INTEGER} or null", "True"),
+            ("probe", "off", WORD, "False"),
+            ("probe", "often", WORD, "'often'"),
+        )
+    ),
+    ("runtime: 3", "runtime: expected a mapping, got 3"),
+    ("[]", "expected a mapping of settings, got []"),
+    ("runtime: {", "expected YAML: "),
+])  # fmt: skip
 def test_yaml_error(user_yaml, text, message):
     path = user_yaml(text)
     end = "" if message.endswith(": ") else "$"  # the rest is PyYAML's
@@ -265,20 +262,17 @@ def test_configure_stays_in_its_thread():
     assert seen == [False]
 
 
-@pytest.mark.parametrize(
-    ("values", "kind", "message"),
-    [
-        ({"fast": True}, TypeError, f"unknown setting 'fast', expected one of: {NAMES}"),
-        ({"force_parity": "yes"}, TypeError, "force_parity: expected True or False, got 'yes'"),
-        ({"force_parity": 1}, TypeError, "force_parity: expected True or False, got 1"),
-        ({"force_parity": None}, TypeError, "force_parity: expected True or False, got None"),
-        ({"sel_triton_min_L": 1.5}, TypeError, f"sel_triton_min_L: {INTEGER} or None, got 1.5"),
-        ({"sel_triton_min_L": True}, TypeError, f"sel_triton_min_L: {INTEGER} or None, got True"),
-        ({"probe": False}, TypeError, "probe: expected one of auto, always, never, got False"),
-        ({"probe": "off"}, ValueError, "probe: expected one of auto, always, never, got 'off'"),
-        ({"sel_triton_min_L": -1}, ValueError, f"sel_triton_min_L: {INTEGER} or None, got -1"),
-    ],
-)
+@pytest.mark.parametrize(("values", "kind", "message"), [
+    ({"fast": True}, TypeError, f"unknown setting 'fast', expected one of: {NAMES}"),
+    ({"force_parity": "yes"}, TypeError, "force_parity: expected True or False, got 'yes'"),
+    ({"force_parity": 1}, TypeError, "force_parity: expected True or False, got 1"),
+    ({"force_parity": None}, TypeError, "force_parity: expected True or False, got None"),
+    ({"sel_triton_min_L": 1.5}, TypeError, f"sel_triton_min_L: {INTEGER} or None, got 1.5"),
+    ({"sel_triton_min_L": True}, TypeError, f"sel_triton_min_L: {INTEGER} or None, got True"),
+    ({"probe": False}, TypeError, "probe: expected one of auto, always, never, got False"),
+    ({"probe": "off"}, ValueError, "probe: expected one of auto, always, never, got 'off'"),
+    ({"sel_triton_min_L": -1}, ValueError, f"sel_triton_min_L: {INTEGER} or None, got -1"),
+])  # fmt: skip
 def test_configure_error_comes_without_with(values, kind, message):
     with raises_exactly(kind, message):
         settings.configure(**values)

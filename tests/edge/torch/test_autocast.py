@@ -78,10 +78,9 @@ def test_recomputation_inside_autocast(draw, attend, autocast, backward_kernel):
 
 
 @pytest.mark.parametrize(
-    "dtypes",
-    [(torch.float32, torch.float16, torch.bfloat16), (torch.bfloat16,) * 3, (torch.float64,) * 3],
+    "dtypes", [(torch.float32, torch.float16, torch.bfloat16), (torch.bfloat16,) * 3, (torch.float64,) * 3],
     ids=["mixed", "bf16", "fp64"],
-)
+)  # fmt: skip
 def test_result_has_the_dtype_that_sdpa_gives(draw, attend, autocast, dtypes):
     qkv = [x.to(dtype) for x, dtype in zip(draw(S=2, S_kv=9), dtypes, strict=True)]
     with autocast():

@@ -53,10 +53,9 @@ def close(got, want):
 
 
 @pytest.mark.parametrize(
-    ("problem", "backend", "leaves"),
-    in_pairs(PROBLEMS, BACKENDS, {"gradients": True, "forward": False}),
+    ("problem", "backend", "leaves"), in_pairs(PROBLEMS, BACKENDS, {"gradients": True, "forward": False}),
     indirect=["problem"],
-)
+)  # fmt: skip
 def test_forward_is_as_torch_wants_it(problem, backend, leaves):
     qkv, selection = problem
     args = arguments([x.requires_grad_(leaves) for x in qkv], selection, backend)
