@@ -72,9 +72,9 @@ def select(capability: int, itemsize: int, G: int, D: int, Dv: int, n: int, choi
     block_d, block_dv = padded(D), padded(Dv)
     narrow = itemsize <= 2
     window = max(1, min(choice.window or WINDOW, MOST_TOKENS))
-    rows, keys = choice.rows or (32 if narrow else 16), choice.keys or (64 if narrow else 16)
+    rows, keys = choice.rows or (64 if narrow else 16), choice.keys or (64 if narrow else 16)
     rows = min(rows, padded(window * G))
-    stages = choice.stages or (2 if narrow else 1)
+    stages = choice.stages or 1
     budget = shared_bytes(capability)
 
     def taken() -> int:
@@ -85,7 +85,7 @@ def select(capability: int, itemsize: int, G: int, D: int, Dv: int, n: int, choi
         rows, keys = (rows // 2, keys) if rows >= keys else (rows, keys // 2)
     heads = min(G, 64 if narrow else 16)
     most = choice.dq_rows or (64 if narrow else 16)
-    dq_keys, dq_stages = choice.dq_keys or (32 if narrow else 16), choice.dq_stages or (2 if narrow else 1)
+    dq_keys, dq_stages = choice.dq_keys or (32 if narrow else 16), choice.dq_stages or 1  # two programs a multiprocessor
     tokens = max(1, min(most // heads, MOST_TOKENS))
     dq_rows = padded(tokens * heads)
 
