@@ -41,7 +41,11 @@ def test_qsa(name: str, problem: Problem, publish, machine_sampling: dict[str, A
         torch.cuda.empty_cache()
         beside = [*vllm_qsa().values(), *controls.values()]
         result = measure(problem, M3, beside, budget_s=BUDGET_S, **machine_sampling)
-        facts = {"case": name, "speedup_vs_vllm": result.speedup("vllm")}  # one in fp8 has the fields of one in bf16
+        facts = {
+            "case": name,  # one in fp8 has the fields of one in bf16
+            "speedup_vs_vllm": result.speedup("vllm"),
+            "share_of_read": problem.unique_bytes / result.ours.median / result.ceilings.read,
+        }
         return result.ours, result.info([], controls) | facts
 
     publish("qsa, fp8" if problem.scales else f"qsa, {name.split('-')[1].rstrip('0123456789')}", *take(), again=take)

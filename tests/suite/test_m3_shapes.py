@@ -198,3 +198,20 @@ def test_a_page_has_a_line_for_each_shape():
         "| fp8-decode-B64 | 48.0 | 97.4 (2.03×) | 94.1 (1.96×) | - | 92.5% |",
         "| decode-B8, eager | 35.0 | - | - | - | - |",
     ]
+
+
+QSA = [
+    {"case": "qsa-training-shared0.9", "group": "qsa, training: step", "S": 8192, "median": 9.88e-3,
+     "ns_per_query": 1206.0, "memory_vs_flash": 0.56, "medians": {"ours": 9.88e-3, "dense_cudnn": 6.32e-3}},
+    {"impl": "m3", "case": "qsa-decode-B1", "group": "qsa, decode", "median": 9.1e-6, "share_of_read": 0.15,
+     "medians": {"m3": 9.1e-6, "vllm": 9.5e-6}, "share_of_ceiling": 0.15, "gbps": 464.0},
+]  # fmt: skip
+
+
+def test_qsa_has_a_table_of_its_own():
+    (table,) = tables.of(QSA)
+    assert table.title == "QSA"
+    assert markdown(table).splitlines()[2:] == [
+        "| decode-B1 | 9.1 | 9.5 (1.04×) | - | - | 15.0% |",
+        "| training-shared0.9, step | 9880.0 | - | 6320.0 (0.64×) | 0.56× | - |",
+    ]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.testing.matrix.case import SOURCES
-from nsa.testing.matrix.m3 import NAMED
+from nsa.testing.matrix import m3, qsa
 from nsa.testing.report.document import read
 
 Fact = dict[str, Any]
@@ -146,13 +146,13 @@ def kernels(facts: Iterable[Fact]) -> list[Fact]:
     return [fact for fact in facts if fact.get("share_of_ceiling")]
 
 
-KINDS = ("prefill", "training", "serving", "m3", "kernels", "others")
+KINDS = ("prefill", "training", "serving", "m3", "qsa", "kernels", "others")
 
 
 def by_kind(facts: Iterable[Fact]) -> dict[str, list[Fact]]:
     """Facts by the table that shows them.
 
-    Prompts and the shapes of MiniMax-M3 are in a fixed order, because a merged recording begins with the newest facts.
+    Prompts and the shapes of MiniMax-M3 and QSA are in a fixed order, because a merged recording begins with the newest facts.
     """
     facts_of: dict[str, list[Fact]] = {name: [] for name in KINDS}
     for fact in facts:
@@ -161,12 +161,15 @@ def by_kind(facts: Iterable[Fact]) -> dict[str, list[Fact]]:
             facts_of[_kind(fact)].append(fact)
     for name in ("prefill", "training"):
         facts_of[name].sort(key=lambda x: (x["S"], -x["HQ"], x["HKV"], x.get("shared", 0.0), x["group"]))
-    rank = {name: i for i, name in enumerate(NAMED)}
-    facts_of["m3"].sort(key=lambda fact: rank.get(str(fact["case"]), len(rank)))
+    rank = {name: i for i, name in enumerate([*m3.NAMED, *qsa.NAMED, *qsa.TRAINED])}
+    for name in ("m3", "qsa"):
+        facts_of[name].sort(key=lambda fact: (rank.get(str(fact["case"]), len(rank)), str(fact["group"])))
     return facts_of
 
 
 def _kind(fact: Fact) -> str:
+    if str(fact["group"]).startswith("qsa,"):
+        return "qsa"
     if fact.get("impl") == "m3":
         return "m3"
     if re.fullmatch(r"kvcache|paged\d+", str(fact.get("impl"))):

@@ -155,6 +155,11 @@ def _top(group: Group) -> Fact:
     return max(group[1], key=lambda fact: float(fact["gbps"]))
 
 
+def _qsa_shape(fact: Fact) -> str:
+    """`chunk512-shared0.9`, `training-shared0.9, backward`."""
+    return ", ".join(filter(None, (fact["case"].removeprefix("qsa-"), fact["group"].partition(": ")[2])))
+
+
 COLUMNS: dict[str, list[Column]] = {
     "prefill": [
         HEADS,
@@ -192,6 +197,13 @@ COLUMNS: dict[str, list[Column]] = {
         _ours(_microseconds),
         *_beside({"vllm": "vLLM"} | PEERS, _microseconds),
         *_beside({"xunhao": "XunhaoLai", "m3_bf16": "bf16 cache", "calls_apart": "two calls"}, _microseconds),
+        _key("of read", "share_of_read", ".1%"),
+    ],
+    "qsa": [
+        Column("shape", _qsa_shape),
+        _ours(_microseconds),
+        *_beside({"vllm": "vLLM"} | DENSE, _microseconds),
+        Column("memory vs flash", lambda fact: times(fact.get("memory_vs_flash"))),
         _key("of read", "share_of_read", ".1%"),
     ],
     "kernels": [
