@@ -84,8 +84,9 @@ def select(capability: int, itemsize: int, G: int, D: int, Dv: int, n: int, choi
     while rows + keys > 32 and taken() > budget:
         rows, keys = (rows // 2, keys) if rows >= keys else (rows, keys // 2)
     heads = min(G, 64 if narrow else 16)
+    # With one stage two programs fit a multiprocessor.
     most = choice.dq_rows or (64 if narrow else 16)
-    dq_keys, dq_stages = choice.dq_keys or (32 if narrow else 16), choice.dq_stages or 1  # two programs a multiprocessor
+    dq_keys, dq_stages = choice.dq_keys or (32 if narrow else 16), choice.dq_stages or 1
     tokens = max(1, min(most // heads, MOST_TOKENS))
     dq_rows = padded(tokens * heads)
 

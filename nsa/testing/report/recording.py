@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nsa.testing.matrix.case import SOURCES
 from nsa.testing.matrix import m3, qsa
+from nsa.testing.matrix.case import SOURCES
 from nsa.testing.report.document import read
 
 Fact = dict[str, Any]
@@ -152,7 +152,8 @@ KINDS = ("prefill", "training", "serving", "m3", "qsa", "kernels", "others")
 def by_kind(facts: Iterable[Fact]) -> dict[str, list[Fact]]:
     """Facts by the table that shows them.
 
-    Prompts and the shapes of MiniMax-M3 and QSA are in a fixed order, because a merged recording begins with the newest facts.
+    Prompts and the shapes of MiniMax-M3 and QSA are in a fixed order, because a merged recording begins with the newest
+    facts.
     """
     facts_of: dict[str, list[Fact]] = {name: [] for name in KINDS}
     for fact in facts:
