@@ -14,7 +14,7 @@ import torch
 
 from nsa import gpu
 from nsa.call import Call
-from nsa.kernels.shared.shape import E4M3, RAGGED, Shape
+from nsa.kernels.shared.shape import E4M3, Shape, has_steps
 from nsa.work import NAMES, PROCESSORS, REST, Job, work
 
 STAND_IN = "NVIDIA H100 80GB HBM3"
@@ -87,17 +87,20 @@ def why(call: Call, shape: Shape, device_name: str, schedule: str, *others: str)
 def rest(times: Mapping[str, float], job: Job) -> str:
     """The schedule that serves the rows that unions leave, by the expected times of the others.
 
-    Key-major does in a ragged batch, where query-major serves the steps already, and for fewer rows than occupy half of
+    Key-major does where query-major serves the steps of a ragged batch already, and for fewer rows than occupy half of
     the GPU, because query-major would have a program a row.
     """
-    known = not job.ragged and 2 * job.rows >= PROCESSORS and {*times} >= {*NAMES[:2]}
+    known = not job.steps and 2 * job.rows >= PROCESSORS and {*times} >= {*NAMES[:2]}
     return NAMES[0] if known and times["query_major"] * REST_MARGIN <= times["key_major"] else "key_major"
 
 
 def rest_of(call: Call, shape: Shape, device_name: str) -> str:
-    """:func:`rest` for a call with blocks. Raises as :func:`why`."""
+    """:func:`rest` for a call with blocks, whose left rows share none. Raises as :func:`why`."""
     known = _known(call, shape, device_name)
-    return "key_major" if known is None else rest(microseconds(*known), known[1])
+    if known is None:
+        return "key_major"
+    costs, job = known
+    return rest(times(costs.kinds.get(job.kind, {}), job), job)
 
 
 def _known(call: Call, shape: Shape, device_name: str) -> tuple[gpu.Costs, Job] | None:
@@ -122,7 +125,7 @@ def job_of(call: Call, shape: Shape) -> Job | None:
     long = g.bound is not None and g.bound >= LEAST_KEYS and 0 < queries <= keys
     if not (usual and long) or g.G > MOST_GROUP:
         return None
-    kinds = g.page > 0, call.k.dtype == E4M3, g.layout == RAGGED
+    kinds = g.page > 0, call.k.dtype == E4M3, has_steps(call, g)
     return Job(sequences, queries, keys, g.HKV, g.G, g.D, g.Dv, g.n, size, *kinds)
 
 

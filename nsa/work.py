@@ -36,7 +36,7 @@ class Job(NamedTuple):
     block_size: int
     paged: bool = False
     e4m3: bool = False
-    ragged: bool = False
+    steps: bool = False  # query-major serves short sequences of a ragged batch in a launch of its own
     shared: float = 0.0  # the share of its blocks that a row has in common with the row before; the host cannot know it
 
     @property

@@ -8,9 +8,8 @@ from nsa import schedules
 from nsa.call import Call
 from nsa.kernels.key_major import tiles
 from nsa.kernels.query_major.family import FAMILY as QUERY_MAJOR
-from nsa.kernels.shared import sizes
 from nsa.kernels.shared.family import Family
-from nsa.kernels.shared.shape import RAGGED, Shape
+from nsa.kernels.shared.shape import Shape, has_steps
 
 
 class KeyMajor(Family):
@@ -26,18 +25,6 @@ class KeyMajor(Family):
 
 
 FAMILY = KeyMajor()
-
-
-def has_steps(call: Call, shape: Shape) -> bool:
-    """Whether query-major serves the sequences of at most `STEPS` queries, which seldom share blocks: in a ragged batch
-    with blocks.
-
-    Not if the call must be ``batch_invariant``, because the number of sequences decides tiles; nor if ``max_seqlen_q``
-    is so small that every sequence must have more than `STEPS` queries.
-    """
-    if shape.layout != RAGGED or call.block_size is None or call.settings.batch_invariant:
-        return False
-    return call.max_seqlen_q is None or shape.tokens <= (shape.B - 1) * call.max_seqlen_q + sizes.STEPS
 
 
 def counts(call: Call, shape: Shape) -> bool:

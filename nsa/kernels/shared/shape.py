@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nsa.call import Call
+from nsa.kernels.shared import sizes
 
 E4M3 = torch.float8_e4m3fn  # dtype that a cache may have instead of the dtype of its queries
 MAX_GROUP = 128
@@ -94,6 +95,18 @@ def shape_of(call: Call, bound: int | None = None) -> Shape:
         *(int(x is not None and x.numel() > 1) for x in scales),
         v.dtype == E4M3 and unit % 2 == 0 and Dv % 2 == 0,
     )  # fmt: skip
+
+
+def has_steps(call: Call, shape: Shape) -> bool:
+    """Whether query-major serves the sequences of at most `STEPS` queries in a launch of its own: in a ragged batch with
+    blocks, because these sequences seldom share blocks.
+
+    Not if the call must be ``batch_invariant``, because the number of sequences decides tiles; nor if ``max_seqlen_q``
+    is so small that every sequence must have more than `STEPS` queries.
+    """
+    if shape.layout != RAGGED or call.block_size is None or call.settings.batch_invariant:
+        return False
+    return call.max_seqlen_q is None or shape.tokens <= (shape.B - 1) * call.max_seqlen_q + sizes.STEPS
 
 
 def prepared(call: Call, g: Shape, lse: torch.Tensor | None = None) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from nsa.kernels.query_major.family import FAMILY as QUERY_MAJOR
 from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.family import Exact, Family
-from nsa.kernels.shared.shape import RAGGED, Shape
+from nsa.kernels.shared.shape import Shape, has_steps
 from nsa.kernels.union import tiles
 
 LEAST_GROUP = 3  # smaller groups leave a tile's rows empty: union was never faster than key-major for one head
@@ -54,7 +54,7 @@ class Union(Family):
         pin = pins.get(self.name)
         if isinstance(pin, Exact):
             return KEY_MAJOR.name not in pins
-        if shape.layout == RAGGED:
+        if has_steps(call, shape):
             return False
         if pin is not None and pin.by_row is not None:
             return bool(pin.by_row)

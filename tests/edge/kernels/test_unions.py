@@ -338,15 +338,18 @@ def test_ranges_have_no_unions(prompt, same, way):
         nsa.selection_attention(*prompt()[:3], ranges=same([(0, 9)], 1, 8, 1), **UNION)
 
 
-@forward
-def test_ragged_batches(device, way):
+@pytest.mark.parametrize("way", [Forward, ByRow], ids=["forward", "by_row"], indirect=True)
+def test_ragged_batches(device, way, monkeypatch):
     """A tile that reaches past the last sequence is left to the others, which give unused tokens zeros."""
     cache = caches.draw([90, 50], 96, 32, HKV=1, dtype=torch.float32, device=device, seed=1)
     q = torch.randn(20, way.G, 16, generator=torch.Generator().manual_seed(2)).to(device)
     selection = {"block_indices": torch.tensor([[[0, 5]]] * 9 + [[[3, 1]]] * 11, device=device), "block_size": SIZE}
     cu = torch.tensor([0, 9, 18], dtype=torch.int32, device=device)
+    if isinstance(way, ByRow):
+        monkeypatch.setattr(key_major, "forward", None)
+    out = torch.full_like(q, math.nan)
     got = nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, **cache.arguments, **selection, cu_seqlens_q=cu, max_seqlen_q=9, **UNION
+        q, cache.k, cache.v, **cache.arguments, **selection, cu_seqlens_q=cu, max_seqlen_q=9, out=out, **UNION
     )
     assert way.served() == YES + YES + NO + YES + NO
     cached_parity(got, caches.oracle(q, cache, cu, **selection), torch.float32, "union")

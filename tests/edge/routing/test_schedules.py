@@ -116,7 +116,7 @@ def test_a_call_costs_the_mean_of_both_overlaps():
         {"query_major": 32.0, "key_major": 40.0, "union": (18 * 2) ** 0.5}  # query-major serves all rows, or none
     )
     assert schedules.microseconds(costs, USUAL._replace(queries=1))["union"] == 22.0, "key-major serves few rows"
-    assert schedules.microseconds(costs, USUAL._replace(ragged=True))["union"] == pytest.approx((22 * 2) ** 0.5)
+    assert schedules.microseconds(costs, USUAL._replace(steps=True))["union"] == pytest.approx((22 * 2) ** 0.5)
     assert schedules.microseconds(costs, USUAL._replace(e4m3=True)) == {}
     costs = Costs({"narrow": {"union": {"calls": 4.0}}}, {}, None)
     assert schedules.microseconds(costs, USUAL._replace(G=32, D=256)) == {}, "union has no tile"
@@ -124,13 +124,17 @@ def test_a_call_costs_the_mean_of_both_overlaps():
 
 @pytest.mark.parametrize(
     ("query_major", "key_major", "rows", "expected"),
-    [(9.0, 10.0, 66, True), (9.0, 10.0, 65, False), (9.7, 10.0, 66, False), (None, 10.0, 66, False)],
-    ids=["faster", "few rows", "within the margin", "not measured"],
-)
+    [
+        ("calls: 9", "calls: 10", 66, True), ("calls: 9", "calls: 10", 65, False),
+        ("calls: 9.7", "calls: 10", 66, False), (None, "calls: 10", 66, False),
+        ("calls: 9", "numbers_of_blocks: 19", 66, True),
+    ],
+    ids=["faster", "few rows", "within the margin", "not measured", "faster if rows share none"],
+)  # fmt: skip
 def test_what_serves_the_rows_that_unions_leave(folder, query_major, key_major, rows, expected):
-    """Query-major, if it is expected to be clearly faster and its programs fill half of the multiprocessors."""
+    """Query-major, if it is expected to be clearly faster, as rows share no blocks, and fills half of the GPU."""
     of = {"query_major": query_major, "key_major": key_major}
-    of = ", ".join(f"{name}: {{calls: {us}}}" for name, us in of.items() if us is not None)
+    of = ", ".join(f"{name}: {{{costs}}}" for name, costs in of.items() if costs is not None)
     folder(f"{{narrow: {{{of}}}}}", name=schedules.STAND_IN)
     q = torch.zeros(1, rows, 16, 64, dtype=torch.float16)
     k = torch.zeros(1, 4096, 1, 64, dtype=torch.float16)
@@ -149,7 +153,10 @@ def test_query_major_serves_unless_another_is_faster_by_a_margin():
 
 @pytest.mark.parametrize(
     ("tokens", "sequences", "longest", "want"),
-    [(325, 2, 163, (2, 163)), (16363, 3, 5455, (3, 5455)), (1063, 64, 1000, (1, 1000)), (2048, 2, None, (2, 1024))],
+    [
+        (325, 2, 163, (2, 163, False)), (16363, 3, 5455, (3, 5455, False)),
+        (1063, 64, 1000, (1, 1000, True)), (2048, 2, None, (2, 1024, True)),
+    ],
     ids=["two alike", "three alike", "one prompt and steps", "not told"],
 )
 def test_sequences_of_a_ragged_batch(tokens, sequences, longest, want):
@@ -161,8 +168,7 @@ def test_sequences_of_a_ragged_batch(tokens, sequences, longest, want):
         block_table=torch.zeros(sequences, 128, dtype=torch.int32),
     )  # fmt: skip
     job = schedules.job_of(call, shape_of(call, 16 * 64))
-    assert (job.sequences, job.queries) == want
-    assert job.ragged
+    assert (job.sequences, job.queries, job.steps) == want
     assert job.paged
 
 
