@@ -98,8 +98,8 @@ def shape_of(call: Call, bound: int | None = None) -> Shape:
 
 
 def has_steps(call: Call, shape: Shape) -> bool:
-    """Whether query-major serves the sequences of at most `STEPS` queries in a launch of its own: in a ragged batch with
-    blocks, because these sequences seldom share blocks.
+    """Whether query-major serves sequences of at most `STEPS` queries in a launch of its own, because their queries seldom
+    share blocks: in a ragged batch with blocks.
 
     Not if the call must be ``batch_invariant``, because the number of sequences decides tiles; nor if ``max_seqlen_q``
     is so small that every sequence must have more than `STEPS` queries.
