@@ -98,7 +98,7 @@ def shape_of(call: Call, bound: int | None = None) -> Shape:
 
 
 def has_steps(call: Call, shape: Shape) -> bool:
-    """Whether query-major serves sequences of at most `STEPS` queries in a launch of its own, because their queries seldom
+    """Whether query-major serves sequences of at most `STEPS` queries in a launch of its own, since such queries seldom
     share blocks: in a ragged batch with blocks.
 
     Not if the call must be ``batch_invariant``, because the number of sequences decides tiles; nor if ``max_seqlen_q``
