@@ -313,7 +313,7 @@ def workloads(mixes: dict[tuple[str, str], list[Fact]]) -> Table:
 
 
 def headline(facts: Iterable[Fact]) -> Table:
-    """At most eight rows for README: the longest prompt, training on it, and MiniMax-M3; most overlap first."""
+    """At most eight rows for README: the longest prompt, training on it, MiniMax-M3 and QSA; most overlap first."""
     kinds = by_kind(facts)
     widest = next(fact for fact in kinds["prefill"] if fact["S"] == kinds["prefill"][-1]["S"])
     calls = [("prefill", fact) for fact in kinds["prefill"]]
@@ -323,6 +323,7 @@ def headline(facts: Iterable[Fact]) -> Table:
     named = {"m3-chunk4096": "chunk of 4,096 tokens", "m3-decode-B64": "decode step of 64 sequences"}
     shapes = [(named.get(str(fact["case"]).removesuffix("-shared0.9")), fact) for fact in kinds["m3"]]
     rows += [(f"MiniMax-M3, {name}", fact) for name, fact in shapes if name]
+    rows += [("QSA, chunk of 512 tokens", fact) for fact in kinds["qsa"] if fact["case"] == "qsa-chunk512-shared0.9"]
 
     def of_fact(column: Column) -> Column:
         return Column(column.name, lambda row: column.of(row[1]), column.place)
