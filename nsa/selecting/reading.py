@@ -11,7 +11,7 @@ import triton.language as tl
 
 from nsa.kernels.key_major.kernel import query_offset
 from nsa.kernels.shared.e4m3 import fit_half, half_of
-from nsa.kernels.shared.primitives import (
+from nsa.kernels.shared.sequences import (
     CACHE,
     RAGGED,
     VARLEN,

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.key_major.kernel import query_offset
-from nsa.kernels.shared.primitives import INTERPRETED, RAGGED, VARLEN
+from nsa.kernels.shared.compiler import INTERPRETED
+from nsa.kernels.shared.sequences import RAGGED, VARLEN
 from nsa.selecting.reading import (
     MAX,
     RELU,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.query_major.tiles import Choice
-from nsa.kernels.shared.primitives import gdc_launch_dependents
+from nsa.kernels.shared.compiler import gdc_launch_dependents
 from nsa.testing.contestants.ours import OF, OURS
 from nsa.testing.fixtures import over
 from nsa.testing.judge.forward import Oracle, assert_parity

@@ -11,19 +11,9 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.key_major.kernel import load_unit, query_offset
-from nsa.kernels.shared.inverse_index import first_block, visible_keys
-from nsa.kernels.shared.primitives import (
-    BATCH,
-    RANGES,
-    TILED,
-    causal_end,
-    clamp_span,
-    find_sequence,
-    key_positions,
-    load_spans,
-    sequence_keys,
-    tile_start,
-)
+from nsa.kernels.shared.inverse_index import first_block
+from nsa.kernels.shared.sequences import BATCH, causal_end, find_sequence, sequence_keys, visible_keys
+from nsa.kernels.shared.spans import RANGES, TILED, clamp_span, key_positions, load_spans, tile_start
 
 RUNTIME = "rows B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits share several".split()
 RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split()]

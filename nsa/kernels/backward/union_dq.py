@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.key_major.kernel import query_offset
-from nsa.kernels.shared.inverse_index import causal_limit, sequence_of
-from nsa.kernels.shared.primitives import BATCH
+from nsa.kernels.shared.sequences import BATCH, causal_limit, sequence_of
 
 RUNTIME = "B S S_kv HKV size tokens first tiles".split()
 RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split()]

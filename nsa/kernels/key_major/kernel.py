@@ -10,27 +10,22 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.shared.e4m3 import fit_half, half_of, scaled_values
-from nsa.kernels.shared.inverse_index import OVERFULL, first_block, visible_keys
-from nsa.kernels.shared.keys import attend, load_tiles, places_of_each
-from nsa.kernels.shared.primitives import (
+from nsa.kernels.shared.inverse_index import OVERFULL, first_block
+from nsa.kernels.shared.keys import attend, in_page, load_tiles, places_of_each
+from nsa.kernels.shared.sequences import (
     BATCH,
     CACHE,
     RAGGED,
-    RANGES,
-    TILED,
     VARLEN,
     causal_end,
-    clamp_span,
     filled_keys,
     find_sequence,
-    finish,
-    in_page,
-    key_positions,
     last_query,
-    load_spans,
     sequence_keys,
-    tile_start,
+    visible_keys,
 )
+from nsa.kernels.shared.softmax import finish
+from nsa.kernels.shared.spans import RANGES, TILED, clamp_span, key_positions, load_spans, tile_start
 
 RUNTIME = "B S S_kv HKV heads head0 n size slots first window index windows work slot_bits tokens passed pages".split()
 RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh tb".split()]

@@ -1,7 +1,7 @@
 """Query-major forward kernel: a program holds the query heads of one row and reads the row's keys where they lie.
 
 One kernel serves dense rows, ``cu_seqlens`` rows, ranges and blocks. These differ in how a program finds the keys of
-its next tile (``primitives``); the loop over tiles is written once. Source: NSA, arXiv 2502.11089, section 3.4 and
+its next tile (``spans``); the loop over tiles is written once. Source: NSA, arXiv 2502.11089, section 3.4 and
 figure 3 (group-centric data loading); online softmax as in FlashAttention. Launched by ``plan.py``.
 """
 
@@ -11,34 +11,31 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.shared.clusters import exchange, merge_inbox, open_inbox
+from nsa.kernels.shared.compiler import gdc_launch_dependents, gdc_wait, not_before, nothing_of, nothing_of_lanes
 from nsa.kernels.shared.e4m3 import fit_half, scaled_values
-from nsa.kernels.shared.keys import attend, load_tiles, places_of_block, places_of_each
-from nsa.kernels.shared.primitives import (
+from nsa.kernels.shared.keys import attend, expect_table, load_tiles, places_of_block, places_of_each
+from nsa.kernels.shared.sequences import (
     CACHE,
     PACKED,
     RAGGED,
+    VARLEN,
+    causal_end,
+    find_sequence,
+    find_step,
+    last_query,
+    sequence_keys,
+    sequence_of_cache,
+)
+from nsa.kernels.shared.softmax import finish
+from nsa.kernels.shared.spans import (
     RANGES,
     TILED,
-    VARLEN,
     WHOLE,
     ask_each,
     ask_spans,
-    causal_end,
     clamp_span,
-    expect_table,
-    find_sequence,
-    find_step,
-    finish,
-    gdc_launch_dependents,
-    gdc_wait,
     key_of_each,
     key_positions,
-    last_query,
-    not_before,
-    nothing_of,
-    nothing_of_lanes,
-    sequence_keys,
-    sequence_of_cache,
     slots_of,
     slots_of_each,
     tile_start,

@@ -12,8 +12,8 @@ from nsa.call import Call
 from nsa.kernels import launches
 from nsa.kernels.query_major import kernel as query_kernels
 from nsa.kernels.query_major import tiles
+from nsa.kernels.shared import compiler, sizes
 from nsa.kernels.shared import device as gpu
-from nsa.kernels.shared import primitives, sizes
 from nsa.kernels.shared.clusters import sending
 from nsa.kernels.shared.combine import combine
 from nsa.kernels.shared.device import runs_ptx
@@ -103,7 +103,7 @@ def plan(
         if tiled and max(spans * whole, S_kv + whole) <= INT32_MAX:  # the kernel counts slots and keys in int32
             source, size = TILED, whole
     tile = tile._replace(UPFRONT=tile.UPFRONT and runs_ptx(device))
-    early = runs_ptx(device) and capability >= 90 and primitives.gdc_wait is not None
+    early = runs_ptx(device) and capability >= 90 and compiler.gdc_wait is not None
     # SINGLE: for any spans, every program reads at most one tile, so the kernel needs no loop over tiles. This rule
     # counts `block_size` keys a block, not those that exist, so that other sequences of a batch cannot change SINGLE.
     most = INT32_MAX if source == RANGES else S_kv if block_size is None else g.n * block_size

@@ -12,8 +12,8 @@ cluster-wide fence.
 import triton
 import triton.language as tl
 
-from nsa.kernels.shared.primitives import finish
 from nsa.kernels.shared.sizes import BARRIER_BYTES, box_bytes, merged_heads
+from nsa.kernels.shared.softmax import finish
 
 HEADER = tl.constexpr(BARRIER_BYTES)
 

@@ -4,9 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
+from nsa.kernels.shared.compiler import gdc_wait
 from nsa.kernels.shared.launch import Variant, remembered
-from nsa.kernels.shared.primitives import find_step, gdc_wait, merge_parts
+from nsa.kernels.shared.sequences import find_step
 from nsa.kernels.shared.sizes import INT32_MAX, next_power_of_2
+from nsa.kernels.shared.softmax import merge_parts
 
 
 @triton.jit(do_not_specialize=["S", "HQ", "heads", "stride_ob", "stride_os", "stride_oh"])
@@ -43,7 +45,7 @@ def combine(
     """Merge partial results into ``out`` (and ``lse``).
 
     Args:
-        parts: fp32, of ``tokens * HQ`` heads, laid out as :func:`nsa.kernels.shared.primitives.merge_parts` says.
+        parts: fp32, of ``tokens * HQ`` heads, laid out as :func:`nsa.kernels.shared.softmax.merge_parts` says.
         out: ``[B, S, HQ, Dv]`` or ``[T, HQ, Dv]``, last dim contiguous.
         lse: contiguous fp32 like ``out`` without its last dim, or None.
         overlap: the kernel before this one on the stream allows an early launch.

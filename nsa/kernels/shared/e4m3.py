@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from nsa.kernels.shared.primitives import INTERPRETED
+from nsa.kernels.shared.compiler import INTERPRETED
 
 
 @triton.jit

@@ -12,66 +12,13 @@ In the forward pass atomics decide the order of a block's units, and no result d
 import triton
 import triton.language as tl
 
-from nsa.kernels.shared.primitives import (
-    BATCH,
-    CACHE,
-    RAGGED,
-    RANGES,
-    VARLEN,
-    causal_end,
-    filled_keys,
-    find_sequence,
-    last_query,
-    load_span,
-    sequence_keys,
-    sequence_of_cache,
-)
+from nsa.kernels.shared.sequences import VARLEN, last_query, visible_keys
+from nsa.kernels.shared.spans import RANGES, load_span
 
 UNUSED = tl.constexpr(-1)  # marks a slot without a unit
 OVERFULL = tl.constexpr(-2)  # marks the first slot of a row with more units than slots, whose units are not listed
 
 RUNTIME = "B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits strip strips mark".split()
-
-
-@triton.jit
-def visible_keys(token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr):
-    """``(seq, k_first, limit)`` of one token: its sequence, the sequence's first key, how many keys it may read."""
-    seq, k_first, seqlen_k, shift = sequence_of(token, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)
-    return seq, k_first, causal_limit(token, shift, seqlen_k, pos_ptr, CAUSAL)
-
-
-@triton.jit
-def sequence_of(token, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT: tl.constexpr):
-    """``(seq, k_first, seqlen_k, shift)`` of one token: its sequence, the sequence's first key and number of keys.
-
-    ``token + shift`` is the token's position in its sequence.
-    """
-    if LAYOUT == BATCH or LAYOUT == CACHE:
-        seq = token // S
-        k_first = tl.zeros([], tl.int64)
-        seqlen_k = S_kv
-        if LAYOUT == CACHE:
-            seqlen_k = filled_keys(seq, S_kv, cu_k_ptr)
-        shift = seqlen_k - (seq + 1) * S
-    elif LAYOUT == RAGGED:
-        seq, filled, behind = sequence_of_cache(cu_q_ptr, cu_k_ptr, B, token)
-        k_first = tl.zeros([], tl.int64)
-        seqlen_k = tl.minimum(tl.maximum(filled, 0), S_kv).to(tl.int32)
-        shift = seqlen_k - behind - token
-    else:
-        seq = find_sequence(cu_q_ptr, B, token, 128)
-        k_first, seqlen_k = sequence_keys(seq, B, S_kv, cu_k_ptr)
-        shift = (seqlen_k - tl.load(cu_q_ptr + seq + 1, mask=seq < B, other=0)).to(tl.int32)
-    return seq, k_first, seqlen_k, shift
-
-
-@triton.jit
-def causal_limit(token, shift, seqlen_k, pos_ptr, CAUSAL: tl.constexpr):
-    """How many of its sequence's ``seqlen_k`` keys a token, or each of several, may read."""
-    limit = seqlen_k
-    if CAUSAL:
-        limit = tl.maximum(causal_end(token + shift, seqlen_k, token, pos_ptr), 0)
-    return limit
 
 
 @triton.jit

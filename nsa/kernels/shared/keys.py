@@ -3,8 +3,47 @@
 import triton
 import triton.language as tl
 
+from nsa.kernels.shared.compiler import not_before
 from nsa.kernels.shared.e4m3 import add_pairs, half_of
-from nsa.kernels.shared.primitives import in_page, not_before, softmax_step, tile_in_pages
+from nsa.kernels.shared.softmax import softmax_step
+
+
+@triton.jit
+def in_page(table_row, key, inside, pages, stride_k, stride_v, PAGE: tl.constexpr):
+    """Look up ``key``, a tile of keys or one key, in its sequence's page table: ``(k_page, v_page, place, inside)``.
+
+    k_page and v_page are the int64 offsets of the key's page in K and V. place is the key's number within the page.
+    Keys in pages that do not exist are not ``inside``.
+    """
+    # The key is masked, not the load or the quotient. Triton 3.1 cannot pipeline masked look-ups, and a masked quotient
+    # makes Triton 3.3 crash. Entry 0 of the table exists wherever there are keys.
+    key = tl.where(inside, key, 0)
+    page = tl.load(table_row + key // PAGE)
+    inside = inside & (page >= 0) & (page < pages)
+    page = tl.where(inside, page, 0).to(tl.int64)
+    return page * stride_k, page * stride_v, key % PAGE, inside
+
+
+@triton.jit
+def tile_in_pages(table_row, key, limit, pages, stride_k, stride_v, PAGE: tl.constexpr, BLOCK_L: tl.constexpr):
+    """As :func:`in_page`, for the tile of keys from ``key`` on, which consists of whole pages.
+
+    Pages are looked up one by one, because Triton would pipeline a vector of look-ups instead of the keys.
+    """
+    i = tl.arange(0, BLOCK_L)
+    k_at = tl.zeros([BLOCK_L], tl.int64)
+    v_at = tl.zeros([BLOCK_L], tl.int64)
+    stop = tl.zeros([BLOCK_L], tl.int32)
+    for j in tl.static_range(BLOCK_L // PAGE):
+        at = key + j * PAGE
+        found = tl.load(table_row + at // PAGE, mask=at < limit, other=-1)
+        exists = (found >= 0) & (found < pages)
+        page = tl.where(exists, found, 0).to(tl.int64)
+        here = i // PAGE == j
+        k_at = tl.where(here, page * stride_k, k_at)
+        v_at = tl.where(here, page * stride_v, v_at)
+        stop = tl.where(here, tl.where(exists, limit - key, 0), stop)
+    return k_at, v_at, i % PAGE, i < stop
 
 
 @triton.jit
@@ -109,3 +148,13 @@ def attend(
             v = half_of(v)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
     return m, l, acc, acc_odd
+
+
+@triton.jit
+def expect_table(table_row, width):
+    """Prefetch a row of the page table to L2, at most its first 128 lines. NVIDIA only."""
+    LINE: tl.constexpr = 1024 // table_row.dtype.element_ty.primitive_bitwidth  # entries of a line
+    at = tl.minimum(tl.arange(0, 128) * LINE, tl.maximum(width - 1, 0))
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(table_row + at).to(tl.int64)], tl.int32, False, 1
+    )

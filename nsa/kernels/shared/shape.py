@@ -1,6 +1,7 @@
 """The sizes, strides and layout of a call, derived once, in the form in which all kernels take them.
 
-Imports no Triton. ``LAYOUT`` and ``SOURCE`` are explained in `primitives.py`, whose constants have these values.
+Imports no Triton. ``LAYOUT`` and ``SOURCE`` are explained in `sequences.py` and `spans.py`, whose
+constants have these values.
 """
 
 from __future__ import annotations

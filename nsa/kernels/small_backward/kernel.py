@@ -15,8 +15,7 @@ gradient is not finite.
 import triton
 import triton.language as tl
 
-from nsa.kernels.shared.inverse_index import causal_limit, sequence_of
-from nsa.kernels.shared.primitives import BATCH
+from nsa.kernels.shared.sequences import BATCH, causal_limit, sequence_of
 from nsa.kernels.small_blocks.kernel import _narrow
 
 RUNTIME = "B S S_kv n tokens lists first tiles programs room keys HQ stride_lt stride_lh".split()

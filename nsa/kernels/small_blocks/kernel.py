@@ -14,16 +14,11 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.key_major.kernel import query_offset
+from nsa.kernels.shared.compiler import gdc_launch_dependents, gdc_wait
 from nsa.kernels.shared.e4m3 import add_pairs, fit_half, half_of, scaled_values
-from nsa.kernels.shared.inverse_index import causal_limit, sequence_of
-from nsa.kernels.shared.primitives import (
-    VARLEN,
-    expect_table,
-    finish,
-    gdc_launch_dependents,
-    gdc_wait,
-    softmax_step,
-)
+from nsa.kernels.shared.keys import expect_table
+from nsa.kernels.shared.sequences import VARLEN, causal_limit, sequence_of
+from nsa.kernels.shared.softmax import finish, softmax_step
 
 RUNTIME = "B S S_kv n tokens pages lists first tiles run blocks room cost gain stride_lt stride_lh".split()
 RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh tb".split()]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nsa.call import Call
 from nsa.kernels import launches
+from nsa.kernels.shared import compiler, sizes
 from nsa.kernels.shared import device as gpu
-from nsa.kernels.shared import primitives, sizes
 from nsa.kernels.shared.combine import combine
 from nsa.kernels.shared.errors import ODD, DoesNotFit
 from nsa.kernels.shared.family import Exact
@@ -113,7 +113,7 @@ def plan(call: Call, shape: Shape) -> Launch:
     number = 0 if tile is None else _tiles(g, run, tile)
     selection = call.block_indices
     lists = 1 if selection.stride()[-2] == 0 else g.HKV
-    early = ptx and capability >= 90 and primitives.gdc_wait is not None
+    early = ptx and capability >= 90 and compiler.gdc_wait is not None
     pairs = g.pairs and sizes.pairs(rows.BLOCK_G, rows.BLOCK_DV)
     shared: dict[str, Any] = {
         "G": g.G, "D": g.D, "Dv": g.Dv, "HKV": g.HKV, "SIZE": size, "LAYOUT": g.layout, "PAGE": g.page,

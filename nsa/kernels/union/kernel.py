@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.key_major.kernel import query_offset
-from nsa.kernels.shared.inverse_index import causal_limit, sequence_of
-from nsa.kernels.shared.keys import load_tiles
-from nsa.kernels.shared.primitives import INTERPRETED, VARLEN, apart, finish, in_page, tile_in_pages
+from nsa.kernels.shared.compiler import INTERPRETED, apart
+from nsa.kernels.shared.keys import in_page, load_tiles, tile_in_pages
+from nsa.kernels.shared.sequences import VARLEN, causal_limit, sequence_of
+from nsa.kernels.shared.softmax import finish
 
 RUNTIME = "B S S_kv HKV n size tokens first tiles pages cost gain".split()
 RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh ob os oh tb".split()]

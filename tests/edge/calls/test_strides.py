@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import nsa
-from nsa.kernels.shared.primitives import ASK_EIGHT
+from nsa.kernels.shared.spans import ASK_EIGHT
 
 from ...parity.pairs import in_pairs
 

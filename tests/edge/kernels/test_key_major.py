@@ -15,7 +15,7 @@ from nsa.kernels.key_major import plan as key_major
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.shared import device as device_facts
 from nsa.kernels.shared import launch as launching
-from nsa.kernels.shared.primitives import TILED
+from nsa.kernels.shared.spans import TILED
 from nsa.testing.plugin import current_lane
 
 from ...parity.pairs import in_pairs

@@ -9,7 +9,7 @@ import torch
 import nsa
 from nsa.kernels import pinned
 from nsa.kernels.query_major import tiles
-from nsa.kernels.shared.primitives import TILED
+from nsa.kernels.shared.spans import TILED
 
 triton = partial(nsa.selection_attention, backend="triton")
 

@@ -12,7 +12,7 @@ import pytest
 import nsa
 from nsa import validate
 from nsa.kernels import families
-from nsa.kernels.shared import primitives, shape
+from nsa.kernels.shared import sequences, shape, spans
 
 ROOT = Path(nsa.__file__).parents[1]
 
@@ -156,4 +156,4 @@ def test_schedules_of_families_are_the_public_ones():
 def test_layouts_and_sources_are_those_of_the_kernels():
     """Kernels read constants of Triton, the host plain ints."""
     for name in "WHOLE RANGES BLOCKS TILED BATCH VARLEN PACKED CACHE RAGGED".split():
-        assert getattr(shape, name) == getattr(primitives, name).value
+        assert getattr(shape, name) == getattr(spans if hasattr(spans, name) else sequences, name).value
