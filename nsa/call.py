@@ -69,8 +69,8 @@ class Call(NamedTuple):
 
     @property
     def about_keys(self) -> tuple[Tensor | None, ...]:
-        """What says which keys a row reads: the selection, query positions, ends of sequences of queries, and ends or
-        lengths of sequences of keys.
+        """The tensors that say which keys a row reads: the selection, query positions, ends of sequences of queries,
+        and ends or lengths of sequences of keys.
         """
         lengths = self.cu_seqlens_k if self.cache_seqlens is None else self.cache_seqlens
         return self.selection, self.q_positions, self.cu_seqlens_q, lengths
@@ -88,7 +88,7 @@ class Call(NamedTuple):
         return self._replace(block_indices=x) if self.ranges is None else self._replace(ranges=x)
 
     def into(self, out: Tensor) -> Call:
-        """The call with this ``out``, as :meth:`_replace` makes it in three times the time."""
+        """The call with this ``out``. It takes a third of the time of :meth:`_replace`."""
         return tuple.__new__(Call, (*self[: TENSORS - 1], out, *self[TENSORS:]))
 
     @property

@@ -167,15 +167,19 @@ def _threshold(path: Path, section: object) -> Threshold:
     return Threshold(min_L, layout, _provenance(path, "threshold", "threshold", content), path)
 
 
-def _costs(path: Path, section: object) -> Costs:
+def _costs(path: Path, section: object) -> Costs | None:
+    """None for costs of another version, which counted other work."""
     from nsa.work import TERMS  # which imports this module
 
     content = _mapping(path, "costs", section, *KINDS, "provenance")
     for kind in content.keys() - {"provenance"}:
-        of_kind = _mapping(path, f"costs.{kind}", content[kind], *TERMS)
-        for schedule, costs in of_kind.items():
+        for schedule, costs in _mapping(path, f"costs.{kind}", content[kind]).items():
             key = f"costs.{kind}.{schedule}"
-            for term, cost in _mapping(path, key, costs, *TERMS[schedule]).items():
+            if schedule not in TERMS or not _mapping(path, key, costs).keys() <= {*TERMS[schedule]}:
+                text = "%s: %s is of another version, and no costs are read: `python -m nsa calibrate` measures them"
+                logger.warning(text, path, key)
+                return None
+            for term, cost in costs.items():
                 if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not 0 <= cost < math.inf:
                     _wrong(path, f"{key}.{term}", "microseconds, 0 or more", cost)
     kinds = {kind: content[kind] for kind in KINDS if kind in content}

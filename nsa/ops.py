@@ -161,7 +161,7 @@ class _Attention(torch.autograd.Function):
         o, lse = dispatch.run(planned, call)
         ctx.set_materialize_grads(False)  # an unused output has gradient None instead of zeros
         ctx.save_for_backward(*call[: TENSORS - 1], o, lse)
-        ctx.rest = call[TENSORS:], planned, (q.stride(), k.stride(), v.stride())
+        ctx.rest = call[TENSORS:], planned, _strides(call)
         return o, lse
 
     @staticmethod
@@ -170,10 +170,15 @@ class _Attention(torch.autograd.Function):
         options, planned, strides = ctx.rest
         call = Call._make((*tensors, None, *options))
         with settings.applied(call.settings):  # this may be a thread of autograd
-            if tuple(x.stride() for x in call[:3]) != strides:  # a hook saved copies
+            if _strides(call) != strides:  # a hook saved copies
                 planned = routing.plan(call)
             gradients = _gradients(call, planned, do, dlse, o, lse, ctx.needs_input_grad[2:])
         return None, None, *gradients
+
+
+def _strides(call: Call) -> list[tuple[int, ...]]:
+    """Of the tensors that a plan reads where they lie."""
+    return [x.stride() for x in (call.q, call.k, call.v, call.selection) if x is not None]
 
 
 def _gradients(

@@ -58,7 +58,7 @@ def times(of: Kind, job: Job) -> dict[str, float]:
 
 
 def of_union(job: Job, others: Mapping[str, float]) -> dict[str, float]:
-    """The work of union, with the time of the schedule that serves its other rows. ``others``: times of the others."""
+    """The work of union, with the time of what serves its other rows. ``others``: times of the other schedules."""
     counts = work(job, "union")
     return counts and counts | {REST: counts[REST] * others.get(rest(others, job), 0.0)}
 
@@ -87,15 +87,15 @@ def why(call: Call, shape: Shape, device_name: str, schedule: str, *others: str)
 def rest(times: Mapping[str, float], job: Job) -> str:
     """The schedule that serves the rows that unions leave, by the expected times of the others.
 
-    Key-major does where query-major serves the steps of a ragged batch already, and for fewer rows than occupy half of
-    the GPU, because query-major would have a program a row.
+    Key-major does in a ragged batch whose steps query-major serves already, and for too few rows to fill half of an
+    H100 with query-major's programs, one a row.
     """
     known = not job.steps and 2 * job.rows >= PROCESSORS and {*times} >= {*NAMES[:2]}
     return NAMES[0] if known and times["query_major"] * REST_MARGIN <= times["key_major"] else "key_major"
 
 
 def rest_of(call: Call, shape: Shape, device_name: str) -> str:
-    """:func:`rest` for a call with blocks, whose left rows share none. Raises as :func:`why`."""
+    """:func:`rest` for a call with blocks, assuming that the rows left share none. Raises as :func:`why`."""
     known = _known(call, shape, device_name)
     if known is None:
         return "key_major"

@@ -192,8 +192,8 @@ def assemblers() -> dict[str, str]:
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
-class applied:  # noqa: N801  (a function to its callers; of a class, a `with` block takes a third of the time)
-    """In a `with` block, these settings are in force. A backward pass applies those of its forward pass."""
+class applied:  # noqa: N801  (used like a function; a `with` block over a class takes a third of the time)
+    """In one `with` block, these settings are in force. A backward pass applies those of its forward pass."""
 
     __slots__ = ("before", "settings")
 

@@ -1,6 +1,6 @@
 """What each schedule does for a call, counted from the sizes of the call. `nsa/gpu.py` stores what a unit of it costs.
 
-Tiles and splits are those of an H100 without a table, wherever the call runs, because there costs were measured.
+Tiles and splits are those of an H100 without a table, on every GPU, also for costs that a user measured.
 """
 
 from __future__ import annotations

@@ -92,7 +92,9 @@ def run_one(arguments):
             exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
         return 0
     except SystemExit as end:
-        return int(end.code or 0)
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
+        return end.code or 0 if isinstance(end.code, int | None) else 1
     finally:
         if not isinstance(sys.exc_info()[1], SystemExit | None):
             traceback.print_exc()

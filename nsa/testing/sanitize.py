@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -65,14 +66,28 @@ def _sanitized(tool: str, name: str, what: str) -> subprocess.CompletedProcess[s
         return subprocess.CompletedProcess(command, -1, said[0], f"{said[1]}\ndid not end in {LIMIT} s")
 
 
+def apart(device: torch.device, sizes: Sequence[tuple[int, torch.dtype] | None]) -> list[Any]:
+    """As `launch.divided`, but each piece is an allocation of its own, without a gap behind it."""
+    from nsa.kernels.shared.launch import Piece, workspace
+
+    def piece(elements: int, dtype: torch.dtype) -> Piece:
+        length = -(-elements * dtype.itemsize // 4)
+        whole = workspace(length, torch.int32, device)
+        return Piece(whole, whole.data_ptr(), (elements, 0, length, dtype))
+
+    return [size and piece(*size) for size in sizes]
+
+
 def _child(what: str) -> int:
     device = torch.device("cuda", 0)
     if what == "matrix":
         from nsa.kernels import pinned
         from nsa.kernels.backward.tiles import Unions
+        from nsa.kernels.shared import launch
         from nsa.kernels.shared.sizes import ALWAYS
         from nsa.kernels.union.tiles import Choice
 
+        launch.divided = apart
         # racecheck reports PyTorch's own fused kernel of fp32 attention, so SDPA uses plain operators here. Unions
         # serve every tile that they may serve.
         unions = pinned(union=Choice(worth=ALWAYS), backward_unions=Unions(rows=0, worth=ALWAYS))

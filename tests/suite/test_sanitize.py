@@ -3,6 +3,7 @@
 import stat
 
 import pytest
+import torch
 
 from nsa.testing import sanitize
 
@@ -29,6 +30,14 @@ def tool(tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     return make
+
+
+def test_pieces_of_a_workspace_are_allocations_of_their_own():
+    """memcheck sees where an allocation ends."""
+    first, none, second = sanitize.apart("cpu", ((5, torch.float16), None, (3, torch.int32)))
+    assert none is None
+    assert (first.tensor().shape, first.dtype, first.whole.nbytes) == ((5,), torch.float16, 12)
+    assert (second.data_ptr(), second.whole.nbytes) == (second.whole.data_ptr(), 12)
 
 
 def test_all_clean(tool, capsys):

@@ -349,7 +349,7 @@ def _by_unions(x: _Inputs, unions: Unions, dq: Tensor) -> Tensor:
         lists=(at_once * HKV * tile.TOKENS * tile.SLOTS, torch.int64),
         count=(at_once * HKV, torch.int32),
     )
-    (served,) = workspaces(device, served=(g.tokens * HKV, torch.int32))  # alone, because it outlives the lists
+    (served,) = workspaces(device, served=(g.tokens * HKV, torch.int32))  # used after the lists are freed
     for first in range(0, tiles_of_call, at_once):
         now = min(at_once, tiles_of_call - first)
         run = partial(_run, launch, unions.kernels, unions.sizes | {"first": first, "tiles": now})
@@ -417,6 +417,6 @@ def _run(
     launch: Launch, kernels: dict[str, Variant], sizes: dict[str, int], name: str, grid: tuple[int, int, int],
     tensors: tuple[Tensor | None, ...], *more: float,
 ) -> None:  # fmt: skip
-    """Launch one of ``kernels``, with those of ``sizes`` that it takes."""
+    """Launch one of ``kernels`` with the sizes that `NUMBERS` names for it."""
     numbers = NUMBERS[name.removesuffix("_some")](sizes)
     kernels[name].launch(grid, launch.device, tensors, (*numbers, *more), launch.narrow)

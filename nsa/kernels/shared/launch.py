@@ -25,11 +25,12 @@ if TMA:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     class _Unchecked(TensorDescriptor):  # type: ignore[misc]
-        """A descriptor for a launch like one that Triton has checked. The checks take as long as all of the launch.
+        """A descriptor that Triton does not check, because that takes as long as the rest of the launch. Triton has
+        checked the first launch.
 
         They compare sizes, strides and the block, which a plan has in common with its first launch; whether strides are
         multiples of 16 bytes, as plans with descriptors assure; and the address, which :meth:`Variant.launch` checks.
-        Other fields have their defaults, which the class has, too.
+        The other fields keep the defaults of the class.
         """
 
         def __init__(self, base: Any, shape: Any, strides: Any, block_shape: list[int]) -> None:
@@ -75,7 +76,7 @@ Cut = tuple[int, int, int, torch.dtype]  # elements of a tensor, where it begins
 
 
 class Piece:
-    """A tensor of a workspace: all that the launch of a compiled kernel needs of one, in a third of a view's time."""
+    """A part of a workspace, as an address. A view would take three times as long to make."""
 
     __slots__ = ("address", "cut", "whole")
 
@@ -90,7 +91,7 @@ class Piece:
         return self.cut[3]
 
     def room(self) -> torch.Tensor:
-        """The tensor, and the room behind it."""
+        """The tensor and the gap behind it."""
         _, begin, length, dtype = self.cut
         return self.whole.narrow(0, begin, length).view(dtype)
 
@@ -98,17 +99,21 @@ class Piece:
         return self.room()[: self.cut[0]]
 
     def zero_(self) -> None:
-        """Set a tensor of int32 to zero."""
+        """Set a piece of int32 to zero."""
+        assert self.dtype == torch.int32
         self.whole.narrow(0, self.cut[1], self.cut[0]).zero_()
 
     def behind(self, size: int) -> Piece:
-        """What follows in a tensor of int32 after so many elements, a multiple of 4, as kernels assume of addresses."""
+        """The part of a piece of int32 after ``size`` elements, a multiple of 4: addresses must be of 16 bytes."""
+        assert self.dtype == torch.int32
         elements, begin, length, dtype = self.cut
         return Piece(self.whole, self.address + 4 * size, (elements - size, begin + size, length - size, dtype))
 
 
 def workspaces(device: torch.device, **sizes: Size) -> list[Any]:
-    """A :class:`Piece` of one :func:`workspace` for each name, in order; None for None. A single one is a tensor."""
+    """A :class:`Piece` of one :func:`workspace` for each name, in order; None for None. If only one is asked for, it
+    is a tensor.
+    """
     if len(sizes) > 1:
         return divided(device, tuple(sizes.values()))
     return [None if size is None else workspace(*size, device) for size in sizes.values()]
@@ -126,7 +131,8 @@ def divided(device: torch.device, sizes: tuple[Size, ...]) -> list[Any]:
 def _cuts(sizes: tuple[Size, ...]) -> tuple[int, list[Cut | None]]:
     """The length of a workspace of int32, and where its pieces lie.
 
-    Addresses are multiples of 512 bytes, as those of allocations are. Between pieces is room for what tests put there.
+    Addresses are multiples of 512 bytes, as those of allocations are. Between pieces are gaps, which tests fill with
+    NaN.
     """
     total, cuts = 0, list[Cut | None]()
     for size in sizes:

@@ -38,7 +38,7 @@ class Shape(NamedTuple):
     pages: int  # pages of the cache
     stride_tb: int  # entries from a row of the page table to the next; 0 without pages
     copies_table: bool  # the page table must be copied, because the entries of a row are not contiguous
-    copies: bool  # the same of the table, of a tensor of `Call.about_keys`, or of a scale
+    copies: bool  # the page table, a tensor of `Call.about_keys` or a scale is not contiguous, and must be copied
     layout: int  # BATCH, VARLEN, PACKED, CACHE or RAGGED
     source: int  # WHOLE, RANGES or BLOCKS
     packed: bool  # cu_seqlens say where sequences of keys begin

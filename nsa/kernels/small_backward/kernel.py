@@ -8,8 +8,8 @@ window add to the same key. A program adds when all programs of earlier windows 
 order.
 
 Keys are counted through all sequences. A block that a row lists several times counts as often: lists of such rows are
-marked, and their kernels count how often a row lists each block (``OFTEN``). So are windows with a row whose LSE or
-gradient is not finite.
+marked, and their kernels count how often a row lists each block (``OFTEN``). Windows with a row whose LSE or
+gradient is not finite are marked, too.
 """
 
 import triton
@@ -40,7 +40,7 @@ def _log2(x):
 
 @triton.jit
 def _bucket(mask, TOKENS: tl.constexpr):
-    """One of 32 buckets for each mask: by an eighth of the last token in a quarter of the first, late ones first."""
+    """The bucket of each mask, 0 to 31: by the quarter of its first token, then the eighth of its last, descending."""
     first = _log2(mask & -mask) * 4 // TOKENS
     return tl.where(mask == 0, 31, first * 8 + 7 - tl.minimum(_log2(mask) * 8 // TOKENS, 7))
 
@@ -70,8 +70,8 @@ def _sort(places, masks, to_places, to_masks, count, TOKENS: tl.constexpr):
 
 @triton.jit
 def _finite(lse, delta):
-    """Whether a row's statistics are. An LSE may be infinite: of a row without keys, or that is not there."""
-    return (lse == lse) & (tl.abs(delta) < float("inf"))
+    """Whether a row's LSE and delta are. The LSE of a row without keys is not."""
+    return (tl.abs(lse) < float("inf")) & (tl.abs(delta) < float("inf"))
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -348,7 +348,7 @@ def _step(
     dp = tl.dot(v, tl.trans(do), input_precision=INPUT_PRECISION)
     p = scores.to(do.dtype)
     ds = dp.to(q.dtype)
-    # The branch is always taken. Without a branch before the next products, Triton does not divide the columns of
+    # `row < high` always holds. Without a branch before the next products, Triton does not divide the columns of
     # scores and dP among warps on Hopper, and with 64 keys four of eight warps compute what the others do.
     if BRANCH:
         if row < high:

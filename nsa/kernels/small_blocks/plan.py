@@ -107,7 +107,7 @@ def plan(call: Call, shape: Shape) -> Launch:
             capability, processors, *items, g.G, g.D, g.Dv, g.n * size, g.tokens * g.HKV, choice,
             call.settings.batch_invariant, call.settings.sel_triton_db,
         )  # fmt: skip
-        # With many rows, a program takes those of a tile in turn: programs that return at once cost time, too.
+        # With many rows, one program computes all that a tile left: a program that returns at once takes time, too.
         programs = g.tokens * g.HKV * -(-g.G // rows.HEADS)
         together = tile is not None and splits == 1 and programs > choice.left * processors
     number = 0 if tile is None else _tiles(g, run, tile)

@@ -1,5 +1,6 @@
 """Gradients for small blocks: rows that list a block twice, NaN, one list for all KV heads, several passes, routing."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -64,6 +65,41 @@ def test_a_block_counts_as_often_as_it_is_listed(draw, device, twice):
     check(got, gradients(qkv, selection, do, "reference"))
     check(got, again := gradients(qkv, selection, do))
     assert all(torch.equal(x, y) for x, y in zip(got, again, strict=True))
+
+
+@pytest.mark.parametrize("row", [[0] * 9, [0, 1, 2, 3] + [0] * 28], ids=["one", "padded"])
+def test_rows_may_list_more_blocks_than_there_are(draw, device, row):
+    """Each of them takes an entry of a list, also if it is there already."""
+    qkv, do = draw(keys=4 * max(row) + 4)
+    selection = listed(device, *[row] * 8)
+    check(gradients(qkv, selection, do), gradients(qkv, selection, do, "reference"))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_hooks_that_save_copies(draw, device, first):
+    """A copy of one list for all KV heads has a stride over heads, as `torch.autograd.graph.save_on_cpu` makes it."""
+    qkv, do = draw()
+    selection = listed(device, *[[0, 3]] * 3, *[[2, 5]] * 5)
+    selection["block_indices"] = selection["block_indices"].expand(1, 8, HKV, 2)
+    want = gradients(qkv, selection, do, "reference")
+    for hooked in (first, not first):
+        with torch.autograd.graph.saved_tensors_hooks(_copied, lambda x: x) if hooked else contextlib.nullcontext():
+            check(gradients(qkv, selection, do), want)
+
+
+def _copied(x):
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_an_infinite_query_spoils_only_the_keys_that_it_selected(draw, device):
+    """All its scores are -inf, and so is its LSE."""
+    qkv, do = draw()
+    selection = listed(device, [0, 1], [1, 2], *[[0, 3]] * 6)
+    qkv[1][..., 0] = -qkv[1][..., 0].abs() - 0.1
+    qkv[0][:, 1, :, 0] = math.inf
+    _, dk, _ = gradients(qkv, selection, do)
+    assert dk.isnan().flatten(2).any(2)[0].nonzero().flatten().tolist() == [*range(4, 12)]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy says so when the interpreter computes with infinities

@@ -136,6 +136,18 @@ def test_the_section_of_older_versions_is_said_and_not_read(packaged, caplog):
     assert said(caplog) == [("nsa", text)]
 
 
+@pytest.mark.parametrize("of", ["union_apart: {}", "query_major: {parts: 1}"], ids=["schedule", "term"])
+def test_costs_of_another_version_are_said_and_not_read(packaged, mine, caplog, of):
+    """`nsa calibrate` wrote them. It can write other sections of that file, and those costs anew."""
+    packaged(COSTS)
+    path = mine(COSTS.replace("key_major: {calls: 2, parts: 0.5}", of) + THRESHOLD)
+    assert gpu.measured(NAME).costs.path != path
+    assert gpu.measured(NAME).threshold.path == path
+    key = f"costs.wide.{of.partition(':')[0]}"
+    text = f"{path}: {key} is of another version, and no costs are read: `python -m nsa calibrate` measures them"
+    assert said(caplog) == [("nsa", text)]
+
+
 def test_without_tiles_the_rules_serve(packaged, caplog):
     arguments = (90, 132, 2, 8, 128, 128, 256, 8, 64)
     packaged(THRESHOLD + COSTS)
@@ -207,11 +219,6 @@ WRONG = {
         "costs: {small: {}}",
         "unknown key costs.small, expected one of: narrow, wide, narrow_e4m3, wide_e4m3, provenance",
     ),
-    "schedule": (
-        "costs: {wide: {union_apart: {}}}",
-        "unknown key costs.wide.union_apart, expected one of: query_major, key_major, union",
-    ),
-    "term": ("costs: {wide: {query_major: {parts: 1}}}", "unknown key costs.wide.query_major.parts, expected one of: "),
     "no-terms": ("costs: {wide: {query_major: 1}}", "costs.wide.query_major: expected a mapping, got 1"),
     **{
         f"cost-{cost}": (
