@@ -121,6 +121,8 @@ def _operator(call: Call) -> Result:
 
 
 def _recorded(call: Call, planned: Plan) -> Result:
+    if call.out is not None:  # what the kernels write is copied to `out`, whose strides are not theirs
+        planned = routing.plan(call._replace(out=None))
     o, lse = _Attention.apply(call, planned, call.q, call.k, call.v)  # type: ignore[no-untyped-call]
     return _into(call.out, o), lse if call.return_lse else None
 

@@ -83,6 +83,7 @@ def attend(call: Call, ids: Tensor, token_to_req: Tensor, v_scale: float, gate: 
     assert table is not None and out is not None
     (T, HQ, D), B, n = q.shape, table.shape[0], ids.shape[1] // SIZE
     room = call.k.shape[1] * table.shape[1]
+    ids, token_to_req = ids if ids.stride(1) == 1 else ids.contiguous(), token_to_req.contiguous()
     blocks, positions, ends, lengths = (
         torch.empty(shape, dtype=torch.int32, device=q.device) for shape in ((T, 1, n), (T,), (B + 1,), (B,))
     )

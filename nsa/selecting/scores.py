@@ -349,6 +349,7 @@ def _lse_kernel(
             page = page_of(table_row, (tile + 1) * N, i, keys, pages, PAGE, ONE_PAGE)
             s = tl.dot(q, k, input_precision=INPUT_PRECISION) * fit[:, None]
             s = tl.where(exists[None, :] & (tile * N + i[None, :] < limit[:, None]), s, float("-inf"))
+            s = tl.where(s == s, s, float("-inf"))  # as where blocks are scored: a block with a NaN has -inf
             m_new = tl.maximum(m, tl.max(s, 1))
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
             l = l * tl.exp2(m - m_safe) + tl.sum(tl.exp2(s - m_safe[:, None]), 1)

@@ -174,7 +174,7 @@ def steps_of(selection: Tensor, lists: int) -> tuple[int, int] | None:
     if last != 1 and selection.shape[-1] > 1:
         return None
     token = outer[-1]
-    if len(outer) == 2 and selection.shape[0] > 1:
+    if len(outer) == 2 and selection.shape[0] > 1 and selection.shape[1]:
         if selection.shape[1] > 1 and outer[0] != token * selection.shape[1]:
             return None
         token = outer[0] // selection.shape[1]

@@ -169,7 +169,7 @@ def by_kind(facts: Iterable[Fact]) -> dict[str, list[Fact]]:
 
 
 def _kind(fact: Fact) -> str:
-    if str(fact["group"]).startswith("qsa,"):
+    if str(fact["group"]).startswith("qsa,") and fact.get("case"):
         return "qsa"
     if fact.get("impl") == "m3":
         return "m3"

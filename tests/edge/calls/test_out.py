@@ -104,3 +104,26 @@ def test_result_is_written_over_stale_memory(attend, problem):
         for x in want:
             torch.full_like(x, math.nan)  # freed at once: the next allocation of this size gets it
         torch.testing.assert_close(attend(*qkv, **selection, return_lse=True), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("schedule", ["query_major", "per_head", "key_major", "union", "small_blocks"])
+def test_out_with_strides_of_its_own_and_gradients(draw, device, schedule):
+    """Kernels write an output of their own, which is copied to `out`."""
+    q, k, v = (x.requires_grad_() for x in draw(B=2, S=6, S_kv=32, dtype=torch.float32))
+    blocks = torch.randint(-1, 9, (2, 6, k.shape[2], 5), generator=torch.Generator().manual_seed(0)).to(device)
+    chosen = {"block_indices": blocks, "block_size": 4}
+    want = nsa.selection_attention(q, k, v, **chosen, backend="reference")
+    wide = torch.full((*want.shape[:2], 2 * want.shape[2], want.shape[3] + 24), 7.0, device=device)
+    out = wide[:, :, ::2, 3 : 3 + want.shape[3]]
+    got = nsa.selection_attention(q, k, v, **chosen, backend="triton", schedule=schedule, out=out)
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+    assert (wide[:, :, 1::2] == 7).all()
+    pairs = (torch.autograd.grad(o.sum(), (q, k, v)) for o in (got, want))
+    torch.testing.assert_close(*pairs, rtol=2e-5, atol=2e-5)
+
+
+def test_blocks_of_few_keys_without_queries(draw, device):
+    q, k, v = draw(B=2, S=0, S_kv=32)
+    blocks = torch.zeros(2, 0, k.shape[2], 5, dtype=torch.int32, device=device)
+    o = nsa.selection_attention(q, k, v, block_indices=blocks, block_size=4, backend="triton", schedule="small_blocks")
+    assert o.shape == (2, 0, q.shape[2], v.shape[3])

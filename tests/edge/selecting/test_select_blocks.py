@@ -267,3 +267,14 @@ def test_a_block_larger_than_the_sequence_costs_no_more(device):
         for backend in ("torch", "triton", "reference"):
             out = nsa.select_blocks(q, k, n=1, block_size=2**24, tail=tail, backend=backend)
             assert out.tolist() == [[[[0, -1] if tail else [0]] * 2] * 8]
+
+
+def test_a_key_that_is_nan_changes_no_weight_of_its_heads(device):
+    """Its block is chosen last; the other blocks as if it were not there."""
+    for seed in range(4):
+        g = torch.Generator().manual_seed(seed)
+        q, k = (torch.randn(shape, generator=g).to(device) for shape in ((1, 3, 2, 16), (1, 40, 1, 16)))
+        k[0, 2] = torch.nan
+        how = {"score": "softmax", "n": 2, "block_size": 4, "lists": 1}
+        got, want = (nsa.select_blocks(2 * q, k, **how, backend=backend) for backend in ("triton", "reference"))
+        assert torch.equal(got, want), seed
