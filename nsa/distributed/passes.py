@@ -23,6 +23,8 @@ from nsa.kernels.shared.errors import DoesNotFit
 
 Heads = tuple[int, int]  # the first KV head of a group, and the first after it
 KEEPS = ("none", "last", "all")
+LISTS_BYTES = 128 << 20
+"""Limit of the lists that the backward pass makes at once for several groups of heads. Longer lists gain less by it."""
 collectives = torch.ops._c10d_functional
 
 
@@ -44,9 +46,14 @@ class Sharded(NamedTuple):
         """The call of some KV heads over the gathered ``kv [.., S_kv, heads, D + Dv]``."""
         call, D = self.call, self.call.k.shape[-1]
         q = of_heads(call.q, heads, self.call.k.shape[-2])
+        return self.selecting(heads)._replace(q=q, k=kv[..., :D], v=kv[..., D:])
+
+    def selecting(self, heads: Heads) -> Call:
+        """The call with the selection of some KV heads."""
+        call = self.call
         ranges = None if call.ranges is None else call.ranges[..., slice(*heads), :, :]
         blocks = None if call.block_indices is None else call.block_indices[..., slice(*heads), :]
-        return call._replace(q=q, k=kv[..., :D], v=kv[..., D:], ranges=ranges, block_indices=blocks)
+        return call._replace(ranges=ranges, block_indices=blocks)
 
 
 def groups(HKV: int, at_once: int) -> tuple[Heads, ...]:
@@ -182,6 +189,7 @@ class Kernels:
     ) -> None:
         self.s, self.outputs, self.dq = s, (do, dlse, o, lse), dq
         self.shared: tuple[Tensor, Tensor, tuple[Tensor, Tensor]] | None = None  # dO, row statistics, sums
+        self.listed: tuple[Any, Heads, Any] | None = None  # a launch, and the lists of some heads for it
 
     def serve(self, part: Call, heads: Heads) -> tuple[Tensor, Tensor] | None:
         """Write dQ of some heads, and return the sums of their dK and dV in fp32. None if the kernels cannot serve."""
@@ -199,7 +207,10 @@ class Kernels:
             do, stats, sums = self.shared or self._share(kernel, launch)
             here = tuple(x[..., heads[0] :, :] for x in sums)
             do, dq = (of_heads(x, heads, HKV) for x in (do, self.dq))
-            kernel.add(launch, part, do, stats[heads[0] * shape.G :], dq, here, gradients.ROUTE)
+            first, lists = self._lists(kernel, launch, heads)
+            kernel.add(
+                launch, part, do, stats[heads[0] * shape.G :], dq, here, gradients.ROUTE, lists, heads[0] - first
+            )
         except (DoesNotFit, Untried):  # untried kernels are admitted by the ordinary way, which comes instead
             return None
         except failures.caught() as error:
@@ -209,6 +220,24 @@ class Kernels:
         calls[0] += 1
         dk, dv = (x[..., slice(*heads), :] for x in sums)
         return dk, dv
+
+    def _lists(self, kernel: Any, launch: Any, heads: Heads) -> tuple[int, Any]:
+        """Lists of these heads, and the first head that they have.
+
+        They are made for the groups of equal size that come next, too: a launch for each group would leave much of a
+        GPU idle.
+        """
+        if self.listed is not None and self.listed[0] is launch and self.listed[1][0] <= heads[0] < self.listed[1][1]:
+            return self.listed[1][0], self.listed[2]
+        self.listed = None
+        first, last = heads
+        size = last - first
+        most = LISTS_BYTES // launch.list_bytes
+        while (first - size, first) in self.s.heads and last - first + size <= most:
+            first -= size
+        lists = kernel.lists(launch, self.s.selecting((first, last)), last - first)
+        self.listed = launch, (first, last), lists
+        return first, lists
 
     def _share(self, kernel: Any, launch: Any) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """What the groups of heads have in common."""

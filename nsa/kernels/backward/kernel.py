@@ -16,6 +16,7 @@ from nsa.kernels.shared.sequences import BATCH, causal_end, find_sequence, seque
 from nsa.kernels.shared.spans import RANGES, TILED, clamp_span, key_positions, load_spans, tile_start
 
 RUNTIME = "rows B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits share several".split()
+RUNTIME += "here list0 served0".split()
 RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split()]
 
 
@@ -106,7 +107,7 @@ def _dq_kernel(
 def _dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr, dq_part_ptr, sel_ptr, pos_ptr,
     cu_q_ptr, cu_k_ptr, span_ptr, unit_ptr, count_ptr, start_ptr, part_ptr, work_ptr,
-    B, S, S_kv, HKV, heads, head0, n, size, slots, blocks, first, tokens, window, work, slot_bits, several,
+    B, S, S_kv, HKV, heads, head0, list0, n, size, slots, blocks, first, tokens, window, work, slot_bits, several,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, scale,
     G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, SOURCE: tl.constexpr, LAYOUT: tl.constexpr,
     CAUSAL: tl.constexpr, STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, HEADS: tl.constexpr,
@@ -115,25 +116,29 @@ def _dkdv_kernel(
     """Add one window's units to dK and dV ``[keys, HKV, D | Dv]`` fp32, and write their parts of dQ if ``dq_part_ptr``.
 
     A program takes one share, as in the forward pass, and ``BLOCK_N`` keys of its block. If the block has one share,
-    the program adds to dK and dV. If the block has several, each program writes a partial sum ``[heads, several, size,
-    D | Dv]`` fp32 for :func:`_sum_kernel`. dq_part ``[window, heads, slots, G, D]`` has the dtype of the queries.
+    the program adds to dK and dV. If the block has several, each program writes a partial sum ``[here, several, size,
+    D | Dv]`` fp32 for :func:`_sum_kernel`. dq_part ``[window, here, slots, G, D]`` has the dtype of the queries.
+
+    A launch takes ``here`` KV heads, the axis 1 of its grid: from ``head0`` on in the tensors of the call, from
+    ``list0`` on in the lists, which are of ``heads`` KV heads.
     """
     UNITS: tl.constexpr = BLOCK_M // HEADS
     HEAD_TILES: tl.constexpr = (G + HEADS - 1) // HEADS  # if there are several, a tile holds one unit
     head_local = tl.program_id(1)
     head_kv = head0 + head_local
-    at = head_local * work + tl.program_id(0)
+    listed = list0 + head_local
+    at = listed * work + tl.program_id(0)
     all_work = heads * work
     count = tl.load(work_ptr + 2 * all_work + at)
     if count == 0:
         return
     block = tl.load(work_ptr + at)
     begin = tl.load(work_ptr + all_work + at)
-    of_block = head_local * blocks + block
+    of_block = listed * blocks + block
     shares = tl.cdiv(tl.load(count_ptr + of_block), SHARE)
     share = (begin - tl.load(start_ptr + of_block)) // SHARE
     part = tl.load(part_ptr + of_block) + share
-    unit_ptr += head_local * window * slots + begin
+    unit_ptr += listed * window * slots + begin
 
     seq = 0
     q_first = tl.zeros([], tl.int64)  # a query's offset is q_first + token * stride_qs
@@ -195,13 +200,12 @@ def _dkdv_kernel(
         lse = tl.load(stats_ptr + at_head, mask=here, other=float("inf"))
         delta = tl.load(stats_ptr + tl.cast(tokens, tl.int64) * HKV * G + at_head, mask=here, other=0.0)
 
-        at_row = (local * heads + head_local) * slots + slot  # [BLOCK_M]
         high = stop + tl.zeros([BLOCK_M], tl.int32)
         if CAUSAL:
             high = causal_end(token + (shift - key0), stop, token, pos_ptr, key0)
         seen = here[None, :] & (key[:, None] < high[None, :])  # [BLOCK_N, BLOCK_M]
         if SOURCE == RANGES:
-            span = tl.load(span_ptr + at_row)
+            span = tl.load(span_ptr + (local * heads + listed) * slots + slot)
             pair = sel_ptr + ((token.to(tl.int64) * HKV + head_kv) * n + span) * 2
             low, end = clamp_span(tl.load(pair), tl.load(pair + 1), seqlen_k, size, SOURCE)
             seen &= (key[:, None] >= (low - key0)[None, :]) & (key[:, None] < (end - key0)[None, :])
@@ -218,7 +222,8 @@ def _dkdv_kernel(
                 dq = tl.trans(tl.dot(tl.trans(k_seen), ds, input_precision=INPUT_PRECISION) * scale)
             else:
                 dq = tl.dot(tl.trans(ds), k_seen, input_precision=INPUT_PRECISION) * scale  # [BLOCK_M, BLOCK_D]
-            dq_ptrs = dq_part_ptr + (at_row * G + g)[:, None] * D + d[None, :]
+            at_part = (local * tl.num_programs(1) + head_local) * slots + slot  # [BLOCK_M]
+            dq_ptrs = dq_part_ptr + (at_part * G + g)[:, None] * D + d[None, :]
             mask = here[:, None] & (d[None, :] < D)
             tl.store(dq_ptrs, dq.to(dq_part_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
@@ -240,7 +245,7 @@ def _dkdv_kernel(
 @triton.jit(do_not_specialize=RUNTIME)
 def _sum_kernel(
     dk_part_ptr, dv_part_ptr, dk_ptr, dv_ptr, unit_ptr, count_ptr, start_ptr, part_ptr, cu_q_ptr, cu_k_ptr,
-    B, S_kv, HKV, head0, size, slots, blocks, first, window, slot_bits, several,
+    B, S_kv, HKV, head0, list0, size, slots, blocks, first, window, slot_bits, several,
     D: tl.constexpr, Dv: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -248,7 +253,7 @@ def _sum_kernel(
     block = tl.program_id(0)
     head_local = tl.program_id(1)
     head_kv = head0 + head_local
-    of_block = head_local * blocks + block
+    of_block = (list0 + head_local) * blocks + block
     shares = tl.cdiv(tl.load(count_ptr + of_block), SHARE)
     if shares < 2:
         return
@@ -259,7 +264,7 @@ def _sum_kernel(
         row0 = seq.to(tl.int64) * S_kv + key0
         seqlen_k = S_kv
     else:
-        unit = tl.load(unit_ptr + head_local * window * slots + tl.load(start_ptr + of_block))
+        unit = tl.load(unit_ptr + (list0 + head_local) * window * slots + tl.load(start_ptr + of_block))
         seq = find_sequence(cu_q_ptr, B, first + (unit >> slot_bits), 128)
         k_first, seqlen_k = sequence_keys(seq, B, S_kv, cu_k_ptr)
         key0 = (block - first_block(seq, k_first, 0, size, LAYOUT)) * size
@@ -292,24 +297,25 @@ def _sum_kernel(
 @triton.jit(do_not_specialize=RUNTIME)
 def _gather_kernel(
     dq_part_ptr, block_ptr, served_ptr, dq_ptr,
-    HKV, heads, head0, slots, first,
+    HKV, heads, here, head0, list0, served0, slots, first,
     G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of dQ of one window, one for each block of a row. A program takes ``HEADS`` heads of a row.
 
-    Rows that ``served_ptr`` marks have no parts, and their dQ is left as it is.
+    Rows that ``served_ptr`` marks have no parts, and their dQ is left as it is. ``here`` KV heads as of
+    :func:`_dkdv_kernel`, from ``served0`` on in the marks.
     """
     program = tl.program_id(0)
-    local = program // heads
-    head_kv = head0 + program % heads
+    local = program // here
+    head_local = program % here
+    head_kv = head0 + head_local
     if served_ptr is not None:
-        if tl.load(served_ptr + (first + local).to(tl.int64) * HKV + head_kv) != 0:
+        if tl.load(served_ptr + (first + local).to(tl.int64) * HKV + served0 + head_local) != 0:
             return
-    row = local.to(tl.int64) * heads + program % heads
     g = tl.program_id(1) * HEADS + tl.arange(0, HEADS)  # [HEADS]
     d = tl.arange(0, BLOCK_D)
-    block_ptr += row * slots
-    dq_part_ptr += row * slots * G * D
+    block_ptr += (local.to(tl.int64) * heads + list0 + head_local) * slots
+    dq_part_ptr += (local.to(tl.int64) * here + head_local) * slots * G * D
     dq = tl.zeros([HEADS, BLOCK_D], tl.float32)
     for begin in range(0, slots, AT_ONCE):
         for i in tl.static_range(AT_ONCE):

@@ -2,7 +2,8 @@
 
 dQ is computed in one of three ways: from parts, which the kernel of dK and dV writes for each block of a row; row by
 row; or tile by tile from the union of the blocks of neighbouring tokens. If both unions and parts serve a call, blocks
-are listed once for the rows of each. Rows with unions need no parts, and a launch that writes none is faster.
+are listed once for the rows of each. Rows with unions need no parts, and a launch that writes none is faster. All lists
+follow from the selection, so a call whose KV heads come one after the other has them made once for all (`lists`).
 
 The host does not wait for the device: grids follow from shapes. There are no float atomics, and every sum has a fixed
 order, so gradients are equal bit by bit from run to run. Tokens are processed in windows, which bounds the workspace.
@@ -11,8 +12,8 @@ The kernels are in ``shared/inverse_index.py``, ``kernel.py`` and ``union_dq.py`
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Iterable
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -23,7 +24,9 @@ from torch import Tensor
 from nsa.call import Call
 from nsa.kernels import launches
 from nsa.kernels.backward import kernel as backward_kernels
+from nsa.kernels.backward import lists as listing
 from nsa.kernels.backward import tiles as backward_tiles
+from nsa.kernels.backward.lists import COUNTED, ELEMENTS, STRIPPED, Lists, Window
 from nsa.kernels.backward.union_dq import _union_dq_kernel
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.shared import device as gpu
@@ -35,27 +38,25 @@ from nsa.kernels.shared.sizes import ALWAYS, INT32_MAX, span_bucket
 from nsa.kernels.union import kernel as union_kernels
 from nsa.kernels.union import tiles as union_tiles
 
-COUNTED = 32  # slots that a program of the order kernel takes at a time
-ELEMENTS = 1024  # elements that a program of the scan or scatter kernel takes at a time
-STRIPPED = 32  # blocks of a program of the strip kernel
 STATS_ROWS = 4
 GATHERED = 16  # query heads of a program that adds parts of dQ; fewer programs mean less time for rows without parts
 SUM_ROWS = 16  # keys of a program that adds partial sums
 PIPELINES = TRITON >= (3, 3)  # Triton 3.1 cannot pipeline loads whose addresses were loaded, too
 STRIDES = " ".join(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split())
+SHARES = "window work slot_bits several"
 NUMBERS: dict[str, Any] = {  # a kernel's ints at run time, picked from their names' values, in the kernel's order
     name: itemgetter(*names.split())
     for name, names in {
         "dq": f"B S S_kv HKV n size tokens {STRIDES}",
         "list": "B S S_kv HKV n size tokens first cost gain",
-        "union_dq": f"B S S_kv HKV size tokens first tiles {STRIDES}",
+        "union_dq": f"B S S_kv HKV list0 size tokens first tiles {STRIDES}",
         "order": "B S S_kv HKV heads head0 n size slots blocks first now strip mark",
         "strip": "heads blocks strips",
         "scan": "B blocks work",
         "scatter": "heads slots blocks now window strip slot_bits",
-        "dkdv": f"B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits several {STRIDES}",
-        "sum": "B S_kv HKV head0 size slots blocks first window slot_bits several",
-        "gather": "HKV heads head0 slots first",
+        "dkdv": f"B S S_kv HKV heads head0 list0 n size slots blocks first tokens {SHARES} {STRIDES}",
+        "sum": "B S_kv HKV head0 list0 size slots blocks first window slot_bits several",
+        "gather": "HKV heads here head0 list0 served0 slots first",
     }.items()
 }
 
@@ -109,6 +110,24 @@ class Launch(NamedTuple):
         """All that a call may launch."""
         groups = (self, *(group for group in (self.parts, self.alone, self.unions) if group is not None))
         return tuple(variant for group in groups for variant in group.kernels.values())
+
+    @property
+    def list_bytes(self) -> int:
+        """Bytes that :func:`lists` keeps for one KV head, to within a few in a hundred."""
+        total = 0 if self.unions is None else self.shape.tokens * (8 * self.unions.tile.SLOTS + 4)
+        for how in (self.usual,) if self.unions is None else (self.usual, self.alone):
+            w, windows = how.windows, -(-self.shape.tokens // how.windows.window)
+            kept = 1 + (how is self.parts) + (self.shape.source == RANGES)
+            total += windows * 4 * (kept * w.window * w.slots + 3 * w.blocks + 3 * w.work)
+        return total
+
+    def run(
+        self, kernels: dict[str, Variant], sizes: dict[str, int], name: str, grid: tuple[int, int, int],
+        tensors: tuple[Any, ...], *more: float,
+    ) -> None:  # fmt: skip
+        """Launch one of ``kernels``, with those of ``sizes`` that it takes."""
+        numbers = NUMBERS[name.removesuffix("_some")](sizes)
+        kernels[name].launch(grid, self.device, tensors, (*numbers, *more), self.narrow)
 
 
 def plan(call: Call, shape: Shape | None = None, within: int | None = None) -> Launch:
@@ -182,7 +201,7 @@ def _unions(
     cost, gain = rule.worth
     return Unions(
         _by_union((call.q.device, call.q.dtype, *call.dtypes()), tile, **shared), tile,
-        sizes | {"cost": cost, "gain": gain * tile.HEADS}, union_tiles.tiles_at_once(tile, g.HKV),
+        sizes | {"cost": cost, "gain": gain * tile.HEADS}, union_tiles.tiles_at_once(tile, sizes["HKV"]),
     )  # fmt: skip
 
 
@@ -296,7 +315,7 @@ def statistics(launch: Launch, do: Tensor, dlse: Tensor | None, o: Tensor, lse: 
 
 def add(
     launch: Launch, call: Call, do: Tensor, stats: Tensor, dq: Tensor | None, sums: tuple[Tensor, Tensor] | None,
-    route: str,
+    route: str, made: Lists | None = None, head: int = 0,
 ) -> None:  # fmt: skip
     """Write dQ, and add to dK and dV; None for gradients that are not needed.
 
@@ -307,23 +326,39 @@ def add(
         stats: of :func:`statistics`.
         sums: dK and dV ``[keys, HKV, D | Dv]`` fp32.
         route: as of :func:`backward`.
+        made: lists of more KV heads, if they were made before; both gradients are needed.
+        head: number of the call's first KV head in ``made``.
     """
     launches[route] += 1
-    index = [x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, call.cu_seqlens_k)]
+    index = _index(call)
     scale = launch.scale if call.scale is None else call.scale
-    x = _Inputs(launch, (call.q, call.k, call.v, do, stats), (call.selection, *index), scale)
-    parts, served = launch.parts if dq is not None and sums is not None else None, None
-    if dq is not None and parts is None:
+    x = _Inputs(launch, (call.q, call.k, call.v, do, stats), index, scale)
+    if dq is not None and (launch.parts is None or sums is None):
         g, usual = launch.shape, launch.usual
         grid = (g.tokens * g.HKV, -(-g.G // usual.tile.dq_heads), 1)
-        _run(launch, launch.kernels, usual.sizes, "dq", grid, (*x.given, dq, *x.index), scale)
+        launch.run(launch.kernels, usual.sizes, "dq", grid, (*x.given, dq, *x.index), scale)
     if sums is None:
         return
-    if parts is not None and launch.unions is not None:
+    made = made or listing.make(launch, index, launch.shape.HKV, parts=dq is not None)
+    if made.served is not None:
         assert dq is not None
-        served = _by_unions(x, launch.unions, dq)
-        _by_blocks(x, launch.alone, sums, None, served, mark=1)
-    _by_blocks(x, parts or launch.alone, sums, None if parts is None else dq, served)
+        _by_unions(x, made, dq, head)
+    for how, windows in made.passes:
+        _by_blocks(x, how, windows, sums, dq if how is launch.parts else None, made.served, head)
+
+
+def lists(launch: Launch, call: Call, heads: int) -> Lists:
+    """The lists of so many KV heads of a larger call, for several calls of :func:`add` with its launch.
+
+    ``call`` is as of :func:`add`, but its selection begins with the first of these heads. Only the selection, positions
+    and lengths are read.
+    """
+    return listing.make(launch, _index(call), heads, keep=True)
+
+
+def _index(call: Call) -> tuple[Tensor | None, ...]:
+    index = (x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, call.cu_seqlens_k))
+    return call.selection, *index
 
 
 class _Inputs(NamedTuple):
@@ -335,88 +370,51 @@ class _Inputs(NamedTuple):
     scale: float
 
 
-def _by_unions(x: _Inputs, unions: Unions, dq: Tensor) -> Tensor:
-    """Write dQ of tiles whose union is worth reading.
-
-    Returns ``served [tokens, HKV]`` int32: 1 for rows of these tiles, else 0.
-    """
+def _by_unions(x: _Inputs, made: Lists, dq: Tensor, head: int) -> Tensor | None:
+    """Write dQ of tiles whose union is worth reading. Returns which rows these are."""
     launch, given, index, scale = x
-    device, g, tile, HKV = launch.device, launch.shape, unions.tile, unions.sizes["HKV"]
-    tiles_of_call = -(-g.tokens // tile.TOKENS)
-    at_once = min(tiles_of_call, unions.at_once)
-    lists, count = workspaces(
-        device,
-        lists=(at_once * HKV * tile.TOKENS * tile.SLOTS, torch.int64),
-        count=(at_once * HKV, torch.int32),
-    )
-    (served,) = workspaces(device, served=(g.tokens * HKV, torch.int32))  # used after the lists are freed
-    for first in range(0, tiles_of_call, at_once):
-        now = min(at_once, tiles_of_call - first)
-        run = partial(_run, launch, unions.kernels, unions.sizes | {"first": first, "tiles": now})
-        run("list", (now, g.HKV, 1), (*index, lists, count, served))
-        run("union_dq", (now * g.HKV, 1, 1), (*given, dq, *index[1:], lists, count, served), scale)
-    return served
+    unions = launch.unions
+    assert unions is not None
+    for at in made.tiles:
+        sizes = unions.sizes | {"list0": head, "first": at.first, "tiles": at.tiles}
+        tensors = (*given, dq, *index[1:], at.lists, at.count)
+        launch.run(unions.kernels, sizes, "union_dq", (at.tiles * launch.shape.HKV, 1, 1), tensors, scale)
+    return made.served
 
 
 def _by_blocks(
-    x: _Inputs, how: Pass, sums: tuple[Tensor, Tensor], dq: Tensor | None, served: Tensor | None, mark: int = 0
-) -> None:
-    """Add to dK and dV window by window; write ``dq``, if its parts are kept, too.
-
-    Args:
-        served: ``[tokens, HKV]``: only rows whose entry is ``mark`` take part; None: all rows do.
-    """
+    x: _Inputs, how: Pass, windows: Iterable[Window], sums: tuple[Tensor, Tensor], dq: Tensor | None,
+    served: Tensor | None, head: int,
+) -> None:  # fmt: skip
+    """Add to dK and dV window by window; write ``dq``, if its parts are kept, too, but not for rows that are served."""
     launch, given, index, scale = x
-    device, w, tile, g = launch.device, how.windows, how.tile, launch.shape
-    heads, size = w.heads, how.sizes["size"]
-    row, blocks, shares = heads * w.slots, heads * w.blocks, heads * w.work
-    units, i32, f32 = w.window * row, torch.int32, torch.float32
-    # Block, first unit and number of units of shares, then the counts of strips, so that one launch sets all to zero.
-    listed, counts = -(-3 * shares // 4) * 4, -(-w.window // w.strip) * blocks
-    block, rank, unit, span, lists, count, start, part, dk_part, dv_part, dq_part = workspaces(
-        device,
-        block=(units, i32),
-        rank=(units, i32),
-        unit=(units, i32),
-        span=(units, i32) if g.source == RANGES else None,
-        lists=(listed + counts, i32),
-        count=(blocks, i32),
-        start=(blocks, i32),
-        part=(blocks, i32),
-        dk_part=(heads * w.several * size * g.D, f32),
-        dv_part=(heads * w.several * size * g.Dv, f32),
-        dq_part=None if dq is None else (units * g.G * g.D, given[0].dtype),
+    w, tile, g = how.windows, how.tile, launch.shape
+    here, size, f32 = w.heads, how.sizes["size"], torch.float32
+    dk_part, dv_part, dq_part = workspaces(
+        launch.device,
+        dk_part=(here * w.several * size * g.D, f32),
+        dv_part=(here * w.several * size * g.Dv, f32),
+        dq_part=None if dq is None else (w.window * here * w.slots * g.G * g.D, given[0].dtype),
     )
-    counted = lists.behind(listed)
     sum_rows = how.kernels["sum"].constexprs["BLOCK_N"]
     gathered = how.kernels["gather"].constexprs["HEADS"]
     some = "" if served is None else "_some"
-    for head0, first in itertools.product(range(0, g.HKV, heads), range(0, g.tokens, w.window)):
-        now = min(w.window, g.tokens - first)
-        strips = -(-now // w.strip)
-        about_window = {"head0": head0, "first": first, "now": now, "strips": strips, "mark": mark}
-        run = partial(_run, launch, how.kernels, how.sizes | about_window)
-        lists.zero_()
-        run(f"order{some}", (strips, heads, 1), (*index, served, block, span, rank, counted))
-        run("strip", (-(-w.blocks // STRIPPED), heads, 1), (counted, count))
-        run("scan", (heads, 1, 1), (count, start, lists, part, None))
-        run("scatter", (-(-now * row // ELEMENTS), 1, 1), (block, rank, start, counted, unit))
-        run(
-            "dkdv", (w.work, heads, -(-size // tile.BLOCK_N)),
-            (*given, *sums, dk_part, dv_part, dq_part, *index, span, unit, count, start, part, lists), scale,
-        )  # fmt: skip
-        run(
-            "sum", (w.blocks, heads, -(-size // sum_rows)),
-            (dk_part, dv_part, *sums, unit, count, start, part, *index[2:]),
-        )  # fmt: skip
-        if dq_part is not None:
-            run(f"gather{some}", (now * heads, -(-g.G // gathered), 1), (dq_part, block, served, dq))
-
-
-def _run(
-    launch: Launch, kernels: dict[str, Variant], sizes: dict[str, int], name: str, grid: tuple[int, int, int],
-    tensors: tuple[Tensor | None, ...], *more: float,
-) -> None:  # fmt: skip
-    """Launch one of ``kernels`` with the sizes that `NUMBERS` names for it."""
-    numbers = NUMBERS[name.removesuffix("_some")](sizes)
-    kernels[name].launch(grid, launch.device, tensors, (*numbers, *more), launch.narrow)
+    for at in windows:
+        for first in range(max(head, at.head0), min(head + g.HKV, at.head0 + at.heads), here):
+            of_heads = {"heads": at.heads, "head0": first - head, "list0": first - at.head0, "served0": first}
+            run = partial(launch.run, how.kernels, how.sizes | of_heads | {"here": here, "first": at.first})
+            run(
+                "dkdv", (w.work, here, -(-size // tile.BLOCK_N)),
+                (
+                    *given, *sums, dk_part, dv_part, dq_part, *index, at.span, at.unit, at.count, at.start, at.part,
+                    at.work,
+                ),
+                scale,
+            )  # fmt: skip
+            run(
+                "sum", (w.blocks, here, -(-size // sum_rows)),
+                (dk_part, dv_part, *sums, at.unit, at.count, at.start, at.part, *index[2:]),
+            )  # fmt: skip
+            if dq_part is not None:
+                grid = (at.now * here, -(-g.G // gathered), 1)
+                run(f"gather{some}", grid, (dq_part, at.block, served, dq))

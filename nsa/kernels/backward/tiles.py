@@ -218,9 +218,7 @@ def windows(
         )
     heads = heads_at_once(HKV, tokens, most, HEAD_BYTES // (G * (D + Dv) * itemsize))
     window = even(tokens, most(heads))
-    strip = STRIP
-    while strip < window and -(-window // strip) * heads > min(STRIPS, STRIP_BYTES // (4 * max(blocks, 1))):
-        strip *= 2
+    strip = strip_of(window, heads, blocks)
     counted = -(-window // strip) * heads * blocks * 4
     if counted > MOST_COUNT_BYTES:
         raise DoesNotFit(
@@ -230,3 +228,11 @@ def windows(
     units = window * slots
     work = -(-units // share) + min(blocks, units)
     return Windows(slots, bits, blocks, heads, window, work, max(1, 2 * units // share), strip)
+
+
+def strip_of(window: int, heads: int, blocks: int) -> int:
+    """Tokens of a strip, if the units of so many KV heads are listed at once."""
+    strip = STRIP
+    while strip < window and -(-window // strip) * heads > min(STRIPS, STRIP_BYTES // (4 * max(blocks, 1))):
+        strip *= 2
+    return strip
