@@ -1,5 +1,7 @@
 """The backward kernels on some KV heads of a larger call: equal bit by bit to the call of all heads."""
 
+import collections
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from nsa.call import Call
 from nsa.distributed import passes
 from nsa.distributed.shards import Layout
 from nsa.kernels.backward import tiles
+from nsa.kernels.shared.launch import Variant
 
 SHAPES = {
     # dtype, G, HKV, selected blocks of two, ranges, unions
@@ -20,24 +23,28 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_heads_in_turn(draw, device, fresh_plans, name):
-    dtype, G, HKV, blocks, ranges, unions = SHAPES[name]
-    q, k, v = draw(S=16, S_kv=16, HKV=HKV, G=G, Dv=32, dtype=dtype)
-    do, dlse = torch.randn_like(q[..., :1].expand(*q.shape[:-1], 32)), torch.randn(q.shape[:-1], device=device)
-    listed = torch.tensor(blocks or [1, 0], device=device).expand(1, 16, HKV, 2).contiguous()
-    selection = {"block_indices": listed, "block_size": 8}
-    if ranges:
-        selection = {"ranges": nsa.ranges_from_blocks(listed, 8), "max_selected": 16}
-    with nsa.configure(sel_triton_min_L=0), nsa.kernels.pinned(backward_unions=tiles.Unions(rows=0)):
+@pytest.fixture
+def in_turn(draw, device, fresh_plans):
+    """`in_turn(name, at_once)`: gradients of a shape by groups of heads, those of the call of all heads, and the launch
+    of the last group."""
+
+    def run(name, at_once):
+        dtype, G, HKV, blocks, ranges, unions = SHAPES[name]
+        q, k, v = draw(S=16, S_kv=16, HKV=HKV, G=G, Dv=32, dtype=dtype)
+        do, dlse = torch.randn_like(q[..., :1].expand(*q.shape[:-1], 32)), torch.randn(q.shape[:-1], device=device)
+        listed = torch.tensor(blocks or [1, 0], device=device).expand(1, 16, HKV, 2).contiguous()
+        selection = {"block_indices": listed, "block_size": 8}
+        if ranges:
+            selection = {"ranges": nsa.ranges_from_blocks(listed, 8), "max_selected": 16}
         call = Call(q, k, v, **selection, backend="triton", settings=settings.get(), return_lse=True)
         planned = routing.plan(call)
         o, lse = dispatch.run(planned, call)
         want = backward.backward(planned, call, do, dlse, o, lse)
-        s = passes.Sharded(call, None, Layout("contiguous", (16,)), passes.groups(HKV, 2), "none")
+        s = passes.Sharded(call, None, Layout("contiguous", (16,)), passes.groups(HKV, at_once), "none")
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         kernels = passes.Kernels(s, do, dlse, o, lse, dq)
-        for heads in s.heads:
+        launched.clear()
+        for heads in s.heads[::-1]:
             kv = torch.cat((k, v), -1)[:, :, slice(*heads)].contiguous()
             part = s.part(heads, kv)
             sums = kernels.serve(part, heads)
@@ -45,9 +52,53 @@ def test_heads_in_turn(draw, device, fresh_plans, name):
             for whole, some in zip((dk, dv), sums, strict=True):
                 whole[:, :, slice(*heads)] = some
         launch = routing.plan(part).backward_launches[HKV][1]
-    assert (launch.unions is not None) == unions
-    for got, exact in zip((dq, dk, dv), want, strict=True):
-        assert torch.equal(got, exact)
+        assert (launch.unions is not None) == unions
+        return (dq, dk, dv), want, launch
+
+    launched = []
+    real = Variant.launch
+
+    def count(self, *given):
+        launched.append(self.kernel.fn.__name__)
+        return real(self, *given)
+
+    run.launched = launched
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        nsa.configure(sel_triton_min_L=0),
+        nsa.kernels.pinned(backward_unions=tiles.Unions(rows=0)),
+    ):
+        patch.setattr(Variant, "launch", count)
+        yield run
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("name", SHAPES)
+def test_heads_in_turn(in_turn, name, at_once):
+    got, want, _ = in_turn(name, at_once)
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("room", ["all", "two heads", "none", "windows"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_lists_are_made_for_many_heads_at_once(in_turn, monkeypatch, name, room):
+    """For all groups of one head in turn, or for as many as there is room for; equal bit by bit."""
+    if room == "windows":  # of 8 tokens
+        monkeypatch.setattr(tiles, "even", lambda tokens, most: 8)
+    HKV = SHAPES[name][2]
+    heads = {"all": HKV, "two heads": 2, "none": 1, "windows": HKV}[room]
+    if heads < HKV:
+        *_, launch = in_turn(name, 1)
+        monkeypatch.setattr(passes, "LISTS_BYTES", launch.list_bytes * heads if room == "two heads" else 0)
+    got, want, launch = in_turn(name, 1)
+    assert all(map(torch.equal, got, want))
+    times, windows = -(-HKV // heads), 2 if room == "windows" else 1
+    counted = collections.Counter(in_turn.launched)
+    lists = times * windows * (1 if launch.unions is None else 2)
+    for kernel in ("_order_kernel", "_strip_kernel", "_scan_kernel", "_scatter_kernel"):
+        assert counted[kernel] == lists
+    assert counted["_list_kernel"] == (0 if launch.unions is None else times)
+    assert counted["_dkdv_kernel"] == HKV * lists // times
 
 
 def test_groups_have_every_head_once():
