@@ -188,7 +188,7 @@ class Kernels:
         self, s: Sharded, do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, dq: Tensor | None
     ) -> None:
         self.s, self.outputs, self.dq = s, (do, dlse, o, lse), dq
-        self.shared: tuple[Tensor, Tensor, tuple[Tensor, Tensor]] | None = None  # dO, row statistics, sums
+        self.shared: tuple[Tensor, Tensor] | None = None  # dO and the statistics of rows
         self.listed: tuple[Any, Heads, Any] | None = None  # a launch, and the lists of some heads for it
 
     def serve(self, part: Call, heads: Heads) -> tuple[Tensor, Tensor] | None:
@@ -204,12 +204,12 @@ class Kernels:
         if failures.cause_of(key) is not None:
             return None
         try:
-            do, stats, sums = self.shared or self._share(kernel, launch)
-            here = tuple(x[..., heads[0] :, :] for x in sums)
+            do, stats = self.shared or self._share(kernel, launch)
+            dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (part.k, part.v))
             do, dq = (of_heads(x, heads, HKV) for x in (do, self.dq))
             first, lists = self._lists(kernel, launch, heads)
             kernel.add(
-                launch, part, do, stats[heads[0] * shape.G :], dq, here, gradients.ROUTE, lists, heads[0] - first
+                launch, part, do, stats[heads[0] * shape.G :], dq, (dk, dv), gradients.ROUTE, lists, heads[0] - first
             )
         except (DoesNotFit, Untried):  # untried kernels are admitted by the ordinary way, which comes instead
             return None
@@ -218,7 +218,6 @@ class Kernels:
             return None
         failures.works(key)
         calls[0] += 1
-        dk, dv = (x[..., slice(*heads), :] for x in sums)
         return dk, dv
 
     def _lists(self, kernel: Any, launch: Any, heads: Heads) -> tuple[int, Any]:
@@ -239,17 +238,12 @@ class Kernels:
         self.listed = launch, (first, last), lists
         return first, lists
 
-    def _share(self, kernel: Any, launch: Any) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    def _share(self, kernel: Any, launch: Any) -> tuple[Tensor, Tensor]:
         """What the groups of heads have in common."""
-        (do, dlse, o, lse), call = self.outputs, self.s.call
+        do, dlse, o, lse = self.outputs
         do = torch.zeros_like(o) if do is None else do.contiguous()
         stats = kernel.statistics(launch, do, None if dlse is None else dlse.contiguous(), o, lse)
-        sums = []
-        for x in (call.k, call.v):
-            shape = [*x.shape]
-            shape[self.s.axis] = self.s.keys.total
-            sums.append(x.new_zeros(shape, dtype=torch.float32))
-        self.shared = do, stats, (sums[0], sums[1])
+        self.shared = do, stats
         return self.shared
 
 
@@ -300,11 +294,11 @@ class Returning:
         for total, parcel in zip(self.sums, parcels, strict=False):
             parts = collectives.wait_tensor(parcel)
             mine = total[..., slice(*heads), :]
-            parts = parts.view(self.s.group.size(), *mine.shape)
-            added = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
-            for part in parts[1:]:
-                added += part
-            mine.copy_(added)
+            *first, last = parts.view(self.s.group.size(), *mine.shape)
+            added = first[0]
+            for part in first[1:]:
+                added = torch.add(added.to(torch.promote_types(part.dtype, torch.float32)), part)
+            torch.add(added, last, out=mine)  # computed in fp32, too, and rounded once
 
     def finish(self) -> None:
         """Take in the last group."""

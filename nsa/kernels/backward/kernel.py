@@ -16,7 +16,7 @@ from nsa.kernels.shared.sequences import BATCH, causal_end, find_sequence, seque
 from nsa.kernels.shared.spans import RANGES, TILED, clamp_span, key_positions, load_spans, tile_start
 
 RUNTIME = "rows B S S_kv HKV heads head0 n size slots blocks first tokens window work slot_bits share several".split()
-RUNTIME += "here list0 served0".split()
+RUNTIME += "sum_heads here list0 served0".split()
 RUNTIME += [f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split()]
 
 
@@ -107,13 +107,13 @@ def _dq_kernel(
 def _dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr, dq_part_ptr, sel_ptr, pos_ptr,
     cu_q_ptr, cu_k_ptr, span_ptr, unit_ptr, count_ptr, start_ptr, part_ptr, work_ptr,
-    B, S, S_kv, HKV, heads, head0, list0, n, size, slots, blocks, first, tokens, window, work, slot_bits, several,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, scale,
+    B, S, S_kv, HKV, sum_heads, heads, head0, list0, n, size, slots, blocks, first, tokens, window, work, slot_bits,
+    several, stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, scale,
     G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, SOURCE: tl.constexpr, LAYOUT: tl.constexpr,
     CAUSAL: tl.constexpr, STRIDE_UNIT: tl.constexpr, INPUT_PRECISION: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Add one window's units to dK and dV ``[keys, HKV, D | Dv]`` fp32, and write their parts of dQ if ``dq_part_ptr``.
+    """Add one window's units to dK and dV ``[keys, sum_heads, D | Dv]`` fp32; with ``dq_part_ptr`` write parts of dQ.
 
     A program takes one share, as in the forward pass, and ``BLOCK_N`` keys of its block. If the block has one share,
     the program adds to dK and dV. If the block has several, each program writes a partial sum ``[here, several, size,
@@ -235,7 +235,7 @@ def _dkdv_kernel(
         tl.store(dk_part_ptr + at_key[:, None] * D + d[None, :], dk_sum, mask=dk_mask)
         tl.store(dv_part_ptr + at_key[:, None] * Dv + dv[None, :], dv_sum, mask=dv_mask)
     else:
-        at_key = (row0 + key) * HKV + head_kv
+        at_key = (row0 + key) * sum_heads + head_kv
         dk_ptrs = dk_ptr + at_key[:, None] * D + d[None, :]
         tl.store(dk_ptrs, tl.load(dk_ptrs, mask=dk_mask, other=0.0) + dk_sum, mask=dk_mask)
         dv_ptrs = dv_ptr + at_key[:, None] * Dv + dv[None, :]
@@ -245,7 +245,7 @@ def _dkdv_kernel(
 @triton.jit(do_not_specialize=RUNTIME)
 def _sum_kernel(
     dk_part_ptr, dv_part_ptr, dk_ptr, dv_ptr, unit_ptr, count_ptr, start_ptr, part_ptr, cu_q_ptr, cu_k_ptr,
-    B, S_kv, HKV, head0, list0, size, slots, blocks, first, window, slot_bits, several,
+    B, S_kv, sum_heads, head0, list0, size, slots, blocks, first, window, slot_bits, several,
     D: tl.constexpr, Dv: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -275,7 +275,7 @@ def _sum_kernel(
     dv = tl.arange(0, BLOCK_DV)
     dk_mask = inside[:, None] & (d[None, :] < D)
     dv_mask = inside[:, None] & (dv[None, :] < Dv)
-    at_key = (row0 + key) * HKV + head_kv
+    at_key = (row0 + key) * sum_heads + head_kv
     dk_ptrs = dk_ptr + at_key[:, None] * D + d[None, :]
     dv_ptrs = dv_ptr + at_key[:, None] * Dv + dv[None, :]
     dk_sum = tl.load(dk_ptrs, mask=dk_mask, other=0.0)

@@ -43,7 +43,7 @@ GATHERED = 16  # query heads of a program that adds parts of dQ; fewer programs 
 SUM_ROWS = 16  # keys of a program that adds partial sums
 PIPELINES = TRITON >= (3, 3)  # Triton 3.1 cannot pipeline loads whose addresses were loaded, too
 STRIDES = " ".join(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split())
-SHARES = "window work slot_bits several"
+SHARES = "slots blocks first tokens window work slot_bits several"
 NUMBERS: dict[str, Any] = {  # a kernel's ints at run time, picked from their names' values, in the kernel's order
     name: itemgetter(*names.split())
     for name, names in {
@@ -54,8 +54,8 @@ NUMBERS: dict[str, Any] = {  # a kernel's ints at run time, picked from their na
         "strip": "heads blocks strips",
         "scan": "B blocks work",
         "scatter": "heads slots blocks now window strip slot_bits",
-        "dkdv": f"B S S_kv HKV heads head0 list0 n size slots blocks first tokens {SHARES} {STRIDES}",
-        "sum": "B S_kv HKV head0 list0 size slots blocks first window slot_bits several",
+        "dkdv": f"B S S_kv HKV sum_heads heads head0 list0 n size {SHARES} {STRIDES}",
+        "sum": "B S_kv sum_heads head0 list0 size slots blocks first window slot_bits several",
         "gather": "HKV heads here head0 list0 served0 slots first",
     }.items()
 }
@@ -147,7 +147,7 @@ def plan(call: Call, shape: Shape | None = None, within: int | None = None) -> L
     capability, _ = gpu.limits(device)
     HKV = within or g.HKV
     sizes = {"B": g.B, "S": g.S, "S_kv": g.S_kv, "HKV": HKV, "n": g.n, "size": size, "tokens": g.tokens}
-    sizes |= {"rows": g.tokens * G * HKV} | dict(zip(STRIDES.split(), g.strides, strict=True))
+    sizes |= {"sum_heads": g.HKV, "rows": g.tokens * G * HKV} | dict(zip(STRIDES.split(), g.strides, strict=True))
     dq_bytes = backward_tiles.DQ_BYTES * max(2 * g.HKV, HKV) // (2 * HKV) if within else backward_tiles.DQ_BYTES
     shared = {"G": G, "D": D, "Dv": Dv, "LAYOUT": g.layout, "CAUSAL": call.causal, "STRIDE_UNIT": g.unit}
     shared |= {"INPUT_PRECISION": "ieee"}
@@ -319,8 +319,8 @@ def add(
 ) -> None:  # fmt: skip
     """Write dQ, and add to dK and dV; None for gradients that are not needed.
 
-    The call may have some KV heads of a larger one (``within`` of :func:`plan`). Then the selection, ``do``, ``stats``,
-    ``dq`` and ``sums`` are views of the larger call's tensors, which are contiguous, from the first of these heads on.
+    The call may have some KV heads of a larger one (``within`` of :func:`plan`). Then the selection, ``do``, ``stats``
+    and ``dq`` are views of the larger call's tensors, which are contiguous, from the first of these heads on.
 
     Args:
         stats: of :func:`statistics`.
