@@ -1,7 +1,7 @@
-"""Lists of a backward pass: all that the selection alone decides, so that a launch can precede the keys.
+"""Lists of a backward pass: which tiles read unions, and which rows selected each block.
 
-Which tiles read unions, and which rows selected a block, block by block. The kernels are in ``union/kernel.py`` and
-``shared/inverse_index.py``.
+The selection alone decides them, so they can be made before keys are there, and for more KV heads than have keys. The
+kernels are in ``union/kernel.py`` and ``shared/inverse_index.py``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ Index = tuple[Tensor | None, ...]
 
 
 class Lists(NamedTuple):
-    """All that the selection alone decides: which tiles read unions, and which rows selected a block.
-
-    Of some KV heads, from the first of the selection on. `tiles` come first, because they set `served`.
-    """
+    """The lists of some KV heads, from the first of the selection on. ``tiles`` set ``served``, so they come first."""
 
     tiles: Iterable[Tiles]
     served: Tensor | None  # [tokens, HKV] int32: 1 for rows of tiles that read unions, else 0
@@ -77,7 +74,8 @@ def make(launch: Launch, index: Index, heads: int, parts: bool = True, keep: boo
     tiles: Iterable[Tiles] = ()
     served = None
     if unions is not None:
-        (served,) = workspaces(launch.device, served=(launch.shape.tokens * unions.sizes["HKV"], torch.int32))
+        room = launch.shape.tokens * unions.sizes["HKV"], torch.int32
+        (served,) = workspaces(launch.device, served=room)  # used after the lists of unions are freed
         tiles, ways = _tiles(launch, index, unions, heads, served, keep), ((launch.alone, 1), *ways)
     passes = ((how, _windows(launch, index, how, heads, served, mark, keep)) for how, mark in ways)
     if not keep:

@@ -3,7 +3,7 @@
 dQ is computed in one of three ways: from parts, which the kernel of dK and dV writes for each block of a row; row by
 row; or tile by tile from the union of the blocks of neighbouring tokens. If both unions and parts serve a call, blocks
 are listed once for the rows of each. Rows with unions need no parts, and a launch that writes none is faster. All lists
-follow from the selection, so a call whose KV heads come one after the other has them made once for all (`lists`).
+follow from the selection, so they can be made for KV heads whose keys are not there yet (``lists.py``).
 
 The host does not wait for the device: grids follow from shapes. There are no float atomics, and every sum has a fixed
 order, so gradients are equal bit by bit from run to run. Tokens are processed in windows, which bounds the workspace.
@@ -123,9 +123,9 @@ class Launch(NamedTuple):
 
     def run(
         self, kernels: dict[str, Variant], sizes: dict[str, int], name: str, grid: tuple[int, int, int],
-        tensors: tuple[Any, ...], *more: float,
+        tensors: tuple[Tensor | None, ...], *more: float,
     ) -> None:  # fmt: skip
-        """Launch one of ``kernels``, with those of ``sizes`` that it takes."""
+        """Launch one of ``kernels`` with the sizes that `NUMBERS` names for it."""
         numbers = NUMBERS[name.removesuffix("_some")](sizes)
         kernels[name].launch(grid, self.device, tensors, (*numbers, *more), self.narrow)
 
@@ -326,7 +326,7 @@ def add(
         stats: of :func:`statistics`.
         sums: dK and dV ``[keys, HKV, D | Dv]`` fp32.
         route: as of :func:`backward`.
-        made: lists of more KV heads, if they were made before; both gradients are needed.
+        made: the :func:`lists` of these and other KV heads, if they were made before. ``dq`` and ``sums`` are given.
         head: number of the call's first KV head in ``made``.
     """
     launches[route] += 1
@@ -370,8 +370,8 @@ class _Inputs(NamedTuple):
     scale: float
 
 
-def _by_unions(x: _Inputs, made: Lists, dq: Tensor, head: int) -> Tensor | None:
-    """Write dQ of tiles whose union is worth reading. Returns which rows these are."""
+def _by_unions(x: _Inputs, made: Lists, dq: Tensor, head: int) -> None:
+    """Write dQ of tiles whose union is worth reading."""
     launch, given, index, scale = x
     unions = launch.unions
     assert unions is not None
@@ -379,7 +379,6 @@ def _by_unions(x: _Inputs, made: Lists, dq: Tensor, head: int) -> Tensor | None:
         sizes = unions.sizes | {"list0": head, "first": at.first, "tiles": at.tiles}
         tensors = (*given, dq, *index[1:], at.lists, at.count)
         launch.run(unions.kernels, sizes, "union_dq", (at.tiles * launch.shape.HKV, 1, 1), tensors, scale)
-    return made.served
 
 
 def _by_blocks(

@@ -108,7 +108,7 @@ class Backward:
 
     def __init__(self, pin, monkeypatch):
         self.pin, self.seen, real = pin, [], backward._by_unions
-        monkeypatch.setattr(backward, "_by_unions", lambda *given: self.seen.append(real(*given)) or self.seen[-1])
+        monkeypatch.setattr(backward, "_by_unions", lambda *given: real(*given) or self.seen.append(given[1].served))
 
     def worth(self, worth, queries=0):
         self.pin(backward_unions=backward_tiles.Unions(queries, 4, worth))
