@@ -33,7 +33,8 @@ def _sum_over_union(
     coming = tl.load(list_ptr)
     mask = (coming >> 32).to(tl.int32)
     begin = coming.to(tl.int32) * size
-    for step in range(0, blocks):
+    # Not pipelined if FINITE, so that the rare loop costs the usual one no registers.
+    for step in tl.range(0, blocks, num_stages=1 if FINITE else None):
         stop = tl.minimum(farthest - begin, size)
         chosen = tl.where(((mask >> (r // HEADS)) & 1) != 0, tl.minimum(limit - begin, size), 0)
         seen = keys[None, :] < chosen[:, None]  # [TOKENS * HEADS, BLOCK_N]
