@@ -84,7 +84,9 @@ def _gathered(
     for heads, following in zip(waiting, [*waiting[1:], None], strict=True):
         arriving = coming
         coming = None if following is None else _start(s, following, kept)
-        yield heads, kept.pop(heads) if arriving is None else _arrived(s, arriving)
+        kv = kept.pop(heads) if arriving is None else _arrived(s, arriving)
+        arriving = None  # the kernels need its memory
+        yield heads, kv
 
 
 def _start(s: Sharded, heads: Heads, kept: dict[Heads, Tensor]) -> Tensor | None:
@@ -162,6 +164,7 @@ def backward(
             sums = None if kernels is None else kernels.serve(part, heads)
             if sums is not None:
                 returning.send(heads, *sums)
+                del sums  # the next group needs its memory
                 continue
             part_do = None if do is None else of_heads(do, heads, HKV)
             part_dlse = None if dlse is None else of_heads(dlse, heads, HKV, -1)

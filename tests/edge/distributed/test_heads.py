@@ -1,6 +1,8 @@
 """The backward kernels on some KV heads of a larger call: equal bit by bit to the call of all heads."""
 
 import collections
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,8 +30,9 @@ def in_turn(draw, device, fresh_plans):
     """`in_turn(name, at_once)`: gradients of a shape by groups of heads, those of the call of all heads, and the launch
     of the last group."""
 
-    def run(name, at_once):
-        dtype, G, HKV, blocks, ranges, unions = SHAPES[name]
+    def step(name):
+        """A call, gradients of its outputs, and these."""
+        dtype, G, HKV, blocks, ranges, _ = SHAPES[name]
         q, k, v = draw(S=16, S_kv=16, HKV=HKV, G=G, Dv=32, dtype=dtype)
         do, dlse = torch.randn_like(q[..., :1].expand(*q.shape[:-1], 32)), torch.randn(q.shape[:-1], device=device)
         listed = torch.tensor(blocks or [1, 0], device=device).expand(1, 16, HKV, 2).contiguous()
@@ -37,12 +40,14 @@ def in_turn(draw, device, fresh_plans):
         if ranges:
             selection = {"ranges": nsa.ranges_from_blocks(listed, 8), "max_selected": 16}
         call = Call(q, k, v, **selection, backend="triton", settings=settings.get(), return_lse=True)
-        planned = routing.plan(call)
-        o, lse = dispatch.run(planned, call)
-        want = backward.backward(planned, call, do, dlse, o, lse)
+        return call, do, dlse, *dispatch.run(routing.plan(call), call)
+
+    def run(name, at_once):
+        call, *given = step(name)
+        want, (q, k, v), HKV = backward.backward(routing.plan(call), call, *given), call[:3], SHAPES[name][2]
         s = passes.Sharded(call, None, Layout("contiguous", (16,)), passes.groups(HKV, at_once), "none")
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        kernels = passes.Kernels(s, do, dlse, o, lse, dq)
+        kernels = passes.Kernels(s, *given, dq)
         launched.clear()
         for heads in s.heads[::-1]:
             kv = torch.cat((k, v), -1)[:, :, slice(*heads)].contiguous()
@@ -52,7 +57,7 @@ def in_turn(draw, device, fresh_plans):
             for whole, some in zip((dk, dv), sums, strict=True):
                 whole[:, :, slice(*heads)] = some
         launch = routing.plan(part).backward_launches[HKV][1]
-        assert (launch.unions is not None) == unions
+        assert (launch.unions is not None) == SHAPES[name][-1]
         return (dq, dk, dv), want, launch
 
     launched = []
@@ -62,7 +67,7 @@ def in_turn(draw, device, fresh_plans):
         launched.append(self.kernel.fn.__name__)
         return real(self, *given)
 
-    run.launched = launched
+    run.launched, run.step = launched, step
     with (
         pytest.MonkeyPatch.context() as patch,
         nsa.configure(sel_triton_min_L=0),
@@ -99,6 +104,38 @@ def test_lists_are_made_for_many_heads_at_once(in_turn, monkeypatch, name, room)
         assert counted[kernel] == lists
     assert counted["_list_kernel"] == (0 if launch.unions is None else times)
     assert counted["_dkdv_kernel"] == HKV * lists // times
+
+
+def test_memory_of_a_group_is_free_while_the_next_is_computed(in_turn, monkeypatch):
+    """Of what ranks gathered, only the next group's parts live beside K and V of this one; sums are of one group."""
+    parts, sums, steps = [], [], []
+
+    def keep(found, x):
+        found.append(weakref.ref(x))
+        return x
+
+    def living(found):
+        return sum(x() is not None for x in found)
+
+    stand_in = SimpleNamespace(
+        all_gather_into_tensor=lambda shard, *_: keep(parts, shard.repeat(2, *[1] * (shard.dim() - 1))),
+        all_to_all_single=lambda x, *_: x.clone(),
+        wait_tensor=lambda x: x,
+    )
+    monkeypatch.setattr(passes, "collectives", stand_in)
+    real = passes.Kernels.serve
+
+    def serve(self, part, heads):
+        steps.append((living(parts), living(sums)))
+        return tuple(keep(sums, x) for x in real(self, part, heads))
+
+    call, do, dlse, o, lse = in_turn.step("parts")
+    call = call._replace(k=call.k[:, :8], v=call.v[:, :8])
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0, group_name="")
+    s = passes.Sharded(call, group, Layout("zigzag", (8, 8)), passes.groups(3, 1), "none")
+    monkeypatch.setattr(passes.Kernels, "serve", serve)
+    passes.backward(s, {}, do, dlse, o, lse, (True, True, True))
+    assert steps == [(1, 0), (1, 0), (0, 0)]
 
 
 def test_groups_have_every_head_once():
