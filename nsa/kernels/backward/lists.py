@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa.kernels.backward import tiles as backward_tiles
-from nsa.kernels.shared.launch import Size, workspaces
+from nsa.kernels.shared.launch import workspaces
 from nsa.kernels.shared.shape import RANGES
 
 if TYPE_CHECKING:
@@ -114,39 +114,40 @@ def _windows(
     if keep:
         heads, strip = total, backward_tiles.strip_of(w.window, total, w.blocks)
     row, blocks, parts = heads * w.slots, heads * w.blocks, how is launch.parts
-    units, listed = w.window * row, -(-3 * heads * w.work // 4) * 4
+    units, listed = (w.window * row, i32), -(-3 * heads * w.work // 4) * 4
     counts = -(-w.window // strip) * blocks
-    own: dict[str, Size] = {
-        "span": (units, i32) if launch.shape.source == RANGES else None,
-        "unit": (units, i32),
-        "count": (blocks, i32),
-        "start": (blocks, i32),
-        "part": (blocks, i32),
-        "work": (listed, i32),  # block, first unit and number of units of shares
-    }
-    shared: dict[str, Size] = {"rank": (units, i32)}
-    (own if parts else shared)["block"] = (units, i32)
-    at: dict[str, Any] = {}
-    if keep:
-        shared["counted"] = (counts, i32)
-        at |= zip(shared, workspaces(device, **shared), strict=True)
-    else:  # one allocation, and the counts of strips behind the shares, so that one launch sets all to zero
-        own |= shared | {"work": (listed + counts, i32)}
+    unit = None
+    if keep:  # what outlives no window
+        rank, counted, shared = workspaces(
+            device, rank=units, counted=(counts, i32), block=None if parts else units
+        )  # fmt: skip
     order = "order" if served is None else "order_some"
     for head0, first in itertools.product(range(0, total, heads), range(0, tokens, w.window)):
         now = min(w.window, tokens - first)
         strips = -(-now // strip)
-        if keep or not at:
-            at |= zip(own, workspaces(device, **own), strict=True)
-        at["work"].zero_()
+        if keep or unit is None:
+            # Block, first unit and number of units of shares, and if they are not kept the counts of strips behind
+            # them, so that one launch sets all to zero.
+            block, span, unit, count, start, part, work, own = workspaces(
+                device,
+                block=units if parts or not keep else None,
+                span=units if launch.shape.source == RANGES else None,
+                unit=units,
+                count=(blocks, i32),
+                start=(blocks, i32),
+                part=(blocks, i32),
+                work=(listed if keep else listed + counts, i32),
+                rank=None if keep else units,
+            )
+            if not keep:
+                rank, counted = own, work.behind(listed)
+            elif block is None:
+                block = shared
+        work.zero_()
         if keep:
-            at["counted"].zero_()
-        else:
-            at["counted"] = at["work"].behind(listed)
-        block, span, rank, counted, unit = (at[name] for name in "block span rank counted unit".split())
-        count, start, part, work = (at[name] for name in "count start part work".split())
+            counted.zero_()
         sizes = {"heads": heads, "head0": head0, "first": first, "now": now, "strip": strip, "strips": strips}
-        run = partial(launch.run, how.kernels, how.sizes | sizes | {"mark": mark})
+        run = partial(launch.run, how.kernels, {**how.sizes, **sizes, "mark": mark})
         run(order, (strips, heads, 1), (*index, served, block, span, rank, counted))
         run("strip", (-(-w.blocks // STRIPPED), heads, 1), (counted, count))
         run("scan", (heads, 1, 1), (count, start, work, part, None))

@@ -401,7 +401,7 @@ def _by_blocks(
     for at in windows:
         for first in range(max(head, at.head0), min(head + g.HKV, at.head0 + at.heads), here):
             of_heads = {"heads": at.heads, "head0": first - head, "list0": first - at.head0, "served0": first}
-            run = partial(launch.run, how.kernels, how.sizes | of_heads | {"here": here, "first": at.first})
+            run = partial(launch.run, how.kernels, {**how.sizes, **of_heads, "here": here, "first": at.first})
             run(
                 "dkdv", (w.work, here, -(-size // tile.BLOCK_N)),
                 (
