@@ -38,7 +38,7 @@ class Lists(NamedTuple):
 class Tiles(NamedTuple):
     """The unions of some tiles, for all KV heads. Tensors are pieces of a workspace, as the list kernel writes them."""
 
-    first: int
+    first: int  # the number of the first tile
     tiles: int
     lists: Any
     count: Any
@@ -117,17 +117,15 @@ def _windows(
     units, listed = (w.window * row, i32), -(-3 * heads * w.work // 4) * 4
     counts = -(-w.window // strip) * blocks
     unit = None
-    if keep:  # what outlives no window
-        rank, counted, shared = workspaces(
-            device, rank=units, counted=(counts, i32), block=None if parts else units
-        )  # fmt: skip
+    if keep:  # windows share what is read only while a window is listed
+        rank, counted, shared = workspaces(device, rank=units, counted=(counts, i32), block=None if parts else units)
     order = "order" if served is None else "order_some"
     for head0, first in itertools.product(range(0, total, heads), range(0, tokens, w.window)):
         now = min(w.window, tokens - first)
         strips = -(-now // strip)
         if keep or unit is None:
-            # Block, first unit and number of units of shares, and if they are not kept the counts of strips behind
-            # them, so that one launch sets all to zero.
+            # `work` has block, first unit and number of units of shares. If lists are not kept, the counts of strips
+            # lie behind these, so that one launch sets all to zero.
             block, span, unit, count, start, part, work, own = workspaces(
                 device,
                 block=units if parts or not keep else None,
