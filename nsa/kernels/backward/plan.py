@@ -135,7 +135,7 @@ def plan(call: Call, shape: Shape | None = None, within: int | None = None) -> L
 
     Args:
         within: KV heads of the larger call of which ``call`` has some, see :func:`add`. The parts of dQ of few heads
-            take four fifths of `DQ_BYTES`: their windows are long with less, and each window launches all kernels.
+            take three quarters of `DQ_BYTES`: their windows are long with less, and each window launches all kernels.
 
     Raises:
         DoesNotFit: more keys or KV heads than the kernels count, or a workspace that is too large.
@@ -148,7 +148,7 @@ def plan(call: Call, shape: Shape | None = None, within: int | None = None) -> L
     HKV = within or g.HKV
     sizes = {"B": g.B, "S": g.S, "S_kv": g.S_kv, "HKV": HKV, "n": g.n, "size": size, "tokens": g.tokens}
     sizes |= {"sum_heads": g.HKV, "rows": g.tokens * G * HKV} | dict(zip(STRIDES.split(), g.strides, strict=True))
-    dq_bytes = backward_tiles.DQ_BYTES * max(5 * g.HKV, 4 * HKV) // (5 * HKV)
+    dq_bytes = backward_tiles.DQ_BYTES * max(4 * g.HKV, 3 * HKV) // (4 * HKV)
     shared = {"G": G, "D": D, "Dv": Dv, "LAYOUT": g.layout, "CAUSAL": call.causal, "STRIDE_UNIT": g.unit}
     shared |= {"INPUT_PRECISION": "ieee"}
     kinds = device, dtype, *call.dtypes()
