@@ -159,7 +159,7 @@ def kept(document: Mapping[str, Any]) -> str:
     """What a baseline keeps of a run, as JSON with a checksum.
 
     In place of samples it keeps their lower quartile, to the last bit, as the measured memory rate. Those are what the
-    gate reads. Other numbers are rounded to seven digits. Options of pytest-benchmark and verdicts are left out.
+    gate reads. Other numbers are rounded to five digits. Options of pytest-benchmark and verdicts are left out.
     """
     benchmarks = []
     for b in document["benchmarks"]:
@@ -179,7 +179,7 @@ def _rounded(x: Any) -> Any:
         return {name: _rounded(part) for name, part in x.items()}
     if isinstance(x, list):
         return [_rounded(part) for part in x]
-    return float(f"{x:.7g}") if isinstance(x, float) else x
+    return float(f"{x:.5g}") if isinstance(x, float) else x
 
 
 def _run(file: Path, arguments: Sequence[str], cwd: Path, number: int) -> Path:
