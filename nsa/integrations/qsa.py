@@ -56,7 +56,7 @@ def _prepare(
 
 @triton.jit(do_not_specialize=["rows", "HQ", "stride_t", "stride_h"])
 def _gate(out_ptr, gate_ptr, rows, HQ, stride_t, stride_h, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
-    """Multiply the rounded output ``[T, HQ, D]`` by the sigmoid of the gate, which is contiguous."""
+    """Multiply the rounded output ``[T, HQ, D]`` by the sigmoid of the contiguous gate."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
     mask = (row < rows)[:, None] & (d < D)[None, :]
@@ -104,5 +104,5 @@ def attend(call: Call, ids: Tensor, token_to_req: Tensor, v_scale: float, gate: 
     )  # fmt: skip
     ops.serve(call)
     _gate[(-(-T * HQ // ROWS),)](
-        out, gate, T * HQ, HQ, *out.stride()[:2], D=D, BLOCK_D=next_power_of_2(D), ROWS=ROWS, num_warps=4
+        out, gate.contiguous(), T * HQ, HQ, *out.stride()[:2], D=D, BLOCK_D=next_power_of_2(D), ROWS=ROWS, num_warps=4
     )

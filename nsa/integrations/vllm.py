@@ -134,12 +134,15 @@ def qsa_sparse_paged_attention(
         use_prefill_config: not read.
         out: where the result is written; None: a new tensor.
         k_scale, v_scale: numbers, for fp8 caches.
-        output_gate: contiguous, as many elements as ``q``. The rounded output is multiplied by its sigmoid.
+        output_gate: as many elements as ``q``. The rounded output is multiplied by its sigmoid.
 
     A call that our kernels cannot serve goes to vLLM's own function, and one line of the log says why.
 
     Returns:
         ``out``.
+
+    Raises:
+        ValueError: fewer rows of ``logical_indices`` or ``token_to_req`` than tokens, or a gate of another size.
     """
     name = "qsa_sparse_paged_attention"
     given = q, k_cache, v_cache, logical_indices, block_table, token_to_req, use_prefill_config, out, k_scale, v_scale
@@ -150,6 +153,11 @@ def qsa_sparse_paged_attention(
         why_not = f"logical_indices: expected 4 n columns, the last of them a count, got {width}"
     if k_cache.shape[1] % 4:
         why_not = f"k_cache: expected pages of whole blocks of 4 keys, got {k_cache.shape[1]} keys"
+    for what, tensor in (("logical_indices", logical_indices), ("token_to_req", token_to_req)):
+        if tensor.shape[0] < q.shape[0]:
+            raise ValueError(f"{what}: expected a row for each of {q.shape[0]} tokens, got {tensor.shape[0]}")
+    if output_gate.numel() != q.numel():
+        raise ValueError(f"output_gate: expected {q.numel()} elements, as many as q, got {output_gate.numel()}")
     result = torch.empty_like(q) if out is None else out
 
     def run() -> None:

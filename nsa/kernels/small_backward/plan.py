@@ -81,13 +81,14 @@ def plan(call: Call, shape: Shape) -> Launch:
     programs = tiles.PROGRAMS if pin is None or isinstance(pin, Exact) else pin.programs or tiles.PROGRAMS
     programs = max(1, min(programs, -(-tile.WINDOW * g.n * size // tile.BLOCK_N)))
     keys = tiles.keys_of(call, g)
-    sizes = g.B, g.S, g.S_kv, g.n, g.tokens, keys, *g.strides
+    steps = steps_of(call.block_indices, lists)
+    sizes = g.B, g.S, g.S_kv, g.n, g.tokens, keys, *g.strides, *(steps or ())
     branch = capability == 90 and dtype.itemsize == 2  # for `wgmma`
     long = zip((0, 3, 6), (g.S, g.S_kv, g.S_kv), strict=True)
     flat = g.layout != BATCH or g.B == 1 or all(g.strides[i] == length * g.strides[i + 1] for i, length in long)
     made = _kernels((device, dtype, *call.dtypes()), tile, call.causal, size, g.layout, branch, FLAT=flat, **heads)
     return Launch(
-        made, tile, device, g, keys, lists, steps_of(call.block_indices, lists), programs, max(sizes) <= INT32_MAX,
+        made, tile, device, g, keys, lists, steps, programs, max(sizes) <= INT32_MAX,
         1.0 / math.sqrt(g.D),
     )  # fmt: skip
 

@@ -139,10 +139,11 @@ def plan(call: Call, shape: Shape) -> Launch:
     grid = (programs, splits, 1)
     if tile is not None and together:
         grid = (programs, max(1, min(tile.TOKENS, choice.left * processors // max(programs, 1))), 1)
-    narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, g.tokens, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
+    steps = steps_of(selection, lists)
+    narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, g.tokens, *g.strides, g.pages, g.stride_tb, *(steps or ())) <= INT32_MAX
     more = (splits, None if tile is None else tuple(tile), alike, together)
     return Launch(
-        (of_rows[0], of_rows[1]), device, splits, grid, g, run, lists, steps_of(selection, lists), narrow,
+        (of_rows[0], of_rows[1]), device, splits, grid, g, run, lists, steps, narrow,
         1.0 / math.sqrt(g.D), alike, pairs, unions, Exact(tuple(rows), more),
     )  # fmt: skip
 

@@ -505,8 +505,10 @@ REFUSED_QSA = {
     "width": (lambda a: {"logical_indices": a["logical_indices"][:, 1:]}, "logical_indices: expected 4 n columns"),
     "page": (lambda a: {name: a[name][:, :6] for name in ("k_cache", "v_cache")}, "k_cache: expected pages of whole"),
     "bytes": (lambda a: {name: a[name].view(torch.uint8) for name in ("k_cache", "v_cache")}, "k_cache: expected"),
-    "heads": (lambda a: {"q": a["q"][:, :11]}, "heads: expected HQ = G * HKV"),
-}
+    "heads": (
+        lambda a: {"q": a["q"][:, :11], "output_gate": a["output_gate"][:, : 11 * D]}, "heads: expected HQ = G * HKV"
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "reason"), REFUSED_QSA.values(), ids=REFUSED_QSA)
@@ -519,6 +521,29 @@ def test_vllm_serves_qsa_where_we_cannot(device, fake, caplog, change, reason):
     assert len(module.calls) == 1
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert reason in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("logical_indices", "logical_indices: expected a row for each of 6 tokens, got 5"),
+        ("token_to_req", "token_to_req: expected a row for each of 6 tokens, got 5"),
+        ("output_gate", f"output_gate: expected {72 * D} elements, as many as q, got {60 * D}"),
+    ],
+)
+def test_qsa_reads_nothing_beyond_its_tensors(device, name, text):
+    arguments = qsa_step(device)[0]
+    arguments[name] = arguments[name][:-1]
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        vllm.qsa_sparse_paged_attention(**arguments)
+
+
+def test_a_gate_of_qsa_may_have_strides(device, monkeypatch):
+    monkeypatch.setattr(vllm, "_own", refuse)
+    arguments = qsa_step(device)[0]
+    want = vllm.qsa_sparse_paged_attention(**arguments).clone()
+    arguments["output_gate"] = arguments["output_gate"].t().contiguous().t()
+    assert torch.equal(vllm.qsa_sparse_paged_attention(**arguments), want)
 
 
 def test_qsa_is_put_in_place_and_restored(fake):

@@ -14,6 +14,7 @@ from nsa.kernels.shared import launch as launching
 from nsa.kernels.shared import sizes
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.shape import shape_of
+from nsa.kernels.small_backward import plan as small_backward
 from nsa.kernels.small_blocks import tiles
 from nsa.testing.judge.forward import cached_parity
 from nsa.testing.matrix import caches
@@ -195,3 +196,11 @@ def test_a_pinned_launch_repeats_itself(prompt, device):
         call._replace(settings=dataclasses.replace(call.settings, pins=pins)), shape_of(call), "small_blocks"
     )
     assert again.variants == launch.variants
+
+
+def test_strides_of_a_list_past_2_31_are_not_narrow(prompt):
+    """Such a list is part of a larger buffer. Its pages are never touched, so they take no memory."""
+    blocks = torch.empty_strided((1, 8, HKV, 2), (0, 2, 1 << 31, 1), dtype=torch.int32)
+    call = Call.of(*(x.cpu() for x in prompt()), block_indices=blocks, block_size=SIZE)
+    assert not OF_SCHEDULE["small_blocks"].plan(call, shape_of(call), "small_blocks").narrow
+    assert not small_backward.plan(call, shape_of(call)).narrow
