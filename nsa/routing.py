@@ -1,11 +1,11 @@
 """Chooses the implementation that serves a call, from metadata and settings. Nothing is read from the device.
 
 The families of kernels (`nsa/kernels/families.py`) are asked in turn whether they pay. Small blocks gathers many blocks
-of a few keys at a time. Query-major reads the selected
-keys anew for every query. Key-major reads a block once for all queries that selected it, and merges partial results
-afterwards, which is faster for small groups and many queries. Union reads a block once for a few neighbouring queries;
-the device decides for which of them, and key-major or query-major serves the others. In calls of key-major and union,
-query-major serves the steps of a ragged batch: its sequences of at most 8 queries.
+of a few keys at a time. Query-major reads the selected keys anew for every query. Key-major reads a block once for all
+queries that selected it, and merges partial results afterwards, which is faster for small groups and many queries.
+Union reads a block once for a few neighbouring queries; the device decides for which of them, and key-major or
+query-major serves the others. In calls of key-major and union, query-major serves the steps of a ragged batch: its
+sequences of at most 8 queries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from nsa import debug, gpu, overlap, settings
 from nsa.call import TENSORS, Call
-from nsa.kernels.families import BACKWARD, FAMILIES, OF_SCHEDULE
+from nsa.kernels.families import BACKWARD, FAMILIES, OF_SCHEDULE, SERVES_ALL
 from nsa.kernels.shared.errors import NO_MEMORY
 from nsa.kernels.shared.family import Family
 from nsa.kernels.shared.shape import E4M3, Shape
@@ -46,7 +46,7 @@ class Plan:
     sdpa_layout: str = "heads_as_queries"
     debug: bool = False  # `debug.wanted`
     unusual: bool = False  # `debug`, or the selection has one list for all KV heads
-    family: Family = FAMILIES[-1]  # of the kernel, for Triton routes
+    family: Family = SERVES_ALL  # of the kernel, for Triton routes
     rows: str = ""  # the kind of rows that query-major reads, `ranges` or `blocks`
     extents: overlap.Extents | None = None  # of the call's tensors, if it has `out`
     instead: Plan | None = None  # what runs before the fallback if this kernel is broken
@@ -145,9 +145,9 @@ def make_plan(call: Call) -> Plan:
     )  # fmt: skip
     plans: Plan | None = None
     family = OF_SCHEDULE[kernel]
-    for server in reversed(FAMILIES[FAMILIES.index(family) :]):
+    for server in reversed(FAMILIES[FAMILIES.index(family) :]):  # each plan has the next family's as its `instead`
         word = kernel if server is family else server.name
-        rows = ("ranges" if call.block_size is None else "blocks") if word == FAMILIES[-1].name else ""
+        rows = ("ranges" if call.block_size is None else "blocks") if word == SERVES_ALL.name else ""
         kind = rows or (f"{call.block_size}" if server.by_block_size else "")
         plans = replace(
             chosen, route=word, family=server, rows=rows, kernel=f"{word} {kind} {signature}", instead=plans
@@ -159,7 +159,7 @@ def make_plan(call: Call) -> Plan:
 def choose(call: Call, shape: Shape, device_name: str | None) -> tuple[str, str | None]:
     """The schedule of a call, and the reason if a measurement decided it.
 
-    Without a GPU (``device_name`` None) only the last family is taken unasked.
+    Without a GPU (``device_name`` None) only the family that serves every call is taken, unasked.
     """
     if call.schedule != "auto":
         return call.schedule, None
@@ -167,7 +167,7 @@ def choose(call: Call, shape: Shape, device_name: str | None) -> tuple[str, str 
         why = None if device_name is None else family.pays(call, shape, device_name)
         if why is not None:
             return family.name, why
-    return FAMILIES[-1].schedule(call), None
+    return SERVES_ALL.schedule(call), None
 
 
 def _device_facts(device: torch.device) -> tuple[str | None, str, str | None]:
@@ -196,7 +196,7 @@ def make_rows_plan(call: Call) -> Plan:
     why_not = obstacle(dtype, device, why_not_triton(device)) or _without_memory(call)
     if why_not is not None:
         raise RuntimeError(why_not)
-    route = "per_head" if call.schedule == "per_head" else FAMILIES[-1].name
+    route = "per_head" if call.schedule == "per_head" else SERVES_ALL.name
     return Plan(shape, route, "packed rows", True, extents=overlap.extents(call))
 
 

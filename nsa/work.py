@@ -109,7 +109,7 @@ def _key_major(job: Job) -> dict[str, float]:
     walks, reads = key_tiles.walks(job.queries, job.keys, False), int(tokens * job.n / max(blocks, 1.0))
     tile = key_tiles.select(CAPABILITY, 2, job.G, job.D, job.Dv, size, None, walks, job.e4m3, reads)
     width, units, loads = tile.BLOCK_D + tile.BLOCK_DV, tile.BLOCK_M // tile.HEADS, -(-size // tile.BLOCK_N)
-    walked = job.n * tile.walked // 16 / job.n  # the share of a row's blocks that the merge reads itself
+    walked = (job.n * tile.walked // 16) / job.n  # the share of a row's blocks that the merge reads itself
     entries = job.rows * job.mean_blocks * (1 - walked)
     steps, shares = (job.blocks_read + entries / of for of in (units, tile.share))
     programs = -(-job.G // tile.HEADS)  # of a share

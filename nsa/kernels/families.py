@@ -17,8 +17,10 @@ def _of(name: str) -> Family:
 
 
 FAMILIES = tuple(_of(name) for name in NAMES)
-"""Families of forward kernels, in the order in which routing asks them. If one is broken, those behind it are tried.
-The last one serves every call."""
+"""Families of forward kernels, in the order in which routing asks them. If one is broken, those behind it are tried."""
+
+SERVES_ALL = FAMILIES[-1]
+"""The family that serves every call."""
 
 BACKWARD = _of("backward")
 BACKWARDS = (_of("small_backward"), BACKWARD)

@@ -17,7 +17,7 @@ class KeyMajor(Family):
     schedules = ("key_major",)
 
     def pays(self, call: Call, shape: Shape, device_name: str) -> str | None:
-        return schedules.why(call, shape, device_name, self.name) if counts(call, shape) else None
+        return schedules.why(call, shape, device_name, self.name) if can_number(call, shape) else None
 
     def plan(self, call: Call, shape: Shape, schedule: str, skips: bool = False) -> Any:
         steps = QUERY_MAJOR.plan_steps(call, shape) if has_steps(call, shape) else None
@@ -27,9 +27,9 @@ class KeyMajor(Family):
 FAMILY = KeyMajor()
 
 
-def counts(call: Call, shape: Shape) -> bool:
+def can_number(call: Call, shape: Shape) -> bool:
     """Whether key-major's kernels can number the blocks of a call, so that `auto` may choose them."""
     if call.block_size is None:
         return False
     keys = shape.S_kv // max(shape.B, 1) if shape.packed else shape.S_kv
-    return tiles.counts(max(shape.B, 1), keys, shape.S_kv, shape.HKV, shape.n, call.block_size)
+    return tiles.can_number(max(shape.B, 1), keys, shape.S_kv, shape.HKV, shape.n, call.block_size)

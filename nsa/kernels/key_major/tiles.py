@@ -146,7 +146,7 @@ def count_bytes(heads: int, blocks: int) -> int:
     return 8 * heads * blocks
 
 
-def counts(sequences: int, S_kv: int, keys: int, HKV: int, n: int, block_size: int) -> bool:
+def can_number(sequences: int, S_kv: int, keys: int, HKV: int, n: int, block_size: int) -> bool:
     """Whether the kernels can number the blocks of a call, and list those of a row.
 
     ``S_kv`` is that of one sequence, or the mean of all. ``keys`` are those of the longest sequence, or of all if they

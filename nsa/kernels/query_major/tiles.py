@@ -1,8 +1,8 @@
 """Tile sizes and splits: pure functions of what the host knows of a call. Imports no Triton.
 
-A GPU that was swept (`pytest -m perf --nsa-sweep`) has a table in its file (`nsa/gpu.py`), whose nearest measured shape
-decides. Rules decide on all other GPUs, and on every GPU for many rows over blocks. Their numbers come from an H100 and
-from the shared memory of each architecture.
+A pin decides first (`nsa.kernels.pinned`). A GPU that was swept (`pytest -m perf --nsa-sweep`) has a table in its file
+(`nsa/gpu.py`), whose nearest measured shape decides next. Rules decide on all other GPUs, and on every GPU for many
+rows over blocks. Their numbers come from an H100 and from the shared memory of each architecture.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def tile_and_splits(
 
     Args:
         name: of the GPU, as CUDA spells it; None on the CPU. rows: (token, KV head) pairs.
-        choice: of a sweep; None for the GPU's table, then the rules.
+        choice: of a pin or a sweep; None for the GPU's table, then the rules.
         largest: most programs of a cluster; 0 without clusters.
         invariant: few rows are launched like many.
         block: the largest power of two that divides the keys of a block; 0 for spans. Tiles of 16 keys or more may lie
@@ -203,6 +203,7 @@ def tile_and_splits(
     tile = select(capability, itemsize, G, D, Dv, -(-bound // splits), spans, fill, per_head, pipelined, choice, taken)
     one_tile = tile.BLOCK_L * splits >= bound
     if blocks and not full and block <= 32 and tile.BLOCK_L > block and (itemsize == 1 or not one_tile):
+        # Few rows: their tiles lie in one block, too, and a row gets more splits in return.
         shares = splits if one_tile else min(2 * splits, MAX_SPLITS, max(splits, bound // LEAST_SHARE))
         warps = 4 if tile.BLOCK_G > 32 else max(block // 16, tile.BLOCK_G * tile.BLOCK_DV // SUMS)
         chosen = Choice(shares, -(-G // tile.HEADS), block, warps, 3, int(merged))

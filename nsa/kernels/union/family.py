@@ -7,7 +7,7 @@ from typing import Any
 from nsa import schedules
 from nsa.call import Call
 from nsa.kernels.key_major.family import FAMILY as KEY_MAJOR
-from nsa.kernels.key_major.family import counts
+from nsa.kernels.key_major.family import can_number
 from nsa.kernels.query_major.family import FAMILY as QUERY_MAJOR
 from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared.errors import DoesNotFit
@@ -32,7 +32,7 @@ class Union(Family):
         return None
 
     def pays(self, call: Call, shape: Shape, device_name: str) -> str | None:
-        if shape.G < LEAST_GROUP or self.why_not(call, shape) is not None or not counts(call, shape):
+        if shape.G < LEAST_GROUP or self.why_not(call, shape) is not None or not can_number(call, shape):
             return None
         g, size = shape, call.block_size
         assert size is not None

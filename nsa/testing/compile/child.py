@@ -101,10 +101,10 @@ def cover(variants: Sequence[frozenset[tuple[str, ...]]]) -> set[int]:
 
 
 def _call(point: Point) -> None:
-    from nsa.kernels.families import FAMILIES, OF_SCHEDULE, backward_of
+    from nsa.kernels.families import OF_SCHEDULE, SERVES_ALL, backward_of
     from nsa.kernels.shared.shape import shape_of
 
-    schedule = next((name for name in point.options if name in OF_SCHEDULE), FAMILIES[-1].name)
+    schedule = next((name for name in point.options if name in OF_SCHEDULE), SERVES_ALL.name)
     family = OF_SCHEDULE[schedule]
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[point.dtype]
     index = torch.int64 if "int64" in point.options else torch.int32
@@ -135,7 +135,7 @@ def _call(point: Point) -> None:
         paged = [int(option.removeprefix("page")) for option in point.options if option.startswith("page")]
         if paged or "cache" in point.options:
             width = 65536 // paged[0] if paged else 0
-            B = rows if family is FAMILIES[-1] else 2
+            B = rows if family is SERVES_ALL else 2
             lead = (B, rows // B)
             cache = (B * width, paged[0], HKV) if paged else (B, 65536, HKV)
             name = "ranges" if point.source == "ranges" else "block_indices"

@@ -210,12 +210,12 @@ def judge(
         return Verdict("cannot gate", name, old, used, Change.of(old, used), reason=reason)
     first = Change.of(old, used, scaled)
     resolution = max(LIMIT, old.spread, used.spread) if paired else max(LIMIT, 2 * old.spread)
-    fine = "cannot gate" if resolution > LIMIT else "pass"
-    why = f"its ratio spreads by {max(old.spread, used.spread if paired else 0.0):.1%}" if fine != "pass" else ""
+    not_worse = "cannot gate" if resolution > LIMIT else "pass"
+    why = f"its ratio spreads by {max(old.spread, used.spread if paired else 0.0):.1%}" if not_worse != "pass" else ""
     comparable = best if versions and best is not None and best.by == by else None
     limit = comparable.ratio * (1 + resolution) if comparable is not None else float("inf")
     if not _worse(first) and used.ratio <= limit:
-        return Verdict(fine, name, old, used, first, reason=why, resolution=resolution)
+        return Verdict(not_worse, name, old, used, first, reason=why, resolution=resolution)
     second, both = None, first
     if again is not None:
         earlier, later = again()
@@ -227,7 +227,7 @@ def judge(
     if not _worse(both):
         lowest = (old.ratio or 0.0) * (1 + both.ratio)
         if comparable is None or lowest <= limit:
-            return Verdict(fine, name, old, used, first, second, why, resolution)
+            return Verdict(not_worse, name, old, used, first, second, why, resolution)
         text = f"{lowest / comparable.ratio - 1:.1%} slower than at {comparable.commit[:12]}, in small steps"
         return Verdict("FAIL", name, old, used, first, second, text, resolution, drift=True)
     doubt = _doubt(old, used, both, scaled, paired)

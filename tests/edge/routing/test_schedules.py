@@ -211,7 +211,7 @@ def test_what_pays_fits(sequences, S_kv, packed, block_size):
         key_tiles.windows(sequences * S_kv, 8, 8, 128, 128, 2, 16, blocks, 8, False)
     except ValueError:
         fits = False
-    taken = key_tiles.counts(sequences, S_kv, keys, 8, 16, block_size)
+    taken = key_tiles.can_number(sequences, S_kv, keys, 8, 16, block_size)
     assert not taken or fits
     assert taken or sequences * S_kv >= 2**28
 
