@@ -44,7 +44,7 @@ smaller calls it costs more to list blocks twice than unions gain."""
 LEAST_UNION_G = 8
 """Smallest group with unions. A tile of a smaller group has so many tokens that its union is seldom worth reading."""
 
-WORTH = Worth(64, 3)
+WORTH = Worth(cost=64, gain=3)
 """Which unions are worth reading, as `WORTH` of the union's tiles."""
 
 

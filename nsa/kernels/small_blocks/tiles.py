@@ -28,7 +28,7 @@ PLACE_BYTES = 32 << 20
 """Limit of the places of blocks, which decides how many programs make lists at a time."""
 LIST_PROGRAMS = 1024
 
-WORTH = Worth(10, 7)
+WORTH = Worth(cost=10, gain=7)
 LEAST_TILES = 32  # programs of tiles. Fewer of them are slower than rows
 
 

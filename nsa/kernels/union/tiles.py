@@ -14,8 +14,8 @@ MOST_BLOCKS = 1 << 26  # of a sequence; the block and the token of an entry must
 LIST_BYTES = 64 << 20
 """Limit of the lists of one pass. Longer calls take several passes."""
 
-WORTH = Worth(64, 3)
-WORTH_LONG = Worth(32, 1)  # blocks of more than 64 keys, which key-major reads faster
+WORTH = Worth(cost=64, gain=3)
+WORTH_LONG = Worth(cost=32, gain=1)  # blocks of more than 64 keys, which key-major reads faster
 """``gain`` is multiplied by the query heads of a token. A tile with 16 heads may have 48 blocks for 64 listed ones (32
 if blocks are long). On an H100 such a union takes about as long as its rows in key-major (docs/notebook/union.md)."""
 
