@@ -101,9 +101,11 @@ def _recompute(
         outputs = dispatch.plain(route, again, plan.shape.bound, plan.sdpa_layout)
         dispatch.count(route, reason)
         pairs = [(x, g) for x, g in zip(outputs, (do, dlse), strict=True) if x is not None and g is not None]
+        pairs = [(x, g) for x, g in pairs if x.requires_grad]  # LSE does not depend on v
         leaves = [x for x in (q, k, v) if x.requires_grad]
         given, grads = [x for x, _ in pairs], [g for _, g in pairs]
-        results = iter(torch.autograd.grad(given, leaves, grads, allow_unused=True, materialize_grads=True))
+        zeros = [torch.zeros_like(x) for x in leaves] if not pairs else []
+        results = iter(zeros or torch.autograd.grad(given, leaves, grads, allow_unused=True, materialize_grads=True))
     dq, dk, dv = (next(results).contiguous() if want else call.q.new_empty(0) for want in wanted)
     return dq, dk, dv
 

@@ -130,14 +130,14 @@ def _checked(call: Call, order: str, heads_at_once: int, keep: str) -> tuple[Cal
 
 
 def _in_shard(call: Call) -> bool:
-    """Whether a selection looks as if its positions counted in the shard: each query selects itself and none beyond.
+    """Whether a selection looks as if its positions counted in the shard: each query selects itself and nothing beyond.
 
     Only a selection on the CPU is looked at, and only shards longer than a block: the values on a GPU are not read.
     """
     S, S_kv = call.q.shape[-3], call.k.shape[-3]
     if call.q.device.type != "cpu" or not call.causal or call.cu_seqlens_q is not None or min(S, S_kv) == 0:
         return False
-    spans = call.ranges
+    spans, blocks = call.ranges, call.ranges is None
     if spans is None:
         assert call.block_indices is not None and call.block_size is not None
         spans = ranges_from_blocks(call.block_indices, call.block_size)
@@ -147,7 +147,8 @@ def _in_shard(call: Call) -> bool:
     used = end > begin
     position = (torch.arange(S) + (S_kv - S))[:, None, None]
     itself = (used & (begin <= position) & (position < end)).any(-1).all()
-    return bool(itself) and bool((begin[used] < S_kv).all())
+    last = begin if blocks else end - 1  # a block may end beyond the shard's last key
+    return bool(itself) and bool((last[used] < S_kv).all())
 
 
 def _sharded(
@@ -186,9 +187,11 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         saved, at = ctx.saved_tensors, TENSORS + 2
-        o, lse = saved[TENSORS:at]
+        o, lse = (x.contiguous() for x in saved[TENSORS:at])  # a hook may have saved copies with other strides
         kept = dict(zip(ctx.kept, saved[at:], strict=True))
-        s: Sharded = ctx.sharded._replace(call=Call._make((*saved[:TENSORS], *ctx.sharded.call[TENSORS:])))
+        call = Call._make((*saved[:TENSORS], *ctx.sharded.call[TENSORS:]))
+        ranges, blocks = (x if x is None else x.contiguous() for x in (call.ranges, call.block_indices))
+        s: Sharded = ctx.sharded._replace(call=call._replace(ranges=ranges, block_indices=blocks))
         agreement.exchange(s.group, {"pass": "backward"})
         with settings.applied(s.call.settings):  # this may be a thread of autograd
             gradients = passes.backward(s, kept, do, dlse, o, lse, ctx.needs_input_grad[1:])

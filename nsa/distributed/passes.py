@@ -70,29 +70,45 @@ def of_heads(x: Tensor, heads: Heads, HKV: int, axis: int = -2) -> Tensor:
     return x.narrow(axis, heads[0] * G, (heads[1] - heads[0]) * G)
 
 
-def gathered(s: Sharded, order: Iterable[Heads], kept: dict[Heads, Tensor]) -> Iterator[tuple[Heads, Tensor]]:
-    """K and V ``[.., S_kv, heads, D + Dv]`` of each group of heads. The first group travels from now on, each other
-    group while the one before it is computed.
-    """
+class Arrival:
+    """K and V of a group of heads, on their way. The caller takes them, so that an error there ends no other gather."""
+
+    def __init__(self, s: Sharded, parts: Tensor, kept: bool) -> None:
+        self.s, self.parts, self.kept = s, parts, kept
+
+    def wait(self) -> Tensor:
+        """Wait for the parts of all ranks, and give up this object's hold on them: the kernels need their memory."""
+        parts = self.parts
+        del self.parts
+        if parts.numel() and not self.kept:
+            parts = collectives.wait_tensor(parts)
+        return parts
+
+    def take(self) -> Tensor:
+        """K and V ``[.., S_kv, heads, D + Dv]``."""
+        parts = self.wait()
+        return parts if self.kept else joined(parts, self.s.keys, self.s.axis)
+
+
+def gathered(s: Sharded, order: Iterable[Heads], kept: dict[Heads, Tensor]) -> Iterator[tuple[Heads, Arrival]]:
+    """Each group of heads, on its way: the first from now on, each other while the one before it is computed."""
     waiting = list(order)
     return _gathered(s, waiting, kept, _start(s, waiting[0], kept))
 
 
 def _gathered(
-    s: Sharded, waiting: list[Heads], kept: dict[Heads, Tensor], coming: Tensor | None
-) -> Iterator[tuple[Heads, Tensor]]:
+    s: Sharded, waiting: list[Heads], kept: dict[Heads, Tensor], coming: Arrival | None
+) -> Iterator[tuple[Heads, Arrival]]:
     for heads, following in zip(waiting, [*waiting[1:], None], strict=True):
-        arriving = coming
-        coming = None if following is None else _start(s, following, kept)
-        kv = kept.pop(heads) if arriving is None else _arrived(s, arriving)
-        arriving = None  # the kernels need its memory
-        yield heads, kv
+        arriving, coming = coming, None if following is None else _start(s, following, kept)
+        assert arriving is not None
+        yield heads, arriving
 
 
-def _start(s: Sharded, heads: Heads, kept: dict[Heads, Tensor]) -> Tensor | None:
+def _start(s: Sharded, heads: Heads, kept: dict[Heads, Tensor]) -> Arrival:
     """Start to gather K and V of a group, if they were not kept."""
     if heads in kept:
-        return None
+        return Arrival(s, kept.pop(heads), True)
     shard = torch.cat([x[..., slice(*heads), :] for x in (s.call.k, s.call.v)], -1)
     missing = s.keys.longest - shard.shape[s.axis]
     if missing:
@@ -100,15 +116,8 @@ def _start(s: Sharded, heads: Heads, kept: dict[Heads, Tensor]) -> Tensor | None
         shape[s.axis] = missing
         shard = torch.cat((shard, shard.new_zeros(shape)), s.axis)
     if not shard.numel():
-        return shard.expand(s.group.size(), *shard.shape)
-    coming: Tensor = collectives.all_gather_into_tensor(shard[None], s.group.size(), s.group.group_name)
-    return coming
-
-
-def _arrived(s: Sharded, parts: Tensor) -> Tensor:
-    if parts.numel():
-        parts = collectives.wait_tensor(parts)
-    return joined(parts, s.keys, s.axis)
+        return Arrival(s, shard.expand(s.group.size(), *shard.shape), False)
+    return Arrival(s, collectives.all_gather_into_tensor(shard[None], s.group.size(), s.group.group_name), False)
 
 
 def forward(s: Sharded) -> tuple[Tensor, Tensor, dict[Heads, Tensor]]:
@@ -123,7 +132,8 @@ def forward(s: Sharded) -> tuple[Tensor, Tensor, dict[Heads, Tensor]]:
     kept: dict[Heads, Tensor] = {}
     arrivals = gathered(s, s.heads, {})
     try:
-        for heads, kv in arrivals:
+        for heads, arrival in arrivals:
+            kv = arrival.take()
             part = s.part(heads, kv)._replace(out=of_heads(o, heads, HKV), return_lse=True)
             part_lse = dispatch.run(routing.plan(part), part)[1]
             assert part_lse is not None
@@ -131,8 +141,8 @@ def forward(s: Sharded) -> tuple[Tensor, Tensor, dict[Heads, Tensor]]:
             if s.keep == "all" or (s.keep == "last" and heads == s.heads[-1]):
                 kept[heads] = kv
     except BaseException as error:
-        for _ in arrivals:
-            pass
+        for _, arrival in arrivals:
+            arrival.wait()
         post(s.group, error)
         raise
     return o, lse, kept
@@ -159,8 +169,8 @@ def backward(
     heads = None
     try:
         kernels = Kernels(s, do, dlse, o, lse, dq) if wanted[1] and wanted[2] else None
-        for heads, kv in arrivals:
-            part = s.part(heads, kv)
+        for heads, arrival in arrivals:
+            part = s.part(heads, arrival.take())
             sums = None if kernels is None else kernels.serve(part, heads)
             if sums is not None:
                 returning.send(heads, *sums)
@@ -175,7 +185,8 @@ def backward(
             returning.send(heads, *got[1:])
     except BaseException as error:
         returning.send_nothing(heads)
-        for heads, _ in arrivals:
+        for heads, arrival in arrivals:
+            arrival.wait()
             returning.send_nothing(heads)
         post(s.group, error)
         raise
@@ -224,7 +235,7 @@ class Kernels:
         return dk, dv
 
     def _lists(self, kernel: Any, launch: Any, heads: Heads) -> tuple[int, Any]:
-        """Lists of these heads, and the first head that they have.
+        """The first head that lists of these heads have, and the lists; None if they need more than `LISTS_BYTES`.
 
         They are made for the groups of equal size that come next, too: a launch for each group would leave much of a
         GPU idle.
@@ -235,6 +246,8 @@ class Kernels:
         first, last = heads
         size = last - first
         most = LISTS_BYTES // launch.list_bytes
+        if size > most:
+            return first, None
         while (first - size, first) in self.s.heads and last - first + size <= most:
             first -= size
         lists = kernel.lists(launch, self.s.selecting((first, last)), last - first)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import nsa
 from nsa import backward, dispatch
-from nsa.distributed import agreement, selection_attention
+from nsa.distributed import agreement, passes, selection_attention
 from nsa.distributed.shards import Layout
 from nsa.testing.clock import sharded as measured
 
@@ -91,6 +91,10 @@ def call(rank, group, change):
     keywords = {"backend": "reference", **local, "mesh": group}
     if change == "local positions":
         keywords["block_indices"] = torch.arange(12)[None, :, None, None].expand(1, 12, 3, 1) // 4
+    elif change == "all keys before":
+        keywords.pop("block_indices"), keywords.pop("block_size")
+        ends = torch.arange(12 * rank, 12 * rank + 12) + 1
+        keywords["ranges"] = torch.stack((torch.zeros_like(ends), ends), -1)[None, :, None, None].expand(1, 12, 3, 1, 2)
     elif rank == 1 and change == "double":
         mine = [x.double() for x in mine]
     elif rank == 1 and isinstance(change, dict):
@@ -119,12 +123,15 @@ def fails(rank, group, where):
     def run():
         return gradients(selection_attention, *mine, **local, backend="reference", mesh=group, heads_at_once=1)
 
-    module, name = {"forward": (dispatch, "run"), "backward": (backward, "backward")}[where]
+    module, name, turn = {
+        "forward": (dispatch, "run", 1), "backward": (backward, "backward", 2), "gathered": (passes, "joined", 1),
+        "gathered again": (passes, "joined", 4),
+    }[where]  # fmt: skip
     real, calls = getattr(module, name), []
 
     def failing(*arguments):
         calls.append(1)
-        if len(calls) == (1 if where == "forward" else 2):
+        if len(calls) == turn:
             raise RuntimeError("planted")
         return real(*arguments)
 
@@ -133,6 +140,22 @@ def fails(rank, group, where):
     first = text_of(run)
     setattr(module, name, real)
     return first if rank == 1 or first[0] is not None else text_of(run)
+
+
+def hooks(rank, group):
+    """Gradients with and without hooks that save copies in another layout."""
+    tensors, selection = problem(S=16)
+    mine, local, *_ = shards(rank, tensors, selection, (8, 8), (8, 8), "contiguous")
+
+    def run():
+        return arrays(gradients(selection_attention, *mine, **local, backend="triton", mesh=group, heads_at_once=1))
+
+    def turned(x):
+        return x.transpose(1, 2) if x.dim() > 2 else x
+
+    want = run()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: turned(x).contiguous(), turned):
+        return want, run()
 
 
 def silent(rank, group):

@@ -58,6 +58,11 @@ def test_equals_one_process(ranks, one_process, name):
             np.testing.assert_allclose(got, take(whole, where), rtol=1e-5, atol=2e-5)
 
 
+def test_hooks_may_save_copies_of_other_strides(ranks):
+    for want, got in ranks.run("hooks", 2):
+        assert all(map(np.array_equal, want, got))
+
+
 def test_heads_over_a_second_dimension(ranks, one_process):
     want = one_process(PLAIN, {"HKV": 4})
     for o, lse, dq, dk, dv, at, at_k, tp in ranks.run("of_mesh", 4):

@@ -443,6 +443,23 @@ def test_what_recomputes(train, backward_kernel, dtype, lse_too, packed, ranges)
     assert taken("backward") == [record("sdpa" if packed else "reference", cause(BROKEN, "backward"), 1)]
 
 
+@pytest.mark.parametrize("only", "qkv")
+def test_one_input_alone_is_recomputed(draw, same, backward_kernel, only):
+    """LSE does not depend on V."""
+    backward_kernel.error = BROKEN
+    given = dict(zip("qkv", draw(S=2, S_kv=9), strict=True))
+    given[only].requires_grad_()
+    spans = same([(0, 4), (2, 5)], 1, 2, 2)
+
+    def gradient(**how):
+        outputs = nsa.selection_attention(**given, ranges=spans, max_selected=7, return_lse=True, **how)
+        return torch.autograd.grad(sum(x.sum() for x in outputs), given[only])[0]
+
+    with nsa.configure(sel_triton_min_L=0):
+        got = gradient()
+    torch.testing.assert_close(got, gradient(backend="reference"))
+
+
 SHORT = "rows select at most 7 keys, sel_triton_min_L is 8"
 SWITCHES = {
     "short": ({"sel_triton_min_L": 8}, "sdpa", SHORT),
