@@ -104,8 +104,7 @@ def _recompute(
         pairs = [(x, g) for x, g in pairs if x.requires_grad]  # LSE does not depend on v
         leaves = [x for x in (q, k, v) if x.requires_grad]
         given, grads = [x for x, _ in pairs], [g for _, g in pairs]
-        zeros = [torch.zeros_like(x) for x in leaves] if not pairs else []
-        results = iter(zeros or torch.autograd.grad(given, leaves, grads, allow_unused=True, materialize_grads=True))
+        results = iter(torch.autograd.grad(given, leaves, grads, allow_unused=True, materialize_grads=True))
     dq, dk, dv = (next(results).contiguous() if want else call.q.new_empty(0) for want in wanted)
     return dq, dk, dv
 
