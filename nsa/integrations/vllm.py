@@ -153,6 +153,8 @@ def qsa_sparse_paged_attention(
         why_not = f"logical_indices: expected 4 n columns, the last of them a count, got {width}"
     if k_cache.shape[1] % 4:
         why_not = f"k_cache: expected pages of whole blocks of 4 keys, got {k_cache.shape[1]} keys"
+    if why_not is None and v_cache.shape[-1] != q.shape[-1]:
+        why_not = f"v_cache: expected head_dim {q.shape[-1]} (that of q), got {v_cache.shape[-1]}"
     for what, tensor in (("logical_indices", logical_indices), ("token_to_req", token_to_req)):
         if tensor.shape[0] < q.shape[0]:
             raise ValueError(f"{what}: expected a row for each of {q.shape[0]} tokens, got {tensor.shape[0]}")

@@ -93,7 +93,7 @@ def choose(
     """
     heads = min(G, most_heads(q_itemsize))
     block_g, block_d, block_dv = padded(heads), padded(D), padded(Dv)
-    programs = rows * -(-G // heads)
+    programs = max(1, rows * -(-G // heads))
     full = invariant or rows >= FULL * processors
     narrow = block_g <= 16 and q_itemsize <= 2
     lonely = narrow and not full and programs < LONELY

@@ -505,6 +505,7 @@ REFUSED_QSA = {
     "width": (lambda a: {"logical_indices": a["logical_indices"][:, 1:]}, "logical_indices: expected 4 n columns"),
     "page": (lambda a: {name: a[name][:, :6] for name in ("k_cache", "v_cache")}, "k_cache: expected pages of whole"),
     "bytes": (lambda a: {name: a[name].view(torch.uint8) for name in ("k_cache", "v_cache")}, "k_cache: expected"),
+    "values": (lambda a: {"v_cache": a["v_cache"][..., :8]}, f"v_cache: expected head_dim {D} (that of q), got 8"),
     "heads": (
         lambda a: {"q": a["q"][:, :11], "output_gate": a["output_gate"][:, : 11 * D]}, "heads: expected HQ = G * HKV"
     ),

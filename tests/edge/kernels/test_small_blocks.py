@@ -204,3 +204,17 @@ def test_strides_of_a_list_past_2_31_are_not_narrow(prompt):
     call = Call.of(*(x.cpu() for x in prompt()), block_indices=blocks, block_size=SIZE)
     assert not OF_SCHEDULE["small_blocks"].plan(call, shape_of(call), "small_blocks").narrow
     assert not small_backward.plan(call, shape_of(call)).narrow
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+@pytest.mark.parametrize(("B", "S", "S_kv", "n"), [(0, 2, 64, 70), (2, 0, 64, 70), (1, 2, 0, 70), (1, 2, 64, 0)])
+def test_calls_of_nothing(device, dtype, B, S, S_kv, n):
+    q, k, v = (
+        torch.randn(B, length, heads, 16, dtype=dtype, device=device, requires_grad=True)
+        for length, heads in ((S, 4), (S_kv, 2), (S_kv, 2))
+    )
+    blocks = torch.zeros(B, S, 2, n, dtype=torch.int32, device=device)
+    o, lse = nsa.selection_attention(q, k, v, block_indices=blocks, block_size=SIZE, **SMALL)
+    assert not o.any()
+    assert (lse == -torch.inf).all()
+    assert not any(x.any() for x in torch.autograd.grad(o.sum(), (q, k, v)))
