@@ -95,7 +95,7 @@ def minimax_m3_sparse_attn_decode(
     queries, sequences have up to ``decode_query_len``. ``token_to_req_indices`` is not read, because it says the same.
 
     Raises:
-        ValueError: ``q`` has another number of tokens than ``T``.
+        ValueError: ``q``, ``topk_idx`` or ``output`` has another number of tokens than ``T``.
         ImportError: as :func:`minimax_m3_sparse_attn`.
     """
     given = (
@@ -107,6 +107,9 @@ def minimax_m3_sparse_attn_decode(
         longest = decode_query_len
     elif q.shape[0] != B * decode_query_len:
         raise ValueError(f"q: expected {B} sequences of {decode_query_len} queries, got {q.shape[0]} tokens")
+    elif blocks.shape[:1] != q.shape[:1] or output.shape[:1] != q.shape[:1]:
+        of = f"topk_idx has {blocks.shape[0]}, output has {output.shape[0]}"
+        raise ValueError(f"topk_idx, output: expected {q.shape[0]} tokens (those of q), {of}")
     else:
         q, output = q.view(B, decode_query_len, *q.shape[1:]), output.view(B, decode_query_len, *output.shape[1:])
         blocks = blocks.view(B, decode_query_len, *blocks.shape[1:])
@@ -153,8 +156,8 @@ def qsa_sparse_paged_attention(
         why_not = f"logical_indices: expected 4 n columns, the last of them a count, got {width}"
     if k_cache.shape[1] % 4:
         why_not = f"k_cache: expected pages of whole blocks of 4 keys, got {k_cache.shape[1]} keys"
-    if why_not is None and v_cache.shape[-1] != q.shape[-1]:
-        why_not = f"v_cache: expected head_dim {q.shape[-1]} (that of q), got {v_cache.shape[-1]}"
+    if v_cache.shape != k_cache.shape:  # the gate has the head dim of q
+        why_not = f"v_cache: expected {list(k_cache.shape)} (that of k_cache), got {list(v_cache.shape)}"
     for what, tensor in (("logical_indices", logical_indices), ("token_to_req", token_to_req)):
         if tensor.shape[0] < q.shape[0]:
             raise ValueError(f"{what}: expected a row for each of {q.shape[0]} tokens, got {tensor.shape[0]}")
@@ -165,9 +168,9 @@ def qsa_sparse_paged_attention(
     def run() -> None:
         from nsa.integrations import qsa  # imports Triton
 
-        scales = (1.0, 1.0) if k_cache.dtype is not E4M3 else (k_scale or 1.0, v_scale or 1.0)
-        call = Call(q, k_cache, v_cache, block_table=block_table, out=result, scale=scales[0] * q.shape[-1] ** -0.5)
-        qsa.attend(call, logical_indices, token_to_req, scales[1], output_gate)
+        of_k, of_v = (1.0 if x is None or k_cache.dtype is not E4M3 else x for x in (k_scale, v_scale))
+        call = Call(q, k_cache, v_cache, block_table=block_table, out=result, scale=of_k * q.shape[-1] ** -0.5)
+        qsa.attend(call, logical_indices, token_to_req, of_v, output_gate)
 
     if q.shape[0] and _attempt(name, kind, why_not, run):
         return result

@@ -62,6 +62,7 @@ def compress(
         first = begins[seq] + (rows - ends[seq]) * stride
         at = torch.where(known, first, 0)[:, None] + torch.arange(window, device=x.device)
         found = x[at.clamp(max=x.shape[0] - 1)].transpose(1, 2)  # [rows, H, window, D]
+        found = found.masked_fill(~known[:, None, None, None], 0.0)  # a NaN times a gradient of 0 is NaN
         out = torch.where(known[:, None, None], _reduced(found, weight, positions), 0.0).to(x.dtype)
     return out, ends.to(cu_seqlens.dtype)
 

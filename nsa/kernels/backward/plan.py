@@ -31,6 +31,7 @@ from nsa.kernels.backward.union_dq import _union_dq_kernel
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared import inverse_index
+from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import TRITON, Variant, remembered, workspaces
 from nsa.kernels.shared.shape import RANGES, TILED, Shape, shape_of
@@ -41,6 +42,7 @@ from nsa.kernels.union import tiles as union_tiles
 STATS_ROWS = 4
 GATHERED = 16  # query heads of a program that adds parts of dQ; fewer programs mean less time for rows without parts
 SUM_ROWS = 16  # keys of a program that adds partial sums
+MOST_KEYS = (2**16 - 1) * SUM_ROWS  # of a block, because the third axis of a grid has at most 65,535 programs
 PIPELINES = TRITON >= (3, 3)  # Triton 3.1 cannot pipeline loads whose addresses were loaded, too
 STRIDES = " ".join(f"stride_{axis}" for axis in "qb qs qh kb kn kh vb vn vh".split())
 SHARES = "slots blocks first tokens window work slot_bits several"
@@ -144,6 +146,8 @@ def plan(call: Call, shape: Shape | None = None, within: int | None = None) -> L
     g = (shape_of(call) if shape is None else shape).without_output()
     G, D, Dv, spans = g.G, g.D, g.Dv, call.block_size is None
     size, blocks, slots = key_tiles.grid("backward", g.B, g.S_kv, g.HKV, g.n, call.block_size, g.packed, g.bound)
+    if size > MOST_KEYS:
+        raise DoesNotFit(f"backward: expected blocks of {MOST_KEYS} keys or fewer, got {size}")
     capability, _ = gpu.limits(device)
     HKV = within or g.HKV
     sizes = {"B": g.B, "S": g.S, "S_kv": g.S_kv, "HKV": HKV, "n": g.n, "size": size, "tokens": g.tokens}

@@ -207,7 +207,7 @@ def windows(
     sums = 2 * slots * size * (D + Dv) * 4
 
     def most(heads: int) -> int:
-        longest = min(INDEX_BYTES // (heads * index), (1 << 31 - bits) - 1, max(tokens, 1))
+        longest = min(INDEX_BYTES // (heads * index), (1 << max(31 - bits, 0)) - 1, max(tokens, 1))
         longest = min(longest, max(1, SUM_BYTES * share // (heads * sums)))
         return min(longest, dq_bytes // (heads * dq)) if dq else longest
 

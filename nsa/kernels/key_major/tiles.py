@@ -209,8 +209,8 @@ def windows(
     part_bytes = max(slots, 1) * G * (Dv * itemsize + 4)
 
     def most(heads: int) -> int:
-        longest = min(parts_bytes // (heads * part_bytes), index_bytes // (heads * listed_bytes), (1 << 31 - bits) - 1)
-        return min(longest, max(tokens, 1))
+        longest = min(parts_bytes // (heads * part_bytes), index_bytes // (heads * listed_bytes))
+        return min(longest, (1 << max(31 - bits, 0)) - 1, max(tokens, 1))
 
     if most(1) == 0:
         raise DoesNotFit(

@@ -82,7 +82,7 @@ def plan(call: Call, shape: Shape) -> Launch:
     programs = max(1, min(programs, -(-tile.WINDOW * g.n * size // tile.BLOCK_N)))
     keys = tiles.keys_of(call, g)
     steps = steps_of(call.block_indices, lists)
-    sizes = g.B, g.S, g.S_kv, g.n, g.tokens, keys, *g.strides, *(steps or ())
+    sizes = g.B, g.S, g.S_kv, g.n, g.tokens * g.G * g.HKV, keys, *g.strides, *(steps or ())
     branch = capability == 90 and dtype.itemsize == 2  # for `wgmma`
     long = zip((0, 3, 6), (g.S, g.S_kv, g.S_kv), strict=True)
     flat = g.layout != BATCH or g.B == 1 or all(g.strides[i] == length * g.strides[i + 1] for i, length in long)

@@ -205,6 +205,16 @@ def test_a_wrong_number_of_tokens_is_refused(device):
         made.run(vllm.minimax_m3_sparse_attn_decode)
 
 
+@pytest.mark.parametrize(("name", "axis", "got"), [("topk_idx", 1, "topk_idx has 5, output has 6"),
+                                                   ("output", 0, "topk_idx has 6, output has 5")])  # fmt: skip
+def test_fewer_rows_than_queries_are_refused(device, name, axis, got):
+    made = step(device, DECODE)
+    made.arguments[name] = made.arguments[name].narrow(axis, 0, 5)
+    text = rf"^topk_idx, output: expected 6 tokens \(those of q\), {got}$"
+    with pytest.raises(ValueError, match=text):
+        vllm.minimax_m3_sparse_attn_decode(**made.arguments)
+
+
 @pytest.mark.skipif(not GPU, reason="only a GPU can sync")
 @pytest.mark.parametrize("name", vllm.NAMES)
 def test_calls_do_not_sync(device, monkeypatch, name):
@@ -505,7 +515,7 @@ REFUSED_QSA = {
     "width": (lambda a: {"logical_indices": a["logical_indices"][:, 1:]}, "logical_indices: expected 4 n columns"),
     "page": (lambda a: {name: a[name][:, :6] for name in ("k_cache", "v_cache")}, "k_cache: expected pages of whole"),
     "bytes": (lambda a: {name: a[name].view(torch.uint8) for name in ("k_cache", "v_cache")}, "k_cache: expected"),
-    "values": (lambda a: {"v_cache": a["v_cache"][..., :8]}, f"v_cache: expected head_dim {D} (that of q), got 8"),
+    "values": (lambda a: {"v_cache": a["v_cache"][..., :8]}, "(that of k_cache), got ["),
     "heads": (
         lambda a: {"q": a["q"][:, :11], "output_gate": a["output_gate"][:, : 11 * D]}, "heads: expected HQ = G * HKV"
     ),

@@ -8,6 +8,7 @@ import torch
 from nsa.call import Call
 from nsa.kernels.backward import plan as backward
 from nsa.kernels.backward import tiles as backward_tiles
+from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.launch import Variant
 from nsa.testing.plugin import current_lane
 
@@ -302,3 +303,19 @@ def test_dq_is_not_taken_from_key_blocks_where_ptxas_loses_it(capability, itemsi
     choice = Choice(32, 4, stages, 1, True, 16, 1, 1)
     tile = backward_tiles.select(capability, itemsize, 2, 64, 64, 32, False, choice, pipelines)
     assert (tile.keep_dq, tile.stages) == (keeps, stages if pipelines else 1)
+
+
+@pytest.mark.parametrize(
+    ("S_kv", "selection", "text"),
+    [
+        (2**27, {"ranges": torch.zeros(1, 1, 1, 2048, 2, dtype=torch.int32)}, "expected the lists of a row to fit"),
+        (2**20, {"block_indices": torch.zeros(1, 1, 1, 2, dtype=torch.int32), "block_size": 2**20},
+         "expected blocks of 1048560 keys or fewer, got 1048576"),
+    ],
+    ids=["units of a row", "keys of a block"],
+)  # fmt: skip
+def test_what_no_grid_holds_does_not_fit(S_kv, selection, text):
+    """So `auto` recomputes it with packed SDPA. Keys are one row, expanded."""
+    q, k = torch.zeros(1, 1, 1, 16), torch.zeros(16).expand(1, S_kv, 1, 16)
+    with pytest.raises(DoesNotFit, match=f"^backward: {text}"):
+        backward.plan(Call.of(q, k, k, **selection, causal=False))

@@ -64,6 +64,17 @@ def test_packed_sequences(device, learned):
         torch.testing.assert_close(a, b)
 
 
+def test_tokens_of_no_window_reach_no_gradient(device):
+    """NaN in a sequence shorter than a window, and behind the last sequence."""
+    x, weight = drawn(device, 12, 2, 6), drawn(device, 4, 6, 5, seed=1)
+    with torch.no_grad():
+        x[:3], x[8:] = torch.nan, torch.nan
+    rows, _ = nsa.compress(x, window=4, stride=4, weight=weight, cu_seqlens=torch.tensor([0, 3, 8], device=device))
+    (got,) = torch.autograd.grad(rows.sum(), weight)
+    (want,) = torch.autograd.grad(by_hand(x[3:8], 4, 4, weight).sum(), weight)
+    torch.testing.assert_close(got, want)
+
+
 def test_a_sequence_shorter_than_a_window_has_no_row(device):
     assert nsa.compress(drawn(device, 1, 3, 2, 6), window=4, stride=2).shape == (1, 0, 2, 6)
 
