@@ -24,7 +24,8 @@ from nsa.kernels.shared.errors import DoesNotFit
 Heads = tuple[int, int]  # the first KV head of a group, and the first after it
 KEEPS = ("none", "last", "all")
 LISTS_BYTES = 128 << 20
-"""Limit of the lists that the backward pass makes at once for several groups of heads. Longer lists gain less by it."""
+"""Limit of the lists that the backward pass makes at once for one or several groups of heads. Longer lists gain less by
+it."""
 collectives = torch.ops._c10d_functional
 
 
@@ -71,7 +72,7 @@ def of_heads(x: Tensor, heads: Heads, HKV: int, axis: int = -2) -> Tensor:
 
 
 class Arrival:
-    """K and V of a group of heads, on their way. The caller takes them, so that an error there ends no other gather."""
+    """K and V of a group of heads, on their way. An error in `take`, which the consumer calls, ends no later gather."""
 
     def __init__(self, s: Sharded, parts: Tensor, kept: bool) -> None:
         self.s, self.parts, self.kept = s, parts, kept
@@ -141,9 +142,9 @@ def forward(s: Sharded) -> tuple[Tensor, Tensor, dict[Heads, Tensor]]:
             if s.keep == "all" or (s.keep == "last" and heads == s.heads[-1]):
                 kept[heads] = kv
     except BaseException as error:
+        post(s.group, error)
         for _, arrival in arrivals:
             arrival.wait()
-        post(s.group, error)
         raise
     return o, lse, kept
 
@@ -174,7 +175,7 @@ def backward(
             sums = None if kernels is None else kernels.serve(part, heads)
             if sums is not None:
                 returning.send(heads, *sums)
-                del sums  # the next group needs its memory
+                del sums, part  # the next group needs their memory
                 continue
             part_do = None if do is None else of_heads(do, heads, HKV)
             part_dlse = None if dlse is None else of_heads(dlse, heads, HKV, -1)
@@ -184,11 +185,11 @@ def backward(
                 of_heads(dq, heads, HKV).copy_(got[0])
             returning.send(heads, *got[1:])
     except BaseException as error:
+        post(s.group, error)
         returning.send_nothing(heads)
         for heads, arrival in arrivals:
             arrival.wait()
             returning.send_nothing(heads)
-        post(s.group, error)
         raise
     finally:
         returning.finish()
@@ -245,10 +246,9 @@ class Kernels:
         self.listed = None
         first, last = heads
         size = last - first
-        most = LISTS_BYTES // launch.list_bytes
-        if size > most:
+        if launch.list_bytes(size) > LISTS_BYTES:
             return first, None
-        while (first - size, first) in self.s.heads and last - first + size <= most:
+        while (first - size, first) in self.s.heads and launch.list_bytes(last - first + size) <= LISTS_BYTES:
             first -= size
         lists = kernel.lists(launch, self.s.selecting((first, last)), last - first)
         self.listed = launch, (first, last), lists
@@ -288,9 +288,8 @@ class Returning:
         self._send(heads, shapes)
 
     def _send(self, heads: Heads, whole: list[Tensor]) -> None:
-        self.sent.add(heads)
         s, rank = self.s, self.s.group.rank()
-        going = []
+        ready = []
         for x in whole:
             outgoing = x.new_empty(x.numel(), dtype=s.call.k.dtype)
             divided(x, s.keys, s.axis, outgoing)
@@ -298,7 +297,9 @@ class Returning:
             ins = [length * per_token for length in s.keys.lengths]
             outs = [ins[rank]] * len(ins)
             if x.numel():
-                going.append(collectives.all_to_all_single(outgoing, outs, ins, s.group.group_name))
+                ready.append((outgoing, outs, ins))
+        self.sent.add(heads)  # from here on: an error before has sent nothing, so that zeros can be sent instead
+        going = [collectives.all_to_all_single(*each, s.group.group_name) for each in ready]
         before, self.going = self.going, (heads, going)
         self._take(before)
 

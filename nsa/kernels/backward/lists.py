@@ -65,7 +65,7 @@ def make(launch: Launch, index: Index, heads: int, parts: bool = True, keep: boo
 
     Args:
         index: the selection, query positions, `cu_seqlens_q` and `cu_seqlens_k`.
-        parts: dQ may be summed from parts.
+        parts: whether dQ is wanted from these lists: from unions, and from parts. If not, neither is listed.
         keep: lists have memory of their own, and all are made now. Otherwise each is made when it is asked for, in the
             memory of the one before it.
     """
@@ -93,8 +93,8 @@ def _tiles(launch: Launch, index: Index, unions: Unions, heads: int, served: Ten
         if keep or room is None:
             room = workspaces(
                 launch.device,
-                lists=(at_once * HKV * tile.TOKENS * tile.SLOTS, torch.int64),
-                count=(at_once * HKV, torch.int32),
+                lists=(now * HKV * tile.TOKENS * tile.SLOTS, torch.int64),
+                count=(now * HKV, torch.int32),
             )
         sizes = unions.sizes | {"first": first}
         launch.run(unions.kernels, sizes, "list", (now, heads, 1), (*index, *room, served))

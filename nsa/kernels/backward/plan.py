@@ -113,14 +113,18 @@ class Launch(NamedTuple):
         groups = (self, *(group for group in (self.parts, self.alone, self.unions) if group is not None))
         return tuple(variant for group in groups for variant in group.kernels.values())
 
-    @property
-    def list_bytes(self) -> int:
-        """Bytes that :func:`lists` keeps for one KV head, to within a few in a hundred."""
-        total = 0 if self.unions is None else self.shape.tokens * (8 * self.unions.tile.SLOTS + 4)
+    def list_bytes(self, heads: int) -> int:
+        """Bytes that :func:`lists` keeps for so many KV heads, to within a few in a hundred.
+
+        Lists of unions have room for all KV heads of the larger call.
+        """
+        unions, total = self.unions, 0
+        if unions is not None:
+            total = self.shape.tokens * unions.sizes["HKV"] * (8 * unions.tile.SLOTS + 4)
         for how in (self.usual,) if self.unions is None else (self.usual, self.alone):
             w, windows = how.windows, -(-self.shape.tokens // how.windows.window)
             kept = 1 + (how is self.parts) + (self.shape.source == RANGES)
-            total += windows * 4 * (kept * w.window * w.slots + 3 * w.blocks + 3 * w.work)
+            total += heads * windows * 4 * (kept * w.window * w.slots + 3 * w.blocks + 3 * w.work)
         return total
 
     def run(
@@ -137,10 +141,11 @@ def plan(call: Call, shape: Shape | None = None, within: int | None = None) -> L
 
     Args:
         within: KV heads of the larger call of which ``call`` has some, see :func:`add`. The parts of dQ of few heads
-            take three quarters of `DQ_BYTES`: their windows are long with less, and each window launches all kernels.
+            take three quarters of `DQ_BYTES`, because few heads have long windows with less memory, too.
 
     Raises:
-        DoesNotFit: more keys or KV heads than the kernels count, or a workspace that is too large.
+        DoesNotFit: more keys or KV heads than the kernels count, blocks of more than `MOST_KEYS` keys, or a workspace
+            that is too large.
     """
     device, dtype = call.q.device, call.q.dtype
     g = (shape_of(call) if shape is None else shape).without_output()
@@ -330,7 +335,8 @@ def add(
         stats: of :func:`statistics`.
         sums: dK and dV ``[keys, HKV, D | Dv]`` fp32.
         route: as of :func:`backward`.
-        made: the :func:`lists` of these and other KV heads, if they were made before. ``dq`` and ``sums`` are given.
+        made: the :func:`lists` of these and other KV heads, if they were made before. Then neither ``dq`` nor ``sums``
+            may be None.
         head: number of the call's first KV head in ``made``.
     """
     launches[route] += 1

@@ -2,8 +2,8 @@
 
 Each benchmark is timed beside its *control*, the plain-torch call that would be made in its place. Both are sampled in
 turn in one process. The time of each is the lower quartile of its samples, because a disturbance can only add time. The
-*ratio* is the benchmark's time divided by its control's. `nsa.testing.benchmarks` fails the test of a benchmark with a
-verdict FAIL.
+*ratio* is the benchmark's time divided by its control's. A verdict FAIL makes
+`nsa.testing.benchmarks` fail that benchmark's test.
 """
 
 from __future__ import annotations

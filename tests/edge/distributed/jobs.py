@@ -125,7 +125,7 @@ def fails(rank, group, where):
 
     module, name, turn = {
         "forward": (dispatch, "run", 1), "backward": (backward, "backward", 2), "gathered": (passes, "joined", 1),
-        "gathered again": (passes, "joined", 4),
+        "gathered again": (passes, "joined", 4), "half sent": (passes, "divided", 2),
     }[where]  # fmt: skip
     real, calls = getattr(module, name), []
 

@@ -44,7 +44,7 @@ def test_all_keys_before_a_query_are_not_positions_of_the_shard(ranks):
     assert [text for text, _ in ranks.run("call", 2, change="all keys before")] == [None] * 2
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "gathered", "gathered again"])
+@pytest.mark.parametrize("where", ["forward", "backward", "gathered", "gathered again", "half sent"])
 def test_a_rank_that_fails_in_a_pass(ranks, where):
     """The other rank ends its pass, and its next call says what happened."""
     (text, seconds), (own, _) = ranks.run("fails", 2, where=where)

@@ -14,6 +14,7 @@ from nsa.call import Call
 from nsa.distributed import passes
 from nsa.distributed.shards import Layout
 from nsa.kernels.backward import tiles
+from nsa.kernels.shared import launch as launching
 from nsa.kernels.shared.launch import Variant
 
 SHAPES = {
@@ -94,7 +95,7 @@ def test_lists_are_made_for_many_heads_at_once(in_turn, monkeypatch, name, room)
     heads = {"all": HKV, "two heads": 2, "none": 1, "windows": HKV}[room]
     if heads < HKV:
         *_, launch = in_turn(name, 1)
-        monkeypatch.setattr(passes, "LISTS_BYTES", launch.list_bytes * heads if room == "two heads" else 0)
+        monkeypatch.setattr(passes, "LISTS_BYTES", launch.list_bytes(heads) if room == "two heads" else 0)
     got, want, launch = in_turn(name, 1)
     assert all(map(torch.equal, got, want))
     times, windows = -(-HKV // heads), 2 if room == "windows" else 1
@@ -104,6 +105,36 @@ def test_lists_are_made_for_many_heads_at_once(in_turn, monkeypatch, name, room)
         assert counted[kernel] == lists
     assert counted["_list_kernel"] == (0 if launch.unions is None else times)
     assert counted["_dkdv_kernel"] == HKV * lists // times
+
+
+@pytest.mark.parametrize("unions", [True, False])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_lists_take_the_memory_that_was_expected(monkeypatch, device, fresh_plans, heads, unions):
+    """Lists of unions have room for all heads of the larger call, also if one is listed. Nothing is launched."""
+    S, HKV, G = 2048, 4, 8
+    q, kv = torch.empty(1, S, HKV * G, 32, device=device), torch.empty(1, S, HKV, 64, device=device)
+    q, kv = q.half(), kv.half()
+    listed = torch.zeros(1, S, HKV, 4, dtype=torch.int32, device=device)
+    call = Call(q, kv[..., :32], kv[..., 32:], block_indices=listed, block_size=8, backend="triton")
+    taken, real = [], launching.workspace
+
+    def workspace(*given):
+        whole = real(*given)
+        taken.append(weakref.ref(whole))
+        return whole
+
+    with nsa.kernels.pinned(backward_unions=tiles.Unions(rows=0 if unions else 2**62)):
+        call = call._replace(settings=settings.get())
+        s = passes.Sharded(call, None, Layout("contiguous", (S,)), passes.groups(HKV, 1), "none")
+        part = s.part((3, 4), kv[:, :, 3:])
+        kernel, launch, *_ = backward.attach(routing.plan(part), part, HKV)
+    assert (launch.unions is not None) == unions
+    monkeypatch.setattr(Variant, "launch", lambda *_: None)
+    monkeypatch.setattr(launching, "workspace", workspace)
+    lists = kernel.lists(launch, s.selecting((HKV - heads, HKV)), heads)
+    kept = sum(x().nbytes for x in taken if x() is not None)
+    assert lists.passes
+    assert 0.9 * kept < launch.list_bytes(heads) < 1.1 * kept
 
 
 def test_memory_of_a_group_is_free_while_the_next_is_computed(in_turn, monkeypatch):
