@@ -70,8 +70,10 @@ def minimax_m3_sparse_attn(
     A call that our kernels cannot serve goes to vLLM's own function, and one line of the log says why.
 
     Raises:
+        ValueError: a tensor of other axes.
         ImportError: our kernels cannot serve the call, and vLLM is not installed.
     """
+    _check_axes(q, topk_idx, block_table, seq_lens)
     given = (
         q, kv_cache, topk_idx, block_table, cu_seqlens_q, seq_lens, prefix_lens, max_query_len, num_kv_heads, sm_scale,
         output, k_scale, v_scale,
@@ -95,9 +97,10 @@ def minimax_m3_sparse_attn_decode(
     queries, sequences have up to ``decode_query_len``. ``token_to_req_indices`` is not read, because it says the same.
 
     Raises:
-        ValueError: ``q``, ``topk_idx`` or ``output`` has another number of tokens than ``T``.
+        ValueError: a tensor of other axes, or ``q``, ``topk_idx`` or ``output`` of another number of tokens than ``T``.
         ImportError: as :func:`minimax_m3_sparse_attn`.
     """
+    _check_axes(q, topk_idx, block_table, seq_lens)
     given = (
         q, kv_cache, topk_idx, block_table, seq_lens, num_kv_heads, sm_scale, output, decode_query_len, k_scale,
         v_scale, *(() if query_start_loc is None else (query_start_loc, token_to_req_indices)),
@@ -145,8 +148,15 @@ def qsa_sparse_paged_attention(
         ``out``.
 
     Raises:
-        ValueError: fewer rows of ``logical_indices`` or ``token_to_req`` than tokens, or a gate of another size.
+        ValueError: a tensor of other axes, fewer rows of ``logical_indices`` or ``token_to_req`` than tokens, or a gate
+            of another size.
     """
+    if (q.dim(), k_cache.dim(), logical_indices.dim(), block_table.dim(), token_to_req.dim()) != (3, 4, 2, 2, 1):
+        _refuse_axes(
+            q=(q, "[T, HQ, D]"), k_cache=(k_cache, "[pages, page_size, HKV, D]"),
+            logical_indices=(logical_indices, "[T, 4 n]"), block_table=(block_table, "[B, width]"),
+            token_to_req=(token_to_req, "[T]"),
+        )  # fmt: skip
     name = "qsa_sparse_paged_attention"
     given = q, k_cache, v_cache, logical_indices, block_table, token_to_req, use_prefill_config, out, k_scale, v_scale
     kind = name, q.dtype, q.device, q.shape[-2:], k_cache.dtype, k_cache.shape[1:], logical_indices.shape[-1]
@@ -185,6 +195,22 @@ MODULES: dict[str, dict[str, Callable[..., Any]]] = {
 }
 """Our functions by the module of vLLM that defines theirs, and by name."""
 EVERY = {name: ours for names in MODULES.values() for name, ours in names.items()}
+
+
+def _check_axes(q: Tensor, topk_idx: Tensor, block_table: Tensor, seq_lens: Tensor) -> None:
+    """Raise ValueError if a tensor of a call of MiniMax-M3 has other axes than its function's documentation says."""
+    if (q.dim(), topk_idx.dim(), block_table.dim(), seq_lens.dim()) != (3, 3, 2, 1):
+        _refuse_axes(
+            q=(q, "[T, HQ, D]"), topk_idx=(topk_idx, "[HKV, T, n]"), block_table=(block_table, "[B, width]"),
+            seq_lens=(seq_lens, "[B]"),
+        )  # fmt: skip
+
+
+def _refuse_axes(**given: tuple[Tensor, str]) -> None:
+    """Raise ValueError for the first tensor that has not as many axes as the text beside it."""
+    for name, (tensor, axes) in given.items():
+        if tensor.dim() != axes.count(",") + 1:
+            raise ValueError(f"{name}: expected {axes}, got {list(tensor.shape)}")
 
 
 def _serve(

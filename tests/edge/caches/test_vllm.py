@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import logging
+import re
 import sys
 import textwrap
 import warnings
@@ -213,6 +214,19 @@ def test_fewer_rows_than_queries_are_refused(device, name, axis, got):
     text = rf"^topk_idx, output: expected 6 tokens \(those of q\), {got}$"
     with pytest.raises(ValueError, match=text):
         vllm.minimax_m3_sparse_attn_decode(**made.arguments)
+
+
+AXES = {"q": "[T, HQ, D]", "topk_idx": "[HKV, T, n]", "block_table": "[B, width]", "seq_lens": "[B]"}
+
+
+@pytest.mark.parametrize("argument", AXES)
+@pytest.mark.parametrize("name", vllm.NAMES)
+def test_other_axes_are_refused(device, name, argument):
+    made = step(device, name)
+    made.arguments[argument] = given = made.arguments[argument][0]
+    text = f"{argument}: expected {AXES[argument]}, got {list(given.shape)}"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        getattr(vllm, name)(**made.arguments)
 
 
 @pytest.mark.skipif(not GPU, reason="only a GPU can sync")
@@ -546,6 +560,21 @@ def test_qsa_reads_nothing_beyond_its_tensors(device, name, text):
     arguments = qsa_step(device)[0]
     arguments[name] = arguments[name][:-1]
     with pytest.raises(ValueError, match=f"^{text}$"):
+        vllm.qsa_sparse_paged_attention(**arguments)
+
+
+AXES_OF_QSA = {
+    "q": "[T, HQ, D]", "k_cache": "[pages, page_size, HKV, D]", "logical_indices": "[T, 4 n]",
+    "block_table": "[B, width]", "token_to_req": "[T]",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("argument", AXES_OF_QSA)
+def test_other_axes_are_refused_for_qsa(device, argument):
+    arguments = qsa_step(device)[0]
+    arguments[argument] = given = arguments[argument][0]
+    text = f"{argument}: expected {AXES_OF_QSA[argument]}, got {list(given.shape)}"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         vllm.qsa_sparse_paged_attention(**arguments)
 
 
