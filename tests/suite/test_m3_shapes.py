@@ -215,3 +215,18 @@ def test_qsa_has_a_table_of_its_own():
         "| decode-B1 | 9.1 | 9.5 (1.04×) | - | - | 15.0% |",
         "| training-shared0.9, step | 9880.0 | - | 6320.0 (0.64×) | 0.56× | - |",
     ]
+
+
+SHARDED = {
+    "group": "context parallel", "name": "test_context_parallel[2gpus]", "world": 2, "tokens": 131_072, "median": 48.85e-3,
+    "control": "one_gpu", "control_median": 90.46e-3, "ratio_to_control": 0.54, "speedup": 1.852, "hidden": 0.568,
+    "memory": 1.121, "world_of_1": 0.998, "long": 1.298, "sharded": {},
+}  # fmt: skip
+
+
+def test_a_sharded_step_has_a_table_of_its_own():
+    (table,) = tables.of([SHARDED])
+    assert table.title == "Context parallel"
+    assert markdown(table).splitlines()[2:] == [
+        "| 2 | 131072 | 48.85 | 90.46 (1.85×) | 57% | 1.12× | 1.00× | 1.30× |",
+    ]

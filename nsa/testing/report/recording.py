@@ -146,7 +146,7 @@ def kernels(facts: Iterable[Fact]) -> list[Fact]:
     return [fact for fact in facts if fact.get("share_of_ceiling")]
 
 
-KINDS = ("prefill", "training", "serving", "m3", "qsa", "kernels", "others")
+KINDS = ("prefill", "training", "serving", "m3", "qsa", "sharded", "kernels", "others")
 
 
 def by_kind(facts: Iterable[Fact]) -> dict[str, list[Fact]]:
@@ -175,7 +175,7 @@ def _kind(fact: Fact) -> str:
         return "m3"
     if re.fullmatch(r"kvcache|paged\d+", str(fact.get("impl"))):
         return "serving"
-    figures = {"ns_per_token": "prefill", "ns_per_query": "training", "share_of_ceiling": "kernels"}
+    figures = {"ns_per_token": "prefill", "ns_per_query": "training", "world_of_1": "sharded", "share_of_ceiling": "kernels"}
     return next((kind for name, kind in figures.items() if fact.get(name)), "others")
 
 

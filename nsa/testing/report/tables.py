@@ -206,6 +206,16 @@ COLUMNS: dict[str, list[Column]] = {
         Column("memory vs flash", lambda fact: times(fact.get("memory_vs_flash"))),
         _key("of read", "share_of_read", ".1%"),
     ],
+    "sharded": [
+        _key("GPUs", "world"),
+        _key("T", "tokens"),
+        _ours(_milliseconds),
+        Column("one GPU", lambda fact: Two(_milliseconds(fact["control_median"]), times(fact["speedup"]) or EMPTY)),
+        _key("hidden", form=".0%"),
+        Column("memory", lambda fact: times(fact.get("memory"))),
+        Column("world of 1", lambda fact: times(fact.get("world_of_1"))),
+        Column("a million", lambda fact: times(fact.get("long"))),
+    ],
     "kernels": [
         Column("benchmarks", lambda group: group[0]),
         Column("cases", lambda group: len(group[1])),
