@@ -218,9 +218,9 @@ def test_qsa_has_a_table_of_its_own():
 
 
 SHARDED = {
-    "group": "context parallel", "name": "test_context_parallel[2gpus]", "world": 2, "tokens": 131_072, "median": 48.85e-3,
-    "control": "one_gpu", "control_median": 90.46e-3, "ratio_to_control": 0.54, "speedup": 1.852, "hidden": 0.568,
-    "memory": 1.121, "world_of_1": 0.998, "long": 1.298, "sharded": {},
+    "group": "context parallel", "name": "test_context_parallel[2gpus]", "world": 2, "tokens": 131_072,
+    "median": 48.85e-3, "control": "one_gpu", "control_median": 90.46e-3, "ratio_to_control": 0.54, "speedup": 1.852,
+    "hidden": 0.568, "memory": 1.121, "world_of_1": 0.998, "long": 1.298, "sharded": {},
 }  # fmt: skip
 
 
