@@ -91,9 +91,8 @@ class Measurement:
         return gate_figures(self.times, controls, self.name) | info | self._figures() | self.extra
 
     def _figures(self) -> dict[str, Any]:
-        """`figures`: kernel time, call latency, packing and concurrency, each with its own interval."""
+        """`figures`: call latency, packing and concurrency, each with its own interval."""
         figures = {name: t.figure() for name, t in self.figures.items()}
-        figures = {"kernel" if self.ours.how != "host" else "call_latency": self.ours.figure()} | figures
         if "concurrency" in self.figures:
             together = self.figures["concurrency"]
             streams = int(self.extra["streams"])
@@ -293,8 +292,7 @@ def gate_figures(times: dict[str, Timing], controls: Iterable[str], ours: str = 
         fields["control_samples"] = {name: [_short(x) for x in t.samples] for name, t in others.items()}
     return fields | {
         "ci95": list(mine.interval()),
-        "timing": {"how": mine.how, "cold": mine.cold, "sets": mine.sets, "calls_per_sample": mine.calls},
-        "figures": {"call_latency": mine.figure()},
+        "timing": {"sets": mine.sets} | mine.manner(),
     }
 
 

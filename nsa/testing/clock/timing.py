@@ -88,17 +88,14 @@ class Timing:
         """The timer's tick as a share of a sample."""
         return self.tick / max(self.median * self.calls, 1e-12)
 
+    def manner(self) -> dict[str, Any]:
+        """How the samples were measured, as JSON can hold it."""
+        return {"how": self.how, "cold": self.cold, "calls_per_sample": self.calls, "resolution": self.resolution}
+
     def figure(self) -> dict[str, Any]:
         """Median, 95% interval and how they were measured, as JSON can hold it."""
-        return {
-            "median_s": self.median,
-            "ci95_s": list(self.interval()),
-            "how": self.how,
-            "cold": self.cold,
-            "calls_per_sample": self.calls,
-            "samples": len(self.samples),
-            "resolution": self.resolution,
-        }
+        found = {"median_s": self.median, "ci95_s": list(self.interval()), "samples": len(self.samples)}
+        return found | self.manner()
 
     def resolved(self, name: str) -> Timing:
         """This timing, if its samples are long enough for its timer.
