@@ -499,6 +499,8 @@ def test_rows_that_select_nothing(source, dtype):
         of_lse = f"gives an LSE of {name} instead of -inf for rows that select nothing"
         assert diagnose((out, lse.masked_fill(empty, value)), oracle) == [of_lse]
         assert diagnose((nan, lse.masked_fill(empty, value)), oracle) == [f"{text} and {of_lse}"]
+    masked = (out, lse.masked_fill(empty, -9997.2))  # a masked score of -1e4 is no maximum that was not subtracted
+    assert FAULTS["exp"][2] not in diagnose(masked, oracle)
     less, _ = kernel(oracle.problem, row=lambda keys: keys[:-1])
     both = f"misses the last key of a row, and {text}"
     less = less.masked_fill(empty[..., None], math.nan)

@@ -127,7 +127,7 @@ def _overflow(e: Evidence) -> Iterator[Finding]:
         return
     good = ~bad & lse.isfinite()
     must = (lse > EXP_MAX + 1) | (lse < -EXP_MAX - 17) & lse.isfinite()
-    may = (lse > EXP_MAX - 1) | (lse < -EXP_MAX + 3)  # near the largest number, or denormal
+    may = (lse > EXP_MAX - 1) | (lse < -EXP_MAX + 3) & lse.isfinite()  # near the largest number, or denormal
     fp32 = not bool((must & good).any()) and bool(may[bad].all())
     fp16 = bool(good.any()) and float(lse[bad].min()) > max(EXP_MAX_FP16, float(lse[good].max()))
     if fp32 or fp16 and e.oracle.problem.q.dtype == torch.float16:
