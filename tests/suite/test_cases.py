@@ -8,7 +8,8 @@ import torch
 from nsa.testing.judge.forward import SAMPLED, Oracle, assert_parity, fp64, some_queries
 from nsa.testing.matrix import overlap
 from nsa.testing.matrix.case import Case
-from nsa.testing.matrix.cases import PREFILL_HEADS, core, full, long_context, parity, prefill, small
+from nsa.testing.matrix.cases import PREFILL_HEADS, core, full, long_context, parity, prefill, prefills, small
+from nsa.testing.matrix.strategies import OF_CONTESTANTS
 
 SMALL = Case(2, 16, 16, 64, 400, "prefill", "fp32", HKV=2, S=100, S_kv=130, block_size=16)
 
@@ -36,6 +37,17 @@ def test_ids_tell_cases_apart(matrix):
 
 def test_parity_leaves_out_what_the_oracle_cannot_hold():
     assert not any(c.large for c in parity())
+
+
+def test_packed_sequences_are_read_to_their_ends_and_not_further():
+    """Without causality only its own length keeps a query from the keys of the next sequence."""
+
+    def reach(case):
+        return case.seqlens and not case.causal and case.kv_seqlens[0] % case.block_size > 0
+
+    assert any(reach(c) and c.source == "blocks" for c in small())
+    assert any(reach(c) and c.source == "blocks" for c in prefills())
+    assert any(c.seqlens and not c.causal for c in OF_CONTESTANTS)
 
 
 @pytest.mark.parametrize("shared", [0.0, 0.5, 0.9])

@@ -120,6 +120,7 @@ def prefills() -> list[Case]:
             lengths = (1, 200, 0, 65, 67, 30), (70, 200, 40, 300, 20, 0)
             packed = Case(H, D, Dv, 256, 363 * 2, "prefill", dtype, HKV=2, seqlens=lengths[0], kv_seqlens=lengths[1])
             found += [packed, dataclasses.replace(packed, dist="mixed", source="ranges", L=70, n=0)]
+            found += [dataclasses.replace(packed, causal=False)] * (H in (1, 4, 16))
     some = [c for c in found if c.H in (1, 4, 16) and c.dtype == "bf16" and not c.seqlens]
     found += [dataclasses.replace(c, causal=False) for c in some] + [
         dataclasses.replace(c, positions=True) for c in some
@@ -211,4 +212,5 @@ def _small_prefills() -> list[Case]:
     lengths = (1, 5, 0, 2, 3), (20, 5, 4, 70, 0)
     packed = Case(2, 32, 32, 32, 22, "prefill", "fp32", HKV=2, block_size=16, seqlens=lengths[0], kv_seqlens=lengths[1])
     out += [packed, dataclasses.replace(packed, dist="mixed", source="ranges", L=6, n=0)]
+    out += [dataclasses.replace(packed, causal=False)]  # the last block of a sequence reaches into the next one
     return out + [Case(2, 32, 32, 64, 40, "prefill", "fp16", HKV=2, S=20, S_kv=100, block_size=16, shared=0.75)]

@@ -43,6 +43,7 @@ FIXED = {
 OF_CONTESTANTS = [
     *(RANGES, dataclasses.replace(RANGES, causal=False, dtype="fp16")),
     *(BLOCKS, dataclasses.replace(BLOCKS, causal=False, dtype=LANE_DTYPES[0])),
+    dataclasses.replace(PACKED, causal=False),
     Case(4, 32, 16, 33, 2, "few", "fp16"),
 ]
 """The shapes of drawn calls to contestants. They are few, because a kernel may be compiled for each."""
