@@ -50,6 +50,13 @@ def test_packed_sequences_are_read_to_their_ends_and_not_further():
     assert any(c.seqlens and not c.causal for c in OF_CONTESTANTS)
 
 
+def test_drawn_blocks_have_a_query_at_the_end_of_a_block_that_is_not_the_last():
+    """A kernel may end the causal window one key late there, and be right elsewhere."""
+    causal = [c for c in OF_CONTESTANTS if c.source == "blocks" and c.causal]
+    ends = [c.S_kv - c.S + s + 1 for c in causal for s in range(c.S) if (c.S_kv - c.S + s + 1) % c.block_size == 0]
+    assert any(end < c.S_kv for c in causal for end in ends)
+
+
 @pytest.mark.parametrize("shared", [0.0, 0.5, 0.9])
 def test_blocks_of_a_long_prompt(device, shared):
     """The first and the own block always; causal, none twice, as many as there are; the same again by the same seed."""
