@@ -57,6 +57,12 @@ def test_drawn_blocks_have_a_query_at_the_end_of_a_block_that_is_not_the_last():
     assert any(end < c.S_kv for c in causal for end in ends)
 
 
+def test_rows_list_more_blocks_than_a_warp_loads_at_a_time():
+    """A kernel may read only the first 16 or 32 blocks of a row."""
+    assert any(c.n > 32 for c in small())
+    assert any(c.n > 32 for c in parity())
+
+
 @pytest.mark.parametrize("shared", [0.0, 0.5, 0.9])
 def test_blocks_of_a_long_prompt(device, shared):
     """The first and the own block always; causal, none twice, as many as there are; the same again by the same seed."""

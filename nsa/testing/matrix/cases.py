@@ -131,7 +131,7 @@ def prefills() -> list[Case]:
 def small_blocks(S: int, S_kv: int, dtypes: tuple[str, ...]) -> list[Case]:
     """Many blocks of 1 to 16 keys: prompts, decode steps and packed sequences of each size."""
     found: list[Case] = []
-    most = 9 if S_kv < 1000 else 513
+    most = 40 if S_kv < 1000 else 513
     shapes = [
         (4, 12, 2, 64, 64), (1, 4, 1, 32, 16), (2, 3, 2, 32, 32), (3, 8, 1, 16, 48), (7, 1, 2, 32, 32),
         (16, 24, 1, 32, 32), (5, 40, 1, 16, 16),
