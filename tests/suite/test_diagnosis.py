@@ -464,6 +464,25 @@ def test_exp_in_fp16_without_the_maximum():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_running_maximum_that_starts_at_0(dtype):
+    """Right where some score is positive, and where all scores are a little below 0. Without any maximum it is not."""
+    text = "starts the running maximum at 0, not at -inf: the output is 0 where all scores are far below 0"
+    p = Case(4, 32, 32, 40, 6, "few", dtype, scores=64).make("cpu")
+    p.q[::2], p.k[::2] = -p.q[::2].abs(), p.k[::2].abs()
+    oracle = Oracle.of(p)
+    out, lse = kernel(p)
+    gone = lse < -100
+    assert gone.any()
+    assert (lse > 100).any()
+    result = out.masked_fill(gone[..., None], 0.0), lse.masked_fill(gone, -math.inf)
+    assert diagnose(result, oracle)[0] == diagnose(result[0], oracle)[0] == text
+    without = kernel(p, exp=lambda scores: scores.float().exp())
+    found = diagnose(without, oracle)
+    assert FAULTS["exp"][2] in found
+    assert text not in found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("change", "text"), [
     (lambda lse, p: lse * math.log2(math.e), "gives the LSE in base 2"),
     (lambda lse, p: lse + 1, "is right except for the LSE"),

@@ -120,14 +120,18 @@ def _tail(shape: tuple[int, ...], dim: int, start: int, x: Tensor) -> Tensor:
 
 
 def _overflow(e: Evidence) -> Iterator[Finding]:
-    """The maximum was not subtracted: the result is NaN, infinite or 0 where exp overflows or vanishes."""
+    """The maximum was not subtracted, or is never negative: NaN, infinite or 0 where exp overflows or vanishes."""
     bad, lse = e.off.any(-1) | e.lse_off, e.right.lse
     wrong = e.out[e.off | e.lse_off[..., None]]  # in a row near the limit, some columns overflow and others are right
     if not bool((~wrong.isfinite() | (wrong == 0)).all()):
         return
     good = ~bad & lse.isfinite()
-    must = (lse > EXP_MAX + 1) | (lse < -EXP_MAX - 17) & lse.isfinite()
-    may = (lse > EXP_MAX - 1) | (lse < -EXP_MAX + 3) & lse.isfinite()  # near the largest number, or denormal
+    vanish = (lse < -EXP_MAX - 17) & lse.isfinite()
+    denormal = (lse < -EXP_MAX + 3) & lse.isfinite()
+    if not bool((vanish & good).any()) and bool(denormal[bad].all()):
+        yield Finding("starts the running maximum at 0, not at -inf: the output is 0 where all scores are far below 0")
+    must = (lse > EXP_MAX + 1) | vanish
+    may = (lse > EXP_MAX - 1) | denormal  # near the largest number, or denormal
     fp32 = not bool((must & good).any()) and bool(may[bad].all())
     fp16 = bool(good.any()) and float(lse[bad].min()) > max(EXP_MAX_FP16, float(lse[good].max()))
     if fp32 or fp16 and e.oracle.problem.q.dtype == torch.float16:
@@ -270,7 +274,7 @@ def _kv_heads(e: Evidence) -> Iterator[Finding]:
 FAMILIES: tuple[tuple[str | tuple[str, ...], Callable[[Evidence], Iterator[Finding]]], ...] = (
     ("gives the", _lse),
     ("leaves", _unwritten),
-    ("does not subtract", _overflow),
+    (("does not subtract", "starts the running"), _overflow),
     ("", wrong_keys),
     ("reads only", _prefix),
     ("", partial_blocks),
