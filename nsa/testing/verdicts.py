@@ -132,7 +132,8 @@ class Verdicts:
         said = said.replace(case, "a case")
         if isinstance(error, Wrong) and error.result is not None:
             return {UNKNOWN: f"{UNKNOWN}: {said}"}
-        return {re.sub(r"[\d.]+", "#", said): said}
+        kind, _, _ = said.partition("; the first at ")
+        return {re.sub(r"\d[\d.]*(e[+-]\d+)?|\binf\b", "#", kind): said}
 
     def _diagnosed(self, error: Wrong) -> list[str]:
         if error.result is None or error.oracle is None:

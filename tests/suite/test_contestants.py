@@ -336,7 +336,7 @@ FP8, RAGGED = {"fp8": True}, {"counts": (3, 0, 1, 5)}
 @pytest.mark.parametrize("page", ["", 64])
 def test_over_a_cache(device, kernel, how, wrong, page):
     impl = named.of_function("mine:kernel", kernel, OVER_A_CACHE, declared=True)
-    with pytest.raises(AssertionError, match="mine:kernel on .*bound") if wrong else contextlib.nullcontext():
+    with pytest.raises(AssertionError, match="mine:kernel on .*bound .*; the first at .*head") if wrong else contextlib.nullcontext():
         over_a_cache(impl, STEPS, device, page, **how)
 
 
@@ -369,6 +369,18 @@ def test_a_promise_that_no_test_asked_for_is_named():
     everything = {"O", "LSE", "gradients", "cu_seqlens"}
     assert len(said_of(Tally(right=cases, exercised=everything), **how)) == 1
     assert len(said_of(Tally(right={"one"}, exercised=everything), whole=False, **how)) == 1, "a replay claims no more"
+
+
+def test_errors_that_differ_in_numbers_and_places_are_of_one_kind():
+    """The error and the bound may have an exponent, and packed sequences have no batch."""
+    said = (
+        "dk: error 1.081 > bound 1.662e-06 = 2*5.74e-07 (SDPA) + 4*eps*max; the first at batch 0, key 0: got 1",
+        "dk: error inf > bound 0.006683 = 2*0.0006 (SDPA) + 4*eps*max; the first at key 11: got 2",
+    )
+    one = Verdicts.__new__(Verdicts)
+    kinds = [one._kinds(AssertionError(f"a:kernel on case: {text}"), "a:kernel", "case") for text in said]
+    assert kinds[0].keys() == kinds[1].keys()
+    assert [*kinds[0].values(), *kinds[1].values()] == [*said]
 
 
 def test_failures_are_counted_by_case_and_the_fewest_kinds_are_named():

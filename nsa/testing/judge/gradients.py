@@ -142,7 +142,7 @@ def assert_gradients(got: Sequence[Tensor], oracle: GradientOracle, name: str) -
         bound, error = 2 * err + 4 * eps * largest(want), largest(errors(x, want))
         assert error <= bound, (
             f"{head}: error {error:.4g} > bound {bound:.4g} = 2*{err:.3g} (SDPA) + 4*eps*max; "
-            f"{first_wrong(x, want, bound, p, OUTPUT if which == 'dq' else KEYS)}"
+            f"{first_wrong(x, want, bound, OUTPUT if which == 'dq' else KEYS)}"
         )
         nothing = unread[0] if which == "dq" else unread[1]
         assert not bool(x[nothing].any()), f"{head}: expected exactly 0 for empty rows and for keys that no row lists"
