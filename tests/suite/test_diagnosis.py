@@ -35,13 +35,13 @@ def same(x):
 
 
 def kernel(
-    p, *, limit=lambda own, total: own + 1, padding=None, span=same, row=same, factor=1.0,
+    p, *, limit=lambda own, total: own + 1, padding=None, lists=same, span=same, row=same, factor=1.0,
     heads=lambda h, HKV, G: (h // G, h // G), exp=None, pad=lambda n: 0, entry=None, sink=None, online=None,
 ):  # fmt: skip
     """`(O, LSE)` in the dtypes of a kernel. By default the right answer; each argument puts one thing wrong.
 
-    `limit(own, total)`: first key that a query does not see. `padding`: the block that -1 stands for. `span` and `row`
-    change a list of keys. `heads(h, HKV, G)`: the KV heads of the keys and of the values of a query head. `exp`
+    `limit(own, total)`: first key that a query does not see. `padding`: the block that -1 stands for. `lists`
+    changes a row's list of spans, `span` and `row` change a list of keys. `heads(h, HKV, G)`: the KV heads of the keys and of the values of a query head. `exp`
     computes weights of scores. `pad(n)`: how many keys of score and value 0 a row of `n` keys has beside them.
     `entry(i, n)`: the sequence or packed row, of `n`, whose keys and values entry `i` reads. `sink(h)`: one more score.
     `online`: `(keys of a tile, whether tiles begin with each span, what is not rescaled)`.
@@ -73,7 +73,7 @@ def kernel(
             if padding is not None:
                 begins = [(padding if b < 0 else b) * p.block_size for b in blocks[t][g]]
                 listed = [(begin, begin + p.block_size) for begin in begins]
-            spans = [span(list(range(max(a, 0), min(b, end)))) for a, b in listed]
+            spans = [span(list(range(max(a, 0), min(b, end)))) for a, b in lists(listed)]
             keys = row(sum(spans, []))
             if not keys:
                 continue
@@ -153,6 +153,10 @@ def turned(p):
     return [*range(1, p.case.B), 0]
 
 
+def before_padding(spans):
+    return spans[: next((i for i, (a, b) in enumerate(spans) if b <= a), len(spans))]
+
+
 def batches(c):
     return c.B > 1 and not c.seqlens
 
@@ -200,6 +204,30 @@ FAULTS = {
         lambda c: causal(c) and not c.seqlens and not c.positions, "takes the first query for position 0",
     ),
     "padding": (lambda p: kernel(p, padding=0), blocks, "takes padding (-1) for block 0"),
+    "padding-last": (
+        lambda p: kernel(p, padding=(p.k.shape[1] - 1) // p.block_size), lambda c: blocks(c) and not c.seqlens,
+        "takes padding (-1) for the last block",
+    ),
+    "stops-at-padding": (
+        lambda p: kernel(p, lists=before_padding), lambda c: c.source == "blocks" and c.dist == "overlap",
+        "stops at the first padding (-1) of a row",
+    ),
+    "stops-at-an-empty-span": (
+        lambda p: kernel(p, lists=before_padding), lambda c: c.source == "ranges" and c.dist == "mixed",
+        "stops at the first empty span of a row",
+    ),
+    "last-slot": (
+        lambda p: kernel(p, lists=lambda x: x[:-1]), lambda c: c.source == "blocks",
+        "leaves out the last slot of a row's list of blocks",
+    ),
+    "two-slots": (
+        lambda p: kernel(p, lists=lambda x: x[:2]), lambda c: c.source == "blocks" and c.n > 3,
+        "reads only the first 2 slots of a row's list of blocks",
+    ),
+    "four-spans": (
+        lambda p: kernel(p, lists=lambda x: x[:4]), lambda c: c.source == "ranges" and c.dist in ("mixed", "many"),
+        "reads only the first 4 slots of a row's list of spans",
+    ),
     "scale-2%": (lambda p: kernel(p, factor=1.02), any_case, "scales scores by 1.02 times what was asked"),
     "scale-3.7": (lambda p: kernel(p, factor=3.7), any_case, "scales scores by 3.7 times what was asked"),
     "no-scale": (lambda p: kernel(p, factor=p.case.D**0.5), any_case, "does not divide scores by sqrt(D)"),
@@ -397,7 +425,7 @@ def test_a_rounded_query_is_named():
 def test_a_wrong_kernel_is_named(fault, dtype):
     give, where, text = FAULTS[fault]
     shown, first, alone = 0, 0, False
-    for c in cases(dtype, where, 3 if fault == "padding" else 2):  # few cases have padding that shows
+    for c in cases(dtype, where, 3 if "padding" in fault else 2):  # few cases have padding that shows
         oracle = oracle_of(c)
         result = give(oracle.problem)
         if red(result, oracle):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa.testing.judge.evidence import Answer, Evidence, Finding, Reading, differ, finite, first_keys
-from nsa.testing.matrix.problem import Problem
+from nsa.testing.matrix.problem import Problem, bounds
 
 TILES = (16, 32, 64, 128)  # keys that a kernel may read at a time
 LOG2E = math.log2(math.e)
@@ -45,6 +45,7 @@ def wrong_keys(e: Evidence) -> Iterator[Finding]:
         text = "misses the last key of each span that causality leaves whole"
         yield instead(text, p, ranges=shorter, block_indices=None)
     yield over_slots("misses the first key of a row", e, lambda r: r.slot > 0)
+    yield from other_lists(p)
     yield over_slots("counts a key that is listed twice only once", e, lambda r: r.first_mention)
 
 
@@ -54,7 +55,7 @@ def _but_the_last_of_spans(r: Reading) -> Tensor:
 
 
 def other_problems(e: Evidence) -> Iterator[Finding]:
-    """Kernels that solve another problem: with another causal limit, padding read as a block, sequences as one."""
+    """Kernels that solve another problem: with another causal limit, or sequences as one."""
     p, whole, pick = e.oracle.seen, e.oracle.problem, e.oracle.pick
     if p.causal:
         where = p.positions().view(p.q.shape[:-2])
@@ -68,14 +69,35 @@ def other_problems(e: Evidence) -> Iterator[Finding]:
         packed = p.cu_seqlens is not None
         text = "takes a query's place among all packed queries" if packed else "takes the first query"
         yield instead(text + (" for its position" if packed else " for position 0"), p, q_positions=pick(order))
-    if p.block_indices is not None:
-        yield instead("takes padding (-1) for block 0", p.choosing(p.block_indices.clamp(min=0)))
     if p.cu_seqlens_k is not None:
         yield instead("takes cu_seqlens of the queries for those of the keys", p, cu_seqlens_k=None)
     if p.cu_seqlens is not None:
         names = ("q", "k", "v", "ranges", "block_indices", "q_positions")
         one = {name: x[None] for name in names if (x := getattr(p, name)) is not None}
         yield instead("takes packed sequences for one sequence", p, **one, cu_seqlens=None, cu_seqlens_k=None)
+
+
+def other_lists(p: Problem) -> Iterator[Finding]:
+    """Kernels that read only a part of a row's list of blocks or spans, or take its padding for a block."""
+    blocks, rows = p.block_indices, p.ranges.shape[:-1]
+    what, pad = ("spans", "empty span") if blocks is None else ("blocks", "padding (-1)")
+    place = torch.arange(rows[-1], device=p.q.device)
+
+    def without(text: str, gone: Tensor) -> Finding:
+        if blocks is None:
+            return instead(text, p, ranges=p.ranges.masked_fill(gone.expand(rows)[..., None], 0))
+        return instead(text, p.choosing(blocks.masked_fill(gone, -1)))
+
+    if rows[-1] > 1:
+        yield without(f"stops at the first {pad} of a row", (p.ranges[..., 1] <= p.ranges[..., 0]).cumsum(-1) > 0)
+        yield without(f"leaves out the last slot of a row's list of {what}", place == rows[-1] - 1)
+    for count in (x for x in (1, 2, 3, 4, 8, 16, 32, 64, 128, 256) if x < rows[-1]):
+        yield without(f"reads only the first {count} slots of a row's list of {what}", place >= count)
+    if blocks is not None:
+        assert p.block_size is not None
+        last = (bounds(p)[1].view(*p.q.shape[:-2], 1, 1) - 1).clamp(min=0) // p.block_size
+        yield instead("takes padding (-1) for block 0", p.choosing(blocks.clamp(min=0)))
+        yield instead("takes padding (-1) for the last block", p.choosing(torch.where(blocks < 0, last, blocks)))
 
 
 def partial_blocks(e: Evidence) -> Iterator[Finding]:
