@@ -232,6 +232,18 @@ FAULTS = {
     "scale-3.7": (lambda p: kernel(p, factor=3.7), any_case, "scales scores by 3.7 times what was asked"),
     "no-scale": (lambda p: kernel(p, factor=p.case.D**0.5), any_case, "does not divide scores by sqrt(D)"),
     "scale-1/D": (lambda p: kernel(p, factor=p.case.D**-0.5), any_case, "divides scores by D, not by sqrt(D)"),
+    "scale-of-Dv": (
+        lambda p: kernel(p, factor=(p.case.D / p.case.Dv) ** 0.5), lambda c: c.D != c.Dv,
+        "divides scores by sqrt(Dv), not by sqrt(D)",
+    ),
+    "scale-of-padded-D": (
+        lambda p: kernel(p, factor=(p.case.D / 128) ** 0.5), lambda c: 64 < c.D < 128,
+        "rounds D up to a power of two in the scale",
+    ),
+    "scale-of-64": (
+        lambda p: kernel(p, factor=(p.case.D / 64) ** 0.5), lambda c: c.D not in (16, 64),
+        "divides scores by sqrt(64) for any D",
+    ),
     "log2e": (
         lambda p: kernel(p, factor=math.log2(math.e)), any_case, "multiplies scores by log2(e) once too often",
     ),

@@ -160,6 +160,11 @@ def wrong_scales(e: Evidence) -> Iterator[Finding]:
     """Wrong factors of the scores that have a known cause."""
     D, scale = e.oracle.problem.case.D, e.oracle.problem.scale
     named = [("does not divide scores by sqrt(D)", D**0.5), ("divides scores by D, not by sqrt(D)", D**-0.5)]
+    padded = 1 << (D - 1).bit_length()
+    named += [("divides scores by sqrt(Dv), not by sqrt(D)", (D / e.oracle.problem.case.Dv) ** 0.5)]
+    named += [("rounds D up to a power of two in the scale", (D / padded) ** 0.5)]
+    named += [(f"divides scores by sqrt({fixed}) for any D", (D / fixed) ** 0.5) for fixed in (64, 128)]
+    named = [(text, factor) for text, factor in named if factor != 1]
     if scale:
         named = [("ignores the scale asked for, and divides by sqrt(D)", D**-0.5 / scale)]
     named += [("multiplies scores by log2(e) once too often", LOG2E)]
