@@ -336,7 +336,8 @@ FP8, RAGGED = {"fp8": True}, {"counts": (3, 0, 1, 5)}
 @pytest.mark.parametrize("page", ["", 64])
 def test_over_a_cache(device, kernel, how, wrong, page):
     impl = named.of_function("mine:kernel", kernel, OVER_A_CACHE, declared=True)
-    with pytest.raises(AssertionError, match="mine:kernel on .*bound .*; the first at .*head") if wrong else contextlib.nullcontext():
+    said = "mine:kernel on .*bound .*; the first at .*head"
+    with pytest.raises(AssertionError, match=said) if wrong else contextlib.nullcontext():
         over_a_cache(impl, STEPS, device, page, **how)
 
 

@@ -136,8 +136,8 @@ TWISTS = OF_ANY | OF_A_SELECTION
 CALLS = 4  # with inputs that change in place
 NEEDED = {
     "strided": "contiguous", "large-scores": "small scores", "negative-scores": "small scores", "nothing": "nonempty",
-    "half": "nonempty", "noise": "visible", "twice": "distinct", "scaled": "default scale", "no-queries": "some queries",
-    "no-sequences": "some queries",
+    "half": "nonempty", "noise": "visible", "twice": "distinct", "scaled": "default scale",
+    "no-queries": "some queries", "no-sequences": "some queries",
 }  # fmt: skip
 """For each twist the need of a contract that excludes the twist."""
 
