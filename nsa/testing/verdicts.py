@@ -58,7 +58,7 @@ class Verdicts:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.known: list[str] = []  # findings of this process so far
+        self.known: dict[str, list[str]] = {}  # findings of this process so far, by contestant
         self.tallies: dict[tuple[str, str], Tally] = {}
         self.whole = True  # False if tests were selected by id
         self.failed: dict[str, Kinds] = {}  # by the ids of tests that failed in this process
@@ -121,7 +121,7 @@ class Verdicts:
 
     def _kinds(self, error: BaseException, spec: str, case: str) -> Kinds:
         """What failed: the findings of a wrong result, or the exception and its line in the contestant's code."""
-        diagnoses = self._diagnosed(error) if isinstance(error, Wrong) else []
+        diagnoses = self._diagnosed(error, spec) if isinstance(error, Wrong) else []
         if diagnoses:
             return {text: text for text in diagnoses}
         place = traces.place(error)
@@ -135,16 +135,17 @@ class Verdicts:
         kind, _, _ = said.partition("; the first at ")
         return {re.sub(r"\d[\d.]*(e[+-]\d+)?|\binf\b", "#", kind): said}
 
-    def _diagnosed(self, error: Wrong) -> list[str]:
+    def _diagnosed(self, error: Wrong, spec: str) -> list[str]:
         if error.result is None or error.oracle is None:
             return []
+        known = self.known.setdefault(spec, [])
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # with small tensors on a busy machine, two threads take thirty times as long as one
         try:
-            diagnoses = diagnose(error.result, error.oracle, self.known)
+            diagnoses = diagnose(error.result, error.oracle, known)
         finally:
             torch.set_num_threads(threads)
-        self.known += [text for text in diagnoses if text not in self.known]
+        known += [text for text in diagnoses if text not in known]
         return diagnoses
 
     # --- in the process that reports ---------------------------------------------------------------------------------

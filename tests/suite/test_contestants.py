@@ -14,6 +14,7 @@ from nsa.testing.contestants import named
 from nsa.testing.contestants.contract import Contract
 from nsa.testing.contestants.fit import ENOUGH
 from nsa.testing.gate import hooks
+from nsa.testing.judge.forward import Oracle, fp64
 from nsa.testing.matrix.case import Case
 from nsa.testing.report import pages
 from nsa.testing.suite.parity.test_promises import over_a_cache
@@ -370,6 +371,25 @@ def test_a_promise_that_no_test_asked_for_is_named():
     everything = {"O", "LSE", "gradients", "cu_seqlens"}
     assert len(said_of(Tally(right=cases, exercised=everything), **how)) == 1
     assert len(said_of(Tally(right={"one"}, exercised=everything), whole=False, **how)) == 1, "a replay claims no more"
+
+
+def test_an_output_of_another_dtype_is_no_unknown_mistake():
+    impl = named.of_function("a:kernel", lambda q, k, v, scale: q.double(), Contract(takes=("rows",)))
+    with pytest.raises(AssertionError, match="a:kernel: expected O in torch.float16, as q, got torch.float64"):
+        impl.run(Case(1, 16, 16, 4, 2, "few", "fp16").make("cpu"))
+
+
+def test_findings_of_one_contestant_are_not_tried_first_on_another():
+    """The last key of 17 in a row is the last partial block of 16, too."""
+    oracle = Oracle.of(Case(2, 16, 16, 17, 3, "few", "fp32", causal=False).make("cpu"))
+    p = oracle.problem
+    out, _ = fp64(p.choosing(p.ranges - torch.tensor([0, 1])))
+    one = Verdicts.__new__(Verdicts)
+    block = "drops the last partial block of 16 keys of a row"
+    one.known = {"b:kernel": [block]}
+    wrong = named.Wrong("a:kernel on case: error", out.float(), oracle)
+    assert [*one._kinds(wrong, "b:kernel", "case")] == [block]
+    assert "misses the last key of a row" in one._kinds(wrong, "a:kernel", "case")
 
 
 def test_errors_that_differ_in_numbers_and_places_are_of_one_kind():

@@ -108,16 +108,16 @@ def of_function(name: str, f: Callable[..., Any], contract: Contract, declared: 
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
         qkv, rest = _of(p, contract.takes)
         result = f(*qkv, **_chosen(passed, rest | {"return_lse": return_lse}))
-        return answer(result, (*qkv[0].shape[:-1], p.case.Dv), return_lse)
+        return answer(result, (*qkv[0].shape[:-1], p.case.Dv), qkv[0].dtype, return_lse)
 
     def cached(q: Tensor, cache: Any, return_lse: bool = False, **selection: Any) -> Any:
         absent = dict.fromkeys(("q_positions", "cu_seqlens", *OF_CACHES))
         rest = absent | selection | cache.arguments | {"return_lse": return_lse}
         result = f(q, cache.k, cache.v, **_chosen(passed, rest))
-        return answer(result, (*q.shape[:-1], cache.v.shape[-1]), return_lse)
+        return answer(result, (*q.shape[:-1], cache.v.shape[-1]), q.dtype, return_lse)
 
-    def answer(result: Any, shape: tuple[int, ...], return_lse: bool) -> Any:
-        result = _checked(name, result, shape, return_lse or pair)
+    def answer(result: Any, shape: tuple[int, ...], dtype: torch.dtype, return_lse: bool) -> Any:
+        result = _checked(name, result, shape, dtype, return_lse or pair)
         if not return_lse:
             return result[0] if pair else result
         return result if contract.lse == "e" else (result[0], result[1] * math.log(2))
@@ -190,8 +190,8 @@ def _check(name: str, f: Callable[..., Any], contract: Contract, passed: frozens
         )
 
 
-def _checked(spec: str, result: Any, shape: tuple[int, ...], return_lse: bool) -> Any:
-    """`result`, if it is a tensor `O` or, with `return_lse`, a pair of `O` and an fp32 `LSE`, of the right shapes.
+def _checked(spec: str, result: Any, shape: tuple[int, ...], dtype: torch.dtype, return_lse: bool) -> Any:
+    """`result`, if it is a tensor `O` of this dtype or, with `return_lse`, a pair of `O` and an fp32 `LSE`.
 
     Raises:
         AssertionError: the result is something else.
@@ -204,6 +204,7 @@ def _checked(spec: str, result: Any, shape: tuple[int, ...], return_lse: bool) -
         assert isinstance(x, Tensor), f"{spec}: expected a tensor {name}, got {_said(x)}"
         assert tuple(x.shape) == expected, f"{spec}: expected {name} of shape {expected}, got {tuple(x.shape)}"
         assert name == "O" or x.dtype == torch.float32, f"{spec}: expected an LSE in float32, got {x.dtype}"
+        assert name == "LSE" or x.dtype == dtype, f"{spec}: expected O in {dtype}, as q, got {x.dtype}"
     return result
 
 
