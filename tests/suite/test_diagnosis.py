@@ -40,11 +40,11 @@ def kernel(
 ):  # fmt: skip
     """`(O, LSE)` in the dtypes of a kernel. By default the right answer; each argument puts one thing wrong.
 
-    `limit(own, total)`: first key that a query does not see. `padding`: the block that -1 stands for. `lists`
-    changes a row's list of spans, `span` and `row` change a list of keys. `heads(h, HKV, G)`: the KV heads of the keys
-    and of the values of a query head. `exp` computes weights of scores. `pad(n)`: how many keys of score and value 0 a row of `n` keys has beside them.
-    `entry(i, n)`: the sequence or packed row, of `n`, whose keys and values entry `i` reads. `sink(h)`: one more score.
-    `online`: `(keys of a tile, whether tiles begin with each span, what is not rescaled)`.
+    `limit(own, total)`: first key that a query does not see. `padding`: the block that -1 stands for. `lists` changes a
+    row's list of spans; `span` and `row` change a list of keys. `heads(h, HKV, G)`: the KV heads of the keys and of the
+    values of a query head. `exp` computes weights of scores. `pad(n)`: how many keys of score and value 0 a row of `n`
+    keys has beside them. `entry(i, n)`: the sequence or packed row, of `n`, whose keys and values entry `i` reads.
+    `sink(h)`: one more score. `online`: `(keys of a tile, whether tiles begin with each span, what is not rescaled)`.
     """  # fmt: skip
     HKV, n = p.ranges.shape[-3:-1]
     HQ, D = p.q.shape[-2:]
