@@ -73,6 +73,9 @@ KERNELS = """
     def no_selection(q, k, v, *, causal, scale):
         pass
 
+    def of_blocks(q, k, v, *, block_indices, block_size, causal, scale):
+        pass
+
     def other_words(q, k, v, *, spans, causal):
         pass
 
@@ -204,6 +207,7 @@ MISUSED = {
     "not-callable": ("mine:not_callable", "--nsa-impl mine:not_callable: expected a function, got a int"),
     "no-function-named": ("mine", "expected package.module:function"),
     "other-words": ("mine:other_words", r"missing a required .*argument: 'spans'"),
+    "blocks": ("mine:of_blocks", r"'block_indices': type --nsa-impl mine:of_blocks@blocks, or declare"),
     "no-selection": ("mine:no_selection", "the contract needs an argument 'ranges'"),
     "contract-and-signature": ("mine:one_causal", "the contract needs an argument 'causal'"),
 }
@@ -224,6 +228,7 @@ BROKEN = {
     "of-torch": ("torch.no_such_thing(3)", "AttributeError: module 'torch' has no attribute 'no_such_thing'"),
     "module": ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
     "syntax": ("tile = = 3", "SyntaxError: invalid syntax"),
+    "contract": ("__import__('nsa').testing.contestant(lse=2)", "ValueError: lse: expected 'e', '2' or '', got 2"),
     "exits": ("raise SystemExit(0)", "SystemExit: 0"),
     "skips": ("pytest.skip('no GPU', allow_module_level=True)", "Skipped: no GPU"),
 }

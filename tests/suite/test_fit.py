@@ -154,13 +154,15 @@ def test_a_contract_that_makes_no_sense_is_refused():
         ({"takes": "blocks"}, "takes: expected a tuple"),
         ({"lse": "10"}, "lse: expected"),
         ({"causal": ()}, "causal: expected at least one"),
+        ({"dims": 64}, r"dims: expected a tuple of sizes, such as \(64, 128\), got 64"),
+        ({"block_sizes": ("64",)}, "block_sizes: expected a tuple of sizes"),
         ({"ragged": True}, "ragged: expected False without caches, got True"),
         ({"fp8": True}, "fp8: expected False without caches, got True"),
         ({"fp8": True, "caches": ("pages",), "dtypes": ("fp32",)}, "fp8: expected bf16 or fp16 among dtypes"),
     ):
         with pytest.raises(ValueError, match=message):
             contestant(**wrong)
-    with pytest.raises(TypeError, match="blocksize"):
+    with pytest.raises(TypeError, match="^blocksize: expected fields of a contract, which are takes, .*block_sizes"):
         contestant(blocksize=(64,))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -84,6 +84,10 @@ class Contract:
             given = getattr(self, name)
             if not isinstance(given, tuple) or not set(given) <= set(values):
                 raise ValueError(f"{name}: expected a tuple of {', '.join(map(repr, values))}, got {given!r}")
+        for name in ("dims", "value_dims", "groups", "block_sizes", "pages"):
+            given = getattr(self, name)
+            if not isinstance(given, tuple) or not all(isinstance(x, int) and x > 0 for x in given):
+                raise ValueError(f"{name}: expected a tuple of sizes, such as (64, 128), got {given!r}")
         for name in ("takes", "dtypes", "causal"):
             if not getattr(self, name):
                 raise ValueError(f"{name}: expected at least one, got an empty tuple")
@@ -229,5 +233,8 @@ def contestant(**contract: Any) -> Callable[[Callable[..., Any]], Declared]:
         TypeError: `Contract` has no such field.
         ValueError: a field does not take that value.
     """
+    known = [x.name for x in fields(Contract)]
+    if unknown := [name for name in contract if name not in known]:
+        raise TypeError(f"{', '.join(unknown)}: expected fields of a contract, which are {', '.join(known)}")
     made = Contract(**contract)
     return lambda function: Declared(function, made)

@@ -88,7 +88,8 @@ def _imported(spec: str, module: str) -> ModuleType:
             ours = f" (nsa is {nsa.__file__})" if module.startswith("nsa.") else ""
             where = "from here, from PYTHONPATH or from what is installed"
             raise ValueError(f"--nsa-impl {spec}: cannot be imported {where}: {said}{ours}") from e
-        text = f"importing {module} raised {type(e).__name__}: {said} ({traces.place(e)})"
+        place = traces.place(e) or traces.line_of_a_user(e)
+        text = f"importing {module} raised {type(e).__name__}: {said} ({place})"
         raise ValueError(f"--nsa-impl {spec}: {text}") from e
 
 
@@ -162,9 +163,11 @@ def _named(name: str, f: Callable[..., Any], words: Any) -> frozenset[str]:
     try:
         signature.bind(None, None, None, **dict.fromkeys(found))
     except TypeError as e:
+        more = f": type --nsa-impl {name}@blocks, or declare a contract (nsa.testing.contestant)"
+        said = f"{e}{more if 'block_indices' in by_name and '@' not in name else ''}"
         raise ValueError(
             f"--nsa-impl {name}: its signature is {name.partition(':')[2].partition('@')[0]}{signature}\n"
-            f"the suite passes q, k, v in order, and by name those it has of {', '.join(dict.fromkeys(words))}\n{e}"
+            f"the suite passes q, k, v in order, and by name those it has of {', '.join(dict.fromkeys(words))}\n{said}"
         ) from e
     return frozenset(found)
 

@@ -43,6 +43,13 @@ def place(error: BaseException) -> str | None:
     return f"{_relative(frames[-1].filename)}:{frames[-1].lineno}" if frames else None
 
 
+def line_of_a_user(error: BaseException) -> str | None:
+    """As `place`, also if the suite raised the error: the last line that is neither Python's, ours nor a package's."""
+    shown = [x for x in traceback.extract_tb(error.__traceback__) if _is_shown(x)]
+    own = [x for x in shown if not x.filename.startswith((*INSTALLED, NSA, "<"))]
+    return f"{_relative(own[-1].filename)}:{own[-1].lineno}" if own else None
+
+
 def said(error: BaseException) -> str:
     """What an error says in one line: its message, or the source of an `assert` without a message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
