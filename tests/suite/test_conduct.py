@@ -165,6 +165,15 @@ def test_a_kernel_whose_results_are_in_memory_of_its_own(which):
         test(contestant(make()), **arguments)
 
 
+def test_an_output_without_a_gradient_that_is_promised():
+    def kernel(q, k, v, **how):
+        return right(q.detach(), k.detach(), v.detach(), **how)
+
+    gradients(contestant(right), SPANS.make("cpu"))
+    with pytest.raises(AssertionError, match="^mine:kernel: promises gradients, and its O has no grad_fn"):
+        gradients(contestant(kernel), SPANS.make("cpu"))
+
+
 def test_packed_rows_change_in_place():
     promises = {"takes": ("rows",), "sequences": False, "caches": (), "fp8": False, "ragged": False}
 
