@@ -195,6 +195,10 @@ FAULTS = {
     "one-key-early": (lambda p: kernel(p, limit=lambda own, _: own), causal, "ends the causal window one key early"),
     "one-key-late": (lambda p: kernel(p, limit=lambda own, _: own + 2), causal, "ends the causal window one key late"),
     "non-causal": (lambda p: kernel(p, limit=lambda _, total: total), causal, "reads keys beyond the causal limit"),
+    "always-causal": (
+        lambda p: kernel(dataclasses.replace(p, causal=True)), lambda c: not c.causal and c.S > 1,
+        "hides keys ahead of the query although causal=False",
+    ),
     "q-positions": (
         lambda p: kernel(dataclasses.replace(p, q_positions=None)), lambda c: c.positions and c.causal,
         "ignores q_positions",
@@ -525,9 +529,10 @@ def test_a_running_maximum_that_starts_at_0(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("change", "text"), [
     (lambda lse, p: lse * math.log2(math.e), "gives the LSE in base 2"),
+    (lambda lse, p: lse / math.log2(math.e), "gives the LSE times ln(2), as in base e where the contract says base 2"),
     (lambda lse, p: lse + 1, "is right except for the LSE"),
     (lambda lse, p: largest_score(p), "gives the largest score for the LSE"),
-], ids=["base-2", "plus-1", "largest-score"])  # fmt: skip
+], ids=["base-2", "base-e", "plus-1", "largest-score"])  # fmt: skip
 def test_an_lse_alone(change, text, dtype):
     for c in cases(dtype, lambda c: c.L > 1, 3):
         oracle = oracle_of(c)

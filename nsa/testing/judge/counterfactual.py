@@ -57,6 +57,8 @@ def _but_the_last_of_spans(r: Reading) -> Tensor:
 def other_problems(e: Evidence) -> Iterator[Finding]:
     """Kernels that solve another problem: with another causal limit, or sequences as one."""
     p, whole, pick = e.oracle.seen, e.oracle.problem, e.oracle.pick
+    if not p.causal:
+        yield instead("hides keys ahead of the query although causal=False", p, causal=True)
     if p.causal:
         where = p.positions().view(p.q.shape[:-2])
         yield instead("ends the causal window one key early", p, q_positions=where - 1)

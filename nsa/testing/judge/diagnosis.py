@@ -72,6 +72,8 @@ def _lse(e: Evidence) -> Iterator[Finding]:
     if e.lse is not None and not bool(e.off.any()):
         if not bool(differ(e.lse, e.right.lse * LOG2E, e.oracle.lse_atol * LOG2E).any()):
             yield Finding("gives the LSE in base 2")
+        if not bool(differ(e.lse, e.right.lse / LOG2E, e.oracle.lse_atol).any()):
+            yield Finding("gives the LSE times ln(2), as in base e where the contract says base 2")
         if int(e.oracle.seen.lengths.max()):
             largest = "gives the largest score for the LSE"
             yield Finding(largest, lambda rows: Answer(e.right.out[rows], e.read(rows).scores.amax(-1)))
