@@ -58,6 +58,15 @@ def test_each_flaw_is_red_and_told(flaw):
         assert_selection(out, r, "a selector", integers=True)
 
 
+def test_padding_in_front_is_not_taken_for_other_blocks():
+    """The blocks alone are the right ones, as a flaw that changes nothing gives them."""
+    r = made("max")._replace(n=20)
+    out = oracle.select_reference(r).sort(-1).values
+    found = findings(out, r, integers=True)
+    assert {x.kind for x in found} == {"padding"}
+    assert diagnose(out, r, found).startswith("no known mistake fits; padding is not last")
+
+
 @pytest.mark.parametrize(("change", "kind"), [
     (lambda x: x[..., :2], "shape"),
     (lambda x: x.long(), "shape"),

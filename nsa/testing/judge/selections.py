@@ -193,12 +193,16 @@ def diagnose(out: Tensor, r: Request, found: list[Finding]) -> str:
     rows = out.reshape(r.T, r.lists, -1).cpu().tolist()
     wrong = found[:32]
     for flaw, words in FLAWS.items():
-        explained = (
-            [b for b in rows[x.token][x.list] if b >= 0] == flawed(r, x.token, flaw)[x.list] for x in wrong
-        )  # fmt: skip
+        explained = (_unpadded(rows[x.token][x.list]) == flawed(r, x.token, flaw)[x.list] for x in wrong)
         if all(explained):
             return words
     return f"no known mistake fits; {found[0].text}"
+
+
+def _unpadded(got: list[int]) -> list[int]:
+    """A list without the padding at its end."""
+    padding = next((i for i, b in enumerate(reversed(got)) if b != -1), len(got))
+    return got[: len(got) - padding]
 
 
 def assert_selection(out: Tensor, r: Request, name: str, integers: bool = False) -> None:
