@@ -132,7 +132,7 @@ class Verdicts:
         said = said.replace(case, "a case")
         if isinstance(error, Wrong) and error.result is not None:
             return {UNKNOWN: f"{UNKNOWN}: {said}"}
-        kind, _, _ = said.partition("; the first at ")
+        kind = re.split(r"; the first at |: (?:got )?\[", said)[0]  # without places and lists of blocks
         return {re.sub(r"\d[\d.]*(e[+-]\d+)?|\binf\b", "#", kind): said}
 
     def _diagnosed(self, error: Wrong, spec: str) -> list[str]:
