@@ -198,8 +198,10 @@ class Verdicts:
             hidden = len(failures) - sum(len(stats.get(name, ())) for name in everything)
             stats.update(everything)
             self._conclude(terminalreporter, hidden, shown)
-            if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.config.option.keyword:
-                terminalreporter.write_line(f"nothing ran: no test matches -k {self.config.option.keyword!r}")
+            if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and (self.config.option.keyword or self.specs):
+                word = self.config.option.keyword
+                why = f"no test matches -k {word!r}" if word else "expected -m parity, which has tests of every kernel"
+                terminalreporter.write_line(f"nothing ran: {why}")
 
     def _first_of_each_kind(self, reports: list[Any]) -> list[Any]:
         """The first report of each kind of failure of a contestant, at most `KINDS`, and all other reports."""

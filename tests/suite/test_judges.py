@@ -279,7 +279,7 @@ WRONG_KERNELS = {
     "pair-not-asked-for": (returning(lambda r: (r, r)), "O", "expected a tensor O, got a tuple of 2"),
     "nothing": (returning(lambda r: None), "O", "expected a tensor O, got a NoneType"),
     "shape": (returning(lambda r: r.mT), "O", r"expected O of shape \(1, 3, 4, 16\), got \(1, 3, 16, 4\)"),
-    "dtype": (returning(lambda r: r.half()), "O", "expected torch.float32, got torch.float16"),
+    "dtype": (returning(lambda r: r.half()), "O", "expected O in torch.float32, as q, got torch.float16"),
     "value": (returning(lambda r: r * 1.01), "O", "error .* > bound"),
     "no-pair": (returning(lambda r: r[0]), "LSE", r"expected \(O, LSE\) with return_lse=True, got a Tensor"),
     "three": (returning(lambda r: (*r, r[1])), "LSE", r"expected \(O, LSE\) with return_lse=True, got a tuple of 3"),

@@ -128,14 +128,14 @@ MORE = (
 
 @pytest.fixture
 def judged(run_pytest, tmp_path):
-    """`judged(*names, some="…")`: pytest's run of the parity lane, or of some of it, on selectors of the module."""
+    """`judged(*names, some=(…))`: pytest's run of the parity lane, or of other tests, on selectors of the module."""
     page = (ROOT / "docs" / "selecting.md").read_text(encoding="utf-8")
     (example,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def choose(" in code)
     (tmp_path / "my_selectors.py").write_text(MODULE + example, encoding="utf-8")
 
-    def run(*names, some="selecting"):
+    def run(*names, some=("-m", "parity", "-k", "selecting")):
         impls = [word for name in names for word in ("--nsa-impl", f"my_selectors:{name}")]
-        chosen = ("--pyargs", "nsa.testing.suite", "-m", "parity", "-k", some, *impls, "--benchmark-disable")
+        chosen = ("--pyargs", "nsa.testing.suite", *some, *impls, "--benchmark-disable")
         return run_pytest(*chosen, "-p", "no:cacheprovider", cwd=ROOT, environment=off_gpu(tmp_path))
 
     return run
@@ -155,10 +155,16 @@ def test_the_selector_of_the_page_is_proved(judged):
     assert done.returncode == 0
 
 
+def test_edge_has_no_test_of_a_selector_and_says_so(judged):
+    done = judged("right", some=("-m", "edge"))
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert "nothing ran: expected -m parity, which has tests of every kernel" in done.stdout
+
+
 def test_wrong_selectors_are_red_and_told(judged):
     """Each by those of its cases that have 20 rows, a fifth. Ties are among integers; large blocks have neither."""
     names = ("upward", "mean", "without_tails", *MORE)
-    done = judged(*names, some="rows20 or of_one_size or (upward and integers)")
+    done = judged(*names, some=("-m", "parity", "-k", "rows20 or of_one_size or (upward and integers)"))
     said = " ".join(done.stdout.split())
     assert done.returncode == 1
     for name in names:

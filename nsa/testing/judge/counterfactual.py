@@ -90,8 +90,11 @@ def other_lists(p: Problem) -> Iterator[Finding]:
             return instead(text, p, ranges=p.ranges.masked_fill(gone.expand(rows)[..., None], 0))
         return instead(text, p.choosing(blocks.masked_fill(gone, -1)))
 
+    empty = p.ranges[..., 1] <= p.ranges[..., 0]
+    gone = empty.cumsum(-1) > 0
+    if bool(((~gone).any(-1) & (gone & ~empty).any(-1)).any()):  # else it is a kernel that gives 0 for some rows
+        yield without(f"stops at the first {pad} of a row", gone)
     if rows[-1] > 1:
-        yield without(f"stops at the first {pad} of a row", (p.ranges[..., 1] <= p.ranges[..., 0]).cumsum(-1) > 0)
         yield without(f"leaves out the last slot of a row's list of {what}", place == rows[-1] - 1)
     for count in (x for x in (1, 2, 3, 4, 8, 16, 32, 64, 128, 256) if x < rows[-1]):
         yield without(f"reads only the first {count} slots of a row's list of {what}", place >= count)
