@@ -223,6 +223,44 @@ def test_a_wrong_gradient_is_red(judged, i, change, message):
         assert_gradients(replaced(right, i, change(right[i])), oracle, "wrong")
 
 
+def of_heads(p, do, which):
+    """Gradients in which one query head of each KV head counts."""
+    leaves = [x.double().requires_grad_() for x in (p.q, p.k, p.v)]
+    o, _ = selection_reference(Call.of(*leaves, **p.selection, return_lse=True))
+    kept = torch.zeros_like(do, dtype=torch.float64)
+    kept[..., which :: p.case.H, :] = do[..., which :: p.case.H, :].double()
+    return torch.autograd.grad(o, leaves, kept)
+
+
+def without_delta(p, do, lse):
+    """Gradients of a softmax whose sum is a constant."""
+    leaves = [x.double().requires_grad_() for x in (p.q, p.k, p.v)]
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    k, v = (x.repeat_interleave(p.case.H, 1) for x in (k, v))
+    times = gradients.multiplicity(p).repeat_interleave(p.case.H, 2).transpose(1, 2)
+    scores = q @ k.mT * p.q.shape[-1] ** -0.5 - lse.double().transpose(1, 2)[..., None]
+    o = (scores.masked_fill(times == 0, -math.inf).exp() * times) @ v
+    return torch.autograd.grad(o, leaves, do.double().transpose(1, 2))
+
+
+@pytest.mark.parametrize(("give", "text", "names"), [
+    (lambda o: [x * o.problem.q.shape[-1] ** 0.5 for x in o.exact], "lacks the factor of the scale", "dq dk"),
+    (lambda o: without_delta(o.problem, o.do, o.lse), "is of dP, without delta", "dq dk"),
+    (lambda o: [x / o.problem.case.H for x in o.exact], "is the mean over the query heads .*, not the sum", "dk dv"),
+    (lambda o: of_heads(o.problem, o.do, 0), "is of the first query head of each KV head alone", "dk dv"),
+    (lambda o: of_heads(o.problem, o.do, o.problem.case.H - 1), "is of the last query head of .* alone", "dk dv"),
+])  # fmt: skip
+def test_a_wrong_gradient_is_named(judged, give, text, names):
+    oracle, right, bounds = judged
+    given = give(oracle)
+    for name in names.split():
+        i = NAMES.index(name)
+        with pytest.raises(AssertionError, match=f"wrong on .*: {name} {text}: error .* > bound"):
+            assert_gradients(replaced(right, i, given[i].to(right[i].dtype)), oracle, "wrong")
+        garbage = torch.randn(right[i].shape, generator=torch.Generator().manual_seed(0)).to(right[i].dtype)
+        assert gradients.mistake(name, garbage, oracle, bounds[i]) == ""
+
+
 @pytest.mark.parametrize("i", range(3), ids=NAMES)
 def test_a_gradient_that_nothing_asks_for_must_be_zero(judged, i):
     """A query whose row lists nothing, a key that no row lists: however little it is, it is not rounding."""

@@ -76,7 +76,7 @@ def one_by_one(p: Problem, do: Tensor, o: Tensor, lse: Tensor, exact: Sequence[T
     by_head = (batches, -1, HKV, p.case.H)
     Q, dO, out, dQ = (x.detach().float().reshape(*by_head, x.shape[-1]) for x in (p.q, do, o, exact[0]))
     K, V, dK, dV = (x.detach().float().reshape(batches, -1, HKV, x.shape[-1]) for x in (p.k, p.v, *exact[1:]))
-    D, Dv, scale = Q.shape[-1], V.shape[-1], Q.shape[-1] ** -0.5 if p.scale is None else p.scale
+    D, Dv, scale = Q.shape[-1], V.shape[-1], scale_of(p)
     listed = multiplicity(p).float()[..., None, :]  # [B, S, HKV, 1, keys]
 
     def by_row(rows: Tensor, keys: Tensor) -> Tensor:  # [B, S, HKV, H, keys]
@@ -140,12 +140,60 @@ def assert_gradients(got: Sequence[Tensor], oracle: GradientOracle, name: str) -
         assert x.shape == like.shape, f"{head}: expected shape {tuple(like.shape)}, got {tuple(x.shape)}"
         assert x.dtype == like.dtype, f"{head}: expected {like.dtype}, got {x.dtype}"
         bound, error = 2 * err + 4 * eps * largest(want), largest(errors(x, want))
-        assert error <= bound, (
-            f"{head}: error {error:.4g} > bound {bound:.4g} = 2*{err:.3g} (SDPA) + 4*eps*max; "
-            f"{first_wrong(x, want, bound, OUTPUT if which == 'dq' else KEYS)}"
-        )
+        if error > bound:
+            where = first_wrong(x, want, bound, OUTPUT if which == "dq" else KEYS)
+            raise AssertionError(
+                f"{head}{mistake(which, x, oracle, bound)}: error {error:.4g} > bound {bound:.4g} = 2*{err:.3g} (SDPA) "
+                f"+ 4*eps*max; {where}"
+            )
         nothing = unread[0] if which == "dq" else unread[1]
         assert not bool(x[nothing].any()), f"{head}: expected exactly 0 for empty rows and for keys that no row lists"
+
+
+def mistake(which: str, got: Tensor, oracle: GradientOracle, bound: float) -> str:
+    """What a wrong gradient is instead, to be read after its name; empty if no known mistake gives it."""
+    want = oracle.exact[NAMES.index(which)]
+    for text, x in _mistaken(oracle)[which]:
+        near = 2 * bound * max(1.0, largest(x) / max(largest(want), 1e-30))
+        if largest(errors(got, x)) <= near < largest(errors(x, want)):  # else the mistake does not show
+            return f" {text}"
+    return ""
+
+
+def _mistaken(oracle: GradientOracle) -> dict[str, list[tuple[str, Tensor]]]:
+    """Gradients in fp64 of kernels that do one thing wrong, by what they do."""
+    p, (dq, dk, dv) = oracle.problem, oracle.exact
+    batches, HKV, H, scale = (p.k.shape[0] if p.k.dim() == 4 else 1), p.k.shape[-2], p.case.H, scale_of(p)
+    Q, dO, out = (x.detach().double().reshape(batches, -1, HKV, H, x.shape[-1]) for x in (p.q, oracle.do, oracle.o))
+    K, V = (x.detach().double().reshape(batches, -1, HKV, x.shape[-1]) for x in (p.k, p.v))
+    listed = multiplicity(p).double()[..., None, :]  # [B, S, HKV, 1, keys]
+    scores, dP = (torch.einsum("bshgd,bkhd->bshgk", rows, keys) for rows, keys in ((Q, K), (dO, V)))
+    lse = oracle.lse.double().reshape(*scores.shape[:-1], 1)
+    P = (scores * scale - lse).masked_fill(listed == 0, -math.inf).exp() * listed
+    delta = (dO * out).sum(-1, keepdim=True)
+
+    def over_rows(weights: Tensor, rows: Tensor, heads: slice, like: Tensor) -> Tensor:
+        return torch.einsum("bshgk,bshgd->bkhd", weights[..., heads, :], rows[..., heads, :]).reshape(like.shape)
+
+    every, dS, whole = slice(None), P * (dP - delta) * scale, P * dP * scale
+    unscaled, no_delta = "lacks the factor of the scale", "is of dP, without delta"
+    found: dict[str, list[tuple[str, Tensor]]] = {
+        "dq": [(unscaled, dq / scale), (no_delta, torch.einsum("bshgk,bkhd->bshgd", whole, K).reshape(dq.shape))],
+        "dk": [(unscaled, dk / scale), (no_delta, over_rows(whole, Q, every, dk))],
+        "dv": [],
+    }
+    for name, weights, rows, x in (("dk", dS, Q, dk), ("dv", P, dO, dv)):
+        if H > 1:
+            found[name] += [("is the mean over the query heads of a KV head, not the sum", x / H)]
+            for head, said in ((0, "first"), (H - 1, "last")):
+                text = f"is of the {said} query head of each KV head alone"
+                found[name] += [(text, over_rows(weights, rows, slice(head, head + 1), x))]
+    return found
+
+
+def scale_of(p: Problem) -> float:
+    """The factor of the scores."""
+    return p.q.shape[-1] ** -0.5 if p.scale is None else p.scale
 
 
 def _unread(p: Problem) -> tuple[Tensor, Tensor]:
