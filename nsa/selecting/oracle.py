@@ -58,7 +58,7 @@ def sequence_of(r: Request, token: int) -> tuple[int, int, int, int]:
         keys = min(max((tokens - r.window) // r.stride + 1, 0), r.rows)
         position = tokens - queries + s
     else:
-        keys = r.rows if r.cu_k is None else int(r.cu_k[seq + 1]) - (int(r.cu_k[seq]) if seq else 0)
+        keys = r.rows if r.cu_k is None else int(r.cu_k[seq + 1]) - int(r.cu_k[seq])
         tokens = keys * r.stride + r.window - 1
         position = tokens - queries + s if r.window == 1 else s
     if r.q_positions is not None:
@@ -79,7 +79,7 @@ def keys_of(r: Request, seq: int, count: int) -> tuple[Tensor, Tensor]:
         # fp8 cannot be indexed everywhere, so its bytes are.
         k = r.k.view(torch.uint8)[here].cpu().view(E4M3) if r.k.dtype == E4M3 else r.k[here].cpu()
     elif r.cu_k is not None:
-        first = int(r.cu_k[seq]) if seq else 0
+        first = int(r.cu_k[seq])
         k = r.k[first : first + count].cpu()
     else:
         k = r.k[seq, :count].cpu()

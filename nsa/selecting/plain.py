@@ -50,7 +50,6 @@ def tokens_of(r: Request) -> Tokens:
         if r.layout == VARLEN:
             assert r.cu_k is not None
             ends = r.cu_k.long().clamp(0, r.rows)
-            ends[:1] = 0
             first, keys = (ends[seq], ends[seq + 1] - ends[seq]) if r.B else (first, first)
             keys = keys.clamp(min=0)
         length = keys * r.stride + r.window - 1

@@ -1,5 +1,6 @@
 """The schedule for small blocks over the matrix: single rows, and tiles of neighbouring tokens."""
 
+import dataclasses
 import itertools
 import math
 
@@ -67,7 +68,7 @@ def test_triton_sel_parity_small_blocks(oracle: Oracle, choice: str) -> None:
     ("page", "ragged", "e4m3", "choice"),
     in_pairs(
         {f"page{page}": page for page in (None, 8, 64, 6)}, {"batch": False, "ragged": True},
-        {"16bit": False, "e4m3": True}, CHOICES,
+        {"16bit": None, "e4m3": "heads", "e4m3-one-scale": "number"}, CHOICES,
     ),
 )  # fmt: skip
 def test_triton_sel_parity_small_blocks_kvcache(device, pin, page, ragged, e4m3, choice):
@@ -78,6 +79,9 @@ def test_triton_sel_parity_small_blocks_kvcache(device, pin, page, ragged, e4m3,
     room = 132 if page is None else -(-130 // page) * page
     cache = caches.draw(lengths, room, page, HKV=HKV, D=32, Dv=16, dtype=dtype, device=device, seed=size)
     cache = caches.quantized(cache) if e4m3 else cache
+    if e4m3 == "number":  # a larger one follows it in memory
+        scales = torch.tensor([[0.01, 9.0], [0.02, 9.0]], device=device)
+        cache = dataclasses.replace(cache, k_scale=scales[0, 0], v_scale=scales[1, 0])
     g = torch.Generator().manual_seed(page or 0)
     q = torch.randn(len(lengths), S, HKV * 5, 32, generator=g).to(device, dtype)
     blocks = torch.stack([torch.randperm(room // size + 2, generator=g)[:n] - 1 for _ in range(len(lengths) * S)])

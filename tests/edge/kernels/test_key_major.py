@@ -257,6 +257,15 @@ def test_what_is_not_counted_is_refused(sizes, message):
         key_major.plan(Call(q, k, k, block_indices=blocks, block_size=at["block_size"]))
 
 
+def test_the_last_share_has_work(agrees, draw, device, planned):
+    """Seven blocks of one unit each, of four KV heads at once: all shares that there may be, but one that is never."""
+    q, k, v = draw(S=1, S_kv=112, HKV=4)
+    blocks = torch.arange(7, dtype=torch.int32, device=device).expand(1, 1, 4, 7).contiguous()
+    agrees(functools.partial(nsa.selection_attention, **ROUTE), q, k, v, block_indices=blocks, block_size=16)
+    ((w, _),) = planned
+    assert (w.heads, w.slots, w.work) == (4, 7, 8)
+
+
 def test_nothing_bounds_the_ranges_of_a_row(draw, same, small):
     small(parts=1000)
     q, k, v = draw(S=1, S_kv=600, HKV=1)

@@ -153,6 +153,16 @@ def test_lists_are_read_where_they_lie(prompt, device, shared):
     check(prompt(), {"block_indices": across, "block_size": SIZE})  # the entries of a list are apart: copied
 
 
+@pytest.mark.parametrize(("S", "steps"), [(8, None), (1, (11 * 5, 0)), (11, (5, 0))])
+def test_lists_of_some_tokens_of_each_sequence(prompt, device, S, steps):
+    """A slice of longer sequences is copied, unless one number leads from each token to the next."""
+    wide = torch.randint(-1, 12, (2, 11, 1, 5), device=device, dtype=torch.int32)
+    selection = {"block_indices": wide[:, 11 - S :], "block_size": SIZE}
+    call = Call.of(*prompt(S=S, B=2), **selection)
+    assert OF_SCHEDULE["small_blocks"].plan(call, shape_of(call), "small_blocks").steps == steps
+    check(prompt(S=S, B=2), selection)
+
+
 def test_the_tail_of_qsa(device):
     """The causal clamp cuts the query's own block: its keys up to the query."""
     lengths, size = [18, 21, 24], 4

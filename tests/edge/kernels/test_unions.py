@@ -14,6 +14,7 @@ from nsa.kernels.backward import plan as backward
 from nsa.kernels.backward import tiles as backward_tiles
 from nsa.kernels.families import OF_SCHEDULE
 from nsa.kernels.key_major import plan as key_major
+from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import tiles as query_tiles
 from nsa.kernels.shared import launch as launching
 from nsa.kernels.shared.errors import DoesNotFit
@@ -279,6 +280,15 @@ def test_replays_with_other_selections(prompt, device, way):
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------
+
+
+@forward
+def test_what_unions_leave_of_some_heads(prompt, device, way, monkeypatch):
+    """Key-major lists one KV head at a time. Unions serve all rows of the first, and none of the second."""
+    monkeypatch.setattr(key_tiles, "heads_at_once", lambda *_: 1)
+    blocks = torch.tensor([ALIKE * 2, [[4, 4]] * 8], dtype=torch.int32, device=device).transpose(0, 1)[None]
+    way.check(*prompt(HKV=2), block_indices=blocks.contiguous(), block_size=SIZE, causal=False)
+    assert way.served() == [True, False] * 8
 
 
 @forward

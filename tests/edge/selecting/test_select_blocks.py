@@ -114,6 +114,35 @@ def test_pages_that_do_not_exist(device, backend):
     assert out.flatten().tolist() == [1, 3]
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["lse-computed", "lse-given"])
+def test_one_scale_of_all_key_heads(device, given):
+    """The number behind it in memory is not read."""
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(shape, generator=g).to(device, torch.float16) for shape in ((1, 5, 4, 16), (1, 24, 2, 16)))
+    scale, _ = torch.tensor([0.25, 8.0], device=device)
+    how = {"score": "softmax", "n": 3, "block_size": 4, "cache_seqlens": 24, "k_scale": scale, "lists": 2}
+    how |= {"lse": torch.randn(1, 5, 4, generator=g).to(device)} if given else {}
+    k = k.to(torch.float8_e4m3fn)
+    wanted = nsa.select_blocks(q, k, **how, backend="reference")
+    assert torch.equal(nsa.select_blocks(q, k, **how, backend="triton"), wanted)
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["packed", "ragged"])
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_the_first_sequence_begins_at_token_0(device, backend, window, cached):
+    """Even if cu_seqlens of queries begin later. Its keys begin where cu_seqlens of keys say, as in attention."""
+    g = torch.Generator().manual_seed(1)
+    q, k = (torch.randint(-2, 3, (size, 1, 16), generator=g).float().to(device) for size in (7, 30))
+    ends, of_keys = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([3, 4, 7], [5, 14, 30]))
+    how = {"n": 2, "block_size": 2, "window": window, "cu_seqlens": (ends, of_keys)}
+    if cached:
+        k = k.unflatten(0, (2, 15))
+        how |= {"cu_seqlens": ends, "cache_seqlens": torch.tensor([14, 15], device=device)}
+    wanted = nsa.select_blocks(q, k, **how, backend="reference")
+    assert torch.equal(nsa.select_blocks(q, k, **how, backend=backend), wanted)
+
+
 def test_the_result_needs_no_gradient(device):
     q, k = (torch.ones(1, 4, 1, 16, device=device, requires_grad=True) for _ in range(2))
     assert not nsa.select_blocks(q, k, n=1, block_size=2).requires_grad
@@ -125,6 +154,17 @@ def test_scores_stay_within_the_workspace(device, monkeypatch):
     case = drawn(1003, DTYPES)
     out, r = launch(case, device)
     assert_selection(out, r, case.id, exact(case))
+
+
+@pytest.mark.parametrize(("best", "chosen"), [([], [0, 1, 2]), ([9], [0, 1, 9]), ([1, 5, 6, 9], [1, 5, 6])])
+def test_of_equal_blocks_those_of_earlier_chunks_are_chosen(device, best, chosen):
+    """Rows are read in chunks of four blocks."""
+    q, k = torch.ones(1, 1, 1, 16, device=device), torch.zeros(1, 10, 1, 16, device=device)
+    k[0, best] = 1.0
+    r = as_request(q, k, {"n": 3, "block_size": 1})
+    out = torch.full(r.shape, 12345, dtype=torch.int32, device=device)
+    plan.select(r, out, plan.tile_of(r, 132)._replace(BLOCK=4))
+    assert out.flatten().tolist() == chosen
 
 
 def test_debug_cache_counts_what_is_odd(device, caplog):
