@@ -123,7 +123,6 @@ SPANS, FIVE = Drawn.same(RANGES, [(-3, 9), (30, 73), (0, 1), (5, 4)]), Drawn.sam
 # Ends that cannot be: falling, negative, past the last token.
 @example(DrawnCache(FIVE, (33, 60, 72), ends=(3, -HUGE, 1)), "query_major", 8)
 @example(DrawnCache(SPANS, (33, 60, 72), page=8, ends=(HUGE, 2, -1)), "key_major", 8)
-@example(DrawnCache(FIVE, (60, 70), ends=(HUGE, 1)), "key_major", 1)  # a sequence that seems short has three queries
 def test_triton_sel_parity_ragged_any_batches(
     device: torch.device, drawn: DrawnCache, schedule: str, steps: int
 ) -> None:

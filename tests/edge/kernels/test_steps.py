@@ -71,6 +71,15 @@ def test_sequences_of_few_queries_are_steps(batch, marked, schedule, splits):
     assert not got[0][-2:].any()
 
 
+def test_ends_in_no_order_hide_no_chunk(batch, monkeypatch, device):
+    """The scan leaves out blocks of sequences of few queries. By its ends the second has none, yet it has 13."""
+    monkeypatch.setattr(key_major, "ELEMENTS", ROOM)  # blocks of one key, so the scan takes those of one sequence
+    call, _ = batch((12, 4), size=1)
+    call["cu_seqlens_q"] = torch.tensor([0, 99, 3], dtype=torch.int32, device=device)
+    want = nsa.selection_attention_with_kvcache(**call, backend="reference", return_lse=True)
+    cached_parity(run(call, "key_major"), want, torch.float32, "key_major")
+
+
 def test_unions_leave_steps_alone(batch, marked, pin, monkeypatch):
     """Two tiles of four tokens are in a step. The device counts no block of theirs, and key-major skips them."""
     pin(union=union_tiles.Choice(worth=ALWAYS))
