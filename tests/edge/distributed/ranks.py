@@ -1,7 +1,7 @@
 """Four processes that are joined by gloo and run jobs, started once for all tests: a start takes seconds."""
 
 import os
-import socket
+import tempfile
 import traceback
 from multiprocessing.connection import wait
 
@@ -13,7 +13,7 @@ WORLD = 4
 PATIENCE_S = 120  # for a job; on a busy machine the interpreter takes its time
 
 
-def _serve(rank, port, pipe):
+def _serve(rank, folder, pipe):
     torch.set_num_threads(1)
     from nsa.testing import interpreter
     from nsa.testing.judge import addresses
@@ -21,7 +21,7 @@ def _serve(rank, port, pipe):
 
     interpreter.quicken()
     addresses.watch()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     groups = {2: dist.new_group([0, 1]), WORLD: dist.group.WORLD}
     pipe.send("ready")
     while True:
@@ -38,17 +38,17 @@ class Ranks:
     """The processes. After a failure they are started again, because a rank may hang."""
 
     def __init__(self):
-        self.processes = self.pipes = None
+        self.processes = self.pipes = self.folder = None
 
     def start(self):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        # Ranks meet at a file: a port that was free a moment ago may be another test's by the time rank 0 binds it.
+        self.folder = tempfile.TemporaryDirectory()
         context = mp.get_context("spawn")
         pairs = [context.Pipe() for _ in range(WORLD)]
         self.pipes = [pair[0] for pair in pairs]
         self.processes = [
-            context.Process(target=_serve, args=(rank, port, pairs[rank][1]), daemon=True) for rank in range(WORLD)
+            context.Process(target=_serve, args=(rank, self.folder.name, pair[1]), daemon=True)
+            for rank, pair in enumerate(pairs)
         ]
         before = os.environ.get("TRITON_INTERPRET")
         os.environ["TRITON_INTERPRET"] = "1"  # ranks compute on the CPU, also in the GPU lane
@@ -58,16 +58,33 @@ class Ranks:
         finally:
             if before is None:
                 del os.environ["TRITON_INTERPRET"]
+        for _, end in pairs:
+            end.close()  # else the end of a process would not end its pipe
         for pipe in self.pipes:
-            assert pipe.poll(PATIENCE_S), "a rank did not start"
-            pipe.recv()
+            if not pipe.poll(PATIENCE_S):
+                self.stop()
+                raise AssertionError("a rank did not start")
+            self.receive(pipe)
+
+    def receive(self, pipe):
+        """What a rank sent. If its process has ended, all are stopped, and the test tells its exit code."""
+        try:
+            return pipe.recv()
+        except (EOFError, ConnectionResetError):
+            process = self.processes[self.pipes.index(pipe)]
+            process.join()
+            self.stop()
+            raise AssertionError(f"{process.name} ended with exit code {process.exitcode}") from None
 
     def run(self, job, world, **keywords):
         """The results of ``world`` ranks, by rank."""
         if self.processes is None:
             self.start()
-        for pipe in self.pipes[:world]:
-            pipe.send((job, world, keywords))
+        for pipe, process in zip(self.pipes[:world], self.processes, strict=False):
+            if process.is_alive():
+                pipe.send((job, world, keywords))
+            else:
+                self.receive(pipe)
         results, waiting = {}, dict(zip(self.pipes[:world], range(world), strict=True))
         while waiting:
             ready = wait(waiting, PATIENCE_S)
@@ -76,7 +93,7 @@ class Ranks:
                 raise AssertionError(f"ranks {list(waiting.values())} hang")
             for pipe in ready:
                 rank = waiting.pop(pipe)
-                error, results[rank] = pipe.recv()
+                error, results[rank] = self.receive(pipe)
                 if error is not None:
                     self.stop()
                     raise AssertionError(f"rank {rank} raised:\n{error}")
@@ -86,4 +103,6 @@ class Ranks:
         for process in self.processes or ():
             process.kill()
             process.join()
-        self.processes = self.pipes = None
+        if self.folder is not None:
+            self.folder.cleanup()
+        self.processes = self.pipes = self.folder = None
