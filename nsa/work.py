@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import tiles as query_tiles
-from nsa.kernels.shared.sizes import span_bucket
+from nsa.kernels.shared import sizes
+from nsa.kernels.shared.sizes import padded, span_bucket
 from nsa.kernels.union import tiles as union_tiles
 
 NAMES = ("query_major", "key_major", "union")
 REST = "rest"
 """A term of union's costs: the share of rows without a union, times the time of the schedule that serves these."""
 
-WIDE = 128  # head dims above this have other tiles
 CAPABILITY, PROCESSORS, LARGEST_CLUSTER = 90, 132, 16  # of an H100
 PLACES = 2  # of a sequence's queries, at which a union is estimated
 
@@ -42,7 +42,8 @@ class Job(NamedTuple):
     @property
     def kind(self) -> str:
         """Calls of a kind have costs of their own."""
-        return ("wide" if max(self.D, self.Dv) > WIDE else "narrow") + ("_e4m3" if self.e4m3 else "")
+        narrow = sizes.narrow(CAPABILITY, 2, padded(self.D), padded(self.Dv))
+        return ("narrow" if narrow else "wide") + ("_e4m3" if self.e4m3 else "")
 
     @property
     def rows(self) -> int:
@@ -79,8 +80,9 @@ class Job(NamedTuple):
 def work(job: Job, schedule: str) -> dict[str, float]:
     """What a schedule of `NAMES` does for a call, in millions unless the name says otherwise; empty if it has no tile.
 
-    ``_each`` is what the longest program does, or as long as it takes a row to be merged: the time of few programs.
-    Numbers and products are counted with head dims as long as those of tiles, except ``numbers_of_blocks``.
+    ``_each`` is what the longest program does, or as long as it takes a row to be merged: the time of few programs. A
+    step is a tile of keys. Numbers and products are counted with head dims as long as those of tiles, except
+    ``numbers_of_blocks``. ``_mma``: products of tiles too small for `wgmma`.
     """
     return {"query_major": _query_major, "key_major": _key_major, "union": _union}[schedule](job)
 
@@ -91,13 +93,17 @@ def _query_major(job: Job) -> dict[str, float]:
         span_bucket(job.n, job.keys), job.rows, largest=LARGEST_CLUSTER, block=job.block_size & -job.block_size,
     )  # fmt: skip
     width, programs = tile.BLOCK_D + tile.BLOCK_DV, job.rows * -(-job.G // tile.HEADS)
-    each = -(-job.most_keys // (splits * tile.BLOCK_L)) * tile.BLOCK_L * width / 1e6
+    steps = -(-job.most_keys // (splits * tile.BLOCK_L))
+    each = steps * tile.BLOCK_L * width / 1e6
     numbers = programs * job.mean_keys * width / 1e6
     return {
         "calls": 1.0,
+        "steps_each": steps / 1e6,
+        "steps_each_in_pages": steps * job.paged / 1e6,
         "numbers_each": each,
         "products_each": each * tile.BLOCK_G / tile.num_warps,
         "programs": programs * splits / 1e6,
+        "steps_in_pages": programs * job.mean_keys / tile.BLOCK_L * job.paged / 1e6,
         "numbers": numbers,
         "products": numbers * tile.BLOCK_G,
         "numbers_of_blocks": job.numbers_of_blocks,
@@ -146,13 +152,17 @@ def _union(job: Job) -> dict[str, float]:
     whole = max(0.0, 1 - (tile.TOKENS - 1) / job.queries) if apart else 1.0
     tiles, slots = -(-job.sequences * job.queries // tile.TOKENS) * job.HKV, tile.TOKENS * tile.SLOTS
     each = max(1.0, max(unions) * (whole > 0) * job.block_size / tile.BLOCK_N)
-    products = (tile.BLOCK_D + tile.BLOCK_DV) * tile.TOKENS * tile.HEADS / 1e6  # of a key
+    steps = tiles * whole * sum(unions) / PLACES * job.block_size / tile.BLOCK_N
+    products = tile.BLOCK_N * (tile.BLOCK_D + tile.BLOCK_DV) * tile.TOKENS * tile.HEADS / 1e6  # of a step
     return {
         "calls": 1.0,
         "sorted": tiles * slots * math.log2(slots) / 1e6,
         "steps_each": each / 1e6,
-        "products_each": each * tile.BLOCK_N * products,
-        "products": tiles * whole * sum(unions) / PLACES * job.block_size * products,
+        "products_each": each * products * tile.TMA,
+        "products_each_mma": each * products * (not tile.TMA),
+        "steps": steps / 1e6,
+        "products": steps * products * tile.TMA,
+        "products_mma": steps * products * (not tile.TMA),
         REST: 1 - whole * sum(union > 0 for union in unions) / PLACES,
     }
 

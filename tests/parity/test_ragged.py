@@ -37,6 +37,7 @@ ROUTES = {  # keys of a block, or ranges; schedule; the tiles of query-major and
     "key-major-split": (32, "key_major", SPLIT, None),
     "key-major-walk": (32, "key_major", None, WALK),
     "key-major-ranges": (None, "key_major", None, None),
+    "key-major-many": (64, "key_major", None, None),  # units, so that lists take three launches
     "union": (16, "union", None, None),
 }
 
@@ -62,7 +63,8 @@ def ragged(device, dtype, page, size, HKV=2, D=32, Dv=16, index=torch.int32):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("page", [None, 16], ids=["contiguous", "paged"])
-def test_triton_sel_parity_ragged(device, page, route, dtype, pin):
+def test_triton_sel_parity_ragged(device, page, route, dtype, pin, monkeypatch):
+    monkeypatch.setattr(key_tiles, "FEW_UNITS", 0 if route == "key-major-many" else key_tiles.FEW_UNITS)
     size, schedule, choice, key_choice = ROUTES[route]
     call = ragged(device, dtype, page, size, HKV=2 if GPU or page is None else 1)
     pin(key_major=key_choice)

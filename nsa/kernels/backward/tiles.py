@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nsa.kernels.key_major.tiles import MOST_COUNT_BYTES, even, heads_at_once
+from nsa.kernels.shared import sizes
 from nsa.kernels.shared.device import AMD, shared_bytes
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.sizes import Worth, next_power_of_2, padded
@@ -75,6 +76,8 @@ HOPPER_SMALL = Choice(32, 4, 2, 128, True, 32, 1, 2)  # G up to 8
 HOPPER_16 = Choice(32, 4, 3, 128, True, 32, 1, 2)  # G up to 16
 HOPPER_LARGE = Choice(32, 4, 3, 128, False, 64, 4, 2)
 HOPPER_ALONE = Choice(32, 4, 3, 256, False, 32, 1, 2)  # G of 4 to 16, where no parts of dQ are written
+HOPPER_LONG_KEYS = Choice(32, 8, 2, 128, True, 32, 1, 2)  # D above 128, Dv up to 128, and G up to 8
+HOPPER_LONG_KEYS_16 = Choice(32, 8, 2, 128, False, 64, 4, 2)
 # Not measured, but chosen by the registers and shared memory that the compile matrix shows.
 SMALL = Choice(64, 8, 2, 32, True, 32, 1, 2)
 SMALL_FEW = SMALL._replace(rows=32, share=64)  # G = 1, where 64 rows spill 1,064 bytes in each turn under Triton 3.6
@@ -118,8 +121,8 @@ def select(
         parts: dQ may be summed from parts.
     """
     block_d, block_dv = padded(D), padded(Dv)
-    narrow = max(block_d, block_dv) <= 128
-    chosen = choice or _rule(capability, itemsize, G, narrow, parts)
+    narrow = sizes.narrow(capability, itemsize, block_d, block_dv)
+    chosen = choice or _rule(capability, itemsize, G, narrow, block_d > 128, parts)
     most = (64 if itemsize == 2 else 32) if narrow else (32 if itemsize == 2 else 16)
     rows, block_n = chosen.rows, min(padded(size), most)
 
@@ -142,11 +145,13 @@ def select(
     )  # fmt: skip
 
 
-def _rule(capability: int, itemsize: int, G: int, narrow: bool, parts: bool) -> Choice:
+def _rule(capability: int, itemsize: int, G: int, narrow: bool, long_keys: bool, parts: bool) -> Choice:
     if itemsize > 2:
         return FP32 if narrow else WIDE_FP32
     if not narrow:
         return WIDE_HEADS
+    if long_keys:
+        return HOPPER_LONG_KEYS if G <= 8 else HOPPER_LONG_KEYS_16
     if capability == 90:
         if not parts and 4 <= G <= MOST_PARTS_G:
             return HOPPER_ALONE
@@ -166,7 +171,7 @@ def union(capability: int, itemsize: int, G: int, D: int, Dv: int, n: int, size:
     """
     block_n = padded(size)
     for rows, stages in ((64, 2), (64, 1), (32, 2), (32, 1)):
-        choice = union_tiles.Choice(rows, block_n, 4, stages)
+        choice = union_tiles.Choice(rows, block_n, 8 if padded(D) > 128 else 4, stages)
         tile = union_tiles.select(capability, itemsize, G, D, Dv, n, size, choice)
         if tile is None or tile.TOKENS * tile.HEADS < 16:
             return None

@@ -41,9 +41,7 @@ SCARCE = (4, 16)  # divisors of the workspace's limits, tried in turn if memory 
 class Launch(NamedTuple):
     """All that shapes, strides and dtypes decide about a call."""
 
-    count: Variant
-    scan: Variant
-    scatter: Variant
+    lists: tuple[Variant, ...]  # count, scan and scatter, or one kernel that does all for few units
     partial: Variant
     merge: Variant
     merge_lse: Variant
@@ -64,7 +62,8 @@ class Launch(NamedTuple):
     @property
     def variants(self) -> tuple[Variant, ...]:
         """All that a call may launch."""
-        return self[:6] + (() if self.steps is None else self.steps.variants)
+        steps = () if self.steps is None else self.steps.variants
+        return (*self.lists, self.partial, self.merge, self.merge_lse, *steps)
 
     def serve(self, call: Call, route: str | None, served: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """:func:`forward` for a family that leaves rows to this launch."""
@@ -116,14 +115,17 @@ def plan(call: Call, shape: Shape | None = None, skips: bool = False, steps: Any
     farthest = sum((size - 1) * stride for size, stride in zip(call.q.shape, call.q.stride(), strict=True)) + D
     wide = farthest > WIDE_FROM
     if exact:
-        tile, (bucket, tiled, wide) = key_tiles.Tile(*pin.tile), pin.more
+        tile = key_tiles.Tile(*pin.tile)
     walked = 0 if spans else n * tile.walked // 16
     slots -= walked
     sized = (g.tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, tile.share, spans)
     windows = key_tiles.windows(*sized)
+    few = key_tiles.few(windows, g.B if ragged else 0) and not (spans or g.packed)
+    if exact:
+        bucket, tiled, wide, few = pin.more
     variants = _variants(
         (device, dtype, *call.dtypes(), skips or steps is not None), tile, bucket,
-        0 if steps is None else sizes.STEPS, walked > 0, TILED if tiled else g.source,
+        0 if steps is None else sizes.STEPS, few, walked > 0, TILED if tiled else g.source,
         ONE_TILE=listed <= tile.BLOCK_N, WIDE=wide, G=G, D=D, Dv=Dv, SOURCE=g.source, LAYOUT=g.layout,
         PAGE=g.page, CAUSAL=call.causal, STRIDE_UNIT=g.unit, K_STEP=g.k_step, V_STEP=g.v_step,
         PAIRS=g.pairs and pairs(tile.merge_heads, tile.BLOCK_DV), INPUT_PRECISION="ieee",
@@ -131,7 +133,7 @@ def plan(call: Call, shape: Shape | None = None, skips: bool = False, steps: Any
     narrow = max(g.B, g.S, S_kv, HKV, n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
     return Launch(
         *variants, device, sized, windows, _sizes(g, windows, dtype), tile, g, size, narrow, 1.0 / math.sqrt(D), steps,
-        likely, {"key_major": Exact(tuple(tile), (bucket, tiled, wide))} | ({} if steps is None else steps.pins),
+        likely, {"key_major": Exact(tuple(tile), (bucket, tiled, wide, few))} | ({} if steps is None else steps.pins),
     )  # fmt: skip
 
 
@@ -143,8 +145,9 @@ def _chunks(g: Shape, longest: int | None) -> int:
 
 @remembered
 def _variants(
-    kinds: tuple[Any, ...], tile: key_tiles.Tile, spans: int, steps: int, walk: bool, walk_source: int, **shared: Any
-) -> tuple[Variant, ...]:
+    kinds: tuple[Any, ...], tile: key_tiles.Tile, spans: int, steps: int, few: bool, walk: bool, walk_source: int,
+    **shared: Any,
+) -> tuple[tuple[Variant, ...], Variant, Variant, Variant]:  # fmt: skip
     """The kernels for a tile and the compile-time arguments ``shared``. Plans that differ only in sizes share them.
 
     Kernels for another device or other dtypes, and kernels that skip rows (``kinds``), are other entries of the cache.
@@ -165,10 +168,16 @@ def _variants(
     if gpu.runs_ptx(kinds[0]):
         options |= {} if tile.registers is None else {"maxnreg": tile.registers}
         merging |= {} if tile.walk_registers is None else {"maxnreg": tile.walk_registers}
-    return (
+    lists: tuple[Variant, ...] = (
         Variant(inverse_index._count_kernel, count, {"num_warps": 1}),
         Variant(inverse_index._scan_kernel, scan, {"num_warps": 4}),
         Variant(inverse_index._scatter_kernel, {"CHUNK": ELEMENTS}, {"num_warps": 4}),
+    )
+    if few:
+        once = {name: shared[name] for name in ("LAYOUT", "CAUSAL")} | {"SHARE": tile.share, "CHUNK": ELEMENTS}
+        lists = (Variant(inverse_index._lists_kernel, once, {"num_warps": 8}),)
+    return (
+        lists,
         Variant(key_kernels._partial_kernel, partial, options),
         Variant(key_kernels._merge_kernel, merge, merging),
         Variant(key_kernels._merge_kernel, merge, merging),  # with LSE
@@ -279,16 +288,20 @@ def forward(
     for head0, first in itertools.product(range(0, g.HKV, heads), range(0, g.tokens, w.tokens)):
         tokens = min(w.tokens, g.tokens - first)
         sizes = (g.B, g.S, g.S_kv, g.HKV, heads, head0, g.n, launch.size, w.slots)
-        if w.slots:
+        if w.slots and len(launch.lists) == 1:
+            launch.lists[0].launch(
+                (groups, 1, 1), device, (*index, served, block, rank, counts, start, lists, unit),
+                (*sizes, w.blocks, first, tokens, w.window, w.work, w.slot_bits), narrow,
+            )  # fmt: skip
+        elif w.slots:
+            count, scan, scatter = launch.lists
             lists.zero_()
-            launch.count.launch(
+            count.launch(
                 (tokens, 1, 1), device, (*index, served, block, span, rank, counts),
                 (*sizes, w.blocks, first, w.window), narrow,
             )  # fmt: skip
-            launch.scan.launch(
-                (groups, 1, 1), device, (counts, start, lists, None, ends), (g.B, w.blocks, w.work), narrow
-            )  # fmt: skip
-            launch.scatter.launch(
+            scan.launch((groups, 1, 1), device, (counts, start, lists, None, ends), (g.B, w.blocks, w.work), narrow)
+            scatter.launch(
                 (-(-tokens * w.row // ELEMENTS), 1, 1), device, (block, rank, start, None, unit),
                 (heads, w.slots, w.blocks, tokens, w.window, w.window, w.slot_bits), narrow,
             )  # fmt: skip

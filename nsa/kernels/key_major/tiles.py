@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
+from nsa.kernels.shared import sizes
 from nsa.kernels.shared.device import shared_bytes
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.sizes import next_power_of_2, padded
@@ -36,6 +37,11 @@ MOST_HEADS = 65_535  # KV heads, which are an axis of a CUDA grid
 MAX_SLOTS = 64
 """Blocks of a row that routing gives to key-major. With at most 64, windows have thousands of tokens."""
 
+FEW_UNITS = 8192
+"""Units of a window and head, and blocks, up to which one program lists them, so that a call has two launches less."""
+FEW_SEQUENCES = 16
+"""Sequences of a ragged batch up to which it does. It looks at the end of each for every unit."""
+
 
 class Choice(NamedTuple):
     """What a sweep varies."""
@@ -60,6 +66,7 @@ LONG = Choice(64, 4, None, 16, 8, 4)  # `LARGE` for blocks of more than `LIMITED
 FEW_SHARE = 8  # the share of `LONG` where fewer than `FEW_READS` rows read a block, on average
 FEW_READS = 64
 WIDE_HEADS = Choice(32, 4, None, 8, 4, 4)  # D or Dv above 128; with 8 warps Triton 3.1 aborts for sm_90
+LONG_KEYS = Choice(64, 4, None, 8, 4, 4)  # D above 128, Dv up to 128, where tiles are those of narrow head dims
 FP32 = Choice(16, 4, None, 8, 4, 4)  # fp32 dot products run on the CUDA cores
 
 LIMITED_SIZE = 64
@@ -100,8 +107,8 @@ def select(
         walk: of :func:`walks`. reads: rows that read a block, on average.
     """
     block_d, block_dv = padded(D), padded(Dv)
-    narrow = max(block_d, block_dv) <= 128
-    chosen = choice or _rule(itemsize, G, narrow, size, walk, e4m3, reads)
+    narrow = sizes.narrow(capability, itemsize, block_d, block_dv)
+    chosen = choice or _rule(itemsize, G, block_d, narrow, size, walk, e4m3, reads)
     limited = capability == 90 and narrow  # elsewhere limits were not measured, and ptxas may fail under them
     rows, block_n = chosen.rows, SEVERAL_TILES if size > ONE_TILE else padded(size)
     # Scores and results of a tile must leave free registers.
@@ -119,9 +126,14 @@ def select(
     )  # fmt: skip
 
 
-def _rule(itemsize: int, G: int, narrow: bool, size: int, walk: bool, e4m3: bool, reads: int) -> Choice:
-    """The choice where no sweep forces one. ``narrow``: D and Dv are at most 128."""
-    chosen = FP32 if itemsize > 2 else WIDE_HEADS if not narrow else SMALL if G <= 8 else LARGE if G <= 16 else HUGE
+def _rule(itemsize: int, G: int, block_d: int, narrow: bool, size: int, walk: bool, e4m3: bool, reads: int) -> Choice:
+    """The choice where no sweep forces one. ``narrow``: of `sizes.narrow`."""
+    if itemsize > 2 or not narrow:
+        chosen = FP32 if itemsize > 2 else WIDE_HEADS
+    elif block_d > 128:
+        chosen = LONG_KEYS
+    else:
+        chosen = SMALL if G <= 8 else LARGE if G <= 16 else HUGE
     if chosen is LARGE and size > LIMITED_SIZE:
         chosen = LONG if reads >= FEW_READS else LONG._replace(share=FEW_SHARE)
     if chosen.registers is not None and size > LIMITED_SIZE:
@@ -232,6 +244,11 @@ def windows(
     work = -(-work // 4) * 4  # aligns the counters that follow the lists
     of_pass = min(tokens, at_once * window)
     return Windows(slots, bits, blocks, heads, of_pass, window, work, heads * slots, -(-of_pass // max(window, 1)))
+
+
+def few(w: Windows, sequences: int) -> bool:
+    """Whether one program lists the units of a window and head. ``sequences``: of a ragged batch, else 0."""
+    return w.window * w.slots <= FEW_UNITS and w.blocks <= FEW_UNITS and sequences <= FEW_SEQUENCES
 
 
 def heads_at_once(HKV: int, enough: int, most: Callable[[int], int], longest: int) -> int:

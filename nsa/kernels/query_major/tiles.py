@@ -84,21 +84,23 @@ def _shape(itemsize: int, block_g: int, head_dim: int, spans: int, fill: int, ev
     return 128, 4, 3
 
 
-def _in_blocks(itemsize: int, block_g: int, head_dim: int, size: int, bound: int) -> tuple[int, int, int]:
+def _in_blocks(itemsize: int, block_g: int, block_d: int, block_dv: int, size: int, bound: int) -> tuple[int, int, int]:
     """``(BLOCK_L, num_warps, num_stages)`` of tiles that lie in one block, for many rows in 16 or 8 bits.
 
     Such a tile looks its block up once. A tile of several blocks looks up each key. Measured on an H100 on drawn shapes
     (docs/notebook/query-major.md). ``size``: a power of two that divides the keys of a block. bound: keys of a row.
     """
-    keys = min(32, size)
+    head_dim, keys = max(block_d, block_dv), min(32, size)
     if itemsize == 2 and block_g <= 16 and 64 < head_dim <= 128 and size >= 64 and bound >= LONG:
         return 64, 2, 3
     if block_g > 32:  # `wgmma` takes 64 rows and four warps
         return min(64 if head_dim <= 128 else 32, size), 4, 3  # not measured
     if itemsize == 1:
         return keys, 1 if block_g <= 16 and head_dim <= 128 else 2, 3
-    if head_dim > 128:
+    if block_dv > 128:
         return 16, 1 if block_g <= 16 else 2, 2  # two warps were not measured: with one, sums fill all registers
+    if block_d > 128:
+        return (64, 2, 2) if block_g <= 16 and size >= 64 else (keys, 1 if block_g <= 16 else 2, 2)
     return keys, 1, 3 if block_g <= 16 else 2
 
 
@@ -183,8 +185,8 @@ def tile_and_splits(
     blocks = block >= 16 and choice is None and itemsize <= 2 and not per_head
     if blocks and full:
         heads = min(G, most_heads(itemsize))
-        widest = max(padded(D), padded(Dv))
-        choice = Choice(1, -(-G // heads), *_in_blocks(itemsize, padded(heads), widest, block, bound))
+        tile = _in_blocks(itemsize, padded(heads), padded(D), padded(Dv), block, bound)
+        choice = Choice(1, -(-G // heads), *tile)
     if choice is None and not per_head:
         within = block if blocks and block > 32 else 0
         choice = measured(

@@ -12,7 +12,7 @@ In the forward pass atomics decide the order of a block's units, and no result d
 import triton
 import triton.language as tl
 
-from nsa.kernels.shared.sequences import VARLEN, last_query, visible_keys
+from nsa.kernels.shared.sequences import RAGGED, VARLEN, causal_limit, last_query, sequence_of, visible_keys
 from nsa.kernels.shared.spans import RANGES, load_span
 
 UNUSED = tl.constexpr(-1)  # marks a slot without a unit
@@ -204,6 +204,39 @@ def chunks_of(cu_q_ptr, B, STEPS: tl.constexpr, CHUNK: tl.constexpr):
     return tl.min(low, 0), tl.max(high, 0)
 
 
+@triton.jit
+def _cut_into_shares(
+    counts, starts, work_ptr, part_ptr, low, high, blocks, all_work, SHARE: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Write one window's and head's ``starts`` and shares of the blocks in ``[low, high)``. Returns how many shares.
+
+    Counts are read from L2, because atomics of this program may have changed them there since L1 held them.
+    """
+    units = tl.zeros([], tl.int32)
+    shares = tl.zeros([], tl.int32)
+    parts = tl.zeros([], tl.int32)
+    for begin in range(low, high, CHUNK):
+        block = begin + tl.arange(0, CHUNK)
+        count = tl.load(counts + block, mask=block < blocks, other=0, cache_modifier=".cg")
+        mine = (count + (SHARE - 1)) // SHARE
+        start = units + tl.cumsum(count, 0) - count
+        at = shares + tl.cumsum(mine, 0) - mine
+        tl.store(starts + block, start, mask=block < blocks)
+        for i in range(0, tl.max(mine, 0)):
+            wanted = i < mine
+            tl.store(work_ptr + at + i, block, mask=wanted)
+            tl.store(work_ptr + all_work + at + i, start + i * SHARE, mask=wanted)
+            tl.store(work_ptr + 2 * all_work + at + i, tl.minimum(count - i * SHARE, SHARE), mask=wanted)
+        if part_ptr is not None:
+            several = tl.where(mine > 1, mine, 0)
+            part = parts + tl.cumsum(several, 0) - several
+            tl.store(part_ptr + block, part, mask=block < blocks)
+            parts += tl.sum(several, 0)
+        units += tl.sum(count, 0)
+        shares += tl.sum(mine, 0)
+    return shares
+
+
 @triton.jit(do_not_specialize=RUNTIME)
 def _scan_kernel(
     count_ptr, start_ptr, work_ptr, part_ptr, cu_q_ptr,
@@ -219,37 +252,90 @@ def _scan_kernel(
     other sequences.
     """
     group = tl.program_id(0)
-    all_work = tl.num_programs(0) * work
-    count_ptr += group * blocks
-    start_ptr += group * blocks
-    work_ptr += group * work
-    units = tl.zeros([], tl.int32)
-    shares = tl.zeros([], tl.int32)
-    parts = tl.zeros([], tl.int32)
     low, high = 0, blocks
     if STEPS:
         low, high = chunks_of(cu_q_ptr, B, STEPS, 128)  # one end a thread; else the loop below gets a slow layout
         low = low * (blocks // tl.maximum(B, 1)) // CHUNK * CHUNK  # for a multiple of CHUNK Triton makes better code
         high *= blocks // tl.maximum(B, 1)
-    for begin in range(low, high, CHUNK):
-        block = begin + tl.arange(0, CHUNK)
-        count = tl.load(count_ptr + block, mask=block < blocks, other=0)
-        mine = (count + (SHARE - 1)) // SHARE
-        start = units + tl.cumsum(count, 0) - count
-        at = shares + tl.cumsum(mine, 0) - mine
-        tl.store(start_ptr + block, start, mask=block < blocks)
-        for i in range(0, tl.max(mine, 0)):
-            wanted = i < mine
-            tl.store(work_ptr + at + i, block, mask=wanted)
-            tl.store(work_ptr + all_work + at + i, start + i * SHARE, mask=wanted)
-            tl.store(work_ptr + 2 * all_work + at + i, tl.minimum(count - i * SHARE, SHARE), mask=wanted)
-        if part_ptr is not None:
-            several = tl.where(mine > 1, mine, 0)
-            part = parts + tl.cumsum(several, 0) - several
-            tl.store(part_ptr + group * blocks + block, part, mask=block < blocks)
-            parts += tl.sum(several, 0)
-        units += tl.sum(count, 0)
-        shares += tl.sum(mine, 0)
+    if part_ptr is not None:
+        part_ptr += group * blocks
+    _cut_into_shares(
+        count_ptr + group * blocks, start_ptr + group * blocks, work_ptr + group * work, part_ptr, low, high, blocks,
+        tl.num_programs(0) * work, SHARE, CHUNK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _visible_keys_of_each(token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr):
+    """``(seq, limit)`` as :func:`visible_keys`, of several tokens; not of packed keys. Takes time for each sequence."""
+    if LAYOUT == RAGGED:
+        ended = token - token
+        for i in range(0, B):
+            ended += (tl.load(cu_q_ptr + 1 + i) <= token).to(tl.int32)
+        seq = tl.maximum(tl.minimum(ended, B - 1), 0)
+        filled = tl.load(cu_k_ptr + seq, mask=ended < B, other=0)
+        seqlen_k = tl.minimum(tl.maximum(filled, 0), S_kv).to(tl.int32)
+        shift = seqlen_k - last_query(cu_q_ptr, seq, ended < B)
+    else:
+        seq, _, seqlen_k, shift = sequence_of(token, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT)
+    return seq, causal_limit(token, shift, seqlen_k, pos_ptr, CAUSAL)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _lists_kernel(
+    sel_ptr, pos_ptr, cu_q_ptr, cu_k_ptr, served_ptr, block_ptr, rank_ptr, count_ptr, start_ptr, work_ptr, unit_ptr,
+    B, S, S_kv, HKV, heads, head0, n, size, slots, blocks, first, tokens, window, work, slot_bits,
+    LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, SHARE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """What the kernels of counts, of shares and of units do, in one launch, for few units in lists of blocks.
+
+    A program takes one window and head. It writes all that is read later, so nothing has to be zero before.
+    """
+    group = tl.program_id(0)
+    head = group % heads
+    begin = group // heads * window
+    here = tl.minimum(window, tokens - begin)
+    counts = count_ptr + group * blocks
+    starts = start_ptr + group * blocks
+    for done in range(0, blocks, CHUNK):
+        block = done + tl.arange(0, CHUNK)
+        tl.store(counts + block, 0, mask=block < blocks)
+    tl.debug_barrier()
+    for done in range(0, here * slots, CHUNK):
+        i = done + tl.arange(0, CHUNK)
+        inside = i < here * slots
+        local = tl.minimum(i // slots, here - 1)
+        slot = i - local * slots
+        token = first + begin + local
+        seq, limit = _visible_keys_of_each(token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT, CAUSAL)
+        row = token.to(tl.int64) * HKV + head0 + head
+        block = tl.load(sel_ptr + row * n + slot, mask=inside, other=-1)
+        listed = (block >= 0) & (tl.minimum(block, 2147483647).to(tl.int64) * size < limit)
+        if served_ptr is not None:
+            listed &= tl.load(served_ptr + row) == 0
+        block = tl.where(listed, seq * tl.cdiv(S_kv, size) + block, 0).to(tl.int32)
+        rank = tl.atomic_add(counts + block, 1, mask=listed, sem="relaxed")
+        at = ((begin + local) * heads + head) * slots + slot
+        tl.store(block_ptr + at, tl.where(listed, block, UNUSED), mask=inside)
+        tl.store(rank_ptr + at, rank, mask=listed)
+    tl.debug_barrier()
+    all_work = tl.num_programs(0) * work
+    work_ptr += group * work
+    shares = _cut_into_shares(counts, starts, work_ptr, None, 0, blocks, blocks, all_work, SHARE, CHUNK)
+    for done in range(shares, work, CHUNK):
+        at = done + tl.arange(0, CHUNK)
+        tl.store(work_ptr + 2 * all_work + at, 0, mask=at < work)
+    tl.debug_barrier()
+    for done in range(0, here * slots, CHUNK):
+        i = done + tl.arange(0, CHUNK)
+        inside = i < here * slots
+        local = i // slots
+        slot = i - local * slots
+        at = ((begin + local) * heads + head) * slots + slot
+        block = tl.load(block_ptr + at, mask=inside, other=UNUSED)
+        rank = tl.load(rank_ptr + at, mask=block >= 0, other=0)
+        start = tl.load(starts + block, mask=block >= 0, other=0)
+        tl.store(unit_ptr + group * window * slots + start + rank, (local << slot_bits) | slot, mask=block >= 0)
 
 
 @triton.jit(do_not_specialize=RUNTIME)

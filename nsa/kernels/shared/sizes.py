@@ -45,6 +45,13 @@ def span_bucket(n: int, S_kv: int) -> int:
     return bucket
 
 
+def narrow(capability: int, itemsize: int, block_d: int, block_dv: int) -> bool:
+    """Whether tiles can be those of head dims up to 128. In 16 bits a Hopper GPU also has room for keys of up to 256
+    elements beside values of 128: NSA's paper has 192 and 128.
+    """
+    return block_dv <= 128 and (block_d <= 128 or (block_d <= 256 and capability == 90 and itemsize == 2))
+
+
 def pairs(block_g: int, block_dv: int) -> bool:
     """Whether a kernel should read e4m3 values in pairs, where their strides allow it.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from nsa.kernels.shared import sizes
 from nsa.kernels.shared.device import shared_bytes
 from nsa.kernels.shared.sizes import Worth, next_power_of_2, padded
 
@@ -57,7 +58,7 @@ def select(
     chosen = choice or Choice()
     heads, slots = next_power_of_2(G), next_power_of_2(n)
     block_d, block_dv = padded(D), padded(Dv)
-    narrow = max(block_d, block_dv) <= 128
+    narrow = sizes.narrow(capability, itemsize, block_d, block_dv)
     rows = chosen.rows if narrow and itemsize == 2 else min(chosen.rows, 32 if itemsize == 2 else 16)
     tokens = min(rows // heads, MOST_TOKENS)
     while tokens > 1 and tokens * slots > MOST_ENTRIES:

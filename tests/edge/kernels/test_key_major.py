@@ -116,6 +116,59 @@ def test_windows_of_some_heads_change_nothing(draw, device, small, planned, monk
     assert (w.heads, w.window, w.tokens) == (at_once, 6, 12)
 
 
+@pytest.mark.parametrize("layout", ["batch", "positions", "all keys", "cache", "pages", "ragged"])
+def test_one_program_lists_what_three_launches_list(draw, device, small, planned, monkeypatch, layout):
+    """In passes of two windows, and in several steps of each loop: sequences of 12 queries, or of 13, 0 and 9."""
+    q, k, v = draw(B=3, S=12, S_kv=60, HKV=2, G=2)
+    g = torch.Generator().manual_seed(2)
+    how = {"block_indices": torch.randint(-1, 17, (3, 12, 2, 5), generator=g, dtype=torch.int32).to(device)}
+    if layout == "positions":
+        how["q_positions"] = torch.randint(-2, 70, (3, 12), generator=g).to(device)
+    how |= {"causal": layout != "all keys", "block_size": 4} | KEY_MAJOR
+    attend = functools.partial(nsa.selection_attention, q, k, v)
+    if layout in ("cache", "pages", "ragged"):
+        how["cache_seqlens"] = torch.tensor([60, 0, 31], dtype=torch.int32, device=device)
+        attend = functools.partial(nsa.selection_attention_with_kvcache, q, k, v)
+    if layout == "pages":
+        k, v = (x.reshape(15, 12, *x.shape[2:]) for x in (k, v))
+        how["block_table"] = torch.arange(15, dtype=torch.int32, device=device).flip(0).view(3, 5)
+        attend = functools.partial(nsa.selection_attention_with_kvcache, q, k, v)
+    if layout == "ragged":
+        how["cu_seqlens_q"] = torch.tensor([0, 13, 13, 22], dtype=torch.int32, device=device)
+        q, how["block_indices"] = q.flatten(0, 1)[:24], how["block_indices"].flatten(0, 1)[:24]
+        attend = functools.partial(nsa.selection_attention_with_kvcache, q, k, v)
+    results = {}
+    for few, chunk in ((0, key_major.ELEMENTS), (key_tiles.FEW_UNITS, key_major.ELEMENTS), (key_tiles.FEW_UNITS, 16)):
+        monkeypatch.setattr(key_tiles, "FEW_UNITS", few)
+        monkeypatch.setattr(key_major, "ELEMENTS", chunk)
+        small(7 * PART, 14 * LISTED, 0)
+        planned.clear()
+        results[few, chunk] = attend(**how)
+        ((w, _),) = planned
+        assert w.window < w.tokens < q.shape[:-2].numel()
+    want, *rest = results.values()
+    assert all(torch.equal(a, b) for got in rest for a, b in zip(got, want, strict=True))
+    assert want[0].any()
+
+
+def test_a_call_of_many_units_takes_three_launches(planned):
+    """Or one of many blocks, or of many sequences in a ragged batch."""
+    def lists(tokens, blocks, ends=None):
+        q, k = (torch.empty(1, n, 4, 128, dtype=torch.bfloat16, device="meta") for n in (tokens, blocks * 64))
+        selected = torch.empty(1, tokens, 4, 16, dtype=torch.int32, device="meta")
+        if ends is None:
+            return len(key_major.plan(Call(q, k, k, block_indices=selected, block_size=64)).lists)
+        k = k.view(ends, -1, 4, 128)
+        cu, lengths = (torch.empty(n, dtype=torch.int32, device="meta") for n in (ends + 1, ends))
+        return len(key_major.plan(Call(
+            q[0], k, k, block_indices=selected[0], block_size=64, cu_seqlens_q=cu, cache_seqlens=lengths
+        )).lists)  # fmt: skip
+
+    assert [lists(512, 64), lists(513, 64)] == [1, 3]
+    assert [lists(64, 8192), lists(64, 8193)] == [1, 3]
+    assert [lists(512, 64, 16), lists(512, 64, 32)] == [1, 3]
+
+
 SHAPES = [(64, 4), (32, 4), (32, 8), (16, 16), (128, 1), (8, 8), (3, 1)]
 
 

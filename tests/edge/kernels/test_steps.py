@@ -7,6 +7,7 @@ import nsa
 from nsa.call import Call
 from nsa.kernels import pinned
 from nsa.kernels.key_major import plan as key_major
+from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import tiles
 from nsa.kernels.shared import launch as launching
 from nsa.kernels.shared.sizes import ALWAYS, STEPS
@@ -71,8 +72,10 @@ def test_sequences_of_few_queries_are_steps(batch, marked, schedule, splits):
     assert not got[0][-2:].any()
 
 
-def test_ends_in_no_order_hide_no_chunk(batch, monkeypatch, device):
+@pytest.mark.parametrize("few", [0, key_tiles.FEW_UNITS], ids=["three launches", "one program"])
+def test_ends_in_no_order_hide_no_chunk(batch, monkeypatch, device, few):
     """The scan leaves out blocks of sequences of few queries. By its ends the second has none, yet it has 13."""
+    monkeypatch.setattr(key_tiles, "FEW_UNITS", few)
     monkeypatch.setattr(key_major, "ELEMENTS", ROOM)  # blocks of one key, so the scan takes those of one sequence
     call, _ = batch((12, 4), size=1)
     call["cu_seqlens_q"] = torch.tensor([0, 99, 3], dtype=torch.int32, device=device)

@@ -98,12 +98,16 @@ def test_rows_without_a_union(changed, left):
 
 
 def test_no_tile_of_union_holds_two_tokens_of_many_wide_heads():
-    assert work(USUAL._replace(G=32, D=256), "union") == {}
+    assert work(USUAL._replace(G=32, Dv=256), "union") == {}
 
 
 @pytest.mark.parametrize(
-    ("changed", "kind"), [({}, "narrow"), ({"Dv": 129}, "wide"), ({"e4m3": True}, "narrow_e4m3"), ({"D": 256}, "wide")]
-)
+    ("changed", "kind"),
+    [
+        ({}, "narrow"), ({"Dv": 129}, "wide"), ({"e4m3": True}, "narrow_e4m3"), ({"D": 257}, "wide"),
+        ({"D": 192}, "narrow"),  # the tiles are those of narrow head dims, see `sizes.narrow`
+    ],
+)  # fmt: skip
 def test_kinds(changed, kind):
     assert USUAL._replace(**changed).kind == kind
 
@@ -119,7 +123,7 @@ def test_a_call_costs_the_mean_of_both_overlaps():
     assert schedules.microseconds(costs, USUAL._replace(steps=True))["union"] == pytest.approx((22 * 2) ** 0.5)
     assert schedules.microseconds(costs, USUAL._replace(e4m3=True)) == {}
     costs = Costs({"narrow": {"union": {"calls": 4.0}}}, {}, None)
-    assert schedules.microseconds(costs, USUAL._replace(G=32, D=256)) == {}, "union has no tile"
+    assert schedules.microseconds(costs, USUAL._replace(G=64)) == {}, "union has no tile"
 
 
 @pytest.mark.parametrize(
