@@ -34,7 +34,7 @@ LEAST_BLOCKS, LEAST_KEYS = 4, 256  # of a row
 BLOCK_SIZES = (16, 128)
 MOST_GROUP = 32
 
-OVERLAPS = 0.0, 0.9
+OVERLAPS = 0.0, 0.5, 0.9
 """The shares of blocks that neighbours may have in common. The host takes the mean of the times."""
 
 Kind = Mapping[str, Mapping[str, float]]  # the costs of a kind of calls
@@ -46,8 +46,13 @@ def microseconds(costs: gpu.Costs, job: Job) -> dict[str, float]:
     The host does not know how many blocks neighbours share, so it takes the mean. A decode step has no neighbours.
     """
     overlaps = OVERLAPS if job.queries > 1 else OVERLAPS[:1]
-    found = [times(costs.kinds.get(job.kind, {}), job._replace(shared=overlap)) for overlap in overlaps]
+    found = [times(_of(costs, job), job._replace(shared=overlap)) for overlap in overlaps]
     return {name: math.prod(each[name] for each in found) ** (1 / len(found)) for name in found[0]}
+
+
+def _of(costs: gpu.Costs, job: Job) -> Kind:
+    """The costs of a call's kind. If too few calls over fp8 were drawn to fit them, those of 16 bits."""
+    return costs.kinds.get(job.kind) or costs.kinds.get(job._replace(e4m3=False).kind, {})
 
 
 def times(of: Kind, job: Job) -> dict[str, float]:
@@ -100,7 +105,7 @@ def rest_of(call: Call, shape: Shape, device_name: str) -> str:
     if known is None:
         return "key_major"
     costs, job = known
-    return rest(times(costs.kinds.get(job.kind, {}), job), job)
+    return rest(times(_of(costs, job), job), job)
 
 
 def _known(call: Call, shape: Shape, device_name: str) -> tuple[gpu.Costs, Job] | None:

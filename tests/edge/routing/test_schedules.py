@@ -112,16 +112,20 @@ def test_kinds(changed, kind):
     assert USUAL._replace(**changed).kind == kind
 
 
-def test_a_call_costs_the_mean_of_both_overlaps():
+def test_a_call_costs_the_mean_of_all_overlaps():
     """The host does not know how many blocks neighbours share. A decode step has no neighbours."""
     others = {"query_major": {"calls": 32.0}, "key_major": {"calls": 40.0}}
     costs = Costs({"narrow": others | {"union": {"calls": 2.0, "rest": 0.5}}}, {}, None)
     assert schedules.microseconds(costs, USUAL) == pytest.approx(
-        {"query_major": 32.0, "key_major": 40.0, "union": (18 * 2) ** 0.5}  # query-major serves all rows, or none
+        {"query_major": 32.0, "key_major": 40.0, "union": (18 * 18 * 2) ** (1 / 3)}  # query-major serves all rows, all, or none
     )
     assert schedules.microseconds(costs, USUAL._replace(queries=1))["union"] == 22.0, "key-major serves few rows"
-    assert schedules.microseconds(costs, USUAL._replace(steps=True))["union"] == pytest.approx((22 * 2) ** 0.5)
-    assert schedules.microseconds(costs, USUAL._replace(e4m3=True)) == {}
+    assert schedules.microseconds(costs, USUAL._replace(steps=True))["union"] == pytest.approx((22 * 22 * 2) ** (1 / 3))
+    in_fp8 = schedules.microseconds(costs, USUAL._replace(e4m3=True))
+    assert in_fp8 == schedules.microseconds(costs, USUAL), "too few calls over fp8 were drawn"
+    measured = Costs(costs.kinds | {"narrow_e4m3": {"query_major": {"calls": 7.0}}}, {}, None)
+    assert schedules.microseconds(measured, USUAL._replace(e4m3=True)) == pytest.approx({"query_major": 7.0})
+    assert schedules.microseconds(costs, USUAL._replace(Dv=256)) == {}
     costs = Costs({"narrow": {"union": {"calls": 4.0}}}, {}, None)
     assert schedules.microseconds(costs, USUAL._replace(G=64)) == {}, "union has no tile"
 
