@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from nsa import gpu, schedules
+from nsa.kernels.union.family import LEAST_GROUP
 from nsa.testing.report.recording import within
 from nsa.tuning.files import provenance, write_section
 from nsa.work import NAMES, Job, work
@@ -89,7 +90,8 @@ def ratios(rows: Sequence[Row], kinds: Kinds) -> list[float]:
     found = []
     for row in rows:
         own = {name: row["us"][name] for name in NAMES if name in row["us"]}
-        chosen = schedules.fastest(costs, job(row), tuple(own))
+        considered = tuple(name for name in own if name != "union" or row["G"] >= LEAST_GROUP)
+        chosen = schedules.fastest(costs, job(row), considered)
         found.append(own[chosen] / min(own.values()))
     return found
 

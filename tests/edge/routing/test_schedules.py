@@ -117,7 +117,7 @@ def test_a_call_costs_the_mean_of_all_overlaps():
     others = {"query_major": {"calls": 32.0}, "key_major": {"calls": 40.0}}
     costs = Costs({"narrow": others | {"union": {"calls": 2.0, "rest": 0.5}}}, {}, None)
     assert schedules.microseconds(costs, USUAL) == pytest.approx(
-        {"query_major": 32.0, "key_major": 40.0, "union": (18 * 18 * 2) ** (1 / 3)}  # query-major serves all rows, all, or none
+        {"query_major": 32.0, "key_major": 40.0, "union": (18 * 18 * 2) ** (1 / 3)}  # query-major serves all or none
     )
     assert schedules.microseconds(costs, USUAL._replace(queries=1))["union"] == 22.0, "key-major serves few rows"
     assert schedules.microseconds(costs, USUAL._replace(steps=True))["union"] == pytest.approx((22 * 22 * 2) ** (1 / 3))
