@@ -36,7 +36,8 @@ class Union(Family):
             return None
         g, size = shape, call.block_size
         assert size is not None
-        tile = tiles.select(90, call.q.dtype.itemsize, g.G, g.D, g.Dv, g.n, size)  # None on every GPU, or on none
+        capability, _ = gpu.limits(call.q.device)
+        tile = tiles.select(capability, call.q.dtype.itemsize, g.G, g.D, g.Dv, g.n, size)
         fits = tile is not None and tiles.fits(g.S_kv, size)
         return schedules.why(call, shape, device_name, self.name, KEY_MAJOR.name) if fits else None
 

@@ -15,6 +15,7 @@ import nsa.__main__
 import nsa.gpu
 from nsa import doctor, settings
 from nsa.guard import memory
+from nsa.kernels.shared import device as device_facts
 from nsa.kernels.shared import passed, sources
 from nsa.testing.contestants.ours import OURS
 from nsa.testing.matrix.case import Case
@@ -104,6 +105,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: GPU)
     monkeypatch.setattr(nsa.routing, "why_not_triton", lambda device: None)
     monkeypatch.setattr(sources, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(device_facts, "limits", lambda device: (90, 132))
     settings.reload()
     yield tmp_path / "nsa" / "gpus" / "nvidia-h100-80gb-hbm3.yaml"
     monkeypatch.undo()

@@ -10,6 +10,7 @@ from nsa.doctor import Shaped
 from nsa.gpu import Costs, device_slug
 from nsa.kernels.families import OF_SCHEDULE
 from nsa.kernels.key_major import tiles as key_tiles
+from nsa.kernels.shared import device as device_facts
 from nsa.kernels.shared.shape import shape_of
 from nsa.work import Job, work
 
@@ -231,11 +232,12 @@ def test_what_pays_fits(sequences, S_kv, packed, block_size):
 def gpu(monkeypatch):
     """A GPU of that name, which can run Triton, wherever tensors lie."""
     monkeypatch.setattr(routing, "_device_facts", lambda device: (GPU, "heads_as_queries", None))
+    monkeypatch.setattr(device_facts, "limits", lambda device: (90, 132))
 
 
 def planned(
     S=256, B=1, G=1, n=16, block_size=64, dtype=torch.bfloat16, blocks=True, varlen=False, keys=1024, HKV=2, D=128,
-    cache=False, page=None, **how,
+    Dv=None, cache=False, page=None, **how,
 ):  # fmt: skip
     """The plan of a call of these shapes on a GPU that need not be there: no tensor is made."""
     device = torch.device("cuda", 0)
@@ -252,7 +254,7 @@ def planned(
     if blocks:
         chosen = {"block_indices": fake(*lead, HKV, n, kind=torch.int32), "block_size": block_size}
     call = Call(
-        fake(*lead, G * HKV, D), fake(*kv, HKV, D), fake(*kv, HKV, D), **chosen, cu_seqlens_q=cu,
+        fake(*lead, G * HKV, D), fake(*kv, HKV, D), fake(*kv, HKV, Dv or D), **chosen, cu_seqlens_q=cu,
         cu_seqlens_k=None if cache else cu, max_selected=options["bound"], max_seqlen_q=options["longest"],
         backend=options["backend"], schedule=options["schedule"], cache_seqlens=lengths, block_table=table,
         settings=settings.get(),
@@ -361,6 +363,15 @@ def test_union_where_it_serves(folder, gpu, shape, want):
     assert (found.route, found.reason) == (want, LONG if want == "query_major" else f"{want} {FASTEST}")
 
 
+@pytest.mark.parametrize(("capability", "want"), [(90, "union"), (80, "key_major")])
+def test_union_of_long_keys_is_for_hopper(folder, gpu, monkeypatch, capability, want):
+    """With D = 192 only tiles of 64 rows hold two tokens of 32 heads, and only a Hopper GPU has room for them."""
+    monkeypatch.setattr(device_facts, "limits", lambda device: (capability, 108))
+    folder(UNION)
+    with nsa.configure(sel_triton_min_L=0):
+        assert planned(S=1024, G=32, D=192, Dv=128).route == want
+
+
 def test_no_file_means_query_major(folder, gpu):
     with nsa.configure(sel_triton_min_L=0):
         assert route(planned(S=1024)) == BLOCKS
@@ -409,7 +420,7 @@ def test_what_a_backward_failure_is_remembered_by(folder, gpu):
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA Somebody"])
-def test_prompts_on_an_h100_and_on_what_nobody_measured(monkeypatch, name):
+def test_prompts_on_an_h100_and_on_what_nobody_measured(gpu, monkeypatch, name):
     """Routes that the packaged measurement makes. Its figures may move when it is recorded anew, these calls not."""
     monkeypatch.setattr(routing, "_device_facts", lambda device: (name, "heads_as_queries", None))
     for G in (1, 2, 3, 4, 8, 16):
