@@ -175,9 +175,8 @@ def _kind(fact: Fact) -> str:
         return "m3"
     if re.fullmatch(r"kvcache|paged\d+", str(fact.get("impl"))):
         return "serving"
-    figures = {"ns_per_token": "prefill", "ns_per_query": "training", "world_of_1": "sharded"}
-    figures |= {"share_of_ceiling": "kernels"}
-    return next((kind for name, kind in figures.items() if fact.get(name)), "others")
+    kinds = dict(ns_per_token="prefill", ns_per_query="training", world_of_1="sharded", share_of_ceiling="kernels")
+    return next((kind for figure, kind in kinds.items() if fact.get(figure)), "others")
 
 
 def geomean(values: Iterable[float | None]) -> float | None:
