@@ -50,9 +50,10 @@ class Point:
     low: float | None
     high: float | None
 
-    def clears(self, margin: float) -> bool:
+    @property
+    def clears(self) -> bool:
         """Whether the whole interval lies at or above the margin; False without an interval."""
-        return self.low is not None and self.low >= margin
+        return self.low is not None and self.low >= MARGIN
 
     def __str__(self) -> str:
         interval = "interval not recorded" if self.low is None else f"[{self.low:.2f}, {self.high:.2f}]"
@@ -69,7 +70,6 @@ class Decision:
     """
 
     min_L: int | None
-    margin: float
     groups: dict[Key, int | None]
     points: list[Point]
     missing: list[Key]
@@ -90,9 +90,7 @@ def points(facts: Iterable[Fact], against: str) -> list[Point]:
     return made
 
 
-def decide(
-    facts: Iterable[Fact], *, margin: float = MARGIN, needed: Iterable[Key] | None = None, against: str = REPLACED
-) -> Decision:
+def decide(facts: Iterable[Fact], *, needed: Iterable[Key] | None = None, against: str = REPLACED) -> Decision:
     """Apply the rule. needed: the groups that have to be measured, by default `required()`.
 
     Only an L at which every needed group was measured can become the threshold. Decode steps are not needed, but if one
@@ -103,19 +101,16 @@ def decide(
     measured: dict[Key, set[int]] = {}
     for point in known:
         measured.setdefault(point.key, set()).add(point.L)
-    groups: dict[Key, int | None] = {}
-    for key, lengths in measured.items():
-        groups[key] = _from(lengths, [p for p in known if p.key == key], margin)
+    groups = {key: _from(lengths, [p for p in known if p.key == key]) for key, lengths in measured.items()}
     present = [key for key in needed if key in measured]
     # Without any needed group (decode alone), the others decide. Such a decision is incomplete.
     sets = [measured[key] for key in present or measured]
     candidates = set.intersection(*sets) if sets else set()
-    min_L = _from(candidates, known, margin)
-    failing = [p for p in known if not p.clears(margin)]
+    min_L = _from(candidates, known)
+    failing = [p for p in known if not p.clears]
     counted = [p for p in known if min_L is not None and min_L <= p.L]
     return Decision(
         min_L=min_L,
-        margin=margin,
         groups=groups,
         points=known,
         missing=[key for key in needed if key not in measured],
@@ -124,9 +119,9 @@ def decide(
     )
 
 
-def _from(lengths: Iterable[int], among: list[Point], margin: float) -> int | None:
+def _from(lengths: Iterable[int], among: list[Point]) -> int | None:
     """The smallest of `lengths` at and above which every point clears the margin."""
-    failing = [p.L for p in among if not p.clears(margin)]
+    failing = [p.L for p in among if not p.clears]
     return min((L for L in lengths if L > max(failing, default=-1)), default=None)
 
 
@@ -149,7 +144,7 @@ def rationale(decision: Decision, on_packed: Decision | None = None) -> list[str
             "No benchmark here times a Triton kernel beside packed SDPA with its packing.",
             "`pytest -m perf --nsa-update-thresholds` measures the threshold, and so does `python -m nsa calibrate`.",
         ]
-    margin, replaced = f"{decision.margin:g}x", "packed SDPA with its packing"
+    margin, replaced = f"{MARGIN:g}x", "packed SDPA with its packing"
     unknown = sum(p.low is None for p in decision.points)
     part = f", in the {len(decision.groups)} combinations of heads, dims and distribution measured here"
     scope = "" if not decision.missing else part
@@ -182,7 +177,7 @@ def _packed_sentence(on_packed: Decision | None) -> str:
     start = "from no L on" if on_packed.min_L is None else f"from L = {on_packed.min_L} on"
     return (
         f"Compared with the best SDPA call on rows already packed, Triton reading spans from a cache is "
-        f"{on_packed.margin:g}x as fast {start} (geomean {geomean(ratios):.2f}x, worst {min(ratios):.2f}x)."
+        f"{MARGIN:g}x as fast {start} (geomean {geomean(ratios):.2f}x, worst {min(ratios):.2f}x)."
     )
 
 
@@ -196,7 +191,7 @@ def write(decision: Decision, layout: str | None, facts: Fact, folder: Path) -> 
     if decision.missing or not decision.points or any(p.low is None for p in decision.points):
         raise ValueError(f"thresholds not written: {incomplete(decision)}")
     slowest = decision.worst or decision.blocker
-    margin = f"{decision.margin:g}x packed SDPA with its packing, 95% interval included; slowest: {slowest}"
+    margin = f"{MARGIN:g}x packed SDPA with its packing, 95% interval included; slowest: {slowest}"
     content = {
         "sel_triton_min_L": decision.min_L,
         "sdpa_layout": layout,
@@ -204,7 +199,7 @@ def write(decision: Decision, layout: str | None, facts: Fact, folder: Path) -> 
     }
     comments = [
         "Measured, not written by hand: `pytest -m perf --nsa-update-thresholds`, or `python -m nsa calibrate`.",
-        f"Smallest L from which on Triton is {decision.margin:g}x packed SDPA with its packing:",
+        f"Smallest L from which on Triton is {MARGIN:g}x packed SDPA with its packing:",
         *(f"  {_name(key)}: {'never' if L is None else L}" for key, L in sorted(decision.groups.items(), key=str)),
     ]
     return write_section(folder, str(facts["gpu"]), "threshold", content, comments)

@@ -96,7 +96,7 @@ def _threshold(facts: list[Fact]) -> list[str]:
     if not decision.points:
         return text
     beside = "never" if on_packed.min_L is None else f"from L = {on_packed.min_L}"
-    return [*text, f"  {decision.margin:g}x the best SDPA call on rows already packed: {beside}"]
+    return [*text, f"  {thresholds.MARGIN:g}x the best SDPA call on rows already packed: {beside}"]
 
 
 def outcome(decision: thresholds.Decision) -> str:

@@ -274,11 +274,11 @@ def threshold(decision: thresholds.Decision, on_packed: thresholds.Decision) -> 
         starts = [str(by.groups.get(key) or "never") if decided else "undecided" for by in (decision, on_packed)]
         return dict(zip(("H", "D", "Dv", "distribution"), map(str, key), strict=True)) | {
             "L measured": ", ".join(map(str, sorted({point.L for point in mine}))),
-            f"{decision.margin:g}× the replaced path from L": starts[0],
+            f"{thresholds.MARGIN:g}× the replaced path from L": starts[0],
             "slowest": times(least.speedup),
             "95% interval": None if least.low is None else f"{least.low:.2f}–{least.high:.2f}",
             "at L": str(least.L),
-            f"{decision.margin:g}× the best SDPA on packed rows from L": starts[1],
+            f"{thresholds.MARGIN:g}× the best SDPA on packed rows from L": starts[1],
         }
 
     rows = [row(key) for key in sorted(decision.groups, key=lambda key: (key[3], key))]
