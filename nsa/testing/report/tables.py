@@ -63,10 +63,10 @@ def mean_and_worst(ratios: Iterable[float | None]) -> Two | None:
     return Two(f"{geomean(known):.2f}×", f"{min(known):.2f}×") if known else None
 
 
-def seconds(value: float) -> str:
-    """`1.25 ms`: three digits and a unit."""
+def seconds(value: float, digits: int = 3) -> str:
+    """`1.25 ms`: significant digits and a unit."""
     scale, unit = next((s, u) for s, u in ((1, "s"), (1e-3, "ms"), (1e-6, "us")) if value >= s or u == "us")
-    return f"{value / scale:.3g} {unit}"
+    return f"{value / scale:.{digits}g} {unit}"
 
 
 def _milliseconds(value: float) -> str:
