@@ -137,8 +137,8 @@ def record(storage: Path, arguments: Sequence[str], cwd: Path, label: str, conte
     work = Path(tempfile.mkdtemp(prefix=".recording-", dir=storage))
     lost = True
     try:
-        files = [_run(work / f"{i}.json", arguments, cwd, i) for i in range(1, FILES + 1)]
-        documents = [read(file) for file in files]
+        files = [work / f"{i}.json" for i in range(1, FILES + 1)]
+        documents = [_run(file, arguments, cwd, i) for i, file in enumerate(files, 1)]
         keys = {Key.of(document["machine_info"]) for document in documents}
         names = [{b["name"] for b in document["benchmarks"]} for document in documents]
         if len(keys) != 1 or not names[0] or any(n != names[0] for n in names):
@@ -182,16 +182,15 @@ def _rounded(x: Any) -> Any:
     return float(f"{x:.5g}") if isinstance(x, float) else x
 
 
-def _run(file: Path, arguments: Sequence[str], cwd: Path, number: int) -> Path:
+def _run(file: Path, arguments: Sequence[str], cwd: Path, number: int) -> dict[str, Any]:
     print(f"recording {number} of {FILES}", flush=True)
     status = children.run(["-m", "pytest", f"--benchmark-json={file}", *arguments], cwd)
     if status:
         raise NotSaved(f"run {number} of {FILES} was red (exit status {status})", status if status > 0 else 1)
     try:
-        read(file)
+        return read(file)
     except ValueError as e:
         raise NotSaved(f"run {number} of {FILES}: {e}") from e
-    return file
 
 
 def _move(files: Sequence[Path], folder: Path, label: str) -> list[Path]:
