@@ -152,7 +152,7 @@ def sweep(
             errors[choice] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     right: list[Choice | None] = [choice for choice in choices if choice not in errors]
     coarse = _time(impl, [None, *right], sets, COARSE)
-    ranked = sorted((c for c in right), key=lambda c: coarse[c].median)[:FINALISTS]
+    ranked = sorted(right, key=lambda c: coarse[c].median)[:FINALISTS]
     fine = _time(impl, [None, *ranked], sets, FINE)
     times = coarse | fine
     for choice in [c for c in right if c is not None and times[c].how != "graph"]:
