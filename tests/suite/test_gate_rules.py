@@ -24,26 +24,23 @@ def side(*ratios, control=1e-5, **fields):
     return Side.of(Reading(ratio * control, {"plain": control}, "plain", **fields) for ratio in ratios)
 
 
-def verdict(old, new, *again, **mode):
-    later = iter(again)
-    return judge("x", old, side(new), lambda: (old, side(next(later))), **mode).kind
-
-
 @pytest.mark.parametrize(("ratios", "new", "again", "kind"), [
-    ((1.0, 1.0, 1.0), 1.099, [], "pass"),
-    ((1.0, 1.0, 1.0), 0.2, [], "pass"),
-    ((1.0, 1.0, 1.0), 1.11, [1.11], "FAIL"),
-    ((1.0, 1.0, 1.0), 1.5, [1.09], "pass"),
-    ((1.0, 1.0, 1.0), 1.11, [3.0], "FAIL"),
-    ((0.98, 1.0, 1.03), 1.12, [1.12], "FAIL"),  # twice 5% is less than 12%
-    ((0.96, 1.0, 1.04), 1.09, [], "cannot gate"),
-    ((0.96, 1.0, 1.04), 1.15, [1.15], "AMBIGUOUS"),
-    ((0.96, 1.0, 1.04), 1.5, [1.15], "AMBIGUOUS"),
-    ((0.96, 1.0, 1.04), 1.17, [1.18], "FAIL"),
-    ((0.5, 1.0, 2.0), 3.0, [3.0], "AMBIGUOUS"),
+    ((1.0, 1.0, 1.0), 1.099, None, "pass"),
+    ((1.0, 1.0, 1.0), 0.2, None, "pass"),
+    ((1.0, 1.0, 1.0), 1.11, 1.11, "FAIL"),
+    ((1.0, 1.0, 1.0), 1.5, 1.09, "pass"),
+    ((1.0, 1.0, 1.0), 1.11, 3.0, "FAIL"),
+    ((0.98, 1.0, 1.03), 1.12, 1.12, "FAIL"),  # twice 5% is less than 12%
+    ((0.96, 1.0, 1.04), 1.09, None, "cannot gate"),
+    ((0.96, 1.0, 1.04), 1.15, 1.15, "AMBIGUOUS"),
+    ((0.96, 1.0, 1.04), 1.5, 1.15, "AMBIGUOUS"),
+    ((0.96, 1.0, 1.04), 1.17, 1.18, "FAIL"),
+    ((0.5, 1.0, 2.0), 3.0, 3.0, "AMBIGUOUS"),
 ])  # fmt: skip
 def test_rule(ratios, new, again, kind):
-    assert verdict(side(*ratios), new, *again) == kind
+    """`again`: None if nothing may be measured again, which would raise TypeError."""
+    old = side(*ratios)
+    assert judge("x", old, side(new), lambda: (old, side(again))).kind == kind
 
 
 @pytest.mark.parametrize(("worse", "control", "kind"), [
