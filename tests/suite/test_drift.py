@@ -26,7 +26,7 @@ def record(folder, ratio, drift=(), control="plain"):
     """Three files as `--nsa-save-baseline` leaves them. Returns why the benchmark failed, and then no file is kept."""
     number = len(list(folder.glob("*.json")))
     baseline = store.find(folder, KEY)
-    for i in range(1, 4):
+    for i in range(number + 1, number + 4):
         gate = Gate(KEY, baseline, recording=True, drift=drift)
         samples, info, failure = gate.judge("x", *timings(ratio, control), lambda: timings(ratio, control))
         if failure:
@@ -35,10 +35,7 @@ def record(folder, ratio, drift=(), control="plain"):
         bench = {"name": "x", "fullname": "x", "group": None, "extra_info": info, "stats": stats}
         document = {"machine_info": MACHINE, "commit_info": {"id": f"commit{number // 3}abcdefgh"}}
         document |= {"benchmarks": [bench], "datetime": f"2026-11-{number // 3 + 1:02}T00:00:00"}
-        made = json.dumps(document)
-        (folder / f".{i}").write_text(made)
-    for i in range(1, 4):
-        (folder / f".{i}").rename(folder / f"{number + i:04}_x.json")
+        (folder / f"{i:04}_x.json").write_text(json.dumps(document))
     return None
 
 
