@@ -28,9 +28,9 @@ def table(gpus):
     """`table([(one_span, D, Dv, G, rows, L, choice), …])` makes that the H100's."""
 
     def make(shapes):
-        keys = ("one_span", "D", "Dv", "G", "rows", "L")
         entries = [
-            dict(zip(keys, shape[:-1], strict=True)) | {"best": [shape[-1]._asdict() | {"us": 1.0}]} for shape in shapes
+            dict(zip(sweep.SHAPE, shape, strict=True)) | {"best": [choice._asdict() | {"us": 1.0}]}
+            for *shape, choice in shapes
         ]
         return sweep.write(entries, FACTS)
 
