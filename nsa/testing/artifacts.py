@@ -75,7 +75,7 @@ def _update_thresholds(session: pytest.Session, facts: list[Fact], rows: list[di
     decision = thresholds.decide(facts)
     run = next((fact for fact in facts if fact.get("gpu")), {})
     path = thresholds.write(decision, thresholds.best_layout(facts), run, gpu.PACKAGED)
-    return f"thresholds: sel_triton_min_L = {'off' if decision.min_L is None else decision.min_L} written to {path}"
+    return f"thresholds: sel_triton_min_L = {thresholds.shown(decision.min_L)} written to {path}"
 
 
 def _write_tiles(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:

@@ -151,9 +151,8 @@ def _threshold(device: torch.device, run: Fact) -> str:
     decision = thresholds.decide(facts, needed=needed)
     on_packed = thresholds.decide(facts, needed=needed, against="best")
     path = thresholds.write(decision, thresholds.best_layout(facts), run, _folder())
-    value = "off" if decision.min_L is None else str(decision.min_L)
     lines = [f"parity: {len(PARITY)} kernels agree with the fp64 oracle", *thresholds.rationale(decision, on_packed)]
-    return "\n".join([*lines, f"sel_triton_min_L = {value}, written to {path}"])
+    return "\n".join([*lines, f"sel_triton_min_L = {thresholds.shown(decision.min_L)}, written to {path}"])
 
 
 def _schedules(device: torch.device, run: Fact) -> str:

@@ -77,6 +77,11 @@ class Decision:
     blocker: Point | None
 
 
+def shown(min_L: int | None) -> str:
+    """A threshold as users read it."""
+    return "off" if min_L is None else str(min_L)
+
+
 def points(facts: Iterable[Fact], against: str) -> list[Point]:
     """Speedups of our kernels from a cache, over comparator `against`, or over the fastest packed SDPA for "best"."""
     made = []
@@ -145,10 +150,9 @@ def rationale(decision: Decision, on_packed: Decision | None = None) -> list[str
             "`pytest -m perf --nsa-update-thresholds` measures the threshold, and so does `python -m nsa calibrate`.",
         ]
     margin, replaced = f"{MARGIN:g}x", "packed SDPA with its packing"
-    unknown = sum(p.low is None for p in decision.points)
     part = f", in the {len(decision.groups)} combinations of heads, dims and distribution measured here"
-    scope = "" if not decision.missing else part
-    if unknown == len(decision.points):
+    scope = part if decision.missing else ""
+    if all(p.low is None for p in decision.points):
         first = (
             f"No threshold can be decided: the recording holds no confidence interval for packed SDPA, "
             f"and without an interval a point does not count as reaching the margin ({len(decision.points)} points)."
@@ -188,8 +192,8 @@ def write(decision: Decision, layout: str | None, facts: Fact, folder: Path) -> 
         ValueError: the decision is incomplete, or intervals are missing; or as `files.write_section`.
         OSError: the folder cannot be written.
     """
-    if decision.missing or not decision.points or any(p.low is None for p in decision.points):
-        raise ValueError(f"thresholds not written: {incomplete(decision)}")
+    if reason := incomplete(decision):
+        raise ValueError(f"thresholds not written: {reason}")
     slowest = decision.worst or decision.blocker
     margin = f"{MARGIN:g}x packed SDPA with its packing, 95% interval included; slowest: {slowest}"
     content = {
@@ -206,13 +210,13 @@ def write(decision: Decision, layout: str | None, facts: Fact, folder: Path) -> 
 
 
 def incomplete(decision: Decision) -> str:
-    """Why a decision may not be written."""
+    """Why a decision may not be written; empty if it may."""
     if not decision.points:
         return "nothing was measured from the cache"
     if decision.missing:
         names = ", ".join(_name(key) for key in decision.missing[:3])
         return f"{len(decision.missing)} combinations were not measured ({names}{', …' * (len(decision.missing) > 3)})"
-    return "some comparators have no confidence interval"
+    return "some comparators have no confidence interval" if any(p.low is None for p in decision.points) else ""
 
 
 def _name(key: Key) -> str:

@@ -105,7 +105,7 @@ def outcome(decision: thresholds.Decision) -> str:
         return "did not measure it"
     if all(point.low is None for point in decision.points):
         return "cannot decide it: it holds no intervals of the comparators"
-    text = f"measured {_off(decision.min_L)}"
+    text = f"measured {thresholds.shown(decision.min_L)}"
     if not decision.missing:
         return text
     known, missing = len(decision.groups), len(decision.missing)
@@ -124,11 +124,7 @@ def in_force(gpu: str, live: bool = True) -> str:
         return f"{nsa.gpu.DEFAULT_MIN_L}, the safe default: no file has measurements of this GPU"
     value = None if threshold.sel_triton_min_L == nsa.gpu.TRITON_OFF else threshold.sel_triton_min_L
     date, commit = threshold.provenance["date"], threshold.provenance["commit"][:12]
-    return f"{_off(value)}, measured {date} at commit {commit}, {_shown(threshold.path)}"
-
-
-def _off(min_L: int | None) -> str:
-    return "off" if min_L is None else str(min_L)
+    return f"{thresholds.shown(value)}, measured {date} at commit {commit}, {_shown(threshold.path)}"
 
 
 def _shown(path: Path) -> str:
