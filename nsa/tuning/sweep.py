@@ -150,18 +150,16 @@ def sweep(
             assert launched[str(impl.route)] == 1, f"{choice} launched {dict(launched)}"
         except FAILURES as error:  # the choice does not compile, does not fit, or is wrong
             errors[choice] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-    right: list[Choice | None] = [choice for choice in choices if choice not in errors]
+    right = [choice for choice in choices if choice not in errors]
     coarse = _time(impl, [None, *right], sets, COARSE)
     ranked = sorted(right, key=lambda c: coarse[c].median)[:FINALISTS]
     fine = _time(impl, [None, *ranked], sets, FINE)
     times = coarse | fine
-    for choice in [c for c in right if c is not None and times[c].how != "graph"]:
-        errors[choice] = f"not captured: {times[choice].refused}"
-        right.remove(choice)
-        ranked = [c for c in ranked if c != choice]
-    now = times[None].median * 1e6
+    errors |= {c: f"not captured: {times[c].refused}" for c in right if times[c].how != "graph"}
     order = [*sorted(ranked, key=lambda c: fine[c].median), *(c for c in right if c not in ranked)]
-    facts = [c._asdict() | {"us": times[c].median * 1e6, "us_now": now} for c in order if c is not None]
+    order = [c for c in order if c not in errors]
+    now = times[None].median * 1e6
+    facts = [c._asdict() | {"us": times[c].median * 1e6, "us_now": now} for c in order]
     facts += [c._asdict() | {"error": why} for c, why in errors.items()]
     return times[order[0]] if order else times[None], facts
 
