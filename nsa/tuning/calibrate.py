@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,7 @@ def layout_times(shape: str, masked: bool, device: torch.device, **sampling: Any
     mask = torch.arange(L, device=device).expand(N, L) < L - 1 if masked else None
     calls = {}
     for layout in gpu.SDPA_LAYOUTS:
-
-        def call(layout: str = layout) -> object:
-            return sdpa_rows(q, k, v, mask, D**-0.5, layout)
-
+        call = partial(sdpa_rows, q, k, v, mask, D**-0.5, layout)
         try:
             call()
         except RuntimeError:  # torch has no kernel for it
