@@ -100,12 +100,11 @@ def _beside(comparators: dict[str, str], shown: Callable[[float], str]) -> list[
         ratio = _faster(fact, comparator)
         return None if ratio is None else Two(shown(fact["medians"][comparator]), ratio)
 
-    pairs = [
-        (Column(name, functools.partial(both, comparator=key), "page"),
-         Column(f"vs {name}", functools.partial(_faster, comparator=key), "screen"))
-        for key, name in comparators.items()
-    ]  # fmt: skip
-    return [column for pair in pairs for column in pair]
+    columns = []
+    for key, name in comparators.items():
+        columns.append(Column(name, functools.partial(both, comparator=key), "page"))
+        columns.append(Column(f"vs {name}", functools.partial(_faster, comparator=key), "screen"))
+    return columns
 
 
 def _ours(shown: Callable[[float], str]) -> Column:
