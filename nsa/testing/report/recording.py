@@ -76,12 +76,11 @@ def load(path: Path) -> Recording:
         b["extra_info"] | {"group": b["group"], "name": b["name"], "median": b["stats"]["median"], "date": date}
         for b in benchmarks
     ]
-    gpu = machine.get("gpu")
     first = facts[0] if facts else {}
     return Recording(
         facts=facts,
         device=str(first.get("device") or machine.get("device") or machine.get("node")),
-        gpu=gpu,
+        gpu=machine.get("gpu"),
         torch=str(machine.get("torch")),
         triton=str(machine.get("triton")),
         commit=str(first.get("commit") or commit),
