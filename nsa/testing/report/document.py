@@ -11,8 +11,6 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 SECONDS = (1e-12, 1e6)
 """What a duration may be. A sample outside is no measurement; NaN is never inside."""
-RATE = (1e-6, 1e9)
-"""What a measured memory rate may be, GB/s."""
 
 Needs = Literal["data", "stats", "median"]
 
@@ -161,7 +159,7 @@ _MACHINE = dict.fromkeys(("device", "node", "gpu", "torch", "triton"), _Or(_TEXT
 _TIMING = {
     "control": _Or(_TEXT),
     "control_samples": _Or({"*": _SAMPLES}),
-    "ceiling_gbps": _Or(_number("a rate in GB/s", *RATE)),
+    "ceiling_gbps": _Or(_number("a rate in GB/s", 1e-6, 1e9)),
 }
 _STATS: dict[str, Any] = {
     **dict.fromkeys(("min", "max", "mean", "median"), _DURATION),

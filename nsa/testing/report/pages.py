@@ -29,7 +29,6 @@ BASELINES = ROOT / "tests" / "perf" / "baselines"
 THEIRS = Path("nsa-baselines")
 RESULTS = Path("docs", "results")
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-EXTRA_MISSING = "the report needs {}: pip install 'nsa[report]'"
 THIS_RUN = "this run"  # the source of the recording that `artifacts.this_run` makes
 MOVED = 0.1  # a change of more than 10% is listed by name
 
@@ -331,7 +330,7 @@ def main(argv: list[str] | None = None) -> int:
         name = str(error.name).partition(".")[0]
         if name not in ("matplotlib", "jinja2"):
             raise
-        print(f"error: {EXTRA_MISSING.format(name)}", file=sys.stderr)
+        print(f"error: the report needs {name}: pip install 'nsa[report]'", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
