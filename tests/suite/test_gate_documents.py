@@ -5,6 +5,7 @@ import json
 import logging
 from operator import itemgetter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from pytest_benchmark.stats import normalize_stats
@@ -53,15 +54,6 @@ def changed(document, path, values):
         yield json.dumps(box["root"])
 
 
-class Screen:
-    """A terminal that is not there."""
-
-    def write(self, text, **markup):
-        pass
-
-    write_line = rewrite = write
-
-
 def show(document):
     """The table that pytest-benchmark makes of a stored run."""
     columns = ["min", "max", "mean", "stddev", "median", "iqr", "outliers", "ops", "rounds", "iterations"]
@@ -76,7 +68,7 @@ def show(document):
         return ((None, item) for item in items)
 
     table = TableResults(columns, "min", None, itemgetter("name"), logging, scale)
-    table.display(Screen(), [("group", stats)], progress_reporter=progress)
+    table.display(Mock(), [("group", stats)], progress_reporter=progress)
 
 
 def use(path):
