@@ -159,6 +159,7 @@ def _qsa_shape(fact: Fact) -> str:
     return ", ".join(filter(None, (fact["case"].removeprefix("qsa-"), fact["group"].partition(": ")[2])))
 
 
+GROUP = [Column("benchmarks", lambda group: group[0]), Column("cases", lambda group: len(group[1]))]
 COLUMNS: dict[str, list[Column]] = {
     "prefill": [
         HEADS,
@@ -216,15 +217,13 @@ COLUMNS: dict[str, list[Column]] = {
         Column("a million", lambda fact: times(fact.get("long"))),
     ],
     "kernels": [
-        Column("benchmarks", lambda group: group[0]),
-        Column("cases", lambda group: len(group[1])),
+        *GROUP,
         *(Column(f"vs {name}", _over(key)) for name, key in VERSUS.items()),
         Column("GB/s", lambda group: f"{_top(group)['gbps']:.0f}"),
         Column("of ceiling", lambda group: f"{_top(group)['share_of_ceiling']:.1%}"),
     ],
     "others": [
-        Column("benchmarks", lambda group: group[0]),
-        Column("cases", lambda group: len(group[1])),
+        *GROUP,
         Column("vs control", _over_controls),
         Column("fastest", lambda group: seconds(min(fact["median"] for fact in group[1]))),
         Column("slowest", lambda group: seconds(max(fact["median"] for fact in group[1]))),
