@@ -57,8 +57,8 @@ def missing_gpu(capability: tuple[int, int] | None = None, memory_gib: float | N
 # --- options and configuration ---------------------------------------------------------------------------------------
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    options.add(parser)
+pytest_addoption = options.add
+pytest_generate_tests = parametrize
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -126,10 +126,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             reason = missing_gpu(*mark.args, **mark.kwargs)
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    parametrize(metafunc)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
