@@ -145,16 +145,14 @@ def kernels(facts: Iterable[Fact]) -> list[Fact]:
     return [fact for fact in facts if fact.get("share_of_ceiling")]
 
 
-KINDS = ("prefill", "training", "serving", "m3", "qsa", "sharded", "kernels", "others")
-
-
 def by_kind(facts: Iterable[Fact]) -> dict[str, list[Fact]]:
     """Facts by the table that shows them.
 
     Prompts and the shapes of MiniMax-M3 and QSA are in a fixed order, because a merged recording begins with the newest
     facts.
     """
-    facts_of: dict[str, list[Fact]] = {name: [] for name in KINDS}
+    kinds = ("prefill", "training", "serving", "m3", "qsa", "sharded", "kernels", "others")
+    facts_of: dict[str, list[Fact]] = {kind: [] for kind in kinds}
     for fact in facts:
         # `layouts`: times of packed SDPA's layouts, which a threshold needs. Workloads have a table of their own.
         if not fact.get("layouts") and not fact.get("workload"):
