@@ -186,8 +186,8 @@ def test_two_trees(base, head, again, kind):
 # --- a session -------------------------------------------------------------------------------------------------------
 
 
-def gate_over(old, **fields):
-    return Gate(KEY, Baseline(KEY, [Path("0001_x.json")], {"test_decode[x]": old}), **fields)
+def gate_over(old):
+    return Gate(KEY, Baseline(KEY, [Path("0001_x.json")], {"test_decode[x]": old}))
 
 
 @pytest.mark.parametrize("control", ["auto", "sdpa"])
