@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 
 import nsa.gpu
 from nsa import settings
@@ -124,10 +123,6 @@ def in_force(gpu: str, live: bool = True) -> str:
         return f"{nsa.gpu.DEFAULT_MIN_L}, the safe default: no file has measurements of this GPU"
     value = None if threshold.sel_triton_min_L == nsa.gpu.TRITON_OFF else threshold.sel_triton_min_L
     date, commit = threshold.provenance["date"], threshold.provenance["commit"][:12]
-    return f"{thresholds.shown(value)}, measured {date} at commit {commit}, {_shown(threshold.path)}"
-
-
-def _shown(path: Path) -> str:
-    """The path of a packaged file relative to the repository, `nsa/configs/gpus/<gpu>.yaml`; other paths in full."""
-    root = nsa.gpu.PACKAGED.parents[2]
-    return str(path.relative_to(root) if path.is_relative_to(root) else path)
+    # A packaged file is named relative to the repository, other files in full.
+    file = str(threshold.path).removeprefix(f"{nsa.gpu.PACKAGED.parents[2]}/")
+    return f"{thresholds.shown(value)}, measured {date} at commit {commit}, {file}"
