@@ -71,16 +71,14 @@ def find(folder: Path, key: Key) -> Baseline | None:
     Raises:
         ValueError: a file cannot be read. The error names the file.
     """
-    newest: Key | None = None
     groups: dict[Key, list[tuple[Path, dict[str, Any]]]] = {}
     for path in sorted(folder.glob("[0-9][0-9][0-9][0-9]_*.json"), reverse=True):
         document = read(path)
         owner = Key.of(document["machine_info"])
         if owner.device != key.device:
             raise ValueError(f"{path}: machine_info.device: expected {key.device}, got {owner.device}")
-        newest = newest or owner
         groups.setdefault(owner, []).append((path, document))
-    chosen = key if key in groups else newest
+    chosen = key if key in groups else next(iter(groups), None)  # that of the newest file
     if chosen is None:
         return None
     paths: list[Path] = []
