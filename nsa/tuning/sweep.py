@@ -77,10 +77,9 @@ def candidates(case: Case, processors: int, largest: int = 16) -> list[Choice]:
             part = -(-case.L // splits)
             if splits > 1 and (part < 16 or programs * splits > WAVES * processors):
                 continue
-            for block_l in (16, 32, 64, 128):
+            # Two head tiles read every key twice, so one size is enough.
+            for block_l in (16, 32, 64, 128) if head_tiles == 1 else (64,):
                 if block_l > max(16, next_power_of_2(part)):
-                    continue
-                if head_tiles > 1 and block_l != 64:  # two head tiles read every key twice, so one size is enough
                     continue
                 tiled = -(-part // block_l)
                 stages = (1,) if tiled == 1 else range(2, min(tiled + 1, 4 if block_l <= 32 else 3) + 1)
