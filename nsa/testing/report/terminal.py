@@ -48,13 +48,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     }
     if option.benchmark_compare:
         preferred["benchmark_sort"] = ("min", "name")
-    replaced = [
-        name
-        for name, (default, _) in preferred.items()
-        if getattr(option, name) == default and not given(config, options.spelled(name))
-    ]
-    for name in replaced:
-        setattr(option, name, preferred[name][1])
+    replaced = []
+    for name, (default, ours) in preferred.items():
+        if getattr(option, name) == default and not given(config, options.spelled(name)):
+            setattr(option, name, ours)
+            replaced.append(name)
     config.stash[_short_key] = "benchmark_name" in replaced
 
 
