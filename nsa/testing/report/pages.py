@@ -340,8 +340,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _baselines(folder: Path | None = None) -> list[Recording]:
-    folder = folder or (THEIRS if THEIRS.is_dir() else BASELINES)
-    recordings = newest(folder)
+    recordings = newest(folder or (THEIRS if THEIRS.is_dir() else BASELINES))
     if not recordings:
         where = BASELINES if BASELINES.is_dir() else THEIRS.absolute()
         raise ValueError(f"no baseline in {where}; record one with: pytest -m perf --nsa-save-baseline")
