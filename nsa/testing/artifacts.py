@@ -17,11 +17,10 @@ from nsa.testing.report.recording import Fact, Recording, newest_of
 
 def this_run(facts: list[Fact]) -> Recording:
     """The facts of the running session as a recording."""
-    lane = current_lane()
     now = datetime.datetime.now(datetime.timezone.utc).isoformat()
-    torch_version = str(facts[0].get("torch")) if facts else ""
-    gpu = device_name() if lane == "gpu" else None
-    return Recording(facts, device_name(), gpu, torch_version, triton_version(), commit(), now, "this run")
+    gpu = device_name() if current_lane() == "gpu" else None
+    version = str(facts[0].get("torch"))
+    return Recording(facts, device_name(), gpu, version, triton_version(), commit(), now, "this run")
 
 
 def finish(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> list[str]:
@@ -76,7 +75,7 @@ def _update_thresholds(session: pytest.Session, facts: list[Fact], rows: list[di
     decision = thresholds.decide(facts)
     run = next((fact for fact in facts if fact.get("gpu")), {})
     path = thresholds.write(decision, thresholds.best_layout(facts), run, gpu.PACKAGED)
-    return f"thresholds: sel_triton_min_L = {'off' if decision.min_L is None else decision.min_L} written to {path}"
+    return f"thresholds: sel_triton_min_L = {thresholds.shown(decision.min_L)} written to {path}"
 
 
 def _write_tiles(session: pytest.Session, facts: list[Fact], rows: list[dict[str, Any]]) -> str:

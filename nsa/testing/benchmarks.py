@@ -132,7 +132,7 @@ def publish(request: pytest.FixtureRequest, benchmark: Any, compiled_ahead: None
         benchmark.group = group
         benchmark.extra_info.update(info)
         timing.feed(benchmark, samples)
-        config.stash[published_key].append(info | {"group": group, "name": request.node.name, "median": samples.median})
+        config.stash[published_key].append(info | {"group": group, "name": name, "median": samples.median})
         if slower is not None:  # the verdict fails the test, and so reaches JUnit and the exit status
             pytest.fail(slower, pytrace=False)
 

@@ -19,21 +19,12 @@ from filelock import FileLock
 
 from nsa.gpu import device_slug
 from nsa.testing import options, profiles, refusals
+from nsa.testing.fixtures import *  # noqa: F403  (registers the fixtures for all tests)
 from nsa.testing.fixtures import NONE, parametrize
-from nsa.testing.fixtures import case as case
-from nsa.testing.fixtures import contestant as contestant
-from nsa.testing.fixtures import device as device
-from nsa.testing.fixtures import lane as lane
-from nsa.testing.fixtures import oracle as oracle
-from nsa.testing.fixtures import problem as problem
 from nsa.testing.interpreter import quicken
 from nsa.testing.judge import addresses
-from nsa.testing.machine import GIB_PER_WORKER, under_test
+from nsa.testing.machine import GIB_PER_WORKER, commit, current_lane, device_name, triton_version, under_test
 from nsa.testing.machine import Lane as Lane
-from nsa.testing.machine import commit as commit
-from nsa.testing.machine import current_lane as current_lane
-from nsa.testing.machine import device_name as device_name
-from nsa.testing.machine import triton_version as triton_version
 from nsa.testing.owned import is_ours, module_of
 
 # `benchmarks` comes last and `hooks` first: plugins import one another, and pytest cannot rewrite the assertions of a
@@ -66,8 +57,8 @@ def missing_gpu(capability: tuple[int, int] | None = None, memory_gib: float | N
 # --- options and configuration ---------------------------------------------------------------------------------------
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    options.add(parser)
+pytest_addoption = options.add
+pytest_generate_tests = parametrize
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -135,10 +126,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             reason = missing_gpu(*mark.args, **mark.kwargs)
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    parametrize(metafunc)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,7 @@ def layout_times(shape: str, masked: bool, device: torch.device, **sampling: Any
     mask = torch.arange(L, device=device).expand(N, L) < L - 1 if masked else None
     calls = {}
     for layout in gpu.SDPA_LAYOUTS:
-
-        def call(layout: str = layout) -> object:
-            return sdpa_rows(q, k, v, mask, D**-0.5, layout)
-
+        call = partial(sdpa_rows, q, k, v, mask, D**-0.5, layout)
         try:
             call()
         except RuntimeError:  # torch has no kernel for it
@@ -151,9 +149,8 @@ def _threshold(device: torch.device, run: Fact) -> str:
     decision = thresholds.decide(facts, needed=needed)
     on_packed = thresholds.decide(facts, needed=needed, against="best")
     path = thresholds.write(decision, thresholds.best_layout(facts), run, _folder())
-    value = "off" if decision.min_L is None else str(decision.min_L)
     lines = [f"parity: {len(PARITY)} kernels agree with the fp64 oracle", *thresholds.rationale(decision, on_packed)]
-    return "\n".join([*lines, f"sel_triton_min_L = {value}, written to {path}"])
+    return "\n".join([*lines, f"sel_triton_min_L = {thresholds.shown(decision.min_L)}, written to {path}"])
 
 
 def _schedules(device: torch.device, run: Fact) -> str:

@@ -77,10 +77,9 @@ def candidates(case: Case, processors: int, largest: int = 16) -> list[Choice]:
             part = -(-case.L // splits)
             if splits > 1 and (part < 16 or programs * splits > WAVES * processors):
                 continue
-            for block_l in (16, 32, 64, 128):
+            # Two head tiles read every key twice, so one size is enough.
+            for block_l in (16, 32, 64, 128) if head_tiles == 1 else (64,):
                 if block_l > max(16, next_power_of_2(part)):
-                    continue
-                if head_tiles > 1 and block_l != 64:  # two head tiles read every key twice, so one size is enough
                     continue
                 tiled = -(-part // block_l)
                 stages = (1,) if tiled == 1 else range(2, min(tiled + 1, 4 if block_l <= 32 else 3) + 1)
@@ -150,18 +149,16 @@ def sweep(
             assert launched[str(impl.route)] == 1, f"{choice} launched {dict(launched)}"
         except FAILURES as error:  # the choice does not compile, does not fit, or is wrong
             errors[choice] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-    right: list[Choice | None] = [choice for choice in choices if choice not in errors]
+    right = [choice for choice in choices if choice not in errors]
     coarse = _time(impl, [None, *right], sets, COARSE)
-    ranked = sorted((c for c in right), key=lambda c: coarse[c].median)[:FINALISTS]
+    ranked = sorted(right, key=lambda c: coarse[c].median)[:FINALISTS]
     fine = _time(impl, [None, *ranked], sets, FINE)
     times = coarse | fine
-    for choice in [c for c in right if c is not None and times[c].how != "graph"]:
-        errors[choice] = f"not captured: {times[choice].refused}"
-        right.remove(choice)
-        ranked = [c for c in ranked if c != choice]
-    now = times[None].median * 1e6
+    errors |= {c: f"not captured: {times[c].refused}" for c in right if times[c].how != "graph"}
     order = [*sorted(ranked, key=lambda c: fine[c].median), *(c for c in right if c not in ranked)]
-    facts = [c._asdict() | {"us": times[c].median * 1e6, "us_now": now} for c in order if c is not None]
+    order = [c for c in order if c not in errors]
+    now = times[None].median * 1e6
+    facts = [c._asdict() | {"us": times[c].median * 1e6, "us_now": now} for c in order]
     facts += [c._asdict() | {"error": why} for c, why in errors.items()]
     return times[order[0]] if order else times[None], facts
 

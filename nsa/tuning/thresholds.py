@@ -50,9 +50,10 @@ class Point:
     low: float | None
     high: float | None
 
-    def clears(self, margin: float) -> bool:
+    @property
+    def clears(self) -> bool:
         """Whether the whole interval lies at or above the margin; False without an interval."""
-        return self.low is not None and self.low >= margin
+        return self.low is not None and self.low >= MARGIN
 
     def __str__(self) -> str:
         interval = "interval not recorded" if self.low is None else f"[{self.low:.2f}, {self.high:.2f}]"
@@ -69,12 +70,16 @@ class Decision:
     """
 
     min_L: int | None
-    margin: float
     groups: dict[Key, int | None]
     points: list[Point]
     missing: list[Key]
     worst: Point | None
     blocker: Point | None
+
+
+def shown(min_L: int | None) -> str:
+    """A threshold as users read it."""
+    return "off" if min_L is None else str(min_L)
 
 
 def points(facts: Iterable[Fact], against: str) -> list[Point]:
@@ -90,9 +95,7 @@ def points(facts: Iterable[Fact], against: str) -> list[Point]:
     return made
 
 
-def decide(
-    facts: Iterable[Fact], *, margin: float = MARGIN, needed: Iterable[Key] | None = None, against: str = REPLACED
-) -> Decision:
+def decide(facts: Iterable[Fact], *, needed: Iterable[Key] | None = None, against: str = REPLACED) -> Decision:
     """Apply the rule. needed: the groups that have to be measured, by default `required()`.
 
     Only an L at which every needed group was measured can become the threshold. Decode steps are not needed, but if one
@@ -103,19 +106,16 @@ def decide(
     measured: dict[Key, set[int]] = {}
     for point in known:
         measured.setdefault(point.key, set()).add(point.L)
-    groups: dict[Key, int | None] = {}
-    for key, lengths in measured.items():
-        groups[key] = _from(lengths, [p for p in known if p.key == key], margin)
+    groups = {key: _from(lengths, [p for p in known if p.key == key]) for key, lengths in measured.items()}
     present = [key for key in needed if key in measured]
     # Without any needed group (decode alone), the others decide. Such a decision is incomplete.
     sets = [measured[key] for key in present or measured]
     candidates = set.intersection(*sets) if sets else set()
-    min_L = _from(candidates, known, margin)
-    failing = [p for p in known if not p.clears(margin)]
+    min_L = _from(candidates, known)
+    failing = [p for p in known if not p.clears]
     counted = [p for p in known if min_L is not None and min_L <= p.L]
     return Decision(
         min_L=min_L,
-        margin=margin,
         groups=groups,
         points=known,
         missing=[key for key in needed if key not in measured],
@@ -124,9 +124,9 @@ def decide(
     )
 
 
-def _from(lengths: Iterable[int], among: list[Point], margin: float) -> int | None:
+def _from(lengths: Iterable[int], among: list[Point]) -> int | None:
     """The smallest of `lengths` at and above which every point clears the margin."""
-    failing = [p.L for p in among if not p.clears(margin)]
+    failing = [p.L for p in among if not p.clears]
     return min((L for L in lengths if L > max(failing, default=-1)), default=None)
 
 
@@ -149,11 +149,10 @@ def rationale(decision: Decision, on_packed: Decision | None = None) -> list[str
             "No benchmark here times a Triton kernel beside packed SDPA with its packing.",
             "`pytest -m perf --nsa-update-thresholds` measures the threshold, and so does `python -m nsa calibrate`.",
         ]
-    margin, replaced = f"{decision.margin:g}x", "packed SDPA with its packing"
-    unknown = sum(p.low is None for p in decision.points)
+    margin, replaced = f"{MARGIN:g}x", "packed SDPA with its packing"
     part = f", in the {len(decision.groups)} combinations of heads, dims and distribution measured here"
-    scope = "" if not decision.missing else part
-    if unknown == len(decision.points):
+    scope = part if decision.missing else ""
+    if all(p.low is None for p in decision.points):
         first = (
             f"No threshold can be decided: the recording holds no confidence interval for packed SDPA, "
             f"and without an interval a point does not count as reaching the margin ({len(decision.points)} points)."
@@ -182,7 +181,7 @@ def _packed_sentence(on_packed: Decision | None) -> str:
     start = "from no L on" if on_packed.min_L is None else f"from L = {on_packed.min_L} on"
     return (
         f"Compared with the best SDPA call on rows already packed, Triton reading spans from a cache is "
-        f"{on_packed.margin:g}x as fast {start} (geomean {geomean(ratios):.2f}x, worst {min(ratios):.2f}x)."
+        f"{MARGIN:g}x as fast {start} (geomean {geomean(ratios):.2f}x, worst {min(ratios):.2f}x)."
     )
 
 
@@ -193,10 +192,10 @@ def write(decision: Decision, layout: str | None, facts: Fact, folder: Path) -> 
         ValueError: the decision is incomplete, or intervals are missing; or as `files.write_section`.
         OSError: the folder cannot be written.
     """
-    if decision.missing or not decision.points or any(p.low is None for p in decision.points):
-        raise ValueError(f"thresholds not written: {incomplete(decision)}")
+    if reason := incomplete(decision):
+        raise ValueError(f"thresholds not written: {reason}")
     slowest = decision.worst or decision.blocker
-    margin = f"{decision.margin:g}x packed SDPA with its packing, 95% interval included; slowest: {slowest}"
+    margin = f"{MARGIN:g}x packed SDPA with its packing, 95% interval included; slowest: {slowest}"
     content = {
         "sel_triton_min_L": decision.min_L,
         "sdpa_layout": layout,
@@ -204,20 +203,20 @@ def write(decision: Decision, layout: str | None, facts: Fact, folder: Path) -> 
     }
     comments = [
         "Measured, not written by hand: `pytest -m perf --nsa-update-thresholds`, or `python -m nsa calibrate`.",
-        f"Smallest L from which on Triton is {decision.margin:g}x packed SDPA with its packing:",
+        f"Smallest L from which on Triton is {MARGIN:g}x packed SDPA with its packing:",
         *(f"  {_name(key)}: {'never' if L is None else L}" for key, L in sorted(decision.groups.items(), key=str)),
     ]
     return write_section(folder, str(facts["gpu"]), "threshold", content, comments)
 
 
 def incomplete(decision: Decision) -> str:
-    """Why a decision may not be written."""
+    """Why a decision may not be written; empty if it may."""
     if not decision.points:
         return "nothing was measured from the cache"
     if decision.missing:
         names = ", ".join(_name(key) for key in decision.missing[:3])
         return f"{len(decision.missing)} combinations were not measured ({names}{', …' * (len(decision.missing) > 3)})"
-    return "some comparators have no confidence interval"
+    return "some comparators have no confidence interval" if any(p.low is None for p in decision.points) else ""
 
 
 def _name(key: Key) -> str:

@@ -31,12 +31,8 @@ def rows(count=160, noise=0.0):
             "paged": shape.paged, "fp8": shape.fp8,
         }  # fmt: skip
         us = schedules.times(TRUE if not shape.fp8 else {name: TRUE[name] for name in NAMES[:2]}, costs.job(row))
-        found.append(row | {"us": {name: x * noisy(r, noise) for name, x in us.items()}})
+        found.append(row | {"us": {name: x * 2 ** r.uniform(-noise, noise) for name, x in us.items()}})
     return found
-
-
-def noisy(r, noise):
-    return 2 ** r.uniform(-noise, noise)
 
 
 def narrow(measured):

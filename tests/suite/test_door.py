@@ -22,13 +22,10 @@ def project(run_pytest, tmp_path):
     return run
 
 
-ENTRY_POINT = ("-p", "nsa_pytest", "--nsa-seed", "0")
-
-
 @pytest.mark.parametrize(("files", "arguments", "passed"), [
     (("conftest.py", "test_mine.py"), (), 7),
     (("test_mine.py",), ("-k", "case"), 1),
-    (("test_mine.py",), (*ENTRY_POINT, "-k", "case"), 1),
+    (("test_mine.py",), ("-p", "nsa_pytest", "--nsa-seed", "0", "-k", "case"), 1),
 ], ids=["plugin", "over-alone", "entry-point"])  # fmt: skip
 def test_the_example_of_the_page(project, files, arguments, passed):
     """The kernel is a Triton kernel, so it runs only if the lane was chosen in time."""

@@ -133,7 +133,7 @@ def project(run_pytest, tmp_path, recorded):
 
 
 def change(files, edit):
-    """Edit stored documents, or with a name of a benchmark, that benchmark in them."""
+    """Edit stored documents by `edit(number, document)`."""
     for i, file in enumerate(files):
         document = json.loads(file.read_text())
         document.pop("checksum", None)

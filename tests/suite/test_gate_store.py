@@ -5,6 +5,7 @@ import json
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -142,11 +143,8 @@ def test_recordings_at_the_same_time_have_numbers_of_their_own(tmp_path, monkeyp
         together.wait()
         store._move(group, tmp_path / "device", "label")
 
-    threads = [threading.Thread(target=move, args=(group,)) for group in made]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(made)) as threads:
+        list(threads.map(move, made))
     found = sorted((tmp_path / "device").iterdir())
     assert [int(path.name[:4]) for path in found] == list(range(1, 19))
     contents = [json.loads(path.read_text()) for path in found]
@@ -156,7 +154,7 @@ def test_recordings_at_the_same_time_have_numbers_of_their_own(tmp_path, monkeyp
 def test_the_lock_is_held_by_one_and_leaves_no_file(tmp_path):
     inside, most = [], []
 
-    def work():
+    def work(_):
         for _ in range(20):
             with files.locked(tmp_path):
                 inside.append(1)
@@ -164,11 +162,8 @@ def test_the_lock_is_held_by_one_and_leaves_no_file(tmp_path):
                 most.append(len(inside))
                 inside.pop()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     assert set(most) == {1}
     assert list(tmp_path.iterdir()) == []
 

@@ -49,7 +49,7 @@ def test_folders_mark_header_skips_and_replay(inner):
     files = {
         "tests/parity/test_a.py": MARKS.format("parity") + FAILS,
         "tests/parity/deep/test_b.py": MARKS.format("parity") + LANE,
-        "tests/edge/test_a.py": MARKS.format("edge") + NEEDS_GPU + PROFILE.format(25),
+        "tests/edge/test_a.py": MARKS.format("edge") + NEEDS_GPU + PROFILE.format(profiles.EXAMPLES[profiles.DEFAULT]),
         "tests/perf/test_a.py": "def test_deselected():\n    assert False\n",
         "tests/other/test_a.py": "def test_deselected():\n    assert False\n",
     }
@@ -139,9 +139,8 @@ def replays(inner, first, *chosen):
 
 
 def test_a_drawn_call_that_failed_is_replayed(inner):
-    profile = PROFILE.format(profiles.EXAMPLES[profiles.DEFAULT])
-    first = inner({"tests/parity/test_drawn.py": DRAWN, "tests/edge/test_a.py": profile}, "--benchmark-disable")
-    assert outcome(first) == {"passed": 2, "failed": 1}
+    first = inner({"tests/parity/test_drawn.py": DRAWN}, "--benchmark-disable")
+    assert outcome(first) == {"passed": 1, "failed": 1}
     assert replays(inner, first)
 
 

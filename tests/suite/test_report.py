@@ -16,13 +16,12 @@ import nsa.gpu
 from nsa import settings
 from nsa.testing.matrix.cases import core
 from nsa.testing.report import pages, summary, table, tables
+from nsa.testing.report.pages import BASELINES, ROOT
 from nsa.testing.report.recording import by_kind, grouped, load, newest
 from nsa.testing.report.table import Column, Table, Two
 from nsa.tuning import thresholds
 
-ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parent / "data" / "h100-core-trimmed.json"  # an H100 run as recorded, some benchmarks and keys
-BASELINES = ROOT / "tests" / "perf" / "baselines"
 H100 = "NVIDIA H100 80GB HBM3"
 
 

@@ -1,5 +1,6 @@
 """The sweep without a GPU: candidates, what a wrong one does, the table it writes and how tiles are found in it."""
 
+import contextlib
 import dataclasses
 from types import SimpleNamespace
 
@@ -28,9 +29,9 @@ def table(gpus):
     """`table([(one_span, D, Dv, G, rows, L, choice), …])` makes that the H100's."""
 
     def make(shapes):
-        keys = ("one_span", "D", "Dv", "G", "rows", "L")
         entries = [
-            dict(zip(keys, shape[:-1], strict=True)) | {"best": [shape[-1]._asdict() | {"us": 1.0}]} for shape in shapes
+            dict(zip(sweep.SHAPE, shape, strict=True)) | {"best": [choice._asdict() | {"us": 1.0}]}
+            for *shape, choice in shapes
         ]
         return sweep.write(entries, FACTS)
 
@@ -169,26 +170,20 @@ def test_a_choice_that_kills_the_compiler_is_found_and_not_tried_here(device, mo
     compiled: list[Choice] = []
     monkeypatch.setattr(sweep, "OF_A_CHILD", 3)
 
-    class Child:
-        def __init__(self, processes, mp_context):
-            assert (processes, mp_context.get_start_method()) == (1, "spawn")
+    @contextlib.contextmanager
+    def child(processes, mp_context):
+        assert (processes, mp_context.get_start_method()) == (1, "spawn")
+        yield SimpleNamespace(submit=submit)
 
-        def __enter__(self):
-            return self
+    def submit(_, case, choices):
+        assert len(choices) <= 3
+        compiled.extend(choices)
+        return SimpleNamespace(result=die if deadly in choices else lambda: None)
 
-        def __exit__(self, *_):
-            return None
+    def die():
+        raise sweep.BrokenProcessPool("a child was aborted")
 
-        def submit(self, f, case, choices):
-            assert len(choices) <= 3
-            compiled.extend(choices)
-
-            def die():
-                raise sweep.BrokenProcessPool("a child was aborted")
-
-            return SimpleNamespace(result=die if deadly in choices else lambda: None)
-
-    monkeypatch.setattr(sweep, "ProcessPoolExecutor", Child)
+    monkeypatch.setattr(sweep, "ProcessPoolExecutor", child)
     other = dataclasses.replace(CASE, L=32)
     found = sweep.compile_all([(CASE, choices), (other, choices[:2])], 2)
     assert found == {CASE: {deadly: "killed the process that compiled it"}, other: {}}

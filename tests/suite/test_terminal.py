@@ -8,8 +8,6 @@ import sys
 
 import pytest
 
-from nsa.testing.gate import words
-from nsa.testing.gate.rule import Reading, Side, judge
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.cases import long_context
 from nsa.testing.report import terminal
@@ -186,21 +184,6 @@ def test_pytest_benchmark_compares_files_in_a_checkout(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr[-500:]) == (0, "")
     assert "Legend:" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("again", "said"),
-    [
-        (1.467, "58.0% slower, and 46.7% slower when measured again, beside its control plain (1 -> 1.58 times its "
-                "time, measured again 1.467); its time is 58% longer: 10 us -> 15.8 us"),
-        (1.7, "58.0% slower beside its control plain (1 -> 1.58 times its time, measured again 1.7); its time is 58% "
-              "longer: 10 us -> 15.8 us"),
-    ],
-)  # fmt: skip
-def test_a_verdicts_figures_are_of_one_measurement(again, said):
-    first, second = (Side.of([Reading(ratio * 1e-5, {"plain": 1e-5}, "plain")]) for ratio in (1.58, again))
-    old = Side.of([Reading(1e-5, {"plain": 1e-5}, "plain")] * 3)
-    assert words.seen(judge("x", old, first, lambda: (old, second))) == said
 
 
 def test_names_that_fit_are_left_alone():

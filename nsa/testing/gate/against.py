@@ -35,9 +35,6 @@ PREFIX, OWNER = "nsa-against-", "owner"  # of the temporary folder; of the file 
 EXPECTED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
-WHOLE = re.MULTILINE | re.DOTALL
-
-
 class NotCompared(RuntimeError):
     """Why the two trees could not be compared."""
 
@@ -196,7 +193,7 @@ def _not_right(tree: Tree, arguments: Sequence[str], work: Path) -> str:
     if status not in EXPECTED or not xml.exists():
         raise NotCompared(f"{tree.name}: pytest exited with {status}:\n{said[-2000:]}")
     print(f"{tree.name}: parity in {time.monotonic() - began:.0f} s", flush=True)
-    concluded = re.search(r"^=+ contestants =+$.*?(?:: WRONG on |ended without a result).*", said, WHOLE)
+    concluded = re.search(r"(?ms)^=+ contestants =+$.*?(?:: WRONG on |ended without a result).*", said)
     if concluded:
         return concluded.group().strip()
     return "".join(f"{name}: {why}\n" for name, why in _red(xml).items())

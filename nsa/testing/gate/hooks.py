@@ -251,8 +251,7 @@ def _summarize(terminalreporter: pytest.TerminalReporter, config: pytest.Config)
             terminalreporter.write_line(line)
     if gate is not None:
         terminalreporter.section("gate")
-        for line in gate.report(bench.name for bench in session.benchmarks if not bench.has_error):
-            terminalreporter.write_line(line)
         forbidden: list[str] = config.stash.get(_forbidden_key, [])
-        for line in words.narrowed(forbidden):
+        lines = gate.report(bench.name for bench in session.benchmarks if not bench.has_error)
+        for line in [*lines, *words.narrowed(forbidden)]:
             terminalreporter.write_line(line)

@@ -197,22 +197,21 @@ def judge(
         paired: whether old and new were measured on the same day, in processes that took turns.
         best: the best recording of the same versions.
     """
-    by = old.by
-    used = replace(new, by=by) if by else new
-    if not old.ratio or not used.ratio:
-        where = "the baseline" if not old.ratio else "this run"
-        reason = f"no control in {where}"
-        if old.ratio and new.by not in (None, by):
-            reason = f"its control {by} was not timed, but {new.by}"
+    if not old.ratio:
+        return Verdict("cannot gate", name, old, new, reason="no control in the baseline")
+    by, scaled = old.by, not versions
+    used = replace(new, by=by)
+    if not used.ratio:
+        other = new.by not in (None, by)
+        reason = f"its control {by} was not timed, but {new.by}" if other else "no control in this run"
         return Verdict("cannot gate", name, old, new, reason=reason)
-    scaled = not versions
     if scaled and not (old.ceiling and new.ceiling):
         reason = "other versions of torch or Triton, and without a measured memory rate times cannot be compared"
         return Verdict("cannot gate", name, old, used, Change.of(old, used), reason=reason)
     first = Change.of(old, used, scaled)
-    resolution = max(LIMIT, old.spread, used.spread) if paired else max(LIMIT, 2 * old.spread)
-    not_worse = "cannot gate" if resolution > LIMIT else "pass"
-    why = f"its ratio spreads by {max(old.spread, used.spread if paired else 0.0):.1%}" if not_worse != "pass" else ""
+    spread = max(old.spread, used.spread) if paired else old.spread
+    resolution = max(LIMIT, spread if paired else 2 * spread)
+    not_worse, why = ("pass", "") if resolution == LIMIT else ("cannot gate", f"its ratio spreads by {spread:.1%}")
     comparable = best if versions and best is not None and best.by == by else None
     limit = comparable.ratio * (1 + resolution) if comparable is not None else float("inf")
     if not _worse(first) and used.ratio <= limit:

@@ -71,9 +71,8 @@ class Gate:
             kept = again()
             return old, Side.of([self._reading(name, *kept)])
 
-        new = Side.of([reading])
         more = None if again is None else once_more
-        verdict = judge(name, old, new, more, versions=self.versions, best=best)
+        verdict = judge(name, old, Side.of([reading]), more, versions=self.versions, best=best)
         self.verdicts.append(verdict)
         outcome = {"verdict": verdict.kind, "seen": words.seen(verdict), "reason": verdict.reason}
         # A slowdown that was accepted is the first of a new series: its recording holds nothing better.

@@ -71,16 +71,14 @@ def find(folder: Path, key: Key) -> Baseline | None:
     Raises:
         ValueError: a file cannot be read. The error names the file.
     """
-    newest: Key | None = None
     groups: dict[Key, list[tuple[Path, dict[str, Any]]]] = {}
     for path in sorted(folder.glob("[0-9][0-9][0-9][0-9]_*.json"), reverse=True):
         document = read(path)
         owner = Key.of(document["machine_info"])
         if owner.device != key.device:
             raise ValueError(f"{path}: machine_info.device: expected {key.device}, got {owner.device}")
-        newest = newest or owner
         groups.setdefault(owner, []).append((path, document))
-    chosen = key if key in groups else newest
+    chosen = key if key in groups else next(iter(groups), None)  # that of the newest file
     if chosen is None:
         return None
     paths: list[Path] = []
@@ -137,8 +135,8 @@ def record(storage: Path, arguments: Sequence[str], cwd: Path, label: str, conte
     work = Path(tempfile.mkdtemp(prefix=".recording-", dir=storage))
     lost = True
     try:
-        files = [_run(work / f"{i}.json", arguments, cwd, i) for i in range(1, FILES + 1)]
-        documents = [read(file) for file in files]
+        files = [work / f"{i}.json" for i in range(1, FILES + 1)]
+        documents = [_run(file, arguments, cwd, i) for i, file in enumerate(files, 1)]
         keys = {Key.of(document["machine_info"]) for document in documents}
         names = [{b["name"] for b in document["benchmarks"]} for document in documents]
         if len(keys) != 1 or not names[0] or any(n != names[0] for n in names):
@@ -182,16 +180,15 @@ def _rounded(x: Any) -> Any:
     return float(f"{x:.5g}") if isinstance(x, float) else x
 
 
-def _run(file: Path, arguments: Sequence[str], cwd: Path, number: int) -> Path:
+def _run(file: Path, arguments: Sequence[str], cwd: Path, number: int) -> dict[str, Any]:
     print(f"recording {number} of {FILES}", flush=True)
     status = children.run(["-m", "pytest", f"--benchmark-json={file}", *arguments], cwd)
     if status:
         raise NotSaved(f"run {number} of {FILES} was red (exit status {status})", status if status > 0 else 1)
     try:
-        read(file)
+        return read(file)
     except ValueError as e:
         raise NotSaved(f"run {number} of {FILES}: {e}") from e
-    return file
 
 
 def _move(files: Sequence[Path], folder: Path, label: str) -> list[Path]:

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from nsa.testing.gate.rule import LIMIT, Change, Verdict, function
+from nsa.testing.report.tables import seconds
 
 WIDTH = 100
 LEVEL = 0.03  # a smaller change counts as no change
@@ -49,7 +50,7 @@ def seen(v: Verdict) -> str:
 
     Figures are of the first measurement. Those of the second are added where they are smaller: the smaller decides.
     """
-    times = f"{duration(v.old.time)} -> {duration(v.new.time)}"
+    times = f"{seconds(v.old.time, 4)} -> {seconds(v.new.time, 4)}"
     if v.change is None or v.old.ratio is None or v.new.ratio is None:
         return times
     slower = _more(v.change.ratio)
@@ -118,9 +119,3 @@ def machine(verdicts: Iterable[Verdict]) -> str | None:
         return None
     than = "than when the baseline was recorded"
     return f"this machine is {_more(typical, 0)} {than} (median of {len(moves)} controls)"
-
-
-def duration(seconds: float) -> str:
-    """Four digits and a unit."""
-    scale, unit = next((s, u) for s, u in ((1, "s"), (1e-3, "ms"), (1e-6, "us")) if seconds >= s or u == "us")
-    return f"{seconds / scale:.4g} {unit}"

@@ -7,12 +7,10 @@ import json
 import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
 SECONDS = (1e-12, 1e6)
 """What a duration may be. A sample outside is no measurement; NaN is never inside."""
-RATE = (1e-6, 1e9)
-"""What a measured memory rate may be, GB/s."""
 
 Needs = Literal["data", "stats", "median"]
 
@@ -57,15 +55,6 @@ def check_timing(samples: Any, info: Mapping[str, Any]) -> None:
     """
     _check("stats.data", samples, _SAMPLES)
     _check("extra_info", info, _TIMING)
-
-
-def wrong(key: str, expected: str, got: object) -> NoReturn:
-    """Raise ValueError. A long value is cut."""
-    raise ValueError(f"{key}: expected {expected}, got {_short.repr(got)}")
-
-
-_short = reprlib.Repr()
-_short.maxlong = _short.maxother = _short.maxstring = 40
 
 
 def _check_run(document: Any, needs: Needs) -> None:
@@ -116,8 +105,12 @@ class _Or(NamedTuple):
     schema: Any
 
 
+_short = reprlib.Repr()
+_short.maxlong = _short.maxother = _short.maxstring = 40
+
+
 def _check(key: str, value: Any, schema: Any) -> None:
-    """Raise ValueError if a value does not fit a schema.
+    """Raise ValueError if a value does not fit a schema. A long value is cut in the text.
 
     schema: a rule; a tuple of several; a list of one, for each item of a list; or a mapping of schemas by key, where
     "*" stands for every key that the value has.
@@ -125,7 +118,7 @@ def _check(key: str, value: Any, schema: Any) -> None:
     match schema:
         case _Rule(expected, holds):
             if not holds(value):
-                wrong(key, expected, value)
+                raise ValueError(f"{key}: expected {expected}, got {_short.repr(value)}")
         case _Or(other):
             if value is not None:
                 _check(key, value, other)
@@ -161,7 +154,7 @@ _MACHINE = dict.fromkeys(("device", "node", "gpu", "torch", "triton"), _Or(_TEXT
 _TIMING = {
     "control": _Or(_TEXT),
     "control_samples": _Or({"*": _SAMPLES}),
-    "ceiling_gbps": _Or(_number("a rate in GB/s", *RATE)),
+    "ceiling_gbps": _Or(_number("a rate in GB/s", 1e-6, 1e9)),
 }
 _STATS: dict[str, Any] = {
     **dict.fromkeys(("min", "max", "mean", "median"), _DURATION),

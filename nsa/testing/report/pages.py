@@ -29,23 +29,22 @@ BASELINES = ROOT / "tests" / "perf" / "baselines"
 THEIRS = Path("nsa-baselines")
 RESULTS = Path("docs", "results")
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-EXTRA_MISSING = "the report needs {}: pip install 'nsa[report]'"
 THIS_RUN = "this run"  # the source of the recording that `artifacts.this_run` makes
 MOVED = 0.1  # a change of more than 10% is listed by name
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, and any of text, pictures (SVG, or a path), a table and code."""
+    """A heading, and any of text, pictures (SVG, or a path; None: nothing to draw), a table and code."""
 
     title: str
     text: str = ""
-    pictures: Sequence[str] = ()
+    pictures: Sequence[str | None] = ()
     table: Table | None = None
     code: str = ""
 
     @classmethod
-    def of(cls, table: Table, text: str = "", pictures: Sequence[str] = ()) -> Section:
+    def of(cls, table: Table, text: str = "", pictures: Sequence[str | None] = ()) -> Section:
         """A table below its legend and its example."""
         return cls(table.title, "\n\n".join(filter(None, (text, table.legend, table.explained()))), pictures, table)
 
@@ -97,21 +96,19 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
     decision, on_packed = thresholds.decide(now.facts), thresholds.decide(now.facts, against="best")
     bars = plots.prefill_bars(now.facts, now.gpu or now.device)
     sections = [
-        Section.of(one, pictures=[bars] if bars and one.title == "Prefill" else []) for one in tables.of(now.facts)
-    ]
-    sections += [
+        *(Section.of(one, pictures=[bars] if one.title == "Prefill" else []) for one in tables.of(now.facts)),
         Section(
             "Speedup over L",
             "Ratios of medians from one run, implementations sampled in turn. Bars divide the ends of the two 95% "
             "bootstrap intervals, if both are recorded, so they are never too short; most are smaller than the marks.",
-            [p for p in (plots.speedup_over_L(now.facts, name) for name in (plots.REPLACED, plots.BEST)) if p],
+            [plots.speedup_over_L(now.facts, name) for name in (plots.REPLACED, plots.BEST)],
         ),
         *_workloads(now.facts),
-        Section("Roofline", _timing_note(now.facts), [p for p in [plots.roofline(now.facts)] if p]),
+        Section("Roofline", _timing_note(now.facts), [plots.roofline(now.facts)]),
         Section(
             "Drift",
             "Each benchmark's time, divided by its control's, over the recordings that lie beside this one.",
-            [p for p in [plots.drift(history(recordings))] if p],
+            [plots.drift(history(recordings))],
         ),
         *([_change(recordings[0], now)] if len(recordings) == 2 else []),
         Section.of(tables.threshold(decision, on_packed)),
@@ -124,7 +121,7 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
         "subtitle": f"torch {now.torch}, Triton {now.triton}, commit {now.commit}, {now.environment['date']}",
         "verdict": verdict(now),
         "rationale": rationale(now, decision, on_packed),
-        "sections": [s for s in sections if s.pictures or (s.table and s.table.rows) or s.code],
+        "sections": [s for s in sections if any(s.pictures) or (s.table and s.table.rows) or s.code],
     }
 
 
@@ -150,8 +147,8 @@ def _workloads(facts: list[Fact]) -> list[Section]:
     from nsa.testing.workloads import mix
 
     mixes = mix.by_mix(facts)
-    pictures = [plots.workloads(mixes, other) for other in mix.others(fact for rows in mixes.values() for fact in rows)]
-    return [Section.of(tables.workloads(mixes), pictures=[picture for picture in pictures if picture])]
+    others = mix.others(fact for rows in mixes.values() for fact in rows)
+    return [Section.of(tables.workloads(mixes), pictures=[plots.workloads(mixes, other) for other in others])]
 
 
 def _timing_note(facts: list[Fact]) -> str:
@@ -192,14 +189,13 @@ def _change(before: Recording, after: Recording) -> Section:
     from nsa.testing.report import plots
 
     pairs = changes(before, after)
-    picture = plots.before_after([(name, ratio) for name, _, ratio, _, _ in pairs])
     moved = sorted((pair for pair in pairs if abs(pair[2] - 1) > MOVED), key=lambda pair: -pair[2])
     names = [{fact["name"] for fact in recording.facts} for recording in (before, after)]
     return Section(
         "Before and after",
         f"{len(pairs)} benchmarks in both, {len(names[0] - names[1])} only before, {len(names[1] - names[0])} only "
         f"after. Geometric mean of the changes {geomean(p[2] for p in pairs) or 1:.3f}×; {len(moved)} above 10%.",
-        [picture] if picture else [],
+        [plots.before_after([(name, ratio) for name, _, ratio, _, _ in pairs])],
         tables.make("changes", moved),
     )
 
@@ -334,7 +330,7 @@ def main(argv: list[str] | None = None) -> int:
         name = str(error.name).partition(".")[0]
         if name not in ("matplotlib", "jinja2"):
             raise
-        print(f"error: {EXTRA_MISSING.format(name)}", file=sys.stderr)
+        print(f"error: the report needs {name}: pip install 'nsa[report]'", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -344,8 +340,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _baselines(folder: Path | None = None) -> list[Recording]:
-    folder = folder or (THEIRS if THEIRS.is_dir() else BASELINES)
-    recordings = newest(folder)
+    recordings = newest(folder or (THEIRS if THEIRS.is_dir() else BASELINES))
     if not recordings:
         where = BASELINES if BASELINES.is_dir() else THEIRS.absolute()
         raise ValueError(f"no baseline in {where}; record one with: pytest -m perf --nsa-save-baseline")

@@ -136,9 +136,7 @@ def prefill_bars(facts: Iterable[Fact], gpu: str) -> str | None:
         return None
     groups = shown["milliseconds"]
     figure = Figure(figsize=(WIDTH, 0.9 + sum(0.25 * len(times) + 0.15 for times in groups.values())))
-    axes = figure.subplots(
-        len(groups), 1, sharex=True, squeeze=False, height_ratios=[len(times) for times in groups.values()]
-    )
+    axes = figure.subplots(len(groups), 1, sharex=True, squeeze=False, height_ratios=[*map(len, groups.values())])
     for ax, (heads, times) in zip(axes.flat, groups.items(), strict=True):
         bars = ax.barh(list(times), [float(value) for value in times.values()], color=[PEERS[name] for name in times])
         ax.bar_label(bars, list(times.values()), padding=3)

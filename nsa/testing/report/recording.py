@@ -76,12 +76,11 @@ def load(path: Path) -> Recording:
         b["extra_info"] | {"group": b["group"], "name": b["name"], "median": b["stats"]["median"], "date": date}
         for b in benchmarks
     ]
-    gpu = machine.get("gpu")
     first = facts[0] if facts else {}
     return Recording(
         facts=facts,
         device=str(first.get("device") or machine.get("device") or machine.get("node")),
-        gpu=gpu,
+        gpu=machine.get("gpu"),
         torch=str(machine.get("torch")),
         triton=str(machine.get("triton")),
         commit=str(first.get("commit") or commit),
@@ -146,16 +145,14 @@ def kernels(facts: Iterable[Fact]) -> list[Fact]:
     return [fact for fact in facts if fact.get("share_of_ceiling")]
 
 
-KINDS = ("prefill", "training", "serving", "m3", "qsa", "sharded", "kernels", "others")
-
-
 def by_kind(facts: Iterable[Fact]) -> dict[str, list[Fact]]:
     """Facts by the table that shows them.
 
     Prompts and the shapes of MiniMax-M3 and QSA are in a fixed order, because a merged recording begins with the newest
     facts.
     """
-    facts_of: dict[str, list[Fact]] = {name: [] for name in KINDS}
+    kinds = ("prefill", "training", "serving", "m3", "qsa", "sharded", "kernels", "others")
+    facts_of: dict[str, list[Fact]] = {kind: [] for kind in kinds}
     for fact in facts:
         # `layouts`: times of packed SDPA's layouts, which a threshold needs. Workloads have a table of their own.
         if not fact.get("layouts") and not fact.get("workload"):
@@ -175,9 +172,8 @@ def _kind(fact: Fact) -> str:
         return "m3"
     if re.fullmatch(r"kvcache|paged\d+", str(fact.get("impl"))):
         return "serving"
-    figures = {"ns_per_token": "prefill", "ns_per_query": "training", "world_of_1": "sharded"}
-    figures |= {"share_of_ceiling": "kernels"}
-    return next((kind for name, kind in figures.items() if fact.get(name)), "others")
+    kinds = dict(ns_per_token="prefill", ns_per_query="training", world_of_1="sharded", share_of_ceiling="kernels")
+    return next((kind for figure, kind in kinds.items() if fact.get(figure)), "others")
 
 
 def geomean(values: Iterable[float | None]) -> float | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 
 import nsa.gpu
 from nsa import settings
@@ -96,7 +95,7 @@ def _threshold(facts: list[Fact]) -> list[str]:
     if not decision.points:
         return text
     beside = "never" if on_packed.min_L is None else f"from L = {on_packed.min_L}"
-    return [*text, f"  {decision.margin:g}x the best SDPA call on rows already packed: {beside}"]
+    return [*text, f"  {thresholds.MARGIN:g}x the best SDPA call on rows already packed: {beside}"]
 
 
 def outcome(decision: thresholds.Decision) -> str:
@@ -105,7 +104,7 @@ def outcome(decision: thresholds.Decision) -> str:
         return "did not measure it"
     if all(point.low is None for point in decision.points):
         return "cannot decide it: it holds no intervals of the comparators"
-    text = f"measured {_off(decision.min_L)}"
+    text = f"measured {thresholds.shown(decision.min_L)}"
     if not decision.missing:
         return text
     known, missing = len(decision.groups), len(decision.missing)
@@ -124,14 +123,6 @@ def in_force(gpu: str, live: bool = True) -> str:
         return f"{nsa.gpu.DEFAULT_MIN_L}, the safe default: no file has measurements of this GPU"
     value = None if threshold.sel_triton_min_L == nsa.gpu.TRITON_OFF else threshold.sel_triton_min_L
     date, commit = threshold.provenance["date"], threshold.provenance["commit"][:12]
-    return f"{_off(value)}, measured {date} at commit {commit}, {_shown(threshold.path)}"
-
-
-def _off(min_L: int | None) -> str:
-    return "off" if min_L is None else str(min_L)
-
-
-def _shown(path: Path) -> str:
-    """The path of a packaged file relative to the repository, `nsa/configs/gpus/<gpu>.yaml`; other paths in full."""
-    root = nsa.gpu.PACKAGED.parents[2]
-    return str(path.relative_to(root) if path.is_relative_to(root) else path)
+    # A packaged file is named relative to the repository, other files in full.
+    file = str(threshold.path).removeprefix(f"{nsa.gpu.PACKAGED.parents[2]}/")
+    return f"{thresholds.shown(value)}, measured {date} at commit {commit}, {file}"

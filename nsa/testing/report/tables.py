@@ -63,10 +63,10 @@ def mean_and_worst(ratios: Iterable[float | None]) -> Two | None:
     return Two(f"{geomean(known):.2f}×", f"{min(known):.2f}×") if known else None
 
 
-def seconds(value: float) -> str:
-    """`1.25 ms`: three digits and a unit."""
+def seconds(value: float, digits: int = 3) -> str:
+    """`1.25 ms`: significant digits and a unit."""
     scale, unit = next((s, u) for s, u in ((1, "s"), (1e-3, "ms"), (1e-6, "us")) if value >= s or u == "us")
-    return f"{value / scale:.3g} {unit}"
+    return f"{value / scale:.{digits}g} {unit}"
 
 
 def _milliseconds(value: float) -> str:
@@ -100,12 +100,11 @@ def _beside(comparators: dict[str, str], shown: Callable[[float], str]) -> list[
         ratio = _faster(fact, comparator)
         return None if ratio is None else Two(shown(fact["medians"][comparator]), ratio)
 
-    pairs = [
-        (Column(name, functools.partial(both, comparator=key), "page"),
-         Column(f"vs {name}", functools.partial(_faster, comparator=key), "screen"))
-        for key, name in comparators.items()
-    ]  # fmt: skip
-    return [column for pair in pairs for column in pair]
+    columns = []
+    for key, name in comparators.items():
+        columns.append(Column(name, functools.partial(both, comparator=key), "page"))
+        columns.append(Column(f"vs {name}", functools.partial(_faster, comparator=key), "screen"))
+    return columns
 
 
 def _ours(shown: Callable[[float], str]) -> Column:
@@ -160,6 +159,7 @@ def _qsa_shape(fact: Fact) -> str:
     return ", ".join(filter(None, (fact["case"].removeprefix("qsa-"), fact["group"].partition(": ")[2])))
 
 
+GROUP = [Column("benchmarks", lambda group: group[0]), Column("cases", lambda group: len(group[1]))]
 COLUMNS: dict[str, list[Column]] = {
     "prefill": [
         HEADS,
@@ -217,15 +217,13 @@ COLUMNS: dict[str, list[Column]] = {
         Column("a million", lambda fact: times(fact.get("long"))),
     ],
     "kernels": [
-        Column("benchmarks", lambda group: group[0]),
-        Column("cases", lambda group: len(group[1])),
+        *GROUP,
         *(Column(f"vs {name}", _over(key)) for name, key in VERSUS.items()),
         Column("GB/s", lambda group: f"{_top(group)['gbps']:.0f}"),
         Column("of ceiling", lambda group: f"{_top(group)['share_of_ceiling']:.1%}"),
     ],
     "others": [
-        Column("benchmarks", lambda group: group[0]),
-        Column("cases", lambda group: len(group[1])),
+        *GROUP,
         Column("vs control", _over_controls),
         Column("fastest", lambda group: seconds(min(fact["median"] for fact in group[1]))),
         Column("slowest", lambda group: seconds(max(fact["median"] for fact in group[1]))),
@@ -274,11 +272,11 @@ def threshold(decision: thresholds.Decision, on_packed: thresholds.Decision) -> 
         starts = [str(by.groups.get(key) or "never") if decided else "undecided" for by in (decision, on_packed)]
         return dict(zip(("H", "D", "Dv", "distribution"), map(str, key), strict=True)) | {
             "L measured": ", ".join(map(str, sorted({point.L for point in mine}))),
-            f"{decision.margin:g}× the replaced path from L": starts[0],
+            f"{thresholds.MARGIN:g}× the replaced path from L": starts[0],
             "slowest": times(least.speedup),
             "95% interval": None if least.low is None else f"{least.low:.2f}–{least.high:.2f}",
             "at L": str(least.L),
-            f"{decision.margin:g}× the best SDPA on packed rows from L": starts[1],
+            f"{thresholds.MARGIN:g}× the best SDPA on packed rows from L": starts[1],
         }
 
     rows = [row(key) for key in sorted(decision.groups, key=lambda key: (key[3], key))]

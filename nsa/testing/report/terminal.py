@@ -35,13 +35,12 @@ _short_key = pytest.StashKey[bool]()  # whether this module, and not the user, a
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Set the options before `pytest_configure`, where pytest-benchmark reads them."""
-    if options.has_benchmarks(config):
-        prefer_short_tables(config)
+    """Prefer few columns and short names, and in a comparison an order in which new rows follow old ones.
 
-
-def prefer_short_tables(config: pytest.Config) -> None:
-    """Prefer few columns and short names, and in a comparison an order in which new rows follow old ones."""
+    The options are set before `pytest_configure`, where pytest-benchmark reads them.
+    """
+    if not options.has_benchmarks(config):
+        return
     option = config.option
     preferred: dict[str, tuple[Any, Any]] = {  # pytest-benchmark's default, and ours
         "benchmark_columns": (None, COLUMNS),
@@ -49,13 +48,11 @@ def prefer_short_tables(config: pytest.Config) -> None:
     }
     if option.benchmark_compare:
         preferred["benchmark_sort"] = ("min", "name")
-    replaced = [
-        name
-        for name, (default, _) in preferred.items()
-        if getattr(option, name) == default and not given(config, options.spelled(name))
-    ]
-    for name in replaced:
-        setattr(option, name, preferred[name][1])
+    replaced = []
+    for name, (default, ours) in preferred.items():
+        if getattr(option, name) == default and not given(config, options.spelled(name)):
+            setattr(option, name, ours)
+            replaced.append(name)
     config.stash[_short_key] = "benchmark_name" in replaced
 
 
