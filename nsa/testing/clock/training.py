@@ -287,18 +287,17 @@ def _first_block(p: Problem, do: Tensor, head: int) -> tuple[Tensor, Tensor]:
     o, lse = nsa.selection_attention(p.q, p.k, p.v, **p.selection, return_lse=True)
     heads = slice(head * p.case.H, (head + 1) * p.case.H)
     K, V = (x[:, : p.block_size, head].double() for x in (p.k, p.v))
-    scale = p.scale or p.case.D**-0.5
     dk, dv = torch.zeros_like(K), torch.zeros_like(V)
     key = torch.arange(K.shape[1], device=K.device)
     for some in torch.arange(p.q.shape[1], device=K.device).split(8192):
         q, grad, out = (x[:, some, heads].double() for x in (p.q, do, o))
         times = (p.block_indices[:, some, head] == 0).sum(-1).double()  # [B, s]: how often each row lists the block
         seen = key <= p.positions().view(p.q.shape[:2])[:, some, None] if p.causal else key >= 0
-        weights = torch.exp(torch.einsum("bsgd,bkd->bsgk", q, K) * scale - lse[:, some, heads, None].double())
+        weights = torch.exp(torch.einsum("bsgd,bkd->bsgk", q, K) * p.softmax_scale - lse[:, some, heads, None].double())
         weights = weights.masked_fill(~seen.expand(*times.shape, -1)[:, :, None], 0.0) * times[..., None, None]
         ds = weights * (torch.einsum("bsgd,bkd->bsgk", grad, V) - (grad * out).sum(-1, keepdim=True))
         dv += torch.einsum("bsgk,bsgd->bkd", weights, grad)
-        dk += torch.einsum("bsgk,bsgd->bkd", ds, q) * scale
+        dk += torch.einsum("bsgk,bsgd->bkd", ds, q) * p.softmax_scale
     return dk, dv
 
 

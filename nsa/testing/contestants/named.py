@@ -131,7 +131,7 @@ def of_function(name: str, f: Callable[..., Any], contract: Contract, declared: 
 
 def _of(p: Problem, takes: tuple[str, ...]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """q, k and v, and the other arguments of a problem's call."""
-    how: dict[str, Any] = {"scale": p.case.D**-0.5 if p.scale is None else p.scale}
+    how: dict[str, Any] = {"scale": p.softmax_scale}
     if takes[0] == "rows":
         return tuple(p.rows[:3]), how
     if takes[0] == "varlen":

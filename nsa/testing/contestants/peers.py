@@ -91,7 +91,7 @@ def call_fla(function: Callable[..., Any], p: Problem, q: Tensor, k: Tensor, v: 
     """Call a function of fla-core, tuned for these shapes. rest: arguments after the scale."""
     tune_for(FLA, q, k)
     with this_version():
-        return function(q, k, v, p.block_indices, p.case.n, p.block_size, p.scale or p.case.D**-0.5, *rest)
+        return function(q, k, v, p.block_indices, p.case.n, p.block_size, p.softmax_scale, *rest)
 
 
 def _fla(forward: Callable[..., tuple[Tensor, Tensor]]) -> Any:
@@ -208,7 +208,7 @@ def vllm_arguments(p: Problem) -> list[tuple[slice, dict[str, Any]]]:
             "block_table": cache.block_table[mine],
             "seq_lens": lengths,
             "num_kv_heads": p.case.HKV,
-            "sm_scale": p.scale or p.case.D**-0.5,
+            "sm_scale": p.softmax_scale,
             **(chunk if step is None else {"decode_query_len": step}),
             **scales,
         }))  # fmt: skip

@@ -28,7 +28,7 @@ def _rows_sdpa(layout: str, backend: SDPBackend | None) -> Call:
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
         Q, K, V, _ = p.rows
         with sdpa_kernel(backend) if backend is not None else contextlib.nullcontext():
-            return sdpa_rows(Q, K, V, None, p.scale or p.case.D**-0.5, layout)
+            return sdpa_rows(Q, K, V, None, p.softmax_scale, layout)
 
     return call
 
@@ -54,7 +54,7 @@ def _select_heads(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
         p.extra["select"] = (index * HKV + head).flatten(), index.shape
     index, shape = p.extra["select"]
     K, V = (x.reshape(-1, x.shape[-1]).index_select(0, index).view(*shape, -1) for x in (p.k, p.v))
-    return sdpa_rows(p.q.reshape(-1, p.case.H, p.case.D), K, V, None, p.scale or p.case.D**-0.5, "heads_as_queries")
+    return sdpa_rows(p.q.reshape(-1, p.case.H, p.case.D), K, V, None, p.softmax_scale, "heads_as_queries")
 
 
 def _index_select_heads(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
@@ -65,7 +65,7 @@ def _index_select_heads(p: Problem, return_lse: bool, out: Tensor | None) -> Any
     head = torch.arange(index.shape[0], device=index.device)[:, None] % HKV
     flat = (index * HKV + head).flatten()
     K, V = (x.reshape(-1, x.shape[-1]).index_select(0, flat).view(*index.shape, -1) for x in (p.k, p.v))
-    return sdpa_rows(p.q.reshape(-1, p.case.H, p.case.D), K, V, mask, p.scale or p.case.D**-0.5, "heads_as_queries")
+    return sdpa_rows(p.q.reshape(-1, p.case.H, p.case.D), K, V, mask, p.softmax_scale, "heads_as_queries")
 
 
 def _row_loop(p: Problem, return_lse: bool, out: Tensor | None) -> Any:

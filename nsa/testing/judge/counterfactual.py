@@ -181,8 +181,7 @@ def wrong_scales(e: Evidence) -> Iterator[Finding]:
 
 def _rounded_query(p: Problem, rows: Tensor) -> Answer:
     """The answer of a kernel that rounds `q` times the scale to 16 bits before it multiplies by `k`."""
-    scale = p.case.D**-0.5 if p.scale is None else p.scale
-    q = (p.q.float() * scale).to(p.q.dtype).double() / (scale or 1.0)
+    q = (p.q.float() * p.softmax_scale).to(p.q.dtype).double() / (p.softmax_scale or 1.0)
     return Reading(p.with_tensors(q, p.k, p.v), rows).attend()
 
 

@@ -103,9 +103,8 @@ class Reading:
         """`[N, H, L]`, scaled; -inf in slots without a key."""
         p = self.p
         q = p.q.reshape(-1, p.case.H, p.case.D)[self.rows].double()
-        scale = p.case.D**-0.5 if p.scale is None else p.scale
         k = self._gather(p.k, self.key_head, self.key_base)
-        return (q @ k.mT * scale).masked_fill(~self.valid[:, None], -math.inf)
+        return (q @ k.mT * p.softmax_scale).masked_fill(~self.valid[:, None], -math.inf)
 
     @cached_property
     def values(self) -> Tensor:

@@ -85,6 +85,11 @@ class Problem:
         }
 
     @property
+    def softmax_scale(self) -> float:
+        """The factor of the scores: `scale`, or its default."""
+        return self.case.D**-0.5 if self.scale is None else self.scale
+
+    @property
     def cu_seqlens_pair(self) -> tuple[Tensor, Tensor] | None:
         """`cu_seqlens` of the queries and of the keys, or None."""
         if self.cu_seqlens is None:
