@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import math
 import os.path
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from nsa.testing.contestants import selectors, traces
 from nsa.testing.contestants.contract import Contestant, Contract, Declared
 from nsa.testing.judge.conduct import untouched
 from nsa.testing.judge.forward import Oracle, assert_parity
+from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.problem import Problem
 
 ARGUMENTS = {
@@ -233,6 +235,17 @@ def unsupported(what: str, error: NotImplementedError) -> NoReturn:
     import pytest  # here, because `calibrate` imports this module without pytest
 
     raise pytest.skip.Exception(f"unsupported: {what}: {error}") from error
+
+
+@contextlib.contextmanager
+def skipping(impl: Contestant, case: Case) -> Iterator[None]:
+    """Skips the test of a case that a kernel without a declared contract does not take."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if impl.declared:
+            raise
+        unsupported(case.id, error)
 
 
 def prove(impl: Contestant, p: Problem, oracle: Oracle, wanted: str) -> Any:
