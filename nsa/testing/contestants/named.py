@@ -176,19 +176,15 @@ def _named(name: str, f: Callable[..., Any], words: Any) -> frozenset[str]:
 
 def _check(name: str, f: Callable[..., Any], contract: Contract, passed: frozenset[str]) -> None:
     """Raises ValueError if a contract promises something for which the signature has no argument."""
-    needed = {"ranges": "ranges", "blocks": "block_indices", "varlen": "cu_seqlens"}
-    missing = [needed[source] for source in contract.takes if source in needed and needed[source] not in passed]
-    if not {"rows", "varlen"} & set(contract.takes):
-        missing += ["causal"] * (len(contract.causal) > 1 and "causal" not in passed)
-        missing += ["cu_seqlens"] * (contract.sequences and "cu_seqlens" not in passed)
-        missing += ["q_positions"] * (contract.positions and "q_positions" not in passed)
-    missing += ["cache_seqlens"] * (bool(contract.caches) and "cache_seqlens" not in passed)
-    missing += ["block_table"] * ("pages" in contract.caches and "block_table" not in passed)
-    missing += ["cu_seqlens_q"] * (contract.ragged and "cu_seqlens_q" not in passed)
-    missing += [x for x in ("k_scale", "v_scale") if contract.fp8 and x not in passed]
-    if "scale" not in passed and "default scale" not in contract.needs:
-        missing.append("scale")
-    if missing:
+    of_source = {"ranges": "ranges", "blocks": "block_indices", "varlen": "cu_seqlens"}
+    packed = bool({"rows", "varlen"} & set(contract.takes))
+    needed = [(of_source[source], True) for source in contract.takes if source in of_source] + [
+        ("causal", len(contract.causal) > 1 and not packed), ("cu_seqlens", contract.sequences and not packed),
+        ("q_positions", contract.positions and not packed), ("cache_seqlens", bool(contract.caches)),
+        ("block_table", "pages" in contract.caches), ("cu_seqlens_q", contract.ragged),
+        ("k_scale", contract.fp8), ("v_scale", contract.fp8), ("scale", "default scale" not in contract.needs),
+    ]  # fmt: skip
+    if missing := [name for name, promised in needed if promised and name not in passed]:
         raise ValueError(
             f"--nsa-impl {name}: the contract needs an argument {' and '.join(map(repr, missing))}\n"
             f"its signature is {inspect.signature(f)}: name the argument, or promise less (nsa.testing.contestant)"
