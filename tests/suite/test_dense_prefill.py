@@ -19,12 +19,6 @@ DENSE = {impl.name: impl for impl in prefill.beside() if impl.other is not None}
 
 
 @pytest.fixture
-def large(monkeypatch):
-    """Every problem counts as large."""
-    monkeypatch.setattr(Case, "large", property(lambda _: True))
-
-
-@pytest.fixture
 def problem(monkeypatch):
     monkeypatch.setattr(prefill, "_chosen", {})
     return CASE.make("cpu")

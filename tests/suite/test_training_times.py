@@ -25,10 +25,10 @@ def unknown(monkeypatch):
 
 
 @pytest.fixture(params=["whole", "large"])
-def problem(request, monkeypatch):
+def problem(request):
     """Also as one that counts as large, of which some queries and blocks are looked at."""
     if request.param == "large":
-        monkeypatch.setattr(Case, "large", property(lambda _: True))
+        request.getfixturevalue("large")
     return CASE.make("cpu")
 
 
