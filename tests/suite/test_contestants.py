@@ -311,11 +311,9 @@ OVER_A_CACHE = Contract(takes=("blocks",), caches=("contiguous", "pages"), fp8=T
 STEPS = Case(4, 32, 32, 64, 12, "prefill", "fp16", HKV=1, S=3, S_kv=256, block_size=16)
 
 
-def plain(q, k, v, *, cu_seqlens_q=None, max_seqlen_q=None, k_scale=None, v_scale=None, **how):
+def plain(q, k, v, **how):
     how = {name: x for name, x in how.items() if name not in ("q_positions", "cu_seqlens")}
-    ragged = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
-    return nsa.selection_attention_with_kvcache(q, k, v, **how, **ragged, **scales, backend="sdpa")
+    return nsa.selection_attention_with_kvcache(q, k, v, **how, backend="sdpa")
 
 
 def without(name):
