@@ -224,7 +224,7 @@ def mixed_up(e: Evidence) -> Iterator[Finding]:
         if part == "qskv":
             return e.answer(moved)
         k, v = (base[other if name in part else own] for name in "kv")
-        chosen = p.choosing((p.ranges if p.block_indices is None else p.block_indices)[order]) if "s" in part else p
+        chosen = p.choosing(p.chosen[order]) if "s" in part else p
         return Reading(chosen, moved if "q" in part else rows, rows, key_base=k, value_base=v).attend()
 
     here = torch.arange(len(base), device=base.device)

@@ -75,6 +75,11 @@ class Problem:
         return picked | self.common
 
     @property
+    def chosen(self) -> Tensor:
+        """The selection as it is written: `block_indices`, or `ranges` if there are none."""
+        return self.ranges if self.block_indices is None else self.block_indices
+
+    @property
     def common(self) -> dict[str, Any]:
         """Keywords that do not depend on how the selection is written."""
         return {

@@ -37,26 +37,21 @@ REPLACED = ("q", "k", "v", "ranges", "block_indices")
 Twist = Callable[[Problem], Problem]
 
 
-def chosen(p: Problem) -> Tensor:
-    """The problem's selection."""
-    return p.ranges if p.block_indices is None else p.block_indices
-
-
 def drawn(p: Problem, low: int, high: int, which: int) -> Tensor:
     """Random integers of the selection's shape. `which` selects the seed."""
     g = torch.Generator().manual_seed(p.seed + which)
-    return torch.randint(low, high, chosen(p).shape, generator=g).to(p.q.device)
+    return torch.randint(low, high, p.chosen.shape, generator=g).to(p.q.device)
 
 
 def nothing(p: Problem) -> Problem:
-    return p.choosing(torch.full_like(chosen(p), 5 if p.block_indices is None else -1))
+    return p.choosing(torch.full_like(p.chosen, 5 if p.block_indices is None else -1))
 
 
 def half_of_it(p: Problem) -> Problem:
     """Every other query selects nothing."""
     empty = nothing(p)
-    kept = chosen(p).clone()
-    kept[:, ::2] = chosen(empty)[:, ::2]
+    kept = p.chosen.clone()
+    kept[:, ::2] = empty.chosen[:, ::2]
     return p.choosing(kept)
 
 
@@ -70,12 +65,12 @@ def noise(p: Problem) -> Problem:
 
 def twice(p: Problem) -> Problem:
     """Every key is listed twice, and counts twice."""
-    return p.choosing(torch.cat((chosen(p), chosen(p)), -2 if p.block_indices is None else -1))
+    return p.choosing(torch.cat((p.chosen, p.chosen), -2 if p.block_indices is None else -1))
 
 
 def one_key(p: Problem) -> Problem:
     """The first key, which every query may see; for blocks, padding and then the first block."""
-    one = torch.zeros_like(chosen(p))
+    one = torch.zeros_like(p.chosen)
     if p.block_indices is None:
         one[..., 0, 1] = 1
     else:
@@ -101,12 +96,12 @@ def negative_scores(p: Problem) -> Problem:
 
 
 def no_queries(p: Problem) -> Problem:
-    short = p.choosing(chosen(p)[:, :0])
+    short = p.choosing(p.chosen[:, :0])
     return dataclasses.replace(short, q=p.q[:, :0])
 
 
 def no_sequences(p: Problem) -> Problem:
-    none = p.choosing(chosen(p)[:0])
+    none = p.choosing(p.chosen[:0])
     return dataclasses.replace(none, q=p.q[:0], k=p.k[:0], v=p.v[:0])
 
 
@@ -196,7 +191,7 @@ def remade(p: Problem, contract: Contract) -> Problem:
     other = p.with_tensors(p.q.flip(-1), p.k.roll(1, -1), p.v.flip(-1))
     if p.case.source in ("rows", "varlen"):
         return other
-    return arranged(other.choosing(chosen(p.case.make(p.q.device, p.seed + 1))), contract)
+    return arranged(other.choosing(p.case.make(p.q.device, p.seed + 1).chosen), contract)
 
 
 @contested(lambda impl: [(c, returns(impl)[-1]) for c in fitting(impl)], "wanted")
