@@ -193,16 +193,10 @@ def diagnose(out: Tensor, r: Request, found: list[Finding]) -> str:
     rows = out.reshape(r.T, r.lists, -1).cpu().tolist()
     wrong = found[:32]
     for flaw, words in FLAWS.items():
-        explained = (_unpadded(rows[x.token][x.list]) == flawed(r, x.token, flaw)[x.list] for x in wrong)
-        if all(explained):
+        lists = ((rows[x.token][x.list], flawed(r, x.token, flaw)[x.list]) for x in wrong)
+        if all(got == listed + [-1] * (len(got) - len(listed)) for got, listed in lists):
             return words
     return f"no known mistake fits; {found[0].text}"
-
-
-def _unpadded(got: list[int]) -> list[int]:
-    """A list without the padding at its end."""
-    padding = next((i for i, b in enumerate(reversed(got)) if b != -1), len(got))
-    return got[: len(got) - padding]
 
 
 def assert_selection(out: Tensor, r: Request, name: str, integers: bool = False) -> None:
