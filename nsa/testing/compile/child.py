@@ -26,13 +26,13 @@ from nsa.settings import Settings
 from nsa.testing.compile.budgets import FEW, Compiled
 from nsa.testing.compile.matrix import OVERHEARD, minor
 from nsa.testing.compile.points import ARCHITECTURES, Architecture, Point, points
+from nsa.testing.matrix.case import DTYPES
 
 DESCRIPTOR = re.compile(r"(?:or\.b64|add\.s64)\s+%rd\d+, (%rd\d+), (-?\d{18,20});")
 """An address and the constant added to it. Bits 62 and 63 of the constant say how the matrix is swizzled."""
 
 DECLARED = re.compile(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]")
 """Statically sized shared memory, which lies before the dynamically sized one."""
-
 
 PLACE = re.compile(r"\s*(?:/\*([0-9a-f]{4,})\*/|(\.LBB\w+):)")
 """An address in NVIDIA's assembly, or a label in AMD's, where a branch may lead."""
@@ -106,7 +106,7 @@ def _call(point: Point) -> None:
 
     schedule = next((name for name in point.options if name in OF_SCHEDULE), SERVES_ALL.name)
     family = OF_SCHEDULE[schedule]
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[point.dtype]
+    dtype = DTYPES[point.dtype]
     index = torch.int64 if "int64" in point.options else torch.int32
 
     def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
