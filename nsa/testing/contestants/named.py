@@ -138,9 +138,7 @@ def _of(p: Problem, takes: tuple[str, ...]) -> tuple[tuple[Tensor, ...], dict[st
         return tuple(p.rows[:3]), how
     if takes[0] == "varlen":
         return tuple(p.varlen[:3]), how | {"cu_seqlens": p.varlen.cu_seqlens}
-    blocks = {"block_indices": p.block_indices, "block_size": p.block_size}
-    blocks = blocks if "blocks" in takes and p.block_indices is not None else {"ranges": p.ranges}
-    return (p.q, p.k, p.v), p.common | how | blocks
+    return (p.q, p.k, p.v), p.common | how | (p.picked if "blocks" in takes else {"ranges": p.ranges})
 
 
 def _chosen(passed: frozenset[str], given: dict[str, Any]) -> dict[str, Any]:

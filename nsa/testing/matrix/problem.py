@@ -68,11 +68,14 @@ class Problem:
     @property
     def selection(self) -> dict[str, Any]:
         """The keywords of `nsa.selection_attention` for this problem."""
-        if self.block_indices is not None:
-            picked: dict[str, Any] = {"block_indices": self.block_indices, "block_size": self.block_size}
-        else:
-            picked = {"ranges": self.ranges}
-        return picked | self.common
+        return self.picked | self.common
+
+    @property
+    def picked(self) -> dict[str, Any]:
+        """Those that say which keys each row reads: blocks and their size, or ranges."""
+        if self.block_indices is None:
+            return {"ranges": self.ranges}
+        return {"block_indices": self.block_indices, "block_size": self.block_size}
 
     @property
     def chosen(self) -> Tensor:
