@@ -154,7 +154,7 @@ def test_vllm_chooses_for_the_same_calls(which, monkeypatch):
     module = ModuleType(choosing.VLLM)
     module.minimax_m3_index_score, module.minimax_m3_index_topk = score, lambda *_: lists()
     module.minimax_m3_index_decode = decode
-    monkeypatch.setattr(choosing, "installed", lambda name: module if name == choosing.VLLM else None)
+    monkeypatch.setitem(sys.modules, choosing.VLLM, module)
     (vllm,) = choosing.vllm()
     assert [vllm.takes(each) for each in (r, r._replace(score="relu"))] == [True, False]
     assert torch.equal(vllm.tidy(vllm.prepare(*call)(), r), right)

@@ -26,7 +26,7 @@ from nsa.testing.clock.guard import Ceilings, guard
 from nsa.testing.clock.measure import why_not
 from nsa.testing.clock.timing import LEAST, Fn, Timing, in_turn, once_if_unmeasured
 from nsa.testing.contestants import prefill
-from nsa.testing.contestants.peers import FLA, call_fla, fla_supports, installed
+from nsa.testing.contestants.peers import FLA, call_fla, fla_supports, functions
 from nsa.testing.judge.forward import describe, some_queries
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.problem import Problem
@@ -78,11 +78,10 @@ def ours(backend: str = "triton") -> Trainee:
 def beside() -> tuple[Trainee, ...]:
     """The comparators: dense causal attention by cuDNN and flash, and fla-core if it is installed."""
     found = [Trainee(name, _dense(name), prefill.plain, selects=False) for name in prefill.BACKENDS]
-    function = getattr(installed(FLA), "ParallelNSAFunction", None)
-    if function is not None:
+    if of_fla := functions(FLA, "ParallelNSAFunction"):
 
         def fla(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            o = call_fla(function.apply, p, q, k, v, None)
+            o = call_fla(of_fla[0].apply, p, q, k, v, None)
             assert isinstance(o, Tensor)
             return o
 

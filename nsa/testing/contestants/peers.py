@@ -45,6 +45,12 @@ def installed(module: str) -> Any:
         return None
 
 
+def functions(module: str, *names: str) -> list[Any]:
+    """The functions of these names; none if the module cannot be imported here, or lacks one of them."""
+    found = [getattr(installed(module), name, None) for name in names]
+    return [] if None in found else found
+
+
 @contextlib.contextmanager
 def this_version() -> Iterator[None]:
     """Raises NotImplementedError where a peer of another version has other arguments or names."""
@@ -56,11 +62,8 @@ def this_version() -> Iterator[None]:
 
 def peers() -> dict[str, Contestant]:
     """The peers that can be imported here, by name."""
-    found: dict[str, Contestant] = {}
-    forward = getattr(installed(FLA), "parallel_nsa_fwd", None)
-    if forward is not None:
-        found["fla"] = Contestant("fla", _fla(forward), supports=fla_supports)
-    return found
+    found = functions(FLA, "parallel_nsa_fwd")
+    return {"fla": Contestant("fla", _fla(*found), supports=fla_supports)} if found else {}
 
 
 _tuned: dict[str, tuple[torch.Size, ...]] = {}
@@ -116,10 +119,8 @@ def fla_supports(case: Case) -> str | None:
 
 def xunhao() -> dict[str, Contestant]:
     """XunhaoLai's kernel, if it can be imported here. It is timed beside the prompt of MiniMax-M3 alone."""
-    function = getattr(installed(XUNHAO), "topk_sparse_attention", None)
-    if function is None:
-        return {}
-    return {"xunhao": Contestant("xunhao", _xunhao(function), supports=xunhao_supports, lse=False)}
+    found = functions(XUNHAO, "topk_sparse_attention")
+    return {"xunhao": Contestant("xunhao", _xunhao(*found), supports=xunhao_supports, lse=False)} if found else {}
 
 
 def xunhao_supports(case: Case) -> str | None:
@@ -154,12 +155,8 @@ def padding_last(p: Problem) -> Tensor:
 
 def vllm() -> dict[str, Contestant]:
     """vLLM's kernels for MiniMax-M3 over the caches of `matrix/m3.py`, if they can be imported here."""
-    module = installed(VLLM)
-    names = ("minimax_m3_sparse_attn", "minimax_m3_sparse_attn_decode")
-    if module is None or not all(hasattr(module, name) for name in names):
-        return {}
-    call = _vllm(*(getattr(module, name) for name in names))
-    return {"vllm": Contestant("vllm", call, supports=vllm_supports, lse=False)}
+    found = functions(VLLM, "minimax_m3_sparse_attn", "minimax_m3_sparse_attn_decode")
+    return {"vllm": Contestant("vllm", _vllm(*found), supports=vllm_supports, lse=False)} if found else {}
 
 
 def vllm_supports(case: Case) -> str | None:
@@ -217,8 +214,8 @@ def vllm_arguments(p: Problem) -> list[tuple[slice, dict[str, Any]]]:
 
 def vllm_qsa() -> dict[str, Contestant]:
     """vLLM's kernel for QSA over the caches of `matrix/m3.py`, if it can be imported here."""
-    function = getattr(installed(QSA), "qsa_sparse_paged_attention", None)
-    return {} if function is None else {"vllm": Contestant("vllm", call_qsa(function), lse=False)}
+    found = functions(QSA, "qsa_sparse_paged_attention")
+    return {"vllm": Contestant("vllm", call_qsa(*found), lse=False)} if found else {}
 
 
 def call_qsa(function: Callable[..., Tensor]) -> Any:
