@@ -124,28 +124,23 @@ def _call(point: Point) -> None:
         lead, cache = (rows,), (rows * point.L,)
         tensors["cu_seqlens_k"] = sequences
     else:
-        lead = (rows,) if "cu_seqlens" in point.options else (1, rows)
+        page = next((int(option.removeprefix("page")) for option in point.options if option.startswith("page")), 0)
+        cached = bool(page) or "cache" in point.options
+        B = 1 if not cached else rows if family is SERVES_ALL else 2
+        lead = (rows,) if {"cu_seqlens", "ragged"} & set(point.options) else (B, rows // B)
         cache = (*lead[:-1], max(rows, 8192), HKV)
+        if "cu_seqlens" in point.options:
+            tensors.update(cu_seqlens_q=sequences, cu_seqlens_k=sequences)
+        if cached:
+            cache = (B * (65536 // page), page, HKV) if page else (B, 65536, HKV)
+            tensors["cache_seqlens"] = meta(B, dtype=torch.int32)
+            tensors["block_table"] = meta(B, 65536 // page, dtype=torch.int32) if page else None
+        if "ragged" in point.options:
+            tensors["cu_seqlens_q"] = meta(B + 1, dtype=torch.int32)
         if point.source == "ranges":
             tensors["ranges"] = meta(*lead, HKV, point.n, 2, dtype=index)
         else:
             tensors["block_indices"], block_size = meta(*lead, HKV, point.n, dtype=index), point.L // point.n
-        if "cu_seqlens" in point.options:
-            tensors.update(cu_seqlens_q=sequences, cu_seqlens_k=sequences)
-        paged = [int(option.removeprefix("page")) for option in point.options if option.startswith("page")]
-        if paged or "cache" in point.options:
-            width = 65536 // paged[0] if paged else 0
-            B = rows if family is SERVES_ALL else 2
-            lead = (B, rows // B)
-            cache = (B * width, paged[0], HKV) if paged else (B, 65536, HKV)
-            name = "ranges" if point.source == "ranges" else "block_indices"
-            tensors[name] = meta(*lead, *tensors[name].shape[2:], dtype=index)
-            tensors["cache_seqlens"] = meta(B, dtype=torch.int32)
-            tensors["block_table"] = meta(B, width, dtype=torch.int32) if paged else None
-            if "ragged" in point.options:
-                lead = (rows,)
-                tensors[name] = meta(*lead, *tensors[name].shape[2:], dtype=index)
-                tensors["cu_seqlens_q"] = meta(B + 1, dtype=torch.int32)
         if "q_positions" in point.options:
             tensors["q_positions"] = meta(*lead, dtype=torch.int64)
     q, k, v = meta(*lead, HKV * G, D), meta(*cache, D), meta(*cache, Dv)
