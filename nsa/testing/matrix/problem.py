@@ -235,18 +235,16 @@ class Problem:
 
         Of packed sequences, `positions` are tokens in rising order.
         """
-        if self.cu_seqlens_pair is not None:
-            cu_q, cu_k = self.cu_seqlens_pair
-            left = torch.searchsorted(positions, cu_q.to(positions.dtype)).to(cu_q.dtype)
-            blocks = None if self.block_indices is None else self.block_indices[positions]
-            return dataclasses.replace(
-                self, q=self.q[positions], ranges=self.ranges[positions], block_indices=blocks,
-                q_positions=self.positions()[positions], cu_seqlens=left, cu_seqlens_k=cu_k,
-            )  # fmt: skip
-        where = self.positions().view(self.q.shape[:2])[:, positions]
-        blocks = None if self.block_indices is None else self.block_indices[:, positions]
-        ranges = self.ranges[:, positions]
-        return dataclasses.replace(self, q=self.q[:, positions], ranges=ranges, block_indices=blocks, q_positions=where)
+        at = (slice(None), positions) if self.cu_seqlens_pair is None else (positions,)
+        blocks = None if self.block_indices is None else self.block_indices[at]
+        where = self.positions().view(self.q.shape[:-2])[at]
+        ranges = self.ranges[at]
+        fewer = dataclasses.replace(self, q=self.q[at], ranges=ranges, block_indices=blocks, q_positions=where)
+        if self.cu_seqlens_pair is None:
+            return fewer
+        cu_q, cu_k = self.cu_seqlens_pair
+        left = torch.searchsorted(positions, cu_q.to(positions.dtype)).to(cu_q.dtype)
+        return dataclasses.replace(fewer, cu_seqlens=left, cu_seqlens_k=cu_k)
 
     def positions(self) -> Tensor:
         """`[tokens]` int64: the position of each query among the keys of its sequence."""
