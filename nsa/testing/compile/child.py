@@ -79,11 +79,16 @@ def main(name: str, extent: str) -> None:
         _call(point)
         if len(launches.variants) == before:
             raise RuntimeError(f"expected {point.id} to launch a kernel")
-        fresh = list({kernel.hash: kernel for kernel in launches.kernels if kernel.hash not in seen}.values())
-        for i, kernel in enumerate(fresh):
-            report = launches.reports[i] if len(launches.reports) == len(fresh) else None
-            print(json.dumps(dataclasses.asdict(_describe(architecture, point, kernel, report))), flush=True)
-        seen.update(kernel.hash for kernel in fresh)
+        tell(architecture, point.id, launches, seen)
+
+
+def tell(architecture: Architecture, id: str, launches: Launches, seen: set[str]) -> None:
+    """Print a line for each kernel that a point compiled first, and add it to `seen`, the hashes of earlier ones."""
+    fresh = list({kernel.hash: kernel for kernel in launches.kernels if kernel.hash not in seen}.values())
+    for i, kernel in enumerate(fresh):
+        report = launches.reports[i] if len(launches.reports) == len(fresh) else None
+        print(json.dumps(dataclasses.asdict(_describe(architecture, id, kernel, report))), flush=True)
+    seen.update(kernel.hash for kernel in fresh)
 
 
 def cover(variants: Sequence[frozenset[tuple[str, ...]]]) -> set[int]:
@@ -226,9 +231,9 @@ class _AbsentGPU:
         return 0
 
 
-def _describe(architecture: Architecture, point: Point, kernel: Any, report: str | None) -> Compiled:
+def _describe(architecture: Architecture, id: str, kernel: Any, report: str | None) -> Compiled:
     if architecture.backend == "hip":
-        return _describe_amd(point, kernel)
+        return _describe_amd(id, kernel)
     registers = local = in_loop = None
     if minor() >= OVERHEARD:
         if report is None:
@@ -240,7 +245,7 @@ def _describe(architecture: Architecture, point: Point, kernel: Any, report: str
     early = bool(getattr(kernel.metadata, "launch_pdl", False))
     first = re.search(r"griddepcontrol\.wait|\b(ld|st|atom|red)\.\S*global|cp\.async\.c[ag]\b", ptx)
     return Compiled(
-        point.id,
+        id,
         kernel.metadata.name,
         kernel.metadata.shared,
         registers,
@@ -314,7 +319,7 @@ def askew(ptx: str) -> bool:
     return ("wgmma" in ptx or "tcgen05" in ptx) and before % PATTERN_BYTES != 0
 
 
-def _describe_amd(point: Point, kernel: Any) -> Compiled:
+def _describe_amd(id: str, kernel: Any) -> Compiled:
     """Read the metadata of the code object."""
     text = kernel.asm["amdgcn"]
     shared = max(kernel.metadata.shared, _number(r"\.group_segment_fixed_size: +(\d+)", text))
@@ -322,7 +327,7 @@ def _describe_amd(point: Point, kernel: Any) -> Compiled:
     local = _number(r"\.private_segment_fixed_size: +(\d+)", text)
     mma = "v_mfma" in text
     name, threads = kernel.metadata.name, 64 * kernel.metadata.num_warps
-    return Compiled(point.id, name, shared, registers, local, looped(text), threads, mma, False, False, False)
+    return Compiled(id, name, shared, registers, local, looped(text), threads, mma, False, False, False)
 
 
 def _number(words: str, report: str) -> int:
