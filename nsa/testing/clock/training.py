@@ -21,7 +21,7 @@ from torch import Tensor
 import nsa
 from nsa.call import Call
 from nsa.plain.oracle import selection_reference
-from nsa.testing.clock.cuda import EVENT_TICK_S
+from nsa.testing.clock.cuda import EVENT_TICK_S, elapsed_s
 from nsa.testing.clock.guard import Ceilings, guard
 from nsa.testing.clock.measure import why_not
 from nsa.testing.clock.timing import LEAST, Fn, Timing, in_turn, once_if_unmeasured
@@ -221,13 +221,8 @@ def _time(calls: dict[str, Fn], p: Problem, iters: int, warmup: int, budget_s: f
 
 def event_s(call: Fn, lead_cycles: int = LEAD_CYCLES) -> float:
     """Seconds that a call takes on the GPU. lead_cycles: for which the GPU waits, while the host queues the call."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(lead_cycles)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
+    return elapsed_s(call)
 
 
 def host_s(call: Fn) -> float:
