@@ -48,7 +48,7 @@ def _apart(p: Problem, return_lse: bool, out: Tensor | None) -> Tensor:
     o = p.q.new_empty(*p.q.shape[:-1], p.case.Dv) if out is None else out
     scales = {name: x for name, x in cache.arguments.items() if name.endswith("scale")}
     for group in groups(p.case):
-        where = group.sequences
+        where = slice(group.first, group.first + group.B)
         nsa.selection_attention_with_kvcache(
             group.of(q), cache.k, cache.v, **scales,
             cache_seqlens=cache.cache_seqlens[where], block_table=cache.block_table[where],

@@ -260,10 +260,6 @@ class Problem:
         """`[N, H, …]` in row order (b, s, hkv) as `[B, S, HQ, …]`."""
         return rows.reshape(*self.q.shape[:-1], *rows.shape[2:])
 
-    def poisoned(self) -> Tensor:
-        """An output full of NaN, which shows what a kernel does not write."""
-        return self.q.new_full((*self.q.shape[:-1], self.case.Dv), float("nan"))
-
 
 def spans_of_blocks(blocks: Tensor, size: int) -> Tensor:
     """`[..., 2]` int64: the spans of block indices. Padding becomes an empty span."""
