@@ -181,11 +181,6 @@ def test_keys_that_no_row_selects_may_be_nan(contestant, problem, wanted):
     prove(contestant, dataclasses.replace(p, k=k, v=v), Oracle.of(p), wanted)
 
 
-def own_memory(p: Problem) -> Problem:
-    own = {name: x.clone() for name in REPLACED for x in [getattr(p, name)] if x is not None}
-    return dataclasses.replace(p, **own)
-
-
 def remade(p: Problem, contract: Contract) -> Problem:
     """Other values in tensors of the same shapes."""
     other = p.with_tensors(p.q.flip(-1), p.k.roll(1, -1), p.v.flip(-1))
@@ -197,7 +192,8 @@ def remade(p: Problem, contract: Contract) -> Problem:
 @contested(lambda impl: [(c, returns(impl)[-1]) for c in fitting(impl)], "wanted")
 def test_inputs_that_change_in_place(contestant, problem, wanted):
     """A kernel may not know a call again by its tensors' addresses, nor change a result that it returned."""
-    p = own_memory(problem)
+    own = {name: x.clone() for name in REPLACED if (x := getattr(problem, name)) is not None}
+    p = dataclasses.replace(problem, **own)
     now, results = problem, []
     for _ in range(CALLS):  # outputs may be taken from a ring of several
         try:
@@ -208,9 +204,8 @@ def test_inputs_that_change_in_place(contestant, problem, wanted):
             raise
         results.append((result, copied(result)))
         now = remade(now, contestant.contract)
-        for name in REPLACED:
-            if getattr(p, name) is not None:
-                getattr(p, name).copy_(getattr(now, name))
+        for name, x in own.items():
+            x.copy_(getattr(now, name))
     if not all(same_bits(result, kept) for result, kept in results):
         raise Wrong(f"{contestant.name}: a later call changed a result that was returned")
 
