@@ -212,22 +212,20 @@ def test_inputs_that_change_in_place(contestant, problem, wanted):
 
 @pytest.mark.skipif(current_lane() != "gpu", reason="streams need a GPU")
 @contested(lambda impl: [(case,) for case in fitting(impl)])
-def test_the_current_stream_is_waited_for(contestant, problem):
+def test_the_current_stream_is_waited_for(contestant, problem, oracle):
     """Inputs are written late, on the current stream. A kernel that is launched on another stream reads NaN."""
-    p = problem
-    oracle = Oracle.of(p)
-    prove(contestant, p, oracle, "O")  # compiles
-    late = dataclasses.replace(p, **{name: torch.full_like(getattr(p, name), math.nan) for name in "qkv"})
-    if p.case.source == "rows":
+    prove(contestant, problem, oracle, "O")  # compiles
+    late = dataclasses.replace(problem, **{name: torch.full_like(getattr(problem, name), math.nan) for name in "qkv"})
+    if problem.case.source == "rows":
         assert late.rows.K.isnan().all()  # makes the views here, because that synchronizes
-    stream = torch.cuda.Stream(p.q.device)
-    torch.cuda.synchronize(p.q.device)
+    stream = torch.cuda.Stream(problem.q.device)
+    torch.cuda.synchronize(problem.q.device)
     with torch.cuda.stream(stream):
         torch.cuda._sleep(100_000_000)
         for name in "qkv":
-            getattr(late, name).copy_(getattr(p, name))
+            getattr(late, name).copy_(getattr(problem, name))
         result = contestant.run(late)
     stream.synchronize()
     assert_parity(result, oracle, contestant.name)
     for name in "qkv":
-        assert same_bits(getattr(late, name), getattr(p, name)), f"{contestant.name}: wrote to its input {name}"
+        assert same_bits(getattr(late, name), getattr(problem, name)), f"{contestant.name}: wrote to its input {name}"
